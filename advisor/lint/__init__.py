@@ -1,7 +1,7 @@
-"""Static hints: what in a training program's source often costs time, before anything is measured.
+"""Static hints: places in a training program's source that often cost time, before a measurement.
 
-Informational: a hint says where to look, and which rule would show on a recording whether it costs
-anything. Nothing is imported or run; the source is only parsed.
+A hint names the rule that shows on a recording whether the place costs anything. Nothing is
+imported or run; the source is only parsed.
 """
 
 from __future__ import annotations
@@ -12,23 +12,24 @@ from pathlib import Path
 
 from advisor.core.errors import AdvisorError
 from advisor.core.files import open_regular
-from advisor.lint import evaluation, loader, loop, parallel, switches
-from advisor.lint.hint import Hint
-from advisor.lint.source import parse
+from advisor.lint.loader import check_loader
+from advisor.lint.loop import check_loop, check_settings
+from advisor.lint.model import check_evaluation, check_parallel
+from advisor.lint.source import Hint, parse
 
 __all__ = ["Hint", "lint_paths", "lint_text"]
 
 MAX_BYTES = 4 << 20
 MAX_FILES = 2000
 IGNORE = "advisor: ignore"
-"""A comment with these words on a line takes its hints away."""
+"""A comment with these words removes the hints of its line."""
 _SKIPPED = {"node_modules", "site-packages", "build", "dist", "__pycache__", "venv", "env"}
-_CHECKS = (loader, loop, evaluation, parallel, switches)
+_CHECKS = (check_loader, check_loop, check_evaluation, check_parallel, check_settings)
 
 
 def lint_paths(paths: list[str]) -> tuple[list[Hint], list[str]]:
-    """Hints of Python files, and of those below folders; and the files that could not be parsed, a
-    line each. Raises AdvisorError: a path that is not there, no Python file, the only file given
+    """Hints of Python files and of those below folders, and one line per file that could not be
+    parsed. Raises AdvisorError: a path that does not exist, no Python file, the only file given
     cannot be parsed."""
     files = list(islice(_files(paths), MAX_FILES + 1))
     if not files:
@@ -78,12 +79,12 @@ def _read(file: Path) -> str:
 
 
 def lint_text(text: str, name: str = "<text>") -> list[Hint]:
-    """Hints of one file, by line. Raises AdvisorError: it is not Python."""
+    """Hints of one file, by line. Raises AdvisorError: not Python."""
     source = parse(text, name)
-    found = []
+    hints = []
     for check in _CHECKS:
-        for hint in check.check(source):
+        for hint in check(source):
             if IGNORE not in source.lines[hint.line - 1]:
                 hint.file = source.name
-                found.append(hint)
-    return sorted(found, key=lambda hint: (hint.line, hint.column, hint.id))
+                hints.append(hint)
+    return sorted(hints, key=lambda hint: (hint.line, hint.column, hint.id))

@@ -1,31 +1,32 @@
-"""Hints about the body of the training loop: waits for the device, and graphs kept alive."""
+"""Hints about the training loop: waits for the GPU, graphs kept alive, and debug settings."""
 
 from __future__ import annotations
 
 import ast
 from collections.abc import Iterator
 
-from advisor.lint.hint import Hint, place
 from advisor.lint.source import (
+    Hint,
     Loop,
     Script,
     is_constant,
     is_method,
     keyword,
     names_in,
+    position,
 )
 
-EVERY = 50
-"""Steps between two logs, in what is suggested."""
+LOG_INTERVAL = 50
+"""Steps between two logs, in suggested code."""
 _CALLS = {
     "torch.cuda.empty_cache": (
         "empty-cache-in-loop",
-        "the allocator gives its memory back and has to ask for it again, which stops the device",
+        "the allocator returns its memory and has to ask for it again, which stalls the GPU",
         "empty-cache-in-loop",
     ),
     "torch.cuda.synchronize": (
         "synchronize-in-loop",
-        "the host waits for the device, and the device then waits for the host",
+        "the host waits for the GPU, and the GPU then waits for the host",
         "explicit-synchronize",
     ),
     "gc.collect": (
@@ -36,18 +37,18 @@ _CALLS = {
 }
 
 
-def check(source: Script) -> Iterator[Hint]:
-    """What is done in every step."""
-    seen: set[ast.stmt] = set()
+def check_loop(source: Script) -> Iterator[Hint]:
+    """Calls in the body of a training loop, which run in every step."""
+    reported: set[ast.stmt] = set()
     for call in source.calls:
         loop = source.in_training_loop(call)
         if loop is None:
             continue
-        yield from _forbidden(source, call)
+        yield from _costly_call(source, call)
         statement = source.statement(call)
         what = _reads_device(source, call, loop)
-        if what and statement is not None and statement not in seen:
-            seen.add(statement)
+        if what and statement is not None and statement not in reported:
+            reported.add(statement)
             yield _sync(source, call, statement, what)
         yield from _backward(source, call)
         yield from _append(source, call, loop)
@@ -56,26 +57,26 @@ def check(source: Script) -> Iterator[Hint]:
             yield from _sum(source, node)
 
 
-def _forbidden(source: Script, call: ast.Call) -> Iterator[Hint]:
-    known = _CALLS.get(source.dotted(call.func))
-    if known is None:
+def _costly_call(source: Script, call: ast.Call) -> Iterator[Hint]:
+    entry = _CALLS.get(source.qualified_name(call.func))
+    if entry is None:
         return
-    identifier, why, rule = known
+    identifier, why, rule = entry
     yield Hint(
         id=identifier,
-        title=f"{source.of(call)[:60]} in every step",
+        title=f"{source.text_of(call)[:60]} in every step",
         why=why,
-        fix="Take it out of the loop.",
+        fix="Move it out of the loop.",
         confirmed_by=rule,
-        **place(call),
+        **position(call),
     )
 
 
-# -- reading values of the device ---------------------------------------------------------------
+# -- reads of GPU values ------------------------------------------------------------------------
 
 
 def _reads_device(source: Script, call: ast.Call, loop: Loop) -> str:
-    """How a call waits for a value of the device; empty: it does not, as far as can be told."""
+    """How a call waits for a GPU value; empty: it does not, as far as the source shows."""
     if is_method(call, "item", "tolist", "numpy", "cpu") and not call.args:
         assert isinstance(call.func, ast.Attribute)
         return f".{call.func.attr}()"
@@ -84,14 +85,14 @@ def _reads_device(source: Script, call: ast.Call, loop: Loop) -> str:
     if name in {"float", "int", "bool"} and len(call.args) == 1:
         return f"{name}()" if _is_tensor(call.args[0], tensors) else ""
     if name == "print" and any(
-        _is_tensor(part, tensors) for value in call.args for part in _shown(value)
+        _is_tensor(part, tensors) for value in call.args for part in _printed(value)
     ):
         return "print()"
     return ""
 
 
-def _shown(value: ast.expr) -> list[ast.expr]:
-    """What an argument of print shows: itself, or the parts of an f-string."""
+def _printed(value: ast.expr) -> list[ast.expr]:
+    """The values that an argument of print shows: itself, or the parts of an f-string."""
     if isinstance(value, ast.JoinedStr):
         return [part.value for part in value.values if isinstance(part, ast.FormattedValue)]
     return [value]
@@ -103,34 +104,34 @@ def _is_tensor(node: ast.expr, tensors: set[str]) -> bool:
 
 def _losses(loop: Loop) -> set[str]:
     """Names on which ``.backward()`` is called in the loop: tensors for sure."""
-    found = set()
+    names = set()
     for node in ast.walk(loop):
         if is_method(node, "backward") and isinstance(node.func, ast.Attribute):
-            found |= names_in(node.func.value) if isinstance(node.func.value, ast.Name) else set()
+            names |= names_in(node.func.value) if isinstance(node.func.value, ast.Name) else set()
             # scaler.scale(loss).backward()
             if isinstance(node.func.value, ast.Call):
-                found |= {a.id for a in node.func.value.args if isinstance(a, ast.Name)}
-    return found
+                names |= {a.id for a in node.func.value.args if isinstance(a, ast.Name)}
+    return names
 
 
 def _sync(source: Script, call: ast.Call, statement: ast.stmt, what: str) -> Hint:
-    fix = f"Do it every {EVERY} steps, or keep the value on the device until the epoch's end."
-    code = f"if step % {EVERY} == 0:   # where the loop counts its steps\n    ..."
+    fix = f"Read it every {LOG_INTERVAL} steps, or keep it on the GPU until the epoch ends."
+    code = f"if step % {LOG_INTERVAL} == 0:   # with a step counter\n    ..."
     if what == ".item()" and not isinstance(statement, ast.Expr):
         assert isinstance(call.func, ast.Attribute)
-        fix = "Sum on the device with .detach(), and read the sum once after the loop."
-        code = f"{source.of(call.func.value)}.detach()"
+        fix = "Sum on the GPU with .detach(), and read the sum once after the loop."
+        code = f"{source.text_of(call.func.value)}.detach()"
     return Hint(
         id="sync-in-loop",
-        title=f"{what} in every step: {source.of(statement).splitlines()[0][:60]}",
+        title=f"{what} in every step: {source.text_of(statement).splitlines()[0][:60]}",
         why=(
-            "the host waits until the device has computed the value, and cannot launch ahead; "
-            "a value that is on the CPU already costs nothing"
+            "the host waits until the GPU has computed the value, and cannot launch ahead; a value "
+            "on the CPU costs nothing"
         ),
         fix=fix,
         code=code,
         confirmed_by="implicit-sync",
-        **place(call),
+        **position(call),
     )
 
 
@@ -151,14 +152,14 @@ def _sum(source: Script, node: ast.AugAssign) -> Iterator[Hint]:
         plain = next((s for s in sides if s.id in tensors), None)
     if plain is None or plain.id not in tensors:
         return
-    yield _kept(source, plain, f"{source.of(node)[:60]} keeps the graph of every step alive")
+    yield _kept(source, plain, f"{source.text_of(node)[:60]} keeps the graph of every step alive")
 
 
 def _append(source: Script, call: ast.Call, loop: Loop) -> Iterator[Hint]:
     if is_method(call, "append") and len(call.args) == 1:
         value = call.args[0]
         if isinstance(value, ast.Name) and value.id in _losses(loop):
-            title = f"{source.of(call)[:60]} keeps the graph of every step alive"
+            title = f"{source.text_of(call)[:60]} keeps the graph of every step alive"
             yield _kept(source, value, title)
 
 
@@ -166,11 +167,11 @@ def _kept(source: Script, value: ast.Name, title: str) -> Hint:
     return Hint(
         id="loss-keeps-graph",
         title=title,
-        why=("the loss holds on to the graph that made it, so that memory grows from step to step"),
-        fix="Detach it first; .item() would do as well, but waits for the device.",
+        why="the loss refers to the graph that made it, so memory grows from step to step",
+        fix="Detach it first. .item() works as well, but waits for the GPU.",
         code=f"{value.id}.detach()",
         confirmed_by="memory-leak",
-        **place(value),
+        **position(value),
     )
 
 
@@ -181,14 +182,14 @@ def _backward(source: Script, call: ast.Call) -> Iterator[Hint]:
             "backward",
             "retain_graph",
             True,
-            "the buffers of the graph stay until the next step; needed only to go backward twice",
+            "the graph's buffers stay until the next step; only a second backward pass needs them",
             "memory-near-capacity",
         ),
         (
             "zero_grad",
             "set_to_none",
             False,
-            "gradients are filled with zeros and added to, instead of being written",
+            "gradients are zeroed and added to instead of being written",
             "",
         ),
     ):
@@ -202,5 +203,55 @@ def _backward(source: Script, call: ast.Call) -> Iterator[Hint]:
                 fix=f"Leave {name} at its default.",
                 code=f"{method}()",
                 confirmed_by=rule,
-                **place(call),
+                **position(call),
             )
+
+
+# -- settings -----------------------------------------------------------------------------------
+
+
+def check_settings(source: Script) -> Iterator[Hint]:
+    """Anomaly detection; blocking launches set in the program; torch.compile in the loop."""
+    for call in source.calls:
+        name = source.qualified_name(call.func)
+        if name == "torch.autograd.set_detect_anomaly" and call.args:
+            if is_constant(call.args[0], True):
+                yield _anomaly_mode(call)
+        elif name == "torch.autograd.detect_anomaly":
+            yield _anomaly_mode(call)
+        elif name == "torch.compile" and source.in_training_loop(call) is not None:
+            yield Hint(
+                id="compile-in-loop",
+                title="torch.compile in the training loop",
+                why="each step compiles a new function, which looks up its graph again",
+                fix="Compile once, before the loop.",
+                confirmed_by="recompilation",
+                **position(call),
+            )
+    for node in ast.walk(source.tree):
+        if (
+            isinstance(node, ast.Assign)
+            and isinstance(node.targets[0], ast.Subscript)
+            and source.qualified_name(node.targets[0].value) == "os.environ"
+            and is_constant(node.targets[0].slice, "CUDA_LAUNCH_BLOCKING")
+            and is_constant(node.value, "1")
+        ):
+            yield Hint(
+                id="launch-blocking",
+                title="CUDA_LAUNCH_BLOCKING=1",
+                why="the host waits for every kernel, so nothing overlaps",
+                fix="Set it only while you look for an error.",
+                confirmed_by="debug-switches",
+                **position(node),
+            )
+
+
+def _anomaly_mode(call: ast.Call) -> Hint:
+    return Hint(
+        id="anomaly-mode",
+        title="Anomaly detection is on",
+        why="it keeps the stack of every operation and checks every gradient for NaN",
+        fix="Turn it on only while you look for an error.",
+        confirmed_by="debug-switches",
+        **position(call),
+    )

@@ -1,4 +1,4 @@
-"""A program's source: its tree, what names mean, where loops are, and edits of its text."""
+"""A hint, and the source that it is about: the tree, the meaning of names, the loops, the text."""
 
 from __future__ import annotations
 
@@ -7,7 +7,9 @@ import re
 import warnings
 from collections.abc import Iterator
 from functools import cached_property
-from typing import TypeGuard
+from typing import Any, TypeGuard
+
+from msgspec import Struct
 
 from advisor.core.errors import AdvisorError
 
@@ -15,11 +17,38 @@ Function = ast.FunctionDef | ast.AsyncFunctionDef
 Loop = ast.For | ast.AsyncFor | ast.While
 
 
+class Hint(Struct, kw_only=True):
+    """A place in a program that may cost time, and the rule that shows whether it does."""
+
+    id: str
+    """Stable identifier."""
+    title: str
+    """What the code does, in one line."""
+    why: str
+    """Why it may cost time."""
+    fix: str
+    """What to write instead."""
+    confirmed_by: str
+    """Rule that shows on a trace or a recording whether it costs time."""
+    line: int
+    column: int = 0
+    """From 0."""
+    end_line: int | None = None
+    file: str = ""
+    code: str | None = None
+    """The fix as a line or two to paste; ``null``: ``fix`` is enough."""
+
+
+def position(node: ast.stmt | ast.expr) -> dict[str, Any]:
+    """The position of a node, as fields of a hint."""
+    return {"line": node.lineno, "column": node.col_offset, "end_line": node.end_lineno}
+
+
 def parse(text: str, name: str) -> Script:
     """Parse Python. Raises AdvisorError, with the line, for anything else."""
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of the user's string escapes: not our subject
+            warnings.simplefilter("ignore")  # string escapes of the user's
             tree = ast.parse(text)
     except SyntaxError as error:
         where = f" (line {error.lineno})" if error.lineno else ""
@@ -47,7 +76,7 @@ class Script:
         """The node around each node."""
         return {child: node for node in ast.walk(self.tree) for child in ast.iter_child_nodes(node)}
 
-    def around(self, node: ast.AST) -> Iterator[ast.AST]:
+    def ancestors(self, node: ast.AST) -> Iterator[ast.AST]:
         """Nodes around a node, innermost first."""
         while (node := self.parents.get(node, self.tree)) is not self.tree:
             yield node
@@ -59,21 +88,21 @@ class Script:
 
     @cached_property
     def aliases(self) -> dict[str, str]:
-        """What imported names stand for: ``nn`` → ``torch.nn``."""
-        found: dict[str, str] = {}
+        """The full names of imported names: ``nn`` → ``torch.nn``."""
+        aliases: dict[str, str] = {}
         for node in ast.walk(self.tree):
             if isinstance(node, ast.Import):
                 for item in node.names:
                     if item.asname:
-                        found[item.asname] = item.name
+                        aliases[item.asname] = item.name
                     else:
-                        found[item.name.split(".")[0]] = item.name.split(".")[0]
+                        aliases[item.name.split(".")[0]] = item.name.split(".")[0]
             elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
                 for item in node.names:
-                    found[item.asname or item.name] = f"{node.module}.{item.name}"
-        return found
+                    aliases[item.asname or item.name] = f"{node.module}.{item.name}"
+        return aliases
 
-    def dotted(self, node: ast.AST) -> str:
+    def qualified_name(self, node: ast.AST) -> str:
         """``torch.nn.DataParallel`` for ``nn.DataParallel``; empty: no plain name."""
         parts = []
         while isinstance(node, ast.Attribute):
@@ -89,18 +118,18 @@ class Script:
     @cached_property
     def training_loops(self) -> list[Loop]:
         """The innermost loops whose body calls ``.backward()``."""
-        found: dict[Loop, None] = {}
+        loops: dict[Loop, None] = {}
         for call in self.calls:
             if is_method(call, "backward"):
                 loop = self.loop_around(call)
                 if loop is not None:
-                    found[loop] = None
-        return list(found)
+                    loops[loop] = None
+        return list(loops)
 
     def loop_around(self, node: ast.AST) -> Loop | None:
         """The innermost loop whose body runs the node, in the same function."""
         inner = node
-        for outer in self.around(node):
+        for outer in self.ancestors(node):
             if isinstance(outer, Function | ast.Lambda | ast.ClassDef):
                 return None
             if isinstance(outer, ast.For | ast.AsyncFor | ast.While) and not (
@@ -114,10 +143,10 @@ class Script:
         """The training loop around a node, however deep in it, unless a condition on the step
         number or a nested function keeps it from running every step."""
         inner: ast.AST = node
-        for outer in self.around(node):
+        for outer in self.ancestors(node):
             if isinstance(outer, Function | ast.Lambda | ast.ClassDef):
                 return None
-            if isinstance(outer, ast.If) and inner is not outer.test and seldom(outer.test):
+            if isinstance(outer, ast.If) and inner is not outer.test and is_occasional(outer.test):
                 return None
             if isinstance(outer, ast.ExceptHandler):
                 return None
@@ -132,10 +161,10 @@ class Script:
 
     @cached_property
     def _starts(self) -> list[int]:
-        found = [0]
+        starts = [0]
         for line in split_lines(self.text):
-            found.append(found[-1] + len(line))
-        return found
+            starts.append(starts[-1] + len(line))
+        return starts
 
     def offset(self, line: int, column: int) -> int:
         """Position in the text of a line (from 1) and a column in UTF-8 bytes (as ast counts)."""
@@ -147,7 +176,7 @@ class Script:
         end_line, end_column = node.end_lineno or node.lineno, node.end_col_offset or 0
         return self.offset(node.lineno, node.col_offset), self.offset(end_line, end_column)
 
-    def of(self, node: ast.expr | ast.stmt) -> str:
+    def text_of(self, node: ast.expr | ast.stmt) -> str:
         """The text of a node."""
         start, end = self.span(node)
         return self.text[start:end]
@@ -156,7 +185,7 @@ class Script:
         """The innermost statement around a node, or the node."""
         if isinstance(node, ast.stmt):
             return node
-        return next((n for n in self.around(node) if isinstance(n, ast.stmt)), None)
+        return next((n for n in self.ancestors(node) if isinstance(n, ast.stmt)), None)
 
 
 def split_lines(text: str) -> list[str]:
@@ -185,8 +214,8 @@ def is_constant(node: ast.AST | None, *values: object) -> bool:
     )
 
 
-def seldom(test: ast.expr) -> bool:
-    """A condition that holds in some steps only: it has a remainder, or compares with a rank."""
+def is_occasional(test: ast.expr) -> bool:
+    """A condition that holds in some steps only: it has a remainder, or names logging or debug."""
     for node in ast.walk(test):
         if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Mod):
             return True

@@ -23,7 +23,7 @@ def diff(file: Path, callees: frozenset[str], arguments: Mapping[str, object]) -
         script = parse(text, file.name)
     except (OSError, UnicodeError, AdvisorError):
         return ""
-    calls = [call for call in script.calls if script.dotted(call.func) in callees]
+    calls = [call for call in script.calls if script.qualified_name(call.func) in callees]
     if len(calls) != 1:
         return ""
     changed = _with(script, text, calls[0], arguments)

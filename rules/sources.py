@@ -49,8 +49,7 @@ FLASH_3 = Source(
 )
 FLASH = Source("FlashAttention: 1.5 to 4 times faster", "https://arxiv.org/abs/2205.14135")
 FOREACH = Source(
-    "PyTorch's optimizers: for-loop, foreach, fused",
-    "https://pytorch.org/docs/stable/optim.html",
+    "PyTorch's optimizers: for-loop, foreach, fused", "https://pytorch.org/docs/stable/optim.html"
 )
 GREYHOUND = Source("Greyhound (fail-slow detection)", "https://arxiv.org/abs/2410.12588")
 LLAMA = Source("LLaMA's vocabulary", "https://arxiv.org/abs/2302.13971")
@@ -159,9 +158,5 @@ SILENT_TRACES = (
     "traces/b200_eager",
 )
 """Training and inference without what most rules look for: their ``silent_in``."""
-CURED_RECORDINGS = (
-    "recorded/anomaly.cured",
-    "recorded/gc_pauses.cured",
-    "recorded/leak.cured",
-)
+CURED_RECORDINGS = ("recorded/anomaly.cured", "recorded/gc_pauses.cured", "recorded/leak.cured")
 """Recordings of fixed programs, likewise."""

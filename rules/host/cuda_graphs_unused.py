@@ -47,10 +47,7 @@ class CudaGraphsUnused(Rule):
     title = "Every step repeats the same launches without CUDA graphs"
     category = "host"
     knobs = ("compile",)
-    found_in = (
-        "traces/linear_2080ti_launch_bound",
-        "traces/nccl_collectives",
-    )
+    found_in = ("traces/linear_2080ti_launch_bound", "traces/nccl_collectives")
     silent_in = (
         "traces/a100_train_6steps",
         "traces/v100_train_copy_heavy",
@@ -88,10 +85,7 @@ class CudaGraphsUnused(Rule):
     )
     verify = "Profile again: one cudaGraphLaunch per step, and a GPU that is busy most of it."
     falsified_by = "an error during capture, which names the operation that it does not allow"
-    assumptions = (
-        "inputs have the same shape in every step",
-        "no host code runs in between",
-    )
+    assumptions = ("inputs have the same shape in every step", "no host code runs in between")
     confidence = 0.7
     alternatives = "launches"
 

@@ -32,10 +32,7 @@ class ObserverEffect(Rule):
     title = "Profiled steps take longer than the others"
     category = "host"
     reads_record = True
-    found_in = (
-        "recorded/anomaly.slow",
-        "recorded/gc_pauses.slow",
-    )
+    found_in = ("recorded/anomaly.slow", "recorded/gc_pauses.slow")
     silent_in = ("recorded/leak.slow",)
     validated_on = "CPU recordings: windows whose steps are longer than those around them"
     sources = (Source("unprofiled steps within 20 steps", "advisor/measure/steps/record.py"),)

@@ -46,10 +46,7 @@ class PythonHotSpot(Rule):
     title = "A Python function leaves the GPU idle"
     category = "host"
     of_python = True
-    found_in = (
-        "traces/b200_eager",
-        "traces/mi300_timesformer_inference",
-    )
+    found_in = ("traces/b200_eager", "traces/mi300_timesformer_inference")
     silent_in = (
         "traces/a100_train_6steps",
         "traces/v100_train_copy_heavy",

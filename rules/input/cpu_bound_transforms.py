@@ -37,10 +37,7 @@ class CpuBoundTransforms(Rule):
     category = "input"
     knobs = ("workers",)
     reads_record = True
-    silent_in = (
-        "recorded/worker_respawn.cured",
-        "recorded/workers.cured",
-    )
+    silent_in = ("recorded/worker_respawn.cured", "recorded/workers.cured")
     references = (
         "https://pytorch.org/vision/stable/transforms.html#performance-considerations",
         "https://docs.nvidia.com/deeplearning/dali/user-guide/docs/",

@@ -310,7 +310,7 @@ class SingleProcessLoader(LoaderWaitRule):
             "fix": "Make loading cheaper instead of moving it. The training itself computes on all "
             "cores, and workers would take them away. Work on whole batches, and keep what repeats "
             "for every sample (decoded, resized). Or leave cores to {workers} workers with "
-            "torch.set_num_threads, and measure that: advisor try --only workers.",
+            "torch.set_num_threads, and measure that: advisor try --only workers."
         },
         "training on the CPU": {
             "code": "loader = DataLoader(dataset, batch_size=..., num_workers={workers},\n"

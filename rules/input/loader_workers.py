@@ -156,12 +156,7 @@ class LoaderWorkers(Rule):
         return bool(a.trains_on_host and busy and cores and busy > self.busy_cpus * cores)
 
     def _too_few(
-        self,
-        a: Analysis,
-        workers: int,
-        cores: float,
-        wait: float,
-        share: float,
+        self, a: Analysis, workers: int, cores: float, wait: float, share: float
     ) -> Finding:
         recorded = record(a)
         step = recorded.mean or 0.0

@@ -41,10 +41,7 @@ class PrefetchStarved(Rule):
     category = "input"
     knobs = ("loader-prefetch", "workers")
     reads_record = True
-    silent_in = (
-        "recorded/worker_respawn.cured",
-        "recorded/workers.cured",
-    )
+    silent_in = ("recorded/worker_respawn.cured", "recorded/workers.cured")
     references = ("https://pytorch.org/docs/stable/data.html#torch.utils.data.DataLoader",)
 
     min_steps = Threshold(50, "steps: fewer do not show stretches", CHOSEN)

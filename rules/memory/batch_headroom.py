@@ -34,10 +34,7 @@ class BatchHeadroom(Rule):
     title = "GPU memory has room for a larger batch"
     category = "memory"
     reads_record = True
-    references = (
-        "https://arxiv.org/abs/1706.02677",
-        "https://arxiv.org/abs/2205.10287",
-    )
+    references = ("https://arxiv.org/abs/1706.02677", "https://arxiv.org/abs/2205.10287")
 
     max_memory = Threshold(0.50, "of GPU memory, reserved at the peak", CHOSEN)
     max_busy = Threshold(0.80, "of the step, the GPU is busy", GPU_IDLE)

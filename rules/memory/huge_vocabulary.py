@@ -65,10 +65,7 @@ class HugeVocabulary(Rule):
     validated_on = (
         "operators, shapes, arguments as PyTorch 2.13 records them; has not fired on a real trace"
     )
-    references = (
-        "https://github.com/linkedin/Liger-Kernel",
-        "https://arxiv.org/abs/2411.09009",
-    )
+    references = ("https://github.com/linkedin/Liger-Kernel", "https://arxiv.org/abs/2411.09009")
 
     min_vocabulary = Threshold(
         32000,

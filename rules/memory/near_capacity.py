@@ -53,10 +53,7 @@ class MemoryNearCapacity(Rule):
     title = "GPU memory is almost full"
     category = "memory"
     reads_snapshot = True
-    silent_in = (
-        "traces/h100_bert_small_inference",
-        "traces/pairs/particle_batch128",
-    )
+    silent_in = ("traces/h100_bert_small_inference", "traces/pairs/particle_batch128")
     validated_on = ""
     references = (
         "https://pytorch.org/docs/stable/notes/cuda.html#memory-management",
@@ -199,10 +196,7 @@ class MemoryNearCapacity(Rule):
                 _snapshot(1340, total=1 << 33),
                 "post.history.failed is not None",
             ),
-            "a snapshot alone, of an unknown GPU": (
-                _snapshot(1340, trace=False),
-                "not capacity",
-            ),
+            "a snapshot alone, of an unknown GPU": (_snapshot(1340, trace=False), "not capacity"),
         }
 
 

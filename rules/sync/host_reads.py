@@ -147,11 +147,7 @@ class HostReads(Rule):
                 figure(a, "host blocked in reads", wait),
                 figure(a, "GPU idle", idle),
                 Evidence(
-                    "smaller of the two, share",
-                    share,
-                    "share",
-                    *self.limit("min_share"),
-                    per=a.per,
+                    "smaller of the two, share", share, "share", *self.limit("min_share"), per=a.per
                 ),
                 figure(a, "reads", copies, "count"),
                 Evidence(

@@ -81,10 +81,7 @@ class CopiesNotOverlapped(Rule):
     )
     verify = "Profile again: the copies overlap with kernels, on another stream."
     falsified_by = "the same step time when the loop reuses one batch on the GPU"
-    assumptions = (
-        "the next batch is known while this step runs",
-        "memory for one more batch",
-    )
+    assumptions = ("the next batch is known while this step runs", "memory for one more batch")
     confidence = 0.8
 
     elsewhere: ClassVar = {

@@ -8,15 +8,7 @@ import numpy as np
 import polars as pl
 
 from advisor.core import text as t
-from advisor.core.finding import (
-    Edit,
-    Evidence,
-    Finding,
-    Outcome,
-    Rule,
-    SkippedCheck,
-    Threshold,
-)
+from advisor.core.finding import Edit, Evidence, Finding, Outcome, Rule, SkippedCheck, Threshold
 from advisor.measure import Analysis
 from advisor.measure.device import dtypes
 from advisor.measure.device.shapes import OpInputs

@@ -8,15 +8,7 @@ import numpy as np
 import polars as pl
 
 from advisor.core import text as t
-from advisor.core.finding import (
-    Edit,
-    Evidence,
-    Finding,
-    Outcome,
-    Rule,
-    SkippedCheck,
-    Threshold,
-)
+from advisor.core.finding import Edit, Evidence, Finding, Outcome, Rule, SkippedCheck, Threshold
 from advisor.measure import Analysis
 from advisor.measure.host.names import map_names, name_matches
 from advisor.measure.host.stacks import climb_stack, frame_rank, parents

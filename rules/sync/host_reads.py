@@ -23,7 +23,7 @@ from advisor.measure import Analysis
 from advisor.rules.common import column, figure, of_step, per, places, rows
 from advisor.rules.elsewhere import NO_READS, in_any_language
 from advisor.rules.sources import OURS, SILENT_TRACES, TENSORBOARD
-from advisor.rules.sync.blocking_calls import BlockingCalls, count_causes, select_blocking_calls
+from advisor.rules.sync.host_waits import BlockingCalls, count_causes, select_blocking_calls
 from advisor.testing import TraceBuilder
 
 _CALLS = ("memcpy", "memcpy_blocking", "sync_stream", "sync_event")

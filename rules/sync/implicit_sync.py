@@ -27,7 +27,7 @@ from advisor.measure.host.stacks import nearest, parents
 from advisor.rules.common import column, figure, of_step, per, places, rows, total
 from advisor.rules.elsewhere import NO_READS, in_any_language
 from advisor.rules.sources import ENGINE_FLOOR, TENSORBOARD, XPROF
-from advisor.rules.sync.blocking_calls import (
+from advisor.rules.sync.host_waits import (
     BlockingCalls,
     count_causes,
     locate,

@@ -25,7 +25,7 @@ from advisor.measure import Analysis
 from advisor.rules.common import busy_during, device_places, figure, of_step, per, total
 from advisor.rules.elsewhere import BATCHES_AHEAD, in_any_language
 from advisor.rules.sources import ENGINE_FLOOR, PAGEABLE_64K, PINNED_BLOG, SILENT_TRACES
-from advisor.rules.sync.blocking_calls import make_async, select_blocking_calls
+from advisor.rules.sync.host_waits import make_async, select_blocking_calls
 from advisor.testing import TraceBuilder
 
 _CALLS = (

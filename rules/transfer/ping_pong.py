@@ -14,7 +14,7 @@ from advisor.measure.host.names import map_names, name_matches
 from advisor.measure.host.stacks import climb_stack, frame_rank, parents
 from advisor.rules.common import device_places, figure, of_step, per, rows, select_copies, total
 from advisor.rules.sources import ENGINE_FLOOR, OURS, SILENT_TRACES
-from advisor.rules.sync.blocking_calls import make_calls_async
+from advisor.rules.sync.host_waits import make_calls_async
 from advisor.testing import TraceBuilder
 
 _DELIBERATE = r"^Optimizer\.step#|(?i)offload|save_on_cpu|saved_tensors_hooks"

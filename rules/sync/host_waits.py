@@ -1,0 +1,107 @@
+"""Calls that block the host until the GPU is done, and the GPU idle time that follows them."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+import polars as pl
+from numpy.typing import NDArray
+
+from advisor.core.finding import Edit, Location, Select
+from advisor.core.intervals import covered_length
+from advisor.measure.host.names import name_matches
+from advisor.measure.host.stacks import nearest, parents
+from advisor.rules.common import MAX_CORRELATIONS, column, of_pytorch, places, rows
+
+if TYPE_CHECKING:
+    from advisor.measure import Analysis
+
+
+class BlockingCalls(NamedTuple):
+    """Some rows of ``Analysis.syncs`` and what they cost."""
+
+    table: pl.DataFrame
+    idle: NDArray[np.int64]
+    """GPU idle time after each call, ns. Only the last part counts, as long as the host was
+    blocked: without the call the host would be ahead by that much and no more."""
+
+    @property
+    def total(self) -> int:
+        """Sum of ``idle``, ns."""
+        return int(self.idle.sum())
+
+    def per_step(self, a: Analysis) -> int:
+        """Calls per step that the GPU idles after, at least 1."""
+        return max(1, round(int((self.idle > 0).sum()) / a.step_count))
+
+
+def select_blocking_calls(a: Analysis, condition: pl.Expr) -> BlockingCalls:
+    """The rows of ``Analysis.syncs`` that meet ``condition``, without the profiler's own.
+
+    ``condition`` may use two more columns: ``direction`` and ``memory`` (``Pinned``, ``Pageable``
+    …, the host side) of the copy that the host waits for; null: no copy, or not recorded.
+    """
+    gpu = a.trace.gpu
+    copies = pl.DataFrame(
+        {name: gpu[name].gather(a.syncs["copy"]) for name in ("copy", "src", "dst")}
+    ).select(
+        direction=pl.col("copy").cast(pl.String),
+        memory=pl.when(pl.col("copy") == "HtoD").then("src").otherwise("dst").cast(pl.String),
+    )
+    table = a.syncs.hstack(copies).filter(condition & ~pl.col("profiler"))
+    end = column(table, "bubble_end")
+    start = np.maximum(column(table, "bubble_ts"), end - column(table, "waited"))
+    return BlockingCalls(table, covered_length(start, end, a.breakdown.idle))
+
+
+def locate(a: Analysis, blocking: BlockingCalls) -> list[Location]:
+    """The places that lose most; the worst instance is the call that blocked."""
+    return places(a, rows(blocking.table["host"]), blocking.idle)
+
+
+def count_causes(a: Analysis, blocking: BlockingCalls) -> str:
+    """``aten::item 12 times, aten::nonzero 3 times``, the costliest first. The runtime calls' own
+    names where the program is not written with PyTorch."""
+    table = blocking.table.with_columns(lost=pl.Series(blocking.idle))
+    if not of_pytorch(a):
+        names = a.trace.cpu["name"].gather(rows(table["host"])).cast(pl.String)
+        table = table.with_columns(cause=names)
+    by_cause = (
+        table.group_by("cause")
+        .agg(pl.col("lost").sum(), pl.len())
+        .sort("lost", "len", "cause", descending=[True, True, False])
+    )
+    return ", ".join(f"{cause} {count} times" for cause, _, count in by_cause.head(3).iter_rows())
+
+
+def make_async(a: Analysis, blocking: BlockingCalls, *candidates: Select) -> Edit:
+    """Make these calls asynchronous: with the first candidate that selects every costly one and no
+    other costly call, else call by call."""
+    costly = a.syncs.filter((pl.col("bubble") > 0) & ~pl.col("profiler"))
+    calls = rows(blocking.table["host"])
+    wanted = calls[blocking.idle > 0]
+    others = np.setdiff1d(rows(costly["host"]), wanted)
+    for select in candidates:
+        if _selects(a, select, wanted).all() and not _selects(a, select, others).any():
+            return Edit(op="asynchronous", select=select)
+    return make_calls_async(a, calls[np.argsort(-blocking.idle, kind="stable")])
+
+
+def make_calls_async(a: Analysis, calls: NDArray[np.int64]) -> Edit:
+    """Make single runtime calls asynchronous, the first ``MAX_CORRELATIONS`` of them."""
+    ids = a.trace.cpu["correlation"].gather(calls[:MAX_CORRELATIONS]).drop_nulls().unique().sort()
+    select = Select(on="host", kind=("runtime",), correlation=tuple(ids.to_list()))
+    return Edit(op="asynchronous", select=select)
+
+
+def _selects(a: Analysis, select: Select, calls: NDArray[np.int64]) -> NDArray[np.bool_]:
+    """Which of these runtime calls a selector with ``under`` or ``call`` picks."""
+    cpu = a.trace.cpu
+    chosen = np.ones(len(calls), dtype=bool)
+    if select.under:
+        named = name_matches(cpu["name"], select.under).to_numpy()
+        chosen &= nearest(parents(a.trace), named)[calls] >= 0
+    if select.call:
+        chosen &= cpu["call"].gather(calls).is_in(list(select.call)).to_numpy()
+    return chosen

@@ -1,4 +1,4 @@
-"""Diagnoses of simulated jobs held against what is wrong with them.
+"""Diagnoses of simulated jobs, compared with what is wrong with them.
 
     python -m benchmarks.bench_jobs                       # 200 jobs with a fault, 100 without
     python -m benchmarks.bench_jobs --write docs/fleet-accuracy.md
@@ -30,7 +30,7 @@ from benchmarks.simulation.summaries import summarise_all
 from benchmarks.table_of_predictions import replace
 
 CALIBRATED = 2_000
-"""First seed of the jobs that bands are told by; below 10,000 too."""
+"""First seed of the jobs that bands come from; below 10,000 too."""
 EACH = 14
 """Jobs of each fault, likewise."""
 REPORTED = 1_000_000
@@ -57,12 +57,12 @@ def one(seed: int, ranks: int, kind: str | None) -> Case:
     played, truth = play(seed, ranks, kind)
     there = time.perf_counter()
     summaries, unread = summarise_all(played)
-    told = time.perf_counter()
+    summarised = time.perf_counter()
     report = diagnose(summaries, unread, source=f"simulated, seed {seed}")
     done = time.perf_counter()
     layout = played.job.layout
     score = judge(report, truth, played.job.cut)
-    times = there - begin, told - there, done - told
+    times = there - begin, summarised - there, done - summarised
     return Case(seed, layout, truth, score, *times, len(report.to_json()))
 
 
@@ -103,7 +103,7 @@ def table(found: list[Case], ranks: int) -> str:
         lines.append(
             f"| {name.replace('_', ' ')} | {count} | {_share(s.kind for s in scores)} "
             f"| {_share(s.right for s in scores)} | {_share(s.beside > 0 for s in scores)} "
-            f"| {f'{statistics.median(ratios):.2f}' if ratios else 'not priced'} "
+            f"| {f'{statistics.median(ratios):.2f}' if ratios else 'no estimate'} "
             f"| {_share(inside) if inside else 'no band'} "
             f"| {f'{statistics.median(widths):.2f}' if widths else 'no band'} |"
         )
@@ -143,7 +143,7 @@ def _share(values: Iterator[bool] | list[bool]) -> str:
 
 
 def seeds() -> str:
-    """Which jobs the bands are told by."""
+    """Which jobs the bands come from."""
     jobs = [row.program for row in shipped() if row.source == "job"]
     return f"{jobs[0]} to {jobs[-1]}"
 
@@ -163,7 +163,7 @@ pipeline parallel, experts. The same job with the same noise is then played with
 difference is the true gain. Every fault costs at least {MIN_SHARE:.0%} of the step.
 
 Right is who names the kind of the fault first and exactly the ranks that have it, of those whose
-files are whole. A link is slow only where groups tell: over one group of all ranks nothing among
+files are whole. A link is slow only where groups show it: over one group of all ranks nothing among
 the ranks says where it is, and what such groups lose is in the true gain all the same.
 
 A gain's band is as wide as predictions were off on other jobs ({seeds()};
@@ -174,7 +174,7 @@ seeds from {arguments.seed:,} on:
 
 {text}
 
-| fault | told as |
+| fault | reported as |
 |---|---|
 {kinds}
 
@@ -232,7 +232,7 @@ def describe(case: Case) -> str:
     who = f"{truth.unit} {truth.name} ({len(truth.ranks)} ranks)"
     return (
         f"seed {case.seed} {case.layout}: {truth.kind} {who}, {share:.0%} of {step:.1f} ms; "
-        f"told: {case.score.told or 'nothing'}"
+        f"reported: {case.score.told or 'nothing'}"
     )
 
 

@@ -87,8 +87,8 @@ class Row(NamedTuple):
     exposed: float
     """What the exposed time of the same edits would say, ms."""
     found: Band | None
-    """What the finding that proposes the change is priced at; ``None``: no such finding, or one
-    without a price."""
+    """What the finding that proposes the change is estimated to save; ``None``: no such
+    finding, or one without an estimate."""
 
     @property
     def scale(self) -> float:
@@ -211,11 +211,11 @@ class Pair:
     whole_step: bool = False
     """Errors are a share of the step: a change near zero is what is to be predicted."""
     nothing_else: bool = False
-    """The change is the finding's fix and no more: its price can be held against it."""
+    """The change is the finding's fix and no more: its estimate can be compared with the change."""
 
     @property
     def title(self) -> str:
-        """By which it is told apart: in the documentation and in the table of past predictions."""
+        """Its name in the documentation and in the table of past predictions."""
         return f"{self.name}: {self.change}" if self.whole_step else self.name
 
 
@@ -383,7 +383,7 @@ def predict(path: Path, edits: Sequence[Any], title: str) -> tuple[Band, Band, f
 
 
 def findings(path: Path) -> dict[str, Band]:
-    """By rule: what findings with a price are worth, ms a step."""
+    """By rule: what findings with an estimate save, ms per step."""
     import advisor
 
     found = {}
@@ -404,10 +404,10 @@ def row(pair: Pair, traces: Path) -> Row:
     return Row(pair, pair.truth(before, after), predicted, shown, exposed, found)
 
 
-# -- telling -------------------------------------------------------------------------------------
+# -- showing -------------------------------------------------------------------------------------
 
 
-def told(given: Any) -> str:
+def shown_edit(given: Any) -> str:
     """An edit as text."""
     if isinstance(given, str):
         return f"`{given}`"
@@ -437,7 +437,7 @@ def cells(r: Row) -> tuple[str, ...]:
     of = " of the step" if r.pair.whole_step else ""
     return (
         f"{r.pair.name}: {r.pair.change}",
-        "; ".join(told(e) for e in r.pair.edits),
+        "; ".join(shown_edit(e) for e in r.pair.edits),
         f"{t.before:.1f} → {after}",
         change if t.after is not None else f"{change} expected",
         f"{p.point:.1f} ({p.low:.1f} to {p.high:.1f})",
@@ -483,14 +483,14 @@ def entry(r: Row, traces: Path) -> Prediction | None:
 
 
 def device(path: Path) -> str:
-    """Name of the GPU of a trace, as far as it is told."""
+    """Name of the GPU of a trace, as far as it is recorded."""
     import advisor
 
     return advisor.analyze(path).scope.device_name or "a GPU that is not named"
 
 
 def main() -> None:
-    """Print the table; write it into a document, and lines into the ledger, if told."""
+    """Print the table; write it into a document, and lines into the ledger, if asked to."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--traces", type=Path, default=SHARED)
     parser.add_argument("--only", default="")

@@ -187,7 +187,7 @@ def table() -> str:
 
 
 def main() -> None:
-    """Print the table; write it into a document if told."""
+    """Print the table; write it into a document if asked to."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--write", type=Path)
     parser.add_argument("--ledger", type=Path, nargs="?", const=SHIPPED)

@@ -37,7 +37,7 @@ MIN_BYTES = 100_000
 """Of a message whose rate is written: shorter ones take as long as an empty one."""
 QUEUED_NS = 50_000
 """A launch that begins so long after the stream was free did not wait for it."""
-OUT = Path(__file__).parents[1] / "advisor" / "simulation" / "measured.json"
+OUT = Path(__file__).parent / "simulation" / "measured.json"
 
 
 def main() -> None:

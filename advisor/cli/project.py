@@ -105,10 +105,10 @@ def _targets(
 ) -> tuple[list[tuple[GpuSpec, float | None]], list[str]]:
     """The GPUs with their prices, and what a short name was taken for."""
     from advisor.core.gpus import known
-    from advisor.replay.project.choice import priced
+    from advisor.replay.project.choice import hourly_prices
     from advisor.replay.project.rates import find
 
-    money = priced(prices)
+    money = hourly_prices(prices)
     chosen = {found.gpu.name: found.gpu for found in map(find, names)}
     told = []
     for name in dict.fromkeys(names):

@@ -115,7 +115,7 @@ _WHO = re.compile(
 
 
 def names_who(name: str) -> bool:
-    """Whether a variable of this name tells a user, a machine or a home folder: ``USER``,
+    """Whether a variable of this name names a user, a machine or a home folder: ``USER``,
     ``SLURM_JOB_USER``, ``MASTER_ADDR``, ``hostname``."""
     return len(name) <= LONGEST_NAME and _WHO.fullmatch(name) is not None
 
@@ -196,8 +196,8 @@ _BRACKET = re.compile(r"[\[\]{}]")
 
 
 def hide_values(text: str, hidden: str, private: Callable[[str], bool] = is_secret_name) -> str:
-    """The values of what has a telling name: ``name=value``, ``name: 'value'``, JSON and YAML with
-    or without escapes, ``--name value``. Quotes stay, so that JSON stays JSON."""
+    """Replaces values whose name says that they are secret: ``name=value``, ``name: 'value'``,
+    JSON and YAML with or without escapes, ``--name value``. Quotes stay: JSON stays JSON."""
     if "=" in text or ":" in text:
         text = _hide(text, _ASSIGNMENT, _BARE, hidden, private)
     if "-" in text:

@@ -324,8 +324,8 @@ _fields = msgspec.json.Decoder(dict[str, Raw])
 
 
 def _private_values(parts: list[bytes], private: set[bytes]) -> list[int]:
-    """Where the texts of private keys are in JSON text that was cut at its quotes: odd places are
-    strings. Raises _Everything for a key of which all goes."""
+    """Where the texts of private keys are in JSON text that was cut at its quotes: every second
+    place is a string. Raises _Everything for a key of which all goes."""
     found = []
     for at in range(1, len(parts), 2):
         if parts[at] not in private:
@@ -363,7 +363,7 @@ def own_names() -> set[str]:
 
 
 def names_in(text: bytes) -> set[str]:
-    """Names of users and hosts that a piece of JSON text tells: in paths of homes, and beside keys
+    """Names of users and hosts that a piece of JSON text holds: in paths of homes, and beside keys
     such as ``hostname``."""
     found: set[bytes] = set()
     for mark in _HOME_MARKS:
@@ -382,7 +382,7 @@ def names_in(text: bytes) -> set[str]:
 
 
 class NameMap:
-    """Collects what a file tells of users and hosts, block by block."""
+    """Collects the users and hosts that a file names, block by block."""
 
     def __init__(self) -> None:
         self.found: set[str] = set()
@@ -395,7 +395,7 @@ class NameMap:
         self._tail = block[-256:]
 
     def look_at_run(self, folder: str | Path) -> None:
-        """What a run directory's own files tell, besides its traces."""
+        """The same of a run directory's own files, besides its traces."""
         for file in (MANIFEST, f"rank*/{RANK}", f"rank*/{EVENTS}"):
             for place in sorted(Path(folder).glob(file))[:MAX_NAMES]:
                 with suppress(OSError, ValueError), open_regular(place) as opened:
@@ -405,7 +405,7 @@ class NameMap:
 
 def redact(value: _S, names: Iterable[str] = ()) -> _S:
     """A report or comparison without what is private. Links to documentation stay, and edits are
-    valid and select as before. ``names``: of users and hosts that the traces tell."""
+    valid and select as before. ``names``: of users and hosts that the traces name."""
     return Shared(value, names).value
 
 

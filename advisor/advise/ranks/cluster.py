@@ -72,8 +72,8 @@ class Cluster:
                 f"--cluster {address}: no worker has joined it within {self._patience:.0f} s; "
                 f"start some: dask worker {address} --nthreads 1"
             ) from None
-        told: dict[str, Any] = self._client.run(_version, on_error="return")
-        for worker, version in sorted(told.items()):
+        versions: dict[str, Any] = self._client.run(_version, on_error="return")
+        for worker, version in sorted(versions.items()):
             if isinstance(version, ModuleNotFoundError):
                 why = f"the worker {worker} cannot import {version.name}"
             elif isinstance(version, BaseException):

@@ -188,7 +188,7 @@ FIRST_WAIT, LONGEST_WAIT = 0.5, 8.0
 """Seconds before the second attempt; each later one doubles it."""
 
 
-def within(seconds: float, call: Callable[[], _T]) -> _T:
+def call_within(seconds: float, call: Callable[[], _T]) -> _T:
     """What a call returns or raises. TimeoutError: not in time; it is left to itself, in a thread
     that nobody waits for. Ctrl-C is heard meanwhile, whatever the call waits for."""
     done = threading.Event()
@@ -211,13 +211,13 @@ def within(seconds: float, call: Callable[[], _T]) -> _T:
     return result[0]
 
 
-def patiently(place: str, call: Callable[[], _T], timeout: float | None = None) -> _T:
+def retry(place: str, call: Callable[[], _T], timeout: float | None = None) -> _T:
     """What a call returns, after another attempt or more where a failure may pass. Raises
     AdvisorError with one line."""
     failures = 0
     while True:
         try:
-            return within(TIMEOUT if timeout is None else timeout, call)
+            return call_within(TIMEOUT if timeout is None else timeout, call)
         except AdvisorError:
             raise
         except Exception as error:  # a file system's library may raise anything

@@ -19,7 +19,7 @@ from typing import Any, BinaryIO
 
 from advisor.core.errors import AdvisorError
 from advisor.read.remote import access, archives
-from advisor.read.remote.access import CutOffError, file_system, give_up_or_wait, within
+from advisor.read.remote.access import CutOffError, call_within, file_system, give_up_or_wait
 from advisor.read.remote.places import LISTING
 from advisor.read.remote.urls import RemoteFile, file_name, is_url, is_web
 
@@ -30,7 +30,7 @@ LIMIT = 64 << 30
 ROOM_LEFT = 256 << 20
 """Bytes of the disk that are left free."""
 _SAME = ("ETag", "etag", "md5Hash", "generation", "LastModified", "Last-Modified", "mtime")
-"""What tells that a file is still the same, under the names of several stores."""
+"""Fields that change with a file, as several stores name them."""
 
 
 @contextmanager
@@ -131,7 +131,7 @@ class _Copy:
             self._refuse_changed(self._info(system, path))
 
     def _info(self, system: Any, path: str) -> dict[str, Any]:
-        found: dict[str, Any] = within(self._timeout, lambda: system.info(path))
+        found: dict[str, Any] = call_within(self._timeout, lambda: system.info(path))
         return found
 
     def _refuse_changed(self, info: dict[str, Any]) -> None:
@@ -144,7 +144,7 @@ class _Copy:
         """The bytes that are not here yet, block by block."""
         self._refuse_large(size, size - out.tell())
         self._goes_on = True
-        file = within(
+        file = call_within(
             self._timeout,
             lambda: system.open(path, "rb", block_size=BLOCK, cache_type="none"),
         )
@@ -180,7 +180,7 @@ class _Copy:
         self._from_start(out)
         if size is not None:
             self._refuse_large(size, size)
-        file = within(self._timeout, lambda: system.open(path, "rb", block_size=block_size))
+        file = call_within(self._timeout, lambda: system.open(path, "rb", block_size=block_size))
         try:
             self._drain(file, out)
         finally:
@@ -190,7 +190,7 @@ class _Copy:
     def _member(self, kind: str, name: str, archive: str, out: BinaryIO) -> None:
         self._from_start(out)
         opened_member = archives.member(kind, archive, name)
-        file, size = within(max(self._timeout, LISTING), opened_member.__enter__)
+        file, size = call_within(max(self._timeout, LISTING), opened_member.__enter__)
         try:
             self._refuse_large(size, size)
             self._drain(file, out)
@@ -223,7 +223,7 @@ class _Copy:
                 left -= len(part)
             return b"".join(parts)
 
-        return within(self._timeout, read)
+        return call_within(self._timeout, read)
 
     def _refuse_short(self, out: BinaryIO, size: int | None) -> None:
         if size is not None and out.tell() != size:
@@ -256,7 +256,7 @@ class _Copy:
 def _close(file: Any) -> None:
     """Without waiting for a server that does not answer."""
     with suppress(Exception):
-        within(1.0, file.close)
+        call_within(1.0, file.close)
 
 
 def _gb(size: int) -> str:
@@ -291,7 +291,7 @@ def scratch(folder: str | Path | None = None) -> Iterator[Path]:
 
 def _locked(file: Path, flags: int = 0) -> int | None:
     """An open file that nobody else holds, which ends with the process at the latest; ``None``:
-    somebody does, or nobody can tell here."""
+    somebody does, or this system has no locks."""
     try:
         import fcntl
     except ImportError:  # Windows, where a file in use stays in any case

@@ -9,7 +9,7 @@ from typing import Any
 
 from advisor.core.errors import AdvisorError
 from advisor.read.remote import archives
-from advisor.read.remote.access import file_system, patiently
+from advisor.read.remote.access import file_system, retry
 from advisor.read.remote.urls import RemoteFile, is_web, rank_in, shown
 
 MAX_LISTED = 200_000
@@ -48,14 +48,14 @@ def find(url: str, choose: Choose) -> list[RemoteFile]:
 
 def _one_or_folder(system: Any, path: str, url: str, choose: Choose) -> list[RemoteFile]:
     try:
-        info = patiently(url, lambda: system.info(path))
+        info = retry(url, lambda: system.info(path))
     except AdvisorError as error:
         if url.endswith("/"):
             raise
         return [RemoteFile(url=shown(url), at=url, rank=rank_in(url), problem=str(error))]
     if info.get("type") != "directory":
         return [RemoteFile(url=shown(url), at=url, rank=rank_in(url), size=_size(info))]
-    listed = patiently(url, lambda: system.find(path, detail=True), LISTING)
+    listed = retry(url, lambda: system.find(path, detail=True), LISTING)
     found = _sources(url, _relative(listed, path), choose)
     if not found:
         raise AdvisorError(f"{shown(url)}: a folder without traces")
@@ -125,7 +125,7 @@ def _globbed(system: Any, url: str, choose: Choose) -> list[RemoteFile]:
         sizes = _matching(_web_listing(system, root, deep), pattern)
     else:
         whole = str(system._strip_protocol(bearing))
-        listed = patiently(url, lambda: _by_folder(system, whole), LISTING)
+        listed = retry(url, lambda: _by_folder(system, whole), LISTING)
         sizes = _relative(listed, str(system._strip_protocol(root)))
     return _sources(f"{before}{root}{after}", sizes, choose)
 
@@ -173,7 +173,7 @@ def _web_listing(system: Any, url: str, deep: int | None = None) -> dict[str, in
 
 
 def _links(system: Any, folder: str) -> Iterator[tuple[str, bool]]:
-    for entry in patiently(folder, lambda: system.ls(folder, detail=True), LISTING):
+    for entry in retry(folder, lambda: system.ls(folder, detail=True), LISTING):
         name = str(entry["name"])
         if "?" not in name and "#" not in name:  # links that sort the page
             yield name, name.endswith("/")
@@ -187,7 +187,7 @@ def _in_archive(url: str, choose: Choose) -> list[RemoteFile]:
     if split is None:
         return []
     kind, path, archive = split
-    inside = patiently(url, lambda: archives.members(kind, archive), LISTING)
+    inside = retry(url, lambda: archives.members(kind, archive), LISTING)
     named = {one.name: one for one in inside}
     if path in named:
         return [_member(kind, archive, named[path])]

@@ -22,7 +22,7 @@ _URL = re.compile(r"(?:[A-Za-z][A-Za-z0-9+.-]{1,30}::){0,8}[A-Za-z][A-Za-z0-9+.-
 _ACCOUNTS = ("abfs", "abfss", "az", "adl", "wasb", "wasbs")
 """Schemes of Azure, in whose ``container@account`` nobody logs in."""
 _RANK = re.compile(r"(?:(?<![A-Za-z])rank|Rank|RANK)[-_. =]?(\d{1,6})(?!\d)")
-_ODD = re.compile(r"[^\w.+=-]")
+_UNSAFE = re.compile(r"[^\w.+=-]")
 _RANGE = re.compile(r"(\d{1,9})(?:-(\d{1,9}))?")
 
 
@@ -87,7 +87,7 @@ def file_name(url: str) -> str:
     of a folder."""
     first = next((part for part in url.split("::") if "://" in part), url)
     path = _shown(first).partition("://")[2]
-    name = _ODD.sub("_", unquote(path).rstrip("/").rpartition("/")[2])[-LONGEST_NAME:]
+    name = _UNSAFE.sub("_", unquote(path).rstrip("/").rpartition("/")[2])[-LONGEST_NAME:]
     return name.lstrip(".") or "trace"
 
 
@@ -121,7 +121,7 @@ class RemoteFile(Struct, frozen=True):
     at: str
     """What is opened: the URL as it was given, or a path. May hold a signature: not for showing."""
     rank: int | None = None
-    """By its name or the nearest folder's; ``None``: they tell none."""
+    """By its name or the nearest folder's; ``None``: neither has one."""
     size: int | None = None
     """Bytes; ``None``: not known before it is read."""
     offset: int | None = None

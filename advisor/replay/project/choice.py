@@ -17,7 +17,7 @@ HOUR_NS = 3.6e12
 MAX_NAMES = 4
 RESTS_ON = (
     "The band is as wide as the same work, measured on two GPUs, differed most from its "
-    "projection; it was not held against a whole step on two GPUs"
+    "projection; it was not compared with a whole step on two GPUs"
 )
 ANY = ""
 """The name under which one price for any GPU stands in a table."""
@@ -50,7 +50,7 @@ def cost(price: float | None, step_ns: float) -> float | None:
     return None if price is None else price * step_ns / HOUR_NS * 1e6
 
 
-def priced(prices: Prices) -> dict[str, float]:
+def hourly_prices(prices: Prices) -> dict[str, float]:
     """What an hour of each known GPU costs, by its name in ours. AdvisorError: the table has names,
     and none of them is that of a GPU that is known."""
     found = {}
@@ -86,9 +86,9 @@ def choose(
 
 
 def offered(prices: Prices) -> list[tuple[GpuSpec, float | None]]:
-    """All known GPUs that have a price, with it; all that are known where none is priced by its
-    name. Raises AdvisorError as ``priced``."""
-    money = {} if ANY in prices.table else priced(prices)
+    """All known GPUs that have a price, with it; all that are known where no price is
+    given by name. Raises AdvisorError as ``hourly_prices``."""
+    money = {} if ANY in prices.table else hourly_prices(prices)
     return [(gpu, money.get(gpu.name)) for gpu in known() if not money or gpu.name in money]
 
 

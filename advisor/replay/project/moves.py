@@ -45,7 +45,7 @@ class Moved(NamedTuple):
     """New duration over the old one."""
     low: Array
     high: Array
-    """The same by what the kernel could be bound by, if that is not told."""
+    """The same by what the kernel could be bound by, if that is not recorded."""
     kind: Array
     """Codes of ``KINDS``."""
     missing: tuple[str, ...]
@@ -80,9 +80,9 @@ def move(a: Analysis, source: GpuSpec, target: GpuSpec) -> Moved:
 
     work[by_memory] = low[by_memory] = high[by_memory] = rows.memory
     kind[by_memory] = CODE["memory"]
-    told = matrix & rows.known
-    work[told] = low[told] = high[told] = rows.roofline[told]
-    kind[told] = np.where(rows.computes[told], CODE["compute"], CODE["memory"])
+    recorded = matrix & rows.known
+    work[recorded] = low[recorded] = high[recorded] = rows.roofline[recorded]
+    kind[recorded] = np.where(rows.computes[recorded], CODE["compute"], CODE["memory"])
     for chosen, name in ((matrix & ~rows.known, "mixture"), (nameless, "unknown")):
         ends = np.stack([rows.compute[chosen], np.full(int(chosen.sum()), rows.memory)])
         work[chosen] = np.sqrt(ends.prod(axis=0))
@@ -170,7 +170,7 @@ def then(dtype: str, convolves: bool, source: GpuSpec, target: GpuSpec) -> str:
 
 
 def _rate(gpu: GpuSpec, dtype: str, half: bool) -> float:
-    """NaN: not known. Where no format is told, the vector units' fp32 stands for the chip's."""
+    """NaN: not known. Where no format is recorded, the vector units' fp32 stands for the chip's."""
     found = matmul_rate(gpu, dtype or "fp32", half_sums=bool(half))
     return np.nan if found is None else found
 
@@ -225,8 +225,8 @@ def _collectives(
     into: tuple[Array, Array, Array, Array],
 ) -> None:
     """Collectives take as long as their bytes and as they wait for other ranks. How much is which
-    is told by bytes and group where they are recorded: bytes go by the links, waits as the rank's
-    own device work does. Groups of more than ``NODE`` cross a network, which stays."""
+    is estimated from bytes and group where they are recorded: bytes go by the links, waits as the
+    rank's own device work does. Groups of more than ``NODE`` cross a network, which stays."""
     if not link.any():
         return
     work, low, high, kind = into

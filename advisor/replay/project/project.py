@@ -68,7 +68,7 @@ class Projection(NamedTuple):
 class Projector:
     """Projections of one recorded window. ``same_host``: the other GPU is put into this machine, so
     host time is as measured; else the band holds other machines. ``source``: what it was recorded
-    on, where the recording does not tell.
+    on, where the recording does not say.
 
     AdvisorError: the recorded GPU is not known, or is another than ``source``; there is no device
     work or step; or most kernels are of no known family.
@@ -82,12 +82,16 @@ class Projector:
         path = a.trace.meta.path or "trace"
         if a.device_id is None or a.trace.gpu.is_empty():
             raise AdvisorError(f"{path}: no device work, so nothing to project")
-        told = a.hardware
-        if told is not None and source is not None and told.name != source.name:
-            raise AdvisorError(f"{path}: recorded on {told.name}, not on {source.name}")
-        if (source := told or source) is None:
+        recorded = a.hardware
+        if recorded is not None and source is not None and recorded.name != source.name:
+            raise AdvisorError(f"{path}: recorded on {recorded.name}, not on {source.name}")
+        if (source := recorded or source) is None:
             name = a.device.name if a.device is not None and a.device.name else None
-            why = f"{name!r} is not a GPU whose rates are known" if name else "its GPU is not told"
+            why = (
+                f"{name!r} is not a GPU whose rates are known"
+                if name
+                else "its GPU is not recorded"
+            )
             raise AdvisorError(
                 f"{path}: {why}, so there is nothing to project from; --from NAME says what it was"
             )
@@ -106,8 +110,8 @@ class Projector:
         families = self.a.families.filter(~pl.col("family").is_in(["copy", "memset"]))
         total = int(families["dur"].sum())
         other = families.filter(pl.col("family") == "other")
-        told = other["flops"].is_not_null() & other["moved"].is_not_null()
-        return int(other.filter(~told)["dur"].sum()) / total if total else 0.0
+        recorded = other["flops"].is_not_null() & other["moved"].is_not_null()
+        return int(other.filter(~recorded)["dur"].sum()) / total if total else 0.0
 
     @cached_property
     def whatif(self) -> EditGain:

@@ -11,7 +11,7 @@ from advisor.core.errors import AdvisorError
 from advisor.core.prices import Prices
 from advisor.measure import Analysis
 from advisor.read import open_run
-from advisor.replay.project.choice import choose, cost, priced
+from advisor.replay.project.choice import choose, cost, hourly_prices
 from advisor.replay.project.project import Projector
 from advisor.replay.project.rates import find
 from advisor.testing import TraceBuilder
@@ -173,7 +173,7 @@ def nameless(b: TraceBuilder) -> None:
 @pytest.mark.parametrize(
     ("write", "gpu", "told"),
     [
-        (product, None, "its GPU is not told"),
+        (product, None, "its GPU is not recorded"),
         (nothing, "A100", "no device work"),
         (nameless, "A100", "100% of the kernel time is in kernels of no known kind"),
     ],
@@ -205,7 +205,7 @@ def test_money_is_price_times_time() -> None:
 
 def test_the_cheapest_comes_first_and_the_fastest_may_not() -> None:
     """By hand: an H100 is 2.93 times an A100 in products; at 5 times the price it costs more."""
-    prices = priced(Prices({"a100 sxm4 80gb": 1.0, "h100 sxm5": 5.0}, "USD", "here"))
+    prices = hourly_prices(Prices({"a100 sxm4 80gb": 1.0, "h100 sxm5": 5.0}, "USD", "here"))
     gpus = [(find(name).gpu, price) for name, price in prices.items()]
     found = choose(Projector(trace(product)), gpus)
     assert [c.projection.gpu for c in found] == [
@@ -218,14 +218,14 @@ def test_the_cheapest_comes_first_and_the_fastest_may_not() -> None:
 
 def test_a_price_is_of_all_gpus_that_have_its_words_and_of_none_other() -> None:
     table = {"h100": 2.0, "h100 nvl": 3.0, "NVIDIA A100-PCIE-40GB": 1.0}
-    assert priced(Prices(table, "EUR", "here")) == {
+    assert hourly_prices(Prices(table, "EUR", "here")) == {
         "NVIDIA H100 SXM5 80GB": 2.0,
         "NVIDIA H100 PCIe": 2.0,
         "NVIDIA H100 NVL": 3.0,
         "NVIDIA A100 PCIe 40GB": 1.0,
     }
     with pytest.raises(AdvisorError, match="here: none of its names"):
-        priced(Prices({"voodoo": 1.0}, "EUR", "here"))
+        hourly_prices(Prices({"voodoo": 1.0}, "EUR", "here"))
 
 
 @pytest.mark.parametrize(

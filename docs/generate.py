@@ -21,9 +21,9 @@ import advisor.core.views
 import advisor.recorder.options
 from advisor.advise.select import load_rules
 from advisor.core.finding import Source
-from advisor.render import rule_page
+from advisor.render.documents import rule as rule_page
+from advisor.render.documents.rule import RulePage
 from advisor.render.markdown import block, code, escape
-from advisor.render.rule_page import RulePage
 from advisor.rules.sources import PUBLIC
 from advisor.sample_workloads import Workload, catalogue
 

@@ -15,7 +15,7 @@ from rich.text import Text
 
 from advisor.core.text import clean
 
-LABEL = 8
+LABEL = 9
 """Width of the column of field names."""
 MIN_FIRST = 12
 """Width that is left to the first column of a table, however wide the others are."""

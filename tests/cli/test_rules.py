@@ -82,8 +82,8 @@ def test_a_rule_is_shown_with_its_thresholds_and_where_they_come_from(
         "first = 3\n      on top: from a book",
         "second = 0.5\n      share of the step; from a paper",
         "only on synthetic examples",
-        "fires   this",
-        "silent  that",
+        "fires    this",
+        "silent   that",
     ):
         assert part in shown, part
 

@@ -128,7 +128,8 @@ def test_the_loaders_finding_names_the_line_in_the_dataset(tmp_path: Path) -> No
     (finding,) = [f for f in [*report.findings, *report.notes] if f.rule == "loader-workers"]
     assert (finding.where[0].file, finding.where[0].line) == ("/home/me/project/train.py", 11)
     assert report.hot_lines[0].line == 11
-    for text in (REPORTS.render("terminal", report), REPORTS.render("markdown", report)):
+    for form in ("terminal", "markdown"):
+        text = REPORTS.render(form, report, details=True)
         assert "train.py:11" in text and "values.append" in text
 
 

@@ -58,7 +58,7 @@ def test_a_report_fits_a_screen_and_counts_what_it_leaves_out(
         assert f" {number}  Finding number {number} of the step" in shown
     full = REPORTS.render("terminal", made, details=True)
     assert "Not shown" not in full
-    assert full.count("    verify  ") == findings
+    assert full.count("    verify   ") == findings
 
 
 def test_brief_is_the_verdict_and_three_rows(report: Make) -> None:
@@ -119,8 +119,8 @@ def test_colour_is_off_unless_asked_for(report: Make) -> None:
 def test_labels_are_dim_and_what_matters_is_not(report: Make) -> None:
     lines = REPORTS.render("terminal", report(1), colour=True).split("\n")
     assert lines[0].startswith("\x1b[1;33mGPU busy 82%")
-    (why,) = [line for line in lines if "why     " in ANSI.sub("", line)]
-    assert re.match(r"\x1b\[2m    why     \x1b\[0mEach step waits", why)
+    (why,) = [line for line in lines if "why      " in ANSI.sub("", line)]
+    assert re.match(r"\x1b\[2m    why      \x1b\[0mEach step waits", why)
 
 
 def test_the_verdict_comes_first_then_time_then_findings_then_the_rest(report: Make) -> None:

@@ -74,8 +74,8 @@ def block(part: d.Block, level: int = 2) -> Markup:
             inner = [block(each, level + 1) for each in _some(part.blocks)]
             if part.folded:
                 summary = tag("summary", tag(f"h{level}", title))
-                return join("\n", tag("section", tag("details", summary, *inner)))
-            return join("\n", tag("section", tag(f"h{level}", title), *inner))
+                return tag("section", tag("details", summary, *inner))
+            return tag("section", tag(f"h{level}", title), *inner)
         case d.Card():
             return card(part, level)
         case d.Paragraph():

@@ -257,7 +257,7 @@ def advice(folder: Path) -> Results:
         found.append(
             {
                 "rule": finding.rule,
-                "rank": finding.rank,
+                "priority": finding.priority,
                 "folded_under": finding.folded_under,
                 "share": _share(gain, step),
                 "low": _share(ends[0], step),
@@ -294,7 +294,7 @@ def compared(workload: Workload, entry: Results) -> Results:
             f
             for f in told["findings"]
             if f["rule"] in (*workload.finds, *workload.also)
-            and f["rank"] is not None
+            and f["priority"] is not None
             and f["share"] is not None
         ]
         if ours:
@@ -304,16 +304,18 @@ def compared(workload: Workload, entry: Results) -> Results:
     if after_cure and "error" not in after_cure:
         if found.get("place"):
             found["gone"] = place(workload.finds, after_cure) in (None, "note")
-        found["left"] = [f["rule"] for f in after_cure["findings"] if f["rank"] is not None]
+        found["left"] = [f["rule"] for f in after_cure["findings"] if f["priority"] is not None]
         found["left"] += after_cure["risks"]
     if not workload.finds and told and "error" not in told:
-        found["silent"] = not [f for f in told["findings"] if f["rank"]] and not told["risks"]
+        found["silent"] = not [f for f in told["findings"] if f["priority"]] and not told["risks"]
     return found
 
 
 def place(rules: tuple[str, ...], told: Results) -> str | None:
     """Where the first of the rules stands: its rank, ``risk 1``, ``note`` or ``None``."""
-    ranks = [f["rank"] for f in told["findings"] if f["rule"] in rules and f["rank"] is not None]
+    ranks = [
+        f["priority"] for f in told["findings"] if f["rule"] in rules and f["priority"] is not None
+    ]
     if ranks:
         return str(min(ranks))
     for number, rule in enumerate(told["risks"], 1):

@@ -380,7 +380,7 @@ def order_parts(finding: Finding, report: Report) -> list[str]:
         before = next((f.title for f in report.findings if f.rule == finding.pays_after), "")
         before = t.clean(before) or t.clean(finding.pays_after)
         parts.append(f"gains only after '{before}': then {t.format_duration(left)}")
-    elif own is not None and left is not None and finding.rank != 1:
+    elif own is not None and left is not None and finding.priority != 1:
         if left < 0.95 * own:
             parts.append(f"{t.format_duration(left)} of it remain after the fixes above")
         elif left > 1.05 * own:

@@ -326,7 +326,7 @@ def cost(run: Run, report: Report, prices: Prices, gpus: int | None = None) -> C
         return None
     count = gpus or _gpus(run, report)
     a_ns = price.per_hour * count / HOUR_NS
-    ranked = [f for f in report.findings if f.folded_under is None and f.rank is not None]
+    ranked = [f for f in report.findings if f.folded_under is None and f.priority is not None]
     saved = {id(f): max(0, f.marginal_gain_ns or 0) for f in ranked}
     left = max(0.0, report.step_ns - sum(saved.values()))
     took = _took(run, report)
@@ -340,7 +340,7 @@ def cost(run: Run, report: Report, prices: Prices, gpus: int | None = None) -> C
         step_after=left * a_ns if any(saved.values()) else None,
         bound=report.replay is None,
         fixes=[
-            FixCost(rule=f.rule, rank=f.rank or 0, step=saved[id(f)] * a_ns)
+            FixCost(rule=f.rule, priority=f.priority or 0, step=saved[id(f)] * a_ns)
             for f in ranked
             if saved[id(f)]
         ],

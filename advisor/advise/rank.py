@@ -42,7 +42,7 @@ class Ranked:
     @property
     def advice(self) -> list[Finding]:
         """Those of the analysed rank that are shown with a rank of their own: what to follow."""
-        return [f for f in self.findings if f.rank is not None and not f.other_rank]
+        return [f for f in self.findings if f.priority is not None and not f.other_rank]
 
 
 def rank(findings: Sequence[Finding], a: Analysis, pricing: Pricer) -> Ranked:
@@ -103,7 +103,9 @@ def _order(
         elif gain >= floor:
             after = chosen[-1].rule if alone < floor and chosen else None
             place = len(chosen) + 1
-            chosen.append(replace(best, rank=place, marginal_gain_ns=round(gain), pays_after=after))
+            chosen.append(
+                replace(best, priority=place, marginal_gain_ns=round(gain), pays_after=after)
+            )
             shown.add(index)
     return chosen + folded, [f for index, f in enumerate(findings) if index not in shown]
 

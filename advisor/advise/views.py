@@ -137,7 +137,7 @@ def stairs(report: Report) -> Stairs | None:
     for finding in found:
         saved = float(max(0, finding.marginal_gain_ns or 0))
         left = max(0.0, left - saved)
-        named = (finding.rank, finding.severity, t.clean(finding.title))
+        named = (finding.priority, finding.severity, t.clean(finding.title))
         fixes.append(Stair(*named, saved, left, saved / whole, left / whole))
     measured = Stair(None, "info", "as measured", 0.0, whole, 0.0, 1.0)
     return Stairs(report.per, facts.bounded(report), measured, fixes)

@@ -233,7 +233,7 @@ class Finding(Struct, frozen=True, kw_only=True):
     """Of the rule."""
     severity: Severity = "info"
     """By the share of the step that the fix is worth."""
-    rank: int | None = None
+    priority: int | None = None
     """Place in the order of worth; ``null``: not ranked."""
     marginal_gain_ns: int | None = None
     """Marginal gain a step in the staircase, after the findings ranked before it, ns."""

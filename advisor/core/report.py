@@ -694,7 +694,11 @@ class Report(Struct, kw_only=True):
         return decoded(text, cls, "report", SCHEMA, older={"advisor.report/1": _from_version_1})
 
 
-_FINDING_KEYS_OF_VERSION_1 = {"worth": "impact", "rank_gain_ns": "marginal_gain_ns"}
+_FINDING_KEYS_OF_VERSION_1 = {
+    "worth": "impact",
+    "rank": "priority",
+    "rank_gain_ns": "marginal_gain_ns",
+}
 
 
 def _from_version_1(report: dict[str, Any]) -> dict[str, Any]:
@@ -702,6 +706,13 @@ def _from_version_1(report: dict[str, Any]) -> dict[str, Any]:
     report["schema"] = SCHEMA
     for group in ("findings", "risks", "notes"):
         report[group] = _renamed(report.get(group, []), _FINDING_KEYS_OF_VERSION_1)
+    views, order = report.get("views"), {"rank": "priority"}
+    stairs = views.get("stairs") if isinstance(views, dict) else None
+    for fixes in (stairs, report.get("cost")):
+        if isinstance(fixes, dict):
+            fixes["fixes"] = _renamed(fixes.get("fixes", []), order)
+    if isinstance(stairs, dict):
+        stairs["measured"] = _renamed([stairs.get("measured")], order)[0]
     return report
 
 

@@ -39,7 +39,7 @@ class FixCost(Struct, frozen=True, kw_only=True):
 
     rule: str
     """Of the finding."""
-    rank: int
+    priority: int
     """Its priority."""
     step: float
     """Saved per step, in the currency."""

@@ -96,7 +96,7 @@ class StepBar(Struct, frozen=True):
 class Stair(Struct, frozen=True):
     """The step once a finding and all before it are fixed."""
 
-    rank: int | None
+    priority: int | None
     """Of the finding; ``null``: the first, as measured, or one that is not ranked."""
     severity: Severity
     """Of the finding."""
@@ -114,7 +114,7 @@ class Stair(Struct, frozen=True):
     @property
     def number(self) -> str:
         """Of the finding, in words."""
-        return "" if self.rank is None else str(self.rank)
+        return "" if self.priority is None else str(self.priority)
 
     @property
     def saved(self) -> str:

@@ -101,7 +101,7 @@ def _finding(section: str, f: Finding) -> list[Cell]:
         place = [where.file, where.line, where.function, where.op, where.kernel]
     return [
         section,
-        f.rank,
+        f.priority,
         f.rule,
         f.category,
         f.severity,

@@ -69,7 +69,7 @@ def tracks(
     for finding in facts.ranked(report):
         if not finding.other_rank:
             title = text(finding.title, 80)
-            found.append((f"{finding.rank}. {title}", _finding(a, finding, text)))
+            found.append((f"{finding.priority}. {title}", _finding(a, finding, text)))
     for number, (name, slices) in enumerate(found):
         yield _meta("thread_name", pid, number + 1, name=name)
         yield _meta("thread_sort_index", pid, number + 1, sort_index=number)

@@ -131,7 +131,7 @@ def _title(report: Report, finding: Finding) -> Any:
     parts.append(_confidence(finding))
     return el(
         "Header",
-        el("Span", str(finding.rank) if finding.rank is not None else "∙", cls="number"),
+        el("Span", str(finding.priority) if finding.priority is not None else "∙", cls="number"),
         el("H2", t.clean(finding.title)),
         _worth(report, finding),
         el("Div", *parts, cls="meta"),

@@ -147,7 +147,7 @@ def finding_line(view: PageView, report: Report, finding: Finding) -> Any:
         )
     return el(
         "Li",
-        el("Span", str(finding.rank or "∙"), cls="rank"),
+        el("Span", str(finding.priority or "∙"), cls="rank"),
         link(
             t.clean(finding.title), href=f"{view.href('/findings')}#{anchor(finding)}", cls="title"
         ),

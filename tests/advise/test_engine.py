@@ -89,7 +89,7 @@ def test_a_rule_that_fails_is_contained_and_said() -> None:
 
 def test_findings_are_ordered_by_what_each_adds(monkeypatch: pytest.MonkeyPatch) -> None:
     made = report(two_kernels(), [rule("small", "^small"), rule("big", "^big")], monkeypatch)
-    assert [(f.rule, f.rank) for f in made.findings] == [("big", 1), ("small", 2)]  # type: ignore[attr-defined]
+    assert [(f.rule, f.priority) for f in made.findings] == [("big", 1), ("small", 2)]  # type: ignore[attr-defined]
     gains = [f.impact.gain_ns for f in made.findings]  # type: ignore[attr-defined]
     # 3 ms and 1 ms of device work, one launch call less each
     assert gains[0] == pytest.approx(3.0e6, rel=0.02)
@@ -109,7 +109,7 @@ def test_a_finding_that_another_explains_is_folded_under_it(
 def test_of_alternatives_only_one_is_ranked(monkeypatch: pytest.MonkeyPatch) -> None:
     rules = [rule("small", "^small", "fuse"), rule("big", "^big", "fuse")]
     made = report(two_kernels(), rules, monkeypatch)
-    assert [(f.rule, f.rank, f.folded_under) for f in made.findings] == [  # type: ignore[attr-defined]
+    assert [(f.rule, f.priority, f.folded_under) for f in made.findings] == [  # type: ignore[attr-defined]
         ("big", 1, None),
         ("small", None, "big"),
     ]

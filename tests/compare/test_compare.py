@@ -361,7 +361,7 @@ def _waits(report: Report, rule: str, title: str) -> Report:
     """The report with one finding, at the loader."""
     place = Location(op="enumerate(DataLoader)#_DataLoaderIter.__next__")
     found = Finding(
-        rule=rule, title=title, summary="", fix="", where=[place], category="input", rank=1
+        rule=rule, title=title, summary="", fix="", where=[place], category="input", priority=1
     )
     return replace(report, findings=[found])
 

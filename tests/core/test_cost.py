@@ -177,7 +177,7 @@ def test_what_fixes_save_is_their_gain_at_the_price_and_adds_up(slow: Path) -> N
     cost = report.cost
     assert cost is not None and cost.step_after is not None and cost.run is None
     for fix in cost.fixes:
-        finding = next(f for f in report.findings if f.rank == fix.rank)
+        finding = next(f for f in report.findings if f.priority == fix.priority)
         assert fix.step == pytest.approx((finding.marginal_gain_ns or 0) * 1e-9 * 0.001)
     assert cost.step - cost.step_after == pytest.approx(sum(fix.step for fix in cost.fixes))
     assert cost.step_after < 0.2 * cost.step

@@ -84,7 +84,9 @@ def test_events_are_unchanged_and_ours_come_after_them(
     assert meta["process_sort_index"] == {"sort_index": -1}
     shown = by_track(ours)
     assert list(shown)[:2] == ["steps", "idle gaps"]
-    assert list(shown)[2:] == [f"{f.rank}. {f.title}" for f in found.report.findings if f.rank]
+    assert list(shown)[2:] == [
+        f"{f.priority}. {f.title}" for f in found.report.findings if f.priority
+    ]
 
 
 def test_tracks_say_what_the_analysis_says(slow: Path, tmp_path: Path) -> None:

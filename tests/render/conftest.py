@@ -81,7 +81,7 @@ def make_finding(number: int = 1, name: str | None = None, **changes: Any) -> Fi
         ),
         "category": "host",
         "severity": "warning",
-        "rank": number,
+        "priority": number,
         "marginal_gain_ns": gain if number == 1 else gain // 2,
         "validation": "real traces",
     }

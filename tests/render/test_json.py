@@ -56,7 +56,7 @@ def test_the_pictures_are_in_it_as_everybody_draws_them(tmp_path: Path) -> None:
     assert sum(part["ns"] for part in parts) == pytest.approx(found.scope.step_ns)
     assert len({part["look"]["colour"] for part in parts}) == len(parts)
     assert stairs["measured"]["left_ns"] == found.step_ns
-    assert [stair["rank"] for stair in stairs["fixes"]] == [1]
+    assert [stair["priority"] for stair in stairs["fixes"]] == [1]
     assert stairs["fixes"][0]["saved_ns"] == found.findings[0].marginal_gain_ns
 
 
@@ -71,7 +71,7 @@ def test_a_report_of_version_1_is_read() -> None:
     assert [f.rule for f in read.findings] == ["single-process-loader", "explicit-synchronize"]
     loader, folded = read.findings
     assert loader.impact is not None and loader.impact.gain_ns == 4_801_000
-    assert (loader.rank, loader.marginal_gain_ns, folded.rank) == (1, 4_801_000, None)
+    assert (loader.priority, loader.marginal_gain_ns, folded.priority) == (1, 4_801_000, None)
     assert folded.folded_under == loader.rule and folded.edits
     assert read.cost is not None and [fix.rule for fix in read.cost.fixes] == [loader.rule]
     assert read.views is not None and read.views.stairs is not None

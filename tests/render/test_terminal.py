@@ -259,7 +259,7 @@ def test_a_symptom_stands_under_its_cause_and_is_not_numbered(
     report: Make, finding: Callable[..., Finding]
 ) -> None:
     cause = finding(1, alternatives="fuse")
-    folded = {"rank": None, "folded_under": "rule-1"}
+    folded = {"priority": None, "folded_under": "rule-1"}
     symptom = finding(2, title="The symptom", **folded)
     rival = finding(3, title="The alternative", alternatives="fuse", **folded)
     shown = section(
@@ -339,7 +339,7 @@ def test_of_many_ranks_those_that_hold_up_the_others_are_shown(
 
 def test_risks_are_ranked_apart_from_time(report: Make, finding: Callable[..., Finding]) -> None:
     impact = Impact(currency="risk", reason="97% of the memory is taken")
-    risk = finding(1, title="Near capacity", impact=impact, rank=None)
+    risk = finding(1, title="Near capacity", impact=impact, priority=None)
     shown = REPORTS.render("terminal", report(1, risks=[risk]), details=True)
     assert "risk: 97% of the memory is taken" in section(shown, "Memory and risks")
     assert "Near capacity" not in section(shown, "What to change")
@@ -372,7 +372,7 @@ def test_a_note_that_is_worth_more_than_a_finding_says_why_it_is_not_ranked(
     report: Make, finding: Make
 ) -> None:
     told = {"informational": True, "validation": "real traces", "confidence": 0.42}
-    big = finding(1, "a chance", rank=None, **told)
+    big = finding(1, "a chance", priority=None, **told)
     made = report(2, notes=[big])
     assert big.impact.gain_ns >= made.findings[-1].impact.gain_ns
     why = "a possibility, not a bottleneck: confidence 42%"

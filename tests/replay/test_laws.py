@@ -439,7 +439,7 @@ def test_no_change_on_the_host_takes_less_time_than_the_device_works(path: str) 
 
 def test_the_staircase_adds_up_to_all_findings_together(path: str) -> None:
     found = examined(path)
-    stairs = [f for f in found.report.findings if f.rank is not None and not f.other_rank]
+    stairs = [f for f in found.report.findings if f.priority is not None and not f.other_rank]
     if not stairs or found.pricing.method != "replay":
         pytest.skip("no finding is priced by replay")
     total = EditGain(found.main).gain([e for f in stairs for e in f.edits])

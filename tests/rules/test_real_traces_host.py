@@ -56,7 +56,7 @@ def report(path: str) -> Report:
 
 
 def ranked(result: Report) -> list[Finding]:
-    return [f for f in result.findings if f.rank is not None]
+    return [f for f in result.findings if f.priority is not None]
 
 
 def mentioned(result: Report) -> set[str]:

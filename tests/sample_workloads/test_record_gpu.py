@@ -181,8 +181,8 @@ def test_the_advice_on_the_recordings_is_still_what_the_table_says(
             folder = RECORDED / name / variant
             if not folder.is_dir() or "advice" not in one.get(variant, {}):
                 continue
-            rules = {f["rule"] for f in one[variant]["advice"]["findings"] if f["rank"] == 1}
-            now = {f["rule"] for f in script.advice(folder)["findings"] if f["rank"] == 1}
+            rules = {f["rule"] for f in one[variant]["advice"]["findings"] if f["priority"] == 1}
+            now = {f["rule"] for f in script.advice(folder)["findings"] if f["priority"] == 1}
             if rules != now:
                 changed[f"{name}, {variant}"] = (rules, now)
     assert changed == {}, "python benchmarks/record_gpu.py --output tests/data/h200 --table"

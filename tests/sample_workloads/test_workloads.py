@@ -66,7 +66,7 @@ def report_of(name: str, variant: Variant, folder: Path) -> Report:
 def shown(report: Report, rules: set[str]) -> bool:
     """One of the rules is at first or second place among findings or risks. A rule that still waits
     to be shown right on a recording has no place yet: that it is among the notes counts."""
-    places = sorted((f.rank, f.rule) for f in report.findings if f.rank is not None)
+    places = sorted((f.priority, f.rule) for f in report.findings if f.priority is not None)
     top = {rule for _, rule in places[:2]} | {f.rule for f in report.risks[:2]}
     return bool(rules & top or rules & waiting(report))
 

@@ -175,7 +175,7 @@ def _card(report: Report, finding: Finding, *, fix: bool = True) -> Card:
     return Card(
         finding.title,
         [Fields(fields, indent=4), *code],
-        number="" if finding.rank is None else str(finding.rank),
+        number="" if finding.priority is None else str(finding.priority),
         gain=facts.price(finding),
         place=" · ".join(t.location_names(finding.where[0])[:1]) if finding.where else "",
         tag=finding.severity,

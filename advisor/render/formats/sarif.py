@@ -138,7 +138,7 @@ def _result(finding: Finding, index: int, mark: str, report: Report) -> dict[str
         "properties": _properties(finding),
         "locations": _locations(finding, report),
     }
-    if finding.rank is not None:
+    if finding.priority is not None:
         result["rank"] = round(max(0.0, min(100.0, _share(finding) * 100)), 3)
     return result
 
@@ -163,7 +163,7 @@ def _properties(finding: Finding) -> dict[str, Any]:
     found = {
         "category": finding.category,
         "confidence": finding.confidence,
-        "order": finding.rank,
+        "order": finding.priority,
         "foldedUnder": finding.folded_under,
     }
     if impact is not None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import polars as pl
@@ -68,6 +68,12 @@ def column(frame: pl.DataFrame, name: str) -> Rows:
     return frame[name].fill_null(0).to_numpy().astype(np.int64)
 
 
+def locate_row(a: Analysis, row: int, **fields: Any) -> Location:
+    """The user's line around a row of ``trace.cpu``, with other ``fields`` of the location."""
+    file, line, function = a.location(row)
+    return Location(file=file, line=line, function=function, **fields)
+
+
 def places(
     a: Analysis,
     host: Rows,
@@ -114,16 +120,14 @@ def places(
         )
         .sort("cost", descending=True, maintain_order=True)
     )
-    found = []
+    found: list[Location] = []
     for row, count in table.head(top).select("row", "count").iter_rows():
         at_row = int(host[row])
-        file, line, function = a.location(at_row)
         around = op_of[row]
         found.append(
-            Location(
-                file=file,
-                line=line,
-                function=function,
+            locate_row(
+                a,
+                at_row,
                 op=str(cpu["name"][around if around >= 0 else at_row]),
                 kernel=None
                 if kernel is None or kernel[row] < 0

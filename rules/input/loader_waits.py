@@ -16,7 +16,7 @@ from advisor.core.intervals import covered_length, intersect, union
 from advisor.measure.host.names import name_matches
 from advisor.measure.host.stacks import parse_frame
 from advisor.measure.steps.contents import contents
-from advisor.rules.common import figure, rows
+from advisor.rules.common import figure, locate_row, rows
 
 if TYPE_CHECKING:
     from advisor.measure import Analysis
@@ -123,13 +123,11 @@ def find_loading_calls(a: Analysis, waits: Waits) -> LoadingCalls:
         if not summary and share >= MIN_SUMMARY_SHARE:
             summary = f" {text} takes {share:.0%} of the loading."
         if row["frame"] is not None:
-            file, line, function = a.location(row["frame"])
             ts, dur = (int(a.trace.cpu[c][row["callee"]]) for c in ("ts", "dur"))
             where.append(
-                Location(
-                    file=file,
-                    line=line,
-                    function=function,
+                locate_row(
+                    a,
+                    row["frame"],
                     op=_short_name(a, row["callee"]),
                     ts_ns=ts,
                     dur_ns=dur,

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+from contextlib import suppress
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
 from advisor.core.finding import Location
 from advisor.rules.recorded import record
+from advisor.testing import TraceBuilder
 
 if TYPE_CHECKING:
     from advisor.measure import Analysis
@@ -98,3 +100,31 @@ def growth(values: Floats) -> tuple[float, bool]:
     missing = 1 if blocks == 8 else 0
     steady = bool(rises.sum() >= blocks - 1 - missing and second >= 0.5 * first and second > 0)
     return float((low[-1] - low[0]) * blocks / (blocks - 1)), steady
+
+
+def snapshot_example(
+    b: TraceBuilder | None = None,
+    *,
+    steps: int = 3,
+    total: int = 80 << 30,
+    history: bool = True,
+    **training: Any,
+) -> TraceBuilder:
+    """An example with the memory snapshot of ``steps`` training steps on a GPU of ``total`` bytes,
+    or of those before memory runs out. ``training``: arguments of the simulated training."""
+    from advisor.testing.allocator import Allocator, DeviceFull, Training
+
+    b = b or TraceBuilder()
+    allocator = Allocator(total=total, history=history)
+    with suppress(DeviceFull):
+        program = Training(allocator, **training)
+        for _ in range(steps):
+            program.step()
+    b.memory_snapshot(allocator)
+    return b
+
+
+def run_product(b: TraceBuilder, us: float = 2000) -> None:
+    """A matrix product in bf16, for examples."""
+    with b.op("aten::mm", [[4096, 4096], [4096, 4096]], "c10::BFloat16"):
+        b.launch("ampere_bf16_s16816gemm_bf16_128x128_ldg8_nn", us)

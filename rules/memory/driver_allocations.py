@@ -23,8 +23,9 @@ from advisor.core.finding import (
     Threshold,
 )
 from advisor.measure import Analysis
-from advisor.rules.common import column, places, rows, total
+from advisor.rules.common import column, locate_row, places, rows, total
 from advisor.rules.elsewhere import in_any_language
+from advisor.rules.memory.device_memory import run_product
 from advisor.rules.sources import CACHING_ALLOCATOR, OURS, SILENT_TRACES
 from advisor.testing import TraceBuilder
 
@@ -177,21 +178,17 @@ class AllocationsInLoop(DriverAllocationRule):
             .sort("total", descending=True)
             .head(3)
         )
-        locations = []
-        for row in top.iter_rows(named=True):
-            file, line, function = a.location(row["host"])
-            locations.append(
-                Location(
-                    file=file,
-                    line=line,
-                    function=function,
-                    op=row["op_name"] or row["name"],
-                    ts_ns=row["ts"],
-                    dur_ns=row["dur"],
-                    count=row["len"],
-                )
+        return [
+            locate_row(
+                a,
+                row["host"],
+                op=row["op_name"] or row["name"],
+                ts_ns=row["ts"],
+                dur_ns=row["dur"],
+                count=row["len"],
             )
-        return locations
+            for row in top.iter_rows(named=True)
+        ]
 
     @staticmethod
     def fires_on() -> dict[str, TraceBuilder]:
@@ -199,12 +196,12 @@ class AllocationsInLoop(DriverAllocationRule):
         b = TraceBuilder()
         for _ in range(6):
             with b.step():
-                _product(b, 1000)
+                run_product(b, 1000)
                 b.sync()
                 with b.op("aten::empty"):
                     b.call("cudaFree", 400)
                     b.call("cudaMalloc", 600)
-                _product(b, 1000)
+                run_product(b, 1000)
                 b.sync()
         return {"a new size each step": b}
 
@@ -218,15 +215,15 @@ class AllocationsInLoop(DriverAllocationRule):
             with warm.step():
                 if step < 2:
                     warm.call("cudaMalloc", 1500)
-                _product(warm, 3000)
+                run_product(warm, 3000)
                 warm.sync()
             with hidden.step():
-                _product(hidden, 5000)
+                run_product(hidden, 5000)
                 hidden.call("cudaMalloc", 600)
-                _product(hidden, 5000)
+                run_product(hidden, 5000)
                 hidden.sync()
             with none.step():
-                _product(none, 3000)
+                run_product(none, 3000)
                 none.sync()
         return {
             "warm-up": (warm, "calls['step'].n_unique() < self.min_steps"),
@@ -338,11 +335,6 @@ class PinnedAllocationInLoop(DriverAllocationRule):
             "device memory": (device, "calls.is_empty()"),
             "two steps only": (rare, "min_steps"),
         }
-
-
-def _product(b: TraceBuilder, us: float) -> None:
-    with b.op("aten::mm", [[4096, 4096], [4096, 4096]], "c10::BFloat16"):
-        b.launch("ampere_bf16_s16816gemm_bf16_128x128_ldg8_nn", us)
 
 
 def _train(b: TraceBuilder) -> None:

@@ -9,10 +9,11 @@ import numpy as np
 import polars as pl
 from numpy.typing import NDArray
 
-from advisor.core.finding import Edit, Evidence, Finding, Location, Outcome, Rule, Select, Threshold
+from advisor.core.finding import Edit, Evidence, Finding, Outcome, Rule, Select, Threshold
 from advisor.measure import Analysis
 from advisor.replay.selection import under_names
-from advisor.rules.common import figure
+from advisor.rules.common import figure, locate_row
+from advisor.rules.memory.device_memory import run_product
 from advisor.rules.sources import OURS, SILENT_TRACES
 from advisor.testing import TraceBuilder
 
@@ -82,7 +83,6 @@ class EmptyCacheInLoop(Rule):
         if mallocs["step"].n_unique() < self.min_steps:
             return
         worst = frees.sort("dur", descending=True).row(0, named=True)
-        file, line, function = a.location(worst["host"])
         yield Finding(
             summary=(
                 f"{frees['step'].n_unique()} of {a.step_count} steps return cached memory to the "
@@ -101,10 +101,9 @@ class EmptyCacheInLoop(Rule):
                 figure(a, "host time in both", int(calls["dur"].sum())),
             ],
             where=[
-                Location(
-                    file=file,
-                    line=line,
-                    function=function,
+                locate_row(
+                    a,
+                    worst["host"],
                     op="torch.cuda.empty_cache" if with_stack else "cudaFree",
                     ts_ns=worst["ts"],
                     dur_ns=worst["dur"],
@@ -142,19 +141,19 @@ class EmptyCacheInLoop(Rule):
                 if step == 3:
                     for _ in range(3):
                         once.call("cudaFree", 300)
-                _product(once)
+                run_product(once)
                 once.sync()
             with full.step():
-                _product(full)
+                run_product(full)
                 full.sync()
                 with full.op("aten::empty"):
                     for _ in range(3):
                         full.call("cudaFree", 300)
                     full.call("cudaMalloc", 300)
-                _product(full)
+                run_product(full)
                 full.sync()
             with none.step():
-                _product(none)
+                run_product(none)
                 none.sync()
         return {
             "once": (once, "frees['step'].n_unique() < enough"),
@@ -179,7 +178,7 @@ def _loop(*, stacks: bool) -> TraceBuilder:
             with b.op("aten::empty"):
                 for _ in range(4):
                     b.call("cudaMalloc", 250)
-            _product(b)
+            run_product(b)
             if stacks:
                 with (
                     b.python("train.py(40): train"),
@@ -189,8 +188,3 @@ def _loop(*, stacks: bool) -> TraceBuilder:
             else:
                 body()
     return b
-
-
-def _product(b: TraceBuilder) -> None:
-    with b.op("aten::mm", [[4096, 4096], [4096, 4096]], "c10::BFloat16"):
-        b.launch("ampere_bf16_s16816gemm_bf16_128x128_ldg8_nn", 2000)

@@ -25,7 +25,7 @@ from advisor.measure.host.names import name_matches
 from advisor.measure.memory.memory_savings import logits
 from advisor.rules.common import figure, places
 from advisor.rules.kernel import facts
-from advisor.rules.memory.device_memory import peaks
+from advisor.rules.memory.device_memory import peaks, snapshot_example
 from advisor.rules.sources import LLAMA, OURS, PEAKS, SILENT_TRACES
 from advisor.testing import TraceBuilder
 
@@ -223,7 +223,7 @@ class HugeVocabulary(Rule):
         return {
             "a tenth of the GPU": _training([20480, 128256]),
             "a tenth of the peak": _training([4096, 128256], peak=16 << 30),
-            "a snapshot's peak": _snapshot(96),
+            "a snapshot's peak": snapshot_example(logits=96 << 20),
         }
 
     @staticmethod
@@ -242,22 +242,12 @@ class HugeVocabulary(Rule):
             ),
             "the rest is much larger": (_training([4096, 128256], peak=60 << 30), "min_memory"),
             "no shapes": (_training(None), "described.null_count() == len(calls)"),
-            "a snapshot in which the loss is small": (_snapshot(16), "min_memory"),
-            "a snapshot without a loss": (_snapshot(0), "held is None"),
+            "a snapshot in which the loss is small": (
+                snapshot_example(logits=16 << 20),
+                "min_memory",
+            ),
+            "a snapshot without a loss": (snapshot_example(logits=0), "held is None"),
         }
-
-
-def _snapshot(mib: int) -> TraceBuilder:
-    """The history of a training whose logits have so many MiB, beside some 240 of others."""
-    from advisor.testing.allocator import MIB, Allocator, Training
-
-    m = Allocator()
-    training = Training(m, logits=mib * MIB)
-    for _ in range(3):
-        training.step()
-    b = TraceBuilder()
-    b.memory_snapshot(m)
-    return b
 
 
 def _training(

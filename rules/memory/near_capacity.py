@@ -26,6 +26,8 @@ from advisor.rules.memory.device_memory import (
     gpu_capacity,
     locate_holders,
     peaks,
+    run_product,
+    snapshot_example,
 )
 from advisor.rules.sources import FOURNEX, GPUPROF, OURS, TENSORBOARD, TRACEML
 from advisor.testing import TraceBuilder
@@ -218,22 +220,13 @@ def _capacity(a: Analysis, device: int) -> int | None:
 def _snapshot(mib: int, *, total: int = 80 << 30, trace: bool = True) -> TraceBuilder:
     """The history of a training, most of it activations and logits of eleven times so many MiB;
     beside a trace of a V100 with 16.9 GB."""
-    from contextlib import suppress
-
-    from advisor.testing.allocator import MIB, Allocator, DeviceFull, Training
-
-    m = Allocator(total=total)
     b = TraceBuilder(gpu="V100")
-    with suppress(DeviceFull):
-        training = Training(m, activation=mib * MIB, logits=mib * MIB)
-        for _ in range(3):
-            training.step()
     if trace:
-        with b.step(), b.op("aten::mm", [[4096, 4096], [4096, 4096]], "c10::BFloat16"):
-            b.launch("ampere_bf16_s16816gemm_bf16_128x128_ldg8_nn", 2000)
+        with b.step():
+            run_product(b)
             b.sync()
-    b.memory_snapshot(m)
-    return b
+    size = mib << 20
+    return snapshot_example(b, total=total, activation=size, logits=size)
 
 
 def _step(allocated: int | None, reserved: int) -> TraceBuilder:
@@ -242,8 +235,7 @@ def _step(allocated: int | None, reserved: int) -> TraceBuilder:
         with b.step():
             if allocated is not None:
                 b.memory(1 << 20, allocated, reserved)
-            with b.op("aten::mm", [[4096, 4096], [4096, 4096]], "c10::BFloat16"):
-                b.launch("ampere_bf16_s16816gemm_bf16_128x128_ldg8_nn", 2000)
+            run_product(b)
             if allocated is not None:
                 b.memory(-(1 << 20), allocated - (1 << 20), reserved)
             b.sync()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import suppress
 from typing import TYPE_CHECKING, ClassVar
 
 from advisor.core import text as t
@@ -17,6 +16,7 @@ from advisor.rules.memory.device_memory import (
     LOWER_PEAK_INFERENCE,
     gpu_capacity,
     locate_holders,
+    snapshot_example,
 )
 from advisor.rules.recorded import record
 from advisor.rules.sources import CHOSEN, CURED_RECORDINGS
@@ -249,7 +249,7 @@ class OutOfMemory(Rule):
             "full of tensors": _run(78e9, 79e9),
             "fragments": _run(40e9, 79e9),
             "a large batch": _run(78e9, 79e9, last=4.0),
-            "a snapshot with the failure": _snapshot(1),
+            "a snapshot with the failure": snapshot_example(total=1 << 30, activation=96 << 20),
         }
 
     @staticmethod
@@ -259,7 +259,10 @@ class OutOfMemory(Rule):
         b.record_of_run().steps(20, 10)
         return {
             "it did not happen": (b, "not events"),
-            "a snapshot without a failure": (_snapshot(80), "a.recorded is None"),
+            "a snapshot without a failure": (
+                snapshot_example(activation=96 << 20),
+                "a.recorded is None",
+            ),
         }
 
 
@@ -304,18 +307,4 @@ def _run(allocated: float, reserved: float, *, last: float = 1.0) -> TraceBuilde
         reserved=reserved,
     )
     r.event("end", steps=20, reason="exception")
-    return b
-
-
-def _snapshot(gib: int) -> TraceBuilder:
-    """A training that needs more than one GiB, on a device of so many."""
-    from advisor.testing.allocator import GIB, MIB, Allocator, DeviceFull, Training
-
-    m = Allocator(total=gib * GIB)
-    training = Training(m, activation=96 * MIB)
-    b = TraceBuilder()
-    with suppress(DeviceFull):
-        for _ in range(3):
-            training.step()
-    b.memory_snapshot(m)
     return b

@@ -21,9 +21,9 @@ from advisor.measure import Analysis
 from advisor.measure.host.names import name_matches
 from advisor.measure.memory.memory import recompute
 from advisor.replay.selection import under_names
-from advisor.rules.common import figure, of_each
+from advisor.rules.common import figure, locate_row, of_each
 from advisor.rules.kernel import facts
-from advisor.rules.memory.device_memory import GIB, peaks
+from advisor.rules.memory.device_memory import GIB, peaks, run_product
 from advisor.rules.sources import CHECKPOINT, OURS
 from advisor.testing import TraceBuilder
 
@@ -156,17 +156,8 @@ class RecomputeWithFreeMemory(Rule):
         if not len(rows):
             return []
         first = int(rows[0])
-        file, line, function = a.location(first)
-        return [
-            Location(
-                file=file,
-                line=line,
-                function=function,
-                op="torch.utils.checkpoint",
-                ts_ns=cpu["ts"][first],
-                dur_ns=cpu["dur"][first],
-            )
-        ]
+        ts, dur = cpu["ts"][first], cpu["dur"][first]
+        return [locate_row(a, first, op="torch.utils.checkpoint", ts_ns=ts, dur_ns=dur)]
 
     @staticmethod
     def fires_on() -> dict[str, TraceBuilder]:
@@ -189,13 +180,9 @@ class RecomputeWithFreeMemory(Rule):
 def _step(reserved: int | None, us: float = 1000, *, reentrant: bool = False) -> TraceBuilder:
     b = TraceBuilder()
 
-    def product(us: float) -> None:
-        with b.op("aten::mm", [[4096, 4096], [4096, 4096]], "c10::BFloat16"):
-            b.launch("ampere_bf16_s16816gemm_bf16_128x128_ldg8_nn", us)
-
     def backward() -> None:
         with b.op("autograd::engine::evaluate_function: MmBackward0"):
-            product(2000)
+            run_product(b, 2000)
 
     for _ in range(4):
         with b.step():
@@ -205,11 +192,11 @@ def _step(reserved: int | None, us: float = 1000, *, reentrant: bool = False) ->
                 b.python("train.py(30): forward"),
                 b.python("torch/utils/checkpoint.py(354): checkpoint"),
             ):
-                product(1000)
+                run_product(b, 1000)
             if reentrant:
                 node = "autograd::engine::evaluate_function: CheckpointFunctionBackward"
                 with b.op(node), b.op("CheckpointFunctionBackward"):
-                    product(us)
+                    run_product(b, us)
                     backward()
             else:
                 with b.op("autograd::engine::evaluate_function: MmBackward0"):
@@ -217,7 +204,7 @@ def _step(reserved: int | None, us: float = 1000, *, reentrant: bool = False) ->
                         b.python("torch/utils/checkpoint.py(1165): unpack_hook"),
                         b.python("torch/utils/checkpoint.py(1657): recompute_fn"),
                     ):
-                        product(us)
-                    product(2000)
+                        run_product(b, us)
+                    run_product(b, 2000)
             b.sync()
     return b

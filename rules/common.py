@@ -1,4 +1,4 @@
-"""What several rules need to word a finding: amounts a step, and the places that cost most."""
+"""What several rules need for a finding: amounts per step, and the places that cost most."""
 
 from __future__ import annotations
 
@@ -31,14 +31,13 @@ def total(values: pl.Series) -> int:
 
 
 def figure(a: Analysis, label: str, amount: float, unit: str = "ns") -> Evidence:
-    """What the analysed window has of something, as a figure a step; of the recording when the
-    trace has no steps."""
+    """An amount of the analyzed window per step, or of the recording without steps."""
     return Evidence(label, amount / a.step_count, unit, per=a.per)
 
 
 def of_step(a: Analysis, ns: float) -> str:
-    """Time inside the analysed window as a person thinks of it: ``3 ms of each step (12%)``, or
-    ``of the recording`` when the trace has no steps."""
+    """Time in the analyzed window: ``3 ms of each step (12%)``, or ``of the recording`` when the
+    trace has no steps."""
     return f"{t.format_duration(ns / a.step_count)} {of_each(a)} ({ns / max(a.span_ns, 1):.0%})"
 
 
@@ -48,7 +47,7 @@ def of_each(a: Analysis) -> str:
 
 
 def of_pytorch(a: Analysis) -> bool:
-    """The program is written with PyTorch, as far as its trace tells."""
+    """The program is written with PyTorch, as far as the trace shows."""
     meta = a.trace.meta
     return meta.framework == PYTORCH or (meta.framework is None and meta.format == KINETO)
 
@@ -97,11 +96,11 @@ def places(
     if not len(known):
         return []
     cpu = a.trace.cpu
-    at = host[known]
-    frame = a.user_frame[at].astype(np.int64)
-    op = ops_around(a, at)
+    hosts = host[known]
+    frame = a.user_frame[hosts].astype(np.int64)
+    op = ops_around(a, hosts)
     op_of = dict(zip(known.tolist(), op.tolist(), strict=True))
-    named = np.where(frame >= 0, frame, np.where(op >= 0, op, at))
+    named = np.where(frame >= 0, frame, np.where(op >= 0, op, hosts))
     table = (
         pl.DataFrame(
             {
@@ -120,11 +119,11 @@ def places(
         )
         .sort("cost", descending=True, maintain_order=True)
     )
-    found: list[Location] = []
+    locations: list[Location] = []
     for row, count in table.head(top).select("row", "count").iter_rows():
         at_row = int(host[row])
         around = op_of[row]
-        found.append(
+        locations.append(
             locate_row(
                 a,
                 at_row,
@@ -137,7 +136,7 @@ def places(
                 count=count,
             )
         )
-    return found
+    return locations
 
 
 def device_places(
@@ -185,9 +184,9 @@ def ops_around(a: Analysis, host: Rows) -> Rows:
     is an op; -1: none."""
     is_op = np.append((a.trace.cpu["kind"] == "op").to_numpy(), True)  # the last entry: no row
     parent = np.append(rows(a.trace.cpu["parent"]), -1)
-    found = host.copy()
+    ops = host.copy()
     while True:  # one round a level of nesting, over all rows at once
-        climbing = ~is_op[found]
+        climbing = ~is_op[ops]
         if not climbing.any():
-            return found
-        found[climbing] = parent[found[climbing]]
+            return ops
+        ops[climbing] = parent[ops[climbing]]

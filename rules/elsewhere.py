@@ -61,3 +61,25 @@ BATCHES_AHEAD = {
     ),
     JAX: FrameworkAdvice("Copy batches to the GPU ahead of the step.", JAX_AHEAD),
 }
+READ_SELDOM = {
+    TENSORFLOW: FrameworkAdvice(NO_READS, "if step % 100 == 0:\n    print(float(loss))"),
+    JAX: FrameworkAdvice(
+        f"JAX dispatches asynchronously until you ask for a value. {NO_READS}",
+        "if step % 100 == 0:\n    print(float(loss))",
+    ),
+}
+COMPILE_STEP = {
+    TENSORFLOW: FrameworkAdvice(JIT_STEP, TF_COMPILE),
+    JAX: FrameworkAdvice(JIT_STEP, JAX_JIT),
+}
+CAPTURE_CALLS = (
+    "Use cudaStreamBeginCapture and cudaGraphInstantiate once, then cudaGraphLaunch in each "
+    "iteration."
+)
+CAPTURE_CODE = (
+    "cudaStreamBeginCapture(stream, cudaStreamCaptureModeGlobal);\n"
+    "iteration(stream);                            // launches only, no waiting\n"
+    "cudaStreamEndCapture(stream, &graph);\n"
+    "cudaGraphInstantiate(&run, graph, 0);\n"
+    "for (int i = 0; i < iterations; ++i) cudaGraphLaunch(run, stream);"
+)

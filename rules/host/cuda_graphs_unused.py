@@ -8,19 +8,10 @@ from typing import ClassVar
 import polars as pl
 
 from advisor.core import text as t
-from advisor.core.finding import (
-    Evidence,
-    Finding,
-    FrameworkAdvice,
-    Outcome,
-    Rule,
-    SkippedCheck,
-    Threshold,
-)
-from advisor.core.trace import JAX, TENSORFLOW
+from advisor.core.finding import Evidence, Finding, Outcome, Rule, SkippedCheck, Threshold
 from advisor.measure import Analysis
 from advisor.rules.common import figure
-from advisor.rules.elsewhere import JAX_JIT, JIT_STEP, TF_COMPILE, in_any_language
+from advisor.rules.elsewhere import CAPTURE_CALLS, CAPTURE_CODE, COMPILE_STEP, in_any_language
 from advisor.rules.host.launch_gaps import (
     find_capture_blockers,
     locate_gaps,
@@ -94,7 +85,7 @@ class CudaGraphsUnused(Rule):
         "inputs into fixed buffers."
     )
     cases: ClassVar = {
-        "something waits for the device": {
+        "something waits for the GPU": {
             "fix": "Remove {waits} for the GPU per step ({names}), which a capture does not allow. "
             "Then capture the step, or forward and backward, and replay it after copying the "
             "inputs into fixed buffers."
@@ -113,7 +104,7 @@ class CudaGraphsUnused(Rule):
         "    static_input.copy_(x, non_blocking=True)\n"
         "    graph.replay()            # the result is in static_output",
         "cases": {
-            "something waits for the device": {
+            "something waits for the GPU": {
                 "fix": "Remove {waits} for the GPU per step ({names}), which a capture does not "
                 "allow. Then capture the forward pass, and replay it after copying the inputs into "
                 "fixed buffers."
@@ -124,16 +115,10 @@ class CudaGraphsUnused(Rule):
         **in_any_language(
             "Capture the sequence of launches as a graph, and launch that: it is the same each "
             "time.",
-            cuda="Use cudaStreamBeginCapture and cudaGraphInstantiate once, then cudaGraphLaunch "
-            "in each iteration.",
-            code="cudaStreamBeginCapture(stream, cudaStreamCaptureModeGlobal);\n"
-            "iteration(stream);\n"
-            "cudaStreamEndCapture(stream, &graph);\n"
-            "cudaGraphInstantiate(&run, graph, 0);\n"
-            "for (int i = 0; i < iterations; ++i) cudaGraphLaunch(run, stream);",
+            cuda=CAPTURE_CALLS,
+            code=CAPTURE_CODE,
         ),
-        TENSORFLOW: FrameworkAdvice(JIT_STEP, TF_COMPILE),
-        JAX: FrameworkAdvice(JIT_STEP, JAX_JIT),
+        **COMPILE_STEP,
     }
 
     def check(self, a: Analysis) -> Iterator[Outcome]:
@@ -165,7 +150,7 @@ class CudaGraphsUnused(Rule):
         fix = self.fix
         if waits.per_step:
             count = t.count_noun(waits.per_step, "wait")
-            fix = self.case("something waits for the device", waits=count, names=waits.names)["fix"]
+            fix = self.case("something waits for the GPU", waits=count, names=waits.names)["fix"]
         if compiled:
             fix += " The model is compiled already: change only the mode."
         yield Finding(

@@ -26,7 +26,7 @@ _VARIABLES: dict[str, tuple[tuple[str, ...], str]] = {
     "CUDA_LAUNCH_BLOCKING": (("1",), "the host waits for every kernel"),
     "PYTORCH_NO_CUDA_MEMORY_CACHING": (
         ("1",),
-        "every tensor is a cudaMalloc and a cudaFree, which wait for the device",
+        "every tensor is a cudaMalloc and a cudaFree, which wait for the GPU",
     ),
     "TORCH_DISTRIBUTED_DEBUG": (("DETAIL",), "every collective is checked across all ranks first"),
     "NCCL_DEBUG": (("TRACE",), "NCCL logs every call"),

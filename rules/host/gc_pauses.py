@@ -90,7 +90,7 @@ class GcPauses(Rule):
         beyond = np.maximum(0.0, dur - recorded.median)
         lost = float(np.minimum(pause, beyond).sum()) / len(dur)
         if device_bound(a) or lost < 0.2 * float(pause.sum()) / len(dur):
-            return  # the device had work meanwhile: the steps are no longer
+            return  # the GPU had work meanwhile: the steps are no longer
         yield Finding(
             summary=(
                 f"Garbage collection pauses the loop for {t.format_duration(float(pause.mean()))} "

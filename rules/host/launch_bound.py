@@ -9,7 +9,6 @@ from advisor.core import text as t
 from advisor.core.finding import (
     Evidence,
     Finding,
-    FrameworkAdvice,
     Outcome,
     PassedCheck,
     Rule,
@@ -17,10 +16,9 @@ from advisor.core.finding import (
     Source,
     Threshold,
 )
-from advisor.core.trace import JAX, TENSORFLOW
 from advisor.measure import Analysis
 from advisor.rules.common import figure, of_step, per
-from advisor.rules.elsewhere import JAX_JIT, JIT_STEP, TF_COMPILE, in_any_language
+from advisor.rules.elsewhere import CAPTURE_CALLS, CAPTURE_CODE, COMPILE_STEP, in_any_language
 from advisor.rules.host.launch_gaps import (
     CaptureBlockers,
     LaunchGaps,
@@ -158,16 +156,10 @@ class LaunchBound(Rule):
         **in_any_language(
             "Launch less: fuse kernels that follow each other, or work on larger batches. Or "
             "capture the sequence of launches as a graph and launch that.",
-            cuda="Use cudaStreamBeginCapture and cudaGraphInstantiate once, then cudaGraphLaunch "
-            "in each iteration.",
-            code="cudaStreamBeginCapture(stream, cudaStreamCaptureModeGlobal);\n"
-            "iteration(stream);                            // launches only, no waiting\n"
-            "cudaStreamEndCapture(stream, &graph);\n"
-            "cudaGraphInstantiate(&run, graph, 0);\n"
-            "for (int i = 0; i < iterations; ++i) cudaGraphLaunch(run, stream);",
+            cuda=CAPTURE_CALLS,
+            code=CAPTURE_CODE,
         ),
-        TENSORFLOW: FrameworkAdvice(JIT_STEP, TF_COMPILE),
-        JAX: FrameworkAdvice(JIT_STEP, JAX_JIT),
+        **COMPILE_STEP,
     }
 
     def check(self, a: Analysis) -> Iterator[Outcome]:

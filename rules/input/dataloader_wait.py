@@ -208,7 +208,7 @@ class DataLoaderWait(LoaderWaitRule):
 
     @staticmethod
     def fires_on() -> dict[str, TraceBuilder]:
-        """Workers that are too slow, with a device and without."""
+        """Workers that are too slow, with a GPU and without."""
         slow, host_only = TraceBuilder(), TraceBuilder(gpu=None)
         for _ in range(4):
             with slow.step():
@@ -223,7 +223,7 @@ class DataLoaderWait(LoaderWaitRule):
 
     @staticmethod
     def silent_on() -> dict[str, tuple[TraceBuilder, str]]:
-        """A wait behind queued device work; one without workers; the first batch of an epoch."""
+        """A wait behind queued GPU work; one without workers; the first batch of an epoch."""
         hidden, single, first = TraceBuilder(), TraceBuilder(), TraceBuilder()
         for number in range(4):
             with hidden.step():
@@ -238,7 +238,7 @@ class DataLoaderWait(LoaderWaitRule):
                 first.run("aten::mm", "ampere_sgemm_128x64_nn", 30000)
                 first.sync()
         return {
-            "hidden behind device work": (hidden, "share < self.min_share"),
+            "hidden behind GPU work": (hidden, "share < self.min_share"),
             "no workers": (single, "waits is None"),
             "first batch": (first, "not recurs("),
         }
@@ -366,7 +366,7 @@ class SingleProcessLoader(LoaderWaitRule):
 
     @staticmethod
     def fires_on() -> dict[str, TraceBuilder]:
-        """Loading in the training process, with a device and without."""
+        """Loading in the training process, with a GPU and without."""
         device, host_only = TraceBuilder(), TraceBuilder(gpu=None)
         for _ in range(4):
             with device.step():
@@ -377,11 +377,11 @@ class SingleProcessLoader(LoaderWaitRule):
                 host_only.loader_wait(5000, workers=0)
                 with host_only.op("aten::mm", host_us=4000):
                     pass
-        return {"with a device": device, "training on the CPU": host_only}
+        return {"with a GPU": device, "training on the CPU": host_only}
 
     @staticmethod
     def silent_on() -> dict[str, tuple[TraceBuilder, str]]:
-        """Loading hidden behind the device; workers; a dataset in memory, where they would cost."""
+        """Loading hidden behind the GPU; workers; a dataset in memory, where they would cost."""
         hidden, workers, memory = TraceBuilder(), TraceBuilder(), TraceBuilder()
         for _ in range(4):
             with hidden.step():
@@ -396,7 +396,7 @@ class SingleProcessLoader(LoaderWaitRule):
                 memory.run("aten::mm", "ampere_sgemm_128x64_nn", 2000)
                 memory.sync()
         return {
-            "hidden behind device work": (hidden, "share < self.min_share"),
+            "hidden behind GPU work": (hidden, "share < self.min_share"),
             "workers": (workers, "waits is None"),
             "in memory": (memory, "min_batch_ms"),
         }

@@ -35,8 +35,8 @@ class Waits(NamedTuple):
     total: int
     """Their union, ns."""
     exposed: int
-    """The part that keeps the step from going on: the device is idle and its next work is held up
-    by the wait. Without device work in the trace, all of it. ns."""
+    """The part that delays the step: the GPU idles and its next work comes after the wait. Without
+    GPU work in the trace, all of it. ns."""
     each: NDArray[np.int64]
     """Exposed part of each row of ``host``, ns."""
     by_step: NDArray[np.int64]

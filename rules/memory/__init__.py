@@ -1,1 +1,1 @@
-"""Rules about device memory."""
+"""Rules about GPU memory."""

@@ -124,7 +124,7 @@ class BatchHeadroom(Rule):
             "busy": (_run(8e9, gpm=90), "max_active"),
             "utilization of 100 %": (_run(8e9, utilisation=100), "max_active"),
             "GPU activity not recorded": (_run(8e9), "active is None"),
-            "no device": (_run(None), "not total"),
+            "no GPU": (_run(None), "not total"),
         }
 
 

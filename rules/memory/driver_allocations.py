@@ -227,7 +227,7 @@ class AllocationsInLoop(DriverAllocationRule):
                 none.sync()
         return {
             "warm-up": (warm, "calls['step'].n_unique() < self.min_steps"),
-            "the device has work queued": (hidden, "worth"),
+            "the GPU has work queued": (hidden, "worth"),
             "none": (none, "calls.is_empty()"),
         }
 
@@ -297,7 +297,7 @@ class PinnedAllocationInLoop(DriverAllocationRule):
 
     @staticmethod
     def fires_on() -> dict[str, TraceBuilder]:
-        """A new pinned buffer in every step, while the device waits."""
+        """A new pinned buffer in every step, while the GPU waits."""
         b = TraceBuilder()
         for _ in range(6):
             with b.step():
@@ -309,7 +309,7 @@ class PinnedAllocationInLoop(DriverAllocationRule):
 
     @staticmethod
     def silent_on() -> dict[str, tuple[TraceBuilder, str]]:
-        """Warm-up only; under queued work; device memory; two steps of five."""
+        """Warm-up only; under queued work; GPU memory; two steps of five."""
         warm, hidden, device, rare = (TraceBuilder() for _ in range(4))
         for step in range(6):
             with warm.step():
@@ -331,8 +331,8 @@ class PinnedAllocationInLoop(DriverAllocationRule):
                 _train(rare)
         return {
             "warm-up": (warm, "calls.is_empty()"),
-            "the device has work queued": (hidden, "worth"),
-            "device memory": (device, "calls.is_empty()"),
+            "the GPU has work queued": (hidden, "worth"),
+            "GPU memory": (device, "calls.is_empty()"),
             "two steps only": (rare, "min_steps"),
         }
 

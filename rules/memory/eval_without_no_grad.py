@@ -154,16 +154,16 @@ class EvalWithoutNoGrad(Rule):
         chosen = (number >= 0) & (name_matches(cpu["name"], FORWARD)).to_numpy()
         if a.trace.main_thread is not None:
             chosen &= (cpu["thread"] == a.trace.main_thread).to_numpy()
-        found = np.flatnonzero(chosen)
-        parent = rows(cpu["parent"])[found]
+        operators = np.flatnonzero(chosen)
+        parent = rows(cpu["parent"])[operators]
         outer = (parent < 0) | (number[parent] < 0)
-        found = found[outer]
+        operators = operators[outer]
         backward = np.flatnonzero(name_matches(cpu["name"], NODE).to_numpy())
         thread = cpu["thread"].to_numpy()
-        same = backward[np.isin(thread[backward], np.unique(thread[found]))]
-        ts = cpu["ts"].to_numpy()[found]
+        same = backward[np.isin(thread[backward], np.unique(thread[operators]))]
+        ts = cpu["ts"].to_numpy()[operators]
         inside = covered_length(ts, ts + 1, _spans(a, same)) > 0
-        return found[~inside].astype(np.int64)
+        return operators[~inside].astype(np.int64)
 
     @staticmethod
     def fires_on() -> dict[str, TraceBuilder]:
@@ -201,9 +201,9 @@ def _are_layers(names: pl.Series) -> pl.Series:
     return op_families(names).is_in(layers).fill_null(value=False) | name_matches(names, RECURRENT)
 
 
-def _spans(a: Analysis, found: NDArray[np.intp] | Rows) -> Intervals:
-    ts = a.trace.cpu["ts"].to_numpy()[found]
-    return union(ts, ts + a.trace.cpu["dur"].to_numpy()[found])
+def _spans(a: Analysis, rows_: NDArray[np.intp] | Rows) -> Intervals:
+    ts = a.trace.cpu["ts"].to_numpy()[rows_]
+    return union(ts, ts + a.trace.cpu["dur"].to_numpy()[rows_])
 
 
 def _trace(
@@ -215,7 +215,7 @@ def _trace(
     name: str = "aten::linear",
 ) -> TraceBuilder:
     b = TraceBuilder() if gpu else TraceBuilder(gpu=None)
-    at = 0
+    first = 0
 
     def work(name: str, sequence: int | None) -> None:
         with b.op(name, sequence=sequence, host_us=60):
@@ -224,14 +224,14 @@ def _trace(
 
     for _ in range(5):
         with b.step():
-            numbers = range(at, at + 12)
+            numbers = range(first, first + 12)
             for number in numbers:
                 work("aten::linear", number)
             if backward:
                 for number in reversed(numbers):
                     work("autograd::engine::evaluate_function: AddmmBackward0", number)
-            at += 12
+            first += 12
             for _ in range(more):
-                work(name, at if graph else None)
-                at += 1
+                work(name, first if graph else None)
+                first += 1
     return b

@@ -193,7 +193,7 @@ class Fragmentation(Rule):
             ),
             "a small model": (_run(2e9, 1e9, 1e9), "min_device"),
             "full of tensors": (_run(78e9, 77e9, 76e9, retries=3), "min_unused"),
-            "no device": (_run(None, None, None), "reserved is None"),
+            "no GPU": (_run(None, None, None), "reserved is None"),
             "a snapshot without gaps": (_with_gaps(keep=False), "a.recorded is None"),
         }
 

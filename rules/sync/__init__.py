@@ -1,1 +1,1 @@
-"""Rules about host waits for the device."""
+"""Rules about host waits for the GPU."""

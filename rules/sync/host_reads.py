@@ -7,21 +7,11 @@ from typing import ClassVar
 
 import polars as pl
 
-from advisor.core.finding import (
-    Edit,
-    Evidence,
-    Finding,
-    FrameworkAdvice,
-    Outcome,
-    Rule,
-    Select,
-    Threshold,
-)
+from advisor.core.finding import Edit, Evidence, Finding, Outcome, Rule, Select, Threshold
 from advisor.core.text import count_noun
-from advisor.core.trace import JAX, TENSORFLOW
 from advisor.measure import Analysis
 from advisor.rules.common import column, figure, of_step, per, places, rows
-from advisor.rules.elsewhere import NO_READS, in_any_language
+from advisor.rules.elsewhere import READ_SELDOM, in_any_language
 from advisor.rules.sources import OURS, SILENT_TRACES, TENSORBOARD
 from advisor.rules.sync.host_waits import BlockingCalls, count_causes, select_blocking_calls
 from advisor.testing import TraceBuilder
@@ -109,11 +99,7 @@ class HostReads(Rule):
             "                  cudaMemcpyDeviceToHost, s);\n"
             "}",
         ),
-        TENSORFLOW: FrameworkAdvice(NO_READS, "if step % 100 == 0:\n    print(float(loss))"),
-        JAX: FrameworkAdvice(
-            "JAX dispatches asynchronously until you ask for a value. " + NO_READS,
-            "if step % 100 == 0:\n    print(float(loss))",
-        ),
+        **READ_SELDOM,
     }
 
     def check(self, a: Analysis) -> Iterator[Outcome]:
@@ -175,7 +161,7 @@ class HostReads(Rule):
 
     @staticmethod
     def silent_on() -> dict[str, tuple[TraceBuilder, str]]:
-        """One read per step; frequent reads that find their value ready; a device that never idles;
+        """One read per step; frequent reads that find their value ready; a GPU that never idles;
         results that are fetched, which takes as long as the copy."""
         once, ready, busy, bulk = TraceBuilder(), TraceBuilder(), TraceBuilder(), TraceBuilder()
         for _ in range(4):
@@ -199,8 +185,8 @@ class HostReads(Rule):
                         bulk.copy("DtoH", 64 << 20, 5000, pinned=False, op=None)
                     bulk.host(3000)
         return {
-            "results that are fetched": (bulk, "bulk"),
+            "fetched results": (bulk, "bulk"),
             "one read per step": (once, "max_apart"),
-            "values that are there already": (ready, "min_share"),
-            "a device that is busy": (busy, "min_share"),
+            "values that are ready": (ready, "min_share"),
+            "a busy GPU": (busy, "min_share"),
         }

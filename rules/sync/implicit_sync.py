@@ -11,7 +11,6 @@ import polars as pl
 from advisor.core.finding import (
     Evidence,
     Finding,
-    FrameworkAdvice,
     Outcome,
     PassedCheck,
     Rule,
@@ -20,12 +19,11 @@ from advisor.core.finding import (
     Threshold,
 )
 from advisor.core.text import count_noun
-from advisor.core.trace import JAX, TENSORFLOW
 from advisor.measure import Analysis
 from advisor.measure.host.names import name_matches
 from advisor.measure.host.stacks import nearest, parents
 from advisor.rules.common import column, figure, of_step, per, places, rows, total
-from advisor.rules.elsewhere import NO_READS, in_any_language
+from advisor.rules.elsewhere import READ_SELDOM, in_any_language
 from advisor.rules.sources import ENGINE_FLOOR, TENSORBOARD, XPROF
 from advisor.rules.sync.host_waits import (
     BlockingCalls,
@@ -153,11 +151,7 @@ class ImplicitSync(Rule):
             "// one iteration later:\n"
             "if (cudaEventQuery(ready) == cudaSuccess) use(*seen);",
         ),
-        TENSORFLOW: FrameworkAdvice(NO_READS, "if step % 100 == 0:\n    print(float(loss))"),
-        JAX: FrameworkAdvice(
-            "JAX dispatches asynchronously until you ask for a value. " + NO_READS,
-            "if step % 100 == 0:\n    print(float(loss))",
-        ),
+        **READ_SELDOM,
     }
 
     def check(self, a: Analysis) -> Iterator[Outcome]:
@@ -268,7 +262,7 @@ class ImplicitSync(Rule):
                         pass
                 host.sync()
             with late.step():
-                _work(late)  # the read comes when the device has long been done, and idles anyway
+                _work(late)  # the read comes long after the GPU is done, and it idles anyway
                 late.host(8000)
                 late.item()
                 late.host(2000)

@@ -1,1 +1,1 @@
-"""Rules about copies between host and device."""
+"""Rules about copies between host and GPU."""

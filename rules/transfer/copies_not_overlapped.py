@@ -152,7 +152,7 @@ class CopiesNotOverlapped(Rule):
 
     @staticmethod
     def silent_on() -> dict[str, tuple[TraceBuilder, str]]:
-        """On another stream under compute; small; from pageable memory; within the device."""
+        """On another stream under compute; small; from pageable memory; within the GPU."""
         ahead, small, pageable, within = (TraceBuilder() for _ in range(4))
         for _ in range(4):
             with ahead.step():
@@ -172,7 +172,7 @@ class CopiesNotOverlapped(Rule):
             "under compute": (ahead, "share < self.min_share"),
             "small": (small, "min_share"),
             "pageable": (pageable, "copies.is_empty()"),
-            "within the device": (within, "copies.is_empty()"),
+            "within the GPU": (within, "copies.is_empty()"),
         }
 
 

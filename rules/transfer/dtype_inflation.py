@@ -178,7 +178,7 @@ class DtypeInflation(Rule):
 
     @staticmethod
     def fires_on() -> dict[str, TraceBuilder]:
-        """Converted by .float(); by a division; on the way to the device."""
+        """Converted by .float(); by a division; on the way to the GPU."""
         return {
             "converted, then copied": _training("copy_"),
             "divided, then copied": _training("div"),
@@ -187,7 +187,7 @@ class DtypeInflation(Rule):
 
     @staticmethod
     def silent_on() -> dict[str, tuple[TraceBuilder, str]]:
-        """Bytes are sent, converted on the device; hidden; floats all along; another size."""
+        """Bytes are sent, converted on the GPU; hidden; floats all along; another size."""
         return {
             "bytes are sent": (_training("device"), "steps < self.min_steps_share * a.step_count"),
             "hidden under compute": (_training("copy_", stream=13), "not exposed"),

@@ -148,7 +148,7 @@ class PageableCopies(Rule):
         if slow.is_empty():
             if up.height and (up["memory"] == "pinned").all():
                 yield PassedCheck(
-                    text="copies to the device come from pinned memory "
+                    text="copies to the GPU come from pinned memory "
                     f"({t.count_noun(up.height, 'larger copy')}, "
                     f"{t.format_bytes(total(up['bytes']))})"
                 )

@@ -1,10 +1,9 @@
-"""What halving and doubling each threshold changes on public traces: how much hangs on it.
+"""How sensitive rules are to their thresholds: half and twice of each, on public traces.
 
 python benchmarks/bench_thresholds.py ../shared/traces > docs/thresholds.md
 
-For each rule that reads a trace, and each of its thresholds: on how many traces the rule has
-another opinion (fires or not) with half and with twice the value. The traces are not part of the
-repository.
+For each threshold of the rules that read one trace: on how many traces half and twice the value
+change the rule's answer (fires or not). The traces are not part of the repository.
 """
 
 from __future__ import annotations
@@ -19,16 +18,16 @@ from advisor.measure import Analysis
 from advisor.read import read_trace
 
 HEAD = """\
-# How much hangs on a threshold
+# How sensitive rules are to their thresholds
 
-Each threshold of the [rules](rules/README.md) says where it comes from. For those that are our
-choice nobody else has a figure. So `benchmarks/bench_thresholds.py` halves and doubles every
-threshold of the rules that read one trace, on {count} public traces, and counts on how many of them
-the rule then has another opinion (fires and did not, or the other way round). A dash: the same
-opinion on all of them. `pyproject.toml` changes a threshold.
+Each threshold of the [rules](rules/README.md) names its source. For those that we chose,
+`benchmarks/bench_thresholds.py` measures what the choice changes. It halves and doubles every
+threshold of the rules that read one trace, on {count} public traces. It counts the traces on which
+the rule changes its answer (fires instead of silent, or the reverse). A dash: no trace changes.
+You set thresholds in `pyproject.toml`.
 
-Rules that read what the recorder wrote, or several ranks, are not in the table: their examples and
-the recordings in `tests/data/recorded` are all that holds their thresholds.
+Rules that read the recorder's files, or several ranks, are not in the table: only their examples
+and the recordings in `tests/data/recorded` check their thresholds.
 
 | rule | threshold | value | half | double |
 |---|---|---|---|---|"""

@@ -97,7 +97,7 @@ HAND_OVER = Source(
     "measured: 1.5 ms for a ready batch of 8 KiB, 4 ms for 2 MiB", "benchmarks/bench_hand_over.py"
 )
 OURS = Source("our choice, tried on public traces", "docs/thresholds.md")
-CHOSEN = Source("our choice, held by examples and recordings alone", "docs/thresholds.md")
+CHOSEN = Source("our choice, checked by examples and recordings only", "docs/thresholds.md")
 PEAKS = Source("datasheets of the GPUs", "advisor/core/gpus/gpus.json")
 RATES = Source(
     "measured on public traces of busy devices: the median product of each reaches 39 to 98 % of "
@@ -141,7 +141,7 @@ PUBLIC = {
     "pairs/particle_batch2": "particle transformer, batch size 2, launch-bound",
     "pairs/particle_batch32": "particle transformer, batch size 32, launch-bound",
     "pairs/particle_batch64": "particle transformer, batch size 64, launch-bound",
-    "pairs/sam_1_fp32_many_syncs": "SAM's mask generation in fp32 (segment-anything-fast)",
+    "pairs/sam_1_fp32_many_syncs": "SAM's mask generation in FP32 (segment-anything-fast)",
     "pairs/sam_2_fp32_few_syncs": "the same with few reads of device values",
     "pairs/sam_3_bf16_compiled_sdpa": "the same in bf16, compiled, with fused attention",
     "two_ranks": f"the same two steps on two ranks ({HTA})",

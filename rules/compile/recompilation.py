@@ -133,8 +133,8 @@ class Recompilation(Rule):
         share = compiling.total / max(a.span_ns, 1)
         if share < self.min_share:
             return
-        hit = int((by_step > 0).sum())
-        if hit < self.min_steps:
+        compiling_steps = int((by_step > 0).sum())
+        if compiling_steps < self.min_steps:
             yield SkippedCheck(
                 what=f"whether {t.format_duration(compiling.total)} of compilation recurs",
                 why="it is in one step only, and every function is compiled once",
@@ -145,13 +145,15 @@ class Recompilation(Rule):
         cost = cpu["dur"].to_numpy()[in_window].astype(np.int64)
         yield Finding(
             summary=(
-                f"torch.compile recompiles in {t.count_noun(hit, 'step')} of {steps.height}, for "
-                f"{of_step(a, compiling.total)}."
+                f"torch.compile recompiles in {t.count_noun(compiling_steps, 'step')} of "
+                f"{steps.height}, for {of_step(a, compiling.total)}."
             ),
             evidence=[
                 figure(a, "compilation", compiling.total),
                 Evidence("share", share, "share", *self.limit("min_share"), per=a.per),
-                Evidence("steps with compilation", hit, "count", *self.limit("min_steps")),
+                Evidence(
+                    "steps with compilation", compiling_steps, "count", *self.limit("min_steps")
+                ),
                 Evidence("compilations", len(in_window), "count"),
                 Evidence("longest compilation", int(cost.max()) if len(cost) else None, "ns"),
             ],

@@ -97,7 +97,7 @@ class ExposedCommunication(Rule):
             "fix": "Overlap the all-reduces with the backward pass: DDP does so by itself, with "
             "buckets of 25 to 100 MB, as long as no work after backward needs all gradients early. "
             "Accumulate gradients over micro-batches under no_sync(). Then send fewer bytes (a "
-            "bf16 compression hook).",
+            "BF16 compression hook).",
             "code": "model = DDP(model, bucket_cap_mb=50, gradient_as_bucket_view=True)\n\n"
             "# fewer bytes\n"
             "from torch.distributed.algorithms.ddp_comm_hooks import default_hooks\n"
@@ -107,7 +107,7 @@ class ExposedCommunication(Rule):
             "fix": "Start each all-to-all before compute that does not need it (the dense layers, "
             "the next part of the batch, the next batch's inputs), and wait late. Balance what "
             "ranks send, because the fullest one decides: shard tables or experts by load, bound "
-            "an expert's capacity. Then send fewer bytes: bf16 or fp8 on the wire, pooling before "
+            "an expert's capacity. Then send fewer bytes: BF16 or FP8 on the wire, pooling before "
             "sending, hot rows kept on each rank.",
             "code": "work = dist.all_to_all_single(received, sent, async_op=True)\n"
             "dense = bottom_mlp(dense_features)      # needs none of it\n"
@@ -119,7 +119,7 @@ class ExposedCommunication(Rule):
             "fix": "Gather parameters one block ahead, while the block before computes: prefetch "
             "in FSDP, in forward and backward. Keep parameters of small models gathered between "
             "forward and backward. Shard within a node and replicate across nodes (hybrid "
-            "sharding); gather in bf16.",
+            "sharding); gather in BF16.",
             "code": "for block, following in zip(blocks, blocks[1:]):\n"
             "    block.set_modules_to_forward_prefetch([following])\n\n"
             "fully_shard(block, reshard_after_forward=False,   # if memory allows\n"
@@ -127,7 +127,7 @@ class ExposedCommunication(Rule):
         },
         "reduce_scatter": {
             "fix": "Reduce gradients while the block before is still in backward: one fully_shard "
-            "per block, no work that needs all gradients early. Reduce in bf16. Accumulate over "
+            "per block, no work that needs all gradients early. Reduce in BF16. Accumulate over "
             "micro-batches without reducing each time.",
             "code": "model.set_requires_gradient_sync(last_micro_batch)\n\n"
             "fully_shard(block, mp_policy=MixedPrecisionPolicy(\n"

@@ -83,7 +83,9 @@ class MissingNoSync(Rule):
         "https://pytorch.org/docs/stable/notes/ddp.html",
     )
 
-    min_steps = Threshold(2, "complete optimizer steps that show the same; one may be chance", OURS)
+    min_steps = Threshold(
+        2, "complete optimizer steps that show the same; one may be a coincidence", OURS
+    )
 
     fix = (
         "Run all passes but the last of an optimizer step, forward included, inside "
@@ -215,20 +217,20 @@ def find_passes(a: Analysis) -> Passes | None:
     complete = counts.copy()
     complete[[0, len(start)]] = 0  # cut off by the ends of the trace
     usual = int(complete.max())
-    every = describe(a).filter(
+    reductions = describe(a).filter(
         (pl.col("collective") == "all_reduce") & pl.col("launch_ts").is_not_null()
     )
-    launch = rows(a.trace.gpu["launch"].gather(every["gpu"]))
+    launch = rows(a.trace.gpu["launch"].gather(reductions["gpu"]))
     hooks = (cpu["kind"] == "op").to_numpy() & name_matches(cpu["name"], _HOOK).to_numpy()
-    every = every.filter(
+    reductions = reductions.filter(
         pl.Series(climb_stack(parents(a.trace), hooks, launch) >= 0, dtype=pl.Boolean)
     )
-    pass_index = np.searchsorted(forward, every["launch_ts"].to_numpy(), side="right") - 1
+    pass_index = np.searchsorted(forward, reductions["launch_ts"].to_numpy(), side="right") - 1
     of = pass_index - first[pass_index]
     own_unit = unit[pass_index]
     left = counts[own_unit] - 1 - of
     last = np.where(own_unit == len(start), of >= usual - 1, left == 0)
-    table = every.select("gpu", "ts", "dur", "bytes", "op", "launch_ts").with_columns(
+    table = reductions.select("gpu", "ts", "dur", "bytes", "op", "launch_ts").with_columns(
         unit=pl.Series(own_unit), of=pl.Series(of), last=pl.Series(last)
     )
     return Passes(table.filter(pl.Series(pass_index >= 0)).sort("launch_ts"), complete)

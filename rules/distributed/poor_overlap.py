@@ -85,7 +85,7 @@ class PoorOverlap(Rule):
         "z = needs(out, y)"
     )
     verify = "Profile again: the share of communication under compute rises."
-    falsified_by = "every kernel that follows reads the collective's result"
+    falsified_by = "a result that every following kernel reads"
     assumptions = ("some compute does not depend on the result",)
     confidence = 0.7
 

@@ -123,10 +123,11 @@ class SmallCollectives(Rule):
         total = int(a.trace.gpu["dur"].to_numpy()[short].sum())
         keep = 1 - (int(dur.sum()) - merged) / max(1, total)
         median = float(np.median(column(table, "bytes")[runs.member]))
+        groups = max(1, round(run_count / a.step_count))
         yield Finding(
             summary=(
-                f"{count:.0f} collectives of {t.format_bytes(median)} (median) "
-                f"{t.format_per(a.per)} run in {run_count / a.step_count:.0f} sequences. "
+                f"{count:.0f} collectives {t.format_per(a.per)} (median {t.format_bytes(median)}) "
+                f"run back to back in {t.count_noun(groups, 'group')}. "
                 f"{t.format_duration(latency)} of each is latency."
             ),
             evidence=[

@@ -142,17 +142,16 @@ class StragglerRank(Rule):
             lost = t.format_duration(worst["caused_exposed_ns"])
             unit = t.format_per(next(iter(ranks.values())).per)
             yield PassedCheck(
-                text=f"no rank keeps the others waiting: the worst costs them {lost} {unit} that "
-                f"no compute hides ({share:.0%}), clocks aligned to "
-                f"{t.format_duration(alignment.error_ns)}"
+                text=f"no straggler: the latest rank costs the others {lost} {unit} of exposed "
+                f"wait ({share:.0%}), clocks aligned to {t.format_duration(alignment.error_ns)}"
             )
             return
-        chance = _chance(worst["last_share"], worst["collectives"], table.height)
-        if chance > self.max_chance:
+        p_value = _p_value(worst["last_share"], worst["collectives"], table.height)
+        if p_value > self.max_chance:
             yield SkippedCheck(
                 what="whether one rank keeps the others waiting",
                 why=f"rank {worst['rank']} is last at {worst['last']} of {worst['collectives']} "
-                "collectives, which may be chance",
+                "collectives, which is not significant",
                 record="more steps",
             )
             return
@@ -278,7 +277,7 @@ class StragglerRank(Rule):
         }
 
 
-def _chance(share: float, count: int, ranks: int) -> float:
+def _p_value(share: float, count: int, ranks: int) -> float:
     """Bound of the probability that any of so many equal ranks is last at such a share of so many
     collectives: the tail of the binomial distribution, for each of them."""
     even, least = 1 / ranks, round(share * count)

@@ -66,7 +66,7 @@ class GpuErrors(Rule):
         "dcgmi diag -r 3   # once nothing runs on it"
     )
     verify = "Record again: no errors."
-    falsified_by = "the vendor's diagnosis finds nothing"
+    falsified_by = "a vendor diagnosis that finds nothing"
     confidence = 0.9
     cases: ClassVar = {
         "an error of the program": {
@@ -97,8 +97,9 @@ class GpuErrors(Rule):
         if pending:
             parts.append("a memory row waits to be remapped, or remapping failed")
         by_program = bool(xid) and set(xid) <= PROGRAM_ERRORS and len(parts) == len(xid[:5])
+        text = "; ".join(parts)
         yield Finding(
-            summary=f"{'; '.join(parts)}.",
+            summary=f"{text[0].upper()}{text[1:]}.",
             evidence=[
                 Evidence("XID errors", ", ".join(map(str, xid)) or None),
                 Evidence("uncorrectable memory errors", errors[-1] if errors else None, "count", 0),

@@ -187,7 +187,7 @@ def _products(us: float, *, other: float = 0) -> TraceBuilder:
     b = TraceBuilder()
     for _ in range(4):
         with b.step():
-            # 2 x 4096^3 = 137 GFLOP: 0.44 ms at an A100's 312 TFLOP/s in bf16
+            # 2 x 4096^3 = 137 GFLOP: 0.44 ms at an A100's 312 TFLOP/s in BF16
             with b.op("aten::mm", [[4096, 4096], [4096, 4096]], "c10::BFloat16"):
                 b.launch("ampere_bf16_s16816gemm_bf16_128x128_ldg8_nn", us)
             if other:

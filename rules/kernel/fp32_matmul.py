@@ -61,7 +61,7 @@ _REACHED_BLIND = (
 )
 _TRAINS = "the model trains as well with the shorter mantissa"
 _ANSWERS = "the model's outputs are as good with the shorter mantissa"
-BF16, FP16 = "TF32 is no faster: bf16", "no TF32 and no bf16: fp16"
+BF16, FP16 = "TF32 is no faster: BF16", "no TF32 and no BF16: FP16"
 CASES = {"bf16": BF16, "fp16": FP16}
 """Format to move to -> the case; without one, TF32: the rule's own texts."""
 BLIND = "shapes are not recorded"
@@ -85,10 +85,10 @@ class Fp32Matmul(Rule):
     A kernel counts when its inputs are FP32 (the op's recorded types, else the kernel's own name)
     AND it is no tensor-core kernel; neither alone is enough. Name lists of tensor-core kernels go
     stale: TensorBoard's misses ``nvjet`` (all matrix time of a B200 trace) and ``wmma_tensorop``,
-    and then advises mixed precision to runs that are in bf16 already.
+    and then advises mixed precision to runs that are in BF16 already.
 
     From compute capability 8.0 the cure is TF32, one line. On Volta and Turing, which have no TF32,
-    it is mixed precision in fp16; on GeForce cards, whose TF32 is as fast as their FP32, in bf16.
+    it is mixed precision in FP16; on GeForce cards, whose TF32 is as fast as their FP32, in BF16.
     Where TF32 kernels of the same kind run in the window, the switch is on already and shapes are
     the reason for the rest, which is not this rule's finding. PyTorch turns TF32 on for
     convolutions and off for matrix products by default, so the rule judges the two apart.
@@ -115,7 +115,7 @@ class Fp32Matmul(Rule):
     )
     validated_on = (
         "V100 training (all matrix products are volta_sgemm: fires); A100 and two-rank training "
-        "(TF32 is on: silent); B200 and H100 in bf16 (silent)"
+        "(TF32 is on: silent); B200 and H100 in BF16 (silent)"
     )
     references = (
         "https://pytorch.org/docs/stable/notes/cuda.html#tensorfloat-32-tf32-on-ampere-and-later-devices",
@@ -163,7 +163,7 @@ class Fp32Matmul(Rule):
 
     fix = (
         "Allow TF32 for FP32 matrix work: one line, 10 bits of mantissa instead of 23. Or train in "
-        "bf16 with autocast, which halves the bytes too."
+        "BF16 with autocast, which halves the bytes too."
     )
     code = f"{_TF32}\n# or, faster still\n{_BF16}"
     verify = f"{_VERIFY}Compare the loss curve over some hundred steps."
@@ -175,12 +175,12 @@ class Fp32Matmul(Rule):
     assumptions = (_REACHED, _TRAINS)
     cases: ClassVar = {
         BF16: {
-            "fix": "Train in bf16 with autocast. TF32 is no faster than FP32 on this GPU; 16-bit "
+            "fix": "Train in BF16 with autocast. TF32 is no faster than FP32 on this GPU; 16-bit "
             "formats are.",
             "code": _BF16,
         },
         FP16: {
-            "fix": "Train in mixed precision with fp16: this GPU has no TF32. Autocast picks the "
+            "fix": "Train in mixed precision with FP16: this GPU has no TF32. Autocast picks the "
             "ops, and the scaler keeps small gradients from vanishing.",
             "code": "scaler = torch.amp.GradScaler()\n"
             'with torch.autocast("cuda", dtype=torch.float16):\n'
@@ -199,13 +199,13 @@ class Fp32Matmul(Rule):
         "assumptions": (_REACHED, _ANSWERS),
         "cases": {
             BF16: {
-                "fix": "Run the model in bf16. TF32 is no faster than FP32 on this GPU; 16-bit "
+                "fix": "Run the model in BF16. TF32 is no faster than FP32 on this GPU; 16-bit "
                 "formats are.",
                 "code": _FORWARD.format("bfloat16"),
             },
             FP16: {
-                "fix": "Run the model in fp16: this GPU has no TF32, and its tensor cores take "
-                "fp16.",
+                "fix": "Run the model in FP16: this GPU has no TF32, and its tensor cores take "
+                "FP16.",
                 "code": _FORWARD.format("float16"),
             },
             BLIND: {"assumptions": (_REACHED_BLIND, _ANSWERS)},
@@ -393,8 +393,8 @@ class Fp32Matmul(Rule):
         few = "share < self.min_share"
         return {
             "an unknown GPU": (unknown, "a.hardware is None"),
-            "bf16 as nvjet": (_training("H100", "c10::BFloat16", nvjet, 300), few),
-            "bf16 as wmma_tensorop": (_training("H100", "c10::BFloat16", wmma, 900), few),
+            "BF16 as nvjet": (_training("H100", "c10::BFloat16", nvjet, 300), few),
+            "BF16 as wmma_tensorop": (_training("H100", "c10::BFloat16", wmma, 900), few),
             "TF32 is on": (_training("A100", "float", tf32, 1500), few),
             "TF32 is on, an odd shape is left": (example_steps(mixed), few),
             "bound by reading the weights": (example_steps(gemv), "reachable_bandwidth"),

@@ -232,9 +232,12 @@ class HandwrittenOperator(Rule):
             ),
             evidence=[
                 Evidence(
-                    "such chains, share of kernel time", share, "share", *self.limit("min_share")
+                    "hand-written operators, share of kernel time",
+                    share,
+                    "share",
+                    *self.limit("min_share"),
                 ),
-                figure(a, "such chains", float(table["dur"].sum())),
+                figure(a, "hand-written operators", float(table["dur"].sum())),
                 *(
                     Evidence(
                         pattern.name,
@@ -319,10 +322,10 @@ class HandwrittenOperator(Rule):
 
     @staticmethod
     def fires_on() -> dict[str, TraceBuilder]:
-        """Each of them over a large tensor; RMS normalisation with casts to fp32 and back."""
+        """Each of them over a large tensor; RMS normalisation with casts to FP32 and back."""
         cast = ["copy_", "pow", "mean", "add", "rsqrt", "mul", "copy_", "mul"]
         return {
-            "RMS normalisation, in fp32": _step(cast),
+            "RMS normalisation, in FP32": _step(cast),
             "layer normalisation": _step(
                 ["mean", "sub", "pow", "mean", "add", "sqrt", "div", "mul", "add"]
             ),

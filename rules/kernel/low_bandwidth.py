@@ -69,8 +69,8 @@ class LowBandwidth(BelowRate):
         "# or once, where x is made\n"
         "x = x.transpose(1, 2).contiguous()"
     )
-    verify = "Profile again: `advisor analyze --operators` shows more of the memory's rate."
-    falsified_by = "Nsight Compute shows that the kernel moves more bytes than its tensors have"
+    verify = "Profile again: advisor analyze --operators shows more of the memory's rate."
+    falsified_by = "more bytes in Nsight Compute than the kernel's tensors have"
 
     def _unknown(self, a: Analysis) -> Iterator[SkippedCheck]:
         """Nothing: the rules about matrix work ask for what is missing."""

@@ -79,7 +79,7 @@ class LowOccupancy(Rule):
         "@triton.autotune(configs, key=['n'])"
     )
     verify = "ncu -k <kernel> --section Occupancy --section MemoryWorkloadAnalysis …"
-    falsified_by = "Nsight Compute shows another stall than memory latency"
+    falsified_by = "another stall than memory latency in Nsight Compute"
     confidence = 0.5
     assumptions = ("{reachable:.0%} of memory bandwidth can be reached",)
 

@@ -79,7 +79,7 @@ class MisalignedGemm(Rule):
     )
     validated_on = (
         "A100 training (fires: K or N of 30, 647, 9375 … ran on align1 kernels, 11 % of kernel "
-        "time); B200 and H100 in bf16 (73 and 25 products odd in M alone: not flagged; H100's "
+        "time); B200 and H100 in BF16 (73 and 25 products odd in M alone: not flagged; H100's "
         "vocabulary of 30522 is the one that ran on align2); names agree with shapes, see above"
     )
     sources = (Source("NVIDIA's guide: multiples of 16 bytes", MATMUL_GUIDE.at),)
@@ -274,10 +274,10 @@ def aligned_by_name(kernel: str, unit: int | None) -> bool | None:
     """Whether a kernel's name says that it loads 16 bytes at once; None: it does not say so."""
     if ALWAYS_ALIGNED.search(kernel):
         return True
-    found = ALIGNED.search(kernel)
-    if found is None or unit is None:
+    match = ALIGNED.search(kernel)
+    if match is None or unit is None:
         return None
-    return int(found.group(1) or found.group(2)) >= unit
+    return int(match.group(1) or match.group(2)) >= unit
 
 
 class GemmLayout:

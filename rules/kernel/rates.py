@@ -65,8 +65,9 @@ class BelowRate(Rule):
     worst_faster = Threshold(2.0, "times faster, at worst", OURS)
 
     assumptions: ClassVar[tuple[str, ...]] = (
-        "they reach {reach:.0%} of the attainable rate ({worst_reach:.0%} to {best_reach:.0%}), "
-        "and none gets more than {faster:g} times faster ({worst_faster:g} to {best_faster:g})",
+        "the operators reach {reach:.0%} of the attainable rate ({worst_reach:.0%} to "
+        "{best_reach:.0%}), and none gets more than {faster:g} times faster ({worst_faster:g} to "
+        "{best_faster:g})",
     )
     confidence: ClassVar[float] = 0.6
 
@@ -74,7 +75,7 @@ class BelowRate(Rule):
     """What the operators are, in the plural."""
     _rate: ClassVar[str] = "the attainable rate"
     _matrix_work: ClassVar[bool] = False
-    """Full fp32 on a device with faster formats is left out: another rule reports it."""
+    """Full FP32 on a device with faster formats is left out: another rule reports it."""
     _names_costliest: ClassVar[bool] = False
     """The summary names the costliest operator and its shapes."""
 
@@ -176,7 +177,7 @@ def find_slow(
 ) -> pl.DataFrame:
     """Rows of ``Analysis.rooflines`` of these families that are bound by compute or memory and
     reach less than ``max_efficiency``; empty: none, or not known. ``matrix_work``: without matrix
-    work in full fp32 on a device that has faster formats. Unfused attention is always left out.
+    work in full FP32 on a device that has faster formats. Unfused attention is always left out.
     Other rules report both."""
     table = a.rooflines
     if table.is_empty() or a.hardware is None:

@@ -36,10 +36,10 @@ class SlowAttention(BelowRate):
         "traces/pairs/sam_3_bf16_compiled_sdpa",
     )
     validated_on = (
-        "mask generation on an A100 in fp32 (heads of 16 and 80 in the memory-efficient kernel, 12 "
+        "mask generation on an A100 in FP32 (heads of 16 and 80 in the memory-efficient kernel, 12 "
         "to 14 % of the rate: fires; the same calls in 16 bits, measured: 163 to 42 ms, predicted "
         "116 ms less); H100 inference (FlashAttention 2 at 26 %: "
-        "fires); B200 inference in fp8 (shapes not recorded: silent)"
+        "fires); B200 inference in FP8 (shapes not recorded: silent)"
     )
     references = (
         "https://arxiv.org/abs/2307.08691",
@@ -69,10 +69,10 @@ class SlowAttention(BelowRate):
         "        print(backend, benchmark(lambda: attend(q, k, v)))"
     )
     verify = "Profile again: another attention kernel, and more of the attainable rate."
-    falsified_by = "the other kernels, timed alone at these shapes, are no faster"
+    falsified_by = "other kernels that are no faster, timed alone at these shapes"
     cases: ClassVar = {
         "inputs of 32 or 64 bits": {
-            "fix": "Give attention fp16 or bf16 inputs (autocast). FlashAttention then runs, on "
+            "fix": "Give attention FP16 or BF16 inputs (autocast). FlashAttention then runs, on "
             "tensor cores at their full rate.",
             "code": 'with torch.autocast("cuda", dtype=torch.bfloat16):\n'
             "    out = F.scaled_dot_product_attention(q, k, v)",
@@ -101,7 +101,7 @@ class SlowAttention(BelowRate):
         causes = []
         wide = worst["dtype"] in ("fp32", "tf32", "fp64")
         if wide:
-            dtype = "fp64" if worst["dtype"] == "fp64" else "fp32"
+            dtype = "FP64" if worst["dtype"] == "fp64" else "FP32"
             causes.append(Cause(f"its inputs are {dtype}", "inputs of 32 or 64 bits"))
         if shape is not None and shape.width % 8:
             text = f"heads of {shape.width} are no multiple of 8"
@@ -124,9 +124,9 @@ class SlowAttention(BelowRate):
 
     @staticmethod
     def fires_on() -> dict[str, TraceBuilder]:
-        """Small heads in fp32; FlashAttention 2 on a Hopper GPU at a tenth of its rate."""
+        """Small heads in FP32; FlashAttention 2 on a Hopper GPU at a tenth of its rate."""
         return {
-            "small heads in fp32": _model(
+            "small heads in FP32": _model(
                 16, 4096, "float", 9000, "fmha_cutlassF_f32_aligned_64x64_rf_sm80"
             ),
             "FlashAttention 2 on Hopper": _model(

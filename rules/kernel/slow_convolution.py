@@ -26,7 +26,7 @@ class SlowConvolution(BelowRate):
     its FLOPs (as a direct convolution) at the rate measured for matrix products on such a GPU, and
     its bytes at the memory's rate. Good convolutions reach half of that and more. Depthwise ones
     are memory-bound and compared with the memory's rate. Another rule reports convolutions in full
-    fp32 that tensor cores could do.
+    FP32 that tensor cores could do.
     """
 
     id = "slow-convolution"
@@ -35,7 +35,7 @@ class SlowConvolution(BelowRate):
     silent_in = ("traces/pairs/sam_2_fp32_few_syncs",)
     knobs = ("cudnn-benchmark", "channels-last")
     validated_on = (
-        "MI300X training (a gradient of a 1 x 1 convolution in fp16 on a kernel without matrix "
+        "MI300X training (a gradient of a 1 x 1 convolution in FP16 on a kernel without matrix "
         "cores, 29 times 1 ms for work of microseconds: fires)"
     )
     references = (
@@ -65,7 +65,7 @@ class SlowConvolution(BelowRate):
         "torch.backends.cudnn.benchmark = True   # before the first step"
     )
     verify = "Profile again: another kernel, and more of the attainable rate."
-    falsified_by = "no algorithm that the library times at this shape is faster"
+    falsified_by = "no faster algorithm among those that the library times at this shape"
     cases: ClassVar = {
         "channels are no multiples of 8": {
             "fix": "Pad channels to a multiple of 8 (an image's 3 to 4 or 8)."
@@ -83,7 +83,7 @@ class SlowConvolution(BelowRate):
         vector = worst["tensor_core"] is False or VECTOR.search(str(worst["kernel"])) is not None
         if vector and worst["dtype"] in ("fp16", "bf16", "tf32"):
             units = "matrix cores" if amd else "tensor cores"
-            causes.append(Cause(f"its {worst['dtype']} kernel does not use the {units}"))
+            causes.append(Cause(f"its {worst['dtype'].upper()} kernel does not use the {units}"))
         if shape is not None:
             channels, inner = shape.input.shape[1], shape.weight.shape[1]
             outer = shape.weight.shape[0]
@@ -110,7 +110,7 @@ class SlowConvolution(BelowRate):
 
     @staticmethod
     def silent_on() -> dict[str, tuple[TraceBuilder, str]]:
-        """At half the rate; beside larger work; full fp32; no arguments recorded; short."""
+        """At half the rate; beside larger work; full FP32; no arguments recorded; short."""
         fast = "sm80_xmma_fprop_implicit_gemm_f16f16_f16f32_f32_nhwckrsc_nhwc_tilesize128x128x64"
         return {
             # 59 GFLOP: 0.22 ms
@@ -118,7 +118,7 @@ class SlowConvolution(BelowRate):
                 _network([64, 256, 28, 28], [256, 256, 3, 3], 440, fast),
                 "max_efficiency",
             ),
-            "full fp32": (
+            "full FP32": (
                 _network(
                     [64, 256, 28, 28],
                     [64, 256, 1, 1],

@@ -31,7 +31,7 @@ class SlowGemm(BelowRate):
     large products on such a GPU, and its bytes at the memory's rate. It adds a kernel's own
     start-up, so small products need not reach what only large ones do. The shape then gives the
     cause: ``ceil(M / 128) x ceil(N / 128) x batch`` tiles over the units of the device. Other rules
-    report products in full fp32 that tensor cores could do, and those with rows off 16-byte
+    report products in full FP32 that tensor cores could do, and those with rows off 16-byte
     boundaries.
     """
 
@@ -67,8 +67,8 @@ class SlowGemm(BelowRate):
 
     fix = "Let autotuning time the library's kernels and generated ones for this shape."
     code = _COMPILED
-    verify = "Profile again: `advisor analyze --operators` shows more of the attainable rate."
-    falsified_by = "the product, timed alone in the proposed form, is no faster"
+    verify = "Profile again: advisor analyze --operators shows more of the attainable rate."
+    falsified_by = "a product that is no faster, timed alone in the proposed form"
     confidence = 0.55
     cases: ClassVar = {
         ON_ROCM: {
@@ -126,7 +126,7 @@ class SlowGemm(BelowRate):
 
     @staticmethod
     def silent_on() -> dict[str, tuple[TraceBuilder, str]]:
-        """At 70 % of the rate; memory-bound and near it; launch-bound; fp32; misaligned."""
+        """At 70 % of the rate; memory-bound and near it; launch-bound; FP32; misaligned."""
         return {
             # 0.55 TFLOP in 2.9 ms
             "at 70 % of the rate": (_products([8192, 4096], [4096, 8192], 2900), "max_efficiency"),
@@ -136,7 +136,7 @@ class SlowGemm(BelowRate):
                 "max_efficiency",
             ),
             "bound by launches": (_products([64, 256], [256, 64], 9), "slow.is_empty()"),
-            "full fp32": (
+            "full FP32": (
                 _products(
                     [256, 65536], [65536, 256], 2500, dtype="float", kernel="ampere_sgemm_128x64_nn"
                 ),

@@ -71,7 +71,7 @@ class SmallGrids(Rule):
         "out = torch.bmm(torch.stack(lefts), torch.stack(rights))"
     )
     verify = "Samples per second rise with the batch size; 'blocks per SM' passes 1."
-    falsified_by = "a batch twice as large takes twice as long"
+    falsified_by = "a batch twice as large that takes twice as long"
     confidence = 0.5
     alternatives = "batch"
     assumptions = (_WON_BACK, "a larger batch fits into memory and trains as well")

@@ -88,7 +88,7 @@ class UnfusedAttention(Rule):
 
     fix = (
         "Call F.scaled_dot_product_attention, which picks a fused kernel. If it falls back to "
-        "math, give it what fused kernels take: fp16 or bf16 inputs (autocast), a head size that "
+        "math, give it what fused kernels take: FP16 or BF16 inputs (autocast), a head size that "
         "is a multiple of 8, a mask of the inputs' type. For a causal mask, pass is_causal=True "
         "instead."
     )
@@ -174,7 +174,7 @@ class UnfusedAttention(Rule):
                 ),
                 figure(a, "unfused attention", spent),
                 Evidence("under the math fallback", facts.duration(a, fallback) / total, "share"),
-                Evidence("tokens a sequence", tokens, "count"),
+                Evidence("tokens per sequence", tokens, "count"),
             ],
             where=facts.locations(a, forward),
             edits=edits,

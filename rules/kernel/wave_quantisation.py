@@ -10,6 +10,7 @@ import polars as pl
 from numpy.typing import NDArray
 
 from advisor.core.finding import Evidence, Finding, Outcome, Rule, SkippedCheck, Source, Threshold
+from advisor.core.text import count_noun
 from advisor.measure import Analysis
 from advisor.measure.host.names import name_matches
 from advisor.rules.common import example_steps, figure
@@ -68,7 +69,7 @@ class WaveQuantisation(Rule):
         "    print(n, n / benchmark(lambda: model(x[:n])))"
     )
     verify = "Samples per second rise at the new size; waves are just below a whole number."
-    falsified_by = "a batch an eighth smaller gives no more samples per second"
+    falsified_by = "no more samples per second with a batch an eighth smaller"
     confidence = 0.5
     assumptions = ("{part:.0%} of the tail can be won back (none to all)",)
 
@@ -104,8 +105,9 @@ class WaveQuantisation(Rule):
         lost, spent = float(table["lost"].sum()), float(table["dur"].sum())
         yield Finding(
             summary=(
-                f"{table.height} kernel(s) take {spent / total:.0%} of kernel time in few waves. "
-                f"For {lost / spent:.0%} of their time the last wave leaves multiprocessors empty."
+                f"{count_noun(table.height, 'kernel')} with few waves: {spent / total:.0%} of "
+                f"kernel time. For {lost / spent:.0%} of it the last wave leaves multiprocessors "
+                "empty."
             ),
             evidence=[
                 Evidence("waste in these kernels", lost / spent, "share", *self.limit("min_waste")),

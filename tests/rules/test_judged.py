@@ -139,7 +139,7 @@ def test_small_grids_are_those_with_fewer_blocks_than_a_v100_has_units(shared_tr
     gpu = gpu.filter(~pl.col("name").cast(pl.String).str.contains("nccl"))
     small = gpu.filter(pl.col("blocks") < 80)
     (finding,) = found(a, "small-grids")
-    told = number(finding, "compute time with less than one block")
+    told = number(finding, "small kernels, share of compute time")
     assert told == pytest.approx(small["dur"].sum() / gpu["dur"].sum(), rel=0.03)
     empty = 1 - (small["dur"] * small["blocks"] / 80).sum() / small["dur"].sum()
     assert number(finding, "of the GPU empty") == pytest.approx(empty, rel=0.02)

@@ -76,7 +76,7 @@ def test_attention_in_16_bits_gains_what_was_predicted(shared_trace: Callable[[s
     assert impact is not None and impact.gain_ns is not None
     assert impact.gain_ns == pytest.approx(measured, rel=0.15)
     assert (impact.low_ns or 0) < measured < (impact.high_ns or 0)
-    assert "fp32" in finding.summary
+    assert "FP32" in finding.summary
 
 
 def test_a_convolution_without_matrix_cores_is_named(shared_trace: Callable[[str], str]) -> None:

@@ -37,8 +37,8 @@ def test_rms_normalisation_and_rotary_embedding_of_a_language_model_are_named(
     named = rules["handwritten-operator"]
     assert named.rank == 1
     told = {item.label: str(item.value) for item in named.evidence}
-    assert told["RMS normalisation"].startswith("49 a step")
-    assert told["rotary embedding"].startswith("48 a step")
+    assert told["RMS normalisation"].startswith("49 per step")
+    assert told["rotary embedding"].startswith("48 per step")
     assert "F.rms_norm" in named.fix
     assert rules["unfused-elementwise"].folded_under == "handwritten-operator"
 

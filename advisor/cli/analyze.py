@@ -292,10 +292,10 @@ def deliver(
     inputs = [item.path for item in report.inputs]
     clean: Callable[[str], str] = str
     if redact is not None:
-        from advisor.export.redact import Shared
+        from advisor.export.redact import redact_with
 
-        shared = Shared(report, redact)
-        report, clean = shared.value, shared.redactor.text
+        report, redactor = redact_with(report, redact)
+        clean = redactor.text
     out.deliver(
         renderer, report, output, inputs, top=top, details=details, brief=brief,
         analysis=analysis, clean=clean,

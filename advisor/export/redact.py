@@ -18,7 +18,7 @@ from functools import lru_cache
 from ipaddress import ip_address
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, Generic, TypeVar
+from typing import Any, TypeVar
 from urllib.parse import unquote
 
 import msgspec
@@ -406,19 +406,17 @@ class NameMap:
 def redact(value: _S, names: Iterable[str] = ()) -> _S:
     """A report or comparison without what is private. Links to documentation stay, and edits are
     valid and select as before. ``names``: of users and hosts that the traces name."""
-    return Shared(value, names).value
+    return redact_with(value, names)[0]
 
 
-class Shared(Generic[_S]):
-    """A report or comparison without what is private, and the redactor that made it so."""
-
-    def __init__(self, value: _S, names: Iterable[str] = ()) -> None:
-        self.redactor = Redactor({*names, *names_in(msgspec.json.encode(value))})
-        plain = _fields_redacted(msgspec.to_builtins(value), self.redactor)
-        try:
-            self.value: _S = msgspec.convert(plain, type(value))
-        except msgspec.ValidationError as error:
-            raise AdvisorError(f"cannot be redacted: {error}") from None
+def redact_with(value: _S, names: Iterable[str] = ()) -> tuple[_S, Redactor]:
+    """The same, and the redactor for what is shown beside it."""
+    redactor = Redactor({*names, *names_in(msgspec.json.encode(value))})
+    plain = _fields_redacted(msgspec.to_builtins(value), redactor)
+    try:
+        return msgspec.convert(plain, type(value)), redactor
+    except msgspec.ValidationError as error:
+        raise AdvisorError(f"cannot be redacted: {error}") from None
 
 
 def _fields_redacted(value: Any, redactor: Redactor, within: str = "") -> Any:

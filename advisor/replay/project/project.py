@@ -1,10 +1,11 @@
-"""A measured step on another GPU: replayed with its device work moved, and a band around it."""
+"""A measured step on another GPU: replayed with its device work moved, its band, and whether its
+memory fits."""
 
 from __future__ import annotations
 
 import math
 from functools import cached_property
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 import numpy as np
 import polars as pl
@@ -13,7 +14,6 @@ from advisor.core.errors import AdvisorError
 from advisor.replay.calibration import device_error, host_error
 from advisor.replay.graph import NEVER, Array, Edge
 from advisor.replay.price import EditGain
-from advisor.replay.project.memory import Fit, fit
 from advisor.replay.project.moves import CODE, KINDS, Moved, move
 
 if TYPE_CHECKING:
@@ -221,3 +221,45 @@ class Projector:
                 "the trace, and a faster step may have to wait for them"
             )
         return notes
+
+
+USABLE = 0.92
+"""Share of the memory as sold that a driver hands out, at least: a T4's 16 GiB are 14.8."""
+CONTEXT_BYTES = 600 << 20
+"""What the driver and the libraries take beside the allocator, about: a CUDA context with cuBLAS
+and cuDNN loaded is 300 to 900 MiB."""
+
+
+class Fit(NamedTuple):
+    """The step's memory against a GPU's. Bytes; null: not recorded."""
+
+    verdict: Literal["fits", "tight", "too small", "not measured"]
+    """``tight``: what is allocated fits, what the allocator has reserved does not."""
+    allocated: int | None
+    reserved: int | None
+    capacity: int
+
+
+def fit(a: Analysis, target: GpuSpec) -> Fit:
+    """The largest peak on the analysed device, with what the driver takes beside: of the steps by
+    the allocator's events, else of the run by the recorder's samples."""
+    usable = int(target.memory_bytes * USABLE)
+    mine = a.memory.filter(pl.col("device") == a.device_id)
+    peaks: list[int | None] = []
+    for name in ("peak_allocated", "peak_reserved"):
+        top = mine[name].max() if mine.height else None
+        peaks.append(top if isinstance(top, int) else None)
+    allocated, reserved = peaks
+    if allocated is None and reserved is None and a.record is not None:
+        steps = a.record.steps
+        allocated = max((step.peak for step in steps if step.peak), default=None)
+        reserved = max((step.reserved for step in steps if step.reserved), default=None)
+    if allocated is None and reserved is None:
+        return Fit("not measured", None, None, target.memory_bytes)
+    least = allocated if allocated is not None else reserved
+    most = reserved if reserved is not None else allocated
+    assert least is not None and most is not None
+    if least + CONTEXT_BYTES > usable:
+        return Fit("too small", allocated, reserved, target.memory_bytes)
+    roomy = allocated is not None and reserved is not None and most + CONTEXT_BYTES <= usable
+    return Fit("fits" if roomy else "tight", allocated, reserved, target.memory_bytes)

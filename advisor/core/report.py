@@ -694,35 +694,32 @@ class Report(Struct, kw_only=True):
         return decoded(text, cls, "report", SCHEMA, older={"advisor.report/1": _from_version_1})
 
 
-_FINDING_KEYS_OF_VERSION_1 = {
+_NAMES_SINCE_VERSION_1 = {
     "worth": "impact",
-    "rank": "priority",
     "rank_gain_ns": "marginal_gain_ns",
+    "rank": "priority",
 }
+"""Of fields of findings, of what their fixes cost, and of stairs."""
 
 
 def _from_version_1(report: dict[str, Any]) -> dict[str, Any]:
     """JSON of ``advisor.report/1`` as JSON of this version: fields have other names."""
     report["schema"] = SCHEMA
-    for group in ("findings", "risks", "notes"):
-        report[group] = _renamed(report.get(group, []), _FINDING_KEYS_OF_VERSION_1)
-    views, order = report.get("views"), {"rank": "priority"}
-    stairs = views.get("stairs") if isinstance(views, dict) else None
-    for fixes in (stairs, report.get("cost")):
-        if isinstance(fixes, dict):
-            fixes["fixes"] = _renamed(fixes.get("fixes", []), order)
-    if isinstance(stairs, dict):
-        stairs["measured"] = _renamed([stairs.get("measured")], order)[0]
+    paths = ("findings", "risks", "notes", "cost.fixes", "views.stairs.fixes")
+    for value in [_field(report, path) for path in paths]:
+        for item in value if isinstance(value, list) else ():
+            _rename(item)
+    _rename(_field(report, "views.stairs.measured"))
     return report
 
 
-def _renamed(items: Any, names: dict[str, str]) -> Any:
-    """A list of objects with other keys; what is none stays as it is."""
-    if not isinstance(items, list):
-        return items
-    return [
-        {names.get(key, key): value for key, value in item.items()}
-        if isinstance(item, dict)
-        else item
-        for item in items
-    ]
+def _field(value: Any, path: str) -> Any:
+    for name in path.split("."):
+        value = value.get(name) if isinstance(value, dict) else None
+    return value
+
+
+def _rename(item: Any) -> None:
+    for old, new in _NAMES_SINCE_VERSION_1.items() if isinstance(item, dict) else ():
+        if old in item and new in Finding.__struct_fields__:
+            item[new] = item.pop(old)

@@ -25,7 +25,7 @@ def scope(report: Report) -> list[Line]:
         ("device", _device(report)),
         ("run", recorded(report)),
         (
-            "steps" if report.step is None or report.step.longer is None else "window",
+            "steps" if report.step is None or report.step.window_slowdown is None else "window",
             _steps(report),
         ),
         ("energy", energy(report)),
@@ -100,25 +100,25 @@ SAME = 0.03
 def window(report: Report) -> list[str]:
     """How the profiled steps compare with the run's own, and why they differ."""
     step = report.step
-    if step is None or step.longer is None:
+    if step is None or step.window_slowdown is None:
         return []
-    if abs(step.longer) < SAME and not step.unlike:
+    if abs(step.window_slowdown) < SAME and not step.atypical:
         return ["as long as the run's"]
-    parts = [f"{_longer(step.longer)} than the run's"]
+    parts = [f"{_longer(step.window_slowdown)} than the run's"]
     why = []
-    if step.cost is not None and step.cost >= SAME:
-        why.append(f"the profiler adds {t.format_share(step.cost)}")
-    if step.first:
+    if step.profiler_overhead is not None and step.profiler_overhead >= SAME:
+        why.append(f"the profiler adds {t.format_share(step.profiler_overhead)}")
+    if step.in_warm_up:
         why.append("they are among the first steps")
-    if step.unlike and step.around_ns is not None:
+    if step.atypical and step.nearby_ns is not None:
         why.append(
             "the window is not like the run: the unprofiled steps around it take "
-            f"{t.format_duration(step.around_ns)}, and {_share_of_steps(step.as_far)} of the "
+            f"{t.format_duration(step.nearby_ns)}, and {_share_of_steps(step.share_beyond)} of the "
             "run's are as "
-            f"{'long' if step.around_ns > step.ns else 'short'}"
+            f"{'long' if step.nearby_ns > step.ns else 'short'}"
         )
-    elif step.cost is not None and not why and step.around_ns is not None:
-        why.append(f"so are those around the window ({t.format_duration(step.around_ns)})")
+    elif step.profiler_overhead is not None and not why and step.nearby_ns is not None:
+        why.append(f"so are those around the window ({t.format_duration(step.nearby_ns)})")
     return [f"{parts[0]}: {'; '.join(why)}" if why else parts[0]]
 
 
@@ -138,7 +138,7 @@ def time_heading(report: Report) -> tuple[str, str]:
     step = report.step
     if step is None:
         return title, ""
-    if step.longer is not None and abs(step.longer) >= SAME:
+    if step.window_slowdown is not None and abs(step.window_slowdown) >= SAME:
         return title, f"profiled, {t.format_duration(step.window_ns)} {t.format_per(report.per)}"
     if step.window_ns is None and abs(step.mean_ns / step.ns - 1) >= SAME:
         return title, f"mean step, {t.format_duration(step.mean_ns)}"
@@ -513,7 +513,7 @@ def definitions(report: Report) -> list[str]:
             f"within {error} of the measured {unit}{starts}.{_explained(replay)}"
         )
     step = report.step
-    longer = None if step is None else step.longer
+    longer = None if step is None else step.window_slowdown
     if report.findings and step is not None and longer is not None and abs(longer) >= SAME:
         found.append(
             "What is measured in the profiled window is of its "

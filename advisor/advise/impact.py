@@ -235,7 +235,12 @@ def _carry_over(finding: Finding, step: StepTime | None, *, device: bool) -> Fin
     least = impact.gain_ns if impact.low_ns is None else impact.low_ns
     most = impact.gain_ns if impact.high_ns is None else impact.high_ns
     low, high = least * scale, most * scale
-    if device and scale < 1 and step.cost is not None and step.cost >= APART:
+    if (
+        device
+        and scale < 1
+        and step.profiler_overhead is not None
+        and step.profiler_overhead >= APART
+    ):
         high = max(high, min(most, step.ns))
     if scale > 1 + APART:
         low = min(low, least)
@@ -247,7 +252,7 @@ def _carry_over(finding: Finding, step: StepTime | None, *, device: bool) -> Fin
         ),
         marginal_gain_ns=None if marginal is None else round(marginal * scale),
     )
-    if not step.unlike:
+    if not step.atypical:
         return finding
     why = "the profiled window is not like the rest of the run"
     return less_sure(finding, UNLIKE_CONFIDENCE, why)

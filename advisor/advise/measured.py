@@ -18,17 +18,17 @@ from advisor.core.report import (
     HostShare,
     IdleCause,
     Input,
-    LongerPart,
     OperatorTime,
     Phase,
     RankLine,
     Ranks,
-    Recorded,
+    RecordedSteps,
     Scope,
     StepDurations,
     StepTime,
+    StepVariation,
+    StepVariationPart,
     TimeShare,
-    Uneven,
 )
 from advisor.core.resources import Cost, EnergyUse, FixCost, RankEnergy
 from advisor.measure.device.energy import step_energy
@@ -79,7 +79,11 @@ def measure(a: Analysis) -> dict[str, Any]:
         return {"scope": snapshot_scope(a)}
     if a.record_only:
         return {"scope": _recorded_scope(a), "host": _phases(a)}
-    fields: dict[str, Any] = {"scope": _scope(a), "host": _host(a), "uneven": steps_apart(a)}
+    fields: dict[str, Any] = {
+        "scope": _scope(a),
+        "host": _host(a),
+        "step_variation": steps_apart(a),
+    }
     if a.device_id is not None:
         per_step = a.step_count
         totals = a.breakdown.totals()
@@ -218,7 +222,7 @@ def _idle(a: Analysis, idle: int) -> dict[str, Any]:
     }
 
 
-def recorded_view(a: Analysis) -> Recorded | None:
+def recorded_view(a: Analysis) -> RecordedSteps | None:
     """What the recorder measured of every step; ``None`` for a trace alone."""
     recorded = a.recorded
     if recorded is None:
@@ -231,7 +235,7 @@ def recorded_view(a: Analysis) -> Recorded | None:
     ]
     end = next(reversed(recorded.record.of_kind("end")), None)
     whole = int(recorded.dur.sum()) + recorded.outside
-    return Recorded(
+    return RecordedSteps(
         steps=len(recorded.steps),
         used=recorded.count,
         median_ns=recorded.median,
@@ -426,31 +430,31 @@ def step_time(a: Analysis) -> StepTime | None:
     if a.steps.source == "whole trace" or not a.step_ns:
         return None
     found.window_ns = a.step_ns
-    found.longer = a.step_ns / run - 1
+    found.window_slowdown = a.step_ns / run - 1
     kept = recorded.kept(a.trace.meta.window)
     inside, around = recorded.dur[kept], recorded.around(kept)
-    found.first = bool(kept.any()) and not recorded.settled[kept].any()
+    found.in_warm_up = bool(kept.any()) and not recorded.settled[kept].any()
     if len(around) < MIN_AROUND:
         return found
     beside = float(np.median(around))
     if not beside:
         return found
-    found.around_ns = beside
+    found.nearby_ns = beside
     if len(inside) >= MIN_PROFILED:
-        found.cost = float(np.median(inside)) / beside - 1
+        found.profiler_overhead = float(np.median(inside)) / beside - 1
     used = recorded.dur[recorded.used]
-    found.as_far = float((used >= beside if beside > run else used <= beside).mean())
-    found.unlike = abs(beside / run - 1) >= APART and found.as_far < FEW
+    found.share_beyond = float((used >= beside if beside > run else used <= beside).mean())
+    found.atypical = abs(beside / run - 1) >= APART and found.share_beyond < FEW
     return found
 
 
-def steps_apart(a: Analysis) -> Uneven | None:
+def steps_apart(a: Analysis) -> StepVariation | None:
     """For the report; ``None``: steps are alike, or too few."""
     found = None if a.record_only else a.uneven
     if found is None:
         return None
-    return Uneven(found.short_ns, found.long_ns, _parts(found.classes), _parts(found.work))
+    return StepVariation(found.short_ns, found.long_ns, _parts(found.classes), _parts(found.work))
 
 
-def _parts(parts: tuple[StepDifference, ...]) -> list[LongerPart]:
-    return [LongerPart(p.name, p.ns, p.short_count, p.long_count) for p in parts]
+def _parts(parts: tuple[StepDifference, ...]) -> list[StepVariationPart]:
+    return [StepVariationPart(p.name, p.ns, p.short_count, p.long_count) for p in parts]

@@ -57,7 +57,7 @@ def write_report(
         findings=ranked.findings,
         notes=ranked.notes,
         risks=ranked.risks,
-        good=checked.good,
+        passed=checked.good,
         not_checked=_merged(checked.not_measured),
         limits=[
             *(limit_worded(line, a.trace.meta) for line in limits(a, run)),
@@ -180,7 +180,9 @@ def _verdict(report: Report) -> tuple[Literal["bottlenecks", "healthy", "limited
     if unit == "step" and report.recorded is not None and report.recorded.inference:
         unit = "inference step"
     view = report.step
-    profiled = view is not None and view.longer is not None and abs(view.longer) >= APART
+    profiled = (
+        view is not None and view.window_slowdown is not None and abs(view.window_slowdown) >= APART
+    )
     if report.busy_share is None:
         top = report.host[0] if report.host else None
         if top is None:

@@ -148,21 +148,21 @@ class StepTime(Struct, kw_only=True):
     window_ns: float | None = None
     """Mean step of the profiled window, whose trace the other figures are of, ns; ``null``: no
     window was profiled."""
-    longer: float | None = None
+    window_slowdown: float | None = None
     """How much longer the window's mean step is than ``ns``, as a share of it."""
-    cost: float | None = None
-    """What the profiler adds: the median of the window's steps against that of the unprofiled ones
-    within 20 steps of them, as a share of those; ``null``: too few of either."""
-    around_ns: float | None = None
+    profiler_overhead: float | None = None
+    """What the profiler adds: the median of the window's steps compared with that of the unprofiled
+    ones within 20 steps of them, as a share of those; ``null``: too few of either."""
+    nearby_ns: float | None = None
     """The latter median, ns."""
-    as_far: float | None = None
-    """Share of the run's steps that are at least as long as ``around_ns`` where that is longer than
+    share_beyond: float | None = None
+    """Share of the run's steps that are at least as long as ``nearby_ns`` where that is longer than
     ``ns``, at most as long where it is shorter."""
-    first: bool = False
+    in_warm_up: bool = False
     """The window lies in the steps at the start that do not count."""
-    unlike: bool = False
-    """``around_ns`` is 10 % or more longer or shorter than ``ns``, and fewer than a quarter of the
-    run's steps are as far off: the window is not like the run."""
+    atypical: bool = False
+    """``nearby_ns`` is 10 % or more longer or shorter than ``ns``, and fewer than a quarter of the
+    run's steps are as far off: the window is not typical of the run."""
 
 
 class Crash(Struct, kw_only=True):
@@ -284,7 +284,7 @@ class HostShare(Struct, frozen=True):
     """Of the step."""
 
 
-class LongerPart(Struct, frozen=True):
+class StepVariationPart(Struct, frozen=True):
     """What longer steps have more of."""
 
     name: str
@@ -298,17 +298,17 @@ class LongerPart(Struct, frozen=True):
     """In a longer step."""
 
 
-class Uneven(Struct, frozen=True):
+class StepVariation(Struct, frozen=True):
     """The longer half of the steps beside the shorter half: what makes them longer."""
 
     short_ns: float
     """Mean of the shorter half."""
     long_ns: float
     """Mean of the longer half."""
-    classes: list[LongerPart] = field(default_factory=list)
+    classes: list[StepVariationPart] = field(default_factory=list)
     """Exclusive classes of the step's time that hold 15 % of the difference or more, largest
     first."""
-    work: list[LongerPart] = field(default_factory=list)
+    work: list[StepVariationPart] = field(default_factory=list)
     """Device work that does, hidden or not."""
 
 
@@ -386,7 +386,7 @@ class Phase(Struct, frozen=True):
     """Of the step."""
 
 
-class Recorded(Struct, kw_only=True):
+class RecordedSteps(Struct, kw_only=True):
     """What the recorder measured around the profiled window: steps that no profiler slowed."""
 
     steps: int
@@ -595,7 +595,7 @@ class Report(Struct, kw_only=True):
     """Share of the idle time that could not be blamed."""
     host: list[HostShare] = field(default_factory=list)
     """The main thread's time, largest first."""
-    uneven: Uneven | None = None
+    step_variation: StepVariation | None = None
     """What makes one step longer than another; ``null``: they are similar, or fewer than four."""
     operators: list[OperatorTime] = field(default_factory=list)
     """Without device work in the trace: the operators that take most host time, at most ten."""
@@ -620,7 +620,7 @@ class Report(Struct, kw_only=True):
     """Findings about memory, risk or time over the run: other currencies, ranked separately."""
     notes: list[Finding] = field(default_factory=list)
     """Informational: not proven on real traces yet, or a gain too small to act on."""
-    good: list[PassedCheck] = field(default_factory=list)
+    passed: list[PassedCheck] = field(default_factory=list)
     """What the run already does well."""
     not_checked: list[SkippedCheck] = field(default_factory=list)
     """What could not be checked, and what to record to allow it."""
@@ -638,7 +638,7 @@ class Report(Struct, kw_only=True):
     the report was written before reports held them."""
     crashes: list[Crash] = field(default_factory=list)
     """Ranks that an exception ended, the one that ended first first."""
-    recorded: Recorded | None = None
+    recorded: RecordedSteps | None = None
     """What the recorder measured of every step; ``null``: a trace alone."""
     energy: EnergyUse | None = None
     """Of the GPUs while steps ran; ``null``: not sampled."""
@@ -694,32 +694,33 @@ class Report(Struct, kw_only=True):
         return decoded(text, cls, "report", SCHEMA, older={"advisor.report/1": _from_version_1})
 
 
+_OF_FINDINGS = {"worth": "impact", "rank_gain_ns": "marginal_gain_ns"}
 _NAMES_SINCE_VERSION_1 = {
-    "worth": "impact",
-    "rank_gain_ns": "marginal_gain_ns",
-    "rank": "priority",
+    "": {"good": "passed", "uneven": "step_variation"},
+    "step": {
+        "longer": "window_slowdown",
+        "cost": "profiler_overhead",
+        "around_ns": "nearby_ns",
+        "as_far": "share_beyond",
+        "first": "in_warm_up",
+        "unlike": "atypical",
+    },
+    "findings": _OF_FINDINGS,
+    "risks": _OF_FINDINGS,
+    "notes": _OF_FINDINGS,
 }
-"""Of fields of findings, of what their fixes cost, and of stairs."""
+"""By place in the report: what its fields were called, and are called."""
 
 
 def _from_version_1(report: dict[str, Any]) -> dict[str, Any]:
     """JSON of ``advisor.report/1`` as JSON of this version: fields have other names."""
     report["schema"] = SCHEMA
-    paths = ("findings", "risks", "notes", "cost.fixes", "views.stairs.fixes")
-    for value in [_field(report, path) for path in paths]:
-        for item in value if isinstance(value, list) else ():
-            _rename(item)
-    _rename(_field(report, "views.stairs.measured"))
+    for place, names in _NAMES_SINCE_VERSION_1.items():
+        found: Any = report
+        for key in place.split(".") if place else ():
+            found = found.get(key) if isinstance(found, dict) else None
+        for item in found if isinstance(found, list) else [found]:
+            if isinstance(item, dict):
+                for old in names.keys() & item.keys():
+                    item[names[old]] = item.pop(old)
     return report
-
-
-def _field(value: Any, path: str) -> Any:
-    for name in path.split("."):
-        value = value.get(name) if isinstance(value, dict) else None
-    return value
-
-
-def _rename(item: Any) -> None:
-    for old, new in _NAMES_SINCE_VERSION_1.items() if isinstance(item, dict) else ():
-        if old in item and new in Finding.__struct_fields__:
-            item[new] = item.pop(old)

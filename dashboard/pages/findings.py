@@ -72,7 +72,7 @@ def _head(report: Report) -> Any:
 def _nothing(report: Report) -> Any:
     checked = [
         el("Li", el("Span", "✓", cls="mark good", aria_hidden="true"), t.clean(good.text))
-        for good in report.good
+        for good in report.passed
     ]
     return empty(
         "Nothing to fix" if report.status == "healthy" else "No fix with an estimated gain",

@@ -178,10 +178,10 @@ def _top(view: PageView, report: Report) -> Any:
 
 def _rest(report: Report) -> Any:
     cards = []
-    if report.good:
+    if report.passed:
         lines = [
             el("Li", el("Span", "✓", cls="mark good", aria_hidden="true"), t.clean(good.text))
-            for good in report.good
+            for good in report.passed
         ]
         cards.append(card("Passed checks", el("Ul", *lines, cls="plain")))
     missing = facts.abstentions(report)

@@ -81,7 +81,7 @@ def test_all_renderers_lead_with_the_runs_own_step(tmp_path: Path, trace_alone: 
     assert report.step is not None
     assert report.step_ns == report.step.ns == 6 * MS
     assert report.step.window_ns == report.scope.step_ns == profiled
-    assert report.step.longer == pytest.approx(profiled / (6 * MS) - 1)
+    assert report.step.window_slowdown == pytest.approx(profiled / (6 * MS) - 1)
     for name, text in texts(report).items():
         assert "6 ms step" in text, name
         if name in ("terminal", "markdown", "html"):
@@ -128,8 +128,8 @@ def test_a_gain_need_not_grow_with_steps_longer_than_the_windows(
 
 def test_the_profilers_cost_is_told_as_such(tmp_path: Path) -> None:
     report = report_of(tmp_path / "run", run_of((60, 6), profiled=9, rest=(60, 6)))
-    assert report.step is not None and not report.step.unlike
-    assert report.step.cost == pytest.approx(0.5)
+    assert report.step is not None and not report.step.atypical
+    assert report.step.profiler_overhead == pytest.approx(0.5)
     assert "the profiler adds 50%" in texts(report)["terminal"]
 
 
@@ -140,10 +140,10 @@ def test_a_window_unlike_its_run_is_told_and_trusted_less(
     same = trace_alone.scope.step_ns / MS
     record = run_of((300, 6), (20, same), profiled=same, rest=(20, same))
     report = report_of(tmp_path / "run", record)
-    assert report.step is not None and report.step.unlike
-    assert report.step.cost == pytest.approx(0, abs=1e-3)
+    assert report.step is not None and report.step.atypical
+    assert report.step.profiler_overhead == pytest.approx(0, abs=1e-3)
     # 40 of 290 + 40 steps that count, but the one after the window
-    assert report.step.as_far == pytest.approx(39 / 329)
+    assert report.step.share_beyond == pytest.approx(39 / 329)
     assert "the window is not like the run" in texts(report)["terminal"]
     before = {finding.rule: finding.confidence for finding in trace_alone.findings}
     shared = [finding for finding in report.findings if finding.rule in before]
@@ -156,15 +156,15 @@ def test_a_window_in_a_run_of_two_kinds_of_steps_is_like_it(tmp_path: Path) -> N
     """Half of the steps take 9 ms, as those around the window do: that is usual in this run."""
     report = report_of(tmp_path / "run", run_of((140, 6), (60, 9), profiled=9, rest=(60, 9)))
     assert report.step is not None
-    assert (report.step.ns, report.step.around_ns) == (6 * MS, 9 * MS)
-    assert not report.step.unlike
+    assert (report.step.ns, report.step.nearby_ns) == (6 * MS, 9 * MS)
+    assert not report.step.atypical
 
 
 def test_a_window_like_its_run_is_not_doubted(tmp_path: Path, trace_alone: Report) -> None:
     same = trace_alone.scope.step_ns / MS
     report = report_of(tmp_path / "run", run_of((60, same), profiled=same, rest=(60, same)))
-    assert report.step is not None and not report.step.unlike
-    assert abs(report.step.longer or 0.0) < 0.001
+    assert report.step is not None and not report.step.atypical
+    assert abs(report.step.window_slowdown or 0.0) < 0.001
     text = texts(report)["terminal"]
     assert "as long as the run's" in text
     assert "longer than the run's" not in text

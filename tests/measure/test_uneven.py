@@ -82,7 +82,7 @@ def test_even_steps_and_few_steps_have_no_halves(loads: tuple[float, ...]):
 
 def test_a_real_recording_says_what_its_long_steps_have_more_of(shared_trace: Shared):
     path = shared_trace("v100_train_copy_heavy")
-    found = analyze(path, Options(config={})).uneven
+    found = analyze(path, Options(config={})).step_variation
     assert found is not None
     # by the file's own rows: the collectives that start inside each step
     with gzip.open(path) as file:

@@ -152,7 +152,7 @@ def make_report(count: int = 1, name: str | None = None, **changes: Any) -> Repo
         "memory_peak_bytes": 30 << 30,
         "memory_capacity_bytes": 40 << 30,
         "findings": [make_finding(number, name) for number in range(1, count + 1)],
-        "good": [PassedCheck(text=f"97% of copies come from pinned memory: {name or 'fine'}")],
+        "passed": [PassedCheck(text=f"97% of copies come from pinned memory: {name or 'fine'}")],
         "not_checked": [
             SkippedCheck(
                 what=f"unfused attention of {name or 'the model'}",

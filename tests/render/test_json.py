@@ -61,8 +61,8 @@ def test_the_pictures_are_in_it_as_everybody_draws_them(tmp_path: Path) -> None:
 
 
 def test_a_report_of_version_1_is_read() -> None:
-    """As ``advisor analyze --format json --price 3.60`` wrote it of 6 ms steps, of which the device
-    waits 5 for a loader without workers."""
+    """As ``advisor analyze --format json --price 3.60`` wrote it of a recorded run: steps of 6 ms,
+    of which the device waits 5 for a loader without workers."""
     text = (DATA / "reports" / "version1.json").read_bytes()
     old = standard.loads(text)
     assert old["schema"] == "advisor.report/1"
@@ -70,9 +70,12 @@ def test_a_report_of_version_1_is_read() -> None:
     assert read.schema == SCHEMA and read.verdict == old["verdict"]
     assert [f.rule for f in read.findings] == ["single-process-loader", "explicit-synchronize"]
     loader, folded = read.findings
-    assert loader.impact is not None and loader.impact.gain_ns == 4_801_000
-    assert (loader.priority, loader.marginal_gain_ns, folded.priority) == (1, 4_801_000, None)
+    assert loader.impact is not None and loader.impact.gain_ns == 4_797_007
+    assert (loader.priority, loader.marginal_gain_ns, folded.priority) == (1, 4_797_007, None)
     assert folded.folded_under == loader.rule and folded.edits
+    assert read.step is not None
+    assert (read.step.ns, read.step.window_slowdown) == (6_007_000, old["step"]["longer"])
+    assert [check.text for check in read.passed] == [check["text"] for check in old["good"]]
     assert read.cost is not None and [fix.rule for fix in read.cost.fixes] == [loader.rule]
     assert read.views is not None and read.views.stairs is not None
     assert Report.from_json(read.to_json()) == read

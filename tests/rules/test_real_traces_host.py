@@ -182,7 +182,7 @@ def test_a100_training_gets_no_advice_on_pinned_memory_or_launches(
     result = report(shared_trace("a100_train_6steps"))
     assert mentioned(result) == {"exposed-communication", "implicit-sync"}
     assert {f.rule for f in result.findings} == {"exposed-communication"}
-    praise = " ".join(g.text for g in result.good)
+    praise = " ".join(g.text for g in result.passed)
     assert "from pinned memory" in praise and "DataLoader keeps up" in praise
 
 

@@ -237,7 +237,7 @@ def _rest(report: Report) -> Iterator[Block]:
         counted = t.count_noun(len(rows), "hot Python line")
         aside = "from a separate run under Scalene"
         yield Section("Hot Python lines", [table], aside, folded=True, counted=counted)
-    good = [item.text for item in report.good]
+    good = [item.text for item in report.passed]
     skipped: list[Inline] = [
         (f"{what}: ", Span(why, "soft")) for what, why in facts.abstentions(report)
     ]

@@ -694,7 +694,8 @@ class Report(Struct, kw_only=True):
         return decoded(text, cls, "report", SCHEMA, older={"advisor.report/1": _from_version_1})
 
 
-_OF_FINDINGS = {"worth": "impact", "rank_gain_ns": "marginal_gain_ns"}
+_ORDER = {"rank": "priority"}
+_OF_FINDINGS = {"worth": "impact", "rank_gain_ns": "marginal_gain_ns", **_ORDER}
 _NAMES_SINCE_VERSION_1 = {
     "": {"good": "passed", "uneven": "step_variation"},
     "step": {
@@ -708,6 +709,9 @@ _NAMES_SINCE_VERSION_1 = {
     "findings": _OF_FINDINGS,
     "risks": _OF_FINDINGS,
     "notes": _OF_FINDINGS,
+    "cost.fixes": _ORDER,
+    "views.stairs.measured": _ORDER,
+    "views.stairs.fixes": _ORDER,
 }
 """By place in the report: what its fields were called, and are called."""
 

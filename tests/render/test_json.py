@@ -77,7 +77,9 @@ def test_a_report_of_version_1_is_read() -> None:
     assert (read.step.ns, read.step.window_slowdown) == (6_007_000, old["step"]["longer"])
     assert [check.text for check in read.passed] == [check["text"] for check in old["good"]]
     assert read.cost is not None and [fix.rule for fix in read.cost.fixes] == [loader.rule]
+    assert [fix.priority for fix in read.cost.fixes] == [1]
     assert read.views is not None and read.views.stairs is not None
+    assert [stair.priority for stair in read.views.stairs.fixes] == [1]
     assert Report.from_json(read.to_json()) == read
     assert "4.8 ms" in REPORTS.render("terminal", read)
     damaged = {**old, "findings": [1, {"worth": "much"}], "risks": None}

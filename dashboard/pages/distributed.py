@@ -1,4 +1,4 @@
-"""Distributed: ranks side by side, who keeps whom waiting, how fast collectives are."""
+"""Distributed: ranks side by side, late ranks and their cost, bandwidth of collectives."""
 
 from __future__ import annotations
 
@@ -60,8 +60,8 @@ def layout(show: object = None, **query: object) -> Any:
             title,
             empty(
                 "One rank, no collectives",
-                "This recording is of one process that does not communicate.",
-                "Open a folder with the traces of several ranks to see them side by side.",
+                "This recording has one process, which does not communicate.",
+                "Open a folder with the traces of several ranks to compare them.",
             ),
         )
     return page(
@@ -76,7 +76,7 @@ def layout(show: object = None, **query: object) -> Any:
 
 
 def _counted(view: PageView) -> str:
-    """How many ranks are here, and how many the run has: pages count those that are here."""
+    """How many ranks are open, and how many the run has."""
     here = len(view.loaded.analyses)
     words = f"{here} ranks in this recording" if here > 1 else "One rank in this recording"
     world = view.loaded.main.trace.meta.world_size
@@ -97,8 +97,8 @@ def warm(loaded: LoadedRun) -> None:
 def _only_one() -> Any:
     return empty(
         "Skew is not measured",
-        "Only one rank's trace is open, so who is late to a collective cannot be told: a rank "
-        "that waits looks as if it communicated.",
+        "Only one rank's trace is open, so late ranks are unknown: a rank that waits looks as "
+        "if it communicated.",
         "Open a folder with the traces of all ranks.",
     )
 
@@ -127,7 +127,7 @@ def _figures(report: Report) -> Any:
 
 
 def _lines(view: PageView) -> Any:
-    """One line a rank, as every report has it."""
+    """The table of ranks, as in every report."""
     shown = views.rank_table(view.loaded.report, MAX_RANKS)
     if shown is None:
         return None
@@ -143,7 +143,7 @@ def _lines(view: PageView) -> Any:
             rows,
             numbers=range(1, len(shown.head)),
             chosen=next(iter(latest), None),
-            caption="A step, per rank",
+            caption="Per step, by rank",
             stacked=True,
         ),
         el("P", shown.note, cls="note-line", style={"marginTop": "12px"}),
@@ -159,7 +159,7 @@ def _map(view: PageView, what: str) -> Any:
     """Ranks × steps."""
     rows = view.loaded.view("exposed_by_rank", lambda: exposed_by_rank(view.loaded.analyses))
     if rows.is_empty():
-        return empty("No map", "No rank has device work inside its steps.")
+        return empty("No map", "No rank has GPU work in its steps.")
     column, name = MAPS[what]
     wide = rows.pivot("step", index="rank", values=column, aggregate_function="first")
     steps = wide.columns[1:]
@@ -231,16 +231,16 @@ def _skew(view: PageView) -> Any:
         "Count",
         "Skew",
         "Worst",
-        "Others wait a step",
+        "Others wait per step",
         "Most often last",
     ]
     return card(
-        "Who comes late",
+        "Late ranks by collective",
         table(
             header,
             rows,
             numbers=range(1, 7),
-            caption="Skew: last arrival minus first, on average",
+            caption="Skew: mean time between first and last arrival",
             stacked=True,
         ),
     )
@@ -317,19 +317,19 @@ def _collectives(view: PageView) -> Any:
     header = [
         "Collective",
         "Message",
-        "Group of",
-        "A step",
-        "Time a step",
+        "Group size",
+        "Per step",
+        "Time per step",
         "Exposed",
         "Bus bandwidth",
-        "Of link peak",
+        "Share of link peak",
     ]
     link_note = (
-        f"Link peak: {a.hardware.link.name}, {t.format_number(peak)} GB/s in one direction."
+        f"Link peak: {a.hardware.link.name}, {t.format_number(peak)} GB/s per direction."
         if a.hardware is not None and a.hardware.link and peak is not None
-        else "The peak of the links between the GPUs is not known."
+        else "The peak bandwidth of the GPU links is unknown."
     )
-    notes = [link_note, "A rank that waits for another counts as communicating."]
+    notes = [link_note, "Waiting for another rank counts as communication."]
     if rest.height:
         notes.append(f"Kinds below {t.format_share(SMALL)} of the time are summed.")
     number = view.rank if view.rank is not None else next(iter(view.loaded.analyses))

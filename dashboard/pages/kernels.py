@@ -130,7 +130,7 @@ def _per(scale: float) -> Formatter:
 TFLOPS, GBPS = _per(1e12), _per(1e9)
 KERNELS = (
     Column("name", "Kernel", flex=2, names=True),
-    Column("family", "Family", width=126),
+    Column("family", "Family", width=134),
     Column("count", "Count", width=62, number=t.format_count),
     duration_column("time", "Time per step", 84),
     share_column("share", "Share", 62),
@@ -359,10 +359,10 @@ MAX_RATES = 500
 RATE_COLUMNS = (
     Column("name", "Operator", flex=2, names=True),
     Column("shapes", "Shapes", flex=2, names=True),
-    Column("dtype", "Format", width=66),
+    Column("dtype", "Format", width=74),
     Column("calls", "Calls", width=58, number=t.format_count, csv="Calls per step"),
     duration_column("time", "Time per step", 84),
-    Column("bound", "Bound", width=82),
+    Column("bound", "Bound", width=78),
     Column("flops", "TFLOP/s", width=74, number=TFLOPS, csv="FLOP/s"),
     Column("bytes", "GB/s", width=62, number=GBPS, csv="Bytes/s"),
     share_column("efficiency", "Of attainable", 92),

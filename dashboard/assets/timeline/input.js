@@ -1,6 +1,6 @@
 // Timeline: pointer, wheel, touch and keys.
 
-import * as words from "./words.js";
+import * as ui from "./ui.js";
 
 const CLICK = 4;
 
@@ -107,11 +107,11 @@ export class Input {
     } else if (held || axis) {
       e.preventDefault();
       t.zoom(
-        Math.exp(words.clamp(dy * (e.ctrlKey && Math.abs(dy) < 30 ? 0.012 : 0.0022), -1, 1)),
+        Math.exp(ui.clamp(dy * (e.ctrlKey && Math.abs(dy) < 30 ? 0.012 : 0.0022), -1, 1)),
         e.offsetX / t.width,
       );
     } else if (t.body.scrollHeight <= t.body.clientHeight + 1) {
-      (t.parent || t).panel.tip();
+      (t.parent || t).panel.hintZoom();
     }
   }
 

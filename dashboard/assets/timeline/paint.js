@@ -1,6 +1,6 @@
 // Timeline: pixels. Rows are laid out once; a frame is drawn from the last answers.
 
-import * as words from "./words.js";
+import * as ui from "./ui.js";
 
 const HEIGHT = {
   steps: 20,
@@ -150,7 +150,7 @@ export class Paint {
   }
 
   size(canvas, width, height) {
-    const dpr = words.clamp(window.devicePixelRatio || 1, 1, 3);
+    const dpr = ui.clamp(window.devicePixelRatio || 1, 1, 3);
     if (canvas.width !== Math.round(width * dpr) || canvas.height !== Math.round(height * dpr)) {
       canvas.width = Math.round(width * dpr);
       canvas.height = Math.round(height * dpr);
@@ -382,7 +382,7 @@ export class Paint {
       }
       text = text.slice(0, fit) + "…";
     } else {
-      const time = words.time(dur);
+      const time = ui.formatDuration(dur);
       if (full + 60 < room) {
         ctx.globalAlpha *= 0.72;
         ctx.fillText(time, left + full + 8, y + height / 2 + 0.5);
@@ -477,8 +477,8 @@ export class Paint {
         if (x + width < 0 || x > w) {
           continue;
         }
-        const up = row.h * words.clamp((value - low) / span, 0, 1);
-        const down = row.h * words.clamp((least - low) / span, 0, 1);
+        const up = row.h * ui.clamp((value - low) / span, 0, 1);
+        const down = row.h * ui.clamp((least - low) / span, 0, 1);
         x = self.snap(x);
         ctx.globalAlpha = 0.22;
         ctx.fillRect(x, y + row.h - up, Math.max(self.snap(x + width) - x, 0.5), up);
@@ -510,7 +510,7 @@ export class Paint {
       ctx.fillStyle = this.line_strong;
       ctx.fillRect(x, 16, 1, 10);
       ctx.fillStyle = this.dim;
-      const text = words.instant(at, step);
+      const text = ui.formatInstant(at, step);
       if (x + 6 + this.measure(ctx, text) < w) {
         ctx.fillText(text, x + 4, 10);
       }
@@ -575,8 +575,8 @@ export class Paint {
     ctx.fillRect(0, 0, Math.max(left, 0), h);
     ctx.fillRect(Math.min(right, w), 0, w, h);
     ctx.globalAlpha = 1;
-    left = words.clamp(left, 1, w - 4);
-    right = words.clamp(right, left + 3, w - 1);
+    left = ui.clamp(left, 1, w - 4);
+    right = ui.clamp(right, left + 3, w - 1);
     ctx.strokeStyle = this.accent;
     ctx.lineWidth = 2;
     ctx.strokeRect(left, 1, right - left, h - 2);
@@ -604,10 +604,10 @@ export class Paint {
       ctx.globalAlpha = 1;
       ctx.fillRect(Math.round(a), 0, 1, h);
       ctx.fillRect(Math.round(b), 0, 1, h);
-      const text = words.time(Math.abs(t.range[1] - t.range[0]));
+      const text = ui.formatDuration(Math.abs(t.range[1] - t.range[0]));
       ctx.font = "600 11px " + this.font;
       const tw = ctx.measureText(text).width + 12;
-      const x = words.clamp((a + b) / 2 - tw / 2, 2, w - tw - 2);
+      const x = ui.clamp((a + b) / 2 - tw / 2, 2, w - tw - 2);
       ctx.fillRect(x, 4, tw, 18);
       ctx.fillStyle = this.card;
       ctx.textBaseline = "middle";
@@ -691,9 +691,9 @@ export class Paint {
     if (!a || !b) {
       return;
     }
-    const x0 = words.clamp(a.x + Math.min(a.w, 6) / 2, -40, w + 40);
+    const x0 = ui.clamp(a.x + Math.min(a.w, 6) / 2, -40, w + 40);
     const y0 = a.y + a.h / 2;
-    const x1 = words.clamp(b.x, -40, w + 40);
+    const x1 = ui.clamp(b.x, -40, w + 40);
     const y1 = b.y + b.h / 2;
     const bend = Math.max(Math.abs(x1 - x0) * 0.4, 24);
     ctx.strokeStyle = this.card;

@@ -1,8 +1,8 @@
-// Timeline: the words beside the picture: toolbar, details, statistics, table, hover card.
+// Timeline: the controls beside the picture: toolbar, details, statistics, table, hover card.
 // Everything from a trace goes in as text, never as markup.
 
 import { ranges } from "./data.js";
-import * as words from "./words.js";
+import * as ui from "./ui.js";
 
 const KEYS = [
   ["W S", "zoom in, out"],
@@ -25,12 +25,12 @@ const KEYS = [
 ];
 
 // Findings about events; others (memory that grows, clocks that fall) have nothing to outline.
-function seen(finding) {
+function hasEvents(finding) {
   return finding.places.length || finding.edits;
 }
 
 function button(label, title, onclick, cls) {
-  return words.el("button", {
+  return ui.el("button", {
     type: "button",
     cls: "tl-button " + (cls || ""),
     title,
@@ -41,16 +41,16 @@ function button(label, title, onclick, cls) {
 }
 
 // A line of a list that leads somewhere: what it is, and a figure beside it.
-function way(text, figure, onclick) {
-  return words.el("li", {}, [
-    words.el("button", { type: "button", cls: "tl-link", onclick }, [
-      words.el("span", { text }),
-      words.el("span", { cls: "num", text: figure }),
+function linkItem(text, figure, onclick) {
+  return ui.el("li", {}, [
+    ui.el("button", { type: "button", cls: "tl-link", onclick }, [
+      ui.el("span", { text }),
+      ui.el("span", { cls: "num", text: figure }),
     ]),
   ]);
 }
 
-function kept(value) {
+function storedState(value) {
   try {
     if (value) {
       localStorage.setItem("advisor-timeline-panel", value);
@@ -73,7 +73,7 @@ export class Panel {
   build() {
     const t = this.t;
     const self = this;
-    this.search = words.el("input", {
+    this.search = ui.el("input", {
       type: "search",
       cls: "tl-search",
       placeholder: "Search names  /",
@@ -99,26 +99,26 @@ export class Panel {
         t.setQuery(self.search.value);
       });
     });
-    this.hits = words.el("span", { cls: "tl-hits", "aria-live": "polite" });
-    this.rank = words.el("select", {
+    this.hits = ui.el("span", { cls: "tl-hits", "aria-live": "polite" });
+    this.rank = ui.el("select", {
       cls: "tl-select",
       "aria-label": "Rank",
       onchange() {
         t.setRank(Number(self.rank.value));
       },
     });
-    this.rankBox = words.el("label", { cls: "tl-field", hidden: true }, [
-      words.el("span", { text: "Rank" }),
+    this.rankBox = ui.el("label", { cls: "tl-field", hidden: true }, [
+      ui.el("span", { text: "Rank" }),
       this.rank,
     ]);
-    this.focus = words.el("select", {
+    this.focus = ui.el("select", {
       cls: "tl-select tl-focus",
       "aria-label": "Highlight a finding",
       onchange() {
         t.setFinding(self.focus.value, true);
       },
     });
-    this.beside = words.el("select", {
+    this.beside = ui.el("select", {
       cls: "tl-select tl-beside",
       hidden: true,
       "aria-label": "Compare with",
@@ -137,10 +137,10 @@ export class Panel {
     this.opener = button("Panel", "Details, findings and colours (P)", () => {
       self.toggle();
     });
-    this.open = kept() === "open";
-    this.bar = words.el("div", { cls: "tl-bar", role: "toolbar", "aria-label": "Timeline" }, [
+    this.open = storedState() === "open";
+    this.bar = ui.el("div", { cls: "tl-bar", role: "toolbar", "aria-label": "Timeline" }, [
       this.rankBox,
-      words.el("div", { cls: "tl-find" }, [
+      ui.el("div", { cls: "tl-find" }, [
         this.search,
         button("‹", "Previous match", () => {
           t.find(self.search.value, true);
@@ -152,7 +152,7 @@ export class Panel {
       ]),
       this.focus,
       this.beside,
-      words.el("div", { cls: "tl-buttons" }, [
+      ui.el("div", { cls: "tl-buttons" }, [
         this.frames,
         button("−", "Zoom out (S)", () => {
           t.zoom(1.6, 0.5, true);
@@ -169,25 +169,25 @@ export class Panel {
         }),
       ]),
     ]);
-    this.side = words.el("aside", { cls: "tl-side", "aria-label": "Details", tabindex: "0" });
-    this.card = words.el("div", { cls: "tl-card", hidden: true, "aria-hidden": "true" });
-    this.status = words.el("p", { cls: "tl-status", role: "status" });
-    this.body = words.el("tbody");
-    this.caption = words.el("caption");
-    this.table = words.el("details", { cls: "tl-table" }, [
-      words.el("summary", { text: "Table of visible slices" }),
-      words.el(
+    this.side = ui.el("aside", { cls: "tl-side", "aria-label": "Details", tabindex: "0" });
+    this.card = ui.el("div", { cls: "tl-card", hidden: true, "aria-hidden": "true" });
+    this.status = ui.el("p", { cls: "tl-status", role: "status" });
+    this.body = ui.el("tbody");
+    this.caption = ui.el("caption");
+    this.table = ui.el("details", { cls: "tl-table" }, [
+      ui.el("summary", { text: "Table of visible slices" }),
+      ui.el(
         "div",
         { cls: "tl-table-box", tabindex: "0", role: "region", "aria-label": "Visible slices" },
         [
-          words.el("table", {}, [
+          ui.el("table", {}, [
             this.caption,
-            words.el("thead", {}, [
-              words.el(
+            ui.el("thead", {}, [
+              ui.el(
                 "tr",
                 {},
                 ["Name", "Lane", "Category", "Start", "Duration"].map((name) => {
-                  return words.el("th", { scope: "col", text: name });
+                  return ui.el("th", { scope: "col", text: name });
                 }),
               ),
             ]),
@@ -197,15 +197,15 @@ export class Panel {
       ),
     ]);
     this.table.addEventListener("toggle", () => {
-      self.fill();
+      self.fillTable();
     });
-    this.dialog = words.el("dialog", { cls: "tl-help", "aria-label": "Keys" }, [
-      words.el("h2", { text: "Keys and gestures" }),
-      words.el(
+    this.dialog = ui.el("dialog", { cls: "tl-help", "aria-label": "Keys" }, [
+      ui.el("h2", { text: "Keys and gestures" }),
+      ui.el(
         "dl",
         {},
         KEYS.reduce((all, k) => {
-          return all.concat([words.el("dt", { text: k[0] }), words.el("dd", { text: k[1] })]);
+          return all.concat([ui.el("dt", { text: k[0] }), ui.el("dd", { text: k[1] })]);
         }, []),
       ),
       button("Close", "Close", () => {
@@ -232,7 +232,7 @@ export class Panel {
     this.rank.replaceChildren.apply(
       this.rank,
       info.ranks.map((rank) => {
-        return words.el("option", {
+        return ui.el("option", {
           value: rank,
           selected: rank === info.rank,
           text: rank < 0 ? "unknown" : String(rank),
@@ -241,21 +241,21 @@ export class Panel {
     );
     this.rankBox.hidden = info.ranks.length < 2;
     this.focus.replaceChildren(
-      words.el("option", {
+      ui.el("option", {
         value: "",
-        text: info.findings.some(seen) ? "Highlight a finding…" : "No findings to show",
+        text: info.findings.some(hasEvents) ? "Highlight a finding…" : "No findings to show",
       }),
     );
-    info.findings.filter(seen).forEach((finding) => {
+    info.findings.filter(hasEvents).forEach((finding) => {
       self.focus.appendChild(
-        words.el("option", {
+        ui.el("option", {
           value: finding.key,
           selected: finding.key === t.finding,
           text: finding.title,
         }),
       );
     });
-    this.focus.disabled = !info.findings.some(seen);
+    this.focus.disabled = !info.findings.some(hasEvents);
     this.frames.hidden = !info.frames;
     this.frames.textContent = t.libraries ? "Hide library frames" : "Show library frames";
     this.frames.setAttribute("aria-label", this.frames.textContent);
@@ -273,7 +273,7 @@ export class Panel {
     this.beside.replaceChildren.apply(
       this.beside,
       [["", "Compare with…"]].concat(others).map((pair) => {
-        return words.el("option", {
+        return ui.el("option", {
           value: pair[0],
           selected: pair[0] === t.beside_,
           text: pair[0] ? "With: " + pair[1] : pair[1],
@@ -283,12 +283,12 @@ export class Panel {
     this.beside.hidden = !others.length;
   }
 
-  found(answer) {
+  showMatchCount(answer) {
     this.hits.textContent = !answer
       ? ""
       : answer.total
-        ? (answer.at === undefined ? "" : words.count(answer.at + 1) + " of ") +
-          words.count(answer.total)
+        ? (answer.at === undefined ? "" : ui.formatCount(answer.at + 1) + " of ") +
+          ui.formatCount(answer.total)
         : "no match";
   }
 
@@ -306,7 +306,7 @@ export class Panel {
       return one.panel.side.hidden;
     });
     this.open = shut;
-    kept(shut ? "open" : "shut");
+    storedState(shut ? "open" : "shut");
     if (!shut) {
       both.forEach((one) => {
         one.panel.asked = false;
@@ -319,11 +319,11 @@ export class Panel {
     const colour = this.t.data.info.categories.filter((c) => {
       return c[1] === category;
     })[0];
-    const dot = words.el("span", { cls: "tl-dot" });
+    const dot = ui.el("span", { cls: "tl-dot" });
     if (colour) {
       dot.style.background = colour[2];
     }
-    return words.el("span", { cls: "tl-chip" }, [dot, label || category]);
+    return ui.el("span", { cls: "tl-chip" }, [dot, label || category]);
   }
 
   details(slice) {
@@ -340,8 +340,8 @@ export class Panel {
     });
     this.show(
       [
-        words.el("div", { cls: "tl-head" }, [
-          words.el("h2", { cls: "tl-name", text: slice.name }),
+        ui.el("div", { cls: "tl-head" }, [
+          ui.el("h2", { cls: "tl-name", text: slice.name }),
           button(
             "×",
             "Close details",
@@ -351,23 +351,23 @@ export class Panel {
             "plain",
           ),
         ]),
-        words.el("p", { cls: "tl-where" }, [
+        ui.el("p", { cls: "tl-where" }, [
           this.chip(slice.category),
-          words.el("span", { text: slice.group }),
+          ui.el("span", { text: slice.group }),
         ]),
-        words.el("p", { cls: "tl-big" }, [
-          words.el("strong", { text: words.time(slice.dur) }),
-          " from " + words.instant(slice.ts, Math.max(slice.dur / 100, 1)),
+        ui.el("p", { cls: "tl-big" }, [
+          ui.el("strong", { text: ui.formatDuration(slice.dur) }),
+          " from " + ui.formatInstant(slice.ts, Math.max(slice.dur / 100, 1)),
         ]),
         slice.line
-          ? words.el("p", { cls: "tl-line" }, [
-              words.el("code", {
+          ? ui.el("p", { cls: "tl-line" }, [
+              ui.el("code", {
                 text: slice.line.file + (slice.line.line ? ":" + slice.line.line : ""),
               }),
-              slice.line["function"] ? words.el("span", { text: slice.line["function"] }) : null,
+              slice.line["function"] ? ui.el("span", { text: slice.line["function"] }) : null,
             ])
           : null,
-        words.el("div", { cls: "tl-actions" }, [
+        ui.el("div", { cls: "tl-actions" }, [
           button("Zoom to it", "Zoom to it (Enter)", () => {
             t.zoomTo(slice);
           }),
@@ -384,13 +384,13 @@ export class Panel {
         ]),
       ].concat(
         groups.map((kind) => {
-          return words.el("section", { cls: "tl-links" }, [
-            words.el("h3", { text: kind.charAt(0).toUpperCase() + kind.slice(1) }),
-            words.el(
+          return ui.el("section", { cls: "tl-links" }, [
+            ui.el("h3", { text: kind.charAt(0).toUpperCase() + kind.slice(1) }),
+            ui.el(
               "ul",
               {},
               by[kind].map((link) => {
-                return way(link.label, words.time(link.dur), () => {
+                return linkItem(link.label, ui.formatDuration(link.dur), () => {
                   t.go(link);
                 });
               }),
@@ -407,8 +407,8 @@ export class Panel {
     const t = this.t;
     const span = stats.x1 - stats.x0;
     const children = [
-      words.el("div", { cls: "tl-head" }, [
-        words.el("h2", { text: words.time(span) + " selected" }),
+      ui.el("div", { cls: "tl-head" }, [
+        ui.el("h2", { text: ui.formatDuration(span) + " selected" }),
         button(
           "×",
           "Clear the range",
@@ -418,7 +418,7 @@ export class Panel {
           "plain",
         ),
       ]),
-      words.el("div", { cls: "tl-actions" }, [
+      ui.el("div", { cls: "tl-actions" }, [
         button("Zoom to it", "Zoom to the range (Z)", () => {
           t.zoomToRange();
         }),
@@ -427,9 +427,9 @@ export class Panel {
     if (stats.device) {
       const busy = stats.measured - stats.device.idle;
       children.push(
-        words.el("p", { cls: "tl-big" }, [
-          words.el("strong", { text: words.share(busy, stats.measured) }),
-          " of " + words.time(stats.measured) + " in analysed steps with a busy GPU",
+        ui.el("p", { cls: "tl-big" }, [
+          ui.el("strong", { text: ui.formatShare(busy, stats.measured) }),
+          " of " + ui.formatDuration(stats.measured) + " in analysed steps with a busy GPU",
         ]),
       );
       children.push(
@@ -441,24 +441,29 @@ export class Panel {
             .map((k) => {
               return [
                 k,
-                words.time(stats.device[k]) + " · " + words.share(stats.device[k], stats.measured),
+                ui.formatDuration(stats.device[k]) +
+                  " · " +
+                  ui.formatShare(stats.device[k], stats.measured),
               ];
             }),
         ),
       );
       if (stats.idle.length) {
-        children.push(words.el("h3", { text: "Idle, by cause" }));
+        children.push(ui.el("h3", { text: "Idle, by cause" }));
         children.push(
           facts(
             stats.idle.map((c) => {
-              return [c.label, words.time(c.ns) + " · " + words.share(c.ns, stats.measured)];
+              return [
+                c.label,
+                ui.formatDuration(c.ns) + " · " + ui.formatShare(c.ns, stats.measured),
+              ];
             }),
           ),
         );
       }
     } else {
       children.push(
-        words.el("p", {
+        ui.el("p", {
           cls: "dim",
           text: "No GPU time here: no GPU work, or outside the analysed steps.",
         }),
@@ -473,35 +478,35 @@ export class Panel {
       if (!of.count) {
         return;
       }
-      children.push(words.el("h3", { text: part[1] }));
+      children.push(ui.el("h3", { text: part[1] }));
       children.push(
-        words.el("table", { cls: "tl-stats" }, [
-          words.el("caption", {
+        ui.el("table", { cls: "tl-stats" }, [
+          ui.el("caption", {
             text:
-              words.count(of.count) +
+              ui.formatCount(of.count) +
               " slices of " +
-              words.count(of.names) +
+              ui.formatCount(of.names) +
               " names" +
               (of.rows.length < of.names ? "; top " + of.rows.length : ""),
           }),
-          words.el("thead", {}, [
-            words.el(
+          ui.el("thead", {}, [
+            ui.el(
               "tr",
               {},
               ["Name", "Count", "Total", "Mean"].map((n) => {
-                return words.el("th", { scope: "col", text: n });
+                return ui.el("th", { scope: "col", text: n });
               }),
             ),
           ]),
-          words.el(
+          ui.el(
             "tbody",
             {},
             of.rows.map((row) => {
-              return words.el("tr", {}, [
-                words.el("td", { title: row.name, "data-full": row.name, text: row.label }),
-                words.el("td", { cls: "num", text: words.count(row.count) }),
-                words.el("td", { cls: "num", text: words.time(row.total) }),
-                words.el("td", { cls: "num", text: words.time(row.mean) }),
+              return ui.el("tr", {}, [
+                ui.el("td", { title: row.name, "data-full": row.name, text: row.label }),
+                ui.el("td", { cls: "num", text: ui.formatCount(row.count) }),
+                ui.el("td", { cls: "num", text: ui.formatDuration(row.total) }),
+                ui.el("td", { cls: "num", text: ui.formatDuration(row.mean) }),
               ]);
             }),
           ),
@@ -525,8 +530,8 @@ export class Panel {
     const children = [];
     if (chosen) {
       children.push(
-        words.el("div", { cls: "tl-head" }, [
-          words.el("h2", { text: chosen.title }),
+        ui.el("div", { cls: "tl-head" }, [
+          ui.el("h2", { text: chosen.title }),
           button(
             "×",
             "Clear the highlight",
@@ -538,59 +543,59 @@ export class Panel {
         ]),
       );
       children.push(
-        words.el("p", {
+        ui.el("p", {
           cls: "dim",
           text: "Slices that the fix changes are outlined; all others are dimmed.",
         }),
       );
       if (chosen.places.length) {
-        children.push(words.el("h3", { text: "Where it costs most" }));
+        children.push(ui.el("h3", { text: "Where it costs most" }));
         children.push(
-          words.el(
+          ui.el(
             "ul",
             { cls: "tl-links" },
             chosen.places.map((place) => {
-              return way(place.label || "worst instance", words.time(place.dur), () => {
+              return linkItem(place.label || "worst instance", ui.formatDuration(place.dur), () => {
                 t.showPlace(place);
               });
             }),
           ),
         );
       }
-    } else if (info.findings.some(seen)) {
-      children.push(words.el("h2", { text: "Findings" }));
+    } else if (info.findings.some(hasEvents)) {
+      children.push(ui.el("h2", { text: "Findings" }));
       children.push(
-        words.el(
+        ui.el(
           "ul",
           { cls: "tl-links" },
           info.findings
-            .filter(seen)
+            .filter(hasEvents)
             .slice(0, 12)
             .map((f) => {
-              return way(f.title, f.places.length ? "show" : "highlight", () => {
+              return linkItem(f.title, f.places.length ? "show" : "highlight", () => {
                 t.setFinding(f.key, true);
               });
             }),
         ),
       );
     }
-    children.push(words.el("h2", { text: "Colours in view" }));
-    this.legend = words.el("div");
+    children.push(ui.el("h2", { text: "Colours in view" }));
+    this.legend = ui.el("div");
     children.push(this.legend);
     if (info.notes.length) {
-      children.push(words.el("h2", { text: "Not in this trace" }));
+      children.push(ui.el("h2", { text: "Not in this trace" }));
       children.push(
-        words.el(
+        ui.el(
           "ul",
           { cls: "tl-notes" },
           info.notes.map((note) => {
-            return words.el("li", { text: note });
+            return ui.el("li", { text: note });
           }),
         ),
       );
     }
     children.push(
-      words.el("p", {
+      ui.el("p", {
         cls: "dim tl-hint",
         text:
           "Wheel: scroll. Ctrl or ⌘+wheel: zoom. Shift+wheel: pan. " +
@@ -629,15 +634,12 @@ export class Panel {
         if (!seen[c]) {
           continue;
         }
-        const dot = words.el("span", { cls: "tl-dot" });
+        const dot = ui.el("span", { cls: "tl-dot" });
         dot.style.background = info.categories[c][2];
-        items.push(words.el("li", {}, [dot, info.categories[c][1]]));
+        items.push(ui.el("li", {}, [dot, info.categories[c][1]]));
       }
       if (items.length) {
-        children.push(
-          words.el("h3", { text: set[0] }),
-          words.el("ul", { cls: "tl-legend" }, items),
-        );
+        children.push(ui.el("h3", { text: set[0] }), ui.el("ul", { cls: "tl-legend" }, items));
       }
     });
     this.legend.replaceChildren.apply(this.legend, children);
@@ -652,21 +654,21 @@ export class Panel {
     }
     if (slice.counter) {
       card.replaceChildren(
-        words.el("p", { text: slice.counter }),
-        words.el("strong", { text: slice.value }),
+        ui.el("p", { text: slice.counter }),
+        ui.el("strong", { text: slice.value }),
       );
     } else {
       card.replaceChildren(
-        words.el("p", { cls: "tl-name", text: slice.name || "…" }),
-        words.el("p", {}, [
-          words.el("strong", { text: words.time(slice.dur) }),
+        ui.el("p", { cls: "tl-name", text: slice.name || "…" }),
+        ui.el("p", {}, [
+          ui.el("strong", { text: ui.formatDuration(slice.dur) }),
           this.chip(slice.label, ""),
         ]),
-        words.el("p", {
+        ui.el("p", {
           cls: "dim",
           text:
             slice.label +
-            (slice.count > 1 ? " · the longest of " + words.count(slice.count) + " here" : ""),
+            (slice.count > 1 ? " · the longest of " + ui.formatCount(slice.count) + " here" : ""),
         }),
       );
     }
@@ -684,22 +686,22 @@ export class Panel {
   }
 
   // The wheel was turned where there is nothing to scroll: perhaps a zoom was meant.
-  tip() {
+  hintZoom() {
     this.tipped = true;
-    this.say();
+    this.showStatus();
   }
 
-  say() {
+  showStatus() {
     const t = this.t;
     if (!t.answer) {
       return;
     }
     this.status.textContent =
-      words.time(t.x1 - t.x0) +
+      ui.formatDuration(t.x1 - t.x0) +
       " shown, from " +
-      words.instant(t.x0, Math.max((t.x1 - t.x0) / 1000, 1)) +
+      ui.formatInstant(t.x0, Math.max((t.x1 - t.x0) / 1000, 1)) +
       " · " +
-      words.count(t.data.info.slices) +
+      ui.formatCount(t.data.info.slices) +
       " slices in total" +
       (t.data.info.device ? " · " + t.data.info.device : "") +
       (t.data.info.notes.length
@@ -708,7 +710,7 @@ export class Panel {
       (this.tipped ? " · ctrl or ⌘+wheel zooms" : "");
   }
 
-  fill() {
+  fillTable() {
     const t = this.t;
     const self = this;
     if (!this.table.open || !t.data.info) {
@@ -737,16 +739,16 @@ export class Panel {
             ? "The " +
               answer.rows.length +
               " longest of " +
-              words.count(answer.total) +
+              ui.formatCount(answer.total) +
               " visible slices, by start time"
-            : words.count(answer.total) + " visible slices, by start time";
+            : ui.formatCount(answer.total) + " visible slices, by start time";
         const focused = self.body.contains(document.activeElement)
           ? /** @type {HTMLElement} */ (document.activeElement).dataset.slice
           : null;
         self.body.replaceChildren.apply(
           self.body,
           answer.rows.map((row) => {
-            const button = words.el(
+            const button = ui.el(
               "button",
               {
                 type: "button",
@@ -756,18 +758,18 @@ export class Panel {
                   t.go(row);
                 },
               },
-              [words.el("span", { "data-full": row.name, text: row.label })],
+              [ui.el("span", { "data-full": row.name, text: row.label })],
             );
             button.dataset.slice = row.id;
-            return words.el("tr", {}, [
-              words.el("th", { scope: "row" }, [button]),
-              words.el("td", { text: row.group }),
-              words.el("td", { text: row.category }),
-              words.el("td", {
+            return ui.el("tr", {}, [
+              ui.el("th", { scope: "row" }, [button]),
+              ui.el("td", { text: row.group }),
+              ui.el("td", { text: row.category }),
+              ui.el("td", {
                 cls: "num",
-                text: words.instant(row.ts, Math.max(row.dur / 100, 1)),
+                text: ui.formatInstant(row.ts, Math.max(row.dur / 100, 1)),
               }),
-              words.el("td", { cls: "num", text: words.time(row.dur) }),
+              ui.el("td", { cls: "num", text: ui.formatDuration(row.dur) }),
             ]);
           }),
         );
@@ -794,15 +796,15 @@ export class Panel {
 // -- the side panel ----------------------------------------------------------------------------
 
 function facts(rows) {
-  return words.el(
+  return ui.el(
     "dl",
     { cls: "tl-facts" },
     rows.reduce((all, row) => {
-      const value = words.quantity(row[1], row[2]);
+      const value = ui.formatQuantity(row[1], row[2]);
       const long = value.length > 26;
       return all.concat([
-        words.el("dt", { text: row[0] }),
-        words.el("dd", { cls: long ? "long" : "", text: value }),
+        ui.el("dt", { text: row[0] }),
+        ui.el("dd", { cls: long ? "long" : "", text: value }),
       ]);
     }, []),
   );

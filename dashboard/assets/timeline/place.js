@@ -1,7 +1,7 @@
 // Finding the place on the page where a timeline belongs: React puts it there and takes it away.
 
 import { Timeline } from "./view.js";
-import * as words from "./words.js";
+import * as ui from "./ui.js";
 
 /**
  * The timeline that is shown, for who looks on: tests, benchmarks, the console.
@@ -33,7 +33,7 @@ function look() {
 
 // The picture does not need the page's frame: it begins where it will be, and moves in later.
 function begin() {
-  const root = words.el("div", {
+  const root = ui.el("div", {
     cls: "tl-early",
     "data-run": new URLSearchParams(location.search).get("run") || "0",
   });

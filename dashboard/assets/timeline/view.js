@@ -4,7 +4,7 @@ import { Data } from "./data.js";
 import { Input } from "./input.js";
 import { LABEL, Paint, layOut } from "./paint.js";
 import { Panel } from "./panel.js";
-import * as words from "./words.js";
+import * as ui from "./ui.js";
 
 const MARGIN = 0.5; // asked for on each side of the view, so that a short pan is there already
 const MINIMUM = 64; // shortest span, ns
@@ -78,8 +78,8 @@ export class Timeline {
       root.replaceChildren(this.stage);
       /** @type {HTMLElement} */ (parent.main).appendChild(this.panel.side);
     } else {
-      this.left = words.el("div", { cls: "tl-left" }, [this.stage]);
-      const main = words.el("div", { cls: "tl-main wide" }, [this.left, this.panel.side]);
+      this.left = ui.el("div", { cls: "tl-left" }, [this.stage]);
+      const main = ui.el("div", { cls: "tl-main wide" }, [this.left, this.panel.side]);
       this.main = main;
       root.replaceChildren(
         this.panel.bar,
@@ -117,25 +117,25 @@ export class Timeline {
 
   build() {
     const self = this;
-    this.map = words.el("canvas", { cls: "tl-map", "aria-hidden": "true" });
-    this.axis = words.el("canvas", { cls: "tl-axis", "aria-hidden": "true" });
-    this.canvas = words.el("canvas", { cls: "tl-canvas", "aria-hidden": "true" });
-    this.overlay = words.el("canvas", { cls: "tl-overlay", "aria-hidden": "true" });
-    this.labels = words.el("div", { cls: "tl-labels" });
-    this.pins = words.el("div", { cls: "tl-pins" });
-    this.who = words.el("p", { cls: "tl-who", hidden: true });
-    this.content = words.el("div", { cls: "tl-content" }, [
-      words.el("div", { cls: "tl-sticky" }, [this.canvas, this.overlay]),
+    this.map = ui.el("canvas", { cls: "tl-map", "aria-hidden": "true" });
+    this.axis = ui.el("canvas", { cls: "tl-axis", "aria-hidden": "true" });
+    this.canvas = ui.el("canvas", { cls: "tl-canvas", "aria-hidden": "true" });
+    this.overlay = ui.el("canvas", { cls: "tl-overlay", "aria-hidden": "true" });
+    this.labels = ui.el("div", { cls: "tl-labels" });
+    this.pins = ui.el("div", { cls: "tl-pins" });
+    this.who = ui.el("p", { cls: "tl-who", hidden: true });
+    this.content = ui.el("div", { cls: "tl-content" }, [
+      ui.el("div", { cls: "tl-sticky" }, [this.canvas, this.overlay]),
       this.pins,
       this.labels,
     ]);
-    this.body = words.el("div", { cls: "tl-body" }, [this.content]);
-    this.message = words.el("p", { cls: "tl-message", role: "status", text: "Reading…" });
+    this.body = ui.el("div", { cls: "tl-body" }, [this.content]);
+    this.message = ui.el("p", { cls: "tl-message", role: "status", text: "Reading…" });
     this.body.addEventListener("scroll", () => {
       self.scroll = self.body.scrollTop;
       self.draw();
     });
-    this.stage = words.el(
+    this.stage = ui.el(
       "div",
       {
         cls: "tl-stage",
@@ -146,11 +146,7 @@ export class Timeline {
           "question mark lists all keys. " +
           "The table below lists the visible slices.",
       },
-      [
-        words.el("div", { cls: "tl-top" }, [this.who, this.map, this.axis]),
-        this.body,
-        this.message,
-      ],
+      [ui.el("div", { cls: "tl-top" }, [this.who, this.map, this.axis]), this.body, this.message],
     );
   }
 
@@ -276,7 +272,7 @@ export class Timeline {
     this.beside_ = there ? key : "";
     this.panel.beside.value = this.beside_;
     if (there) {
-      const root = words.el("div", {
+      const root = ui.el("div", {
         cls: "tl-second",
         "data-run": parts[1] === "run" ? parts[2] : this.runKey(),
       });
@@ -336,8 +332,8 @@ export class Timeline {
       (info.runs.length > 1 && run ? run.name : "") +
       (info.ranks.length > 1 ? " rank " + info.rank : "");
     this.who.replaceChildren(
-      words.el("b", { text: text.trim() || "this run" }),
-      words.el("span", { text: how ? how : "" }),
+      ui.el("b", { text: text.trim() || "this run" }),
+      ui.el("span", { text: how ? how : "" }),
     );
     this.who.title = text.trim() + (how ? ", " + how : "");
   }
@@ -508,7 +504,7 @@ export class Timeline {
       const key = group ? group.key : "counters";
       const text = group ? group.label : "Counters";
       const many = !group || group.count > 1;
-      const node = words.el(
+      const node = ui.el(
         "button",
         {
           type: "button",
@@ -517,8 +513,8 @@ export class Timeline {
           title: text,
         },
         [
-          words.el("span", { cls: "tl-arrow", "aria-hidden": "true" }),
-          words.el("span", { cls: "tl-text", text }),
+          ui.el("span", { cls: "tl-arrow", "aria-hidden": "true" }),
+          ui.el("span", { cls: "tl-text", text }),
         ],
       );
       node.style.height = self.narrow
@@ -526,7 +522,7 @@ export class Timeline {
         : Math.max(Math.min(box.h, many ? 24 : 22), 14) + "px";
       const pin = box.counters
         ? null
-        : words.el(
+        : ui.el(
             "button",
             {
               type: "button",
@@ -535,7 +531,7 @@ export class Timeline {
               title: box.pin ? "Unpin" : "Pin to the top",
               "aria-label": (box.pin ? "Unpin " : "Pin to the top: ") + text,
             },
-            [words.el("span", { cls: "icon icon-pin", "aria-hidden": "true" })],
+            [ui.el("span", { cls: "icon icon-pin", "aria-hidden": "true" })],
           );
       if (pin) {
         pin.addEventListener("click", () => {
@@ -543,9 +539,7 @@ export class Timeline {
         });
       }
       // the label stays in sight while any of its lanes is
-      const frame = words.el("div", { cls: "tl-box" }, [
-        words.el("div", { cls: "tl-row" }, [node, pin]),
-      ]);
+      const frame = ui.el("div", { cls: "tl-box" }, [ui.el("div", { cls: "tl-row" }, [node, pin])]);
       const above = self.narrow ? LABEL + 2 : 0;
       frame.style.top = box.y - above + "px";
       frame.style.height = Math.max(box.h + above, 14) + "px";
@@ -569,15 +563,15 @@ export class Timeline {
           })
           .map((row) => {
             const counter = info.counters[/** @type {number} */ (row.counter)];
-            const node = words.el("p", { cls: "tl-counter" }, [
-              words.el("span", { text: counter.label }),
-              words.el("span", {
+            const node = ui.el("p", { cls: "tl-counter" }, [
+              ui.el("span", { text: counter.label }),
+              ui.el("span", {
                 cls: "dim",
                 text:
                   (counter.low === counter.high
                     ? ""
-                    : words.quantity(counter.low, counter.unit) + " – ") +
-                  words.quantity(counter.high, counter.unit),
+                    : ui.formatQuantity(counter.low, counter.unit) + " – ") +
+                  ui.formatQuantity(counter.high, counter.unit),
               }),
             ]);
             node.style.top = row.y + "px";
@@ -642,19 +636,19 @@ export class Timeline {
   setView(x0, x1, moves) {
     const info = this.data.info;
     const whole = info.finish - info.begin;
-    const span = words.clamp(x1 - x0, MINIMUM, whole * 1.2 + MINIMUM);
-    const middle = words.clamp((x0 + x1) / 2, info.begin, info.finish);
+    const span = ui.clamp(x1 - x0, MINIMUM, whole * 1.2 + MINIMUM);
+    const middle = ui.clamp((x0 + x1) / 2, info.begin, info.finish);
     const from = [this.x0, this.x1];
     const self = this;
     const to = [middle - span / 2, middle + span / 2];
     cancelAnimationFrame(this.moving);
-    if (!moves || words.calm() || document.hidden) {
+    if (!moves || ui.prefersReducedMotion() || document.hidden) {
       this.place(to[0], to[1]);
       return;
     }
     const began = performance.now();
     (function frame(now) {
-      const part = words.clamp((now - began) / MOVE_MS, 0, 1);
+      const part = ui.clamp((now - began) / MOVE_MS, 0, 1);
       const ease = 1 - Math.pow(1 - part, 3);
       self.place(from[0] + (to[0] - from[0]) * ease, from[1] + (to[1] - from[1]) * ease);
       if (part < 1 && !self.gone) {
@@ -687,7 +681,7 @@ export class Timeline {
     const by = share * (this.x1 - this.x0);
     const info = this.data.info;
     const span = this.x1 - this.x0;
-    const x0 = words.clamp(this.x0 + by, info.begin - span / 2, info.finish - span / 2);
+    const x0 = ui.clamp(this.x0 + by, info.begin - span / 2, info.finish - span / 2);
     this.setView(x0, x0 + span, moves);
   }
 
@@ -695,7 +689,7 @@ export class Timeline {
     const span = this.x1 - this.x0;
     const info = this.data.info;
     const held = this.x0 + at * span;
-    const wide = words.clamp(span * factor, MINIMUM, (info.finish - info.begin) * 1.2 + MINIMUM);
+    const wide = ui.clamp(span * factor, MINIMUM, (info.finish - info.begin) * 1.2 + MINIMUM);
     this.setView(held - at * wide, held - at * wide + wide, moves);
   }
 
@@ -940,7 +934,7 @@ export class Timeline {
     this.query = query;
     this.mirror();
     if (!query) {
-      this.panel.found(null);
+      this.panel.showMatchCount(null);
     } else {
       this.find(query, false, true);
     }
@@ -986,13 +980,13 @@ export class Timeline {
         if (only) {
           delete answer.at;
         }
-        self.panel.found(answer);
+        self.panel.showMatchCount(answer);
         if (!only && answer.total) {
           self.go(answer);
         }
       },
       () => {
-        self.panel.found({ total: 0 });
+        self.panel.showMatchCount({ total: 0 });
       },
     );
   }
@@ -1088,10 +1082,10 @@ export class Timeline {
     if (!(i >= 0 && i < a.px) || low !== low) {
       return { counter: counter.label, value: "no sample" };
     }
-    const text = words.quantity(high, counter.unit);
+    const text = ui.formatQuantity(high, counter.unit);
     return {
       counter: counter.label,
-      value: low === high ? text : words.quantity(low, counter.unit) + " – " + text,
+      value: low === high ? text : ui.formatQuantity(low, counter.unit) + " – " + text,
     };
   }
 
@@ -1215,7 +1209,7 @@ export class Timeline {
   }
 
   sharp() {
-    return words.clamp(window.devicePixelRatio || 1, 1, 2);
+    return ui.clamp(window.devicePixelRatio || 1, 1, 2);
   }
 
   ask() {
@@ -1237,7 +1231,7 @@ export class Timeline {
     if (high - low < 64) {
       high = low + 64;
     }
-    const px = Math.round(words.clamp(((high - low) / span) * this.width * this.sharp(), 16, 8192));
+    const px = Math.round(ui.clamp(((high - low) / span) * this.width * this.sharp(), 16, 8192));
     const focus = this.finding;
     const q = this.query;
     this.flying = data.view(low, high, px, want.lanes, want.counters, focus, q).then(
@@ -1295,7 +1289,7 @@ export class Timeline {
       .view(
         info.begin,
         Math.max(info.finish, info.begin + 64),
-        Math.round(words.clamp(this.width, 64, 4096)),
+        Math.round(ui.clamp(this.width, 64, 4096)),
         lanes,
         [],
         "",
@@ -1341,10 +1335,10 @@ export class Timeline {
       self.paint.axis();
       self.paint.overview();
       self.paint.over();
-      self.panel.say();
+      self.panel.showStatus();
       self.panel.later("calm", 350, () => {
         self.panel.colours();
-        self.panel.fill();
+        self.panel.fillTable();
       });
       if (self.answer && !self.painted && !self.parent) {
         self.painted = performance.now();

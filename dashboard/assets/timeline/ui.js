@@ -1,4 +1,4 @@
-// What all parts of the timeline say and make: times and amounts in words, elements of the page.
+// Formats of durations, counts and sizes, and elements of the page, for all parts of the timeline.
 
 /**
  * @param {number} value
@@ -55,7 +55,7 @@ function digits(value) {
 
 // 12_621_000 -> "12.6 ms"
 /** @param {number} ns */
-export function time(ns) {
+export function formatDuration(ns) {
   if (!isFinite(ns)) {
     return "–";
   }
@@ -75,7 +75,7 @@ export function time(ns) {
  * @param {number} ns
  * @param {number} step
  */
-export function instant(ns, step) {
+export function formatInstant(ns, step) {
   const unit =
     UNITS.filter((u) => {
       return Math.max(Math.abs(ns), step) >= u[0];
@@ -84,11 +84,11 @@ export function instant(ns, step) {
   return (ns / unit[0]).toFixed(Math.min(places, 9)) + " " + unit[1];
 }
 
-export function count(n) {
+export function formatCount(n) {
   return Math.round(n).toLocaleString("en-US");
 }
 
-export function share(part, whole) {
+export function formatShare(part, whole) {
   return whole > 0 ? ((100 * part) / whole).toFixed(1) + " %" : "–";
 }
 
@@ -104,16 +104,16 @@ function scaled(value, base, names) {
 }
 
 /**
- * A value as the server gave it, in words.
+ * A value of the server, formatted.
  * @param {number | string} value
  * @param {string} unit
  */
-export function quantity(value, unit) {
+export function formatQuantity(value, unit) {
   if (typeof value !== "number") {
     return String(value);
   }
   if (unit === "ns") {
-    return time(value);
+    return formatDuration(value);
   }
   if (unit === "id") {
     return String(value);
@@ -130,10 +130,10 @@ export function quantity(value, unit) {
       }),
     );
   }
-  const text = Number.isInteger(value) ? count(value) : digits(value);
+  const text = Number.isInteger(value) ? formatCount(value) : digits(value);
   return unit && unit !== "count" ? text + " " + unit : text;
 }
 
-export function calm() {
+export function prefersReducedMotion() {
   return window.matchMedia("(prefers-reduced-motion: reduce)").matches;
 }

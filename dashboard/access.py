@@ -183,7 +183,7 @@ def _let_in(access: Access) -> flask.typing.ResponseReturnValue | None:
     if cookie is None and request.method == "GET" and arrived in request.cookies:
         # A browser keeps a strict cookie back from a page that something else led to (the file
         # that opens the browser, a link in a chat), redirects included. Asked for again by a page
-        # of ours, it is sent. The other cookie, which is worth nothing, keeps this from repeating.
+        # of ours, it is sent. The other cookie, which opens nothing, keeps this from repeating.
         again = _refuse(401, "One moment.")
         again.headers["Refresh"] = "0"
         again.delete_cookie(arrived, path="/", samesite="Lax", httponly=True)

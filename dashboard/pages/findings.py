@@ -133,7 +133,7 @@ def _title(report: Report, finding: Finding) -> Any:
         "Header",
         el("Span", str(finding.priority) if finding.priority is not None else "∙", cls="number"),
         el("H2", t.clean(finding.title)),
-        _worth(report, finding),
+        _gain(report, finding),
         el("Div", *parts, cls="meta"),
         cls="head",
     )
@@ -150,12 +150,12 @@ def _confidence(finding: Finding) -> Any:
     )
 
 
-def _worth(report: Report, finding: Finding) -> Any:
+def _gain(report: Report, finding: Finding) -> Any:
     """The gain as a figure, or the reason why there is none."""
     impact = finding.impact
     if impact is None or impact.gain_ns is None:
         text = t.format_gain(finding)
-        return el("Div", el("Strong", text, cls="text"), cls="worth") if len(text) < 40 else None
+        return el("Div", el("Strong", text, cls="text"), cls="saving") if len(text) < 40 else None
     per = t.format_per(impact.unit)
     if impact.share is not None and impact.currency == "step_time":
         per = f"{t.format_share(impact.share)} {t.format_of(impact.unit)}"
@@ -169,7 +169,7 @@ def _worth(report: Report, finding: Finding) -> Any:
         el("Strong", t.format_saving(impact)),
         el("Span", f"{per}{times}"),
         el("Span", spread) if spread else None,
-        cls="worth",
+        cls="saving",
     )
 
 
@@ -298,14 +298,14 @@ def _notes(view: PageView, report: Report, notes: list[Finding]) -> Any:
                     remark(t.clean(finding.fix)),
                     link("show", href=target) if target else None,
                 ),
-                _note_worth(finding),
+                _note_gain(finding),
                 id=anchor(finding),
             )
         )
     return card("Notes", el("Ul", *lines, cls="lines"), aside="not ranked; each says why")
 
 
-def _note_worth(finding: Finding) -> Any:
+def _note_gain(finding: Finding) -> Any:
     impact = finding.impact
     if not facts.note_gain(finding) or impact is None:
         return None
@@ -313,5 +313,5 @@ def _note_worth(finding: Finding) -> Any:
         "Span",
         t.format_saving(impact),
         el("Small", f"{t.format_share(impact.share)} {t.format_of(impact.unit)}, uncertain"),
-        cls="worth unsure",
+        cls="saving uncertain",
     )

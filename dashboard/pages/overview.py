@@ -143,7 +143,7 @@ def finding_line(view: PageView, report: Report, finding: Finding) -> Any:
             "Span",
             t.format_saving(impact),
             el("Small", f"{t.format_share(impact.share)} {t.format_of(impact.unit)}"),
-            cls="worth",
+            cls="saving",
         )
     return el(
         "Li",

@@ -239,7 +239,7 @@ def _the_findings_are_shown(t: Any, report: dict[str, Any]) -> None:
             assert finding["code"].strip() == card.locator("pre").inner_text().strip()
         gain = finding["impact"]["gain_ns"]
         if gain is not None:
-            assert agrees(card.locator(".worth strong").inner_text(), gain)
+            assert agrees(card.locator(".saving strong").inner_text(), gain)
         for fact in finding["evidence"]:
             assert fact["label"] in text
 

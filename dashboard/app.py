@@ -1,4 +1,9 @@
-"""The Dash application: pages, their frame, and what protects them."""
+"""The Dash application: its pages, the frame around them, and the document that holds them.
+
+The timeline's scripts are ES modules, which Dash would load as classic scripts: the document names
+them, all at once, so that none waits for another that imports it. On the timeline the picture comes
+first: its own small scripts run at once, and Dash's (3.6 MB) are requested after the first paint.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +11,7 @@ import traceback
 from collections.abc import Callable
 from importlib import import_module
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import dash
 import dash_mantine_components as dmc
@@ -16,7 +21,6 @@ from advisor.core import text as t
 from advisor.dashboard import current
 from advisor.dashboard.access import Access, protect
 from advisor.dashboard.current import KEY, PageView, clean_query
-from advisor.dashboard.document import Application
 from advisor.dashboard.pages import job
 from advisor.dashboard.parts import el, icon, link, register_rank_choice
 from advisor.dashboard.session import DashboardSession
@@ -36,7 +40,7 @@ def create_app(session: DashboardSession, access: Access | None = None) -> dash.
         title="advisor",
         update_title="",
         assets_folder=str(ASSETS),
-        # document.py names these: the first before all others, modules as what they are
+        # the document names these: the first before all others, modules as what they are
         assets_ignore=r"^early\.js$",
         assets_path_ignore=["timeline"],
         use_pages=True,
@@ -281,3 +285,64 @@ def routes(session: DashboardSession) -> flask.Blueprint:
         return flask.jsonify(session.status())
 
     return blueprint
+
+
+TIMELINE = "/timeline"
+MODULES: Final = "/assets/timeline"
+FILES: Final = tuple(
+    sorted(file.name for file in (Path(__file__).parent / "assets" / "timeline").glob("*.js"))
+)
+
+HEAD = """<!DOCTYPE html>
+<html lang="en">
+<head>
+{metas}
+<meta name="viewport" content="width=device-width, initial-scale=1">
+<title>{title}</title>
+<link rel="icon" type="image/svg+xml" href="/assets/favicon.svg">
+<script src="/assets/early.js"></script>
+{css}
+{modules}
+</head>
+<body>
+{app_entry}
+<footer>{config}{last}</footer>
+</body>
+</html>"""
+
+
+class Application(dash.Dash):
+    """Dash, with this document around its pages."""
+
+    def interpolate_index(
+        self,
+        metas: str = "",
+        title: str = "",
+        css: str = "",
+        config: str = "",
+        scripts: str = "",
+        app_entry: str = "",
+        favicon: str = "",
+        renderer: str = "",
+    ) -> str:
+        """The document, of the parts that Dash made."""
+        parts = {"metas": metas, "title": title, "css": css, "config": config}
+        parts |= {"scripts": scripts, "app_entry": app_entry, "renderer": renderer}
+        timeline = flask.request.path.rstrip("/").endswith(TIMELINE)
+        return document(parts, picture_first=timeline)
+
+
+def document(parts: dict[str, str], *, picture_first: bool) -> str:
+    """The HTML. ``parts``: what Dash gives ``interpolate_index``. ``picture_first``: Dash's scripts
+    lie in a template, from which ``timeline/last.js`` takes them when there is a picture."""
+    fields = {key: parts[key] for key in ("metas", "title", "css", "app_entry", "config")}
+    scripts = f"{parts['scripts']}{parts['renderer']}"
+    if picture_first:
+        scripts = f'<template id="dash-scripts">{scripts}</template>'
+    return HEAD.format(modules=modules(), last=scripts, **fields)
+
+
+def modules() -> str:
+    """The timeline's scripts: run in the order of their imports, once the document is read."""
+    ahead = [f'<link rel="modulepreload" href="{MODULES}/{name}">' for name in FILES]
+    return "\n".join([*ahead, f'<script type="module" src="{MODULES}/main.js"></script>'])

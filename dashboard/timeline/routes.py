@@ -15,10 +15,11 @@ from advisor.dashboard.timeline.categories import ALL, BASE, TITLES, category_la
 from advisor.dashboard.timeline.details import describe_slice, slice_near
 from advisor.dashboard.timeline.index import TimelineIndex
 from advisor.dashboard.timeline.level import level_of_detail
-from advisor.dashboard.timeline.ranges import longest_slices, range_statistics
 from advisor.dashboard.timeline.search import (
     finding_summary,
     keyed_findings,
+    longest_slices,
+    range_statistics,
     slice_starting,
     step_through,
 )

@@ -15,8 +15,13 @@ from advisor.dashboard.timeline.categories import ALL
 from advisor.dashboard.timeline.counters import CounterSeries, counter_series, sample
 from advisor.dashboard.timeline.details import describe_slice
 from advisor.dashboard.timeline.index import assign_tracks
-from advisor.dashboard.timeline.ranges import longest_slices, range_statistics
-from advisor.dashboard.timeline.search import search, slice_starting, step_through
+from advisor.dashboard.timeline.search import (
+    longest_slices,
+    range_statistics,
+    search,
+    slice_starting,
+    step_through,
+)
 from advisor.measure import Analysis
 from advisor.read import read_trace
 from advisor.testing import TraceBuilder

@@ -188,6 +188,16 @@ FIRST_WAIT, LONGEST_WAIT = 0.5, 8.0
 """Seconds before the second attempt; each later one doubles it."""
 
 
+def can_seek(file: Any, place: int) -> bool:
+    """Move to a place, if that is possible: tried, because a server's stream says that it can."""
+    try:
+        file.seek(0, 2)
+        file.seek(place)
+    except (OSError, ValueError):
+        return False
+    return bool(file.seekable())
+
+
 def call_within(seconds: float, call: Callable[[], _T]) -> _T:
     """What a call returns or raises. TimeoutError: not in time; it is left to itself, in a thread
     that nobody waits for. Ctrl-C is heard meanwhile, whatever the call waits for."""

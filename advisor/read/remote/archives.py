@@ -13,12 +13,12 @@ import lzma
 import tarfile
 import zipfile
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, BinaryIO, NamedTuple, cast
 
 from advisor.core.errors import AdvisorError
-from advisor.read.remote.access import file_system
+from advisor.read.remote.access import can_seek, file_system
 from advisor.read.remote.urls import shown
 
 KINDS = ("zip", "tar")
@@ -136,21 +136,11 @@ def _file(archive: str, kind: str) -> Iterator[_Bounded]:
     block = _ZIP_BLOCK if kind == "zip" else _TAR_BLOCK
     file = system.open(path, "rb", block_size=block, cache_type="readahead")
     try:
-        if not _can_seek(file):
+        if not can_seek(file, 0):
             raise AdvisorError(f"{shown(archive)}: cannot be read in parts; download it first")
         yield _Bounded(file, archive)
     finally:
         file.close()
-
-
-def _can_seek(file: Any) -> bool:
-    """Tried, because a server's stream says that it can."""
-    try:
-        file.seek(0, 2)
-        file.seek(0)
-    except (OSError, ValueError):
-        return False
-    return True
 
 
 _DAMAGE = (
@@ -175,21 +165,20 @@ def _sane(archive: str) -> Iterator[None]:
         raise AdvisorError(f"{shown(archive)}: {why}; pack it again") from None
 
 
+_PACKED: dict[bytes, Callable[..., Any]] = {
+    b"\x1f\x8b": gzip.open,
+    b"BZh": bz2.open,
+    b"\xfd7zXZ": lzma.open,
+}
+
+
 def _tar(file: _Bounded) -> tuple[bool, tarfile.TarFile]:
     """A tar, and whether it is packed."""
     head = file.read(6)
     file.seek(0)
-    inner: Any = file
-    if head.startswith(b"\x1f\x8b"):
-        inner = gzip.GzipFile(fileobj=cast(BinaryIO, file))
-    elif head.startswith(b"BZh"):
-        inner = bz2.BZ2File(cast(BinaryIO, file))
-    elif head.startswith(b"\xfd7zXZ"):
-        inner = lzma.LZMAFile(cast(BinaryIO, file))  # noqa: SIM115
-    packed = inner is not file
-    if packed:
-        inner = _Bounded(inner, file._archive)
-    return packed, tarfile.open(fileobj=cast(BinaryIO, inner), mode="r:")
+    unpack = next((unpack for magic, unpack in _PACKED.items() if head.startswith(magic)), None)
+    inner = file if unpack is None else _Bounded(unpack(file, "rb"), file._archive)
+    return unpack is not None, tarfile.open(fileobj=cast(BinaryIO, inner), mode="r:")
 
 
 def _headers(tar: tarfile.TarFile, archive: str) -> Iterator[tarfile.TarInfo]:

@@ -19,7 +19,13 @@ from typing import Any, BinaryIO
 
 from advisor.core.errors import AdvisorError
 from advisor.read.remote import access, archives
-from advisor.read.remote.access import CutOffError, call_within, file_system, give_up_or_wait
+from advisor.read.remote.access import (
+    CutOffError,
+    call_within,
+    can_seek,
+    file_system,
+    give_up_or_wait,
+)
 from advisor.read.remote.places import LISTING
 from advisor.read.remote.urls import RemoteFile, file_name, is_url, is_web
 
@@ -149,7 +155,7 @@ class _Copy:
             lambda: system.open(path, "rb", block_size=BLOCK, cache_type="none"),
         )
         try:
-            if not file.seekable() or self._cannot_seek(file, offset + out.tell()):
+            if not can_seek(file, offset + out.tell()):
                 self._stream_only = True
                 raise CutOffError("it can only be read from its start")
             while (left := size - out.tell()) > 0:
@@ -164,14 +170,6 @@ class _Copy:
             raise CutOffError("it can only be read from its start") from None
         finally:
             _close(file)
-
-    @staticmethod
-    def _cannot_seek(file: Any, place: int) -> bool:
-        try:
-            file.seek(place)
-        except (OSError, ValueError):
-            return True
-        return False
 
     def _streamed(
         self, system: Any, path: str, block_size: int, size: int | None, out: BinaryIO

@@ -344,7 +344,7 @@ def test_copies_around_cuda_graphs_lead_on_v100_training(shared_trace: Find) -> 
     path = shared_trace("v100_train_copy_heavy")
     result = report(path)
     copies = shown(result, "device-copies")
-    assert copies.rank == 1
+    assert copies.priority == 1
     assert "CUDA graph" in copies.fix
     spans = steps(path)
     inside = [e for e in device(path) if e["start"] < spans[-1][1] and e["end"] > spans[0][0]]

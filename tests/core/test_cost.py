@@ -149,7 +149,7 @@ def test_a_step_costs_its_time_at_the_price_of_all_gpus(tmp_path: Path) -> None:
     assert "at 2 × $3.60 an hour" in facts.cost(report)
     # the two ranks share a GPU
     assert facts.energy(report) == ["30 J a step", "300 W", "the driver's counter"]
-    for line in ("energy  30 J a step", "cost    $0.200 for 1,000 steps"):
+    for line in ("energy   30 J a step", "cost     $0.200 for 1,000 steps"):
         assert line in str(report)
     view = str(overview._head(report))
     assert "30 J a step" in view and "$0.200 for 1,000 steps" in view

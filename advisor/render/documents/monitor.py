@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
+from typing import Final
 
 from advisor.core import text as t
-from advisor.core.run_directory import THROTTLE, Gpu, Sample
+from advisor.core.run_directory import THROTTLE, Gpu, Host, Sample
 from advisor.render.document import Block, Document, Field, Fields, Paragraph, Section, Table
 
 NONE = "–"
@@ -95,82 +96,65 @@ def _percent(value: float | None) -> str:
 
 # -- Prometheus ---------------------------------------------------------------------------------
 
-_Get = Callable[[Gpu], float | None]
-
-_GPU: dict[str, tuple[str, str, _Get]] = {
-    "utilisation_ratio": (
-        "gauge",
-        "Share of time in which any kernel ran",
-        lambda g: _scaled(g.utilisation, 0.01),
-    ),
-    "memory_used_bytes": ("gauge", "Device memory in use", lambda g: g.memory_used),
-    "memory_total_bytes": ("gauge", "Device memory", lambda g: g.memory_total),
-    "sm_clock_hertz": ("gauge", "SM clock", lambda g: _scaled(g.sm_clock, 1e6)),
-    "sm_clock_max_hertz": ("gauge", "Highest SM clock", lambda g: _scaled(g.sm_clock_max, 1e6)),
-    "throttle_reasons": ("gauge", "Bits of nvmlClocksEventReasons", lambda g: g.throttle),
-    "power_watts": ("gauge", "Power draw", lambda g: _scaled(g.power, 1e-3)),
-    "power_limit_watts": ("gauge", "Enforced limit", lambda g: _scaled(g.power_limit, 1e-3)),
-    "energy_joules_total": (
-        "counter",
-        "Energy since the driver was loaded",
-        lambda g: _scaled(g.energy, 1e-3),
-    ),
-    "temperature_celsius": ("gauge", "Temperature of the GPU", lambda g: g.temperature),
-    "pcie_generation": ("gauge", "PCIe generation in use", lambda g: g.pcie_gen),
-    "pcie_width": ("gauge", "PCIe lanes in use", lambda g: g.pcie_width),
-    "pcie_transmit_bytes_per_second": ("gauge", "To the host", lambda g: g.pcie_tx),
-    "pcie_receive_bytes_per_second": ("gauge", "From the host", lambda g: g.pcie_rx),
-    "ecc_uncorrected_total": (
-        "counter",
-        "Uncorrectable memory errors",
-        lambda g: g.ecc_uncorrected,
-    ),
-    "processes": ("gauge", "Processes with a context on it", lambda g: g.processes),
-    "sm_active_ratio": ("gauge", "Multiprocessors active (GPM)", lambda g: _gpm(g, "sm_util")),
-    "tensor_active_ratio": ("gauge", "Tensor cores active (GPM)", lambda g: _gpm(g, "tensor")),
-    "dram_active_ratio": ("gauge", "DRAM active (GPM)", lambda g: _gpm(g, "dram")),
+_GPU: Final[dict[str, tuple[str, str, str, float]]] = {
+    "utilisation_ratio": ("gauge", "Share of time in which any kernel ran", "utilisation", 0.01),
+    "memory_used_bytes": ("gauge", "Device memory in use", "memory_used", 1),
+    "memory_total_bytes": ("gauge", "Device memory", "memory_total", 1),
+    "sm_clock_hertz": ("gauge", "SM clock", "sm_clock", 1e6),
+    "sm_clock_max_hertz": ("gauge", "Highest SM clock", "sm_clock_max", 1e6),
+    "throttle_reasons": ("gauge", "Bits of nvmlClocksEventReasons", "throttle", 1),
+    "power_watts": ("gauge", "Power draw", "power", 1e-3),
+    "power_limit_watts": ("gauge", "Enforced limit", "power_limit", 1e-3),
+    "energy_joules_total": ("counter", "Energy since the driver was loaded", "energy", 1e-3),
+    "temperature_celsius": ("gauge", "Temperature of the GPU", "temperature", 1),
+    "pcie_generation": ("gauge", "PCIe generation in use", "pcie_gen", 1),
+    "pcie_width": ("gauge", "PCIe lanes in use", "pcie_width", 1),
+    "pcie_transmit_bytes_per_second": ("gauge", "To the host", "pcie_tx", 1),
+    "pcie_receive_bytes_per_second": ("gauge", "From the host", "pcie_rx", 1),
+    "ecc_uncorrected_total": ("counter", "Uncorrectable memory errors", "ecc_uncorrected", 1),
+    "processes": ("gauge", "Processes with a context on it", "processes", 1),
+    "sm_active_ratio": ("gauge", "Multiprocessors active (GPM)", "gpm.sm_util", 0.01),
+    "tensor_active_ratio": ("gauge", "Tensor cores active (GPM)", "gpm.tensor", 0.01),
+    "dram_active_ratio": ("gauge", "DRAM active (GPM)", "gpm.dram", 0.01),
+}
+"""Metric -> kind, help, field of ``Gpu``, factor to the metric's unit."""
+_HOST: Final = {
+    "cpu_ratio": ("gauge", "cpu", 0.01),
+    "memory_available_bytes": ("gauge", "memory_available", 1),
+    "swap_used_bytes": ("gauge", "swap_used", 1),
+    "cpu_throttled_seconds_total": ("counter", "throttled", 1e-6),
 }
 
 
-def _scaled(value: float | None, factor: float) -> float | None:
-    return None if value is None else value * factor
-
-
-def _gpm(gpu: Gpu, name: str) -> float | None:
-    return _scaled((gpu.gpm or {}).get(name), 0.01)
+def _measured(source: Gpu | Host, field: str, factor: float) -> str | None:
+    """A field in the metric's unit; ``None``: not measured."""
+    group, _, name = field.rpartition(".")
+    value = (getattr(source, group) or {}).get(name) if group else getattr(source, name)
+    if value is None:
+        return None
+    scaled = value if factor == 1 else value * factor
+    return str(int(scaled)) if scaled == int(scaled) else repr(round(scaled, 9))
 
 
 def prometheus(sample: Sample, names: Mapping[str | None, str | None]) -> str:
     """The sample in Prometheus' text format, for node_exporter's textfile collector. What is not
     measured has no line."""
     lines: list[str] = []
-    for name, (kind, text, get) in _GPU.items():
+    for name, (kind, text, field, factor) in _GPU.items():
         rows = [
             f"advisor_gpu_{name}{{gpu={_quoted(gpu.uuid or str(number))},"
-            f'index="{number}",name={_quoted(names.get(gpu.uuid) or "")}}} {_number(value)}'
+            f'index="{number}",name={_quoted(names.get(gpu.uuid) or "")}}} {value}'
             for number, gpu in enumerate(sample.gpus)
-            if (value := get(gpu)) is not None
+            if (value := _measured(gpu, field, factor)) is not None
         ]
         if rows:
             lines += [f"# HELP advisor_gpu_{name} {text}", f"# TYPE advisor_gpu_{name} {kind}"]
             lines += rows
-    host = sample.host
-    told: dict[str, tuple[str, float | None]] = {}
-    if host is not None:
-        told = {
-            "cpu_ratio": ("gauge", _scaled(host.cpu, 0.01)),
-            "memory_available_bytes": ("gauge", host.memory_available),
-            "swap_used_bytes": ("gauge", host.swap_used),
-            "cpu_throttled_seconds_total": ("counter", _scaled(host.throttled, 1e-6)),
-        }
-    for name, (kind, value) in told.items():
+    for name, (kind, field, factor) in _HOST.items():
+        value = None if sample.host is None else _measured(sample.host, field, factor)
         if value is not None:
-            lines += [f"# TYPE advisor_host_{name} {kind}", f"advisor_host_{name} {_number(value)}"]
+            lines += [f"# TYPE advisor_host_{name} {kind}", f"advisor_host_{name} {value}"]
     return "\n".join(lines) + "\n"
-
-
-def _number(value: float) -> str:
-    return str(int(value)) if value == int(value) else repr(round(value, 9))
 
 
 def _quoted(text: str) -> str:

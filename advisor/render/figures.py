@@ -17,7 +17,7 @@ from advisor.render.document import Figure, Table
 from advisor.render.html import Html, colour, join, look, scrolling, tag
 
 if TYPE_CHECKING:
-    from advisor.render.strip import Strip
+    from advisor.measure.steps.strip import Strip
 
 WIDTH: Final = 1000
 """Units across a bar on a page."""
@@ -212,7 +212,7 @@ class Timeline(Figure):
 
     def html(self, *, small: bool = False) -> Html:
         """The lanes over a common axis."""
-        from advisor.render.strip import CELLS
+        from advisor.measure.steps.strip import CELLS
 
         shown = self.strip
         lanes = []

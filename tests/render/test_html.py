@@ -17,7 +17,7 @@ from advisor.core.report import HotLine, Report
 from advisor.render.formats import REPORTS
 from advisor.render.formats.html import style
 from advisor.render.html import esc
-from advisor.render.strip import CELLS, strip
+from advisor.measure.steps.strip import CELLS, strip
 from advisor.testing import TraceBuilder
 
 Make = Callable[..., Report]

@@ -112,7 +112,7 @@ def _timeline(report: Report, options: Options) -> Iterator[Block]:
     """One step, a lane a stream; nothing where only the report is here."""
     if options.analysis is None:
         return
-    from advisor.render.strip import strip
+    from advisor.measure.steps.strip import strip
 
     shown = strip(options.analysis)
     if shown is None:

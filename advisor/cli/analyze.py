@@ -193,7 +193,7 @@ def command(
         write_tables(csv, examined, redact=told)
     if operators:
         from advisor.render.documents.operators import build
-        from advisor.render.renderer import Options as Shown
+        from advisor.render.renderer import RenderOptions as Shown
 
         out.show_document(build(report, Shown(top=top)))
     else:

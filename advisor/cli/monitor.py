@@ -116,11 +116,11 @@ def _names(source: SampleSource) -> dict[str | None, str | None]:
 def _text(source: SampleSource, sample: Sample) -> str:
     from advisor.render.documents.monitor import build
     from advisor.render.formats.terminal import Terminal
-    from advisor.render.renderer import Options
+    from advisor.render.renderer import RenderOptions
 
     document = build(sample, names=_names(source), without_gpu=source.without_gpu)
     width, colour = out.columns(sys.stdout), out.colourful(sys.stdout)
-    return Terminal().draw(document, Options(width=width, colour=colour, details=True))
+    return Terminal().draw(document, RenderOptions(width=width, colour=colour, details=True))
 
 
 def _json(source: SampleSource, sample: Sample) -> str:

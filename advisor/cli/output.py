@@ -51,14 +51,14 @@ def deliver(
     **options: Any,
 ) -> None:
     """Render a subject and show it, or write it to a file that is none of ``inputs``. ``options``
-    as in :class:`~advisor.render.document.Options`."""
-    from advisor.render.document import Options
+    as in :class:`~advisor.render.document.RenderOptions`."""
+    from advisor.render.document import RenderOptions
 
     if output is not None:
-        write(renderer.render(subject, Options(width=PIPED_WIDTH, **options)), output, inputs)
+        write(renderer.render(subject, RenderOptions(width=PIPED_WIDTH, **options)), output, inputs)
         return
     width, colour = columns(sys.stdout), colourful(sys.stdout)
-    show(renderer.render(subject, Options(width=width, colour=colour, **options)))
+    show(renderer.render(subject, RenderOptions(width=width, colour=colour, **options)))
 
 
 def show_document(document: Document, **options: Any) -> None:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Literal
 
 if TYPE_CHECKING:
     from advisor.measure import Analysis
-    from advisor.render.html import Html
+    from advisor.render.html import Markup
 
 Style = Literal["", "strong", "soft", "code", "good", "bad", "warn"]
 """What a piece of text means; each format has its own look for it."""
@@ -34,7 +34,7 @@ Inline = str | Span | tuple[str | Span, ...]
 
 
 @dataclass(frozen=True)
-class Options:
+class RenderOptions:
     """What a renderer may need besides the subject. Each takes what means something to it."""
 
     width: int = 80
@@ -53,7 +53,7 @@ class Options:
     """Applied to names that come from the ``analysis``: leaves out what is private."""
 
 
-DEFAULT = Options()
+DEFAULT = RenderOptions()
 
 
 class Block:
@@ -72,7 +72,7 @@ class Paragraph(Block):
 
 
 @dataclass(frozen=True)
-class Field:
+class TextField:
     """A label and the parts that follow it."""
 
     label: str
@@ -85,10 +85,10 @@ class Field:
 
 
 @dataclass(frozen=True)
-class Fields(Block):
+class FieldList(Block):
     """Labels with text beside them."""
 
-    rows: Sequence[Field]
+    rows: Sequence[TextField]
     indent: int = 2
 
 
@@ -102,19 +102,19 @@ class Items(Block):
     title: str = ""
 
 
-Fact = tuple[str, str, str]
+EvidenceRow = tuple[str, str, str]
 """What was measured, its value, the limit that it is compared with."""
 
 
 @dataclass(frozen=True)
-class Facts(Block):
+class EvidenceList(Block):
     """Measured values."""
 
-    rows: Sequence[Fact]
+    rows: Sequence[EvidenceRow]
 
 
 @dataclass(frozen=True)
-class Table(Block):
+class Grid(Block):
     """Cells in columns; the first is text, the others are figures where ``align`` is empty."""
 
     head: Sequence[str]
@@ -158,11 +158,11 @@ class Figure(Block):
     """A picture of data. What a format cannot draw is shown as its table."""
 
     @abstractmethod
-    def table(self) -> Table | None:
+    def table(self) -> Grid | None:
         """The numbers; ``None``: only a page shows this."""
 
     @abstractmethod
-    def html(self, *, small: bool = False) -> Html:
+    def html(self, *, small: bool = False) -> Markup:
         """The picture for a page; ``small``: for a notebook's cell."""
 
     def lines(self, width: int) -> list[list[tuple[str, str]]] | None:
@@ -236,16 +236,16 @@ class Document:
 
 def cards(blocks: Iterable[Block]) -> list[Card]:
     """All cards in their order, those in sections too."""
-    found: list[Card] = []
+    result: list[Card] = []
     for block in blocks:
         if isinstance(block, Card):
-            found.append(block)
+            result.append(block)
         elif isinstance(block, Section) and not block.folded:
-            found += cards(block.blocks)
-    return found
+            result += cards(block.blocks)
+    return result
 
 
-def fact_line(fact: Fact) -> str:
+def fact_line(fact: EvidenceRow) -> str:
     """``share of the step 19%, limit 5% (TraceLens)``."""
     name, value, limit = fact
     return f"{name} {value}, limit {limit}" if limit else f"{name} {value}"

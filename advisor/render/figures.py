@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Final
 from advisor.core import palette
 from advisor.core import text as t
 from advisor.core.views import Segment, Stairs, StepBar
-from advisor.render.document import Figure, Table
-from advisor.render.html import Html, colour, join, look, scrolling, tag
+from advisor.render.document import Figure, Grid
+from advisor.render.html import Markup, colour, join, look, scrolling, tag
 
 if TYPE_CHECKING:
     from advisor.measure.steps.strip import Strip
@@ -36,12 +36,12 @@ def cells(shares: Sequence[float], width: int) -> list[int]:
     if total <= 0:
         return [0] * len(shares)
     exact = [share / max(total, 1.0) * width for share in shares]
-    found = [int(size) for size in exact]
-    missing = min(width, round(sum(exact))) - sum(found)
-    by_remainder = sorted(range(len(exact)), key=lambda i: (found[i] - exact[i], i))
+    sizes = [int(size) for size in exact]
+    missing = min(width, round(sum(exact))) - sum(sizes)
+    by_remainder = sorted(range(len(exact)), key=lambda i: (sizes[i] - exact[i], i))
     for index in by_remainder[: max(0, missing)]:
-        found[index] += 1
-    return found
+        sizes[index] += 1
+    return sizes
 
 
 # -- where the time goes -------------------------------------------------------------------------
@@ -53,7 +53,7 @@ class Bar(Figure):
 
     bar: StepBar
 
-    def table(self) -> Table:
+    def table(self) -> Grid:
         """A row a part; the parts of idle time below all of it."""
         bar = self.bar
         rows = [_row(segment, segment.label) for segment in bar.work]
@@ -62,9 +62,9 @@ class Bar(Figure):
             rows += [_row(segment, f"– {segment.label}") for segment in bar.idle]
         else:
             rows += [_row(segment, segment.label) for segment in bar.idle]
-        return Table(["", "time", t.format_of(bar.per), ""], rows, align="lrrl")
+        return Grid(["", "time", t.format_of(bar.per), ""], rows, align="lrrl")
 
-    def html(self, *, small: bool = False) -> Html:
+    def html(self, *, small: bool = False) -> Markup:
         """A bar and its legend."""
         bar, x = self.bar, 0.0
         parts = []
@@ -141,12 +141,12 @@ def _entry(segment: Segment, room: int, wide: int) -> Parts:
     ]
 
 
-def key(cls: str) -> Html:
+def key(cls: str) -> Markup:
     """A square of a colour, for a legend."""
     return tag("span", cls=f"key {cls}")
 
 
-def heads(names: Sequence[str]) -> Html:
+def heads(names: Sequence[str]) -> Markup:
     """The head of a table."""
     return tag("thead", tag("tr", *(tag("th", name, scope="col") for name in names)))
 
@@ -160,16 +160,16 @@ class Staircase(Figure):
 
     stairs: Stairs
 
-    def table(self) -> Table:
+    def table(self) -> Grid:
         """A row a fix: what it saves after those above it, and the step that is left."""
         stairs = self.stairs
         rows = [
             [f"{s.number}. {s.label}".lstrip(". "), f"{s.saved} {s.percent}".strip(), s.left]
             for s in stairs.fixes
         ]
-        return Table(["fix", f"saves {stairs.bound}".strip(), f"{stairs.per} then"], rows)
+        return Grid(["fix", f"saves {stairs.bound}".strip(), f"{stairs.per} then"], rows)
 
-    def html(self, *, small: bool = False) -> Html:
+    def html(self, *, small: bool = False) -> Markup:
         """A track a fix: what is left of the step, and what this fix takes off it."""
         stairs = self.stairs
         head = heads(["after fix", "", stairs.per, f"saves {stairs.bound}".strip()])
@@ -191,7 +191,7 @@ class Staircase(Figure):
         return tag("table", head, tag("tbody", *rows), cls="stairs")
 
 
-def _rect(cls: str, x: float, width: float) -> Html:
+def _rect(cls: str, x: float, width: float) -> Markup:
     return tag("rect", cls=cls, x=f"{x:.2f}", y=0, width=f"{max(width, 0.0):.2f}", height=10)
 
 
@@ -199,7 +199,7 @@ def _rect(cls: str, x: float, width: float) -> Html:
 
 
 @dataclass(frozen=True)
-class Timeline(Figure):
+class StepTimeline(Figure):
     """A lane a stream of one step, and when the device was idle for which cause."""
 
     strip: Strip
@@ -210,7 +210,7 @@ class Timeline(Figure):
     def table(self) -> None:
         """Only a page shows it."""
 
-    def html(self, *, small: bool = False) -> Html:
+    def html(self, *, small: bool = False) -> Markup:
         """The lanes over a common axis."""
         from advisor.measure.steps.strip import CELLS
 
@@ -224,7 +224,7 @@ class Timeline(Figure):
             busy = t.format_share(lane.busy)
             drawn = tag(
                 "svg",
-                *(Html(f'<path class="{name}" d="{path}"></path>') for name, path in paths.items()),
+                *(tag("path", cls=name, d=Markup(path)) for name, path in paths.items()),
                 viewBox=f"0 0 {CELLS} 20", preserveAspectRatio="none", role="img",
                 aria_label=f"{lane.label}: {busy} {self.of}",
             )  # fmt: skip
@@ -265,13 +265,13 @@ class Histogram(Figure):
     def _most(self) -> int:
         return max((count for _, count in self.bins), default=1) or 1
 
-    def table(self) -> Table:
+    def table(self) -> Grid:
         """A row a bin."""
         rows = [
             [name, t.format_count(count), block_bar(count / self._most(), 30)]
             for name, count in self.bins
         ]
-        return Table([*self.head, ""], rows, align="rrl")
+        return Grid([*self.head, ""], rows, align="rrl")
 
     def lines(self, width: int) -> list[Parts]:
         """A bar a bin."""
@@ -286,7 +286,7 @@ class Histogram(Figure):
             for name, count in self.bins
         ]
 
-    def html(self, *, small: bool = False) -> Html:
+    def html(self, *, small: bool = False) -> Markup:
         """A track a bin."""
         rows = []
         for name, count in self.bins:
@@ -310,7 +310,7 @@ numbers above one."""
 
 
 @dataclass(frozen=True)
-class HeatMap(Figure):
+class RankMap(Figure):
     """Columns × rows of cells, each coloured by how far it is from the median."""
 
     label: str
@@ -324,19 +324,19 @@ class HeatMap(Figure):
     """(column, row) -> what a cell says."""
     scale: str
     """The difference at which the colour ends."""
-    numbers: Table
+    numbers: Grid
     """What the cells stand for."""
     note: str = ""
 
     def table(self) -> None:
         """Only a page shows it: the groups of ranks stand in its place."""
 
-    def html(self, *, small: bool = False) -> Html:
+    def html(self, *, small: bool = False) -> Markup:
         """The map, its scale, and its numbers on demand."""
         wide = min(48.0, MAP_WIDTH / min(STRIP, len(self.columns)))
         every = max(1, round(64 / wide))  # a number of four digits is some 30 wide
         each = TOP + HIGH * len(self.names) + GAP
-        drawn: list[Html] = []
+        drawn: list[Markup] = []
         for number, first in enumerate(range(0, len(self.columns), STRIP)):
             top = number * each
             count = min(STRIP, len(self.columns) - first)
@@ -367,7 +367,7 @@ class HeatMap(Figure):
             tag("details", tag("summary", "The numbers"), scrolling(self.label, numbers)),
         )
 
-    def _cell(self, column: int, row: int, x: float, y: int, wide: float) -> Html:
+    def _cell(self, column: int, row: int, x: float, y: int, wide: float) -> Markup:
         tint = self.tint(column, row)
         cls = "hx" if tint is None else f"h{round(tint * SHADES)}"
         title = tag("title", self.words(column, row))

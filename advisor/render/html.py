@@ -14,7 +14,7 @@ MAX_TEXT: Final = 2000
 """Characters of any one text on a page; what is longer is cut in its middle."""
 
 
-class Html(str):
+class Markup(str):
     """Markup that came out of :func:`tag`."""
 
     __slots__ = ()
@@ -25,30 +25,33 @@ def esc(text: object, *, lines: bool = False) -> str:
     return escape(t.shorten(t.clean(text, lines=lines), MAX_TEXT), quote=True)
 
 
-def tag(name: str, *children: object, cls: str = "", **attributes: object) -> Html:
-    """An element. Children that are no :class:`Html` are escaped, ``None`` and empty ones left
+def tag(name: str, *children: object, cls: str = "", **attributes: object) -> Markup:
+    """An element. Children that are no :class:`Markup` are escaped, ``None`` and empty ones left
     out; so are attributes. Underscores in their names become hyphens."""
     given = {"class": cls, **attributes}
     shown = "".join(
-        f' {key.rstrip("_").replace("_", "-")}="{esc(value)}"'
+        f' {key.rstrip("_").replace("_", "-")}="{_text(value)}"'
         for key, value in given.items()
         if value not in (None, "")
     )
-    return Html(f"<{name}{shown}>{join(*children)}</{name}>")
+    return Markup(f"<{name}{shown}>{join(*children)}</{name}>")
 
 
-def join(*children: object) -> Html:
+def join(*children: object) -> Markup:
     """Markup beside each other, texts escaped."""
-    parts = (child if isinstance(child, Html) else esc(child) for child in children if child)
-    return Html("".join(parts))
+    return Markup("".join(_text(child) for child in children if child))
 
 
-def inline(text: Inline) -> Html:
+def _text(value: object) -> str:
+    return value if isinstance(value, Markup) else esc(value)
+
+
+def inline(text: Inline) -> Markup:
     """A line of text with its meanings."""
     return join(*(part if isinstance(part, str) else _span(part) for part in spans(text)))
 
 
-def _span(span: Span) -> Html:
+def _span(span: Span) -> Markup:
     title = span.title if span.title != span.text else ""
     if span.style == "code":
         return tag("code", span.text, title=title)
@@ -57,7 +60,7 @@ def _span(span: Span) -> Html:
     return tag("span", span.text, cls=span.style, title=title)
 
 
-def scrolling(label: str, *children: object) -> Html:
+def scrolling(label: str, *children: object) -> Markup:
     """A box that scrolls sideways, with the keyboard too."""
     return tag("div", *children, cls="scroll", tabindex=0, role="region", aria_label=label)
 

@@ -7,7 +7,7 @@ from typing import Any, ClassVar, Generic, TypeVar
 
 from advisor.render.document import DEFAULT as DEFAULT  # noqa: PLC0414 - handed out with Renderer
 from advisor.render.document import Document
-from advisor.render.document import Options as Options  # noqa: PLC0414
+from advisor.render.document import RenderOptions as RenderOptions  # noqa: PLC0414
 
 Subject = TypeVar("Subject")
 
@@ -24,7 +24,7 @@ class Renderer(ABC, Generic[Subject]):
     """Of files that are written in this format unless another is asked for, with the dot."""
 
     @abstractmethod
-    def render(self, subject: Subject, options: Options = DEFAULT) -> str:
+    def render(self, subject: Subject, options: RenderOptions = DEFAULT) -> str:
         """The text, ending in a line feed. Names in it come from traces: whatever reads the text
         must take them for names."""
 
@@ -32,7 +32,7 @@ class Renderer(ABC, Generic[Subject]):
 class Drawing(Renderer[Any]):
     """A format that draws the Document of a subject, whatever the subject."""
 
-    def render(self, subject: Any, options: Options = DEFAULT) -> str:
+    def render(self, subject: Any, options: RenderOptions = DEFAULT) -> str:
         """The subject's Document, drawn."""
         from advisor.render.documents import document_of
 
@@ -40,5 +40,5 @@ class Drawing(Renderer[Any]):
         return self.draw(document, options)
 
     @abstractmethod
-    def draw(self, document: Document, options: Options = DEFAULT) -> str:
+    def draw(self, document: Document, options: RenderOptions = DEFAULT) -> str:
         """The text of a document."""

@@ -14,7 +14,7 @@ from advisor.core import text as t
 from advisor.core.finding import Location
 from advisor.core.report import Ranks, Report
 from advisor.render import markdown
-from advisor.render.document import Document, Field, Fields, Span
+from advisor.render.document import Document, FieldList, Span, TextField
 from advisor.render.formats import REPORTS
 from advisor.render.formats.markdown import Markdown
 
@@ -114,6 +114,6 @@ def test_top_limits_the_findings_and_says_so(report: Make, top: int) -> None:
 def test_a_place_shows_names_as_code_and_figures_as_text() -> None:
     place = Location(op="aten::item", count=12, dur_ns=3_000_000)
     names = [Span(name, "code") for name in t.location_names(place)]
-    fields = Fields([Field("where", [*names, *t.location_figures(place)])])
+    fields = FieldList([TextField("where", [*names, *t.location_figures(place)])])
     shown = Markdown().draw(Document("", [fields], name="report"))
     assert "where: `aten::item` · 12× · worst 3 ms\n" in shown

@@ -13,7 +13,7 @@ from advisor.core.report import AttainableRate, OperatorRate, Report
 from advisor.measure.device.rooflines import shape_text
 from advisor.render.documents import operators
 from advisor.render.formats.terminal import Terminal
-from advisor.render.renderer import Options
+from advisor.render.renderer import RenderOptions
 
 from .conftest import HOSTILE
 
@@ -40,7 +40,7 @@ def shown(make: Make, *rows: OperatorRate, width: int = 80, **more: Any) -> str:
         AttainableRate(of="bf16", rate=794.5e12, source="a benchmark", url="https://x.org/y"),
         AttainableRate(of="memory", rate=2791e9, source=None, url=None),
     ]
-    options = Options(width=width, details=True, **more)
+    options = RenderOptions(width=width, details=True, **more)
     return Terminal().draw(operators.build(report, options), options)
 
 

@@ -12,21 +12,21 @@ from advisor.render.document import (
     DEFAULT,
     Block,
     Document,
-    Field,
-    Fields,
+    FieldList,
+    Grid,
     Inline,
     Items,
-    Options,
     Paragraph,
+    RenderOptions,
     Section,
     Span,
-    Table,
+    TextField,
 )
 
 _STYLE: Final = {"slower": ("bold red", "Slower"), "faster": ("bold green", "Faster")}
 
 
-def build(comparison: Comparison, options: Options = DEFAULT) -> Document:
+def build(comparison: Comparison, options: RenderOptions = DEFAULT) -> Document:
     """The document; one with a decision is a gate's."""
     c = comparison
     if c.decision is not None:
@@ -36,7 +36,7 @@ def build(comparison: Comparison, options: Options = DEFAULT) -> Document:
     return Document(
         c.verdict,
         [
-            Fields([Field(label, parts) for label, parts in view.sides(c)], indent=0),
+            FieldList([TextField(label, parts) for label, parts in view.sides(c)], indent=0),
             *_limits(c),
             *_table("Step times", view.step_table(c), notes, short=True),
             *_table("Breakdown", view.breakdown(c), []),
@@ -60,7 +60,7 @@ def _table(
     title: str, given: view.Table | None, notes: list[Paragraph], *, short: bool = False
 ) -> Iterator[Block]:
     if given is not None and given.rows:
-        yield Section(title, [Table(given.head, given.rows), *notes], short=short)
+        yield Section(title, [Grid(given.head, given.rows), *notes], short=short)
 
 
 def _findings(c: Comparison) -> Iterator[Block]:
@@ -106,7 +106,7 @@ def _gate(c: Comparison, decision: Decision) -> Document:
     )
 
 
-def _gate_table(c: Comparison) -> Table:
+def _gate_table(c: Comparison) -> Grid:
     steps = c.steps
     change = f"{view.signed(steps.share)} ({view.interval(steps)})"
     rows = [[f"step ({steps.statistic})", *view.centers(steps), change]]
@@ -116,7 +116,7 @@ def _gate_table(c: Comparison) -> Table:
             share = item.after / item.before - 1
         sides = format_value(item.before, item.unit), format_value(item.after, item.unit)
         rows.append([item.name, *sides, view.signed(share)])
-    return Table(["", "baseline", "this run", "difference"], rows)
+    return Grid(["", "baseline", "this run", "difference"], rows)
 
 
 def _gate_findings(c: Comparison) -> Iterator[Block]:

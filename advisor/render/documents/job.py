@@ -14,14 +14,14 @@ from advisor.render.document import (
     Block,
     Card,
     Document,
-    Field,
-    Fields,
+    FieldList,
+    Grid,
     Items,
-    Options,
+    RenderOptions,
     Section,
-    Table,
+    TextField,
 )
-from advisor.render.figures import HeatMap, Histogram
+from advisor.render.figures import Histogram, RankMap
 
 MAX_GROUPS: Final = 6
 """Groups of ranks that a terminal lists."""
@@ -29,12 +29,12 @@ MAX_TEXT: Final = 400
 """Characters of a reason."""
 
 
-def build(report: JobReport, options: Options = DEFAULT) -> Document:
+def build(report: JobReport, options: RenderOptions = DEFAULT) -> Document:
     """The document."""
     return Document(
         report.verdict or "A job",
         [
-            Fields([Field(label, parts) for label, parts in w.scope(report)], indent=0),
+            FieldList([TextField(label, parts) for label, parts in w.scope(report)], indent=0),
             *_steps(report),
             *_map(report),
             *_groups(report),
@@ -68,14 +68,14 @@ def _map(report: JobReport) -> Iterator[Block]:
         for row in heat.rows
     ]
     names = [views.label(name) for name in heat.classes]
-    figure = HeatMap(
+    figure = RankMap(
         "Time per step by rank and class",
         names,
         [str(row.rank) for row in heat.rows],
         lambda column, row: heat.tint(heat.rows[column], row),
         lambda column, row: heat.words(heat.rows[column], row),
         t.format_duration(heat.scale_ns),
-        Table(["rank", "step", *names], rows),
+        Grid(["rank", "step", *names], rows),
         heat.note,
     )
     yield Section("Ranks × classes of time", [figure], "compared with the median rank")
@@ -100,7 +100,7 @@ def _groups(report: JobReport) -> Iterator[Block]:
     ]
     head = ["group", "ranks", "how many", "step", *map(views.label, report.classes)]
     smallest = sorted(report.classes, key=lambda name: total[name])
-    table = Table(
+    table = Grid(
         head,
         rows,
         align="ll" + "r" * (len(head) - 2),
@@ -118,11 +118,11 @@ def _outliers(report: JobReport) -> Iterator[Block]:
 
 def _outlier(odd: Odd) -> Card:
     fields = [
-        Field("seen", w.odd_figures(odd)),
-        Field("why", [t.clean(odd.why)]),
-        Field("fix", [t.clean(odd.fix)], "strong"),
+        TextField("seen", w.odd_figures(odd)),
+        TextField("why", [t.clean(odd.why)]),
+        TextField("fix", [t.clean(odd.fix)], "strong"),
     ]
-    return Card(f"{w.odd_name(odd)}: {w.odd_kind(odd)}", [Fields(fields)], fix=False, full=True)
+    return Card(f"{w.odd_name(odd)}: {w.odd_kind(odd)}", [FieldList(fields)], fix=False, full=True)
 
 
 def _findings(report: JobReport) -> Iterator[Block]:
@@ -133,17 +133,19 @@ def _findings(report: JobReport) -> Iterator[Block]:
 
 def _card(report: JobReport, finding: JobFinding, number: int) -> Card:
     fields = [
-        Field("why", [finding.summary], prose=True),
-        Field("fix", [finding.fix], "strong", prose=True),
+        TextField("why", [finding.summary], prose=True),
+        TextField("fix", [finding.fix], "strong", prose=True),
     ]
     return Card(
         finding.title,
-        [Fields(fields, indent=4)],
+        [FieldList(fields, indent=4)],
         number=str(number),
         gain=" · ".join(w.finding_parts(report, finding)),
         place=t.clean(finding.place),
         tag=finding.severity,
-        details=[Fields([Field("verify", [finding.verify])], indent=4)] if finding.verify else [],
+        details=[FieldList([TextField("verify", [finding.verify])], indent=4)]
+        if finding.verify
+        else [],
     )
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 from advisor.core import text as t
-from advisor.render.document import Block, Field, Fields, Items, Section, Table, plain
+from advisor.render.document import Block, FieldList, Grid, Items, Section, TextField, plain
 
 if TYPE_CHECKING:
     from advisor.core.report import MemoryHolder, MemoryView, Report
@@ -18,14 +18,14 @@ MAX_SAVINGS: Final = 6
 MAX_DEVICES: Final = 8
 
 
-class Device(NamedTuple):
+class DeviceMemory(NamedTuple):
     """What is shown of a device."""
 
     title: str
     aside: str
     lines: list[tuple[str, list[str]]]
     """A label and the parts that follow it."""
-    tables: list[Table]
+    tables: list[Grid]
     """Those that come first matter most."""
 
 
@@ -33,7 +33,7 @@ def sections(report: Report) -> list[Block]:
     """What held each device's memory, and how the allocator laid it out."""
     found: list[Block] = []
     for device, view in zip(devices(report), report.memory, strict=False):
-        fields = Fields([Field(label, parts) for label, parts in device.lines])
+        fields = FieldList([TextField(label, parts) for label, parts in device.lines])
         first = [each for each in device.tables if each.title not in _FOLDED]
         rest: list[Block] = [each for each in device.tables if each.title in _FOLDED]
         if view.savings:
@@ -46,7 +46,7 @@ def sections(report: Report) -> list[Block]:
     return found
 
 
-def devices(report: Report, rows: int = MAX_ROWS) -> list[Device]:
+def devices(report: Report, rows: int = MAX_ROWS) -> list[DeviceMemory]:
     """One a device of the snapshot."""
     shown = report.memory[:MAX_DEVICES]
     return [device(view, rows, named=len(report.memory) > 1) for view in shown]
@@ -57,7 +57,7 @@ _FOLDED = (_CHURN, _POOLS)
 _HEAD = ["line", "per step", "steps"]
 
 
-def device(view: MemoryView, rows: int = MAX_ROWS, *, named: bool = False) -> Device:
+def device(view: MemoryView, rows: int = MAX_ROWS, *, named: bool = False) -> DeviceMemory:
     """What is shown of one; ``named``: with its number."""
     when = {
         "out of memory": "when it ran out",
@@ -92,7 +92,7 @@ def device(view: MemoryView, rows: int = MAX_ROWS, *, named: bool = False) -> De
             rows,
         ),
     ]
-    return Device(
+    return DeviceMemory(
         title,
         when,
         [(label, parts) for label, parts in kept if parts],
@@ -100,9 +100,9 @@ def device(view: MemoryView, rows: int = MAX_ROWS, *, named: bool = False) -> De
     )
 
 
-def _table(title: str, head: list[str], rows: list[list[str]], most: int) -> Table:
+def _table(title: str, head: list[str], rows: list[list[str]], most: int) -> Grid:
     rows = rows[:most]
-    return Table(head, rows, title, short=rows[:MAX_SHORT])
+    return Grid(head, rows, title, short=rows[:MAX_SHORT])
 
 
 def _held(view: MemoryView) -> list[list[str]]:
@@ -162,7 +162,7 @@ def _place(each: MemoryHolder) -> str:
     return f"{t.shorten_path(t.clean(each.file), 40)}:{each.line}"
 
 
-def sentences(device: Device) -> list[str]:
+def sentences(device: DeviceMemory) -> list[str]:
     """A device as lines of text: its figures, then its tables, a row each."""
     found = [f"{label}: {' · '.join(parts)}" for label, parts in device.lines]
     for table in device.tables:

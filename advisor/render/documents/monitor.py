@@ -7,7 +7,7 @@ from typing import Final
 
 from advisor.core import text as t
 from advisor.core.run_directory import THROTTLE, Gpu, Host, Sample
-from advisor.render.document import Block, Document, Field, Fields, Paragraph, Section, Table
+from advisor.render.document import Block, Document, FieldList, Grid, Paragraph, Section, TextField
 
 NONE = "–"
 """What the driver does not report."""
@@ -23,11 +23,11 @@ def build(
         head = ["GPU", "used", "memory", "clock", "power", "°C", "processes"]
         rows = [_row(number, gpu) for number, gpu in enumerate(sample.gpus)]
         fields = [
-            Field(f"GPU {number}", _details(gpu, names.get(gpu.uuid)))
+            TextField(f"GPU {number}", _details(gpu, names.get(gpu.uuid)))
             for number, gpu in enumerate(sample.gpus)
         ]
-        table = Table(head, rows)
-        blocks.append(Section("GPUs", [table, Fields(fields)], f"{len(sample.gpus)}"))
+        table = Grid(head, rows)
+        blocks.append(Section("GPUs", [table, FieldList(fields)], f"{len(sample.gpus)}"))
     if without_gpu is not None:
         blocks.append(Paragraph(f"No GPU is shown: {without_gpu}.", "warn", indent=0))
     return Document("", [*blocks, *_host(sample)], name="sample")
@@ -87,7 +87,7 @@ def _host(sample: Sample) -> list[Block]:
             f"stopped by the CPU quota {host.throttled_periods:,} times, "
             f"{t.format_duration((host.throttled or 0) * 1e3)} in all"
         )
-    return [Section("Host", [Fields([Field("host", parts)])])]
+    return [Section("Host", [FieldList([TextField("host", parts)])])]
 
 
 def _percent(value: float | None) -> str:

@@ -8,12 +8,12 @@ from advisor.core import text as t
 from advisor.render.document import (
     DEFAULT,
     Document,
+    Grid,
     Inline,
-    Options,
     Paragraph,
+    RenderOptions,
     Section,
     Span,
-    Table,
 )
 
 if TYPE_CHECKING:
@@ -28,7 +28,7 @@ _LEGEND: Final = (
 )
 
 
-def build(report: Report, options: Options = DEFAULT) -> Document:
+def build(report: Report, options: RenderOptions = DEFAULT) -> Document:
     """A table of ``top`` operators, each with its shapes below it."""
     found = report.rooflines
     rows = found[: MAX_ROWS if options.top is None else options.top]
@@ -36,7 +36,7 @@ def build(report: Report, options: Options = DEFAULT) -> Document:
         text = "No kernels were recorded: what operators attain is not measured."
         return Document(text, [], name="operators", style="")
     shown = "all" if len(rows) == len(found) else f"the {len(rows)} longest"
-    table = Table(_HEAD, [_row(row) for row in rows], below=[_below(row) for row in rows])
+    table = Grid(_HEAD, [_row(row) for row in rows], below=[_below(row) for row in rows])
     notes = [Paragraph(line, "soft", indent=0) for line in _notes(report, rows)]
     title = f"Operators by shape, {shown}, {t.format_per(report.per)}"
     return Document("", [Section(title, [table, *notes])], name="operators")

@@ -15,21 +15,21 @@ from advisor.render.document import (
     Card,
     Code,
     Document,
-    Fact,
-    Facts,
-    Field,
-    Fields,
+    EvidenceList,
+    EvidenceRow,
+    FieldList,
+    Grid,
     Inline,
     Items,
-    Options,
     Paragraph,
+    RenderOptions,
     Section,
     Span,
-    Table,
+    TextField,
     Tiles,
 )
 from advisor.render.documents import memory
-from advisor.render.figures import Bar, Staircase, Timeline
+from advisor.render.figures import Bar, Staircase, StepTimeline
 
 MAX_RANKS: Final = 8
 """Ranks that a terminal lists, those that the others wait for longest."""
@@ -43,13 +43,13 @@ _ON_HOST: Final = ("GPU", "ops", "ranges", "path")
 """Figures beside the bar that are shown where room is short."""
 
 
-def build(report: Report, options: Options = DEFAULT) -> Document:
+def build(report: Report, options: RenderOptions = DEFAULT) -> Document:
     """The document; ``options`` bring the measurements for a timeline."""
     style, badge = _STATUS[report.status]
     return Document(
         report.verdict,
         [
-            Fields([Field(label, parts) for label, parts in facts.scope(report)], indent=0),
+            FieldList([TextField(label, parts) for label, parts in facts.scope(report)], indent=0),
             *_tiles(report),
             *_time(report),
             *_timeline(report, options),
@@ -103,12 +103,13 @@ def _time(report: Report) -> Iterator[Block]:
     if bar is None:
         return
     rows = [
-        Field(label, parts, detail=label not in _ON_HOST) for label, parts in facts.figures(report)
+        TextField(label, parts, detail=label not in _ON_HOST)
+        for label, parts in facts.figures(report)
     ]
-    yield Section(bar.title, [Bar(bar), Fields(rows)], bar.aside, short=True)
+    yield Section(bar.title, [Bar(bar), FieldList(rows)], bar.aside, short=True)
 
 
-def _timeline(report: Report, options: Options) -> Iterator[Block]:
+def _timeline(report: Report, options: RenderOptions) -> Iterator[Block]:
     """One step, a lane a stream; nothing where only the report is here."""
     if options.analysis is None:
         return
@@ -120,7 +121,7 @@ def _timeline(report: Report, options: Options) -> Iterator[Block]:
     title = "The recording"
     if report.per == "step":
         title = f"A typical step: {options.clean(shown.step)}"
-    figure = Timeline(shown, report.scope.framework, t.format_of(report.per))
+    figure = StepTimeline(shown, report.scope.framework, t.format_of(report.per))
     yield Section(f"{title}, {t.format_duration(shown.dur_ns)}", [figure])
 
 
@@ -128,7 +129,7 @@ def _ranks(report: Report) -> Iterator[Block]:
     table, short = views.rank_table(report), views.rank_table(report, MAX_RANKS)
     if table is None or short is None:
         return
-    shown = Table(
+    shown = Grid(
         table.head,
         [row.cells for row in table.rows],
         align="r" * len(table.head),
@@ -162,10 +163,10 @@ def _findings(report: Report) -> Iterator[Block]:
 def _card(report: Report, finding: Finding, *, fix: bool = True) -> Card:
     """A finding: what, gain, where, why, how; evidence, caveats and verification on demand."""
     fields = [
-        Field("note", [*facts.conditions(finding, report)], "warn"),
+        TextField("note", [*facts.conditions(finding, report)], "warn"),
         *_where(finding),
-        Field("why", [finding.summary], prose=True),
-        Field("fix", [finding.fix], "strong", prose=True),
+        TextField("why", [finding.summary], prose=True),
+        TextField("fix", [finding.fix], "strong", prose=True),
     ]
     code: list[Block] = [Code(finding.code)] if finding.code else []
     confidence = [f"confidence in the cause {t.format_share(finding.confidence)}", finding.severity]
@@ -174,21 +175,21 @@ def _card(report: Report, finding: Finding, *, fix: bool = True) -> Card:
     covered = [facts.covered_line(finding, other) for other in facts.folded(report, finding)]
     return Card(
         finding.title,
-        [Fields(fields, indent=4), *code],
+        [FieldList(fields, indent=4), *code],
         number="" if finding.priority is None else str(finding.priority),
         gain=facts.price(finding),
         place=" · ".join(t.location_names(finding.where[0])[:1]) if finding.where else "",
         tag=finding.severity,
         details=[
-            Facts([_fact(item) for item in finding.evidence]),
-            Fields(
+            EvidenceList([_fact(item) for item in finding.evidence]),
+            FieldList(
                 [
-                    Field("cause", [part for part in confidence if part]),
-                    *(Field(label, [text]) for label, text in covered),
-                    Field("verify", [finding.check]),
-                    Field("caveats", ["; ".join(facts.caveats(finding))], "soft"),
+                    TextField("cause", [part for part in confidence if part]),
+                    *(TextField(label, [text]) for label, text in covered),
+                    TextField("verify", [finding.check]),
+                    TextField("caveats", ["; ".join(facts.caveats(finding))], "soft"),
                     *(
-                        Field("" if number else "read", [reference], "soft")
+                        TextField("" if number else "read", [reference], "soft")
                         for number, reference in enumerate(finding.references)
                     ),
                 ],
@@ -199,7 +200,7 @@ def _card(report: Report, finding: Finding, *, fix: bool = True) -> Card:
     )
 
 
-def _where(finding: Finding) -> Iterator[Field]:
+def _where(finding: Finding) -> Iterator[TextField]:
     """The places, worst first, a line each."""
     shown = facts.named_places(finding)
     for number, (location, names) in enumerate(shown):
@@ -209,10 +210,10 @@ def _where(finding: Finding) -> Iterator[Field]:
         ]
         parts += t.location_figures(location)
         if parts:
-            yield Field("" if number else "where", parts, detail=number > 0)
+            yield TextField("" if number else "where", parts, detail=number > 0)
 
 
-def _fact(item: Evidence) -> Fact:
+def _fact(item: Evidence) -> EvidenceRow:
     limit = ""
     if item.threshold is not None:
         source = f" ({t.clean(item.source)})" if item.source else ""
@@ -233,7 +234,7 @@ def _rest(report: Report) -> Iterator[Block]:
             [Span(place, "code"), share, Span(text, "code")]
             for share, place, text in facts.hot_lines(report)
         ]
-        table = Table(["line", "CPU time", ""], rows, align="lrl")
+        table = Grid(["line", "CPU time", ""], rows, align="lrl")
         counted = t.count_noun(len(rows), "hot Python line")
         aside = "from a separate run under Scalene"
         yield Section("Hot Python lines", [table], aside, folded=True, counted=counted)
@@ -258,9 +259,9 @@ def _rest(report: Report) -> Iterator[Block]:
 def _note(report: Report, finding: Finding) -> Card:
     """A possibility: why it is not ranked, and what it could gain."""
     fields = [
-        Field("note", [facts.why_note(finding)]),
-        Field("why", [finding.summary]),
-        Field("gain", [facts.note_gain(finding)]),
-        Field("fix", [finding.fix]),
+        TextField("note", [facts.why_note(finding)]),
+        TextField("why", [finding.summary]),
+        TextField("gain", [facts.note_gain(finding)]),
+        TextField("fix", [finding.fix]),
     ]
-    return Card(finding.title, [Fields([f for f in fields if f.parts[0]], indent=4)], fix=False)
+    return Card(finding.title, [FieldList([f for f in fields if f.parts[0]], indent=4)], fix=False)

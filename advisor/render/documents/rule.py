@@ -19,12 +19,12 @@ from advisor.render.document import (
     Block,
     Code,
     Document,
-    Field,
-    Fields,
+    FieldList,
     Inline,
     Paragraph,
     Section,
     Span,
+    TextField,
 )
 
 CATEGORIES = {
@@ -251,12 +251,12 @@ def build(rule: Rule) -> Document:
     for number, paragraph in enumerate(about.paragraphs):
         paragraphs += [Paragraph("")] * bool(number) + _paragraph(paragraph)
     tested = [
-        Field("on", [VALIDATION.get(about.validated, about.validated)]),
-        Field("seen", [about.validated_on]),
-        Field("right", ["; ".join(about.found_in)]),
-        Field("quiet", ["; ".join(about.silent_in)]),
-        Field("fires", ["; ".join(about.fires_on)]),
-        Field("silent", ["; ".join(about.silent_on)]),
+        TextField("on", [VALIDATION.get(about.validated, about.validated)]),
+        TextField("seen", [about.validated_on]),
+        TextField("right", ["; ".join(about.found_in)]),
+        TextField("quiet", ["; ".join(about.silent_in)]),
+        TextField("fires", ["; ".join(about.fires_on)]),
+        TextField("silent", ["; ".join(about.silent_on)]),
     ]
     sections = [
         Section("Why it matters", paragraphs),
@@ -268,7 +268,7 @@ def build(rule: Rule) -> Document:
         ),
         *(_elsewhere_section(advice) for advice in about.elsewhere),
         Section("Thresholds", [line for item in about.thresholds for line in _threshold(item)]),
-        Section("How it was tested", [Fields(tested)]),
+        Section("How it was tested", [FieldList(tested)]),
         Section("Change it", [Code(override(about), "toml", "", 0)], "in pyproject.toml"),
         Section("References", [Paragraph(reference) for reference in about.references]),
     ]
@@ -296,12 +296,12 @@ def _advice(texts: Mapping[str, Any]) -> list[Block]:
     if texts.get("code"):
         blocks.append(Code(texts["code"], label="", indent=2))
     fields = [
-        Field("verify", [texts.get("verify", "")]),
-        Field("unless", [texts.get("falsified_by", "")]),
-        Field("assumes", ["; ".join(texts.get("assumptions", ()))]),
+        TextField("verify", [texts.get("verify", "")]),
+        TextField("unless", [texts.get("falsified_by", "")]),
+        TextField("assumes", ["; ".join(texts.get("assumptions", ()))]),
     ]
     shown = [field for field in fields if field.parts[0]]
-    return [*blocks, Fields(shown)] if shown else blocks
+    return [*blocks, FieldList(shown)] if shown else blocks
 
 
 def _cases(cases: Mapping[str, Mapping[str, Any]]) -> Iterator[Section]:

@@ -12,13 +12,13 @@ from advisor.render.document import (
     Card,
     Code,
     Document,
-    Field,
-    Fields,
-    Options,
+    FieldList,
+    Grid,
     Paragraph,
+    RenderOptions,
     Section,
     Style,
-    Table,
+    TextField,
 )
 from advisor.tune.report import Trial, TrialReport
 from advisor.tune.words import band, headline, interval, losses, runs
@@ -30,12 +30,12 @@ NOTHING: Final = (
 _STYLES: Final[dict[str, Style]] = {"gain": "good", "slower": "bad", "dropped": "warn"}
 
 
-def build(report: TrialReport, options: Options = DEFAULT) -> Document:
+def build(report: TrialReport, options: RenderOptions = DEFAULT) -> Document:
     """The document."""
     fields = [
-        Field("program", [" ".join(report.program)]),
-        Field("runs", runs(report)),
-        Field("losses", [losses(report)]),
+        TextField("program", [" ".join(report.program)]),
+        TextField("runs", runs(report)),
+        TextField("losses", [losses(report)]),
     ]
     cards = [_card(trial) for trial in report.trials if trial.outcome != "not run" or trial.why]
     shown = Section("Trials", [_table(report)], "share of the step that is saved", short=True)
@@ -43,7 +43,7 @@ def build(report: TrialReport, options: Options = DEFAULT) -> Document:
     return Document(
         headline(report),
         [
-            Fields(fields, indent=0),
+            FieldList(fields, indent=0),
             shown if report.trials else nothing,
             *([Section("What each does", cards)] if cards else []),
             *_together(report),
@@ -53,7 +53,7 @@ def build(report: TrialReport, options: Options = DEFAULT) -> Document:
     )
 
 
-def _table(report: TrialReport) -> Table:
+def _table(report: TrialReport) -> Grid:
     rows = []
     for trial in report.trials:
         measured = "–" if trial.gain is None else interval(trial.gain_low, trial.gain_high)
@@ -62,7 +62,7 @@ def _table(report: TrialReport) -> Table:
             predicted = interval(trial.predicted_low, trial.predicted_high)
         name = t.shorten(t.clean(trial.name), 26)
         rows.append([name, predicted, measured, band(trial), str(trial.runs), trial.outcome])
-    return Table(["knob", "predicted", "measured", "band", "runs", "outcome"], rows)
+    return Grid(["knob", "predicted", "measured", "band", "runs", "outcome"], rows)
 
 
 def _card(trial: Trial) -> Card:
@@ -73,15 +73,15 @@ def _card(trial: Trial) -> Card:
     ]
     checked = f"{trial.losses} ({trial.safety})" if trial.losses and not trial.why else ""
     fields = [
-        Field("cures", [trial.rule]),
-        Field("changes", [f"by the sample; {trial.schedule}" if trial.schedule else ""]),
-        Field(trial.outcome, [trial.why], _STYLES.get(trial.outcome, "")),
-        Field("losses", [checked]),
-        Field("memory", memory),
+        TextField("cures", [trial.rule]),
+        TextField("changes", [f"by the sample; {trial.schedule}" if trial.schedule else ""]),
+        TextField(trial.outcome, [trial.why], _STYLES.get(trial.outcome, "")),
+        TextField("losses", [checked]),
+        TextField("memory", memory),
     ]
     code = [Code(trial.diff or trial.lines, "diff" if trial.diff else "python", "write")]
     kept: list[Block] = [*code] if trial.outcome == "gain" and code[0].text else []
-    return Card(f"{trial.name}: {trial.title}", [Fields(fields), *kept], fix=False, full=True)
+    return Card(f"{trial.name}: {trial.title}", [FieldList(fields), *kept], fix=False, full=True)
 
 
 def _together(report: TrialReport) -> Iterator[Block]:
@@ -90,9 +90,9 @@ def _together(report: TrialReport) -> Iterator[Block]:
         return
     saved = interval(both.gain_low, both.gain_high)
     fields = [
-        Field("used", [str(pull) for pull in both.pulls]),
-        Field("left out", [f"{pull} adds nothing" for pull in both.left_out]),
-        Field(
+        TextField("used", [str(pull) for pull in both.pulls]),
+        TextField("left out", [f"{pull} adds nothing" for pull in both.left_out]),
+        TextField(
             "step",
             [
                 f"{t.format_duration(report.step_ns)} → {t.format_duration(both.step_ns)}, "
@@ -100,7 +100,7 @@ def _together(report: TrialReport) -> Iterator[Block]:
             ],
         ),
     ]
-    yield Section("Together", [Fields(fields)])
+    yield Section("Together", [FieldList(fields)])
 
 
 def _rest(report: TrialReport) -> Iterator[Block]:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from advisor.core.errors import AdvisorError
-from advisor.render.renderer import Options, Renderer
+from advisor.render.renderer import Renderer, RenderOptions
 
 if TYPE_CHECKING:
     from importlib.metadata import EntryPoint
@@ -26,16 +26,16 @@ class Formats:
     def __init__(self, subject: str, group: str, without: tuple[str, ...] = ()) -> None:
         self.subject = subject
         self.group = group
-        found = (module.name for module in pkgutil.iter_modules([str(Path(__file__).parent)]))
-        self.bundled = tuple(sorted(name for name in found if name not in without))
+        names = (module.name for module in pkgutil.iter_modules([str(Path(__file__).parent)]))
+        self.bundled = tuple(sorted(name for name in names if name not in without))
 
     @property
     def installed(self) -> dict[str, EntryPoint]:
         """Name -> entry point of those of other packages; ours come first."""
         from importlib.metadata import entry_points  # not before another package's are asked for
 
-        found = entry_points(group=self.group)
-        return {point.name: point for point in found if point.name not in self.bundled}
+        points = entry_points(group=self.group)
+        return {point.name: point for point in points if point.name not in self.bundled}
 
     def __iter__(self) -> Iterator[str]:
         """Names of all of them, ours first."""
@@ -64,9 +64,9 @@ class Formats:
         return made
 
     def render(self, name: str, subject: Any, **options: Any) -> str:
-        """A subject in a format; ``options`` as in :class:`~advisor.render.document.Options`.
+        """A subject in a format; ``options`` as in :class:`~advisor.render.document.RenderOptions`.
         Raises AdvisorError as ``renderer`` does."""
-        return self.renderer(name).render(subject, Options(**options))
+        return self.renderer(name).render(subject, RenderOptions(**options))
 
     def of_file(self, output: Path) -> str | None:
         """The format that a file's suffix means; ``None``: it means none."""

@@ -16,7 +16,7 @@ from advisor.core import text as t
 from advisor.core.finding import Finding, Location
 from advisor.core.report import Report
 from advisor.render.documents import memory
-from advisor.render.renderer import DEFAULT, Options, Renderer
+from advisor.render.renderer import DEFAULT, Renderer, RenderOptions
 
 if TYPE_CHECKING:
     from advisor.compare.comparison import Comparison
@@ -31,7 +31,7 @@ MAX_HOLDERS: Final = 5
 class Github(Renderer[Any]):
     """Workflow commands, one a line."""
 
-    def render(self, subject: Any, options: Options = DEFAULT) -> str:
+    def render(self, subject: Any, options: RenderOptions = DEFAULT) -> str:
         """An annotation for the verdict or the decision, and one for each finding."""
         lines = _report(subject) if isinstance(subject, Report) else _decision(subject)
         return "".join(f"{line}\n" for line in lines)
@@ -81,7 +81,7 @@ def _annotation(finding: Finding) -> str:
     return _command(COMMANDS[finding.severity], properties, text, lines=True)
 
 
-def _held(device: memory.Device) -> str:
+def _held(device: memory.DeviceMemory) -> str:
     """What held a device's memory: its figures, then its tables, a row a line."""
     title = {"title": f"{device.title} {device.aside}"}
     return _command("notice", title, "\n".join(memory.sentences(device)), lines=True)

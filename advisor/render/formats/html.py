@@ -11,9 +11,8 @@ from advisor.core import palette
 from advisor.core import text as t
 from advisor.render import document as d
 from advisor.render.figures import heads
-from advisor.render.html import Html as Markup
-from advisor.render.html import esc, inline, join, scrolling, tag
-from advisor.render.renderer import DEFAULT, Drawing, Options
+from advisor.render.html import Markup, esc, inline, join, scrolling, tag
+from advisor.render.renderer import DEFAULT, Drawing, RenderOptions
 
 POLICY: Final = "default-src 'none'; style-src 'unsafe-inline'; base-uri 'none'; form-action 'none'"
 """Content security policy: styles of the page itself, and nothing else from anywhere."""
@@ -22,14 +21,14 @@ MAX_ITEMS: Final = 200
 
 
 class Html(Drawing):
-    """A whole page, below 1 MB."""
+    """A page, below 1 MB."""
 
     suffixes = (".html", ".htm")
 
-    def draw(self, document: d.Document, options: Options = DEFAULT) -> str:
+    def draw(self, document: d.Document, options: RenderOptions = DEFAULT) -> str:
         """The page; details open on demand."""
         title = document.headline or f"advisor {document.name}"
-        lead = [b for b in document.blocks[:1] if isinstance(b, d.Fields)]
+        lead = [b for b in document.blocks[:1] if isinstance(b, d.FieldList)]
         head = tag(
             "head",
             Markup('<meta charset="utf-8">'),
@@ -80,7 +79,7 @@ def block(part: d.Block, level: int = 2) -> Markup:
             return card(part, level)
         case d.Paragraph():
             return tag("p", inline(part.text), cls=part.style)
-        case d.Fields():
+        case d.FieldList():
             return _fields(part)
         case d.Items():
             items = [tag("li", inline(item)) for item in part.items[:MAX_ITEMS]]
@@ -88,7 +87,7 @@ def block(part: d.Block, level: int = 2) -> Markup:
             title_ = tag(f"h{min(level, 6)}", part.title) if part.title else ""
             rest = tag("p", f"{t.format_count(more)} more are in the JSON.", cls="soft")
             return join(title_, tag("ul", *items), rest if more > 0 else "")
-        case d.Facts():
+        case d.EvidenceList():
             cells = [
                 [tag("td", value), tag("td", limit, cls="soft")] for _, value, limit in part.rows
             ]
@@ -100,7 +99,7 @@ def block(part: d.Block, level: int = 2) -> Markup:
                 "table", heads(["evidence", "value", "limit"]), tag("tbody", *rows), cls="evidence"
             )
             return scrolling("Evidence", shown)
-        case d.Table():
+        case d.Grid():
             return _table(part, level)
         case d.Code():
             code = Markup(esc(part.text.strip("\n"), lines=True))
@@ -117,7 +116,7 @@ def block(part: d.Block, level: int = 2) -> Markup:
     return Markup()
 
 
-def _facts(part: d.Facts) -> Markup:
+def _facts(part: d.EvidenceList) -> Markup:
     rows = [
         tag("tr", tag("th", name, scope="row"), tag("td", value), tag("td", limit, cls="soft"))
         for name, value, limit in part.rows
@@ -142,14 +141,14 @@ def card(part: d.Card, level: int) -> Markup:
     return tag(
         "article",
         tag(f"h{level}", number, part.title, label),
-        tag("p", part.gain, cls="worth") if part.gain else "",
+        tag("p", part.gain, cls="gain") if part.gain else "",
         *(block(each, level + 1) for each in part.blocks),
         details,
         id=f"f{part.number}" if part.number else None,
     )
 
 
-def _fields(fields: d.Fields) -> Markup:
+def _fields(fields: d.FieldList) -> Markup:
     rows = []
     for row in fields.rows:
         parts = [_linked(part) for part in row.parts if part]
@@ -167,7 +166,7 @@ def _linked(text: d.Inline) -> Markup:
     return inline(text)
 
 
-def _table(table: d.Table, level: int) -> Markup:
+def _table(table: d.Grid, level: int) -> Markup:
     sides = table.sides
     rows = []
     for row in table.rows:

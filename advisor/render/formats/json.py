@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from advisor.core.text import sanitize
-from advisor.render.renderer import DEFAULT, Options, Renderer
+from advisor.render.renderer import DEFAULT, Renderer, RenderOptions
 
 
 class Json(Renderer[Any]):
@@ -13,6 +13,6 @@ class Json(Renderer[Any]):
 
     suffixes = (".json",)
 
-    def render(self, subject: Any, options: Options = DEFAULT) -> str:
+    def render(self, subject: Any, options: RenderOptions = DEFAULT) -> str:
         """All of it: nothing is shortened or left out. Reads back with ``from_json``."""
         return sanitize(subject.to_json().rstrip(b"\n") + b"\n")

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from advisor.render import document as d
 from advisor.render.markdown import block, code, escape, table
-from advisor.render.renderer import DEFAULT, Drawing, Options
+from advisor.render.renderer import DEFAULT, Drawing, RenderOptions
 
 
 class Markdown(Drawing):
@@ -14,7 +14,7 @@ class Markdown(Drawing):
 
     suffixes = (".md", ".markdown")
 
-    def draw(self, document: d.Document, options: Options = DEFAULT) -> str:
+    def draw(self, document: d.Document, options: RenderOptions = DEFAULT) -> str:
         """All of it, with ``top`` fixes in full."""
         total = sum(card.fix for card in d.cards(document.blocks))
         drawn = _Page(options.top, total)
@@ -63,15 +63,15 @@ class _Page:
             case d.Paragraph():
                 text = inline(part.text)
                 return [f"*{text}*" if part.style == "soft" and text else text]
-            case d.Fields():
+            case d.FieldList():
                 return ["\n".join(_rows(part))]
             case d.Items():
                 lead = [f"**{escape(part.title)}**"] if part.title else []
                 return [*lead, "\n".join(f"- {inline(item)}" for item in part.items)]
-            case d.Facts():
+            case d.EvidenceList():
                 rows = [f"- {escape(d.fact_line(row))}" for row in part.rows]
                 return ["\n".join(rows)]
-            case d.Table():
+            case d.Grid():
                 return _table(part)
             case d.Code():
                 return [block(part.text, part.language)]
@@ -99,20 +99,20 @@ def _folded(title: str, parts: list[str]) -> list[str]:
 
 def inline(text: d.Inline) -> str:
     """A line of text with its meanings."""
-    found = []
+    pieces = []
     for part in d.spans(text):
         if isinstance(part, str):
-            found.append(escape(part))
+            pieces.append(escape(part))
         elif part.style == "code":
-            found.append(code(part.text))
+            pieces.append(code(part.text))
         elif part.style == "strong" and part.text.strip():
-            found.append(f"**{escape(part.text)}**")
+            pieces.append(f"**{escape(part.text)}**")
         else:
-            found.append(escape(part.text))
-    return "".join(found)
+            pieces.append(escape(part.text))
+    return "".join(pieces)
 
 
-def _rows(fields: d.Fields) -> list[str]:
+def _rows(fields: d.FieldList) -> list[str]:
     """A line a field; one without a label goes on with the one above it."""
     lines = []
     for row in fields.rows:
@@ -122,7 +122,7 @@ def _rows(fields: d.Fields) -> list[str]:
     return lines
 
 
-def _table(given: d.Table) -> list[str]:
+def _table(given: d.Grid) -> list[str]:
     rows = [[inline(cell) for cell in row] for row in given.rows]
     title = [f"**{escape(given.title)}**"] if given.title else []
     return [*title, table([escape(name) for name in given.head], given.sides, rows)]

@@ -13,8 +13,8 @@ from advisor.core import palette
 from advisor.core import text as t
 from advisor.render import document as d
 from advisor.render.formats.html import block
-from advisor.render.html import Html, inline, tag
-from advisor.render.renderer import DEFAULT, Drawing, Options
+from advisor.render.html import Markup, inline, tag
+from advisor.render.renderer import DEFAULT, Drawing, RenderOptions
 
 MAX_CARDS: Final = 5
 MAX_ROWS: Final = 10
@@ -40,7 +40,7 @@ STYLES: Final = {
 class Notebook(Drawing):
     """A fragment of HTML."""
 
-    def draw(self, document: d.Document, options: Options = DEFAULT) -> str:
+    def draw(self, document: d.Document, options: RenderOptions = DEFAULT) -> str:
         """The verdict, figures, the fixes that gain most and how to make them."""
         parts = [tag("p", tag("b", document.headline))]
         left_out = []
@@ -51,46 +51,46 @@ class Notebook(Drawing):
                 parts += [_small(each) for each in part.blocks]
             elif isinstance(part, d.Section) and part.folded and part.counted:
                 left_out.append(part.counted)
-        found = [card for card in d.cards(document.blocks) if card.fix]
-        if found:
-            parts.append(_index(found[:MAX_CARDS]))
-            parts += [_fold(card, opened=card is found[0]) for card in found[:MAX_CARDS]]
-        if len(found) > MAX_CARDS:
-            parts.append(tag("p", f"{t.count_noun(len(found) - MAX_CARDS, 'more finding')}."))
+        fixes = [card for card in d.cards(document.blocks) if card.fix]
+        if fixes:
+            parts.append(_index(fixes[:MAX_CARDS]))
+            parts += [_fold(card, opened=card is fixes[0]) for card in fixes[:MAX_CARDS]]
+        if len(fixes) > MAX_CARDS:
+            parts.append(tag("p", f"{t.count_noun(len(fixes) - MAX_CARDS, 'more finding')}."))
         if left_out:
             parts.append(tag("p", f"Not shown: {', '.join(left_out)}.", cls="soft"))
         return styled(tag("div", *parts, cls="cell")) + "\n"
 
 
-def _small(part: d.Block) -> Html:
+def _small(part: d.Block) -> Markup:
     match part:
         case d.Card():
-            return Html()
+            return Markup()
         case d.Figure():
             return part.html(small=True)
-        case d.Table():
+        case d.Grid():
             head = [part.title, *part.head[1:]] if part.title and not part.head[0] else part.head
-            return block(d.Table(head, part.rows[:MAX_ROWS], align=part.align))
+            return block(d.Grid(head, part.rows[:MAX_ROWS], align=part.align))
         case d.Items():
             return block(d.Items(part.items[:MAX_ROWS], title=part.title), 5)
     return block(part, 5)
 
 
-def _index(found: list[d.Card]) -> Html:
+def _index(fixes: list[d.Card]) -> Markup:
     rows = [
         tag("tr", *(tag("td", text) for text in (c.number, c.title, c.gain, c.place)))
-        for c in found
+        for c in fixes
     ]
     names = ("", "what to change", "gain", "where")
     head = tag("thead", tag("tr", *(tag("th", name) for name in names)))
     return tag("table", head, tag("tbody", *rows))
 
 
-def _fold(card: d.Card, *, opened: bool) -> Html:
+def _fold(card: d.Card, *, opened: bool) -> Markup:
     summary = tag("summary", f"{card.number}. {card.title}".lstrip(". "))
     inner = [block(part, 5) for part in card.blocks]
     for part in card.details:
-        if isinstance(part, d.Fields):  # how to verify
+        if isinstance(part, d.FieldList):  # how to verify
             inner += [tag("p", tag("b", row.label), " ", *map(inline, row.parts))
                       for row in part.rows if row.label == "verify"]  # fmt: skip
     return tag("details", summary, *inner, open="open" if opened else None)
@@ -111,7 +111,7 @@ def styled(markup: str) -> str:
         for cls in classes[1].split() if classes else ():
             looks += [STYLES.get(f".{cls}", ""), _colours().get(cls, "")]
         attributes = attributes.replace(classes[0], "") if classes else attributes
-        found = ";".join(look.strip("; ") for look in looks if look)
-        return f'<{name}{attributes} style="{found}">' if found else f"<{name}{attributes}>"
+        style = ";".join(look.strip("; ") for look in looks if look)
+        return f'<{name}{attributes} style="{style}">' if style else f"<{name}{attributes}>"
 
     return re.sub(r"<([a-z]\w*)([^>]*)>", restyled, markup)

@@ -22,7 +22,7 @@ from advisor.core.finding import Finding, Location
 from advisor.core.report import Report, RuleText
 from advisor.render.documents import memory
 from advisor.render.formats.github import code_place, relative
-from advisor.render.renderer import DEFAULT, Options, Renderer
+from advisor.render.renderer import DEFAULT, Renderer, RenderOptions
 
 SCHEMA = (
     "https://docs.oasis-open.org/sarif/sarif/v2.1.0/errata01/os/schemas/sarif-schema-2.1.0.json"
@@ -39,18 +39,18 @@ class Sarif(Renderer[Report]):
 
     suffixes = (".sarif",)
 
-    def render(self, subject: Report, options: Options = DEFAULT) -> str:
+    def render(self, subject: Report, options: RenderOptions = DEFAULT) -> str:
         """A result for every finding, risk and note."""
         log = json.dumps(_log(subject), indent=2, ensure_ascii=False)
         return t.sanitize(log.encode("utf-8") + b"\n")
 
 
 def _log(report: Report) -> dict[str, Any]:
-    found = [*report.findings, *report.risks, *report.notes][:MAX_RESULTS]
-    rules = {finding.rule: finding for finding in reversed(found)}
+    findings = [*report.findings, *report.risks, *report.notes][:MAX_RESULTS]
+    rules = {finding.rule: finding for finding in reversed(findings)}
     order = sorted(rules)
     known = {rule.id: rule for rule in report.rules}
-    marks = _fingerprints(found)
+    marks = _fingerprints(findings)
     return {
         "$schema": SCHEMA,
         "version": "2.1.0",
@@ -79,7 +79,7 @@ def _log(report: Report) -> dict[str, Any]:
                 ],
                 "results": [
                     _result(finding, order.index(finding.rule), mark, report)
-                    for finding, mark in zip(found, marks, strict=True)
+                    for finding, mark in zip(findings, marks, strict=True)
                 ],
                 "properties": {
                     "status": report.status,
@@ -103,10 +103,10 @@ def _notifications(report: Report) -> Iterable[str]:
         yield _plain(limit)
 
 
-def _rule(finding: Finding, told: RuleText | None) -> dict[str, Any]:
+def _rule(finding: Finding, known_rule: RuleText | None) -> dict[str, Any]:
     """A rule: what it says of itself; where the report does not have that, its finding's words."""
-    title = told.title if told is not None else finding.title
-    paragraphs = told.paragraphs if told is not None else []
+    title = known_rule.title if known_rule is not None else finding.title
+    paragraphs = known_rule.paragraphs if known_rule is not None else []
     about = " ".join(paragraphs) or title
     links = [item for item in finding.references if item.startswith("https://")]
     uris = [quote(link, safe=":/?#[]@!$&'()*+,;=%~") for link in links]
@@ -160,14 +160,14 @@ def _share(finding: Finding) -> float:
 
 def _properties(finding: Finding) -> dict[str, Any]:
     impact = finding.impact
-    found = {
+    properties = {
         "category": finding.category,
         "confidence": finding.confidence,
         "order": finding.priority,
         "foldedUnder": finding.folded_under,
     }
     if impact is not None:
-        found |= {
+        properties |= {
             "currency": impact.currency,
             "gainNs": impact.gain_ns,
             "lowNs": impact.low_ns,
@@ -175,7 +175,7 @@ def _properties(finding: Finding) -> dict[str, Any]:
             "freedBytes": impact.freed_bytes,
             "method": impact.method,
         }
-    return {name: value for name, value in found.items() if value is not None}
+    return {name: value for name, value in properties.items() if value is not None}
 
 
 def _location(place: Location) -> dict[str, Any]:
@@ -183,7 +183,7 @@ def _location(place: Location) -> dict[str, Any]:
     uri = quote(path, safe="/") if inside else f"file:///{quote(path.lstrip('/'), safe='/')}"
     artifact = {"uri": uri, "uriBaseId": "SRCROOT"} if inside else {"uri": uri}
     line = place.line if place.line is not None and place.line > 0 else 1
-    found: dict[str, Any] = {
+    result: dict[str, Any] = {
         "physicalLocation": {"artifactLocation": artifact, "region": {"startLine": line}}
     }
     logical = [
@@ -196,15 +196,15 @@ def _location(place: Location) -> dict[str, Any]:
         if name
     ]
     if logical:  # unique, says the schema: an operator may be called as its kernel is
-        found["logicalLocations"] = [x for i, x in enumerate(logical) if x not in logical[:i]]
-    return found
+        result["logicalLocations"] = [x for i, x in enumerate(logical) if x not in logical[:i]]
+    return result
 
 
-def _fingerprints(found: Iterable[Finding]) -> list[str]:
-    """One for each finding, with a number for those that are otherwise alike: ``3f…:1``."""
+def _fingerprints(findings: Iterable[Finding]) -> list[str]:
+    """One for each finding, with a number for those that are otherwise the same: ``3f…:1``."""
     seen: Counter[str] = Counter()
     marks = []
-    for finding in found:
+    for finding in findings:
         mark = _fingerprint(finding)
         seen[mark] += 1
         marks.append(f"{mark}:{seen[mark]}")

@@ -10,7 +10,7 @@ from rich.cells import cell_len
 from advisor.core import text as t
 from advisor.render import document as d
 from advisor.render.page import Page
-from advisor.render.renderer import DEFAULT, Drawing, Options
+from advisor.render.renderer import DEFAULT, Drawing, RenderOptions
 
 SCREEN: Final = 45
 """Lines of a report that nobody asked details of, where fewer fixes in full make it fit."""
@@ -29,16 +29,16 @@ STYLES: Final = {
 class Terminal(Drawing):
     """Text of at most ``width`` columns."""
 
-    def draw(self, document: d.Document, options: Options = DEFAULT) -> str:
+    def draw(self, document: d.Document, options: RenderOptions = DEFAULT) -> str:
         """The document; of the fixes after the first ones a line each."""
-        found = d.cards(document.blocks)
-        fixes = sum(card.fix for card in found)
+        cards = d.cards(document.blocks)
+        fixes = sum(card.fix for card in cards)
         if options.brief:
-            return _brief(document, [card for card in found if card.fix], options)
+            return _brief(document, [card for card in cards if card.fix], options)
         if options.top is not None:
             return _Screen(document, options, options.top).text
         if options.details:
-            return _Screen(document, options, len(found)).text
+            return _Screen(document, options, len(cards)).text
         for full in range(min(MAX_FULL, fixes), 0, -1):
             screen = _Screen(document, options, full)
             if screen.text.count("\n") <= SCREEN:
@@ -46,14 +46,14 @@ class Terminal(Drawing):
         return _Screen(document, options, min(1, fixes)).text
 
 
-def _brief(document: d.Document, found: Sequence[d.Card], options: Options) -> str:
+def _brief(document: d.Document, cards: Sequence[d.Card], options: RenderOptions) -> str:
     page = Page(options.width, colour=options.colour)
     page.wrapped(t.clean(document.headline), style=document.style)
-    shown = found[:MAX_FULL]
+    shown = cards[:MAX_FULL]
     for card in shown:
         _row(page, card, max((len(t.clean(each.gain)) for each in shown), default=0))
-    if len(found) > len(shown):
-        page.wrapped(f"{len(found) - len(shown)} more: without --brief.", indent=4, style="dim")
+    if len(cards) > len(shown):
+        page.wrapped(f"{len(cards) - len(shown)} more: without --brief.", indent=4, style="dim")
     return page.getvalue()
 
 
@@ -69,7 +69,7 @@ def _row(page: Page, card: d.Card, room: int) -> None:
 class _Screen:
     """One drawing, with so many fixes in full."""
 
-    def __init__(self, document: d.Document, options: Options, full: int) -> None:
+    def __init__(self, document: d.Document, options: RenderOptions, full: int) -> None:
         self.page = Page(options.width, colour=options.colour)
         self.details = options.details
         self.full = self.first = full
@@ -86,7 +86,7 @@ class _Screen:
         self._rest(options)
         self.text = page.getvalue()
 
-    def _rest(self, options: Options) -> None:
+    def _rest(self, options: RenderOptions) -> None:
         """One line that counts what is left out."""
         if self.rows and options.top is not None:
             total = self.rows + self.first
@@ -121,7 +121,7 @@ class _Screen:
                 case d.Section():
                     self.section(block)
                 case _:
-                    if isinstance(block, d.Fields) and isinstance(before, d.Figure):
+                    if isinstance(block, d.FieldList) and isinstance(before, d.Figure):
                         self.page.blank()
                     self.block(block)
             before = block
@@ -146,13 +146,13 @@ class _Screen:
             page.flow("gain", [card.gain], style="green")
         asked, self.details = self.details, self.details or card.full
         for block in (*card.blocks, *(card.details if self.details else ())):
-            if isinstance(block, d.Fields):
+            if isinstance(block, d.FieldList):
                 self.fields(block, indent=4)
             else:
                 self.block(block)
         self.details = asked
 
-    def fields(self, fields: d.Fields, indent: int) -> None:
+    def fields(self, fields: d.FieldList, indent: int) -> None:
         """Labels with text beside them."""
         for row in fields.rows:
             if row.detail and not self.details:
@@ -173,13 +173,13 @@ class _Screen:
                 page.wrapped(
                     *parts(block.text), first=first, indent=block.indent, style=STYLES[block.style]
                 )
-            case d.Fields():
+            case d.FieldList():
                 self.fields(block, block.indent)
             case d.Items():
                 self.items(block)
-            case d.Facts():
+            case d.EvidenceList():
                 page.flow("evidence", [d.fact_line(row) for row in block.rows])
-            case d.Table():
+            case d.Grid():
                 self.table(block)
             case d.Code():
                 text = block.text if self.details else _shortened(block.text)
@@ -203,7 +203,7 @@ class _Screen:
         if len(shown) < len(block.items):
             self.page.wrapped(f"and {len(block.items) - len(shown)} more", indent=4, style="dim")
 
-    def table(self, table: d.Table) -> None:
+    def table(self, table: d.Grid) -> None:
         """Columns; where room is short the rows that matter most."""
         rows = table.rows if table.short is None else table.short
         if table.title:

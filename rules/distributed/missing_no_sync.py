@@ -170,7 +170,7 @@ class MissingNoSync(Rule):
 
     @staticmethod
     def fires_on() -> dict[str, TraceBuilder]:
-        """Two passes a step, each reduced; four passes in four profiler steps."""
+        """Two passes per step, each reduced; four passes in four profiler steps."""
         return {
             "two passes, each reduced": _training([[8, 25], [8, 25]]),
             "four passes, a profiler step each": _training([[25, 25]] * 4, profiled="pass"),

@@ -24,7 +24,7 @@ MIN_UNKNOWN_SHARE = 0.20
 UNIT = {"tf32": 4, "fp32": 4, "fp16": 8, "bf16": 8, "fp8": 16, "int8": 16}
 """Elements in 16 bytes: what one vectorised load takes."""
 PERSISTENT = r"(?i)nvjet|persistent|stream_?k|fmhaSm1|_cta_|warpspecialized"
-"""Kernels that launch at most one block a multiprocessor on purpose and loop over their tiles."""
+"""Kernels that launch at most one block per multiprocessor on purpose and loop over their tiles."""
 
 
 def kernel_rows(a: Analysis) -> Mask:

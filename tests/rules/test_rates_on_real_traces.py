@@ -35,7 +35,7 @@ def test_rms_normalisation_and_rotary_embedding_of_a_language_model_are_named(
     end; the general finding on pointwise chains is folded under it."""
     rules = found(shared_trace("h100_qwen_inference"))
     named = rules["handwritten-operator"]
-    assert named.rank == 1
+    assert named.priority == 1
     told = {item.label: str(item.value) for item in named.evidence}
     assert told["RMS normalisation"].startswith("49 per step")
     assert told["rotary embedding"].startswith("48 per step")

@@ -150,7 +150,7 @@ def _message(title: str, text: str) -> Any:
 
 
 def _unknown_path_is_404(response: flask.Response) -> flask.Response:
-    """Dash answers every address with its document; the browser is told which are pages."""
+    """Dash answers every address with its document: those that are no page get status 404."""
     path = flask.request.path.rstrip("/") or "/"
     if response.mimetype == "text/html" and path not in {page.path for page in PAGES}:
         response.status_code = 404 if response.status_code == 200 else response.status_code

@@ -42,7 +42,7 @@ class Column(NamedTuple):
     """Numbers, and how they are written; ``True``: the rows have the texts."""
     names: bool = False
     csv: str | None = None
-    """Head of the column in the CSV, where numbers have no unit of their own: ``Time a step, ns``;
+    """Head of the column in the CSV, where numbers have no unit of their own: ``Time, ns``;
     default: ``title``."""
 
 

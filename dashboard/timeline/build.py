@@ -312,7 +312,7 @@ def _thread_label(a: Analysis, number: int) -> str:
 def _activity(b: IndexBuilder, a: Analysis) -> dict[int, Any]:
     """What each thread was doing, each instant once (``Analysis.timeline``): thread -> lane."""
     line = a.timeline
-    # pieces of one class in a row are one piece; the first tells the event
+    # pieces of one class in a row are one piece; the first names the event
     code, owner = line.code, line.thread
     fresh = np.ones(len(code), dtype=bool)
     fresh[1:] = (code[1:] != code[:-1]) | (owner[1:] != owner[:-1])

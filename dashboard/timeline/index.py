@@ -61,7 +61,7 @@ class TimelineIndex:
 
     start: Ints
     end: Ints
-    """Never beyond the start of the next slice of the lane; details tell the true end."""
+    """Never beyond the start of the next slice of the lane; details have the true end."""
     name: NDArray[np.uint32]
     """Place in ``names``."""
     slot: NDArray[np.uint8]

@@ -61,8 +61,8 @@ def level_of_detail(
 ) -> VisibleSlices:
     """What to draw of [x0, x1) of the given lanes on ``px`` pixels.
 
-    ``flags``: a byte for each slice of the index; narrow slices that have one are told as
-    ``flagged``. What lies in a cell is told in full even where the view cuts the cell.
+    ``flags``: a byte for each slice of the index; narrow slices that have one are
+    in ``flagged``. Cells at the edge of the view are complete.
     """
     lanes = sorted(set(lanes))
     k = level_for(x0, x1, px)
@@ -204,7 +204,7 @@ def _flagged(
 
 
 COVER_STEP = 8
-"""Coverage is told in 32 steps, so that runs of equal cells are long."""
+"""Coverage has 32 levels, so that runs of equal cells are long."""
 SLICES_PER_CELL = 8
 """The finest stored level has about this many slices of the whole index for each cell: a view of
 some thousand cells of a finer one touches few enough slices to be looked at one by one."""

@@ -1,4 +1,4 @@
-"""One rank's timeline: its index, and what was asked of it lately."""
+"""One rank's timeline: its index, and the results of recent requests."""
 
 from __future__ import annotations
 
@@ -128,7 +128,7 @@ class TimeOffset(NamedTuple):
 def time_offset(one: tuple[LoadedRun, int], other: tuple[LoadedRun, int]) -> TimeOffset:
     """Of two ranks, given with the run each is of.
 
-    Ranks of one run are on one clock where their collectives tell it; everything else is put
+    Ranks of one run are aligned by their collectives where possible; everything else is put
     together where the first analysed step begins.
     """
     (run, a), (other_run, b) = one, other

@@ -10,7 +10,7 @@ import pytest
 
 from advisor import dashboard
 from advisor.dashboard.access import Access
-from advisor.dashboard.app import create_app
+from advisor.dashboard.app import PAGES, create_app
 from advisor.dashboard.session import DashboardSession
 
 SCRIPTS = Path(dashboard.__file__).parent / "assets"
@@ -75,3 +75,9 @@ def test_the_theme_is_set_before_anything_is_painted(client: Any) -> None:
     for path in ("/", "/timeline"):
         html = client.get(path).get_data(as_text=True)
         assert html.index("/assets/early.js") < html.index('rel="stylesheet"')
+
+
+def test_an_address_that_is_no_page_is_404(client: Any) -> None:
+    assert client.get("/no-such-page").status_code == 404
+    assert {client.get(page.path).status_code for page in PAGES} == {200}
+    assert client.get("/timeline/").status_code == 200

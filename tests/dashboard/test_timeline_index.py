@@ -238,6 +238,9 @@ def test_a_kernel_is_tied_to_its_launch_and_operator(small):
     assert [x["id"] for x in back["links"] if x["kind"] == "launched"] == [found["id"]]
 
 
+KINDS = ("called from", "contains")
+
+
 def test_an_operator_tells_the_device_work_of_all_that_is_below_it():
     b = TraceBuilder(gpu="A100", rank=0)
     with b.step(), b.op("aten::linear", [[8, 8]]):
@@ -250,6 +253,8 @@ def test_an_operator_tells_the_device_work_of_all_that_is_below_it():
     row = a.trace.cpu["name"].cast(str).to_list().index("aten::linear")
     found = describe_slice(a, index, int(index.place["cpu"][row]))
     assert [x["name"] for x in found["links"] if x["kind"] == "launched"] == ["one", "two"]
+    names = {kind: [x["name"] for x in found["links"] if x["kind"] == kind] for kind in KINDS}
+    assert names == {"called from": ["ProfilerStep#0"], "contains": ["aten::mm", "aten::mm"]}
     assert {f[0]: f[1] for f in found["facts"]}["GPU time"] == 60_000
 
 

@@ -640,8 +640,7 @@ export class Paint {
         }).length > 8;
       links.forEach((link) => {
         if (
-          link.kind !== "inside" &&
-          link.kind !== "operator" &&
+          !["called from", "contains", "operator"].includes(link.kind) &&
           !(many && link.kind === "launched")
         ) {
           self.arrow(ctx, t.chosen, link);
@@ -683,8 +682,7 @@ export class Paint {
   }
 
   arrow(ctx, from, link) {
-    const back =
-      link.kind === "launched by" || link.kind === "blamed on" || link.kind === "explained by";
+    const back = link.kind === "launched by" || link.kind === "caused by";
     const a = this.box(back ? link : from);
     const b = this.box(back ? from : link);
     const w = this.t.width;

@@ -256,7 +256,7 @@ class SingleProcessLoader(LoaderWaitRule):
     """
 
     id = "single-process-loader"
-    title = "The DataLoader has no workers, and the step waits for it"
+    title = "The DataLoader has no workers and the step waits for it"
     category = "input"
     knobs = ("workers",)
     found_in = (

@@ -2,19 +2,46 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from advisor.core.finding import ANY, FrameworkAdvice
 from advisor.core.trace import CUDA, JAX, TENSORFLOW
 
+HIP_NAMES = (
+    ("cudaHostAllocDefault", "hipHostMallocDefault"), ("cudaHostAlloc", "hipHostMalloc"),
+    ("cudaMallocAsync", "hipMallocAsync"), ("CUDA", "HIP"), ("NCCL", "RCCL"), ("cuda", "hip"),
+    ("cublas", "hipblas"), ("CUBLAS", "HIPBLAS"),
+)  # fmt: skip
+"""Calls and libraries of CUDA, and what HIP calls them."""
+
 
 def in_any_language(
-    fix: str, *, cuda: str = "", code: str = "", verify: str = "", title: str = ""
+    fix: str,
+    *,
+    cuda: str = "",
+    code: str = "",
+    verify: str = "",
+    title: str = "",
+    falsified_by: str = "",
+    terms: Mapping[str, str] | None = None,
 ) -> dict[str, FrameworkAdvice]:
-    """Entries of ``Rule.elsewhere``: ``fix`` in any language, and in C++ with CUDA what to call
-    and ``code`` too (HIP has the same under its own names, which the engine puts in)."""
-    return {
-        ANY: FrameworkAdvice(fix, verify=verify, title=title),
-        CUDA: FrameworkAdvice(f"{fix} {cuda}".strip(), code, verify, title),
-    }
+    """Entries of ``Rule.elsewhere``: ``fix`` in any language, and in C++ with CUDA or HIP what to
+    call and ``code`` too."""
+    any_language = FrameworkAdvice(fix, "", verify, title, falsified_by, terms or {})
+    own = any_language._replace(fix=f"{fix} {cuda}".strip(), code=code)
+    hip = own._replace(
+        fix=f"{fix} {_as_hip(cuda)}".strip(),
+        code=_as_hip(code),
+        terms={name: _as_hip(text) for name, text in own.terms.items()},
+    )
+    return {ANY: any_language, CUDA: own._replace(amd=hip)}
+
+
+def _as_hip(calls: str) -> str:
+    """Calls of CUDA by HIP's names."""
+    for cuda, hip in HIP_NAMES:
+        calls = calls.replace(cuda, hip)
+    return calls
 
 
 # -- TensorFlow and JAX ---------------------------------------------------------------------------

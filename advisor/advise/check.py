@@ -13,15 +13,7 @@ from msgspec import structs
 
 from advisor.advise.impact import Pricer, count_ranks, estimate, pricer, weigh_window
 from advisor.advise.limits import lost_records
-from advisor.advise.terms import (
-    advises,
-    good_worded,
-    left_out,
-    not_recorded,
-    skipped_worded,
-    unsuited,
-    worded,
-)
+from advisor.advise.terms import FRAMEWORKS, advises, for_program, how_to_record, left_out
 from advisor.core.errors import AdvisorError
 from advisor.core.finding import (
     Evidence,
@@ -120,15 +112,13 @@ def run_rules(number: int, a: Analysis, rules: list[Rule], prices: bool = True) 
     for rule in rules:
         if rule.across_ranks or not _applies(rule, a) or not advises(rule, a.trace.meta):
             continue
-        rule = _for_what_it_is(rule, a)
+        rule = for_program(rule, a)
         before = a.idle_reads
         said = _contained(rule, rule.check, a)
         if unknown and not rule.reads_record:
             said = _without_idle(rule, said, unknown, of_idle=a.idle_reads > before)
         outcomes += [_completed(outcome, rule, a, number) for outcome in said]
-    meta = a.trace.meta
-    outcomes += [not_recorded(skipped, meta) for skipped in _not_run(a, rules)]
-    outcomes += left_out(rules, meta)
+    outcomes += [*_not_run(a, rules), *left_out(rules, a.trace.meta)]
     return _sorted(outcomes, number, a, pricer(a) if prices else None)
 
 
@@ -140,7 +130,7 @@ def rank_rules(
     outcomes: list[Outcome] = []
     for rule in rules:
         if rule.across_ranks and advises(rule, a.trace.meta):
-            rule = _for_what_it_is(rule, a)
+            rule = for_program(rule, a)
             said = _contained(rule, rule.check_run, ranks)
             outcomes += [_completed(outcome, rule, a, main) for outcome in said]
     return _sorted(outcomes, main, a, pricing or pricer(a))
@@ -183,10 +173,6 @@ def _without_idle(rule: Rule, outcomes: list[Outcome], why: str, *, of_idle: boo
     ]
 
 
-def _for_what_it_is(rule: Rule, a: Analysis) -> Rule:
-    return rule.where_nothing_is_trained() if rule.inference and a.forward_only else rule
-
-
 def _applies(rule: Rule, a: Analysis) -> bool:
     if rule.reads_snapshot and a.snapshot is not None:
         return True
@@ -214,12 +200,14 @@ def _not_run(a: Analysis, rules: list[Rule]) -> list[SkippedCheck]:
     missing = [rule.id for rule in rules if rule.reads_record]
     if a.record is not None or not missing:
         return []
+    recordable = a.trace.meta.framework not in FRAMEWORKS
     return [
         SkippedCheck(
             what="the run around the window: loader settings, threads, pauses, memory over time, "
             "clocks and health of the GPU",
-            why=f"{len(missing)} checks read what our recorder writes",
-            record="advisor record",
+            why=f"{len(missing)} checks read what our recorder writes"
+            f"{'' if recordable else ', which records PyTorch programs'}",
+            record="advisor record" if recordable else "",
             rule=", ".join(missing),
         )
     ]
@@ -240,17 +228,15 @@ def _contained(
 
 
 def _completed(outcome: Outcome, rule: Rule, a: Analysis, number: int) -> Outcome:
-    """An outcome with what its rule says of all of them, in the program's terms."""
-    meta = a.trace.meta
+    """An outcome with what its rule says of all of them."""
     if isinstance(outcome, PassedCheck):
-        return structs.replace(good_worded(outcome, rule, meta), rule=rule.id)
+        return structs.replace(outcome, rule=rule.id)
     if isinstance(outcome, SkippedCheck):
-        return structs.replace(skipped_worded(outcome, rule, meta), rule=rule.id)
+        record = how_to_record(outcome.record, a.trace.meta)
+        return structs.replace(outcome, rule=rule.id, record=record)
     finding = weigh_window(rule.complete(outcome), rule, a)
     rank = None if number < 0 else number
-    finding = structs.replace(finding, trace_rank=rank, device=a.device_id)
-    finding = worded(finding, rule, meta)
-    return unsuited(finding, rule, meta) or finding
+    return structs.replace(finding, trace_rank=rank, device=a.device_id)
 
 
 def _sorted(

@@ -8,13 +8,14 @@ import numpy as np
 import polars as pl
 
 from advisor.advise.memory import memory_limits
+from advisor.advise.terms import mark_steps, record_with, tool_of
 from advisor.core import labels
 from advisor.core import text as t
 from advisor.core.intervals import covered_length, intersect, union
 from advisor.core.trace import ANOTHER_TRACE, JAX
 
 if TYPE_CHECKING:
-    from advisor.core.trace import Run, Trace
+    from advisor.core.trace import Run, Trace, TraceMeta
     from advisor.measure import Analysis
     from advisor.measure.steps.uneven import StepDifference
 
@@ -28,6 +29,7 @@ UNEVEN = 1.5
 ONE_OFF_SHARE = 0.02
 """Part of what is analysed from which costs of first calls are told."""
 MAX_NAMED = 3
+ACTIVITIES = "activities=[CPU, CUDA]"
 MIN_EVENTS = 100
 """A smaller file holds less than one step of a small network: its forward pass, backward pass and
 optimizer are some hundred operators, calls and kernels."""
@@ -49,16 +51,10 @@ def limits(a: Analysis, run: Run) -> list[str]:
     if a.trace.cpu.is_empty():
         found.append(
             "No host events in the trace: who launched what, why the device idles and which line "
-            "of code is responsible are not measured. Record with activities=[CPU, CUDA]."
+            f"of code is responsible are not measured. {record_with(ACTIVITIES, meta)}"
         )
     elif not (a.trace.cpu["kind"] == "op").any():
-        found.append(
-            "No operators in the trace, only runtime calls: kernels cannot be tied to the code "
-            "that launched them. Record with activities=[CPU, CUDA]."
-            if (a.trace.cpu["kind"] == "runtime").any()
-            else "No operators in the trace: nothing ran between its start and its end, or the "
-            "profiler was restarted before the file was written (schedule(..., repeat=1))."
-        )
+        found.append(_no_operators(a.trace))
     found += _start_up(a)
     shortest, longest = _extremes(a)
     if a.step_count > 1 and longest > UNEVEN * max(1, shortest):
@@ -72,13 +68,37 @@ def limits(a: Analysis, run: Run) -> list[str]:
             continue
         found.append(f"{count:,} event{'' if count == 1 else 's'}: {reason}.")
     if a.steps.source == "whole trace":
+        how = mark_steps(meta.format)
         found.append(
-            "No steps in the trace: the figures are for the whole recording. Call "
-            "profiler.step() once an iteration to have them a step."
+            "No steps in the trace: the figures are for the whole recording. "
+            f"{how[0].upper()}{how[1:]} to have them a step."
         )
     found += memory_limits(a)
     found.extend(run.problems)
     return found
+
+
+def _no_operators(trace: Trace) -> str:
+    calls = (trace.cpu["kind"] == "runtime").any()
+    if tool_of(trace.meta) is None:
+        return (
+            "No operators in the trace, only runtime calls: kernels cannot be tied to the code "
+            f"that launched them. {record_with(ACTIVITIES, trace.meta)}"
+            if calls
+            else "No operators in the trace: nothing ran between its start and its end, or the "
+            "profiler was restarted before the file was written (schedule(..., repeat=1))."
+        )
+    if calls:
+        return (
+            "No operators in the trace: kernels are tied to the calls and ranges that launched "
+            "them."
+        )
+    return f"No calls in the trace, only ranges. {record_with(ACTIVITIES, trace.meta)}"
+
+
+def _schedule(meta: TraceMeta, before: str, arguments: str, after: str = "") -> str:
+    """How PyTorch's profiler is told which steps to record; empty: another tool recorded this."""
+    return "" if tool_of(meta) is not None else f"{before}schedule({arguments}){after}"
 
 
 def _no_device_work(trace: Trace) -> str:
@@ -88,8 +108,8 @@ def _no_device_work(trace: Trace) -> str:
     launches = int(trace.cpu["call"].is_in(["launch", "graph_launch"]).sum())
     if not launches:
         return (
-            f"No device work in the trace: {measured} Record with activities=[CPU, CUDA] on a "
-            "machine with a GPU to get them."
+            f"No device work in the trace: {measured} "
+            f"{record_with(ACTIVITIES, trace.meta, ' on a machine with a GPU to get them')}"
         )
     lost = f"No device work in the trace although the host launched some ({launches:,} calls): "
     if trace.counters.height:
@@ -99,8 +119,9 @@ def _no_device_work(trace: Trace) -> str:
         )
     return (
         f"{lost}the profiler lost the records of all of it, for calls are only recorded together "
-        f"with what they launch. {measured[0].upper()}{measured[1:]} Record again, after a warm-up "
-        "(schedule(wait=1, warmup=1, active=3)) and without another profiler on the same GPU."
+        f"with what they launch. {measured[0].upper()}{measured[1:]} Record again, after a warm-up"
+        f"{_schedule(trace.meta, ' (', 'wait=1, warmup=1, active=3', ')')} and without another "
+        "profiler on the same GPU."
     )
 
 
@@ -108,9 +129,10 @@ def _window_limits(a: Analysis) -> list[str]:
     """A sentence for each thing that is the recording's and not the steps'."""
     found = []
     if too_little(a):
+        schedule = _schedule(a.trace.meta, ": ", "wait=1, warmup=3, active=5")
         found.append(
             f"The trace holds {events(a):,} pieces of host and device work, too little to tell "
-            "how the program runs. Record whole steps: schedule(wait=1, warmup=3, active=5)."
+            f"how the program runs. Record whole steps{schedule}."
         )
     found += _earlier(a)
     if a.steps.ahead_ns is not None and a.steps.host_ns is not None:
@@ -218,7 +240,7 @@ def _start_up(a: Analysis) -> list[str]:
         f"{t.shorten(t.clean(name), 50)} alone takes {t.format_duration(dur)} "
         f"({t.format_share(dur / a.span_ns)} "
         "of what is analysed): this is start-up, which later steps do not have. Record after a "
-        "few steps: schedule(skip_first=10, wait=1, warmup=3, active=5)."
+        f"few steps{_schedule(a.trace.meta, ': ', 'skip_first=10, wait=1, warmup=3, active=5')}."
     ]
 
 

@@ -21,7 +21,6 @@ from advisor.advise.measured import (
     step_time,
 )
 from advisor.advise.memory import memory_verdict, memory_views
-from advisor.advise.terms import limit_worded
 from advisor.advise.views import drawn
 from advisor.core import text as t
 from advisor.core.report import Crash, Report, RuleText
@@ -60,7 +59,7 @@ def write_report(
         passed=checked.good,
         not_checked=_merged(checked.not_measured),
         limits=[
-            *(limit_worded(line, a.trace.meta) for line in limits(a, run)),
+            *limits(a, run),
             *_why_bounds(pricing, ranked.findings),
             *problems,
         ],

@@ -206,7 +206,7 @@ class Finding(Struct, frozen=True, kw_only=True):
     """What to do."""
     code: str = ""
     """The fix as a snippet the user can paste."""
-    check: str = ""
+    verify: str = ""
     """How to see that the fix worked."""
     evidence: Sequence[Evidence] = field(default_factory=list)
     """The measured facts."""

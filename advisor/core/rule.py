@@ -35,13 +35,30 @@ class FrameworkAdvice(NamedTuple):
     fix: str
     code: str = ""
     verify: str = ""
-    """``""``: as the rule says, without what only PyTorch has."""
+    """``""``: as the finding or the rule says; so are title and falsified_by."""
     title: str = ""
-    """``""``: as the finding says."""
-    says: tuple[tuple[str, str], ...] = ()
-    """What to put for what, in the finding's summary."""
+    falsified_by: str = ""
+    terms: Mapping[str, str] = {}
+    """Those of ``Rule.terms`` that are others there."""
+    amd: FrameworkAdvice | None = None
+    """The same with HIP's names; ``None``: no name differs."""
 
 
+class Program(NamedTuple):
+    """What decides which words fit a program."""
+
+    framework: str | None = None
+    """As in ``TraceMeta.framework``."""
+    vendor: str | None = None
+    """Of its GPU, as in ``TraceMeta.vendor``."""
+    foreign: bool = False
+    """It is surely not written with PyTorch, or not known to be."""
+    trains: bool = True
+    """It has a loss and an optimizer, as far as is known."""
+
+
+TORCH = "pytorch"
+"""In the address of what is to be read by users of PyTorch alone."""
 ANY = "any"
 """In ``Rule.elsewhere``: a framework that has no words of its own there, or none that is known."""
 
@@ -108,7 +125,13 @@ class Rule:
     what it is then. See :meth:`case`."""
     inference: ClassVar[Mapping[str, Any]] = {}
     """What these attributes are where nothing is trained; of ``cases`` only those that differ.
-    See :meth:`where_nothing_is_trained`."""
+    See :meth:`for_program`."""
+    terms: Mapping[str, str] = {}
+    """Words of its summaries that are others in other programs: ``self.terms["loader"]``."""
+    program: Program = Program()
+    """What it looks at, as far as words depend on that; put in by :meth:`for_program`."""
+    advice: FrameworkAdvice | None = None
+    """Of ``elsewhere``, for that program; ``None``: what the rule says is for PyTorch."""
     elsewhere: ClassVar[Mapping[str, FrameworkAdvice]] = {}
     """Framework (``trace.meta.framework``, or :data:`ANY`) -> what is advised there in place of
     the texts above. A rule without is not run on programs that are surely not PyTorch's."""
@@ -162,38 +185,52 @@ class Rule:
         the condition that ends the search; or ``worth``: it fires, for nothing."""
         raise NotImplementedError
 
-    def where_nothing_is_trained(self: R) -> R:
-        """The rule with the texts of ``inference`` in place of its own: whatever ``check`` quotes
-        of it then says nothing of losses and optimizers."""
-        if not self.inference:
-            return self
+    def for_program(self: R, program: Program) -> R:
+        """The rule with the words that fit the program, chosen before ``check`` makes texts of
+        them: ``inference`` where nothing is trained, ``elsewhere`` where PyTorch is not used."""
+        other = {} if program.trains else dict(self.inference)
+        advice = self.advice_for(program.framework, program.vendor) if program.foreign else None
         twin = copy.copy(self)
-        other = dict(self.inference)
+        if advice is not None:
+            other["terms"] = {**self.terms, **advice.terms}
         if "cases" in other:
             changed = {
                 name: {**self.cases.get(name, {}), **texts}
                 for name, texts in other["cases"].items()
             }
             other["cases"] = {**self.cases, **changed}
-        vars(twin).update(other)
+        vars(twin).update(other, program=program, advice=advice)
         return twin
 
-    def advice_for(self, framework: str | None) -> FrameworkAdvice | None:
+    def advice_for(
+        self, framework: str | None, vendor: str | None = None
+    ) -> FrameworkAdvice | None:
         """What is advised programs of a framework that is not PyTorch."""
-        return self.elsewhere.get(framework or ANY, self.elsewhere.get(ANY))
+        advice = self.elsewhere.get(framework or ANY, self.elsewhere.get(ANY))
+        return advice.amd if advice is not None and vendor == "amd" and advice.amd else advice
 
     def complete(self, finding: Finding) -> Finding:
         """With what the rule says of all its findings, where this one does not say otherwise."""
+        advice = self.advice
+        if advice is not None:
+            finding = replace(
+                finding,
+                fix=advice.fix,
+                code=advice.code,
+                verify=advice.verify or finding.verify,
+                title=advice.title or finding.title,
+                falsified_by=advice.falsified_by or finding.falsified_by,
+            )
         return replace(
             finding,
             rule=self.id,
             category=self.category,
             validation=self.validated,
-            references=list(self.references),
+            references=[link for link in self.references if advice is None or TORCH not in link],
             title=finding.title or self.title,
             fix=finding.fix or self.fix,
-            code=finding.code or self.code,
-            check=finding.check or self.verify,
+            code=finding.code or ("" if advice is not None else self.code),
+            verify=finding.verify or self.verify,
             falsified_by=finding.falsified_by or self.falsified_by,
             assumptions=finding.assumptions or self.filled(self.assumptions),
             confidence=finding.confidence or self.confidence,
@@ -207,8 +244,7 @@ class Rule:
             if key == "assumptions":
                 found[key] = self.filled(text)
             else:
-                fill = values and isinstance(text, str)
-                found["check" if key == "verify" else key] = text.format(**values) if fill else text
+                found[key] = text.format(**values) if values and isinstance(text, str) else text
         return found
 
     def filled(self, assumptions: tuple[str, ...]) -> list[str]:

@@ -75,7 +75,7 @@ class Details(TypedDict):
     summary: str
     fix: str
     code: str
-    check: str
+    verify: str
     wrong_if: str
     assumes: list[str]
     evidence: list[Fact]

@@ -261,7 +261,7 @@ def _full(key: str, f: Finding) -> FindingFull:
             "summary": b.said(f.summary),
             "fix": b.said(f.fix),
             "code": t.shorten(t.clean(f.code, lines=True), 2 * b.LONGEST_TEXT),
-            "check": b.said(f.check),
+            "verify": b.said(f.verify),
             "wrong_if": b.said(f.falsified_by),
             "assumes": [b.said(line) for line in f.assumptions[:5]],
             "evidence": [

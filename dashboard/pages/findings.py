@@ -112,7 +112,7 @@ def finding_card(view: PageView, report: Report, finding: Finding) -> Any:
             _block("Where", _where(view, finding)),
             _block("What to change", el("P", t.clean(finding.fix), cls="fix")),
             code(finding.code) if finding.code else None,
-            _block("How to verify", el("P", t.clean(finding.check)) if finding.check else None),
+            _block("How to verify", el("P", t.clean(finding.verify)) if finding.verify else None),
             _block("Evidence", _evidence(finding)),
             _block("Caveats", _lines(caveats)),
             _folded(report, finding),

@@ -8,7 +8,7 @@ import dash
 import polars as pl
 from dash import Input, Output, State
 
-from advisor.advise.terms import limit_worded, record_with
+from advisor.advise.terms import record_with
 from advisor.core import text as t
 from advisor.dashboard import current, figures, theme
 from advisor.dashboard.current import PageView, parse_query
@@ -54,9 +54,7 @@ def layout(**query: object) -> Any:
     title = head("Kernels and ops", _lead(a), rank_choice(view, "/kernels"))
     if a.device_id is None:
         why = "The trace has no GPU work, so kernels, occupancy and rooflines are not measured."
-        how = limit_worded(
-            "Record with activities=[CPU, CUDA] on a machine with a GPU.", a.trace.meta
-        )
+        how = record_with("activities=[CPU, CUDA]", a.trace.meta, " on a machine with a GPU")
         return page(title, empty("No kernels", why, how), _tree(view), _ops(view))
     return page(
         title,
@@ -225,7 +223,7 @@ def _tree(view: PageView) -> Any:
         return empty(
             "No modules or operators",
             "The trace has no operators, so launches cannot be attributed.",
-            limit_worded("Record with activities=[CPU, CUDA].", a.trace.meta),
+            record_with("activities=[CPU, CUDA]", a.trace.meta),
         )
     what = "GPU time" if a.device_id is not None else "host time"
     description = f"Modules and operators by {what}, outermost on top. Click one to zoom in."

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import ClassVar
 
 import numpy as np
@@ -35,7 +35,7 @@ COMPILING = (
 """The names of compiling a function in Dynamo, and of its backward pass in AOTAutograd; of tracing
 a function in TensorFlow; of lowering and compiling one in JAX."""
 
-_AGAIN = (("torch.compile recompiles", "Functions are traced and compiled again"),)
+_AGAIN = {"again": "Functions are traced and compiled again"}
 Rows = NDArray[np.int64]
 
 
@@ -90,6 +90,7 @@ class Recompilation(Rule):
     assumptions = ("code compiled for any shape is as fast as code for one shape",)
     confidence = 0.9
 
+    terms: Mapping[str, str] = {"again": "torch.compile recompiles"}
     elsewhere: ClassVar = {
         TENSORFLOW: FrameworkAdvice(
             "Keep the kinds of a tf.function's arguments: tensors in place of Python numbers (each "
@@ -100,7 +101,8 @@ class Recompilation(Rule):
             "train_step(x, tf.constant(rate))   # not train_step(x, rate)",
             verify="Profile again: tf.function-graph_building is in the first steps only.",
             title="A function is traced again in the loop",
-            says=_AGAIN,
+            falsified_by="a profile of these steps without tf.function-graph_building",
+            terms=_AGAIN,
         ),
         JAX: FrameworkAdvice(
             "Keep the shapes and types of a compiled function's arguments: pad batches to a few "
@@ -111,7 +113,8 @@ class Recompilation(Rule):
             'jax.config.update("jax_explain_cache_misses", True)  # and says why',
             verify="Profile again: compilation is in the first steps only.",
             title="A function is compiled again in the loop",
-            says=_AGAIN,
+            falsified_by="jax_log_compiles that prints nothing while these steps run",
+            terms=_AGAIN,
         ),
     }
 
@@ -145,7 +148,7 @@ class Recompilation(Rule):
         cost = cpu["dur"].to_numpy()[in_window].astype(np.int64)
         yield Finding(
             summary=(
-                f"torch.compile recompiles in {t.count_noun(compiling_steps, 'step')} of "
+                f"{self.terms['again']} in {t.count_noun(compiling_steps, 'step')} of "
                 f"{steps.height}, for {of_step(a, compiling.total)}."
             ),
             evidence=[

@@ -16,7 +16,7 @@ from advisor.core.intervals import covered_length, intersect, union
 from advisor.measure.host.names import name_matches
 from advisor.measure.host.stacks import parse_frame
 from advisor.measure.steps.contents import contents
-from advisor.rules.common import figure, locate_row, rows
+from advisor.rules.common import figure, locate_row, of_pytorch, rows
 
 if TYPE_CHECKING:
     from advisor.measure import Analysis
@@ -88,7 +88,7 @@ def in_one_step(waits: Waits, loader: str) -> SkippedCheck:
     return SkippedCheck(
         what=f"whether the wait of {longest} for {loader} recurs",
         why=f"one of {len(waits.by_step)} steps has nearly all of it, as at the start of an epoch",
-        record="more steps: schedule(wait=1, warmup=2, active=8)",
+        record="schedule(wait=1, warmup=2, active=8) and profiler.step() in the loop",
     )
 
 
@@ -137,7 +137,8 @@ def find_loading_calls(a: Analysis, waits: Waits) -> LoadingCalls:
     unexplained = waits.total - int(calls["ns"].sum())
     stacks = bool((a.trace.cpu["kind"] == "python").any())
     if not stacks and not calls.is_empty() and unexplained >= MIN_LISTED_SHARE * waits.total:
-        label = "loading: outside operators (with_stack=True shows what)"
+        hint = " (with_stack=True shows what)" if of_pytorch(a) else ""
+        label = f"loading: outside operators{hint}"
         evidence.append(figure(a, label, unexplained))
     return LoadingCalls(evidence, where, summary)
 

@@ -65,6 +65,8 @@ BF16, FP16 = "TF32 is no faster: BF16", "no TF32 and no BF16: FP16"
 CASES = {"bf16": BF16, "fp16": FP16}
 """Format to move to -> the case; without one, TF32: the rule's own texts."""
 BLIND = "shapes are not recorded"
+_ON_ALREADY = "TF32 that is on already, or mathematics that needs FP32"
+"""What would prove it wrong in programs without PyTorch."""
 FAMILIES = {"gemm": "GEMMs", "convolution": "convolutions"}
 
 
@@ -216,15 +218,18 @@ class Fp32Matmul(Rule):
             "Let matrix products use the tensor cores: TF32, or 16-bit inputs with 32-bit sums.",
             cuda="cublasSetMathMode(handle, CUBLAS_TF32_TENSOR_OP_MATH), or "
             "CUBLAS_COMPUTE_32F_FAST_TF32 in cublasGemmEx.",
+            falsified_by=_ON_ALREADY,
         ),
         TENSORFLOW: FrameworkAdvice(
             "Train in mixed precision, or allow TF32 in matrix products.",
             'tf.keras.mixed_precision.set_global_policy("mixed_bfloat16")\n'
             "tf.config.experimental.enable_tensor_float_32_execution(True)",
+            falsified_by=_ON_ALREADY,
         ),
         JAX: FrameworkAdvice(
             "Compute in bfloat16, or allow TF32 in matrix products.",
             'jax.config.update("jax_default_matmul_precision", "tensorfloat32")',
+            falsified_by=_ON_ALREADY,
         ),
     }
 

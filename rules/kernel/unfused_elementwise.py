@@ -39,6 +39,8 @@ FUSIBLE = ("elementwise", "reduction", "copy", "random")
 """Families that a pointwise compiler merges: arithmetic, reductions, casts, dropout."""
 ALREADY = r"^triton_|multi_tensor_|foreach|jit::|_fused_"
 """Kernels that are the result of fusion, or that work on many tensors at once."""
+_FUSED = "Profile again: fusion kernels in place of the chains."
+_SAME_CHAINS = "the same chains in a profile of the compiled step"
 
 
 class UnfusedElementwise(Rule):
@@ -120,11 +122,16 @@ class UnfusedElementwise(Rule):
     inference: ClassVar = {"fix": fix.replace(", a fused loss", "")}
     elsewhere: ClassVar = {
         TENSORFLOW: FrameworkAdvice(
-            "Compile the step with XLA, which fuses the chains.", TF_COMPILE
+            "Compile the step with XLA, which fuses the chains.",
+            TF_COMPILE,
+            verify=_FUSED,
+            falsified_by=_SAME_CHAINS,
         ),
         JAX: FrameworkAdvice(
             "Put the chains into one jax.jit with the code around them: XLA fuses within a jit.",
             "@jax.jit\ndef train_step(state, batch): ...",
+            verify=_FUSED,
+            falsified_by=_SAME_CHAINS,
         ),
     }
 

@@ -5,7 +5,7 @@ The rules of this family differ in the calls that they count.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import ClassVar
 
 import polars as pl
@@ -49,8 +49,6 @@ class DriverAllocationRule(Rule):
     _calls: ClassVar[dict[str, str]]
     """Calls to count, as ``Analysis.allocations`` names them, and CUDA's name of each."""
     _label: ClassVar[str]
-    _none: ClassVar[str] = ""
-    """What to say of a trace without such calls."""
     _select: ClassVar[Select]
     """The idle time that the calls cause."""
 
@@ -69,8 +67,8 @@ class DriverAllocationRule(Rule):
         calls = a.allocations.filter(counted & (pl.col("step") != used["index"][0]))
         steps = used.height - 1
         if calls.is_empty():
-            if self._none and (a.trace.cpu["kind"] == "runtime").any():
-                yield PassedCheck(text=f"{self._none} in the last {steps} steps")
+            if "none" in self.terms and (a.trace.cpu["kind"] == "runtime").any():
+                yield PassedCheck(text=f"{self.terms['none']} in the last {steps} steps")
             return
         rate = calls.height / steps
         if calls["step"].n_unique() < self.min_steps or rate < self.min_a_step:
@@ -142,11 +140,13 @@ class AllocationsInLoop(DriverAllocationRule):
         code="uint64_t all = UINT64_MAX;\n"
         "cudaMemPoolSetAttribute(pool, cudaMemPoolAttrReleaseThreshold, &all);\n"
         "cudaMallocAsync(&p, bytes, stream);",
+        verify="Profile later steps again: no calls inside them allocate or free GPU memory.",
+        terms={"none": "no cudaMalloc or cudaFree"},
     )
 
     _calls: ClassVar = {"malloc": "cudaMalloc", "free": "cudaFree"}
     _label = "allocation calls"
-    _none = "no cudaMalloc or cudaFree"
+    terms: Mapping[str, str] = {"none": "no cudaMalloc or cudaFree"}
     _select = Select(on="gap", cause=("allocation",))
 
     def _summary(self, calls: pl.DataFrame, steps: int) -> str:

@@ -311,6 +311,7 @@ class BlockingPinnedCopy(BlockingRule):
         code="cudaMemcpyAsync(device, pinned, bytes, cudaMemcpyHostToDevice, copies);\n"
         "cudaEventRecord(arrived, copies);\n"
         "cudaStreamWaitEvent(compute, arrived, 0);   // the host does not wait",
+        falsified_by="a run with asynchronous copies in which the GPU idles as long",
     )
 
     _sync_selects = (

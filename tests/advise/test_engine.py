@@ -47,7 +47,7 @@ class Slow(Rule):
             title=self.title,
             summary="seen",
             fix="remove",
-            check="look",
+            verify="look",
             evidence=[Evidence("seen", 1, "count")],
             edits=[Edit(op="remove", select=Select(on="gpu", name=self.pattern))],
             alternatives=self.group,

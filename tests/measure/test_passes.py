@@ -52,5 +52,5 @@ def test_inference_gets_no_advice_for_training(
 ) -> None:
     report = analyze(shared_trace(name))
     for finding in (*report.findings, *report.risks, *report.notes):
-        told = " ".join((finding.fix, finding.code or "", finding.check or ""))
+        told = " ".join((finding.fix, finding.code or "", finding.verify or ""))
         assert not FOR_TRAINING.search(told), finding.rule

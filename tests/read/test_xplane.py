@@ -309,7 +309,7 @@ def test_a_step_that_compiles_each_time_is_told_so_in_the_framework_s_words(
     assert first.rule == "recompilation"
     assert first.impact is not None and first.impact.gain_ns == pytest.approx(6e6, rel=1e-2)
     assert words in first.code
-    told = f"{first.title} {first.summary} {first.fix} {first.code} {first.check}"
+    told = f"{first.title} {first.summary} {first.fix} {first.code} {first.verify}"
     assert not TORCH.search(told + first.falsified_by)
 
 
@@ -462,7 +462,9 @@ def test_the_input_bound_resnet_is_told_to_wait_for_its_input(tmp_path: Path) ->
     told = next(e.value for e in first.evidence if e.label == "share")
     assert told == pytest.approx(share, rel=1e-3)
     assert "prefetch(tf.data.AUTOTUNE)" in first.code
-    assert not TORCH.search(f"{first.title} {first.summary} {first.fix} {first.code} {first.check}")
+    assert not TORCH.search(
+        f"{first.title} {first.summary} {first.fix} {first.code} {first.verify}"
+    )
 
 
 def test_the_compute_bound_resnet_is_not(tmp_path: Path) -> None:
@@ -477,7 +479,7 @@ def test_nobody_who_writes_jax_is_told_to_use_pytorch(jax_file: Path) -> None:
     told = [
         text
         for f in (*report.findings, *report.notes)
-        for text in (f.title, f.summary, f.fix, f.code, f.check, f.falsified_by)
+        for text in (f.title, f.summary, f.fix, f.code, f.verify, f.falsified_by)
     ]
     assert told
     assert not [text for text in told if TORCH.search(text)]

@@ -47,7 +47,7 @@ def make_finding(number: int = 1, name: str | None = None, **changes: Any) -> Fi
         "summary": f"Each step waits for {name or 'something'} that a change of one line avoids.",
         "fix": f"Do the other thing instead of {name or 'this'}, and do it once a step only.",
         "code": f"step({name!r})\n    indented = True" if name else "step(quick=True)",
-        "check": "Profile again: the wait is gone.",
+        "verify": "Profile again: the wait is gone.",
         "evidence": [
             Evidence("waited a step", gain, "ns"),
             Evidence("share of the step", 0.1 / number, "share", 0.05, "XProf"),

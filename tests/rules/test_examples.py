@@ -54,7 +54,7 @@ def test_a_rule_fires_on_what_it_is_for_and_what_it_finds_is_actionable(
     found = outcome(rule, example)
     assert any(worth_showing(finding.impact) for finding in found)
     for finding in found:
-        assert finding.summary and finding.fix and finding.check and finding.evidence
+        assert finding.summary and finding.fix and finding.verify and finding.evidence
         assert finding.edits or finding.impact is not None
         assert 0 < finding.confidence <= 1
         for line in finding.code.split("\n"):  # the terminal report would fold it

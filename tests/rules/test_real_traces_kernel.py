@@ -378,7 +378,7 @@ def test_every_finding_of_ours_is_complete_and_inside_its_bounds(public_trace: s
     rules = [r for r in load_rules(config={}) if r.id in OURS]
     result = run_rules(-1, a, rules)
     for found in result.findings:
-        assert found.summary and found.fix and found.check and found.where
+        assert found.summary and found.fix and found.verify and found.where
         assert all(isinstance(e, Evidence) for e in found.evidence)
         for edit in found.edits:
             low, middle, high = edit.factor_low, edit.factor, edit.factor_high

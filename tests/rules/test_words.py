@@ -11,7 +11,8 @@ import pytest
 
 from advisor.advise.check import run_rules
 from advisor.advise.select import load_rules
-from advisor.core.finding import ANY, Rule
+from advisor.core.finding import ANY, Finding, Rule
+from advisor.core.rule import Program
 from advisor.core.trace import CUDA, JAX, TENSORFLOW
 from advisor.testing import TraceBuilder
 
@@ -64,7 +65,7 @@ def test_code_is_read_on_a_terminal_of_80_columns_as_it_is_written() -> None:
     "rule", [r for r in RULES if r.id not in OF_TRAINING], ids=lambda rule: rule.id
 )
 def test_a_rule_speaks_of_no_training_where_nothing_is_trained(rule: Rule) -> None:
-    other = rule.where_nothing_is_trained()
+    other = rule.for_program(Program(trains=False))
     assert [
         (name, text)
         for name, text in said(other)
@@ -99,9 +100,26 @@ def test_the_same_finding_is_worded_for_what_the_loop_does() -> None:
 def test_advice_for_other_programs_names_nothing_of_pytorch(rule: Rule) -> None:
     assert set(rule.elsewhere) <= {ANY, CUDA, TENSORFLOW, JAX}
     for advice in rule.elsewhere.values():
-        texts = (advice.fix, advice.code, advice.verify, advice.title)
+        texts = (advice.fix, advice.code, advice.verify, advice.title, advice.falsified_by)
         assert advice.fix and not any(map(TORCH.search, texts))
-        assert all(not TORCH.search(new) for _, new in advice.says)
+        assert not any(map(TORCH.search, advice.terms.values()))
+        assert set(advice.terms) <= set(rule.terms)
+
+
+@pytest.mark.parametrize("framework", [TENSORFLOW, JAX])
+@pytest.mark.parametrize("rule", [r for r in RULES if r.elsewhere], ids=lambda rule: rule.id)
+def test_what_a_finding_says_of_them_by_itself_names_nothing_of_pytorch(
+    rule: Rule, framework: str
+) -> None:
+    other = rule.for_program(Program(framework, foreign=True))
+    if other.advice is None:
+        return
+    whole = [{}, *(other.case(name) for name in other.cases)]
+    for texts in whole:
+        found = other.complete(Finding(summary="", **{**texts, "confidence": 0.5}))
+        said = (found.title, found.fix, found.code, found.verify, found.falsified_by)
+        assert not any(map(TORCH.search, (*said, found.alternatives, *found.assumptions)))
+        assert not any(map(TORCH.search, found.references))
 
 
 def test_everything_that_a_snapshot_says_would_free_memory_has_words() -> None:

@@ -295,7 +295,7 @@ def _advice(finding: Finding) -> Advice:
         place=place[:300],
         category=finding.category,
         fix=finding.fix[:MAX_TEXT],
-        verify=finding.check[:MAX_TEXT],
+        verify=finding.verify[:MAX_TEXT],
     )
 
 

@@ -186,7 +186,7 @@ def _card(report: Report, finding: Finding, *, fix: bool = True) -> Card:
                 [
                     TextField("cause", [part for part in confidence if part]),
                     *(TextField(label, [text]) for label, text in covered),
-                    TextField("verify", [finding.check]),
+                    TextField("verify", [finding.verify]),
                     TextField("caveats", ["; ".join(facts.caveats(finding))], "soft"),
                     *(
                         TextField("" if number else "read", [reference], "soft")

@@ -695,7 +695,12 @@ class Report(Struct, kw_only=True):
 
 
 _ORDER = {"rank": "priority"}
-_OF_FINDINGS = {"worth": "impact", "rank_gain_ns": "marginal_gain_ns", **_ORDER}
+_OF_FINDINGS = {
+    "worth": "impact",
+    "rank_gain_ns": "marginal_gain_ns",
+    "check": "verify",
+    **_ORDER,
+}
 _NAMES_SINCE_VERSION_1 = {
     "": {"good": "passed", "uneven": "step_variation"},
     "step": {

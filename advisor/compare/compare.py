@@ -8,7 +8,7 @@ from pathlib import Path
 import advisor
 from advisor.advise.engine import Examined, Options, examine
 from advisor.advise.impact import REPLAY
-from advisor.compare.comparison import Amount, Comparison, Realised, Side
+from advisor.compare.comparison import Amount, Comparison, RealisedGain, Side
 from advisor.compare.findings import Remaining, compare_findings, find_remaining
 from advisor.compare.steps import PERIODS, compare_steps
 from advisor.compare.view import repeated, verdict, whole
@@ -54,7 +54,7 @@ def compare_reports(
     comparison = _compared(before, after, paths)
     changes = compare_findings(before, after, None)
     comparison.findings = [change for change, _ in changes]
-    comparison.realised = Realised(rules=[], reason="there is no trace to replay")
+    comparison.realised = RealisedGain(rules=[], reason="there is no trace to replay")
     comparison.limits = limits(before, after, comparison)
     if saved:
         which = "both runs" if len(saved) > 1 else f"the run {('before', 'after')[saved[0]]}"
@@ -104,7 +104,7 @@ def _compared(before: Report, after: Report, paths: Sequence[str]) -> Comparison
         same_device=None if None in names else names[0] == names[1],
         steps=compare_steps(before, after),
         amounts=amounts(before, after),
-        realised=Realised(rules=[]),
+        realised=RealisedGain(rules=[]),
     )
 
 
@@ -200,7 +200,7 @@ def _amount(name: str, unit: str, values: Sequence[float | None], group: str = "
 # -- predicted and measured gain ----------------------------------------------------------------
 
 
-def realised(findings: list[Finding], before: Examined, c: Comparison) -> Realised:
+def realised(findings: list[Finding], before: Examined, c: Comparison) -> RealisedGain:
     """What all fixed findings were predicted to save together, and what the step gained."""
     steps = c.steps
     fixed = [
@@ -211,7 +211,7 @@ def realised(findings: list[Finding], before: Examined, c: Comparison) -> Realis
         and finding.impact is not None
         and finding.impact.currency == "step_time"
     ]
-    found = Realised(rules=[f.rule for f in fixed])
+    found = RealisedGain(rules=[f.rule for f in fixed])
     if not fixed:
         found.reason = "no finding with an estimated gain was fixed"
         return found

@@ -165,7 +165,7 @@ class FindingChange(Struct, kw_only=True):
     """Why it is unchecked; ``remaining``: why one report does not list it."""
 
 
-class Realised(Struct, kw_only=True):
+class RealisedGain(Struct, kw_only=True):
     """What the fixes were predicted to save, compared with what they saved."""
 
     rules: list[str]
@@ -191,7 +191,7 @@ class Realised(Struct, kw_only=True):
     """Why they are not compared."""
 
 
-class Work(Struct, kw_only=True):
+class ComparedWork(Struct, kw_only=True):
     """Device work of one operator on inputs of one shape, or of one kernel, per step. Names are
     matched in full and shortened to 300 characters."""
 
@@ -262,17 +262,17 @@ class Comparison(Struct, kw_only=True):
     """The breakdown side by side."""
     findings: list[FindingChange] = field(default_factory=list)
     """Fixed, new and remaining findings."""
-    realised: Realised
+    realised: RealisedGain
     """Predicted and measured gain."""
-    work: list[Work] = field(default_factory=list)
+    work: list[ComparedWork] = field(default_factory=list)
     """Device work by operator and shape, largest difference first; at most 500."""
-    work_rest: Work | None = None
+    work_rest: ComparedWork | None = None
     """The others, summed; ``null``: none."""
     matched: float | None = None
     """Share of both sides' device time in operators and shapes that both have; ``null``: none."""
-    kernels: list[Work] = field(default_factory=list)
+    kernels: list[ComparedWork] = field(default_factory=list)
     """Device work by kernel name, the same way; empty when the GPUs differ: their kernels do."""
-    kernels_rest: Work | None = None
+    kernels_rest: ComparedWork | None = None
     """The others, summed; ``null``: none."""
     limits: list[str] = field(default_factory=list)
     """What makes the two hard to compare, one sentence each."""

@@ -12,22 +12,22 @@ from advisor.core.finding import REPEATED
 if TYPE_CHECKING:
     from advisor.compare.comparison import (
         Amount,
+        ComparedWork,
         Comparison,
         FindingChange,
         Side,
         StepTimeChange,
-        Work,
     )
 
-SMALL = 0.005
+MIN_SHARE = 0.005
 """Share of the longer step below which a row of the breakdown is left out of the tables (the JSON
 has all)."""
-SMALL_WORK = 0.001
+MIN_WORK_SHARE = 0.001
 """The same for one operator of the table of work: its change is shown, and not judged."""
 MAX_WORK = 10
 WIDTH = 30
 """Characters of a label in the table of work."""
-ENOUGH_FOR_PERCENTILES = 10
+MIN_STEPS_FOR_PERCENTILES = 10
 TITLES = {
     "fixed": "fixed",
     "new": "new",
@@ -46,7 +46,7 @@ Judged = Literal["better", "worse", "new", "gone", ""]
 another line; empty: too small to matter, not shown to be one, or not measured."""
 
 
-class Line(NamedTuple):
+class ComparedFigure(NamedTuple):
     """One figure on both sides, with what its change means."""
 
     group: str
@@ -62,13 +62,6 @@ class Line(NamedTuple):
     change: str
     """The difference with its sign; empty: none, or not measured."""
     judged: Judged
-
-
-class Table(NamedTuple):
-    """Cells as text; the first column is words, the others are figures."""
-
-    head: list[str]
-    rows: list[list[str]]
 
 
 def verdict(comparison: Comparison) -> str:
@@ -152,25 +145,15 @@ def _side(side: Side) -> list[str]:
     return parts
 
 
-def _table(title: str, lines: list[Line]) -> Table:
-    rows = [[line.label, *line.texts, line.change] for line in lines]
-    return Table([title, "before", "after", "difference"], rows)
-
-
-def step_table(c: Comparison) -> Table | None:
-    """Distributions of step times side by side."""
-    lines = step_lines(c)
-    return _table("step time", lines) if lines else None
-
-
-def step_lines(c: Comparison) -> list[Line]:
-    """The same as lines. They are better or worse only when a difference is shown."""
+def step_lines(c: Comparison) -> list[ComparedFigure]:
+    """Distributions of step times side by side. A figure is better or worse only when a difference
+    is shown."""
     one, other = c.steps.before, c.steps.after
     if one is None or other is None:
         return []
     texts = (t.format_count(one.count), t.format_count(other.count))
-    found = [Line("steps", "steps", "steps", one.count, other.count, texts, "", "")]
-    few = min(one.count, other.count) < ENOUGH_FOR_PERCENTILES
+    found = [ComparedFigure("steps", "steps", "steps", one.count, other.count, texts, "", "")]
+    few = min(one.count, other.count) < MIN_STEPS_FOR_PERCENTILES
     shown = c.steps.verdict in ("slower", "faster")
     for label, field in (
         ("mean", "mean_ns"),
@@ -186,7 +169,7 @@ def step_lines(c: Comparison) -> list[Line]:
         judged = _judged(before, after, 0.0) if shown else ""
         change = relative(before, after)
         texts = (t.format_duration(before), t.format_duration(after))
-        found.append(Line("steps", label, label, before, after, texts, change, judged))
+        found.append(ComparedFigure("steps", label, label, before, after, texts, change, judged))
     return found
 
 
@@ -213,14 +196,9 @@ def step_notes(steps: StepTimeChange) -> list[str]:
     return [*found, *steps.notes]
 
 
-def breakdown(c: Comparison) -> Table:
-    """Where the step's time goes, side by side."""
-    return _table("", breakdown_lines(c))
-
-
-def breakdown_lines(c: Comparison) -> list[Line]:
-    """The same as lines; a change of less than ``SMALL`` of the longer step is not judged, nor one
-    of less than a percent of another figure."""
+def breakdown_lines(c: Comparison) -> list[ComparedFigure]:
+    """Where the step's time goes, side by side. A change below ``MIN_SHARE`` of the longer step is
+    not judged, nor one below a percent of another figure."""
     whole = max(c.before.step_ns, c.after.step_ns, 1.0)
     groups = {amount.group for amount in c.amounts}
     wanted = ["time", "idle", "kernels"] if "time" in groups else ["host"]
@@ -230,15 +208,15 @@ def breakdown_lines(c: Comparison) -> list[Line]:
             if amount.group != group:
                 continue
             largest = max(amount.before or 0.0, amount.after or 0.0)
-            if amount.unit == "ns" and largest < SMALL * whole:
+            if amount.unit == "ns" and largest < MIN_SHARE * whole:
                 continue
-            least = {"ns": SMALL * whole, "share": 0.01}.get(amount.unit, 0.01 * largest)
+            least = {"ns": MIN_SHARE * whole, "share": 0.01}.get(amount.unit, 0.01 * largest)
             more = amount.name in MORE_IS_BETTER
             judged = _judged(amount.before, amount.after, least, more=more)
             if judged in ("new", "gone") and group in ("time", "idle", "host"):
                 judged = "worse" if judged == "new" else "better"  # nothing stands in for idling
             found.append(
-                Line(
+                ComparedFigure(
                     group,
                     amount.name,
                     _label(amount, c.after.framework),
@@ -340,15 +318,10 @@ def realised(c: Comparison) -> list[str]:
     ]
 
 
-def work(c: Comparison, most: int = MAX_WORK) -> Table | None:
-    """Device work that differs, by operator and shape."""
-    lines = work_lines(c, most)
-    return _table(f"device work{per(c)}", lines) if lines else None
-
-
-def work_lines(c: Comparison, most: int = MAX_WORK, width: int = WIDTH) -> list[Line]:
-    """The same as lines, with labels of at most ``width`` characters."""
-    items: list[Work] = []
+def work_lines(c: Comparison, most: int = MAX_WORK, width: int = WIDTH) -> list[ComparedFigure]:
+    """Device work that differs, by operator and shape, with labels of at most ``width``
+    characters."""
+    items: list[ComparedWork] = []
     for item in c.work:
         if abs(item.after_ns - item.before_ns) < 0.5 or len(items) == most:
             break
@@ -356,7 +329,7 @@ def work_lines(c: Comparison, most: int = MAX_WORK, width: int = WIDTH) -> list[
     names = [work_name(item) for item in items]
     whole = max(c.before.step_ns, c.after.step_ns, 1.0)
     return [
-        Line(
+        ComparedFigure(
             "work",
             name,
             label,
@@ -367,7 +340,7 @@ def work_lines(c: Comparison, most: int = MAX_WORK, width: int = WIDTH) -> list[
                 _work_side(item.after_ns, item.after_count),
             ),
             t.format_change(item.after_ns - item.before_ns),
-            _judged(item.before_ns, item.after_ns, SMALL_WORK * whole),
+            _judged(item.before_ns, item.after_ns, MIN_WORK_SHARE * whole),
         )
         for item, name, label in zip(items, names, t.distinct_labels(names, width), strict=True)
     ]
@@ -377,7 +350,7 @@ def _work_side(ns: float, count: float) -> str:
     return f"{t.format_duration(ns)} / {t.format_count(count)}×" if count else "–"
 
 
-def work_name(item: Work) -> str:
+def work_name(item: ComparedWork) -> str:
     """The operator with the shapes of its inputs, else the kernel."""
     if item.op is None:
         return (item.before_kernels or item.after_kernels or ["unknown"])[0]
@@ -440,14 +413,6 @@ def gate_notes(c: Comparison) -> list[str]:
 def gate_figures(c: Comparison) -> list[Amount]:
     """What a gate shows besides the step."""
     return [a for a in c.amounts if a.group == "figures" and a.name in GATE_FIGURES]
-
-
-def figure(item: Amount) -> str:
-    """``memory peak 1.0 GB → 1.2 GB``."""
-    return (
-        f"{item.name} {t.format_value(item.before, item.unit)} → "
-        f"{t.format_value(item.after, item.unit)}"
-    )
 
 
 def gate_findings(c: Comparison) -> list[tuple[str, list[FindingChange]]]:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import polars as pl
 
-from advisor.compare.comparison import Work
+from advisor.compare.comparison import ComparedWork
 from advisor.core.intervals import covered_length
 from advisor.core.text import shorten
 
@@ -23,7 +23,9 @@ their parameters have thousands."""
 _KEY = ("op", "shape")
 
 
-def compare_work(before: Analysis, after: Analysis) -> tuple[list[Work], Work | None]:
+def compare_work(
+    before: Analysis, after: Analysis
+) -> tuple[list[ComparedWork], ComparedWork | None]:
     """Device time per step by operator and shape: (largest differences first, all others summed).
 
     The operator is the innermost around the launch, with its own inputs; work that no operator
@@ -35,7 +37,9 @@ def compare_work(before: Analysis, after: Analysis) -> tuple[list[Work], Work | 
     return _joined(sides, _KEY)
 
 
-def compare_kernels(before: Analysis, after: Analysis) -> tuple[list[Work], Work | None]:
+def compare_kernels(
+    before: Analysis, after: Analysis
+) -> tuple[list[ComparedWork], ComparedWork | None]:
     """Device time per step by kernel name alone."""
     sides = [
         device_work(a)
@@ -51,7 +55,7 @@ def compare_kernels(before: Analysis, after: Analysis) -> tuple[list[Work], Work
     return _joined(sides, ("kernel",))
 
 
-def matched(work: list[Work], rest: Work | None) -> float | None:
+def matched(work: list[ComparedWork], rest: ComparedWork | None) -> float | None:
     """Share of the device time of both that is in rows which both have; ``None``: no work.
 
     What is left out of the rows is counted as matched: it differs too little to be shown.
@@ -122,7 +126,9 @@ def operators(a: Analysis, *, shapes: bool) -> pl.DataFrame:
     )
 
 
-def _joined(sides: list[pl.DataFrame], key: tuple[str, ...]) -> tuple[list[Work], Work | None]:
+def _joined(
+    sides: list[pl.DataFrame], key: tuple[str, ...]
+) -> tuple[list[ComparedWork], ComparedWork | None]:
     keys = [*dict.fromkeys((*key, "kernel"))]
     left, right = (
         side.select(*keys, *(pl.col(c).alias(f"{name}_{c}") for c in ("ns", "count", "kernels")))
@@ -144,8 +150,8 @@ def _joined(sides: list[pl.DataFrame], key: tuple[str, ...]) -> tuple[list[Work]
     return rows, _work(totals)
 
 
-def _work(row: dict[str, Any]) -> Work:
-    return Work(
+def _work(row: dict[str, Any]) -> ComparedWork:
+    return ComparedWork(
         op=_short(row.get("op")),
         shape=_short(row.get("shape"), MAX_SHAPE),
         before_ns=row["before_ns"],

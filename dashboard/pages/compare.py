@@ -9,7 +9,7 @@ import plotly.graph_objects as go
 from advisor.advise import views
 from advisor.compare import view as words
 from advisor.compare.comparison import Comparison, Distribution, FindingChange
-from advisor.compare.view import Line, per
+from advisor.compare.view import ComparedFigure, per
 from advisor.core import text as t
 from advisor.core.finding import unit_of
 from advisor.dashboard import current, figures, theme
@@ -168,7 +168,7 @@ MARKS_OF = {
 """Of a change: its class, and the word that says what the colour says."""
 
 
-def _change(line: Line) -> Any:
+def _change(line: ComparedFigure) -> Any:
     """A difference: an arrow for its direction, its sign, and a word for what that means."""
     if not line.change:
         return el("Span", "–", cls="dim")
@@ -183,7 +183,9 @@ def _change(line: Line) -> Any:
     )
 
 
-def _table(title: str, lines: list[Line], *, bars: bool = False, caption: str = "") -> Any:
+def _table(
+    title: str, lines: list[ComparedFigure], *, bars: bool = False, caption: str = ""
+) -> Any:
     """Lines side by side; with ``bars`` before and after also as two bars, all to one scale. In a
     narrow window a line is a block of its own."""
     largest = max((value for li in lines for value in (li.before, li.after) if value), default=0.0)
@@ -202,7 +204,7 @@ def _table(title: str, lines: list[Line], *, bars: bool = False, caption: str = 
     return table(head, rows, numbers=range(len(head) - 3, len(head)), caption=caption, stacked=True)
 
 
-def _pair(line: Line, largest: float) -> Any:
+def _pair(line: ComparedFigure, largest: float) -> Any:
     bars = [
         el("I", cls=look, style={"width": f"{(value or 0.0) / (largest or 1.0):.4%}"})
         for look, value in (("was", line.before), ("is", line.after))
@@ -210,7 +212,7 @@ def _pair(line: Line, largest: float) -> Any:
     return el("Span", *bars, cls="two-bars", aria_hidden="true")
 
 
-def _colour(line: Line) -> str | None:
+def _colour(line: ComparedFigure) -> str | None:
     """As in the bars above, and on the other pages."""
     match line.group:
         case "time":

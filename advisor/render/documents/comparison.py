@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Final
 
 from advisor.compare import view
@@ -38,11 +38,11 @@ def build(comparison: Comparison, options: RenderOptions = DEFAULT) -> Document:
         [
             FieldList([TextField(label, parts) for label, parts in view.sides(c)], indent=0),
             *_limits(c),
-            *_table("Step times", view.step_table(c), notes, short=True),
-            *_table("Breakdown", view.breakdown(c), []),
+            *_table("Step times", "step time", view.step_lines(c), notes, short=True),
+            *_table("Breakdown", "", view.breakdown_lines(c)),
             *_findings(c),
             *_predicted(c),
-            *_table("Device work", view.work(c), []),
+            *_table("Device work", f"device work{view.per(c)}", view.work_lines(c)),
         ],
         name="comparison",
         status={"slower": "critical", "faster": "healthy"}.get(c.steps.verdict, "limited"),
@@ -57,10 +57,18 @@ def _limits(c: Comparison) -> Iterator[Block]:
 
 
 def _table(
-    title: str, given: view.Table | None, notes: list[Paragraph], *, short: bool = False
+    title: str,
+    first: str,
+    lines: list[view.ComparedFigure],
+    notes: Sequence[Paragraph] = (),
+    *,
+    short: bool = False,
 ) -> Iterator[Block]:
-    if given is not None and given.rows:
-        yield Section(title, [Grid(given.head, given.rows), *notes], short=short)
+    """Figures side by side; ``first``: the head of their names."""
+    rows = [[line.label, *line.texts, line.change] for line in lines]
+    if rows:
+        head = [first, "before", "after", "difference"]
+        yield Section(title, [Grid(head, rows), *notes], short=short)
 
 
 def _findings(c: Comparison) -> Iterator[Block]:

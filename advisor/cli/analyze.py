@@ -14,14 +14,13 @@ import typer
 
 from advisor.cli import options as o
 from advisor.cli import output as out
-from advisor.cli import pricing
-from advisor.cli.stepping import Steps, parse_steps, step_ranges
+from advisor.cli.options import Steps, parse_steps, step_ranges
 from advisor.core.errors import AdvisorError
 from advisor.render.formats import REPORTS
 
 if TYPE_CHECKING:
     from advisor.advise.engine import Examined, Options
-    from advisor.cli.progress import Progress
+    from advisor.cli.output import Progress
     from advisor.core.report import Report
     from advisor.core.trace import Run
     from advisor.export.redact import NameMap
@@ -100,9 +99,9 @@ def command(
             metavar="ADDRESS", help="The same on the workers of a Dask scheduler (tcp://host:8786)."
         ),
     ] = None,
-    price: pricing.Price = None,
-    prices: pricing.PriceTable = None,
-    gpus: pricing.Gpus = None,
+    price: o.Price = None,
+    prices: o.PriceTable = None,
+    gpus: o.Gpus = None,
     progress: o.Progress = True,
 ) -> None:
     """Say what is slow in a PyTorch profiler trace, why, what to change, what it is worth."""
@@ -111,7 +110,7 @@ def command(
             raise AdvisorError("give a trace, a folder of traces, a run, or --memory FILE")
         paths, memory = [str(memory)], None
     chosen, limit = parse_steps(steps), parse_size(max_size)
-    paid = pricing.chosen(price, prices)
+    paid = o.chosen_prices(price, prices)
     given = {
         "--rank": rank is not None,
         "--csv": csv is not None,
@@ -165,7 +164,7 @@ def command(
         raise AdvisorError(f"--csv {csv}: give a folder")
 
     from advisor.advise.engine import Options
-    from advisor.cli.progress import Progress
+    from advisor.cli.output import Progress
     from advisor.read import ReadOptions
     from advisor.read.source import DEFAULT_LIMIT
 

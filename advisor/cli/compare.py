@@ -12,9 +12,8 @@ import typer
 
 from advisor.cli import options as o
 from advisor.cli import output as out
-from advisor.cli import pricing
 from advisor.cli.analyze import Told
-from advisor.cli.stepping import Steps, parse_steps, step_ranges
+from advisor.cli.options import Steps, parse_steps, step_ranges
 from advisor.core.errors import AdvisorError
 from advisor.render.formats import COMPARISONS
 
@@ -45,14 +44,14 @@ def command(
     window: o.Window = None,
     steps: Steps = None,
     redact: o.Redact = False,
-    price: pricing.Price = None,
-    prices: pricing.PriceTable = None,
-    gpus: pricing.Gpus = None,
+    price: o.Price = None,
+    prices: o.PriceTable = None,
+    gpus: o.Gpus = None,
     progress: o.Progress = True,
 ) -> None:
     """Show what became faster or slower from one run to another, and which findings changed."""
     bound = parse_share(fail_if_slower)
-    paid, chosen = pricing.chosen(price, prices), parse_steps(steps)
+    paid, chosen = o.chosen_prices(price, prices), parse_steps(steps)
     from advisor.advise.engine import Options
 
     wanted = out.chosen(COMPARISONS, form, output)
@@ -85,7 +84,7 @@ def _compare(
 ) -> tuple[Comparison, set[str] | None]:
     """The comparison, and the users and hosts to leave out of it."""
     from advisor.advise.engine import examine
-    from advisor.cli.progress import Progress
+    from advisor.cli.output import Progress
     from advisor.cli.report import read_saved
     from advisor.compare import compare_examined
     from advisor.read import ReadOptions, open_run
@@ -96,7 +95,7 @@ def _compare(
     if any(saved) and (options.steps is not None or ranges is not None):
         raise AdvisorError("--steps: a saved report is of the steps it was made of; give the trace")
     if any(saved) and options.prices is not None:
-        raise AdvisorError(f"{pricing.OPTIONS}: {pricing.SAVED}")
+        raise AdvisorError(f"{o.PRICE_OPTIONS}: {o.SAVED_HAS_COST}")
     with Progress(progress) as shown:
         read = ReadOptions(progress=shown.reading, peek=redaction.peek, step_ranges=ranges)
         options = dataclasses.replace(options, read=read)

@@ -15,8 +15,7 @@ from urllib.parse import urlsplit
 import typer
 
 from advisor.cli import options as o
-from advisor.cli import pricing
-from advisor.cli.stepping import Steps, parse_steps, step_ranges
+from advisor.cli.options import Steps, parse_steps, step_ranges
 from advisor.core.errors import AdvisorError, install
 
 if TYPE_CHECKING:
@@ -74,9 +73,9 @@ def command(
     window: o.Window = None,
     steps: Steps = None,
     rules: o.Rules = None,
-    price: pricing.Price = None,
-    prices: pricing.PriceTable = None,
-    gpus: pricing.Gpus = None,
+    price: o.Price = None,
+    prices: o.PriceTable = None,
+    gpus: o.Gpus = None,
     memory: Memory = None,
     max_size: o.MaxSize = None,
 ) -> None:
@@ -87,7 +86,7 @@ def command(
     from advisor.cli.analyze import parse_size
 
     chosen, limit = parse_steps(steps), parse_size(max_size)
-    paid = pricing.chosen(price, prices)
+    paid = o.chosen_prices(price, prices)
     token = given_token(token_file, no_token=no_token)
     viewer = parse_perfetto(perfetto_url)
     _check_exist(paths)

@@ -44,7 +44,7 @@ def command(
 def _record(folder: Path, device: str | None, steps: int) -> Path:
     """Record the textbook CNN; the path of the trace."""
     os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # else the profiler logs its stages to stderr
-    from advisor.cli.progress import Progress
+    from advisor.cli.output import Progress
     from advisor.sample_workloads import Setup
     from advisor.sample_workloads.running import record
 
@@ -69,7 +69,7 @@ def _usable(device: str | None) -> str:
 
 def _analyse(trace: Path, form: str) -> None:
     from advisor.advise.engine import Options
-    from advisor.cli.progress import Progress
+    from advisor.cli.output import Progress
 
     with Progress() as shown:
         report = study([str(trace)], Options(), shown)

@@ -12,7 +12,7 @@ import typer
 from advisor.cli import options as o
 from advisor.cli import output as out
 from advisor.cli.analyze import Told, examine_paths, parse_size
-from advisor.cli.stepping import Steps, parse_steps, step_ranges
+from advisor.cli.options import Steps, parse_steps, step_ranges
 from advisor.core.errors import AdvisorError
 from advisor.read.remote import urls
 
@@ -52,7 +52,7 @@ def command(
     out.check(perfetto, [path])
 
     from advisor.advise.engine import Options
-    from advisor.cli.progress import Progress
+    from advisor.cli.output import Progress
     from advisor.export import tracks as our_tracks
     from advisor.export import write_trace
     from advisor.read import ReadOptions

@@ -12,9 +12,8 @@ import typer
 
 from advisor.cli import options as o
 from advisor.cli import output as out
-from advisor.cli import pricing
 from advisor.cli.compare import parse_share
-from advisor.cli.stepping import Steps, parse_steps, step_ranges
+from advisor.cli.options import Steps, parse_steps, step_ranges
 from advisor.core.errors import AdvisorError
 from advisor.core.saved import has_schema
 from advisor.core.text import count_noun
@@ -58,9 +57,9 @@ def command(
     rank: o.Rank = None,
     window: o.Window = None,
     steps: Steps = None,
-    price: pricing.Price = None,
-    prices: pricing.PriceTable = None,
-    gpus: pricing.Gpus = None,
+    price: o.Price = None,
+    prices: o.PriceTable = None,
+    gpus: o.Gpus = None,
     progress: o.Progress = True,
 ) -> None:
     """Compare a run with a baseline. Exit code 0: not slower, or not shown to be; 1: a regression;
@@ -71,7 +70,7 @@ def command(
     from advisor.advise.engine import Options
     from advisor.read import ReadOptions
 
-    paid = pricing.chosen(price, prices)
+    paid = o.chosen_prices(price, prices)
     options = Options(
         rank=rank,
         window=window,
@@ -130,7 +129,7 @@ def _report(path: str, options: Options, progress: bool) -> Report:
 
 def _measure(path: str, options: Options, progress: bool) -> Report:
     from advisor.cli.analyze import examine_paths
-    from advisor.cli.progress import Progress
+    from advisor.cli.output import Progress
 
     with Progress(progress) as shown:
         read = dataclasses.replace(options.read, progress=shown.reading)

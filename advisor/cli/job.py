@@ -16,7 +16,7 @@ from advisor.read.remote.urls import is_url
 if TYPE_CHECKING:
     from advisor.advise.ranks.job import Done
     from advisor.advise.ranks.task import Wanted
-    from advisor.cli.progress import Progress
+    from advisor.cli.output import Progress
     from advisor.measure.ranks.job_report import JobReport
 
 BAR = 24
@@ -64,7 +64,7 @@ def report_job(
 ) -> JobReport:
     """Measure and diagnose, saying how far it is."""
     from advisor.advise.ranks.job import study
-    from advisor.cli.progress import Progress
+    from advisor.cli.output import Progress
 
     with Progress(progress) as shown:
         shown.say("looking for traces")

@@ -25,7 +25,7 @@ def command(
 ) -> None:
     """Serve a coding agent (Model Context Protocol, stdio): what is slow, what a fix is worth,
     what-if, compare. Reads below the folders, writes nothing."""
-    from advisor.mcp.allowed import Allowed
+    from advisor.mcp.bounds import Allowed
 
     allowed = Allowed(folders)
     if find_spec("mcp") is None:

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from advisor.cli import output as out
+from advisor.core.errors import AdvisorError
 
 if TYPE_CHECKING:
     from advisor.render.formats import Formats
+if TYPE_CHECKING:
+    from advisor.core.prices import Prices
 
 Output = Annotated[
     Path | None, typer.Option("--output", "-o", metavar="FILE", help="Write to a file.")
@@ -61,3 +65,77 @@ def form(formats: Formats) -> typer.models.OptionInfo:
         help="Default: by the suffix of --output, else terminal.",
     )
     return found
+
+
+Price = Annotated[
+    str | None,
+    typer.Option(
+        "--price",
+        metavar="PRICE",
+        help="An hour of one GPU, such as 2.50/h or '2.50 EUR/h': steps and fixes have their cost.",
+    ),
+]
+PriceTable = Annotated[
+    Path | None,
+    typer.Option(
+        "--prices",
+        metavar="FILE",
+        help="Prices by the GPU's name, as TOML (else [tool.advisor.prices] of pyproject.toml).",
+    ),
+]
+Gpus = Annotated[
+    int | None,
+    typer.Option("--gpus", metavar="N", min=1, help="GPUs that are paid for; default: one a rank."),
+]
+
+
+PRICE_OPTIONS = "--price, --prices"
+SAVED_HAS_COST = "a saved report has the cost that it was made with; give the trace"
+
+
+def chosen_prices(price: str | None, table: Path | None) -> Prices | None:
+    """What was given; ``None``: nothing, and pyproject.toml may say. Raises AdvisorError."""
+    if price is None and table is None:
+        return None
+    from advisor.core.prices import parse_price, read_prices
+
+    if price is not None and table is not None:
+        raise AdvisorError("--price and --prices: give one of them")
+    return parse_price(price) if price is not None else read_prices(table)
+
+
+Steps = Annotated[
+    str | None,
+    typer.Option(
+        "--steps",
+        metavar="A:B|REGEX",
+        help="Steps A up to, not including, B, counted from 0; or the names of the ranges "
+        "that are steps.",
+    ),
+]
+
+_NUMBERS = re.compile(r"\s*[-+]?\w{0,2}\s*:\s*[-+]?\w{0,2}\s*|[-+\d\s.:]*")
+
+
+def parse_steps(text: str | None) -> tuple[int | None, int | None] | None:
+    """``A:B``, ``A:`` or ``:B`` to a half-open range; AdvisorError for what looks like one and is
+    none. ``None``: names of ranges, for :func:`step_ranges`."""
+    if text is None:
+        return None
+    match = re.fullmatch(r"(\d{0,9}):(\d{0,9})", text.strip())
+    if match is None:
+        if _NUMBERS.fullmatch(text) is None:
+            return None
+        raise AdvisorError(
+            f"--steps {text}: give a range A:B of step numbers, such as 2:8 or 2:, or a regular "
+            "expression of the names of the ranges that are steps"
+        )
+    first, last = (int(part) if part else None for part in match.groups())
+    if last is not None and last <= (first or 0):
+        raise AdvisorError(f"--steps {text}: that range is empty; B is not included")
+    return first, last
+
+
+def step_ranges(text: str | None) -> str | None:
+    """A regular expression of the ranges that are steps; ``None``: steps by number, or all."""
+    return text if text is not None and parse_steps(text) is None else None

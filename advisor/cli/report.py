@@ -9,9 +9,8 @@ import typer
 
 from advisor.cli import options as o
 from advisor.cli import output as out
-from advisor.cli import pricing
 from advisor.cli.analyze import Told, deliver, examine_paths, parse_size
-from advisor.cli.stepping import Steps, parse_steps, step_ranges
+from advisor.cli.options import Steps, parse_steps, step_ranges
 from advisor.core.errors import AdvisorError
 from advisor.render.formats import REPORTS
 
@@ -43,14 +42,14 @@ def command(
     window: o.Window = None,
     steps: Steps = None,
     max_size: o.MaxSize = None,
-    price: pricing.Price = None,
-    prices: pricing.PriceTable = None,
-    gpus: pricing.Gpus = None,
+    price: o.Price = None,
+    prices: o.PriceTable = None,
+    gpus: o.Gpus = None,
     progress: o.Progress = True,
 ) -> None:
     """Write a report: one HTML file, Markdown, SARIF for code scanning, GitHub annotations."""
     chosen, limit = parse_steps(steps), parse_size(max_size)
-    paid = pricing.chosen(price, prices)
+    paid = o.chosen_prices(price, prices)
     wanted = out.chosen(REPORTS, form, output)
     for target in (html, output):
         if target is not None:
@@ -59,7 +58,7 @@ def command(
         raise AdvisorError(f"--html and --output are the same file: {html}")
 
     from advisor.advise.engine import Options
-    from advisor.cli.progress import Progress
+    from advisor.cli.output import Progress
     from advisor.read import ReadOptions
     from advisor.read.source import DEFAULT_LIMIT
 
@@ -67,7 +66,7 @@ def command(
     told = Told(redact)
     saved = read_saved(paths[0]) if len(paths) == 1 else None
     if saved is not None and paid is not None:
-        raise AdvisorError(f"{pricing.OPTIONS}: {pricing.SAVED}")
+        raise AdvisorError(f"{o.PRICE_OPTIONS}: {o.SAVED_HAS_COST}")
     if saved is not None:
         found, names = saved, told.of()
     else:

@@ -60,11 +60,11 @@ def command(
     The program runs again and again for some steps, as it is and with a lever pulled, side by side.
     What it writes goes to a scratch folder. Losses are compared. Ctrl-C leaves what is known.
     """
-    from advisor.cli.progress import Progress
+    from advisor.cli.output import Progress
     from advisor.core.run_directory import is_run
     from advisor.recorder import launch
-    from advisor.tune.catalogue import find_knob
     from advisor.tune.heat import Limits
+    from advisor.tune.knob import find_knob
     from advisor.tune.whole import TrialRequest, command_of, try_program
 
     seconds = parse_time(budget)

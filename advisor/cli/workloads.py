@@ -94,7 +94,7 @@ def run(
     os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # else the profiler logs its stages to stderr
     logging.getLogger("torch").setLevel(logging.ERROR)  # what is wrong here is meant to be
     warnings.filterwarnings("ignore", message="This DataLoader will create")
-    from advisor.cli.progress import Progress
+    from advisor.cli.output import Progress
     from advisor.sample_workloads import running
 
     device = device or running.default_device()

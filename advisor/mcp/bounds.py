@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import os
+from collections.abc import Iterable, Iterator
+from pathlib import Path
 from typing import TypeVar
 
 from advisor.core import text as t
+from advisor.core.errors import AdvisorError
 
 _T = TypeVar("_T")
 
@@ -35,3 +38,82 @@ def first(items: Iterable[_T], most: int) -> tuple[list[_T], int]:
     """(the first of them, how many more there are)."""
     found = list(items)
     return found[:most], max(0, len(found) - most)
+
+
+MAX_ENTRIES = 20_000
+"""Of a folder that is named: more are not looked through."""
+LONGEST_PATH = 4096
+
+
+class Allowed:
+    """Folders that were given, with links resolved."""
+
+    def __init__(self, folders: Iterable[str | Path]) -> None:
+        """Raises AdvisorError: none is given, or one is no folder."""
+        self.folders: list[Path] = []
+        for folder in folders:
+            real = Path(os.path.realpath(folder))
+            if not real.is_dir():
+                raise AdvisorError(f"{folder}: not a folder; give those that may be read")
+            self.folders.append(real)
+        if not self.folders:
+            raise AdvisorError("give the folders that may be read, such as runs/")
+
+    def path(self, given: str) -> Path:
+        """The file or folder, links resolved. Relative ones are below the first folder in which
+        there is such a thing.
+
+        Raises AdvisorError: it is outside, is not there, or is a folder with a link that leads
+        outside.
+        """
+        real = self._inside(given)
+        if not real.exists():
+            raise AdvisorError(f"{given}: no such file below the folders that may be read")
+        if real.is_dir():
+            self._look_through(real, given)
+        return real
+
+    def new(self, given: str) -> Path:
+        """A path at which there is nothing yet, in a folder that is there. Raises AdvisorError."""
+        real = self._inside(given)
+        if real.exists():
+            raise AdvisorError(f"{given}: there is something; give a new path")
+        if not real.parent.is_dir():
+            raise AdvisorError(f"{given}: its folder is not there")
+        return real
+
+    def _inside(self, given: str) -> Path:
+        if not given or len(given) > LONGEST_PATH or "\0" in given:
+            raise AdvisorError("give a path below the folders that may be read")
+        candidates = [folder / given for folder in self.folders]  # an absolute one stays itself
+        # realpath, so that `..` behind a link goes where the system would go
+        real = [Path(os.path.realpath(one)) for one in candidates]
+        inside = [one for one in real if self.holds(one)]
+        if not inside:
+            raise AdvisorError(f"{given}: outside the folders that may be read")
+        return next((one for one in inside if one.exists()), inside[0])
+
+    def holds(self, real: Path) -> bool:
+        """Whether a path without links is one of the folders or below one."""
+        return any(real == folder or folder in real.parents for folder in self.folders)
+
+    def _look_through(self, folder: Path, given: str) -> None:
+        for count, entry in enumerate(_entries(folder)):
+            if count >= MAX_ENTRIES:
+                raise AdvisorError(f"{given}: more than {MAX_ENTRIES:,} files; give one run")
+            if entry.is_symlink() and not self.holds(Path(os.path.realpath(entry.path))):
+                raise AdvisorError(f"{given}: a link in it leads outside what may be read")
+
+
+def _entries(folder: Path) -> Iterator[os.DirEntry[str]]:
+    """All below it; folders behind links are entries, and not entered."""
+    waiting = [str(folder)]
+    while waiting:
+        try:
+            with os.scandir(waiting.pop()) as found:
+                for entry in found:
+                    yield entry
+                    if entry.is_dir(follow_symlinks=False):
+                        waiting.append(entry.path)
+        except OSError:
+            continue  # the reader says what cannot be read

@@ -16,7 +16,6 @@ import advisor
 from advisor.core.errors import AdvisorError
 from advisor.mcp import bounds as b
 from advisor.mcp import running
-from advisor.mcp.allowed import Allowed
 from advisor.mcp.answers import (
     Analysed,
     Compared,
@@ -26,6 +25,7 @@ from advisor.mcp.answers import (
     ReplayAnswer,
     Tried,
 )
+from advisor.mcp.bounds import Allowed
 from advisor.mcp.tools import LONGEST_EDIT, MAX_EDITS, Tools
 
 _F = TypeVar("_F", bound=Callable[..., Any])

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from advisor.compare.comparison import FindingChange
     from advisor.core.finding import Evidence, Finding
     from advisor.core.report import OperatorRate, Report
-    from advisor.mcp.allowed import Allowed
+    from advisor.mcp.bounds import Allowed
 
 KEPT = 4
 """Analyses that are kept, the last ones: asking about a finding does not read its trace again."""

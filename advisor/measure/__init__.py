@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from advisor.core.snapshot import MemorySnapshot
     from advisor.core.trace import Device, Trace
     from advisor.measure.device.breakdown import Breakdown
-    from advisor.measure.device.lost import Lost
+    from advisor.measure.host.launches import Lost
     from advisor.measure.memory.post_mortem import PostMortem
     from advisor.measure.steps.record import StepRecords
     from advisor.measure.steps.steps import Steps
@@ -94,7 +94,7 @@ class Analysis:
     @cached_property
     def forward_only(self) -> bool:
         """The loop does not train, as far as is recorded (``passes.py``)."""
-        from advisor.measure.steps.passes import forward_only
+        from advisor.measure.steps.steps import forward_only
 
         return forward_only(self)
 
@@ -185,7 +185,7 @@ class Analysis:
     @cached_property
     def lost(self) -> Lost:
         """Launches whose device work the profiler lost (``lost.py``)."""
-        from advisor.measure.device.lost import lost_records
+        from advisor.measure.host.launches import lost_records
 
         return lost_records(self.trace)
 

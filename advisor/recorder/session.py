@@ -51,12 +51,11 @@ from advisor.recorder.level import in_backward
 from advisor.recorder.loaders import Loaders
 from advisor.recorder.oom import OutOfMemoryHook
 from advisor.recorder.options import RecordOptions
-from advisor.recorder.pauses import Pauses
 from advisor.recorder.ranges import TraceRanges, ranges
 from advisor.recorder.reader import TapeReader
 from advisor.recorder.redact import clean_value
 from advisor.recorder.repeats import RepeatedBlock
-from advisor.recorder.slowdown import SlowdownWatch
+from advisor.recorder.slowdown import Pauses, SlowdownWatch
 from advisor.recorder.steps import FoundStep, StepSegment
 from advisor.recorder.windows import Windows
 from advisor.recorder.writer import NO_INFERENCE, Writer

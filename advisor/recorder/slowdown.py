@@ -2,8 +2,15 @@
 
 from __future__ import annotations
 
+import gc
 from collections import deque
+from collections.abc import Mapping
 from statistics import median
+from threading import get_ident
+from time import perf_counter_ns
+from typing import Any
+
+from advisor.recorder.clock import PAUSE, THREAD, Tape
 
 SLOWER = 1.25
 """Recent median over the first one: a quarter more is seen by anybody who waits for it."""
@@ -75,3 +82,29 @@ class SlowdownWatch:
     def _alarm(self, reason: str) -> str:
         self._quiet_until = self._seen + APART
         return reason
+
+
+class Pauses:
+    """Notes the collections that run in the watched thread (``gc.callbacks``)."""
+
+    def __init__(self, tape: Tape) -> None:
+        self._tape = tape
+        self._begun = 0
+
+    def install(self) -> None:
+        """Listen."""
+        gc.callbacks.append(self._call)
+
+    def remove(self) -> None:
+        """Stop listening."""
+        if self._call in gc.callbacks:
+            gc.callbacks.remove(self._call)
+
+    def _call(self, phase: str, info: Mapping[str, Any]) -> None:
+        if get_ident() != self._tape.here[THREAD]:
+            return
+        if phase == "start":
+            self._begun = perf_counter_ns()
+        elif self._begun:
+            self._tape.log.extend((PAUSE, perf_counter_ns() - self._begun))
+            self._begun = 0

@@ -20,11 +20,12 @@ from operator import sub
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from advisor.core import run_directory as rundir
 from advisor.recorder.batch import Batch
 from advisor.recorder.folder import manifest_of, rank_folder, write_once
 from advisor.recorder.inference import Inferred
-from advisor.recorder.lines import Lines
 from advisor.recorder.repeats import RepeatedBlock
 from advisor.recorder.slowdown import SlowdownWatch
 from advisor.recorder.steps import FoundStep
@@ -314,3 +315,47 @@ def _resident() -> int | None:
             return int(statm.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
     except (OSError, ValueError, IndexError):
         return None
+
+
+class Lines:
+    """One file. ``add`` keeps, ``flush`` writes what was kept in one call: a process that is
+    killed leaves whole lines, or a torn last one if the disk filled up under it."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._descriptor: int | None = None
+        self._encoder = msgspec.json.Encoder()
+        self._kept = bytearray()
+
+    def add(self, record: msgspec.Struct) -> None:
+        """Keep a record for the next ``flush``."""
+        self._kept += self._encoder.encode(record)
+        self._kept += b"\n"
+
+    def add_lines(self, lines: bytes) -> None:
+        """The same of records that are encoded, each with its end of line."""
+        self._kept += lines
+
+    def flush(self) -> None:
+        """Write what was kept. Raises OSError; what was kept is then forgotten."""
+        if not self._kept:
+            return
+        kept, self._kept = self._kept, bytearray()
+        if self._descriptor is None:
+            flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | getattr(os, "O_CLOEXEC", 0)
+            self._descriptor = os.open(self._path, flags, 0o644)
+        view = memoryview(kept)
+        while view:
+            view = view[os.write(self._descriptor, view) :]
+
+    def remove(self) -> None:
+        """Take the file away, and what was kept."""
+        self.close()
+        self._kept = bytearray()
+        self._path.unlink(missing_ok=True)
+
+    def close(self) -> None:
+        """Close the file; what was kept is not written."""
+        if self._descriptor is not None:
+            os.close(self._descriptor)
+            self._descriptor = None

@@ -71,7 +71,7 @@ def begin(note: Note) -> None:
 def _begin(spec: Spec, overlay: Overlay, note: Note) -> None:
     import torch
 
-    from advisor.tune.catalogue import find_knob
+    from advisor.tune.knob import find_knob
 
     overlay.lead_torch()
     random.seed(spec.seed)

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import importlib
+import inspect
 import os
+import pkgutil
 import re
 from collections.abc import Sequence
+from functools import cache
 from typing import ClassVar, Literal, NamedTuple
 
 from advisor.core.errors import AdvisorError
@@ -96,3 +100,30 @@ class Knob:
     def met(self) -> None:
         """Something was changed."""
         self.used = True
+
+
+@cache
+def all_knobs() -> dict[str, type[Knob]]:
+    """All of them by id, in the order of their files."""
+    import advisor.tune.knobs as folder
+
+    found: dict[str, type[Knob]] = {}
+    for one in pkgutil.iter_modules(folder.__path__, f"{folder.__name__}."):
+        module = importlib.import_module(one.name)
+        for cls in vars(module).values():
+            if (
+                inspect.isclass(cls)
+                and issubclass(cls, Knob)
+                and cls.__module__ == one.name
+                and cls.id
+            ):
+                found[cls.id] = cls
+    return found
+
+
+def find_knob(name: str) -> Knob:
+    """The lever of an id. Raises AdvisorError: there is none."""
+    known = all_knobs()
+    if name not in known:
+        raise AdvisorError(f"no lever {name!r}: there are {', '.join(sorted(known))}")
+    return known[name]()

@@ -12,8 +12,7 @@ from msgspec.structs import replace
 from advisor.advise.engine import Examined, Options, examine
 from advisor.advise.select import load_rules
 from advisor.core.finding import Finding
-from advisor.tune.catalogue import find_knob
-from advisor.tune.knob import Machine
+from advisor.tune.knob import Machine, find_knob
 from advisor.tune.report import Trial
 from advisor.tune.spec import Pull, Value
 

@@ -18,8 +18,8 @@ import msgspec
 from advisor.core.errors import AdvisorError
 from advisor.recorder.finish import injected
 from advisor.recorder.folder import RUN_DIR
-from advisor.tune.catalogue import find_knob
 from advisor.tune.confine import confinement
+from advisor.tune.knob import find_knob
 from advisor.tune.spec import (
     GROUP,
     MODULE,

@@ -9,9 +9,9 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Sequence
 
-from advisor.tune.catalogue import find_knob
 from advisor.tune.confine import version
 from advisor.tune.heat import ABREAST, Heats, Limits
+from advisor.tune.knob import find_knob
 from advisor.tune.losses import check
 from advisor.tune.measure import MeasuredGain, by_turns, gain, paired, ratios
 from advisor.tune.process import Program

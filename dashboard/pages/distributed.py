@@ -26,7 +26,7 @@ from advisor.dashboard.parts import (
     tiles,
 )
 from advisor.dashboard.session import LoadedRun
-from advisor.measure.comm.comm_table import sum_collectives, sum_skew
+from advisor.measure.comm.comms import sum_collectives, sum_skew
 from advisor.measure.ranks.ranks import align, exposed_by_rank, skew
 
 MAPS = {

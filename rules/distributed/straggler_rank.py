@@ -23,7 +23,7 @@ from advisor.core.finding import (
     Threshold,
 )
 from advisor.measure import Analysis
-from advisor.measure.comm.host_comms import has_host_collectives
+from advisor.measure.comm.comms import has_host_collectives
 from advisor.measure.ranks.ranks import Alignment, Skew, align, skew, working
 from advisor.rules.common import figure, of_each, total
 from advisor.rules.elsewhere import in_any_language

@@ -18,7 +18,7 @@ import typer
 
 from advisor.advise.ranks.job import MANY, Done
 from advisor.cli.job import exit_if_hit, say_done
-from advisor.cli.progress import Progress
+from advisor.cli.output import Progress
 from advisor.measure.ranks.job_report import JobFinding, JobReport
 from advisor.testing import TraceBuilder
 

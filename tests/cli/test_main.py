@@ -16,8 +16,8 @@ import pytest
 import advisor as package
 from advisor import cli
 from advisor.cli import output as out
-from advisor.cli import progress as progress_module
-from advisor.cli.progress import Progress
+from advisor.cli import output as progress_module
+from advisor.cli.output import Progress
 
 Run = Callable[..., tuple[int, str, str]]
 

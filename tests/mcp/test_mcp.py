@@ -16,10 +16,9 @@ from mcp import Client, StdioServerParameters
 
 from advisor import cli
 from advisor.core.errors import AdvisorError
-from advisor.mcp.allowed import Allowed
-from advisor.mcp.bounds import LONGEST_NAME, MAX_TRIALS, UNTRUSTED
+from advisor.mcp.bounds import LONGEST_NAME, MAX_TRIALS, UNTRUSTED, Allowed
+from advisor.mcp.running import tried
 from advisor.mcp.server import build
-from advisor.mcp.trials import tried
 from advisor.testing import TraceBuilder
 from advisor.tune.report import Trial, TrialReport
 from advisor.tune.spec import Pull

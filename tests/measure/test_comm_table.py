@@ -8,7 +8,7 @@ from pathlib import Path
 import polars as pl
 
 from advisor.measure import Analysis
-from advisor.measure.comm.comm_table import sum_collectives, sum_skew
+from advisor.measure.comm.comms import sum_collectives, sum_skew
 from advisor.measure.ranks.ranks import align, skew
 from advisor.read import open_run, read_trace
 

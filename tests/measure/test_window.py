@@ -18,7 +18,7 @@ import pytest
 from advisor.advise.engine import Options, analyze
 from advisor.compare.statistics import autocorrelation
 from advisor.measure import Analysis
-from advisor.measure.device.lost import lost_records
+from advisor.measure.host.launches import lost_records
 from advisor.read import open_run, read_trace
 from advisor.testing import TraceBuilder
 

@@ -237,7 +237,7 @@ def test_a_full_disk_costs_one_warning_and_keeps_what_was_written(
         written[0] += count
         return count
 
-    monkeypatch.setattr("advisor.recorder.lines.os.write", write)
+    monkeypatch.setattr("advisor.recorder.writer.os.write", write)
     seen = 0
     with Recorder(str(tmp_path / "run"), **QUIET):
         for _ in range(10):

@@ -16,12 +16,11 @@ from advisor.core.run_directory import Manifest, Rank, Step
 from advisor.recorder import clock as tape
 from advisor.recorder import reader as reading
 from advisor.recorder.batch import Batch
-from advisor.recorder.lines import Lines
 from advisor.recorder.loaders import Loaders
 from advisor.recorder.reader import TapeReader
 from advisor.recorder.repeats import RepeatedBlock
 from advisor.recorder.steps import FoundStep
-from advisor.recorder.writer import Writer
+from advisor.recorder.writer import Lines, Writer
 
 pytestmark = pytest.mark.timed
 

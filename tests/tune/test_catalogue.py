@@ -6,8 +6,7 @@ import pytest
 
 from advisor.advise.select import load_rules
 from advisor.core.errors import AdvisorError
-from advisor.tune.catalogue import all_knobs, find_knob
-from advisor.tune.knob import Machine
+from advisor.tune.knob import Machine, all_knobs, find_knob
 from advisor.tune.spec import Pull
 
 

@@ -13,9 +13,8 @@ from pathlib import Path
 import pytest
 
 from advisor.core.errors import AdvisorError
-from advisor.tune.catalogue import all_knobs, find_knob
-from advisor.tune.knob import Machine
-from advisor.tune.knobs import affinity
+from advisor.tune.knob import Machine, all_knobs, find_knob
+from advisor.tune.knobs import host as affinity
 from advisor.tune.losses import check
 from advisor.tune.spec import Pull, Result
 

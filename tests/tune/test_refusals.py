@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from advisor.tune.catalogue import find_knob
+from advisor.tune.knob import find_knob
 from advisor.tune.losses import check
 from advisor.tune.spec import Pull, Result
 

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from advisor.advise.engine import Options, examine
 from advisor.core.errors import AdvisorError
 from advisor.core.intervals import covered_length, intersect, subtract, union
-from advisor.measure.comm.host_comms import has_host_collectives
+from advisor.measure.comm.comms import has_host_collectives
 from advisor.measure.comm.messages import COLLECTIVES
 from advisor.measure.ranks.clocks import SYNCHRONISING, keyed
 from advisor.measure.ranks.hosts import host_of
@@ -176,7 +176,7 @@ def _waiting(a: Analysis) -> Any:
         return a.breakdown.communication
     if not has_host_collectives(a):
         return union(np.zeros(0, np.int64), np.zeros(0, np.int64))
-    from advisor.measure.comm.host_comms import describe_on_host
+    from advisor.measure.comm.comms import describe_on_host
 
     table = describe_on_host(a)
     ts = table["ts"].to_numpy()

@@ -10,8 +10,7 @@ import numpy as np
 import polars as pl
 from numpy.typing import NDArray
 
-from advisor.measure.comm.comms import describe
-from advisor.measure.comm.host_comms import describe_on_host, has_host_collectives
+from advisor.measure.comm.comms import describe, describe_on_host, has_host_collectives
 from advisor.measure.host.names import map_names
 
 if TYPE_CHECKING:

@@ -9,7 +9,7 @@ import polars as pl
 from numpy.typing import NDArray
 
 from advisor.core.intervals import Intervals, covered_length, subtract
-from advisor.measure.comm.host_comms import host_work
+from advisor.measure.comm.comms import host_work
 from advisor.measure.ranks.clocks import Alignment, Times, align
 
 if TYPE_CHECKING:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 from functools import cached_property
+from typing import TYPE_CHECKING
 
 import numpy as np
 import polars as pl
@@ -15,6 +16,9 @@ from advisor.core.trace import KINETO, LOADER, STEP_MARKS, Trace
 from advisor.measure.host.backlog import device_steps, drained
 from advisor.measure.host.names import name_matches
 from advisor.measure.steps.repeats import repeats
+
+if TYPE_CHECKING:
+    from advisor.measure import Analysis
 
 MIN_OPTIMIZER_STEPS = 3
 OUTLIER_FACTOR = 1.5
@@ -336,3 +340,27 @@ def rhythm(long: np.ndarray, dur: np.ndarray) -> int | None:
         and dur[long].max() <= RHYTHM_ALIKE * dur[long].min()
     )
     return round(apart) if even else None
+
+
+LEARNING = (
+    r"^autograd::engine|Backward\d*$|^CompiledFunctionBackward|_backward(?:_|$)|^Optimizer\.|"
+    r"entire_backward|^aten::_fused_(?:adam|sgd)|^aten::_foreach_addc"
+)
+"""Host rows of a backward pass or of an optimizer, as PyTorch names them. Kernels do not tell: a
+transposed convolution runs those that are named after a gradient."""
+
+
+def forward_only(a: Analysis) -> bool:
+    """Whether the loop does not train, as far as is recorded: the recorder saw forwards and nothing
+    learnt, or a trace has operators and neither a backward nor an optimizer's step. What holds no
+    operators does not tell."""
+    recorded = a.recorded
+    if recorded is not None:
+        if recorded.inference:
+            return True
+        if any(step.phases.keys() & {"backward", "optimizer"} for step in recorded.steps):
+            return False
+    cpu = a.trace.cpu
+    if not name_matches(cpu["name"], r"^aten::").any():
+        return False
+    return not name_matches(cpu["name"], LEARNING).any()

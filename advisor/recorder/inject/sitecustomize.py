@@ -186,7 +186,7 @@ def _is_advisor() -> bool:
 
         spec = importlib.util.find_spec("advisor")
         where = None if spec is None else spec.origin
-    parts = os.path.dirname(where or ""), "recording", "injection.py"  # noqa: PTH120
+    parts = os.path.dirname(where or ""), "recorder", "injection.py"  # noqa: PTH120
     return bool(where) and os.path.isfile(os.path.join(*parts))  # noqa: PTH113, PTH118
 
 

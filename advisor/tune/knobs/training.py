@@ -9,7 +9,7 @@ from typing import Any
 
 from advisor.core.errors import AdvisorError
 from advisor.tune.knob import Knob, Machine
-from advisor.tune.patch import loader_arguments, wrap
+from advisor.tune.patch import around_forwards, loader_arguments, optimizer_arguments, wrap
 from advisor.tune.spec import Value
 
 LARGEST = 1 << 20
@@ -94,3 +94,89 @@ class BatchSize(Knob):
         """See Lever."""
         size = value if isinstance(value, int) else f"{str(value)[1:]} * batch_size"
         return f"DataLoader(..., batch_size={size})   # and see to the schedule"
+
+
+KNOWN = ("Adam", "AdamW", "SGD", "Adagrad")
+
+
+class FusedOptimizer(Knob):
+    """``fused=True``, or ``foreach=True``, of every optimizer of torch that knows it."""
+
+    id = "fused-optimizer"
+    title = "fused optimizer"
+    safety = "reordered"
+    group = "optimizer"
+
+    def values(self, wanted: int | None, machine: Machine) -> Sequence[Value]:
+        """The faster first."""
+        return ("fused", "foreach")
+
+    def apply(self, value: Value) -> None:
+        """Every optimizer that is made from now on."""
+
+        def change(given: dict[str, Any]) -> None:
+            if not given.get(str(value)):
+                given.update(fused=None, foreach=None)
+                given[str(value)] = True
+                self.met()
+
+        optimizer_arguments(str(value), change)
+
+    def lines(self, value: Value) -> str:
+        """See Lever."""
+        return f"torch.optim.AdamW(..., {value}=True)"
+
+    def arguments(self, value: Value) -> tuple[frozenset[str], dict[str, object]]:
+        """See Lever."""
+        return frozenset(f"torch.optim.{name}" for name in KNOWN), {str(value): True}
+
+
+class SetToNone(Knob):
+    """``zero_grad(set_to_none=True)`` where the program says otherwise."""
+
+    id = "set-to-none"
+    title = "gradients dropped, not zeroed"
+
+    def apply(self, value: Value) -> None:
+        """Every call from now on."""
+        import torch
+
+        def make(original: Any) -> Any:
+            def zero_grad(self_: Any, set_to_none: bool = True) -> Any:
+                if not set_to_none:
+                    self.met()
+                return original(self_, set_to_none=True)
+
+            return zero_grad
+
+        wrap(torch.optim.Optimizer, "zero_grad", make)
+        wrap(torch.nn.Module, "zero_grad", make)
+
+    def lines(self, value: Value) -> str:
+        """See Lever."""
+        return "optimizer.zero_grad(set_to_none=True)"
+
+
+class NoGradEvaluation(Knob):
+    """``torch.no_grad()`` around forwards of models in evaluation mode. A program that learns
+    through such a model (frozen normalisation) raises then, or its losses change: it is told."""
+
+    id = "no-grad-evaluation"
+    title = "evaluation without gradients"
+
+    def apply(self, value: Value) -> None:
+        """Every outermost forward from now on."""
+        import torch
+
+        def call(module: Any, go: Any) -> Any:
+            if module.training or not torch.is_grad_enabled():
+                return go()
+            self.met()
+            with torch.no_grad():
+                return go()
+
+        around_forwards(call)
+
+    def lines(self, value: Value) -> str:
+        """See Lever."""
+        return "with torch.inference_mode():   # around validation\n    output = model(batch)"

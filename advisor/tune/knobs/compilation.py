@@ -1,12 +1,39 @@
-"""What is compiled, once for all shapes."""
+"""The model through torch.compile."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
-from advisor.tune.knob import Knob
-from advisor.tune.patch import wrap
+from advisor.tune.knob import Knob, Machine
+from advisor.tune.patch import at_first_forward, wrap
 from advisor.tune.spec import Value
+
+
+class CompileModel(Knob):
+    """``model.compile()`` before the first forward of each outermost model."""
+
+    id = "compile"
+    title = "torch.compile"
+    safety = "reordered"
+
+    def values(self, wanted: int | None, machine: Machine) -> Sequence[Value]:
+        """The modes; those with CUDA graphs where there is a GPU."""
+        return ("default", "reduce-overhead") if machine.cuda else ("default",)
+
+    def apply(self, value: Value) -> None:
+        """When models are called for the first time."""
+
+        def begin(module: Any) -> None:
+            if module._compiled_call_impl is None and any(True for _ in module.parameters()):
+                module.compile(mode=None if value == "default" else value)
+                self.met()
+
+        at_first_forward(begin)
+
+    def lines(self, value: Value) -> str:
+        """See Lever."""
+        return "model.compile()" if value == "default" else f'model.compile(mode="{value}")'
 
 
 class CompileDynamic(Knob):

@@ -1,0 +1,129 @@
+"""Forwards in bfloat16 where that is safe."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from advisor.tune.knob import Knob
+from advisor.tune.patch import at_first_forward, hold
+from advisor.tune.spec import Value
+
+
+class Autocast(Knob):
+    """``torch.autocast`` around the forward of each outermost model."""
+
+    id = "autocast"
+    title = "bf16 autocast"
+    safety = "precision"
+
+    def apply(self, value: Value) -> None:
+        """When models are called for the first time."""
+        import torch
+
+        def begin(module: Any) -> None:
+            parameter = next(module.parameters(), None)
+            if parameter is None or parameter.dtype is not torch.float32:
+                return
+            kind = parameter.device.type
+            original = module.forward
+
+            def forward(*args: Any, **kwargs: Any) -> Any:
+                with torch.autocast(kind, dtype=torch.bfloat16):
+                    return original(*args, **kwargs)
+
+            module.forward = forward
+            self.met()
+
+        at_first_forward(begin)
+
+    def lines(self, value: Value) -> str:
+        """See Lever."""
+        return "with torch.autocast(device_type, dtype=torch.bfloat16):\n    output = model(batch)"
+
+
+class MatmulPrecision(Knob):
+    """``torch.set_float32_matmul_precision("high")``, whatever the program sets later."""
+
+    id = "matmul-precision"
+    title = "TF32 matrix products"
+    safety = "precision"
+    needs_cuda = True
+
+    def apply(self, value: Value) -> None:
+        """At once, and against being set back."""
+        import torch
+
+        if torch.get_float32_matmul_precision() != "high":
+            self.met()
+        torch.set_float32_matmul_precision("high")
+        torch.backends.cudnn.allow_tf32 = True
+        original = torch.set_float32_matmul_precision
+
+        def keep(precision: Any) -> None:
+            original("high")
+
+        torch.set_float32_matmul_precision = keep
+        hold(torch.backends.cuda.matmul, "allow_tf32", "fp32_precision")
+        hold(torch.backends.cudnn, "allow_tf32", "fp32_precision")
+
+    def lines(self, value: Value) -> str:
+        """See Lever."""
+        return 'torch.set_float32_matmul_precision("high")'
+
+
+class ChannelsLast(Knob):
+    """The model's weights once, before its first forward; each 4-d input before its forward."""
+
+    id = "channels-last"
+    title = "channels-last order"
+    safety = "reordered"
+
+    def apply(self, value: Value) -> None:
+        """When models are called for the first time."""
+        import torch
+        from torch import nn
+
+        def ordered(module: Any, args: Any) -> Any:
+            return tuple(
+                one.contiguous(memory_format=torch.channels_last)
+                if isinstance(one, torch.Tensor) and one.dim() == 4
+                else one
+                for one in args
+            )
+
+        def begin(module: Any) -> None:
+            if any(isinstance(one, nn.Conv2d) for one in module.modules()):
+                module.to(memory_format=torch.channels_last)
+                module.register_forward_pre_hook(ordered)
+                self.met()
+
+        at_first_forward(begin)
+
+    def lines(self, value: Value) -> str:
+        """See Lever."""
+        return (
+            "model = model.to(memory_format=torch.channels_last)\n"
+            "images = images.to(memory_format=torch.channels_last)"
+        )
+
+
+class CudnnBenchmark(Knob):
+    """``torch.backends.cudnn.benchmark = True``."""
+
+    id = "cudnn-benchmark"
+    title = "cuDNN's search for the fastest convolution"
+    safety = "reordered"
+    needs_cuda = True
+
+    def apply(self, value: Value) -> None:
+        """At once, and against being set back."""
+        import torch
+
+        if not torch.backends.cudnn.benchmark:
+            self.met()
+        torch.backends.cudnn.benchmark = True
+        hold(torch.backends.cudnn, "benchmark")
+
+    def lines(self, value: Value) -> str:
+        """See Lever."""
+        return "torch.backends.cudnn.benchmark = True"

@@ -65,10 +65,8 @@ HOST = (
 ALL = (*STEPS, *PHASES, *IDLE, *KERNELS, *COPIES, *SYNCS, *ACTIVITY, *HOST)
 """Every category; what is sent to the browser is the place in here."""
 
-BASE = {
-    part: ALL.index(part[0]) for part in (STEPS, PHASES, IDLE, KERNELS, COPIES, SYNCS, ACTIVITY)
-}
-BASE[HOST] = ALL.index(HOST[0])
+SETS = (STEPS, PHASES, IDLE, KERNELS, COPIES, SYNCS, ACTIVITY, HOST)
+BASE = {part: ALL.index(part[0]) for part in SETS}
 """Where each set begins: a lane holds one set, its slices the place in the set."""
 
 TITLES = (

@@ -118,26 +118,26 @@ BEGIN = "each from its first event"
 
 
 class TimeOffset(NamedTuple):
-    """What to add to a time of the one to get the same moment of the other."""
+    """What to add to a time of one timeline to get the same moment of another."""
 
     ns: int
     how: str
-    """What "the same moment" means, in words."""
+    """How the two are aligned, for the reader."""
 
 
-def time_offset(one: tuple[LoadedRun, int], other: tuple[LoadedRun, int]) -> TimeOffset:
-    """Of two ranks, given with the run each is of.
+def time_offset(here: tuple[LoadedRun, int], there: tuple[LoadedRun, int]) -> TimeOffset:
+    """The offset between two ranks, each given with its run.
 
     Ranks of one run are aligned by their collectives where possible; everything else is put
     together where the first analysed step begins.
     """
-    (run, a), (other_run, b) = one, other
+    (run, a), (other_run, b) = here, there
     if run is other_run and a != b:
         alignment = run.view("alignment", lambda: align(run.analyses))
         known = alignment.shift_ns
         if alignment.error_ns is not None and a in known and b in known:
             return TimeOffset(round(known[a] - known[b]), CLOCK)
-    first = [_first_step(r.analyses[rank]) for r, rank in (one, other)]
+    first = [_first_step(r.analyses[rank]) for r, rank in (here, there)]
     if None not in first:
         return TimeOffset((first[1] or 0) - (first[0] or 0), STEP)
     return TimeOffset(0, BEGIN)

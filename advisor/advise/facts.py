@@ -19,7 +19,7 @@ Line = tuple[str, list[str]]
 
 
 def scope(report: Report) -> list[Line]:
-    """Which traces, device and steps; what a step takes besides time."""
+    """Which traces, device and steps; energy and cost per step."""
     lines = [
         ("trace", _trace(report)),
         ("device", _device(report)),
@@ -92,7 +92,7 @@ def _steps(report: Report) -> list[str]:
 
 
 OUTSIDE = 0.01
-"""Share of a run's time from which what lies between its steps is told."""
+"""Share of a run's time from which what lies between its steps is shown."""
 SAME = 0.03
 """Two step times that differ by less are called equal."""
 
@@ -219,7 +219,7 @@ def figures(report: Report) -> list[Line]:
 
 
 def energy(report: Report) -> list[str]:
-    """Energy a step and how it was measured; empty: it was not."""
+    """Energy per step and how it was measured; empty: it was not."""
     use = report.energy
     if use is None:
         return []
@@ -241,7 +241,7 @@ def energy(report: Report) -> list[str]:
 
 
 PRICED_STEPS = 1000
-"""Steps whose price is told: that of one has many zeros."""
+"""Steps whose cost is shown: that of one has many zeros."""
 
 
 def cost(report: Report) -> list[str]:

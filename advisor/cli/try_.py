@@ -40,7 +40,7 @@ def command(
     ] = 10,
     only: Annotated[
         list[str] | None,
-        typer.Option(metavar="LEVER[=SETTING]", help="Try this lever alone; repeatable."),
+        typer.Option(metavar="KNOB[=SETTING]", help="Try this knob alone; repeatable."),
     ] = None,
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Record, and say what would be tried.")

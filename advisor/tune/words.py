@@ -12,11 +12,11 @@ def headline(report: TrialReport) -> str:
     if not count:
         return f"Nothing to try. {report.verdict}"
     if report.dry:
-        return f"{count} trial{'s' if count > 1 else ''} would be made; none was."
+        return f"Dry run: {t.count_noun(count, 'trial')} planned, none run."
     how = (
-        "Interrupted: this is what is known. "
+        "Interrupted; results so far. "
         if report.interrupted
-        else "The budget was spent before all was known. "
+        else "The time budget ran out before every trial finished. "
         if report.out_of_budget
         else ""
     )
@@ -25,15 +25,14 @@ def headline(report: TrialReport) -> str:
         if report.winners and report.winners[0].schedule:
             best = report.winners[0]
             return (
-                f"{how}{best.name}: a sample takes {interval(best.gain_low, best.gain_high)} less. "
-                "It is another training: see what it does to the schedule."
+                f"{how}{best.name}: a sample takes {interval(best.gain_low, best.gain_high)} less "
+                "time. This is another training: check what it does to the schedule."
             )
-        return f"{how}None of {count} trials makes the step surely faster."
+        return f"{how}No gain is shown in {t.count_noun(count, 'trial')}."
     names = " and ".join(map(str, both.pulls))
     return (
-        f"{how}{names}: the step goes from {t.format_duration(report.step_ns)} to "
-        f"{t.format_duration(both.step_ns)} "
-        f"(-{t.format_share(both.gain)}, {interval(both.gain_low, both.gain_high)})."
+        f"{how}{names}: {t.format_duration(report.step_ns)} → {t.format_duration(both.step_ns)} "
+        f"per step (-{t.format_share(both.gain)}, {interval(both.gain_low, both.gain_high)})."
     )
 
 
@@ -50,23 +49,23 @@ def runs(report: TrialReport) -> list[str]:
     if report.steps:
         found.append(f"{report.steps} steps timed in each")
     if report.moved:
-        found.append(f"{report.moved} files kept from where they would have been written")
+        found.append(f"{report.moved} files written to the scratch folder instead")
     if report.processes and not report.confined:
-        found.append("writes of native code could not be held on this system")
+        found.append("writes by native code are not redirected on this system")
     return found
 
 
 def losses(report: TrialReport) -> str:
-    """Whether the program repeats itself; empty: not known."""
+    """Whether the program repeats itself; empty: unknown."""
     if report.repeats is None:
         return ""
     return (
         "the unchanged program repeats its losses exactly"
         if report.repeats
-        else "the unchanged program does not repeat its own losses: levers are held to a band"
+        else "losses of the unchanged program vary between runs: knobs are allowed as much"
     )
 
 
 def band(trial: Trial) -> str:
-    """Whether the measurement meets what was promised."""
+    """Whether the measured gain is within the predicted range."""
     return {True: "inside", False: "outside", None: "–"}[trial.inside]

@@ -214,7 +214,5 @@ def test_a_budget_that_is_none_is_one_line(text: str) -> None:
 
 def test_without_a_winner_it_is_said() -> None:
     trial = Trial(rule="r", pull=Pull("threads", 2), title="", safety="reordered")
-    assert headline(TrialReport(trials=[trial])) == (
-        "None of 1 trials makes the step surely faster."
-    )
+    assert headline(TrialReport(trials=[trial])) == ("No gain is shown in 1 trial.")
     assert headline(TrialReport(verdict="All is well.")) == "Nothing to try. All is well."

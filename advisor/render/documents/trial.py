@@ -24,7 +24,7 @@ from advisor.tune.report import Trial, TrialReport
 from advisor.tune.words import band, headline, interval, losses, runs
 
 NOTHING: Final = (
-    "No finding of the recording names a lever. Try one of your choice with --only LEVER: "
+    "No finding of the recording names a knob. Try one of your choice with --only KNOB: "
     "docs/try.md lists them, and advisor analyze RUN shows what was found."
 )
 _STYLES: Final[dict[str, Style]] = {"gain": "good", "slower": "bad", "dropped": "warn"}
@@ -73,7 +73,7 @@ def _card(trial: Trial) -> Card:
     ]
     checked = f"{trial.losses} ({trial.safety})" if trial.losses and not trial.why else ""
     fields = [
-        TextField("cures", [trial.rule]),
+        TextField("fixes", [trial.rule]),
         TextField("changes", [f"by the sample; {trial.schedule}" if trial.schedule else ""]),
         TextField(trial.outcome, [trial.why], _STYLES.get(trial.outcome, "")),
         TextField("losses", [checked]),
@@ -109,5 +109,5 @@ def _rest(report: TrialReport) -> Iterator[Block]:
     if report.without:
         names = ", ".join(report.without)
         yield Section(
-            "By hand", [Paragraph(f"No lever cures {names}: see advisor analyze.")]
+            "By hand", [Paragraph(f"No knob fixes {names}: see advisor analyze.")]
         )  # fmt: skip

@@ -170,7 +170,7 @@ def without_gain(
     findings: Sequence[Finding], pricing: Pricer, a: Analysis, floor: float
 ) -> list[Finding]:
     """Those that have the device waiting for ``floor`` (ns a step) or more by exposed time, with
-    what the step hangs on instead. The others are of no account by either reckoning."""
+    what limits the step instead. The others gain nothing by either estimate."""
     path = pricing.critical_path() if findings else {}
     if not path:
         return []
@@ -178,7 +178,7 @@ def without_gain(
     bound = BoundPricer(a)
     whole = sum(path.values()) or 1.0
     own = a.trace.meta.framework
-    hangs_on = " and ".join(
+    limited_by = " and ".join(
         f"{t.path_label(name, own)} ({ns / whole:.0%})" for name, ns in list(path.items())[:2]
     )
     unit = "the recording" if a.steps.source == "whole trace" else "each step"
@@ -188,11 +188,11 @@ def without_gain(
         exposed = bound.price(finding.edits).gain
         if exposed >= floor:
             why = (
-                f"Priced at nothing: {exposed / 1e6:.1f} ms of {unit} are exposed to it, but a "
-                f"replay without it takes as long, for then it hangs on {hangs_on} as before."
+                f"No estimated gain: {exposed / 1e6:.1f} ms of {unit} are exposed to it, but a "
+                f"replay without it takes as long, still limited by {limited_by}."
             )
             noted = replace(finding, summary=f"{finding.summary} {why}")
-            kept.append(_not_estimated(noted, "a replay prices it at nothing"))
+            kept.append(_not_estimated(noted, "a replay shows no gain"))
     return kept
 
 
@@ -325,7 +325,7 @@ class Pricer(Protocol):
         """What they save once others are done."""
 
     def critical_path(self) -> dict[str, float]:
-        """What the step hangs on, ns a step, largest first; empty: not known."""
+        """What limits the step, ns per step, largest first; empty: unknown."""
 
     def view(self, edits: Sequence[Edit]) -> Replay | None:
         """The replay behind the gains, without and with these edits; ``None``: there is no

@@ -51,7 +51,7 @@ def limits(a: Analysis, run: Run) -> list[str]:
     if a.trace.cpu.is_empty():
         found.append(
             "No host events in the trace: who launched what, why the device idles and which line "
-            f"of code is responsible are not measured. {record_with(ACTIVITIES, meta)}"
+            f"of code is responsible are unknown. {record_with(ACTIVITIES, meta)}"
         )
     elif not (a.trace.cpu["kind"] == "op").any():
         found.append(_no_operators(a.trace))
@@ -70,8 +70,8 @@ def limits(a: Analysis, run: Run) -> list[str]:
     if a.steps.source == "whole trace":
         how = mark_steps(meta.format)
         found.append(
-            "No steps in the trace: the figures are for the whole recording. "
-            f"{how[0].upper()}{how[1:]} to have them a step."
+            "Steps were not recorded: the figures are for the whole recording. "
+            f"{how[0].upper()}{how[1:]} for figures per step."
         )
     found += memory_limits(a)
     found.extend(run.problems)
@@ -150,8 +150,8 @@ def _window_limits(a: Analysis) -> list[str]:
         found.append(
             f"The profiler lost the records of {a.lost.lost:,} of {a.lost.launches:,} launched "
             f"kernels ({t.format_share(share)}): busy time is a lower bound, idle time is not "
-            "known, "
-            "nothing is priced, and rules that look at idle time abstain. Record a shorter window."
+            "known, no gain is estimated, and rules on idle time are skipped. Record a shorter "
+            "window."
         )
     return found
 
@@ -171,10 +171,7 @@ def _earlier(a: Analysis) -> list[str]:
             plural = "copies and memsets" if what != "kernel" else "kernels"
             time = t.format_duration(int(gpu["dur"].to_numpy()[chosen].sum()))
             parts.append(f"{count:,} {what if count == 1 else plural} ({time})")
-    return [
-        f"{' and '.join(parts)} launched before the recording began ran in it: they are no step's "
-        "work, and left out of kernels, families and prices."
-    ]
+    return [f"Work launched before the recording is excluded: {' and '.join(parts)}."]
 
 
 def _behind(a: Analysis) -> list[str]:
@@ -286,8 +283,8 @@ def longer_steps(a: Analysis) -> str:
     """A sentence or two for steps that differ."""
     found, own = a.uneven, a.trace.meta.framework
     if found is None:
-        return "What makes one longer than another is not told by so few steps."
-    said = f"The longer half takes {t.format_duration(found.difference_ns)} more a step"
+        return "There are too few steps to say what makes one longer."
+    said = f"The longer half takes {t.format_duration(found.difference_ns)} more per step"
     if not found.classes:
         return f"{said}, spread over many causes."
     parts = (f"{_class(part.name, own)} {t.format_duration(part.ns)}" for part in found.classes)
@@ -315,7 +312,7 @@ def _class(name: str, framework: str | None) -> str:
 
 def _work(part: StepDifference) -> str:
     calls = (
-        f" ({part.short_count:.3g} to {part.long_count:.3g} a step)" if _more_calls(part) else ""
+        f" ({part.short_count:.3g} to {part.long_count:.3g} per step)" if _more_calls(part) else ""
     )
     return f"{labels.kernel_label(part.name, 40)} {t.format_duration(part.ns)}{calls}"
 
@@ -345,7 +342,7 @@ def window_lines(events: list[dict[str, Any]]) -> list[str]:
 
 
 def lost_records(a: Analysis) -> str:
-    """Why nothing is concluded from idle time, and nothing priced; empty: no reason."""
+    """Why idle time is unknown and no gain is estimated; empty: no records are lost."""
     if a.lost.told:
         return (
             f"the records of {a.lost.lost:,} of {a.lost.launches:,} launched kernels are lost, "

@@ -179,8 +179,8 @@ def memory_limits(a: Analysis) -> list[str]:
     found = []
     if a.snapshot.events.is_empty():
         found.append(
-            "The memory snapshot has no history: what is held is known, and its peak, what comes "
-            "and goes and what grows are not. Switch it on before the first allocation: "
+            "The memory snapshot has no history: peak, churn and growth are unknown. Switch it "
+            "on before the first allocation: "
             "torch.cuda.memory._record_memory_history(max_entries=100_000)."
         )
     elif any(post.history.began_before and post.history.count for post in a.post_mortems):
@@ -190,7 +190,7 @@ def memory_limits(a: Analysis) -> list[str]:
         )
     if not a.snapshot.stacks or not any(a.snapshot.stacks):
         found.append(
-            "No stacks in the memory snapshot: categories and lines are not told "
+            "The memory snapshot has no stacks: categories and lines are unknown "
             "(context='all' in _record_memory_history)."
         )
     unmatched = sum(post.history.unmatched for post in a.post_mortems)

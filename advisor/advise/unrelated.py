@@ -77,7 +77,7 @@ def apart_report(
         version=advisor.__version__,
         status="limited",
         verdict=f"These {len(each)} traces do not look like ranks or windows of one run: "
-        f"{' and '.join(why)}. Each is told in a line below; give the files of one run.",
+        f"{' and '.join(why)}. Each has a line below; give the files of one run.",
         inputs=inputs(run, analyses),
         limits=[*lines, *run.problems],
         scope=measure(analyses[main])["scope"],

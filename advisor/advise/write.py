@@ -123,7 +123,7 @@ def _merged(items: Sequence[SkippedCheck]) -> list[SkippedCheck]:
 
 
 WIDE = 0.70
-"""A gain whose lower end is below this part of it is told as a range."""
+"""A gain whose lower end is below this part of it is shown with its range."""
 BUSY = 0.80
 """Device-busy share from which a step without findings may be called healthy (gpu-idle: 80 %)."""
 
@@ -160,7 +160,7 @@ def _shortcoming(report: Report, a: Analysis) -> str | None:
     if a.lost.told:
         return (
             f"The profiler lost {a.lost.lost:,} of {a.lost.launches:,} kernels: the GPU is busy at "
-            f"least {busy}; idle time and gains are not known."
+            f"least {busy}. Idle time and gains are unknown."
         )
     if why := lost_records(a):
         return f"{why[0].upper()}{why[1:]}: GPU busy at least {busy}."
@@ -198,24 +198,24 @@ def _verdict(report: Report) -> tuple[Literal["bottlenecks", "healthy", "limited
             first = f"while profiled, {first}"
         text = f"{why} The host's {step} {unit}: {first}"
         if report.findings:
-            return "bottlenecks", f"{text}; {_lead(report)}."
-        return "limited", f"{text}; GPU bottlenecks are not measured."
+            return "bottlenecks", f"{text}. {_lead(report)}."
+        return "limited", f"{text}. GPU bottlenecks are not measured."
     busy = t.format_share(report.busy_share)
     busy_of = f"busy {busy} of a {step} {unit}"
     if profiled:
         busy_of = f"busy {busy} while profiled, of a {step} {unit}"
     text = f"GPU {busy_of}{_alone(report)}"
     if report.findings:
-        return "bottlenecks", f"{text}; {_lead(report)}."
-    if report.busy_share >= BUSY and (doubt := _doubt(report)):
-        return "limited", f"{text}; no rule has a fix that is sure to help, but {doubt}."
+        return "bottlenecks", f"{text}. {_lead(report)}."
+    if report.busy_share >= BUSY and (reason := _caveat(report)):
+        return "limited", f"{text}. No fix is sure to help, but {reason}."
     if report.busy_share >= BUSY:
-        return "healthy", f"Healthy: the GPU is {busy_of}, and nothing stands out."
+        return "healthy", f"Healthy: the GPU is {busy_of}. No bottleneck stands out."
     idle = report.idle[0] if report.idle else None
     if idle is not None:
         why = f"{t.cause_label(idle.cause, own)} ({t.format_share(idle.share)} of the {unit})"
         return "limited", (
-            f"{text}; it idles most for: {why}, but no rule has a fix that is worth showing."
+            f"{text}. Most of its idle time: {why}. No rule has a fix with a significant gain."
         )
     return "limited", f"{text}."
 
@@ -230,7 +230,7 @@ def _alone(report: Report) -> str:
     return ""
 
 
-def _doubt(report: Report) -> str:
+def _caveat(report: Report) -> str:
     """Why a busy GPU is not called healthy; ``""``: nothing speaks against it."""
     scope = report.scope
     for note in report.notes:
@@ -239,32 +239,29 @@ def _doubt(report: Report) -> str:
             high = impact.share * (impact.high_ns or 0) / max(impact.gain_ns or 1, 1)
             if max(impact.share, high) >= HIDDEN_SHARE:
                 title = note.title[0].lower() + note.title[1:]
-                return f"one may be worth up to {t.format_share(max(impact.share, high))}: {title}"
+                return f"one may gain up to {t.format_share(max(impact.share, high))}: {title}"
     if not scope.device_known:
-        return "how near it comes to the device's rates is not known: which GPU it is, is not told"
+        return "the GPU model is not recorded, so its attainable rates are unknown"
     if scope.steps_used > 1 and scope.step_max_ns > UNEVEN * max(scope.step_min_ns, 1):
-        return f"steps take {t.format_range(scope.step_min_ns, scope.step_max_ns)}"
+        return f"steps vary: {t.format_range(scope.step_min_ns, scope.step_max_ns)}"
     return ""
 
 
 def _lead(report: Report) -> str:
+    """The first finding and its gain: a point, with the range where that is wide."""
     first = report.findings[0]
     impact = first.impact
     if impact is None or impact.gain_ns is None or impact.share is None:
-        return f"first: {first.title}"
-    bound = "" if impact.method == REPLAY else " up to"
+        return f"First: {first.title}"
     word = first.title.split(" ", 1)[0]
     named = len(word) > 1 and not word[1].islower()  # "NCCL …", not "A …" nor "The …"
     title = first.title if named else first.title[0].lower() + first.title[1:]
+    about = "about" if impact.method == REPLAY else "up to"
+    share = t.format_share(impact.share)
     if impact.low_ns is not None and impact.low_ns < WIDE * impact.gain_ns:
         high_ns = max(impact.gain_ns, impact.high_ns or 0)
-        low, high = (impact.share * ns / impact.gain_ns for ns in (impact.low_ns, high_ns))
-        shares = f"{t.format_share(low).removesuffix('%')} to {t.format_share(high)}"
-        return f"first: {title}, worth {t.format_range(impact.low_ns, high_ns)} ({shares})"
-    return (
-        f"first: {title}, worth{bound} {t.format_duration(impact.gain_ns)} "
-        f"({t.format_share(impact.share)})"
-    )
+        share += f"; range {t.format_range(impact.low_ns, high_ns)}"
+    return f"First: {title}. A fix saves {about} {t.format_duration(impact.gain_ns)} ({share})"
 
 
 def crashes(run: Run) -> list[Crash]:

@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from advisor.advise.engine import analyze
-    from advisor.advise.ranks.job import study as analyze_job
     from advisor.core.errors import AdvisorError
     from advisor.core.finding import Edit, Finding, Impact, Select
     from advisor.core.rule import Rule
@@ -34,7 +33,6 @@ _HOME = {
     "Trace": ("advisor.core.trace", "Trace"),
     "Impact": ("advisor.core.finding", "Impact"),
     "analyze": ("advisor.advise.engine", "analyze"),
-    "analyze_job": ("advisor.advise.ranks.job", "study"),
     "open": ("advisor.read", "open_run"),
     "phase": ("advisor.recorder.api", "phase"),
     "profile": ("advisor.recorder.api", "profile"),
@@ -55,7 +53,6 @@ __all__ = [
     "Trace",
     "__version__",
     "analyze",
-    "analyze_job",
     "open",
     "phase",
     "profile",

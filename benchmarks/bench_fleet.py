@@ -64,20 +64,21 @@ def make(source: Path, target: Path) -> int:
 def measure(folder: str, workers: int) -> dict[str, float]:
     """Run one job in this process."""
     started = time.monotonic()
-    from advisor.advise.ranks.job import Done, study
+    from advisor.advise.engine import Options, analyze
+    from advisor.advise.ranks.job import RanksDone
 
-    last = Done(total=0)
+    last = RanksDone(total=0)
 
-    def told(done: Done) -> None:
+    def progress(done: RanksDone) -> None:
         nonlocal last
         last = done
 
-    report = study([folder], workers=workers, told=told)
+    analyze(folder, Options(workers=workers, on_progress=progress))
     seconds = time.monotonic() - started
     children = resource.getrusage(resource.RUSAGE_CHILDREN)
     return {
         "seconds": seconds,
-        "read": report.read,
+        "read": last.read,
         "moved": last.moved,
         "memory": _most_held(),
         "worker": children.ru_maxrss << 10,

@@ -2,7 +2,7 @@
 
     python -m benchmarks.bench_jobs                       # 200 jobs with a fault, 100 without
     python -m benchmarks.bench_jobs --write docs/fleet-accuracy.md
-    python -m benchmarks.bench_jobs --ranks 512 --job out.json    # one job's report
+    python -m benchmarks.bench_jobs --ranks 512 --job out.json    # one job's ranks
     python -m benchmarks.bench_jobs --calibrate                   # the table of past predictions
 
 The figures that are written are of seeds from 1,000,000 on, on which nothing was developed.
@@ -20,9 +20,11 @@ from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
 
-from advisor.advise.ranks.diagnose import diagnose
+import msgspec
+
 from advisor.replay.calibration import JOB_COVERAGE, fault_kind
 from advisor.replay.predictions import SHIPPED, Prediction, shipped
+from advisor.replay.ranks.study import study
 from benchmarks.simulation.jobs import FAULTS, HEALTHY, Truth
 from benchmarks.simulation.programs import MIN_SHARE, play
 from benchmarks.simulation.score import KIND, Score, judge
@@ -58,12 +60,14 @@ def one(seed: int, ranks: int, kind: str | None) -> Case:
     there = time.perf_counter()
     summaries, unread = summarise_all(played)
     summarised = time.perf_counter()
-    report = diagnose(summaries, unread, source=f"simulated, seed {seed}")
+    found = study(summaries, unread)
+    assert found is not None
+    ranks_found = found.ranks
     done = time.perf_counter()
     layout = played.job.layout
-    score = judge(report, truth, played.job.cut)
+    score = judge(ranks_found, truth, played.job.cut)
     times = there - begin, summarised - there, done - summarised
-    return Case(seed, layout, truth, score, *times, len(report.to_json()))
+    return Case(seed, layout, truth, score, *times, len(msgspec.json.encode(ranks_found)))
 
 
 def cases(
@@ -196,7 +200,7 @@ def main() -> None:
     parser.add_argument("--workers", type=int, default=1)
     parser.add_argument("--write", type=Path)
     parser.add_argument("--calibrate", action="store_true", help="write predictions.jsonl")
-    parser.add_argument("--job", type=Path, help="write the report of one job as JSON instead")
+    parser.add_argument("--job", type=Path, help="write the ranks of one job as JSON instead")
     parser.add_argument("--files", type=Path, help="write the Kineto files of one job instead")
     parser.add_argument("--verbose", action="store_true", help="a line a job that is not right")
     arguments = parser.parse_args()
@@ -232,7 +236,7 @@ def describe(case: Case) -> str:
     who = f"{truth.unit} {truth.name} ({len(truth.ranks)} ranks)"
     return (
         f"seed {case.seed} {case.layout}: {truth.kind} {who}, {share:.0%} of {step:.1f} ms; "
-        f"reported: {case.score.told or 'nothing'}"
+        f"reported: {case.score.summarised or 'nothing'}"
     )
 
 
@@ -246,9 +250,10 @@ def single(arguments: argparse.Namespace) -> None:
         print(len(write(played, arguments.files)), "files")
     if arguments.job:
         summaries, unread = summarise_all(played)
-        report = diagnose(summaries, unread, source=f"simulated, seed {arguments.seed}")
-        arguments.job.write_bytes(report.to_json())
-        print(judge(report, truth, played.job.cut))
+        found = study(summaries, unread)
+        assert found is not None
+        arguments.job.write_bytes(msgspec.json.encode(found.ranks))
+        print(judge(found.ranks, truth, played.job.cut))
 
 
 if __name__ == "__main__":

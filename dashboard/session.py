@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from advisor.advise.engine import Examined, Options, examine
+from advisor.advise.ranks.job import ranks_apart
 from advisor.core.errors import AdvisorError
 from advisor.core.run_directory import STEPS
 from advisor.core.trace import Run
@@ -19,9 +20,10 @@ from advisor.measure import Analysis
 from advisor.read import open_run
 
 if TYPE_CHECKING:
+    from advisor.advise.ranks.job import RanksDone
     from advisor.compare import Comparison
     from advisor.core.report import Report
-    from advisor.measure.ranks.job_report import JobReport
+    from advisor.read import ReadOptions
 
 LoadState = Literal["loading", "ready", "failed"]
 T = TypeVar("T")
@@ -92,12 +94,18 @@ class OpenedPath:
     """``failed``: the reason, in one line."""
     loaded: LoadedRun | None = None
     """Set when ``ready``; replaced as a whole when a live run's next window was analysed."""
-    job: JobReport | None = None
-    """Set when ``ready`` where the path is a job of many ranks, which are not read as a whole."""
+    job: Report | None = None
+    """Set when ``ready`` where the path is a job some of whose ranks are not read here: one of many
+    ranks, or a saved report."""
     label: str = ""
     """What it is called; empty: by its path."""
     version: int = 0
     """Goes up with each such replacement."""
+
+    @property
+    def report(self) -> Report | None:
+        """What is said of it, once it is ready."""
+        return self.job if self.loaded is None else self.loaded.report
 
     @property
     def name(self) -> str:
@@ -167,13 +175,15 @@ class DashboardSession:
         """A rank of a job, by the row of its report; ``None``: there is none."""
         asked = jobs.split(key)
         with self._opening:
-            job = next((e for e in self.entries if asked and e.key == asked[0]), None)
-            if asked is None or job is None or job.job is None or asked[1] >= len(job.job.rows):
+            job = next((one for one in self.entries if asked and one.key == asked[0]), None)
+            report = None if job is None else job.report
+            ranks = None if report is None else report.ranks
+            if asked is None or ranks is None or asked[1] >= len(ranks.lines):
                 return None
             for entry in self.entries:
                 if entry.key == jobs.key_of(*asked):  # another request was quicker
                     return entry
-            row = job.job.rows[asked[1]]
+            row = ranks.lines[asked[1]]
             made = OpenedPath(jobs.key_of(*asked), row.path, label=f"rank {row.rank}")
             opened = [e for e in self.entries if jobs.split(e.key) and e.state != "loading"]
             if len(opened) >= MAX_OPENED:
@@ -250,13 +260,11 @@ class DashboardSession:
         entry.doing = "reading"
         windows = newest_windows(entry.path) if self.live else None
         try:
-            if not as_run and not self.live and self._is_job(entry):
+            if not as_run and not self.live and self._is_saved(entry):
                 return
             memory = self.options.read.memory if entry is self.entries[0] else None
             read = replace(self.options.read, progress=reading, memory=memory, urls=False)
-            run = open_run(entry.path, read, rank=self.options.rank)
-            entry.doing = "measuring"
-            loaded = LoadedRun(entry.path, examine(run, self._options(run)))
+            loaded = LoadedRun(entry.path, self._examined(entry, read, alone=as_run))
             for name in WARM:
                 entry.doing = f"measuring: {name.replace('_', ' ')}"
                 getattr(loaded.main, name)
@@ -269,20 +277,35 @@ class DashboardSession:
             self._fail(entry, "out of memory; analyse one rank or fewer steps at a time")
         else:
             entry.loaded = loaded
+            ranks = loaded.report.ranks
+            if ranks is not None and len(ranks.lines) > len(loaded.analyses):
+                entry.job = loaded.report
             entry.version += 1
             entry.why = ""
             entry.state = "ready"
         self._seen = windows
 
-    def _is_job(self, entry: OpenedPath) -> bool:
-        """Whether it is a job of many ranks; then it is ready."""
+    def _examined(self, entry: OpenedPath, read: ReadOptions, *, alone: bool) -> Examined:
+        """``alone``: one rank that a job has."""
 
-        def told(doing: str) -> None:
+        def progress(done: RanksDone) -> None:
             if self._stop.is_set():
                 raise AdvisorError("the dashboard was closed")
-            entry.doing = doing
+            entry.doing = f"measuring: {done.ranks:,} of {done.total:,} ranks"
 
-        entry.job = jobs.report_of(entry.path, self.options, told)
+        def measuring() -> None:
+            entry.doing = "measuring"
+
+        options = replace(self.options, read=read, on_progress=progress)
+        if not self.live and not alone and ranks_apart([entry.path], options):
+            return examine(entry.path, options, measuring)
+        run = open_run(entry.path, read, rank=self.options.rank)
+        measuring()
+        return examine(run, self._options(run))
+
+    def _is_saved(self, entry: OpenedPath) -> bool:
+        """Whether it is a saved report of several ranks; then it is ready."""
+        entry.job = jobs.saved_report(entry.path)
         if entry.job is None:
             return False
         entry.version += 1

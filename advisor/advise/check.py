@@ -32,12 +32,14 @@ if TYPE_CHECKING:
     from advisor.core.run_directory import RankRecord
     from advisor.core.snapshot import MemorySnapshot
     from advisor.core.trace import Trace
+    from advisor.measure.ranks.summary import Summary
+    from advisor.replay.ranks.study import Study
 
 FAILED = "the rule failed"
 MANY_ROWS = 2_000_000
 """From so many on, ranks are examined one after another: threads share one interpreter and gain a
 fifth of this part's time, and what each works with beside the trace is large."""
-Subject = TypeVar("Subject", Analysis, dict[int, Analysis])
+Subject = TypeVar("Subject", "Analysis", "Study")
 
 
 @dataclass(frozen=True)
@@ -49,7 +51,9 @@ class Checked:
     good: list[PassedCheck]
     not_measured: list[SkippedCheck]
     pricing: Pricer | None = None
-    """What estimated the gains; ``None``: not estimated yet, or in another process."""
+    """What estimated the gains; ``None``: in another process, or across ranks."""
+    summary: Summary | None = None
+    """The rank for comparison with others; ``None``: it is alone, or was not profiled."""
 
     def and_across(self, across: Checked) -> Checked:
         """With what the rules say across ranks."""
@@ -62,14 +66,9 @@ class Checked:
 
 
 def run_ranks(
-    analyses: dict[int, Analysis],
-    rules: list[Rule],
-    executor: Executor | None,
-    later: int | None = None,
+    analyses: dict[int, Analysis], rules: list[Rule], executor: Executor | None
 ) -> dict[int, Checked]:
-    """Run the rules of each rank. ``later``: the rank whose findings wait for their price, because
-    it takes the other ranks too."""
-    prices = [number != later for number in analyses]
+    """Run the rules of each rank, and sum each up where there are several."""
     if len(analyses) == 1:
         return {number: run_rules(number, a, rules) for number, a in analyses.items()}
     if executor is not None:
@@ -81,15 +80,21 @@ def run_ranks(
             [a.record for a in analyses.values()],
             [a.snapshot for a in analyses.values()],
             [rules] * len(analyses),
-            prices,
         )
         return {result.rank: result for result in done}
     rows = sum(a.trace.cpu.height + a.trace.gpu.height for a in analyses.values())
     with ThreadPoolExecutor(1 if rows > MANY_ROWS else None) as threads:
-        done = threads.map(
-            run_rules, list(analyses), analyses.values(), [rules] * len(analyses), prices
-        )
+        done = threads.map(_summed_up, list(analyses), analyses.values(), [rules] * len(analyses))
         return {result.rank: result for result in done}
+
+
+def _summed_up(number: int, a: Analysis, rules: list[Rule]) -> Checked:
+    from advisor.advise.ranks.measure import summarise
+
+    checked = run_rules(number, a, rules)
+    if a.record_only:
+        return checked
+    return replace(checked, summary=summarise(a, number, checked.findings))
 
 
 def _remote(
@@ -99,9 +104,8 @@ def _remote(
     record: RankRecord | None,
     snapshot: MemorySnapshot | None,
     rules: list[Rule],
-    prices: bool,
 ) -> Checked:
-    checked = run_rules(number, Analysis(trace, select, record, snapshot), rules, prices)
+    checked = _summed_up(number, Analysis(trace, select, record, snapshot), rules)
     return replace(checked, pricing=None)
 
 
@@ -122,18 +126,15 @@ def run_rules(number: int, a: Analysis, rules: list[Rule], prices: bool = True) 
     return _sorted(outcomes, number, a, pricer(a) if prices else None)
 
 
-def rank_rules(
-    ranks: dict[int, Analysis], rules: list[Rule], pricing: Pricer | None = None
-) -> Checked:
-    """Run the rules that look across ranks; gains are of the first rank's window."""
-    main, a = next(iter(ranks.items()))
+def rank_rules(study: Study, main: int, a: Analysis, rules: list[Rule], pricing: Pricer) -> Checked:
+    """Run the rules that look across ranks; the report is of rank ``main``."""
     outcomes: list[Outcome] = []
     for rule in rules:
         if rule.across_ranks and advises(rule, a.trace.meta):
             rule = for_program(rule, a)
-            said = _contained(rule, rule.check_run, ranks)
+            said = _contained(rule, rule.check_run, study)
             outcomes += [_completed(outcome, rule, a, main) for outcome in said]
-    return _sorted(outcomes, main, a, pricing or pricer(a))
+    return _sorted(outcomes, main, a, pricing)
 
 
 def estimated(checked: Checked, a: Analysis, pricing: Pricer) -> Checked:
@@ -142,7 +143,7 @@ def estimated(checked: Checked, a: Analysis, pricing: Pricer) -> Checked:
     return replace(checked, findings=findings, pricing=pricing)
 
 
-def combined(results: dict[int, Checked], main: int) -> Checked:
+def combined(results: dict[int, Checked], main: int, *, counted: bool = True) -> Checked:
     """What was found on the main rank; a finding of the other ranks is counted beside the same one
     of the main rank, and added when new."""
     findings = list(results[main].findings)
@@ -152,7 +153,7 @@ def combined(results: dict[int, Checked], main: int) -> Checked:
             if finding.rule not in seen:
                 findings.append(structs.replace(finding, other_rank=True))
             seen.setdefault(finding.rule, set()).add(number)
-    if len(results) > 1:
+    if len(results) > 1 and counted:
         counts = {rule: len(numbers) for rule, numbers in seen.items()}
         findings = count_ranks(findings, counts, len(results))
     return replace(results[main], findings=findings)

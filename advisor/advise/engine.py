@@ -4,63 +4,44 @@ they find, and write it down."""
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
-from concurrent.futures import Executor
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING
 
 from msgspec import structs
 
 from advisor.advise.check import (
     Checked,
     combined,
-    estimated,
     explain,
     hot_lines,
     rank_rules,
     run_ranks,
 )
-from advisor.advise.impact import BoundPricer, Pricer, for_run, pricer
+from advisor.advise.impact import BoundPricer, Pricer, count_ranks, for_run, pricer, with_gain
 from advisor.advise.measured import cost
+from advisor.advise.options import Options as Options  # noqa: PLC0414
 from advisor.advise.rank import rank
+from advisor.advise.ranks.job import first_rank, ranks_apart, summarise_apart
+from advisor.advise.ranks.pricing import RanksPricer
+from advisor.advise.ranks.task import reason
 from advisor.advise.select import choose, load_rules, read_config
 from advisor.advise.unrelated import apart_report, why_apart
 from advisor.advise.write import write_report
-from advisor.core.prices import Prices, read_prices
+from advisor.core.errors import AdvisorError
+from advisor.core.prices import read_prices
 from advisor.core.trace import Run
-from advisor.read import ReadOptions, open_run
+from advisor.read import open_run
+from advisor.replay.ranks.study import Study, study
 
 if TYPE_CHECKING:
     from advisor.core.finding import Rule
     from advisor.core.report import Report
     from advisor.core.trace import Trace
     from advisor.measure import Analysis
-
-
-@dataclass(frozen=True)
-class Options:
-    """What to analyse and how."""
-
-    rank: int | None = None
-    window: int | None = None
-    steps: tuple[int | None, int | None] | None = None
-    rules_folder: Path | None = None
-    config: dict[str, dict[str, Any]] | None = None
-    """``None``: from the nearest pyproject.toml."""
-    read: ReadOptions = field(default_factory=ReadOptions)
-    executor: Executor | None = None
-    """Where the per-rank stage runs; ``None``: threads of this process."""
-    prices: Prices | None = None
-    """What an hour of a GPU costs; ``None``: from the nearest pyproject.toml."""
-    gpus: int | None = None
-    """GPUs that are paid for; ``None``: one a rank."""
-
-    @property
-    def which(self) -> int | Literal["first"]:
-        """The windows that need to be read."""
-        return "first" if self.window is None else self.window
+    from advisor.measure.ranks.summary import Summary, Unread
 
 
 @dataclass(frozen=True)
@@ -68,6 +49,7 @@ class Examined:
     """A report with what it was made from, for those who want to measure or price more."""
 
     run: Run
+    """What is held here: of ranks that were measured elsewhere, the first one alone."""
     report: Report
     analyses: dict[int, Analysis]
     """By rank; the report is of the first."""
@@ -91,30 +73,38 @@ def analyze(
 
 
 def examine(
-    source: str | Path | Sequence[str | Path] | Run, options: Options | None = None
+    source: str | Path | Sequence[str | Path] | Run,
+    options: Options | None = None,
+    on_read: Callable[[], object] | None = None,
 ) -> Examined:
-    """Like :func:`analyze`, keeping the run, the measurements and what priced the findings."""
+    """Like :func:`analyze`, keeping the run, the measurements and what priced the findings.
+    ``on_read``: called once all is read that is held here."""
     options = options or Options()
     config = read_config() if options.config is None else options.config
     rules = load_rules(options.rules_folder, config)
-    run = (
-        source
-        if isinstance(source, Run)
-        else open_run(source, options.read, rank=options.rank, window=options.which)
-    )
+    places = [] if isinstance(source, Run) else _places(source)
+    sources = ranks_apart(places, options) if places else []
+    summaries: list[Summary] = []
+    unread: list[Unread] = []
+    if isinstance(source, Run):
+        run = source
+    elif sources:
+        summaries, unread = summarise_apart(sources, places, options, config)
+        run = first_rank(summaries, sources, options)
+    else:
+        run = open_run(source, options.read, rank=options.rank, window=options.which)
+    if on_read is not None:
+        on_read()
     analyses = choose(run, options.window, options.steps)
     main = next(iter(analyses))
     if why := why_apart(run):
         each = [(trace, partial(_alone, trace, options)) for trace in run.traces.values()]
         told = apart_report(run, analyses, why, each)
         return Examined(run, told, analyses, BoundPricer(analyses[main]))
-    traced = {number: a for number, a in analyses.items() if not a.record_only}
-    with_others = len(traced) > 1 and main in traced
-    results = run_ranks(analyses, rules, options.executor, later=main if with_others else None)
-    pricing = results[main].pricing or pricer(analyses[main], main, traced)
-    if with_others:
-        results[main] = estimated(results[main], analyses[main], pricing)
-    report = _advise(run, analyses, results, rules, pricing)
+    results = run_ranks(analyses, rules, options.executor)
+    summaries = summaries or [r.summary for r in results.values() if r.summary is not None]
+    compared = _compared(summaries, unread)
+    report, pricing = _advise(run, analyses, results, rules, compared)
     prices = read_prices() if options.prices is None else options.prices
     report = structs.replace(report, cost=cost(run, report, prices, options.gpus))
     return Examined(run, report, analyses, pricing)
@@ -125,19 +115,68 @@ def _advise(
     analyses: dict[int, Analysis],
     results: dict[int, Checked],
     rules: list[Rule],
-    pricing: Pricer,
-) -> Report:
-    """From what the rules found on each rank to the report of the first."""
-    main = next(iter(analyses))
-    checked = combined(results, main)
-    traced = {number: a for number, a in analyses.items() if not a.record_only}
-    if len(traced) > 1:
-        checked = checked.and_across(rank_rules(traced, rules, pricing))
-    hot, problems = hot_lines(analyses[main])
+    compared: Study | None,
+) -> tuple[Report, Pricer]:
+    """From what the rules found on each rank to the report of the first, and what its gains are
+    estimated by."""
+    main, a = next(iter(analyses.items()))
+    pricing = results[main].pricing or pricer(a, main)
+    if compared is None:
+        checked = combined(results, main)
+    else:
+        alone = {n: each for n, each in results.items() if n == main or each.summary is None}
+        checked = combined(alone, main, counted=False)
+        checked, pricing = _of_all_ranks(checked, pricing, compared, a, rules)
+    hot, problems = hot_lines(a)
     findings = explain(checked.findings, hot, rules)
-    ranked = rank(findings, analyses[main], pricing)
-    ranked = ranked.each(lambda found: for_run(found, analyses, rules))
-    return write_report(run, analyses, checked, ranked, pricing, rules, hot, problems)
+    ranked = rank(findings, a, pricing)
+    ranked = ranked.each(lambda found: for_run(found, a, rules))
+    report = write_report(
+        run, analyses, checked, ranked, pricing, rules, hot, problems, ranks=compared
+    )
+    return report, pricing
+
+
+EXPOSED = "exposed-communication"
+"""The rule whose finding says what all ranks have of it."""
+
+
+def _of_all_ranks(
+    checked: Checked, own: Pricer, study: Study, a: Analysis, rules: list[Rule]
+) -> tuple[Checked, Pricer]:
+    """What a rank's rules say, with what the other ranks and the comparison of all add: a finding
+    of single ranks gets the gain of the job, where the ranks can be replayed."""
+    pricing = RanksPricer(own, study, checked.rank, checked.findings)
+    findings = [*checked.findings, *pricing.others({f.rule for f in checked.findings})]
+    seen = {finding.rule: pricing.counted(finding.rule) for finding in findings}
+    findings = count_ranks(findings, seen, len(study.numbers))
+    findings = [
+        structs.replace(f, evidence=[*f.evidence, *study.exposed()]) if f.rule == EXPOSED else f
+        for f in findings
+    ]
+    used: Pricer = own if study.replay.reason else pricing
+    if used is pricing:
+        findings = [
+            with_gain(f, pricing.price(f.edits), a, pricing.method) if pricing.knows(f) else f
+            for f in findings
+        ]
+    checked = dataclasses.replace(checked, findings=findings)
+    return checked.and_across(rank_rules(study, checked.rank, a, rules, used)), used
+
+
+def _compared(summaries: Sequence[Summary], unread: Sequence[Unread]) -> Study | None:
+    """The ranks of a job, studied together; ``None``: there is one."""
+    if len(summaries) + len(unread) < 2:
+        return None
+    try:
+        return study(summaries, unread)
+    except (ArithmeticError, LookupError, TypeError, ValueError) as error:  # of damaged summaries
+        why = reason(f"{type(error).__name__}: {error}")
+        raise AdvisorError(f"the ranks cannot be compared, a fault of advisor ({why})") from error
+
+
+def _places(source: str | Path | Sequence[str | Path]) -> list[str]:
+    return [str(source)] if isinstance(source, str | Path) else [str(each) for each in source]
 
 
 def _alone(trace: Trace, options: Options) -> Report:

@@ -119,7 +119,7 @@ def _not_estimated(finding: Finding, why: str) -> Finding:
 def _of_edits(finding: Finding, a: Analysis, pricing: Pricer) -> Finding:
     """The gain of a finding's edits, its range widened by what is known of past predictions."""
     saved = pricing.price(finding.edits)
-    if finding.validation == "synthetic":
+    if finding.validation == "synthetic" and not pricing.is_calibrated(finding.edits):
         saved = Price(saved.gain, *worst_case(saved.low, saved.high, a.step_ns))
     device = "" if a.device is None or a.device.name is None else a.device.name
     own = Band(saved.low, saved.high)
@@ -127,17 +127,8 @@ def _of_edits(finding: Finding, a: Analysis, pricing: Pricer) -> Finding:
     if why:
         saved = Price(saved.gain, *band)
         finding = less_sure(finding, 1.0, f"{why}, and the range allows for that")
-    share = saved.gain / a.step_ns if a.step_ns else None
-    impact = Impact(
-        currency="step_time",
-        gain_ns=round(saved.gain),
-        low_ns=round(saved.low),
-        high_ns=round(saved.high),
-        share=share,
-        method=pricing.method,
-        per=a.per,
-    )
-    finding = replace(finding, impact=impact, severity=severity(share))
+    finding = with_gain(finding, saved, a, pricing.method)
+    share = finding.impact.share if finding.impact is not None else None
     if pricing.unseen_loader and (share or 0.0) >= UNSEEN_SHARE:
         finding = less_sure(
             finding,
@@ -146,6 +137,21 @@ def _of_edits(finding: Finding, a: Analysis, pricing: Pricer) -> Finding:
             "not in the trace",
         )
     return finding
+
+
+def with_gain(finding: Finding, saved: Price, a: Analysis, method: str) -> Finding:
+    """The finding with a gain per step, and how severe that makes it."""
+    share = saved.gain / a.step_ns if a.step_ns else None
+    impact = Impact(
+        currency="step_time",
+        gain_ns=round(saved.gain),
+        low_ns=round(saved.low),
+        high_ns=round(saved.high),
+        share=share,
+        method=method,
+        per=a.per,
+    )
+    return replace(finding, impact=impact, severity=severity(share))
 
 
 def severity(share: float | None) -> Severity:
@@ -199,21 +205,15 @@ def without_gain(
 # -- of the window, of the run ---------------------------------------------------------------------
 
 
-def for_run(
-    findings: Sequence[Finding], analyses: Mapping[int, Analysis], rules: Sequence[Rule]
-) -> list[Finding]:
+def for_run(findings: Sequence[Finding], a: Analysis, rules: Sequence[Rule]) -> list[Finding]:
     """Gains that were found in a window become gains of the run's own step. What a rule worked out
     from the record is that already."""
     of_record = {rule.id for rule in rules if rule.reads_record}
-    steps = {number: step_time(a) for number, a in analyses.items()}
-    main = next(iter(analyses))
+    step = step_time(a)
     found = []
     for finding in findings:
         if finding.edits or finding.rule not in of_record:
-            own = finding.trace_rank if finding.other_rank else None
-            number = main if own is None else own
-            a = analyses[number]
-            finding = _carry_over(finding, steps[number], device=a.device_id is not None)
+            finding = _carry_over(finding, step, device=a.device_id is not None)
             finding = _bound_loading(finding, a)
         found.append(finding)
     return found
@@ -324,6 +324,9 @@ class Pricer(Protocol):
     def marginal(self, edits: Sequence[Edit], given: Sequence[Edit]) -> float:
         """What they save once others are done."""
 
+    def is_calibrated(self, edits: Sequence[Edit]) -> bool:
+        """Their range is what predictions of that kind were measured to miss by."""
+
     def critical_path(self) -> dict[str, float]:
         """What limits the step, ns per step, largest first; empty: unknown."""
 
@@ -332,12 +335,11 @@ class Pricer(Protocol):
         replay."""
 
 
-def pricer(a: Analysis, rank: int = 0, ranks: Mapping[int, Analysis] | None = None) -> Pricer:
-    """The replay where it reproduces the measured steps, else the bound. ``ranks``: the same
-    window of all ranks of the run, to replay ``rank`` with those it waits for."""
+def pricer(a: Analysis, rank: int = 0) -> Pricer:
+    """The replay where it reproduces the measured steps, else the bound."""
     if a.lost.told:
         return BoundPricer(a, "records of device work are lost")
-    replay = ReplayPricer(a, rank, ranks)
+    replay = ReplayPricer(a, rank)
     why = replay.whatif.unusable
     return BoundPricer(a, why) if why else replay
 
@@ -347,21 +349,15 @@ class ReplayPricer:
 
     method = REPLAY
     reason = ""
+    ranks: tuple[int, ...] = ()
 
-    def __init__(
-        self, a: Analysis, rank: int = 0, ranks: Mapping[int, Analysis] | None = None
-    ) -> None:
-        self.whatif = EditGain(a, rank, ranks)
+    def __init__(self, a: Analysis, rank: int = 0) -> None:
+        self.whatif = EditGain(a, rank)
 
     @property
     def error(self) -> float:
         """How far the replayed step is from the measured one, ns."""
         return abs(self.whatif.base.period - self.whatif.measured.period)
-
-    @property
-    def ranks(self) -> tuple[int, ...]:
-        """See :class:`Pricer`."""
-        return self.whatif.ranks
 
     @property
     def unseen_loader(self) -> bool:
@@ -376,6 +372,10 @@ class ReplayPricer:
     def marginal(self, edits: Sequence[Edit], given: Sequence[Edit]) -> float:
         """See :class:`Pricer`."""
         return self.whatif.gain(edits, given)
+
+    def is_calibrated(self, edits: Sequence[Edit]) -> bool:
+        """See :class:`Pricer`."""
+        return False
 
     def critical_path(self) -> dict[str, float]:
         """See :class:`Pricer`."""
@@ -432,6 +432,10 @@ class BoundPricer:
         """See :class:`Pricer`: instants that others have claimed do not count again."""
         taken = touched(self.claims(given))
         return gain(self.claims(edits), taken)[0] / self.a.step_count
+
+    def is_calibrated(self, edits: Sequence[Edit]) -> bool:
+        """See :class:`Pricer`."""
+        return False
 
     def critical_path(self) -> dict[str, float]:
         """See :class:`Pricer`."""

@@ -12,7 +12,9 @@ import polars as pl
 
 from advisor.advise.limits import lost_records, window_lines
 from advisor.advise.memory import snapshot_scope
+from advisor.core import text as t
 from advisor.core.prices import Prices
+from advisor.core.ranks import RankLine, Ranks, numbers
 from advisor.core.report import (
     Family,
     HostShare,
@@ -20,8 +22,6 @@ from advisor.core.report import (
     Input,
     OperatorTime,
     Phase,
-    RankLine,
-    Ranks,
     RecordedSteps,
     Scope,
     StepDurations,
@@ -42,6 +42,7 @@ if TYPE_CHECKING:
     from advisor.core.trace import Run
     from advisor.measure import Analysis
     from advisor.measure.steps.uneven import StepDifference
+    from advisor.replay.ranks.study import Study
 
 MAX_OPERATORS = 10
 MAX_DURATIONS = 5000
@@ -81,25 +82,12 @@ def measure(a: Analysis) -> dict[str, Any]:
         return {"scope": _recorded_scope(a), "host": _phases(a)}
     fields: dict[str, Any] = {
         "scope": _scope(a),
-        "host": _host(a),
+        "host": host_time(a),
         "step_variation": steps_apart(a),
     }
     if a.device_id is not None:
-        per_step = a.step_count
-        totals = a.breakdown.totals()
-        span = max(a.span_ns, 1)
-        communication = a.breakdown.all_communication.total
-        fields |= {
-            "time": [TimeShare(n, ns / per_step, ns / span) for n, ns in totals.items()],
-            "busy_share": a.breakdown.busy.total / span,
-            "communication_ns": communication / per_step if communication else None,
-            "communication_overlap": a.breakdown.communication_overlap,
-            "families": _families(a),
-            "rooflines": rooflines(a),
-            "attainable": attained(a),
-            "mfu": a.mfu,
-            **_idle(a, totals["idle"]),
-        }
+        fields |= device_time(a)
+        fields |= {"rooflines": rooflines(a), "attainable": attained(a), "mfu": a.mfu}
     else:
         fields["operators"] = _operators(a)
     if not (a.trace.cpu["kind"] == "op").any():
@@ -110,6 +98,24 @@ def measure(a: Analysis) -> dict[str, Any]:
         fields["memory_peak_bytes"] = peak
         fields["memory_capacity_bytes"] = capacity
     return fields
+
+
+def device_time(a: Analysis) -> dict[str, Any]:
+    """What the device does, by class, cause and family; empty: there is none."""
+    if a.device_id is None:
+        return {}
+    per_step = a.step_count
+    totals = a.breakdown.totals()
+    span = max(a.span_ns, 1)
+    communication = a.breakdown.all_communication.total
+    return {
+        "time": [TimeShare(n, ns / per_step, ns / span) for n, ns in totals.items()],
+        "busy_share": a.breakdown.busy.total / span,
+        "communication_ns": communication / per_step if communication else None,
+        "communication_overlap": a.breakdown.communication_overlap,
+        "families": _families(a),
+        **_idle(a, totals["idle"]),
+    }
 
 
 def _scope(a: Analysis) -> Scope:
@@ -167,7 +173,7 @@ def _whole(value: Any) -> int:
     return int(value) if value is not None else 0
 
 
-def _host(a: Analysis) -> list[HostShare]:
+def host_time(a: Analysis) -> list[HostShare]:
     main = a.trace.main_thread
     if main is None:
         return []
@@ -369,42 +375,38 @@ def _took(run: Run, report: Report) -> float | None:
     return float((recorded.ts + recorded.dur).max() - recorded.ts.min())
 
 
-def ranks_view(analyses: Mapping[int, Analysis]) -> Ranks | None:
-    """Ranks side by side; ``None`` for one rank."""
-    if len(analyses) < 2:
-        return None
-    from advisor.measure.ranks.ranks import align, skew
+FEW_RANKS = 16
+"""Up to which ranks are named one by one."""
 
-    lines = {}
-    for number, a in analyses.items():
-        device = a.device_id is not None
-        totals = a.breakdown.totals() if device else {}
-        lines[number] = RankLine(
-            rank=number,
-            step_ns=own.ns if (own := step_time(a)) is not None else a.step_ns,
-            busy_share=a.breakdown.busy.total / max(a.span_ns, 1) if device else None,
-            communication_ns=totals["communication"] / a.step_count if device else None,
-            idle_ns=totals["idle"] / a.step_count if device else None,
-        )
-    traced = {number: a for number, a in analyses.items() if not a.record_only}
-    if len(traced) < 2:
+
+def ranks_view(analyses: Mapping[int, Analysis], study: Study | None) -> Ranks | None:
+    """Ranks side by side, those too of which steps alone were recorded; ``None`` for one rank."""
+    if study is None:
+        if len(analyses) < 2:
+            return None
         note = "Skew between ranks is not measured: fewer than two of them were profiled."
-        return Ranks(lines=list(lines.values()), aligned=False, alignment_error_ns=None, note=note)
-    alignment = align(traced)
-    if alignment.error_ns is None:
-        note = f"Skew between ranks is not measured: {alignment.reason}."
-        return Ranks(lines=list(lines.values()), aligned=False, alignment_error_ns=None, note=note)
-    table = skew(traced, alignment).stragglers
-    for number, last, wait in table.select("rank", "last_share", "caused_wait_ns").iter_rows():
-        lines[number].last_share = last
-        lines[number].caused_wait_ns = wait
-    note = (
-        f"Ranks put on one clock by the ends of {alignment.matched} matched collectives, "
-        f"to within {alignment.error_ns / 1e3:.0f} µs. 'Comes last': share of them; 'others wait': "
-        "mean wait that it causes a peer in them a step, hidden under compute or not."
-    )
-    return Ranks(
-        lines=list(lines.values()), aligned=True, alignment_error_ns=alignment.error_ns, note=note
+        found = Ranks(lines=[], aligned=False, alignment_error_ns=None, note=note)
+    else:
+        found = study.ranks
+        replayed = study.replayed
+        if replayed:
+            some = len(replayed) <= FEW_RANKS
+            named = f"ranks {numbers(replayed)}"
+            who = named if some else t.count_noun(len(replayed), "rank")
+            found.note += f" Gains are of {who} replayed together."
+    known = {line.rank for line in found.lines}
+    found.lines += [_rank_line(number, a) for number, a in analyses.items() if number not in known]
+    return found
+
+
+def _rank_line(number: int, a: Analysis) -> RankLine:
+    totals = a.breakdown.totals() if a.device_id is not None else None
+    return RankLine(
+        rank=number,
+        step_ns=own.ns if (own := step_time(a)) is not None else a.step_ns,
+        busy_share=None if totals is None else a.breakdown.busy.total / max(a.span_ns, 1),
+        communication_ns=None if totals is None else totals["communication"] / a.step_count,
+        idle_ns=None if totals is None else totals["idle"] / a.step_count,
     )
 
 

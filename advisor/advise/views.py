@@ -26,7 +26,8 @@ from advisor.core.views import (
 )
 
 if TYPE_CHECKING:
-    from advisor.core.report import RankLine, Report
+    from advisor.core.ranks import RankLine
+    from advisor.core.report import Report
 
 
 def drawn(report: Report) -> Views:

@@ -30,9 +30,9 @@ if TYPE_CHECKING:
     from advisor.advise.impact import Pricer
     from advisor.advise.rank import Ranked
     from advisor.core.finding import Finding, HotLine, Rule, SkippedCheck
-    from advisor.core.report import Ranks
     from advisor.core.trace import Run
     from advisor.measure import Analysis
+    from advisor.replay.ranks.study import Study
 
 
 def write_report(
@@ -44,9 +44,11 @@ def write_report(
     rules: Sequence[Rule],
     hot: Sequence[HotLine] = (),
     problems: Sequence[str] = (),
+    ranks: Study | None = None,
 ) -> Report:
     """The Report of the first rank, with what was found on the others and across them. ``hot``:
-    the hottest lines of Python; ``problems``: with files beside the traces."""
+    the hottest lines of Python; ``problems``: with files beside the traces; ``ranks``: all of them
+    compared."""
     a = next(iter(analyses.values()))
     report = Report(
         version=advisor.__version__,
@@ -63,7 +65,7 @@ def write_report(
             *_why_bounds(pricing, ranked.findings),
             *problems,
         ],
-        ranks=_ranks(analyses, pricing),
+        ranks=ranks_view(analyses, ranks),
         replay=pricing.view([edit for finding in ranked.advice for edit in finding.edits]),
         step=step_time(a),
         step_durations=step_durations(a),
@@ -78,15 +80,6 @@ def write_report(
     status, text = verdict(report, a)
     report = replace(report, status=status, verdict=text)
     return replace(report, views=drawn(report))
-
-
-def _ranks(analyses: Mapping[int, Analysis], pricing: Pricer) -> Ranks | None:
-    """Ranks side by side, and which of them were replayed together."""
-    view = ranks_view(analyses)
-    if view is None or not pricing.ranks:
-        return view
-    names = ", ".join(map(str, sorted(pricing.ranks)))
-    return replace(view, note=f"{view.note} Gains are of ranks {names} replayed together.")
 
 
 def _texts(rules: Sequence[Rule], findings: Sequence[Finding]) -> list[RuleText]:

@@ -20,6 +20,7 @@ from advisor.render.formats import REPORTS
 
 if TYPE_CHECKING:
     from advisor.advise.engine import Examined, Options
+    from advisor.advise.ranks.job import RanksDone
     from advisor.cli.output import Progress
     from advisor.core.report import Report
     from advisor.core.trace import Run
@@ -28,6 +29,8 @@ if TYPE_CHECKING:
     from advisor.render.renderer import Renderer
 
 FailOn = Literal["critical", "warning"]
+BAR = 24
+"""Columns of the bar of progress."""
 _SIZES = {"": 1, "K": 1e3, "M": 1e6, "G": 1e9, "T": 1e12}
 
 
@@ -111,50 +114,7 @@ def command(
         paths, memory = [str(memory)], None
     chosen, limit = parse_steps(steps), parse_size(max_size)
     paid = o.chosen_prices(price, prices)
-    given = {
-        "--rank": rank is not None,
-        "--csv": csv is not None,
-        "--operators": operators,
-        "--memory": memory is not None,
-        "--price": price is not None,
-        "--prices": prices is not None,
-        "--gpus": gpus is not None,
-    }
-    from advisor.cli import job
-
-    if job.is_job(
-        paths,
-        workers=workers,
-        cluster=cluster,
-        ranks=ranks,
-        single=[name for name, value in given.items() if value],
-    ):
-        from advisor.advise.ranks.task import Wanted
-        from advisor.read.remote.urls import is_url
-        from advisor.render.formats import JOBS
-
-        out.chosen(JOBS, form, output)  # before the work is done
-        if output is not None:
-            out.check(output, [path for path in paths if not is_url(path)])
-        found = job.report_job(
-            paths,
-            workers=workers,
-            cluster=cluster,
-            ranks=ranks,
-            wanted=Wanted(
-                steps=chosen,
-                step_ranges=step_ranges(steps),
-                window=window,
-                max_bytes=limit,
-                rules_folder=None if rules is None else str(rules.resolve()),
-            ),
-            progress=progress,
-        )
-        job.deliver_job(
-            found, form, output, paths, top=top, details=details, brief=brief, redact=redact
-        )
-        job.exit_if_hit(found, fail_on)
-        return
+    check_ranks(paths, rank, workers=workers, cluster=cluster, ranks=ranks)
     wanted = out.chosen(REPORTS, form, output)
     if operators and (form not in (None, "terminal") or output is not None):
         raise AdvisorError("--operators: a table for a terminal; other formats have it in them")
@@ -177,7 +137,11 @@ def command(
             rules_folder=rules,
             prices=paid,
             gpus=gpus,
+            workers=workers,
+            cluster=cluster,
+            on_progress=RanksShown(shown),
             read=ReadOptions(
+                ranks=ranks or "",
                 max_bytes=limit or DEFAULT_LIMIT,
                 step_ranges=step_ranges(steps),
                 progress=shown.reading,
@@ -202,6 +166,47 @@ def command(
         )  # fmt: skip
     if fail_on is not None and is_hit(report, fail_on):
         raise typer.Exit(1)
+
+
+def check_ranks(
+    paths: list[str],
+    rank: int | None,
+    *,
+    workers: int | None,
+    cluster: str | None,
+    ranks: str | None,
+) -> None:
+    """Raise AdvisorError for options about ranks that do not go together."""
+    if workers is not None and cluster is not None:
+        raise AdvisorError("--workers and --cluster: choose one; a cluster has its own workers")
+    given = {"--workers": workers, "--cluster": cluster, "--ranks": ranks}
+    asked = [name for name, value in given.items() if value is not None]
+    if asked and rank is not None:
+        raise AdvisorError(
+            f"--rank is of one rank and {asked[0]} of many; give the trace of that rank alone"
+        )
+    if asked and "-" in paths:
+        raise AdvisorError(f"{asked[0]}: give files and folders, not standard input")
+
+
+class RanksShown:
+    """Says how many ranks of a job are done."""
+
+    def __init__(self, shown: Progress) -> None:
+        self._shown = shown
+        self._announced = False
+
+    def __call__(self, done: RanksDone) -> None:
+        """A bar; first the address of Dask's dashboard, where there is one."""
+        if done.dashboard and not self._announced:
+            self._announced = True
+            print(f"Dask's dashboard: {done.dashboard}", file=sys.stderr)
+        if done.ranks == done.total:
+            self._shown.say("comparing the ranks")
+            return
+        filled = BAR * done.ranks // max(1, done.total)
+        text = f"[{'#' * filled}{'.' * (BAR - filled)}] {done.ranks:,} of {done.total:,} ranks"
+        self._shown.say(f"{text}, {done.unread:,} not read" if done.unread else text)
 
 
 def write_tables(folder: Path, examined: Examined, *, redact: set[str] | None) -> None:
@@ -259,12 +264,9 @@ def study(paths: list[str], options: Options, shown: Progress) -> Report:
 def examine_paths(paths: list[str], options: Options, shown: Progress) -> Examined:
     """The same with the measurements behind the report."""
     from advisor.advise.engine import examine
-    from advisor.read import open_run
 
     _let_interrupts_through()
-    run = open_run(paths, options.read, rank=options.rank, window=options.which)
-    shown.say("measuring")
-    return examine(run, options)
+    return examine(paths, options, lambda: shown.say("measuring"))
 
 
 def _let_interrupts_through() -> None:

@@ -9,6 +9,7 @@ import msgspec
 from msgspec import Struct, field
 
 from advisor.core.finding import Finding, HotLine, PassedCheck, Per, SkippedCheck, unit_of
+from advisor.core.ranks import Ranks
 from advisor.core.resources import Cost, EnergyUse
 from advisor.core.run_directory import LARGEST
 from advisor.core.saved import decoded, encoded
@@ -425,25 +426,6 @@ class RecordedSteps(Struct, kw_only=True):
     """What became of each profiled window."""
 
 
-class RankLine(Struct, kw_only=True):
-    """One rank beside the others."""
-
-    rank: int
-    """Its number."""
-    step_ns: float
-    """Mean duration of its steps, ns."""
-    busy_share: float | None
-    """Share of its step during which its GPU works; ``null``: no device work."""
-    communication_ns: float | None
-    """Exposed, per step."""
-    idle_ns: float | None
-    """Per step, ns."""
-    last_share: float | None = None
-    """Share of collectives at which this rank arrives last; ``None``: not measured."""
-    caused_wait_ns: float | None = None
-    """Mean wait that it causes its peers, per step; ``None``: not measured."""
-
-
 class RuleText(Struct, frozen=True, kw_only=True):
     """The documentation of a rule that found something."""
 
@@ -455,19 +437,6 @@ class RuleText(Struct, frozen=True, kw_only=True):
     """One of ``advisor.core.finding.Category``."""
     paragraphs: list[str]
     """Of its documentation: what it looks for, why that costs time, how it is measured."""
-
-
-class Ranks(Struct, kw_only=True):
-    """The view across ranks."""
-
-    lines: list[RankLine]
-    """One entry a rank."""
-    aligned: bool
-    """The ranks could be put on one clock."""
-    alignment_error_ns: float | None
-    """How well, ns; ``null``: they could not."""
-    note: str
-    """How they were aligned, or why not."""
 
 
 class MemoryHolder(Struct, frozen=True, kw_only=True):

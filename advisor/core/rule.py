@@ -13,6 +13,7 @@ if TYPE_CHECKING:
 
     from advisor.core.finding import Category, Finding, Outcome, Validation
     from advisor.measure import Analysis
+    from advisor.replay.ranks.study import Study
     from advisor.testing import TraceBuilder
 
 
@@ -169,8 +170,9 @@ class Rule:
         """Yield findings, abstentions and praise for one rank's window."""
         raise NotImplementedError
 
-    def check_run(self, ranks: dict[int, Analysis]) -> Iterator[Outcome]:
-        """Yield findings for a run of several ranks; only when ``across_ranks`` is set."""
+    def check_run(self, study: Study) -> Iterator[Outcome]:
+        """Yield findings for a job of several ranks, of the outliers that the one search found;
+        only when ``across_ranks`` is set."""
         raise NotImplementedError
 
     @staticmethod

@@ -211,7 +211,7 @@ def _of_ranks(files: list[str | RemoteFile], ranks: Ranks | range | None) -> lis
     if sum(isinstance(file, RemoteFile) for file in kept) > MAX_ELSEWHERE:
         raise AdvisorError(
             f"{len(kept)} traces elsewhere, more than {MAX_ELSEWHERE} to hold at once; have them "
-            "measured one by one (advisor analyze --workers N, advisor.analyze_job), or choose "
+            "measured one by one (advisor analyze --workers N), or choose "
             "some, as with --ranks 0-7"
         )
     if not kept:

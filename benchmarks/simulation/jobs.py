@@ -176,13 +176,14 @@ class Truth(NamedTuple):
 def draw(seed: int, ranks: int = 64, kind: str | None = None, steps: int = 6) -> Job:
     """A job chosen at random. ``kind``: of its fault (``healthy``: none); None: any fault.
 
-    ``ranks``: a multiple of 16.
+    ``ranks``: a multiple of 16, or any number where a fault of that kind can be data-parallel.
     """
-    if ranks < 16 or ranks % 16:
-        raise ValueError(f"{ranks} ranks: a multiple of 16 is simulated")
+    even = ranks >= 16 and not ranks % 16
     rng = np.random.default_rng([seed, 1])
+    if ranks < 2 or (not even and (kind is None or "ddp" not in _layouts(kind))):
+        raise ValueError(f"{ranks} ranks: a multiple of 16 is simulated")
     kind = str(rng.choice(FAULTS)) if kind is None else kind
-    layout = str(rng.choice(_layouts(kind)))
+    layout = str(rng.choice(_layouts(kind))) if even else "ddp"
     known = measured()
     tp, pp, ep = _sizes(rng, layout, kind, ranks)
     layers = int(rng.integers(2, 4)) if pp > 1 else int(rng.integers(4, 9))
@@ -196,7 +197,7 @@ def draw(seed: int, ranks: int = 64, kind: str | None = None, steps: int = 6) ->
         tuple(k._replace(ns=max(3_000.0, k.ns * scale)) for k in part)
         for part in (forward, backward, expert)
     )
-    hosts = ranks // RANKS_PER_HOST
+    hosts = -(-ranks // RANKS_PER_HOST)
     job = Job(
         seed=seed,
         ranks=ranks,

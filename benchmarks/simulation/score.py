@@ -6,7 +6,7 @@ import re
 from collections.abc import Collection
 from typing import NamedTuple
 
-from advisor.measure.ranks.job_report import JobReport, Odd
+from advisor.core.ranks import Outlier, Ranks
 from benchmarks.simulation.jobs import HEALTHY, Truth
 
 KIND = {
@@ -18,7 +18,7 @@ KIND = {
     "expert_imbalance": "imbalance",
     "pipeline_imbalance": "pipeline",
 }
-"""What ``Odd.kind`` is for each fault."""
+"""What ``Outlier.kind`` is for each fault."""
 
 
 class Score(NamedTuple):
@@ -45,25 +45,29 @@ class Score(NamedTuple):
         return self.kind and self.who
 
 
-def judge(report: JobReport, truth: Truth, cut: Collection[int] = ()) -> Score:
-    """Hold a report against the truth. Ranks that were not read cannot be named; whether those are
-    whose files are ``cut`` off is not asked."""
+def judge(ranks: Ranks, truth: Truth, cut: Collection[int] = ()) -> Score:
+    """Compare what is said of the ranks with the truth. Ranks that were not read cannot be named;
+    whether those are whose files are ``cut`` off is not asked."""
     told = "; ".join(
-        f"{odd.kind}{' moving' if odd.moves else ''} {odd.what} {odd.name} ({odd.ranks})"
-        for odd in report.odd[:6]
+        f"{each.kind}{' moving' if each.moves else ''} {each.unit} {each.name} ({each.ranks})"
+        for each in ranks.outliers[:6]
     )
     if truth.kind == HEALTHY:
-        healthy = not report.odd
-        return Score(healthy, healthy, len(report.odd), None, None, None, told)
+        healthy = not ranks.outliers
+        return Score(healthy, healthy, len(ranks.outliers), None, None, None, told)
     wanted = KIND[truth.kind]
-    hits = [odd for odd in report.odd if odd.kind == wanted and odd.moves == truth.moves]
-    kind = bool(report.odd) and report.odd[0] in hits
-    read = {row.rank for row in report.rows} - set(cut)
+    hits = [
+        outlier
+        for outlier in ranks.outliers
+        if outlier.kind == wanted and outlier.moves == truth.moves
+    ]
+    kind = bool(ranks.outliers) and ranks.outliers[0] in hits
+    read = {row.rank for row in ranks.lines} - set(cut)
     guilty = set(truth.ranks) & read
-    named = set().union(*(_ranks(odd) for odd in hits))
+    named = set().union(*(_ranks(outlier) for outlier in hits))
     who = bool(hits) if truth.moves else bool(hits) and named & read == guilty
-    beside = [odd for odd in report.odd if odd not in hits]
-    first = next((odd for odd in hits if odd.gain_ns is not None), None)
+    beside = [outlier for outlier in ranks.outliers if outlier not in hits]
+    first = next((outlier for outlier in hits if outlier.gain_ns is not None), None)
     gain = None if first is None else first.gain_ns
     inside = width = None
     if first is not None and first.low_ns is not None and first.high_ns is not None:
@@ -72,9 +76,9 @@ def judge(report: JobReport, truth: Truth, cut: Collection[int] = ()) -> Score:
     return Score(kind, who, len(beside), gain, inside, width, told)
 
 
-def _ranks(odd: Odd) -> set[int]:
+def _ranks(outlier: Outlier) -> set[int]:
     """``0-3, 7`` as numbers."""
     found: set[int] = set()
-    for first, last in re.findall(r"(\d+)(?:-(\d+))?", odd.ranks):
+    for first, last in re.findall(r"(\d+)(?:-(\d+))?", outlier.ranks):
         found.update(range(int(first), int(last or first) + 1))
     return found

@@ -1,7 +1,7 @@
 """What each rank of a simulated job says of itself, without writing and reading its file.
 
-The same numbers as ``advise.ranks.measure.summarise`` of the files of ``kineto.write`` (tested),
-so that hundreds of jobs can be diagnosed in minutes. Advice of single ranks is left out.
+The same numbers as ``advise.ranks.measure.summarise_file`` of the files of ``kineto.write``
+(tested), so that hundreds of jobs can be diagnosed in minutes. Advice of single ranks is left out.
 """
 
 from __future__ import annotations

@@ -52,6 +52,7 @@ def layout(show: object = None, **query: object) -> Any:
     view = current.view(**query)
     report = view.loaded.report
     several = report.ranks is not None
+    held = len(view.loaded.analyses) > 1
     title = head("Distributed", _counted(view))
     what = str(show) if show in MAPS else "step"
     found = _collectives(view)
@@ -68,8 +69,8 @@ def layout(show: object = None, **query: object) -> Any:
         title,
         _figures(report),
         _lines(view),
-        _map(view, what) if several else None,
-        _skew(view) if several and report.ranks is not None and report.ranks.aligned else None,
+        _map(view, what) if held else None,
+        _skew(view) if held and report.ranks is not None and report.ranks.aligned else None,
         None if several else _only_one(),
         found,
     )
@@ -90,7 +91,7 @@ def _counted(view: PageView) -> str:
 def warm(loaded: LoadedRun) -> None:
     """Align the ranks and sum up who is late."""
     ranks = loaded.report.ranks
-    if ranks is not None and ranks.aligned:
+    if ranks is not None and ranks.aligned and len(loaded.analyses) > 1:
         loaded.view("skew", lambda: _skew_table(loaded))
 
 

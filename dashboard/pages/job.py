@@ -7,9 +7,11 @@ from typing import Any
 import dash
 from dash import ClientsideFunction, Input, Output
 
-from advisor.advise.ranks import sentences as w
+from advisor.advise import facts as facts_of
 from advisor.advise.ranks import views
 from advisor.core import text as t
+from advisor.core.ranks import Ranks
+from advisor.core.report import Report
 from advisor.dashboard import current, figures
 from advisor.dashboard.current import PageView
 from advisor.dashboard.grid import Column, grid, register_search
@@ -28,7 +30,6 @@ from advisor.dashboard.parts import (
     tiles,
 )
 from advisor.dashboard.session import DashboardSession
-from advisor.measure.ranks.job_report import JobReport
 
 STRIP = 128
 """Ranks beside each other on the map."""
@@ -49,32 +50,33 @@ def layout(**query: object) -> Any:
     view = current.view(**query)
     asked = split(view.entry.key)
     entry = view.session.entry(asked[0]) if asked else view.entry
-    report = entry.job
-    if report is None:
+    report = entry.report
+    if report is None or report.ranks is None:
         return page(
             head("Job"),
             empty(
                 "One run is open",
-                "This page shows a job of many ranks: who is not like the others, and which ranks "
-                "are alike.",
-                "advisor dashboard FOLDER measures a folder of more than 16 ranks one by one; "
-                "JOB.json of advisor analyze --format json --output JOB.json is shown at once.",
+                "This page compares the ranks of a job: outliers, and groups of similar ranks.",
+                "Open a folder with the traces of several ranks, or the JSON that advisor analyze "
+                "--output JOB.json wrote of one.",
             ),
         )
+    ranks = report.ranks
     return page(
         head("Job", t.clean(report.verdict) or None),
-        banner([w.missing(item) for item in report.missing[:MAX_SHOWN]]),
-        _figures(report),
-        _map(report, entry.key),
-        _odd(report, view, entry.key),
-        _steps(report),
-        _alike(report),
-        _findings(report),
-        _ranks(report, entry.key),
+        banner([views.missing(item) for item in ranks.missing[:MAX_SHOWN]]),
+        _figures(ranks),
+        _map(ranks, entry.key),
+        _outliers(ranks, view, entry.key),
+        _steps(ranks),
+        _clusters(ranks),
+        _changes(report),
+        _ranks(ranks, entry.key),
         card(
-            "What was read", facts([(k, " · ".join(filter(None, v))) for k, v in w.scope(report)])
+            "What was read",
+            facts([(k, " · ".join(filter(None, v))) for k, v in views.scope(ranks)]),
         ),
-        _not_checked(report),
+        _not_compared(ranks),
     )
 
 
@@ -91,38 +93,39 @@ def choose(view: PageView) -> Any:
     )
 
 
-def _figures(report: JobReport) -> Any:
-    of = f"of {t.format_count(report.world)}" if report.world > report.read else ""
-    step = report.step
-    between = "" if step is None else f"eight of ten {w.spread(step.low, step.high)}"
-    slowest = t.NOT_MEASURED if step is None else t.format_duration(step.most)
+def _figures(ranks: Ranks) -> Any:
+    read = len(ranks.lines)
+    of = f"of {t.format_count(ranks.world)}" if ranks.world > read else ""
+    step = ranks.step
+    between = "" if step is None else f"eight of ten {views.spread(step.low, step.high)}"
+    slowest = t.NOT_MEASURED if step is None else t.format_duration(step.max)
     return tiles(
         [
-            ("Ranks read", t.format_count(report.read), of),
-            ("Hosts", t.format_count(report.hosts) if report.hosts else t.NOT_MEASURED, ""),
+            ("Ranks read", t.format_count(read), of),
+            ("Hosts", t.format_count(ranks.hosts) if ranks.hosts else t.NOT_MEASURED, ""),
             (
                 "Step of the median rank",
                 t.format_duration(None if step is None else step.median),
                 between,
             ),
             ("Slowest rank", slowest, ""),
-            ("Clocks agree within", t.format_duration(report.error_ns), ""),
+            ("Clocks agree within", t.format_duration(ranks.alignment_error_ns), ""),
         ]
     )
 
 
-def _map(report: JobReport, key: str) -> Any:
-    heat = views.heat_map(report)
+def _map(ranks: Ranks, key: str) -> Any:
+    heat = views.heat_map(ranks)
     if heat is None:
         return empty("No map", "No rank has steps that were measured.")
-    keys = {id(row): key_of(key, place) for place, row in enumerate(report.rows)}
+    keys = {id(row): key_of(key, place) for place, row in enumerate(ranks.lines)}
     values: list[list[float | None]] = []
     about: list[list[str | None]] = []
     places: list[list[str | None]] = []
     labels: list[str] = []
-    several = len(heat.rows) > STRIP
-    for first in range(0, len(heat.rows), STRIP):
-        rows = heat.rows[first : first + STRIP]
+    several = len(heat.lines) > STRIP
+    for first in range(0, len(heat.lines), STRIP):
+        rows = heat.lines[first : first + STRIP]
         if labels:  # a line between two strips
             values.append([None])
             about.append([None])
@@ -131,7 +134,7 @@ def _map(report: JobReport, key: str) -> Any:
         for place, name in enumerate(heat.classes):
             tints = [heat.tint(row, place) for row in rows]
             values.append([None if x is None else x * heat.scale_ns / 1e6 for x in tints])
-            about.append([figures.escape_markup(heat.words(row, place)) for row in rows])
+            about.append([figures.escape_markup(heat.title(row, place)) for row in rows])
             places.append([keys[id(row)] for row in rows])
             start = f"from rank {rows[0].rank}: " if several and place == 0 else ""
             labels.append(start + views.label(name))
@@ -143,51 +146,53 @@ def _map(report: JobReport, key: str) -> Any:
             "job",
             height=height,
             id=MAP,
-            description="Each rank's time a step by class, against the median rank's. The table "
-            "of ranks below has the numbers.",
+            description="Each rank's time per step by class, compared with the median rank's. The "
+            "table of ranks below has the numbers.",
         ),
         el(
             "P",
-            "Against the median rank, ms a step. Click on a rank to open its timeline. ",
+            "Compared with the median rank, ms per step. Click on a rank to open its timeline. ",
             heat.note,
             cls="note-line",
         ),
     )
 
 
-def _odd(report: JobReport, view: PageView, key: str) -> Any:
-    if not report.odd:
+def _outliers(ranks: Ranks, view: PageView, key: str) -> Any:
+    if not ranks.outliers:
         return None
-    places = {str(row.rank): place for place, row in reversed(list(enumerate(report.rows)))}
+    places = {str(row.rank): place for place, row in reversed(list(enumerate(ranks.lines)))}
     rows = []
-    for odd in report.odd[:MAX_SHOWN]:
-        name: Any = w.odd_name(odd)
-        if odd.what == "rank" and odd.name in places:
-            name = link(name, href=view.href("/timeline", run=key_of(key, places[odd.name])))
+    for outlier in ranks.outliers[:MAX_SHOWN]:
+        name: Any = views.outlier_name(outlier)
+        if outlier.unit == "rank" and outlier.name in places:
+            run = key_of(key, places[outlier.name])
+            name = link(name, href=view.href("/timeline", run=run))
+        share = outlier.last_share
         rows.append(
             [
                 name,
-                w.odd_kind(odd),
-                t.format_duration(odd.waited_ns),
-                "–" if odd.last_share is None else t.format_share(odd.last_share),
-                w.gain(odd) or "–",
-                w.sure(odd.sure),
-                " ".join(filter(None, (t.clean(odd.why), t.clean(odd.fix)))),
+                views.outlier_kind(outlier),
+                t.format_duration(outlier.waited_ns),
+                "–" if share is None else t.format_share(share),
+                views.gain(outlier) or "–",
+                views.significance(outlier.significance),
+                t.clean(outlier.reason),
             ]
         )
-    header = ("Who", "What", "Others wait a step", "Comes last", "Worth", "How sure", "Why")
+    header = ("Who", "What", "Others wait per step", "Comes last", "Gain", "Significance", "Why")
     return card(
-        "Not like the others",
+        "Outliers",
         table(header, rows, numbers=(2, 3), names=(0, 1, 4, 5, 6), caption="", stacked=True),
     )
 
 
-def _steps(report: JobReport) -> Any:
-    bins = views.histogram(report)
+def _steps(ranks: Ranks) -> Any:
+    bins = views.histogram(ranks)
     if not bins:
         return None
-    made = figures.histogram([one.words for one in bins], [one.ranks for one in bins], "ranks")
-    told = "; ".join(f"{one.words}: {t.format_count(one.ranks)}" for one in bins if one.ranks)
+    made = figures.histogram([one.label for one in bins], [one.ranks for one in bins], "ranks")
+    told = "; ".join(f"{one.label}: {t.format_count(one.ranks)}" for one in bins if one.ranks)
     return card(
         "The ranks' steps",
         figure(
@@ -199,47 +204,49 @@ def _steps(report: JobReport) -> Any:
     )
 
 
-def _alike(report: JobReport) -> Any:
-    if not report.alike:
+def _clusters(ranks: Ranks) -> Any:
+    if not ranks.clusters:
         return None
     rows = [
         [
             t.clean(group.name),
-            w.ranks(group.ranks),
+            views.shorten_numbers(group.ranks),
             t.format_count(group.count),
             t.format_duration(group.step_ns),
-            *(t.format_duration(group.time.get(name)) for name in report.classes),
+            *(t.format_duration(group.time.get(name)) for name in ranks.classes),
         ]
-        for group in report.alike[:MAX_SHOWN]
+        for group in ranks.clusters[:MAX_SHOWN]
     ]
-    header = ["Group", "Ranks", "How many", "Step", *map(views.label, report.classes)]
+    header = ["Group", "Ranks", "How many", "Step", *map(views.label, ranks.classes)]
     return card(
-        "Ranks that are alike",
+        "Similar ranks",
         table(
             header,
             rows,
             numbers=range(2, len(header)),
             names=(0, 1),
-            caption="Median, a step",
+            caption="Median, per step",
             stacked=True,
         ),
     )
 
 
-def _findings(report: JobReport) -> Any:
-    if not report.findings and not report.what_if:
-        return None
+def _changes(report: Report) -> Any:
+    """What to change, in short: the overview has it in full."""
+    ranks = report.ranks
     found = [
         el(
             "Article",
-            el("H3", t.clean(one.title)),
-            el("P", " · ".join(w.finding_parts(report, one)), cls="note-line"),
-            el("P", t.clean(one.summary)),
-            el("P", t.clean(one.fix)) if one.fix else None,
+            el("H3", t.clean(finding.title)),
+            el("P", facts_of.price(finding), cls="note-line"),
+            el("P", t.clean(finding.summary)),
+            el("P", t.clean(finding.fix)) if finding.fix else None,
         )
-        for one in report.findings[:MAX_SHOWN]
+        for finding in report.findings[:MAX_SHOWN]
     ]
-    cases = [el("Li", f"{t.clean(one.text)}: {w.gain(one)}") for one in report.what_if[:MAX_SHOWN]]
+    cases = [el("Li", views.what_if(item)) for item in (ranks.what_if if ranks else [])[:MAX_SHOWN]]
+    if not found and not cases:
+        return None
     return card(
         "What to change",
         *found,
@@ -248,10 +255,10 @@ def _findings(report: JobReport) -> Any:
     )
 
 
-def _ranks(report: JobReport, key: str) -> Any:
-    classes = [(f"c{place}", views.label(name)) for place, name in enumerate(report.classes)]
+def _ranks(ranks: Ranks, key: str) -> Any:
+    classes = [(f"c{place}", views.label(name)) for place, name in enumerate(ranks.classes)]
     rows = []
-    for place, row in enumerate(report.rows):
+    for place, row in enumerate(ranks.lines):
         made: dict[str, Any] = {
             "id": key_of(key, place),
             "rank": row.rank,
@@ -260,7 +267,7 @@ def _ranks(report: JobReport, key: str) -> Any:
             "step": row.step_ns,
             "step_text": t.format_duration(row.step_ns),
         }
-        for (field, _), value in zip(classes, row.values, strict=False):
+        for (field, _), value in zip(classes, row.time, strict=False):
             made |= {field: value, f"{field}_text": t.format_duration(value)}
         rows.append(made)
     columns = [
@@ -276,11 +283,11 @@ def _ranks(report: JobReport, key: str) -> Any:
     )
 
 
-def _not_checked(report: JobReport) -> Any:
-    if not report.not_checked:
+def _not_compared(ranks: Ranks) -> Any:
+    if not ranks.not_checked:
         return None
-    lines = [(t.clean(name), t.clean(why)) for name, why in report.not_checked.items()]
-    return card("Not checked", facts(lines[:MAX_SHOWN]))
+    lines = [(t.clean(name), t.clean(why)) for name, why in ranks.not_checked.items()]
+    return card("Not compared", facts(lines[:MAX_SHOWN]))
 
 
 def register(app: dash.Dash, session: DashboardSession) -> None:

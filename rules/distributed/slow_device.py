@@ -1,79 +1,63 @@
-"""One rank's GPU runs the same kernels slower than the others."""
+"""One rank's device runs the same kernels slower than its peers'."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
-import polars as pl
+from msgspec.structs import replace
 
-from advisor.core import text as t
 from advisor.core.finding import (
-    Edit,
     Evidence,
     Finding,
-    Impact,
-    Location,
     Outcome,
     PassedCheck,
     Rule,
-    Select,
     SkippedCheck,
     Source,
-    Threshold,
 )
-from advisor.measure import Analysis
-from advisor.measure.device.families import FAMILIES
-from advisor.measure.ranks.rank_kernels import compare_kernels, device_speed
-from advisor.rules.common import figure
+from advisor.measure.ranks.kernels import MIN_KERNELS, compare_devices
+from advisor.measure.ranks.outliers import Deviation
+from advisor.measure.ranks.wording import subject
+from advisor.rules.distributed.across import finding_of
 from advisor.rules.elsewhere import in_any_language
-from advisor.rules.sources import CHOSEN, GREYHOUND
+from advisor.rules.sources import CHOSEN
 from advisor.testing import TraceBuilder
+
+if TYPE_CHECKING:
+    from advisor.replay.ranks.replay import Gain
+    from advisor.replay.ranks.study import Study
 
 
 class SlowDevice(Rule):
-    """One rank's GPU needs longer than the others for the same kernels. It is late at every
-    collective, and the whole job runs at its speed. Usual causes are clocks held down by heat or
-    power, another process on the GPU, or a failing part.
+    """One rank's device needs longer than its peers for the same kernels, so it is late at every
+    collective and the whole job runs at its speed. Usual causes are clocks held down by heat or
+    power, another process on the device, or a failing part.
 
-    The rule compares compute kernels of the same name and launch size that two or more ranks ran at
-    least 20 times, equally often: the median duration with the median of the other ranks' medians.
-    A GPU is slow when half of its compared time runs at 1.1 times the others' or more, and three
-    quarters of it above 1.05. One slow kernel shows other inputs (sparse lookups, routed tokens,
-    padding), not a slow GPU. At least five kernels must be compared, and half of the compute time.
+    The one search across ranks finds who has more work of its own than the others, or arrives
+    last at their collectives. Its device is slow when that work is compute, and the same kernels,
+    by name and launch size, take longer: all matrix work, or nearly all compute. One slow kernel
+    shows other inputs (sparse lookups, routed tokens, padding), not a slow device. At least five
+    kernels that ran 20 times or more have to be compared; with fewer the cause stays open.
 
-    With two ranks a slow GPU and a fast one look the same; the rule names the slower one. Kernels
-    that overlap collectives are slower, so ranks that overlap differently differ a little.
+    With two ranks a slow device and a fast one look the same; the slower one is named. The gain is
+    what the job's step loses to it when all ranks are replayed together.
     """
 
     id = "slow-device"
     title = "One GPU is slower than the others"
     category = "distributed"
     validated_on = (
-        "silent on two_ranks, where few kernels repeat 20 times (with fewer the ratio is 1.01); "
-        "has never fired on a real slow GPU"
+        "simulated jobs (docs/fleet-accuracy.md); silent on two_ranks; "
+        "never seen to fire on a real slow device"
     )
-    sources = (
-        Source(
-            "medians of at least 20 times the same kernel", "advisor/measure/ranks/rank_kernels.py"
-        ),
-    )
+    sources = (Source("five kernels, 20 times each", "advisor/measure/ranks/kernels.py"),)
     across_ranks = True
     references = (
         "https://arxiv.org/abs/2410.12588",
         "https://docs.nvidia.com/deploy/nvidia-smi/index.html",
     )
 
-    min_ratio = Threshold(1.10, "of the other ranks' median duration", GREYHOUND)
-    min_slow = Threshold(1.05, "ratio from which a kernel counts as slower", CHOSEN)
-    min_slow_share = Threshold(0.75, "of the compared time in such kernels", CHOSEN)
-    min_kernels = Threshold(5, "kernels compared; with fewer, inputs may be the reason", CHOSEN)
-    min_compared = Threshold(0.5, "of the rank's compute kernel time", CHOSEN)
-
-    fix = (
-        "Check rank {rank}'s GPU: clocks and why they are held down, temperature, power limit, "
-        "other processes, ECC and link errors. Replace the GPU if nothing helps."
-    )
     code = (
         "nvidia-smi --format=csv --query-gpu=index,clocks.sm,clocks.max.sm\n"
         "nvidia-smi --format=csv --query-gpu=index,temperature.gpu,power.draw\n"
@@ -81,138 +65,92 @@ class SlowDevice(Rule):
         "nvidia-smi --query-compute-apps=pid,name,used_memory --format=csv"
     )
     verify = (
-        "Run the job with that host and another swapped: the slowness stays with the GPU, and goes "
-        "with a healthy one."
+        "Run the job with that host and another exchanged: the slowness stays with the "
+        "device, and goes with a healthy one."
     )
     falsified_by = "inputs that differ between ranks in a way the launch size does not show"
     assumptions = ("the ranks wait for each other at collectives in each step",)
-    confidence = 0.7
+
+    fix = (
+        "Check the GPU of {who}: clocks and why they are held down, temperature, power limit, "
+        "other processes, ECC errors (nvidia-smi -q -d PERFORMANCE,CLOCK,ECC). Replace it if it "
+        "stays slow."
+    )
     cases: ClassVar = {
         "the ranks have different GPUs": {
-            "fix": "Give this rank less work, or replace its GPU: the ranks have different GPUs."
+            "fix": "The ranks have different GPUs: give this one less work, or replace it."
         }
     }
+
+    confidence = 0.7
+
     elsewhere: ClassVar = in_any_language(
-        "Check the clocks, temperature and other processes of the slower GPU. Give it less work or "
-        "leave it out."
+        "Look at the clocks, temperature and neighbours of the slower device; give it less work "
+        "or leave it out."
     )
 
-    def check_run(self, ranks: dict[int, Analysis]) -> Iterator[Outcome]:
-        """Compare the kernels that the ranks share."""
-        ranks = {n: a for n, a in ranks.items() if a.device_id is not None}
-        if len(ranks) < 2:
+    def check_run(self, study: Study) -> Iterator[Outcome]:
+        """Tell the outliers whose device is slower."""
+        if not study.outliers:
+            yield from self._compared(study)
+        for deviation, gain in study.outliers:
+            if not deviation.slow_device:
+                continue
+            yield self._finding(study, deviation, gain)
+
+    def _compared(self, study: Study) -> Iterator[Outcome]:
+        """Praise, or what is missing to compare devices."""
+        summaries = [s for s in study.job.summaries if s.kernels]
+        if len(summaries) < 2:
             return
-        kernels = compare_kernels(ranks)
-        speed = self._judged(ranks, kernels)
-        if speed.is_empty():
+        slowest = max(summaries, key=lambda s: s.time.get("compute", 0.0))
+        speed = compare_devices([slowest], [s for s in summaries if s is not slowest])
+        if speed is None or len(speed.kernels) < MIN_KERNELS:
             yield SkippedCheck(
-                what="whether one GPU is slower than the others",
+                what="whether one device is slower than the others",
                 why="too few kernels ran equally often on several ranks",
                 record="more steps of the same work on every rank",
             )
-            return
-        worst = speed.sort("ratio", descending=True).row(0, named=True)
-        if worst["ratio"] < self.min_ratio or worst["slow"] < self.min_slow_share:
-            if worst["ratio"] < self.min_slow:
-                yield PassedCheck(
-                    text=f"the devices are equally fast: the slowest needs {worst['ratio']:.2f} "
-                    f"times the others' time for the same {worst['kernels']} kernels"
-                )
-            return
-        yield self._finding(ranks, kernels, worst)
-
-    def _judged(self, ranks: dict[int, Analysis], kernels: pl.DataFrame) -> pl.DataFrame:
-        """:func:`device_speed` of ranks with enough to compare, and ``slow``: share of the compared
-        time in slower kernels."""
-        if kernels.is_empty():
-            return kernels
-        slow = kernels.group_by("rank").agg(
-            slow=pl.col("dur").filter(pl.col("ratio") >= self.min_slow).sum() / pl.col("dur").sum()
-        )
-        spent = pl.DataFrame(
-            {
-                "rank": list(ranks),
-                "compute": [a.breakdown.compute.total for a in ranks.values()],
-            }
-        )
-        return (
-            device_speed(kernels)
-            .join(slow, on="rank")
-            .join(spent, on="rank")
-            .filter(
-                (pl.col("kernels") >= self.min_kernels)
-                & (pl.col("compared_ns") >= self.min_compared * pl.col("compute"))
+        else:
+            yield PassedCheck(
+                text=f"the devices are equally fast: the slowest needs {speed.ratio:.2f} times "
+                f"the others' time for the same {len(speed.kernels)} kernels"
             )
+
+    def _finding(self, study: Study, deviation: Deviation, gain: Gain | None) -> Finding:
+        job = study.job
+        at = deviation.who.places
+        who = subject(job, deviation)
+        slow, ratio = job.summaries[at[0]], deviation.device or 1.0
+        mixed = len({s.device for s in job.summaries if s.device}) > 1
+        finding = finding_of(study, deviation, gain, self._title(study, deviation))
+        few = len(job.summaries) < 3
+        label = "duration over the others' (half of the compared time)"
+        evidence = [
+            finding.evidence[0],
+            Evidence(label, ratio, ""),
+            *finding.evidence[1:],
+            Evidence("kernels compared", deviation.kernels, "count", MIN_KERNELS, CHOSEN.name),
+            Evidence("its GPU", slow.device or None),
+        ]
+        notes = [*finding.confidence_notes, *(["only two ranks to compare"] if few else [])]
+        fields = {"fix": self.fix.format(who=who)}
+        if mixed:
+            fields |= self.case("the ranks have different GPUs")
+        return replace(
+            finding,
+            evidence=evidence,
+            confidence=min(finding.confidence, 0.6 if few else 0.7),
+            confidence_notes=notes,
+            falsified_by=self.falsified_by,
+            **fields,
         )
 
-    def _finding(
-        self, ranks: dict[int, Analysis], kernels: pl.DataFrame, worst: dict[str, Any]
-    ) -> Finding:
-        rank, ratio = int(worst["rank"]), float(worst["ratio"])
-        a = ranks[rank]
-        names = {n: b.device.name if b.device else None for n, b in ranks.items()}
-        mixed = len(set(names.values())) > 1
-        on_main = rank == next(iter(ranks))
-        gain = a.breakdown.compute.total / a.step_count * (1 - 1 / ratio)
-        waits = f"the others wait all the {t.format_duration(gain)} {t.format_per(a.per)} for it"
-        families = tuple(f for f in FAMILIES if f != "communication")
-        return Finding(
-            summary=(
-                f"Rank {rank}'s GPU takes {ratio:.2f} times as long as the others for the same "
-                f"kernels ({worst['slow']:.0%} of the compared time is in slower ones). The other "
-                "ranks wait for it at every collective."
-            ),
-            evidence=[
-                Evidence("slow rank", rank),
-                Evidence(
-                    "duration over the others' (median by time)",
-                    ratio,
-                    "",
-                    *self.limit("min_ratio"),
-                ),
-                Evidence(
-                    "share of compared time in slower kernels",
-                    worst["slow"],
-                    "share",
-                    *self.limit("min_slow_share"),
-                ),
-                Evidence(
-                    "kernels compared", int(worst["kernels"]), "count", *self.limit("min_kernels")
-                ),
-                figure(a, "compute of this rank", a.breakdown.compute.total),
-                Evidence("its GPU", names[rank]),
-            ],
-            where=[
-                Location(kernel=row["name"], dur_ns=round(row["median"]), count=row["count"])
-                for row in kernels.filter(pl.col("rank") == rank).head(3).iter_rows(named=True)
-            ],
-            edits=[
-                Edit(
-                    op="scale",
-                    factor=1 / ratio,
-                    rank=rank,
-                    select=Select(on="gpu", kind=("kernel",), family=families),
-                )
-            ],
-            impact=None
-            if on_main
-            else Impact(
-                currency="step_time",
-                gain_ns=round(gain),
-                low_ns=0,
-                high_ns=round(gain),
-                share=gain / a.step_ns if a.step_ns else None,
-                method="compute time that the slow device takes longer",
-            ),
-            assumptions=[] if on_main else [*self.assumptions, waits],
-            confidence=0.7 if len(ranks) > 2 else 0.6,
-            confidence_notes=[] if len(ranks) > 2 else ["only two ranks to compare"],
-            **(
-                self.case("the ranks have different GPUs")
-                if mixed
-                else {"fix": self.fix.format(rank=rank)}
-            ),
-        )
+    @staticmethod
+    def _title(study: Study, deviation: Deviation) -> str:
+        who = subject(study.job, deviation)
+        several = len(deviation.who.places) > 1
+        return f"The GPU{'s' if several else ''} of {who} {'are' if several else 'is'} slow"
 
     @staticmethod
     def fires_on() -> dict[str, Any]:
@@ -224,38 +162,50 @@ class SlowDevice(Rule):
 
     @staticmethod
     def silent_on() -> dict[str, Any]:
-        """Equal GPUs; one kernel with other inputs; pipeline stages; too few kernels."""
+        """Equal devices; one kernel with other inputs; pipeline stages; too few kernels."""
         return {
-            "equal": (_ranks([1.0, 1.03, 0.98, 1.01]), "worst['ratio'] < self.min_ratio"),
+            "equal": (
+                _ranks([1.0, 1.03, 0.98, 1.01]),
+                "len(speed.kernels) < MIN_KERNELS",
+            ),
             "one kernel with more work": (
                 _ranks([1.0, 1.0, 1.0], skewed=2.0),
-                "worst['ratio'] < self.min_ratio",
+                "not deviation.slow_device",
             ),
             "other kernels on each rank": (
                 _ranks([1.0, 1.5, 1.0], stages=True),
-                "speed.is_empty()",
+                "not deviation.slow_device",
             ),
-            "few kernels": (_ranks([1.0, 1.3, 1.0], kinds=2), "min_kernels"),
+            "few kernels": (_ranks([1.0, 1.3, 1.0], kinds=2), "not deviation.slow_device"),
         }
 
 
 def _ranks(
     speed: list[float], *, skewed: float = 1.0, stages: bool = False, kinds: int = 6
 ) -> list[TraceBuilder]:
-    """Ranks that run the same kernels, each so much slower; one kernel of the last rank is skewed
-    by the inputs."""
-    builders = []
-    for rank, slow in enumerate(speed):
+    """Ranks that run the same kernels, each so much slower, and leave an all-reduce together; one
+    kernel of the last rank is skewed by the inputs."""
+    us = [
+        [
+            (100 + 20 * (n % kinds)) * slow * (skewed if n % kinds == 0 and rank == last else 1.0)
+            for n in range(kinds * 5)
+        ]
+        for last in [len(speed) - 1]
+        for rank, slow in enumerate(speed)
+    ]
+    longest = max(map(sum, us))
+    found = []
+    for rank, each in enumerate(us):
         b = TraceBuilder(rank=rank, world_size=len(speed))
-        for _ in range(5):
+        for _ in range(7):
             with b.step():
-                for n in range(kinds * 5):
+                for n, length in enumerate(each):
                     kind = n % kinds
-                    more = skewed if kind == 0 and rank == len(speed) - 1 else 1.0
                     name = f"stage{rank}_kernel_{kind}" if stages else f"kernel_{kind}"
                     with b.op("aten::mm"):
-                        b.launch(name, (100 + 20 * kind) * slow * more, blocks=256 * (kind + 1))
-                b.collective("allreduce", 25 << 20, 400, wait=True, group_size=len(speed))
+                        b.launch(name, length, blocks=256 * (kind + 1))
+                waits = 400 + longest - sum(each)
+                b.collective("allreduce", 25 << 20, waits, wait=True, group_size=len(speed))
                 b.sync()
-        builders.append(b)
-    return builders
+        found.append(b)
+    return found

@@ -1,56 +1,61 @@
-"""One rank arrives late at the collectives, and all others wait for it."""
+"""One rank comes late to the collectives, and all others wait for it."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
-import polars as pl
+import numpy as np
+from msgspec.structs import replace
 
 from advisor.core import text as t
 from advisor.core.finding import (
-    Edit,
-    Evidence,
     Finding,
-    Impact,
-    Location,
     Outcome,
     PassedCheck,
     Rule,
-    Select,
     SkippedCheck,
     Threshold,
 )
-from advisor.measure import Analysis
-from advisor.measure.comm.comms import has_host_collectives
-from advisor.measure.ranks.ranks import Alignment, Skew, align, skew, working
-from advisor.rules.common import figure, of_each, total
+from advisor.measure.ranks.outliers import (
+    LATE_SHARE,
+    MAX_LATE_CHANCE,
+    MIN_COLLECTIVES,
+    MIN_LATE,
+    Deviation,
+    late_chance,
+)
+from advisor.measure.ranks.wording import subject
+from advisor.rules.distributed.across import finding_of, per_of
 from advisor.rules.elsewhere import in_any_language
-from advisor.rules.sources import CHOSEN, SIGNIFICANCE, TRACEML
+from advisor.rules.sources import SIGNIFICANCE, TRACEML
 from advisor.testing import TraceBuilder
+
+if TYPE_CHECKING:
+    from advisor.replay.ranks.replay import Gain
+    from advisor.replay.ranks.study import Study
 
 
 class StragglerRank(Rule):
-    """One rank arrives last at most collectives, so the other ranks wait for it inside theirs. The
+    """One rank arrives last at most collectives, so the other ranks wait for it inside theirs: the
     whole job is as slow as that rank.
 
-    A rank *arrives* when the kernel of the collective starts on its device. Where processes train
-    on CPUs, it arrives when a thread of gloo begins with the collective and has ended the one
-    before. Clocks of different hosts differ, so the ranks are first put on one clock by the ends of
-    collectives that all ranks leave together. Where they share none, or their ends do not agree,
-    the rule abstains. A rank is last only by more than twice the error of that alignment. The cost
-    is the mean wait of the other ranks that no compute of theirs hides. Somebody is always last: of
-    two equal ranks, one may be last at three collectives of four. So the rule fires only when a
-    rank is last more often than equal ranks would be in one window of a hundred.
+    A rank *arrives* when the kernel of the collective starts on its device; where processes train
+    on CPUs, when a thread of gloo begins with it and has ended the one before. Clocks of different
+    hosts differ, so the traces are first put on one clock by the ends of collectives that all ranks
+    leave together; where they share none, or their ends do not agree, nothing is said. A rank is
+    last only when it is by more than twice the error of that alignment. What it costs is the mean
+    wait of the others that no compute of theirs hides. Somebody is always last: of two ranks that
+    take turns by chance, one may be at three collectives of four. So nothing is said unless a rank
+    is last more often than ranks that are alike would be in one window of a hundred.
 
-    The rule says who is late, not why: a slower GPU, a slower input pipeline, more data or longer
-    sequences, garbage collection. When only some of a job's ranks are recorded, another rank may be
-    later than all of them, and the finding says so.
+    It counts who is late, not why: a slower device, a slower input pipeline, more data or longer
+    sequences, garbage collection. When only some of a job's ranks are here, a rank that is not may
+    be later than all of them; the finding then says so.
     """
 
     id = "straggler-rank"
-    title = "Straggler: one rank keeps the others waiting"
+    title = "One rank keeps the others waiting"
     category = "distributed"
     found_in = (
         "traces/dlrm_8ranks",
@@ -71,40 +76,58 @@ class StragglerRank(Rule):
         "https://pytorch.org/docs/stable/distributed.html#collective-functions",
     )
 
-    min_last = Threshold(0.5, "share of the collectives at which it is last", CHOSEN)
     min_share = Threshold(
-        0.05, "of the step, mean exposed wait of the others: half of what TraceML warns of", TRACEML
+        LATE_SHARE,
+        "of the step, mean exposed wait of the others: half of what TraceML warns of",
+        TRACEML,
     )
-    min_collectives = Threshold(4, "matched ones", CHOSEN)
     max_chance = Threshold(
-        0.01,
-        "probability that one of equal ranks is last as often, by the binomial tail",
+        MAX_LATE_CHANCE,
+        "that one of similar ranks arrives last as often, by the binomial tail",
         SIGNIFICANCE,
     )
 
-    verify = "Profile all ranks again: no rank is last at most collectives."
-    assumptions = ("without the late rank the others would continue at once",)
+    verify = "Profile all ranks again: nobody arrives last at most collectives."
+    assumptions = ("without the late rank the others would go on at once",)
 
     fix = (
-        "Check what rank {rank}'s host does before the collectives: its input pipeline, garbage "
-        "collection, logging or checkpoints of one rank only, other jobs. The rank computes no "
-        "longer than the others."
+        "Check the host of {who}: CPU clock and cores bound to the process, NUMA node, garbage "
+        "collection, logging or checkpoints on these ranks only, other jobs on the machine."
     )
     code = (
-        "# is it the GPU? the same work on every rank, one after the other\n"
+        "# is it the device? the same work on every rank, one after the other\n"
         "a = torch.randn(8192, 8192, device='cuda', dtype=torch.bfloat16)\n"
         "start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))\n"
         "start.record(); [a @ a for _ in range(100)]; end.record()\n"
         "torch.cuda.synchronize(); print(rank, start.elapsed_time(end), 'ms')"
     )
-    falsified_by = (
-        "a run with the hosts of rank {rank} and another swapped, in which the other one is late"
-    )
     cases: ClassVar = {
-        "the late rank computes more": {
-            "fix": "Give rank {rank} less work (balance sequence lengths, experts, pipeline "
-            "stages): it computes {more} per step longer than the others. Or compare the same "
-            "{what} with the others' (clocks, temperature, other jobs)."
+        "compute": {
+            "fix": "The GPU of {who} computes longer. Compare its clocks, temperature and other "
+            "processes with the others' (nvidia-smi -q -d PERFORMANCE,CLOCK,ECC); if they are "
+            "equal, give it less work."
+        },
+        "input": {
+            "fix": "Check the input of {who}: loader workers, CPU cores bound to the process, the "
+            "storage that it reads from, larger samples in its shard."
+        },
+        "network": {
+            "fix": "Check the links of {who}: NVLink or PCIe errors, counters and firmware of the "
+            "adapter, the switch port, NCCL's choice of network (NCCL_DEBUG=INFO).",
+            "code": "# all_reduce bandwidth of these hosts, and of others\n"
+            "mpirun -np 16 -H host-a:8,host-b:8 all_reduce_perf -b 8M -e 1G -f 2 -g 1",
+        },
+        "imbalance": {
+            "fix": "Give the ranks equal work: balance experts (auxiliary loss, capacity), "
+            "embedding tables by cost, or sequence lengths."
+        },
+        "imbalance that moves": {
+            "fix": "Give the ranks equal work: batches by tokens and not by samples, sorted or "
+            "packed sequences."
+        },
+        "pipeline": {
+            "fix": "Move layers from {who} to the others, or split it; embeddings and the loss "
+            "count as layers."
         },
         "the ranks train on CPUs": {
             "code": "# is it the machine? the same work on every rank, one after the other\n"
@@ -117,142 +140,63 @@ class StragglerRank(Rule):
     confidence = 0.8
 
     elsewhere: ClassVar = in_any_language(
-        "Find out what the last rank does longer than the others, and give all ranks equal work."
+        "Find out what the rank that comes last does longer than the others, and give all ranks "
+        "equal work."
     )
 
-    def check_run(self, ranks: dict[int, Analysis]) -> Iterator[Outcome]:
-        """Compare arrivals at the collectives that the ranks share."""
-        alignment = align(ranks)
-        if alignment.error_ns is None:
-            if sum(a.device_id is not None or has_host_collectives(a) for a in ranks.values()) > 1:
-                yield SkippedCheck(
-                    what="whether one rank keeps the others waiting",
-                    why=f"the ranks cannot be put on one clock: {alignment.reason}",
-                    record="the same steps on every rank, in one run",
-                )
-            return
-        arrivals = skew(ranks, alignment)
-        table = arrivals.stragglers.filter(pl.col("collectives") >= self.min_collectives)
-        if table.is_empty():
-            return
-        worst = table.sort("caused_exposed_ns", descending=True).row(0, named=True)
-        step = max(a.step_ns for a in ranks.values())
-        share = worst["caused_exposed_ns"] / step if step else 0.0
-        if share < self.min_share or worst["last_share"] < self.min_last:
-            lost = t.format_duration(worst["caused_exposed_ns"])
-            unit = t.format_per(next(iter(ranks.values())).per)
-            yield PassedCheck(
-                text=f"no straggler: the latest rank costs the others {lost} {unit} of exposed "
-                f"wait ({share:.0%}), clocks aligned to {t.format_duration(alignment.error_ns)}"
-            )
-            return
-        p_value = _p_value(worst["last_share"], worst["collectives"], table.height)
-        if p_value > self.max_chance:
+    def check_run(self, study: Study) -> Iterator[Outcome]:
+        """Tell the outliers that hold the others up, whatever it is but a slow device."""
+        clocks = study.job.joined.clocks
+        if clocks.error_ns is None and study.job.joined.rows:
             yield SkippedCheck(
                 what="whether one rank keeps the others waiting",
-                why=f"rank {worst['rank']} is last at {worst['last']} of {worst['collectives']} "
-                "collectives, which is not significant",
+                why=f"the ranks cannot be put on one clock: {clocks.reason}",
+                record="the same steps on every rank, in one run",
+            )
+        if not study.outliers:
+            yield from self._none(study)
+            return
+        for deviation, gain in study.outliers:
+            if deviation.slow_device:
+                continue
+            yield self._finding(study, deviation, gain)
+
+    def _none(self, study: Study) -> Iterator[Outcome]:
+        """Praise, or why it is not certain."""
+        job, found = study.job, study.job.waits
+        steps = max(1, len(job.own.steps))
+        if job.joined.clocks.error_ns is None or not len(found.row) or not job.step_ns:
+            return
+        place = int(np.argmax(found.caused_exposed))
+        taken, last = int(found.taken[place]), int(found.late[place])
+        lost = float(found.caused_exposed[place]) / steps
+        if lost < self.min_share * job.step_ns:
+            yield PassedCheck(
+                text="no rank keeps the others waiting: the worst costs them "
+                f"{t.format_duration(lost)} "
+                f"{t.format_per(per_of(study))} that no compute hides ({lost / job.step_ns:.0%}), "
+                f"clocks aligned to {t.format_duration(job.joined.clocks.error_ns)}"
+            )
+            return
+        if last < MIN_LATE * taken or taken < MIN_COLLECTIVES:
+            return
+        if late_chance(job, place) >= self.max_chance:
+            yield SkippedCheck(
+                what="whether one rank keeps the others waiting",
+                why=f"rank {study.numbers[place]} arrives last at {last} of {taken} "
+                "collectives, which may be chance",
                 record="more steps",
             )
             return
-        yield self._finding(ranks, alignment, arrivals, worst, share)
 
-    def _finding(
-        self,
-        ranks: dict[int, Analysis],
-        alignment: Alignment,
-        arrivals: Skew,
-        worst: dict[str, Any],
-        share: float,
-    ) -> Finding:
-        late, main = int(worst["rank"]), next(iter(ranks))
-        per = ranks[main].per
-        others = [n for n in alignment.shift_ns if n != late]
-        compute = {n: working(ranks[n]).total / ranks[n].step_count for n in ranks}
-        on_host = ranks[late].device_id is None
-        peers = sum(compute[n] for n in others) / len(others)
-        more = compute[late] - peers
-        complete = bool(arrivals.collectives["complete"].fill_null(False).all())
-        gain = worst["caused_exposed_ns"]
-        computes_more = more > 0.5 * gain
-        exposed = 0 if on_host else ranks[main].breakdown.communication.total
-        impact = None
-        if main == late or not exposed:
-            # work that is rebalanced is not gone: the others get their part of it
-            expected = gain * len(others) / (len(others) + 1) if computes_more else gain
-            impact = Impact(
-                currency="step_time",
-                gain_ns=round(expected),
-                low_ns=0,
-                high_ns=round(gain),
-                share=share * expected / gain,
-                method="mean exposed wait of the other ranks"
-                + (", its work dealt out evenly" if computes_more else ""),
-            )
-        longer = {
-            "rank": late,
-            "more": t.format_duration(more),
-            "what": "operators there" if on_host else "kernels on its GPU",
-        }
-        return Finding(
-            title=f"Straggler: rank {late} keeps the others waiting",
-            summary=(
-                f"Rank {late} arrives last at {worst['last']} of {worst['collectives']} "
-                f"collectives. The others wait {t.format_duration(gain)} "
-                f"{of_each(ranks[main])} ({share:.0%}) for it with nothing to compute."
-            ),
-            evidence=[
-                Evidence("late rank", late),
-                Evidence("last at", worst["last_share"], "share", *self.limit("min_last")),
-                Evidence("exposed wait of the others", gain, "ns", per=per),
-                Evidence("share", share, "share", *self.limit("min_share"), per=per),
-                Evidence("error of the clocks' alignment", alignment.error_ns, "ns"),
-                Evidence("its compute", compute[late], "ns", per=per),
-                Evidence("compute of the others", peers, "ns", per=per),
-                *self._idle(ranks[late]),
-            ],
-            where=self._where(arrivals, late),
-            edits=[] if on_host else [self._edit(arrivals, main, late, exposed)],
-            impact=impact,
-            confidence=0.8 if complete else 0.5,
-            confidence_notes=[]
-            if complete
-            else ["not all ranks of the job are recorded: another one may be later still"],
-            falsified_by=self.falsified_by.format(rank=late),
-            **(self.case("the ranks train on CPUs") if on_host else {}),
-            **(
-                self.case("the late rank computes more", **longer)
-                if computes_more
-                else {"fix": self.fix.format(rank=late)}
-            ),
-        )
-
-    @staticmethod
-    def _edit(arrivals: Skew, main: int, late: int, exposed: int) -> Edit:
-        """Let the rank arrive in time; the factor is for a replay without the other ranks."""
-        waiting = total(arrivals.arrivals.filter(pl.col("rank") == main)["exposed_wait_ns"])
-        left = max(0.0, 1 - waiting / exposed) if exposed else None
-        communication = Select(on="gpu", family=("communication",))
-        return Edit(op="punctual", select=communication, factor=left, rank=late)
-
-    @staticmethod
-    def _idle(a: Analysis) -> list[Evidence]:
-        if a.device_id is None:
-            return []
-        return [figure(a, "its idle time", a.breakdown.idle.total)]
-
-    @staticmethod
-    def _where(arrivals: Skew, late: int) -> list[Location]:
-        """The collectives with the longest waits for this rank."""
-        table = arrivals.collectives.filter(pl.col("last") == late)
-        return [
-            Location(
-                op=row["annotation"] or row["collective"],
-                step=row["step"],
-                dur_ns=round(row["mean_wait_ns"]),
-            )
-            for row in table.sort("mean_wait_ns", descending=True).head(3).iter_rows(named=True)
-        ]
+    def _finding(self, study: Study, deviation: Deviation, gain: Gain | None) -> Finding:
+        who = subject(study.job, deviation)
+        finding = finding_of(study, deviation, gain, _title(who, deviation))
+        case = "imbalance that moves" if deviation.moves else deviation.kind
+        told = self.case(case, who=who) if case in self.cases else {}
+        if not any(summary.kernels for summary in study.job.summaries):
+            told = self.case("the ranks train on CPUs") | told
+        return replace(finding, **{"fix": self.fix.format(who=who), **told})
 
     @staticmethod
     def fires_on() -> dict[str, Any]:
@@ -266,37 +210,39 @@ class StragglerRank(Rule):
     def silent_on() -> dict[str, Any]:
         """Equal ranks; a rank that is late by little; ranks that take turns."""
         return {
-            "equal ranks": (_ranks([2000.0, 2000.0, 2000.0]), "share < self.min_share"),
-            "hardly late": (_ranks([2000.0, 2000.0, 2040.0]), "min_share"),
+            "equal ranks": (_ranks([2000.0, 2000.0, 2000.0]), "lost < self.min_share"),
+            "hardly late": (_ranks([2000.0, 2000.0, 2040.0]), "lost < self.min_share"),
             "taking turns": (
                 _ranks([2000.0, 2000.0, 2000.0], turn=800.0),
-                "worst['last_share'] < self.min_last",
+                "last < MIN_LATE * taken",
             ),
-            "equal processes": (_processes([20e3, 20e3]), "share < self.min_share"),
-            "late at three of four": (_ranks([2000.0, 2000.0], late=(1, 1, 0, 1)), "max_chance"),
+            "equal processes": (_processes([20e3, 20e3]), "lost < self.min_share"),
+            "late at three of four": (
+                _ranks([2000.0, 2000.0], late=(1, 1, 0, 1)),
+                "late_chance(job, place) >= self.max_chance",
+            ),
         }
 
 
-def _p_value(share: float, count: int, ranks: int) -> float:
-    """Bound of the probability that any of so many equal ranks is last at such a share of so many
-    collectives: the tail of the binomial distribution, for each of them."""
-    even, least = 1 / ranks, round(share * count)
-    tail = sum(
-        math.exp(_log_binomial(count, k) + k * math.log(even) + (count - k) * math.log1p(-even))
-        for k in range(least, count + 1)
-    )
-    return min(1.0, ranks * tail)
-
-
-def _log_binomial(n: int, k: int) -> float:
-    return math.lgamma(n + 1) - math.lgamma(k + 1) - math.lgamma(n - k + 1)
+def _title(who: str, deviation: Deviation) -> str:
+    several = len(deviation.who.places) > 1 and deviation.who.unit == "rank"
+    name = f"{who[0].upper()}{who[1:]}"
+    if deviation.moves:
+        return "A different rank holds up each step"
+    if deviation.kind == "network":
+        return f"The links of {who} are slow"
+    if deviation.kind == "pipeline":
+        return f"{name} takes longer than the other stages"
+    if deviation.kind == "imbalance":
+        return f"{name} {'have' if several else 'has'} more work than the others"
+    return f"{name} {'keep' if several else 'keeps'} the others waiting"
 
 
 def _ranks(
     compute: list[float], turn: float = 0.0, late: tuple[int, ...] = ()
 ) -> list[TraceBuilder]:
     """Ranks that compute so long in each step and then leave an all-reduce together. ``late``: the
-    rank that computes longer, by step."""
+    rank that computes longer in each step."""
     builders = [TraceBuilder(rank=n, world_size=len(compute)) for n in range(len(compute))]
     for step in range(len(late) or 6):
         work = [us + (turn if step % len(compute) == n else 0) for n, us in enumerate(compute)]

@@ -14,12 +14,12 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
-import typer
 
-from advisor.advise.ranks.job import MANY, Done
-from advisor.cli.job import exit_if_hit, say_done
+from advisor.advise.ranks.job import MAX_HELD, RanksDone
+from advisor.cli.analyze import RanksShown, is_hit
 from advisor.cli.output import Progress
-from advisor.measure.ranks.job_report import JobFinding, JobReport
+from advisor.core.finding import Finding
+from advisor.core.report import Report
 from advisor.testing import TraceBuilder
 
 Run = Callable[..., tuple[int, str, str]]
@@ -47,34 +47,43 @@ def ranks(tmp_path: Path) -> Callable[[int], Path]:
     return make
 
 
-def test_a_few_ranks_are_compared_in_full_unless_they_are_asked_for_one_by_one(
+def test_ranks_are_compared_the_same_way_here_and_one_by_one(
     advisor: Run, ranks: Callable[[int], Path]
 ) -> None:
     folder = ranks(3)
-    code, shown, err = advisor("analyze", folder, "--format", "json")
-    assert (code, err) == (0, "")
-    assert json.loads(shown)["schema"] != "advisor.job/1"
-    code, shown, err = advisor("analyze", folder, "--workers", 2, "--format", "json")
-    assert (code, err) == (0, "")
-    found = json.loads(shown)
-    assert found["schema"] == "advisor.job/1"
-    assert [row[0] for row in found["rows"]] == [0, 1, 2]
+    here, apart = (
+        json.loads(advisor("analyze", folder, *more, "--format", "json")[1])
+        for more in ((), ("--workers", 2))
+    )
+    for field in ("schema", "findings", "notes", "ranks"):
+        assert here[field] == apart[field], field
+    assert [line["rank"] for line in apart["ranks"]["lines"]] == [0, 1, 2]
     code, shown, _ = advisor("analyze", folder, "--ranks", "0,2", "--format", "json")
     assert code == 0
-    assert [row[0] for row in json.loads(shown)["rows"]] == [0, 2]
+    assert [line["rank"] for line in json.loads(shown)["ranks"]["lines"]] == [0, 2]
 
 
-def test_many_ranks_are_a_job_by_themselves_and_one_of_them_is_not(
+def test_many_ranks_are_read_one_by_one_and_one_of_them_alone(
     advisor: Run, ranks: Callable[[int], Path], tmp_path: Path
 ) -> None:
-    folder = ranks(MANY + 1)
+    folder = ranks(MAX_HELD + 1)
     out = tmp_path / "job.html"
     code, shown, err = advisor("analyze", folder, "--output", out)
     assert (code, shown, err) == (0, "", "")
-    assert f"{MANY + 1} ranks read" in out.read_text()
+    assert f"rank {MAX_HELD}" in out.read_text()
     code, shown, err = advisor("analyze", folder / "rank3.json", "--format", "json")
     assert (code, err) == (0, "")
-    assert json.loads(shown)["schema"] != "advisor.job/1"
+    assert json.loads(shown)["ranks"] is None
+
+
+def test_tables_and_sarif_are_of_a_job_too(
+    advisor: Run, ranks: Callable[[int], Path], tmp_path: Path
+) -> None:
+    folder = ranks(2)
+    code, _, err = advisor("analyze", folder, "--workers", 1, "--csv", tmp_path / "tables")
+    assert code == 0 and "findings.csv" in err
+    code, shown, _ = advisor("analyze", folder, "--workers", 1, "--format", "sarif")
+    assert code == 0 and json.loads(shown)["version"] == "2.1.0"
 
 
 @pytest.mark.parametrize(
@@ -82,10 +91,9 @@ def test_many_ranks_are_a_job_by_themselves_and_one_of_them_is_not(
     [
         (["--workers", "2", "--cluster", "tcp://127.0.0.1:1"], "choose one"),
         (["--workers", "2", "--rank", "1"], "--rank is of one rank and --workers of many"),
-        (["--ranks", "0-1", "--csv", "tables"], "--csv is of one rank and --ranks of many"),
-        (["--ranks", "7"], "--ranks 7: no trace of these"),
+        (["--ranks", "7", "--workers", "1"], "--ranks 7: no trace of these"),
         (["--ranks", "2-1"], "give ranks and ranges"),
-        (["--workers", "2", "--format", "sarif"], "cannot be written as sarif"),
+        (["--workers", "2", "--format", "word"], "word"),
         (["--workers", "0"], "--workers"),
     ],
 )
@@ -122,21 +130,19 @@ def test_a_job_is_told_without_private_names_where_that_is_wanted(
         ("critical", None, 0),
     ],
 )
-def test_findings_of_a_job_fail_as_those_of_a_rank_do(severity: str, level: Any, code: int) -> None:
-    finding = JobFinding(rule="r", title="", summary="", severity=severity)
-    try:
-        exit_if_hit(JobReport(findings=[finding]), level)
-        found = 0
-    except typer.Exit as left:
-        found = left.exit_code
-    assert found == code
+def test_findings_fail_from_a_severity_on(severity: Any, level: Any, code: int) -> None:
+    report = cast(
+        "Report",
+        SimpleNamespace(findings=[Finding(rule="r", summary="", severity=severity)], risks=[]),
+    )
+    assert int(level is not None and is_hit(report, level)) == code
 
 
 def test_the_bar_tells_how_many_ranks_are_done_of_how_many() -> None:
     said: list[str] = []
     shown = cast("Progress", SimpleNamespace(say=said.append))
-    for done in (Done(total=6), Done(total=6, read=2, unread=1), Done(total=6, read=5, unread=1)):
-        say_done(shown, done)
+    for read, unread in ((0, 0), (2, 1), (5, 1)):
+        RanksShown(shown)(RanksDone(total=6, read=read, unread=unread))
     assert said == [
         f"[{'.' * 24}] 0 of 6 ranks",
         f"[{'#' * 12}{'.' * 12}] 3 of 6 ranks, 1 not read",

@@ -9,11 +9,12 @@ from typing import Any
 import pytest
 from msgspec import structs
 
-from advisor.advise.ranks.job import MANY
+from advisor.advise.ranks.job import MAX_HELD
 from advisor.core.errors import AdvisorError
+from advisor.core.ranks import MissingRanks, Outlier, RankLine, Ranks
+from advisor.core.report import Report, Scope
 from advisor.dashboard import session as home
 from advisor.dashboard.session import DashboardSession, OpenedPath
-from advisor.measure.ranks.job_report import JobReport, Missing, Odd, Row
 from advisor.testing import TraceBuilder
 
 NASTY = "<img src=x onerror=\"window.hit=1\">"  # fmt: skip
@@ -35,26 +36,50 @@ def write_ranks(folder: Path, count: int) -> Path:
 
 def saved(folder: Path, count: int, *, nasty: str = "") -> Path:
     """A report of so many ranks, of which rank 3 computes longest."""
-    rows = [
-        Row(
-            rank,
-            f"node-{rank // 8}{nasty}",
-            str(folder / f"rank{rank}.json"),
-            1e6,
-            [(900 + 400 * (rank == 3)) * 1e3, 1e4],
+    lines = [
+        RankLine(
+            rank=rank,
+            step_ns=1e6,
+            busy_share=None,
+            communication_ns=None,
+            idle_ns=None,
+            host=f"node-{rank // 8}{nasty}",
+            path=str(folder / f"rank{rank}.json"),
+            time=[(900 + 400 * (rank == 3)) * 1e3, 1e4],
         )
         for rank in range(count)
     ]
-    report = JobReport(
-        verdict=f"Rank 3 is slow{nasty}",
-        source=f"somewhere{nasty}",
-        world=count,
-        read=count,
-        classes=["compute", f"idle{nasty}"],
-        rows=rows,
-        odd=[Odd(what="rank", name="3", ranks="3", kind="compute", moves=False, why=nasty)],
-        missing=[Missing(ranks="99", count=1, why=f"gone{nasty}")],
+    outlier = Outlier(
+        unit="rank", name="3", ranks="3", kind="compute", moves=False, excess_ns=4e5, reason=nasty
     )
+    ranks = Ranks(
+        lines=lines,
+        aligned=False,
+        alignment_error_ns=None,
+        note=f"somewhere{nasty}",
+        world=count,
+        classes=["compute", f"idle{nasty}"],
+        outliers=[outlier],
+        missing=[MissingRanks(ranks="99", count=1, why=f"gone{nasty}")],
+    )
+    scope = Scope(
+        rank=0,
+        step_source="ProfilerStep",
+        steps_found=2,
+        steps_used=2,
+        outliers=[],
+        span_ns=2_000_000,
+        step_ns=1e6,
+        step_min_ns=1_000_000,
+        step_max_ns=1_000_000,
+        step_median_ns=1e6,
+        device=0,
+        device_name=None,
+        device_known=False,
+        devices_seen=1,
+    )
+    verdict = f"Rank 3 is slow{nasty}"
+    report = Report(status="limited", verdict=verdict, inputs=[], scope=scope, ranks=ranks)
     file = folder / "job.json"
     file.write_bytes(report.to_json())
     return file
@@ -119,9 +144,10 @@ def test_a_rank_is_chosen_in_the_table_too(tmp_path: Path, served: Any, tab: Any
 
 
 def test_a_folder_of_many_ranks_is_a_job_and_one_of_few_is_not(tmp_path: Path) -> None:
-    many = DashboardSession([str(write_ranks(tmp_path / "many", MANY + 1))]).load().entries[0]
-    assert many.job is not None
-    assert (many.state, many.job.read, many.loaded) == ("ready", MANY + 1, None)
+    many = DashboardSession([str(write_ranks(tmp_path / "many", MAX_HELD + 1))]).load().entries[0]
+    assert many.job is not None and many.job.ranks is not None and many.loaded is not None
+    assert (many.state, len(many.job.ranks.lines)) == ("ready", MAX_HELD + 1)
+    assert list(many.loaded.analyses) == [0]
     few = DashboardSession([str(write_ranks(tmp_path / "few", 2))]).load().entries[0]
     assert few.job is None
     assert few.loaded is not None
@@ -166,7 +192,9 @@ def test_a_damaged_report_is_told_in_one_line(tmp_path: Path) -> None:
     file.write_bytes(file.read_bytes()[:-20])
     entry = DashboardSession([str(file)]).load().entries[0]
     assert entry.state == "failed"
-    assert entry.why.startswith(f"{file}: not a report of a job: ") and "\n" not in entry.why
-    other = structs.replace(JobReport(), schema="advisor.job/10")
-    with pytest.raises(AdvisorError, match="job/10"):
-        JobReport.from_json(other.to_json())
+    assert entry.why.startswith(f"{file}: not a report: ") and "\n" not in entry.why
+    other = structs.replace(
+        Report.from_json(saved(folder, 2).read_bytes()), schema="advisor.report/99"
+    )
+    with pytest.raises(AdvisorError, match="report/99"):
+        Report.from_json(other.to_json())

@@ -8,14 +8,13 @@ from typing import Any
 import pytest
 
 from advisor.core.finding import Evidence, Finding, Impact, Location, PassedCheck, SkippedCheck
+from advisor.core.ranks import RankLine, Ranks
 from advisor.core.report import (
     Family,
     HardPart,
     HostShare,
     IdleCause,
     Input,
-    RankLine,
-    Ranks,
     Replay,
     Report,
     Scope,

@@ -11,7 +11,8 @@ import pytest
 from advisor import analyze
 from advisor.advise.views import drawn
 from advisor.core.errors import AdvisorError
-from advisor.core.report import SCHEMA, Ranks, Replay, Report
+from advisor.core.ranks import Ranks
+from advisor.core.report import SCHEMA, Replay, Report
 from advisor.render.formats import REPORTS
 from advisor.testing import TraceBuilder
 

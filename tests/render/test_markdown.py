@@ -12,7 +12,8 @@ from markdown_it import MarkdownIt
 
 from advisor.core import text as t
 from advisor.core.finding import Location
-from advisor.core.report import Ranks, Report
+from advisor.core.ranks import Ranks
+from advisor.core.report import Report
 from advisor.render import markdown
 from advisor.render.document import Document, FieldList, Span, TextField
 from advisor.render.formats import REPORTS

@@ -16,7 +16,8 @@ import pytest
 from advisor.advise import views
 from advisor.cli import run
 from advisor.core.errors import AdvisorError
-from advisor.core.report import IdleCause, Ranks, Report
+from advisor.core.ranks import Ranks
+from advisor.core.report import IdleCause, Report
 from advisor.dashboard import parts
 from advisor.render import formats
 from advisor.render.formats import COMPARISONS, REPORTS

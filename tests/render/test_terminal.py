@@ -13,7 +13,8 @@ from rich.cells import cell_len
 
 from advisor.core import text as t
 from advisor.core.finding import Finding, Impact, Location
-from advisor.core.report import Family, Ranks, Replay, Report
+from advisor.core.ranks import Ranks
+from advisor.core.report import Family, Replay, Report
 from advisor.render.formats import REPORTS
 from advisor.render.page import Page
 

@@ -6,11 +6,12 @@ from typing import Any
 
 import pytest
 
-from advisor.advise.check import FAILED, rank_rules, run_rules
+from advisor.advise.check import FAILED, run_rules
 from advisor.advise.impact import MIN_GAIN_SHARE
 from advisor.advise.select import load_rules
 from advisor.core.finding import Finding, Impact, Rule
 from advisor.testing import TraceBuilder
+from tests.rules.across import compared, studied
 from tests.rules.guards import guard_of, lifted
 
 RULES = load_rules(config={})
@@ -23,7 +24,7 @@ def outcome(rule: Rule, example: TraceBuilder | list[TraceBuilder]) -> list[Find
     if rule.across_ranks:
         assert isinstance(example, list)
         ranks = {number: b.analysis() for number, b in enumerate(example)}
-        result = rank_rules(ranks, [rule])
+        result = compared(ranks, [rule])
     else:
         assert isinstance(example, TraceBuilder)
         analysis = example.analysis()
@@ -71,7 +72,7 @@ def test_a_rule_is_silent_on_its_traps_for_the_reason_it_names(
     trap, guard = example
     assert [f.title for f in outcome(rule, trap) if worth_showing(f.impact)] == []
     subject: Any = (
-        {number: b.analysis() for number, b in enumerate(trap)}
+        studied({number: b.analysis() for number, b in enumerate(trap)})
         if isinstance(trap, list)
         else trap.analysis()
     )

@@ -8,12 +8,13 @@ from pathlib import Path
 
 import pytest
 
-from advisor.advise.check import rank_rules, run_rules
+from advisor.advise.check import run_rules
 from advisor.advise.select import load_rules
 from advisor.measure import Analysis
 from advisor.read import open_run
 from advisor.rules.sources import PUBLIC
 from advisor.sample_workloads import catalogue
+from tests.rules.across import compared
 
 RULES = {rule.id: rule for rule in load_rules(config={})}
 RECORDED = Path(__file__).parents[1] / "data" / "recorded"
@@ -43,7 +44,7 @@ def fired(*paths: str) -> frozenset[str]:
         for finding in run_rules(number, a, rules, prices=False).findings
     }
     if len(analyses) > 1:
-        found |= {finding.rule for finding in rank_rules(analyses, rules).findings}
+        found |= {finding.rule for finding in compared(analyses, rules).findings}
     return frozenset(found)
 
 

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import msgspec
 import pytest
 
-from advisor.advise.ranks.diagnose import diagnose
-from advisor.measure.ranks.job_report import JobReport
+from advisor.core.ranks import Ranks
+from advisor.replay.ranks.study import study
 from benchmarks.simulation.jobs import FAULTS, HEALTHY
 from benchmarks.simulation.programs import play
 from benchmarks.simulation.score import Score, judge
@@ -17,10 +18,12 @@ RANKS = 32
 def diagnosed(seed: int, kind: str) -> Score:
     """A small job, held against its truth; its report survives being sent."""
     played, truth = play(seed, RANKS, kind)
-    report = diagnose(*summarise_all(played))
-    assert report.world == RANKS and report.read == RANKS - len(played.job.lost)
-    assert JobReport.from_json(report.to_json()) == report
-    return judge(report, truth, played.job.cut)
+    found = study(*summarise_all(played))
+    assert found is not None
+    ranks = found.ranks
+    assert ranks.world == RANKS and len(ranks.lines) == RANKS - len(played.job.lost)
+    assert msgspec.json.decode(msgspec.json.encode(ranks), type=Ranks) == ranks
+    return judge(ranks, truth, played.job.cut)
 
 
 def test_nearly_all_faults_are_told_for_what_they_are_and_where() -> None:
@@ -34,7 +37,9 @@ def test_nearly_all_faults_are_told_for_what_they_are_and_where() -> None:
 def test_what_a_fault_costs_is_told_about_right() -> None:
     for seed, kind in ((0, "slow_device"), (5, "slow_input"), (3, "slow_host")):
         played, truth = play(seed, RANKS, kind)
-        score = judge(diagnose(*summarise_all(played)), truth)
+        found = study(*summarise_all(played))
+        assert found is not None
+        score = judge(found.ranks, truth)
         assert score.gain_ns == pytest.approx(truth.gain_ns, rel=0.3)
 
 

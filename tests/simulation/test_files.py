@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from advisor.advise.engine import examine
-from advisor.advise.ranks.measure import summarise
+from advisor.advise.ranks.task import summarise_file
 from advisor.measure.ranks.summary import Packed, Summary, unpack
 from benchmarks.simulation import kineto
 from benchmarks.simulation.engine import Played
@@ -20,7 +20,7 @@ from benchmarks.simulation.jobs import HEALTHY
 from benchmarks.simulation.programs import play, simulate
 from benchmarks.simulation.summaries import summarise_all
 
-APART = ("path", "events", "bytes_read", "findings", "not_checked")
+APART = ("path", "events", "bytes_read", "findings", "details")
 """What only a file has."""
 
 
@@ -58,12 +58,12 @@ def test_a_file_says_what_the_summary_without_a_file_says(
     for rank in (0, 13):
         path = tmp_path / kineto.file_name(played.job, rank)
         path.write_bytes(gzip.compress(kineto.trace(played, rank), 1))
-        read = summarise(str(path))
+        read = summarise_file(str(path))
         for name in Summary.__struct_fields__:
             if name not in APART:
                 told, expected = plain(getattr(fast[rank], name)), plain(getattr(read, name))
                 assert told == expected, name
-        assert read.findings or read.not_checked
+        assert read.findings and read.details
 
 
 def test_analyze_reads_a_simulated_file_without_complaint(tmp_path: Path) -> None:
@@ -90,7 +90,7 @@ def test_lost_ranks_have_no_file_and_cut_ones_say_so(tmp_path: Path) -> None:
     files = kineto.write(played, tmp_path)
     assert len(files) == 15
     cut = next(path for path in files if f"_{kineto.PID + 9}." in path.name)
-    assert summarise(str(cut)).damage
+    assert summarise_file(str(cut)).damage
     fast = {summary.rank: summary for summary in summarise_all(played)[0]}
     assert sorted(fast) == [rank for rank in range(16) if rank != 2]
     assert fast[9].damage and not fast[8].damage

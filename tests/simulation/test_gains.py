@@ -6,9 +6,9 @@ from collections import Counter
 
 import pytest
 
-from advisor.advise.ranks.diagnose import diagnose
 from advisor.replay.calibration import OTHERS, fault_kind, job_band, job_bands
 from advisor.replay.predictions import shipped
+from advisor.replay.ranks.study import study
 from benchmarks.simulation.programs import play
 from benchmarks.simulation.score import KIND, judge
 from benchmarks.simulation.summaries import summarise_all
@@ -26,9 +26,10 @@ from benchmarks.simulation.summaries import summarise_all
 )
 def test_predicted_is_true(kind: str, seed: int) -> None:
     played, truth = play(seed, 64, kind)
-    report = diagnose(*summarise_all(played))
-    assert report.replay_error == pytest.approx(0, abs=0.01)
-    score = judge(report, truth, played.job.cut)
+    found = study(*summarise_all(played))
+    assert found is not None
+    assert found.ranks.replay_error == pytest.approx(0, abs=0.01)
+    score = judge(found.ranks, truth, played.job.cut)
     assert score.right, score.told
     assert score.gain_ns == pytest.approx(truth.gain_ns, rel=0.05)
 

@@ -4,27 +4,31 @@ from __future__ import annotations
 
 from typing import Any
 
-from advisor.measure.ranks.job_report import JobReport, Odd, Row
+from advisor.core.ranks import Outlier, RankLine, Ranks
 from benchmarks.simulation.jobs import HEALTHY, Truth
 from benchmarks.simulation.score import judge
 
 TRUTH = Truth("slow_input", "host", "rack0-node01", tuple(range(8, 16)), False, 100e6, 20e6)
 
 
-def report(*odd: Odd, ranks: int = 32) -> JobReport:
-    rows = [Row(rank, "", "", 100e6, []) for rank in range(ranks)]
-    return JobReport(odd=list(odd), rows=rows)
-
-
-def blamed(kind: str, ranks: str, **given: Any) -> Odd:
-    return Odd(
-        **{"what": "host", "name": "x", "ranks": ranks, "kind": kind, "moves": False} | given
+def report(*outliers: Outlier, ranks: int = 32) -> Ranks:
+    lines = [
+        RankLine(rank=n, step_ns=100e6, busy_share=None, communication_ns=None, idle_ns=None)
+        for n in range(ranks)
+    ]
+    return Ranks(
+        lines=lines, aligned=True, alignment_error_ns=1e3, note="", outliers=list(outliers)
     )
+
+
+def blamed(kind: str, ranks: str, **given: Any) -> Outlier:
+    fields = {"unit": "host", "name": "x", "ranks": ranks, "kind": kind, "moves": False}
+    return Outlier(**fields | {"excess_ns": 20e6} | given)
 
 
 def test_the_host_by_name_or_all_its_ranks_one_by_one_are_right() -> None:
     assert judge(report(blamed("input", "8-15")), TRUTH).right
-    each = [blamed("input", str(rank), what="rank") for rank in range(8, 16)]
+    each = [blamed("input", str(rank), unit="rank") for rank in range(8, 16)]
     assert judge(report(*each), TRUTH).right
 
 
@@ -36,7 +40,7 @@ def test_a_rank_of_the_host_alone_or_one_too_many_is_not_who() -> None:
 
 def test_ranks_that_were_not_read_need_not_be_named() -> None:
     whole = report(blamed("input", "8-14"))
-    whole.rows = [row for row in whole.rows if row.rank != 15]
+    whole.lines = [line for line in whole.lines if line.rank != 15]
     assert judge(whole, TRUTH).right
 
 
@@ -65,8 +69,8 @@ def test_what_moves_is_told_as_moving() -> None:
 
 
 def test_the_gain_is_that_of_the_first_that_is_right() -> None:
-    odd = blamed("input", "8-15", gain_ns=19e6, low_ns=15e6, high_ns=22e6)
-    score = judge(report(odd), TRUTH)
+    outlier = blamed("input", "8-15", gain_ns=19e6, low_ns=15e6, high_ns=22e6)
+    score = judge(report(outlier), TRUTH)
     assert score.gain_ns == 19e6 and score.inside is True
     low = blamed("input", "8-15", gain_ns=9e6, low_ns=5e6, high_ns=12e6)
     assert judge(report(low), TRUTH).inside is False

@@ -1,53 +1,40 @@
-"""A job of many ranks, from where its files are to what is said of it."""
+"""A job of many ranks, measured rank by rank where its files are: in processes, or on Dask."""
 
 from __future__ import annotations
 
 import os
-import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
 
-from msgspec import Struct, structs
+from msgspec import structs
 
-import advisor
+from advisor.advise.options import RanksDone as RanksDone  # noqa: PLC0414
 from advisor.advise.ranks.sources import RemoteFile, locate
-from advisor.advise.ranks.task import Order, Wanted, reason
-from advisor.advise.ranks.work import SECONDS, processes, results
-from advisor.advise.select import read_config
+from advisor.advise.ranks.task import Order, Wanted, one_rank
+from advisor.advise.ranks.work import processes, results
 from advisor.core.errors import AdvisorError
-from advisor.measure.ranks.job_report import JobReport
+from advisor.core.trace import Run
+from advisor.measure.ranks.runs import one_run
 from advisor.measure.ranks.summary import Summary, Unread
+from advisor.read import open_run
 from advisor.read.directory import MAX_ELSEWHERE
+from advisor.read.elsewhere import read_source
+from advisor.read.file import with_window
 from advisor.read.remote.urls import is_url, shown
 
 if TYPE_CHECKING:
+    from advisor.advise.options import Options
     from advisor.advise.ranks.cluster import Cluster
     from advisor.core.pool import ProcessPool
 
-MANY: Final = 16
-"""Ranks up to which all traces are held at once and compared in full. A trace of 20 MB takes some
-0.15 GB while it is measured (benchmarks/bench_fleet.py), one of 100 MB some 0.8 GB: sixteen of them
-are what a machine with 16 GB has room for."""
-
-
-class Done(Struct):
-    """How far the work is."""
-
-    total: int
-    read: int = 0
-    unread: int = 0
-    moved: int = 0
-    """Bytes of answers."""
-    dashboard: str = ""
-    """Address of Dask's; empty: there is none."""
-
-    @property
-    def ranks(self) -> int:
-        """That are done, one way or the other."""
-        return self.read + self.unread
+MAX_HELD: Final = 16
+"""Ranks up to which all traces are held at once. A trace of 20 MB takes some 0.15 GB while it is
+measured (benchmarks/bench_fleet.py), one of 100 MB some 0.8 GB: sixteen of them are what a machine
+with 16 GB has room for."""
 
 
 def cores() -> int:
@@ -57,72 +44,91 @@ def cores() -> int:
     return os.cpu_count() or 1
 
 
-def study(
-    places: Sequence[str],
-    *,
-    ranks: str = "",
-    workers: int | None = None,
-    cluster: str | None = None,
-    wanted: Wanted | None = None,
-    seconds: float = SECONDS,
-    told: Callable[[Done], object] | None = None,
-    sources: Sequence[RemoteFile] | None = None,
-) -> JobReport:
-    """Measure each rank where its file is, and say what the job as a whole is about.
+def ranks_apart(places: Sequence[str], options: Options) -> list[RemoteFile]:
+    """The files of a job whose ranks are measured one by one: because options ask for it, or
+    because there are more than are held at once. Empty: they are not.
 
-    ``places``: folders, files, patterns, URLs. ``ranks``: of them only these, ``0-63,512``.
-    ``workers``: processes of this machine, by default one a core; ``cluster``: the address of a
-    Dask scheduler instead. ``seconds``: for one file. ``told`` is called when it begins and after
-    each rank. ``sources``: what ``places`` hold, where that is known already.
-
-    Raises AdvisorError: nothing there, no cluster, or not one rank could be read.
+    Raises AdvisorError: options ask for it, and there is nothing of the chosen ranks.
     """
-    started = time.monotonic()
-    found = list(locate(places, ranks) if sources is None else sources)
-    if not found:
-        raise AdvisorError(f"{named(places)}: no traces there")
-    chosen = wanted or Wanted()
-    if not chosen.config:
-        chosen = structs.replace(chosen, config=read_config())
-    orders = [Order(source=source, wanted=chosen) for source in _unsure(found)]
-    done = Done(total=len(orders))
-    say = told or (lambda _: None)
+    chosen = options.read.ranks
+    if options.workers is not None or options.cluster is not None:
+        return locate(places, chosen)
+    if options.rank is not None or "-" in places:
+        return []
+    if not options.read.urls and any(map(is_url, places)):
+        return []
+    if not any(is_url(each) or _is_folder(each) for each in places) and len(places) <= MAX_HELD:
+        return []
+    try:
+        found = locate(places, chosen)
+    except AdvisorError:
+        return []  # whoever reads it says why
+    elsewhere = sum(is_url(source.at) for source in found)
+    return found if _ranks(found) > MAX_HELD or elsewhere > MAX_ELSEWHERE else []
+
+
+def _is_folder(place: str) -> bool:
+    return "\0" not in place and Path(place).is_dir()
+
+
+def summarise_apart(
+    sources: Sequence[RemoteFile],
+    places: Sequence[str],
+    options: Options,
+    config: dict[str, dict[str, Any]],
+) -> tuple[list[Summary], list[Unread]]:
+    """Measure each rank where its file is. ``places``: as they were given, for messages.
+
+    Raises AdvisorError: no cluster, or not one rank could be read.
+    """
+    wanted = Wanted.of(options, config)
+    orders = [Order(source=source, wanted=wanted) for source in _unsure(sources)]
+    progress = RanksDone(total=len(orders))
+    report = options.on_progress or (lambda _: None)
     summaries: list[Summary] = []
     unread: list[Unread] = []
 
     def moved(size: int) -> None:
-        done.moved += size
+        progress.moved += size
 
-    with _workers(workers, cluster, len(orders)) as crew:
-        done.dashboard = getattr(crew, "link", "")
-        say(done)
-        for result in results(orders, crew, seconds=seconds, said=moved):
+    with _workers(options.workers, options.cluster, len(orders)) as workers:
+        progress.dashboard = getattr(workers, "link", "")
+        report(progress)
+        for result in results(orders, workers, seconds=options.seconds, said=moved):
             if isinstance(result, Unread):
                 unread.append(result)
-                done.unread += 1
+                progress.unread += 1
             else:
                 summaries.append(result)
-                done.read += 1
-            say(done)
-    summaries.sort(key=lambda one: (one.rank, one.path))
-    unread.sort(key=lambda one: (one.rank, one.path))
+                progress.read += 1
+            report(progress)
+    summaries.sort(key=lambda each: (each.rank, each.path))
+    unread.sort(key=lambda each: (each.rank, each.path))
     if not summaries:
         raise AdvisorError(
             f"{named(places)}: none of the {len(unread)} files can be read; first: "
             f"{unread[0].path}: {unread[0].why}"
         )
-    from advisor.advise.ranks.diagnose import diagnose
+    return summaries, unread
 
-    try:
-        report = diagnose(summaries, unread, source=named(places))
-    except (ArithmeticError, LookupError, TypeError, ValueError) as error:  # of odd summaries
-        why = reason(f"{type(error).__name__}: {error}")
-        raise AdvisorError(
-            f"{named(places)}: the ranks cannot be compared, a fault of advisor ({why})"
-        ) from error
-    report.version = report.version or advisor.__version__
-    report.seconds = time.monotonic() - started
-    return report
+
+def first_rank(
+    summaries: Sequence[Summary], sources: Sequence[RemoteFile], options: Options
+) -> Run:
+    """The first rank of a job, read here: the report's figures are of it."""
+    first = one_run(summaries).summaries[0]
+    own = [each for each in sources if each.rank == first.rank]
+    source = next((each for each in sources if each.url == first.path), None) or own[0]
+    read = replace(options.read, ranks="")
+    if is_url(source.at):
+        run = Run(traces={(first.rank, 0): read_source(source, read)})
+    else:
+        run = one_rank(open_run(source.at, read, window=options.which), source.at, first.rank)
+    traces = {
+        (first.rank, window): with_window(trace, first.rank, window)
+        for (_, window), trace in run.traces.items()
+    }
+    return replace(run, traces=traces) if traces else run
 
 
 def _unsure(found: Sequence[RemoteFile]) -> list[RemoteFile]:
@@ -134,26 +140,6 @@ def _unsure(found: Sequence[RemoteFile]) -> list[RemoteFile]:
         else source
         for source in found
     ]
-
-
-def is_many(places: Sequence[str]) -> bool:
-    """Whether there are more ranks than are held at once, or more files elsewhere."""
-    found = _located(places)
-    return _ranks(found) > MANY or sum(is_url(source.at) for source in found) > MAX_ELSEWHERE
-
-
-def count_ranks(places: Sequence[str]) -> int:
-    """How many ranks there are, by the names of the files: numbers behind ``rank``, else processes
-    as PyTorch names their files (``<host>_<pid>.<time>.pt.trace.json``). What has neither name may
-    be one rank's windows and is not counted. 0: nothing there that can be read."""
-    return _ranks(_located(places))
-
-
-def _located(places: Sequence[str]) -> list[RemoteFile]:
-    try:
-        return locate(places)
-    except AdvisorError:
-        return []
 
 
 def _ranks(found: Sequence[RemoteFile]) -> int:

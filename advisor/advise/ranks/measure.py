@@ -6,15 +6,14 @@ Reads one trace and keeps nothing of it but the summary.
 from __future__ import annotations
 
 import hashlib
-from dataclasses import replace
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import polars as pl
 from numpy.typing import NDArray
 
-from advisor.advise.engine import Options, examine
-from advisor.core.errors import AdvisorError
+from advisor.advise.measured import device_time, host_time, step_time
 from advisor.core.intervals import covered_length, intersect, subtract, union
 from advisor.measure.comm.comms import has_host_collectives
 from advisor.measure.comm.messages import COLLECTIVES
@@ -31,14 +30,13 @@ from advisor.measure.ranks.summary import (
     Summary,
     encode,
     pack,
+    pack_findings,
 )
 from advisor.measure.steps.timeline import CLASSES as HOST_CLASSES
-from advisor.read import open_run
+from advisor.read.remote.urls import shown
 
 if TYPE_CHECKING:
     from advisor.core.finding import Finding
-    from advisor.core.report import Report
-    from advisor.core.trace import Run
     from advisor.measure import Analysis
 
 MAX_KERNELS = 40
@@ -46,60 +44,43 @@ MAX_KERNELS = 40
 MAX_STEPS = 2_000
 """Steps whose own figures are kept."""
 MAX_FINDINGS = 60
-MAX_TEXT = 1_500
 _KEY = ("group", "ranks", "collective", "bytes", "annotation", "source", "target")
 _PAIR = pl.col("source").is_not_null() & pl.col("target").is_not_null()
 Ints = NDArray[np.int64]
 
 
-def summarise(path: str, rank: int | None = None, options: Options | None = None) -> Summary:
-    """Measure one rank. ``rank``: the number that it is known by; ``None``: what the trace or its
-    name says, -1 where neither does. A file that several ranks were merged into needs it.
-
-    Raises AdvisorError: no trace, no such rank in it, or several and none is asked for.
-    """
-    options = options or Options()
-    run = _one_rank(open_run(path, options.read, window=options.which), path, rank)
-    done = examine(run, replace(options, rank=None))
-    number, a = next(iter(done.analyses.items()))
-    meta = a.trace.meta
-    summary = Summary(
-        rank=number if rank is None else rank,
-        path=path,
-        host=host_of(path),
-        device=(a.device.name if a.device else None) or "",
-        world=meta.world_size or 0,
-        framework=meta.framework or "",
-        clock=meta.clock,
-        events=meta.events_read,
-        bytes_read=meta.bytes_read,
-        step_source=a.steps.source,
-        steps=_steps(a),
-        step_ns=float(a.step_ns),
-        **_figures(done.report),
-        kernels=_kernels(a),
-        per_step=_per_step(a),
-        memory_peak=done.report.memory_peak_bytes,
-        clock_mhz=_clock(a),
-        collectives=_collectives(a),
-        findings=[_advice(f) for f in _told(done.report)],
-        not_checked=_not_checked(done.report),
-        damage=_damage(a),
-    )
-    return bounded(summary)
-
-
-def _one_rank(run: Run, path: str, rank: int | None) -> Run:
-    """The run with one rank in it: the one that was asked for where there are several."""
-    have = run.ranks or sorted(run.recording.ranks if run.recording is not None else ())
-    if len(have) <= 1:
-        return run
-    if rank not in have:
-        raise AdvisorError(f"{path}: {len(have)} ranks in one file; say which")
-    return replace(
-        run,
-        traces={key: trace for key, trace in run.traces.items() if key[0] == rank},
-        snapshots={key: each for key, each in run.snapshots.items() if key == rank},
+def summarise(a: Analysis, rank: int, findings: Sequence[Finding], path: str = "") -> Summary:
+    """One rank, measured, and what the rules found on it with their gains on it alone."""
+    meta, figures = a.trace.meta, {} if a.record_only else device_time(a)
+    path = path or shown(meta.path)
+    run_step = step_time(a)
+    return bounded(
+        Summary(
+            rank=rank,
+            path=path,
+            host=host_of(path),
+            device=(a.device.name if a.device else None) or "",
+            world=meta.world_size or 0,
+            framework=meta.framework or "",
+            clock=meta.clock,
+            events=meta.events_read,
+            bytes_read=meta.bytes_read,
+            step_source=a.steps.source,
+            steps=_steps(a),
+            step_ns=float(a.step_ns),
+            run_step_ns=None if run_step is None else run_step.ns,
+            time={share.name: float(share.ns) for share in figures.get("time", ())},
+            idle={cause.cause: float(cause.ns) for cause in figures.get("idle", ())},
+            host_time={} if a.record_only else {s.name: float(s.ns) for s in host_time(a)},
+            families={family.name: float(family.ns) for family in figures.get("families", ())},
+            communication=float(figures.get("communication_ns") or 0.0),
+            kernels=_kernels(a),
+            per_step=_per_step(a),
+            collectives=_collectives(a),
+            findings=[_advice(finding) for finding in findings[:MAX_FINDINGS]],
+            details=pack_findings(findings[:MAX_FINDINGS]),
+            damage=_damage(a),
+        )
     )
 
 
@@ -110,17 +91,6 @@ def _steps(a: Analysis) -> list[Step]:
         Step(name, begin + ts, begin + end)
         for name, ts, end in used.select("name", "ts", "end").iter_rows()
     ]
-
-
-def _figures(report: Report) -> dict[str, Any]:
-    """The figures of the ordinary report, as they stand there."""
-    return {
-        "time": {share.name: float(share.ns) for share in report.time},
-        "idle": {cause.cause: float(cause.ns) for cause in report.idle},
-        "host_time": {share.name: float(share.ns) for share in report.host},
-        "families": {family.name: float(family.ns) for family in report.families},
-        "communication": float(report.communication_ns or 0.0),
-    }
 
 
 def _kernels(a: Analysis) -> dict[str, Kernel]:
@@ -272,52 +242,11 @@ def short_key(
     return f"{text[:120]}#{hashlib.blake2s(text.encode(), digest_size=6).hexdigest()}"
 
 
-def _told(report: Report) -> list[Finding]:
-    """Everything that is advice, the ranked findings first."""
-    return [*report.findings, *report.risks, *report.notes][:MAX_FINDINGS]
-
-
 def _advice(finding: Finding) -> Advice:
     impact = finding.impact
-    priced = impact is not None and impact.currency == "step_time"
-    where = next(iter(finding.where), None)
-    place = ""
-    if where is not None and where.file:
-        place = f"{where.file}:{where.line}" + (f" ({where.function})" if where.function else "")
-    return Advice(
-        rule=finding.rule,
-        title=finding.title,
-        summary=finding.summary[:MAX_TEXT],
-        severity=finding.severity,
-        gain_ns=_number(impact.gain_ns) if priced and impact is not None else None,
-        low_ns=_number(impact.low_ns) if priced and impact is not None else None,
-        high_ns=_number(impact.high_ns) if priced and impact is not None else None,
-        place=place[:300],
-        category=finding.category,
-        fix=finding.fix[:MAX_TEXT],
-        verify=finding.verify[:MAX_TEXT],
-    )
-
-
-def _number(value: float | None) -> float | None:
-    return None if value is None else float(value)
-
-
-def _not_checked(report: Report) -> dict[str, str]:
-    return {(item.rule or item.what)[:200]: item.why[:300] for item in report.not_checked[:40]}
-
-
-def _clock(a: Analysis) -> float | None:
-    """Mean SM clock of the device, as the recorder sampled it."""
-    if a.record is None:
-        return None
-    clocks = [
-        float(value)
-        for sample in a.record.samples
-        for gpu in sample.gpus
-        if (value := gpu.sm_clock) is not None
-    ]
-    return sum(clocks) / len(clocks) if clocks else None
+    estimated = impact is not None and impact.currency == "step_time" and impact.gain_ns is not None
+    gain = float(impact.gain_ns or 0) if estimated and impact is not None else None
+    return Advice(finding.rule, finding.category, gain)
 
 
 def _damage(a: Analysis) -> str:
@@ -337,12 +266,11 @@ def bounded(summary: Summary) -> Summary:
         kept = _fewer(summary.collectives, MAX_BYTES * 0.95 / data)
         summary = changed(summary, collectives=kept)
         data = len(encode(summary))
-    while data > MAX_BYTES and (summary.findings or summary.per_step or summary.not_checked):
-        summary = changed(
-            summary, findings=summary.findings[: len(summary.findings) // 2], not_checked={}
-        )
-        if len(summary.findings) == 0:
-            summary = changed(summary, per_step={})
+    if data > MAX_BYTES:
+        summary = changed(summary, details=b"")
+        data = len(encode(summary))
+    if data > MAX_BYTES:
+        summary = changed(summary, findings=[], per_step={})
         data = len(encode(summary))
     if data > MAX_BYTES:
         summary = changed(summary, steps=summary.steps[:100], kernels={}, families={})

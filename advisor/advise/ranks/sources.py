@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from advisor.core.errors import AdvisorError
+from advisor.core.run_directory import is_run, read_recording
 from advisor.read.directory import trace_files
 from advisor.read.remote.fetch import opened
 from advisor.read.remote.urls import Ranks, RemoteFile, is_url, local_path, rank_in
@@ -24,6 +25,9 @@ def locate(places: Sequence[str], ranks: str = "") -> list[RemoteFile]:
     found: dict[str, RemoteFile] = {}
     for place in places:
         here = local_path(place) if is_url(place) else None
+        if recorded := _recorded(place if here is None else here):
+            found.update({f"{each.at}#{each.rank}": each for each in recorded})
+            continue
         for file in trace_files(place if here is None else here, len(places) > 1):
             source = file if isinstance(file, RemoteFile) else _local(file)
             found.setdefault(source.at, source)
@@ -33,6 +37,14 @@ def locate(places: Sequence[str], ranks: str = "") -> list[RemoteFile]:
         shown = ", ".join(map(str, have[:20])) or "none, by the names of the files"
         raise AdvisorError(f"--ranks {ranks}: no trace of these (ranks present: {shown})")
     return sorted(kept, key=lambda one: (one.rank is None, one.rank or 0, one.url))
+
+
+def _recorded(place: str) -> list[RemoteFile]:
+    """The ranks of a run directory, of which one is read with all that was recorded of it."""
+    if is_url(place) or place == "-" or "\0" in place or not is_run(place):
+        return []
+    ranks = read_recording(Path(place)).ranks
+    return [RemoteFile(url=place, at=place, rank=rank) for rank in ranks]
 
 
 def _local(path: str) -> RemoteFile:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
@@ -13,11 +14,14 @@ from msgspec import Struct, field, structs
 from advisor import __version__
 from advisor.advise.ranks.sources import RemoteFile, opened
 from advisor.core.errors import AdvisorError
+from advisor.core.run_directory import is_run
 from advisor.measure.ranks.summary import MAX_DECODED, Unread, encode
 from advisor.read.remote.urls import placed
 
 if TYPE_CHECKING:
-    from advisor.advise.engine import Options
+    from advisor.advise.options import Options
+    from advisor.core.trace import Run
+    from advisor.measure.ranks.summary import Summary
 
 PAUSES: Final = (0.5, 2.0)
 """Seconds before each further try of what may have been the moment's fault: a file system that
@@ -38,9 +42,22 @@ class Wanted(Struct, frozen=True, kw_only=True):
     config: dict[str, dict[str, Any]] = field(default_factory=dict)
     """Of the user's pyproject.toml; a worker's own folder has another, or none."""
 
+    @classmethod
+    def of(cls, options: Options, config: dict[str, dict[str, Any]]) -> Wanted:
+        """What of the options can be sent."""
+        rules = options.rules_folder
+        return cls(
+            steps=options.steps,
+            step_ranges=options.read.step_ranges,
+            window=options.window,
+            max_bytes=options.read.max_bytes,
+            rules_folder=None if rules is None else str(rules.resolve()),
+            config=config,
+        )
+
     def options(self) -> Options:
         """As the engine takes them: one process reads, since there is a worker a core."""
-        from advisor.advise.engine import Options
+        from advisor.advise.options import Options
         from advisor.read import ReadOptions
         from advisor.read.source import DEFAULT_LIMIT
 
@@ -122,13 +139,12 @@ def told(error: BaseException) -> str:
 
 
 def _measured(order: Order) -> bytes:
-    from advisor.advise.ranks.measure import summarise
     from advisor.measure.ranks.hosts import host_of
 
     source = order.source
     with opened(source) as path:
         try:
-            summary = summarise(str(path), source.rank, order.wanted.options())
+            summary = summarise_file(str(path), source.rank, order.wanted.options())
         except AdvisorError as error:
             raise AdvisorError(_without(str(error), str(path), source.url)) from None
     if str(path) != source.url:  # a copy, in a folder that says nothing of where it came from
@@ -142,3 +158,49 @@ def _measured(order: Order) -> bytes:
 def _without(why: str, path: str, url: str) -> str:
     """The reason without the file's name, which is told beside it: the same reason for many."""
     return why.removeprefix(f"{path}: ").replace(path, url)
+
+
+def summarise_file(path: str, rank: int | None = None, options: Options | None = None) -> Summary:
+    """Read and measure one rank. ``rank``: the number that it is known by; ``None``: what the trace
+    or its name says, -1 where neither does. A file that several ranks were merged into needs it.
+
+    Raises AdvisorError: no trace, no such rank in it, or several and none is asked for.
+    """
+    from advisor.advise.check import run_rules
+    from advisor.advise.options import Options
+    from advisor.advise.ranks.measure import summarise
+    from advisor.advise.select import choose, load_rules, read_config
+    from advisor.read import open_run
+
+    options = options or Options()
+    config = read_config() if options.config is None else options.config
+    whole = open_run(path, options.read, rank=_recorded(path, rank), window=options.which)
+    run = one_rank(whole, path, rank)
+    number, a = next(iter(choose(run, options.window, options.steps).items()))
+    findings = run_rules(number, a, load_rules(options.rules_folder, config)).findings
+    return summarise(a, number if rank is None else rank, findings, path)
+
+
+def _recorded(path: str, rank: int | None) -> int | None:
+    """The rank to read of a run directory, which holds all of them."""
+    return rank if is_run(path) else None
+
+
+def one_rank(run: Run, path: str, rank: int | None) -> Run:
+    """The run with one rank in it: the one that was asked for where there are several.
+
+    Raises AdvisorError: none is asked for.
+    """
+    have = run.ranks or sorted(run.recording.ranks if run.recording is not None else ())
+    if len(have) <= 1:
+        return run
+    if rank not in have:
+        raise AdvisorError(f"{path}: {len(have)} ranks in one file; say which")
+    recording = run.recording
+    if recording is not None:
+        recording.ranks = {rank: recording.ranks[rank]}
+    return replace(
+        run,
+        traces={key: trace for key, trace in run.traces.items() if key[0] == rank},
+        snapshots={key: each for key, each in run.snapshots.items() if key == rank},
+    )

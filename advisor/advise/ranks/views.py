@@ -1,4 +1,4 @@
-"""What is drawn of a job: the ranks' steps as a histogram, and ranks × classes as a heat map.
+"""What is shown of a job: the ranks' steps as a histogram, ranks × classes as a heat map, lists.
 
 Made here once, as data with its words, for every renderer and the dashboard.
 """
@@ -10,17 +10,31 @@ from statistics import median
 from typing import Final, NamedTuple
 
 from advisor.core import text as t
-from advisor.measure.ranks.job_report import JobReport, Row
+from advisor.core.ranks import MissingRanks, Outlier, RankLine, Ranks, RanksWhatIf
 
 BINS: Final = 8
 EVEN: Final = 0.005
-"""Share of the median below which all steps are the same: half of what a step of one rank differs
+"""Share of the median below which all steps are the same: half of what per step of one rank differs
 by from the next."""
 MIN_SCALE: Final = 0.05
-"""Of the median step: the colour's full scale is at least this, so that a job of like ranks looks
+"""Of the median step: the colour's full scale is at least this, so that a job of equal ranks looks
 like one."""
 CLIPPED: Final = 0.98
 """The scale ends at this quantile of the differences; what is beyond has the last colour."""
+FEW_RANKS: Final = 16
+"""Up to which a table of the ranks is all that a page needs."""
+MAX_NUMBERS: Final = 60
+"""Characters of the numbers of ranks in a line."""
+SURE: Final = 0.99
+"""A significance beyond this is shown as more than it."""
+KINDS: Final = {
+    "compute": "slower at the same compute",
+    "input": "waits for its input",
+    "host": "its host is slow",
+    "network": "its network is slow",
+    "imbalance": "has more work",
+    "pipeline": "its stage takes longer",
+}
 MAX_RANKS: Final = 2048
 """In a heat map; of more, those whose step differs most."""
 
@@ -33,15 +47,15 @@ class Bin(NamedTuple):
     ranks: int
 
     @property
-    def words(self) -> str:
+    def label(self) -> str:
         """The range, ``98.5 to 99.0 ms``."""
         return t.format_bin(self.low, self.high)
 
 
-def histogram(report: JobReport, bins: int = BINS) -> list[Bin]:
+def histogram(ranks: Ranks, bins: int = BINS) -> list[Bin]:
     """Ranks by their mean step, in some ``bins`` ranges of an equal and round width; one range
-    where they are all alike; empty: no rank has steps."""
-    steps = [row.step_ns for row in report.rows if row.step_ns > 0]
+    where they are all similar; empty: no rank has steps."""
+    steps = [line.step_ns for line in ranks.lines if line.step_ns > 0]
     if not steps:
         return []
     low, high = min(steps), max(steps)
@@ -72,59 +86,59 @@ class HeatMap(NamedTuple):
     """Ranks × classes: by how much each differs from the median rank."""
 
     classes: list[str]
-    rows: list[Row]
+    lines: list[RankLine]
     medians: list[float]
-    """By class, ns a step."""
+    """By class, ns per step."""
     scale_ns: float
     """Difference at which the colour ends."""
     note: str
     """What is left out; empty: nothing."""
 
-    def tint(self, row: Row, place: int) -> float | None:
+    def tint(self, line: RankLine, place: int) -> float | None:
         """-1 (less than the median by ``scale_ns`` or more) to 1 (more); ``None``: not measured."""
-        value = row.values[place]
+        value = line.time[place]
         if value is None:
             return None
         return max(-1.0, min(1.0, (value - self.medians[place]) / self.scale_ns))
 
-    def words(self, row: Row, place: int) -> str:
-        """One cell: ``rank 7 · node-03 · idle 5.1 ms a step, 2.0 ms more than the median rank``."""
-        value = row.values[place]
+    def title(self, line: RankLine, place: int) -> str:
+        """``rank 7 · node-03 · idle 5.1 ms per step, 2.0 ms more than the median rank``."""
+        value = line.time[place]
         if value is None:
-            return f"{who(row)} · {label(self.classes[place])} {t.NOT_MEASURED}"
+            return f"{who(line)} · {label(self.classes[place])} {t.NOT_MEASURED}"
         against = value - self.medians[place]
-        found = f"{label(self.classes[place])} {t.format_duration(value)} a step"
+        found = f"{label(self.classes[place])} {t.format_duration(value)} per step"
         if against:
             more = "more" if against > 0 else "less"
             found += f", {t.format_duration(abs(against))} {more} than the median rank"
-        return f"{who(row)} · {found}"
+        return f"{who(line)} · {found}"
 
 
-def heat_map(report: JobReport, most: int = MAX_RANKS) -> HeatMap | None:
+def heat_map(ranks: Ranks, most: int = MAX_RANKS) -> HeatMap | None:
     """``None``: no rank, or no class that was measured."""
-    places = range(len(report.classes))
-    rows = [row for row in report.rows if len(row.values) == len(report.classes)]
-    if not rows or not places:
+    places = range(len(ranks.classes))
+    lines = [line for line in ranks.lines if len(line.time) == len(ranks.classes)]
+    if not lines or not places:
         return None
-    columns = [[v for row in rows if (v := row.values[place]) is not None] for place in places]
+    columns = [[v for line in lines if (v := line.time[place]) is not None] for place in places]
     medians = [median(column or [0.0]) for column in columns]
-    step = median(row.step_ns for row in rows)
+    step = median(line.step_ns for line in lines)
     apart = sorted(abs(v - medians[place]) for place in places for v in columns[place]) or [0.0]
     scale = max(apart[int(CLIPPED * (len(apart) - 1))], MIN_SCALE * step, 1.0)
     note = ""
-    if len(rows) > most:
+    if len(lines) > most:
         note = (
-            f"Shown are the {t.format_count(most)} of {t.format_count(len(rows))} ranks that "
+            f"Shown are the {t.format_count(most)} of {t.format_count(len(lines))} ranks that "
             "differ most."
         )
-        rows = sorted(rows, key=lambda row: -abs(row.step_ns - step))[:most]
-        rows.sort(key=lambda row: row.rank)
-    return HeatMap(report.classes, rows, medians, scale, note)
+        lines = sorted(lines, key=lambda line: -abs(line.step_ns - step))[:most]
+        lines.sort(key=lambda line: line.rank)
+    return HeatMap(ranks.classes, lines, medians, scale, note)
 
 
-def who(row: Row) -> str:
+def who(line: RankLine) -> str:
     """``rank 7 · node-03``."""
-    return f"rank {row.rank} · {t.clean(row.host)}" if row.host else f"rank {row.rank}"
+    return f"rank {line.rank} · {t.clean(line.host)}" if line.host else f"rank {line.rank}"
 
 
 def label(name: str) -> str:
@@ -138,3 +152,96 @@ def label(name: str) -> str:
             rest = name.removeprefix(head)
             return f"{head[:-1]}: {labels.get(rest, t.clean(rest))}"
     return t.CLASS_LABELS.get(name) or t.clean(name).replace("_", " ")
+
+
+def lists(ranks: Ranks) -> list[tuple[str, str, list[str]]]:
+    """(title, aside, lines): what a change gains, what was not read, what was not compared."""
+    found = [
+        ("What if", "in the ranks' replay", [what_if(item) for item in ranks.what_if]),
+        ("Ranks that were not read", "", [missing(item) for item in ranks.missing]),
+        (
+            "Not compared",
+            "",
+            [f"{t.clean(name)}: {t.clean(why)}" for name, why in ranks.not_checked.items()],
+        ),
+    ]
+    return [item for item in found if item[2]]
+
+
+def what_if(item: RanksWhatIf) -> str:
+    """``rank 7 as fast as the median: 5.1 ms per step (4.8 to 5.5 ms)``."""
+    return f"{t.clean(item.text)}: {gain(item)}"
+
+
+def gain(item: RanksWhatIf | Outlier) -> str:
+    """``5.1 ms per step (4.8 to 5.5 ms)``; empty: not estimated."""
+    if item.gain_ns is None:
+        return ""
+    found = f"{t.format_duration(item.gain_ns)} per step"
+    if item.low_ns is not None and item.high_ns is not None:
+        found += f" ({spread(item.low_ns, item.high_ns)})"
+    return found
+
+
+def spread(low: float, high: float) -> str:
+    """``97 to 104 ms``; one figure where both ends read the same."""
+    return (
+        t.format_duration(low)
+        if t.format_duration(low) == t.format_duration(high)
+        else t.format_range(low, high)
+    )
+
+
+def missing(item: MissingRanks) -> str:
+    """``3 ranks (5, 9-10): access denied``."""
+    names = f" ({shorten_numbers(item.ranks, 40)})" if item.ranks else ""
+    return f"{t.count_noun(item.count, 'rank')}{names}: {t.clean(item.why)}"
+
+
+def shorten_numbers(numbers: str, most: int = MAX_NUMBERS) -> str:
+    """Numbers of ranks, not endless."""
+    return t.shorten(t.clean(numbers), most)
+
+
+def outlier_name(outlier: Outlier) -> str:
+    """``rank 7``, ``host node-03 (ranks 24-31)``."""
+    name = f"{t.clean(outlier.unit)} {t.clean(outlier.name)}"
+    if outlier.unit == "rank" or not outlier.ranks:
+        return name
+    return f"{name} (ranks {shorten_numbers(outlier.ranks, 30)})"
+
+
+def outlier_kind(outlier: Outlier) -> str:
+    """What is wrong with it."""
+    found = KINDS.get(outlier.kind, t.clean(outlier.kind))
+    return f"{found}, a different one from step to step" if outlier.moves else found
+
+
+def significance(share: float | None) -> str:
+    """How certain it is that it is not chance."""
+    if share is None:
+        return t.NOT_MEASURED
+    more = "more than " if share > SURE else ""
+    return f"{more}{t.format_share(min(share, SURE))}"
+
+
+def scope(ranks: Ranks) -> list[tuple[str, list[str]]]:
+    """What was read: (label, parts)."""
+    read = len(ranks.lines)
+    of = f" of {t.format_count(ranks.world)}" if ranks.world > read else ""
+    parts = [f"{t.format_count(read)}{of} ranks read"]
+    if ranks.hosts:
+        parts.append(t.count_noun(ranks.hosts, "host"))
+    found = [("ranks", parts)]
+    step = ranks.step
+    if step is not None:
+        middle = f"eight of ten ranks {spread(step.low, step.high)}"
+        ends = f"all {spread(step.min, step.max)}"
+        found.append(
+            ("step", [f"{t.format_duration(step.median)} on the median rank", middle, ends])
+        )
+    found.append(("clocks", [t.clean(ranks.note)]))
+    if ranks.replay_error is not None:
+        miss = f"misses the measured step by {t.format_share(abs(ranks.replay_error))}"
+        found.append(("replay", [miss]))
+    return found

@@ -12,6 +12,7 @@ from typing import Final, Protocol
 
 import msgspec
 
+from advisor.advise.options import SECONDS
 from advisor.advise.ranks.task import Order, perform, reason
 from advisor.core.errors import AdvisorError
 from advisor.core.pool import ProcessPool, Work, WorkerDied
@@ -19,8 +20,6 @@ from advisor.measure.ranks.summary import MAX_DECODED, Summary, Unread, decode
 
 RETRIES: Final = 2
 """Further tries of a file whose worker died of it, or of something else."""
-SECONDS: Final = 1800.0
-"""What one file may take. A trace of 4 GB takes some 300 s on one core, without the network."""
 RECYCLE: Final = 32
 """Files that one process measures."""
 LOOK: Final = 0.5

@@ -3,24 +3,39 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
 
 from advisor.measure.device.families import MATRIX
 from advisor.measure.ranks.summary import Summary
 
-ALL_OF_IT = 0.7
+MIN_INSTANCES = 20
+"""Fewer instances on a rank do not make a median to compare by."""
+MIN_KERNELS = 5
+"""Fewer do not tell a device from its inputs."""
+MIN_SLOWER_SHARE = 0.7
 """Share of compute time that must be slower for the device to be: what has more work has it in some
 kernels."""
-PART = 0.05
+MIN_FAMILY_SHARE = 0.05
 """Of compute, from which a family of kernels tells something."""
-COMPARABLE = 0.3
+MIN_COMPARED_SHARE = 0.3
 """Share of compute time in kernels that both ran, to compare them."""
 
 
-def device_slower(odd: Sequence[Summary], others: Sequence[Summary]) -> tuple[bool, float] | None:
-    """(is the device slower, how much longer the middle of its compute takes: 1.2); ``None``: not
-    known.
+class Speed(NamedTuple):
+    """How some ranks run what others run too."""
+
+    slower: bool
+    """The device is slower; else there is more work."""
+    ratio: float
+    """How many times as long half of the compared time takes at least."""
+    kernels: list[str]
+    """Names of the kernels with enough instances, the longest first."""
+
+
+def compare_devices(slow: Sequence[Summary], others: Sequence[Summary]) -> Speed | None:
+    """Whether ranks with more compute have a slower device or more work; ``None``: not known.
 
     A slower device is slower at all matrix work: where some of it (attention) takes as long as on
     the others while other such work (matrix products) takes longer, there is more of the latter.
@@ -28,65 +43,72 @@ def device_slower(odd: Sequence[Summary], others: Sequence[Summary]) -> tuple[bo
     longer. "Longer" is by at least half of what compute as a whole is. Kernels are compared by name
     and launch size, families where these are not recorded.
     """
-    compute = _mean([s.time.get("compute", 0.0) for s in odd])
+    compute = _mean([s.time.get("compute", 0.0) for s in slow])
     usual = _median([s.time.get("compute", 0.0) for s in others])
     if usual <= 0 or compute <= usual:
         return None
     limit = 1 + 0.5 * (compute / usual - 1)
-    families = _families(odd, others)
-    weights, ratios = _kernels(odd, others)
-    if sum(weights) < COMPARABLE * usual:
-        weights = [weight for _, weight, _ in families]
-        ratios = [ratio for _, _, ratio in families]
-    total = sum(weights)
+    families = _families(slow, others)
+    kernels = _kernels(slow, others)
+    names = [name for name, _, _, count in kernels if count >= MIN_INSTANCES]
+    compared = [(weight, ratio) for _, weight, ratio, _ in kernels]
+    if sum(weight for weight, _ in compared) < MIN_COMPARED_SHARE * usual:
+        compared, names = [(weight, ratio) for _, weight, ratio in families], []
+    total = sum(weight for weight, _ in compared)
     if total <= 0:
         return None
+    weights, ratios = np.array(compared).T
     order = np.argsort(ratios)
-    up_to = np.cumsum(np.array(weights)[order])
-    middle = float(np.array(ratios)[order][int(np.searchsorted(up_to, total / 2))])
-    matrix = [ratio for name, weight, ratio in families if name in MATRIX and weight > PART * usual]
+    middle = float(ratios[order][int(np.searchsorted(np.cumsum(weights[order]), total / 2))])
+    least = MIN_FAMILY_SHARE * usual
+    matrix = [ratio for name, weight, ratio in families if name in MATRIX and weight > least]
     if len(matrix) > 1:
-        return min(matrix) >= limit, middle
-    slower = sum(w for w, r in zip(weights, ratios, strict=True) if r >= limit)
-    return slower >= ALL_OF_IT * total, middle
+        return Speed(min(matrix) >= limit, middle, names)
+    slower = float(weights[ratios >= limit].sum())
+    return Speed(slower >= MIN_SLOWER_SHARE * total, middle, names)
 
 
-def _kernels(odd: Sequence[Summary], others: Sequence[Summary]) -> tuple[list[float], list[float]]:
-    weights, ratios = [], []
-    names = set.union(*(set(s.kernels) for s in odd)) if odd else set()
+def _kernels(
+    slow: Sequence[Summary], others: Sequence[Summary]
+) -> list[tuple[str, float, float, int]]:
+    """(name, usual ns per step, how many times as long here, instances), the longest first."""
+    found = []
+    names = set.union(*(set(s.kernels) for s in slow)) if slow else set()
     for name in sorted(names):
-        mine = [s.kernels[name] for s in odd if name in s.kernels]
+        own = [s.kernels[name] for s in slow if name in s.kernels]
         theirs = [s.kernels[name] for s in others if name in s.kernels]
-        if 2 * len(theirs) < len(others) or 2 * len(mine) < len(odd):
+        if 2 * len(theirs) < len(others) or 2 * len(own) < len(slow):
             continue
         usual = _median([kernel.median_ns for kernel in theirs])
         if usual > 0:
-            weights.append(_median([kernel.total_ns for kernel in theirs]))
-            ratios.append(_median([kernel.median_ns for kernel in mine]) / usual)
-    return weights, ratios
+            weight = _median([kernel.total_ns for kernel in theirs])
+            ratio = _median([kernel.median_ns for kernel in own]) / usual
+            instances = min(kernel.count for kernel in (*own, *theirs))
+            found.append((name, weight, ratio, instances))
+    return sorted(found, key=lambda item: (-item[1], item[0]))
 
 
-def _families(odd: Sequence[Summary], others: Sequence[Summary]) -> list[tuple[str, float, float]]:
-    """(name, usual ns a step, how many times as long on the odd ones)."""
+def _families(slow: Sequence[Summary], others: Sequence[Summary]) -> list[tuple[str, float, float]]:
+    """(name, usual ns per step, how many times as long on the slow ones)."""
     found = []
     for name in sorted(set[str]().union(*(s.families for s in others))):
         if name in ("communication", "copy", "memset"):
             continue
         usual = _median([s.families.get(name, 0.0) for s in others])
         if usual > 0:
-            mine = _median([s.families.get(name, 0.0) for s in odd])
-            found.append((name, usual, mine / usual))
+            own = _median([s.families.get(name, 0.0) for s in slow])
+            found.append((name, usual, own / usual))
     return found
 
 
-def longer_families(odd: Sequence[Summary], others: Sequence[Summary]) -> list[tuple[str, float]]:
-    """Families of kernels by how much longer they take on the ``odd`` ranks, ns a step; the most
+def longer_families(slow: Sequence[Summary], others: Sequence[Summary]) -> list[tuple[str, float]]:
+    """Families of kernels by how much longer they take on the ``slow`` ranks, ns per step; the most
     first, only those that hold a fifth of the difference."""
     more = {}
-    for name in sorted(set.union(set(), *(set(s.families) for s in odd))):
+    for name in sorted(set.union(set(), *(set(s.families) for s in slow))):
         if name != "communication":
             usual = _median([s.families.get(name, 0.0) for s in others])
-            more[name] = _median([s.families.get(name, 0.0) for s in odd]) - usual
+            more[name] = _median([s.families.get(name, 0.0) for s in slow]) - usual
     whole = sum(value for value in more.values() if value > 0)
     told = [(name, value) for name, value in more.items() if value > 0.2 * whole > 0]
     return sorted(told, key=lambda item: -item[1])[:3]

@@ -9,21 +9,22 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from advisor.measure.ranks.chance import chances, of_the_largest, residuals, upper_tail
 from advisor.measure.ranks.hosts import racks
+from advisor.measure.ranks.significance import of_the_largest, p_values, residuals, upper_tail
 from advisor.measure.ranks.summary import Summary
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
 
-MAX_OF_IT = 0.7
+MIN_MEMBERS_SHARE = 0.7
 """Share of a host's ranks (of a rack's hosts) that must be odd for the host (the rack) to be."""
 
 
-class Who(NamedTuple):
-    """Some ranks that are odd together."""
+class Members(NamedTuple):
+    """Some ranks that deviate together."""
 
-    what: str
+    unit: str
+    """``rank``, ``host``, ``rack`` or ``stage``."""
     name: str
     places: tuple[int, ...]
     chance: float
@@ -45,15 +46,15 @@ class Places:
         self.racks = dict(sorted(of_rack.items()))
 
 
-def find_who(
+def find_members(
     excess: Floats, floor: float, limit: float, places: Places, *, spreads: bool = False
-) -> list[Who]:
+) -> list[Members]:
     """Ranks whose ``excess`` (over those that are like them; NaN: not comparable) is above
     ``floor`` and would come by chance in less than ``limit``; told as hosts and racks where most
     of these have it. ``spreads``: ranks that wait for one of their host hide what they have of the
     same (the host runs ahead meanwhile), so that of the others any excess counts that chance does
     not explain. The largest excess first."""
-    chance = chances(excess)
+    chance = p_values(excess)
     high = np.isfinite(excess) & (excess > floor)
     flagged = {
         place: float(chance[place]) for place in np.flatnonzero(high & (chance < limit)).tolist()
@@ -65,11 +66,11 @@ def find_who(
     covered = {place for who in found for place in who.places}
     for host, p in by_host.items():
         if not set(places.hosts[host]) <= covered:
-            found.append(Who("host", host, places.hosts[host], p))
+            found.append(Members("host", host, places.hosts[host], p))
             covered |= set(places.hosts[host])
     for place, p in flagged.items():
         if place not in covered:
-            found.append(Who("rank", str(places.ranks[place]), (int(place),), p))
+            found.append(Members("rank", str(places.ranks[place]), (int(place),), p))
     return sorted(found, key=lambda who: -float(np.nanmean(excess[list(who.places)])))
 
 
@@ -83,13 +84,13 @@ def _hosts(
     found: dict[str, float] = {}
     for name, own in several.items():  # nearly all of its ranks are odd one by one
         there = [place for place in own if place in flagged]
-        if len(there) >= MAX_OF_IT * len(own):
+        if len(there) >= MIN_MEMBERS_SHARE * len(own):
             found[name] = min(flagged[place] for place in there)
     units = {name: excess[list(own)] for name, own in several.items()}
     for name, p in _extreme(units, limit).items():
         values = units[name]
         middle = float(np.median(_known(values)))
-        if middle > floor and np.mean(_known(values) > middle / 2) >= MAX_OF_IT:
+        if middle > floor and np.mean(_known(values) > middle / 2) >= MIN_MEMBERS_SHARE:
             found[name] = min(p, found.get(name, 1.0))
     return found
 
@@ -106,13 +107,18 @@ def _shared(
         there = [place for place in own if place in flagged]
         known = [place for place in own if np.isfinite(excess[place])]
         also = [place for place in known if unlikely[place] and excess[place] > 0]
-        if there and name not in found and len(known) > 2 and len(also) >= MAX_OF_IT * len(known):
+        if (
+            there
+            and name not in found
+            and len(known) > 2
+            and len(also) >= MIN_MEMBERS_SHARE * len(known)
+        ):
             found[name] = min(flagged[place] for place in there)
 
 
 def _racks(
     excess: Floats, floor: float, limit: float, places: Places, hosts: dict[str, float]
-) -> list[Who]:
+) -> list[Members]:
     found = []
     units = {}
     for rack, own in places.racks.items():
@@ -123,11 +129,13 @@ def _racks(
     for rack, values in units.items():
         own = places.racks[rack]
         there = [hosts[host] for host in own if host in hosts]
-        p = min(odd.get(rack, 1.0), min(there) if len(there) >= MAX_OF_IT * len(own) else 1.0)
+        p = min(
+            odd.get(rack, 1.0), min(there) if len(there) >= MIN_MEMBERS_SHARE * len(own) else 1.0
+        )
         middle = float(np.median(values))
-        if p < limit and middle > floor and np.mean(values > middle / 2) >= MAX_OF_IT:
+        if p < limit and middle > floor and np.mean(values > middle / 2) >= MIN_MEMBERS_SHARE:
             members = tuple(place for host in own for place in places.hosts[host])
-            found.append(Who("rack", rack, members, p))
+            found.append(Members("rack", rack, members, p))
     return found if len(found) < len(units) else []
 
 
@@ -142,7 +150,7 @@ def _extreme(units: dict[str, Floats], limit: float) -> dict[str, float]:
         return {}
     means = np.array([float(units[name].mean()) for name in names])
     if len(names) >= 4:
-        chance = chances(residuals(means, np.zeros(len(names), dtype=np.int64)))
+        chance = p_values(residuals(means, np.zeros(len(names), dtype=np.int64)))
         return {n: float(p) for n, p in zip(names, chance, strict=True) if p < limit}
     kept = list(units.values())
     degrees = sum(len(values) - 1 for values in kept)

@@ -7,13 +7,13 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
+from advisor.core.ranks import numbers
 from advisor.measure.ranks.align import medians
-from advisor.measure.ranks.job_report import numbers
-from advisor.measure.ranks.members import Who, find_who
-from advisor.measure.ranks.odd import CHANCE, MIN_SHARE, Seen
+from advisor.measure.ranks.members import Members, find_members
+from advisor.measure.ranks.outliers import MAX_CHANCE, MIN_SHARE, Deviation
 
 if TYPE_CHECKING:
-    from advisor.measure.ranks.odd import Fleet
+    from advisor.measure.ranks.outliers import Job
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
@@ -22,14 +22,14 @@ MIN_GROUPS = 3
 """Of the same kind of collective, to say that one of them is slower."""
 
 
-def transfer_excess(fleet: Fleet, without: frozenset[int] = frozenset()) -> list[Floats]:
+def transfer_excess(job: Job, without: frozenset[int] = frozenset()) -> list[Floats]:
     """Transfer time above the middle of the same kind and size in other groups, by rank, ns a step:
     of all together, then of each kind by itself. NaN: nothing to compare with. Collectives of the
     ranks in ``without`` take no part."""
-    joined, waits = fleet.joined, fleet.waits
-    ranks = len(fleet.summaries)
+    joined, waits = job.joined, job.waits
+    ranks = len(job.summaries)
     excess = np.full(len(waits.row), np.nan)
-    group, kind = _groups(fleet)
+    group, kind = _groups(job)
     member = joined.rank[waits.cells]
     which = np.repeat(np.arange(len(waits.row)), joined.seen[waits.row])
     left_out = np.zeros(len(waits.row), dtype=np.bool_)
@@ -49,16 +49,16 @@ def transfer_excess(fleet: Fleet, without: frozenset[int] = frozenset()) -> list
         cells = np.flatnonzero(rows[which])
         total = np.bincount(member[cells], weights=excess[which[cells]], minlength=ranks)
         there = np.bincount(member[cells], minlength=ranks) > 0
-        found.append(np.where(there, total / max(1, len(fleet.own.steps)), np.nan))
+        found.append(np.where(there, total / max(1, len(job.own.steps)), np.nan))
     return found
 
 
-def _groups(fleet: Fleet) -> tuple[Ints, Ints]:
+def _groups(job: Job) -> tuple[Ints, Ints]:
     """By collective: the number of its members' set, and of its kind, message and size."""
-    joined, waits = fleet.joined, fleet.waits
+    joined, waits = job.joined, job.waits
     if not len(waits.row):
         return np.zeros(0, dtype=np.int64), np.zeros(0, dtype=np.int64)
-    seed = np.random.default_rng(11).integers(1, 1 << 62, len(fleet.summaries), dtype=np.int64)
+    seed = np.random.default_rng(11).integers(1, 1 << 62, len(job.summaries), dtype=np.int64)
     sizes = joined.seen[waits.row]
     at = np.concatenate([[0], np.cumsum(sizes)[:-1]])
     group = np.add.reduceat(seed[joined.rank[waits.cells]], at)
@@ -71,37 +71,37 @@ def _groups(fleet: Fleet) -> tuple[Ints, Ints]:
     return group, kind
 
 
-def slow_links(fleet: Fleet) -> list[Seen]:
+def slow_links(job: Job) -> list[Deviation]:
     """Hosts or racks (ranks, where hosts are not known) whose collectives take longer; one after
     the other, each without what those found before have caused."""
-    found: list[Seen] = []
+    found: list[Deviation] = []
     done: frozenset[int] = frozenset()
-    floor = MIN_SHARE * fleet.step_ns
+    floor = MIN_SHARE * job.step_ns
     if floor <= 0:
         return found
     while len(found) < 5:
-        every = transfer_excess(fleet, done)
+        every = transfer_excess(job, done)
         # where half of the groups of one kind have a slow member, their scatter hides the others
         for excess in every:
-            if who := find_who(excess, floor, CHANCE / len(every), fleet.places):
+            if who := find_members(excess, floor, MAX_CHANCE / len(every), job.places):
                 break
         else:
             return found
-        worst = _same(fleet, who, excess)
-        found.append(Seen("network", worst, float(np.nanmean(excess[list(worst.places)]))))
+        worst = _same(job, who, excess)
+        found.append(Deviation("network", worst, float(np.nanmean(excess[list(worst.places)]))))
         done |= set(worst.places)
     return found
 
 
-def _same(fleet: Fleet, who: list[Who], excess: Floats) -> Who:
+def _same(job: Job, who: list[Members], excess: Floats) -> Members:
     """The worst; ranks that share its collectives, and so have the same figure, belong to it."""
     worst = who[0]
-    if worst.what != "rank":
+    if worst.unit != "rank":
         return worst
     level = float(excess[worst.places[0]])
-    alike = [w for w in who if w.what == "rank" and abs(excess[w.places[0]] - level) < 0.1 * level]
+    alike = [w for w in who if w.unit == "rank" and abs(excess[w.places[0]] - level) < 0.1 * level]
     places = tuple(sorted(place for w in alike for place in w.places))
     if len(places) == 1:
         return worst
-    name = numbers([fleet.places.ranks[place] for place in places])
-    return Who("rank", name, places, worst.chance)
+    name = numbers([job.places.ranks[place] for place in places])
+    return Members("rank", name, places, worst.chance)

@@ -8,8 +8,8 @@ from typing import NamedTuple
 
 from msgspec import structs
 
+from advisor.core.ranks import numbers
 from advisor.measure.ranks.clocks import MAX_CLOCK_DIFFERENCE_NS
-from advisor.measure.ranks.job_report import numbers
 from advisor.measure.ranks.summary import Summary, Unread
 
 SHOWN = 3
@@ -24,7 +24,7 @@ class OneRun(NamedTuple):
     others: list[Unread]
     """Of another run, with the reason."""
     notes: dict[str, str]
-    """For ``JobReport.not_checked``."""
+    """For ``Ranks.not_checked``."""
 
 
 def one_run(summaries: Sequence[Summary]) -> OneRun:

@@ -6,7 +6,8 @@ A worker reads a trace, measures it and sends this; nobody holds two traces at o
 from __future__ import annotations
 
 import zlib
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -14,6 +15,7 @@ from msgspec import Struct, field
 from numpy.typing import NDArray
 
 from advisor.core.errors import AdvisorError
+from advisor.core.finding import Finding
 
 SCHEMA = "advisor.rank/1"
 MAX_BYTES = 200_000
@@ -29,23 +31,14 @@ class Step(Struct, array_like=True, frozen=True):
     end: int
 
 
-class Advice(Struct, frozen=True, kw_only=True):
-    """A finding of one rank alone."""
+class Advice(Struct, frozen=True, array_like=True):
+    """What a rule found on one rank alone, in short; ``Summary.details`` has the findings."""
 
     rule: str
-    title: str
-    summary: str
-    severity: str = "info"
-    gain_ns: float | None = None
-    """A step; ``null``: not priced."""
-    low_ns: float | None = None
-    high_ns: float | None = None
-    place: str = ""
-    """``file:line (function)``."""
     category: str = ""
     """Of the rule."""
-    fix: str = ""
-    verify: str = ""
+    gain_ns: float | None = None
+    """Per step; ``null``: not estimated."""
 
 
 class Kernel(Struct, array_like=True, frozen=True):
@@ -78,8 +71,7 @@ def unpack(packed: Packed) -> NDArray[np.int64]:
     try:
         if not 0 <= most <= MAX_DECODED:
             raise ValueError
-        tool = zlib.decompressobj()
-        data = tool.decompress(packed.data, most + 1)
+        data = _inflate(packed.data, most)
         if len(data) != most:
             raise ValueError
     except (zlib.error, ValueError):
@@ -149,6 +141,8 @@ class Summary(Struct, frozen=True, kw_only=True):
     step_source: str = ""
     steps: list[Step] = field(default_factory=list)
     step_ns: float = 0.0
+    run_step_ns: float | None = None
+    """Median of the run's steps that no profiler slowed; ``null``: not recorded."""
     time: dict[str, float] = field(default_factory=dict)
     """What the device does, exclusive, as in the report: ``compute`` … ``idle``."""
     idle: dict[str, float] = field(default_factory=dict)
@@ -165,13 +159,11 @@ class Summary(Struct, frozen=True, kw_only=True):
     ``host_time`` and ``communication``."""
     communication: float = 0.0
     """All of it, hidden or not."""
-    memory_peak: int | None = None
-    clock_mhz: float | None = None
-    """Mean SM clock where it was sampled."""
     collectives: Collectives | None = None
     findings: list[Advice] = field(default_factory=list)
-    not_checked: dict[str, str] = field(default_factory=dict)
-    """Rules that could not say, with the reason."""
+    details: bytes = b""
+    """The findings in full, in the same order, as :func:`pack_findings` has them; empty: left out
+    to keep the summary small."""
     damage: str = ""
 
 
@@ -184,12 +176,26 @@ class Unread(Struct, frozen=True, kw_only=True):
     why: str
 
 
-class Encoded(NamedTuple):
-    """A summary on its way, and what the work for it was."""
+def pack_findings(findings: Sequence[Finding]) -> bytes:
+    """Findings in little room."""
+    return zlib.compress(msgspec.msgpack.encode(findings), 6)
 
-    data: bytes
-    bytes_read: int
-    seconds: float
+
+def unpack_findings(details: bytes) -> list[Finding]:
+    """The same again. Raises AdvisorError: they were not packed like this."""
+    if not details:
+        return []
+    try:
+        return msgspec.msgpack.decode(_inflate(details, MAX_DECODED), type=list[Finding])
+    except (zlib.error, ValueError, RecursionError):
+        raise AdvisorError("a rank's summary is damaged") from None
+
+
+def _inflate(data: bytes, most: int) -> bytes:
+    found = zlib.decompressobj().decompress(data, most + 1)
+    if len(found) > most:
+        raise ValueError
+    return found
 
 
 def encode(summary: Summary | Unread) -> bytes:

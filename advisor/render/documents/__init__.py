@@ -11,7 +11,6 @@ HOMES: Final = {
     "Report": "report",
     "Comparison": "comparison",
     "TrialReport": "trial",
-    "JobReport": "job",
 }
 """Class of a subject -> the module here whose ``build(subject, options)`` makes its document."""
 

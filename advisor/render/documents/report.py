@@ -28,7 +28,7 @@ from advisor.render.document import (
     TextField,
     Tiles,
 )
-from advisor.render.documents import memory
+from advisor.render.documents import memory, ranks
 from advisor.render.figures import Bar, Staircase, StepTimeline
 
 MAX_RANKS: Final = 8
@@ -54,6 +54,7 @@ def build(report: Report, options: RenderOptions = DEFAULT) -> Document:
             *_time(report),
             *_timeline(report, options),
             *_ranks(report),
+            *(ranks.sections(report.ranks) if report.ranks is not None else ()),
             *memory.sections(report),
             *_findings(report),
             *_rest(report),

@@ -98,6 +98,3 @@ DECISIONS: Final = Formats(
 TRIALS: Final = Formats(
     "a report of trials", "advisor.trial_renderers", without=("github", "sarif", "notebook")
 )
-JOBS: Final = Formats(
-    "the report of a job", "advisor.job_renderers", without=("github", "sarif", "notebook")
-)

@@ -6,32 +6,33 @@ import random
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
-from msgspec import structs
 
-from advisor.advise.ranks.task import Wanted
-from advisor.measure.ranks.job_report import (
-    Alike,
-    JobFinding,
-    JobReport,
-    Missing,
-    Odd,
-    Row,
-    Spread,
-    WhatIf,
+from advisor.advise.engine import Options, analyze
+from advisor.core.ranks import (
+    MissingRanks,
+    Outlier,
+    RankCluster,
+    RankLine,
+    Ranks,
+    RanksWhatIf,
+    StepSpread,
 )
+from advisor.core.report import Report
+from advisor.read import ReadOptions
 from advisor.testing import TraceBuilder
 
 NASTY = "<img src=x onerror=\"window.hit=1\">"  # fmt: skip
 CLASSES = ["compute", "communication", "copies", "idle"]
 
 
-def job(ranks: int = 512, *, nasty: str = "", slow: int = 7) -> JobReport:
-    """A job of like ranks on hosts of eight, of which one computes 20 % longer; steps some 100 ms.
+def job(ranks: int = 512, *, nasty: str = "", slow: int = 7) -> Ranks:
+    """Equal ranks on hosts of eight, of which one computes 20 % longer; steps some 100 ms.
     ``nasty`` stands in all names."""
     draw = random.Random(1)
-    rows = []
+    lines = []
     for rank in range(ranks):
         compute = 60e6 * (1.2 if rank == slow else 1.0) * draw.uniform(0.995, 1.005)
         step = max(98e6, min(102e6, draw.gauss(100e6, 0.6e6)))
@@ -39,96 +40,91 @@ def job(ranks: int = 512, *, nasty: str = "", slow: int = 7) -> JobReport:
         waits = max(0.0, 30e6 - (compute - 60e6))
         values = [compute, waits, copies, max(0.0, step - compute - waits - copies)]
         host = f"node-{rank // 8:03}{nasty}"
-        rows.append(Row(rank, host, f"/runs/job{nasty}/rank{rank}.json.gz", step, values))
+        lines.append(line(rank, step, values, host, f"/runs/job{nasty}/rank{rank}.json.gz"))
     middle = dict(zip(CLASSES, [60e6, 30e6, 2e6, 8e6], strict=True))
     slower = dict(zip(CLASSES, [72e6, 18e6, 2e6, 8e6], strict=True))
-    return JobReport(
-        version="1.0",
-        source=f"/runs/job{nasty}",
-        verdict=f"Rank {slow} computes 20% slower and the others wait for it{nasty}",
+    missing = MissingRanks(
+        ranks=f"{ranks}-{ranks + 1}", count=2, why=f"access denied{nasty}", path=nasty
+    )
+    changes = RanksWhatIf(
+        text=f"rank {slow} as fast as the median{nasty}", gain_ns=11.5e6, low_ns=11e6, high_ns=12e6
+    )
+    return Ranks(
+        lines=lines,
+        aligned=True,
+        alignment_error_ns=20e3,
+        note=f"Ranks put on one clock.{nasty}",
         world=ranks + 2,
-        read=ranks,
-        missing=[
-            Missing(ranks=f"{ranks}-{ranks + 1}", count=2, why=f"access denied{nasty}", path=nasty)
-        ],
-        device=f"NVIDIA H100{nasty}",
+        missing=[missing],
         hosts=-(-ranks // 8),
-        step=Spread(least=98e6, low=99.2e6, median=100e6, high=100.8e6, most=102e6),
+        step=StepSpread(min=98e6, low=99.2e6, median=100e6, high=100.8e6, max=102e6),
         classes=[*CLASSES],
-        alike=[
-            Alike(
+        clusters=[
+            RankCluster(
                 name=f"most{nasty}",
                 ranks=f"0-{slow - 1}, {slow + 1}-{ranks - 1}",
                 count=ranks - 1,
                 step_ns=100e6,
                 time=middle,
             ),
-            Alike(name="computes longer", ranks=str(slow), count=1, step_ns=100e6, time=slower),
+            RankCluster(
+                name="computes longer", ranks=str(slow), count=1, step_ns=100e6, time=slower
+            ),
         ],
-        odd=[
-            Odd(
-                what="rank",
+        outliers=[
+            Outlier(
+                unit="rank",
                 name=str(slow),
                 ranks=str(slow),
                 kind="compute",
                 moves=False,
+                excess_ns=12e6,
                 waited_ns=11.5e6,
                 last_share=0.97,
-                sure=0.9999,
-                why=f"72 ms of compute where the median rank has 60 ms{nasty}",
+                significance=0.9999,
+                reason=f"72 ms of compute where the median rank has 60 ms{nasty}",
             ),
-            Odd(
-                what="host",
+            Outlier(
+                unit="host",
                 name=f"node-003{nasty}",
                 ranks="24-31",
                 kind="network",
                 moves=True,
-                sure=0.95,
+                excess_ns=3e6,
+                significance=0.95,
             ),
         ],
-        findings=[
-            JobFinding(
-                rule="slow-rank",
-                title=f"Rank {slow} is slower than the others{nasty}",
-                summary=f"All ranks wait 11.5 ms a step for it.{nasty}",
-                fix=f"Drain its node.{nasty}",
-                severity="warning",
-                ranks=str(slow),
-                count=1,
-                gain_ns=11.5e6,
-                low_ns=11e6,
-                high_ns=12e6,
-                place=f"train.py:12{nasty}",
-                verify=f"Profile again.{nasty}",
-            )
-        ],
-        what_if=[
-            WhatIf(
-                text=f"rank {slow} as fast as the median{nasty}",
-                gain_ns=11.5e6,
-                low_ns=11e6,
-                high_ns=12e6,
-            )
-        ],
-        rows=rows,
-        aligned=ranks,
-        error_ns=20e3,
+        what_if=[changes],
         not_checked={f"a rule{nasty}": f"nothing of it was recorded{nasty}"},
-        bytes_read=ranks * 20_000_000,
-        seconds=120.0,
+    )
+
+
+def line(
+    rank: int, step_ns: float, values: list[float | None], host: str = "", path: str = ""
+) -> RankLine:
+    """One rank, of whose classes these are the times."""
+    return RankLine(
+        rank=rank,
+        step_ns=step_ns,
+        busy_share=None,
+        communication_ns=None,
+        idle_ns=None,
+        host=host,
+        path=path,
+        time=values,
     )
 
 
 @pytest.fixture
-def make_job() -> Callable[..., JobReport]:
+def make_job() -> Callable[..., Ranks]:
     """:func:`job`."""
     return job
 
 
 @pytest.fixture
-def same() -> Callable[[JobReport], bytes]:
-    """All of a report but how long it took."""
-    return lambda report: structs.replace(report, seconds=0.0).to_json()
+def make_line() -> Callable[..., RankLine]:
+    """:func:`line`."""
+    return line
 
 
 @pytest.fixture
@@ -140,6 +136,7 @@ def nasty() -> str:
 RULE = """
 import os, signal, time
 from pathlib import Path
+from typing import Any
 from advisor.core.finding import Rule
 
 HERE = Path(__file__).parent
@@ -178,10 +175,11 @@ class Fleet:
         """``once`` or ``always``: who measures this rank is killed; ``waits``: he never ends."""
         (self.rules / f"rank{rank}.json.{kind}").touch()
 
-    @property
-    def wanted(self) -> Wanted:
+    def analyze(self, ranks: str = "", **options: Any) -> Report:
         """With the traps."""
-        return Wanted(rules_folder=str(self.rules))
+        read = ReadOptions(ranks=ranks)
+        chosen = Options(rules_folder=self.rules, config={}, read=read, **options)
+        return analyze(self.folder, chosen)
 
 
 @pytest.fixture

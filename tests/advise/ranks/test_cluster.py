@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,11 +11,8 @@ import pytest
 
 from advisor.advise.ranks import cluster as home
 from advisor.advise.ranks.cluster import Cluster
-from advisor.advise.ranks.job import Done, study
+from advisor.advise.ranks.job import RanksDone
 from advisor.core.errors import AdvisorError
-from advisor.measure.ranks.job_report import JobReport
-
-Same = Callable[[JobReport], bytes]
 
 
 @pytest.fixture(scope="module")
@@ -38,32 +35,30 @@ def scheduler() -> Iterator[Any]:
         yield made
 
 
-def test_a_worker_killed_in_the_middle_changes_nothing(
-    scheduler: Any, fleet: Any, same: Same
-) -> None:
+def test_a_worker_killed_in_the_middle_changes_nothing(scheduler: Any, fleet: Any) -> None:
     address = scheduler.scheduler_address
-    here = study([str(fleet.folder)], workers=1, wanted=fleet.wanted)
-    assert here.read == fleet.ranks
+    here = fleet.analyze(workers=1)
+    assert len(here.ranks.lines) == fleet.ranks
     links: set[str] = set()
 
-    def told(done: Done) -> None:
+    def progress(done: RanksDone) -> None:
         links.add(done.dashboard)
 
-    whole = study([str(fleet.folder)], cluster=address, wanted=fleet.wanted, told=told)
-    assert same(whole) == same(here)
+    whole = fleet.analyze(cluster=address, on_progress=progress)
+    assert whole == here
     assert links == {scheduler.dashboard_link}
     fleet.trap(2, "once")
-    again = study([str(fleet.folder)], cluster=address, wanted=fleet.wanted)
+    again = fleet.analyze(cluster=address)
     assert not (fleet.rules / "rank2.json.once").exists(), "nobody was killed"
-    assert same(again) == same(whole)
+    assert again == whole
 
 
 def test_a_file_that_kills_workers_fails_alone(scheduler: Any, fleet: Any) -> None:
     fleet.trap(4, "always")
     (fleet.folder / "rank1.json").write_text("{")
-    report = study([str(fleet.folder)], cluster=scheduler.scheduler_address, wanted=fleet.wanted)
-    assert report.read == fleet.ranks - 2
-    told = {item.ranks: item.why for item in report.missing}
+    ranks = fleet.analyze(cluster=scheduler.scheduler_address).ranks
+    assert len(ranks.lines) == fleet.ranks - 2
+    told = {item.ranks: item.why for item in ranks.missing}
     assert set(told) == {"1", "4"}
     assert "died" in told["4"]
 
@@ -79,7 +74,7 @@ def test_without_the_extra_the_command_that_brings_it_is_told(
 ) -> None:
     monkeypatch.setitem(sys.modules, "distributed", None)
     with pytest.raises(AdvisorError, match=r'--cluster needs distributed: pip install ".*cluster'):
-        study([str(fleet.folder)], cluster="tcp://127.0.0.1:8786")
+        fleet.analyze(cluster="tcp://127.0.0.1:8786")
 
 
 @pytest.mark.parametrize(

@@ -7,19 +7,27 @@ import time
 import tracemalloc
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
 
+import msgspec
 import numpy as np
 import pytest
 from msgspec.structs import replace
 
-from advisor.advise.ranks.diagnose import diagnose
-from advisor.advise.ranks.measure import summarise
-from advisor.measure.ranks.job_report import JobReport, numbers
+from advisor.advise.engine import Options, analyze
+from advisor.advise.ranks.pricing import RanksPricer
+from advisor.advise.ranks.task import summarise_file
+from advisor.core.finding import Edit, Finding, Impact, Select
+from advisor.core.ranks import Ranks, numbers
 from advisor.measure.ranks.summary import Advice, Kernel, Step, Summary, Unread, pack, unpack
+from advisor.replay.ranks.study import study
 
 sys.path.insert(0, str(Path(__file__).parent))
 from job_by_hand import MS, Item, Meet, Program, Ran, Work, run
 
+SYNC = Edit(op="remove", select=Select(on="host"))
+NO_REPLAY = {"method": "replay", "error": 0.0, "reason": "", "unseen_loader": False}
 RANKS, STEPS, PIECES = 32, 6, 8
 EVERYBODY = tuple(range(RANKS))
 Extra = Callable[[int, int, int], Sequence[Item]]
@@ -47,12 +55,19 @@ def nothing(rank: int, step: int, piece: int) -> list[Item]:
     return []
 
 
+def diagnose(summaries: Sequence[Summary], unread: Sequence[Unread] = ()) -> Ranks:
+    """What is said of these ranks."""
+    found = study(summaries, unread)
+    assert found is not None
+    return found.ranks
+
+
 def told(
     extra: Extra,
     *,
     seed: int = 0,
     kernels: Callable[[int], dict[str, Kernel]] = lambda rank: {},
-) -> tuple[JobReport, float]:
+) -> tuple[Ranks, float]:
     """The report, and what the step is shorter by without what is extra."""
     ran = run(RANKS, STEPS, data_parallel(extra, seed), kernels=kernels)
     without = run(RANKS, STEPS, data_parallel(nothing, seed))
@@ -62,8 +77,7 @@ def told(
 @pytest.mark.parametrize("seed", range(40))
 def test_nobody_is_blamed_where_all_are_alike(seed: int) -> None:
     report = diagnose(run(RANKS, STEPS, data_parallel(nothing, seed)).summaries)
-    assert report.odd == []
-    assert "no rank is told from the others" in report.verdict
+    assert report.outliers == []
 
 
 @pytest.mark.parametrize(
@@ -72,30 +86,40 @@ def test_nobody_is_blamed_where_all_are_alike(seed: int) -> None:
 )
 def test_the_rank_with_more_work_of_its_own_is_told(name: str, kind: str) -> None:
     report, gain = told(lambda r, s, p: [Work(0.3 * MS, name)] if r == 7 else [])
-    (odd,) = report.odd
-    assert (odd.what, odd.name, odd.ranks, odd.kind, odd.moves) == ("rank", "7", "7", kind, False)
-    assert odd.sure is not None
-    assert odd.sure > 0.99
-    assert odd.gain_ns == pytest.approx(gain, rel=0.05)
-    assert odd.low_ns is not None
-    assert odd.high_ns is not None
-    assert odd.low_ns <= gain <= odd.high_ns
-    assert odd.fix
-    assert "rank 7" in report.verdict
+    (outlier,) = report.outliers
+    assert (outlier.unit, outlier.name, outlier.ranks, outlier.kind, outlier.moves) == (
+        "rank",
+        "7",
+        "7",
+        kind,
+        False,
+    )
+    assert outlier.significance is not None
+    assert outlier.significance > 0.99
+    assert outlier.gain_ns == pytest.approx(gain, rel=0.05)
+    assert outlier.low_ns is not None
+    assert outlier.high_ns is not None
+    assert outlier.low_ns <= gain <= outlier.high_ns
+    assert outlier.reason
 
 
 def test_those_who_wait_are_not_blamed_however_long_their_collectives() -> None:
     report, _ = told(lambda r, s, p: [Work(1.0 * MS)] if r == 3 and p == 0 else [])
-    assert [odd.ranks for odd in report.odd] == ["3"]
+    assert [outlier.ranks for outlier in report.outliers] == ["3"]
     waiting = report.classes.index("waiting")
-    assert min(row.values[waiting] for row in report.rows if row.rank != 3) > 0.9 * MS
-    assert next(row.values[waiting] for row in report.rows if row.rank == 3) < 0.5 * MS
+    assert min(row.time[waiting] for row in report.lines if row.rank != 3) > 0.9 * MS
+    assert next(row.time[waiting] for row in report.lines if row.rank == 3) < 0.5 * MS
 
 
 def test_a_host_is_told_as_a_host() -> None:
     report, _ = told(lambda r, s, p: [Work(0.3 * MS, "idle: loader")] if 8 <= r < 16 else [])
-    (odd,) = report.odd
-    assert (odd.what, odd.name, odd.ranks, odd.kind) == ("host", "node-01", "8-15", "input")
+    (outlier,) = report.outliers
+    assert (outlier.unit, outlier.name, outlier.ranks, outlier.kind) == (
+        "host",
+        "node-01",
+        "8-15",
+        "input",
+    )
 
 
 def test_a_slow_device_is_slower_at_all_kernels_and_an_imbalance_is_not() -> None:
@@ -111,23 +135,23 @@ def test_a_slow_device_is_slower_at_all_kernels_and_an_imbalance_is_not() -> Non
 
     slow, _ = told(more, kernels=lambda rank: kernels(rank, (1.3, 1.3)))
     uneven, _ = told(more, kernels=lambda rank: kernels(rank, (1.0, 2.2)))
-    assert [odd.kind for odd in slow.odd] == ["compute"]
-    assert "1.30 times" in slow.odd[0].why
-    assert [odd.kind for odd in uneven.odd] == ["imbalance"]
+    assert [outlier.kind for outlier in slow.outliers] == ["compute"]
+    assert "1.30 times" in slow.outliers[0].reason
+    assert [outlier.kind for outlier in uneven.outliers] == ["imbalance"]
 
 
 def test_another_rank_in_each_step_is_told_as_moving() -> None:
     order = np.random.default_rng(5).permutation(RANKS)
     report, gain = told(lambda r, s, p: [Work(0.4 * MS)] if r == order[s] else [])
-    (odd,) = report.odd
-    assert (odd.kind, odd.moves) == ("imbalance", True)
-    assert odd.ranks == numbers(order[:STEPS].tolist())
-    assert odd.gain_ns == pytest.approx(gain, rel=0.1)
+    (outlier,) = report.outliers
+    assert (outlier.kind, outlier.moves) == ("imbalance", True)
+    assert outlier.ranks == numbers(order[:STEPS].tolist())
+    assert outlier.gain_ns == pytest.approx(gain, rel=0.1)
 
 
 def test_one_long_step_is_no_habit_of_its_rank() -> None:
     report, _ = told(lambda r, s, p: [Work(0.9 * MS)] if r == 7 and s == 2 else [])
-    assert report.odd == []
+    assert report.outliers == []
 
 
 def test_links_of_one_host_are_told() -> None:
@@ -145,10 +169,15 @@ def test_links_of_one_host_are_told() -> None:
 
     ran = run(RANKS, STEPS, program, host=lambda rank: f"node-{rank // 4:02d}")
     report = diagnose(ran.summaries)
-    (odd,) = report.odd
-    assert (odd.what, odd.name, odd.ranks, odd.kind) == ("host", "node-05", "20-23", "network")
+    (outlier,) = report.outliers
+    assert (outlier.unit, outlier.name, outlier.ranks, outlier.kind) == (
+        "host",
+        "node-05",
+        "20-23",
+        "network",
+    )
     # the other hosts wait for it at the end of the step: eight times 0.4 ms
-    assert odd.gain_ns == pytest.approx(8 * 0.4 * MS, rel=0.1)
+    assert outlier.gain_ns == pytest.approx(8 * 0.4 * MS, rel=0.1)
 
 
 def pipeline(longer: float) -> Ran:
@@ -178,47 +207,44 @@ def _send(stage: int, lane: int) -> Meet:
 
 def test_the_long_stage_of_a_pipeline_is_told_and_its_bubbles_are_not() -> None:
     report = diagnose(pipeline(0.4).summaries)
-    (odd,) = report.odd
-    assert (odd.what, odd.name, odd.ranks, odd.kind) == ("stage", "2", "4-5", "pipeline")
-    assert odd.gain_ns is not None
-    assert odd.gain_ns > 0
-    assert diagnose(pipeline(0.0).summaries).odd == []
-
-
-def _advice(gain: float) -> Advice:
-    return Advice(
-        rule="launch-bound",
-        title="The device waits for launches",
-        summary="It waits.",
-        severity="info",
-        gain_ns=gain,
-        low_ns=gain,
-        high_ns=gain,
+    (outlier,) = report.outliers
+    assert (outlier.unit, outlier.name, outlier.ranks, outlier.kind) == (
+        "stage",
+        "2",
+        "4-5",
+        "pipeline",
     )
+    assert outlier.gain_ns is not None
+    assert outlier.gain_ns > 0
+    assert diagnose(pipeline(0.0).summaries).outliers == []
 
 
 def test_a_gain_of_ranks_that_wait_anyway_is_worth_nothing_to_the_job() -> None:
     def slow(rank: int, step: int, piece: int) -> list[Item]:
         return [Work(0.5 * MS)] if rank == 7 else []
 
-    def job(who: set[int]) -> JobReport:
+    def gain(who: set[int]) -> float:
+        """Of a finding that saves each of these ranks 2 ms by itself; rank 0 has the report."""
+        advice = Advice("launch-bound", "host", 2 * MS)
         ran = run(
             RANKS,
             STEPS,
             data_parallel(slow),
-            findings=lambda rank: [_advice(2 * MS)] if rank in who else [],
+            findings=lambda rank: [advice] if rank in who else [],
         )
-        return diagnose(ran.summaries)
+        found = study(ran.summaries)
+        assert found is not None
+        own = Impact(currency="step_time", gain_ns=round(2 * MS * (0 in who)))
+        finding = Finding(
+            rule="launch-bound", summary="", category="host", edits=[SYNC], impact=own
+        )
+        pricing = RanksPricer(cast("Any", SimpleNamespace(**NO_REPLAY)), found, 0, [finding])
+        assert pricing.counted("launch-bound") == len(who)
+        return pricing.price(finding.edits).gain
 
-    waits = job(set(EVERYBODY) - {7}).findings[0]
-    assert (waits.ranks, waits.count) == ("0-6, 8-31", 31)
-    assert waits.gain_ns == pytest.approx(0, abs=0.02 * MS)
-    late = job({7}).findings[0]
-    assert (late.ranks, late.count) == ("7", 1)
-    assert late.gain_ns == pytest.approx(2 * MS, rel=0.1)
-    everybody = job(set(EVERYBODY)).findings[0]
-    assert (everybody.ranks, everybody.count) == ("0-31", 32)
-    assert everybody.gain_ns == pytest.approx(2 * MS, rel=0.1)
+    assert gain(set(EVERYBODY) - {7}) == pytest.approx(0, abs=0.02 * MS)
+    assert gain({7}) == pytest.approx(2 * MS, rel=0.1)
+    assert gain(set(EVERYBODY)) == pytest.approx(2 * MS, rel=0.1)
 
 
 def test_ranks_that_are_not_there_are_told_and_the_rest_stands() -> None:
@@ -230,8 +256,8 @@ def test_ranks_that_are_not_there_are_told_and_the_rest_stands() -> None:
         ("4-5", 2, "access denied"),
         ("20", 1, "cut off"),
     ]
-    assert [odd.ranks for odd in report.odd] == ["7"]
-    assert report.verdict.startswith("29 ranks of 32")
+    assert [outlier.ranks for outlier in report.outliers] == ["7"]
+    assert (len(report.lines), report.world) == (29, 32)
 
 
 @pytest.mark.parametrize("slow", [True, False])
@@ -247,50 +273,57 @@ def test_of_a_file_that_is_cut_off_the_steps_before_the_cut_count(slow: bool) ->
     per_step["idle: dispatch"] = pack(np.where(cut, idle, length))
     summaries[7] = replace(whole, damage="cut off before its end", per_step=per_step)
     report = diagnose(summaries)
-    assert [odd.kind for odd in report.odd] == (["compute"] if slow else [])
+    assert [outlier.kind for outlier in report.outliers] == (["compute"] if slow else [])
     assert "7" in report.not_checked["the work of damaged files"]
 
 
 def test_a_rank_counts_once_however_many_files_it_has() -> None:
     ran = run(RANKS, STEPS, data_parallel(nothing))
     report = diagnose([*ran.summaries, replace(ran.summaries[4], path="copy.json")])
-    assert report.read == RANKS
-    assert len(report.rows) == RANKS
+    assert len(report.lines) == RANKS
     assert "4" in report.not_checked["further files of the same ranks"]
 
 
 def test_no_rank_at_all_and_one_without_collectives() -> None:
-    assert diagnose([]).verdict == "No rank could be read."
+    assert study([]) is None
     lone = Summary(rank=0, path="a.json", step_ns=0.0)
     report = diagnose([lone])
     assert report.step is None
-    assert report.odd == []
+    assert report.outliers == []
     alone = run(1, 3, lambda rank, step: [Work(MS)]).summaries
-    assert diagnose(alone).verdict.startswith("1 rank, 1 ms a step")
+    found = diagnose(alone)
+    assert found.step is not None and found.step.median == MS
 
 
 def test_the_public_job_of_eight_ranks(shared_file: Callable[[str], str]) -> None:
     """README of the traces: rank 7 comes last in 5 of 8 collectives."""
     summaries = [
-        summarise(shared_file(f"dlrm_8ranks/worker{rank}.pt.trace.json.gz")) for rank in range(8)
+        summarise_file(shared_file(f"dlrm_8ranks/worker{rank}.pt.trace.json.gz"))
+        for rank in range(8)
     ]
     report = diagnose(summaries)
-    (odd,) = report.odd
-    assert (odd.what, odd.name) == ("rank", "7")
-    assert odd.last_share == pytest.approx(5 / 8)
-    assert odd.sure is not None
-    assert 0.98 < odd.sure < 1
-    assert "5 of 8" in odd.why
-    assert report.aligned == 8
-    told_of = next(f for f in report.findings if f.rule == "exposed-communication")
-    assert told_of.ranks == "0-7"
+    (outlier,) = report.outliers
+    assert (outlier.unit, outlier.name) == ("rank", "7")
+    assert outlier.last_share == pytest.approx(5 / 8)
+    assert outlier.significance is not None
+    assert 0.98 < outlier.significance < 1
+    assert "5 of 8" in outlier.reason
+    assert report.alignment_error_ns is not None
     column = {name: place for place, name in enumerate(report.classes)}
     # the ordinary report of rank 0: 38 % of its step is communication that nothing hides
-    first = report.rows[0]
-    exposed = first.values[column["communication"]] + first.values[column["waiting"]]
+    first = report.lines[0]
+    exposed = first.time[column["communication"]] + first.time[column["waiting"]]
     assert exposed / first.step_ns == pytest.approx(0.38, abs=0.005)
-    assert "by rank: 0 38%, 1 56%" in told_of.summary
-    assert "all-to-all" in told_of.summary
+    folder = Path(shared_file("dlrm_8ranks/worker0.pt.trace.json.gz")).parent
+    whole = analyze(folder, Options(config={}))
+    assert whole.ranks is not None and whole.ranks.outliers == report.outliers
+    (exposed_there,) = (
+        f for f in (*whole.findings, *whole.notes) if f.rule == "exposed-communication"
+    )
+    assert "seen on 8 of 8 ranks" in exposed_there.confidence_notes
+    evidence = {item.label: item.value for item in exposed_there.evidence}
+    assert str(evidence["exposed by rank"]).startswith("0 38%, 1 56%")
+    assert evidence["exposed in all-to-all"]
 
 
 def large(ranks: int, steps: int, per: int, slow: int) -> list[Summary]:
@@ -350,11 +383,11 @@ def test_a_thousand_ranks_are_diagnosed_in_seconds_and_in_little_memory() -> Non
     took = time.process_time() - begin
     _, peak = tracemalloc.get_traced_memory()
     tracemalloc.stop()
-    (odd,) = report.odd
-    assert (odd.what, odd.name, odd.kind) == ("rank", "77", "compute")
+    (outlier,) = report.outliers
+    assert (outlier.unit, outlier.name, outlier.kind) == ("rank", "77", "compute")
     # a million collectives, 100 a step: without it the last of 1,023 is some 3.2 deviations late
-    assert odd.gain_ns == pytest.approx(100 * (1.3 - 1.065) * MS, rel=0.1)
-    assert report.aligned == 1024
+    assert outlier.gain_ns == pytest.approx(100 * (1.3 - 1.065) * MS, rel=0.1)
+    assert report.alignment_error_ns is not None
     assert peak < 1 << 30
     assert took < 60, "seconds of CPU; some 5 where memory is not traced"
-    assert len(report.to_json()) < 1 << 20
+    assert len(msgspec.json.encode(report)) < 1 << 20

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from msgspec.structs import replace
 
-from advisor.advise.ranks.measure import summarise
+from advisor.advise.ranks.task import summarise_file
 from advisor.core.errors import AdvisorError
 from advisor.measure import Analysis
 from advisor.measure.ranks.join import join, waits
@@ -40,7 +40,7 @@ def test_waits_are_those_of_the_analysis_of_few_ranks(
     assert alignment.error_ns is not None
     few = skew(analyses, alignment)
     table = few.stragglers.sort("rank")
-    summaries = sorted((summarise(file) for file in files), key=lambda s: s.rank)
+    summaries = sorted((summarise_file(file) for file in files), key=lambda s: s.rank)
     joined = join(summaries)
     found = waits(joined)
     assert [s.rank for s in summaries] == table["rank"].to_list()

@@ -6,7 +6,6 @@ import os
 import signal
 import time
 import zipfile
-from collections.abc import Callable
 from concurrent.futures import Future
 from contextlib import suppress
 from pathlib import Path
@@ -15,17 +14,14 @@ from typing import Any
 import msgspec
 import pytest
 
-import advisor
-from advisor.advise.ranks.job import Done, count_ranks, is_many, study
+from advisor.advise.engine import Options, analyze
+from advisor.advise.ranks.job import MAX_HELD, RanksDone, ranks_apart
 from advisor.advise.ranks.sources import RemoteFile
 from advisor.advise.ranks.task import Order, Wanted, perform
 from advisor.advise.ranks.work import processes
 from advisor.core.errors import AdvisorError
 from advisor.core.pool import ProcessPool, WorkerDied
-from advisor.measure.ranks.job_report import JobReport
 from advisor.measure.ranks.summary import Summary, decode
-
-Same = Callable[[JobReport], bytes]
 
 
 def packed(path: Path, wanted: Wanted | None = None) -> bytes:
@@ -33,27 +29,24 @@ def packed(path: Path, wanted: Wanted | None = None) -> bytes:
     return msgspec.msgpack.encode(Order(source=source, wanted=wanted or Wanted()))
 
 
-def test_a_killed_process_changes_nothing_and_a_damaged_file_fails_alone(
-    fleet: Any, same: Same
-) -> None:
-    whole = study([str(fleet.folder)], workers=2, wanted=fleet.wanted)
-    assert (whole.read, whole.missing) == (fleet.ranks, [])
-    assert [row.rank for row in whole.rows] == list(range(fleet.ranks))
+def test_a_killed_process_changes_nothing_and_a_damaged_file_fails_alone(fleet: Any) -> None:
+    whole = fleet.analyze(workers=2)
+    assert whole.ranks.missing == []
+    assert [line.rank for line in whole.ranks.lines] == list(range(fleet.ranks))
     fleet.trap(3, "once")
     seen: list[tuple[int, int]] = []
 
-    def told(done: Done) -> None:
+    def progress(done: RanksDone) -> None:
         seen.append((done.ranks, done.total))
 
-    again = study([str(fleet.folder)], workers=2, wanted=fleet.wanted, told=told)
+    again = fleet.analyze(workers=2, on_progress=progress)
     assert not (fleet.rules / "rank3.json.once").exists(), "nobody was killed"
-    assert same(again) == same(whole)
+    assert again == whole
     assert seen == [(n, fleet.ranks) for n in range(fleet.ranks + 1)]
-    assert advisor.analyze_job is study
     (fleet.folder / "rank2.json").write_text('{"traceEvents": [')
     fleet.trap(5, "always")
-    partly = study([str(fleet.folder)], workers=2, wanted=fleet.wanted)
-    assert partly.read == fleet.ranks - 2
+    partly = fleet.analyze(workers=2).ranks
+    assert len(partly.lines) == fleet.ranks - 2
     told_ = {item.ranks: item.why for item in partly.missing}
     assert set(told_) == {"2", "5"}
     assert "killed by signal 9, 3 times" in told_["5"]
@@ -62,15 +55,17 @@ def test_a_killed_process_changes_nothing_and_a_damaged_file_fails_alone(
 
 def test_a_file_that_is_never_done_is_ended(fleet: Any) -> None:
     fleet.trap(1, "waits")
-    report = study([str(fleet.folder)], ranks="1-2", workers=2, wanted=fleet.wanted, seconds=25.0)
-    assert [item.ranks for item in report.missing] == ["1"]
-    assert "not done within 25 s" in report.missing[0].why
+    ranks = fleet.analyze("1-2", workers=2, seconds=25.0).ranks
+    assert [item.ranks for item in ranks.missing] == ["1"]
+    assert "not done within 25 s" in ranks.missing[0].why
 
 
 def test_no_process_is_left_behind_not_even_a_busy_one(fleet: Any) -> None:
     fleet.trap(0, "waits")
     with processes(1) as crew:
-        crew.submit(perform, packed(fleet.folder / "rank0.json", fleet.wanted))
+        crew.submit(
+            perform, packed(fleet.folder / "rank0.json", Wanted(rules_folder=str(fleet.rules)))
+        )
         deadline = time.monotonic() + 60
         while not (pids := crew.pids) and time.monotonic() < deadline:
             time.sleep(0.01)
@@ -109,7 +104,7 @@ def test_a_job_of_which_nothing_can_be_read_is_one_line(tmp_path: Path) -> None:
     for rank in range(2):
         (tmp_path / f"rank{rank}.json").write_text("{")
     with pytest.raises(AdvisorError, match=r"none of the 2 files can be read; first: .*rank0"):
-        study([str(tmp_path)], workers=1)
+        analyze(tmp_path, Options(workers=1))
 
 
 def test_ranks_in_an_archive_are_fetched_by_the_workers(fleet: Any, tmp_path: Path) -> None:
@@ -119,42 +114,43 @@ def test_ranks_in_an_archive_are_fetched_by_the_workers(fleet: Any, tmp_path: Pa
         for file in sorted(fleet.folder.iterdir()):
             made.write(file, f"gpu-01/{file.name}")
     place = f"zip://gpu-01/*.json::{archive}"
-    assert count_ranks([place]) == fleet.ranks
-    here, there = (study([one], workers=2) for one in (str(fleet.folder), place))
-    assert [row.rank for row in there.rows] == list(range(fleet.ranks))
-    assert [row.step_ns for row in there.rows] == [row.step_ns for row in here.rows]
-    assert [row.host for row in there.rows] == ["gpu-01"] * fleet.ranks
-    assert there.rows[2].path == f"zip://gpu-01/rank2.json::{archive}"
+    reports = [analyze(one, Options(workers=2)) for one in (str(fleet.folder), place)]
+    here, there = ([] if r.ranks is None else r.ranks.lines for r in reports)
+    assert [line.rank for line in there] == list(range(fleet.ranks))
+    assert [line.step_ns for line in there] == [line.step_ns for line in here]
+    assert [line.host for line in there] == ["gpu-01"] * fleet.ranks
+    assert there[2].path == f"zip://gpu-01/rank2.json::{archive}"
 
 
 def test_a_fault_of_the_comparison_is_one_line(fleet: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    def diagnose(*_: object, **__: object) -> JobReport:
+    def study(*_: object, **__: object) -> None:
         raise ValueError("zero-size\narray")
 
-    monkeypatch.setattr("advisor.advise.ranks.diagnose.diagnose", diagnose)
+    monkeypatch.setattr("advisor.advise.engine.study", study)
     with pytest.raises(AdvisorError, match=r"cannot be compared, .*ValueError: zero-size array"):
-        study([str(fleet.folder)], ranks="0", workers=1)
+        fleet.analyze("0-1", workers=1)
 
 
 def test_ranks_are_counted_by_names_and_windows_of_one_rank_are_not(tmp_path: Path) -> None:
     for number in range(20):
         (tmp_path / f"trace_{number}.json").write_text("{}")
-    assert count_ranks([str(tmp_path)]) == 0
-    for number in range(3):
+    assert not ranks_apart([str(tmp_path)], Options())
+    for number in range(MAX_HELD - 1):
         for window in range(2):
             (tmp_path / f"host_{number}.{window}.pt.trace.json").write_text("{}")
-    assert count_ranks([str(tmp_path)]) == 3
-    (tmp_path / "rank7").mkdir()
-    (tmp_path / "rank7" / "trace.json").write_text("{}")
-    assert count_ranks([str(tmp_path)]) == 4
-    assert count_ranks([str(tmp_path / "nowhere")]) == 0
+    assert not ranks_apart([str(tmp_path)], Options())
+    for number in (70, 71):
+        (tmp_path / f"rank{number}").mkdir()
+        (tmp_path / f"rank{number}" / "trace.json").write_text("{}")
+    assert ranks_apart([str(tmp_path)], Options())
+    assert not ranks_apart([str(tmp_path / "nowhere")], Options())
 
 
 def test_more_files_elsewhere_than_are_held_at_once_are_measured_one_by_one(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     there = [RemoteFile(f"s3://b/{n}.json", f"s3://b/{n}.json") for n in range(65)]
-    monkeypatch.setattr("advisor.advise.ranks.job.locate", lambda _: there)
-    assert is_many(["s3://b/"])
+    monkeypatch.setattr("advisor.advise.ranks.job.locate", lambda *_: there)
+    assert ranks_apart(["s3://b/"], Options())
     there.pop()
-    assert not is_many(["s3://b/"])
+    assert not ranks_apart(["s3://b/"], Options())

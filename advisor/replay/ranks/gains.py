@@ -9,8 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from advisor.measure.ranks.align import medians
-from advisor.measure.ranks.odd import Fleet, Seen
-from advisor.measure.ranks.summary import Advice
+from advisor.measure.ranks.outliers import Deviation, Job
 from advisor.replay.calibration import OTHERS, fault_kind
 from advisor.replay.ranks.replay import Change, Gain, Replay
 
@@ -23,24 +22,63 @@ ALL_OVER = 0.01
 """Of the step: where half of the ranks are as far from the median, they differ all over."""
 
 
-def price(fleet: Fleet, replay: Replay, seen: Seen) -> Gain:
-    """Without what was seen: the rank like the others, the work spread evenly, the link as fast."""
-    at, kind = list(seen.who.places), fault_kind(seen.kind, moves=seen.moves)
-    if seen.kind == "network":
-        return _faster(fleet, replay, at, kind)
-    if seen.kind == "pipeline":
-        return replay.gain(replay.scaled(_balanced(fleet, replay)), kind)
-    usual = usual_work(fleet, replay, set() if seen.moves else set(at))
-    if seen.moves:
-        return replay.gain(_no_last(replay, usual), kind)
+def estimate(job: Job, replay: Replay, deviation: Deviation) -> Gain:
+    """What the job's step gains without a deviation; where a change is not certain, the low end is
+    of the part that is."""
+    change, certain = without(job, replay, deviation)
+    kind = fault_kind(deviation.kind, moves=deviation.moves)
+    gain = replay.gain(change, OTHERS if deviation.late else kind)
+    if certain is None:
+        return gain
+    return gain._replace(low=min(gain.low, replay.gain(certain, kind).low))
+
+
+def without(job: Job, replay: Replay, deviation: Deviation) -> tuple[Change, Change | None]:
+    """The job without a deviation: the rank like the others, the work spread evenly, the link as
+    fast. And the part of the change that is certain; ``None``: all of it."""
+    at = list(deviation.who.places)
+    if deviation.kind == "network":
+        return _faster(job, replay, at)
+    if deviation.kind == "pipeline":
+        return replay.scaled(_balanced(job, replay)), None
+    usual = usual_work(job, replay, set() if deviation.moves else set(at))
+    if deviation.moves:
+        return _no_last(replay, usual), None
     change = _like_the_others(replay, usual, at)
-    if seen.kind == "imbalance":
-        change = _spread(fleet, replay, change, at)
-    if seen.note == "late":
+    if deviation.kind == "imbalance":
+        change = _spread(job, replay, change, at)
+    if deviation.late:
         entry = replay.entry.copy()
         entry[at] = np.minimum(entry[at], np.median(np.delete(replay.entry, at)))
-        change, kind = change._replace(entry=entry), OTHERS
-    return replay.gain(change, kind)
+        change = change._replace(entry=entry)
+    return change, None
+
+
+def combined(replay: Replay, changes: Sequence[Change]) -> Change:
+    """Several changes at once: what each takes away is gone, as far as there is anything."""
+
+    def less(name: str, measured: Floats) -> Floats:
+        deltas = [v - measured for c in changes if (v := getattr(c, name)) is not None]
+        return np.maximum(0.0, measured + sum(deltas)) if deltas else measured
+
+    entries = [replay.entry, *(c.entry for c in changes if c.entry is not None)]
+    return Change(
+        work=less("work", replay.work),
+        tail=less("tail", replay.tail),
+        transfer=less("transfer", replay.transfer),
+        entry=np.minimum.reduce(entries),
+    )
+
+
+def saving(replay: Replay, saved: Floats, *, communication: bool) -> Change:
+    """Ranks that save some of their own time, ns per step each: a rank with less work of its own is
+    earlier at the next collective, which gains what the others waited for it. Of ``communication``
+    the transfers are hidden, not the waits."""
+    if communication:
+        return Change(transfer=_hidden(replay, saved))
+    own = np.nanmean(np.where(replay.whole[:, None], replay.own, 0.0), axis=1)
+    share = np.divide(saved, own, out=np.zeros_like(own), where=own > 0)
+    return replay.scaled(_repeated(np.maximum(0.0, 1 - share), replay))
 
 
 class Usual(NamedTuple):
@@ -52,25 +90,25 @@ class Usual(NamedTuple):
     """By rank."""
 
 
-def usual_work(fleet: Fleet, replay: Replay, without: set[int]) -> Usual:
+def usual_work(job: Job, replay: Replay, without: set[int]) -> Usual:
     """The middle of the ranks of a stage that have as many collectives in the step as most of them,
     ``without`` some. Place by place: where one is slower in some of the work, only that counts."""
-    stage, place = fleet.stage[replay.rank], replay.places()
+    stage, place = job.stage[replay.rank], replay.places()
     code = (stage * len(replay.columns) + replay.at) * (int(place.max()) + 1) + place
-    kept = np.isfinite(fleet.own.own)[replay.rank]
+    kept = np.isfinite(job.own.own)[replay.rank]
     kept &= ~np.isin(replay.rank, sorted(without))
-    kept &= replay.same_program(fleet.stage)
+    kept &= replay.same_program(job.stage)
     work = np.full(len(code), np.nan)
     order = np.flatnonzero(kept)[np.argsort(code[kept], kind="stable")]
     if len(order):
         names, first = np.unique(code[order], return_index=True)
         middle = medians(replay.work[order], np.append(first, len(order)))
         where = np.minimum(np.searchsorted(names, code), len(names) - 1)
-        known = (names[where] == code) & replay.same_program(fleet.stage)
+        known = (names[where] == code) & replay.same_program(job.stage)
         work[known] = middle[where[known]]
     tail = np.full(len(replay.tail), np.nan)
-    for name in np.unique(fleet.stage):
-        rows = np.flatnonzero((fleet.stage == name) & replay.whole)
+    for name in np.unique(job.stage):
+        rows = np.flatnonzero((job.stage == name) & replay.whole)
         like = [row for row in rows.tolist() if row not in without]
         if like:
             tail[rows] = float(np.median(replay.tail[like]))
@@ -86,19 +124,19 @@ def _like_the_others(replay: Replay, usual: Usual, at: Sequence[int]) -> Change:
     return Change(work=np.where(mine, usual.work, replay.work), tail=tail)
 
 
-def _spread(fleet: Fleet, replay: Replay, change: Change, at: Sequence[int]) -> Change:
+def _spread(job: Job, replay: Replay, change: Change, at: Sequence[int]) -> Change:
     """What some ranks no longer do is done by all that have the same part of the work, and an
     all-to-all of theirs takes as long as when each of its ranks has the mean of its tokens: it is
     over when the rank with most of them has them."""
-    stage, place = fleet.stage[replay.rank], replay.places()
+    stage, place = job.stage[replay.rank], replay.places()
     code = (stage * len(replay.columns) + replay.at) * (int(place.max()) + 1) + place
     _, of = np.unique(code, return_inverse=True)
     assert change.work is not None and change.tail is not None
-    same = replay.same_program(fleet.stage)
+    same = replay.same_program(job.stage)
     left = np.where(same, replay.work - change.work, 0.0)
     work = change.work + np.where(same, _mean(of, left, same), 0.0)
     whole = replay.whole
-    tail = change.tail + np.where(whole, _mean(fleet.stage, replay.tail - change.tail, whole), 0.0)
+    tail = change.tail + np.where(whole, _mean(job.stage, replay.tail - change.tail, whole), 0.0)
     row = np.unique(replay.row, return_inverse=True)[1]
     most = np.zeros(int(row.max()) + 1)
     np.maximum.at(most, row, replay.amount)
@@ -145,9 +183,9 @@ def _all_alike(replay: Replay, usual: Usual) -> Change:
     return Change(work=work, tail=tail)
 
 
-def no_stragglers(fleet: Fleet, replay: Replay) -> Gain:
+def no_stragglers(job: Job, replay: Replay) -> Gain:
     """Every rank at the median of its part of the work."""
-    return replay.gain(_all_alike(replay, usual_work(fleet, replay, set())))
+    return replay.gain(_all_alike(replay, usual_work(job, replay, set())))
 
 
 def no_transfers(replay: Replay, kind: str | None = None) -> Gain:
@@ -158,33 +196,6 @@ def no_transfers(replay: Replay, kind: str | None = None) -> Gain:
     else:
         took[replay.of_kind(kind)] = 0.0
     return replay.gain(Change(transfer=took))
-
-
-def advised(replay: Replay, advice: dict[int, Advice]) -> Gain | None:
-    """What a rule's findings on some ranks (by place) are worth to the job; ``None``: not priced.
-
-    A rank with less work of its own is earlier at the next collective, which is worth what the
-    others waited for it. Of advice about communication, the transfers count, not the waits."""
-    gains = {place: a for place, a in advice.items() if a.gain_ns is not None}
-    if not gains:
-        return None
-
-    def of(which: str) -> float:
-        saved = np.zeros(len(replay.tail))
-        for place, a in gains.items():
-            value = getattr(a, which)
-            saved[place] = max(0.0, float(a.gain_ns if value is None else value))  # type: ignore[arg-type]
-        if next(iter(gains.values())).category in ("distributed", "communication"):
-            return replay.gain(Change(transfer=_hidden(replay, saved))).gain
-        own = np.nanmean(np.where(replay.whole[:, None], replay.own, 0.0), axis=1)
-        share = np.divide(saved, own, out=np.zeros_like(own), where=own > 0)
-        factor = _repeated(np.maximum(0.0, 1 - share), replay)
-        return replay.gain(replay.scaled(factor)).gain
-
-    gain, low, high = of("gain_ns"), of("low_ns"), of("high_ns")
-    error = min(abs(replay.base - replay.measured), abs(gain))
-    low, high = max(0.0, min(gain, low) - error), max(gain, high) + error
-    return Gain(max(0.0, gain), low, max(0.0, high))
 
 
 def _hidden(replay: Replay, saved: Floats) -> Floats:
@@ -199,38 +210,35 @@ def _repeated(factor: Floats, replay: Replay) -> Floats:
     return np.repeat(factor[:, None], len(replay.columns), axis=1)
 
 
-def _balanced(fleet: Fleet, replay: Replay) -> Floats:
+def _balanced(job: Job, replay: Replay) -> Floats:
     """The work of all stages spread over the stages."""
-    own = fleet.own.own
-    names = np.unique(fleet.stage)
-    middle = np.array([np.nanmedian(own[fleet.stage == name]) for name in names])
+    own = job.own.own
+    names = np.unique(job.stage)
+    middle = np.array([np.nanmedian(own[job.stage == name]) for name in names])
     factor = np.ones(len(own))
     for name, ns in zip(names.tolist(), middle.tolist(), strict=True):
         if ns > 0:
-            factor[fleet.stage == name] = float(middle.mean()) / ns
+            factor[job.stage == name] = float(middle.mean()) / ns
     return _repeated(factor, replay)
 
 
-def _faster(fleet: Fleet, replay: Replay, at: Sequence[int], kind: str) -> Gain:
+def _faster(job: Job, replay: Replay, at: Sequence[int]) -> tuple[Change, Change | None]:
     """Transfers of some ranks as fast as the same ones of groups without them.
 
     Where each group has one of them, nothing tells what its transfers would take: those are taken
-    as slow by the same factor as the others, and the band reaches down to what is worth without
-    that."""
-    share, known = _slower(fleet, replay, at)
+    as slow by the same factor as the others, and only the others are certain."""
+    share, known = _slower(job, replay, at)
     # what a rank without a file takes part in holds the wait for it, which may be of them
     took = np.fmin(replay.transfer * share, np.where(known, replay.usual, np.nan))
-    gain = replay.gain(Change(transfer=took), kind)
     if known.all():
-        return gain
-    least = replay.gain(Change(transfer=np.where(known, took, replay.transfer)), kind)
-    return gain._replace(low=min(gain.low, least.low))
+        return Change(transfer=took), None
+    return Change(transfer=took), Change(transfer=np.where(known, took, replay.transfer))
 
 
-def _slower(fleet: Fleet, replay: Replay, at: Sequence[int]) -> tuple[Floats, Bools]:
+def _slower(job: Job, replay: Replay, at: Sequence[int]) -> tuple[Floats, Bools]:
     """By collective (cell): usual over own transfer time where some ranks take part, else 1, and
     whether there is a group without them that says so."""
-    joined = fleet.joined
+    joined = job.joined
     row, rank, key = replay.row, replay.rank, replay.key
     theirs = np.isin(row, row[np.isin(rank, list(at))])
     kinds: dict[tuple[str, int, int], int] = {}

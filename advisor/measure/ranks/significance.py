@@ -59,7 +59,7 @@ def residuals(values: Floats, group: Ints) -> Floats:
     return left
 
 
-def middles(values: Floats, axis: int) -> Floats:
+def medians_over(values: Floats, axis: int) -> Floats:
     """Median over an axis of a table of what is known; NaN where nothing is."""
     table = values if axis == 1 else values.T
     found = np.full(len(table), np.nan)
@@ -69,7 +69,7 @@ def middles(values: Floats, axis: int) -> Floats:
     return found
 
 
-def means(values: Floats, axis: int) -> Floats:
+def means_over(values: Floats, axis: int) -> Floats:
     """Mean likewise."""
     table = values if axis == 1 else values.T
     there = np.isfinite(table)
@@ -78,7 +78,7 @@ def means(values: Floats, axis: int) -> Floats:
     return np.where(count > 0, total / np.maximum(count, 1), np.nan)
 
 
-def chances(left: Floats) -> Floats:
+def p_values(left: Floats) -> Floats:
     """For each residual: probability that the largest of as many alike ones is as large.
 
     Two scales, and the smaller probability of the two, doubled: the median absolute deviation,

@@ -7,17 +7,17 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from advisor.measure.ranks.job_report import Alike, numbers
+from advisor.core.ranks import RankCluster, numbers
 from advisor.measure.ranks.summary import Summary
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
 
-LIMIT = 8
-NEAR = 0.1
+MAX_CLUSTERS = 8
+MAX_DISTANCE = 0.1
 """Of the step: ranks whose times differ by less, over all classes together, are alike."""
 FAMILIES = 6
-WORDS = {
+LABELS = {
     "compute": "compute",
     "copies": "copies",
     "input": "waiting for input",
@@ -27,9 +27,9 @@ WORDS = {
 }
 
 
-def find_alike(
+def find_clusters(
     summaries: Sequence[Summary], values: Floats, classes: Sequence[str], stage: Ints
-) -> list[Alike]:
+) -> list[RankCluster]:
     """At most LIMIT groups, the largest first. ``values``: ns a step, ranks x ``classes``; ranks of
     two stages of a pipeline are in two groups where their times differ at all."""
     known = np.flatnonzero(np.isfinite(values).all(axis=1))
@@ -38,7 +38,7 @@ def find_alike(
     step = np.array([summary.step_ns for summary in summaries])
     scale = float(np.median(step[known])) or 1.0
     features = np.hstack([values, _families(summaries)])[known] / scale
-    label = _clusters(features, NEAR)
+    label = _clusters(features, MAX_DISTANCE)
     groups = [known[label == number] for number in range(int(label.max()) + 1)]
     groups.sort(key=lambda places: (-len(places), int(places[0])))
     middle = np.median(values[known], axis=0)
@@ -47,7 +47,7 @@ def find_alike(
     for places in groups:
         own = np.median(values[places], axis=0)
         found.append(
-            Alike(
+            RankCluster(
                 name=_name(own - middle, classes, scale, len(groups), stage[places], several),
                 ranks=numbers([summaries[place].rank for place in places.tolist()]),
                 count=len(places),
@@ -90,7 +90,7 @@ def _clusters(features: Floats, near: float) -> Ints:
     middles = [np.median(features[label == n], axis=0) for n in range(len(leaders))]
     sizes = [int((label == n).sum()) for n in range(len(leaders))]
     alive = list(range(len(leaders)))
-    while len(alive) > LIMIT:
+    while len(alive) > MAX_CLUSTERS:
         pairs = [
             (float(np.abs(middles[a] - middles[b]).sum()) * min(sizes[a], sizes[b]), a, b)
             for place, a in enumerate(alive)
@@ -120,6 +120,6 @@ def _name(
     order = np.argsort(-np.abs(more), kind="stable")
     for place in order[:2].tolist():
         if abs(more[place]) >= 0.02 * scale:
-            word = WORDS.get(classes[place], classes[place])
+            word = LABELS.get(classes[place], classes[place])
             parts.append(f"{'more' if more[place] > 0 else 'less'} {word}")
     return ", ".join(parts) or "like the middle of all"

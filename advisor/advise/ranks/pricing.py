@@ -1,0 +1,198 @@
+"""What a finding gains the job: its saving on each rank, replayed by all ranks together."""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+from msgspec.structs import replace
+
+from advisor.advise.impact import Price, Pricer
+from advisor.measure.ranks.outliers import edits_of
+from advisor.measure.ranks.summary import unpack_findings
+from advisor.replay.ranks.gains import combined, saving, without
+from advisor.replay.ranks.replay import Change, Gain
+
+if TYPE_CHECKING:
+    from advisor.core.finding import Edit, Finding
+    from advisor.core.report import Replay
+    from advisor.measure.ranks.outliers import Deviation
+    from advisor.replay.ranks.study import Study
+
+COMMUNICATION = ("distributed", "communication")
+"""Categories whose findings save transfers: what a rank waits for the others stays."""
+Key = tuple["Edit", ...]
+"""All edits of one finding."""
+
+
+class Known(NamedTuple):
+    """What is known of a finding of single ranks."""
+
+    saved: dict[int, float]
+    """By place of a rank in the study: ns per step that it saves by itself."""
+    price: Price
+    """Of the rank that it is shown for, alone."""
+    own: bool
+    """That is the analysed rank."""
+    communication: bool
+
+
+class RanksPricer:
+    """Prices by replaying all ranks. What the analysed rank saves is told by its own replay, what
+    the others save by theirs; the job gains what is left of that where ranks wait for each other.
+    """
+
+    def __init__(self, own: Pricer, study: Study, rank: int, findings: Sequence[Finding]) -> None:
+        self.own = own
+        self.study = study
+        self.place = study.place(rank)
+        self.method, self.error, self.reason = own.method, own.error, own.reason
+        self.ranks = tuple(study.replayed)
+        self.unseen_loader = own.unseen_loader
+        self._known: dict[Key, Known] = {}
+        self._deviations: dict[Key, tuple[Deviation, Gain | None]] = {}
+        self._key_of: dict[Edit, Key] = {}
+        self._saved: dict[tuple[Key, ...], float] = {}
+        self._changes: dict[Key, Change] = {}
+        self._of_rule = _by_rule(study)
+        for deviation, gain in study.outliers:
+            key = tuple(edits_of(study.job, deviation))
+            self._deviations.setdefault(key, (deviation, gain))
+            self._name(key)
+        counts: Counter[str] = Counter()
+        for finding in findings:
+            if (price := _alone(finding)) is not None:
+                saved = self._of_rule[finding.rule, counts[finding.rule]]
+                own_saved = {} if self.place is None else {self.place: price.gain}
+                self._learn(finding, {**saved, **own_saved}, price, own=True)
+            counts[finding.rule] += 1
+
+    def _learn(self, finding: Finding, saved: dict[int, float], price: Price, *, own: bool) -> None:
+        key = tuple(finding.edits)
+        known = Known(saved, price, own, finding.category in COMMUNICATION)
+        self._known.setdefault(key, known)
+        self._name(key)
+
+    def _name(self, key: Key) -> None:
+        for edit in key:
+            self._key_of.setdefault(edit, key)
+
+    def knows(self, finding: Finding) -> bool:
+        """It is of single ranks, and estimated."""
+        return tuple(finding.edits) in self._known and _alone(finding) is not None
+
+    def others(self, rules: set[str]) -> list[Finding]:
+        """Findings of rules that found nothing on the analysed rank, each as the rank with the
+        median gain has it."""
+        found = []
+        for (rule, number), saved in self._of_rule.items():
+            if rule in rules or number:
+                continue
+            place = sorted(saved, key=lambda at: (saved[at], at))[len(saved) // 2]
+            details = unpack_findings(self.study.job.summaries[place].details)
+            finding = next((each for each in details if each.rule == rule), None)
+            if finding is None:
+                continue
+            if (price := _alone(finding)) is not None:
+                self._learn(finding, saved, price, own=False)
+            found.append(replace(finding, other_rank=True))
+        return found
+
+    def counted(self, rule: str) -> int:
+        """Ranks on which a rule found something."""
+        return len(self._of_rule[rule, 0])
+
+    def price(self, edits: Sequence[Edit]) -> Price:
+        """See :class:`~advisor.advise.impact.Pricer`."""
+        key = tuple(edits)
+        if key in self._deviations and (gain := self._deviations[key][1]) is not None:
+            return Price(*gain)
+        known = self._known.get(key)
+        if known is None:
+            return self.own.price(edits)
+        saved, alone = self._together(edits), known.price
+        replay = self.study.replay
+        error = min(abs(replay.base - replay.measured), abs(saved))
+        low, high = (
+            saved * (end / alone.gain) if alone.gain > 0 else saved
+            for end in (alone.low, alone.high)
+        )
+        low, high = max(0.0, min(saved, low) - error), max(saved, high) + error
+        return Price(max(0.0, saved), low, max(0.0, high))
+
+    def is_calibrated(self, edits: Sequence[Edit]) -> bool:
+        """See :class:`~advisor.advise.impact.Pricer`."""
+        return tuple(edits) in self._deviations
+
+    def marginal(self, edits: Sequence[Edit], given: Sequence[Edit]) -> float:
+        """See :class:`~advisor.advise.impact.Pricer`."""
+        return self._together([*given, *edits]) - self._together(given)
+
+    def critical_path(self) -> dict[str, float]:
+        """See :class:`~advisor.advise.impact.Pricer`."""
+        return self.own.critical_path()
+
+    def view(self, edits: Sequence[Edit]) -> Replay | None:
+        """See :class:`~advisor.advise.impact.Pricer`."""
+        found = self.own.view([e for e in edits if self._key_of.get(e) not in self._deviations])
+        if found is None:
+            return None
+        left = max(0.0, found.measured_ns - self._together(edits))
+        return replace(found, step_after_ns=left)
+
+    def _together(self, edits: Sequence[Edit]) -> float:
+        """What the job's step gains by all of these, ns."""
+        keys = tuple(dict.fromkeys(key for e in edits if (key := self._key_of.get(e)) is not None))
+        if not keys:
+            return 0.0
+        if keys not in self._saved:
+            replay = self.study.replay
+            change = combined(replay, self._changes_of(keys))
+            self._saved[keys] = replay.base - replay.step(change)
+        return self._saved[keys]
+
+    def _changes_of(self, keys: Sequence[Key]) -> list[Change]:
+        job, replay = self.study.job, self.study.replay
+        changes: list[Change] = []
+        given: list[Edit] = []
+        for key in keys:
+            if key in self._deviations:
+                if key not in self._changes:
+                    self._changes[key] = without(job, replay, self._deviations[key][0])[0]
+                changes.append(self._changes[key])
+                continue
+            known = self._known[key]
+            share = 1.0  # what is left of it after those before
+            if known.own:
+                if given and known.price.gain > 0:
+                    share = self.own.marginal(key, given) / known.price.gain
+                given += key
+            saved = np.zeros(len(job.summaries))
+            for place, ns in known.saved.items():
+                saved[place] = max(0.0, ns * share)
+            changes.append(saving(replay, saved, communication=known.communication))
+        return changes
+
+
+def _alone(finding: Finding) -> Price | None:
+    """What a rank's own replay says of it; ``None``: it is not of time per step."""
+    impact = finding.impact
+    if impact is None or impact.currency != "step_time" or not finding.edits:
+        return None
+    gain = float(impact.gain_ns or 0)
+    return Price(
+        gain, float(impact.low_ns or 0), gain if impact.high_ns is None else impact.high_ns
+    )
+
+
+def _by_rule(study: Study) -> defaultdict[tuple[str, int], dict[int, float]]:
+    """What each rank saves by itself, by rule and the how many-th finding of it on that rank."""
+    found: defaultdict[tuple[str, int], dict[int, float]] = defaultdict(dict)
+    for place, summary in enumerate(study.job.summaries):
+        counts: Counter[str] = Counter()
+        for advice in summary.findings:
+            found[advice.rule, counts[advice.rule]][place] = advice.gain_ns or 0.0
+            counts[advice.rule] += 1
+    return found

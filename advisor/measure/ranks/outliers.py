@@ -1,0 +1,394 @@
+"""Who is not like the others, by work of their own: nobody is blamed for waiting."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+from msgspec import structs
+from numpy.typing import NDArray
+
+from advisor.core.finding import Edit, Select
+from advisor.core.ranks import numbers
+from advisor.measure.device.families import FAMILIES
+from advisor.measure.ranks.join import Joined, Waits
+from advisor.measure.ranks.kernels import MIN_KERNELS, compare_devices, longer_families
+from advisor.measure.ranks.members import Members, Places, find_members
+from advisor.measure.ranks.profile import OWN, Profile
+from advisor.measure.ranks.significance import (
+    binomial_tail,
+    means_over,
+    medians_over,
+    p_values,
+    residuals,
+)
+from advisor.measure.ranks.summary import Summary
+
+Floats = NDArray[np.float64]
+Ints = NDArray[np.int64]
+
+MAX_CHANCE = 0.002
+"""Of a false alarm by each of five searches: together one healthy job of a hundred."""
+MIN_SHARE = 0.02
+"""Of the step: what ranks have more of than those that are like them."""
+MOVING_SHARE = 0.03
+"""Of the step, that the last rank of each step is above the others, in the mean."""
+BROAD_SHARE = 0.08
+"""Of the step: where ranks differ all over, nothing tells the odd from the even but what it
+costs."""
+STAGE_SHARE = 0.05
+"""Of the step, that the longest stage is above the mean of the stages."""
+LATE_SHARE = 0.05
+"""Of the step, that the others wait in the open for the rank that is late."""
+MIN_LATE = 0.5
+MAX_LATE_CHANCE = 0.01
+MAX_EDITS = 64
+_TALK = Select(on="gpu", family=("communication",))
+_COMPUTE = tuple(family for family in FAMILIES if family != "communication")
+MIN_COLLECTIVES = 4
+"""Fewer that a rank takes part in do not tell whether it is late."""
+EXPLAINED_SHARE = 0.5
+"""Of the others' wait: a late rank whose own work explains less is late for another reason."""
+MIN_STEPS = 4
+"""Fewer do not tell what moves from what stays."""
+NEW_EACH_STEP = 0.5
+"""A rank that is the last of more of the steps than this does not move."""
+
+
+@dataclass
+class Deviation:
+    """Something odd, as measured; ``places`` index the list of summaries."""
+
+    kind: str
+    who: Members
+    excess_ns: float
+    """Own time (of ``network``: transfer) a step above the others'."""
+    moves: bool = False
+    more: dict[str, float] = field(default_factory=dict)
+    """By class, ns a step above the others."""
+    device: float | None = None
+    """How many times as long the same kernels take there; ``None``: not known, or no cause."""
+    kernels: int = 0
+    """Kernels that ``device`` is measured by."""
+    families: list[tuple[str, float]] = field(default_factory=list)
+    others_ns: float = 0.0
+    """Own time of the others, ns a step."""
+    note: str = ""
+    late: bool = False
+    """Found by who arrives last, not by own work."""
+
+    @property
+    def slow_device(self) -> bool:
+        """Its device is slower, shown by enough kernels; else the cause is open."""
+        return self.kind == "compute" and self.kernels >= MIN_KERNELS
+
+
+@dataclass(frozen=True)
+class Job:
+    """What the searches look at."""
+
+    summaries: Sequence[Summary]
+    own: Profile
+    joined: Joined
+    waits: Waits
+    stage: Ints
+    places: Places
+
+    @property
+    def step_ns(self) -> float:
+        """Median of the ranks' mean steps."""
+        known = self.own.step_ns[self.own.step_ns > 0]
+        return float(np.median(known)) if len(known) else 0.0
+
+
+def find_outliers(job: Job) -> list[Deviation]:
+    """All searches; what one explains another does not tell again."""
+    found = persistent(job)
+    blamed = {place for deviation in found for place in deviation.who.places}
+    found += stages(job)
+    found += moving(job, blamed)
+    if not found:
+        found += late(job)
+    return found
+
+
+# -- the same ranks in every step -------------------------------------------------------------
+
+
+def persistent(job: Job) -> list[Deviation]:
+    """Ranks, hosts and racks with more work of their own than those that have the same part."""
+    own, step = job.own, job.step_ns
+    if step <= 0:
+        return []
+    floor = MIN_SHARE * step
+    # the middle of the steps: what a rank has in one of them is not what it always has
+    total = _middle(own.own_by_step, job.stage)
+    left = {"own": total}
+    for name in ("compute", "input"):
+        left[name] = _middle(own.by_step[name], job.stage)
+    left["host"] = _middle(own.by_step["host"] + own.by_step["copies"], job.stage)
+    found: list[Deviation] = []
+    for name, excess in left.items():
+        limit, spreads = MAX_CHANCE / len(left), name in ("host", "input")
+        for who in find_members(excess, floor, limit, job.places, spreads=spreads):
+            # others wait for the whole of a rank's work, not for a class of it
+            if float(np.nanmax(total[list(who.places)])) > floor:
+                _add(found, _seen(job, who, total))
+    return _merge_imbalances(job, found)
+
+
+def _middle(by_step: Floats, stage: Ints) -> Floats:
+    """By rank: median over the steps of how much it is above the ranks of its stage."""
+    left = np.stack([residuals(column, stage) for column in by_step.T], axis=1)
+    return medians_over(left, axis=1)
+
+
+def _add(found: list[Deviation], fresh: Deviation) -> None:
+    """A larger unit that has the same excess takes the place of its parts."""
+    mine = set(fresh.who.places)
+    for deviation in list(found):
+        theirs = set(deviation.who.places)
+        if mine <= theirs:
+            return
+        if theirs < mine:
+            found.remove(deviation)
+    found.append(fresh)
+
+
+def _seen(job: Job, who: Members, total: Floats) -> Deviation:
+    at = list(who.places)
+    inside = set(at)
+    like = [
+        place
+        for place in range(len(job.summaries))
+        if place not in inside and job.stage[place] in set(job.stage[at].tolist())
+    ] or [place for place in range(len(job.summaries)) if place not in inside]
+    values = job.own.values
+    usual = medians_over(values[like], axis=0)
+    more = dict(zip(OWN, means_over(values[at], axis=0) - usual, strict=False))
+    return _classified(
+        job,
+        Deviation(
+            kind="host",
+            who=who,
+            excess_ns=float(np.nanmean(total[at])),
+            more={name: float(ns) for name, ns in more.items()},
+            others_ns=float(medians_over(job.own.own[like][None, :], axis=1)[0]),
+        ),
+        like,
+    )
+
+
+def _classified(job: Job, deviation: Deviation, like: list[int]) -> Deviation:
+    """The same with its kind, by what it has most more of than the ranks ``like`` it."""
+    more = deviation.more
+    host = more["host"] + more["copies"]
+    most = max(more["compute"], more["input"], host)
+    if most == more["input"]:
+        return replace(deviation, kind="input")
+    if most == host:
+        return replace(deviation, kind="host")
+    slow = [_of_whole_steps(job, place) for place in deviation.who.places]
+    others = [_of_whole_steps(job, place) for place in like]
+    speed = compare_devices(slow, others)
+    if speed is None:
+        return replace(deviation, kind="compute")
+    if speed.slower:
+        return replace(deviation, kind="compute", device=speed.ratio, kernels=len(speed.kernels))
+    return replace(deviation, kind="imbalance", families=longer_families(slow, others))
+
+
+def _of_whole_steps(job: Job, place: int) -> Summary:
+    """What a rank spends on families of kernels; of a file that is cut off, of the steps before the
+    cut, as far as their compute tells."""
+    summary = job.summaries[place]
+    compute, own = summary.time.get("compute", 0.0), float(job.own.values[place, 0])
+    if not summary.damage or compute <= 0 or not np.isfinite(own):
+        return summary
+    return structs.replace(
+        summary,
+        time={name: ns * own / compute for name, ns in summary.time.items()},
+        families={name: ns * own / compute for name, ns in summary.families.items()},
+    )
+
+
+def _merge_imbalances(job: Job, found: list[Deviation]) -> list[Deviation]:
+    """Ranks that have more of the work are one imbalance."""
+    uneven = [deviation for deviation in found if deviation.kind == "imbalance"]
+    if len(uneven) < 2:
+        return found
+    return [
+        *(deviation for deviation in found if deviation.kind != "imbalance"),
+        merge(job, uneven),
+    ]
+
+
+def merge(job: Job, found: Sequence[Deviation]) -> Deviation:
+    """Several that are odd in the same way, as one: the figures are of the largest."""
+    places = tuple(sorted({place for deviation in found for place in deviation.who.places}))
+    name = numbers([job.places.ranks[place] for place in places])
+    who = Members("rank", name, places, min(deviation.who.chance for deviation in found))
+    return replace(max(found, key=lambda deviation: deviation.excess_ns), who=who)
+
+
+# -- parts of a pipeline ----------------------------------------------------------------------
+
+
+def stages(job: Job) -> list[Deviation]:
+    """The longest stage of a pipeline, where the others wait for it."""
+    names = np.unique(job.stage)
+    if len(names) < 2 or job.step_ns <= 0:
+        return []
+    own = job.own.own
+    middle = np.array([np.nanmedian(own[job.stage == name]) for name in names])
+    if not np.isfinite(middle).all():
+        return []
+    top = int(np.argmax(middle))
+    rest = np.delete(middle, top)
+    excess = float(middle[top] - rest.mean())
+    if excess < STAGE_SHARE * job.step_ns or middle[top] - rest.max() < MIN_SHARE * job.step_ns:
+        return []
+    at = np.flatnonzero(job.stage == names[top])
+    like = np.flatnonzero(job.stage != names[top])
+    # against the scatter of the ranks inside of the stages
+    inside = np.concatenate([own[job.stage == n] - m for n, m in zip(names, middle, strict=True)])
+    p = float(p_values(np.append(inside, middle[top] - np.median(rest)))[-1])
+    values = job.own.values
+    above = medians_over(values[at], axis=0) - medians_over(values[like], axis=0)
+    more = dict(zip(OWN, above, strict=False))
+    odd = [job.summaries[place] for place in at.tolist()]
+    others = [job.summaries[place] for place in like.tolist()]
+    return [
+        Deviation(
+            kind="pipeline",
+            who=Members("stage", str(top), tuple(at.tolist()), p),
+            excess_ns=excess,
+            more={name: float(ns) for name, ns in more.items()},
+            families=longer_families(odd, others),
+            others_ns=float(rest.mean()),
+            note=f"{len(names)} stages",
+        )
+    ]
+
+
+# -- another rank from step to step -----------------------------------------------------------
+
+
+def moving(job: Job, blamed: set[int]) -> list[Deviation]:
+    """Steps that are held up by one rank each, and not by the same."""
+    own = job.own.own_by_step
+    if own.shape[1] < MIN_STEPS or job.step_ns <= 0:
+        return []
+    own = own.copy()
+    own[sorted(blamed)] = np.nan
+    # what a rank has in every step is no part of what moves
+    usual = medians_over(own, axis=1)[:, None]
+    left = np.stack([residuals(column, job.stage) for column in (own - usual).T], axis=1)
+    steps = np.flatnonzero(np.isfinite(left).sum(axis=0) >= 4)
+    if len(steps) < MIN_STEPS:
+        return []
+    left = left[:, steps]
+    last = np.nanargmax(np.where(np.isfinite(left), left, -np.inf), axis=0)
+    above = left[last, np.arange(len(steps))]
+    counts = np.bincount(last, minlength=len(job.summaries))
+    excess = float(above.mean())
+    single = np.array([float(p_values(column).min()) for column in left.T])
+    hits = int((single < 0.05).sum())
+    p = binomial_tail(hits, len(steps), 0.05)
+    extreme = p < MAX_CHANCE and hits * 2 >= len(steps) and excess > MOVING_SHARE * job.step_ns
+    # in most of the steps, not in one that was long
+    if not extreme and float(np.median(above)) < BROAD_SHARE * job.step_ns:
+        return []
+    if counts.max() > max(1.0, NEW_EACH_STEP * len(steps)):
+        return []
+    more = {}
+    for name in OWN:
+        each = job.own.by_step[name][:, steps]
+        each = each - medians_over(each, axis=0)
+        more[name] = float(np.nanmean(each[last, np.arange(len(steps))]))
+    host = more["host"] + more["copies"]
+    most = max(more["compute"], more["input"], host)
+    kind = "input" if most == more["input"] else "host" if most == host else "imbalance"
+    ranks = np.flatnonzero(counts)
+    who = Members("rank", "another in each step", tuple(ranks.tolist()), p if extreme else 1.0)
+    return [
+        Deviation(
+            kind=kind,
+            who=who,
+            excess_ns=excess,
+            moves=True,
+            more=more,
+            others_ns=float(np.nanmedian(own)),
+            note=f"{len(ranks)} ranks are the last of {len(steps)} steps",
+        )
+    ]
+
+
+# -- late, and nothing of its own says why ----------------------------------------------------
+
+
+def late(job: Job) -> list[Deviation]:
+    """The rank that arrives last at most collectives, where own work in these steps does not say
+    why: few ranks have no scatter to compare with, and a window of a step or two shows a delay
+    that began before it."""
+    waits, step = job.waits, job.step_ns
+    steps = max(1, len(job.own.steps))
+    if not len(waits.row) or step <= 0:
+        return []
+    place = int(np.argmax(waits.caused_exposed))
+    taken, last = int(waits.taken[place]), int(waits.late[place])
+    if taken < MIN_COLLECTIVES or last < MIN_LATE * taken:
+        return []
+    if waits.caused_exposed[place] / steps < LATE_SHARE * step:
+        return []
+    like = np.flatnonzero(np.arange(len(job.summaries)) != place)
+    values = job.own.values
+    own = dict(zip(OWN, values[place] - medians_over(values[like], axis=0), strict=False))
+    if steps > 2 and sum(own.values()) <= 0:
+        return []
+    more = {name: float(ns) for name, ns in own.items()}
+    who = Members("rank", str(job.places.ranks[place]), (place,), late_chance(job, place))
+    found = Deviation(
+        kind="host",
+        who=who,
+        excess_ns=float(waits.caused_exposed[place]) / steps,
+        more=more,
+        others_ns=float(np.nanmedian(job.own.own[like])),
+        late=True,
+    )
+    if sum(more.values()) > EXPLAINED_SHARE * found.excess_ns:
+        found = _classified(job, found, like.tolist())
+    if found.slow_device:  # the slowest at each of so many kernels: further evidence
+        ranks = len(job.summaries)
+        chance = min(1.0, 2 * min(who.chance, ranks * (1 / ranks) ** found.kernels))
+        found = replace(found, who=who._replace(chance=chance))
+    return [found] if found.who.chance < MAX_LATE_CHANCE else []
+
+
+def late_chance(job: Job, place: int) -> float:
+    """Bound of the probability that any of similar ranks arrives last as often as this one."""
+    waits = job.waits
+    sizes = job.joined.seen[waits.row]
+    similar = len(waits.taken[waits.taken > 0])
+    taken, last = int(waits.taken[place]), int(waits.late[place])
+    return min(1.0, similar * binomial_tail(last, taken, 1 / float(np.median(sizes))))
+
+
+# -- what would change it ---------------------------------------------------------------------
+
+
+def edits_of(job: Job, deviation: Deviation) -> list[Edit]:
+    """What undoing a deviation changes on each of its ranks (the first MAX_EDITS of them)."""
+    found = []
+    for place in deviation.who.places[:MAX_EDITS]:
+        rank, summary = job.places.ranks[place], job.summaries[place]
+        if deviation.slow_device and deviation.device:
+            work = Select(on="gpu", kind=("kernel",), family=_COMPUTE)
+            found.append(Edit(op="scale", factor=1 / deviation.device, rank=rank, select=work))
+        elif deviation.kind == "network" and summary.communication > deviation.excess_ns:
+            left = 1 - deviation.excess_ns / summary.communication
+            found.append(Edit(op="scale", factor=left, rank=rank, select=_TALK))
+        else:
+            found.append(Edit(op="punctual", rank=rank, select=_TALK))
+    return found

@@ -1,0 +1,300 @@
+"""The summaries of a job's ranks, studied together: who differs, and what a change saves the job.
+
+This is the one way for 2 ranks and for 1,024: matched, put on one clock, searched for outliers and
+replayed, by whole columns.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+from numpy.typing import NDArray
+
+from advisor.core.finding import Evidence
+from advisor.core.ranks import MissingRanks, Outlier, RankLine, Ranks, RanksWhatIf, StepSpread
+from advisor.core.ranks import numbers as rank_numbers
+from advisor.core.text import format_count, format_share
+from advisor.measure.ranks.clusters import find_clusters
+from advisor.measure.ranks.join import join, waits
+from advisor.measure.ranks.members import Places
+from advisor.measure.ranks.network import slow_links
+from advisor.measure.ranks.outliers import Deviation, Job, find_outliers, merge
+from advisor.measure.ranks.profile import CLASSES, profile
+from advisor.measure.ranks.runs import one_run
+from advisor.measure.ranks.stages import find_stages
+from advisor.measure.ranks.summary import Summary, Unread
+from advisor.measure.ranks.wording import change, reason
+from advisor.replay.ranks.gains import estimate, no_stragglers, no_transfers
+from advisor.replay.ranks.replay import Gain, Replay
+
+Floats = NDArray[np.float64]
+
+FEW_RANKS = 16
+"""Up to which each is shown by itself."""
+MIN_SHOWN_SHARE = 0.01
+"""Of the ranks' steps."""
+MAX_OUTLIERS = 20
+ALONE_SHARE = 0.5
+"""Of what several gain together: ranks that gain less one by one are shown as one."""
+MIN_GAIN_SHARE = 0.005
+"""Of the step: what gains less in the replay holds nobody up."""
+MAX_SIGNIFICANCE = 0.9999
+"""A model of chance is not known better than this."""
+
+
+@dataclass(frozen=True)
+class Study:
+    """A job's ranks, compared and replayable."""
+
+    job: Job
+    replay: Replay
+    """Where its ``reason`` is not empty, nothing is replayed."""
+    missing: tuple[MissingRanks, ...]
+    notes: dict[str, str]
+
+    @property
+    def numbers(self) -> list[int]:
+        """Number of each rank, in the order of the summaries."""
+        return self.job.places.ranks
+
+    @property
+    def replayed(self) -> list[int]:
+        """Ranks that are replayed together; empty: none are."""
+        if self.replay.reason:
+            return []
+        return [n for n, there in zip(self.numbers, self.replay.whole, strict=True) if there]
+
+    def place(self, rank: int) -> int | None:
+        """Where a rank stands in the summaries; ``None``: it is not among them."""
+        return self.numbers.index(rank) if rank in self.numbers else None
+
+    @cached_property
+    def outliers(self) -> list[tuple[Deviation, Gain | None]]:
+        """Who differs, with what the job's step gains without it (``None``: not replayed); the
+        largest gain first."""
+        replayed = not self.replay.reason
+        found = [*find_outliers(self.job), *slow_links(self.job)]
+        kept: list[tuple[Deviation, Gain | None]] = []
+        for deviation in self._merged(found) if replayed else found:
+            # a rank that is not replayed (its file is cut off) has no estimate
+            there = replayed and self.replay.whole[list(deviation.who.places)].any()
+            gain = estimate(self.job, self.replay, deviation) if there else None
+            if gain is None or gain.gain >= MIN_GAIN_SHARE * self.job.step_ns:
+                kept.append((deviation, gain))
+        kept.sort(key=lambda item: -(item[0].excess_ns if item[1] is None else item[1].gain))
+        return kept[:MAX_OUTLIERS]
+
+    def _merged(self, found: list[Deviation]) -> list[Deviation]:
+        """Ranks that differ in the same way as one, where only all of them together hold the job
+        up: each alone gains little while the next one is as late."""
+        kept: list[Deviation] = []
+        for kind in dict.fromkeys(each.kind for each in found):
+            same = [each for each in found if each.kind == kind]
+            single = [each for each in same if each.who.unit == "rank" and not each.moves]
+            if kind != "network" and len(single) > 1 and not any(each.late for each in single):
+                joint = merge(self.job, single)
+                gains = [estimate(self.job, self.replay, each).gain for each in single]
+                alone = sum(max(0.0, gain) for gain in gains)
+                if alone < ALONE_SHARE * estimate(self.job, self.replay, joint).gain:
+                    same = [joint, *(each for each in same if each not in single)]
+            kept += same
+        return kept
+
+    @cached_property
+    def values(self) -> Floats:
+        """ns per step, ranks x ``CLASSES`` and ``waiting``: waits for others are apart from
+        transfers. NaN: not measured."""
+        own, found, joined = self.job.own, self.job.waits, self.job.joined
+        open_wait = np.bincount(
+            joined.rank[found.cells], weights=found.exposed, minlength=len(own.step_ns)
+        )
+        steps = np.maximum(np.array([np.isfinite(row).sum() for row in own.own_by_step]), 1)
+        communication = own.values[:, -1]
+        waiting = np.minimum(open_wait / steps, communication)
+        return np.column_stack([own.values[:, :-1], communication - waiting, waiting])
+
+    def exposed(self) -> list[Evidence]:
+        """How much of all ranks' steps is communication that nothing hides, by rank where they are
+        few and by kind, and how much of it is waiting; empty: not measured."""
+        joined, step = self.job.joined, self.job.own.step_ns
+        waiting = self.values[:, -1]
+        exposed = self.values[:, -2] + waiting
+        known = np.isfinite(exposed) & (step > 0)
+        whole = float(step[known].sum())
+        if whole <= 0:
+            return []
+        found = [Evidence("exposed, all ranks", float(exposed[known].sum()) / whole, "share")]
+        if known.sum() <= FEW_RANKS:
+            shares = zip(self.numbers, known, exposed / np.maximum(step, 1.0), strict=True)
+            each = [f"{rank} {format_share(share)}" for rank, there, share in shares if there]
+            found.append(Evidence("exposed by rank", ", ".join(each)))
+        steps = np.array([max(1, len(summary.steps)) for summary in self.job.summaries])
+        of_rank, ns = known[joined.rank], joined.exposed / steps[joined.rank]
+        key = joined.key[joined.row]
+        kinds: dict[str, float] = {}
+        totals = np.bincount(key[of_rank], ns[of_rank], len(joined.keys)).tolist()
+        for number, total in enumerate(totals):
+            name = joined.keys[number].kind.replace("_", "-")
+            kinds[name] = kinds.get(name, 0.0) + total
+        found += [
+            Evidence(f"exposed in {name}", total / whole, "share")
+            for name, total in sorted(kinds.items(), key=lambda item: -item[1])
+            if total >= MIN_SHOWN_SHARE * whole
+        ]
+        late = float(np.nansum(waiting[known])) / whole
+        if late >= MIN_SHOWN_SHARE:
+            found.append(
+                Evidence("of it waiting for the last rank, which no overlap hides", late, "share")
+            )
+        return found
+
+    @cached_property
+    def ranks(self) -> Ranks:
+        """The report's section."""
+        job, clocks = self.job, self.job.joined.clocks
+        classes = [*CLASSES, "waiting"]
+        return Ranks(
+            lines=self._lines(),
+            aligned=clocks.error_ns is not None,
+            alignment_error_ns=clocks.error_ns,
+            note=self._note(),
+            world=max((s.world for s in job.summaries), default=0),
+            hosts=len({s.host for s in job.summaries if s.host}),
+            step=_spread(job.own.step_ns),
+            classes=classes,
+            clusters=find_clusters(job.summaries, self.values, classes, job.stage),
+            outliers=[self._outlier(*each) for each in self.outliers],
+            what_if=self._what_if(),
+            missing=list(self.missing),
+            replay_error=self.replay.error,
+            not_checked=self._not_checked(),
+        )
+
+    def _lines(self) -> list[RankLine]:
+        found, steps = self.job.waits, max(1, len(self.job.own.steps))
+        placed = np.isfinite(self.job.joined.clocks.shift)
+        lines = []
+        for place, s in enumerate(self.job.summaries):
+            taken = int(found.taken[place])
+            step = sum(s.time.values())
+            lines.append(
+                RankLine(
+                    rank=s.rank,
+                    step_ns=s.run_step_ns or s.step_ns,
+                    busy_share=1 - s.time.get("idle", 0.0) / step if step else None,
+                    communication_ns=s.time.get("communication") if s.time else None,
+                    idle_ns=s.time.get("idle") if s.time else None,
+                    last_share=int(found.late[place]) / taken if taken else None,
+                    caused_wait_ns=float(found.caused[place]) / steps if placed[place] else None,
+                    host=s.host,
+                    path=s.path,
+                    time=[
+                        round(ns) if np.isfinite(ns) else None for ns in self.values[place].tolist()
+                    ],
+                )
+            )
+        return lines
+
+    def _note(self) -> str:
+        clocks = self.job.joined.clocks
+        if clocks.error_ns is None:
+            return f"Skew between ranks is not measured: {clocks.reason}."
+        return (
+            f"Ranks put on one clock by the ends of {format_count(clocks.matched)} matched "
+            "collectives, "
+            f"to within {clocks.error_ns / 1e3:.0f} µs. 'Comes last': share of them; 'others "
+            "wait': mean wait that it causes a peer in them per step, hidden under compute or not."
+        )
+
+    def _outlier(self, deviation: Deviation, gain: Gain | None) -> Outlier:
+        at, found = list(deviation.who.places), self.job.waits
+        taken, last = int(found.taken[at].sum()), int(found.late[at].sum())
+        steps, chance = max(1, len(self.job.own.steps)), deviation.who.chance
+        return Outlier(
+            unit=deviation.who.unit,
+            name=deviation.who.name,
+            ranks=rank_numbers([self.numbers[place] for place in at]),
+            kind=deviation.kind,
+            moves=deviation.moves,
+            excess_ns=deviation.excess_ns,
+            reason=reason(self.job, deviation),
+            waited_ns=float(found.caused[at].sum()) / steps if len(found.row) else None,
+            last_share=last / taken if taken else None,
+            significance=None if chance >= 1 else min(MAX_SIGNIFICANCE, 1 - chance),
+            gain_ns=None if gain is None else gain.gain,
+            low_ns=None if gain is None else gain.low,
+            high_ns=None if gain is None else gain.high,
+        )
+
+    def _what_if(self) -> list[RanksWhatIf]:
+        changes = [(change(self.job, each), gain) for each, gain in self.outliers if gain]
+        if not self.replay.reason:
+            every = no_stragglers(self.job, self.replay)
+            changes.append(("no stragglers: every rank at the median in every step", every))
+            for kind in sorted({key.kind for key in self.job.joined.keys}):
+                name = kind.replace("_", "-")
+                hidden = no_transfers(self.replay, kind)
+                changes.append((f"all {name} transfers hidden under compute", hidden))
+        return [
+            RanksWhatIf(text=text, gain_ns=gain.gain, low_ns=gain.low, high_ns=gain.high)
+            for text, gain in sorted(changes, key=lambda item: -item[1].gain)
+            if gain.gain >= MIN_GAIN_SHARE * self.job.step_ns
+        ]
+
+    def _not_checked(self) -> dict[str, str]:
+        found = dict(self.notes)
+        if self.replay.reason:
+            found["gains for the job"] = self.replay.reason
+        damaged = [s.rank for s in self.job.summaries if s.damage]
+        if damaged:
+            found["the work of damaged files"] = (
+                f"ranks {rank_numbers(damaged)} are compared by the steps before the damage alone"
+            )
+        if self.job.joined.dropped:
+            found["all collectives"] = (
+                f"{format_count(self.job.joined.dropped)} of later steps are left out to keep "
+                "summaries "
+                "small"
+            )
+        return found
+
+
+def study(summaries: Sequence[Summary], unread: Sequence[Unread] = ()) -> Study | None:
+    """What the ranks of one job say together; ``None``: there is no rank.
+
+    Raises AdvisorError: a summary's columns do not belong together.
+    """
+    ordered, others, notes = one_run(summaries)
+    if not ordered:
+        return None
+    joined, own = join(ordered), profile(ordered)
+    stage = find_stages(joined, len(ordered), len(own.steps))
+    job = Job(ordered, own, joined, waits(joined), stage, Places(ordered))
+    return Study(job, Replay(ordered, own, joined), _missing([*unread, *others]), notes)
+
+
+def _missing(unread: Sequence[Unread]) -> tuple[MissingRanks, ...]:
+    by_reason: dict[str, list[Unread]] = defaultdict(list)
+    for each in unread:
+        by_reason[each.why].append(each)
+    return tuple(
+        MissingRanks(
+            ranks=rank_numbers([each.rank for each in those if each.rank >= 0]),
+            count=len(those),
+            why=why,
+            path=those[0].path,
+        )
+        for why, those in sorted(by_reason.items(), key=lambda item: -len(item[1]))
+    )
+
+
+def _spread(steps: Floats) -> StepSpread | None:
+    known = steps[steps > 0]
+    if not len(known):
+        return None
+    least, low, median, high, most = np.quantile(known, [0, 0.1, 0.5, 0.9, 1]).tolist()
+    return StepSpread(min=least, low=low, median=median, high=high, max=most)

@@ -1,0 +1,111 @@
+"""Findings across ranks, made of what the search for outliers found and the replay estimated."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from advisor.core import text as t
+from advisor.core.finding import Evidence, Finding, Impact, Location, unit_of
+from advisor.measure.ranks.outliers import Deviation, Job, edits_of
+from advisor.measure.ranks.wording import reason, subject
+
+if TYPE_CHECKING:
+    from advisor.core.finding import Per
+    from advisor.replay.ranks.replay import Gain
+    from advisor.replay.ranks.study import Study
+
+MIN_READ_SHARE = 0.9
+"""Of the job's ranks that must be here; else another one may be later still."""
+
+
+def per_of(study: Study) -> Per:
+    """What the figures are of."""
+    return unit_of(study.job.summaries[0].step_source)
+
+
+def finding_of(study: Study, deviation: Deviation, gain: Gain | None, title: str) -> Finding:
+    """What is the same for every deviation: evidence, places, edits, and the gain where the ranks
+    are not replayed."""
+    job, found, per = study.job, study.job.waits, per_of(study)
+    at, steps = list(deviation.who.places), max(1, len(job.own.steps))
+    who = subject(job, deviation)
+    taken, last = int(found.taken[at].sum()), int(found.late[at].sum())
+    waited = float(found.caused_exposed[at].sum()) / steps
+    error = job.joined.clocks.error_ns
+    world = max((s.world for s in job.summaries), default=0)
+    whole = len(job.summaries) >= MIN_READ_SHARE * world
+    own = "transfer time above the same of other groups"
+    if deviation.kind != "network":
+        own = "own work above the others'" if not deviation.late else "exposed wait of the others"
+    evidence = [
+        Evidence("rank", job.places.ranks[at[0]]) if len(at) == 1 else Evidence("who", who),
+        Evidence(own, deviation.excess_ns, "ns", per=per),
+        Evidence("share", deviation.excess_ns / job.step_ns if job.step_ns else None, "share"),
+        *(
+            Evidence(f"{name} above the others'", ns, "ns", per=per)
+            for name, ns in deviation.more.items()
+            if ns > 0
+        ),
+    ]
+    if taken:
+        evidence += [
+            Evidence("arrives last at", last / taken, "share"),
+            Evidence("exposed wait of the others", waited, "ns", per=per),
+        ]
+    if error is not None:
+        evidence.append(Evidence("error of the clocks' alignment", error, "ns"))
+    impact = None
+    if gain is None:
+        even = dealt_out(job, deviation, waited)
+        impact = Impact(
+            currency="step_time",
+            gain_ns=round(even),
+            low_ns=0,
+            high_ns=round(waited),
+            share=even / job.step_ns if job.step_ns else None,
+            method="mean exposed wait of the other ranks",
+            per=per,
+        )
+    return Finding(
+        title=title,
+        summary=f"{who[0].upper()}{who[1:]}: {reason(job, deviation)}.",
+        evidence=evidence,
+        where=_places(job, at),
+        edits=edits_of(job, deviation),
+        impact=impact,
+        confidence=0.8 if whole else 0.5,
+        confidence_notes=[]
+        if whole
+        else ["not all ranks of the job are here: another one may be later still"],
+        falsified_by=f"a run in which the hosts of {who} and of others are swapped, and the same "
+        "ranks are late",
+    )
+
+
+def dealt_out(job: Job, deviation: Deviation, ns: float) -> float:
+    """Of work that is dealt out evenly, what is left of a gain: the others get their part of it."""
+    if deviation.kind not in ("imbalance", "pipeline"):
+        return ns
+    return ns * (1 - len(deviation.who.places) / len(job.summaries))
+
+
+def _places(job: Job, at: list[int]) -> list[Location]:
+    """The collectives with the longest waits for these ranks."""
+    found = job.waits
+    rows = np.flatnonzero(np.isin(found.last, at))
+    rows = rows[np.argsort(-found.mean_wait[rows], kind="stable")][:3]
+    places = []
+    for row in rows.tolist():
+        number = int(found.row[row])
+        key, cell = job.joined.keys[job.joined.key[number]], int(job.joined.first[number])
+        summary, step = job.summaries[job.joined.rank[cell]], int(job.joined.step[cell])
+        places.append(
+            Location(
+                op=t.clean(key.kind).replace("_", "-"),
+                step=summary.steps[step].name if 0 <= step < len(summary.steps) else None,
+                dur_ns=round(float(found.mean_wait[row])),
+            )
+        )
+    return places

@@ -1,0 +1,26 @@
+"""Rules across ranks, run on analyses that are here."""
+
+from __future__ import annotations
+
+from advisor.advise.check import Checked, rank_rules
+from advisor.advise.impact import pricer
+from advisor.advise.ranks.measure import summarise
+from advisor.advise.ranks.pricing import RanksPricer
+from advisor.core.finding import Rule
+from advisor.measure import Analysis
+from advisor.replay.ranks.study import Study, study
+
+
+def studied(ranks: dict[int, Analysis]) -> Study:
+    """What such rules look at."""
+    found = study([summarise(a, number, []) for number, a in ranks.items()])
+    assert found is not None
+    return found
+
+
+def compared(ranks: dict[int, Analysis], rules: list[Rule]) -> Checked:
+    """What they find, estimated as in a report of the first rank."""
+    main, a = next(iter(ranks.items()))
+    found, own = studied(ranks), pricer(a)
+    pricing = own if found.replay.reason else RanksPricer(own, found, main, [])
+    return rank_rules(found, main, a, rules, pricing)

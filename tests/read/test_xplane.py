@@ -512,7 +512,7 @@ def test_steps_and_the_input_pipeline_have_the_frameworks_own_names(
         return
     for line in (
         ["compare", str(path), str(faster)],
-        ["analyze", str(faster)],
+        ["analyze", str(faster), "--details"],
     ):
         assert cli.run(line) == 0
         told = capsys.readouterr().out

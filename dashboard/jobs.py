@@ -16,8 +16,8 @@ def saved_report(path: str) -> Report | None:
 
     Raises AdvisorError: it is one, and damaged.
     """
-    found = read_saved(path, Report, SCHEMA, MAX_JSON)
-    return found if found is not None and found.ranks is not None else None
+    result = read_saved(path, Report, SCHEMA, MAX_JSON)
+    return result if result is not None and result.ranks is not None else None
 
 
 def key_of(job: str, place: int) -> str:
@@ -27,5 +27,5 @@ def key_of(job: str, place: int) -> str:
 
 def split(key: str) -> tuple[str, int] | None:
     """The job and the row of such a key; ``None``: it is none."""
-    found = _KEY.fullmatch(key)
-    return (found[1], int(found[2])) if found else None
+    result = _KEY.fullmatch(key)
+    return (result[1], int(result[2])) if result else None

@@ -175,7 +175,7 @@ class DashboardSession:
         """A rank of a job, by the row of its report; ``None``: there is none."""
         asked = jobs.split(key)
         with self._opening:
-            job = next((one for one in self.entries if asked and one.key == asked[0]), None)
+            job = next((item for item in self.entries if asked and item.key == asked[0]), None)
             report = None if job is None else job.report
             ranks = None if report is None else report.ranks
             if asked is None or ranks is None or asked[1] >= len(ranks.lines):

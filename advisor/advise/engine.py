@@ -130,7 +130,7 @@ def _advise(
     hot, problems = hot_lines(a)
     findings = explain(checked.findings, hot, rules)
     ranked = rank(findings, a, pricing)
-    ranked = ranked.each(lambda found: for_run(found, a, rules))
+    ranked = ranked.each(lambda result: for_run(result, a, rules))
     report = write_report(
         run, analyses, checked, ranked, pricing, rules, hot, problems, ranks=compared
     )

@@ -200,9 +200,9 @@ def figures(report: Report) -> list[Line]:
         lines.append(("ops", [f"{short[op.name]} {t.format_share(op.share)}" for op in shown]))
     if report.ranges:
         shown = report.ranges[:MAX_NAMES]
-        short = t.labels_by_name((one.name for one in shown), 40)
+        short = t.labels_by_name((item.name for item in shown), 40)
         lines.append(
-            ("ranges", [f"{short[one.name]} {t.format_share(one.share)}" for one in shown])
+            ("ranges", [f"{short[item.name]} {t.format_share(item.share)}" for item in shown])
         )
     if report.families:
         lines.append(("work", _families(report)))
@@ -225,16 +225,18 @@ def energy(report: Report) -> list[str]:
         return []
     ranks = use.ranks
     methods = {"counter": "the driver's counter", "power": "sampled power"}
-    how = " and ".join(methods[name] for name in dict.fromkeys(one.method for one in ranks))
+    how = " and ".join(methods[name] for name in dict.fromkeys(item.method for item in ranks))
     if use.joules is None or use.watts is None:
-        shown = ", ".join(f"rank {one.rank} {t.format_value(one.joules, 'J')}" for one in ranks[:4])
+        shown = ", ".join(
+            f"rank {item.rank} {t.format_value(item.joules, 'J')}" for item in ranks[:4]
+        )
         return [f"{shown} {t.format_per(report.per)}", "not measured on all ranks", how]
     parts = [
         f"{t.format_value(use.joules, 'J')} {t.format_per(report.per)}",
         t.format_value(use.watts, "W"),
     ]
     if len(ranks) > 1:
-        low, high = min(one.joules for one in ranks), max(one.joules for one in ranks)
+        low, high = min(item.joules for item in ranks), max(item.joules for item in ranks)
         if t.format_value(low, "J") != t.format_value(high, "J"):
             parts.append(f"{t.format_value(low, 'J')} to {t.format_value(high, 'J')} a rank")
     return [*parts, how]
@@ -303,12 +305,12 @@ def ranked(report: Report) -> list[Finding]:
 
 def places(finding: Finding, most: int = 3) -> list[Location]:
     """Where it is, worst first, places of the same name once."""
-    found: dict[object, Location] = {}
+    result: dict[object, Location] = {}
     for place in finding.where:
-        found.setdefault(
+        result.setdefault(
             (place.file, place.line, place.function, place.op, place.kernel, place.step), place
         )
-    return list(found.values())[:most]
+    return list(result.values())[:most]
 
 
 def named_places(
@@ -316,11 +318,11 @@ def named_places(
 ) -> list[tuple[Location, list[str]]]:
     """The same with their names, as :func:`~advisor.core.text.place_names` has them: kernels and
     operators of one finding stay apart however short they are."""
-    found = places(finding, most)
-    short = t.labels_by_name((name for p in found for name in (p.op, p.kernel)), name_width)
+    result = places(finding, most)
+    short = t.labels_by_name((name for p in result for name in (p.op, p.kernel)), name_width)
     return [
         (place, t.location_names(place, name_width=name_width, path_width=path_width, short=short))
-        for place in found
+        for place in result
     ]
 
 
@@ -392,12 +394,12 @@ def order_parts(finding: Finding, report: Report) -> list[str]:
 
 def caveats(finding: Finding) -> list[str]:
     """Why a finding may be wrong: what lowered its confidence, what it assumes."""
-    found = [*finding.confidence_notes]
+    result = [*finding.confidence_notes]
     if finding.assumptions:
-        found.append(f"assumes: {'; '.join(finding.assumptions)}")
+        result.append(f"assumes: {'; '.join(finding.assumptions)}")
     if finding.falsified_by:
-        found.append(f"wrong if you see: {finding.falsified_by}")
-    return [t.clean(caveat) for caveat in found]
+        result.append(f"wrong if you see: {finding.falsified_by}")
+    return [t.clean(caveat) for caveat in result]
 
 
 def covered_line(finding: Finding, other: Finding) -> tuple[str, str]:
@@ -435,12 +437,12 @@ def short_fix(finding: Finding) -> str:
 
 def abstentions(report: Report) -> list[tuple[str, str]]:
     """What could not be checked: (what, why and what to record)."""
-    found = []
+    result = []
     for item in report.not_checked:
         why = t.clean(item.why).rstrip(".")
         record = f". Record with {t.clean(item.record)}" if item.record else ""
-        found.append((t.clean(item.what), f"{why}{record}."))
-    return found
+        result.append((t.clean(item.what), f"{why}{record}."))
+    return result
 
 
 def bounded(report: Report) -> bool:
@@ -496,7 +498,7 @@ def replay_error(replay: Replay) -> str:
 
 def definitions(report: Report) -> list[str]:
     """How the gains of this report were got, and how far to trust them."""
-    found = []
+    result = []
     replay = report.replay
     if report.findings and replay is not None:
         steps, unit = f"the {report.per}", str(report.per)
@@ -507,7 +509,7 @@ def definitions(report: Report) -> list[str]:
         if replay.explained is not None:
             of = t.count_noun(replay.starts, "device start")
             starts = f" and explains {t.format_share(replay.explained)} of {of} to 5 µs"
-        found.append(
+        result.append(
             "Gains are replayed: the dependency graph of "
             f"{steps} is run again with the fix in it. Without any fix it comes "
             f"within {error} of the measured {unit}{starts}.{_explained(replay)}"
@@ -515,14 +517,14 @@ def definitions(report: Report) -> list[str]:
     step = report.step
     longer = None if step is None else step.window_slowdown
     if report.findings and step is not None and longer is not None and abs(longer) >= SAME:
-        found.append(
+        result.append(
             "What is measured in the profiled window is of its "
             f"{t.format_duration(step.window_ns)} step; "
             f"gains are of the run's {t.format_duration(step.ns)} step, the same share of it."
         )
     if bounded(report):
-        found.append(
+        result.append(
             "'Up to' is the time during which nothing but the cause keeps the GPU or the step "
             "waiting: a fix cannot gain more."
         )
-    return found
+    return result

@@ -210,13 +210,13 @@ def for_run(findings: Sequence[Finding], a: Analysis, rules: Sequence[Rule]) -> 
     from the record is that already."""
     of_record = {rule.id for rule in rules if rule.reads_record}
     step = step_time(a)
-    found = []
+    result = []
     for finding in findings:
         if finding.edits or finding.rule not in of_record:
             finding = _carry_over(finding, step, device=a.device_id is not None)
             finding = _bound_loading(finding, a)
-        found.append(finding)
-    return found
+        result.append(finding)
+    return result
 
 
 def _carry_over(finding: Finding, step: StepTime | None, *, device: bool) -> Finding:

@@ -41,41 +41,41 @@ def limits(a: Analysis, run: Run) -> list[str]:
     if a.record_only:
         own = [] if a.snapshot_only else _record_limits(a)
         return [*own, *memory_limits(a), *run.problems]
-    found = []
+    result = []
     if meta.truncated:
         damage = f" ({meta.damage})" if meta.damage else ""
-        found.append(f"The file is truncated{damage}: {meta.events_read:,} events kept.")
+        result.append(f"The file is truncated{damage}: {meta.events_read:,} events kept.")
     if a.trace.gpu.is_empty():
-        found.append(_no_device_work(a.trace))
-    found += _window_limits(a)
+        result.append(_no_device_work(a.trace))
+    result += _window_limits(a)
     if a.trace.cpu.is_empty():
-        found.append(
+        result.append(
             "No host events in the trace: who launched what, why the device idles and which line "
             f"of code is responsible are unknown. {record_with(ACTIVITIES, meta)}"
         )
     elif not (a.trace.cpu["kind"] == "op").any():
-        found.append(_no_operators(a.trace))
-    found += _start_up(a)
+        result.append(_no_operators(a.trace))
+    result += _start_up(a)
     shortest, longest = _extremes(a)
     if a.step_count > 1 and longest > UNEVEN * max(1, shortest):
-        found.append(
+        result.append(
             f"The steps differ: {t.format_range(shortest, longest)}. Figures are means over them. "
             f"{longer_steps(a)}"
         )
     for reason, count in meta.events_dropped.items():
         if reason == ANOTHER_TRACE:
-            found.append("Another trace follows in the same file: it is left out. Split the file.")
+            result.append("Another trace follows in the same file: it is left out. Split the file.")
             continue
-        found.append(f"{count:,} event{'' if count == 1 else 's'}: {reason}.")
+        result.append(f"{count:,} event{'' if count == 1 else 's'}: {reason}.")
     if a.steps.source == "whole trace":
         how = mark_steps(meta.format)
-        found.append(
+        result.append(
             "Steps were not recorded: the figures are for the whole recording. "
             f"{how[0].upper()}{how[1:]} for figures per step."
         )
-    found += memory_limits(a)
-    found.extend(run.problems)
-    return found
+    result += memory_limits(a)
+    result.extend(run.problems)
+    return result
 
 
 def _no_operators(trace: Trace) -> str:
@@ -127,33 +127,33 @@ def _no_device_work(trace: Trace) -> str:
 
 def _window_limits(a: Analysis) -> list[str]:
     """A sentence for each thing that is the recording's and not the steps'."""
-    found = []
+    result = []
     if too_little(a):
         schedule = _schedule(a.trace.meta, ": ", "wait=1, warmup=3, active=5")
-        found.append(
+        result.append(
             f"The trace holds {events(a):,} pieces of host and device work, too little to tell "
             f"how the program runs. Record whole steps{schedule}."
         )
-    found += _earlier(a)
+    result += _earlier(a)
     if a.steps.ahead_ns is not None and a.steps.host_ns is not None:
-        found.append(
+        result.append(
             "The host runs ahead: the first work of a step waits "
             f"{t.format_duration(a.steps.ahead_ns)} in "
             "the queue (median). So a step is the device's period, from the first work of a step "
             "to the first of the next; the host's own marks are "
             f"{t.format_duration(a.steps.host_ns)} apart."
         )
-    found += _behind(a)
-    found += _one_off(a)
+    result += _behind(a)
+    result += _one_off(a)
     if a.lost.told and not a.trace.gpu.is_empty():
         share = a.lost.lost / a.lost.launches
-        found.append(
+        result.append(
             f"The profiler lost the records of {a.lost.lost:,} of {a.lost.launches:,} launched "
             f"kernels ({t.format_share(share)}): busy time is a lower bound, idle time is not "
             "known, no gain is estimated, and rules on idle time are skipped. Record a shorter "
             "window."
         )
-    return found
+    return result
 
 
 def _earlier(a: Analysis) -> list[str]:
@@ -251,18 +251,18 @@ def _record_limits(a: Analysis) -> list[str]:
     """What a record without a profiled window cannot tell."""
     recorded = a.recorded
     assert recorded is not None
-    found = [
+    result = [
         "No window was profiled: what the host did is known by phase, and nothing of what ran on "
         "the device. Host times of phases that only launch work say little about the device."
     ]
-    found += [line + "." for line in window_lines(recorded.record.of_kind("window"))]
+    result += [line + "." for line in window_lines(recorded.record.of_kind("window"))]
     if not recorded.record.ended:
-        found.append("The run was killed, or is still going on: figures are up to its last step.")
+        result.append("The run was killed, or is still going on: figures are up to its last step.")
     if not recorded.steps:
-        found.append("No step was recorded.")
+        result.append("No step was recorded.")
     elif not recorded.count:
-        found.append("No step without a profiler was recorded.")
-    return found
+        result.append("No step without a profiler was recorded.")
+    return result
 
 
 def too_little(a: Analysis) -> bool:
@@ -281,18 +281,18 @@ ANOTHER_COUNT = 0.25
 
 def longer_steps(a: Analysis) -> str:
     """A sentence or two for steps that differ."""
-    found, own = a.uneven, a.trace.meta.framework
-    if found is None:
+    result, own = a.uneven, a.trace.meta.framework
+    if result is None:
         return "There are too few steps to say what makes one longer."
-    said = f"The longer half takes {t.format_duration(found.difference_ns)} more per step"
-    if not found.classes:
+    said = f"The longer half takes {t.format_duration(result.difference_ns)} more per step"
+    if not result.classes:
         return f"{said}, spread over many causes."
-    parts = (f"{_class(part.name, own)} {t.format_duration(part.ns)}" for part in found.classes)
+    parts = (f"{_class(part.name, own)} {t.format_duration(part.ns)}" for part in result.classes)
     said += f": {', '.join(parts)}."
-    if not found.work:
+    if not result.work:
         return said
-    said += f" Most of it in {', '.join(_work(part) for part in found.work)}."
-    if any(_more_calls(part) for part in found.work):
+    said += f" Most of it in {', '.join(_work(part) for part in result.work)}."
+    if any(_more_calls(part) for part in result.work):
         said += (
             " The longer steps run more of it: their work is larger, or the device runs what an "
             "earlier step has launched."

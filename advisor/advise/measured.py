@@ -51,10 +51,10 @@ MAX_DURATIONS = 5000
 
 def inputs(run: Run, analyses: Mapping[int, Analysis]) -> list[Input]:
     """One entry a rank: the window that is analysed."""
-    found = []
+    result = []
     for number, a in analyses.items():
         meta = a.trace.meta
-        found.append(
+        result.append(
             Input(
                 path=meta.path,
                 rank=None if number < 0 else number,
@@ -71,7 +71,7 @@ def inputs(run: Run, analyses: Mapping[int, Analysis]) -> list[Input]:
                 profile_memory=meta.profile_memory,
             )
         )
-    return found
+    return result
 
 
 def measure(a: Analysis) -> dict[str, Any]:
@@ -269,16 +269,16 @@ def samples_per_step(record: RankRecord) -> int | None:
 
 def step_durations(a: Analysis) -> list[StepDurations]:
     """Durations of the steps that count: as the recorder measured them, and in the trace."""
-    found = []
+    result = []
     recorded = a.recorded
     if recorded is not None:
         plain = np.array([not step.evaluation for step in recorded.steps], dtype=bool)
         rows = np.flatnonzero(recorded.used & plain)
         numbers = [recorded.steps[row].n for row in rows]
-        found.append(_durations("recorder", numbers, recorded.dur[rows].tolist()))
+        result.append(_durations("recorder", numbers, recorded.dur[rows].tolist()))
     if a.steps.source != "whole trace":
-        found.append(_durations("trace", _numbers(a), a.steps.used["dur"].to_list()))
-    return [each for each in found if each.durations_ns]
+        result.append(_durations("trace", _numbers(a), a.steps.used["dur"].to_list()))
+    return [each for each in result if each.durations_ns]
 
 
 def _durations(
@@ -295,8 +295,8 @@ def _durations(
 
 def _numbers(a: Analysis) -> list[int]:
     """Of the used steps of a trace, ascending; where they are not numbered, their places."""
-    found = [re.search(r"(?:#|^step )(\d{1,12})$", str(name)) for name in a.steps.used["name"]]
-    numbers = [int(match[1]) for match in found if match is not None]
+    result = [re.search(r"(?:#|^step )(\d{1,12})$", str(name)) for name in a.steps.used["name"]]
+    numbers = [int(match[1]) for match in result if match is not None]
     if len(numbers) != a.steps.used.height or sorted(set(numbers)) != numbers:
         numbers = a.steps.used["index"].to_list()
     return numbers
@@ -309,22 +309,22 @@ MAX_GPUS = 1_000_000
 
 def energy_use(analyses: Mapping[int, Analysis]) -> EnergyUse | None:
     """Energy a step by rank and together; ``None``: not sampled on any."""
-    found: list[RankEnergy] = []
+    rank_energies: list[RankEnergy] = []
     boards: dict[str, RankEnergy] = {}
     for number, a in analyses.items():
         energy = None if a.recorded is None else step_energy(a.recorded)
         if energy is None or a.recorded is None:
             continue
-        one = RankEnergy(rank=number, **energy._asdict())
-        found.append(one)
-        boards.setdefault(a.recorded.uuid or f"rank {number}", one)  # ranks may share a GPU
-    if not found:
+        item = RankEnergy(rank=number, **energy._asdict())
+        rank_energies.append(item)
+        boards.setdefault(a.recorded.uuid or f"rank {number}", item)  # ranks may share a GPU
+    if not rank_energies:
         return None
-    whole = len(found) == len(analyses)
+    whole = len(rank_energies) == len(analyses)
     return EnergyUse(
-        joules=sum(one.joules for one in boards.values()) if whole else None,
-        watts=sum(one.watts for one in boards.values()) if whole else None,
-        ranks=found,
+        joules=sum(board.joules for board in boards.values()) if whole else None,
+        watts=sum(board.watts for board in boards.values()) if whole else None,
+        ranks=rank_energies,
     )
 
 
@@ -385,18 +385,18 @@ def ranks_view(analyses: Mapping[int, Analysis], study: Study | None) -> Ranks |
         if len(analyses) < 2:
             return None
         note = "Skew between ranks is not measured: fewer than two of them were profiled."
-        found = Ranks(lines=[], aligned=False, alignment_error_ns=None, note=note)
+        result = Ranks(lines=[], aligned=False, alignment_error_ns=None, note=note)
     else:
-        found = study.ranks
+        result = study.ranks
         replayed = study.replayed
         if replayed:
             some = len(replayed) <= FEW_RANKS
             named = f"ranks {numbers(replayed)}"
             who = named if some else t.count_noun(len(replayed), "rank")
-            found.note += f" Gains are of {who} replayed together."
-    known = {line.rank for line in found.lines}
-    found.lines += [_rank_line(number, a) for number, a in analyses.items() if number not in known]
-    return found
+            result.note += f" Gains are of {who} replayed together."
+    known = {line.rank for line in result.lines}
+    result.lines += [_rank_line(number, a) for number, a in analyses.items() if number not in known]
+    return result
 
 
 def _rank_line(number: int, a: Analysis) -> RankLine:
@@ -426,36 +426,38 @@ def step_time(a: Analysis) -> StepTime | None:
     if recorded is None or not recorded.median or recorded.count < MIN_STEPS:
         return None
     run = recorded.median
-    found = StepTime(ns=run, mean_ns=recorded.mean or run)
+    result = StepTime(ns=run, mean_ns=recorded.mean or run)
     if a.record_only:
-        return found
+        return result
     if a.steps.source == "whole trace" or not a.step_ns:
         return None
-    found.window_ns = a.step_ns
-    found.window_slowdown = a.step_ns / run - 1
+    result.window_ns = a.step_ns
+    result.window_slowdown = a.step_ns / run - 1
     kept = recorded.kept(a.trace.meta.window)
     inside, around = recorded.dur[kept], recorded.around(kept)
-    found.in_warm_up = bool(kept.any()) and not recorded.settled[kept].any()
+    result.in_warm_up = bool(kept.any()) and not recorded.settled[kept].any()
     if len(around) < MIN_AROUND:
-        return found
+        return result
     beside = float(np.median(around))
     if not beside:
-        return found
-    found.nearby_ns = beside
+        return result
+    result.nearby_ns = beside
     if len(inside) >= MIN_PROFILED:
-        found.profiler_overhead = float(np.median(inside)) / beside - 1
+        result.profiler_overhead = float(np.median(inside)) / beside - 1
     used = recorded.dur[recorded.used]
-    found.share_beyond = float((used >= beside if beside > run else used <= beside).mean())
-    found.atypical = abs(beside / run - 1) >= APART and found.share_beyond < FEW
-    return found
+    result.share_beyond = float((used >= beside if beside > run else used <= beside).mean())
+    result.atypical = abs(beside / run - 1) >= APART and result.share_beyond < FEW
+    return result
 
 
 def steps_apart(a: Analysis) -> StepVariation | None:
     """For the report; ``None``: steps are alike, or too few."""
-    found = None if a.record_only else a.uneven
-    if found is None:
+    result = None if a.record_only else a.uneven
+    if result is None:
         return None
-    return StepVariation(found.short_ns, found.long_ns, _parts(found.classes), _parts(found.work))
+    return StepVariation(
+        result.short_ns, result.long_ns, _parts(result.classes), _parts(result.work)
+    )
 
 
 def _parts(parts: tuple[StepDifference, ...]) -> list[StepVariationPart]:

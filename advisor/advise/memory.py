@@ -31,7 +31,7 @@ def memory_views(a: Analysis) -> list[MemoryView]:
 
 def _view(post: PostMortem) -> MemoryView:
     h = post.history
-    found = fragments(post)
+    result = fragments(post)
     at = "out of memory" if h.failed is not None else "peak" if h.count else "snapshot"
     placed = placement(post)
     return MemoryView(
@@ -55,12 +55,12 @@ def _view(post: PostMortem) -> MemoryView:
                          bytes=row["bytes"])
             for row in post.held.head(MAX_LINES).iter_rows(named=True)
         ],
-        pools=[] if found is None else [
+        pools=[] if result is None else [
             MemoryPool(
                 name=_pool_name(row), segments=row["segments"], reserved=row["reserved"],
                 allocated=row["allocated"], free=row["free"], largest=row["largest"],
             )
-            for row in found.table.head(MAX_LINES).iter_rows(named=True)
+            for row in result.table.head(MAX_LINES).iter_rows(named=True)
         ],
         placement="" if placed is None else why_not_placed(placed),
         step_source=post.step_source,
@@ -176,30 +176,30 @@ def memory_limits(a: Analysis) -> list[str]:
     """What a snapshot does not tell, a sentence each."""
     if a.snapshot is None:
         return []
-    found = []
+    result = []
     if a.snapshot.events.is_empty():
-        found.append(
+        result.append(
             "The memory snapshot has no history: peak, churn and growth are unknown. Switch it "
             "on before the first allocation: "
             "torch.cuda.memory._record_memory_history(max_entries=100_000)."
         )
     elif any(post.history.began_before and post.history.count for post in a.post_mortems):
-        found.append(
+        result.append(
             "The memory history starts in the middle: blocks that were there before have no line "
             "unless they are held to the end. Switch it on earlier, or raise max_entries."
         )
     if not a.snapshot.stacks or not any(a.snapshot.stacks):
-        found.append(
+        result.append(
             "The memory snapshot has no stacks: categories and lines are unknown "
             "(context='all' in _record_memory_history)."
         )
     unmatched = sum(post.history.unmatched for post in a.post_mortems)
     if unmatched:
-        found.append(
+        result.append(
             f"{unmatched:,} allocations in the memory history have no end and are not in its "
             "state: history was switched off, or frees were not recorded."
         )
-    found += [
+    result += [
         f"Memory snapshot: {count:,} left out: {why}." for why, count in a.snapshot.dropped.items()
     ]
-    return found
+    return result

@@ -132,8 +132,8 @@ def load_rules(
 def _own() -> tuple[ModuleType, ...]:
     import advisor.rules
 
-    found = pkgutil.walk_packages(advisor.rules.__path__, "advisor.rules.")
-    return tuple(importlib.import_module(one.name) for one in found if not one.ispkg)
+    result = pkgutil.walk_packages(advisor.rules.__path__, "advisor.rules.")
+    return tuple(importlib.import_module(item.name) for item in result if not item.ispkg)
 
 
 def _modules(folder: Path | None) -> Iterator[ModuleType]:

@@ -93,16 +93,18 @@ def _model(trace: Trace) -> str | None:
 
 def _names(trace: Trace) -> set[str]:
     """Names of operators and kernels."""
-    found: set[str] = set()
+    result: set[str] = set()
     for frame, kind in ((trace.cpu, "op"), (trace.gpu, "kernel")):
-        found |= set(frame.filter(frame["kind"] == kind)["name"].cast(pl.String).unique().to_list())
-    return found
+        result |= set(
+            frame.filter(frame["kind"] == kind)["name"].cast(pl.String).unique().to_list()
+        )
+    return result
 
 
 def _strange(named: list[set[str]]) -> bool:
     """Two of them, with enough names each, share next to none."""
     return any(
-        len(one & other) < FEW_ALIKE * min(len(one), len(other))
-        for one, other in combinations(named, 2)
-        if min(len(one), len(other)) >= ENOUGH_NAMES
+        len(item & other) < FEW_ALIKE * min(len(item), len(other))
+        for item, other in combinations(named, 2)
+        if min(len(item), len(other)) >= ENOUGH_NAMES
     )

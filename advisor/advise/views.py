@@ -129,13 +129,13 @@ def _ranked(
 
 def stairs(report: Report) -> Stairs | None:
     """What the step comes down to; ``None``: nothing is ranked, or no step is measured."""
-    found = facts.ranked(report)
+    result = facts.ranked(report)
     whole = report.step_ns
-    if not found or whole <= 0:
+    if not result or whole <= 0:
         return None
     left = whole
     fixes = []
-    for finding in found:
+    for finding in result:
         saved = float(max(0, finding.marginal_gain_ns or 0))
         left = max(0.0, left - saved)
         named = (finding.priority, finding.severity, t.clean(finding.title))

@@ -107,10 +107,10 @@ def _merged(items: Sequence[SkippedCheck]) -> list[SkippedCheck]:
     for item in items:
         key = (item.why, item.record)
         if key in merged:
-            one = merged[key]
-            what = one.what if item.what in one.what else f"{one.what}; {item.what}"
-            rules = one.rule if item.rule in one.rule else f"{one.rule}, {item.rule}"
-            item = replace(one, what=what, rule=rules)
+            entry = merged[key]
+            what = entry.what if item.what in entry.what else f"{entry.what}; {item.what}"
+            rules = entry.rule if item.rule in entry.rule else f"{entry.rule}, {item.rule}"
+            item = replace(entry, what=what, rule=rules)
         merged[key] = item
     return list(merged.values())
 
@@ -259,7 +259,7 @@ def _lead(report: Report) -> str:
 
 def crashes(run: Run) -> list[Crash]:
     """Ranks that an exception ended, in the order of time; not those that somebody interrupted."""
-    found = []
+    result = []
     for number, record in (run.recording.ranks if run.recording is not None else {}).items():
         ends = [event for event in record.events if event.kind == "end"]
         if not ends or ends[-1].data.get("reason") != "exception":
@@ -276,5 +276,5 @@ def crashes(run: Run) -> list[Crash]:
         at, perf, unix = last.t, record.rank.anchor_perf_ns, record.rank.anchor_unix_ns
         if perf is not None and unix is not None:
             at += unix - perf
-        found.append((at, crash))
-    return [crash for _, crash in sorted(found, key=lambda item: item[0])]
+        result.append((at, crash))
+    return [crash for _, crash in sorted(result, key=lambda item: item[0])]

@@ -130,8 +130,8 @@ def _command(name: str) -> Any:
 
 def _said(error: AdvisorError, arguments: list[str]) -> str:
     """The message; with what there is to choose from printed before it."""
-    found = sys.modules.get("advisor.read.runs")
-    if found is None or not isinstance(error, found.SeveralRuns):
+    result = sys.modules.get("advisor.read.runs")
+    if result is None or not isinstance(error, result.SeveralRuns):
         return str(error)
     from advisor.cli.runs import offer
 

@@ -214,20 +214,20 @@ def write_tables(folder: Path, examined: Examined, *, redact: set[str] | None) -
     from advisor.export.csv_tables import tables
 
     report = examined.report
-    found = tables(examined.main, report)
+    result = tables(examined.main, report)
     if redact is not None:
         from advisor.export.redact import Redactor, names_in
 
         redactor = Redactor(redact | names_in(report.to_json()))
-        found = {name: table.redacted(redactor.text) for name, table in found.items()}
+        result = {name: table.redacted(redactor.text) for name, table in result.items()}
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         why = error.strerror or str(error)
         raise AdvisorError(f"--csv {folder}: cannot be made ({why})") from None
-    for name, table in found.items():
+    for name, table in result.items():
         out.write(table.text(), folder / f"{name}.csv", [item.path for item in report.inputs])
-    print(f"{folder}: {', '.join(f'{name}.csv' for name in found)}", file=sys.stderr)
+    print(f"{folder}: {', '.join(f'{name}.csv' for name in result)}", file=sys.stderr)
 
 
 class Told:

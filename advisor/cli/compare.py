@@ -99,20 +99,20 @@ def _compare(
     with Progress(progress) as shown:
         read = ReadOptions(progress=shown.reading, peek=redaction.peek, step_ranges=ranges)
         options = dataclasses.replace(options, read=read)
-        found = []
+        result = []
         for path, report in zip((before, after), saved, strict=True):
             if report is not None:
                 continue
             run = open_run(path, options.read, rank=options.rank, window=options.which)
             shown.say("measuring")
-            found.append(examine(run, options))
+            result.append(examine(run, options))
         shown.say("comparing")
-        names = redaction.of(*(one.run for one in found))
+        names = redaction.of(*(item.run for item in result))
         if not any(saved):
-            return compare_examined(*found), names
+            return compare_examined(*result), names
         from advisor.compare.compare import compare_reports
 
-        others = iter(found)
+        others = iter(result)
         reports = [report or next(others).report for report in saved]
         given = [index for index, report in enumerate(saved) if report is not None]
         return compare_reports(reports[0], reports[1], (before, after), given), names

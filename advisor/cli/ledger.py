@@ -31,9 +31,9 @@ def command(
     rows: list[Prediction] = [] if files else list(predictions.shipped_trials())
     skipped = 0
     for file in files or [predictions.user_file()]:
-        found = predictions.read(file)
-        rows += found.predictions
-        skipped += found.skipped
+        result = predictions.read(file)
+        rows += result.predictions
+        skipped += result.skipped
     if form == "json":
         import msgspec
 
@@ -58,8 +58,8 @@ def _render(rows: list[Prediction], skipped: int, width: int) -> str:
         page.table(
             ["rule", "trials", "in range", "measured / predicted"],
             [
-                [rule, str(one.trials), str(one.inside), f"{one.low:.2f} to {one.high:.2f}"]
-                for rule, one in records.items()
+                [rule, str(item.trials), str(item.inside), f"{item.low:.2f} to {item.high:.2f}"]
+                for rule, item in records.items()
             ],
         )
     if skipped:

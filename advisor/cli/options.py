@@ -59,12 +59,12 @@ Brief = Annotated[
 
 def form(formats: Formats) -> typer.models.OptionInfo:
     """``--format``, of one kind of subject."""
-    found: typer.models.OptionInfo = typer.Option(
+    result: typer.models.OptionInfo = typer.Option(
         "--format",
         metavar=out.metavar(formats),
         help="Default: by the suffix of --output, else terminal.",
     )
-    return found
+    return result
 
 
 Price = Annotated[

@@ -92,12 +92,12 @@ def command(
         same_host=same_host,
         source=None if source is None else find(source).gpu,
     )
-    found = choose(projector, targets)
+    result = choose(projector, targets)
     if form == "json":
-        plain = _plain(projector, found, told) | {"currency": table.currency}
+        plain = _plain(projector, result, told) | {"currency": table.currency}
         print(json.dumps(plain, indent=2, allow_nan=False))
     else:
-        _show(projector, found, told, table.currency, sys.stdout)
+        _show(projector, result, told, table.currency, sys.stdout)
 
 
 def _targets(
@@ -109,13 +109,13 @@ def _targets(
     from advisor.replay.project.rates import find
 
     money = hourly_prices(prices)
-    chosen = {found.gpu.name: found.gpu for found in map(find, names)}
+    chosen = {result.gpu.name: result.gpu for result in map(find, names)}
     told = []
     for name in dict.fromkeys(names):
-        found = find(name)
-        if found.others:
-            more = ", ".join(found.others[:4]) + (" …" if len(found.others) > 4 else "")
-            told.append(f"{name} is taken for {found.gpu.name}; it could be {more}")
+        result = find(name)
+        if result.others:
+            more = ", ".join(result.others[:4]) + (" …" if len(result.others) > 4 else "")
+            told.append(f"{name} is taken for {result.gpu.name}; it could be {more}")
     if every:
         wanted = [g for g in known() if not money or g.name in money]
         chosen |= {g.name: g for g in wanted}

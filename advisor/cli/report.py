@@ -68,7 +68,7 @@ def command(
     if saved is not None and paid is not None:
         raise AdvisorError(f"{o.PRICE_OPTIONS}: {o.SAVED_HAS_COST}")
     if saved is not None:
-        found, names = saved, told.of()
+        result, names = saved, told.of()
     else:
         with Progress(progress) as shown:
             read = ReadOptions(
@@ -81,13 +81,13 @@ def command(
                 rank=rank, window=window, steps=chosen, read=read, prices=paid, gpus=gpus
             )
             examined = examine_paths(paths, options, shown)
-        found, analysis = examined.report, examined.main
+        result, analysis = examined.report, examined.main
         names = told.of(examined.run)
     if html is not None:
-        deliver(found, REPORTS.renderer("html"), html, analysis=analysis, redact=names)
+        deliver(result, REPORTS.renderer("html"), html, analysis=analysis, redact=names)
     if html is None or output is not None or form is not None:
         deliver(
-            found, wanted, output, details=details, brief=brief, analysis=analysis, redact=names
+            result, wanted, output, details=details, brief=brief, analysis=analysis, redact=names
         )
 
 

@@ -38,10 +38,10 @@ def list_workloads() -> None:
     from advisor.sample_workloads import catalogue
 
     width = out.columns(sys.stdout)
-    found = catalogue()
-    column = max(map(len, found)) + 2
+    result = catalogue()
+    column = max(map(len, result)) + 2
     lines = []
-    for name, workload in found.items():
+    for name, workload in result.items():
         told = textwrap.wrap(workload.title, width - column)
         told += textwrap.wrap(_expects(workload), width - column, break_on_hyphens=False)
         lines.append(f"{name:<{column}}{told[0]}")

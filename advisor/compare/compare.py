@@ -139,27 +139,27 @@ def side(report: Report, path: str = "") -> Side:
 def amounts(before: Report, after: Report) -> list[Amount]:
     """Every figure of the two reports, side by side. What one report lists and the other does not
     is 0 there when the whole list was measured, else not measured."""
-    found = []
+    result = []
     for group, attribute in (
         ("time", "time"),
         ("idle", "idle"),
         ("host", "host"),
         ("kernels", "families"),
     ):
-        one, other = (
+        item, other = (
             {getattr(part, "name", getattr(part, "cause", "")): part.ns for part in items}
             for items in (getattr(before, attribute), getattr(after, attribute))
         )
         # an empty list of idle causes beside device time means that there was no idle time
-        measured = [bool(one), bool(other)]
+        measured = [bool(item), bool(other)]
         if attribute == "idle":
             measured = [bool(before.time), bool(after.time)]
-        for name in dict.fromkeys((*one, *other)):
+        for name in dict.fromkeys((*item, *other)):
             values = [
                 side.get(name, 0.0 if there else None)
-                for side, there in zip((one, other), measured, strict=True)
+                for side, there in zip((item, other), measured, strict=True)
             ]
-            found.append(_amount(name, "ns", values, group))
+            result.append(_amount(name, "ns", values, group))
     for name, unit, attribute in (
         ("GPU busy", "share", "busy_share"),
         ("communication", "ns", "communication_ns"),
@@ -167,10 +167,10 @@ def amounts(before: Report, after: Report) -> list[Amount]:
         ("MFU", "share", "mfu"),
         ("memory peak", "bytes", "memory_peak_bytes"),
     ):
-        found.append(_amount(name, unit, [getattr(r, attribute) for r in (before, after)]))
+        result.append(_amount(name, unit, [getattr(r, attribute) for r in (before, after)]))
     joules = [None if r.energy is None else r.energy.joules for r in (before, after)]
-    found += [_amount("energy per step", "J", joules), *_cost(before, after)]
-    return [amount for amount in found if (amount.before, amount.after) != (None, None)]
+    result += [_amount("energy per step", "J", joules), *_cost(before, after)]
+    return [amount for amount in result if (amount.before, amount.after) != (None, None)]
 
 
 def _cost(before: Report, after: Report) -> list[Amount]:
@@ -211,34 +211,34 @@ def realised(findings: list[Finding], before: Examined, c: Comparison) -> Realis
         and finding.impact is not None
         and finding.impact.currency == "step_time"
     ]
-    found = RealisedGain(rules=[f.rule for f in fixed])
+    result = RealisedGain(rules=[f.rule for f in fixed])
     if not fixed:
-        found.reason = "no finding with an estimated gain was fixed"
-        return found
+        result.reason = "no finding with an estimated gain was fixed"
+        return result
     edits = [edit for finding in fixed for edit in finding.edits]
     price = before.pricing.price(edits)
-    found.predicted_ns, found.predicted_low_ns, found.predicted_high_ns = price
-    found.method = before.pricing.method
+    result.predicted_ns, result.predicted_low_ns, result.predicted_high_ns = price
+    result.method = before.pricing.method
     if steps.difference_ns is None or steps.low_ns is None or steps.high_ns is None:
-        found.reason = f"step times are not compared: {steps.reason}"
-        return found
-    found.measured_ns = -steps.difference_ns
-    found.measured_low_ns, found.measured_high_ns = -steps.high_ns, -steps.low_ns
+        result.reason = f"step times are not compared: {steps.reason}"
+        return result
+    result.measured_ns = -steps.difference_ns
+    result.measured_low_ns, result.measured_high_ns = -steps.high_ns, -steps.low_ns
     if c.same_device is False:
-        found.reason = "the GPUs differ, and the prediction is for the one before"
+        result.reason = "the GPUs differ, and the prediction is for the one before"
     elif _other_program(c):
-        found.reason = "the device work differs, and the prediction is for the work before"
+        result.reason = "the device work differs, and the prediction is for the work before"
     elif _other_batch(c):
-        found.reason = "the batch sizes differ, and the prediction is for the one before"
-    elif found.method == REPLAY:
-        error = abs(found.measured_ns - found.predicted_ns)
-        found.agrees = error <= CLOSE * max(found.measured_ns, found.predicted_ns) or (
-            found.measured_low_ns <= found.predicted_high_ns
-            and found.predicted_low_ns <= found.measured_high_ns
+        result.reason = "the batch sizes differ, and the prediction is for the one before"
+    elif result.method == REPLAY:
+        error = abs(result.measured_ns - result.predicted_ns)
+        result.agrees = error <= CLOSE * max(result.measured_ns, result.predicted_ns) or (
+            result.measured_low_ns <= result.predicted_high_ns
+            and result.predicted_low_ns <= result.measured_high_ns
         )
     else:
-        found.agrees = found.measured_low_ns <= found.predicted_high_ns
-    return found
+        result.agrees = result.measured_low_ns <= result.predicted_high_ns
+    return result
 
 
 def _other_batch(c: Comparison) -> bool:
@@ -254,66 +254,67 @@ def _other_program(c: Comparison) -> bool:
 
 def limits(before: Report, after: Report, c: Comparison) -> list[str]:
     """What makes the two hard to compare."""
-    one, other = c.before, c.after
-    found = []
+    item, other = c.before, c.after
+    result = []
     if before.scope == after.scope and before.step_durations == after.step_durations:
-        found.append("Both are the same recording.")
+        result.append("Both are the same recording.")
     if c.same_device is False:
-        found.append(
-            f"The GPUs differ ({one.device_name} and {other.device_name}): the program need not be "
+        result.append(
+            f"The GPUs differ ({item.device_name} and {other.device_name}): the program need not "
+            "be "
             "what became faster or slower. Work is matched by operator, not by kernel name."
         )
-    elif c.same_device is None and (one.device_name or other.device_name):
-        found.append("The GPU model of one side is unknown: the two GPUs may differ.")
+    elif c.same_device is None and (item.device_name or other.device_name):
+        result.append("The GPU model of one side is unknown: the two GPUs may differ.")
     for which, report, counterpart in (("before", before, after), ("after", after, before)):
         if not report.time and counterpart.time:
-            found.append(f"No GPU work in the trace {which}: device time is not compared.")
-    found += _step_limits(c)
+            result.append(f"No GPU work in the trace {which}: device time is not compared.")
+    result += _step_limits(c)
     if _other_program(c):
-        found.append(
+        result.append(
             f"Only {t.format_share(c.matched)} of the device time is in operators and shapes that "
             "both "
             "have: these look like different programs."
         )
     if _other_batch(c):
-        found.append(
-            f"A step has {t.count_noun(one.samples or 0, 'sample')} before and {other.samples} "
+        result.append(
+            f"A step has {t.count_noun(item.samples or 0, 'sample')} before and {other.samples} "
             "after: "
             "compare time per sample, not per step."
         )
-    if one.ranks != other.ranks:
-        found.append(
-            f"{t.count_noun(one.ranks, 'rank')} before and {other.ranks} after; one of each is "
+    if item.ranks != other.ranks:
+        result.append(
+            f"{t.count_noun(item.ranks, 'rank')} before and {other.ranks} after; one of each is "
             "compared."
         )
-    elif one.ranks > 1:
-        found.append(f"One of {one.ranks} ranks is compared (rank {one.rank}); --rank chooses.")
-    for which, each in (("before", one), ("after", other)):
+    elif item.ranks > 1:
+        result.append(f"One of {item.ranks} ranks is compared (rank {item.rank}); --rank chooses.")
+    for which, each in (("before", item), ("after", other)):
         if each.truncated:
-            found.append(f"The trace {which} is truncated.")
-    return found
+            result.append(f"The trace {which} is truncated.")
+    return result
 
 
 def _step_limits(c: Comparison) -> list[str]:
     """What a step is on either side."""
     sources = {"before": c.before.step_source, "after": c.after.step_source}
     unmarked = [which for which, source in sources.items() if source == "whole trace"]
-    found = []
+    result = []
     if whole(c):
-        found.append(
+        result.append(
             "No steps are marked in either: figures are totals of the whole recordings, and "
             "comparable only if both did the same amount of work."
         )
     elif unmarked:
-        found.append(
+        result.append(
             f"No steps are marked {unmarked[0]}: figures per step are totals of the whole "
             "recording there, and comparable only if both did the same amount of work."
         )
     elif sources["before"] != sources["after"]:
-        found.append(f"A step is {sources['before']} before and {sources['after']} after.")
+        result.append(f"A step is {sources['before']} before and {sources['after']} after.")
     if repeated(c):
-        found.append(PERIODS)
-    return found
+        result.append(PERIODS)
+    return result
 
 
 # -- past predictions ---------------------------------------------------------------------------
@@ -322,18 +323,18 @@ def _step_limits(c: Comparison) -> list[str]:
 def append_prediction(comparison: Comparison, *, unix: int) -> bool:
     """Append what a fix was predicted to save, and saved, to the folder of the later run. Whether
     there was one: both runs were recorded, and one finding with an estimated gain is gone."""
-    found = prediction_of(comparison, unix=unix)
+    result = prediction_of(comparison, unix=unix)
     after = Path(comparison.after.path)
-    if found is None or not is_run(after) or not is_run(comparison.before.path):
+    if result is None or not is_run(after) or not is_run(comparison.before.path):
         return False
     file = after / predictions.FILE
-    same = (found.rule, found.predicted, found.measured)
+    same = (result.rule, result.predicted, result.measured)
     if any(
         (row.rule, row.predicted, row.measured) == same
         for row in predictions.read(file).predictions
     ):
         return False  # compared before
-    predictions.append(file, [found])
+    predictions.append(file, [result])
     return True
 
 

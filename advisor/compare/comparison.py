@@ -281,8 +281,8 @@ class Comparison(Struct, kw_only=True):
 
     def to_dict(self) -> dict[str, Any]:
         """Plain dicts and lists, as in the JSON."""
-        found: dict[str, Any] = msgspec.to_builtins(self)
-        return found
+        result: dict[str, Any] = msgspec.to_builtins(self)
+        return result
 
     def to_json(self) -> bytes:
         """The JSON text, indented by two."""

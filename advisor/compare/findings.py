@@ -72,11 +72,11 @@ def pair_up(before: Report, after: Report) -> list[Pair]:
         noted = {id(f) for f in (*before.notes, *after.notes)}
         matched: list[tuple[Finding, Finding]] = []
         for near in (True, False):
-            for one in list(old):
-                other = next((f for f in new if not near or same_place(one, f)), None)
+            for item in list(old):
+                other = next((f for f in new if not near or same_place(item, f)), None)
                 if other is not None:
-                    matched.append((one, other))
-                    old.remove(one)
+                    matched.append((item, other))
+                    old.remove(item)
                     new.remove(other)
         pairs += [pair for pair in matched if not (id(pair[0]) in noted and id(pair[1]) in noted)]
         pairs += [(f, None) for f in old if id(f) not in noted]
@@ -206,16 +206,16 @@ def place(finding: Finding) -> str:
     return " · ".join(t.location_names(finding.where[0])[:2]) if finding.where else ""
 
 
-def same_place(one: Finding, other: Finding) -> bool | None:
+def same_place(item: Finding, other: Finding) -> bool | None:
     """They share a place, as precisely as both have it; ``None``: one has none.
 
     Line numbers move when code is edited and folders differ between machines, so code is known by
     file name and function; kernels by their name without arguments.
     """
-    if not one.where or not other.where:
+    if not item.where or not other.where:
         return None
     for name in (_code, _op, _kernel):
-        names = [{name(location) for location in each.where} - {None, ""} for each in (one, other)]
+        names = [{name(location) for location in each.where} - {None, ""} for each in (item, other)]
         if all(names):
             return bool(names[0] & names[1])
     return None

@@ -106,17 +106,17 @@ def difference(
         ]
         spread, freedom = _combined(sides)
     center = np.median if statistic == "median" else np.mean
-    one, other = float(center(before)), float(center(after))
+    item, other = float(center(before)), float(center(after))
     reach = _reach(spread, freedom, level)
     long = " and ".join(map(str, blocks))
     pairs = "pairs of " if paired else ""
     return Difference(
         f"circular block bootstrap, {RESAMPLES:,} draws, blocks of {long} {pairs}steps",
         statistic,
-        one,
+        item,
         other,
-        other - one - reach,
-        other - one + reach,
+        other - item - reach,
+        other - item + reach,
     )
 
 
@@ -148,14 +148,14 @@ def difference_of_runs(
         _reach(between, runs_freedom, level),
         _reach(within, steps_freedom, level),
     )
-    one, other = (float(runs.mean()) for runs in centers)
+    item, other = (float(runs.mean()) for runs in centers)
     return Difference(
         f"Student's t interval over {counts[0]} and {counts[1]} runs",
         statistic,
-        one,
+        item,
         other,
-        other - one - reach,
-        other - one + reach,
+        other - item - reach,
+        other - item + reach,
     )
 
 
@@ -214,16 +214,16 @@ def _drawn(
 ) -> list[NDArray[np.float64]]:
     """The statistic of each series in every draw; the same blocks are drawn of all."""
     count = len(series[0])
-    found = [np.empty(RESAMPLES) for _ in series]
+    result = [np.empty(RESAMPLES) for _ in series]
     center = np.median if statistic == "median" else np.mean
     rounds = max(1, MAX_DRAWN_AT_ONCE // count)
     for first in range(0, RESAMPLES, rounds):
         many = min(rounds, RESAMPLES - first)
         starts = random.integers(0, count, size=(many, math.ceil(count / block), 1))
         rows = ((starts + np.arange(block)) % count).reshape(many, -1)[:, :count]
-        for values, one in zip(found, series, strict=True):
-            values[first : first + many] = center(one[rows], axis=1)
-    return found
+        for values, item in zip(result, series, strict=True):
+            values[first : first + many] = center(item[rows], axis=1)
+    return result
 
 
 def _spread(drawn: NDArray[np.float64], blocks: float) -> tuple[float, float]:

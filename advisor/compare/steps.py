@@ -54,31 +54,31 @@ def compare_steps(before: Report, after: Report) -> StepTimeChange:
     paired = _paired(reports, source, sides)
     samples = [[_sample(run) for run in runs] for runs in sides]
     if any(len(runs) > 1 for runs in sides):
-        found = difference_of_runs(*samples)
+        result = difference_of_runs(*samples)
     else:
-        found = difference(samples[0][0], samples[1][0], paired=paired) or welch(
+        result = difference(samples[0][0], samples[1][0], paired=paired) or welch(
             samples[0][0], samples[1][0]
         )
     verdict: Verdict = "no difference"
-    if found.low > 0 or found.high < 0:
-        verdict = "slower" if found.low > 0 else "faster"
-    base = found.before or 1.0
+    if result.low > 0 or result.high < 0:
+        verdict = "slower" if result.low > 0 else "faster"
+    base = result.before or 1.0
     return StepTimeChange(
         verdict=verdict,
         source=source,
         before=shapes[0],
         after=shapes[1],
-        statistic=found.statistic,
-        method=found.method,
+        statistic=result.statistic,
+        method=result.method,
         paired=paired,
         level=LEVEL,
-        difference_ns=found.amount,
-        low_ns=found.low,
-        high_ns=found.high,
-        share=found.amount / base,
-        share_low=found.low / base,
-        share_high=found.high / base,
-        notes=_notes(source, found.statistic, sides, reports),
+        difference_ns=result.amount,
+        low_ns=result.low,
+        high_ns=result.high,
+        share=result.amount / base,
+        share_low=result.low / base,
+        share_high=result.high / base,
+        notes=_notes(source, result.statistic, sides, reports),
     )
 
 
@@ -157,48 +157,48 @@ def _why_not(reports: Sequence[Report], sides: tuple[Runs, Runs]) -> str:
 def _notes(
     source: str, statistic: str, sides: tuple[Runs, Runs], reports: Sequence[Report]
 ) -> list[str]:
-    found = []
+    result = []
     if source == "recorder":
-        found.append(
+        result.append(
             "Steps that no profiler slowed, without warm-up and evaluations: the run's real speed."
         )
     else:
-        found.append(
+        result.append(
             "Profiled steps: the profiler slows the host, most where there are many small "
             "operators. Runs of advisor record are compared by their unprofiled steps."
         )
-        found += _recorded_differently(reports)
+        result += _recorded_differently(reports)
     samples = [_sample(run) for runs in sides for run in runs]
     if min(map(len, samples)) < MIN_DEPENDENT_STEPS:
-        found.append(
+        result.append(
             "So few steps do not show how one depends on the next: the interval is for "
             "independent steps, and the true one is wider."
         )
     elif statistic == "mean":
         worst = max((autocorrelation(sample) or 0.0) for sample in samples)
         much = f" (correlation up to {worst:.2f})" if worst >= CORRELATED else ""
-        found.append(
+        result.append(
             f"Few steps: where one depends on the next{much}, the true interval is wider. "
             f"Record {MIN_FOR_MEDIAN} or more."
         )
     if all(len(runs) == 1 for runs in sides):
-        found.append("One run each: another run of the same program may differ by more.")
+        result.append("One run each: another run of the same program may differ by more.")
     else:
         counts = " and ".join(t.count_noun(len(runs), "run") for runs in sides)
-        found.append(f"{counts}: the interval holds how far runs of one program differ.")
-    return found
+        result.append(f"{counts}: the interval holds how far runs of one program differ.")
+    return result
 
 
 def _recorded_differently(reports: Sequence[Report]) -> list[str]:
     names = {"with_stack": "stacks", "record_shapes": "shapes", "profile_memory": "memory"}
     inputs: list[Input] = [report.inputs[0] for report in reports if report.inputs]
-    found = []
+    result = []
     for field, what in names.items() if len(inputs) == len(reports) else ():
         sides = [getattr(each, field) for each in inputs]
         if None not in sides and sides[0] != sides[1]:
             which = SIDES[0] if sides[0] else SIDES[1]
-            found.append(
+            result.append(
                 f"Only the trace {which} was recorded with {what}, which slows its host: "
                 "record both the same way."
             )
-    return found
+    return result

@@ -148,12 +148,12 @@ def _side(side: Side) -> list[str]:
 def step_lines(c: Comparison) -> list[ComparedFigure]:
     """Distributions of step times side by side. A figure is better or worse only when a difference
     is shown."""
-    one, other = c.steps.before, c.steps.after
-    if one is None or other is None:
+    item, other = c.steps.before, c.steps.after
+    if item is None or other is None:
         return []
-    texts = (t.format_count(one.count), t.format_count(other.count))
-    found = [ComparedFigure("steps", "steps", "steps", one.count, other.count, texts, "", "")]
-    few = min(one.count, other.count) < MIN_STEPS_FOR_PERCENTILES
+    texts = (t.format_count(item.count), t.format_count(other.count))
+    result = [ComparedFigure("steps", "steps", "steps", item.count, other.count, texts, "", "")]
+    few = min(item.count, other.count) < MIN_STEPS_FOR_PERCENTILES
     shown = c.steps.verdict in ("slower", "faster")
     for label, field in (
         ("mean", "mean_ns"),
@@ -165,12 +165,12 @@ def step_lines(c: Comparison) -> list[ComparedFigure]:
     ):
         if few and field in ("p10_ns", "p90_ns"):
             continue
-        before, after = getattr(one, field), getattr(other, field)
+        before, after = getattr(item, field), getattr(other, field)
         judged = _judged(before, after, 0.0) if shown else ""
         change = relative(before, after)
         texts = (t.format_duration(before), t.format_duration(after))
-        found.append(ComparedFigure("steps", label, label, before, after, texts, change, judged))
-    return found
+        result.append(ComparedFigure("steps", label, label, before, after, texts, change, judged))
+    return result
 
 
 def _judged(
@@ -189,11 +189,11 @@ def step_notes(steps: StepTimeChange) -> list[str]:
     if steps.difference_ns is None:
         return []
     low, high = t.format_change(steps.low_ns or 0.0), t.format_change(steps.high_ns or 0.0)
-    found = [
+    result = [
         f"Difference of the {steps.statistic}s: {t.format_change(steps.difference_ns)}, "
         f"{interval(steps)} ({low} to {high}; {steps.method})."
     ]
-    return [*found, *steps.notes]
+    return [*result, *steps.notes]
 
 
 def breakdown_lines(c: Comparison) -> list[ComparedFigure]:
@@ -202,7 +202,7 @@ def breakdown_lines(c: Comparison) -> list[ComparedFigure]:
     whole = max(c.before.step_ns, c.after.step_ns, 1.0)
     groups = {amount.group for amount in c.amounts}
     wanted = ["time", "idle", "kernels"] if "time" in groups else ["host"]
-    found = []
+    result = []
     for group in [*wanted, "figures"]:
         for amount in c.amounts:
             if amount.group != group:
@@ -215,7 +215,7 @@ def breakdown_lines(c: Comparison) -> list[ComparedFigure]:
             judged = _judged(amount.before, amount.after, least, more=more)
             if judged in ("new", "gone") and group in ("time", "idle", "host"):
                 judged = "worse" if judged == "new" else "better"  # nothing stands in for idling
-            found.append(
+            result.append(
                 ComparedFigure(
                     group,
                     amount.name,
@@ -227,7 +227,7 @@ def breakdown_lines(c: Comparison) -> list[ComparedFigure]:
                     judged,
                 )
             )
-    return found
+    return result
 
 
 def _label(amount: Amount, framework: str | None) -> str:
@@ -267,12 +267,12 @@ def relative(before: float, after: float) -> str:
 
 def findings(c: Comparison) -> list[tuple[str, list[FindingChange]]]:
     """Findings by what became of them: (title, findings), new ones first."""
-    found = []
+    result = []
     for change in ORDER:
         items = [item for item in c.findings if item.change == change]
         if items:
-            found.append((TITLES[change], items))
-    return found
+            result.append((TITLES[change], items))
+    return result
 
 
 def finding(item: FindingChange, each: str = " per step") -> list[str]:
@@ -367,7 +367,7 @@ def shape(dims: str | None) -> str:
         return ""
     if not isinstance(lists, list):
         return ""
-    return ", ".join("×".join(map(str, one)) for one in lists if isinstance(one, list) and one)
+    return ", ".join("×".join(map(str, item)) for item in lists if isinstance(item, list) and item)
 
 
 # -- the decision of a gate ---------------------------------------------------------------------

@@ -89,9 +89,9 @@ def is_secret_name(name: str) -> bool:
     joined = "".join(words)
     if any(part in joined for part in _INSIDE):
         return True
-    for at, word in enumerate(words):
-        before = words[at - 1] if at else ""
-        after = words[at + 1] if at + 1 < len(words) else ""
+    for index, word in enumerate(words):
+        before = words[index - 1] if index else ""
+        after = words[index + 1] if index + 1 < len(words) else ""
         if word == "token":
             if before not in _NO_TOKEN_BEFORE and after not in _NO_TOKEN_AFTER:
                 return True

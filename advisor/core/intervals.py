@@ -101,6 +101,6 @@ def _before(t: Ints, by: Intervals) -> Ints:
     lengths = by.end - by.start
     upto = np.concatenate([[0], np.cumsum(lengths)])
     place = np.searchsorted(by.start, t, side="right") - 1
-    at = np.maximum(place, 0)
-    inside = np.clip(t - by.start[at], 0, lengths[at])
-    return np.where(place < 0, 0, upto[at] + inside)
+    index = np.maximum(place, 0)
+    inside = np.clip(t - by.start[index], 0, lengths[index])
+    return np.where(place < 0, 0, upto[index] + inside)

@@ -62,7 +62,7 @@ and the last ones reorder or break the line that shows them."""
 
 def sanitize(text: bytes) -> str:
     """JSON text with escapes for what a terminal would obey."""
-    return _RAW.sub(lambda found: f"\\u{ord(found[0]):04x}", text.decode())
+    return _RAW.sub(lambda result: f"\\u{ord(result[0]):04x}", text.decode())
 
 
 def shorten(text: str, width: int) -> str:
@@ -226,10 +226,10 @@ _TELLING = re.compile(r"(?i)(functor|_?op|ops|policy|kernel|gemm|copy|norm|softm
 def _cut(texts: list[str], words: dict[int, list[str]], width: int, share: int) -> list[str]:
     """Texts, each cut to the width: its own head, up to a ``share``-th of the room, and the words
     that the others do not have. ``words``: those of the texts that are too long."""
-    heads: dict[int, int] = {i: _head(found, width // share) for i, found in words.items()}
+    heads: dict[int, int] = {i: _head(result, width // share) for i, result in words.items()}
     alike: defaultdict[str, list[int]] = defaultdict(list)
-    for i, found in words.items():
-        alike["".join(found[: heads[i]])].append(i)
+    for i, result in words.items():
+        alike["".join(result[: heads[i]])].append(i)
     # a text that fits whole is confused with none: it has no gap
     shown = list(texts)
     groups = (
@@ -247,14 +247,14 @@ def _cut(texts: list[str], words: dict[int, list[str]], width: int, share: int) 
 def _words(text: str) -> list[str]:
     if len(text) > MAX_LETTERS:
         text = f"{text[: MAX_LETTERS * 3 // 4]}{GAP}{text[-MAX_LETTERS // 4 :]}"
-    found = []
+    result = []
     for word in _WORD.findall(text):
         # UpperCamelCase and digests have no words of their own
-        found += _PART.findall(word) if len(word) > LONG_WORD else [word]
-    if len(found) <= MAX_WORDS:
-        return found
+        result += _PART.findall(word) if len(word) > LONG_WORD else [word]
+    if len(result) <= MAX_WORDS:
+        return result
     tail = MAX_WORDS // 4
-    return [*found[: MAX_WORDS - tail], GAP, *found[-tail:]]
+    return [*result[: MAX_WORDS - tail], GAP, *result[-tail:]]
 
 
 def _head(words: list[str], room: int) -> int:
@@ -282,7 +282,7 @@ def _picked(rests: list[list[str]], offset: list[int]) -> list[list[int]]:
             seen[word] += 1
         keys.append(own)
     everyone = (1 << len(rests)) - 1
-    found = []
+    result = []
     for number, own in enumerate(keys):
         others = everyone & ~(1 << number)
         places: list[int] = []
@@ -302,8 +302,8 @@ def _picked(rests: list[list[str]], offset: list[int]) -> list[list[int]]:
             top = max(weights)
             if top[0] > 1:
                 places.append(-top[1])
-        found.append([offset[number] + at for at in places])
-    return found
+        result.append([offset[number] + at for at in places])
+    return result
 
 
 def _weight(word: str) -> int:
@@ -325,18 +325,18 @@ def _render(words: list[str], head: int, places: list[int], width: int) -> str:
             kept.add(place)
     # then whole words next to those: what a picked word is part of, the end, the head's own
     starts = [place for place in places if place in kept]
-    for at, step in [
+    for index, step in [
         *((place, way) for place in starts for way in (-1, 1)),
         (len(words), -1),
         (head - 1, 1),
     ]:
-        at += step
-        while 0 <= at < len(words) and at not in kept:
-            if len(_joined(words, kept | {at})) > width:
+        index += step
+        while 0 <= index < len(words) and index not in kept:
+            if len(_joined(words, kept | {index})) > width:
                 break
-            kept.add(at)
-            at += step
-            if words[at - step] in "<>(), " and at - step not in (head,):
+            kept.add(index)
+            index += step
+            if words[index - step] in "<>(), " and index - step not in (head,):
                 break
     return _joined(words, kept)
 
@@ -345,13 +345,13 @@ def _joined(words: list[str], kept: set[int]) -> str:
     """The kept words in order, a gap for what is left out between them and at the end."""
     parts = [""]
     before = -1
-    for at in sorted(kept):
-        if at != before + 1:
+    for index in sorted(kept):
+        if index != before + 1:
             parts[-1] = parts[-1].rstrip("<(, _:")
             parts.append("")
-        if parts[-1] or len(parts) == 1 or words[at] not in ">), _:":
-            parts[-1] += words[at]
-        before = at
+        if parts[-1] or len(parts) == 1 or words[index] not in ">), _:":
+            parts[-1] += words[index]
+        before = index
     if before != len(words) - 1:
         parts[-1] = parts[-1].rstrip("<(, _:")
         parts.append("")

@@ -74,8 +74,8 @@ def serve() -> None:
 @cache
 def _function(name: str) -> Work:
     module, _, function = name.partition(":")
-    found: Work = getattr(importlib.import_module(module), function)
-    return found
+    result: Work = getattr(importlib.import_module(module), function)
+    return result
 
 
 def _memory() -> int:

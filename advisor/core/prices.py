@@ -79,8 +79,8 @@ def read_prices(file: Path | None = None) -> Prices:
     """A table of prices: of a TOML file, else ``[tool.advisor.prices]`` of the nearest
     ``pyproject.toml``. Its keys are names of GPUs, but for ``currency``. Raises AdvisorError."""
     if file is None:
-        found, table = tool_section("prices")
-        where = "" if found is None else f"{found.name}: [tool.advisor.prices]"
+        result, table = tool_section("prices")
+        where = "" if result is None else f"{result.name}: [tool.advisor.prices]"
     else:
         whole = read_toml(file)
         table, where = whole.get("prices", whole), str(file)

@@ -634,8 +634,8 @@ class Report(Struct, kw_only=True):
 
     def to_dict(self) -> dict[str, Any]:
         """Plain dicts and lists, as in the JSON."""
-        found: dict[str, Any] = msgspec.to_builtins(self)
-        return found
+        result: dict[str, Any] = msgspec.to_builtins(self)
+        return result
 
     def to_json(self) -> bytes:
         """The JSON text, indented by two."""
@@ -645,8 +645,8 @@ class Report(Struct, kw_only=True):
         """One line: status, verdict, how many findings."""
         from advisor.core.text import clean, count_noun, shorten
 
-        found = count_noun(len(self.findings), "finding")
-        return f"<Report {self.status}, {found}: {shorten(clean(self.verdict), 160)}>"
+        result = count_noun(len(self.findings), "finding")
+        return f"<Report {self.status}, {result}: {shorten(clean(self.verdict), 160)}>"
 
     def __str__(self) -> str:
         """What ``advisor analyze`` prints, for a terminal of 80 columns: at most MAX_LINES."""
@@ -694,10 +694,10 @@ def _from_version_1(report: dict[str, Any]) -> dict[str, Any]:
     """JSON of ``advisor.report/1`` as JSON of this version: fields have other names."""
     report["schema"] = SCHEMA
     for place, names in _NAMES_SINCE_VERSION_1.items():
-        found: Any = report
+        result: Any = report
         for key in place.split(".") if place else ():
-            found = found.get(key) if isinstance(found, dict) else None
-        for item in found if isinstance(found, list) else [found]:
+            result = result.get(key) if isinstance(result, dict) else None
+        for item in result if isinstance(result, list) else [result]:
             if isinstance(item, dict):
                 for old in names.keys() & item.keys():
                     item[names[old]] = item.pop(old)

@@ -241,13 +241,13 @@ class Rule:
 
     def case(self, name: str, **values: object) -> dict[str, Any]:
         """The fields of a finding of one of the ``cases``. ``values``: what ``{…}`` stand for."""
-        found: dict[str, Any] = {}
+        result: dict[str, Any] = {}
         for key, text in self.cases[name].items():
             if key == "assumptions":
-                found[key] = self.filled(text)
+                result[key] = self.filled(text)
             else:
-                found[key] = text.format(**values) if values and isinstance(text, str) else text
-        return found
+                result[key] = text.format(**values) if values and isinstance(text, str) else text
+        return result
 
     def filled(self, assumptions: tuple[str, ...]) -> list[str]:
         """Assumptions with the thresholds that they name."""
@@ -272,13 +272,13 @@ class Rule:
         """The thresholds a user may override, with their built-in values; a plain number, flag or
         string of the class is one too."""
         reserved = {*Rule.__dict__, *Rule.__annotations__}
-        found: dict[str, Any] = {}
+        result: dict[str, Any] = {}
         for base in reversed(cls.__mro__):
             for name, value in vars(base).items():
                 if name.startswith("_") or name in reserved:
                     continue
                 if isinstance(value, Threshold):
-                    found[name] = value.value
+                    result[name] = value.value
                 elif isinstance(value, bool | int | float | str):
-                    found[name] = value
-        return found
+                    result[name] = value
+        return result

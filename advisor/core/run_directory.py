@@ -362,15 +362,15 @@ def read_recording(path: str | Path) -> Recording:
 def rank_folders(folder: Path) -> list[tuple[int, Path]]:
     """The ranks of a run directory with their folders, by name. Raises AdvisorError: it may not be
     looked into."""
-    found = []
+    result = []
     try:
         for sub in sorted(folder.glob("rank*")):
             number = sub.name.removeprefix("rank")
             if number.isascii() and number.isdigit() and len(number) <= 6 and sub.is_dir():
-                found.append((int(number), sub))
+                result.append((int(number), sub))
     except OSError as error:  # a loop of links, a folder that may not be read
         raise AdvisorError(f"{folder}: cannot be read ({error.strerror or error})") from None
-    return found
+    return result
 
 
 def _decoded(file: Path, kind: type[_T]) -> _T:
@@ -417,34 +417,34 @@ def _without_dropped(events: list[Event]) -> list[Event]:
 def _read_lines(
     file: Path, kind: type[_T], problems: list[str], most: int = MAX_RECORD_FILE_BYTES
 ) -> list[_T]:
-    found: list[_T] = []
+    result: list[_T] = []
     held = 0
     for read, item in _lines(file, kind, problems, most):
         held += weight(item)
         if held > max(ROOM_BYTES, ROOM_FACTOR * read):
-            problems.append(f"{file}: read up to line {len(found):,}: too much for its size")
+            problems.append(f"{file}: read up to line {len(result):,}: too much for its size")
             break
-        found.append(item)
-    return found
+        result.append(item)
+    return result
 
 
 def _read_samples(file: Path, problems: list[str]) -> list[Sample]:
     """Telemetry in a bounded room: of too much, every second sample, or fourth, and so on."""
-    found: list[Sample] = []
+    samples: list[Sample] = []
     held, every = 0, 1
     lines = _lines(file, Sample, problems, MAX_RECORD_FILE_BYTES)
     for number, (read, sample) in enumerate(lines):
         if number % every:
             continue
-        found.append(sample)
+        samples.append(sample)
         held += weight(sample)
-        while held > max(ROOM_BYTES, ROOM_FACTOR * read) and len(found) > 1:
+        while held > max(ROOM_BYTES, ROOM_FACTOR * read) and len(samples) > 1:
             every *= 2
-            del found[1::2]
-            held = sum(map(weight, found))
+            del samples[1::2]
+            held = sum(map(weight, samples))
     if every > 1:
         problems.append(f"{file}: one sample in {every} kept: too much for its size")
-    return found
+    return samples
 
 
 def is_sane(item: object) -> bool:

@@ -33,7 +33,7 @@ AnySaved = TypeVar("AnySaved", bound=Saved)
 def encoded(value: msgspec.Struct) -> bytes:
     """JSON indented by two, with a list of whole numbers on one line."""
     text = msgspec.json.format(msgspec.json.encode(value), indent=2) + b"\n"
-    return _WHOLE_NUMBERS.sub(lambda found: b" ".join(found[0].split()), text)
+    return _WHOLE_NUMBERS.sub(lambda result: b" ".join(result[0].split()), text)
 
 
 class _Head(msgspec.Struct):
@@ -57,16 +57,16 @@ def decoded(
     try:
         converter = (older or {}).get(msgspec.json.decode(text, type=_Head).schema)
         if converter is None:
-            found = msgspec.json.decode(text, type=kind)
+            result = msgspec.json.decode(text, type=kind)
         else:
-            found = msgspec.convert(converter(msgspec.json.decode(text)), type=kind)
+            result = msgspec.convert(converter(msgspec.json.decode(text)), type=kind)
     except RecursionError:
         raise AdvisorError(f"not a {name}: nested too deeply") from None
     except (msgspec.MsgspecError, UnicodeError) as error:
         raise AdvisorError(f"not a {name}: {str(error)[:200]}") from None
-    if found.schema != schema:
-        raise AdvisorError(f"{name} schema {found.schema[:60]!r} is not {schema!r}")
-    return found
+    if result.schema != schema:
+        raise AdvisorError(f"{name} schema {result.schema[:60]!r} is not {schema!r}")
+    return result
 
 
 def has_schema(path: str | Path, schema: str) -> bool:

@@ -101,5 +101,5 @@ class MemorySnapshot:
     @property
     def devices(self) -> list[int]:
         """Devices with memory or events, in order."""
-        found = {*self.segments["device"].unique(), *self.events["device"].unique()}
-        return sorted(int(device) for device in found if device is not None)
+        result = {*self.segments["device"].unique(), *self.events["device"].unique()}
+        return sorted(int(device) for device in result if device is not None)

@@ -116,7 +116,7 @@ def format_range(low: float, high: float) -> str:
 def format_bin(low: float, high: float) -> str:
     """A range of a histogram, as exact as it is narrow: ``100.5 to 101.0 ms``."""
     unit, size = next(
-        (one for one in (("s", 1e9), ("ms", 1e6), ("µs", 1e3)) if high >= one[1]), ("ns", 1.0)
+        (item for item in (("s", 1e9), ("ms", 1e6), ("µs", 1e3)) if high >= item[1]), ("ns", 1.0)
     )
     width = (high - low) / size
     if width <= 0:
@@ -296,18 +296,18 @@ def format_gain_range(finding: Finding) -> str | None:
     return format_range(impact.low_ns, impact.high_ns)
 
 
-def describe_crashes(found: Sequence[Crash]) -> str:
+def describe_crashes(result: Sequence[Crash]) -> str:
     """Which ranks an exception ended, in a sentence that may lead a report; empty: none."""
-    if not found:
+    if not result:
         return ""
-    first = found[0]
+    first = result[0]
     steps = "" if first.steps is None else f" after {count_noun(first.steps, 'step')}"
     message = f": {shorten(clean(first.message), 160).rstrip('. ')}" if first.message else ""
     others = ""
-    if len(found) > 1:
-        then = [f"{crash.rank} ({clean(crash.exception)})" for crash in found[1:5]]
-        more = f" and {len(found) - 5} more" if len(found) > 5 else ""
-        others = f" Then rank{'s' if len(found) > 2 else ''} {', '.join(then)}{more} ended too."
+    if len(result) > 1:
+        then = [f"{crash.rank} ({clean(crash.exception)})" for crash in result[1:5]]
+        more = f" and {len(result) - 5} more" if len(result) > 5 else ""
+        others = f" Then rank{'s' if len(result) > 2 else ''} {', '.join(then)}{more} ended too."
     return f"Rank {first.rank} ended{steps} with {clean(first.exception)}{message}.{others}"
 
 

@@ -180,8 +180,8 @@ def _calls(trace: Trace) -> list[list[str]]:
     for name, call in calls.cast(pl.String).iter_rows():
         told.setdefault(name, set()).add(call)
     # one that is now of one class, now of another, is left to its name
-    one = ((name, next(iter(found))) for name, found in told.items() if len(found) == 1)
-    return sorted([name, call] for name, call in one if call_class(name) != call)[:MAX_CALLS]
+    item = ((name, next(iter(result))) for name, result in told.items() if len(result) == 1)
+    return sorted([name, call] for name, call in item if call_class(name) != call)[:MAX_CALLS]
 
 
 def events(trace: Trace) -> Iterator[Event]:

@@ -88,7 +88,7 @@ def _findings(report: Report) -> CsvTable:
         "code",
     ]
     sections = (("finding", report.findings), ("risk", report.risks), ("note", report.notes))
-    return CsvTable(head, [_finding(name, f) for name, found in sections for f in found])
+    return CsvTable(head, [_finding(name, f) for name, result in sections for f in result])
 
 
 def _finding(section: str, f: Finding) -> list[Cell]:

@@ -202,11 +202,11 @@ class Redactor:
             text = _CLONED.sub(GONE, text)
         if "/" in text or "\\" in text or "~" in text:
             text = _URL.sub(_url, text)
-            text = _REMOTE.sub(lambda found: f"{GONE}:{_path(found[1])}", text)
-            text = _PATH.sub(lambda found: _path(found[0]), text)
+            text = _REMOTE.sub(lambda result: f"{GONE}:{_path(result[1])}", text)
+            text = _PATH.sub(lambda result: _path(result[0]), text)
             text = _RELATIVE.sub(_relative, text)
-            text = _ESCAPED_PATH.sub(lambda found: _path(found[0].replace("\\", "")), text)
-            text = _HOME.sub(lambda found: found[0].replace(found[1], GONE), text)
+            text = _ESCAPED_PATH.sub(lambda result: _path(result[0].replace("\\", "")), text)
+            text = _HOME.sub(lambda result: result[0].replace(result[1], GONE), text)
         if "%" in text:
             text = _ENCODED_PATH.sub(_encoded_path, text)
         if "@" in text:
@@ -226,32 +226,32 @@ class Redactor:
         place of what is gone. What cannot be redacted so becomes ``.*``."""
         parts = _regex_parts(pattern)
         clean = [self.text(part) if literal else part for part, literal in parts]
-        if all(one == part for one, (part, _) in zip(clean, parts, strict=True)):
+        if all(item == part for item, (part, _) in zip(clean, parts, strict=True)):
             return ".*" if self.text(bare := _bare(parts)) != bare else pattern
-        found = "".join(
-            _finds_both(part, one) if literal else part
-            for one, (part, literal) in zip(clean, parts, strict=True)
+        result = "".join(
+            _finds_both(part, item) if literal else part
+            for item, (part, literal) in zip(clean, parts, strict=True)
         )
         try:
-            re.compile(found)
+            re.compile(result)
         except (re.error, RecursionError, OverflowError):
             return ".*"
-        return ".*" if self.text(bare := _bare(_regex_parts(found))) != bare else found
+        return ".*" if self.text(bare := _bare(_regex_parts(result))) != bare else result
 
     def value(self, value: Any) -> Any:
         """The same for texts anywhere inside lists and dicts, keys included."""
         if isinstance(value, str):
             return self.text(value)
         if isinstance(value, dict):
-            found = {}
+            result = {}
             for key, item in value.items():
                 name = self.text(key) if isinstance(key, str) else key
                 if is_private(key) and isinstance(item, str):
                     item = GONE
                 elif is_secret_list(key) and isinstance(item, list | tuple | dict):
                     item = {} if isinstance(item, dict) else []
-                found[name] = self.value(item)
-            return found
+                result[name] = self.value(item)
+            return result
         if isinstance(value, list | tuple):
             return [self.value(item) for item in value]
         return value
@@ -278,8 +278,8 @@ class Redactor:
         except _Everything:
             return bytes(self.raw(text))
         parts[1::2] = map(self._replaced.get, strings, strings)
-        for at in gone:
-            parts[at] = _GONE_INNER
+        for index in gone:
+            parts[index] = _GONE_INNER
         return b'"'.join(parts)
 
     def _learn(self, strings: set[bytes]) -> None:
@@ -305,15 +305,15 @@ class Redactor:
             return Raw(msgspec.json.encode(self.text(_string.decode(text))))
         if text[:1] == b"[":
             return Raw(msgspec.json.encode([self.raw(item) for item in _items.decode(text)]))
-        found = {}
+        result = {}
         for key, item in _fields.decode(text).items():
             start = bytes(item)[:1]
             if start == b'"' and is_private(key):
                 item = _GONE
             elif start in b"{[" and is_secret_list(key):
                 item = Raw(b"{}" if start == b"{" else b"[]")
-            found[self.text(key)] = self.raw(item)
-        return Raw(msgspec.json.encode(found))
+            result[self.text(key)] = self.raw(item)
+        return Raw(msgspec.json.encode(result))
 
 
 _GONE = Raw(msgspec.json.encode(GONE))
@@ -326,16 +326,16 @@ _fields = msgspec.json.Decoder(dict[str, Raw])
 def _private_values(parts: list[bytes], private: set[bytes]) -> list[int]:
     """Where the texts of private keys are in JSON text that was cut at its quotes: every second
     place is a string. Raises _Everything for a key of which all goes."""
-    found = []
-    for at in range(1, len(parts), 2):
-        if parts[at] not in private:
+    result = []
+    for index in range(1, len(parts), 2):
+        if parts[index] not in private:
             continue
-        after = parts[at + 1]
+        after = parts[index + 1]
         if _COLON.fullmatch(after):
-            found.append(at + 2)
-        elif _CONTAINER.match(after) and is_secret_list(_string.decode(b'"%b"' % parts[at])):
+            result.append(index + 2)
+        elif _CONTAINER.match(after) and is_secret_list(_string.decode(b'"%b"' % parts[index])):
             raise _Everything
-    return found
+    return result
 
 
 def is_secret_list(key: Any) -> bool:
@@ -355,30 +355,30 @@ def is_private(key: Any) -> bool:
 
 def own_names() -> set[str]:
     """The user and the host of this machine, on which the file may well have been recorded."""
-    found = set()
+    result = set()
     with suppress(OSError, KeyError, ImportError):  # no such user, as in some containers
-        found.add(getpass.getuser())
+        result.add(getpass.getuser())
     host = socket.gethostname()
-    return {*found, host, host.split(".")[0]}
+    return {*result, host, host.split(".")[0]}
 
 
 def names_in(text: bytes) -> set[str]:
     """Names of users and hosts that a piece of JSON text holds: in paths of homes, and beside keys
     such as ``hostname``."""
-    found: set[bytes] = set()
+    result: set[bytes] = set()
     for mark in _HOME_MARKS:
         at = text.find(mark)
         while at >= 0:
             match = _HOMES.match(text, at)
             if match is not None:
-                found.add(match[1])
+                result.add(match[1])
             at = text.find(mark, at + len(mark))
     lower = text.lower()
     if any(part in lower and any(m in lower for m in marks) for part, marks in _TOLD_MARKS.items()):
         for match in _TOLD.finditer(text):
             value = match[1] or match[2]
-            found |= {value, value.split(b".")[0]}
-    return {name.decode("utf-8", "replace") for name in found if not _NUMBERS.fullmatch(name)}
+            result |= {value, value.split(b".")[0]}
+    return {name.decode("utf-8", "replace") for name in result if not _NUMBERS.fullmatch(name)}
 
 
 class NameMap:
@@ -428,22 +428,22 @@ def _fields_redacted(value: Any, redactor: Redactor, within: str = "") -> Any:
         return [_fields_redacted(item, redactor, within) for item in value]
     if not isinstance(value, dict):
         return value
-    found = {}
+    result = {}
     for key, item in value.items():
         if within == "select" and key in ("name", "under") and isinstance(item, str):
-            found[key] = redactor.pattern(item)
+            result[key] = redactor.pattern(item)
         elif key == "path" and isinstance(item, str):
-            found[key] = redactor.text(shown_name(item))
+            result[key] = redactor.text(shown_name(item))
         else:
-            found[redactor.text(key)] = _fields_redacted(item, redactor, key)
-    return found
+            result[redactor.text(key)] = _fields_redacted(item, redactor, key)
+    return result
 
 
 # -- one kind each ------------------------------------------------------------------------------
 
 
-def _unless_random(found: re.Match[str]) -> str:
-    text = found[0]
+def _unless_random(result: re.Match[str]) -> str:
+    text = result[0]
     if text.startswith("_Z"):  # a mangled C++ name
         return text
     if is_random(text):
@@ -491,24 +491,24 @@ def _tells(name: str) -> bool:
     return is_secret_name(name) or names_who(name)
 
 
-def _url(found: re.Match[str]) -> str:
-    scheme, host, rest = found.groups()
+def _url(result: re.Match[str]) -> str:
+    scheme, host, rest = result.groups()
     if _PUBLIC.fullmatch(host) and "=" not in rest:
-        return found[0]
+        return result[0]
     return f"{scheme}{GONE}"
 
 
-def _host(found: re.Match[str]) -> str:
-    name = found[0]
-    if found[3] and name.count(".") < 2:
+def _host(result: re.Match[str]) -> str:
+    name = result[0]
+    if result[3] and name.count(".") < 2:
         return name
     if _PUBLIC.fullmatch(name) or _MODULES.fullmatch(name):
         return name
     return GONE
 
 
-def _address_6(found: re.Match[str]) -> str:
-    text = found[0]
+def _address_6(result: re.Match[str]) -> str:
+    text = result[0]
     if text.count(":") < 2:
         return text
     try:
@@ -530,20 +530,20 @@ def _path(path: str) -> str:
     return name if _SUFFIX.search(name) else GONE
 
 
-def _relative(found: re.Match[str]) -> str:
+def _relative(result: re.Match[str]) -> str:
     """The file's own name; a known library's file keeps its place, as below site-packages."""
-    top = re.split(r"[/\\]", found[0], maxsplit=1)[0]
+    top = re.split(r"[/\\]", result[0], maxsplit=1)[0]
     public = top in TORCH or top in LIBRARIES or top in sys.stdlib_module_names
-    return found[0] if public or not _SOURCES.search(found[1]) else _path(found[0])
+    return result[0] if public or not _SOURCES.search(result[1]) else _path(result[0])
 
 
 _SUFFIX = re.compile(r"\.\w{1,10}$")
 
 
-def _encoded_path(found: re.Match[str]) -> str:
-    path = unquote(found[0])
+def _encoded_path(result: re.Match[str]) -> str:
+    path = unquote(result[0])
     if path.count("/") + path.count("\\") < 2:
-        return found[0]
+        return result[0]
     return _path(path)
 
 
@@ -575,38 +575,38 @@ _META = frozenset(".^$*+?{}[]|()")
 
 def _regex_parts(pattern: str) -> list[tuple[str, bool]]:
     """A regular expression as literal texts (True, without their escapes) and the rest."""
-    found: list[tuple[list[str], bool]] = []
+    result: list[tuple[list[str], bool]] = []
 
     def add(text: str, literal: bool) -> None:
-        if not found or found[-1][1] is not literal:
-            found.append(([], literal))
-        found[-1][0].append(text)
+        if not result or result[-1][1] is not literal:
+            result.append(([], literal))
+        result[-1][0].append(text)
 
-    at = 0
-    while at < len(pattern):
-        char = pattern[at]
-        if char == "\\" and at + 1 < len(pattern):
-            after = pattern[at + 1]
+    index = 0
+    while index < len(pattern):
+        char = pattern[index]
+        if char == "\\" and index + 1 < len(pattern):
+            after = pattern[index + 1]
             if after.isalnum():
                 add(char + after, False)
             else:
                 add(after, True)
-            at += 2
+            index += 2
         elif char == "[":  # a class of characters, whole
-            end = pattern.find("]", at + 2)
+            end = pattern.find("]", index + 2)
             end = len(pattern) if end < 0 else end + 1
-            add(pattern[at:end], False)
-            at = end
-        elif char == "(" and pattern.startswith("(?", at):
-            end = at + 2
+            add(pattern[index:end], False)
+            index = end
+        elif char == "(" and pattern.startswith("(?", index):
+            end = index + 2
             while end < len(pattern) and pattern[end] not in ":=!>)":
                 end += 1
-            add(pattern[at : end + 1], False)
-            at = end + 1
+            add(pattern[index : end + 1], False)
+            index = end + 1
         else:
             add(char, char not in _META)
-            at += 1
-    return [("".join(texts), literal) for texts, literal in found]
+            index += 1
+    return [("".join(texts), literal) for texts, literal in result]
 
 
 def _bare(parts: list[tuple[str, bool]]) -> str:
@@ -619,18 +619,18 @@ def _finds_both(text: str, clean: str) -> str:
     have, in order, and ``.*`` where they differ."""
     if text == clean:
         return re.escape(text)
-    found = [] if clean.startswith(text[:1]) else [".*"]
+    result = [] if clean.startswith(text[:1]) else [".*"]
     at = 0
     for word in re.findall(r"\[redacted\]|\w+|\W", clean):
         place = -1 if word == GONE else text.find(word, at)
-        if place != at and found[-1:] != [".*"]:
-            found.append(".*")
+        if place != at and result[-1:] != [".*"]:
+            result.append(".*")
         if place >= 0:
-            found.append(re.escape(word))
+            result.append(re.escape(word))
             at = place + len(word)
-    if at < len(text) and found[-1:] != [".*"]:
-        found.append(".*")
-    return "".join(found)
+    if at < len(text) and result[-1:] != [".*"]:
+        result.append(".*")
+    return "".join(result)
 
 
 def shown_name(path: str) -> str:

@@ -80,12 +80,12 @@ def rewrite(
 
 def names_told(path: str, limit: int) -> set[str]:
     """Users and hosts that the trace tells anywhere: they are to go everywhere."""
-    found: set[str] = set()
+    result: set[str] = set()
     tail = b""
     for block in ByteSource(path, limit=limit).blocks():
-        found |= names_in(tail + block)
+        result |= names_in(tail + block)
         tail = block[-256:]
-    return found
+    return result
 
 
 def _write(
@@ -187,12 +187,12 @@ def _salvaged(piece: bytes, written: Written) -> list[Raw]:
 def _head(head: dict[str, Any], redactor: Redactor | None) -> dict[str, Any]:
     if redactor is None:
         return head
-    found = {key: redactor.value(value) for key, value in head.items() if key in HEAD_KEYS}
-    if isinstance(found.get("distributedInfo"), dict):
+    result = {key: redactor.value(value) for key, value in head.items() if key in HEAD_KEYS}
+    if isinstance(result.get("distributedInfo"), dict):
         kept = ("backend", "rank", "world_size", "pg_count", "nccl_version")
-        told = found["distributedInfo"]
-        found["distributedInfo"] = {key: told[key] for key in kept if key in told}
-    return found
+        told = result["distributedInfo"]
+        result["distributedInfo"] = {key: told[key] for key in kept if key in told}
+    return result
 
 
 @contextmanager

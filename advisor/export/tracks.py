@@ -65,12 +65,12 @@ def tracks(
     yield _meta("process_name", pid, 0, name="advisor")
     yield _meta("process_labels", pid, 0, labels=text(report.verdict, 200))
     yield _meta("process_sort_index", pid, 0, sort_index=-1)
-    found = [("steps", _steps(a)), ("idle gaps", _gaps(a, text))]
+    result = [("steps", _steps(a)), ("idle gaps", _gaps(a, text))]
     for finding in facts.ranked(report):
         if not finding.other_rank:
             title = text(finding.title, 80)
-            found.append((f"{finding.priority}. {title}", _finding(a, finding, text)))
-    for number, (name, slices) in enumerate(found):
+            result.append((f"{finding.priority}. {title}", _finding(a, finding, text)))
+    for number, (name, slices) in enumerate(result):
         yield _meta("thread_name", pid, number + 1, name=name)
         yield _meta("thread_sort_index", pid, number + 1, sort_index=number)
         for item in slices:
@@ -136,7 +136,7 @@ def _gaps(a: Analysis, text: Shown) -> list[Slice]:
     host = chosen["host"].to_list()
     names = a.trace.cpu["name"]
     own = a.trace.meta.framework
-    found = []
+    result = []
     for ts, dur, cause, gap, row in zip(
         chosen["ts"].to_list(),
         chosen["dur"].to_list(),
@@ -148,8 +148,8 @@ def _gaps(a: Analysis, text: Shown) -> list[Slice]:
         args = {"cause": cause, "gap": gap}
         if row is not None:
             args["while"] = text(names[row], 200)
-        found.append(Slice(ts, dur, t.cause_label(cause, own), args))
-    return found
+        result.append(Slice(ts, dur, t.cause_label(cause, own), args))
+    return result
 
 
 def _finding(a: Analysis, finding: Finding, text: Shown) -> list[Slice]:

@@ -36,8 +36,8 @@ def said(text: object) -> str:
 
 def first(items: Iterable[_T], most: int) -> tuple[list[_T], int]:
     """(the first of them, how many more there are)."""
-    found = list(items)
-    return found[:most], max(0, len(found) - most)
+    result = list(items)
+    return result[:most], max(0, len(result) - most)
 
 
 MAX_ENTRIES = 20_000
@@ -87,11 +87,11 @@ class Allowed:
             raise AdvisorError("give a path below the folders that may be read")
         candidates = [folder / given for folder in self.folders]  # an absolute one stays itself
         # realpath, so that `..` behind a link goes where the system would go
-        real = [Path(os.path.realpath(one)) for one in candidates]
-        inside = [one for one in real if self.holds(one)]
+        real = [Path(os.path.realpath(candidate)) for candidate in candidates]
+        inside = [item for item in real if self.holds(item)]
         if not inside:
             raise AdvisorError(f"{given}: outside the folders that may be read")
-        return next((one for one in inside if one.exists()), inside[0])
+        return next((item for item in inside if item.exists()), inside[0])
 
     def holds(self, real: Path) -> bool:
         """Whether a path without links is one of the folders or below one."""
@@ -110,8 +110,8 @@ def _entries(folder: Path) -> Iterator[os.DirEntry[str]]:
     waiting = [str(folder)]
     while waiting:
         try:
-            with os.scandir(waiting.pop()) as found:
-                for entry in found:
+            with os.scandir(waiting.pop()) as result:
+                for entry in result:
                     yield entry
                     if entry.is_dir(follow_symlinks=False):
                         waiting.append(entry.path)

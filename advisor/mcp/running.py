@@ -175,7 +175,7 @@ def tried(
         trials=[_line(trial) for trial in shown],
         more_trials=more,
         together=None if report is None else _together(report.together),
-        by_hand=[] if report is None else [b.name(one) for one in report.without[: b.MAX_TRIALS]],
+        by_hand=[] if report is None else [b.name(item) for item in report.without[: b.MAX_TRIALS]],
         untrusted=b.UNTRUSTED,
         from_program=said,
     )

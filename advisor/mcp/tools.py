@@ -80,11 +80,11 @@ class Tools:
     def finding(self, path: str, finding: str, rank: int | None = None) -> FindingFull:
         """One finding: evidence, places, the fix with its code, how to check it."""
         named = _named(self._examined(path, rank).report)
-        found = named.get(finding)
-        if found is None:
+        result = named.get(finding)
+        if result is None:
             have = ", ".join(list(named)[: b.MAX_FINDINGS]) or "none"
             raise AdvisorError(f"no finding {b.name(finding)!r} in this run; there are: {have}")
-        return _full(finding, found)
+        return _full(finding, result)
 
     def what_if(self, path: str, edits: list[str], rank: int | None = None) -> ReplayAnswer:
         """The steps replayed with edits."""
@@ -133,8 +133,12 @@ class Tools:
         changes, more = b.first(c.findings, b.MAX_FINDINGS)
         steps, r = c.steps, c.realised
         centers = [
-            None if one is None else one.mean_ns if steps.statistic == "mean" else one.median_ns
-            for one in (steps.before, steps.after)
+            None
+            if entry is None
+            else entry.mean_ns
+            if steps.statistic == "mean"
+            else entry.median_ns
+            for entry in (steps.before, steps.after)
         ]
         return Compared(
             verdict=steps.verdict,
@@ -185,15 +189,15 @@ class Tools:
         path = self.allowed.path(given)
         key = (str(path), rank, _changed(path))
         with self._lock:
-            found = self._kept.pop(key, None)
-            if found is None:
+            result = self._kept.pop(key, None)
+            if result is None:
                 read = ReadOptions(max_bytes=MAX_BYTES, urls=False)
                 # no settings from a folder that a client may write to
-                found = examine(path, Options(rank=rank, read=read, config={}, prices=NO_PRICES))
-            self._kept[key] = found
+                result = examine(path, Options(rank=rank, read=read, config={}, prices=NO_PRICES))
+            self._kept[key] = result
             while len(self._kept) > KEPT:
                 self._kept.popitem(last=False)
-        return found
+        return result
 
 
 def _changed(path: Path) -> int:
@@ -213,12 +217,12 @@ def _named(report: Report) -> dict[str, Finding]:
     """Findings, risks and notes by what the client calls them: the rule, numbered from the second
     on."""
     seen: Counter[str] = Counter()
-    found = {}
+    result = {}
     for finding in (*report.findings, *report.risks, *report.notes):
         seen[finding.rule] += 1
         number = seen[finding.rule]
-        found[finding.rule if number == 1 else f"{finding.rule}#{number}"] = finding
-    return found
+        result[finding.rule if number == 1 else f"{finding.rule}#{number}"] = finding
+    return result
 
 
 def _place(finding: Finding) -> str:

@@ -52,8 +52,8 @@ class _OfIdle(Generic[Measured]):
         kept = a.__dict__
         if self._key not in kept:
             kept[self._key] = self._measure(a)
-        found: Measured = kept[self._key]
-        return found
+        result: Measured = kept[self._key]
+        return result
 
 
 class Analysis:
@@ -215,8 +215,8 @@ class Analysis:
         inside = covered_length(ts, ts + gpu["dur"].to_numpy(), self.spans) > 0
         if self.device_id is None:
             return inside
-        mine: NDArray[np.bool_] = (gpu["device"] == self.device_id).to_numpy()
-        return inside & mine
+        own: NDArray[np.bool_] = (gpu["device"] == self.device_id).to_numpy()
+        return inside & own
 
     def device_busy(self, rows: NDArray[np.bool_]) -> Intervals:
         """Union of the selected rows of ``trace.gpu``, clipped to ``spans``."""

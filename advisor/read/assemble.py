@@ -288,13 +288,13 @@ def _stacks(host: Columns) -> tuple[Array, Array, int]:
     for part in separate(host["thread"], host["ts"], host["dur"]):
         kind, thread, start, dur = (host[key][part] for key in ("kind", "thread", "ts", "dur"))
         ends = start + dur
-        found = nest(thread, start, release_ranges(kind, thread, start, ends))
+        result = nest(thread, start, release_ranges(kind, thread, start, ends))
         # a range that was opened in one function and closed in another keeps its length
-        cut = (ends > found.end) & (kind != _ANNOTATION)
-        dur[cut] = found.end[cut] - start[cut]
-        parent[part] = np.where(found.parent < 0, -1, found.parent + part.start)
-        depth[part] = found.depth
-        repaired += found.repaired
+        cut = (ends > result.end) & (kind != _ANNOTATION)
+        dur[cut] = result.end[cut] - start[cut]
+        parent[part] = np.where(result.parent < 0, -1, result.parent + part.start)
+        depth[part] = result.depth
+        repaired += result.repaired
     return parent, depth, repaired
 
 

@@ -274,13 +274,13 @@ def _threads(
         (np.flatnonzero(np.bincount(pair)), pair) if few else np.unique(pair, return_inverse=True)
     )
     codes = [
-        threads.setdefault((pids[one // len(tids)], tids[one % len(tids)]), len(threads))
-        for one in distinct.tolist()
+        threads.setdefault((pids[item // len(tids)], tids[item % len(tids)]), len(threads))
+        for item in distinct.tolist()
     ]
     table = np.zeros(int(distinct[-1]) + 1 if few else len(distinct), dtype=np.int32)
     table[distinct if few else slice(None)] = codes
-    found: NDArray[np.int32] = table[place]
-    return found
+    result: NDArray[np.int32] = table[place]
+    return result
 
 
 def _device(frame: pl.DataFrame, origin: int, texts: dict[str, int]) -> Columns:
@@ -326,15 +326,15 @@ def _by_code(column: pl.Series, seen: pl.Series, values: list[int], dtype: Any) 
     """What stands for each code of a column without nulls; ``seen``: all its codes."""
     table = np.zeros(int(seen.max()) + 1, dtype=dtype)  # type: ignore[arg-type]
     table[seen.to_numpy()] = values
-    found: NDArray[Any] = table[column.to_numpy()]
-    return found
+    result: NDArray[Any] = table[column.to_numpy()]
+    return result
 
 
 def _kinds(column: pl.Series, known: tuple[str, ...], dtype: Any) -> NDArray[Any]:
     """Places in ``known``; of a call, -1 for none. Raises ValueError for one that is not there."""
     codes = {name: number for number, name in enumerate(known)}
     distinct = column.unique().cast(pl.String)
-    strange = [one for one in distinct if one not in codes and (one or column.name == "kind")]
+    strange = [item for item in distinct if item not in codes and (item or column.name == "kind")]
     if strange:
         raise ValueError(f"{column.name} {str(strange[0])[:60]!r} is none of {', '.join(known)}")
     if column.dtype == pl.Categorical or isinstance(column.dtype, pl.Enum):
@@ -343,8 +343,8 @@ def _kinds(column: pl.Series, known: tuple[str, ...], dtype: Any) -> NDArray[Any
         if not column.null_count():
             return _by_code(column.to_physical(), kinds.to_physical(), places, dtype)
         column, codes = column.to_physical(), dict(zip(kinds.to_physical(), places, strict=True))
-    found = column.replace_strict(codes, default=-1, return_dtype=pl.Int16)
-    return found.to_numpy().astype(dtype)
+    result = column.replace_strict(codes, default=-1, return_dtype=pl.Int16)
+    return result.to_numpy().astype(dtype)
 
 
 def _ids(column: pl.Series) -> NDArray[Any]:

@@ -132,7 +132,7 @@ def build_columns(
     instants, thread_names, pairs = _aside(rest)
 
     names, threads, inputs, comms = _Codes(), _Codes(), _Codes(), _Codes()
-    ignored = {label: len(found) for label, found in routes.other.items()}
+    ignored = {label: len(results) for label, results in routes.other.items()}
     if pairs:
         ignored["begin/end pairs"] = pairs
     dropped = {}
@@ -143,13 +143,17 @@ def build_columns(
     result = Piece(
         host=_join(
             [
-                _host(kind, found, names, threads, inputs, comms)
-                for kind, found in routes.host.items()
-                if found
+                _host(kind, results, names, threads, inputs, comms)
+                for kind, results in routes.host.items()
+                if results
             ]
         ),
         device=_join(
-            [_device(kind, found, names, comms) for kind, found in routes.device.items() if found]
+            [
+                _device(kind, results, names, comms)
+                for kind, results in routes.device.items()
+                if results
+            ]
         ),
         sync=_sync(routes.sync, names) if routes.sync else {},
         memory=_memory(instants, threads) if instants else {},
@@ -250,11 +254,11 @@ def _int(value: Any) -> int:
 
 
 def _external(args: list[Args]) -> NDArray[np.int64]:
-    found = ints([a.external for a in args])
-    unknown = found == -1
+    result = ints([a.external for a in args])
+    unknown = result == -1
     if unknown.any():
-        found = np.where(unknown, ints([a.external_old for a in args]), found)
-    return found
+        result = np.where(unknown, ints([a.external_old for a in args]), result)
+    return result
 
 
 def _times(events: list[TraceEvent]) -> Columns:
@@ -313,7 +317,7 @@ def _threads(events: list[TraceEvent], codes: _Codes) -> NDArray[np.int32]:
 
 
 def _inputs(args: list[Args], codes: _Codes) -> NDArray[np.int32]:
-    found = np.fromiter(
+    result = np.fromiter(
         [
             codes[_joined((a.dims, a.types))]
             if a.dims is not ABSENT and a.strides is ABSENT and a.concrete is ABSENT
@@ -328,17 +332,17 @@ def _inputs(args: list[Args], codes: _Codes) -> NDArray[np.int32]:
         len(args),
     )
     if not codes:
-        return found
+        return result
     table = np.arange(len(codes) + 1, dtype=np.int32)
     table[-1] = -1
     for code, text in enumerate(codes):
         if len(text) > RAW_LIMIT or not text.startswith(b"["):  # type: ignore[arg-type, attr-defined]
             table[code] = -1
-    return table[found]
+    return table[result]
 
 
 def _comms(args: list[Args], codes: _Codes) -> NDArray[np.int32]:
-    found = np.full(len(args), -1, dtype=np.int32)
+    result = np.full(len(args), -1, dtype=np.int32)
     for row in [row for row, a in enumerate(args) if a.collective is not ABSENT]:
         a = args[row]
         key = _joined(
@@ -359,8 +363,8 @@ def _comms(args: list[Args], codes: _Codes) -> NDArray[np.int32]:
             )
         )
         if len(key) <= RAW_LIMIT:
-            found[row] = codes[key]
-    return found
+            result[row] = codes[key]
+    return result
 
 
 # -- device work --------------------------------------------------------------------------------
@@ -455,12 +459,12 @@ def _occupancies(args: list[Args], names: _Codes) -> tuple[NDArray[np.float64], 
     active, limits = [], []
     for text in codes:
         try:
-            found = msgspec.json.decode(cast(bytes, text), type=_Occupancy)
+            result = msgspec.json.decode(cast(bytes, text), type=_Occupancy)
         except _ERRORS:
-            found = _Occupancy()
-        blocks = found.activeBlocksPerMultiprocessor
+            result = _Occupancy()
+        blocks = result.activeBlocksPerMultiprocessor
         active.append(math.nan if blocks is None else blocks)
-        limits.append(names[found.limitingFactors] if found.limitingFactors else -1)
+        limits.append(names[result.limitingFactors] if result.limitingFactors else -1)
     return np.array(active)[column], np.array(limits, dtype=np.int32)[column]
 
 

@@ -32,18 +32,18 @@ def scan(text: bytes) -> tuple[NDArray[np.intp], int | None, int]:
     not in the text), and the depth at the end (0 when balanced, or at the closing bracket). A
     brace that closes nothing ends the scan: the text is damaged, and the depth is -1.
     """
-    found = [np.zeros(0, dtype=np.intp)]
+    result = [np.zeros(0, dtype=np.intp)]
     last = 0
     follower = _Follower()
     for where, chars, depth in follower.over(text):
         closing = np.flatnonzero(depth < 0)
         upto = int(closing[0]) if len(closing) else len(depth)
-        found.append(where[:upto][(chars[:upto] == ord(",")) & (depth[:upto] == 0)])
+        result.append(where[:upto][(chars[:upto] == ord(",")) & (depth[:upto] == 0)])
         if len(closing):
             sound = chars[upto] == ord("]")
-            return np.concatenate(found), int(where[upto]) if sound else None, 0 if sound else -1
+            return np.concatenate(result), int(where[upto]) if sound else None, 0 if sound else -1
         last = int(depth[-1])
-    return np.concatenate(found), None, 1 if follower.in_string else last
+    return np.concatenate(result), None, 1 if follower.in_string else last
 
 
 def object_end(text: bytes) -> int | None:
@@ -88,8 +88,8 @@ def segments(inside: bytes) -> tuple[Iterator[bytes], int]:
     many elements there are that are none."""
     commas, end, depth = scan(inside)
     if end is not None or depth != 0:
-        found = [match.end(1) for match in EVENT_BOUNDARY.finditer(inside)]
-        commas = np.array(found, dtype=np.intp)
+        result = [match.end(1) for match in EVENT_BOUNDARY.finditer(inside)]
+        commas = np.array(result, dtype=np.intp)
     edges = np.concatenate([[-1], commas, [len(inside)]])
     del commas
     data = np.frombuffer(inside, dtype=np.uint8)

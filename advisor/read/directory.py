@@ -264,14 +264,14 @@ def _files(path: str, one_of_several: bool) -> list[str]:
             return [path]
         if not one_of_several:
             refuse_several(path)
-        found = without_copies(sorted(islice(_traces_under(Path(path)), MAX_FILES + 1)))
+        result = without_copies(sorted(islice(_traces_under(Path(path)), MAX_FILES + 1)))
     except OSError as error:
         raise AdvisorError(f"{path}: cannot be read ({error.strerror or error})") from None
-    if not found:
+    if not result:
         raise AdvisorError(f"{path}: a directory without traces ({trace_names()})")
-    if len(found) > MAX_FILES:
+    if len(result) > MAX_FILES:
         raise AdvisorError(f"{path}: more than {MAX_FILES} traces; give a directory with fewer")
-    return found
+    return result
 
 
 def refuse_several(path: str) -> None:

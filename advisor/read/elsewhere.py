@@ -34,14 +34,14 @@ def _wanted(names: list[str]) -> list[str]:
 def named_like_traces(names: list[str]) -> list[str]:
     """Files named like traces. Hidden ones are left out: what is there are editors' copies."""
     exported = {name.removesuffix(".sqlite") for name in names if name.endswith(".sqlite")}
-    found = []
+    result = []
     for name in names:
         if name.endswith((".nsys-rep", ".qdrep")) and name.rpartition(".")[0] in exported:
             continue  # nsys leaves a report beside its export
         last = name.rpartition("/")[2]
         if is_trace_name(last) and not last.startswith("."):
-            found.append(name)
-    return found
+            result.append(name)
+    return result
 
 
 def read_source(source: RemoteFile, options: ReadOptions) -> Trace:

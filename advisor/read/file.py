@@ -33,7 +33,7 @@ def _read(source: ByteSource, options: ReadOptions) -> Trace:
     if not isinstance(trace, Trace):  # somebody else's
         raise AdvisorError(f"{source.path}: the reader {reader.name!r} failed (it gave no Trace)")
     told = trace.meta.format if reader.name == KINETO else reader.name
-    if told != reader.name and told not in {one.name for one in readers()}:
+    if told != reader.name and told not in {item.name for item in readers()}:
         told = reader.name  # it says that we wrote it, from a file of a format that nobody knows
     meta = replace(trace.meta, format=told, step_ranges=options.step_ranges)
     return replace(trace, meta=meta)

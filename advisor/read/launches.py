@@ -85,7 +85,7 @@ class Launches:
         return launch
 
     def _by_external(self, device: Columns, bare: Array) -> NDArray[np.int32]:
-        found = np.full(len(bare), -1, dtype=np.int32)
+        result = np.full(len(bare), -1, dtype=np.int32)
         for kind, names in _LAUNCHES:
             calls = np.flatnonzero(
                 np.isin(self._call, [CALLS.index(name) for name in names]) & (self._external >= 0)
@@ -106,8 +106,8 @@ class Launches:
             place = first + np.minimum(nth, count - 1)
             call = calls[np.minimum(place, len(calls) - 1)]
             real = (count > 0) & (self._ts[call] <= device["ts"][bare[rows]] + _SLACK_NS)
-            found[rows] = np.where(real, call, -1)
-        return found
+            result[rows] = np.where(real, call, -1)
+        return result
 
     def name_unknown(self, launch: Array, kind: Array) -> None:
         """Calls whose name is unknown ("INVALID" for an API newer than the profiler) but that

@@ -79,8 +79,8 @@ class Keyed:
         if self._whole is not None:
             return self._whole.at(numbers).cast(pl.Schema(self._types))
         wanted = numbers.drop_nulls().unique().sort().to_list()
-        found = self._db.read_some(self._table, self._read, wanted)
-        return Numbered(with_all(found, self._read), self._key).at(numbers)
+        result = self._db.read_some(self._table, self._read, wanted)
+        return Numbered(with_all(result, self._read), self._key).at(numbers)
 
 
 class NameLookup:

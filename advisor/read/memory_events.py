@@ -24,20 +24,20 @@ def with_memory(run: Run, options: ReadOptions | None) -> Run:
         return replace(run, snapshots={number: _read(options.memory, options)})
     if run.recording is None:
         return run
-    found: dict[int, MemorySnapshot] = {}
+    result: dict[int, MemorySnapshot] = {}
     problems = list(run.problems)
     for number, record in run.recording.ranks.items():
         file = Path(record.folder, SNAPSHOT)
         if not file.is_file():
             continue
-        if found:
+        if result:
             problems.append(f"{file}: not read; --rank {number} shows that rank's memory")
             continue
         try:
-            found[number] = _read(str(file), options)
+            result[number] = _read(str(file), options)
         except AdvisorError as error:
             problems.append(str(error))
-    return replace(run, snapshots=found, problems=tuple(problems))
+    return replace(run, snapshots=result, problems=tuple(problems))
 
 
 def joined(traces: list[Trace], rank_of: dict[int, int]) -> tuple[list[Trace], dict[int, Trace]]:
@@ -47,17 +47,17 @@ def joined(traces: list[Trace], rank_of: dict[int, int]) -> tuple[list[Trace], d
     if not plain or len(plain) == len(traces):
         return traces, {}
     own = [rank_of[place] for place, trace in enumerate(traces) if trace.meta.snapshot is None]
-    found: dict[int, Trace] = {}
+    result: dict[int, Trace] = {}
     for place, trace in enumerate(traces):
         if trace.meta.snapshot is not None:
             number = rank_of[place] if rank_of[place] in own else min(own)
-            if number in found:
+            if number in result:
                 raise AdvisorError(
-                    f"{found[number].meta.path} and {trace.meta.path}: two memory snapshots for "
+                    f"{result[number].meta.path} and {trace.meta.path}: two memory snapshots for "
                     "one rank; give one of them, or put 'rank0', 'rank1' … in the file names"
                 )
-            found[number] = trace
-    return plain, found
+            result[number] = trace
+    return plain, result
 
 
 def _first_rank(run: Run) -> int:

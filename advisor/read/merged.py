@@ -73,7 +73,7 @@ def _of_rank(
 
     cpu = trace.cpu.filter(pl.Series(host))
     gpu = trace.gpu.filter(pl.Series(device))
-    mine = pl.Series(np.flatnonzero(threads), dtype=pl.Int32).implode()
+    own = pl.Series(np.flatnonzero(threads), dtype=pl.Int32).implode()
     calls = cpu["correlation"].drop_nulls().unique().implode()
     dropped = dict(trace.meta.events_dropped)
     if left:
@@ -83,7 +83,7 @@ def _of_rank(
         cpu=cpu.with_columns(moved(cpu["parent"])),
         gpu=gpu.with_columns(moved(gpu["launch"]), moved(gpu["op"])),
         sync=trace.sync.filter(pl.col("correlation").is_in(calls)),
-        memory=trace.memory.filter(pl.col("thread").is_in(mine)),
+        memory=trace.memory.filter(pl.col("thread").is_in(own)),
         counters=pl.DataFrame(schema=COUNTER_SCHEMA),
         meta=replace(trace.meta, rank=number, world_size=None, events_dropped=dropped),
     )

@@ -98,15 +98,18 @@ def told_calls(head: dict[str, Any]) -> dict[str, str]:
     told = ours.get("calls") if isinstance(ours, dict) else None
     pairs = told[:MAX_CALLS] if isinstance(told, list) else []
     return {
-        one[0]: one[1]
-        for one in pairs
-        if isinstance(one, list) and len(one) == 2 and isinstance(one[0], str) and one[1] in CALLS
+        pair[0]: pair[1]
+        for pair in pairs
+        if isinstance(pair, list)
+        and len(pair) == 2
+        and isinstance(pair[0], str)
+        and pair[1] in CALLS
     }
 
 
 def _one_of(told: Any, key: str, known: tuple[str, ...]) -> str | None:
     value = told.get(key) if isinstance(told, dict) else None
-    return next((one for one in known if one == value), None)
+    return next((item for item in known if item == value), None)
 
 
 def _flag(told: Any, seen: bool) -> bool:

@@ -53,8 +53,8 @@ class Processes:
     def correlation(self, process: pl.Series, number: pl.Series) -> pl.Series:
         """Correlation numbers that are one process's own (null: none)."""
         seen = process.drop_nulls().unique(maintain_order=True).to_list()
-        for one in seen:
-            self._places.setdefault(one, len(self._places))
+        for item in seen:
+            self._places.setdefault(item, len(self._places))
         place = process.fill_null(-1).replace_strict(
             list(self._places), list(self._places.values()), default=0, return_dtype=pl.Int64
         )
@@ -270,15 +270,15 @@ class Tables:
             why = "ranges without an end"
             self.dropped[why] = self.dropped.get(why, 0) + open_ones
         rows = rows.filter(pl.col("end").is_not_null() & pl.col("globalTid").is_not_null())
-        found = parsed(rows["text"].fill_null(self._text(rows, "textId")).fill_null("range"))
+        result = parsed(rows["text"].fill_null(self._text(rows, "textId")).fill_null("range"))
         foreign = pl.Series("domain", [None], dtype=pl.String).new_from_index(0, rows.height)
         if domains:
             domain = rows["domainId"].fill_null(0)
             foreign = domain.replace_strict(domains, default=None, return_dtype=pl.String)
-        found = found.with_columns(domain=foreign)
+        result = result.with_columns(domain=foreign)
         elsewhere = pl.col("domain").is_not_null()
         name = pl.format("{}:{}", pl.col("domain"), pl.col("name"))
-        found = found.select(
+        result = result.select(
             "sequence",
             pl.col("dims").cast(pl.Categorical),
             name=pl.when(elsewhere).then(name).otherwise(pl.col("name")).cast(pl.Categorical),
@@ -297,7 +297,7 @@ class Tables:
             kept = pl.col("thread").cast(pl.String)
             thread = pl.when(crossing).then(apart).otherwise(kept).cast(pl.Categorical)
             places = places.with_columns(thread=thread)
-        return narrowed(places.hstack(found))
+        return narrowed(places.hstack(result))
 
     def _domains(self) -> dict[int, str]:
         columns = {"domainId": pl.Int64, "text": pl.String, "textId": pl.Int64}
@@ -354,14 +354,14 @@ class Tables:
                  "threadsPerWarp")  # fmt: skip
         types = {"name": pl.String, **dict.fromkeys(whole, pl.Int64)}
         rows = self._db.read("TARGET_INFO_GPU", types).head(_MAX_GPUS)
-        found = []
+        result = []
         for row in with_all(rows, types).iter_rows(named=True):
             if row["id"] is None or not 0 <= row["id"] < 1 << 31:
                 continue
             told = {key: row[key] if row[key] and row[key] > 0 else None for key in whole[1:]}
             major, minor = row["computeMajor"], row["computeMinor"]
             warps, lanes = told["maxWarpsPerSm"], told["threadsPerWarp"]
-            found.append(
+            result.append(
                 Device(
                     id=row["id"],
                     name=row["name"][:200] if row["name"] else None,
@@ -375,7 +375,7 @@ class Tables:
                     warp_size=lanes,
                 )
             )
-        return tuple({device.id: device for device in found}.values())
+        return tuple({device.id: device for device in result}.values())
 
     def programs(self, pids: list[str]) -> list[str]:
         """Names of these processes."""
@@ -409,12 +409,12 @@ class Tables:
 
     def _text(self, rows: pl.DataFrame, *columns: str) -> pl.Series:
         """The text that the first of these columns of numbers stands for."""
-        found = pl.Series("text", [None], dtype=pl.String).new_from_index(0, rows.height)
+        result = pl.Series("text", [None], dtype=pl.String).new_from_index(0, rows.height)
         for column in columns:
-            if column not in rows.columns or not found.null_count():
+            if column not in rows.columns or not result.null_count():
                 continue
-            found = found.fill_null(looked_up(rows[column], self._names))
-        return found
+            result = result.fill_null(looked_up(rows[column], self._names))
+        return result
 
     def _memories(self) -> dict[int, str]:
         """Kinds of memory by number: by the file's own list, where it has one."""

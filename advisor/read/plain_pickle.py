@@ -142,9 +142,9 @@ class _Feed:
             if more is None:
                 break
             self._now, self._at = self._now[self._at :] + more, 0
-        found = self._now[self._at : self._at + size]
-        self._at += len(found)
-        return found
+        result = self._now[self._at : self._at + size]
+        self._at += len(result)
+        return result
 
     def readline(self) -> bytes:
         """Only opcodes of text have lines, and none is let through."""
@@ -192,47 +192,47 @@ class _Checked:
                 return
         raise AdvisorError(f"{self._path}: cut off; it was not written to its end")
 
-    def _walk(self, data: bytes, at: int, start: int, parts: list[bytes]) -> tuple[int, bool]:
+    def _walk(self, data: bytes, index: int, start: int, parts: list[bytes]) -> tuple[int, bool]:
         """Check whole opcodes from ``at`` on: where the first that is not there as a whole begins,
         and whether the program ended."""
         size = len(data)
         run = _RUN.match
         while True:
-            found = run(data, at)
-            end = found.end() if found is not None else at
-            if end > at:
-                parts.append(data[at:end])
-                at = end
-            if at >= size:
-                return at, False
-            op = data[at]
+            result = run(data, index)
+            end = result.end() if result is not None else index
+            if end > index:
+                parts.append(data[index:end])
+                index = end
+            if index >= size:
+                return index, False
+            op = data[index]
             if (made := _CONTAINERS.get(op)) is not None:
                 self.containers += 1
                 parts.append(made)
-                at += 1
+                index += 1
             elif op == _SETITEMS:
                 parts.append(b"e")
-                at += 1
+                index += 1
             elif op == _SETITEM:
                 parts.append(b"\x86a")  # a pair of key and value
                 self.containers += 1
-                at += 1
+                index += 1
             elif op == _STOP:
                 parts.append(b".")
-                return at + 1, True
+                return index + 1, True
             else:
-                length = self._length(data, at, start)
-                if at + length > size:
-                    return at, False
+                length = self._length(data, index, start)
+                if index + length > size:
+                    return index, False
                 if op != _FRAME:
-                    parts.append(data[at : at + length])
-                at += length
+                    parts.append(data[index : index + length])
+                index += length
 
-    def _length(self, data: bytes, at: int, start: int) -> int:
+    def _length(self, data: bytes, index: int, start: int) -> int:
         """Of an opcode with its argument, in bytes. Raises AdvisorError: it is not allowed."""
-        op = data[at]
+        op = data[index]
         if (wide := _LENGTHS.get(op)) is not None:
-            said = data[at + 1 : at + 1 + wide]
+            said = data[index + 1 : index + 1 + wide]
             if len(said) < wide:
                 return 1 + wide
             size = int.from_bytes(said, "little")
@@ -240,15 +240,15 @@ class _Checked:
                 raise AdvisorError(f"{self._path}: a string of {size:,} bytes: no snapshot")
             return 1 + wide + size
         if op == _LONG1:
-            size = data[at + 1] if at + 1 < len(data) else 0
+            size = data[index + 1] if index + 1 < len(data) else 0
             if size > MAX_INT:
                 raise AdvisorError(f"{self._path}: a number of {size} bytes: no snapshot")
             return 2 + size
         if op == _FRAME:
             return 9
         if op == _LONG_BINPUT:
-            if at + 5 <= len(data):
-                number = int.from_bytes(data[at + 1 : at + 5], "little")
+            if index + 5 <= len(data):
+                number = int.from_bytes(data[index + 1 : index + 5], "little")
                 self._puts += 1
                 if number > 255 + self._puts:  # the pickler counts; a table of that size is made
                     raise AdvisorError(f"{self._path}: a damaged pickle (memo {number:,})")
@@ -256,7 +256,8 @@ class _Checked:
         if op in _FIXED:
             return 1 + _FIXED[op]
         raise AdvisorError(
-            f"{self._path}: not only plain values ({_name(op)} at byte {start + at:,}); a pickle "
+            f"{self._path}: not only plain values ({_name(op)} at byte {start + index:,}); a "
+            "pickle "
             "like that can run code, and is not read"
         )
 
@@ -276,8 +277,8 @@ def _name(op: int) -> str:
     import pickletools
 
     known: dict[str, Any] = pickletools.code2op  # type: ignore[attr-defined]
-    found = known.get(chr(op))
-    return f"opcode {found.name}" if found is not None else f"byte 0x{op:02x}"
+    result = known.get(chr(op))
+    return f"opcode {result.name}" if result is not None else f"byte 0x{op:02x}"
 
 
 class Fields:

@@ -29,15 +29,15 @@ def bundled() -> tuple[Reader, ...]:
     """Our own, by their files' names."""
     import advisor.read.readers
 
-    found = pkgutil.iter_modules(advisor.read.readers.__path__, "advisor.read.readers.")
-    modules = (importlib.import_module(one.name) for one in found)
+    result = pkgutil.iter_modules(advisor.read.readers.__path__, "advisor.read.readers.")
+    modules = (importlib.import_module(item.name) for item in result)
     return tuple(cls() for module in modules for cls in _readers_in(module))
 
 
 @cache
 def installed() -> tuple[Reader, ...]:
     """Those of other packages. Raises AdvisorError for one that cannot be loaded."""
-    found: dict[type, Reader] = {}
+    result: dict[type, Reader] = {}
     for point in entry_points(group=ENTRY_POINTS):
         try:
             loaded = point.load()
@@ -45,13 +45,13 @@ def installed() -> tuple[Reader, ...]:
                 reader = cls()
                 if not isinstance(reader, Reader):
                     raise TypeError(f"{cls.__name__} is no Reader")
-                found[cls] = reader
+                result[cls] = reader
         except Exception as error:  # somebody else's code may raise anything
             why = f"{type(error).__name__}: {error}"[:200]
             raise AdvisorError(
                 f"reader package {point.value}: cannot be loaded ({why}); mend or uninstall it"
             ) from None
-    return tuple(found.values())
+    return tuple(result.values())
 
 
 def readers() -> tuple[Reader, ...]:
@@ -66,13 +66,15 @@ def reader_of(source: ByteSource) -> Reader:
     own = _surest(bundled(), head, source.path)
     if own is not None and own[0] is ReaderClaim.SURE:
         return own[1]  # without a look at what is installed: that takes as long as a small trace
-    found = [claim for claim in (own, _surest(installed(), head, source.path)) if claim is not None]
-    if not found:
+    result = [
+        claim for claim in (own, _surest(installed(), head, source.path)) if claim is not None
+    ]
+    if not result:
         what, cure = kind_of(head) or ("of no format that is known", None)
         *most, last = dict.fromkeys(reader.reads for reader in readers())
         give = f"give {', '.join(most)}, or {last}" if most else f"give {last}"
         raise AdvisorError(f"{source.path}: {what}; {cure or give}")
-    return max(found, key=lambda claim: claim[0])[1]
+    return max(result, key=lambda claim: claim[0])[1]
 
 
 def read_by(reader: Reader, source: ByteSource, options: ReadOptions) -> Trace:

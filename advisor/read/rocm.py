@@ -35,9 +35,9 @@ def direction(names: pl.Series) -> pl.Series:
 def ranges(texts: pl.Series) -> tuple[pl.DataFrame, pl.DataFrame | None]:
     """``name``, ``kind``, ``sequence`` and ``inputs`` of ROCTX ranges, and the table of inputs:
     PyTorch writes the texts of its operators there as it does with NVTX."""
-    found = parsed(texts)
-    number, inputs = inputs_of(found["dims"])
-    return found.drop("dims").with_columns(number), inputs
+    result = parsed(texts)
+    number, inputs = inputs_of(result["dims"])
+    return result.drop("dims").with_columns(number), inputs
 
 
 def trace_of(

@@ -164,7 +164,7 @@ def _of_calls(rows: pl.DataFrame) -> pl.DataFrame:
     grid = pl.col("gridX") * pl.col("gridY") * pl.col("gridZ")
     group = pl.col("workgroupX") * pl.col("workgroupY") * pl.col("workgroupZ")
     grouped = pl.col("in_threads").fill_null(False) & (group > 0)
-    found = rows.select(
+    result = rows.select(
         *("ts", "dur", "kind", "name", "device", "stream", "copy", "correlation"),
         src=pl.when(pinned & (pl.col("copy") == "HtoD")).then(_PINNED),
         dst=pl.when(pinned & (pl.col("copy") == "DtoH")).then(_PINNED),
@@ -174,7 +174,7 @@ def _of_calls(rows: pl.DataFrame) -> pl.DataFrame:
         threads=pl.when(kernel & (group > 0)).then(group),
         shared=pl.when(kernel).then("groupSegmentSize"),
     )
-    return _held(found, GpuKind)
+    return _held(result, GpuKind)
 
 
 def _held(rows: pl.DataFrame, kind: Any) -> pl.DataFrame:
@@ -202,11 +202,11 @@ class Rocpd:
         host, device = [], []
         devices: dict[int, Device] = {}
         for place, suffix in enumerate(self.sets):
-            one = _Process(self._db, suffix, place << _CORRELATIONS)
-            devices |= one.devices
-            host.append(one.calls())
-            device += [one.kernels(), one.copies()]
-            self.programs += one.programs()
+            item = _Process(self._db, suffix, place << _CORRELATIONS)
+            devices |= item.devices
+            host.append(item.calls())
+            device += [item.kernels(), item.copies()]
+            self.programs += item.programs()
         self.devices = tuple(devices.values())
         return self._with_ranges(host), device
 
@@ -269,7 +269,7 @@ class _Process:
         texts = ("type", "name", "model_name", "product_name", "extdata")
         types: dict[str, Any] = dict.fromkeys(whole, pl.Int64) | dict.fromkeys(texts, pl.String)
         rows = with_all(self._db.read(self._table("info_agent"), types), types).head(_MAX_AGENTS)
-        found = {}
+        result = {}
         for row in rows.iter_rows(named=True):
             if row["type"] != "GPU" or row["id"] is None:
                 continue
@@ -283,8 +283,8 @@ class _Process:
                 more = json.loads(row["extdata"] or "{}")
             facts = {**(more if isinstance(more, dict) else {}), **row}
             self.devices[number] = gpu(number, facts)
-            found[row["id"]] = number
-        return found
+            result[row["id"]] = number
+        return result
 
     def _timed(
         self,
@@ -416,5 +416,5 @@ class _Process:
 
     def programs(self) -> list[str]:
         """What was run, without its arguments."""
-        found = self._db.texts(self._table("info_process"), "id", "command")
-        return [text.split()[0][:500] for text in found.values() if text.split()]
+        result = self._db.texts(self._table("info_process"), "id", "command")
+        return [text.split()[0][:500] for text in result.values() if text.split()]

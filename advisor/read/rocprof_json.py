@@ -126,15 +126,15 @@ def decoded(data: bytes, path: str) -> tuple[list[Process], int]:
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
         pass
     try:
-        found = msgspec.json.decode(data)["rocprofiler-sdk-tool"]
+        result = msgspec.json.decode(data)["rocprofiler-sdk-tool"]
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError, KeyError, TypeError) as error:
         why = (str(error).splitlines() or ["no text"])[0][:150]
         raise AdvisorError(
             f"{path}: a damaged file of rocprofv3 ({why}); copy or record it again"
         ) from None
     left: list[str] = []
-    found = found if isinstance(found, list) else []
-    processes = [_sound(one, Process, left) for one in found if isinstance(one, dict)]
+    result = result if isinstance(result, list) else []
+    processes = [_sound(item, Process, left) for item in result if isinstance(item, dict)]
     return processes, len(left)
 
 
@@ -153,7 +153,9 @@ def _sound(value: object, kind: type[_S], left: list[str]) -> _S:
                 item = get_args(inner)[0]
                 given = value[name] if isinstance(value[name], list) else []
                 parts[name] = [
-                    one for one in (_fitting(part, item, left) for part in given) if one is not None
+                    entry
+                    for entry in (_fitting(part, item, left) for part in given)
+                    if entry is not None
                 ]
                 if not isinstance(value[name], list):
                     left.append(name)
@@ -196,8 +198,8 @@ class Rows:
         marks = [part for part in marks if part.height]
         if marks:
             rows = pl.concat(marks)
-            found, self.inputs = ranges(rows["text"])
-            self.host.append(rows.drop("text").hstack(found))
+            result, self.inputs = ranges(rows["text"])
+            self.host.append(rows.drop("text").hstack(result))
 
     @property
     def devices(self) -> tuple[Device, ...]:
@@ -205,23 +207,23 @@ class Rows:
 
     def _agents(self, process: Process) -> dict[int, int]:
         """Number of the GPU, as HIP counts them, by the handle of its agent."""
-        found: dict[int, int] = {}
+        result: dict[int, int] = {}
         gpus = [agent for agent in process.agents if agent.type == _GPU]
-        for place, agent in enumerate(sorted(gpus, key=lambda one: one.node_id)):
+        for place, agent in enumerate(sorted(gpus, key=lambda item: item.node_id)):
             number = agent.logical_node_type_id
             number = number if 0 <= number < 1 << 31 else place
-            found[agent.id.handle] = number
+            result[agent.id.handle] = number
             self._devices[number] = gpu(number, msgspec.structs.asdict(agent))
-        return found
+        return result
 
 
 def _times(records: list[Record], first: int) -> dict[str, pl.Series]:
     start, end, number = (
         pl.Series(values, dtype=pl.Int64, strict=False)
         for values in (
-            [one.start_timestamp for one in records],
-            [one.end_timestamp for one in records],
-            [one.correlation_id.internal for one in records],
+            [record.start_timestamp for record in records],
+            [record.end_timestamp for record in records],
+            [record.correlation_id.internal for record in records],
         )
     )
     own = number.is_between(1, (1 << _CORRELATIONS) - 1).fill_null(False)
@@ -235,15 +237,17 @@ def _times(records: list[Record], first: int) -> dict[str, pl.Series]:
 def _threads(process: Process, records: list[Record]) -> dict[str, object]:
     return {
         "process": pl.Series([str(process.metadata.pid)] * len(records), dtype=pl.String),
-        "thread": pl.Series([str(one.thread_id) for one in records], dtype=pl.String),
+        "thread": pl.Series([str(record.thread_id) for record in records], dtype=pl.String),
     }
 
 
-def _operation(process: Process, one: Record) -> str:
+def _operation(process: Process, item: Record) -> str:
     kinds = process.strings.buffer_records
-    if not 0 <= one.kind < len(kinds) or not 0 <= one.operation < len(kinds[one.kind].operations):
+    if not 0 <= item.kind < len(kinds) or not 0 <= item.operation < len(
+        kinds[item.kind].operations
+    ):
         return "call"
-    return kinds[one.kind].operations[one.operation]
+    return kinds[item.kind].operations[item.operation]
 
 
 def _calls(process: Process, records: list[Record], first: int) -> pl.DataFrame:
@@ -252,22 +256,24 @@ def _calls(process: Process, records: list[Record], first: int) -> pl.DataFrame:
         {
             **_times(records, first),
             **_threads(process, records),
-            "name": pl.Series([_operation(process, one) for one in records], dtype=pl.String),
+            "name": pl.Series([_operation(process, record) for record in records], dtype=pl.String),
         }
     ).with_columns(kind=pl.lit("runtime"))
 
 
 def _markers(process: Process) -> pl.DataFrame:
-    texts = {one.key: one.value for one in process.strings.marker_api}
+    texts = {item.key: item.value for item in process.strings.marker_api}
     records = [
-        one for one in process.buffer_records.marker_api if one.end_timestamp > one.start_timestamp
+        item
+        for item in process.buffer_records.marker_api
+        if item.end_timestamp > item.start_timestamp
     ]
     frame = pl.DataFrame(
         {
             **_times(records, 0),
             **_threads(process, records),
             "text": pl.Series(
-                [texts.get(one.correlation_id.internal, "range") for one in records],
+                [texts.get(record.correlation_id.internal, "range") for record in records],
                 dtype=pl.String,
             ),
         }
@@ -277,13 +283,13 @@ def _markers(process: Process) -> pl.DataFrame:
 
 def _kernels(process: Process, agents: dict[int, int], first: int) -> pl.DataFrame:
     records = process.buffer_records.kernel_dispatch
-    symbols = {one.kernel_id: one for one in process.kernel_symbols}
-    known = [symbols.get(one.dispatch_info.kernel_id, Symbol()) for one in records]
-    names = [one.formatted_kernel_name or one.kernel_name or "kernel" for one in known]
+    symbols = {kernel_symbol.kernel_id: kernel_symbol for kernel_symbol in process.kernel_symbols}
+    known = [symbols.get(record.dispatch_info.kernel_id, Symbol()) for record in records]
+    names = [item.formatted_kernel_name or item.kernel_name or "kernel" for item in known]
     groups: list[int | None] = []
     blocks: list[int | None] = []
-    for one in records:
-        group, grid = one.dispatch_info.workgroup_size, one.dispatch_info.grid_size
+    for record in records:
+        group, grid = record.dispatch_info.workgroup_size, record.dispatch_info.grid_size
         size = group.x * group.y * group.z
         groups.append(size or None)
         blocks.append(grid.x * grid.y * grid.z // size if size > 0 else None)
@@ -291,19 +297,21 @@ def _kernels(process: Process, agents: dict[int, int], first: int) -> pl.DataFra
         {
             **_times(records, first),
             "name": pl.Series(names, dtype=pl.String),
-            "device": _whole([agents.get(one.dispatch_info.agent_id.handle, 0) for one in records]),
+            "device": _whole(
+                [agents.get(record.dispatch_info.agent_id.handle, 0) for record in records]
+            ),
             "stream": _whole(
                 [
-                    one.stream_id.handle
-                    if one.stream_id.handle >= 0
-                    else max(0, one.dispatch_info.queue_id.handle)
-                    for one in records
+                    record.stream_id.handle
+                    if record.stream_id.handle >= 0
+                    else max(0, record.dispatch_info.queue_id.handle)
+                    for record in records
                 ]
             ),
             "threads": _whole(groups),
             "blocks": _whole(blocks),
-            "shared": _whole([one.dispatch_info.group_segment_size for one in records]),
-            "registers": _whole([one.arch_vgpr_count or None for one in known]),
+            "shared": _whole([record.dispatch_info.group_segment_size for record in records]),
+            "registers": _whole([item.arch_vgpr_count or None for item in known]),
         }
     )
     fill = pl.col("name").str.contains(r"^__amd_rocclr_fillBuffer")
@@ -313,16 +321,16 @@ def _kernels(process: Process, agents: dict[int, int], first: int) -> pl.DataFra
 def _copies(process: Process, agents: dict[int, int], first: int) -> pl.DataFrame:
     records = process.buffer_records.memory_copy
     device = [
-        agents.get(one.dst_agent_id.handle, agents.get(one.src_agent_id.handle, 0))
-        for one in records
+        agents.get(record.dst_agent_id.handle, agents.get(record.src_agent_id.handle, 0))
+        for record in records
     ]
     frame = pl.DataFrame(
         {
             **_times(records, first),
-            "name": pl.Series([_operation(process, one) for one in records], dtype=pl.String),
+            "name": pl.Series([_operation(process, record) for record in records], dtype=pl.String),
             "device": _whole(device),
-            "stream": _whole([max(0, one.stream_id.handle) for one in records]),
-            "bytes": _whole([one.bytes or None for one in records]),
+            "stream": _whole([max(0, record.stream_id.handle) for record in records]),
+            "bytes": _whole([record.bytes or None for record in records]),
         }
     )
     timed = (pl.col("bytes") > 0) & (pl.col("dur") > 0)

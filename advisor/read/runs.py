@@ -51,13 +51,13 @@ def runs_in(folder: Path) -> list[Path]:
     """Run directories below a folder, the newest name first; none if it is one itself."""
     if is_run(folder):
         return []
-    found: list[Path] = []
+    paths: list[Path] = []
     level = [folder]
     for _ in range(DEPTH):
-        below = [sub for one in level for sub in _folders(one)][:MAX_FOLDERS]
-        found += [sub for sub in below if is_run(sub)]
+        below = [sub for item in level for sub in _folders(item)][:MAX_FOLDERS]
+        paths += [sub for sub in below if is_run(sub)]
         level = [sub for sub in below if not is_run(sub)]
-    return sorted(found, key=lambda path: (path.name, str(path)), reverse=True)
+    return sorted(paths, key=lambda path: (path.name, str(path)), reverse=True)
 
 
 def _folders(folder: Path) -> list[Path]:

@@ -74,8 +74,8 @@ def read_scalene(path: str | Path) -> list[HotLine]:
         profile = msgspec.json.decode(data, type=_Profile)
     except (msgspec.MsgspecError, UnicodeError, RecursionError) as error:
         raise AdvisorError(f"{file}: not a Scalene profile ({error})") from None
-    found = [line for name, each in profile.files.items() for line in _of_file(name, each)]
-    return sorted(found, key=lambda line: -line.share)[:MAX_LINES]
+    result = [line for name, each in profile.files.items() for line in _of_file(name, each)]
+    return sorted(result, key=lambda line: -line.share)[:MAX_LINES]
 
 
 def _of_file(name: str, file: _File) -> list[HotLine]:
@@ -85,7 +85,7 @@ def _of_file(name: str, file: _File) -> list[HotLine]:
         for line in file.lines
         if line.start_function_line and _TRAINING.search(line.line[:1000])
     }
-    found = []
+    result = []
     for line in file.lines:
         python, native, system = (
             _share(line.n_cpu_percent_python),
@@ -100,7 +100,7 @@ def _of_file(name: str, file: _File) -> list[HotLine]:
         )
         if python + native + system < MIN_SHARE or once or line.lineno < 1:
             continue
-        found.append(
+        result.append(
             HotLine(
                 file=name[:4096],
                 line=line.lineno,
@@ -112,7 +112,7 @@ def _of_file(name: str, file: _File) -> list[HotLine]:
                 system=system,
             )
         )
-    return found
+    return result
 
 
 def _share(percent: float) -> float:

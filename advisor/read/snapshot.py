@@ -273,8 +273,8 @@ class _Tables:
             return None
         key = id(frames)
         if key not in self._by_id:
-            found = [self._frame(frame) for frame in frames[:MAX_DEPTH]]
-            stack = tuple(frame for frame in found if frame is not None)
+            result = [self._frame(frame) for frame in frames[:MAX_DEPTH]]
+            stack = tuple(frame for frame in result if frame is not None)
             number = self._by_stack.setdefault(stack, len(self._stacks))
             if number == len(self._stacks):
                 self._stacks.append(stack)

@@ -131,10 +131,10 @@ class Splitter:
                     return buffer[1:]
                 if buffer[:1] != b"{" or b"\0" in buffer[:4]:
                     raise AdvisorError(f"{self.source.path}: {_what_else(buffer)}")
-            for found in _EVENTS.finditer(buffer, max(0, searched - 64)):
+            for result in _EVENTS.finditer(buffer, max(0, searched - 64)):
                 tries += 1
-                if self._read_fields(buffer[: found.start()], b'"traceEvents":[]}'):
-                    return buffer[found.end() :]
+                if self._read_fields(buffer[: result.start()], b'"traceEvents":[]}'):
+                    return buffer[result.end() :]
                 if tries == MAX_HEADS:
                     break
             searched = len(buffer)

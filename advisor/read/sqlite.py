@@ -120,14 +120,14 @@ class Database:
         if not self.has(table, key, value):
             return {}
         query = f"SELECT {quoted(key)}, {quoted(value)} FROM {quoted(table)} LIMIT {MAX_ROWS}"
-        found: dict[int, str] = {}
+        result: dict[int, str] = {}
         for rows in self._batches(query, table):
-            found.update(
+            result.update(
                 (number, text if len(text) <= MAX_TEXT else text[:MAX_TEXT])
                 for number, text in rows
                 if isinstance(number, int) and isinstance(text, str)
             )
-        return found
+        return result
 
     def _batches(self, query: str, table: str) -> Iterator[list[tuple[Any, ...]]]:
         done = 0
@@ -165,10 +165,10 @@ def _some_at_once(cursor: sqlite3.Cursor) -> Iterator[list[tuple[Any, ...]]]:
 def column(name: str, values: Sequence[Any], kind: Any) -> pl.Series:
     """Values of any types as a column of one; what does not fit is null."""
     try:
-        found = pl.Series(name, values, dtype=kind, strict=True)
-        if kind == pl.String and (found.str.len_bytes().max() or 0) > MAX_TEXT:  # type: ignore[operator]
-            return found.str.slice(0, MAX_TEXT)
-        return found
+        result = pl.Series(name, values, dtype=kind, strict=True)
+        if kind == pl.String and (result.str.len_bytes().max() or 0) > MAX_TEXT:  # type: ignore[operator]
+            return result.str.slice(0, MAX_TEXT)
+        return result
     except (TypeError, ValueError, OverflowError, pl.exceptions.PolarsError):
         pass
     fitting: tuple[type, ...] = (int,)
@@ -192,16 +192,16 @@ def table_names(head: bytes, path: str) -> frozenset[str]:
     empty: no such file. In a list that is longer than the head, the file itself is asked."""
     if not head.startswith(MAGIC):
         return frozenset()
-    found = {word for word in _KNOWN if word.encode() in head}
-    if not found and Path(path).is_file():
+    result = {word for word in _KNOWN if word.encode() in head}
+    if not result and Path(path).is_file():
         try:
             with _connected(path) as connection:
                 rows = connection.execute("SELECT name FROM sqlite_master LIMIT 1000").fetchall()
         except (sqlite3.Error, OSError):
             return frozenset()
         names = " ".join(str(name) for (name,) in rows)
-        found = {word for word in _KNOWN if word in names}
-    return frozenset(found)
+        result = {word for word in _KNOWN if word in names}
+    return frozenset(result)
 
 
 _KNOWN = ("StringIds", "NVTX_EVENTS", "CUPTI_ACTIVITY_KIND", "TARGET_INFO", "rocpd_")

@@ -119,13 +119,13 @@ def split(
                     starts.append(start)
                     ends.append(at)
                     continue
-            one = next(fields(data, at, end))
-            at = one.end
-            if one.number == number and one.wire == BYTES:
-                starts.append(one.start)
-                ends.append(one.end)
+            item = next(fields(data, at, end))
+            at = item.end
+            if item.number == number and item.wire == BYTES:
+                starts.append(item.start)
+                ends.append(item.end)
             else:
-                others.append(one)
+                others.append(item)
     except Damaged:
         return starts, ends, others, False
     return starts, ends, others, True
@@ -166,21 +166,21 @@ class Buffer:
         """All fields of the messages in [start, end), and how many messages broke off."""
         parts: list[Fields] = []
         row = np.flatnonzero(end > start)
-        at, stop = start[row], end[row]
+        index, stop = start[row], end[row]
         broken = 0
         for _ in range(MAX_FIELDS):
             if not len(row):
                 break
-            key = self.bytes[at].astype(np.uint64)
-            step = np.ones(len(at), dtype=np.int64)
-            sound = np.ones(len(at), dtype=bool)
+            key = self.bytes[index].astype(np.uint64)
+            step = np.ones(len(index), dtype=np.int64)
+            sound = np.ones(len(index), dtype=bool)
             wide = np.flatnonzero(key >= 0x80)
             if len(wide):
-                key[wide], step[wide], sound[wide] = self.numbers(at[wide])
-            at = at + step
+                key[wide], step[wide], sound[wide] = self.numbers(index[wide])
+            index = index + step
             wire = (key & np.uint64(7)).astype(np.uint8)
-            sound &= (key >= 8) & (key < 1 << 32) & (at < stop)
-            value, begin, after, fine = self._values(np.minimum(at, stop), wire)
+            sound &= (key >= 8) & (key < 1 << 32) & (index < stop)
+            value, begin, after, fine = self._values(np.minimum(index, stop), wire)
             sound &= fine & (after <= stop)
             if not sound.all():
                 broken += int((~sound).sum())
@@ -188,7 +188,7 @@ class Buffer:
                 value, begin, after = value[sound], begin[sound], after[sound]
             parts.append(Fields(row, (key >> np.uint64(3)).astype(np.int32), wire, value, begin))
             going = after < stop
-            row, at, stop = row[going], after[going], stop[going]
+            row, index, stop = row[going], after[going], stop[going]
         broken += len(row)
         if not parts:
             none = np.zeros(0, dtype=np.int64)
@@ -197,20 +197,20 @@ class Buffer:
         return Fields(*(np.concatenate(columns) for columns in zip(*parts, strict=True))), broken
 
     def _values(
-        self, at: Ints, wire: NDArray[np.uint8]
+        self, index: Ints, wire: NDArray[np.uint8]
     ) -> tuple[Words, Ints, Ints, NDArray[np.bool_]]:
         """Value, first byte, end, and whether it is one, of the values at the positions."""
-        value, length, fine = self.numbers(at)
-        begin = at + length
+        value, length, fine = self.numbers(index)
+        begin = index + length
         after = begin
         if wire.any():
             fixed = (wire == FIXED64) | (wire == FIXED32)
             if fixed.any():
-                word = self.words[at]
+                word = self.words[index]
                 word = np.where(wire == FIXED32, word & np.uint64(0xFFFFFFFF), word)
                 value = np.where(fixed, word, value)
-                begin = np.where(fixed, at, begin)
-                after = np.where(fixed, at + np.where(wire == FIXED64, 8, 4), after)
+                begin = np.where(fixed, index, begin)
+                after = np.where(fixed, index + np.where(wire == FIXED64, 8, 4), after)
                 fine = fine | fixed
             packed = wire == BYTES
             small = value < len(self.data)

@@ -85,7 +85,7 @@ class Host:
 
     def framework(self) -> str | None:
         """What the program is written with, as far as names tell."""
-        return next((one for one in (PYTORCH, JAX, TENSORFLOW) if one in self.signs), None)
+        return next((item for item in (PYTORCH, JAX, TENSORFLOW) if item in self.signs), None)
 
 
 def read_names(host: Host, plane: Plane) -> None:
@@ -126,12 +126,12 @@ def add_plane(host: Host, plane: Plane, lines: list[XLine], events: Events, proc
     copy, fill = events.has("memcpy_details"), events.has("memset_details")
     allocation, blocked = events.has("allocation_bytes"), named(_BLOCKED)
     kinds = [_kind(name, code in plane.shown) for name, code in zip(names, codes, strict=True)]
-    kind = np.array([CPU_KINDS.index(one) for one in kinds], dtype=np.int8)[which]
+    kind = np.array([CPU_KINDS.index(item) for item in kinds], dtype=np.int8)[which]
     kind[((launch | copy | fill) & (given >= 0)) | blocked] = _RUNTIME
     kind[events.has("hlo_op")] = _OP
     calls = [
-        CALLS.index(call_class(name)) if one == "runtime" else -1
-        for name, one in zip(names, kinds, strict=True)
+        CALLS.index(call_class(name)) if item == "runtime" else -1
+        for name, item in zip(names, kinds, strict=True)
     ]
     call = np.array(calls, dtype=np.int8)[which]
     shown = list(map(_shown, names))
@@ -196,9 +196,9 @@ def _shown(name: str) -> str:
     and ``$time sleep``, which has no line, is built in."""
     if not name.startswith("$"):
         return name
-    found = _FRAME.match(name)
-    if found:
-        return f"{found[1]}({found[2]}): {found[3]}"
+    result = _FRAME.match(name)
+    if result:
+        return f"{result[1]}({result[2]}): {result[3]}"
     module, _, function = name[1:].partition(" ")
     return f"<built-in method {function or module} of {module}>"
 
@@ -219,22 +219,24 @@ _GPU_ALLOCATOR = re.compile(r"^(?:GPU|gpu)_(\d+)_")
 
 def _memory(events: Events, allocation: NDArray[np.bool_], plane: Plane) -> pl.DataFrame:
     """What the framework's allocators took and gave back."""
-    at = np.flatnonzero(allocation)
-    if not len(at):
+    index = np.flatnonzero(allocation)
+    if not len(index):
         return pl.DataFrame()
     owner = np.full(len(allocation), "", dtype=object)
     if "allocator_name" in events.texts:
         rows, texts = events.texts["allocator_name"]
         owner[rows] = texts
-    device = [int(found[1]) if (found := _GPU_ALLOCATOR.match(name)) else -1 for name in owner[at]]
-    freed = np.array(["Dealloc" in plane.names[code] for code in events.meta[at].tolist()])
-    size = events.number("allocation_bytes", 0)[at]
+    device = [
+        int(found[1]) if (found := _GPU_ALLOCATOR.match(name)) else -1 for name in owner[index]
+    ]
+    freed = np.array(["Dealloc" in plane.names[code] for code in events.meta[index].tolist()])
+    size = events.number("allocation_bytes", 0)[index]
     return pl.DataFrame(
         {
-            "ts": events.ts[at],
+            "ts": events.ts[index],
             "bytes": np.where(freed, -size, size),
-            "address": events.number("addr", 0)[at],
-            "allocated": events.number("bytes_allocated", 0)[at],
+            "address": events.number("addr", 0)[index],
+            "allocated": events.number("bytes_allocated", 0)[index],
             "device": device,
         }
     )

@@ -63,19 +63,19 @@ class Events:
 
     def number(self, name: str, missing: int = -1) -> Ints:
         """A stat as a column."""
-        found = np.full(len(self.ts), missing, dtype=np.int64)
+        result = np.full(len(self.ts), missing, dtype=np.int64)
         if name in self.numbers:
             rows, values = self.numbers[name]
-            found[rows] = values
-        return found
+            result[rows] = values
+        return result
 
     def has(self, name: str) -> NDArray[np.bool_]:
         """Which events have a stat."""
-        found = np.zeros(len(self.ts), dtype=bool)
+        result = np.zeros(len(self.ts), dtype=bool)
         for kept in (self.numbers, self.texts):
             if name in kept:
-                found[kept[name][0]] = True
-        return found
+                result[kept[name][0]] = True
+        return result
 
 
 @dataclass
@@ -117,7 +117,7 @@ class XSpace:
         spans = list(zip(starts, ends, strict=True))
         self.left_out += max(len(spans) - MAX_PLANES, 0)
         self.planes = [self._plane(*span) for span in spans[:MAX_PLANES]]
-        last = max([*ends, *(one.end for one in others), 0])
+        last = max([*ends, *(other.end for other in others), 0])
         if not sound and (cut := _cut_off(data, last, size, _PLANES)):
             self.planes.append(self._plane(*cut))
 
@@ -127,7 +127,7 @@ class XSpace:
         spans = [span for span in zip(starts, ends, strict=True) if span[0] < span[1]]
         self.broken += not sound
         if not sound:  # what is left of a line that was cut off
-            last = max([*ends, *(one.end for one in others), start])
+            last = max([*ends, *(other.end for other in others), start])
             if cut := _cut_off(buffer.data, last, end, _LINES):
                 spans.append(cut)
         name = ""
@@ -136,13 +136,13 @@ class XSpace:
             _STATS_META: [],
             _PLANE_STATS: [],
         }
-        for one in others:
-            if one.wire != BYTES:
+        for other in others:
+            if other.wire != BYTES:
                 continue
-            if one.number == _NAME:
-                name = buffer.text(one.start, one.end)[:NAME_LIMIT]
-            elif one.number in maps:
-                maps[one.number].append((one.start, one.end))
+            if other.number == _NAME:
+                name = buffer.text(other.start, other.end)[:NAME_LIMIT]
+            elif other.number in maps:
+                maps[other.number].append((other.start, other.end))
         names, shown = self._names(maps[_EVENTS_META])
         stat_names, _ = self._names(maps[_STATS_META])
         plane = Plane(name, names, shown, stat_names, {}, spans)
@@ -157,8 +157,8 @@ class XSpace:
         outer, broken = buffer.fields(start, end)
         self.broken += broken
         keys = np.zeros(len(start), dtype=np.int64)
-        found = outer.of(_KEY, VARINT)
-        keys[found.row] = found.value.astype(np.int64)
+        result = outer.of(_KEY, VARINT)
+        keys[result.row] = result.value.astype(np.int64)
         value = outer.of(_VALUE, BYTES)
         inner, broken = buffer.fields(value.start, value.start + value.value.astype(np.int64))
         self.broken += broken
@@ -181,17 +181,19 @@ class XSpace:
             name: str | None = None
             value: int | float | str | None = None
             try:
-                for one in fields(self._buffer.data, start, end):
-                    if one.number == _STAT_META:
-                        name = plane.stat_names.get(_signed(one.value))
-                    elif one.number == _DOUBLE and one.wire == FIXED64:
-                        value = struct.unpack("<d", struct.pack("<Q", one.value))[0]
-                    elif one.number in (_UNSIGNED, _SIGNED) and one.wire == VARINT:
-                        value = one.value if one.number == _UNSIGNED else _signed(one.value)
-                    elif one.number == _STRING and one.wire == BYTES:
-                        value = self._buffer.text(one.start, min(one.end, one.start + NAME_LIMIT))
-                    elif one.number == _REFERENCE:
-                        value = plane.stat_names.get(_signed(one.value))
+                for item in fields(self._buffer.data, start, end):
+                    if item.number == _STAT_META:
+                        name = plane.stat_names.get(_signed(item.value))
+                    elif item.number == _DOUBLE and item.wire == FIXED64:
+                        value = struct.unpack("<d", struct.pack("<Q", item.value))[0]
+                    elif item.number in (_UNSIGNED, _SIGNED) and item.wire == VARINT:
+                        value = item.value if item.number == _UNSIGNED else _signed(item.value)
+                    elif item.number == _STRING and item.wire == BYTES:
+                        value = self._buffer.text(
+                            item.start, min(item.end, item.start + NAME_LIMIT)
+                        )
+                    elif item.number == _REFERENCE:
+                        value = plane.stat_names.get(_signed(item.value))
             except Damaged:
                 self.broken += 1
             if name is not None and value is not None:
@@ -233,12 +235,12 @@ class XSpace:
         self.broken += not sound
         told: dict[int, int] = {}
         texts: dict[int, str] = {}
-        for one in others:
-            if one.wire == VARINT:
-                told[one.number] = _signed(one.value)
-            elif one.wire == BYTES and one.number in (_LINE_NAME, _DISPLAY_NAME):
-                stop = min(one.end, one.start + NAME_LIMIT)
-                texts[one.number] = self._buffer.text(one.start, stop)
+        for other in others:
+            if other.wire == VARINT:
+                told[other.number] = _signed(other.value)
+            elif other.wire == BYTES and other.number in (_LINE_NAME, _DISPLAY_NAME):
+                stop = min(other.end, other.start + NAME_LIMIT)
+                texts[other.number] = self._buffer.text(other.start, stop)
         room = MAX_EVENTS - self._read
         self._read += min(len(starts), room)
         self.left_out += max(len(starts) - room, 0)
@@ -250,13 +252,13 @@ class XSpace:
     def _events(
         self, start: Ints, end: Ints, owner: Ints, bases: Ints, plane: Plane, ids: dict[int, str]
     ) -> Events:
-        found, broken = self._buffer.fields(start, end)
+        result, broken = self._buffer.fields(start, end)
         self.broken += broken
         columns = []
         for number in (_EVENT_META, _OFFSET, _DURATION):
             column = np.zeros(len(start), dtype=np.int64)
-            one = found.of(number, VARINT)
-            column[one.row] = one.value.astype(np.int64)
+            item = result.of(number, VARINT)
+            column[item.row] = item.value.astype(np.int64)
             columns.append(column)
         meta, offset, duration = columns
         known = np.isin(meta, np.fromiter(plane.names, np.int64, len(plane.names)))
@@ -269,7 +271,7 @@ class XSpace:
         length = np.where(sane, finish - begin, -1)
         events = Events(owner[known], meta[known], begin[known], length[known])
         if ids:
-            stats = found.of(_EVENT_STATS, BYTES)
+            stats = result.of(_EVENT_STATS, BYTES)
             stats = stats.take(np.flatnonzero(known[stats.row]))
             self._event_stats(stats, place[stats.row], plane, ids, events)
         return events
@@ -283,38 +285,40 @@ class XSpace:
         first, _, _ = self._buffer.numbers(stats.start + 1)
         keep = (self._buffer.bytes[stats.start] != _STAT_META << 3) | np.isin(first, wanted)
         stats, row = stats.take(np.flatnonzero(keep)), row[keep]
-        found, broken = self._buffer.fields(stats.start, stats.start + stats.value.astype(np.int64))
+        result, broken = self._buffer.fields(
+            stats.start, stats.start + stats.value.astype(np.int64)
+        )
         self.broken += broken
         meta = np.zeros(len(row), dtype=np.int64)
-        one = found.of(_STAT_META, VARINT)
-        meta[one.row] = one.value.astype(np.int64)
-        of_field = meta[found.row]
+        item = result.of(_STAT_META, VARINT)
+        meta[item.row] = item.value.astype(np.int64)
+        of_field = meta[result.row]
         for number, name in ids.items():
-            mine = found.take(np.flatnonzero((of_field == number) & (found.number > _STAT_META)))
-            if not len(mine.row):
+            own = result.take(np.flatnonzero((of_field == number) & (result.number > _STAT_META)))
+            if not len(own.row):
                 continue
-            whole = np.isin(mine.number, (_UNSIGNED, _SIGNED)) & (mine.wire == VARINT)
+            whole = np.isin(own.number, (_UNSIGNED, _SIGNED)) & (own.wire == VARINT)
             if whole.any():
                 events.numbers[name] = _appended(
-                    events.numbers.get(name), row[mine.row[whole]],
-                    mine.value[whole].astype(np.int64),
+                    events.numbers.get(name), row[own.row[whole]],
+                    own.value[whole].astype(np.int64),
                 )  # fmt: skip
-            texts = self._texts(mine, plane)
-            at = [place for place, text in enumerate(texts) if text is not None]
-            if at:
+            texts = self._texts(own, plane)
+            index = [place for place, text in enumerate(texts) if text is not None]
+            if index:
                 told = [text for text in texts if text is not None]
-                rows = row[mine.row[at]]
+                rows = row[own.row[index]]
                 if name in events.texts:
                     before, earlier = events.texts[name]
                     rows, told = np.concatenate([before, rows]), earlier + told
                 events.texts[name] = rows, told
 
-    def _texts(self, mine: Fields, plane: Plane) -> list[str | None]:
+    def _texts(self, own: Fields, plane: Plane) -> list[str | None]:
         """Texts of stats, given or referred to; each distinct one is decoded once."""
         data, seen = self._buffer.data, {}
         told: list[str | None] = []
         for number, wire, value, start in zip(
-            mine.number.tolist(), mine.wire.tolist(), mine.value.tolist(), mine.start.tolist(),
+            own.number.tolist(), own.wire.tolist(), own.value.tolist(), own.start.tolist(),
             strict=True,
         ):  # fmt: skip
             if number == _REFERENCE and wire == VARINT:

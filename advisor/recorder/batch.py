@@ -55,13 +55,13 @@ class Batches:
 
     def glance(self, batch: Any) -> Glance | None:
         """Look at a batch; ``None``: it holds no tensor."""
-        found: list[tuple[Any, Any]] = []
-        _collect(batch, found, 0)
-        if not found:
+        result: list[tuple[Any, Any]] = []
+        _collect(batch, result, 0)
+        if not result:
             return None
         self._seen += 1
         padding = padding_share(batch) if self._seen % PADDING_EVERY == 1 else None
-        return tuple(found), padding
+        return tuple(result), padding
 
     def resolve(self, glance: Glance) -> Batch:
         """The batch in figures."""
@@ -90,31 +90,31 @@ class Batches:
 
 def samples_of(batch: Any) -> int | None:
     """First dimension of the first tensor; ``None``: there is none."""
-    found: list[tuple[Any, Any]] = []
-    _collect(batch, found, 0)
-    return int(found[0][0][0]) if found and len(found[0][0]) else None
+    result: list[tuple[Any, Any]] = []
+    _collect(batch, result, 0)
+    return int(result[0][0][0]) if result and len(result[0][0]) else None
 
 
-def _collect(value: Any, found: list[tuple[Any, Any]], depth: int) -> None:
+def _collect(value: Any, result: list[tuple[Any, Any]], depth: int) -> None:
     """Tensors in the usual containers, in order. Others are not looked into: iterating over an
     object of somebody's could have an effect."""
     kind = type(value)
     if kind in _TENSORS:
-        found.append((value.shape, value.dtype))
+        result.append((value.shape, value.dtype))
     elif kind is list or kind is tuple:
         if depth < MAX_DEPTH:
             for part in value if len(value) <= MAX_TENSORS else value[:MAX_TENSORS]:
-                if len(found) < MAX_TENSORS:
-                    _collect(part, found, depth + 1)
+                if len(result) < MAX_TENSORS:
+                    _collect(part, result, depth + 1)
     elif kind in _PLAIN:
         return
     elif kind is dict or _is_mapping(value):
-        _collect(list(value.values()), found, depth)
+        _collect(list(value.values()), result, depth)
     elif isinstance(value, tuple):
-        _collect(tuple(value), found, depth)
+        _collect(tuple(value), result, depth)
     elif hasattr(kind, "element_size") and hasattr(kind, "is_cuda"):
         _TENSORS.add(kind)
-        found.append((value.shape, value.dtype))
+        result.append((value.shape, value.dtype))
 
 
 _TENSORS: set[type] = set()

@@ -33,25 +33,25 @@ class Cgroup:
 
     def cpu_quota(self) -> float | None:
         """CPUs that the quota allows, the least of the group and those around it."""
-        found = []
+        result = []
         for folder in self._folders("cpu"):
             limit = _read(folder / "cpu.max").split()
             if len(limit) == 2 and limit[0] != "max":
-                found.append(_ratio(limit[0], limit[1]))
+                result.append(_ratio(limit[0], limit[1]))
             quota, period = _read(folder / "cpu.cfs_quota_us"), _read(folder / "cpu.cfs_period_us")
             if quota and not quota.startswith("-"):
-                found.append(_ratio(quota, period))
-        return min((value for value in found if value is not None), default=None)
+                result.append(_ratio(quota, period))
+        return min((value for value in result if value is not None), default=None)
 
     def memory_limit(self) -> int | None:
         """Bytes that the group may use, the least of the group and those around it."""
-        found = []
+        result = []
         for folder in self._folders("memory"):
             for name in ("memory.max", "memory.limit_in_bytes"):
                 value = _read(folder / name)
                 if value.isdecimal() and int(value) < UNLIMITED:
-                    found.append(int(value))
-        return min(found, default=None)
+                    result.append(int(value))
+        return min(result, default=None)
 
     def memory_used(self) -> int | None:
         """Bytes that the group uses, without files that the kernel can drop from memory."""
@@ -92,13 +92,13 @@ class Cgroup:
 
 def _controllers(file: Path) -> dict[str, str]:
     """Path of the group by controller; ``""``: version 2."""
-    found = {}
+    result = {}
     for line in _read(file).splitlines():
         parts = line.split(":", 2)
         if len(parts) == 3:
             for name in parts[1].split(","):
-                found[name] = parts[2]
-    return found
+                result[name] = parts[2]
+    return result
 
 
 def _read(file: Path) -> str:
@@ -117,9 +117,9 @@ def _ratio(quota: str, period: str) -> float | None:
 
 
 def _pairs(text: str) -> dict[str, int]:
-    found = {}
+    result = {}
     for line in text.splitlines():
         name, _, value = line.partition(" ")
         if value.isdecimal():
-            found[name] = int(value)
-    return found
+            result[name] = int(value)
+    return result

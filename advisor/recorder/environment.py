@@ -216,14 +216,14 @@ def _is_commit(text: str) -> bool:
 
 def versions() -> dict[str, str]:
     """Versions of what is loaded and of what it was built with."""
-    found = {"advisor": __version__, "python": platform.python_version()}
+    result = {"advisor": __version__, "python": platform.python_version()}
     for name in PACKAGES:
         version = _try(lambda name=name: getattr(sys.modules.get(name), "__version__", None))  # type: ignore[misc]
         if isinstance(version, str):
-            found[name] = str(version)[:100]
+            result[name] = str(version)[:100]
     torch = sys.modules.get("torch")
     if torch is not None:
-        found |= _texts(
+        result |= _texts(
             {
                 "cuda": lambda: torch.version.cuda,
                 "hip": lambda: torch.version.hip,
@@ -231,8 +231,8 @@ def versions() -> dict[str, str]:
                 "nccl": lambda: _nccl(torch),
             }
         )
-    found["system"] = f"{platform.system()} {platform.release()} {platform.machine()}"
-    return found
+    result["system"] = f"{platform.system()} {platform.release()} {platform.machine()}"
+    return result
 
 
 def _nccl(torch: Any) -> str | None:
@@ -274,13 +274,13 @@ def _int(text: str | None) -> int | None:
 def usable_cpus(cgroup: Cgroup | None = None) -> int | None:
     """CPUs that the process may keep busy: its affinity, and the container's quota if lower."""
     if hasattr(os, "sched_getaffinity"):
-        found: int | None = len(os.sched_getaffinity(0))
+        result: int | None = len(os.sched_getaffinity(0))
     else:
-        found = os.cpu_count()
+        result = os.cpu_count()
     quota = cgroup.cpu_quota() if cgroup is not None else None
-    if quota is None or found is None:
-        return found
-    return max(1, min(found, int(quota)))
+    if quota is None or result is None:
+        return result
+    return max(1, min(result, int(quota)))
 
 
 def _memory(cgroup: Cgroup | None) -> int | None:
@@ -293,13 +293,13 @@ def ulimits() -> dict[str, int]:
     """Soft limits; -1: unlimited."""
     import resource
 
-    found = {}
+    result = {}
     for name in ("nofile", "memlock", "nproc", "stack", "core"):
         number = getattr(resource, f"RLIMIT_{name.upper()}", None)
         if number is not None:
             soft = resource.getrlimit(number)[0]
-            found[name] = -1 if soft == resource.RLIM_INFINITY else soft
-    return found
+            result[name] = -1 if soft == resource.RLIM_INFINITY else soft
+    return result
 
 
 def _shm() -> int | None:
@@ -315,12 +315,12 @@ PCI = Path("/sys/bus/pci/devices")
 
 def cpu_list(text: str) -> set[int]:
     """``0-3,8,10-11`` as the kernel writes sets of CPUs."""
-    found: set[int] = set()
+    result: set[int] = set()
     for part in text.strip().split(","):
         first, _, last = part.partition("-")
         if first.isdecimal() and (not last or last.isdecimal()):
-            found.update(range(int(first), int(last or first) + 1))
-    return found
+            result.update(range(int(first), int(last or first) + 1))
+    return result
 
 
 def numa(folder: Path = NODES) -> tuple[int | None, list[int] | None]:
@@ -332,8 +332,8 @@ def numa(folder: Path = NODES) -> tuple[int | None, list[int] | None]:
             nodes[int(place.name.removeprefix("node"))] = cpus
     if not nodes or not hasattr(os, "sched_getaffinity"):
         return None, None
-    mine = os.sched_getaffinity(0)
-    return len(nodes), sorted(number for number, cpus in nodes.items() if cpus & mine)
+    own = os.sched_getaffinity(0)
+    return len(nodes), sorted(number for number, cpus in nodes.items() if cpus & own)
 
 
 def gpu_node(bus: str, folder: Path = PCI) -> int | None:
@@ -348,7 +348,7 @@ def gpu_node(bus: str, folder: Path = PCI) -> int | None:
 def flags() -> dict[str, Any]:
     """Flags that advice needs, by their torch spelling; what cannot be had is left out."""
     nodes, own = _try(numa) or (None, None)
-    found: dict[str, Any] = {
+    result: dict[str, Any] = {
         "gc_enabled": gc.isenabled(),
         "gc_threshold": list(gc.get_threshold()),
         "gc_frozen": gc.get_freeze_count(),
@@ -358,8 +358,8 @@ def flags() -> dict[str, Any]:
     }
     torch = sys.modules.get("torch")
     if torch is not None:
-        found |= {name: _try(get) for name, get in _torch_flags(torch).items()}
-    return {name: value for name, value in found.items() if value is not None}
+        result |= {name: _try(get) for name, get in _torch_flags(torch).items()}
+    return {name: value for name, value in result.items() if value is not None}
 
 
 _FLAGS = {
@@ -383,11 +383,11 @@ _FLAGS = {
 
 
 def _torch_flags(torch: Any) -> dict[str, Callable[[], Any]]:
-    found: dict[str, Callable[[], Any]] = {
+    result: dict[str, Callable[[], Any]] = {
         name: lambda path=path: _ask(torch, path)  # type: ignore[misc]
         for name, path in _FLAGS.items()
     }
-    return found | {
+    return result | {
         "cuda.matmul.allow_tf32": lambda: _tf32(torch.backends.cuda.matmul),
         "cudnn.allow_tf32": lambda: _tf32(torch.backends.cudnn),
         "autocast": lambda: _autocast(torch),
@@ -451,11 +451,11 @@ def devices() -> list[Device]:
     current = torch.cuda.current_device()
     order = [current, *(i for i in range(torch.cuda.device_count()) if i != current)]
     driver = _try(_driver)
-    found = []
+    result = []
     for index in order:
         properties = torch.cuda.get_device_properties(index)
         uuid = getattr(properties, "uuid", None)
-        found.append(
+        result.append(
             Device(
                 index=index,
                 name=str(properties.name),
@@ -465,7 +465,7 @@ def devices() -> list[Device]:
                 driver=driver,
             )
         )
-    return found
+    return result
 
 
 def _prefixed(uuid: str) -> str:

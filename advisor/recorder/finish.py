@@ -37,9 +37,9 @@ def say(run: Path, *, analyse: bool = True) -> None:
     """Say where a run is, and what was found first in it."""
     shown = _shown(run)
     told = [f"recorded in {shown}"]
-    found = outcome(run) if analyse else None
-    if found:
-        told += found
+    result = outcome(run) if analyse else None
+    if result:
+        told += result
     told.append(f"More: advisor analyze {shown}")
     tell(*told)
 

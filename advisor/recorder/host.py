@@ -100,7 +100,7 @@ class HostSampler:
         """All descendants; from the kernel's own lists where it keeps them."""
         psutil = self.psutil
         assert psutil is not None
-        found: dict[int, Any] = {}
+        result: dict[int, Any] = {}
         waiting = [os.getpid()]
         while waiting:
             pid = waiting.pop()
@@ -109,27 +109,27 @@ class HostSampler:
                 every = self._process.children(recursive=True)  # type: ignore[union-attr]
                 return {child.pid: self._children.get(child.pid, child) for child in every}
             for child in children:
-                if child not in found:
+                if child not in result:
                     waiting.append(child)
                     try:
-                        found[child] = self._children.get(child) or psutil.Process(child)
+                        result[child] = self._children.get(child) or psutil.Process(child)
                     except psutil.Error:
                         continue
-        return found
+        return result
 
 
 def _children(pid: int) -> list[int] | None:
     """Child processes by ``/proc``; ``None``: the kernel keeps no list."""
     tasks = Path(f"/proc/{pid}/task")
-    found = []
+    result = []
     try:
         for task in tasks.iterdir():
-            found += [int(x) for x in (task / "children").read_text(encoding="ascii").split()]
+            result += [int(x) for x in (task / "children").read_text(encoding="ascii").split()]
     except FileNotFoundError:
         return None if tasks.is_dir() else []  # not there at all, or the process has ended
     except OSError:
         return []
-    return found
+    return result
 
 
 def _psutil() -> ModuleType | None:

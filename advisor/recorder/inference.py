@@ -298,6 +298,6 @@ class Inference:
         self._kept.append(step)
         if len(self._kept) >= LOOP:
             kept, self._kept = self._kept, []
-            for found in kept:
+            for result in kept:
                 self.count += 1
-                self._emit(found._replace(late=late or found is not kept[-1]))
+                self._emit(result._replace(late=late or result is not kept[-1]))

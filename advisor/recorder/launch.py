@@ -45,8 +45,8 @@ def command_line(program: list[str]) -> list[str]:
         if not Path(first).is_file():
             raise AdvisorError(f"{first}: no such file")
         return [sys.executable, *program]
-    found = shutil.which(first)
-    if found is None:
+    result = shutil.which(first)
+    if result is None:
         # of the same environment, though its bin folder is not on the path
         beside = Path(sys.executable).with_name(first)
         if beside.is_file():
@@ -54,7 +54,7 @@ def command_line(program: list[str]) -> list[str]:
         if _for_python(Path(first)):
             return [sys.executable, *program]
         raise AdvisorError(f"{first}: neither a script (*.py) nor a command on the path")
-    return [found, *program[1:]]
+    return [result, *program[1:]]
 
 
 def _for_python(path: Path) -> bool:

@@ -121,7 +121,7 @@ def leave_to_dynamo() -> None:
 def _codes() -> set[CodeType]:
     """Of all functions of this package that are loaded, with those inside of them."""
     package = __name__.rpartition(".")[0]
-    found: set[CodeType] = set()
+    result: set[CodeType] = set()
     todo: list[Any] = []
     for name, module in list(sys.modules.items()):
         if name == package or name.startswith(f"{package}."):
@@ -131,10 +131,10 @@ def _codes() -> set[CodeType]:
         value = todo.pop()
         value = getattr(value, "fget", None) or getattr(value, "__func__", value)
         code = value if isinstance(value, CodeType) else getattr(value, "__code__", None)
-        if isinstance(code, CodeType) and code not in found and _is_ours(code):
-            found.add(code)
+        if isinstance(code, CodeType) and code not in result and _is_ours(code):
+            result.add(code)
             todo += code.co_consts
-    return found
+    return result
 
 
 def _is_ours(code: CodeType) -> bool:

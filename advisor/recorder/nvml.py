@@ -74,20 +74,20 @@ class Nvml:
     def _all(self) -> list[tuple[str, Any]]:
         """(UUID, handle) of every GPU in NVML's order, MIG slices behind the GPU they are of."""
         nv = self.module
-        found = []
+        result = []
         for index in range(self._value("nvmlDeviceGetCount") or 0):
             handle = self._value("nvmlDeviceGetHandleByIndex", index)
             if handle is None:
                 continue
-            found.append((self._uuid(handle), handle))
+            result.append((self._uuid(handle), handle))
             mode = self._value("nvmlDeviceGetMigMode", handle)
             if not mode or mode[0] != nv.NVML_DEVICE_MIG_ENABLE:
                 continue
             for number in range(self._value("nvmlDeviceGetMaxMigDeviceCount", handle) or 0):
                 part = self._value("nvmlDeviceGetMigDeviceHandleByIndex", handle, number)
                 if part is not None:
-                    found.append((self._uuid(part), part))
-        return found
+                    result.append((self._uuid(part), part))
+        return result
 
     def _find(self, uuid: str) -> Any:
         spellings = [uuid] if uuid.startswith(("GPU-", "MIG-")) else [f"GPU-{uuid}", f"MIG-{uuid}"]
@@ -124,7 +124,7 @@ def visible(variable: str | None, present: Sequence[tuple[str, _T]]) -> list[_T]
     whole = [handle for uuid, handle in present if not uuid.startswith("MIG-")]
     if variable is None:
         return whole
-    found: list[_T] = []
+    result: list[_T] = []
     for entry in (part.strip() for part in variable.split(",")):
         if entry.isdecimal():
             match = [whole[int(entry)]] if int(entry) < len(whole) else []
@@ -135,8 +135,8 @@ def visible(variable: str | None, present: Sequence[tuple[str, _T]]) -> list[_T]
             match = []
         if len(match) != 1:
             break
-        found.append(match[0])
-    return found
+        result.append(match[0])
+    return result
 
 
 def text(value: Any) -> str | None:
@@ -313,17 +313,17 @@ class NvmlDevice:
         """XID errors since the last time, at most a hundred."""
         if self._events is None:
             return []
-        found: list[int] = []
+        result: list[int] = []
         wait = getattr(self.nv, "nvmlEventSetWait_v2", None) or self.nv.nvmlEventSetWait
         try:
-            while len(found) < 100:
-                found.append(int(wait(self._events, 0).eventData))
+            while len(result) < 100:
+                result.append(int(wait(self._events, 0).eventData))
         except self.nv.NVMLError as error:
             if error.value != self.nv.NVML_ERROR_TIMEOUT:
                 self._failed("nvmlEventSetWait_v2", error)
                 events, self._events = self._events, None
                 self._ask("nvmlEventSetFree", events)
-        return found
+        return result
 
     # -- asking ---------------------------------------------------------------------------------
 
@@ -394,9 +394,9 @@ class _Gpm:
         samples = [device._ask("nvmlGpmSampleAlloc") for _ in range(2)]
         if any(sample is None for sample in samples):
             return None
-        found = cls(device, samples)
-        found._take()
-        return found
+        result = cls(device, samples)
+        result._take()
+        return result
 
     def sample(self) -> dict[str, float] | None:
         """Metrics since the sample before; ``None``: too close to it, or refused."""
@@ -415,12 +415,12 @@ class _Gpm:
         answer = self.device._ask("nvmlGpmMetricsGet", request)
         if answer is None:
             return None
-        found = {}
+        result = {}
         for position, name in enumerate(self.names):
             metric = answer.metrics[position]
             if metric.nvmlReturn == nv.NVML_SUCCESS and math.isfinite(metric.value):
-                found[name] = round(float(metric.value), 2)
-        return found or None
+                result[name] = round(float(metric.value), 2)
+        return result or None
 
     def _take(self) -> bool:
         """A new second sample; the one before becomes the first."""

@@ -111,12 +111,12 @@ def chosen(**keywords: Any) -> RecordOptions:
 
 
 def _from_environment() -> dict[str, str]:
-    found = {}
+    result = {}
     for field in fields(RecordOptions):
         value = os.environ.get(f"ADVISOR_{field.name.upper()}")
         if value is not None:
-            found[field.name] = value
-    return found
+            result[field.name] = value
+    return result
 
 
 def _from_pyproject() -> dict[str, Any]:

@@ -98,9 +98,9 @@ def why_nothing(folder: Path) -> str:
     problems = _after(lines, "problem ")
     if problems:
         return f"recording stopped by itself: {problems[0]}."
-    seen = [found for found in map(_counts, _after(lines, "seen ")) if any(found.values())]
+    seen = [result for result in map(_counts, _after(lines, "seen ")) if any(result.values())]
     if seen:
-        most = max(seen, key=lambda found: sum(found.values()))
+        most = max(seen, key=lambda result: sum(result.values()))
         return f"no training step was seen, only {_what(most)} {_advice(most)}"
     without = _after(lines, "without ")
     if without:
@@ -134,9 +134,11 @@ def _what(seen: dict[str, int]) -> str:
         ("optimized", "optimizer's step", "optimizer's steps"),
     )
     there = [
-        f"{seen[key]:,} {one if seen[key] == 1 else many}" for key, one, many in names if seen[key]
+        f"{seen[key]:,} {item if seen[key] == 1 else many}"
+        for key, item, many in names
+        if seen[key]
     ]
-    missing = [one for key, one, _ in names[1:] if not seen[key]]
+    missing = [item for key, item, _ in names[1:] if not seen[key]]
     text = ", ".join(there).replace("1 a ", "1 ")
     return f"{text} (no {', no '.join(missing)})." if missing else f"{text}."
 
@@ -179,9 +181,9 @@ def _after(lines: list[str], word: str) -> list[str]:
 
 def _counts(text: str) -> dict[str, int]:
     try:
-        found: Any = json.loads(text)
+        result: Any = json.loads(text)
     except ValueError:
-        found = {}
-    found = found if isinstance(found, dict) else {}
+        result = {}
+    result = result if isinstance(result, dict) else {}
     keys = ("fetched", "forwards", "backwards", "optimized")
-    return {key: found[key] if isinstance(found.get(key), int) else 0 for key in keys}
+    return {key: result[key] if isinstance(result.get(key), int) else 0 for key in keys}

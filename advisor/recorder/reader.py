@@ -118,10 +118,10 @@ class TapeReader:
         state = self._state(values[entry - 1])
         repeats.ended(state, codes, values, entry, self._found if ended == 1 else None)
         while state is not None:
-            found = repeats.follow(state, codes, values, entry)
-            if found is None:
+            result = repeats.follow(state, codes, values, entry)
+            if result is None:
                 break
-            block, seen, entry = found
+            block, seen, entry = result
             assert self._emit_block is not None
             self._emit_block(block)
             clock.last = block.ends[-1]

@@ -32,23 +32,23 @@ def clean_value(value: str) -> str:
 def clean_command(arguments: Sequence[str]) -> list[str]:
     """A command line with credentials replaced: what follows an option whose name says that it
     holds one, and whatever looks like one anywhere. Code given with ``-c`` is left out."""
-    found: list[str] = []
+    result: list[str] = []
     hide = ""
     for argument in list(arguments)[:MAX_ARGUMENTS]:
         if hide and not (hide == "option" and argument.startswith("-")):
-            found.append("…" if hide == "code" else HIDDEN)
+            result.append("…" if hide == "code" else HIDDEN)
             hide = ""
             continue
         hide = ""
         pair = _PAIR.match(argument)
         if pair is not None and is_secret_name(pair["name"]):
-            found.append(f"{pair['name']}={HIDDEN}")
+            result.append(f"{pair['name']}={HIDDEN}")
             continue
-        if argument == "-c" and len(found) == 1:
+        if argument == "-c" and len(result) == 1:
             hide = "code"
         elif argument.startswith("-") and pair is None and is_secret_name(argument):
             hide = "option"
-        found.append(clean_value(argument))
+        result.append(clean_value(argument))
     if len(arguments) > MAX_ARGUMENTS:
-        found.append("…")
-    return found
+        result.append("…")
+    return result

@@ -65,17 +65,17 @@ class RepeatedBlock(NamedTuple):
 
     def steps(self) -> list[FoundStep]:
         """The same, one by one."""
-        found = []
+        result = []
         for index, (begin, end) in enumerate(zip(self.begins, self.ends, strict=True)):
             phases = [0] * MAX_PHASES
             for phase, column in self.phases:
                 phases[phase] = column[index]
             batch = self.batches[index] if self.batches else []
             number = self.n + index
-            found.append(
+            result.append(
                 FoundStep(number, begin, end, phases, self.micro, 0, None, 0, batch, None, None)
             )
-        return found
+        return result
 
 
 class CallPattern(NamedTuple):
@@ -120,17 +120,17 @@ class Repeats:
         codes: list[int],
         values: list[Any],
         entry: int,
-        found: tuple[StepSegment, int] | None,
+        result: tuple[StepSegment, int] | None,
     ) -> None:
         """A step ended just before ``entry``, in this state (``None``: in none that may repeat).
         ``found`` is what was handed on of it, and its batches; ``None``: it was no plain step."""
         since, before, seen = self._since, self._state, self._seen
         self._since, self._state, self._seen = entry, state, dict(self._steps.seen)
-        if since < 1 or state is None or state != before or found is None:
+        if since < 1 or state is None or state != before or result is None:
             return
         if entry - since > MAX_ENTRIES:
             return
-        pattern = self._learn(codes[since:entry], values[since:entry], values[since - 1], *found)
+        pattern = self._learn(codes[since:entry], values[since:entry], values[since - 1], *result)
         if pattern is None:
             return
         added = {key: self._steps.seen[key] - seen[key] for key in seen}
@@ -173,11 +173,11 @@ class Repeats:
         columns: dict[int, list[int]] = {}
 
         def column(at: int) -> list[int]:
-            found = columns.get(at)
-            if found is None:
+            result = columns.get(at)
+            if result is None:
                 # where a step begins is where the one before ended
-                found = columns[at] = values[entry + at : stop + at : size][:count]
-            return found
+                result = columns[at] = values[entry + at : stop + at : size][:count]
+            return result
 
         begins, ends = column(-1), column(size - 1)
         rest = list(map(sub, ends, begins))
@@ -201,12 +201,12 @@ class Repeats:
         return RepeatedBlock(self._steps.count, begins, ends, phases, pattern.micro, batches)
 
     def _learn(
-        self, codes: list[int], values: list[Any], begin: int, found: StepSegment, micro: int
+        self, codes: list[int], values: list[Any], begin: int, result: StepSegment, micro: int
     ) -> CallPattern | None:
         """What these entries do, if that is all told by their codes."""
         if any(code >= MAX_PHASES and code not in KNOWN for code in codes):
             return None
-        if found.t != begin or found.end != values[-1]:
+        if result.t != begin or result.end != values[-1]:
             return None
         batches = [at for at, code in enumerate(codes) if code == tape.BATCH]
         fetched = [at for at, c in enumerate(codes) if c in (tape.FETCHED, tape.FETCHED_INSIDE)]
@@ -231,16 +231,20 @@ class Repeats:
                 current = DATA if code == tape.FETCH else code
         if last != len(codes) - 1:
             spans.setdefault(current, []).append((last, len(codes) - 1))
-        at_ = lambda at: begin if at < 0 else values[at]  # noqa: E731
+        at_ = lambda index: begin if index < 0 else values[index]  # noqa: E731
         told = {phase: sum(at_(b) - at_(a) for a, b in ab) for phase, ab in spans.items()}
-        if any(ns != told.get(phase, 0) for phase, ns in enumerate(found.phases)):
+        if any(ns != told.get(phase, 0) for phase, ns in enumerate(result.phases)):
             return None
         rest = max(spans, key=lambda phase: len(spans[phase]))
         return CallPattern(
             codes,
             [(phase, intervals) for phase, intervals in spans.items() if phase != rest],
             rest,
-            [(at, values[at]) for at, code in enumerate(codes) if code == tape.OPTIMIZED_BY],
+            [
+                (index, values[index])
+                for index, code in enumerate(codes)
+                if code == tape.OPTIMIZED_BY
+            ],
             batches,
             micro,
             {},

@@ -597,10 +597,10 @@ class RecordingSession:
             self.writer.put(block)
             windows.note_all(list(map(sub, block.ends, block.begins)))
             return
-        for found in block.steps():
-            window = windows.during(found.t, found.end)
-            self.writer.put(found._replace(window=window))
-            windows.note(window, found.end - found.t)
+        for step in block.steps():
+            window = windows.during(step.t, step.end)
+            self.writer.put(step._replace(window=window))
+            windows.note(window, step.end - step.t)
 
     def _reading_of(self, marks: Any) -> Reading | None:
         if self.marks is None or not marks:

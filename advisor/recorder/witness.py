@@ -33,11 +33,11 @@ class Witness:
                 leaf = self._leaf() if self._leaf is not None else None
                 if leaf is not None:
                     return self._state is not None and _state(leaf) != self._state
-                found = _leaf_of(args[0])
-                if found is None:
+                result = _leaf_of(args[0])
+                if result is None:
                     return False
-                replaced = self._state is not None and found.shape == self._shape
-                self._leaf, self._shape = ref(found), found.shape
+                replaced = self._state is not None and result.shape == self._shape
+                self._leaf, self._shape = ref(result), result.shape
                 return replaced  # by a new one, as in w = (w - lr * w.grad).detach()
         except (RuntimeError, AttributeError, TypeError, IndexError):
             return False

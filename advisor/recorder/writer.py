@@ -205,21 +205,21 @@ class Writer:
             return
         resident = _resident()
         while self._waiting:
-            found = self._waiting[0]
-            if isinstance(found, RepeatedBlock):
+            result = self._waiting[0]
+            if isinstance(result, RepeatedBlock):
                 self._waiting.popleft()
-                self._block(found, None if self._waiting else resident)
+                self._block(result, None if self._waiting else resident)
                 time.sleep(BREATH_SECONDS)
                 continue
-            ready = found.marks is None or found.marks.done
+            ready = result.marks is None or result.marks.done
             if not ready and not all_of_them and len(self._waiting) < MAX_WAITING:
                 break
             self._waiting.popleft()
-            step = self._record(found)
+            step = self._record(result)
             if not self._waiting:
                 step.rss = resident
-            self._files[FoundStep if found.trains else Inferred].add(step)
-            if found.window is None:
+            self._files[FoundStep if result.trains else Inferred].add(step)
+            if result.window is None:
                 self._watch([step.dur])
 
     def _watch(self, lengths: list[int]) -> None:
@@ -232,8 +232,8 @@ class Writer:
     def _block(self, block: RepeatedBlock, resident: int | None) -> None:
         """Write steps that were read together: the lines of ``_record``, by one format."""
         if any(0 in column for _, column in block.phases if any(column)):
-            for found in block.steps():
-                self._files[FoundStep].add(self._record(found))
+            for step in block.steps():
+                self._files[FoundStep].add(self._record(step))
             self._watch([end - begin for begin, end in zip(block.begins, block.ends, strict=True)])
             return
         phases = [(phase, column) for phase, column in block.phases if column[0]]
@@ -263,24 +263,24 @@ class Writer:
         told = [(name, getattr(step, name)) for name in ("samples", "bytes", "shapes", "padding")]
         return "".join(f',"{name}":{value}' for name, value in told if value is not None)
 
-    def _record(self, found: FoundStep) -> rundir.Step:
+    def _record(self, result: FoundStep) -> rundir.Step:
         names = self._names
-        phases = {names[i]: ns for i, ns in enumerate(found.phases) if ns}
+        phases = {names[i]: ns for i, ns in enumerate(result.phases) if ns}
         step = rundir.Step(
-            n=found.n,
-            t=found.t,
-            dur=sum(found.phases),
+            n=result.n,
+            t=result.t,
+            dur=sum(result.phases),
             phases=phases,
-            micro=found.micro,
-            window=found.window,
-            gc=found.gc,
-            evaluation=found.gap,
+            micro=result.micro,
+            window=result.window,
+            gc=result.gc,
+            evaluation=result.gap,
         )
-        if found.marks is not None and found.marks.times is not None:
-            step.gpu = {names[i]: ns for i, ns in enumerate(found.marks.times) if ns}
-        self._describe_batches(step, found.batch)
-        if found.memory is not None:
-            step.allocated, step.reserved, step.peak, step.retries = found.memory
+        if result.marks is not None and result.marks.times is not None:
+            step.gpu = {names[i]: ns for i, ns in enumerate(result.marks.times) if ns}
+        self._describe_batches(step, result.batch)
+        if result.memory is not None:
+            step.allocated, step.reserved, step.peak, step.retries = result.memory
         return step
 
     def _describe_batches(self, step: rundir.Step, glances: list[Any]) -> None:

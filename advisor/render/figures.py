@@ -340,9 +340,9 @@ class RankMap(Figure):
         for number, first in enumerate(range(0, len(self.columns), STRIP)):
             top = number * each
             count = min(STRIP, len(self.columns) - first)
-            for at in range(0, count, every):
-                x = f"{LABELS + at * wide:.6g}"
-                drawn.append(tag("text", self.columns[first + at], x=x, y=top + 10))
+            for index in range(0, count, every):
+                x = f"{LABELS + index * wide:.6g}"
+                drawn.append(tag("text", self.columns[first + index], x=x, y=top + 10))
             for row, name in enumerate(self.names):
                 y = top + TOP + HIGH * row
                 label = t.shorten(name, 20)

@@ -134,11 +134,11 @@ class Page:
         widths = [max(map(cell_len, column)) for column in zip(*texts, strict=True)]
         for number, row in enumerate(texts):
             parts: list[str | tuple[str, str]] = []
-            for at, cell in enumerate(row):
-                blanks = " " * (widths[at] - cell_len(cell))
-                padded = blanks + cell if align[at] == "r" else cell + blanks
-                style = "dim" if not number else styles[number - 1][at]
-                parts += [" " * gap if at else "", (padded, style)]
+            for index, cell in enumerate(row):
+                blanks = " " * (widths[index] - cell_len(cell))
+                padded = blanks + cell if align[index] == "r" else cell + blanks
+                style = "dim" if not number else styles[number - 1][index]
+                parts += [" " * gap if index else "", (padded, style)]
             self.line(*parts, indent=indent)
             if number and below:
                 self.line((clean(below[number - 1]), "dim"), indent=indent + 2)

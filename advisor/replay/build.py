@@ -218,7 +218,7 @@ def _loader(edges: EdgeList, graph: Graph, trace: Trace) -> None:
     edges.add(before, loaded, rate, Edge.LOADER)
 
 
-def _handover(edges: EdgeList, graph: Graph, found: Handover, start: int) -> None:
+def _handover(edges: EdgeList, graph: Graph, result: Handover, start: int) -> None:
     marks = np.flatnonzero(graph.kind == Node.MARK)
     at = {
         (int(lane), round(time)): int(node)
@@ -231,8 +231,8 @@ def _handover(edges: EdgeList, graph: Graph, found: Handover, start: int) -> Non
             dtype=np.int64,
         )
 
-    left, began = nodes(found.waiter, found.left), nodes(found.worker, found.began)
-    done, back = nodes(found.worker, found.done), nodes(found.waiter, found.back)
+    left, began = nodes(result.waiter, result.left), nodes(result.worker, result.began)
+    done, back = nodes(result.worker, result.done), nodes(result.waiter, result.back)
     pairs_of = [(left, began), (done, back)]
     forward = [(src > 0) & (src < dst) for src, dst in pairs_of]
     woken = np.concatenate([dst[good] for (_, dst), good in zip(pairs_of, forward, strict=True)])
@@ -271,13 +271,13 @@ def _working_for(main: int | None, handovers: Handover) -> list[int]:
     if main is None:
         return []
     pairs = np.stack([handovers.waiter, handovers.worker])
-    found = np.array([main])
+    result = np.array([main])
     while True:  # as many rounds as threads hand over to each other in a row
-        more = pairs[:, np.isin(pairs, found).any(axis=0)]
-        wider = np.union1d(found, more)
-        if len(wider) == len(found):
-            return [int(t) for t in found]
-        found = wider
+        more = pairs[:, np.isin(pairs, result).any(axis=0)]
+        wider = np.union1d(result, more)
+        if len(wider) == len(result):
+            return [int(t) for t in result]
+        result = wider
 
 
 def _last_work(trace: Trace, graph: Graph, work: DeviceWork, bounds: Array) -> list[Array]:
@@ -290,9 +290,9 @@ def _last_work(trace: Trace, graph: Graph, work: DeviceWork, bounds: Array) -> l
     if trace.cpu.height:
         ts = np.where(launch >= 0, trace.cpu["ts"].to_numpy()[launch], ts)
     step = np.searchsorted(bounds, ts, side="right") - 1
-    found = []
+    result = []
     for number in range(len(bounds) - 1):
-        mine = nodes[step == number]
-        _, last = np.unique(graph.lane[mine][::-1], return_index=True)
-        found.append(mine[::-1][last])
-    return found
+        own = nodes[step == number]
+        _, last = np.unique(graph.lane[own][::-1], return_index=True)
+        result.append(own[::-1][last])
+    return result

@@ -75,8 +75,8 @@ def _binding(
     """For each node the edge that arrives last, and that of its stream; -1: none."""
     binding = np.full(len(graph), -1, dtype=np.int64)
     stream = binding.copy()
-    mine = np.flatnonzero((graph.edge == Edge.STREAM) & (weight > NEVER))
-    stream[graph.dst[mine]] = mine
+    own = np.flatnonzero((graph.edge == Edge.STREAM) & (weight > NEVER))
+    stream[graph.dst[own]] = own
     value = np.where(graph.from_start, weight - dur[src], weight)
     arrive = time[src] + value
     # contention that did not come about
@@ -111,4 +111,6 @@ def composition(
         "host": host & ~fed,
         "latency": ~own & ~host & ~fed,
     }
-    return {name: float(path.ns[mine].sum()) for name, mine in parts.items() if mine.any()}
+    return {
+        name: float(path.ns[own_part].sum()) for name, own_part in parts.items() if own_part.any()
+    }

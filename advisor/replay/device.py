@@ -158,22 +158,22 @@ def _own_time(trace: Trace, gpu: pl.DataFrame, launch: Array, held: Array) -> Ar
 def _previous(work: DeviceWork) -> Array:
     """The work before each on its stream: the last one that had ended when it started (work of
     one stream overlaps in CUDA graphs and with programmatic dependent launch)."""
-    found = np.full(len(work.row), -1, dtype=np.int64)
+    result = np.full(len(work.row), -1, dtype=np.int64)
     for lane in range(len(work.lanes)):
-        mine = np.flatnonzero(work.lane == lane)
-        ends = (work.ts + work.dur)[mine]
+        own = np.flatnonzero(work.lane == lane)
+        ends = (work.ts + work.dur)[own]
         by_end = np.argsort(ends, kind="stable")
-        place = np.searchsorted(ends[by_end], work.ts[mine] + SLACK_NS, side="right") - 1
+        place = np.searchsorted(ends[by_end], work.ts[own] + SLACK_NS, side="right") - 1
         # not itself (very short work), nor anything that starts later
-        candidate = mine[by_end[np.maximum(place, 0)]]
-        in_order = np.append(-1, mine[:-1])
-        good = (place >= 0) & (candidate < mine)
-        found[mine] = np.where(good, candidate, -1)
+        candidate = own[by_end[np.maximum(place, 0)]]
+        in_order = np.append(-1, own[:-1])
+        good = (place >= 0) & (candidate < own)
+        result[own] = np.where(good, candidate, -1)
         # the usual case: the one that started just before, if it had ended
         before_end = np.where(in_order >= 0, (work.ts + work.dur)[in_order], 0)
-        usual = (in_order >= 0) & (before_end <= work.ts[mine] + SLACK_NS)
-        found[mine] = np.where(usual, in_order, found[mine])
-    return found
+        usual = (in_order >= 0) & (before_end <= work.ts[own] + SLACK_NS)
+        result[own] = np.where(usual, in_order, result[own])
+    return result
 
 
 def stream_edges(trace: Trace, graph: Graph, edges: EdgeList, work: DeviceWork) -> None:
@@ -254,14 +254,14 @@ def _cross(
 
 def _next_kernel(work: DeviceWork) -> Array:
     """Index of the next kernel on the stream of each piece of work, -1: none."""
-    found = np.full(len(work.row), -1, dtype=np.int64)
+    result = np.full(len(work.row), -1, dtype=np.int64)
     for lane in range(len(work.lanes)):
-        mine = np.flatnonzero(work.lane == lane)
-        kernel = np.where(work.kind[mine] == 0, np.arange(len(mine)), len(mine))
+        own = np.flatnonzero(work.lane == lane)
+        kernel = np.where(work.kind[own] == 0, np.arange(len(own)), len(own))
         nearest = np.minimum.accumulate(kernel[::-1])[::-1]
-        nearest = np.append(nearest[1:], len(mine))
-        found[mine] = np.append(mine, -1)[nearest]
-    return found
+        nearest = np.append(nearest[1:], len(own))
+        result[own] = np.append(own, -1)[nearest]
+    return result
 
 
 def _contention(

@@ -46,8 +46,8 @@ class EdgeList:
         source = np.full(len(self.graph), -1, dtype=np.int64)
         source[dst] = src
         for part in self._parts:
-            at = (part[3] == Edge.PROGRAM) & (source[part[1]] == part[0])
-            part[2][at] = np.minimum(part[2][at], limit[part[1][at]])
+            index = (part[3] == Edge.PROGRAM) & (source[part[1]] == part[0])
+            part[2][index] = np.minimum(part[2][index], limit[part[1][index]])
 
     def store(self) -> None:
         """Put them into the graph, ordered by the node they lead into."""

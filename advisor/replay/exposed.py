@@ -50,8 +50,8 @@ def exposed(a: Analysis, edit: Edit) -> Intervals:
     if select.on == "gap":
         rows = selected_gaps(a, select)
         ts = a.gaps["ts"].to_numpy()[rows]
-        found = union(ts, ts + a.gaps["dur"].to_numpy()[rows])
-        return intersect(found, MOMENTS[select.at](a)) if select.at else found
+        result = union(ts, ts + a.gaps["dur"].to_numpy()[rows])
+        return intersect(result, MOMENTS[select.at](a)) if select.at else result
     mask = selected_host(a, select)
     if edit.op == "asynchronous":
         return _bubbles(a, mask)

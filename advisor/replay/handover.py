@@ -53,7 +53,7 @@ def find_handovers(trace: Trace, threads: Array, start: int, end: int, waiting: 
     active = {int(t): _active(trace, int(t), start, end, waiting) for t in threads}
     engine = _engine(trace, active)
     busy = {t: _without_short_gaps(own) for t, own in active.items()}
-    found: list[tuple[int, int, int, int, int, int]] = []
+    result: list[tuple[int, int, int, int, int, int]] = []
     for waiter in active:
         rows: dict[int, tuple[int, tuple[int, int, int, int, int, int]]] = {}
         for worker, theirs in active.items():
@@ -66,8 +66,8 @@ def find_handovers(trace: Trace, threads: Array, start: int, end: int, waiting: 
             # a thread that just has been woken may tidy up after it has woken the other
             spare = np.maximum(OVERRUN_SHARE * (back - left), 0).astype(np.int64)
             first = np.searchsorted(theirs.end, left, side="right")
-            at = np.minimum(first, len(theirs) - 1)
-            tidying = (theirs.start[at] < left) & (theirs.end[at] - left <= spare)
+            index = np.minimum(first, len(theirs) - 1)
+            tidying = (theirs.start[index] < left) & (theirs.end[index] - left <= spare)
             first = first + tidying
             last = np.searchsorted(theirs.start, back, side="left") - 1
             inside = (first <= last) & (first < len(theirs))
@@ -97,8 +97,8 @@ def find_handovers(trace: Trace, threads: Array, start: int, end: int, waiting: 
                 known = rows.get(row[-1])
                 if known is None or rest[i] < known[0]:
                     rows[row[-1]] = int(rest[i]), row
-        found += [row for _, row in rows.values()]
-    table = _one_waker(np.array(found, dtype=np.int64).reshape(-1, 6))
+        result += [row for _, row in rows.values()]
+    table = _one_waker(np.array(result, dtype=np.int64).reshape(-1, 6))
     return Handover(*(table[:, i] for i in range(6)))
 
 
@@ -116,9 +116,9 @@ def _inside(busy: Intervals, time: Array, spare: Array) -> Array:
     """Whether each instant lies inside a busy stretch, more than ``spare`` from its borders."""
     if not len(busy):
         return np.zeros(len(time), dtype=bool)
-    at = np.maximum(np.searchsorted(busy.start, time, side="right") - 1, 0)
-    found: Array = (busy.start[at] + spare < time) & (time + spare < busy.end[at])
-    return found
+    index = np.maximum(np.searchsorted(busy.start, time, side="right") - 1, 0)
+    result: Array = (busy.start[index] + spare < time) & (time + spare < busy.end[index])
+    return result
 
 
 def _without_short_gaps(active: Intervals) -> Intervals:
@@ -134,8 +134,8 @@ def _without_blips(own: Intervals, busy: Intervals) -> Intervals:
     waiting thread does between two looks at a lock is no end of its waiting."""
     if len(own) < 3 or not len(busy):
         return own
-    at = np.maximum(np.searchsorted(busy.start, own.start, side="right") - 1, 0)
-    amidst = (busy.start[at] < own.start) & (own.end < busy.end[at])
+    index = np.maximum(np.searchsorted(busy.start, own.start, side="right") - 1, 0)
+    amidst = (busy.start[index] < own.start) & (own.end < busy.end[index])
     around = np.append(own.start[1:], own.end[-1]) - np.append(own.start[0], own.end[:-1])
     length = own.end - own.start
     kept = ~(amidst & (length <= OVERRUN_SHARE * (around - length)))

@@ -230,9 +230,9 @@ def _narrowed(
             given[field] = int(text) if key == "max" else text
     for name, known in _VALUES.items():
         value = given.get(name, ())
-        for one in (value,) if isinstance(value, str) else value:  # type: ignore[attr-defined]
-            if one not in known:
-                raise wrong(f"{name}:{one}: there are {', '.join(known)}")
+        for item in (value,) if isinstance(value, str) else value:  # type: ignore[attr-defined]
+            if item not in known:
+                raise wrong(f"{name}:{item}: there are {', '.join(known)}")
     try:
         return replace(select, **given)
     except TypeError as error:

@@ -85,9 +85,9 @@ def _by_group(values: Array, chosen: Array, work: DeviceWork, alike: Array, usua
     for kind in np.unique(work.kind).tolist():
         sample = values[chosen & (work.kind == kind)]
         of_kind[kind] = float(np.median(sample)) if len(sample) >= ENOUGH else every
-    found = np.zeros(len(work.groups))
+    result = np.zeros(len(work.groups))
     for number in range(len(work.groups)):
         sample = values[chosen & (alike[work.group] == alike[number])]
         kind = int(work.kind[work.group == number][0])
-        found[number] = float(np.median(sample)) if len(sample) >= ENOUGH else of_kind[kind]
-    return found
+        result[number] = float(np.median(sample)) if len(sample) >= ENOUGH else of_kind[kind]
+    return result

@@ -109,22 +109,22 @@ def merge(patch: Patch, edit: Edit, factor: float | None) -> None:
     chosen[patch.selected.work(edit.select)] = True
     device = graph.device
     order = device[np.argsort(graph.lane[device], kind="stable")]
-    mine = chosen[order]
-    first = mine.copy()
+    own = chosen[order]
+    first = own.copy()
     awaited = np.zeros(len(graph), dtype=bool)
     outward = np.isin(graph.edge, [Edge.RELEASE, Edge.CROSS]) & (patch.weight > NEVER)
     awaited[patch.src[outward]] = True
     step = graph.steps_of_launch()[order]
     apart = awaited[order][:-1] | (step[1:] != step[:-1])
     apart |= graph.lane[order][1:] != graph.lane[order][:-1]
-    first[1:] &= apart | ~mine[:-1]
-    run = np.cumsum(first)[mine] - 1
-    nodes = order[mine]
+    first[1:] &= apart | ~own[:-1]
+    run = np.cumsum(first)[own] - 1
+    nodes = order[own]
     if not len(nodes):
         return
     total = np.bincount(run, weights=patch.dur[nodes])
     heads = order[first]
-    rest = nodes[~first[mine]]
+    rest = nodes[~first[own]]
     patch.drop_work(rest, operators=True)
     patch.dur[heads] = total * (1.0 if factor is None else factor)
 
@@ -172,10 +172,10 @@ def spread(patch: Patch, edit: Edit, factor: float | None) -> None:
         patch.weight[single] = max(mean, 0.0) * _slower(patch, computed, share, workers)
         taken = _taken(patch, computed, share)
         if taken > 0:
-            mine = program[np.isin(graph.dst[program], graph.dst[single])]
-            batch = cost[graph.dst[mine]]
+            own = program[np.isin(graph.dst[program], graph.dst[single])]
+            batch = cost[graph.dst[own]]
             hand = HAND_BUSY_NS.get(patch.assumption, HAND_BATCH_NS)
-            patch.weight[mine] = np.minimum(batch, hand) + taken * batch
+            patch.weight[own] = np.minimum(batch, hand) + taken * batch
 
 
 def _computed(patch: Patch, loaded: Array, share: float) -> float:
@@ -195,8 +195,8 @@ def _computed(patch: Patch, loaded: Array, share: float) -> float:
     end = begin + cpu["dur"].to_numpy()[rows]
     at_work = 0
     for owner in np.unique(thread):
-        mine = cpu.filter((pl.col("thread") == int(owner)) & (pl.col("kind") == "op"))
-        busy = union(mine["ts"].to_numpy(), (mine["ts"] + mine["dur"]).to_numpy())
+        own = cpu.filter((pl.col("thread") == int(owner)) & (pl.col("kind") == "op"))
+        busy = union(own["ts"].to_numpy(), (own["ts"] + own["dur"]).to_numpy())
         at_work += int(covered_length(begin, end, busy)[thread == owner].sum())
     return at_work / max(1, int((end - begin).sum()))
 

@@ -45,9 +45,9 @@ def give_streams(patch: Patch) -> None:
         """For each node the last of a group at or before it on its stream, -1: none."""
         last = np.maximum.accumulate(np.where(group[order] == number, position, -1))
         last = np.where(last >= lane_start, last, -1)
-        found = np.full(len(graph), -1)
-        found[order] = np.where(last >= 0, order[np.maximum(last, 0)], -1)
-        return found
+        result = np.full(len(graph), -1)
+        result[order] = np.where(last >= 0, order[np.maximum(last, 0)], -1)
+        return result
 
     stream = np.flatnonzero(graph.edge == Edge.STREAM)
     before, after = graph.src[stream], graph.dst[stream]
@@ -58,8 +58,8 @@ def give_streams(patch: Patch) -> None:
     patch.redirect(leaves, stays[left])
     syncs = _device_syncs(patch)
     for number, (_, ahead) in enumerate(patch.moved, start=1):
-        mine = np.flatnonzero(group == number)
-        moves, earlier = latest(number), _a_step_earlier(graph, mine)
+        own_part = np.flatnonzero(group == number)
+        moves, earlier = latest(number), _a_step_earlier(graph, own_part)
         enters = stream[(group[after] == number) & (group[before] != number)]
         patch.redirect(enters, moves[graph.src[enters]])
         # what stays waits for the same work of the step before
@@ -74,7 +74,7 @@ def give_streams(patch: Patch) -> None:
         freed = crossing & (group[patch.src] == number) & (group[graph.dst] == 0)
         edges = np.flatnonzero(freed & ~whole[graph.dst])
         patch.redirect(edges, earlier[patch.src[edges]])
-        _await_moved(patch, mine, np.flatnonzero(whole))
+        _await_moved(patch, own_part, np.flatnonzero(whole))
     crowded = (graph.edge == Edge.CONTENTION) & (group[patch.src] == 0) & (group[graph.dst] > 0)
     patch.weight[crowded] = NEVER
     own = graph.lane + (int(graph.lane.max()) + 1) * group
@@ -85,8 +85,8 @@ def _device_syncs(patch: Patch) -> Array:
     """Ends of the calls that wait for the whole device."""
     done = np.flatnonzero(patch.graph.kind == Node.RELEASED)
     call = patch.a.trace.cpu["call"].gather(pl.Series(patch.graph.row[done]))
-    found: Array = done[(call == "sync_device").fill_null(False).to_numpy()]
-    return found
+    result: Array = done[(call == "sync_device").fill_null(False).to_numpy()]
+    return result
 
 
 def _await_moved(patch: Patch, moved: Array, syncs: Array) -> None:
@@ -108,10 +108,10 @@ def _await_moved(patch: Patch, moved: Array, syncs: Array) -> None:
 
 def _a_step_earlier(graph: Graph, nodes: Array) -> Array:
     """For each graph node among ``nodes``: the one at the same place one step before, -1."""
-    found = np.full(len(graph), -1)
+    result = np.full(len(graph), -1)
     step = graph.steps_of_launch()[nodes]
     for number in np.unique(step[step > 0]).tolist():
         now, before = nodes[step == number], nodes[step == number - 1]
         if len(now) == len(before):
-            found[now] = before
-    return found
+            result[now] = before
+    return result

@@ -133,18 +133,18 @@ class Patch:
         program = np.flatnonzero((graph.edge == Edge.PROGRAM) & (self.src > 0))
         lane = graph.lane[graph.dst[program]]
         for thread, time in held.items():
-            mine = program[lane == thread]
-            begin, end = graph.time[self.src[mine]], graph.time[graph.dst[mine]]
+            own = program[lane == thread]
+            begin, end = graph.time[self.src[own]], graph.time[graph.dst[own]]
             gone = join(self.gone.get(thread, EMPTY), graph.hidden.get(thread, EMPTY))
             fresh = subtract(time, gone)
             if factor == 0.0:
                 self.gone[thread] = join(gone, time)
             inside = covered_length(begin.astype(np.int64), end.astype(np.int64), fresh)
             # a wait's own call is what remains of it; its released end is computed
-            real = graph.kind[graph.dst[mine]] != Node.RELEASED
+            real = graph.kind[graph.dst[own]] != Node.RELEASED
             less = np.where(real, inside * (1.0 - factor), 0.0)
             changed = less != 0
-            edges = mine[changed]
+            edges = own[changed]
             left = self.weight[edges] - less[changed]
             self.weight[edges] = np.maximum(left, np.minimum(floor, self.weight[edges]))
 

@@ -92,10 +92,10 @@ def _weights(a: Analysis, select: Select) -> dict[str, float]:
 def _summed(names: pl.Series, dur: pl.Series, rows: np.ndarray) -> dict[str, float]:
     table = pl.DataFrame({"name": names, "dur": dur}).filter(pl.Series(rows))
     table = table.group_by("name").agg(pl.col("dur").sum()).drop_nulls()
-    found = table.with_columns(pl.col("name").cast(pl.String)).sort(
+    result = table.with_columns(pl.col("name").cast(pl.String)).sort(
         ["dur", "name"], descending=[True, False]
     )
-    return dict(zip(found["name"], found["dur"], strict=True))
+    return dict(zip(result["name"], result["dur"], strict=True))
 
 
 def _around(a: Analysis, select: Select) -> dict[str, float]:
@@ -136,7 +136,7 @@ def _nearest(weights: dict[str, float], pattern: str) -> tuple[str, ...]:
 
     def score(name: str) -> float:
         words = re.findall(r"[A-Za-z]+\d*|\w+", name[: 10 * LONGEST].lower())
-        best = [max((like(one, word[:LONGEST]) for word in words), default=0.0) for one in wanted]
+        best = [max((like(item, word[:LONGEST]) for word in words), default=0.0) for item in wanted]
         return sum(best) / len(best)
 
     if not wanted:

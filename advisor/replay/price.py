@@ -180,10 +180,10 @@ class EditGain:
         if self._joined is not None:
             joint = self._joined[0]
             patched = self._patches(edits, assumption)
-            found = joint.run(patched)[0]
-            dur, mine = patched[0].dur.copy(), joint.members[0]
-            dur[mine] = found.dur[mine]
-            return found.time, dur, patched[0]
+            result = joint.run(patched)[0]
+            dur, own_part = patched[0].dur.copy(), joint.members[0]
+            dur[own_part] = result.dur[own_part]
+            return result.time, dur, patched[0]
         own = _patched(apply(Patch(self._selected), self._own(edits), assumption))
         return self._plan(own.graph).run(own.weight, own.dur, own.src), own.dur, own
 
@@ -194,18 +194,18 @@ class EditGain:
         trace."""
         assert self._joined is not None
         joint, members = self._joined
-        found = []
+        result = []
         for member, dur in zip(members, joint.transfer, strict=True):
-            mine = [
+            own = [
                 e
                 for e in edits
                 if e.rank in (None, member.rank) and (member is self or not e.select.correlation)
             ]
-            patch = apply(Patch(member._selected, dur), mine, assumption)
+            patch = apply(Patch(member._selected, dur), own, assumption)
             if plain:
                 patch.weight *= member._real_share
-            found.append(_patched(patch))
-        return found
+            result.append(_patched(patch))
+        return result
 
     def _own(self, edits: Sequence[Edit]) -> list[Edit]:
         """The edits that concern this rank when it is replayed alone."""
@@ -281,13 +281,13 @@ class EditGain:
         cpu = trace.cpu
         thread, ts = cpu["thread"].to_numpy(), cpu["ts"].to_numpy()
         for owner in np.unique(lane):
-            mine = edges[lane == owner]
+            own = edges[lane == owner]
             starts = np.sort(ts[thread == owner])
-            begin = graph.time[graph.src[mine]] + graph.origin
-            end = graph.time[graph.dst[mine]] + graph.origin
+            begin = graph.time[graph.src[own]] + graph.origin
+            end = graph.time[graph.dst[own]] + graph.origin
             events = np.searchsorted(starts, end) - np.searchsorted(starts, begin)
-            length = graph.weight[mine]
-            share[mine] = np.maximum(1.0 - events * cost / length, MIN_LEFT)
+            length = graph.weight[own]
+            share[own] = np.maximum(1.0 - events * cost / length, MIN_LEFT)
         return share
 
     @cached_property

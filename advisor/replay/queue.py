@@ -53,11 +53,11 @@ def queue_edges(
     if not (work.launch >= 0).any():
         return
     lanes = [_lane(trace, work, number) for number in range(len(work.lanes))]
-    found = [lane for lane in lanes if lane is not None]
-    if not found:
+    result = [lane for lane in lanes if lane is not None]
+    if not result:
         return
     target, source = [], []
-    for lane in found:
+    for lane in result:
         place = np.arange(max(lane.early, lane.depth), len(lane.entries))
         target.append(lane.entries[place])
         source.append(lane.entries[place - lane.depth])
@@ -77,8 +77,8 @@ def queue_edges(
     edges.shorten(launch[blocked], after[blocked], CALL_NS + rest[blocked])
     lane, begin = graph.lane[launch[blocked]], graph.time[launch[blocked]]
     for thread in np.unique(lane).tolist():
-        mine = lane == thread
-        graph.hidden[thread] = union(begin[mine] + CALL_NS, (begin + length[blocked])[mine])
+        own_part = lane == thread
+        graph.hidden[thread] = union(begin[own_part] + CALL_NS, (begin + length[blocked])[own_part])
     # nor does the launch hold its own work back for as long as it waited
     waited = np.isin(work.launch, call[blocked])
     work.own[waited] = np.minimum(work.own[waited], CALL_NS)
@@ -88,27 +88,27 @@ def queue_edges(
 
 def _lane(trace: Trace, work: DeviceWork, number: int) -> _Lane | None:
     """The queue of a stream if launches waited for room in it."""
-    mine = np.flatnonzero((work.lane == number) & (work.launch >= 0))
-    if not len(mine):
+    own = np.flatnonzero((work.lane == number) & (work.launch >= 0))
+    if not len(own):
         return None
-    mine = mine[np.lexsort((work.ts[mine], work.launch_ts[mine]))]
-    _, first = np.unique(work.launch[mine], return_index=True)
-    mine = mine[np.sort(first)]
+    own = own[np.lexsort((work.ts[own], work.launch_ts[own]))]
+    _, first = np.unique(work.launch[own], return_index=True)
+    own = own[np.sort(first)]
     before = np.flatnonzero(
-        (work.lane == number) & (work.launch < 0) & (work.ts < work.ts[mine].min())
+        (work.lane == number) & (work.launch < 0) & (work.ts < work.ts[own].min())
     )
     if len(before):  # a graph's kernels share their call's correlation
         ids = trace.gpu["correlation"].gather(pl.Series(work.row[before]))
         known = ids.fill_null(-1).to_numpy()
         known = np.where(known < 0, -2 - np.arange(len(known)), known)
         before = before[np.sort(np.unique(known, return_index=True)[1])]
-    entries = np.concatenate([before, mine])
+    entries = np.concatenate([before, own])
     if len(entries) < MIN_QUEUE:
         return None
-    call = work.launch[mine]
+    call = work.launch[own]
     dur = trace.cpu["dur"].to_numpy()[call]
     single = (trace.cpu["call"].gather(pl.Series(call)) == "launch").to_numpy()
-    returned = work.launch_ts[mine] + dur
+    returned = work.launch_ts[own] + dur
     started = np.maximum.accumulate(work.ts[entries])
     place = np.arange(len(before), len(entries))
     # how far back the last entry is that had started when the call returned
@@ -149,7 +149,7 @@ def _next_points(graph: Graph) -> Array:
     """The next host point on the same thread, -1: none."""
     host = np.flatnonzero((graph.kind != Node.DEVICE) & (graph.kind != Node.SOURCE))
     order = host[np.argsort(graph.lane[host], kind="stable")]
-    found = np.full(len(graph), -1, dtype=np.int64)
+    result = np.full(len(graph), -1, dtype=np.int64)
     same = graph.lane[order][1:] == graph.lane[order][:-1]
-    found[order[:-1][same]] = order[1:][same]
-    return found
+    result[order[:-1][same]] = order[1:][same]
+    return result

@@ -49,15 +49,15 @@ def release_edges(trace: Trace, graph: Graph, edges: EdgeList, work: DeviceWork)
         [max(((work.ts + work.dur)[w].max(initial=0)), 0) if len(w) else 0 for w in awaited]
     )
     # a call that stages what it copies may return before the last piece has arrived
-    mine = np.array(
+    own_part = np.array(
         [len(w) > 0 and work.launch[w[0]] == r for w, r in zip(awaited, row, strict=True)]
     )
-    late = np.where(mine, np.maximum(apart, (last - called) // 2), apart)
+    late = np.where(own_part, np.maximum(apart, (last - called) // 2), apart)
     waited = (last > called + 2_000) & (last <= ended + late)
     idle = ~waited & (ended - called < SLOW_LAUNCH_NS)
     latencies = graph.latencies
     latencies.call = median_or((ended - called)[idle], latencies.call)
-    release = _release(ended - last, waited, _kinds(work, awaited, mine), latencies)
+    release = _release(ended - last, waited, _kinds(work, awaited, own_part), latencies)
     # what the device cannot have held up is the call's own cost (lazy loading, locks)
     cost = np.where(waited | (ended - called < SLOW_LAUNCH_NS), latencies.call, ended - called)
     edges.drop_program(done)
@@ -83,8 +83,8 @@ def _own_work(work: DeviceWork) -> dict[int, Array]:
 def _kinds(work: DeviceWork, awaited: list[Array], own: Array) -> list[str]:
     """What each call does once it goes on: a copy unpacks what it brought, a sync returns."""
     return [
-        work.groups[work.group[found[0]]] if mine else ""
-        for found, mine in zip(awaited, own.tolist(), strict=True)
+        work.groups[work.group[result[0]]] if own_part else ""
+        for result, own_part in zip(awaited, own.tolist(), strict=True)
     ]
 
 
@@ -94,15 +94,15 @@ def _release(delay: Array, waited: Array, kinds: list[str], latencies: Latencies
     near = waited & (np.abs(delay) < MAX_RELEASE_NS)
     names = np.array(kinds)
     latencies.release = median_or(delay[near & (names == "")], latencies.release)
-    found = np.full(len(delay), latencies.release)
+    result = np.full(len(delay), latencies.release)
     for kind in set(kinds) - {""}:
-        mine = names == kind
-        sample = delay[near & mine]
+        own = names == kind
+        sample = delay[near & own]
         if len(sample) >= FEW:
-            found[mine] = float(np.median(sample))
+            result[own] = float(np.median(sample))
         else:
-            found[mine] = np.where(near[mine], delay[mine], latencies.release)
-    return found
+            result[own] = np.where(near[own], delay[own], latencies.release)
+    return result
 
 
 def _awaited(
@@ -127,14 +127,14 @@ def _awaited(
     launched = launched[np.argsort(work.launch_ts[launched], kind="stable")]
     ends = work.ts + work.dur
     owner = np.where(work.launch >= 0, thread[work.launch], -1)
-    found = []
+    result = []
     for number, which in enumerate(row.tolist()):  # a few calls a step; each looks at few streams
         begin, end = called[number], ended[number]
         if which in own and call[number] in OWN_WORK:
-            found.append(own[which])
+            result.append(own[which])
             continue
         if call[number] == "sync_event":
-            found.append(events.awaited(which, begin, end))
+            result.append(events.awaited(which, begin, end))
             continue
         last = []
         for lane, ts in zip(by_lane, launch_ts, strict=True):
@@ -152,10 +152,10 @@ def _awaited(
         if end - begin <= 3 * CALL_NS or (near & ours).any() or not near.any():
             possible = possible[ours]
         if call[number] == "sync_device":
-            found.append(possible)
+            result.append(possible)
             continue
         if which in told:
-            mine = possible[np.isin(work.lane[possible], told[which])]
+            own_part = possible[np.isin(work.lane[possible], told[which])]
         else:
             # most likely the stream that the thread used last, collectives apart: these run on
             # streams of the library's own, which programs do not wait for
@@ -163,13 +163,13 @@ def _awaited(
             recent = launched[max(0, place - 32) : place + 1]
             recent = recent[thread[work.launch[recent]] == thread[which]]
             used = work.lane[possible] == work.lane[recent[-1]] if len(recent) else slice(0)
-            mine = possible[used]
+            own_part = possible[used]
         near = possible[ends[possible] > max(begin, end - MAX_RELEASE_NS)]
-        if end - begin > 3 * CALL_NS and len(near) and not np.isin(mine, near).any():
+        if end - begin > 3 * CALL_NS and len(near) and not np.isin(own_part, near).any():
             # it waited longer: the stream was waiting for another one, or it was another stream
-            mine = np.append(mine, near[np.argmax(ends[near])])
-        found.append(mine)
-    return found
+            own_part = np.append(own_part, near[np.argmax(ends[near])])
+        result.append(own_part)
+    return result
 
 
 def _collectives(trace: Trace, work: DeviceWork) -> Array:
@@ -178,8 +178,8 @@ def _collectives(trace: Trace, work: DeviceWork) -> Array:
     talks = name_matches(names, COLLECTIVE).to_numpy()
     size = len(work.lanes)
     rest = np.bincount(work.lane[~talks], minlength=size)
-    found: Array = (rest == 0)[work.lane]
-    return found
+    result: Array = (rest == 0)[work.lane]
+    return result
 
 
 class _Events:
@@ -197,11 +197,11 @@ class _Events:
         self.marked = np.full(len(self.record_ts), -1, dtype=np.int64)
         for thread in records["thread"].unique().to_list():
             # an event is recorded on the stream in use: after the thread's last launch
-            mine = order[owner == thread]
+            own = order[owner == thread]
             rows = np.flatnonzero((records["thread"] == thread).to_numpy())
-            place = np.searchsorted(work.launch_ts[mine], self.record_ts[rows]) - 1
-            if len(mine):
-                self.marked[rows] = np.where(place >= 0, mine[np.maximum(place, 0)], -1)
+            place = np.searchsorted(work.launch_ts[own], self.record_ts[rows]) - 1
+            if len(own):
+                self.marked[rows] = np.where(place >= 0, own[np.maximum(place, 0)], -1)
         self.told = self._told(trace, work, row, records)
 
     def _told(
@@ -222,15 +222,15 @@ class _Events:
             ).iter_rows()
             if stream in lane and record in at
         }
-        found = {}
+        result = {}
         ids = trace.cpu["correlation"].gather(pl.Series(row)).to_list()
         for which, correlation in zip(row.tolist(), ids, strict=True):
             if correlation in named:
                 number, recorded = named[correlation]
                 before = np.flatnonzero((work.lane == number) & (work.launch_ts < recorded))
                 if len(before):
-                    found[which] = int(before[np.argmax(work.launch_ts[before])])
-        return found
+                    result[which] = int(before[np.argmax(work.launch_ts[before])])
+        return result
 
     def awaited(self, which: int, begin: float, end: float) -> Array:
         """As told; else, when it took long, the recorded work that ended last before it returned.
@@ -263,10 +263,10 @@ def _told_streams(trace: Trace, work: DeviceWork, row: Array) -> dict[int, Array
         return {}
     stream = dict(zip(rows["correlation"].to_list(), rows["stream"].to_list(), strict=True))
     ids = trace.cpu["correlation"].gather(pl.Series(row)).to_list()
-    found = {}
+    result = {}
     for which, correlation in zip(row.tolist(), ids, strict=True):
         if correlation in stream:
-            found[which] = np.array(
+            result[which] = np.array(
                 [lane for lane, (_, s) in enumerate(work.lanes) if s == stream[correlation]]
             )
-    return found
+    return result

@@ -226,8 +226,8 @@ class Carry:
         self.first: list[int] = []
         self.final: list[int] = []
         for lane in np.setdiff1d(graph.lane[device], graph.others):
-            mine = device[graph.lane[device] == lane]
-            before, inside = mine[early[mine]], mine[~early[mine]]
+            own = device[graph.lane[device] == lane]
+            before, inside = own[early[own]], own[~early[own]]
             if not len(inside):
                 continue
             place = len(inside) - len(before) + np.arange(len(before))

@@ -35,8 +35,8 @@ class Selected:
 
     def work(self, select: Select) -> Array:
         """Device nodes."""
-        found: Array = self._once("work", select, self._find_work)
-        return found
+        result: Array = self._once("work", select, self._find_work)
+        return result
 
     def _find_work(self, select: Select) -> Array:
         # work launched in the last steps runs after them when the host is ahead
@@ -45,10 +45,10 @@ class Selected:
 
     def rows(self, select: Select) -> Array:
         """Aligned with ``trace.cpu``, and one more at the end: False."""
-        found: Array = self._once(
+        result: Array = self._once(
             "rows", select, lambda s: np.append(selected_host(self.a, s), False)
         )
-        return found
+        return result
 
     def waits(self, select: Select) -> Array:
         """Ends of blocking calls and of waits for the loader."""
@@ -58,8 +58,8 @@ class Selected:
     def held(self, select: Select) -> dict[int, Intervals]:
         """Host time by thread, ns from the window's start: of host events, or of idle gaps (what
         the launching thread did meanwhile)."""
-        found: dict[int, Intervals] = self._once("held", select, self._find_held)
-        return found
+        result: dict[int, Intervals] = self._once("held", select, self._find_held)
+        return result
 
     def _find_held(self, select: Select) -> dict[int, Intervals]:
         if select.on == "gap":
@@ -83,10 +83,10 @@ class Selected:
     def bound(self) -> Array:
         """For each node, the shortest time its kernel can take on this device by FLOPs and bytes,
         ns; NaN where one of shapes, dtype and device is not known."""
-        found = np.full(len(self.graph), np.nan)
+        result = np.full(len(self.graph), np.nan)
         gpu, kernels = self.a.hardware, self.a.kernels
         if gpu is None:
-            return found
+            return result
         device = self.graph.device
         rows = pl.Series(self.graph.row[device])
         flops = kernels["flops"].gather(rows).cast(pl.Float64).fill_null(np.nan).to_numpy()
@@ -95,30 +95,30 @@ class Selected:
         peaks = {d: gpu.peak(d) for d in dtypes.unique().drop_nulls().to_list()}
         peak = np.array([(peaks.get(d) if d else None) or np.nan for d in dtypes.to_list()])
         memory = moved / gpu.bandwidth if gpu.bandwidth else np.full(len(moved), np.nan)
-        found[device] = np.fmax(flops / peak, memory) * 1e9
-        return found
+        result[device] = np.fmax(flops / peak, memory) * 1e9
+        return result
 
     @cached_property
     def fill(self) -> Array:
         """For each node, how often its kernel fills the device (waves; else blocks per SM)."""
-        found = np.full(len(self.graph), np.nan)
+        result = np.full(len(self.graph), np.nan)
         device = self.graph.device
         rows = pl.Series(self.graph.row[device])
         waves = self.a.kernels["waves"].gather(rows).cast(pl.Float64).fill_null(np.nan).to_numpy()
         blocks = self.a.trace.gpu["blocks_per_sm"].gather(rows).fill_null(np.nan).to_numpy()
-        found[device] = np.where(np.isfinite(waves), waves, blocks)
-        return found
+        result[device] = np.where(np.isfinite(waves), waves, blocks)
+        return result
 
     @cached_property
     def fixed(self) -> Array:
         """For each node: its time does not depend on the batch (collectives, optimizer)."""
-        found = np.zeros(len(self.graph), dtype=bool)
+        result = np.zeros(len(self.graph), dtype=bool)
         device = self.graph.device
         family = self.a.kernels["family"].gather(pl.Series(self.graph.row[device]))
-        found[device] = (
+        result[device] = (
             family.cast(pl.String).is_in(["communication", "optimizer"]).fill_null(False)
         )
-        return found
+        return result
 
     def around_launches(self, nodes: Array) -> dict[int, Intervals]:
         """Host time that goes when the launches of this work become part of a CUDA graph: from
@@ -140,9 +140,9 @@ class Selected:
         step = np.searchsorted(graph.time[graph.starts], graph.time, side="right")
         low, high = begin.astype(float), end.astype(float)
         for bound, shift in ((low, -1), (high, 1)):
-            at = place[points] + shift
-            other = order[np.clip(at, 0, len(order) - 1)]
-            real = (at >= 0) & (at < len(order)) & (graph.lane[other] == graph.lane[points])
+            index = place[points] + shift
+            other = order[np.clip(index, 0, len(order) - 1)]
+            real = (index >= 0) & (index < len(order)) & (graph.lane[other] == graph.lane[points])
             joined = real & chosen[other] & (step[other] == step[points])
             nearest = np.maximum if shift < 0 else np.minimum
             cut = np.where(real, nearest(bound, graph.time[other]), bound)
@@ -156,6 +156,6 @@ class Selected:
         trace = self.a.trace
         cpu = trace.cpu
         outermost = climb_stack(parents(trace), operators(trace), rows, top=True)
-        found = np.where(outermost >= 0, outermost, rows)
-        begin = cpu["ts"].to_numpy()[found] - self.graph.origin
-        return begin, begin + cpu["dur"].to_numpy()[found]
+        result = np.where(outermost >= 0, outermost, rows)
+        begin = cpu["ts"].to_numpy()[result] - self.graph.origin
+        return begin, begin + cpu["dur"].to_numpy()[result]

@@ -101,7 +101,7 @@ def under_names(a: Analysis, pattern: str) -> Mask:
     """Aligned with ``trace.cpu`` plus a last False: the row or a row around it has the name."""
     cpu = a.trace.cpu
     named = name_matches(cpu["name"], _checked(pattern)).to_numpy()
-    found = np.append(named, False)
+    result = np.append(named, False)
     if named.any():
         # a named row covers all rows of its thread that start inside it
         rows = np.flatnonzero(named)
@@ -112,8 +112,8 @@ def under_names(a: Analysis, pattern: str) -> Mask:
         key = thread.astype(np.int64) * span + ts
         reach = np.maximum.accumulate(thread[rows].astype(np.int64) * span + end[rows])
         last = np.searchsorted(rows, np.arange(len(key)), side="right") - 1
-        found[:-1] = (last >= 0) & (key < reach[np.maximum(last, 0)])
-    return found
+        result[:-1] = (last >= 0) & (key < reach[np.maximum(last, 0)])
+    return result
 
 
 @lru_cache(maxsize=512)

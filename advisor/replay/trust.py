@@ -109,9 +109,9 @@ def waiting(graph: Graph, nodes: Array, time: Array, kinds: tuple[Edge, ...]) ->
     """How the ends (or starts, of device work) at ``nodes`` of waits that took ``time`` are
     explained by edges of these kinds."""
     base = graph.time[graph.src] - np.where(graph.from_start, graph.dur[graph.src], 0)
-    mine = np.isin(graph.edge, [kind.value for kind in kinds]) & (graph.src > 0)
+    own = np.isin(graph.edge, [kind.value for kind in kinds]) & (graph.src > 0)
     allowed = np.full(len(graph), NEVER)
-    np.maximum.at(allowed, graph.dst[mine], (base + graph.weight)[mine])
+    np.maximum.at(allowed, graph.dst[own], (base + graph.weight)[own])
     error = allowed[nodes] - (graph.time - graph.dur)[nodes]
     explained = np.clip(time - np.abs(error), 0.0, None)
     return Waiting(time.astype(float), explained, error)
@@ -145,17 +145,17 @@ def device_idle(graph: Graph, lanes: Array) -> Waiting:
 
 def hard_parts(graph: Graph) -> tuple[PartQuality, ...]:
     """Each hard part alone."""
-    found = []
+    result = []
     for name, (nodes, time) in graph.hard.items():
         if len(nodes):
             part = waiting(graph, nodes, time, _EDGES.get(name, _STARTS))
             share, error = part.share, float(np.median(np.abs(part.error)))
-            found.append(
+            result.append(
                 PartQuality(
                     name, len(nodes), 1.0 if share is None else share, error, float(time.sum())
                 )
             )
-    return tuple(found)
+    return tuple(result)
 
 
 _NOTHING = (np.zeros(0, dtype=np.int64), np.zeros(0))

@@ -137,13 +137,13 @@ class Allocator:
         """A tensor's memory; its address. Raises DeviceFull."""
         rounded = max(ROUND, -(-size // ROUND) * ROUND)
         large = rounded > SMALL
-        found = self._fit(rounded, stream, large, pool)
-        if found is None and not self._grow(rounded, stream, large, pool):
+        result = self._fit(rounded, stream, large, pool)
+        if result is None and not self._grow(rounded, stream, large, pool):
             self._give_back()
             if not self._grow(rounded, stream, large, pool):
                 self._event("oom", self._driver_free(), size, stream, pool)
                 raise DeviceFull(size)
-        segment, block = found or self._fit(rounded, stream, large, pool) or _missing()
+        segment, block = result or self._fit(rounded, stream, large, pool) or _missing()
         rest = block.size - rounded
         if rest >= ROUND if (not large or segment.expandable) else rest > SMALL:
             at = segment.blocks.index(block)
@@ -282,7 +282,7 @@ class Allocator:
 
     def segment_dicts(self) -> list[dict[str, Any]]:
         """The state."""
-        found = []
+        result = []
         for s in self.segments:
             blocks = []
             for b in s.blocks:
@@ -298,7 +298,7 @@ class Allocator:
                 blocks.append(told)
             in_use = sum(b.size for b in s.blocks if b.state == "active_allocated")
             active = sum(b.size for b in s.blocks if b.state != "inactive")
-            found.append(
+            result.append(
                 {
                     "device": self.device, "address": s.address, "total_size": s.total,
                     "allocated_size": in_use, "active_size": active,
@@ -308,7 +308,7 @@ class Allocator:
                     "frames": s.frames or [], "blocks": blocks,
                 }
             )  # fmt: skip
-        return found
+        return result
 
     def trace(self) -> list[dict[str, Any]]:
         """The history: what the ring still holds of it."""
@@ -318,10 +318,10 @@ class Allocator:
 def merged(devices: Sequence[Allocator]) -> dict[str, Any]:
     """One snapshot of several devices, in order of their numbers."""
     traces: list[list[dict[str, Any]]] = [[] for _ in range(max(d.device for d in devices) + 1)]
-    for one in devices:
-        traces[one.device] = one.trace()
+    for item in devices:
+        traces[item.device] = item.trace()
     return {
-        "segments": [segment for one in devices for segment in one.segment_dicts()],
+        "segments": [segment for item in devices for segment in item.segment_dicts()],
         "device_traces": traces,
         "allocator_settings": {
             "PYTORCH_CUDA_ALLOC_CONF": "",
@@ -333,7 +333,7 @@ def merged(devices: Sequence[Allocator]) -> dict[str, Any]:
             "pinned_use_cuda_host_register": False,
             "roundup_power2_divisions": {"256": 0, "512": 0, "1024": 0},
         },
-        "external_annotations": [mark for one in devices for mark in one.annotations],
+        "external_annotations": [mark for item in devices for mark in item.annotations],
     }
 
 
@@ -437,8 +437,8 @@ class Training:
                     self.gradients.append(grad)
                 else:
                     m.free(grad)  # added to the one that is there
-                mine = held[number * 3 : number * 3 + 3]
-                for address in reversed(mine):
+                own = held[number * 3 : number * 3 + 3]
+                for address in reversed(own):
                     m.free(address)
             for address in held[3 * self.layers :]:
                 m.free(address)

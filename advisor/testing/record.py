@@ -87,15 +87,15 @@ class RecordBuilder:
     def build(self, *, samples: int = 40) -> RankRecord:
         """The record; telemetry at so many instants."""
         begin = self._steps[0].t if self._steps else self.now
-        found = list(self._samples)
+        result = list(self._samples)
         for gpu, host in self._watch:
             for number in range(samples):
                 share = number / max(1, samples - 1)
                 seen = gpu(share)
                 at = begin + round(share * (self.now - begin))
-                found.append(Sample(t=at, gpus=[] if seen is None else [seen], host=host(share)))
+                result.append(Sample(t=at, gpus=[] if seen is None else [seen], host=host(share)))
         return RankRecord(
-            rank=self.rank, steps=self._steps, samples=found, events=self._events, folder="<run>"
+            rank=self.rank, steps=self._steps, samples=result, events=self._events, folder="<run>"
         )
 
 

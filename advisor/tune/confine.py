@@ -47,8 +47,8 @@ def version() -> int:
 def confinement(folders: Iterable[Path]) -> Callable[[], None] | None:
     """What a child is to run before its program, so that it and its children write nowhere but
     below ``folders`` and to devices; ``None``: this system has no Landlock."""
-    found = version()
-    if found < _TRUNCATES_FROM:
+    result = version()
+    if result < _TRUNCATES_FROM:
         return None
     libc = ctypes.CDLL(None, use_errno=True)
     access = _WRITE | _REFER | _TRUNCATE

@@ -79,65 +79,65 @@ class Heats:
     def run(self, sides: Sequence[Pulls]) -> dict[Pulls, Result]:
         """The first of the sides against each other: those that were run, all but the first maybe
         left for another heat. Raises AdvisorError: none can be started."""
-        found: dict[Pulls, Result] = {}
+        result: dict[Pulls, Result] = {}
         live: dict[Pulls, Running] = {}
         try:
             if self.alone:
-                return self._one_by_one(sides, found)
+                return self._one_by_one(sides, result)
             room = len(sides)
             for number, pulls in enumerate(sides):
                 if number > room or (number and not self.affords(number + 1)):
                     break
-                one = self._start(pulls, turns=self.turns)
-                live[pulls] = one
-                if one.go():
+                item = self._start(pulls, turns=self.turns)
+                live[pulls] = item
+                if item.go():
                     if not number:
-                        room = self._room(one)
-                        self.longest = max(self.longest, one.spent)
+                        room = self._room(item)
+                        self.longest = max(self.longest, item.spent)
                     continue
-                found[pulls] = self._ended(live.pop(pulls))
+                result[pulls] = self._ended(live.pop(pulls))
                 if number:
-                    if self._crowded(found[pulls]):
-                        del found[pulls]
+                    if self._crowded(result[pulls]):
+                        del result[pulls]
                     continue
-                self.alone = bool(found[pulls].steps_ns) and not found[pulls].problem
-                return self._one_by_one(sides, found) if self.alone else found
+                self.alone = bool(result[pulls].steps_ns) and not result[pulls].problem
+                return self._one_by_one(sides, result) if self.alone else result
             if not room and len(sides) > 1:
                 self.alone = True
-            self._take_turns(sides[0], live, found)
+            self._take_turns(sides[0], live, result)
         except KeyboardInterrupt:
             self.interrupted = True
-            for pulls, one in live.items():
-                one.end()
-                if (known := one.so_far()).steps_ns:
-                    found[pulls] = known
-            return found
+            for pulls, item in live.items():
+                item.end()
+                if (known := item.so_far()).steps_ns:
+                    result[pulls] = known
+            return result
         finally:
-            for one in live.values():
-                one.end()
-        return self._one_by_one(sides, found) if self.alone else found
+            for item in live.values():
+                item.end()
+        return self._one_by_one(sides, result) if self.alone else result
 
     def _one_by_one(
-        self, sides: Sequence[Pulls], found: dict[Pulls, Result]
+        self, sides: Sequence[Pulls], result: dict[Pulls, Result]
     ) -> dict[Pulls, Result]:
         """Each to its end, as many as the budget allows."""
         for number, pulls in enumerate(sides):
-            if pulls in found:
+            if pulls in result:
                 continue
             if number and not self.affords():
                 break
-            one = self._start(pulls, turns=0)
+            item = self._start(pulls, turns=0)
             try:
-                one.go()
+                item.go()
             finally:
-                one.end()
-            found[pulls] = self._ended(one)
-            if not number and found[pulls].problem:
+                item.end()
+            result[pulls] = self._ended(item)
+            if not number and result[pulls].problem:
                 break
-        return found
+        return result
 
     def _take_turns(
-        self, first: Pulls, live: dict[Pulls, Running], found: dict[Pulls, Result]
+        self, first: Pulls, live: dict[Pulls, Running], results: dict[Pulls, Result]
     ) -> None:
         """Block by block, until all have had theirs, the first has ended, or time is up."""
         if not live:
@@ -153,9 +153,9 @@ class Heats:
                 if not live[pulls].go(block):
                     result = self._ended(live.pop(pulls))
                     if not (live and self._crowded(result)):
-                        found[pulls] = result
+                        results[pulls] = result
         for pulls in list(live):
-            found[pulls] = self._ended(live.pop(pulls))
+            results[pulls] = self._ended(live.pop(pulls))
 
     def _crowded(self, result: Result) -> bool:
         """Whether it ran out of memory that others held: it is to be run by itself."""
@@ -176,11 +176,11 @@ class Heats:
             turns=turns,
         )
 
-    def _ended(self, one: Running) -> Result:
-        one.end()
-        result = one.result()
+    def _ended(self, item: Running) -> Result:
+        item.end()
+        result = item.result()
         if not result.problem:
-            self.longest = max(self.longest, one.spent)
+            self.longest = max(self.longest, item.spent)
         return result
 
     def _block(self, first: Result) -> int:
@@ -194,11 +194,11 @@ class Heats:
         fits = max(2, int(limits.seconds / turns / step))
         return min(wanted, fits, max(limits.steps, limits.most) // turns)
 
-    def _room(self, one: Running) -> int:
+    def _room(self, item: Running) -> int:
         """How many more processes like this one there is memory for, at most ``ABREAST``."""
-        result = one.so_far()
+        result = item.so_far()
         free = [ABREAST]
-        held = _held(one.process.pid)
+        held = _held(item.process.pid)
         if held is None:
             return 0
         available, bytes_ = held
@@ -219,7 +219,7 @@ def _held(pid: int) -> tuple[int, int] | None:
         return None
     try:
         parent = psutil.Process(pid)
-        held = sum(one.memory_info().rss for one in (parent, *parent.children(recursive=True)))
+        held = sum(item.memory_info().rss for item in (parent, *parent.children(recursive=True)))
         return int(psutil.virtual_memory().available), int(held)
     except (psutil.Error, OSError):
         return None

@@ -82,10 +82,10 @@ def _begin(spec: Spec, overlay: Overlay, note: Note) -> None:
     if spec.record:
         _record(spec, note)
         return
-    pulled = [(find_knob(one.knob), one) for one in spec.pulls]
-    for one, pull in pulled:
-        one.apply(pull.value)
-    timer = Timer(spec, overlay, [one for one, _ in pulled], note)
+    pulled = [(find_knob(item.knob), item) for item in spec.pulls]
+    for item, pull in pulled:
+        item.apply(pull.value)
+    timer = Timer(spec, overlay, [item for item, _ in pulled], note)
     timer.start()
 
 
@@ -182,9 +182,9 @@ class Timer:
         import torch
 
         grads = [p.grad for group in optimizer.param_groups for p in group["params"]]
-        found = [grad.detach().float().norm() for grad in grads if grad is not None]
-        if found:
-            self.norms.append(torch.stack([one.to(found[0].device) for one in found]).norm())
+        result = [grad.detach().float().norm() for grad in grads if grad is not None]
+        if result:
+            self.norms.append(torch.stack([item.to(result[0].device) for item in result]).norm())
 
     def _ended(self, count: int) -> None:
         spec, now = self.spec, time.perf_counter_ns()
@@ -289,7 +289,7 @@ class Timer:
             kind=kind,
             moved=len(self.overlay.moved),
             refused=self.overlay.refused,
-            idle=[one.id for one in self.pulled if not one.used],
+            idle=[item.id for item in self.pulled if not item.used],
             ended=not problem,
         )
 
@@ -361,8 +361,8 @@ def _synchronize() -> None:
 
 def _numbers(tensors: list[Any]) -> list[float | None]:
     """As numbers; ``None`` for what is not finite: JSON has no word for it."""
-    found = [float(one) for one in tensors]
-    return [one if math.isfinite(one) else None for one in found]
+    result = [float(tensor) for tensor in tensors]
+    return [item if math.isfinite(item) else None for item in result]
 
 
 def _resident() -> int | None:
@@ -373,7 +373,7 @@ def _resident() -> int | None:
         return None
     unit = 1 if sys.platform == "darwin" else 1024
     who = (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)
-    return max(resource.getrusage(one).ru_maxrss for one in who) * unit
+    return max(resource.getrusage(item).ru_maxrss for item in who) * unit
 
 
 def _last() -> str:

@@ -67,11 +67,11 @@ class Knob:
     def setting(self, text: str, machine: Machine) -> Value:
         """That which the user wrote behind ``LEVER=``: one of the values, or another number where
         they are numbers. Raises AdvisorError: the lever has no such setting."""
-        known = [one for one in self.values(None, machine) if one is not None]
-        for one in known:
-            if str(one) == text:
-                return one
-        if re.fullmatch(r"\d{1,6}", text) and any(isinstance(one, int) for one in known):
+        known = [item for item in self.values(None, machine) if item is not None]
+        for item in known:
+            if str(item) == text:
+                return item
+        if re.fullmatch(r"\d{1,6}", text) and any(isinstance(item, int) for item in known):
             return int(text)
         there = f"there are {', '.join(map(str, known))}" if known else "it is on or off"
         raise AdvisorError(f"{self.id}={text}: no setting of this lever; {there}")
@@ -107,18 +107,18 @@ def all_knobs() -> dict[str, type[Knob]]:
     """All of them by id, in the order of their files."""
     import advisor.tune.knobs as folder
 
-    found: dict[str, type[Knob]] = {}
-    for one in pkgutil.iter_modules(folder.__path__, f"{folder.__name__}."):
-        module = importlib.import_module(one.name)
+    result: dict[str, type[Knob]] = {}
+    for iter_module in pkgutil.iter_modules(folder.__path__, f"{folder.__name__}."):
+        module = importlib.import_module(iter_module.name)
         for cls in vars(module).values():
             if (
                 inspect.isclass(cls)
                 and issubclass(cls, Knob)
-                and cls.__module__ == one.name
+                and cls.__module__ == iter_module.name
                 and cls.id
             ):
-                found[cls.id] = cls
-    return found
+                result[cls.id] = cls
+    return result
 
 
 def find_knob(name: str) -> Knob:

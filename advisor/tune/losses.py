@@ -55,10 +55,10 @@ def check(
             return Check(True, text)
     worst: Check | None = None
     for result in tried:
-        found = _one(safety, redraws, steady, before, result)
-        if worst is None or not found.passed:
-            worst = found
-        if not found.passed:
+        results = _one(safety, redraws, steady, before, result)
+        if worst is None or not results.passed:
+            worst = results
+        if not results.passed:
             break
     return worst or Check(True, "not run")
 
@@ -79,19 +79,21 @@ def _one(safety: Safety, redraws: bool, steady: bool, before: Result, after: Res
         text = f"differs from loss {first} on, and must not"
         return Check(False, text, again=_rounded(before, after))
     if safety == "precision" or redraws or (safety == "exact" and not steady):
-        found = _in_band(before, after)
-        if safety != "precision" and found.passed:
+        result = _in_band(before, after)
+        if safety != "precision" and result.passed:
             why = "other random numbers" if steady else "as its own runs"
-            return Check(True, f"{found.text} ({why})")
-        return found
+            return Check(True, f"{result.text} ({why})")
+        return result
     unit = EPSILON.get(before.loss_dtype, EPSILON["float32"])
     early = _apart(a[:FIRST], b[:FIRST])
     if early > SUMS * unit:
         return Check(False, f"{early:.2g} apart in the first losses, above {SUMS * unit:.2g}")
     whole = _apart(a, b)
     if whole > SUMS * GROWN * unit:
-        found = _in_band(before, after)
-        return found if not found.passed else Check(True, f"{early:.1g} apart, then {found.text}")
+        result = _in_band(before, after)
+        return (
+            result if not result.passed else Check(True, f"{early:.1g} apart, then {result.text}")
+        )
     return Check(True, f"{whole:.1g} apart")
 
 

@@ -84,30 +84,30 @@ def _within(sides: Sequence[Sequence[NDArray[np.float64]]]) -> float:
             )
             for run in runs
         ]
-        count, free = sum(map(len, logs)), sum(len(one) - 1 for one in logs)
+        count, free = sum(map(len, logs)), sum(len(item) - 1 for item in logs)
         if free:
-            variance += sum(float(np.square(one).sum()) for one in logs) / free / count
+            variance += sum(float(np.square(item).sum()) for item in logs) / free / count
             freedom += free
     return _reach(variance, freedom)
 
 
 def _between(means: Sequence[NDArray[np.float64]]) -> float:
     """The same from the means of whole runs, which scatter alike on both sides."""
-    logs = [np.log(one) for one in means]
-    freedom = sum(len(one) - 1 for one in logs)
+    logs = [np.log(item) for item in means]
+    freedom = sum(len(item) - 1 for item in logs)
     if not freedom:
         return 0.0
-    spread = sum(float(np.square(one - one.mean()).sum()) for one in logs) / freedom
-    return _reach(spread * sum(1 / len(one) for one in logs), freedom)
+    spread = sum(float(np.square(item - item.mean()).sum()) for item in logs) / freedom
+    return _reach(spread * sum(1 / len(item) for item in logs), freedom)
 
 
 def _scatter(groups: Sequence[Sequence[float]]) -> float:
     """Half the interval of the mean of all, each around the mean of its group."""
-    logs = [np.asarray(one, dtype=float) for one in groups if len(one)]
-    freedom = sum(len(one) - 1 for one in logs)
+    logs = [np.asarray(group, dtype=float) for group in groups if len(group)]
+    freedom = sum(len(log) - 1 for log in logs)
     if not freedom:
         return 0.0
-    squares = sum(float(np.square(one - one.mean()).sum()) for one in logs)
+    squares = sum(float(np.square(log - log.mean()).sum()) for log in logs)
     return _reach(squares / freedom / sum(map(len, logs)), freedom)
 
 

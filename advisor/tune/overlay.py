@@ -133,11 +133,11 @@ class Overlay:
             plain = _plain(path)
             if plain is None or self.is_free(plain) or not self._there(self.files + plain):
                 return scandir(path)
-            with scandir(self.files + plain) as found:
-                entries = {entry.name: entry for entry in found}
+            with scandir(self.files + plain) as result:
+                entries = {entry.name: entry for entry in result}
             try:
-                with scandir(path) as found:
-                    entries = {**{entry.name: entry for entry in found}, **entries}
+                with scandir(path) as result:
+                    entries = {**{entry.name: entry for entry in result}, **entries}
             except FileNotFoundError:
                 pass
             return _Entries(list(entries.values()))

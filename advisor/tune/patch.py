@@ -81,7 +81,7 @@ def at_first_forward(begin: Callable[[Any], None]) -> None:
     def before(module: Any, args: Any) -> None:
         if id(module) in seen or _passes_through(module):
             return
-        seen.update(id(one) for one in module.modules())
+        seen.update(id(item) for item in module.modules())
         begin(module)
 
     handle = register_module_forward_pre_hook(before)

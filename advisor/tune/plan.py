@@ -39,21 +39,21 @@ def plan(run: Path, machine: Machine) -> TrialPlan:
         ]
         if not usable:
             without.append(finding.rule)
-        for one in usable:
-            for number, value in enumerate(one.values(_number(finding), machine)):
-                pull = Pull(one.id, value)
+        for item in usable:
+            for number, value in enumerate(item.values(_number(finding), machine)):
+                pull = Pull(item.id, value)
                 if pull in taken:
                     continue
                 taken.add(pull)
                 trial = Trial(
                     rule=finding.rule,
                     pull=pull,
-                    title=one.title,
-                    safety=one.safety,
-                    lines=one.lines(value),
+                    title=item.title,
+                    safety=item.safety,
+                    lines=item.lines(value),
                     memory=finding.impact is not None and finding.impact.currency == "memory",
                 )
-                first = one is usable[0] and number == 0
+                first = item is usable[0] and number == 0
                 _predict(trial, finding, seen, value, first=first)
                 trials.append(trial)
     return TrialPlan(trials, list(dict.fromkeys(without)), report.verdict)
@@ -61,37 +61,37 @@ def plan(run: Path, machine: Machine) -> TrialPlan:
 
 def asked_for(names: tuple[str, ...], machine: Machine, there: list[Trial]) -> list[Trial]:
     """Trials of levers that the user names and no finding does: nothing is promised of them."""
-    found = []
+    result = []
     known = {trial.pull for trial in there}
     for text in dict.fromkeys(names):
         name, _, given = text.partition("=")
-        one = find_knob(name)
-        if not _fits(one, machine):
+        item = find_knob(name)
+        if not _fits(item, machine):
             continue
         if given:
-            values: Sequence[Value] = [one.setting(given, machine)]
+            values: Sequence[Value] = [item.setting(given, machine)]
         elif any(pull.knob == name for pull in known):
             continue
         else:
-            values = one.values(None, machine)
+            values = item.values(None, machine)
         for value in values:
             pull = Pull(name, value)
             if pull not in known:
                 known.add(pull)
-                found.append(
+                result.append(
                     Trial(
                         rule="",
                         pull=pull,
-                        title=one.title,
-                        safety=one.safety,
-                        lines=one.lines(value),
+                        title=item.title,
+                        safety=item.safety,
+                        lines=item.lines(value),
                     )
                 )
-    return found
+    return result
 
 
-def _fits(one: object, machine: Machine) -> bool:
-    return machine.cuda or not getattr(one, "needs_cuda", False)
+def _fits(item: object, machine: Machine) -> bool:
+    return machine.cuda or not getattr(item, "needs_cuda", False)
 
 
 def _number(finding: Finding) -> int | None:
@@ -124,10 +124,13 @@ def _predict(trial: Trial, finding: Finding, seen: Examined, value: Value, *, fi
         if value < 1 or not seen.main.step_ns:
             return
         edits = [replace(e, workers=value) if e.workers else e for e in finding.edits]
-        found = seen.pricing.price(edits)
+        result = seen.pricing.price(edits)
         traced = seen.main.step_ns
-        trial.predicted = found.gain / traced
-        trial.predicted_low, trial.predicted_high = found.low / traced, min(1, found.high / traced)
+        trial.predicted = result.gain / traced
+        trial.predicted_low, trial.predicted_high = (
+            result.low / traced,
+            min(1, result.high / traced),
+        )
     elif first or wanted is not None:
         low = impact.gain_ns if impact.low_ns is None else impact.low_ns
         high = impact.gain_ns if impact.high_ns is None else impact.high_ns

@@ -177,15 +177,15 @@ class Running:
             self.spent += time.monotonic() - begun
 
     def _wait(self, end: float) -> bool:
-        found = False
+        result = False
         while self.process.poll() is None:
             if self._stopped():
                 self.paused = True
                 return True
-            if not found and self.out.exists():
-                found, end = True, min(end, time.monotonic() + GRACE_SECONDS)
+            if not result and self.out.exists():
+                result, end = True, min(end, time.monotonic() + GRACE_SECONDS)
             if time.monotonic() > end:
-                self.late = not found
+                self.late = not result
                 break
             time.sleep(POLL_SECONDS)
         return False

@@ -128,8 +128,8 @@ class TrialReport(Struct, kw_only=True):
     @property
     def winners(self) -> list[Trial]:
         """Those that surely gain, the most first."""
-        found = [trial for trial in self.trials if trial.outcome == "gain"]
-        return sorted(found, key=lambda trial: trial.gain or 0.0, reverse=True)
+        result = [trial for trial in self.trials if trial.outcome == "gain"]
+        return sorted(result, key=lambda trial: trial.gain or 0.0, reverse=True)
 
     def to_json(self) -> bytes:
         """The JSON text, indented by two."""

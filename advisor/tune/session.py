@@ -77,18 +77,18 @@ class TrialSession:
         if self.runs.get(()) and not self.affords(2):
             return []
         wanted = [(), *sides] if self.heats.alone else [(), *sides[:ABREAST]]
-        found = self.heats.run(wanted)
+        results = self.heats.run(wanted)
         self.report.processes = self.heats.processes
-        for pulls, result in found.items():
+        for pulls, result in results.items():
             self.runs.setdefault(pulls, []).append(result)
-        if () not in found or not self._baseline():
+        if () not in results or not self._baseline():
             return []
-        good = {pulls: result for pulls, result in found.items() if not result.problem}
-        for one, other in itertools.permutations(good, 2):
-            self.pairs.setdefault((one, other), []).append((good[one], good[other]))
-        if len(found) < len(wanted):
+        good = {pulls: result for pulls, result in results.items() if not result.problem}
+        for item, other in itertools.permutations(good, 2):
+            self.pairs.setdefault((item, other), []).append((good[item], good[other]))
+        if len(results) < len(wanted):
             self.affords()
-        return [pulls for pulls in found if pulls]
+        return [pulls for pulls in results if pulls]
 
     # -- one by one -----------------------------------------------------------------------------
 
@@ -134,11 +134,11 @@ class TrialSession:
     def measured(self, pulls: Pulls, before: Pulls = ()) -> MeasuredGain | None:
         """From all runs so far that were made against each other."""
         pairs = self.pairs.get((before, pulls), [])
-        one = [self._steps(before, a) for a, _ in pairs]
+        item = [self._steps(before, a) for a, _ in pairs]
         other = [self._steps(pulls, b) for _, b in pairs]
         turns = [
             by_turns(a, b, first.blocks, second.blocks)
-            for a, b, (first, second) in zip(one, other, pairs, strict=True)
+            for a, b, (first, second) in zip(item, other, pairs, strict=True)
             if a and b
         ]
         others = [
@@ -146,7 +146,7 @@ class TrialSession:
             for key in self.pairs
             if key[0] == before and key[1] != pulls and (found := self._ratios(key))
         ]
-        return paired(one, other, others) or gain(one, other, [t for t in turns if t])
+        return paired(item, other, others) or gain(item, other, [t for t in turns if t])
 
     def _ratios(self, key: tuple[Pulls, Pulls]) -> list[float]:
         pairs = self.pairs[key]
@@ -172,7 +172,7 @@ class TrialSession:
     def _judge(self, trial: Trial) -> None:
         runs = self.runs[(trial.pull,)]
         last = runs[-1]
-        one = find_knob(trial.pull.knob)
+        item = find_knob(trial.pull.knob)
         trial.runs = len(runs)
         if last.problem:
             told = {"memory": "out of memory: ", "knob": "it does not apply: "}
@@ -181,22 +181,22 @@ class TrialSession:
             if last.refused:
                 trial.why += f" ({last.refused[0]})"
             return
-        if one.id in last.idle:
+        if item.id in last.idle:
             trial.outcome, trial.why = "dropped", "it met nothing to change"
             return
         if not last.steps_ns:
             trial.outcome, trial.why = "dropped", "it ended before a step was timed"
             return
         trial.device_bytes, trial.host_bytes = last.device_bytes, last.host_bytes
-        found = check(one.safety, one.redraws, self.runs[()], runs)
-        trial.losses = found.text
+        result = check(item.safety, item.redraws, self.runs[()], runs)
+        trial.losses = result.text
         # before a second run of the program nobody knows whether it repeats its own losses
-        once = len(self.runs[()]) < 2 and not found.broken
-        if not found.passed:
-            again = once or (found.again and len(runs) < 2)
+        once = len(self.runs[()]) < 2 and not result.broken
+        if not result.passed:
+            again = once or (result.again and len(runs) < 2)
             (self.doubtful.add if again else self.doubtful.discard)(trial.pull)
             trial.outcome = "unclear" if again else "dropped"
-            trial.why = f"losses: {found.text}"
+            trial.why = f"losses: {result.text}"
             return
         if trial.pull in self.doubtful:
             self.doubtful.discard(trial.pull)
@@ -206,7 +206,7 @@ class TrialSession:
             if not self.samples or not last.samples or not before.batch or not last.batch:
                 trial.outcome, trial.why = "dropped", "no DataLoader says how large a batch is"
                 return
-            trial.schedule = one.schedule(before.batch, last.batch)
+            trial.schedule = item.schedule(before.batch, last.batch)
         got = self.measured((trial.pull,))
         if got is None:
             return
@@ -267,9 +267,9 @@ class TrialSession:
         for trial in self.report.winners:
             if trial.safety == "learning":
                 continue  # another training: for the user to decide
-            one = find_knob(trial.pull.knob)
+            item = find_knob(trial.pull.knob)
             same = [find_knob(t.pull.knob) for t in winners]
-            if any(one.id == o.id or (one.group and one.group == o.group) for o in same):
+            if any(item.id == o.id or (item.group and item.group == o.group) for o in same):
                 continue
             winners.append(trial)
         if not winners:

@@ -102,11 +102,11 @@ def _record(program: Program, root: Path, wanted: TrialRequest, say: Say) -> Pat
 
 def _plan(report: TrialReport, run: Path, words: Sequence[str], wanted: TrialRequest) -> None:
     machine = Machine(cores(), _on_gpu(run))
-    found = plan(run, machine)
-    report.verdict, report.without = found.verdict, found.without
+    result = plan(run, machine)
+    report.verdict, report.without = result.verdict, result.without
     report.trials = [
         t
-        for t in [*found.trials, *asked_for(wanted.only, machine, found.trials)]
+        for t in [*result.trials, *asked_for(wanted.only, machine, result.trials)]
         if not wanted.only or {t.pull.knob, t.name} & set(wanted.only)
     ]
     script = next((Path(word) for word in words[1:2] if word.endswith(".py")), None)

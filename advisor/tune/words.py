@@ -45,14 +45,14 @@ def interval(low: float | None, high: float | None) -> str:
 
 def runs(report: TrialReport) -> list[str]:
     """How much was run."""
-    found = [f"{report.processes} processes, {report.seconds:.0f} s"]
+    result = [f"{report.processes} processes, {report.seconds:.0f} s"]
     if report.steps:
-        found.append(f"{report.steps} steps timed in each")
+        result.append(f"{report.steps} steps timed in each")
     if report.moved:
-        found.append(f"{report.moved} files written to the scratch folder instead")
+        result.append(f"{report.moved} files written to the scratch folder instead")
     if report.processes and not report.confined:
-        found.append("writes by native code are not redirected on this system")
-    return found
+        result.append("writes by native code are not redirected on this system")
+    return result
 
 
 def losses(report: TrialReport) -> str:

@@ -55,8 +55,8 @@ def layout(show: object = None, **query: object) -> Any:
     held = len(view.loaded.analyses) > 1
     title = head("Distributed", _counted(view))
     what = str(show) if show in MAPS else "step"
-    found = _collectives(view)
-    if not several and found is None:
+    result = _collectives(view)
+    if not several and result is None:
         return page(
             title,
             empty(
@@ -72,7 +72,7 @@ def layout(show: object = None, **query: object) -> Any:
         _map(view, what) if held else None,
         _skew(view) if held and report.ranks is not None and report.ranks.aligned else None,
         None if several else _only_one(),
-        found,
+        result,
     )
 
 
@@ -113,7 +113,7 @@ def _figures(report: Report) -> Any:
     ranks = report.ranks
     if ranks is not None and ranks.alignment_error_ns is not None:
         alignment = t.format_duration(ranks.alignment_error_ns)
-    found = [
+    result = [
         ("Communication", t.format_duration(report.communication_ns), t.format_per(unit)),
         (
             "Exposed",
@@ -123,8 +123,8 @@ def _figures(report: Report) -> Any:
         ("Hidden under compute", t.format_share(report.communication_overlap), "of communication"),
     ]
     if ranks is not None:
-        found.append(("Clocks agree within", alignment or t.NOT_MEASURED, ""))
-    return tiles(found)
+        result.append(("Clocks agree within", alignment or t.NOT_MEASURED, ""))
+    return tiles(result)
 
 
 def _lines(view: PageView) -> Any:

@@ -191,8 +191,8 @@ def _steps(ranks: Ranks) -> Any:
     bins = views.histogram(ranks)
     if not bins:
         return None
-    made = figures.histogram([one.label for one in bins], [one.ranks for one in bins], "ranks")
-    told = "; ".join(f"{one.label}: {t.format_count(one.ranks)}" for one in bins if one.ranks)
+    made = figures.histogram([item.label for item in bins], [item.ranks for item in bins], "ranks")
+    told = "; ".join(f"{item.label}: {t.format_count(item.ranks)}" for item in bins if item.ranks)
     return card(
         "The ranks' steps",
         figure(
@@ -234,7 +234,7 @@ def _clusters(ranks: Ranks) -> Any:
 def _changes(report: Report) -> Any:
     """What to change, in short: the overview has it in full."""
     ranks = report.ranks
-    found = [
+    result = [
         el(
             "Article",
             el("H3", t.clean(finding.title)),
@@ -245,11 +245,11 @@ def _changes(report: Report) -> Any:
         for finding in report.findings[:MAX_SHOWN]
     ]
     cases = [el("Li", views.what_if(item)) for item in (ranks.what_if if ranks else [])[:MAX_SHOWN]]
-    if not found and not cases:
+    if not result and not cases:
         return None
     return card(
         "What to change",
-        *found,
+        *result,
         el("H3", "What if") if cases else None,
         el("Ul", *cases) if cases else None,
     )

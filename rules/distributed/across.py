@@ -28,11 +28,11 @@ def per_of(study: Study) -> Per:
 def finding_of(study: Study, deviation: Deviation, gain: Gain | None, title: str) -> Finding:
     """What is the same for every deviation: evidence, places, edits, and the gain where the ranks
     are not replayed."""
-    job, found, per = study.job, study.job.waits, per_of(study)
-    at, steps = list(deviation.who.places), max(1, len(job.own.steps))
+    job, result, per = study.job, study.job.waits, per_of(study)
+    index, steps = list(deviation.who.places), max(1, len(job.own.steps))
     who = subject(job, deviation)
-    taken, last = int(found.taken[at].sum()), int(found.late[at].sum())
-    waited = float(found.caused_exposed[at].sum()) / steps
+    taken, last = int(result.taken[index].sum()), int(result.late[index].sum())
+    waited = float(result.caused_exposed[index].sum()) / steps
     error = job.joined.clocks.error_ns
     world = max((s.world for s in job.summaries), default=0)
     whole = len(job.summaries) >= MIN_READ_SHARE * world
@@ -40,7 +40,7 @@ def finding_of(study: Study, deviation: Deviation, gain: Gain | None, title: str
     if deviation.kind != "network":
         own = "own work above the others'" if not deviation.late else "exposed wait of the others"
     evidence = [
-        Evidence("rank", job.places.ranks[at[0]]) if len(at) == 1 else Evidence("who", who),
+        Evidence("rank", job.places.ranks[index[0]]) if len(index) == 1 else Evidence("who", who),
         Evidence(own, deviation.excess_ns, "ns", per=per),
         Evidence("share", deviation.excess_ns / job.step_ns if job.step_ns else None, "share"),
         *(
@@ -72,7 +72,7 @@ def finding_of(study: Study, deviation: Deviation, gain: Gain | None, title: str
         title=title,
         summary=f"{who[0].upper()}{who[1:]}: {reason(job, deviation)}.",
         evidence=evidence,
-        where=_places(job, at),
+        where=_places(job, index),
         edits=edits_of(job, deviation),
         impact=impact,
         confidence=0.8 if whole else 0.5,
@@ -93,19 +93,19 @@ def dealt_out(job: Job, deviation: Deviation, ns: float) -> float:
 
 def _places(job: Job, at: list[int]) -> list[Location]:
     """The collectives with the longest waits for these ranks."""
-    found = job.waits
-    rows = np.flatnonzero(np.isin(found.last, at))
-    rows = rows[np.argsort(-found.mean_wait[rows], kind="stable")][:3]
+    result = job.waits
+    rows = np.flatnonzero(np.isin(result.last, at))
+    rows = rows[np.argsort(-result.mean_wait[rows], kind="stable")][:3]
     places = []
     for row in rows.tolist():
-        number = int(found.row[row])
+        number = int(result.row[row])
         key, cell = job.joined.keys[job.joined.key[number]], int(job.joined.first[number])
         summary, step = job.summaries[job.joined.rank[cell]], int(job.joined.step[cell])
         places.append(
             Location(
                 op=t.clean(key.kind).replace("_", "-"),
                 step=summary.steps[step].name if 0 <= step < len(summary.steps) else None,
-                dur_ns=round(float(found.mean_wait[row])),
+                dur_ns=round(float(result.mean_wait[row])),
             )
         )
     return places

@@ -194,7 +194,7 @@ def _ranks(
         for rank, slow in enumerate(speed)
     ]
     longest = max(map(sum, us))
-    found = []
+    result = []
     for rank, each in enumerate(us):
         b = TraceBuilder(rank=rank, world_size=len(speed))
         for _ in range(7):
@@ -207,5 +207,5 @@ def _ranks(
                 waits = 400 + longest - sum(each)
                 b.collective("allreduce", 25 << 20, waits, wait=True, group_size=len(speed))
                 b.sync()
-        found.append(b)
-    return found
+        result.append(b)
+    return result

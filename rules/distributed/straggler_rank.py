@@ -163,13 +163,13 @@ class StragglerRank(Rule):
 
     def _none(self, study: Study) -> Iterator[Outcome]:
         """Praise, or why it is not certain."""
-        job, found = study.job, study.job.waits
+        job, result = study.job, study.job.waits
         steps = max(1, len(job.own.steps))
-        if job.joined.clocks.error_ns is None or not len(found.row) or not job.step_ns:
+        if job.joined.clocks.error_ns is None or not len(result.row) or not job.step_ns:
             return
-        place = int(np.argmax(found.caused_exposed))
-        taken, last = int(found.taken[place]), int(found.late[place])
-        lost = float(found.caused_exposed[place]) / steps
+        place = int(np.argmax(result.caused_exposed))
+        taken, last = int(result.taken[place]), int(result.late[place])
+        lost = float(result.caused_exposed[place]) / steps
         if lost < self.min_share * job.step_ns:
             yield PassedCheck(
                 text="no rank keeps the others waiting: the worst costs them "

@@ -89,9 +89,9 @@ class Cluster:
         now = time.monotonic()
         if now - self._looked >= LOOK:
             self._looked = now
-            found = sum(self._client.nthreads().values())
-            if found:
-                self._slots, self._gone = found, 0.0
+            result = sum(self._client.nthreads().values())
+            if result:
+                self._slots, self._gone = result, 0.0
             elif not self._gone:
                 self._gone = now
         if self._gone and now - self._gone > self._patience:

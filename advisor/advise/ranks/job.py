@@ -60,11 +60,11 @@ def ranks_apart(places: Sequence[str], options: Options) -> list[RemoteFile]:
     if not any(is_url(each) or _is_folder(each) for each in places) and len(places) <= MAX_HELD:
         return []
     try:
-        found = locate(places, chosen)
+        result = locate(places, chosen)
     except AdvisorError:
         return []  # whoever reads it says why
-    elsewhere = sum(is_url(source.at) for source in found)
-    return found if _ranks(found) > MAX_HELD or elsewhere > MAX_ELSEWHERE else []
+    elsewhere = sum(is_url(source.at) for source in result)
+    return result if _ranks(result) > MAX_HELD or elsewhere > MAX_ELSEWHERE else []
 
 
 def _is_folder(place: str) -> bool:
@@ -131,21 +131,21 @@ def first_rank(
     return replace(run, traces=traces) if traces else run
 
 
-def _unsure(found: Sequence[RemoteFile]) -> list[RemoteFile]:
+def _unsure(result: Sequence[RemoteFile]) -> list[RemoteFile]:
     """Names that several files share may count the ranks of each host: then the traces say it."""
-    names = Counter(source.rank for source in found)
+    names = Counter(source.rank for source in result)
     return [
         structs.replace(source, rank=None)
         if names[source.rank] > 1 and not is_url(source.at)
         else source
-        for source in found
+        for source in result
     ]
 
 
-def _ranks(found: Sequence[RemoteFile]) -> int:
-    names = (Path(source.url).name for source in found if source.rank is None)
+def _ranks(result: Sequence[RemoteFile]) -> int:
+    names = (Path(source.url).name for source in result if source.rank is None)
     processes = {name.partition(".")[0] for name in names if ".pt.trace.json" in name}
-    return len({source.rank for source in found} - {None}) + len(processes)
+    return len({source.rank for source in result} - {None}) + len(processes)
 
 
 def named(places: Sequence[str]) -> str:

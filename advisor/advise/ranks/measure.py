@@ -105,12 +105,12 @@ def _kernels(a: Analysis) -> dict[str, Kernel]:
         .sort("dur", "name", "blocks", "threads", descending=[True, False, False, False])
         .head(MAX_KERNELS)
     )
-    found = {}
+    result = {}
     for name, blocks, threads, count, total, median in table.iter_rows():
         text = f"{name}|{blocks}|{threads}"
         digest = hashlib.blake2s(text.encode("utf-8", "replace"), digest_size=6).hexdigest()
-        found[f"{str(name)[:40]}#{digest}"] = Kernel(count, total / a.step_count, float(median))
-    return found
+        result[f"{str(name)[:40]}#{digest}"] = Kernel(count, total / a.step_count, float(median))
+    return result
 
 
 def _per_step(a: Analysis) -> dict[str, Packed]:
@@ -132,9 +132,9 @@ def _per_step(a: Analysis) -> dict[str, Packed]:
         columns = {"communication": covered_length(start, end, _waiting(a))}
         if a.trace.main_thread is not None:
             line = a.timeline
-            mine = line.thread == a.trace.main_thread
-            for code in np.unique(line.code[mine]).tolist():
-                rows_of = mine & (line.code == code)
+            own = line.thread == a.trace.main_thread
+            for code in np.unique(line.code[own]).tolist():
+                rows_of = own & (line.code == code)
                 inside = union(line.start[rows_of], line.end[rows_of])
                 columns[HOST_CLASSES[code]] = covered_length(start, end, inside)
     return {name: pack(values) for name, values in columns.items() if values.any()}
@@ -166,9 +166,9 @@ def _collectives(a: Analysis) -> Collectives | None:
     used = a.steps.used.head(MAX_STEPS)
     begin, until = used["ts"].to_numpy(), used["end"].to_numpy()
     named = {name: row for row, name in enumerate(used["name"].to_list())}
-    at = np.searchsorted(begin, start, side="right") - 1
-    inside = (at >= 0) & (end <= until[np.maximum(at, 0)]) if len(begin) else at >= 0
-    by_time = np.where(inside, at, -1)
+    index = np.searchsorted(begin, start, side="right") - 1
+    inside = (index >= 0) & (end <= until[np.maximum(index, 0)]) if len(begin) else index >= 0
+    by_time = np.where(inside, index, -1)
     launched = np.array([named.get(name, -1) for name in table["step"].to_list()], dtype=np.int64)
     known = table["step"].is_not_null().to_numpy()
     # what has a sequence number is not matched by its step: then it is of the step it runs in
@@ -277,16 +277,16 @@ def bounded(summary: Summary) -> Summary:
     return summary
 
 
-def _fewer(found: Collectives, share: float) -> Collectives | None:
+def _fewer(result: Collectives, share: float) -> Collectives | None:
     """About this share of it, in whole steps; ``None``: not one step is left."""
     from msgspec.structs import replace as changed
 
     from advisor.measure.ranks.summary import unpack
 
     columns = {
-        name: unpack(getattr(found, name))
+        name: unpack(getattr(result, name))
         for name in ("key", "order", "step", "start", "end", "exposed", "work", "amount")
-        if getattr(found, name) is not None
+        if getattr(result, name) is not None
     }
     step = columns["step"]
     there = np.unique(step)
@@ -294,7 +294,7 @@ def _fewer(found: Collectives, share: float) -> Collectives | None:
     if keep < 1:
         return None
     rows = step <= there[keep - 1]
-    left = found.dropped + int((~rows).sum())
+    left = result.dropped + int((~rows).sum())
     return changed(
-        found, dropped=left, **{name: pack(values[rows]) for name, values in columns.items()}
+        result, dropped=left, **{name: pack(values[rows]) for name, values in columns.items()}
     )

@@ -86,19 +86,19 @@ class RanksPricer:
     def others(self, rules: set[str]) -> list[Finding]:
         """Findings of rules that found nothing on the analysed rank, each as the rank with the
         median gain has it."""
-        found = []
+        result = []
         for (rule, number), saved in self._of_rule.items():
             if rule in rules or number:
                 continue
-            place = sorted(saved, key=lambda at: (saved[at], at))[len(saved) // 2]
+            place = sorted(saved, key=lambda index: (saved[index], index))[len(saved) // 2]
             details = unpack_findings(self.study.job.summaries[place].details)
             finding = next((each for each in details if each.rule == rule), None)
             if finding is None:
                 continue
             if (price := _alone(finding)) is not None:
                 self._learn(finding, saved, price, own=False)
-            found.append(replace(finding, other_rank=True))
-        return found
+            result.append(replace(finding, other_rank=True))
+        return result
 
     def counted(self, rule: str) -> int:
         """Ranks on which a rule found something."""
@@ -136,11 +136,11 @@ class RanksPricer:
 
     def view(self, edits: Sequence[Edit]) -> Replay | None:
         """See :class:`~advisor.advise.impact.Pricer`."""
-        found = self.own.view([e for e in edits if self._key_of.get(e) not in self._deviations])
-        if found is None:
+        result = self.own.view([e for e in edits if self._key_of.get(e) not in self._deviations])
+        if result is None:
             return None
-        left = max(0.0, found.measured_ns - self._together(edits))
-        return replace(found, step_after_ns=left)
+        left = max(0.0, result.measured_ns - self._together(edits))
+        return replace(result, step_after_ns=left)
 
     def _together(self, edits: Sequence[Edit]) -> float:
         """What the job's step gains by all of these, ns."""
@@ -189,10 +189,10 @@ def _alone(finding: Finding) -> Price | None:
 
 def _by_rule(study: Study) -> defaultdict[tuple[str, int], dict[int, float]]:
     """What each rank saves by itself, by rule and the how many-th finding of it on that rank."""
-    found: defaultdict[tuple[str, int], dict[int, float]] = defaultdict(dict)
+    result: defaultdict[tuple[str, int], dict[int, float]] = defaultdict(dict)
     for place, summary in enumerate(study.job.summaries):
         counts: Counter[str] = Counter()
         for advice in summary.findings:
-            found[advice.rule, counts[advice.rule]][place] = advice.gain_ns or 0.0
+            result[advice.rule, counts[advice.rule]][place] = advice.gain_ns or 0.0
             counts[advice.rule] += 1
-    return found
+    return result

@@ -22,21 +22,21 @@ def locate(places: Sequence[str], ranks: str = "") -> list[RemoteFile]:
     read, no file of these ranks. One URL that cannot be reached is a Source with its ``problem``.
     """
     chosen = Ranks(ranks) if ranks else None
-    found: dict[str, RemoteFile] = {}
+    result: dict[str, RemoteFile] = {}
     for place in places:
         here = local_path(place) if is_url(place) else None
         if recorded := _recorded(place if here is None else here):
-            found.update({f"{each.at}#{each.rank}": each for each in recorded})
+            result.update({f"{each.at}#{each.rank}": each for each in recorded})
             continue
         for file in trace_files(place if here is None else here, len(places) > 1):
             source = file if isinstance(file, RemoteFile) else _local(file)
-            found.setdefault(source.at, source)
-    kept = [one for one in found.values() if chosen is None or one.rank in chosen]
+            result.setdefault(source.at, source)
+    kept = [item for item in result.values() if chosen is None or item.rank in chosen]
     if not kept:
-        have = sorted({one.rank for one in found.values() if one.rank is not None})
+        have = sorted({item.rank for item in result.values() if item.rank is not None})
         shown = ", ".join(map(str, have[:20])) or "none, by the names of the files"
         raise AdvisorError(f"--ranks {ranks}: no trace of these (ranks present: {shown})")
-    return sorted(kept, key=lambda one: (one.rank is None, one.rank or 0, one.url))
+    return sorted(kept, key=lambda item: (item.rank is None, item.rank or 0, item.url))
 
 
 def _recorded(place: str) -> list[RemoteFile]:

@@ -107,11 +107,11 @@ class HeatMap(NamedTuple):
         if value is None:
             return f"{who(line)} · {label(self.classes[place])} {t.NOT_MEASURED}"
         against = value - self.medians[place]
-        found = f"{label(self.classes[place])} {t.format_duration(value)} per step"
+        result = f"{label(self.classes[place])} {t.format_duration(value)} per step"
         if against:
             more = "more" if against > 0 else "less"
-            found += f", {t.format_duration(abs(against))} {more} than the median rank"
-        return f"{who(line)} · {found}"
+            result += f", {t.format_duration(abs(against))} {more} than the median rank"
+        return f"{who(line)} · {result}"
 
 
 def heat_map(ranks: Ranks, most: int = MAX_RANKS) -> HeatMap | None:
@@ -156,7 +156,7 @@ def label(name: str) -> str:
 
 def lists(ranks: Ranks) -> list[tuple[str, str, list[str]]]:
     """(title, aside, lines): what a change gains, what was not read, what was not compared."""
-    found = [
+    result = [
         ("What if", "in the ranks' replay", [what_if(item) for item in ranks.what_if]),
         ("Ranks that were not read", "", [missing(item) for item in ranks.missing]),
         (
@@ -165,7 +165,7 @@ def lists(ranks: Ranks) -> list[tuple[str, str, list[str]]]:
             [f"{t.clean(name)}: {t.clean(why)}" for name, why in ranks.not_checked.items()],
         ),
     ]
-    return [item for item in found if item[2]]
+    return [item for item in result if item[2]]
 
 
 def what_if(item: RanksWhatIf) -> str:
@@ -177,10 +177,10 @@ def gain(item: RanksWhatIf | Outlier) -> str:
     """``5.1 ms per step (4.8 to 5.5 ms)``; empty: not estimated."""
     if item.gain_ns is None:
         return ""
-    found = f"{t.format_duration(item.gain_ns)} per step"
+    result = f"{t.format_duration(item.gain_ns)} per step"
     if item.low_ns is not None and item.high_ns is not None:
-        found += f" ({spread(item.low_ns, item.high_ns)})"
-    return found
+        result += f" ({spread(item.low_ns, item.high_ns)})"
+    return result
 
 
 def spread(low: float, high: float) -> str:
@@ -213,8 +213,8 @@ def outlier_name(outlier: Outlier) -> str:
 
 def outlier_kind(outlier: Outlier) -> str:
     """What is wrong with it."""
-    found = KINDS.get(outlier.kind, t.clean(outlier.kind))
-    return f"{found}, a different one from step to step" if outlier.moves else found
+    result = KINDS.get(outlier.kind, t.clean(outlier.kind))
+    return f"{result}, a different one from step to step" if outlier.moves else result
 
 
 def significance(share: float | None) -> str:
@@ -232,16 +232,16 @@ def scope(ranks: Ranks) -> list[tuple[str, list[str]]]:
     parts = [f"{t.format_count(read)}{of} ranks read"]
     if ranks.hosts:
         parts.append(t.count_noun(ranks.hosts, "host"))
-    found = [("ranks", parts)]
+    result = [("ranks", parts)]
     step = ranks.step
     if step is not None:
         middle = f"eight of ten ranks {spread(step.low, step.high)}"
         ends = f"all {spread(step.min, step.max)}"
-        found.append(
+        result.append(
             ("step", [f"{t.format_duration(step.median)} on the median rank", middle, ends])
         )
-    found.append(("clocks", [t.clean(ranks.note)]))
+    result.append(("clocks", [t.clean(ranks.note)]))
     if ranks.replay_error is not None:
         miss = f"misses the measured step by {t.format_share(abs(ranks.replay_error))}"
-        found.append(("replay", [miss]))
-    return found
+        result.append(("replay", [miss]))
+    return result

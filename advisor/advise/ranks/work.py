@@ -80,17 +80,17 @@ def results(
     def start(place: int) -> None:
         nonlocal number
         number += 1
-        mine, answer = number, workers.submit(perform, packed[place])
-        flying[mine] = _Flying(place, answer)
-        answer.add_done_callback(lambda _: done.put(mine))
+        own, answer = number, workers.submit(perform, packed[place])
+        flying[own] = _Flying(place, answer)
+        answer.add_done_callback(lambda _: done.put(own))
 
     while waiting or alone or flying:
         slots = workers.slots()
         if slots == 0:
-            for place in (*(one.place for one in flying.values()), *waiting, *alone):
+            for place in (*(item.place for item in flying.values()), *waiting, *alone):
                 yield orders[place].failed("no worker is left")
-            for one in flying.values():
-                workers.abandon(one.answer)
+            for item in flying.values():
+                workers.abandon(item.answer)
             return
         while waiting and len(flying) < slots:
             start(waiting.popleft())
@@ -103,11 +103,11 @@ def results(
         try:
             came = flying.pop(done.get(timeout=LOOK), None)
         except queue.Empty:
-            for mine, one in list(flying.items()):
-                if time.monotonic() - one.since > seconds:
-                    del flying[mine]
-                    workers.abandon(one.answer)
-                    yield orders[one.place].failed(f"not done within {seconds:.0f} s")
+            for own, item in list(flying.items()):
+                if time.monotonic() - item.since > seconds:
+                    del flying[own]
+                    workers.abandon(item.answer)
+                    yield orders[item.place].failed(f"not done within {seconds:.0f} s")
             continue
         if came is None:
             continue  # it came after it had been given up

@@ -168,11 +168,11 @@ class GpuSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
         canonical = canonical_dtype(dtype)
         if canonical is None:
             return None
-        found = self.measured.matmul.get(canonical)
+        result = self.measured.matmul.get(canonical)
         twin = {"fp16": "bf16", "bf16": "fp16"}.get(canonical)
-        if found is None and twin is not None and self.peak(twin) == self.peak(canonical):
-            found = self.measured.matmul.get(twin)
-        return found
+        if result is None and twin is not None and self.peak(twin) == self.peak(canonical):
+            result = self.measured.matmul.get(twin)
+        return result
 
     @property
     def bandwidth(self) -> float:

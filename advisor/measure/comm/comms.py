@@ -79,8 +79,8 @@ def step_at(a: Analysis, ts: NDArray[np.int64]) -> NDArray[np.int32]:
     used = a.steps.used
     if used.is_empty():
         return np.zeros(len(ts), dtype=np.int32)
-    at = np.searchsorted(used["end"].to_numpy(), ts, side="right")
-    return used["index"].to_numpy()[np.minimum(at, used.height - 1)].astype(np.int32)
+    index = np.searchsorted(used["end"].to_numpy(), ts, side="right")
+    return used["index"].to_numpy()[np.minimum(index, used.height - 1)].astype(np.int32)
 
 
 def _hidden_by(a: Analysis, ts: NDArray[np.int64], end: NDArray[np.int64]) -> pl.Series:
@@ -109,17 +109,17 @@ def describe(a: Analysis) -> pl.DataFrame:
     ``source`` and ``target`` (of a send or receive; null).
     """
     trace = a.trace
-    mine = a.kernels["communication"].to_numpy() & (trace.gpu["device"] == a.device_id).to_numpy()
-    rows = np.flatnonzero(mine)
+    own = a.kernels["communication"].to_numpy() & (trace.gpu["device"] == a.device_id).to_numpy()
+    rows = np.flatnonzero(own)
     gpu = trace.gpu[rows]
-    found = collective_facts(trace, gpu, map_names(gpu["name"], kernel_kind, pl.String))
+    result = collective_facts(trace, gpu, map_names(gpu["name"], kernel_kind, pl.String))
     ns = gpu["dur"].cast(pl.Float64)
-    algorithm = found["bytes"].cast(pl.Float64) / ns.set(ns == 0, None)
-    return found.with_columns(
+    algorithm = result["bytes"].cast(pl.Float64) / ns.set(ns == 0, None)
+    return result.with_columns(
         gpu=pl.Series(rows, dtype=pl.Int32),
         ts=gpu["ts"],
         dur=gpu["dur"],
-        bus_gbps=algorithm.set((algorithm == 0).fill_null(False), None) * found["factor"],
+        bus_gbps=algorithm.set((algorithm == 0).fill_null(False), None) * result["factor"],
         stream=gpu["stream"],
         op=gpu["op"],
         launch_ts=trace.cpu["ts"].gather(gpu["launch"]),

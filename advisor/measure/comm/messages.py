@@ -186,11 +186,11 @@ def collective_facts(trace: Trace, gpu: pl.DataFrame, by_name: pl.Series) -> pl.
     sources = pl.concat([comms, around.sources(), pl.DataFrame([{}], schema=_SOURCE)])
     host = np.where(call >= 0, call, reduces)
     chosen = np.where(comm >= 0, comm, np.where(host >= 0, count + host, sources.height - 1))
-    found = sources[chosen]
+    result = sources[chosen]
     base = pl.Series(np.append(around.base_size, 0)[_nearest(place, around.base_size > 1)])
     annotation = _nearest(place, around.user)
     return _sized(
-        found.with_columns(
+        result.with_columns(
             collective=pl.coalesce("collective", by_name).fill_null("other"),
             group_size=pl.coalesce("group_size", base.set(base == 0, None)),
             annotation=pl.Series([*around.names, None], dtype=pl.String).gather(
@@ -200,10 +200,10 @@ def collective_facts(trace: Trace, gpu: pl.DataFrame, by_name: pl.Series) -> pl.
     )
 
 
-def _sized(found: pl.DataFrame) -> pl.DataFrame:
+def _sized(result: pl.DataFrame) -> pl.DataFrame:
     """Message size and bus factor: computed once for each distinct description."""
     keys = ["collective", "given", "out", "group_size", "dtype", "even"]
-    distinct = found.select(keys).unique(maintain_order=True)
+    distinct = result.select(keys).unique(maintain_order=True)
     size: list[int | None] = []
     factor: list[float | None] = []
     for kind, given, out, ranks, dtype, even in distinct.iter_rows():
@@ -214,7 +214,7 @@ def _sized(found: pl.DataFrame) -> pl.DataFrame:
     distinct = distinct.with_columns(
         bytes=pl.Series(size, dtype=pl.Int64), factor=pl.Series(factor, dtype=pl.Float64)
     )
-    return found.join(distinct, on=keys, how="left", nulls_equal=True, maintain_order="left")
+    return result.join(distinct, on=keys, how="left", nulls_equal=True, maintain_order="left")
 
 
 def _nearest(place: NDArray[np.int64], wanted: NDArray[np.bool_]) -> NDArray[np.int64]:

@@ -46,9 +46,9 @@ def step_energy(recorded: StepRecords) -> StepEnergy | None:
         course = _counter(recorded) if method == "counter" else _integrated(recorded)
         if course is None:
             continue
-        found = _a_step(recorded, *course)
-        if found is not None:
-            joules, steps, seconds = found
+        result = _a_step(recorded, *course)
+        if result is not None:
+            joules, steps, seconds = result
             return StepEnergy(joules / steps, joules / seconds, method, steps)
     return None
 

@@ -196,8 +196,8 @@ def op_families(names: pl.Series) -> pl.Series:
 def _op_families(names: pl.Series) -> pl.DataFrame:
     known = names.str.strip_prefix("aten::")
     aten = names.str.starts_with("aten::")
-    found = [_lookup(op) if is_aten else None for op, is_aten in zip(known, aten, strict=True)]
-    table = pl.Series(found, dtype=pl.String)
+    result = [_lookup(op) if is_aten else None for op, is_aten in zip(known, aten, strict=True)]
+    table = pl.Series(result, dtype=pl.String)
     frame = pl.DataFrame({"name": names, "table": table})
     engine = pl.col("name").str.contains(_ENGINE)
     pattern = pl.coalesce(
@@ -210,8 +210,8 @@ def _op_families(names: pl.Series) -> pl.DataFrame:
 
 def op_family(name: str) -> str | None:
     """The family of one operator."""
-    found = op_families(pl.Series([name]))[0]
-    return None if found is None else str(found)
+    result = op_families(pl.Series([name]))[0]
+    return None if result is None else str(result)
 
 
 def _lookup(op: str) -> str | None:

@@ -104,9 +104,9 @@ ELEMENTWISE: dict[str, int] = (
 
 def flops(op: str, x: OpInputs) -> float | None:
     """Floating-point operations of one call; ``None``: no formula, or inputs not recorded."""
-    found = product(op, x)
-    if found is not None:
-        return 2.0 * found.batch * found.m * found.n * found.k
+    result = product(op, x)
+    if result is not None:
+        return 2.0 * result.batch * result.m * result.n * result.k
     conv = convolution(op, x)
     if conv is not None:
         once = 2.0 * conv.batch * conv.points * prod(conv.weight.shape)

@@ -403,8 +403,8 @@ def _families(frame: pl.DataFrame) -> pl.Series:
         left = frame[rows]
         meant = left.select(pl.repeat(True, pl.len()) & condition).to_series()
         if meant.any():
-            at = rows.filter(meant)
-            family = family.scatter(at, frame[at].select(told()).to_series())
+            index = rows.filter(meant)
+            family = family.scatter(index, frame[index].select(told()).to_series())
     return family
 
 

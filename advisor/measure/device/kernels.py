@@ -119,16 +119,16 @@ def measure_kernels(a: Analysis) -> pl.DataFrame:
 def _look_at_names(trace: Trace, kernel: Bools) -> _Names:
     """Describe each distinct kernel name once, and spread that over the rows."""
     gpu = trace.gpu
-    at = np.flatnonzero(kernel)
-    column = gpu["name"].gather(at)
+    index = np.flatnonzero(kernel)
+    column = gpu["name"].gather(index)
     texts, which = distinct_names(column)
     told = describe(texts)
 
     def spread(values: pl.Series, missing: int | bool) -> Any:
         """The value of each row's name; ``missing`` for rows that are no kernels."""
-        found = values.fill_null(missing).to_numpy()
-        rows = np.full(gpu.height, missing, dtype=found.dtype)
-        rows[at] = np.append(found, found.dtype.type(missing))[which]
+        result = values.fill_null(missing).to_numpy()
+        rows = np.full(gpu.height, missing, dtype=result.dtype)
+        rows[index] = np.append(result, result.dtype.type(missing))[which]
         return rows
 
     return _Names(
@@ -159,20 +159,20 @@ def _operators(trace: Trace, launches: Launches) -> tuple[Rows, Rows, Costs]:
     triton = _is_triton(trace, launches.inner)
     op = np.where((op < 0) & triton, launches.inner, op)
     distinct, place = np.unique(op, return_inverse=True)
-    found = costs(trace, distinct)
+    result = costs(trace, distinct)
     # When an operator and one inside it both have a formula for the same work, the inner counts.
     family = np.full(len(distinct), NONE, dtype=np.int8)
     family[place] = launches.family
-    counted = np.isin(family, _MATRIX_CODES) & (distinct >= 0) & ~np.isnan(found.flops)
+    counted = np.isin(family, _MATRIX_CODES) & (distinct >= 0) & ~np.isnan(result.flops)
     if counted.any():
         wanted = np.zeros(trace.cpu.height, dtype=np.bool_)
         wanted[distinct[counted]] = True
         parent = trace.cpu["parent"].fill_null(NONE).cast(pl.Int64).to_numpy()
         around = climb_stack(parent, wanted, parent[distinct[counted]])
         twice = np.isin(distinct, around[around >= 0])
-        found.flops[twice] = np.nan
-        found.moved[twice] = np.nan
-    return op, place.astype(np.int64), found
+        result.flops[twice] = np.nan
+        result.moved[twice] = np.nan
+    return op, place.astype(np.int64), result
 
 
 def _is_triton(trace: Trace, rows: Rows) -> Bools:

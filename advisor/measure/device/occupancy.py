@@ -67,10 +67,10 @@ def active_blocks(
     used = shared + (RESERVED_SHARED if compute >= (8, 0) else 0)
     used = -(-used // unit) * unit
     by_shared = np.where(used > 0, device.shared_per_sm // np.maximum(used, 1), limit)
-    found = np.minimum(np.minimum(by_warps, by_registers), np.minimum(by_shared, limit))
-    possible = (threads > 0) & (threads <= MAX_THREADS_PER_BLOCK) & (found > 0)
+    result = np.minimum(np.minimum(by_warps, by_registers), np.minimum(by_shared, limit))
+    possible = (threads > 0) & (threads <= MAX_THREADS_PER_BLOCK) & (result > 0)
     possible &= ~(refused & (registers > 0)) & (shared >= 0) & (registers >= 0)
-    return np.where(possible, found, np.nan).astype(np.float64)
+    return np.where(possible, result, np.nan).astype(np.float64)
 
 
 class Residency(NamedTuple):
@@ -135,5 +135,5 @@ def _computed(
         missing |= column.is_null().to_numpy()
         # Damaged files hold absurd figures; the bound keeps the arithmetic inside int64.
         columns[name] = column.cast(pl.Int64).fill_null(0).clip(-1, 1 << 31).to_numpy()
-    found = active_blocks(**columns, device=device, amd=amd)
-    return None if found is None else np.where(missing, np.nan, found)
+    result = active_blocks(**columns, device=device, amd=amd)
+    return None if result is None else np.where(missing, np.nan, result)

@@ -113,17 +113,17 @@ def _in_spans(a: Analysis) -> pl.DataFrame:
     """The device rows that count, with what ``Analysis.kernels`` says of them. ``ns`` is the part
     of the duration inside the spans; FLOPs and bytes are cut in proportion."""
     gpu, kernels = a.trace.gpu, a.kernels
-    at = np.flatnonzero(a.in_window)
-    ts, dur = gpu["ts"].to_numpy()[at], gpu["dur"].to_numpy()[at]
+    index = np.flatnonzero(a.in_window)
+    ts, dur = gpu["ts"].to_numpy()[index], gpu["dur"].to_numpy()[index]
     ns = covered_length(ts, ts + dur, a.spans)
     part = pl.Series(ns / np.maximum(dur, 1))
-    chosen = kernels[at]
+    chosen = kernels[index]
     return pl.DataFrame(
         {
-            "kind": gpu["kind"].gather(at),
-            "name": gpu["name"].gather(at),
+            "kind": gpu["kind"].gather(index),
+            "name": gpu["name"].gather(index),
             "ns": ns,
-            "blocks_per_sm": gpu["blocks_per_sm"].gather(at),
+            "blocks_per_sm": gpu["blocks_per_sm"].gather(index),
             "flops": chosen["flops"] * part,
             "moved": chosen["moved"] * part,
             **{

@@ -25,11 +25,11 @@ def rooflines(a: Analysis, most: int | None = MAX_ROWS) -> list[OperatorRate]:
     table = a.rooflines if most is None else a.rooflines.head(most)
     dims = a.trace.inputs["dims"].gather(table["inputs"])
     steps = a.step_count
-    found = []
+    result = []
     text = table.with_columns(pl.col("family", "dtype", "bound").cast(pl.String))
     for row, shapes in zip(text.iter_rows(named=True), dims, strict=True):
         calls = max(row["calls"], 1)
-        found.append(
+        result.append(
             OperatorRate(
                 name=row["op"],
                 shapes=shape_text(shapes),
@@ -51,7 +51,7 @@ def rooflines(a: Analysis, most: int | None = MAX_ROWS) -> list[OperatorRate]:
                 saved_ns=_each(row["saved"], steps),
             )
         )
-    return found
+    return result
 
 
 def attained(a: Analysis) -> list[AttainableRate]:
@@ -63,10 +63,10 @@ def attained(a: Analysis) -> list[AttainableRate]:
         .unique()
         .sort("dtype")
     )
-    found = [_rate(name, rate, limits.matmul[name]) for name, rate in held.iter_rows()]
+    result = [_rate(name, rate, limits.matmul[name]) for name, rate in held.iter_rows()]
     if limits.memory is not None and not a.rooflines.is_empty():
-        found.append(_rate("memory", limits.memory.rate, limits.memory))
-    return found
+        result.append(_rate("memory", limits.memory.rate, limits.memory))
+    return result
 
 
 def _rate(of: str, rate: float, known: Attainable) -> AttainableRate:

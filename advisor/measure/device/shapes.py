@@ -96,23 +96,23 @@ class OpInputs:
             self._found[at] = self._tensor(at)
         return self._found[at]
 
-    def _tensor(self, at: int) -> Tensor | None:
-        if at >= len(self._dims) or at >= len(self._types):
+    def _tensor(self, index: int) -> Tensor | None:
+        if index >= len(self._dims) or index >= len(self._types):
             return None
-        dtype = self._types[at]
+        dtype = self._types[index]
         if not isinstance(dtype, str) or dtypes.width(dtype) is None:
             return None
-        shape = _shape(self._dims[at])
+        shape = _shape(self._dims[index])
         if shape is None:
             return None
-        strides = _sizes(self._stride_list[at]) if at < len(self._stride_list) else None
+        strides = _sizes(self._stride_list[index]) if index < len(self._stride_list) else None
         return Tensor(shape, dtype, strides)
 
     @cached_property
     def tensors(self) -> list[Tensor]:
         """All single tensors, in order."""
-        found = (self.tensor(at) for at in range(len(self._dims)))
-        return [tensor for tensor in found if tensor is not None]
+        result = (self.tensor(at) for at in range(len(self._dims)))
+        return [tensor for tensor in result if tensor is not None]
 
     def absent(self, at: int) -> bool:
         """Whether an optional tensor was recorded as not given."""
@@ -153,9 +153,9 @@ def main_dtype(op: str, inputs: OpInputs) -> str | None:
         return None if tensor is None else canonical_dtype(tensor.dtype)
     # A list comprehension would ask for all of the types; the first match is nearly always first.
     for tensor in inputs.tensors:
-        found = canonical_dtype(tensor.dtype)
-        if found is not None:
-            return found
+        result = canonical_dtype(tensor.dtype)
+        if result is not None:
+            return result
     return None
 
 
@@ -163,10 +163,10 @@ def _list(text: str) -> list[Any]:
     if not text:
         return []
     try:
-        found = msgspec.json.decode(text)
+        result = msgspec.json.decode(text)
     except (msgspec.DecodeError, RecursionError, ValueError):
         return []
-    return found if isinstance(found, list) else []
+    return result if isinstance(result, list) else []
 
 
 def _sizes(value: Any) -> tuple[int, ...] | None:

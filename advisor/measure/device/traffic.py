@@ -61,9 +61,9 @@ _TRITON_PARTIAL = ("embedding", "index", "gather", "scatter", "slice", "select",
 
 def moved(op: str, x: OpInputs) -> float | None:
     """Bytes that one call reads and writes at least; ``None``: no formula, or not recorded."""
-    found = product(op, x)
-    if found is not None:
-        return _product(op, x, found)
+    result = product(op, x)
+    if result is not None:
+        return _product(op, x, result)
     conv = convolution(op, x)
     if conv is not None:
         return _convolution(op, x, conv)
@@ -224,10 +224,10 @@ def _norm(name: str, x: OpInputs) -> float | None:
 
 
 def _reduction(name: str, x: OpInputs) -> float | None:
-    found = _REDUCTIONS.get(name)
-    if found is None:
+    result = _REDUCTIONS.get(name)
+    if result is None:
         return None
-    at, out_width = found
+    at, out_width = result
     tensor = x.tensors[0]
     rank = len(tensor.shape)
     # Overloads without dimensions reduce everything; they record fewer inputs than `at`.

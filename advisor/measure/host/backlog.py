@@ -91,17 +91,17 @@ def device_steps(trace: Trace, start: Times, end: Times, *, closed: bool) -> Que
     if (last < 0).any():
         return None  # a step that launched nothing has no place on the device
     place = np.flatnonzero(inside)
-    _, at = np.unique(step[place], return_index=True)  # rows are in order of ts
-    first = began[place[at]]
+    _, index = np.unique(step[place], return_index=True)  # rows are in order of ts
+    first = began[place[index]]
     if not closed:
         after = called >= end[-1]
         last[-1] = began[after].min() if after.any() else last[-1]
-    waited = first - called[place[at]]
+    waited = first - called[place[index]]
     upto = np.where(np.append(start[1:] == end[:-1], False), np.append(first[1:], NEVER), last)
     length = upto - first
     if (length <= 0).any() or np.median(waited) < AHEAD_SHARE * np.median(length):
         return None
-    if not _behind_work(trace, device, called[place[at]], first):
+    if not _behind_work(trace, device, called[place[index]], first):
         return None
     queue = Queue(first, upto, float(np.median(waited)))
     if not closed and abs(int(length.sum()) / int((end - start).sum()) - 1) < AHEAD_SHARE:

@@ -147,16 +147,16 @@ def _blame(a: Analysis, part: Intervals, ended_by: NDArray[np.int64]) -> _Blame:
         row = a.trace.gpu["launch"].fill_null(-1).to_numpy()[np.maximum(ended_by, 0)]
         launch = np.where(ended_by >= 0, row, -1)
     known = launch >= 0
-    at = np.maximum(launch, 0)
+    index = np.maximum(launch, 0)
     main = a.trace.main_thread
     thread = np.full(count, -1, dtype=np.int32)
     called = np.full(count, np.iinfo(np.int64).max)
     returned = called.copy()
     if cpu.height:
         ts = cpu["ts"].to_numpy()
-        thread = np.where(known, cpu["thread"].to_numpy()[at], -1).astype(np.int32)
-        called = np.where(known, ts[at], called)
-        returned = np.where(known, ts[at] + cpu["dur"].to_numpy()[at], returned)
+        thread = np.where(known, cpu["thread"].to_numpy()[index], -1).astype(np.int32)
+        called = np.where(known, ts[index], called)
+        returned = np.where(known, ts[index] + cpu["dur"].to_numpy()[index], returned)
     tail = ended_by < 0
     if main is not None:
         thread[tail] = main
@@ -310,8 +310,8 @@ def _stream_waits(
     order = np.lexsort((row, lane))
     key = lane[order] * (cpu.height + 2) + row[order] + 1
     before = np.searchsorted(key, lane[ended_by] * (cpu.height + 2) + launch + 1, side="left") - 1
-    at = order[np.maximum(before, 0)]
-    previous = np.where((before >= 0) & (lane[at] == lane[ended_by]), row[at], -1)
+    index = order[np.maximum(before, 0)]
+    previous = np.where((before >= 0) & (lane[index] == lane[ended_by]), row[index], -1)
     # whose end came last before this work could start
     end = (gpu["ts"] + gpu["dur"]).to_numpy()
     by_end = np.argsort(end, kind="stable")
@@ -333,8 +333,8 @@ def _next_work(a: Analysis, end: Ints) -> NDArray[np.int64]:
     )
     ts = gpu["ts"].to_numpy()[rows]
     place = np.searchsorted(ts, end, side="left")
-    at = np.minimum(place, len(rows) - 1)
-    return np.where(place < len(rows), rows[at], -1) if len(rows) else np.full(len(end), -1)
+    index = np.minimum(place, len(rows) - 1)
+    return np.where(place < len(rows), rows[index], -1) if len(rows) else np.full(len(end), -1)
 
 
 def _frames(a: Analysis, host: NDArray[np.int32]) -> NDArray[np.int32]:

@@ -66,15 +66,15 @@ def tied_calls(trace: Trace) -> NDArray[np.int64]:
     launched, ends = cpu["ts"].to_numpy(), (gpu["ts"] + gpu["dur"]).to_numpy()
     streams = gpu.select(pl.struct("device", "stream").rank("dense"))["device"].to_numpy()
     for stream in np.unique(streams[known]):  # a handful of streams
-        mine = np.flatnonzero(known & (streams == stream))
-        mine = mine[np.argsort(launched[launch[mine]], kind="stable")]
-        last = np.maximum.accumulate(ends[mine])
-        place = np.searchsorted(launched[launch[mine]], begin, side="left") - 1
+        own_part = np.flatnonzero(known & (streams == stream))
+        own_part = own_part[np.argsort(launched[launch[own_part]], kind="stable")]
+        last = np.maximum.accumulate(ends[own_part])
+        place = np.searchsorted(launched[launch[own_part]], begin, side="left") - 1
         ended = np.where(place >= 0, last[np.maximum(place, 0)], -1)
         # with CUDA_LAUNCH_BLOCKING a launch waits for what it launches, which is most of its time
-        own = np.minimum(place + 1, len(mine) - 1)
-        work = gpu["dur"].to_numpy()[mine[own]]
-        ended = np.where((launch[mine[own]] == rows) & (2 * work > dur), last[own], ended)
+        own = np.minimum(place + 1, len(own_part) - 1)
+        work = gpu["dur"].to_numpy()[own_part[own]]
+        ended = np.where((launch[own_part[own]] == rows) & (2 * work > dur), last[own], ended)
         after = begin + dur - ended
         tied |= (ended > begin + dur // 2) & (after >= -apart) & (after <= late)
     names = cpu["name"].gather(rows).to_physical().to_numpy()

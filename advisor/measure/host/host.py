@@ -78,7 +78,7 @@ def _in_backward(a: Analysis) -> list[tuple[int, int, int]]:
     ts = cpu["ts"].to_numpy()[rows]
     runs = union(ts, ts + cpu["dur"].to_numpy()[rows])
     line = a.timeline
-    found = []
+    result = []
     for name in ("unknown", "unrecorded"):
         dark = np.flatnonzero((line.thread == main) & (line.code == CODE[name]))
         begin, end = line.start[dark], line.end[dark]
@@ -90,8 +90,8 @@ def _in_backward(a: Analysis) -> list[tuple[int, int, int]]:
         begin, end, low, high = begin[some], end[some], low[some], high[some]
         begin = np.maximum(begin, runs.start[low])
         end = np.minimum(end, runs.end[high])
-        found.append((main, CODE[name], int(covered_length(begin, end, a.spans).sum())))
-    return found
+        result.append((main, CODE[name], int(covered_length(begin, end, a.spans).sum())))
+    return result
 
 
 def python_hot_spots(a: Analysis) -> pl.DataFrame:

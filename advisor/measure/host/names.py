@@ -53,8 +53,8 @@ def name_matches(names: pl.Series, pattern: str) -> pl.Series:
     """Boolean column: the name contains the regular expression (null names: false)."""
     if len(names) < FEW:
         # as one query: on a small trace it is queries, not rows, that take the time
-        found = pl.col(names.name).cast(pl.String).str.contains(pattern).fill_null(False)
-        return names.to_frame().select(matches=found).to_series()
+        result = pl.col(names.name).cast(pl.String).str.contains(pattern).fill_null(False)
+        return names.to_frame().select(matches=result).to_series()
     texts, code, codes = _by_code(names)
     table = np.zeros(int(codes.max(initial=0)) + 1, dtype=bool)
     table[code] = texts.str.contains(pattern).to_numpy()

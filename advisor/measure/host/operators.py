@@ -65,8 +65,8 @@ def roofs(hardware: GpuSpec | None) -> Roofs:
     """What is attained on a GPU, by format and in its memory."""
     if hardware is None:
         return Roofs({}, None)
-    found = {dtype: attainable.matmul(hardware, dtype) for dtype in FORMATS}
-    rates = {dtype: rate for dtype, rate in found.items() if rate is not None}
+    result = {dtype: attainable.matmul(hardware, dtype) for dtype in FORMATS}
+    rates = {dtype: rate for dtype, rate in result.items() if rate is not None}
     return Roofs(rates, attainable.memory(hardware))
 
 
@@ -127,9 +127,9 @@ def _reached(table: pl.DataFrame, limits: Roofs, hardware: GpuSpec | None) -> Ro
     fastest = told.group_by(pl.col("dtype").cast(pl.String)).agg(pl.col("flops_per_s").max())
     matmul = dict(limits.matmul)
     for dtype, rate in fastest.drop_nulls().iter_rows():
-        found, peak = matmul.get(dtype), hardware.peak(dtype)
-        if found is not None and found.source is None and peak is not None:
-            matmul[dtype] = found._replace(rate=max(found.rate, min(rate, peak)))
+        result, peak = matmul.get(dtype), hardware.peak(dtype)
+        if result is not None and result.source is None and peak is not None:
+            matmul[dtype] = result._replace(rate=max(result.rate, min(rate, peak)))
     return Roofs(matmul, limits.memory)
 
 
@@ -138,9 +138,9 @@ def rows_of(a: Analysis, operators: pl.DataFrame) -> NDArray[np.bool_]:
     kernels = _kernels(a).with_columns(pl.col("op", "kernel").cast(pl.String))
     linked = operators.filter(pl.col("op").is_not_null())
     chosen = kernels.join(linked, on=["op", "inputs"], how="semi", nulls_equal=True)
-    found = np.zeros(a.trace.gpu.height, dtype=np.bool_)
-    found[chosen["row"].to_numpy()] = True
-    return found
+    result = np.zeros(a.trace.gpu.height, dtype=np.bool_)
+    result[chosen["row"].to_numpy()] = True
+    return result
 
 
 def share_in(a: Analysis, rows: NDArray[np.bool_]) -> pl.DataFrame:
@@ -160,19 +160,19 @@ def _kernels(a: Analysis) -> pl.DataFrame:
     FLOPs and bytes cut in proportion."""
     gpu, kernels, cpu = a.trace.gpu, a.kernels, a.trace.cpu
     wanted = a.in_window & (gpu["kind"] == "kernel").to_numpy()
-    at = np.flatnonzero(wanted & ~kernels["communication"].to_numpy())
-    ts, dur = gpu["ts"].to_numpy()[at], gpu["dur"].to_numpy()[at]
+    index = np.flatnonzero(wanted & ~kernels["communication"].to_numpy())
+    ts, dur = gpu["ts"].to_numpy()[index], gpu["dur"].to_numpy()[index]
     ns = covered_length(ts, ts + dur, a.spans)
     part = pl.Series(ns / np.maximum(dur, 1))
     chosen = kernels.select(
         "op_row", "family", "dtype", "tensor_core", "flops", "moved", "op_name"
-    )[at]
+    )[index]
     call = chosen["op_row"]
     return pl.DataFrame(
         {
-            "row": at,
+            "row": index,
             "ns": ns,
-            "kernel": gpu["name"].gather(at),
+            "kernel": gpu["name"].gather(index),
             "call": call,
             "op": chosen["op_name"],
             "inputs": cpu["inputs"].gather(call).cast(pl.Int64),
@@ -186,7 +186,7 @@ def _kernels(a: Analysis) -> pl.DataFrame:
 
 
 def _against_roofs(table: pl.DataFrame, limits: Roofs) -> pl.DataFrame:
-    rates = {name: found.rate for name, found in limits.matmul.items()}
+    rates = {name: result.rate for name, result in limits.matmul.items()}
     memory = None if limits.memory is None else limits.memory.rate
     matrix = pl.col("family").is_in(list(MATRIX))
     matmul = (

@@ -118,9 +118,9 @@ def op_tree(a: Analysis, most: int = MAX_NODES) -> pl.DataFrame:
     near = nearest(parent, kept)
     above = np.where(parent >= 0, near[np.maximum(parent, 0)], -1)
     weight = np.zeros(cpu.height, dtype=np.int64)
-    at, ns = _device_rows(a, "launch")
-    held = near[at] >= 0
-    np.add.at(weight, near[at[held]], ns[held])
+    index, ns = _device_rows(a, "launch")
+    held = near[index] >= 0
+    np.add.at(weight, near[index[held]], ns[held])
     on_host = not weight.any()
     rows = np.flatnonzero(kept)
     inside = _inside(a)

@@ -72,8 +72,8 @@ def nearest(parent: Rows, wanted: Mask) -> Rows:
         if np.array_equal(further, jump):
             break
         jump = further
-    found = jump[:-1]
-    return np.where(found == count, np.int32(-1), found)
+    result = jump[:-1]
+    return np.where(result == count, np.int32(-1), result)
 
 
 def outermost(parent: Rows, wanted: Mask) -> Rows:
@@ -85,33 +85,33 @@ def outermost(parent: Rows, wanted: Mask) -> Rows:
 
 def operators(trace: Trace) -> Mask:
     """Aligned with ``trace.cpu``: operators."""
-    found: Mask = (trace.cpu["kind"] == "op").to_numpy()
-    return found
+    result: Mask = (trace.cpu["kind"] == "op").to_numpy()
+    return result
 
 
 def climb_stack(parent: Rows, wanted: Mask, rows: Rows, *, top: bool = False) -> Rows:
     """:func:`nearest` (with ``top``: :func:`outermost`) for a few rows only (-1: none): as many
     rounds as their stacks are deep."""
-    found = np.full(len(rows), -1, dtype=parent.dtype)
-    at = np.flatnonzero(rows >= 0)
-    row = rows[at]
+    result = np.full(len(rows), -1, dtype=parent.dtype)
+    index = np.flatnonzero(rows >= 0)
+    row = rows[index]
     levels = 0
-    while len(at):
+    while len(index):
         hit = wanted[row]
-        found[at[hit]] = row[hit]
+        result[index[hit]] = row[hit]
         if not top:
-            at, row = at[~hit], row[~hit]
+            index, row = index[~hit], row[~hit]
         row = parent[row]
-        at, row = at[row >= 0], row[row >= 0]
+        index, row = index[row >= 0], row[row >= 0]
         levels += 1
         if levels % _MERGE_LEVELS == 0 and len(row) > _MANY:
             # Ways up through Python frames meet early: go on once for each distinct row.
             distinct, back = np.unique(row, return_inverse=True)
             if 2 * len(distinct) < len(row):
                 above = climb_stack(parent, wanted, distinct, top=top)[back]
-                found[at] = np.where(above >= 0, above, found[at])
+                result[index] = np.where(above >= 0, above, result[index])
                 break
-    return found
+    return result
 
 
 def around(parent: Rows, rows: Rows) -> Rows:
@@ -148,10 +148,10 @@ _STDLIB = re.compile(r"(?:^|/)lib(?:64)?/python\d[\d.]*t?/|(?:^|/)Lib/(?!site-pa
 
 def parse_frame(name: str) -> Frame | None:
     """File, line and function of a frame's name; ``None``: a built-in, a module range, no frame."""
-    found = _FRAME.match(name)
-    if found is None:
+    result = _FRAME.match(name)
+    if result is None:
         return None
-    return Frame(found[1], int(found[2]), found[3])
+    return Frame(result[1], int(result[2]), result[3])
 
 
 def frame_rank(name: str) -> int:
@@ -201,10 +201,10 @@ def user_frames(trace: Trace) -> Rows:
 
 def frame_of(a: Analysis, rows: pl.Series) -> pl.Series:
     """User frame of each host row of a column; null: no row, or no stacks."""
-    at = rows.fill_null(-1).to_numpy()
+    index = rows.fill_null(-1).to_numpy()
     if not a.trace.cpu.height:
-        return pl.Series([None], dtype=pl.Int32).new_from_index(0, len(at))
-    frame = np.where(at >= 0, a.user_frame[np.maximum(at, 0)], -1)
+        return pl.Series([None], dtype=pl.Int32).new_from_index(0, len(index))
+    frame = np.where(index >= 0, a.user_frame[np.maximum(index, 0)], -1)
     return pl.Series(frame, dtype=pl.Int32).set(pl.Series(frame < 0), None)
 
 
@@ -261,8 +261,8 @@ def forward_ops(trace: Trace) -> Rows:
     owner = np.where(lowest == highest, forward[last], -1)
     wanted = sequence[around[inside]]
     place = np.minimum(np.searchsorted(keys[last], wanted), len(owner) - 1)
-    found = np.where(keys[last][place] == wanted, owner[place], -1)
-    none[inside] = found
+    result = np.where(keys[last][place] == wanted, owner[place], -1)
+    none[inside] = result
     return none
 
 

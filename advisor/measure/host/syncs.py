@@ -170,21 +170,21 @@ class _Work(NamedTuple):
     @classmethod
     def of(cls, a: Analysis) -> _Work:
         gpu, cpu = a.trace.gpu, a.trace.cpu
-        mine = np.flatnonzero((gpu["device"] == (a.device_id or 0)).fill_null(False).to_numpy())
-        launch = gpu["launch"].fill_null(-1).to_numpy()[mine].astype(np.int64)
-        start = gpu["ts"].to_numpy()[mine]
-        end = start + gpu["dur"].to_numpy()[mine]
+        own = np.flatnonzero((gpu["device"] == (a.device_id or 0)).fill_null(False).to_numpy())
+        launch = gpu["launch"].fill_null(-1).to_numpy()[own].astype(np.int64)
+        start = gpu["ts"].to_numpy()[own]
+        end = start + gpu["dur"].to_numpy()[own]
         known = launch >= 0
         moment = start.copy()
         moment[known] = cpu["ts"].to_numpy()[launch[known]]
         by_time = np.argsort(moment, kind="stable")
         order = np.flatnonzero(known)[np.argsort(launch[known], kind="stable")]
         return cls(
-            mine[order],
+            own[order],
             launch[order],
             start[order],
             cpu["thread"].to_numpy()[launch[order]],
-            mine[by_time],
+            own[by_time],
             moment[by_time],
             end[by_time],
         )
@@ -194,18 +194,18 @@ class _Work(NamedTuple):
         if not len(self.row):
             return np.full(len(rows), -1, dtype=np.int64)
         place = np.searchsorted(self.launch, rows, side="right")
-        at = np.minimum(place, len(self.row) - 1)
-        found = (place < len(self.row)) & (self.thread[at] == thread[rows])
-        return np.where(found, self.start[at], -1)
+        index = np.minimum(place, len(self.row) - 1)
+        result = (place < len(self.row)) & (self.thread[index] == thread[rows])
+        return np.where(result, self.start[index], -1)
 
     def last_before(self, rows: NDArray[np.int64], thread: NDArray[np.int32]) -> NDArray[np.int64]:
         """Row of gpu of the last work that the thread launched before each host row, else -1."""
         if not len(self.row):
             return np.full(len(rows), -1, dtype=np.int64)
         place = np.searchsorted(self.launch, rows, side="left") - 1
-        at = np.maximum(place, 0)
-        found = (place >= 0) & (self.thread[at] == thread[rows])
-        return np.where(found, self.row[at], -1)
+        index = np.maximum(place, 0)
+        result = (place >= 0) & (self.thread[index] == thread[rows])
+        return np.where(result, self.row[index], -1)
 
 
 def _calls(trace: Trace) -> tuple[NDArray[np.int64], NDArray[np.int8], NDArray[np.int64]]:
@@ -230,9 +230,9 @@ def _copy_before(
     last = work.last_before(rows, trace.cpu["thread"].to_numpy())
     if not gpu.height or not len(rows):
         return last
-    at = np.maximum(last, 0)
-    is_copy = gpu["copy"].is_in(["HtoD", "DtoH"]).fill_null(False).to_numpy()[at]
-    launch = gpu["launch"].fill_null(-1).to_numpy()[at].astype(np.int64)
+    index = np.maximum(last, 0)
+    is_copy = gpu["copy"].is_in(["HtoD", "DtoH"]).fill_null(False).to_numpy()[index]
+    launch = gpu["launch"].fill_null(-1).to_numpy()[index].astype(np.int64)
     same = climb_stack(parents(trace), operators(trace), launch) == op
     return np.where((last >= 0) & is_copy & same, last, -1)
 
@@ -248,17 +248,17 @@ def _released(
 ) -> Ints:
     """When the awaited work of each call ended, ns; -1: it had ended before, or is not known."""
     gpu, cpu = trace.gpu, trace.cpu
-    found = np.full(len(rows), -1, dtype=np.int64)
+    result = np.full(len(rows), -1, dtype=np.int64)
     if not len(work.by_time) or not len(rows):
-        return found
+        return result
     gpu_end = (gpu["ts"] + gpu["dur"]).to_numpy()
     memcpy = kind == KINDS.index("memcpy")
-    found[memcpy] = gpu_end[copy[memcpy]]
+    result[memcpy] = gpu_end[copy[memcpy]]
 
     device = kind == KINDS.index("device")
     latest = np.maximum.accumulate(work.end)
     place = np.searchsorted(work.launched, ts[device], side="right") - 1
-    found[device] = np.where(place >= 0, latest[np.maximum(place, 0)], -1)
+    result[device] = np.where(place >= 0, latest[np.maximum(place, 0)], -1)
 
     # a stream: the one cuda_sync tells, else the one this thread used last
     codes, stream_of = np.unique(gpu["stream"].to_numpy()[work.by_time], return_inverse=True)
@@ -281,21 +281,21 @@ def _released(
     latest = np.maximum.accumulate(stream_of[order] * stride + (work.end[order] - low))
     asked = on * stride + np.maximum(before - low, 0)
     place = np.searchsorted(key[order], asked, side="right") - 1
-    at = np.maximum(place, 0)
-    good = usable & (place >= 0) & (stream_of[order][at] == on)
-    found = np.where(good, latest[at] - on * stride + low, found)
+    position = np.maximum(place, 0)
+    good = usable & (place >= 0) & (stream_of[order][position] == on)
+    result = np.where(good, latest[position] - on * stride + low, result)
 
     # An event without a record, or a stream that was guessed wrong (its work outlasts the call, or
     # had ended before a call that did wait): what released the call is then the last work that
     # ended while it lasted.
     told = told_stream > -(1 << 62)
     waits = end - ts > IDLE_CALL_NS
-    guess = ~memcpy & ~device & ~told & waits & (~good | (found <= ts))
-    guess |= ~memcpy & (found > end)
+    guess = ~memcpy & ~device & ~told & waits & (~good | (result <= ts))
+    guess |= ~memcpy & (result > end)
     ends = np.sort(work.end)
     place = np.searchsorted(ends, end, side="right") - 1
-    found = np.where(guess, np.where(place >= 0, ends[np.maximum(place, 0)], -1), found)
-    return np.where(found > ts, np.minimum(found, end), -1)
+    result = np.where(guess, np.where(place >= 0, ends[np.maximum(place, 0)], -1), result)
+    return np.where(result > ts, np.minimum(result, end), -1)
 
 
 def _told(trace: Trace, rows: NDArray[np.int64]) -> tuple[Ints, Ints]:
@@ -326,9 +326,9 @@ def _told(trace: Trace, rows: NDArray[np.int64]) -> tuple[Ints, Ints]:
     )
     joined = asked.lazy().join(told, on="correlation", how="inner").collect()
     joined = joined.filter(pl.col("on").is_not_null())
-    at = joined["at"].to_numpy()
-    stream[at] = joined["on"].to_numpy()
-    before[at] = joined["recorded"].fill_null(-1).to_numpy()
+    index = joined["at"].to_numpy()
+    stream[index] = joined["on"].to_numpy()
+    before[index] = joined["recorded"].fill_null(-1).to_numpy()
     return stream, before
 
 

@@ -115,8 +115,8 @@ def fragments(post: PostMortem) -> Fragments | None:
 def placement(post: PostMortem) -> Placement | None:
     """Why the request that failed could not be placed; ``None``: none failed, or the snapshot was
     taken so much later that its state is another."""
-    h, found = post.history, fragments(post)
-    if post.request is None or found is None or h.failed is None:
+    h, result = post.history, fragments(post)
+    if post.request is None or result is None or h.failed is None:
         return None
     now = int(h.allocated[-1])
     if abs(now - post.allocated) > NEAR * max(post.allocated, 1):
@@ -124,12 +124,12 @@ def placement(post: PostMortem) -> Placement | None:
     request = -(-max(post.request, 1) // ROUND) * ROUND
     event = h.events.row(h.failed, named=True)
     small = request <= SMALL_REQUEST
-    mine = (pl.col("large").is_null() | (pl.col("large") == (not small))) & (
+    own_part = (pl.col("large").is_null() | (pl.col("large") == (not small))) & (
         pl.col("stream").eq_missing(pl.lit(event["stream"])) | pl.col("stream").is_null()
     )
-    if "pool" in found.table.columns:
-        mine &= pl.col("pool").eq_missing(pl.lit(event["pool"], pl.String))
-    own = found.table.filter(mine)
+    if "pool" in result.table.columns:
+        own_part &= pl.col("pool").eq_missing(pl.lit(event["pool"], pl.String))
+    own = result.table.filter(own_part)
     usable = _total(own["free"])
     largest = max([0, *own["largest"].to_list()])
     driver = post.device_free
@@ -137,9 +137,9 @@ def placement(post: PostMortem) -> Placement | None:
         request=request,
         usable=usable,
         largest=largest,
-        elsewhere=found.free - usable,
+        elsewhere=result.free - usable,
         driver=driver,
-        fits_expandable=found.expandable + (driver or 0) >= request and found.expandable > 0,
+        fits_expandable=result.expandable + (driver or 0) >= request and result.expandable > 0,
         scattered=usable >= request > largest,
     )
 

@@ -166,8 +166,8 @@ class History:
     @cached_property
     def failed(self) -> int | None:
         """The last event that says out of memory; ``None``: none."""
-        found = np.flatnonzero(self.is_action["oom"])
-        return int(found[-1]) if len(found) else None
+        result = np.flatnonzero(self.is_action["oom"])
+        return int(result[-1]) if len(result) else None
 
     @cached_property
     def peak(self) -> int:

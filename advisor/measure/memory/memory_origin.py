@@ -112,7 +112,7 @@ def origin(stack: Stack | None) -> Origin:
 
 
 def _role(stack: Stack, own: SnapshotFrame | None) -> tuple[str, bool]:
-    found = ""
+    result = ""
     for frame in stack:
         file, name = frame.file.replace("\\", "/"), frame.name
         if (_CPP.search(file) and frame.line == 0) or "::" in name:
@@ -120,14 +120,14 @@ def _role(stack: Stack, own: SnapshotFrame | None) -> tuple[str, bool]:
                 return "workspace", False
             if _ACCUMULATE.search(name):
                 return "gradient", False
-            if _COMMUNICATION_CPP.search(name) and not found:
+            if _COMMUNICATION_CPP.search(name) and not result:
                 return "communication", False
             if _BACKWARD_CPP.search(name):
-                return ("recomputed", False) if found == "recomputed" else ("backward", False)
+                return ("recomputed", False) if result == "recomputed" else ("backward", False)
             continue
         if _CHECKPOINT.search(file) and name in _RECOMPUTE:
             return "recomputed", False
-        if found:
+        if result:
             if _is_backward(file, name):
                 return "backward", False
             continue
@@ -136,10 +136,10 @@ def _role(stack: Stack, own: SnapshotFrame | None) -> tuple[str, bool]:
         if _is_backward(file, name):
             return "backward", False
         if (MODULE.search(file) and name in CALLS) or _FUNCTIONAL.search(file):
-            found = "forward"
+            result = "forward"
         elif frame is own and name in _BUILT:
-            found = "parameter"
-    return found or "own", False
+            result = "parameter"
+    return result or "own", False
 
 
 def _telling(file: str, name: str) -> str | None:

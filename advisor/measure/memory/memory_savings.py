@@ -37,7 +37,7 @@ class Saving(NamedTuple):
 
 def savings(post: PostMortem) -> list[Saving]:
     """What would have freed most at the moment, largest first. They overlap: not to be added up."""
-    found = [
+    result = [
         *_checkpointing(post),
         *_logits(post),
         *_references(post),
@@ -47,15 +47,15 @@ def savings(post: PostMortem) -> list[Saving]:
         *_expandable(post),
     ]
     least = MINIMUM * max(post.allocated, 1)
-    kept = [each for each in found if each.bytes >= least or each.change == "expandable segments"]
+    kept = [each for each in result if each.bytes >= least or each.change == "expandable segments"]
     return sorted(kept, key=lambda each: -each.bytes)
 
 
 def _rows(post: PostMortem, *categories: str) -> Ints:
     codes = [CATEGORIES.index(name) for name in categories]
     rows = post.held_rows
-    found: Ints = rows[np.isin(post.kinds[rows], codes)]
-    return found
+    result: Ints = rows[np.isin(post.kinds[rows], codes)]
+    return result
 
 
 def _checkpointing(post: PostMortem) -> list[Saving]:
@@ -104,7 +104,7 @@ def _callers(post: PostMortem, stack: int) -> list[tuple[str, int, str]]:
     from advisor.measure.memory.memory_origin import CALLS, MODULE, whose
 
     frames = post.snapshot.stacks[stack] if stack >= 0 else ()
-    found = []
+    result = []
     for inner, outer in pairwise(frames):
         if (
             MODULE.search(inner.file.replace("\\", "/"))
@@ -113,8 +113,8 @@ def _callers(post: PostMortem, stack: int) -> list[tuple[str, int, str]]:
             and whose(outer) >= 1
             and any(MODULE.search(f.file) for f in frames[frames.index(outer) + 1 :])
         ):
-            found.append((outer.file, outer.line, outer.name))
-    return found
+            result.append((outer.file, outer.line, outer.name))
+    return result
 
 
 class Logits(NamedTuple):
@@ -152,16 +152,16 @@ def logits(post: PostMortem) -> Logits | None:
 
 
 def _logits(post: PostMortem) -> list[Saving]:
-    found = logits(post)
-    if found is None:
+    result = logits(post)
+    if result is None:
         return []
     return [
         _at(
             "smaller logits",
-            found.freed,
-            f"the {found.blocks} blocks of the loss and of the logits' size are made in {CHUNKS} "
+            result.freed,
+            f"the {result.blocks} blocks of the loss and of the logits' size are made in {CHUNKS} "
             "pieces, one at a time",
-            found.where,
+            result.where,
         )
     ]
 
@@ -246,13 +246,13 @@ def _batch(post: PostMortem) -> list[Saving]:
 
 def _expandable(post: PostMortem) -> list[Saving]:
     """Only where fragments were in the way of a request."""
-    at, found = placement(post), fragments(post)
-    if at is None or found is None or not at.fits_expandable or found.expandable <= 0:
+    at, result = placement(post), fragments(post)
+    if at is None or result is None or not at.fits_expandable or result.expandable <= 0:
         return []
     return [
         Saving(
             "expandable segments",
-            found.expandable,
+            result.expandable,
             "tensors stay where they are; of each free block, whole pages of 20 MiB (2 MiB in the "
             "small pool) can be given back",
         )

@@ -77,16 +77,16 @@ def memory_peak(a: Analysis, device: int) -> Peak | None:
     events = _events(a, device)
     if events.is_empty() or events["allocated"].is_null().all():
         return None
-    at = int(events["allocated"].arg_max() or 0)
-    upto = events[: at + 1]
+    index = int(events["allocated"].arg_max() or 0)
+    upto = events[: index + 1]
     # the last event of an address tells whether its block is held
     last = upto.with_row_index("row").group_by("address").agg(pl.col("row").max())
     held = upto[np.sort(last["row"].to_numpy())].filter(pl.col("bytes") > 0)
-    total = int(events["allocated"][at])
-    reserved = events["reserved"][at]
+    total = int(events["allocated"][index])
+    reserved = events["reserved"][index]
     own = int(held["bytes"].sum())
     return Peak(
-        ts=int(events["ts"][at]),
+        ts=int(events["ts"][index]),
         allocated=total,
         reserved=int(reserved) if reserved else None,
         before=max(0, total - own),
@@ -128,20 +128,20 @@ def _by_owner(a: Analysis, held: pl.DataFrame) -> pl.DataFrame:
 def _running(a: Analysis, thread: NDArray[np.int32], ts: NDArray[np.int64]) -> NDArray[np.int32]:
     """Innermost host row that is running on a thread at an instant, -1: none."""
     cpu = a.trace.cpu
-    found = np.full(len(ts), -1, dtype=np.int32)
+    result = np.full(len(ts), -1, dtype=np.int32)
     if cpu.is_empty():
-        return found
+        return result
     starts, ends = cpu["ts"].to_numpy(), (cpu["ts"] + cpu["dur"]).to_numpy()
     threads, parent = cpu["thread"].to_numpy(), cpu["parent"].fill_null(-1).to_numpy()
     for number in np.unique(thread):  # a handful of threads
         low, high = np.searchsorted(threads, [number, number + 1])
-        mine = np.flatnonzero(thread == number)
-        at = low + np.searchsorted(starts[low:high], ts[mine], side="right") - 1
-        at = np.where(at >= low, at, -1)
-        while (late := (at >= 0) & (ends[np.maximum(at, 0)] < ts[mine])).any():
-            at[late] = parent[at[late]]  # as often as stacks are deep
-        found[mine] = at
-    return found
+        own = np.flatnonzero(thread == number)
+        index = low + np.searchsorted(starts[low:high], ts[own], side="right") - 1
+        index = np.where(index >= low, index, -1)
+        while (late := (index >= 0) & (ends[np.maximum(index, 0)] < ts[own])).any():
+            index[late] = parent[index[late]]  # as often as stacks are deep
+        result[own] = index
+    return result
 
 
 def _outermost_op(a: Analysis, rows: NDArray[np.int32]) -> NDArray[np.int32]:

@@ -134,8 +134,8 @@ class PostMortem:
         tells = bool(len(self.snapshot.stacks))
 
         def is_(name: str) -> Mask:
-            found: Mask = role == ROLES.index(name)
-            return found
+            result: Mask = role == ROLES.index(name)
+            return result
 
         forward = self._happens("forward") | self._happens("recomputed")
         past_forward = self._crosses(forward)
@@ -183,8 +183,8 @@ class PostMortem:
         return old
 
     def _happens(self, role: str) -> Mask:
-        found: Mask = (self.history.role == ROLES.index(role)) & self.history.is_action["alloc"]
-        return found
+        result: Mask = (self.history.role == ROLES.index(role)) & self.history.is_action["alloc"]
+        return result
 
     def _crosses(self, happens: Mask) -> Mask:
         """Lives during which something happens, their own beginning aside; up to the moment."""
@@ -205,8 +205,8 @@ class PostMortem:
         """Bytes held at the moment, largest first; they add up to ``allocated``."""
         lives, rows = self.history.lives, self.held_rows
         sums = np.bincount(self.kinds[rows], weights=lives.size[rows], minlength=len(CATEGORIES))
-        found = {name: int(sums[n]) for n, name in enumerate(CATEGORIES) if sums[n] > 0}
-        return dict(sorted(found.items(), key=lambda item: -item[1]))
+        result = {name: int(sums[n]) for n, name in enumerate(CATEGORIES) if sums[n] > 0}
+        return dict(sorted(result.items(), key=lambda item: -item[1]))
 
     @cached_property
     def held(self) -> pl.DataFrame:
@@ -255,8 +255,8 @@ class PostMortem:
         if told.null_count() == told.len():
             return [None] * len(rows)
         at = pl.Series(np.maximum(born, 0))
-        found = told.gather(at).to_list()
-        return [label if b >= 0 else None for label, b in zip(found, born.tolist(), strict=True)]
+        result = told.gather(at).to_list()
+        return [label if b >= 0 else None for label, b in zip(result, born.tolist(), strict=True)]
 
     # -- over the steps -------------------------------------------------------------------------
 
@@ -355,7 +355,7 @@ class PostMortem:
         category that is not empty."""
         h, lives = self.history, self.history.lives
         count = h.count
-        at = np.unique(
+        index = np.unique(
             np.concatenate(
                 [
                     np.linspace(-1, count - 1, min(points, count + 1)).astype(np.int64),
@@ -363,21 +363,21 @@ class PostMortem:
                 ]
             )
         )
-        columns: dict[str, Any] = {"event": at}
+        columns: dict[str, Any] = {"event": index}
         times = h.events["time_us"]
         if count and not times.is_null().any():
-            columns["time_us"] = (times.to_numpy() - int(times[0]))[np.maximum(at, 0)]
+            columns["time_us"] = (times.to_numpy() - int(times[0]))[np.maximum(index, 0)]
         else:
-            columns["time_us"] = pl.Series([None] * len(at), dtype=pl.Int64)
-        columns["reserved"] = h.reserved[at + 1]
+            columns["time_us"] = pl.Series([None] * len(index), dtype=pl.Int64)
+        columns["reserved"] = h.reserved[index + 1]
         for number, name in enumerate(CATEGORIES):
-            mine = self.kinds == number
-            if not mine.any():
+            own = self.kinds == number
+            if not own.any():
                 continue
             change = np.zeros(count + 2, dtype=np.int64)
-            np.add.at(change, lives.born[mine] + 1, lives.size[mine])
-            np.add.at(change, np.minimum(lives.ended[mine], count) + 1, -lives.size[mine])
-            columns[name] = np.cumsum(change)[at + 1]
+            np.add.at(change, lives.born[own] + 1, lives.size[own])
+            np.add.at(change, np.minimum(lives.ended[own], count) + 1, -lives.size[own])
+            columns[name] = np.cumsum(change)[index + 1]
         return pl.DataFrame(columns)
 
 

@@ -43,11 +43,11 @@ class Clocks:
 def medians(values: Floats, first: Ints) -> Floats:
     """Median of each stretch between neighbours of ``first`` (none is empty)."""
     size = np.diff(first)
-    found = np.empty(len(size))
+    result = np.empty(len(size))
     for count in np.unique(size).tolist():  # few distinct sizes: groups are of few sizes
         rows = np.flatnonzero(size == count)
-        found[rows] = np.median(values[first[rows][:, None] + np.arange(count)], axis=1)
-    return found
+        result[rows] = np.median(values[first[rows][:, None] + np.arange(count)], axis=1)
+    return result
 
 
 def align_cells(
@@ -178,8 +178,8 @@ class _Part:
     def _of(self, rank: int) -> Ints:
         if rank + 1 >= len(self.bounds):
             return self.by_rank[:0]
-        found: Ints = self.by_rank[self.bounds[rank] : self.bounds[rank + 1]]
-        return found
+        result: Ints = self.by_rank[self.bounds[rank] : self.bounds[rank + 1]]
+        return result
 
     def _residual(self, ends: Floats, shift: Floats, drift: Floats) -> Floats:
         """How much earlier each end is than the middle of its row."""
@@ -238,8 +238,8 @@ class _Part:
     def bridge(self, ends: Floats, island: Ints, shift: Floats, drift: Floats) -> None:
         """Move islands of ranks to each other, by the ends of the pairs between them."""
         moved = ends + shift[self.rank] + drift[self.rank] * ends
-        one, two = self.at[:-1], self.at[:-1] + 1  # the cells of each pair
-        here, there = self.rank[one], self.rank[two]
+        item, two = self.at[:-1], self.at[:-1] + 1  # the cells of each pair
+        here, there = self.rank[item], self.rank[two]
         for _ in range(len(np.unique(island[self.rank]))):  # each joins two islands
             a, b = island[here], island[there]
             across = np.flatnonzero(a != b)
@@ -253,8 +253,8 @@ class _Part:
             rows = across[which == most]
             keep, move = divmod(int(names[most]), int(island.max()) + 1)
             kept_first = a[rows] == keep
-            kept = np.where(kept_first, moved[one[rows]], moved[two[rows]])
-            other = np.where(kept_first, moved[two[rows]], moved[one[rows]])
+            kept = np.where(kept_first, moved[item[rows]], moved[two[rows]])
+            other = np.where(kept_first, moved[two[rows]], moved[item[rows]])
             offset, lean = _within(np.column_stack([kept, other]))
             turn, level = float(lean[0] - lean[1]), float(offset[0] - offset[1])
             members = np.flatnonzero(island == move)
@@ -272,11 +272,11 @@ class _Part:
         size = np.diff(self.at)
         order = np.lexsort((size, mark))
         changed = (mark[order][1:] != mark[order][:-1]) | (size[order][1:] != size[order][:-1])
-        found = []
+        result = []
         for rows in np.split(order, np.flatnonzero(changed) + 1):
             cells = self.at[rows][:, None] + np.arange(size[rows[0]])
-            found.append((self.rank[cells[0]], cells))
-        return found
+            result.append((self.rank[cells[0]], cells))
+        return result
 
 
 def _within(ends: Floats) -> tuple[Floats, Floats]:

@@ -119,11 +119,11 @@ def align(ranks: Mapping[int, Analysis]) -> Alignment:
         return Alignment(0, None, "only one rank is here")
     if len(known) < 2:
         return Alignment(0, None, "fewer than two ranks have device work", unaligned=tuple(ranks))
-    found = match_collectives(known)
-    if not found.table.height:
+    result = match_collectives(known)
+    if not result.table.height:
         reason = "the ranks have no collectives that can be matched"
         return Alignment(0, None, reason, unaligned=tuple(ranks))
-    matches, shift, spread, broken = _settle(found)
+    matches, shift, spread, broken = _settle(result)
     left = matches.table.height
     if broken > left:
         reason = (
@@ -135,9 +135,9 @@ def align(ranks: Mapping[int, Analysis]) -> Alignment:
         reason = f"no two ranks share more than {MIN_MATCHES - 1} collectives that can be matched"
         return Alignment(0, None, reason, unaligned=tuple(ranks))
     placed = np.flatnonzero(np.isfinite(shift))
-    numbers = [found.ranks[column] for column in placed]
+    numbers = [result.ranks[column] for column in placed]
     moved = {n: round(ns) for n, ns in zip(numbers, shift[placed].tolist(), strict=True)}
-    first = known[found.ranks[int(np.flatnonzero(shift == 0)[0])]].trace.meta
+    first = known[result.ranks[int(np.flatnonzero(shift == 0)[0])]].trace.meta
     offset = {n: moved[n] + first.start_ns - known[n].trace.meta.start_ns for n in numbers}
     apart = max(map(abs, offset.values()))
     unix = all(known[n].trace.meta.clock == "unix" for n in numbers)
@@ -156,10 +156,10 @@ def align(ranks: Mapping[int, Analysis]) -> Alignment:
     )
 
 
-def _settle(found: Matches) -> tuple[Matches, Times, Times, int]:
+def _settle(result: Matches) -> tuple[Matches, Times, Times, int]:
     """Matches that can be one collective, shift and spread of each rank from them (NaN: not
     placed), and how many matches cannot be."""
-    matches, broken = found, 0
+    matches, broken = result, 0
     while True:  # each round drops matches or ends of a rank, so it ends
         shift = _shifts(matches.end)
         there = np.isfinite(matches.end + shift)
@@ -235,10 +235,10 @@ def match_collectives(ranks: Mapping[int, Analysis]) -> Matches:
     )
     start = np.full((table.height, len(numbers)), np.nan)
     end = start.copy()
-    found = every.join(table.select(*_KEY, "row"), on=_KEY, nulls_equal=True)
+    result = every.join(table.select(*_KEY, "row"), on=_KEY, nulls_equal=True)
     column = {number: c for c, number in enumerate(numbers)}
-    at = found["row"].to_numpy(), np.array([column[n] for n in found["rank"]], dtype=np.int64)
-    start[at], end[at] = found["start"].to_numpy(), found["end"].to_numpy()
+    index = result["row"].to_numpy(), np.array([column[n] for n in result["rank"]], dtype=np.int64)
+    start[index], end[index] = result["start"].to_numpy(), result["end"].to_numpy()
     return Matches(table.drop("row", "count"), numbers, start, end)
 
 
@@ -257,9 +257,9 @@ def keyed(
     if stepped and marks.height:
         # by launch: which step it runs in depends on how far the device is behind
         launch = table["launch_ts"].fill_null(-(1 << 62)).to_numpy()
-        at = np.searchsorted(marks["ts"].to_numpy(), launch, side="right") - 1
-        inside = (at >= 0) & (launch < marks["end"].to_numpy()[np.maximum(at, 0)])
-        name = marks["name"].gather(np.maximum(at, 0)).set(pl.Series(~inside), None)
+        index = np.searchsorted(marks["ts"].to_numpy(), launch, side="right") - 1
+        inside = (index >= 0) & (launch < marks["end"].to_numpy()[np.maximum(index, 0)])
+        name = marks["name"].gather(np.maximum(index, 0)).set(pl.Series(~inside), None)
     own_amount = pl.col("collective") == "all_to_all"
     # ranks of a pipeline count their sends each for itself: they are matched by who sends to whom
     pair = pl.col("source").is_not_null() & pl.col("target").is_not_null()

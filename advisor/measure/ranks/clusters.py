@@ -43,10 +43,10 @@ def find_clusters(
     groups.sort(key=lambda places: (-len(places), int(places[0])))
     middle = np.median(values[known], axis=0)
     several = len(np.unique(stage)) > 1
-    found = []
+    result = []
     for places in groups:
         own = np.median(values[places], axis=0)
-        found.append(
+        result.append(
             RankCluster(
                 name=_name(own - middle, classes, scale, len(groups), stage[places], several),
                 ranks=numbers([summaries[place].rank for place in places.tolist()]),
@@ -55,7 +55,7 @@ def find_clusters(
                 time=dict(zip(classes, own.tolist(), strict=True)),
             )
         )
-    return found
+    return result
 
 
 def _families(summaries: Sequence[Summary]) -> Floats:

@@ -34,12 +34,12 @@ def host_of(path: str) -> str:
 def racks(hosts: Iterable[str]) -> dict[str, str]:
     """Host -> rack, where the names tell racks: what ends with the number before the last. Empty:
     there are not several racks of several hosts."""
-    found: dict[str, list[str]] = defaultdict(list)
+    result: dict[str, list[str]] = defaultdict(list)
     for host in sorted(set(hosts)):
         match = _LAST.match(host.split(".", 1)[0])
         if match is None:
             return {}
-        found[match["rack"]].append(host)
-    if len(found) < 2 or max(map(len, found.values())) < 2:
+        result[match["rack"]].append(host)
+    if len(result) < 2 or max(map(len, result.values())) < 2:
         return {}
-    return {host: rack for rack, members in found.items() for host in members}
+    return {host: rack for rack, members in result.items() for host in members}

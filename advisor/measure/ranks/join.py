@@ -182,23 +182,23 @@ def _cells(summaries: Sequence[Summary]) -> tuple[list[Key], list[dict[str, Ints
     nothing = {name: np.zeros(0, dtype=np.int64) for name in (*COLUMNS, *more)}
     parts = [nothing]
     for place, summary in enumerate(summaries):
-        found = summary.collectives
-        if found is None or not found.key.count:
+        result = summary.collectives
+        if result is None or not result.key.count:
             continue
-        columns = {name: unpack(getattr(found, name)) for name in COLUMNS}
+        columns = {name: unpack(getattr(result, name)) for name in COLUMNS}
         columns["amount"] = (
-            np.zeros(found.key.count, dtype=np.int64)
-            if found.amount is None
-            else unpack(found.amount)
+            np.zeros(result.key.count, dtype=np.int64)
+            if result.amount is None
+            else unpack(result.amount)
         )
-        _check(columns, found, len(summary.steps))
-        own = np.empty(len(found.keys), dtype=np.int64)
-        for at, text in enumerate(found.keys):
+        _check(columns, result, len(summary.steps))
+        own = np.empty(len(result.keys), dtype=np.int64)
+        for index, text in enumerate(result.keys):
             if text not in numbers:
                 numbers[text] = len(keys)
-                keys.append(_key(found, at))
-            own[at] = numbers[text]
-        recorded = np.array(found.sequenced or [False] * len(found.keys), dtype=np.bool_)
+                keys.append(_key(result, index))
+            own[index] = numbers[text]
+        recorded = np.array(result.sequenced or [False] * len(result.keys), dtype=np.bool_)
         names = [marks.setdefault(step.name, len(marks)) for step in summary.steps]
         mark = np.array([*names, -1], dtype=np.int64)[columns["step"]]
         mark[recorded[columns["key"]]] = -1
@@ -210,15 +210,15 @@ def _cells(summaries: Sequence[Summary]) -> tuple[list[Key], list[dict[str, Ints
     return keys, parts
 
 
-def _check(columns: dict[str, Ints], found: Collectives, steps: int) -> None:
+def _check(columns: dict[str, Ints], result: Collectives, steps: int) -> None:
     lengths = {len(values) for values in columns.values()}
-    by_key = (found.synchronising, found.group, found.size, found.kind, found.message)
+    by_key = (result.synchronising, result.group, result.size, result.kind, result.message)
     fits = (
         len(lengths) == 1
-        and all(len(told) == len(found.keys) for told in by_key)
-        and (not found.sequenced or len(found.sequenced) == len(found.keys))
+        and all(len(told) == len(result.keys) for told in by_key)
+        and (not result.sequenced or len(result.sequenced) == len(result.keys))
         and columns["key"].min() >= 0
-        and columns["key"].max() < len(found.keys)
+        and columns["key"].max() < len(result.keys)
         and columns["step"].min() >= -1
         and columns["step"].max() < steps
         and bool((columns["end"] >= columns["start"]).all())
@@ -227,9 +227,13 @@ def _check(columns: dict[str, Ints], found: Collectives, steps: int) -> None:
         raise AdvisorError("a rank's summary is damaged")
 
 
-def _key(found: Collectives, at: int) -> Key:
+def _key(result: Collectives, index: int) -> Key:
     return Key(
-        found.kind[at], found.group[at], found.message[at], found.size[at], found.synchronising[at]
+        result.kind[index],
+        result.group[index],
+        result.message[index],
+        result.size[index],
+        result.synchronising[index],
     )
 
 

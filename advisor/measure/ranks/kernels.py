@@ -72,7 +72,7 @@ def _kernels(
     slow: Sequence[Summary], others: Sequence[Summary]
 ) -> list[tuple[str, float, float, int]]:
     """(name, usual ns per step, how many times as long here, instances), the longest first."""
-    found = []
+    result = []
     names = set.union(*(set(s.kernels) for s in slow)) if slow else set()
     for name in sorted(names):
         own = [s.kernels[name] for s in slow if name in s.kernels]
@@ -84,21 +84,21 @@ def _kernels(
             weight = _median([kernel.total_ns for kernel in theirs])
             ratio = _median([kernel.median_ns for kernel in own]) / usual
             instances = min(kernel.count for kernel in (*own, *theirs))
-            found.append((name, weight, ratio, instances))
-    return sorted(found, key=lambda item: (-item[1], item[0]))
+            result.append((name, weight, ratio, instances))
+    return sorted(result, key=lambda item: (-item[1], item[0]))
 
 
 def _families(slow: Sequence[Summary], others: Sequence[Summary]) -> list[tuple[str, float, float]]:
     """(name, usual ns per step, how many times as long on the slow ones)."""
-    found = []
+    result = []
     for name in sorted(set[str]().union(*(s.families for s in others))):
         if name in ("communication", "copy", "memset"):
             continue
         usual = _median([s.families.get(name, 0.0) for s in others])
         if usual > 0:
             own = _median([s.families.get(name, 0.0) for s in slow])
-            found.append((name, usual, own / usual))
-    return found
+            result.append((name, usual, own / usual))
+    return result
 
 
 def longer_families(slow: Sequence[Summary], others: Sequence[Summary]) -> list[tuple[str, float]]:

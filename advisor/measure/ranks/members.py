@@ -62,16 +62,16 @@ def find_members(
     by_host = _hosts(excess, floor, limit, places, flagged)
     if spreads:
         _shared(excess, chance < limit, places, flagged, by_host)
-    found = _racks(excess, floor, limit, places, by_host)
-    covered = {place for who in found for place in who.places}
+    result = _racks(excess, floor, limit, places, by_host)
+    covered = {place for who in result for place in who.places}
     for host, p in by_host.items():
         if not set(places.hosts[host]) <= covered:
-            found.append(Members("host", host, places.hosts[host], p))
+            result.append(Members("host", host, places.hosts[host], p))
             covered |= set(places.hosts[host])
     for place, p in flagged.items():
         if place not in covered:
-            found.append(Members("rank", str(places.ranks[place]), (int(place),), p))
-    return sorted(found, key=lambda who: -float(np.nanmean(excess[list(who.places)])))
+            result.append(Members("rank", str(places.ranks[place]), (int(place),), p))
+    return sorted(result, key=lambda who: -float(np.nanmean(excess[list(who.places)])))
 
 
 def _hosts(
@@ -81,18 +81,18 @@ def _hosts(
     several = {name: own for name, own in places.hosts.items() if len(own) > 1}
     if len(several) < 2 or len(places.hosts) < 2:
         return {}
-    found: dict[str, float] = {}
+    result: dict[str, float] = {}
     for name, own in several.items():  # nearly all of its ranks are odd one by one
         there = [place for place in own if place in flagged]
         if len(there) >= MIN_MEMBERS_SHARE * len(own):
-            found[name] = min(flagged[place] for place in there)
+            result[name] = min(flagged[place] for place in there)
     units = {name: excess[list(own)] for name, own in several.items()}
     for name, p in _extreme(units, limit).items():
         values = units[name]
         middle = float(np.median(_known(values)))
         if middle > floor and np.mean(_known(values) > middle / 2) >= MIN_MEMBERS_SHARE:
-            found[name] = min(p, found.get(name, 1.0))
-    return found
+            result[name] = min(p, result.get(name, 1.0))
+    return result
 
 
 def _shared(
@@ -100,7 +100,7 @@ def _shared(
     unlikely: NDArray[np.bool_],
     places: Places,
     flagged: dict[int, float],
-    found: dict[str, float],
+    result: dict[str, float],
 ) -> None:
     """Add hosts of which one rank is odd and most of the others unlikely in the same direction."""
     for name, own in places.hosts.items():
@@ -109,17 +109,17 @@ def _shared(
         also = [place for place in known if unlikely[place] and excess[place] > 0]
         if (
             there
-            and name not in found
+            and name not in result
             and len(known) > 2
             and len(also) >= MIN_MEMBERS_SHARE * len(known)
         ):
-            found[name] = min(flagged[place] for place in there)
+            result[name] = min(flagged[place] for place in there)
 
 
 def _racks(
     excess: Floats, floor: float, limit: float, places: Places, hosts: dict[str, float]
 ) -> list[Members]:
-    found = []
+    result = []
     units = {}
     for rack, own in places.racks.items():
         each = [_known(excess[list(places.hosts[host])]) for host in own]
@@ -135,8 +135,8 @@ def _racks(
         middle = float(np.median(values))
         if p < limit and middle > floor and np.mean(values > middle / 2) >= MIN_MEMBERS_SHARE:
             members = tuple(place for host in own for place in places.hosts[host])
-            found.append(Members("rack", rack, members, p))
-    return found if len(found) < len(units) else []
+            result.append(Members("rack", rack, members, p))
+    return result if len(result) < len(units) else []
 
 
 def _extreme(units: dict[str, Floats], limit: float) -> dict[str, float]:

@@ -34,8 +34,8 @@ def transfer_excess(job: Job, without: frozenset[int] = frozenset()) -> list[Flo
     which = np.repeat(np.arange(len(waits.row)), joined.seen[waits.row])
     left_out = np.zeros(len(waits.row), dtype=np.bool_)
     left_out[which[np.isin(member, sorted(without))]] = True
-    for one in np.unique(kind).tolist():
-        rows = np.flatnonzero((kind == one) & ~left_out)
+    for item in np.unique(kind).tolist():
+        rows = np.flatnonzero((kind == item) & ~left_out)
         groups, inverse = np.unique(group[rows], return_inverse=True)
         if len(groups) < MIN_GROUPS:
             continue
@@ -44,13 +44,13 @@ def transfer_excess(job: Job, without: frozenset[int] = frozenset()) -> list[Flo
         middles = medians(waits.transfer[rows][order], first)
         excess[rows] = middles[inverse] - np.median(middles)
     known = np.isfinite(excess)
-    found = []
-    for rows in (known, *(known & (kind == one) for one in np.unique(kind[known]).tolist())):
+    result = []
+    for rows in (known, *(known & (kind == item) for item in np.unique(kind[known]).tolist())):
         cells = np.flatnonzero(rows[which])
         total = np.bincount(member[cells], weights=excess[which[cells]], minlength=ranks)
         there = np.bincount(member[cells], minlength=ranks) > 0
-        found.append(np.where(there, total / max(1, len(job.own.steps)), np.nan))
-    return found
+        result.append(np.where(there, total / max(1, len(job.own.steps)), np.nan))
+    return result
 
 
 def _groups(job: Job) -> tuple[Ints, Ints]:
@@ -74,23 +74,25 @@ def _groups(job: Job) -> tuple[Ints, Ints]:
 def slow_links(job: Job) -> list[Deviation]:
     """Hosts or racks (ranks, where hosts are not known) whose collectives take longer; one after
     the other, each without what those found before have caused."""
-    found: list[Deviation] = []
+    deviations: list[Deviation] = []
     done: frozenset[int] = frozenset()
     floor = MIN_SHARE * job.step_ns
     if floor <= 0:
-        return found
-    while len(found) < 5:
+        return deviations
+    while len(deviations) < 5:
         every = transfer_excess(job, done)
         # where half of the groups of one kind have a slow member, their scatter hides the others
         for excess in every:
             if who := find_members(excess, floor, MAX_CHANCE / len(every), job.places):
                 break
         else:
-            return found
+            return deviations
         worst = _same(job, who, excess)
-        found.append(Deviation("network", worst, float(np.nanmean(excess[list(worst.places)]))))
+        deviations.append(
+            Deviation("network", worst, float(np.nanmean(excess[list(worst.places)])))
+        )
         done |= set(worst.places)
-    return found
+    return deviations
 
 
 def _same(job: Job, who: list[Members], excess: Floats) -> Members:

@@ -104,13 +104,13 @@ class Job:
 
 def find_outliers(job: Job) -> list[Deviation]:
     """All searches; what one explains another does not tell again."""
-    found = persistent(job)
-    blamed = {place for deviation in found for place in deviation.who.places}
-    found += stages(job)
-    found += moving(job, blamed)
-    if not found:
-        found += late(job)
-    return found
+    result = persistent(job)
+    blamed = {place for deviation in result for place in deviation.who.places}
+    result += stages(job)
+    result += moving(job, blamed)
+    if not result:
+        result += late(job)
+    return result
 
 
 # -- the same ranks in every step -------------------------------------------------------------
@@ -128,14 +128,14 @@ def persistent(job: Job) -> list[Deviation]:
     for name in ("compute", "input"):
         left[name] = _middle(own.by_step[name], job.stage)
     left["host"] = _middle(own.by_step["host"] + own.by_step["copies"], job.stage)
-    found: list[Deviation] = []
+    deviations: list[Deviation] = []
     for name, excess in left.items():
         limit, spreads = MAX_CHANCE / len(left), name in ("host", "input")
         for who in find_members(excess, floor, limit, job.places, spreads=spreads):
             # others wait for the whole of a rank's work, not for a class of it
             if float(np.nanmax(total[list(who.places)])) > floor:
-                _add(found, _seen(job, who, total))
-    return _merge_imbalances(job, found)
+                _add(deviations, _seen(job, who, total))
+    return _merge_imbalances(job, deviations)
 
 
 def _middle(by_step: Floats, stage: Ints) -> Floats:
@@ -144,35 +144,35 @@ def _middle(by_step: Floats, stage: Ints) -> Floats:
     return medians_over(left, axis=1)
 
 
-def _add(found: list[Deviation], fresh: Deviation) -> None:
+def _add(result: list[Deviation], fresh: Deviation) -> None:
     """A larger unit that has the same excess takes the place of its parts."""
-    mine = set(fresh.who.places)
-    for deviation in list(found):
+    own = set(fresh.who.places)
+    for deviation in list(result):
         theirs = set(deviation.who.places)
-        if mine <= theirs:
+        if own <= theirs:
             return
-        if theirs < mine:
-            found.remove(deviation)
-    found.append(fresh)
+        if theirs < own:
+            result.remove(deviation)
+    result.append(fresh)
 
 
 def _seen(job: Job, who: Members, total: Floats) -> Deviation:
-    at = list(who.places)
-    inside = set(at)
+    index = list(who.places)
+    inside = set(index)
     like = [
         place
         for place in range(len(job.summaries))
-        if place not in inside and job.stage[place] in set(job.stage[at].tolist())
+        if place not in inside and job.stage[place] in set(job.stage[index].tolist())
     ] or [place for place in range(len(job.summaries)) if place not in inside]
     values = job.own.values
     usual = medians_over(values[like], axis=0)
-    more = dict(zip(OWN, means_over(values[at], axis=0) - usual, strict=False))
+    more = dict(zip(OWN, means_over(values[index], axis=0) - usual, strict=False))
     return _classified(
         job,
         Deviation(
             kind="host",
             who=who,
-            excess_ns=float(np.nanmean(total[at])),
+            excess_ns=float(np.nanmean(total[index])),
             more={name: float(ns) for name, ns in more.items()},
             others_ns=float(medians_over(job.own.own[like][None, :], axis=1)[0]),
         ),
@@ -213,23 +213,23 @@ def _of_whole_steps(job: Job, place: int) -> Summary:
     )
 
 
-def _merge_imbalances(job: Job, found: list[Deviation]) -> list[Deviation]:
+def _merge_imbalances(job: Job, result: list[Deviation]) -> list[Deviation]:
     """Ranks that have more of the work are one imbalance."""
-    uneven = [deviation for deviation in found if deviation.kind == "imbalance"]
+    uneven = [deviation for deviation in result if deviation.kind == "imbalance"]
     if len(uneven) < 2:
-        return found
+        return result
     return [
-        *(deviation for deviation in found if deviation.kind != "imbalance"),
+        *(deviation for deviation in result if deviation.kind != "imbalance"),
         merge(job, uneven),
     ]
 
 
-def merge(job: Job, found: Sequence[Deviation]) -> Deviation:
+def merge(job: Job, result: Sequence[Deviation]) -> Deviation:
     """Several that are odd in the same way, as one: the figures are of the largest."""
-    places = tuple(sorted({place for deviation in found for place in deviation.who.places}))
+    places = tuple(sorted({place for deviation in result for place in deviation.who.places}))
     name = numbers([job.places.ranks[place] for place in places])
-    who = Members("rank", name, places, min(deviation.who.chance for deviation in found))
-    return replace(max(found, key=lambda deviation: deviation.excess_ns), who=who)
+    who = Members("rank", name, places, min(deviation.who.chance for deviation in result))
+    return replace(max(result, key=lambda deviation: deviation.excess_ns), who=who)
 
 
 # -- parts of a pipeline ----------------------------------------------------------------------
@@ -249,20 +249,20 @@ def stages(job: Job) -> list[Deviation]:
     excess = float(middle[top] - rest.mean())
     if excess < STAGE_SHARE * job.step_ns or middle[top] - rest.max() < MIN_SHARE * job.step_ns:
         return []
-    at = np.flatnonzero(job.stage == names[top])
+    index = np.flatnonzero(job.stage == names[top])
     like = np.flatnonzero(job.stage != names[top])
     # against the scatter of the ranks inside of the stages
     inside = np.concatenate([own[job.stage == n] - m for n, m in zip(names, middle, strict=True)])
     p = float(p_values(np.append(inside, middle[top] - np.median(rest)))[-1])
     values = job.own.values
-    above = medians_over(values[at], axis=0) - medians_over(values[like], axis=0)
+    above = medians_over(values[index], axis=0) - medians_over(values[like], axis=0)
     more = dict(zip(OWN, above, strict=False))
-    odd = [job.summaries[place] for place in at.tolist()]
+    odd = [job.summaries[place] for place in index.tolist()]
     others = [job.summaries[place] for place in like.tolist()]
     return [
         Deviation(
             kind="pipeline",
-            who=Members("stage", str(top), tuple(at.tolist()), p),
+            who=Members("stage", str(top), tuple(index.tolist()), p),
             excess_ns=excess,
             more={name: float(ns) for name, ns in more.items()},
             families=longer_families(odd, others),
@@ -349,7 +349,7 @@ def late(job: Job) -> list[Deviation]:
         return []
     more = {name: float(ns) for name, ns in own.items()}
     who = Members("rank", str(job.places.ranks[place]), (place,), late_chance(job, place))
-    found = Deviation(
+    result = Deviation(
         kind="host",
         who=who,
         excess_ns=float(waits.caused_exposed[place]) / steps,
@@ -357,13 +357,13 @@ def late(job: Job) -> list[Deviation]:
         others_ns=float(np.nanmedian(job.own.own[like])),
         late=True,
     )
-    if sum(more.values()) > EXPLAINED_SHARE * found.excess_ns:
-        found = _classified(job, found, like.tolist())
-    if found.slow_device:  # the slowest at each of so many kernels: further evidence
+    if sum(more.values()) > EXPLAINED_SHARE * result.excess_ns:
+        result = _classified(job, result, like.tolist())
+    if result.slow_device:  # the slowest at each of so many kernels: further evidence
         ranks = len(job.summaries)
-        chance = min(1.0, 2 * min(who.chance, ranks * (1 / ranks) ** found.kernels))
-        found = replace(found, who=who._replace(chance=chance))
-    return [found] if found.who.chance < MAX_LATE_CHANCE else []
+        chance = min(1.0, 2 * min(who.chance, ranks * (1 / ranks) ** result.kernels))
+        result = replace(result, who=who._replace(chance=chance))
+    return [result] if result.who.chance < MAX_LATE_CHANCE else []
 
 
 def late_chance(job: Job, place: int) -> float:
@@ -380,15 +380,15 @@ def late_chance(job: Job, place: int) -> float:
 
 def edits_of(job: Job, deviation: Deviation) -> list[Edit]:
     """What undoing a deviation changes on each of its ranks (the first MAX_EDITS of them)."""
-    found = []
+    result = []
     for place in deviation.who.places[:MAX_EDITS]:
         rank, summary = job.places.ranks[place], job.summaries[place]
         if deviation.slow_device and deviation.device:
             work = Select(on="gpu", kind=("kernel",), family=_COMPUTE)
-            found.append(Edit(op="scale", factor=1 / deviation.device, rank=rank, select=work))
+            result.append(Edit(op="scale", factor=1 / deviation.device, rank=rank, select=work))
         elif deviation.kind == "network" and summary.communication > deviation.excess_ns:
             left = 1 - deviation.excess_ns / summary.communication
-            found.append(Edit(op="scale", factor=left, rank=rank, select=_TALK))
+            result.append(Edit(op="scale", factor=left, rank=rank, select=_TALK))
         else:
-            found.append(Edit(op="punctual", rank=rank, select=_TALK))
-    return found
+            result.append(Edit(op="punctual", rank=rank, select=_TALK))
+    return result

@@ -62,11 +62,11 @@ def residuals(values: Floats, group: Ints) -> Floats:
 def medians_over(values: Floats, axis: int) -> Floats:
     """Median over an axis of a table of what is known; NaN where nothing is."""
     table = values if axis == 1 else values.T
-    found = np.full(len(table), np.nan)
+    result = np.full(len(table), np.nan)
     known = np.isfinite(table).any(axis=1) if table.size else np.zeros(len(table), dtype=np.bool_)
     if known.any():
-        found[known] = np.nanmedian(table[known], axis=1)
-    return found
+        result[known] = np.nanmedian(table[known], axis=1)
+    return result
 
 
 def means_over(values: Floats, axis: int) -> Floats:
@@ -85,11 +85,11 @@ def p_values(left: Floats) -> Floats:
     which several odd ones do not spoil, and the deviation of all others than the one in
     question (Student's deleted residual), which is sharper where there are few.
     """
-    found = np.ones(len(left))
+    result = np.ones(len(left))
     known = np.flatnonzero(np.isfinite(left))
     count = len(known)
     if count < 4:
-        return found
+        return result
     values = left[known]
     scale = NORMAL_MAD * float(np.median(np.abs(values)))
     robust = min(MAX_DEGREES, max(2.0, MAD_EFFICIENCY * count - 1))
@@ -108,5 +108,5 @@ def p_values(left: Floats) -> Floats:
             best = min(best, upper_tail((value - mean) / spread, min(MAX_DEGREES, count - 2)))
         if scale == 0 and spread == 0:
             best = 0.0
-        found[place] = min(1.0, 2 * of_the_largest(best, count))
-    return found
+        result[place] = min(1.0, 2 * of_the_largest(best, count))
+    return result

@@ -20,24 +20,24 @@ def find_stages(joined: Joined, ranks: int, steps: int) -> Ints:
     Ranks that share collectives of part of the job are of one stage; stages exchange only sends and
     receives. Where nothing is sent, or all ranks share the step's collectives, there is one.
     """
-    one = np.zeros(ranks, dtype=np.int64)
+    item = np.zeros(ranks, dtype=np.int64)
     sends = np.array([key.kind == "send_recv" for key in joined.keys], dtype=np.bool_)
     if not joined.rows or not sends.any():
-        return one
+        return item
     pieces = np.bincount(joined.rank[sends[joined.key[joined.row]]], minlength=ranks)
     active = np.bincount(joined.rank, minlength=ranks) > 0
     if (pieces[active] > 0).mean() < 0.5:
-        return one
+        return item
     sync = np.array([key.synchronising for key in joined.keys], dtype=np.bool_)[joined.key]
     whole = joined.seen >= 0.9 * active.sum()
     if int((sync & whole).sum()) > FEW * max(1, steps):
-        return one
+        return item
     use = (sync & ~whole & (joined.seen > 1))[joined.row]
     label = _components(joined.rank[use], joined.row[use], ranks)
     label = np.where(active, label, -1)
     names = np.unique(label[active])
     if not 2 <= len(names) <= MAX_STAGES:
-        return one
+        return item
     return np.maximum(np.searchsorted(names, label), 0).astype(np.int64)
 
 

@@ -192,10 +192,10 @@ def unpack_findings(details: bytes) -> list[Finding]:
 
 
 def _inflate(data: bytes, most: int) -> bytes:
-    found = zlib.decompressobj().decompress(data, most + 1)
-    if len(found) > most:
+    result = zlib.decompressobj().decompress(data, most + 1)
+    if len(result) > most:
         raise ValueError
-    return found
+    return result
 
 
 def encode(summary: Summary | Unread) -> bytes:

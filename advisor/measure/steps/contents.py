@@ -84,13 +84,13 @@ def contents(a: Analysis, ranges: NDArray[np.int64]) -> pl.DataFrame:
         .sort("ns", "callee_name", descending=[True, False])
         .head(LIMIT)
     )
-    found = []
+    result = []
     for row in kinds.iter_rows(named=True):
         calls = np.unique(np.asarray(row["callee"], dtype=np.int64))
         longest = int(calls[np.argmax(cpu["dur"].to_numpy()[calls])])
         itself = frame[longest] == longest
         leaf, leaf_ns = (-1, 0) if itself else _leaf(a, parent, calls, frame)
-        found.append(
+        result.append(
             {
                 "frame": None if row["frame"] < 0 else int(frame[longest]),
                 "callee": longest,
@@ -100,7 +100,7 @@ def contents(a: Analysis, ranges: NDArray[np.int64]) -> pl.DataFrame:
                 "count": len(calls),
             }
         )
-    return pl.DataFrame(found, schema=CONTENTS_SCHEMA)
+    return pl.DataFrame(result, schema=CONTENTS_SCHEMA)
 
 
 def _names(names: pl.Series) -> pl.Series:
@@ -143,10 +143,10 @@ def _leaf(a: Analysis, parent: Rows, calls: NDArray[np.int64], frame: Rows) -> t
     dur = cpu["dur"].to_numpy()
     order = np.argsort(parent, kind="stable")
     above = parent[order]
-    at, held, best, best_ns = calls, int(dur[calls].sum()), -1, 0
+    index, held, best, best_ns = calls, int(dur[calls].sum()), -1, 0
     for _ in range(200):
-        low = np.searchsorted(above, at, side="left")
-        high = np.searchsorted(above, at, side="right")
+        low = np.searchsorted(above, index, side="left")
+        high = np.searchsorted(above, index, side="right")
         children = order[np.concatenate([np.arange(x, y) for x, y in zip(low, high, strict=True)])]
         children = children[frame[children] != children]
         if not len(children):
@@ -156,6 +156,6 @@ def _leaf(a: Analysis, parent: Rows, calls: NDArray[np.int64], frame: Rows) -> t
         heaviest = int(np.argmax(spent))
         if spent[heaviest] < HOLDS * held:
             break
-        at = children[which == heaviest]
-        best, best_ns = int(at[np.argmax(dur[at])]), int(spent[heaviest])
+        index = children[which == heaviest]
+        best, best_ns = int(index[np.argmax(dur[index])]), int(spent[heaviest])
     return best, best_ns

@@ -34,18 +34,18 @@ def step_starts(a: Analysis) -> Intervals:
     gpu, cpu = a.trace.gpu, a.trace.cpu
     if a.device_id is None or a.steps.source == "whole trace" or cpu.is_empty():
         return EMPTY
-    mine = gpu.filter((pl.col("device") == a.device_id) & pl.col("launch").is_not_null())
-    launched = cpu["ts"].gather(mine["launch"]).to_numpy()
+    own = gpu.filter((pl.col("device") == a.device_id) & pl.col("launch").is_not_null())
+    launched = cpu["ts"].gather(own["launch"]).to_numpy()
     order = np.argsort(launched, kind="stable")
     # the earliest start of all work launched from here on
-    first = np.minimum.accumulate(mine["ts"].to_numpy()[order][::-1])[::-1]
+    first = np.minimum.accumulate(own["ts"].to_numpy()[order][::-1])[::-1]
     start, end = used["ts"].to_numpy(), used["end"].to_numpy()
     place = np.searchsorted(launched[order], start, side="left")
-    at = np.minimum(place, max(len(first) - 1, 0))
+    index = np.minimum(place, max(len(first) - 1, 0))
     if not len(first):
         return EMPTY
-    found = (place < len(first)) & (launched[order][at] < end)
-    return union(start[found], np.minimum(first[at], end)[found])
+    result = (place < len(first)) & (launched[order][index] < end)
+    return union(start[result], np.minimum(first[index], end)[result])
 
 
 def broken_regions(a: Analysis) -> NDArray[np.int64]:

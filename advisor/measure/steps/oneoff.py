@@ -60,28 +60,28 @@ def one_off(a: Analysis) -> pl.DataFrame:
         usual=pl.col("dur").sort_by("ts").slice(1).median(),
         count=pl.len().cast(pl.Int64),
     )
-    found = long.join(groups, on=key, nulls_equal=True).filter(
+    result = long.join(groups, on=key, nulls_equal=True).filter(
         (pl.col("host") == pl.col("first"))
         & (pl.col("count") > 2)
         & (pl.col("dur") > TIMES_LATER * pl.col("usual"))
     )
-    ts, dur = found["ts"].to_numpy(), found["dur"].to_numpy()
+    ts, dur = result["ts"].to_numpy(), result["dur"].to_numpy()
     gpu = a.trace.gpu.filter(pl.col("device") == a.device_id)
     began = gpu["ts"].to_numpy()
     busy = covered_length(ts, ts + dur, union(began, began + gpu["dur"].to_numpy()))
-    found = found.filter(pl.Series(busy <= MAX_BUSY * dur))
-    return _innermost(found).select(
+    result = result.filter(pl.Series(busy <= MAX_BUSY * dur))
+    return _innermost(result).select(
         pl.col("host").cast(pl.Int64), pl.col("name").cast(pl.String), "ts", "dur", "usual", "count"
     )
 
 
-def _innermost(found: pl.DataFrame) -> pl.DataFrame:
+def _innermost(result: pl.DataFrame) -> pl.DataFrame:
     """Without rows that hold another one of nearly their length."""
-    found = found.sort("ts", "dur", descending=[False, True])
-    ts, dur, thread = (found[c].to_numpy() for c in ("ts", "dur", "thread"))
+    result = result.sort("ts", "dur", descending=[False, True])
+    ts, dur, thread = (result[c].to_numpy() for c in ("ts", "dur", "thread"))
     keep = np.ones(len(ts), dtype=np.bool_)
     for i in range(len(ts) - 1):  # a few rows: first calls of milliseconds
         inside = (thread == thread[i]) & (ts >= ts[i]) & (ts + dur <= ts[i] + dur[i])
         inside[: i + 1] = False
         keep[i] = not (inside & (dur >= 0.8 * dur[i])).any()
-    return found.filter(pl.Series(keep))
+    return result.filter(pl.Series(keep))

@@ -60,9 +60,9 @@ class StepRecords:
     @cached_property
     def settled(self) -> Mask:
         """Steps after the warm-up."""
-        found = np.ones(len(self.steps), dtype=bool)
-        found[: min(WARM_UP, len(self.steps) // 5)] = False
-        return found
+        result = np.ones(len(self.steps), dtype=bool)
+        result[: min(WARM_UP, len(self.steps) // 5)] = False
+        return result
 
     @cached_property
     def used(self) -> Mask:
@@ -115,7 +115,7 @@ class StepRecords:
     def active(self) -> Mask:
         """Steps that a window kept: without its warm-up, and without the step in which the trace
         is written. All steps of windows of which that is not told."""
-        found = self.profiled.copy()
+        result = self.profiled.copy()
         number = np.array([step.n for step in self.steps], dtype=np.int64)
         window = self.column("window")
         for event in self.record.of_kind("window"):
@@ -126,8 +126,8 @@ class StepRecords:
                 continue
             if all(isinstance(end, int) and abs(end) < LARGEST for end in steps):
                 own = window == which
-                found[own] = ((number >= steps[0]) & (number <= steps[1]))[own]
-        return found
+                result[own] = ((number >= steps[0]) & (number <= steps[1]))[own]
+        return result
 
     @cached_property
     def profiled_median(self) -> float | None:
@@ -139,13 +139,13 @@ class StepRecords:
     def around_windows(self) -> float | None:
         """Median of the unprofiled steps within 20 of a kept one, so that a run whose speed drifts
         is compared with itself; ``None``: fewer than five."""
-        found = self.around(self.active)
-        return float(np.median(found)) if len(found) >= MIN_AROUND else None
+        result = self.around(self.active)
+        return float(np.median(result)) if len(result) >= MIN_AROUND else None
 
     def kept(self, window: int) -> Mask:
         """Steps that one window kept."""
-        found: Mask = self.active & (self.column("window") == window)
-        return found
+        result: Mask = self.active & (self.column("window") == window)
+        return result
 
     def around(self, steps: Mask) -> Ints:
         """Lengths of the unprofiled steps within 20 of some, without the first three and the one
@@ -162,8 +162,8 @@ class StepRecords:
         right = some[np.minimum(following, len(some) - 1)]
         left = some[np.maximum(following - 1, 0)]
         near = np.minimum(np.abs(right - at), np.abs(left - at)) <= NEAR
-        found: Ints = self.dur[plain & near]
-        return found
+        result: Ints = self.dur[plain & near]
+        return result
 
     @cached_property
     def observer(self) -> float | None:
@@ -177,21 +177,21 @@ class StepRecords:
     def phases(self) -> dict[str, Floats]:
         """Host time of each step by phase, the largest first; they add up to ``dur``."""
         names = sorted({name for step in self.steps for name in step.phases})
-        found = {
+        result = {
             name: np.array([finite(step.phases.get(name, 0)) for step in self.steps])
             for name in names
         }
-        return dict(sorted(found.items(), key=lambda item: -item[1][self.used].sum()))
+        return dict(sorted(result.items(), key=lambda item: -item[1][self.used].sum()))
 
     def phase(self, name: str) -> Floats | None:
         """Host time of one phase in the steps that count; ``None``: not measured."""
-        found = self.phases.get(name)
-        return None if found is None or not self.count else found[self.used]
+        result = self.phases.get(name)
+        return None if result is None or not self.count else result[self.used]
 
     def share(self, name: str) -> float | None:
         """Share of a phase in the time of the steps that count; ``None``: not measured."""
-        found, total = self.phase(name), float(self.dur[self.used].sum())
-        return None if found is None or total <= 0 else float(found.sum()) / total
+        result, total = self.phase(name), float(self.dur[self.used].sum())
+        return None if result is None or total <= 0 else float(result.sum()) / total
 
     # -- the other columns --------------------------------------------------------------------
 
@@ -348,5 +348,5 @@ def finite(value: float | None) -> float:
 
 
 def _known(values: list[float | None]) -> Floats:
-    found = np.array([finite(value) for value in values], dtype=np.float64)
-    return found[~np.isnan(found)]
+    result = np.array([finite(value) for value in values], dtype=np.float64)
+    return result[~np.isnan(result)]

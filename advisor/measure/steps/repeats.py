@@ -68,13 +68,13 @@ def _ranges(trace: Trace, rows: pl.DataFrame, called: Numbers) -> pl.DataFrame |
     if not len(launch):
         return None
     thread = int(trace.cpu["thread"].gather(launch).mode().sort()[0])
-    found = trace.cpu.filter(
+    result = trace.cpu.filter(
         (pl.col("kind") == "annotation") & (pl.col("thread") == thread)
     ).select("ts", "dur", "depth", name=pl.col("name").cast(pl.String))
-    found = found.with_columns(kind=pl.col("name").str.replace_all(r"\d+", "#"))
+    result = result.with_columns(kind=pl.col("name").str.replace_all(r"\d+", "#"))
     work = rows["dur"].to_numpy()
     best: tuple[tuple[bool, int, int], pl.DataFrame] | None = None
-    for _, group in found.group_by("kind", maintain_order=True):
+    for _, group in result.group_by("kind", maintain_order=True):
         if group.height < MIN_REPEATS:
             continue
         marks = group.sort("ts")
@@ -98,27 +98,27 @@ def _cycle(trace: Trace) -> pl.DataFrame | None:
     again (``load``, ``solve``, ``write``). Frameworks' own ranges are no rounds of a program."""
     if trace.meta.framework in (JAX, TENSORFLOW):
         return None
-    found = trace.cpu.filter((pl.col("kind") == "annotation") & (pl.col("dur") > 0))
-    if found.height < MIN_REPEATS:
+    result = trace.cpu.filter((pl.col("kind") == "annotation") & (pl.col("dur") > 0))
+    if result.height < MIN_REPEATS:
         return None
-    spent = found.filter(pl.col("depth") == pl.col("depth").min()).group_by("thread")
+    spent = result.filter(pl.col("depth") == pl.col("depth").min()).group_by("thread")
     thread = int(spent.agg(pl.col("dur").sum()).sort("dur", "thread")["thread"][-1])
-    found = found.filter(pl.col("thread") == thread)
-    found = found.filter(pl.col("depth") == pl.col("depth").min()).sort("ts")
-    kind = found["name"].cast(pl.String).str.replace_all(r"\d+", "#")
+    result = result.filter(pl.col("thread") == thread)
+    result = result.filter(pl.col("depth") == pl.col("depth").min()).sort("ts")
+    kind = result["name"].cast(pl.String).str.replace_all(r"\d+", "#")
     codes = kind.rank("dense").to_numpy()
-    ts, end = found["ts"].to_numpy(), (found["ts"] + found["dur"]).to_numpy()
+    ts, end = result["ts"].to_numpy(), (result["ts"] + result["dur"]).to_numpy()
     # what comes before the first round is part of another
     for first in dict.fromkeys(codes[:MAX_LEFT_OUT].tolist()):
-        at = np.flatnonzero(codes == first)
-        rounds = [tuple(codes[low:high]) for low, high in pairwise([*at.tolist(), len(codes)])]
+        index = np.flatnonzero(codes == first)
+        rounds = [tuple(codes[low:high]) for low, high in pairwise([*index.tolist(), len(codes)])]
         usual, count = Counter(rounds).most_common(1)[0]
-        whole = len(at) if rounds[-1] == usual else len(at) - 1
+        whole = len(index) if rounds[-1] == usual else len(index) - 1
         if whole < MIN_REPEATS or count < ALIKE * whole:
             continue
         if len(usual) == 1:
-            return found[at[:whole]].select(pl.col("name").cast(pl.String), "ts", "dur")
-        begin = np.append(ts[at], end[-1])[: whole + 1]
+            return result[index[:whole]].select(pl.col("name").cast(pl.String), "ts", "dur")
+        begin = np.append(ts[index], end[-1])[: whole + 1]
         names = [f"round {number + 1}" for number in range(whole)]
         return pl.DataFrame({"name": names, "ts": begin[:-1], "dur": np.diff(begin)})
     return None
@@ -136,23 +136,25 @@ def _sequence(rows: pl.DataFrame, called: Numbers) -> pl.DataFrame | None:
     counts = np.bincount(codes)
     wanted = np.flatnonzero(counts >= MIN_REPEATS)
     wanted = wanted[counts[wanted] * len(counts) <= MAX_TABLE]
-    found: list[tuple[float, int, int, Numbers]] = []
+    result: list[tuple[float, int, int, Numbers]] = []
     for count in np.unique(counts[wanted]).tolist():
         for code in wanted[counts[wanted] == count].tolist()[:8]:
-            if len(found) >= MAX_CANDIDATES:
+            if len(result) >= MAX_CANDIDATES:
                 break
-            at = np.flatnonzero(codes == code)
-            found.append((_alike(codes, work, at, len(counts)), count, -int(at[0]), at))
-    best = max((one[0] for one in found), default=0.0)
+            index = np.flatnonzero(codes == code)
+            result.append((_alike(codes, work, index, len(counts)), count, -int(index[0]), index))
+    best = max((item[0] for item in result), default=0.0)
     if best < COVERED:
         return None
-    *_, at = max((one for one in found if one[0] >= AS_GOOD * best), key=lambda one: one[1:3])
-    at = _from_the_first(at, len(codes))
-    begin = np.append(called[order][at], 0)
+    *_, index = max(
+        (item for item in result if item[0] >= AS_GOOD * best), key=lambda item: item[1:3]
+    )
+    index = _from_the_first(index, len(codes))
+    begin = np.append(called[order][index], 0)
     ended = (rows["ts"] + rows["dur"]).to_numpy()[order]
-    begin[-1] = max(int(ended[at[-1] :].max()), int(begin[-2]) + 1)
-    usual = float(np.median(np.diff(at)))
-    count = len(at) if len(codes) - at[-1] >= ALIKE * usual else len(at) - 1
+    begin[-1] = max(int(ended[index[-1] :].max()), int(begin[-2]) + 1)
+    usual = float(np.median(np.diff(index)))
+    count = len(index) if len(codes) - index[-1] >= ALIKE * usual else len(index) - 1
     if count < MIN_REPEATS:
         return None
     return pl.DataFrame(

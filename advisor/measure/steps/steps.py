@@ -111,9 +111,9 @@ def step_of(steps: Steps, start: np.ndarray, end: np.ndarray | None = None) -> p
         return pl.Series([None], dtype=pl.Int32).new_from_index(0, len(start))
     until = start + 1 if end is None else np.maximum(end, start + 1)
     place = np.searchsorted(finish, start, side="right")
-    at = np.minimum(place, len(begin) - 1)
-    touches = (place < len(begin)) & (begin[at] < until)
-    index = used["index"].gather(at)
+    position = np.minimum(place, len(begin) - 1)
+    touches = (place < len(begin)) & (begin[position] < until)
+    index = used["index"].gather(position)
     return index.set(pl.Series(~touches), None)
 
 

@@ -65,8 +65,8 @@ def strip(a: Analysis) -> Strip | None:
     stream = gpu["stream"].to_numpy()[rows]
     lanes = []
     for number in np.unique(stream).tolist():
-        mine = stream == number
-        grid = _grid(ts[rows][mine], stop[rows][mine], kind[mine], begin, end, len(CLASSES))
+        own = stream == number
+        grid = _grid(ts[rows][own], stop[rows][own], kind[own], begin, end, len(CLASSES))
         lanes.append(_lane(f"stream {number}", grid, CLASSES, begin, end))
     lanes.sort(key=lambda lane: -lane.busy)
     more = max(0, len(lanes) - MAX_STREAMS)
@@ -81,11 +81,11 @@ def strip(a: Analysis) -> Strip | None:
 def _kinds(a: Analysis, rows: NDArray[np.intp]) -> NDArray[np.int64]:
     """Index of CLASSES."""
     kind = a.trace.gpu["kind"].gather(rows)
-    found = np.zeros(len(rows), dtype=np.int64)
-    found[(kind == "memcpy").to_numpy()] = 2
-    found[(kind == "memset").to_numpy()] = 3
-    found[a.kernels["communication"].gather(rows).to_numpy()] = 1
-    return found
+    result = np.zeros(len(rows), dtype=np.int64)
+    result[(kind == "memcpy").to_numpy()] = 2
+    result[(kind == "memset").to_numpy()] = 3
+    result[a.kernels["communication"].gather(rows).to_numpy()] = 1
+    return result
 
 
 def _idle(a: Analysis, begin: int, end: int) -> list[Lane]:
@@ -117,9 +117,9 @@ def _grid(
     grid = np.zeros((kinds, CELLS))
     edges = np.arange(CELLS + 1)
     for number in range(kinds):
-        mine = kind == number
-        if mine.any():
-            corners = np.sort(low[mine]), np.sort(high[mine])
+        own = kind == number
+        if own.any():
+            corners = np.sort(low[own]), np.sort(high[own])
             grid[number] = np.diff(_ramp(edges, corners[0]) - _ramp(edges, corners[1])) * width
     return grid
 
@@ -128,8 +128,8 @@ def _ramp(at: NDArray[np.int64], corners: NDArray[np.float64]) -> NDArray[np.flo
     """Sum of max(0, at - corner) over all corners."""
     before = np.searchsorted(corners, at)
     total = np.append(0.0, np.cumsum(corners))
-    found: NDArray[np.float64] = at * before - total[before]
-    return found
+    result: NDArray[np.float64] = at * before - total[before]
+    return result
 
 
 def _lane(

@@ -150,14 +150,14 @@ class Timeline(NamedTuple):
         known = (owner >= 0) & (owner < self.threads) & (finish > begin)
         ask = np.flatnonzero(known)
         base = owner[ask] * self.stride - self.origin
-        which, at, low, high = spread(self.key, begin[ask] + base, finish[ask] + base)
+        which, index, low, high = spread(self.key, begin[ask] + base, finish[ask] + base)
         other = np.flatnonzero(~known & (finish > begin))
         pieces = Pieces(
             np.concatenate([ask[which], other]),
             np.concatenate([low - base[which], begin[other]]),
             np.concatenate([high - base[which], finish[other]]),
-            np.concatenate([self.row[at], np.full(len(other), -1, dtype=np.int32)]),
-            np.concatenate([self.code[at], np.full(len(other), CODE["unrecorded"], np.int8)]),
+            np.concatenate([self.row[index], np.full(len(other), -1, dtype=np.int32)]),
+            np.concatenate([self.code[index], np.full(len(other), CODE["unrecorded"], np.int8)]),
         )
         if not len(other):
             return pieces
@@ -181,9 +181,9 @@ def spread(
     first = np.searchsorted(key, start, side="right") - 1
     count = np.maximum(np.searchsorted(key, end, side="left") - first, 0)
     which = np.repeat(np.arange(len(start)), count)
-    at = np.arange(len(which)) - np.repeat(np.cumsum(count) - count, count) + first[which]
+    index = np.arange(len(which)) - np.repeat(np.cumsum(count) - count, count) + first[which]
     upper = np.append(key[1:], np.iinfo(np.int64).max)
-    return which, at, np.maximum(start[which], key[at]), np.minimum(end[which], upper[at])
+    return which, index, np.maximum(start[which], key[index]), np.minimum(end[which], upper[index])
 
 
 def classify(trace: Trace) -> Classified:
@@ -243,8 +243,8 @@ def classify(trace: Trace) -> Classified:
     if swallows.any():
         top = outermost(parent, swallows)
         row = np.where(top >= 0, top, row)
-    found = np.where(row >= 0, code[np.maximum(row, 0)], CODE["unknown"]).astype(np.int8)
-    return Classified(row, found, nearest(parent, is_annotation | (is_op & ~named)))
+    result = np.where(row >= 0, code[np.maximum(row, 0)], CODE["unknown"]).astype(np.int8)
+    return Classified(row, result, nearest(parent, is_annotation | (is_op & ~named)))
 
 
 def build_timeline(a: Analysis) -> Timeline:

@@ -117,8 +117,8 @@ class _Work(NamedTuple):
 def _host(a: Analysis) -> list[tuple[str, np.ndarray, np.ndarray]]:
     """(class, starts, ends) of the main thread's time."""
     line = a.timeline
-    mine = line.thread == a.trace.main_thread
-    start, end, code = line.start[mine], line.end[mine], line.code[mine]
+    own = line.thread == a.trace.main_thread
+    start, end, code = line.start[own], line.end[own], line.code[own]
     return [
         (f"host: {HOST[which]}", start[code == which], end[code == which])
         for which in np.unique(code).tolist()
@@ -128,13 +128,13 @@ def _host(a: Analysis) -> list[tuple[str, np.ndarray, np.ndarray]]:
 def _operators(a: Analysis) -> _Work:
     """Operators of the main thread, each piece in which nothing runs below it."""
     line = a.timeline
-    mine = (line.thread == a.trace.main_thread) & (line.code == HOST.index("dispatch"))
-    mine &= line.row >= 0
-    start = line.start[mine]
+    own = (line.thread == a.trace.main_thread) & (line.code == HOST.index("dispatch"))
+    own &= line.row >= 0
+    start = line.start[own]
     return _Work(
-        a.trace.cpu["name"].gather(line.row[mine]),
+        a.trace.cpu["name"].gather(line.row[own]),
         pl.Series(start),
-        pl.Series(line.end[mine] - start),
+        pl.Series(line.end[own] - start),
     )
 
 
@@ -144,9 +144,9 @@ def _by_name(a: Analysis, work: _Work, short: np.ndarray, long: np.ndarray) -> l
     ts = work.ts.to_numpy()
     order = np.argsort(used["ts"].to_numpy(), kind="stable")
     starts = used["ts"].to_numpy()[order]
-    at = np.searchsorted(starts, ts, side="right") - 1
-    step = np.where(at >= 0, order[np.maximum(at, 0)], -1)
-    inside = (at >= 0) & (ts < used["end"].to_numpy()[step])
+    index = np.searchsorted(starts, ts, side="right") - 1
+    step = np.where(index >= 0, order[np.maximum(index, 0)], -1)
+    inside = (index >= 0) & (ts < used["end"].to_numpy()[step])
     half = np.zeros(used.height, dtype=np.int8)
     half[short], half[long] = -1, 1
     side = np.where(inside, half[np.maximum(step, 0)], 0)

@@ -52,8 +52,8 @@ class XlaTimeline(Reader):
     def sniff(self, head: bytes, path: str) -> ReaderClaim:
         """JSON whose processes are named as planes are."""
         text = without_mark(head)
-        found = text[:1] in (b"{", b"[") and _PLANE.search(head)
-        return ReaderClaim.SURE if found else ReaderClaim.NO
+        result = text[:1] in (b"{", b"[") and _PLANE.search(head)
+        return ReaderClaim.SURE if result else ReaderClaim.NO
 
     def read(self, source: ByteSource, options: ReadOptions) -> Trace:
         """Whole: it is bounded."""
@@ -75,11 +75,11 @@ def _decoded(text: bytes, source: ByteSource) -> tuple[list[_Event], int]:
         ) from None
     decoder = msgspec.json.Decoder(_Event)
     events, broken = [], 0
-    for one in raw:  # a loop: a damaged event must not take the others with it
+    for item in raw:  # a loop: a damaged event must not take the others with it
         try:
-            events.append(decoder.decode(one))
+            events.append(decoder.decode(item))
         except (msgspec.DecodeError, RecursionError, UnicodeError):
-            broken += bytes(one) != b"{}"
+            broken += bytes(item) != b"{}"
     return events, broken
 
 
@@ -100,13 +100,13 @@ def _space(events: list[_Event], broken: int) -> Space:
             rows.setdefault(event.pid, {}).setdefault(event.tid, []).append(event)
     planes: list[tuple[Plane, list[XLine], Events]] = []
     for pid, lines in rows.items():
-        own = [event for one in lines.values() for event in one]
+        own = [event for item in lines.values() for event in item]
         names = list(dict.fromkeys(event.name[:NAME_LIMIT] for event in own))
         code = {name: number for number, name in enumerate(names, start=1)}
         plane = Plane(processes.get(pid, ""), dict(enumerate(names, start=1)), {}, {}, {}, [])
-        found = [XLine(n, threads.get((pid, tid), str(tid))) for n, tid in enumerate(lines)]
-        line = np.repeat(np.arange(len(lines)), [len(one) for one in lines.values()])
-        planes.append((plane, found, _events(own, line, code)))
+        result = [XLine(n, threads.get((pid, tid), str(tid))) for n, tid in enumerate(lines)]
+        line = np.repeat(np.arange(len(lines)), [len(item) for item in lines.values()])
+        planes.append((plane, result, _events(own, line, code)))
     return Space(planes=planes, broken=broken)
 
 
@@ -123,8 +123,8 @@ def _events(own: list[_Event], line: Ints, code: dict[str, int]) -> Events:
             elif key in _TEXTS and isinstance(value, str):
                 texts.setdefault(key, ([], []))[0].append(row)
                 texts[key][1].append(value[:NAME_LIMIT])
-    for key, (at, found) in numbers.items():
-        events.numbers[key] = np.array(at, dtype=np.int64), np.array(found, dtype=np.int64)
+    for key, (at, result) in numbers.items():
+        events.numbers[key] = np.array(at, dtype=np.int64), np.array(result, dtype=np.int64)
     for key, (at, told) in texts.items():
         events.texts[key] = np.array(at, dtype=np.int64), told
     return events
@@ -133,10 +133,10 @@ def _events(own: list[_Event], line: Ints, code: dict[str, int]) -> Events:
 def _ns(own: list[_Event], what: str) -> Ints:
     """Microseconds to ns; what is no sane time is below zero, or left out by its distance."""
     us = np.array([getattr(event, what) or 0.0 for event in own])
-    found: Ints = np.rint(np.clip(np.nan_to_num(us, nan=-1e12), -1e12, 4e15) * 1000).astype(
+    result: Ints = np.rint(np.clip(np.nan_to_num(us, nan=-1e12), -1e12, 4e15) * 1000).astype(
         np.int64
     )
-    return found
+    return result
 
 
 def _whole(value: object) -> int | None:

@@ -93,21 +93,21 @@ class XPlane(Reader):
 def _begins_with_plane(head: bytes) -> bool:
     """Whether a message begins with a plane (field 1) whose first fields are a number (1) and a
     name (2) such as ``/host:CPU``."""
-    at = 0
+    index = 0
     try:
         if head[:1] != b"\x0a":
             return False
-        size, at = varint(head, 1, min(len(head), 11))
-        end = min(at + size, len(head))
+        size, index = varint(head, 1, min(len(head), 11))
+        end = min(index + size, len(head))
         for _ in range(2):
-            if at < end and head[at] == _ID_KEY:
-                at = varint(head, at + 1, end)[1]
-        if at >= end or head[at] != _NAME_KEY:
+            if index < end and head[index] == _ID_KEY:
+                index = varint(head, index + 1, end)[1]
+        if index >= end or head[index] != _NAME_KEY:
             return False
-        size, at = varint(head, at + 1, end)
+        size, index = varint(head, index + 1, end)
     except Damaged:
         return False
-    return size < 200 and _PLANE_NAME.match(head[at : at + size]) is not None
+    return size < 200 and _PLANE_NAME.match(head[index : index + size]) is not None
 
 
 def space_to_trace(space: Space, source: ByteSource) -> Trace:
@@ -127,8 +127,8 @@ def space_to_trace(space: Space, source: ByteSource) -> Trace:
             devices.append(_device(number, plane))
             vendor = vendor or _vendor(plane)
             # other lines are derived from the streams' events: steps, modules, ops, scopes
-            found = [_STREAM.match(line.name) for line in lines]
-            streams = np.array([-1 if one is None else int(one[1][:15]) for one in found])
+            result = [_STREAM.match(line.name) for line in lines]
+            streams = np.array([-1 if item is None else int(item[1][:15]) for item in result])
             device_rows.append(_work(hosts, plane, events, number, streams))
         elif plane.name.startswith("/host:") and plane.name != "/host:metadata":
             xla_host.read_names(hosts, plane)
@@ -331,7 +331,7 @@ def _details(told: tuple[Any, list[str]] | None, count: int, parse: Any) -> dict
     parsed = [parse(dict(_DETAIL.findall(text[:1000]))) for text in seen.to_list()]
     columns = {}
     for key in parse({}):
-        values = pl.Series([one[key] for one in parsed], dtype=_TYPES.get(key, pl.Int64))
+        values = pl.Series([item[key] for item in parsed], dtype=_TYPES.get(key, pl.Int64))
         table = pl.DataFrame({"text": seen, "value": values})
         joined = frame.join(table, on="text", how="left", maintain_order="left")["value"]
         empty = pl.Series(key, [None], dtype=values.dtype).new_from_index(0, count)
@@ -373,8 +373,8 @@ def _product(text: str, most: int = 1 << 53) -> int | None:
     sizes = [_whole(part, 1 << 32) for part in text.split(",")]
     if len(sizes) > 3 or not all(sizes):
         return None
-    found = int(np.prod([float(size or 0) for size in sizes]))
-    return found if found < most else None
+    result = int(np.prod([float(size or 0) for size in sizes]))
+    return result if result < most else None
 
 
 def _with_ops(host: pl.DataFrame, device: pl.DataFrame) -> pl.DataFrame:

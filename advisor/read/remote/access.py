@@ -38,7 +38,7 @@ def file_system(url: str) -> tuple[Any, str]:
     except ModuleNotFoundError:
         raise AdvisorError(f"{scheme(url)}:// needs fsspec: {install('remote')}") from None
     parts = url.split("::")
-    names = [scheme(one) if is_url(one) or "/" not in one else "file" for one in parts]
+    names = [scheme(part) if is_url(part) or "/" not in part else "file" for part in parts]
     for name in names:
         try:
             get_filesystem_class(name)
@@ -105,8 +105,8 @@ class Trouble(NamedTuple):
 def trouble(error: BaseException, place: str) -> Trouble:
     """What an error means. ``place``: the URL, of which only the scheme counts."""
     chain = list(_chain(error))
-    names = {cls.__name__ for one in chain for cls in type(one).__mro__}
-    status = next((found for one in chain if (found := _status(one)) is not None), None)
+    names = {cls.__name__ for item in chain for cls in type(item).__mro__}
+    status = next((found for item in chain if (found := _status(item)) is not None), None)
     # the status first: fsspec says that what it could not ask for is not there
     if status in (401, 403):
         return Trouble(f"access denied ({status}); {_check(place)}", passing=False)
@@ -116,9 +116,9 @@ def trouble(error: BaseException, place: str) -> Trouble:
         return Trouble(f"the server answers {status}; try again later", passing=True)
     if names & _NOBODY:
         return Trouble(f"no credentials; {_check(place)}", passing=False)
-    if any(isinstance(one, PermissionError) for one in chain):
+    if any(isinstance(item, PermissionError) for item in chain):
         return Trouble(f"access denied; {_check(place)}", passing=False)
-    if any("bucket does not exist" in str(one) or "NoSuchBucket" in str(one) for one in chain):
+    if any("bucket does not exist" in str(item) or "NoSuchBucket" in str(item) for item in chain):
         return Trouble("no such bucket; check its name", passing=False)
     if status in (404, 410) or "NoSuchKey" in names:
         return Trouble("no such file; check the URL", passing=False)
@@ -128,7 +128,7 @@ def trouble(error: BaseException, place: str) -> Trouble:
         return Trouble(f"cut off ({error}); try again later", passing=True)
     if names & _PASSING:
         return Trouble("the connection fails or breaks off; try again later", passing=True)
-    if any(isinstance(one, FileNotFoundError) for one in chain):
+    if any(isinstance(item, FileNotFoundError) for item in chain):
         return Trouble("no such file; check the URL", passing=False)
     if isinstance(error, IsADirectoryError):
         return Trouble("a folder, not a file; give a trace in it", passing=False)
@@ -169,12 +169,12 @@ def _status(error: BaseException) -> int | None:
     answer = getattr(error, "response", None)
     if isinstance(answer, dict):  # botocore
         meta = answer.get("ResponseMetadata")
-        found = meta.get("HTTPStatusCode") if isinstance(meta, dict) else None
+        result = meta.get("HTTPStatusCode") if isinstance(meta, dict) else None
     else:
-        found = getattr(answer, "status_code", None)
+        result = getattr(answer, "status_code", None)
     for name in ("status", "status_code", "code"):
-        found = getattr(error, name, None) if found is None else found
-    text = str(found) if isinstance(found, int | str) else ""
+        result = getattr(error, name, None) if result is None else result
+    text = str(result) if isinstance(result, int | str) else ""
     return int(text) if len(text) == 3 and text.isdecimal() and text.isascii() else None
 
 

@@ -58,14 +58,16 @@ def members(kind: str, archive: str) -> list[Member]:
                 infos = opened.infolist()
                 _refuse_many(len(infos), archive)
                 return [
-                    Member(one.filename, one.file_size, None) for one in infos if not one.is_dir()
+                    Member(info.filename, info.file_size, None)
+                    for info in infos
+                    if not info.is_dir()
                 ]
-        packed, found = _tar(file)
-        with found:
+        packed, result = _tar(file)
+        with result:
             return [
-                Member(one.name, one.size, None if packed else one.offset_data)
-                for one in _headers(found, archive)
-                if one.isreg() and not one.issparse()
+                Member(header.name, header.size, None if packed else header.offset_data)
+                for header in _headers(result, archive)
+                if header.isreg() and not header.issparse()
             ]
 
 
@@ -86,11 +88,11 @@ def member(kind: str, archive: str, name: str) -> Iterator[tuple[BinaryIO, int]]
                 with opened.open(info) as stream:
                     yield cast(BinaryIO, stream), info.file_size
             return
-        _, found = _tar(file)
-        with found:
-            for header in _headers(found, archive):
+        _, result = _tar(file)
+        with result:
+            for header in _headers(result, archive):
                 if header.name == name and header.isreg():
-                    stream_ = found.extractfile(header)
+                    stream_ = result.extractfile(header)
                     if stream_ is not None:
                         yield cast(BinaryIO, stream_), header.size
                         return

@@ -137,8 +137,8 @@ class _Copy:
             self._refuse_changed(self._info(system, path))
 
     def _info(self, system: Any, path: str) -> dict[str, Any]:
-        found: dict[str, Any] = call_within(self._timeout, lambda: system.info(path))
-        return found
+        result: dict[str, Any] = call_within(self._timeout, lambda: system.info(path))
+        return result
 
     def _refuse_changed(self, info: dict[str, Any]) -> None:
         now = (info.get("size"), *(info.get(name) for name in _SAME))

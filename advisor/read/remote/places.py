@@ -31,19 +31,19 @@ def find(url: str, choose: Choose) -> list[RemoteFile]:
     that cannot be listed, has too many files, or none that is wanted; a scheme that nobody reads.
     """
     if archives.split(url) is not None:
-        found = _in_archive(url, choose)
+        result = _in_archive(url, choose)
     else:
         system, path = file_system(url)
         _forget(system)
         if _magic(url):
-            found = _globbed(system, url, choose)
+            result = _globbed(system, url, choose)
         elif is_web(url) and "?" not in url and url.endswith("/"):
-            found = _sources(url, _web_listing(system, url), choose)
+            result = _sources(url, _web_listing(system, url), choose)
         else:
             return _one_or_folder(system, path, url, choose)
-    if not found:
+    if not result:
         raise AdvisorError(f"{shown(url)}: no trace there; check the URL")
-    return found
+    return result
 
 
 def _one_or_folder(system: Any, path: str, url: str, choose: Choose) -> list[RemoteFile]:
@@ -56,21 +56,21 @@ def _one_or_folder(system: Any, path: str, url: str, choose: Choose) -> list[Rem
     if info.get("type") != "directory":
         return [RemoteFile(url=shown(url), at=url, rank=rank_in(url), size=_size(info))]
     listed = retry(url, lambda: system.find(path, detail=True), LISTING)
-    found = _sources(url, _relative(listed, path), choose)
-    if not found:
+    result = _sources(url, _relative(listed, path), choose)
+    if not result:
         raise AdvisorError(f"{shown(url)}: a folder without traces")
-    return found
+    return result
 
 
 def _relative(listed: dict[str, Any], root: str) -> dict[str, int | None]:
     """Names below a folder, with their sizes."""
     start = root.strip("/")
-    found = {}
+    result = {}
     for name, info in listed.items():
         bare = name.strip("/")
         if info.get("type") == "file" and (not start or bare.startswith(f"{start}/")):
-            found[bare[len(start) :].lstrip("/")] = _size(info)
-    return found
+            result[bare[len(start) :].lstrip("/")] = _size(info)
+    return result
 
 
 def _sources(url: str, sizes: dict[str, int | None], choose: Choose) -> list[RemoteFile]:
@@ -90,9 +90,13 @@ def _bearing(url: str) -> tuple[str, str, str]:
     """The part of a chain that has the path, between what stands before and after it:
     ``simplecache::s3://b/c`` as ``("simplecache::", "s3://b/c", "")``."""
     parts = url.split("::")
-    at = next((number for number, part in enumerate(parts) if "://" in part), 0)
-    before, after = parts[:at], parts[at + 1 :]
-    return "".join(f"{one}::" for one in before), parts[at], "".join(f"::{one}" for one in after)
+    index = next((number for number, part in enumerate(parts) if "://" in part), 0)
+    before, after = parts[:index], parts[index + 1 :]
+    return (
+        "".join(f"{item}::" for item in before),
+        parts[index],
+        "".join(f"::{item}" for item in after),
+    )
 
 
 def _hidden(name: str) -> bool:
@@ -131,20 +135,20 @@ def _globbed(system: Any, url: str, choose: Choose) -> list[RemoteFile]:
 
 
 def _by_folder(system: Any, pattern: str) -> dict[str, Any]:
-    found: dict[str, Any] = {}
+    result: dict[str, Any] = {}
     for name, info in system.glob(pattern, detail=True).items():
         if info.get("type") == "directory":
-            found |= system.find(name, detail=True)
+            result |= system.find(name, detail=True)
         else:
-            found[name] = info
-    return found
+            result[name] = info
+    return result
 
 
 def _matching(sizes: dict[str, int | None], pattern: str) -> dict[str, int | None]:
     from fsspec.utils import glob_translate
 
-    wanted = [re.compile(glob_translate(one)) for one in (pattern, f"{pattern}/**")]
-    return {name: size for name, size in sizes.items() if any(one.match(name) for one in wanted)}
+    wanted = [re.compile(glob_translate(item)) for item in (pattern, f"{pattern}/**")]
+    return {name: size for name, size in sizes.items() if any(item.match(name) for item in wanted)}
 
 
 # -- a web server's index pages -----------------------------------------------------------------
@@ -152,7 +156,7 @@ def _matching(sizes: dict[str, int | None], pattern: str) -> dict[str, int | Non
 
 def _web_listing(system: Any, url: str, deep: int | None = None) -> dict[str, int | None]:
     """Files that index pages link to. Only what is below the folder counts, whatever they link."""
-    found: dict[str, int | None] = {}
+    result: dict[str, int | None] = {}
     seen = {url}
     level = [url]
     for _ in range(DEPTH + 1 if deep is None else min(deep, DEPTH) + 1):
@@ -162,14 +166,14 @@ def _web_listing(system: Any, url: str, deep: int | None = None) -> dict[str, in
                 if not name.startswith(url) or _hidden(name[len(url) :].rstrip("/")):
                     continue
                 if not is_folder:
-                    found[name[len(url) :]] = None
+                    result[name[len(url) :]] = None
                 elif name not in seen and len(seen) < MAX_FOLDERS:
                     seen.add(name)
                     below.append(name)
-            if len(found) > MAX_LISTED:
-                return found
+            if len(result) > MAX_LISTED:
+                return result
         level = below
-    return found
+    return result
 
 
 def _links(system: Any, folder: str) -> Iterator[tuple[str, bool]]:
@@ -188,7 +192,7 @@ def _in_archive(url: str, choose: Choose) -> list[RemoteFile]:
         return []
     kind, path, archive = split
     inside = retry(url, lambda: archives.members(kind, archive), LISTING)
-    named = {one.name: one for one in inside}
+    named = {item.name: item for item in inside}
     if path in named:
         return [_member(kind, archive, named[path])]
     if re.search(r"[*?[]", path):

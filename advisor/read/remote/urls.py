@@ -102,15 +102,15 @@ class Ranks:
         if len(parts) > MAX_RANGES:
             raise AdvisorError(f"--ranks: more than {MAX_RANGES:,} ranges")
         for part in parts:
-            found = _RANGE.fullmatch(part.strip())
-            first = int(found[1]) if found else 0
-            last = int(found[2] or first) if found else -1
+            result = _RANGE.fullmatch(part.strip())
+            first = int(result[1]) if result else 0
+            last = int(result[2] or first) if result else -1
             if last < first:
                 raise AdvisorError(f"--ranks {text[:80]}: give ranks and ranges, such as 0-63,512")
             self._ranges.append(range(first, last + 1))
 
     def __contains__(self, rank: object) -> bool:
-        return isinstance(rank, int) and any(rank in one for one in self._ranges)
+        return isinstance(rank, int) and any(rank in item for item in self._ranges)
 
 
 class RemoteFile(Struct, frozen=True):

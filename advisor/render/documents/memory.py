@@ -31,19 +31,19 @@ class DeviceMemory(NamedTuple):
 
 def sections(report: Report) -> list[Block]:
     """What held each device's memory, and how the allocator laid it out."""
-    found: list[Block] = []
+    blocks: list[Block] = []
     for device, view in zip(devices(report), report.memory, strict=False):
         fields = FieldList([TextField(label, parts) for label, parts in device.lines])
         first = [each for each in device.tables if each.title not in _FOLDED]
         rest: list[Block] = [each for each in device.tables if each.title in _FOLDED]
         if view.savings:
             rest.append(Items(assumptions(view), title="What these savings assume"))
-        found.append(Section(device.title, [fields, *first], device.aside))
+        blocks.append(Section(device.title, [fields, *first], device.aside))
         if rest:
             counted = "allocations per step, segments and what savings assume"
             title = f"{device.title}: details"
-            found.append(Section(title, rest, folded=True, counted=counted))
-    return found
+            blocks.append(Section(title, rest, folded=True, counted=counted))
+    return blocks
 
 
 def devices(report: Report, rows: int = MAX_ROWS) -> list[DeviceMemory]:
@@ -164,15 +164,15 @@ def _place(each: MemoryHolder) -> str:
 
 def sentences(device: DeviceMemory) -> list[str]:
     """A device as lines of text: its figures, then its tables, a row each."""
-    found = [f"{label}: {' · '.join(parts)}" for label, parts in device.lines]
+    result = [f"{label}: {' · '.join(parts)}" for label, parts in device.lines]
     for table in device.tables:
-        found.append(f"{table.title}:")
+        result.append(f"{table.title}:")
         for row in table.rows:
             cells = zip(table.head[1:], map(plain, row[1:]), strict=True)
-            found.append(
+            result.append(
                 f"- {plain(row[0])}: {', '.join(f'{head} {cell}' for head, cell in cells)}"
             )
-    return found
+    return result
 
 
 def assumptions(view: MemoryView) -> list[str]:

@@ -30,12 +30,12 @@ _LEGEND: Final = (
 
 def build(report: Report, options: RenderOptions = DEFAULT) -> Document:
     """A table of ``top`` operators, each with its shapes below it."""
-    found = report.rooflines
-    rows = found[: MAX_ROWS if options.top is None else options.top]
+    result = report.rooflines
+    rows = result[: MAX_ROWS if options.top is None else options.top]
     if not rows:
         text = "No kernels were recorded: what operators attain is not measured."
         return Document(text, [], name="operators", style="")
-    shown = "all" if len(rows) == len(found) else f"the {len(rows)} longest"
+    shown = "all" if len(rows) == len(result) else f"the {len(rows)} longest"
     table = Grid(_HEAD, [_row(row) for row in rows], below=[_below(row) for row in rows])
     notes = [Paragraph(line, "soft", indent=0) for line in _notes(report, rows)]
     title = f"Operators by shape, {shown}, {t.format_per(report.per)}"

@@ -149,9 +149,9 @@ def _findings(report: Report) -> Iterator[Block]:
     if ranked:
         outlook = facts.outlook(report)
         lead = [Paragraph(outlook, "soft")] if outlook else []
-        found = [_card(report, finding) for finding in ranked]
+        result = [_card(report, finding) for finding in ranked]
         each = "gain per step" if report.per == "step" else "gain"
-        yield Section("What to change", [*lead, *found], each)
+        yield Section("What to change", [*lead, *result], each)
     stairs = views.stairs(report)
     if stairs is not None and len(stairs.fixes) > 1:
         title = "Step time after each fix"

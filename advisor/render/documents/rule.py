@@ -177,7 +177,7 @@ def _meaning(
 
 def _comments(cls: type[Rule]) -> dict[str, str]:
     """Class attribute -> the comment on its line, or those on the lines just above it."""
-    found: dict[str, str] = {}
+    result: dict[str, str] = {}
     for base in reversed(cls.__mro__):
         if not issubclass(base, Rule) or base is Rule:
             continue
@@ -196,13 +196,15 @@ def _comments(cls: type[Rule]) -> dict[str, str]:
             )
             for target in targets:
                 if isinstance(target, ast.Name):
-                    found[target.id] = _remark(remarks, node.lineno, node.end_lineno or node.lineno)
-    return found
+                    result[target.id] = _remark(
+                        remarks, node.lineno, node.end_lineno or node.lineno
+                    )
+    return result
 
 
 def _remarks(source: str) -> dict[int, tuple[str, bool]]:
     """Line -> (comment, whether the line holds nothing else)."""
-    found = {}
+    result = {}
     lines = source.splitlines()
     for token in tokenize.generate_tokens(io.StringIO(source).readline):
         if token.type == tokenize.COMMENT:
@@ -210,8 +212,8 @@ def _remarks(source: str) -> dict[int, tuple[str, bool]]:
             text = token.string.lstrip("# ").rstrip()
             alone = lines[row - 1].lstrip().startswith("#")
             if not text.startswith(("fmt:", "type:", "noqa")):
-                found[row] = (text, alone)
-    return found
+                result[row] = (text, alone)
+    return result
 
 
 def _remark(remarks: dict[int, tuple[str, bool]], first: int, last: int) -> str:

@@ -53,14 +53,14 @@ def cost(price: float | None, step_ns: float) -> float | None:
 def hourly_prices(prices: Prices) -> dict[str, float]:
     """What an hour of each known GPU costs, by its name in ours. AdvisorError: the table has names,
     and none of them is that of a GPU that is known."""
-    found = {}
+    result = {}
     for gpu in known():
         price = next(filter(None, map(prices.of, (gpu.name, *gpu.names))), None)
         if price is not None:
-            found[gpu.name] = price.per_hour
-    if prices.table and not found:
+            result[gpu.name] = price.per_hour
+    if prices.table and not result:
         raise AdvisorError(f"{prices.source}: none of its names is that of a GPU that is known")
-    return found
+    return result
 
 
 def choose(
@@ -68,7 +68,7 @@ def choose(
 ) -> tuple[Choice, ...]:
     """All of them: the cheapest first, then those without a price, the fastest first, then those on
     which the step cannot run."""
-    found = []
+    result = []
     for gpu, price in gpus:
         p = projector.on(gpu)
         costs = (
@@ -76,13 +76,13 @@ def choose(
             if p.refused
             else (cost(price, p.step_ns), cost(price, p.low_ns), cost(price, p.high_ns))
         )
-        found.append(Choice(p, price, *costs))
+        result.append(Choice(p, price, *costs))
 
     def order(c: Choice) -> tuple[bool, bool, float]:
         figure = c.projection.step_ns if c.cost is None else c.cost
         return (not c.possible, c.cost is None, figure if not c.projection.refused else 0.0)
 
-    return tuple(sorted(found, key=order))
+    return tuple(sorted(result, key=order))
 
 
 def offered(prices: Prices) -> list[tuple[GpuSpec, float | None]]:
@@ -92,11 +92,11 @@ def offered(prices: Prices) -> list[tuple[GpuSpec, float | None]]:
     return [(gpu, money.get(gpu.name)) for gpu in known() if not money or gpu.name in money]
 
 
-def cheapest(found: tuple[Choice, ...]) -> str:
+def cheapest(result: tuple[Choice, ...]) -> str:
     """In words, with those that could be it as well by the bands; empty: no GPU has a price."""
-    if all(c.price is None for c in found):
+    if all(c.price is None for c in result):
         return ""
-    able = [c for c in found if c.possible and c.cost is not None]
+    able = [c for c in result if c.possible and c.cost is not None]
     if not able:
         return "no GPU with a price can run this step"
     best = able[0]

@@ -58,8 +58,8 @@ def shortest(durations: Array, vendor: str) -> float:
     """What the shortest kernels of this trace take, ns."""
     if not len(durations):
         return SHORTEST_NS[vendor]
-    found = float(np.percentile(durations, 1))
-    return found if found <= MAX_SHORTEST_NS else SHORTEST_NS[vendor]
+    result = float(np.percentile(durations, 1))
+    return result if result <= MAX_SHORTEST_NS else SHORTEST_NS[vendor]
 
 
 def move(a: Analysis, source: GpuSpec, target: GpuSpec) -> Moved:
@@ -171,8 +171,8 @@ def then(dtype: str, convolves: bool, source: GpuSpec, target: GpuSpec) -> str:
 
 def _rate(gpu: GpuSpec, dtype: str, half: bool) -> float:
     """NaN: not known. Where no format is recorded, the vector units' fp32 stands for the chip's."""
-    found = matmul_rate(gpu, dtype or "fp32", half_sums=bool(half))
-    return np.nan if found is None else found
+    result = matmul_rate(gpu, dtype or "fp32", half_sums=bool(half))
+    return np.nan if result is None else result
 
 
 def _fill(gpu: pl.DataFrame, source: GpuSpec, target: GpuSpec) -> Array:

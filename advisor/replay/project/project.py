@@ -190,13 +190,13 @@ class Projector:
 
     def _parts(self, moved: Moved) -> tuple[Part, ...]:
         dur = self.a.trace.gpu["dur"].to_numpy() * self.a.in_window / self.a.step_count
-        found = []
+        result = []
         for name, code in CODE.items():
-            mine = moved.kind == code
-            if dur[mine].sum():
-                then = float((dur * moved.factor)[mine].sum())
-                found.append(Part(name, float(dur[mine].sum()), then))
-        return tuple(sorted(found, key=lambda part: -part.ns))
+            own = moved.kind == code
+            if dur[own].sum():
+                then = float((dur * moved.factor)[own].sum())
+                result.append(Part(name, float(dur[own].sum()), then))
+        return tuple(sorted(result, key=lambda part: -part.ns))
 
     def _notes(self, moved: Moved, target: GpuSpec, step: float) -> list[str]:
         notes = [f"{a} is computed in {b} on {target.name}" for a, b in moved.instead]
@@ -244,10 +244,10 @@ def fit(a: Analysis, target: GpuSpec) -> Fit:
     """The largest peak on the analysed device, with what the driver takes beside: of the steps by
     the allocator's events, else of the run by the recorder's samples."""
     usable = int(target.memory_bytes * USABLE)
-    mine = a.memory.filter(pl.col("device") == a.device_id)
+    own = a.memory.filter(pl.col("device") == a.device_id)
     peaks: list[int | None] = []
     for name in ("peak_allocated", "peak_reserved"):
-        top = mine[name].max() if mine.height else None
+        top = own[name].max() if own.height else None
         peaks.append(top if isinstance(top, int) else None)
     allocated, reserved = peaks
     if allocated is None and reserved is None and a.record is not None:

@@ -66,17 +66,17 @@ def matmul_rate(gpu: GpuSpec, dtype: str, *, half_sums: bool = False) -> float |
     """FLOP/s that matrix products attain. ``half_sums``: summed in fp16 too, at which GeForce cards
     are twice as fast; ``None``: the GPU cannot."""
     used = computed_in(gpu, dtype)
-    found = attainable.matmul(gpu, used) if used is not None else None
-    if found is None:
+    result = attainable.matmul(gpu, used) if used is not None else None
+    if result is None:
         return None
     twice = half_sums and used == "fp16" and "GeForce" in gpu.name
-    return found.rate * (2.0 if twice else 1.0)
+    return result.rate * (2.0 if twice else 1.0)
 
 
 def memory_rate(gpu: GpuSpec) -> float:
     """Bytes/s that the GPU's own memory attains."""
-    found = attainable.memory(gpu)
-    return gpu.bandwidth if found is None else found.rate
+    result = attainable.memory(gpu)
+    return gpu.bandwidth if result is None else result.rate
 
 
 def host_rate(gpu: GpuSpec) -> float | None:

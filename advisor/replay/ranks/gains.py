@@ -36,20 +36,20 @@ def estimate(job: Job, replay: Replay, deviation: Deviation) -> Gain:
 def without(job: Job, replay: Replay, deviation: Deviation) -> tuple[Change, Change | None]:
     """The job without a deviation: the rank like the others, the work spread evenly, the link as
     fast. And the part of the change that is certain; ``None``: all of it."""
-    at = list(deviation.who.places)
+    index = list(deviation.who.places)
     if deviation.kind == "network":
-        return _faster(job, replay, at)
+        return _faster(job, replay, index)
     if deviation.kind == "pipeline":
         return replay.scaled(_balanced(job, replay)), None
-    usual = usual_work(job, replay, set() if deviation.moves else set(at))
+    usual = usual_work(job, replay, set() if deviation.moves else set(index))
     if deviation.moves:
         return _no_last(replay, usual), None
-    change = _like_the_others(replay, usual, at)
+    change = _like_the_others(replay, usual, index)
     if deviation.kind == "imbalance":
-        change = _spread(job, replay, change, at)
+        change = _spread(job, replay, change, index)
     if deviation.late:
         entry = replay.entry.copy()
-        entry[at] = np.minimum(entry[at], np.median(np.delete(replay.entry, at)))
+        entry[index] = np.minimum(entry[index], np.median(np.delete(replay.entry, index)))
         change = change._replace(entry=entry)
     return change, None
 
@@ -117,14 +117,14 @@ def usual_work(job: Job, replay: Replay, without: set[int]) -> Usual:
 
 def _like_the_others(replay: Replay, usual: Usual, at: Sequence[int]) -> Change:
     """Some ranks do what takes them longer than the others in the others' time."""
-    mine = np.isin(replay.rank, list(at)) & (usual.work < replay.work)
+    own = np.isin(replay.rank, list(at)) & (usual.work < replay.work)
     tail = replay.tail.copy()
     less = [row for row in at if usual.tail[row] < tail[row]]
     tail[less] = usual.tail[less]
-    return Change(work=np.where(mine, usual.work, replay.work), tail=tail)
+    return Change(work=np.where(own, usual.work, replay.work), tail=tail)
 
 
-def _spread(job: Job, replay: Replay, change: Change, at: Sequence[int]) -> Change:
+def _spread(job: Job, replay: Replay, change: Change, index: Sequence[int]) -> Change:
     """What some ranks no longer do is done by all that have the same part of the work, and an
     all-to-all of theirs takes as long as when each of its ranks has the mean of its tokens: it is
     over when the rank with most of them has them."""
@@ -140,7 +140,7 @@ def _spread(job: Job, replay: Replay, change: Change, at: Sequence[int]) -> Chan
     row = np.unique(replay.row, return_inverse=True)[1]
     most = np.zeros(int(row.max()) + 1)
     np.maximum.at(most, row, replay.amount)
-    theirs = np.isin(row, row[np.isin(replay.rank, list(at))]) & (most[row] > 0)
+    theirs = np.isin(row, row[np.isin(replay.rank, list(index))]) & (most[row] > 0)
     told = replay.amount > 0
     share = np.divide(_mean(row, replay.amount, told), most[row], out=np.ones(len(row)), where=told)
     transfer = np.where(theirs & told, replay.transfer * share, replay.transfer)
@@ -171,8 +171,8 @@ def _no_last(replay: Replay, usual: Usual) -> Change:
         return _all_alike(replay, usual)
     holds = np.zeros(shape, dtype=np.bool_)
     holds[replay.whole] = each > HELD_UP * each.max(axis=0, keepdims=True)
-    mine = holds[replay.rank, replay.at] & (usual.work < replay.work)
-    return Change(work=np.where(mine, usual.work, replay.work))
+    own = holds[replay.rank, replay.at] & (usual.work < replay.work)
+    return Change(work=np.where(own, usual.work, replay.work))
 
 
 def _all_alike(replay: Replay, usual: Usual) -> Change:
@@ -235,12 +235,12 @@ def _faster(job: Job, replay: Replay, at: Sequence[int]) -> tuple[Change, Change
     return Change(transfer=took), Change(transfer=np.where(known, took, replay.transfer))
 
 
-def _slower(job: Job, replay: Replay, at: Sequence[int]) -> tuple[Floats, Bools]:
+def _slower(job: Job, replay: Replay, index: Sequence[int]) -> tuple[Floats, Bools]:
     """By collective (cell): usual over own transfer time where some ranks take part, else 1, and
     whether there is a group without them that says so."""
     joined = job.joined
     row, rank, key = replay.row, replay.rank, replay.key
-    theirs = np.isin(row, row[np.isin(rank, list(at))])
+    theirs = np.isin(row, row[np.isin(rank, list(index))])
     kinds: dict[tuple[str, int, int], int] = {}
     kind = np.array(
         [kinds.setdefault((k.kind, k.message, k.size), len(kinds)) for k in joined.keys],
@@ -250,16 +250,16 @@ def _slower(job: Job, replay: Replay, at: Sequence[int]) -> tuple[Floats, Bools]
     whole = (size == 0) | (np.bincount(row)[row] >= size)
     share, known = np.ones(len(row)), ~theirs
     took = usual = 0.0
-    for one in np.unique(kind[theirs]).tolist():
-        mine = np.flatnonzero(theirs & (kind == one))
-        clean = ~theirs & (kind == one) & whole
+    for item in np.unique(kind[theirs]).tolist():
+        own_part = np.flatnonzero(theirs & (kind == item))
+        clean = ~theirs & (kind == item) & whole
         if not clean.any():  # a group that seems to be without them lacks a member
-            known[kind == one] = False
+            known[kind == item] = False
             continue
         level = float(np.median(replay.transfer[clean]))
-        known[mine] = True
-        for group in np.unique(key[mine]).tolist():
-            cells = mine[key[mine] == group]
+        known[own_part] = True
+        for group in np.unique(key[own_part]).tolist():
+            cells = own_part[key[own_part] == group]
             own = float(np.median(replay.transfer[cells]))
             if own > level:
                 share[cells] = level / own

@@ -83,11 +83,11 @@ def _latest(rank: int, alignment: Alignment, matches: Matches) -> list[int]:
 
 def _same_steps(a: Analysis, names: list[str]) -> tuple[int, int] | None:
     """The steps of these names, one after the other; ``None``: it does not have them."""
-    mine = a.steps.table["name"].to_list()
-    if a.trace.main_thread is None or not names or names[0] not in mine:
+    own = a.steps.table["name"].to_list()
+    if a.trace.main_thread is None or not names or names[0] not in own:
         return None
-    first = mine.index(names[0])
-    return (first, first + len(names)) if mine[first : first + len(names)] == names else None
+    first = own.index(names[0])
+    return (first, first + len(names)) if own[first : first + len(names)] == names else None
 
 
 def _rows(a: Analysis, matches: Matches, column: int) -> Array:

@@ -71,14 +71,14 @@ class JointReplay:
 
     def _shared(self, joint: JointRanks) -> Array:
         """Collectives that two or more ranks launched in the window."""
-        found = np.full(joint.row.shape, -1, dtype=np.int64)
+        result = np.full(joint.row.shape, -1, dtype=np.int64)
         for column, (graph, a) in enumerate(zip(self.graphs, joint.analyses, strict=True)):
             node = np.full(a.trace.gpu.height + 1, -1, dtype=np.int64)
             node[graph.row[graph.device]] = graph.device
             node[graph.row[graph.early]] = -1
             node[-1] = -1
-            found[:, column] = node[joint.row[:, column]]
-        kept: Array = found[(found >= 0).sum(axis=1) > 1]
+            result[:, column] = node[joint.row[:, column]]
+        kept: Array = result[(result >= 0).sum(axis=1) > 1]
         return kept
 
     @property
@@ -97,14 +97,14 @@ class JointReplay:
             end[there, column] = graph.time[nodes] + self.offset[column]
             start[there, column] = end[there, column] - graph.dur[nodes]
         last = np.nanmax(start, axis=1) if len(start) else np.zeros(0)
-        found = []
+        result = []
         for column, graph in enumerate(self.graphs):
             there = self.node[:, column] >= 0
             nodes = self.node[there, column]
             dur = graph.dur.copy()
             dur[nodes] = np.clip(end[there, column] - last[there], 0.0, graph.dur[nodes])
-            found.append(dur)
-        return found
+            result.append(dur)
+        return result
 
     # -- the order of all nodes -------------------------------------------------------------
 
@@ -132,10 +132,10 @@ class JointReplay:
         moved = True
         while moved:  # each round passes a stop of at least one rank
             moved = False
-            for rank, mine in enumerate(stops):
+            for rank, own in enumerate(stops):
                 upto = done[rank]
-                while next_stop[rank] < len(mine):
-                    cut, arrives, meeting = mine[next_stop[rank]]
+                while next_stop[rank] < len(own):
+                    cut, arrives, meeting = own[next_stop[rank]]
                     if not arrives and self.hub[meeting] < 0:
                         upto = max(upto, cut)
                         break
@@ -153,7 +153,7 @@ class JointReplay:
                     upto = len(self.graphs[rank])
                 places = self._place(rank, done[rank], upto, places)
                 done[rank] = upto
-        waiting = [mine[n][2] for mine, n in zip(stops, next_stop, strict=True) if n < len(mine)]
+        waiting = [own[n][2] for own, n in zip(stops, next_stop, strict=True) if n < len(own)]
         self.size = places
         return waiting[0] if waiting else None
 
@@ -164,14 +164,14 @@ class JointReplay:
     @cached_property
     def place(self) -> list[Array]:
         """Place of each node of each rank; of a shared collective: of its end."""
-        found = []
+        result = []
         count = np.cumsum(self.node >= 0, axis=1)
         for rank, slot in enumerate(self.slot):
             there = self.node[:, rank] >= 0
             place = slot.copy()
             place[self.node[there, rank]] = self.hub[there] + count[there, rank]
-            found.append(place)
-        return found
+            result.append(place)
+        return result
 
     # -- replaying ----------------------------------------------------------------------------
 
@@ -233,10 +233,10 @@ class JointReplay:
         )
 
     def _split(self, time: Array, offset: Array) -> list[Replayed]:
-        found = []
+        result = []
         for rank, (slot, place) in enumerate(zip(self.slot, self.place, strict=True)):
-            found.append(Replayed(time[place] - offset[rank], time[place] - time[slot]))
-        return found
+            result.append(Replayed(time[place] - offset[rank], time[place] - time[slot]))
+        return result
 
     def _lay_out(self, ranks: Sequence[Patched]) -> Layout:
         """All ranks' edges in one list of nodes."""

@@ -249,8 +249,8 @@ class Replay:
                 break
             # of all ranks that stand at one of these
             standing = np.flatnonzero(at < first[1:])
-            mine = standing[np.isin(row[at[standing]], rows)]
-            cells = at[mine]
+            own = standing[np.isin(row[at[standing]], rows)]
+            cells = at[own]
             order = np.argsort(row[cells], kind="stable")
             cells = cells[order]
             edge = np.flatnonzero(np.concatenate([[True], row[cells][1:] != row[cells][:-1]]))
@@ -258,8 +258,8 @@ class Replay:
             levels.append(_Level(begin, begin + len(cells), edge, which))
             parts.append(cells)
             begin += len(cells)
-            at[mine] += 1
-            moved = mine[at[mine] < first[1:][mine]]
+            at[own] += 1
+            moved = own[at[own] < first[1:][own]]
         self.levels = levels
         self.cells = np.concatenate(parts) if parts else np.zeros(0, dtype=np.int64)
         if len(self.cells) < len(row):
@@ -316,8 +316,8 @@ class Replay:
         begins = np.concatenate([[0], after[:-1] + ranks[1:]])
         knots = np.insert(knots, begins, stride * ranks)
         values = np.insert(values, begins, stride * ranks)
-        found = np.interp(points + stride * self.rank, knots, values)
-        return np.asarray(found - stride * self.rank)
+        result = np.interp(points + stride * self.rank, knots, values)
+        return np.asarray(result - stride * self.rank)
 
     def step(self, change: Change | None = None) -> float:
         """The job's step, ns: see :meth:`ends`."""
@@ -346,8 +346,8 @@ class Replay:
         code = self.rank * len(self.columns) + self.at
         new = np.concatenate([[True], code[1:] != code[:-1]])
         begin = np.flatnonzero(new)
-        found: Ints = np.arange(len(code)) - begin[np.cumsum(new) - 1]
-        return found
+        result: Ints = np.arange(len(code)) - begin[np.cumsum(new) - 1]
+        return result
 
     def same_program(self, stage: Ints) -> Bools:
         """By collective: its rank has as many in that step as most ranks of its stage."""
@@ -375,10 +375,10 @@ def _stood(rank: Ints, start: Floats, end: Floats, progress: Floats, flight: Flo
     stride = float(end.max() - min(start.min(), 0.0)) + LAST_NS + 1.0
     order = np.argsort(when + stride * owner, kind="stable")
     known = (when + stride * owner)[order]
-    at = order[np.maximum(np.searchsorted(known, end - LAST_NS + stride * rank, "right") - 1, 0)]
-    inside = (owner[at] == rank) & (when[at] >= start)
-    part = end - np.where(inside, when[at], start)
-    still = part - (progress + flight - np.where(inside, got[at], progress))
+    index = order[np.maximum(np.searchsorted(known, end - LAST_NS + stride * rank, "right") - 1, 0)]
+    inside = (owner[index] == rank) & (when[index] >= start)
+    part = end - np.where(inside, when[index], start)
+    still = part - (progress + flight - np.where(inside, got[index], progress))
     return np.asarray(still > STOOD_NS + STOOD_SHARE * part)
 
 
@@ -390,19 +390,19 @@ def _next(stood: Bools, which: Ints, end: Floats) -> Ints:
         return np.full(len(stood), -1, dtype=np.int64)
     stride = float(end.max() - min(end.min(), 0.0)) + 1.0
     stops = stops[np.argsort((end + stride * which)[stops], kind="stable")]
-    at = np.searchsorted((end + stride * which)[stops], end + stride * which, side="left")
-    found = stops[np.minimum(at, len(stops) - 1)]
-    return np.where((at < len(stops)) & (which[found] == which), found, -1)
+    index = np.searchsorted((end + stride * which)[stops], end + stride * which, side="left")
+    result = stops[np.minimum(index, len(stops) - 1)]
+    return np.where((index < len(stops)) & (which[result] == which), result, -1)
 
 
 def _partners(row: Ints, rank: Ints) -> Ints:
     """Of each cell in a row of two the other's rank; -1: it is alone, or with several."""
-    found = np.full(len(row), -1, dtype=np.int64)
+    result = np.full(len(row), -1, dtype=np.int64)
     order = np.argsort(row, kind="stable")
     first = np.flatnonzero(np.concatenate([[True], row[order][1:] != row[order][:-1]]))
     two = first[np.diff(np.append(first, len(row))) == 2]
-    found[order[two]], found[order[two + 1]] = rank[order[two + 1]], rank[order[two]]
-    return found
+    result[order[two]], result[order[two + 1]] = rank[order[two + 1]], rank[order[two]]
+    return result
 
 
 def _before_in_group(joined: Joined, row: Ints, rank: Ints, partner: Ints) -> Ints:
@@ -415,10 +415,10 @@ def _before_in_group(joined: Joined, row: Ints, rank: Ints, partner: Ints) -> In
     pair = np.where(sent[joined.key[row]], partner, -2)
     of = group[joined.key[row]] * (int(rank.max(initial=0)) + 3) + pair + 2
     order = np.lexsort((np.arange(len(row)), of, rank))
-    found = np.full(len(row), -1, dtype=np.int64)
+    result = np.full(len(row), -1, dtype=np.int64)
     same = (of[order][1:] == of[order][:-1]) & (rank[order][1:] == rank[order][:-1])
-    found[order[1:][same]] = order[:-1][same]
-    return found
+    result[order[1:][same]] = order[:-1][same]
+    return result
 
 
 def _waited_for(rank: Ints, start: Floats, end: Floats) -> Ints:
@@ -426,11 +426,11 @@ def _waited_for(rank: Ints, start: Floats, end: Floats) -> Ints:
     stride = float(end.max() - min(start.min(), 0.0)) + 1.0
     order = np.argsort(end + stride * rank, kind="stable")
     ends = (end + stride * rank)[order]
-    at = np.searchsorted(ends, start + stride * rank + TOUCHING_NS, side="right") - 1
-    found = order[np.maximum(at, 0)]
-    near = (at >= 0) & (rank[found] == rank) & (start - end[found] <= QUEUED_NS)
-    near &= found < np.arange(len(rank))
-    return np.where(near, found, -1)
+    index = np.searchsorted(ends, start + stride * rank + TOUCHING_NS, side="right") - 1
+    result = order[np.maximum(index, 0)]
+    near = (index >= 0) & (rank[result] == rank) & (start - end[result] <= QUEUED_NS)
+    near &= result < np.arange(len(rank))
+    return np.where(near, result, -1)
 
 
 def _issued(progress: Floats, queued: Bools, row: Ints, base: Floats, own: Floats) -> Floats:
@@ -450,11 +450,11 @@ def _columns(summaries: Sequence[Summary], own: Profile) -> Ints:
     """By rank and row of its steps: row of ``Profile.steps``; -1: not one of them."""
     at = {name: column for column, name in enumerate(own.steps)}
     most = max(len(summary.steps) for summary in summaries) + 1
-    found = np.full((len(summaries), most), -1, dtype=np.int64)
+    result = np.full((len(summaries), most), -1, dtype=np.int64)
     for place, summary in enumerate(summaries):
         names = [at.get(step.name, -1) for step in summary.steps]
-        found[place, : len(names)] = names
-    return found
+        result[place, : len(names)] = names
+    return result
 
 
 def _chosen(of: Ints, steps: int) -> Ints:
@@ -467,27 +467,27 @@ def _chosen(of: Ints, steps: int) -> Ints:
 
 def _lengths(summaries: Sequence[Summary], column: Ints, chosen: Ints) -> Floats:
     place = {step: at for at, step in enumerate(chosen.tolist())}
-    found = np.full((len(summaries), len(chosen)), np.nan)
+    result = np.full((len(summaries), len(chosen)), np.nan)
     for rank, summary in enumerate(summaries):
         for row, step in enumerate(summary.steps):
-            at = place.get(int(column[rank, row]), -1)
-            if at >= 0:
-                found[rank, at] = step.end - step.start
-    return found
+            index = place.get(int(column[rank, row]), -1)
+            if index >= 0:
+                result[rank, index] = step.end - step.start
+    return result
 
 
 def _entries(summaries: Sequence[Summary], column: Ints, chosen: Ints, joined: Joined) -> Floats:
     """When each rank begins with the first of the steps, ns on the common clock, from the earliest;
     the median where it is not known."""
-    found = np.full(len(summaries), np.nan)
+    result = np.full(len(summaries), np.nan)
     clocks = joined.clocks
     for rank, summary in enumerate(summaries):
         for row, step in enumerate(summary.steps):
             if column[rank, row] == chosen[0] and np.isfinite(clocks.shift[rank]):
                 when = float(step.start - joined.origin)
-                found[rank] = when + clocks.shift[rank] + clocks.drift[rank] * when
-    found -= np.nanmin(found)
-    return np.where(np.isfinite(found), found, np.nanmedian(found))
+                result[rank] = when + clocks.shift[rank] + clocks.drift[rank] * when
+    result -= np.nanmin(result)
+    return np.where(np.isfinite(result), result, np.nanmedian(result))
 
 
 def _rows(joined: Joined, cells: Ints) -> Ints:
@@ -505,7 +505,7 @@ def _rows(joined: Joined, cells: Ints) -> Ints:
 def _usual_transfer(joined: Joined, cells: Ints, transfer: Floats) -> Floats:
     """By cell: the middle of what complete collectives of the same kind, size and message take,
     where the cell's own lacks members; NaN: it does not, or there are none."""
-    found = np.full(len(cells), np.nan)
+    result = np.full(len(cells), np.nan)
     row = joined.row[cells]
     key = joined.key[row]
     kinds: dict[tuple[str, int, int], int] = {}
@@ -519,8 +519,8 @@ def _usual_transfer(joined: Joined, cells: Ints, transfer: Floats) -> Floats:
     for kind in np.unique(of[lacking]).tolist():
         whole = (of == kind) & ~lacking
         if whole.any():
-            found[(of == kind) & lacking] = np.median(transfer[whole])
-    return found
+            result[(of == kind) & lacking] = np.median(transfer[whole])
+    return result
 
 
 def _one_after_the_other(until: Floats, first: Ints) -> Floats:

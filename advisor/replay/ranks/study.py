@@ -77,9 +77,9 @@ class Study:
         """Who differs, with what the job's step gains without it (``None``: not replayed); the
         largest gain first."""
         replayed = not self.replay.reason
-        found = [*find_outliers(self.job), *slow_links(self.job)]
+        result = [*find_outliers(self.job), *slow_links(self.job)]
         kept: list[tuple[Deviation, Gain | None]] = []
-        for deviation in self._merged(found) if replayed else found:
+        for deviation in self._merged(result) if replayed else result:
             # a rank that is not replayed (its file is cut off) has no estimate
             there = replayed and self.replay.whole[list(deviation.who.places)].any()
             gain = estimate(self.job, self.replay, deviation) if there else None
@@ -88,12 +88,12 @@ class Study:
         kept.sort(key=lambda item: -(item[0].excess_ns if item[1] is None else item[1].gain))
         return kept[:MAX_OUTLIERS]
 
-    def _merged(self, found: list[Deviation]) -> list[Deviation]:
+    def _merged(self, result: list[Deviation]) -> list[Deviation]:
         """Ranks that differ in the same way as one, where only all of them together hold the job
         up: each alone gains little while the next one is as late."""
         kept: list[Deviation] = []
-        for kind in dict.fromkeys(each.kind for each in found):
-            same = [each for each in found if each.kind == kind]
+        for kind in dict.fromkeys(each.kind for each in result):
+            same = [each for each in result if each.kind == kind]
             single = [each for each in same if each.who.unit == "rank" and not each.moves]
             if kind != "network" and len(single) > 1 and not any(each.late for each in single):
                 joint = merge(self.job, single)
@@ -108,9 +108,9 @@ class Study:
     def values(self) -> Floats:
         """ns per step, ranks x ``CLASSES`` and ``waiting``: waits for others are apart from
         transfers. NaN: not measured."""
-        own, found, joined = self.job.own, self.job.waits, self.job.joined
+        own, result, joined = self.job.own, self.job.waits, self.job.joined
         open_wait = np.bincount(
-            joined.rank[found.cells], weights=found.exposed, minlength=len(own.step_ns)
+            joined.rank[result.cells], weights=result.exposed, minlength=len(own.step_ns)
         )
         steps = np.maximum(np.array([np.isfinite(row).sum() for row in own.own_by_step]), 1)
         communication = own.values[:, -1]
@@ -127,11 +127,11 @@ class Study:
         whole = float(step[known].sum())
         if whole <= 0:
             return []
-        found = [Evidence("exposed, all ranks", float(exposed[known].sum()) / whole, "share")]
+        result = [Evidence("exposed, all ranks", float(exposed[known].sum()) / whole, "share")]
         if known.sum() <= FEW_RANKS:
             shares = zip(self.numbers, known, exposed / np.maximum(step, 1.0), strict=True)
             each = [f"{rank} {format_share(share)}" for rank, there, share in shares if there]
-            found.append(Evidence("exposed by rank", ", ".join(each)))
+            result.append(Evidence("exposed by rank", ", ".join(each)))
         steps = np.array([max(1, len(summary.steps)) for summary in self.job.summaries])
         of_rank, ns = known[joined.rank], joined.exposed / steps[joined.rank]
         key = joined.key[joined.row]
@@ -140,17 +140,17 @@ class Study:
         for number, total in enumerate(totals):
             name = joined.keys[number].kind.replace("_", "-")
             kinds[name] = kinds.get(name, 0.0) + total
-        found += [
+        result += [
             Evidence(f"exposed in {name}", total / whole, "share")
             for name, total in sorted(kinds.items(), key=lambda item: -item[1])
             if total >= MIN_SHOWN_SHARE * whole
         ]
         late = float(np.nansum(waiting[known])) / whole
         if late >= MIN_SHOWN_SHARE:
-            found.append(
+            result.append(
                 Evidence("of it waiting for the last rank, which no overlap hides", late, "share")
             )
-        return found
+        return result
 
     @cached_property
     def ranks(self) -> Ranks:
@@ -175,11 +175,11 @@ class Study:
         )
 
     def _lines(self) -> list[RankLine]:
-        found, steps = self.job.waits, max(1, len(self.job.own.steps))
+        result, steps = self.job.waits, max(1, len(self.job.own.steps))
         placed = np.isfinite(self.job.joined.clocks.shift)
         lines = []
         for place, s in enumerate(self.job.summaries):
-            taken = int(found.taken[place])
+            taken = int(result.taken[place])
             step = sum(s.time.values())
             lines.append(
                 RankLine(
@@ -188,8 +188,8 @@ class Study:
                     busy_share=1 - s.time.get("idle", 0.0) / step if step else None,
                     communication_ns=s.time.get("communication") if s.time else None,
                     idle_ns=s.time.get("idle") if s.time else None,
-                    last_share=int(found.late[place]) / taken if taken else None,
-                    caused_wait_ns=float(found.caused[place]) / steps if placed[place] else None,
+                    last_share=int(result.late[place]) / taken if taken else None,
+                    caused_wait_ns=float(result.caused[place]) / steps if placed[place] else None,
                     host=s.host,
                     path=s.path,
                     time=[
@@ -211,18 +211,18 @@ class Study:
         )
 
     def _outlier(self, deviation: Deviation, gain: Gain | None) -> Outlier:
-        at, found = list(deviation.who.places), self.job.waits
-        taken, last = int(found.taken[at].sum()), int(found.late[at].sum())
+        index, result = list(deviation.who.places), self.job.waits
+        taken, last = int(result.taken[index].sum()), int(result.late[index].sum())
         steps, chance = max(1, len(self.job.own.steps)), deviation.who.chance
         return Outlier(
             unit=deviation.who.unit,
             name=deviation.who.name,
-            ranks=rank_numbers([self.numbers[place] for place in at]),
+            ranks=rank_numbers([self.numbers[place] for place in index]),
             kind=deviation.kind,
             moves=deviation.moves,
             excess_ns=deviation.excess_ns,
             reason=reason(self.job, deviation),
-            waited_ns=float(found.caused[at].sum()) / steps if len(found.row) else None,
+            waited_ns=float(result.caused[index].sum()) / steps if len(result.row) else None,
             last_share=last / taken if taken else None,
             significance=None if chance >= 1 else min(MAX_SIGNIFICANCE, 1 - chance),
             gain_ns=None if gain is None else gain.gain,
@@ -246,21 +246,21 @@ class Study:
         ]
 
     def _not_checked(self) -> dict[str, str]:
-        found = dict(self.notes)
+        result = dict(self.notes)
         if self.replay.reason:
-            found["gains for the job"] = self.replay.reason
+            result["gains for the job"] = self.replay.reason
         damaged = [s.rank for s in self.job.summaries if s.damage]
         if damaged:
-            found["the work of damaged files"] = (
+            result["the work of damaged files"] = (
                 f"ranks {rank_numbers(damaged)} are compared by the steps before the damage alone"
             )
         if self.job.joined.dropped:
-            found["all collectives"] = (
+            result["all collectives"] = (
                 f"{format_count(self.job.joined.dropped)} of later steps are left out to keep "
                 "summaries "
                 "small"
             )
-        return found
+        return result
 
 
 def study(summaries: Sequence[Summary], unread: Sequence[Unread] = ()) -> Study | None:

@@ -85,14 +85,14 @@ class ChannelsLast(Knob):
 
         def ordered(module: Any, args: Any) -> Any:
             return tuple(
-                one.contiguous(memory_format=torch.channels_last)
-                if isinstance(one, torch.Tensor) and one.dim() == 4
-                else one
-                for one in args
+                arg.contiguous(memory_format=torch.channels_last)
+                if isinstance(arg, torch.Tensor) and arg.dim() == 4
+                else arg
+                for arg in args
             )
 
         def begin(module: Any) -> None:
-            if any(isinstance(one, nn.Conv2d) for one in module.modules()):
+            if any(isinstance(item, nn.Conv2d) for item in module.modules()):
                 module.to(memory_format=torch.channels_last)
                 module.register_forward_pre_hook(ordered)
                 self.met()

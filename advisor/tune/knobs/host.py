@@ -35,12 +35,12 @@ class Affinity(Knob):
 
 
 def _cores(text: str) -> set[int]:
-    found: set[int] = set()
+    result: set[int] = set()
     for part in text.strip().split(","):
         low, _, high = part.partition("-")
         if low.isdecimal():
-            found |= set(range(int(low), int(high or low) + 1))
-    return found
+            result |= set(range(int(low), int(high or low) + 1))
+    return result
 
 
 class Threads(Knob):

@@ -19,12 +19,12 @@ class LoaderWorkersKnob(Knob):
 
     def values(self, wanted: int | None, machine: Machine) -> Sequence[Value]:
         """What the finding says, then powers of two up to the cores, and none."""
-        found = [wanted] if wanted else []
+        result = [wanted] if wanted else []
         count = 1
         while count <= machine.cores:
-            found.append(count)
+            result.append(count)
             count *= 2
-        return list(dict.fromkeys([*found, machine.cores, 0]))
+        return list(dict.fromkeys([*result, machine.cores, 0]))
 
     def apply(self, value: Value) -> None:
         """Every loader that is made from now on."""

@@ -155,23 +155,26 @@ def seeds() -> str:
 def page(text: str, arguments: argparse.Namespace) -> str:
     """docs/fleet-accuracy.md."""
     kinds = "\n".join(f"| {fault.replace('_', ' ')} | {KIND[fault]} |" for fault in FAULTS)
-    return f"""# How right diagnoses of jobs are
+    return f"""# Accuracy of job diagnoses
 
-A job of many ranks is diagnosed from what each rank measured. Whether the diagnosis is right can
-only be said where the truth is known, so jobs are simulated: `benchmarks/simulation/` plays the
-hosts, the streams and the collectives of every rank, with kernel lengths, launch times and rates of
-collectives drawn from public traces (`benchmarks/simulation/measured.json` names them), kernels
-that vary by 1 to 3 %, devices that differ by some 0.4 %, clocks up to 5 ms and 50 ppm apart,
-and up to three ranks that are lost or cut off. Layouts: DDP, FSDP, FSDP within hosts, tensor and
-pipeline parallel, experts. The same job with the same noise is then played without the fault: the
+This page shows how often `advisor` finds the right cause and the right ranks in a job.
+
+A job of many ranks is diagnosed from each rank's measurements. Whether a diagnosis is right can
+only be said where the truth is known, so jobs are simulated. `benchmarks/simulation/` plays the
+hosts, the streams and the collectives of every rank. Kernel lengths, launch times and rates of
+collectives are drawn from public traces (`benchmarks/simulation/measured.json` names them).
+Kernels vary by 1 to 3 %, devices differ by some 0.4 %, clocks by up to 5 ms and 50 ppm, and up to
+three ranks are lost or truncated. Layouts: DDP, FSDP, FSDP within hosts, tensor and pipeline
+parallel, experts. The same job with the same noise is then played without the fault: the
 difference is the true gain. Every fault costs at least {MIN_SHARE:.0%} of the step.
 
-Right is who names the kind of the fault first and exactly the ranks that have it, of those whose
-files are whole. A link is slow only where groups show it: over one group of all ranks nothing among
-the ranks says where it is, and what such groups lose is in the true gain all the same.
+A diagnosis is right if it names the kind of the fault first, and exactly the ranks that have it,
+among ranks with complete files. A slow link can be located only where groups differ: with one
+group of all ranks, nothing among the ranks shows where it is. The loss of such groups is still
+part of the true gain.
 
-A gain's band is as wide as predictions were off on other jobs ({seeds()};
-`--calibrate`), so that {JOB_COVERAGE:.0%} of true gains should be inside.
+A gain's range is as wide as predictions were off on other jobs ({seeds()}; `--calibrate`), so
+that {JOB_COVERAGE:.0%} of true gains should be within it.
 
 {arguments.jobs} jobs with a fault and {arguments.healthy} without, {arguments.ranks} ranks each,
 seeds from {arguments.seed:,} on:
@@ -182,8 +185,8 @@ seeds from {arguments.seed:,} on:
 |---|---|
 {kinds}
 
-What this does not show: how often such faults are found in real jobs, whose programs are less even
-than ours. Files of simulated jobs are read to the same numbers (`tests/simulation`).
+What this does not show: how often such faults are found in real jobs, whose programs are less
+regular than ours. Files of simulated jobs give the same numbers (`tests/simulation`).
 
 Again: `python -m benchmarks.bench_jobs --write docs/fleet-accuracy.md`
 """

@@ -43,7 +43,7 @@ HEAD = (
     "measured change",
     "predicted (band)",
     "off by",
-    "half the band that is shown",
+    "half the range shown",
     "inside",
     "exposed time says",
     "finding says",
@@ -432,7 +432,7 @@ def cells(r: Row) -> tuple[str, ...]:
         found += (
             f"{r.found.point:.1f} ({r.found.low:.1f} to {r.found.high:.1f})"
             if r.found
-            else "no price"
+            else "no estimate"
         )
     of = " of the step" if r.pair.whole_step else ""
     return (

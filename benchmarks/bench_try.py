@@ -89,7 +89,7 @@ def row(workload: Workload, report: TrialReport | str) -> str:
     won = ", ".join(f"`{t.name}`" for t in report.winners) or "none"
     if best is None:
         return f"| {workload.name} | {cure or '–'} | not tried | – | – | – | {won} |"
-    none = "no price" if best.predicted is None else "unclear"
+    none = "no estimate" if best.predicted is None else "unclear"
     band = {True: "yes", False: "no", None: none}[best.inside]
     return (
         f"| {workload.name} | `{best.name}` | {best.outcome}"
@@ -115,9 +115,9 @@ def summary(found: dict[str, TrialReport | str]) -> str:
     healthy = [n for n in reports if not known[n].finds]
     alone = [n for n in healthy if not reports[n].winners]
     return (
-        f"Of {len(cured)} workloads whose cure is a lever it won in {len(wins)}; of {len(priced)} "
-        f"winning settings that had a price {inside} were inside the band; {len(alone)} of "
-        f"{len(healthy)} healthy ones were left alone.\n"
+        f"A knob won in {len(wins)} of {len(cured)} workloads that a knob fixes. Of {len(priced)} "
+        f"winning settings with an estimate, {inside} were within the range. {len(alone)} of "
+        f"{len(healthy)} healthy workloads were left alone.\n"
     )
 
 
@@ -142,7 +142,7 @@ def main() -> None:
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
     head = (
-        "| workload | lever | outcome | predicted | measured | inside | what won |\n"
+        "| workload | knob | outcome | predicted | measured | inside | what won |\n"
         "| --- | --- | --- | --- | --- | --- | --- |\n"
     )
     found: dict[str, TrialReport | str] = {}

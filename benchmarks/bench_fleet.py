@@ -37,9 +37,10 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from public_traces import path_of
+
 HERE = Path(__file__).resolve().parent
 PAGE = HERE.parent / "docs" / "fleet.md"
-SHARED = Path(os.environ.get("ADVISOR_SHARED_TRACES", HERE.parents[1] / "shared" / "traces"))
 BEGIN, END = "<!-- figures: begin -->", "<!-- figures: end -->"
 HTA_BEGIN, HTA_END = "<!-- hta: begin -->", "<!-- hta: end -->"
 ONE_BEGIN, ONE_END = "<!-- one: begin -->", "<!-- one: end -->"
@@ -159,7 +160,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
     parser.add_argument("--ranks", type=int, nargs="+", default=[8, 64, 512])
     parser.add_argument("--workers", type=int, nargs="+", default=[1, 2])
-    parser.add_argument("--source", type=Path, default=SHARED / "a100_train_6steps.json.gz")
+    parser.add_argument("--source", type=Path, default=path_of("a100_train_6steps.json.gz"))
     parser.add_argument("--write", action="store_true", help="into docs/fleet.md")
     parser.add_argument("--measure", metavar="FOLDER", help=argparse.SUPPRESS)
     parser.add_argument("--hta-python", help="interpreter that has HolisticTraceAnalysis")

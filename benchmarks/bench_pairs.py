@@ -4,9 +4,8 @@
         [--ledger]
 
 A prediction is made from the first file alone, by the edit that stands for the change, with bands
-that know nothing of this pair. Both files
-are measured by interval arithmetic of this file, which reads the JSON itself. Without --traces
-they are looked for in $ADVISOR_SHARED_TRACES, else ../shared/traces. All times in ms.
+that know nothing of this pair. Both files are measured by interval arithmetic of this file, which
+reads the JSON itself. Without --traces: the pairs in tests/corpus. All times in ms.
 """
 
 from __future__ import annotations
@@ -16,7 +15,6 @@ import functools
 import gc
 import gzip
 import json
-import os
 import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -24,11 +22,11 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from public_traces import CORPUS
 from table_of_predictions import replace
 
 from advisor.replay.predictions import SHIPPED, Prediction, without
 
-SHARED = Path(os.environ.get("ADVISOR_SHARED_TRACES", "../shared/traces"))
 NUMBERS = ("predicted", "low", "high", "measured", "measured_low", "measured_high")
 BEGIN, END = "<!-- pairs begin -->", "<!-- pairs end -->"
 CLOSE = 0.25
@@ -492,7 +490,7 @@ def device(path: Path) -> str:
 def main() -> None:
     """Print the table; write it into a document, and lines into the ledger, if asked to."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--traces", type=Path, default=SHARED)
+    parser.add_argument("--traces", type=Path, default=CORPUS)
     parser.add_argument("--only", default="")
     parser.add_argument("--write", type=Path)
     parser.add_argument("--ledger", type=Path, nargs="?", const=SHIPPED)

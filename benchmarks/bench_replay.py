@@ -4,27 +4,25 @@
 
 Two tables: how well steps and starts come out, and what share of the host's waiting and of the
 device's idle time is explained (``hard_time``). Times are CPU seconds of this thread, the best of
-several replays. Without --traces the public traces are looked for in $ADVISOR_SHARED_TRACES, else
-../shared/traces.
+several replays. Without --traces: the public traces in tests/corpus.
 """
 
 from __future__ import annotations
 
 import argparse
-import os
 import time
 from collections.abc import Callable
 from pathlib import Path
 
 from hard_time import HardTime, hard_time
 from naive_twin import naive_twin
+from public_traces import CORPUS
 
 from advisor.core.errors import AdvisorError
 from advisor.measure import Analysis
 from advisor.read import read_trace
 from advisor.replay.price import EditGain
 
-SHARED = Path(os.environ.get("ADVISOR_SHARED_TRACES", "../shared/traces"))
 REPLAY, HARD = "replay", "hard parts"
 """Sections of the document that are written."""
 ENOUGH = 500
@@ -129,7 +127,7 @@ def main() -> None:
     """Print the table; write it into a document if told."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("files", nargs="*", type=Path)
-    parser.add_argument("--traces", type=Path, default=SHARED)
+    parser.add_argument("--traces", type=Path, default=CORPUS)
     parser.add_argument("--write", type=Path)
     args = parser.parse_args()
     rows, hard = [], []

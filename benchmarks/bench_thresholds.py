@@ -1,15 +1,17 @@
 """How sensitive rules are to their thresholds: half and twice of each, on public traces.
 
-python benchmarks/bench_thresholds.py ../shared/traces > docs/thresholds.md
+python benchmarks/bench_thresholds.py [FOLDER] > docs/thresholds.md
 
 For each threshold of the rules that read one trace: on how many traces half and twice the value
-change the rule's answer (fires or not). The traces are not part of the repository.
+change the rule's answer (fires or not). Without FOLDER: the traces in tests/corpus.
 """
 
 from __future__ import annotations
 
 import sys
 from pathlib import Path
+
+from public_traces import CORPUS
 
 from advisor.advise.select import load_rules
 from advisor.core.errors import AdvisorError
@@ -65,4 +67,4 @@ def main(folder: Path) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    main(Path(sys.argv[1]) if len(sys.argv) > 1 else CORPUS)

@@ -9,7 +9,6 @@ it (``make_big.py``) with more than 1,000,000 slices. Prints the table of docs/t
 from __future__ import annotations
 
 import argparse
-import os
 import shutil
 import statistics
 import subprocess
@@ -19,7 +18,8 @@ import time
 from pathlib import Path
 from typing import Any
 
-SHARED = Path(os.environ.get("ADVISOR_SHARED_TRACES", "../shared/traces"))
+from public_traces import path_of
+
 MILLION_MB = 330
 
 SERVE = """
@@ -185,7 +185,7 @@ def main() -> None:
     args = parser.parse_args()
     from playwright.sync_api import sync_playwright
 
-    traces = args.trace or [SHARED / "a100_train_6steps.json.gz"]
+    traces = args.trace or [path_of("a100_train_6steps.json.gz")]
     with tempfile.TemporaryDirectory() as folder, sync_playwright() as playwright:
         if args.million:
             sys.path.insert(0, str(Path(__file__).parent))

@@ -10,17 +10,17 @@ from __future__ import annotations
 
 import argparse
 import gzip
-import os
 import re
 import sys
 from dataclasses import dataclass
 from pathlib import Path
 
+from public_traces import find
+
 from advisor.read.source import ByteSource
 from advisor.read.split import scan
 from advisor.testing import TraceBuilder
 
-SHARED = Path(os.environ.get("ADVISOR_SHARED_TRACES", "../shared/traces"))
 DEFAULT = "a100_train_6steps"
 
 # Numbers that grow from copy to copy. Keys of one group share one number space.
@@ -68,8 +68,8 @@ class Template:
 
 def default_source() -> bytes:
     """A public real trace where there are some, else one from TraceBuilder."""
-    path = SHARED / f"{DEFAULT}.json.gz"
-    return unpack(str(path)) if path.exists() else built()
+    path = find(f"{DEFAULT}.json.gz")
+    return unpack(str(path)) if path else built()
 
 
 def unpack(path: str) -> bytes:

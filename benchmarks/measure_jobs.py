@@ -1,9 +1,10 @@
 """What simulated jobs are drawn from: kernel lengths, launches and collectives of public traces.
 
-    python -m benchmarks.measure_jobs ../shared/traces
+    python -m benchmarks.measure_jobs [FOLDER]
 
-writes ``benchmarks/simulation/measured.json``. Times are ns; each list holds the quantiles
-QUANTILES of what was measured, pooled over the traces that ``sources`` names.
+writes ``benchmarks/simulation/measured.json``; without FOLDER from the traces in tests/corpus.
+Times are ns; each list holds the quantiles QUANTILES of what was measured, pooled over the traces
+that ``sources`` names.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from numpy.typing import NDArray
 from advisor.measure import Analysis
 from advisor.measure.comm.comms import describe
 from advisor.read import open_run
+from benchmarks.public_traces import CORPUS
 
 TRACES = {
     "a100_train_6steps.json.gz": "HolisticTraceAnalysis (MIT), A100",
@@ -43,7 +45,7 @@ OUT = Path(__file__).parent / "simulation" / "measured.json"
 def main() -> None:
     """Measure and write."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("traces", type=Path)
+    parser.add_argument("traces", type=Path, nargs="?", default=CORPUS)
     folder: Path = parser.parse_args().traces
     pooled = Pool()
     for name in TRACES:

@@ -4,11 +4,16 @@ from __future__ import annotations
 
 import gc
 import os
+import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+
+sys.path.append(str(Path(__file__).resolve().parents[1]))  # benchmarks
+
+from benchmarks import public_traces
 
 # what the user of this machine remembers is not part of the tests
 os.environ["ADVISOR_LEDGER"] = os.devnull + "/ledger.jsonl"
@@ -38,8 +43,6 @@ PUBLIC = (
     "v100_train_copy_heavy",
 )
 """Public real traces of every kind of GPU and every version of the profiler."""
-REPO = Path(__file__).resolve().parents[1]
-SHARED = Path(os.environ.get("ADVISOR_SHARED_TRACES", REPO.parent / "shared" / "traces"))
 
 
 @pytest.hookimpl(optionalhook=True)
@@ -74,15 +77,20 @@ def _settle_heap() -> None:
     gc.freeze()
 
 
+def public_file(name: str) -> str:
+    """Path of a public file, of ``tests/corpus`` or beside the checkout; skips where absent."""
+    path = public_traces.find(name)
+    if path is None:
+        pytest.skip(f"{name} is neither in tests/corpus nor in {public_traces.BESIDE}")
+    return str(path)
+
+
 @pytest.fixture(scope="session")
 def shared_trace() -> Callable[[str], str]:
-    """``shared_trace("alexnet")``: path of a public real trace; skips where they are absent."""
+    """``shared_trace("alexnet")``: path of a public real trace; skips where it is absent."""
 
     def find(name: str) -> str:
-        path = SHARED / f"{name}.json.gz"
-        if not path.exists():
-            pytest.skip(f"public real traces are not here ({SHARED} is not part of the project)")
-        return str(path)
+        return public_file(f"{name}.json.gz")
 
     return find
 
@@ -96,14 +104,7 @@ def public_trace(request: pytest.FixtureRequest, shared_trace: Callable[[str], s
 @pytest.fixture(scope="session")
 def shared_file() -> Callable[[str], str]:
     """``shared_file("nsys/a.sqlite")``: path of a public file of any kind; skips where absent."""
-
-    def find(name: str) -> str:
-        path = SHARED / name
-        if not path.exists():
-            pytest.skip(f"public real traces are not here ({SHARED} is not part of the project)")
-        return str(path)
-
-    return find
+    return public_file
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:

@@ -21,7 +21,8 @@ from advisor.measure.comm.messages import kernel_kind
 from advisor.measure.device.families import FAMILIES
 from advisor.measure.device.kernel_names import describe, family_of
 from advisor.read import read_trace
-from tests.conftest import SHARED
+from benchmarks.public_traces import trace_names
+from tests.conftest import public_file
 
 ZOO = Path(__file__).resolve().parents[1] / "data" / "kernel_zoo.tsv"
 with ZOO.open(encoding="utf-8", newline="") as _file:
@@ -74,17 +75,11 @@ def test_a_gather_is_communication_only_between_devices() -> None:
     assert family_of("mnnvl_lamport_all_gather") == "communication"
 
 
-def _traces() -> list[str]:
-    found = [str(p.relative_to(SHARED)) for p in sorted(SHARED.rglob("*.json.gz"))]
-    return found or ["none"]
-
-
-@pytest.mark.parametrize("name", _traces())
+@pytest.mark.parametrize("name", trace_names())
 def test_hardly_any_kernel_time_of_a_real_trace_is_without_a_family(name: str) -> None:
-    if name == "none":
-        pytest.skip(f"public real traces are not here ({SHARED} is not part of the project)")
+    path = public_file(name)
     try:
-        a = Analysis(read_trace(str(SHARED / name)))
+        a = Analysis(read_trace(path))
     except AdvisorError:
         pytest.skip("no trace of kernels")
     rows = a.trace.gpu.select("name", "kind", "dur").with_columns(a.kernels["family"])

@@ -27,6 +27,7 @@ from advisor.core.errors import AdvisorError
 from advisor.read import ReadOptions, read_trace
 from advisor.render.formats import REPORTS
 from advisor.testing import TraceBuilder
+from benchmarks.public_traces import find
 
 READINGS = 2000
 ANALYSES = int(os.environ.get("ADVISOR_MUTATIONS", "300"))
@@ -89,10 +90,8 @@ def built() -> list[bytes]:
 @pytest.fixture(scope="session")
 def seeds() -> list[bytes]:
     """Texts to mutate: built ones always, real ones where they are."""
-    folder = Path(__file__).resolve().parents[3] / "shared" / "traces"
-    folder = Path(os.environ.get("ADVISOR_SHARED_TRACES", folder))
-    real = [folder / f"{name}.json.gz" for name in REAL]
-    return [*built(), *(gzip.decompress(path.read_bytes()) for path in real if path.exists())]
+    real = [find(f"{name}.json.gz") for name in REAL]
+    return [*built(), *(gzip.decompress(path.read_bytes()) for path in real if path)]
 
 
 # -- how ----------------------------------------------------------------------------------------

@@ -30,6 +30,7 @@ from advisor.read import open_run, read_trace
 from advisor.read.file import read_bytes
 from advisor.read.wire import PADDING, Buffer
 from advisor.render.formats import REPORTS
+from tests.conftest import public_file
 
 MUTANTS = int(os.environ.get("ADVISOR_MUTATIONS", "0")) or 40
 TORCH = re.compile(
@@ -47,14 +48,6 @@ def _load(name: str) -> ModuleType:
 
 
 w = _load("xspace_writer")
-
-
-def _shared(name: str) -> Path:
-    repo = Path(__file__).resolve().parents[2]
-    folder = Path(os.environ.get("ADVISOR_SHARED_TRACES", repo.parent / "shared" / "traces"))
-    if not (path := folder / name).exists():
-        pytest.skip(f"public real traces are not here ({folder} is not part of the project)")
-    return path
 
 
 @pytest.fixture
@@ -111,7 +104,7 @@ def test_fields_are_those_that_a_field_by_field_reading_finds() -> None:
 
 
 def test_device_work_of_a_real_file_is_what_a_field_by_field_reading_sums_up() -> None:
-    path = _shared("xla/tf_gpu_multi_worker.xplane.pb")
+    path = Path(public_file("xla/tf_gpu_multi_worker.xplane.pb"))
     trace = read_trace(str(path))
     events = w.device_events(path.read_bytes())
     sums: dict[tuple[int, str], float] = defaultdict(float)
@@ -413,7 +406,7 @@ def test_the_timeline_beside_it_says_the_same(tmp_path: Path) -> None:
 def _published(kind: str) -> list[dict[int, float]]:
     """Of each step of a ResNet-50: times in ms by field of ``PerGenericStepDetails`` (2 step, 6
     device compute, 11 wait for input), as TensorFlow's profiler published them."""
-    path = _shared("xla/tfprof_demo_GPU_input_vs_compute_bound.tar.gz")
+    path = public_file("xla/tfprof_demo_GPU_input_vs_compute_bound.tar.gz")
     with tarfile.open(path) as archive:
         member = next(
             m

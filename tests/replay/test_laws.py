@@ -28,9 +28,8 @@ from advisor.replay.price import EditGain
 from advisor.replay.replay import MIN_STEADY
 from advisor.replay.result import what_if
 from advisor.replay.selection import selected_gaps, selected_gpu, selected_host
+from benchmarks.public_traces import trace_names
 
-REPO = Path(__file__).resolve().parents[2]
-SHARED = Path(os.environ.get("ADVISOR_SHARED_TRACES", REPO.parent / "shared" / "traces"))
 EDITS = int(os.environ.get("ADVISOR_LAWS", "20"))
 """Random edits a trace and law."""
 LARGE = 25_000
@@ -42,8 +41,7 @@ SLACK = 0.01
 
 
 def _found() -> list[str]:
-    files = sorted(p for p in SHARED.rglob("*.json.gz") if p.is_file())
-    return [str(p.relative_to(SHARED)).removesuffix(".json.gz") for p in files] or ["absent"]
+    return [name.removesuffix(".json.gz") for name in trace_names()]
 
 
 @functools.lru_cache(maxsize=4)

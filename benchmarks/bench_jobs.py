@@ -163,13 +163,13 @@ A job of many ranks is diagnosed from each rank's measurements. Whether a diagno
 only be said where the truth is known, so jobs are simulated. `benchmarks/simulation/` plays the
 hosts, the streams and the collectives of every rank. Kernel lengths, launch times and rates of
 collectives are drawn from public traces (`benchmarks/simulation/measured.json` names them).
-Kernels vary by 1 to 3 %, devices differ by some 0.4 %, clocks by up to 5 ms and 50 ppm, and up to
-three ranks are lost or truncated. Layouts: DDP, FSDP, FSDP within hosts, tensor and pipeline
+Kernels vary by 1 to 3 %, devices by some 0.4 %, clocks by up to 5 ms and 50 ppm. Up to three ranks
+are lost or truncated. Layouts: DDP, FSDP, FSDP within hosts, tensor and pipeline
 parallel, experts. The same job with the same noise is then played without the fault: the
 difference is the true gain. Every fault costs at least {MIN_SHARE:.0%} of the step.
 
-A diagnosis is right if it names the kind of the fault first, and exactly the ranks that have it,
-among ranks with complete files. A slow link can be located only where groups differ: with one
+A diagnosis is right if it names the kind of the fault first, and exactly its ranks. Ranks with
+incomplete files do not count. A slow link can be located only where groups differ: with one
 group of all ranks, nothing among the ranks shows where it is. The loss of such groups is still
 part of the true gain.
 

@@ -118,8 +118,8 @@ def _advised(title: str, texts: Mapping[str, Any]) -> list[str]:
         "It is wrong if there is": texts.get("falsified_by", ""),
         "The gain assumes that": "; ".join(texts.get("assumptions", ())),
     }
-    told = [f"- *{label}*: {escape(text)}" for label, text in facts.items() if text]
-    return [*parts, "\n".join(told)] if told else parts
+    listed = [f"- *{label}*: {escape(text)}" for label, text in facts.items() if text]
+    return [*parts, "\n".join(listed)] if listed else parts
 
 
 def _case(name: str, case: Mapping[str, Any], words: list[str]) -> list[str]:
@@ -133,12 +133,12 @@ def _case(name: str, case: Mapping[str, Any], words: list[str]) -> list[str]:
 
 
 def _elsewhere(page: RulePage) -> list[str]:
-    """What programs are told that are not written with PyTorch."""
+    """The advice for programs that are not written with PyTorch."""
     parts = ["## In programs without PyTorch"] if page.elsewhere else []
-    for told in page.elsewhere:
-        parts.append(f"**{told.program}**: {escape(told.words)}".rstrip(": "))
-        if told.code:
-            parts.append(block(told.code, told.language))
+    for advice in page.elsewhere:
+        parts.append(f"**{advice.program}**: {escape(advice.words)}".rstrip(": "))
+        if advice.code:
+            parts.append(block(advice.code, advice.language))
     return parts
 
 
@@ -199,19 +199,18 @@ def workloads_text() -> str:
     found = catalogue()
     parts = [
         "# Sample workloads",
-        f"{len(found)} small programs, each slow on purpose, with its cure. Run and record one, "
-        "and see what is said about it:",
+        f"{len(found)} small programs with one known bottleneck each, and a cured variant of each. "
+        "Run and record one, then analyse it:",
         block(
             "advisor workloads run pageable_copies --variant slow    # or cured\n"
             "advisor analyze runs/pageable_copies-slow",
             "bash",
         ),
-        "Data are generated and everything is seeded. At `--scale 1`, the default on a GPU, "
-        "sizes suit a large one; on a CPU they are smaller, and there only those marked *any "
-        "device* can show their finding. Each is one file of "
-        "[sample_workloads](../sample_workloads), an ordinary training loop that yields after "
-        "each step. `make record-h200` times and records all of them on a CUDA GPU and sets the "
-        "measured gains beside the predicted ones.",
+        "Data are generated and everything is seeded. At `--scale 1`, the default on a GPU, sizes "
+        "suit a large one. On a CPU they are smaller, and only those marked *any device* can show "
+        "their finding. Each is one file of [sample_workloads](../sample_workloads): an ordinary "
+        "training loop that yields after each step. `make record-h200` times and records all of "
+        "them on a CUDA GPU. It compares the measured gains with the predicted ones.",
     ]
     for name, workload in found.items():
         title, *rest = workload.doc.split("\n\n")

@@ -29,7 +29,7 @@ RETIRED = {
     "by replay": (r"\bby replay\b", "in the replay, replayed"),
     "kin": (r"\bkin\b", "similar, variants"),
     "alike": (r"\balike\b", "similar, clusters"),
-    "odd": (r"\bodd\b(?! number)", "outlier"),
+    "odd": (r"(?<!both )(?<!is )\bodd\b(?! (?:numbers?|shape|rows?|[nkm])\b)", "outlier"),
     "lever": (r"\blevers?\b", "knob"),
     "fleet": (r"(?<!bench )\bfleets?\b(?!\.md|-accuracy)", "job, ranks"),
     "heat": (r"(?<!by )(?<!seating, )\bheats?\b(?! held|.?maps?\b)", "round"),
@@ -87,7 +87,7 @@ def rooms() -> Iterator[tuple[str, Path]]:
     for file in sorted((ROOT / "advisor").glob("*.py")):
         yield "advisor", file
     folders = [each for each in (ROOT / "advisor").iterdir() if not each.is_symlink()]
-    folders += [ROOT / name for name in ("rules", "dashboard", "sample_workloads")]
+    folders += [ROOT / name for name in ("rules", "dashboard", "sample_workloads", "docs")]
     for folder in sorted(each for each in folders if each.is_dir()):
         for file in sorted(folder.rglob("*.py")):
             yield folder.name, file

@@ -199,8 +199,8 @@ def workloads_text() -> str:
     found = catalogue()
     parts = [
         "# Sample workloads",
-        f"{len(found)} small programs with one known bottleneck each, and a cured variant of each. "
-        "Run and record one, then analyse it:",
+        f"{len(found)} small programs. Each has one known bottleneck and a cured variant, except "
+        "the healthy controls. Run and record one, then analyse it:",
         block(
             "advisor workloads run pageable_copies --variant slow    # or cured\n"
             "advisor analyze runs/pageable_copies-slow",

@@ -151,7 +151,7 @@ LIMITS: dict[str, dict[str, int]] = {
         "rules": 1,
         "tune": 1,
     },
-    "odd": {"compare": 2, "measure": 13, "read": 4, "rules": 16},
+    "odd": {"compare": 2, "measure": 11, "read": 4, "rules": 3},
     "lever": {"cli": 1, "core": 1, "mcp": 12, "tune": 79},
     "fleet": {"advise": 1},
     "heat": {"cli": 1, "dashboard": 11, "render": 11, "tune": 21},

@@ -53,7 +53,7 @@ def rule_text(page: RulePage) -> str:
     parts = [f"# {escape(page.title)}", f"`{page.id}` · {category}"]
     parts += [_prose(paragraph) for paragraph in page.paragraphs]
     if page.sources:
-        parts.append("Figures above: " + "; ".join(map(_cited, page.sources)) + ".")
+        parts.append("Sources of the figures above: " + "; ".join(map(_cited, page.sources)) + ".")
     parts += _advice(page)
     parts += _inference(page)
     parts += _elsewhere(page)
@@ -75,8 +75,8 @@ def rule_text(page: RulePage) -> str:
     parts.append(
         "\n".join(
             [
-                *(f"- found what is there in: {_proof(name)}" for name in page.found_in),
-                *(f"- rightly silent in: {_proof(name, cured=True)}" for name in page.silent_in),
+                *(f"- right on: {_proof(name)}" for name in page.found_in),
+                *(f"- rightly silent on: {_proof(name, cured=True)}" for name in page.silent_in),
                 *(f"- fires on the example: {escape(name)}" for name in page.fires_on),
                 *(f"- silent on the example: {escape(name)}" for name in page.silent_on),
             ]
@@ -100,7 +100,7 @@ def _inference(page: RulePage) -> list[str]:
     """What is said in place of that where nothing is trained."""
     if not page.inference:
         return []
-    parts = _advised("Where nothing is trained", page.inference)
+    parts = _advised("For inference", page.inference)
     for name, case in page.inference.get("cases", {}).items():
         parts += _case(name, case, [escape(case["fix"])] if "fix" in case else [])
     return parts
@@ -114,9 +114,9 @@ def _advised(title: str, texts: Mapping[str, Any]) -> list[str]:
     if texts.get("code"):
         parts.append(block(texts["code"], "python"))
     facts = {
-        "How to see that it worked": texts.get("verify", ""),
-        "It is wrong if there is": texts.get("falsified_by", ""),
-        "The gain assumes that": "; ".join(texts.get("assumptions", ())),
+        "How to verify": texts.get("verify", ""),
+        "Proven wrong by": texts.get("falsified_by", ""),
+        "Assumptions": "; ".join(texts.get("assumptions", ())),
     }
     listed = [f"- *{label}*: {escape(text)}" for label, text in facts.items() if text]
     return [*parts, "\n".join(listed)] if listed else parts
@@ -173,10 +173,10 @@ def index_text(rules: list[RulePage]) -> str:
     recorded = sum(page.validated == "recordings" for page in rules)
     parts = [
         "# Rules",
-        f"{len(rules)} rules. {public} found what is there in a public trace, {recorded} more in a "
-        "recording of a program that is slow on purpose. The others are *not proven*: what one of "
-        "them finds is ranked with less confidence and a wider band. Thresholds are "
-        "changed, and rules switched off, in `[tool.advisor.rules.<id>]` of your `pyproject.toml`.",
+        f"{len(rules)} rules. {public} were right on a public trace, {recorded} more on a "
+        "recording of a sample workload. The others are *not proven*: their findings have lower "
+        "confidence and a wider range. You change thresholds and disable rules in "
+        "`[tool.advisor.rules.<id>]` of your `pyproject.toml`.",
     ]
     for category, title in rule_page.CATEGORIES.items():
         own = sorted((page for page in rules if page.category == category), key=lambda p: p.id)

@@ -22,7 +22,7 @@ WORKLOAD = Workload(finds=("graph-breaks",), cpu_scale=1 / 8)
 LIMIT = 100.0
 
 
-class Block(nn.Module):
+class BrokenBlock(nn.Module):
     """A residual layer that keeps its activations in bounds."""
 
     def __init__(self, width: int, watched: bool) -> None:
@@ -45,7 +45,9 @@ def loop(run: Setup) -> Iterator[Any]:
     torch.manual_seed(run.seed)
     torch._dynamo.reset()
     width, batch = run.size(512, 32), run.size(1024, 16)
-    model = nn.Sequential(*(Block(width, watched=not run.cured) for _ in range(run.size(6, 3))))
+    model = nn.Sequential(
+        *(BrokenBlock(width, watched=not run.cured) for _ in range(run.size(6, 3)))
+    )
     model = model.to(run.device)
     compiled = torch.compile(
         model, fullgraph=run.cured, backend="inductor" if run.on_gpu else "aot_eager"

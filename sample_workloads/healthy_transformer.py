@@ -22,7 +22,7 @@ LAYERS, HEAD = 6, 64
 VOCABULARY = 8192
 
 
-class Block(nn.Module):
+class TransformerBlock(nn.Module):
     """Attention and a feed-forward layer."""
 
     def __init__(self, width: int) -> None:
@@ -47,7 +47,7 @@ def loop(run: Setup) -> Iterator[Any]:
     dtype = torch.bfloat16 if run.on_gpu else torch.float32
     model = nn.Sequential(
         nn.Embedding(VOCABULARY, width),
-        *(Block(width) for _ in range(run.size(LAYERS, 2))),
+        *(TransformerBlock(width) for _ in range(run.size(LAYERS, 2))),
         nn.LayerNorm(width),
         nn.Linear(width, VOCABULARY, bias=False),
     ).to(run.device, dtype)

@@ -19,7 +19,7 @@ from advisor.sample_workloads import Setup, Workload
 WORKLOAD = Workload(finds=("layout-transposes",), cpu_scale=1 / 16)
 
 
-class Block(nn.Module):
+class ConvolutionBlock(nn.Module):
     """Two convolutions and a residual."""
 
     def __init__(self, width: int) -> None:
@@ -42,7 +42,7 @@ def loop(run: Setup) -> Iterator[Any]:
     torch.manual_seed(run.seed)
     width, batch = run.size(256, 16), run.size(256, 4)
     dtype = torch.bfloat16 if run.on_gpu else torch.float32
-    model = nn.Sequential(*(Block(width) for _ in range(4)), nn.AdaptiveAvgPool2d(1))
+    model = nn.Sequential(*(ConvolutionBlock(width) for _ in range(4)), nn.AdaptiveAvgPool2d(1))
     images = torch.randn(batch, width, 28, 28)
     if run.cured:
         model = model.to(memory_format=torch.channels_last)

@@ -50,7 +50,7 @@ COMMANDS = {
     "mcp": ("mcp", "command", "Tools for a coding agent (Model Context Protocol)."),
     "ledger": ("ledger", "command", "How good past predictions were."),
     "monitor": ("monitor", "command", "What GPUs and host do now, live."),
-    "project": ("project", "command", "What a step would take and cost on another GPU."),
+    "project": ("project", "command", "Predict the step time and its cost on another GPU."),
     "report": ("report", "command", "A report as one HTML file, or for other tools."),
     "rules": ("rules", "app", ""),
     "record": ("record", "command", "Run a training program and record it."),

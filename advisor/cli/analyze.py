@@ -32,76 +32,85 @@ FailOn = Literal["critical", "warning"]
 BAR = 24
 """Columns of the bar of progress."""
 _SIZES = {"": 1, "K": 1e3, "M": 1e6, "G": 1e9, "T": 1e12}
+Paths = Annotated[
+    list[str] | None,
+    typer.Argument(
+        metavar="PATH",
+        help="Trace files (.json, .json.gz, .json.zst), folders of them, URLs (s3://…), memory "
+        "snapshots (.pickle), or - for stdin.",
+    ),
+]
+CsvFolder = Annotated[
+    Path | None,
+    typer.Option(
+        metavar="DIR",
+        help="Write the tables (findings, steps, kernels, operators, rooflines, idle) there as "
+        "CSV too.",
+    ),
+]
+OperatorTable = Annotated[
+    bool,
+    typer.Option(
+        "--operators",
+        help="Instead of the report, list the operators by shape: rate reached and attainable, "
+        "what bounds them, what could be saved.",
+    ),
+]
+Top = Annotated[
+    int | None,
+    typer.Option(metavar="N", min=0, help="Show N findings in full (JSON has all)."),
+]
+FailOnSeverity = Annotated[
+    FailOn | None,
+    typer.Option(
+        help="Exit with 1 when a finding is at least this severe: worth 5 % of the step "
+        "(warning) or 20 % (critical)."
+    ),
+]
+SnapshotFile = Annotated[
+    Path | None,
+    typer.Option(
+        metavar="FILE",
+        help="A memory snapshot (torch.cuda.memory._dump_snapshot) of the same program; alone "
+        "it can be a PATH.",
+    ),
+]
+RankList = Annotated[
+    str | None,
+    typer.Option(metavar="A-B,C", help="Of a job of many ranks only these: 0-63,512."),
+]
+Workers = Annotated[
+    int | None,
+    typer.Option(metavar="N", min=1, help="Measure a job rank by rank, in N processes."),
+]
+Cluster = Annotated[
+    str | None,
+    typer.Option(
+        metavar="ADDRESS", help="The same on the workers of a Dask scheduler (tcp://host:8786)."
+    ),
+]
 
 
 def command(
-    paths: Annotated[
-        list[str] | None,
-        typer.Argument(
-            metavar="PATH",
-            help="Trace files (.json, .json.gz, .json.zst), folders of them, URLs (s3://…), memory "
-            "snapshots (.pickle), or - for stdin.",
-        ),
-    ] = None,
+    paths: Paths = None,
     form: Annotated[str | None, o.form(REPORTS)] = None,
     output: o.Output = None,
-    csv: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="DIR",
-            help="Write the tables (findings, steps, kernels, operators, rooflines, idle) there as "
-            "CSV too.",
-        ),
-    ] = None,
-    operators: Annotated[
-        bool,
-        typer.Option(
-            "--operators",
-            help="Instead of the report, list the operators by shape: rate reached and attainable, "
-            "what bounds them, what could be saved.",
-        ),
-    ] = False,
+    csv: CsvFolder = None,
+    operators: OperatorTable = False,
     rank: o.Rank = None,
     window: o.Window = None,
     steps: Steps = None,
-    top: Annotated[
-        int | None,
-        typer.Option(metavar="N", min=0, help="Show N findings in full (JSON has all)."),
-    ] = None,
+    top: Top = None,
     details: o.Details = False,
     brief: o.Brief = False,
     rules: o.Rules = None,
-    fail_on: Annotated[
-        FailOn | None,
-        typer.Option(
-            help="Exit with 1 when a finding is at least this severe: worth 5 % of the step "
-            "(warning) or 20 % (critical)."
-        ),
-    ] = None,
-    memory: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="FILE",
-            help="A memory snapshot (torch.cuda.memory._dump_snapshot) of the same program; alone "
-            "it can be a PATH.",
-        ),
-    ] = None,
+    fail_on: FailOnSeverity = None,
+    memory: SnapshotFile = None,
     max_size: o.MaxSize = None,
     redact: o.Redact = False,
-    ranks: Annotated[
-        str | None,
-        typer.Option(metavar="A-B,C", help="Of a job of many ranks only these: 0-63,512."),
-    ] = None,
-    workers: Annotated[
-        int | None,
-        typer.Option(metavar="N", min=1, help="Measure a job rank by rank, in N processes."),
-    ] = None,
-    cluster: Annotated[
-        str | None,
-        typer.Option(
-            metavar="ADDRESS", help="The same on the workers of a Dask scheduler (tcp://host:8786)."
-        ),
-    ] = None,
+    ranks: RankList = None,
+    workers: Workers = None,
+    cluster: Cluster = None,
     price: o.Price = None,
     prices: o.PriceTable = None,
     gpus: o.Gpus = None,

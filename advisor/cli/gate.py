@@ -25,33 +25,38 @@ if TYPE_CHECKING:
     from advisor.core.report import Report
 
 OLD_BASELINE = "advisor.baseline/1"
+Paths = Annotated[
+    list[str],
+    typer.Argument(
+        metavar="BASELINE RUN",
+        help="A baseline that --save wrote (or a run to take it from), and a run: a trace, a "
+        "folder of one run's traces, a recorded run. With --save: one run or several.",
+    ),
+]
+Save = Annotated[
+    Path | None,
+    typer.Option("--save", metavar="FILE", help="Save the runs as a baseline in FILE."),
+]
+MaxSlower = Annotated[
+    str,
+    typer.Option(metavar="SHARE", help="Steps may be slower by this, such as 5%."),
+]
+MaxMemory = Annotated[
+    str | None,
+    typer.Option(metavar="SHARE", help="The memory peak may be higher by this."),
+]
+Strict = Annotated[
+    bool,
+    typer.Option("--strict", help="Fail too when the steps are not shown to be within bounds."),
+]
 
 
 def command(
-    paths: Annotated[
-        list[str],
-        typer.Argument(
-            metavar="BASELINE RUN",
-            help="A baseline that --save wrote (or a run to take it from), and a run: a trace, a "
-            "folder of one run's traces, a recorded run. With --save: one run or several.",
-        ),
-    ],
-    save: Annotated[
-        Path | None,
-        typer.Option("--save", metavar="FILE", help="Save the runs as a baseline in FILE."),
-    ] = None,
-    max_slower: Annotated[
-        str,
-        typer.Option(metavar="SHARE", help="Steps may be slower by this, such as 5%."),
-    ] = "5%",
-    max_memory: Annotated[
-        str | None,
-        typer.Option(metavar="SHARE", help="The memory peak may be higher by this."),
-    ] = None,
-    strict: Annotated[
-        bool,
-        typer.Option("--strict", help="Fail too when the steps are not shown to be within bounds."),
-    ] = False,
+    paths: Paths,
+    save: Save = None,
+    max_slower: MaxSlower = "5%",
+    max_memory: MaxMemory = None,
+    strict: Strict = False,
     form: Annotated[str | None, o.form(DECISIONS)] = None,
     output: o.Output = None,
     rank: o.Rank = None,

@@ -51,7 +51,7 @@ def command(
     ] = None,
     source: Annotated[
         str | None,
-        typer.Option("--from", metavar="NAME", help="Recorded on this GPU, if that is not told."),
+        typer.Option("--from", metavar="NAME", help="The recorded GPU, where the file names none."),
     ] = None,
     same_host: Annotated[
         bool, typer.Option("--same-host", help="The GPU goes into this machine: host time stays.")
@@ -182,9 +182,9 @@ def _show(
     for line in told:
         paragraph(f"{line}.")
     a = projector.a
-    per = "of the recording" if a.per == "recording" else "a step"
+    per = "of the recording" if a.per == "recording" else "per step"
     print(f"measured on {projector.source.name}: {_ms(a.step_ns)} ms {per}", file=file)
-    unit = "ms" if a.per == "recording" else "ms a step"
+    unit = "ms" if a.per == "recording" else "ms per step"
     _table(found, unit, currency, file)
     if len(found) == 1:
         from advisor.advise.terms import how_to_record

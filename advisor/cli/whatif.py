@@ -103,16 +103,13 @@ def _plain(result: WhatIfResult, lines: list[str]) -> dict[str, Any]:
 
 def _show(result: dict[str, Any], file: Any) -> None:
     """The table a person reads, within 80 columns."""
-    from advisor.core.text import clean, path_label
-
-    def ms(ns: float) -> str:
-        return f"{ns / 1e6:,.3f}" if abs(ns) < 1e7 else f"{ns / 1e6:,.1f}"
+    from advisor.core.text import path_label
 
     replay = result["replay"]
     what, steps = "step", f"{replay['steps']} of {replay['of_steps']} steps replayed"
     if not result["marked"]:
         what, steps = "time", "no steps marked: the whole recording"
-    print(f"measured {what}   {ms(result['measured_step_ns']):>10} ms", file=file)
+    print(f"measured {what}   {_ms(result['measured_step_ns']):>10} ms", file=file)
     explained, after = "no device work", ""
     if replay["explained"] is not None:
         explained = f"{replay['explained']:.1%} of {replay['starts']:,} device starts"
@@ -127,7 +124,7 @@ def _show(result: dict[str, Any], file: Any) -> None:
         )
     else:
         print(
-            f"replayed        {ms(result['replayed_step_ns']):>10} ms   "
+            f"replayed        {_ms(result['replayed_step_ns']):>10} ms   "
             f"error {replay['step_error']:.2%}, {explained}",
             file=file,
         )
@@ -147,28 +144,10 @@ def _show(result: dict[str, Any], file: Any) -> None:
     for part in replay["hard"]:
         print(
             f"                {'':>10}      {part['name']}: {part['cases']}, "
-            f"{ms(part['time_ns'])} ms, {part['explained']:.0%} explained",
+            f"{_ms(part['time_ns'])} ms, {part['explained']:.0%} explained",
             file=file,
         )
-    if result["edits"]:
-        print(file=file)
-        then = f"{what} then"
-        print(f"{'saves':>10} {'band':>19} {'alone':>9} {then:>10}   edit  (ms)", file=file)
-    for row in result["edits"]:
-        band = f"{ms(row['low_ns'])} to {ms(row['high_ns'])}"
-        band = f"up to {ms(row['high_ns'])}" if result["reason"] else band
-        shown = clean(row["edit"])
-        figures = (
-            f"{ms(row['gain_ns']):>10} {band:>19} {ms(row['alone_ns']):>9} "
-            f"{ms(row['step_then_ns']):>10}   "
-        )
-        beside = len(figures) + len(shown) <= WIDTH
-        print(f"{figures}{shown if beside else ''}".rstrip(), file=file)
-        if not beside:
-            print(
-                textwrap.fill(shown, 80, initial_indent=" " * 6, subsequent_indent=" " * 8),
-                file=file,
-            )
+    _show_edits(result, what, file)
     if result["unseen_loader"] and result["edited_step_ns"] < 0.95 * result["measured_step_ns"]:
         note = (
             "The loader's workers keep up with these steps, so how fast they could be is not in "
@@ -183,3 +162,32 @@ def _show(result: dict[str, Any], file: Any) -> None:
         if ns > 0.005 * total
     )
     print(f"\ncritical path   {parts or 'not known: the steps are not replayed'}", file=file)
+
+
+def _ms(ns: float) -> str:
+    return f"{ns / 1e6:,.3f}" if abs(ns) < 1e7 else f"{ns / 1e6:,.1f}"
+
+
+def _show_edits(result: dict[str, Any], what: str, file: Any) -> None:
+    """A row an edit: what it saves, its range, alone, and the step after it."""
+    from advisor.core.text import clean
+
+    if result["edits"]:
+        print(file=file)
+        then = f"{what} then"
+        print(f"{'saves':>10} {'band':>19} {'alone':>9} {then:>10}   edit  (ms)", file=file)
+    for row in result["edits"]:
+        band = f"{_ms(row['low_ns'])} to {_ms(row['high_ns'])}"
+        band = f"up to {_ms(row['high_ns'])}" if result["reason"] else band
+        shown = clean(row["edit"])
+        figures = (
+            f"{_ms(row['gain_ns']):>10} {band:>19} {_ms(row['alone_ns']):>9} "
+            f"{_ms(row['step_then_ns']):>10}   "
+        )
+        beside = len(figures) + len(shown) <= WIDTH
+        print(f"{figures}{shown if beside else ''}".rstrip(), file=file)
+        if not beside:
+            print(
+                textwrap.fill(shown, 80, initial_indent=" " * 6, subsequent_indent=" " * 8),
+                file=file,
+            )

@@ -161,7 +161,7 @@ class Evidence(Struct, frozen=True):
     unit: str = ""
     """``ns``, ``bytes``, ``share`` (0 to 1), ``count``, ``GB/s``, ``FLOP/s``, or empty for text."""
     threshold: float | int | None = None
-    """The limit it was held against, in the same unit."""
+    """The limit it was compared with, in the same unit."""
     source: str = ""
     """Where the threshold comes from."""
     per: Per | None = None

@@ -98,7 +98,7 @@ class Manifest(Struct, kw_only=True, omit_defaults=True):
     """The recorder's options."""
 
 
-class Device(Struct, kw_only=True, omit_defaults=True):
+class RecordedDevice(Struct, kw_only=True, omit_defaults=True):
     """The GPU of a rank."""
 
     index: int | None = None
@@ -121,7 +121,7 @@ class Rank(Struct, kw_only=True, omit_defaults=True):
     """An instant on the wall clock, ns since 1970 …"""
     anchor_perf_ns: int | None = None
     """… and the same one on ``time.perf_counter_ns``."""
-    devices: list[Device] = field(default_factory=list)
+    devices: list[RecordedDevice] = field(default_factory=list)
     """Visible GPUs; the one in use first."""
     cpus: int | None = None
     """CPUs that the process may use (affinity and cgroup quota)."""

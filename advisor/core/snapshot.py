@@ -29,9 +29,9 @@ SEGMENT_SCHEMA: dict[str, Any] = {
     "address": pl.Int64,
     "total": pl.Int64,  # bytes taken from the driver; mapped ones of an expandable segment
     "stream": pl.Int64,
-    "large": pl.Boolean,  # of the pool of requests above 1 MiB; null: not told
-    "pool": pl.String,  # id of the private pool that owns it; null: the common one, or not told
-    "expandable": pl.Boolean,  # null: not told
+    "large": pl.Boolean,  # of the pool of requests above 1 MiB; null: not recorded
+    "pool": pl.String,  # id of the private pool that owns it; null: the common one, or not recorded
+    "expandable": pl.Boolean,  # null: not recorded
     "stack": pl.Int32,  # of the request that it was taken for; null: none
 }
 BLOCK_SCHEMA: dict[str, Any] = {
@@ -51,7 +51,7 @@ EVENT_SCHEMA: dict[str, Any] = {
     "address": pl.Int64,  # null: out of memory
     "size": pl.Int64,  # bytes that were asked for; of segments: taken or given back
     "stream": pl.Int64,
-    "time_us": pl.Int64,  # null: not told
+    "time_us": pl.Int64,  # null: not recorded
     "pool": pl.String,
     "stack": pl.Int32,
     "label": pl.String,

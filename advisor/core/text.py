@@ -265,7 +265,7 @@ def location_figures(location: Location) -> list[str]:
 
 
 def format_gain(finding: Finding) -> str:
-    """What the fix is worth: ``up to 87.9 ms a step, 19%``; else why there is no figure."""
+    """What the fix is worth: ``up to 87.9 ms per step, 19%``; else why there is no figure."""
     impact = finding.impact
     if impact is None:
         return "not priced"
@@ -327,7 +327,7 @@ def first_sentence(text: str) -> str:
 
 
 _PER: Final[Mapping[str, str]] = {
-    "step": "a step",
+    "step": "per step",
     "recording": "of the recording",
     "window": "of the window",
     "run": "over the run",
@@ -335,7 +335,7 @@ _PER: Final[Mapping[str, str]] = {
 
 
 def format_per(unit: Per) -> str:
-    """After an amount: ``a step``, ``of the recording``."""
+    """After an amount: ``per step``, ``of the recording``."""
     return _PER[unit]
 
 

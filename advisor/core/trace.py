@@ -90,7 +90,7 @@ GPU_SCHEMA: dict[str, Any] = {
     "bytes": pl.Int64,  # copies and memsets
     "gbps": pl.Float64,  # as the profiler wrote it: GB/s = bytes / ns
     "copy": Copy,
-    "src": pl.Categorical,  # Pageable, Pinned, Device, Managed, …; null: not told
+    "src": pl.Categorical,  # Pageable, Pinned, Device, Managed, …; null: not recorded
     "dst": pl.Categorical,
     "blocks": pl.Int64,  # gridX * gridY * gridZ
     "threads": pl.Int32,  # blockX * blockY * blockZ
@@ -158,7 +158,7 @@ COMMS_SCHEMA: dict[str, Any] = {
     "out_split": pl.String,
     "sequence": pl.Int64,
     "source": pl.Int64,  # of a send and its receive: who sends …
-    "target": pl.Int64,  # … and to whom; null: no such, or not told
+    "target": pl.Int64,  # … and to whom; null: no such, or not recorded
 }
 """The distinct collective descriptions."""
 

@@ -60,7 +60,7 @@ class Analysed(TypedDict):
 
 
 class Fact(TypedDict):
-    """A measured fact: value with its unit, and the limit it was held against."""
+    """A measured fact: value with its unit, and the limit it was compared with."""
 
     label: str
     value: str

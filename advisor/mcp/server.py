@@ -106,44 +106,48 @@ def build(allowed: Allowed, *, allow_run: bool = False) -> MCPServer[Any]:
         return tools.operators(path, rank, top)
 
     if allow_run:
-
-        @server.tool(annotations=ToolAnnotations(read_only_hint=False, destructive_hint=True))
-        @_told
-        def record(
-            script: Place,
-            out: Place,
-            arguments: Annotated[list[str], Field(max_length=running.MAX_ARGUMENTS)] = [],  # noqa: B006
-            timeout_s: Annotated[float, Field(ge=1, le=running.MAX_SECONDS)] = 600,
-        ) -> Ran:
-            """Run a Python training script in its folder and record it into a new run directory,
-            for analyze and compare. The script runs with the user's rights."""
-            return running.record(allowed, script, list(arguments), out, timeout_s)
-
-        @server.tool(
-            name="try", annotations=ToolAnnotations(read_only_hint=False, destructive_hint=True)
-        )
-        @_told
-        def try_levers(
-            script: Place,
-            out: Place,
-            arguments: Annotated[list[str], Field(max_length=running.MAX_ARGUMENTS)] = [],  # noqa: B006
-            only: Annotated[
-                list[Annotated[str, Field(max_length=running.LONGEST_LEVER)]],
-                Field(
-                    max_length=running.MAX_LEVERS,
-                    description="Levers, such as 'workers' or 'workers=2'; none: those that the "
-                    "findings name.",
-                ),
-            ] = [],  # noqa: B006
-            budget_s: Annotated[float, Field(ge=running.MIN_BUDGET, le=running.MAX_SECONDS)] = 300,
-        ) -> Tried:
-            """Run a Python training script again and again for some steps, as it is and with each
-            fix that needs no edit (loader workers, precision, compiling, ...), and measure what
-            each brings, with a check of the losses. What the script writes goes to a scratch
-            folder; else it runs with the user's rights."""
-            return running.try_levers(allowed, script, list(arguments), out, list(only), budget_s)
-
+        _add_running(server, allowed)
     return server
+
+
+def _add_running(server: MCPServer[Any], allowed: Allowed) -> None:
+    """The tools that run programs."""
+
+    @server.tool(annotations=ToolAnnotations(read_only_hint=False, destructive_hint=True))
+    @_told
+    def record(
+        script: Place,
+        out: Place,
+        arguments: Annotated[list[str], Field(max_length=running.MAX_ARGUMENTS)] = [],  # noqa: B006
+        timeout_s: Annotated[float, Field(ge=1, le=running.MAX_SECONDS)] = 600,
+    ) -> Ran:
+        """Run a Python training script in its folder and record it into a new run directory,
+        for analyze and compare. The script runs with the user's rights."""
+        return running.record(allowed, script, list(arguments), out, timeout_s)
+
+    @server.tool(
+        name="try", annotations=ToolAnnotations(read_only_hint=False, destructive_hint=True)
+    )
+    @_told
+    def try_levers(
+        script: Place,
+        out: Place,
+        arguments: Annotated[list[str], Field(max_length=running.MAX_ARGUMENTS)] = [],  # noqa: B006
+        only: Annotated[
+            list[Annotated[str, Field(max_length=running.LONGEST_LEVER)]],
+            Field(
+                max_length=running.MAX_LEVERS,
+                description="Levers, such as 'workers' or 'workers=2'; none: those that the "
+                "findings name.",
+            ),
+        ] = [],  # noqa: B006
+        budget_s: Annotated[float, Field(ge=running.MIN_BUDGET, le=running.MAX_SECONDS)] = 300,
+    ) -> Tried:
+        """Run a Python training script again and again for some steps, as it is and with each
+        fix that needs no edit (loader workers, precision, compiling, ...), and measure what
+        each brings, with a check of the losses. What the script writes goes to a scratch
+        folder; else it runs with the user's rights."""
+        return running.try_levers(allowed, script, list(arguments), out, list(only), budget_s)
 
 
 def _told(tool: _F) -> _F:

@@ -276,7 +276,7 @@ class Analysis:
     @_OfIdle
     def copies(self) -> pl.DataFrame:
         """Copies inside ``spans`` (``copies.py``): ``gpu`` (row), ``ts``, ``dur``, ``copy``,
-        ``memory`` (``pageable``, ``pinned``, null: not told or no host side), ``bytes``,
+        ``memory`` (``pageable``, ``pinned``, null: not recorded or no host side), ``bytes``,
         ``gbps``, ``exposed`` (ns not under compute or communication), ``blocking`` (the host was
         held until it ended), ``stream``, ``op``, ``line``, ``step``, ``same_stream`` (it runs on
         the stream that most compute runs on)."""
@@ -304,7 +304,7 @@ class Analysis:
     @cached_property
     def kernels(self) -> pl.DataFrame:
         """Aligned with ``trace.gpu`` (``kernels.py``): ``family`` (one of ``families.FAMILIES``),
-        ``communication`` (bool), ``tensor_core`` (bool; null: not told), ``eligible`` (bool: an
+        ``communication`` (bool), ``tensor_core`` (bool; null: not recorded), ``eligible`` (bool: an
         op whose kernels could use tensor cores with 16-bit or TF32 inputs; null: unknown),
         ``dtype`` (input type as in GpuSpec.peak; null: not known), ``flops`` (float of this
         kernel; null: not known), ``moved`` (bytes read and written at least once; null),

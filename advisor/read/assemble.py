@@ -14,7 +14,7 @@ from advisor.core.trace import CPU_SCHEMA, GPU_SCHEMA
 from advisor.read import tables
 from advisor.read.columns import Columns, Piece
 from advisor.read.heap import give_back
-from advisor.read.launches import Launches, classify_calls
+from advisor.read.launches import LaunchTable, classify_calls
 from advisor.read.nesting import nest, release_ranges, separate, stack_order
 from advisor.read.spelling import DEVICE_KINDS, HOST_KINDS
 
@@ -27,7 +27,7 @@ _MEDIAN_SAMPLE = 10_000
 
 
 @dataclass
-class Tables:
+class AssembledTables:
     """Rows of any format, ready to be joined: times in whole ns from the trace's start, names,
     threads, inputs and collectives as codes into lists. A table without rows is empty."""
 
@@ -140,7 +140,7 @@ class Assembler:
         facts.end_ns = max(ends)
         texts = self._names.values()
         names = as_names(texts)
-        given = Tables(host, device, texts, self._threads.values(), self.thread_names)
+        given = AssembledTables(host, device, texts, self._threads.values(), self.thread_names)
         frames, thread_table = joined(given, names, facts)
         frames |= {
             "sync": tables.sync_frame(sync, texts),
@@ -249,7 +249,7 @@ class Assembler:
             host["call"] = call
         if not device:
             return none, none
-        launches = Launches(host)
+        launches = LaunchTable(host)
         launch = launches.find(device)
         launches.name_unknown(launch, device["kind"])
         return launch, launches.op_around(launch, device)
@@ -260,7 +260,9 @@ def as_names(texts: list[str]) -> pl.Series:
     return pl.Series("name", texts, dtype=pl.String).cast(pl.Categorical)
 
 
-def joined(given: Tables, names: pl.Series, facts: Facts) -> tuple[dict[str, pl.DataFrame], Array]:
+def joined(
+    given: AssembledTables, names: pl.Series, facts: Facts
+) -> tuple[dict[str, pl.DataFrame], Array]:
     """The frames ``cpu``, ``gpu`` and ``threads`` with all their joins: stacks, launches, the ops
     around them. Orders the rows in place; every other column that they have goes along. Also the
     row of ``threads`` for the code of each thread."""

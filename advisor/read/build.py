@@ -28,7 +28,7 @@ from advisor.core.trace import (
     Trace,
     TraceMeta,
 )
-from advisor.read.assemble import Facts, Tables, as_names, joined
+from advisor.read.assemble import AssembledTables, Facts, as_names, joined
 from advisor.read.columns import NAME_LIMIT
 from advisor.read.heap import give_back
 from advisor.read.tables import blank
@@ -98,7 +98,7 @@ def build_trace(
     give_back(given)
     texts: dict[str, int] = {}
     threads: dict[tuple[str, str], int] = {}
-    rows = Tables(
+    rows = AssembledTables(
         host=_host(timed.pop("host"), origin, texts, threads),
         device=_device(timed.pop("device"), origin, texts),
         names=list(texts),

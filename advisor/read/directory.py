@@ -21,7 +21,7 @@ from advisor.read.memory_events import joined, with_memory
 from advisor.read.merged import ranks_in
 from advisor.read.reader import ReadOptions
 from advisor.read.registry import is_trace_name, trace_names
-from advisor.read.remote.urls import Ranks, RemoteFile, is_url, local_path, rank_in, shown
+from advisor.read.remote.urls import RankFilter, RemoteFile, is_url, local_path, rank_in, shown
 from advisor.read.runs import SeveralRuns, runs_in
 
 _WINDOW_NAME = re.compile(r"^trace_w(\d{1,6})\.json(?:\.gz|\.zst|\.zstd)?$")
@@ -63,7 +63,7 @@ def open_run(
     if len(given) == 1 and str(given[0]) != "-" and "\0" not in str(given[0]) and is_run(given[0]):
         run = _open_recording(Path(given[0]), options, rank, window, executor)
         return with_memory(run, options)
-    ranks = Ranks(options.ranks) if options is not None and options.ranks else None
+    ranks = RankFilter(options.ranks) if options is not None and options.ranks else None
     files = _distinct([file for path in given for file in trace_files(path, len(given) > 1)])
     if not files:
         raise AdvisorError("no trace given")
@@ -200,7 +200,9 @@ def _shown(given: str | Path) -> str:
     return shown(given) if isinstance(given, str) else str(given)
 
 
-def _of_ranks(files: list[str | RemoteFile], ranks: Ranks | range | None) -> list[str | RemoteFile]:
+def _of_ranks(
+    files: list[str | RemoteFile], ranks: RankFilter | range | None
+) -> list[str | RemoteFile]:
     """Without files elsewhere whose names tell another rank: those are not fetched. Raises
     AdvisorError: there are more than can be held at once."""
     kept = [

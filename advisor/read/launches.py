@@ -53,7 +53,7 @@ def classify_calls(
     return table[column]
 
 
-class Launches:
+class LaunchTable:
     """Runtime calls by correlation id, and ops by External id.
 
     ``host`` holds the ordered host columns with ``parent`` and ``call``.

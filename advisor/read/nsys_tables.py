@@ -2,7 +2,7 @@
 
 The layout is that of Nsight Systems' exporter ("SQLite Schema Reference" in its user guide), 2020
 to 2026. Tables are written only where something was recorded, and columns come and go between
-versions: whatever is not there is not told.
+versions: whatever is not there is not recorded.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ class Processes:
         return (number + place * (1 << _CORRELATIONS)).set(~own.fill_null(False), None)
 
 
-class Tables:
+class NsysTables:
     """What is read of one export."""
 
     def __init__(self, db: Database) -> None:
@@ -396,7 +396,7 @@ class Tables:
         return int(ranks[0]) if len(ranks) == 1 else None
 
     def start_ns(self) -> int:
-        """Unix time of the file's time 0, ns; 0: not told."""
+        """Unix time of the file's time 0, ns; 0: not recorded."""
         types = {"utcEpochNs": pl.Int64, "systemClockNs": pl.Int64}
         rows = self._db.read("TARGET_INFO_SESSION_START_TIME", types).head(1)
         if not rows.height or "utcEpochNs" not in rows.columns:

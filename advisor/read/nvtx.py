@@ -79,7 +79,7 @@ _SIGNS = (
 
 def framework_of(names: pl.Series, programs: list[str]) -> str | None:
     """What the program is written with, by the names of its ranges and kernels and, where these
-    tell nothing, of the program itself: ``None`` where that is not told either, or is Python's
+    tell nothing, of the program itself: ``None`` where that is not recorded either, or is Python's
     (CuPy, RAPIDS, Numba, …)."""
     distinct = names.drop_nulls().unique().cast(pl.String)
     for framework, sign in _SIGNS:

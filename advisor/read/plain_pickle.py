@@ -281,7 +281,7 @@ def _name(op: int) -> str:
     return f"opcode {result.name}" if result is not None else f"byte 0x{op:02x}"
 
 
-class Fields:
+class PickledFields:
     """Reads what was a dict: keys to values. Kept between records, because those of a kind have
     the same keys in the same order."""
 

@@ -24,7 +24,7 @@ FILL = r"(?i)fill_?buffer|memset"
 
 
 def direction(names: pl.Series) -> pl.Series:
-    """Direction of copies by their names; ``other`` where it is not told."""
+    """Direction of copies by their names; ``other`` where it is not recorded."""
     known = {
         name: next((way for word, way in DIRECTIONS.items() if word in name.upper()), "other")
         for name in names.drop_nulls().unique().to_list()

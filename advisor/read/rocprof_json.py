@@ -40,7 +40,7 @@ class Dispatch(Struct, frozen=True, gc=False):
     grid_size: Size = Size()
 
 
-class Record(Struct, gc=False):
+class RocprofRecord(Struct, gc=False):
     """A row of ``buffer_records``: a call, a dispatch or a copy."""
 
     start_timestamp: int = -1
@@ -57,11 +57,11 @@ class Record(Struct, gc=False):
 
 
 class Records(Struct):
-    kernel_dispatch: list[Record] = field(default_factory=list)
-    hip_api: list[Record] = field(default_factory=list)
-    marker_api: list[Record] = field(default_factory=list)
-    memory_copy: list[Record] = field(default_factory=list)
-    rccl_api: list[Record] = field(default_factory=list)
+    kernel_dispatch: list[RocprofRecord] = field(default_factory=list)
+    hip_api: list[RocprofRecord] = field(default_factory=list)
+    marker_api: list[RocprofRecord] = field(default_factory=list)
+    memory_copy: list[RocprofRecord] = field(default_factory=list)
+    rccl_api: list[RocprofRecord] = field(default_factory=list)
 
 
 class Kind(Struct):
@@ -114,7 +114,7 @@ class Process(Struct):
     buffer_records: Records = field(default_factory=Records)
 
 
-class Document(Struct):
+class RocprofDocument(Struct):
     processes: list[Process] = field(name="rocprofiler-sdk-tool", default_factory=list)
 
 
@@ -122,7 +122,7 @@ def decoded(data: bytes, path: str) -> tuple[list[Process], int]:
     """The processes of a file, and how many of its parts had values of other types and were left
     out. Raises AdvisorError: it is no JSON to its end, or of another layout."""
     try:
-        return msgspec.json.decode(data, type=Document, strict=False).processes, 0
+        return msgspec.json.decode(data, type=RocprofDocument, strict=False).processes, 0
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
         pass
     try:
@@ -217,7 +217,7 @@ class Rows:
         return result
 
 
-def _times(records: list[Record], first: int) -> dict[str, pl.Series]:
+def _times(records: list[RocprofRecord], first: int) -> dict[str, pl.Series]:
     start, end, number = (
         pl.Series(values, dtype=pl.Int64, strict=False)
         for values in (
@@ -234,14 +234,14 @@ def _times(records: list[Record], first: int) -> dict[str, pl.Series]:
     }
 
 
-def _threads(process: Process, records: list[Record]) -> dict[str, object]:
+def _threads(process: Process, records: list[RocprofRecord]) -> dict[str, object]:
     return {
         "process": pl.Series([str(process.metadata.pid)] * len(records), dtype=pl.String),
         "thread": pl.Series([str(record.thread_id) for record in records], dtype=pl.String),
     }
 
 
-def _operation(process: Process, item: Record) -> str:
+def _operation(process: Process, item: RocprofRecord) -> str:
     kinds = process.strings.buffer_records
     if not 0 <= item.kind < len(kinds) or not 0 <= item.operation < len(
         kinds[item.kind].operations
@@ -250,7 +250,7 @@ def _operation(process: Process, item: Record) -> str:
     return kinds[item.kind].operations[item.operation]
 
 
-def _calls(process: Process, records: list[Record], first: int) -> pl.DataFrame:
+def _calls(process: Process, records: list[RocprofRecord], first: int) -> pl.DataFrame:
     # one by one: these are objects, and a column of them is made in one pass
     return pl.DataFrame(
         {

@@ -42,13 +42,13 @@ class _Function(Struct):
     line: str = ""
 
 
-class _File(Struct):
+class _ScaleneFile(Struct):
     lines: list[_Line] = field(default_factory=list)
     functions: list[_Function] = field(default_factory=list)
 
 
 class _Profile(Struct):
-    files: dict[str, _File]
+    files: dict[str, _ScaleneFile]
     elapsed_time_sec: float = 0.0
 
 
@@ -78,7 +78,7 @@ def read_scalene(path: str | Path) -> list[HotLine]:
     return sorted(result, key=lambda line: -line.share)[:MAX_LINES]
 
 
-def _of_file(name: str, file: _File) -> list[HotLine]:
+def _of_file(name: str, file: _ScaleneFile) -> list[HotLine]:
     names = {function.lineno: function.line for function in file.functions}
     training = {
         line.start_function_line

@@ -22,7 +22,7 @@ from advisor.core.snapshot import (
     SnapshotFrame,
     Stack,
 )
-from advisor.read.plain_pickle import Fields, read_plain
+from advisor.read.plain_pickle import PickledFields, read_plain
 
 MAX_BYTES = 2 << 30
 """Bytes of a snapshot. Decoded it takes some eight times its size."""
@@ -96,7 +96,7 @@ class _Tables:
         self._left = most
         """Entries that may still be taken: none stands in a file without a container of its own,
         so that one which holds itself a million times is not read a million times."""
-        self._fields = Fields()
+        self._fields = PickledFields()
         self._segments = _Columns(SEGMENT_SCHEMA)
         self._blocks = _Columns(BLOCK_SCHEMA)
         self._events = _Columns(EVENT_SCHEMA)
@@ -129,9 +129,11 @@ class _Tables:
 
     def take(self, value: Any) -> None:
         """The whole file. Raises AdvisorError: it is no snapshot."""
-        whole = Fields().of(value)
+        whole = PickledFields().of(value)
         if whole is None or "segments" not in whole:
-            old = type(value) is list and (not value or "blocks" in (Fields().of(value[0]) or {}))
+            old = type(value) is list and (
+                not value or "blocks" in (PickledFields().of(value[0]) or {})
+            )
             if not old:
                 raise AdvisorError(
                     f"{self._path}: a pickle, but no memory snapshot; give one that "
@@ -145,7 +147,7 @@ class _Tables:
             self._trace(device, _items(trace))
         for annotation in _items(whole.get("external_annotations")):
             self._annotation(annotation)
-        settings = Fields().of(whole.get("allocator_settings")) or {}
+        settings = PickledFields().of(whole.get("allocator_settings")) or {}
         for key, setting in settings.items():
             text = self._setting(setting)
             if text is not None:
@@ -191,7 +193,7 @@ class _Tables:
         address = _whole(told.get("address"))
         frames, requested = told.get("frames"), _whole(told.get("requested_size"))
         if "frames" not in told:
-            last = Fields().of(next(iter(_items(told.get("history"))), None)) or {}
+            last = PickledFields().of(next(iter(_items(told.get("history"))), None)) or {}
             frames = last.get("frames")
             requested = _whole(last.get("real_size")) if requested is None else requested
         if requested is None or requested > size:
@@ -284,7 +286,7 @@ class _Tables:
     def _frame(self, value: Any) -> SnapshotFrame | None:
         key = id(value)
         if key not in self._frames:
-            told = Fields().of(value)
+            told = PickledFields().of(value)
             made = None
             if told is not None:
                 file, line, name = told.get("filename"), told.get("line"), told.get("name")
@@ -314,7 +316,7 @@ class _Tables:
             self._drop("entry more than the file has room for")
             return None
         self._left -= 1
-        told = Fields().of(value)
+        told = PickledFields().of(value)
         if told is None:
             self._drop(f"{what} that is no record")
         return told

@@ -149,7 +149,7 @@ def copy_parts(name: str) -> tuple[str, str | None, str | None]:
 
     ``Memcpy HtoD (Pageable -> Device)`` -> HtoD, Pageable, Device. AMD's profiler writes
     ``CopyHostToDevice`` or ``Memcpy HtoD (Host -> Device)``: whether the host side was pinned is
-    then not told and stays ``None``.
+    then not recorded and stays ``None``.
     """
     name = name[:200]
     squeezed = name.replace(" ", "").lower()

@@ -60,7 +60,7 @@ _JIT = re.compile(r"^(?:jit|pjit|pmap)_")
 
 
 @dataclass
-class Host:
+class XlaHost:
     """Rows of a host's planes, for :func:`advisor.read.build.build_trace`."""
 
     rows: list[pl.DataFrame] = field(default_factory=list)
@@ -88,7 +88,7 @@ class Host:
         return next((item for item in (PYTORCH, JAX, TENSORFLOW) if item in self.signs), None)
 
 
-def read_names(host: Host, plane: Plane) -> None:
+def read_names(host: XlaHost, plane: Plane) -> None:
     """Look for signs of a framework among a plane's names."""
     for name in plane.names.values():
         if name.startswith("PjitFunction("):
@@ -98,7 +98,7 @@ def read_names(host: Host, plane: Plane) -> None:
     read_modules(host, plane.stat_names.values())
 
 
-def read_modules(host: Host, names: object) -> None:
+def read_modules(host: XlaHost, names: object) -> None:
     """The same among the names of XLA's modules."""
     for name in names:  # type: ignore[attr-defined]
         if _JIT.match(name):
@@ -107,7 +107,9 @@ def read_modules(host: Host, names: object) -> None:
             host.signs.add(PYTORCH)
 
 
-def add_plane(host: Host, plane: Plane, lines: list[XLine], events: Events, process: str) -> None:
+def add_plane(
+    host: XlaHost, plane: Plane, lines: list[XLine], events: Events, process: str
+) -> None:
     """The threads of a plane."""
     if not len(events.ts):
         return
@@ -203,7 +205,7 @@ def _shown(name: str) -> str:
     return f"<built-in method {function or module} of {module}>"
 
 
-def count_modules(host: Host, events: Events) -> None:
+def count_modules(host: XlaHost, events: Events) -> None:
     """Add the time of XLA's modules."""
     if "hlo_module" not in events.texts:
         return
@@ -245,7 +247,7 @@ def _memory(events: Events, allocation: NDArray[np.bool_], plane: Plane) -> pl.D
 _CALLS_SCHEMA = {"thread": pl.String, "name": pl.String, "ts": pl.Int64, "dur": pl.Int64}
 
 
-def step_rows(host: Host) -> tuple[pl.DataFrame, str | None]:
+def step_rows(host: XlaHost) -> tuple[pl.DataFrame, str | None]:
     """Steps as annotations, and the thread that drives the loop. Marks of the program (JAX's
     ``StepTraceAnnotation``, TensorFlow's ``Trace`` and Keras, which give a ``step_num``), else the
     period of the program that runs longest and is called at least MIN_CALLS times. What the steps
@@ -267,7 +269,7 @@ def step_rows(host: Host) -> tuple[pl.DataFrame, str | None]:
     return _as_steps(ts, dur, list(range(len(ts))), main), main
 
 
-def _longest_program(host: Host) -> tuple[pl.DataFrame | None, str | None]:
+def _longest_program(host: XlaHost) -> tuple[pl.DataFrame | None, str | None]:
     """The calls that come evenly and whose program runs longest, and their thread; without such
     calls, the thread that spends most time in one program."""
     best: tuple[float, str, pl.DataFrame] | None = None
@@ -288,7 +290,7 @@ def _longest_program(host: Host) -> tuple[pl.DataFrame | None, str | None]:
     return (None, busiest[1]) if best is None else (best[2], best[1])
 
 
-def _python_thread(host: Host) -> str | None:
+def _python_thread(host: XlaHost) -> str | None:
     named = (thread for (_, thread), name in host.thread_names.items() if _PYTHON.match(name))
     return next(named, None)
 
@@ -326,7 +328,7 @@ def _as_steps(ts: Ints, dur: Ints, numbers: list[int], thread: str) -> pl.DataFr
     )  # fmt: skip
 
 
-def wait_rows(host: Host, main: str | None) -> pl.DataFrame:
+def wait_rows(host: XlaHost, main: str | None) -> pl.DataFrame:
     """Waits for tf.data, as ranges of the thread that drives the loop: it is that thread which
     cannot go on, whichever of TensorFlow's own asks for the batch. Overlapping ones are one."""
     asked = pl.concat(host.waits).sort("ts") if host.waits else pl.DataFrame()
@@ -341,7 +343,7 @@ def wait_rows(host: Host, main: str | None) -> pl.DataFrame:
     return frame.with_columns(name=pl.lit(f"{TF_DATA}IteratorGetNext"))
 
 
-def _once_free(host: Host, thread: str, spans: Intervals) -> Ints:
+def _once_free(host: XlaHost, thread: str, spans: Intervals) -> Ints:
     """When a thread waits in each span: from its start on, or from the end of what the thread was
     in then, if that ends inside (``FunctionRun`` hands the asking to another thread, and
     returns)."""
@@ -356,7 +358,7 @@ def _once_free(host: Host, thread: str, spans: Intervals) -> Ints:
 
 
 def all_rows(
-    host: Host, steps: pl.DataFrame, waits: pl.DataFrame, main: str | None
+    host: XlaHost, steps: pl.DataFrame, waits: pl.DataFrame, main: str | None
 ) -> pl.DataFrame:
     """Host rows of every kind. The thread that drives the loop gets its process's name, which is
     how a trace says which thread that is (``Trace.main_thread``)."""

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from advisor import __version__
-from advisor.core.run_directory import Device, Manifest, Rank
+from advisor.core.run_directory import Manifest, Rank, RecordedDevice
 from advisor.recorder.cgroup import Cgroup
 from advisor.recorder.redact import clean_command, clean_value
 
@@ -443,7 +443,7 @@ def _bus(torch: Any) -> str:
     )
 
 
-def devices() -> list[Device]:
+def devices() -> list[RecordedDevice]:
     """Visible GPUs, the current one first; none while the process has not initialised CUDA."""
     torch = sys.modules.get("torch")
     if torch is None or not torch.cuda.is_initialized():
@@ -456,7 +456,7 @@ def devices() -> list[Device]:
         properties = torch.cuda.get_device_properties(index)
         uuid = getattr(properties, "uuid", None)
         result.append(
-            Device(
+            RecordedDevice(
                 index=index,
                 name=str(properties.name),
                 uuid=None if uuid is None else _prefixed(str(uuid)),

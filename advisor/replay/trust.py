@@ -2,7 +2,7 @@
 
 That the replayed step is as long as the measured one proves little: a twin that copies every host
 time from the trace gets that right and has explained nothing. What a fix changes is who waits for
-whom. So two sums are held against the trace: the time that the host waited for the device, and the
+whom. So two sums are compared with the trace: the time that the host waited for the device, and the
 time that the device idled. Of each wait counts as explained what lies beyond the error with which
 the graph's own edges give its end, all else being as measured; a wait that is carried over from the
 trace, because nothing was found that it may have waited for, counts as not explained.

@@ -5,7 +5,7 @@ up to 1 MiB they come from segments of 2 MiB, below 10 MiB from segments of 20 M
 segments of their own, a multiple of 2 MiB; the smallest free block of the pool and stream that is
 large enough is taken and split, in the large pool only where more than 1 MiB is left; neighbours
 that are free are merged; before a request fails, segments that hold nothing are given back. The
-layout is that of ``torch/csrc/cuda/Module.cpp``, held against the functions of
+layout is that of ``torch/csrc/cuda/Module.cpp``, compared with the functions of
 ``torch/cuda/_memory_viz.py`` in the tests.
 """
 

@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from advisor.tune.process import Program, Running
+from advisor.tune.process import Running, TrialProgram
 from advisor.tune.spec import Pull, Result
 
 Pulls = tuple[Pull, ...]
@@ -54,7 +54,7 @@ class Limits:
 class Heats:
     """Heats of one program."""
 
-    program: Program
+    program: TrialProgram
     limits: Limits
     end: float
     """When the budget is spent, by ``time.monotonic``."""

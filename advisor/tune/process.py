@@ -52,7 +52,7 @@ QUIET: Mapping[str, str] = {
 }
 
 
-class Program:
+class TrialProgram:
     """A command, and the folder that its trials may fill."""
 
     def __init__(self, words: Sequence[str], root: Path, *, seed: int = 0) -> None:

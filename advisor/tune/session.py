@@ -14,7 +14,7 @@ from advisor.tune.heat import ABREAST, Heats, Limits
 from advisor.tune.knob import find_knob
 from advisor.tune.losses import check
 from advisor.tune.measure import MeasuredGain, by_turns, gain, paired, ratios
-from advisor.tune.process import Program
+from advisor.tune.process import TrialProgram
 from advisor.tune.report import Together, Trial, TrialReport
 from advisor.tune.spec import Pull, Result
 
@@ -39,7 +39,7 @@ class TrialSession:
     """One program and its trials; ``report`` is right at any moment, also after Ctrl-C."""
 
     def __init__(
-        self, program: Program, report: TrialReport, limits: Limits, end: float, say: Say
+        self, program: TrialProgram, report: TrialReport, limits: Limits, end: float, say: Say
     ) -> None:
         self.report, self.limits = report, limits
         self.heats = Heats(program, limits, end, say)

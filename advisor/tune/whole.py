@@ -22,7 +22,7 @@ from advisor.replay import predictions
 from advisor.tune.heat import Limits
 from advisor.tune.knob import Machine, cores, find_knob
 from advisor.tune.plan import asked_for, plan
-from advisor.tune.process import Program
+from advisor.tune.process import TrialProgram
 from advisor.tune.report import FILE, Trial, TrialReport
 from advisor.tune.session import TrialSession, why_not
 from advisor.tune.spec import Value
@@ -61,7 +61,7 @@ def try_program(
     root = Path(tempfile.mkdtemp(prefix="advisor_try_")).resolve()
     session: TrialSession | None = None
     try:
-        program = Program(words, root)
+        program = TrialProgram(words, root)
         run = recorded if recorded is not None else _record(program, root, wanted, say)
         _plan(report, run, words, wanted)
         if report.trials and not wanted.dry:
@@ -76,7 +76,7 @@ def try_program(
     return report, run
 
 
-def _record(program: Program, root: Path, wanted: TrialRequest, say: Say) -> Path:
+def _record(program: TrialProgram, root: Path, wanted: TrialRequest, say: Say) -> Path:
     """Record the program inside the scratch folder; the run's folder, where the user has runs."""
     say("recording")
     inside = root / "recorded"

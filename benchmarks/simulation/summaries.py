@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from advisor.advise.ranks.measure import MAX_KERNELS, bounded, short_key
 from advisor.core.intervals import Intervals, covered_length, gaps, intersect, join, subtract, union
 from advisor.measure.host.gaps import LATENCY_NS
-from advisor.measure.ranks.summary import Collectives, Kernel, Step, Summary, Unread, pack
+from advisor.measure.ranks.summary import Collectives, Kernel, StepSummary, Summary, Unread, pack
 from advisor.testing.builder import DEVICES
 from benchmarks.simulation.engine import BACKWARD, COMPUTE_STREAM, DTYPE_BYTES, MAIN, Played, Table
 from benchmarks.simulation.kineto import DEVICE, file_name, told_ranks
@@ -117,7 +117,7 @@ def _summarise(played: Played, rank: int, mine: dict[str, Table]) -> Summary:
             framework="pytorch",
             step_source="ProfilerStep",
             steps=[
-                Step(f"ProfilerStep#{number + 3}", start, end)
+                StepSummary(f"ProfilerStep#{number + 3}", start, end)
                 for number, start, end in zip(
                     mine["steps"]["step"].tolist(), begin.tolist(), until.tolist(), strict=True
                 )

@@ -149,7 +149,7 @@ def _run(
     utilisation: int | None = None,
     window: bool = False,
 ) -> TraceBuilder:
-    from advisor.core.run_directory import Device, Gpu
+    from advisor.core.run_directory import Gpu, RecordedDevice
 
     b = TraceBuilder()
     for _ in range(4 if window else 0):
@@ -157,7 +157,7 @@ def _run(
             b.run("aten::mm", "ampere_sgemm_128x64_nn", 1000)
             b.sync()
             b.host(2000)
-    devices = [] if held is None else [Device(total_bytes=80 * 10**9)]
+    devices = [] if held is None else [RecordedDevice(total_bytes=80 * 10**9)]
     r = b.record_of_run(devices=devices)
     fields = {} if held is None else {"peak": round(held), "reserved": round(held), "samples": 32}
     r.steps(60, 10, fields=fields)

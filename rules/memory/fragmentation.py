@@ -201,10 +201,10 @@ class Fragmentation(Rule):
 def _run(
     reserved: float | None, peak: float | None, allocated: float | None, *, retries: int = 0
 ) -> TraceBuilder:
-    from advisor.core.run_directory import Device
+    from advisor.core.run_directory import RecordedDevice
 
     b = TraceBuilder()
-    r = b.record_of_run(devices=[Device(total_bytes=80 * 10**9)])
+    r = b.record_of_run(devices=[RecordedDevice(total_bytes=80 * 10**9)])
     for n in range(100):
         fields: dict[str, int] = {}
         if reserved is not None and peak is not None and allocated is not None:

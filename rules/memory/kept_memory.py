@@ -358,11 +358,11 @@ def _resident(recorded: StepRecords) -> Floats:
 
 
 def _run(device: object, *, host: object = None, steps: int = 300) -> TraceBuilder:
-    from advisor.core.run_directory import Device
+    from advisor.core.run_directory import RecordedDevice
 
     assert callable(device)
     b = TraceBuilder()
-    r = b.record_of_run(devices=[Device(total_bytes=80 * 10**9)], memory_bytes=64 * 10**9)
+    r = b.record_of_run(devices=[RecordedDevice(total_bytes=80 * 10**9)], memory_bytes=64 * 10**9)
     for n in range(steps):
         fields = {"allocated": round(device(n))}
         if callable(host) and n % 5 == 0:

@@ -293,10 +293,10 @@ def _number(value: object) -> float | None:
 
 
 def _run(allocated: float, reserved: float, *, last: float = 1.0) -> TraceBuilder:
-    from advisor.core.run_directory import Device
+    from advisor.core.run_directory import RecordedDevice
 
     b = TraceBuilder()
-    r = b.record_of_run(devices=[Device(total_bytes=80 * 10**9)])
+    r = b.record_of_run(devices=[RecordedDevice(total_bytes=80 * 10**9)])
     for n in range(20):
         r.step(10, fields={"bytes": round(1e6 * (last if n == 19 else 1.0))})
     r.event(

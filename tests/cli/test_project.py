@@ -79,7 +79,7 @@ def test_what_a_person_reads_fits_into_80_columns(
     done = advisor("project", trace, *arguments)
     assert done.code == 0
     assert max(map(len, done.out.splitlines())) <= 80
-    assert "measured on NVIDIA A100 SXM4 80GB: 20.0 ms a step" in done.out
+    assert "measured on NVIDIA A100 SXM4 80GB: 20.0 ms per step" in done.out
 
 
 def test_a_short_name_says_what_it_was_taken_for(advisor: Run, trace: Path) -> None:

@@ -19,7 +19,7 @@ from advisor.advise.engine import Options
 from advisor.compare import compare
 from advisor.core.errors import AdvisorError
 from advisor.core.prices import Prices, money, parse_price, read_prices
-from advisor.core.run_directory import Device, Gpu, Manifest, Rank, RankRecord, Sample, Step
+from advisor.core.run_directory import Gpu, Manifest, Rank, RankRecord, RecordedDevice, Sample, Step
 from advisor.dashboard.pages import overview
 from advisor.measure.device.energy import step_energy
 from advisor.measure.steps.record import StepRecords
@@ -62,7 +62,7 @@ def record(
         )
         samples.append(Sample(t=round(now * 1e9), gpus=[gpu]))
     return RankRecord(
-        rank=Rank(rank=rank, devices=[Device(uuid=uuid)]), steps=made, samples=samples
+        rank=Rank(rank=rank, devices=[RecordedDevice(uuid=uuid)]), steps=made, samples=samples
     )
 
 
@@ -148,11 +148,11 @@ def test_a_step_costs_its_time_at_the_price_of_all_gpus(tmp_path: Path) -> None:
     assert facts.cost(report)[0] == "$0.200 for 1,000 steps"
     assert "at 2 × $3.60 an hour" in facts.cost(report)
     # the two ranks share a GPU
-    assert facts.energy(report) == ["30 J a step", "300 W", "the driver's counter"]
-    for line in ("energy   30 J a step", "cost     $0.200 for 1,000 steps"):
+    assert facts.energy(report) == ["30 J per step", "300 W", "the driver's counter"]
+    for line in ("energy   30 J per step", "cost     $0.200 for 1,000 steps"):
         assert line in str(report)
     view = str(overview._head(report))
-    assert "30 J a step" in view and "$0.200 for 1,000 steps" in view
+    assert "30 J per step" in view and "$0.200 for 1,000 steps" in view
     unpriced = analysed(tmp_path / "c", record(counter=False, power=False))
     assert {"energy", "cost"}.isdisjoint(label for label, _ in facts.scope(unpriced))
     other = analysed(tmp_path / "b", record(), gpus=8, prices=paid.prices).cost

@@ -15,12 +15,12 @@ from advisor.core.run_directory import (
     SCALENE,
     STEPS,
     TELEMETRY,
-    Device,
     Event,
     Gpu,
     Host,
     Manifest,
     Rank,
+    RecordedDevice,
     Sample,
     Step,
     trace_name,
@@ -69,7 +69,7 @@ def write_run(folder: Path, *, steps: int = 240, trace: bool = True, end: bool =
         memory_bytes=128 * GIB,
         shm_bytes=64 << 20,
         devices=[
-            Device(
+            RecordedDevice(
                 index=0,
                 name="NVIDIA A100-SXM4-40GB",
                 uuid=uuid,

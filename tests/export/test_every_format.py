@@ -165,7 +165,7 @@ def test_what_has_no_steps_is_told_how_to_mark_them_in_its_own_words(
     for text in map(" ".join, (told.out.split(), told.err.split())):
         assert "name a range with --steps" in text
         assert not TORCH.search(text) and "profile_memory" not in text
-        assert "ms a step" not in text
+        assert "ms per step" not in text
 
 
 def test_a_part_of_an_iteration_is_not_called_one(

@@ -201,7 +201,7 @@ def test_a_snapshot_without_history_is_its_state() -> None:
     Training(m).step()
     post = measured(m)
     assert post.history.count == 0 and post.moment == -1
-    assert post.by_category == {"not told": 4 * 24 * MIB + 8 * 24 * MIB}
+    assert post.by_category == {"not attributed": 4 * 24 * MIB + 8 * 24 * MIB}
     assert post.churn_bytes is None and post.growth.is_empty()
 
 

@@ -19,7 +19,7 @@ import torch.cuda._memory_viz as viz
 from advisor import cli
 from advisor.core.errors import AdvisorError
 from advisor.read import open_run
-from advisor.read.plain_pickle import Fields, read_plain
+from advisor.read.plain_pickle import PickledFields, read_plain
 from advisor.read.snapshot import read_snapshot
 from advisor.testing import TraceBuilder
 from advisor.testing.allocator import (
@@ -188,7 +188,7 @@ def test_a_history_that_is_named_a_million_times_is_read_once() -> None:
 def as_dicts(value: Any, like: Any) -> Any:
     """What was read, with the dicts of the original."""
     if isinstance(like, dict):
-        told = Fields().of(value)
+        told = PickledFields().of(value)
         assert told is not None
         return {key: as_dicts(told[key], like[key]) for key in like}
     if isinstance(like, list):
@@ -217,9 +217,9 @@ def test_plain_values_are_read_as_python_does_whatever_the_blocks(protocol: int,
 
 def test_dicts_of_more_than_a_batch_and_of_one_key_are_whole() -> None:
     value = {f"k{n}": n for n in range(199)}
-    assert Fields().of(read_plain([pickle.dumps(value)], "x").value) == value
-    assert Fields().of(read_plain([pickle.dumps({"a": 1})], "x").value) == {"a": 1}
-    assert Fields().of(["a", 1, ("b", 2)]) == {"a": 1, "b": 2}
+    assert PickledFields().of(read_plain([pickle.dumps(value)], "x").value) == value
+    assert PickledFields().of(read_plain([pickle.dumps({"a": 1})], "x").value) == {"a": 1}
+    assert PickledFields().of(["a", 1, ("b", 2)]) == {"a": 1, "b": 2}
 
 
 # -- the tables ---------------------------------------------------------------------------------

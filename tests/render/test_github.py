@@ -46,7 +46,7 @@ def test_a_finding_is_an_annotation_of_its_line(report: Make) -> None:
     assert level == "warning"
     assert properties["file"] == "src/train.py"
     assert properties["line"] == "42"
-    assert "40 ms a step (20–40 ms)" in properties["title"]
+    assert "40 ms per step (20–40 ms)" in properties["title"]
     assert message.startswith(made.findings[0].summary)
     assert "\nFix: " in message
 

@@ -166,7 +166,7 @@ def test_every_finding_is_a_result_at_its_line(
         "uri": "home/me/project/train.py",
         "uriBaseId": "SRCROOT",
     }
-    assert "40 ms a step (20–40 ms)" in first["message"]["text"]
+    assert "40 ms per step (20–40 ms)" in first["message"]["text"]
 
 
 def test_a_file_below_the_working_folder_is_relative_to_it(

@@ -111,9 +111,9 @@ def test_a_gain_says_its_currency() -> None:
 
     bound = "upper bound (exposed time)"
     assert shown(currency="step_time", gain_ns=4_000_000, share=0.1, method=bound) == (
-        "up to 4 ms a step, 10%"
+        "up to 4 ms per step, 10%"
     )
-    assert shown(currency="step_time", gain_ns=4_000_000, method="replay") == "4 ms a step"
+    assert shown(currency="step_time", gain_ns=4_000_000, method="replay") == "4 ms per step"
     assert shown(currency="run_time", gain_ns=20_000_000_000) == "20 s over the run"
     assert shown(currency="memory", freed_bytes=2 << 30) == "frees 2 GiB"
     assert shown(currency="risk", reason="may run out of memory") == "risk: may run out of memory"

@@ -13,7 +13,16 @@ from advisor.advise.check import FAILED, run_rules
 from advisor.advise.measured import measure, recorded_view
 from advisor.advise.select import load_rules
 from advisor.core import run_directory as rundir
-from advisor.core.run_directory import Device, Event, Gpu, Host, Rank, RankRecord, Sample, Step
+from advisor.core.run_directory import (
+    Event,
+    Gpu,
+    Host,
+    Rank,
+    RankRecord,
+    RecordedDevice,
+    Sample,
+    Step,
+)
 from advisor.core.trace import blank_trace
 from advisor.measure import Analysis
 
@@ -104,7 +113,7 @@ RECORDS = st.builds(
         cpus=st.none() | st.integers(0, 512),
         cpus_total=MAYBE,
         memory_bytes=MAYBE,
-        devices=st.lists(st.builds(Device, total_bytes=MAYBE, uuid=st.none()), max_size=1),
+        devices=st.lists(st.builds(RecordedDevice, total_bytes=MAYBE, uuid=st.none()), max_size=1),
         flags=st.dictionaries(
             st.sampled_from(
                 [

@@ -172,7 +172,7 @@ def test_exposed_communication_leads_on_a100_training(shared_trace: Find) -> Non
         [(e["start"], e["end"]) for e in compute],
     )
     assert exposed == pytest.approx(87.9e6, rel=0.002)
-    told = figure(ranked(result)[0], "exposed communication a step")
+    told = figure(ranked(result)[0], "exposed communication per step")
     assert told * 6 == pytest.approx(exposed, rel=0.002)
 
 
@@ -253,7 +253,7 @@ def test_launch_bound_leads_where_the_host_is_late(
 def test_the_small_bert_is_sixty_kernels(shared_trace: Find) -> None:
     path = shared_trace("h100_bert_small_inference")
     assert sum(e["kind"] == "kernel" for e in raw(path)) == 60
-    assert figure(ranked(report(path))[0], "launches a step") == 61  # and one copy
+    assert figure(ranked(report(path))[0], "launches per step") == 61  # and one copy
 
 
 def test_the_same_kernels_in_every_step_are_seen_and_named_under_launch_bound(
@@ -321,7 +321,7 @@ def test_exposed_communication_leads_on_two_ranks(shared_trace: Find) -> None:
     path = shared_trace("two_ranks_rank0")
     first = ranked(report(path))[0]
     assert first.rule == "exposed-communication"
-    assert figure(first, "exposed communication a step") * 2 == pytest.approx(337e6, rel=0.003)
+    assert figure(first, "exposed communication per step") * 2 == pytest.approx(337e6, rel=0.003)
     why = " ".join(n.what for n in report(path).not_checked)
     assert "while work is queued for it" in why  # kernels were filtered out of this file
 
@@ -412,7 +412,7 @@ def test_a_recorded_loader_without_workers_is_told_from_one_with(tmp_path: Path)
 
     alone = shown(record(0), "single-process-loader")
     # eight samples of 4 ms are all of a batch that can be spread over workers
-    assert figure(alone, "exposed loading a step") >= 8 * 4e6
+    assert figure(alone, "exposed loading per step") >= 8 * 4e6
     assert alone.impact is not None and (alone.impact.share or 0) > 0.3
     assert not mentioned(record(1)) & {"single-process-loader"}
 
@@ -426,5 +426,5 @@ def test_waits_without_a_bubble_are_a_note_with_what_replaying_without_them_save
     assert [f.rule for f in report.findings] == ["exposed-communication"]
     (note,) = [f for f in report.notes if f.rule == "implicit-sync"]
     assert note.impact is not None and note.impact.gain_ns is not None
-    # never more than the host waited, 12.5 ms a step by summing the calls
+    # never more than the host waited, 12.5 ms per step by summing the calls
     assert 3e6 < note.impact.gain_ns < 12.6e6

@@ -190,7 +190,7 @@ def test_misaligned_tf32_products_of_the_a100_run_are_found(shared_trace: Find) 
     found = finding(path, "misaligned-gemm")
     narrow = time_of(kernels(path), r"_align1>")  # by their own names
     fallen = time_of(kernels(path), r"sgemm|gemmk1")  # off the tensor cores, most for alignment
-    a_step = figure(found, "misaligned products a step")
+    a_step = figure(found, "misaligned products per step")
     assert narrow <= 6 * a_step <= narrow + fallen
     text = " ".join(str(e.value) for e in found.evidence if e.label == "shape")
     assert "647" in text or "30" in text
@@ -206,7 +206,7 @@ def test_the_two_rank_run_is_misaligned_too_but_waits_for_something_else(
     found = finding(path, "misaligned-gemm", min_busy=0.0)
     narrow = time_of(kernels(path), r"_align1>")
     fallen = time_of(kernels(path), r"sgemm|gemmk1")
-    assert narrow <= 2 * figure(found, "misaligned products a step") <= narrow + fallen
+    assert narrow <= 2 * figure(found, "misaligned products per step") <= narrow + fallen
 
 
 def test_of_the_b200s_products_none_is_flagged_for_its_odd_m(shared_trace: Find) -> None:
@@ -246,7 +246,7 @@ def test_transposes_do_not_matter_while_the_device_waits_for_the_host(shared_tra
     assert not fired(path, "layout-transposes")
     found = finding(path, "layout-transposes", min_busy=0.0)
     moving = time_of(kernels(path), r"nchwToNhwc|nhwcToNchw")
-    assert figure(found, "layout transposes a step") == pytest.approx(moving / 3, rel=1e-6)
+    assert figure(found, "layout transposes per step") == pytest.approx(moving / 3, rel=1e-6)
 
 
 # -- small kernels --------------------------------------------------------------------------
@@ -366,7 +366,7 @@ def test_apex_fused_adam_is_no_single_tensor_optimizer(shared_trace: Find, name:
     a_step = len([k for k in kernels(path) if "AdamFunctor" in k["name"]]) / 6
     (said,) = outcomes(path, "single-tensor-optimizer")
     assert isinstance(said, PassedCheck)
-    assert "8 kernels a step" in said.text
+    assert "8 kernels per step" in said.text
     assert a_step == pytest.approx(8, abs=2)  # V100: the window cuts into a seventh step
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from advisor.tune.process import Program
+from advisor.tune.process import TrialProgram
 from advisor.tune.spec import Pull, Result
 
 TRAPS = '''
@@ -78,7 +78,7 @@ def run_once(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., tuple[Re
             f"import os,runpy;os.chdir({str(folder)!r});"
             f"runpy.run_path({str(script)!r},run_name='__main__')",
         ]
-        program = Program(words, tmp_path_factory.mktemp("trial").resolve())
+        program = TrialProgram(words, tmp_path_factory.mktemp("trial").resolve())
         return program.run(pulls, warmup=4, steps=steps, seconds=900, timeout=900)
 
     return go

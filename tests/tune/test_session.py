@@ -12,7 +12,7 @@ from advisor.render.formats import TRIALS
 from advisor.tune.heat import Limits
 from advisor.tune.knob import Machine
 from advisor.tune.plan import asked_for
-from advisor.tune.process import Program, Running
+from advisor.tune.process import Running, TrialProgram
 from advisor.tune.report import TrialReport
 from advisor.tune.session import TrialSession
 from advisor.tune.spec import Pull, Result
@@ -35,7 +35,7 @@ class Run(Running):
         return self.answer
 
 
-class Made(Program):
+class Made(TrialProgram):
     """Answers for a program."""
 
     def __init__(self, answer: Callable[[tuple[Pull, ...]], Result]) -> None:

@@ -17,7 +17,7 @@ import pytest
 from advisor.tune import heat
 from advisor.tune.heat import Heats, Limits
 from advisor.tune.measure import by_turns, gain
-from advisor.tune.process import Program, Running
+from advisor.tune.process import Running, TrialProgram
 from advisor.tune.spec import Pull
 
 pytest.importorskip("torch")
@@ -57,14 +57,14 @@ main()
 LIMITS = Limits(warmup=4, steps=16, most=16, seconds=60.0)
 
 
-def program(folder: Path, each: str = "pass", steps: int = 10_000) -> Program:
+def program(folder: Path, each: str = "pass", steps: int = 10_000) -> TrialProgram:
     script = folder / "train.py"
     script.write_text(TRAIN.format(each=each, steps=steps))
     (folder / "root").mkdir()
-    return Program([sys.executable, str(script)], (folder / "root").resolve())
+    return TrialProgram([sys.executable, str(script)], (folder / "root").resolve())
 
 
-def heats(made: Program, seconds: float = 600.0) -> Heats:
+def heats(made: TrialProgram, seconds: float = 600.0) -> Heats:
     return Heats(made, LIMITS, time.monotonic() + seconds, lambda text: None)
 
 

@@ -26,7 +26,7 @@ from advisor.measure.ranks.summary import (
     Collectives,
     Kernel,
     Packed,
-    Step,
+    StepSummary,
     Summary,
     encode,
     pack,
@@ -84,11 +84,11 @@ def summarise(a: Analysis, rank: int, findings: Sequence[Finding], path: str = "
     )
 
 
-def _steps(a: Analysis) -> list[Step]:
+def _steps(a: Analysis) -> list[StepSummary]:
     used = a.steps.used.head(MAX_STEPS)
     begin = a.trace.meta.start_ns
     return [
-        Step(name, begin + ts, begin + end)
+        StepSummary(name, begin + ts, begin + end)
         for name, ts, end in used.select("name", "ts", "end").iter_rows()
     ]
 

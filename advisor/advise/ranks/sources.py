@@ -9,7 +9,7 @@ from advisor.core.errors import AdvisorError
 from advisor.core.run_directory import is_run, read_recording
 from advisor.read.directory import trace_files
 from advisor.read.remote.fetch import opened
-from advisor.read.remote.urls import Ranks, RemoteFile, is_url, local_path, rank_in
+from advisor.read.remote.urls import RankFilter, RemoteFile, is_url, local_path, rank_in
 
 __all__ = ["RemoteFile", "is_url", "locate", "opened"]
 
@@ -21,7 +21,7 @@ def locate(places: Sequence[str], ranks: str = "") -> list[RemoteFile]:
     Raises AdvisorError: a folder without traces, a path that is not there, a scheme that cannot be
     read, no file of these ranks. One URL that cannot be reached is a Source with its ``problem``.
     """
-    chosen = Ranks(ranks) if ranks else None
+    chosen = RankFilter(ranks) if ranks else None
     result: dict[str, RemoteFile] = {}
     for place in places:
         here = local_path(place) if is_url(place) else None

@@ -105,7 +105,7 @@ def describe(a: Analysis) -> pl.DataFrame:
     """Every collective of the whole trace on the analysed device, by device start.
 
     Columns: those of :data:`SCHEMA` that need no window, and ``launch_ts`` (ns; null: launched
-    outside the trace), ``ranks`` (JSON text; null: not told), ``sequence`` (``Seq``; null),
+    outside the trace), ``ranks`` (JSON text; null: not recorded), ``sequence`` (``Seq``; null),
     ``source`` and ``target`` (of a send or receive; null).
     """
     trace = a.trace
@@ -179,7 +179,7 @@ def describe_on_host(a: Analysis) -> pl.DataFrame:
     """Every collective of gloo in the whole trace, by start; of a trace without device work.
 
     Columns, as far as ``comms.describe`` has them: ``collective``, ``ts`` and
-    ``dur`` (ns), ``launch_ts``, ``group_size`` (all of the job; null: not told). ``bytes``,
+    ``dur`` (ns), ``launch_ts``, ``group_size`` (all of the job; null: not recorded). ``bytes``,
     ``group``, ``ranks``, ``sequence`` and ``annotation`` are null: gloo's ranges tell none of it.
 
     Several threads work at a queue of collectives, and all of them may wait for the same process.

@@ -174,7 +174,7 @@ def collective_facts(trace: Trace, gpu: pl.DataFrame, by_name: pl.Series) -> pl.
     around = _Around(trace, hosts)
     comms = _arguments(trace)
 
-    told = np.append(comms["collective"].is_not_null().to_numpy(), False)  # -1: not told
+    told = np.append(comms["collective"].is_not_null().to_numpy(), False)  # -1: not recorded
     own = gpu["comm"].fill_null(-1).to_numpy()
     near = _nearest(place, told[around.comm])
     comm = np.where(told[own], own, np.append(around.comm, -1)[near])

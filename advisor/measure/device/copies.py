@@ -19,7 +19,7 @@ COPIES_SCHEMA: dict[str, Any] = {
     "ts": pl.Int64,  # ns
     "dur": pl.Int64,  # ns
     "copy": Copy,
-    "memory": pl.String,  # pageable, pinned; null: not told, or no host side
+    "memory": pl.String,  # pageable, pinned; null: not recorded, or no host side
     "bytes": pl.Int64,
     "gbps": pl.Float64,  # GB/s
     "exposed": pl.Int64,  # ns not under compute or communication, inside the used steps

@@ -342,7 +342,7 @@ def describe(names: pl.Series) -> pl.DataFrame:
     part of its operation that does the arithmetic), ``matrix_unit`` (bool; null: the name does
     not tell whether it runs on tensor cores), ``matrix_if_16_bit`` (bool: it does when its inputs
     have 16 bits or less), ``direction`` (convolution backward: 1 input, 2 weight gradient, 0 not
-    told), ``dtype`` (one of FORMATS; null: not told, or several).
+    told), ``dtype`` (one of FORMATS; null: not recorded, or several).
     """
     frame = pl.DataFrame({"name": names.cast(pl.String)}).with_columns(head(pl.col("name")))
     frame = frame.rename({"name": "head"}).with_columns(names.cast(pl.String).alias("name"))

@@ -312,7 +312,7 @@ class Costs(NamedTuple):
     flops: Floats
     moved: Floats
     dtype: NDArray[np.int8]
-    """Place in FORMATS; -1: not told."""
+    """Place in FORMATS; -1: not recorded."""
     vector: NDArray[np.bool_]
     """A product with a vector: too little reuse for matrix units."""
     relayout: NDArray[np.bool_]

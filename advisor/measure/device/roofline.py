@@ -43,7 +43,7 @@ def sum_kernels(a: Analysis) -> pl.DataFrame:
 
     ``roofline``: the time that the device's peak and bandwidth allow, over the time taken:
     max(FLOPs / peak of the dtype, bytes / memory bandwidth) / duration. Kernels that are neither
-    matrix products, convolutions nor attention are held against bandwidth alone when no peak is
+    matrix products, convolutions nor attention are compared with bandwidth alone when no peak is
     known for their dtype. It can exceed 1: data in L2 is faster than memory, and Winograd needs
     fewer FLOPs than are counted.
     """
@@ -94,7 +94,7 @@ def sum_kernels(a: Analysis) -> pl.DataFrame:
 
 
 def model_flop_utilisation(a: Analysis) -> float | None:
-    """See ``Analysis.mfu``. Work in several formats is held against the peak of each."""
+    """See ``Analysis.mfu``. Work in several formats is compared with the peak of each."""
     hardware = a.hardware
     if hardware is None or not a.span_ns:
         return None

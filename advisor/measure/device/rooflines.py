@@ -1,4 +1,4 @@
-"""The report's table of operators by shape, and the rates that they are held against."""
+"""The report's table of operators by shape, and the rates that they are compared with."""
 
 from __future__ import annotations
 

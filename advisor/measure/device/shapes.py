@@ -146,7 +146,7 @@ class OpInputs:
 
 def main_dtype(op: str, inputs: OpInputs) -> str | None:
     """The format an operator computes in, by its recorded input types (one of FORMATS): that of
-    its first tensor in such a format, or of the operand named in a table; ``None``: not told."""
+    its first tensor in such a format, or of the operand named in a table; ``None``: unknown."""
     at = _MAIN_INPUT.get(op)
     if at is not None:
         tensor = inputs.tensor(at)

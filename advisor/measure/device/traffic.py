@@ -143,7 +143,7 @@ evenly at random 2 % of the experts go without."""
 
 def _experts(e: Experts) -> float | None:
     """Tokens in and out and the weights of the experts once; what is between the two products may
-    stay on the chip. ``None``: so few rows that it is not told how many experts are read."""
+    stay on the chip. ``None``: so few rows that it is not recorded how many experts are read."""
     if e.rows < ALL_EXPERTS * e.up.shape[0]:
         return None
     tokens = e.tokens.bytes

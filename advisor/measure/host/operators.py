@@ -77,7 +77,7 @@ def measure_operators(a: Analysis) -> pl.DataFrame:
     launched, helpers (transposes, split-K reductions) included. What it could take is
     ``max(FLOPs / matmul rate, bytes / memory rate)`` at the rates that were measured on such a GPU
     (``hardware.attainable``), plus ``KERNEL_NS`` a call; matrix products, convolutions and
-    attention need both, other operators are held against memory alone. ``efficiency`` is that time
+    attention need both, other operators are compared with memory alone. ``efficiency`` is that time
     over the one taken: above 1 where data stays in L2, or Winograd needs fewer FLOPs than are
     counted. Where launches bind it, efficiency and saving are null: more work a launch is the cure.
     """

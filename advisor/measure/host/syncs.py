@@ -88,7 +88,7 @@ def find_syncs(a: Analysis) -> pl.DataFrame:
     rows, kind, copy, ts = rows[chosen], kind[chosen], copy[chosen], ts[chosen]
     dur = cpu["dur"].to_numpy()[rows]
     end = ts + dur
-    work = _Work.of(a)
+    work = _SyncWork.of(a)
     thread = cpu["thread"].to_numpy()
     parent, is_op = parents(trace), operators(trace)
     op = climb_stack(parent, is_op, rows)
@@ -148,7 +148,7 @@ def profiler_syncs(trace: Trace) -> NDArray[np.int64]:
     return rows[own]
 
 
-class _Work(NamedTuple):
+class _SyncWork(NamedTuple):
     """Device work of the analysed device in the order of its launches.
 
     Rows of ``trace.cpu`` are ordered by (thread, start), so sorting by launch row is program
@@ -168,7 +168,7 @@ class _Work(NamedTuple):
     """End of ``by_time``."""
 
     @classmethod
-    def of(cls, a: Analysis) -> _Work:
+    def of(cls, a: Analysis) -> _SyncWork:
         gpu, cpu = a.trace.gpu, a.trace.cpu
         own = np.flatnonzero((gpu["device"] == (a.device_id or 0)).fill_null(False).to_numpy())
         launch = gpu["launch"].fill_null(-1).to_numpy()[own].astype(np.int64)
@@ -223,7 +223,7 @@ def _calls(trace: Trace) -> tuple[NDArray[np.int64], NDArray[np.int8], NDArray[n
 
 
 def _copy_before(
-    trace: Trace, work: _Work, rows: NDArray[np.int64], op: NDArray[np.int32]
+    trace: Trace, work: _SyncWork, rows: NDArray[np.int64], op: NDArray[np.int32]
 ) -> NDArray[np.int64]:
     """The copy between host and device that was launched last, in the same operator; else -1."""
     gpu = trace.gpu
@@ -239,7 +239,7 @@ def _copy_before(
 
 def _released(
     trace: Trace,
-    work: _Work,
+    work: _SyncWork,
     rows: NDArray[np.int64],
     kind: NDArray[np.int8],
     copy: NDArray[np.int64],
@@ -299,8 +299,8 @@ def _released(
 
 
 def _told(trace: Trace, rows: NDArray[np.int64]) -> tuple[Ints, Ints]:
-    """What ``cuda_sync`` rows say of each call: the stream waited for (very negative: not told)
-    and the time before which the awaited work was launched (-1: not told)."""
+    """What ``cuda_sync`` rows say of each call: the stream waited for (very negative: not recorded)
+    and the time before which the awaited work was launched (-1: not recorded)."""
     stream = np.full(len(rows), -(1 << 62), dtype=np.int64)
     before = np.full(len(rows), -1, dtype=np.int64)
     if trace.sync.is_empty() or not len(rows):

@@ -55,7 +55,7 @@ class Placement(NamedTuple):
     elsewhere: int
     """Free in other pools or of other streams."""
     driver: int | None
-    """What the driver still had; ``None``: not told."""
+    """What the driver still had; ``None``: not recorded."""
     fits_expandable: bool
     """Whole pages of free blocks and the driver's rest would have held it."""
     scattered: bool

@@ -176,7 +176,7 @@ class History:
 
     @cached_property
     def steps(self) -> tuple[str, Ints]:
-        """What steps are told by, and the event at which each begins; fewer than two: not told.
+        """What steps are told by, and the event at which each begins; fewer than two: not recorded.
 
         By annotations ``ProfilerStep#``, where they were recorded; else by bursts of the
         optimizer's allocations, the step after which begins the next; else by the first gradient

@@ -14,7 +14,7 @@ from advisor.measure.memory.memory_origin import Origin
 from advisor.measure.memory.post_mortem import CATEGORIES, PostMortem
 
 MINIMUM = 0.05
-"""Of what was held: smaller savings are not told."""
+"""Of what was held: smaller savings are not recorded."""
 CHUNKS = 8
 """Into so many pieces a loss over classes is cut, as fused ones cut it or finer."""
 CHECKPOINTED = ("activations",)

@@ -30,11 +30,11 @@ CATEGORIES = (
     "optimizer temporaries",
     "communication",
     "workspace",
-    "not told",
+    "not attributed",
 )
 """``outside modules``: allocated on the user's own lines, in no module's call (inputs that are
 copied there are among them). ``earlier steps``: made by a forward pass of a step before, and held
-still. ``not told``: there before the history began, or without a stack."""
+still. ``not attributed``: there before the history began, or without a stack."""
 CUBLAS_WORKSPACES = (8_519_680, 33_554_432 + 131_072)
 """Bytes of cuBLAS's default workspace (``CUBLAS_WORKSPACE_CONFIG=:4096:2:16:8``): told without a
 stack."""
@@ -106,7 +106,7 @@ class PostMortem:
 
     @cached_property
     def device_free(self) -> int | None:
-        """Bytes that the driver still had then; ``None``: not told."""
+        """Bytes that the driver still had then; ``None``: not recorded."""
         return self._of_failure("device_free")
 
     @cached_property
@@ -147,7 +147,7 @@ class PostMortem:
             | self._crosses(self._happens("optimizer"))
             | (np.isin(lives.size, sizes) & (lives.ended > self.moment))
         )
-        kind = np.full(len(lives), CATEGORIES.index("not told"), dtype=np.int8)
+        kind = np.full(len(lives), CATEGORIES.index("not attributed"), dtype=np.int8)
 
         def put(rows: Mask, name: str) -> None:
             kind[rows] = CATEGORIES.index(name)
@@ -351,7 +351,7 @@ class PostMortem:
 
     def timeline(self, points: int = 600) -> pl.DataFrame:
         """Bytes in tensors by category at up to ``points`` events, the moment among them:
-        ``event``, ``time_us`` (since the first; null: not told), ``reserved`` and one column a
+        ``event``, ``time_us`` (since the first; null: not recorded), ``reserved`` and one column a
         category that is not empty."""
         h, lives = self.history, self.history.lives
         count = h.count

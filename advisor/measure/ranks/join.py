@@ -86,7 +86,7 @@ class Joined:
 
 
 @dataclass(frozen=True)
-class Waits:
+class CollectiveWaits:
     """Arrivals at the matched collectives."""
 
     row: Ints
@@ -266,7 +266,7 @@ def _split(row: Ints, cells: dict[str, Ints], keys: list[Key]) -> Ints:
     return split
 
 
-def waits(joined: Joined) -> Waits:
+def waits(joined: Joined) -> CollectiveWaits:
     """How late each rank comes to the collectives that others wait in, and what that costs."""
     ranks = len(joined.clocks.shift)
     rows = np.flatnonzero(joined.matched)
@@ -278,7 +278,9 @@ def waits(joined: Joined) -> Waits:
     if not len(rows):
         zeros = np.zeros(ranks)
         count = np.zeros(ranks, dtype=np.int64)
-        return Waits(rows, rows, none, none, none, cells, none, none, count, count, zeros, zeros)
+        return CollectiveWaits(
+            rows, rows, none, none, none, cells, none, none, count, count, zeros, zeros
+        )
     arrival, end = joined.start[cells], joined.end[cells]
     latest = np.maximum.reduceat(arrival, at[:-1])
     wait = latest[which] - arrival
@@ -295,7 +297,7 @@ def waits(joined: Joined) -> Waits:
     mean_exposed = np.add.reduceat(np.where(chosen, 0.0, exposed), at[:-1]) / others
     known = last >= 0
     transfer = np.maximum(medians(end, at) - latest, 0.0)
-    return Waits(
+    return CollectiveWaits(
         row=rows,
         last=last,
         skew=skew,

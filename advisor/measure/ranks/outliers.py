@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from advisor.core.finding import Edit, Select
 from advisor.core.ranks import numbers
 from advisor.measure.device.families import FAMILIES
-from advisor.measure.ranks.join import Joined, Waits
+from advisor.measure.ranks.join import CollectiveWaits, Joined
 from advisor.measure.ranks.kernels import MIN_KERNELS, compare_devices, longer_families
 from advisor.measure.ranks.members import Members, Places, find_members
 from advisor.measure.ranks.profile import OWN, Profile
@@ -91,7 +91,7 @@ class Job:
     summaries: Sequence[Summary]
     own: Profile
     joined: Joined
-    waits: Waits
+    waits: CollectiveWaits
     stage: Ints
     places: Places
 

@@ -23,7 +23,7 @@ MAX_BYTES = 200_000
 MAX_DECODED = 16 << 20
 
 
-class Step(Struct, array_like=True, frozen=True):
+class StepSummary(Struct, array_like=True, frozen=True):
     """One step that the figures are taken over, ns on the trace's own clock."""
 
     name: str
@@ -139,7 +139,7 @@ class Summary(Struct, frozen=True, kw_only=True):
     events: int = 0
     bytes_read: int = 0
     step_source: str = ""
-    steps: list[Step] = field(default_factory=list)
+    steps: list[StepSummary] = field(default_factory=list)
     step_ns: float = 0.0
     run_step_ns: float | None = None
     """Median of the run's steps that no profiler slowed; ``null``: not recorded."""

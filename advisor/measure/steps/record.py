@@ -114,7 +114,7 @@ class StepRecords:
     @cached_property
     def active(self) -> Mask:
         """Steps that a window kept: without its warm-up, and without the step in which the trace
-        is written. All steps of windows of which that is not told."""
+        is written. All steps of windows of which that is not recorded."""
         result = self.profiled.copy()
         number = np.array([step.n for step in self.steps], dtype=np.int64)
         window = self.column("window")
@@ -209,7 +209,7 @@ class StepRecords:
 
     @cached_property
     def samples_per_second(self) -> float | None:
-        """Batch sizes over the time of the steps that count; ``None``: sizes not told."""
+        """Batch sizes over the time of the steps that count; ``None``: sizes not recorded."""
         sizes = self.column("samples")[self.used]
         known = ~np.isnan(sizes)
         if not known.any() or known.mean() < 0.9:

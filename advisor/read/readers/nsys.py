@@ -45,13 +45,13 @@ class Nsys(Reader):
         import polars as pl
 
         from advisor.read.build import build_trace
-        from advisor.read.nsys_tables import Tables
+        from advisor.read.nsys_tables import NsysTables
         from advisor.read.nvtx import framework_of
 
         if not source.head().startswith(MAGIC):
             return _exported(source, options)
         with opened(source, options) as db:
-            tables = Tables(db)
+            tables = NsysTables(db)
             host, threads = tables.host()
             device = tables.device()
             if not host.height and not device.height:

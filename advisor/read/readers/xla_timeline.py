@@ -37,7 +37,7 @@ class _Event(msgspec.Struct):
     args: dict[str, Any] | None = None
 
 
-class _File(msgspec.Struct):
+class _TimelineFile(msgspec.Struct):
     traceEvents: list[msgspec.Raw] = []
 
 
@@ -68,7 +68,7 @@ class XlaTimeline(Reader):
 
 def _decoded(text: bytes, source: ByteSource) -> tuple[list[_Event], int]:
     try:
-        raw = msgspec.json.decode(text, type=_File).traceEvents
+        raw = msgspec.json.decode(text, type=_TimelineFile).traceEvents
     except (msgspec.DecodeError, RecursionError, UnicodeError):
         raise AdvisorError(
             f"{source.path}: a timeline that is damaged or cut off; give the .xplane.pb beside it"

@@ -113,7 +113,7 @@ def _begins_with_plane(head: bytes) -> bool:
 def space_to_trace(space: Space, source: ByteSource) -> Trace:
     """The tables of a decoded space. Raises AdvisorError: there is nothing in it to be read."""
     path = source.path
-    hosts = xla_host.Host()
+    hosts = xla_host.XlaHost()
     devices: list[Device] = []
     device_rows: list[pl.DataFrame] = []
     tpus: list[str] = []
@@ -257,7 +257,7 @@ def _vendor(plane: Plane) -> str | None:
 
 
 def _work(
-    hosts: xla_host.Host, plane: Plane, events: Events, device: int, streams: Any
+    hosts: xla_host.XlaHost, plane: Plane, events: Events, device: int, streams: Any
 ) -> pl.DataFrame:
     """The work of one device; ``streams``: the number of each line, -1: it is no stream."""
     if not len(events.ts):

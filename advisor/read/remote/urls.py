@@ -91,7 +91,7 @@ def file_name(url: str) -> str:
     return name.lstrip(".") or "trace"
 
 
-class Ranks:
+class RankFilter:
     """Ranks that were chosen: ``0-63,512``."""
 
     def __init__(self, text: str) -> None:

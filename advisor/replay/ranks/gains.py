@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from advisor.measure.ranks.align import medians
 from advisor.measure.ranks.outliers import Deviation, Job
 from advisor.replay.calibration import OTHERS, fault_kind
-from advisor.replay.ranks.replay import Change, Gain, Replay
+from advisor.replay.ranks.replay import Change, Gain, RanksReplay
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
@@ -22,7 +22,7 @@ ALL_OVER = 0.01
 """Of the step: where half of the ranks are as far from the median, they differ all over."""
 
 
-def estimate(job: Job, replay: Replay, deviation: Deviation) -> Gain:
+def estimate(job: Job, replay: RanksReplay, deviation: Deviation) -> Gain:
     """What the job's step gains without a deviation; where a change is not certain, the low end is
     of the part that is."""
     change, certain = without(job, replay, deviation)
@@ -33,7 +33,7 @@ def estimate(job: Job, replay: Replay, deviation: Deviation) -> Gain:
     return gain._replace(low=min(gain.low, replay.gain(certain, kind).low))
 
 
-def without(job: Job, replay: Replay, deviation: Deviation) -> tuple[Change, Change | None]:
+def without(job: Job, replay: RanksReplay, deviation: Deviation) -> tuple[Change, Change | None]:
     """The job without a deviation: the rank like the others, the work spread evenly, the link as
     fast. And the part of the change that is certain; ``None``: all of it."""
     index = list(deviation.who.places)
@@ -54,7 +54,7 @@ def without(job: Job, replay: Replay, deviation: Deviation) -> tuple[Change, Cha
     return change, None
 
 
-def combined(replay: Replay, changes: Sequence[Change]) -> Change:
+def combined(replay: RanksReplay, changes: Sequence[Change]) -> Change:
     """Several changes at once: what each takes away is gone, as far as there is anything."""
 
     def less(name: str, measured: Floats) -> Floats:
@@ -70,7 +70,7 @@ def combined(replay: Replay, changes: Sequence[Change]) -> Change:
     )
 
 
-def saving(replay: Replay, saved: Floats, *, communication: bool) -> Change:
+def saving(replay: RanksReplay, saved: Floats, *, communication: bool) -> Change:
     """Ranks that save some of their own time, ns per step each: a rank with less work of its own is
     earlier at the next collective, which gains what the others waited for it. Of ``communication``
     the transfers are hidden, not the waits."""
@@ -90,7 +90,7 @@ class Usual(NamedTuple):
     """By rank."""
 
 
-def usual_work(job: Job, replay: Replay, without: set[int]) -> Usual:
+def usual_work(job: Job, replay: RanksReplay, without: set[int]) -> Usual:
     """The middle of the ranks of a stage that have as many collectives in the step as most of them,
     ``without`` some. Place by place: where one is slower in some of the work, only that counts."""
     stage, place = job.stage[replay.rank], replay.places()
@@ -115,7 +115,7 @@ def usual_work(job: Job, replay: Replay, without: set[int]) -> Usual:
     return Usual(work, tail)
 
 
-def _like_the_others(replay: Replay, usual: Usual, at: Sequence[int]) -> Change:
+def _like_the_others(replay: RanksReplay, usual: Usual, at: Sequence[int]) -> Change:
     """Some ranks do what takes them longer than the others in the others' time."""
     own = np.isin(replay.rank, list(at)) & (usual.work < replay.work)
     tail = replay.tail.copy()
@@ -124,7 +124,7 @@ def _like_the_others(replay: Replay, usual: Usual, at: Sequence[int]) -> Change:
     return Change(work=np.where(own, usual.work, replay.work), tail=tail)
 
 
-def _spread(job: Job, replay: Replay, change: Change, index: Sequence[int]) -> Change:
+def _spread(job: Job, replay: RanksReplay, change: Change, index: Sequence[int]) -> Change:
     """What some ranks no longer do is done by all that have the same part of the work, and an
     all-to-all of theirs takes as long as when each of its ranks has the mean of its tokens: it is
     over when the rank with most of them has them."""
@@ -159,7 +159,7 @@ def _mean(of: Ints, values: Floats, kept: Bools) -> Floats:
     return np.asarray(np.divide(total, count, out=np.zeros_like(total), where=count > 0)[of])
 
 
-def _no_last(replay: Replay, usual: Usual) -> Change:
+def _no_last(replay: RanksReplay, usual: Usual) -> Change:
     """Without the ranks that hold a step up: those that have more work in it than most. Where ranks
     differ all over, the next one is as late; then all of them do what most do."""
     steps = len(replay.columns)
@@ -175,7 +175,7 @@ def _no_last(replay: Replay, usual: Usual) -> Change:
     return Change(work=np.where(own, usual.work, replay.work))
 
 
-def _all_alike(replay: Replay, usual: Usual) -> Change:
+def _all_alike(replay: RanksReplay, usual: Usual) -> Change:
     """Every rank at the median of those with its part of the work, at every place: those that are
     faster there too, so that the work is the same and only what differs is gone."""
     work = np.where(np.isfinite(usual.work), usual.work, replay.work)
@@ -183,12 +183,12 @@ def _all_alike(replay: Replay, usual: Usual) -> Change:
     return Change(work=work, tail=tail)
 
 
-def no_stragglers(job: Job, replay: Replay) -> Gain:
+def no_stragglers(job: Job, replay: RanksReplay) -> Gain:
     """Every rank at the median of its part of the work."""
     return replay.gain(_all_alike(replay, usual_work(job, replay, set())))
 
 
-def no_transfers(replay: Replay, kind: str | None = None) -> Gain:
+def no_transfers(replay: RanksReplay, kind: str | None = None) -> Gain:
     """Transfers (of one kind of collective) hidden as a whole; waits for others stay."""
     took = replay.transfer.copy()
     if kind is None:
@@ -198,7 +198,7 @@ def no_transfers(replay: Replay, kind: str | None = None) -> Gain:
     return replay.gain(Change(transfer=took))
 
 
-def _hidden(replay: Replay, saved: Floats) -> Floats:
+def _hidden(replay: RanksReplay, saved: Floats) -> Floats:
     """Transfers less what each rank could hide of its exposed communication, ns a step."""
     ranks, steps = len(replay.tail), len(replay.columns)
     exposed = np.bincount(replay.rank, weights=replay.exposed, minlength=ranks) / steps
@@ -206,11 +206,11 @@ def _hidden(replay: Replay, saved: Floats) -> Floats:
     return np.asarray(replay.transfer * (1 - np.minimum(1.0, share))[replay.rank])
 
 
-def _repeated(factor: Floats, replay: Replay) -> Floats:
+def _repeated(factor: Floats, replay: RanksReplay) -> Floats:
     return np.repeat(factor[:, None], len(replay.columns), axis=1)
 
 
-def _balanced(job: Job, replay: Replay) -> Floats:
+def _balanced(job: Job, replay: RanksReplay) -> Floats:
     """The work of all stages spread over the stages."""
     own = job.own.own
     names = np.unique(job.stage)
@@ -222,7 +222,7 @@ def _balanced(job: Job, replay: Replay) -> Floats:
     return _repeated(factor, replay)
 
 
-def _faster(job: Job, replay: Replay, at: Sequence[int]) -> tuple[Change, Change | None]:
+def _faster(job: Job, replay: RanksReplay, at: Sequence[int]) -> tuple[Change, Change | None]:
     """Transfers of some ranks as fast as the same ones of groups without them.
 
     Where each group has one of them, nothing tells what its transfers would take: those are taken
@@ -235,7 +235,7 @@ def _faster(job: Job, replay: Replay, at: Sequence[int]) -> tuple[Change, Change
     return Change(transfer=took), Change(transfer=np.where(known, took, replay.transfer))
 
 
-def _slower(job: Job, replay: Replay, index: Sequence[int]) -> tuple[Floats, Bools]:
+def _slower(job: Job, replay: RanksReplay, index: Sequence[int]) -> tuple[Floats, Bools]:
     """By collective (cell): usual over own transfer time where some ranks take part, else 1, and
     whether there is a group without them that says so."""
     joined = job.joined

@@ -71,7 +71,7 @@ class _Level(NamedTuple):
     which: Ints
 
 
-class Replay:
+class RanksReplay:
     """Some steps of all aligned ranks. Where ``reason`` says why not, nothing is replayed."""
 
     def __init__(self, summaries: Sequence[Summary], own: Profile, joined: Joined) -> None:

@@ -29,7 +29,7 @@ from advisor.measure.ranks.stages import find_stages
 from advisor.measure.ranks.summary import Summary, Unread
 from advisor.measure.ranks.wording import change, reason
 from advisor.replay.ranks.gains import estimate, no_stragglers, no_transfers
-from advisor.replay.ranks.replay import Gain, Replay
+from advisor.replay.ranks.replay import Gain, RanksReplay
 
 Floats = NDArray[np.float64]
 
@@ -51,7 +51,7 @@ class Study:
     """A job's ranks, compared and replayable."""
 
     job: Job
-    replay: Replay
+    replay: RanksReplay
     """Where its ``reason`` is not empty, nothing is replayed."""
     missing: tuple[MissingRanks, ...]
     notes: dict[str, str]
@@ -274,7 +274,7 @@ def study(summaries: Sequence[Summary], unread: Sequence[Unread] = ()) -> Study 
     joined, own = join(ordered), profile(ordered)
     stage = find_stages(joined, len(ordered), len(own.steps))
     job = Job(ordered, own, joined, waits(joined), stage, Places(ordered))
-    return Study(job, Replay(ordered, own, joined), _missing([*unread, *others]), notes)
+    return Study(job, RanksReplay(ordered, own, joined), _missing([*unread, *others]), notes)
 
 
 def _missing(unread: Sequence[Unread]) -> tuple[MissingRanks, ...]:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from advisor.measure.ranks.summary import Advice, Collectives, Kernel, Step, Summary, pack
+from advisor.measure.ranks.summary import Advice, Collectives, Kernel, StepSummary, Summary, pack
 
 MS = 1_000_000
 BASE = 1_700_000_000 * 10**9
@@ -120,7 +120,7 @@ def run(
 
         names = sorted({name for step in spent[rank] for name in step})
         lines = [
-            Step(f"ProfilerStep#{n}", own_clock(b), own_clock(e))
+            StepSummary(f"ProfilerStep#{n}", own_clock(b), own_clock(e))
             for n, (b, e) in enumerate(zip(begun[rank], ends, strict=True))
         ]
         per_step = {

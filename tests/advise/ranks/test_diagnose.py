@@ -20,7 +20,7 @@ from advisor.advise.ranks.pricing import RanksPricer
 from advisor.advise.ranks.task import summarise_file
 from advisor.core.finding import Edit, Finding, Impact, Select
 from advisor.core.ranks import Ranks, numbers
-from advisor.measure.ranks.summary import Advice, Kernel, Step, Summary, Unread, pack, unpack
+from advisor.measure.ranks.summary import Advice, Kernel, StepSummary, Summary, Unread, pack, unpack
 from advisor.replay.ranks.study import study
 
 sys.path.insert(0, str(Path(__file__).parent))
@@ -342,7 +342,7 @@ def large(ranks: int, steps: int, per: int, slow: int) -> list[Summary]:
         over = end + clock[rank // 8]
         begin = np.concatenate([[clock[rank // 8]], over[per - 1 : -1 : per]])
         lines = [
-            Step(f"ProfilerStep#{n}", round(a) + 10**18, round(b) + 10**18)
+            StepSummary(f"ProfilerStep#{n}", round(a) + 10**18, round(b) + 10**18)
             for n, (a, b) in enumerate(zip(begin, over[per - 1 :: per], strict=True))
         ]
         waited = np.rint(over).astype(np.int64) - np.rint(own).astype(np.int64)

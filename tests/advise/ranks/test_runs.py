@@ -5,14 +5,16 @@ from __future__ import annotations
 from msgspec import structs
 
 from advisor.measure.ranks.runs import one_run
-from advisor.measure.ranks.summary import Step, Summary
+from advisor.measure.ranks.summary import StepSummary, Summary
 
 HOUR = 3_600 * 10**9
 
 
 def rank(number: int, *, at: int = 0, world: int = 4, path: str = "", steps: int = 2) -> Summary:
     """A rank that recorded some steps of a second each."""
-    marks = [Step(f"ProfilerStep#{n}", at + n * 10**9, at + (n + 1) * 10**9) for n in range(steps)]
+    marks = [
+        StepSummary(f"ProfilerStep#{n}", at + n * 10**9, at + (n + 1) * 10**9) for n in range(steps)
+    ]
     return Summary(rank=number, path=path or f"{number}-{at}", world=world, steps=marks)
 
 

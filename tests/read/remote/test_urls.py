@@ -13,7 +13,7 @@ from advisor.advise.ranks.sources import locate
 from advisor.core.errors import AdvisorError
 from advisor.read import ReadOptions, open_run
 from advisor.read.remote.access import trouble
-from advisor.read.remote.urls import Ranks, file_name, is_url, rank_in, shown
+from advisor.read.remote.urls import RankFilter, file_name, is_url, rank_in, shown
 
 
 @pytest.mark.parametrize(
@@ -87,7 +87,7 @@ def test_a_local_name_keeps_its_suffixes() -> None:
 
 
 def test_ranks_are_numbers_and_ranges() -> None:
-    ranks = Ranks("0-2, 7,100000000-999999999")
+    ranks = RankFilter("0-2, 7,100000000-999999999")
     assert [n for n in range(10) if n in ranks] == [0, 1, 2, 7]
     assert 500_000_000 in ranks
     assert None not in ranks
@@ -98,7 +98,7 @@ def test_ranks_are_numbers_and_ranges() -> None:
 )
 def test_what_is_no_list_of_ranks_is_refused(text: str) -> None:
     with pytest.raises(AdvisorError, match="--ranks"):
-        Ranks(text)
+        RankFilter(text)
 
 
 @pytest.mark.parametrize(

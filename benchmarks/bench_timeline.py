@@ -28,8 +28,8 @@ from advisor.measure import Analysis
 from advisor.dashboard.access import Access
 from advisor.dashboard.app import create_app
 from advisor.dashboard.serve import bind
-from advisor.dashboard.session import Session
-from advisor.dashboard.timeline.routes import of
+from advisor.dashboard.session import DashboardSession
+from advisor.dashboard.timeline.routes import rank_timeline
 
 def rss():
     with open("/proc/self/status") as lines:
@@ -37,7 +37,7 @@ def rss():
     return int(kept["VmRSS"].split()[0]) * 1024, int(kept["VmHWM"].split()[0]) * 1024
 
 began = time.perf_counter()
-session = Session([sys.argv[1]]).load()
+session = DashboardSession([sys.argv[1]]).load()
 loaded = session.entries[0].loaded
 read = time.perf_counter() - began
 trace = loaded.main.trace
@@ -46,7 +46,7 @@ before = rss()[0]
 build = None
 if sys.argv[2] == "measure":
     began = time.perf_counter()
-    line = of(loaded, next(iter(loaded.analyses)), session.entries[0].version)
+    line = rank_timeline(loaded, next(iter(loaded.analyses)), session.entries[0].version)
     build = time.perf_counter() - began
     print(json.dumps({"read": read, "build": build, "tables": tables, "index": line.index.nbytes,
         "slices": len(line.index), "rss_before": before, "rss_after": rss()[0]}), flush=True)

@@ -1,4 +1,4 @@
-"""Every bundled workload that this machine can show, through ``advisor try``: does the lever that
+"""Every bundled workload that this machine can show, through ``advisor try``: does the knob that
 is its cure win, and by what was promised?
 
     python benchmarks/bench_try.py [--only NAME] [--budget 120] [--write docs/accuracy.md]
@@ -38,7 +38,7 @@ def main():
 if __name__ == "__main__":
     main()
 """
-LEVERS = {
+KNOBS = {
     "loader_bound": "workers",
     "simple_cnn": "workers",
     "worker_respawn": "loader-persistent",
@@ -52,7 +52,7 @@ LEVERS = {
     "unfused_pointwise": "compile",
     "fragmentation": "expandable-segments",
 }
-"""Workloads whose cure, by their own docstring, is a lever. The others are cured by other code; in
+"""Workloads whose cure, by their own docstring, is a knob. The others are cured by other code; in
 the healthy ones nothing may win."""
 
 
@@ -81,10 +81,10 @@ def interval(low: float | None, high: float | None) -> str:
 
 def row(workload: Workload, report: TrialReport | str) -> str:
     """A line of the table."""
-    cure = LEVERS.get(workload.name)
+    cure = KNOBS.get(workload.name)
     if isinstance(report, str):
         return f"| {workload.name} | {cure or '–'} | {report} | | | | |"
-    tried = [t for t in report.trials if t.pull.knob == cure]
+    tried = [t for t in report.trials if t.knob_setting.knob == cure]
     best = next((t for t in report.winners if t in tried), tried[0] if tried else None)
     won = ", ".join(f"`{t.name}`" for t in report.winners) or "none"
     if best is None:
@@ -102,13 +102,13 @@ def row(workload: Workload, report: TrialReport | str) -> str:
 def summary(found: dict[str, TrialReport | str]) -> str:
     """In sentences, from the reports."""
     reports = {name: r for name, r in found.items() if isinstance(r, TrialReport)}
-    cured = [n for n in reports if n in LEVERS]
-    wins = [n for n in cured if any(t.pull.knob == LEVERS[n] for t in reports[n].winners)]
+    cured = [n for n in reports if n in KNOBS]
+    wins = [n for n in cured if any(t.knob_setting.knob == KNOBS[n] for t in reports[n].winners)]
     priced: list[Trial] = [
         t
         for n in cured
         for t in reports[n].winners
-        if t.pull.knob == LEVERS[n] and t.inside is not None
+        if t.knob_setting.knob == KNOBS[n] and t.inside is not None
     ]
     inside = sum(bool(t.inside) for t in priced)
     known = catalogue()

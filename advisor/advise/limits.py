@@ -17,7 +17,7 @@ from advisor.core.trace import ANOTHER_TRACE, JAX
 if TYPE_CHECKING:
     from advisor.core.trace import Run, Trace, TraceMeta
     from advisor.measure import Analysis
-    from advisor.measure.steps.uneven import StepDifference
+    from advisor.measure.steps.step_variation import StepDifference
 
 ONCE = ("other", "free", "malloc", "launch", "module_load")
 """Classes of runtime calls that wait for nothing in a steady step."""

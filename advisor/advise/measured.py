@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from advisor.core.run_directory import RankRecord
     from advisor.core.trace import Run
     from advisor.measure import Analysis
-    from advisor.measure.steps.uneven import StepDifference
+    from advisor.measure.steps.step_variation import StepDifference
     from advisor.replay.ranks.study import Study
 
 MAX_OPERATORS = 10

@@ -57,15 +57,15 @@ def command(
 ) -> None:
     """Try the fixes that can be made while a program starts, and measure each.
 
-    The program runs again and again for some steps, as it is and with a lever pulled, side by side.
+    The program runs again and again for some steps, as it is and with a knob pulled, side by side.
     What it writes goes to a scratch folder. Losses are compared. Ctrl-C leaves what is known.
     """
     from advisor.cli.output import Progress
     from advisor.core.run_directory import is_run
     from advisor.recorder import launch
-    from advisor.tune.heat import Limits
     from advisor.tune.knob import find_knob
-    from advisor.tune.whole import TrialRequest, command_of, try_program
+    from advisor.tune.pipeline import TrialRequest, command_of, try_program
+    from advisor.tune.rounds import Limits
 
     seconds = parse_time(budget)
     for name in only or []:

@@ -209,7 +209,7 @@ class TrialText(TypedDict):
 
 
 class TrialLine(TypedDict):
-    """A lever as it was measured. Shares are of the mean step, 0 to 1; null: not measured, or
+    """A knob as it was measured. Shares are of the mean step, 0 to 1; null: not measured, or
     nothing was promised of this setting."""
 
     knob: str

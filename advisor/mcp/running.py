@@ -21,7 +21,7 @@ from advisor.tune.report import FILE, MAX_BYTES, Together, Trial, TrialReport
 
 MAX_SECONDS = 3600
 MAX_ARGUMENTS, LONGEST_ARGUMENT = 100, 2000
-MAX_LEVERS, LONGEST_LEVER = 20, 60
+MAX_KNOBS, LONGEST_KNOB = 20, 60
 MIN_BUDGET = 10.0
 OVER_BUDGET, SLACK = 1.5, 60.0
 """Times the budget, and seconds more, after which trials are ended: the budget begins no run, and
@@ -51,7 +51,7 @@ def record(allowed: Allowed, script: str, arguments: list[str], out: str, timeou
     )
 
 
-def try_levers(
+def try_knobs(
     allowed: Allowed,
     script: str,
     arguments: list[str],
@@ -62,14 +62,14 @@ def try_levers(
     """``advisor try`` of a script, in its own folder, into a new run directory.
 
     Raises AdvisorError: the script is outside, the run directory is there already, or there is no
-    such lever.
+    such knob.
     """
     program, folder = _asked(allowed, script, arguments, out)
-    for name in only[:MAX_LEVERS]:
+    for name in only[:MAX_KNOBS]:
         find_knob(name.partition("=")[0])
     budget = min(max(MIN_BUDGET, budget_s), MAX_SECONDS)
     command = ["try", "--no-progress", "--format", "json", "--budget", f"{budget:.0f}s"]
-    command += [word for name in only[:MAX_LEVERS] for word in ("--only", name)]
+    command += [word for name in only[:MAX_KNOBS] for word in ("--only", name)]
     command += ["--out", str(folder), "--", str(program), *arguments]
     code, took, said = _run(command, program.parent, budget * OVER_BUDGET + SLACK, errors=True)
     if not (folder / FILE).is_file():
@@ -214,8 +214,8 @@ def _together(both: Together | None) -> TogetherLine | None:
     if both is None:
         return None
     return TogetherLine(
-        knobs=[b.name(pull) for pull in both.pulls],
-        adds_nothing=[b.name(pull) for pull in both.left_out],
+        knobs=[b.name(knob_setting) for knob_setting in both.knob_settings],
+        adds_nothing=[b.name(knob_setting) for knob_setting in both.left_out],
         step_ns=both.step_ns,
         gain=both.gain,
         gain_low=both.gain_low,

@@ -129,15 +129,15 @@ def _add_running(server: MCPServer[Any], allowed: Allowed) -> None:
         name="try", annotations=ToolAnnotations(read_only_hint=False, destructive_hint=True)
     )
     @_told
-    def try_levers(
+    def try_knobs(
         script: Place,
         out: Place,
         arguments: Annotated[list[str], Field(max_length=running.MAX_ARGUMENTS)] = [],  # noqa: B006
         only: Annotated[
-            list[Annotated[str, Field(max_length=running.LONGEST_LEVER)]],
+            list[Annotated[str, Field(max_length=running.LONGEST_KNOB)]],
             Field(
-                max_length=running.MAX_LEVERS,
-                description="Levers, such as 'workers' or 'workers=2'; none: those that the "
+                max_length=running.MAX_KNOBS,
+                description="Knobs, such as 'workers' or 'workers=2'; none: those that the "
                 "findings name.",
             ),
         ] = [],  # noqa: B006
@@ -147,7 +147,7 @@ def _add_running(server: MCPServer[Any], allowed: Allowed) -> None:
         fix that needs no edit (loader workers, precision, compiling, ...), and measure what
         each brings, with a check of the losses. What the script writes goes to a scratch
         folder; else it runs with the user's rights."""
-        return running.try_levers(allowed, script, list(arguments), out, list(only), budget_s)
+        return running.try_knobs(allowed, script, list(arguments), out, list(only), budget_s)
 
 
 def _told(tool: _F) -> _F:

@@ -28,9 +28,9 @@ if TYPE_CHECKING:
     from advisor.measure.host.launches import Lost
     from advisor.measure.memory.post_mortem import PostMortem
     from advisor.measure.steps.record import StepRecords
+    from advisor.measure.steps.step_variation import Halves
     from advisor.measure.steps.steps import Steps
     from advisor.measure.steps.timeline import Timeline
-    from advisor.measure.steps.uneven import Halves
 
 
 Measured = TypeVar("Measured")
@@ -252,7 +252,7 @@ class Analysis:
     def uneven(self) -> Halves | None:
         """What the longer half of the used steps has more of than the shorter one
         (``uneven.py``); ``None``: they are alike, or too few."""
-        from advisor.measure.steps.uneven import uneven
+        from advisor.measure.steps.step_variation import uneven
 
         return uneven(self)
 

@@ -314,7 +314,7 @@ def open_session(
 ) -> RecordingSession | None:
     """Begin to record; ``None``: not possible, or somebody records already (told once)."""
     try:
-        from advisor.recorder.quiet import hush
+        from advisor.recorder.kineto_log import hush
         from advisor.recorder.session import RecordingSession, current
 
         if current() is not None:
@@ -338,7 +338,7 @@ def open_session(
 
 def conclude(session: RecordingSession, error: BaseException | None = None) -> None:
     """End a recording and say where it is."""
-    from advisor.recorder.quiet import unhush
+    from advisor.recorder.kineto_log import unhush
 
     session.finish(error)
     unhush()

@@ -56,7 +56,7 @@ from advisor.recorder.clock import (
 )
 from advisor.recorder.loaders import Loaders
 from advisor.recorder.modules import ModuleCalls, leave_to_dynamo
-from advisor.recorder.witness import Witness
+from advisor.recorder.update_detector import Witness
 
 
 class Listener(Protocol):

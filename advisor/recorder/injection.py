@@ -16,7 +16,7 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-from advisor.recorder.quiet import unhush
+from advisor.recorder.kineto_log import unhush
 
 log = logging.getLogger("advisor")
 

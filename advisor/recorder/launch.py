@@ -22,7 +22,7 @@ from typing import Any, NoReturn
 
 from advisor.core import run_directory as rundir
 from advisor.core.errors import AdvisorError, install
-from advisor.recorder import reach
+from advisor.recorder import injection_status as reach
 from advisor.recorder.finish import injected, say, tell
 from advisor.recorder.folder import RUN_DIR, new_run, remove_if_empty
 from advisor.recorder.injection import STOP_AFTER

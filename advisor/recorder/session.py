@@ -23,6 +23,7 @@ from typing import Any, TypeVar
 
 from advisor.core.run_directory import Event, Manifest, Rank
 from advisor.recorder.batch import Batches
+from advisor.recorder.call_depth import in_backward
 from advisor.recorder.clock import (
     ABANDON,
     BATCH,
@@ -47,7 +48,6 @@ from advisor.recorder.clock import (
 from advisor.recorder.cuda import AllocatorStats, Marks, Reading, usable
 from advisor.recorder.hooks import GENERATION, Hooks
 from advisor.recorder.inference import Inference, Inferred
-from advisor.recorder.level import in_backward
 from advisor.recorder.loaders import Loaders
 from advisor.recorder.oom import OutOfMemoryHook
 from advisor.recorder.options import RecordOptions

@@ -24,8 +24,8 @@ from typing import Any
 from weakref import WeakSet
 
 from advisor.core.run_directory import trace_name
+from advisor.recorder.call_depth import outermost, quiet
 from advisor.recorder.hooks import Hooks
-from advisor.recorder.level import outermost, quiet
 from advisor.recorder.options import RecordOptions
 from advisor.recorder.ranges import TraceRanges
 

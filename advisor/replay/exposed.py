@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 
 from advisor.core.intervals import EMPTY, Intervals, intersect, join, subtract, union
-from advisor.measure.steps.moments import MOMENTS
+from advisor.measure.steps.instants import MOMENTS
 from advisor.replay.selection import selected_gaps, selected_gpu, selected_host
 
 if TYPE_CHECKING:

@@ -9,7 +9,7 @@ import numpy as np
 
 from advisor.core.trace import LOADER
 from advisor.measure.device.copies import held_by_copy
-from advisor.measure.host.held import tied_calls
+from advisor.measure.host.blocking_calls import tied_calls
 from advisor.measure.host.names import WORKERS, name_matches
 from advisor.replay.graph import Array, Node
 

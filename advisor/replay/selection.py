@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from advisor.core.errors import AdvisorError
 from advisor.core.intervals import covered_length
 from advisor.measure.host.names import name_matches
-from advisor.measure.steps.moments import MOMENTS
+from advisor.measure.steps.instants import MOMENTS
 
 if TYPE_CHECKING:
     from advisor.core.finding import Select

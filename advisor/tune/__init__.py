@@ -1,1 +1,1 @@
-"""Tries what was advised: a lever for each finding, measured in fresh processes, side by side."""
+"""Tries what was advised: a knob for each finding, measured in fresh processes, side by side."""

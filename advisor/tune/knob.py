@@ -1,4 +1,4 @@
-"""Lever: a change that can be made to a program while it starts, without editing its files."""
+"""Knob: a change that can be made to a program while it starts, without editing its files."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from advisor.core.errors import AdvisorError
 from advisor.tune.spec import Value
 
 Safety = Literal["exact", "reordered", "precision", "learning"]
-"""What a lever may do to the numbers. ``exact``: losses equal bit for bit. ``reordered``: equal
+"""What a knob may do to the numbers. ``exact``: losses equal bit for bit. ``reordered``: equal
 within what another order of the same sums makes. ``precision``: the loss curve stays in a band.
 ``learning``: it is another training, so losses are not compared; tried only where it is asked for,
 alone, and by the time a sample takes."""
 
 
 class Machine(NamedTuple):
-    """What levers have to know of where they are pulled."""
+    """What knobs have to know of where they are pulled."""
 
     cores: int
     """That the program may use."""
@@ -38,11 +38,11 @@ def cores() -> int:
 
 
 class Knob:
-    """One file a lever, in ``advisor/tune/knobs/``; found there by itself. A rule names it.
+    """One file a knob, in ``advisor/tune/knobs/``; found there by itself. A rule names it.
 
     ``apply`` runs in the trial's process right after ``import torch``, before the program goes on.
     It replaces entry points of torch and calls ``self.met()`` when one of them changed something:
-    a lever that met nothing is told as such and not believed.
+    a knob that met nothing is told as such and not believed.
     """
 
     id: ClassVar[str] = ""
@@ -54,7 +54,7 @@ class Knob:
     losses are not equal for that, their curve must stay in the band of ``precision``."""
     needs_cuda: ClassVar[bool] = False
     group: ClassVar[str] = ""
-    """Of levers in one group, a program takes one."""
+    """Of knobs in one group, a program takes one."""
 
     def __init__(self) -> None:
         self.used = False
@@ -64,9 +64,9 @@ class Knob:
         names (workers)."""
         return (None,)
 
-    def setting(self, text: str, machine: Machine) -> Value:
-        """That which the user wrote behind ``LEVER=``: one of the values, or another number where
-        they are numbers. Raises AdvisorError: the lever has no such setting."""
+    def parse_setting(self, text: str, machine: Machine) -> Value:
+        """That which the user wrote behind ``KNOB=``: one of the values, or another number where
+        they are numbers. Raises AdvisorError: the knob has no such setting."""
         known = [item for item in self.values(None, machine) if item is not None]
         for item in known:
             if str(item) == text:
@@ -74,7 +74,7 @@ class Knob:
         if re.fullmatch(r"\d{1,6}", text) and any(isinstance(item, int) for item in known):
             return int(text)
         there = f"there are {', '.join(map(str, known))}" if known else "it is on or off"
-        raise AdvisorError(f"{self.id}={text}: no setting of this lever; {there}")
+        raise AdvisorError(f"{self.id}={text}: no setting of this knob; {there}")
 
     def environment(self, value: Value) -> dict[str, str | None]:
         """Variables of the process; ``None``: without it."""
@@ -97,7 +97,7 @@ class Knob:
         nothing."""
         return ""
 
-    def met(self) -> None:
+    def took_effect(self) -> None:
         """Something was changed."""
         self.used = True
 
@@ -122,8 +122,8 @@ def all_knobs() -> dict[str, type[Knob]]:
 
 
 def find_knob(name: str) -> Knob:
-    """The lever of an id. Raises AdvisorError: there is none."""
+    """The knob of an id. Raises AdvisorError: there is none."""
     known = all_knobs()
     if name not in known:
-        raise AdvisorError(f"no lever {name!r}: there are {', '.join(sorted(known))}")
+        raise AdvisorError(f"no knob {name!r}: there are {', '.join(sorted(known))}")
     return known[name]()

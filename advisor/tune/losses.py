@@ -1,4 +1,4 @@
-"""Whether a lever changed what the program computes, by the lever's class."""
+"""Whether a knob changed what the program computes, by the knob's class."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Check(NamedTuple):
     text: str
     """In some words: ``equal``, ``within 0.3 %``, ``differs from step 4``."""
     again: bool = False
-    """Not passed by what rounding does: one more run may say whether the lever does it at all."""
+    """Not passed by what rounding does: one more run may say whether the knob does it at all."""
     broken: bool = False
     """Not passed, whether or not the program repeats its own losses."""
 

@@ -1,12 +1,12 @@
-"""The gain of a lever, from the steps of runs with and without it, and how sure that is.
+"""The gain of a knob, from the steps of runs with and without it, and how sure that is.
 
 Steps of one run are not independent, and runs differ from each other. Mean steps of blocks give the
 spread within runs, means of whole runs that between them; the larger of the two is believed (for
-means, since pauses that come now and then are what some levers take away). The interval is that of
+means, since pauses that come now and then are what some knobs take away). The interval is that of
 the logarithm of the ratio, with Student's t for the runs or blocks there are.
 
 Where runs took turns, or were made one after the other, pairs of them are compared: that takes out
-what changed for both. Few pairs say little about how pairs scatter, so other levers' pairs, made on
+what changed for both. Few pairs say little about how pairs scatter, so other knobs' pairs, made on
 the same machine in the same minutes, are asked as well (a pooled variance); until there are enough,
 the ratios of blocks that were run in turn are.
 """
@@ -25,7 +25,7 @@ from advisor.compare.statistics import LEVEL, t_quantile
 BLOCKS = 6
 """In which the steps of a run are averaged."""
 ALONE = 5
-"""Pairs from which on a lever's own scatter is enough."""
+"""Pairs from which on a knob's own scatter is enough."""
 FREEDOM = 3
 """Degrees of freedom below which pairs say nothing."""
 
@@ -39,7 +39,7 @@ class MeasuredGain(NamedTuple):
     before_ns: float
     after_ns: float
     runs: int
-    """With the lever."""
+    """With the knob."""
 
     @property
     def half(self) -> float:
@@ -151,7 +151,7 @@ def paired(
     others: Sequence[Sequence[float]] = (),
 ) -> MeasuredGain | None:
     """The gain of runs that were made in turn, the first of one side with the first of the other.
-    ``others``: ratios of other levers. ``None``: all of them together are too few."""
+    ``others``: ratios of other knobs. ``None``: all of them together are too few."""
     own = ratios(before, after)
     if not own:
         return None

@@ -1,4 +1,4 @@
-"""Ways for levers to change what a program calls: wrappers around a few entry points of torch."""
+"""Ways for knobs to change what a program calls: wrappers around a few entry points of torch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is to be tried: the levers that the rules of the findings name, and what they are worth."""
+"""What is to be tried: the knobs that the rules of the findings name, and what they are worth."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from advisor.advise.select import load_rules
 from advisor.core.finding import Finding
 from advisor.tune.knob import Machine, find_knob
 from advisor.tune.report import Trial
-from advisor.tune.spec import Pull, Value
+from advisor.tune.spec import KnobSetting, Value
 
 
 class TrialPlan(NamedTuple):
-    """Trials in the order of the findings, and the findings that no lever cures."""
+    """Trials in the order of the findings, and the findings that no knob cures."""
 
     trials: list[Trial]
     without: list[str]
@@ -32,7 +32,7 @@ def plan(run: Path, machine: Machine) -> TrialPlan:
     report = seen.report
     trials: list[Trial] = []
     without: list[str] = []
-    taken: set[Pull] = set()
+    taken: set[KnobSetting] = set()
     for finding in (*report.findings, *report.risks):
         usable = [
             one for name in named.get(finding.rule, ()) if _fits(one := find_knob(name), machine)
@@ -41,13 +41,13 @@ def plan(run: Path, machine: Machine) -> TrialPlan:
             without.append(finding.rule)
         for item in usable:
             for number, value in enumerate(item.values(_number(finding), machine)):
-                pull = Pull(item.id, value)
-                if pull in taken:
+                knob_setting = KnobSetting(item.id, value)
+                if knob_setting in taken:
                     continue
-                taken.add(pull)
+                taken.add(knob_setting)
                 trial = Trial(
                     rule=finding.rule,
-                    pull=pull,
+                    knob_setting=knob_setting,
                     title=item.title,
                     safety=item.safety,
                     lines=item.lines(value),
@@ -60,28 +60,28 @@ def plan(run: Path, machine: Machine) -> TrialPlan:
 
 
 def asked_for(names: tuple[str, ...], machine: Machine, there: list[Trial]) -> list[Trial]:
-    """Trials of levers that the user names and no finding does: nothing is promised of them."""
+    """Trials of knobs that the user names and no finding does: nothing is promised of them."""
     result = []
-    known = {trial.pull for trial in there}
+    known = {trial.knob_setting for trial in there}
     for text in dict.fromkeys(names):
         name, _, given = text.partition("=")
         item = find_knob(name)
         if not _fits(item, machine):
             continue
         if given:
-            values: Sequence[Value] = [item.setting(given, machine)]
-        elif any(pull.knob == name for pull in known):
+            values: Sequence[Value] = [item.parse_setting(given, machine)]
+        elif any(knob_setting.knob == name for knob_setting in known):
             continue
         else:
             values = item.values(None, machine)
         for value in values:
-            pull = Pull(name, value)
-            if pull not in known:
-                known.add(pull)
+            knob_setting = KnobSetting(name, value)
+            if knob_setting not in known:
+                known.add(knob_setting)
                 result.append(
                     Trial(
                         rule="",
-                        pull=pull,
+                        knob_setting=knob_setting,
                         title=item.title,
                         safety=item.safety,
                         lines=item.lines(value),

@@ -26,7 +26,7 @@ from advisor.tune.spec import (
     SO_FAR,
     SPEC,
     TURN,
-    Pull,
+    KnobSetting,
     Result,
     Spec,
     encode,
@@ -65,10 +65,10 @@ class TrialProgram:
         self.cache = root / "cache"
         self.cache.mkdir()
 
-    def run(self, pulls: tuple[Pull, ...], **wanted: Any) -> Result:
+    def run(self, knob_settings: tuple[KnobSetting, ...], **wanted: Any) -> Result:
         """One process from its start to its end: see :meth:`start`. Raises AdvisorError: it cannot
         be started."""
-        running = self.start(pulls, **wanted)
+        running = self.start(knob_settings, **wanted)
         try:
             running.go()
         finally:
@@ -77,7 +77,7 @@ class TrialProgram:
 
     def start(
         self,
-        pulls: tuple[Pull, ...],
+        knob_settings: tuple[KnobSetting, ...],
         *,
         warmup: int,
         steps: int,
@@ -97,7 +97,7 @@ class TrialProgram:
             out=str(home / "result.json"),
             root=str(self.root),
             scratch=str(scratch),
-            pulls=pulls,
+            knob_settings=knob_settings,
             warmup=warmup,
             steps=steps,
             seconds=seconds,
@@ -108,13 +108,15 @@ class TrialProgram:
             record=record is not None,
         )
         (home / "spec.json").write_bytes(encode(spec))
-        env = self.environment(home, scratch, pulls)
+        env = self.environment(home, scratch, knob_settings)
         if record is not None:
             env[RUN_DIR] = str(record)
             env["ADVISOR_REPORT"] = "0"
         return Running(self.words, home, env, self.root, timeout)
 
-    def environment(self, home: Path, scratch: Path, pulls: tuple[Pull, ...]) -> dict[str, str]:
+    def environment(
+        self, home: Path, scratch: Path, knob_settings: tuple[KnobSetting, ...]
+    ) -> dict[str, str]:
         """Variables of the process."""
         env = {k: v for k, v in os.environ.items() if not k.startswith("ADVISOR")}
         env |= {**QUIET, "MLFLOW_TRACKING_URI": f"file:{scratch}/mlflow"}
@@ -123,8 +125,8 @@ class TrialProgram:
         env["TRITON_CACHE_DIR"] = str(self.cache / "triton")
         before = env.get("PYTHONPATH", "")
         env["PYTHONPATH"] = os.pathsep.join([str(injected()), *([before] if before else [])])
-        for pull in pulls:
-            for name, value in find_knob(pull.knob).environment(pull.value).items():
+        for knob_setting in knob_settings:
+            for name, value in find_knob(knob_setting.knob).environment(knob_setting.value).items():
                 if value is None:
                     env.pop(name, None)
                 else:

@@ -9,7 +9,7 @@ from msgspec import Struct, field
 
 from advisor.core.saved import decoded
 from advisor.tune.knob import Safety
-from advisor.tune.spec import Pull
+from advisor.tune.spec import KnobSetting
 
 SCHEMA = "advisor.trials/1"
 FILE = "trials.json"
@@ -22,11 +22,11 @@ KNOWN = 0.1
 
 
 class Trial(Struct, kw_only=True):
-    """A lever at one setting. Shares are of the mean step (0 to 1)."""
+    """A knob at one setting. Shares are of the mean step (0 to 1)."""
 
     rule: str
     """Whose finding it is to cure."""
-    pull: Pull
+    knob_setting: KnobSetting
     title: str
     safety: Safety
     memory: bool = False
@@ -46,7 +46,7 @@ class Trial(Struct, kw_only=True):
     """Whether the interval of the measurement meets the predicted band; ``null``: no band, or the
     interval is too wide to say."""
     runs: int = 0
-    """With the lever."""
+    """With the knob."""
     step_ns: float | None = None
     losses: str = ""
     """What the check of the losses says."""
@@ -69,14 +69,14 @@ class Trial(Struct, kw_only=True):
     @property
     def name(self) -> str:
         """``workers=4``."""
-        return str(self.pull)
+        return str(self.knob_setting)
 
 
 class Together(Struct, kw_only=True):
     """The winners at once."""
 
-    pulls: list[Pull]
-    left_out: list[Pull] = field(default_factory=list)
+    knob_settings: list[KnobSetting]
+    left_out: list[KnobSetting] = field(default_factory=list)
     """Winners that add nothing to those."""
     step_ns: float
     gain: float
@@ -121,7 +121,7 @@ class TrialReport(Struct, kw_only=True):
     trials: list[Trial] = field(default_factory=list)
     together: Together | None = None
     without: list[str] = field(default_factory=list)
-    """Findings that no lever cures: to be done by hand."""
+    """Findings that no knob cures: to be done by hand."""
     remembered: str = ""
     """What past trials say of these rules' predictions; empty: nothing yet."""
 

@@ -1,6 +1,6 @@
 """Tries what is planned: runs side by side, back and forth, until it is known or time is up.
 
-Each pass is the program as it is, in fresh processes, against all levers that are still in the
+Each pass is the program as it is, in fresh processes, against all knobs that are still in the
 race, every second one backwards: in heats of a few that take turns.
 """
 
@@ -10,13 +10,13 @@ import itertools
 from collections.abc import Callable, Sequence
 
 from advisor.tune.confine import version
-from advisor.tune.heat import ABREAST, Heats, Limits
 from advisor.tune.knob import find_knob
 from advisor.tune.losses import check
 from advisor.tune.measure import MeasuredGain, by_turns, gain, paired, ratios
 from advisor.tune.process import TrialProgram
 from advisor.tune.report import Together, Trial, TrialReport
-from advisor.tune.spec import Pull, Result
+from advisor.tune.rounds import ABREAST, Limits, Rounds
+from advisor.tune.spec import KnobSetting, Result
 
 WORTH_IT = 0.01
 """Share of the step: less is what two runs of one program differ by."""
@@ -28,10 +28,10 @@ MIN_PASSES, MAX_PASSES = 2, 6
 MIN_FREED = 0.05
 """Of the peak: less memory than this is what two runs of one program differ by."""
 BEHIND = 0.02
-"""A setting surely this much of the step behind another of its lever is out of the race."""
+"""A setting surely this much of the step behind another of its knob is out of the race."""
 
 
-Pulls = tuple[Pull, ...]
+KnobSettings = tuple[KnobSetting, ...]
 Say = Callable[[str], None]
 
 
@@ -42,12 +42,12 @@ class TrialSession:
         self, program: TrialProgram, report: TrialReport, limits: Limits, end: float, say: Say
     ) -> None:
         self.report, self.limits = report, limits
-        self.heats = Heats(program, limits, end, say)
-        self.runs: dict[Pulls, list[Result]] = {}
-        self.pairs: dict[tuple[Pulls, Pulls], list[tuple[Result, Result]]] = {}
+        self.rounds = Rounds(program, limits, end, say)
+        self.runs: dict[KnobSettings, list[Result]] = {}
+        self.pairs: dict[tuple[KnobSettings, KnobSettings], list[tuple[Result, Result]]] = {}
         """Of runs in one heat, both of which came to their steps."""
-        self.doubtful: set[Pull] = set()
-        """Levers whose losses differ, of which one more run is to tell whether they do it."""
+        self.doubtful: set[KnobSetting] = set()
+        """Knobs whose losses differ, of which one more run is to tell whether they do it."""
         report.confined = version() > 0
         program.samples = any(trial.safety == "learning" for trial in report.trials)
 
@@ -59,51 +59,53 @@ class TrialSession:
         except KeyboardInterrupt:
             self.report.interrupted = True
         finally:
-            self.report.interrupted |= self.heats.interrupted
+            self.report.interrupted |= self.rounds.interrupted
             self._settle()
 
     def affords(self, runs: int = 1) -> bool:
         """Whether so many more runs fit into what is left."""
-        fits = self.heats.affords(runs)
+        fits = self.rounds.affords(runs)
         if not fits:
             self.report.out_of_budget = True
         return fits
 
-    def heat(self, sides: Sequence[Pulls]) -> list[Pulls]:
+    def round_(self, sides: Sequence[KnobSettings]) -> list[KnobSettings]:
         """One of the program as it is against those of the sides for which there is room: what was
         run. Raises AdvisorError: the program cannot be tried."""
-        if self.heats.interrupted:
+        if self.rounds.interrupted:
             raise KeyboardInterrupt
         if self.runs.get(()) and not self.affords(2):
             return []
-        wanted = [(), *sides] if self.heats.alone else [(), *sides[:ABREAST]]
-        results = self.heats.run(wanted)
-        self.report.processes = self.heats.processes
-        for pulls, result in results.items():
-            self.runs.setdefault(pulls, []).append(result)
+        wanted = [(), *sides] if self.rounds.alone else [(), *sides[:ABREAST]]
+        results = self.rounds.run(wanted)
+        self.report.processes = self.rounds.processes
+        for knob_settings, result in results.items():
+            self.runs.setdefault(knob_settings, []).append(result)
         if () not in results or not self._baseline():
             return []
-        good = {pulls: result for pulls, result in results.items() if not result.problem}
+        good = {
+            knob_settings: result for knob_settings, result in results.items() if not result.problem
+        }
         for item, other in itertools.permutations(good, 2):
             self.pairs.setdefault((item, other), []).append((good[item], good[other]))
         if len(results) < len(wanted):
             self.affords()
-        return [pulls for pulls in results if pulls]
+        return [knob_settings for knob_settings in results if knob_settings]
 
     # -- one by one -----------------------------------------------------------------------------
 
     def _passes(self) -> None:
         racing = list(self.report.trials)
         for number in range(MAX_PASSES):
-            left: dict[Pulls, Trial] = {(trial.pull,): trial for trial in racing}
+            left: dict[KnobSettings, Trial] = {(trial.knob_setting,): trial for trial in racing}
             if number % 2:
                 left = dict(reversed(left.items()))
             while left:
-                done = self.heat(list(left))
+                done = self.round_(list(left))
                 if not done:
                     return
-                for pulls in done:
-                    self._judge(left.pop(pulls))
+                for knob_settings in done:
+                    self._judge(left.pop(knob_settings))
             for trial in racing:  # what is known of the machine's scatter is more by now
                 if trial.outcome != "dropped":
                     self._judge(trial)
@@ -131,11 +133,13 @@ class TrialSession:
             )
         return True
 
-    def measured(self, pulls: Pulls, before: Pulls = ()) -> MeasuredGain | None:
+    def measured(
+        self, knob_settings: KnobSettings, before: KnobSettings = ()
+    ) -> MeasuredGain | None:
         """From all runs so far that were made against each other."""
-        pairs = self.pairs.get((before, pulls), [])
+        pairs = self.pairs.get((before, knob_settings), [])
         item = [self._steps(before, a) for a, _ in pairs]
-        other = [self._steps(pulls, b) for _, b in pairs]
+        other = [self._steps(knob_settings, b) for _, b in pairs]
         turns = [
             by_turns(a, b, first.blocks, second.blocks)
             for a, b, (first, second) in zip(item, other, pairs, strict=True)
@@ -144,20 +148,22 @@ class TrialSession:
         others = [
             found
             for key in self.pairs
-            if key[0] == before and key[1] != pulls and (found := self._ratios(key))
+            if key[0] == before and key[1] != knob_settings and (found := self._ratios(key))
         ]
         return paired(item, other, others) or gain(item, other, [t for t in turns if t])
 
-    def _ratios(self, key: tuple[Pulls, Pulls]) -> list[float]:
+    def _ratios(self, key: tuple[KnobSettings, KnobSettings]) -> list[float]:
         pairs = self.pairs[key]
         return ratios(
             [self._steps(key[0], a) for a, _ in pairs], [self._steps(key[1], b) for _, b in pairs]
         )
 
-    def _steps(self, pulls: tuple[Pull, ...], result: Result) -> list[int]:
+    def _steps(self, knob_settings: tuple[KnobSetting, ...], result: Result) -> list[int]:
         """Steps of a run, ns; of another batch size as long as they would be for the samples of the
         program's own."""
-        if not any(find_knob(pull.knob).safety == "learning" for pull in pulls):
+        if not any(
+            find_knob(knob_setting.knob).safety == "learning" for knob_setting in knob_settings
+        ):
             return result.steps_ns
         before = self.samples
         if not before or not result.samples:
@@ -170,9 +176,9 @@ class TrialSession:
         return next((r.samples for r in self.runs.get((), []) if r.samples), None)
 
     def _judge(self, trial: Trial) -> None:
-        runs = self.runs[(trial.pull,)]
+        runs = self.runs[(trial.knob_setting,)]
         last = runs[-1]
-        item = find_knob(trial.pull.knob)
+        item = find_knob(trial.knob_setting.knob)
         trial.runs = len(runs)
         if last.problem:
             told = {"memory": "out of memory: ", "knob": "it does not apply: "}
@@ -194,12 +200,12 @@ class TrialSession:
         once = len(self.runs[()]) < 2 and not result.broken
         if not result.passed:
             again = once or (result.again and len(runs) < 2)
-            (self.doubtful.add if again else self.doubtful.discard)(trial.pull)
+            (self.doubtful.add if again else self.doubtful.discard)(trial.knob_setting)
             trial.outcome = "unclear" if again else "dropped"
             trial.why = f"losses: {result.text}"
             return
-        if trial.pull in self.doubtful:
-            self.doubtful.discard(trial.pull)
+        if trial.knob_setting in self.doubtful:
+            self.doubtful.discard(trial.knob_setting)
             trial.why = ""
         if trial.safety == "learning":
             before = self.runs[()][0]
@@ -207,7 +213,7 @@ class TrialSession:
                 trial.outcome, trial.why = "dropped", "no DataLoader says how large a batch is"
                 return
             trial.schedule = item.schedule(before.batch, last.batch)
-        got = self.measured((trial.pull,))
+        got = self.measured((trial.knob_setting,))
         if got is None:
             return
         trial.gain, trial.gain_low, trial.gain_high = got.share, got.low, got.high
@@ -230,15 +236,15 @@ class TrialSession:
         )
 
     def _freed(self, trial: Trial) -> int:
-        """Bytes that every run with the lever takes less than every run without, at the peak of the
+        """Bytes that every run with the knob takes less than every run without, at the peak of the
         device where there is one; 0: too few to speak of, or not known."""
 
-        def peaks(pulls: tuple[Pull, ...]) -> list[int]:
-            runs = [r for r in self.runs[pulls] if not r.problem]
+        def peaks(knob_settings: tuple[KnobSetting, ...]) -> list[int]:
+            runs = [r for r in self.runs[knob_settings] if not r.problem]
             device = [r.device_bytes for r in runs if r.device_bytes is not None]
             return device or [r.host_bytes for r in runs if r.host_bytes is not None]
 
-        before, after = peaks(()), peaks((trial.pull,))
+        before, after = peaks(()), peaks((trial.knob_setting,))
         if not before or not after:
             return 0
         freed = min(before) - max(after)
@@ -246,11 +252,11 @@ class TrialSession:
 
     def _open(self, trial: Trial, passes: int) -> bool:
         """Whether another run of it says more."""
-        if trial.pull in self.doubtful:
+        if trial.knob_setting in self.doubtful:
             return True
         if trial.outcome == "dropped" or trial.gain is None:
             return False
-        rivals = [t for t in self.report.trials if t.pull.knob == trial.pull.knob]
+        rivals = [t for t in self.report.trials if t.knob_setting.knob == trial.knob_setting.knob]
         best = max((t.gain_low or -1.0 for t in rivals if t is not trial), default=-1.0)
         if (trial.gain_high or 0.0) + BEHIND < best and trial.predicted is None:
             return False  # another setting is surely better, and nothing was promised of this one
@@ -262,28 +268,28 @@ class TrialSession:
     # -- together -------------------------------------------------------------------------------
 
     def _together(self) -> None:
-        """Greedily: the best setting of each lever, the most first, as long as each adds to it."""
+        """Greedily: the best setting of each knob, the most first, as long as each adds to it."""
         winners: list[Trial] = []
         for trial in self.report.winners:
             if trial.safety == "learning":
                 continue  # another training: for the user to decide
-            item = find_knob(trial.pull.knob)
-            same = [find_knob(t.pull.knob) for t in winners]
+            item = find_knob(trial.knob_setting.knob)
+            same = [find_knob(t.knob_setting.knob) for t in winners]
             if any(item.id == o.id or (item.group and item.group == o.group) for o in same):
                 continue
             winners.append(trial)
         if not winners:
             return
-        best: Pulls = (winners[0].pull,)
-        left: list[Pull] = []
+        best: KnobSettings = (winners[0].knob_setting,)
+        left: list[KnobSetting] = []
         self._note(best, left)
         for trial in winners[1:]:
-            more = (*best, trial.pull)
+            more = (*best, trial.knob_setting)
             for sides in ((best, more), (more, best)):
-                if len(self.heat(sides)) < 2 or any(r.problem for r in self.runs[more]):
+                if len(self.round_(sides)) < 2 or any(r.problem for r in self.runs[more]):
                     break
             got = self.measured(more, best)
-            classes = [find_knob(pull.knob) for pull in more]
+            classes = [find_knob(knob_setting.knob) for knob_setting in more]
             worst = max((c.safety for c in classes), key=["exact", "reordered", "precision"].index)
             fine = (
                 not any(r.problem for r in self.runs.get(more, []))
@@ -293,16 +299,16 @@ class TrialSession:
             )
             if got is not None and fine and got.low > 0:
                 best = more
-            elif trial.pull not in left:
-                left.append(trial.pull)
+            elif trial.knob_setting not in left:
+                left.append(trial.knob_setting)
             self._note(best, left)
 
-    def _note(self, pulls: tuple[Pull, ...], left: list[Pull]) -> None:
-        got = self.measured(pulls)
+    def _note(self, knob_settings: tuple[KnobSetting, ...], left: list[KnobSetting]) -> None:
+        got = self.measured(knob_settings)
         if got is None:
             return
         self.report.together = Together(
-            pulls=list(pulls),
+            knob_settings=list(knob_settings),
             left_out=list(left),
             step_ns=got.after_ns,
             gain=got.share,
@@ -312,7 +318,7 @@ class TrialSession:
 
     def _settle(self) -> None:
         for trial in self.report.trials:
-            if trial.pull in self.doubtful:
+            if trial.knob_setting in self.doubtful:
                 trial.outcome = "dropped"
             elif trial.outcome == "not run":
                 trial.why = "interrupted" if self.report.interrupted else "the budget was spent"

@@ -11,7 +11,7 @@ from msgspec import Struct, field
 
 SPEC: Final = "ADVISOR_TRIAL"
 """Names the file with the :class:`Spec` to the processes of a trial."""
-MODULE: Final = "advisor.tune.inside"
+MODULE: Final = "advisor.tune.child_process"
 """What begins in them once torch is imported, in the recorder's place."""
 MAX_RESULT_BYTES = 64 << 20
 SO_FAR = ".so_far"
@@ -21,11 +21,11 @@ GROUP, TURN = "group", "turn"
 let go; and which turn it has, the first is 1, with the number of steps (0: as it was)."""
 
 Value = int | str | None
-"""The setting of a lever: ``None`` where it is on or off."""
+"""The setting of a knob: ``None`` where it is on or off."""
 
 
-class Pull(Struct, frozen=True):
-    """A lever and its setting."""
+class KnobSetting(Struct, frozen=True):
+    """A knob and its setting."""
 
     knob: str
     value: Value = None
@@ -43,7 +43,7 @@ class Spec(Struct, frozen=True, kw_only=True):
     """Folder in which the program may write: ours, for all trials …"""
     scratch: str
     """… and in it, where everything goes that this one writes."""
-    pulls: tuple[Pull, ...] = ()
+    knob_settings: tuple[KnobSetting, ...] = ()
     warmup: int = 10
     """Steps that are not timed."""
     steps: int = 60
@@ -91,14 +91,14 @@ class Result(Struct, kw_only=True):
     problem: str = ""
     """Why the run ended before its steps; empty: it did not."""
     kind: Literal["", "memory", "error", "knob", "late"] = ""
-    """Of the problem: out of memory, an error of the program, a lever that did not apply, too
+    """Of the problem: out of memory, an error of the program, a knob that did not apply, too
     little time."""
     moved: int = 0
     """Files that the program wrote, elsewhere than it meant to."""
     refused: list[str] = field(default_factory=list)
     """What it was not allowed to do."""
     idle: list[str] = field(default_factory=list)
-    """Levers that met nothing to change."""
+    """Knobs that met nothing to change."""
     ended: bool = False
     """The limit was reached, or the program ended."""
 

@@ -29,7 +29,7 @@ def headline(report: TrialReport) -> str:
                 "time. This is another training: check what it does to the schedule."
             )
         return f"{how}No gain is shown in {t.count_noun(count, 'trial')}."
-    names = " and ".join(map(str, both.pulls))
+    names = " and ".join(map(str, both.knob_settings))
     return (
         f"{how}{names}: {t.format_duration(report.step_ns)} → {t.format_duration(both.step_ns)} "
         f"per step (-{t.format_share(both.gain)}, {interval(both.gain_low, both.gain_high)})."

@@ -50,7 +50,7 @@ def layout(**query: object) -> Any:
                 (
                     "Step with all winning changes",
                     t.format_duration(None if both is None else both.step_ns),
-                    "" if both is None else t.clean(", ".join(map(str, both.pulls))),
+                    "" if both is None else t.clean(", ".join(map(str, both.knob_settings))),
                 ),
                 ("Saved", saved, "of the mean step, 95 % confidence"),
             ]

@@ -24,7 +24,7 @@ from advisor.core.text import count_noun
 from advisor.measure import Analysis
 from advisor.measure.host.names import name_matches
 from advisor.measure.host.stacks import parse_frame
-from advisor.measure.steps.moments import RESUME, broken_regions, graph_breaks
+from advisor.measure.steps.instants import RESUME, broken_regions, graph_breaks
 from advisor.rules.common import column, example_steps, figure, of_step, per, places, rows
 from advisor.rules.sources import OURS, SILENT_TRACES
 from advisor.testing import TraceBuilder

@@ -21,7 +21,7 @@ from advisor.core.finding import (
 )
 from advisor.core.intervals import covered_length, intersect, union
 from advisor.measure import Analysis
-from advisor.measure.steps.moments import step_starts
+from advisor.measure.steps.instants import step_starts
 from advisor.rules.common import column, figure, of_step, places, rows
 from advisor.rules.sources import REAL_HOST, SILENT_TRACES, TENSORBOARD, XPROF
 from advisor.testing import TraceBuilder

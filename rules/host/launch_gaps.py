@@ -10,7 +10,7 @@ import polars as pl
 
 from advisor.core.finding import Edit, Location, Select
 from advisor.core.intervals import covered_length
-from advisor.measure.steps.moments import step_starts
+from advisor.measure.steps.instants import step_starts
 from advisor.measure.steps.steps import step_of
 from advisor.rules.common import column, places, rows
 

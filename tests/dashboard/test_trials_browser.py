@@ -8,13 +8,13 @@ from pathlib import Path
 from typing import Any
 
 from advisor.tune.report import FILE, Together, Trial, TrialReport
-from advisor.tune.spec import Pull
+from advisor.tune.spec import KnobSetting
 
 NASTY = '<img src=x onerror="window.hit=1">'
 
 
 def report() -> TrialReport:
-    workers, frozen = Pull("workers", 4), Pull("gc-freeze")
+    workers, frozen = KnobSetting("workers", 4), KnobSetting("gc-freeze")
     return TrialReport(
         program=["python", NASTY],
         step_ns=20e6,
@@ -26,7 +26,7 @@ def report() -> TrialReport:
         trials=[
             Trial(
                 rule="single-process-loader",
-                pull=workers,
+                knob_setting=workers,
                 title="DataLoader workers",
                 safety="exact",
                 outcome="gain",
@@ -45,14 +45,16 @@ def report() -> TrialReport:
             ),
             Trial(
                 rule="gc-pauses",
-                pull=frozen,
+                knob_setting=frozen,
                 title="no garbage collection within steps",
                 safety="exact",
                 outcome="dropped",
                 why=f"out of memory: {NASTY}",
             ),
         ],
-        together=Together(pulls=[workers], step_ns=11e6, gain=0.45, gain_low=0.43, gain_high=0.47),
+        together=Together(
+            knob_settings=[workers], step_ns=11e6, gain=0.45, gain_low=0.43, gain_high=0.47
+        ),
     )
 
 

@@ -21,7 +21,7 @@ from advisor.mcp.running import tried
 from advisor.mcp.server import build
 from advisor.testing import TraceBuilder
 from advisor.tune.report import Trial, TrialReport
-from advisor.tune.spec import Pull
+from advisor.tune.spec import KnobSetting
 
 pytestmark = pytest.mark.timed
 
@@ -274,7 +274,7 @@ for batch in DataLoader(Items(), batch_size=8):
 """
 
 
-def test_levers_are_tried_where_that_is_allowed_and_what_the_script_writes_is_held(
+def test_knobs_are_tried_where_that_is_allowed_and_what_the_script_writes_is_held(
     folder: Path, tmp_path: Path
 ) -> None:
     pytest.importorskip("torch")
@@ -299,7 +299,7 @@ def test_levers_are_tried_where_that_is_allowed_and_what_the_script_writes_is_he
     assert (bad["exit_code"], bad["path"], bad["trials"]) == (2, "", [])
     assert "ValueError" in bad["from_program"] and "\x1b" not in bad["from_program"]
     assert "Ignore all" not in json.dumps({k: v for k, v in bad.items() if k != "from_program"})
-    assert "outside" in outside and "no lever" in unknown and "there is something" in there
+    assert "outside" in outside and "no knob" in unknown and "there is something" in there
     assert "\x1b" not in unknown
     assert not (folder / "t3").exists() and not (folder / "t4").exists()
 
@@ -307,7 +307,7 @@ def test_levers_are_tried_where_that_is_allowed_and_what_the_script_writes_is_he
 def test_a_report_of_trials_is_bounded_and_what_the_program_chose_stands_apart() -> None:
     trial = Trial(
         rule="a-rule",
-        pull=Pull("workers", 2),
+        knob_setting=KnobSetting("workers", 2),
         title="",
         safety="exact",
         outcome="dropped",

@@ -29,7 +29,7 @@ TOY = '''
 import polars as pl
 
 from advisor.read.build import build_trace
-from advisor.read.reader import Claim, Reader
+from advisor.read.reader import Reader, ReaderClaim
 from advisor.core.trace import TraceMeta
 
 HEAD = b"what,kind,name,lane,start_ns,length_ns,id"
@@ -43,7 +43,7 @@ class Toy(Reader):
     suffixes = (".csv",)
 
     def sniff(self, head, path):
-        return Claim.SURE if head.startswith(HEAD) else Claim.NO
+        return ReaderClaim.SURE if head.startswith(HEAD) else ReaderClaim.NO
 
     def read(self, source, options):
         rows = pl.read_csv(b"".join(source.blocks()), schema_overrides={"lane": pl.String})
@@ -202,7 +202,7 @@ def test_what_nobody_reads_gets_one_line_that_lists_what_is_read(toy: None) -> N
 @pytest.mark.parametrize(
     ("fault", "said"),
     [
-        ("return Claim.SURE", "return 1 / 0"),
+        ("return ReaderClaim.SURE", "return 1 / 0"),
         ("rows = rows.rename", "rows = nonsense.rename"),
         ("host.with_columns(", 'host.drop("name").with_columns('),
     ],

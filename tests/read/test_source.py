@@ -82,7 +82,7 @@ def test_a_packing_is_not_told_by_name(packing: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("packing", PACKINGS)
 def test_standard_input_is_unpacked_alike(packing: str) -> None:
     code = (
-        "import sys; from advisor.read.source import Source; s = Source('-');"
+        "import sys; from advisor.read.source import ByteSource; s = ByteSource('-');"
         "n = sum(map(len, s.blocks())); m = sum(map(len, s.again().blocks())); print(n, m)"
     )
     done = subprocess.run(
@@ -189,8 +189,8 @@ def test_a_bomb_takes_no_memory(pack: Any, tmp_path: Path) -> None:
     path.write_bytes(pack(bytes(512 * MB)))
     assert path.stat().st_size < MB
     code = (
-        "import sys; from advisor.read.source import Source\n"
-        "for _ in Source(sys.argv[1]).blocks(): pass\n"
+        "import sys; from advisor.read.source import ByteSource\n"
+        "for _ in ByteSource(sys.argv[1]).blocks(): pass\n"
         "print(next(x for x in open('/proc/self/status') if x.startswith('VmHWM')).split()[1])"
     )
     done = subprocess.run(

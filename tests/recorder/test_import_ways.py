@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from advisor.recorder.finish import injected
-from advisor.recorder.reach import NOTES
+from advisor.recorder.injection_status import NOTES
 
 TORCH = """
 import os, pathlib

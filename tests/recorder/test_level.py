@@ -11,7 +11,7 @@ import pytest
 from recording_checks import check_sums, only_rank
 
 from advisor.recorder.api import Recorder
-from advisor.recorder.level import outermost
+from advisor.recorder.call_depth import outermost
 
 torch = pytest.importorskip("torch")
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from advisor.tune.process import TrialProgram
-from advisor.tune.spec import Pull, Result
+from advisor.tune.spec import KnobSetting, Result
 
 TRAPS = '''
 import gc, os, resource, sys
@@ -18,7 +18,7 @@ from torch import nn
 torch.set_num_threads(1)
 
 class Net(nn.Module):
-    """Each part is broken by one lever."""
+    """Each part is broken by one knob."""
     def __init__(self):
         super().__init__()
         self.first = nn.Conv2d(3, 4, 3)
@@ -65,9 +65,11 @@ if __name__ == "__main__":
 
 @pytest.fixture(scope="session")
 def run_once(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., tuple[Result, Path]]:
-    """Runs a program once with levers pulled: the result, and the folder that it ran in."""
+    """Runs a program once with knobs pulled: the result, and the folder that it ran in."""
 
-    def go(text: str, *pulls: Pull, here: Path | None = None, steps: int = 45) -> Result:
+    def go(
+        text: str, *knob_settings: KnobSetting, here: Path | None = None, steps: int = 45
+    ) -> Result:
         folder = here or tmp_path_factory.mktemp("program")
         script = folder / "program.py"
         script.write_text(text)
@@ -79,6 +81,6 @@ def run_once(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., tuple[Re
             f"runpy.run_path({str(script)!r},run_name='__main__')",
         ]
         program = TrialProgram(words, tmp_path_factory.mktemp("trial").resolve())
-        return program.run(pulls, warmup=4, steps=steps, seconds=900, timeout=900)
+        return program.run(knob_settings, warmup=4, steps=steps, seconds=900, timeout=900)
 
     return go

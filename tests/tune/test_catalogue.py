@@ -1,4 +1,4 @@
-"""Levers and the rules that name them fit each other."""
+"""Knobs and the rules that name them fit each other."""
 
 from __future__ import annotations
 
@@ -7,17 +7,17 @@ import pytest
 from advisor.advise.select import load_rules
 from advisor.core.errors import AdvisorError
 from advisor.tune.knob import Machine, all_knobs, find_knob
-from advisor.tune.spec import Pull
+from advisor.tune.spec import KnobSetting
 
 
-def test_each_lever_that_a_rule_names_exists() -> None:
+def test_each_knob_that_a_rule_names_exists() -> None:
     named = {name for rule in load_rules() for name in rule.knobs}
     assert named <= set(all_knobs())
     assert len(named) >= 15
 
 
 @pytest.mark.parametrize("name", sorted(all_knobs()))
-def test_each_lever_has_settings_lines_and_words(name: str) -> None:
+def test_each_knob_has_settings_lines_and_words(name: str) -> None:
     one = find_knob(name)
     assert one.title
     for machine in (Machine(1, False), Machine(16, True)):
@@ -25,7 +25,7 @@ def test_each_lever_has_settings_lines_and_words(name: str) -> None:
         assert len(values) == len(set(values)) > 0
         for value in values:
             assert one.lines(value)
-            assert str(Pull(name, value)).startswith(name)
+            assert str(KnobSetting(name, value)).startswith(name)
 
 
 def test_the_number_of_workers_that_was_promised_is_tried_first_and_the_cores_are_searched() -> (
@@ -34,6 +34,6 @@ def test_the_number_of_workers_that_was_promised_is_tried_first_and_the_cores_ar
     assert list(find_knob("workers").values(6, Machine(8, False))) == [6, 1, 2, 4, 8, 0]
 
 
-def test_an_unknown_lever_is_one_line() -> None:
-    with pytest.raises(AdvisorError, match="no lever 'fast'"):
+def test_an_unknown_knob_is_one_line() -> None:
+    with pytest.raises(AdvisorError, match="no knob 'fast'"):
         find_knob("fast")

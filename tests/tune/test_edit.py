@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from advisor.tune.whole import diff
+from advisor.tune.pipeline import diff
 
 LOADER = frozenset({"torch.utils.data.DataLoader"})
 HEAD = "from torch.utils.data import DataLoader\n"

@@ -1,6 +1,6 @@
-"""Each lever changes what it says, and the program does not undo it.
+"""Each knob changes what it says, and the program does not undo it.
 
-One program sets everything the other way and looks at what became of it: with all levers pulled
+One program sets everything the other way and looks at what became of it: with all knobs pulled
 at once, each in a place of its own.
 """
 
@@ -16,7 +16,7 @@ from advisor.core.errors import AdvisorError
 from advisor.tune.knob import Machine, all_knobs, find_knob
 from advisor.tune.knobs import host as affinity
 from advisor.tune.losses import check
-from advisor.tune.spec import Pull, Result
+from advisor.tune.spec import KnobSetting, Result
 
 pytest.importorskip("torch")
 Run = Callable[..., Result]
@@ -115,51 +115,53 @@ if __name__ == "__main__":
 '''
 )
 ALL = (
-    Pull("batch", "x2"),
-    Pull("loader-pinning"),
-    Pull("workers", 2),
-    Pull("loader-persistent"),
-    Pull("loader-prefetch", 4),
-    Pull("threads", 1),
-    Pull("matmul-precision"),
-    Pull("cudnn-benchmark"),
-    Pull("debug-switches-off"),
-    Pull("keep-cache"),
-    Pull("set-to-none"),
-    Pull("autocast"),
-    Pull("channels-last"),
-    Pull("compile", "default"),
-    Pull("compile-dynamic"),
-    Pull("fused-optimizer", "fused"),
-    Pull("gc-freeze"),
-    Pull("no-grad-evaluation"),
-    Pull("ddp-bucket-size", 100),
-    Pull("ddp-static-graph"),
-    Pull("ddp-bucket-view"),
-    Pull("expandable-segments"),
+    KnobSetting("batch", "x2"),
+    KnobSetting("loader-pinning"),
+    KnobSetting("workers", 2),
+    KnobSetting("loader-persistent"),
+    KnobSetting("loader-prefetch", 4),
+    KnobSetting("threads", 1),
+    KnobSetting("matmul-precision"),
+    KnobSetting("cudnn-benchmark"),
+    KnobSetting("debug-switches-off"),
+    KnobSetting("keep-cache"),
+    KnobSetting("set-to-none"),
+    KnobSetting("autocast"),
+    KnobSetting("channels-last"),
+    KnobSetting("compile", "default"),
+    KnobSetting("compile-dynamic"),
+    KnobSetting("fused-optimizer", "fused"),
+    KnobSetting("gc-freeze"),
+    KnobSetting("no-grad-evaluation"),
+    KnobSetting("ddp-bucket-size", 100),
+    KnobSetting("ddp-static-graph"),
+    KnobSetting("ddp-bucket-view"),
+    KnobSetting("expandable-segments"),
 )
 
 
 @pytest.fixture(scope="module")
-def pulled(run_once: Run) -> Result:
+def applied(run_once: Run) -> Result:
     return run_once(CONTRARY, *ALL)
 
 
-def test_every_lever_is_pulled_here_or_below() -> None:
-    assert {pull.knob for pull in ALL} | {"affinity", "ddp-no-sync"} == set(all_knobs())
+def test_every_knob_is_pulled_here_or_below() -> None:
+    assert {knob_setting.knob for knob_setting in ALL} | {"affinity", "ddp-no-sync"} == set(
+        all_knobs()
+    )
 
 
-def test_no_lever_is_undone_by_a_program_that_sets_everything_the_other_way(
-    pulled: Result,
+def test_no_knob_is_undone_by_a_program_that_sets_everything_the_other_way(
+    applied: Result,
 ) -> None:
-    assert pulled.problem == "RuntimeError: undone: none"
+    assert applied.problem == "RuntimeError: undone: none"
 
 
-def test_every_lever_says_that_it_met_something(pulled: Result) -> None:
-    assert pulled.idle == []
+def test_every_knob_says_that_it_met_something(applied: Result) -> None:
+    assert applied.idle == []
 
 
-def test_without_a_lever_the_program_has_its_own_way(run_once: Run) -> None:
+def test_without_a_knob_the_program_has_its_own_way(run_once: Run) -> None:
     """Else the two tests above would show nothing."""
     alone = CONTRARY.replace("net.compiled", "getattr(net, 'compiled', None)")
     alone = alone.replace('os.environ["PYTORCH_CUDA_ALLOC_CONF"]', '""')
@@ -204,14 +206,14 @@ def test_accumulated_gradients_are_sent_once_a_step_and_stay_what_they_were(
     run_once: Run,
 ) -> None:
     before = run_once(accumulation(4))
-    after = run_once(accumulation(1), Pull("ddp-no-sync"))
+    after = run_once(accumulation(1), KnobSetting("ddp-no-sync"))
     assert (before.problem, after.problem, after.idle) == ("", "", [])
     one = find_knob("ddp-no-sync")
     assert check(one.safety, one.redraws, [before], [after]).passed
 
 
 def test_a_step_that_would_be_made_with_unsent_gradients_ends_the_run(run_once: Run) -> None:
-    result = run_once(accumulation(1, uneven=True), Pull("ddp-no-sync"))
+    result = run_once(accumulation(1, uneven=True), KnobSetting("ddp-no-sync"))
     assert "2 passes where others have 4" in result.problem
 
 
@@ -241,7 +243,7 @@ def test_a_process_is_bound_to_the_cores_of_one_node(
     ],
 )
 def test_a_setting_may_be_named(name: str, text: str, expected: object) -> None:
-    assert find_knob(name).setting(text, Machine(2, False)) == expected
+    assert find_knob(name).parse_setting(text, Machine(2, False)) == expected
 
 
 @pytest.mark.parametrize(
@@ -250,4 +252,4 @@ def test_a_setting_may_be_named(name: str, text: str, expected: object) -> None:
 )
 def test_a_setting_that_is_none_is_one_line(name: str, text: str) -> None:
     with pytest.raises(AdvisorError, match=f"^{name}={text}: "):
-        find_knob(name).setting(text, Machine(2, False))
+        find_knob(name).parse_setting(text, Machine(2, False))

@@ -1,4 +1,4 @@
-"""What each class of lever may do to the losses."""
+"""What each class of knob may do to the losses."""
 
 from __future__ import annotations
 
@@ -44,8 +44,8 @@ def test_a_single_bad_run_among_good_ones_is_enough() -> None:
     assert not check("exact", False, [run([*BASE])], runs).passed
 
 
-def test_rounding_in_some_runs_is_the_machine_and_not_the_lever() -> None:
-    """A lever that changes the order of sums changes it each time."""
+def test_rounding_in_some_runs_is_the_machine_and_not_the_knob() -> None:
+    """A knob that changes the order of sums changes it each time."""
     off = scaled(1 + 2**-22)
     once = check("exact", False, [run([*BASE])] * 2, [run(off)])
     assert not once.passed

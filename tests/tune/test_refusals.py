@@ -1,4 +1,4 @@
-"""What a lever breaks is seen (losses, memory, errors), and the program's files are left alone."""
+"""What a knob breaks is seen (losses, memory, errors), and the program's files are left alone."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 
 from advisor.tune.knob import find_knob
 from advisor.tune.losses import check
-from advisor.tune.spec import Pull, Result
+from advisor.tune.spec import KnobSetting, Result
 
 from .conftest import TRAPS
 
@@ -58,29 +58,29 @@ def test_the_unchanged_program_is_timed_and_its_files_stay_as_they_are(
         ("autocast", "precision", "gradient norms ×"),
     ],
 )
-def test_a_lever_that_changes_the_losses_is_refused(
+def test_a_knob_that_changes_the_losses_is_refused(
     name: str, safety: str, why: str, run_once: Run, home: Path, unchanged: Result
 ) -> None:
     one = find_knob(name)
     assert one.safety == safety
-    result = run_once(TRAPS, Pull(name), here=home, steps=8)
+    result = run_once(TRAPS, KnobSetting(name), here=home, steps=8)
     assert result.problem == "" and result.idle == []
     found = check(one.safety, one.redraws, [unchanged], [result])
     assert not found.passed
     assert why in found.text
 
 
-def test_a_lever_that_takes_more_memory_than_there_is_is_told_as_that(
+def test_a_knob_that_takes_more_memory_than_there_is_is_told_as_that(
     run_once: Run, home: Path
 ) -> None:
-    result = run_once(TRAPS, Pull("gc-freeze"), here=home)
+    result = run_once(TRAPS, KnobSetting("gc-freeze"), here=home)
     assert result.kind == "memory" and not result.ended
 
 
-def test_an_exact_lever_that_meets_nothing_leaves_the_losses_equal_and_says_so(
+def test_an_exact_knob_that_meets_nothing_leaves_the_losses_equal_and_says_so(
     run_once: Run, home: Path, unchanged: Result
 ) -> None:
-    result = run_once(TRAPS, Pull("loader-persistent"), here=home, steps=8)
+    result = run_once(TRAPS, KnobSetting("loader-persistent"), here=home, steps=8)
     assert result.idle == ["loader-persistent"]
     assert check("exact", False, [unchanged], [result]).text == "equal"
 

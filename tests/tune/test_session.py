@@ -9,13 +9,13 @@ import pytest
 
 from advisor.core.errors import AdvisorError
 from advisor.render.formats import TRIALS
-from advisor.tune.heat import Limits
 from advisor.tune.knob import Machine
 from advisor.tune.plan import asked_for
 from advisor.tune.process import Running, TrialProgram
 from advisor.tune.report import TrialReport
+from advisor.tune.rounds import Limits
 from advisor.tune.session import TrialSession
-from advisor.tune.spec import Pull, Result
+from advisor.tune.spec import KnobSetting, Result
 from advisor.tune.words import headline
 
 
@@ -38,15 +38,17 @@ class Run(Running):
 class Made(TrialProgram):
     """Answers for a program."""
 
-    def __init__(self, answer: Callable[[tuple[Pull, ...]], Result]) -> None:
+    def __init__(self, answer: Callable[[tuple[KnobSetting, ...]], Result]) -> None:
         self.answer, self.samples, self.counted = answer, False, []
 
-    def start(self, pulls: tuple[Pull, ...], **_: object) -> Run:  # type: ignore[override]
+    def start(self, knob_settings: tuple[KnobSetting, ...], **_: object) -> Run:  # type: ignore[override]
         self.counted.append(self.samples)
-        return Run(self.answer(pulls))
+        return Run(self.answer(knob_settings))
 
 
-def tried(names: tuple[str, ...], answer: Callable[[tuple[Pull, ...]], Result]) -> TrialReport:
+def tried(
+    names: tuple[str, ...], answer: Callable[[tuple[KnobSetting, ...]], Result]
+) -> TrialReport:
     report = TrialReport(trials=asked_for(names, Machine(2, False), []))
     program = Made(answer)
     TrialSession(program, report, Limits(), time.monotonic() + 3600, lambda text: None).run()
@@ -63,7 +65,9 @@ def steps(ms: float, batch: int = 16, **more: object) -> Result:
 
 def test_of_another_batch_size_the_time_of_a_sample_is_compared_and_not_the_step() -> None:
     """By hand: 16 samples in 10 ms, 64 in 20: a sample takes half as long, the step twice."""
-    report = tried(("batch=64",), lambda pulls: steps(20, 64) if pulls else steps(10))
+    report = tried(
+        ("batch=64",), lambda knob_settings: steps(20, 64) if knob_settings else steps(10)
+    )
     (trial,) = report.trials
     assert trial.outcome == "gain" and abs((trial.gain or 0) - 0.5) < 0.02
     assert "16 → 64 samples" in trial.schedule and "4 times later" in trial.schedule
@@ -76,49 +80,53 @@ def test_of_another_batch_size_the_time_of_a_sample_is_compared_and_not_the_step
 def test_another_batch_size_that_breaks_the_losses_is_dropped_all_the_same() -> None:
     broken = steps(20, 64)
     broken.losses = [1.0, None, None]
-    report = tried(("batch=64",), lambda pulls: broken if pulls else steps(10))
+    report = tried(("batch=64",), lambda knob_settings: broken if knob_settings else steps(10))
     assert report.trials[0].outcome == "dropped" and "not finite" in report.trials[0].why
 
 
 def test_without_a_loader_nobody_knows_what_a_batch_is() -> None:
     blind = steps(10)
     blind.samples = blind.batch = None
-    report = tried(("batch=x2",), lambda pulls: blind)
+    report = tried(("batch=x2",), lambda knob_settings: blind)
     assert report.trials[0].outcome == "dropped" and "DataLoader" in report.trials[0].why
 
 
-def test_other_levers_are_held_against_the_step_and_go_together() -> None:
-    def answer(pulls: tuple[Pull, ...]) -> Result:
-        return steps(20, 64) if Pull("batch", 64) in pulls else steps(10 - 3 * len(pulls))
+def test_other_knobs_are_held_against_the_step_and_go_together() -> None:
+    def answer(knob_settings: tuple[KnobSetting, ...]) -> Result:
+        return (
+            steps(20, 64)
+            if KnobSetting("batch", 64) in knob_settings
+            else steps(10 - 3 * len(knob_settings))
+        )
 
     report = tried(("batch=64", "set-to-none"), answer)
     assert [trial.outcome for trial in report.trials] == ["gain", "gain"]
     assert report.together is not None
-    assert report.together.pulls == [Pull("set-to-none")]
+    assert report.together.knob_settings == [KnobSetting("set-to-none")]
 
 
-def test_a_setting_that_is_none_of_a_levers_own_is_tried_where_it_is_asked_for() -> None:
+def test_a_setting_that_is_none_of_a_knobs_own_is_tried_where_it_is_asked_for() -> None:
     machine = Machine(2, False)
     there = asked_for(("workers",), machine, [])
-    assert Pull("workers", 3) not in [trial.pull for trial in there]
+    assert KnobSetting("workers", 3) not in [trial.knob_setting for trial in there]
     more = asked_for(("workers=3", "workers=3", "workers=2"), machine, there)
-    assert [trial.pull for trial in more] == [Pull("workers", 3)]
+    assert [trial.knob_setting for trial in more] == [KnobSetting("workers", 3)]
 
 
 def test_a_program_that_is_too_slow_for_the_budget_is_told_what_to_change() -> None:
     late = Result(problem="no end after 20 s", kind="late")
     with pytest.raises(AdvisorError, match="give it more --budget, or fewer --steps"):
-        tried(("set-to-none",), lambda pulls: late)
+        tried(("set-to-none",), lambda knob_settings: late)
 
 
 def test_a_program_that_draws_other_numbers_each_time_is_not_held_to_its_first_run() -> None:
-    """Its losses differ from run to run as they do with the lever."""
+    """Its losses differ from run to run as they do with the knob."""
     count = 0
 
-    def answer(pulls: tuple[Pull, ...]) -> Result:
+    def answer(knob_settings: tuple[KnobSetting, ...]) -> Result:
         nonlocal count
         count += 1
-        found = steps(7 if pulls else 10)
+        found = steps(7 if knob_settings else 10)
         found.losses = [1.0 + 0.001 * count, 0.9, 0.8]
         return found
 
@@ -128,10 +136,10 @@ def test_a_program_that_draws_other_numbers_each_time_is_not_held_to_its_first_r
     assert "as its own runs" in report.trials[0].losses
 
 
-def test_levers_that_change_the_losses_run_out_of_memory_or_meet_nothing_are_dropped() -> None:
-    def answer(pulls: tuple[Pull, ...]) -> Result:
-        found = steps(7 if pulls else 10)
-        name = pulls[0].knob if pulls else ""
+def test_knobs_that_change_the_losses_run_out_of_memory_or_meet_nothing_are_dropped() -> None:
+    def answer(knob_settings: tuple[KnobSetting, ...]) -> Result:
+        found = steps(7 if knob_settings else 10)
+        name = knob_settings[0].knob if knob_settings else ""
         if name == "set-to-none":
             found.losses = [1.0, 0.9, 0.81]
         if name == "gc-freeze":
@@ -147,4 +155,6 @@ def test_levers_that_change_the_losses_run_out_of_memory_or_meet_nothing_are_dro
     assert told["gc-freeze"] == ("dropped", "out of memory: RuntimeError: no more")
     assert told["loader-persistent"] == ("dropped", "it met nothing to change")
     assert told["channels-last"] == ("gain", "")
-    assert report.together is not None and report.together.pulls == [Pull("channels-last")]
+    assert report.together is not None and report.together.knob_settings == [
+        KnobSetting("channels-last")
+    ]

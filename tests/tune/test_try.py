@@ -18,9 +18,9 @@ from advisor.cli.try_ import parse_time
 from advisor.core.errors import AdvisorError
 from advisor.render.formats import TRIALS
 from advisor.replay import predictions
+from advisor.tune.pipeline import keep
 from advisor.tune.report import Trial, TrialReport
-from advisor.tune.spec import Pull
-from advisor.tune.whole import keep
+from advisor.tune.spec import KnobSetting
 from advisor.tune.words import headline
 
 pytest.importorskip("torch")
@@ -76,7 +76,7 @@ def test_the_cure_wins_within_what_was_promised_and_is_remembered(tmp_path: Path
     assert process.returncode == 0, err
     report = TrialReport.from_json(out.encode())
     (best,) = report.trials
-    assert best.pull == Pull("workers", 2)
+    assert best.knob_setting == KnobSetting("workers", 2)
     # a machine too busy to measure on leaves a gain of unknown size: nothing to win or remember
     if best.is_known:
         assert best.outcome == "gain"
@@ -101,7 +101,7 @@ def told(**changes: object) -> Trial:
     """A trial that was promised a half and measured twice."""
     fields: dict[str, object] = {
         "rule": "single-process-loader",
-        "pull": Pull("workers", 2),
+        "knob_setting": KnobSetting("workers", 2),
         "title": "Workers",
         "safety": "exact",
         "outcome": "gain",
@@ -213,6 +213,6 @@ def test_a_budget_that_is_none_is_one_line(text: str) -> None:
 
 
 def test_without_a_winner_it_is_said() -> None:
-    trial = Trial(rule="r", pull=Pull("threads", 2), title="", safety="reordered")
+    trial = Trial(rule="r", knob_setting=KnobSetting("threads", 2), title="", safety="reordered")
     assert headline(TrialReport(trials=[trial])) == ("No gain is shown in 1 trial.")
     assert headline(TrialReport(verdict="All is well.")) == "Nothing to try. All is well."

@@ -14,11 +14,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from advisor.tune import heat
-from advisor.tune.heat import Heats, Limits
+from advisor.tune import rounds as round_
 from advisor.tune.measure import by_turns, gain
 from advisor.tune.process import Running, TrialProgram
-from advisor.tune.spec import Pull
+from advisor.tune.rounds import Limits, Rounds
+from advisor.tune.spec import KnobSetting
 
 pytest.importorskip("torch")
 
@@ -64,18 +64,18 @@ def program(folder: Path, each: str = "pass", steps: int = 10_000) -> TrialProgr
     return TrialProgram([sys.executable, str(script)], (folder / "root").resolve())
 
 
-def heats(made: TrialProgram, seconds: float = 600.0) -> Heats:
-    return Heats(made, LIMITS, time.monotonic() + seconds, lambda text: None)
+def rounds(made: TrialProgram, seconds: float = 600.0) -> Rounds:
+    return Rounds(made, LIMITS, time.monotonic() + seconds, lambda text: None)
 
 
-OTHER = (Pull("set-to-none"),)
+OTHER = (KnobSetting("set-to-none"),)
 
 
 @linux
 @watched
 def test_of_two_that_take_turns_one_stands_still_with_all_its_threads(tmp_path: Path) -> None:
     made = program(tmp_path)
-    found = heats(made).run([(), OTHER])
+    found = rounds(made).run([(), OTHER])
     assert set(found) == {(), OTHER}
     for result in found.values():
         assert result.ended
@@ -96,7 +96,7 @@ def test_what_ends_by_itself_or_fails_between_turns_leaves_the_others_result(
     tmp_path: Path,
 ) -> None:
     made = program(tmp_path, steps=11)
-    found = heats(made).run([(), OTHER])
+    found = rounds(made).run([(), OTHER])
     assert not found[()].problem
     assert len(found[()].steps_ns) >= 6
     assert len(found[OTHER].steps_ns) >= 6
@@ -106,11 +106,11 @@ def test_what_ends_by_itself_or_fails_between_turns_leaves_the_others_result(
     made = program(other, each=fails)
     usual = made.environment
 
-    def broken(home: Path, scratch: Path, pulls: tuple[Pull, ...]) -> dict[str, str]:
-        return usual(home, scratch, pulls) | ({"BROKEN": "1"} if pulls else {})
+    def broken(home: Path, scratch: Path, knob_settings: tuple[KnobSetting, ...]) -> dict[str, str]:
+        return usual(home, scratch, knob_settings) | ({"BROKEN": "1"} if knob_settings else {})
 
     made.environment = broken  # type: ignore[method-assign]
-    found = heats(made).run([(), OTHER])
+    found = rounds(made).run([(), OTHER])
     assert found[OTHER].problem == "RuntimeError: no more"
     assert len(found[()].steps_ns) == 16
 
@@ -123,12 +123,14 @@ def test_out_of_memory_beside_others_is_tried_again_alone(tmp_path: Path) -> Non
     made = program(tmp_path, each=each)
     usual = made.environment
 
-    def crowded(home: Path, scratch: Path, pulls: tuple[Pull, ...]) -> dict[str, str]:
+    def crowded(
+        home: Path, scratch: Path, knob_settings: tuple[KnobSetting, ...]
+    ) -> dict[str, str]:
         more = {"SECOND": "1"} if home.name == "run2" else {}
-        return usual(home, scratch, pulls) | more
+        return usual(home, scratch, knob_settings) | more
 
     made.environment = crowded  # type: ignore[method-assign]
-    run = heats(made)
+    run = rounds(made)
     found = run.run([(), OTHER])
     assert run.alone
     assert run.processes == 3
@@ -141,7 +143,7 @@ def test_out_of_memory_beside_others_is_tried_again_alone(tmp_path: Path) -> Non
 @watched
 def test_ranks_of_a_job_are_never_stopped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WORLD_SIZE", "2")
-    run = heats(program(tmp_path))
+    run = rounds(program(tmp_path))
     found = run.run([(), OTHER])
     assert run.alone
     assert [len(result.steps_ns) for result in found.values()] == [16, 16]
@@ -153,8 +155,8 @@ def test_ranks_of_a_job_are_never_stopped(tmp_path: Path, monkeypatch: pytest.Mo
 def test_without_room_for_two_they_run_one_after_the_other(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(heat, "_held", lambda pid: (1 << 20, 1 << 30))
-    run = heats(program(tmp_path))
+    monkeypatch.setattr(round_, "_held", lambda pid: (1 << 20, 1 << 30))
+    run = rounds(program(tmp_path))
     found = run.run([(), OTHER])
     assert run.alone
     assert [len(result.steps_ns) for result in found.values()] == [16, 16]
@@ -163,7 +165,7 @@ def test_without_room_for_two_they_run_one_after_the_other(
 @linux
 @watched
 def test_when_time_is_up_what_is_known_counts(tmp_path: Path) -> None:
-    run = heats(program(tmp_path, each="time.sleep(0.4)"), seconds=0.0)
+    run = rounds(program(tmp_path, each="time.sleep(0.4)"), seconds=0.0)
     run.longest = 0.0
     run.affords = lambda runs=1: True  # type: ignore[method-assign]
     found = run.run([(), OTHER])
@@ -187,7 +189,7 @@ def test_ctrl_c_between_turns_keeps_the_blocks_there_are(
         return go(one, steps)
 
     monkeypatch.setattr(Running, "go", interrupted)
-    run = heats(made)
+    run = rounds(made)
     found = run.run([(), OTHER])
     assert run.interrupted
     assert found[()].blocks == [2, 2, 2]
@@ -207,10 +209,10 @@ def test_nobody_is_left_stopped_when_the_one_who_lets_them_go_is_killed(tmp_path
         f"""
         import time
         from pathlib import Path
-        from advisor.tune.process import Program, Running
+        from advisor.tune.process import Running, TrialProgram
         (Path({str(tmp_path)!r}) / "other").mkdir()
         root = (Path({str(tmp_path)!r}) / "other").resolve()
-        made = Program({made.words!r}, root)
+        made = TrialProgram({made.words!r}, root)
         one = made.start((), warmup=6, steps=16, seconds=60, timeout=300, turns=4)
         assert one.go()
         print(one.process.pid, flush=True)

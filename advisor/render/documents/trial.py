@@ -86,12 +86,12 @@ def _card(trial: Trial) -> Card:
 
 def _together(report: TrialReport) -> Iterator[Block]:
     both = report.together
-    if both is None or len(both.pulls) + len(both.left_out) < 2:
+    if both is None or len(both.knob_settings) + len(both.left_out) < 2:
         return
     saved = interval(both.gain_low, both.gain_high)
     fields = [
-        TextField("used", [str(pull) for pull in both.pulls]),
-        TextField("left out", [f"{pull} adds nothing" for pull in both.left_out]),
+        TextField("used", [str(knob_setting) for knob_setting in both.knob_settings]),
+        TextField("left out", [f"{knob_setting} adds nothing" for knob_setting in both.left_out]),
         TextField(
             "step",
             [

@@ -20,15 +20,15 @@ class AllocatorKnob(Knob):
     needs_cuda = True
 
     def environment(self, value: Value) -> dict[str, str | None]:
-        """See Lever."""
+        """See Knob."""
         return {"PYTORCH_CUDA_ALLOC_CONF": SETTING, "PYTORCH_ALLOC_CONF": SETTING}
 
     def apply(self, value: Value) -> None:
         """Torch has read it."""
-        self.met()
+        self.took_effect()
 
     def lines(self, value: Value) -> str:
-        """See Lever."""
+        """See Knob."""
         return f"PYTORCH_CUDA_ALLOC_CONF={SETTING} python train.py"
 
 
@@ -45,14 +45,14 @@ class EmptyCache(Knob):
 
         def make(original: Any) -> Any:
             def empty_cache() -> None:
-                self.met()
+                self.took_effect()
 
             return empty_cache
 
         wrap(torch.cuda, "empty_cache", make)
 
     def lines(self, value: Value) -> str:
-        """See Lever."""
+        """See Knob."""
         return "# without torch.cuda.empty_cache() in the loop"
 
 
@@ -80,14 +80,14 @@ class GcFreeze(Knob):
                 gc.collect()
                 gc.freeze()
                 gc.disable()
-                self.met()
+                self.took_effect()
             elif count % EVERY == 0:
                 gc.collect()
 
         optim.register_optimizer_step_post_hook(after)
 
     def lines(self, value: Value) -> str:
-        """See Lever."""
+        """See Knob."""
         return (
             "gc.collect(); gc.freeze(); gc.disable()   # before the loop\n"
             f"if step % {EVERY} == 0: gc.collect()        # in it"

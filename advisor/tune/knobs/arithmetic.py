@@ -32,12 +32,12 @@ class Autocast(Knob):
                     return original(*args, **kwargs)
 
             module.forward = forward
-            self.met()
+            self.took_effect()
 
         at_first_forward(begin)
 
     def lines(self, value: Value) -> str:
-        """See Lever."""
+        """See Knob."""
         return "with torch.autocast(device_type, dtype=torch.bfloat16):\n    output = model(batch)"
 
 
@@ -54,7 +54,7 @@ class MatmulPrecision(Knob):
         import torch
 
         if torch.get_float32_matmul_precision() != "high":
-            self.met()
+            self.took_effect()
         torch.set_float32_matmul_precision("high")
         torch.backends.cudnn.allow_tf32 = True
         original = torch.set_float32_matmul_precision
@@ -67,7 +67,7 @@ class MatmulPrecision(Knob):
         hold(torch.backends.cudnn, "allow_tf32", "fp32_precision")
 
     def lines(self, value: Value) -> str:
-        """See Lever."""
+        """See Knob."""
         return 'torch.set_float32_matmul_precision("high")'
 
 
@@ -95,12 +95,12 @@ class ChannelsLast(Knob):
             if any(isinstance(item, nn.Conv2d) for item in module.modules()):
                 module.to(memory_format=torch.channels_last)
                 module.register_forward_pre_hook(ordered)
-                self.met()
+                self.took_effect()
 
         at_first_forward(begin)
 
     def lines(self, value: Value) -> str:
-        """See Lever."""
+        """See Knob."""
         return (
             "model = model.to(memory_format=torch.channels_last)\n"
             "images = images.to(memory_format=torch.channels_last)"
@@ -120,10 +120,10 @@ class CudnnBenchmark(Knob):
         import torch
 
         if not torch.backends.cudnn.benchmark:
-            self.met()
+            self.took_effect()
         torch.backends.cudnn.benchmark = True
         hold(torch.backends.cudnn, "benchmark")
 
     def lines(self, value: Value) -> str:
-        """See Lever."""
+        """See Knob."""
         return "torch.backends.cudnn.benchmark = True"

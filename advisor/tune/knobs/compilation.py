@@ -27,12 +27,12 @@ class CompileModel(Knob):
         def begin(module: Any) -> None:
             if module._compiled_call_impl is None and any(True for _ in module.parameters()):
                 module.compile(mode=None if value == "default" else value)
-                self.met()
+                self.took_effect()
 
         at_first_forward(begin)
 
     def lines(self, value: Value) -> str:
-        """See Lever."""
+        """See Knob."""
         return "model.compile()" if value == "default" else f'model.compile(mode="{value}")'
 
 
@@ -51,7 +51,7 @@ class CompileDynamic(Knob):
             def change(*args: Any, **kwargs: Any) -> Any:
                 if kwargs.get("dynamic") is not True:
                     kwargs["dynamic"] = True
-                    self.met()
+                    self.took_effect()
                 return original(*args, **kwargs)
 
             return change
@@ -60,9 +60,9 @@ class CompileDynamic(Knob):
         wrap(torch, "compile", make)
 
     def lines(self, value: Value) -> str:
-        """See Lever."""
+        """See Knob."""
         return "torch.compile(..., dynamic=True)"
 
     def arguments(self, value: Value) -> tuple[frozenset[str], dict[str, object]]:
-        """See Lever."""
+        """See Knob."""
         return frozenset({"torch.compile"}), {"dynamic": True}

@@ -24,7 +24,7 @@ class _Ddp(Knob):
         def make(original: Any) -> Any:
             def __init__(self_: Any, *args: Any, **kwargs: Any) -> None:
                 self.change(kwargs, value)
-                self.met()
+                self.took_effect()
                 original(self_, *args, **kwargs)
 
             return __init__
@@ -43,11 +43,11 @@ class DdpBuckets(_Ddp):
         return (100, 10)
 
     def change(self, given: dict[str, Any], value: Value) -> None:
-        """See Lever."""
+        """See Knob."""
         given["bucket_cap_mb"] = value
 
     def lines(self, value: Value) -> str:
-        """See Lever."""
+        """See Knob."""
         return f"DistributedDataParallel(..., bucket_cap_mb={value})"
 
 
@@ -58,11 +58,11 @@ class DdpStaticGraph(_Ddp):
     title = "DDP told that the graph stays"
 
     def change(self, given: dict[str, Any], value: Value) -> None:
-        """See Lever."""
+        """See Knob."""
         given["static_graph"] = True
 
     def lines(self, value: Value) -> str:
-        """See Lever."""
+        """See Knob."""
         return "DistributedDataParallel(..., static_graph=True)"
 
 
@@ -74,11 +74,11 @@ class DdpBucketView(_Ddp):
     safety = "exact"
 
     def change(self, given: dict[str, Any], value: Value) -> None:
-        """See Lever."""
+        """See Knob."""
         given["gradient_as_bucket_view"] = True
 
     def lines(self, value: Value) -> str:
-        """See Lever."""
+        """See Knob."""
         return "DistributedDataParallel(..., gradient_as_bucket_view=True)"
 
 
@@ -89,7 +89,7 @@ LEARNT_FROM = 2
 class DdpNoSync(Knob):
     """As ``no_sync`` around all passes of an optimizer step but the last. How many there are is
     learnt from the first steps; where a later step has another number, which would step with
-    gradients that were never reduced, the run is ended and the lever dropped."""
+    gradients that were never reduced, the run is ended and the knob dropped."""
 
     id = "ddp-no-sync"
     title = "gradients sent once an optimizer step"
@@ -119,7 +119,7 @@ class DdpNoSync(Knob):
                 if not sure or done[which] >= seen[0] or not model.require_backward_grad_sync:
                     held.discard(which)
                     return original(model, *args, **kwargs)
-                self.met()
+                self.took_effect()
                 held.add(which)
                 with model.no_sync():  # what counts is the forward, by PyTorch's documentation
                     return original(model, *args, **kwargs)
@@ -142,7 +142,7 @@ class DdpNoSync(Knob):
         optim.register_optimizer_step_pre_hook(before)
 
     def lines(self, value: Value) -> str:
-        """See Lever."""
+        """See Knob."""
         return (
             "with nullcontext() if last_micro_batch else model.no_sync():\n"
             "    loss(model(micro_batch)).backward()"

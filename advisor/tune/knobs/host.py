@@ -26,11 +26,11 @@ class Affinity(Knob):
             own = here & _cores(node.read_text())
             if own and own != here:
                 os.sched_setaffinity(0, own)
-                self.met()
+                self.took_effect()
                 return
 
     def lines(self, value: Value) -> str:
-        """See Lever."""
+        """See Knob."""
         return "numactl --cpunodebind=0 --membind=0 python train.py"
 
 
@@ -55,7 +55,7 @@ class Threads(Knob):
         return list(dict.fromkeys([machine.cores, max(1, machine.cores // 2), 1]))
 
     def environment(self, value: Value) -> dict[str, str | None]:
-        """See Lever."""
+        """See Knob."""
         return {"OMP_NUM_THREADS": str(value), "MKL_NUM_THREADS": str(value)}
 
     def apply(self, value: Value) -> None:
@@ -64,10 +64,10 @@ class Threads(Knob):
 
         torch.set_num_threads(int(value or 1))
         torch.set_num_threads = lambda count: None
-        self.met()
+        self.took_effect()
 
     def lines(self, value: Value) -> str:
-        """See Lever."""
+        """See Knob."""
         return f"torch.set_num_threads({value})"
 
 
@@ -78,7 +78,7 @@ class DebugSwitchesKnob(Knob):
     title = "debug switches off"
 
     def environment(self, value: Value) -> dict[str, str | None]:
-        """See Lever."""
+        """See Knob."""
         return {"CUDA_LAUNCH_BLOCKING": None, "TORCH_DISTRIBUTED_DEBUG": None}
 
     def apply(self, value: Value) -> None:
@@ -86,17 +86,17 @@ class DebugSwitchesKnob(Knob):
         import torch
 
         if os.environ.pop("CUDA_LAUNCH_BLOCKING", None):  # the program's own
-            self.met()
+            self.took_effect()
         torch.autograd.set_detect_anomaly(False)
         original = torch.set_anomaly_enabled
 
         def keep(on: bool, *rest: Any) -> None:
             if on:
-                self.met()
+                self.took_effect()
             original(False, *rest)
 
         torch.set_anomaly_enabled = keep
 
     def lines(self, value: Value) -> str:
-        """See Lever."""
+        """See Knob."""
         return "torch.autograd.set_detect_anomaly(False); unset CUDA_LAUNCH_BLOCKING"

@@ -46,18 +46,18 @@ class LoaderWorkersKnob(Knob):
                 given.pop("timeout", None)
             else:
                 given["persistent_workers"] = True
-            self.met()
+            self.took_effect()
 
         loader_arguments(change)
 
     def lines(self, value: Value) -> str:
-        """See Lever."""
+        """See Knob."""
         if not value:
             return "DataLoader(..., num_workers=0)"
         return f"DataLoader(..., num_workers={value}, persistent_workers=True)"
 
     def arguments(self, value: Value) -> tuple[frozenset[str], dict[str, object]]:
-        """See Lever."""
+        """See Knob."""
         return LOADERS, {"num_workers": value, "persistent_workers": bool(value)}
 
 
@@ -77,16 +77,16 @@ class LoaderPrefetch(Knob):
         def change(given: dict[str, object]) -> None:
             if given.get("num_workers") and given.get("prefetch_factor") != value:
                 given["prefetch_factor"] = value
-                self.met()
+                self.took_effect()
 
         loader_arguments(change)
 
     def lines(self, value: Value) -> str:
-        """See Lever."""
+        """See Knob."""
         return f"DataLoader(..., prefetch_factor={value})"
 
     def arguments(self, value: Value) -> tuple[frozenset[str], dict[str, object]]:
-        """See Lever."""
+        """See Knob."""
         return LOADERS, {"prefetch_factor": value}
 
 
@@ -103,16 +103,16 @@ class LoaderPersistent(Knob):
         def change(given: dict[str, object]) -> None:
             if given.get("num_workers") and not given.get("persistent_workers"):
                 given["persistent_workers"] = True
-                self.met()
+                self.took_effect()
 
         loader_arguments(change)
 
     def lines(self, value: Value) -> str:
-        """See Lever."""
+        """See Knob."""
         return "DataLoader(..., persistent_workers=True)"
 
     def arguments(self, value: Value) -> tuple[frozenset[str], dict[str, object]]:
-        """See Lever."""
+        """See Knob."""
         return LOADERS, {"persistent_workers": True}
 
 
@@ -131,7 +131,7 @@ class LoaderPinning(Knob):
         def change(given: dict[str, object]) -> None:
             if not given.get("pin_memory"):
                 given["pin_memory"] = True
-                self.met()
+                self.took_effect()
 
         loader_arguments(change)
 
@@ -142,7 +142,7 @@ class LoaderPinning(Knob):
                     first = args[0] if args else kwargs.get("device")
                     if original is cuda or str(first).startswith("cuda"):
                         kwargs["non_blocking"] = True
-                        self.met()
+                        self.took_effect()
                 return original(self_, *args, **kwargs)
 
             return copy
@@ -152,5 +152,5 @@ class LoaderPinning(Knob):
         wrap(torch.Tensor, "cuda", make)
 
     def lines(self, value: Value) -> str:
-        """See Lever."""
+        """See Knob."""
         return "DataLoader(..., pin_memory=True)\nbatch = batch.to(device, non_blocking=True)"

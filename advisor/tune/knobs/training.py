@@ -28,8 +28,8 @@ class BatchSize(Knob):
         """Twice and four times the program's own."""
         return ("x2", "x4")
 
-    def setting(self, text: str, machine: Machine) -> Value:
-        """See Lever."""
+    def parse_setting(self, text: str, machine: Machine) -> Value:
+        """See Knob."""
         match = re.fullmatch(r"(x?)([1-9]\d{0,6})", text)
         if match is None or int(match[2]) > LARGEST:
             raise AdvisorError(
@@ -76,11 +76,11 @@ class BatchSize(Knob):
     def _size(self, before: int, value: Value) -> int:
         after = value if isinstance(value, int) else before * int(str(value)[1:])
         if after != before:
-            self.met()
+            self.took_effect()
         return after
 
     def schedule(self, before: float, after: float) -> str:
-        """See Lever."""
+        """See Knob."""
         times = after / before
         return (
             f"{before:,.4g} → {after:,.4g} samples a batch: an epoch has {1 / times:.3g} times the "
@@ -91,7 +91,7 @@ class BatchSize(Knob):
         )
 
     def lines(self, value: Value) -> str:
-        """See Lever."""
+        """See Knob."""
         size = value if isinstance(value, int) else f"{str(value)[1:]} * batch_size"
         return f"DataLoader(..., batch_size={size})   # and see to the schedule"
 
@@ -118,16 +118,16 @@ class FusedOptimizer(Knob):
             if not given.get(str(value)):
                 given.update(fused=None, foreach=None)
                 given[str(value)] = True
-                self.met()
+                self.took_effect()
 
         optimizer_arguments(str(value), change)
 
     def lines(self, value: Value) -> str:
-        """See Lever."""
+        """See Knob."""
         return f"torch.optim.AdamW(..., {value}=True)"
 
     def arguments(self, value: Value) -> tuple[frozenset[str], dict[str, object]]:
-        """See Lever."""
+        """See Knob."""
         return frozenset(f"torch.optim.{name}" for name in KNOWN), {str(value): True}
 
 
@@ -144,7 +144,7 @@ class SetToNone(Knob):
         def make(original: Any) -> Any:
             def zero_grad(self_: Any, set_to_none: bool = True) -> Any:
                 if not set_to_none:
-                    self.met()
+                    self.took_effect()
                 return original(self_, set_to_none=True)
 
             return zero_grad
@@ -153,7 +153,7 @@ class SetToNone(Knob):
         wrap(torch.nn.Module, "zero_grad", make)
 
     def lines(self, value: Value) -> str:
-        """See Lever."""
+        """See Knob."""
         return "optimizer.zero_grad(set_to_none=True)"
 
 
@@ -171,12 +171,12 @@ class NoGradEvaluation(Knob):
         def call(module: Any, go: Any) -> Any:
             if module.training or not torch.is_grad_enabled():
                 return go()
-            self.met()
+            self.took_effect()
             with torch.no_grad():
                 return go()
 
         around_forwards(call)
 
     def lines(self, value: Value) -> str:
-        """See Lever."""
+        """See Knob."""
         return "with torch.inference_mode():   # around validation\n    output = model(batch)"

@@ -322,7 +322,7 @@ def test_a_path_like_a_url_is_not_fetched_where_paths_are_given(
     web: Server, trace_bytes: Made, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from advisor.dashboard.session import DashboardSession
-    from advisor.mcp.allowed import Allowed
+    from advisor.mcp.bounds import Allowed
     from advisor.mcp.tools import Tools
 
     web.state.files["/rank0.json"] = trace_bytes(0)

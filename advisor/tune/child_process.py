@@ -1,4 +1,4 @@
-"""In the process of a trial: pulls the levers, times the steps, notes the losses, and ends.
+"""In the process of a trial: pulls the knobs, times the steps, notes the losses, and ends.
 
 Named to the start-up file by ``ADVISOR_BEGIN``. ``before`` runs ahead of the program's first line,
 ``begin`` when torch has been imported. What is measured goes to a file of its own; the
@@ -82,10 +82,10 @@ def _begin(spec: Spec, overlay: Overlay, note: Note) -> None:
     if spec.record:
         _record(spec, note)
         return
-    pulled = [(find_knob(item.knob), item) for item in spec.pulls]
-    for item, pull in pulled:
-        item.apply(pull.value)
-    timer = Timer(spec, overlay, [item for item, _ in pulled], note)
+    applied = [(find_knob(item.knob), item) for item in spec.knob_settings]
+    for item, knob_setting in applied:
+        item.apply(knob_setting.value)
+    timer = Timer(spec, overlay, [item for item, _ in applied], note)
     timer.start()
 
 
@@ -111,10 +111,10 @@ def _record(spec: Spec, note: Note) -> None:
 class Timer:
     """Times steps, and keeps losses and the norms of the first gradients as tensors to the end."""
 
-    def __init__(self, spec: Spec, overlay: Overlay, pulled: list[Any], note: Note) -> None:
+    def __init__(self, spec: Spec, overlay: Overlay, applied: list[Any], note: Note) -> None:
         from advisor.recorder.counting import CallCounter
 
-        self.spec, self.overlay, self.pulled, self.note = spec, overlay, pulled, note
+        self.spec, self.overlay, self.applied, self.note = spec, overlay, applied, note
         self.process = os.getpid()
         self.steps_ns: list[int] = []
         self.blocks: list[int] = []
@@ -289,7 +289,7 @@ class Timer:
             kind=kind,
             moved=len(self.overlay.moved),
             refused=self.overlay.refused,
-            idle=[item.id for item in self.pulled if not item.used],
+            idle=[item.id for item in self.applied if not item.used],
             ended=not problem,
         )
 

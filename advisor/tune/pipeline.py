@@ -19,11 +19,11 @@ from advisor.lint.source import Script, keyword, parse
 from advisor.recorder.folder import new_run
 from advisor.recorder.redact import HIDDEN, clean_command
 from advisor.replay import predictions
-from advisor.tune.heat import Limits
 from advisor.tune.knob import Machine, cores, find_knob
 from advisor.tune.plan import asked_for, plan
 from advisor.tune.process import TrialProgram
 from advisor.tune.report import FILE, Trial, TrialReport
+from advisor.tune.rounds import Limits
 from advisor.tune.session import TrialSession, why_not
 from advisor.tune.spec import Value
 
@@ -39,7 +39,7 @@ class TrialRequest:
 
     limits: Limits
     only: tuple[str, ...] = ()
-    """Levers, by id or with a setting (``workers=2``); empty: all that the findings name."""
+    """Knobs, by id or with a setting (``workers=2``); empty: all that the findings name."""
     dry: bool = False
     remember: bool = False
     """Also into the user's ledger."""
@@ -107,12 +107,14 @@ def _plan(report: TrialReport, run: Path, words: Sequence[str], wanted: TrialReq
     report.trials = [
         t
         for t in [*result.trials, *asked_for(wanted.only, machine, result.trials)]
-        if not wanted.only or {t.pull.knob, t.name} & set(wanted.only)
+        if not wanted.only or {t.knob_setting.knob, t.name} & set(wanted.only)
     ]
     script = next((Path(word) for word in words[1:2] if word.endswith(".py")), None)
     for trial in report.trials:
         if script is not None:
-            callees, arguments = find_knob(trial.pull.knob).arguments(trial.pull.value)
+            callees, arguments = find_knob(trial.knob_setting.knob).arguments(
+                trial.knob_setting.value
+            )
             trial.diff = diff(script, callees, arguments) if callees else ""
     known = predictions.records(predictions.read(predictions.user_file()).predictions)
     rules = dict.fromkeys(trial.rule for trial in report.trials if trial.rule)
@@ -154,7 +156,7 @@ def _entry(report: TrialReport, trial: Trial) -> predictions.Prediction | None:
         unix=int(time.time()),
         source="try",
         rule=trial.rule,
-        knob=str(trial.pull),
+        knob=str(trial.knob_setting),
         device=report.device,
         torch=report.torch,
         predicted=trial.predicted,
@@ -178,7 +180,7 @@ def command_of(run: Path) -> list[str]:
     return words
 
 
-def setting(value: Value) -> str:
+def format_setting(value: Value) -> str:
     """As text."""
     return "" if value is None else str(value)
 

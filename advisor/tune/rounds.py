@@ -15,9 +15,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from advisor.tune.process import Running, TrialProgram
-from advisor.tune.spec import Pull, Result
+from advisor.tune.spec import KnobSetting, Result
 
-Pulls = tuple[Pull, ...]
+KnobSettings = tuple[KnobSetting, ...]
 TURNS = 8
 """Blocks of steps that each process has."""
 BLOCK_SECONDS = 0.4
@@ -30,7 +30,7 @@ CONTEXT_BYTES = 1 << 30
 """Of device memory that a process takes and PyTorch does not count: its context, libraries."""
 MIN_TURNS = 2
 ABREAST = 3
-"""Levers in one heat: with more of them a turn is long in coming round."""
+"""Knobs in one heat: with more of them a turn is long in coming round."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,7 +51,7 @@ class Limits:
 
 
 @dataclass
-class Heats:
+class Rounds:
     """Heats of one program."""
 
     program: TrialProgram
@@ -76,41 +76,43 @@ class Heats:
         """Whether so many runs fit into what is left."""
         return time.monotonic() + runs * self.longest < self.end
 
-    def run(self, sides: Sequence[Pulls]) -> dict[Pulls, Result]:
+    def run(self, sides: Sequence[KnobSettings]) -> dict[KnobSettings, Result]:
         """The first of the sides against each other: those that were run, all but the first maybe
         left for another heat. Raises AdvisorError: none can be started."""
-        result: dict[Pulls, Result] = {}
-        live: dict[Pulls, Running] = {}
+        result: dict[KnobSettings, Result] = {}
+        live: dict[KnobSettings, Running] = {}
         try:
             if self.alone:
                 return self._one_by_one(sides, result)
             room = len(sides)
-            for number, pulls in enumerate(sides):
+            for number, knob_settings in enumerate(sides):
                 if number > room or (number and not self.affords(number + 1)):
                     break
-                item = self._start(pulls, turns=self.turns)
-                live[pulls] = item
+                item = self._start(knob_settings, turns=self.turns)
+                live[knob_settings] = item
                 if item.go():
                     if not number:
                         room = self._room(item)
                         self.longest = max(self.longest, item.spent)
                     continue
-                result[pulls] = self._ended(live.pop(pulls))
+                result[knob_settings] = self._ended(live.pop(knob_settings))
                 if number:
-                    if self._crowded(result[pulls]):
-                        del result[pulls]
+                    if self._crowded(result[knob_settings]):
+                        del result[knob_settings]
                     continue
-                self.alone = bool(result[pulls].steps_ns) and not result[pulls].problem
+                self.alone = (
+                    bool(result[knob_settings].steps_ns) and not result[knob_settings].problem
+                )
                 return self._one_by_one(sides, result) if self.alone else result
             if not room and len(sides) > 1:
                 self.alone = True
             self._take_turns(sides[0], live, result)
         except KeyboardInterrupt:
             self.interrupted = True
-            for pulls, item in live.items():
+            for knob_settings, item in live.items():
                 item.end()
                 if (known := item.so_far()).steps_ns:
-                    result[pulls] = known
+                    result[knob_settings] = known
             return result
         finally:
             for item in live.values():
@@ -118,26 +120,29 @@ class Heats:
         return self._one_by_one(sides, result) if self.alone else result
 
     def _one_by_one(
-        self, sides: Sequence[Pulls], result: dict[Pulls, Result]
-    ) -> dict[Pulls, Result]:
+        self, sides: Sequence[KnobSettings], result: dict[KnobSettings, Result]
+    ) -> dict[KnobSettings, Result]:
         """Each to its end, as many as the budget allows."""
-        for number, pulls in enumerate(sides):
-            if pulls in result:
+        for number, knob_settings in enumerate(sides):
+            if knob_settings in result:
                 continue
             if number and not self.affords():
                 break
-            item = self._start(pulls, turns=0)
+            item = self._start(knob_settings, turns=0)
             try:
                 item.go()
             finally:
                 item.end()
-            result[pulls] = self._ended(item)
-            if not number and result[pulls].problem:
+            result[knob_settings] = self._ended(item)
+            if not number and result[knob_settings].problem:
                 break
         return result
 
     def _take_turns(
-        self, first: Pulls, live: dict[Pulls, Running], results: dict[Pulls, Result]
+        self,
+        first: KnobSettings,
+        live: dict[KnobSettings, Running],
+        results: dict[KnobSettings, Result],
     ) -> None:
         """Block by block, until all have had theirs, the first has ended, or time is up."""
         if not live:
@@ -149,26 +154,26 @@ class Heats:
             late = time.monotonic() > self.end
             if first not in live or (late and turn >= MIN_TURNS):
                 break
-            for pulls in list(live) if turn % 2 == 0 else list(live)[::-1]:
-                if not live[pulls].go(block):
-                    result = self._ended(live.pop(pulls))
+            for knob_settings in list(live) if turn % 2 == 0 else list(live)[::-1]:
+                if not live[knob_settings].go(block):
+                    result = self._ended(live.pop(knob_settings))
                     if not (live and self._crowded(result)):
-                        results[pulls] = result
-        for pulls in list(live):
-            results[pulls] = self._ended(live.pop(pulls))
+                        results[knob_settings] = result
+        for knob_settings in list(live):
+            results[knob_settings] = self._ended(live.pop(knob_settings))
 
     def _crowded(self, result: Result) -> bool:
         """Whether it ran out of memory that others held: it is to be run by itself."""
         self.alone |= result.kind == "memory"
         return result.kind == "memory"
 
-    def _start(self, pulls: Pulls, turns: int) -> Running:
+    def _start(self, knob_settings: KnobSettings, turns: int) -> Running:
         limits, now = self.limits, time.monotonic()
-        self.say(name(pulls))
+        self.say(name(knob_settings))
         timeout = limits.timeout if not self.longest else max(60.0, self.longest * PATIENCE)
         self.processes += 1
         return self.program.start(
-            pulls,
+            knob_settings,
             warmup=limits.warmup,
             steps=limits.steps,
             seconds=limits.seconds,
@@ -225,6 +230,6 @@ def _held(pid: int) -> tuple[int, int] | None:
         return None
 
 
-def name(pulls: Pulls) -> str:
+def name(knob_settings: KnobSettings) -> str:
     """For people."""
-    return ", ".join(map(str, pulls)) or "as it is"
+    return ", ".join(map(str, knob_settings)) or "as it is"

@@ -311,7 +311,7 @@ def run(experiment: Experiment, steps: int, rounds: int) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "slow.json"
         record(experiment.loop(False), path, cuda=experiment.cuda)
-        predicted = advisor.replay(advisor.open(path), list(experiment.edits))
+        predicted = advisor.whatif(advisor.open(path), list(experiment.edits))
     slow, fixed = [], []
     for _ in range(rounds):
         slow.append(median_step(experiment.loop(False), steps, cuda=experiment.cuda))

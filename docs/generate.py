@@ -15,6 +15,7 @@ from typing import Any
 
 import advisor.compare.comparison
 import advisor.core.finding
+import advisor.core.ranks
 import advisor.core.report
 import advisor.core.resources
 import advisor.core.views
@@ -248,6 +249,7 @@ def schema_text() -> str:
     ]
     modules = (
         advisor.core.report,
+        advisor.core.ranks,
         advisor.core.views,
         advisor.core.resources,
         advisor.core.finding,

@@ -137,6 +137,19 @@ class StragglerRank(Rule):
         },
     }
 
+    inference: ClassVar = {
+        "cases": {
+            "imbalance": {
+                "fix": "Give the ranks equal work: place experts by load, embedding tables by "
+                "cost, or route requests by sequence length."
+            },
+            "pipeline": {
+                "fix": "Move layers from {who} to the others, or split it; embeddings and the "
+                "output layer count as layers."
+            },
+        }
+    }
+
     confidence = 0.8
 
     elsewhere: ClassVar = in_any_language(

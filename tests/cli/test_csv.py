@@ -123,7 +123,7 @@ def test_a_printed_report_is_what_the_command_prints_and_its_repr_is_one_line(
 def test_what_is_printed_is_bounded_and_harmless(trace: Path) -> None:
     report = advisor.analyze(trace)
     report.limits = [f"limit {n} \x1b[2J" for n in range(3000)]
-    report.verdict = "long\n\x1b[31m" * 1000
+    report.verdict = "long\n\x1b[31m" * 3000
     lines = str(report).splitlines()
     assert len(lines) == MAX_LINES + 1 and "more lines" in lines[-1]
     assert "\x1b" not in str(report) and "\x1b" not in repr(report) and len(repr(report)) < 300

@@ -185,7 +185,7 @@ def test_a_part_of_an_iteration_is_not_called_one(
     for command in ("compare", "gate"):
         assert run(command, *paths) == 0
         told = " ".join(capsys.readouterr().out.split())
-        assert "they may be a part of an iteration" in told
+        assert "may be a part of an iteration" in told
         assert "pairs of" not in told
 
 

@@ -102,7 +102,7 @@ def test_everything_else_works_on_it(
     again = read_trace(str(perfetto))
     assert int(again.gpu["dur"].sum()) == profiler_files.busy()
     # a kernel of 300 us that is twice as fast saves 150 us of each iteration, at most
-    result = advisor.replay(advisor.open(path), ["scale kernel:third 0.5"])
+    result = advisor.whatif(advisor.open(path), ["scale kernel:third 0.5"])
     assert result.edits[0].selected == profiler_files.ITERATIONS
     assert 0 < result.edits[0].gain_ns <= profiler_files.KERNELS[2] // 2
     capsys.readouterr()

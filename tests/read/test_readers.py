@@ -138,7 +138,7 @@ def test_its_traces_are_analysed_replayed_and_explored_like_any_other(path: Path
     waits = advisor.Analysis(read_trace(str(path))).syncs["kind"].cast(pl.String)
     assert waits.to_list() == ["device"] * STEPS  # as its ``call`` says; no name of CUDA does
     # a kernel twice as fast saves at most half of its time, whatever the replay thinks
-    result = advisor.replay(advisor.open(path), ["scale kernel:toy_gemm 0.5", "remove sync"])
+    result = advisor.whatif(advisor.open(path), ["scale kernel:toy_gemm 0.5", "remove sync"])
     assert result.edits[0].selected == 50
     assert 0 <= result.edits[0].gain_ns <= 100_000
     assert result.edits[1].selected == STEPS

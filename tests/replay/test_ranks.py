@@ -243,9 +243,9 @@ def test_the_package_can_be_called_by_the_name_of_the_public_function(tmp_path: 
     opened(Cluster([loop(BASE)], **QUIET), tmp_path)
     code = (
         "import sys, advisor; run = advisor.open(sys.argv[1])\n"
-        "first = advisor.replay(run, ['remove sync'])\n"
+        "first = advisor.whatif(run, ['remove sync'])\n"
         "from advisor.replay.language import parse_edit\n"
-        "assert advisor.replay(run, [parse_edit('remove sync')]) == first\n"
+        "assert advisor.whatif(run, [parse_edit('remove sync')]) == first\n"
         "assert first.edits[0].selected > 0\n"
     )
     subprocess.run([sys.executable, "-c", code, str(tmp_path)], check=True, timeout=120)

@@ -32,7 +32,7 @@ def told(*findings: tuple[str, int | None, float], risks: tuple[str, ...] = ()) 
         "findings": [
             {
                 "rule": rule,
-                "rank": rank,
+                "priority": rank,
                 "folded_under": None if rank else "other",
                 "share": share,
                 "low": share / 2,

@@ -68,4 +68,4 @@ def losses(report: TrialReport) -> str:
 
 def band(trial: Trial) -> str:
     """Whether the measured gain is within the predicted range."""
-    return {True: "inside", False: "outside", None: "–"}[trial.inside]
+    return {True: "in range", False: "outside", None: "–"}[trial.inside]

@@ -68,10 +68,10 @@ def test_trials_are_shown_with_what_to_write_and_names_stay_text(
     t.open("/trials")
     body = t.text("body")
     for words in (
-        "workers=4: the step goes from 20",
+        "workers=4: 20 ms → 11 ms",
         "40 to 60 %",
         "43 to 47 %",
-        "inside",
+        "in range",
         "dropped: out of memory",
         "+DataLoader(x, num_workers=4)",
         NASTY,

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
-from advisor.advise.engine import Examined, Options, examine
+from advisor.advise.engine import AnalysisResult, Options, examine
 from advisor.advise.ranks.job import ranks_apart
 from advisor.core.errors import AdvisorError
 from advisor.core.run_directory import STEPS
@@ -41,7 +41,7 @@ WATCH_SECONDS = 2.0
 class LoadedRun:
     """One path, read and analysed. Read-only, and safe to be read by several threads."""
 
-    def __init__(self, path: str, examined: Examined) -> None:
+    def __init__(self, path: str, examined: AnalysisResult) -> None:
         self.path = path
         self.examined = examined
         self._views: dict[Any, Any] = {}
@@ -285,7 +285,7 @@ class DashboardSession:
             entry.state = "ready"
         self._seen = windows
 
-    def _examined(self, entry: OpenedPath, read: ReadOptions, *, alone: bool) -> Examined:
+    def _examined(self, entry: OpenedPath, read: ReadOptions, *, alone: bool) -> AnalysisResult:
         """``alone``: one rank that a job has."""
 
         def progress(done: RanksDone) -> None:

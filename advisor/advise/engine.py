@@ -45,7 +45,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Examined:
+class AnalysisResult:
     """A report with what it was made from, for those who want to measure or price more."""
 
     run: Run
@@ -76,7 +76,7 @@ def examine(
     source: str | Path | Sequence[str | Path] | Run,
     options: Options | None = None,
     on_read: Callable[[], object] | None = None,
-) -> Examined:
+) -> AnalysisResult:
     """Like :func:`analyze`, keeping the run, the measurements and what priced the findings.
     ``on_read``: called once all is read that is held here."""
     options = options or Options()
@@ -100,14 +100,14 @@ def examine(
     if why := why_apart(run):
         each = [(trace, partial(_alone, trace, options)) for trace in run.traces.values()]
         told = apart_report(run, analyses, why, each)
-        return Examined(run, told, analyses, BoundPricer(analyses[main]))
+        return AnalysisResult(run, told, analyses, BoundPricer(analyses[main]))
     results = run_ranks(analyses, rules, options.executor)
     summaries = summaries or [r.summary for r in results.values() if r.summary is not None]
     compared = _compared(summaries, unread)
     report, pricing = _advise(run, analyses, results, rules, compared)
     prices = read_prices() if options.prices is None else options.prices
     report = structs.replace(report, cost=cost(run, report, prices, options.gpus))
-    return Examined(run, report, analyses, pricing)
+    return AnalysisResult(run, report, analyses, pricing)
 
 
 def _advise(

@@ -488,7 +488,7 @@ def _explained(replay: Replay) -> str:
         )
         if share is not None and of >= 0.01
     ]
-    return f" It gives the ends of {' and of '.join(parts)} by what was waited for." * bool(parts)
+    return f" It explains {' and '.join(parts)}." * bool(parts)
 
 
 def replay_error(replay: Replay) -> str:

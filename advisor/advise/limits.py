@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from advisor.measure import Analysis
     from advisor.measure.steps.step_variation import StepDifference
 
-ONCE = ("other", "free", "malloc", "launch", "module_load")
+ONE_OFF_CALLS = ("other", "free", "malloc", "launch", "module_load")
 """Classes of runtime calls that wait for nothing in a steady step."""
 START_UP = 0.10
 """A single one of them that takes this share of the window is start-up (loading modules, creating
@@ -227,7 +227,7 @@ def _one_off(a: Analysis) -> list[str]:
 def _start_up(a: Analysis) -> list[str]:
     """A call into the driver that is no wait and takes a large part of the window."""
     cpu = a.trace.cpu
-    once = (cpu["kind"] == "runtime") & cpu["call"].is_in(ONCE).fill_null(False)
+    once = (cpu["kind"] == "runtime") & cpu["call"].is_in(ONE_OFF_CALLS).fill_null(False)
     longest = cpu.filter(once & (cpu["ts"] < a.spans.end.max(initial=0)))
     longest = longest.sort("dur", descending=True).head(1)
     if longest.is_empty() or not a.span_ns or longest["dur"][0] < START_UP * a.span_ns:

@@ -107,9 +107,8 @@ def why_not_placed(placed: Placement) -> str:
     driver = "" if placed.driver is None else f", the driver {t.format_bytes(placed.driver)}"
     if placed.scattered:
         return (
-            f"{t.format_bytes(placed.request)} were asked for, and "
-            f"{t.format_bytes(placed.usable)} were free "
-            f"in the pool and stream of the request, but in no one piece: the largest had "
+            f"The request needed {t.format_bytes(placed.request)}. Its pool and stream had "
+            f"{t.format_bytes(placed.usable)} free, but not in one piece: the largest had "
             f"{t.format_bytes(placed.largest)}{driver}."
         )
     more = ""
@@ -119,9 +118,8 @@ def why_not_placed(placed: Placement) -> str:
             "streams."
         )
     return (
-        f"{t.format_bytes(placed.request)} were asked for; free in the pool and stream of the "
-        "request "
-        f"were {t.format_bytes(placed.usable)}, in pieces of at most "
+        f"The request needed {t.format_bytes(placed.request)}. Its pool and stream had "
+        f"{t.format_bytes(placed.usable)} free, in pieces of at most "
         f"{t.format_bytes(placed.largest)}{driver}."
         f"{more}"
     )
@@ -169,7 +167,7 @@ def memory_verdict(
     text += f"{filled}{most}."
     if report.risks:
         return "bottlenecks", text
-    return "limited", f"{text} Memory alone is in a snapshot; time is not measured."
+    return "limited", f"{text} A snapshot records memory, not time."
 
 
 def memory_limits(a: Analysis) -> list[str]:

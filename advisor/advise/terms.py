@@ -51,7 +51,7 @@ def left_out(rules: list[Rule], meta: TraceMeta) -> list[SkippedCheck]:
     is_one = what.get(meta.framework, f"one of {meta.framework}")
     return [
         SkippedCheck(
-            what="what is PyTorch's own: loaders, autograd, optimizers, compilation, its allocator",
+            what="PyTorch-specific checks: loaders, autograd, optimizers, compilation, allocator",
             why=f"{len(names)} checks advise PyTorch programs, and this is {is_one}",
             rule=", ".join(names),
         )

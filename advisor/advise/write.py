@@ -120,7 +120,7 @@ WIDE = 0.70
 BUSY = 0.80
 """Device-busy share from which a step without findings may be called healthy (gpu-idle: 80 %)."""
 
-ALONE = 0.2
+MIN_EXPOSED_SHARE = 0.2
 """Part of the step from which communication, or copies, that nothing hides are said first."""
 HIDDEN_SHARE = 0.05
 """A note that may be worth this much of the step: "healthy" would hide it."""
@@ -218,7 +218,7 @@ def _alone(report: Report) -> str:
     advised first."""
     for name, word in (("communication", "communication"), ("copies", "copies")):
         share = sum(part.share for part in report.time if part.name == name)
-        if share >= ALONE:
+        if share >= MIN_EXPOSED_SHARE:
             return f", {t.format_share(share)} of it in {word} alone"
     return ""
 

@@ -19,7 +19,7 @@ from advisor.core.errors import AdvisorError
 from advisor.render.formats import REPORTS
 
 if TYPE_CHECKING:
-    from advisor.advise.engine import Examined, Options
+    from advisor.advise.engine import AnalysisResult, Options
     from advisor.advise.ranks.job import RanksDone
     from advisor.cli.output import Progress
     from advisor.core.report import Report
@@ -126,7 +126,7 @@ def command(
     check_ranks(paths, rank, workers=workers, cluster=cluster, ranks=ranks)
     wanted = out.chosen(REPORTS, form, output)
     if operators and (form not in (None, "terminal") or output is not None):
-        raise AdvisorError("--operators: a table for a terminal; other formats have it in them")
+        raise AdvisorError("--operators prints to the terminal only; drop --format and --output")
     if output is not None:
         out.check(output, paths)
     if csv is not None and csv.exists() and not csv.is_dir():
@@ -137,7 +137,7 @@ def command(
     from advisor.read import ReadOptions
     from advisor.read.source import DEFAULT_LIMIT
 
-    names = Told(redact)
+    names = RedactionNames(redact)
     with Progress(progress) as shown:
         options = Options(
             rank=rank,
@@ -148,7 +148,7 @@ def command(
             gpus=gpus,
             workers=workers,
             cluster=cluster,
-            on_progress=RanksShown(shown),
+            on_progress=RankProgress(shown),
             read=ReadOptions(
                 ranks=ranks or "",
                 max_bytes=limit or DEFAULT_LIMIT,
@@ -192,13 +192,13 @@ def check_ranks(
     asked = [name for name, value in given.items() if value is not None]
     if asked and rank is not None:
         raise AdvisorError(
-            f"--rank is of one rank and {asked[0]} of many; give the trace of that rank alone"
+            f"--rank and {asked[0]} cannot be combined; give the trace of that rank alone"
         )
     if asked and "-" in paths:
         raise AdvisorError(f"{asked[0]}: give files and folders, not standard input")
 
 
-class RanksShown:
+class RankProgress:
     """Says how many ranks of a job are done."""
 
     def __init__(self, shown: Progress) -> None:
@@ -218,7 +218,7 @@ class RanksShown:
         self._shown.say(f"{text}, {done.unread:,} not read" if done.unread else text)
 
 
-def write_tables(folder: Path, examined: Examined, *, redact: set[str] | None) -> None:
+def write_tables(folder: Path, examined: AnalysisResult, *, redact: set[str] | None) -> None:
     """The tables of the reported rank, a CSV file each."""
     from advisor.export.csv_tables import tables
 
@@ -239,7 +239,7 @@ def write_tables(folder: Path, examined: Examined, *, redact: set[str] | None) -
     print(f"{folder}: {', '.join(f'{name}.csv' for name in result)}", file=sys.stderr)
 
 
-class Told:
+class RedactionNames:
     """The users and hosts that what is read tells, where they are to be left out."""
 
     def __init__(self, wanted: bool) -> None:
@@ -270,7 +270,7 @@ def study(paths: list[str], options: Options, shown: Progress) -> Report:
     return examine_paths(paths, options, shown).report
 
 
-def examine_paths(paths: list[str], options: Options, shown: Progress) -> Examined:
+def examine_paths(paths: list[str], options: Options, shown: Progress) -> AnalysisResult:
     """The same with the measurements behind the report."""
     from advisor.advise.engine import examine
 

@@ -12,7 +12,7 @@ import typer
 
 from advisor.cli import options as o
 from advisor.cli import output as out
-from advisor.cli.analyze import Told
+from advisor.cli.analyze import RedactionNames
 from advisor.cli.options import Steps, parse_steps, step_ranges
 from advisor.core.errors import AdvisorError
 from advisor.render.formats import COMPARISONS
@@ -59,7 +59,7 @@ def command(
         out.check(output, [before, after])
     if before == after == "-":
         raise AdvisorError("only one of the two can come from standard input")
-    redaction = Told(redact)
+    redaction = RedactionNames(redact)
     options = Options(rank=rank, window=window, steps=chosen, prices=paid, gpus=gpus)
     comparison, names = _compare(before, after, options, step_ranges(steps), progress, redaction)
     _append_prediction(comparison)
@@ -80,7 +80,12 @@ def _append_prediction(comparison: Comparison) -> None:
 
 
 def _compare(
-    before: str, after: str, options: Options, ranges: str | None, progress: bool, redaction: Told
+    before: str,
+    after: str,
+    options: Options,
+    ranges: str | None,
+    progress: bool,
+    redaction: RedactionNames,
 ) -> tuple[Comparison, set[str] | None]:
     """The comparison, and the users and hosts to leave out of it."""
     from advisor.advise.engine import examine
@@ -91,7 +96,7 @@ def _compare(
 
     saved = [read_saved(path) for path in (before, after)]
     if any(saved) and (options.rank is not None or options.window is not None):
-        raise AdvisorError("--rank and --window choose in traces; a saved report is of one of each")
+        raise AdvisorError("--rank and --window need a trace: a saved report covers one of each")
     if any(saved) and (options.steps is not None or ranges is not None):
         raise AdvisorError("--steps: a saved report is of the steps it was made of; give the trace")
     if any(saved) and options.prices is not None:

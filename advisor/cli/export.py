@@ -11,7 +11,7 @@ import typer
 
 from advisor.cli import options as o
 from advisor.cli import output as out
-from advisor.cli.analyze import Told, examine_paths, parse_size
+from advisor.cli.analyze import RedactionNames, examine_paths, parse_size
 from advisor.cli.options import Steps, parse_steps, step_ranges
 from advisor.core.errors import AdvisorError
 from advisor.read.remote import urls
@@ -58,7 +58,7 @@ def command(
     from advisor.read import ReadOptions
     from advisor.read.source import DEFAULT_LIMIT
 
-    told = Told(redact)
+    told = RedactionNames(redact)
     with Progress(progress) as shown:
         read = ReadOptions(
             max_bytes=limit or DEFAULT_LIMIT,

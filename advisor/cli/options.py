@@ -20,7 +20,7 @@ Output = Annotated[
     Path | None, typer.Option("--output", "-o", metavar="FILE", help="Write to a file.")
 ]
 Rank = Annotated[
-    int | None, typer.Option("--rank", metavar="N", min=0, help="Of a run: this rank.")
+    int | None, typer.Option("--rank", metavar="N", min=0, help="Analyze this rank of the run.")
 ]
 Window = Annotated[
     int | None,
@@ -90,7 +90,7 @@ Gpus = Annotated[
 
 
 PRICE_OPTIONS = "--price, --prices"
-SAVED_HAS_COST = "a saved report has the cost that it was made with; give the trace"
+SAVED_HAS_COST = "the cost in a saved report is fixed; give the trace to change prices"
 
 
 def chosen_prices(price: str | None, table: Path | None) -> Prices | None:

@@ -9,7 +9,7 @@ import typer
 
 from advisor.cli import options as o
 from advisor.cli import output as out
-from advisor.cli.analyze import Told, deliver, examine_paths, parse_size
+from advisor.cli.analyze import RedactionNames, deliver, examine_paths, parse_size
 from advisor.cli.options import Steps, parse_steps, step_ranges
 from advisor.core.errors import AdvisorError
 from advisor.render.formats import REPORTS
@@ -63,7 +63,7 @@ def command(
     from advisor.read.source import DEFAULT_LIMIT
 
     analysis = None
-    told = Told(redact)
+    told = RedactionNames(redact)
     saved = read_saved(paths[0]) if len(paths) == 1 else None
     if saved is not None and paid is not None:
         raise AdvisorError(f"{o.PRICE_OPTIONS}: {o.SAVED_HAS_COST}")

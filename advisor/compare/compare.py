@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import advisor
-from advisor.advise.engine import Examined, Options, examine
+from advisor.advise.engine import AnalysisResult, Options, examine
 from advisor.advise.impact import REPLAY
 from advisor.compare.comparison import Amount, Comparison, RealisedGain, Side
 from advisor.compare.findings import Remaining, compare_findings, find_remaining
@@ -38,7 +38,7 @@ def compare(
     sides = [
         given if isinstance(given, Report) else examine(given, options) for given in (before, after)
     ]
-    if isinstance(sides[0], Examined) and isinstance(sides[1], Examined):
+    if isinstance(sides[0], AnalysisResult) and isinstance(sides[1], AnalysisResult):
         return compare_examined(sides[0], sides[1])
     reports = [each if isinstance(each, Report) else each.report for each in sides]
     saved = [index for index, each in enumerate(sides) if isinstance(each, Report)]
@@ -67,7 +67,7 @@ def compare_reports(
     return comparison
 
 
-def compare_examined(before: Examined, after: Examined) -> Comparison:
+def compare_examined(before: AnalysisResult, after: AnalysisResult) -> Comparison:
     """Compare two runs that were analyzed already; of several ranks, the reported one."""
     a, b = before.main, after.main
     paths = [str(each.run.path or each.main.trace.meta.path) for each in (before, after)]
@@ -200,7 +200,7 @@ def _amount(name: str, unit: str, values: Sequence[float | None], group: str = "
 # -- predicted and measured gain ----------------------------------------------------------------
 
 
-def realised(findings: list[Finding], before: Examined, c: Comparison) -> RealisedGain:
+def realised(findings: list[Finding], before: AnalysisResult, c: Comparison) -> RealisedGain:
     """What all fixed findings were predicted to save together, and what the step gained."""
     steps = c.steps
     fixed = [

@@ -18,7 +18,7 @@ from advisor.core import text as t
 from advisor.replay.selection import selected_gaps, selected_gpu, selected_host
 
 if TYPE_CHECKING:
-    from advisor.advise.engine import Examined
+    from advisor.advise.engine import AnalysisResult
     from advisor.core.finding import Edit, Finding, Location
     from advisor.core.report import Report
     from advisor.measure import Analysis
@@ -161,7 +161,9 @@ def _why_unchecked(report: Report, other: Report, rule: str) -> str:
     return ""
 
 
-def find_remaining(finding: Finding, own: Examined, other: Examined) -> Remaining | None:
+def find_remaining(
+    finding: Finding, own: AnalysisResult, other: AnalysisResult
+) -> Remaining | None:
     """Look for a finding of one run in the other; ``None``: it is not there, or cannot be known."""
     impact = finding.impact
     if impact is None or impact.gain_ns is None or impact.currency != "step_time":

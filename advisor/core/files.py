@@ -55,7 +55,7 @@ def read_regular(path: str | Path, most: int) -> bytes:
     with open_regular(path) as file:
         data = file.read(most + 1)
     if len(data) > most:
-        raise AdvisorError(f"{path}: larger than {size(most)}, which no such file is")
+        raise AdvisorError(f"{path}: larger than {size(most)}, too large for such a file")
     return data
 
 

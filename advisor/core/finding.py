@@ -1,4 +1,4 @@
-"""The vocabulary of advice: Finding, Edit, Worth, Rule. A leaf that everybody may import."""
+"""The vocabulary of advice: Finding, Edit, Impact, Rule. Every room may import it."""
 
 from __future__ import annotations
 

@@ -35,7 +35,7 @@ CAUSES: Final = {
     "end": Look("#b5b5bd", "┆", "bright_black"),
     "unknown": Look("#a3a3ad", "?", "bright_black"),
 }
-"""Causes of idle time (``analysis.gaps.CAUSES``)."""
+"""Causes of idle time (``measure.host.gaps.CAUSES``)."""
 
 HOST: Final = {
     **CAUSES,
@@ -43,7 +43,7 @@ HOST: Final = {
     "unrecorded": Look("#c4c4cc", "┆", "bright_black"),
     "autograd": Look("#1f7a55", "▓", "green"),
 }
-"""Classes of host time (``analysis.timeline.CLASSES``): operators are work there, not waiting."""
+"""Classes of host time (``measure.steps.timeline.CLASSES``): operators are work there."""
 
 PHASES: Final = {
     "data": CAUSES["loader"],

@@ -143,7 +143,7 @@ class StepTime(Struct, kw_only=True):
     while nothing is profiled. Gains are of it."""
 
     ns: float
-    """Median of the steps that count (``Recorded.used``), ns."""
+    """Median of the steps that count (``StepRecords.used``), ns."""
     mean_ns: float
     """Their mean, ns."""
     window_ns: float | None = None
@@ -183,7 +183,7 @@ class IdleCause(Struct, frozen=True):
     """Idle device time attributed to one cause, per step."""
 
     cause: str
-    """One of ``analysis.gaps.CAUSES``."""
+    """One of ``measure.host.gaps.CAUSES``."""
     ns: float
     """Per step, ns."""
     share: float
@@ -206,7 +206,7 @@ class Family(Struct, frozen=True):
     """Device time of one kernel family per step, not exclusive of other streams."""
 
     name: str
-    """One of ``analysis.families.FAMILIES``."""
+    """One of ``measure.device.families.FAMILIES``."""
     ns: float
     """Durations summed, per step, ns."""
     share: float
@@ -223,7 +223,7 @@ class OperatorRate(Struct, frozen=True, kw_only=True):
     shapes: str | None
     """Of its tensors; ``null``: not recorded."""
     family: str
-    """One of ``analysis.families.FAMILIES``."""
+    """One of ``measure.device.families.FAMILIES``."""
     dtype: str | None
     """What it computes in; ``null``: not known."""
     kernel: str
@@ -278,7 +278,7 @@ class HostShare(Struct, frozen=True):
     """Host time of the main thread, per step."""
 
     name: str
-    """One of ``analysis.host.CLASSES``; without a trace, a phase that the recorder measured."""
+    """One of ``measure.host.host.CLASSES``; without a trace, a phase that the recorder measured."""
     ns: float
     """Per step, ns, exclusive."""
     share: float

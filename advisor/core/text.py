@@ -52,7 +52,7 @@ CAUSE_LABELS: Final = {
     "other_thread": "another thread",
     "end": "nothing recorded",
 }
-"""Idle causes (``analysis.gaps.CAUSES``) as they are shown."""
+"""Idle causes (``measure.host.gaps.CAUSES``) as they are shown."""
 
 HOST_LABELS: Final = {
     **CAUSE_LABELS,
@@ -63,7 +63,7 @@ HOST_LABELS: Final = {
     "unrecorded": "nothing recorded",
     "autograd": "waiting for backward",
 }
-"""Classes of host time (``analysis.timeline.CLASSES``) as they are shown."""
+"""Classes of host time (``measure.steps.timeline.CLASSES``) as they are shown."""
 
 _INPUT: Final = {"loader": "input pipeline"}
 _ELSEWHERE: Final[Mapping[str | None, Mapping[str, str]]] = {"tensorflow": _INPUT, "jax": _INPUT}

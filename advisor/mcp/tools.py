@@ -24,7 +24,7 @@ from advisor.mcp.answers import (
 )
 
 if TYPE_CHECKING:
-    from advisor.advise.engine import Examined
+    from advisor.advise.engine import AnalysisResult
     from advisor.compare.comparison import FindingChange
     from advisor.core.finding import Evidence, Finding
     from advisor.core.report import OperatorRate, Report
@@ -44,7 +44,7 @@ class Tools:
 
     def __init__(self, allowed: Allowed) -> None:
         self.allowed = allowed
-        self._kept: OrderedDict[Key, Examined] = OrderedDict()
+        self._kept: OrderedDict[Key, AnalysisResult] = OrderedDict()
         self._lock = Lock()
 
     def analyze(self, path: str, rank: int | None = None, top: int = 10) -> Analysed:
@@ -181,7 +181,7 @@ class Tools:
             untrusted=b.UNTRUSTED,
         )
 
-    def _examined(self, given: str, rank: int | None) -> Examined:
+    def _examined(self, given: str, rank: int | None) -> AnalysisResult:
         from advisor.advise.engine import Options, examine
         from advisor.core.prices import NO_PRICES
         from advisor.read import ReadOptions

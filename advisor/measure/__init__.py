@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from advisor.measure.host.launches import Lost
     from advisor.measure.memory.post_mortem import PostMortem
     from advisor.measure.steps.record import StepRecords
-    from advisor.measure.steps.step_variation import Halves
+    from advisor.measure.steps.step_variation import StepHalves
     from advisor.measure.steps.steps import Steps
     from advisor.measure.steps.timeline import Timeline
 
@@ -249,7 +249,7 @@ class Analysis:
         return idle_gaps(self)
 
     @cached_property
-    def uneven(self) -> Halves | None:
+    def uneven(self) -> StepHalves | None:
         """What the longer half of the used steps has more of than the shorter one
         (``uneven.py``); ``None``: they are alike, or too few."""
         from advisor.measure.steps.step_variation import uneven

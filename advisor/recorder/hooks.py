@@ -56,7 +56,7 @@ from advisor.recorder.clock import (
 )
 from advisor.recorder.loaders import Loaders
 from advisor.recorder.modules import ModuleCalls, leave_to_dynamo
-from advisor.recorder.update_detector import Witness
+from advisor.recorder.update_detector import UpdateProbe
 
 
 class Listener(Protocol):
@@ -502,7 +502,7 @@ def _backward(on: Listener) -> Callable[[Any], Any]:
     """Until an optimizer is seen, it is also noted whether weights or gradients were changed since
     the last backward: then that one ended a step."""
     compiling = _compiling()
-    tape, witness = on.tape, Witness()
+    tape, witness = on.tape, UpdateProbe()
     put, here = tape.log.extend, tape.here
     inside = PART_OF_GRADIENTS
 

@@ -15,7 +15,7 @@ MAX_NODES = 4096
 """So much of a graph is searched for a leaf, once."""
 
 
-class Witness:
+class UpdateProbe:
     """Asked before and after each backward."""
 
     def __init__(self) -> None:

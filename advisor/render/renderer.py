@@ -29,7 +29,7 @@ class Renderer(ABC, Generic[Subject]):
         must take them for names."""
 
 
-class Drawing(Renderer[Any]):
+class DocumentRenderer(Renderer[Any]):
     """A format that draws the Document of a subject, whatever the subject."""
 
     def render(self, subject: Any, options: RenderOptions = DEFAULT) -> str:

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import numpy as np
 from msgspec.structs import replace
 
-from advisor.advise.engine import Examined, Options, examine
+from advisor.advise.engine import AnalysisResult, Options, examine
 from advisor.advise.select import load_rules
 from advisor.core.finding import Finding
 from advisor.tune.knob import Machine, find_knob
@@ -99,7 +99,7 @@ def _number(finding: Finding) -> int | None:
     return next((edit.workers for edit in finding.edits if edit.workers), None)
 
 
-def _recorded_ns(seen: Examined) -> float | None:
+def _recorded_ns(seen: AnalysisResult) -> float | None:
     """From the first step to the last, what lay between them included: a share of it is that of the
     mean step, as trials measure it from one end of a step to the next."""
     recorded = seen.main.recorded
@@ -108,7 +108,9 @@ def _recorded_ns(seen: Examined) -> float | None:
     return float(recorded.dur.sum() + np.nansum(recorded.column("evaluation")[1:]))
 
 
-def _predict(trial: Trial, finding: Finding, seen: Examined, value: Value, *, first: bool) -> None:
+def _predict(
+    trial: Trial, finding: Finding, seen: AnalysisResult, value: Value, *, first: bool
+) -> None:
     """The band of the finding; of another number of workers, the same edit with that number."""
     impact = finding.impact
     if impact is None or impact.gain_ns is None:

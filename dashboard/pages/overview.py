@@ -25,7 +25,7 @@ from advisor.dashboard.parts import (
 STATUS = {
     "bottlenecks": "Bottlenecks found",
     "healthy": "Healthy",
-    "limited": "Uncertain",
+    "limited": "Limited data",
 }
 TOP = 5
 """Findings listed; the others are a click away."""

@@ -69,7 +69,8 @@ class PythonHotSpot(Rule):
     )
 
     fix = (
-        "Take the function off the way to the next launch. Compute its result once and keep it, "
+        "Move the function out of the path to the next kernel launch. Compute its result once and "
+        "keep it, "
         "vectorize loops over tensors or lists, or prepare it one step ahead in a DataLoader "
         "worker or another process. Log and checkpoint every N steps only."
     )

@@ -212,7 +212,7 @@ class StepJitter(Rule):
         "autotuning."
     )
     verify = "Record again: the 99th percentile comes closer to the median."
-    falsified_by = "even steps in a longer run"
+    falsified_by = "a longer run with steps of equal length"
     confidence = 0.6
 
     def check(self, a: Analysis) -> Iterator[Outcome]:

@@ -16,7 +16,7 @@ from typing import Any, cast
 import pytest
 
 from advisor.advise.ranks.job import MAX_HELD, RanksDone
-from advisor.cli.analyze import RanksShown, is_hit
+from advisor.cli.analyze import RankProgress, is_hit
 from advisor.cli.output import Progress
 from advisor.core.finding import Finding
 from advisor.core.report import Report
@@ -90,7 +90,7 @@ def test_tables_and_sarif_are_of_a_job_too(
     ("given", "why"),
     [
         (["--workers", "2", "--cluster", "tcp://127.0.0.1:1"], "choose one"),
-        (["--workers", "2", "--rank", "1"], "--rank is of one rank and --workers of many"),
+        (["--workers", "2", "--rank", "1"], "--rank and --workers cannot be combined"),
         (["--ranks", "7", "--workers", "1"], "--ranks 7: no trace of these"),
         (["--ranks", "2-1"], "give ranks and ranges"),
         (["--workers", "2", "--format", "word"], "word"),
@@ -142,7 +142,7 @@ def test_the_bar_tells_how_many_ranks_are_done_of_how_many() -> None:
     said: list[str] = []
     shown = cast("Progress", SimpleNamespace(say=said.append))
     for read, unread in ((0, 0), (2, 1), (5, 1)):
-        RanksShown(shown)(RanksDone(total=6, read=read, unread=unread))
+        RankProgress(shown)(RanksDone(total=6, read=read, unread=unread))
     assert said == [
         f"[{'.' * 24}] 0 of 6 ranks",
         f"[{'#' * 12}{'.' * 12}] 3 of 6 ranks, 1 not read",

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import zstandard
 
-from advisor.advise.engine import Examined, analyze, examine
+from advisor.advise.engine import AnalysisResult, analyze, examine
 from advisor.core.errors import AdvisorError
 from advisor.export import rewrite, tracks
 from advisor.testing import TraceBuilder
@@ -30,7 +30,7 @@ def load(path: Path | str) -> dict[str, Any]:
     return found
 
 
-def export(path: str | Path, target: Path) -> tuple[Examined, dict[str, Any], dict[str, Any]]:
+def export(path: str | Path, target: Path) -> tuple[AnalysisResult, dict[str, Any], dict[str, Any]]:
     """(analysis, original, exported)."""
     found = examine(path)
     rewrite(str(path), target, lambda head: tracks(found.main, found.report, head))

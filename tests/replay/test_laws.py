@@ -20,7 +20,7 @@ import pytest
 import rewriting
 
 from advisor import Analysis, Edit, Finding
-from advisor.advise.engine import Examined, examine
+from advisor.advise.engine import AnalysisResult, examine
 from advisor.advise.impact import REPLAY, pricer
 from advisor.read import read_trace
 from advisor.replay.language import BLOCKING, parse_edit, write_edit
@@ -50,7 +50,7 @@ def replay(path: str) -> EditGain:
 
 
 @functools.lru_cache(maxsize=4)
-def examined(path: str) -> Examined:
+def examined(path: str) -> AnalysisResult:
     return examine(path)
 
 
@@ -447,7 +447,7 @@ def test_the_staircase_adds_up_to_all_findings_together(path: str) -> None:
     assert total <= found.main.step_ns
 
 
-def priced(path: str) -> tuple[Examined, list[Finding]]:
+def priced(path: str) -> tuple[AnalysisResult, list[Finding]]:
     """Findings with a replayed price, and what they are of."""
     found = examined(path)
     if found.pricing.method != REPLAY:

@@ -10,7 +10,7 @@ import polars as pl
 import pytest
 
 from advisor.advise.check import FAILED
-from advisor.advise.engine import Examined, Options, examine
+from advisor.advise.engine import AnalysisResult, Options, examine
 from advisor.core.finding import Finding
 from advisor.measure import Analysis
 from advisor.read import open_run
@@ -19,7 +19,7 @@ NEW = {"slow-attention", "slow-gemm", "slow-convolution", "low-bandwidth", "hand
 
 
 @cache
-def examined(path: str) -> Examined:
+def examined(path: str) -> AnalysisResult:
     return examine(path, Options(config={}))
 
 

@@ -14,7 +14,7 @@ from msgspec import structs
 
 from advisor.advise.options import RanksDone as RanksDone  # noqa: PLC0414
 from advisor.advise.ranks.sources import RemoteFile, locate
-from advisor.advise.ranks.task import Order, Wanted, one_rank
+from advisor.advise.ranks.task import MeasureOptions, MeasureTask, one_rank
 from advisor.advise.ranks.work import processes, results
 from advisor.core.errors import AdvisorError
 from advisor.core.trace import Run
@@ -81,8 +81,8 @@ def summarise_apart(
 
     Raises AdvisorError: no cluster, or not one rank could be read.
     """
-    wanted = Wanted.of(options, config)
-    orders = [Order(source=source, wanted=wanted) for source in _unsure(sources)]
+    wanted = MeasureOptions.of(options, config)
+    orders = [MeasureTask(source=source, wanted=wanted) for source in _unsure(sources)]
     progress = RanksDone(total=len(orders))
     report = options.on_progress or (lambda _: None)
     summaries: list[Summary] = []

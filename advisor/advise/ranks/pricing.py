@@ -27,7 +27,7 @@ Key = tuple["Edit", ...]
 """All edits of one finding."""
 
 
-class Known(NamedTuple):
+class RankSavings(NamedTuple):
     """What is known of a finding of single ranks."""
 
     saved: dict[int, float]
@@ -51,7 +51,7 @@ class RanksPricer:
         self.method, self.error, self.reason = own.method, own.error, own.reason
         self.ranks = tuple(study.replayed)
         self.unseen_loader = own.unseen_loader
-        self._known: dict[Key, Known] = {}
+        self._known: dict[Key, RankSavings] = {}
         self._deviations: dict[Key, tuple[Deviation, Gain | None]] = {}
         self._key_of: dict[Edit, Key] = {}
         self._saved: dict[tuple[Key, ...], float] = {}
@@ -71,7 +71,7 @@ class RanksPricer:
 
     def _learn(self, finding: Finding, saved: dict[int, float], price: Price, *, own: bool) -> None:
         key = tuple(finding.edits)
-        known = Known(saved, price, own, finding.category in COMMUNICATION)
+        known = RankSavings(saved, price, own, finding.category in COMMUNICATION)
         self._known.setdefault(key, known)
         self._name(key)
 

@@ -30,7 +30,7 @@ LONGEST: Final = 300
 """Characters of a reason."""
 
 
-class Wanted(Struct, frozen=True, kw_only=True):
+class MeasureOptions(Struct, frozen=True, kw_only=True):
     """How each rank is measured: what of :class:`~advisor.advise.engine.Options` can be sent."""
 
     steps: tuple[int | None, int | None] | None = None
@@ -43,7 +43,7 @@ class Wanted(Struct, frozen=True, kw_only=True):
     """Of the user's pyproject.toml; a worker's own folder has another, or none."""
 
     @classmethod
-    def of(cls, options: Options, config: dict[str, dict[str, Any]]) -> Wanted:
+    def of(cls, options: Options, config: dict[str, dict[str, Any]]) -> MeasureOptions:
         """What of the options can be sent."""
         rules = options.rules_folder
         return cls(
@@ -74,11 +74,11 @@ class Wanted(Struct, frozen=True, kw_only=True):
         )
 
 
-class Order(Struct, frozen=True, kw_only=True):
+class MeasureTask(Struct, frozen=True, kw_only=True):
     """One file to measure."""
 
     source: RemoteFile
-    wanted: Wanted = field(default_factory=Wanted)
+    wanted: MeasureOptions = field(default_factory=MeasureOptions)
     version: str = __version__
     """Of the advisor that asks."""
 
@@ -101,7 +101,7 @@ def perform(order: bytes) -> bytes:
     """An encoded Order to an encoded Summary, or Unread with the reason: nothing is raised but
     what ends a process."""
     try:
-        wanted = msgspec.msgpack.decode(order, type=Order)
+        wanted = msgspec.msgpack.decode(order, type=MeasureTask)
     except ValueError:
         return encode(Unread(rank=-1, path="", why=f"advisor {__version__} knows no such order"))
     if wanted.version != __version__:
@@ -138,7 +138,7 @@ def told(error: BaseException) -> str:
     return f"not measured, a fault of advisor ({type(error).__name__}: {error})"
 
 
-def _measured(order: Order) -> bytes:
+def _measured(order: MeasureTask) -> bytes:
     from advisor.measure.ranks.hosts import host_of
 
     source = order.source

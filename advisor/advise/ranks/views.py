@@ -77,11 +77,6 @@ def _round(width: float) -> float:
     return next(part * ten for part in (1, 2, 5, 10, 20) if part * ten >= width)
 
 
-def bar(count: int, most: int, room: int) -> int:
-    """Cells of a bar of ``room``; what is there is seen."""
-    return 0 if not count else max(1, round(count / most * room))
-
-
 class HeatMap(NamedTuple):
     """Ranks × classes: by how much each differs from the median rank."""
 

@@ -13,7 +13,7 @@ from typing import Final, Protocol
 import msgspec
 
 from advisor.advise.options import SECONDS
-from advisor.advise.ranks.task import Order, perform, reason
+from advisor.advise.ranks.task import MeasureTask, perform, reason
 from advisor.core.errors import AdvisorError
 from advisor.core.pool import ProcessPool, Work, WorkerDied
 from advisor.measure.ranks.summary import MAX_DECODED, Summary, Unread, decode
@@ -55,7 +55,7 @@ class _Flying:
 
 
 def results(
-    orders: Sequence[Order],
+    orders: Sequence[MeasureTask],
     workers: Workers,
     *,
     seconds: float = SECONDS,
@@ -137,7 +137,7 @@ def death_told(why: str, times: int) -> str:
     return reason(f"{why}, {times} times: it may need more memory than a worker has")
 
 
-def _decoded(order: Order, data: bytes) -> Summary | Unread:
+def _decoded(order: MeasureTask, data: bytes) -> Summary | Unread:
     if len(data) > MAX_DECODED:
         return order.failed("its summary is too large")
     try:

@@ -17,7 +17,7 @@ Mask = NDArray[np.bool_]
 
 
 @dataclass(frozen=True)
-class Lives:
+class BlockLifetimes:
     """The blocks of a device, one an entry: from the event that made it to the one that ended it.
 
     ``born`` is -1 for what was there before the history begins; ``ended`` is the number of events
@@ -76,7 +76,7 @@ class History:
         return {name: actions == name for name in names}
 
     @cached_property
-    def lives(self) -> Lives:
+    def lives(self) -> BlockLifetimes:
         """Every block that was allocated or freed in the history, or is there at its end.
 
         A tensor lets go of its block at ``free_requested`` (at ``free_completed`` where the former
@@ -107,7 +107,7 @@ class History:
             alive &= ~gone
         older = ~np.isin(here, address[alive])
         stacks = self.event_stack[rows]
-        return Lives(
+        return BlockLifetimes(
             address=np.concatenate([address[starts], address[orphan], here[older]]),
             size=np.concatenate([size[starts], size[orphan], state["requested"].to_numpy()[older]]),
             born=np.concatenate(

@@ -35,7 +35,7 @@ class StepDifference(NamedTuple):
     """In a longer one."""
 
 
-class Halves(NamedTuple):
+class StepHalves(NamedTuple):
     """The mean of the longer half of the steps less that of the shorter half.
 
     With an odd number of steps the middle one is in neither. ``classes`` are exclusive (those of
@@ -55,7 +55,7 @@ class Halves(NamedTuple):
         return self.long_ns - self.short_ns
 
 
-def uneven(a: Analysis) -> Halves | None:
+def uneven(a: Analysis) -> StepHalves | None:
     """See ``Analysis.uneven``. ``None``: the steps are alike, or too few. Without device work it is
     the main thread's time, by its classes, and operators by the time in them alone."""
     used = a.steps.used
@@ -85,7 +85,7 @@ def uneven(a: Analysis) -> Halves | None:
         StepDifference(name, float(each[long].mean() - each[short].mean()))
         for name, each in amounts.items()
     ]
-    return Halves(
+    return StepHalves(
         float(dur[short].mean()),
         float(dur[long].mean()),
         _largest(classes, difference),

@@ -12,7 +12,7 @@ from advisor.core import text as t
 from advisor.render import document as d
 from advisor.render.figures import heads
 from advisor.render.html import Markup, esc, inline, join, scrolling, tag
-from advisor.render.renderer import DEFAULT, Drawing, RenderOptions
+from advisor.render.renderer import DEFAULT, DocumentRenderer, RenderOptions
 
 POLICY: Final = "default-src 'none'; style-src 'unsafe-inline'; base-uri 'none'; form-action 'none'"
 """Content security policy: styles of the page itself, and nothing else from anywhere."""
@@ -20,7 +20,7 @@ MAX_ITEMS: Final = 200
 """Of one list, or of the cards of one section."""
 
 
-class Html(Drawing):
+class Html(DocumentRenderer):
     """A page, below 1 MB."""
 
     suffixes = (".html", ".htm")
@@ -114,15 +114,6 @@ def block(part: d.Block, level: int = 2) -> Markup:
         case d.Figure():
             return part.html()
     return Markup()
-
-
-def _facts(part: d.EvidenceList) -> Markup:
-    rows = [
-        tag("tr", tag("th", name, scope="row"), tag("td", value), tag("td", limit, cls="soft"))
-        for name, value, limit in part.rows
-    ]
-    head = heads(["evidence", "value", "limit"])
-    return scrolling("Evidence", tag("table", head, tag("tbody", *rows), cls="evidence"))
 
 
 def _some(blocks: Sequence[d.Block]) -> Sequence[d.Block]:

@@ -6,10 +6,10 @@ from collections.abc import Sequence
 
 from advisor.render import document as d
 from advisor.render.markdown import block, code, escape, table
-from advisor.render.renderer import DEFAULT, Drawing, RenderOptions
+from advisor.render.renderer import DEFAULT, DocumentRenderer, RenderOptions
 
 
-class Markdown(Drawing):
+class Markdown(DocumentRenderer):
     """GitHub-flavoured Markdown."""
 
     suffixes = (".md", ".markdown")

@@ -14,7 +14,7 @@ from advisor.core import text as t
 from advisor.render import document as d
 from advisor.render.formats.html import block
 from advisor.render.html import Markup, inline, tag
-from advisor.render.renderer import DEFAULT, Drawing, RenderOptions
+from advisor.render.renderer import DEFAULT, DocumentRenderer, RenderOptions
 
 MAX_CARDS: Final = 5
 MAX_ROWS: Final = 10
@@ -37,7 +37,7 @@ STYLES: Final = {
 """Tag or class -> its look; where a page has a style sheet, a cell has these."""
 
 
-class Notebook(Drawing):
+class Notebook(DocumentRenderer):
     """A fragment of HTML."""
 
     def draw(self, document: d.Document, options: RenderOptions = DEFAULT) -> str:

@@ -10,7 +10,7 @@ from rich.cells import cell_len
 from advisor.core import text as t
 from advisor.render import document as d
 from advisor.render.page import Page
-from advisor.render.renderer import DEFAULT, Drawing, RenderOptions
+from advisor.render.renderer import DEFAULT, DocumentRenderer, RenderOptions
 
 SCREEN: Final = 45
 """Lines of a report that nobody asked details of, where fewer fixes in full make it fit."""
@@ -26,7 +26,7 @@ STYLES: Final = {
 }  # fmt: skip
 
 
-class Terminal(Drawing):
+class Terminal(DocumentRenderer):
     """Text of at most ``width`` columns."""
 
     def draw(self, document: d.Document, options: RenderOptions = DEFAULT) -> str:

@@ -81,7 +81,7 @@ def saving(replay: RanksReplay, saved: Floats, *, communication: bool) -> Change
     return replay.scaled(_repeated(np.maximum(0.0, 1 - share), replay))
 
 
-class Usual(NamedTuple):
+class TypicalGain(NamedTuple):
     """Own work of the ranks that have the same part of the job, in their middle."""
 
     work: Floats
@@ -90,7 +90,7 @@ class Usual(NamedTuple):
     """By rank."""
 
 
-def usual_work(job: Job, replay: RanksReplay, without: set[int]) -> Usual:
+def usual_work(job: Job, replay: RanksReplay, without: set[int]) -> TypicalGain:
     """The middle of the ranks of a stage that have as many collectives in the step as most of them,
     ``without`` some. Place by place: where one is slower in some of the work, only that counts."""
     stage, place = job.stage[replay.rank], replay.places()
@@ -112,10 +112,10 @@ def usual_work(job: Job, replay: RanksReplay, without: set[int]) -> Usual:
         like = [row for row in rows.tolist() if row not in without]
         if like:
             tail[rows] = float(np.median(replay.tail[like]))
-    return Usual(work, tail)
+    return TypicalGain(work, tail)
 
 
-def _like_the_others(replay: RanksReplay, usual: Usual, at: Sequence[int]) -> Change:
+def _like_the_others(replay: RanksReplay, usual: TypicalGain, at: Sequence[int]) -> Change:
     """Some ranks do what takes them longer than the others in the others' time."""
     own = np.isin(replay.rank, list(at)) & (usual.work < replay.work)
     tail = replay.tail.copy()
@@ -159,7 +159,7 @@ def _mean(of: Ints, values: Floats, kept: Bools) -> Floats:
     return np.asarray(np.divide(total, count, out=np.zeros_like(total), where=count > 0)[of])
 
 
-def _no_last(replay: RanksReplay, usual: Usual) -> Change:
+def _no_last(replay: RanksReplay, usual: TypicalGain) -> Change:
     """Without the ranks that hold a step up: those that have more work in it than most. Where ranks
     differ all over, the next one is as late; then all of them do what most do."""
     steps = len(replay.columns)
@@ -175,7 +175,7 @@ def _no_last(replay: RanksReplay, usual: Usual) -> Change:
     return Change(work=np.where(own, usual.work, replay.work))
 
 
-def _all_alike(replay: RanksReplay, usual: Usual) -> Change:
+def _all_alike(replay: RanksReplay, usual: TypicalGain) -> Change:
     """Every rank at the median of those with its part of the work, at every place: those that are
     faster there too, so that the work is the same and only what differs is gone."""
     work = np.where(np.isfinite(usual.work), usual.work, replay.work)

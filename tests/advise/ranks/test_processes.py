@@ -17,16 +17,16 @@ import pytest
 from advisor.advise.engine import Options, analyze
 from advisor.advise.ranks.job import MAX_HELD, RanksDone, ranks_apart
 from advisor.advise.ranks.sources import RemoteFile
-from advisor.advise.ranks.task import Order, Wanted, perform
+from advisor.advise.ranks.task import MeasureOptions, MeasureTask, perform
 from advisor.advise.ranks.work import processes
 from advisor.core.errors import AdvisorError
 from advisor.core.pool import ProcessPool, WorkerDied
 from advisor.measure.ranks.summary import Summary, decode
 
 
-def packed(path: Path, wanted: Wanted | None = None) -> bytes:
+def packed(path: Path, wanted: MeasureOptions | None = None) -> bytes:
     source = RemoteFile(url=str(path), at=str(path), rank=0)
-    return msgspec.msgpack.encode(Order(source=source, wanted=wanted or Wanted()))
+    return msgspec.msgpack.encode(MeasureTask(source=source, wanted=wanted or MeasureOptions()))
 
 
 def test_a_killed_process_changes_nothing_and_a_damaged_file_fails_alone(fleet: Any) -> None:
@@ -64,7 +64,8 @@ def test_no_process_is_left_behind_not_even_a_busy_one(fleet: Any) -> None:
     fleet.trap(0, "waits")
     with processes(1) as crew:
         crew.submit(
-            perform, packed(fleet.folder / "rank0.json", Wanted(rules_folder=str(fleet.rules)))
+            perform,
+            packed(fleet.folder / "rank0.json", MeasureOptions(rules_folder=str(fleet.rules))),
         )
         deadline = time.monotonic() + 60
         while not (pids := crew.pids) and time.monotonic() < deadline:

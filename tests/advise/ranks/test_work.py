@@ -12,7 +12,7 @@ from typing import Any
 import msgspec
 
 from advisor.advise.ranks.sources import RemoteFile
-from advisor.advise.ranks.task import Order, perform
+from advisor.advise.ranks.task import MeasureTask, perform
 from advisor.advise.ranks.work import RETRIES, results
 from advisor.core.pool import WorkerDied
 from advisor.measure.ranks.summary import Summary, Unread, encode
@@ -20,8 +20,10 @@ from advisor.measure.ranks.summary import Summary, Unread, encode
 Act = Callable[[int, int], bytes]
 
 
-def orders(count: int) -> list[Order]:
-    return [Order(source=RemoteFile(url=f"rank{n}", at=f"rank{n}", rank=n)) for n in range(count)]
+def orders(count: int) -> list[MeasureTask]:
+    return [
+        MeasureTask(source=RemoteFile(url=f"rank{n}", at=f"rank{n}", rank=n)) for n in range(count)
+    ]
 
 
 def answer(rank: int) -> bytes:
@@ -45,7 +47,7 @@ class Crew:
         return self.count
 
     def submit(self, fn: Any, order: bytes, /) -> Future[bytes]:
-        rank = msgspec.msgpack.decode(order, type=Order).rank
+        rank = msgspec.msgpack.decode(order, type=MeasureTask).rank
         made: Future[bytes] = Future()
         with self.lock:
             self.times[rank] += 1
@@ -177,7 +179,7 @@ def test_an_answer_that_is_no_summary_is_that_ranks_failure() -> None:
 
 
 def test_an_order_of_another_version_is_refused_by_the_worker() -> None:
-    order = Order(source=RemoteFile(url="rank3", at="rank3", rank=3), version="0.0.0")
+    order = MeasureTask(source=RemoteFile(url="rank3", at="rank3", rank=3), version="0.0.0")
     told = msgspec.msgpack.decode(perform(msgspec.msgpack.encode(order)))["unread"]
     assert told["rank"] == 3
     assert "install the same" in told["why"]

@@ -51,7 +51,6 @@ FLASH = Source("FlashAttention: 1.5 to 4 times faster", "https://arxiv.org/abs/2
 FOREACH = Source(
     "PyTorch's optimizers: for-loop, foreach, fused", "https://pytorch.org/docs/stable/optim.html"
 )
-GREYHOUND = Source("Greyhound (fail-slow detection)", "https://arxiv.org/abs/2410.12588")
 LLAMA = Source("LLaMA's vocabulary", "https://arxiv.org/abs/2302.13971")
 MATMUL_GUIDE = Source(
     "NVIDIA's guide to matrix products",

@@ -12,9 +12,8 @@ from advisor.cli import output as out
 from advisor.core.errors import AdvisorError
 
 if TYPE_CHECKING:
-    from advisor.render.formats import Formats
-if TYPE_CHECKING:
     from advisor.core.prices import Prices
+    from advisor.render.formats import Formats
 
 Output = Annotated[
     Path | None, typer.Option("--output", "-o", metavar="FILE", help="Write to a file.")

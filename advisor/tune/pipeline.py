@@ -25,7 +25,6 @@ from advisor.tune.process import TrialProgram
 from advisor.tune.report import FILE, Trial, TrialReport
 from advisor.tune.rounds import Limits
 from advisor.tune.session import TrialSession, why_not
-from advisor.tune.spec import Value
 
 RECORDED_STEPS, RECORDED_LEAST = 90, 40
 """Of the recording: a profiled window and as many around it; fewer where they take long."""
@@ -178,11 +177,6 @@ def command_of(run: Path) -> list[str]:
     if words[0].endswith((".py", ".pyw")):
         words = [sys.executable, *words]
     return words
-
-
-def format_setting(value: Value) -> str:
-    """As text."""
-    return "" if value is None else str(value)
 
 
 MAX_BYTES = 4 << 20

@@ -20,8 +20,6 @@ from advisor.replay.selection import selected_gaps, selected_gpu, selected_host
 if TYPE_CHECKING:
     from advisor.core.finding import Finding
     from advisor.core.report import Report
-    from advisor.measure import Analysis
-if TYPE_CHECKING:
     from advisor.dashboard.timeline.index import TimelineIndex
     from advisor.measure import Analysis
 

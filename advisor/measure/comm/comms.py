@@ -14,8 +14,6 @@ from advisor.measure.host.names import map_names, name_matches
 
 if TYPE_CHECKING:
     from advisor.measure import Analysis
-if TYPE_CHECKING:
-    from advisor.measure import Analysis
     from advisor.measure.ranks.ranks import Skew
 
 SCHEMA: dict[str, Any] = {

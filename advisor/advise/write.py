@@ -234,7 +234,11 @@ def _caveat(report: Report) -> str:
                 title = note.title[0].lower() + note.title[1:]
                 return f"one may gain up to {t.format_share(max(impact.share, high))}: {title}"
     if not scope.device_known:
-        return "the GPU model is not recorded, so its attainable rates are unknown"
+        name = scope.device_name
+        which = (
+            "the GPU model is not recorded" if name is None else f"the rates of {name} are unknown"
+        )
+        return f"{which}, so slow kernels are not recognised: --gpu NAME gives the model"
     if scope.steps_used > 1 and scope.step_max_ns > UNEVEN * max(scope.step_min_ns, 1):
         return f"steps vary: {t.format_range(scope.step_min_ns, scope.step_max_ns)}"
     return ""

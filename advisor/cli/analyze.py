@@ -114,6 +114,7 @@ def command(
     price: o.Price = None,
     prices: o.PriceTable = None,
     gpus: o.Gpus = None,
+    gpu: o.Gpu = None,
     progress: o.Progress = True,
 ) -> None:
     """Say what is slow in a PyTorch profiler trace, why, what to change, what it is worth."""
@@ -153,6 +154,7 @@ def command(
                 ranks=ranks or "",
                 max_bytes=limit or DEFAULT_LIMIT,
                 step_ranges=step_ranges(steps),
+                gpu=gpu,
                 progress=shown.reading,
                 peek=names.peek,
                 memory=None if memory is None else str(memory),

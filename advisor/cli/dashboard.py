@@ -76,6 +76,7 @@ def command(
     price: o.Price = None,
     prices: o.PriceTable = None,
     gpus: o.Gpus = None,
+    gpu: o.Gpu = None,
     memory: Memory = None,
     max_size: o.MaxSize = None,
 ) -> None:
@@ -108,6 +109,7 @@ def command(
         max_bytes=limit or DEFAULT_LIMIT,
         memory=None if memory is None else str(memory),
         step_ranges=step_ranges(steps),
+        gpu=gpu,
     )
     options = Options(
         rank=rank,

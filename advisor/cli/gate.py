@@ -65,6 +65,7 @@ def command(
     price: o.Price = None,
     prices: o.PriceTable = None,
     gpus: o.Gpus = None,
+    gpu: o.Gpu = None,
     progress: o.Progress = True,
 ) -> None:
     """Compare a run with a baseline. Exit code 0: not slower, or not shown to be; 1: a regression;
@@ -82,7 +83,7 @@ def command(
         steps=parse_steps(steps),
         prices=paid,
         gpus=gpus,
-        read=ReadOptions(step_ranges=step_ranges(steps)),
+        read=ReadOptions(step_ranges=step_ranges(steps), gpu=gpu),
     )
     if save is not None:
         from advisor.compare.gate import baseline

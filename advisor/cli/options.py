@@ -88,6 +88,16 @@ Gpus = Annotated[
 ]
 
 
+Gpu = Annotated[
+    str | None,
+    typer.Option(
+        "--gpu",
+        metavar="NAME",
+        help="The GPU that ran the work, such as 'a100 sxm4 80gb', where the file does not say.",
+    ),
+]
+
+
 PRICE_OPTIONS = "--price, --prices"
 SAVED_HAS_COST = "the cost in a saved report is fixed; give the trace to change prices"
 

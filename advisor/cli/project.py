@@ -68,13 +68,13 @@ def command(
     """
     if not gpu and not every:
         raise AdvisorError("project: say which GPU with --gpu NAME, or --all")
+    from advisor.core.gpus import find_gpu
     from advisor.core.prices import read_prices
     from advisor.measure import Analysis
     from advisor.measure.steps.steps import refuse_none
     from advisor.read import ReadOptions, open_run
     from advisor.replay.project.choice import choose
     from advisor.replay.project.project import Projector
-    from advisor.replay.project.rates import find
 
     table = read_prices(prices)
     targets, told = _targets(gpu, table, every=every)
@@ -90,7 +90,7 @@ def command(
     projector = Projector(
         measured,
         same_host=same_host,
-        source=None if source is None else find(source).gpu,
+        source=None if source is None else find_gpu(source).gpu,
     )
     result = choose(projector, targets)
     if form == "json":
@@ -104,15 +104,14 @@ def _targets(
     names: list[str], prices: Prices, *, every: bool
 ) -> tuple[list[tuple[GpuSpec, float | None]], list[str]]:
     """The GPUs with their prices, and what a short name was taken for."""
-    from advisor.core.gpus import known
+    from advisor.core.gpus import find_gpu, known
     from advisor.replay.project.choice import hourly_prices
-    from advisor.replay.project.rates import find
 
     money = hourly_prices(prices)
-    chosen = {result.gpu.name: result.gpu for result in map(find, names)}
+    chosen = {result.gpu.name: result.gpu for result in map(find_gpu, names)}
     told = []
     for name in dict.fromkeys(names):
-        result = find(name)
+        result = find_gpu(name)
         if result.others:
             more = ", ".join(result.others[:4]) + (" …" if len(result.others) > 4 else "")
             told.append(f"{name} is taken for {result.gpu.name}; it could be {more}")

@@ -45,6 +45,7 @@ def command(
     price: o.Price = None,
     prices: o.PriceTable = None,
     gpus: o.Gpus = None,
+    gpu: o.Gpu = None,
     progress: o.Progress = True,
 ) -> None:
     """Write a report: one HTML file, Markdown, SARIF for code scanning, GitHub annotations."""
@@ -74,6 +75,7 @@ def command(
             read = ReadOptions(
                 max_bytes=limit or DEFAULT_LIMIT,
                 step_ranges=step_ranges(steps),
+                gpu=gpu,
                 progress=shown.reading,
                 peek=told.peek,
             )

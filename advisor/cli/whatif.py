@@ -39,6 +39,7 @@ def command(
     ] = [],  # noqa: B006
     rank: o.Rank = None,
     steps: Steps = None,
+    gpu: o.Gpu = None,
     form: Annotated[
         Literal["terminal", "json"], typer.Option("--format", help="How to print it.")
     ] = "terminal",
@@ -53,7 +54,7 @@ def command(
     edits = [parse_edit(line) for line in edit]
     from advisor.read import ReadOptions, open_run
 
-    chosen, read = parse_steps(steps), ReadOptions(step_ranges=step_ranges(steps))
+    chosen, read = parse_steps(steps), ReadOptions(step_ranges=step_ranges(steps), gpu=gpu)
     run = open_run(path, read, rank=rank, window="first")
     result = what_if(run, edits, steps=chosen)
     if missed := [i for i, row in enumerate(result.edits) if row.selected == 0]:

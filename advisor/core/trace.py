@@ -235,6 +235,8 @@ class TraceMeta:
     ``step #<n>``."""
     step_ranges: str | None = None
     """Regular expression of the ranges that were said to be steps; ``None``: nobody did."""
+    gpu: str | None = None
+    """The GPU that the user says ran the work (``GpuSpec.name``); ``None``: not said."""
 
     @property
     def step_names(self) -> str:
@@ -295,6 +297,8 @@ class Trace:
         if own is None and self.meta.devices:
             alike = {replace(d, id=device_id) for d in self.meta.devices}
             own = alike.pop() if len(alike) == 1 else None
+        if self.meta.gpu is not None and (own is None or own.name is None):
+            own = replace(own or Device(device_id), name=self.meta.gpu)
         return own
 
 

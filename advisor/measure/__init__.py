@@ -165,16 +165,18 @@ class Analysis:
     @cached_property
     def hardware(self) -> GpuSpec | None:
         """What that device can do; ``None``: unknown GPU, so rooflines are not measured."""
-        from advisor.core.gpus import lookup
+        from advisor.core.gpus import find_gpu, lookup
 
         if self.device is None:
             return None
-        return lookup(
+        result = lookup(
             self.device.name,
             sms=self.device.sms,
             memory_bytes=self.device.memory_bytes,
             compute=self.device.compute,
         )
+        named = self.trace.meta.gpu
+        return find_gpu(named).gpu if result is None and named is not None else result
 
     @cached_property
     def in_window(self) -> NDArray[np.bool_]:

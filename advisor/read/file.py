@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from advisor.core.errors import AdvisorError
+from advisor.core.gpus import find_gpu
 from advisor.core.trace import KINETO, Trace
 from advisor.read.reader import ReadOptions
 from advisor.read.registry import read_by, reader_of, readers
@@ -35,7 +36,8 @@ def _read(source: ByteSource, options: ReadOptions) -> Trace:
     told = trace.meta.format if reader.name == KINETO else reader.name
     if told != reader.name and told not in {item.name for item in readers()}:
         told = reader.name  # it says that we wrote it, from a file of a format that nobody knows
-    meta = replace(trace.meta, format=told, step_ranges=options.step_ranges)
+    gpu = None if options.gpu is None else find_gpu(options.gpu).gpu.name
+    meta = replace(trace.meta, format=told, step_ranges=options.step_ranges, gpu=gpu)
     return replace(trace, meta=meta)
 
 

@@ -35,6 +35,8 @@ class ReadOptions:
     """A memory snapshot that belongs to what is read (``--memory``)."""
     step_ranges: str | None = None
     """Regular expression of the names of the ranges that are steps."""
+    gpu: str | None = None
+    """The GPU that ran the work, where a file does not name one it knows (``a100 sxm4 80gb``)."""
     ranks: str = ""
     """Ranks to keep, such as ``0-63,512``; empty: all."""
     urls: bool = True

@@ -84,6 +84,15 @@ def report_unknown_rates(a: Analysis, families: Sequence[str], work: str) -> Ite
     yield SkippedCheck(what=f"how near {work} come to the device's rates", why=why, record=record)
 
 
+def no_shapes(a: Analysis, what: str) -> SkippedCheck:
+    """That ``what`` needs shapes: none are recorded, or not those of these kernels."""
+    if a.trace.inputs.is_empty():
+        why, record = "the trace has no input shapes", "record_shapes=True"
+    else:
+        why, record = "the recorded input shapes are not those of these kernels' operators", ""
+    return SkippedCheck(what=what, why=why, record=record)
+
+
 def scale_factor(a: Analysis, rows: Mask, saved_ns: float) -> float:
     """The factor that takes ``saved_ns`` off the summed duration of ``rows``.
 

@@ -14,7 +14,6 @@ from advisor.core.finding import (
     Finding,
     Outcome,
     Rule,
-    SkippedCheck,
     Threshold,
 )
 from advisor.measure import Analysis
@@ -104,12 +103,10 @@ class LowOccupancy(Rule):
         if low.is_empty():
             return
         blind = low.filter(pl.col("moved").is_null())
-        if blind.height == low.height and a.trace.meta.record_shapes is not True:
-            yield SkippedCheck(
-                what=f"whether {blind['dur'].sum() / total:.0%} of kernel time at low occupancy "
-                "reaches memory bandwidth",
-                why="the trace has no input shapes",
-                record="record_shapes=True",
+        if blind.height == low.height:
+            share = f"{blind['dur'].sum() / total:.0%}"
+            yield facts.no_shapes(
+                a, f"whether {share} of kernel time at low occupancy reaches memory bandwidth"
             )
         if a.hardware is None:
             return

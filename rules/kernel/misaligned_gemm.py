@@ -15,7 +15,6 @@ from advisor.core.finding import (
     Outcome,
     Rule,
     Select,
-    SkippedCheck,
     Source,
     Threshold,
 )
@@ -140,11 +139,7 @@ class MisalignedGemm(Rule):
         spent = facts.duration(a, misaligned)
         share = spent / total
         if facts.duration(a, undecided) > 0.5 * facts.duration(a, rows) and share < self.min_share:
-            yield SkippedCheck(
-                what="alignment of matrix dimensions",
-                why="the trace has no input shapes",
-                record="record_shapes=True",
-            )
+            yield facts.no_shapes(a, "alignment of matrix dimensions")
             return
         if share < self.min_share:
             return

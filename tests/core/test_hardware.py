@@ -8,6 +8,7 @@ import sys
 import pytest
 
 from advisor.core import gpus as hardware
+from advisor.core.errors import AdvisorError
 from advisor.core.gpus import GpuSpec, lookup
 
 GPUS = hardware.known()
@@ -337,3 +338,53 @@ def test_importing_is_cheap_and_loads_nothing() -> None:
         "assert h.known.cache_info().currsize == 0"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+
+
+# --- a model by its words, and by the user ------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("name", "seen", "expected"),
+    [
+        ("A100-SXM-80GB", {}, "NVIDIA A100 SXM4 80GB"),
+        ("NVIDIA A100 80GB", {"sms": 108}, "NVIDIA A100 PCIe 80GB"),  # of nearly equal ones, slower
+        ("NVIDIA A100", {"memory_bytes": 40 * GiB}, "NVIDIA A100 SXM4 40GB"),
+        ("NVIDIA H100 80GB HBM2e", {"sms": 114}, "NVIDIA H100 PCIe"),
+        ("NVIDIA H100 SXM5 80GB", {}, "NVIDIA H100 SXM5 80GB"),
+        ("Tesla V100-DGXS-32GB", {"sms": 80, "compute": (7, 0)}, "NVIDIA V100 SXM2 32GB"),
+        ("V100 32GB", {}, "NVIDIA V100 PCIe 32GB"),
+        ("NVIDIA PG509-210", {"memory_bytes": 85198045184}, "NVIDIA A100 SXM4 80GB"),
+        ("NVIDIA A800-SXM4-80GB", {"sms": 108}, "NVIDIA A800 SXM4 80GB"),
+        ("NVIDIA A800 80GB PCIe", {}, "NVIDIA A800 PCIe 80GB"),
+        ("NVIDIA H800", {"sms": 132}, "NVIDIA H800 SXM5 80GB"),
+        ("NVIDIA H20", {"sms": 78}, "NVIDIA H20 96GB"),
+        ("NVIDIA T4", {}, "NVIDIA T4"),
+        ("GeForce RTX 4090", {}, "NVIDIA GeForce RTX 4090"),
+        ("MI300X", {"sms": 304}, "AMD Instinct MI300X"),
+    ],
+)
+def test_a_model_is_told_by_its_words(name: str, seen: dict[str, object], expected: str) -> None:
+    assert find(name, **seen).name == expected
+
+
+@pytest.mark.parametrize("name", ["NVIDIA A100 SXM 64GB", "NVIDIA H100", "NVIDIA GH200", "80GB"])
+def test_variants_of_different_rates_are_not_guessed_between(name: str) -> None:
+    assert lookup(name) is None
+
+
+def test_the_user_names_the_gpu_that_a_file_does_not() -> None:
+    from advisor.measure import Analysis
+    from advisor.read import ReadOptions
+    from advisor.read.file import read_bytes
+
+    text = (
+        b'{"traceEvents":[{"ph":"X","cat":"kernel","name":"k","ts":1,"dur":2,"pid":0,"tid":7,'
+        b'"args":{"device":0,"stream":7}}]}'
+    )
+    unnamed = Analysis(read_bytes(text))
+    assert unnamed.hardware is None
+    named = Analysis(read_bytes(text, options=ReadOptions(gpu="a100 sxm4 80gb")))
+    assert named.hardware is find("NVIDIA A100-SXM4-80GB")
+    assert named.device is not None and named.device.name == "NVIDIA A100 SXM4 80GB"
+    with pytest.raises(AdvisorError, match="no GPU 'z9' is known"):
+        read_bytes(text, options=ReadOptions(gpu="z9"))

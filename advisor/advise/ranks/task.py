@@ -35,6 +35,7 @@ class MeasureOptions(Struct, frozen=True, kw_only=True):
 
     steps: tuple[int | None, int | None] | None = None
     step_ranges: str | None = None
+    gpu: str | None = None
     window: int | None = None
     max_bytes: int | None = None
     rules_folder: str | None = None
@@ -49,6 +50,7 @@ class MeasureOptions(Struct, frozen=True, kw_only=True):
         return cls(
             steps=options.steps,
             step_ranges=options.read.step_ranges,
+            gpu=options.read.gpu,
             window=options.window,
             max_bytes=options.read.max_bytes,
             rules_folder=None if rules is None else str(rules.resolve()),
@@ -70,6 +72,7 @@ class MeasureOptions(Struct, frozen=True, kw_only=True):
                 max_bytes=self.max_bytes or DEFAULT_LIMIT,
                 processes=1,
                 step_ranges=self.step_ranges,
+                gpu=self.gpu,
             ),
         )
 

@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-import re
-from typing import NamedTuple
-
-from advisor.core.errors import AdvisorError
-from advisor.core.gpus import GpuSpec, attainable, known
+from advisor.core.gpus import GpuSpec, attainable
 
 INSTEAD = {"tf32": "fp32", "bf16": "fp32"}
 """Formats that are computed in another one where a GPU has no unit for them: PyTorch does so."""
@@ -14,39 +10,6 @@ C2C_BYTES = 450e9
 """NVLink-C2C between Grace and its GPU, bytes/s in one direction: 900 GB/s in both (NVIDIA, "GH200
 Grace Hopper Superchip" datasheet)."""
 _C2C = ("GH200", "GB200", "GB300")
-_MAX_NAMES = 6
-
-
-class Found(NamedTuple):
-    """A GPU by a short name."""
-
-    gpu: GpuSpec
-    others: tuple[str, ...]
-    """Others that the name fits as well."""
-
-
-def find(name: str) -> Found:
-    """The GPU that its driver calls so; else the first whose name has all the words: ``h200``,
-    ``a100 pcie 80gb``.
-
-    AdvisorError: none has.
-    """
-    wanted = _words(name)
-    called = [gpu for gpu in known() if name.strip().casefold() in map(str.casefold, gpu.names)]
-    if len(called) == 1:
-        return Found(called[0], ())
-    fitting = [gpu for gpu in known() if wanted and wanted <= _words(gpu.name)]
-    if not fitting:
-        near = [gpu.name for gpu in known() if any(w in gpu.name.casefold() for w in wanted)]
-        shown = near[:_MAX_NAMES] or [gpu.name for gpu in known() if gpu.link][:_MAX_NAMES]
-        raise AdvisorError(f"no GPU {name!r} is known; there are {', '.join(shown)} …")
-    exact = [gpu for gpu in fitting if _words(gpu.name) - {"nvidia", "amd"} == wanted]
-    gpu = (exact or fitting)[0]
-    return Found(gpu, tuple(other.name for other in fitting if other is not gpu))
-
-
-def _words(name: str) -> set[str]:
-    return set(re.findall(r"[a-z0-9]+", name.casefold()))
 
 
 def computed_in(gpu: GpuSpec, dtype: str) -> str | None:

@@ -16,11 +16,11 @@ import polars as pl
 import pytest
 from bench_project import Crossing, measurements
 
+from advisor.core.gpus import find_gpu
 from advisor.measure import Analysis
 from advisor.read import open_run
 from advisor.replay.calibration import COVERAGE, device_error, host_error
 from advisor.replay.predictions import shipped
-from advisor.replay.project.rates import find
 
 
 def test_a_pair_by_hand() -> None:
@@ -66,8 +66,8 @@ def test_another_vendor_and_unknown_kinds_are_never_surer() -> None:
 
 def test_every_gpu_of_the_pairs_is_known_and_every_figure_sane() -> None:
     for pair in measurements().crossings:
-        assert find(pair.source).gpu.name == pair.source
-        assert find(pair.target).gpu.name == pair.target
+        assert find_gpu(pair.source).gpu.name == pair.source
+        assert find_gpu(pair.target).gpu.name == pair.target
         assert pair.moved > 0 and pair.source_ns > 0 and pair.target_ns > 0
         assert pair.reference.startswith("https://")
 

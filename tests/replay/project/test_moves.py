@@ -7,9 +7,8 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
-from advisor.core.gpus import GpuSpec
+from advisor.core.gpus import GpuSpec, find_gpu
 from advisor.replay.project.moves import KINDS, Moved, move
-from advisor.replay.project.rates import find
 from advisor.testing import TraceBuilder
 
 SGEMM = "sm80_xmma_gemm_bf16bf16_bf16f32_f32_tn_n_tilesize128x128x32"
@@ -18,7 +17,7 @@ ADD = "void at::native::vectorized_elementwise_kernel<4, at::native::CUDAFunctor
 
 
 def gpu(name: str) -> GpuSpec:
-    return find(name).gpu
+    return find_gpu(name).gpu
 
 
 def moved(write: Callable[[TraceBuilder], None], target: str, on: str = "A100") -> Moved:

@@ -8,12 +8,12 @@ from pathlib import Path
 import pytest
 
 from advisor.core.errors import AdvisorError
+from advisor.core.gpus import find_gpu
 from advisor.core.prices import Prices
 from advisor.measure import Analysis
 from advisor.read import open_run
 from advisor.replay.project.choice import choose, cost, hourly_prices
 from advisor.replay.project.project import Projector
-from advisor.replay.project.rates import find
 from advisor.testing import TraceBuilder
 
 SGEMM = "sm80_xmma_gemm_bf16bf16_bf16f32_f32_tn_n_tilesize128x128x32"
@@ -40,7 +40,7 @@ def trace(
 
 def test_a_step_of_one_product_is_as_much_faster_as_products_are() -> None:
     """20 ms at 271.2 TFLOP/s are 6.83 ms at 794.5; beside it there are some 30 µs of host."""
-    found = Projector(trace(product)).on(find("h100 sxm5").gpu)
+    found = Projector(trace(product)).on(find_gpu("h100 sxm5").gpu)
     assert found.step_ns == pytest.approx(20e6 * 271.2 / 794.5, rel=0.01)
     assert found.low_ns < found.step_ns < found.high_ns
     assert found.speedup == pytest.approx(794.5 / 271.2, rel=0.01)
@@ -56,11 +56,11 @@ def test_a_host_that_sets_the_pace_keeps_it_and_the_report_says_so() -> None:
 
     projector = Projector(trace(step), same_host=True)
     for name in ("h100 sxm5", "b200"):
-        found = projector.on(find(name).gpu)
+        found = projector.on(find_gpu(name).gpu)
         assert found.step_ns == pytest.approx(found.measured_ns, rel=0.02)
         assert found.high_ns == pytest.approx(found.measured_ns, rel=0.1)
         assert any("the host sets the pace" in note for note in found.notes)
-    apart = Projector(trace(step)).on(find("h100 sxm5").gpu)
+    apart = Projector(trace(step)).on(find_gpu("h100 sxm5").gpu)
     assert apart.low_ns < 0.7 * apart.step_ns and apart.high_ns > 1.4 * apart.step_ns
 
 
@@ -69,7 +69,7 @@ def test_a_loader_that_sets_the_pace_is_as_fast_as_the_other_machine() -> None:
         b.loader_wait(20_000)
         product(b, 1_000)
 
-    gpu = find("h100 sxm5").gpu
+    gpu = find_gpu("h100 sxm5").gpu
     here = Projector(trace(step), same_host=True).on(gpu)
     there = Projector(trace(step)).on(gpu)
     assert here.step_ns == pytest.approx(here.measured_ns, rel=0.05)
@@ -78,7 +78,7 @@ def test_a_loader_that_sets_the_pace_is_as_fast_as_the_other_machine() -> None:
 
 
 def test_the_gpu_that_it_was_recorded_on_is_projected_to_itself() -> None:
-    found = Projector(trace(product, host=500)).on(find("a100 sxm4 80gb").gpu)
+    found = Projector(trace(product, host=500)).on(find_gpu("a100 sxm4 80gb").gpu)
     assert found.step_ns == pytest.approx(found.measured_ns, rel=1e-6)
     assert found.high_ns - found.low_ns < 0.02 * found.step_ns
 
@@ -91,7 +91,7 @@ def test_steps_that_cannot_be_replayed_keep_their_idle_time_and_that_is_said() -
             b.launch(SGEMM, 5_000, blocks=4096, after=b.now + 30_000)
 
     projector = Projector(trace(step), same_host=True)
-    found = projector.on(find("h100 sxm5").gpu)
+    found = projector.on(find_gpu("h100 sxm5").gpu)
     assert not projector.replayed
     assert found.measured_ns == pytest.approx(35e6, rel=0.01)
     assert found.step_ns == pytest.approx(30e6 + 5e6 * 271.2 / 794.5, rel=0.01)
@@ -100,15 +100,15 @@ def test_steps_that_cannot_be_replayed_keep_their_idle_time_and_that_is_said() -
 
 
 def test_there_and_back_is_where_it_began() -> None:
-    there = Projector(trace(product)).on(find("h100 sxm5").gpu)
+    there = Projector(trace(product)).on(find_gpu("h100 sxm5").gpu)
     us = there.step_ns / 1e3
-    back = Projector(trace(lambda b: product(b, us), "H100")).on(find("a100 sxm4 80gb").gpu)
+    back = Projector(trace(lambda b: product(b, us), "H100")).on(find_gpu("a100 sxm4 80gb").gpu)
     assert back.step_ns == pytest.approx(there.measured_ns, rel=0.01)
 
 
 def test_another_vendor_has_a_wider_band_and_is_told() -> None:
     projector = Projector(trace(product), same_host=True)
-    near, far = projector.on(find("h100 sxm5").gpu), projector.on(find("mi300x").gpu)
+    near, far = projector.on(find_gpu("h100 sxm5").gpu), projector.on(find_gpu("mi300x").gpu)
     assert far.high_ns / far.step_ns >= near.high_ns / near.step_ns
     assert any("another vendor" in note for note in far.notes)
     assert not any("another vendor" in note for note in near.notes)
@@ -136,12 +136,12 @@ def test_memory_is_held_against_what_a_driver_hands_out(
         b.memory(MIB, allocated * MIB, reserved * MIB)
         product(b)
 
-    found = Projector(trace(step)).on(find(on).gpu)
+    found = Projector(trace(step)).on(find_gpu(on).gpu)
     assert (found.fit.verdict, found.fit.allocated) == (verdict, allocated * MIB)
 
 
 def test_memory_that_was_not_recorded_is_not_measured() -> None:
-    found = Projector(trace(product)).on(find("l4").gpu)
+    found = Projector(trace(product)).on(find_gpu("l4").gpu)
     assert found.fit.verdict == "not measured"
     assert (found.fit.allocated, found.fit.reserved) == (None, None)
 
@@ -157,8 +157,8 @@ def test_a_recorded_run_knows_its_peaks_without_events() -> None:
     record.step(20, fields={"peak": 0, "reserved": 0})
     record.steps(5, 20, fields={"peak": 30 << 30, "reserved": 31 << 30})
     projector = Projector(b.analysis())
-    assert projector.on(find("l4").gpu).fit.verdict == "too small"
-    fitting = projector.on(find("h100 sxm5").gpu).fit
+    assert projector.on(find_gpu("l4").gpu).fit.verdict == "too small"
+    fitting = projector.on(find_gpu("h100 sxm5").gpu).fit
     assert (fitting.verdict, fitting.allocated, fitting.reserved) == ("fits", 30 << 30, 31 << 30)
 
 
@@ -191,7 +191,9 @@ def test_a_gpu_without_the_format_is_refused_for_itself_alone() -> None:
             b.launch("sm90_xmma_gemm_e4m3bf16_e4m3f32_f32_tn_n", 1_000, blocks=4096)
 
     projector = Projector(trace(eight, "H100"))
-    found = choose(projector, [(find("a100 pcie 80gb").gpu, 0.1), (find("h200 sxm").gpu, 3.0)])
+    found = choose(
+        projector, [(find_gpu("a100 pcie 80gb").gpu, 0.1), (find_gpu("h200 sxm").gpu, 3.0)]
+    )
     assert [c.possible for c in found] == [True, False]
     assert found[0].projection.gpu == "NVIDIA H200 SXM"
     assert "fp8" in found[1].projection.refused and found[1].cost is None
@@ -206,7 +208,7 @@ def test_money_is_price_times_time() -> None:
 def test_the_cheapest_comes_first_and_the_fastest_may_not() -> None:
     """By hand: an H100 is 2.93 times an A100 in products; at 5 times the price it costs more."""
     prices = hourly_prices(Prices({"a100 sxm4 80gb": 1.0, "h100 sxm5": 5.0}, "USD", "here"))
-    gpus = [(find(name).gpu, price) for name, price in prices.items()]
+    gpus = [(find_gpu(name).gpu, price) for name, price in prices.items()]
     found = choose(Projector(trace(product)), gpus)
     assert [c.projection.gpu for c in found] == [
         "NVIDIA A100 SXM4 80GB",
@@ -242,13 +244,13 @@ def test_a_price_is_of_all_gpus_that_have_its_words_and_of_none_other() -> None:
     ],
 )
 def test_a_gpu_is_found_by_its_words_and_by_its_drivers_name(name: str, expected: str) -> None:
-    assert find(name).gpu.name == expected
+    assert find_gpu(name).gpu.name == expected
 
 
 @pytest.mark.parametrize("name", ["", "  ", "h20", "voodoo 2", "nvidia h100 mi300x"])
 def test_a_name_that_fits_none_is_told(name: str) -> None:
     with pytest.raises(AdvisorError, match="no GPU"):
-        find(name)
+        find_gpu(name)
 
 
 @pytest.mark.parametrize(
@@ -264,7 +266,7 @@ def test_real_steps_are_slower_on_a_slower_gpu_and_no_slower_on_a_faster(
 ) -> None:
     run = open_run(shared_trace(name), window="first")
     projector = Projector(Analysis(run.window(run.ranks[0])))
-    down, up = projector.on(find(slower).gpu), projector.on(find(faster).gpu)
+    down, up = projector.on(find_gpu(slower).gpu), projector.on(find_gpu(faster).gpu)
     assert up.step_ns <= down.measured_ns * 1.001 < down.step_ns
     for found in (down, up):
         assert 0 < found.low_ns < found.step_ns < found.high_ns

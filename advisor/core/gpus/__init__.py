@@ -38,7 +38,7 @@ _SAME_RATES = 0.12
 stand for each other where nothing says which it is; then the slowest is taken."""
 _MAX_NAMES = 6
 _NO_MODEL = frozenset("nvidia amd tesla geforce instinct gpu oam hbm2 hbm2e hbm3 hbm3e".split())
-"""Words of a name that no model is told by."""
+"""Words that do not tell one model from another."""
 _FORM = re.compile(r"(sxm|pcie|nvl)\d?")
 _MEMORY = re.compile(r"(\d+)gb?")
 

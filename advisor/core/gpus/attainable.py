@@ -1,8 +1,8 @@
-"""The rates that kernels do reach on a GPU: measured ones where there are, else by its kin.
+"""The rates that kernels do reach on a GPU: measured ones where there are, else by GPUs of the same vendor.
 
 A datasheet's peak is a ceiling that no kernel comes near: the fastest matrix product that anybody
 measured reaches 51 to 108 % of it, a STREAM triad 69 to 89 % of the memory's. What a kernel could
-save is therefore told by what others reached.
+save is therefore judged by what others reached.
 """
 
 from __future__ import annotations

@@ -104,9 +104,9 @@ class LowOccupancy(Rule):
             return
         blind = low.filter(pl.col("moved").is_null())
         if blind.height == low.height:
-            share = f"{blind['dur'].sum() / total:.0%}"
+            part = f"{blind['dur'].sum() / total:.0%}"
             yield facts.no_shapes(
-                a, f"whether {share} of kernel time at low occupancy reaches memory bandwidth"
+                a, f"whether {part} of kernel time at low occupancy reaches memory bandwidth"
             )
         if a.hardware is None:
             return

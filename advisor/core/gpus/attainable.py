@@ -1,4 +1,4 @@
-"""The rates that kernels do reach on a GPU: measured ones where there are, else by GPUs of the same vendor.
+"""The rates that kernels do reach on a GPU: measured, else as GPUs of the same vendor do.
 
 A datasheet's peak is a ceiling that no kernel comes near: the fastest matrix product that anybody
 measured reaches 51 to 108 % of it, a STREAM triad 69 to 89 % of the memory's. What a kernel could

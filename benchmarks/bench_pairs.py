@@ -177,15 +177,6 @@ def both(measure: Callable[[Path], Lengths]) -> Callable[[Path, Path], Truth]:
     return truth
 
 
-def published(low: float, high: float) -> Callable[[Path, Path], Truth]:
-    """No second file: what others measured the same change to save, ms."""
-
-    def truth(before: Path, after: Path) -> Truth:
-        return Truth(marked(before).mean, None, low, high)
-
-    return truth
-
-
 # -- pairs ---------------------------------------------------------------------------------------
 
 
@@ -308,28 +299,6 @@ PAIRS = (
         why=(
             "factors from the datasheet alone: matrix work and attention at the ratio of the "
             "A100's peaks, derated; what moves bytes at half of them"
-        ),
-    ),
-    Pair(
-        "TimeSformer, attention",
-        "mi300_timesformer_inference",
-        "",
-        "attention written out → fused",
-        (
-            work(
-                "merge",
-                (0.48, 0.37, 0.59),
-                kind=("kernel",),
-                under="^aten::(_softmax|bmm|mul)$",
-            ),
-        ),
-        published(40.0, 60.0),
-        kind="device",
-        rule="unfused-attention",
-        why=(
-            "expected, there is no second file: 95 ms of its 119 ms of kernels are attention "
-            "written out, taken to be 1.7 to 2.7 times as fast when fused: the cautious end of "
-            "the 2 to 4 times that [FlashAttention](https://arxiv.org/abs/2205.14135) reports"
         ),
     ),
     *(

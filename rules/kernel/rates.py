@@ -18,7 +18,7 @@ from advisor.measure.host.names import name_matches
 from advisor.measure.host.operators import rows_of, share_in
 from advisor.rules.common import figure
 from advisor.rules.kernel import facts
-from advisor.rules.kernel.attention import unfused
+from advisor.rules.kernel.attention import read_inputs, unfused
 from advisor.rules.sources import OURS, SAM_PAIR
 
 MIN_UNFUSED_SHARE = 0.5
@@ -91,7 +91,7 @@ class BelowRate(Rule):
             yield from self._unknown(a)
             return
         worst = slow.sort("saved", descending=True).row(0, named=True)
-        causes = self._causes(a, worst, inputs_of(a, worst["inputs"]))
+        causes = self._causes(a, worst, read_inputs(a, worst["inputs"]))
         why = "; ".join(cause.text for cause in causes if cause.text)
         change, rows = self._edit(a, slow)
         name = f", {worst['op']} {shapes_of(a, worst['inputs'])}," if self._names_costliest else ""
@@ -197,14 +197,6 @@ def find_slow(
         .drop("part")
         .sort("dur", descending=True)
     )
-
-
-def inputs_of(a: Analysis, row: int | None) -> OpInputs | None:
-    """The inputs of a row of ``Analysis.rooflines``."""
-    if row is None:
-        return None
-    given = a.trace.inputs.row(row, named=True)
-    return OpInputs(*(given[name] or "" for name in ("dims", "types", "strides", "concrete")))
 
 
 def shapes_of(a: Analysis, row: int | None) -> str:

@@ -8,6 +8,7 @@ from advisor.core.finding import Threshold
 from advisor.measure import Analysis
 from advisor.measure.device.matmuls import attention
 from advisor.measure.device.shapes import OpInputs
+from advisor.rules.kernel.attention import BEST_REACH, REACH
 from advisor.rules.kernel.rates import BelowRate, Cause
 from advisor.rules.sources import FLASH_2, FLASH_3
 from advisor.testing import TraceBuilder
@@ -52,8 +53,8 @@ class SlowAttention(BelowRate):
     max_efficiency = Threshold(
         0.33, "of the attainable rate; FlashAttention reaches half and more", FLASH_2, FLASH_3
     )
-    reach = Threshold(0.45, "of the attainable rate, that another kernel reaches", FLASH_2)
-    best_reach = Threshold(0.7, "of the attainable rate, at best", FLASH_2, FLASH_3)
+    reach = REACH
+    best_reach = BEST_REACH
     worst_reach = Threshold(0.36, "of the attainable rate, at worst", FLASH_2)
 
     families = ("attention",)

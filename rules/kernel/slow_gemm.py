@@ -12,7 +12,8 @@ from advisor.measure import Analysis
 from advisor.measure.device.matmuls import MatrixProduct, product
 from advisor.measure.device.shapes import OpInputs
 from advisor.rules.kernel import facts
-from advisor.rules.kernel.rates import ON_ROCM, BelowRate, Cause, inputs_of
+from advisor.rules.kernel.attention import read_inputs
+from advisor.rules.kernel.rates import ON_ROCM, BelowRate, Cause
 from advisor.rules.sources import RATES
 from advisor.testing import TraceBuilder
 
@@ -103,7 +104,9 @@ class SlowGemm(BelowRate):
 
     def _suitable(self, a: Analysis, slow: pl.DataFrame) -> pl.DataFrame:
         """Those whose shape is recorded and whose rows are on 16-byte boundaries."""
-        aligned = [_aligned(row, inputs_of(a, row["inputs"])) for row in slow.iter_rows(named=True)]
+        aligned = [
+            _aligned(row, read_inputs(a, row["inputs"])) for row in slow.iter_rows(named=True)
+        ]
         return slow.filter(pl.Series(aligned, dtype=pl.Boolean))
 
     def _causes(self, a: Analysis, worst: dict[str, Any], inputs: OpInputs | None) -> list[Cause]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import ClassVar
 
-import numpy as np
 import polars as pl
 
 from advisor.core.finding import (
@@ -25,14 +24,25 @@ from advisor.measure import Analysis
 from advisor.measure.host.names import name_matches
 from advisor.rules.common import example_steps, figure
 from advisor.rules.kernel import attention, facts
-from advisor.rules.sources import FLASH, OURS, SILENT_TRACES
+from advisor.rules.sources import CHOSEN, OURS, SAM_PAIR, SILENT_TRACES
 from advisor.testing import TraceBuilder
+
+SOFTMAX = r"^aten::(_softmax|_softmax_backward_data|_masked_softmax|_safe_softmax)$"
+GRADIENT = r"^aten::_softmax_backward_data$"
+MIN_PART = 0.5
+"""Of an operator's time in attention, from which its kernels count to it."""
 
 
 class UnfusedAttention(Rule):
     """Attention as separate kernels writes the whole matrix of scores (tokens x tokens per head) to
     memory and reads it back for scaling, mask, softmax and dropout. A fused kernel keeps it on the
-    chip. It is 1.5 to 4 times faster, and its memory grows with tokens, not with their square.
+    chip, and its memory grows with tokens, not with their square.
+
+    The gain follows from the shapes. Fused kernels need the FLOPs of the two products, in whole
+    tiles of queries and keys, and read queries, keys and values once. They reach some 45 % of the
+    attainable rate of 16-bit products or of memory, as in slow-attention. Short sequences fill
+    their tiles badly and gain little. In FP32 fused kernels run without the fast formats, and may
+    gain nothing. Where shapes are not recorded, the two products are taken to keep their time.
 
     The rule looks for two signs, both by op and by kernel. One is kernels launched under PyTorch's
     own fallback (``aten::_scaled_dot_product_attention_math``). The other is a softmax kernel
@@ -40,7 +50,7 @@ class UnfusedAttention(Rule):
     scaling, masks, casts and dropout in between. A softmax after a linear layer (``addmm``: a
     classifier, a router of experts) is not attention, nor is a ``log_softmax``. Where flash,
     memory-efficient or cuDNN attention runs there is no softmax kernel at all, and the rule reports
-    the check as passed. Sequences below some 512 tokens gain little, which lowers the factor.
+    the check as passed.
     """
 
     id = "unfused-attention"
@@ -75,13 +85,16 @@ class UnfusedAttention(Rule):
         "kernels between product and softmax: scale, mask, casts, dropout",
         OURS,
     )
-    factor = Threshold(0.4, "new duration over old: 2.5 times faster", FLASH)
-    best_factor = Threshold(0.25, "new duration over old, at best: 4 times faster", FLASH)
-    worst_factor = Threshold(0.67, "new duration over old, at worst: 1.5 times faster", FLASH)
-    short_tokens = Threshold(
-        512, "tokens: below it fused attention is 1.3 times faster at best", FLASH
+    reach = attention.REACH
+    best_reach = attention.BEST_REACH
+    worst_reach = Threshold(
+        0.2, "of the attainable rate, at worst: the memory-efficient kernel with a mask", SAM_PAIR
     )
-    short_factor = Threshold(0.8, "new duration over old, for short sequences", FLASH)
+    products = Threshold(
+        1.0, "of the two products' own time, where shapes or rates are not known", CHOSEN
+    )
+    best_products = Threshold(0.5, "of the two products' own time, at best", CHOSEN)
+    worst_products = Threshold(1.5, "of the two products' own time, at worst", CHOSEN)
     praise_share = Threshold(
         0.03, "of kernel time in fused attention, from which the report says so", OURS
     )
@@ -111,14 +124,22 @@ class UnfusedAttention(Rule):
     )
     confidence = 0.85
     assumptions = (
-        "the fused kernel takes {factor:.0%} of the time ({best_factor:.0%} to {worst_factor:.0%})",
+        "fused kernels reach {reach:.0%} of the attainable rate ({worst_reach:.0%} to "
+        "{best_reach:.0%}), with sequences filled up to whole tiles",
     )
     cases: ClassVar = {
-        "short sequences": {
+        "inputs of 32 bits": {
             "assumptions": (
-                "the fused kernel takes {short_factor:.0%} of the time ({factor:.0%} to 100%)",
+                "inputs are FP16 or BF16 (autocast), and fused kernels reach {reach:.0%} of the "
+                "attainable rate; at worst the inputs stay as they are",
             )
-        }
+        },
+        "shapes or rates not known": {
+            "assumptions": (
+                "the fused kernel takes as long as the two products did ({best_products:.0%} to "
+                "{worst_products:.0%} of that)",
+            )
+        },
     }
 
     elsewhere: ClassVar = {
@@ -138,28 +159,17 @@ class UnfusedAttention(Rule):
         if not total:
             return
         rows = facts.compute_rows(a)
-        fallback = attention.fallback(a)
-        forward = attention.unfused(a, self.max_between)
-        backward, part = self._backward(a, rows, forward)
-        spent = facts.duration(a, forward) + backward
+        blocks = attention.find_blocks(a, self.max_between)
+        backward = self._backward(a, rows, blocks.rows)
+        spent = facts.duration(a, blocks.rows) + backward
         share = spent / total
         if share < self.min_share:
             yield from self._healthy(a, rows, total, share)
             return
-        tokens = self._tokens(a, forward)
-        short = tokens is not None and tokens < self.short_tokens
-        factors = (
-            (self.short_factor, self.factor, 1.0)
-            if short
-            else (self.factor, self.best_factor, self.worst_factor)
-        )
-        edits = [
-            self._edit(attention.SOFTMAX, factors, 1.0),
-            self._edit(attention.FORWARD, factors, part),
-        ]
-        if fallback.any():
-            edits.insert(0, self._edit(attention.MATH, factors, 1.0))
-        kind = "PyTorch's math fallback" if fallback.any() else "product, softmax, product"
+        fallback = facts.duration(a, attention.fallback(a))
+        fused = attention.fuse(a, blocks)
+        case = self._case(fused)
+        kind = "PyTorch's math fallback" if fallback else "product, softmax, product"
         yield Finding(
             summary=(
                 f"Unfused attention ({kind}) takes {share:.0%} of kernel time. Each kernel writes "
@@ -173,20 +183,19 @@ class UnfusedAttention(Rule):
                     *self.limit("min_share"),
                 ),
                 figure(a, "unfused attention", spent),
-                Evidence("under the math fallback", facts.duration(a, fallback) / total, "share"),
-                Evidence("tokens per sequence", tokens, "count"),
+                Evidence("under the math fallback", fallback / total, "share"),
+                Evidence("tokens per sequence", fused and fused.tokens, "count"),
             ],
-            where=facts.locations(a, forward),
-            edits=edits,
-            confidence_notes=(
-                [f"sequences of {tokens} tokens gain little"]
-                if short
-                else []
-                if tokens is not None
-                else ["the sequence length is not recorded"]
-            ),
-            **(self.case("short sequences") if short else {}),
+            where=facts.locations(a, blocks.rows),
+            edits=[self._edit(a, rows, blocks, backward, fused)],
+            confidence_notes=[] if fused else ["shapes, or what the GPU attains, are not known"],
+            **(self.case(case) if case else {}),
         )
+
+    def _case(self, fused: attention.Fused | None) -> str:
+        if fused is None:
+            return "shapes or rates not known"
+        return "inputs of 32 bits" if fused.wide else ""
 
     def _healthy(
         self, a: Analysis, rows: facts.Mask, total: int, share: float
@@ -202,43 +211,68 @@ class UnfusedAttention(Rule):
                 record="a window in which the model runs eagerly",
             )
 
-    def _backward(self, a: Analysis, rows: facts.Mask, forward: facts.Mask) -> tuple[float, float]:
-        """Time of attention's backward pass, ns, and attention's part of batched products.
-
-        Its ops are softmax gradients, and of the batched products in the backward pass as large a
-        part as of those in the forward pass.
-        """
+    def _backward(self, a: Analysis, rows: facts.Mask, forward: facts.Mask) -> float:
+        """Time of attention's backward pass, ns: softmax gradients, and of the batched products in
+        the backward pass as large a part as of those in the forward pass."""
         if not forward.any():
-            return 0.0, 0.0
+            return 0.0
         op = a.kernels["op_name"]
         products = rows & name_matches(op, attention.FORWARD).to_numpy()
         in_backward = facts.launched_under(a, r"^autograd::engine::evaluate_function")
         in_forward = facts.duration(a, products & ~in_backward)
         part = facts.duration(a, products & forward) / max(1, in_forward)
-        gradients = (
-            rows & in_backward & name_matches(op, r"^aten::_softmax_backward_data$").to_numpy()
-        )
+        gradients = rows & in_backward & name_matches(op, GRADIENT).to_numpy()
         spent = facts.duration(a, gradients & ~forward)
-        return spent + part * facts.duration(a, products & in_backward & ~forward), min(1.0, part)
+        return spent + part * facts.duration(a, products & in_backward & ~forward)
 
-    def _tokens(self, a: Analysis, rows: facts.Mask) -> int | None:
-        """Length of the rows that softmax kernels normalise; None: shapes not recorded."""
-        index = np.flatnonzero(rows & facts.of_family(a, "softmax"))
-        inputs = a.trace.cpu["inputs"].gather(a.trace.gpu["op"].gather(index)).unique().drop_nulls()
-        dims = a.trace.inputs["dims"].gather(inputs).str.extract(r"^\[\[[\d,\s]*?(\d+)\]", 1)
-        longest = dims.cast(pl.Int64, strict=False).max()
-        return None if longest is None else int(longest)  # type: ignore[arg-type]
-
-    def _edit(self, under: str, factors: tuple[float, float, float], part: float) -> Edit:
-        """Merge ``part`` of the kernels under these ops; the others keep their time."""
-        expected, best, worst = (1 - part * (1 - f) for f in factors)
-        return Edit(
-            op="merge",
-            select=Select(on="gpu", kind=("kernel",), under=under),
-            factor=expected,
-            factor_low=best,
-            factor_high=worst,
+    def _edit(
+        self,
+        a: Analysis,
+        rows: facts.Mask,
+        blocks: attention.Blocks,
+        backward: float,
+        fused: attention.Fused | None,
+    ) -> Edit:
+        """Merges the kernels of these blocks. Operators whose time is mostly outside the blocks
+        (additions, casts) stay as they are; of the others, what is outside keeps its time."""
+        op = a.kernels["op_name"]
+        share = pl.DataFrame({"op": op, "dur": a.trace.gpu["dur"], "block": blocks.rows})
+        share = (
+            share.filter(pl.Series(rows))
+            .group_by("op")
+            .agg(part=pl.col("dur").filter(pl.col("block")).sum() / pl.col("dur").sum())
         )
+        own = share.filter(pl.col("part") >= MIN_PART)["op"].drop_nulls().cast(pl.String).to_list()
+        under = [rf"{attention.FORWARD}|{SOFTMAX}", facts.match_exactly(sorted(own))]
+        if attention.fallback(a).any():
+            under.append(attention.MATH)
+        select = Select(on="gpu", kind=("kernel",), under="|".join(under))
+        chosen = facts.launched_under(a, select.under) & rows
+        touched = facts.duration(a, blocks.rows & chosen) + backward
+        left = self._fused_time(a, blocks, fused, training=backward > 0)
+        saved = [max(0.0, touched - ns) for ns in left]
+        return facts.scale_kernels(a, chosen, saved, select, "merge")
+
+    def _fused_time(
+        self,
+        a: Analysis,
+        blocks: attention.Blocks,
+        fused: attention.Fused | None,
+        *,
+        training: bool,
+    ) -> tuple[float, float, float]:
+        """What the fused kernels take, ns: expected, at best, at worst."""
+        passes = 1 + attention.BACKWARD * training
+        if fused is None:
+            op = a.kernels["op_name"]
+            products = blocks.rows & name_matches(op, attention.FORWARD).to_numpy()
+            own = facts.duration(a, products) * passes
+            return own * self.products, own * self.best_products, own * self.worst_products
+        half = fused.half_ns * passes
+        worst = half / self.worst_reach
+        if fused.wide:
+            worst = max(worst, fused.full_ns * passes)
+        return half / self.reach, half / self.best_reach, worst
 
     @staticmethod
     def fires_on() -> dict[str, TraceBuilder]:

@@ -100,7 +100,7 @@ def _run(
     with tempfile.TemporaryFile() as output:
         # a group of its own: what the program started ends with it
         process = subprocess.Popen(
-            [sys.executable, "-m", "advisor", *command],
+            [sys.executable, "-P", "-m", "advisor", *command],
             cwd=folder,
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL if errors else output,

@@ -16,11 +16,14 @@ from advisor.read.columns import Columns, Piece
 from advisor.read.heap import give_back
 from advisor.read.launches import LaunchTable, classify_calls
 from advisor.read.nesting import nest, release_ranges, separate, stack_order
+from advisor.read.reader import EVENT_BYTES
 from advisor.read.spelling import DEVICE_KINDS, HOST_KINDS
 
 Array = NDArray[Any]
 DAY_US = 86_400e6
 """No profiler window is a day long: durations and distances beyond that are damage."""
+TEXT_BYTES = 200
+"""Memory of a distinct text, besides its letters."""
 
 _ANNOTATION, _PYTHON, _RUNTIME = map(HOST_KINDS.index, ("annotation", "python", "runtime"))
 _MEDIAN_SAMPLE = 10_000
@@ -65,11 +68,18 @@ class _Merger:
 
     def __init__(self) -> None:
         self.index: dict[Hashable, int] = {}
+        self.letters = 0
+        """Of the texts in it."""
 
     def table(self, values: list[Any]) -> Array:
         """Code in the whole trace for each code in the piece; the last entry is for -1."""
         index = self.index
-        return np.array([index.setdefault(v, len(index)) for v in values] + [-1], dtype=np.int32)
+        known = len(index)
+        codes = [index.setdefault(value, len(index)) for value in values]
+        if len(index) > known:
+            new = (v for v, code in zip(values, codes, strict=True) if code >= known)
+            self.letters += sum(len(value) for value in new)
+        return np.array([*codes, -1], dtype=np.int32)
 
     def values(self) -> list[Any]:
         return list(self.index)
@@ -93,6 +103,11 @@ class Assembler:
         self.dropped: dict[str, int] = {}
         self.ignored: dict[str, int] = {}
         self.thread_names: dict[tuple[str, str], str] = {}
+
+    def memory(self) -> int:
+        """About how many bytes the trace takes while it is read and measured."""
+        texts = self._names, self._threads, self._inputs, self._comms
+        return EVENT_BYTES * self.rows + sum(TEXT_BYTES * len(t.index) + t.letters for t in texts)
 
     def add(self, piece: Piece) -> None:
         """Merge one piece's dictionaries and keep its columns."""

@@ -10,7 +10,7 @@ from advisor.core.trace import Trace
 from advisor.read.file import read_trace
 from advisor.read.hosts import without_copies
 from advisor.read.reader import ReadOptions
-from advisor.read.registry import is_trace_name
+from advisor.read.registry import is_trace_name, refuse_unknown
 from advisor.read.remote.urls import RemoteFile
 
 
@@ -51,13 +51,13 @@ def read_source(source: RemoteFile, options: ReadOptions) -> Trace:
     """
     from advisor.read.remote.fetch import opened
 
-    with opened(source, most=options.max_bytes, progress=options.progress) as path:
+    say = options.progress
+    with opened(source, most=options.max_bytes, progress=say, check=refuse_unknown) as path:
         copy = str(path)
         if copy == source.at:
             return read_trace(copy, options)
-        told = options.progress
-        if told is not None:
-            options = replace(options, progress=lambda _, size: told(source.url, size))
+        if say is not None:
+            options = replace(options, progress=lambda _, size: say(source.url, size))
         try:
             trace = read_trace(copy, options)
         except AdvisorError as error:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from enum import IntEnum
 from typing import TYPE_CHECKING, ClassVar
 
+from advisor.core.cgroup import available_memory
 from advisor.read.source import DEFAULT_LIMIT, ByteSource
 
 if TYPE_CHECKING:
@@ -17,6 +18,18 @@ PIECE = 4 << 20
 """Bytes of text decoded at once. Larger pieces save nothing and cost memory."""
 PARALLEL_FROM = 96 << 20
 """From this many uncompressed bytes on, decoding is worth several processes."""
+EVENT_BYTES = 400
+"""Memory that an event takes while it is read and measured: 10 million take 4.1 GB."""
+MEMORY_SHARE = 0.6
+"""Of the free memory that one trace may take."""
+NO_ROOM = "more events than the free memory has room for; read the first {:,}"
+
+
+def memory_budget() -> int:
+    """Bytes that one trace may take in memory; where the system does not say, as if 16 GB were
+    free."""
+    free = available_memory()
+    return int(MEMORY_SHARE * (16 << 30 if free is None else free))
 
 
 @dataclass(frozen=True)

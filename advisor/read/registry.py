@@ -77,6 +77,14 @@ def reader_of(source: ByteSource) -> Reader:
     return max(result, key=lambda claim: claim[0])[1]
 
 
+def refuse_unknown(first: bytes, path: str) -> None:
+    """Raise AdvisorError if no reader knows a file by its first bytes, packed or not."""
+    if not first.startswith(b"SQLite format 3"):  # judged by tables that may stand further behind
+        source = ByteSource(path, given=first)
+        if source.head():
+            reader_of(source)
+
+
 def read_by(reader: Reader, source: ByteSource, options: ReadOptions) -> Trace:
     """What a reader reads. Raises AdvisorError, also for whatever one of somebody else raises."""
     if reader in bundled():

@@ -23,9 +23,12 @@ from advisor.core.snapshot import (
     Stack,
 )
 from advisor.read.plain_pickle import PickledFields, read_plain
+from advisor.read.reader import memory_budget
 
 MAX_BYTES = 2 << 30
-"""Bytes of a snapshot. Decoded it takes some eight times its size."""
+"""Bytes of a snapshot."""
+MEMORY = 8
+"""Bytes of memory that one of its bytes takes, decoded."""
 MAX_DEVICES = 64
 MAX_DEPTH = 512
 """Frames of a stack, the innermost."""
@@ -53,7 +56,8 @@ def read_snapshot(
     Raises AdvisorError, with one line: it is no snapshot, holds more than plain values, is cut off
     or damaged. Entries of it that make no sense are left out and counted.
     """
-    plain = read_plain(_bounded(blocks, path, min(max_bytes, MAX_BYTES)), path)
+    most = min(max_bytes, MAX_BYTES, memory_budget() // MEMORY)
+    plain = read_plain(_bounded(blocks, path, most), path)
     made = _Tables(path, plain.containers)
     made.take(plain.value)
     return made.snapshot()

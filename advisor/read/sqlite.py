@@ -15,7 +15,7 @@ import polars as pl
 import polars.selectors as cs
 
 from advisor.core.errors import AdvisorError
-from advisor.read.reader import ReadOptions
+from advisor.read.reader import EVENT_BYTES, NO_ROOM, ReadOptions, memory_budget
 from advisor.read.source import ByteSource
 
 MAGIC = b"SQLite format 3\0"
@@ -58,8 +58,10 @@ class Database:
         """Columns by table."""
         self.keys: dict[str, str] = {}
         """Column by whose whole numbers a table's rows are stored, where it has one."""
-        self.damaged: list[str] = []
-        """Tables that could not be read to their end."""
+        self.damaged: dict[str, str] = {}
+        """Tables that were not read to their end, and why."""
+        self._room = memory_budget() // EVENT_BYTES
+        """Rows that there is still memory for."""
         names = self._rows(
             "SELECT name FROM sqlite_master WHERE type = 'table' AND rootpage > 0 "
             f"LIMIT {MAX_TABLES}"
@@ -73,6 +75,12 @@ class Database:
             keys = [row for row in described if row[5]]
             if len(keys) == 1 and str(keys[0][2]).upper() == "INTEGER":
                 self.keys[name] = str(keys[0][1])
+
+    @property
+    def damage(self) -> str | None:
+        """What could not be read, in a line."""
+        lines = [f"table {table[:60]} {why}" for table, why in sorted(self.damaged.items())]
+        return "; ".join(lines[:3]) or None
 
     def has(self, table: str, *columns: str) -> bool:
         """Whether the table is there, with these columns."""
@@ -135,6 +143,10 @@ class Database:
             try:
                 for rows in _some_at_once(self._connection.execute(query)):
                     done += len(rows)
+                    self._room -= len(rows)
+                    if self._room < 0:
+                        self.damaged[table] = f"has {NO_ROOM.format(done - len(rows))}"
+                        return
                     yield rows
             except sqlite3.OperationalError as error:
                 if "decode" not in str(error):
@@ -143,7 +155,7 @@ class Database:
                 self._connection.text_factory = _text
                 yield from _some_at_once(self._connection.execute(f"{query} OFFSET {done}"))
         except (sqlite3.Error, OverflowError, MemoryError):
-            self.damaged.append(table)
+            self.damaged[table] = "cannot be read to its end"
 
     def _rows(self, query: str) -> list[tuple[Any, ...]]:
         try:

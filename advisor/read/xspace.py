@@ -15,6 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from advisor.read.columns import NAME_LIMIT
+from advisor.read.reader import EVENT_BYTES, memory_budget
 from advisor.read.wire import (
     BYTES,
     FIXED64,
@@ -105,7 +106,9 @@ class XSpace:
 
     def __init__(self, data: bytes | bytearray, size: int) -> None:
         self._buffer = Buffer(data)
-        self._read = self._lines = 0
+        self._room = min(MAX_EVENTS, memory_budget() // EVENT_BYTES)
+        """Events that may still be read."""
+        self._lines = 0
         self.broken = 0
         """Messages that could not be read to their end."""
         self.left_out = 0
@@ -241,8 +244,8 @@ class XSpace:
             elif other.wire == BYTES and other.number in (_LINE_NAME, _DISPLAY_NAME):
                 stop = min(other.end, other.start + NAME_LIMIT)
                 texts[other.number] = self._buffer.text(other.start, stop)
-        room = MAX_EVENTS - self._read
-        self._read += min(len(starts), room)
+        room = self._room
+        self._room -= min(len(starts), room)
         self.left_out += max(len(starts) - room, 0)
         base = told.get(_LINE_TIME, 0)
         name = texts.get(_DISPLAY_NAME) or texts.get(_LINE_NAME, "")

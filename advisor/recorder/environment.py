@@ -21,8 +21,8 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from advisor import __version__
+from advisor.core.cgroup import Cgroup
 from advisor.core.run_directory import Manifest, Rank, RecordedDevice
-from advisor.recorder.cgroup import Cgroup
 from advisor.recorder.redact import clean_command, clean_value
 
 _T = TypeVar("_T")

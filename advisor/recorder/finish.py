@@ -50,7 +50,7 @@ def outcome(run: Path) -> list[str] | None:
     env["ADVISOR"] = "0"
     paths = env.get("PYTHONPATH", "").split(os.pathsep)
     env["PYTHONPATH"] = os.pathsep.join(p for p in paths if p != str(injected()))
-    command = [sys.executable, "-m", "advisor", "analyze", str(run), "--format", "json"]
+    command = [sys.executable, "-P", "-m", "advisor", "analyze", str(run), "--format", "json"]
     try:
         done = subprocess.run(
             [*command, "--no-progress"],

@@ -8,8 +8,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from advisor.core.cgroup import Cgroup
 from advisor.core.run_directory import Host
-from advisor.recorder.cgroup import Cgroup
 
 
 class HostSampler:

@@ -143,9 +143,10 @@ def told(error: BaseException) -> str:
 
 def _measured(order: MeasureTask) -> bytes:
     from advisor.measure.ranks.hosts import host_of
+    from advisor.read.registry import refuse_unknown
 
     source = order.source
-    with opened(source) as path:
+    with opened(source, check=refuse_unknown) as path:
         try:
             summary = summarise_file(str(path), source.rank, order.wanted.options())
         except AdvisorError as error:

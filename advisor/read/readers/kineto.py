@@ -13,7 +13,7 @@ from advisor.read.assemble import Assembler
 from advisor.read.columns import Piece
 from advisor.read.decode import decode_piece
 from advisor.read.meta import describe, told_calls
-from advisor.read.reader import Reader, ReaderClaim, ReadOptions
+from advisor.read.reader import NO_ROOM, Reader, ReaderClaim, ReadOptions, memory_budget
 from advisor.read.source import ByteSource
 from advisor.read.split import Splitter, without_mark
 
@@ -71,8 +71,12 @@ def _collect(
 ) -> tuple[Splitter, Assembler]:
     splitter = Splitter(source, exact=exact, piece_bytes=options.piece_bytes)
     assembler = Assembler()
+    room = memory_budget()
     for piece in _decoded(splitter, options):
         assembler.add(piece)
+        if assembler.memory() > room:
+            source.stop(NO_ROOM.format(assembler.events))
+            break
         if assembler.events == 0 and source.bytes_read > GIVE_UP:
             raise AdvisorError(
                 f"{source.path}: no trace event in its first {GIVE_UP >> 20} MB; "

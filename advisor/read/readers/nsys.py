@@ -73,7 +73,7 @@ class Nsys(Reader):
                 vendor="nvidia",
                 bytes_read=source.bytes_read,
                 truncated=source.truncated or bool(db.damaged),
-                damage=_damage(source, db.damaged),
+                damage=db.damage or source.damage,
                 events_dropped=tables.dropped,
             )
             if options.progress is not None:
@@ -93,13 +93,6 @@ class Nsys(Reader):
 
 def _some(rows: pl.DataFrame) -> pl.DataFrame | None:
     return rows if rows.height else None
-
-
-def _damage(source: ByteSource, tables: list[str]) -> str | None:
-    if not tables:
-        return source.damage
-    named = ", ".join(sorted({table[:60] for table in tables})[:3])
-    return f"tables that cannot be read to their end: {named}"
 
 
 def _is_report(path: str) -> bool:

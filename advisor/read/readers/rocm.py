@@ -6,13 +6,15 @@ from dataclasses import replace
 
 from advisor.core.errors import AdvisorError
 from advisor.core.trace import Trace, TraceMeta
-from advisor.read.reader import Reader, ReaderClaim, ReadOptions
+from advisor.read.reader import Reader, ReaderClaim, ReadOptions, memory_budget
 from advisor.read.source import ByteSource
 from advisor.read.sqlite import MAGIC, Database, opened, table_names
 
 MARK = b'"rocprofiler-sdk-tool"'
 MAX_JSON = 4 << 30
 """Bytes of a JSON file: all of it is in memory at once."""
+JSON_MEMORY = 8
+"""Bytes of memory that one of its bytes takes."""
 
 
 class RpdReader(Reader):
@@ -74,14 +76,15 @@ class RocprofJson(Reader):
         from advisor.read.rocm import trace_of
         from advisor.read.rocprof_json import Rows, decoded
 
+        most = min(MAX_JSON, memory_budget() // JSON_MEMORY)
         blocks, size = [], 0
         for block in source.blocks():
             blocks.append(block)
             size += len(block)
-            if size > MAX_JSON:
+            if size > most:
                 raise AdvisorError(
-                    f"{source.path}: more than {MAX_JSON >> 30} GB of JSON; record with "
-                    "--output-format rocpd"
+                    f"{source.path}: more than {most / 1e9:.1f} GB of JSON, for which there is no "
+                    "memory; record with --output-format rocpd"
                 )
         processes, left = decoded(b"".join(blocks), source.path)
         rows = Rows(processes)
@@ -113,14 +116,9 @@ def _rocpd(source: ByteSource, db: Database) -> Trace:
 
 
 def _meta(source: ByteSource, db: Database) -> TraceMeta:
-    damage = source.damage
-    if db.damaged:
-        damage = (
-            f"tables that cannot be read to their end: {', '.join(sorted(set(db.damaged))[:3])}"
-        )
     return TraceMeta(
         path=source.path,
         bytes_read=source.bytes_read,
         truncated=source.truncated or bool(db.damaged),
-        damage=damage,
+        damage=db.damage or source.damage,
     )

@@ -22,6 +22,15 @@ from advisor.read.remote.urls import LONGEST_URL, WEB, is_url, scheme, shown
 
 CONNECT, ANSWER = 10.0, 60.0
 """Seconds: until a connection stands; between two pieces of an answer."""
+ROOM_LEFT = 256 << 20
+"""Bytes of the disk that are left free."""
+_SAME = ("ETag", "etag", "md5Hash", "generation", "LastModified", "Last-Modified", "mtime")
+"""Fields that change with a file, as several stores name them."""
+
+
+def version_of(info: dict[str, Any]) -> tuple[object, ...]:
+    """What differs after a file was written again, of what its file system says of it."""
+    return info.get("size"), *(info.get(name) for name in _SAME)
 
 
 def file_system(url: str) -> tuple[Any, str]:

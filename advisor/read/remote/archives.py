@@ -10,24 +10,26 @@ from __future__ import annotations
 import bz2
 import gzip
 import lzma
+import shutil
 import tarfile
+import tempfile
 import zipfile
 import zlib
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from typing import Any, BinaryIO, NamedTuple, cast
 
 from advisor.core.errors import AdvisorError
-from advisor.read.remote.access import can_seek, file_system
+from advisor.read.remote.access import ROOM_LEFT, can_seek, file_system, version_of
 from advisor.read.remote.urls import shown
 
 KINDS = ("zip", "tar")
 MAX_MEMBERS = 100_000
 MAX_AT_ONCE = 16 << 20
 """Bytes that an archive's reader may ask for at once: those of a table of contents."""
-MAX_SKIPPED = 1 << 40
-"""Unpacked bytes of a packed tar that are passed over."""
-_ZIP_BLOCK, _TAR_BLOCK = 1 << 20, 1 << 16
+MAX_OFFSET = 1 << 40
+"""Bytes of an archive before a member."""
+_ZIP_BLOCK, _TAR_BLOCK, _UNPACKED = 1 << 20, 1 << 16, 4 << 20
 
 
 class Member(NamedTuple):
@@ -52,51 +54,128 @@ def split(url: str) -> tuple[str, str, str] | None:
 def members(kind: str, archive: str) -> list[Member]:
     """The regular files of an archive. Raises AdvisorError: too many, or no such archive; and what
     its file system raises."""
-    with _file(archive, kind) as file, _sane(archive):
-        if kind == "zip":
-            with zipfile.ZipFile(cast(BinaryIO, file)) as opened:
-                infos = opened.infolist()
-                _refuse_many(len(infos), archive)
-                return [
-                    Member(info.filename, info.file_size, None)
-                    for info in infos
-                    if not info.is_dir()
-                ]
-        packed, result = _tar(file)
-        with result:
-            return [
-                Member(header.name, header.size, None if packed else header.offset_data)
-                for header in _headers(result, archive)
-                if header.isreg() and not header.issparse()
-            ]
+    with _open(kind, archive) as opened:
+        return list(opened.members.values())
 
 
 @contextmanager
 def member(kind: str, archive: str, name: str) -> Iterator[tuple[BinaryIO, int]]:
     """A member's bytes, unpacked as they are read, and how many there are. Raises as above, and
     FileNotFoundError."""
-    with _file(archive, kind) as file, _sane(archive):
-        if kind == "zip":
-            with zipfile.ZipFile(cast(BinaryIO, file)) as opened:
-                _refuse_many(len(opened.infolist()), archive)
-                try:
-                    info = opened.getinfo(name)
-                except KeyError:
-                    raise FileNotFoundError(name) from None
-                if info.flag_bits & 1:
-                    raise AdvisorError(f"{shown(archive)}: needs a password; unpack it first")
-                with opened.open(info) as stream:
-                    yield cast(BinaryIO, stream), info.file_size
-            return
-        _, result = _tar(file)
-        with result:
-            for header in _headers(result, archive):
-                if header.name == name and header.isreg():
-                    stream_ = result.extractfile(header)
-                    if stream_ is not None:
-                        yield cast(BinaryIO, stream_), header.size
-                        return
+    with _open(kind, archive) as opened:
+        if name not in opened.members:
             raise FileNotFoundError(name)
+        with opened.stream(name) as stream:
+            yield stream, opened.members[name].size
+
+
+class _Archive:
+    """An open archive: its table of contents is read once, a packed tar is unpacked once."""
+
+    def __init__(self, kind: str, archive: str) -> None:
+        self._archive = archive
+        self._closing = ExitStack()
+        self.version = _version(archive)
+        self._infos: dict[str, zipfile.ZipInfo | tarfile.TarInfo] = {}
+        self.members: dict[str, Member] = {}
+        """Regular files by name; of equal names the first of a tar, the last of a zip."""
+        try:
+            file = _Bounded(self._closing.enter_context(_file(archive, kind)), archive)
+            if kind == "zip":
+                self._zip = zipfile.ZipFile(cast(BinaryIO, file))
+                self._add_zip(self._zip.infolist())
+            else:
+                self._add_tar(file)
+        except BaseException:
+            self.close()
+            raise
+
+    def _add_zip(self, infos: list[zipfile.ZipInfo]) -> None:
+        _refuse_many(len(infos), self._archive)
+        for info in infos:
+            if not info.is_dir():
+                self._infos[info.filename] = info
+                self.members[info.filename] = Member(info.filename, info.file_size, None)
+
+    def _add_tar(self, file: _Bounded) -> None:
+        head = file.read(6)
+        file.seek(0)
+        unpack = next((unpack for magic, unpack in _PACKED.items() if head.startswith(magic)), None)
+        plain: Any = file
+        if unpack is not None:
+            plain = self._closing.enter_context(tempfile.TemporaryFile())  # noqa: SIM115
+            _unpack(unpack(file, "rb"), plain, self._archive)
+            plain = _Bounded(plain, self._archive)
+        self._tar = tarfile.open(fileobj=cast(BinaryIO, plain), mode="r:")  # noqa: SIM115
+        for count, header in enumerate(self._tar):
+            _refuse_many(count, self._archive)
+            if header.isreg() and not header.issparse() and header.name not in self.members:
+                offset = header.offset_data if unpack is None else None
+                self._infos[header.name] = header
+                self.members[header.name] = Member(header.name, header.size, offset)
+
+    def stream(self, name: str) -> BinaryIO:
+        """A member's bytes. Raises AdvisorError for what cannot be unpacked a little at a time."""
+        info = self._infos[name]
+        if isinstance(info, tarfile.TarInfo):
+            return cast(BinaryIO, self._tar.extractfile(info))
+        if info.flag_bits & 1:
+            raise AdvisorError(f"{shown(self._archive)}: needs a password; unpack it first")
+        if info.compress_type not in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED):
+            # zipfile unpacks whole blocks of these: kilobytes become gigabytes in memory
+            method = zipfile.compressor_names.get(info.compress_type, "an unknown method")
+            raise AdvisorError(
+                f"{shown(self._archive)}: a member packed with {method}; pack it with deflate"
+            )
+        return cast(BinaryIO, self._zip.open(info))
+
+    def close(self) -> None:
+        self._closing.close()
+
+
+_kept: dict[tuple[str, str], _Archive] = {}
+"""The archive that was read last, while nobody reads it."""
+
+
+@contextmanager
+def _open(kind: str, archive: str) -> Iterator[_Archive]:
+    """The archive: the one that was read last, if it is that and has not changed."""
+    with _sane(archive):
+        opened = _kept.pop((kind, archive), None)
+        if opened is not None and opened.version != _version(archive):
+            opened.close()
+            opened = None
+        if opened is None:
+            opened = _Archive(kind, archive)
+        try:
+            yield opened
+        except BaseException:
+            opened.close()  # its place in the file is unknown
+            raise
+        while _kept:
+            with suppress(KeyError):
+                _kept.popitem()[1].close()
+        _kept[kind, archive] = opened
+
+
+def _version(archive: str) -> tuple[object, ...]:
+    system, path = file_system(archive)
+    with suppress(Exception):  # not all file systems remember what they listed
+        system.invalidate_cache()
+    return version_of(system.info(path))
+
+
+def _unpack(packed: Any, plain: Any, archive: str) -> None:
+    """A packed tar as a plain one on the disk, where its members are found without unpacking those
+    before them again. Raises AdvisorError: there is no room for it."""
+    folder = tempfile.gettempdir()
+    while block := packed.read(_UNPACKED):
+        if shutil.disk_usage(folder).free < ROOM_LEFT:
+            raise AdvisorError(
+                f"{shown(archive)}: {folder} has no room to unpack it; name a larger disk in TMPDIR"
+            )
+        plain.write(block)
+    plain.seek(0)
 
 
 class _Bounded:
@@ -115,7 +194,7 @@ class _Bounded:
         return data
 
     def seek(self, offset: int, whence: int = 0) -> int:
-        if whence == 0 and offset > MAX_SKIPPED:
+        if whence == 0 and offset > MAX_OFFSET:
             raise AdvisorError(f"{shown(self._archive)}: its members are too long")
         return cast(int, self._file.seek(offset, whence))
 
@@ -133,14 +212,14 @@ class _Bounded:
 
 
 @contextmanager
-def _file(archive: str, kind: str) -> Iterator[_Bounded]:
+def _file(archive: str, kind: str) -> Iterator[Any]:
     system, path = file_system(archive)
     block = _ZIP_BLOCK if kind == "zip" else _TAR_BLOCK
     file = system.open(path, "rb", block_size=block, cache_type="readahead")
     try:
         if not can_seek(file, 0):
             raise AdvisorError(f"{shown(archive)}: cannot be read in parts; download it first")
-        yield _Bounded(file, archive)
+        yield file
     finally:
         file.close()
 
@@ -172,21 +251,6 @@ _PACKED: dict[bytes, Callable[..., Any]] = {
     b"BZh": bz2.open,
     b"\xfd7zXZ": lzma.open,
 }
-
-
-def _tar(file: _Bounded) -> tuple[bool, tarfile.TarFile]:
-    """A tar, and whether it is packed."""
-    head = file.read(6)
-    file.seek(0)
-    unpack = next((unpack for magic, unpack in _PACKED.items() if head.startswith(magic)), None)
-    inner = file if unpack is None else _Bounded(unpack(file, "rb"), file._archive)
-    return unpack is not None, tarfile.open(fileobj=cast(BinaryIO, inner), mode="r:")
-
-
-def _headers(tar: tarfile.TarFile, archive: str) -> Iterator[tarfile.TarInfo]:
-    for count, header in enumerate(tar):
-        _refuse_many(count, archive)
-        yield header
 
 
 def _refuse_many(count: int, archive: str) -> None:

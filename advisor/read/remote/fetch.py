@@ -20,11 +20,13 @@ from typing import Any, BinaryIO
 from advisor.core.errors import AdvisorError
 from advisor.read.remote import access, archives
 from advisor.read.remote.access import (
+    ROOM_LEFT,
     CutOffError,
     call_within,
     can_seek,
     file_system,
     give_up_or_wait,
+    version_of,
 )
 from advisor.read.remote.places import LISTING
 from advisor.read.remote.urls import RemoteFile, file_name, is_url, is_web
@@ -33,10 +35,6 @@ BLOCK = 4 << 20
 """Bytes that are asked for at once, and all that is in memory of a file."""
 LIMIT = 64 << 30
 """Bytes that one file may have."""
-ROOM_LEFT = 256 << 20
-"""Bytes of the disk that are left free."""
-_SAME = ("ETag", "etag", "md5Hash", "generation", "LastModified", "Last-Modified", "mtime")
-"""Fields that change with a file, as several stores name them."""
 
 
 @contextmanager
@@ -47,13 +45,15 @@ def opened(
     most: int = LIMIT,
     timeout: float | None = None,
     progress: Callable[[str, int], None] | None = None,
+    check: Callable[[bytes, str], None] | None = None,
 ) -> Iterator[Path]:
     """A local path to a file, for the time of the ``with`` block: its own if it is here, else a
     copy of the same name in a folder of its own, gone afterwards.
 
     ``folder``: for the copy; default: the system's for temporary files. ``most``: bytes that it may
     have. ``timeout``: seconds that a block may take; default ``access.TIMEOUT``. ``progress``:
-    called with (shown URL, bytes so far) after each block.
+    called with (shown URL, bytes so far) after each block. ``check``: called with the first block
+    and the copy's path before more is fetched; what it raises ends that.
 
     Raises AdvisorError, with one line: missing, access denied, too large, no room on the disk, cut
     off or slow in spite of several attempts.
@@ -66,7 +66,7 @@ def opened(
     seconds = access.TIMEOUT if timeout is None else timeout
     with scratch(folder) as inside:
         copy = inside / file_name(source.at)
-        _Copy(source, copy, most, seconds, progress).make()
+        _Copy(source, copy, most, seconds, progress, check).make()
         yield copy
 
 
@@ -80,9 +80,11 @@ class _Copy:
         most: int,
         timeout: float,
         progress: Callable[[str, int], None] | None,
+        check: Callable[[bytes, str], None] | None,
     ) -> None:
         self._source = source
         self._progress = progress
+        self._check = check
         self._path = path
         self._most = most
         self._timeout = timeout
@@ -141,7 +143,7 @@ class _Copy:
         return result
 
     def _refuse_changed(self, info: dict[str, Any]) -> None:
-        now = (info.get("size"), *(info.get(name) for name in _SAME))
+        now = version_of(info)
         if self._same is not None and now != self._same:
             raise AdvisorError(f"{self._source.url}: changed while it was read; try again")
         self._same = now
@@ -238,6 +240,12 @@ class _Copy:
             )
 
     def _write(self, out: BinaryIO, block: bytes) -> None:
+        if self._check is not None and not out.tell():
+            try:
+                self._check(block, str(self._path))
+            except AdvisorError as error:
+                why = str(error).replace(str(self._path), self._source.url)
+                raise AdvisorError(why) from None
         try:
             out.write(block)
         except OSError as error:

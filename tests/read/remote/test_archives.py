@@ -215,3 +215,48 @@ def test_a_locked_member_is_told(web: Server) -> None:
     made[made.index(b"PK\x01\x02") + 8] |= 1  # encrypted, both say
     web.state.files["/a.zip"] = bytes(made)
     assert "needs a password" in refused(f"zip://::{web.url}/a.zip")
+
+
+@pytest.mark.parametrize("packing", [zipfile.ZIP_BZIP2, zipfile.ZIP_LZMA])
+def test_a_member_that_cannot_be_unpacked_bit_by_bit_is_refused(web: Server, packing: int) -> None:
+    web.state.files["/a.zip"] = zipped({"rank0.json": bytes(1 << 26)}, packing)
+    name = zipfile.compressor_names[packing]
+    assert f"packed with {name}; pack it with deflate" in refused(f"zip://::{web.url}/a.zip")
+
+
+@pytest.mark.parametrize("kind", ["zip", "tar.gz"])
+def test_the_table_of_contents_is_read_once_for_all_members(
+    web: Server, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    files = {f"rank{rank}.json": f"{rank}".encode() for rank in range(200)}
+    web.state.files["/a"] = zipped(files) if kind == "zip" else tarred(files, "w:gz")
+    tables = 0
+    make = archives._Archive.__init__
+
+    def counted(self: archives._Archive, *args: str) -> None:
+        nonlocal tables
+        tables += 1
+        make(self, *args)
+
+    monkeypatch.setattr(archives._Archive, "__init__", counted)
+    found = locate([f"{kind[:3]}://::{web.url}/a"])
+    for source in reversed(found):
+        with opened(source) as path:
+            assert path.read_bytes() == f"{source.rank}".encode()
+    assert tables == 1
+    web.state.files["/a"] = (
+        zipped({"rank7.json": b"new"}) if kind == "zip" else tarred({"rank7.json": b"new"}, "w:gz")
+    )
+    with opened(found[7]) as path:
+        assert path.read_bytes() == b"new"
+    assert tables == 2
+
+
+def test_a_member_is_not_fetched_whole_before_its_format_is_looked_at(web: Server) -> None:
+    noise = bytes(range(1, 128)) * 400_000
+    web.state.files["/a.tar"] = tarred({"rank0.json": noise})
+    web.state.files["/rank0.json"] = noise
+    for url in (f"tar://rank0.json::{web.url}/a.tar", f"{web.url}/rank0.json"):
+        web.state.asked.clear()
+        assert "of no format that is known" in refused(url)
+        assert web.state.asked["GET /a.tar"] + web.state.asked["GET /rank0.json"] <= 3

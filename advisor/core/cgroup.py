@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
 MOUNT = Path("/sys/fs/cgroup")
 SELF = Path("/proc/self/cgroup")
+MEMINFO = Path("/proc/meminfo")
 UNLIMITED = 1 << 60
 """cgroup v1 writes "no limit" as about 2^63 bytes."""
 
@@ -88,6 +90,20 @@ class Cgroup:
                 folder = root.joinpath(*parts[:length])
                 if folder.is_dir():
                     yield folder
+
+
+def available_memory(cgroup: Cgroup | None = None, meminfo: Path = MEMINFO) -> int | None:
+    """Bytes that this process may still take: what the machine has free, or what is left of the
+    container's limit where that is less. ``None``: not Linux. The arguments are for tests."""
+    free = re.search(r"^MemAvailable:\s+(\d+) kB", _read(meminfo), re.MULTILINE)
+    if free is None:
+        return None
+    cgroup = cgroup or Cgroup()
+    limit, used = cgroup.memory_limit(), cgroup.memory_used()
+    left = [int(free[1]) * 1024]
+    if limit is not None and used is not None:
+        left.append(max(0, limit - used))
+    return min(left)
 
 
 def _controllers(file: Path) -> dict[str, str]:

@@ -1,0 +1,60 @@
+"""Nothing of the current folder is executed when advisor starts itself there."""
+
+from __future__ import annotations
+
+import contextlib
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from advisor.core.errors import AdvisorError
+from advisor.mcp import running
+from advisor.recorder import finish
+
+ROOT = Path(__file__).resolve().parents[2]
+TRAP = (
+    "from pathlib import Path\nPath(__file__).with_name('executed').touch()\nraise SystemExit(9)\n"
+)
+
+
+@pytest.fixture
+def trapped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder with modules named like those that advisor imports."""
+    for name in ("typer", "msgspec", "polars", "rich", "numpy", "gzip", "csv"):
+        (tmp_path / f"{name}.py").write_text(TRAP)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    return tmp_path
+
+
+def test_the_lines_at_the_end_of_a_recording(trapped: Path) -> None:
+    with contextlib.suppress(AdvisorError):
+        finish.outcome(trapped)
+    assert not (trapped / "executed").exists()
+
+
+def test_programs_that_an_agent_records(trapped: Path) -> None:
+    code, _, said = running._run(["--version"], trapped, 60.0)
+    assert (code, said.split()[0]) == (0, "advisor")
+    assert not (trapped / "executed").exists()
+
+
+def test_python_m_advisor_as_a_person_types_it(trapped: Path) -> None:
+    command = [sys.executable, "-m", "advisor", "--version"]
+    done = subprocess.run(command, cwd=trapped, capture_output=True, text=True, check=False)
+    assert done.stdout.startswith("advisor ")
+    assert not (trapped / "executed").exists()
+
+
+def test_every_place_that_starts_advisor_keeps_the_current_folder_out() -> None:
+    without = [
+        f"{file.relative_to(ROOT)}:{number}"
+        for folder in ("advisor", "rules", "dashboard", "sample_workloads")
+        for file in (ROOT / folder).rglob("*.py")
+        for number, line in enumerate(file.read_text(encoding="utf-8").splitlines(), 1)
+        if re.search(r'"-m", ?"advisor', line) and '"-P"' not in line
+    ]
+    assert without == []

@@ -27,6 +27,7 @@ KINDS = ("zip", "tar")
 MAX_MEMBERS = 100_000
 MAX_AT_ONCE = 16 << 20
 """Bytes that an archive's reader may ask for at once: those of a table of contents."""
+_OTHER_METHODS = {zipfile.ZIP_BZIP2: "bzip2", zipfile.ZIP_LZMA: "lzma"}
 MAX_OFFSET = 1 << 40
 """Bytes of an archive before a member."""
 _ZIP_BLOCK, _TAR_BLOCK, _UNPACKED = 1 << 20, 1 << 16, 4 << 20
@@ -123,7 +124,7 @@ class _Archive:
             raise AdvisorError(f"{shown(self._archive)}: needs a password; unpack it first")
         if info.compress_type not in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED):
             # zipfile unpacks whole blocks of these: kilobytes become gigabytes in memory
-            method = zipfile.compressor_names.get(info.compress_type, "an unknown method")
+            method = _OTHER_METHODS.get(info.compress_type, "an unknown method")
             raise AdvisorError(
                 f"{shown(self._archive)}: a member packed with {method}; pack it with deflate"
             )

@@ -25,7 +25,6 @@ from advisor.advise.measured import cost
 from advisor.advise.options import Options as Options  # noqa: PLC0414
 from advisor.advise.rank import rank
 from advisor.advise.ranks.job import first_rank, ranks_apart, summarise_apart
-from advisor.advise.ranks.pricing import RanksPricer
 from advisor.advise.ranks.task import reason
 from advisor.advise.select import choose, load_rules, read_config
 from advisor.advise.unrelated import apart_report, why_apart
@@ -34,7 +33,6 @@ from advisor.core.errors import AdvisorError
 from advisor.core.prices import read_prices
 from advisor.core.trace import Run
 from advisor.read import open_run
-from advisor.replay.ranks.study import Study, study
 
 if TYPE_CHECKING:
     from advisor.core.finding import Rule
@@ -42,6 +40,7 @@ if TYPE_CHECKING:
     from advisor.core.trace import Trace
     from advisor.measure import Analysis
     from advisor.measure.ranks.summary import Summary, Unread
+    from advisor.replay.ranks.study import Study
 
 
 @dataclass(frozen=True)
@@ -146,6 +145,8 @@ def _of_all_ranks(
 ) -> tuple[Checked, Pricer]:
     """What a rank's rules say, with what the other ranks and the comparison of all add: a finding
     of single ranks gets the gain of the job, where the ranks can be replayed."""
+    from advisor.advise.ranks.pricing import RanksPricer
+
     pricing = RanksPricer(own, study, checked.rank, checked.findings)
     findings = [*checked.findings, *pricing.others({f.rule for f in checked.findings})]
     seen = {finding.rule: pricing.counted(finding.rule) for finding in findings}
@@ -168,6 +169,8 @@ def _compared(summaries: Sequence[Summary], unread: Sequence[Unread]) -> Study |
     """The ranks of a job, studied together; ``None``: there is one."""
     if len(summaries) + len(unread) < 2:
         return None
+    from advisor.replay.ranks.study import study
+
     try:
         return study(summaries, unread)
     except (ArithmeticError, LookupError, TypeError, ValueError) as error:  # of damaged summaries

@@ -15,8 +15,6 @@ from advisor.replay.critical import composition
 from advisor.replay.graph import NEVER, Array, Edge, Graph
 from advisor.replay.operations import apply
 from advisor.replay.patch import Patch
-from advisor.replay.ranks.joint_build import JointRanks, find_joint_ranks
-from advisor.replay.ranks.joint_replay import JointReplay, Patched
 from advisor.replay.replay import ReplayedSteps, ReplayPlan, completions
 from advisor.replay.selected import Selected
 from advisor.replay.trust import (
@@ -31,6 +29,8 @@ from advisor.replay.trust import (
 if TYPE_CHECKING:
     from advisor.core.finding import Edit
     from advisor.measure import Analysis
+    from advisor.replay.ranks.joint_build import JointRanks
+    from advisor.replay.ranks.joint_replay import JointReplay, Patched
 
 EVENT_COST_NS = {"plain": 800.0, "shapes": 600.0, "stacks": 900.0}
 """Host time that the profiler adds to each event, about: 0.8 µs plain, 1.4 with shapes, 2.3 with
@@ -76,6 +76,8 @@ def event_cost(a: Analysis) -> float:
 
 
 def _patched(patch: Patch) -> Patched:
+    from advisor.replay.ranks.joint_replay import Patched
+
     graph, weight, src = patch.widened()
     gone, punctual = np.flatnonzero(patch.dropped), np.flatnonzero(patch.punctual)
     return Patched(graph, weight, patch.dur, src, gone, punctual)
@@ -111,9 +113,11 @@ class EditGain:
 
     @cached_property
     def _joint_ranks(self) -> JointRanks | None:
-        return (
-            find_joint_ranks(self.rank, {self.rank: self.a} | self.others) if self.others else None
-        )
+        if not self.others:
+            return None
+        from advisor.replay.ranks.joint_build import find_joint_ranks
+
+        return find_joint_ranks(self.rank, {self.rank: self.a} | self.others)
 
     @cached_property
     def _joined(self) -> tuple[JointReplay, tuple[EditGain, ...]] | None:
@@ -122,6 +126,8 @@ class EditGain:
         joint_ranks = self._joint_ranks
         if joint_ranks is None:
             return None
+        from advisor.replay.ranks.joint_replay import JointReplay
+
         members = [self]
         for number, a, steps in list(
             zip(joint_ranks.ranks, joint_ranks.analyses, joint_ranks.steps, strict=True)

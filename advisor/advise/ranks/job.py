@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Final
 from msgspec import structs
 
 from advisor.advise.options import RanksDone as RanksDone  # noqa: PLC0414
-from advisor.advise.ranks.sources import RemoteFile, locate
+from advisor.advise.ranks.sources import locate
 from advisor.advise.ranks.task import MeasureOptions, MeasureTask, one_rank
 from advisor.advise.ranks.work import processes, results
 from advisor.core.errors import AdvisorError
@@ -24,7 +24,7 @@ from advisor.read import open_run
 from advisor.read.directory import MAX_ELSEWHERE
 from advisor.read.elsewhere import read_source
 from advisor.read.file import with_window
-from advisor.read.remote.urls import is_url, shown
+from advisor.read.remote.urls import RemoteFile, is_url, shown
 
 if TYPE_CHECKING:
     from advisor.advise.options import Options

@@ -1,4 +1,4 @@
-"""The files of a fleet: what places, here or elsewhere, stand for, and each as a local path."""
+"""The files of a job: what places, here or elsewhere, stand for."""
 
 from __future__ import annotations
 
@@ -8,10 +8,7 @@ from pathlib import Path
 from advisor.core.errors import AdvisorError
 from advisor.core.run_directory import is_run, read_recording
 from advisor.read.directory import trace_files
-from advisor.read.remote.fetch import opened
 from advisor.read.remote.urls import RankFilter, RemoteFile, is_url, local_path, rank_in
-
-__all__ = ["RemoteFile", "is_url", "locate", "opened"]
 
 
 def locate(places: Sequence[str], ranks: str = "") -> list[RemoteFile]:

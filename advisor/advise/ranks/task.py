@@ -12,11 +12,10 @@ import msgspec
 from msgspec import Struct, field, structs
 
 from advisor import __version__
-from advisor.advise.ranks.sources import RemoteFile, opened
 from advisor.core.errors import AdvisorError
 from advisor.core.run_directory import is_run
 from advisor.measure.ranks.summary import MAX_DECODED, Unread, encode
-from advisor.read.remote.urls import placed
+from advisor.read.remote.urls import RemoteFile, placed
 
 if TYPE_CHECKING:
     from advisor.advise.options import Options
@@ -144,6 +143,7 @@ def told(error: BaseException) -> str:
 def _measured(order: MeasureTask) -> bytes:
     from advisor.measure.ranks.hosts import host_of
     from advisor.read.registry import refuse_unknown
+    from advisor.read.remote.fetch import opened
 
     source = order.source
     with opened(source, check=refuse_unknown) as path:

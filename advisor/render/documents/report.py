@@ -28,7 +28,7 @@ from advisor.render.document import (
     TextField,
     Tiles,
 )
-from advisor.render.documents import memory, ranks
+from advisor.render.documents import memory
 from advisor.render.figures import Bar, Staircase, StepTimeline
 
 MAX_RANKS: Final = 8
@@ -54,7 +54,6 @@ def build(report: Report, options: RenderOptions = DEFAULT) -> Document:
             *_time(report),
             *_timeline(report, options),
             *_ranks(report),
-            *(ranks.sections(report.ranks) if report.ranks is not None else ()),
             *memory.sections(report),
             *_findings(report),
             *_rest(report),
@@ -128,17 +127,20 @@ def _timeline(report: Report, options: RenderOptions) -> Iterator[Block]:
 
 def _ranks(report: Report) -> Iterator[Block]:
     table, short = views.rank_table(report), views.rank_table(report, MAX_RANKS)
-    if table is None or short is None:
-        return
-    shown = Grid(
-        table.head,
-        [row.cells for row in table.rows],
-        align="r" * len(table.head),
-        short=[row.cells for row in short.rows],
-        more=short.more,
-    )
-    notes = [Paragraph(note, "soft") for note in (table.more, table.note) if note]
-    yield Section("Ranks", [shown, *notes], f"{table.total} in this recording")
+    if table is not None and short is not None:
+        shown = Grid(
+            table.head,
+            [row.cells for row in table.rows],
+            align="r" * len(table.head),
+            short=[row.cells for row in short.rows],
+            more=short.more,
+        )
+        notes = [Paragraph(note, "soft") for note in (table.more, table.note) if note]
+        yield Section("Ranks", [shown, *notes], f"{table.total} in this recording")
+    if report.ranks is not None:
+        from advisor.render.documents.ranks import sections
+
+        yield from sections(report.ranks)
 
 
 # -- what to do ---------------------------------------------------------------------------------

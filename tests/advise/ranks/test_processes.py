@@ -16,12 +16,12 @@ import pytest
 
 from advisor.advise.engine import Options, analyze
 from advisor.advise.ranks.job import MAX_HELD, RanksDone, ranks_apart
-from advisor.advise.ranks.sources import RemoteFile
 from advisor.advise.ranks.task import MeasureOptions, MeasureTask, perform
 from advisor.advise.ranks.work import processes
 from advisor.core.errors import AdvisorError
 from advisor.core.pool import ProcessPool, WorkerDied
 from advisor.measure.ranks.summary import Summary, decode
+from advisor.read.remote.urls import RemoteFile
 
 
 def packed(path: Path, wanted: MeasureOptions | None = None) -> bytes:

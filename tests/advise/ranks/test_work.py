@@ -11,11 +11,11 @@ from typing import Any
 
 import msgspec
 
-from advisor.advise.ranks.sources import RemoteFile
 from advisor.advise.ranks.task import MeasureTask, perform
 from advisor.advise.ranks.work import RETRIES, results
 from advisor.core.pool import WorkerDied
 from advisor.measure.ranks.summary import Summary, Unread, encode
+from advisor.read.remote.urls import RemoteFile
 
 Act = Callable[[int, int], bytes]
 

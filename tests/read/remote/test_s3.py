@@ -14,11 +14,12 @@ from typing import Any
 import pytest
 
 import advisor
-from advisor.advise.ranks.sources import locate, opened
+from advisor.advise.ranks.sources import locate
 from advisor.cli import run as advisor_cli
 from advisor.core.errors import AdvisorError
 from advisor.read import ReadOptions, open_run
 from advisor.read.remote import access
+from advisor.read.remote.fetch import opened
 from tests.read.remote.faulty import Fault
 
 

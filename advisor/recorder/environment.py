@@ -22,8 +22,8 @@ from typing import Any, TypeVar
 
 from advisor import __version__
 from advisor.core.cgroup import Cgroup
+from advisor.core.credentials import HIDDEN, clean_command, clean_value, is_secret_name
 from advisor.core.run_directory import Manifest, Rank, RecordedDevice
-from advisor.recorder.redact import clean_command, clean_value
 
 _T = TypeVar("_T")
 
@@ -130,7 +130,7 @@ def command_line() -> list[str]:
 def environment() -> dict[str, str]:
     """The variables of the list that are set."""
     return {
-        name: clean_value(value)
+        name: HIDDEN if is_secret_name(name) else clean_value(value)
         for name, value in sorted(os.environ.items())
         if name in ENV or name.startswith(ENV_PREFIXES)
     }

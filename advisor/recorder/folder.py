@@ -28,16 +28,19 @@ WAIT_SECONDS = 60.0
 STALE_SECONDS = 600.0
 """An older note is of another launch that happened to have the same key."""
 MAX_TRIES = 1000
+PRIVATE = 0o700
+"""Mode of a new run directory: command lines, paths and settings are its owner's business. A
+directory that is there already, and empty, keeps the mode that its owner gave it."""
 
 
 def new_run(out: str = "") -> Path:
-    """Make a new run directory. Raises OSError."""
+    """Make a new run directory, or take one that is empty. Raises OSError."""
     wanted = Path(out) if out else Path("runs") / _name()
     wanted.parent.mkdir(parents=True, exist_ok=True)
     for attempt in range(1, MAX_TRIES):
         path = wanted if attempt == 1 else wanted.with_name(f"{wanted.name}_{attempt}")
         try:
-            path.mkdir()
+            path.mkdir(PRIVATE)
             return path.absolute()
         except FileExistsError:
             if path.is_dir() and not any(path.iterdir()):
@@ -53,7 +56,7 @@ def rank_folder(out: str, rank: int, world: int) -> Path:
         run = Path(given)
         if restart not in ("", "0"):
             run = run.with_name(f"{run.name}_restart{restart}")
-        run.mkdir(parents=True, exist_ok=True)
+        run.mkdir(PRIVATE, parents=True, exist_ok=True)
     elif world > 1:
         run = _meet(out, rank)
     else:
@@ -61,7 +64,7 @@ def rank_folder(out: str, rank: int, world: int) -> Path:
     for attempt in range(1, MAX_TRIES):
         # a second training in a process tree that shares the variable: a run of its own
         sibling = run if attempt == 1 else run.with_name(f"{run.name}_{attempt}")
-        sibling.mkdir(exist_ok=True)
+        sibling.mkdir(PRIVATE, exist_ok=True)
         folder = sibling / f"rank{rank}"
         try:
             folder.mkdir()

@@ -21,6 +21,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, TypeVar
 
+from advisor.core.credentials import clean_value
 from advisor.core.run_directory import Event, Manifest, Rank
 from advisor.recorder.batch import Batches
 from advisor.recorder.call_depth import in_backward
@@ -53,7 +54,6 @@ from advisor.recorder.oom import OutOfMemoryHook
 from advisor.recorder.options import RecordOptions
 from advisor.recorder.ranges import TraceRanges, ranges
 from advisor.recorder.reader import TapeReader
-from advisor.recorder.redact import clean_value
 from advisor.recorder.repeats import RepeatedBlock
 from advisor.recorder.slowdown import Pauses, SlowdownWatch
 from advisor.recorder.steps import FoundStep, StepSegment

@@ -14,10 +14,10 @@ from pathlib import Path
 
 import advisor
 from advisor.core import run_directory as rundir
+from advisor.core.credentials import HIDDEN, clean_command
 from advisor.core.errors import AdvisorError
 from advisor.lint.source import Script, keyword, parse
 from advisor.recorder.folder import new_run
-from advisor.recorder.redact import HIDDEN, clean_command
 from advisor.replay import predictions
 from advisor.tune.knob import Machine, cores, find_knob
 from advisor.tune.plan import asked_for, plan

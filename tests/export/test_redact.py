@@ -20,12 +20,12 @@ from hypothesis import strategies as st
 import advisor.export.redact
 from advisor import cli
 from advisor.advise.engine import analyze, examine
+from advisor.core.credentials import clean_value
 from advisor.core.finding import Edit
 from advisor.core.report import Report
 from advisor.export import rewrite
 from advisor.export.redact import GONE, Redactor, is_random, names_in, redact
 from advisor.measure import Analysis
-from advisor.recorder.redact import clean_value
 from advisor.render.formats import REPORTS
 from advisor.replay.selection import selected_gaps, selected_gpu, selected_host
 from advisor.testing import TraceBuilder
@@ -533,6 +533,34 @@ def test_nothing_private_comes_out_of_any_command_in_any_format(
         if text
     ]
     assert all(re.compile(text) for text in patterns)
+
+
+def test_nothing_private_comes_out_of_a_report_about_many_ranks(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(advisor.export.redact, "own_names", set)
+    job = tmp_path / "home" / "alice" / "job"
+    for rank in range(3):
+        file = private_trace(job / "gpu-node-12" / f"rank{rank}", 900 + 400 * (rank == 1))
+        distributed = {"backend": "nccl", "rank": rank, "world_size": 3}
+        document = {**json.loads(file.read_text()), "distributedInfo": distributed}
+        file.write_text(json.dumps(document))
+    (job / "broken_rank9.json").write_text("[1, 2]")
+    plain = 0
+    for workers in ([], ["--workers", "2"]):
+        for form in ("terminal", "json", "markdown", "html", "sarif", "github"):
+            for redacted in (False, True):
+                line = ["analyze", str(job), *workers, "--format", form, "--no-progress"]
+                assert cli.run([*line, *["--redact"][:redacted]]) == 0
+                captured = capsys.readouterr()
+                shown = captured.out + captured.err
+                found = [p for p in PRIVATE if any(s in shown.lower() for s in spellings(p))]
+                plain += bool(found) and not redacted
+                assert not (redacted and found), (line, found)
+    assert plain == 12
+    assert cli.run(["analyze", str(job), "--redact", "--csv", str(tmp_path / "csv")]) == 0
+    written = "".join(file.read_text() for file in (tmp_path / "csv").iterdir())
+    assert not [p for p in PRIVATE if p in written]
 
 
 def test_edits_of_a_redacted_report_select_what_they_selected(tmp_path: Path) -> None:

@@ -14,9 +14,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from advisor.core.cgroup import Cgroup, Throttled
+from advisor.core.credentials import HIDDEN, clean_command, clean_value, is_secret_name
 from advisor.core.run_directory import Manifest, Rank
 from advisor.recorder import environment
-from advisor.recorder.redact import HIDDEN, clean_command, clean_value, is_secret_name
 
 SECRET = "s3cr3tvalue0123456789"
 

@@ -77,7 +77,12 @@ def _steps(report: Report) -> list[str]:
     if scope_.step_source == "snapshot":
         return []
     if scope_.per == "recording":
-        return [f"none marked: the whole recording, {t.format_duration(scope_.span_ns)}"]
+        span, recorded = scope_.span_ns, scope_.recorded_ns
+        if recorded is None:
+            return [f"none marked: the whole recording, {t.format_duration(span)}"]
+        what = f"none marked: {t.format_duration(span)} from the first to the last GPU work"
+        more = f"{t.format_duration(recorded)} recorded"
+        return [what] if recorded - span < OUTSIDE * recorded else [what, more]
     source = "recorded" if scope_.step_source == "record" else t.clean(scope_.step_source)
     used = f"{scope_.steps_used} of {scope_.steps_found}"
     mean = f"{t.format_duration(scope_.step_ns)} {t.format_per(scope_.per)}"

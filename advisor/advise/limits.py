@@ -13,6 +13,7 @@ from advisor.core import labels
 from advisor.core import text as t
 from advisor.core.intervals import covered_length, intersect, union
 from advisor.core.trace import ANOTHER_TRACE, JAX
+from advisor.measure.steps.steps import extent
 
 if TYPE_CHECKING:
     from advisor.core.trace import Run, Trace, TraceMeta
@@ -28,6 +29,8 @@ UNEVEN = 1.5
 """Longest over shortest step from which the mean stands for neither."""
 ONE_OFF_SHARE = 0.02
 """Part of what is analysed from which costs of first calls are told."""
+LEFT_OUT = 0.01
+"""Part of a recording from which what lies before the first or after the last GPU work is said."""
 MAX_NAMED = 3
 ACTIVITIES = "activities=[CPU, CUDA]"
 MIN_EVENTS = 100
@@ -70,12 +73,27 @@ def limits(a: Analysis, run: Run) -> list[str]:
     if a.steps.source == "whole trace":
         how = mark_steps(meta.format)
         result.append(
-            "Steps were not recorded: the figures are for the whole recording. "
+            f"Steps were not recorded: the figures are for {_unmarked(a)}. "
             f"{how[0].upper()}{how[1:]} for figures per step."
         )
     result += memory_limits(a)
     result.extend(run.problems)
     return result
+
+
+def _unmarked(a: Analysis) -> str:
+    """What figures without steps are of, and what the recording has before and after that."""
+    if a.device_id is None:
+        return "the whole recording"
+    start, end = extent(a.trace)
+    before, after = int(a.spans.start.min()) - start, end - int(a.spans.end.max())
+    outside = [
+        f"{t.format_duration(ns)} {word} it"
+        for ns, word in ((before, "before"), (after, "after"))
+        if ns > LEFT_OUT * (end - start)
+    ]
+    text = "the time from the first to the last GPU work"
+    return f"{text}; {' and '.join(outside)} are no idle time and left out" if outside else text
 
 
 def _no_operators(trace: Trace) -> str:

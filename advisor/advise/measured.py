@@ -35,6 +35,7 @@ from advisor.measure.device.energy import step_energy
 from advisor.measure.device.rooflines import attained, rooflines
 from advisor.measure.host.optree import op_table, range_table
 from advisor.measure.steps.record import MIN_AROUND, MIN_PROFILED
+from advisor.measure.steps.steps import extent
 
 if TYPE_CHECKING:
     from advisor.core.report import Report
@@ -130,13 +131,22 @@ def _scope(a: Analysis) -> Scope:
         step_ns=a.step_ns,
         step_min_ns=_whole(used["dur"].min()),
         step_max_ns=_whole(used["dur"].max()),
+        recorded_ns=_recorded(a),
         step_median_ns=float(used["dur"].median() or 0),  # type: ignore[arg-type]
         device=a.device_id,
-        device_name=a.device.name if a.device else None,
+        device_name=a.device_name,
         device_known=a.hardware is not None,
         devices_seen=a.trace.gpu["device"].n_unique(),
         framework=a.trace.meta.framework,
     )
+
+
+def _recorded(a: Analysis) -> int | None:
+    """From the first to the last recorded work, where the figures are of a part of that."""
+    if a.per == "step" or a.device_id is None:
+        return None
+    start, end = extent(a.trace)
+    return end - start
 
 
 def _recorded_scope(a: Analysis) -> Scope:

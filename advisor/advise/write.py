@@ -195,6 +195,8 @@ def _verdict(report: Report) -> tuple[Literal["bottlenecks", "healthy", "limited
         return "limited", f"{text}. GPU bottlenecks are not measured."
     busy = t.format_share(report.busy_share)
     busy_of = f"busy {busy} of a {step} {unit}"
+    if report.scope.recorded_ns is not None:
+        busy_of = f"busy {busy} of {step}, from its first work to its last"
     if profiled:
         busy_of = f"busy {busy} while profiled, of a {step} {unit}"
     text = f"GPU {busy_of}{_alone(report)}"

@@ -110,6 +110,9 @@ class Scope(Struct, kw_only=True):
     framework: str | None = None
     """``pytorch``, ``tensorflow``, ``jax``, ``cuda`` (C++ with CUDA or HIP and none of these);
     ``null``: unknown."""
+    recorded_ns: int | None = None
+    """Without steps, from the first to the last recorded work of host or GPU, ns: ``span_ns`` is
+    the part from the GPU's first work to its last. ``null``: there are steps, or no GPU work."""
 
     @property
     def per(self) -> Per:

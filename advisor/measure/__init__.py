@@ -162,6 +162,12 @@ class Analysis:
         """Properties of that device, if the file has them."""
         return None if self.device_id is None else self.trace.working_device(self.device_id)
 
+    @property
+    def device_name(self) -> str | None:
+        """What the driver calls it; where it gives no name, what its properties can only be."""
+        name = None if self.device is None else self.device.name
+        return self.hardware.name if name is None and self.hardware is not None else name
+
     @cached_property
     def hardware(self) -> GpuSpec | None:
         """What that device can do; ``None``: unknown GPU, so rooflines are not measured."""
@@ -209,12 +215,14 @@ class Analysis:
 
     @cached_property
     def on_device(self) -> NDArray[np.bool_]:
-        """Aligned with ``trace.gpu``: on the analysed device, and touching ``spans``."""
+        """Aligned with ``trace.gpu``: on the analysed device, and touching ``spans``. Work that
+        took no time by the file's clock ran all the same."""
         from advisor.core.intervals import covered_length
 
         gpu = self.trace.gpu
         ts = gpu["ts"].to_numpy()
-        inside = covered_length(ts, ts + gpu["dur"].to_numpy(), self.spans) > 0
+        until = ts + gpu["dur"].to_numpy().clip(1)
+        inside = covered_length(ts, until, self.spans) > 0
         if self.device_id is None:
             return inside
         own: NDArray[np.bool_] = (gpu["device"] == self.device_id).to_numpy()

@@ -145,7 +145,7 @@ def _devices(properties: Any) -> Iterator[Device]:
         shared = entry.get("sharedMemPerMultiprocessor")
         yield Device(
             id=number,
-            name=_text(entry.get("name")),
+            name=_text(entry.get("name")) or None,
             memory_bytes=_positive(entry.get("totalGlobalMem")),
             sms=_positive(entry.get("numSms")),
             compute=(major, minor) if major is not None and minor is not None else None,

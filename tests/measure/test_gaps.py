@@ -237,9 +237,16 @@ def test_waiting_for_the_event_of_another_stream():
     s = Scene()
     s.b.launch("side", 500, stream=20)  # 1015.5 .. 1515.5
     s.b.wait_stream(7, 20)
-    a = s.finish(after=1600)  # ready at 1515.5, begins at 1600
-    assert blamed(a, 1) == {"stream": 84.5}
+    a = s.finish(after=1550)  # ready at 1515.5, begins at 1550
+    assert blamed(a, 1) == {"stream": 34.5}
     assert host_name(a, "stream") == "cudaStreamWaitEvent"
+
+
+def test_another_stream_is_not_blamed_long_after_its_work():
+    s = Scene()
+    s.b.launch("side", 500, stream=20)  # 1015.5 .. 1515.5
+    s.b.wait_stream(7, 20)
+    assert blamed(s.finish(after=1600), 1) == {"unknown": 84.5}
 
 
 def test_an_event_that_was_ready_before_the_own_stream_was_held_nothing_up():
@@ -620,8 +627,9 @@ def test_the_profilers_part_of_the_b200_step_is_what_its_overhead_rows_say(share
     cpu = a.trace.cpu.filter(pl.col("kind") == "overhead")
     rows = {str(n): d for n, d in cpu.group_by("name").agg(pl.col("dur").sum()).iter_rows()}
     found = shares(a)
-    assert found["profiler"] == pytest.approx(rows["Activity Buffer Request"] / 1e6)
-    assert 0.9 * rows["Lazy Function Loading"] <= found["compile"] * 1e6
+    assert rows["Activity Buffer Request"] > 1_500_000  # before the first kernel: no idle time
+    assert "profiler" not in found or found["profiler"] == 0
+    assert 0.8 * rows["Lazy Function Loading"] <= found["compile"] * 1e6
     assert found["compile"] * 1e6 <= rows["Lazy Function Loading"]
 
 

@@ -361,7 +361,10 @@ def test_a_healthy_real_training_step_allocates_nothing(shared_trace) -> None:  
 def test_the_first_steps_of_a_real_script_allocate(shared_trace) -> None:  # type: ignore[no-untyped-def]
     path = shared_trace("alexnet")
     events = json.loads(gzip.decompress(Path(path).read_bytes()))["traceEvents"]
-    names = [e.get("name") for e in events if e.get("cat") == "cuda_runtime"]
+    work = [e for e in events if e.get("cat") in ("kernel", "gpu_memcpy", "gpu_memset")]
+    begin, end = (min(e["ts"] for e in work), max(e["ts"] + e["dur"] for e in work))
+    names = [e["name"] for e in events if e.get("cat") == "cuda_runtime" and begin <= e["ts"] < end]
+    assert names.count("cudaMalloc") == 23
     table = Analysis(read_trace(path)).allocations
     counts = dict(table.group_by("call").len().iter_rows())
     assert counts == {

@@ -134,14 +134,52 @@ def test_too_few_optimizer_steps_are_no_period():
     assert steps.table["dur"].to_list() == [300_000 - 90_000]  # from the first event to the last
 
 
-def test_the_whole_trace_is_one_step_and_overhead_is_no_work():
+def test_without_steps_the_devices_own_span_counts():
     b = TraceBuilder()
     b.overhead("Buffer Flush", 500)
     with b.op("aten::mm", host_us=10):
         b.launch("gemm", 50)  # 515 .. 565 after a call at 510; the op ends at 515.5
     trace = b.trace()
     assert extent(trace) == (500_000, 568_000)
-    assert find_steps(trace).spans.total == 68_000
+    assert find_steps(trace).spans.total == 50_000
+
+
+def test_queued_work_behind_a_hole_is_where_the_recording_begins():
+    b = TraceBuilder()
+    with b.op("aten::copy_", host_us=10):
+        b.launch("prologue", 2)
+    with b.op("aten::mm", host_us=10):
+        b.launch("gemm", 900, after=500_000)  # queued at once; what ran before it was cut out
+    spans = find_steps(b.trace()).spans
+    assert (spans.start[0], spans.total) == (499_000_000, 900_000)
+
+
+@pytest.mark.parametrize("waits", [True, False])
+def test_work_launched_before_the_recording_is_cut_whatever_the_host_does(waits: bool):
+    b = TraceBuilder()
+    with b.step():
+        for number in range(10):  # 1000 .. 5990, launched before
+            b._device("kernel", "earlier", 490, 7, 1000 + number, {}, 1000 + 500 * number)
+        if waits:
+            b.host(4000)
+            b.sync()
+        else:
+            b.host(4000)
+        with b.op("aten::mm", host_us=10):
+            b.launch("gemm", 900)  # 5990 .. 6890 unless the host waited
+    steps = find_steps(b.trace())
+    assert steps.table["ts"].to_list() == [4_990_000]
+
+
+def test_work_of_no_length_is_counted():
+    b = TraceBuilder()
+    with b.op("aten::mm", host_us=10):
+        b.launch("gemm", 50)
+    with b.op("aten::fill_", host_us=10):
+        b.launch("fill", 0)
+    with b.op("aten::mm", host_us=10):
+        b.launch("gemm", 50)
+    assert int(Analysis(b.trace()).in_window.sum()) == 3
 
 
 def test_steps_of_another_thread_are_not_mixed_in():

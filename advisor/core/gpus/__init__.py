@@ -69,15 +69,16 @@ def lookup(
 
     Returns None for whatever is not surely one known GPU.
     """
-    if not name:
-        return None
     by_name, by_generic_name = _index()
-    key = _key(name)
+    key = _key(name or "")
     candidates = by_name.get(key, ())
     if None not in (sms, memory_bytes, compute):
-        candidates += by_generic_name.get(key, ())
-    if not candidates:
-        candidates = _of_model(name)
+        if key:
+            candidates += by_generic_name.get(key, ())
+        else:  # a driver that gives no name gives such a device none
+            candidates = tuple(gpu for gpu in known() if gpu.generic_names and gpu.names)
+    if key and not candidates:
+        candidates = _of_model(key)
     return _slowest([gpu for gpu in candidates if _fits(gpu, sms, memory_bytes, compute)])
 
 

@@ -18,8 +18,6 @@ AHEAD_SHARE = 0.05
 latency is some 10 us; a step that is bound by the host has its device wait, not its work."""
 MIN_STEPS = 3
 """Fewer have no middle: their marks and their queue are those of the window's ends."""
-WAITING = ("sync_device", "sync_stream", "sync_event", "memcpy", "memcpy_blocking")
-"""Classes of calls that may hold the host until the device is done."""
 NEVER = np.iinfo(np.int64).max
 
 
@@ -110,24 +108,22 @@ def device_steps(trace: Trace, start: Times, end: Times, *, closed: bool) -> Que
 
 
 def drained(trace: Trace, start: int, end: int) -> int | None:
-    """When the device was done with work launched before the recording, if the host did nothing
-    but wait for that: from ``start`` on it launched nothing before, and a call of it that waits for
-    the device spans that moment. ``None``: it did not wait."""
+    """When the analysed device was done with work launched before the recording, and its own work
+    of [start, end) could begin. ``None``: that was not what it was busy with from ``start`` on."""
     rows = earlier(trace)
     if not rows.any():
         return None
-    gpu, cpu = trace.gpu, trace.cpu
-    done = int((gpu["ts"] + gpu["dur"]).to_numpy()[rows].max())
-    own = cpu["ts"].gather(gpu["launch"].drop_nulls().unique())
-    own = own.filter(own >= start)
-    if not start < done < end or own.is_empty() or int(own.min()) < done:  # type: ignore[arg-type]
+    gpu = trace.gpu
+    rows &= (gpu["device"] == analysed_device(trace)).fill_null(False).to_numpy()
+    ts = gpu["ts"].to_numpy()
+    ended = ts + gpu["dur"].to_numpy()
+    own = ts[~rows & (ended > start) & (gpu["device"] == analysed_device(trace)).to_numpy()]
+    done = int(ended[rows].max(initial=start))
+    if not start < done < end or not len(own) or own.min() < done:
         return None
-    waits = cpu.filter(
-        cpu["call"].cast(pl.String).is_in(WAITING)
-        & (cpu["ts"] < done)
-        & (cpu["ts"] + cpu["dur"] >= done)
-    )
-    return done if waits.height else None
+    busy = union(ts[rows], ended[rows])
+    covered = covered_length(np.array([start]), np.array([done]), busy)[0]
+    return done if covered >= 0.5 * (done - start) else None
 
 
 def _behind_work(trace: Trace, device: int, called: Times, began: Times) -> bool:

@@ -291,7 +291,8 @@ def _stream_waits(
     """For queued work the host row of the ``cudaStreamWaitEvent`` that held it, else -1.
 
     It held it when the thread called it after its previous launch on the work's stream, and the
-    device work that ended last before the gap's end ran on another stream or device.
+    device work that ended last before the gap's end ran on another stream or device, until
+    LATENCY_NS before the work began.
     """
     gpu, cpu = a.trace.gpu, a.trace.cpu
     none = np.full(len(queued), -1, dtype=np.int64)
@@ -318,6 +319,7 @@ def _stream_waits(
     latest = np.searchsorted(end[by_end], part.end[queued], side="right") - 1
     releaser = by_end[np.maximum(latest, 0)]
     elsewhere = (latest >= 0) & (lane[releaser] != lane[ended_by])
+    elsewhere &= part.end[queued] - end[releaser] <= LATENCY_NS
     return np.where((wait > previous) & elsewhere, wait, -1)
 
 

@@ -13,7 +13,7 @@ import polars as pl
 from advisor.core.errors import AdvisorError
 from advisor.core.intervals import Intervals, union
 from advisor.core.trace import KINETO, LOADER, STEP_MARKS, Trace
-from advisor.measure.host.backlog import device_steps, drained
+from advisor.measure.host.backlog import analysed_device, device_steps, drained, earlier
 from advisor.measure.host.names import name_matches
 from advisor.measure.steps.repeats import repeats
 
@@ -30,6 +30,11 @@ MAX_RHYTHM = 16
 """Longest distance of long steps that come back; few loops have more loader workers a rank."""
 RHYTHM_ALIKE = 2.5
 """How much longer than the shortest of them the longest may be."""
+HOLE_NS = 1_000_000
+"""Longest time that queued work of an idle device may wait for nothing that is recorded; launch
+latency is some 10 us."""
+LEAD_SHARE = 0.01
+"""Part of all device work that may lie before such a hole for the figures to begin after it."""
 PARTIAL_SHARE = 0.25
 """A last step shorter than this share of the median was cut off by the end of the recording."""
 
@@ -160,7 +165,7 @@ def find_steps(trace: Trace, select: tuple[int | None, int | None] | None = None
         repeated = repeats(trace)
         if repeated is not None:
             return _finish(trace, *repeated, select)
-    start, end = extent(trace) if trace.meta.format == KINETO else working(trace)
+    start, end = own_span(trace)
     whole = pl.DataFrame({"name": ["whole trace"], "ts": [start], "dur": [end - start]})
     return _finish(trace, whole, "whole trace", None)
 
@@ -179,14 +184,32 @@ def extent(trace: Trace) -> tuple[int, int]:
     return int(both["ts"].min()), int((both["ts"] + both["dur"]).max())  # type: ignore[arg-type]
 
 
-def working(trace: Trace) -> tuple[int, int]:
-    """First call that put work on a device, or such work, and the end of the last of them, ns. What
-    profiles a whole program records its start and end too, before and after the device is used."""
-    if trace.gpu.is_empty():
+def own_span(trace: Trace) -> tuple[int, int]:
+    """From the first work of the analysed device to the end of its last, ns; without device work
+    the ``extent``.
+
+    The device is not idle before and after it: the recording only began earlier or ended later.
+    Work launched before the recording is not in it. Neither is what little work comes before a
+    hole: queued work that waits for nothing recorded waits for work that was cut out of the file.
+    """
+    device = analysed_device(trace)
+    if device is None:
         return extent(trace)
-    calls = trace.cpu[trace.gpu["launch"].drop_nulls().unique().sort()].select("ts", "dur")
-    both = pl.concat([trace.gpu.select("ts", "dur"), calls])
-    return int(both["ts"].min()), int((both["ts"] + both["dur"]).max())  # type: ignore[arg-type]
+    own = (trace.gpu["device"] == device).fill_null(False).to_numpy() & ~earlier(trace)
+    rows = trace.gpu.filter(own) if own.any() else trace.gpu
+    rows = rows.sort("ts")
+    ts, dur = rows["ts"].to_numpy(), rows["dur"].to_numpy()
+    until = np.maximum.accumulate(ts + dur)
+    launch = rows["launch"].fill_null(-1).to_numpy().astype(np.int64)
+    returned = ts.copy()
+    known = launch >= 0
+    calls = trace.cpu["ts"] + trace.cpu["dur"]
+    returned[known] = calls.gather(launch[known]).to_numpy()
+    waits = ts[1:] - np.maximum(returned[1:], until[:-1])
+    before = np.cumsum(dur)[:-1]
+    holes = np.flatnonzero((waits > HOLE_NS) & (before <= LEAD_SHARE * dur.sum()))
+    first = int(holes[-1]) + 1 if len(holes) else 0
+    return int(ts[first]), int(until[-1])
 
 
 def _said(trace: Trace, pattern: str) -> tuple[pl.DataFrame, str]:

@@ -212,7 +212,7 @@ def _loader(edges: EdgeList, graph: Graph, trace: Trace) -> None:
     fed = loaded[workers]
     edges.drop_program(fed)
     wait = graph.time[fed] - graph.time[start[workers]]
-    edges.add(start[workers], fed, np.minimum(wait, HAND_BATCH_NS), Edge.PROGRAM)
+    edges.add(start[workers], fed, np.minimum(wait, HAND_BATCH_NS[""]), Edge.PROGRAM)
     before = np.append(0, loaded[:-1])
     rate = np.where(workers, graph.time[loaded] - graph.time[before], NEVER)
     edges.add(before, loaded, rate, Edge.LOADER)

@@ -12,7 +12,7 @@ from advisor.core.intervals import covered_length, union
 from advisor.replay.graph import NEVER, Array, Edge, Node
 from advisor.replay.overlap import give_streams, overlap
 from advisor.replay.patch import Patch
-from advisor.replay.points import HAND_BATCH_NS
+from advisor.replay.points import hand_over_ns
 
 if TYPE_CHECKING:
     from advisor.core.finding import Edit, Operation
@@ -20,9 +20,6 @@ if TYPE_CHECKING:
 GRAPH_LAUNCH_NS = 1_000.0
 """Host time a kernel costs inside a CUDA graph, about (NVIDIA, "Constant time launch", 2024:
 a graph's launch costs a few µs plus well under 1 µs a node)."""
-HAND_BUSY_NS = {"": 1_500_000.0, "low": 4_000_000.0}
-"""Host time that taking a worker's batch over costs where no core is free: 8 KiB, 2 MiB (measured,
-``benchmarks/bench_hand_over.py``)."""
 ROOFLINE_SHARE = 0.75
 """Share of the attainable rate that good kernels reach (TraceLens: 75 % is the low target)."""
 
@@ -154,7 +151,8 @@ def spread(patch: Patch, edit: Edit, factor: float | None) -> None:
     program = np.flatnonzero(into & (graph.edge == Edge.PROGRAM))
     cost = np.zeros(len(graph))
     cost[graph.dst[program]] = patch.weight[program]
-    patch.weight[program] = np.minimum(patch.weight[program], HAND_BATCH_NS)
+    hand = hand_over_ns(patch.a.trace, patch.a.step_ns, patch.assumption)
+    patch.weight[program] = np.minimum(patch.weight[program], hand)
     rate = np.flatnonzero(into & (graph.edge == Edge.LOADER))
     multi = rate[patch.weight[rate] > NEVER]
     if len(multi):
@@ -169,12 +167,11 @@ def spread(patch: Patch, edit: Edit, factor: float | None) -> None:
         length = max(float(graph.time[graph.starts[-1]]), 1.0)
         share = min(batches.sum() / length, 1.0)
         computed = _computed(patch, loaded, share)
-        patch.weight[single] = max(mean, 0.0) * _slower(patch, computed, share, workers)
+        patch.weight[single] = (max(mean, 0.0) + hand) * _slower(patch, computed, share, workers)
         taken = _taken(patch, computed, share)
         if taken > 0:
             own = program[np.isin(graph.dst[program], graph.dst[single])]
             batch = cost[graph.dst[own]]
-            hand = HAND_BUSY_NS.get(patch.assumption, HAND_BATCH_NS)
             patch.weight[own] = np.minimum(batch, hand) + taken * batch
 
 

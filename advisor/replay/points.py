@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import numpy as np
+import polars as pl
 
 from advisor.core.trace import LOADER
 from advisor.measure.device.copies import held_by_copy
@@ -18,11 +19,14 @@ if TYPE_CHECKING:
 
 STARVED_NS, STARVED_SHARE = 500_000, 0.05
 """A call of a loader with workers that takes longer than this, and than this share of the step,
-waited for them. Handing over a batch that is ready takes 0.1 to 0.3 ms, 1.5 ms where it is large
-(public A100 traces); and that workers fall short of a step by so little that the wait decides
-nothing would be chance."""
-HAND_BATCH_NS = 200_000.0
-"""Taking over a batch that a loader worker has ready."""
+waited for them. Handing over a batch that is ready takes less; and that workers fall short of a
+step by so little that the wait decides nothing would be chance."""
+HAND_BATCH_NS = {"high": 200_000.0, "": 1_500_000.0, "low": 4_000_000.0}
+"""Taking over a batch that a loader worker has ready, by assumption: 0.1 to 0.3 ms in public A100
+traces, 1.4 to 1.7 ms in the pairs of traces with four workers, 1.5 ms for 8 KiB and 4 ms for 2 MiB
+on two busy cores (``benchmarks/bench_hand_over.py``)."""
+MIN_READY = 3
+"""Batches that were ready, from which their median stands for the others."""
 SLOW_LAUNCH_NS = 50_000
 """A launch call longer than this did something else than launch, or waited."""
 
@@ -100,8 +104,21 @@ def loaders(trace: Trace, start: int, end: int, step_ns: float) -> Array:
     the work itself, otherwise those that took long and so were waits for them. ``step_ns``: mean
     time of a step."""
     cpu = trace.cpu
-    long = cpu["dur"] >= max(STARVED_NS, STARVED_SHARE * step_ns)
-    starved = (long | ~name_matches(cpu["name"], WORKERS)).to_numpy()
+    starved = (_long_wait(trace, step_ns) | ~name_matches(cpu["name"], WORKERS)).to_numpy()
     rows = np.flatnonzero(name_matches(cpu["name"], LOADER).to_numpy() & starved)
     ts = cpu["ts"].to_numpy()[rows]
     return rows[(ts >= start) & (ts < end)]
+
+
+def hand_over_ns(trace: Trace, step_ns: float, assumption: str) -> float:
+    """What taking over a batch costs that a worker has ready: what the trace shows of such batches,
+    else what it was measured to. ``assumption``: ``low`` or ``high``, of the gain."""
+    cpu = trace.cpu
+    ready = cpu.filter(name_matches(cpu["name"], WORKERS) & ~_long_wait(trace, step_ns))
+    if ready.height < MIN_READY:
+        return HAND_BATCH_NS[assumption]
+    return float(ready["dur"].median() or 0.0)  # type: ignore[arg-type]
+
+
+def _long_wait(trace: Trace, step_ns: float) -> pl.Series:
+    return trace.cpu["dur"] >= max(STARVED_NS, STARVED_SHARE * step_ns)

@@ -10,7 +10,7 @@
     advisor.step()                       # a step ends here, wherever one is recorded
 
 ``ADVISOR=0`` makes all of it a no-op. A second recording inside a first one is a no-op too, with
-a warning.
+a warning. A decorator's recording ends where another begins after its functions have returned.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ import functools
 import inspect
 import logging
 import os
+import sys
 from collections.abc import AsyncGenerator, Callable, Generator, Iterable, Iterator
 from multiprocessing import parent_process
 from types import TracebackType
@@ -202,6 +203,11 @@ class Recorder:
             self._atexit = True
             atexit.register(self.close)
 
+    def is_idle(self) -> bool:
+        """Whether it is a decorator's, whose functions have all returned."""
+        session = self._session
+        return self._depth == 0 and session is not None and session.entry == "decorator"
+
     def _refuse(self) -> None:
         """Somebody records already."""
         if not self._warned:
@@ -258,7 +264,9 @@ class _Call:
         if session.count() - self._before > 1:
             # the loop is inside: until the next call there is nothing to record
             session.pause()
-            if os.getpid() != _PROCESS or parent_process() is not None:
+            if hasattr(sys, "ps1"):  # a notebook or a prompt, which may stay for days
+                self._recorder.close()
+            elif os.getpid() != _PROCESS or parent_process() is not None:
                 session.writer.flush()  # a child may leave without a word
 
 
@@ -317,11 +325,16 @@ def open_session(
         from advisor.recorder.kineto_log import hush
         from advisor.recorder.session import RecordingSession, current
 
-        if current() is not None:
+        other = current()
+        if other is not None and isinstance(other.owner, Recorder) and other.owner.is_idle():
+            other.owner.close()
+            other = current()
+        if other is not None:
             if recorder is not None:
                 recorder._refuse()
             return None
         session = RecordingSession(chosen(**keywords), entry, lazy=lazy)
+        session.owner = recorder
         if entry == "command":
             session.anew = lambda: open_session("command", {}, lazy=True)
         hush()

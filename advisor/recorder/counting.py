@@ -50,7 +50,7 @@ class CallCounter:
 
     generated = learning = generating
 
-    def elsewhere(self) -> None:
+    def elsewhere(self, *, updates: bool) -> None:
         """Other threads are left alone."""
 
     def drain(self) -> None:

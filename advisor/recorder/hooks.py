@@ -91,8 +91,8 @@ class Listener(Protocol):
     def learning(self) -> None:
         """The first backward begins."""
 
-    def elsewhere(self) -> None:
-        """A backward or an optimizer's step begins in a thread that is not watched; it may become
+    def elsewhere(self, *, updates: bool) -> None:
+        """A backward or an optimizer's step (``updates``) begins in a thread that is not watched; it may become
         the one that is."""
 
     def drain(self) -> None:
@@ -511,7 +511,7 @@ def _backward(on: Listener) -> Callable[[Any], Any]:
             if compiling():
                 return original(*args, **kwargs)
             if get_ident() != here[0]:
-                on.elsewhere()
+                on.elsewhere(updates=False)
                 if get_ident() != here[0]:
                     return original(*args, **kwargs)
             before = here[1]
@@ -580,7 +580,7 @@ def _around_step(on: Listener, opened: Opened) -> tuple[Callable[..., None], Cal
         if compiling():
             return
         if get_ident() != here[0]:
-            on.elsewhere()
+            on.elsewhere(updates=True)
             if get_ident() != here[0]:
                 return
         phase = here[1]

@@ -27,6 +27,7 @@ from advisor.recorder.batch import Batches
 from advisor.recorder.call_depth import in_backward
 from advisor.recorder.clock import (
     ABANDON,
+    BACKWARD,
     BATCH,
     BEGIN,
     BOUNDARY,
@@ -41,6 +42,7 @@ from advisor.recorder.clock import (
     MAX_TAPE,
     MEMORY,
     ONLINE,
+    OPTIMIZER,
     PHASE,
     RESET,
     THREAD,
@@ -66,6 +68,8 @@ _T = TypeVar("_T")
 
 
 MAX_MESSAGE = 500
+MAX_UPDATES_ELSEWHERE = 3
+"""In a row, by a thread that is not watched while the watched one does nothing: it trains."""
 WAITING = frozenset(("threading", "concurrent", "queue", "selectors", "asyncio", "multiprocessing"))
 """Modules in which a thread that waits for others is."""
 UNMARKED = (
@@ -95,6 +99,8 @@ class RecordingSession:
 
         self.options = options
         self.entry = entry
+        self.owner: Any = None
+        """The ``Recorder`` that began it; ``None``: it was none."""
         self.anew: Callable[[], RecordingSession | None] | None = None
         """How a forked child that trains gets a recording of its own; ``None``: it gets none."""
         self.problem: str | None = None
@@ -153,6 +159,11 @@ class RecordingSession:
         )
         self._sampler: Any = None
         self._old_signal: Any = None
+        self._home = -1
+        """The thread that began to record, and whether it has trained: if not, it may still."""
+        self._home_trained = False
+        self._idle_since = (0, -1)
+        self._updates_elsewhere = 0
 
     # -- life -----------------------------------------------------------------------------------
 
@@ -191,7 +202,8 @@ class RecordingSession:
         self.pauses.install()
         self.oom.install()  # a first step may be the one that does not fit
         self._settle()
-        self.tape.here[THREAD] = threading.get_ident()
+        self._home, self._home_trained = threading.get_ident(), False
+        self.tape.here[THREAD] = self._home
 
     def pause(self, error: BaseException | None = None) -> None:
         """Take the hooks out; ``listen`` goes on from here."""
@@ -327,13 +339,18 @@ class RecordingSession:
             self.windows.restarts = True
             self.tape.here[ONLINE] = 1
 
-    def elsewhere(self) -> None:
-        """A backward begins in another thread than the one that is watched."""
+    def elsewhere(self, *, updates: bool) -> None:
+        """A backward begins in another thread than the one that is watched, or an optimizer's step
+        (``updates``)."""
         try:
             if os.getpid() != self._pid:
                 self._begin_anew()
-            elif self._may_move():
+            elif self._may_move(updates):
                 now = time.perf_counter_ns()
+                self._home_trained |= self.tape.here[THREAD] == self._home and bool(
+                    self._count_passes()
+                )
+                self._home_trained |= threading.get_ident() == self._home
                 self.tape.here[THREAD] = -1
                 self.tape.log.extend((RESET, now, ABANDON, now))
                 self.tape.here[PHASE] = 0
@@ -426,26 +443,43 @@ class RecordingSession:
 
     # -- inside ---------------------------------------------------------------------------------
 
-    def _may_move(self) -> bool:
-        """Whether this thread may be the one that trains: the one that is watched has ended, or
-        waits for others; under ``advisor record`` it is enough that it has not trained yet."""
-        watched = self.tape.here[THREAD]
+    def _may_move(self, updates: bool) -> bool:
+        """Whether this thread may be the one that trains.
+
+        It may where the watched one has ended, or has not trained and waits for others; under
+        ``advisor record`` it is enough that it has not trained. A helper does not take over from
+        a main thread that trains; another worker of a pool does, and so does a thread that makes
+        several updates in a row while the watched one does nothing."""
+        here = self.tape.here
+        watched, this = here[THREAD], threading.get_ident()
         if watched == -1 or self.in_loop or self.over or in_backward(self._torch):
             return False
         frame = sys._current_frames().get(watched)
         if frame is None:
             return True
+        progress = self._count_passes()
+        if this == self._home and not self._home_trained:
+            return True  # another thread was taken for the one that trains in its place
+        if (progress, this) != self._idle_since:
+            self._idle_since, self._updates_elsewhere = (progress, this), 0
+        self._updates_elsewhere += updates
         names: list[tuple[Any, str]] = []
         while frame is not None and len(names) < 4:
             names.append((frame.f_globals.get("__name__"), frame.f_code.co_name))
             frame = frame.f_back
-        if any(name == "start" for _, name in names):  # only until the other one runs
-            return self.entry == "command" and not self.steps.count
+        starts = any(name == "start" for _, name in names)  # only until the other one runs
         waits = any(str(module).partition(".")[0] in WAITING for module, _ in names[:2])
-        if not (self.steps.open or self.steps.count or self.tape.log):
-            return waits or self.entry == "command"
-        # it has trained: a helper does not take over from it, another worker of a pool does
-        return waits and watched != threading.main_thread().ident
+        if not progress:
+            moves = waits or starts or self.entry == "command"
+        else:
+            moves = waits and not starts and watched != threading.main_thread().ident
+        return moves or self._updates_elsewhere > MAX_UPDATES_ELSEWHERE
+
+    def _count_passes(self) -> int:
+        """Backwards and updates that the watched thread has made."""
+        codes = self.tape.log[::2]
+        seen = self.steps.seen["backwards"] + self.steps.seen["optimized"]
+        return seen + codes.count(BACKWARD) + codes.count(OPTIMIZER)
 
     def _inferred(self) -> None:
         """A step of a loop that does not train may have ended."""

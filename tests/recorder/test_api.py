@@ -298,3 +298,55 @@ def test_training_imports_neither_polars_nor_dash_by_us(tmp_path: Path) -> None:
         timeout=120,
     )
     assert done.stdout.strip() == "[]"
+
+
+def test_a_recording_after_a_decorated_function_has_returned(
+    training: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The decorator's recording steps aside: both are whole."""
+
+    @Recorder(str(tmp_path / "first"), **QUIET)
+    def train() -> None:
+        for batch in training.loader(9):
+            training.learn(batch)
+
+    train()
+    with Recorder(str(tmp_path / "second"), **QUIET):
+        for batch in training.loader(7):
+            training.learn(batch)
+    assert not caplog.text
+    assert len(only_rank(tmp_path / "first").steps) == 9
+    assert len(only_rank(tmp_path / "second").steps) == 7
+
+
+def test_a_decorated_step_steps_aside_and_comes_back(training: Any, tmp_path: Path) -> None:
+    recorder = Recorder(str(tmp_path / "steps"), **QUIET)
+    train_step = recorder(training.learn)
+    for batch in training.loader(6):
+        train_step(batch)
+    with Recorder(str(tmp_path / "loop"), **QUIET):
+        for batch in training.loader(5):
+            training.learn(batch)
+    for batch in training.loader(4):
+        train_step(batch)
+    recorder.close()
+    assert len(only_rank(tmp_path / "steps").steps) == 6
+    assert len(only_rank(tmp_path / "loop").steps) == 5
+    assert len(only_rank(tmp_path / "steps_2").steps) == 4
+
+
+def test_at_a_prompt_a_decorated_loop_ends_its_recording(
+    training: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: Any
+) -> None:
+    monkeypatch.setattr("sys.ps1", ">>> ", raising=False)
+
+    @Recorder(str(tmp_path / "run"), active=0, telemetry=0.0, report=False)
+    def train() -> None:
+        for batch in training.loader(9):
+            training.learn(batch)
+
+    train()
+    assert "recorded in" in capfd.readouterr().err
+    train()
+    assert len(only_rank(tmp_path / "run").steps) == 9
+    assert len(only_rank(tmp_path / "run_2").steps) == 9

@@ -147,6 +147,77 @@ def test_a_helper_thread_does_not_take_over(recorded: Any, training: Any) -> Non
     assert len(recorded(run).steps) == 12
 
 
+def test_the_main_thread_collects_garbage_while_another_one_trains(
+    recorded: Any, training: Any
+) -> None:
+    import gc
+    import threading
+
+    batches = list(training.loader(30))
+
+    def run() -> None:
+        gc.collect()  # a pause of the watched thread is no training of its own
+        thread = threading.Thread(target=lambda: [training.learn(batch) for batch in batches])
+        thread.start()
+        thread.join()
+
+    assert len(recorded(run).steps) == 30
+
+
+@pytest.mark.parametrize("how", ["executor", "to_thread", "threads", "polled", "after"])
+def test_training_in_other_threads(how: str, recorded: Any, training: Any) -> None:
+    """Model and optimizer are the main thread's, which waits in one way or another."""
+    import asyncio
+    import threading
+    import time
+    from concurrent.futures import ThreadPoolExecutor
+
+    def loop(steps: int = 20) -> None:
+        for batch in list(training.loader(20))[:steps]:
+            training.learn(batch)
+
+    def run() -> None:
+        if how == "executor":
+            with ThreadPoolExecutor(3) as executor:
+                for _ in range(5):
+                    executor.submit(loop).result()
+        elif how == "to_thread":
+
+            async def main() -> None:
+                for _ in range(5):
+                    await asyncio.to_thread(loop)
+
+            asyncio.run(main())
+        elif how == "threads":
+            for _ in range(5):
+                thread = threading.Thread(target=loop)
+                thread.start()
+                thread.join()
+        else:
+            if how == "after":
+                loop()
+            thread = threading.Thread(target=lambda: [loop() for _ in range(4 + (how != "after"))])
+            thread.start()
+            while thread.is_alive():
+                time.sleep(0.002)
+
+    # of a main thread that does not wait, or has trained, it takes some updates to know
+    assert 95 <= len(recorded(run).steps) <= 100
+
+
+def test_the_main_thread_trains_after_another_one(recorded: Any, training: Any) -> None:
+    import threading
+
+    def run() -> None:
+        thread = threading.Thread(target=lambda: [training.learn(b) for b in training.loader(8)])
+        thread.start()
+        thread.join()
+        for batch in training.loader(8):
+            training.learn(batch)
+
+    assert len(recorded(run).steps) == 16
+
+
 def test_forwards_that_are_no_loop_are_told_how_to_be_marked(
     training: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

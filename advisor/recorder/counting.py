@@ -23,6 +23,7 @@ class CallCounter:
 
     def __init__(self, ended: Callable[[int], None]) -> None:
         self.ended = ended
+        self.count = 0
         self.tape = Tape()
         self.tape.here[ONLINE] = 1
         self.looping: list[Any] = []
@@ -75,7 +76,9 @@ class CallCounter:
         self.tape.here[THREAD] = -1
 
     def _emit(self, segment: StepSegment, micro: int, gap: int) -> None:
-        self.ended(self.reader.steps.count + 1)
+        if not self.reader.steps.late:  # else it ended some time ago
+            self.count += 1
+            self.ended(self.count)
 
 
 def count_steps(limit: int) -> None:

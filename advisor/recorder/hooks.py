@@ -92,8 +92,8 @@ class Listener(Protocol):
         """The first backward begins."""
 
     def elsewhere(self, *, updates: bool) -> None:
-        """A backward or an optimizer's step (``updates``) begins in a thread that is not watched; it may become
-        the one that is."""
+        """A backward or an optimizer's step (``updates``) begins in a thread that is not watched;
+        it may become the one that is."""
 
     def drain(self) -> None:
         """Read the tape, if it is to be read in this thread."""

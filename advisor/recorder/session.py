@@ -60,7 +60,7 @@ from advisor.recorder.repeats import RepeatedBlock
 from advisor.recorder.slowdown import Pauses, SlowdownWatch
 from advisor.recorder.steps import FoundStep, StepSegment
 from advisor.recorder.windows import Windows
-from advisor.recorder.writer import NO_INFERENCE, Writer
+from advisor.recorder.writer import NO_INFERENCE, NO_STEPS, Writer
 
 log = logging.getLogger("advisor")
 
@@ -68,8 +68,9 @@ _T = TypeVar("_T")
 
 
 MAX_MESSAGE = 500
-MAX_UPDATES_ELSEWHERE = 3
-"""In a row, by a thread that is not watched while the watched one does nothing: it trains."""
+IDLE_UPDATES, IDLE_SECONDS = 3, 0.3
+"""Updates by a thread that is not watched, and the time they take, while the watched one does
+nothing: then it is the one that trains."""
 WAITING = frozenset(("threading", "concurrent", "queue", "selectors", "asyncio", "multiprocessing"))
 """Modules in which a thread that waits for others is."""
 UNMARKED = (
@@ -112,6 +113,7 @@ class RecordingSession:
         self.loaders = Loaders(self.tell)
         self.reader = TapeReader(self.loaders, self._emit, self._emit_block)
         self.steps = self.reader.steps
+        self.steps.anew = self._begin_steps_anew
         self.inference = Inference(self._emit_inferred, lambda: self.hooks.lifted)
         self.reader.inference = self.inference
         self.reader.learnt = self._learnt
@@ -162,8 +164,9 @@ class RecordingSession:
         self._home = -1
         """The thread that began to record, and whether it has trained: if not, it may still."""
         self._home_trained = False
-        self._idle_since = (0, -1)
-        self._updates_elsewhere = 0
+        self._elsewhere: dict[int, tuple[int, int, float]] = {}
+        """Of each thread that makes updates beside it: the passes of the watched one until then
+        (-1: more since), how many, and since when."""
 
     # -- life -----------------------------------------------------------------------------------
 
@@ -448,8 +451,8 @@ class RecordingSession:
 
         It may where the watched one has ended, or has not trained and waits for others; under
         ``advisor record`` it is enough that it has not trained. A helper does not take over from
-        a main thread that trains; another worker of a pool does, and so does a thread that makes
-        several updates in a row while the watched one does nothing."""
+        a main thread that trains; another worker of a pool does, and so does a thread that goes on
+        to make updates while the watched one does nothing, unless both did once."""
         here = self.tape.here
         watched, this = here[THREAD], threading.get_ident()
         if watched == -1 or self.in_loop or self.over or in_backward(self._torch):
@@ -457,23 +460,29 @@ class RecordingSession:
         frame = sys._current_frames().get(watched)
         if frame is None:
             return True
-        progress = self._count_passes()
         if this == self._home and not self._home_trained:
             return True  # another thread was taken for the one that trains in its place
-        if (progress, this) != self._idle_since:
-            self._idle_since, self._updates_elsewhere = (progress, this), 0
-        self._updates_elsewhere += updates
         names: list[tuple[Any, str]] = []
         while frame is not None and len(names) < 4:
             names.append((frame.f_globals.get("__name__"), frame.f_code.co_name))
             frame = frame.f_back
         starts = any(name == "start" for _, name in names)  # only until the other one runs
         waits = any(str(module).partition(".")[0] in WAITING for module, _ in names[:2])
+        progress = self._count_passes()
         if not progress:
-            moves = waits or starts or self.entry == "command"
+            moves = self.entry == "command" or (waits and not starts)
         else:
             moves = waits and not starts and watched != threading.main_thread().ident
-        return moves or self._updates_elsewhere > MAX_UPDATES_ELSEWHERE
+        return moves or (updates and self._has_taken_over(this, progress))
+
+    def _has_taken_over(self, thread: int, progress: int) -> bool:
+        """Whether a thread that is not watched has made its updates while the other did nothing."""
+        now = time.monotonic()
+        passes, updates, begun = self._elsewhere.get(thread, (progress, 0, now))
+        if passes != progress:
+            passes = -1  # both at the same time: it is a helper, or another training
+        self._elsewhere[thread] = passes, updates + 1, begun
+        return passes >= 0 and updates >= IDLE_UPDATES and now - begun > IDLE_SECONDS
 
     def _count_passes(self) -> int:
         """Backwards and updates that the watched thread has made."""
@@ -599,12 +608,18 @@ class RecordingSession:
         if number == 0:
             self._first(micro)
         duration = segment.end - segment.t
-        if not self.here():
+        if self.steps.late or not self.here():
             windows.note(window, duration)
         else:
             # without an optimizer, a step is known to have ended when the next one is nearly over
             windows.step(number + 1 + self.steps.undecided, window, duration)
             self._settle()
+
+    def _begin_steps_anew(self) -> None:
+        """What was taken for steps so far were parts of steps."""
+        self.writer.put(NO_STEPS)
+        if self.windows.enabled:
+            self.windows.restart("steps were found to be longer")
 
     def _emit_inferred(self, step: Inferred) -> None:
         windows = self.windows

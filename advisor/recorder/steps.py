@@ -12,20 +12,32 @@ batch ahead), a step ends when the optimizer has stepped. ``Recorder.step`` and 
 over from all this once they are used: then the user says where a step ends.
 
 Several optimizers (GAN): in a loader's loop any of them makes the step; without a loader the one
-that stepped first ends it. Where no optimizer is seen (weights updated by hand, an optimizer that
+that steps least ends it, of those that step equally often the first. Several whole rounds of
+backward and optimizer's step between two fetches (batches kept in a buffer) are several steps, as
+many as the optimizer that steps least has made; once that was seen, its steps end them at once. Where no optimizer is seen (weights updated by hand, an optimizer that
 is compiled or in another thread) a step is what lies between two changes of weights or gradients
 outside of backwards (``witness``), from the second change on.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Hashable
+from operator import sub
 from typing import Any, NamedTuple
 
-from advisor.recorder.clock import OPTIMIZER, OTHER, Clock
+from advisor.recorder.clock import MAX_PHASES, OPTIMIZER, OTHER, Clock
 
 MAX_HELD = 1024
 """Segments kept while it is unknown whether an optimizer will ever step."""
+MAX_ROUNDS = 4096
+"""Optimizer steps of a segment that are looked at: between two fetches there may be any number."""
+MAX_EARLY = 80
+"""First steps that are found anew where another optimizer turns out to step less."""
+MAX_PERIOD = 32
+"""Steps of another optimizer in one of that which ends steps: more are steps of their own."""
+PERIODS = 4
+"""Times its usual interval after which an optimizer that ended steps is taken to have gone."""
 
 
 class FoundStep(NamedTuple):
@@ -55,12 +67,27 @@ class StepSegment(NamedTuple):
     marks: Any
 
 
+class Round(NamedTuple):
+    """An optimizer has stepped, after a backward."""
+
+    now: int
+    acc: list[int]
+    """Time in each phase since the segment began."""
+    optimizer: int
+    backwards: int
+    """In the segment so far."""
+
+
 class StepFinder:
     """Segments to steps, in the order of the tape. ``now`` is when something happened, ns."""
 
     def __init__(self, clock: Clock, emit: Callable[[StepSegment, int, int], None]) -> None:
         self.clock = clock
         self._emit = emit
+        self.anew: Callable[[], None] | None = None
+        """Called where the steps so far turn out to be parts of steps; these follow."""
+        self.late = False
+        """The step that is handed on ended before the last thing that happened."""
         self.seen = {"fetched": 0, "forwards": 0, "backwards": 0, "optimized": 0}
         """What happened, whether or not it made steps: to say why there are none."""
         self.explicit = False
@@ -95,7 +122,18 @@ class StepFinder:
         """When an optimizer stepped last in this segment, and the time in each phase until then."""
         self._held: list[StepSegment] = []
         self._optimizers: dict[int, int] = {}
+        """Steps of each other optimizer since the primary one's last …"""
         self._primary: int | None = None
+        """… which is the one that ends steps without a loader …"""
+        self._period = 1
+        """… after at most so many steps of another …"""
+        self._since: dict[int, int] = {}
+        """… and its steps since each other's last."""
+        self._early: list[tuple[StepSegment, int]] | None = []
+        """Parts of the steps so far, each with the optimizer that ended it; ``None``: too many."""
+        self._rounds: list[Round] = []
+        self._buffered = False
+        """Several steps lie between two fetches: optimizers end them, loader or not."""
         self._first: int | None = None
         """So many parts that are kept are the first of those steps, which waits for a second.
         ``None``: there was none; 0: there were two."""
@@ -108,7 +146,10 @@ class StepFinder:
             return
         if self.clock.cur == OPTIMIZER:  # an optimizer raised, its hook for the end was not called
             self.clock.leave_all(now)
-        self._close(now)
+        self._early = None
+        idle = not (self._forwards or self._backwards or self._batches)
+        if not (self._buffered and self.open and idle):
+            self._close(now)
         self.outside = False
         self.open = True
 
@@ -174,26 +215,89 @@ class StepFinder:
         """A backward ended."""
         self.seen["backwards"] += 1
         self._backwards += 1
-        if self.outside and self._stepped and not self.clock.stack:
+        if self._by_optimizer and self._stepped and not self.clock.stack:
             self._end_outside(now)
 
     def optimized(self, optimizer: int, now: int) -> None:
         """An optimizer stepped, or its scaler skipped it."""
         self.seen["optimized"] += 1
-        known = self._optimizers
-        known[optimizer] = known.get(optimizer, 0) + 1
-        if self._primary is None or (optimizer != self._primary and known[optimizer] > 1):
-            self._primary = optimizer
-        if optimizer == self._primary:
-            known.clear()
-        if self.outside and optimizer != self._primary:
+        anew = self._choose_primary(optimizer)
+        by_optimizer = self._by_optimizer
+        if by_optimizer and optimizer != self._primary:
             self._backwards += not self._backwards
+            self._part(optimizer, now)
             return
         self._stepped = True
-        if self.outside and not self.explicit and not self.clock.stack:
-            self._end_outside(now)
+        if by_optimizer and not self.explicit and not self.clock.stack:
+            if anew:
+                self._part(optimizer, now)
+                self._group_anew(optimizer)
+            else:
+                self._end_outside(now)
         elif not self.clock.stack:
             self._rest = now, self.clock.acc.copy()
+            rounds = self._rounds
+            if rounds and rounds[-1].backwards == self._backwards:
+                rounds[-1] = Round(now, self._rest[1], rounds[-1].optimizer, self._backwards)
+            elif len(rounds) < MAX_ROUNDS:
+                rounds.append(Round(now, self._rest[1], optimizer, self._backwards))
+
+    def _choose_primary(self, optimizer: int) -> bool:
+        """An optimizer steps: which one ends steps from now on. Whether it is this one, though
+        another was thought to: that steps more often."""
+        known, since = self._optimizers, self._since
+        if self._primary is None:
+            self._primary = optimizer
+        if optimizer == self._primary:
+            self._period = min(MAX_PERIOD, max([self._period, *known.values()]))
+            known.clear()
+            for other in since:
+                since[other] = min(MAX_PERIOD, since[other]) + 1
+            return False
+        if len(since) > MAX_PERIOD:  # made anew for each step
+            since.clear()
+            known.clear()
+        known[optimizer] = known.get(optimizer, 0) + 1
+        between, since[optimizer] = since.get(optimizer, 0), 0
+        gone = known[optimizer] > (1 if self._period == 1 else PERIODS * self._period)
+        steps_less = 1 < between <= MAX_PERIOD
+        if not steps_less and not gone:
+            return False
+        self._primary, self._period = optimizer, between if steps_less else 1
+        known.clear()
+        del since[optimizer]
+        return steps_less and self.outside and bool(self._early)
+
+    @property
+    def _by_optimizer(self) -> bool:
+        """Optimizers end steps, fetches do not."""
+        return self.outside or self._buffered
+
+    def _part(self, optimizer: int, now: int) -> None:
+        """Another optimizer than the one that ends steps has stepped: among the first steps, note
+        where, for it may be the one."""
+        if self._early is not None and self.outside and not self.clock.stack and not self.explicit:
+            self._micro += self._backwards
+            self._hold(self._cut(now), optimizer)
+
+    def _group_anew(self, optimizer: int) -> None:
+        """The steps so far were parts of steps, which this optimizer ends."""
+        early, self._early = self._early or [], None
+        self._held = []
+        self._micro = 0
+        self.count = 0
+        if self.anew is not None:
+            self.anew()
+        parts: list[StepSegment] = []
+        for part, ended_by in early:
+            parts.append(part)
+            if ended_by == optimizer:
+                self.late = part is not early[-1][0]
+                self._hand_on(parts, max(1, sum(p.backwards for p in parts)))
+                parts = []
+        self.late = False
+        self.open = True
+        self.clock.rest()
 
     def applied(self, now: int) -> None:
         """A backward begins, and weights or gradients were changed since the last one."""
@@ -293,10 +397,13 @@ class StepFinder:
         than what can be told so."""
         if self.begun != now or self.gap or self._held or self.marks or self._marks_whole:
             return None
+        if self._early is not None:
+            return None
         return (
             (self.explicit, self.open, self.outside, self._stepped, self._trained_here),
             (self._batches, len(self._stock), self._forwards, self._backwards, self._micro),
-            (self._primary, self._first, *self._optimizers.items()),
+            (self._buffered, self._primary, self._first, *self._optimizers.items()),
+            (self._period, *self._since.items()),
         )
 
     def turn(self, batches: list[Any]) -> list[Any]:
@@ -320,6 +427,7 @@ class StepFinder:
         self.open = False
 
     def _end_outside(self, now: int) -> None:
+        self._trained_here = True
         self._complete(now)
         self.open = True
         self.clock.rest()
@@ -334,13 +442,15 @@ class StepFinder:
         self._batches = self._forwards = self._backwards = 0
         self._stepped = False
         self._rest = None
+        self._rounds = []
         return segment
 
     def _close(self, now: int) -> None:
         """End the segment, and the step if it ended one."""
         if self._stepped:
             self._trained_here = True
-            self._complete(now)
+            if not self._split(now):
+                self._complete(now)
         elif self._backwards:
             self._trained_here = True
             self._micro += self._backwards
@@ -352,13 +462,54 @@ class StepFinder:
         else:
             self._hold(self._cut(now))
 
+    def _split(self, now: int) -> bool:
+        """End each of the steps that the segment turns out to hold; false: it holds one."""
+        rounds = self._rounds
+        if len(rounds) < 2 or self.outside:
+            return False
+        steps = Counter(item.optimizer for item in rounds)
+        least = min(steps.values())
+        if least < 2:
+            return False
+        # of those that step equally often, the one that stepped last ends a step
+        last = next(item.optimizer for item in reversed(rounds) if steps[item.optimizer] == least)
+        ends = [item for item in rounds if item.optimizer == last]
+        self._primary, self._period = last, max(steps.values()) // least
+        self._optimizers.clear()
+        self._since.clear()
+        self._buffered = True
+        begun, before, held = self.begun, [0] * MAX_PHASES, self._held
+        backwards = self._micro
+        self._held, self._micro = [], 0
+        total = self._cut(now)
+        ends[-1] = ends[-1]._replace(now=now, acc=total.phases, backwards=total.backwards)
+        passed = 0
+        for item in ends:
+            phases = list(map(sub, item.acc, before))
+            part = StepSegment(begun, item.now, phases, item.backwards - passed, None)
+            backwards += item.backwards - passed
+            self.late = item is not ends[-1]
+            self._hand_on([*held, part], self._micro_steps(backwards))
+            begun, before, passed, held, backwards = item.now, item.acc, item.backwards, [], 0
+        self.late = False
+        return True
+
     def _forget_batches(self) -> None:
         """Those of this segment are in no step."""
         if self._batches:
             del self._stock[-self._batches :]
 
-    def _hold(self, segment: StepSegment) -> None:
+    def _note_early(self, part: StepSegment, optimizer: int) -> None:
+        early = self._early
+        if early is not None:
+            if self.outside and not self.explicit and len(early) < MAX_EARLY:
+                early.append((part, optimizer))
+            else:
+                self._early = None
+
+    def _hold(self, segment: StepSegment, optimizer: int = 0) -> None:
         self._held.append(segment)
+        self._note_early(segment, optimizer)
         if len(self._held) > MAX_HELD:
             self.gap += sum(self._held.pop(0).phases)
             if self._first:
@@ -395,6 +546,7 @@ class StepFinder:
         self._micro = 0
         parts = [*self._held, self._cut(now)]
         self._held = []
+        self._note_early(parts[-1], self._primary or 0)
         self._hand_on(parts, self._micro_steps(backwards))
 
     def _micro_steps(self, backwards: int) -> int:

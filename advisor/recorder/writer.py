@@ -46,6 +46,8 @@ MAX_WAITING = 4096
 STOP_SECONDS = 10.0
 NO_INFERENCE = threading.Event()
 """Put to say that a training has begun: what was recorded before it is none of it."""
+NO_STEPS = threading.Event()
+"""Put to say the same of what was taken for steps of the training."""
 REQUEST = "window.request"
 """``advisor window RUN`` touches this file in the run directory."""
 
@@ -155,11 +157,12 @@ class Writer:
             record = self._queue.popleft()
             if isinstance(record, FoundStep | RepeatedBlock):
                 self._waiting.append(record)
-            elif record is NO_INFERENCE:
+            elif record is NO_INFERENCE or record is NO_STEPS:
+                trains = record is NO_INFERENCE
                 self._waiting = deque(
-                    f for f in self._waiting if isinstance(f, RepeatedBlock) or f.trains
+                    f for f in self._waiting if isinstance(f, RepeatedBlock) or f.trains is trains
                 )
-                self._files[Inferred].remove()
+                self._files[Inferred if trains else FoundStep].remove()
                 self.slowdown = None if self.slowdown is None else SlowdownWatch()
             elif isinstance(record, threading.Event):
                 waiters.append(record)

@@ -128,7 +128,8 @@ def test_steps_that_repeat_are_read_together(kind: str) -> None:
     found = Written()
     found.reader.clock.start(0)
     found.reader.read(written([(kind, 300)], [3, 5, 11]), aside=True)
-    assert found.together > 280
+    # without a loader, the first ones are looked at more closely: another optimizer may end them
+    assert found.together > (180 if kind == "no loader" else 280)
 
 
 def test_steps_written_together_are_those_written_one_by_one(tmp_path: Path) -> None:

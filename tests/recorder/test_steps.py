@@ -455,3 +455,123 @@ def test_any_mix_of_epochs_is_counted(recorded: Recorded, training: Any, epochs:
     record = recorded(run)
     if expected:
         assert len(record.steps) == len(expected)
+
+
+def _buffered(training: Any, batches: int, size: int) -> Any:
+    """Batches of a loader, fetched some at a time."""
+    fetched = iter(training.loader(batches))
+    while True:
+        kept = [batch for _, batch in zip(range(size), fetched, strict=False)]
+        if not kept:
+            return
+        yield from kept
+
+
+def test_batches_that_a_plain_buffer_fetches_ahead(recorded: Any, training: Any) -> None:
+    """Several rounds between two fetches are several steps, each with one batch."""
+
+    def run() -> None:
+        for batch in _buffered(training, 32, 4):
+            training.learn(batch)
+
+    steps = recorded(run).steps
+    assert len(steps) == 32
+    assert {(step.micro, step.samples) for step in steps} == {(1, 2)}
+
+
+def test_a_buffer_and_gradient_accumulation(recorded: Any, training: Any) -> None:
+    def run() -> None:
+        for number, batch in enumerate(_buffered(training, 32, 8), 1):
+            training.loss(batch).backward()
+            if number % 4 == 0:
+                training.optimizer.step()
+                training.optimizer.zero_grad()
+
+    steps = recorded(run).steps
+    assert [(step.micro, step.samples) for step in steps] == [(4, 8)] * 8
+
+
+def test_several_updates_by_one_batch(recorded: Any, training: Any) -> None:
+    def run() -> None:
+        for batch in training.loader(8):
+            for _ in range(3):
+                training.learn(batch)
+
+    assert len(recorded(run).steps) == 24
+
+
+class _Gan:
+    """A critic and a generator, as many updates of each in a step as is said."""
+
+    def __init__(self) -> None:
+        self.nets = [torch.nn.Linear(4, 4), torch.nn.Linear(4, 4)]
+        self.optimizers = [torch.optim.SGD(net.parameters(), lr=0.01) for net in self.nets]
+
+    def step(self, critic: int, generator: int) -> None:
+        for which, times in enumerate((critic, generator)):
+            for _ in range(times):
+                self.optimizers[which].zero_grad()
+                self.nets[which](torch.ones(2, 4)).mean().backward()
+                self.optimizers[which].step()
+
+
+@pytest.mark.parametrize("updates", [(5, 1), (2, 1), (1, 1), (1, 3), (2, 2)])
+def test_without_a_loader_the_optimizer_that_steps_least_ends_a_step(
+    updates: tuple[int, int], recorded: Any
+) -> None:
+    gan = _Gan()
+
+    def run() -> None:
+        for _ in range(30):
+            gan.step(*updates)
+
+    steps = recorded(run).steps
+    if updates == (2, 2):  # no telling which of the two ends it
+        assert len(steps) in range(29, 63)
+        return
+    # the generator's first update is the first of its step: what precedes it begins the record
+    assert len(steps) in (29, 30)
+    assert {step.micro for step in steps[1:-1]} == {sum(updates)}
+
+
+def test_a_critic_in_a_buffer(recorded: Any, training: Any) -> None:
+    gan = _Gan()
+
+    def run() -> None:
+        for _ in _buffered(training, 32, 4):
+            gan.step(5, 1)
+
+    assert len(recorded(run).steps) == 32
+
+
+def test_an_optimizer_that_ends_steps_is_replaced(recorded: Any) -> None:
+    """A generator's first, then one of its own that steps alone."""
+    gan, later = _Gan(), _Gan()
+
+    def run() -> None:
+        for _ in range(20):
+            gan.step(5, 1)
+        for _ in range(40):
+            later.step(1, 0)
+
+    assert 20 + 40 - 24 <= len(recorded(run).steps) <= 61
+
+
+def test_an_optimizer_that_steps_once_an_epoch_ends_no_step(recorded: Any) -> None:
+    gan = _Gan()
+
+    def run() -> None:
+        for _ in range(4):
+            gan.step(50, 1)
+
+    assert len(recorded(run).steps) == 200
+
+
+def test_windows_know_steps_that_a_buffer_hides(recorded: Any, training: Any) -> None:
+    def run() -> None:
+        for batch in _buffered(training, 32, 4):
+            training.learn(batch)
+
+    record = recorded(run, active=3, skip=9, warmup=1, guard=1000.0)
+    (window,) = [e.data for e in record.events if e.kind == "window" and "file" in e.data]
+    assert window["steps"] == [10, 12]

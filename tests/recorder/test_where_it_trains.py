@@ -172,9 +172,11 @@ def test_training_in_other_threads(how: str, recorded: Any, training: Any) -> No
     import time
     from concurrent.futures import ThreadPoolExecutor
 
-    def loop(steps: int = 20) -> None:
-        for batch in list(training.loader(20))[:steps]:
+    def loop() -> None:
+        for batch in training.loader(20):
             training.learn(batch)
+            if how in ("polled", "after"):
+                time.sleep(0.01)
 
     def run() -> None:
         if how == "executor":
@@ -201,8 +203,8 @@ def test_training_in_other_threads(how: str, recorded: Any, training: Any) -> No
             while thread.is_alive():
                 time.sleep(0.002)
 
-    # of a main thread that does not wait, or has trained, it takes some updates to know
-    assert 95 <= len(recorded(run).steps) <= 100
+    # of a main thread that does not wait, or has trained, it takes a moment to know
+    assert (50 if how in ("polled", "after") else 90) <= len(recorded(run).steps) <= 100
 
 
 def test_the_main_thread_trains_after_another_one(recorded: Any, training: Any) -> None:

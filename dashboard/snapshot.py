@@ -16,14 +16,15 @@ from advisor.dashboard.current import PageView
 from advisor.dashboard.parts import card, el, figure, remark, table
 from advisor.dashboard.session import LoadedRun
 from advisor.measure import Analysis
-from advisor.measure.memory.post_mortem import CATEGORIES, PostMortem
+from advisor.measure.memory.memory_kinds import CATEGORIES
+from advisor.measure.memory.post_mortem import PostMortem
 from advisor.render.documents import memory
 
 COLOURS = dict(
     zip(
         CATEGORIES,
-        ("#4a3fb0", "#2f8f6b", "#8c82d8", "#d9822b", "#2b7fb8", "#c9a227", "#c0392b", "#e7b98a",
-         "#b9b3e6", "#5aa9a3", "#8a6d5b", "#9a9aa5"),
+        ("#4a3fb0", "#2f8f6b", "#8c82d8", "#d9822b", "#7a5195", "#2b7fb8", "#b07aa1", "#c0392b",
+         "#e7b98a", "#b9b3e6", "#5aa9a3", "#8a6d5b", "#c9a227", "#9a9aa5"),
         strict=True,
     )
 )  # fmt: skip

@@ -32,7 +32,7 @@ def memory_views(a: Analysis) -> list[MemoryView]:
 def _view(post: PostMortem) -> MemoryView:
     h = post.history
     result = fragments(post)
-    at = "out of memory" if h.failed is not None else "peak" if h.count else "snapshot"
+    at = "out of memory" if h.failed is not None else "snapshot" if h.too_short else "peak"
     placed = placement(post)
     return MemoryView(
         device=post.device,
@@ -48,6 +48,10 @@ def _view(post: PostMortem) -> MemoryView:
             MemoryHolder(category=name, file=None, line=None, function=None,
                          blocks=_blocks(post, name), bytes=held)
             for name, held in post.by_category.items()
+        ],
+        bases=[
+            MemoryHolder(category=name, file=None, line=None, function=None, blocks=0, bytes=held)
+            for name, held in post.bases.items()
         ],
         held=[
             MemoryHolder(category=row["category"], file=row["file"], line=row["line"],
@@ -158,6 +162,12 @@ def memory_verdict(
         f"{t.format_bytes(view.allocated)} in tensors of {t.format_bytes(view.reserved)} reserved"
     )
     most = f", most of it {held}" if held else ""
+    if view.reserved and view.allocated > view.reserved:
+        return "limited", (
+            f"GPU {view.device}: {t.format_bytes(view.allocated)} in tensors and "
+            f"{t.format_bytes(view.reserved)} reserved cannot both be true. The file's figures "
+            "contradict each other."
+        )
     if view.request is not None:
         text = (
             f"GPU {view.device} ran out of memory at a request of {t.format_bytes(view.request)}: "
@@ -180,6 +190,12 @@ def memory_limits(a: Analysis) -> list[str]:
             "The memory snapshot has no history: peak, churn and growth are unknown. Switch it "
             "on before the first allocation: "
             "torch.cuda.memory._record_memory_history(max_entries=100_000)."
+        )
+    elif all(post.history.too_short for post in a.post_mortems):
+        count = a.snapshot.events.height
+        result.append(
+            f"The memory snapshot has a history of {t.count_noun(count, 'event')}: peak, churn and "
+            "growth are unknown."
         )
     elif any(post.history.began_before and post.history.count for post in a.post_mortems):
         result.append(

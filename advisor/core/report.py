@@ -446,7 +446,7 @@ class MemoryHolder(Struct, frozen=True, kw_only=True):
     """What one line held, or leaves behind, of a device's memory."""
 
     category: str
-    """One of ``analysis.post_mortem.CATEGORIES``."""
+    """One of ``measure.memory.memory_kinds.CATEGORIES``."""
     file: str | None
     """Source file of the user's line; ``null``: no such frame."""
     line: int | None
@@ -462,12 +462,12 @@ class MemoryHolder(Struct, frozen=True, kw_only=True):
 
 
 class MemorySaving(Struct, frozen=True, kw_only=True):
-    """What a change would have freed at the moment that was looked at. Savings overlap."""
+    """What a change would have freed. Savings overlap."""
 
     change: str
-    """One of those in ``analysis.memory_savings.Saving``."""
+    """One of those in ``measure.memory.memory_savings``."""
     bytes: int
-    """Freed then."""
+    """By which it lowers the highest point of the history."""
     assumes: str
     """What the figure takes for granted."""
     file: str | None = None
@@ -517,6 +517,9 @@ class MemoryView(Struct, kw_only=True):
     """The history has every block's beginning."""
     categories: list[MemoryHolder]
     """Of ``allocated``, without lines; adds up to it."""
+    bases: list[MemoryHolder] = field(default_factory=list)
+    """The same by what the category rests on: ``call path``, ``lifetime``, ``size pattern`` or
+    ``none``."""
     held: list[MemoryHolder]
     """By line, largest first."""
     pools: list[MemoryPool]

@@ -346,7 +346,7 @@ class Training:
     when, as PyTorch's eager mode does.
 
     ``leak``: each step's loss is kept with its graph's last ``leak`` bytes. ``kept_outputs``: the
-    logits of a step are held until the next ones replace them. ``late_zero``: gradients are let go
+    logits of a step are held until the next step ends. ``late_zero``: gradients are let go
     of after the next forward pass, not before.
     """
 
@@ -371,6 +371,7 @@ class Training:
         self.gradients: list[int] = []
         self.state: list[int] = []
         self._old: int | None = None
+        self._new: int | None = None
         self.steps = 0
 
     def step(self) -> None:
@@ -389,6 +390,9 @@ class Training:
         if not self.late_zero:
             self.zero()
         m.free(batch)
+        if self._old is not None:
+            m.free(self._old)
+        self._old = self._new
         self.steps += 1
 
     def forward(self) -> list[int]:
@@ -409,9 +413,7 @@ class Training:
             ):
                 head = m.alloc(self.logits)
         if self.kept_outputs:
-            if self._old is not None:
-                m.free(self._old)
-            self._old = head
+            self._new = head
         else:
             held.append(head)
         with m.at(*LOOP, (TRAIN, 48, "main"), (f"{TORCH}nn/functional.py", 3458, "cross_entropy")):

@@ -11,7 +11,7 @@ import numpy as np
 from advisor.core import text as t
 from advisor.core.finding import Evidence, Finding, Impact, Outcome, Rule, Threshold
 from advisor.measure import Analysis
-from advisor.measure.memory.fragments import fragments, placement
+from advisor.measure.memory.fragments import fragments, placement, repacking
 from advisor.rules.memory.device_memory import EXPANDABLE, GIB, gpu_capacity, last_known
 from advisor.rules.recorded import record
 from advisor.rules.sources import CHOSEN
@@ -29,9 +29,11 @@ class Fragmentation(Rule):
     least a tenth of the GPU's memory and reserved memory is 1.3 times the peak, or where the
     allocator had to retry after the warm-up with a fifth of its memory unused.
 
-    With a memory snapshot: where a request failed although its pool and stream had as much free,
-    but in no single piece; or where a fifth of the reserved memory, and 1 GiB, is free in segments
-    that also hold tensors. What expandable segments would free is then counted in whole pages.
+    With a memory snapshot that has a history, the history is replayed in a model of the allocator,
+    with expandable segments and without. Reported where a request failed although its pool and
+    stream had as much free, but in no single piece, and expandable segments would have met it; or
+    where they would have reserved 5 % and 1 GiB less at the peak. Memory that is free after the
+    step is cache, and no fragmentation. Without a history the two look the same.
     """
 
     id = "memory-fragmentation"
@@ -46,7 +48,8 @@ class Fragmentation(Rule):
 
     min_ratio = Threshold(1.3, "reserved over peak allocated", CHOSEN)
     min_device = Threshold(0.10, "the difference, of the GPU's memory", CHOSEN)
-    min_split = Threshold(1.0, "GiB free beside tensors in a snapshot", CHOSEN)
+    min_split = Threshold(1.0, "GiB that expandable segments free at a snapshot's peak", CHOSEN)
+    min_freed = Threshold(0.05, "of what is reserved at a snapshot's peak", CHOSEN)
     min_unused = Threshold(0.20, "of reserved memory, with retries", CHOSEN)
 
     fix = (
@@ -59,13 +62,9 @@ class Fragmentation(Rule):
     confidence = 0.75
     cases: ClassVar = {
         "of a snapshot": {
-            "verify": "Take a snapshot again: no memory is free beside tensors.",
-            "confidence": 0.7,
-            "assumptions": (
-                "tensors stay where they are; the allocator returns whole pages, 20 MiB in the "
-                "large pool and 2 MiB in the small one",
-            ),
-            "falsified_by": "as much free beside tensors with expandable segments",
+            "verify": "Take a snapshot again: reserved memory at the peak is lower.",
+            "confidence": 0.8,
+            "falsified_by": "as much reserved at the peak with expandable segments",
         },
         "of a snapshot in which a request failed": {"confidence": 0.8},
     }
@@ -120,59 +119,53 @@ class Fragmentation(Rule):
 
     def _of_snapshot(self, a: Analysis) -> Iterator[Finding]:
         """Free memory that a failed request could not use because it is in pieces; or, where none
-        failed, much that is free beside tensors."""
+        failed, what the peak had reserved in pieces that no request could use."""
         for post in a.post_mortems:
-            pieces, placed = fragments(post), placement(post)
-            if pieces is None:
+            pieces, placed, packed = fragments(post), placement(post), repacking(post)
+            if pieces is None or packed is None:
                 continue
-            failed = placed is not None and placed.scattered and placed.fits_expandable
-            reserved = int(post.history.reserved[-1])
-            crowded = placed is not None and not failed
-            limit = max(self.min_unused * max(reserved, 1), self.min_split * GIB)
-            if not failed and (crowded or pieces.split < limit):
+            failed = placed is not None and placed.scattered and packed.helps
+            limit = max(self.min_freed * post.reserved, self.min_split * GIB)
+            if not failed and (post.history.failed is not None or packed.freed < limit):
                 continue
             case = self.case("of a snapshot")
-            if failed:
+            summary = (
+                f"At the peak {t.format_bytes(post.allocated)} of the "
+                f"{t.format_bytes(post.reserved)} reserved are in tensors. Expandable segments "
+                f"would have reserved {t.format_bytes(packed.freed)} less."
+            )
+            if failed and placed is not None:
                 case |= self.case("of a snapshot in which a request failed")
+                summary = (
+                    f"A request of {t.format_bytes(placed.request)} failed although "
+                    f"{t.format_bytes(placed.usable)} were free, at most "
+                    f"{t.format_bytes(placed.largest)} in one piece."
+                )
+            settings = {} if a.snapshot is None else a.snapshot.settings
             yield Finding(
-                summary=(
-                    f"Segments that also hold tensors have {t.format_bytes(pieces.split)} of the "
-                    f"{t.format_bytes(reserved)} reserved free, at most "
-                    f"{t.format_bytes(pieces.largest)} in "
-                    "one piece."
-                    + (
-                        f" A request of {t.format_bytes(placed.request)} failed."
-                        if failed and placed is not None
-                        else ""
-                    )
-                ),
+                summary=summary,
                 evidence=[
+                    Evidence("reserved at the peak, not in tensors", packed.slack, "bytes"),
                     Evidence(
-                        "free beside tensors", pieces.split, "bytes", *self.limit("min_split", GIB)
+                        "not reserved with expandable segments", packed.freed, "bytes",
+                        *self.limit("min_split", GIB),
                     ),
                     Evidence(
-                        "share of reserved memory",
-                        pieces.split / max(reserved, 1),
-                        "share",
-                        *self.limit("min_unused"),
+                        "share of reserved memory", packed.freed / max(post.reserved, 1), "share",
+                        *self.limit("min_freed"),
                     ),
-                    Evidence("largest free block", pieces.largest, "bytes"),
                     Evidence("lost to rounding", pieces.rounding, "bytes"),
-                    Evidence("whole pages in these pieces", pieces.expandable, "bytes"),
                     Evidence(
-                        "allocator settings",
-                        a.snapshot.settings.get("PYTORCH_CUDA_ALLOC_CONF") or None
-                        if a.snapshot is not None
-                        else None,
+                        "allocator settings", settings.get("PYTORCH_CUDA_ALLOC_CONF") or None
                     ),
                 ],
                 impact=Impact(
-                    currency="memory",
-                    freed_bytes=pieces.expandable,
-                    method="whole pages of the free blocks",
+                    currency="memory", freed_bytes=packed.freed,
+                    method="history replayed with and without expandable segments",
                 ),
+                assumptions=[packed.assumes],
                 **case,
-            )
+            )  # fmt: skip
 
     @staticmethod
     def fires_on() -> dict[str, TraceBuilder]:
@@ -195,6 +188,7 @@ class Fragmentation(Rule):
             "full of tensors": (_run(78e9, 77e9, 76e9, retries=3), "min_unused"),
             "no GPU": (_run(None, None, None), "reserved is None"),
             "a snapshot without gaps": (_with_gaps(keep=False), "a.recorded is None"),
+            "caches after the step": (_with_gaps(keep=True, full=True), "a.recorded is None"),
         }
 
 
@@ -218,22 +212,22 @@ def _run(
     return b
 
 
-def _with_gaps(*, keep: bool) -> TraceBuilder:
-    """Ten segments of 64 MiB with 4 MiB in the middle of each, then 80 MiB are asked for. Not
-    kept: nothing is in them, and they are given back."""
+def _with_gaps(*, keep: bool, full: bool = False) -> TraceBuilder:
+    """Twenty segments of 200 MiB with 4 MiB in the middle of each, then 180 MiB are asked for. Not
+    kept: nothing is in them, and they are given back. Full: nothing is asked for, they are left."""
     from advisor.testing.allocator import LOOP, MIB, Allocator, DeviceFull
 
-    m = Allocator(total=640 * MIB)
+    m = Allocator(total=4000 * MIB)
     with m.at(*LOOP):
         done = []
-        for whole in [m.alloc(64 * MIB) for _ in range(10)]:
+        for whole in [m.alloc(200 * MIB) for _ in range(20)]:
             m.free(whole)
-            done.append([m.alloc(size * MIB) for size in (30, 4, 30)])
+            done.append([m.alloc(size * MIB) for size in (98, 4, 98)])
         for left, middle, right in done:
             for address in (left, right) if keep else (left, middle, right):
                 m.free(address)
         with suppress(DeviceFull):
-            m.alloc(80 * MIB)
+            _ = None if full else m.alloc(180 * MIB)
     b = TraceBuilder()
     b.memory_snapshot(m)
     return b

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, ClassVar
 from advisor.core import text as t
 from advisor.core.finding import Evidence, Finding, Impact, Location, Outcome, Rule, Threshold
 from advisor.measure import Analysis
-from advisor.measure.memory.fragments import placement
+from advisor.measure.memory.fragments import placement, repacking
 from advisor.measure.memory.memory_savings import Saving, savings
 from advisor.rules.memory.device_memory import (
     EXPANDABLE,
@@ -91,8 +91,44 @@ class OutOfMemory(Rule):
             "fix": "Set gradients to None before the forward pass",
             "code": "optimizer.zero_grad(set_to_none=True)   # before the forward pass",
         },
+        "offload activations": {
+            "fix": "Keep activations in pinned host memory until the backward pass",
+            "code": "with torch.autograd.graph.save_on_cpu(pin_memory=True):\n"
+            "    loss = model(batch)",
+        },
+        "16-bit optimizer state": {
+            "fix": "Keep the optimizer's state in bf16",
+            "code": "# pip install torchao\n"
+            "from torchao.optim import _AdamW\n"
+            "optimizer = _AdamW(model.parameters(), bf16_stochastic_round=True)",
+        },
+        "offload optimizer state": {
+            "fix": "Keep the optimizer's state in host memory",
+            "code": "# pip install torchao\n"
+            "from torchao.optim import CPUOffloadOptimizer\n"
+            "optimizer = CPUOffloadOptimizer(model.parameters(), torch.optim.AdamW)",
+        },
+        "fused optimizer": {
+            "fix": "Use the fused optimizer, which needs no temporaries",
+            "code": "optimizer = torch.optim.AdamW(model.parameters(), fused=True)",
+        },
+        "autocast without cache": {
+            "fix": "Switch off autocast's cache of weights",
+            "code": "with torch.autocast('cuda', torch.bfloat16, cache_enabled=False):\n"
+            "    loss = model(batch)",
+        },
+        "16-bit weights": {
+            "fix": "Convert the model to bf16 instead of running it under autocast",
+            "code": "model = model.to(torch.bfloat16)",
+        },
+        "share graph pools": {
+            "fix": "Let CUDA graphs that never run at once share one memory pool",
+            "code": "pool = torch.cuda.graph_pool_handle()\n"
+            "with torch.cuda.graph(graph, pool=pool):\n"
+            "    output = model(static_input)",
+        },
         "8-bit optimizer": {
-            "fix": "Use an 8-bit, sharded or offloaded optimizer",
+            "fix": "Use an 8-bit optimizer",
             "code": "# pip install bitsandbytes\n"
             "import bitsandbytes\n"
             "optimizer = bitsandbytes.optim.AdamW8bit(model.parameters())",
@@ -187,8 +223,8 @@ class OutOfMemory(Rule):
 
     def _of_snapshot(self, post: PostMortem, request: int) -> Finding:
         """The request that failed, what was held then, and what would have freed enough."""
-        placed, ways = placement(post), savings(post)
-        scattered = placed is not None and placed.scattered and placed.fits_expandable
+        placed, packed, ways = placement(post), repacking(post), list(savings(post))
+        scattered = placed is not None and placed.scattered and packed is not None and packed.helps
         if scattered:  # the fix for fragments first
             ways.sort(key=lambda way: (way.change != "expandable segments", -way.bytes))
         why = (

@@ -4,18 +4,17 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-import numpy as np
 import polars as pl
 
-from advisor.measure.memory.post_mortem import PostMortem
+from advisor.measure.memory.allocator_replay import replay
+from advisor.measure.memory.post_mortem import PostMortem, once
 
 SMALL_REQUEST = 1 << 20
 """Requests up to this are served from the small pool (``kSmallSize`` of CUDACachingAllocator)."""
 ROUND = 512
 """Requests are rounded up to this (``kMinBlockSize``)."""
-PAGE = {True: 20 << 20, False: 2 << 20}
-"""What expandable segments map and give back at once, of large and small requests
-(``kLargeBuffer``, ``kSmallBuffer``), bytes."""
+MIN_SLACK = 0.05
+"""Of what is reserved: with less beside tensors, there is nothing to pack."""
 NEAR = 0.05
 """The state is that of the failure where as many bytes are in tensors, up to this share."""
 
@@ -35,9 +34,6 @@ class Fragments(NamedTuple):
     """Lost to rounding inside the blocks in use."""
     pending: int
     """Freed, and waiting for another stream."""
-    expandable: int
-    """What could be given back if the segments were expandable: whole pages in the free blocks
-    of those that are not."""
     table: pl.DataFrame
     """By ``pool`` (null: the common one), ``stream``, ``large``, ``expandable``: ``segments``,
     ``reserved``, ``allocated``, ``free``, ``largest`` (bytes); most reserved first."""
@@ -56,10 +52,44 @@ class Placement(NamedTuple):
     """Free in other pools or of other streams."""
     driver: int | None
     """What the driver still had; ``None``: not recorded."""
-    fits_expandable: bool
-    """Whole pages of free blocks and the driver's rest would have held it."""
     scattered: bool
     """There was as much free as was asked for, but in no one piece."""
+
+
+class Repacking(NamedTuple):
+    """What expandable segments would change at the moment that is looked at. Bytes."""
+
+    slack: int
+    """Reserved and not in tensors then."""
+    freed: int
+    """Of what was reserved and could not be given back, what they would not have reserved."""
+    helps: bool
+    """They would have met the request that failed."""
+    assumes: str
+
+
+@once
+def repacking(post: PostMortem) -> Repacking | None:
+    """The history replayed in the allocator, with expandable segments and without, up to the
+    moment; caches that a request could have back are no fragments. ``None``: no history, segments
+    that are expandable, figures that contradict each other, or too little beside tensors."""
+    h = post.history
+    slack = post.reserved - post.allocated
+    expandable = bool(h.segments["expandable"].fill_null(False).any())
+    lost = slack < MIN_SLACK * post.reserved and h.failed is None
+    if h.too_short or h.segments.is_empty() or expandable or post.contradicts or lost:
+        return None
+    fixed = replay(h, expandable=False, until=post.moment)
+    grown = replay(h, expandable=True, until=post.moment)
+    helps = False
+    if h.failed is not None and post.request is not None:
+        room = post.reserved + (post.device_free or 0)
+        helps = grown.needed <= room < fixed.needed
+    assumes = "the same requests, replayed in a model of the allocator"
+    if h.began_before:
+        assumes += "; what was there before the history lies side by side"
+    freed = max(0, min(slack, fixed.needed - grown.needed))
+    return Repacking(slack, freed, helps, assumes)
 
 
 def fragments(post: PostMortem) -> Fragments | None:
@@ -84,10 +114,7 @@ def fragments(post: PostMortem) -> Fragments | None:
             suffix="_segment",
         )
     )
-    large = joined["large"].fill_null(True).to_numpy()
-    page = np.where(large, PAGE[True], PAGE[False])
     free = joined["free"].to_numpy()
-    fixed = ~joined["expandable"].fill_null(False).to_numpy()
     busy = joined["busy"].to_numpy()
     sums = (
         joined.group_by("pool", "stream", "large", "expandable")
@@ -107,7 +134,6 @@ def fragments(post: PostMortem) -> Fragments | None:
         whole=int(free[~busy].sum()),
         rounding=_total(joined["used"]) - _total(joined["asked"]),
         pending=_total(joined["waits"]),
-        expandable=int((free // page * page)[fixed & busy].sum()) + int(free[fixed & ~busy].sum()),
         table=sums,
     )
 
@@ -139,7 +165,6 @@ def placement(post: PostMortem) -> Placement | None:
         largest=largest,
         elsewhere=result.free - usable,
         driver=driver,
-        fits_expandable=result.expandable + (driver or 0) >= request and result.expandable > 0,
         scattered=usable >= request > largest,
     )
 

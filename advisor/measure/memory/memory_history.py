@@ -10,7 +10,12 @@ import polars as pl
 from numpy.typing import NDArray
 
 from advisor.core.snapshot import MemorySnapshot
-from advisor.measure.memory.memory_origin import Origin, origin
+from advisor.measure.memory.memory_origin import ROLES, Origin, origin
+
+PHASES = ("", "forward", "backward", "optimizer")
+"""Of a step, by what allocates; empty: before the first of them."""
+MIN_EVENTS = 10
+"""Of a history that shows how memory is used."""
 
 Ints = NDArray[np.int64]
 Mask = NDArray[np.bool_]
@@ -30,6 +35,8 @@ class BlockLifetimes:
     ended: Ints
     stack: Ints
     """-1: not recorded."""
+    release: Ints
+    """Stack that freed it; -1: not recorded, or there still."""
 
     def __len__(self) -> int:
         return len(self.size)
@@ -107,15 +114,17 @@ class History:
             alive &= ~gone
         older = ~np.isin(here, address[alive])
         stacks = self.event_stack[rows]
+        ends_at = np.concatenate(
+            [ended[starts], rows[orphan], np.full(int(older.sum()), self.count)]
+        ).astype(np.int64)
         return BlockLifetimes(
             address=np.concatenate([address[starts], address[orphan], here[older]]),
             size=np.concatenate([size[starts], size[orphan], state["requested"].to_numpy()[older]]),
             born=np.concatenate(
                 [rows[starts], np.full(int(orphan.sum()), -1), np.full(int(older.sum()), -1)]
             ).astype(np.int64),
-            ended=np.concatenate(
-                [ended[starts], rows[orphan], np.full(int(older.sum()), self.count)]
-            ).astype(np.int64),
+            ended=ends_at,
+            release=np.append(self.event_stack, -1)[ends_at],
             stack=np.concatenate(
                 [
                     stacks[starts],
@@ -152,16 +161,43 @@ class History:
     @cached_property
     def role(self) -> NDArray[np.int16]:
         """Of each event's stack: place in ``memory_origin.ROLES``."""
-        from advisor.measure.memory.memory_origin import ROLES
-
         codes = np.array([ROLES.index(each.role) for each in self.origins], dtype=np.int16)
         return codes[self.event_stack]
+
+    def allocates(self, *roles: str) -> Mask:
+        """Of each event: an allocation for one of these roles."""
+        mask: Mask = np.isin(self.role, [ROLES.index(role) for role in roles])
+        return mask & self.is_action["alloc"]
+
+    @cached_property
+    def has_stacks(self) -> bool:
+        """Any event has one: then one without is autograd's, whose thread has no Python frames."""
+        return any(self.snapshot.stacks)
+
+    @cached_property
+    def phase(self) -> NDArray[np.int8]:
+        """Of each event: place in PHASES, by the last allocation that belongs to one."""
+        own = np.full(self.count, -1, dtype=np.int8)
+        own[self.allocates("forward")] = PHASES.index("forward")
+        backward = self.allocates("backward", "gradient", "recomputed")
+        if self.has_stacks:
+            backward |= self.allocates("nothing")
+        own[backward] = PHASES.index("backward")
+        own[self.allocates("optimizer")] = PHASES.index("optimizer")
+        known = np.maximum.accumulate(np.where(own >= 0, np.arange(self.count), -1))
+        phase: NDArray[np.int8] = np.where(known < 0, 0, own[np.maximum(known, 0)])
+        return phase
 
     @property
     def began_before(self) -> bool:
         """Blocks were there that the history does not tell the making of: it was switched on late,
         or has lost its start (``max_entries``)."""
         return bool((self.lives.born < 0).any())
+
+    @property
+    def too_short(self) -> bool:
+        """Too few events to be a history: the state is all there is."""
+        return self.count < MIN_EVENTS and self.failed is None
 
     @cached_property
     def failed(self) -> int | None:
@@ -176,30 +212,75 @@ class History:
 
     @cached_property
     def steps(self) -> tuple[str, Ints]:
-        """What steps are told by, and the event at which each begins; fewer than two: not recorded.
+        """What marks steps, and the event at which each begins; fewer than two: none recurs.
 
         By annotations ``ProfilerStep#``, where they were recorded; else by bursts of the
         optimizer's allocations, the step after which begins the next; else by the first gradient
-        of each backward pass.
+        of each backward pass; else by the outermost module's first allocation; without stacks by
+        the curve itself, which rises and falls in each step.
         """
         marks = self._annotated()
         if len(marks) >= 2:
             return "annotations", marks
-        from advisor.measure.memory.memory_origin import ROLES
-
-        optimizer = self.role == ROLES.index("optimizer")
         codes = np.array([each.backward_begins for each in self.origins])
         begins = np.flatnonzero(codes[self.event_stack] & self.is_action["alloc"])
-        forward = np.isin(self.role, [ROLES.index("forward"), ROLES.index("own")])
-        acts = np.flatnonzero((optimizer | forward) & self.is_action["alloc"])
+        optimizer = self.allocates("optimizer")
+        acts = np.flatnonzero(optimizer | self.allocates("forward", "own"))
         ends = np.flatnonzero(optimizer[acts][:-1] & ~optimizer[acts][1:])
         first = acts[ends + 1]
-        # an optimizer that allocates in its first steps only does not tell steps
+        # an optimizer that allocates in its first steps only marks none
         if len(first) >= 2 and (len(begins) < 3 or first[-1] >= begins[-3]):
             return "optimizer", first
         if len(begins) >= 2:
             return "backward passes", begins
-        return "", np.empty(0, dtype=np.int64)
+        passes = self._forward_passes()
+        if len(passes) >= 2:
+            return "forward passes", passes
+        teeth = np.empty(0, dtype=np.int64) if self.has_stacks else self._teeth()
+        return ("rise and fall of memory", teeth) if len(teeth) >= 2 else ("", teeth[:0])
+
+    def _forward_passes(self) -> Ints:
+        """Events at which the outermost module allocates for the first time in a pass: of the
+        stacks with the fewest module calls, the first that recurs, where little is held."""
+        rows = np.flatnonzero(self.allocates("forward"))
+        depth = np.array([each.depth for each in self.origins])[self.event_stack[rows]]
+        rows = rows[depth == depth.min()] if len(rows) else rows
+        stacks, first, counts = np.unique(
+            self.event_stack[rows], return_index=True, return_counts=True
+        )
+        fewest = counts[counts > 1].min(initial=self.count)
+        chosen = stacks[counts == fewest]
+        if not len(chosen):
+            return np.empty(0, dtype=np.int64)
+        chosen = chosen[np.argmin(first[counts == fewest])]
+        marks: Ints = rows[self.event_stack[rows] == chosen]
+        level = self.allocated[marks]
+        low, high = int(self.allocated.min()), int(self.allocated.max())
+        # what comes once, and late, ends the only pass: it is layers that recur
+        once = rows[first[counts == 1]]
+        is_pass = np.median(level) - low <= (high - low) / 2 and not (once > marks[1]).any()
+        return marks if is_pass else np.empty(0, dtype=np.int64)
+
+    def _teeth(self) -> Ints:
+        """Lowest points between peaks of the curve, its steady growth aside."""
+        curve = self.allocated.astype(np.float64)
+        parts = np.array_split(curve, 8)
+        if self.count < 16:
+            return np.empty(0, dtype=np.int64)
+        lowest = [float(part.min()) for part in parts]
+        curve -= np.linspace(min(lowest[:4]), min(lowest[4:]), len(curve))
+        low, high = curve.min(), curve.max()
+        near = np.where(curve > low + 0.6 * (high - low), 1, 0)
+        near[curve < low + 0.25 * (high - low)] = -1
+        rows = np.flatnonzero(near)
+        turns = np.flatnonzero(np.diff(near[rows]) < 0) + 1  # from a peak down
+        ends = np.flatnonzero(np.diff(near[rows]) > 0) + 1
+        marks = []
+        for down in turns:  # one a step
+            up = ends[ends > down]
+            stop = rows[up[0]] if len(up) else len(curve)
+            marks.append(rows[down] + int(np.argmin(curve[rows[down] : stop])))
+        return np.array(marks, dtype=np.int64)
 
     def _annotated(self) -> Ints:
         told = self.snapshot.annotations.filter(

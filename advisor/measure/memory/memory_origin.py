@@ -18,6 +18,7 @@ ROLES = (
     "input",
     "communication",
     "workspace",
+    "cache",  # keys and values of earlier tokens
     "own",  # the user's own line, outside any module
     "nothing",  # no frame at all
 )
@@ -62,6 +63,17 @@ _INPUT_NAMES = re.compile(
     r"|(?:transfer_)?batch_to_device|batch_to|data_to_device|recursive_to|_?to_device|to_cuda"
     r"|_?prefetch\w*|_?preload)$"
 )
+_CACHE = re.compile(
+    r"(?:^|_)(?:kv|key_value|past_key_value)s?_?(?:cache|pool|buffer)|^_?(?:init|alloc\w*|create|setup)"
+    r"_(?:\w+_)?caches?(?:_|$)"
+)
+_CACHE_FILE = re.compile(r"(?:^|/)(?:kv_?cache|cache_utils|cache_engine|static_cache)\w*\.py$")
+_WEIGHTS = re.compile(
+    r"^_?(?:init|load|build|create|make|alloc\w*|get)_(?:\w+_)?(?:weights?|params?|parameters?"
+    r"|checkpoint|state_dict|model)(?:_|$)"
+)
+_CAST = re.compile(r"autocast::cached_cast")
+_AUTOCAST_ENDS = re.compile(r"(?:^|/)torch/(?:amp|cuda/amp)/autocast_mode\.py$")
 _LOSS = re.compile(r"cross_entropy|log_softmax|nll_loss|CrossEntropy|lm_loss|loss_function")
 _LOSS_FILE = re.compile(r"(?:^|/)torch/nn/modules/loss\.py$|/loss/loss_utils\.py$")
 
@@ -82,6 +94,13 @@ class Origin(NamedTuple):
     """Inside a loss over classes."""
     backward_begins: bool = False
     """The first gradient of a backward pass, which ``backward()`` makes itself."""
+    released: str = ""
+    """Role of a block that is freed with this stack, where the stack says so: ``autocast`` (the
+    region ends), ``gradient`` (``zero_grad``), ``optimizer``."""
+    cast: bool = False
+    """A copy in the type of autocast."""
+    depth: int = 0
+    """Module calls in it."""
 
 
 def origin(stack: Stack | None) -> Origin:
@@ -106,15 +125,38 @@ def origin(stack: Stack | None) -> Origin:
             _LOSS_FILE.search(f.file) or (_LOSS.search(f.name) and whose(f) < 2) for f in stack
         ),
         backward_begins=any(
-            f.name == "_make_grads" and _BACKWARD_FILE.search(f.file) for f in stack[:8]
+            f.name == "_make_grads" and _BACKWARD_FILE.search(_slashes(f.file)) for f in stack
         ),
+        released=_released(stack),
+        cast=any(_CAST.search(f.name) for f in stack),
+        depth=sum(_calls_module(f) for f in stack),
     )
+
+
+def _released(stack: Stack) -> str:
+    for frame in stack:
+        if frame.name.lstrip("_").startswith("zero_grad"):
+            return "gradient"
+        if _AUTOCAST_ENDS.search(_slashes(frame.file)):
+            return "autocast"
+        if _is_optimizer(_slashes(frame.file), frame.name):
+            return "optimizer"
+    return ""
+
+
+def _slashes(file: str) -> str:
+    return file.replace("\\", "/")
+
+
+def _calls_module(frame: SnapshotFrame) -> bool:
+    """A module's ``forward``: stacks of C++ and Python together may lack ``_call_impl``."""
+    return frame.name == "forward" and frame.line > 0 and whose(frame) >= 1
 
 
 def _role(stack: Stack, own: SnapshotFrame | None) -> tuple[str, bool]:
     result = ""
     for frame in stack:
-        file, name = frame.file.replace("\\", "/"), frame.name
+        file, name = _slashes(frame.file), frame.name
         if (_CPP.search(file) and frame.line == 0) or "::" in name:
             if _WORKSPACE.search(name):
                 return "workspace", False
@@ -135,7 +177,12 @@ def _role(stack: Stack, own: SnapshotFrame | None) -> tuple[str, bool]:
             return kind, any(_STATE.search(f.name) for f in stack)
         if _is_backward(file, name):
             return "backward", False
-        if (MODULE.search(file) and name in CALLS) or _FUNCTIONAL.search(file):
+        if (
+            (MODULE.search(file) and name in CALLS)
+            or _FUNCTIONAL.search(file)
+            or _calls_module(frame)
+            or (_LOSS.search(name) and whose(frame) == 2)
+        ):
             result = "forward"
         elif frame is own and name in _BUILT:
             result = "parameter"
@@ -150,18 +197,26 @@ def _telling(file: str, name: str) -> str | None:
         return "parameter"
     if _LOADED.search(file):
         return "parameter" if "load" in name or name == "from_pretrained" else None
-    if (
-        _OPTIMIZER.search(file)
-        and not _SCHEDULE.search(file)
-        and not _WRAPPER.search(file)
-        and (_OPTIMIZER_NAMES.search(name) or _STATE.search(name))
-    ):
+    if _is_optimizer(file, name):
         return "optimizer"
+    if _CACHE.search(name) or _CACHE_FILE.search(file):
+        return "cache"
+    if _WEIGHTS.search(name):
+        return "parameter"
     if _INPUT.search(file) or _INPUT_NAMES.search(name):
         return "input"
     if _COMMUNICATION.search(file) and name != "forward":
         return "communication"
     return None
+
+
+def _is_optimizer(file: str, name: str) -> bool:
+    return bool(
+        _OPTIMIZER.search(file)
+        and not _SCHEDULE.search(file)
+        and not _WRAPPER.search(file)
+        and (_OPTIMIZER_NAMES.search(name) or _STATE.search(name))
+    )
 
 
 def _is_backward(file: str, name: str) -> bool:

@@ -1,33 +1,70 @@
-"""What changes of a program would free of the memory that was held, in bytes, and what each such
-figure takes for granted."""
+"""What changes of a program would free: each names the blocks that it touches, and the history is
+counted again without them. So a change frees no more than it lowers the highest point, wherever
+that lies afterwards, and changes can be combined."""
 
 from __future__ import annotations
 
-from itertools import pairwise
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
 
-from advisor.measure.memory.fragments import fragments, placement
-from advisor.measure.memory.memory_history import Ints
-from advisor.measure.memory.memory_origin import Origin
-from advisor.measure.memory.post_mortem import CATEGORIES, PostMortem
+from advisor.measure.memory.fragments import repacking
+from advisor.measure.memory.memory_history import PHASES, Ints, Mask
+from advisor.measure.memory.memory_kinds import CATEGORIES
+from advisor.measure.memory.memory_origin import CALLS, MODULE, Origin, whose
+from advisor.measure.memory.post_mortem import PostMortem, once
 
 MINIMUM = 0.05
-"""Of what was held: smaller savings are not recorded."""
+"""Of the highest point: smaller savings are not recorded."""
 CHUNKS = 8
 """Into so many pieces a loss over classes is cut, as fused ones cut it or finer."""
-CHECKPOINTED = ("activations",)
+STATE_8_BIT = (1 + 4 / 256) / 4
+"""Bytes of an 8-bit state over those in fp32: a scale in fp32 for each 256 elements
+(bitsandbytes)."""
+MIN_8_BIT = 4096 * 4
+"""Bytes of an fp32 state below which it stays as it is (bitsandbytes, ``min_8bit_size``)."""
+
+
+class Change(NamedTuple):
+    """Blocks of which a change keeps a part, all along or for a while."""
+
+    change: str
+    rows: Ints
+    """Rows of ``History.lives``; a row may recur, with other times."""
+    keep: float
+    """Of their bytes, what stays."""
+    assumes: str
+    begin: Ints | None = None
+    """Event from which on, and ``end`` until which, the rest is away; ``None``: always."""
+    end: Ints | None = None
+    where: Origin | None = None
+    """The line that it is about; ``None``: no one line."""
+    group: str = ""
+    """Only one change of a group can be made; empty: any."""
+    part: Ints | None = None
+    """Call of its forward pass that a row belongs to: of checkpointing, which can be done for
+    some."""
+
+    def of_parts(self, count: int) -> Change:
+        """The change made to the first ``count`` calls of each pass."""
+        if self.part is None or self.begin is None or self.end is None:
+            return self
+        chosen = self.part < count
+        return self._replace(
+            rows=self.rows[chosen], begin=self.begin[chosen], end=self.end[chosen],
+            part=self.part[chosen],
+        )  # fmt: skip
 
 
 class Saving(NamedTuple):
-    """One change."""
+    """What one change frees."""
 
     change: str
-    """``checkpointing``, ``smaller logits``, ``references``, ``set_to_none``, ``8-bit optimizer``,
-    ``batch`` or ``expandable segments``."""
+    """One of those of ``changes``, or ``expandable segments``."""
     bytes: int
-    """Freed at the moment that was looked at."""
+    """By which the highest point of the history falls; of expandable segments, what is reserved
+    there."""
     assumes: str
     file: str | None = None
     """The line that it is about; ``None``: no one line."""
@@ -35,97 +72,223 @@ class Saving(NamedTuple):
     function: str | None = None
 
 
+def needed(post: PostMortem, made: Sequence[Change] = (), scale: float = 1.0) -> int:
+    """Most bytes in tensors at once, the request that failed among them, after changes.
+
+    ``scale``: of the batch, in proportion to which the blocks of ``batch_rows`` grow.
+    """
+    h, lives = post.history, post.history.lives
+    share = np.ones(len(lives))
+    for each in made:
+        if each.begin is None:
+            share[each.rows] *= each.keep
+    if scale != 1.0:
+        share[batch_rows(post)] *= scale
+    curve = h.allocated.astype(np.float64)
+    size = lives.size * (share - 1)
+    _add(curve, np.maximum(lives.born, -1) + 1, np.minimum(lives.ended, h.count) + 1, size)
+    for each in made:
+        if each.begin is not None and each.end is not None:
+            away = -lives.size[each.rows] * share[each.rows] * (1 - each.keep)
+            begin = np.maximum(each.begin, lives.born[each.rows] + 1)
+            end = np.minimum(each.end, lives.ended[each.rows])
+            real = end > begin
+            _add(curve, begin[real] + 1, end[real] + 1, away[real])
+    if h.failed is not None and post.request is not None:
+        curve[h.failed + 1] += post.request
+    return round(float(curve.max()))
+
+
+def _add(curve: np.ndarray, begin: Ints, end: Ints, size: np.ndarray) -> None:
+    count = len(curve)
+    total = np.bincount(begin, weights=size, minlength=count + 1)[: count + 1]
+    total -= np.bincount(end, weights=size, minlength=count + 1)[: count + 1]
+    curve += np.cumsum(total)[:count]
+
+
+@once
 def savings(post: PostMortem) -> list[Saving]:
-    """What would have freed most at the moment, largest first. They overlap: not to be added up."""
-    result = [
-        *_checkpointing(post),
-        *_logits(post),
-        *_references(post),
-        *_set_to_none(post),
-        *_optimizer(post),
-        *_batch(post),
-        *_expandable(post),
-    ]
-    least = MINIMUM * max(post.allocated, 1)
-    kept = [each for each in result if each.bytes >= least or each.change == "expandable segments"]
+    """What would lower the highest point most, largest first. They overlap: not to be added up."""
+    before = needed(post)
+    result = [_saving(each, before - needed(post, [each])) for each in changes(post)]
+    least = MINIMUM * max(before, 1)
+    kept = [each for each in result if each.bytes >= least]
+    repacked = repacking(post)
+    if repacked is not None and (repacked.helps or repacked.freed >= MINIMUM * post.reserved):
+        kept.append(Saving("expandable segments", repacked.freed, repacked.assumes))
     return sorted(kept, key=lambda each: -each.bytes)
 
 
-def _rows(post: PostMortem, *categories: str) -> Ints:
-    codes = [CATEGORIES.index(name) for name in categories]
-    rows = post.held_rows
-    result: Ints = rows[np.isin(post.kinds[rows], codes)]
-    return result
+def _saving(each: Change, freed: int) -> Saving:
+    where = each.where
+    place = (None, None, None) if where is None else (where.file, where.line, where.function)
+    return Saving(each.change, freed, each.assumes, *place)
 
 
-def _checkpointing(post: PostMortem) -> list[Saving]:
+@once
+def changes(post: PostMortem) -> list[Change]:
+    """Those whose blocks are in the history; a change without any is left out."""
+    made = [
+        _checkpointing(post), _offload(post), _logits(post), _references(post), _set_to_none(post),
+        *_optimizer(post), _batch(post), _autocast(post), _graphs(post),
+    ]  # fmt: skip
+    return [each for each in made if each is not None and len(each.rows)]
+
+
+def _of(post: PostMortem, *categories: str) -> Mask:
+    mask: Mask = np.isin(post.kinds, [CATEGORIES.index(name) for name in categories])
+    return mask
+
+
+# -- activations ----------------------------------------------------------------------------------
+
+
+def _checkpointing(post: PostMortem) -> Change | None:
     """The line that calls the same module again and again: each call keeps its output alone, and
-    one of them is whole while it is computed again.
+    is whole again when its backward begins.
 
-    A call is told by the stack that made its first block: as often as that recurs, so often it was
-    called.
+    The stack that made its first block marks a call: as often as that recurs, so often it was
+    called. One that no backward pass of the history reaches stays away to the end, except the
+    largest, which is whole while it is computed again.
     """
-    h = post.history
-    rows = _rows(post, *CHECKPOINTED)
-    rows = rows[np.argsort(h.lives.born[rows], kind="stable")]
-    groups: dict[tuple[str, int, str], list[int]] = {}
-    for row in rows.tolist():
-        stack = h.lives.stack[row]
-        for place in set(_callers(post, int(stack))):
-            groups.setdefault(place, []).append(row)
-    best: Saving | None = None
-    for (file, line, function), members in groups.items():
-        stacks = h.lives.stack[members]
-        first = int(stacks[0])
-        begins = np.flatnonzero(stacks == first)
-        count = len(begins)
-        if count < 2:
+    lives = post.history.lives
+    rows = np.flatnonzero(_of(post, "activations", "autocast copies") & (lives.born >= 0))
+    rows = rows[np.argsort(lives.born[rows], kind="stable")]
+    stacks = lives.stack[rows]
+    places: dict[tuple[str, int, str], list[int]] = {}
+    for stack in np.unique(stacks).tolist():
+        for place in set(_callers(post, stack)):
+            places.setdefault(place, []).append(stack)
+    best: Change | None = None
+    least = needed(post)
+    for place, of_place in places.items():
+        made = _checkpointed(post, rows[np.isin(stacks, of_place)], place)
+        after = least if made is None else needed(post, [made])
+        if after < least:
+            best, least = made, after
+    return best
+
+
+def _checkpointed(post: PostMortem, rows: Ints, place: tuple[str, int, str]) -> Change | None:
+    h, lives = post.history, post.history.lives
+    stacks, born = lives.stack[rows], lives.born[rows]
+    first_stack = stacks == stacks[0]
+    begins = np.flatnonzero(first_stack & np.append(True, ~first_stack[:-1]))
+    if len(begins) < 2:
+        return None
+    ends = np.append(begins[1:], len(rows))
+    dies = np.append(h.phase == PHASES.index("backward"), True)
+    turn = np.cumsum(np.append([0], np.diff(h.phase) != 0))  # which run of a phase
+    chosen: list[tuple[Ints, int, int, int]] = []  # rows, begin, end, number in its pass
+    number, before = 0, -1
+    for a, b in zip(begins, ends, strict=True):  # a call each
+        call = rows[a:b]
+        number = number + 1 if turn[born[a]] == before else 0
+        before = int(turn[born[a]])
+        over = int(born[b - 1])
+        waits = (lives.ended[call] > over + 1) & dies[lives.ended[call]]
+        kept = call[waits][:-1]  # the last one is its output
+        if len(kept):
+            chosen.append((kept, over + 1, int(lives.ended[kept].min()), number))
+    gaps: list[tuple[Ints, int, int, int]] = []
+    unreached: list[tuple[Ints, int, int, int]] = []
+    for index, (kept, over, first, at) in enumerate(chosen):
+        if first >= h.count:
+            unreached.append((kept, over, first, at))
             continue
-        size = h.lives.size[members]
-        ends = np.append(begins[1:], len(members))
-        calls = np.array([int(size[a:b].sum()) for a, b in zip(begins, ends, strict=True)])
-        kept = np.array([int(size[b - 1]) for b in ends])
-        freed = int(calls.sum() - kept.sum() - max(0, int((calls - kept).max())))
-        if freed > 0 and (best is None or freed > best.bytes):
-            best = Saving(
-                "checkpointing",
-                freed,
-                f"each of the {count} calls there keeps its last block alone, and one is whole "
-                "while it is computed again; the forward pass runs twice",
-                file,
-                line,
-                function,
-            )
-    return [] if best is None else [best]
+        # computed again when the backward of the call after it is over
+        later = lives.ended[chosen[index + 1][0]] if index + 1 < len(chosen) else np.empty(0)
+        later = later[later < first]
+        again = int(later.max()) if len(later) and chosen[index + 1][3] > at else first - 1
+        gaps.append((kept, over, again, at))
+    if unreached:
+        largest = max(range(len(unreached)), key=lambda n: int(lives.size[unreached[n][0]].sum()))
+        gaps += [call for n, call in enumerate(unreached) if n != largest]
+    if not gaps:
+        return None
+    counts = [len(call[0]) for call in gaps]
+    calls = max(call[3] for call in gaps) + 1
+    return Change(
+        "checkpointing",
+        np.concatenate([call[0] for call in gaps]),
+        0.0,
+        f"each of the {max(calls, len(unreached))} calls there keeps its output alone, and is "
+        "whole while it is computed again; the forward pass runs twice",
+        np.repeat([call[1] for call in gaps], counts),
+        np.repeat([call[2] for call in gaps], counts),
+        Origin("forward", *place),
+        group="activations",
+        part=np.repeat([call[3] for call in gaps], counts),
+    )
 
 
 def _callers(post: PostMortem, stack: int) -> list[tuple[str, int, str]]:
     """The user's lines around a stack that call a module: those that could be checkpointed."""
-    from advisor.measure.memory.memory_origin import CALLS, MODULE, whose
-
     frames = post.snapshot.stacks[stack] if stack >= 0 else ()
-    result = []
-    for inner, outer in pairwise(frames):
-        if (
-            MODULE.search(inner.file.replace("\\", "/"))
-            and inner.name in CALLS
-            and not MODULE.search(outer.file.replace("\\", "/"))
-            and whose(outer) >= 1
-            and any(MODULE.search(f.file) for f in frames[frames.index(outer) + 1 :])
-        ):
-            result.append((outer.file, outer.line, outer.name))
-    return result
+    frames = tuple(f for f in frames if f.line > 0)
+    called = [MODULE.search(f.file.replace("\\", "/")) and f.name in CALLS for f in frames]
+    if not any(called):  # of C++ and Python together some have no frame of the call itself
+        called = [f.name == "forward" for f in frames]
+    return [
+        (outer.file, outer.line, outer.name)
+        for index, outer in enumerate(frames[1:], start=1)
+        if called[index - 1]
+        and outer.name not in CALLS
+        and whose(outer) >= 1
+        and any(called[index:])
+    ]
+
+
+def _offload(post: PostMortem) -> Change | None:
+    """Activations that wait for the backward pass, in host memory meanwhile."""
+    h, lives = post.history, post.history.lives
+    rows = np.flatnonzero(_of(post, "activations") & (lives.born >= 0) & (lives.size >= 1 << 20))
+    phase = np.append(h.phase, PHASES.index("backward"))[lives.ended[rows]]
+    rows = rows[phase == PHASES.index("backward")]
+    rows = rows[lives.ended[rows] - lives.born[rows] > 2]
+    # the next one is fetched while one is in use
+    return Change(
+        "offload activations",
+        rows,
+        0.0,
+        "activations go to pinned host memory after use, and come back just before the backward "
+        "pass needs them",
+        lives.born[rows] + 2,
+        lives.ended[rows] - 2,
+        group="activations",
+    )
+
+
+def batch_rows(post: PostMortem) -> Ints:
+    """Blocks whose size is in proportion to the batch: activations, inputs, and the gradients of
+    activations on their way. Never weights, states, copies of weights or caches."""
+    lives = post.history.lives
+    weights = np.unique(lives.size[_of(post, "weights", "gradients")])
+    flow = _of(post, "backward temporaries") & ~np.isin(lives.size, weights)
+    rows: Ints = np.flatnonzero(_of(post, "activations", "inputs", "earlier steps") | flow)
+    return rows
+
+
+def _batch(post: PostMortem) -> Change:
+    return Change(
+        "batch",
+        batch_rows(post),
+        0.5,
+        "activations and inputs are in proportion to the batch, which is halved",
+    )
 
 
 class Logits(NamedTuple):
-    """What a loss over classes held, and what of the same size was around it: the logits."""
+    """What a loss over classes made, and what of the same size was around it: the logits."""
 
+    rows: Ints
+    """Rows of ``History.lives``."""
     largest: int
     """Bytes of the loss's largest block."""
     blocks: int
-    """Of the loss and of the logits' size."""
+    """At the moment that is looked at."""
     bytes: int
-    """In all of them."""
+    """In them."""
     where: Origin
     """Who called the loss."""
 
@@ -136,128 +299,181 @@ class Logits(NamedTuple):
 
 
 def logits(post: PostMortem) -> Logits | None:
-    """At the moment that is looked at; ``None``: no loss held anything large then."""
-    h = post.history
-    rows = _rows(post, "activations", "earlier steps", "outside modules", "backward temporaries")
-    loss = np.array([o.loss for o in h.origins])[h.lives.stack[rows]]
-    size = h.lives.size[rows]
-    large = size >= MINIMUM * max(post.allocated, 1) / 4
-    if not (loss & large).any():
+    """``None``: no loss held anything large at the moment."""
+    h, lives = post.history, post.history.lives
+    loss = np.array([o.loss for o in h.origins])[lives.stack]
+    of_pass = _of(post, "activations", "earlier steps", "backward temporaries")
+    here = lives.at(post.moment)
+    large = lives.size >= MINIMUM * max(post.allocated, 1) / 4
+    first = np.flatnonzero(loss & large & here & of_pass)
+    if not len(first):
         return None
-    like = np.unique(size[loss & large])
-    alike = np.isin(size, np.concatenate([like, like // 2]))  # the latter in 16 bits
-    chosen = large & (loss | alike)
-    where = h.origins[int(h.lives.stack[rows[np.flatnonzero(loss & large)[0]]])]
-    return Logits(int(like.max()), int(chosen.sum()), int(size[chosen].sum()), where)
+    sizes = np.unique(lives.size[first])
+    like = np.isin(lives.size, np.concatenate([sizes, sizes // 2]))  # the latter in 16 bits
+    rows = np.flatnonzero(of_pass & large & (loss | like))
+    now = rows[here[rows]]
+    where = h.origins[int(lives.stack[first[0]])]
+    total = int(lives.size[now].sum())
+    return Logits(rows, int(lives.size[first].max()), len(now), total, where)
 
 
-def _logits(post: PostMortem) -> list[Saving]:
+def _logits(post: PostMortem) -> Change | None:
     result = logits(post)
     if result is None:
-        return []
-    return [
-        _at(
-            "smaller logits",
-            result.freed,
-            f"the {result.blocks} blocks of the loss and of the logits' size are made in {CHUNKS} "
-            "pieces, one at a time",
-            result.where,
+        return None
+    return Change(
+        "smaller logits",
+        result.rows,
+        1 / CHUNKS,
+        f"the {result.blocks} blocks of the loss and of the logits' size are made in {CHUNKS} "
+        "pieces, one at a time",
+        where=result.where,
+    )
+
+
+def _autocast(post: PostMortem) -> Change | None:
+    """Copies of weights that autocast keeps. Where nothing trains, the weights can be of that type
+    themselves."""
+    lives = post.history.lives
+    rows = np.flatnonzero(_of(post, "autocast copies"))
+    if not len(rows):
+        return None
+    if not _trains(post):
+        return Change(
+            "16-bit weights",
+            np.concatenate([rows, np.flatnonzero(_of(post, "weights"))]),
+            0.5,
+            "weights are in fp32 and the model is converted; autocast then keeps no copies, which "
+            "are half as large as the weights",
         )
-    ]
+    return Change(
+        "autocast without cache",
+        rows,
+        0.0,
+        "each copy is made again where it is used, and one is there at a time; what the backward "
+        "pass saved of them is made again there",
+        lives.born[rows] + 2,
+        lives.ended[rows] - 2,
+        group="autocast",
+    )
 
 
-def _references(post: PostMortem) -> list[Saving]:
-    """What each step leaves behind, by the line that leaves most; else blocks of earlier steps, by
-    the line that made most of them."""
+def _trains(post: PostMortem) -> bool:
+    return bool(
+        np.isin(post.history.phase, [PHASES.index("backward"), PHASES.index("optimizer")]).any()
+        or _of(post, "gradients", "optimizer state").any()
+    )
+
+
+# -- what outlives its use ------------------------------------------------------------------------
+
+
+def _references(post: PostMortem) -> Change | None:
+    """What each step leaves behind, else blocks of earlier steps: away from the end of their step
+    on."""
+    h, lives = post.history, post.history.lives
+    _, marks = h.steps
     if not post.growth.is_empty():
         row = post.growth.row(0, named=True)
-        return [
-            Saving(
-                "references",
-                int(row["bytes"]),
-                "nothing needs what each step leaves behind there",
-                row["file"],
-                row["line"],
-                row["function"],
-            )
-        ]
-    rows = _rows(post, "earlier steps")
-    if not len(rows):
-        return []
-    h = post.history
-    size = h.lives.size[rows]
-    stacks = h.lives.stack[rows]
-    largest = int(stacks[np.argmax(size)])
-    return [
-        _at(
-            "references",
-            int(size.sum()),
-            "nothing needs the outputs and losses of the steps before any more",
-            h.origins[largest],
-        )
-    ]
+        lines = dict.fromkeys(post.growth.select("file", "line", "function").rows())
+        grows = np.array([(o.file, o.line, o.function) in lines for o in h.origins])[lives.stack]
+        rows = np.flatnonzero(grows & (lives.ended == h.count))
+        where = Origin("own", row["file"], row["line"], row["function"])
+        assumes = "nothing needs what each step leaves behind there"
+    else:
+        rows = np.flatnonzero(_of(post, "earlier steps"))
+        if not len(rows):
+            return None
+        largest = rows[np.argmax(lives.size[rows])]
+        where = h.origins[int(lives.stack[largest])]
+        assumes = "nothing needs the outputs and losses of the steps before any more"
+    later = np.append(marks, h.count)[np.searchsorted(marks, lives.born[rows], side="right")]
+    begin = np.where(lives.born[rows] < 0, -1, later)
+    return Change("references", rows, 0.0, assumes, begin, lives.ended[rows],
+                  None if where.file is None else where)  # fmt: skip
 
 
-def _set_to_none(post: PostMortem) -> list[Saving]:
-    """Gradients that are there while a forward pass runs."""
-    h = post.history
-    rows = _rows(post, "gradients")
-    if post.moment < 0 or not len(rows):
-        return []
-    acts = np.flatnonzero(
-        h.is_action["alloc"][: post.moment + 1] | h.is_action["oom"][: post.moment + 1]
+def _set_to_none(post: PostMortem) -> Change | None:
+    """Gradients that are there during a forward pass although the optimizer has used them."""
+    h, lives = post.history, post.history.lives
+    gradients = np.flatnonzero(_of(post, "gradients"))
+    phase = h.phase
+    used = np.flatnonzero(
+        (phase[:-1] == PHASES.index("optimizer")) & (phase[1:] != PHASES.index("optimizer"))
+    ) + 1  # fmt: skip
+    backward = np.flatnonzero(phase == PHASES.index("backward"))
+    rows, begin, end = [], [], []
+    for over in used.tolist():  # a step each
+        again = backward[backward >= over]
+        until = int(again[0]) if len(again) else h.count
+        here = gradients[(lives.born[gradients] < over) & (lives.ended[gradients] > over)]
+        rows.append(here)
+        begin.append(np.full(len(here), over))
+        end.append(np.full(len(here), until))
+    if not rows:
+        return None
+    return Change(
+        "set_to_none",
+        np.concatenate(rows),
+        0.0,
+        "the optimizer has used the gradients: they are let go of before the forward pass",
+        np.concatenate(begin),
+        np.concatenate(end),
     )
-    acting = h.origins[int(h.event_stack[acts[-1]])].role if len(acts) else ""
-    if acting != "forward":
-        return []
+
+
+# -- the optimizer --------------------------------------------------------------------------------
+
+
+def _optimizer(post: PostMortem) -> list[Change]:
+    state = np.flatnonzero(_of(post, "optimizer state"))
+    large = state[post.history.lives.size[state] >= MIN_8_BIT]
     return [
-        Saving(
-            "set_to_none",
-            int(h.lives.size[rows].sum()),
-            "gradients are not accumulated over several batches, and are let go of before the "
-            "forward pass",
-        )
-    ]
+        Change("8-bit optimizer", large, STATE_8_BIT,
+               "the state is in fp32 and all of it can be kept in 8 bits", group="state"),
+        Change("16-bit optimizer state", state, 0.5,
+               "the state is in fp32 and can be kept in bf16", group="state"),
+        Change("offload optimizer state", state, 0.0,
+               "the optimizer runs on the host: gradients go there, weights come back",
+               group="state"),
+        Change("fused optimizer", np.flatnonzero(_of(post, "optimizer temporaries")), 0.0,
+               "a fused kernel updates in place, without temporaries"),
+    ]  # fmt: skip
 
 
-def _optimizer(post: PostMortem) -> list[Saving]:
-    held = post.by_category.get("optimizer state", 0)
-    return [
-        Saving(
-            "8-bit optimizer",
-            held * 3 // 4,
-            "the state is in fp32 and all of it can be kept in 8 bits",
-        )
-    ]
+def sharded(post: PostMortem, ranks: int) -> list[Change]:
+    """ZeRO 1 to 3 (FSDP), over so many ranks that hold the same today. Stage 3 keeps the largest
+    two weights gathered."""
+    lives = post.history.lives
+    rows = [np.flatnonzero(_of(post, name)) for name in ("optimizer state", "gradients", "weights")]
+    weights = int(lives.size[rows[2]].sum())
+    gathered = 2 * int(lives.size[rows[2]].max(initial=0))
+    made = []
+    for stage in (1, 2, 3):
+        keep = 1 / ranks
+        if stage == 3 and weights:
+            keep = min(1.0, keep + gathered / weights)
+        made.append(
+            Change(f"ZeRO {stage}", np.concatenate(rows[:stage]), keep,
+                   f"{ranks} ranks hold equal parts", group="sharding")
+        )  # fmt: skip
+    return [each for each in made if len(each.rows)]
 
 
-def _batch(post: PostMortem) -> list[Saving]:
-    rows = _rows(post, "activations", "inputs", "backward temporaries", "outside modules")
-    rows = rows[~post.of_earlier_steps[rows]]
-    held = int(post.history.lives.size[rows].sum())
-    return [
-        Saving(
-            "batch",
-            held // 2,
-            "activations and inputs are in proportion to the batch, which is halved",
-        )
-    ]
-
-
-def _expandable(post: PostMortem) -> list[Saving]:
-    """Only where fragments were in the way of a request."""
-    at, result = placement(post), fragments(post)
-    if at is None or result is None or not at.fits_expandable or result.expandable <= 0:
-        return []
-    return [
-        Saving(
-            "expandable segments",
-            result.expandable,
-            "tensors stay where they are; of each free block, whole pages of 20 MiB (2 MiB in the "
-            "small pool) can be given back",
-        )
-    ]
-
-
-def _at(change: str, freed: int, assumes: str, where: Origin) -> Saving:
-    return Saving(change, freed, assumes, where.file, where.line, where.function)
+def _graphs(post: PostMortem) -> Change | None:
+    """Private pools beyond the largest: graphs that never run at once can share one."""
+    h, lives = post.history, post.history.lives
+    rows = np.flatnonzero(_of(post, "CUDA graph pools"))
+    pools = h.segments.filter(h.segments["pool"].is_not_null()).sort("address")
+    if not len(rows) or pools["pool"].n_unique() < 2:
+        return None
+    place = np.searchsorted(pools["address"].to_numpy(), lives.address[rows], side="right") - 1
+    names = np.array(pools["pool"].to_list())[np.maximum(place, 0)]
+    totals = {name: int(lives.size[rows[names == name]].sum()) for name in set(names.tolist())}
+    largest = max(sorted(totals), key=lambda name: totals[name])
+    return Change(
+        "share graph pools",
+        rows[names != largest],
+        0.0,
+        f"the graphs of {len(totals)} pools never run at once and need no outputs of each other",
+    )

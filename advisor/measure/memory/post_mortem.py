@@ -6,38 +6,22 @@ which the allocator rounds up.
 
 from __future__ import annotations
 
-from functools import cached_property
+from collections.abc import Callable
+from functools import cached_property, wraps
 from itertools import pairwise
-from typing import Any
+from typing import Any, TypeVar
+from weakref import WeakKeyDictionary
 
 import numpy as np
 import polars as pl
 from numpy.typing import NDArray
 
 from advisor.core.snapshot import MemorySnapshot
-from advisor.measure.memory.memory_history import History, Ints, Mask
-from advisor.measure.memory.memory_origin import ROLES, Origin
+from advisor.measure.memory.memory_history import History, Ints
+from advisor.measure.memory.memory_kinds import BASES, CATEGORIES, Kinds, classify
+from advisor.measure.memory.memory_origin import Origin
 
-CATEGORIES = (
-    "parameters",
-    "gradients",
-    "optimizer state",
-    "activations",
-    "inputs",
-    "outside modules",
-    "earlier steps",
-    "backward temporaries",
-    "optimizer temporaries",
-    "communication",
-    "workspace",
-    "not attributed",
-)
-"""``outside modules``: allocated on the user's own lines, in no module's call (inputs that are
-copied there are among them). ``earlier steps``: made by a forward pass of a step before, and held
-still. ``not attributed``: there before the history began, or without a stack."""
-CUBLAS_WORKSPACES = (8_519_680, 33_554_432 + 131_072)
-"""Bytes of cuBLAS's default workspace (``CUBLAS_WORKSPACE_CONFIG=:4096:2:16:8``): told without a
-stack."""
+T = TypeVar("T")
 HELD_SCHEMA: dict[str, Any] = {
     "category": pl.String,
     "file": pl.String,
@@ -99,6 +83,11 @@ class PostMortem:
         """Bytes in segments then."""
         return int(self.history.reserved[self.moment + 1])
 
+    @property
+    def contradicts(self) -> bool:
+        """More in tensors than reserved: the file's figures cannot be true."""
+        return bool(self.history.segments.height) and self.allocated > self.reserved
+
     @cached_property
     def request(self) -> int | None:
         """Bytes of the request that failed; ``None``: none did."""
@@ -125,75 +114,23 @@ class PostMortem:
     # -- categories -----------------------------------------------------------------------------
 
     @cached_property
+    def classified(self) -> Kinds:
+        """Of each life: its category, and what says so, as of the moment."""
+        return classify(self.history, self.moment)
+
+    @property
     def kinds(self) -> NDArray[np.int8]:
-        """Of each life: place in CATEGORIES, as of the moment."""
-        h, lives = self.history, self.history.lives
-        role = np.array([ROLES.index(o.role) for o in h.origins], dtype=np.int16)[lives.stack]
-        state = np.array([o.state for o in h.origins])[lives.stack]
-        known = lives.born >= 0
-        tells = bool(len(self.snapshot.stacks))
-
-        def is_(name: str) -> Mask:
-            result: Mask = role == ROLES.index(name)
-            return result
-
-        forward = self._happens("forward") | self._happens("recomputed")
-        past_forward = self._crosses(forward)
-        parameter = is_("parameter")
-        sizes = np.unique(lives.size[parameter])
-        engine = is_("backward") | (is_("nothing") & known & tells)
-        stays = (
-            past_forward
-            | self._crosses(self._happens("optimizer"))
-            | (np.isin(lives.size, sizes) & (lives.ended > self.moment))
-        )
-        kind = np.full(len(lives), CATEGORIES.index("not attributed"), dtype=np.int8)
-
-        def put(rows: Mask, name: str) -> None:
-            kind[rows] = CATEGORIES.index(name)
-
-        put(parameter, "parameters")
-        put(is_("gradient") | (engine & stays), "gradients")
-        put(engine & ~stays, "backward temporaries")
-        keeps = state | past_forward | ~known
-        put(is_("optimizer") & keeps, "optimizer state")
-        put(is_("optimizer") & ~keeps, "optimizer temporaries")
-        put(is_("forward") | is_("recomputed"), "activations")
-        put(is_("input"), "inputs")
-        put(is_("own"), "outside modules")
-        put(is_("communication"), "communication")
-        put(
-            is_("workspace") | (is_("nothing") & np.isin(lives.size, CUBLAS_WORKSPACES)),
-            "workspace",
-        )
-        put(self.of_earlier_steps & (is_("forward") | is_("recomputed")), "earlier steps")
-        return kind
+        """Of each life: place in CATEGORIES."""
+        return self.classified.category
 
     @cached_property
-    def of_earlier_steps(self) -> Mask:
-        """Of each life: made in the history, and held beyond the end of its step. Steps that are
-        told by backward passes may be parts of one, and do not count."""
-        source, marks = self.history.steps
-        lives = self.history.lives
-        if not source or source == "backward passes":
-            return np.zeros(len(lives), dtype=np.bool_)
-        until = np.minimum(lives.ended, self.history.count)
-        steps = np.searchsorted(marks, [lives.born, until], side="right")
-        old: Mask = (lives.born >= 0) & (steps[1] > steps[0])
-        return old
-
-    def _happens(self, role: str) -> Mask:
-        result: Mask = (self.history.role == ROLES.index(role)) & self.history.is_action["alloc"]
-        return result
-
-    def _crosses(self, happens: Mask) -> Mask:
-        """Lives during which something happens, their own beginning aside; up to the moment."""
-        lives = self.history.lives
-        upto = np.concatenate([[0], np.cumsum(happens)])
-        begin = np.minimum(lives.born + 1, self.history.count)
-        end = np.clip(np.minimum(lives.ended, self.moment + 1), 0, self.history.count)
-        crossed: Mask = upto[np.maximum(begin, end)] - upto[begin] > 0
-        return crossed
+    def bases(self) -> dict[str, int]:
+        """Bytes held at the moment by what their category rests on (BASES); they add up."""
+        rows = self.held_rows
+        sums = np.bincount(
+            self.classified.basis[rows], weights=self.history.lives.size[rows], minlength=len(BASES)
+        )
+        return {name: int(total) for name, total in zip(BASES, sums, strict=True) if total}
 
     @cached_property
     def held_rows(self) -> Ints:
@@ -379,6 +316,19 @@ class PostMortem:
             np.add.at(change, np.minimum(lives.ended[own], count) + 1, -lives.size[own])
             columns[name] = np.cumsum(change)[index + 1]
         return pl.DataFrame(columns)
+
+
+def once(measure: Callable[[PostMortem], T]) -> Callable[[PostMortem], T]:
+    """A measurement of a PostMortem that is made once, and kept as long as that is."""
+    made: WeakKeyDictionary[PostMortem, T] = WeakKeyDictionary()
+
+    @wraps(measure)
+    def measured(post: PostMortem) -> T:
+        if post not in made:
+            made[post] = measure(post)
+        return made[post]
+
+    return measured
 
 
 def _pairs(marks: Ints) -> list[tuple[int, int]]:

@@ -76,7 +76,8 @@ def device(view: MemoryView, rows: int = MAX_ROWS, *, named: bool = False) -> De
         f"{t.format_bytes(view.reserved)} reserved",
         peak,
     ]
-    lines = [("held", held), ("by", by), ("failed", [view.placement]), ("steps", _steps(view))]
+    lines = [("held", held), ("by", by), ("basis", _bases(view)), ("failed", [view.placement]),
+             ("steps", _steps(view))]  # fmt: skip
     kept = [(label, [part for part in parts if part]) for label, parts in lines]
     tables = [
         _table("By line", ["line · category", "bytes", "share", "blocks"], _held(view), rows),
@@ -98,6 +99,15 @@ def device(view: MemoryView, rows: int = MAX_ROWS, *, named: bool = False) -> De
         [(label, parts) for label, parts in kept if parts],
         [table for table in tables if table.rows],
     )
+
+
+def _bases(view: MemoryView) -> list[str]:
+    """What the categories rest on, and what has none."""
+    return [
+        f"{'nothing: not attributed' if each.category == 'none' else each.category} "
+        f"{t.format_share(each.bytes / max(view.allocated, 1))}"
+        for each in sorted(view.bases, key=lambda each: -each.bytes)
+    ]
 
 
 def _table(title: str, head: list[str], rows: list[list[str]], most: int) -> Grid:
@@ -150,7 +160,7 @@ def _steps(view: MemoryView) -> list[str]:
     if not view.events:
         return []
     if not view.step_source:
-        return ["Steps were not recorded, so growth and allocations per step are unknown"]
+        return ["No step recurs in the history, so growth and allocations per step are unknown"]
     churn = f"{t.format_bytes(view.churn_bytes)} allocated per step" if view.churn_bytes else ""
     whole = t.count_noun(view.steps, "complete step")
     return [f"{whole} in the history, from {view.step_source}", churn]
@@ -159,7 +169,7 @@ def _steps(view: MemoryView) -> list[str]:
 def _place(each: MemoryHolder) -> str:
     if each.file is None:
         return "no line" if each.category else "no line (autograd's thread)"
-    return f"{t.shorten_path(t.clean(each.file), 40)}:{each.line}"
+    return f"{t.shorten_path(t.clean(each.file).replace(chr(92), '/'), 32)}:{each.line}"
 
 
 def sentences(device: DeviceMemory) -> list[str]:

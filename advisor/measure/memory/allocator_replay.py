@@ -1,0 +1,299 @@
+"""A history replayed in a model of PyTorch's caching allocator, with and without expandable
+segments: what it would have reserved, and what of that it could have given back.
+
+The rules are those of ``c10/cuda/CUDACachingAllocator.cpp``: requests are rounded up to 512 bytes;
+up to 1 MiB they come from segments of 2 MiB, below 10 MiB from segments of 20 MiB, else from
+segments of their own, a multiple of 2 MiB; the smallest free block of the pool and stream that is
+large enough is taken and split, in the large pool only where more than 1 MiB is left; free
+neighbours are merged. Expandable segments grow by pages, of 2 MiB in the small pool and of 20 MiB
+in the large one, and whole free pages can be given back.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, insort
+from typing import Any, NamedTuple
+
+import numpy as np
+import polars as pl
+
+from advisor.measure.memory.memory_history import History, Ints
+
+ROUND, SMALL, SMALL_BUFFER = 512, 1 << 20, 2 << 20
+LARGE_BUFFER, MIN_LARGE, ROUND_LARGE = 20 << 20, 10 << 20, 2 << 20
+
+
+class Replayed(NamedTuple):
+    """What the model did. Bytes."""
+
+    reserved: Ints
+    """In segments before the first event and after each that was replayed."""
+    releasable: int
+    """In whole free segments (pages of expandable ones) after the last."""
+
+    @property
+    def needed(self) -> int:
+        """Reserved after the last event, without what could be given back."""
+        return int(self.reserved[-1]) - self.releasable
+
+
+class _Block:
+    __slots__ = ("address", "after", "before", "free", "pool", "size")
+
+    def __init__(self, address: int, size: int, pool: _Pool, before: _Block | None) -> None:
+        self.address, self.size, self.pool, self.free = address, size, pool, False
+        self.before: _Block | None = before
+        self.after: _Block | None = None if before is None else before.after
+        if self.before is not None:
+            self.before.after = self
+        if self.after is not None:
+            self.after.before = self
+
+
+class _Pool:
+    """Free blocks of one stream, size class and private pool."""
+
+    __slots__ = ("free", "last", "small")
+
+    def __init__(self, small: bool) -> None:
+        self.small = small
+        self.free: list[tuple[int, int, _Block]] = []
+        self.last: _Block | None = None  # of an expandable segment
+
+
+class Model:
+    """The allocator of one device.
+
+    >>> m = Model(expandable=False)
+    >>> x = m.take(3 << 20, None, None)
+    >>> m.reserved >> 20
+    20
+    """
+
+    def __init__(self, *, expandable: bool) -> None:
+        self.expandable = expandable
+        self.reserved = 0
+        self._pools: dict[Any, _Pool] = {}
+        self._next = 1 << 50  # addresses of new segments: above any that is recorded
+
+    def pool(self, size: int, stream: Any, private: Any) -> _Pool:
+        """The pool that serves a request."""
+        key = (size <= SMALL, stream, private)
+        if key not in self._pools:
+            self._pools[key] = _Pool(key[0])
+        return self._pools[key]
+
+    def take(self, size: int, stream: Any, private: Any) -> _Block:
+        """Serve a request; a new segment where no free block is large enough."""
+        size = max(ROUND, -(-size // ROUND) * ROUND)
+        pool = self.pool(size, stream, private)
+        place = bisect_left(pool.free, (size,))
+        if place < len(pool.free):
+            block = pool.free.pop(place)[2]
+        elif self.expandable:
+            block = self._grow(pool, size)
+        else:
+            whole = (
+                SMALL_BUFFER
+                if pool.small
+                else LARGE_BUFFER
+                if size < MIN_LARGE
+                else -(-size // ROUND_LARGE) * ROUND_LARGE
+            )
+            block = self.segment(self._next, whole, pool)
+            self._next += whole + ROUND_LARGE
+            pool.free.remove((block.size, block.address, block))
+        rest = block.size - size
+        block.free = False
+        if rest >= ROUND if pool.small or self.expandable else rest > SMALL:
+            self._split(block, size)
+        return block
+
+    def segment(self, address: int, size: int, pool: _Pool) -> _Block:
+        """A segment, free."""
+        self.reserved += size
+        block = _Block(address, size, pool, None)
+        self._put(block)
+        return block
+
+    def give(self, block: _Block) -> None:
+        """Free a block, and merge it with its free neighbours."""
+        for other in (block.before, block.after):
+            if other is not None and other.free:
+                other.pool.free.remove((other.size, other.address, other))
+                block.size += other.size
+                block.address = min(block.address, other.address)
+                if other is block.before:
+                    block.before = other.before
+                    if other.before is not None:
+                        other.before.after = block
+                else:
+                    block.after = other.after
+                    if other.after is not None:
+                        other.after.before = block
+                if block.pool.last is other:
+                    block.pool.last = block
+        self._put(block)
+
+    def releasable(self) -> int:
+        """Bytes that could be given back to the driver."""
+        total = 0
+        for pool in self._pools.values():
+            page = SMALL_BUFFER if pool.small else LARGE_BUFFER
+            for size, address, block in pool.free:
+                if self.expandable:
+                    total += max(0, (address + size) // page - -(-address // page)) * page
+                elif block.before is None and block.after is None:
+                    total += size
+        return total
+
+    def release(self, size: int) -> None:
+        """Give back a whole free segment of this size; the largest ones, where there is none."""
+        free = [
+            (block.size == size, block.size, block.address, block)
+            for pool in self._pools.values()
+            for _, _, block in pool.free
+            if block.before is None and block.after is None
+        ]
+        for _, _, _, block in sorted(free, reverse=True):
+            if size <= 0 or self.expandable:
+                return
+            block.pool.free.remove((block.size, block.address, block))
+            self.reserved -= block.size
+            size -= block.size
+
+    def carve(self, block: _Block, address: int, size: int) -> _Block:
+        """A part of a free block that is in use already."""
+        block.pool.free.remove((block.size, block.address, block))
+        block.free = False
+        if address > block.address:
+            whole = block
+            self._split(whole, address - block.address)
+            assert whole.after is not None
+            block = whole.after
+            block.pool.free.remove((block.size, block.address, block))
+            block.free = False
+            self._put(whole)
+        if block.size > size:
+            self._split(block, size)
+        return block
+
+    def _grow(self, pool: _Pool, size: int) -> _Block:
+        page = SMALL_BUFFER if pool.small else LARGE_BUFFER
+        last = pool.last
+        spare = last.size if last is not None and last.free else 0
+        mapped = -(-(size - spare) // page) * page
+        self.reserved += mapped
+        if last is not None and spare:
+            pool.free.remove((last.size, last.address, last))
+            last.size += mapped
+            return last
+        address = self._next if last is None else last.address + last.size
+        self._next += (1 << 44) if last is None else 0  # room for it to grow
+        pool.last = _Block(address, mapped, pool, last)
+        return pool.last
+
+    def _split(self, block: _Block, size: int) -> None:
+        rest = _Block(block.address + size, block.size - size, block.pool, block)
+        block.size = size
+        if block.pool.last is block:
+            block.pool.last = rest
+        self._put(rest)
+
+    def _put(self, block: _Block) -> None:
+        block.free = True
+        insort(block.pool.free, (block.size, block.address, block), key=_order)
+
+
+def _order(entry: tuple[int, int, _Block]) -> tuple[int, int]:
+    return entry[:2]
+
+
+def replay(h: History, *, expandable: bool, until: int | None = None) -> Replayed:
+    """A device's history, up to and with event ``until``, in the model.
+
+    Without expandable segments it begins with the segments and blocks that the recording began
+    with, at their addresses. Expandable ones begin with the same blocks side by side: what the
+    blocks before the history had left between them is not known. A request that failed is taken
+    to be met.
+    """
+    model = Model(expandable=expandable)
+    blocks = _begin(model, h)
+    stop = h.count if until is None else min(h.count, until + 1)
+    reserved = np.empty(stop + 1, dtype=np.int64)
+    reserved[0] = model.reserved
+    action = h.events["action"].cast(pl.String).to_list()[:stop]
+    columns = (h.events[name].to_list() for name in ("address", "size", "stream", "pool"))
+    free = "free_completed" if h.is_action["free_completed"].any() else "free_requested"
+    # each event depends on what all before it have left
+    for index, (what, address, size, stream, pool) in enumerate(
+        zip(action, *columns, strict=False), start=1
+    ):
+        if what == "alloc":
+            blocks[address] = model.take(size, stream, pool)
+        elif what == free:
+            block = blocks.pop(address, None)
+            if block is not None:
+                model.give(block)
+        elif what == "segment_free":
+            model.release(size)
+        elif what == "oom" and index == stop:
+            model.take(size, stream, pool)
+        reserved[index] = model.reserved
+    return Replayed(reserved, model.releasable())
+
+
+def _begin(model: Model, h: History) -> dict[int, _Block]:
+    """What was there before the first event: blocks by their recorded address."""
+    lives = h.lives
+    old = np.flatnonzero(lives.born < 0)
+    old = old[np.argsort(lives.address[old], kind="stable")]
+    segments = _first_segments(h)
+    blocks: dict[int, _Block] = {}
+    starts = [segment[0] for segment in segments]
+    open_: dict[int, _Block] = {}
+    if not model.expandable:
+        for address, size, stream, private, large in segments:
+            pool = model.pool(SMALL + 1 if large else SMALL, stream, private)
+            open_[address] = model.segment(address, size, pool)
+    # the blocks of a segment in order of address: the last part is the one that is still free
+    for row in old.tolist():
+        address, size = int(lives.address[row]), max(1, int(lives.size[row]))
+        place = bisect_left(starts, address + 1) - 1
+        if place < 0 or address >= starts[place] + segments[place][1]:
+            blocks[address] = model.take(size, None, None)
+            continue
+        start, total, stream, private, large = segments[place]
+        if model.expandable:
+            blocks[address] = model.take(size, stream, private)
+            continue
+        rest = open_[start]
+        while rest.after is not None:
+            rest = rest.after
+        size = min(-(-size // ROUND) * ROUND, start + total - address)
+        if not rest.free or address < rest.address:
+            blocks[address] = model.take(size, stream, private)
+            continue
+        blocks[address] = model.carve(rest, address, size)
+        open_[start] = blocks[address]
+    return blocks
+
+
+def _first_segments(h: History) -> list[tuple[int, int, Any, Any, bool]]:
+    """Address, bytes, stream, private pool and size class of what was reserved at the start: the
+    state, with the history undone."""
+    there = {
+        row["address"]: (row["total"], row["stream"], row["pool"], row["large"] is not False)
+        for row in h.segments.iter_rows(named=True)
+    }
+    changes = h.events.filter(
+        pl.col("action").cast(pl.String).is_in(["segment_alloc", "segment_free"])
+    )
+    for row in reversed(changes.to_dicts()):
+        if row["action"] == "segment_alloc":
+            there.pop(row["address"], None)
+        else:
+            there[row["address"]] = (
+                row["size"], row["stream"], row["pool"], row["size"] > SMALL_BUFFER
+            )  # fmt: skip
+    return sorted((address, *rest) for address, rest in there.items())

@@ -1,0 +1,290 @@
+"""What each block was for: by its call path, its lifetime in the step, the pattern of sizes."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from advisor.measure.memory.memory_history import PHASES, History, Ints, Mask
+from advisor.measure.memory.memory_origin import ROLES
+
+CATEGORIES = (
+    "weights",
+    "gradients",
+    "optimizer state",
+    "activations",
+    "KV cache",
+    "inputs",
+    "autocast copies",
+    "earlier steps",
+    "backward temporaries",
+    "optimizer temporaries",
+    "communication buffers",
+    "workspace",
+    "CUDA graph pools",
+    "not attributed",
+)
+"""``autocast copies``: weights in autocast's type, kept until its region ends. ``earlier steps``:
+made by a forward pass of a step before, and held still. ``not attributed``: neither call path nor
+lifetime nor sizes say what it is for; its line may be known."""
+BASES = ("call path", "lifetime", "size pattern", "none")
+CUBLAS_WORKSPACES = (8_519_680, 33_554_432 + 131_072)
+"""Bytes of cuBLAS's default workspace (``CUBLAS_WORKSPACE_CONFIG=:4096:2:16:8``), often without a
+stack."""
+MIN_SET = 10
+"""Blocks that look like the weights of a model: fewer may be anything."""
+MAX_SINGLE = 0.5
+"""Of a set of weights, in one block: a larger one may be data."""
+NONE = CATEGORIES.index("not attributed")
+
+
+class Kinds(NamedTuple):
+    """Aligned with ``History.lives``."""
+
+    category: NDArray[np.int8]
+    """Place in CATEGORIES."""
+    basis: NDArray[np.int8]
+    """Place in BASES."""
+
+
+def classify(h: History, moment: int) -> Kinds:
+    """What every block of the history was for, as of a moment (an event).
+
+    The call path decides where it can; then the phases of the step in which a block lives; then,
+    for blocks older than the history, what frees them, and last the sizes: a set of blocks that
+    repeats the gradients' sizes is a copy of the weights.
+    """
+    lives = h.lives
+    role = np.array([ROLES.index(o.role) for o in h.origins], dtype=np.int16)[lives.stack]
+    state = np.array([o.state for o in h.origins])[lives.stack]
+    released = np.array([o.released for o in h.origins])[lives.release]
+    known = lives.born >= 0
+    kind = np.full(len(lives), NONE, dtype=np.int8)
+    basis = np.full(len(lives), BASES.index("none"), dtype=np.int8)
+
+    def is_(*names: str) -> Mask:
+        return np.isin(role, [ROLES.index(name) for name in names])
+
+    def put(rows: Mask, name: str, why: str = "call path") -> None:
+        kind[rows] = CATEGORIES.index(name)
+        basis[rows] = BASES.index(why)
+
+    leaves = _leaves_phase(h)
+    sizes = np.unique(lives.size[is_("parameter")])
+    engine = is_("backward") | (is_("nothing") & known & h.has_stacks)
+    stays = leaves | (np.isin(lives.size, sizes) & (lives.ended > moment))
+    put(is_("parameter"), "weights")
+    put(engine & ~stays, "backward temporaries")
+    put(engine & stays, "gradients", "lifetime")
+    put(is_("gradient"), "gradients")
+    over = lives.ended == h.count if h.failed is None else np.zeros(len(lives), dtype=np.bool_)
+    keeps = state | leaves | over | ~known
+    put(is_("optimizer") & keeps, "optimizer state")
+    put(is_("optimizer") & ~keeps, "optimizer temporaries")
+    put(is_("forward", "recomputed"), "activations")
+    put(is_("input"), "inputs")
+    put(is_("cache"), "KV cache")
+    put(is_("communication"), "communication buffers")
+    kept = is_("nothing") | (is_("forward", "own") & (lives.ended == h.count))
+    put(is_("workspace") | (kept & np.isin(lives.size, CUBLAS_WORKSPACES)), "workspace")
+    dies = np.append(h.phase, -1)[lives.ended]
+    own = is_("own") & known
+    put(own & (dies == PHASES.index("backward")), "activations", "lifetime")
+    put(own & _spans_step(h), "inputs", "lifetime")
+    old = is_("nothing") & ~known & (kind == NONE)
+    put(old & (dies == PHASES.index("backward")), "activations", "lifetime")
+    like = np.isin(lives.size, np.unique(lives.size[kind <= CATEGORIES.index("gradients")]))
+    updated = (released == "optimizer") | (like & (dies == PHASES.index("optimizer")))
+    put(old & updated, "optimizer state", "lifetime")
+    put(old & (released == "gradient"), "gradients", "call path")
+    put(old & (kind == NONE) & _replaced_outputs(h, kind), "earlier steps", "lifetime")
+    _by_sizes(h, kind, basis, old & (kind == NONE) & (lives.ended == h.count))
+    cast = np.array([o.cast for o in h.origins])[lives.stack] & known
+    put(_weight_copies(h, kind, cast), "autocast copies", "size pattern")
+    put((released == "autocast") & is_("forward"), "autocast copies")
+    put(_of_earlier_steps(h) & is_("forward", "recomputed"), "earlier steps", "lifetime")
+    private = _in_private_pools(h)
+    put(private & ~is_("parameter", "communication", "cache", "workspace"), "CUDA graph pools")
+    return Kinds(kind, basis)
+
+
+def _leaves_phase(h: History) -> Mask:
+    """Of each life: an allocation of another phase, or of the same a step later, happens in it."""
+    phase = h.phase
+    turns = np.concatenate([[0, 0], np.cumsum(phase[1:] != phase[:-1])])[: h.count + 1]
+    lives = h.lives
+    begin = np.clip(lives.born, 0, h.count)
+    end = np.clip(lives.ended - 1, 0, h.count)
+    left: Mask = (turns[end + (h.count > 0)] > turns[begin + (h.count > 0)]) & (lives.born >= 0)
+    return left if h.count else np.zeros(len(lives), dtype=np.bool_)
+
+
+def _spans_step(h: History) -> Mask:
+    """Made before a forward pass, after the last step's work, and there until the pass and its
+    backward have ended."""
+    lives, phase = h.lives, h.phase
+    if not h.count:
+        return np.zeros(len(lives), dtype=np.bool_)
+    begin = np.clip(lives.born, 0, h.count - 1)
+    forward = np.flatnonzero(h.allocates("forward"))
+    backward = np.flatnonzero(phase == PHASES.index("backward"))
+    if not len(forward) or not len(backward):
+        return np.zeros(len(lives), dtype=np.bool_)
+    starts = np.append(forward, h.count)[np.searchsorted(forward, begin)]
+    turns = np.append(backward, h.count)[np.searchsorted(backward, starts)]
+    spans: Mask = (
+        (phase[begin] != PHASES.index("forward"))
+        & (turns < np.minimum(lives.ended, h.count))
+        & (lives.ended < h.count)
+    )
+    return spans
+
+
+def _replaced_outputs(h: History, kind: NDArray[np.int8]) -> Mask:
+    """Blocks that are freed when a pass has made one of their size that outlives the backward."""
+    lives = h.lives
+    outputs = (kind == CATEGORIES.index("activations")) & (lives.born >= 0) & _spans_phases(h)
+    sizes = np.unique(lives.size[outputs])
+    replaced: Mask = np.isin(lives.size, sizes) & (lives.ended < h.count)
+    return replaced
+
+
+def _spans_phases(h: History) -> Mask:
+    """Lives that are there after a whole backward pass that came after them."""
+    lives = h.lives
+    backward = h.phase == PHASES.index("backward")
+    over = np.flatnonzero(backward[:-1] & ~backward[1:]) + 1
+    if len(backward) and backward[-1]:
+        over = np.append(over, h.count)
+    first = np.append(over, h.count + 1)[np.searchsorted(over, np.maximum(lives.born, 0))]
+    spans: Mask = lives.ended >= first
+    return spans
+
+
+def _of_earlier_steps(h: History) -> Mask:
+    """Made in the history, and held beyond the end of its step. Steps that backward passes mark
+    may be parts of one, and do not count."""
+    source, marks = h.steps
+    lives = h.lives
+    if not source or source == "backward passes":
+        return np.zeros(len(lives), dtype=np.bool_)
+    until = np.minimum(lives.ended, h.count)
+    steps = np.searchsorted(marks, [lives.born, until], side="right")
+    old: Mask = (lives.born >= 0) & (steps[1] > steps[0])
+    return old
+
+
+def _in_private_pools(h: History) -> Mask:
+    """Blocks in segments of a private pool, as those of CUDA graphs are."""
+    lives = h.lives
+    pools = h.segments.filter(h.segments["pool"].is_not_null()).sort("address")
+    inside = np.zeros(len(lives), dtype=np.bool_)
+    if len(pools):
+        start, total = pools["address"].to_numpy(), pools["total"].to_numpy()
+        place = np.searchsorted(start, lives.address, side="right") - 1
+        inside = (place >= 0) & (lives.address < (start + total)[np.maximum(place, 0)])
+    marked = h.events["pool"].is_not_null().to_numpy()
+    inside |= (lives.born >= 0) & np.append(marked, False)[lives.born]
+    return inside
+
+
+def _by_sizes(h: History, kind: NDArray[np.int8], basis: NDArray[np.int8], rows: Mask) -> None:
+    """Blocks older than the history that nothing frees: weights, and copies of them."""
+    lives = h.lives
+    unknown = np.flatnonzero(rows)
+    if len(unknown) < MIN_SET:
+        return
+    sizes = lives.size[unknown]
+    if sizes.max() > MAX_SINGLE * sizes.sum():
+        unknown, sizes = unknown[sizes < sizes.max()], sizes[sizes < sizes.max()]
+    values, have = np.unique(sizes, return_counts=True)
+    made = _largest_set(h, kind == CATEGORIES.index("gradients"))
+    phases = set(h.phase.tolist())
+    backward = PHASES.index("backward") in phases
+    if PHASES.index("forward") not in phases and not backward:
+        return
+    if made:
+        weights = kind == CATEGORIES.index("weights")
+        here = dict(zip(*np.unique(lives.size[weights], return_counts=True), strict=True))
+        first = [max(0, made.get(int(v), 0) - int(here.get(v, 0))) for v in values]
+        # what has no gradient is frozen, or a buffer: as long as it is there, a weight
+        plan = [
+            ("weights", "size pattern" if need else "lifetime", need or int(n))
+            for need, n in zip(first, have, strict=True)
+        ]
+        rest = ["optimizer state"] * len(values)
+    else:
+        copies = _copies(values, have)
+        names = {2: "gradients" if backward else "", 3: "optimizer state"}.get(copies, "")
+        why = "size pattern" if copies > 1 else "lifetime"
+        plan = [("weights", why, max(1, int(n) // copies)) for n in have]
+        rest = [names] * len(values)
+        if copies == 4 or (copies == 3 and backward):
+            _split_gradients(h, unknown, sizes, values, have // copies, kind, basis)
+    for value, (name, why, count), other in zip(values, plan, rest, strict=True):
+        own = unknown[(sizes == value) & (kind[unknown] == NONE)]
+        for chosen, label, ground in (
+            (own[:count], name, why),
+            (own[count:], other, "size pattern"),
+        ):
+            if label:
+                kind[chosen] = CATEGORIES.index(label)
+                basis[chosen] = BASES.index(ground)
+
+
+def _copies(values: Ints, have: Ints) -> int:
+    """How many sets of equal sizes the blocks are, where nearly all of them come that often."""
+    for copies in (4, 3, 2):
+        whole = have % copies == 0
+        by_bytes = (values * have)[whole].sum() / (values * have).sum()
+        if by_bytes >= 0.98 and have[whole].sum() >= 0.9 * have.sum():
+            return copies
+    return 1
+
+
+def _split_gradients(
+    h: History, unknown: Ints, sizes: Ints, values: Ints, each: Ints,
+    kind: NDArray[np.int8], basis: NDArray[np.int8],
+) -> None:  # fmt: skip
+    """The last of the copies are gradients, where a backward pass adds to what is there."""
+    for value, count in zip(values, each, strict=True):
+        own = unknown[sizes == value]
+        kind[own[len(own) - int(count) :]] = CATEGORIES.index("gradients")
+        basis[own[len(own) - int(count) :]] = BASES.index("size pattern")
+
+
+def _largest_set(h: History, rows: Mask) -> dict[int, int]:
+    """How many of each size are there together when most of these lives are."""
+    chosen = np.flatnonzero(rows)
+    lives = h.lives
+    if not len(chosen):
+        return {}
+    change = np.zeros(h.count + 2, dtype=np.int64)
+    np.add.at(change, lives.born[chosen] + 1, 1)
+    np.add.at(change, np.minimum(lives.ended[chosen], h.count) + 1, -1)
+    at = int(np.argmax(np.cumsum(change))) - 1
+    there = chosen[(lives.born[chosen] <= at) & (lives.ended[chosen] > at)]
+    values, counts = np.unique(lives.size[there], return_counts=True)
+    return dict(zip(values.tolist(), counts.tolist(), strict=True))
+
+
+def _weight_copies(h: History, kind: NDArray[np.int8], cast: Mask) -> Mask:
+    """Casts of half a weight's size, at most as many at once as there are such weights."""
+    lives = h.lives
+    weights = kind == CATEGORIES.index("weights")
+    values, counts = np.unique(lives.size[weights] // 2, return_counts=True)
+    room = dict(zip(values.tolist(), counts.tolist(), strict=True))
+    copies = np.zeros(len(lives), dtype=np.bool_)
+    active: dict[int, list[int]] = {}
+    rows = np.flatnonzero(cast & np.isin(lives.size, values))
+    # one cast after the other: whether it counts depends on those before
+    for row in rows[np.argsort(lives.born[rows], kind="stable")].tolist():
+        size, born = int(lives.size[row]), int(lives.born[row])
+        ends = [end for end in active.get(size, []) if end > born]
+        if len(ends) < room[size]:
+            ends.append(int(lives.ended[row]))
+            copies[row] = True
+        active[size] = ends
+    return copies

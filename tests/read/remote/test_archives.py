@@ -12,10 +12,11 @@ from typing import BinaryIO
 
 import pytest
 
-from advisor.advise.ranks.sources import locate, opened
+from advisor.advise.ranks.sources import locate
 from advisor.core.errors import AdvisorError
 from advisor.read import open_run
 from advisor.read.remote import archives, fetch
+from advisor.read.remote.fetch import opened
 from advisor.read.remote.places import find
 from advisor.read.remote.urls import RemoteFile
 from tests.read.remote.faulty import Fault, Server

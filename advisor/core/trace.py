@@ -11,6 +11,7 @@ import polars as pl
 if TYPE_CHECKING:
     from pathlib import Path
 
+    from advisor.core.kernel_profile import KernelProfiles
     from advisor.core.run_directory import Recording
     from advisor.core.snapshot import MemorySnapshot
 
@@ -230,6 +231,8 @@ class TraceMeta:
     """Written as code to show one thing: nothing is concluded from how little is in it."""
     snapshot: MemorySnapshot | None = None
     """The allocator's snapshot, of a file that is one: the tables of its trace are empty."""
+    kernel_profiles: KernelProfiles | None = None
+    """Counters of single kernels: of a file that holds nothing else, or given beside a trace."""
     step_marks: str | None = None
     """One of STEP_MARKS, where a file's marks of steps are none of PyTorch's: they are ranges
     ``step #<n>``."""

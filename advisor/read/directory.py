@@ -17,6 +17,7 @@ from advisor.core.trace import Run, Trace
 from advisor.read.elsewhere import named_like_traces, read_source, traces_at
 from advisor.read.file import read_trace, with_window
 from advisor.read.hosts import as_ranks, without_copies
+from advisor.read.kernel_profiles import profile_files, with_kernel_profiles
 from advisor.read.memory_events import joined, with_memory
 from advisor.read.merged import ranks_in
 from advisor.read.reader import ReadOptions
@@ -62,6 +63,9 @@ def open_run(
     given = [_here(path, options) for path in given]
     if len(given) == 1 and str(given[0]) != "-" and "\0" not in str(given[0]) and is_run(given[0]):
         run = _open_recording(Path(given[0]), options, rank, window, executor)
+        profiles = _given_profiles(options)
+        traces = with_kernel_profiles(list(run.traces.values()), profiles)
+        run = replace(run, traces=dict(zip(run.traces, traces, strict=True)))
         return with_memory(run, options)
     ranks = RankFilter(options.ranks) if options is not None and options.ranks else None
     files = _distinct([file for path in given for file in trace_files(path, len(given) > 1)])
@@ -82,6 +86,7 @@ def open_run(
         none = f"none of the {len(files)} files is a readable trace; first: {problems[0]}"
         raise AdvisorError(f"{_shown(given[0])}: {none}")
     traces = ranks_in(traces[0]) if len(traces) == 1 else as_ranks(traces)
+    traces = with_kernel_profiles(traces, _given_profiles(options))
     traces, memory = joined(traces, {place: _rank(trace) for place, trace in enumerate(traces)})
     by_rank = _group(traces)
     if rank is not None:
@@ -111,6 +116,21 @@ def open_run(
     }
     run = Run(traces=keyed, path=path, problems=tuple(problems), snapshots=snapshots)
     return with_memory(run, options)
+
+
+def _given_profiles(options: ReadOptions | None) -> list[Trace]:
+    """What ``ReadOptions.kernels`` names, read. Raises AdvisorError: it is something else."""
+    if options is None or options.kernels is None:
+        return []
+    read = [
+        read_trace(file, replace(options, kernels=None)) for file in profile_files(options.kernels)
+    ]
+    for trace in read:
+        if trace.meta.kernel_profiles is None:
+            raise AdvisorError(
+                f"--kernels {trace.meta.path}: give a report of Nsight Compute or rocprof"
+            )
+    return read
 
 
 def _open_recording(

@@ -46,6 +46,8 @@ class ReadOptions:
     """Called with each block of uncompressed text: for what tables do not hold."""
     memory: str | None = None
     """A memory snapshot that belongs to what is read (``--memory``)."""
+    kernels: str | None = None
+    """A kernel profiler's report, or a folder of them, of the same program (``--kernels``)."""
     step_ranges: str | None = None
     """Regular expression of the names of the ranges that are steps."""
     gpu: str | None = None

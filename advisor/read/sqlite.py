@@ -216,7 +216,14 @@ def table_names(head: bytes, path: str) -> frozenset[str]:
     return frozenset(result)
 
 
-_KNOWN = ("StringIds", "NVTX_EVENTS", "CUPTI_ACTIVITY_KIND", "TARGET_INFO", "rocpd_")
+_KNOWN = (
+    "StringIds",
+    "NVTX_EVENTS",
+    "CUPTI_ACTIVITY_KIND",
+    "TARGET_INFO",
+    "rocpd_",
+    "compute_kernel_metric_value",
+)
 
 
 @contextmanager

@@ -1,0 +1,77 @@
+"""KernelProfiles: hardware counters of single kernels, as Nsight Compute and rocprof write them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+
+class Metric(NamedTuple):
+    """One counter of one kernel."""
+
+    value: float | str | None
+    """In the metric's base unit where that is known (ns, bytes, Hz); ``None``: not collected."""
+    unit: str = ""
+    """``%``, ``ns``, ``byte``, ``byte/s``, ``Hz`` …; empty: a number, or not written."""
+
+
+@dataclass(frozen=True)
+class ToolAdvice:
+    """What the profiler's own rule says of a kernel."""
+
+    rule: str
+    """Its identifier, such as ``SOLBottleneck``."""
+    text: str
+    """As the tool wrote it."""
+    scope: str = ""
+    """``global``: the estimate is of the kernel's time. ``local``: of one part of the hardware."""
+    saved: float | None = None
+    """Estimated decrease, as a share (0 to 1); ``None``: the tool gives none."""
+
+
+@dataclass(frozen=True)
+class KernelProfile:
+    """One profiled launch of a kernel; of rocprof, the mean of its launches."""
+
+    name: str
+    """As a person would call it: without arguments where the tool says so."""
+    grid: tuple[int, int, int] | None
+    """Blocks; ``None``: not recorded."""
+    block: tuple[int, int, int] | None
+    """Threads per block."""
+    duration_ns: float | None
+    """While profiled: clocks are usually locked to their base, and caches flushed."""
+    metrics: dict[str, Metric]
+    """Counters by the tool's raw name; of the details page by ``section/label`` where the raw name
+    is not known."""
+    advice: tuple[ToolAdvice, ...] = ()
+    device: str = ""
+    """Name of the GPU; empty: not recorded."""
+    capability: str = ""
+    """Compute capability (``8.0``) or architecture (``gfx90a``); empty: not recorded."""
+    launches: int = 1
+    """Launches that the metrics are means of."""
+    signature: str = ""
+    """The mangled or full name; empty: only ``name`` is known."""
+
+    def number(self, name: str) -> float | None:
+        """A counter's value; ``None``: not collected, or text."""
+        metric = self.metrics.get(name)
+        return metric.value if metric is not None and isinstance(metric.value, float) else None
+
+
+@dataclass(frozen=True)
+class KernelProfiles:
+    """The kernels of one or several reports of a kernel profiler."""
+
+    path: str
+    tool: str
+    """``Nsight Compute`` or ``rocprof``."""
+    kernels: tuple[KernelProfile, ...]
+    dropped: dict[str, int] = field(default_factory=dict)
+    """Reason -> rows or results that were left out."""
+
+    @property
+    def vendor(self) -> str:
+        """Of the GPU, as in ``TraceMeta.vendor``."""
+        return "amd" if self.tool == "rocprof" else "nvidia"

@@ -1,0 +1,231 @@
+"""Kernels with hardware counters: what limits each, and which of them a trace has."""
+
+from __future__ import annotations
+
+import re
+from functools import cache
+from typing import TYPE_CHECKING, Literal, NamedTuple
+
+import numpy as np
+import polars as pl
+from numpy.typing import NDArray
+
+from advisor.core.kernel_profile import KernelProfile
+
+if TYPE_CHECKING:
+    from advisor.measure import Analysis
+
+Limit = Literal["compute", "DRAM", "L2", "L1", "latency", "unknown"]
+BUSY = 60.0
+"""Percent of a unit's peak from which it limits a kernel; below it, latency does. Nsight Compute's
+SpeedOfLight rule divides at the same figure."""
+
+UNITS: dict[Limit, tuple[str, ...]] = {
+    "compute": (
+        "sm__throughput.avg.pct_of_peak_sustained_elapsed",
+        "System Speed-of-Light/VALU Utilization",
+        "System Speed-of-Light/MFMA Utilization",
+    ),
+    "DRAM": (
+        "gpu__dram_throughput.avg.pct_of_peak_sustained_elapsed",
+        "dram__throughput.avg.pct_of_peak_sustained_elapsed",
+        "System Speed-of-Light/L2-Fabric Read BW",
+        "System Speed-of-Light/L2-Fabric Write BW",
+    ),
+    "L2": (
+        "lts__throughput.avg.pct_of_peak_sustained_elapsed",
+        "System Speed-of-Light/L2 Cache BW",
+    ),
+    "L1": (
+        "l1tex__throughput.avg.pct_of_peak_sustained_active",
+        "System Speed-of-Light/vL1D Cache BW",
+        "System Speed-of-Light/Theoretical LDS Bandwidth",
+    ),
+}
+"""Unit -> metrics of its use, percent of its peak; the greatest that was collected counts."""
+LIMITERS = {
+    "registers": "launch__occupancy_limit_registers",
+    "shared memory": "launch__occupancy_limit_shared_mem",
+    "warps per block": "launch__occupancy_limit_warps",
+    "blocks per SM": "launch__occupancy_limit_blocks",
+    "barriers": "launch__occupancy_limit_barriers",
+}
+"""What bounds the resident blocks of a multiprocessor -> blocks that it admits."""
+STALL = re.compile(r"smsp__average_warps_issue_stalled_(\w+?)_per_issue_active\.ratio")
+NO_STALLS = ("selected", "not_selected")
+"""Warp states in which nothing is waited for."""
+
+
+class ProfiledKernel(NamedTuple):
+    """One kernel with its counters. Shares are percent of a peak; ``None``: not collected."""
+
+    profile: KernelProfile
+    limit: Limit
+    """The busiest unit, where it is busy; ``latency``: no unit is; ``unknown``: none was measured."""
+    use: dict[Limit, float]
+    """Unit -> percent of its peak."""
+    occupancy: float | None
+    """Achieved, percent."""
+    theoretical: float | None
+    """What registers, shared memory and block size admit, percent."""
+    limiter: str | None
+    """What admits the fewest blocks."""
+    waves: float | None
+    """Blocks of the grid over those that run at once."""
+    stalls: dict[str, float]
+    """Reason -> share of the cycles between two instructions of a warp, greatest first."""
+    bytes: float | None
+    """DRAM traffic of one launch."""
+    rows: NDArray[np.int64]
+    """Rows of ``trace.gpu`` that are launches of it in the used steps; empty: none, or no trace."""
+
+    @property
+    def busiest(self) -> float | None:
+        """Use of the busiest unit, percent."""
+        return max(self.use.values(), default=None)
+
+    @property
+    def bandwidth(self) -> float | None:
+        """DRAM traffic over the profiled duration, bytes per second."""
+        if self.bytes is None or not self.profile.duration_ns:
+            return None
+        return self.bytes / self.profile.duration_ns * 1e9
+
+
+def profiled_kernels(a: Analysis) -> list[ProfiledKernel]:
+    """The kernels of the profiles beside a trace, or of profiles alone, in their order."""
+    profiles = a.trace.meta.kernel_profiles
+    if profiles is None:
+        return []
+    rows = _launches(a, profiles.kernels)
+    return [_measured(each, own) for each, own in zip(profiles.kernels, rows, strict=True)]
+
+
+def _measured(profile: KernelProfile, rows: NDArray[np.int64]) -> ProfiledKernel:
+    use = {
+        unit: max(known)
+        for unit, names in UNITS.items()
+        if (known := [x for name in names if (x := profile.number(name)) is not None])
+    }
+    limit: Limit = "unknown"
+    if use:
+        unit = max(use, key=use.__getitem__)
+        limit = unit if use[unit] >= BUSY else "latency"
+    blocks = {
+        what: admitted
+        for what, name in LIMITERS.items()
+        if (admitted := profile.number(name)) is not None and admitted > 0
+    }
+    return ProfiledKernel(
+        profile,
+        limit,
+        use,
+        occupancy=_first(
+            profile,
+            "sm__warps_active.avg.pct_of_peak_sustained_active",
+            "System Speed-of-Light/Wavefront Occupancy",
+        ),
+        theoretical=_first(profile, "sm__maximum_warps_per_active_cycle_pct"),
+        limiter=min(blocks, key=blocks.__getitem__) if blocks else None,
+        waves=_first(profile, "launch__waves_per_multiprocessor"),
+        stalls=_stalls(profile),
+        bytes=_dram_bytes(profile),
+        rows=rows,
+    )
+
+
+def _first(profile: KernelProfile, *names: str) -> float | None:
+    return next((x for name in names if (x := profile.number(name)) is not None), None)
+
+
+def _stalls(profile: KernelProfile) -> dict[str, float]:
+    cycles = {
+        found[1]: value
+        for name in profile.metrics
+        if (found := STALL.fullmatch(name)) is not None
+        and (value := profile.number(name)) is not None
+    }
+    total = sum(cycles.values())
+    kept = {name: n for name, n in cycles.items() if name not in NO_STALLS and n > 0}
+    ordered = sorted(kept.items(), key=lambda each: -each[1])
+    return {name: n / total for name, n in ordered} if total > 0 else {}
+
+
+def _dram_bytes(profile: KernelProfile) -> float | None:
+    """Read and written; rocprof counts what L2 fetches and writes."""
+    for names in (
+        ("dram__bytes_read.sum", "dram__bytes_write.sum"),
+        ("FETCH_SIZE", "WRITE_SIZE"),
+    ):
+        parts = [profile.number(name) for name in names]
+        if None not in parts:
+            return sum(part for part in parts if part is not None)
+    return None
+
+
+def _launches(a: Analysis, kernels: tuple[KernelProfile, ...]) -> list[NDArray[np.int64]]:
+    """Of each profile the rows of ``trace.gpu`` in the used steps that are the same kernel in the
+    same size. Where several profiles are of one kernel and size (one per launch), the first has
+    them: their counters differ by noise alone."""
+    none = np.zeros(0, dtype=np.int64)
+    gpu = a.trace.gpu
+    if gpu.is_empty():
+        return [none] * len(kernels)
+    used = a.in_spans & (gpu["kind"] == "kernel").to_numpy()
+    table = gpu.select(
+        pl.int_range(pl.len()).alias("row"), pl.col("name").cast(pl.String), "blocks", "threads"
+    ).filter(pl.Series(used))
+    table = table.with_columns(key=pl.col("name").replace_strict(_keys(table), default=None))
+    groups: dict[str, pl.DataFrame] = {
+        str(key): part for (key,), part in table.partition_by("key", as_dict=True).items()
+    }
+    result: list[NDArray[np.int64]] = []
+    taken: set[tuple[str, int | None, int | None]] = set()
+    for kernel in kernels:
+        key = kernel_key(kernel.name)
+        blocks, threads = (
+            None if each is None else each[0] * each[1] * each[2]
+            for each in (kernel.grid, kernel.block)
+        )
+        if key not in groups or (key, blocks, threads) in taken:
+            result.append(none)
+            continue
+        taken.add((key, blocks, threads))
+        own = groups[key]
+        for column, size in (("blocks", blocks), ("threads", threads)):
+            if size is not None and own[column].null_count() < own.height:
+                own = own.filter(pl.col(column) == size)
+        result.append(own["row"].to_numpy().astype(np.int64))
+    return result
+
+
+def _keys(table: pl.DataFrame) -> dict[str, str]:
+    return {name: kernel_key(name) for name in table["name"].unique().to_list() if name}
+
+
+@cache
+def kernel_key(name: str) -> str:
+    """A kernel's name without what profilers write differently: arguments, namespaces, casts and
+    spaces. ``void at::native::foo<(int)4, float>(int)`` is ``foo<4,float>``."""
+    text = re.sub(r"\((?:unsigned )?(?:int|long|bool|short|char|long long)\)", "", name[:4096])
+    text = _without_arguments(text.replace("(anonymous namespace)", ""))
+    text = re.sub(r"^\s*(?:void|static)\s+", "", text.removesuffix(".kd"))
+    text = re.sub(r"\b[A-Za-z_]\w*::|(?<![\w>])::", "", text)
+    text = re.sub(r"\bunnamed>::|<unnamed>::", "", text)
+    return re.sub(r"\s+", "", text)
+
+
+def _without_arguments(name: str) -> str:
+    """Up to the parenthesis that opens a function's arguments: the last one outside templates."""
+    depth, cut = 0, len(name)
+    for at in range(len(name) - 1, -1, -1):
+        if name[at] == ")":
+            depth += 1
+        elif name[at] == "(":
+            depth -= 1
+            if depth == 0:
+                cut = at
+                break
+        elif depth == 0 and not name[at].isspace():
+            return name
+    return name[:cut] if cut else name

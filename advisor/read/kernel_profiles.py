@@ -1,0 +1,605 @@
+"""Reports of kernel profilers: Nsight Compute's CSV and ``.ncu-rep``, rocprof's counters.
+
+Nsight Compute's report is a container of Protocol Buffers messages: ``NVR``, a file header, then
+blocks of a header (numbers of sources and results, a table of strings, the size of what follows)
+and so many messages, each behind its length. A result is one profiled launch. This was read off
+files of the versions 2022 to 2025; where the layout does not fit, :data:`EXPORT` is advised.
+"""
+
+from __future__ import annotations
+
+import csv
+import io
+import re
+import struct
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import polars as pl
+
+from advisor.core.errors import AdvisorError
+from advisor.core.kernel_profile import KernelProfile, KernelProfiles, Metric, ToolAdvice
+from advisor.core.trace import Trace
+from advisor.read.sqlite import Database
+from advisor.read.wire import BYTES, FIXED32, FIXED64, VARINT, Damaged, Field, fields
+
+NCU_MAGIC = b"NVR\0"
+EXPORT = "export it with 'ncu --import FILE --csv --page raw > FILE.csv', and give that"
+NCU, ROCPROF = "Nsight Compute", "rocprof"
+MAX_BYTES = 1 << 30
+"""Of one report: source files and binaries inside are skipped, but read."""
+MAX_KERNELS = 20_000
+MAX_METRICS = 20_000
+"""Of one kernel; Nsight Compute's ``full`` set has 2,000."""
+MAX_FILES = 4_096
+MAX_TEXT = 4_096
+"""Characters that are kept of a name or text."""
+
+_SCALES = {"k": 1e3, "m": 1e6, "g": 1e9, "t": 1e12}
+_TIMES = {"ns": 1.0, "nsecond": 1.0, "us": 1e3, "usecond": 1e3, "ms": 1e6, "msecond": 1e6}
+_TIMES |= {"s": 1e9, "second": 1e9}
+_SCALED = re.compile(r"([KMGT]?)(bytes?|hz)(/(?:s|second|block|launch|thread))?", re.IGNORECASE)
+
+DETAILS = {
+    "Compute (SM) Throughput": "sm__throughput.avg.pct_of_peak_sustained_elapsed",
+    "SM [%]": "sm__throughput.avg.pct_of_peak_sustained_elapsed",
+    "Memory Throughput": "gpu__compute_memory_throughput.avg.pct_of_peak_sustained_elapsed",
+    "DRAM Throughput": "gpu__dram_throughput.avg.pct_of_peak_sustained_elapsed",
+    "L1/TEX Cache Throughput": "l1tex__throughput.avg.pct_of_peak_sustained_active",
+    "L2 Cache Throughput": "lts__throughput.avg.pct_of_peak_sustained_elapsed",
+    "Duration": "gpu__time_duration.sum",
+    "Elapsed Cycles": "gpc__cycles_elapsed.max",
+    "Achieved Occupancy": "sm__warps_active.avg.pct_of_peak_sustained_active",
+    "Theoretical Occupancy": "sm__maximum_warps_per_active_cycle_pct",
+    "Block Limit Registers": "launch__occupancy_limit_registers",
+    "Block Limit Shared Mem": "launch__occupancy_limit_shared_mem",
+    "Block Limit Warps": "launch__occupancy_limit_warps",
+    "Block Limit SM": "launch__occupancy_limit_blocks",
+    "Block Limit Barriers": "launch__occupancy_limit_barriers",
+    "Registers Per Thread": "launch__registers_per_thread",
+    "Waves Per SM": "launch__waves_per_multiprocessor",
+    "One or More Eligible": "smsp__issue_active.avg.pct",
+    "Eligible Warps Per Scheduler": "smsp__warps_eligible.avg.per_cycle_active",
+    "Active Warps Per Scheduler": "smsp__warps_active.avg.per_cycle_active",
+    "L1/TEX Hit Rate": "l1tex__t_sector_hit_rate.pct",
+    "L2 Hit Rate": "lts__t_sector_hit_rate.pct",
+    "Avg. Active Threads Per Warp": "smsp__thread_inst_executed_per_inst_executed.ratio",
+    "Local Memory Spilling Requests": "derived__local_spilling_requests",
+}
+"""Labels of Nsight Compute's details page -> raw metrics, as its section files pair them."""
+_UNITS = (
+    (r"gpu__time_duration|gpu__time_active", "ns"),
+    (r"\.pct|_pct$|pct_of_peak", "%"),
+    (r"bytes.*\.per_second$", "byte/s"),
+    (r"bytes|_mem_size$|shared_mem_per_block", "byte"),
+    (r"\.per_second$", "Hz"),
+)
+_NCU_META = {
+    "ID", "Process ID", "Process Name", "Host Name", "Kernel Name", "Context", "Stream",
+    "Block Size", "Grid Size", "Device", "CC", "Section Name", "Kernel Time", "thread Domain:Push",
+}  # fmt: skip
+_ROC_META = re.compile(
+    r"index|kernel_?name|gpu.?id|queue.?(id|index)|pid|tid|process.?id|thread.?id|grd|wgr|sig|obj"
+    r"|dispatch(_?id|ns)?|agent_?id|correlation_?id|kernel_?id|grid_?size|workgroup_?size"
+    r"|(begin|end|complete|duration)ns|(start|end)_timestamp|counter_(name|value)|wave_size",
+    re.IGNORECASE,
+)
+
+
+def looks_like_ncu_csv(head: bytes) -> bool:
+    """Whether a text begins, behind lines of ncu's own log, like one of its CSV pages."""
+    line = _header_line(head)
+    return b'"Kernel Name"' in line and b'"ID"' in line
+
+
+def looks_like_rocprof_csv(head: bytes) -> bool:
+    """Whether a text begins like a table of rocprof (version 1 to 3), one row per launch."""
+    line = _header_line(head).replace(b'"', b"")
+    first = line.partition(b",")[0]
+    if first in (b"Index", b"Dispatch_ID") and (b"KernelName" in line or b"Kernel_Name" in line):
+        return True
+    return b"Kernel_Name" in line and b"Counter_Name" in line and b"Counter_Value" in line
+
+
+def looks_like_profile(head: bytes) -> bool:
+    """Whether a file begins like a report of a kernel profiler."""
+    known = head.startswith(NCU_MAGIC) or looks_like_ncu_csv(head)
+    return known or looks_like_rocprof_csv(head)
+
+
+def _header_line(head: bytes) -> bytes:
+    for line in head[: 1 << 16].split(b"\n"):
+        if line.strip() and not line.startswith(b"=="):
+            return line.strip().removeprefix(b"\xef\xbb\xbf")
+    return b""
+
+
+def read_kernel_profiles(data: bytes, path: str) -> KernelProfiles:
+    """The kernels of one report. Raises AdvisorError: it holds none, or cannot be read."""
+    dropped: dict[str, int] = {}
+    if data.startswith(NCU_MAGIC):
+        tool, kernels = NCU, list(_ncu_report(data, path, dropped))
+    elif looks_like_ncu_csv(data):
+        tool, kernels = NCU, _ncu_csv(_rows(data, path), dropped)
+    else:
+        tool, kernels = ROCPROF, _rocprof_csv(_rows(data, path))
+    if not kernels:
+        raise AdvisorError(f"{path}: a kernel profiler's report without a kernel in it")
+    return KernelProfiles(path, tool, tuple(kernels[:MAX_KERNELS]), dropped)
+
+
+def _rows(data: bytes, path: str) -> Iterator[list[str]]:
+    text = io.StringIO(data.decode("utf-8-sig", errors="replace"), newline="")
+    lines = (line for line in text if line.strip() and not line.startswith("=="))
+    try:
+        for row in csv.reader(lines):
+            yield [value[:MAX_TEXT] for value in row]
+    except csv.Error as error:
+        raise AdvisorError(f"{path}: not a readable CSV file ({error})") from None
+
+
+# -- Nsight Compute, CSV ---------------------------------------------------------------------------
+
+
+def _ncu_csv(rows: Iterator[list[str]], dropped: dict[str, int]) -> list[KernelProfile]:
+    """Pages ``details`` (one row per metric or rule) and ``raw`` (one row per kernel)."""
+    head = next(rows, [])
+    column = {name: at for at, name in enumerate(head)}
+    if "Metric Name" in column:
+        return _details(rows, column, dropped)
+    units = next(rows, [])
+    metrics = [
+        (at, name) for name, at in column.items() if name not in _NCU_META and len(units) > at
+    ]
+    result = []
+    for row in rows:
+        if len(row) < len(head):
+            _count(dropped, "short rows")
+        elif len(result) < MAX_KERNELS:
+            values = {
+                name: metric_of(row[at], units[at]) for at, name in metrics[:MAX_METRICS] if row[at]
+            }
+            result.append(_of_csv(row, column, values, ()))
+    return result
+
+
+def _details(
+    rows: Iterator[list[str]], column: dict[str, int], dropped: dict[str, int]
+) -> list[KernelProfile]:
+    kernels: dict[tuple[str, ...], tuple[list[str], dict[str, Metric], list[ToolAdvice]]] = {}
+    wanted = ("ID", "Process ID", "Kernel Name", "Block Size", "Grid Size")
+    least = column["Metric Name"]
+    for row in rows:
+        if len(row) <= least:
+            _count(dropped, "short rows")
+            continue
+        row += [""] * (len(column) - len(row))
+        key = tuple(row[column[name]] for name in wanted if name in column)
+        if key not in kernels and len(kernels) >= MAX_KERNELS:
+            _count(dropped, "kernels beyond the first 20,000")
+            continue
+        _, metrics, advice = kernels.setdefault(key, (row, {}, []))
+        if label := row[least]:
+            section = row[column["Section Name"]] if "Section Name" in column else ""
+            metric = metric_of(
+                row[column["Metric Value"]],
+                row[column["Metric Unit"]] if "Metric Unit" in column else "",
+            )
+            if len(metrics) < MAX_METRICS:
+                metrics[_raw_name(section, label, metric.unit)] = metric
+        elif rule := row[column["Rule Name"]] if "Rule Name" in column else "":
+            saved = metric_of(_cell(row, column, "Estimated Speedup"), "%").value
+            advice.append(
+                ToolAdvice(
+                    rule,
+                    _cell(row, column, "Rule Description"),
+                    _cell(row, column, "Estimated Speedup Type"),
+                    share_of(saved),
+                )
+            )
+    return [_of_csv(row, column, metrics, advice) for row, metrics, advice in kernels.values()]
+
+
+def _raw_name(section: str, label: str, unit: str) -> str:
+    """A metric of the details page by its raw name, where that is known. "Memory Throughput" is
+    two metrics: a share, and bytes per second."""
+    if "__" in label or section.startswith("Command line"):
+        return label
+    raw = DETAILS.get(label)
+    if label == "Memory Throughput" and unit != "%":
+        raw = "dram__bytes.sum.per_second"
+    return raw if raw is not None else f"{section}/{label}"
+
+
+def _cell(row: Sequence[str], column: dict[str, int], name: str) -> str:
+    return row[column[name]] if name in column and column[name] < len(row) else ""
+
+
+def _of_csv(
+    row: Sequence[str],
+    column: dict[str, int],
+    metrics: dict[str, Metric],
+    advice: Sequence[ToolAdvice],
+) -> KernelProfile:
+    duration = metrics.get("gpu__time_duration.sum", Metric(None)).value
+    name = metrics.get("device__attribute_display_name", Metric("")).value
+    return KernelProfile(
+        name=_cell(row, column, "Kernel Name"),
+        grid=_dimensions(_cell(row, column, "Grid Size")),
+        block=_dimensions(_cell(row, column, "Block Size")),
+        duration_ns=duration if isinstance(duration, float) else None,
+        metrics=metrics,
+        advice=tuple(advice),
+        device=name if isinstance(name, str) else "",
+        capability=_cell(row, column, "CC"),
+    )
+
+
+def _dimensions(text: str) -> tuple[int, int, int] | None:
+    found = re.fullmatch(r"\D*(\d{1,10})\D+(\d{1,10})\D+(\d{1,10})\D*", text)
+    return None if found is None else (int(found[1]), int(found[2]), int(found[3]))
+
+
+def metric_of(text: str, unit: str) -> Metric:
+    """A cell as a metric in its base unit: ``175.10`` ``Kbyte`` is 175,100 bytes."""
+    plain = text.replace(",", "").strip()
+    if plain.lower() in ("", "n/a", "nan", "inf", "-inf"):
+        return Metric(None, unit)
+    try:
+        value = float(plain)
+    except ValueError:
+        return Metric(text, unit)
+    if unit.lower() in _TIMES:
+        return Metric(value * _TIMES[unit.lower()], "ns")
+    if (found := _SCALED.fullmatch(unit)) is not None:
+        base = "Hz" if found[2].lower() == "hz" else "byte"
+        base += {"/second": "/s"}.get((found[3] or "").lower(), found[3] or "")
+        return Metric(value * _SCALES.get(found[1].lower(), 1.0), base)
+    return Metric(value, unit)
+
+
+def share_of(percent: float | str | None) -> float | None:
+    """An estimated speed-up of Nsight Compute, percent, as a share of the time; ``None``: none."""
+    if not isinstance(percent, float) or not 0.0 < percent <= 100.0:
+        return None
+    return percent / 100.0
+
+
+def _count(dropped: dict[str, int], why: str) -> None:
+    dropped[why] = dropped.get(why, 0) + 1
+
+
+# -- Nsight Compute, .ncu-rep ----------------------------------------------------------------------
+
+
+def _ncu_report(data: bytes, path: str, dropped: dict[str, int]) -> Iterator[KernelProfile]:
+    """Raises AdvisorError where nothing can be read; damage behind the first kernel is counted."""
+    strings: list[str] = []
+    done = 0
+    try:
+        for kind, payload in _messages(data):
+            if kind == "strings":
+                strings = payload
+            else:
+                yield _result(payload, strings)
+                done += 1
+                if done == MAX_KERNELS:
+                    return
+    except (Damaged, IndexError, struct.error, ValueError, KeyError):
+        if not done:
+            raise AdvisorError(
+                f"{path}: a report of Nsight Compute whose layout is not known; {EXPORT}"
+            ) from None
+        _count(dropped, "results after damage")
+
+
+def _messages(data: bytes) -> Iterator[tuple[str, Any]]:
+    """The tables of strings and the results of a report, in order."""
+    at = 8 + struct.unpack_from("<I", data, 4)[0]
+    while at < len(data):
+        at, size = _sized(data, at)
+        head = list(fields(data, at, at + size))
+        at += size
+        number = {field.number: field.value for field in head if field.wire == VARINT}
+        for field in head:
+            if field.number == 4 and field.wire == BYTES and field.value:
+                yield "strings", [_text(data, each) for each in fields(data, field.start, at)]
+        end = at + number.get(5, 0)
+        if end > len(data):
+            raise Damaged
+        sources = number.get(1, 0)
+        while at < end:
+            at, size = _sized(data, at)
+            if sources > 0:
+                sources -= 1
+            else:
+                yield "result", data[at : at + size]
+            at += size
+
+
+def _sized(data: bytes, at: int) -> tuple[int, int]:
+    size = struct.unpack_from("<I", data, at)[0]
+    if at + 4 + size > len(data):
+        raise Damaged
+    return at + 4, size
+
+
+def _text(data: bytes, field: Field) -> str:
+    end = min(field.start + field.value, field.start + MAX_TEXT)
+    return data[field.start : end].decode("utf-8", errors="replace")
+
+
+def _number(field: Field) -> float | None:
+    if field.wire == FIXED64:
+        return float(struct.unpack("<d", field.value.to_bytes(8, "little"))[0])
+    if field.wire == FIXED32:
+        return float(struct.unpack("<f", field.value.to_bytes(4, "little"))[0])
+    return float(field.value) if field.wire == VARINT else None
+
+
+def _inside(data: bytes, field: Field) -> Iterator[Field]:
+    return fields(data, field.start, field.start + field.value)
+
+
+def _result(data: bytes, strings: list[str]) -> KernelProfile:
+    texts: dict[int, str] = {}
+    sizes: dict[int, tuple[int, int, int]] = {}
+    metrics: dict[str, Metric] = {}
+    advice: list[ToolAdvice] = []
+    for field in fields(data, 0, len(data)):
+        if field.wire != BYTES:
+            continue
+        if field.number in (5, 6, 7):
+            texts[field.number] = _text(data, field)
+        elif field.number in (10, 11):
+            x, y, z = (inner.value for inner in list(_inside(data, field))[:3])
+            sizes[field.number] = (x, y, z)
+        elif field.number == 13 and len(metrics) < MAX_METRICS:
+            name, value = _metric(data, field, strings)
+            if value is not None:
+                metrics[name] = value
+        elif field.number == 19 and (said := _advice(data, field)) is not None:
+            advice.append(said)
+    device = metrics.get("device__attribute_display_name", Metric("")).value
+    major, minor = (
+        metrics.get(f"device__attribute_compute_capability_{part}", Metric(None)).value
+        for part in ("major", "minor")
+    )
+    duration = metrics.get("gpu__time_duration.sum", Metric(None)).value
+    known = isinstance(major, float) and isinstance(minor, float)
+    return KernelProfile(
+        name=texts.get(7) or texts.get(6) or texts.get(5, ""),
+        signature=texts.get(5, ""),
+        grid=sizes.get(10),
+        block=sizes.get(11),
+        duration_ns=duration if isinstance(duration, float) else None,
+        metrics=metrics,
+        advice=tuple(advice),
+        device=device if isinstance(device, str) else "",
+        capability=f"{major:.0f}.{minor:.0f}" if known else "",
+    )
+
+
+def _metric(data: bytes, field: Field, strings: list[str]) -> tuple[str, Metric | None]:
+    """Name and value; ``None``: it has instances only, or was not collected."""
+    name, value = "", None
+    for inner in _inside(data, field):
+        if inner.number == 1 and inner.wire == VARINT:
+            name = strings[inner.value]
+        elif inner.number == 2 and inner.wire == BYTES:
+            for kept in _inside(data, inner):
+                value = _text(data, kept) if kept.wire == BYTES else _number(kept)
+    if value is None:
+        return name, None
+    unit = next((unit for pattern, unit in _UNITS if re.search(pattern, name)), "")
+    return name, Metric(value, unit if isinstance(value, float) else "")
+
+
+def _advice(data: bytes, field: Field) -> ToolAdvice | None:
+    """A rule's first message; ``None``: it had nothing to say. Its estimate is not read: no file with
+    one was seen, and the CSV pages have it."""
+    rule, text = "", ""
+    for inner in _inside(data, field):
+        if inner.number == 1:
+            rule = _text(data, inner)
+        elif inner.number == 3 and inner.wire == BYTES:
+            for body in _inside(data, inner):
+                for item in _inside(data, body):
+                    if item.number != 1 or item.wire != BYTES or text:
+                        continue
+                    for part in _inside(data, item):
+                        if part.number == 1 and part.wire == BYTES:
+                            text = _text(data, part)
+    return ToolAdvice(rule, text) if text else None
+
+
+# -- rocprof ---------------------------------------------------------------------------------------
+
+
+def _rocprof_csv(rows: Iterator[list[str]]) -> list[KernelProfile]:
+    """Tables of rocprof (one column per counter) and of rocprofv3 (one row per counter), as means
+    over the launches of one kernel in one size."""
+    head = next(rows, [])
+    column = {re.sub(r"[^a-z0-9]", "", name.lower()): at for at, name in enumerate(head)}
+    counters = [(at, name) for at, name in enumerate(head) if not _ROC_META.fullmatch(name)]
+    long = "countername" in column and "countervalue" in column
+    sums: dict[tuple[str, str, str], dict[str, list[float]]] = {}
+    for row in rows:
+        if len(row) < len(head):
+            continue
+        name = row[column["kernelname"]].removesuffix(".kd")
+        key = (
+            name,
+            _cell(row, column, "grd" if "grd" in column else "gridsize"),
+            _cell(row, column, "wgr" if "wgr" in column else "workgroupsize"),
+        )
+        if key not in sums and len(sums) >= MAX_KERNELS:
+            continue
+        values = sums.setdefault(key, {})
+        pairs = [(head[at], row[at]) for at, _ in counters]
+        if long:
+            pairs = [(row[column["countername"]], row[column["countervalue"]])]
+        if (duration := _launch_ns(row, column)) is not None:
+            pairs.append(("duration", str(duration)))
+        for counter, text in pairs:
+            value = metric_of(text, "").value
+            if isinstance(value, float) and (counter in values or len(values) < MAX_METRICS):
+                values.setdefault(counter, []).append(value)
+    return [_of_rocprof(*key, values) for key, values in sums.items()]
+
+
+def _launch_ns(row: Sequence[str], column: dict[str, int]) -> float | None:
+    for begin, end in (("beginns", "endns"), ("starttimestamp", "endtimestamp")):
+        if begin in column and end in column:
+            times = (metric_of(row[column[begin]], "").value, metric_of(row[column[end]], "").value)
+            if isinstance(times[0], float) and isinstance(times[1], float):
+                return times[1] - times[0]
+    return None
+
+
+_KILOBYTES = ("FETCH_SIZE", "WRITE_SIZE")
+"""Derived counters of rocprof that are in KiB."""
+
+
+def _of_rocprof(name: str, grid: str, block: str, values: dict[str, list[float]]) -> KernelProfile:
+    means = {counter: sum(each) / len(each) for counter, each in values.items()}
+    metrics = {
+        counter: Metric(mean * 1024, "byte") if counter in _KILOBYTES else Metric(mean)
+        for counter, mean in means.items()
+        if counter != "duration"
+    }
+    threads, items = metric_of(block, "").value, metric_of(grid, "").value
+    sized = isinstance(threads, float) and isinstance(items, float) and threads > 0
+    return KernelProfile(
+        name=name,
+        grid=(int(items / threads), 1, 1) if sized else None,  # type: ignore[operator,arg-type]
+        block=(int(threads), 1, 1) if sized else None,  # type: ignore[arg-type]
+        duration_ns=means.get("duration"),
+        metrics=metrics,
+        launches=max(map(len, values.values()), default=1),
+    )
+
+
+def read_rocprof_compute(database: Database, path: str) -> KernelProfiles:
+    """An analysis database of rocprof-compute: its metrics per kernel as shares of their peaks
+    (``System Speed-of-Light/VALU Utilization``), averages elsewhere. Raises AdvisorError."""
+    text, whole = pl.String, pl.Int64
+    kernels = database.read("compute_kernel", {"kernel_uuid": whole, "kernel_name": text})
+    launches = (
+        database.read(
+            "compute_dispatch",
+            {"kernel_uuid": whole, "start_timestamp": whole, "end_timestamp": whole},
+        )
+        .group_by("kernel_uuid")
+        .agg((pl.col("end_timestamp") - pl.col("start_timestamp")).mean().alias("ns"), pl.len())
+    )
+    names = database.read(
+        "compute_metric_definition",
+        {"metric_uuid": whole, "name": text, "table_name": text, "unit": text},
+    )
+    values = database.read(
+        "compute_kernel_metric_value",
+        {"metric_uuid": whole, "kernel_uuid": whole, "value_name": text, "value": pl.Float64},
+    )
+    if kernels.is_empty() or values.is_empty():
+        raise AdvisorError(f"{path}: a database of rocprof-compute without metrics of a kernel")
+    values = values.filter(pl.col("value_name").is_in(["Pct of Peak", "Avg"])).drop_nulls()
+    values = values.join(names, on="metric_uuid").sort("value_name")  # a share comes after an Avg
+    metrics: dict[int, dict[str, Metric]] = {}
+    for row in values.iter_rows(named=True):
+        share = row["value_name"] == "Pct of Peak"
+        own = metrics.setdefault(row["kernel_uuid"], {})
+        if len(own) < MAX_METRICS:
+            own[f"{row['table_name']}/{row['name']}"] = Metric(
+                row["value"], "%" if share else row["unit"] or ""
+            )
+    timed = {row["kernel_uuid"]: row for row in launches.iter_rows(named=True)}
+    result = [
+        KernelProfile(
+            name=row["kernel_name"] or "",
+            grid=None,
+            block=None,
+            duration_ns=timed.get(row["kernel_uuid"], {}).get("ns"),
+            metrics=metrics.get(row["kernel_uuid"], {}),
+            launches=timed.get(row["kernel_uuid"], {}).get("len", 1),
+        )
+        for row in kernels.head(MAX_KERNELS).iter_rows(named=True)
+    ]
+    return KernelProfiles(path, ROCPROF, tuple(result))
+
+
+# -- several reports, and those that belong to a trace ---------------------------------------------
+
+
+def merged(reports: Sequence[KernelProfiles]) -> KernelProfiles:
+    """Several reports as one. rocprof writes times and counters to files of their own: what
+    describes the same kernel in the same size becomes one."""
+    if len(reports) == 1:
+        return reports[0]
+    kernels: list[KernelProfile] = []
+    place: dict[tuple[Any, ...], int] = {}
+    dropped: dict[str, int] = {}
+    for report in reports:
+        for why, count in report.dropped.items():
+            dropped[why] = dropped.get(why, 0) + count
+        for kernel in report.kernels:
+            key = (kernel.name, kernel.grid, kernel.block)
+            at = place.get(key) if report.tool == ROCPROF else None
+            if at is None or not _complement(kernels[at], kernel):
+                place[key] = len(kernels)
+                kernels.append(kernel)
+                continue
+            first = kernels[at]
+            kernels[at] = replace(
+                first,
+                duration_ns=kernel.duration_ns if first.duration_ns is None else first.duration_ns,
+                metrics=first.metrics | kernel.metrics,
+            )
+    path = ", ".join(report.path for report in reports[:3]) + (", …" if len(reports) > 3 else "")
+    return KernelProfiles(path, reports[0].tool, tuple(kernels[:MAX_KERNELS]), dropped)
+
+
+def _complement(first: KernelProfile, second: KernelProfile) -> bool:
+    """One has the time and the other counters that it lacks."""
+    timed = first.duration_ns is not None, second.duration_ns is not None
+    return timed[0] != timed[1] or not first.metrics.keys() & second.metrics.keys()
+
+
+def with_kernel_profiles(traces: list[Trace], given: Iterable[Trace]) -> list[Trace]:
+    """Traces that know the kernel profiles beside them (files that hold nothing else, or
+    ``given``); only profiles: one trace that holds them all."""
+    held = [trace for trace in (*traces, *given) if trace.meta.kernel_profiles is not None]
+    if not held:
+        return traces
+    profiles = merged([trace.meta.kernel_profiles for trace in held])  # type: ignore[misc]
+    plain = [trace for trace in traces if trace.meta.kernel_profiles is None]
+    return [
+        replace(trace, meta=replace(trace.meta, kernel_profiles=profiles))
+        for trace in plain or held[:1]
+    ]
+
+
+def profile_files(path: str) -> list[str]:
+    """The files that ``--kernels PATH`` stands for: itself, or those of a folder that are reports
+    of a kernel profiler by how they begin. Raises AdvisorError: none."""
+    folder = Path(path)
+    if not folder.is_dir():
+        return [path]
+    result = []
+    for file in sorted(folder.iterdir())[:MAX_FILES]:
+        if file.suffix in (".csv", ".ncu-rep") and file.is_file():
+            with file.open("rb") as opened:
+                head = opened.read(1 << 16)
+            if (
+                head.startswith(NCU_MAGIC)
+                or looks_like_ncu_csv(head)
+                or looks_like_rocprof_csv(head)
+            ):
+                result.append(str(file))
+    if not result:
+        raise AdvisorError(
+            f"{path}: no report of a kernel profiler (.ncu-rep, .csv) in this folder"
+        )
+    return result

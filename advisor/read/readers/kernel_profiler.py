@@ -1,0 +1,80 @@
+"""Reports of kernel profilers (``advisor/read/kernel_profiles.py``): a trace of counters alone."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from advisor.core.errors import AdvisorError
+from advisor.read.reader import Reader, ReaderClaim, ReadOptions
+from advisor.read.source import ByteSource
+from advisor.read.sqlite import opened, table_names
+
+if TYPE_CHECKING:
+    from advisor.core.kernel_profile import KernelProfiles
+    from advisor.core.trace import Trace
+
+_TABLE = "compute_kernel_metric_value"
+
+
+def _trace(source: ByteSource, profiles: KernelProfiles) -> Trace:
+    from advisor.core.trace import blank_trace
+
+    trace = blank_trace(source.path)
+    meta = replace(
+        trace.meta,
+        bytes_read=source.bytes_read,
+        events_read=len(profiles.kernels),
+        kernel_profiles=profiles,
+        vendor=profiles.vendor,
+        framework=None,
+    )
+    return replace(trace, meta=meta)
+
+
+class KernelProfilerReader(Reader):
+    """CSV pages and ``.ncu-rep`` of Nsight Compute, CSV tables of rocprof."""
+
+    name = "kernel-profiler"
+    reads = "a report of Nsight Compute or rocprof (.ncu-rep, .csv)"
+    suffixes = (".ncu-rep",)
+
+    def sniff(self, head: bytes, path: str) -> ReaderClaim:
+        """By the container's magic, or the columns of the first line."""
+        from advisor.read.kernel_profiles import looks_like_profile
+
+        del path
+        return ReaderClaim.SURE if looks_like_profile(head) else ReaderClaim.NO
+
+    def read(self, source: ByteSource, options: ReadOptions) -> Trace:
+        """A trace that holds kernel profiles and nothing else."""
+        from advisor.read.kernel_profiles import MAX_BYTES, read_kernel_profiles
+
+        limit = min(MAX_BYTES, options.max_bytes)
+        data = bytearray()
+        for block in source.blocks():
+            data += block
+            if len(data) > limit:
+                raise AdvisorError(f"{source.path}: larger than {limit >> 20} MiB; profile fewer "
+                                   "kernels (ncu --launch-count)")  # fmt: skip
+        return _trace(source, read_kernel_profiles(bytes(data), source.path))
+
+
+class RocprofComputeReader(Reader):
+    """Analysis databases of rocprof-compute (SQLite)."""
+
+    name = "rocprof-compute"
+    reads = "an analysis database of rocprof-compute (.db)"
+    suffixes = ()
+
+    def sniff(self, head: bytes, path: str) -> ReaderClaim:
+        """By its tables."""
+        known = _TABLE in table_names(head, path)
+        return ReaderClaim.SURE if known else ReaderClaim.NO
+
+    def read(self, source: ByteSource, options: ReadOptions) -> Trace:
+        """A trace that holds kernel profiles and nothing else."""
+        from advisor.read.kernel_profiles import read_rocprof_compute
+
+        with opened(source, options) as database:
+            return _trace(source, read_rocprof_compute(database, source.path))

@@ -1,0 +1,543 @@
+"""What hardware counters say of single kernels: a family of rules over one check."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from typing import ClassVar, NamedTuple
+
+import numpy as np
+
+from advisor.core import text as t
+from advisor.core.finding import (
+    Edit,
+    Evidence,
+    Finding,
+    Impact,
+    Location,
+    Outcome,
+    Rule,
+    Select,
+    Threshold,
+)
+from advisor.measure import Analysis
+from advisor.measure.device.kernel_profiles import BUSY, Limit, ProfiledKernel, profiled_kernels
+from advisor.rules.common import MAX_CORRELATIONS
+from advisor.rules.elsewhere import in_any_language
+from advisor.rules.sources import CHOSEN, NCU
+from advisor.testing import TraceBuilder
+
+MAX_PLACES = 5
+EXCESS_SECTORS = "derived__memory_l2_theoretical_sectors_global_excessive"
+SECTORS = "memory_l2_theoretical_sectors_global"
+EXCESS_WAVEFRONTS = "derived__memory_l1_wavefronts_shared_excessive"
+WAVEFRONTS = "memory_l1_wavefronts_shared"
+THREADS = "smsp__thread_inst_executed_per_inst_executed.ratio"
+LOCAL = "l1tex__t_sectors_pipe_lsu_mem_local_op_{}.sum"
+ALL_SECTORS = "l1tex__t_sectors.sum"
+SCHEDULING = ("imc_miss", "no_instruction", "dispatch_stall", "sleeping", "misc", "drain")
+"""Warp states that a change of memory accesses or arithmetic does not cure."""
+
+
+class Saving(NamedTuple):
+    """What a fix could save of one kernel."""
+
+    share: float
+    """Of the kernel's time at most (0 to 1)."""
+    measured: float
+    """What the threshold is compared with."""
+
+
+class CounterRule(Rule):
+    """A kernel's own bottleneck, from its hardware counters. The estimate is an upper bound, as
+    Nsight Compute's is: no kernel gets faster than its busiest unit allows. Beside a trace the
+    gain is replayed: what the kernels save together of a step."""
+
+    category = "kernel"
+    reads_kernel_profiles = True
+    references = (NCU.at,)
+    confidence = 0.6
+    label: ClassVar[str] = ""
+    """Of the measured figure."""
+    unit: ClassVar[str] = "share"
+    limit_name: ClassVar[str] = ""
+    """The threshold it is compared with."""
+    assumptions = ("the kernel reaches the limit of its busiest unit; usually less is gained",)
+
+    elsewhere: ClassVar = in_any_language("")
+
+    def saving(self, k: ProfiledKernel) -> Saving | None:
+        """What the fix could save of a kernel; ``None``: it is none of its problems."""
+        raise NotImplementedError
+
+    def check(self, a: Analysis) -> Iterator[Outcome]:
+        """The kernels that have it, by what they could save together."""
+        found = [(k, saved) for k in profiled_kernels(a) if (saved := self.saving(k)) is not None]
+        if not found:
+            return
+        found.sort(key=lambda each: -_time(a, each[0]) * each[1].share)
+        k, saved = found[0]
+        edits = [edit for k, saved in found if (edit := _edit(a, k, saved.share)) is not None]
+        also = f" So do {len(found) - 1} more profiled kernels." if len(found) > 1 else ""
+        yield Finding(
+            summary=f"{self._describe(k, saved)}{also}",
+            evidence=[
+                Evidence(
+                    f"{self.label} of {_short(k)}",
+                    saved.measured,
+                    self.unit,
+                    *self.limit(self.limit_name),
+                ),
+                *_facts(k),
+                Evidence("kernels with it", len(found), "count"),
+            ],
+            where=[
+                Location(
+                    kernel=k.profile.name,
+                    count=len(k.rows) or k.profile.launches,
+                    dur_ns=None if k.profile.duration_ns is None else round(k.profile.duration_ns),
+                )
+                for k, _ in found[:MAX_PLACES]
+            ],
+            edits=edits,
+            impact=None if edits else Impact(currency="unpriced", reason=self._without_trace(found)),
+        )
+
+    def _describe(self, k: ProfiledKernel, saved: Saving) -> str:
+        value = t.format_share(saved.measured) if self.unit == "share" else f"{saved.measured:.3g}"
+        return (
+            f"{_short(k)}: {self.label} is {value}. A fix saves up to "
+            f"{t.format_share(saved.share)} of the kernel's time."
+        )
+
+    def _without_trace(self, found: list[tuple[ProfiledKernel, Saving]]) -> str:
+        times = [(k.profile.duration_ns or 0.0) * saved.share for k, saved in found]
+        return (
+            f"up to {t.format_duration(sum(times))} of one launch of each; give a trace of the "
+            "program for the gain per step"
+        )
+
+
+def _time(a: Analysis, k: ProfiledKernel) -> float:
+    """In the used steps; without a trace one launch."""
+    if len(k.rows):
+        return float(a.trace.gpu["dur"].to_numpy()[k.rows].sum())
+    return k.profile.duration_ns or 0.0
+
+
+def _short(k: ProfiledKernel) -> str:
+    return t.shorten_kernel(t.clean(k.profile.name))
+
+
+def _facts(k: ProfiledKernel) -> list[Evidence]:
+    result = [Evidence("time of a launch", k.profile.duration_ns, "ns")]
+    result += [Evidence(f"{unit} use", x / 100, "share") for unit, x in k.use.items()]
+    if k.occupancy is not None:
+        result.append(Evidence("achieved occupancy", k.occupancy / 100, "share"))
+    return result
+
+
+def _edit(a: Analysis, k: ProfiledKernel, share: float) -> Edit | None:
+    """The kernel's launches, as much faster; ``None``: the trace has none, or they cannot be
+    named."""
+    if not len(k.rows):
+        return None
+    gpu = a.trace.gpu
+    name = str(gpu["name"][int(k.rows[0])])
+    pattern = f"^{re.escape(name)}$"
+    same = (gpu["name"] == name).to_numpy() & a.in_window
+    select = Select(on="gpu", kind=("kernel",), name=pattern)
+    if int(same.sum()) != len(k.rows):
+        chosen = gpu["correlation"].gather(k.rows).drop_nulls().unique().to_list()
+        if not 0 < len(chosen) <= MAX_CORRELATIONS:
+            return None
+        select = Select(on="gpu", kind=("kernel",), correlation=tuple(chosen))
+    return Edit(op="scale", select=select, factor=1 - share, factor_low=1 - share, factor_high=1.0)
+
+
+def _room(k: ProfiledKernel) -> float:
+    """Share of a kernel's time that no fix of latency can exceed: its busiest unit stays as it
+    is."""
+    return max(0.0, 1 - (k.busiest or 0.0) / 100)
+
+
+def _of_traffic(k: ProfiledKernel, excess: float, *units: Limit) -> float:
+    """What less traffic in some units saves: their part of the time, down to the busiest other."""
+    own = max((k.use[unit] for unit in units if unit in k.use), default=0.0)
+    other = max((x for unit, x in k.use.items() if unit not in units), default=0.0)
+    busiest = max(own, other)
+    if busiest <= 0:
+        return 0.0
+    return max(0.0, min(excess * own / busiest, 1 - other / busiest if own > other else 0.0))
+
+
+class OccupancyLimited(CounterRule):
+    """No unit of the GPU is busy (all below 60 % of their peaks, where Nsight Compute's
+    SpeedOfLight rule divides), and registers, shared memory or the block's size admit few resident
+    warps: too few to hide the latency of memory and arithmetic. More of them hide more, at best
+    until the busiest unit is full."""
+
+    id = "kernel-occupancy-limited"
+    title = "Few resident warps leave a kernel waiting"
+    label = "theoretical occupancy"
+    limit_name = "max_occupancy"
+    max_occupancy = Threshold(0.5, "share of the warps that a multiprocessor holds", CHOSEN)
+    fix = (
+        "Let more warps be resident: fewer registers per thread, less shared memory per block, or "
+        "smaller blocks, whichever the profiler names as the limit."
+    )
+    code = "// CUDA: at most 64 registers per thread\n__launch_bounds__(256, 4)"
+    verify = "ncu --section Occupancy --section SpeedOfLight …: occupancy and throughput rise."
+    falsified_by = "the same time at a higher occupancy"
+    found_in = ("traces/ncu/deepseek_ocr_rtx5090_csv",)
+    silent_in = ("traces/ncu/cutlass_a100_s8",)
+    validated_on = "20 kernels of a language model on an RTX 5090; silent on full and on tiny grids"
+
+    def saving(self, k: ProfiledKernel) -> Saving | None:
+        """Up to the use of the busiest unit, as far as occupancy can rise."""
+        if k.limit != "latency" or k.theoretical is None:
+            return None
+        if k.theoretical / 100 > self.max_occupancy:
+            return None
+        if k.waves is not None and k.waves < 1:
+            return None
+        return Saving(min(_room(k), 1 - k.theoretical / 100), k.theoretical / 100)
+
+    def _describe(self, k: ProfiledKernel, saved: Saving) -> str:
+        by = f", limited by {k.limiter}" if k.limiter else ""
+        return (
+            f"{_short(k)} has {t.format_share(saved.measured)} theoretical occupancy{by}, and no "
+            f"unit is busier than {t.format_share((k.busiest or 0) / 100)}. More resident warps "
+            f"save up to {t.format_share(saved.share)} of its time."
+        )
+
+    @staticmethod
+    def fires_on() -> dict[str, TraceBuilder]:
+        """A kernel that registers limit to a sixth of the warps."""
+        return {"registers": _example(theoretical=16.7, sm=40, dram=30, registers=5)}
+
+    @staticmethod
+    def silent_on() -> dict[str, tuple[TraceBuilder, str]]:
+        """Memory is busy; occupancy is high; the grid is too small to fill the GPU."""
+        return {
+            "memory is busy": (_example(theoretical=16.7, dram=85), "k.limit != 'latency'"),
+            "high occupancy": (_example(theoretical=100, sm=40), "max_occupancy"),
+            "small grid": (
+                _example(theoretical=16.7, sm=5, waves=0.1),
+                "k.waves < 1",
+            ),
+        }
+
+
+class Uncoalesced(CounterRule):
+    """Threads of a warp read or write addresses far apart, so that each request moves more
+    32-byte sectors than its data needs. The excess is Nsight Compute's: sectors beyond those of
+    the ideal pattern, over all sectors of global memory. Saved is their part of the time of L1, L2
+    and DRAM, at most down to the next busy unit."""
+
+    id = "kernel-uncoalesced"
+    title = "Uncoalesced global memory accesses"
+    label = "excess global memory sectors"
+    limit_name = "min_excess"
+    min_excess = Threshold(0.1, "of all sectors of global memory", NCU)
+    fix = (
+        "Let neighbouring threads touch neighbouring addresses: make the innermost index the "
+        "thread's, use contiguous tensors, or stage a tile through shared memory."
+    )
+    code = "x = x.contiguous()   # once, before the kernel runs many times"
+    verify = "ncu --section MemoryWorkloadAnalysis_Tables …: sectors per request fall towards 4."
+    falsified_by = "as many sectors per request with contiguous inputs"
+
+    def saving(self, k: ProfiledKernel) -> Saving | None:
+        """The excess sectors' part of the memory's time."""
+        excess, total = k.profile.number(EXCESS_SECTORS), k.profile.number(SECTORS)
+        if excess is None or not total:
+            return None
+        if excess / total < self.min_excess:
+            return None
+        return _kept(_of_traffic(k, excess / total, "L1", "L2", "DRAM"), excess / total)
+
+    @staticmethod
+    def fires_on() -> dict[str, TraceBuilder]:
+        """Seven eighths of the sectors are in excess."""
+        return {"strided": _example(l1=80, sm=20, **{EXCESS_SECTORS: 875, SECTORS: 1000})}
+
+    @staticmethod
+    def silent_on() -> dict[str, tuple[TraceBuilder, str]]:
+        """Few sectors in excess; not collected."""
+        few = {EXCESS_SECTORS: 5, SECTORS: 1000}
+        return {
+            "coalesced": (_example(l1=80, **few), "min_excess"),
+            "not collected": (_example(l1=80), "excess is None"),
+        }
+
+
+class BankConflicts(CounterRule):
+    """Threads of a warp touch different addresses of one bank of shared memory, and the accesses
+    run one after another. The excess is Nsight Compute's: wavefronts beyond those of the ideal
+    pattern, over all wavefronts of shared memory."""
+
+    id = "kernel-bank-conflicts"
+    title = "Bank conflicts in shared memory"
+    label = "excess shared memory wavefronts"
+    limit_name = "min_excess"
+    min_excess = Threshold(0.2, "of all wavefronts of shared memory", CHOSEN)
+    fix = "Pad the rows of shared memory tiles by one element, or swizzle their columns."
+    code = "__shared__ float tile[32][33];   // 33: rows start in different banks"
+    verify = "ncu --section MemoryWorkloadAnalysis_Tables …: bank conflicts fall towards 0."
+    falsified_by = "as many conflicts with padded rows"
+    silent_in = ("traces/ncu/sparse_matmul_a10g",)
+
+    def saving(self, k: ProfiledKernel) -> Saving | None:
+        """The excess wavefronts' part of L1's time."""
+        excess, total = k.profile.number(EXCESS_WAVEFRONTS), k.profile.number(WAVEFRONTS)
+        if excess is None or not total:
+            return None
+        if excess / total < self.min_excess:
+            return None
+        return _kept(_of_traffic(k, excess / total, "L1"), excess / total)
+
+    @staticmethod
+    def fires_on() -> dict[str, TraceBuilder]:
+        """Three of four wavefronts are conflicts."""
+        return {"columns": _example(l1=90, sm=20, **{EXCESS_WAVEFRONTS: 750, WAVEFRONTS: 1000})}
+
+    @staticmethod
+    def silent_on() -> dict[str, tuple[TraceBuilder, str]]:
+        """Few conflicts."""
+        few = {EXCESS_WAVEFRONTS: 50, WAVEFRONTS: 1000}
+        return {"padded": (_example(l1=90, **few), "min_excess")}
+
+
+class Spills(CounterRule):
+    """A kernel needs more registers than it may use and keeps the rest in local memory, which lies
+    in DRAM behind the caches. Measured are the sectors of local memory over all sectors of L1."""
+
+    id = "kernel-register-spills"
+    title = "Registers spill to local memory"
+    label = "local memory sectors"
+    limit_name = "min_share"
+    min_share = Threshold(0.1, "of all sectors of L1", CHOSEN)
+    fix = (
+        "Give each thread more registers or less to keep: smaller tiles, a larger limit of "
+        "registers, fewer unrolled iterations."
+    )
+    code = "nvcc -Xptxas -v kernel.cu          # prints spills\nnvcc -maxrregcount=128 kernel.cu"
+    verify = "ncu --section MemoryWorkloadAnalysis_Tables …: no local loads and stores."
+    falsified_by = "local memory that is an array the kernel indexes, not spills"
+
+    def saving(self, k: ProfiledKernel) -> Saving | None:
+        """Their part of L1's time."""
+        parts = [k.profile.number(LOCAL.format(op)) for op in ("ld", "st")]
+        total = k.profile.number(ALL_SECTORS)
+        if None in parts or not total:
+            return None
+        local = sum(part for part in parts if part is not None) / total
+        if local < self.min_share:
+            return None
+        return _kept(_of_traffic(k, local, "L1", "L2"), local)
+
+    @staticmethod
+    def fires_on() -> dict[str, TraceBuilder]:
+        """Half of the sectors are local memory's."""
+        spilled = {LOCAL.format("ld"): 300.0, LOCAL.format("st"): 200.0, ALL_SECTORS: 1000.0}
+        return {"spills": _example(l1=85, sm=30, **spilled)}
+
+    @staticmethod
+    def silent_on() -> dict[str, tuple[TraceBuilder, str]]:
+        """Hardly any local memory."""
+        few = {LOCAL.format("ld"): 3.0, LOCAL.format("st"): 2.0, ALL_SECTORS: 1000.0}
+        return {"no spills": (_example(l1=85, **few), "min_share")}
+
+
+class PartialWave(CounterRule):
+    """The grid fills the GPU a few times, and the last time only in part: the other
+    multiprocessors wait for the tail. Of ``w`` waves the part ``1 - w / ceil(w)`` is lost at most,
+    which matters for few waves only."""
+
+    id = "kernel-partial-wave"
+    title = "The last wave of blocks fills part of the GPU"
+    label = "time lost in the last wave"
+    limit_name = "min_lost"
+    min_lost = Threshold(0.2, "of the kernel's time", NCU)
+    fix = (
+        "Choose a grid of whole waves: another block size, a split along K, or a persistent kernel "
+        "that loops over tiles."
+    )
+    code = "# Triton: one program per multiprocessor\ngrid = (min(tiles, sm_count * blocks_per_sm),)"
+    verify = "ncu --section LaunchStats …: waves per SM are near a whole number, or many."
+    falsified_by = "blocks of very different length"
+
+    def saving(self, k: ProfiledKernel) -> Saving | None:
+        """What the tail costs, where no unit is busy all the same."""
+        if k.waves is None or k.waves < 1:
+            return None
+        lost = 1 - k.waves / float(np.ceil(k.waves))
+        if lost < self.min_lost:
+            return None
+        return _kept(min(lost, _room(k)), lost)
+
+    @staticmethod
+    def fires_on() -> dict[str, TraceBuilder]:
+        """One wave and a tenth."""
+        return {"tail": _example(waves=1.1, sm=40)}
+
+    @staticmethod
+    def silent_on() -> dict[str, tuple[TraceBuilder, str]]:
+        """Many waves; less than one."""
+        return {
+            "many waves": (_example(waves=12.8, sm=40), "min_lost"),
+            "small grid": (_example(waves=0.1, sm=5), "k.waves < 1"),
+        }
+
+
+class Divergence(CounterRule):
+    """Branches or early exits leave threads of a warp idle: of 32 only some do work in an
+    instruction. Saved is at most the idle part of the time in which arithmetic is the limit."""
+
+    id = "kernel-divergence"
+    title = "Threads of a warp take different branches"
+    label = "active threads per instruction"
+    unit = ""
+    limit_name = "max_threads"
+    max_threads = Threshold(24.0, "of 32 threads", NCU)
+    fix = "Sort or group the work so that a warp's threads take the same branch."
+    code = "order = torch.argsort(kind)   # neighbours of one kind\nx = x[order]"
+    verify = "ncu --section WarpStateStats …: active threads per warp rise towards 32."
+    falsified_by = "blocks whose size is no multiple of 32"
+
+    def saving(self, k: ProfiledKernel) -> Saving | None:
+        """The idle threads' part of arithmetic's time."""
+        threads = k.profile.number(THREADS)
+        if threads is None or threads > self.max_threads:
+            return None
+        return _kept(_of_traffic(k, 1 - threads / 32, "compute"), threads)
+
+    @staticmethod
+    def fires_on() -> dict[str, TraceBuilder]:
+        """Eight of 32 threads are active."""
+        return {"branches": _example(sm=85, dram=20, **{THREADS: 8.0})}
+
+    @staticmethod
+    def silent_on() -> dict[str, tuple[TraceBuilder, str]]:
+        """Nearly all threads are active."""
+        return {"together": (_example(sm=85, **{THREADS: 31.0}), "max_threads")}
+
+
+class WarpStalls(CounterRule):
+    """Warps mostly wait for one thing, and no unit is busy. Nsight Compute's WarpStateStats gives
+    the cycles between two instructions of a warp by what it waited for."""
+
+    id = "kernel-warp-stalls"
+    title = "Warps of a kernel wait for one thing"
+    label = "largest stall"
+    limit_name = "min_stall"
+    min_stall = Threshold(0.3, "of the cycles between two instructions of a warp", NCU)
+    fix = "Cure what the warps wait for ({stall})."
+    code = ""
+    verify = "ncu --section WarpStateStats --section SchedulerStats …: the stall shrinks."
+    falsified_by = "as long with the stall gone"
+    cures: ClassVar = {
+        "long_scoreboard": "loads from global memory: load earlier (prefetch, cp.async), reuse "
+        "data in shared memory, and keep more loads in flight",
+        "short_scoreboard": "shared memory or special functions: fewer bank conflicts, fewer "
+        "sin, exp and divisions",
+        "barrier": "__syncthreads: smaller blocks, or less work between two barriers",
+        "math_pipe_throttle": "a full arithmetic pipe: use tensor cores, or fewer operations",
+        "mio_throttle": "the queue of memory instructions: wider loads, fewer of them",
+        "lg_throttle": "the queue of global and local accesses: wider loads, fewer of them",
+        "tex_throttle": "the queue of textures: fewer or wider fetches",
+        "wait": "fixed latency of dependent instructions: more independent work per thread",
+        "branch_resolving": "branches: unroll short loops, or use predication",
+        "membar": "memory barriers: fewer fences",
+    }
+    """Stall, as Nsight Compute names it -> what it is and what to do."""
+
+    def saving(self, k: ProfiledKernel) -> Saving | None:
+        """The largest stall's part, up to the use of the busiest unit."""
+        if k.limit != "latency" or not k.stalls:
+            return None
+        name, share = next(iter(k.stalls.items()))
+        if share < self.min_stall or name in SCHEDULING:
+            return None
+        return _kept(min(share, _room(k)), share)
+
+    def check(self, a: Analysis) -> Iterator[Outcome]:
+        """As for all, with the cure of the worst kernel's stall."""
+        for outcome in super().check(a):
+            if isinstance(outcome, Finding):
+                worst = outcome.where[0].kernel
+                name = next(
+                    next(iter(k.stalls))
+                    for k in profiled_kernels(a)
+                    if k.profile.name == worst and k.stalls
+                )
+                cure = self.cures.get(name, name.replace("_", " "))
+                outcome = _with(outcome, self.fix.format(stall=cure))
+            yield outcome
+
+    @staticmethod
+    def fires_on() -> dict[str, TraceBuilder]:
+        """Loads from global memory take most cycles."""
+        return {"loads": _example(sm=20, dram=30, **{_stall("long_scoreboard"): 12.0})}
+
+    @staticmethod
+    def silent_on() -> dict[str, tuple[TraceBuilder, str]]:
+        """Memory is busy all the same; the largest stall is small."""
+        stall = {_stall("long_scoreboard"): 12.0}
+        even = {_stall(name): 1.0 for name in ("long_scoreboard", "barrier", "wait", "membar")}
+        return {
+            "memory is busy": (_example(dram=85, **stall), "k.limit != 'latency'"),
+            "many small": (_example(sm=20, **even), "min_stall"),
+        }
+
+
+def _with(finding: Finding, fix: str) -> Finding:
+    from msgspec.structs import replace
+
+    return replace(finding, fix=fix)
+
+
+def _kept(share: float, measured: float) -> Saving | None:
+    """Nothing where less than a hundredth of the kernel's time could be saved."""
+    return Saving(share, measured) if share >= 0.01 else None
+
+
+def _stall(name: str) -> str:
+    return f"smsp__average_warps_issue_stalled_{name}_per_issue_active.ratio"
+
+
+def _example(
+    *,
+    sm: float = 10.0,
+    dram: float = 10.0,
+    l1: float = 10.0,
+    theoretical: float = 100.0,
+    waves: float = 20.0,
+    registers: float = 16.0,
+    **metrics: float,
+) -> TraceBuilder:
+    """Two steps of a kernel that takes most of the time, with its counters beside them."""
+    b = TraceBuilder()
+    for _ in range(4):
+        with b.step():
+            with b.op("aten::mm", [[512, 512], [512, 512]], "float"):
+                b.launch("my_kernel<float>(int)", 900, blocks=1280, threads=256)
+            b.synchronize()
+    b.kernel_profile(
+        "my_kernel<float>",
+        grid=(1280, 1, 1),
+        block=(256, 1, 1),
+        metrics={
+            "gpu__time_duration.sum": 900_000.0,
+            "sm__throughput.avg.pct_of_peak_sustained_elapsed": sm,
+            "gpu__dram_throughput.avg.pct_of_peak_sustained_elapsed": dram,
+            "l1tex__throughput.avg.pct_of_peak_sustained_active": l1,
+            "sm__maximum_warps_per_active_cycle_pct": theoretical,
+            "launch__waves_per_multiprocessor": waves,
+            "launch__occupancy_limit_registers": registers,
+            _stall("selected"): 1.0,
+            **metrics,
+        },
+    )
+    return b

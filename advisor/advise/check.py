@@ -177,11 +177,21 @@ def _without_idle(rule: Rule, outcomes: list[Outcome], why: str, *, of_idle: boo
 def _applies(rule: Rule, a: Analysis) -> bool:
     if rule.reads_snapshot and a.snapshot is not None:
         return True
+    if rule.reads_kernel_profiles:
+        return a.trace.meta.kernel_profiles is not None
     return a.record is not None if rule.reads_record else not a.record_only
 
 
 def _not_run(a: Analysis, rules: list[Rule]) -> list[SkippedCheck]:
     """One line for all the rules that a trace alone, or a record alone, gives nothing to."""
+    if a.counters_only:
+        return [
+            SkippedCheck(
+                what="steps, idle time, and the gain per step",
+                why="hardware counters of single kernels say nothing of the program around them",
+                record="a profiler trace of the program, and the report with --kernels",
+            )
+        ]
     if a.snapshot_only:
         return [
             SkippedCheck(

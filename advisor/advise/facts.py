@@ -45,6 +45,9 @@ def _trace(report: Report) -> list[str]:
             "a memory snapshot",
             f"{t.format_count(shown.events_read)} events",
         ]
+    elif report.scope.step_source == "counters":
+        count = t.count_noun(shown.events_read, "kernel")
+        parts = [t.shorten_path(name, 60), f"hardware counters of {count}"]
     elif report.scope.step_source == "record":
         parts = [t.shorten_path(name, 60), "no profiled window"]
     else:
@@ -74,7 +77,7 @@ def _device(report: Report) -> list[str]:
 
 def _steps(report: Report) -> list[str]:
     scope_ = report.scope
-    if scope_.step_source == "snapshot":
+    if scope_.step_source in ("snapshot", "counters"):
         return []
     if scope_.per == "recording":
         span, recorded = scope_.span_ns, scope_.recorded_ns

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 import polars as pl
 
+from advisor.advise.kernel_counters import counters_scope
 from advisor.advise.limits import lost_records, window_lines
 from advisor.advise.memory import snapshot_scope
 from advisor.core import text as t
@@ -79,6 +80,8 @@ def measure(a: Analysis) -> dict[str, Any]:
     """The measured fields of a Report."""
     if a.snapshot_only:
         return {"scope": snapshot_scope(a)}
+    if a.counters_only:
+        return {"scope": counters_scope(a)}
     if a.record_only:
         return {"scope": _recorded_scope(a), "host": _phases(a)}
     fields: dict[str, Any] = {
@@ -342,7 +345,7 @@ def cost(run: Run, report: Report, prices: Prices, gpus: int | None = None) -> C
     """What a step costs; ``None``: no price is known for this GPU, or no step. ``gpus``: that are
     paid for; ``None``: one a rank."""
     price = prices.of(report.scope.device_name)
-    if price is None or report.step_ns <= 0 or report.scope.step_source == "snapshot":
+    if price is None or report.step_ns <= 0 or report.scope.step_source in ("snapshot", "counters"):
         return None
     count = gpus or _gpus(run, report)
     a_ns = price.per_hour * count / HOUR_NS

@@ -9,6 +9,7 @@ from msgspec.structs import replace
 
 import advisor
 from advisor.advise.impact import REPLAY
+from advisor.advise.kernel_counters import counter_views, counters_verdict
 from advisor.advise.limits import events, limits, lost_records, too_little
 from advisor.advise.measured import (
     APART,
@@ -75,6 +76,7 @@ def write_report(
         hot_lines=list(hot),
         rules=_texts(rules, [*ranked.findings, *ranked.risks, *ranked.notes]),
         memory=memory_views(a),
+        kernel_counters=counter_views(a, pricing),
         **measure(a),
     )
     status, text = verdict(report, a)
@@ -134,6 +136,8 @@ def verdict(
     """Status and a sentence or two; a crash comes before anything else."""
     if a.snapshot_only:
         return memory_verdict(report)
+    if a.counters_only:
+        return counters_verdict(report)
     status, text = _verdict(report)
     if (short := _shortcoming(report, a)) is not None:
         status, text = "limited", short

@@ -75,6 +75,14 @@ SnapshotFile = Annotated[
         "it can be a PATH.",
     ),
 ]
+KernelReport = Annotated[
+    Path | None,
+    typer.Option(
+        metavar="PATH",
+        help="A report of Nsight Compute or rocprof (.ncu-rep, .csv), or a folder of them, of the "
+        "same program; alone it can be a PATH.",
+    ),
+]
 RankList = Annotated[
     str | None,
     typer.Option(metavar="A-B,C", help="Of a job of many ranks only these: 0-63,512."),
@@ -106,6 +114,7 @@ def command(
     rules: o.Rules = None,
     fail_on: FailOnSeverity = None,
     memory: SnapshotFile = None,
+    kernels: KernelReport = None,
     max_size: o.MaxSize = None,
     redact: o.Redact = False,
     ranks: RankList = None,
@@ -119,9 +128,7 @@ def command(
 ) -> None:
     """Say what is slow in a PyTorch profiler trace, why, what to change, what it is worth."""
     if not paths:
-        if memory is None:
-            raise AdvisorError("give a trace, a folder of traces, a run, or --memory FILE")
-        paths, memory = [str(memory)], None
+        paths, memory, kernels = beside(memory, kernels)
     chosen, limit = parse_steps(steps), parse_size(max_size)
     paid = o.chosen_prices(price, prices)
     check_ranks(paths, rank, workers=workers, cluster=cluster, ranks=ranks)
@@ -158,6 +165,7 @@ def command(
                 progress=shown.reading,
                 peek=names.peek,
                 memory=None if memory is None else str(memory),
+                kernels=None if kernels is None else str(kernels),
             ),
         )
         examined = examine_paths(paths, options, shown)
@@ -177,6 +185,20 @@ def command(
         )  # fmt: skip
     if fail_on is not None and is_hit(report, fail_on):
         raise typer.Exit(1)
+
+
+def beside(memory: Path | None, kernels: Path | None) -> tuple[list[str], Path | None, Path | None]:
+    """What is analysed where no trace is given: the snapshot, else the kernel profiler's report;
+    and what is left beside it."""
+    if memory is not None:
+        return [str(memory)], None, kernels
+    if kernels is None:
+        raise AdvisorError(
+            "give a trace, a folder of traces, a run, --memory FILE or --kernels FILE"
+        )
+    from advisor.read.kernel_profiles import profile_files
+
+    return profile_files(str(kernels)), None, None
 
 
 def check_ranks(

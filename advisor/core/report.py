@@ -82,7 +82,7 @@ class Scope(Struct, kw_only=True):
     """``ProfilerStep``, ``recorder``, ``optimizer``, ``ranges``, ``device sequence`` or ``whole
     trace``; ``StepTraceAnnotation``, ``step_num`` or ``program`` of JAX and TensorFlow; ``record``
     when no window was profiled and the figures are the recorder's own; ``snapshot`` of a memory
-    snapshot alone."""
+    snapshot alone; ``counters`` of hardware counters alone."""
     steps_found: int
     """Steps in the trace, or in the range that was asked for."""
     steps_used: int
@@ -493,6 +493,49 @@ class MemoryPool(Struct, frozen=True, kw_only=True):
     """The largest free block."""
 
 
+class KernelCounters(Struct, kw_only=True):
+    """A kernel with its hardware counters, from a report of Nsight Compute or rocprof."""
+
+    name: str
+    """As the profiler wrote it."""
+    short: str
+    """Without arguments, namespaces and casts."""
+    grid: list[int] | None
+    """Blocks; ``null``: not recorded."""
+    block: list[int] | None
+    """Threads per block."""
+    duration_ns: float | None
+    """Of one launch while it was profiled, ns; clocks are usually locked then."""
+    limit: str
+    """The busiest unit (``compute``, ``DRAM``, ``L2``, ``L1``) where it is busy, ``latency`` where
+    none is, ``unknown`` where none was measured."""
+    use: dict[str, float]
+    """Unit -> share of its peak (0 to 1)."""
+    occupancy: float | None
+    """Achieved, share of the warps that a multiprocessor holds."""
+    theoretical_occupancy: float | None
+    """What registers, shared memory and block size admit."""
+    occupancy_limiter: str | None
+    """What admits the fewest blocks."""
+    waves: float | None
+    """Blocks of the grid over those that run at once."""
+    stalls: dict[str, float]
+    """The five largest reasons -> share of the cycles between two instructions of a warp."""
+    dram_bytes: float | None
+    """Read and written by one launch."""
+    bandwidth: float | None
+    """DRAM traffic, bytes per second."""
+    launches: float | None
+    """Launches per step in the trace; ``null``: no trace, or it has none of them."""
+    step_ns: float | None
+    """Their time per step in the trace, ns; ``null``: as above."""
+    gain_ns: int | None
+    """Saved per step in the replay if its busiest unit were busy all the time, ns: at most that
+    can be gained; ``null``: as above, or not replayed."""
+    advice: list[str]
+    """What the profiler's own rules say, with their estimates."""
+
+
 class MemoryView(Struct, kw_only=True):
     """A device's memory when it ran out, else at its peak, from a snapshot. Bytes are those that
     were asked for, unless stated otherwise."""
@@ -623,6 +666,8 @@ class Report(Struct, kw_only=True):
     """Python lines that take most CPU time, largest first. Empty: no pass of Scalene was made."""
     memory: list[MemoryView] = field(default_factory=list)
     """What a memory snapshot shows, one entry a device, the fullest first. Empty: no snapshot."""
+    kernel_counters: list[KernelCounters] = field(default_factory=list)
+    """Kernels with hardware counters, by what they can gain per step; without a trace by time."""
     rules: list[RuleText] = field(default_factory=list)
     """The rules of all findings, risks and notes, by id."""
     views: Views | None = None

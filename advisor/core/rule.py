@@ -155,6 +155,9 @@ class Rule:
     reads_snapshot: ClassVar[bool] = False
     """The rule has something to say of a memory snapshot (``Analysis.snapshot``): it is run where
     there is one, with or without a trace or a record."""
+    reads_kernel_profiles: ClassVar[bool] = False
+    """The rule reads hardware counters of single kernels (``TraceMeta.kernel_profiles``): it runs
+    only where there are some, with or without a trace."""
     of_python: ClassVar[bool] = False
     """Its time is that of Python in the loop: hot lines of a pass under Scalene explain it."""
     across_ranks: ClassVar[bool] = False

@@ -102,13 +102,22 @@ class Analysis:
     def record_only(self) -> bool:
         """There is a record, or a memory snapshot, but nothing in the trace: no window was
         profiled."""
-        told = self.record is not None or self.snapshot is not None
-        return told and self.trace.cpu.is_empty() and self.trace.gpu.is_empty()
+        known = self.record, self.snapshot, self.trace.meta.kernel_profiles
+        return (
+            any(each is not None for each in known)
+            and self.trace.cpu.is_empty()
+            and self.trace.gpu.is_empty()
+        )
 
     @property
     def snapshot_only(self) -> bool:
         """There is a memory snapshot and nothing else."""
-        return self.record_only and self.record is None
+        return self.record_only and self.record is None and self.snapshot is not None
+
+    @property
+    def counters_only(self) -> bool:
+        """There are hardware counters of single kernels and nothing else."""
+        return self.record_only and self.record is None and self.snapshot is None
 
     @cached_property
     def steps(self) -> Steps:

@@ -398,8 +398,8 @@ def _metric(data: bytes, field: Field, strings: list[str]) -> tuple[str, Metric 
 
 
 def _advice(data: bytes, field: Field) -> ToolAdvice | None:
-    """A rule's first message; ``None``: it had nothing to say. Its estimate is not read: no file with
-    one was seen, and the CSV pages have it."""
+    """A rule's first message; ``None``: it had nothing to say. Its estimate is not read: no file
+    with one was seen, and the CSV pages have it."""
     rule, text = "", ""
     for inner in _inside(data, field):
         if inner.number == 1:

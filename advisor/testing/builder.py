@@ -17,6 +17,7 @@ import msgspec
 if TYPE_CHECKING:
     from pathlib import Path
 
+    from advisor.core.kernel_profile import KernelProfile
     from advisor.core.trace import Trace
     from advisor.measure import Analysis
     from advisor.testing.allocator import Allocator
@@ -121,6 +122,7 @@ class TraceBuilder:
         self._steps = 0
         self._record: RecordBuilder | None = None
         self._snapshot: bytes | None = None
+        self._profiles: list[KernelProfile] = []
 
     # -- the host ---------------------------------------------------------------------------
 
@@ -460,6 +462,21 @@ class TraceBuilder:
         """The allocator's snapshot, as it is now."""
         self._snapshot = allocator.pickled()
 
+    def kernel_profile(
+        self,
+        name: str,
+        *,
+        grid: tuple[int, int, int] | None,
+        block: tuple[int, int, int] | None,
+        metrics: dict[str, float],
+    ) -> None:
+        """Hardware counters of one kernel, as Nsight Compute gives them."""
+        from advisor.core.kernel_profile import KernelProfile, Metric
+
+        values = {key: Metric(value) for key, value in metrics.items()}
+        duration = metrics.get("gpu__time_duration.sum")
+        self._profiles.append(KernelProfile(name, grid, block, duration, values))
+
     # -- the result -------------------------------------------------------------------------
 
     def json(self) -> bytes:
@@ -480,7 +497,13 @@ class TraceBuilder:
             trace = blank_trace("<TraceBuilder>")
         else:
             trace = read_bytes(self.json(), "<TraceBuilder>")
-        return replace(trace, meta=replace(trace.meta, example=True))
+        profiles = None
+        if self._profiles:
+            from advisor.core.kernel_profile import KernelProfiles
+
+            profiles = KernelProfiles("<TraceBuilder>", "Nsight Compute", tuple(self._profiles))
+        meta = replace(trace.meta, example=True, kernel_profiles=profiles)
+        return replace(trace, meta=meta)
 
     def analysis(self) -> Analysis:
         """The trace and the record, ready to be measured."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator
 from typing import ClassVar, NamedTuple
 
@@ -10,20 +9,24 @@ import numpy as np
 
 from advisor.core import text as t
 from advisor.core.finding import (
-    Edit,
+    ANY,
     Evidence,
     Finding,
+    FrameworkAdvice,
     Impact,
     Location,
     Outcome,
     Rule,
-    Select,
     Threshold,
 )
 from advisor.measure import Analysis
-from advisor.measure.device.kernel_profiles import BUSY, Limit, ProfiledKernel, profiled_kernels
-from advisor.rules.common import MAX_CORRELATIONS
-from advisor.rules.elsewhere import in_any_language
+from advisor.measure.device.kernel_profiles import (
+    Limit,
+    ProfiledKernel,
+    faster,
+    kernel_key,
+    profiled_kernels,
+)
 from advisor.rules.sources import CHOSEN, NCU
 from advisor.testing import TraceBuilder
 
@@ -64,7 +67,9 @@ class CounterRule(Rule):
     """The threshold it is compared with."""
     assumptions = ("the kernel reaches the limit of its busiest unit; usually less is gained",)
 
-    elsewhere: ClassVar = in_any_language("")
+    def __init_subclass__(cls) -> None:
+        super().__init_subclass__()
+        cls.elsewhere = {ANY: FrameworkAdvice(cls.fix, cls.code)}  # kernels are of no framework
 
     def saving(self, k: ProfiledKernel) -> Saving | None:
         """What the fix could save of a kernel; ``None``: it is none of its problems."""
@@ -77,7 +82,7 @@ class CounterRule(Rule):
             return
         found.sort(key=lambda each: -_time(a, each[0]) * each[1].share)
         k, saved = found[0]
-        edits = [edit for k, saved in found if (edit := _edit(a, k, saved.share)) is not None]
+        edits = [edit for k, saved in found if (edit := faster(a, k, saved.share)) is not None]
         also = f" So do {len(found) - 1} more profiled kernels." if len(found) > 1 else ""
         yield Finding(
             summary=f"{self._describe(k, saved)}{also}",
@@ -100,7 +105,9 @@ class CounterRule(Rule):
                 for k, _ in found[:MAX_PLACES]
             ],
             edits=edits,
-            impact=None if edits else Impact(currency="unpriced", reason=self._without_trace(found)),
+            impact=None
+            if edits
+            else Impact(currency="unpriced", reason=self._without_trace(found)),
         )
 
     def _describe(self, k: ProfiledKernel, saved: Saving) -> str:
@@ -126,7 +133,7 @@ def _time(a: Analysis, k: ProfiledKernel) -> float:
 
 
 def _short(k: ProfiledKernel) -> str:
-    return t.shorten_kernel(t.clean(k.profile.name))
+    return t.shorten(t.clean(kernel_key(k.profile.name)), 48)
 
 
 def _facts(k: ProfiledKernel) -> list[Evidence]:
@@ -135,24 +142,6 @@ def _facts(k: ProfiledKernel) -> list[Evidence]:
     if k.occupancy is not None:
         result.append(Evidence("achieved occupancy", k.occupancy / 100, "share"))
     return result
-
-
-def _edit(a: Analysis, k: ProfiledKernel, share: float) -> Edit | None:
-    """The kernel's launches, as much faster; ``None``: the trace has none, or they cannot be
-    named."""
-    if not len(k.rows):
-        return None
-    gpu = a.trace.gpu
-    name = str(gpu["name"][int(k.rows[0])])
-    pattern = f"^{re.escape(name)}$"
-    same = (gpu["name"] == name).to_numpy() & a.in_window
-    select = Select(on="gpu", kind=("kernel",), name=pattern)
-    if int(same.sum()) != len(k.rows):
-        chosen = gpu["correlation"].gather(k.rows).drop_nulls().unique().to_list()
-        if not 0 < len(chosen) <= MAX_CORRELATIONS:
-            return None
-        select = Select(on="gpu", kind=("kernel",), correlation=tuple(chosen))
-    return Edit(op="scale", select=select, factor=1 - share, factor_low=1 - share, factor_high=1.0)
 
 
 def _room(k: ProfiledKernel) -> float:
@@ -364,7 +353,9 @@ class PartialWave(CounterRule):
         "Choose a grid of whole waves: another block size, a split along K, or a persistent kernel "
         "that loops over tiles."
     )
-    code = "# Triton: one program per multiprocessor\ngrid = (min(tiles, sm_count * blocks_per_sm),)"
+    code = (
+        "# Triton: one program per multiprocessor\ngrid = (min(tiles, sm_count * blocks_per_sm),)"
+    )
     verify = "ncu --section LaunchStats …: waves per SM are near a whole number, or many."
     falsified_by = "blocks of very different length"
 
@@ -433,8 +424,10 @@ class WarpStalls(CounterRule):
     label = "largest stall"
     limit_name = "min_stall"
     min_stall = Threshold(0.3, "of the cycles between two instructions of a warp", NCU)
-    fix = "Cure what the warps wait for ({stall})."
-    code = ""
+    fix = (
+        "Cure what most warps wait for: load earlier and keep more loads in flight for memory, do "
+        "more independent work per thread for arithmetic, and less between two barriers."
+    )
     verify = "ncu --section WarpStateStats --section SchedulerStats …: the stall shrinks."
     falsified_by = "as long with the stall gone"
     cures: ClassVar = {
@@ -462,19 +455,13 @@ class WarpStalls(CounterRule):
             return None
         return _kept(min(share, _room(k)), share)
 
-    def check(self, a: Analysis) -> Iterator[Outcome]:
-        """As for all, with the cure of the worst kernel's stall."""
-        for outcome in super().check(a):
-            if isinstance(outcome, Finding):
-                worst = outcome.where[0].kernel
-                name = next(
-                    next(iter(k.stalls))
-                    for k in profiled_kernels(a)
-                    if k.profile.name == worst and k.stalls
-                )
-                cure = self.cures.get(name, name.replace("_", " "))
-                outcome = _with(outcome, self.fix.format(stall=cure))
-            yield outcome
+    def _describe(self, k: ProfiledKernel, saved: Saving) -> str:
+        name = next(iter(k.stalls))
+        cure = self.cures.get(name, name.replace("_", " "))
+        return (
+            f"{_short(k)} waits {t.format_share(saved.measured)} of its cycles for {cure}. Curing "
+            f"that saves up to {t.format_share(saved.share)} of its time."
+        )
 
     @staticmethod
     def fires_on() -> dict[str, TraceBuilder]:
@@ -490,12 +477,6 @@ class WarpStalls(CounterRule):
             "memory is busy": (_example(dram=85, **stall), "k.limit != 'latency'"),
             "many small": (_example(sm=20, **even), "min_stall"),
         }
-
-
-def _with(finding: Finding, fix: str) -> Finding:
-    from msgspec.structs import replace
-
-    return replace(finding, fix=fix)
 
 
 def _kept(share: float, measured: float) -> Saving | None:
@@ -523,7 +504,7 @@ def _example(
         with b.step():
             with b.op("aten::mm", [[512, 512], [512, 512]], "float"):
                 b.launch("my_kernel<float>(int)", 900, blocks=1280, threads=256)
-            b.synchronize()
+            b.sync()
     b.kernel_profile(
         "my_kernel<float>",
         grid=(1280, 1, 1),

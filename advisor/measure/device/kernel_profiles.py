@@ -10,6 +10,7 @@ import numpy as np
 import polars as pl
 from numpy.typing import NDArray
 
+from advisor.core.finding import Edit, Select
 from advisor.core.kernel_profile import KernelProfile
 
 if TYPE_CHECKING:
@@ -20,6 +21,8 @@ BUSY = 60.0
 """Percent of a unit's peak from which it limits a kernel; below it, latency does. Nsight Compute's
 SpeedOfLight rule divides at the same figure."""
 
+MAX_NAMED = 500
+"""Launches that an edit names one by one, where others of the same name have another size."""
 UNITS: dict[Limit, tuple[str, ...]] = {
     "compute": (
         "sm__throughput.avg.pct_of_peak_sustained_elapsed",
@@ -61,7 +64,7 @@ class ProfiledKernel(NamedTuple):
 
     profile: KernelProfile
     limit: Limit
-    """The busiest unit, where it is busy; ``latency``: no unit is; ``unknown``: none was measured."""
+    """The busiest unit; ``latency``: no unit is busy; ``unknown``: none was measured."""
     use: dict[Limit, float]
     """Unit -> percent of its peak."""
     occupancy: float | None
@@ -99,6 +102,22 @@ def profiled_kernels(a: Analysis) -> list[ProfiledKernel]:
         return []
     rows = _launches(a, profiles.kernels)
     return [_measured(each, own) for each, own in zip(profiles.kernels, rows, strict=True)]
+
+
+def faster(a: Analysis, k: ProfiledKernel, share: float) -> Edit | None:
+    """The edit that shortens a kernel's launches in the trace by ``share`` at best, and not at all
+    at worst; ``None``: the trace has none of them, or they cannot be named."""
+    if not len(k.rows):
+        return None
+    gpu = a.trace.gpu
+    name = str(gpu["name"][int(k.rows[0])])
+    select = Select(on="gpu", kind=("kernel",), name=f"^{re.escape(name)}$")
+    if int((gpu["name"] == name).to_numpy()[a.in_window].sum()) != len(k.rows):
+        chosen = gpu["correlation"].gather(k.rows).drop_nulls().unique().to_list()
+        if not 0 < len(chosen) <= MAX_NAMED:
+            return None
+        select = Select(on="gpu", kind=("kernel",), correlation=tuple(chosen))
+    return Edit(op="scale", select=select, factor=1 - share, factor_low=1 - share, factor_high=1.0)
 
 
 def _measured(profile: KernelProfile, rows: NDArray[np.int64]) -> ProfiledKernel:
@@ -171,7 +190,7 @@ def _launches(a: Analysis, kernels: tuple[KernelProfile, ...]) -> list[NDArray[n
     gpu = a.trace.gpu
     if gpu.is_empty():
         return [none] * len(kernels)
-    used = a.in_spans & (gpu["kind"] == "kernel").to_numpy()
+    used = a.in_window & (gpu["kind"] == "kernel").to_numpy()
     table = gpu.select(
         pl.int_range(pl.len()).alias("row"), pl.col("name").cast(pl.String), "blocks", "threads"
     ).filter(pl.Series(used))
@@ -203,16 +222,26 @@ def _keys(table: pl.DataFrame) -> dict[str, str]:
     return {name: kernel_key(name) for name in table["name"].unique().to_list() if name}
 
 
+_LAMBDA = re.compile(r"[\[{]?\s*lambda\s*\(([^()]*)\)\s*(?:#|\(instance )(\d+)\)?\s*[\]}]?")
+"""``{lambda(int)#2}`` of CUPTI, ``[lambda(int) (instance 2)]`` of Nsight Compute."""
+
+
+_UNNAMED = re.compile(r"\(anonymous namespace\)|\bunnamed>")
+
+
 @cache
 def kernel_key(name: str) -> str:
     """A kernel's name without what profilers write differently: arguments, namespaces, casts and
     spaces. ``void at::native::foo<(int)4, float>(int)`` is ``foo<4,float>``."""
-    text = re.sub(r"\((?:unsigned )?(?:int|long|bool|short|char|long long)\)", "", name[:4096])
-    text = _without_arguments(text.replace("(anonymous namespace)", ""))
-    text = re.sub(r"^\s*(?:void|static)\s+", "", text.removesuffix(".kd"))
-    text = re.sub(r"\b[A-Za-z_]\w*::|(?<![\w>])::", "", text)
-    text = re.sub(r"\bunnamed>::|<unnamed>::", "", text)
-    return re.sub(r"\s+", "", text)
+    text = re.sub(
+        r"\((?:unsigned )?(?:int|long|bool|short|char|long long)\)(?=[\w-])", "", name[:4096]
+    )
+    text = _LAMBDA.sub(r"#\2{\1}", _UNNAMED.sub("unnamed", text))
+    text = _without_arguments(text).removesuffix(".kd")
+    text = re.sub(r"(?<![\w:])(?:void|static)\s+(?=[\w<])", "", text)
+    text = re.sub(r"(?:\b[A-Za-z_]\w*)?::", "", text)
+    text = re.sub(r"\s+|(?<=\d)(?:ull|ul|ll|u|l)\b|const\b", "", text)
+    return re.sub(r">\((?:[^()]|\([^()]*\))*\)(?=#|>)", ">", text)
 
 
 def _without_arguments(name: str) -> str:

@@ -28,7 +28,7 @@ from advisor.render.document import (
     TextField,
     Tiles,
 )
-from advisor.render.documents import memory
+from advisor.render.documents import kernels, memory
 from advisor.render.figures import Bar, Staircase, StepTimeline
 
 MAX_RANKS: Final = 8
@@ -55,6 +55,7 @@ def build(report: Report, options: RenderOptions = DEFAULT) -> Document:
             *_timeline(report, options),
             *_ranks(report),
             *memory.sections(report),
+            *kernels.sections(report),
             *_findings(report),
             *_rest(report),
         ],
@@ -71,7 +72,7 @@ def build(report: Report, options: RenderOptions = DEFAULT) -> Document:
 
 def _tiles(report: Report) -> Iterator[Block]:
     """Figures of merit, for a page."""
-    if report.scope.step_source == "snapshot":
+    if report.scope.step_source in ("snapshot", "counters"):
         return
     peak = t.format_bytes(report.memory_peak_bytes)
     if report.memory_peak_bytes is not None and report.memory_capacity_bytes is not None:
@@ -231,7 +232,13 @@ def _rest(report: Report) -> Iterator[Block]:
     if report.notes:
         notes = [_note(report, note) for note in report.notes[:MAX_NOTES]]
         counted = t.count_noun(len(report.notes), "possibility")
-        yield Section("Notes", notes, folded=True, counted=counted)
+        if report.scope.step_source == "counters":  # without a step nothing is ranked
+            shown = [
+                (f"{note.title}. ", Span(f"{note.summary} {note.fix}")) for note in report.notes
+            ]
+            yield Section("What the counters show", [Items(shown)], "the largest first")
+        else:
+            yield Section("Notes", notes, folded=True, counted=counted)
     if report.hot_lines:
         rows: list[Sequence[Inline]] = [
             [Span(place, "code"), share, Span(text, "code")]

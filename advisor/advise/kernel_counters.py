@@ -1,0 +1,115 @@
+"""Hardware counters in the report: their view, and the verdict where there is nothing else."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from advisor.core import text as t
+from advisor.core.report import KernelCounters, Report, Scope, Status
+from advisor.measure.device.kernel_profiles import (
+    ProfiledKernel,
+    faster,
+    kernel_key,
+    profiled_kernels,
+)
+
+if TYPE_CHECKING:
+    from advisor.advise.impact import Pricer
+    from advisor.measure import Analysis
+
+MAX_KERNELS = 200
+"""Kernels of a report, those with most time first."""
+MAX_REPLAYED = 40
+"""Kernels whose gain per step is replayed."""
+MAX_STALLS = 5
+
+
+def counter_views(a: Analysis, pricing: Pricer) -> list[KernelCounters]:
+    """One per profiled kernel, by what it can gain per step; without a trace by its time."""
+    gpu = a.trace.gpu["dur"].to_numpy()
+    kernels = profiled_kernels(a)
+    per_step = {
+        id(k): float(gpu[k.rows].sum()) / a.step_count if len(k.rows) else None for k in kernels
+    }
+    kernels.sort(key=lambda k: -(per_step[id(k)] or 0.0))
+    views = []
+    for place, k in enumerate(kernels[:MAX_KERNELS]):
+        edit = None
+        if k.busiest is not None and place < MAX_REPLAYED:
+            edit = faster(a, k, max(0.0, 1 - k.busiest / 100))
+        gain = None if edit is None else round(max(0.0, pricing.price([edit]).gain))
+        views.append(_view(a, k, per_step[id(k)], gain))
+    return sorted(
+        views, key=lambda v: (-(v.gain_ns or 0), -(v.step_ns or 0), -(v.duration_ns or 0))
+    )
+
+
+def _view(a: Analysis, k: ProfiledKernel, ns: float | None, gain: int | None) -> KernelCounters:
+    profile = k.profile
+    return KernelCounters(
+        name=t.clean(profile.name),
+        short=t.clean(kernel_key(profile.name)),
+        grid=None if profile.grid is None else list(profile.grid),
+        block=None if profile.block is None else list(profile.block),
+        duration_ns=profile.duration_ns,
+        limit=k.limit,
+        use={unit: percent / 100 for unit, percent in k.use.items()},
+        occupancy=None if k.occupancy is None else k.occupancy / 100,
+        theoretical_occupancy=None if k.theoretical is None else k.theoretical / 100,
+        occupancy_limiter=k.limiter,
+        waves=k.waves,
+        stalls=dict(list(k.stalls.items())[:MAX_STALLS]),
+        dram_bytes=k.bytes,
+        bandwidth=k.bandwidth,
+        launches=len(k.rows) / a.step_count if len(k.rows) else None,
+        step_ns=ns,
+        gain_ns=gain,
+        advice=[
+            t.clean(said.text)
+            + (f" (estimated: {said.saved:.0%} {said.scope})" if said.saved is not None else "")
+            for said in profile.advice
+        ],
+    )
+
+
+def counters_scope(a: Analysis) -> Scope:
+    """Of counters alone: no step has a length."""
+    profiles = a.trace.meta.kernel_profiles
+    names = {k.device for k in profiles.kernels if k.device} if profiles is not None else set()
+    return Scope(
+        rank=a.trace.meta.rank,
+        step_source="counters",
+        steps_found=0,
+        steps_used=0,
+        outliers=[],
+        span_ns=0,
+        step_ns=0.0,
+        step_min_ns=0,
+        step_max_ns=0,
+        step_median_ns=0.0,
+        device=0 if names else None,
+        device_name=min(names) if len(names) == 1 else None,
+        device_known=False,
+        devices_seen=1,
+    )
+
+
+def counters_verdict(report: Report) -> tuple[Status, str]:
+    """Status and a sentence or two about counters alone."""
+    views = report.kernel_counters
+    timed = [view for view in views if view.duration_ns is not None]
+    kernels = t.count_noun(len(views), "kernel")
+    limits: dict[str, int] = {}
+    for view in views:
+        limits[view.limit] = limits.get(view.limit, 0) + 1
+    unknown = limits.pop("unknown", 0)
+    parts = [f"{count} by {name}" for name, count in sorted(limits.items(), key=lambda x: -x[1])]
+    text = f"{kernels} with hardware counters"
+    text += f", limited {', '.join(parts)}." if parts else "."
+    if unknown:
+        text += f" What limits {unknown} of them was not collected."
+    if timed:
+        longest = max(timed, key=lambda view: view.duration_ns or 0.0)
+        name = t.shorten(longest.short, 40)
+        text += f" The longest, {name}, takes {t.format_duration(longest.duration_ns or 0.0)}."
+    return ("bottlenecks" if report.notes or report.findings else "limited"), text

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import TYPE_CHECKING
 
 from advisor.core import text as t
@@ -24,7 +25,7 @@ MAX_REPLAYED = 40
 MAX_STALLS = 5
 
 
-def counter_views(a: Analysis, pricing: Pricer) -> list[KernelCounters]:
+def counter_views(a: Analysis, pricer: Pricer) -> list[KernelCounters]:
     """One per profiled kernel, by what it can gain per step; without a trace by its time."""
     gpu = a.trace.gpu["dur"].to_numpy()
     kernels = profiled_kernels(a)
@@ -37,7 +38,7 @@ def counter_views(a: Analysis, pricing: Pricer) -> list[KernelCounters]:
         edit = None
         if k.busiest is not None and place < MAX_REPLAYED:
             edit = faster(a, k, max(0.0, 1 - k.busiest / 100))
-        gain = None if edit is None else round(max(0.0, pricing.price([edit]).gain))
+        gain = None if edit is None else round(max(0.0, pricer.price([edit]).gain))
         views.append(_view(a, k, per_step[id(k)], gain))
     return sorted(
         views, key=lambda v: (-(v.gain_ns or 0), -(v.step_ns or 0), -(v.duration_ns or 0))
@@ -103,13 +104,63 @@ def counters_verdict(report: Report) -> tuple[Status, str]:
     for view in views:
         limits[view.limit] = limits.get(view.limit, 0) + 1
     unknown = limits.pop("unknown", 0)
-    parts = [f"{count} by {name}" for name, count in sorted(limits.items(), key=lambda x: -x[1])]
+    ordered = sorted(limits.items(), key=lambda each: -each[1])
+    parts = [f"{name} {count}" for name, count in ordered]
     text = f"{kernels} with hardware counters"
-    text += f", limited {', '.join(parts)}." if parts else "."
+    if ordered:
+        parts[0] = f"{ordered[0][0]} limits {ordered[0][1]}"
     if unknown:
-        text += f" What limits {unknown} of them was not collected."
+        parts.append(f"the limit of {unknown} was not collected")
+    text += f": {', '.join(parts)}." if parts else "."
     if timed:
         longest = max(timed, key=lambda view: view.duration_ns or 0.0)
         name = t.shorten(longest.short, 40)
         text += f" The longest, {name}, takes {t.format_duration(longest.duration_ns or 0.0)}."
     return ("bottlenecks" if report.notes or report.findings else "limited"), text
+
+
+# -- what to profile -------------------------------------------------------------------------------
+
+MIN_SHARE = 0.05
+"""Of kernel time, from which a kernel is profiled."""
+FAST = 0.8
+"""Share of the attainable rate from which a kernel's counters promise little."""
+MAX_NAMES = 2
+"""So that a line of the command fits a terminal: it is to be pasted."""
+MAX_LAUNCHES = 20
+SECTIONS = (
+    "SpeedOfLight", "LaunchStats", "Occupancy", "MemoryWorkloadAnalysis", "SchedulerStats",
+    "WarpStateStats",
+)  # fmt: skip
+
+
+def profiling_command(report: Report, vendor: str | None) -> tuple[str, str] | None:
+    """The command that collects the counters of the kernels that matter, and what it costs; of a
+    trace whose longest kernels are not at the attainable rates. ``None``: nothing to profile."""
+    chosen: dict[str, float] = {}
+    for row in report.rooflines:
+        slow = row.efficiency is None or row.efficiency < FAST
+        if slow and row.share >= MIN_SHARE and row.family != "communication" and row.kernel:
+            name = re.match(r"[\w$]{1,24}", kernel_key(row.kernel))
+            if name is not None and (name[0] in chosen or len(chosen) < MAX_NAMES):
+                chosen[name[0]] = chosen.get(name[0], 0.0) + row.calls
+    if not chosen or report.kernel_counters:
+        return None
+    calls = max(1, round(sum(chosen.values())))
+    count = min(calls, MAX_LAUNCHES)
+    names = "|".join(chosen)
+    if vendor == "amd":
+        return (
+            "rocprof-compute profile -n run \\\n"
+            + "".join(f"  -k {name} \\\n" for name in chosen)
+            + "  -- python train.py",
+            "The program runs some ten times, once per group of counters.",
+        )
+    sections = "".join(f"  --section {name} \\\n" for name in SECTIONS)
+    return (
+        f"ncu -k 'regex:^({names})' \\\n"
+        f"  --launch-skip {2 * calls} --launch-count {count} \\\n{sections}"
+        "  -o kernels python train.py",
+        f"{t.count_noun(count, 'launch')} after two steps, each repeated some ten times with "
+        "memory saved and restored. Then: advisor analyze TRACE --kernels kernels.ncu-rep",
+    )

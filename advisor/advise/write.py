@@ -9,7 +9,11 @@ from msgspec.structs import replace
 
 import advisor
 from advisor.advise.impact import REPLAY
-from advisor.advise.kernel_counters import counter_views, counters_verdict
+from advisor.advise.kernel_counters import (
+    counter_views,
+    counters_verdict,
+    profiling_command,
+)
 from advisor.advise.limits import events, limits, lost_records, too_little
 from advisor.advise.measured import (
     APART,
@@ -79,6 +83,8 @@ def write_report(
         kernel_counters=counter_views(a, pricing),
         **measure(a),
     )
+    if (command := profiling_command(report, a.trace.meta.vendor)) is not None:
+        report = replace(report, profile_kernels=list(command))
     status, text = verdict(report, a)
     report = replace(report, status=status, verdict=text)
     return replace(report, views=drawn(report))

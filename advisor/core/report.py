@@ -668,6 +668,9 @@ class Report(Struct, kw_only=True):
     """What a memory snapshot shows, one entry a device, the fullest first. Empty: no snapshot."""
     kernel_counters: list[KernelCounters] = field(default_factory=list)
     """Kernels with hardware counters, by what they can gain per step; without a trace by time."""
+    profile_kernels: list[str] = field(default_factory=list)
+    """The command that collects hardware counters of the kernels that matter, and what it costs;
+    empty: none is slow, or their counters are here."""
     rules: list[RuleText] = field(default_factory=list)
     """The rules of all findings, risks and notes, by id."""
     views: Views | None = None

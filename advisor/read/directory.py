@@ -64,8 +64,8 @@ def open_run(
     if len(given) == 1 and str(given[0]) != "-" and "\0" not in str(given[0]) and is_run(given[0]):
         run = _open_recording(Path(given[0]), options, rank, window, executor)
         profiles = _given_profiles(options)
-        traces = with_kernel_profiles(list(run.traces.values()), profiles)
-        run = replace(run, traces=dict(zip(run.traces, traces, strict=True)))
+        known = with_kernel_profiles(list(run.traces.values()), profiles)
+        run = replace(run, traces=dict(zip(run.traces, known, strict=True)))
         return with_memory(run, options)
     ranks = RankFilter(options.ranks) if options is not None and options.ranks else None
     files = _distinct([file for path in given for file in trace_files(path, len(given) > 1)])

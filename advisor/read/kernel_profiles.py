@@ -153,7 +153,7 @@ def _ncu_csv(rows: Iterator[list[str]], dropped: dict[str, int]) -> list[KernelP
     metrics = [
         (at, name) for name, at in column.items() if name not in _NCU_META and len(units) > at
     ]
-    result = []
+    result: list[KernelProfile] = []
     for row in rows:
         if len(row) < len(head):
             _count(dropped, "short rows")
@@ -182,14 +182,13 @@ def _details(
             continue
         _, metrics, advice = kernels.setdefault(key, (row, {}, []))
         if label := row[least]:
-            section = row[column["Section Name"]] if "Section Name" in column else ""
+            section = _cell(row, column, "Section Name")
             metric = metric_of(
-                row[column["Metric Value"]],
-                row[column["Metric Unit"]] if "Metric Unit" in column else "",
+                _cell(row, column, "Metric Value"), _cell(row, column, "Metric Unit")
             )
             if len(metrics) < MAX_METRICS:
                 metrics[_raw_name(section, label, metric.unit)] = metric
-        elif rule := row[column["Rule Name"]] if "Rule Name" in column else "":
+        elif rule := _cell(row, column, "Rule Name"):
             saved = metric_of(_cell(row, column, "Estimated Speedup"), "%").value
             advice.append(
                 ToolAdvice(
@@ -281,7 +280,7 @@ def _ncu_report(data: bytes, path: str, dropped: dict[str, int]) -> Iterator[Ker
     try:
         for kind, payload in _messages(data):
             if kind == "strings":
-                strings = payload
+                strings += payload  # later blocks add the names that are new
             else:
                 yield _result(payload, strings)
                 done += 1
@@ -305,7 +304,7 @@ def _messages(data: bytes) -> Iterator[tuple[str, Any]]:
         number = {field.number: field.value for field in head if field.wire == VARINT}
         for field in head:
             if field.number == 4 and field.wire == BYTES and field.value:
-                yield "strings", [_text(data, each) for each in fields(data, field.start, at)]
+                yield "strings", [_text(data, each) for each in _inside(data, field)]
         end = at + number.get(5, 0)
         if end > len(data):
             raise Damaged
@@ -471,11 +470,13 @@ def _of_rocprof(name: str, grid: str, block: str, values: dict[str, list[float]]
         if counter != "duration"
     }
     threads, items = metric_of(block, "").value, metric_of(grid, "").value
-    sized = isinstance(threads, float) and isinstance(items, float) and threads > 0
+    size: tuple[int, int] | None = None
+    if isinstance(threads, float) and isinstance(items, float) and threads > 0:
+        size = int(items / threads), int(threads)
     return KernelProfile(
         name=name,
-        grid=(int(items / threads), 1, 1) if sized else None,  # type: ignore[operator,arg-type]
-        block=(int(threads), 1, 1) if sized else None,  # type: ignore[arg-type]
+        grid=None if size is None else (size[0], 1, 1),
+        block=None if size is None else (size[1], 1, 1),
         duration_ns=means.get("duration"),
         metrics=metrics,
         launches=max(map(len, values.values()), default=1),

@@ -473,7 +473,7 @@ class TraceBuilder:
         """Hardware counters of one kernel, as Nsight Compute gives them."""
         from advisor.core.kernel_profile import KernelProfile, Metric
 
-        values = {key: Metric(value) for key, value in metrics.items()}
+        values = {key: Metric(float(value)) for key, value in metrics.items()}
         duration = metrics.get("gpu__time_duration.sum")
         self._profiles.append(KernelProfile(name, grid, block, duration, values))
 

@@ -14,6 +14,7 @@ from advisor.measure import Analysis
 from advisor.read import open_run
 from advisor.rules.sources import PUBLIC
 from advisor.sample_workloads import catalogue
+from tests.conftest import public_file
 from tests.rules.across import compared
 
 RULES = {rule.id: rule for rule in load_rules(config={})}
@@ -64,6 +65,9 @@ def paths(shared_trace: Callable[[str], str], name: str) -> tuple[str, ...]:
         return shared_trace("two_ranks_rank0"), shared_trace("two_ranks_rank1")
     if name == "dlrm_8ranks":
         return (str(Path(shared_trace("dlrm_8ranks/worker0.pt.trace")).parent),)
+    if name.startswith("ncu/"):
+        end = "csv.gz" if name.endswith("rtx5090") else "ncu-rep.gz"
+        return (public_file(f"{name}.{end}"),)
     return (shared_trace(name),)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Final
 
 from advisor.core import text as t
-from advisor.render.document import Block, Grid, Items, Section
+from advisor.render.document import Block, Code, Grid, Items, Paragraph, Section
 
 if TYPE_CHECKING:
     from advisor.core.report import KernelCounters, Report
@@ -19,7 +19,7 @@ def sections(report: Report) -> list[Block]:
     """The kernels with their limits, and what the profiler's own rules say of them."""
     views = report.kernel_counters
     if not views:
-        return []
+        return _command(report)
     traced = any(view.step_ns is not None for view in views)
     absent = sum(view.step_ns is None for view in views) if traced else 0
     views = [view for view in views if view.step_ns is not None] if traced else views
@@ -64,3 +64,13 @@ def _row(view: KernelCounters, traced: bool) -> list[str]:
     if not traced:
         return [name, t.format_duration(view.duration_ns), *limit]
     return [name, t.format_duration(view.step_ns), t.format_duration(view.gain_ns), *limit]
+
+
+def _command(report: Report) -> list[Block]:
+    """What to run for the counters of the kernels that matter."""
+    if not report.profile_kernels:
+        return []
+    command, cost = report.profile_kernels
+    blocks: list[Block] = [Code(command, "console", "run"), Paragraph(cost, "soft")]
+    title = "Hardware counters of the slow kernels"
+    return [Section(title, blocks, "what limits each of them", folded=True, counted="command")]

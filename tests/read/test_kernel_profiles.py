@@ -1,0 +1,216 @@
+"""Reports of kernel profilers: every value equal to the file's, by another reading of it."""
+
+from __future__ import annotations
+
+import csv
+import gzip
+import io
+import random
+import struct
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from advisor.core.errors import AdvisorError
+from advisor.core.kernel_profile import KernelProfiles
+from advisor.read import open_run
+from advisor.read.file import read_bytes, read_trace
+from benchmarks.public_traces import path_of
+
+REPORTS = ("cutlass_a100_s4", "cutlass_a100_s8", "sparse_matmul_a10g")
+
+
+def profiles_of(path: str | Path) -> KernelProfiles:
+    found = read_trace(str(path)).meta.kernel_profiles
+    assert found is not None
+    return found
+
+
+# -- another reading of Protocol Buffers, with no code of the product ------------------------------
+
+
+def walk(data: bytes) -> Iterator[tuple[int, int | float | bytes]]:
+    at = 0
+
+    def number() -> int:
+        nonlocal at
+        result = shift = 0
+        while True:
+            byte = data[at]
+            at += 1
+            result |= (byte & 127) << shift
+            shift += 7
+            if byte < 128:
+                return result
+
+    while at < len(data):
+        key = number()
+        if key & 7 == 0:
+            yield key >> 3, number()
+        elif key & 7 == 1:
+            at += 8
+            yield key >> 3, struct.unpack("<d", data[at - 8 : at])[0]
+        elif key & 7 == 5:
+            at += 4
+            yield key >> 3, struct.unpack("<f", data[at - 4 : at])[0]
+        else:
+            size = number()
+            at += size
+            yield key >> 3, data[at - size : at]
+
+
+def results(data: bytes) -> Iterator[tuple[list[str], bytes]]:
+    names: list[str] = []
+    at = 8 + struct.unpack_from("<I", data, 4)[0]
+    while at < len(data):
+        size = struct.unpack_from("<I", data, at)[0]
+        head = list(walk(data[at + 4 : at + 4 + size]))
+        at += 4 + size
+        plain = {number: value for number, value in head if isinstance(value, int)}
+        tables = [value for number, value in head if number == 4 and isinstance(value, bytes)]
+        for table in tables:
+            names += [value.decode() for _, value in walk(table) if isinstance(value, bytes)]
+        end = at + plain.get(5, 0)
+        for place in range(plain.get(1, 0) + plain.get(2, 0)):
+            size = struct.unpack_from("<I", data, at)[0]
+            if place >= plain.get(1, 0):
+                yield names, data[at + 4 : at + 4 + size]
+            at += 4 + size
+        assert at == end
+
+
+@pytest.mark.parametrize("name", REPORTS)
+def test_every_metric_of_a_report_is_the_file_s(name: str) -> None:
+    path = path_of(f"ncu/{name}.ncu-rep.gz")
+    kernels = profiles_of(path).kernels
+    found = list(results(gzip.decompress(path.read_bytes())))
+    assert len(kernels) == len(found)
+    for kernel, (names, message) in zip(kernels, found, strict=True):
+        expected: dict[str, object] = {}
+        for number, value in walk(message):
+            if number == 13:
+                fields = dict(walk(value))  # type: ignore[arg-type]
+                inner = dict(walk(fields[2])) if 2 in fields else {}  # type: ignore[arg-type]
+                for one in inner.values():
+                    text = one.decode()[:4096] if isinstance(one, bytes) else float(one)
+                    expected[names[fields[1]]] = text  # type: ignore[index]
+        assert {metric: each.value for metric, each in kernel.metrics.items()} == expected
+        assert kernel.duration_ns == expected["gpu__time_duration.sum"]
+        assert kernel.grid is not None and kernel.block is not None
+        blocks = kernel.grid[0] * kernel.grid[1] * kernel.grid[2]
+        assert blocks == expected["launch__grid_size"]
+        threads = kernel.block[0] * kernel.block[1] * kernel.block[2]
+        assert threads == expected["launch__block_size"]
+
+
+def test_every_metric_of_the_details_page_is_the_file_s() -> None:
+    path = path_of("ncu/deepseek_ocr_rtx5090.csv.gz")
+    kernels = profiles_of(path).kernels
+    rows = list(csv.DictReader(io.StringIO(gzip.decompress(path.read_bytes()).decode())))
+    by_process: dict[str, list[dict[str, str]]] = {}
+    for row in rows:
+        by_process.setdefault(row["Process ID"], []).append(row)
+    assert len(kernels) == len(by_process) == 20
+    scale = {
+        "us": 1e3,
+        "ms": 1e6,
+        "ns": 1.0,
+        "Kbyte": 1e3,
+        "Mbyte": 1e6,
+        "Gbyte/s": 1e9,
+        "Ghz": 1e9,
+    }
+    for kernel, own in zip(kernels, by_process.values(), strict=True):
+        written = sorted(
+            float(row["Metric Value"].replace(",", "")) * scale.get(row["Metric Unit"], 1.0)
+            for row in own
+            if row["Metric Name"] and row["Metric Value"] != "n/a"
+        )
+        read = [each.value for each in kernel.metrics.values() if isinstance(each.value, float)]
+        for value in read:
+            assert min(abs(value - each) for each in written) <= 1e-6 * max(1.0, abs(value))
+        labels = {(row["Section Name"], row["Metric Name"]) for row in own if row["Metric Name"]}
+        # a raw metric and its label of the details page are one
+        assert len(labels) - 4 <= len(kernel.metrics) <= len(labels)
+        rules = [row for row in own if row["Rule Name"]]
+        assert [said.rule for said in kernel.advice] == [row["Rule Name"] for row in rules]
+        saved = [row["Estimated Speedup"] for row in rules]
+        assert [said.saved for said in kernel.advice] == [
+            pytest.approx(float(each) / 100) if each else None for each in saved
+        ]
+
+
+def test_the_raw_page_is_read_with_its_row_of_units() -> None:
+    text = (
+        "==PROF== Connected to process 1\n"
+        '"ID","Process ID","Process Name","Host Name","Kernel Name","Context","Stream",'
+        '"Block Size","Grid Size","Device","CC","dram__bytes_read.sum","gpu__time_duration.sum"\n'
+        '"","","","","","","","","","","","Mbyte","usecond"\n'
+        '"0","1","python","h","foo(int)","1","7","(128, 1, 1)","(32, 2, 1)","0",'
+        '"8.0","1.5","12.25"\n'
+    )
+    found = read_bytes(text.encode(), "raw.csv").meta.kernel_profiles
+    assert found is not None
+    kernel = found.kernels[0]
+    assert (kernel.grid, kernel.block, kernel.capability) == ((32, 2, 1), (128, 1, 1), "8.0")
+    assert kernel.duration_ns == 12_250.0
+    assert kernel.number("dram__bytes_read.sum") == 1_500_000.0
+
+
+@pytest.mark.parametrize(("variant", "published"), [("kernel1", 2.644), ("kernel2", 2.562)])
+def test_the_laplacian_has_its_published_time_bytes_and_bandwidth(
+    variant: str, published: float
+) -> None:
+    folder = path_of("rocprof/laplacian")
+    files = [folder / f"{variant}_{part}.csv.gz" for part in ("data_movement", "results")]
+    run = open_run([str(file) for file in files])
+    (trace,) = run.traces.values()
+    assert trace.meta.kernel_profiles is not None
+    kernel = next(k for k in trace.meta.kernel_profiles.kernels if k.name == "laplacian_kernel")
+    assert kernel.launches == 1001 and kernel.duration_ns is not None
+    assert kernel.duration_ns / 1e6 == pytest.approx(published, rel=0.001)
+    with gzip.open(files[0], "rt") as text:
+        rows = [row for row in csv.DictReader(text) if row["KernelName"] == "laplacian_kernel"]
+    fetched = sum(float(row["FETCH_SIZE"]) for row in rows) / len(rows) * 1024
+    assert kernel.number("FETCH_SIZE") == pytest.approx(fetched)
+    if variant == "kernel1":  # the authors count what an ideal cache would move, for a grid of 512
+        moved = (512**3 - 8 - 3 * 4 * 510 + 510**3) * 8
+        assert moved / kernel.duration_ns == pytest.approx(808, rel=0.02)
+
+
+def test_a_database_of_rocprof_compute_gives_shares_of_peaks() -> None:
+    found = profiles_of(path_of("rocprof/rocprof_compute_sample.db.gz"))
+    assert found.tool == "rocprof" and len(found.kernels) == 7
+    first = found.kernels[0]
+    assert first.number("System Speed-of-Light/VALU Utilization") == pytest.approx(53.30881699)
+    assert first.duration_ns == 227_562.0
+
+
+@pytest.mark.parametrize("name", ["cutlass_a100_s8.ncu-rep.gz", "deepseek_ocr_rtx5090.csv.gz"])
+def test_damaged_reports_are_read_up_to_there_or_refused_in_a_line(name: str) -> None:
+    data = gzip.decompress(path_of(f"ncu/{name}").read_bytes())
+    draw = random.Random(7)
+    for _ in range(120):
+        broken = bytearray(data[: draw.randrange(8, len(data))])
+        for _ in range(draw.randrange(1, 40)):
+            broken[draw.randrange(len(broken))] = draw.randrange(256)
+        try:
+            trace = read_bytes(bytes(broken), "broken")
+        except AdvisorError as error:
+            assert "\n" not in str(error)
+        else:
+            assert trace.meta.kernel_profiles is not None
+
+
+def test_a_report_of_an_unknown_layout_names_the_export() -> None:
+    with pytest.raises(AdvisorError, match="ncu --import FILE --csv"):
+        read_bytes(b"NVR\0\x02\0\0\0\x08\x07\xff\xff\xff\x7fgarbage", "new.ncu-rep")
+
+
+def test_a_folder_without_reports_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "table.csv").write_text("a,b\n1,2\n")
+    from advisor.read.kernel_profiles import profile_files
+
+    with pytest.raises(AdvisorError, match="no report of a kernel profiler"):
+        profile_files(str(tmp_path))

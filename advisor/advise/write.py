@@ -45,7 +45,7 @@ def write_report(
     analyses: Mapping[int, Analysis],
     checked: Checked,
     ranked: Ranked,
-    pricing: Pricer,
+    pricer: Pricer,
     rules: Sequence[Rule],
     hot: Sequence[HotLine] = (),
     problems: Sequence[str] = (),
@@ -67,11 +67,11 @@ def write_report(
         not_checked=_merged(checked.not_measured),
         limits=[
             *limits(a, run),
-            *_why_bounds(pricing, ranked.findings),
+            *_why_bounds(pricer, ranked.findings),
             *problems,
         ],
         ranks=ranks_view(analyses, ranks),
-        replay=pricing.view([edit for finding in ranked.advice for edit in finding.edits]),
+        replay=pricer.view([edit for finding in ranked.advice for edit in finding.edits]),
         step=step_time(a),
         step_durations=step_durations(a),
         crashes=crashes(run),
@@ -80,7 +80,7 @@ def write_report(
         hot_lines=list(hot),
         rules=_texts(rules, [*ranked.findings, *ranked.risks, *ranked.notes]),
         memory=memory_views(a),
-        kernel_counters=counter_views(a, pricing),
+        kernel_counters=counter_views(a, pricer),
         **measure(a),
     )
     if (command := profiling_command(report, a.trace.meta.vendor)) is not None:
@@ -102,11 +102,11 @@ def _texts(rules: Sequence[Rule], findings: Sequence[Finding]) -> list[RuleText]
     ]
 
 
-def _why_bounds(pricing: Pricer, findings: Sequence[Finding]) -> list[str]:
+def _why_bounds(pricer: Pricer, findings: Sequence[Finding]) -> list[str]:
     """Why gains are upper bounds, where they are."""
-    if not findings or not pricing.reason:
+    if not findings or not pricer.reason:
         return []
-    return [f"Gains are upper bounds, not replayed: {pricing.reason}."]
+    return [f"Gains are upper bounds, not replayed: {pricer.reason}."]
 
 
 def _merged(items: Sequence[SkippedCheck]) -> list[SkippedCheck]:

@@ -14,9 +14,10 @@ over from all this once they are used: then the user says where a step ends.
 Several optimizers (GAN): in a loader's loop any of them makes the step; without a loader the one
 that steps least ends it, of those that step equally often the first. Several whole rounds of
 backward and optimizer's step between two fetches (batches kept in a buffer) are several steps, as
-many as the optimizer that steps least has made; once that was seen, its steps end them at once. Where no optimizer is seen (weights updated by hand, an optimizer that
-is compiled or in another thread) a step is what lies between two changes of weights or gradients
-outside of backwards (``witness``), from the second change on.
+many as the optimizer that steps least has made; once that was seen, its steps end them at once.
+Where no optimizer is seen (weights updated by hand, an optimizer that is compiled or in another
+thread) a step is what lies between two changes of weights or gradients outside of backwards
+(``witness``), from the second change on.
 """
 
 from __future__ import annotations

@@ -10,6 +10,7 @@ from importlib import import_module
 from typing import Annotated, Any, cast
 
 import typer
+from typer.core import TyperGroup
 
 from advisor import __version__
 from advisor.core.errors import AdvisorError
@@ -33,7 +34,7 @@ def _advisor(
         typer.Option("--version", callback=_version, is_eager=True, help="Show the version."),
     ] = False,
 ) -> None:
-    """Why a PyTorch training step is slow, what to change, and what the change is worth."""
+    """Why a PyTorch training step is slow, what to change, and how much time each fix saves."""
     if ctx.invoked_subcommand is None:
         print(ctx.get_help())
         raise typer.Exit
@@ -41,25 +42,32 @@ def _advisor(
 
 COMMANDS = {
     "analyze": ("analyze", "command", "Say what is slow in a trace, and what to do."),
-    "demo": ("demo", "command", "Record a small training run and analyse it."),
-    "compare": ("compare", "command", "What differs between two runs."),
-    "dashboard": ("dashboard", "command", "Show traces and runs in the browser."),
-    "export": ("export", "command", "A trace with what was found as extra tracks."),
-    "gate": ("gate", "command", "Is a run slower than a baseline? For CI."),
-    "lint": ("lint", "command", "Static hints about a training program."),
-    "mcp": ("mcp", "command", "Tools for a coding agent (Model Context Protocol)."),
-    "ledger": ("ledger", "command", "How good past predictions were."),
-    "monitor": ("monitor", "command", "What GPUs and host do now, live."),
-    "project": ("project", "command", "Predict the step time and its cost on another GPU."),
-    "report": ("report", "command", "A report as one HTML file, or for other tools."),
-    "rules": ("rules", "app", ""),
-    "record": ("record", "command", "Run a training program and record it."),
-    "try": ("try_", "command", "Try the fixes of a program, and measure each."),
-    "window": ("record", "window", "Profile the next steps of a run that is going on."),
     "whatif": ("whatif", "command", "Replay a trace with edits that you write."),
+    "project": ("project", "command", "Predict the step time and its cost on another GPU."),
+    "compare": ("compare", "command", "What differs between two runs."),
+    "report": ("report", "command", "A report as one HTML file, or for other tools."),
+    "export": ("export", "command", "A trace with what was found as extra tracks."),
+    "dashboard": ("dashboard", "command", "Show traces and runs in the browser."),
+    "record": ("record", "command", "Run a training program and record it."),
+    "window": ("record", "window", "Profile the next steps of a run that is going on."),
+    "monitor": ("monitor", "command", "What GPUs and host do now, live."),
+    "try": ("try_", "command", "Try the fixes of a program, and measure each."),
+    "lint": ("lint", "command", "Static hints about a training program."),
+    "gate": ("gate", "command", "Is a run slower than a baseline? For CI."),
+    "ledger": ("ledger", "command", "How good past predictions were."),
+    "mcp": ("mcp", "command", "Tools for a coding agent (Model Context Protocol)."),
+    "demo": ("demo", "command", "Record a small training run and analyse it."),
+    "rules": ("rules", "app", ""),
     "workloads": ("workloads", "app", ""),
 }
 """Subcommand: its module, what of it runs (``app``: commands of its own), its line in the help."""
+GROUPS = {
+    "Analyse": ("analyze", "whatif", "project", "compare", "report", "export", "dashboard"),
+    "Record": ("record", "window", "monitor", "try", "lint"),
+    "Teams, CI and agents": ("gate", "ledger", "mcp"),
+    "Learn": ("demo", "rules", "workloads"),
+}
+"""The headings of the help, with their subcommands."""
 
 ANALYSING = ("analyze", "compare", "export", "gate", "project", "report", "whatif")
 """Commands that read, say what they found, and end. No program of somebody else runs in them."""
@@ -105,12 +113,29 @@ def run(arguments: list[str]) -> int:
     return code if isinstance(code, int) else 0
 
 
+class GroupedHelp(TyperGroup):
+    """The subcommands under headings, where all are there."""
+
+    def format_commands(self, ctx: Any, formatter: Any) -> None:
+        """Write each heading with its subcommands."""
+        if set(self.commands) != set(COMMANDS):
+            super().format_commands(ctx, formatter)
+            return
+        width = formatter.width - 6 - max(map(len, COMMANDS))
+        for heading, names in GROUPS.items():
+            with formatter.section(heading):
+                formatter.write_dl(
+                    [(name, self.commands[name].get_short_help_str(width)) for name in names],
+                    col_max=12,
+                )
+
+
 @cache
 def _command(name: str) -> Any:
     """The command line as far as it is needed: with this subcommand, else with all of them."""
     app = typer.Typer(
         name="advisor",
-        add_completion=False,
+        cls=GroupedHelp,
         rich_markup_mode=None,
         pretty_exceptions_enable=False,
         context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},

@@ -43,6 +43,29 @@ def test_the_help_names_the_commands(advisor: Run, arguments: list[str]) -> None
         assert command in shown
 
 
+def test_the_help_has_every_command_under_one_heading(advisor: Run) -> None:
+    shown = advisor("--help").out
+    for heading, names in cli.GROUPS.items():
+        assert f"\n{heading}:\n  {names[0]} " in shown
+    assert sorted(cli.COMMANDS) == sorted(name for names in cli.GROUPS.values() for name in names)
+
+
+@pytest.mark.parametrize(
+    ("typed", "completed"), [("advisor an", "analyze"), ("advisor analyze --det", "--details")]
+)
+def test_a_shell_completes_commands_and_options(typed: str, completed: str) -> None:
+    words = {"COMP_WORDS": typed, "COMP_CWORD": str(typed.count(" "))}
+    done = subprocess.run(
+        [sys.executable, "-m", "advisor"],
+        check=False,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        env={**os.environ, **words, "_ADVISOR_COMPLETE": "complete_bash"},
+    )
+    assert (done.stdout.split(), done.stderr) == ([completed], "")
+
+
 def test_help_loads_nothing_heavy() -> None:
     code = (
         "import sys\n"

@@ -114,6 +114,8 @@ def test_a_recording_that_does_not_tell_its_gpu_can_be_told(advisor: Run, tmp_pa
     [
         ((), "say which GPU with --gpu NAME, or --all"),
         (("--gpu", "voodoo"), "no GPU 'voodoo' is known"),
+        (("--gpu", "h2000"), "did you mean NVIDIA H200 SXM, "),
+        (("--gpu", "mi30"), "did you mean AMD Instinct MI300X, "),
         (("--gpu", "l4", "--from", "h100 sxm5"), "recorded on NVIDIA A100 SXM4 80GB, not on"),
         (("--all", "--prices", "nowhere.toml"), "nowhere.toml: cannot be read"),
         (("--gpu", "l4", "--rank", "7"), "7"),

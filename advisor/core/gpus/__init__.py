@@ -8,6 +8,7 @@ default, because a roofline against another card's peak is worse than none.
 from __future__ import annotations
 
 import re
+from difflib import SequenceMatcher
 from functools import cache
 from importlib.resources import files
 from typing import NamedTuple
@@ -36,7 +37,7 @@ _MIN_MEMORY, _MAX_MEMORY = 0.88, 1.01
 _SAME_RATES = 0.12
 """How far the rates of one model's variants may differ (a V100's SXM2 board and PCIe card: 10 %) to
 stand for each other where nothing says which it is; then the slowest is taken."""
-_MAX_NAMES = 6
+_MAX_NAMES = 3
 _NO_MODEL = frozenset("nvidia amd tesla geforce instinct gpu oam hbm2 hbm2e hbm3 hbm3e".split())
 """Words that do not tell one model from another."""
 _FORM = re.compile(r"(sxm|pcie|nvl)\d?")
@@ -102,12 +103,17 @@ def find_gpu(name: str) -> GpuMatch:
         return GpuMatch(called[0], ())
     fitting = [gpu for gpu in known() if wanted and wanted <= _words(gpu.name)]
     if not fitting:
-        near = [gpu.name for gpu in known() if any(w in gpu.name.casefold() for w in wanted)]
-        shown = near[:_MAX_NAMES] or [gpu.name for gpu in known() if gpu.link][:_MAX_NAMES]
-        raise AdvisorError(f"no GPU {name!r} is known; there are {', '.join(shown)} …")
+        near = sorted(known(), key=lambda gpu: -_closeness(wanted, _words(gpu.name)))
+        names = [gpu.name for gpu in near[:_MAX_NAMES]]
+        raise AdvisorError(f"no GPU {name!r} is known; did you mean {', '.join(names)}?")
     exact = [gpu for gpu in fitting if _words(gpu.name) - {"nvidia", "amd"} == wanted]
     gpu = (exact or fitting)[0]
     return GpuMatch(gpu, tuple(other.name for other in fitting if other is not gpu))
+
+
+def _closeness(wanted: set[str], words: set[str]) -> float:
+    """How well each wanted word is met by its most similar one."""
+    return sum(max(SequenceMatcher(None, word, w).ratio() for w in words) for word in wanted)
 
 
 def _words(name: str) -> set[str]:

@@ -7,7 +7,7 @@ first: its own small scripts run at once, and Dash's (3.6 MB) are requested afte
 
 from __future__ import annotations
 
-import traceback
+import sys
 from collections.abc import Callable
 from importlib import import_module
 from pathlib import Path
@@ -16,8 +16,10 @@ from typing import Any, Final, NamedTuple
 import dash
 import dash_mantine_components as dmc
 import flask
+from werkzeug.exceptions import HTTPException
 
 from advisor.core import text as t
+from advisor.core.errors import describe_failure
 from advisor.dashboard import current
 from advisor.dashboard.access import Access, protect
 from advisor.dashboard.current import KEY, PageView, clean_query
@@ -61,6 +63,7 @@ def create_app(session: DashboardSession, access: Access | None = None) -> dash.
     )
     app.layout = layout
     app.server.after_request(_unknown_path_is_404)
+    app.server.register_error_handler(Exception, _refuse)
     app.server.register_blueprint(routes(session))
     register_rank_choice(app)
     protect(app, access or Access.to())
@@ -127,11 +130,20 @@ def layout() -> Any:
 def on_error(error: Exception) -> Any:
     """A page that fails says so in its place; what happened is for the terminal, not for the
     browser."""
-    traceback.print_exception(error)
+    print(f"advisor dashboard: {t.clean(describe_failure(error))}", file=sys.stderr)
     outputs = dash.ctx.outputs_list
     if isinstance(outputs, list) and outputs and outputs[0].get("id") == "_pages_content":
         return _broken(), {"title": "advisor"}
     return dash.no_update
+
+
+def _refuse(error: Exception) -> Any:
+    """A request that Dash itself cannot take: a body that no page of ours sends, a script that no
+    component has."""
+    if isinstance(error, HTTPException):
+        return error
+    print(f"advisor dashboard: {t.clean(describe_failure(error))}", file=sys.stderr)
+    return flask.Response("not a request of this dashboard\n", 400, mimetype="text/plain")
 
 
 def _broken() -> Any:

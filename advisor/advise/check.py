@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
+import msgspec
 from msgspec import structs
 
 from advisor.advise.impact import Pricer, count_ranks, estimate, pricer, weigh_window
 from advisor.advise.limits import lost_records
 from advisor.advise.terms import FRAMEWORKS, advises, for_program, how_to_record, left_out
-from advisor.core.errors import AdvisorError
+from advisor.core.errors import AdvisorError, describe_failure
 from advisor.core.finding import (
     Evidence,
     Finding,
@@ -139,8 +140,16 @@ def rank_rules(study: Study, main: int, a: Analysis, rules: list[Rule], pricing:
 
 def estimated(checked: Checked, a: Analysis, pricing: Pricer) -> Checked:
     """The same with the gains of its findings."""
-    findings = [estimate(finding, a, pricing) for finding in checked.findings]
-    return replace(checked, findings=findings, pricing=pricing)
+    findings, skipped = [], list(checked.not_measured)
+    for finding in checked.findings:
+        try:
+            findings.append(estimate(finding, a, pricing))
+        except AdvisorError:
+            raise
+        except Exception as error:  # an edit that somebody else's rule made
+            why = f"no gain could be estimated ({describe_failure(error)})"[:300]
+            skipped.append(SkippedCheck(what=finding.title, why=why, rule=finding.rule))
+    return replace(checked, findings=findings, not_measured=skipped, pricing=pricing)
 
 
 def combined(results: dict[int, Checked], main: int, *, counted: bool = True) -> Checked:
@@ -230,12 +239,41 @@ def _contained(
     """What a rule yields. A rule may be anybody's code, and one that fails must not take the
     others with it: it counts as not checked, and says so."""
     try:
-        return list(check(subject))
+        said = list(check(subject))
+        if not type(rule).__module__.startswith("advisor.rules."):
+            said = [_sound(outcome, rule) for outcome in said]
+        return said
     except AdvisorError:
         raise
     except Exception as error:
-        why = f"{FAILED} ({type(error).__name__}: {error})"[:300]
+        why = f"{FAILED} ({describe_failure(error)})"[:300]
         return [SkippedCheck(what=rule.title or rule.id, why=why)]
+
+
+def _sound(outcome: Outcome, rule: Rule) -> Outcome:
+    """What somebody else's rule yields, checked: nothing else looks at the types of its fields.
+    Raises TypeError or ValueError."""
+    if not isinstance(outcome, Finding | PassedCheck | SkippedCheck):
+        raise TypeError(f"it yielded {type(outcome).__name__}, not a Finding")
+    given = msgspec.to_builtins(outcome)
+    if b"null" in msgspec.json.encode(list(_numbers(given))):  # how JSON writes NaN and infinity
+        raise ValueError("it yielded a number that is not finite")
+    sound: Outcome = msgspec.convert(given, type(outcome))
+    if isinstance(sound, Finding):
+        for edit in sound.edits:
+            for pattern in (edit.select.name, edit.select.under):
+                re.compile(pattern or "")
+        rule.complete(sound)
+    return sound
+
+
+def _numbers(value: object) -> Iterator[float]:
+    """All floats in plain data."""
+    if isinstance(value, float):
+        yield value
+    elif isinstance(value, dict | list | tuple):
+        for item in value.values() if isinstance(value, dict) else value:
+            yield from _numbers(item)
 
 
 def _completed(outcome: Outcome, rule: Rule, a: Analysis, number: int) -> Outcome:

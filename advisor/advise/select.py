@@ -7,18 +7,19 @@ import importlib.util
 import inspect
 import os
 import pkgutil
+import re
 import sys
 from collections.abc import Iterator, Mapping
 from functools import cache
 from importlib.metadata import entry_points
 from pathlib import Path
 from types import ModuleType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, get_args
 
 from advisor.core.config import tool_section
 from advisor.core.errors import AdvisorError
 from advisor.core.files import open_regular
-from advisor.core.finding import Rule
+from advisor.core.finding import Category, Rule
 from advisor.core.trace import blank_trace
 from advisor.measure import Analysis
 from advisor.measure.steps.steps import refuse_none
@@ -108,6 +109,8 @@ def load_rules(
     classes: dict[str, type[Rule]] = {}
     for module in _modules(folder):
         for cls in _rules_in(module):
+            if not module.__name__.startswith("advisor.rules."):
+                _refuse_nonsense(cls)
             other = classes.get(cls.id)
             if other is not None and other is not cls:
                 raise AdvisorError(
@@ -192,6 +195,23 @@ def _rules_in(module: ModuleType) -> Iterator[type[Rule]]:
             and value.id
         ):
             yield value
+
+
+def _refuse_nonsense(cls: type[Rule]) -> None:
+    """Raise AdvisorError for a rule of somebody else's whose attributes are of other types than
+    those of :class:`Rule`: they are read long after it is loaded."""
+    where = f"{inspect.getfile(cls)}: rule {cls.__name__}"
+    if not re.fullmatch(r"[a-z0-9]+(?:-[a-z0-9]+)*", str(cls.id)) or str(cls.id).isdecimal():
+        raise AdvisorError(f"{where}: its id must be lower-case words, such as 'slow-loader'")
+    if getattr(cls, "category", None) not in get_args(Category):
+        raise AdvisorError(f"{where}: its category must be one of {', '.join(get_args(Category))}")
+    for name, example in vars(Rule).items():
+        kind = next((k for k in (bool, str, float, tuple, dict) if isinstance(example, k)), None)
+        if name.startswith("_") or kind is None:
+            continue
+        value = getattr(cls, name)
+        if not isinstance(value, int | float if kind is float else kind):
+            raise AdvisorError(f"{where}: {name} is {type(value).__name__}, not {kind.__name__}")
 
 
 def _configured(cls: type[Rule], options: Mapping[str, Any]) -> Rule:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import sys
-import tempfile
 from contextlib import ExitStack
 from importlib.util import find_spec
 from pathlib import Path
@@ -15,6 +14,7 @@ import typer
 from advisor.cli import output as out
 from advisor.cli.analyze import deliver, study
 from advisor.core.errors import AdvisorError, install
+from advisor.core.scratch import scratch
 from advisor.render.formats import REPORTS
 
 
@@ -36,7 +36,7 @@ def command(
         )
     with ExitStack() as stack:
         if folder is None:
-            folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="advisor-demo-")))
+            folder = stack.enter_context(scratch())
         trace = _record(folder, device, steps)
         _analyse(trace, form)
 

@@ -37,7 +37,9 @@ def command(
     if form == "json":
         import msgspec
 
-        out.show(msgspec.json.format(msgspec.json.encode(rows)).decode() + "\n")
+        from advisor.core.labels import sanitize
+
+        out.show(sanitize(msgspec.json.format(msgspec.json.encode(rows))) + "\n")
         return
     out.show(_render(rows, skipped, out.columns(sys.stdout)))
 

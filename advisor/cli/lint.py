@@ -33,8 +33,10 @@ def command(
     if as_json:
         import msgspec
 
+        from advisor.core.labels import sanitize
+
         plain = {"schema": SCHEMA, "hints": hints, "problems": problems}
-        out.show(msgspec.json.format(msgspec.json.encode(plain), indent=2).decode() + "\n")
+        out.show(sanitize(msgspec.json.format(msgspec.json.encode(plain), indent=2)) + "\n")
     else:
         out.show(_text(hints, problems))
     if fail and hints:

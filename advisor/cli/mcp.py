@@ -30,6 +30,6 @@ def command(
     allowed = Allowed(folders)
     if find_spec("mcp") is None:
         raise AdvisorError(f"the Model Context Protocol's SDK is missing: {install('mcp')}")
-    from advisor.mcp.server import build
+    from advisor.mcp.server import serve
 
-    build(allowed, allow_run=allow_run).run("stdio")
+    serve(allowed, allow_run=allow_run)

@@ -126,6 +126,8 @@ def _text(source: SampleSource, sample: Sample) -> str:
 def _json(source: SampleSource, sample: Sample) -> str:
     import msgspec
 
+    from advisor.core.labels import sanitize
+
     plain = {
         "unix_ns": time.time_ns(),
         "gpus": [
@@ -135,7 +137,7 @@ def _json(source: SampleSource, sample: Sample) -> str:
         "host": None if sample.host is None else msgspec.structs.asdict(sample.host),
         "without_gpu": source.without_gpu,
     }
-    return msgspec.json.encode(plain).decode() + "\n"
+    return sanitize(msgspec.json.encode(plain)) + "\n"
 
 
 def _write(file: Path, source: SampleSource, sample: Sample) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import io
+import unicodedata
 from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING
 
@@ -17,8 +18,9 @@ if TYPE_CHECKING:
     from advisor.measure import Analysis
 
 Cell = str | int | float | bool | None
-FORMULA = ("=", "+", "-", "@", "\t", "\r")
-"""What a spreadsheet takes for a formula at the start of a cell; names come from the trace."""
+FORMULA = ("=", "+", "-", "@")
+"""What a spreadsheet takes for a formula at the start of a cell, also behind space and in full
+width (``＝``); names come from the trace."""
 
 
 class CsvTable:
@@ -62,7 +64,9 @@ def _cell(value: Cell) -> Cell:
     if not isinstance(value, str):
         return value
     shown = t.clean(value, lines=True)
-    return f"'{shown}" if shown.startswith(FORMULA) else shown
+    first = unicodedata.normalize("NFKC", shown.lstrip()[:1])
+    formula = first in FORMULA or shown.startswith(("\t", "\r", "\n"))
+    return f"'{shown}" if formula else shown
 
 
 def _findings(report: Report) -> CsvTable:

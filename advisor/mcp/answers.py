@@ -40,6 +40,12 @@ class Verdict(TypedDict):
     limits: list[str]
 
 
+class VerdictOnGpu(Verdict):
+    """The same with the GPU's name."""
+
+    gpu: str | None
+
+
 class Analysed(TypedDict):
     """What is slow. Findings are those worth most first; more_findings are left out."""
 
@@ -48,7 +54,6 @@ class Analysed(TypedDict):
     step_ns: float
     steps: int
     step_source: str
-    gpu: str | None
     gpu_busy_share: float | None
     joules_a_step: float | None
     findings: list[FindingLine]
@@ -56,7 +61,7 @@ class Analysed(TypedDict):
     risks: list[FindingLine]
     not_checked: int
     untrusted: str
-    from_trace: Verdict
+    from_trace: VerdictOnGpu
 
 
 class Fact(TypedDict):
@@ -183,10 +188,10 @@ class OperatorAnswer(TypedDict):
     """Operators with most device time first."""
 
     path: str
-    gpu: str | None
     operators: list[OperatorLine]
     more_operators: int
     untrusted: str
+    from_trace: dict[str, str | None]
 
 
 class Ran(TypedDict):

@@ -7,13 +7,14 @@ import logging
 from collections.abc import Callable
 from typing import Annotated, Any, TypeVar
 
+from mcp import MCPError
 from mcp.server import MCPServer
 from mcp.server.mcpserver.exceptions import ToolError
-from mcp.types import ToolAnnotations
+from mcp.types import INVALID_PARAMS, ToolAnnotations
 from pydantic import Field
 
 import advisor
-from advisor.core.errors import AdvisorError
+from advisor.core.errors import AdvisorError, describe_failure
 from advisor.mcp import bounds as b
 from advisor.mcp import running
 from advisor.mcp.answers import (
@@ -52,9 +53,35 @@ Edits = Annotated[
 ]
 
 
+class _OneLine(logging.Formatter):
+    """Errors in a line on stderr, with the place that raised them; the client decides their texts,
+    so nothing of them reaches the terminal as it is."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        text = record.getMessage()
+        if record.exc_info and record.exc_info[1] is not None:
+            text += f" ({describe_failure(record.exc_info[1])})"
+        return f"advisor mcp: {b.said(text)}"
+
+
+class _Server(MCPServer[Any]):
+    """There are no prompts: whoever asks for one is answered in a line."""
+
+    async def get_prompt(self, name: str, *_: Any, **__: Any) -> Any:
+        raise MCPError(INVALID_PARAMS, f"Unknown prompt: {b.name(name)}")
+
+
+def serve(allowed: Allowed, *, allow_run: bool) -> None:
+    """Answer a client over standard input and output until it ends."""
+    handler = logging.StreamHandler()
+    handler.setFormatter(_OneLine())
+    logging.basicConfig(level=logging.WARNING, handlers=[handler])  # before the SDK's own
+    build(allowed, allow_run=allow_run).run("stdio")
+
+
 def build(allowed: Allowed, *, allow_run: bool = False) -> MCPServer[Any]:
     """A server whose tools read below the allowed folders; ``allow_run``: and run programs."""
-    server: MCPServer[Any] = MCPServer(
+    server = _Server(
         "advisor",
         version=advisor.__version__,
         instructions=INSTRUCTIONS,

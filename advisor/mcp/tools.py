@@ -63,7 +63,6 @@ class Tools:
             step_ns=report.step_ns,
             steps=scope.steps_used,
             step_source=scope.step_source,
-            gpu=None if scope.device_name is None else b.name(scope.device_name),
             gpu_busy_share=report.busy_share,
             joules_a_step=None if report.energy is None else report.energy.joules,
             findings=[_line(key, f) for key, f in shown],
@@ -72,6 +71,7 @@ class Tools:
             not_checked=len(report.not_checked),
             untrusted=b.UNTRUSTED,
             from_trace={
+                "gpu": None if scope.device_name is None else b.name(scope.device_name),
                 "verdict": b.said(report.verdict),
                 "limits": [b.said(line) for line in report.limits[:10]],
             },
@@ -175,10 +175,10 @@ class Tools:
         device = report.scope.device_name
         return OperatorAnswer(
             path=b.name(path),
-            gpu=None if device is None else b.name(device),
             operators=[_operator(item) for item in shown],
             more_operators=more,
             untrusted=b.UNTRUSTED,
+            from_trace={"gpu": None if device is None else b.name(device)},
         )
 
     def _examined(self, given: str, rank: int | None) -> AnalysisResult:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import sqlite3
-import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -15,6 +14,7 @@ import polars as pl
 import polars.selectors as cs
 
 from advisor.core.errors import AdvisorError
+from advisor.core.scratch import scratch
 from advisor.read.reader import EVENT_BYTES, NO_ROOM, ReadOptions, memory_budget
 from advisor.read.source import ByteSource
 
@@ -247,8 +247,8 @@ def opened(source: ByteSource, options: ReadOptions) -> Iterator[Database]:
         return
     if not head:
         raise AdvisorError(f"{source.path}: nothing in it could be unpacked; copy it again")
-    with tempfile.TemporaryDirectory(prefix="advisor-") as folder:
-        unpacked = Path(folder, "trace.sqlite")
+    with scratch() as folder:
+        unpacked = folder / "trace.sqlite"
         with unpacked.open("wb") as file:
             for block in source.blocks():
                 file.write(block)

@@ -8,14 +8,13 @@ from __future__ import annotations
 
 import json
 import re
-import shutil
-import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, Final
 
-from advisor.core.errors import install
+from advisor.core.errors import AdvisorError, install
+from advisor.core.scratch import scratch
 
 NOTES: Final = "ADVISOR_NOTES"
 """Names the folder of notes to the processes, one file each."""
@@ -33,15 +32,12 @@ DECORATE = "Put @advisor.profile on the function that trains instead: it needs n
 def notes() -> Iterator[Path]:
     """A folder for the notes of a program's processes, for as long as it runs. An empty path:
     there is no room for one."""
-    try:
-        folder = Path(tempfile.mkdtemp(prefix="advisor_"))
-    except OSError:
-        yield Path()
-        return
-    try:
+    with ExitStack() as stack:
+        try:
+            folder = stack.enter_context(scratch())
+        except AdvisorError:
+            folder = Path()
         yield folder
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
 
 
 def unreachable(words: list[str]) -> str:
@@ -163,7 +159,7 @@ def _read(folder: Path) -> list[str]:
     if folder == Path():
         return lines
     try:
-        files = sorted(folder.iterdir())[:MAX_FILES]
+        files = sorted(folder.glob("[!.]*"))[:MAX_FILES]
     except OSError:
         return lines
     for note in files:

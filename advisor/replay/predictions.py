@@ -31,6 +31,8 @@ VARIABLE = "ADVISOR_LEDGER"
 MAX_BYTES = 8 << 20
 MIN_RATIO = 0.05
 """A fix that brought nothing, or less, counts as this share of what was predicted."""
+MAX_RATIO = 1e6
+"""A line whose ratio is larger was not measured: it is damage."""
 _RENAMED = {"of": "program", "knob": "knob"}
 """Fields under the names that earlier versions wrote."""
 
@@ -176,8 +178,9 @@ def decode(data: bytes) -> Table:
         except (msgspec.MsgspecError, UnicodeError, RecursionError):
             skipped += 1
             continue
-        numbers = (row.predicted, row.low, row.high, row.measured)
-        if row.schema != SCHEMA or not all(map(math.isfinite, numbers)):
+        numbers = [row.predicted, row.low, row.high]
+        numbers += [row.measured, row.measured_low, row.measured_high]
+        if row.schema != SCHEMA or not all(map(math.isfinite, numbers)) or row.ratio > MAX_RATIO:
             skipped += 1
             continue
         rows.append(row)

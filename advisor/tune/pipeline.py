@@ -6,7 +6,6 @@ import ast
 import difflib
 import shutil
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -16,6 +15,7 @@ import advisor
 from advisor.core import run_directory as rundir
 from advisor.core.credentials import HIDDEN, clean_command
 from advisor.core.errors import AdvisorError
+from advisor.core.scratch import scratch
 from advisor.lint.source import Script, keyword, parse
 from advisor.recorder.folder import new_run
 from advisor.replay import predictions
@@ -57,17 +57,13 @@ def try_program(
     begun = time.monotonic()
     end = begun + wanted.limits.budget
     report = TrialReport(version=advisor.__version__, program=clean_command(list(words)))
-    root = Path(tempfile.mkdtemp(prefix="advisor_try_")).resolve()
-    session: TrialSession | None = None
-    try:
+    with scratch() as folder:
+        root = folder.resolve()
         program = TrialProgram(words, root)
         run = recorded if recorded is not None else _record(program, root, wanted, say)
         _plan(report, run, words, wanted)
         if report.trials and not wanted.dry:
-            session = TrialSession(program, report, wanted.limits, end, say)
-            session.run()
-    finally:
-        shutil.rmtree(root, ignore_errors=True)
+            TrialSession(program, report, wanted.limits, end, say).run()
     report.dry = wanted.dry
     report.seconds = time.monotonic() - begun
     if not wanted.dry:

@@ -4,9 +4,8 @@ advisor's tracks, written when somebody asks for it."""
 from __future__ import annotations
 
 import itertools
-import shutil
-import tempfile
 import threading
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +14,7 @@ import flask
 
 from advisor.core import text as t
 from advisor.core.errors import AdvisorError
+from advisor.core.scratch import scratch
 from advisor.dashboard import current
 from advisor.dashboard.current import PageView, clean_query
 from advisor.dashboard.parts import el, icon
@@ -54,6 +54,7 @@ class TraceFiles:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
+        self._closing = ExitStack()
         self._folder: Path | None = None
         self._number = itertools.count()
         self._made: dict[tuple[str, int, int], Path] = {}
@@ -74,7 +75,7 @@ class TraceFiles:
                     "a trace from standard input is not kept; save it to a file first"
                 )
             if self._folder is None:
-                self._folder = Path(tempfile.mkdtemp(prefix="advisor-"))  # 0700
+                self._folder = self._closing.enter_context(scratch())
             target = self._folder / f"{next(self._number)}.json.gz"
             limit = view.session.options.read.max_bytes
             write_trace(a.trace, target, lambda head: tracks(a, report, head), limit=limit)
@@ -86,8 +87,7 @@ class TraceFiles:
     def close(self) -> None:
         """Delete them all."""
         with self._lock:
-            if self._folder is not None:
-                shutil.rmtree(self._folder, ignore_errors=True)
+            self._closing.close()
             self._folder = None
             self._made.clear()
 

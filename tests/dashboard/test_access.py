@@ -446,3 +446,23 @@ def test_the_assets_have_no_inline_handlers_or_eval() -> None:
         text = file.read_text(encoding="utf-8")
         for forbidden in ("eval(", "new Function", "innerHTML", "document.write", "http://"):
             assert forbidden not in text.replace("http://www.w3.org", ""), (file.name, forbidden)
+
+
+def test_requests_that_no_page_sends_are_answered_in_a_line(
+    session: DashboardSession, capsys: pytest.CaptureFixture[str]
+) -> None:
+    asking = client(session)
+    outputs = [item["output"] for item in asking.get("/_dash-dependencies").get_json()]
+    inputs = [{"id": "nope", "property": "value", "value": {"a": [1]}}]
+    bodies: list[object] = [[], 5, None, "x", {}, {"output": 5}, {"output": "a.b", "inputs": None}]
+    for output in outputs:
+        bodies += [{"output": output}, {"output": output, "outputs": {}, "inputs": inputs}]
+        bodies += [{"output": output, "outputs": {"id": "q"}, "inputs": [7], "state": 5}]
+    capsys.readouterr()
+    for body in bodies:
+        answer = asking.post("/_dash-update-component", json=body)
+        assert 400 <= answer.status_code < 500, body
+        assert capsys.readouterr().err.count("\n") <= 1
+    for name in ("nope/x.js", "dash/nope.js", "dash/../../x"):
+        assert 400 <= asking.get(f"/_dash-component-suites/{name}").status_code < 500
+        assert capsys.readouterr().err.count("\n") <= 1

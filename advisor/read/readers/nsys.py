@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import shutil
 import subprocess
-import tempfile
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from advisor.core.errors import AdvisorError
+from advisor.core.scratch import scratch
 from advisor.core.trace import Trace, TraceMeta
 from advisor.read.reader import Reader, ReaderClaim, ReadOptions
 from advisor.read.source import ByteSource
@@ -108,14 +108,14 @@ def _exported(source: ByteSource, options: ReadOptions) -> Trace:
             f"{source.path}: a report of Nsight Systems, and nsys is not installed here; where it "
             f"is, run: nsys export --type sqlite {shown}   and give the .sqlite file"
         )
-    with tempfile.TemporaryDirectory(prefix="advisor-") as folder:
+    with scratch() as folder:
         report = Path(source.path)
         if source.given is not None or not report.is_file():
-            report = Path(folder, "report.nsys-rep")
+            report = folder / "report.nsys-rep"
             with report.open("wb") as file:
                 for block in source.blocks():
                     file.write(block)
-        target = Path(folder, "report.sqlite")
+        target = folder / "report.sqlite"
         arguments = [command, "export", "--type", "sqlite", "--force-overwrite", "true"]
         arguments += ["--output", str(target), str(report.absolute())]
         try:

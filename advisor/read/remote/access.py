@@ -20,6 +20,16 @@ from typing import Any, NamedTuple, TypeVar
 from advisor.core.errors import AdvisorError, install
 from advisor.read.remote.urls import LONGEST_URL, WEB, is_url, scheme, shown
 
+SCHEMES = frozenset(
+    """
+        http https ftp sftp ssh smb webdav
+        s3 s3a gs gcs az abfs abfss adl oci oss tos tosfs hf dbfs lakefs
+        hdfs arrow_hdfs webhdfs file local memory
+        zip tar simplecache
+    """.split()
+)
+"""What is read: storage, archives, a copy on this machine. fsspec knows others that run commands,
+follow what a file says, or ask a notebook's server."""
 CONNECT, ANSWER = 10.0, 60.0
 """Seconds: until a connection stands; between two pieces of an answer."""
 ROOM_LEFT = 256 << 20
@@ -49,12 +59,17 @@ def file_system(url: str) -> tuple[Any, str]:
     parts = url.split("::")
     names = [scheme(part) if is_url(part) or "/" not in part else "file" for part in parts]
     for name in names:
+        if name not in SCHEMES:
+            raise AdvisorError(
+                f"{shown(url)[:200]}: {name}:// is not read; give http, s3, gs, az, hdfs, sftp, "
+                "file, zip or tar, or download it"
+            )
         try:
             get_filesystem_class(name)
         except ImportError as error:
             raise _not_installed(name, error) from None
-        except ValueError:
-            raise AdvisorError(f"{shown(url)[:200]}: no scheme {name!r} is known") from None
+        except ValueError:  # of an older fsspec
+            raise AdvisorError(f"{name}:// needs a newer fsspec: {install('remote')}") from None
     # fsspec takes them by scheme where there are several, by name where there is one
     ours = {name: _web() for name in names if name in WEB}
     options = ours if len(names) > 1 else ours.get(names[0], {})

@@ -7,17 +7,14 @@ cannot. A file counts as read when as many bytes came as were promised and it is
 from __future__ import annotations
 
 import errno
-import os
 import shutil
-import tempfile
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from itertools import islice
 from pathlib import Path
 from typing import Any, BinaryIO
 
 from advisor.core.errors import AdvisorError
+from advisor.core.scratch import scratch
 from advisor.read.remote import access, archives
 from advisor.read.remote.access import (
     ROOM_LEFT,
@@ -267,61 +264,3 @@ def _close(file: Any) -> None:
 
 def _gb(size: int) -> str:
     return f"{size / 1e9:.1f} GB" if size >= 10**8 else f"{size / 1e6:.3g} MB"
-
-
-PREFIX = "advisor-fetched-"
-_LOCK = ".lock"
-YOUNG = 60.0
-"""Seconds for which a folder may not be locked yet."""
-MAX_SWEPT = 1000
-
-
-@contextmanager
-def scratch(folder: str | Path | None = None) -> Iterator[Path]:
-    """A new folder, in the system's for temporary files by default. Raises AdvisorError: there is
-    no place for one."""
-    parent = Path(folder if folder is not None else tempfile.gettempdir())
-    try:
-        _sweep(parent)
-        inside = tempfile.TemporaryDirectory(prefix=PREFIX, dir=parent, ignore_cleanup_errors=True)
-    except OSError as error:
-        raise AdvisorError(f"{parent}: no temporary files there ({error.strerror})") from None
-    with inside as made:
-        number = _locked(Path(made, _LOCK), os.O_CREAT)
-        try:
-            yield Path(made)
-        finally:
-            if number is not None:
-                os.close(number)
-
-
-def _locked(file: Path, flags: int = 0) -> int | None:
-    """An open file that nobody else holds, which ends with the process at the latest; ``None``:
-    somebody does, or this system has no locks."""
-    try:
-        import fcntl
-    except ImportError:  # Windows, where a file in use stays in any case
-        return None
-    number = -1
-    try:
-        number = os.open(file, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW | flags, 0o600)
-        fcntl.flock(number, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
-        if number >= 0:
-            os.close(number)
-        return None
-    return number
-
-
-def _sweep(parent: Path) -> None:
-    """Remove folders whose process is gone."""
-    with os.scandir(parent) as entries:
-        ours = (entry for entry in entries if entry.name.startswith(PREFIX))
-        for entry in islice(ours, MAX_SWEPT):
-            with suppress(OSError):
-                if time.time() - entry.stat(follow_symlinks=False).st_mtime < YOUNG:
-                    continue
-                number = _locked(Path(entry.path, _LOCK))
-                if number is not None:
-                    shutil.rmtree(entry.path, ignore_errors=True)
-                    os.close(number)

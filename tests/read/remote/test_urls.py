@@ -109,7 +109,10 @@ def test_what_is_no_list_of_ranks_is_refused(text: str) -> None:
         ("abfs://c@a/a.json", "adlfs", "abfs:// needs adlfs: pip install adlfs"),
         ("zip://a.json::gs://b/a.zip", "gcsfs", "gs:// needs gcsfs: pip install gcsfs"),
         ("s3://bucket/a.json", "fsspec", "s3:// needs fsspec: pip install"),
-        ("nobody://a.json", "", "no scheme 'nobody' is known"),
+        ("nobody://a.json", "", "nobody:// is not read; give http"),
+        ("reference://a.json", "", "reference:// is not read; give http"),
+        ("git://repo:main@a.json", "", "git:// is not read; give http"),
+        ("zip://a.json::dask://h/a.zip", "", "dask:// is not read; give http"),
     ],
 )
 def test_what_is_not_installed_is_named(

@@ -249,7 +249,7 @@ def test_nothing_is_left_after_an_interrupt(web: Server, tmp_path: Path) -> None
     end = time.monotonic() + DEADLINE
     while not web.state.asked["GET /a.json"] and time.monotonic() < end:
         time.sleep(0.05)
-    assert len(list(tmp_path.glob("advisor-fetched-*"))) == 1
+    assert len(list(tmp_path.glob("advisor-*"))) == 1
     program.send_signal(signal.SIGINT)
     output, _ = program.communicate(timeout=DEADLINE)
     assert (program.returncode, output) == (130, b"")
@@ -271,7 +271,7 @@ def test_what_a_killed_process_left_goes_next_time(
         while not web.state.asked["GET /a.json"] and time.monotonic() < end:
             time.sleep(0.05)
         (left,) = tmp_path.iterdir()
-        monkeypatch.setattr("advisor.read.remote.fetch.YOUNG", 0.0)
+        monkeypatch.setattr("advisor.core.scratch.YOUNG", 0.0)
         source = RemoteFile(url="b", at=f"{web.url}/b.json")
         with opened(source, folder=tmp_path):
             assert left.exists()  # its process is there

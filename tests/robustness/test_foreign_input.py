@@ -1,0 +1,158 @@
+"""What others bring (rules, requests, ledgers, names) costs a line, never a traceback."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from advisor import cli
+from advisor.core import scratch
+from advisor.export.csv_tables import CsvTable
+from advisor.replay import predictions
+from advisor.testing import TraceBuilder
+
+RULE = """
+from advisor.core.finding import Edit, Evidence, Finding, Impact, Location, Rule, Select
+class Mine(Rule):
+    id = {id}
+    title = "mine"
+    category = {category}
+    {attribute}
+    def check(self, a):
+        yield {outcome}
+"""
+NONSENSE = {
+    "a number": "5",
+    "nothing": "None",
+    "a class": "Finding",
+    "a summary of another type": "Finding(summary=5)",
+    "evidence of another type": "Finding(summary='x', evidence=7)",
+    "a list of other things": "Finding(summary='x', where=[3, None])",
+    "not a number": "Finding(summary='x', evidence=[Evidence('a', float('nan'), 'ns')])",
+    "infinite confidence": "Finding(summary='x', confidence=float('inf'))",
+    "an edit that is none": "Finding(summary='x', edits=['scale', 3])",
+    "a pattern that is none": "Finding(summary='x', edits=[Edit('remove', Select(name='((('))])",
+}
+
+
+@pytest.fixture(scope="module")
+def slow(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    b = TraceBuilder()
+    for _ in range(4):
+        with b.step():
+            b.loader_wait(5000, workers=0)
+            with b.op("aten::mm"):
+                b.launch("gemm", 900)
+    return b.write(tmp_path_factory.mktemp("slow") / "trace.json")
+
+
+def written(folder: Path, **parts: str) -> Path:
+    given = {"id": "'mine'", "category": "'host'", "attribute": "pass", "outcome": "5", **parts}
+    (folder / "mine.py").write_text(RULE.format(**given))
+    return folder
+
+
+@pytest.mark.parametrize("kind", NONSENSE)
+def test_nonsense_that_a_users_rule_yields_is_a_skipped_check(
+    kind: str, slow: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rules = written(tmp_path, outcome=NONSENSE[kind])
+    for form in ("terminal", "json", "html"):
+        assert cli.run(["analyze", str(slow), "--rules", str(rules), "--format", form]) == 0
+        shown, errors = capsys.readouterr()
+        assert "Traceback" not in errors
+        if form == "json":
+            report = json.loads(shown)
+            (skipped,) = [item for item in report["not_checked"] if item["what"] == "mine"]
+            assert skipped["why"].startswith("the rule failed (")
+            assert report["findings"], "the others ran on"
+
+
+@pytest.mark.parametrize(
+    "parts",
+    [
+        {"id": "7"},
+        {"id": "'Mine Own'"},
+        {"id": "('a', 'b')"},
+        {"category": "'nowhere'"},
+        {"category": "5"},
+        {"attribute": "fix = 3"},
+        {"attribute": "confidence = 'high'"},
+        {"attribute": "assumptions = 'one'"},
+        {"attribute": "inference = []"},
+    ],
+)
+def test_a_users_rule_with_nonsense_attributes_is_one_line(
+    parts: dict[str, str], slow: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rules = str(written(tmp_path, **parts))
+    for line in (["analyze", str(slow), "--rules", rules], ["rules", "list", "--rules", rules]):
+        assert cli.run(line) == 2
+        errors = capsys.readouterr().err
+        assert errors.count("\n") == 1 and "mine.py: rule Mine: " in errors
+
+
+def test_a_ratio_of_the_ledger_is_a_number(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    lines = [
+        {"rule": "a", "predicted": 1e-300, "measured": 1e300, "low": 0, "high": 0},
+        {"rule": "a", "predicted": 1e-300, "measured": 1.0, "low": 0, "high": 0},
+        {"rule": "a\u202egnp.exe\u2066", "predicted": 0.2, "measured": 0.1, "low": 0.1, "high": 1},
+    ]
+    file = tmp_path / "ledger.jsonl"
+    text = "".join(json.dumps({"schema": predictions.SCHEMA, **line}) + "\n" for line in lines)
+    file.write_text(text + '{"schema": "advisor.ledger/1", "measured_high": 1e999}\n')
+    table = predictions.read(file)
+    assert ([row.ratio for row in table.predictions], table.skipped) == ([0.5], 3)
+    for form in ("terminal", "json"):
+        assert cli.run(["ledger", str(file), "--format", form]) == 0
+        shown = capsys.readouterr().out
+        assert not any(char in shown for char in "\u202e\u2066")
+    assert json.loads(shown)[0]["rule"] == "a\u202egnp.exe\u2066"
+
+
+@pytest.mark.parametrize("first", ["=", " =", "\u3000=", "\u00a0+", *"＝＋－＠﹦", "\t="])
+def test_no_cell_is_a_formula(first: str) -> None:
+    text = CsvTable(["name"], [[f"{first}HYPERLINK(1)"], [""], ["a=b"], [-3]]).text()
+    rows = list(csv.reader(io.StringIO(text)))
+    assert rows[1][0].startswith("'") or not rows[1][0].lstrip().startswith(("=", "+", "-", "@"))
+    assert rows[2:] == [[""], ["a=b"], ["-3"]]
+
+
+HELD = """
+import sys, time
+from advisor.core.scratch import scratch
+with scratch() as folder:
+    print(folder, flush=True)
+    time.sleep(600)
+"""
+
+
+def test_what_a_killed_process_left_goes_and_what_others_use_stays(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "advisor-of-somebody").mkdir()  # no lock in it: not ours to judge
+    env = {**os.environ, "TMPDIR": str(tmp_path)}
+    monkeypatch.setattr(scratch, "YOUNG", 0.0)
+    with subprocess.Popen(
+        [sys.executable, "-c", HELD], env=env, stdout=subprocess.PIPE, text=True
+    ) as program:
+        assert program.stdout is not None
+        left = Path(program.stdout.readline().strip())
+        assert left.stat().st_mode & 0o777 == 0o700
+        with scratch.scratch(tmp_path):
+            assert left.exists()
+        program.kill()
+        program.wait(60)
+    time.sleep(0.01)
+    with scratch.scratch(tmp_path) as mine:
+        assert {file.name for file in tmp_path.iterdir()} == {mine.name, "advisor-of-somebody"}

@@ -10,6 +10,7 @@ from advisor.advise.engine import AnalysisResult, Options, examine
 from advisor.advise.impact import REPLAY
 from advisor.compare.comparison import Amount, Comparison, RealisedGain, Side
 from advisor.compare.findings import Remaining, compare_findings, find_remaining
+from advisor.compare.kernel_counters import counter_amounts, counters_verdict
 from advisor.compare.steps import PERIODS, compare_steps
 from advisor.compare.view import repeated, verdict, whole
 from advisor.compare.work import by_shape, compare_kernels, compare_work, matched
@@ -89,6 +90,8 @@ def compare_examined(before: AnalysisResult, after: AnalysisResult) -> Compariso
     if not by_shape(a, b) and (comparison.before.record_shapes or comparison.after.record_shapes):
         comparison.limits.append("Only one side has shapes: work is matched by operator alone.")
     comparison.verdict = verdict(comparison)
+    if before.report.scope.step_source == after.report.scope.step_source == "counters":
+        comparison.verdict = counters_verdict(before.report, after.report)
     return comparison
 
 
@@ -170,6 +173,7 @@ def amounts(before: Report, after: Report) -> list[Amount]:
         result.append(_amount(name, unit, [getattr(r, attribute) for r in (before, after)]))
     joules = [None if r.energy is None else r.energy.joules for r in (before, after)]
     result += [_amount("energy per step", "J", joules), *_cost(before, after)]
+    result += counter_amounts(before, after)
     return [amount for amount in result if (amount.before, amount.after) != (None, None)]
 
 
@@ -256,7 +260,8 @@ def limits(before: Report, after: Report, c: Comparison) -> list[str]:
     """What makes the two hard to compare."""
     item, other = c.before, c.after
     result = []
-    if before.scope == after.scope and before.step_durations == after.step_durations:
+    same = before.scope == after.scope and before.kernel_counters == after.kernel_counters
+    if same and before.step_durations == after.step_durations:
         result.append("Both are the same recording.")
     if c.same_device is False:
         result.append(

@@ -203,7 +203,7 @@ def breakdown_lines(c: Comparison) -> list[ComparedFigure]:
     groups = {amount.group for amount in c.amounts}
     wanted = ["time", "idle", "kernels"] if "time" in groups else ["host"]
     result = []
-    for group in [*wanted, "figures"]:
+    for group in [*wanted, "figures", "counters"]:
         for amount in c.amounts:
             if amount.group != group:
                 continue

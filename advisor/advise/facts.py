@@ -87,6 +87,8 @@ def _steps(report: Report) -> list[str]:
         more = f"{t.format_duration(recorded)} recorded"
         return [what] if recorded - span < OUTSIDE * recorded else [what, more]
     source = "recorded" if scope_.step_source == "record" else t.clean(scope_.step_source)
+    if scope_.per == "repetition":
+        source = "repetitions, steps are not marked"
     used = f"{scope_.steps_used} of {scope_.steps_found}"
     mean = f"{t.format_duration(scope_.step_ns)} {t.format_per(scope_.per)}"
     if scope_.steps_used == 1:

@@ -17,7 +17,7 @@ from msgspec.structs import replace
 from advisor.advise.limits import lost_records
 from advisor.advise.measured import APART, step_time
 from advisor.core import text as t
-from advisor.core.finding import REPEATED, Edit, Finding, Impact
+from advisor.core.finding import GUESSED, Edit, Finding, Impact
 from advisor.core.report import HardPart, Replay
 from advisor.replay.calibration import Band, widened_by_rule, worst_case
 from advisor.replay.exposed import Claim, claim, gain, touched
@@ -64,7 +64,7 @@ def weigh_window(finding: Finding, rule: Rule, a: Analysis) -> Finding:
     if not marked:
         why = "no steps in the trace: start-up and shut-down may be inside"
         finding = less_sure(finding, 0.8, why)
-    elif a.steps.source == REPEATED:
+    elif a.steps.source in GUESSED:
         why = "steps are where the device's work repeats, nothing marks them"
         finding = less_sure(finding, 0.9, why)
     if marked and a.step_count < 3:

@@ -11,8 +11,10 @@ from advisor.advise.memory import memory_limits
 from advisor.advise.terms import mark_steps, record_with, tool_of
 from advisor.core import labels
 from advisor.core import text as t
+from advisor.core.finding import GUESSED
 from advisor.core.intervals import covered_length, intersect, union
 from advisor.core.trace import ANOTHER_TRACE, JAX
+from advisor.measure.steps.repeats import range_groups
 from advisor.measure.steps.steps import extent
 
 if TYPE_CHECKING:
@@ -31,6 +33,8 @@ ONE_OFF_SHARE = 0.02
 """Part of what is analysed from which costs of first calls are told."""
 LEFT_OUT = 0.01
 """Part of a recording from which what lies before the first or after the last GPU work is said."""
+POSSIBLE_SHARE = 0.5
+"""Part of the GPU's work that is launched in ranges that could be the step."""
 MAX_NAMED = 3
 ACTIVITIES = "activities=[CPU, CUDA]"
 MIN_EVENTS = 100
@@ -76,9 +80,30 @@ def limits(a: Analysis, run: Run) -> list[str]:
             f"Steps were not recorded: the figures are for {_unmarked(a)}. "
             f"{how[0].upper()}{how[1:]} for figures per step."
         )
+    elif a.steps.source in GUESSED:
+        how = mark_steps(meta.format)
+        result.append(
+            "Nothing marks the steps. A repetition is where the same work comes again; it may be a "
+            f"part of an iteration, such as a layer. {how[0].upper()}{how[1:]}."
+        )
+    if a.steps.source == "whole trace" or a.steps.source in GUESSED:
+        result += _possible_steps(a.trace)
     result += memory_limits(a)
     result.extend(run.problems)
     return result
+
+
+def _possible_steps(trace: Trace) -> list[str]:
+    """Ranges of the file that hold much of the GPU's work and come again: one may be the step."""
+    groups = [g for g in range_groups(trace) if g.share >= POSSIBLE_SHARE]
+    groups.sort(key=lambda g: (not g.named, -g.share, g.marks.height))
+    named = [
+        f"{t.shorten(t.clean(g.name), 50)!r} ({g.marks.height:,}×, "
+        f"{t.format_duration(float(g.marks['dur'].mean()))}, "  # type: ignore[arg-type]
+        f"{t.format_share(g.share)} of GPU work)"
+        for g in groups[:MAX_NAMED]
+    ]
+    return [f"Ranges that could be the step (--steps NAME): {', '.join(named)}."] if named else []
 
 
 def _unmarked(a: Analysis) -> str:

@@ -146,7 +146,7 @@ def _scope(a: Analysis) -> Scope:
 
 def _recorded(a: Analysis) -> int | None:
     """From the first to the last recorded work, where the figures are of a part of that."""
-    if a.per == "step" or a.device_id is None:
+    if a.per != "recording" or a.device_id is None:
         return None
     start, end = extent(a.trace)
     return end - start

@@ -10,6 +10,7 @@ from advisor.advise.terms import mark_steps
 from advisor.compare.compare import compare_reports, side
 from advisor.compare.comparison import Amount, Bounds, Comparison, Decision, GateAnswer, Side
 from advisor.compare.statistics import MIN_DEPENDENT_STEPS
+from advisor.compare.steps import guessed
 from advisor.core.errors import AdvisorError
 from advisor.core.report import Report
 
@@ -61,6 +62,9 @@ def baseline(reports: Sequence[Report], paths: Sequence[str]) -> Report:
 def check_steps(report: Report, name: str) -> None:
     """Raises AdvisorError: the report has too few steps for a gate."""
     counts = [len(steps.durations_ns) for steps in report.step_durations]
+    if guessed([report]) and not any(s.source == "recorder" for s in report.step_durations):
+        trace_format = report.inputs[0].format if report.inputs else None
+        raise AdvisorError(f"{name}: nothing marks the steps; {mark_steps(trace_format)}")
     if max(counts, default=0) >= MIN_DEPENDENT_STEPS:
         return
     if report.scope.step_source == "whole trace":

@@ -21,7 +21,7 @@ from advisor.compare.statistics import (
     welch,
 )
 from advisor.core import text as t
-from advisor.core.finding import REPEATED
+from advisor.core.finding import GUESSED
 from advisor.core.report import Input, Report, StepDurations
 
 Source = Literal["recorder", "trace"]
@@ -43,7 +43,7 @@ def compare_steps(before: Report, after: Report) -> StepTimeChange:
     source, sides = common_steps(before, after)
     shapes = [_distribution(runs) for runs in sides]
     shortest = min(len(run.durations_ns) for runs in sides for run in runs) if all(sides) else 0
-    if shortest < MIN_STEPS:
+    if shortest < MIN_STEPS or (source == "trace" and guessed(reports)):
         return StepTimeChange(
             verdict="not measured",
             source=source,
@@ -51,7 +51,7 @@ def compare_steps(before: Report, after: Report) -> StepTimeChange:
             after=shapes[1],
             reason=_why_not(reports, sides),
         )
-    paired = _paired(reports, source, sides)
+    paired = _paired(sides)
     samples = [[_sample(run) for run in runs] for runs in sides]
     if any(len(runs) > 1 for runs in sides):
         result = difference_of_runs(*samples)
@@ -92,6 +92,11 @@ def common_steps(before: Report, after: Report) -> tuple[str, tuple[Runs, Runs]]
     return ("trace" if all(sides) else ""), sides
 
 
+def guessed(reports: Sequence[Report]) -> list[Report]:
+    """Those whose steps are where something repeats, which nothing marks."""
+    return [report for report in reports if report.scope.step_source in GUESSED]
+
+
 def _runs(report: Report, source: Source) -> Runs:
     return [steps for steps in report.step_durations if steps.source == source]
 
@@ -100,15 +105,12 @@ def _sample(steps: StepDurations) -> Sample:
     return np.array(steps.durations_ns, dtype=np.float64)
 
 
-def _paired(reports: Sequence[Report], source: str, sides: tuple[Runs, Runs]) -> bool:
-    """Each side is one run, and both have steps of the same numbers. Steps that nothing marks are
-    counted from wherever the recording began: these are paired only where they are the same."""
+def _paired(sides: tuple[Runs, Runs]) -> bool:
+    """Each side is one run, and both have steps of the same numbers."""
     if any(len(runs) != 1 for runs in sides):
         return False
     before, after = sides[0][0], sides[1][0]
-    counted = source == "recorder" or REPEATED not in [r.scope.step_source for r in reports]
-    same = before.durations_ns == after.durations_ns
-    return (counted or same) and before.numbers == after.numbers
+    return before.numbers == after.numbers
 
 
 def _distribution(runs: Runs) -> Distribution | None:
@@ -135,6 +137,9 @@ def _distribution(runs: Runs) -> Distribution | None:
 
 def _why_not(reports: Sequence[Report], sides: tuple[Runs, Runs]) -> str:
     """Why step times are not compared."""
+    if guesses := guessed(reports):
+        how = mark_steps(guesses[0].inputs[0].format if guesses[0].inputs else None)
+        return f"nothing marks the steps, and what repeats may be a part of one; {how}"
     unmarked, unmarked_format = [], None
     for side, report in zip(SIDES, reports, strict=True):
         if report.scope.step_source == "whole trace":

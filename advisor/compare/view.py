@@ -7,7 +7,7 @@ from collections import Counter
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from advisor.core import text as t
-from advisor.core.finding import REPEATED
+from advisor.core.finding import GUESSED
 
 if TYPE_CHECKING:
     from advisor.compare.comparison import (
@@ -69,15 +69,16 @@ def verdict(comparison: Comparison) -> str:
     steps = comparison.steps
     if steps.difference_ns is None or steps.share is None:
         text = f"Step times are not compared: {steps.reason}"
+        if repeated(comparison) and steps.before is not None and steps.after is not None:
+            pair = (t.format_duration(side.mean_ns) for side in (steps.before, steps.after))
+            text += f". GPU work repeats every {' → '.join(pair)}"
     else:
         pair = " → ".join(centers(steps))
         if steps.verdict == "no difference":
             text = f"No difference in step time can be shown: {pair} ({interval(steps)})"
         else:
             amount = t.format_share(abs(steps.share))
-            part = "What repeats is " if repeated(comparison) else ""
-            how = steps.verdict if part else steps.verdict.capitalize()
-            text = f"{part}{how} by {amount}: {pair} ({interval(steps)})"
+            text = f"{steps.verdict.capitalize()} by {amount}: {pair} ({interval(steps)})"
     counts = Counter(item.change for item in comparison.findings)
     parts = [f"{counts[kind]} {kind}" for kind in ("fixed", "new", "remaining") if counts[kind]]
     text = f"{text}; findings: {', '.join(parts)}." if parts else f"{text}."
@@ -86,7 +87,7 @@ def verdict(comparison: Comparison) -> str:
 
 def repeated(comparison: Comparison) -> bool:
     """The steps are periods of the device's work that nothing marks, perhaps parts of a step."""
-    return REPEATED in (comparison.before.step_source, comparison.after.step_source)
+    return bool({comparison.before.step_source, comparison.after.step_source} & {*GUESSED})
 
 
 def _crashes(comparison: Comparison) -> list[str]:
@@ -107,7 +108,9 @@ def whole(comparison: Comparison) -> bool:
 
 def per(comparison: Comparison) -> str:
     """After a figure: `` per step``, or nothing where figures are totals."""
-    return "" if whole(comparison) else " per step"
+    if whole(comparison):
+        return ""
+    return " per repetition" if repeated(comparison) else " per step"
 
 
 def _center(steps: StepTimeChange, which: str) -> float | None:

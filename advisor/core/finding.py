@@ -28,7 +28,7 @@ Category = Literal[
     "inference",
 ]
 Currency = Literal["step_time", "run_time", "memory", "risk", "unpriced"]
-Per = Literal["step", "recording", "window", "run"]
+Per = Literal["step", "repetition", "recording", "window", "run"]
 """What an amount of time, or a number of things, is of."""
 Validation = Literal["real traces", "recordings", "synthetic"]
 Operation = Literal[
@@ -45,12 +45,14 @@ Operation = Literal[
 ]
 
 
-REPEATED = "device sequence"
+GUESSED = ("device sequence", "repeating ranges")
 """``Steps.source`` of steps that nothing marks: a part of an iteration may be what repeats."""
 
 
 def unit_of(step_source: str) -> Per:
     """What figures are of, by where their steps come from (``Scope.step_source``)."""
+    if step_source in GUESSED:
+        return "repetition"
     return "recording" if step_source == "whole trace" else "step"
 
 

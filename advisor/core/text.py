@@ -328,6 +328,7 @@ def first_sentence(text: str) -> str:
 
 _PER: Final[Mapping[str, str]] = {
     "step": "per step",
+    "repetition": "per repetition",
     "recording": "of the recording",
     "window": "of the window",
     "run": "over the run",

@@ -223,7 +223,6 @@ MARKED = [
     "v100_train_copy_heavy.json.gz",
     "pairs/loader_autograd_workers0.json.gz",
     "pairs/loader_profiler_workers4.json.gz",
-    "nsys/mfu_2gpu_before.sqlite",
 ]
 """Public traces with five steps or more, of several readers."""
 
@@ -240,6 +239,15 @@ def test_a_real_trace_does_not_differ_from_itself(
     assert steps["before"]["count"] >= 5
     assert (comparison["decision"]["answer"], steps["share"]) == ("passed", 0.0)
     assert steps["share_high"] - steps["share_low"] < 0.05
+
+
+def test_repetitions_that_nothing_marks_pass_no_gate(
+    advisor: Run, shared_file: Callable[[str], str]
+) -> None:
+    path = shared_file("nsys/mfu_2gpu_before.sqlite")
+    code, _, err = advisor("gate", path, path, "--max-slower", "0%")
+    assert code == 2
+    assert "nothing marks the steps; put an NVTX range around each iteration" in err
 
 
 @pytest.mark.parametrize(("before", "after"), [(8, 8), (6, 9), (60, 60), (50, 45)])

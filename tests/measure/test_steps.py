@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import polars as pl
 import pytest
 
+from advisor.core.finding import GUESSED
+from advisor.core.trace import Trace
 from advisor.measure import Analysis
+from advisor.measure.steps.repeats import range_groups
 from advisor.measure.steps.steps import extent, find_steps, step_of
 from advisor.read import read_trace
 from advisor.testing import TraceBuilder
@@ -219,3 +224,54 @@ def test_steps_of_real_traces(name, source, count, window_ms, shared_trace):
     assert a.span_ns / 1e6 == pytest.approx(window_ms, abs=1e-3)
     names = a.steps.used.select(pl.col("name").str.contains(r"^ProfilerStep#\d+$"))
     assert names.to_series().all()
+
+
+def program(iterations: int = 10, *, start_up: bool = True) -> TraceBuilder:
+    """A solver without marks: start-up runs some of the loop's kernels, then the loop."""
+    b = TraceBuilder()
+    if start_up:
+        for kernel in ("init", "spmv", "axpy"):
+            b.launch(kernel, 30)
+        b.host(5_000)
+    for _ in range(iterations):
+        for kernel in ("spmv", "dot", "axpy", "dot", "norm"):
+            b.launch(kernel, 200)
+        b.sync()
+        b.host(400)
+    return b
+
+
+def unmarked(b: TraceBuilder) -> Trace:
+    trace = b.trace()
+    return replace(trace, meta=replace(trace.meta, format="nsys"))
+
+
+def test_a_start_up_fragment_is_no_step():
+    steps = find_steps(unmarked(program()))
+    assert steps.source in GUESSED
+    used = steps.used["dur"].to_numpy() / 1e3
+    assert 9 <= len(used) <= 10  # of the last one, nothing says when the next would have begun
+    assert used == pytest.approx(np.full(len(used), np.median(used)), rel=0.05)
+
+
+def test_guessed_steps_are_repetitions_and_ranges_that_could_be_the_step_are_named():
+    b = TraceBuilder()
+    for layer in range(12):
+        with b.range(f"layer {layer}"):
+            for kernel in ("gemm", "softmax", "gemm2"):
+                b.launch(kernel, 200)
+    trace = unmarked(b)
+    a = Analysis(trace)
+    assert (a.steps.source, a.per) == ("repeating ranges", "repetition")
+    (group,) = range_groups(trace)
+    assert (group.name, group.marks.height, group.named) == ("layer 0", 12, False)
+    assert group.share == pytest.approx(1.0)
+
+
+def test_ranges_that_the_program_calls_steps_are_steps():
+    b = TraceBuilder()
+    for number in range(5):
+        with b.range(f"train_step {number}"):
+            b.launch("gemm", 200)
+    a = Analysis(unmarked(b))
+    assert (a.steps.source, a.per) == ("ranges", "step")

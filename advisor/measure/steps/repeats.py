@@ -3,26 +3,28 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterator
 from itertools import pairwise
+from typing import NamedTuple
 
 import numpy as np
 import polars as pl
 from numpy.typing import NDArray
 
-from advisor.core.finding import REPEATED
+from advisor.core.finding import GUESSED
 from advisor.core.trace import JAX, TENSORFLOW, Trace
 from advisor.measure.host.backlog import analysed_device
 
 MIN_REPEATS = 3
-"""Fewer are no repetition: two alike may be start and end."""
+"""Fewer are no repetition: two may be start and end."""
 LAUNCHED_INSIDE = 0.9
 """Part of the device's time whose launches must lie in a range for it to be the step."""
-ALIKE = 0.9
+SIMILAR = 0.9
 """How much of their work two periods must share: a few kernels depend on shapes and data."""
-ALIKE_TIME = 0.8
+SIMILAR_TIME = 0.8
 """The same for the time of each kind of work: clocks change, and collectives wait for others."""
 COVERED = 0.8
-"""Part of the device's rows that must lie in periods that are alike."""
+"""Part of the device's rows that must lie in similar periods."""
 AS_GOOD = 0.98
 """Of what the best period covers. Of equally good ones the shortest is the step: whatever repeats
 also repeats twice as slowly, while layers inside a step leave out what lies between two steps."""
@@ -36,20 +38,41 @@ _NAMED = r"(?i)\b(?:train_?)?(?:step|iter(?:ation)?|batch)s?(?:\b|_|\d)"
 Numbers = NDArray[np.int64]
 
 
+class RangeGroup(NamedTuple):
+    """Ranges of one name on the thread that launches the device's work, one after the other.
+    Numbers in names (``step 7``) do not tell ranges apart."""
+
+    name: str
+    """Of the first."""
+    marks: pl.DataFrame
+    """``name``, ``ts``, ``dur``, ``depth``, in time's order."""
+    share: float
+    """Part of the device's time that is launched in them."""
+
+    @property
+    def named(self) -> bool:
+        """The program calls them steps."""
+        return bool(self.marks["name"].str.contains(_NAMED).any())
+
+
 def repeats(trace: Trace) -> tuple[pl.DataFrame, str] | None:
     """Marks of the steps (``name``, ``ts``, ``dur``, in time's order) and what they are: ``ranges``
-    or ``device sequence``. ``None``: nothing repeats."""
+    that are called steps, or one of GUESSED. ``None``: nothing repeats."""
     device = analysed_device(trace)
     if device is None:
         marks = _cycle(trace)
         return None if marks is None else (marks, "ranges")
+    group = max(
+        (g for g in range_groups(trace) if g.share >= LAUNCHED_INSIDE),
+        key=lambda g: (g.named, -int(g.marks["depth"].min()), g.marks.height),  # type: ignore[arg-type]
+        default=None,
+    )
+    if group is not None:
+        marks = group.marks.select("name", "ts", "dur")
+        return marks, "ranges" if group.named else GUESSED[1]
     rows = trace.gpu.filter(pl.col("device") == device)
-    called = _called(trace, rows)
-    marks = _ranges(trace, rows, called)
-    if marks is not None:
-        return marks, "ranges"
-    marks = _sequence(rows, called)
-    return None if marks is None else (marks, REPEATED)
+    marks = _sequence(rows, _called(trace, rows))
+    return None if marks is None else (marks, GUESSED[0])
 
 
 def _called(trace: Trace, rows: pl.DataFrame) -> Numbers:
@@ -61,20 +84,22 @@ def _called(trace: Trace, rows: pl.DataFrame) -> Numbers:
     return np.where(launch >= 0, trace.cpu["ts"].to_numpy()[np.maximum(launch, 0)], ts)
 
 
-def _ranges(trace: Trace, rows: pl.DataFrame, called: Numbers) -> pl.DataFrame | None:
-    """The range in which nearly all device work is launched, again and again: one that is called a
-    step first, else the outermost. Numbers in names (``step 7``) do not tell ranges apart."""
+def range_groups(trace: Trace) -> Iterator[RangeGroup]:
+    """Ranges that could be the step: of each name that comes MIN_REPEATS times."""
+    device = analysed_device(trace)
+    if device is None:
+        return
+    rows = trace.gpu.filter(pl.col("device") == device)
     launch = rows["launch"].drop_nulls()
     if not len(launch):
-        return None
+        return
+    called, work = _called(trace, rows), rows["dur"].to_numpy()
     thread = int(trace.cpu["thread"].gather(launch).mode().sort()[0])
-    result = trace.cpu.filter(
+    ranges = trace.cpu.filter(
         (pl.col("kind") == "annotation") & (pl.col("thread") == thread)
     ).select("ts", "dur", "depth", name=pl.col("name").cast(pl.String))
-    result = result.with_columns(kind=pl.col("name").str.replace_all(r"\d+", "#"))
-    work = rows["dur"].to_numpy()
-    best: tuple[tuple[bool, int, int], pl.DataFrame] | None = None
-    for _, group in result.group_by("kind", maintain_order=True):
+    ranges = ranges.with_columns(kind=pl.col("name").str.replace_all(r"\d+", "#"))
+    for _, group in ranges.group_by("kind", maintain_order=True):
         if group.height < MIN_REPEATS:
             continue
         marks = group.sort("ts")
@@ -84,13 +109,8 @@ def _ranges(trace: Trace, rows: pl.DataFrame, called: Numbers) -> pl.DataFrame |
             continue
         place = np.searchsorted(start, called, side="right") - 1
         inside = (place >= 0) & (called < end[np.maximum(place, 0)])
-        if work[inside].sum() < LAUNCHED_INSIDE * work.sum():
-            continue
-        named = bool(marks["name"].str.contains(_NAMED).any())
-        rank = (named, -int(marks["depth"].min()), marks.height)  # type: ignore[arg-type]
-        if best is None or rank > best[0]:
-            best = rank, marks
-    return None if best is None else best[1].select("name", "ts", "dur")
+        share = float(work[inside].sum() / max(int(work.sum()), 1))
+        yield RangeGroup(str(marks["name"][0]), marks, share)
 
 
 def _cycle(trace: Trace) -> pl.DataFrame | None:
@@ -114,7 +134,7 @@ def _cycle(trace: Trace) -> pl.DataFrame | None:
         rounds = [tuple(codes[low:high]) for low, high in pairwise([*index.tolist(), len(codes)])]
         usual, count = Counter(rounds).most_common(1)[0]
         whole = len(index) if rounds[-1] == usual else len(index) - 1
-        if whole < MIN_REPEATS or count < ALIKE * whole:
+        if whole < MIN_REPEATS or count < SIMILAR * whole:
             continue
         if len(usual) == 1:
             return result[index[:whole]].select(pl.col("name").cast(pl.String), "ts", "dur")
@@ -126,7 +146,7 @@ def _cycle(trace: Trace) -> pl.DataFrame | None:
 
 def _sequence(rows: pl.DataFrame, called: Numbers) -> pl.DataFrame | None:
     """Periods of the device's work, in the order of its launches. Each kind of work may begin one;
-    of those whose periods are alike, the ones that cover most of all work count."""
+    of those whose periods are similar, the ones that cover most of all work count."""
     order = np.argsort(called, kind="stable")
     names = rows.select(pl.struct("kind", "name").rank("dense").cast(pl.Int64) - 1).to_series()
     codes = names.to_numpy()[order]
@@ -142,7 +162,8 @@ def _sequence(rows: pl.DataFrame, called: Numbers) -> pl.DataFrame | None:
             if len(result) >= MAX_CANDIDATES:
                 break
             index = np.flatnonzero(codes == code)
-            result.append((_alike(codes, work, index, len(counts)), count, -int(index[0]), index))
+            share = _shared(codes, work, index, len(counts))[0]
+            result.append((share, count, -int(index[0]), index))
     best = max((item[0] for item in result), default=0.0)
     if best < COVERED:
         return None
@@ -153,36 +174,46 @@ def _sequence(rows: pl.DataFrame, called: Numbers) -> pl.DataFrame | None:
     begin = np.append(called[order][index], 0)
     ended = (rows["ts"] + rows["dur"]).to_numpy()[order]
     begin[-1] = max(int(ended[index[-1] :].max()), int(begin[-2]) + 1)
-    usual = float(np.median(np.diff(index)))
-    count = len(index) if len(codes) - index[-1] >= ALIKE * usual else len(index) - 1
-    if count < MIN_REPEATS:
+    similar = _shared(codes, work, index, len(counts))[1]
+    pieces = np.diff(np.append(index, len(codes)))
+    kept = without_fragments(similar & (pieces >= SIMILAR * np.median(pieces)))
+    if len(kept) < MIN_REPEATS:
         return None
     return pl.DataFrame(
         {
-            "name": [f"period {number + 1}" for number in range(count)],
-            "ts": begin[:count],
-            "dur": np.diff(begin)[:count],
+            "name": [f"repetition {number + 1}" for number in range(len(kept))],
+            "ts": begin[kept],
+            "dur": np.diff(begin)[kept],
         }
     )
 
 
-def _alike(codes: Numbers, work: Numbers, at: Numbers, kinds: int) -> float:
+def without_fragments(good: NDArray[np.bool_]) -> Numbers:
+    """From the first to the last of the good periods: what is before and after them is start-up, or
+    what the recording began or ended in."""
+    there = np.flatnonzero(good)
+    return np.arange(there[0], there[-1] + 1) if len(there) else there
+
+
+def _shared(
+    codes: Numbers, work: Numbers, at: Numbers, kinds: int
+) -> tuple[float, NDArray[np.bool_]]:
     """Part of all work that lies in periods, each beginning ``at`` one place, that hold the same
-    pieces as most of them do, and as much time of each kind."""
+    pieces as most of them do, and as much time of each kind; and which periods do."""
     place = np.arange(at[0], len(codes))
     cell = (np.searchsorted(at, place, side="right") - 1) * kinds + codes[place]
-    alike = np.ones(len(at), dtype=np.bool_)
+    similar = np.ones(len(at), dtype=np.bool_)
     sizes = np.bincount(cell // kinds, minlength=len(at))
-    for weights, share in ((None, ALIKE), (work[place], ALIKE_TIME)):
+    for weights, share in ((None, SIMILAR), (work[place], SIMILAR_TIME)):
         table = np.bincount(cell, weights, minlength=len(at) * kinds).reshape(len(at), kinds)
         usual = np.median(table, axis=0)
         shared = np.minimum(table, usual).sum(axis=1)
-        alike &= 2 * shared >= share * (table.sum(axis=1) + usual.sum())
-    if int(alike.sum()) < max(MIN_REPEATS, COVERED * (len(at) - 1)):
-        return 0.0
+        similar &= 2 * shared >= share * (table.sum(axis=1) + usual.sum())
+    if int(similar.sum()) < max(MIN_REPEATS, COVERED * (len(at) - 1)):
+        return 0.0, similar
     # a period that had begun before the recording
-    before = min(int(at[0]), int(np.median(sizes[alike])))
-    return float((sizes[alike].sum() + before) / len(codes))
+    before = min(int(at[0]), int(np.median(sizes[similar])))
+    return float((sizes[similar].sum() + before) / len(codes)), similar
 
 
 def _from_the_first(at: Numbers, count: int) -> Numbers:

@@ -11,11 +11,12 @@ import numpy as np
 import polars as pl
 
 from advisor.core.errors import AdvisorError
+from advisor.core.finding import GUESSED
 from advisor.core.intervals import Intervals, union
 from advisor.core.trace import KINETO, LOADER, STEP_MARKS, Trace
 from advisor.measure.host.backlog import analysed_device, device_steps, drained, earlier
 from advisor.measure.host.names import name_matches
-from advisor.measure.steps.repeats import repeats
+from advisor.measure.steps.repeats import SIMILAR_TIME, repeats, without_fragments
 
 if TYPE_CHECKING:
     from advisor.measure import Analysis
@@ -53,7 +54,7 @@ STEPS_SCHEMA = {
 class Steps:
     """``table`` has the columns of STEPS_SCHEMA; ``source`` says what a step was taken to be:
     ``ProfilerStep`` (or what other frameworks call their marks, ``TraceMeta.step_marks``),
-    ``recorder``, ``optimizer``, ``ranges``, ``device sequence`` or ``whole trace``.
+    ``recorder``, ``optimizer``, ``ranges``, one of GUESSED or ``whole trace``.
 
     Where the host runs ahead of the device, a step is the device's period, from the first work of
     a step to the first of the next (``backlog.py``): ``ahead_ns`` is the time that the work of a
@@ -286,6 +287,10 @@ def _finish(
     marked = dur if launched_in is None else end - launched_in["ts"].to_numpy()
     if count > 1 and chosen[:-1].any() and marked[-1] < PARTIAL_SHARE * np.median(dur[:-1]):
         chosen[-1] = False  # the profiler stopped inside it
+    if source in GUESSED:
+        whole = np.zeros(count, dtype=bool)
+        whole[without_fragments(dur >= SIMILAR_TIME * np.median(dur))] = True
+        chosen &= whole
     outlier = _outliers(dur, chosen, waits)
     table = pl.DataFrame(
         {

@@ -70,8 +70,8 @@ def verdict(comparison: Comparison) -> str:
     if steps.difference_ns is None or steps.share is None:
         text = f"Step times are not compared: {steps.reason}"
         if repeated(comparison) and steps.before is not None and steps.after is not None:
-            pair = (t.format_duration(side.mean_ns) for side in (steps.before, steps.after))
-            text += f". GPU work repeats every {' → '.join(pair)}"
+            every = [t.format_duration(side.mean_ns) for side in (steps.before, steps.after)]
+            text += f". GPU work repeats every {" → ".join(every)}"
     else:
         pair = " → ".join(centers(steps))
         if steps.verdict == "no difference":

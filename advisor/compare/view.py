@@ -71,7 +71,7 @@ def verdict(comparison: Comparison) -> str:
         text = f"Step times are not compared: {steps.reason}"
         if repeated(comparison) and steps.before is not None and steps.after is not None:
             every = [t.format_duration(side.mean_ns) for side in (steps.before, steps.after)]
-            text += f". GPU work repeats every {" → ".join(every)}"
+            text += f". GPU work repeats every {' → '.join(every)}"
     else:
         pair = " → ".join(centers(steps))
         if steps.verdict == "no difference":

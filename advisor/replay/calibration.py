@@ -66,7 +66,9 @@ def error_of(kinds: Iterable[str], known: Sequence[Prediction]) -> float:
     bounds = []
     for name in set(kinds):
         own = [row.error for row in known if row.kind == name]
-        bounds.append(error_bound(own if len(own) >= ENOUGH else general))
+        # an error of a gain says little of one of the step: where only those are known, the worst
+        few = max(general) if name in OF_THE_STEP else error_bound(general)
+        bounds.append(error_bound(own) if len(own) >= ENOUGH else few)
     return max(bounds, default=error_bound(general))
 
 

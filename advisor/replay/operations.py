@@ -20,6 +20,10 @@ if TYPE_CHECKING:
 GRAPH_LAUNCH_NS = 1_000.0
 """Host time a kernel costs inside a CUDA graph, about (NVIDIA, "Constant time launch", 2024:
 a graph's launch costs a few µs plus well under 1 µs a node)."""
+SLOWED_SHARE = {"high": 0.0, "": 0.1, "low": 0.2}
+"""Of the loading that is computed: what the rest of the step loses to workers that compute beside
+it, with the same memory and caches. Past gains of workers were 80 to 100 % of a replay without it
+(``predictions.jsonl``)."""
 ROOFLINE_SHARE = 0.75
 """Share of the attainable rate that good kernels reach (TraceLens: 75 % is the low target)."""
 
@@ -161,6 +165,7 @@ def spread(patch: Patch, edit: Edit, factor: float | None) -> None:
         patch.weight[multi] = np.append(patch.weight[multi[:1]], later) * _more(patch, workers)
     single = rate[patch.weight[rate] <= NEVER]
     if len(single):
+        own = program[np.isin(graph.dst[program], graph.dst[single])]
         batches = cost[graph.dst[single]]
         off = 2 * float(batches.std()) / max(1, len(batches)) ** 0.5
         mean = float(batches.mean()) + off * {"low": 1, "high": -1}.get(patch.assumption, 0)
@@ -168,11 +173,10 @@ def spread(patch: Patch, edit: Edit, factor: float | None) -> None:
         share = min(batches.sum() / length, 1.0)
         computed = _computed(patch, loaded, share)
         patch.weight[single] = (max(mean, 0.0) + hand) * _slower(patch, computed, share, workers)
-        taken = _taken(patch, computed, share)
-        if taken > 0:
-            own = program[np.isin(graph.dst[program], graph.dst[single])]
-            batch = cost[graph.dst[own]]
-            patch.weight[own] = np.minimum(batch, hand) + taken * batch
+        slowed = SLOWED_SHARE[patch.assumption] * _computed_at_most(patch, share)
+        left = max(slowed, _taken(patch, computed, share))
+        batch = cost[graph.dst[own]]
+        patch.weight[own] = np.minimum(batch, hand) + left * batch
 
 
 def _computed(patch: Patch, loaded: Array, share: float) -> float:
@@ -181,11 +185,7 @@ def _computed(patch: Patch, loaded: Array, share: float) -> float:
     under the pessimistic assumption all of it is, as far as the CPU time of the process allows.
     ``share``: the loading's own, of the step."""
     if patch.assumption == "low":
-        a = patch.a
-        if a.recorded is None:
-            return 1.0
-        known = a.recorded.computed(share, on_host=a.trains_on_host)
-        return 1.0 if known is None else known
+        return _computed_at_most(patch, share)
     graph, cpu = patch.graph, patch.a.trace.cpu
     rows = graph.row[loaded]
     begin, thread = cpu["ts"].to_numpy()[rows], cpu["thread"].to_numpy()[rows]
@@ -196,6 +196,13 @@ def _computed(patch: Patch, loaded: Array, share: float) -> float:
         busy = union(own["ts"].to_numpy(), (own["ts"] + own["dur"]).to_numpy())
         at_work += int(covered_length(begin, end, busy)[thread == owner].sum())
     return at_work / max(1, int((end - begin).sum()))
+
+
+def _computed_at_most(patch: Patch, share: float) -> float:
+    """The same as far as the CPU time of the process allows; not recorded: all of it."""
+    recorded = patch.a.recorded
+    known = None if recorded is None else recorded.computed(share, on_host=patch.a.trains_on_host)
+    return 1.0 if known is None else known
 
 
 def _slower(patch: Patch, computed: float, share: float, workers: int) -> float:

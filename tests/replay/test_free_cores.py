@@ -41,12 +41,12 @@ def gain(found: EditGain, workers: int = 4) -> float:
 
 
 def test_without_samples_of_the_cores_they_are_taken_for_granted() -> None:
-    """6 of 10 ms go, but for the hand-over of a batch (1.5 ms)."""
-    assert gain(whatif(computed=True, used=None)) == pytest.approx(0.45, abs=0.02)
+    """6 of 10 ms go, but for the hand-over of a batch (1.5 ms), and a tenth that the rest loses."""
+    assert gain(whatif(computed=True, used=None)) == pytest.approx(0.39, abs=0.02)
 
 
 def test_idle_cores_do_the_work() -> None:
-    assert gain(whatif(computed=True, used=1.0, cpus=8)) == pytest.approx(0.45, abs=0.02)
+    assert gain(whatif(computed=True, used=1.0, cpus=8)) == pytest.approx(0.39, abs=0.02)
 
 
 def test_on_busy_cores_loading_that_computes_takes_as_long_as_before() -> None:
@@ -57,7 +57,7 @@ def test_on_busy_cores_loading_that_computes_takes_as_long_as_before() -> None:
 
 def test_on_busy_cores_loading_that_waits_needs_none() -> None:
     found = whatif(computed=False, used=2.0)
-    assert gain(found) == pytest.approx(0.45, abs=0.02)
+    assert gain(found) == pytest.approx(0.39, abs=0.02)
     low, _ = found.band([parse_edit("spread loader 4")])
     assert low <= 0.02 * found.a.step_ns  # if it computes something that is not recorded
 
@@ -80,10 +80,10 @@ def test_a_step_that_computes_on_one_core_of_two_leaves_the_other_to_a_worker() 
     assert gain(whatif(computed=True, used=1.0), 1) == pytest.approx(0.4 - 0.15, abs=0.03)
 
 
-@pytest.mark.parametrize(("workers", "left"), [(1, 7.5), (2, 5.5), (4, 5.5)])
+@pytest.mark.parametrize(("workers", "left"), [(1, 7.5), (2, 6.1), (4, 6.1)])
 def test_one_worker_pays_for_each_batch_what_two_share(workers: int, left: float) -> None:
-    """A batch takes one worker 6 ms and 1.5 ms to pass on; the step needs 4 ms and 1.5 ms to take
-    it over, and waits for the slower of the two."""
+    """A batch takes one worker 6 ms and 1.5 ms to pass on; the step needs 4 ms, 1.5 ms to take it
+    over and a tenth of 6 ms more than without workers, and waits for the slower of the two."""
     found = whatif(computed=True, used=1.0, cpus=8)
     assert gain(found, workers) == pytest.approx(1 - left / 10, abs=0.02)
 
@@ -100,7 +100,7 @@ def test_taking_a_batch_over_costs_what_the_trace_shows(ready_us: float) -> None
             b.sync()
     found = EditGain(b.analysis())
     edit = [parse_edit("spread loader 4")]
-    assert found.gain(edit) / 1000 == pytest.approx(6000 - ready_us, abs=50)
+    assert found.gain(edit) / 1000 == pytest.approx(6000 - ready_us - 600, abs=50)
 
 
 @pytest.mark.parametrize(

@@ -43,6 +43,7 @@ def _advisor(
 COMMANDS = {
     "analyze": ("analyze", "command", "Say what is slow in a trace, and what to do."),
     "whatif": ("whatif", "command", "Replay a trace with edits that you write."),
+    "fit": ("fit", "command", "Does it fit a GPU's memory, and what makes it fit?"),
     "project": ("project", "command", "Predict the step time and its cost on another GPU."),
     "compare": ("compare", "command", "What differs between two runs."),
     "report": ("report", "command", "A report as one HTML file, or for other tools."),
@@ -69,7 +70,7 @@ GROUPS = {
 }
 """The headings of the help, with their subcommands."""
 
-ANALYSING = ("analyze", "compare", "export", "gate", "project", "report", "whatif")
+ANALYSING = ("analyze", "compare", "export", "fit", "gate", "project", "report", "whatif")
 """Commands that read, say what they found, and end. No program of somebody else runs in them."""
 GC_THRESHOLD = 100_000
 """New objects between two searches for cycles, not 700. What these commands make is freed by

@@ -302,6 +302,19 @@ class OutOfMemory(Rule):
         }
 
 
+def describe_change(change: str) -> tuple[str, str]:
+    """What to do for one of ``memory_savings.changes``, and the code."""
+    case = OutOfMemory.cases.get(change) or SHARDING
+    return str(case["fix"]), str(case["code"])
+
+
+SHARDING = {
+    "fix": "Shard the states over the ranks",
+    "code": "from torch.distributed.fsdp import fully_shard\n"
+    "fully_shard(model)                # ZeRO 3; 1 and 2: ZeroRedundancyOptimizer, DeepSpeed",
+}
+
+
 def _list_holders(post: PostMortem, count: int = 3) -> str:
     """Categories that held most: ``parameters 3 GiB, activations 2 GiB``."""
     named = [

@@ -446,13 +446,14 @@ def sharded(post: PostMortem, ranks: int) -> list[Change]:
     two weights gathered."""
     lives = post.history.lives
     rows = [np.flatnonzero(_of(post, name)) for name in ("optimizer state", "gradients", "weights")]
-    weights = int(lives.size[rows[2]].sum())
+    here = lives.at(post.moment)
+    total = int(lives.size[np.concatenate(rows)][here[np.concatenate(rows)]].sum())
     gathered = 2 * int(lives.size[rows[2]].max(initial=0))
     made = []
     for stage in (1, 2, 3):
         keep = 1 / ranks
-        if stage == 3 and weights:
-            keep = min(1.0, keep + gathered / weights)
+        if stage == 3:
+            keep = min(1.0, keep + gathered / max(total, 1))
         made.append(
             Change(f"ZeRO {stage}", np.concatenate(rows[:stage]), keep,
                    f"{ranks} ranks hold equal parts", group="sharding")

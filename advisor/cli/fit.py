@@ -1,0 +1,145 @@
+"""``advisor fit``: whether a program fits a GPU's memory, and what makes it fit."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+import typer
+
+from advisor.cli import options as o
+from advisor.cli import output as out
+from advisor.cli.options import Steps, parse_steps, step_ranges
+from advisor.core.errors import AdvisorError
+
+if TYPE_CHECKING:
+    from advisor.advise.memory_fit import Fit, Way
+
+
+def command(
+    path: Annotated[
+        str,
+        typer.Argument(metavar="TRACE", help="A trace or run of the program, or its snapshot."),
+    ],
+    memory: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="A memory snapshot of the same program."),
+    ] = None,
+    gpu: Annotated[
+        str | None, typer.Option(metavar="NAME", help="Where it is to run, as 'rtx 4090'.")
+    ] = None,
+    capacity: Annotated[
+        str | None, typer.Option(metavar="SIZE", help="Memory of the GPU, as 24GiB or 24G.")
+    ] = None,
+    batch: Annotated[
+        float | None, typer.Option(metavar="N", min=0, help="Samples per step that it is to have.")
+    ] = None,
+    batch_now: Annotated[
+        float | None,
+        typer.Option(metavar="N", min=0, help="Samples per step of the snapshot, if not recorded."),
+    ] = None,
+    ranks: Annotated[
+        int, typer.Option(metavar="N", min=1, help="GPUs that can share the states (ZeRO, FSDP).")
+    ] = 1,
+    rank: o.Rank = None,
+    steps: Steps = None,
+    form: Annotated[
+        Literal["terminal", "json"], typer.Option("--format", help="How to print it.")
+    ] = "terminal",
+) -> None:
+    """Whether the program fits a GPU, and the cheapest changes with which it does."""
+    if (gpu is None) == (capacity is None):
+        raise AdvisorError("fit: say which GPU with --gpu NAME, or how much with --capacity SIZE")
+    from advisor.advise.memory_fit import fit
+    from advisor.core.gpus import find_gpu, lookup
+    from advisor.measure import Analysis
+    from advisor.read import ReadOptions, open_run
+
+    target = None if gpu is None else find_gpu(gpu).gpu
+    size = target.memory_bytes if target is not None else parse_bytes(str(capacity))
+    options = ReadOptions(
+        step_ranges=step_ranges(steps), memory=None if memory is None else str(memory)
+    )
+    run = open_run(path, options, rank=rank, window="first")
+    number = rank if rank is not None else (run.ranks or sorted(run.snapshots) or [-1])[0]
+    snapshot = run.snapshots.get(number)
+    analysis = None
+    if run.traces:
+        made = Analysis(run.window(number), parse_steps(steps), snapshot=snapshot)
+        analysis = None if made.snapshot_only else made
+        snapshot = made.snapshot
+    if snapshot is None:
+        raise AdvisorError(f"{path}: no memory snapshot; give one with --memory FILE")
+    post = Analysis(run.window(number), snapshot=snapshot).post_mortems[0] if run.traces else None
+    if post is None:
+        from advisor.measure.memory.post_mortem import post_mortems
+
+        post = post_mortems(snapshot)[0]
+    if post.history.too_short:
+        raise AdvisorError(
+            f"{snapshot.path}: no history, so the peak is unknown; record one with "
+            "torch.cuda.memory._record_memory_history"
+        )
+    record = None if run.recording is None else run.recording.ranks.get(number)
+    scale = _scale(batch, batch_now, record)
+    device = None if analysis is None or analysis.device_id is None else (
+        analysis.trace.working_device(analysis.device_id)
+    )  # fmt: skip
+    known = target or lookup(None if device is None else device.name)
+    result = fit(post, analysis, size, gpu=known, ranks=ranks, scale=scale)
+    asked = "" if scale == 1 else f"batch {batch:g}, {scale:.3g} times the recorded one"
+    if form == "json":
+        print(json.dumps(_plain(result, scale), indent=2, allow_nan=False))
+        return
+    from advisor.render.documents.fit import build
+    from advisor.render.formats.terminal import Terminal
+    from advisor.render.renderer import RenderOptions
+
+    document = build(result, gpu="" if target is None else target.name, batch=asked)
+    width, colour = out.columns(sys.stdout), out.colourful(sys.stdout)
+    print(Terminal().draw(document, RenderOptions(width=width, colour=colour, details=True)))
+
+
+def _scale(batch: float | None, now: float | None, record: Any) -> float:
+    if batch is None:
+        return 1.0
+    if now is None and record is not None:
+        sizes = sorted(step.samples for step in record.steps if step.samples)
+        now = sizes[len(sizes) // 2] if sizes else None
+    if not now:
+        raise AdvisorError("fit: the recorded batch is unknown; give it with --batch-now N")
+    return batch / now
+
+
+def parse_bytes(text: str) -> int:
+    """``24GiB`` (binary), ``24G`` or ``24GB`` (decimal); AdvisorError for anything else."""
+    from advisor.cli.analyze import parse_size
+
+    binary = text.strip().upper().removesuffix("IB")
+    if binary == text.strip().upper():
+        return parse_size(text) or 0
+    decimal = parse_size(binary) or 0
+    power = "KMGT".find(binary[-1]) + 1
+    return round(decimal * (1024 / 1000) ** power)
+
+
+def _plain(fit: Fit, scale: float) -> dict[str, Any]:
+    """As plain data; null: unknown."""
+
+    def plain(way: Way) -> dict[str, Any]:
+        where = way.change.where
+        return {
+            "change": way.change.change, "bytes": way.bytes, "ns_per_step": way.ns,
+            "made_of": way.why, "assumes": way.change.assumes,
+            "file": None if where is None else where.file,
+            "line": None if where is None else where.line,
+        }  # fmt: skip
+
+    return {
+        "schema": 1, "fits": fit.fits, "peak": fit.peak, "reserved": fit.reserved,
+        "capacity": fit.capacity, "available": fit.available, "after": fit.after,
+        "batch_scale": scale, "largest_batch_scale": fit.largest_batch,
+        "chosen": [plain(way) for way in fit.chosen], "ways": [plain(way) for way in fit.ways],
+    }  # fmt: skip

@@ -1,0 +1,79 @@
+"""Whether a program fits a GPU: the document of ``advisor fit``."""
+
+from __future__ import annotations
+
+from advisor.advise.memory_fit import OUTSIDE, Fit, Way
+from advisor.core import text as t
+from advisor.render.document import Block, Code, Document, FieldList, Grid, Paragraph, TextField
+from advisor.rules.memory.out_of_memory import describe_change
+
+
+def build(fit: Fit, *, gpu: str, batch: str) -> Document:
+    """``gpu`` and ``batch``: what was asked for, in words; empty: nothing."""
+    name = gpu or t.format_bytes(fit.capacity)
+    room = f"{t.format_bytes(fit.capacity)}, {t.format_bytes(OUTSIDE)} of it for the CUDA context"
+    fields = [
+        TextField("needs", [f"{t.format_bytes(fit.peak)} in tensors",
+                            f"{t.format_bytes(fit.reserved)} reserved", batch]),
+        TextField("there is", [room]),
+    ]  # fmt: skip
+    if fit.phases is not None:
+        fields.append(TextField("step", _phases(fit)))
+    blocks: list[Block] = [FieldList(fields)]
+    if fit.chosen:
+        blocks.append(_table("The cheapest changes with which it fits", fit.chosen))
+        for way in fit.chosen:
+            text, code = describe_change(way.change.change)
+            blocks += [Paragraph(f"{text}{_place(way)}: {way.change.assumes}."), Code(code)]
+    names = {way.change.change for way in fit.chosen}
+    others = [way for way in fit.ways if way.bytes > 0 and way.change.change not in names]
+    if others:
+        title = "Other changes, each alone" if fit.chosen else "Changes, each alone"
+        blocks.append(_table(title, others))
+    if fit.phases is None:
+        blocks.append(Paragraph("No trace was given, so times are unknown.", indent=0))
+    return Document(_headline(fit, name), blocks, name="fit",
+                    status="healthy" if fit.fits else "bad")  # fmt: skip
+
+
+def _table(title: str, ways: list[Way]) -> Grid:
+    head = ["change", "frees", "adds per step"]
+    return Grid(head, [_row(way) for way in ways], title, below=[way.why for way in ways])
+
+
+def _headline(fit: Fit, name: str) -> str:
+    left = t.format_bytes(abs(fit.available - fit.after))
+    more = ""
+    if fit.fits and fit.largest_batch > 0:
+        times = f"{fit.largest_batch:.1f}" if fit.largest_batch < 60 else "more than 60"
+        more = f" Up to {times} times the recorded batch fits."
+    if fit.fits and not fit.chosen:
+        return f"It fits {name}, with {left} left.{more}"
+    if fit.fits:
+        cost = sum(way.ns or 0.0 for way in fit.chosen)
+        known = all(way.ns is not None for way in fit.chosen)
+        price = f"about {t.format_duration(cost)} more per step" if known else "at unknown cost"
+        count = t.count_noun(len(fit.chosen), "change")
+        return f"It fits {name} with {count}, {price}: {left} left.{more}"
+    return f"It does not fit {name}: with the best set of changes, {left} are missing."
+
+
+def _phases(fit: Fit) -> list[str]:
+    phases = fit.phases
+    assert phases is not None
+    named = [("forward", phases.forward), ("backward", phases.backward),
+             ("optimizer", phases.optimizer)]  # fmt: skip
+    shown = [f"{name} {t.format_duration(ns)}" for name, ns in named if ns > 0]
+    return [t.format_duration(phases.step), *shown]
+
+
+def _row(way: Way) -> list[str]:
+    cost = "unknown" if way.ns is None else t.format_duration(way.ns) if way.ns else "nothing"
+    return [way.change.change, t.format_bytes(way.bytes), cost]
+
+
+def _place(way: Way) -> str:
+    where = way.change.where
+    if where is None or where.file is None:
+        return ""
+    return f" ({t.shorten_path(t.clean(where.file).replace(chr(92), '/'), 40)}:{where.line})"

@@ -1,0 +1,166 @@
+"""Whether a program fits, and what makes it: bytes by the history, time by the trace."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from advisor.advise.memory_fit import OUTSIDE, fit, phase_times
+from advisor.cli import run
+from advisor.core.gpus import find_gpu
+from advisor.measure import Analysis
+from advisor.measure.memory.memory_savings import needed
+from advisor.measure.memory.post_mortem import PostMortem
+from advisor.read.snapshot import read_snapshot
+from advisor.testing import TraceBuilder
+from advisor.testing.allocator import GIB, MIB, Allocator, Training
+
+NODE = "autograd::engine::evaluate_function: MmBackward0"
+
+
+def program(**how: Any) -> Allocator:
+    m = Allocator()
+    t = Training(m, **{"layers": 10, "activation": 96 * MIB, "weights": 32 * MIB} | how)
+    for _ in range(4):
+        t.step()
+    return m
+
+
+def measured(m: Allocator) -> PostMortem:
+    return PostMortem(read_snapshot([m.pickled()], "x"), 0)
+
+
+def trace(device: str = "A100") -> TraceBuilder:
+    """4 ms forward, 8 ms backward, 1 ms optimizer, in each of four steps."""
+    b = TraceBuilder(device)
+    for _ in range(4):
+        with b.step():
+            b.run("aten::mm", "gemm", 4000)
+            with b.op(NODE):
+                b.launch("gemm", 8000)
+            with b.range("Optimizer.step#AdamW.step"):
+                b.launch("adam", 1000)
+            b.sync()
+    return b
+
+
+def test_time_is_split_by_what_launched_it() -> None:
+    phases = phase_times(trace().analysis())
+    assert phases is not None
+    assert phases[:3] == (4e6, 8e6, 1e6)
+
+
+def test_a_program_that_fits_needs_no_change_and_says_how_much_more_would_fit() -> None:
+    post = measured(program())
+    found = fit(post, None, 80 * GIB)
+    assert found.fits and found.chosen == [] and found.after == found.reserved
+    # activations grow with the batch, nothing else does
+    room = found.available * post.allocated / post.reserved
+    assert needed(post, scale=found.largest_batch) <= room
+    assert needed(post, scale=found.largest_batch * 1.01) > room
+
+
+def test_the_cheapest_set_is_chosen_and_as_few_calls_as_suffice_are_checkpointed() -> None:
+    post, a = measured(program()), trace().analysis()
+    whole = fit(post, a, 80 * GIB).reserved
+    by_name = {way.change.change: way for way in fit(post, a, 80 * GIB).ways}
+    # what costs no time is taken before what does
+    found = fit(post, a, whole + OUTSIDE - by_name["8-bit optimizer"].bytes // 2)
+    assert found.fits and [way.ns for way in found.chosen] == [0.0]
+    found = fit(post, a, whole + OUTSIDE - 2200 * MIB)
+    (checkpointed,) = [way for way in found.chosen if way.change.change == "checkpointing"]
+    assert found.fits and checkpointed.ns is not None and 0 < checkpointed.ns <= 4e6
+    assert "calls keep their output alone" in checkpointed.change.assumes
+    assert found.after <= found.available
+    # one call fewer would not do
+    part = checkpointed.change.part
+    assert part is not None
+    fewer = [
+        way.change.of_parts(int(part.max())) if way is checkpointed else way.change
+        for way in found.chosen
+    ]
+    assert needed(post, fewer) * post.reserved / post.allocated > found.available
+
+
+def test_offloading_costs_what_compute_does_not_hide() -> None:
+    post, a = measured(program()), trace().analysis()
+    gpu = find_gpu("a100 pcie 80gb").gpu
+    (way,) = [
+        way for way in fit(post, a, 80 * GIB, gpu=gpu).ways
+        if way.change.change == "offload activations"
+    ]  # fmt: skip
+    lives = post.history.lives
+    held = int(lives.size[[r for r in way.change.rows if lives.at(post.moment)[r]]].sum())
+    assert gpu.pcie_bandwidth is not None
+    each_way = held / gpu.pcie_bandwidth * 1e9
+    assert way.ns == pytest.approx(max(0, each_way - 4e6) + max(0, each_way - 8e6))
+
+
+def test_sharding_divides_the_states_and_gathers_weights_for_stage_3() -> None:
+    post = measured(program(activation=MIB, logits=MIB))
+    gpu = find_gpu("a100 sxm4 80gb").gpu
+    found = fit(post, trace().analysis(), 80 * GIB, gpu=gpu, ranks=4)
+    ways = {way.change.change: way for way in found.ways}
+    weights = 10 * 32 * MIB
+    assert ways["ZeRO 1"].bytes == pytest.approx(2 * weights * 3 / 4, rel=0.1)
+    assert ways["ZeRO 1"].bytes <= ways["ZeRO 2"].bytes <= ways["ZeRO 3"].bytes
+    assert ways["ZeRO 1"].ns == 0
+    assert gpu.link_bandwidth is not None
+    assert ways["ZeRO 3"].ns == pytest.approx(weights * 3 / 4 / gpu.link_bandwidth * 1e9)
+
+
+def test_too_large_a_program_is_said_not_to_fit() -> None:
+    found = fit(measured(program()), None, GIB)
+    assert not found.fits and found.chosen == [] and found.after > found.available
+
+
+def test_the_command_says_it_both_ways(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    snapshot = str(program().write(tmp_path / "memory.pickle"))
+    file = tmp_path / "trace.json"
+    file.write_text(json.dumps({"traceEvents": trace().events}))
+    asked = ["fit", str(file), "--memory", snapshot]
+    assert run([*asked, "--capacity", "80GiB", "--format", "json"]) == 0
+    plain = json.loads(capsys.readouterr().out)
+    assert plain["fits"] and plain["capacity"] == 80 * GIB and plain["chosen"] == []
+    times = plain["largest_batch_scale"]
+    larger = ["--batch", str(times * 8 + 1), "--batch-now", "8"]
+    assert run([*asked, "--capacity", "80GiB", "--format", "json", *larger]) == 0
+    plain = json.loads(capsys.readouterr().out)
+    assert plain["reserved"] > plain["available"] and plain["chosen"]
+    assert run([*asked, "--gpu", "rtx 4090"]) == 0
+    assert "It fits NVIDIA GeForce RTX 4090" in capsys.readouterr().out.replace("\n", " ")
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [[], ["--capacity", "24GiB", "--gpu", "l4"], ["--capacity", "many"],
+     ["--capacity", "24GiB", "--batch", "64"]],
+)  # fmt: skip
+def test_what_is_missing_is_one_line(
+    arguments: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    snapshot = str(program().write(tmp_path / "memory.pickle"))
+    assert run(["fit", snapshot, *arguments]) == 2
+    assert len(capsys.readouterr().err.strip().splitlines()) == 1
+
+
+def test_a_snapshot_without_history_cannot_be_fitted(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    m = Allocator(history=False)
+    Training(m).step()
+    assert run(["fit", str(m.write(tmp_path / "x.pickle")), "--capacity", "24GiB"]) == 2
+    assert "no history" in capsys.readouterr().err
+
+
+def test_the_trace_of_an_analysis_alone_has_no_memory_to_fit(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert isinstance(trace().analysis(), Analysis)
+    file = tmp_path / "trace.json"
+    file.write_text(json.dumps({"traceEvents": trace().events}))
+    assert run(["fit", str(file), "--capacity", "24GiB"]) == 2
+    assert "--memory" in capsys.readouterr().err

@@ -63,7 +63,7 @@ COMMANDS = {
 }
 """Subcommand: its module, what of it runs (``app``: commands of its own), its line in the help."""
 GROUPS = {
-    "Analyse": ("analyze", "whatif", "project", "compare", "report", "export", "dashboard"),
+    "Analyse": ("analyze", "whatif", "fit", "project", "compare", "report", "export", "dashboard"),
     "Record": ("record", "window", "monitor", "try", "lint"),
     "Teams, CI and agents": ("gate", "ledger", "mcp"),
     "Learn": ("demo", "rules", "workloads"),

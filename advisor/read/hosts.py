@@ -11,14 +11,21 @@ from advisor.read.source import PACKINGS
 
 XPLANE = ".xplane.pb"
 _TIMELINE = ".trace.json"
+_PERFETTO = "perfetto_trace.json"
 
 
 def without_copies(files: list[str]) -> list[str]:
-    """Without ``<host>.trace.json.gz`` where ``<host>.xplane.pb`` lies beside it: the profiler
-    writes the first from the second, and leaves out what would make it long."""
-    whole = {bare.removesuffix(XPLANE) for file in files if (bare := _bare(file)).endswith(XPLANE)}
-    copies = {f"{name}{_TIMELINE}" for name in whole}
-    return [file for file in files if _bare(file) not in copies]
+    """Without the timelines of folders in which XPlane files lie: TensorFlow and JAX write
+    ``<host>.trace.json.gz`` and ``perfetto_trace.json.gz`` from those, and leave out what would
+    make them long. PyTorch's own (``.pt.trace.json``) stay."""
+    recorded = {Path(file).parent for file in files if _bare(file).endswith(XPLANE)}
+
+    def is_copy(file: str) -> bool:
+        bare = _bare(file)
+        timeline = bare.endswith(_TIMELINE) and not bare.endswith(".pt.trace.json")
+        return Path(file).parent in recorded and (timeline or Path(bare).name == _PERFETTO)
+
+    return [file for file in files if not is_copy(file)]
 
 
 def as_ranks(traces: list[Trace]) -> list[Trace]:

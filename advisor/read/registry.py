@@ -69,8 +69,11 @@ def reader_of(source: ByteSource) -> Reader:
     result = [
         claim for claim in (own, _surest(installed(), head, source.path)) if claim is not None
     ]
-    if not result:
-        what, cure = kind_of(head) or ("of no format that is known", None)
+    other = kind_of(head, str(source.path))
+    if not result or (
+        other is not None and max(claim for claim, _ in result) is not ReaderClaim.SURE
+    ):
+        what, cure = other or ("of no format that is known", None)
         *most, last = dict.fromkeys(reader.reads for reader in readers())
         give = f"give {', '.join(most)}, or {last}" if most else f"give {last}"
         raise AdvisorError(f"{source.path}: {what}; {cure or give}")

@@ -16,6 +16,7 @@ from advisor.read.meta import describe, told_calls
 from advisor.read.reader import NO_ROOM, Reader, ReaderClaim, ReadOptions, memory_budget
 from advisor.read.source import ByteSource
 from advisor.read.split import Splitter, without_mark
+from advisor.read.unknown import PROFILE
 
 GIVE_UP = 256 << 20
 """Uncompressed bytes without a single event after which a file is no trace."""
@@ -139,6 +140,8 @@ def _nothing(splitter: Splitter, assembler: Assembler) -> str:
     """Why there is no trace in a file that looked like one."""
     if splitter.truncated or splitter.source.truncated:
         return "cut off before its first usable event; copy or record it again"
+    if "viztracer_metadata" in splitter.head:
+        return f"a trace of viztracer, Python calls without GPU work; {PROFILE}"
     if assembler.events == 0 and assembler.unsound:
         return (
             "a list, but none of its elements is a trace event; give a trace written by "

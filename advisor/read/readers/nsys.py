@@ -35,7 +35,9 @@ class Nsys(Reader):
     def sniff(self, head: bytes, path: str) -> ReaderClaim:
         """An SQLite file with Nsight Systems' tables; a report by its name, if it is no text."""
         if head.startswith(MAGIC):
-            return ReaderClaim.SURE if table_names(head, path) & _SIGNS else ReaderClaim.NO
+            names = table_names(head, path)
+            nvprof = "CUPTI_ACTIVITY_KIND" in names and not names & {"StringIds", "TARGET_INFO"}
+            return ReaderClaim.SURE if names & _SIGNS and not nvprof else ReaderClaim.NO
         report = _is_report(path) and not head.lstrip()[:1].isascii()
         binary = b"\0" in head[:4096]
         return ReaderClaim.SURE if report or (_is_report(path) and binary) else ReaderClaim.NO

@@ -239,7 +239,11 @@ class Assembler:
 
     @staticmethod
     def _nest(
-        host: Columns, device: Columns, texts: list[str], facts: Facts
+        host: Columns,
+        device: Columns,
+        texts: list[str],
+        threads: list[tuple[str, str]],
+        facts: Facts,
     ) -> tuple[Array, Array]:
         """Order both tables, find parents and launches; returns launch and op of device rows."""
         if device:
@@ -264,7 +268,8 @@ class Assembler:
             host["call"] = call
         if not device:
             return none, none
-        launches = LaunchTable(host)
+        _, process = np.unique([pid for pid, _ in threads], return_inverse=True)
+        launches = LaunchTable(host, process)
         launch = launches.find(device)
         launches.name_unknown(launch, device["kind"])
         return launch, launches.op_around(launch, device)
@@ -283,7 +288,7 @@ def joined(
     row of ``threads`` for the code of each thread."""
     host, device = given.host, given.device
     table = Assembler._order_threads(host, given.threads)
-    launches = Assembler._nest(host, device, given.names, facts)
+    launches = Assembler._nest(host, device, given.names, given.threads, facts)
     count = len(launches[0]) + len(host.get("ts", ()))
     give_back(count)
     cpu = tables.cpu_frame(host, names) if host else pl.DataFrame(schema=CPU_SCHEMA)

@@ -16,6 +16,8 @@ Array = NDArray[Any]
 _OP, _RUNTIME = HOST_KINDS.index("op"), HOST_KINDS.index("runtime")
 _SLACK_NS = 10_000  # device times are converted to the host's clock
 _OTHER = CALLS.index("other")
+MAX_PROCESSES = 64
+"""Whose calls are told apart where they gave the same ids."""
 # Calls that carry a correlation id of their own, but launch nothing.
 _WAITS = [
     CALLS.index(call)
@@ -56,10 +58,12 @@ def classify_calls(
 class LaunchTable:
     """Runtime calls by correlation id, and ops by External id.
 
-    ``host`` holds the ordered host columns with ``parent`` and ``call``.
+    ``host`` holds the ordered host columns with ``parent`` and ``call``; ``process``: a number of
+    the process of each thread.
     """
 
-    def __init__(self, host: Columns) -> None:
+    def __init__(self, host: Columns, process: Array) -> None:
+        self._process: Array = process[host["thread"]]
         self._parent: Array = host["parent"]
         self._call: Array = host["call"]
         self._is_op = host["kind"] == _OP
@@ -79,10 +83,40 @@ class LaunchTable:
         call that can have launched such work launched the n-th of it.
         """
         launch = self._runtime.find(device["correlation"])
+        self._among_processes(launch, device)
         bare = np.flatnonzero((device["correlation"] < 0) & (device["external"] >= 0))
         if len(bare):
             launch[bare] = self._by_external(device, bare)
         return launch
+
+    def _among_processes(self, launch: Array, device: Columns) -> None:
+        """Ids that several processes gave (traces of several ranks put together by hand): a row
+        belongs to the call of the process that its device belongs to. That is the one which the
+        ids tie to it that no other process gave; without any, the one whose calls come before the
+        most of its rows. Changes ``launch``."""
+        calls, ids = self._runtime.rows, self._runtime.keys
+        owner = self._process[calls]
+        several = np.zeros(len(ids), dtype=np.bool_)
+        several[1:] = (ids[1:] == ids[:-1]) & (owner[1:] != owner[:-1])
+        rows = np.flatnonzero(np.isin(device["correlation"], ids[several]))
+        if not len(rows):
+            return
+        single = np.setdiff1d(np.flatnonzero(launch >= 0), rows, assume_unique=True)
+        devices = np.nan_to_num(np.asarray(device["device"], dtype=np.float64), nan=-1.0)
+        numbers = np.unique(owner)[:MAX_PROCESSES]
+        tables = [_Lookup(ids[owner == number], calls[owner == number]) for number in numbers]
+        for index, number in enumerate(np.unique(devices[rows])):
+            own = rows[devices[rows] == number]
+            tied = self._process[launch[single[devices[single] == number]]]
+            found = [table.find(device["correlation"][own]) for table in tables]
+            if len(tied):
+                votes = [int((tied == number).sum()) for number in numbers]
+            else:
+                late = self._ts[np.maximum(found, 0)] > device["ts"][own] + _SLACK_NS
+                votes = ((np.array(found) >= 0) & ~late).sum(axis=1).tolist()
+            ties = np.flatnonzero(np.array(votes) == max(votes))
+            best = found[ties[index % len(ties)]]
+            launch[own] = np.where(best >= 0, best, launch[own])
 
     def _by_external(self, device: Columns, bare: Array) -> NDArray[np.int32]:
         result = np.full(len(bare), -1, dtype=np.int32)
@@ -155,11 +189,11 @@ class _Lookup:
 
     def __init__(self, keys: Array, rows: Array) -> None:
         order = np.argsort(keys, kind="stable")
-        self._keys, self._rows = keys[order], rows[order].astype(np.int32)
+        self.keys, self.rows = keys[order], rows[order].astype(np.int32)
 
     def find(self, wanted: Array) -> NDArray[np.int32]:
         """Row of each wanted id, else -1. Negative ids mean none."""
-        if not len(self._keys):
+        if not len(self.keys):
             return np.full(len(wanted), -1, dtype=np.int32)
-        place = np.minimum(np.searchsorted(self._keys, wanted), len(self._keys) - 1)
-        return np.where((self._keys[place] == wanted) & (wanted >= 0), self._rows[place], -1)
+        place = np.minimum(np.searchsorted(self.keys, wanted), len(self.keys) - 1)
+        return np.where((self.keys[place] == wanted) & (wanted >= 0), self.rows[place], -1)

@@ -5,14 +5,17 @@ from __future__ import annotations
 import gzip
 import io
 import json
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 import advisor
 from advisor.core.errors import AdvisorError
-from advisor.read import open_run
+from advisor.measure.host.launches import lost_records
+from advisor.read import open_run, read_trace
 from advisor.testing import TraceBuilder
 
 NOON = 1_700_000_000_000_000.0  # µs of Unix time
@@ -269,3 +272,39 @@ def test_the_two_ranks_of_the_public_pair_open_together(shared_trace) -> None:  
     run = open_run([shared_trace("two_ranks_rank1"), shared_trace("two_ranks_rank0")])
     assert run.ranks == [0, 1]
     assert run.window(0).meta.world_size == 128
+
+
+def correlations(document: dict[str, Any]) -> list[int]:
+    """Distinct correlation ids, in order."""
+    args = (event.get("args", {}) for event in document["traceEvents"])
+    return sorted({each["correlation"] for each in args if each.get("correlation", 0) > 0})
+
+
+@pytest.mark.parametrize("all_collide", [False, True])
+def test_ranks_put_together_by_hand_keep_their_own_launches(
+    all_collide: bool, shared_trace: Callable[[str], str], tmp_path: Path
+) -> None:
+    """Correlation ids are numbers of one process: some of the two files' are equal, or all."""
+    paths = [shared_trace(f"two_ranks_rank{rank}") for rank in (0, 1)]
+    alone = [read_trace(path) for path in paths]
+    documents = [json.loads(gzip.decompress(Path(path).read_bytes())) for path in paths]
+    if all_collide:
+        first, second = map(correlations, documents)
+        other = dict(zip(second, [*first, *range(10**8, 10**8 + len(second))], strict=False))
+        for event in documents[1]["traceEvents"]:
+            number = event.get("args", {}).get("correlation", 0)
+            if number > 0:
+                event["args"]["correlation"] = other[number]
+    merged = {**documents[0], "traceEvents": [e for d in documents for e in d["traceEvents"]]}
+    del merged["distributedInfo"]
+    path = tmp_path / "merged.json"
+    path.write_text(json.dumps(merged))
+    assert lost_records(read_trace(str(path))).lost == 0
+    for trace, own in zip(open_run(path).traces.values(), alone, strict=True):
+        assert trace.gpu.height == own.gpu.height
+        assert trace.gpu["launch"].null_count() == own.gpu["launch"].null_count()
+        waits, expected = (
+            (each.gpu["ts"] - each.cpu["ts"].gather(each.gpu["launch"])).sort().to_list()
+            for each in (trace, own)
+        )
+        assert waits == expected

@@ -128,8 +128,9 @@ def lost_records(trace: Trace) -> Lost:
 
     Not counted: launches into a graph that is being captured, which run nothing; launches after
     the last one whose kernel is there, which the recording may have ended before; a launch inside
-    another (the runtime's call around the driver's) whose kernel is tied to one of the two; and
-    as many as there are device rows that could not be tied to their launch.
+    another (the runtime's call around the driver's) whose kernel is tied to one of the two; as
+    many as there are device rows that could not be tied to their launch; and those of an id that
+    has as many device rows as launches (traces of several processes, put together by hand).
     """
     cpu, gpu = trace.cpu, trace.gpu
     call = cpu["call"]
@@ -152,6 +153,13 @@ def lost_records(trace: Trace) -> Lost:
         inside = ts <= ts[there].max()
         rows, ts, there = rows[inside], ts[inside], there[inside]
     there |= _captured(trace, rows)
+    ids, of_id, launches = np.unique(
+        cpu["correlation"].gather(rows).to_numpy(), return_inverse=True, return_counts=True
+    )
+    kernels = gpu.filter(gpu["kind"] == "kernel")["correlation"].drop_nulls().to_numpy()
+    found = np.searchsorted(ids, kernels).clip(max=max(len(ids) - 1, 0))
+    kernels_of = np.bincount(found[ids[found] == kernels], minlength=len(ids)) if len(ids) else ids
+    there |= (launches[of_id] > 1) & (kernels_of >= launches)[of_id]
     untied = int((gpu["launch"].is_null().to_numpy() & ~earlier(trace)).sum())
     return Lost(len(rows), max(0, int((~there).sum()) - untied))
 

@@ -14,7 +14,12 @@ from advisor.core.errors import AdvisorError
 from advisor.core.files import open_regular
 from advisor.lint.loader import check_loader
 from advisor.lint.loop import check_loop, check_settings
-from advisor.lint.model import check_evaluation, check_parallel
+from advisor.lint.model import (
+    check_estimators,
+    check_evaluation,
+    check_parallel,
+    check_single_evaluation,
+)
 from advisor.lint.source import Hint, parse
 
 __all__ = ["Hint", "lint_paths", "lint_text"]
@@ -24,7 +29,15 @@ MAX_FILES = 2000
 IGNORE = "advisor: ignore"
 """A comment with these words removes the hints of its line."""
 _SKIPPED = {"node_modules", "site-packages", "build", "dist", "__pycache__", "venv", "env"}
-_CHECKS = (check_loader, check_loop, check_evaluation, check_parallel, check_settings)
+_CHECKS = (
+    check_loader,
+    check_loop,
+    check_evaluation,
+    check_single_evaluation,
+    check_parallel,
+    check_settings,
+    check_estimators,
+)
 
 
 def lint_paths(paths: list[str]) -> tuple[list[Hint], list[str]]:

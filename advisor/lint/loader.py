@@ -15,8 +15,16 @@ _WORKERS_POSITION = 5
 """Position of ``num_workers`` among the positional arguments."""
 
 
+_IN_MEMORY = re.compile(r"(?:^|\.)TensorDataset$")
+_PARTS = re.compile(r"(?:^|\.)(?:Subset|random_split|ConcatDataset)$")
+_TRAINING_ARGUMENTS = re.compile(r"(?:^|\.)\w*TrainingArguments$|(?:^|\.)SFTConfig$")
+
+
 def check_loader(source: Script) -> Iterator[Hint]:
-    """DataLoader arguments; blocking copies of pinned batches; a sampler without the epoch."""
+    """DataLoader arguments; blocking copies of pinned batches; a sampler without the epoch; the
+    same of Hugging Face's Trainer and of tf.data."""
+    yield from _trainer_arguments(source)
+    yield from _tf_data(source)
     loaders = [call for call in source.calls if source.qualified_name(call.func) in LOADERS]
     for call in loaders:
         yield from _arguments(source, call)
@@ -34,17 +42,22 @@ def _arguments(source: Script, call: ast.Call) -> Iterator[Hint]:
     if workers is None and len(call.args) > _WORKERS_POSITION:
         workers = call.args[_WORKERS_POSITION]
     none = workers is None or is_constant(workers, 0)
+    in_memory = none and is_in_memory(source, _dataset(call))
     missing = []
-    if workers is None:
+    if workers is None and not in_memory:
         missing.append(f"num_workers={_suggest_workers()}")
     if keyword(call, "pin_memory") is None and re.search(r"\bcuda\b", source.text):
         missing.append("pin_memory=True")
-    if keyword(call, "persistent_workers") is None and (workers is None or not none):
+    if (
+        keyword(call, "persistent_workers") is None
+        and (workers is None or not none)
+        and not in_memory
+    ):
         missing.append("persistent_workers=True")
-    if not missing and not none:
+    if not missing and (not none or in_memory):
         return
     wanted = list(missing)
-    if workers is not None and none:
+    if workers is not None and none and not in_memory:
         missing.append("num_workers above 0")
         wanted.append(f"num_workers={_suggest_workers()}")
         if keyword(call, "persistent_workers") is None:
@@ -52,7 +65,7 @@ def _arguments(source: Script, call: ast.Call) -> Iterator[Hint]:
     if missing == ["persistent_workers=True"]:
         why = "workers restart for every epoch, and its first batch waits for them"
         confirmed = "workers-respawned"
-    elif none:
+    elif none and not in_memory:
         why = "the training process loads and transforms every batch itself, while the GPU waits"
         confirmed = "single-process-loader"
     else:
@@ -61,10 +74,12 @@ def _arguments(source: Script, call: ast.Call) -> Iterator[Hint]:
     yield Hint(
         id="dataloader-arguments",
         title=f"DataLoader without {', '.join(missing)}",
-        why=f"{why}; a dataset in memory may be faster without workers",
+        why=why if in_memory else f"{why}; a dataset in memory may be faster without workers",
         fix=(
-            "Set num_workers by the cores that the process may use where it runs: "
-            f"{_count_cores()} here, and the loop itself needs one."
+            "Pin the memory of batches that go to a GPU."
+            if in_memory
+            else "Set num_workers by the cores that the process may use where it runs: "
+            f"{count_cores()} here, and the loop itself needs one."
         ),
         code=f"DataLoader(..., {', '.join(wanted)})",
         confirmed_by=confirmed,
@@ -72,7 +87,132 @@ def _arguments(source: Script, call: ast.Call) -> Iterator[Hint]:
     )
 
 
-def _count_cores() -> int:
+def _dataset(call: ast.Call) -> ast.expr | None:
+    return call.args[0] if call.args else keyword(call, "dataset")
+
+
+def is_in_memory(source: Script, node: ast.expr | None, depth: int = 4) -> bool:
+    """Whether the file shows that a dataset's items are in memory, and taken out by an index: a
+    TensorDataset, a list, parts of these, or a class of the file whose ``__getitem__`` only
+    indexes. Workers would copy what is there."""
+    if node is None or not depth:
+        return False
+    if isinstance(node, ast.List | ast.ListComp | ast.Tuple):
+        return True
+    if isinstance(node, ast.Call):
+        name = source.qualified_name(node.func)
+        if _IN_MEMORY.search(name) or name in {"list", "sorted"}:
+            return True
+        if _PARTS.search(name):
+            return is_in_memory(source, node.args[0] if node.args else None, depth - 1)
+        return _only_indexes(source, name)
+    if isinstance(node, ast.Name | ast.Attribute):
+        values = source.assigned(node)
+        return bool(values) and all(is_in_memory(source, value, depth - 1) for value in values)
+    return isinstance(node, ast.Subscript) and is_in_memory(source, node.value, depth - 1)
+
+
+def _only_indexes(source: Script, name: str) -> bool:
+    for node in ast.walk(source.tree):
+        if not isinstance(node, ast.ClassDef) or node.name != name:
+            continue
+        for method in node.body:
+            if isinstance(method, ast.FunctionDef) and method.name == "__getitem__":
+                plain = [n for n in method.body if not isinstance(n, ast.Expr)]
+                return len(plain) == 1 and not any(
+                    isinstance(inner, ast.Call) for inner in ast.walk(plain[0])
+                )
+    return False
+
+
+def _trainer_arguments(source: Script) -> Iterator[Hint]:
+    """Hugging Face's Trainer makes the DataLoader, by default without workers."""
+    for call in source.calls:
+        if not _TRAINING_ARGUMENTS.search(source.qualified_name(call.func)):
+            continue
+        workers = keyword(call, "dataloader_num_workers")
+        if any(item.arg is None for item in call.keywords) or not (
+            workers is None or is_constant(workers, 0)
+        ):
+            continue
+        yield Hint(
+            id="trainer-workers",
+            title="Trainer without dataloader_num_workers",
+            why="the training process loads and collates every batch itself, while the GPU waits",
+            fix="Set dataloader_num_workers; a small tokenized dataset may need none.",
+            code=(
+                f"{source.text_of(call.func)}(..., dataloader_num_workers={_suggest_workers()}, "
+                "dataloader_persistent_workers=True)"
+            ),
+            confirmed_by="single-process-loader",
+            **position(call),
+        )
+
+
+def _tf_data(source: Script) -> Iterator[Hint]:
+    """A tf.data pipeline without prefetch, and its maps without parallel calls."""
+    made = [
+        call
+        for call in source.calls
+        if source.qualified_name(call.func).startswith(("tensorflow.data.", "tf.data."))
+        or (
+            is_method(call, "from_tensor_slices", "from_generator")
+            and "data" in source.qualified_name(call.func).split(".")
+        )
+    ]
+    if not made:
+        return
+    if not any(is_method(call, "prefetch") for call in source.calls):
+        yield Hint(
+            id="tf-data-prefetch",
+            title="tf.data pipeline without prefetch()",
+            why="the next batch is prepared only when the step before has ended",
+            fix="End the pipeline with prefetch.",
+            code="dataset = dataset.prefetch(tf.data.AUTOTUNE)",
+            confirmed_by="",
+            **position(made[0]),
+        )
+    for call in source.calls:
+        if (
+            is_method(call, "map")
+            and isinstance(call.func, ast.Attribute)
+            and len(call.args) == 1
+            and keyword(call, "num_parallel_calls") is None
+            and _is_tf_dataset(source, call.func.value)
+        ):
+            yield Hint(
+                id="tf-data-map",
+                title=f"{source.text_of(call).splitlines()[-1][-60:]} maps one element at a time",
+                why="elements are transformed one after the other, on one core",
+                fix="Let tf.data choose how many to transform at a time.",
+                code="dataset.map(..., num_parallel_calls=tf.data.AUTOTUNE)",
+                confirmed_by="",
+                **position(call),
+            )
+
+
+def _is_tf_dataset(source: Script, node: ast.expr, depth: int = 8) -> bool:
+    """Whether a chain of calls begins with tf.data."""
+    if not depth:
+        return False
+    if isinstance(node, ast.Call):
+        name = source.qualified_name(node.func)
+        if name.startswith(("tensorflow.data.", "tf.data.")):
+            return True
+        return isinstance(node.func, ast.Attribute) and _is_tf_dataset(
+            source, node.func.value, depth - 1
+        )
+    if isinstance(node, ast.Name):
+        values = source.assigned(node)
+        return any(
+            _is_tf_dataset(source, value, depth - 1)
+            for value in values
+            if not (isinstance(value, ast.Name) and value.id == node.id)
+        )
+    return False
+
+
+def count_cores() -> int:
     """Cores that a process may use on this machine."""
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
@@ -81,7 +221,7 @@ def _count_cores() -> int:
 
 def _suggest_workers() -> int:
     """Workers that leave the loop a core; four keep up with most loops."""
-    return max(1, min(MAX_WORKERS, _count_cores() - 1))
+    return max(1, min(MAX_WORKERS, count_cores() - 1))
 
 
 def _blocking(source: Script) -> Iterator[Hint]:

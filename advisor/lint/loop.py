@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import ast
+import re
 from collections.abc import Iterator
 
+from advisor.lint.loader import count_cores
 from advisor.lint.source import (
     Hint,
     Loop,
@@ -210,8 +212,49 @@ def _backward(source: Script, call: ast.Call) -> Iterator[Hint]:
 # -- settings -----------------------------------------------------------------------------------
 
 
+_VARIES = re.compile(
+    r"pad_sequence|pad_packed|padding\s*=\s*(?:True|[\"']longest)|DataCollator\w*Padding"
+    r"|DataCollatorForSeq2Seq|collate_fn\s*=|bucket|\.nested"
+)
+"""What batches of several lengths are made with."""
+_THREADS = {"torch.set_num_threads", "torch.set_num_interop_threads"}
+_THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")
+
+
+def _threads(source: Script) -> Iterator[Hint]:
+    """A number of threads that is written down, and more than this machine has cores."""
+    places: list[tuple[ast.Call | ast.Assign, ast.expr | None]] = [
+        (call, call.args[0])
+        for call in source.calls
+        if source.qualified_name(call.func) in _THREADS and call.args
+    ]
+    places += [
+        (node, node.value)
+        for node in ast.walk(source.tree)
+        if isinstance(node, ast.Assign)
+        and isinstance(node.targets[0], ast.Subscript)
+        and source.qualified_name(node.targets[0].value) == "os.environ"
+        and is_constant(node.targets[0].slice, *_THREAD_VARIABLES)
+    ]
+    for node, value in places:
+        text = str(value.value) if isinstance(value, ast.Constant) else ""
+        if not text.isdecimal() or int(text) <= count_cores():
+            continue
+        yield Hint(
+            id="too-many-threads",
+            title=f"{source.text_of(node)[:60]}: this machine has {count_cores()} cores",
+            why="more threads than cores wait for each other in every operator",
+            fix="Leave the number to PyTorch, which takes the cores that the process may use.",
+            code="torch.set_num_threads(len(os.sched_getaffinity(0)))",
+            confirmed_by="thread-oversubscription",
+            **position(node),
+        )
+
+
 def check_settings(source: Script) -> Iterator[Hint]:
-    """Anomaly detection; blocking launches set in the program; torch.compile in the loop."""
+    """Anomaly detection; blocking launches set in the program; torch.compile in the loop, or for
+    one shape where lengths vary; more threads than cores."""
+    yield from _threads(source)
     for call in source.calls:
         name = source.qualified_name(call.func)
         if name == "torch.autograd.set_detect_anomaly" and call.args:
@@ -219,6 +262,19 @@ def check_settings(source: Script) -> Iterator[Hint]:
                 yield _anomaly_mode(call)
         elif name == "torch.autograd.detect_anomaly":
             yield _anomaly_mode(call)
+        elif is_constant(keyword(call, "dynamic"), False) and (
+            name == "torch.compile" or is_method(call, "compile")
+        ):
+            if _VARIES.search(source.text):
+                yield Hint(
+                    id="compile-static-shapes",
+                    title=f"{source.text_of(call)[:60]}, and lengths vary",
+                    why="each new shape compiles again, until torch gives up and runs uncompiled",
+                    fix="Leave dynamic at its default, or pad to a few lengths.",
+                    code="torch.compile(..., dynamic=None)   # or pad to a multiple of 64",
+                    confirmed_by="recompilation",
+                    **position(call),
+                )
         elif name == "torch.compile" and source.in_training_loop(call) is not None:
             yield Hint(
                 id="compile-in-loop",

@@ -6,7 +6,15 @@ import ast
 import re
 from collections.abc import Iterator
 
-from advisor.lint.source import Function, Hint, Script, is_method, is_occasional, names_in, position
+from advisor.lint.source import (
+    Function,
+    Hint,
+    Script,
+    is_method,
+    is_occasional,
+    names_in,
+    position,
+)
 
 _EVAL = re.compile(
     r"(?:^|_)(?:eval\w*|valid\w*|val|test|infer\w*|predict\w*)(?:$|_)", re.IGNORECASE
@@ -50,6 +58,29 @@ def check_evaluation(source: Script) -> Iterator[Hint]:
         )
 
 
+def _models(source: Script) -> set[str]:
+    """Names that are models as the file uses them: ``net.train()``, ``clf.parameters()``."""
+    names = set()
+    for call in source.calls:
+        if is_method(call, "train", "eval", "parameters", "state_dict", "zero_grad"):
+            assert isinstance(call.func, ast.Attribute)
+            names.add(source.qualified_name(call.func.value))
+    return names - {"", "optimizer", "self"}
+
+
+def _evaluates_here(source: Script, loop: ast.AST) -> bool:
+    """Whether ``model.eval()`` stands before it, with no ``model.train()`` between."""
+    around = source.parents.get(loop)
+    for body in (getattr(around, "body", []), getattr(around, "orelse", [])):
+        if loop not in body:
+            continue
+        for statement in reversed(body[: body.index(loop)]):
+            if isinstance(statement, ast.Expr) and is_method(statement.value, "eval", "train"):
+                func = statement.value.func
+                return isinstance(func, ast.Attribute) and func.attr == "eval"
+    return False
+
+
 def _is_evaluation(source: Script, loop: ast.For | ast.AsyncFor) -> bool:
     """A loop over a loader, in a function or over a name that means validation, that calls a model
     and runs no backward pass."""
@@ -57,9 +88,10 @@ def _is_evaluation(source: Script, loop: ast.For | ast.AsyncFor) -> bool:
         names_in(loop.iter)
         | {node.attr for node in ast.walk(loop.iter) if isinstance(node, ast.Attribute)}
     )
-    if not re.search(r"loader|dataset|batches|_dl\b|iterator", over, re.IGNORECASE):
+    before = _evaluates_here(source, loop)
+    if not before and not re.search(r"loader|dataset|batches|_dl\b|iterator", over, re.IGNORECASE):
         return False
-    named = any(_EVAL.search(word) for word in over.split())
+    named = before or any(_EVAL.search(word) for word in over.split())
     for outer in source.ancestors(loop):
         if isinstance(outer, Function):
             named = named or bool(_EVAL.search(outer.name))
@@ -69,7 +101,94 @@ def _is_evaluation(source: Script, loop: ast.For | ast.AsyncFor) -> bool:
     calls = [node for node in ast.walk(loop) if isinstance(node, ast.Call)]
     if any(is_method(call, "backward", "step") for call in calls):
         return False
-    return any(_calls_model(call.func) for call in calls)
+    models = _models(source)
+    return any(
+        _calls_model(call.func) or source.qualified_name(call.func) in models for call in calls
+    )
+
+
+_HELD_OUT = re.compile(r"(?:^|_)(?:val|valid|validation|test|eval|dev)(?:$|_)", re.IGNORECASE)
+
+
+def check_single_evaluation(source: Script) -> Iterator[Hint]:
+    """A model called on one validation batch, outside ``no_grad`` and for no backward pass."""
+    models = _models(source)
+    for call in source.calls:
+        if source.qualified_name(call.func) not in models or not call.args:
+            continue
+        if not any(_HELD_OUT.search(name) for arg in call.args for name in names_in(arg)):
+            continue
+        statement = source.statement(call)
+        if not isinstance(statement, ast.Assign) or _without_grad(source, call):
+            continue
+        if any(isinstance(outer, ast.For) and _is_evaluation(source, outer)
+               for outer in source.ancestors(call)):  # fmt: skip
+            continue
+        targets = {name for target in statement.targets for name in names_in(target)}
+        if _learns_from(source, targets):
+            continue
+        yield Hint(
+            id="eval-with-grad",
+            title=f"{source.text_of(statement).splitlines()[0][:60]} builds a graph",
+            why="the forward pass keeps its activations for a backward pass that does not follow",
+            fix="Run it under torch.inference_mode() or torch.no_grad().",
+            code=f"with torch.inference_mode():\n    {source.text_of(statement).splitlines()[0]}",
+            confirmed_by="eval-without-no-grad",
+            **position(statement),
+        )
+
+
+def _learns_from(source: Script, names: set[str]) -> bool:
+    """Whether a backward pass may start from one of these names, by way of others."""
+    for _ in range(4):
+        names = names | {
+            name
+            for node in ast.walk(source.tree)
+            if isinstance(node, ast.Assign) and names_in(node.value) & names
+            for target in node.targets
+            for name in names_in(target)
+        }
+    return any(
+        is_method(call, "backward") and isinstance(call.func, ast.Attribute)
+        and names_in(call.func.value) & names
+        for call in source.calls
+    )  # fmt: skip
+
+
+_CUML = {
+    "cluster": {"KMeans", "DBSCAN", "AgglomerativeClustering", "SpectralClustering"},
+    "decomposition": {"PCA", "TruncatedSVD", "IncrementalPCA"},
+    "ensemble": {"RandomForestClassifier", "RandomForestRegressor"},
+    "linear_model": {"LinearRegression", "LogisticRegression", "Ridge", "Lasso", "ElasticNet"},
+    "manifold": {"TSNE", "SpectralEmbedding"},
+    "neighbors": {"NearestNeighbors", "KNeighborsClassifier", "KNeighborsRegressor"},
+    "svm": {"SVC", "SVR", "LinearSVC", "LinearSVR"},
+    "kernel_ridge": {"KernelRidge"},
+    "covariance": {"LedoitWolf"},
+}
+"""scikit-learn's estimators that RAPIDS cuML runs on a GPU: docs.rapids.ai/api/cuml/stable."""
+
+
+def check_estimators(source: Script) -> Iterator[Hint]:
+    """scikit-learn's estimators that exist for GPUs, once per file."""
+    there = []
+    for call in source.calls:
+        parts = source.qualified_name(call.func).split(".")
+        known = parts[0] == "sklearn" and len(parts) > 2 and parts[-1] in _CUML.get(parts[1], ())
+        if known or source.qualified_name(call.func) in {"umap.UMAP", "hdbscan.HDBSCAN"}:
+            there.append((call, parts[-1]))
+    if not there:
+        return
+    names = ", ".join(dict.fromkeys(name for _, name in there))
+    yield Hint(
+        id="estimator-on-gpu",
+        title=f"{names} of scikit-learn: cuML has the same for GPUs",
+        why="scikit-learn computes on the CPU; with many rows an NVIDIA GPU is much faster",
+        fix="Start the program with cuML's accelerator; the code stays as it is.",
+        code=f"python -m cuml.accel {source.name.rsplit('/', 1)[-1]}",
+        confirmed_by="",
+        **position(there[0][0]),
+    )
 
 
 def _calls_model(func: ast.expr) -> bool:

@@ -113,6 +113,31 @@ class Script:
         parts.append(self.aliases.get(node.id, node.id))
         return ".".join(reversed(parts))
 
+    @cached_property
+    def _assignments(self) -> dict[str, list[ast.expr]]:
+        """What is assigned to each plain name or attribute, anywhere in the file."""
+        result: dict[str, list[ast.expr]] = {}
+        for node in ast.walk(self.tree):
+            targets = (
+                node.targets
+                if isinstance(node, ast.Assign)
+                else [node.target]
+                if isinstance(node, ast.AnnAssign)
+                else []
+            )
+            value = getattr(node, "value", None)
+            for target in targets:
+                several = target.elts if isinstance(target, ast.Tuple | ast.List) else [target]
+                for item in several:
+                    name = self.qualified_name(item)
+                    if name and value is not None:
+                        result.setdefault(name, []).append(value)
+        return result
+
+    def assigned(self, node: ast.expr) -> list[ast.expr]:
+        """What the file assigns to a name or an attribute (a tuple's parts: all of it)."""
+        return self._assignments.get(self.qualified_name(node), [])
+
     # -- loops --------------------------------------------------------------------------------
 
     @cached_property

@@ -105,6 +105,38 @@ SILENT = {
 }
 
 
+OTHER_KINDS = [
+    ("torch.set_num_threads(512)", "too-many-threads"),
+    ("import os\nos.environ['OMP_NUM_THREADS'] = '512'", "too-many-threads"),
+    (
+        "model.eval()\nfor x in batches_of_rows(rows):\n    out = model(x)",
+        "eval-with-grad",
+    ),
+    ("clf.eval()\nfor x, y in held_out:\n    n += (clf(x) == y).sum()", "eval-with-grad"),
+    ("net.train()\nval_loss = loss(net(x_val), y_val)", "eval-with-grad"),
+    ("model = torch.compile(model, dynamic=False)\npad_sequence(x)", "compile-static-shapes"),
+    ("model.compile(dynamic=False)\ntok(x, padding='longest')", "compile-static-shapes"),
+    (
+        "from transformers import TrainingArguments\nargs = TrainingArguments('out')",
+        "trainer-workers",
+    ),
+    (
+        "import tensorflow as tf\nd = tf.data.Dataset.from_tensor_slices(x).batch(8)\nmodel.fit(d)",
+        "tf-data-prefetch",
+    ),
+    (
+        "import tensorflow as tf\nd = tf.data.Dataset.list_files('*')\n"
+        "d = d.map(decode).batch(8).prefetch(2)",
+        "tf-data-map",
+    ),
+    (
+        "from sklearn.ensemble import RandomForestClassifier\nRandomForestClassifier(100)",
+        "estimator-on-gpu",
+    ),
+    ("from sklearn import cluster\ncluster.KMeans(8).fit(x)", "estimator-on-gpu"),
+]
+
+
 @pytest.mark.parametrize("identifier", FIRES)
 def test_a_hint_is_given(identifier: str) -> None:
     assert identifier in ids(FIRES[identifier])
@@ -130,7 +162,8 @@ def names(folder: Path) -> set[str]:
 def test_every_hint_names_a_rule_that_exists() -> None:
     """Hints are given without a rule being loaded, so that they name what confirms them; one that
     names a rule which was renamed, anywhere in their source, is found here."""
-    given = [hint for text in FIRES.values() for hint in lint_text(text)]
+    texts = [*FIRES.values(), *(HEAD + lines for lines, _ in OTHER_KINDS)]
+    given = [hint for text in texts for hint in lint_text(text)]
     told = {hint.confirmed_by for hint in given} - {""}
     known = {rule.id for rule in load_rules(config={})}
     written = names(Path(advisor.lint.__file__).parent)
@@ -258,3 +291,73 @@ def test_bad_input_is_one_line(run: Any, tmp_path: Path) -> None:
     for path in (tmp_path / "none.py", tmp_path / "bad.py", tmp_path / "empty"):
         code, _, err = run(path)
         assert code == 2 and err.count("\n") == 1
+
+
+IN_MEMORY = """
+import torch
+from torch.utils.data import DataLoader, Dataset, TensorDataset, random_split
+
+class Rows(Dataset):
+    def __init__(self, x, y):
+        self.x, self.y = x, y
+    def __len__(self):
+        return len(self.x)
+    def __getitem__(self, i):
+        return self.x[i], self.y[i]
+
+class Images(Dataset):
+    def __getitem__(self, i):
+        return decode(self.files[i])
+
+"""
+
+
+@pytest.mark.parametrize(
+    ("lines", "expected"),
+    [
+        ("loader = DataLoader(TensorDataset(x, y), batch_size=8)", 0),
+        ("data = TensorDataset(x, y)\nloader = DataLoader(data, 8, shuffle=True)", 0),
+        ("a, b = random_split(TensorDataset(x, y), [8, 2])\nloader = DataLoader(a, 8)", 0),
+        ("self.data = TensorDataset(x, y)\nloader = DataLoader(self.data, num_workers=0)", 0),
+        ("loader = DataLoader(dataset=Rows(x, y), batch_size=8)", 0),
+        ("rows = [(x, y) for x, y in zip(xs, ys)]\nloader = DataLoader(rows, batch_size=8)", 0),
+        ("loader = DataLoader(Images(files), batch_size=8)", 1),
+        ("loader = DataLoader(make(files), batch_size=8)", 1),
+        ("data = TensorDataset(x)\ndata = Images(files)\nloader = DataLoader(data)", 1),
+    ],
+)
+def test_a_dataset_that_is_in_memory_needs_no_workers(lines: str, expected: int) -> None:
+    assert ids(IN_MEMORY + lines + "\n").count("dataloader-arguments") == expected
+
+
+def test_a_dataset_in_memory_may_still_be_pinned() -> None:
+    text = IN_MEMORY + "loader = DataLoader(TensorDataset(x, y).to('cuda'))\n"
+    text += "loader = DataLoader(TensorDataset(x, y))\n"
+    hints = [hint for hint in lint_text(text) if hint.line == text.count("\n")]
+    assert [hint.title for hint in hints] == ["DataLoader without pin_memory=True"]
+
+
+@pytest.mark.parametrize(("lines", "identifier"), OTHER_KINDS)
+def test_programs_of_other_kinds(lines: str, identifier: str) -> None:
+    assert identifier in ids(HEAD + lines + "\n")
+
+
+@pytest.mark.parametrize(
+    "lines",
+    [
+        "torch.set_num_threads(1)",
+        "torch.set_num_threads(int(os.environ['CORES']))",
+        "model.eval()\nwith torch.no_grad():\n    for x in rows:\n        model(x)",
+        "net.train()\nval_loss = loss(net(x_val), y_val)\nval_loss.backward()",
+        "model.eval()\nmodel.train()\nfor x in rows:\n    out = model(x)",
+        "model = torch.compile(model, dynamic=False)",
+        "TrainingArguments('out', dataloader_num_workers=4)",
+        "TrainingArguments(**options)",
+        "import tensorflow as tf\nd = tf.data.Dataset.from_tensor_slices(x).map(f, "
+        "num_parallel_calls=4).prefetch(1)",
+        "from sklearn.model_selection import train_test_split\ntrain_test_split(x)",
+        "from sklearn.naive_bayes import GaussianNB\nGaussianNB()",
+    ],
+)
+def test_such_programs_in_order_have_no_hint(lines: str) -> None:
+    assert ids(HEAD + lines + "\n") == []

@@ -187,6 +187,8 @@ def recorded(report: Report) -> list[str]:
         parts.append(f"host: {shown}")
     if view.ended is None:
         parts.append("killed, or still going on")
+    elif view.ended == "disk":
+        parts.append("the disk was full: later steps are not recorded")
     elif view.ended != "finished":
         parts.append(f"ended by {t.clean(view.ended)}")
     return parts

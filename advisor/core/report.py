@@ -424,7 +424,8 @@ class RecordedSteps(Struct, kw_only=True):
     outside_share: float | None = None
     """Of the time of all steps and of what lies between them."""
     ended: str | None
-    """``finished``, ``exception`` or ``interrupted``; ``null``: killed, or still going on."""
+    """``finished``, ``exception``, ``interrupted`` or ``disk`` (nothing more could be written);
+    ``null``: killed, or still going on."""
     windows: list[str]
     """What became of each profiled window."""
 

@@ -63,6 +63,8 @@ MAX_GPUS = 64
 """GPUs of one sample. No machine has more."""
 MAX_OBJECTS = 2 * MAX_GPUS + 2
 """Objects in a line: a sample has two for each GPU."""
+MAX_STEPS = 2_000_000
+"""Of one rank: lines may stand for any number."""
 MAX_JSON_BYTES = 4 << 20
 """Manifest and rank.json: some kilobytes are written."""
 
@@ -146,6 +148,9 @@ class Step(Struct, kw_only=True, omit_defaults=True, gc=False):
 
     n: int
     """Number, from 0."""
+    of: int = 1
+    """Steps that the record stands for: of a long run, several that follow each other are one line,
+    whose times, samples and bytes are their sums. They are read as so many equal steps."""
     t: int
     """Start, ns."""
     dur: int
@@ -160,6 +165,8 @@ class Step(Struct, kw_only=True, omit_defaults=True, gc=False):
     """Batches that went into it (gradient accumulation)."""
     window: int | None = None
     """Window that was open: profiling slowed this step."""
+    exporting: bool = False
+    """The trace of a window was being written meanwhile, by another thread."""
     gc: int = 0
     """Pauses of the garbage collector, ns."""
     samples: int | None = None
@@ -287,7 +294,8 @@ class Event(Struct, kw_only=True, omit_defaults=True):
     ``shapes``: index, shapes, dtypes · ``window``: window, reason, steps, state (``open``,
     ``done``, ``stopped``, ``failed``, ``never``, ``dropped``: it lay before the training), file,
     why · ``warning``: text · ``oom``: message, snapshot, allocated, reserved · ``error``: text ·
-    ``end``: steps, reason (``finished``, ``exception``, ``interrupted``), exception
+    ``end``: steps, reason (``finished``, ``exception``, ``interrupted``, ``disk``: nothing more
+    could be written), exception, message
     """
 
     t: int
@@ -388,11 +396,12 @@ def _read_rank(folder: Path, problems: list[str]) -> RankRecord:
     except (OSError, *DAMAGE):
         rank = Rank()
         problems.append(f"{folder / RANK}: missing or damaged")
-    steps = _read_lines(folder / STEPS, Step, problems)
+    steps = _expanded(_read_lines(folder / STEPS, Step, problems), folder / STEPS, problems)
     # a training that was killed in its first steps may have left both: then it is a training
     inference = not steps and (folder / INFERENCE).exists()
     if inference:
-        steps = _read_lines(folder / INFERENCE, Step, problems)
+        file = folder / INFERENCE
+        steps = _expanded(_read_lines(file, Step, problems), file, problems)
     return RankRecord(
         rank=rank,
         steps=steps,
@@ -403,6 +412,45 @@ def _read_rank(folder: Path, problems: list[str]) -> RankRecord:
         folder=str(folder),
         inference=inference,
     )
+
+
+def _expanded(steps: list[Step], file: Path, problems: list[str]) -> list[Step]:
+    """With as many steps as lines stand for; their sums are those of the lines."""
+    if all(step.of == 1 for step in steps):
+        return steps
+    result: list[Step] = []
+    for step in steps:
+        count = step.of
+        if len(result) + count > MAX_STEPS:
+            problems.append(f"{file}: read up to step {step.n:,}: more than {MAX_STEPS:,}")
+            break
+        phases = {name: ns // count for name, ns in step.phases.items()}
+        dur = sum(phases.values()) if phases else step.dur // count
+        rest = step.dur - count * dur
+        split = msgspec.structs.replace(
+            step, of=1, dur=dur, phases=phases, gc=step.gc // count, gpu=None, evaluation=0,
+            samples=None if step.samples is None else step.samples // count,
+            bytes=None if step.bytes is None else step.bytes // count,
+        )  # fmt: skip
+        if count > 1:  # what does not divide, and what was measured once, is the first one's
+            first = msgspec.structs.replace(
+                split, dur=dur + rest, gpu=step.gpu, evaluation=step.evaluation,
+                phases={k: ns - (count - 1) * phases[k] for k, ns in step.phases.items()},
+                gc=step.gc - (count - 1) * split.gc,
+                samples=_rest(step.samples, count), bytes=_rest(step.bytes, count),
+            )  # fmt: skip
+            result.append(first)
+            result += (
+                msgspec.structs.replace(split, n=step.n + i, t=step.t + rest + i * dur)
+                for i in range(1, count)
+            )
+        else:
+            result.append(step)
+    return result
+
+
+def _rest(total: int | None, count: int) -> int | None:
+    return None if total is None else total - (count - 1) * (total // count)
 
 
 def _without_dropped(events: list[Event]) -> list[Event]:
@@ -451,6 +499,8 @@ def is_sane(item: object) -> bool:
     """Whether a record has times that a run can have: others are damage, and fit no column."""
     if isinstance(item, Step):
         lengths = item.dur, item.n, item.gc, *item.phases.values()
+        if not 1 <= item.of <= MAX_STEPS:
+            return False
         return -LARGEST < item.t < LARGEST and all(0 <= length < LARGEST for length in lengths)
     if isinstance(item, Sample | Event):
         return -LARGEST < item.t < LARGEST

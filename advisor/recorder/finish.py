@@ -77,6 +77,8 @@ def _outcome(text: bytes) -> list[str]:
         count = report.recorded.steps
         kind = "inference " if report.recorded.inference else ""
         told.append(f"{t.format_count(count)} {kind}step{'' if count == 1 else 's'}{step}")
+        if report.recorded.ended == "disk":
+            told.append("the disk was full: later steps are not recorded")
     if report.crashes:
         told.append(t.describe_crashes(report.crashes))
     for finding in (*report.findings, *report.risks):

@@ -590,6 +590,7 @@ class RecordingSession:
         reader.memory, reader.paused = None, 0
         batch, self.steps.used = self.steps.used, []
         window = windows.during(segment.t, segment.end)
+        exporting = window is None and windows.exporting(segment.t, segment.end)
         self.writer.put(
             FoundStep(
                 number,
@@ -603,16 +604,18 @@ class RecordingSession:
                 batch,
                 memory,
                 self._reading_of(segment.marks),
+                exporting=exporting,
             )
         )
         if number == 0:
             self._first(micro)
         duration = segment.end - segment.t
+        slowed = window is not None or exporting
         if self.steps.late or not self.here():
-            windows.note(window, duration)
+            windows.note(slowed, duration)
         else:
             # without an optimizer, a step is known to have ended when the next one is nearly over
-            windows.step(number + 1 + self.steps.undecided, window, duration)
+            windows.step(number + 1 + self.steps.undecided, slowed, duration)
             self._settle()
 
     def _begin_steps_anew(self) -> None:
@@ -624,32 +627,36 @@ class RecordingSession:
     def _emit_inferred(self, step: Inferred) -> None:
         windows = self.windows
         window = windows.during(step.t, step.end)
+        exporting = window is None and windows.exporting(step.t, step.end)
         self.writer.put(
             FoundStep(step.n, step.t, step.end, step.phases, max(1, len(step.batches)), 0, window,
-                  step.gc, step.batches, step.memory, None, trains=False)
+                  step.gc, step.batches, step.memory, None, trains=False, exporting=exporting)
         )  # fmt: skip
         if step.n == 0:
             self._first(1)
             windows.fit_forwards(step.forwards)
         windows.unaided = step.unaided
         duration = step.end - step.t
+        slowed = window is not None or exporting
         if step.late or not self.here():
-            windows.note(window, duration)
+            windows.note(slowed, duration)
         else:
-            windows.step(step.n + 1, window, duration)
+            windows.step(step.n + 1, slowed, duration)
             self._settle()
 
     def _emit_block(self, block: RepeatedBlock) -> None:
         """Steps that were read together, in the writer's thread."""
         windows = self.windows
-        if windows.during(block.begins[0], block.ends[-1]) is None:
+        whole = block.begins[0], block.ends[-1]
+        if windows.during(*whole) is None and not windows.exporting(*whole):
             self.writer.put(block)
             windows.note_all(list(map(sub, block.ends, block.begins)))
             return
         for step in block.steps():
             window = windows.during(step.t, step.end)
-            self.writer.put(step._replace(window=window))
-            windows.note(window, step.end - step.t)
+            exporting = window is None and windows.exporting(step.t, step.end)
+            self.writer.put(step._replace(window=window, exporting=exporting))
+            windows.note(window is not None or exporting, step.end - step.t)
 
     def _reading_of(self, marks: Any) -> Reading | None:
         if self.marks is None or not marks:
@@ -695,7 +702,8 @@ class RecordingSession:
         """The writer's thread could not go on."""
         if self.problem is None:
             self.problem = problem
-            log.warning("advisor: recording stopped, training goes on: %s", problem)
+            if self.windows.problem is None:  # else it was said of a trace
+                log.warning("advisor: recording stopped, training goes on: %s", problem)
         self._stop_early()
 
     def _warn(self, error: BaseException) -> None:

@@ -58,6 +58,8 @@ class FoundStep(NamedTuple):
     """A ``cuda.Reading``; ``None``: no events."""
     trains: bool = True
     """False: of a loop that does not (``inference``)."""
+    exporting: bool = False
+    """A trace was being written meanwhile."""
 
 
 class StepSegment(NamedTuple):

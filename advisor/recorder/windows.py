@@ -10,6 +10,7 @@ thread is gone, cannot be ended without a crash either: it is left as it is.
 
 from __future__ import annotations
 
+import errno
 import functools
 import gzip
 import logging
@@ -82,8 +83,8 @@ class Windows:
         """Why a window should open at the next boundary; set by any thread."""
         self.asked: str | None = None
         """The same, when somebody asked for it."""
-        self._spans: list[tuple[int, int, int | None]] = []
-        """Number of each window, when it opened, and when its trace was written."""
+        self._spans: list[list[int | None]] = []
+        """When each window opened, when it ended, and when its trace was written."""
         self.at = options.skip
         """Step before which the first window opens."""
         self._warmup = options.warmup
@@ -105,6 +106,8 @@ class Windows:
         self._written = 0
         self._export: threading.Thread | None = None
         self._guards: list[tuple[str, Any]] = []
+        self.problem: str | None = None
+        """Why a trace could not be written."""
         self._unsafe = 0
         self._pause = 1
         self._thread = -1
@@ -162,15 +165,24 @@ class Windows:
         return self._number <= self._dropped
 
     def during(self, begin: int, end: int) -> int | None:
-        """The window that made a step slower: it was open, or its trace was being written."""
-        for number, opened, closed in reversed(self._spans):
-            if end > opened and (closed is None or begin < closed):
+        """The window that was open in a step."""
+        return self._span(begin, end, 1)
+
+    def exporting(self, begin: int, end: int) -> bool:
+        """Whether the trace of a window was being written in a step."""
+        return self._span(begin, end, 2) is not None
+
+    def _span(self, begin: int, end: int, until: int) -> int | None:
+        for number, span in reversed([*enumerate(self._spans)]):
+            opened, closed = span[0], span[until]
+            if opened is not None and end > opened and (closed is None or begin < closed):
                 return number
         return None
 
-    def note(self, window: int | None, dur: int) -> None:
-        """A step has ended, and was read too late for a window to open after it."""
-        if window is None:
+    def note(self, slowed: bool, dur: int) -> None:
+        """A step has ended, and was read too late for a window to open after it. ``slowed``: by a
+        window, or while a trace was written."""
+        if not slowed:
             self._before.append(dur)
 
     def note_all(self, lengths: list[int]) -> None:
@@ -185,7 +197,7 @@ class Windows:
         wanted = self._first_due or self.asked is not None or self.wanted is not None
         return self.enabled and wanted
 
-    def step(self, number: int, window: int | None, dur: int) -> None:
+    def step(self, number: int, slowed: bool, dur: int) -> None:
         """A step has ended, just now; ``number`` is the one that begins."""
         if self._profiler is not None:
             if self._safe():
@@ -193,7 +205,7 @@ class Windows:
             elif self._ending is None:
                 self._ending = f"step {number - 1} ended {INSIDE}"
         else:
-            self.note(window, dur)
+            self.note(slowed, dur)
             first = self._first_due and number >= self.at
             if self.enabled and (first or self.asked is not None or self.wanted is not None):
                 self._consider(number)
@@ -286,7 +298,7 @@ class Windows:
             profiler.step_num = number  # ProfilerStep#n is our step n
         if self._stacks:
             self._hooks.lift()
-        self._spans.append((self._number, perf_counter_ns(), None))
+        self._spans.append([perf_counter_ns(), None, None])
         self._thread = threading.get_ident()
         self._ending = None
         self._ended.clear()
@@ -442,6 +454,7 @@ class Windows:
         profiler, self._profiler = self._profiler, None
         self._ranges.end()
         profiler.stop()
+        self._spans[-1][1] = perf_counter_ns()
         self._ended.set()
         if self._stacks:
             self._lower()
@@ -449,8 +462,8 @@ class Windows:
 
     def _over(self) -> None:
         """From now on steps are what they were."""
-        number, opened, _ = self._spans[-1]
-        self._spans[-1] = number, opened, perf_counter_ns()
+        span, now = self._spans[-1], perf_counter_ns()
+        span[1:] = now if span[1] is None else span[1], now
 
     def _abandon(self, state: str, why: str) -> None:
         event = {"window": self._number, "reason": self._reason, "state": state, "why": why}
@@ -494,7 +507,12 @@ class Windows:
         except (OSError, RuntimeError, AssertionError, ValueError) as error:
             event["state"] = "failed"
             event["why"] = f"{type(error).__name__}: {error}"[:300]
-            log.warning("advisor: the trace of window %d was not written: %s", number, error)
+            if isinstance(error, OSError):
+                self.enabled = False
+                self.problem = error.strerror or str(error)
+            log.warning(
+                "advisor: the trace of window %d was not written: %s", number, self.problem or error
+            )
         self._tell(event)
         self._over()
         self._export = None
@@ -549,14 +567,17 @@ def write_trace(profiler: Any, folder: Path, window: int) -> int:
     torch would compress by itself, at level 9 and with the interpreter's lock held.
     """
     plain = folder / f".{trace_name(window)}.json"
+    torchs = plain.with_name(f"{plain.name}.tmp")
     packed = folder / f".{trace_name(window)}"
     try:
         profiler.export_chrome_trace(str(plain))
+        if not plain.exists():  # torch says so on stderr alone
+            raise OSError(errno.ENOSPC, "no room for the trace, or a limit on the size of files")
         with plain.open("rb") as source, gzip.open(packed, "wb", compresslevel=1) as target:
             shutil.copyfileobj(source, target, 1 << 20)
         size = packed.stat().st_size
         packed.replace(folder / trace_name(window))
         return size
     finally:
-        plain.unlink(missing_ok=True)
-        packed.unlink(missing_ok=True)
+        for file in (plain, torchs, packed):
+            file.unlink(missing_ok=True)

@@ -3,6 +3,10 @@
 It reads the tape and encodes five times a second, and appends whole lines once. Everything slow is
 done here: git and versions for the manifest, the directory, CUDA events that have passed, looking
 for trouble and for requests. The first error of the disk ends the recording, with one warning.
+
+A run may go on for months: after every ``SINGLE`` lines of steps, a line stands for twice as many
+steps as before, with their sums. Those that differ from the ones around them stay lines of their
+own.
 """
 
 from __future__ import annotations
@@ -44,6 +48,12 @@ BREATH_SECONDS = 1e-4
 MAX_WAITING = 4096
 """Steps that wait for their CUDA events; the oldest is then written without."""
 STOP_SECONDS = 10.0
+SINGLE = 10_000
+"""Lines of steps until a line stands for twice as many."""
+OUTLIER, MAX_OUTLIERS = 1.5, SINGLE // 4
+"""Times the last line's step: such steps are lines of their own, up to so many."""
+END_BYTES = 4096
+"""Of steps that are given up on a full disk for the line that says why the record ends."""
 NO_INFERENCE = threading.Event()
 """Put to say that a training has begun: what was recorded before it is none of it."""
 NO_STEPS = threading.Event()
@@ -134,6 +144,7 @@ class Writer:
             self._round(last=True)
         except OSError as error:
             self._failed(f"{self.folder or self._out or 'runs'}: {error.strerror or error}")
+            self._say_why(error)
         except Exception as error:
             # This is a thread of somebody's training process: whatever it is, it ends here.
             self._failed(f"{type(error).__name__}: {error}")
@@ -142,6 +153,21 @@ class Writer:
                 with suppress(OSError):
                     lines.close()
             self._release()
+
+    def _say_why(self, error: OSError) -> None:
+        """The last event, on a disk that may be full: some of the last steps make room for it."""
+        steps, events = self._files.get(FoundStep), self._files.get(rundir.Event)
+        if events is None or not isinstance(steps, StepLines):
+            return
+        end = {"steps": steps.written, "reason": "disk", "message": error.strerror or str(error)}
+        events.forget()
+        for given_up in (False, True):
+            with suppress(OSError):
+                if given_up:
+                    steps.shorten(END_BYTES)
+                events.add(rundir.Event(t=time.perf_counter_ns(), kind="end", data=end))
+                events.flush()
+                return
 
     def _round(self, *, last: bool = False) -> None:
         if self.read is not None:
@@ -173,6 +199,8 @@ class Writer:
         if last or waiters or at - self._written_at >= EVERY_SECONDS:
             self._written_at = at
             for lines in self._files.values():
+                if isinstance(lines, StepLines) and (last or waiters):
+                    lines.join()
                 lines.flush()
             self._requests()
         for waiter in waiters:
@@ -192,8 +220,8 @@ class Writer:
         write_once(manifest_of(folder), manifest)
         write_once(folder / rundir.RANK, rank)
         self._files = {
-            FoundStep: Lines(folder / rundir.STEPS),
-            Inferred: Lines(folder / rundir.INFERENCE),
+            FoundStep: StepLines(folder / rundir.STEPS),
+            Inferred: StepLines(folder / rundir.INFERENCE),
             rundir.Sample: Lines(folder / rundir.TELEMETRY),
             rundir.Event: Lines(folder / rundir.EVENTS),
         }
@@ -222,7 +250,7 @@ class Writer:
             if not self._waiting:
                 step.rss = resident
             self._files[FoundStep if result.trains else Inferred].add(step)
-            if result.window is None:
+            if result.window is None and not result.exporting:
                 self._watch([step.dur])
 
     def _watch(self, lengths: list[int]) -> None:
@@ -234,7 +262,15 @@ class Writer:
 
     def _block(self, block: RepeatedBlock, resident: int | None) -> None:
         """Write steps that were read together: the lines of ``_record``, by one format."""
-        if any(0 in column for _, column in block.phases if any(column)):
+        steps = self._files[FoundStep]
+        assert isinstance(steps, StepLines)
+        uniform = (
+            block.batches.count(block.batches[0]) == len(block.ends) if block.batches else True
+        )
+        if steps.every > 1 and uniform:
+            self._join_block(block, steps)
+            return
+        if steps.every > 1 or any(0 in column for _, column in block.phases if any(column)):
             for step in block.steps():
                 self._files[FoundStep].add(self._record(step))
             self._watch([end - begin for begin, end in zip(block.begins, block.ends, strict=True)])
@@ -247,7 +283,7 @@ class Writer:
         lengths = list(map(sub, block.ends, block.begins))
         first = f',"micro":{block.micro}' if block.micro != 1 else ""
         ends = [first] * count
-        if block.batches and block.batches.count(block.batches[0]) == count:
+        if block.batches and uniform:
             ends = [first + self._described(block.batches[0])] * count
         elif block.batches:
             ends = [first + self._described(batches) for batches in block.batches]
@@ -256,7 +292,26 @@ class Writer:
         numbers = range(block.n, block.n + count)
         columns = (numbers, block.begins, lengths, *(column for _, column in phases), ends)
         text = line * count % tuple(chain.from_iterable(zip(*columns, strict=True)))
-        self._files[FoundStep].add_lines(text.encode())
+        steps.add_lines(text.encode(), count)
+        self._watch(lengths)
+
+    def _join_block(self, block: RepeatedBlock, steps: StepLines) -> None:
+        """The same of steps several of which are a line."""
+        like = rundir.Step(n=0, t=0, dur=0, micro=block.micro)
+        self._describe_batches(like, block.batches[0] if block.batches else [])
+        lengths = list(map(sub, block.ends, block.begins))
+        phases = [(self._names[phase], column) for phase, column in block.phases if any(column)]
+        size = 1 if steps.has_outlier(lengths) else steps.every
+        for i in range(0, len(lengths), size):
+            part = slice(i, i + size)
+            count = len(lengths[part])
+            step = msgspec.structs.replace(
+                like, n=block.n + i, t=block.begins[i], dur=sum(lengths[part]), of=count,
+                phases={name: ns for name, column in phases if (ns := sum(column[part]))},
+                samples=None if like.samples is None else like.samples * count,
+                bytes=None if like.bytes is None else like.bytes * count,
+            )  # fmt: skip
+            steps.add(step)
         self._watch(lengths)
 
     def _described(self, glances: list[Any]) -> str:
@@ -278,6 +333,7 @@ class Writer:
             window=result.window,
             gc=result.gc,
             evaluation=result.gap,
+            exporting=result.exporting,
         )
         if result.marks is not None and result.marks.times is not None:
             step.gpu = {names[i]: ns for i, ns in enumerate(result.marks.times) if ns}
@@ -335,26 +391,32 @@ class Lines:
         self._kept += self._encoder.encode(record)
         self._kept += b"\n"
 
-    def add_lines(self, lines: bytes) -> None:
-        """The same of records that are encoded, each with its end of line."""
-        self._kept += lines
-
     def flush(self) -> None:
-        """Write what was kept. Raises OSError; what was kept is then forgotten."""
+        """Write what was kept. Raises OSError; what was kept is then forgotten, and no part of a
+        line is left in the file."""
         if not self._kept:
             return
         kept, self._kept = self._kept, bytearray()
         if self._descriptor is None:
             flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | getattr(os, "O_CLOEXEC", 0)
             self._descriptor = os.open(self._path, flags, 0o644)
-        view = memoryview(kept)
-        while view:
-            view = view[os.write(self._descriptor, view) :]
+        done = 0
+        try:
+            while done < len(kept):
+                done += os.write(self._descriptor, memoryview(kept)[done:])
+        except OSError:
+            whole = kept.rfind(b"\n", 0, done) + 1
+            os.ftruncate(self._descriptor, os.fstat(self._descriptor).st_size - done + whole)
+            raise
+
+    def forget(self) -> None:
+        """What was kept is not to be written."""
+        self._kept = bytearray()
 
     def remove(self) -> None:
         """Take the file away, and what was kept."""
         self.close()
-        self._kept = bytearray()
+        self.forget()
         self._path.unlink(missing_ok=True)
 
     def close(self) -> None:
@@ -362,3 +424,98 @@ class Lines:
         if self._descriptor is not None:
             os.close(self._descriptor)
             self._descriptor = None
+
+
+class StepLines(Lines):
+    """Lines of steps: of a long run, one for several that follow each other."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(path)
+        self.every = 1
+        """Steps of a line, as long as nothing sets them apart."""
+        self.written = 0
+        """Steps so far."""
+        self._lines = self._outliers = 0
+        self._several: list[rundir.Step] = []
+        self._usual = 0
+        """What a step of the last such line took, ns."""
+
+    def add(self, record: msgspec.Struct) -> None:
+        """Keep a step for the next ``flush``, by itself or with those around it."""
+        assert isinstance(record, rundir.Step)
+        self.written += record.of
+        if self.every == 1 or self._stands_alone(record):
+            self.join()
+            self._line(record)
+            return
+        several = self._several
+        if several and (record.micro, record.shapes) != (several[0].micro, several[0].shapes):
+            self.join()
+        self._several.append(record)
+        if sum(step.of for step in self._several) >= self.every:
+            self.join()
+
+    def add_lines(self, lines: bytes, count: int) -> None:
+        """The same of steps that are encoded, each with its end of line."""
+        self.written += count
+        self._kept += lines
+        self._count(count)
+
+    def remove(self) -> None:
+        """See Lines."""
+        super().remove()
+        self._several.clear()
+        self.every, self.written, self._lines = 1, 0, 0
+
+    def shorten(self, size: int) -> None:
+        """Take whole lines, so many bytes at least, off the end of the file. Raises OSError."""
+        lines = self._path.read_bytes()
+        os.truncate(self._path, lines.rfind(b"\n", 0, max(0, len(lines) - size)) + 1)
+
+    def _stands_alone(self, step: rundir.Step) -> bool:
+        """Whether it would be lost among others: a window's, one after a pause, a long one."""
+        if step.window is not None or step.exporting:
+            return True
+        if not step.evaluation and not self.has_outlier([step.dur // step.of]):
+            return False
+        self._outliers += 1
+        return self._outliers <= MAX_OUTLIERS
+
+    def has_outlier(self, lengths: list[int]) -> bool:
+        """Whether one of these steps is long."""
+        return bool(self._usual) and max(lengths) > OUTLIER * self._usual
+
+    def join(self) -> None:
+        """End the line that is not full."""
+        several, self._several = self._several, []
+        if not several:
+            return
+        whole = several[-1]
+        whole.n, whole.t = several[0].n, several[0].t
+        for step in several[:-1]:
+            whole.of += step.of
+            whole.dur += step.dur
+            whole.gc += step.gc
+            whole.evaluation += step.evaluation
+            for name, ns in step.phases.items():
+                whole.phases[name] = whole.phases.get(name, 0) + ns
+            whole.samples = _sum(whole.samples, step.samples)
+            whole.bytes = _sum(whole.bytes, step.bytes)
+            whole.gpu = whole.gpu or step.gpu
+            whole.rss = whole.rss or step.rss
+        self._usual = whole.dur // whole.of
+        self._line(whole)
+
+    def _line(self, step: rundir.Step) -> None:
+        super().add(step)
+        self._count(1)
+
+    def _count(self, lines: int) -> None:
+        self._lines += lines
+        if self._lines >= SINGLE:
+            self._lines = self._outliers = 0
+            self.every *= 2
+
+
+def _sum(a: int | None, b: int | None) -> int | None:
+    return None if a is None or b is None else a + b

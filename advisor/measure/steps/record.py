@@ -20,6 +20,8 @@ Mask = NDArray[np.bool_]
 WARM_UP = 10
 """Recorded steps at the start that do not count: compilation, autotuning, caches. Of a short run,
 a fifth (as ``advisor compare`` does it)."""
+MIN_USED = 5
+"""Steps that count, at least, where a run has more than twice as many."""
 START_UP = 3
 """Steps that are no measure even of what is around a window that comes early."""
 NEAR, MIN_AROUND = 20, 5
@@ -66,11 +68,19 @@ class StepRecords:
 
     @cached_property
     def used(self) -> Mask:
-        """Steps that count: after the warm-up, with no window open, and not the one after a
-        window, in which the trace is written."""
+        """Steps that count: after the warm-up, with no window open, not the one after a window,
+        which stops the profiler, and not while a trace is written. Where those are too few, as in
+        a short run of fast steps, the ones while it is written count; where there are too few of
+        them as well, none does."""
         after = np.zeros(len(self.steps), dtype=bool)
         after[1:] = self.profiled[:-1]
-        return self.settled & ~self.profiled & ~after
+        plain = self.settled & ~self.profiled & ~after
+        exporting = np.array([step.exporting for step in self.steps], dtype=bool)
+        enough = MIN_USED if len(self.steps) > 2 * MIN_USED else 1
+        for some in (plain & ~exporting, plain):
+            if some.sum() >= enough:
+                return some
+        return np.zeros(len(self.steps), dtype=bool)
 
     @cached_property
     def inference(self) -> bool:

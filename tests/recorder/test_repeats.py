@@ -20,7 +20,7 @@ from advisor.recorder.loaders import Loaders
 from advisor.recorder.reader import TapeReader
 from advisor.recorder.repeats import RepeatedBlock
 from advisor.recorder.steps import FoundStep
-from advisor.recorder.writer import Lines, Writer
+from advisor.recorder.writer import StepLines, Writer
 
 pytestmark = pytest.mark.timed
 
@@ -155,7 +155,7 @@ def test_steps_written_together_are_those_written_one_by_one(tmp_path: Path) -> 
             failed=pytest.fail,
         )
         writer.resolve = lambda glance: Batch(*kinds[glance])
-        writer._files = {FoundStep: Lines(tmp_path / name)}
+        writer._files = {FoundStep: StepLines(tmp_path / name)}
         if together:
             writer._block(block, 512)
         else:

@@ -53,7 +53,7 @@ class Recorder:
     ) -> None:
         if out is not None:
             options["out"] = str(out)
-        RecordOptions().with_changes(**options)  # a wrong keyword is told at the line that has it
+        RecordOptions().with_changes(**options)  # a wrong keyword fails at its own line
         self._keywords = options
         self._step = step
         self._session: RecordingSession | None = None
@@ -320,7 +320,7 @@ def phase(name: str) -> PhaseRange:
 def open_session(
     entry: str, keywords: dict[str, Any], recorder: Recorder | None = None, *, lazy: bool = False
 ) -> RecordingSession | None:
-    """Begin to record; ``None``: not possible, or somebody records already (told once)."""
+    """Begin to record; ``None``: not possible, or somebody records already (reported once)."""
     try:
         from advisor.recorder.kineto_log import hush
         from advisor.recorder.session import RecordingSession, current

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 MAX_TENSORS = 64
 MAX_DEPTH = 4
 MAX_KINDS = 256
-"""Distinct sets of shapes that are told apart; ones after that are recorded without."""
+"""Distinct sets of shapes that are distinguished; ones after that are recorded without."""
 PADDING_EVERY = 10
 """Masks of every so many batches are looked at."""
 MAX_MASK = 1 << 24

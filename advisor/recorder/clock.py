@@ -24,10 +24,10 @@ MAX_PHASES = 64
 MAX_TAPE = 20_000_000
 """Entries that wait to be read: minutes of a disk that does not answer."""
 
-THREAD, PHASE, WATCHED, ONLINE, TOLD, OPTIMIZED, LEARNT = range(7)
+THREAD, PHASE, WATCHED, ONLINE, LAST_LOADER, OPTIMIZED, LEARNT = range(7)
 """``Tape.here``: the thread that is watched (-1: recording is off; hooks do nothing in others), the
-phase that is open in it, whether somebody is told of phases, whether something is to be done
-when an optimizer has stepped, the loader that was last told, whether an optimizer's step was
+phase that is open in it, whether somebody listens to phases, whether something is to be done
+when an optimizer has stepped, the loader that was noted last, whether an optimizer's step was
 ever seen, and whether what follows is of no use for telling a loop that does not train."""
 
 (
@@ -70,9 +70,9 @@ class Tape:
         self.log: list[Any] = []
         self.here = [-1, OTHER, 0, 0, -1, 0, 1]
         """One list for all that hooks look at, by ``THREAD``, ``PHASE``, ``WATCHED``, ``ONLINE``,
-        ``TOLD``, ``OPTIMIZED`` and ``LEARNT``: the caches are cold when they run."""
+        ``LAST_LOADER``, ``OPTIMIZED`` and ``LEARNT``: the caches are cold when they run."""
         self.watched: list[Any] = []
-        """Those that want to be told of phases at once (NVTX, CUDA events)."""
+        """Those that listen to phases at once (NVTX, CUDA events)."""
         self.names = list(PHASES)
 
     def watch(self, watcher: Any) -> None:
@@ -82,7 +82,7 @@ class Tape:
         self.here[WATCHED] = 1
 
     def unwatch(self, watcher: Any) -> bool:
-        """No more; whether it was told until now."""
+        """No more; whether it listened until now."""
         was = watcher in self.watched
         if was:
             self.watched.remove(watcher)

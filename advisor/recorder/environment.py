@@ -1,4 +1,4 @@
-"""What is told once about a run and its processes: command, versions, flags, limits, devices.
+"""What is recorded once about a run and its processes: command, versions, flags, limits, devices.
 
 Nothing here raises or imports: torch and others are looked up among the modules that are loaded
 already, CUDA is only asked when the process has initialised it, and what cannot be had is left
@@ -139,7 +139,7 @@ def environment() -> dict[str, str]:
 def git_state(folder: Path | None = None) -> tuple[str | None, bool | None]:
     """(commit, uncommitted changes in tracked files) of the repository around a folder."""
     folder = folder or Path.cwd()
-    told = _git(
+    status = _git(
         folder,
         "status",
         "--porcelain=v2",
@@ -147,9 +147,9 @@ def git_state(folder: Path | None = None) -> tuple[str | None, bool | None]:
         "--untracked-files=no",
         "--ignore-submodules",
     )
-    if told is None:
+    if status is None:
         return _head(folder), None
-    lines = told.decode("utf-8", "replace").splitlines()
+    lines = status.decode("utf-8", "replace").splitlines()
     oid = next((x.split()[-1] for x in lines if x.startswith("# branch.oid ")), None)
     commit = oid if oid is not None and _is_commit(oid) else None
     return commit, any(not line.startswith("#") for line in lines)
@@ -485,7 +485,7 @@ def _driver() -> str | None:
 
 
 def _try(get: Callable[[], _T]) -> _T | None:
-    """A value, or ``None`` whatever goes wrong: what is described here is never worth a failure
+    """A value, or ``None`` whatever goes wrong: what is described here never justifies a failure
     of the training around it, and what torch or the system raises is not ours to enumerate."""
     try:
         return get()

@@ -36,16 +36,16 @@ def tell(*paragraphs: str) -> None:
 def say(run: Path, *, analyse: bool = True) -> None:
     """Say where a run is, and what was found first in it."""
     shown = _shown(run)
-    told = [f"recorded in {shown}"]
+    sentences = [f"recorded in {shown}"]
     result = outcome(run) if analyse else None
     if result:
-        told += result
-    told.append(f"More: advisor analyze {shown}")
-    tell(*told)
+        sentences += result
+    sentences.append(f"More: advisor analyze {shown}")
+    tell(*sentences)
 
 
 def outcome(run: Path) -> list[str] | None:
-    """Sentences about what was found, the most important first; ``None``: it could not be told."""
+    """Sentences about what was found, the most important first; ``None``: it is unknown."""
     env = {k: v for k, v in os.environ.items() if not k.startswith("ADVISOR")}
     env["ADVISOR"] = "0"
     paths = env.get("PYTHONPATH", "").split(os.pathsep)
@@ -71,21 +71,21 @@ def _outcome(text: bytes) -> list[str]:
     from advisor.core.report import Report
 
     report = Report.from_json(text)
-    told = []
+    sentences = []
     if report.recorded is not None:
         step = "" if report.step is None else f", {t.format_duration(report.step.ns)} each (median)"
         count = report.recorded.steps
         kind = "inference " if report.recorded.inference else ""
-        told.append(f"{t.format_count(count)} {kind}step{'' if count == 1 else 's'}{step}")
+        sentences.append(f"{t.format_count(count)} {kind}step{'' if count == 1 else 's'}{step}")
         if report.recorded.ended == "disk":
-            told.append("the disk was full: later steps are not recorded")
+            sentences.append("the disk was full: later steps are not recorded")
     if report.crashes:
-        told.append(t.describe_crashes(report.crashes))
+        sentences.append(t.describe_crashes(report.crashes))
     for finding in (*report.findings, *report.risks):
-        return [*told, f"First finding: {t.clean(finding.title)}"]
+        return [*sentences, f"First finding: {t.clean(finding.title)}"]
     if report.crashes:
-        return told
-    return [*told, t.clean(report.verdict)]
+        return sentences
+    return [*sentences, t.clean(report.verdict)]
 
 
 def _shown(run: Path) -> str:

@@ -141,7 +141,7 @@ def _launch() -> str:
 
 
 def _started(pid: int) -> str:
-    """When a process began, in the kernel's ticks; empty where that cannot be told."""
+    """When a process began, in the kernel's ticks; empty where that is unknown."""
     if sys.platform != "linux":
         return ""
     try:

@@ -40,6 +40,7 @@ from advisor.recorder.clock import (
     H2D,
     ITERATE,
     ITERATED,
+    LAST_LOADER,
     LEAVE,
     LOADER,
     MAX_TAPE,
@@ -51,7 +52,6 @@ from advisor.recorder.clock import (
     PART_OF_UPLOADS,
     RESET,
     SAVE,
-    TOLD,
     Tape,
 )
 from advisor.recorder.loaders import Loaders
@@ -114,7 +114,7 @@ class _Patch(NamedTuple):
 
 
 OVERRIDABLE = frozenset(("to", "cuda"))
-"""Methods of tensors of which ``__torch_function__`` is told. torch takes the one that it tells of
+"""Methods of tensors that ``__torch_function__`` hears of. torch takes the one that it reports
 from ``torch.Tensor``, so that it is our hook, and overrides look it up in tables: our hook has to
 be equal to the original."""
 
@@ -125,7 +125,7 @@ FOREIGN = (
     ("ffcv.loader.epoch_iterator", "EpochIterator"),
 )
 """Iterators of loaders that are not torch's and have none of torch's inside, by module and class.
-Where the module is imported, waits for them are told as those for torch's are."""
+Where the module is imported, waits for them are recorded as those for torch's are."""
 
 
 GENERATION = "transformers.generation.utils"
@@ -311,8 +311,8 @@ def _next(on: Listener) -> Callable[[Any], Any]:
                 else:
                     put((FETCHED, end, BATCH, glance(batch)))
                 number = numbers.get(id(self), -1)
-                if number != here[TOLD]:
-                    here[TOLD] = number
+                if number != here[LAST_LOADER]:
+                    here[LAST_LOADER] = number
                     put((LOADER, number))
                 if here[2]:
                     on.left(before)
@@ -461,7 +461,7 @@ def _to(on: Listener) -> Callable[[Any], Any]:
     """``Tensor.to`` from the host to a device."""
     from torch import device
 
-    is_cpu = _told("is_cpu")
+    is_cpu = _attribute("is_cpu")
 
     def applies(args: Any, kwargs: Any) -> bool:
         target: Any = args[1] if len(args) > 1 else kwargs.get("device")
@@ -478,12 +478,12 @@ def _to(on: Listener) -> Callable[[Any], Any]:
 
 
 def _cuda(on: Listener) -> Callable[[Any], Any]:
-    is_cpu = _told("is_cpu")
+    is_cpu = _attribute("is_cpu")
     applies = lambda args, kwargs: bool(args) and is_cpu(args[0])  # noqa: E731
     return _timed(on, H2D, inside=PART_OF_UPLOADS, applies=applies)
 
 
-def _told(name: str) -> Callable[[Any], Any]:
+def _attribute(name: str) -> Callable[[Any], Any]:
     """An attribute of a tensor, false for what is none. Overrides and modes (``TorchFunctionMode``)
     do not hear that we ask."""
     from torch import Tensor
@@ -491,11 +491,11 @@ def _told(name: str) -> Callable[[Any], Any]:
 
     of = operator.attrgetter(name)
 
-    def told(tensor: Any) -> Any:
+    def read(tensor: Any) -> Any:
         with silently():
             return isinstance(tensor, Tensor) and of(tensor)
 
-    return told
+    return read
 
 
 def _backward(on: Listener) -> Callable[[Any], Any]:

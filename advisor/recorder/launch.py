@@ -79,15 +79,15 @@ def record(words: list[str], options: Mapping[str, Any]) -> int:
         raise AdvisorError(
             f"{decided.out or 'runs'}: no run directory can be made ({error.strerror or error})"
         ) from None
-    told = reach.unreachable(words)
-    if told:
-        tell(f"this will not be recorded: {told}")
+    reason = reach.unreachable(words)
+    if reason:
+        tell(f"this will not be recorded: {reason}")
     with reach.notes() as folder:
         code = run(words, {**environment(run_dir, options), reach.NOTES: str(folder)})
         parts = _recorded(run_dir)
         if not parts:
             remove_if_empty(run_dir)
-            tell(f"nothing was recorded: {told or reach.why_nothing(folder)}")
+            tell(f"nothing was recorded: {reason or reach.why_nothing(folder)}")
             return code
     for part in parts:
         say(part, analyse=decided.report)

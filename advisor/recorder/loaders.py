@@ -34,9 +34,9 @@ class Loaders:
             if len(self._ids) >= MAX_LOADERS:
                 return None
             number = self._ids[id(loader)] = len(self._ids)
-            told = configuration(loader)
-            self._lengths[number] = told["length"]
-            self._tell("loader", {"id": number, **told})
+            settings = configuration(loader)
+            self._lengths[number] = settings["length"]
+            self._tell("loader", {"id": number, **settings})
         if len(self.numbers) >= MAX_ITERATORS:
             self.numbers.clear()
         self.numbers[id(iterator)] = number

@@ -248,7 +248,7 @@ class NvmlDevice:
 
     def _others(self, own: set[int]) -> tuple[int | None, int | None]:
         """Processes that are not ours, and their memory. Where our own are not in the list though
-        we were told to leave them out, process numbers are another container's: then nothing is
+        we are to leave them out, process numbers are another container's: then nothing is
         known."""
         running = self._ask("nvmlDeviceGetComputeRunningProcesses", self.handle)
         if running is None or (own and not own & {int(p.pid) for p in running}):

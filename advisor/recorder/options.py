@@ -1,7 +1,7 @@
 """What can be chosen about a recording: one dataclass; keywords, ``ADVISOR_*`` and pyproject.toml.
 
 Later ones win: defaults, ``[tool.advisor.record]`` of the nearest pyproject.toml, environment
-variables, keywords. A value that makes no sense is told once and left out: a typing error in a
+variables, keywords. A value that makes no sense is reported once and left out: a typing error in a
 setting must not stop a training run.
 """
 

@@ -76,7 +76,7 @@ class TraceRanges:
 
 
 def _overheard(torch: Any) -> bool:
-    """Whether calls of operators are being traced, or told to somebody's mode."""
+    """Whether calls of operators are being traced, or reported to somebody's mode."""
     lowlevel = torch._C
     modes = lowlevel._len_torch_dispatch_stack() or lowlevel._len_torch_function_stack()
     return bool(modes) or lowlevel._get_tracing_state() is not None

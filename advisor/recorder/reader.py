@@ -132,7 +132,7 @@ class TapeReader:
 
     def _state(self, now: int) -> Hashable:
         """What decides how the next entries are read, when a step has ended just now; ``None``:
-        more than what can be told so."""
+        more than that says."""
         clock, loaders = self.clock, self.loaders
         of_steps = self.steps.state(now)
         if of_steps is None or clock.last != now or self.memory is not None or self.paused:

@@ -194,8 +194,8 @@ class Repeats:
             phases.append((pattern.rest, rest))
         batches: list[list[Any]] = []
         if pattern.batches:
-            told = [values[entry + at : stop : size] for at in pattern.batches]
-            stock = self._steps.turn([*chain.from_iterable(zip(*told, strict=True))])
+            noted = [values[entry + at : stop : size] for at in pattern.batches]
+            stock = self._steps.turn([*chain.from_iterable(zip(*noted, strict=True))])
             micro = len(pattern.batches)
             batches = [stock[i : i + micro] for i in range(0, len(stock), micro)]
         return RepeatedBlock(self._steps.count, begins, ends, phases, pattern.micro, batches)
@@ -203,7 +203,7 @@ class Repeats:
     def _learn(
         self, codes: list[int], values: list[Any], begin: int, result: StepSegment, micro: int
     ) -> CallPattern | None:
-        """What these entries do, if that is all told by their codes."""
+        """What these entries do, if their codes say all of it."""
         if any(code >= MAX_PHASES and code not in KNOWN for code in codes):
             return None
         if result.t != begin or result.end != values[-1]:
@@ -232,8 +232,8 @@ class Repeats:
         if last != len(codes) - 1:
             spans.setdefault(current, []).append((last, len(codes) - 1))
         at_ = lambda index: begin if index < 0 else values[index]  # noqa: E731
-        told = {phase: sum(at_(b) - at_(a) for a, b in ab) for phase, ab in spans.items()}
-        if any(ns != told.get(phase, 0) for phase, ns in enumerate(result.phases)):
+        lengths = {phase: sum(at_(b) - at_(a) for a, b in ab) for phase, ab in spans.items()}
+        if any(ns != lengths.get(phase, 0) for phase, ns in enumerate(result.phases)):
             return None
         rest = max(spans, key=lambda phase: len(spans[phase]))
         return CallPattern(

@@ -129,7 +129,7 @@ class RecordingSession:
         """It has ended."""
         self.listening = False
         """The hooks are in place."""
-        self._told: tuple[int, BaseException | None] = -1, None
+        self._last_end: tuple[int, BaseException | None] = -1, None
         self._lock = threading.Lock()
         self._reading = threading.RLock()
         self.rank, self.world = rank_of(torch)
@@ -389,7 +389,7 @@ class RecordingSession:
         self._say(BEGIN)
 
     def end_loop(self, *, broken_off: bool) -> None:
-        """It ended; ``broken_off``: in the middle of an iteration, as far as can be told."""
+        """It ended; ``broken_off``: in the middle of an iteration, as far as is known."""
         self.in_loop = False
         if broken_off:
             self._say(BREAK_OFF)
@@ -418,7 +418,7 @@ class RecordingSession:
         self.looping.append(1)
         try:
             batch = next(iterator)
-            if self.looping:  # no DataLoader, whose hook would have told
+            if self.looping:  # no DataLoader, whose hook would have noted it
                 self.tape.log.extend((FETCHED_INSIDE, time.perf_counter_ns()))
                 self.tape.log.extend((BATCH, self.glance(batch)))
             return batch
@@ -542,9 +542,9 @@ class RecordingSession:
     def _end(self, error: BaseException | None) -> None:
         """Tell that recording has ended here; it may go on after a pause."""
         steps = self.recorded
-        if (steps, error) == self._told or (error is None and self._told[0] == steps):
+        if (steps, error) == self._last_end or (error is None and self._last_end[0] == steps):
             return
-        self._told = steps, error
+        self._last_end = steps, error
         end: dict[str, Any] = {"steps": steps, "reason": "finished"}
         if error is not None:
             interrupted = isinstance(error, KeyboardInterrupt)

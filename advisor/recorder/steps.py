@@ -397,7 +397,7 @@ class StepFinder:
 
     def state(self, now: int) -> Hashable:
         """All that decides what the next entries do, just after a step has ended; ``None``: more
-        than what can be told so."""
+        than that says."""
         if self.begun != now or self.gap or self._held or self.marks or self._marks_whole:
             return None
         if self._early is not None:

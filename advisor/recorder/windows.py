@@ -1,6 +1,6 @@
 """Profiled windows: a torch profiler that lives for a few steps, and its trace on disk.
 
-No profiler object exists outside a window (an idle one costs 39 µs a step). Opened and closed at
+No profiler object exists outside a window (an idle one costs 39 µs per step). Opened and closed at
 step boundaries in the training thread, where that is at its outermost level (``level``; ``_safe``
 is the one place that decides), and nowhere else; exported, compressed and renamed in a thread of
 its own. Two profilers in one process crash it, so another one that is active is left alone, and one
@@ -40,7 +40,7 @@ GUARD_STEPS = 3
 """Profiled steps that the guard wants to see before it stops a window: the first one holds the
 start of the trace, and the median of three leaves it out …"""
 GUARD_NS = 20_000_000
-"""… and ns that they must have lost together: five short steps are not worth stopping."""
+"""… and ns that they must have lost together: five short steps need no stop."""
 BASELINE = 32
 """Steps before a window that are compared with."""
 RETRY = 20
@@ -191,7 +191,7 @@ class Windows:
 
     @property
     def waits(self) -> bool:
-        """Whether steps must be told at once when they end: a window is open or due."""
+        """Whether steps must be reported at once when they end: a window is open or due."""
         if self._profiler is not None or self.restarts:
             return True
         wanted = self._first_due or self.asked is not None or self.wanted is not None
@@ -329,7 +329,7 @@ class Windows:
     # -- while it is open -----------------------------------------------------------------------
 
     def _safe(self) -> bool:
-        """Whether the profiler may be told anything here and now."""
+        """Whether the profiler may be called here and now."""
         import torch
 
         return self._in_its_thread() and outermost(torch, profiled=self._recording())
@@ -374,7 +374,7 @@ class Windows:
         return None
 
     def guard(self) -> None:
-        """Be told when somebody else starts a profiler, before it does."""
+        """Hear when somebody else starts a profiler, before it does."""
         from torch.autograd.profiler import profile
 
         def guarded(original: Any) -> Any:

@@ -38,7 +38,7 @@ log = logging.getLogger("advisor")
 
 READ_SECONDS = 0.2
 """The tape is read so often: what waits on it fits the caches. The training thread was measured to
-wait for the interpreter 3 to 4 µs a step where it is read once a second, and not at all so."""
+wait for the interpreter 3 to 4 µs per step where it is read once a second, and not at all so."""
 EVERY_SECONDS = 1.0
 """What was read is written so often."""
 MAX_QUEUE = 200_000
@@ -106,7 +106,7 @@ class Writer:
         self._thread.start()
 
     def open(self) -> None:
-        """From now on there is something worth a directory."""
+        """From now on there is something to write."""
         if not self._open_wanted.is_set():
             self._open_wanted.set()
             self._wake.set()
@@ -277,8 +277,8 @@ class Writer:
             return
         phases = [(phase, column) for phase, column in block.phases if column[0]]
         names = (json.dumps(self._names[phase]).replace("%", "%%") for phase, _ in phases)
-        told = ",".join(f"{name}:%d" for name in names)
-        line = f'{{"n":%d,"t":%d,"dur":%d,"phases":{{{told}}}%s}}\n'
+        fields = ",".join(f"{name}:%d" for name in names)
+        line = f'{{"n":%d,"t":%d,"dur":%d,"phases":{{{fields}}}%s}}\n'
         count = len(block.ends)
         lengths = list(map(sub, block.ends, block.begins))
         first = f',"micro":{block.micro}' if block.micro != 1 else ""
@@ -318,8 +318,8 @@ class Writer:
         """Batches in JSON, from a comma on."""
         step = rundir.Step(n=0, t=0, dur=0)
         self._describe_batches(step, glances)
-        told = [(name, getattr(step, name)) for name in ("samples", "bytes", "shapes", "padding")]
-        return "".join(f',"{name}":{value}' for name, value in told if value is not None)
+        values = [(name, getattr(step, name)) for name in ("samples", "bytes", "shapes", "padding")]
+        return "".join(f',"{name}":{value}' for name, value in values if value is not None)
 
     def _record(self, result: FoundStep) -> rundir.Step:
         names = self._names

@@ -18,7 +18,7 @@ Safety = Literal["exact", "reordered", "precision", "learning"]
 """What a knob may do to the numbers. ``exact``: losses equal bit for bit. ``reordered``: equal
 within what another order of the same sums makes. ``precision``: the loss curve stays in a band.
 ``learning``: it is another training, so losses are not compared; tried only where it is asked for,
-alone, and by the time a sample takes."""
+alone, and by the time per sample."""
 
 
 class Machine(NamedTuple):
@@ -42,7 +42,7 @@ class Knob:
 
     ``apply`` runs in the trial's process right after ``import torch``, before the program goes on.
     It replaces entry points of torch and calls ``self.met()`` when one of them changed something:
-    a knob that met nothing is told as such and not believed.
+    a knob that met nothing is reported as such and not believed.
     """
 
     id: ClassVar[str] = ""

@@ -92,7 +92,7 @@ def _within(sides: Sequence[Sequence[NDArray[np.float64]]]) -> float:
 
 
 def _between(means: Sequence[NDArray[np.float64]]) -> float:
-    """The same from the means of whole runs, which scatter alike on both sides."""
+    """The same from the means of whole runs, which scatter equally on both sides."""
     logs = [np.log(item) for item in means]
     freedom = sum(len(item) - 1 for item in logs)
     if not freedom:

@@ -1,4 +1,4 @@
-"""What is to be tried: the knobs that the rules of the findings name, and what they are worth."""
+"""What is to be tried: the knobs that the rules of the findings name, and what they should gain."""
 
 from __future__ import annotations
 

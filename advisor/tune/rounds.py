@@ -30,7 +30,7 @@ CONTEXT_BYTES = 1 << 30
 """Of device memory that a process takes and PyTorch does not count: its context, libraries."""
 MIN_TURNS = 2
 ABREAST = 3
-"""Knobs in one heat: with more of them a turn is long in coming round."""
+"""Knobs in one round: with more of them a turn is long in coming round."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,7 +52,7 @@ class Limits:
 
 @dataclass
 class Rounds:
-    """Heats of one program."""
+    """Rounds of one program."""
 
     program: TrialProgram
     limits: Limits
@@ -65,7 +65,7 @@ class Rounds:
     """Seconds of a run, without those in which it stood still."""
     processes: int = 0
     interrupted: bool = False
-    """By Ctrl-C, in a heat whose blocks until then count."""
+    """By Ctrl-C, in a round whose blocks until then count."""
 
     @property
     def turns(self) -> int:
@@ -78,7 +78,7 @@ class Rounds:
 
     def run(self, sides: Sequence[KnobSettings]) -> dict[KnobSettings, Result]:
         """The first of the sides against each other: those that were run, all but the first maybe
-        left for another heat. Raises AdvisorError: none can be started."""
+        left for another round. Raises AdvisorError: none can be started."""
         result: dict[KnobSettings, Result] = {}
         live: dict[KnobSettings, Running] = {}
         try:

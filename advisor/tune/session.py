@@ -1,7 +1,7 @@
 """Tries what is planned: runs side by side, back and forth, until it is known or time is up.
 
 Each pass is the program as it is, in fresh processes, against all knobs that are still in the
-race, every second one backwards: in heats of a few that take turns.
+race, every second one backwards: in rounds of a few that take turns.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from advisor.tune.report import Together, Trial, TrialReport
 from advisor.tune.rounds import ABREAST, Limits, Rounds
 from advisor.tune.spec import KnobSetting, Result
 
-WORTH_IT = 0.01
+MIN_GAIN = 0.01
 """Share of the step: less is what two runs of one program differ by."""
 NARROW = 0.02
 """Half the interval, of the step, at which a gain is known …"""
@@ -45,7 +45,7 @@ class TrialSession:
         self.rounds = Rounds(program, limits, end, say)
         self.runs: dict[KnobSettings, list[Result]] = {}
         self.pairs: dict[tuple[KnobSettings, KnobSettings], list[tuple[Result, Result]]] = {}
-        """Of runs in one heat, both of which came to their steps."""
+        """Of runs in one round, both of which came to their steps."""
         self.doubtful: set[KnobSetting] = set()
         """Knobs whose losses differ, of which one more run is to tell whether they do it."""
         report.confined = version() > 0
@@ -181,8 +181,8 @@ class TrialSession:
         item = find_knob(trial.knob_setting.knob)
         trial.runs = len(runs)
         if last.problem:
-            told = {"memory": "out of memory: ", "knob": "it does not apply: "}
-            reason = told.get(last.kind, "")
+            prefixes = {"memory": "out of memory: ", "knob": "it does not apply: "}
+            reason = prefixes.get(last.kind, "")
             trial.outcome, trial.why = "dropped", f"{reason}{last.problem}"
             if last.refused:
                 trial.why += f" ({last.refused[0]})"
@@ -227,9 +227,9 @@ class TrialSession:
             return
         trial.outcome = (
             "gain"
-            if got.low > 0 and got.share >= WORTH_IT
+            if got.low > 0 and got.share >= MIN_GAIN
             else "slower"
-            if got.high < 0 and got.share <= -WORTH_IT
+            if got.high < 0 and got.share <= -MIN_GAIN
             else "no gain"
             if trial.is_known
             else "unclear"

@@ -1,4 +1,4 @@
-"""What a trial's process is told, and what it tells: two small JSON files. Imports no torch."""
+"""What a trial's process gets, and what it answers: two small JSON files. Imports no torch."""
 
 from __future__ import annotations
 

@@ -11,8 +11,17 @@ from advisor.core.files import read_regular
 from advisor.dashboard import current
 from advisor.dashboard.current import PageView
 from advisor.dashboard.parts import banner, card, el, empty, facts, head, page, table, tiles
-from advisor.tune.report import FILE, MAX_BYTES, Trial, TrialReport
-from advisor.tune.words import band, headline, interval, losses, runs
+from advisor.tune.report import (
+    FILE,
+    MAX_BYTES,
+    Trial,
+    TrialReport,
+    band,
+    headline,
+    interval,
+    losses,
+    runs,
+)
 
 COLUMNS = ("knob", "rule", "predicted", "measured", "in range", "losses", "memory", "outcome")
 

@@ -114,12 +114,10 @@ LIMITS: dict[str, dict[str, int]] = {
         "mcp": 9,
         "measure": 114,
         "read": 162,
-        "recorder": 65,
         "replay": 31,
         "rules": 5,
         "sample_workloads": 1,
         "testing": 12,
-        "tune": 6,
     },
     "worth": {
         "advise": 4,
@@ -129,11 +127,9 @@ LIMITS: dict[str, dict[str, int]] = {
         "mcp": 6,
         "measure": 1,
         "read": 7,
-        "recorder": 3,
         "render": 1,
         "replay": 2,
         "rules": 2,
-        "tune": 6,
     },
     "priced": {"advise": 59, "compare": 5, "core": 8, "dashboard": 14, "rules": 1, "tune": 1},
     "doubt": {"read": 4, "replay": 1},
@@ -141,18 +137,10 @@ LIMITS: dict[str, dict[str, int]] = {
     "lead over": {"rules": 1},
     "by replay": {"advise": 1, "replay": 1},
     "kin": {"core": 1},
-    "alike": {
-        "advise": 4,
-        "core": 10,
-        "measure": 35,
-        "read": 4,
-        "replay": 13,
-        "rules": 1,
-        "tune": 1,
-    },
+    "alike": {"advise": 4, "core": 10, "measure": 35, "read": 4, "replay": 13, "rules": 1},
     "odd": {"compare": 2, "measure": 11, "read": 4, "rules": 3},
     "fleet": {"advise": 1},
-    "heat": {"dashboard": 11, "render": 11, "tune": 6},
+    "heat": {"dashboard": 11, "render": 11},
     "punctual": {"core": 3, "measure": 1, "replay": 27},
     "surest": {"advise": 1, "read": 4},
     "the middle of": {"measure": 1},
@@ -163,16 +151,13 @@ LIMITS: dict[str, dict[str, int]] = {
         "mcp": 7,
         "measure": 13,
         "read": 1,
-        "recorder": 2,
         "replay": 9,
         "rules": 1,
-        "tune": 1,
     },
 }
 # limits: end
 
 LEFT: set[str] = {
-    "advisor/tune/words.py",
     "dashboard/timeline/level.py",
 }
 """Modules that still have such a name; only ever fewer."""

@@ -12,11 +12,10 @@ from advisor.render.formats import TRIALS
 from advisor.tune.knob import Machine
 from advisor.tune.plan import asked_for
 from advisor.tune.process import Running, TrialProgram
-from advisor.tune.report import TrialReport
+from advisor.tune.report import TrialReport, headline
 from advisor.tune.rounds import Limits
 from advisor.tune.session import TrialSession
 from advisor.tune.spec import KnobSetting, Result
-from advisor.tune.words import headline
 
 
 class Run(Running):

@@ -19,9 +19,8 @@ from advisor.core.errors import AdvisorError
 from advisor.render.formats import TRIALS
 from advisor.replay import predictions
 from advisor.tune.pipeline import keep
-from advisor.tune.report import Trial, TrialReport
+from advisor.tune.report import Trial, TrialReport, headline
 from advisor.tune.spec import KnobSetting
-from advisor.tune.words import headline
 
 pytest.importorskip("torch")
 

@@ -20,8 +20,7 @@ from advisor.render.document import (
     Style,
     TextField,
 )
-from advisor.tune.report import Trial, TrialReport
-from advisor.tune.words import band, headline, interval, losses, runs
+from advisor.tune.report import Trial, TrialReport, band, headline, interval, losses, runs
 
 NOTHING: Final = (
     "No finding of the recording names a knob. Try one of your choice with --only KNOB: "

@@ -55,7 +55,7 @@ class DdpStaticGraph(_Ddp):
     """``static_graph=True``."""
 
     id = "ddp-static-graph"
-    title = "DDP told that the graph stays"
+    title = "DDP with a graph that stays"
 
     def change(self, given: dict[str, Any], value: Value) -> None:
         """See Knob."""

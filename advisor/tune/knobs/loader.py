@@ -118,7 +118,7 @@ class LoaderPersistent(Knob):
 
 class LoaderPinning(Knob):
     """``pin_memory`` of every DataLoader, and ``non_blocking`` copies of what is pinned: one is
-    worth little without the other."""
+    of little use without the other."""
 
     id = "loader-pinning"
     title = "pinned batches, non-blocking copies"

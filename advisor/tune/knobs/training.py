@@ -159,7 +159,7 @@ class SetToNone(Knob):
 
 class NoGradEvaluation(Knob):
     """``torch.no_grad()`` around forwards of models in evaluation mode. A program that learns
-    through such a model (frozen normalisation) raises then, or its losses change: it is told."""
+    through such a model (frozen normalisation) raises then, or its losses change, which is seen."""
 
     id = "no-grad-evaluation"
     title = "evaluation without gradients"

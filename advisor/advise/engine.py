@@ -32,6 +32,7 @@ from advisor.advise.write import write_report
 from advisor.core.errors import AdvisorError
 from advisor.core.prices import read_prices
 from advisor.core.trace import Run
+from advisor.measure.serving.graphs import attach_capture, captured_launches
 from advisor.read import open_run
 
 if TYPE_CHECKING:
@@ -94,6 +95,10 @@ def examine(
         run = open_run(source, options.read, rank=options.rank, window=options.which)
     if on_read is not None:
         on_read()
+    if options.capture is not None and sources:
+        raise AdvisorError("--capture: analyze one rank at a time, with --rank")
+    if options.capture is not None:
+        run = _with_capture(run, options)
     analyses = choose(run, options.window, options.steps)
     main = next(iter(analyses))
     if why := why_apart(run):
@@ -176,6 +181,16 @@ def _compared(summaries: Sequence[Summary], unread: Sequence[Unread]) -> Study |
     except (ArithmeticError, LookupError, TypeError, ValueError) as error:  # of damaged summaries
         why = reason(f"{type(error).__name__}: {error}")
         raise AdvisorError(f"the ranks cannot be compared, a fault of advisor ({why})") from error
+
+
+def _with_capture(run: Run, options: Options) -> Run:
+    """The run with what the capture of its graphs names. Raises AdvisorError: none was captured."""
+    recorded = open_run(str(options.capture), options.read).traces.values()
+    capture = next((trace for trace in recorded if captured_launches(trace)), None)
+    if capture is None:
+        raise AdvisorError(f"{options.capture}: no graph is captured in it")
+    traces = {key: attach_capture(trace, capture) for key, trace in run.traces.items()}
+    return dataclasses.replace(run, traces=traces)
 
 
 def _places(source: str | Path | Sequence[str | Path]) -> list[str]:

@@ -188,7 +188,13 @@ def _window_limits(a: Analysis) -> list[str]:
         )
     result += _behind(a)
     result += _one_off(a)
-    if a.lost.told and not a.trace.gpu.is_empty():
+    if lost_replays(a):
+        result.append(
+            "Graph replays hold fewer kernels than others of the same graph or than its capture, "
+            "or they pause where a graph cannot. Idle time and gains are unknown, and rules on "
+            "idle time are skipped."
+        )
+    elif a.lost.told and not a.trace.gpu.is_empty():
         share = a.lost.lost / a.lost.launches
         result.append(
             f"The profiler lost the records of {a.lost.lost:,} of {a.lost.launches:,} launched "
@@ -382,6 +388,17 @@ def window_lines(events: list[dict[str, Any]]) -> list[str]:
         )
         for number, event in list(last.items())[:100]
     ]
+
+
+def lost_replays(a: Analysis) -> str:
+    """That records of graph replays are missing, and how to get them; empty: they are there."""
+    if not a.lost.told or not a.lost.replayed:
+        return ""
+    schedule = _schedule(a.trace.meta, ", for instance ", "wait=1, warmup=3, active=3")
+    return (
+        f"The profiler lost about {a.lost.replayed:,} of {a.lost.launches:,} kernels of graph "
+        f"replays: record fewer steps{schedule}."
+    )
 
 
 def lost_records(a: Analysis) -> str:

@@ -11,7 +11,7 @@ import numpy as np
 import polars as pl
 
 from advisor.advise.kernel_counters import counters_scope
-from advisor.advise.limits import lost_records, window_lines
+from advisor.advise.limits import lost_records, lost_replays, window_lines
 from advisor.advise.memory import snapshot_scope
 from advisor.core import text as t
 from advisor.core.prices import Prices
@@ -35,6 +35,7 @@ from advisor.core.resources import Cost, EnergyUse, FixCost, RankEnergy
 from advisor.measure.device.energy import step_energy
 from advisor.measure.device.rooflines import attained, rooflines
 from advisor.measure.host.optree import op_table, range_table
+from advisor.measure.serving.phases import measure_serving
 from advisor.measure.steps.record import MIN_AROUND, MIN_PROFILED
 from advisor.measure.steps.steps import extent
 
@@ -86,8 +87,9 @@ def measure(a: Analysis) -> dict[str, Any]:
         return {"scope": _recorded_scope(a), "host": _phases(a)}
     fields: dict[str, Any] = {
         "scope": _scope(a),
-        "host": host_time(a),
+        "host": [] if lost_replays(a) else host_time(a),
         "step_variation": steps_apart(a),
+        "serving": measure_serving(a),
     }
     if a.device_id is not None:
         fields |= device_time(a)
@@ -108,6 +110,8 @@ def device_time(a: Analysis) -> dict[str, Any]:
     """What the device does, by class, cause and family; empty: there is none."""
     if a.device_id is None:
         return {}
+    if lost_replays(a):
+        return {"families": _families(a)}
     per_step = a.step_count
     totals = a.breakdown.totals()
     span = max(a.span_ns, 1)

@@ -62,6 +62,9 @@ class Options:
     gpus: int | None = None
     """GPUs that are paid for; ``None``: one a rank."""
 
+    capture: str | None = None
+    """A trace of the capture of the CUDA or HIP graphs that are replayed; ``None``: not given."""
+
     @property
     def which(self) -> int | Literal["first"]:
         """The windows that need to be read."""

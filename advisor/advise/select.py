@@ -30,7 +30,9 @@ if TYPE_CHECKING:
 
 
 def choose(
-    run: Run, window: int | None, steps: tuple[int | None, int | None] | None
+    run: Run,
+    window: int | None,
+    steps: tuple[int | None, int | None] | None,
 ) -> dict[int, Analysis]:
     """What to look at of each rank, those with a trace first: the given window (default: each
     rank's first) and steps.
@@ -39,7 +41,10 @@ def choose(
     """
     analyses = {
         number: Analysis(
-            run.traces[number, chosen], steps, _record(run, number), run.snapshots.get(number)
+            run.traces[number, chosen],
+            steps,
+            _record(run, number),
+            run.snapshots.get(number),
         )
         for number, chosen in _windows(run, window).items()
     }

@@ -14,7 +14,7 @@ from advisor.advise.kernel_counters import (
     counters_verdict,
     profiling_command,
 )
-from advisor.advise.limits import events, limits, lost_records, too_little
+from advisor.advise.limits import events, limits, lost_records, lost_replays, too_little
 from advisor.advise.measured import (
     APART,
     energy_use,
@@ -155,7 +155,11 @@ def verdict(
 
 def _shortcoming(report: Report, a: Analysis) -> str | None:
     """The verdict where the recording does not bear one; ``None``: it does."""
-    if a.record_only or report.busy_share is None:
+    if a.record_only:
+        return None
+    if why := lost_replays(a):
+        return f"{why} No busy share, idle time or gain is given."
+    if report.busy_share is None:
         return None
     busy = (
         f"{t.format_share(report.busy_share)} of a {t.format_duration(report.step_ns)} {report.per}"

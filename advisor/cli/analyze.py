@@ -83,6 +83,14 @@ KernelReport = Annotated[
         "same program; alone it can be a PATH.",
     ),
 ]
+CaptureFile = Annotated[
+    str | None,
+    typer.Option(
+        metavar="TRACE",
+        help="A trace of the capture of the CUDA or HIP graphs that are replayed: names operators, "
+        "shapes and lines of their kernels.",
+    ),
+]
 RankList = Annotated[
     str | None,
     typer.Option(metavar="A-B,C", help="Of a job of many ranks only these: 0-63,512."),
@@ -115,6 +123,7 @@ def command(
     fail_on: FailOnSeverity = None,
     memory: SnapshotFile = None,
     kernels: KernelReport = None,
+    capture: CaptureFile = None,
     max_size: o.MaxSize = None,
     redact: o.Redact = False,
     ranks: RankList = None,
@@ -156,6 +165,7 @@ def command(
             gpus=gpus,
             workers=workers,
             cluster=cluster,
+            capture=capture,
             on_progress=RankProgress(shown),
             read=ReadOptions(
                 ranks=ranks or "",

@@ -584,6 +584,96 @@ class MemoryView(Struct, kw_only=True):
     """What would have freed most."""
 
 
+class Quantiles(Struct, frozen=True):
+    """Of durations, ns. ``null``: too few of them, 10 for the 90th and 100 for the 99th."""
+
+    median_ns: float
+    """50th percentile."""
+    p90_ns: float | None
+    """90th percentile."""
+    p99_ns: float | None
+    """99th percentile."""
+    max_ns: float
+    """The longest."""
+
+
+class ServingPhase(Struct, frozen=True, kw_only=True):
+    """Steps of one kind of a model that is served."""
+
+    name: str
+    """``prefill``, ``decode``, ``mixed`` (prompts and decoding together), ``draft``, or the class
+    of the model that is called."""
+    steps: int
+    """How many."""
+    requests: float | None
+    """Mean per step; ``null``: not recorded."""
+    tokens: float | None
+    """New tokens that a step computes, mean; ``null``: not recorded."""
+    ns: float
+    """Mean of a step: from its first device work to its last, and from the host's start where the
+    device waited for it; without device work the host's time, ns."""
+    quantiles: Quantiles
+    """Of the steps."""
+    ns_per_token: float | None
+    """Time of the steps over the tokens that they compute, ns; ``null``: not recorded."""
+    tokens_per_s: float | None
+    """The reverse, while such steps run."""
+    busy_share: float | None
+    """Of the steps' time, in which the device works; ``null``: no device work, or its records are
+    incomplete."""
+    limit: str | None
+    """What takes most of the steps' time: ``host`` (the device waits), ``memory``, ``compute``,
+    ``communication``; ``null``: unknown."""
+    limit_share: float | None
+    """Of the steps' time."""
+    attainable_ns: float | None
+    """A step if each kernel ran at the rates that were measured on such a device, kernels whose
+    work is unknown as they did, ns; ``null``: less than half of the kernel time is known."""
+    known_share: float | None
+    """Of kernel time, whose FLOPs or bytes are known."""
+    jitter: str = ""
+    """What the longest steps have more of; empty: they are alike, or too few."""
+    roles: dict[str, float] = field(default_factory=dict)
+    """Device time by part of a layer (``attention``, ``dense gemm``, ``moe experts`` …), mean per
+    step, ns, the longest first."""
+
+
+class GraphReplays(Struct, frozen=True, kw_only=True):
+    """CUDA or HIP graphs that were replayed."""
+
+    launches: int
+    """Calls that launch a graph."""
+    kernels: int
+    """Device work of all of them that was recorded."""
+    per_step: float
+    """Launches per step: 1 is a full graph, more are pieces."""
+    matched: float | None = None
+    """Share of the work that a capture trace names; ``null``: none was given."""
+    missing: int = 0
+    """Device work that must have run, and is not in the recording."""
+
+
+class Serving(Struct, kw_only=True):
+    """A model that is used and not trained: its steps by phase."""
+
+    engine: str | None
+    """``vllm``, ``sglang`` …; ``null``: none, or unknown."""
+    source: str
+    """What marks a step: ``engine``, ``module calls`` or ``vocabulary look-ups``."""
+    phases: list[ServingPhase]
+    """By time, the longest first."""
+    between: Quantiles | None
+    """Gaps between two steps; ``null``: there is one step, or none has a gap."""
+    between_share: float | None
+    """Share of the time from the first step to the end of the last that lies between steps;
+    ``null``: one step."""
+    output_tokens_per_s: float | None
+    """Tokens that come out over the time from the first step to the end of the last; ``null``: not
+    recorded, or drafts are verified."""
+    graphs: GraphReplays | None = None
+    """``null``: none was replayed."""
+
+
 class Report(Struct, kw_only=True):
     """Everything a renderer or the dashboard needs. ``to_dict`` has the schema ``SCHEMA``."""
 
@@ -674,6 +764,8 @@ class Report(Struct, kw_only=True):
     empty: none is slow, or their counters are here."""
     rules: list[RuleText] = field(default_factory=list)
     """The rules of all findings, risks and notes, by id."""
+    serving: Serving | None = None
+    """Steps of inference by phase; ``null``: the program trains, or nothing marks them."""
     views: Views | None = None
     """The report's pictures as data; ``null``: written before there were any."""
 

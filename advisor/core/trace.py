@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import polars as pl
 
@@ -186,6 +186,17 @@ class Device:
     warp_size: int | None = None
 
 
+class Capture(NamedTuple):
+    """What a recording of the capture of graphs adds to one of their replays."""
+
+    row: int
+    """First row of ``cpu`` that is the capture's: operators and frames of no length."""
+    launches: int | None
+    """That went into the graph; ``None``: several graphs were captured."""
+    matched: float
+    """Share of the replayed work that has a launch there."""
+
+
 @dataclass(frozen=True)
 class TraceMeta:
     """What the file says about itself, and what reading it cost."""
@@ -240,6 +251,9 @@ class TraceMeta:
     """Regular expression of the ranges that were said to be steps; ``None``: nobody did."""
     gpu: str | None = None
     """The GPU that the user says ran the work (``GpuSpec.name``); ``None``: not said."""
+
+    capture: Capture | None = None
+    """What names the work of replayed graphs; ``None``: nothing does."""
 
     @property
     def step_names(self) -> str:

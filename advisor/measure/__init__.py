@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from advisor.measure.device.breakdown import Breakdown
     from advisor.measure.host.launches import Lost
     from advisor.measure.memory.post_mortem import PostMortem
+    from advisor.measure.serving.passes import Passes
     from advisor.measure.steps.record import StepRecords
     from advisor.measure.steps.step_variation import StepHalves
     from advisor.measure.steps.steps import Steps
@@ -126,6 +127,14 @@ class Analysis:
 
         return find_steps(self.trace, self.selection)
 
+    @cached_property
+    def passes(self) -> Passes | None:
+        """Steps of inference (``serving/passes.py``); ``None``: the program trains, or nothing
+        marks them."""
+        from advisor.measure.serving.passes import find_passes
+
+        return find_passes(self.trace)
+
     @property
     def spans(self) -> Intervals:
         """The instants that count: the used steps, ns."""
@@ -201,10 +210,13 @@ class Analysis:
 
     @cached_property
     def lost(self) -> Lost:
-        """Launches whose device work the profiler lost (``lost.py``)."""
-        from advisor.measure.host.launches import lost_records
+        """Launches whose device work the profiler lost (``host/launches.py``), and work of graph
+        replays that is not in the recording (``serving/graphs.py``)."""
+        from advisor.measure.host.launches import Lost, lost_records
+        from advisor.measure.serving.graphs import missing_records
 
-        return lost_records(self.trace)
+        calls, graphs = lost_records(self.trace), missing_records(self.trace)
+        return Lost(calls.launches + graphs[0], calls.lost + graphs[1], graphs[1])
 
     @cached_property
     def one_off(self) -> pl.DataFrame:
@@ -333,8 +345,9 @@ class Analysis:
         launch, whose name says its backend; null), ``op_row`` (row of ``trace.cpu``: the op whose
         inputs tell the work, which is ``op_name`` or around it; null)."""
         from advisor.measure.device.kernels import measure_kernels
+        from advisor.measure.serving.work import with_attention
 
-        return measure_kernels(self)
+        return with_attention(self, measure_kernels(self))
 
     @cached_property
     def families(self) -> pl.DataFrame:

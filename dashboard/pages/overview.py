@@ -8,7 +8,7 @@ from advisor.advise import facts, views
 from advisor.core import text as t
 from advisor.core.finding import Finding
 from advisor.core.report import Report
-from advisor.dashboard import current
+from advisor.dashboard import current, parts
 from advisor.dashboard.current import PageView
 from advisor.dashboard.parts import (
     banner,
@@ -19,8 +19,10 @@ from advisor.dashboard.parts import (
     page,
     png_button,
     remark,
+    table,
     tiles,
 )
+from advisor.render.documents import serving
 
 STATUS = {
     "bottlenecks": "Bottlenecks found",
@@ -41,6 +43,7 @@ def layout(**query: object) -> Any:
         banner(report.limits),
         tiles(figures(report)),
         card(bar.heading, draw_bar(bar), tools=png_button("step")) if bar is not None else None,
+        _serving(report),
         _staircase(report),
         _top(view, report),
         _rest(report),
@@ -95,6 +98,16 @@ def figures(report: Report) -> list[tuple[str, str, str]]:
         error = facts.replay_error(replay)
         tiles_.append(("Replay error", error, "gains come from this replay"))
     return tiles_
+
+
+def _serving(report: Report) -> Any:
+    """Steps of inference by phase."""
+    if report.serving is None:
+        return None
+    rows = [serving.row(phase) for phase in report.serving.phases]
+    told = [(label, " · ".join(parts)) for label, parts, _ in serving.lines(report.serving)]
+    shown = table(serving.HEAD, rows, numbers=range(1, len(serving.HEAD)), stacked=True)
+    return card("Inference by phase", shown, parts.facts(told))
 
 
 def _staircase(report: Report) -> Any:

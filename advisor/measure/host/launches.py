@@ -25,7 +25,7 @@ class Launches(NamedTuple):
 
     inner: Rows
     """Innermost operator around the launch. None for work of a CUDA graph: the operator around
-    the launch of a graph did not launch each of its kernels."""
+    the launch of a graph did not launch each of its kernels; a capture names those that did."""
     op: Rows
     """Nearest operator, from the inside, that does work of a known family."""
     outer: Rows
@@ -52,7 +52,8 @@ def find_launches(trace: Trace) -> Launches:
     graph = (cpu["call"] == "graph_launch").fill_null(False).to_numpy()
     if graph.any():
         of_graph = (launch >= 0) & graph[np.maximum(launch, 0)]
-        inner = np.where(of_graph, NONE, inner)
+        captured = cpu.height if trace.meta.capture is None else trace.meta.capture.row
+        inner = np.where(of_graph & (inner < captured), NONE, inner)
     parent = _rows(cpu["parent"])
     codes = _family_codes(cpu)
     start, back = np.unique(np.where(inner >= 0, inner, launch), return_inverse=True)
@@ -116,6 +117,8 @@ class Lost(NamedTuple):
 
     launches: int
     lost: int
+    replayed: int = 0
+    """Of the lost ones, those of graph replays: how much of their time is missing is unknown."""
 
     @property
     def told(self) -> bool:

@@ -14,8 +14,15 @@ from advisor.core.errors import AdvisorError
 from advisor.core.finding import GUESSED
 from advisor.core.intervals import Intervals, union
 from advisor.core.trace import KINETO, LOADER, STEP_MARKS, Trace
-from advisor.measure.host.backlog import analysed_device, device_steps, drained, earlier
+from advisor.measure.host.backlog import (
+    AHEAD_SHARE,
+    analysed_device,
+    device_steps,
+    drained,
+    earlier,
+)
 from advisor.measure.host.names import name_matches
+from advisor.measure.serving.passes import ENGINE, Passes, find_passes, learns
 from advisor.measure.steps.repeats import SIMILAR_TIME, repeats, without_fragments
 
 if TYPE_CHECKING:
@@ -54,7 +61,8 @@ STEPS_SCHEMA = {
 class Steps:
     """``table`` has the columns of STEPS_SCHEMA; ``source`` says what a step was taken to be:
     ``ProfilerStep`` (or what other frameworks call their marks, ``TraceMeta.step_marks``),
-    ``recorder``, ``optimizer``, ``ranges``, one of GUESSED or ``whole trace``.
+    ``engine``, ``recorder``, ``optimizer``, ``module calls``, ``vocabulary look-ups``, ``ranges``,
+    one of GUESSED or ``whole trace``.
 
     Where the host runs ahead of the device, a step is the device's period, from the first work of
     a step to the first of the next (``backlog.py``): ``ahead_ns`` is the time that the work of a
@@ -124,10 +132,11 @@ def step_of(steps: Steps, start: np.ndarray, end: np.ndarray | None = None) -> p
 
 
 def find_steps(trace: Trace, select: tuple[int | None, int | None] | None = None) -> Steps:
-    """Find the steps: the ranges that were said to be steps, else ProfilerStep ranges, else the
-    recorder's ``advisor::step`` ranges, else the period of ``Optimizer.step``; in formats without
-    marks of their own the range or the sequence of device work that repeats (``repeats.py``); else
-    the whole trace.
+    """Find the steps: the ranges that were said to be steps, else the marks of an inference engine,
+    else ProfilerStep ranges, else the recorder's ``advisor::step`` ranges, else the period of
+    ``Optimizer.step``, else the calls of a model that only infers (``serving/passes.py``); in
+    formats without marks of their own the range or the sequence of device work that repeats
+    (``repeats.py``); else the whole trace.
 
     Raises AdvisorError: no range is named as was said.
 
@@ -139,6 +148,9 @@ def find_steps(trace: Trace, select: tuple[int | None, int | None] | None = None
     """
     if trace.meta.step_ranges is not None:
         return _finish(trace, *_said(trace, trace.meta.step_ranges), select)
+    passes = find_passes(trace)
+    if passes is not None and passes.source == ENGINE:
+        return _of_passes(passes, select)
     for source, pattern in (
         ("ProfilerStep", trace.meta.step_names),
         ("recorder", r"^advisor::step\b"),
@@ -162,6 +174,8 @@ def find_steps(trace: Trace, select: tuple[int | None, int | None] | None = None
             }
         )
         return _finish(trace, marks, "optimizer", select)
+    if passes is not None and passes.loop:
+        return _of_passes(passes, select)
     if trace.meta.format != KINETO:
         repeated = repeats(trace)
         if repeated is not None:
@@ -307,6 +321,38 @@ def _finish(
     return Steps(table, source, ahead_ns, host_ns, launched_in)
 
 
+def _of_passes(passes: Passes, select: tuple[int | None, int | None] | None) -> Steps:
+    """Steps of inference, each with the time to the next one. None is an outlier: a prompt takes
+    longer than a token. Other calls than those of the loop are no steps."""
+    rows = np.flatnonzero(passes.in_loop)
+    table = passes.table[rows]
+    ts, end = (times[rows] for times in passes.own)
+    host = table.select("ts", "end", dur=pl.col("end") - pl.col("ts"))
+    if len(ts) > 1:
+        near = ts[1:] - end[:-1] <= 0.5 * np.median(np.diff(ts))
+        end[:-1] = np.where(near, ts[1:], np.minimum(end[:-1], ts[1:]))
+    chosen = np.zeros(len(ts), dtype=bool)
+    chosen[slice(*select) if select else slice(None)] = True
+    result = pl.DataFrame(
+        {
+            "index": np.arange(len(ts)),
+            "name": table["name"],
+            "ts": ts,
+            "end": end,
+            "dur": end - ts,
+            "outlier": np.zeros(len(ts), dtype=bool),
+            "used": chosen & (end > ts),
+        },
+        schema_overrides=STEPS_SCHEMA,
+    )
+    ahead = None if table["ahead"].null_count() else float(table["ahead"].median() or 0)  # type: ignore[arg-type]
+    runs_ahead = ahead is not None and ahead >= AHEAD_SHARE * float(np.median(end - ts))
+    if not runs_ahead:
+        return Steps(result, passes.source)
+    apart = float(np.diff(host["ts"]).mean()) if len(ts) > 1 else float(host["dur"][0])
+    return Steps(result, passes.source, ahead, apart, host)
+
+
 def _last_device_end(trace: Trace, start: int, end: int) -> int | None:
     """End of the last device work whose launch lies in [start, end)."""
     work = trace.gpu.filter(pl.col("launch").is_not_null())
@@ -370,14 +416,6 @@ def rhythm(long: np.ndarray, dur: np.ndarray) -> int | None:
     return round(apart) if even else None
 
 
-LEARNING = (
-    r"^autograd::engine|Backward\d*$|^CompiledFunctionBackward|_backward(?:_|$)|^Optimizer\.|"
-    r"entire_backward|^aten::_fused_(?:adam|sgd)|^aten::_foreach_addc"
-)
-"""Host rows of a backward pass or of an optimizer, as PyTorch names them. Kernels do not tell: a
-transposed convolution runs those that are named after a gradient."""
-
-
 def forward_only(a: Analysis) -> bool:
     """Whether the loop does not train, as far as is recorded: the recorder saw forwards and nothing
     learnt, or a trace has operators and neither a backward nor an optimizer's step. What holds no
@@ -391,4 +429,4 @@ def forward_only(a: Analysis) -> bool:
     cpu = a.trace.cpu
     if not name_matches(cpu["name"], r"^aten::").any():
         return False
-    return not name_matches(cpu["name"], LEARNING).any()
+    return not learns(a.trace)

@@ -28,7 +28,7 @@ from advisor.render.document import (
     TextField,
     Tiles,
 )
-from advisor.render.documents import kernels, memory
+from advisor.render.documents import kernels, memory, serving
 from advisor.render.figures import Bar, Staircase, StepTimeline
 
 MAX_RANKS: Final = 8
@@ -52,6 +52,7 @@ def build(report: Report, options: RenderOptions = DEFAULT) -> Document:
             FieldList([TextField(label, parts) for label, parts in facts.scope(report)], indent=0),
             *_tiles(report),
             *_time(report),
+            *serving.sections(report),
             *_timeline(report, options),
             *_ranks(report),
             *memory.sections(report),

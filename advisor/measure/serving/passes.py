@@ -1,0 +1,297 @@
+"""Passes of a model that is used and not trained: an engine's steps, else calls of the outermost
+module, else what lies between two look-ups in the vocabulary. And the device work of each."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from math import prod
+from typing import NamedTuple
+
+import numpy as np
+import polars as pl
+from numpy.typing import NDArray
+
+from advisor.core.trace import Trace
+from advisor.measure.device.shapes import OpInputs
+from advisor.measure.host.backlog import AHEAD_SHARE, analysed_device
+from advisor.measure.host.names import name_matches
+from advisor.measure.serving.annotations import (
+    DECODE,
+    FORWARD,
+    IMAGE,
+    MIXED,
+    PREFILL,
+    Mark,
+    engine_marks,
+)
+
+ENGINE, MODULES, LOOKUPS = "engine", "module calls", "vocabulary look-ups"
+MIN_CALLS = 3
+"""Of one model, or look-ups in the vocabulary; fewer are no loop."""
+MAX_INSTANCES = 2
+"""Of the class that takes most time among outermost modules: more are layers of a model that is
+called piece by piece."""
+ATTENTION = r"scaled_dot_product_|flash_attn.*forward|unified_attention|_attention_forward"
+LOOKUP = "aten::embedding"
+LEARNING = (
+    r"^autograd::engine|Backward\d*$|^CompiledFunctionBackward|_backward(?:_|$)|^Optimizer\.|"
+    r"entire_backward|^aten::_fused_(?:adam|sgd)|^aten::_foreach_addc"
+)
+"""Host rows of a backward pass or of an optimizer, as PyTorch names them. Kernels do not tell: a
+transposed convolution runs those that are named after a gradient."""
+
+Numbers = NDArray[np.int64]
+
+
+@dataclass(frozen=True)
+class Passes:
+    """``table``, in time's order: ``name``, ``ts``, ``end`` (ns, on the host); ``first``, ``last``
+    (ns, of the device work that the pass launched; null: none), ``ahead`` (ns that its first work
+    waited for others; null: none)."""
+
+    table: pl.DataFrame
+    marks: list[Mark]
+    """What is known of each."""
+    source: str
+    """``engine``, ``module calls`` or ``vocabulary look-ups``."""
+    owner: Numbers
+    """Aligned with ``trace.gpu``: the pass that launched it, -1: none."""
+
+    @property
+    def engine(self) -> str | None:
+        """The engine that wrote the marks."""
+        return next((mark.engine for mark in self.marks if mark.engine), None)
+
+    @property
+    def in_loop(self) -> NDArray[np.bool_]:
+        """Which of them are steps of the loop: an engine's are, else the calls of the model that is
+        called most often."""
+        names = self.table["name"]
+        if self.source == ENGINE or names.n_unique() == 1:
+            return np.ones(self.table.height, dtype=np.bool_)
+        return np.asarray((names == names.mode().sort()[0]).to_numpy())
+
+    @property
+    def loop(self) -> bool:
+        """They are the loop of the program: the same model again and again."""
+        return int(self.in_loop.sum()) >= MIN_CALLS
+
+    @cached_property
+    def own(self) -> tuple[Numbers, Numbers]:
+        """Start and end of each pass, ns: of its device work, from the host's start on where the
+        device waited for it; without device work the host's."""
+        table = self.table
+        first = table["first"].fill_null(table["ts"])
+        last = table["last"].fill_null(table["end"])
+        waits = table["ahead"].fill_null(0) >= AHEAD_SHARE * (last - first)
+        start = table["ts"].zip_with(~waits & (table["ts"] < first), first)
+        before = last.shift(1).fill_null(start)  # the device may still have worked for another
+        start = start.zip_with(before <= start, pl.Series(np.minimum(before, first)))
+        return start.to_numpy(), last.to_numpy()
+
+
+def learns(trace: Trace) -> bool:
+    """There are rows of a backward pass or of an optimizer."""
+    cpu = trace.cpu  # frames tell nothing: ``get_backward_compatible_…``
+    return bool((name_matches(cpu["name"], LEARNING) & (cpu["kind"] != "python")).any())
+
+
+def find_passes(trace: Trace) -> Passes | None:
+    """The passes; ``None``: nothing marks them, or the model learns."""
+    rows, marks = engine_marks(trace)
+    source = ENGINE
+    if marks and all(mark.phase == IMAGE for mark in marks):
+        inner = _module_calls(trace)  # its parts are of more use: encoders, steps, decoder
+        marks = marks if inner.is_empty() else []
+    if not marks:
+        if trace.cpu.is_empty() or learns(trace):
+            return None
+        rows, source = _module_calls(trace), MODULES
+        if rows.is_empty():
+            rows, source = _between_lookups(trace), LOOKUPS
+        if rows.is_empty():
+            return None
+        marks = [Mark(None, FORWARD)] * rows.height
+    if any(mark.engine is None for mark in marks):
+        marks = _from_shapes(trace, rows, marks)
+    return _with_work(trace, rows, marks, source)
+
+
+# -- where a pass begins and ends ------------------------------------------------------------------
+
+
+def _module_calls(trace: Trace) -> pl.DataFrame:
+    """Calls of modules that lie in no other module, by class. Empty: none of them is the model."""
+    cpu = trace.cpu
+    module = name_matches(cpu["name"], r"^nn\.Module: ") & (cpu["kind"] == "python")
+    rows = cpu.with_row_index("row").filter(module & (pl.col("thread") == trace.main_thread))
+    rows = rows.select(
+        "ts", "dur", "depth", end=pl.col("ts") + pl.col("dur"), name=pl.col("name").cast(pl.String)
+    )
+    rows = rows.sort("ts", "depth")
+    inside = rows["end"].cum_max().shift(1).fill_null(-1) > rows["ts"]
+    wrapped = rows["name"].str.contains("OptimizedModule")
+    inner = rows["name"].shift(-1).zip_with(inside.shift(-1).fill_null(False), rows["name"])
+    rows = rows.with_columns(name=pl.when(wrapped).then(inner).otherwise(pl.col("name")))
+    rows = rows.filter(~inside).with_columns(
+        instance="name",
+        name=pl.col("name").str.extract(r"^nn\.Module: (\w+?)(?:_\d+)?$").fill_null("module"),
+    )
+    classes = rows.group_by("name").agg(pl.col("instance").n_unique(), pl.col("dur").sum())
+    classes = classes.sort("dur", "name")
+    if rows.height and classes["instance"][-1] > MAX_INSTANCES:
+        rows = rows.clear()
+    return rows.select("name", "ts", "dur")
+
+
+class _Lookup(NamedTuple):
+    vocabulary: int
+    shape: tuple[int, ...]
+
+
+def _lookups(trace: Trace) -> tuple[pl.DataFrame, list[_Lookup]]:
+    """Look-ups in the largest table that is looked up more than once, and their shapes."""
+    cpu = trace.cpu
+    rows = cpu.filter((cpu["name"].cast(pl.String) == LOOKUP) & cpu["inputs"].is_not_null())
+    rows = rows.filter(pl.col("thread") == trace.main_thread).select("ts", "dur", "inputs")
+    shapes = {row: _lookup(trace, row) for row in rows["inputs"].unique()}
+    found = [shapes[row] for row in rows["inputs"]]
+    sizes = [each.vocabulary for each in found if each is not None]
+    if not sizes:
+        return rows.clear(), []
+    largest = max(sizes)
+    kept = [each is not None and each.vocabulary == largest for each in found]
+    return rows.filter(pl.Series(kept)), [e for e in found if e and e.vocabulary == largest]
+
+
+def _inputs(trace: Trace, row: int) -> OpInputs:
+    return OpInputs(*(str(text) for text in trace.inputs.select("dims", "types").row(row)))
+
+
+def _lookup(trace: Trace, row: int) -> _Lookup | None:
+    inputs = _inputs(trace, row)
+    weight, indices = inputs.tensor(0), inputs.tensor(1)
+    if weight is None or indices is None or len(weight.shape) != 2 or not indices.shape:
+        return None
+    return _Lookup(weight.shape[0], indices.shape)
+
+
+def _between_lookups(trace: Trace) -> pl.DataFrame:
+    rows, _ = _lookups(trace)
+    if rows.height < MIN_CALLS:
+        return pl.DataFrame(schema={"name": pl.String, "ts": pl.Int64, "dur": pl.Int64})
+    ops = trace.cpu.filter((pl.col("kind") == "op") & (pl.col("thread") == trace.main_thread))
+    last = int((ops["ts"] + ops["dur"]).max())  # type: ignore[arg-type]
+    ends = rows["ts"].shift(-1).fill_null(last)
+    return rows.select(pl.lit("pass").alias("name"), "ts", dur=ends - rows["ts"])
+
+
+# -- what shapes tell of a pass --------------------------------------------------------------------
+
+
+def _from_shapes(trace: Trace, rows: pl.DataFrame, marks: list[Mark]) -> list[Mark]:
+    """Phase, requests and tokens of passes by the shapes of look-ups and of attention: a sequence
+    with one new token decodes. Where none does, longer ones are prompts if attention is causal."""
+    start = rows["ts"].to_numpy()
+    end = start + rows["dur"].to_numpy()
+    looked, found = _lookups(trace)
+    place = _place(looked["ts"].to_numpy(), start, end)
+    first: dict[int, tuple[int, ...]] = {}
+    for index, lookup in zip(place.tolist(), found, strict=True):
+        first.setdefault(index, lookup.shape)
+    cpu = trace.cpu
+    attention = cpu.filter(name_matches(cpu["name"], ATTENTION) & cpu["inputs"].is_not_null())
+    queries = {row: _query(trace, row) for row in attention["inputs"].unique()}
+    lengths: dict[int, set[tuple[int, int, bool]]] = {}
+    for index, row in zip(
+        _place(attention["ts"].to_numpy(), start, end).tolist(), attention["inputs"], strict=True
+    ):
+        query = queries[row]
+        if query is not None and index >= 0:
+            lengths.setdefault(index, set()).add(query)
+    result = [
+        _told(mark, first.get(index), lengths.get(index, set())) for index, mark in enumerate(marks)
+    ]
+    # a prompt alone is one if something decodes, or if the only model there is attends causally
+    decodes = any(mark.phase in (DECODE, MIXED) for mark in result)
+    alone = rows["name"].n_unique() == 1
+    for index, (old, mark) in enumerate(zip(marks, result, strict=True)):
+        causal = alone and any(causal for *_, causal in lengths.get(index, ()))
+        if mark.phase == PREFILL != old.phase and not (decodes or causal):
+            result[index] = mark._replace(phase=FORWARD)
+        if not decodes:
+            result[index] = result[index]._replace(outputs=old.outputs)
+    return result
+
+
+def _place(ts: Numbers, start: Numbers, end: Numbers) -> Numbers:
+    """Which of the passes each instant lies in, -1: none."""
+    place = np.searchsorted(start, ts, side="right") - 1
+    inside = (place >= 0) & (ts < end[np.maximum(place, 0)])
+    return np.where(inside, place, -1).astype(np.int64)
+
+
+def _query(trace: Trace, row: int) -> tuple[int, int, bool] | None:
+    """New tokens of a sequence, tokens attended to, and whether attention is causal."""
+    inputs = _inputs(trace, row)
+    query, key = inputs.tensor(0), inputs.tensor(1)
+    if query is None or key is None or len(query.shape) != 4 or len(key.shape) != 4:
+        return None
+    text = str(trace.inputs["concrete"][row] or "")
+    return query.shape[2], key.shape[2], '"True"' in text or "true" in text
+
+
+def _told(mark: Mark, looked: tuple[int, ...] | None, seen: set[tuple[int, int, bool]]) -> Mark:
+    if looked is None:
+        return mark  # no text: an image's attention tells nothing of prompts
+    new = {q for q, k, _ in seen if k >= q}
+    tokens = prod(looked)
+    requests = looked[0] if len(looked) == 2 else None
+    if not new and len(looked) == 2:
+        new = {looked[1]}
+    phase = mark.phase
+    if phase == FORWARD and new:
+        phase = MIXED if 1 in new and len(new) > 1 else DECODE if new == {1} else PREFILL
+    if requests is None and phase == DECODE:
+        requests = tokens
+    outputs = requests if phase in (PREFILL, DECODE, MIXED) else None
+    return mark._replace(
+        phase=phase,
+        requests=mark.requests or requests,
+        tokens=mark.tokens or tokens,
+        outputs=mark.outputs or outputs,
+    )
+
+
+# -- the device work of a pass ---------------------------------------------------------------------
+
+
+def _with_work(trace: Trace, rows: pl.DataFrame, marks: list[Mark], source: str) -> Passes:
+    """With the device work that each pass launched. What the host launches after a pass belongs to
+    it for as long as the pass itself took: sampling, and copies of tokens to the host."""
+    gpu = trace.gpu
+    start = rows["ts"].to_numpy()
+    end = start + rows["dur"].to_numpy()
+    owner = np.full(gpu.height, -1, dtype=np.int64)
+    first = np.full(rows.height, -1, dtype=np.int64)
+    last, ahead = first.copy(), first.copy()
+    launch = gpu["launch"].fill_null(-1).to_numpy().astype(np.int64)
+    device = analysed_device(trace)
+    known = launch >= 0 if device is None else (launch >= 0) & (gpu["device"] == device).to_numpy()
+    known = np.flatnonzero(known)
+    if len(known):
+        called = trace.cpu["ts"].to_numpy()[launch[known]]
+        upto = np.minimum(end + (end - start), np.append(start[1:], np.iinfo(np.int64).max))
+        owner[known] = _place(called, start, np.maximum(upto, end))
+        ts, dur = gpu["ts"].to_numpy(), gpu["dur"].to_numpy()
+        worked = np.flatnonzero(owner >= 0)
+        which, index = np.unique(owner[worked], return_index=True)  # rows are in order of ts
+        first[which] = ts[worked[index]]
+        ahead[which] = first[which] - trace.cpu["ts"].to_numpy()[launch[worked[index]]]
+        np.maximum.at(last, owner[worked], (ts + dur)[worked])
+    table = rows.select("name", "ts", end=pl.Series(end)).with_columns(
+        pl.Series(name, np.where(first >= 0, values, -1)).replace(-1, None)
+        for name, values in (("first", first), ("last", last), ("ahead", ahead))
+    )
+    return Passes(table, marks, source, owner)

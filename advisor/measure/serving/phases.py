@@ -1,0 +1,230 @@
+"""Steps of inference by phase: time, tokens, what limits them, and what they could take."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+import polars as pl
+from numpy.typing import NDArray
+
+from advisor.core import text as t
+from advisor.core.intervals import covered_length, union
+from advisor.core.report import GraphReplays, Quantiles, Serving, ServingPhase
+from advisor.measure.device.dtypes import FORMATS
+from advisor.measure.device.families import MATRIX
+from advisor.measure.host.operators import KERNEL_NS, roofs
+from advisor.measure.serving.annotations import FORWARD, Mark
+from advisor.measure.serving.graphs import replays
+from advisor.measure.serving.roles import roles
+
+if TYPE_CHECKING:
+    from advisor.measure import Analysis
+    from advisor.measure.serving.passes import Passes
+
+MIN_P90, MIN_P99 = 10, 100
+"""Durations below which these percentiles say no more than the longest does."""
+MIN_KNOWN = 0.5
+"""Part of kernel time whose work must be known to say what a step could take."""
+JITTER = 1.2
+"""How much longer than the median the 90th percentile must be to be explained."""
+FP4_FLOPS_PER_BYTE = 4
+"""Of a weight in 4 bits that one token uses: a product and a sum, by half a byte."""
+MOVING = ("elementwise", "normalisation", "reduction", "softmax", "copy", "layout", "embedding")
+"""Families that memory limits, however little is known of their shapes."""
+
+Floats = NDArray[np.float64]
+Numbers = NDArray[np.int64]
+
+
+def measure_serving(a: Analysis) -> Serving | None:
+    """See ``Report.serving``: of the passes that begin in the used steps."""
+    passes = a.passes
+    if passes is None:
+        return None
+    start, end = passes.own
+    used = np.flatnonzero(covered_length(start, start + 1, a.spans) > 0)
+    if not len(used):
+        return None
+    whole = not a.lost.told
+    labels = [_label(passes, index) for index in used.tolist()]
+    kernels = None if a.device_id is None else _Kernels(a, passes)
+    named = {label: used[[each == label for each in labels]] for label in labels}
+    phases = [_phase(label, rows, passes, kernels, whole=whole) for label, rows in named.items()]
+    phases.sort(key=lambda phase: -phase.ns * phase.steps)
+    order = used[np.argsort(start[used], kind="stable")]
+    gaps = np.maximum(start[order][1:] - end[order][:-1], 0)
+    span = float(end[order].max() - start[order][0])
+    outputs = [passes.marks[index].outputs for index in order.tolist()]
+    told = [tokens for tokens in outputs if tokens is not None]
+    return Serving(
+        engine=passes.engine,
+        source=passes.source,
+        phases=phases,
+        between=_quantiles(gaps) if gaps.any() else None,
+        between_share=float(gaps.sum()) / span if len(gaps) and span else None,
+        output_tokens_per_s=sum(told) / span * 1e9 if len(told) == len(order) and span else None,
+        graphs=_graphs(a, passes, used),
+    )
+
+
+def _label(passes: Passes, index: int) -> str:
+    phase = passes.marks[index].phase
+    return str(passes.table["name"][index]) if phase == FORWARD else phase
+
+
+def _quantiles(ns: Numbers) -> Quantiles:
+    p50, p90, p99 = np.percentile(ns, [50, 90, 99])
+    count = len(ns)
+    return Quantiles(
+        float(p50),
+        float(p90) if count >= MIN_P90 else None,
+        float(p99) if count >= MIN_P99 else None,
+        float(ns.max()),
+    )
+
+
+def _mean(values: list[int | None]) -> float | None:
+    told = [value for value in values if value is not None]
+    return sum(told) / len(told) if told and len(told) == len(values) else None
+
+
+def _phase(
+    label: str, rows: Numbers, passes: Passes, kernels: _Kernels | None, *, whole: bool
+) -> ServingPhase:
+    """``whole``: the records of the device are complete."""
+    start, end = (times[rows] for times in passes.own)
+    dur = end - start
+    total = float(dur.sum())
+    marks = [passes.marks[index] for index in rows.tolist()]
+    tokens = _mean([mark.tokens for mark in marks])
+    sums = None if kernels is None or not whole else kernels.sums(rows, start, end)
+    limits = {} if sums is None else sums.limits
+    limit = max(limits, key=lambda name: limits[name]) if any(limits.values()) else None
+    count = len(rows)
+    judged = sums is not None and sums.known is not None and sums.known >= MIN_KNOWN
+    return ServingPhase(
+        name=label,
+        steps=count,
+        requests=_mean([mark.requests for mark in marks]),
+        tokens=tokens,
+        ns=total / count,
+        quantiles=_quantiles(dur),
+        ns_per_token=total / (tokens * count) if tokens else None,
+        tokens_per_s=tokens * count / total * 1e9 if tokens and total else None,
+        busy_share=None if sums is None or not total else sums.busy / total,
+        limit=None if limit == "unknown" else limit,
+        limit_share=None if limit in (None, "unknown") else limits[limit] / total,
+        attainable_ns=sums.attainable / count if judged and sums is not None else None,
+        known_share=None if sums is None else sums.known,
+        jitter="" if sums is None else _jitter(dur, sums.busy_each),
+        roles={} if sums is None else {name: ns / count for name, ns in sums.roles.items()},
+    )
+
+
+def _jitter(dur: Numbers, busy: Numbers) -> str:
+    """What the longest tenth of the steps has more of than the middle one."""
+    if len(dur) < MIN_P90:
+        return ""
+    middle, high = np.percentile(dur, [50, 90])
+    if high < JITTER * middle:
+        return ""
+    longest = dur >= high
+    more = float(dur[longest].mean() - middle)
+    work = float(busy[longest].mean() - np.median(busy))
+    if work >= more / 2:
+        return f"the longest tenth computes {t.format_duration(work)} more"
+    return f"the device waits {t.format_duration(more - work)} longer in the longest tenth"
+
+
+class _Sums(NamedTuple):
+    """Of the steps of one phase, ns."""
+
+    busy: float
+    busy_each: Numbers
+    limits: dict[str, float]
+    attainable: float
+    known: float | None
+    roles: dict[str, float]
+
+
+class _Kernels:
+    """The device work of passes: what limits each piece, and the least time it could take."""
+
+    def __init__(self, a: Analysis, passes: Passes) -> None:
+        gpu, measured = a.trace.gpu, a.kernels
+        self.owner = passes.owner
+        self.dur = gpu["dur"].to_numpy().astype(np.float64)
+        ts = gpu["ts"].to_numpy()
+        own = (gpu["device"] == a.device_id).to_numpy()
+        self.busy = union(ts[own], (ts + gpu["dur"].to_numpy())[own])
+        self.role = roles(a)
+        self.communication = measured["communication"].to_numpy()
+        limits = roofs(a.hardware)
+        flops = measured["flops"].fill_null(np.nan).to_numpy().astype(np.float64)
+        moved = measured["moved"].fill_null(np.nan).to_numpy().astype(np.float64)
+        rate = np.full(len(FORMATS) + 1, np.nan)
+        for place, name in enumerate(FORMATS):
+            if name in limits.matmul:
+                rate[place] = limits.matmul[name].rate
+        rate[-1] = rate[FORMATS.index("bf16")]  # where the format is not recorded
+        dtype = measured["dtype"].to_physical().fill_null(len(FORMATS)).to_numpy().astype(int)
+        family = measured["family"].cast(pl.String)
+        matrix = family.is_in([*MATRIX, "attention"]).to_numpy()
+        arithmetic = np.where(matrix, flops / rate[dtype] * 1e9, 0.0)
+        memory = moved * np.nan if limits.memory is None else moved / limits.memory.rate * 1e9
+        floor = np.maximum(arithmetic, memory) + KERNEL_NS
+        self.known = ~np.isnan(floor) & ~self.communication
+        self.floor = np.where(self.known, np.minimum(floor, self.dur), self.dur)
+        self.kernel = (gpu["kind"] == "kernel").to_numpy() & ~self.communication
+        moving = family.is_in(MOVING).to_numpy() | ~matrix & (moved > 0)
+        tokens = np.array([_most_reuse(mark) for mark in passes.marks] + [np.inf])
+        ridge = np.nan if limits.memory is None else rate[dtype] / limits.memory.rate
+        few = FP4_FLOPS_PER_BYTE * tokens[self.owner] < ridge
+        bound = np.where(self.known & (arithmetic > memory), 2, np.where(self.known, 1, 0))
+        bound = np.where((bound == 0) & (moving | few), 1, bound)
+        self.bound = np.where(self.communication, 3, bound)
+
+    def sums(self, rows: Numbers, start: Numbers, end: Numbers) -> _Sums:
+        """Of the passes ``rows``, whose own time is [start, end)."""
+        each = covered_length(start, end, self.busy)
+        mine = np.isin(self.owner, rows)
+        work = [float(self.dur[mine & (self.bound == code)].sum()) for code in range(4)]
+        busy = float(each.sum())
+        scale = busy / sum(work) if sum(work) else 0.0  # work that runs at once counts once
+        names = ("unknown", "memory", "compute", "communication")
+        limits = {name: ns * scale for name, ns in zip(names, work, strict=True)}
+        limits["host"] = float((end - start).sum()) - busy
+        kernel = float(self.dur[mine & self.kernel].sum())
+        known = float(self.dur[mine & self.kernel & self.known].sum())
+        saved = float((self.dur - self.floor)[mine].sum()) * scale
+        table = pl.DataFrame({"role": self.role.filter(pl.Series(mine)), "ns": self.dur[mine]})
+        parts = table.group_by("role").agg(pl.col("ns").sum()).sort("ns", "role", descending=True)
+        return _Sums(
+            busy,
+            each,
+            limits,
+            max(0.0, busy - saved),
+            known / kernel if kernel else None,
+            dict(parts.iter_rows()),
+        )
+
+
+def _most_reuse(mark: Mark) -> float:
+    """Tokens that may share one read of a weight; infinite: not told."""
+    return float(mark.tokens) if mark.tokens is not None else np.inf
+
+
+def _graphs(a: Analysis, passes: Passes, used: Numbers) -> GraphReplays | None:
+    found = replays(a.trace)
+    if not found:
+        return None
+    rows = np.concatenate([replay.rows for replay in found])
+    inside = np.isin(passes.owner[[r.rows[0] for r in found if len(r.rows)]], used)
+    return GraphReplays(
+        launches=len(found),
+        kernels=len(rows),
+        per_step=float(inside.sum()) / len(used),
+        matched=None if a.trace.meta.capture is None else a.trace.meta.capture.matched,
+        missing=a.lost.replayed,
+    )

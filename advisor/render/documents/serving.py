@@ -1,0 +1,116 @@
+"""What a report says of a model that is served: its steps by phase, and what lies between them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Final
+
+from advisor.core import text as t
+from advisor.core.report import Quantiles, Report, Serving, ServingPhase
+from advisor.render.document import Block, FieldList, Grid, Section, TextField
+
+MAX_ROLES: Final = 6
+HEAD: Final = (
+    "phase",
+    "steps",
+    "batch",
+    "tokens",
+    "step",
+    "per token",
+    "tokens/s",
+    "busy",
+    "limit",
+)
+NAMES: Final = {
+    "vllm": "vLLM",
+    "sglang": "SGLang",
+    "tensorrt-llm": "TensorRT-LLM",
+    "atom": "ATOM",
+    "xdit": "xDiT",
+}
+
+
+def sections(report: Report) -> Iterator[Block]:
+    """Nothing where the program trains, or nothing marks its steps."""
+    serving = report.serving
+    if serving is None:
+        return
+    table = Grid(HEAD, [row(phase) for phase in serving.phases], optional=(3, 6))
+    rows = [TextField(label, parts, detail=detail) for label, parts, detail in lines(serving)]
+    engine = NAMES.get(serving.engine or "", serving.engine or "")
+    source = "its own marks" if serving.source == "engine" else serving.source
+    aside = " · ".join(part for part in (engine, f"by {source}") if part)
+    yield Section("Inference by phase", [table, FieldList(rows)], aside, short=True)
+
+
+def row(phase: ServingPhase) -> list[str]:
+    """The cells of a phase, as ``HEAD`` names them; ``–``: not recorded."""
+    limit = "–"
+    if phase.limit is not None:
+        limit = f"{phase.limit} {t.format_share(phase.limit_share)}"
+    return [
+        t.shorten(t.clean(phase.name), 24),
+        f"{phase.steps:,}",
+        _count(phase.requests),
+        _count(phase.tokens),
+        t.format_duration(phase.ns),
+        "–" if phase.ns_per_token is None else t.format_duration(phase.ns_per_token),
+        _count(phase.tokens_per_s),
+        "–" if phase.busy_share is None else t.format_share(phase.busy_share),
+        limit,
+    ]
+
+
+def _count(value: float | None) -> str:
+    if value is None:
+        return "–"
+    return f"{value:,.0f}" if value >= 100 or value == int(value) else f"{value:.1f}"
+
+
+def _spread(quantiles: Quantiles) -> str:
+    parts = [
+        f"{name} {t.format_duration(ns)}"
+        for name, ns in (
+            ("median", quantiles.median_ns),
+            ("p90", quantiles.p90_ns),
+            ("p99", quantiles.p99_ns),
+            ("longest", quantiles.max_ns),
+        )
+        if ns is not None
+    ]
+    return ", ".join(parts)
+
+
+def lines(serving: Serving) -> list[tuple[str, list[str], bool]]:
+    """(label, parts, whether it is a detail) of what stands below the table."""
+    result: list[tuple[str, list[str], bool]] = []
+    for phase in serving.phases:
+        own = t.shorten(t.clean(phase.name), 24)
+        if phase.attainable_ns is not None and phase.attainable_ns < phase.ns:
+            ratio = phase.ns / phase.attainable_ns if phase.attainable_ns else 1.0
+            known = f"work of {t.format_share(phase.known_share)} of kernel time known"
+            text = f"{own} {t.format_duration(phase.attainable_ns)}, now {ratio:.1f}× that"
+            result.append(("attains", [text, known], False))
+        if phase.steps > 1:
+            parts = [f"{own} {_spread(phase.quantiles)}", *([phase.jitter] if phase.jitter else [])]
+            result.append(("spread", parts, not phase.jitter))
+        if phase.roles:
+            total = sum(phase.roles.values()) or 1.0
+            shown = list(phase.roles.items())[:MAX_ROLES]
+            parts = [f"{name} {t.format_share(ns / total)}" for name, ns in shown]
+            result.append(("parts", [f"{own}: {parts[0]}", *parts[1:]], len(serving.phases) > 1))
+    if serving.between is not None and serving.between_share is not None:
+        share = f"{t.format_share(serving.between_share)} of the time"
+        result.append(("between", [share, _spread(serving.between)], False))
+    if serving.output_tokens_per_s is not None:
+        result.append(("output", [f"{_count(serving.output_tokens_per_s)} tokens/s"], False))
+    graphs = serving.graphs
+    if graphs is not None:
+        parts = [t.count_noun(graphs.launches, "graph launch", "graph launches")]
+        parts.append(t.count_noun(graphs.kernels, "kernel"))
+        if graphs.matched is not None:
+            parts.append(f"{t.format_share(graphs.matched)} named by the capture")
+        if graphs.missing:
+            parts.append(f"{graphs.missing:,} missing")
+        result.append(("graphs", parts, False))
+    return result

@@ -392,7 +392,7 @@ def window_lines(events: list[dict[str, Any]]) -> list[str]:
 
 def lost_replays(a: Analysis) -> str:
     """That records of graph replays are missing, and how to get them; empty: they are there."""
-    if not a.lost.told or not a.lost.replayed:
+    if not a.lost.of_replays:
         return ""
     schedule = _schedule(a.trace.meta, ", for instance ", "wait=1, warmup=3, active=3")
     return (

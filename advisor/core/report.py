@@ -632,7 +632,7 @@ class ServingPhase(Struct, frozen=True, kw_only=True):
     known_share: float | None
     """Of kernel time, whose FLOPs or bytes are known."""
     jitter: str = ""
-    """What the longest steps have more of; empty: they are alike, or too few."""
+    """What the longest steps have more of; empty: they are similar, or too few."""
     roles: dict[str, float] = field(default_factory=dict)
     """Device time by part of a layer (``attention``, ``dense gemm``, ``moe experts`` …), mean per
     step, ns, the longest first."""

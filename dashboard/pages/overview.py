@@ -105,9 +105,9 @@ def _serving(report: Report) -> Any:
     if report.serving is None:
         return None
     rows = [serving.row(phase) for phase in report.serving.phases]
-    told = [(label, " · ".join(parts)) for label, parts, _ in serving.lines(report.serving)]
+    rest = [(label, " · ".join(each)) for label, each, _ in serving.lines(report.serving)]
     shown = table(serving.HEAD, rows, numbers=range(1, len(serving.HEAD)), stacked=True)
-    return card("Inference by phase", shown, parts.facts(told))
+    return card("Inference by phase", shown, parts.facts(rest))
 
 
 def _staircase(report: Report) -> Any:

@@ -125,6 +125,11 @@ class Lost(NamedTuple):
         """So many that what looks idle may be a hole in the records."""
         return self.lost > TOLD_SHARE * self.launches
 
+    @property
+    def of_replays(self) -> bool:
+        """So many of graph replays."""
+        return self.told and self.replayed > 0
+
 
 def lost_records(trace: Trace) -> Lost:
     """Counts kernel launches with a correlation id that no device row has.

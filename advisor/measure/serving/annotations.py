@@ -44,12 +44,12 @@ class Mark(NamedTuple):
     """``None``: a range of the user's own."""
     phase: str
     """``prefill``, ``decode``, ``mixed``, ``draft``, ``image`` (a whole picture); ``forward``:
-    not told."""
+    not recorded."""
     requests: int | None = None
     tokens: int | None = None
-    """New tokens that are computed; ``None``: not told."""
+    """New tokens that are computed; ``None``: not recorded."""
     outputs: int | None = None
-    """Tokens that come out; ``None``: not told, as where drafts may be rejected."""
+    """Tokens that come out; ``None``: not recorded, as where drafts may be rejected."""
     prefill: Sums | None = None
     decode: Sums | None = None
 
@@ -232,10 +232,10 @@ def engine_marks(trace: Trace) -> tuple[pl.DataFrame, list[Mark]]:
         rows = ranges.filter(pl.col("name").cast(pl.String).is_in(list(read))).sort("ts", "depth")
         rows = rows.filter(pl.col("thread") == rows["thread"][0])
         rows = rows.select(pl.col("name").cast(pl.String), "ts", "dur")
-        told = [read[name] for name in rows["name"]]
-        if patterns is PLAIN and not (told[0].engine or _holds_the_work(trace, rows)):
+        described = [read[name] for name in rows["name"]]
+        if patterns is PLAIN and not (described[0].engine or _holds_the_work(trace, rows)):
             continue
-        return _innermost(rows, told)
+        return _innermost(rows, described)
     return ranges.select(pl.col("name").cast(pl.String), "ts", "dur").clear(), []
 
 

@@ -212,7 +212,7 @@ def attach_capture(trace: Trace, capture: Trace) -> Trace:
     threads = pl.concat(
         [trace.threads, pl.DataFrame({"pid": [""], "tid": [""], "name": ["capture"]})]
     )
-    told = Capture(
+    described = Capture(
         trace.cpu.height,
         len(graphs[0]) if len(graphs) == 1 else None,
         len(rows) / total if total else 0.0,
@@ -223,7 +223,7 @@ def attach_capture(trace: Trace, capture: Trace) -> Trace:
         gpu=trace.gpu.with_columns(op=pl.Series(ops, dtype=pl.Int32).replace(-1, None)),
         inputs=pl.concat([trace.inputs, capture.inputs]),
         threads=threads.cast(trace.threads.schema),
-        meta=replace(trace.meta, capture=told),
+        meta=replace(trace.meta, capture=described),
     )
 
 
@@ -261,8 +261,8 @@ def _stacks(
 
 def _work_kinds(names: pl.Series) -> list[str]:
     """Family of each kernel, by its name; copies by theirs."""
-    told = describe(names)
-    return [str(family) for family in told["family"].cast(pl.String)]
+    described = describe(names)
+    return [str(family) for family in described["family"].cast(pl.String)]
 
 
 def _launch_kinds(capture: Trace, rows: Numbers) -> list[str]:
@@ -287,15 +287,15 @@ def _best(
 ) -> tuple[Numbers, Numbers]:
     """Places in a replay and the launches that are theirs, of the graph that fits it best."""
     best: tuple[float, Numbers, Numbers] = (0.0, np.zeros(0, np.int64), np.zeros(0, np.int64))
-    for rows, told in zip(graphs, kinds, strict=True):
+    for rows, described in zip(graphs, kinds, strict=True):
         if len(rows) == len(work):
             places = lines = np.arange(len(rows))
         else:
-            blocks = SequenceMatcher(None, work, told, autojunk=False).get_matching_blocks()
+            blocks = SequenceMatcher(None, work, described, autojunk=False).get_matching_blocks()
             places = np.concatenate([np.arange(b.a, b.a + b.size) for b in blocks])
             lines = np.concatenate([np.arange(b.b, b.b + b.size) for b in blocks])
         pairs = zip(places.tolist(), lines.tolist(), strict=True)
-        fits = sum(told[j] in ("", work[i]) or work[i] == "other" for i, j in pairs)
+        fits = sum(described[j] in ("", work[i]) or work[i] == "other" for i, j in pairs)
         score = fits / max(len(rows), len(work))
         if score > best[0]:
             best = score, places.astype(np.int64), rows[lines]

@@ -211,7 +211,8 @@ def _from_shapes(trace: Trace, rows: pl.DataFrame, marks: list[Mark]) -> list[Ma
         if query is not None and index >= 0:
             lengths.setdefault(index, set()).add(query)
     result = [
-        _told(mark, first.get(index), lengths.get(index, set())) for index, mark in enumerate(marks)
+        _described(mark, first.get(index), lengths.get(index, set()))
+        for index, mark in enumerate(marks)
     ]
     # a prompt alone is one if something decodes, or if the only model there is attends causally
     decodes = any(mark.phase in (DECODE, MIXED) for mark in result)
@@ -242,7 +243,9 @@ def _query(trace: Trace, row: int) -> tuple[int, int, bool] | None:
     return query.shape[2], key.shape[2], '"True"' in text or "true" in text
 
 
-def _told(mark: Mark, looked: tuple[int, ...] | None, seen: set[tuple[int, int, bool]]) -> Mark:
+def _described(
+    mark: Mark, looked: tuple[int, ...] | None, seen: set[tuple[int, int, bool]]
+) -> Mark:
     if looked is None:
         return mark  # no text: an image's attention tells nothing of prompts
     new = {q for q, k, _ in seen if k >= q}

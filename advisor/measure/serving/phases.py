@@ -56,14 +56,16 @@ def measure_serving(a: Analysis) -> Serving | None:
     gaps = np.maximum(start[order][1:] - end[order][:-1], 0)
     span = float(end[order].max() - start[order][0])
     outputs = [passes.marks[index].outputs for index in order.tolist()]
-    told = [tokens for tokens in outputs if tokens is not None]
+    described = [tokens for tokens in outputs if tokens is not None]
     return Serving(
         engine=passes.engine,
         source=passes.source,
         phases=phases,
         between=_quantiles(gaps) if gaps.any() else None,
         between_share=float(gaps.sum()) / span if len(gaps) and span else None,
-        output_tokens_per_s=sum(told) / span * 1e9 if len(told) == len(order) and span else None,
+        output_tokens_per_s=sum(described) / span * 1e9
+        if len(described) == len(order) and span
+        else None,
         graphs=_graphs(a, passes, used),
     )
 
@@ -85,8 +87,8 @@ def _quantiles(ns: Numbers) -> Quantiles:
 
 
 def _mean(values: list[int | None]) -> float | None:
-    told = [value for value in values if value is not None]
-    return sum(told) / len(told) if told and len(told) == len(values) else None
+    described = [value for value in values if value is not None]
+    return sum(described) / len(described) if described and len(described) == len(values) else None
 
 
 def _phase(
@@ -211,7 +213,7 @@ class _Kernels:
 
 
 def _most_reuse(mark: Mark) -> float:
-    """Tokens that may share one read of a weight; infinite: not told."""
+    """Tokens that may share one read of a weight; infinite: not recorded."""
     return float(mark.tokens) if mark.tokens is not None else np.inf
 
 

@@ -51,8 +51,8 @@ def heads(trace: Trace, row: int) -> Heads | None:
     inputs = trace.cpu["inputs"][row]
     if inputs is None:
         return None
-    told = OpInputs(*(str(text) for text in trace.inputs.select("dims", "types").row(inputs)))
-    query, key, value = (told.tensor(place) for place in range(3))
+    described = OpInputs(*(str(text) for text in trace.inputs.select("dims", "types").row(inputs)))
+    query, key, value = (described.tensor(place) for place in range(3))
     if query is None or key is None or len(query.shape) != 3 or len(key.shape) not in (2, 3):
         return None
     wide = key.width

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 import polars as pl
@@ -12,28 +13,55 @@ from advisor.core.finding import (
     Edit,
     Evidence,
     Finding,
+    Location,
     Outcome,
     Rule,
     Select,
     SkippedCheck,
     Threshold,
 )
-from advisor.core.text import count_noun
+from advisor.core.text import count_noun, format_duration
 from advisor.measure import Analysis
-from advisor.measure.host.host import python_hot_spots
-from advisor.rules.common import column, figure, of_step, per, places, rows
+from advisor.measure.host.host import python_gaps, python_hot_spots
+from advisor.rules.common import figure, of_step, per
 from advisor.rules.sources import REAL_HOST, TENSORBOARD, XPROF
 from advisor.testing import TraceBuilder
 
 MAX_NAMES = 20
 
 
+def _place(spot: dict[str, Any]) -> str:
+    """``tokenise (text.py:12)``; a built-in by its name."""
+    if spot["function"] is None:
+        return str(spot["name"])
+    return f"{spot['function']} ({spot['file']}:{spot['line']})"
+
+
+def _location(a: Analysis, spot: dict[str, Any]) -> Location:
+    """The function, in a library with the user's line that calls it; its longest call."""
+    frame = int(spot["frame"])
+    file, line, function = a.location(frame)
+    own = (file, line, function) == (spot["file"], spot["line"], spot["function"])
+    caller = "" if own or file is None else f"called from {file.rsplit('/', 1)[-1]}:{line}"
+    return Location(
+        file=spot["file"],
+        line=spot["line"],
+        function=spot["function"] or spot["name"],
+        op=caller or None,
+        ts_ns=int(a.trace.cpu["ts"][frame]),
+        dur_ns=int(a.trace.cpu["dur"][frame]),
+        count=spot["count"],
+    )
+
+
 class PythonHotSpot(Rule):
     """A Python function runs while the GPU has nothing to do and waits for its thread. Making the
     function faster, or moving it off that thread, shortens the step directly.
 
-    It needs Python stacks. Time belongs to the innermost frame of the user's own code, with the
-    library code that it calls; operators, CUDA calls and the DataLoader are not counted. Only GPU
+    It needs Python stacks. Of each gap the function is named that holds most of its Python time:
+    the deepest one of the user's code or of an installed library in which no more than 5 % of a
+    step's device work is launched. So it is what keeps the GPU waiting, and not the call around
+    the whole step. Operators, CUDA calls and the DataLoader are not counted. Only GPU
     idle time counts: a slow function costs nothing while the GPU works through its queue. A
     function that takes little time before each of many launches is launch-bound's subject, so it
     has to block the GPU for a while in each gap.
@@ -97,35 +125,26 @@ class PythonHotSpot(Rule):
         if not (a.trace.cpu["kind"] == "python").any():
             yield from self._unknown(a)
             return
-        python = a.gaps.filter(pl.col("cause") == "python", pl.col("line").is_not_null())
-        python = python.with_columns(name=a.trace.cpu["name"].gather(python["line"]))
-        gap_counts = python.group_by("name").agg(pl.col("gap").n_unique().alias("gaps"))
-        spots = (
-            python_hot_spots(a)
-            .join(gap_counts.with_columns(pl.col("name").cast(pl.String)), on="name")
-            .filter(
-                pl.col("critical_ns") >= self.min_share * a.span_ns,
-                pl.col("critical_ns") >= self.min_gap_us * 1000 * pl.col("gaps"),
-            )
+        spots = python_hot_spots(a).filter(
+            pl.col("critical_ns") >= self.min_share * a.span_ns,
+            pl.col("critical_ns") >= self.min_gap_us * 1000 * pl.col("gaps"),
         )
         if spots.is_empty():
             return
         spots = spots.head(3)
         total = int(spots["critical_ns"].sum())
         first = spots.row(0, named=True)
-        name = f"{first['function']} ({first['file']}:{first['line']})"
-        gaps = python.filter(pl.col("name").is_in(spots["name"].cast(pl.Categorical).implode()))
+        gaps = python_gaps(a).drop_nulls("frame")
+        gaps = gaps.with_columns(name=a.trace.cpu["name"].gather(gaps["frame"]))
+        gaps = gaps.filter(pl.col("name").is_in(spots["name"].cast(pl.Categorical).implode()))
         yield Finding(
-            summary=(
-                f"The GPU idles for {of_step(a, first['critical_ns'])} while {name} runs "
-                f"({count_noun(max(1, round(first['count'] / a.step_count)), 'call')}{per(a)})."
-            ),
+            summary=self._summary(a, spots.rows(named=True)),
             evidence=[
                 figure(a, "GPU idle in these functions", total),
                 Evidence("share", total / a.span_ns, "share", *self.limit("min_share"), per=a.per),
                 *(
                     Evidence(
-                        f"{spot['function']} ({spot['file']}:{spot['line']})",
+                        _place(spot),
                         spot["critical_ns"] / a.step_count,
                         "ns",
                     )
@@ -138,17 +157,27 @@ class PythonHotSpot(Rule):
                     *self.limit("min_gap_us", 1000),
                 ),
             ],
-            where=places(
-                a,
-                rows(gaps["host"]),
-                column(gaps, "dur"),
-                ts=column(gaps, "ts"),
-                dur=column(gaps, "dur"),
-                instance=column(gaps, "gap"),
-            ),
+            where=[_location(a, spot) for spot in spots.iter_rows(named=True)],
             edits=[self._edit(a, gaps, spot) for spot in spots["name"]],
             confidence_notes=["recording Python stacks lengthens Python time"],
         )
+
+    @staticmethod
+    def _summary(a: Analysis, spots: list[dict[str, Any]]) -> str:
+        """How long the GPU idles in the worst function, and in the others."""
+        first, *others = ({**s, "place": _place(s)} for s in spots)
+        calls = count_noun(max(1, round(first["count"] / a.step_count)), "call")
+        text = (
+            f"The GPU idles for {of_step(a, first['critical_ns'])} while {first['place']} "
+            f"runs ({calls}{per(a)})"
+        )
+        if others:
+            each = (
+                f"{format_duration(s['critical_ns'] / a.step_count)} in {s['place']}"
+                for s in others
+            )
+            text += f", and for {' and '.join(each)}"
+        return f"{text}."
 
     def _unknown(self, a: Analysis) -> Iterator[Outcome]:
         """Without stacks: how much time they might explain."""

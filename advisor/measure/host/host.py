@@ -6,10 +6,18 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import polars as pl
+from numpy.typing import NDArray
 
 from advisor.core.intervals import covered_length, union
 from advisor.measure.host.names import name_matches
-from advisor.measure.host.stacks import BACKWARD, parse_frame
+from advisor.measure.host.stacks import (
+    BACKWARD,
+    chains,
+    frame_ranks,
+    nearest,
+    parents,
+    parse_frame,
+)
 from advisor.measure.steps.timeline import CLASSES, CODE
 
 if TYPE_CHECKING:
@@ -30,10 +38,16 @@ HOT_SCHEMA: dict[str, Any] = {
     "file": pl.String,
     "line": pl.Int64,
     "function": pl.String,
-    "ns": pl.Int64,
     "critical_ns": pl.Int64,
     "count": pl.Int64,
+    "gaps": pl.Int64,
 }
+HOLDS = 0.5
+"""Part of a gap's Python time that a frame must hold to be blamed for it."""
+MAX_CULPRITS = 3
+"""Frames that may share the blame of one gap."""
+ENCLOSED = 0.05
+"""Part of a step's device work that is launched in calls that are more than a preparation."""
 
 
 def host_breakdown(a: Analysis) -> pl.DataFrame:
@@ -94,47 +108,92 @@ def _in_backward(a: Analysis) -> list[tuple[int, int, int]]:
     return result
 
 
-def python_hot_spots(a: Analysis) -> pl.DataFrame:
-    """Python time by line of the user's code; the columns are those of HOT_SCHEMA, most
-    ``critical_ns`` first. Empty without Python stacks.
+def python_gaps(a: Analysis) -> pl.DataFrame:
+    """Idle time of the device by the Python code that causes it: the rows of ``Analysis.gaps`` with
+    cause ``python`` and a user frame, with ``frame``, the row of ``trace.cpu`` to blame.
 
-    ``ns`` is the time inside the used steps in which the innermost user frame is this one and no
-    operator, CUDA call or data loader is running: the frame itself and what it calls in the
-    standard library, in PyTorch's Python code and in built-ins. ``critical_ns`` is the part of it
-    in which the device was idle and waited for this thread. ``count`` is the number of calls that
-    touch the used steps. ``line`` is where the function begins, as the profiler records it.
+    That is the deepest frame of the user's code or of an installed library that holds most (HOLDS)
+    of the gap's Python time, or most of what deeper ones leave of it; where there is none, of any
+    code. A frame in which much of the device's work is launched too is none of them: for the code
+    between its calls, ``frame`` is null.
     """
-    cpu = a.trace.cpu
-    line = a.timeline
-    rows = np.flatnonzero((line.code == CODE["python"]) & (line.row >= 0))
-    frame = a.user_frame[line.row[rows]] if len(rows) else np.zeros(0, dtype=np.int32)
-    rows, frame = rows[frame >= 0], frame[frame >= 0]
-    if not len(rows):
-        return pl.DataFrame(schema=HOT_SCHEMA)
-    spent = pl.DataFrame(
-        {"frame": frame, "ns": covered_length(line.start[rows], line.end[rows], a.spans)}
-    ).filter(pl.col("ns") > 0)
-    critical = a.gaps.filter(pl.col("cause") == "python", pl.col("line").is_not_null()).select(
-        pl.col("line").alias("frame"), pl.col("dur").alias("critical_ns")
+    table = a.gaps.filter(pl.col("cause") == "python", pl.col("line").is_not_null())
+    frame = np.full(table.height, -1, dtype=np.int64)
+    prepares = (a.trace.cpu["kind"] == "python").to_numpy() & ~_launching(a)
+    own = frame_ranks(a.trace) > 0
+    for wanted in (prepares & own, prepares):
+        left = np.flatnonzero(frame < 0)
+        if len(left):
+            frame[left] = _most_of_each(a, table[left], wanted)
+    return table.with_columns(frame=pl.Series(frame).set(pl.Series(frame < 0), None))
+
+
+def _most_of_each(a: Analysis, table: pl.DataFrame, wanted: NDArray[np.bool_]) -> NDArray[np.int64]:
+    """For each piece of a gap the wanted row to blame, -1: none. See :func:`python_gaps`."""
+    cpu, parent = a.trace.cpu, parents(a.trace)
+    above = chains(parent, nearest(parent, wanted)[table["host"].to_numpy()])
+    piece, level = np.nonzero(above >= 0)
+    rows = above[piece, level]
+    piece, rows = piece[wanted[rows]], rows[wanted[rows]]
+    around = pl.DataFrame(
+        {
+            "piece": piece,
+            "row": rows,
+            "name": cpu["name"].to_physical().gather(rows),
+            "depth": cpu["depth"].gather(rows),
+            "gap": table["gap"].gather(piece),
+            "dur": table["dur"].gather(piece),
+        }
     )
-    both = pl.concat([spent, critical], how="diagonal")
-    by_name = (
-        both.with_columns(cpu.select("name", "dur")[both["frame"].to_numpy()])
-        .group_by("name")
-        .agg(
-            pl.col("frame").sort_by("dur").last(),
-            pl.col("ns").sum(),
-            pl.col("critical_ns").sum(),
-        )
-    )
-    calls = cpu.select("name", "ts", "dur", "kind").filter(
-        pl.col("kind") == "python", pl.col("name").is_in(by_name["name"].implode())
-    )
-    ts = calls["ts"].to_numpy()
-    calls = calls.filter(pl.Series(covered_length(ts, ts + calls["dur"].to_numpy(), a.spans) > 0))
-    counts = calls.group_by("name").agg(pl.len().cast(pl.Int64).alias("count"))
-    table = by_name.join(counts, on="name", how="left").with_columns(
-        pl.col("name").cast(pl.String), pl.col("count").fill_null(0)
+    around = around.sort("depth").unique(["piece", "name"], keep="last", maintain_order=True)
+    frame = np.full(table.height, -1, dtype=np.int64)
+    for _ in range(MAX_CULPRITS):
+        held = pl.col("dur").sum()
+        left = around.unique("piece").group_by("gap").agg(held.alias("left"))
+        each = around.group_by("gap", "name").agg(held.alias("held"), pl.col("depth").max())
+        most = each.join(left, on="gap").filter(pl.col("held") >= HOLDS * pl.col("left"))
+        deepest = most.sort("depth", "held").unique("gap", keep="last", maintain_order=True)
+        blamed = around.join(deepest.select("gap", "name"), on=["gap", "name"])
+        if blamed.is_empty():
+            break
+        frame[blamed["piece"].to_numpy()] = blamed["row"].to_numpy()
+        around = around.join(blamed.select("piece"), on="piece", how="anti")
+    return frame
+
+
+def _launching(a: Analysis) -> NDArray[np.bool_]:
+    """Aligned with ``trace.cpu``: calls in which ENCLOSED of a step's device work is launched."""
+    cpu, gpu = a.trace.cpu, a.trace.gpu
+    rows = np.flatnonzero(a.in_window & gpu["launch"].is_not_null().to_numpy())
+    launch = gpu["launch"].gather(rows).to_numpy()
+    launch, which = np.unique(launch, return_inverse=True)  # rows are in order of thread and time
+    work = np.append(0, np.cumsum(np.bincount(which, gpu["dur"].to_numpy()[rows])))
+    ts, thread = cpu["ts"].to_numpy(), cpu["thread"].to_numpy().astype(np.int64)
+    end = ts + cpu["dur"].to_numpy()
+    low = int(ts.min(initial=0))
+    stride = int(end.max(initial=0)) - low + 2
+    key = thread[launch] * stride + ts[launch] - low
+    until = np.searchsorted(key, thread * stride + end - low)
+    inside = work[until] - work[np.searchsorted(key, thread * stride + ts - low)]
+    result: NDArray[np.bool_] = inside > ENCLOSED * a.breakdown.busy.total / a.step_count
+    return result
+
+
+def python_hot_spots(a: Analysis) -> pl.DataFrame:
+    """Python code that leaves the device idle; the columns are those of HOT_SCHEMA, most
+    ``critical_ns`` first. Empty without Python stacks. See :func:`python_gaps`.
+
+    ``critical_ns`` is the time inside the used steps in which the device idles and waits for this
+    code; ``count`` the number of its calls in that time, ``gaps`` that of the device's gaps.
+    ``line`` is where the function begins, as the profiler records it.
+    """
+    table = python_gaps(a).drop_nulls("frame")
+    table = table.with_columns(a.trace.cpu["name"].gather(table["frame"]).cast(pl.String))
+    table = table.group_by("name").agg(
+        pl.col("frame").sort_by("dur").last(),
+        pl.col("dur").sum().alias("critical_ns"),
+        pl.col("frame").n_unique().alias("count"),
+        pl.col("gap").n_unique().alias("gaps"),
     )
     frames = [parse_frame(name) for name in table["name"]]
     return (
@@ -144,5 +203,5 @@ def python_hot_spots(a: Analysis) -> pl.DataFrame:
             pl.Series("function", [f.function if f else None for f in frames], dtype=pl.String),
         )
         .select(pl.col(name).cast(dtype) for name, dtype in HOT_SCHEMA.items())
-        .sort("critical_ns", "ns", "name", descending=[True, True, False])
+        .sort("critical_ns", "name", descending=[True, False])
     )

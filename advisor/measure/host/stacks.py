@@ -179,19 +179,26 @@ def _jax_rank(name: str) -> int:
     return 0 if frame is not None and frame.file in JAX_FILES else frame_rank(name)
 
 
+def frame_ranks(trace: Trace) -> NDArray[np.int8]:
+    """Aligned with ``trace.cpu``: :func:`frame_rank` of Python frames, 0 elsewhere."""
+    cpu = trace.cpu
+    rank = np.zeros(cpu.height, dtype=np.int8)
+    python = np.flatnonzero((cpu["kind"] == "python").to_numpy())
+    if len(python):
+        ranked = _jax_rank if trace.meta.framework == JAX else frame_rank
+        rank[python] = map_names(cpu["name"].gather(python), ranked, pl.Int8).to_numpy()
+    return rank
+
+
 def user_frames(trace: Trace) -> Rows:
     """See ``Analysis.user_frame``.
 
     The innermost frame of the user's own code; where only installed libraries are around a row
     (a trace of a serving engine, say), the innermost of theirs: never PyTorch's or Python's.
     """
-    cpu = trace.cpu
-    python = np.flatnonzero((cpu["kind"] == "python").to_numpy())
-    if not len(python):
-        return np.full(cpu.height, -1, dtype=np.int32)
-    rank = np.zeros(cpu.height, dtype=np.int8)
-    ranked = _jax_rank if trace.meta.framework == JAX else frame_rank
-    rank[python] = map_names(cpu["name"].gather(python), ranked, pl.Int8).to_numpy()
+    rank = frame_ranks(trace)
+    if not rank.any():
+        return np.full(trace.cpu.height, -1, dtype=np.int32)
     parent = parents(trace)
     own = nearest(parent, rank == 2)
     if (rank == 1).any():

@@ -9,8 +9,7 @@ import polars as pl
 from numpy.typing import NDArray
 
 from advisor.core.intervals import covered_length
-from advisor.measure.host.names import map_names
-from advisor.measure.host.stacks import Rows, frame_rank, nearest, operators, outermost, parents
+from advisor.measure.host.stacks import Rows, frame_ranks, nearest, operators, outermost, parents
 
 if TYPE_CHECKING:
     from advisor.measure import Analysis
@@ -51,11 +50,7 @@ def contents(a: Analysis, ranges: NDArray[np.int64]) -> pl.DataFrame:
     rows = np.flatnonzero(below)
     if not len(rows):
         return empty
-    rank = np.zeros(cpu.height, dtype=np.int8)
-    python = rows[(cpu["kind"] == "python").to_numpy()[rows]]
-    if len(python):
-        names = cpu["name"].gather(python)
-        rank[python] = map_names(names, frame_rank, pl.Int8).to_numpy()
+    rank = np.where(below, frame_ranks(a.trace), 0).astype(np.int8)
     frame = nearest(parent, is_range | (rank == 2))
     frame = np.where((frame >= 0) & ~is_range[np.maximum(frame, 0)], frame, -1).astype(np.int32)
     callee = _called(a, parent, frame, rank, below)

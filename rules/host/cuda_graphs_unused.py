@@ -13,10 +13,10 @@ from advisor.measure import Analysis
 from advisor.rules.common import figure
 from advisor.rules.elsewhere import CAPTURE_CALLS, CAPTURE_CODE, COMPILE_STEP, in_any_language
 from advisor.rules.host.launch_gaps import (
+    REMOVE_LAUNCH_COST,
     find_capture_blockers,
     locate_gaps,
     measure_launch_gaps,
-    remove_launch_cost,
     repeats_kernels,
 )
 from advisor.rules.sources import GPU_IDLE, OURS, XPROF_LAUNCH
@@ -171,7 +171,7 @@ class CudaGraphsUnused(Rule):
                 Evidence("waits for the GPU inside a step", waits.per_step, "count"),
             ],
             where=locate_gaps(a),
-            edits=[remove_launch_cost()],
+            edits=[REMOVE_LAUNCH_COST],
         )
 
     @staticmethod

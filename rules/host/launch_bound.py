@@ -20,12 +20,12 @@ from advisor.measure import Analysis
 from advisor.rules.common import figure, of_step, per
 from advisor.rules.elsewhere import CAPTURE_CALLS, CAPTURE_CODE, COMPILE_STEP, in_any_language
 from advisor.rules.host.launch_gaps import (
+    REMOVE_LAUNCH_COST,
     CaptureBlockers,
     LaunchGaps,
     find_capture_blockers,
     locate_gaps,
     measure_launch_gaps,
-    remove_launch_cost,
     repeats_kernels,
 )
 from advisor.rules.sources import GPU_IDLE, OURS, XPROF_LAUNCH
@@ -208,7 +208,7 @@ class LaunchBound(Rule):
             ],
             where=locate_gaps(a),
             fix=self._fix(static, waits, gaps),
-            edits=[remove_launch_cost()],
+            edits=[REMOVE_LAUNCH_COST],
             confidence=0.75 if stacks else 0.85,
             confidence_notes=["recorded Python stacks lengthen host time most of all"]
             if stacks

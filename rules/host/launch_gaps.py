@@ -88,10 +88,9 @@ def _pieces(a: Analysis) -> pl.DataFrame:
     return short.filter(pl.Series(~before_the_first))
 
 
-def remove_launch_cost() -> Edit:
-    """Launches cost next to nothing."""
-    select = Select(on="gap", cause=CAUSES, max_ns=MAX_PIECE_NS)
-    return Edit(op="drop_launch", select=select, host_ns=1000)
+LAUNCHING = Select(on="gap", cause=CAUSES, max_ns=MAX_PIECE_NS)
+REMOVE_LAUNCH_COST = Edit(op="drop_launch", select=LAUNCHING, host_ns=1000)
+"""Launches cost next to nothing."""
 
 
 def locate_gaps(a: Analysis) -> list[Location]:

@@ -12,11 +12,16 @@ from advisor.core.text import count_noun
 from advisor.measure import Analysis
 from advisor.rules.common import column, figure, of_step, per, places, rows
 from advisor.rules.elsewhere import READ_SELDOM, in_any_language
-from advisor.rules.sources import OURS, SILENT_TRACES, TENSORBOARD
+from advisor.rules.host.launch_gaps import LAUNCHING, measure_launch_gaps
+from advisor.rules.sources import OURS, SAM_PAIR, SILENT_TRACES, TENSORBOARD
 from advisor.rules.sync.host_waits import BlockingCalls, count_causes, select_blocking_calls
 from advisor.testing import TraceBuilder
 
-_CALLS = ("memcpy", "memcpy_blocking", "sync_stream", "sync_event")
+READING_CALLS = Select(
+    on="host",
+    kind=("runtime",),
+    call=("memcpy", "memcpy_blocking", "sync_stream", "sync_event"),
+)
 
 
 class HostReads(Rule):
@@ -27,8 +32,12 @@ class HostReads(Rule):
     No single read costs much, because the idle time after each is short, and removing some of them
     gains next to nothing while another follows soon after. So they are judged together: the host
     waits for a notable part of the step, the GPU idles for a notable part, and too few launches lie
-    between two reads to fill a queue. The gain is at most the smaller of waiting and idling. CUDA
-    graphs do not help: a capture allows no such wait.
+    between two reads to fill a queue. CUDA graphs do not help: a capture allows no such wait.
+
+    So many reads mean that items are handled one by one, each with launches of its own. Where the
+    GPU idles for launches too (as in launch-bound), working on whole batches saves most of these
+    along with the reads: of 19,746 launches, the authors of such a program needed 5,768 after it.
+    The low end of the range is that of the reads alone.
 
     Explicit synchronization and copies to the GPU are not counted.
     """
@@ -60,6 +69,8 @@ class HostReads(Rule):
     bulk_us = Threshold(100, "µs of copying: a shorter copy reads a value", OURS)
     bulk = Threshold(0.5, "of a wait is the copy itself: data is fetched, not a value read", OURS)
     max_apart = Threshold(30, "launches between two reads: more fill a queue", OURS)
+    launches_left = Threshold(0.3, "of the launches remain once items go in batches", SAM_PAIR)
+    fewest_left = Threshold(0.05, "of the launches remain, at best", OURS)
 
     fix = (
         "Work on whole batches instead of single items, so that one read serves them all. Replace "
@@ -81,6 +92,16 @@ class HostReads(Rule):
     falsified_by = "as much GPU idle time in a run without these reads"
     assumptions = ("the host can prepare the next work without these values",)
     confidence = 0.8
+    cases: ClassVar = {
+        "launches of single items": {
+            "alternatives": "launches",
+            "assumptions": (
+                "the host can prepare the next work without these values",
+                "{launches_left:.0%} of the launches remain once items go in batches "
+                "({fewest_left:.0%} to 100%)",
+            ),
+        }
+    }
 
     elsewhere: ClassVar = {
         **in_any_language(
@@ -121,6 +142,7 @@ class HostReads(Rule):
         share = min(wait, idle) / a.span_ns
         if share < self.min_share:
             return
+        launches_saved = self._launches(a)
         yield Finding(
             summary=(
                 f"The host waits for {of_step(a, int(wait))} in "
@@ -142,10 +164,24 @@ class HostReads(Rule):
                 Evidence("calls", count_causes(a, reads)),
             ],
             where=places(a, calls, waited + 1),
-            edits=[
-                Edit(op="asynchronous", select=Select(on="host", kind=("runtime",), call=_CALLS))
-            ],
+            edits=[Edit(op="asynchronous", select=READING_CALLS), *launches_saved],
+            **(self.case("launches of single items") if launches_saved else {}),
         )
+
+    def _launches(self, a: Analysis) -> list[Edit]:
+        """What goes along with the reads where the GPU also waits for the launches between them."""
+        gaps = measure_launch_gaps(a)
+        if gaps is None or not gaps.at_launches or gaps.idle < self.min_share * a.span_ns:
+            return []
+        return [
+            Edit(
+                op="scale",
+                select=LAUNCHING,
+                factor=self.launches_left,
+                factor_low=self.fewest_left,
+                factor_high=1.0,
+            )
+        ]
 
     @staticmethod
     def fires_on() -> dict[str, TraceBuilder]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import dash
@@ -305,12 +305,12 @@ def icon(name: str) -> Any:
     return el("Span", cls=f"icon icon-{name}", aria_hidden="true")
 
 
-def draw_bar(shown: StepBar) -> Any:
-    """The bar and its legend."""
+def draw_bar(shown: StepBar, links: Mapping[str, str]) -> Any:
+    """The bar and its legend. ``links``: where a part leads, by its key."""
     working = [bar_legend(f"Working, share {t.format_of(shown.per)}", shown.work)]
     return el(
         "Div",
-        draw_strip(shown.segments, f"Where the {shown.per}'s time goes"),
+        draw_strip(shown.segments, f"Where the {shown.per}'s time goes", links=links),
         el(
             "Div",
             *(working if shown.idle_total is not None else two_columns(shown.work)),
@@ -326,26 +326,36 @@ def two_columns(parts: Sequence[Segment]) -> list[Any]:
     return [bar_legend("", half) for half in (parts[:middle], parts[middle:]) if half]
 
 
-def draw_strip(parts: Sequence[Segment], label: str, *, thin: bool = False) -> Any:
-    """Only the bar. Read out as one picture with its figures."""
+def draw_strip(
+    parts: Sequence[Segment],
+    label: str,
+    *,
+    thin: bool = False,
+    links: Mapping[str, str] | None = None,
+) -> Any:
+    """Only the bar. Read out as one picture with its figures, or link by link. Its part and the
+    line of the legend light up together (assets/shell.js)."""
     description = ", ".join(f"{part.label} {part.percent}" for part in parts)
+    made = []
+    for part in parts:
+        words = f"{part.name}: {part.time}, {part.percent}"
+        style = {
+            "flex": f"{max(part.share, 0.0):.6f} 1 0",
+            "backgroundColor": part.look.colour,
+        }
+        cls = f"part-{part.key}{' idle' * (part.kind == 'idle')}"
+        href = (links or {}).get(part.key)
+        if href is None:
+            made.append(el("Span", cls=cls, style=style, title=words))
+        else:
+            named = el("Span", words, cls="visually-hidden")
+            made.append(link(named, href=href, cls=cls, style=style, title=words))
     return el(
         "Div",
-        *(
-            el(
-                "Span",
-                cls="idle" if part.kind == "idle" else "",
-                style={
-                    "flex": f"{max(part.share, 0.0):.6f} 1 0",
-                    "backgroundColor": part.look.colour,
-                },
-                title=f"{part.label}: {part.time}, {part.percent}",
-            )
-            for part in parts
-        ),
+        *made,
         cls="bar thin" if thin else "bar",
-        role="img",
-        aria_label=f"{label}: {description}",
+        role="group" if links else "img",
+        aria_label=label if links else f"{label}: {description}",
     )
 
 
@@ -357,6 +367,7 @@ def bar_legend(title: str, parts: Sequence[Segment]) -> Any:
             el("Th", swatch(part.look.colour), part.label, scope="row"),
             el("Td", part.time, cls="num"),
             el("Td", part.percent, cls="num share"),
+            cls=f"part-{part.key}",
         )
         for part in parts
     ]

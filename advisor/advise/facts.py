@@ -11,6 +11,7 @@ from advisor.core.prices import money
 
 if TYPE_CHECKING:
     from advisor.core.report import Replay, Report
+    from advisor.core.views import Stairs
 
 MAX_NAMES = 6
 
@@ -488,6 +489,16 @@ def outlook(report: Report) -> str:
         f"With {fixes}: {t.format_duration(report.step_ns)} → "
         f"{t.format_duration(after)}{faster}{limit}."
     )
+
+
+def chosen(stairs: Stairs) -> str:
+    """What the step comes down to with some of the fixes."""
+    step, left = stairs.measured.left_ns, stairs.fixes[-1].left_ns
+    if left >= step:
+        return f"Without a fix: {t.format_duration(step)}."
+    times = f"{step / left:.2f}× faster" if left else ""
+    after = f"{t.format_duration(step)} → {stairs.bound}{t.format_duration(left)}"
+    return f"With the ticked fixes: {after} ({times})."
 
 
 def _explained(replay: Replay) -> str:

@@ -137,11 +137,12 @@ def _best(
         if not again:
             return best, latest[best]
         for index in again:
-            latest[index] = _marginal(findings[index], chosen, pricer)
+            latest[index] = marginal(findings[index], chosen, pricer)
             fresh.add(index)
 
 
-def _marginal(finding: Finding, chosen: list[Finding], pricer: Pricer) -> float:
+def marginal(finding: Finding, chosen: Sequence[Finding], pricer: Pricer) -> float:
+    """What a finding's fix saves once those of the chosen ones are done, ns per step."""
     if not chosen or not finding.edits or finding.other_rank:
         return _alone(finding)
     given = [edit for c in chosen if not c.other_rank for edit in c.edits]
@@ -150,4 +151,4 @@ def _marginal(finding: Finding, chosen: list[Finding], pricer: Pricer) -> float:
 
 def _taker(finding: Finding, chosen: list[Finding], pricer: Pricer) -> Finding:
     """The chosen finding after which this one gains least; the first of equals."""
-    return min(chosen, key=lambda c: _marginal(finding, [c], pricer))
+    return min(chosen, key=lambda c: marginal(finding, [c], pricer))

@@ -5,12 +5,13 @@ Each is made here, once, as data with its words: whoever draws it folds, sums an
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Container
 from typing import TYPE_CHECKING, Final
 
 from msgspec.structs import replace
 
 from advisor.advise import facts
+from advisor.advise.rank import marginal
 from advisor.core import palette
 from advisor.core import text as t
 from advisor.core.views import (
@@ -26,6 +27,7 @@ from advisor.core.views import (
 )
 
 if TYPE_CHECKING:
+    from advisor.advise.impact import Pricer
     from advisor.core.ranks import RankLine
     from advisor.core.report import Report
 
@@ -142,6 +144,29 @@ def stairs(report: Report) -> Stairs | None:
         fixes.append(Stair(*named, saved, left, saved / whole, left / whole))
     measured = Stair(None, "info", "as measured", 0.0, whole, 0.0, 1.0)
     return Stairs(report.per, facts.bounded(report), measured, fixes)
+
+
+def stairs_of(report: Report, kept: Container[int], pricer: Pricer) -> Stairs | None:
+    """The same with some of the fixes, by priority: each saves what it does after those of the kept
+    that come before it. One that is left out shows what it would save after all of them."""
+    full = stairs(report)
+    if full is None:
+        return None
+    scale = report.step.ns / report.step.window_ns if report.step and report.step.window_ns else 1.0
+    result = facts.ranked(report)
+    chosen = [finding for finding in result if finding.priority in kept]
+    left, done, fixes = full.measured.left_ns, 0, []
+    for place, (stair, finding) in enumerate(zip(full.fixes, result, strict=True)):
+        is_kept = finding.priority in kept
+        before = chosen[:done] if is_kept else chosen
+        saved = stair.saved_ns
+        if done != place or not is_kept:
+            saved = max(0.0, min(left, scale * marginal(finding, before, pricer)))
+        left -= saved if is_kept else 0.0
+        done += is_kept
+        shares = {"saved_share": saved / report.step_ns, "left_share": left / report.step_ns}
+        fixes.append(replace(stair, saved_ns=saved, left_ns=max(0.0, left), **shares))
+    return replace(full, fixes=fixes)
 
 
 # -- ranks side by side ---------------------------------------------------------------------------

@@ -49,6 +49,22 @@
     }
   });
 
+  // A part of the step's bar and its line in the legend light up together.
+  function light(event) {
+    var card = event.target.closest && event.target.closest(".card");
+    var name = /(?:^| )(part-\S+)/.exec((event.target.closest("[class*='part-']") || {}).className);
+    document.querySelectorAll(".lit").forEach(function (node) {
+      node.classList.remove("lit");
+    });
+    if (card && name) {
+      card.querySelectorAll("." + CSS.escape(name[1])).forEach(function (node) {
+        node.classList.add("lit");
+      });
+    }
+  }
+  document.addEventListener("mouseover", light);
+  document.addEventListener("focusin", light);
+
   // A name that is shown short is copied whole: the selection of all of it, or of a part with a gap
   // in it, stands for the name; so does a chosen cell with nothing selected.
   function fullText(selection) {

@@ -4,10 +4,15 @@ from __future__ import annotations
 
 from typing import Any
 
+import dash
+import dash_mantine_components as dmc
+from dash import Input, Output, State
+
 from advisor.advise import facts, views
 from advisor.core import text as t
 from advisor.core.finding import Finding
 from advisor.core.report import Report
+from advisor.core.views import Stair, Stairs, StepBar
 from advisor.dashboard import current, parts
 from advisor.dashboard.current import PageView
 from advisor.dashboard.parts import (
@@ -22,6 +27,7 @@ from advisor.dashboard.parts import (
     table,
     tiles,
 )
+from advisor.dashboard.session import DashboardSession
 from advisor.render.documents import serving
 
 STATUS = {
@@ -29,6 +35,7 @@ STATUS = {
     "healthy": "Healthy",
     "limited": "Limited data",
 }
+OUTLOOK = "outlook"
 TOP = 5
 """Findings listed; the others are a click away."""
 
@@ -42,12 +49,36 @@ def layout(**query: object) -> Any:
         _head(report),
         banner(report.limits),
         tiles(figures(report)),
-        card(bar.heading, draw_bar(bar), tools=png_button("step")) if bar is not None else None,
+        card(bar.heading, draw_bar(bar, _segment_links(view, bar)), tools=png_button("step"))
+        if bar is not None
+        else None,
         _serving(report),
         _staircase(report),
         _top(view, report),
         _rest(report),
     )
+
+
+def _segment_links(view: PageView, bar: StepBar) -> dict[str, str]:
+    """Where each part of the bar leads: its kernels, or its longest stretch on the timeline."""
+    a = view.loaded.main
+    links = {part.key: view.href("/timeline") for part in bar.segments}
+    if bar.idle_total is None:
+        return links
+    for name, spans in (("copies", a.breakdown.copies), ("memset", a.breakdown.memset)):
+        if name in links and len(spans.start):
+            longest = int((spans.end - spans.start).argmax())
+            links[name] = _around(view, int(spans.start[longest]), int(spans.end[longest]))
+    for gap in a.gaps.sort("dur").group_by("cause").last().iter_rows(named=True):
+        links[gap["cause"]] = _around(view, gap["ts"], gap["ts"] + gap["dur"])
+    links["compute"] = view.href("/kernels")
+    links["communication"] = view.href("/distributed")
+    return links
+
+
+def _around(view: PageView, start: int, end: int) -> str:
+    margin = max(end - start, 50_000)
+    return view.href("/timeline", x0=max(0, start - margin), x1=end + margin, focus=start)
 
 
 def _head(report: Report) -> Any:
@@ -111,38 +142,88 @@ def _serving(report: Report) -> Any:
 
 
 def _staircase(report: Report) -> Any:
-    """Step time as measured, then after fix 1, after fixes 1 and 2 and so on."""
+    """Step time as measured, then after fix 1, after fixes 1 and 2 and so on. Fixes are ticked to
+    be in or out."""
     shown = views.stairs(report)
     if shown is None:
         return None
     stairs = []
     for stair in shown.all:
         what = f"{stair.number}. {stair.label}" if stair.number else stair.label.capitalize()
-        left, saved = f"{stair.left_share:.4%}", f"{stair.saved_share:.4%}"
-        gain = el("Span", f"{shown.bound}−{stair.saved}", cls="gain") if stair.saved else None
-        run = el(
-            "Span",
-            el("Span", cls="left", style={"width": left}),
-            el("Span", cls="saved", style={"left": left, "width": saved}),
-            cls="run",
-            aria_hidden="true",
+        tick: Any = dmc.Checkbox
+        label = (
+            tick(id={"fix": stair.priority}, label=what, checked=True, size="xs", radius="sm")
+            if stair.priority is not None
+            else what
         )
         stairs.append(
             el(
                 "Li",
-                el("Span", what, cls="what", title=what),
-                run,
-                el("Span", stair.left, gain, cls="then"),
+                el("Span", label, cls="what", title=what),
+                *(
+                    el("Span", made, id={"of": stair.number, "part": part}, cls=part)
+                    for part, made in _parts(shown, stair, kept=True).items()
+                ),
                 cls="stair",
             )
         )
     return card(
         f"{shown.per.capitalize()} time after each fix",
         el("Ol", *stairs, cls="stairs"),
-        remark(facts.outlook(report)),
-        aside="each row adds one fix to those above",
+        el("P", facts.outlook(report), id=OUTLOOK, cls="note-line", role="status"),
+        aside="each row adds one fix to those above; untick a fix to leave it out",
         tools=png_button("gains"),
     )
+
+
+def _parts(stairs: Stairs, stair: Stair, *, kept: bool) -> dict[str, Any]:
+    """A row's bar and its figures."""
+    left, saved = f"{stair.left_share:.4%}", f"{stair.saved_share:.4%}"
+    start = left if kept else f"{max(0.0, stair.left_share - stair.saved_share):.4%}"
+    gain = f"{stairs.bound}−{stair.saved}" if stair.saved else ""
+    gain = gain if kept or not gain else f"({gain})"
+    bar = el(
+        "Span",
+        el("Span", cls="left", style={"width": left}),
+        el("Span", cls="saved", style={"left": start, "width": saved if kept else "0%"}),
+        cls="bars",
+        aria_hidden="true",
+    )
+    figures = el("Span", stair.left, el("Span", gain, cls="gain" if kept else "gain out"))
+    return {"run": bar, "then": figures}
+
+
+def register(app: dash.Dash, session: DashboardSession) -> None:
+    """The stairs follow the ticks."""
+
+    @app.callback(
+        Output({"of": dash.ALL, "part": "run"}, "children"),
+        Output({"of": dash.ALL, "part": "then"}, "children"),
+        Output(OUTLOOK, "children"),
+        Input({"fix": dash.ALL}, "checked"),
+        State({"fix": dash.ALL}, "id"),
+        State("_pages_location", "search"),
+        prevent_initial_call=True,
+    )
+    def tick(ticks: Any, fixes: Any, search: Any) -> tuple[list[Any], list[Any], str]:
+        loaded = current.view(**current.parse_query(search)).loaded
+        full = views.stairs(loaded.report)
+        known = {stair.priority for stair in full.fixes} if full is not None else set()
+        ticked = zip(fixes or (), ticks or (), strict=False)
+        on = [fix.get("fix") for fix, is_on in ticked if is_on is True and isinstance(fix, dict)]
+        kept = known & set(filter(lambda fix: isinstance(fix, int), on))
+        shown = loaded.view(
+            ("stairs", frozenset(kept)),
+            lambda: views.stairs_of(loaded.report, kept, loaded.examined.pricing),
+        )
+        if shown is None:
+            raise dash.exceptions.PreventUpdate
+        rows = [
+            _parts(shown, stair, kept=stair.priority is None or stair.priority in kept)
+            for stair in shown.all
+        ]
+        outlook = facts.outlook(loaded.report) if kept == known else facts.chosen(shown)
+        return [row["run"] for row in rows], [row["then"] for row in rows], outlook
 
 
 def finding_line(view: PageView, report: Report, finding: Finding) -> Any:

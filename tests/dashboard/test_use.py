@@ -6,8 +6,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import polars as pl
 import pytest
 
+from advisor.advise import facts
+from advisor.core.text import format_duration
 from advisor.dashboard.access import Access
 from advisor.dashboard.app import create_app
 from advisor.dashboard.session import DashboardSession
@@ -58,6 +61,47 @@ def test_the_theme_is_the_systems_until_one_is_chosen_and_then_stays(
     assert theme(page) == "light"
     t.open("/kernels")
     assert theme(page) == "light"
+    assert t.wrong == []
+
+
+def test_a_fix_that_is_unticked_gives_its_time_back_and_the_others_are_estimated_anew(
+    pair: tuple[str, str], show: Any, tab: Any
+) -> None:
+    shown = show(pair[0])
+    result = shown.session.entries[0].loaded.examined
+    first, second = facts.ranked(result.report)[:2]
+    t = tab(shown)
+    page = t.open("/")
+    ticks, stairs = page.locator(".stair input"), page.locator(".stair .then")
+    ticks.nth(0).uncheck()
+    alone = format_duration(result.pricing.price(second.edits).gain)
+    stairs.nth(2).get_by_text(f"−{alone}").wait_for()
+    after = format_duration(result.pricing.marginal(first.edits, second.edits))
+    assert stairs.nth(1).inner_text().split("\n")[1] == f"(−{after})"
+    assert page.locator("#outlook").inner_text().startswith("With the ticked fixes: ")
+    for tick in ticks.all():
+        tick.uncheck()
+    page.locator("#outlook", has_text="Without a fix").wait_for()
+    step = format_duration(result.report.step_ns)
+    assert all(line.startswith(step) for line in stairs.all_inner_texts())
+    assert t.wrong == []
+
+
+def test_a_part_of_the_step_leads_to_its_longest_stretch(
+    pair: tuple[str, str], show: Any, tab: Any
+) -> None:
+    shown = show(pair[0])
+    gaps = shown.session.entries[0].loaded.main.gaps.filter(pl.col("cause") == "loader")
+    t = tab(shown)
+    page = t.open("/")
+    part = page.locator(".bar a.part-loader")
+    part.hover()
+    page.locator(".legend tr.part-loader.lit").wait_for()
+    part.click()
+    page.wait_for_url("**/timeline?**")
+    t.settle()
+    longest = gaps.sort("dur").tail(1)["ts"].item()
+    assert f"focus={longest}" in page.url
     assert t.wrong == []
 
 

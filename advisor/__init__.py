@@ -1,4 +1,4 @@
-"""advisor: why a PyTorch training step is slow, what to change, and what the change is worth.
+"""advisor: why a PyTorch training step is slow, what to change, and how much time each fix saves.
 
 The public names, loaded when first used, so that ``import advisor`` stays cheap inside somebody
 else's training process: no polars, dash or torch.

@@ -84,7 +84,7 @@ itself it keeps such pages for good, and a large file takes half as much memory 
 def main() -> None:
     """Run the command line and leave the process with its exit code.
 
-    0: done. 1: ``--fail-on`` hit. 2: bad input or usage, told in one line on stderr. 130:
+    0: done. 1: ``--fail-on`` hit. 2: bad input or usage, reported in one line on stderr. 130:
     interrupted. 141: the reader of a pipe went away, as for a program that SIGPIPE ends.
     """
     if sys.argv[1:2] and sys.argv[1] in ANALYSING:

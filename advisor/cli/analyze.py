@@ -63,7 +63,7 @@ Top = Annotated[
 FailOnSeverity = Annotated[
     FailOn | None,
     typer.Option(
-        help="Exit with 1 when a finding is at least this severe: worth 5 % of the step "
+        help="Exit with 1 when a finding is at least this severe: a gain of 5 % of the step "
         "(warning) or 20 % (critical)."
     ),
 ]
@@ -135,7 +135,7 @@ def command(
     gpu: o.Gpu = None,
     progress: o.Progress = True,
 ) -> None:
-    """Say what is slow in a PyTorch profiler trace, why, what to change, what it is worth."""
+    """Say what is slow in a PyTorch profiler trace, why, what to change, and what it saves."""
     if not paths:
         paths, memory, kernels = beside(memory, kernels)
     chosen, limit = parse_steps(steps), parse_size(max_size)
@@ -180,9 +180,9 @@ def command(
         )
         examined = examine_paths(paths, options, shown)
     report = examined.report
-    told = names.of(examined.run)
+    redaction = names.of(examined.run)
     if csv is not None:
-        write_tables(csv, examined, redact=told)
+        write_tables(csv, examined, redact=redaction)
     if operators:
         from advisor.render.documents.operators import build
         from advisor.render.renderer import RenderOptions as Shown
@@ -191,7 +191,7 @@ def command(
     else:
         deliver(
             report, wanted, output, top=top, details=details, brief=brief,
-            analysis=examined.main, redact=told,
+            analysis=examined.main, redact=redaction,
         )  # fmt: skip
     if fail_on is not None and is_hit(report, fail_on):
         raise typer.Exit(1)
@@ -289,7 +289,7 @@ class RedactionNames:
         return None if self._names is None else self._names.look
 
     def of(self, *runs: Run) -> set[str] | None:
-        """The names that were told, also in what a run's recorder wrote; ``None``: nothing is to
+        """The names that were given, also in what a run's recorder wrote; ``None``: nothing is to
         be left out."""
         if self._names is None:
             return None

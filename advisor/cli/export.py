@@ -58,12 +58,12 @@ def command(
     from advisor.read import ReadOptions
     from advisor.read.source import DEFAULT_LIMIT
 
-    told = RedactionNames(redact)
+    redaction = RedactionNames(redact)
     with Progress(progress) as shown:
         read = ReadOptions(
             max_bytes=limit or DEFAULT_LIMIT,
             progress=shown.reading,
-            peek=told.peek,
+            peek=redaction.peek,
             step_ranges=step_ranges(steps),
         )
         options = Options(rank=rank, window=window, steps=chosen, read=read)
@@ -73,7 +73,7 @@ def command(
             raise AdvisorError(f"{path}: no window was profiled, so there is no trace to export")
         source = a.trace.meta.path
         out.check(perfetto, [source])
-        names = told.of(examined.run)
+        names = redaction.of(examined.run)
         clean: Callable[[str], str] = str
         if names is not None:
             from advisor.export.redact import Redactor

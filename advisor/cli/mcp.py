@@ -23,7 +23,7 @@ def command(
         ),
     ] = False,
 ) -> None:
-    """Serve a coding agent (Model Context Protocol, stdio): what is slow, what a fix is worth,
+    """Serve a coding agent (Model Context Protocol, stdio): what is slow, what a fix saves,
     what-if, compare. Reads below the folders, writes nothing."""
     from advisor.mcp.bounds import Allowed
 

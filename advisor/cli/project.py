@@ -62,7 +62,7 @@ def command(
         Literal["terminal", "json"], typer.Option("--format", help="How to print it.")
     ] = "terminal",
 ) -> None:
-    """What a step would take on another GPU, and what it would cost there.
+    """What the step would take on another GPU, and what it would cost there.
 
     How it is computed, and what the band rests on, is said in docs/project.md.
     """
@@ -77,14 +77,14 @@ def command(
     from advisor.replay.project.project import Projector
 
     table = read_prices(prices)
-    targets, told = _targets(gpu, table, every=every)
+    targets, notes = _targets(gpu, table, every=every)
     chosen, read = parse_steps(steps), ReadOptions(step_ranges=step_ranges(steps))
     run = open_run(path, read, rank=rank, window="first")
     if not run.traces:
         raise AdvisorError(f"{path}: no profiled window, so nothing to project")
     number = run.ranks[0] if rank is None else rank
     if len(run.ranks) > 1:
-        told.append(f"the step is that of rank {number}; the others are taken to move with it")
+        notes.append(f"the step is that of rank {number}; the others are taken to move with it")
     measured = Analysis(run.window(number), chosen)
     refuse_none(measured.steps, measured.trace.meta.path, number, selected=chosen is not None)
     projector = Projector(
@@ -94,10 +94,10 @@ def command(
     )
     result = choose(projector, targets)
     if form == "json":
-        plain = _plain(projector, result, told) | {"currency": table.currency}
+        plain = _plain(projector, result, notes) | {"currency": table.currency}
         print(json.dumps(plain, indent=2, allow_nan=False))
     else:
-        _show(projector, result, told, table.currency, sys.stdout)
+        _show(projector, result, notes, table.currency, sys.stdout)
 
 
 def _targets(
@@ -109,19 +109,19 @@ def _targets(
 
     money = hourly_prices(prices)
     chosen = {result.gpu.name: result.gpu for result in map(find_gpu, names)}
-    told = []
+    notes = []
     for name in dict.fromkeys(names):
         result = find_gpu(name)
         if result.others:
             more = ", ".join(result.others[:4]) + (" …" if len(result.others) > 4 else "")
-            told.append(f"{name} is taken for {result.gpu.name}; it could be {more}")
+            notes.append(f"{name} is taken for {result.gpu.name}; it could be {more}")
     if every:
         wanted = [g for g in known() if not money or g.name in money]
         chosen |= {g.name: g for g in wanted}
-    return [(g, money.get(g.name)) for g in chosen.values()], told
+    return [(g, money.get(g.name)) for g in chosen.values()], notes
 
 
-def _plain(projector: Projector, found: tuple[Choice, ...], told: list[str]) -> dict[str, Any]:
+def _plain(projector: Projector, found: tuple[Choice, ...], notes: list[str]) -> dict[str, Any]:
     """As plain data; null: the step cannot run there, or no price."""
     from advisor.replay.calibration import compared
 
@@ -131,7 +131,7 @@ def _plain(projector: Projector, found: tuple[Choice, ...], told: list[str]) -> 
         "measured_step_ns": projector.a.step_ns,
         "replayed": projector.replayed,
         "same_host": projector.same_host,
-        "notes": told,
+        "notes": notes,
         "rests_on": compared(),
         "gpus": [_row(c) for c in found],
     }
@@ -167,7 +167,7 @@ def _ms(ns: float) -> str:
 
 
 def _show(
-    projector: Projector, found: tuple[Choice, ...], told: list[str], currency: str, file: TextIO
+    projector: Projector, found: tuple[Choice, ...], notes: list[str], currency: str, file: TextIO
 ) -> None:
     """What a person reads, within 80 columns."""
     from advisor.core.text import clean
@@ -178,7 +178,7 @@ def _show(
         )
         print(wrapped, file=file)
 
-    for line in told:
+    for line in notes:
         paragraph(f"{line}.")
     a = projector.a
     per = "of the recording" if a.per == "recording" else "per step"
@@ -189,9 +189,9 @@ def _show(
         from advisor.advise.terms import how_to_record
 
         _detail(found[0].projection, unit, how_to_record("profile_memory=True", a.trace.meta), file)
-    notes = dict.fromkeys(note for c in found for note in c.projection.notes)
+    about_gpus = dict.fromkeys(note for c in found for note in c.projection.notes)
     print(file=file)
-    for note in notes:
+    for note in about_gpus:
         paragraph(f"{note}.", "- ", "  ")
     for choice in found:
         if choice.projection.refused:
@@ -254,9 +254,9 @@ def _detail(p: Projection, unit: str, record: str, file: TextIO) -> None:
     fit = p.fit
     gib = 1 << 30
     if fit.verdict == "not measured":
-        told = f"; record with {record}" if record else ""
+        hint = f"; record with {record}" if record else ""
         capacity = f"the GPU has {fit.capacity / gib:.0f} GiB"
-        print("\n" + textwrap.fill(f"memory: not measured ({capacity}{told})", WIDTH), file=file)
+        print("\n" + textwrap.fill(f"memory: not measured ({capacity}{hint})", WIDTH), file=file)
         return
     sizes = [
         f"{size / gib:.1f} GiB {word}"

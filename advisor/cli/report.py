@@ -64,12 +64,12 @@ def command(
     from advisor.read.source import DEFAULT_LIMIT
 
     analysis = None
-    told = RedactionNames(redact)
+    redaction = RedactionNames(redact)
     saved = read_saved(paths[0]) if len(paths) == 1 else None
     if saved is not None and paid is not None:
         raise AdvisorError(f"{o.PRICE_OPTIONS}: {o.SAVED_HAS_COST}")
     if saved is not None:
-        result, names = saved, told.of()
+        result, names = saved, redaction.of()
     else:
         with Progress(progress) as shown:
             read = ReadOptions(
@@ -77,14 +77,14 @@ def command(
                 step_ranges=step_ranges(steps),
                 gpu=gpu,
                 progress=shown.reading,
-                peek=told.peek,
+                peek=redaction.peek,
             )
             options = Options(
                 rank=rank, window=window, steps=chosen, read=read, prices=paid, gpus=gpus
             )
             examined = examine_paths(paths, options, shown)
         result, analysis = examined.report, examined.main
-        names = told.of(examined.run)
+        names = redaction.of(examined.run)
     if html is not None:
         deliver(result, REPORTS.renderer("html"), html, analysis=analysis, redact=names)
     if html is None or output is not None or form is not None:

@@ -1,4 +1,4 @@
-"""``advisor try``: measure what fixes are worth, without a change to the program's files."""
+"""``advisor try``: measure what fixes save, without a change to the program's files."""
 
 from __future__ import annotations
 

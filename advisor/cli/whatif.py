@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from advisor.replay.result import WhatIfResult
 
 MAX_NAMES, LONGEST_NAME = 8, 60
-"""Names that are told in place of one that is not there, and characters of each."""
+"""Names that are listed in place of one that is not there, and characters of each."""
 WIDTH = 80
 """Characters of a line: an edit that does not fit beside its figures stands below."""
 
@@ -44,7 +44,7 @@ def command(
         Literal["terminal", "json"], typer.Option("--format", help="How to print it.")
     ] = "terminal",
 ) -> None:
-    """What a step would take with edits applied, by replaying its dependency graph.
+    """What the step would take with edits applied, by replaying its dependency graph.
 
     The edit language is described in docs/whatif.md.
     """
@@ -152,7 +152,7 @@ def _show(result: dict[str, Any], file: Any) -> None:
     if result["unseen_loader"] and result["edited_step_ns"] < 0.95 * result["measured_step_ns"]:
         note = (
             "The loader's workers keep up with these steps, so how fast they could be is not in "
-            "the trace: a step cannot become shorter than their time a batch."
+            "the trace: the step cannot become shorter than their time a batch."
         )
         print("\n" + textwrap.fill(note, 80), file=file)
     path = {} if result["reason"] else result["critical_path"]

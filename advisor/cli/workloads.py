@@ -42,10 +42,10 @@ def list_workloads() -> None:
     column = max(map(len, result)) + 2
     lines = []
     for name, workload in result.items():
-        told = textwrap.wrap(workload.title, width - column)
-        told += textwrap.wrap(_expects(workload), width - column, break_on_hyphens=False)
-        lines.append(f"{name:<{column}}{told[0]}")
-        lines += [" " * column + more for more in told[1:]]
+        about = textwrap.wrap(workload.title, width - column)
+        about += textwrap.wrap(_expects(workload), width - column, break_on_hyphens=False)
+        lines.append(f"{name:<{column}}{about[0]}")
+        lines += [" " * column + more for more in about[1:]]
     lines += ["", "Run and record one:  advisor workloads run NAME --variant slow|cured"]
     out.show("\n".join(lines) + "\n")
 

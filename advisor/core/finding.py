@@ -124,12 +124,12 @@ class Edit(Struct, frozen=True, kw_only=True, omit_defaults=True):
 
 
 class Impact(Struct, frozen=True, kw_only=True):
-    """What a finding is worth, and in which currency. Currencies are never converted."""
+    """What a fix saves, and in which currency. Currencies are never converted."""
 
     currency: Currency
-    """Time a step, time over the run, memory, risk, or no figure."""
+    """Time per step, time over the run, memory, risk, or no figure."""
     gain_ns: int | None = None
-    """Time saved a step (``step_time``) or over the run (``run_time``), central estimate, ns."""
+    """Time saved per step (``step_time``) or over the run (``run_time``), central estimate, ns."""
     low_ns: int | None = None
     """Lower end of the band, ns."""
     high_ns: int | None = None
@@ -143,7 +143,7 @@ class Impact(Struct, frozen=True, kw_only=True):
     reason: str = ""
     """``unpriced`` and ``risk``: why there is no figure."""
     per: Per | None = None
-    """What the gain is of; ``null``: a step, or the run, by the currency."""
+    """What the gain is of; ``null``: the step, or the run, by the currency."""
 
     @property
     def unit(self) -> Per:
@@ -215,7 +215,7 @@ class Finding(Struct, frozen=True, kw_only=True):
     where: Sequence[Location] = field(default_factory=list)
     """The places that cost most, worst first."""
     edits: Sequence[Edit] = field(default_factory=list)
-    """What the fix changes, for pricing and what-if."""
+    """What the fix changes, for its estimate and what-if."""
     confidence: float = 0.0
     """0 to 1: how sure the rule is of the cause, before the engine lowers it for short windows."""
     confidence_notes: Sequence[str] = field(default_factory=list)
@@ -227,18 +227,18 @@ class Finding(Struct, frozen=True, kw_only=True):
     alternatives: str = ""
     """Name of the group of findings of which one fix replaces the others (for example ``fuse``)."""
     impact: Impact | None = None
-    """What a rule itself can price (memory, risk); step time is priced by the engine from edits."""
+    """What a rule itself can estimate (memory, risk); the engine estimates step time from edits."""
     informational: bool = False
     """Shown among the notes, never ranked, never counted as a bottleneck."""
     # filled in by the engine
     category: str = ""
     """Of the rule."""
     severity: Severity = "info"
-    """By the share of the step that the fix is worth."""
+    """By the share of the step that the fix saves."""
     priority: int | None = None
-    """Place in the order of worth; ``null``: not ranked."""
+    """Place in the order of fixes; ``null``: not ranked."""
     marginal_gain_ns: int | None = None
-    """Marginal gain a step in the staircase, after the findings ranked before it, ns."""
+    """Marginal gain per step in the staircase, after the findings ranked before it, ns."""
     pays_after: str | None = None
     """Rule id of the finding that must be fixed first for this one to pay."""
     folded_under: str | None = None

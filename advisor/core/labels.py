@@ -19,10 +19,10 @@ MINIMUM: Final = 8
 """From this width up labels of distinct names are distinct, whatever the names are."""
 MAX_WORDS, MAX_LETTERS = 400, 2_000
 """Of one name that are looked at; of a longer one the first three quarters and the last."""
-MAX_ALIKE = 512
-"""Names with one head that are told from each other at a time; further ones may get a number."""
+MAX_COMPARED = 512
+"""Names with one head that are compared with each other; further ones may get a number."""
 MAX_TWICE = 500_000
-"""Words of a table beyond which what is still alike gets a number at once."""
+"""Words of a table beyond which what is still the same gets a number at once."""
 MAX_PLACES = 3
 """Words picked for what they tell apart: more would leave fragments instead of a name."""
 
@@ -164,7 +164,7 @@ def distinct_labels(
     looked: Callable[[str], str] | None = None
     texts, words = list[str](), dict[int, list[str]]()
     # first the whole head, then less of it, so that more of what differs has room; names that are
-    # the same without namespaces or parameters are told apart by those
+    # the same without namespaces or parameters differ by those
     for look, share in ((tidy, 2), (tidy, 3), (tidy, 6), (clean, 3), (clean, 8)):
         # a hostile table has no second look
         if not left or (words and sum(map(len, words.values())) > MAX_TWICE):
@@ -227,15 +227,15 @@ def _cut(texts: list[str], words: dict[int, list[str]], width: int, share: int) 
     """Texts, each cut to the width: its own head, up to a ``share``-th of the room, and the words
     that the others do not have. ``words``: those of the texts that are too long."""
     heads: dict[int, int] = {i: _head(result, width // share) for i, result in words.items()}
-    alike: defaultdict[str, list[int]] = defaultdict(list)
+    same_names: defaultdict[str, list[int]] = defaultdict(list)
     for i, result in words.items():
-        alike["".join(result[: heads[i]])].append(i)
+        same_names["".join(result[: heads[i]])].append(i)
     # a text that fits whole is confused with none: it has no gap
     shown = list(texts)
     groups = (
-        all_[at : at + MAX_ALIKE]
-        for all_ in alike.values()
-        for at in range(0, len(all_), MAX_ALIKE)
+        all_[at : at + MAX_COMPARED]
+        for all_ in same_names.values()
+        for at in range(0, len(all_), MAX_COMPARED)
     )
     for group in groups:
         picked = _picked([words[i][heads[i] :] for i in group], [heads[i] for i in group])

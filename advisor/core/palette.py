@@ -1,7 +1,7 @@
 """One look for each meaning: the colours of terminal, HTML, notebook and dashboard, in one table.
 
 Work is compute green, communication magenta, copies blue, memsets cyan; idle time is warm or grey,
-its cause telling which. Each colour reads on a light and on a dark ground. Nothing is told by
+its cause telling which. Each colour reads on a light and on a dark ground. Nothing is shown by
 colour alone: where there is no text beside it, a glyph differs too.
 """
 

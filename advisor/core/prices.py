@@ -63,7 +63,7 @@ class Prices(NamedTuple):
 
 
 NO_PRICES = Prices({}, DEFAULT_CURRENCY, "")
-"""Nothing is priced."""
+"""There are no prices."""
 
 
 def parse_price(text: str) -> Prices:

@@ -752,7 +752,7 @@ class Report(Struct, kw_only=True):
     energy: EnergyUse | None = None
     """Of the GPUs while steps ran; ``null``: not sampled."""
     cost: Cost | None = None
-    """Cost of a step; ``null``: no price was given."""
+    """Cost per step; ``null``: no price was given."""
     hot_lines: list[HotLine] = field(default_factory=list)
     """Python lines that take most CPU time, largest first. Empty: no pass of Scalene was made."""
     memory: list[MemoryView] = field(default_factory=list)
@@ -776,7 +776,7 @@ class Report(Struct, kw_only=True):
 
     @property
     def per(self) -> Per:
-        """What the figures are of: a step, or the recording when no step is marked."""
+        """What the figures are of: the step, or the recording when no step is marked."""
         return self.scope.per
 
     def to_dict(self) -> dict[str, Any]:

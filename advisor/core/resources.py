@@ -1,4 +1,4 @@
-"""What a step takes besides time: energy, and money."""
+"""What the step takes besides time: energy, and money."""
 
 from __future__ import annotations
 

@@ -85,7 +85,7 @@ class Threshold(Generic[T]):
         return self if rule is None else self.value
 
     @property
-    def told(self) -> str:
+    def stated(self) -> str:
         """The names of the sources, as evidence cites them."""
         return ", ".join(source.name for source in self.sources)
 
@@ -262,7 +262,7 @@ class Rule:
         get from its unit to that of the evidence."""
         own: Threshold[Any] = getattr(type(self), name)
         value = getattr(self, name)
-        return value if times == 1 else value * times, own.told
+        return value if times == 1 else value * times, own.stated
 
     @classmethod
     def paragraphs(cls) -> list[str]:

@@ -347,7 +347,7 @@ def read_recording(path: str | Path) -> Recording:
     """Read a run directory without its traces.
 
     Raises AdvisorError: no manifest, one that cannot be read, or a schema of another kind. A rank's
-    files that are missing, torn or damaged cost only what is damaged, told in ``problems``. What is
+    files that are missing, torn or damaged cost what is damaged (``problems`` lists it). What is
     not a regular file (a pipe, a device) is not read.
     """
     folder = Path(path)
@@ -518,7 +518,7 @@ def weight(item: object) -> int:
 
 
 def _lines(file: Path, kind: type[_T], problems: list[str], most: int) -> Iterator[tuple[int, _T]]:
-    """What is in a file of JSON lines, with the bytes read so far; damage is told and left out."""
+    """What is in a file of JSON lines, with the bytes read so far; damage is noted and left out."""
     decoder = msgspec.json.Decoder(kind)
     bad = read = 0
     try:

@@ -1,6 +1,6 @@
 """Words for numbers: each unit, phrase and counted noun is written here, once for everybody.
 
-A value is told in one way wherever it stands: three digits, in the unit it is read best in.
+A value is written in one way wherever it stands: three digits, in the unit it is read best in.
 """
 
 from __future__ import annotations
@@ -145,7 +145,7 @@ def format_bytes(size: float | None) -> str:
     if size is None:
         return NOT_MEASURED
     for unit, scale in (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10)):
-        if abs(size) >= 0.9995 * scale:  # what would be told with four digits of the smaller one
+        if abs(size) >= 0.9995 * scale:  # what would be written with four digits of the smaller one
             return f"{_digits(size / scale)} {unit}"
     return f"{size:.0f} B"
 
@@ -208,7 +208,7 @@ def format_value(amount: float | str | None, unit: str) -> str:
 
 
 def evidence_label(item: Evidence) -> str:
-    """What was measured, and of what: ``kernels a step``, ``share of the recording``."""
+    """What was measured, and of what: ``kernels per step``, ``share of the recording``."""
     if item.per is None:
         return clean(item.label)
     return (
@@ -265,10 +265,10 @@ def location_figures(location: Location) -> list[str]:
 
 
 def format_gain(finding: Finding) -> str:
-    """What the fix is worth: ``up to 87.9 ms per step, 19%``; else why there is no figure."""
+    """What the fix saves: ``up to 87.9 ms per step, 19%``; else why there is no figure."""
     impact = finding.impact
     if impact is None:
-        return "not priced"
+        return "no estimated gain"
     if impact.gain_ns is not None:
         share = f", {format_share(impact.share)}" if impact.share is not None else ""
         return f"{format_saving(impact)} {format_per(impact.unit)}{share}"
@@ -277,7 +277,7 @@ def format_gain(finding: Finding) -> str:
     reason = clean(impact.reason)
     if impact.currency == "risk":
         return f"risk: {reason}" if reason else "risk"
-    return f"not priced: {reason}" if reason else "not priced"
+    return f"no estimated gain: {reason}" if reason else "no estimated gain"
 
 
 def format_saving(impact: Impact) -> str:

@@ -312,8 +312,8 @@ class Trace:
         """
         own = self.device(device_id)
         if own is None and self.meta.devices:
-            alike = {replace(d, id=device_id) for d in self.meta.devices}
-            own = alike.pop() if len(alike) == 1 else None
+            devices = {replace(d, id=device_id) for d in self.meta.devices}
+            own = devices.pop() if len(devices) == 1 else None
         if self.meta.gpu is not None and (own is None or own.name is None):
             own = replace(own or Device(device_id), name=self.meta.gpu)
         return own

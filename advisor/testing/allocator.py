@@ -286,16 +286,16 @@ class Allocator:
         for s in self.segments:
             blocks = []
             for b in s.blocks:
-                told: dict[str, Any] = {
+                entry: dict[str, Any] = {
                     "address": b.address,
                     "size": b.size,
                     "requested_size": b.requested,
                     "state": b.state,
                 }
                 if b.label:
-                    told["user_metadata"] = b.label
-                told["frames"] = b.frames or []
-                blocks.append(told)
+                    entry["user_metadata"] = b.label
+                entry["frames"] = b.frames or []
+                blocks.append(entry)
             in_use = sum(b.size for b in s.blocks if b.state == "active_allocated")
             active = sum(b.size for b in s.blocks if b.state != "inactive")
             result.append(

@@ -44,15 +44,15 @@ class RecordBuilder:
         """One step; ``phases``: milliseconds each, the rest is ``other``; ``fields``: more of
         :class:`~advisor.core.run_directory.Step`."""
         dur = round(ms * MS)
-        told = {name: round(part * MS) for name, part in phases.items()}
-        told["other"] = dur - sum(told.values())
+        given = {name: round(part * MS) for name, part in phases.items()}
+        given["other"] = dur - sum(given.values())
         self.now += round(evaluation * MS)
         self._steps.append(
             Step(
                 n=len(self._steps),
                 t=self.now,
                 dur=dur,
-                phases=told,
+                phases=given,
                 window=window,
                 gc=round(gc * MS),
                 evaluation=round(evaluation * MS),

@@ -50,7 +50,7 @@ def layout(**query: object) -> Any:
     notes = dict.fromkeys(note for choice in choices for note in choice.projection.notes)
     return page(
         head("Cost and GPUs", t.clean(best[:1].upper() + best[1:])),
-        banner([] if best else [_unpriced(prices)]),
+        banner([] if best else [_no_prices(prices)]),
         costs,
         _other_gpus(choices, prices),
         card(
@@ -76,7 +76,7 @@ def _projected(view: PageView, prices: Prices) -> tuple[Projector, tuple[Choice,
     return projector, choose(projector, offered(prices))
 
 
-def _unpriced(prices: Prices) -> str:
+def _no_prices(prices: Prices) -> str:
     if ANY in prices.table:
         return (
             "--price covers this GPU only. To compare costs, pass --prices FILE or set "
@@ -90,25 +90,25 @@ def _unpriced(prices: Prices) -> str:
 
 def _other_gpus(choices: tuple[Choice, ...], prices: Prices) -> Any:
     """The first GPUs of the list; the others are folded."""
-    priced = any(choice.price is not None for choice in choices)
-    order = f"Projected, {'cheapest' if priced else 'fastest'} first"
+    with_costs = any(choice.price is not None for choice in choices)
+    order = f"Projected, {'cheapest' if with_costs else 'fastest'} first"
     first, others = choices[:MAX_SHOWN], choices[MAX_SHOWN:]
     return card(
         "The step on other GPUs",
-        _table(first, prices, order, priced=priced),
-        fold(f"{len(others)} more GPUs", _table(others, prices, "More GPUs", priced=priced))
+        _table(first, prices, order, with_costs=with_costs),
+        fold(f"{len(others)} more GPUs", _table(others, prices, "More GPUs", with_costs=with_costs))
         if others
         else None,
     )
 
 
-def _table(choices: tuple[Choice, ...], prices: Prices, caption: str, *, priced: bool) -> Any:
-    header = [*HEAD, *(["per hour", "per million steps", "range"] if priced else [])]
-    rows = [_row(choice, prices, priced=priced) for choice in choices]
+def _table(choices: tuple[Choice, ...], prices: Prices, caption: str, *, with_costs: bool) -> Any:
+    header = [*HEAD, *(["per hour", "per million steps", "range"] if with_costs else [])]
+    rows = [_row(choice, prices, with_costs=with_costs) for choice in choices]
     return table(header, rows, numbers=range(1, len(header)), caption=caption, stacked=True)
 
 
-def _row(choice: Choice, prices: Prices, *, priced: bool) -> list[str]:
+def _row(choice: Choice, prices: Prices, *, with_costs: bool) -> list[str]:
     projection = choice.projection
     row = [t.clean(projection.gpu)]
     if projection.refused:
@@ -120,7 +120,7 @@ def _row(choice: Choice, prices: Prices, *, priced: bool) -> list[str]:
             f"{projection.speedup:.2f}×",
         ]
     row.append(projection.fit.verdict)
-    if priced:
+    if with_costs:
         low, high = _money(choice.low_cost, prices), _money(choice.high_cost, prices)
         row += [
             _money(choice.price, prices),

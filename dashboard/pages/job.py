@@ -115,26 +115,26 @@ def _figures(ranks: Ranks) -> Any:
 
 
 def _map(ranks: Ranks, key: str) -> Any:
-    heat = views.heat_map(ranks)
-    if heat is None:
+    shown = views.heat_map(ranks)
+    if shown is None:
         return empty("No map", "No rank has steps that were measured.")
     keys = {id(row): key_of(key, place) for place, row in enumerate(ranks.lines)}
     values: list[list[float | None]] = []
     about: list[list[str | None]] = []
     places: list[list[str | None]] = []
     labels: list[str] = []
-    several = len(heat.lines) > STRIP
-    for first in range(0, len(heat.lines), STRIP):
-        rows = heat.lines[first : first + STRIP]
+    several = len(shown.lines) > STRIP
+    for first in range(0, len(shown.lines), STRIP):
+        rows = shown.lines[first : first + STRIP]
         if labels:  # a line between two strips
             values.append([None])
             about.append([None])
             places.append([None])
             labels.append("")
-        for place, name in enumerate(heat.classes):
-            tints = [heat.tint(row, place) for row in rows]
-            values.append([None if x is None else x * heat.scale_ns / 1e6 for x in tints])
-            about.append([figures.escape_markup(heat.title(row, place)) for row in rows])
+        for place, name in enumerate(shown.classes):
+            tints = [shown.tint(row, place) for row in rows]
+            values.append([None if x is None else x * shown.scale_ns / 1e6 for x in tints])
+            about.append([figures.escape_markup(shown.title(row, place)) for row in rows])
             places.append([keys[id(row)] for row in rows])
             start = f"from rank {rows[0].rank}: " if several and place == 0 else ""
             labels.append(start + views.label(name))
@@ -142,7 +142,7 @@ def _map(ranks: Ranks, key: str) -> Any:
     return card(
         "Ranks × classes of time",
         figure(
-            figures.rank_class_heatmap(values, about, places, labels, heat.scale_ns / 1e6, height),
+            figures.rank_class_heatmap(values, about, places, labels, shown.scale_ns / 1e6, height),
             "job",
             height=height,
             id=MAP,
@@ -152,7 +152,7 @@ def _map(ranks: Ranks, key: str) -> Any:
         el(
             "P",
             "Compared with the median rank, ms per step. Click on a rank to open its timeline. ",
-            heat.note,
+            shown.note,
             cls="note-line",
         ),
     )
@@ -192,14 +192,16 @@ def _steps(ranks: Ranks) -> Any:
     if not bins:
         return None
     made = figures.histogram([item.label for item in bins], [item.ranks for item in bins], "ranks")
-    told = "; ".join(f"{item.label}: {t.format_count(item.ranks)}" for item in bins if item.ranks)
+    description = "; ".join(
+        f"{item.label}: {t.format_count(item.ranks)}" for item in bins if item.ranks
+    )
     return card(
         "The ranks' steps",
         figure(
             made,
             "job-steps",
             height=60 + 24 * len(bins),
-            description=f"Ranks by mean step: {told}.",
+            description=f"Ranks by mean step: {description}.",
         ),
     )
 

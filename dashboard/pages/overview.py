@@ -208,7 +208,7 @@ def register(app: dash.Dash, session: DashboardSession) -> None:
     def tick(ticks: Any, fixes: Any, search: Any) -> tuple[list[Any], list[Any], str]:
         loaded = current.view(**current.parse_query(search)).loaded
         full = views.stairs(loaded.report)
-        known = {stair.priority for stair in full.fixes} if full is not None else set()
+        known = {stair.priority or 0 for stair in full.fixes} if full is not None else set()
         ticked = zip(fixes or (), ticks or (), strict=False)
         on = [fix.get("fix") for fix, is_on in ticked if is_on is True and isinstance(fix, dict)]
         kept = known & set(filter(lambda fix: isinstance(fix, int), on))

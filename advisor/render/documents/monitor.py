@@ -69,7 +69,7 @@ def _details(gpu: Gpu, name: str | None) -> list[str]:
 
 
 def reasons(gpu: Gpu) -> list[str]:
-    """Why the clocks are not at their highest, as words; idling is no reason worth a word."""
+    """Why the clocks are not at their highest, as words; idling is no reason to name."""
     value = gpu.throttle or 0
     return [name for name, bit in THROTTLE.items() if value & bit and name != "idle"]
 

@@ -31,8 +31,8 @@ def sections(ranks: Ranks) -> Iterator[Block]:
 
 
 def _map(ranks: Ranks) -> Iterator[Block]:
-    heat = views.heat_map(ranks)
-    if heat is None:
+    shown = views.heat_map(ranks)
+    if shown is None:
         return
     rows = [
         [
@@ -40,18 +40,18 @@ def _map(ranks: Ranks) -> Iterator[Block]:
             t.format_duration(line.step_ns),
             *(t.format_duration(value) for value in line.time),
         ]
-        for line in heat.lines
+        for line in shown.lines
     ]
-    names = [views.label(name) for name in heat.classes]
+    names = [views.label(name) for name in shown.classes]
     figure = RankMap(
         "Time per step by rank and class",
         names,
-        [str(line.rank) for line in heat.lines],
-        lambda column, row: heat.tint(heat.lines[column], row),
-        lambda column, row: heat.title(heat.lines[column], row),
-        t.format_duration(heat.scale_ns),
+        [str(line.rank) for line in shown.lines],
+        lambda column, row: shown.tint(shown.lines[column], row),
+        lambda column, row: shown.title(shown.lines[column], row),
+        t.format_duration(shown.scale_ns),
         Grid(["rank", "step", *names], rows),
-        heat.note,
+        shown.note,
     )
     yield Section("Ranks × classes of time", [figure], "compared with the median rank")
 

@@ -14,6 +14,7 @@ from advisor.core import text as t
 from advisor.core.finding import GUESSED
 from advisor.core.intervals import covered_length, intersect, union
 from advisor.core.trace import ANOTHER_TRACE, JAX
+from advisor.measure.steps.oneoff import MAX_BUSY
 from advisor.measure.steps.repeats import range_groups
 from advisor.measure.steps.steps import extent
 
@@ -258,9 +259,12 @@ def _one_off(a: Analysis) -> list[str]:
         return []
     table = table.with_columns(inside=inside).filter(pl.col("inside") > 0)
     named = [
-        f"{t.shorten(t.clean(row['name']), 50)} {t.format_duration(row['inside'])} (first of "
-        f"{row['count']:,} "
-        f"calls, the others {t.format_duration(row['usual'])})"
+        f"{t.shorten(t.clean(row['name']), 50)} {t.format_duration(row['inside'])} "
+        + (
+            "(its only call)"
+            if row["usual"] is None
+            else f"(first of {row['count']:,} calls, the others {t.format_duration(row['usual'])})"
+        )
         for row in table.sort("inside", descending=True).head(MAX_NAMED).iter_rows(named=True)
     ]
     more = table.height - len(named)
@@ -277,14 +281,20 @@ def _start_up(a: Analysis) -> list[str]:
     """A call into the driver that is no wait and takes a large part of the window."""
     cpu = a.trace.cpu
     once = (cpu["kind"] == "runtime") & cpu["call"].is_in(ONE_OFF_CALLS).fill_null(False)
-    longest = cpu.filter(once & (cpu["ts"] < a.spans.end.max(initial=0)))
+    long = cpu["dur"] >= START_UP * a.span_ns
+    longest = cpu.filter(once & long & (cpu["ts"] < a.spans.end.max(initial=0)))
+    ts, dur = longest["ts"].to_numpy(), longest["dur"].to_numpy()
+    if longest.height and a.device_id is not None:
+        # a launch that waits for room in a full queue has the device at work meanwhile
+        idle = covered_length(ts, ts + dur, a.breakdown.busy) <= MAX_BUSY * dur
+        longest = longest.filter(pl.Series(idle))
     longest = longest.sort("dur", descending=True).head(1)
-    if longest.is_empty() or not a.span_ns or longest["dur"][0] < START_UP * a.span_ns:
+    if longest.is_empty() or not a.span_ns:
         return []
-    name, dur = str(longest["name"][0]), int(longest["dur"][0])
+    name, took = str(longest["name"][0]), int(longest["dur"][0])
     return [
-        f"{t.shorten(t.clean(name), 50)} alone takes {t.format_duration(dur)} "
-        f"({t.format_share(dur / a.span_ns)} "
+        f"{t.shorten(t.clean(name), 50)} alone takes {t.format_duration(took)} "
+        f"({t.format_share(took / a.span_ns)} "
         "of what is analysed): this is start-up, which later steps do not have. Record after a "
         f"few steps{_schedule(a.trace.meta, ': ', 'skip_first=10, wait=1, warmup=3, active=5')}."
     ]

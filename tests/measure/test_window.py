@@ -16,7 +16,9 @@ import polars as pl
 import pytest
 
 from advisor.advise.engine import Options, analyze
+from advisor.advise.limits import limits
 from advisor.compare.statistics import autocorrelation
+from advisor.core.trace import Run
 from advisor.measure import Analysis
 from advisor.measure.host.launches import lost_records
 from advisor.read import open_run, read_trace
@@ -307,6 +309,97 @@ def test_a_first_call_that_waits_for_the_device_cost_nothing_extra():
             b.launch("gemm", 50_000 if number == 0 else 10)
             b.sync()
     assert Analysis(b.trace()).one_off.is_empty()
+
+
+def _scripted(b: TraceBuilder, name: str, ms: float) -> None:
+    """A function that runs a few operators; compiling it beforehand leaves no trace."""
+    with b.op(name, host_us=1000 * ms), b.op("aten::sub"):
+        b.launch("elementwise", 5)
+
+
+def test_a_compiled_function_that_takes_most_of_a_recording_is_named_by_its_length():
+    """As in a public recording: ``delta_r2``, a TorchScript function, takes 297 of 347 ms."""
+    b = TraceBuilder()
+    b.run("aten::mm", "gemm", 300, times=100)
+    _scripted(b, "delta_r2", 297)
+    b.run("aten::mm", "gemm", 300, times=60)
+    b.sync()
+    a = Analysis(b.trace())
+    assert a.one_off["name"].to_list() == ["delta_r2"] and a.one_off["usual"][0] is None
+    compiling = a.gaps.filter(pl.col("cause") == "compile")["dur"].sum()
+    assert 0.6 * 297e6 < compiling <= 298e6
+    said = limits(a, Run({(0, 0): b.trace()}))
+    assert any("delta_r2 29" in line and "(its only call)" in line for line in said)
+
+
+@pytest.mark.parametrize(("name", "ms"), [("aten::unique_dim", 297), ("delta_r2", 20)])
+def test_an_operator_or_a_short_function_may_come_again(name: str, ms: float):
+    b = TraceBuilder()
+    b.run("aten::mm", "gemm", 300, times=100)
+    _scripted(b, name, ms)
+    b.run("aten::mm", "gemm", 300, times=60)
+    b.sync()
+    assert Analysis(b.trace()).one_off.is_empty()
+
+
+def test_what_other_steps_do_without_is_a_cost_once():
+    b = TraceBuilder()
+    for number in range(6):
+        with b.step():
+            b.run("aten::mm", "gemm", 300, times=10)
+            if number == 1:
+                _scripted(b, "delta_r2", 20)
+            b.sync()
+    assert Analysis(b.trace()).one_off["name"].to_list() == ["delta_r2"]
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "executor_utils::Nvrtc::CompileProgram",
+        "FusionKernelRuntime::compileFusionParallel",
+        "FusionExecutorCache::getKernelRuntimeFor::compileNewKRT",
+        "KernelExecutor::compile",
+        "SegmentCandidateFinder::findSegments",
+        "triton.compile",
+        "compile_fx_inner (dynamo_timed)",
+        "torch/_inductor/async_compile.py(540): wait",
+        "torch/_inductor/runtime/triton_heuristics.py(320): precompile",
+        "triton/runtime/jit.py(660): _do_compile",
+    ],
+)
+def test_ranges_of_compilers_are_compiling(name: str):
+    b = TraceBuilder()
+    around = b.python(name) if ".py(" in name else b.range(name)
+    b.run("aten::mm", "gemm", 300)
+    with around:
+        b.host(50_000)
+    b.run("aten::mm", "gemm", 300)
+    b.sync()
+    compiling = Analysis(b.trace()).gaps.filter(pl.col("cause") == "compile")["dur"].sum()
+    assert compiling > 45e6
+
+
+@pytest.mark.parametrize("name", ["FusionKernelRuntime::runWithInputs", "compiled_forward"])
+def test_ranges_that_run_what_was_compiled_are_not(name: str):
+    b = TraceBuilder()
+    b.run("aten::mm", "gemm", 300)
+    with b.range(name):
+        b.host(50_000)
+    b.run("aten::mm", "gemm", 300)
+    b.sync()
+    assert Analysis(b.trace()).gaps.filter(pl.col("cause") == "compile").is_empty()
+
+
+@pytest.mark.parametrize(("queued_us", "told"), [(60_000, False), (10, True)])
+def test_a_launch_that_waits_for_a_full_queue_is_no_start_up(queued_us: float, told: bool):
+    b = TraceBuilder()
+    b.run("aten::mm", "gemm", queued_us)
+    b.call("cudaLaunchKernel", 50_000)
+    b.run("aten::mm", "gemm", 300)
+    b.sync()
+    said = limits(b.analysis(), Run({(0, 0): b.trace()}))
+    assert any("start-up" in line for line in said) == told
 
 
 def test_search_and_loading_of_a_real_first_iteration_are_named(shared_trace: Shared):

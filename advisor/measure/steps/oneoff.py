@@ -22,6 +22,12 @@ MAX_BUSY = 0.2
 """Part of the call during which the device may be at work: a call that waits for it is no cost."""
 MIN_SHARE = 0.05
 """Part of what is analysed below which a call distorts no figure, and may be slow by chance."""
+LONE_SHARE = 0.5
+"""Part of what is analysed that a call without another one takes by itself, where no other step
+shows that it does not come again."""
+NO_FUNCTION = r"::|#|Backward\d*$|^cu[A-Z]|^hip[A-Z]"
+"""Operators, marks and nodes of autograd. What else is an operator by its category is a function
+that was compiled: by TorchScript under its own name."""
 CALLS = ("launch", "graph_launch", "module_load", "malloc", "host_alloc", "free", "other")
 
 ONE_OFF_SCHEMA: dict[str, Any] = {
@@ -29,7 +35,7 @@ ONE_OFF_SCHEMA: dict[str, Any] = {
     "name": pl.String,
     "ts": pl.Int64,  # ns
     "dur": pl.Int64,  # ns
-    "usual": pl.Float64,  # ns: median of the later calls
+    "usual": pl.Float64,  # ns: median of the later calls; null: it is the only one
     "count": pl.Int64,  # calls of this kind, this one included
 }
 
@@ -40,7 +46,9 @@ def one_off(a: Analysis) -> pl.DataFrame:
     An operator's first call with given inputs, and a runtime call at the first of its name, or
     within such an operator, that took TIMES_LATER as long as the median of the later ones while
     the device idled. Of operators inside each other the innermost that holds nearly all of it is
-    named. A call that has no later one is not judged: it may be slow every time.
+    named. A call that has no later one may be slow every time. It is judged where it is a compiled
+    function (TorchScript) whose time nothing recorded inside explains: when other steps do without
+    it, or when it takes LONE_SHARE of what is analysed.
     """
     cpu = a.trace.cpu
     if cpu.is_empty() or a.device_id is None:
@@ -60,11 +68,12 @@ def one_off(a: Analysis) -> pl.DataFrame:
         usual=pl.col("dur").sort_by("ts").slice(1).median(),
         count=pl.len().cast(pl.Int64),
     )
-    result = long.join(groups, on=key, nulls_equal=True).filter(
-        (pl.col("host") == pl.col("first"))
-        & (pl.col("count") > 2)
-        & (pl.col("dur") > TIMES_LATER * pl.col("usual"))
-    )
+    long = long.join(groups, on=key, nulls_equal=True)
+    least = MIN_SHARE if a.steps.used.height > 2 else LONE_SHARE
+    lone = (pl.col("count") == 1) & pl.Series(_own_time(a, long) >= least * a.span_ns)
+    lone &= ~pl.col("name").cast(pl.String).str.contains(NO_FUNCTION)
+    again = (pl.col("count") > 2) & (pl.col("dur") > TIMES_LATER * pl.col("usual"))
+    result = long.filter((pl.col("host") == pl.col("first")) & (again.fill_null(False) | lone))
     ts, dur = result["ts"].to_numpy(), result["dur"].to_numpy()
     gpu = a.trace.gpu.filter(pl.col("device") == a.device_id)
     began = gpu["ts"].to_numpy()
@@ -73,6 +82,18 @@ def one_off(a: Analysis) -> pl.DataFrame:
     return _innermost(result).select(
         pl.col("host").cast(pl.Int64), pl.col("name").cast(pl.String), "ts", "dur", "usual", "count"
     )
+
+
+def _own_time(a: Analysis, rows: pl.DataFrame) -> np.ndarray:
+    """Time of host rows outside what was recorded inside them, ns."""
+    cpu = a.trace.cpu
+    inside = cpu.select("ts", "dur", host="parent").join(rows.select("host"), on="host", how="semi")
+    ts, dur = rows["ts"].to_numpy(), rows["dur"].to_numpy()
+    begin = inside["ts"].to_numpy()
+    own: np.ndarray = dur - covered_length(
+        ts, ts + dur, union(begin, begin + inside["dur"].to_numpy())
+    )
+    return own
 
 
 def _innermost(result: pl.DataFrame) -> pl.DataFrame:

@@ -58,6 +58,13 @@ COMPILE = (
     r"\(dynamo_timed\)|^torch/_dynamo/convert_frame\.py\("
     r"|^triton/compiler/compiler\.py\(\d+\): compile"
     r"|^torch/_inductor/compile_fx\.py\(\d+\): _?(?:compile_fx|fx_codegen_and_compile)"
+    r"|(?:^|/)torch/_inductor/async_compile\.py\(\d+\): wait$"
+    r"|(?:^|/)torch/_inductor/runtime/triton_heuristics\.py\(\d+\): (?:precompile|autotune_to_)"
+    r"|(?:^|/)triton/runtime/(?:jit|autotuner)\.py\(\d+\): (?:_do_compile|_bench|warmup)"
+    r"|^(?:triton|Triton)(?:\.|::|_)?[cC]ompile|^(?:async_compile|AsyncCompile)\.wait|(?i:\bnvrtc)"
+    # nvFuser: grouping into kernels, lowering, compiling
+    r"|^(?:Fusion\w+|KernelExecutor|CompiledKernel|ExecutorDispatch)::(?:\w+::)?[cC]ompile"
+    r"|^SegmentCandidateFinder::|^GpuLower::[lL]ower|^FusionKernelRuntime::FusionKernelRuntime$"
     # JAX and TensorFlow: their own ranges, and the frames of JAX around them
     r"|^(?:tf\.function-graph_building|XlaCompile\w*|backend_compile(?:_and_load)?)$"
     r"|^lower_sharding_computation$|(?:^|/)compiler\.py\(\d+\): (?:backend_compile|compile_or_get)"

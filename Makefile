@@ -6,20 +6,24 @@ PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
+BASE   := $(VENV)/.base
 PIP    := $(BIN)/pip install --quiet --disable-pip-version-check
 # Check the browser's scripts, by node where it is.
 TYPESCRIPT := 5.9.3
 PRETTIER   := 3.10.1
 TORCH  := $(shell sed -n '/^torch==/p' constraints.txt)
 
-.PHONY: help demo test lint fmt docs lock bench record-h200 clean
+.PHONY: help demo demo-record test lint fmt docs lock bench record-h200 clean
 .DEFAULT_GOAL := help
 
 help: ## Show this list
 	@sed -n 's/^\([a-z0-9-]*\):.*## \(.*\)/make \1	\2/p' $(MAKEFILE_LIST) | expand -t 20
 
-demo: $(STAMP) ## Record a short training run and analyse it
+demo: $(BASE) ## Analyse a real recording of a slow training run (installs no PyTorch)
 	@$(BIN)/advisor demo
+
+demo-record: $(STAMP) ## Record a short training run on this machine and analyse it
+	@$(BIN)/advisor demo --record
 
 # The tests start programs by the dozen: with compiled files kept, each starts a second sooner.
 test: export PYTHONDONTWRITEBYTECODE =
@@ -58,12 +62,16 @@ clean: ## Remove what make, builds and tests left behind
 	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
-$(STAMP): pyproject.toml constraints.txt requirements.lock
+$(BASE): pyproject.toml requirements-base.lock
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null || { \
 	  echo "advisor needs Python 3.11 or newer, $(PYTHON) is $$($(PYTHON) --version 2>/dev/null || echo missing); choose one with 'make PYTHON=python3.12 ...'" >&2; \
 	  exit 1; }
 	@test -x $(BIN)/pip || $(PYTHON) -m venv --clear $(VENV)
+	$(PIP) --require-hashes --no-deps -r requirements-base.lock
+	$(PIP) --no-deps --no-build-isolation -e .
+	@touch $@
+
+$(STAMP): $(BASE) constraints.txt requirements.lock
 	$(PIP) --require-hashes --no-deps -r requirements.lock
 	$(PIP) -c constraints.txt $(TORCH)
-	$(PIP) --no-deps --no-build-isolation -e .
 	@touch $@

@@ -1,4 +1,4 @@
-"""Writes ``requirements.lock``: the versions of ``constraints.txt`` with the hashes of their files.
+"""Writes ``requirements.lock`` and its part for the demo: the versions of ``constraints.txt`` with the hashes of their files.
 
     make lock        (needs uv: pip install uv)
 
@@ -32,16 +32,38 @@ HEAD = """# Made by `make lock`: the versions of constraints.txt, with the hashe
 """
 
 
+BASE_LOCK = ROOT / "requirements-base.lock"
+BASE_HEAD = """# Made by `make lock`: what `make demo` installs, with the hashes of its files: advisor without
+# extras, and what builds it.
+"""
+
+
 def main() -> int:
-    """Write the lock."""
+    """Write both locks."""
     uv = shutil.which("uv")
     if uv is None:
         print("uv is not installed: pip install uv", file=sys.stderr)
         return 2
+    base = resolved(uv, ["setuptools"], [])
+    # what torch needs besides its builds, which a resolution without it would not see
+    full = resolved(uv, needed_by_torch(), [f"--extra={extra}" for extra in EXTRAS])
+    if base is None or full is None:
+        return 1
+    BASE_LOCK.write_text(BASE_HEAD + base)
+    LOCK.write_text(HEAD + full)
+    missing = pins(CONSTRAINTS.read_text()) - pins(full)
+    print(
+        f"{LOCK.name}: {len(pins(full))} packages; of constraints.txt not there: "
+        f"{', '.join(sorted(name for name, _ in missing)) or 'none'}"
+    )
+    return 0
+
+
+def resolved(uv: str, needed: list[str], extras: list[str]) -> str | None:
+    """The lock of pyproject.toml's requirements and ``needed``; ``None``: there is none."""
     with tempfile.TemporaryDirectory() as folder:
-        inputs, overrides = Path(folder, "torch.in"), Path(folder, "overrides.txt")
-        # what torch needs besides its builds, which a resolution without it would not see
-        inputs.write_text("\n".join(needed_by_torch()))
+        inputs, overrides = Path(folder, "needed.in"), Path(folder, "overrides.txt")
+        inputs.write_text("\n".join(needed))
         overrides.write_text("torch; sys_platform == 'none'\n")
         command = [
             uv,
@@ -60,7 +82,7 @@ def main() -> int:
             str(CONSTRAINTS),
             "--overrides",
             str(overrides),
-            *(f"--extra={extra}" for extra in EXTRAS),
+            *extras,
             str(ROOT / "pyproject.toml"),
             str(inputs),
             *sys.argv[1:],
@@ -68,14 +90,8 @@ def main() -> int:
         done = subprocess.run(command, check=False, capture_output=True, text=True, cwd=ROOT)
     if done.returncode:
         print(done.stderr, file=sys.stderr)
-        return 1
-    LOCK.write_text(HEAD + done.stdout)
-    missing = pins(CONSTRAINTS.read_text()) - pins(done.stdout)
-    print(
-        f"{LOCK.name}: {len(pins(done.stdout))} packages; of constraints.txt not there: "
-        f"{', '.join(sorted(name for name, _ in missing)) or 'none'}"
-    )
-    return 0
+        return None
+    return done.stdout
 
 
 def needed_by_torch() -> list[str]:

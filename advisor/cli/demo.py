@@ -1,4 +1,4 @@
-"""``advisor demo``: the main job on a training run recorded here and now."""
+"""``advisor demo``: the main job on a real recording, and what its authors' fix really brought."""
 
 from __future__ import annotations
 
@@ -7,38 +7,96 @@ import sys
 from contextlib import ExitStack
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from advisor.cli import output as out
-from advisor.cli.analyze import deliver, study
+from advisor.cli.analyze import deliver
+from advisor.core import text as t
 from advisor.core.errors import AdvisorError, install
 from advisor.core.scratch import scratch
 from advisor.render.formats import REPORTS
 
+if TYPE_CHECKING:
+    from advisor.compare.comparison import Comparison
+
+SOURCE = (
+    "A ResNet's training on one GPU, from PyTorch's own profiler tests (github.com/pytorch/kineto)"
+)
+CHANGE = "num_workers=0 → 4"
+
 
 def command(
+    record: Annotated[
+        bool,
+        typer.Option("--record", help="Record a small CNN's training loop here instead (torch)."),
+    ] = False,
     folder: Annotated[
         Path | None,
-        typer.Option("--folder", metavar="DIR", help="Keep the trace in this folder."),
+        typer.Option("--folder", metavar="DIR", help="With --record: keep the trace there."),
     ] = None,
     device: Annotated[
-        str | None, typer.Option(metavar="NAME", help="cpu or cuda; default: cuda where there is.")
+        str | None,
+        typer.Option(metavar="NAME", help="With --record: cpu or cuda; default: cuda if present."),
     ] = None,
-    steps: Annotated[int, typer.Option(metavar="N", min=1, max=1000, help="Steps to record.")] = 8,
+    steps: Annotated[
+        int, typer.Option(metavar="N", min=1, max=1000, help="With --record: steps to record.")
+    ] = 8,
     form: Annotated[str, typer.Option("--format", metavar=out.metavar(REPORTS))] = "terminal",
 ) -> None:
-    """Record a small CNN's training loop, slow on purpose, and say why it is slow."""
+    """Analyze a real recording of a slow training run, and compare the advice with the fix."""
+    if not record:
+        if folder is not None or device is not None:
+            raise AdvisorError("--folder and --device need --record")
+        return _show_recording(form)
     if find_spec("torch") is None:
         raise AdvisorError(
-            f"the demo records a training run and needs PyTorch: {install('record')}"
+            f"--record records a training run and needs PyTorch: {install('record')}"
         )
     with ExitStack() as stack:
         if folder is None:
             folder = stack.enter_context(scratch())
         trace = _record(folder, device, steps)
         _analyse(trace, form)
+
+
+def _show_recording(form: str) -> None:
+    """The recording from before the change; on a terminal also what the change brought."""
+    from advisor.advise.engine import Options, examine
+    from advisor.cli.output import Progress
+    from advisor.compare.compare import compare_examined
+
+    home = Path(__file__).parents[1] / "sample_workloads" / "recordings"
+    paths = [home / f"loader_{when}.json.gz" for when in ("before", "after")]
+    with Progress() as shown:
+        shown.say("analyzing")
+        before = examine([str(paths[0])], Options())
+        plain = form == "terminal"
+        after = examine([str(paths[1])], Options()) if plain else None
+    if after is None:
+        deliver(before.report, REPORTS.renderer(form), analysis=before.main)
+        return
+    out.show(f"{SOURCE}:\n$ advisor analyze {paths[0].name}\n\n")
+    deliver(before.report, REPORTS.renderer(form))
+    out.show(_outcome(compare_examined(before, after)))
+    sys.stdout.flush()
+
+
+def _outcome(c: Comparison) -> str:
+    """What the authors' change brought, beside what was predicted."""
+    steps, gain = c.steps, c.realised
+    if steps.before is None or steps.after is None or gain.predicted_ns is None:
+        return "\nThe recording from after the change does not compare with this one.\n"
+    low, high = gain.predicted_low_ns or 0.0, gain.predicted_high_ns or 0.0
+    saved = steps.before.mean_ns - steps.after.mean_ns
+    return (
+        f"\nThen its authors set {CHANGE} and recorded again:\n"
+        f"  predicted  {t.format_duration(gain.predicted_ns)} less per step "
+        f"({t.format_range(low, high)})\n"
+        f"  measured   {t.format_duration(saved)} less: "
+        f"{t.format_duration(steps.before.mean_ns)} → {t.format_duration(steps.after.mean_ns)}\n"
+    )
 
 
 def _record(folder: Path, device: str | None, steps: int) -> Path:
@@ -69,6 +127,7 @@ def _usable(device: str | None) -> str:
 
 def _analyse(trace: Path, form: str) -> None:
     from advisor.advise.engine import Options
+    from advisor.cli.analyze import study
     from advisor.cli.output import Progress
 
     with Progress() as shown:

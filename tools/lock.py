@@ -1,4 +1,5 @@
-"""Writes ``requirements.lock`` and its part for the demo: the versions of ``constraints.txt`` with the hashes of their files.
+"""Writes ``requirements.lock``: the versions of ``constraints.txt`` with the hashes of their files;
+and ``requirements-base.lock``, its part that the demo needs.
 
     make lock        (needs uv: pip install uv)
 
@@ -33,8 +34,8 @@ HEAD = """# Made by `make lock`: the versions of constraints.txt, with the hashe
 
 
 BASE_LOCK = ROOT / "requirements-base.lock"
-BASE_HEAD = """# Made by `make lock`: what `make demo` installs, with the hashes of its files: advisor without
-# extras, and what builds it.
+BASE_HEAD = """# Made by `make lock`: advisor without extras and what builds it, with the files' hashes.
+# `make demo` installs these with --require-hashes.
 """
 
 

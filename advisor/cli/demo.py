@@ -20,6 +20,7 @@ from advisor.render.formats import REPORTS
 
 if TYPE_CHECKING:
     from advisor.compare.comparison import Comparison
+    from advisor.core.finding import Impact
 
 SOURCE = (
     "A ResNet's training on one GPU, from PyTorch's own profiler tests (github.com/pytorch/kineto)"
@@ -49,10 +50,11 @@ def command(
     if not record:
         if folder is not None or device is not None:
             raise AdvisorError("--folder and --device need --record")
-        return _show_recording(form)
+        _show_recording(form)
+        return
     if find_spec("torch") is None:
         raise AdvisorError(
-            f"--record records a training run and needs PyTorch: {install('record')}"
+            f"--record trains a small network and needs PyTorch: {install('record')}"
         )
     with ExitStack() as stack:
         if folder is None:
@@ -79,23 +81,23 @@ def _show_recording(form: str) -> None:
         return
     out.show(f"{SOURCE}:\n$ advisor analyze {paths[0].name}\n\n")
     deliver(before.report, REPORTS.renderer(form))
-    out.show(_outcome(compare_examined(before, after)))
+    predicted = before.report.findings[0].impact
+    out.show(_outcome(predicted, compare_examined(before, after)))
     sys.stdout.flush()
 
 
-def _outcome(c: Comparison) -> str:
-    """What the authors' change brought, beside what was predicted."""
-    steps, gain = c.steps, c.realised
-    if steps.before is None or steps.after is None or gain.predicted_ns is None:
+def _outcome(predicted: Impact | None, c: Comparison) -> str:
+    """What the authors' change brought, beside what the first finding predicted."""
+    steps = c.steps
+    if steps.before is None or steps.after is None or predicted is None:
         return "\nThe recording from after the change does not compare with this one.\n"
-    low, high = gain.predicted_low_ns or 0.0, gain.predicted_high_ns or 0.0
-    saved = steps.before.mean_ns - steps.after.mean_ns
+    means = steps.before.mean_ns, steps.after.mean_ns
+    range_ = t.format_range(predicted.low_ns or 0, predicted.high_ns or 0)
     return (
         f"\nThen its authors set {CHANGE} and recorded again:\n"
-        f"  predicted  {t.format_duration(gain.predicted_ns)} less per step "
-        f"({t.format_range(low, high)})\n"
-        f"  measured   {t.format_duration(saved)} less: "
-        f"{t.format_duration(steps.before.mean_ns)} → {t.format_duration(steps.after.mean_ns)}\n"
+        f"  predicted  {t.format_duration(predicted.gain_ns)} less per step ({range_})\n"
+        f"  measured   {t.format_duration(means[0] - means[1])} less: "
+        f"{t.format_duration(means[0])} → {t.format_duration(means[1])}\n"
     )
 
 

@@ -34,7 +34,7 @@ HEAD = """# Made by `make lock`: the versions of constraints.txt, with the hashe
 
 
 BASE_LOCK = ROOT / "requirements-base.lock"
-BASE_HEAD = """# Made by `make lock`: advisor without extras and what builds it, with the files' hashes.
+BASE_HEAD = """# Made by `make lock`: advisor without extras and what builds it, with hashes.
 # `make demo` installs these with --require-hashes.
 """
 

@@ -60,7 +60,7 @@ def open_run(
     not there, overlapping windows.
     """
     given = [paths] if isinstance(paths, str | Path) else list(paths)
-    given = [_here(path, options) for path in given]
+    given = [_only_run(_here(path, options)) for path in given]
     if len(given) == 1 and str(given[0]) != "-" and "\0" not in str(given[0]) and is_run(given[0]):
         run = _open_recording(Path(given[0]), options, rank, window, executor)
         profiles = _given_profiles(options)
@@ -294,6 +294,18 @@ def _files(path: str, one_of_several: bool) -> list[str]:
     if len(result) > MAX_FILES:
         raise AdvisorError(f"{path}: more than {MAX_FILES} traces; give a directory with fewer")
     return result
+
+
+def _only_run(given: str | Path) -> str | Path:
+    """The run in a folder that holds one and nothing else; any other path as it is."""
+    try:
+        refuse_several(str(given))
+    except SeveralRuns as several:
+        if len(several.found) == 1:
+            return several.found[0]
+    except OSError:
+        pass
+    return given
 
 
 def refuse_several(path: str) -> None:

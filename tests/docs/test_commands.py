@@ -1,0 +1,93 @@
+"""Every command of the README and of the first pages runs as written."""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import shutil
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+CORPUS = ROOT / "tests" / "corpus"
+SERVERS = ("dashboard", "mcp")
+SCRIPT = """
+import torch
+from torch.utils.data import DataLoader, TensorDataset
+
+model = torch.nn.Linear(64, 8)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+data = TensorDataset(torch.randn(2048, 64), torch.randn(2048, 8))
+for epoch in range(2):
+    for x, y in DataLoader(data, batch_size=16):
+        optimizer.zero_grad()
+        torch.nn.functional.mse_loss(model(x), y).backward()
+        optimizer.step()
+"""
+
+
+def commands(page: str) -> list[str]:
+    text = (ROOT / page).read_text(encoding="utf-8")
+    blocks = re.findall(r"```console\n(.*?)```", text, re.DOTALL)
+    lines = [line for block in blocks for line in block.splitlines()]
+    return [line[2:] for line in lines if line.startswith("$ advisor")]
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with what the commands name."""
+    folder = tmp_path_factory.mktemp("reader")
+    shutil.copy(CORPUS / "pairs" / "loader_profiler_workers0.json.gz", folder / "trace.json.gz")
+    shutil.copy(CORPUS / "pairs" / "loader_profiler_workers4.json.gz", folder / "after.json.gz")
+    (folder / "train.py").write_text(SCRIPT)
+    for name in ("pairs", "dlrm_8ranks", "ncu"):
+        (folder / name).symlink_to(CORPUS / name)
+    return folder
+
+
+def environment() -> dict[str, str]:
+    here = Path(sys.executable).parent
+    return {**os.environ, "PATH": f"{here}{os.pathsep}{os.environ['PATH']}", "NO_COLOR": "1"}
+
+
+PAGES = ("README.md", "docs/index.md", "docs/tutorials.md")
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_the_commands_of_a_page_run_as_written(page: str, place: Path) -> None:
+    pytest.importorskip("torch")
+    found = commands(page)
+    assert found
+    for command in found:
+        words = shlex.split(command)
+        if words[1] in SERVERS:
+            serves(words, place)
+            continue
+        done = subprocess.run(
+            words, cwd=place, env=environment(), capture_output=True, text=True, check=False,
+            timeout=280, stdin=subprocess.DEVNULL,
+        )  # fmt: skip
+        assert done.returncode == 0, f"{command}\n{done.stdout[-500:]}\n{done.stderr[-2000:]}"
+
+
+def serves(words: list[str], place: Path) -> None:
+    """A server starts, and ends when it is interrupted or its input ends."""
+    started = subprocess.Popen(
+        words, cwd=place, env=environment(), stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT, text=True,
+    )  # fmt: skip
+    assert started.stdin is not None and started.stdout is not None
+    try:
+        if words[1] == "dashboard":
+            assert any("http://127.0.0.1" in line for line in iter(started.stdout.readline, ""))
+            started.send_signal(signal.SIGINT)
+        started.stdin.close()
+        assert started.wait(30) in (0, 130, -signal.SIGINT)
+    finally:
+        started.kill()
+        started.stdout.close()

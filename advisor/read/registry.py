@@ -71,7 +71,9 @@ def reader_of(source: ByteSource) -> Reader:
     ]
     other = kind_of(head, str(source.path))
     if not result or (
-        other is not None and max(claim for claim, _ in result) is not ReaderClaim.SURE
+        other is not None
+        and other[1] is not None  # a cure: it is another tool's file, and no reader's after all
+        and max(claim for claim, _ in result) is not ReaderClaim.SURE
     ):
         what, cure = other or ("of no format that is known", None)
         *most, last = dict.fromkeys(reader.reads for reader in readers())

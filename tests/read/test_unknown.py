@@ -128,3 +128,12 @@ def test_the_xplane_wins_over_what_was_made_of_it(tmp_path: Path) -> None:
     (tmp_path / "perfetto_trace.json.gz").write_bytes(gzip.compress(text))
     run = open_run(tmp_path)
     assert [trace.meta.format for trace in run.traces.values()] == ["xplane"]
+
+
+def test_a_memory_snapshot_is_read_and_not_refused(tmp_path: Path) -> None:
+    from advisor.testing.allocator import Allocator
+
+    allocator = Allocator()
+    allocator.alloc(1 << 20)
+    trace = read_trace(str(allocator.write(tmp_path / "snapshot.pickle")))
+    assert trace.meta.snapshot is not None

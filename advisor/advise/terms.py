@@ -32,7 +32,7 @@ def for_program(rule: Rule, a: Analysis) -> Rule:
     """The rule with the words that fit the program."""
     meta = a.trace.meta
     trains = not (rule.inference and a.forward_only)
-    return rule.for_program(Program(meta.framework, meta.vendor, foreign(meta), trains))
+    return rule.for_program(Program(meta.framework, meta.vendor, foreign(meta), trains, a.engine))
 
 
 def advises(rule: Rule, meta: TraceMeta) -> bool:

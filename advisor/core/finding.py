@@ -82,9 +82,10 @@ class Select(Struct, frozen=True, kw_only=True, omit_defaults=True):
     """Runtime call classes, as in the ``call`` column of ``Trace.cpu``."""
     cause: tuple[str, ...] = ()
     """Idle-gap causes, as in ``Analysis.gaps``."""
-    at: Literal["", "step_start", "graph_break"] = ""
-    """``gap``: only instants before the first device work of their step, or on the way from one
-    compiled graph to the next across a graph break (``analysis/moments.py``)."""
+    at: Literal["", "step_start", "graph_break", "between_steps"] = ""
+    """``gap``: only instants before the first device work of their step, on the way from one
+    compiled graph to the next across a graph break, or from the end of an inference engine's step
+    to the first work of the next (``measure/steps/instants.py``)."""
     stream: tuple[int, ...] = ()
     """CUDA streams."""
     max_ns: int | None = None

@@ -56,6 +56,8 @@ class Program(NamedTuple):
     """It is surely not written with PyTorch, or not known to be."""
     trains: bool = True
     """It has a loss and an optimizer, as far as is known."""
+    engine: str | None = None
+    """What serves the model: ``vllm``, ``sglang``, ``tensorrt-llm``, ``transformers`` …"""
 
 
 TORCH = "pytorch"
@@ -136,6 +138,8 @@ class Rule:
     elsewhere: ClassVar[Mapping[str, FrameworkAdvice]] = {}
     """Framework (``trace.meta.framework``, or :data:`ANY`) -> what is advised there in place of
     the texts above. A rule without is not run on programs that are surely not PyTorch's."""
+    engines: ClassVar[Mapping[str, FrameworkAdvice]] = {}
+    """Inference engine -> what is advised there in place of the texts above: its own switches."""
     found_in: ClassVar[tuple[str, ...]] = ()
     """Where it found what is really there: ``traces/…``, a public trace; ``recorded/…``, a
     recording in tests/data; ``workloads/…``, a bundled program that the tests record."""
@@ -195,6 +199,7 @@ class Rule:
         them: ``inference`` where nothing is trained, ``elsewhere`` where PyTorch is not used."""
         other = {} if program.trains else dict(self.inference)
         advice = self.advice_for(program.framework, program.vendor) if program.foreign else None
+        advice = self.engines.get(program.engine or "", advice)
         twin = copy.copy(self)
         if advice is not None:
             other["terms"] = {**self.terms, **advice.terms}

@@ -135,6 +135,14 @@ class Analysis:
 
         return find_passes(self.trace)
 
+    @cached_property
+    def engine(self) -> str | None:
+        """What serves the model, by its marks or by its frames; ``None``: it trains, or nothing
+        shows."""
+        from advisor.measure.serving.passes import find_engine
+
+        return find_engine(self.trace, self.passes)
+
     @property
     def spans(self) -> Intervals:
         """The instants that count: the used steps, ns."""

@@ -297,7 +297,7 @@ _VALUES: dict[str, tuple[str, ...]] = {
     "copy": COPIES,
     "memory": ("pageable", "pinned"),
     "call": CALLS,
-    "at": ("step_start", "graph_break"),
+    "at": ("step_start", "graph_break", "between_steps"),
 }
 
 

@@ -12,6 +12,7 @@ from advisor.core.finding import Evidence, Finding, Outcome, Rule, SkippedCheck,
 from advisor.measure import Analysis
 from advisor.rules.common import figure
 from advisor.rules.elsewhere import CAPTURE_CALLS, CAPTURE_CODE, COMPILE_STEP, in_any_language
+from advisor.rules.engines import GRAPHS_ON
 from advisor.rules.host.launch_gaps import (
     REMOVE_LAUNCH_COST,
     find_capture_blockers,
@@ -111,6 +112,7 @@ class CudaGraphsUnused(Rule):
             }
         },
     }
+    engines: ClassVar = GRAPHS_ON
     elsewhere: ClassVar = {
         **in_any_language(
             "Capture the sequence of launches as a graph, and launch that: it is the same each "

@@ -19,6 +19,7 @@ from advisor.core.finding import (
 from advisor.measure import Analysis
 from advisor.rules.common import figure, of_step, per
 from advisor.rules.elsewhere import CAPTURE_CALLS, CAPTURE_CODE, COMPILE_STEP, in_any_language
+from advisor.rules.engines import GRAPHS_ON
 from advisor.rules.host.launch_gaps import (
     REMOVE_LAUNCH_COST,
     CaptureBlockers,
@@ -152,6 +153,7 @@ class LaunchBound(Rule):
             }
         }
     }
+    engines: ClassVar = GRAPHS_ON
     elsewhere: ClassVar = {
         **in_any_language(
             "Launch less: fuse kernels that follow each other, or work on larger batches. Or "

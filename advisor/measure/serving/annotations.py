@@ -17,6 +17,7 @@ from advisor.core.intervals import covered_length, union
 from advisor.core.trace import Trace
 
 VLLM, SGLANG, TENSORRT_LLM, ATOM, XDIT = "vllm", "sglang", "tensorrt-llm", "atom", "xdit"
+TRANSFORMERS = "transformers"
 PREFILL, DECODE, MIXED, DRAFT = "prefill", "decode", "mixed", "draft"
 IMAGE, FORWARD = "image", "forward"
 LAUNCHED_INSIDE = 0.9

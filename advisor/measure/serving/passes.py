@@ -22,6 +22,11 @@ from advisor.measure.serving.annotations import (
     IMAGE,
     MIXED,
     PREFILL,
+    SGLANG,
+    TENSORRT_LLM,
+    TRANSFORMERS,
+    VLLM,
+    XDIT,
     Mark,
     engine_marks,
 )
@@ -95,6 +100,25 @@ def learns(trace: Trace) -> bool:
     """There are rows of a backward pass or of an optimizer."""
     cpu = trace.cpu  # frames tell nothing: ``get_backward_compatible_…``
     return bool((name_matches(cpu["name"], LEARNING) & (cpu["kind"] != "python")).any())
+
+
+FRAMES = (
+    (VLLM, r"(^|/)vllm/"),
+    (SGLANG, r"(^|/)sglang/"),
+    (TENSORRT_LLM, r"(^|/)tensorrt_llm/"),
+    (XDIT, r"(^|/)xfuser/"),
+    (TRANSFORMERS, r"(^|/)transformers/models/"),
+)
+"""Engine -> frames of its code, the first that is there."""
+
+
+def find_engine(trace: Trace, passes: Passes | None) -> str | None:
+    """By the marks, else by the frames of what does not learn."""
+    if passes is None or passes.engine:
+        return None if passes is None else passes.engine
+    cpu = trace.cpu
+    frames = cpu.filter(cpu["kind"] == "python")["name"]
+    return next((name for name, code in FRAMES if name_matches(frames, code).any()), None)
 
 
 def find_passes(trace: Trace) -> Passes | None:

@@ -58,7 +58,7 @@ def measure_serving(a: Analysis) -> Serving | None:
     outputs = [passes.marks[index].outputs for index in order.tolist()]
     described = [tokens for tokens in outputs if tokens is not None]
     return Serving(
-        engine=passes.engine,
+        engine=a.engine,
         source=passes.source,
         phases=phases,
         between=_quantiles(gaps) if gaps.any() else None,

@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 from advisor.core.intervals import EMPTY, Intervals, intersect, union
 from advisor.measure.host.names import name_matches
 from advisor.measure.host.stacks import nearest, parents
+from advisor.measure.serving.passes import ENGINE
 
 if TYPE_CHECKING:
     from advisor.measure import Analysis
@@ -89,5 +90,23 @@ def graph_breaks(a: Analysis) -> Intervals:
     return intersect(union(begin, finish), a.spans)
 
 
-MOMENTS = {"step_start": step_starts, "graph_break": graph_breaks}
+def between_steps(a: Analysis) -> Intervals:
+    """From the last device work of an engine's step to the first of the next, where the next one
+    follows: an engine that waits for requests pauses for longer than half a period."""
+    passes = a.passes
+    if passes is None or passes.source != ENGINE:
+        return EMPTY
+    first, last = (passes.table[name].drop_nulls().sort().to_numpy() for name in ("first", "last"))
+    if len(first) < 2:
+        return EMPTY
+    begin, end = np.maximum.accumulate(last)[:-1], first[1:]
+    near = end - begin <= 0.5 * np.median(np.diff(first))
+    return intersect(union(begin[near], np.maximum(begin, end)[near]), a.spans)
+
+
+MOMENTS = {
+    "step_start": step_starts,
+    "graph_break": graph_breaks,
+    "between_steps": between_steps,
+}
 """Name, as in ``Select.at``, -> the instants."""

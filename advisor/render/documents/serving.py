@@ -27,6 +27,7 @@ NAMES: Final = {
     "tensorrt-llm": "TensorRT-LLM",
     "atom": "ATOM",
     "xdit": "xDiT",
+    "transformers": "transformers",
 }
 
 

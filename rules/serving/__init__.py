@@ -1,0 +1,1 @@
+"""Rules about models that an inference engine serves: one file a question."""

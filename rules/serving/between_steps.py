@@ -1,0 +1,128 @@
+"""The GPU idles between the steps of an inference engine."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import ClassVar
+
+from advisor.core.finding import (
+    Edit,
+    Evidence,
+    Finding,
+    FrameworkAdvice,
+    Outcome,
+    Rule,
+    Select,
+    Threshold,
+)
+from advisor.core.intervals import covered_length
+from advisor.measure import Analysis
+from advisor.measure.steps.instants import between_steps
+from advisor.rules.common import figure, of_step
+from advisor.rules.engines import SGLANG_ARGUMENTS, VLLM_TUNING
+from advisor.rules.sources import CHOSEN, TENSORBOARD
+from advisor.testing import TraceBuilder
+
+
+class EngineIdleBetweenSteps(Rule):
+    """After each step the engine schedules the next one on the host, and the GPU waits: requests
+    are chosen, tokens are turned into text, inputs are prepared. Engines can do that for the next
+    step while the GPU still works on this one.
+
+    Counted is GPU idle time from the last work of a step to the first of the next. Pauses longer
+    than half a period are not: the engine then has no requests. Steps are the engine's own marks.
+    """
+
+    id = "engine-idle-between-steps"
+    title = "The GPU idles while the engine schedules the next step"
+    category = "inference"
+    of_python = True
+    silent_in = ("traces/serving/vllm_decode_full/replay", "traces/serving/sglang_prefill/replay")
+
+    min_share = Threshold(0.05, "of the steps, idle between two of them", TENSORBOARD)
+    min_steps = Threshold(4, "steps of the engine", CHOSEN)
+
+    fix = (
+        "Schedule the next step while the GPU works on this one. Send tokens to the text side in "
+        "groups, and give tokenization its own processes."
+    )
+    engines: ClassVar = {
+        "vllm": FrameworkAdvice(
+            "Let vLLM schedule ahead with --async-scheduling (0.10 and later). Send tokens in "
+            "groups with --stream-interval 10, and start more API servers with --api-server-count.",
+            "vllm serve MODEL --async-scheduling --stream-interval 10",
+        ),
+        "sglang": FrameworkAdvice(
+            "Start SGLang without --disable-overlap-schedule. Send tokens in groups with "
+            "--stream-interval 10, and use --tokenizer-worker-num 4 for text.",
+            "python -m sglang.launch_server --model-path MODEL \\\n"
+            "  --stream-interval 10 --tokenizer-worker-num 4",
+        ),
+        "tensorrt-llm": FrameworkAdvice(
+            "Leave disable_overlap_scheduler at false. Send tokens in groups with stream_interval, "
+            "and give text its own processes with num_postprocess_workers.",
+            "disable_overlap_scheduler: false\nstream_interval: 10\nnum_postprocess_workers: 4",
+        ),
+    }
+    verify = "Profile again: the gaps between two steps are shorter, tokens per second rise."
+    falsified_by = "the same inter-token latency with the switch on"
+    assumptions = ("scheduling does not need the tokens of the step before",)
+    confidence = 0.7
+    references = (VLLM_TUNING.at, SGLANG_ARGUMENTS.at)
+
+    def check(self, a: Analysis) -> Iterator[Outcome]:
+        """Sum the idle time between the engine's steps."""
+        passes = a.passes
+        if a.device_id is None or passes is None or passes.engine is None:
+            return
+        if len(passes.marks) < self.min_steps:
+            return
+        gaps = a.gaps
+        ts = gaps["ts"].to_numpy()
+        idle = int(covered_length(ts, ts + gaps["dur"].to_numpy(), between_steps(a)).sum())
+        if not idle:
+            return
+        share = idle / max(a.span_ns, 1)
+        if share < self.min_share:
+            return
+        yield Finding(
+            summary=f"The GPU idles for {of_step(a, idle)} between two steps of the engine.",
+            evidence=[
+                figure(a, "idle between steps", idle),
+                Evidence("share", share, "share", *self.limit("min_share"), per=a.per),
+                Evidence("steps", len(passes.marks), "count", *self.limit("min_steps")),
+            ],
+            edits=[Edit(op="remove", select=Select(on="gap", at="between_steps"))],
+        )
+
+    @staticmethod
+    def fires_on() -> dict[str, TraceBuilder]:
+        """Half a millisecond of scheduling after each decode step of two milliseconds."""
+        return {"scheduling between decode steps": _engine(8, host=500)}
+
+    @staticmethod
+    def silent_on() -> dict[str, tuple[TraceBuilder, str]]:
+        """The engine schedules ahead; it waits for requests; two steps; training."""
+        train = TraceBuilder("H100")
+        for _ in range(6):
+            with train.step():
+                train.run("aten::mm", "nvjet_hsh_128x128", 500)
+                train.sync()
+                train.host(400)
+        return {
+            "it schedules ahead": (_engine(8, host=20), "min_share"),
+            "it waits for requests": (_engine(8, host=9000), "not idle"),
+            "two steps": (_engine(2, host=500), "min_steps"),
+            "no engine": (train, "passes is None"),
+        }
+
+
+def _engine(steps: int, *, host: float) -> TraceBuilder:
+    """Decode steps of one graph each, the host at work between them."""
+    b = TraceBuilder("H100")
+    for _ in range(steps):
+        with b.range("execute_context_0(0)_generation_8(8)"):
+            b.graph_launch([("nvjet_hsh_64x8", 20.0)] * 100)
+            b.sync("cudaStreamSynchronize")
+        b.host(host)
+    return b

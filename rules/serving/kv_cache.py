@@ -1,0 +1,146 @@
+"""Attention reads keys and values in 16 bits while tokens are decoded."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from typing import ClassVar
+
+import numpy as np
+import polars as pl
+
+from advisor.core import text as t
+from advisor.core.finding import (
+    Edit,
+    Evidence,
+    Finding,
+    FrameworkAdvice,
+    Outcome,
+    Rule,
+    Select,
+    Threshold,
+)
+from advisor.measure import Analysis
+from advisor.measure.serving.annotations import DECODE
+from advisor.measure.serving.work import NARROW, heads
+from advisor.rules.common import figure, of_step
+from advisor.rules.engines import SGLANG_KV, VLLM_KV
+from advisor.rules.sources import CHOSEN, TENSORBOARD
+from advisor.testing import TraceBuilder
+
+BYTES = 2
+"""Of a value of the cache, from which on half of them can be saved."""
+
+
+class KvCacheIn16Bits(Rule):
+    """Each decoded token reads all keys and values of its sequence, so attention is as fast as the
+    memory. A cache in 8 bits is half as many bytes, and holds twice the tokens.
+
+    Looked at are attention kernels in decode steps that an engine marks with sums (``sk``), whose
+    heads and number format are known from recorded shapes. What a kernel reads must explain its
+    time: at least half at the memory's attainable rate.
+    """
+
+    id = "kv-cache-16-bits"
+    title = "Attention reads a KV cache in 16 bits"
+    category = "inference"
+
+    min_share = Threshold(0.10, "of the step, in such attention", TENSORBOARD)
+    min_rate = Threshold(0.5, "of the memory's bandwidth, reached while it reads", CHOSEN)
+    factor = Threshold(0.6, "of the kernel's time, with half the bytes of the cache", CHOSEN)
+
+    fix = "Keep keys and values in 8 bits, and compare the quality of the answers."
+    engines: ClassVar = {
+        "vllm": FrameworkAdvice(
+            "Start vLLM with --kv-cache-dtype fp8, and compare the quality of the answers.",
+            "vllm serve MODEL --kv-cache-dtype fp8",
+        ),
+        "sglang": FrameworkAdvice(
+            "Start SGLang with --kv-cache-dtype fp8_e4m3, and compare the quality of the answers.",
+            "python -m sglang.launch_server --model-path MODEL \\\n  --kv-cache-dtype fp8_e4m3",
+        ),
+    }
+    verify = "Profile again: attention takes little more than half as long per decode step."
+    falsified_by = "attention that is as slow with an FP8 cache: its backend converts first"
+    assumptions = ("the attention backend reads FP8 directly", "the answers stay good enough")
+    confidence = 0.6
+    references = (VLLM_KV.at, SGLANG_KV.at)
+
+    def check(self, a: Analysis) -> Iterator[Outcome]:
+        """Sum attention of decode steps that is bound by reading a cache of two bytes."""
+        passes, hardware = a.passes, a.hardware
+        if passes is None or hardware is None:
+            return
+        decodes = np.array([mark.phase == DECODE for mark in passes.marks] + [False])
+        kernels, gpu = a.kernels, a.trace.gpu
+        known = (kernels["family"] == "attention") & kernels["moved"].is_not_null()
+        rows = np.flatnonzero(known.fill_null(False).to_numpy() & decodes[passes.owner])
+        names = gpu["name"].gather(rows).cast(pl.String).to_list()
+        ops = kernels["op_row"].gather(rows).to_list()
+        wide = [
+            (shape := None if op is None else heads(a.trace, op)) is not None
+            and shape.width >= BYTES
+            and not re.search(NARROW, name)
+            for op, name in zip(ops, names, strict=True)
+        ]
+        rows = rows[wide]
+        if not len(rows):
+            return
+        dur = int(gpu["dur"].gather(rows).sum())
+        moved = float(kernels["moved"].gather(rows).sum())
+        share, rate = dur / max(a.span_ns, 1), moved / max(dur, 1) * 1e9 / hardware.bandwidth
+        if share < self.min_share or rate < self.min_rate:
+            return
+        own = sorted({name for name, fits in zip(names, wide, strict=True) if fits})
+        yield Finding(
+            summary=f"Attention reads {t.format_bytes(moved / a.step_count)} of keys and values in "
+            f"16 bits and takes {of_step(a, dur)}.",
+            evidence=[
+                figure(a, "attention", dur),
+                Evidence("share", share, "share", *self.limit("min_share"), per=a.per),
+                Evidence("of the memory's bandwidth", rate, "share", *self.limit("min_rate")),
+            ],
+            edits=[
+                Edit(
+                    op="scale",
+                    select=Select(on="gpu", name=f"^(?:{'|'.join(map(re.escape, own))})$"),
+                    factor=self.factor,
+                    factor_low=0.5,
+                    factor_high=1.0,
+                )
+            ],
+        )
+
+    @staticmethod
+    def fires_on() -> dict[str, TraceBuilder]:
+        """64 sequences of 4,000 tokens: 0.5 GB a layer in 200 µs."""
+        return {"long sequences in bf16": _decode(200)}
+
+    @staticmethod
+    def silent_on() -> dict[str, tuple[TraceBuilder, str]]:
+        """Short attention; slow attention; a cache in FP8; no sums."""
+        return {
+            "little attention": (_decode(200, other=20_000), "min_share"),
+            "attention far from the memory's rate": (_decode(900), "min_rate"),
+            "a cache in FP8": (_decode(120, "fmha_QkvE4m3_paged"), "not len(rows)"),
+            "no sums": (_decode(200, mark="step[DECODE bs=64]"), "not len(rows)"),
+        }
+
+
+def _decode(
+    us: float,
+    kernel: str = "flash_fwd_splitkv_kernel",
+    *,
+    other: float = 400,
+    mark: str = "step[DECODE bs=64 g_sq=64 g_sqsq=64 g_sqsk=256000 g_sk=256000]",
+) -> TraceBuilder:
+    b = TraceBuilder("H100")
+    shapes = [[64, 32, 64], [64, 8, 64], [64, 8, 64]]
+    for _ in range(4):
+        with b.range(mark):
+            for _ in range(4):
+                with b.op("vllm::unified_attention_with_output", shapes, "c10::BFloat16"):
+                    b.launch(kernel, us)
+                b.run("aten::mm", "nvjet_hsh_64x8", other)
+            b.sync("cudaStreamSynchronize")
+    return b

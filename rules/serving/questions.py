@@ -1,0 +1,324 @@
+"""What a trace of an engine suggests to try, and cannot show the gain of: questions to measure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import ClassVar
+
+from advisor.core import text as t
+from advisor.core.finding import Evidence, Finding, FrameworkAdvice, Outcome, Rule, Threshold
+from advisor.core.report import Serving, ServingPhase
+from advisor.measure import Analysis
+from advisor.measure.serving.annotations import DECODE, MIXED, PREFILL
+from advisor.measure.serving.phases import measure_serving
+from advisor.rules.engines import SGLANG_ARGUMENTS, SGLANG_TUNING, VLLM_TUNING
+from advisor.rules.recorded import measure_it
+from advisor.rules.sources import CHOSEN
+from advisor.testing import TraceBuilder
+
+
+class _Question(Rule):
+    """A change of the engine's configuration, of which the trace shows the occasion alone."""
+
+    category = "inference"
+    confidence = 0.5
+    references = (VLLM_TUNING.at, SGLANG_TUNING.at, SGLANG_ARGUMENTS.at)
+
+    def check(self, a: Analysis) -> Iterator[Outcome]:
+        """Ask it where an engine marks its steps."""
+        serving = measure_serving(a)
+        if serving is None or serving.source != "engine":
+            return
+        phases = {phase.name: phase for phase in serving.phases}
+        for summary, evidence in self.ask(a, serving, phases):
+            why = "the trace does not show how fast the other setting is"
+            yield Finding(
+                summary=summary, evidence=evidence, impact=measure_it(why), informational=True
+            )
+
+    def ask(
+        self, a: Analysis, serving: Serving, phases: dict[str, ServingPhase]
+    ) -> Iterator[tuple[str, list[Evidence]]]:
+        """Summary and evidence, if there is an occasion."""
+        raise NotImplementedError
+
+
+class PrefillStallsDecode(_Question):
+    """Steps with prompts in them take several times as long as steps that only decode. All running
+    requests wait for their next token meanwhile: those are the longest gaps between tokens.
+    Smaller chunks of prompts shorten them, and the first token of a new request comes later.
+    """
+
+    id = "prefill-stalls-decode"
+    title = "Steps with prompts hold up the decoding of others"
+    min_ratio = Threshold(3.0, "times as long as a decode step", CHOSEN)
+    fix = (
+        "Split prompts into smaller chunks, and compare p99 between tokens with time to the first."
+    )
+    engines: ClassVar = {
+        "vllm": FrameworkAdvice(
+            "Lower --max-num-batched-tokens (2048, say): chunked prefill is on by default in V1. "
+            "Compare p99 between tokens with the time to the first token.",
+            "vllm serve MODEL --max-num-batched-tokens 2048",
+        ),
+        "sglang": FrameworkAdvice(
+            "Lower --chunked-prefill-size (2048, say) and try --enable-mixed-chunk. Compare p99 "
+            "between tokens with the time to the first token.",
+            "python -m sglang.launch_server --model-path MODEL \\\n"
+            "  --chunked-prefill-size 2048 --enable-mixed-chunk",
+        ),
+    }
+    verify = "The 99th percentile of the time between tokens falls under the same load."
+    falsified_by = "the same percentile with chunks half as large"
+
+    def ask(
+        self, a: Analysis, serving: Serving, phases: dict[str, ServingPhase]
+    ) -> Iterator[tuple[str, list[Evidence]]]:
+        """Steps with prompts beside steps that decode."""
+        decode = phases.get(DECODE)
+        slow = max((p for n, p in phases.items() if n in (PREFILL, MIXED)), default=None, key=_ns)
+        if decode is None or slow is None:
+            return
+        ratio = slow.ns / decode.ns
+        if ratio < self.min_ratio:
+            return
+        yield (
+            f"A {slow.name} step takes {t.format_duration(slow.ns)}, {ratio:.1f} times a decode "
+            "step. Running requests wait for their next token.",
+            [
+                Evidence(f"{slow.name} step", slow.ns, "ns"),
+                Evidence("decode step", decode.ns, "ns"),
+                Evidence("ratio", ratio, "ratio", *self.limit("min_ratio")),
+            ],
+        )
+
+    @staticmethod
+    def fires_on() -> dict[str, TraceBuilder]:
+        """A prompt of 8,192 tokens between decode steps."""
+        return {"a long prompt": _engine(prefill=20_000)}
+
+    @staticmethod
+    def silent_on() -> dict[str, tuple[TraceBuilder, str]]:
+        """A short chunk; decode alone."""
+        return {
+            "a short chunk": (_engine(prefill=3_000), "min_ratio"),
+            "decode alone": (_engine(), "slow is None"),
+        }
+
+
+class SmallDecodeBatch(_Question):
+    """A decode step reads all weights once, for however many tokens. While memory limits it, twice
+    the tokens cost little more time: the same step, more tokens per second. With few requests,
+    speculative decoding puts drafts in the place of the missing tokens.
+    """
+
+    id = "small-decode-batch"
+    title = "Decode is limited by memory with a small batch"
+    max_batch = Threshold(16, "requests per decode step, mean", CHOSEN)
+    min_share = Threshold(0.5, "of a decode step, limited by memory", CHOSEN)
+    fix = "Let more requests decode together, or decode speculatively where there are none."
+    engines: ClassVar = {
+        "vllm": FrameworkAdvice(
+            "Raise --max-num-seqs if requests wait, or try --speculative-config where few come. "
+            "Compare tokens per second and the time between tokens.",
+            "vllm serve MODEL --max-num-seqs 256",
+        ),
+        "sglang": FrameworkAdvice(
+            "Raise --max-running-requests if requests wait, or try --speculative-algorithm where "
+            "few come. Compare tokens per second and the time between tokens.",
+            "python -m sglang.launch_server --model-path MODEL \\\n  --max-running-requests 256",
+        ),
+    }
+    verify = "Tokens per second rise, and a decode step takes hardly longer."
+    falsified_by = "a decode step that takes twice as long with twice the batch"
+
+    def ask(
+        self, a: Analysis, serving: Serving, phases: dict[str, ServingPhase]
+    ) -> Iterator[tuple[str, list[Evidence]]]:
+        """Decode steps of few requests that memory limits."""
+        decode = phases.get(DECODE)
+        if decode is None or decode.requests is None or decode.limit != "memory":
+            return
+        if decode.requests > self.max_batch or (decode.limit_share or 0) < self.min_share:
+            return
+        yield (
+            f"A decode step of {t.format_duration(decode.ns)} serves {decode.requests:.1f} "
+            "requests and is limited by memory.",
+            [
+                Evidence("requests per step", decode.requests, "count", *self.limit("max_batch")),
+                Evidence("by memory", decode.limit_share, "share", *self.limit("min_share")),
+            ],
+        )
+
+    @staticmethod
+    def fires_on() -> dict[str, TraceBuilder]:
+        """Four requests at a time."""
+        return {"four requests": _engine(batch=4)}
+
+    @staticmethod
+    def silent_on() -> dict[str, tuple[TraceBuilder, str]]:
+        """A full batch; a host that is slower than the GPU; no decoding."""
+        return {
+            "a full batch": (_engine(batch=128), "decode.limit != 'memory'"),
+            "twenty requests": (_engine(batch=20), "max_batch"),
+            "the host is slower": (_engine(batch=4, eager=True), "decode.limit != 'memory'"),
+        }
+
+
+class PrefixCacheUnused(_Question):
+    """All prompts were computed from their first token: no request began with what another one had
+    computed before. Where prompts share a beginning (a system prompt, a conversation), a prefix
+    cache saves that part. Needs marks with sums (``sk``): they equal the new tokens.
+    """
+
+    id = "prefix-cache-unused"
+    title = "No prompt reused a cached prefix"
+    found_in = ("traces/serving/sglang_prefill/replay",)
+    silent_in = ("traces/serving/vllm_decode_full/replay", "traces/b200_eager")
+    validated_on = "15 prompts of SGLang on an MI300X, whose keys are all new"
+    min_prompts = Threshold(8, "prompts in the recording", CHOSEN)
+    min_share = Threshold(0.2, "of the steps' time, in steps with prompts", CHOSEN)
+    fix = "If prompts share a beginning, put it first, word for word, and cache prefixes."
+    engines: ClassVar = {
+        "vllm": FrameworkAdvice(
+            "If prompts share a beginning, put it first, word for word. Prefix caching is on in V1 "
+            "unless --no-enable-prefix-caching is set.",
+            "vllm serve MODEL --enable-prefix-caching",
+        ),
+        "sglang": FrameworkAdvice(
+            "If prompts share a beginning, put it first, word for word. The radix cache is on "
+            "unless --disable-radix-cache is set."
+        ),
+    }
+    verify = "The engine's log shows a prefix cache hit rate above zero."
+    falsified_by = "prompts that have nothing in common"
+
+    def ask(
+        self, a: Analysis, serving: Serving, phases: dict[str, ServingPhase]
+    ) -> Iterator[tuple[str, list[Evidence]]]:
+        """Prompts whose keys are all new."""
+        marks = [] if a.passes is None else [m for m in a.passes.marks if m.prefill is not None]
+        prompts = sum(mark.requests or 0 for mark in marks if mark.phase == PREFILL)
+        if prompts < self.min_prompts:
+            return
+        if any(mark.prefill.k != mark.prefill.q for mark in marks if mark.prefill is not None):
+            return
+        total = sum(phase.ns * phase.steps for phase in serving.phases)
+        own = sum(p.ns * p.steps for n, p in phases.items() if n in (PREFILL, MIXED))
+        if own < self.min_share * total:
+            return
+        yield (
+            f"All {prompts} prompts were computed from their first token, in "
+            f"{t.format_duration(own)} ({own / total:.0%} of the steps' time).",
+            [
+                Evidence("prompts", prompts, "count", *self.limit("min_prompts")),
+                Evidence("with prompts", own / total, "share", *self.limit("min_share")),
+            ],
+        )
+
+    @staticmethod
+    def fires_on() -> dict[str, TraceBuilder]:
+        """Nine prompts, none of which begins like another."""
+        return {"new prompts": _engine(prefill=20_000, prompts=9)}
+
+    @staticmethod
+    def silent_on() -> dict[str, tuple[TraceBuilder, str]]:
+        """A cached prefix; few prompts; little time."""
+        return {
+            "a cached prefix": (_engine(prefill=20_000, prompts=9, cached=4000), "any("),
+            "one prompt": (_engine(prefill=20_000), "min_prompts"),
+            "hardly any time": (_engine(prefill=300, prompts=9), "min_share"),
+        }
+
+
+class CollectivesOfTensorParallel(_Question):
+    """Tensor parallelism sums partial results over GPUs twice a layer, and in a decode step these
+    sums are small: latency. Fewer GPUs per copy of the model, more copies, or another all-reduce
+    may be faster.
+    """
+
+    id = "collectives-of-tensor-parallel"
+    title = "Collectives take much of a decode step"
+    min_share = Threshold(0.20, "of a step's device time, in collectives", CHOSEN)
+    fix = "Try fewer GPUs per copy of the model and more copies, or another all-reduce."
+    engines: ClassVar = {
+        "vllm": FrameworkAdvice(
+            "Try half --tensor-parallel-size with --data-parallel-size 2, and for experts "
+            "--enable-expert-parallel. Check the log for 'Custom allreduce is disabled'.",
+            "vllm serve MODEL --tensor-parallel-size 4 --data-parallel-size 2",
+        ),
+        "sglang": FrameworkAdvice(
+            "Try half --tp with --dp 2, for experts --ep, and --enable-torch-symm-mem. Leave "
+            "--disable-custom-all-reduce off.",
+            "python -m sglang.launch_server --model-path MODEL --tp 4 --dp 2",
+        ),
+    }
+    verify = "Tokens per second per GPU rise under the same load."
+    falsified_by = "fewer tokens per second per GPU with fewer GPUs a copy"
+
+    def ask(
+        self, a: Analysis, serving: Serving, phases: dict[str, ServingPhase]
+    ) -> Iterator[tuple[str, list[Evidence]]]:
+        """Collectives among the roles of decode steps."""
+        decode = phases.get(DECODE)
+        if decode is None or not decode.roles:
+            return
+        share = decode.roles.get("collectives", 0.0) / sum(decode.roles.values())
+        if share < self.min_share:
+            return
+        ns = decode.roles["collectives"]
+        yield (
+            f"Collectives take {t.format_duration(ns)} of device time per decode step "
+            f"({share:.0%}).",
+            [Evidence("collectives", share, "share", *self.limit("min_share"))],
+        )
+
+    @staticmethod
+    def fires_on() -> dict[str, TraceBuilder]:
+        """A custom all-reduce after each matrix product."""
+        return {"all-reduce after each product": _engine(collective=15)}
+
+    @staticmethod
+    def silent_on() -> dict[str, tuple[TraceBuilder, str]]:
+        """A short all-reduce; prompts alone."""
+        return {
+            "a short all-reduce": (_engine(collective=2), "min_share"),
+            "prompts alone": (
+                _engine(prefill=2_000, collective=15, decodes=0),
+                "decode is None",
+            ),
+        }
+
+
+def _ns(phase: ServingPhase) -> float:
+    return phase.ns
+
+
+def _engine(
+    *,
+    batch: int = 8,
+    prefill: float = 0,
+    prompts: int = 1,
+    cached: int = 0,
+    collective: float = 0,
+    decodes: int = 6,
+    eager: bool = False,
+) -> TraceBuilder:
+    """Decode steps of 2 ms and steps with prompts, as vLLM marks them."""
+    b = TraceBuilder("H100")
+    product = [("nvjet_hsh_64x8", 20.0)] * (1 if collective else 2)
+    reduced = [("void vllm::cross_device_reduce_1stage<half, 8>", collective)] * bool(collective)
+    for step in range(max(decodes, prompts if prefill else 0)):
+        if step < prompts and prefill:
+            sums = f"sq1000sk{1000 + cached}sqsq1000000sqsk{1000 * (1000 + cached)}"
+            with b.range(f"execute_1000_context_1({sums})_generation_0(sq0sk0sqsq0sqsk0)"):
+                b.graph_launch([("nvjet_hsh_256x128", prefill), *reduced])
+                b.sync("cudaStreamSynchronize")
+        if step < decodes:
+            with b.range(f"execute_context_0(0)_generation_{batch}({batch})"):
+                if eager:
+                    b.run("aten::mm", "nvjet_hsh_64x8", 5, times=50, host_us=40)
+                else:
+                    b.graph_launch([*product, *reduced] * 50)
+                b.sync("cudaStreamSynchronize")
+    return b

@@ -114,6 +114,7 @@ def open_run(
         for number, trace in memory.items()
         if trace.meta.snapshot is not None and number in by_rank
     }
+    problems += _several_jobs(by_rank, given[0])
     run = Run(traces=keyed, path=path, problems=tuple(problems), snapshots=snapshots)
     return with_memory(run, options)
 
@@ -345,6 +346,26 @@ def _group(traces: list[Trace]) -> dict[int, list[Trace]]:
     for trace in sorted(traces, key=lambda t: t.meta.start_ns):
         by_rank.setdefault(_rank(trace), []).append(trace)
     return dict(sorted(by_rank.items()))
+
+
+def _several_jobs(by_rank: dict[int, list[Trace]], given: str | Path) -> list[str]:
+    """A line where all ranks have windows in the same several folders: these are jobs, of which
+    the first is analysed."""
+    if len(by_rank) < 2 or _is_elsewhere(given) or not Path(given).is_dir():
+        return []
+
+    def job(trace: Trace) -> str:
+        """The first folder below the one given that is not a rank's."""
+        *folders, _ = Path(os.path.relpath(trace.meta.path, given)).parts
+        return next((part for part in folders if rank_in(part) is None), "")
+
+    first, *rest = ([job(trace) for trace in windows] for windows in by_rank.values())
+    jobs = list(dict.fromkeys(first))
+    if len(jobs) < 2 or any(each != first for each in rest):
+        return []
+    others = ", ".join(f"--window {first.index(each)} is of {each or given}" for each in jobs[1:])
+    here = jobs[0] or given
+    return [f"{given}: {len(jobs)} jobs, of which {here} is analysed; {others}; or give one folder"]
 
 
 def _refuse_overlap(number: int, windows: list[Trace]) -> None:

@@ -63,6 +63,24 @@ def test_ranks_are_compared_the_same_way_here_and_one_by_one(
     assert [line["rank"] for line in json.loads(shown)["ranks"]["lines"]] == [0, 2]
 
 
+def test_ranks_are_chosen_in_files_whose_names_do_not_have_them(
+    advisor: Run, tmp_path: Path
+) -> None:
+    for rank in range(4):
+        b = TraceBuilder(rank=rank, world_size=4)
+        for _ in range(4):
+            with b.step(), b.op("aten::mm"):
+                b.launch("gemm", 900)
+        b.write(tmp_path / f"host{9 - rank}_4{rank}7.1700000000.pt.trace.json")
+    for more in ([], ["--workers", "2"]):
+        line = ["analyze", tmp_path, *more, "--ranks", "1-2", "--format", "json"]
+        code, shown, err = advisor(*line)
+        assert (code, err) == (0, "")
+        assert [each["rank"] for each in json.loads(shown)["ranks"]["lines"]] == [1, 2]
+        code, _, err = advisor("analyze", tmp_path, *more, "--ranks", "7")
+        assert code == 2 and "--ranks 7: no trace of these" in err and err.count("\n") == 1
+
+
 def test_many_ranks_are_read_one_by_one_and_one_of_them_alone(
     advisor: Run, ranks: Callable[[int], Path], tmp_path: Path
 ) -> None:

@@ -274,6 +274,18 @@ def test_the_two_ranks_of_the_public_pair_open_together(shared_trace) -> None:  
     assert run.window(0).meta.world_size == 128
 
 
+def test_two_jobs_in_one_folder_are_named(tmp_path: Path) -> None:
+    for job, at in (("a", NOON), ("b", NOON + 3600 * SECOND)):
+        for rank in (0, 1):
+            trace(tmp_path / job / f"rank{rank}" / "trace.json", at, rank=rank)
+    (line,) = open_run(tmp_path).problems
+    assert "2 jobs, of which a is analysed; --window 1 is of b; or give one folder" in line
+    assert open_run(tmp_path / "a").problems == ()
+    for rank in (0, 1):  # windows of one job
+        trace(tmp_path / "a" / f"rank{rank}" / "later.json", NOON + 100 * SECOND, rank=rank)
+    assert open_run(tmp_path / "a").problems == ()
+
+
 def correlations(document: dict[str, Any]) -> list[int]:
     """Distinct correlation ids, in order."""
     args = (event.get("args", {}) for event in document["traceEvents"])

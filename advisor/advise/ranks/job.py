@@ -24,7 +24,7 @@ from advisor.read import open_run
 from advisor.read.directory import MAX_ELSEWHERE
 from advisor.read.elsewhere import read_source
 from advisor.read.file import with_window
-from advisor.read.remote.urls import RemoteFile, is_url, shown
+from advisor.read.remote.urls import RankFilter, RemoteFile, is_url, shown
 
 if TYPE_CHECKING:
     from advisor.advise.options import Options
@@ -82,6 +82,7 @@ def summarise_apart(
     Raises AdvisorError: no cluster, or not one rank could be read.
     """
     wanted = MeasureOptions.of(options, config)
+    chosen = RankFilter(options.read.ranks) if options.read.ranks else None
     orders = [MeasureTask(source=source, wanted=wanted) for source in _unsure(sources)]
     progress = RanksDone(total=len(orders))
     report = options.on_progress or (lambda _: None)
@@ -95,7 +96,9 @@ def summarise_apart(
         progress.dashboard = getattr(workers, "link", "")
         report(progress)
         for result in results(orders, workers, seconds=options.seconds, said=moved):
-            if isinstance(result, Unread):
+            if chosen is not None and result.rank >= 0 and result.rank not in chosen:
+                progress.total -= 1  # its name does not have its rank
+            elif isinstance(result, Unread):
                 unread.append(result)
                 progress.unread += 1
             else:
@@ -104,6 +107,8 @@ def summarise_apart(
             report(progress)
     summaries.sort(key=lambda each: (each.rank, each.path))
     unread.sort(key=lambda each: (each.rank, each.path))
+    if not summaries and not unread:
+        raise AdvisorError(f"--ranks {options.read.ranks}: no trace of these in {named(places)}")
     if not summaries:
         raise AdvisorError(
             f"{named(places)}: none of the {len(unread)} files can be read; first: "

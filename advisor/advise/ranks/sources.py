@@ -13,7 +13,8 @@ from advisor.read.remote.urls import RankFilter, RemoteFile, is_url, local_path,
 
 def locate(places: Sequence[str], ranks: str = "") -> list[RemoteFile]:
     """The trace files that paths, folders, URLs and globs of URLs stand for, each once, by rank and
-    then by name. ``ranks``: only of these, such as ``0-63,512``, by the names of files and folders.
+    then by name. ``ranks``: only of these, such as ``0-63,512``, by the names of files and folders;
+    those whose names have no rank are among them.
 
     Raises AdvisorError: a folder without traces, a path that is not there, a scheme that cannot be
     read, no file of these ranks. One URL that cannot be reached is a Source with its ``problem``.
@@ -28,7 +29,11 @@ def locate(places: Sequence[str], ranks: str = "") -> list[RemoteFile]:
         for file in trace_files(place if here is None else here, len(places) > 1):
             source = file if isinstance(file, RemoteFile) else _local(file)
             result.setdefault(source.at, source)
-    kept = [item for item in result.values() if chosen is None or item.rank in chosen]
+    kept = [
+        item
+        for item in result.values()
+        if chosen is None or item.rank is None or item.rank in chosen
+    ]
     if not kept:
         have = sorted({item.rank for item in result.values() if item.rank is not None})
         shown = ", ".join(map(str, have[:20])) or "none, by the names of the files"

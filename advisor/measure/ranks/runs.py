@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import os
 from collections import Counter
 from collections.abc import Sequence
 from typing import NamedTuple
 
 from msgspec import structs
 
+from advisor.core import text as t
 from advisor.core.ranks import numbers
 from advisor.measure.ranks.clocks import MAX_CLOCK_DIFFERENCE_NS
 from advisor.measure.ranks.summary import Summary, Unread
@@ -58,10 +60,36 @@ def _at_one_time(summaries: Sequence[Summary]) -> tuple[list[Summary], list[Unre
             runs.append([])
         runs[-1].append(summary)
         until = max(until, summary.steps[-1].end)
-    most = max(runs, key=lambda run: len({(s.rank, s.rank < 0 and s.path) for s in run}))
-    out = {id(s) for run in runs if run is not most for s in run}
-    why = "recorded at another time than most: of another run"
-    return _parted(summaries, out, why)
+    most = max(runs, key=_size)
+    kept: list[Summary] = list(summaries)
+    others: list[Unread] = []
+    for run in runs:
+        if run is not most:
+            kept, apart = _parted(kept, {id(s) for s in run}, _another(run, most))
+            others += apart
+    return kept, others
+
+
+def _size(run: Sequence[Summary]) -> int:
+    """Its ranks."""
+    return len({(s.rank, s.rank < 0 and s.path) for s in run})
+
+
+def _another(run: Sequence[Summary], most: Sequence[Summary]) -> str:
+    """Why a run is left out beside the one that is analysed, and how to analyse it."""
+    ns = run[0].steps[0].start - most[0].steps[0].start
+    size = "with as many ranks" if _size(run) == _size(most) else "with fewer ranks"
+    when = f"{t.format_duration(abs(ns))} {'after' if ns > 0 else 'before'} the one analysed"
+    folder = _folder(run)
+    alone = folder and not any(s.path.startswith(f"{folder}/") for s in most)
+    how = f"advisor analyze {folder}" if alone else "give its files to analyse it"
+    return f"another run {size}, recorded {when}: {how}"
+
+
+def _folder(run: Sequence[Summary]) -> str:
+    """What the paths of its files have in common, up to a slash."""
+    folders = [f"{s.path.rpartition('/')[0]}/" for s in run]  # of URLs too, which are no paths
+    return os.path.commonprefix(folders).rpartition("/")[0]  # noqa: RUF071
 
 
 def _of_one_size(summaries: Sequence[Summary]) -> tuple[list[Summary], list[Unread]]:

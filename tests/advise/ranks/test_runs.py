@@ -21,7 +21,7 @@ def rank(number: int, *, at: int = 0, world: int = 4, path: str = "", steps: int
 def test_a_file_of_yesterday_is_set_aside_and_told() -> None:
     found = one_run([rank(0), rank(1), rank(2), rank(3, at=-24 * HOUR)])
     assert [s.rank for s in found.summaries] == [0, 1, 2]
-    assert [(u.rank, "another time" in u.why) for u in found.others] == [(3, True)]
+    assert [(u.rank, "another run with fewer ranks" in u.why) for u in found.others] == [(3, True)]
 
 
 def test_of_two_whole_runs_one_is_taken_and_not_some_ranks_of_each() -> None:
@@ -30,6 +30,18 @@ def test_of_two_whole_runs_one_is_taken_and_not_some_ranks_of_each() -> None:
     found = one_run([*first, *second])
     assert found.summaries == first
     assert {u.path for u in found.others} == {s.path for s in second}
+
+
+def test_the_job_that_is_left_out_is_offered() -> None:
+    first = [rank(n, path=f"s3://b/runs/jobA/rank{n}.json") for n in range(4)]
+    second = [rank(n, at=HOUR, path=f"s3://b/runs/jobB/rank{n}.json") for n in range(4)]
+    found = one_run([*first, *second])
+    assert {u.why for u in found.others} == {
+        "another run with as many ranks, recorded 3,600 s after the one analysed: "
+        "advisor analyze s3://b/runs/jobB"
+    }
+    (mixed,) = one_run([*first, rank(0, at=-HOUR, path="s3://b/runs/rank0.json")]).others
+    assert mixed.why.endswith("before the one analysed: give its files to analyse it")
 
 
 def test_clocks_that_are_some_seconds_apart_are_no_two_runs() -> None:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from pathlib import PurePath
 from typing import TYPE_CHECKING, Literal
 
 from advisor.core import text as t
 from advisor.core.report import (
     MemoryHolder,
     MemoryPool,
+    MemorySample,
     MemorySaving,
     MemoryView,
     Report,
@@ -16,6 +19,7 @@ from advisor.core.report import (
 from advisor.measure.memory.fragments import Placement, fragments, placement
 from advisor.measure.memory.memory_savings import savings
 from advisor.measure.memory.post_mortem import PostMortem
+from advisor.measure.memory.snapshot_series import fullest, growing_lines
 
 if TYPE_CHECKING:
     from advisor.measure import Analysis
@@ -25,8 +29,51 @@ MAX_LINES = 40
 
 
 def memory_views(a: Analysis) -> list[MemoryView]:
-    """One a device of the snapshot, the fullest first."""
-    return [_view(post) for post in a.post_mortems[:MAX_DEVICES]]
+    """One a device of the snapshot, the fullest first; of a series, with what grows over it."""
+    views = [_view(post) for post in a.post_mortems[:MAX_DEVICES]]
+    if a.snapshot_series and views:
+        posts = fullest(a.snapshot_series)
+        table, per = growing_lines(posts)
+        views[0].series = [sample(post, PurePath(post.snapshot.path).name) for post in posts]
+        views[0].grows_per = per
+        views[0].grows = [
+            MemoryHolder(category=row["category"], file=row["file"], line=row["line"],
+                         function=row["function"], blocks=row["blocks"], bytes=round(row["rate"]))
+            for row in table.head(MAX_LINES).iter_rows(named=True)
+        ]  # fmt: skip
+    return views
+
+
+def memory_by_rank(analyses: Mapping[int, Analysis]) -> list[MemorySample]:
+    """The fullest device of each rank; empty: fewer than two ranks have a snapshot."""
+    made = [
+        sample(a.post_mortems[0], f"rank {number}")
+        for number, a in sorted(analyses.items())
+        if a.snapshot is not None
+    ]
+    return made if len(made) > 1 else []
+
+
+def sample(post: PostMortem, name: str) -> MemorySample:
+    """What one device held at its moment."""
+    return MemorySample(
+        name=name, allocated=post.allocated, reserved=post.reserved, categories=_categories(post)
+    )
+
+
+def _sums(held: dict[str, int]) -> list[MemoryHolder]:
+    return [
+        MemoryHolder(category=name, file=None, line=None, function=None, blocks=0, bytes=size)
+        for name, size in held.items()
+    ]
+
+
+def _categories(post: PostMortem) -> list[MemoryHolder]:
+    return [
+        MemoryHolder(category=name, file=None, line=None, function=None,
+                     blocks=_blocks(post, name), bytes=held)
+        for name, held in post.by_category.items()
+    ]  # fmt: skip
 
 
 def _view(post: PostMortem) -> MemoryView:
@@ -44,15 +91,9 @@ def _view(post: PostMortem) -> MemoryView:
         driver_free=post.device_free,
         events=h.count,
         from_start=bool(h.count) and not h.began_before,
-        categories=[
-            MemoryHolder(category=name, file=None, line=None, function=None,
-                         blocks=_blocks(post, name), bytes=held)
-            for name, held in post.by_category.items()
-        ],
-        bases=[
-            MemoryHolder(category=name, file=None, line=None, function=None, blocks=0, bytes=held)
-            for name, held in post.bases.items()
-        ],
+        categories=_categories(post),
+        bases=_sums(post.bases),
+        lifetimes=_sums(post.lifetimes),
         held=[
             MemoryHolder(category=row["category"], file=row["file"], line=row["line"],
                          function=row["function"], label=row["label"], blocks=row["blocks"],

@@ -22,6 +22,7 @@ from advisor.core.files import open_regular
 from advisor.core.finding import Category, Rule
 from advisor.core.trace import blank_trace
 from advisor.measure import Analysis
+from advisor.measure.memory.snapshot_series import in_order
 from advisor.measure.steps.steps import refuse_none
 
 if TYPE_CHECKING:
@@ -48,6 +49,12 @@ def choose(
         )
         for number, chosen in _windows(run, window).items()
     }
+    for number, a in analyses.items():
+        if a.snapshot_only:
+            taken = [
+                run.traces[key].meta.snapshot for key in sorted(run.traces) if key[0] == number
+            ]
+            a.snapshot_series = in_order([each for each in taken if each is not None])
     analyses |= _untraced(run, analyses)
     for number, a in analyses.items():
         if not a.record_only:

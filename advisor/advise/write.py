@@ -25,7 +25,7 @@ from advisor.advise.measured import (
     step_durations,
     step_time,
 )
-from advisor.advise.memory import memory_verdict, memory_views
+from advisor.advise.memory import memory_by_rank, memory_verdict, memory_views
 from advisor.advise.views import drawn
 from advisor.core import text as t
 from advisor.core.report import Crash, Report, RuleText
@@ -80,6 +80,7 @@ def write_report(
         hot_lines=list(hot),
         rules=_texts(rules, [*ranked.findings, *ranked.risks, *ranked.notes]),
         memory=memory_views(a),
+        memory_ranks=memory_by_rank(analyses),
         kernel_counters=counter_views(a, pricer),
         **measure(a),
     )

@@ -11,6 +11,7 @@ from advisor.advise.impact import REPLAY
 from advisor.compare.comparison import Amount, Comparison, RealisedGain, Side
 from advisor.compare.findings import Remaining, compare_findings, find_remaining
 from advisor.compare.kernel_counters import counter_amounts, counters_verdict
+from advisor.compare.memory import memory_amounts
 from advisor.compare.steps import PERIODS, compare_steps
 from advisor.compare.view import repeated, verdict, whole
 from advisor.compare.work import by_shape, compare_kernels, compare_work, matched
@@ -174,6 +175,7 @@ def amounts(before: Report, after: Report) -> list[Amount]:
     joules = [None if r.energy is None else r.energy.joules for r in (before, after)]
     result += [_amount("energy per step", "J", joules), *_cost(before, after)]
     result += counter_amounts(before, after)
+    result += memory_amounts(before, after)
     return [amount for amount in result if (amount.before, amount.after) != (None, None)]
 
 
@@ -261,7 +263,7 @@ def limits(before: Report, after: Report, c: Comparison) -> list[str]:
     item, other = c.before, c.after
     result = []
     same = before.scope == after.scope and before.kernel_counters == after.kernel_counters
-    if same and before.step_durations == after.step_durations:
+    if same and before.step_durations == after.step_durations and before.memory == after.memory:
         result.append("Both are the same recording.")
     if c.same_device is False:
         result.append(

@@ -125,8 +125,8 @@ class Amount(Struct, kw_only=True):
     """One figure on both sides."""
 
     group: str
-    """``time`` (exclusive device time), ``idle`` (by cause), ``host``, ``kernels`` (by family), or
-    ``figures``."""
+    """``time`` (exclusive device time), ``idle`` (by cause), ``host``, ``kernels`` (by family),
+    ``memory`` and ``memory by line`` (of snapshots, at the peak), or ``figures``."""
     name: str
     """Class, cause, family, or what is measured."""
     unit: str

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 from collections import Counter
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
+from advisor.compare.memory import memory_verdict
 from advisor.core import text as t
 from advisor.core.finding import GUESSED
 
@@ -67,7 +69,10 @@ class ComparedFigure(NamedTuple):
 def verdict(comparison: Comparison) -> str:
     """One sentence, after one for each run that crashed."""
     steps = comparison.steps
-    if steps.difference_ns is None or steps.share is None:
+    snapshots = [side.step_source == "snapshot" for side in (comparison.before, comparison.after)]
+    if all(snapshots) and (text := memory_verdict(comparison)):
+        pass
+    elif steps.difference_ns is None or steps.share is None:
         text = f"Step times are not compared: {steps.reason}"
         if repeated(comparison) and steps.before is not None and steps.after is not None:
             every = [t.format_duration(side.mean_ns) for side in (steps.before, steps.after)]
@@ -202,11 +207,16 @@ def step_notes(steps: StepTimeChange) -> list[str]:
 def breakdown_lines(c: Comparison) -> list[ComparedFigure]:
     """Where the step's time goes, side by side. A change below ``MIN_SHARE`` of the longer step is
     not judged, nor one below a percent of another figure."""
-    whole = max(c.before.step_ns, c.after.step_ns, 1.0)
     groups = {amount.group for amount in c.amounts}
     wanted = ["time", "idle", "kernels"] if "time" in groups else ["host"]
+    return figures_of(c, [*wanted, "figures", "counters"])
+
+
+def figures_of(c: Comparison, groups: Sequence[str]) -> list[ComparedFigure]:
+    """The amounts of some groups, as lines."""
+    whole = max(c.before.step_ns, c.after.step_ns, 1.0)
     result = []
-    for group in [*wanted, "figures", "counters"]:
+    for group in groups:
         for amount in c.amounts:
             if amount.group != group:
                 continue

@@ -537,6 +537,20 @@ class KernelCounters(Struct, kw_only=True):
     """What the profiler's own rules say, with their estimates."""
 
 
+class MemorySample(Struct, frozen=True, kw_only=True):
+    """The fullest device of one snapshot, at its own moment: of a rank, or of a series over a run.
+    Bytes."""
+
+    name: str
+    """Of the file, or of the rank."""
+    allocated: int
+    """In tensors."""
+    reserved: int
+    """In segments."""
+    categories: list[MemoryHolder]
+    """Of ``allocated``, without lines."""
+
+
 class MemoryView(Struct, kw_only=True):
     """A device's memory when it ran out, else at its peak, from a snapshot. Bytes are those that
     were asked for, unless stated otherwise."""
@@ -564,6 +578,8 @@ class MemoryView(Struct, kw_only=True):
     bases: list[MemoryHolder] = field(default_factory=list)
     """The same by what the category rests on: ``call path``, ``lifetime``, ``size pattern`` or
     ``none``."""
+    lifetimes: list[MemoryHolder] = field(default_factory=list)
+    """The same by lifetime: there before the history, made in it and kept to its end, or freed."""
     held: list[MemoryHolder]
     """By line, largest first."""
     pools: list[MemoryPool]
@@ -582,6 +598,12 @@ class MemoryView(Struct, kw_only=True):
     """Left behind by each step and held to the end."""
     savings: list[MemorySaving]
     """What would have freed most."""
+    series: list[MemorySample] = field(default_factory=list)
+    """Snapshots of the same rank over a run, in order of time. Empty: there is one."""
+    grows: list[MemoryHolder] = field(default_factory=list)
+    """Lines that hold more in each snapshot of the series; bytes are per ``grows_per``."""
+    grows_per: str = ""
+    """``step`` where the names of the files number them, else ``snapshot``."""
 
 
 class Quantiles(Struct, frozen=True):
@@ -757,6 +779,8 @@ class Report(Struct, kw_only=True):
     """Python lines that take most CPU time, largest first. Empty: no pass of Scalene was made."""
     memory: list[MemoryView] = field(default_factory=list)
     """What a memory snapshot shows, one entry a device, the fullest first. Empty: no snapshot."""
+    memory_ranks: list[MemorySample] = field(default_factory=list)
+    """The snapshots of several ranks side by side. Empty: fewer than two."""
     kernel_counters: list[KernelCounters] = field(default_factory=list)
     """Kernels with hardware counters, by what they can gain per step; without a trace by time."""
     profile_kernels: list[str] = field(default_factory=list)

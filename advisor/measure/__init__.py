@@ -79,6 +79,8 @@ class Analysis:
         """What the recorder wrote of this rank; None: a trace alone."""
         self.snapshot = trace.meta.snapshot if snapshot is None else snapshot
         """The allocator's snapshot of this rank; None: none was given."""
+        self.snapshot_series: tuple[MemorySnapshot, ...] = ()
+        """Snapshots of this rank over the run, in order of time, where there are several."""
         self.idle_reads = 0
         """How often a measurement was asked for that rests on when the device was idle."""
 

@@ -20,6 +20,7 @@ from advisor.core.finding import (
 )
 from advisor.measure import Analysis
 from advisor.measure.memory.memory_savings import savings
+from advisor.measure.memory.snapshot_series import fullest, growing_lines
 from advisor.measure.steps.record import Floats, StepRecords
 from advisor.rules.memory.device_memory import gpu_capacity, growth, last_known, snapshot_example
 from advisor.rules.recorded import record
@@ -142,7 +143,8 @@ class MemoryLeak(Rule):
 
     With a memory snapshot: lines that leave something behind in four of five steps, held to the end
     of the history; six full steps or more, without the first and the last two. Where memory ran
-    out, 5 % of the memory in tensors is enough.
+    out, 5 % of the memory in tensors is enough. Of three snapshots or more over a run, lines that
+    hold more in each.
     """
 
     id = "memory-leak"
@@ -208,7 +210,7 @@ class MemoryLeak(Rule):
 
     def check(self, a: Analysis) -> Iterator[Outcome]:
         """Look for steady growth on the GPU and on the host."""
-        in_snapshot = list(self._of_snapshot(a))
+        in_snapshot = list(self._of_snapshot(a)) or list(self._of_series(a))
         yield from in_snapshot
         if a.recorded is None:
             return
@@ -316,6 +318,40 @@ class MemoryLeak(Rule):
                 confidence_notes=["tested on simulated snapshots only"],
                 **self.case("of a snapshot"),
             )
+
+    def _of_series(self, a: Analysis) -> Iterator[Finding]:
+        """Lines that hold more in each of several snapshots over a run."""
+        if not a.snapshot_series:
+            return
+        posts = fullest(a.snapshot_series)
+        table, per = growing_lines(posts)
+        grown = int((table["last"] - table["first"]).sum())
+        if grown < self.min_growth:
+            return
+        row = table.row(0, named=True)
+        place = "A line without a recorded stack"
+        if row["file"] is not None:
+            place = f"{row['file'].replace(chr(92), '/').rsplit('/', 1)[-1]}:{row['line']}"
+        rate = f"{t.format_bytes(row['rate'])} per {per}"
+        yield Finding(
+            title="GPU memory in tensors grows over the run",
+            summary=(
+                f"{place} holds more in each of {len(posts)} snapshots: {rate}, "
+                f"{t.format_bytes(row['first'])} at first, {t.format_bytes(row['last'])} at last."
+            ),
+            evidence=[
+                Evidence(f"growth per {per}", float(table["rate"].sum()), "bytes"),
+                Evidence("growth over the snapshots", grown, "bytes", *self.limit("min_growth")),
+                Evidence("snapshots", len(posts), "count"),
+            ],
+            where=[
+                Location(file=r["file"], line=r["line"], function=r["function"], count=r["blocks"])
+                for r in table.head(3).iter_rows(named=True)
+                if r["file"] is not None
+            ],
+            impact=Impact(currency="risk", reason=f"{rate} are never freed"),
+            **self.case("of a snapshot"),
+        )
 
     @staticmethod
     def fires_on() -> dict[str, TraceBuilder]:

@@ -193,7 +193,9 @@ def _in_private_pools(h: History) -> Mask:
 def _by_sizes(h: History, kind: NDArray[np.int8], basis: NDArray[np.int8], rows: Mask) -> None:
     """Blocks older than the history that nothing frees: weights, and copies of them."""
     lives = h.lives
-    unknown = np.flatnonzero(rows)
+    # the same is left behind in the history, for no known purpose
+    left = (lives.born >= 0) & (lives.ended == h.count) & (kind == NONE)
+    unknown = np.flatnonzero(rows & ~np.isin(lives.size, np.unique(lives.size[left])))
     if len(unknown) < MIN_SET:
         return
     sizes = lives.size[unknown]

@@ -90,7 +90,8 @@ def needed(post: PostMortem, made: Sequence[Change] = (), scale: float = 1.0) ->
     for each in made:
         if each.begin is not None and each.end is not None:
             away = -lives.size[each.rows] * share[each.rows] * (1 - each.keep)
-            begin = np.maximum(each.begin, lives.born[each.rows] + 1)
+            born = lives.born[each.rows]
+            begin = np.where(born < 0, each.begin, np.maximum(each.begin, born + 1))
             end = np.minimum(each.end, lives.ended[each.rows])
             real = end > begin
             _add(curve, begin[real] + 1, end[real] + 1, away[real])
@@ -310,6 +311,12 @@ def logits(post: PostMortem) -> Logits | None:
         return None
     sizes = np.unique(lives.size[first])
     like = np.isin(lives.size, np.concatenate([sizes, sizes // 2]))  # the latter in 16 bits
+    # made once where the loss is: a line that makes more of them makes something else
+    made = np.bincount(lives.stack[lives.born >= 0] + 1, minlength=len(h.origins) + 1)
+    often = made[lives.stack + 1] > made[lives.stack[first] + 1].max()
+    flow = _of(post, "backward temporaries")
+    others = np.unique(lives.size[like & often & ~loss & ~flow & of_pass])
+    like &= np.where(flow, ~np.isin(lives.size, others), ~often)
     rows = np.flatnonzero(of_pass & large & (loss | like))
     now = rows[here[rows]]
     where = h.origins[int(lives.stack[first[0]])]
@@ -373,20 +380,22 @@ def _references(post: PostMortem) -> Change | None:
     on."""
     h, lives = post.history, post.history.lives
     _, marks = h.steps
-    if not post.growth.is_empty():
+    old = _of(post, "earlier steps")
+    lines = set(post.growth.select("file", "line", "function").rows())
+    grows = np.array([(o.file, o.line, o.function) in lines for o in h.origins])[lives.stack]
+    grows &= lives.ended == h.count
+    rows = np.flatnonzero(old | grows)
+    if not len(rows):
+        return None
+    where = h.origins[int(lives.stack[rows[np.argmax(lives.size[rows])]])]
+    if lines:
         row = post.growth.row(0, named=True)
-        lines = dict.fromkeys(post.growth.select("file", "line", "function").rows())
-        grows = np.array([(o.file, o.line, o.function) in lines for o in h.origins])[lives.stack]
-        rows = np.flatnonzero(grows & (lives.ended == h.count))
         where = Origin("own", row["file"], row["line"], row["function"])
-        assumes = "nothing needs what each step leaves behind there"
-    else:
-        rows = np.flatnonzero(_of(post, "earlier steps"))
-        if not len(rows):
-            return None
-        largest = rows[np.argmax(lives.size[rows])]
-        where = h.origins[int(lives.stack[largest])]
-        assumes = "nothing needs the outputs and losses of the steps before any more"
+    assumes = (
+        "nothing needs what each step leaves behind there"
+        if lines
+        else "nothing needs the outputs and losses of the steps before any more"
+    )
     later = np.append(marks, h.count)[np.searchsorted(marks, lives.born[rows], side="right")]
     begin = np.where(lives.born[rows] < 0, -1, later)
     return Change("references", rows, 0.0, assumes, begin, lives.ended[rows],

@@ -146,9 +146,30 @@ class PostMortem:
         return dict(sorted(result.items(), key=lambda item: -item[1]))
 
     @cached_property
+    def lifetimes(self) -> dict[str, int]:
+        """Bytes held at the moment by lifetime; they add up."""
+        lives, rows = self.history.lives, self.held_rows
+        old, kept = lives.born[rows] < 0, lives.ended[rows] == self.history.count
+        size = lives.size[rows]
+        return {
+            "there before the history": int(size[old].sum()),
+            "made and kept to its end": int(size[~old & kept].sum()),
+            "made and freed again": int(size[~old & ~kept].sum()),
+        }
+
+    @cached_property
     def held(self) -> pl.DataFrame:
         """The same by category and line (HELD_SCHEMA), largest first."""
-        lives, rows = self.history.lives, self.held_rows
+        return self.holders(self.held_rows)
+
+    @cached_property
+    def held_at_end(self) -> pl.DataFrame:
+        """By category and line, what was there when the snapshot was taken (HELD_SCHEMA)."""
+        return self.holders(np.flatnonzero(self.history.lives.ended == self.history.count))
+
+    def holders(self, rows: Ints) -> pl.DataFrame:
+        """Lives by category and line (HELD_SCHEMA), largest first."""
+        lives = self.history.lives
         return (
             self._placed(rows)
             .with_columns(size=pl.Series(lives.size[rows]), born=pl.Series(lives.born[rows]))

@@ -23,6 +23,8 @@ from advisor.render.document import (
     TextField,
 )
 
+MAX_LINES: Final = 12
+"""Of source, in the table of memory."""
 _STYLE: Final = {"slower": ("bold red", "Slower"), "faster": ("bold green", "Faster")}
 
 
@@ -40,6 +42,8 @@ def build(comparison: Comparison, options: RenderOptions = DEFAULT) -> Document:
             *_limits(c),
             *_table("Step times", "step time", view.step_lines(c), notes, short=True),
             *_table("Breakdown", "", view.breakdown_lines(c)),
+            *_table("Memory at the peak", "", view.figures_of(c, ["memory"])),
+            *_table("Memory by line", "", view.figures_of(c, ["memory by line"])[:MAX_LINES]),
             *_findings(c),
             *_predicted(c),
             *_table("Device work", f"device work{view.per(c)}", view.work_lines(c)),

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from statistics import median
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 from advisor.core import text as t
 from advisor.render.document import Block, FieldList, Grid, Items, Section, TextField, plain
 
 if TYPE_CHECKING:
-    from advisor.core.report import MemoryHolder, MemoryView, Report
+    from advisor.core.report import MemoryHolder, MemorySample, MemoryView, Report
 
 MAX_ROWS: Final = 25
 """Of a table."""
@@ -31,7 +32,7 @@ class DeviceMemory(NamedTuple):
 
 def sections(report: Report) -> list[Block]:
     """What held each device's memory, and how the allocator laid it out."""
-    blocks: list[Block] = []
+    blocks: list[Block] = [*_ranks(report.memory_ranks)]
     for device, view in zip(devices(report), report.memory, strict=False):
         fields = FieldList([TextField(label, parts) for label, parts in device.lines])
         first = [each for each in device.tables if each.title not in _FOLDED]
@@ -44,6 +45,40 @@ def sections(report: Report) -> list[Block]:
             title = f"{device.title}: details"
             blocks.append(Section(title, rest, folded=True, counted=counted))
     return blocks
+
+
+def _ranks(samples: list[MemorySample]) -> list[Block]:
+    """The ranks side by side: who holds more than most, and what."""
+    if not samples:
+        return []
+    typical = median(each.allocated for each in samples)
+    rows = []
+    for each in sorted(samples, key=lambda each: -each.allocated)[:MAX_ROWS]:
+        more = each.allocated - typical
+        far = more if abs(more) >= 0.01 * typical else 0
+        rows.append(
+            [each.name, t.format_bytes(each.allocated), t.format_bytes(each.reserved),
+             signed_bytes(far) if far else "", _differs(each, samples) if far else ""]
+        )  # fmt: skip
+    head = ["rank", "in tensors", "reserved", "over the median", "most of it"]
+    return [Section("Memory by rank", [Grid(head, rows, align="<>>><")], "each at its peak")]
+
+
+def _differs(own: MemorySample, samples: list[MemorySample]) -> str:
+    """The category by which a rank differs most from the median."""
+
+    def held(of: MemorySample) -> dict[str, int]:
+        return {each.category: each.bytes for each in of.categories}
+
+    names = {name for each in samples for name in held(each)}
+    more = {n: held(own).get(n, 0) - median(held(s).get(n, 0) for s in samples) for n in names}
+    name = max(sorted(more), key=lambda n: abs(more[n]))
+    return f"{name} {signed_bytes(more[name])}"
+
+
+def signed_bytes(size: float) -> str:
+    """A difference in bytes, with its sign."""
+    return f"{'+' if size > 0 else '-'}{t.format_bytes(abs(size))}"
 
 
 def devices(report: Report, rows: int = MAX_ROWS) -> list[DeviceMemory]:
@@ -83,6 +118,28 @@ def device(view: MemoryView, rows: int = MAX_ROWS, *, named: bool = False) -> De
         _table("By line", ["line · category", "bytes", "share", "blocks"], _held(view), rows),
         _table(
             "Left behind by each step", ["line", "per step", "steps"], _lines(view.growth), rows
+        ),
+        _table(
+            "Over the run",
+            ["snapshot", "in tensors", "reserved"],
+            [
+                [t.clean(each.name), t.format_bytes(each.allocated), t.format_bytes(each.reserved)]
+                for each in view.series
+            ],
+            rows,
+        ),
+        _table(
+            f"More in each snapshot, per {view.grows_per}",
+            ["line · category", "bytes", "blocks"],
+            [
+                [
+                    f"{_place(each)} · {each.category}",
+                    t.format_bytes(each.bytes),
+                    t.format_count(each.blocks),
+                ]
+                for each in view.grows
+            ],
+            rows,
         ),
         _table("What a change frees (savings overlap)", ["change", "frees"], _savings(view), rows),
         _table(_CHURN, ["line", "per step", "times"], _lines(view.churn), rows),

@@ -1,0 +1,103 @@
+"""Snapshots side by side: two of them, those of ranks, and a series over a run."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+import advisor
+from advisor.advise.engine import Options
+from advisor.compare.compare import compare
+from advisor.measure.memory.post_mortem import PostMortem
+from advisor.measure.memory.snapshot_series import growing_lines, in_order
+from advisor.read.snapshot import read_snapshot
+from advisor.render.formats import REPORTS
+from advisor.testing.allocator import MIB, Allocator, Training
+
+FOLDER = Path(__file__).parents[1] / "corpus" / "memory"
+
+
+def after(steps: int, path: Path, **how: int) -> Path:
+    m = Allocator(max_entries=1500)
+    t = Training(m, **how)  # type: ignore[arg-type]
+    for _ in range(steps):
+        t.step()
+    return m.write(path)
+
+
+def test_autocast_is_said_to_raise_memory_and_why() -> None:
+    c = compare(*(FOLDER / f"forward_{n}.pickle.gz" for n in ("fp32", "bf16_autocast")))
+    assert c.verdict.startswith("Memory at the peak rises by 40%: 531 MiB → 744 MiB")
+    assert "autocast copies +231 MiB" in c.verdict and "16-bit copy of each weight" in c.verdict
+    sums = {a.name: (a.before, a.after) for a in c.amounts if a.group == "memory"}
+    peak = sums.pop("in tensors at the peak")
+    sums.pop("reserved then")
+    by_lifetime = [sums.pop(n) for n in list(sums) if n.startswith(("there", "made"))]
+    for side in (0, 1):
+        assert sum(pair[side] or 0 for pair in sums.values()) == peak[side]
+        assert sum(pair[side] or 0 for pair in by_lifetime) == peak[side]
+    assert c.limits == []
+
+
+def test_equal_snapshots_are_the_same_recording(tmp_path: Path) -> None:
+    path = after(4, tmp_path / "memory.pickle")
+    c = compare(path, path)
+    assert c.limits == ["Both are the same recording."]
+    assert "stays the same" in c.verdict
+
+
+def test_what_grew_has_its_line(tmp_path: Path) -> None:
+    before = after(4, tmp_path / "a.pickle", activation=12 * MIB)
+    larger = after(4, tmp_path / "b.pickle", activation=48 * MIB)
+    c = compare(before, larger)
+    (line,) = [a for a in c.amounts if a.name.endswith("model.py:20 activations")]
+    assert (line.before, line.after) == (4 * 12 * MIB, 4 * 48 * MIB)
+    assert "activations +" in c.verdict
+
+
+def test_ranks_are_side_by_side(tmp_path: Path) -> None:
+    for rank in range(4):
+        after(4, tmp_path / f"rank{rank}.pickle", activation=(60 if rank == 2 else 12) * MIB)
+    report = advisor.analyze(str(tmp_path))
+    assert [each.name for each in report.memory_ranks] == [f"rank {n}" for n in range(4)]
+    held = [each.allocated for each in report.memory_ranks]
+    assert held[0] == held[1] == held[3] < held[2]
+    text = REPORTS.render("terminal", report)
+    (row,) = [line for line in text.splitlines() if "rank 2" in line and "activations +" in line]
+    assert text.index("Memory by rank") < text.index(row.strip())
+
+
+@pytest.mark.parametrize("named", ["step_{}", "memory_{}"])
+def test_a_leak_over_a_run_has_its_line_and_its_rate(tmp_path: Path, named: str) -> None:
+    m = Allocator(max_entries=300)  # about one step: the history alone shows no growth
+    t = Training(m, leak=5 * MIB)
+    for step in range(1, 101):
+        t.step()
+        if step % 25 == 0:
+            m.write(tmp_path / f"{named.format(step)}.pickle")
+    report = advisor.analyze(str(tmp_path))
+    (view,) = report.memory
+    assert [each.name for each in view.series] == [
+        f"{named.format(step)}.pickle" for step in (25, 50, 75, 100)
+    ]
+    (line,) = view.grows
+    rate = 5 * MIB if named == "step_{}" else 125 * MIB
+    assert (line.line, line.bytes) == (49, rate)
+    (risk,) = report.risks
+    assert risk.rule == "memory-leak" and "train.py:49" in risk.summary
+
+
+def test_a_series_that_stays_the_same_grows_nowhere(tmp_path: Path) -> None:
+    for step in (10, 20, 30):
+        after(step, tmp_path / f"step_{step}.pickle")
+    report = advisor.analyze(str(tmp_path), Options())
+    assert report.memory[0].grows == []
+    assert "memory-leak" not in [risk.rule for risk in report.risks]
+
+
+def test_two_snapshots_are_no_series_of_growth(tmp_path: Path) -> None:
+    made = [after(n, tmp_path / f"step_{n}.pickle", leak=5 * MIB) for n in (10, 20)]
+    posts = [PostMortem(read_snapshot([path.read_bytes()], str(path)), 0) for path in made]
+    assert growing_lines(posts)[0].is_empty()
+    assert len(in_order([post.snapshot for post in posts])) == 2

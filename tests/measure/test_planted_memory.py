@@ -1,0 +1,216 @@
+"""Random programs of which is known what each change frees: they are run with the change made, in
+a simulated allocator."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import random
+from dataclasses import dataclass, replace
+
+import pytest
+
+from advisor.measure.memory.memory_savings import MINIMUM, STATE_8_BIT, savings
+from advisor.measure.memory.post_mortem import PostMortem
+from advisor.read.snapshot import read_snapshot
+from advisor.testing.allocator import (
+    CALLED,
+    LOOP,
+    MIB,
+    MODEL,
+    OPTIMIZER,
+    TORCH,
+    TRAIN,
+    Allocator,
+    Training,
+)
+
+PROGRAMS = int(os.environ.get("ADVISOR_TEST_PROGRAMS", "40"))
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A training program, and what is changed of it."""
+
+    layers: int
+    weights: int
+    activation: int
+    logits: int
+    leak: int
+    kept_outputs: bool
+    late_zero: bool
+    max_entries: int | None = None
+    batch: float = 1.0
+    chunks: int = 1
+    state: float = 1.0
+    checkpointed: bool = False
+    temporaries: bool = True
+
+
+class Program(Training):
+    """As Training, with the plan's changes made."""
+
+    def __init__(self, m: Allocator, plan: Plan) -> None:
+        scaled = [
+            round(size * plan.batch) for size in (plan.activation, plan.logits // plan.chunks)
+        ]
+        super().__init__(
+            m, layers=plan.layers, weights=plan.weights, activation=scaled[0], logits=scaled[1],
+            leak=plan.leak, kept_outputs=plan.kept_outputs, late_zero=plan.late_zero,
+        )  # fmt: skip
+        self.plan = plan
+
+    def forward(self) -> list[int]:
+        held = super().forward() if not self.plan.checkpointed else self._outputs()
+        return held
+
+    def _outputs(self) -> list[int]:
+        """Each layer keeps its output alone; the other two are made again in the backward pass."""
+        m, held = self.m, []
+        with m.at(*LOOP, (TRAIN, 47, "main"), *CALLED, (MODEL, 60, "forward")):
+            for _ in range(self.layers):
+                with m.at((MODEL, 62, "forward"), *CALLED):
+                    inner = [self._block(line, 4) for line in (20, 22)]
+                    output = self._block(25, 1)
+                    for address in inner:
+                        m.free(address)
+                held += [0, 0, output]
+            with m.at((MODEL, 66, "forward"), *CALLED):
+                head = m.alloc(self.logits)
+        if self.kept_outputs:
+            self._new = head
+        else:
+            held.append(head)
+        with m.at(*LOOP, (TRAIN, 48, "main"), (f"{TORCH}nn/functional.py", 3458, "cross_entropy")):
+            held += [m.alloc(self.logits), m.alloc(4)]
+        if self.leak:
+            with m.at(*LOOP, (TRAIN, 49, "main")):
+                m.alloc(self.leak)
+        return held
+
+    def _block(self, line: int, share: int) -> int:
+        with self.m.at((MODEL, line, "forward"), *CALLED, (f"{TORCH}nn/modules/linear.py", 1, "f")):
+            return self.m.alloc(self.activation * share // 4)
+
+    def backward(self, held: list[int]) -> None:
+        if not self.plan.checkpointed:
+            super().backward(held)
+            return
+        m = self.m
+        with m.alone():
+            upstream, fresh = None, not self.gradients
+            for number in reversed(range(self.layers)):
+                inner = [self._block(line, 4) for line in (20, 22)]
+                flow = m.alloc(self.activation)
+                if upstream is not None:
+                    m.free(upstream)
+                upstream = flow
+                grad = m.alloc(self.weights)
+                if fresh:
+                    self.gradients.append(grad)
+                else:
+                    m.free(grad)
+                for address in (held[number * 3 + 2], *reversed(inner)):
+                    m.free(address)
+            for address in held[3 * self.layers :]:
+                m.free(address)
+            if upstream is not None:
+                m.free(upstream)
+
+    def update(self) -> None:
+        m = self.m
+        with m.at(*LOOP[:1], *OPTIMIZER):
+            if not self.state:
+                size = round(self.weights * self.plan.state)
+                with m.at((f"{TORCH}optim/adamw.py", 150, "_init_group")):
+                    self.state = [m.alloc(size) for _ in range(2 * self.layers)]
+            if self.plan.temporaries:
+                with m.at((f"{TORCH}optim/adamw.py", 420, "_multi_tensor_adamw")):
+                    for address in [m.alloc(self.weights) for _ in range(2)]:
+                        m.free(address)
+
+
+def run(plan: Plan, steps: int = 9) -> tuple[Allocator, int]:
+    """The allocator after the program, and the most bytes that were in tensors at once."""
+    m = Allocator(max_entries=plan.max_entries)
+    program = Program(m, plan)
+    for _ in range(steps):
+        program.step()
+    held, most = 0, 0
+    for event in m.events:
+        held += {"alloc": 1, "free_requested": -1}.get(event["action"], 0) * event["size"]
+        most = max(most, held)
+    return m, most
+
+
+def plan(seed: int) -> Plan:
+    chance = random.Random(seed)
+
+    def size(low: int, high: int) -> int:
+        return round(low * (high / low) ** chance.random()) * MIB
+
+    return Plan(
+        layers=chance.randint(2, 16),
+        weights=size(4, 128),
+        activation=size(4, 256),
+        logits=size(2, 1024),
+        leak=chance.choice([0, 0, 0, size(8, 128)]),
+        kept_outputs=chance.random() < 0.25,
+        late_zero=chance.random() < 0.25,
+    )
+
+
+CHANGED = {
+    "batch": {"batch": 0.5},
+    "smaller logits": {"chunks": 8},
+    "8-bit optimizer": {"state": STATE_8_BIT},
+    "16-bit optimizer state": {"state": 0.5},
+    "offload optimizer state": {"state": 1e-9},
+    "set_to_none": {"late_zero": False},
+    "checkpointing": {"checkpointed": True},
+    "fused optimizer": {"temporaries": False},
+}
+
+
+@pytest.mark.parametrize("seed", range(PROGRAMS))
+def test_a_change_frees_what_the_changed_program_holds_less(seed: int) -> None:
+    program = plan(seed)
+    m, most = run(program)
+    post = PostMortem(read_snapshot([m.pickled()], "x"), 0)
+    assert post.allocated == most
+    said = {each.change: each.bytes for each in savings(post)}
+    for change, how in CHANGED.items():
+        freed = most - run(replace(program, **how))[1]  # type: ignore[arg-type]
+        if change not in said:
+            assert freed <= 1.1 * MINIMUM * most + MIB, (change, program)
+        else:
+            assert said[change] == pytest.approx(freed, rel=0.1, abs=0.01 * most), (change, program)
+    # what nothing keeps is in no remedy
+    if not program.leak and not program.kept_outputs:
+        assert "references" not in said
+    else:
+        freed = most - run(replace(program, leak=0, kept_outputs=False))[1]
+        own = program.leak + program.kept_outputs * 0  # the last step's own stays
+        if freed > (MINIMUM + 0.02) * most:
+            assert said["references"] == pytest.approx(freed - own, rel=0.1, abs=0.02 * most)
+    known = {*CHANGED, "references", "offload activations", "expandable segments"}
+    assert set(said) <= known, program
+
+
+@pytest.mark.parametrize("seed", range(PROGRAMS // 4))
+def test_categories_hold_in_a_ring_that_was_switched_on_late(seed: int) -> None:
+    """The last one or two steps, and no stack of anything before them: weights and states are told
+    by their lifetimes and sizes."""
+    program = plan(seed)
+    whole, _ = run(program)
+    entries = len(whole.events) // 9
+    m, _ = run(replace(program, max_entries=round(entries * (1.3 + seed % 2))))
+    state = m.snapshot()
+    for segment in state["segments"]:
+        for block in segment["blocks"]:
+            block["frames"] = []
+    late = PostMortem(read_snapshot([pickle.dumps(state)], "x"), 0).by_category
+    full = PostMortem(read_snapshot([whole.pickled()], "x"), 0).by_category
+    assert sum(late.values()) == sum(full.values())
+    for name in ("weights", "optimizer state", "gradients", "activations"):
+        assert late.get(name, 0) == pytest.approx(full.get(name, 0), abs=0.02 * sum(full.values()))

@@ -77,8 +77,6 @@ def kind_of(start: bytes, path: str = "") -> tuple[str, str | None] | None:
                 ".sqlite file"
             )
         return "an SQLite file without the tables of a profiler that is known", None
-    if start.startswith(b"\x80") and start[1:2] in (b"\2", b"\3", b"\4", b"\5"):
-        return "a pickle (a memory snapshot?)", None
     if start[257:262] == b"ustar":
         return "a tar archive", "unpack it and give the JSON in it"
     if start[:1] == b"\n" and path.lower().endswith((".pftrace", ".perfetto-trace")):

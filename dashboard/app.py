@@ -100,6 +100,7 @@ class MenuPage(NamedTuple):
 
 
 PAGES = (
+    MenuPage("runs", "/runs", "Runs"),
     MenuPage("overview", "/", "Overview"),
     MenuPage("job", "/job", "Job"),
     MenuPage("findings", "/findings", "Findings"),
@@ -175,7 +176,7 @@ def with_frame(page: MenuPage, inner: Layout) -> Layout:
     def show(**given: object) -> Any:
         query: dict[str, Any] = clean_query(given)
         view = current.view(**query)
-        if page.module == "live" or view.entry.loaded is not None:
+        if page.module in ("live", "runs") or view.entry.loaded is not None:
             body = inner(**query)
         elif view.entry.job is not None:
             body = job.layout(**query) if page.module in ("overview", "job") else job.choose(view)
@@ -225,8 +226,10 @@ def _header(view: PageView) -> Any:
 def _runs(view: PageView) -> list[Any]:
     """The runs to choose from, as links; only the name when there is one."""
     entries = view.session.entries
-    if len(entries) == 1:
-        return [el("Span", t.shorten(t.clean(view.entry.name), 48), cls="run-name")]
+    if len(entries) == 1 or view.session.folder:
+        more = link(f"All {len(entries)} runs", href="/runs", cls="run-name")
+        name = el("Span", t.shorten(t.clean(view.entry.name), 48), cls="run-name")
+        return [name, more] if view.session.folder else [name]
     names = t.distinct_labels((entry.name for entry in entries), 32)
     return [
         link(

@@ -61,6 +61,29 @@ def empty_figure(height: int, **layout: Any) -> Any:
     return made
 
 
+def run_history(names: Sequence[str], values: Sequence[float], about: Sequence[str]) -> Any:
+    """The median step of runs, in their order. ``values``: ms."""
+    made = empty_figure(280)
+    made.add_trace(
+        go.Scatter(
+            x=list(range(len(names))),
+            y=list(values),
+            mode="lines+markers",
+            line={"color": "#6366d4", "width": 2},
+            marker={"size": 8},
+            customdata=[
+                [escape_markup(name), line] for name, line in zip(names, about, strict=True)
+            ],
+            hovertemplate="%{customdata[0]}<br>%{y:.4g} ms<br>%{customdata[1]}<extra></extra>",
+        )
+    )
+    step = max(1, len(names) // 8)
+    at = list(range(0, len(names), step))
+    made.update_xaxes(tickvals=at, ticktext=[escape_markup(names[i]) for i in at])
+    made.update_yaxes(title_text="median step, ms", rangemode="tozero")
+    return made
+
+
 # -- kernels ------------------------------------------------------------------------------------
 
 

@@ -3,29 +3,32 @@ looked at."""
 
 from __future__ import annotations
 
+import contextlib
+import re
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple, TypeVar
 
 from advisor.advise.engine import AnalysisResult, Options, examine
 from advisor.advise.ranks.job import ranks_apart
 from advisor.core.errors import AdvisorError
-from advisor.core.run_directory import STEPS
+from advisor.core.report import SCHEMA, Report
+from advisor.core.run_directory import STEPS, read_recording
+from advisor.core.saved import read_saved
 from advisor.core.trace import Run
-from advisor.dashboard import jobs
 from advisor.dashboard.follow import Follower
 from advisor.measure import Analysis
+from advisor.measure.steps.record import StepRecords
 from advisor.read import open_run
 
 if TYPE_CHECKING:
     from advisor.advise.ranks.job import RanksDone
     from advisor.compare import Comparison
-    from advisor.core.report import Report
     from advisor.read import ReadOptions
 
-LoadState = Literal["loading", "ready", "failed"]
+LoadState = Literal["unread", "loading", "ready", "failed"]
 T = TypeVar("T")
 
 WARM = ("breakdown", "gaps", "kernels", "hot_kernels", "families", "collectives", "memory")
@@ -33,7 +36,9 @@ WARM = ("breakdown", "gaps", "kernels", "hot_kernels", "families", "collectives"
 STEPS_BYTES = 256 << 10
 """A run without a window is looked at again when its steps grew by this much: some thousand."""
 MAX_OPENED = 6
-"""Ranks of jobs that are kept open: a trace of 100 MB takes a GB or two."""
+"""Ranks of jobs, and runs of a folder, that are kept open: a trace of 100 MB takes a GB or two."""
+MAX_RUNS = 200
+"""Runs of a folder that are listed, the newest."""
 WATCH_SECONDS = 2.0
 """How often a live run's folder is looked at for new windows."""
 
@@ -80,6 +85,59 @@ class LoadedRun:
             return table
 
 
+MAX_JSON: Final = 64 << 20
+_KEY = re.compile(r"(\d{1,4})\.(\d{1,6})")
+
+
+def saved_report(path: str) -> Report | None:
+    """The report of several ranks that a file holds; ``None``: it is something else.
+
+    Raises AdvisorError: it is one, and damaged.
+    """
+    result = read_saved(path, Report, SCHEMA, MAX_JSON)
+    return result if result is not None and result.ranks is not None else None
+
+
+def key_of(job: str, place: int) -> str:
+    """The key of an entry that is a rank of a job: ``0.7`` is the eighth row of entry 0."""
+    return f"{job}.{place}"
+
+
+def split_key(key: str) -> tuple[str, int] | None:
+    """The job and the row of such a key; ``None``: it is none."""
+    result = _KEY.fullmatch(key)
+    return (result[1], int(result[2])) if result else None
+
+
+class RunSummary(NamedTuple):
+    """What the records of a run say of it, without an analysis."""
+
+    started_unix_ns: int
+    command: str
+    commit: str
+    """Of the working directory's repository; with ``+`` where it had changes."""
+    ranks: int
+    steps: int
+    median_ns: float | None
+    """Of the first rank's steps that count; ``None``: there are none."""
+
+    @classmethod
+    def of(cls, path: str) -> RunSummary:
+        """Raises AdvisorError: the run cannot be read."""
+        recording = read_recording(path)
+        manifest = recording.manifest
+        steps = next((StepRecords(record) for record in recording.ranks.values()), None)
+        commit = (manifest.git_commit or "")[:10] + "+" * bool(manifest.git_dirty)
+        return cls(
+            manifest.started_unix_ns,
+            " ".join(manifest.command),
+            commit,
+            len(recording.ranks),
+            0 if steps is None else len(steps.steps),
+            None if steps is None else steps.median,
+        )
+
+
 @dataclass
 class OpenedPath:
     """One path that the dashboard was opened with, and how far it is."""
@@ -101,6 +159,10 @@ class OpenedPath:
     """What it is called; empty: by its path."""
     version: int = 0
     """Goes up with each such replacement."""
+    summary: RunSummary | None = None
+    """Of a run in a folder of runs, once its records were read."""
+    verdict: str = ""
+    """Of its report, also once the run was closed again."""
 
     @property
     def report(self) -> Report | None:
@@ -125,9 +187,15 @@ class DashboardSession:
     """The first path is a run that is going on: look for new windows."""
     perfetto: str | None = None
     """Address of the Perfetto UI that a trace can be handed to; ``None``: none."""
+    folder: str = ""
+    """The paths are the runs of this folder, the newest first: the newest ones are read, the others
+    when they are asked for."""
 
     def __post_init__(self) -> None:
         self.entries = [OpenedPath(str(i), str(path)) for i, path in enumerate(self.paths)]
+        if self.folder:
+            for entry in self.entries[1:]:
+                entry.state = "unread"
         self._comparisons: dict[tuple[str, str], Comparison | str] = {}
         self._opening, self._reading = threading.Lock(), threading.Lock()
         self._thread: threading.Thread | None = None
@@ -169,11 +237,24 @@ class DashboardSession:
         """The entry of a key; the first one for anything else. A rank of a job is opened when it
         is asked for first, and read in the background."""
         known = next((entry for entry in self.entries if entry.key == key), None)
+        if known is not None and known.state == "unread":
+            self._read_later(known)
         return known or self._open(key or "") or self.entries[0]
+
+    def _read_later(self, entry: OpenedPath) -> None:
+        """Read a run of the folder, and close the oldest one where many are open."""
+        with self._opening:
+            if entry.state != "unread":  # another request was quicker
+                return
+            entry.state = "loading"
+            opened = [each for each in self.entries[1:] if each.loaded is not None]
+            if len(opened) >= MAX_OPENED:
+                opened[-1].state, opened[-1].loaded = "unread", None
+        threading.Thread(target=self._read_rank, args=(entry,), daemon=True).start()
 
     def _open(self, key: str) -> OpenedPath | None:
         """A rank of a job, by the row of its report; ``None``: there is none."""
-        asked = jobs.split(key)
+        asked = split_key(key)
         with self._opening:
             job = next((item for item in self.entries if asked and item.key == asked[0]), None)
             report = None if job is None else job.report
@@ -181,11 +262,11 @@ class DashboardSession:
             if asked is None or ranks is None or asked[1] >= len(ranks.lines):
                 return None
             for entry in self.entries:
-                if entry.key == jobs.key_of(*asked):  # another request was quicker
+                if entry.key == key_of(*asked):  # another request was quicker
                     return entry
             row = ranks.lines[asked[1]]
-            made = OpenedPath(jobs.key_of(*asked), row.path, label=f"rank {row.rank}")
-            opened = [e for e in self.entries if jobs.split(e.key) and e.state != "loading"]
+            made = OpenedPath(key_of(*asked), row.path, label=f"rank {row.rank}")
+            opened = [e for e in self.entries if split_key(e.key) and e.state != "loading"]
             if len(opened) >= MAX_OPENED:
                 self.entries.remove(opened[0])
             self.entries.append(made)
@@ -197,6 +278,8 @@ class DashboardSession:
         with self._reading:  # one after another: each takes as much memory as it is large
             try:
                 self._load(entry, as_run=True)
+                if self.folder:
+                    self._compare(self.entries[0].key, entry.key)
             finally:
                 if entry.state == "loading":
                     entry.state, entry.why = "failed", "the analysis failed; see the terminal"
@@ -212,7 +295,13 @@ class DashboardSession:
         first, *others = self.entries
         if first.job is not None:
             return []
-        runs = (entry for entry in others if entry.job is None and jobs.split(entry.key) is None)
+        runs = (
+            entry
+            for entry in others
+            if entry.job is None
+            and split_key(entry.key) is None
+            and (not self.folder or (first.key, entry.key) in self._comparisons)
+        )
         return [(first.key, entry.key) for entry in runs]
 
     def status(self) -> dict[str, Any]:
@@ -236,17 +325,26 @@ class DashboardSession:
 
     def _work(self) -> None:
         self._load_all()
+        for entry in self.entries if self.folder else ():
+            if self._stop.is_set():
+                return
+            with contextlib.suppress(AdvisorError):
+                entry.summary = RunSummary.of(entry.path)
+        for entry in self.entries[1:MAX_OPENED] if self.folder else ():
+            if entry.state == "unread" and not self._stop.is_set():
+                entry.state = "loading"
+                self._read_rank(entry)
         while self.live and not self._stop.wait(WATCH_SECONDS):
             self._refresh(self.entries[0])
 
     def _load_all(self) -> None:
         try:
-            for entry in self.entries:
+            for entry in [each for each in self.entries if each.state == "loading"]:
                 self._load(entry)
             for pair in self.pairs:
                 self._compare(*pair)
         finally:
-            for entry in self.entries:
+            for entry in self.entries[:1] if self.folder else self.entries:
                 if entry.state == "loading":  # the thread dies of a bug: say so, not "loading"
                     entry.state, entry.why = "failed", "the analysis failed; see the terminal"
             self._first.set()
@@ -276,7 +374,7 @@ class DashboardSession:
         except MemoryError:
             self._fail(entry, "out of memory; analyse one rank or fewer steps at a time")
         else:
-            entry.loaded = loaded
+            entry.loaded, entry.verdict = loaded, loaded.report.verdict
             ranks = loaded.report.ranks
             if ranks is not None and len(ranks.lines) > len(loaded.analyses):
                 entry.job = loaded.report
@@ -305,7 +403,7 @@ class DashboardSession:
 
     def _is_saved(self, entry: OpenedPath) -> bool:
         """Whether it is a saved report of several ranks; then it is ready."""
-        entry.job = jobs.saved_report(entry.path)
+        entry.job = saved_report(entry.path)
         if entry.job is None:
             return False
         entry.version += 1

@@ -30,7 +30,8 @@ Paths = Annotated[
     list[str],
     typer.Argument(
         metavar="PATH",
-        help="Each a trace file, a folder of one run's traces, or a job's report (JSON).",
+        help="Each a trace file, a folder of one run's traces, or a job's report (JSON); or one "
+        "folder of recorded runs.",
     ),
 ]
 Host = Annotated[
@@ -98,13 +99,20 @@ def command(
     from advisor.advise.engine import Options
     from advisor.dashboard.access import Access
     from advisor.dashboard.serve import bind
-    from advisor.dashboard.session import DashboardSession
+    from advisor.dashboard.session import MAX_RUNS, DashboardSession
     from advisor.read import ReadOptions
     from advisor.read.directory import refuse_several
+    from advisor.read.runs import SeveralRuns
     from advisor.read.source import DEFAULT_LIMIT
 
-    for path in paths:
-        refuse_several(path)
+    folder = ""
+    try:
+        for path in paths:
+            refuse_several(path)
+    except SeveralRuns as error:
+        if len(paths) > 1 or live:
+            raise
+        folder, paths = paths[0], list(map(str, error.found[:MAX_RUNS]))
     read = ReadOptions(
         max_bytes=limit or DEFAULT_LIMIT,
         memory=None if memory is None else str(memory),
@@ -120,7 +128,7 @@ def command(
         gpus=gpus,
         read=read,
     )
-    session = DashboardSession(paths, options, live=live, perfetto=viewer)
+    session = DashboardSession(paths, options, live=live, perfetto=viewer, folder=folder)
     access = Access.to(host, token)
     if no_token:
         access = replace(access, token=None)

@@ -15,9 +15,9 @@ window.dash_clientside.advisor = Object.assign(window.dash_clientside.advisor ||
     if (chosen === "job-map" && clicked && clicked.points.length) {
       key = clicked.points[0].text;
     } else if (chosen === "job-ranks" && selected && selected.length) {
-      key = selected[0].id;
+      key = selected[0].query;
     }
-    return key ? ["/timeline", "?" + new URLSearchParams({ run: key }).toString()] : [still, still];
+    return key ? ["/timeline", "?" + key] : [still, still];
   },
   chooseRank: function (rank, search) {
     "use strict";

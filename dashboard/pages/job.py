@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from typing import Any
+from urllib.parse import urlencode
 
 import dash
 from dash import ClientsideFunction, Input, Output
@@ -15,7 +16,6 @@ from advisor.core.report import Report
 from advisor.dashboard import current, figures
 from advisor.dashboard.current import PageView
 from advisor.dashboard.grid import Column, grid, register_search
-from advisor.dashboard.jobs import key_of, split
 from advisor.dashboard.parts import (
     banner,
     card,
@@ -29,7 +29,7 @@ from advisor.dashboard.parts import (
     table,
     tiles,
 )
-from advisor.dashboard.session import DashboardSession
+from advisor.dashboard.session import DashboardSession, OpenedPath, key_of, split_key
 
 STRIP = 128
 """Ranks beside each other on the map."""
@@ -41,14 +41,24 @@ MAP, RANKS = "job-map", "job-ranks"
 
 
 def has_content(view: PageView) -> bool:
-    """Whether a job of many ranks is open."""
-    return any(entry.job is not None for entry in view.session.entries)
+    """Whether several ranks are open."""
+    report = view.entry.report
+    return split_key(view.entry.key) is not None or (
+        report is not None and report.ranks is not None
+    )
+
+
+def _rank_query(entry: OpenedPath, place: int, rank: int) -> str:
+    """The query of a rank's own pages: a rank that is read here, else one to be opened."""
+    if entry.loaded is not None and rank in entry.loaded.analyses:
+        return urlencode({"run": entry.key, "rank": rank})
+    return urlencode({"run": key_of(entry.key, place)})
 
 
 def layout(**query: object) -> Any:
     """The page; of a rank that was opened, the page of its job."""
     view = current.view(**query)
-    asked = split(view.entry.key)
+    asked = split_key(view.entry.key)
     entry = view.session.entry(asked[0]) if asked else view.entry
     report = entry.report
     if report is None or report.ranks is None:
@@ -66,12 +76,12 @@ def layout(**query: object) -> Any:
         head("Job", t.clean(report.verdict) or None),
         banner([views.missing(item) for item in ranks.missing[:MAX_SHOWN]]),
         _figures(ranks),
-        _map(ranks, entry.key),
-        _outliers(ranks, view, entry.key),
+        _map(ranks, entry),
+        _outliers(ranks, entry),
         _steps(ranks),
         _clusters(ranks),
         _changes(report),
-        _ranks(ranks, entry.key),
+        _ranks(ranks, entry),
         card(
             "What was read",
             facts([(k, " · ".join(filter(None, v))) for k, v in views.scope(ranks)]),
@@ -114,11 +124,11 @@ def _figures(ranks: Ranks) -> Any:
     )
 
 
-def _map(ranks: Ranks, key: str) -> Any:
+def _map(ranks: Ranks, entry: OpenedPath) -> Any:
     shown = views.heat_map(ranks)
     if shown is None:
         return empty("No map", "No rank has steps that were measured.")
-    keys = {id(row): key_of(key, place) for place, row in enumerate(ranks.lines)}
+    keys = {id(row): _rank_query(entry, i, row.rank) for i, row in enumerate(ranks.lines)}
     values: list[list[float | None]] = []
     about: list[list[str | None]] = []
     places: list[list[str | None]] = []
@@ -158,7 +168,7 @@ def _map(ranks: Ranks, key: str) -> Any:
     )
 
 
-def _outliers(ranks: Ranks, view: PageView, key: str) -> Any:
+def _outliers(ranks: Ranks, entry: OpenedPath) -> Any:
     if not ranks.outliers:
         return None
     places = {str(row.rank): place for place, row in reversed(list(enumerate(ranks.lines)))}
@@ -166,8 +176,8 @@ def _outliers(ranks: Ranks, view: PageView, key: str) -> Any:
     for outlier in ranks.outliers[:MAX_SHOWN]:
         name: Any = views.outlier_name(outlier)
         if outlier.unit == "rank" and outlier.name in places:
-            run = key_of(key, places[outlier.name])
-            name = link(name, href=view.href("/timeline", run=run))
+            query = _rank_query(entry, places[outlier.name], int(outlier.name))
+            name = link(name, href=f"/timeline?{query}")
         share = outlier.last_share
         rows.append(
             [
@@ -257,12 +267,13 @@ def _changes(report: Report) -> Any:
     )
 
 
-def _ranks(ranks: Ranks, key: str) -> Any:
+def _ranks(ranks: Ranks, entry: OpenedPath) -> Any:
     classes = [(f"c{place}", views.label(name)) for place, name in enumerate(ranks.classes)]
     rows = []
     for place, row in enumerate(ranks.lines):
         made: dict[str, Any] = {
-            "id": key_of(key, place),
+            "id": key_of(entry.key, place),
+            "query": _rank_query(entry, place, row.rank),
             "rank": row.rank,
             "rank_text": str(row.rank),
             "host": t.shorten(t.clean(row.host), 80),

@@ -10,11 +10,14 @@ from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 pytest.importorskip("dash")
 
 from advisor.advise.engine import analyze
+from advisor.core.run_directory import MANIFEST, STEPS, Manifest, Step
+from advisor.dashboard import session as home
 from advisor.dashboard.access import Access
 from advisor.dashboard.app import create_app
 from advisor.dashboard.follow import Follower
@@ -207,3 +210,61 @@ def test_the_live_page_shows_the_last_step(tmp_path: Path) -> None:
     assert found["live-tick"]["disabled"] is False
     assert '"50"' in answer.text
     assert "running" in answer.text
+
+
+def _runs(folder: Path, medians: list[int]) -> list[str]:
+    """Runs of 30 steps with these lengths, ns; the newest first."""
+    for day, dur in enumerate(medians):
+        rank = folder / f"2026-11-{day + 1:02}" / "rank0"
+        rank.mkdir(parents=True)
+        manifest = Manifest(
+            started_unix_ns=(20_000 + day) * 86_400 * 10**9,
+            git_commit=f"{day:040}",
+            git_dirty=day == 1,
+            command=["python", "train.py"],
+        )
+        (rank.parent / MANIFEST).write_bytes(msgspec.json.encode(manifest))
+        lines = [msgspec.json.encode(Step(n=n, t=n * dur, dur=dur)) for n in range(30)]
+        (rank / STEPS).write_bytes(b"\n".join(lines) + b"\n")
+        recorded.slow_loader().write(rank / "trace_w0.json")
+    return sorted(map(str, folder.iterdir()), reverse=True)
+
+
+def test_of_a_folder_of_runs_the_newest_are_read_and_the_others_when_asked_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(home, "MAX_OPENED", 2)
+    paths = _runs(tmp_path / "runs", [4_000_000, 3_000_000, 2_000_000])
+    session = DashboardSession(paths, folder=str(tmp_path / "runs")).start()
+    newest, middle, oldest = session.entries
+    assert until(lambda: middle.state == "ready" and oldest.summary is not None)
+    assert newest.state == "ready" and oldest.state == "unread"
+    assert [e.summary.median_ns for e in session.entries if e.summary] == [2e6, 3e6, 4e6]
+    assert middle.summary is not None and middle.summary.commit == "0000000000+"
+    assert until(lambda: session.pairs == [("0", "1")]) and session.status()["done"]
+    client = create_app(session, Access()).server.test_client()
+    assert client.get("/runs").status_code == 200
+
+    assert session.entry("2") is oldest  # asked for: read, and the other is closed for it
+    assert until(lambda: oldest.state == "ready" and ("0", "2") in session.pairs)
+    assert middle.state == "unread" and middle.loaded is None and middle.verdict
+    session.close()
+
+
+def test_a_page_of_runs_lists_them_with_steps_commits_and_verdicts(
+    tmp_path: Path, served: Any, tab: Any
+) -> None:
+    folder = tmp_path / "runs"
+    paths = _runs(folder, [4_000_000, 3_000_000])
+    session = DashboardSession(paths, folder=str(folder)).start()
+    assert until(lambda: all(entry.state == "ready" for entry in session.entries))
+    with served(session) as shown:
+        t = tab(shown)
+        page = t.open("/runs")
+        rows = page.locator("table.data tbody tr").all_inner_texts()
+        assert "3 ms" in rows[0] and "0000000000+" in rows[0]
+        assert "4 ms" in rows[1] and session.entries[1].verdict[:20] in rows[1]
+        page.locator("td a").nth(1).click()
+        page.wait_for_url("**/?run=1")
+        assert page.locator("header .run-name").first.inner_text() == "2026-11-01"
+        assert t.wrong == []

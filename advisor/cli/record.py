@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import os
+import sys
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 
@@ -16,12 +17,12 @@ SETTINGS = {"ignore_unknown_options": True, "allow_interspersed_args": False}
 
 def command(
     program: Annotated[
-        list[str],
+        list[str] | None,
         typer.Argument(
             metavar="[--] PROGRAM ARGS…",
             help="train.py args…, -m module args…, or a launcher: torchrun … train.py.",
         ),
-    ],
+    ] = None,
     out: Annotated[
         str | None, typer.Option("--out", "-o", metavar="DIR", help="Run directory (a new one).")
     ] = None,
@@ -55,12 +56,32 @@ def command(
     scalene_steps: Annotated[
         int, typer.Option(metavar="N", min=1, help="Steps of the pass under Scalene.")
     ] = 50,
+    attach: Annotated[
+        str | None,
+        typer.Option(
+            metavar="URL",
+            help="Instead of a program, have a live vLLM or SGLang server profile itself: "
+            "http://host:8000.",
+        ),
+    ] = None,
+    seconds: Annotated[
+        float, typer.Option(metavar="S", help="How long, with --attach (at most 120).")
+    ] = 5.0,
+    engine: Annotated[
+        Literal["vllm", "sglang"] | None,
+        typer.Option(help="With --attach, where the server does not tell."),
+    ] = None,
 ) -> None:
     """Run a training program as it is, and record its steps, phases and a profiled window.
 
     The exit code is the program's. `ADVISOR_*` variables and `[tool.advisor.record]` in
     pyproject.toml set what has no option here.
     """
+    if attach is not None:
+        _attached(attach, seconds, engine, program, out)
+        return
+    if not program:
+        raise AdvisorError("give a program, or --attach URL of a server")
     from advisor.recorder import launch
     from advisor.recorder.options import switched_off
 
@@ -81,6 +102,24 @@ def command(
     if scalene and code == 0:
         launch.under_scalene(program, scalene_steps, out or "")
     launch.leave(code)
+
+
+def _attached(
+    url: str, seconds: float, engine: str | None, program: list[str] | None, out: str | None
+) -> None:
+    """Say where the server's own trace is."""
+    from advisor.recorder import attach
+
+    if program:
+        raise AdvisorError("--attach records a server that runs: give no program")
+    folder = None if out is None else Path(out)
+    done = attach.attach(url, seconds, engine, folder, lambda text: print(text, file=sys.stderr))
+    how = "interrupted after" if done.interrupted else "recorded"
+    print(f"{how} {done.seconds:.1f} s; the profiler is off")
+    if done.files:
+        print("\n".join(f"advisor analyze {file}" for file in done.files))
+    else:
+        print("its traces are in the profiler's folder of the server: advisor analyze FOLDER")
 
 
 def window(

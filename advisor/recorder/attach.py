@@ -1,0 +1,238 @@
+"""``advisor record --attach``: a live inference server profiles itself for some seconds.
+
+vLLM and SGLang have ``/start_profile`` and ``/stop_profile``
+(https://docs.vllm.ai/en/stable/contributing/profiling/,
+https://docs.sglang.io/developer_guide/benchmark_and_profiling.html). Whatever happens in between,
+the profiler is asked to stop.
+"""
+
+from __future__ import annotations
+
+import http.client
+import json
+import signal
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import FrameType
+from typing import Any, NamedTuple
+from urllib.parse import urlsplit
+
+from advisor.core.errors import AdvisorError
+
+MAX_SECONDS = 120.0
+"""A trace of two minutes of serving has hundreds of millions of events."""
+ANSWER_SECONDS = 15.0
+"""For an answer of a server that is well."""
+STOP_SECONDS = 1800.0
+"""For the answer to a stop: the engine writes its files first, minutes for a large model."""
+STOPS = 3
+MAX_ANSWER = 1 << 20
+"""Bytes of an answer that are read."""
+HOW_TO_ENABLE = {
+    "vllm": "start vLLM with --profiler-config "
+    '\'{"profiler": "torch", "torch_profiler_dir": "/traces"}\' '
+    "(before 0.13: VLLM_TORCH_PROFILER_DIR=/traces)",
+    "sglang": "set SGLANG_TORCH_PROFILER_DIR=/traces for the server, or give --out",
+}
+_KINDS = (("vllm", "/version"), ("sglang", "/get_server_info"), ("sglang", "/server_info"))
+
+
+class Server(NamedTuple):
+    """Where a server listens."""
+
+    secure: bool
+    host: str
+    port: int
+    base: str
+    """Path before those of the endpoints."""
+
+    def ask(self, method: str, path: str, body: Any = None, seconds: float = ANSWER_SECONDS) -> Any:
+        """Status and text of the answer. Redirects are not followed. Raises OSError and
+        http.client.HTTPException."""
+        kind = http.client.HTTPSConnection if self.secure else http.client.HTTPConnection
+        connection = kind(self.host, self.port, timeout=seconds)
+        try:
+            text = None if body is None else json.dumps(body)
+            headers = {} if text is None else {"Content-Type": "application/json"}
+            connection.request(method, self.base + path, text, headers)
+            answer = connection.getresponse()
+            return answer.status, answer.read(MAX_ANSWER).decode("utf-8", "replace")
+        finally:
+            connection.close()
+
+
+class Recording(NamedTuple):
+    """What became of it."""
+
+    engine: str
+    seconds: float
+    """Between start and stop."""
+    interrupted: bool
+    """Somebody or something ended it early: the profiler was stopped all the same."""
+    files: list[Path]
+    """New files in the folder that was named; empty: none was, or it is on another machine."""
+
+
+def server_of(url: str) -> Server:
+    """Raises AdvisorError: not an address of a server."""
+    try:
+        parts = urlsplit(url)
+        port = parts.port
+    except ValueError:
+        raise AdvisorError(f"--attach {url}: not an address") from None
+    if parts.scheme not in ("http", "https") or not parts.hostname:
+        raise AdvisorError(f"--attach {url}: give http://host:port or https://host:port")
+    if parts.username or parts.password or parts.query or parts.fragment:
+        raise AdvisorError("--attach: give the address alone, without a user or a query")
+    secure = parts.scheme == "https"
+    return Server(secure, parts.hostname, port or (443 if secure else 80), parts.path.rstrip("/"))
+
+
+def engine_of(server: Server) -> str:
+    """Which engine answers there. Raises AdvisorError: none does, or none that is known."""
+    for engine, path in _KINDS:
+        try:
+            status, text = server.ask("GET", path)
+        except (OSError, http.client.HTTPException) as error:
+            raise AdvisorError(f"{_name(server)}: no server answers ({_why(error)})") from None
+        if status == 200 and _is_object(text):
+            return engine
+    raise AdvisorError(
+        f"{_name(server)}: neither vLLM nor SGLang; name it with --engine if it has /start_profile"
+    )
+
+
+def attach(
+    url: str,
+    seconds: float,
+    engine: str | None = None,
+    folder: Path | None = None,
+    say: Callable[[str], object] = lambda text: None,
+) -> Recording:
+    """Have a server profile itself for that long. ``folder``: where its files are written, as seen
+    from the server (SGLang is asked to write there; vLLM decides when it starts).
+
+    Raises AdvisorError: no such server, or it does not profile. Where the profiler may have
+    started and could not be stopped, the error says so.
+    """
+    if not 0 < seconds <= MAX_SECONDS:
+        raise AdvisorError(f"--seconds: above 0, at most {MAX_SECONDS:.0f}")
+    server = server_of(url)
+    known = engine or engine_of(server)
+    before = _files(folder)
+    body: dict[str, Any] | None = None
+    if known == "sglang":
+        body = {"activities": ["CPU", "GPU"], "record_shapes": True, "with_stack": True}
+        if folder is not None:
+            body["output_dir"] = str(folder.absolute())
+    begun = time.monotonic()
+    interrupted = False
+    with _signals_as_interrupts():
+        try:
+            # whatever goes wrong from here on, the profiler may run
+            _start(server, known, body)
+            begun = time.monotonic()
+            say(f"{known} profiles itself for {seconds:g} s: send it requests")
+            threading.Event().wait(seconds)
+        except KeyboardInterrupt:
+            interrupted = True
+        except _Refused as error:
+            raise AdvisorError(str(error)) from None
+        except BaseException:
+            _stop(server)
+            raise
+        took = time.monotonic() - begun
+        say("stopping: the engine writes its files, which takes minutes for a large model")
+        _stop(server)
+    return Recording(known, took, interrupted, sorted(_files(folder) - before))
+
+
+class _Refused(Exception):
+    """The server said that it does not profile."""
+
+
+def _start(server: Server, engine: str, body: dict[str, Any] | None) -> None:
+    try:
+        status, text = server.ask("POST", "/start_profile", body)
+    except (OSError, http.client.HTTPException) as error:
+        raise AdvisorError(
+            f"{_name(server)}: no answer to /start_profile ({_why(error)}); it was asked to stop"
+        ) from None
+    if status in (404, 405, 501):
+        raise _Refused(f"{_name(server)}: it has no profiler on; {HOW_TO_ENABLE.get(engine, '')}")
+    if status >= 300:
+        raise AdvisorError(
+            f"{_name(server)}: /start_profile answered {status} ({' '.join(text.split())[:100]}); "
+            "it was asked to stop"
+        )
+
+
+def _stop(server: Server) -> None:
+    """Asks until it is so. Raises AdvisorError: it is not."""
+    why = ""
+    for attempt in range(STOPS):
+        try:
+            status, text = server.ask("POST", "/stop_profile", seconds=STOP_SECONDS)
+        except KeyboardInterrupt:  # not before it has been asked
+            why = "interrupted"
+            continue
+        except (OSError, http.client.HTTPException) as error:
+            why = _why(error)
+        else:
+            if status < 300:
+                return
+            why = f"it answered {status} ({' '.join(text.split())[:100]})"
+        time.sleep(0.2 * 2**attempt)
+    raise AdvisorError(
+        f"{_name(server)}: the profiler may still run, /stop_profile failed ({why}); send "
+        f"'curl -X POST {_name(server)}/stop_profile' or restart the server"
+    )
+
+
+@contextmanager
+def _signals_as_interrupts() -> Iterator[None]:
+    """What ends the process lets it stop the profiler first."""
+
+    def interrupt(_number: int, _frame: FrameType | None) -> None:
+        raise KeyboardInterrupt
+
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    names = (signal.SIGTERM, signal.SIGHUP) if hasattr(signal, "SIGHUP") else (signal.SIGTERM,)
+    old = {number: signal.signal(number, interrupt) for number in names}
+    try:
+        yield
+    finally:
+        for number, handler in old.items():
+            signal.signal(number, handler)
+
+
+def _files(folder: Path | None) -> set[Path]:
+    try:
+        return set() if folder is None else {p for p in folder.rglob("*.json*") if p.is_file()}
+    except OSError:
+        return set()
+
+
+def _is_object(text: str) -> bool:
+    try:
+        return isinstance(json.loads(text), dict)
+    except (ValueError, RecursionError):
+        return False
+
+
+def _name(server: Server) -> str:
+    scheme = "https" if server.secure else "http"
+    host = f"[{server.host}]" if ":" in server.host else server.host
+    return f"{scheme}://{host}:{server.port}{server.base}"
+
+
+def _why(error: Exception) -> str:
+    if isinstance(error, TimeoutError | socket.timeout):
+        return "timed out"
+    return str(getattr(error, "strerror", None) or str(error) or type(error).__name__)[:100]

@@ -13,7 +13,7 @@ TYPESCRIPT := 5.9.3
 PRETTIER   := 3.10.1
 TORCH  := $(shell sed -n '/^torch==/p' constraints.txt)
 
-.PHONY: help demo demo-record test lint fmt docs lock bench record-h200 clean
+.PHONY: help demo demo-record test lint fmt docs docs-site lock bench record-h200 clean
 .DEFAULT_GOAL := help
 
 help: ## Show this list
@@ -46,6 +46,9 @@ fmt: $(STAMP) ## Format the code and apply the safe fixes
 docs: $(STAMP) ## Write the generated pages (docs/rules, docs/report-schema.md)
 	$(BIN)/python docs/generate.py
 
+docs-site: $(STAMP) ## Build the docs as a site in site/; broken links fail
+	$(BIN)/mkdocs build --strict --quiet
+
 lock: $(STAMP) ## Write requirements.lock after a change of constraints.txt (needs uv)
 	$(BIN)/python tools/lock.py
 
@@ -59,7 +62,7 @@ record-h200: $(STAMP) ## Record the sample workloads on this machine's CUDA GPU 
 	$(BIN)/python benchmarks/record_gpu.py --output tests/data/h200 $(ARGS)
 
 clean: ## Remove what make, builds and tests left behind
-	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) site build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 $(BASE): pyproject.toml requirements-base.lock

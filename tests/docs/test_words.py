@@ -64,7 +64,8 @@ def pages() -> Iterator[Path]:
     """The pages that people write."""
     yield from (ROOT / name for name in ("README.md", "CONTRIBUTING.md", "GLOSSARY.md"))
     for page in sorted((ROOT / "docs").glob("*.md")):
-        if not page.read_text(encoding="utf-8").startswith(GENERATED):
+        generated = page.read_text(encoding="utf-8").startswith(GENERATED)
+        if not generated and not page.is_symlink():
             yield page
 
 

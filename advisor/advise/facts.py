@@ -88,6 +88,7 @@ def _steps(report: Report) -> list[str]:
         more = f"{t.format_duration(recorded)} recorded"
         return [what] if recorded - span < OUTSIDE * recorded else [what, more]
     source = "recorded" if scope_.step_source == "record" else t.clean(scope_.step_source)
+    source = {"optimizer": "optimizer steps", "engine": "steps of the engine"}.get(source, source)
     if scope_.per == "repetition":
         source = "repetitions, steps are not marked"
     used = f"{scope_.steps_used} of {scope_.steps_found}"

@@ -172,6 +172,9 @@ def _shortcoming(report: Report, a: Analysis) -> str | None:
         )
     if why := lost_records(a):
         return f"{why[0].upper()}{why[1:]}: GPU busy at least {busy}."
+    if a.trace.meta.truncated:
+        lead = f". {_lead(report)}" if report.findings else ""
+        return f"The file is cut off. In what is left, the GPU is busy at least {busy}{lead}."
     if too_little(a):
         return (
             f"GPU busy {busy}, but too little was recorded for advice "

@@ -256,7 +256,7 @@ class OperatorRate(Struct, frozen=True, kw_only=True):
     """What limits it at the attainable rates. ``launch``: starting the kernel takes longer than its
     work. ``unknown``: FLOPs, bytes or the device's rates are not known."""
     efficiency: float | None
-    """Time at the attainable rates over the time taken; above 1 where data stays in caches.
+    """Time at the attainable rates over the time taken, at most 1.
     ``null``: not judged."""
     saved_ns: float | None
     """Time per step that the attainable rates would save, ns; ``null``: not judged."""

@@ -386,7 +386,7 @@ class Analysis:
         ``dur`` (ns), ``share`` (of kernel time without communication), ``flops``, ``moved``
         (bytes; null: not known), ``flops_per_s``, ``bytes_per_s``, ``attainable_flops_per_s``,
         ``attainable_bytes_per_s``, ``bound`` (``compute``, ``memory``, ``launch``, ``unknown``),
-        ``efficiency`` (0 to 1 and above; null: not judged), ``saved`` (ns that it would take less
+        ``efficiency`` (0 to 1; null: not judged), ``saved`` (ns that it would take less
         at the attainable rate; null), ``longest`` (row of ``trace.gpu``); largest ``dur`` first."""
         from advisor.measure.host.operators import measure_operators
 

@@ -9,7 +9,7 @@ import numpy as np
 import polars as pl
 from numpy.typing import NDArray
 
-from advisor.core.finding import Edit, Location, Operation, Select, SkippedCheck
+from advisor.core.finding import Edit, Location, Operation, PassedCheck, Select, SkippedCheck
 from advisor.measure import Analysis
 from advisor.replay.selection import under_names
 
@@ -91,6 +91,28 @@ def no_shapes(a: Analysis, what: str) -> SkippedCheck:
     else:
         why, record = "the recorded input shapes are not those of these kernels' operators", ""
     return SkippedCheck(what=what, why=why, record=record)
+
+
+def praise_tensor_cores(
+    a: Analysis, matrix: Mask, on_tensor: Mask, min_share: float, min_rate: float
+) -> Iterator[PassedCheck]:
+    """Says that matrix work runs on tensor cores, where ``min_share`` of its time does and it
+    reaches ``min_rate`` of the attainable rate; where no rate is known, where its format is."""
+    total = duration(a, matrix)
+    used = duration(a, on_tensor) / total
+    if used < min_share:
+        return
+    table = a.rooflines.filter(pl.col("family").cast(pl.String).is_in(["gemm", "convolution"]))
+    rate = pl.col("flops_per_s") / pl.col("attainable_flops_per_s")
+    table = table.with_columns(reached=pl.col("efficiency").fill_null(rate))
+    judged = table.drop_nulls("reached")
+    known = table.drop_nulls("dtype")["dur"].sum() / total
+    if judged["dur"].sum() >= 0.5 * total:
+        reached = (judged["dur"] * judged["reached"]).sum() / judged["dur"].sum()
+        known = min_share if reached >= min_rate else 0.0
+    if known >= min_share:
+        cores = "matrix cores" if a.trace.meta.vendor == "amd" else "tensor cores"
+        yield PassedCheck(text=f"{used:.0%} of GEMM and convolution time runs on {cores}")
 
 
 def scale_factor(a: Analysis, rows: Mask, saved_ns: float) -> float:

@@ -14,7 +14,6 @@ from advisor.core.finding import (
     Finding,
     FrameworkAdvice,
     Outcome,
-    PassedCheck,
     Rule,
     Select,
     SkippedCheck,
@@ -162,6 +161,7 @@ class Fp32Matmul(Rule):
     praise_share = Threshold(
         0.9, "of matrix time on tensor cores, from which the report says so", OURS
     )
+    praise_rate = Threshold(0.25, "of the attainable rate, to be praised", OURS)
 
     fix = (
         "Allow TF32 for FP32 matrix work: one line, 10 bits of mantissa instead of 23. Or train in "
@@ -253,10 +253,8 @@ class Fp32Matmul(Rule):
                 slow |= kind & fp32 & off_tensor & ~self._bandwidth_bound(a)
         share = facts.duration(a, slow) / total
         if share < self.min_share:
-            used = facts.duration(a, matrix & on_tensor) / matrix_ns
-            if used >= self.praise_share:
-                cores = "matrix cores" if a.trace.meta.vendor == "amd" else "tensor cores"
-                yield PassedCheck(text=f"{used:.0%} of GEMM and convolution time runs on {cores}")
+            limits = (self.praise_share, self.praise_rate)
+            yield from facts.praise_tensor_cores(a, matrix, matrix & on_tensor, *limits)
             return
         if facts.busy_share(a) < self.min_busy:
             return  # faster kernels would only wait longer

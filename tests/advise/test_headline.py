@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gzip
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -218,3 +219,25 @@ def test_a_run_that_goes_on_after_an_exception_has_not_crashed(tmp_path: Path) -
     report = analyze(write_run(tmp_path / "run", {0: r.build()}), OPTIONS)
     assert report.crashes == []
     assert report.recorded is not None and report.recorded.ended == "finished"
+
+
+def test_a_cut_file_says_so_first_and_gives_lower_bounds(
+    shared_trace: Callable[[str], str], tmp_path: Path
+) -> None:
+    whole = gzip.decompress(Path(shared_trace("a100_train_6steps")).read_bytes())
+    cut = tmp_path / "cut.json"
+    cut.write_bytes(whole[: len(whole) * 2 // 3])
+    report = analyze(cut)
+    assert report.verdict.startswith("The file is cut off. In what is left, the GPU is busy at")
+    assert report.status == "limited"
+
+
+def test_matrix_units_are_not_praised_far_below_their_rate(
+    shared_trace: Callable[[str], str],
+) -> None:
+    def praised(name: str) -> bool:
+        report = analyze(shared_trace(name))
+        return any("GEMM and convolution time runs on" in each.text for each in report.passed)
+
+    assert praised("mi300_torch_compile")  # 34 % of the GPU's peak over the whole recording
+    assert not praised("mi250_train")  # below 1 % in a busy time of 2 %

@@ -78,8 +78,9 @@ def measure_operators(a: Analysis) -> pl.DataFrame:
     ``max(FLOPs / matmul rate, bytes / memory rate)`` at the rates that were measured on such a GPU
     (``hardware.attainable``), plus ``KERNEL_NS`` a call; matrix products, convolutions and
     attention need both, other operators are compared with memory alone. ``efficiency`` is that time
-    over the one taken: above 1 where data stays in L2, or Winograd needs fewer FLOPs than are
-    counted. Where launches bind it, efficiency and saving are null: more work a launch is the cure.
+    over the one taken, at most 1: where data stays in L2, or Winograd needs fewer FLOPs than are
+    counted, the rate is no limit. Where launches bind it, efficiency and saving are null: more work
+    a launch is the cure.
     """
     rows = _kernels(a)
     if rows.is_empty():
@@ -119,8 +120,8 @@ def measure_operators(a: Analysis) -> pl.DataFrame:
 
 
 def _reached(table: pl.DataFrame, limits: Roofs, hardware: GpuSpec | None) -> Roofs:
-    """The rates, with those that nobody measured raised to what products of this recording reach:
-    that is a measurement too. Never above the peak: FLOPs are counted by shape."""
+    """The rates, raised to what products of this recording reach: that is a measurement too. Never
+    above the peak: FLOPs are counted by shape."""
     if hardware is None:
         return limits
     told = table.filter((pl.col("family") == "gemm") & (pl.col("share") >= MIN_SHARE))
@@ -128,7 +129,7 @@ def _reached(table: pl.DataFrame, limits: Roofs, hardware: GpuSpec | None) -> Ro
     matmul = dict(limits.matmul)
     for dtype, rate in fastest.drop_nulls().iter_rows():
         result, peak = matmul.get(dtype), hardware.peak(dtype)
-        if result is not None and result.source is None and peak is not None:
+        if result is not None and peak is not None:
             matmul[dtype] = result._replace(rate=max(result.rate, min(rate, peak)))
     return Roofs(matmul, limits.memory)
 
@@ -221,7 +222,7 @@ def _against_roofs(table: pl.DataFrame, limits: Roofs) -> pl.DataFrame:
         .then(pl.lit("compute"))
         .otherwise(pl.lit("memory"))
         .cast(Bound),
-        efficiency=pl.when(judged).then(best / pl.col("dur")),
+        efficiency=pl.when(judged).then((best / pl.col("dur")).clip(upper_bound=1.0)),
         saved=pl.when(judged).then((pl.col("dur") - best).clip(lower_bound=0.0)),
     )
 

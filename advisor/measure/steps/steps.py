@@ -224,6 +224,8 @@ def own_span(trace: Trace) -> tuple[int, int]:
     before = np.cumsum(dur)[:-1]
     holes = np.flatnonzero((waits > HOLE_NS) & (before <= LEAD_SHARE * dur.sum()))
     first = int(holes[-1]) + 1 if len(holes) else 0
+    if until[-1] <= ts[first]:
+        return extent(trace)
     return int(ts[first]), int(until[-1])
 
 

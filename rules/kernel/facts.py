@@ -108,7 +108,7 @@ def praise_tensor_cores(
     judged = table.drop_nulls("reached")
     known = table.drop_nulls("dtype")["dur"].sum() / total
     if judged["dur"].sum() >= 0.5 * total:
-        reached = (judged["dur"] * judged["reached"]).sum() / judged["dur"].sum()
+        reached = float((judged["dur"] * judged["reached"]).sum()) / float(judged["dur"].sum())
         known = min_share if reached >= min_rate else 0.0
     if known >= min_share:
         cores = "matrix cores" if a.trace.meta.vendor == "amd" else "tensor cores"

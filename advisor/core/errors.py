@@ -28,11 +28,30 @@ def describe_failure(error: BaseException) -> str:
     return f"{text} at {file}:{frame.tb_lineno}"
 
 
-SOURCE = "."
-"""What pip is given: the folder of the source, until a package index has ``gpu-advisor``."""
-
-
 def install(extra: str) -> str:
-    """The command that installs an extra: ``pip install ".[record]"``."""
-    where = " in the folder of advisor's source" if SOURCE == "." else ""
-    return f'pip install "{SOURCE}[{extra}]"{where}'
+    """The command that installs an extra from where advisor itself came from:
+    ``pip install "gpu-advisor[record]"``, or with the folder, archive or repository."""
+    from pathlib import Path
+
+    where = _origin()
+    source = f"gpu-advisor[{extra}]" if not where else f"gpu-advisor[{extra}] @ {where}"
+    if where.startswith("file://") and Path(where[7:], "pyproject.toml").is_file():
+        source = f"{where[7:]}[{extra}]"
+    return f'pip install "{source}"'
+
+
+def _origin() -> str:
+    """The URL that advisor was installed from; empty: a package index. A folder in which it lies
+    without having been installed is one too."""
+    import json
+    from importlib.metadata import PackageNotFoundError, distribution
+    from pathlib import Path
+
+    try:
+        text = distribution("gpu-advisor").read_text("direct_url.json")
+        found = json.loads(text or "{}")
+        vcs = found.get("vcs_info", {})
+        prefix, commit = f"{vcs['vcs']}+" if vcs else "", vcs.get("commit_id", "")
+        return f"{prefix}{found.get('url', '')}{f'@{commit}' if commit else ''}"
+    except (PackageNotFoundError, ValueError, TypeError, AttributeError, KeyError, OSError):
+        return Path(__file__).resolve().parents[2].as_uri()

@@ -1,0 +1,98 @@
+"""What people without a checkout get: the whole source, links that lead somewhere, commands that
+work for them."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import re
+import subprocess
+import sys
+import tarfile
+import tomllib
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from advisor.core import errors
+from advisor.render.formats.sarif import HOME
+
+ROOT = Path(__file__).resolve().parents[2]
+COMMIT = "a" * 40
+
+
+def tracked() -> set[str]:
+    """Files of the repository, but hidden ones."""
+    command = ["git", "ls-files", "-z"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    if done.returncode:
+        pytest.skip("not a git checkout")
+    names = set(done.stdout.split("\0")) - {""}
+    return {name for name in names if not any(p.startswith(".") for p in Path(name).parts)}
+
+
+@pytest.mark.slow
+def test_the_source_distribution_is_the_repository(tmp_path: Path) -> None:
+    source = tmp_path / "source"
+    source.mkdir()
+    archive = subprocess.run(["git", "archive", "HEAD"], cwd=ROOT, capture_output=True, check=False)
+    names = tracked()
+    (tmp_path / "source.tar").write_bytes(archive.stdout)
+    with tarfile.open(tmp_path / "source.tar") as tar:
+        tar.extractall(source, filter="tar")
+    command = [sys.executable, "-m", "build", "--no-isolation", "--sdist", "--outdir", tmp_path]
+    subprocess.run([*command, source], check=True, capture_output=True, timeout=300)
+    (built,) = tmp_path.glob("*.tar.gz")
+    with tarfile.open(built) as tar:
+        inside = {member.name.partition("/")[2] for member in tar.getmembers()}
+    committed = {name for name in names if (source / name).is_file()}
+    assert sorted(committed - inside) == []
+    assert any(name.startswith("tests/corpus/") for name in inside)
+
+
+def test_the_project_says_where_it_lives() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    assert project["urls"]["Homepage"] == HOME
+    minors = {int(line.rpartition(".")[2]) for line in project["classifiers"]
+              if re.search(r"Python :: 3\.\d", line)}  # fmt: skip
+    assert min(minors) == int(project["requires-python"].rpartition(".")[2])
+
+
+@pytest.mark.parametrize(
+    ("origin", "expected"),
+    [
+        (None, 'pip install "gpu-advisor[record]"'),
+        (
+            {"url": "https://host/a.git", "vcs_info": {"vcs": "git", "commit_id": COMMIT}},
+            f'pip install "gpu-advisor[record] @ git+https://host/a.git@{COMMIT}"',
+        ),
+        (
+            {"url": "file:///w/gpu_advisor-1-py3-none-any.whl", "archive_info": {}},
+            'pip install "gpu-advisor[record] @ file:///w/gpu_advisor-1-py3-none-any.whl"',
+        ),
+        (
+            {"url": ROOT.as_uri(), "dir_info": {"editable": True}},
+            f'pip install "{ROOT}[record]"',
+        ),
+        (
+            {"url": "file:///gone", "dir_info": {}},
+            'pip install "gpu-advisor[record] @ file:///gone"',
+        ),
+    ],
+)
+def test_an_extra_is_installed_from_where_advisor_came(
+    origin: dict[str, object] | None, expected: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    text = None if origin is None else json.dumps(origin)
+    found = SimpleNamespace(read_text=lambda name: text)
+    monkeypatch.setattr(importlib.metadata, "distribution", lambda name: found)
+    assert errors.install("record") == expected
+
+
+def test_without_having_been_installed_it_is_the_folder(monkeypatch: pytest.MonkeyPatch) -> None:
+    def missing(name: str) -> object:
+        raise importlib.metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr(importlib.metadata, "distribution", missing)
+    assert errors.install("mcp") == f'pip install "{ROOT}[mcp]"'

@@ -18,7 +18,7 @@ from advisor.export.rewrite import (
     Extra,
     Progress,
     Written,
-    names_told,
+    names_of,
     replacing,
     write_events,
     written_head,
@@ -126,7 +126,7 @@ def write_tables(
     """Write what the tables of a trace hold, as :func:`~advisor.export.rewrite.rewrite` writes a
     file that is JSON already. Kernels have their number of blocks and threads in one dimension."""
     path = trace.meta.path
-    redactor = Redactor({*names, *names_told(path, limit)}) if redacted else None
+    redactor = Redactor({*names, *names_of(path, limit)}) if redacted else None
     written = Written(truncated=trace.meta.truncated)
     head = head_of(trace)
 
@@ -151,10 +151,10 @@ def head_of(trace: Trace) -> Event:
     meta = trace.meta
     devices = []
     for device in map(asdict, meta.devices):
-        told = {key: device[name] for name, key in _DEVICE_PROPERTIES.items()}
+        known = {key: device[name] for name, key in _DEVICE_PROPERTIES.items()}
         if device["compute"] is not None:
-            told["computeMajor"], told["computeMinor"] = device["compute"]
-        devices.append({key: value for key, value in told.items() if value is not None})
+            known["computeMajor"], known["computeMinor"] = device["compute"]
+        devices.append({key: value for key, value in known.items() if value is not None})
     head = {
         "schemaVersion": 1,
         "displayTimeUnit": "ms",
@@ -168,19 +168,19 @@ def head_of(trace: Trace) -> Event:
         head["distributedInfo"] = distributed
     own = {"format": meta.format, "framework": meta.framework, "vendor": meta.vendor,
            "step_marks": meta.step_marks}  # fmt: skip
-    told = {key: value for key, value in own.items() if value is not None}
-    head[OURS] = {**told, "calls": _calls(trace)}
+    known = {key: value for key, value in own.items() if value is not None}
+    head[OURS] = {**known, "calls": _calls(trace)}
     return {key: value for key, value in head.items() if value is not None}
 
 
 def _calls(trace: Trace) -> list[list[str]]:
     """Name and class of the calls whose class does not follow from their name."""
     calls = trace.cpu.filter(pl.col("call").is_not_null()).select("name", "call").unique()
-    told: dict[str, set[str]] = {}
+    known: dict[str, set[str]] = {}
     for name, call in calls.cast(pl.String).iter_rows():
-        told.setdefault(name, set()).add(call)
+        known.setdefault(name, set()).add(call)
     # one that is now of one class, now of another, is left to its name
-    item = ((name, next(iter(result))) for name, result in told.items() if len(result) == 1)
+    item = ((name, next(iter(result))) for name, result in known.items() if len(result) == 1)
     return sorted([name, call] for name, call in item if call_class(name) != call)[:MAX_CALLS]
 
 
@@ -203,11 +203,11 @@ def events(trace: Trace) -> Iterator[Event]:
             if row[size] is not None:
                 args[key] = [row[size], 1, 1]
         if row["limits"] is not None or row["active_blocks"] is not None:
-            told = {
+            known = {
                 "activeBlocksPerMultiprocessor": row["active_blocks"],
                 "limitingFactors": row["limits"],
             }
-            args["occupancy"] = {key: value for key, value in told.items() if value is not None}
+            args["occupancy"] = {key: value for key, value in known.items() if value is not None}
         name = _copy_name(row) if row["kind"] == "memcpy" else row["name"]
         return _slice(row, _DEVICE[row["kind"]], name, row["device"], row["stream"], args)
 

@@ -120,14 +120,14 @@ _HOME_MARKS = (
     b"~",
     b"torchinductor_",
 )
-_TOLD_MARKS = {
+_NAMED_MARKS = {
     b"host": (b'host"', b'hostname"', b'host_name"', b"hostname=", b"host="),
     b"node": (b'nodename"', b'node_name"', b"nodename="),
     b"user": (b'user"', b'username"', b'user_name"', b"user=", b"username="),
     b"log": (b'"login"', b'logname"', b"logname=", b"login="),
 }
 """What there is of it in small letters, to be found quickly: what follows is far slower."""
-_TOLD = re.compile(
+_NAMED = re.compile(
     rb'(?i)"(?:[A-Z0-9]{1,40}_){0,8}(?:host_?name|node_?name|host|user_?name|user|login|logname)'
     rb'"\s{0,20}:\s{0,20}"([^"\\]{2,80})"'
     rb"|(?<![A-Za-z0-9_])(?:[A-Z0-9]{1,40}_){0,8}(?:USER|USERNAME|LOGNAME|LOGIN|HOSTNAME|HOST"
@@ -374,8 +374,10 @@ def names_in(text: bytes) -> set[str]:
                 result.add(match[1])
             at = text.find(mark, at + len(mark))
     lower = text.lower()
-    if any(part in lower and any(m in lower for m in marks) for part, marks in _TOLD_MARKS.items()):
-        for match in _TOLD.finditer(text):
+    if any(
+        part in lower and any(m in lower for m in marks) for part, marks in _NAMED_MARKS.items()
+    ):
+        for match in _NAMED.finditer(text):
             value = match[1] or match[2]
             result |= {value, value.split(b".")[0]}
     return {name.decode("utf-8", "replace") for name in result if not _NUMBERS.fullmatch(name)}

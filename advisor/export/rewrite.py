@@ -66,7 +66,7 @@ def rewrite(
     hosts are left out of a redacted trace besides those that it tells itself. Raises AdvisorError:
     a file that cannot be read or holds no list of events, a target that cannot be written.
     """
-    redactor = Redactor({*names, *names_told(path, limit)}) if redacted else None
+    redactor = Redactor({*names, *names_of(path, limit)}) if redacted else None
     for exact in (False, True):
         splitter = Splitter(ByteSource(path, limit=limit), exact=exact)
         try:
@@ -78,7 +78,7 @@ def rewrite(
     raise AssertionError("exact cuts are always sound enough")
 
 
-def names_told(path: str, limit: int) -> set[str]:
+def names_of(path: str, limit: int) -> set[str]:
     """Users and hosts that the trace tells anywhere: they are to go everywhere."""
     result: set[str] = set()
     tail = b""
@@ -190,8 +190,8 @@ def _head(head: dict[str, Any], redactor: Redactor | None) -> dict[str, Any]:
     result = {key: redactor.value(value) for key, value in head.items() if key in HEAD_KEYS}
     if isinstance(result.get("distributedInfo"), dict):
         kept = ("backend", "rank", "world_size", "pg_count", "nccl_version")
-        told = result["distributedInfo"]
-        result["distributedInfo"] = {key: told[key] for key in kept if key in told}
+        distributed = result["distributedInfo"]
+        result["distributedInfo"] = {key: distributed[key] for key in kept if key in distributed}
     return result
 
 

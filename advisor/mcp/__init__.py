@@ -1,1 +1,1 @@
-"""Tools for coding agents (Model Context Protocol): what is slow, what a fix is worth."""
+"""Tools for coding agents (Model Context Protocol): what is slow, what a fix saves."""

@@ -1,4 +1,4 @@
-"""What the tools answer with: plain dicts whose keys and units are told here, and to the client."""
+"""What the tools answer with: plain dicts; keys and units are described here and to the client."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class Titles(TypedDict):
 
 
 class FindingLine(TypedDict):
-    """A finding in a line. Gains are ns saved a step; null: not worth time a step."""
+    """A finding in a line. Gains are ns saved per step; null: no time is saved per step."""
 
     id: str
     rule: str
@@ -47,7 +47,7 @@ class VerdictOnGpu(Verdict):
 
 
 class Analysed(TypedDict):
-    """What is slow. Findings are those worth most first; more_findings are left out."""
+    """What is slow. Findings with the largest gain come first; more_findings are left out."""
 
     path: str
     status: str
@@ -55,7 +55,7 @@ class Analysed(TypedDict):
     steps: int
     step_source: str
     gpu_busy_share: float | None
-    joules_a_step: float | None
+    joules_per_step: float | None
     findings: list[FindingLine]
     more_findings: int
     risks: list[FindingLine]
@@ -105,7 +105,7 @@ class FindingFull(TypedDict):
 
 
 class EditLine(TypedDict):
-    """What one edit saves on top of those before it, ns a step."""
+    """What one edit saves on top of those before it, ns per step."""
 
     edit: str
     events: int
@@ -173,8 +173,8 @@ class OperatorLine(TypedDict):
     """An operator with one set of inputs. Rates are FLOP/s and bytes/s; null: not known."""
 
     family: str
-    calls_a_step: float
-    ns_a_step: float
+    calls_per_step: float
+    ns_per_step: float
     share_of_kernel_time: float
     bound: str
     flops_per_s: float | None

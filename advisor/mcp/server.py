@@ -34,9 +34,9 @@ _F = TypeVar("_F", bound=Callable[..., Any])
 log = logging.getLogger("advisor.mcp")
 
 INSTRUCTIONS = f"""Says why a GPU program's training step is slow, what to change and what the
-change is worth. Call analyze on a trace or a run directory, finding for the fix with its code and
-evidence, what_if to price a change of your own, compare to verify what you changed. Times are
-nanoseconds a step. Null means not measured, never zero. A finding's gain has a band (low_ns to
+change saves. Call analyze on a trace or a run directory, finding for the fix with its code and
+evidence, what_if to estimate a change of your own, compare to verify what you changed. Times are
+nanoseconds per step. Null means not measured, never zero. A finding's gain has a band (low_ns to
 high_ns). {b.UNTRUSTED}""".replace("\n", " ")
 
 Place = Annotated[str, Field(max_length=4096, description="File or folder, below those allowed.")]
@@ -91,16 +91,16 @@ def build(allowed: Allowed, *, allow_run: bool = False) -> MCPServer[Any]:
     reads = ToolAnnotations(read_only_hint=True, open_world_hint=False, idempotent_hint=True)
 
     @server.tool(annotations=reads)
-    @_told
+    @_one_line
     def analyze(
         path: Place, rank: Rank = None, top: Annotated[int, Field(ge=0, le=20)] = 10
     ) -> Analysed:
         """What is slow in a profiler trace, a folder of one run's traces, or a recorded run: the
-        findings, those worth most first, with what each fix saves a step."""
+        findings with the largest gain first, and what each fix saves per step."""
         return tools.analyze(path, rank, top)
 
     @server.tool(annotations=reads)
-    @_told
+    @_one_line
     def finding(
         path: Place,
         id: Annotated[str, Field(max_length=100, description="As analyze has it.")],  # noqa: A002
@@ -111,20 +111,20 @@ def build(allowed: Allowed, *, allow_run: bool = False) -> MCPServer[Any]:
         return tools.finding(path, id, rank)
 
     @server.tool(annotations=reads)
-    @_told
+    @_one_line
     def what_if(path: Place, edits: Edits, rank: Rank = None) -> ReplayAnswer:
         """What a step would take with changes, by replaying its dependency graph."""
         return tools.what_if(path, list(edits), rank)
 
     @server.tool(annotations=reads)
-    @_told
+    @_one_line
     def compare(before: Place, after: Place, rank: Rank = None) -> Compared:
         """Whether a change made the step faster, with a confidence interval; which findings it
         fixed; and whether they gained what was predicted."""
         return tools.compare(before, after, rank)
 
     @server.tool(annotations=reads)
-    @_told
+    @_one_line
     def operators(
         path: Place, rank: Rank = None, top: Annotated[int, Field(ge=1, le=50)] = 15
     ) -> OperatorAnswer:
@@ -141,7 +141,7 @@ def _add_running(server: MCPServer[Any], allowed: Allowed) -> None:
     """The tools that run programs."""
 
     @server.tool(annotations=ToolAnnotations(read_only_hint=False, destructive_hint=True))
-    @_told
+    @_one_line
     def record(
         script: Place,
         out: Place,
@@ -155,7 +155,7 @@ def _add_running(server: MCPServer[Any], allowed: Allowed) -> None:
     @server.tool(
         name="try", annotations=ToolAnnotations(read_only_hint=False, destructive_hint=True)
     )
-    @_told
+    @_one_line
     def try_knobs(
         script: Place,
         out: Place,
@@ -177,7 +177,7 @@ def _add_running(server: MCPServer[Any], allowed: Allowed) -> None:
         return running.try_knobs(allowed, script, list(arguments), out, list(only), budget_s)
 
 
-def _told(tool: _F) -> _F:
+def _one_line(tool: _F) -> _F:
     """Errors as one line for the client; what nobody foresaw goes to the log, not to the client."""
 
     @functools.wraps(tool)

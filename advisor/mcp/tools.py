@@ -48,7 +48,7 @@ class Tools:
         self._lock = Lock()
 
     def analyze(self, path: str, rank: int | None = None, top: int = 10) -> Analysed:
-        """What is slow in a trace or a recorded run, and what each fix is worth."""
+        """What is slow in a trace or a recorded run, and what each fix saves."""
         report = self._examined(path, rank).report
         named = _named(report)
         shown, more = b.first(
@@ -64,7 +64,7 @@ class Tools:
             steps=scope.steps_used,
             step_source=scope.step_source,
             gpu_busy_share=report.busy_share,
-            joules_a_step=None if report.energy is None else report.energy.joules,
+            joules_per_step=None if report.energy is None else report.energy.joules,
             findings=[_line(key, f) for key, f in shown],
             more_findings=more,
             risks=[_line(key, f) for key, f in b.first(risks, b.MAX_FINDINGS)[0]],
@@ -316,8 +316,8 @@ def _change(item: FindingChange) -> ChangeLine:
 def _operator(item: OperatorRate) -> OperatorLine:
     return OperatorLine(
         family=item.family,
-        calls_a_step=item.calls,
-        ns_a_step=item.ns,
+        calls_per_step=item.calls,
+        ns_per_step=item.ns,
         share_of_kernel_time=item.share,
         bound=item.bound,
         flops_per_s=item.flops_per_s,

@@ -37,7 +37,7 @@ class AssembledTables:
     host: Columns
     """``ts`` ``dur`` ``kind`` (index in HOST_KINDS) ``name`` ``thread`` ``correlation``
     ``external`` ``sequence`` (below 0: none) ``inputs`` ``comm`` (-1: none); perhaps ``call``
-    (index in CALLS, -1: no call), else it is told by the name of a runtime call."""
+    (index in CALLS, -1: no call), else it follows from the name of a runtime call."""
     device: Columns
     """``ts`` ``dur`` ``kind`` (index in DEVICE_KINDS) ``name`` ``correlation`` ``external``
     ``limits`` ``comm``, and the other columns of GPU_SCHEMA, as floats (NaN for none) or as series
@@ -59,7 +59,7 @@ class Facts:
     python_frames: bool = False
     runtime_calls: list[str] = field(default_factory=list)
     """Names of the runtime and driver calls."""
-    told_calls: dict[str, str] = field(default_factory=dict)
+    given_calls: dict[str, str] = field(default_factory=dict)
     """Name -> one of CALLS, where the name alone does not tell."""
 
 
@@ -141,14 +141,14 @@ class Assembler:
             self.thread_names[pid, tid] = name
 
     def build(
-        self, told_calls: dict[str, str] | None = None
+        self, given_calls: dict[str, str] | None = None
     ) -> tuple[dict[str, pl.DataFrame], Facts]:
         """The frames of a Trace by name, and facts for its meta. Empties the assembler."""
-        told = told_calls or {}
+        calls = given_calls or {}
         host, device, sync, memory, counters = (self._take(g) for g in tuple(self._parts))
         origin_us = self._clean(host, device, sync, memory, counters)
         origin_ns = (self._epoch or 0) * 1000 + _exact_ns(origin_us)
-        facts = Facts(origin_ns=origin_ns, told_calls=told)
+        facts = Facts(origin_ns=origin_ns, given_calls=calls)
         ends = [
             self._to_ns(columns, origin_us) for columns in (host, device, sync, memory, counters)
         ]
@@ -263,7 +263,7 @@ class Assembler:
         if "call" not in host:
             call = np.full(len(host["kind"]), -1, dtype=np.int8)
             call[runtime] = classify_calls(
-                host["name"][runtime], codes, facts.runtime_calls, facts.told_calls
+                host["name"][runtime], codes, facts.runtime_calls, facts.given_calls
             )
             host["call"] = call
         if not device:

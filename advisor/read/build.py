@@ -69,7 +69,7 @@ def build_trace(
 
     ``host``: ``ts`` and ``dur`` (ns), ``kind`` (one of CPU_KINDS), ``name``, ``thread`` (as it is
     shown) are needed; ``process``, ``call`` (one of CALLS; without the column CUDA's and HIP's
-    calls are told by their names), ``correlation``, ``external``, ``sequence``, and ``inputs`` and
+    calls follow from their names), ``correlation``, ``external``, ``sequence``, and ``inputs`` and
     ``comm`` (rows of those frames) may be there. A step is an annotation ``ProfilerStep#<n>``.
 
     ``device``: ``ts``, ``dur``, ``kind`` (one of GPU_KINDS), ``name``, ``device``, ``stream`` are
@@ -169,9 +169,9 @@ def _cleaned(
 
     for name, frame in frames.items():
         times = [column for column in ("ts", "dur") if column in frame.columns]
-        odd = [column for column in times if frame.schema[column] not in _WHOLE[column]]
-        if odd:
-            frame = frame.with_columns(pl.col(odd).cast(pl.Int64, strict=False))
+        inexact = [column for column in times if frame.schema[column] not in _WHOLE[column]]
+        if inexact:
+            frame = frame.with_columns(pl.col(inexact).cast(pl.Int64, strict=False))
             frames[name] = frame
         if all(_within(frame[column], *_SANE[column]) for column in times):
             continue

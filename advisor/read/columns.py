@@ -87,8 +87,8 @@ class _Routes(dict[Hashable, Callable[[TraceEvent], Any]]):
         self.device: dict[str, list[TraceEvent]] = {kind: [] for kind in DEVICE_KINDS}
         self.sync: list[TraceEvent] = []
         self.counters: list[TraceEvent] = []
-        self.untold: list[TraceEvent] = []
-        """Events without a category: the legacy profiler's, told apart by their process."""
+        self.without_category: list[TraceEvent] = []
+        """Events without a category: the legacy profiler's, which their process distinguishes."""
         self.other: dict[str, list[TraceEvent]] = {}
 
     def __missing__(self, category: Hashable) -> Callable[[TraceEvent], Any]:
@@ -98,7 +98,7 @@ class _Routes(dict[Hashable, Callable[[TraceEvent], Any]]):
     def find(self, category: Hashable) -> Callable[[TraceEvent], Any]:
         key = category[:100].lower() if isinstance(category, str) else ""
         if category is None:
-            return self.untold.append
+            return self.without_category.append
         if key in HOST_CATEGORIES:
             return self.host[HOST_CATEGORIES[key]].append
         if key in DEVICE_CATEGORIES:
@@ -127,7 +127,7 @@ def build_columns(
             routes[event.cat](event)
         else:
             aside(event)
-    for event in routes.untold:
+    for event in routes.without_category:
         routes[event.pid if isinstance(event.pid, str) else "none"](event)
     instants, thread_names, pairs = _aside(rest)
 
@@ -137,7 +137,7 @@ def build_columns(
         ignored["begin/end pairs"] = pairs
     dropped = {}
     if lenient:
-        dropped["odd types, read leniently"] = lenient
+        dropped["unexpected types, read leniently"] = lenient
     if unsound:
         dropped["not decodable"] = unsound
     result = Piece(

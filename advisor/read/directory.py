@@ -1,4 +1,4 @@
-"""A path, or several, to a Run: finds traces, tells ranks and windows apart."""
+"""A path, or several, to a Run: finds traces, distinguishes ranks and windows."""
 
 from __future__ import annotations
 
@@ -51,10 +51,10 @@ def open_run(
     of time; ones that overlap in time are an error, because two recordings of one rank cannot.
     A run directory of the recorder is opened with all that was recorded, with or without traces.
     ``rank`` keeps one rank only, ``options.ranks`` several. ``window``: of a run directory,
-    read only this window of each rank, or its first that can be read; the others are told in
+    read only this window of each rank, or its first that can be read; the others are listed in
     ``Run.unread``. ``executor`` reads files in parallel.
 
-    One file must be a trace. Of several, those that are none are left out and told in
+    One file must be a trace. Of several, those that are none are left out and listed in
     ``Run.problems``, a line each. Raises AdvisorError: a path that does not exist, a directory
     without traces, or one of several runs (SeveralRuns), no readable trace at all, a rank that is
     not there, overlapping windows.
@@ -142,7 +142,7 @@ def _open_recording(
     executor: Executor | None,
 ) -> Run:
     """A run directory: what the recorder wrote, and the traces of its windows, by the numbers in
-    their names. A window that cannot be read is told and left out; a run without any is a Run
+    their names. A window that cannot be read is reported and left out; a run without any is a Run
     without traces. Raises AdvisorError: nothing was recorded, or not of this rank."""
     recording = read_recording(folder)
     if not recording.ranks:

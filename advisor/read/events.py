@@ -12,7 +12,7 @@ Real = float | str | None
 """A quantity. msgspec makes floats of integers here, which become columns fastest."""
 
 ABSENT = Raw()
-"""The default of nested values, told apart by identity: ``args.dims is ABSENT``."""
+"""The default of nested values, known by identity: ``args.dims is ABSENT``."""
 _NAN = math.nan  # absent numbers become NaN in float columns without a look at each
 
 

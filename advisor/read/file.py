@@ -16,7 +16,7 @@ def read_trace(path: str, options: ReadOptions | None = None) -> Trace:
     """Read one trace file (``-``: standard input), packed or not.
 
     Raises AdvisorError when the file holds no trace at all. Damage short of that (a truncated
-    file, unreadable events) is repaired or left out, counted, and told in ``Trace.meta``.
+    file, unreadable events) is repaired or left out, counted, and recorded in ``Trace.meta``.
     """
     options = options or ReadOptions()
     return _read(ByteSource(path, limit=options.max_bytes, peek=options.peek), options)
@@ -33,14 +33,14 @@ def _read(source: ByteSource, options: ReadOptions) -> Trace:
     trace: object = read_by(reader, source, options)
     if not isinstance(trace, Trace):  # somebody else's
         raise AdvisorError(f"{source.path}: the reader {reader.name!r} failed (it gave no Trace)")
-    told = trace.meta.format if reader.name == KINETO else reader.name
-    if told != reader.name and told not in {item.name for item in readers()}:
-        told = reader.name  # it says that we wrote it, from a file of a format that nobody knows
+    form = trace.meta.format if reader.name == KINETO else reader.name
+    if form != reader.name and form not in {item.name for item in readers()}:
+        form = reader.name  # it says that we wrote it, from a file of a format that nobody knows
     gpu = None if options.gpu is None else find_gpu(options.gpu).gpu.name
-    meta = replace(trace.meta, format=told, step_ranges=options.step_ranges, gpu=gpu)
+    meta = replace(trace.meta, format=form, step_ranges=options.step_ranges, gpu=gpu)
     return replace(trace, meta=meta)
 
 
 def with_window(trace: Trace, rank: int | None, window: int) -> Trace:
-    """The same trace, told which rank and window of a run it is."""
+    """The same trace, with its rank and window of a run it is."""
     return replace(trace, meta=replace(trace.meta, rank=rank, window=window))

@@ -6,7 +6,7 @@ import ctypes
 from contextlib import suppress
 
 LARGE = 1_000_000
-"""Rows from which on it is worth the milliseconds."""
+"""Rows from which on it pays for the milliseconds."""
 
 
 def give_back(rows: int) -> None:

@@ -17,7 +17,7 @@ _OP, _RUNTIME = HOST_KINDS.index("op"), HOST_KINDS.index("runtime")
 _SLACK_NS = 10_000  # device times are converted to the host's clock
 _OTHER = CALLS.index("other")
 MAX_PROCESSES = 64
-"""Whose calls are told apart where they gave the same ids."""
+"""Whose calls are distinguished where they gave the same ids."""
 # Calls that carry a correlation id of their own, but launch nothing.
 _WAITS = [
     CALLS.index(call)
@@ -36,22 +36,22 @@ _LAUNCHES = (
     ("memcpy", ("memcpy", "memcpy_blocking", "graph_launch")),
     ("memset", ("memset", "graph_launch")),
 )
-# What a call of unknown name was, told by the device work it caused.
+# What a call of unknown name was, by the device work that it caused.
 _CAUSED = np.array([CALLS.index({"kernel": "launch"}.get(kind, kind)) for kind in DEVICE_KINDS])
 
 
 def classify_calls(
-    column: Array, codes: Array, texts: list[str], told: dict[str, str]
+    column: Array, codes: Array, texts: list[str], classes: dict[str, str]
 ) -> NDArray[np.int8]:
     """Call class (index in CALLS) of each runtime row; each distinct name is looked at once.
 
-    ``codes``: the distinct values of ``column``, in order; ``texts``: their names. ``told``:
+    ``codes``: the distinct values of ``column``, in order; ``texts``: their names. ``classes``:
     the class of those whose name does not tell.
     """
     if not len(codes):
         return np.zeros(0, dtype=np.int8)
     table = np.full(int(codes[-1]) + 1, -1, dtype=np.int8)
-    table[codes] = [CALLS.index(told.get(text) or call_class(text)) for text in texts]
+    table[codes] = [CALLS.index(classes.get(text) or call_class(text)) for text in texts]
     return table[column]
 
 

@@ -16,7 +16,7 @@ from advisor.read.source import ByteSource
 
 def with_memory(run: Run, options: ReadOptions | None) -> Run:
     """The run with the snapshot that was asked for (``ReadOptions.memory``), else with the one
-    that its recorder left when memory ran out: of the first rank that has one, the others are told.
+    that its recorder left when memory ran out: of the first rank that has one.
     Raises AdvisorError: the one that was asked for cannot be read."""
     options = options or ReadOptions()
     if options.memory is not None:

@@ -24,7 +24,7 @@ from advisor.read.assemble import Assembler, Facts
 from advisor.read.split import Splitter
 
 OURS = "advisor"
-"""Key of a trace that we wrote from another profiler's file: which one's, and what it told."""
+"""Key of a trace that we wrote from another profiler's file: which one's, and what it stated."""
 _UNIX = range(10**18, 4 * 10**18)  # 2001 to 2096
 _MOST = 1 << 53  # of anything that a device has: beyond that floats are not exact
 _AMD = re.compile(r"\bamd\b|radeon|instinct|\bgfx\d|\bmi\d{2,3}", re.IGNORECASE)
@@ -41,8 +41,8 @@ def describe(
 ) -> TraceMeta:
     """The facts of a trace that has been read."""
     head = splitter.head
-    told = head.get("distributedInfo")
-    distributed: dict[str, Any] = told if isinstance(told, dict) else {}
+    stated = head.get("distributedInfo")
+    distributed: dict[str, Any] = stated if isinstance(stated, dict) else {}
     devices = tuple(_devices(head.get("deviceProperties")))
     start_ns = (whole(head.get("baseTimeNanoseconds")) or 0) + facts.origin_ns
     dropped = dict(assembler.dropped)
@@ -91,12 +91,12 @@ def _written(ours: dict[str, Any]) -> dict[str, str | None]:
     }
 
 
-def told_calls(head: dict[str, Any]) -> dict[str, str]:
+def given_calls(head: dict[str, Any]) -> dict[str, str]:
     """Name -> class (one of CALLS) of the calls that are not known by their names, in a file that
     we wrote."""
     ours = head.get(OURS)
-    told = ours.get("calls") if isinstance(ours, dict) else None
-    pairs = told[:MAX_CALLS] if isinstance(told, list) else []
+    stated = ours.get("calls") if isinstance(ours, dict) else None
+    pairs = stated[:MAX_CALLS] if isinstance(stated, list) else []
     return {
         pair[0]: pair[1]
         for pair in pairs
@@ -107,14 +107,14 @@ def told_calls(head: dict[str, Any]) -> dict[str, str]:
     }
 
 
-def _one_of(told: Any, key: str, known: tuple[str, ...]) -> str | None:
-    value = told.get(key) if isinstance(told, dict) else None
+def _one_of(stated: Any, key: str, known: tuple[str, ...]) -> str | None:
+    value = stated.get(key) if isinstance(stated, dict) else None
     return next((item for item in known if item == value), None)
 
 
-def _flag(told: Any, seen: bool) -> bool:
+def _flag(stated: Any, seen: bool) -> bool:
     """A recording option: what was recorded decides; the file's word counts only as a yes."""
-    return seen or told in (1, True)
+    return seen or stated in (1, True)
 
 
 def whole(value: Any) -> int | None:

@@ -55,7 +55,7 @@ def stack_order(thread: Any, start: Ints, dur: Ints, kind: Any) -> NDArray[np.in
     order = np.argsort(thread.astype(np.uint16) if few else thread, kind="stable")
     ends = np.cumsum(np.bincount(thread))
     first = 0
-    while first < len(order):  # whole threads, so many that it is worth while
+    while first < len(order):  # whole threads, so many that it pays
         last = int(ends[np.searchsorted(ends, min(first + PART, len(order)))])
         rows = order[first:last]
         order[first:last] = rows[_stack_order(thread[rows], start[rows], dur[rows], kind[rows])]
@@ -193,10 +193,10 @@ def _certain(
     leak_from = np.where(held, end[holder], start[wrong])  # not held: itself in another's leak
     first = np.searchsorted(start, leak_from, side="left")
     last = np.searchsorted(start, end[wrong], side="left")
-    doubt = np.zeros(len(start) + 1, dtype=np.int64)
-    np.add.at(doubt, first, 1)
-    np.add.at(doubt, last, -1)
-    bad = np.cumsum(doubt)[:-1] > 0
+    inside = np.zeros(len(start) + 1, dtype=np.int64)
+    np.add.at(inside, first, 1)
+    np.add.at(inside, last, -1)
+    bad = np.cumsum(inside)[:-1] > 0
     sound = held & ~bad[wrong]
     bad[wrong] = True
     live = np.flatnonzero(sound)

@@ -177,7 +177,7 @@ class NsysTables:
         return self._work(MEMSET, more, "memset", made)
 
     def syncs(self) -> pl.DataFrame | None:
-        """Synchronisations, with the record of the event that is waited for where that is told."""
+        """Synchronisations, with the event that is waited for where it is recorded."""
         more = {"syncType": pl.Int64, "eventId": pl.Int64, "eventSyncId": pl.Int64}
         rows = self._work(SYNC, more, "sync")
         if not rows.height:
@@ -358,20 +358,20 @@ class NsysTables:
         for row in with_all(rows, types).iter_rows(named=True):
             if row["id"] is None or not 0 <= row["id"] < 1 << 31:
                 continue
-            told = {key: row[key] if row[key] and row[key] > 0 else None for key in whole[1:]}
+            sizes = {key: row[key] if row[key] and row[key] > 0 else None for key in whole[1:]}
             major, minor = row["computeMajor"], row["computeMinor"]
-            warps, lanes = told["maxWarpsPerSm"], told["threadsPerWarp"]
+            warps, lanes = sizes["maxWarpsPerSm"], sizes["threadsPerWarp"]
             result.append(
                 Device(
                     id=row["id"],
                     name=row["name"][:200] if row["name"] else None,
-                    memory_bytes=told["totalMemory"],
-                    sms=told["smCount"],
+                    memory_bytes=sizes["totalMemory"],
+                    sms=sizes["smCount"],
                     compute=(major, minor) if major and minor is not None else None,
                     max_threads_per_sm=warps * lanes if warps and lanes else None,
-                    registers_per_sm=told["maxRegistersPerSm"],
-                    shared_per_sm=told["maxShmemPerSm"],
-                    shared_per_block_optin=told["maxShmemPerBlockOptin"],
+                    registers_per_sm=sizes["maxRegistersPerSm"],
+                    shared_per_sm=sizes["maxShmemPerSm"],
+                    shared_per_block_optin=sizes["maxShmemPerBlockOptin"],
                     warp_size=lanes,
                 )
             )

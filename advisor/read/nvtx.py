@@ -32,7 +32,7 @@ def parsed(texts: pl.Series) -> pl.DataFrame:
     shapes = text.str.extract(r", sizes = (\[[\[\]\d, -]*\])", 1)
     table = pl.DataFrame({"text": texts}).select(
         name=text.str.replace(_DETAILS + r"(?s:.*)$", "").str.slice(0, NAME_LIMIT),
-        told=text.str.contains(_DETAILS),
+        detailed=text.str.contains(_DETAILS),
         sequence=text.str.extract(r", seq = (\d{1,18})", 1).cast(pl.Int64, strict=False),
         dims=pl.when(shapes.str.len_bytes() <= _MAX_SHAPES)
         .then(shapes.str.replace_all(" ", ""))
@@ -44,7 +44,7 @@ def parsed(texts: pl.Series) -> pl.DataFrame:
     perhaps = always | name.str.contains(_BACKWARD) | name.str.contains(_PLAIN)
     never = name.str.contains(_RANGES)
     kinds = table.select("name").unique().with_columns(always=always, perhaps=perhaps, never=never)
-    operator = pl.col("always") | (pl.col("told") & pl.col("perhaps"))
+    operator = pl.col("always") | (pl.col("detailed") & pl.col("perhaps"))
     operator = (operator | pl.col("sequence").is_not_null()) & ~pl.col("never")
     return (
         table.join(kinds, on="name", how="left", maintain_order="left")

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 PIECE = 4 << 20
 """Bytes of text decoded at once. Larger pieces save nothing and cost memory."""
 PARALLEL_FROM = 96 << 20
-"""From this many uncompressed bytes on, decoding is worth several processes."""
+"""From this many uncompressed bytes on, several processes decode."""
 EVENT_BYTES = 400
 """Memory that an event takes while it is read and measured: 10 million take 4.1 GB."""
 MEMORY_SHARE = 0.6
@@ -101,5 +101,5 @@ class Reader(ABC):
         become tables by :func:`advisor.read.build.build_trace`.
 
         Raises AdvisorError, with one line, for a file that holds no trace. Damage short of that is
-        left out, counted and told in ``Trace.meta``.
+        left out, counted and recorded in ``Trace.meta``.
         """

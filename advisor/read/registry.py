@@ -60,14 +60,14 @@ def readers() -> tuple[Reader, ...]:
 
 
 def reader_of(source: ByteSource) -> Reader:
-    """The reader that is surest of a file; of equals the first. Raises AdvisorError: none knows
-    it, and then the line says what is read."""
+    """The reader that is most certain of a file; of equals the first. Raises AdvisorError: none
+    knows it, and then the line says what is read."""
     head = source.head()
-    own = _surest(bundled(), head, source.path)
+    own = _most_certain(bundled(), head, source.path)
     if own is not None and own[0] is ReaderClaim.SURE:
         return own[1]  # without a look at what is installed: that takes as long as a small trace
     result = [
-        claim for claim in (own, _surest(installed(), head, source.path)) if claim is not None
+        claim for claim in (own, _most_certain(installed(), head, source.path)) if claim is not None
     ]
     other = kind_of(head, str(source.path))
     if not result or (
@@ -110,7 +110,7 @@ def trace_names() -> str:
     return ", ".join(f"*{end}{packed}" for end in ends for packed in ("", ".gz", ".zst"))
 
 
-def _surest(
+def _most_certain(
     candidates: Iterable[Reader], head: bytes, path: str
 ) -> tuple[ReaderClaim, Reader] | None:
     claims = [

@@ -78,7 +78,7 @@ def _one(parts: list[pl.DataFrame]) -> pl.DataFrame:
 
 
 def gpu(number: int, facts: Mapping[str, object]) -> Device:
-    """A device by what is told of an agent; what is not, is ``None``."""
+    """A device by what is recorded of an agent; what is not is ``None``."""
 
     def text(*keys: str) -> str | None:
         for key in keys:

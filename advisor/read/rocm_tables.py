@@ -24,7 +24,7 @@ from advisor.read.sqlite import Database, Types, narrowed
 _OWN = ("hcc_activity_callback", "roctracer", "rocprofiler")
 _MARKERS = ("UserMarker", "roctxRange", "roctxMark")
 _IN_THREADS = r"(?i)ext_?module|hccmodule"
-"""Launches that are told the number of threads, where others are told that of blocks."""
+"""Launches that are given the number of threads, where others are given that of blocks."""
 _CORRELATIONS = 40
 _PINNED = pl.lit("Pinned")
 _PLACE: Types = dict.fromkeys(("pid", "tid", "agent_id", "queue_id", "stream_id"), pl.Int64)
@@ -40,7 +40,7 @@ class Rpd:
         self._names = NameLookup(db, "rocpd_string", "id", "string")
         self.inputs: pl.DataFrame | None = None
         self._in_threads: list[pl.DataFrame] = []
-        """Numbers of the calls that are told the threads of a launch."""
+        """Numbers of the calls that are given the threads of a launch."""
 
     def host(self) -> pl.DataFrame:
         """Calls, ranges, and the profiler's own work, which its callbacks and writers are."""
@@ -95,8 +95,8 @@ class Rpd:
         ties = {"api_id": pl.Int64, "op_id": pl.Int64}
         calls = numbered(self._db, "rocpd_api_ops", ties, pl.DataFrame.drop_nulls, key="op_id")
         none = pl.DataFrame(schema={"id": pl.Int64})
-        told = pl.concat([*self._in_threads, none], how="vertical_relaxed")
-        in_threads = Numbered(told.with_columns(in_threads=True), "id")
+        threaded = pl.concat([*self._in_threads, none], how="vertical_relaxed")
+        in_threads = Numbered(threaded.with_columns(in_threads=True), "id")
         sizes = ("gridX", "gridY", "gridZ", "workgroupX", "workgroupY", "workgroupZ")
         launches = Keyed(
             self._db, "rocpd_kernelapi", "api_ptr_id",
@@ -157,7 +157,7 @@ class Rpd:
 
 
 def _of_calls(rows: pl.DataFrame) -> pl.DataFrame:
-    """Device work with what the calls that caused it were told."""
+    """Device work with what the calls that caused it recorded."""
     copy, kernel = pl.col("kind") == "memcpy", pl.col("kind") == "kernel"
     pinned = copy & (pl.col("pinned") > 0)
     timed = copy & (pl.col("size") > 0) & (pl.col("dur") > 0)
@@ -342,11 +342,11 @@ class _Process:
                 process=pl.col("pid").replace(self._pids).cast(pl.String),
                 thread=pl.col("tid").replace(self._tids).cast(pl.String),
             )
-            untold = pl.col("kind").is_null()  # markers whose events are lost or say nothing
-            marks = rows.filter(untold)
+            unnamed = pl.col("kind").is_null()  # markers whose events are lost or say nothing
+            marks = rows.filter(unnamed)
             if marks.height:
                 marks = marks.with_columns(parsed(marks["name"]))
-                rows = pl.concat([rows.filter(~untold), marks])
+                rows = pl.concat([rows.filter(~unnamed), marks])
             return rows
 
         said = ("stack_id", "hsa", "marks", "range", "range_kind", "sequence", "dims")

@@ -30,7 +30,7 @@ class RunLine(NamedTuple):
     command: tuple[str, ...]
     """As it was typed."""
     steps: int | None
-    """Recorded steps of its first rank; ``None``: more than are worth counting."""
+    """Recorded steps of its first rank; ``None``: more than are counted."""
     ranks: int
     windows: int
     """Profiled windows of its first rank."""

@@ -1,6 +1,6 @@
 """A memory snapshot's pickle to tables: the layouts that PyTorch has written since 2.0.
 
-Blocks carried their stack in ``history`` first, then in ``frames``; segments told neither pool nor
+Blocks carried their stack in ``history`` first, then in ``frames``; segments had neither pool nor
 whether they are expandable; states, addresses of blocks, times, settings and annotations came one
 by one. What a file does not tell is null.
 """
@@ -160,44 +160,44 @@ class _Tables:
     # -- the state ------------------------------------------------------------------------------
 
     def _segment(self, value: Any) -> None:
-        told = self._record(value, "segment")
-        if told is None:
+        fields = self._record(value, "segment")
+        if fields is None:
             return
-        address, total = _whole(told.get("address")), _whole(told.get("total_size"))
-        device = _device(told.get("device", 0))
+        address, total = _whole(fields.get("address")), _whole(fields.get("total_size"))
+        device = _device(fields.get("device", 0))
         if address is None or total is None or device is None:
             self._drop("segment without address, size or device")
             return
-        kind, expandable = told.get("segment_type"), told.get("is_expandable")
+        kind, expandable = fields.get("segment_type"), fields.get("is_expandable")
         row = len(self._segments.columns["device"])
         self._segments.add(
             device,
             address,
             total,
-            _signed(told.get("stream")),
+            _signed(fields.get("stream")),
             {"large": True, "small": False}.get(kind) if isinstance(kind, str) else None,
-            self._pool(told.get("segment_pool_id")),
+            self._pool(fields.get("segment_pool_id")),
             expandable if isinstance(expandable, bool) else None,
-            self._stack(told.get("frames")),
+            self._stack(fields.get("frames")),
         )
         at = address
-        for block in _items(told.get("blocks")):
+        for block in _items(fields.get("blocks")):
             at += self._block(row, device, at, block)
 
     def _block(self, segment: int, device: int, at: int, value: Any) -> int:
         """Take one; the bytes that it fills."""
-        told = self._record(value, "block")
-        if told is None:
+        fields = self._record(value, "block")
+        if fields is None:
             return 0
-        size, said = _whole(told.get("size")), told.get("state")
+        size, said = _whole(fields.get("size")), fields.get("state")
         state = _STATES.get(said) if isinstance(said, str) else None
         if size is None or state is None:
             self._drop("block without size or state")
             return 0
-        address = _whole(told.get("address"))
-        frames, requested = told.get("frames"), _whole(told.get("requested_size"))
-        if "frames" not in told:
-            last = PickledFields().of(next(iter(_items(told.get("history"))), None)) or {}
+        address = _whole(fields.get("address"))
+        frames, requested = fields.get("frames"), _whole(fields.get("requested_size"))
+        if "frames" not in fields:
+            last = PickledFields().of(next(iter(_items(fields.get("history"))), None)) or {}
             frames = last.get("frames")
             requested = _whole(last.get("real_size")) if requested is None else requested
         if requested is None or requested > size:
@@ -210,7 +210,7 @@ class _Tables:
             0 if state == "inactive" else requested,
             state,
             self._stack(frames),
-            _label(told.get("user_metadata")),
+            _label(fields.get("user_metadata")),
         )
         return size
 
@@ -256,15 +256,15 @@ class _Tables:
                 add(item)
 
     def _annotation(self, value: Any) -> None:
-        told = self._record(value, "annotation")
-        if told is None:
+        fields = self._record(value, "annotation")
+        if fields is None:
             return
-        name, stage, time = told.get("name"), told.get("stage"), _whole(told.get("time_us"))
+        name, stage, time = fields.get("name"), fields.get("stage"), _whole(fields.get("time_us"))
         if not isinstance(name, str) or time is None:
             self._drop("annotation without name or time")
             return
         self._annotations.add(
-            _device(told.get("device", 0)),
+            _device(fields.get("device", 0)),
             time,
             name[:MAX_TEXT],
             stage[:16] if isinstance(stage, str) else None,
@@ -290,10 +290,10 @@ class _Tables:
     def _frame(self, value: Any) -> SnapshotFrame | None:
         key = id(value)
         if key not in self._frames:
-            told = PickledFields().of(value)
+            fields = PickledFields().of(value)
             made = None
-            if told is not None:
-                file, line, name = told.get("filename"), told.get("line"), told.get("name")
+            if fields is not None:
+                file, line, name = fields.get("filename"), fields.get("line"), fields.get("name")
                 made = SnapshotFrame(
                     file[:4096] if isinstance(file, str) else "",
                     _whole(line) or 0,
@@ -320,10 +320,10 @@ class _Tables:
             self._drop("entry more than the file has room for")
             return None
         self._left -= 1
-        told = PickledFields().of(value)
-        if told is None:
+        fields = PickledFields().of(value)
+        if fields is None:
             self._drop(f"{what} that is no record")
-        return told
+        return fields
 
     def _drop(self, why: str) -> None:
         self._dropped[why] = self._dropped.get(why, 0) + 1

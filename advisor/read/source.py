@@ -229,7 +229,7 @@ class ByteSource:
             self._damaged(f"damaged zstd ({error})")
 
     def stop(self, why: str) -> None:
-        """Told by who reads: the rest is left out."""
+        """The reader has read enough: the rest is left out."""
         self._damaged(why)
 
     def _damaged(self, how: str) -> None:

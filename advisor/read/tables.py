@@ -65,8 +65,8 @@ def gpu_frame(
 ) -> pl.DataFrame:
     """``Trace.gpu`` from ordered device columns, which are let go of; ``texts`` are the names as a
     list."""
-    told = {key: device.pop(key) for key in _TOLD if isinstance(device.get(key), pl.Series)}
-    columns = dict(zip(_TOLD, _copies(device, texts), strict=False)) if len(told) < 3 else {}
+    ready = {key: device.pop(key) for key in _READY if isinstance(device.get(key), pl.Series)}
+    columns = dict(zip(_READY, _copies(device, texts), strict=False)) if len(ready) < 3 else {}
     wholes = ("bytes", "blocks", "threads", "registers", "shared", "graph")
     reals = ("gbps", "blocks_per_sm", "warps_per_sm", "occupancy", "active_blocks")
     if "limits" in device:
@@ -88,13 +88,13 @@ def gpu_frame(
     for key in (*wholes, *reals):  # each in its own type before the next one is made
         number = _real(device.pop(key)) if key in reals else _whole(device.pop(key))
         columns[key] = nothing.instead(number, GPU_SCHEMA[key])
-    for key, texts_told in told.items():
-        own = texts_told.dtype == GPU_SCHEMA[key]
-        columns[key] = texts_told if own else texts_told.cast(pl.String)
+    for key, column in ready.items():
+        own = column.dtype == GPU_SCHEMA[key]
+        columns[key] = column if own else column.cast(pl.String)
     return _conform(columns, GPU_SCHEMA)
 
 
-_TOLD = ("copy", "src", "dst", "limits")
+_READY = ("copy", "src", "dst", "limits")
 """Texts of device rows that a file may tell: as series, they are taken as they are."""
 
 

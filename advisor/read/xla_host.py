@@ -51,7 +51,7 @@ _PROGRAM = re.compile(r"^(?:PjitFunction\(.+\)|FunctionRun|SessionRun|RunGraph|T
 _OP, _RUNTIME = CPU_KINDS.index("op"), CPU_KINDS.index("runtime")
 MIN_CALLS = 3
 REGULAR = 2 / 3
-"""Share of the periods that must be alike: a first one may compile, an epoch may end."""
+"""Share of the periods that must be similar: a first one may compile, an epoch may end."""
 _TENSORFLOW = re.compile(
     r"^(?:ExecutorState::|FunctionRun$|EagerExecute|SessionRun$|TFE_|Iterator::)"
 )
@@ -303,8 +303,8 @@ def _regular(ts: Ints) -> bool:
         return False
     apart = np.diff(ts)
     middle = float(np.median(apart))
-    alike = (apart >= middle / 2) & (apart <= middle * 2)
-    return middle > 0 and float(alike.mean()) >= REGULAR
+    similar = (apart >= middle / 2) & (apart <= middle * 2)
+    return middle > 0 and float(similar.mean()) >= REGULAR
 
 
 def _outermost(frame: pl.DataFrame) -> pl.DataFrame:

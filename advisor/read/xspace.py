@@ -30,7 +30,7 @@ from advisor.read.wire import (
 
 Ints = NDArray[np.int64]
 MAX_EVENTS = 30_000_000
-"""Events of one file; beyond, lines are left out and told. A profiler keeps fewer."""
+"""Events of one file; beyond, lines are left out and counted. A profiler keeps fewer."""
 MAX_PLANES, MAX_LINES = 4_096, 100_000
 """Of one file: hosts and devices, threads and streams."""
 CHUNK = 250_000
@@ -165,16 +165,16 @@ class XSpace:
         value = outer.of(_VALUE, BYTES)
         inner, broken = buffer.fields(value.start, value.start + value.value.astype(np.int64))
         self.broken += broken
-        told: list[dict[int, str]] = []
+        values: list[dict[int, str]] = []
         for number in (_META_NAME, _META_DISPLAY):
             text = inner.of(number, BYTES)
             at = text.start.tolist()
             stop = (text.start + np.minimum(text.value.astype(np.int64), NAME_LIMIT)).tolist()
             key = keys[value.row[text.row]].tolist()
-            told.append(
+            values.append(
                 {k: buffer.text(a, b) for k, a, b in zip(key, at, stop, strict=True) if b > a}
             )
-        return told[0], told[1]
+        return values[0], values[1]
 
     def _stats(
         self, entries: list[tuple[int, int]], plane: Plane
@@ -236,20 +236,20 @@ class XSpace:
         """A line, its time in ns, and where its events begin and end."""
         starts, ends, others, sound = split(self._buffer.data, start, end, _LINE_EVENTS)
         self.broken += not sound
-        told: dict[int, int] = {}
+        values: dict[int, int] = {}
         texts: dict[int, str] = {}
         for other in others:
             if other.wire == VARINT:
-                told[other.number] = _signed(other.value)
+                values[other.number] = _signed(other.value)
             elif other.wire == BYTES and other.number in (_LINE_NAME, _DISPLAY_NAME):
                 stop = min(other.end, other.start + NAME_LIMIT)
                 texts[other.number] = self._buffer.text(other.start, stop)
         room = self._room
         self._room -= min(len(starts), room)
         self.left_out += max(len(starts) - room, 0)
-        base = told.get(_LINE_TIME, 0)
+        base = values.get(_LINE_TIME, 0)
         name = texts.get(_DISPLAY_NAME) or texts.get(_LINE_NAME, "")
-        line = XLine(told.get(_LINE_ID, 0), name)
+        line = XLine(values.get(_LINE_ID, 0), name)
         return line, base if abs(base) < 1 << 61 else 0, starts[:room], ends[:room]
 
     def _events(
@@ -309,31 +309,31 @@ class XSpace:
             texts = self._texts(own, plane)
             index = [place for place, text in enumerate(texts) if text is not None]
             if index:
-                told = [text for text in texts if text is not None]
+                values = [text for text in texts if text is not None]
                 rows = row[own.row[index]]
                 if name in events.texts:
                     before, earlier = events.texts[name]
-                    rows, told = np.concatenate([before, rows]), earlier + told
-                events.texts[name] = rows, told
+                    rows, values = np.concatenate([before, rows]), earlier + values
+                events.texts[name] = rows, values
 
     def _texts(self, own: Fields, plane: Plane) -> list[str | None]:
         """Texts of stats, given or referred to; each distinct one is decoded once."""
         data, seen = self._buffer.data, {}
-        told: list[str | None] = []
+        values: list[str | None] = []
         for number, wire, value, start in zip(
             own.number.tolist(), own.wire.tolist(), own.value.tolist(), own.start.tolist(),
             strict=True,
         ):  # fmt: skip
             if number == _REFERENCE and wire == VARINT:
-                told.append(plane.stat_names.get(value))
+                values.append(plane.stat_names.get(value))
             elif number == _STRING and wire == BYTES:
                 raw = bytes(data[start : start + min(value, NAME_LIMIT)])
                 if raw not in seen:
                     seen[raw] = raw.decode("utf-8", "replace")
-                told.append(seen[raw])
+                values.append(seen[raw])
             else:
-                told.append(None)
-        return told
+                values.append(None)
+        return values
 
 
 def _cut_off(data: bytes | bytearray, at: int, end: int, number: int) -> tuple[int, int] | None:

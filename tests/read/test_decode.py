@@ -122,7 +122,7 @@ def test_a_quote_that_was_lost_costs_its_neighbours_at_most() -> None:
 
 def test_events_read_by_force_are_counted() -> None:
     piece = decode(op(), op(tid={"a": 1}), op())
-    assert piece.dropped == {"odd types, read leniently": 1}
+    assert piece.dropped == {"unexpected types, read leniently": 1}
     assert piece.events == 3
 
 

@@ -12,7 +12,7 @@ from advisor.core.trace import KINETO, Trace
 from advisor.read.assemble import Assembler
 from advisor.read.columns import Piece
 from advisor.read.decode import decode_piece
-from advisor.read.meta import describe, told_calls
+from advisor.read.meta import describe, given_calls
 from advisor.read.reader import NO_ROOM, Reader, ReaderClaim, ReadOptions, memory_budget
 from advisor.read.source import ByteSource
 from advisor.read.split import Splitter, without_mark
@@ -56,13 +56,13 @@ class Kineto(Reader):
             again = source.again()
             if again is not None:
                 other_splitter, other = _collect(again, options, began, exact=True)
-                better = _worth(other_splitter, other) > _worth(splitter, assembler)
+                better = _quality(other_splitter, other) > _quality(splitter, assembler)
                 if better or other_splitter.followed:
                     splitter, assembler = other_splitter, other
         return _finish(splitter, assembler)
 
 
-def _worth(splitter: Splitter, assembler: Assembler) -> tuple[int, int]:
+def _quality(splitter: Splitter, assembler: Assembler) -> tuple[int, int]:
     """How good a reading of a damaged file is: usable events first, then what was not lost."""
     return assembler.rows, -assembler.unsound - splitter.skipped
 
@@ -130,7 +130,7 @@ def _processes(options: ReadOptions) -> int:
 
 def _finish(splitter: Splitter, assembler: Assembler) -> Trace:
     source = splitter.source
-    frames, facts = assembler.build(told_calls(splitter.head))
+    frames, facts = assembler.build(given_calls(splitter.head))
     if all(frames[key].is_empty() for key in ("cpu", "gpu", "sync", "memory", "counters")):
         raise AdvisorError(f"{source.path}: {_nothing(splitter, assembler)}")
     return Trace(**frames, meta=describe(splitter, assembler, frames, facts))

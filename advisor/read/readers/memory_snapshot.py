@@ -21,7 +21,7 @@ class MemorySnapshotReader(Reader):
     suffixes = (".pickle", ".pkl")
 
     def sniff(self, head: bytes, path: str) -> ReaderClaim:
-        """Any pickle: what is in it can only be told by reading it."""
+        """Any pickle: only reading it shows what is in it."""
         del path
         return ReaderClaim.PERHAPS if looks_like_pickle(head) else ReaderClaim.NO
 

@@ -25,7 +25,7 @@ class RpdReader(Reader):
     suffixes = (".rpd",)
 
     def sniff(self, head: bytes, path: str) -> ReaderClaim:
-        """An SQLite file with tables of RPD, or of rocprofv3, which call themselves alike."""
+        """An SQLite file with tables of RPD, or of rocprofv3, which have similar names."""
         return _claim(head, path, split=False)
 
     def read(self, source: ByteSource, options: ReadOptions) -> Trace:

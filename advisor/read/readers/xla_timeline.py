@@ -125,8 +125,8 @@ def _events(own: list[_Event], line: Ints, code: dict[str, int]) -> Events:
                 texts[key][1].append(value[:NAME_LIMIT])
     for key, (at, result) in numbers.items():
         events.numbers[key] = np.array(at, dtype=np.int64), np.array(result, dtype=np.int64)
-    for key, (at, told) in texts.items():
-        events.texts[key] = np.array(at, dtype=np.int64), told
+    for key, (at, values) in texts.items():
+        events.texts[key] = np.array(at, dtype=np.int64), values
     return events
 
 

@@ -224,8 +224,8 @@ def _device(number: int, plane: Plane) -> Device:
     major, minor = stats.get("compute_cap_major"), stats.get("compute_cap_minor")
     compute = (major, minor) if isinstance(major, int) and isinstance(minor, int) else None
     sms, memory, clock = whole("core_count"), whole("memory_size"), whole("clock_rate")
-    told = stats.get("gpu_model") or stats.get("device_name")
-    name = told if isinstance(told, str) else None
+    details = stats.get("gpu_model") or stats.get("device_name")
+    name = details if isinstance(details, str) else None
     fitting = [
         gpu
         for gpu in known()
@@ -249,11 +249,11 @@ def _device(number: int, plane: Plane) -> Device:
 
 
 def _vendor(plane: Plane) -> str | None:
-    told = str(plane.stats.get("device_vendor", "")).lower()
-    if "amd" in told or "advanced micro" in told:
+    details = str(plane.stats.get("device_vendor", "")).lower()
+    if "amd" in details or "advanced micro" in details:
         return "amd"
     # compute capability is NVIDIA's; AMD's planes have the vendor beside it
-    return "nvidia" if "nvidia" in told or "compute_cap_major" in plane.stats else None
+    return "nvidia" if "nvidia" in details or "compute_cap_major" in plane.stats else None
 
 
 def _work(
@@ -322,10 +322,10 @@ def _kind(name: str) -> str:
     return next((kind for kind in ("memcpy", "memset") if lowered.startswith(kind)), "kernel")
 
 
-def _details(told: tuple[Any, list[str]] | None, count: int, parse: Any) -> dict[str, pl.Series]:
+def _details(details: tuple[Any, list[str]] | None, count: int, parse: Any) -> dict[str, pl.Series]:
     """Columns from texts such as ``regs:38 shm:0 grid:160,1,1 block:1024,1,1``, each distinct one
     parsed once."""
-    rows, texts = told if told is not None else (np.zeros(0, dtype=np.int64), [])
+    rows, texts = details if details is not None else (np.zeros(0, dtype=np.int64), [])
     frame = pl.DataFrame({"text": texts}, schema={"text": pl.String})
     seen = frame["text"].unique(maintain_order=True)
     parsed = [parse(dict(_DETAIL.findall(text[:1000]))) for text in seen.to_list()]
@@ -344,23 +344,23 @@ _MEMORY_KINDS = {"pinned": "Pinned", "pageable": "Pageable", "device": "Device",
                  "managed": "Managed", "array": "Array", "unified": "Managed"}  # fmt: skip
 
 
-def _kernel(told: dict[str, str]) -> dict[str, Any]:
-    shared = [_whole(told[key]) for key in ("static_shared", "dynamic_shared", "shm", "static_shm",
-                                            "dynamic_shm") if key in told]  # fmt: skip
+def _kernel(details: dict[str, str]) -> dict[str, Any]:
+    names = ("static_shared", "dynamic_shared", "shm", "static_shm", "dynamic_shm")
+    shared = [_whole(details[key]) for key in names if key in details]
     return {
-        "registers": _whole(told.get("regs", ""), 1 << 16),
+        "registers": _whole(details.get("regs", ""), 1 << 16),
         "shared": None if None in shared or not shared else sum(x or 0 for x in shared),
-        "blocks": _product(told.get("grid", "")),
-        "threads": _product(told.get("block", ""), 1 << 20),
+        "blocks": _product(details.get("grid", "")),
+        "threads": _product(details.get("block", ""), 1 << 20),
         "occupancy": None,
     }
 
 
-def _copy(told: dict[str, str]) -> dict[str, Any]:
+def _copy(details: dict[str, str]) -> dict[str, Any]:
     return {
-        "bytes": _whole(told.get("size", "")),
-        "src": _MEMORY_KINDS.get(told.get("kind_src", "").lower()),
-        "dst": _MEMORY_KINDS.get(told.get("kind_dst", "").lower()),
+        "bytes": _whole(details.get("size", "")),
+        "src": _MEMORY_KINDS.get(details.get("kind_src", "").lower()),
+        "dst": _MEMORY_KINDS.get(details.get("kind_dst", "").lower()),
     }
 
 
@@ -380,18 +380,18 @@ def _product(text: str, most: int = 1 << 53) -> int | None:
 def _with_ops(host: pl.DataFrame, device: pl.DataFrame) -> pl.DataFrame:
     """The host rows, with an operator around each launch of which the device tells XLA's: it has
     no range of its own on the host."""
-    told = (
+    details = (
         device.filter(pl.col("hlo").is_not_null() & (pl.col("correlation") > 0))
         .group_by("correlation")
         .agg(pl.col("hlo").first(), pl.col("hlo").n_unique().alias("kinds"))
         .filter(pl.col("kinds") == 1)  # a graph's one launch stands for many
     )
-    if not told.height or not host.height:
+    if not details.height or not host.height:
         return host
     launches = host.filter((pl.col("kind") == "runtime") & (pl.col("correlation") > 0)
                            & pl.col("call").is_in(["launch", "memcpy", "memcpy_blocking", "memset",
                                                    "graph_launch", "other"]))  # fmt: skip
-    ops = launches.join(told, on="correlation", how="inner").with_columns(
+    ops = launches.join(details, on="correlation", how="inner").with_columns(
         name=pl.col("hlo"), kind=pl.lit("op"), call=pl.lit(None, dtype=pl.String),
         correlation=pl.lit(-1, dtype=pl.Int64),
     )  # fmt: skip

@@ -7,15 +7,15 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from advisor.read.directory import open_run
-    from advisor.read.file import read_trace
     from advisor.read.reader import ReadOptions
+    from advisor.read.registry import read_trace
 
 __all__ = ["ReadOptions", "open_run", "read_trace"]
 
 _HOME = {
     "ReadOptions": "advisor.read.reader",
     "open_run": "advisor.read.directory",
-    "read_trace": "advisor.read.file",
+    "read_trace": "advisor.read.registry",
 }
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Hashable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,7 +15,6 @@ from numpy.typing import NDArray
 from advisor.core.trace import CPU_SCHEMA, GPU_SCHEMA
 from advisor.read import tables
 from advisor.read.columns import Columns, Piece
-from advisor.read.heap import give_back
 from advisor.read.launches import LaunchTable, classify_calls
 from advisor.read.nesting import nest, release_ranges, separate, stack_order
 from advisor.read.reader import EVENT_BYTES
@@ -336,3 +337,19 @@ def _exact_ns(us: float) -> int:
     """Microseconds to ns without rounding the whole of a Unix time to a float's precision."""
     whole = int(us)
     return whole * 1000 + round((us - whole) * 1000)
+
+
+# -- memory ----------------------------------------------------------------------------------------
+
+LARGE = 1_000_000
+"""Rows from which on it pays for the milliseconds."""
+
+
+def give_back(rows: int) -> None:
+    """What glibc's malloc keeps of columns that are gone is otherwise not the system's again while
+    others are made, and a large file takes half as much memory more. Nothing is done for few
+    ``rows``, nor with another malloc."""
+    if rows < LARGE:
+        return
+    with suppress(AttributeError, OSError, TypeError):
+        ctypes.CDLL(None).malloc_trim(0)

@@ -28,9 +28,8 @@ from advisor.core.trace import (
     Trace,
     TraceMeta,
 )
-from advisor.read.assemble import AssembledTables, Facts, as_names, joined
+from advisor.read.assemble import AssembledTables, Facts, as_names, give_back, joined
 from advisor.read.columns import NAME_LIMIT
-from advisor.read.heap import give_back
 from advisor.read.tables import blank
 
 DAY_NS = 86_400 * 10**9

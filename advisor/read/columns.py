@@ -14,15 +14,18 @@ import numpy as np
 from numpy.typing import NDArray
 
 from advisor.read.damage import sanitise, segments
-from advisor.read.events import ABSENT, NO_ARGS, Args, TraceEvent
 from advisor.read.spelling import (
+    ABSENT,
     COUNTER_CATEGORY,
     DEVICE_CATEGORIES,
     DEVICE_KINDS,
     HOST_CATEGORIES,
     HOST_KINDS,
     IGNORED_CATEGORIES,
+    NO_ARGS,
     SYNC_CATEGORY,
+    Args,
+    TraceEvent,
     is_range,
 )
 

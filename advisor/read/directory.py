@@ -14,14 +14,17 @@ from typing import Literal
 from advisor.core.errors import AdvisorError
 from advisor.core.run_directory import is_run, read_recording
 from advisor.core.trace import Run, Trace
-from advisor.read.elsewhere import named_like_traces, read_source, traces_at
-from advisor.read.file import read_trace, with_window
-from advisor.read.hosts import as_ranks, without_copies
+from advisor.read.elsewhere import (
+    as_ranks,
+    named_like_traces,
+    read_source,
+    traces_at,
+    without_copies,
+)
 from advisor.read.kernel_profiles import profile_files, with_kernel_profiles
-from advisor.read.memory_events import joined, with_memory
-from advisor.read.merged import ranks_in
+from advisor.read.merged import joined, ranks_in, with_memory
 from advisor.read.reader import ReadOptions
-from advisor.read.registry import is_trace_name, trace_names
+from advisor.read.registry import is_trace_name, read_trace, trace_names, with_window
 from advisor.read.remote.urls import RankFilter, RemoteFile, is_url, local_path, rank_in, shown
 from advisor.read.runs import SeveralRuns, runs_in
 

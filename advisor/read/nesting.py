@@ -25,7 +25,7 @@ and what else these frames called."""
 
 PART = 1 << 19
 """Rows that are ordered and nested at once, where threads and their outermost events end so soon:
-the work needs a hundred bytes a row."""
+the work needs a hundred bytes per row."""
 
 _KEY_LIMIT = 1 << 62
 _ANNOTATION, _PYTHON = HOST_KINDS.index("annotation"), HOST_KINDS.index("python")

@@ -13,9 +13,8 @@ import polars as pl
 import polars.selectors as cs
 
 from advisor.core.trace import Copy, CpuKind, Device, GpuKind
-from advisor.read.lookups import looked_up, with_all
 from advisor.read.nvtx import inputs_of, parsed
-from advisor.read.sqlite import Database, Types, narrowed
+from advisor.read.sqlite import Database, Types, looked_up, narrowed, with_all
 
 PREFIX = "CUPTI_ACTIVITY_KIND_"
 KERNEL, MEMCPY, MEMSET = (PREFIX + name for name in ("KERNEL", "MEMCPY", "MEMSET"))

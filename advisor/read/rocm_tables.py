@@ -16,10 +16,19 @@ from typing import Any
 import polars as pl
 
 from advisor.core.trace import Copy, CpuKind, Device, GpuKind
-from advisor.read.lookups import Keyed, NameLookup, Numbered, looked_up, numbered, with_all
 from advisor.read.nvtx import inputs_of, parsed
 from advisor.read.rocm import FILL, direction, gpu
-from advisor.read.sqlite import Database, Types, narrowed
+from advisor.read.sqlite import (
+    Database,
+    Keyed,
+    NameLookup,
+    Numbered,
+    Types,
+    looked_up,
+    narrowed,
+    numbered,
+    with_all,
+)
 
 _OWN = ("hcc_activity_callback", "roctracer", "rocprofiler")
 _MARKERS = ("UserMarker", "roctxRange", "roctxMark")

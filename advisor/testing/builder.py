@@ -491,7 +491,7 @@ class TraceBuilder:
     def trace(self) -> Trace:
         """The trace, read by the real reader; a blank one when nothing but a record was made."""
         from advisor.core.trace import blank_trace
-        from advisor.read.file import read_bytes
+        from advisor.read.registry import read_bytes
 
         if not self.events and (self._record is not None or self._snapshot is not None):
             trace = blank_trace("<TraceBuilder>")

@@ -13,7 +13,7 @@ from advisor.advise.select import load_rules, read_config
 from advisor.core.errors import AdvisorError
 from advisor.core.finding import Edit, Evidence, Finding, Outcome, Rule, Select, SkippedCheck
 from advisor.core.trace import Run
-from advisor.read.file import read_bytes
+from advisor.read.registry import read_bytes
 from advisor.render.formats import REPORTS
 from advisor.testing import TraceBuilder
 

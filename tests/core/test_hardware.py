@@ -375,7 +375,7 @@ def test_variants_of_different_rates_are_not_guessed_between(name: str) -> None:
 def test_the_user_names_the_gpu_that_a_file_does_not() -> None:
     from advisor.measure import Analysis
     from advisor.read import ReadOptions
-    from advisor.read.file import read_bytes
+    from advisor.read.registry import read_bytes
 
     text = (
         b'{"traceEvents":[{"ph":"X","cat":"kernel","name":"k","ts":1,"dur":2,"pid":0,"tid":7,'

@@ -12,7 +12,7 @@ from advisor.core.report import Report
 from advisor.core.trace import Run
 from advisor.measure import Analysis
 from advisor.measure.device.kernel_profiles import kernel_key, profiled_kernels
-from advisor.read.file import read_trace
+from advisor.read.registry import read_trace
 from advisor.testing import TraceBuilder
 from benchmarks.public_traces import path_of
 

@@ -10,7 +10,7 @@ import pytest
 
 from advisor.core import trace as schema
 from advisor.core.trace import Trace
-from advisor.read.file import read_bytes
+from advisor.read.registry import read_bytes
 
 KERNEL_ARGS = {"device": 0, "stream": 7}
 

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from advisor.read import pool
 from advisor.read.columns import MISSING, NAME_LIMIT, RAW_LIMIT, Piece, floats, ints
 from advisor.read.decode import decode_piece
-from advisor.read.events import Args, TraceEvent
+from advisor.read.spelling import Args, TraceEvent
 
 
 def op(name: str = "aten::mm", **fields: Any) -> dict[str, Any]:

@@ -15,7 +15,7 @@ import pytest
 from advisor.core.errors import AdvisorError
 from advisor.core.kernel_profile import KernelProfiles
 from advisor.read import open_run
-from advisor.read.file import read_bytes, read_trace
+from advisor.read.registry import read_bytes, read_trace
 from benchmarks.public_traces import path_of
 
 REPORTS = ("cutlass_a100_s4", "cutlass_a100_s8", "sparse_matmul_a10g")

@@ -29,8 +29,8 @@ from advisor.core.errors import AdvisorError
 from advisor.core.trace import CALLS, COPIES, SYNC_KINDS, Trace
 from advisor.read import ReadOptions, pool, read_trace, reader
 from advisor.read.columns import Piece
-from advisor.read.file import read_bytes
 from advisor.read.readers import kineto
+from advisor.read.registry import read_bytes
 from advisor.read.spelling import DEVICE_KINDS, HOST_KINDS, call_class, copy_parts, sync_kind
 from advisor.testing import TraceBuilder
 
@@ -313,7 +313,7 @@ def children() -> set[int]:
 
 
 def test_workers_do_not_load_polars() -> None:
-    code = "import advisor.read.pool, sys; print('polars' in sys.modules)"
+    code = "import advisor.read.decode, sys; print('polars' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, check=True, text=True)
     assert done.stdout.strip() == "False"
 

@@ -9,10 +9,9 @@ from pathlib import Path
 import polars as pl
 import pytest
 
-from advisor.read.lookups import Keyed, NameLookup, Numbered, numbered
 from advisor.read.reader import ReadOptions
 from advisor.read.source import ByteSource
-from advisor.read.sqlite import opened
+from advisor.read.sqlite import Keyed, NameLookup, Numbered, numbered, opened
 
 EXTREMES = [-(2**63), 2**63 - 1]
 

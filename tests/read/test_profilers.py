@@ -22,8 +22,8 @@ from advisor.core.errors import AdvisorError
 from advisor.core.trace import Trace
 from advisor.measure import Analysis
 from advisor.read import ReadOptions, open_run, read_trace
-from advisor.read.file import read_bytes
 from advisor.read.nvtx import framework_of, parsed
+from advisor.read.registry import read_bytes
 
 Found = Callable[[str], str]
 MADE: dict[str, Callable[[Path], Path]] = {

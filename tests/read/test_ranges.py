@@ -7,7 +7,7 @@ from typing import Any
 
 import polars as pl
 
-from advisor.read.file import read_bytes
+from advisor.read.registry import read_bytes
 
 
 def event(cat: str, name: str, ts: float, end: float) -> dict[str, Any]:

@@ -22,8 +22,8 @@ from advisor.core.trace import TraceMeta
 from advisor.export.chrome import write_tables
 from advisor.read import read_trace, registry
 from advisor.read.build import build_trace
-from advisor.read.file import read_bytes
 from advisor.read.readers.kineto import Kineto
+from advisor.read.registry import read_bytes
 
 TOY = '''
 import polars as pl

@@ -16,7 +16,7 @@ from polars.testing import assert_frame_equal
 from advisor.core.errors import AdvisorError
 from advisor.core.trace import Trace
 from advisor.read import ReadOptions, read_trace
-from advisor.read.file import read_bytes
+from advisor.read.registry import read_bytes
 
 HOST = {
     "cpu_op": "op",

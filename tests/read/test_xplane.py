@@ -27,7 +27,7 @@ from advisor.core.errors import AdvisorError
 from advisor.measure import Analysis
 from advisor.measure.host.host import python_hot_spots
 from advisor.read import open_run, read_trace
-from advisor.read.file import read_bytes
+from advisor.read.registry import read_bytes
 from advisor.read.wire import PADDING, Buffer
 from advisor.render.formats import REPORTS
 from tests.conftest import public_file

@@ -23,7 +23,7 @@ from advisor.measure.ranks.summary import Summary, Unread
 from advisor.read import open_run
 from advisor.read.directory import MAX_ELSEWHERE
 from advisor.read.elsewhere import read_source
-from advisor.read.file import with_window
+from advisor.read.registry import with_window
 from advisor.read.remote.urls import RankFilter, RemoteFile, is_url, shown
 
 if TYPE_CHECKING:

@@ -113,7 +113,7 @@ def _decoded(splitter: Splitter, options: ReadOptions) -> Iterator[Piece]:
                 break  # standard input, or packed more tightly than expected
         else:
             return
-    from advisor.read.pool import decode_all
+    from advisor.read.decode import decode_all
 
     yield from decode_all(pieces, processes)
 

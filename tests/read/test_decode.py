@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from advisor.read import pool
+from advisor.read import decode as pieces
 from advisor.read.columns import MISSING, NAME_LIMIT, RAW_LIMIT, Piece, floats, ints
 from advisor.read.decode import decode_piece
 from advisor.read.spelling import Args, TraceEvent
@@ -181,7 +181,7 @@ def test_any_values_anywhere_are_no_exception_and_lose_no_event(rows: list[Any])
     piece = decode(*events)
     assert piece.events + piece.unsound == len(events)
     check_shape(piece)
-    again = pool._decoder.decode(pool._encoder.encode(piece))
+    again = pieces._decoder.decode(pieces._encoder.encode(piece))
     assert_same(piece, again)
 
 

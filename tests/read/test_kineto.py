@@ -27,7 +27,7 @@ from advisor.core import pool as core_pool
 from advisor.core import trace as trace_module
 from advisor.core.errors import AdvisorError
 from advisor.core.trace import CALLS, COPIES, SYNC_KINDS, Trace
-from advisor.read import ReadOptions, pool, read_trace, reader
+from advisor.read import ReadOptions, read_trace, reader
 from advisor.read.columns import Piece
 from advisor.read.readers import kineto
 from advisor.read.registry import read_bytes
@@ -209,13 +209,13 @@ def test_processes_are_started_when_there_is_enough_to_do(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     started = []
-    original = pool.decode_all
+    original = kineto.decode_all
 
     def count(pieces: Iterable[bytes], processes: int) -> Iterator[Piece]:
         started.append(processes)
         return original(pieces, processes)
 
-    monkeypatch.setattr(pool, "decode_all", count)
+    monkeypatch.setattr(kineto, "decode_all", count)
     text = loop(steps=40).json()
     path = tmp_path / "trace.json.gz"
     path.write_bytes(gzip.compress(text))
@@ -240,7 +240,7 @@ def test_a_worker_that_dies_costs_only_its_help(
     one = read_bytes(b.json(), options=SMALL_PIECES)
     killed: list[int] = []
     made: list[core_pool.ProcessPool] = []
-    start, original = core_pool.ProcessPool.__init__, pool.decode_all
+    start, original = core_pool.ProcessPool.__init__, kineto.decode_all
 
     def remember(self: core_pool.ProcessPool, count: int, **options: Any) -> None:
         start(self, count, **options)
@@ -259,7 +259,7 @@ def test_a_worker_that_dies_costs_only_its_help(
         return original(counted(), processes)
 
     monkeypatch.setattr(core_pool.ProcessPool, "__init__", remember)
-    monkeypatch.setattr(pool, "decode_all", kill)
+    monkeypatch.setattr(kineto, "decode_all", kill)
     for processes in (2, 3):
         options = ReadOptions(piece_bytes=3000, parallel_from=0, processes=processes)
         assert_same(one, read_bytes(b.json(), options=options))

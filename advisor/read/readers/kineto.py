@@ -11,7 +11,7 @@ from advisor.core.errors import AdvisorError
 from advisor.core.trace import KINETO, Trace
 from advisor.read.assemble import Assembler
 from advisor.read.columns import Piece
-from advisor.read.decode import decode_piece
+from advisor.read.decode import decode_all, decode_piece
 from advisor.read.meta import describe, given_calls
 from advisor.read.reader import NO_ROOM, Reader, ReaderClaim, ReadOptions, memory_budget
 from advisor.read.source import ByteSource
@@ -113,8 +113,6 @@ def _decoded(splitter: Splitter, options: ReadOptions) -> Iterator[Piece]:
                 break  # standard input, or packed more tightly than expected
         else:
             return
-    from advisor.read.decode import decode_all
-
     yield from decode_all(pieces, processes)
 
 

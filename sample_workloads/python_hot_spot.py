@@ -16,7 +16,11 @@ from torch import nn
 
 from advisor.sample_workloads import Setup, Workload
 
-WORKLOAD = Workload(finds=("python-hot-spot", "cpu-before-first-kernel"), cpu_scale=1 / 8)
+WORKLOAD = Workload(
+    finds=("python-hot-spot", "cpu-before-first-kernel", "loop-code"),
+    cpu_scale=1 / 8,
+    shown_on="cpu",
+)
 
 SAMPLES, BATCH = 20_000, 256
 

@@ -202,10 +202,9 @@ def _verdict(report: Report) -> tuple[Literal["bottlenecks", "healthy", "limited
         if report.scope.step_source == "record":
             why = "No window was profiled."
         first = f"{t.host_label(top.name, own)} {t.format_share(top.share)}"
-        if top.name == "unknown" and report.ranges:
-            most = report.ranges[0]
-            first = f"{t.shorten(t.clean(most.name), 40)} {t.format_share(most.share)}"
-        if profiled:
+        if top.name == "unknown":
+            first = _instead_of_unknown(report)
+        elif profiled:
             first = f"while profiled, {first}"
         text = f"{why} The host's {step} {unit}: {first}"
         if report.findings:
@@ -231,6 +230,23 @@ def _verdict(report: Report) -> tuple[Literal["bottlenecks", "healthy", "limited
             f"{text}. Most of its idle time: {why}. No rule has a fix with a significant gain."
         )
     return "limited", f"{text}."
+
+
+def _instead_of_unknown(report: Report) -> str:
+    """What the host does most, where the trace does not show it: by recorded phase, by range, by
+    the largest class that is known."""
+    if report.recorded is not None and report.recorded.phases:
+        phase = report.recorded.phases[0]
+        return f"{phase.name} {t.format_share(phase.share)}"
+    if report.ranges:
+        most = report.ranges[0]
+        return f"{t.shorten(t.clean(most.name), 40)} {t.format_share(most.share)}"
+    own = report.scope.framework
+    known = [part for part in report.host if part.name != "unknown"]
+    shown = (
+        f"{t.host_label(known[0].name, own)} {t.format_share(known[0].share)}, " if known else ""
+    )
+    return f"{shown}the rest is not recorded (with_stack=True shows it)"
 
 
 def _alone(report: Report) -> str:

@@ -23,6 +23,7 @@ CASES = {
     "leak": "memory-leak",
     "threads": "thread-oversubscription",
     "workers": "loader-workers",
+    "waiting_loop": "loop-phases",
 }
 
 
@@ -35,6 +36,17 @@ def findings(name: str) -> dict[str, Finding]:
 def test_the_slow_recording_has_the_finding_and_its_cure_has_not(name: str) -> None:
     assert CASES[name] in findings(f"{name}.slow")
     assert CASES[name] not in findings(f"{name}.cured")
+
+
+def test_a_loop_that_sleeps_and_evaluates_is_first_told_so() -> None:
+    """0.1 s of sleep in each step; evaluation on 280,000 samples every twenty steps."""
+    report = analyze(RECORDED / "waiting_loop.slow", Options(config={}))
+    first = report.findings[0]
+    assert first.rule == "loop-phases" and first.impact is not None
+    assert first.impact.gain_ns == pytest.approx(100e6, rel=0.1)
+    assert "unknown" not in report.verdict
+    shares = {f.rule: f for f in (*report.risks, *report.notes)}["time-between-steps"].evidence
+    assert shares[0].value == pytest.approx(report.recorded.outside_ns)  # type: ignore[union-attr]
 
 
 def test_what_garbage_collection_costs_is_what_the_cure_saves() -> None:

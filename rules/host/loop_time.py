@@ -1,0 +1,297 @@
+"""Time of the loop that is no training: its own code, and work between the steps."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+import polars as pl
+
+from advisor.core import text as t
+from advisor.core.finding import Edit, Evidence, Finding, Outcome, Rule, Select, Threshold
+from advisor.measure import Analysis
+from advisor.measure.steps.timeline import CODE
+from advisor.rules.common import figure, locate_row, of_step
+from advisor.rules.kernel.facts import match_exactly
+from advisor.rules.recorded import a_step, over_the_run, record, steps_seen
+from advisor.rules.sources import CHOSEN, CURED_RECORDINGS, XPROF
+from advisor.testing import TraceBuilder
+
+OWN_PHASES = ("between steps", "other")
+"""Of the recorder: outside loading, forward, backward and optimizer."""
+
+
+class LoopCode(Rule):
+    """Where the training computes on the CPU, the loop's own Python code adds to each step: waits
+    (``time.sleep``, a server, a lock), logging, metrics, preparing a batch by hand.
+
+    It needs Python stacks. The rule names the function of your code with most time on the main
+    thread outside operators, the loader and waits for other threads. Where a GPU trains, its idle
+    time says what the host's code costs, and other rules look at that.
+    """
+
+    id = "loop-code"
+    title = "The loop's own Python code takes much of the step"
+    category = "host"
+    of_python = True
+    found_in = ("workloads/python_hot_spot",)
+    silent_in = ("workloads/python_hot_spot",)
+    validated_on = "a CPU recording with stacks whose samples are chosen in a loop of Python"
+    references = ("https://pytorch.org/tutorials/recipes/recipes/profiler_recipe.html",)
+
+    min_share = Threshold(0.20, "of the step; four times what counts where a GPU waits", XPROF)
+    min_ms = Threshold(0.5, "ms per step: Python around small models takes as long", CHOSEN)
+
+    fix = (
+        "Take the code out of the step: do not sleep or wait in it, compute its result once, or "
+        "prepare it in a DataLoader worker. Log and save every N steps only."
+    )
+    code = "if step % 100 == 0:       # not in every step\n    log(metrics)"
+    verify = "Record again: the step is shorter by this code's time."
+    falsified_by = "the same step time without this code"
+    assumptions = ("the step can go on without this code's result",)
+    confidence = 0.75
+
+    def check(self, a: Analysis) -> Iterator[Outcome]:
+        """Time of the main thread's own Python, by the user's function."""
+        if not a.trains_on_host or not a.span_ns:
+            return
+        line, cpu = a.timeline, a.trace.cpu
+        own = (line.thread == a.trace.main_thread) & (line.code == CODE["python"]) & (line.row >= 0)
+        rows = line.row[own]
+        frame = a.user_frame[rows].astype(np.int64)
+        table = (
+            pl.DataFrame({"row": rows, "frame": frame, "ns": (line.end - line.start)[own]})
+            .filter(pl.col("frame") >= 0)
+            .with_columns(name=pl.col("frame").replace_strict(*_names(a, frame)))
+            .group_by("name")
+            .agg(
+                pl.col("ns").sum(),
+                pl.col("row", "frame").sort_by("ns").last(),
+                count=pl.col("frame").n_unique(),
+            )
+            .sort("ns", "name", descending=[True, False])
+        )
+        if table.is_empty():
+            return
+        name, ns, row, frame_row, count = table.row(0)
+        if ns < self.min_share * a.span_ns or ns < self.min_ms * 1e6 * a.step_count:
+            return
+        place = locate_row(a, frame_row, op=str(cpu["name"][row]), count=count)
+        yield Finding(
+            summary=(
+                f"{place.function} ({place.file}:{place.line}) takes {of_step(a, ns)} on the main "
+                f"thread outside operators, most of it in {t.clean(str(cpu['name'][row]))}."
+            ),
+            evidence=[
+                figure(a, "Python code of this function", ns),
+                Evidence("share", ns / a.span_ns, "share", *self.limit("min_share"), per=a.per),
+            ],
+            where=[place],
+            edits=[
+                Edit(
+                    op="remove",
+                    select=Select(on="host", kind=("python",), name=match_exactly([name])),
+                )
+            ],
+            confidence_notes=["recording Python stacks lengthens Python time"],
+        )
+
+    @staticmethod
+    def fires_on() -> dict[str, TraceBuilder]:
+        """``time.sleep`` in a function of the loop."""
+        b = TraceBuilder(gpu=None)
+        for _ in range(4):
+            with b.step(), b.python("train.py(30): main"):
+                with b.op("aten::mm", host_us=4000):
+                    pass
+                with b.python("train.py(12): ask_server"), b.python("<built-in function sleep>"):
+                    b.host(3000)
+        return {"sleep in the loop": b}
+
+    @staticmethod
+    def silent_on() -> dict[str, tuple[TraceBuilder, str]]:
+        """Python around operators; a GPU; a fast small model."""
+        light, small, device = TraceBuilder(gpu=None), TraceBuilder(gpu=None), TraceBuilder()
+        for _ in range(4):
+            with light.step(), light.python("train.py(30): main"):
+                light.host(600)
+                with light.op("aten::mm", host_us=6000):
+                    pass
+            with small.step(), small.python("train.py(30): main"):
+                small.host(300)
+                with small.op("aten::mm", host_us=300):
+                    pass
+            with device.step(), device.python("train.py(30): main"):
+                device.host(3000)
+                device.run("aten::mm", "ampere_sgemm_128x64_nn", 300)
+        return {
+            "Python around operators": (light, "min_share"),
+            "a GPU trains": (device, "not a.trains_on_host"),
+            "a small model": (small, "min_ms"),
+        }
+
+
+def _names(a: Analysis, frame: np.ndarray) -> tuple[list[int], list[str]]:
+    known = np.unique(frame[frame >= 0])
+    return known.tolist(), a.trace.cpu["name"].gather(known).cast(pl.String).to_list()
+
+
+class LoopPhases(LoopCode):
+    """The same from the recorder's phases, where no Python stacks were recorded: ``between steps``
+    and ``other`` are neither loading, forward, backward nor optimizer. Evaluation between steps is
+    left out.
+    """
+
+    id = "loop-phases"
+    reads_record = True
+    found_in = ("recorded/waiting_loop.slow",)
+    silent_in = ("recorded/waiting_loop.cured", "recorded/anomaly.cured", "recorded/leak.cured")
+    validated_on = "a CPU recording that sleeps 0.1 s in each step; silent without"
+
+    def check(self, a: Analysis) -> Iterator[Outcome]:
+        """Time of the step in phases of the loop's own code."""
+        recorded = record(a)
+        if not a.trains_on_host or (a.trace.cpu["kind"] == "python").any():
+            return
+        phases = {name: recorded.phase(name) for name in OWN_PHASES}
+        spent = {
+            name: float(np.median(own))
+            for name, own in phases.items()
+            if own is not None and len(own)
+        }
+        step, ns = recorded.median or 0.0, sum(spent.values())
+        if not step or ns < self.min_share * step or ns < self.min_ms * 1e6:
+            return
+        yield Finding(
+            summary=(
+                f"The loop's own code takes {t.format_duration(ns)} of each step "
+                f"({ns / step:.0%}), outside loading, forward, backward and optimizer. "
+                "advisor record --deep shows its lines."
+            ),
+            evidence=[
+                *(
+                    Evidence(f"phase '{name}'", own, "ns", per="step")
+                    for name, own in spent.items()
+                ),
+                Evidence("share", ns / step, "share", *self.limit("min_share"), per="step"),
+                steps_seen(recorded),
+            ],
+            impact=a_step(a, ns),
+        )
+
+    @staticmethod
+    def fires_on() -> dict[str, TraceBuilder]:
+        """A wait after each optimizer step."""
+        return {"a wait between steps": _recorded(forward=2, backward=2, **{"between steps": 6})}
+
+    @staticmethod
+    def silent_on() -> dict[str, tuple[TraceBuilder, str]]:
+        """Evaluation between steps; a fast small model; stacks."""
+        stacks = _recorded(forward=2, backward=2)
+        with stacks.step(), stacks.python("train.py(30): main"):
+            stacks.host(300)
+        return {
+            "evaluation": (_recorded(evaluation=20, forward=3.5, backward=6), "min_share"),
+            "a small model": (_recorded(0.6, forward=0.2), "min_ms"),
+            "stacks": (stacks, "== 'python').any()"),
+        }
+
+
+def _recorded(ms: float = 10, **phases: float) -> TraceBuilder:
+    b = TraceBuilder(gpu=None)
+    b.record_of_run().steps(60, ms, **phases)
+    return b
+
+
+class TimeBetweenSteps(Rule):
+    """Much of the run is spent between the training steps: evaluation, checkpoints, rollouts,
+    generation of samples. The recorder tells this time from that of the steps.
+
+    Evaluation is wanted, but how often it runs and on how much data is a choice, and it needs no
+    gradients and allows larger batches than training. What comes before the first step (imports,
+    making the model) does not count.
+    """
+
+    id = "time-between-steps"
+    title = "Much of the run is spent between the training steps"
+    category = "host"
+    reads_record = True
+    found_in = ("recorded/waiting_loop.slow",)
+    silent_in = ("recorded/waiting_loop.cured", *CURED_RECORDINGS)
+    validated_on = "a CPU recording that evaluates every twenty steps on much data"
+    references = (
+        "https://docs.pytorch.org/docs/stable/generated/torch.autograd.grad_mode.inference_mode.html",
+    )
+
+    min_share = Threshold(0.30, "of the time of steps and what lies between them", CHOSEN)
+    min_steps = Threshold(20, "steps: fewer do not show how often it comes", CHOSEN)
+    half = Threshold(0.5, "of that time, by evaluating half as often", CHOSEN)
+
+    fix = (
+        "Evaluate less often, or on a fixed part of the data. Run it under "
+        "torch.inference_mode() with a larger batch and DataLoader workers, and save checkpoints "
+        "from another thread."
+    )
+    code = (
+        "model.eval()\n"
+        "with torch.inference_mode():\n"
+        "    for batch in validation:            # a larger batch_size than in training\n"
+        "        metric.update(model(batch))\n"
+        "model.train()"
+    )
+    verify = "Record again: less time between the steps."
+    falsified_by = "time between the steps that the training itself needs, as rollouts do"
+    assumptions = ("evaluating half as often is enough",)
+    confidence = 0.6
+
+    def check(self, a: Analysis) -> Iterator[Outcome]:
+        """Compare the time between steps with that of the steps."""
+        recorded = record(a)
+        begin, end = recorded.span
+        outside = recorded.outside
+        if recorded.count < self.min_steps or recorded.inference or end <= begin:
+            return
+        whole = outside + float(recorded.dur.sum())
+        if outside < self.min_share * whole:
+            return
+        times = sum(step.evaluation > 0 for step in recorded.steps if step.n)
+        yield Finding(
+            summary=(
+                f"{t.format_duration(outside)} of the run ({outside / whole:.0%}) lie between the "
+                f"training steps, in {t.count_noun(times, 'pause')} for evaluation, checkpoints "
+                "and the like."
+            ),
+            evidence=[
+                Evidence("time between steps", outside, "ns"),
+                Evidence("share of the run", outside / whole, "share", *self.limit("min_share")),
+                Evidence("pauses", times, "count"),
+                steps_seen(recorded),
+            ],
+            impact=over_the_run(
+                self.half * outside,
+                high=outside,
+                method="half of the time between steps",
+            ),
+        )
+
+    @staticmethod
+    def fires_on() -> dict[str, TraceBuilder]:
+        """An evaluation after every tenth step that takes longer than the ten."""
+        return {"evaluation every ten steps": _evaluated(every=10, ms=400)}
+
+    @staticmethod
+    def silent_on() -> dict[str, tuple[TraceBuilder, str]]:
+        """A short evaluation; a run that has only begun."""
+        return {
+            "a short evaluation": (_evaluated(every=20, ms=40), "min_share"),
+            "a few steps": (_evaluated(every=3, ms=400, steps=12), "min_steps"),
+        }
+
+
+def _evaluated(*, every: int, ms: float, steps: int = 80) -> TraceBuilder:
+    b = TraceBuilder()
+    r = b.record_of_run()
+    for n in range(steps):
+        r.step(10, forward=3, backward=6, evaluation=ms if n and n % every == 0 else 0)
+    return b

@@ -12,6 +12,7 @@ from advisor.compare.comparison import Amount, Comparison, RealisedGain, Side
 from advisor.compare.findings import Remaining, compare_findings, find_remaining
 from advisor.compare.kernel_counters import counter_amounts, counters_verdict
 from advisor.compare.memory import memory_amounts
+from advisor.compare.serving import phase_amounts
 from advisor.compare.steps import PERIODS, compare_steps
 from advisor.compare.view import repeated, verdict, whole
 from advisor.compare.work import by_shape, compare_kernels, compare_work, matched
@@ -176,6 +177,7 @@ def amounts(before: Report, after: Report) -> list[Amount]:
     result += [_amount("energy per step", "J", joules), *_cost(before, after)]
     result += counter_amounts(before, after)
     result += memory_amounts(before, after)
+    result += phase_amounts(before, after)
     return [amount for amount in result if (amount.before, amount.after) != (None, None)]
 
 

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from advisor.compare.memory import memory_verdict
+from advisor.compare.serving import phase_verdict
 from advisor.core import text as t
 from advisor.core.finding import GUESSED
 
@@ -71,6 +72,8 @@ def verdict(comparison: Comparison) -> str:
     steps = comparison.steps
     snapshots = [side.step_source == "snapshot" for side in (comparison.before, comparison.after)]
     if all(snapshots) and (text := memory_verdict(comparison)):
+        pass
+    elif text := phase_verdict(comparison):
         pass
     elif steps.difference_ns is None or steps.share is None:
         text = f"Step times are not compared: {steps.reason}"
@@ -214,14 +217,17 @@ def breakdown_lines(c: Comparison) -> list[ComparedFigure]:
 
 def figures_of(c: Comparison, groups: Sequence[str]) -> list[ComparedFigure]:
     """The amounts of some groups, as lines."""
-    whole = max(c.before.step_ns, c.after.step_ns, 1.0)
     result = []
     for group in groups:
+        whole = max(c.before.step_ns, c.after.step_ns, 1.0)
+        if group == "parts":  # of a token, not of a step
+            own = (max(a.before or 0.0, a.after or 0.0) for a in c.amounts if a.group == group)
+            whole = max(own, default=whole)
         for amount in c.amounts:
             if amount.group != group:
                 continue
             largest = max(amount.before or 0.0, amount.after or 0.0)
-            if amount.unit == "ns" and largest < MIN_SHARE * whole:
+            if amount.unit == "ns" and largest < MIN_SHARE * whole and group != "phases":
                 continue
             least = {"ns": MIN_SHARE * whole, "share": 0.01}.get(amount.unit, 0.01 * largest)
             more = amount.name in MORE_IS_BETTER

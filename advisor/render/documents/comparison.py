@@ -41,6 +41,8 @@ def build(comparison: Comparison, options: RenderOptions = DEFAULT) -> Document:
             FieldList([TextField(label, parts) for label, parts in view.sides(c)], indent=0),
             *_limits(c),
             *_table("Step times", "step time", view.step_lines(c), notes, short=True),
+            *_table("Inference by phase", "", view.figures_of(c, ["phases"]), short=True),
+            *_table("Parts of a layer", "", view.figures_of(c, ["parts"])),
             *_table("Breakdown", "", view.breakdown_lines(c)),
             *_table("Memory at the peak", "", view.figures_of(c, ["memory"])),
             *_table("Memory by line", "", view.figures_of(c, ["memory by line"])[:MAX_LINES]),

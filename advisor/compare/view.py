@@ -71,9 +71,8 @@ def verdict(comparison: Comparison) -> str:
     """One sentence, after one for each run that crashed."""
     steps = comparison.steps
     snapshots = [side.step_source == "snapshot" for side in (comparison.before, comparison.after)]
-    if all(snapshots) and (text := memory_verdict(comparison)):
-        pass
-    elif text := phase_verdict(comparison):
+    text = memory_verdict(comparison) if all(snapshots) else phase_verdict(comparison)
+    if text:
         pass
     elif steps.difference_ns is None or steps.share is None:
         text = f"Step times are not compared: {steps.reason}"

@@ -127,7 +127,11 @@ class StragglerRank(Rule):
         },
         "pipeline": {
             "fix": "Move layers from {who} to the others, or split it; embeddings and the loss "
-            "count as layers."
+            "count as layers.",
+            "assumptions": (
+                "The gain is of rebalanced stages: all the same work. Layers are moved as a whole, "
+                "so less of it may be reached.",
+            ),
         },
         "the ranks train on CPUs": {
             "code": "# is it the machine? the same work on every rank, one after the other\n"
@@ -145,7 +149,7 @@ class StragglerRank(Rule):
             },
             "pipeline": {
                 "fix": "Move layers from {who} to the others, or split it; embeddings and the "
-                "output layer count as layers."
+                "output layer count as layers.",
             },
         }
     }

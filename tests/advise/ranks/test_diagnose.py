@@ -22,6 +22,7 @@ from advisor.core.finding import Edit, Finding, Impact, Select
 from advisor.core.ranks import Ranks, numbers
 from advisor.measure.ranks.summary import Advice, Kernel, StepSummary, Summary, Unread, pack, unpack
 from advisor.replay.ranks.study import study
+from advisor.rules.distributed.straggler_rank import StragglerRank
 
 sys.path.insert(0, str(Path(__file__).parent))
 from job_by_hand import MS, Item, Meet, Program, Ran, Work, run
@@ -217,6 +218,14 @@ def test_the_long_stage_of_a_pipeline_is_told_and_its_bubbles_are_not() -> None:
     assert outlier.gain_ns is not None
     assert outlier.gain_ns > 0
     assert diagnose(pipeline(0.0).summaries).outliers == []
+
+
+def test_the_gain_of_a_pipeline_is_said_to_be_of_rebalanced_stages() -> None:
+    found = study(pipeline(0.4).summaries)
+    assert found is not None
+    (finding,) = StragglerRank().check_run(found)
+    assert isinstance(finding, Finding)
+    assert "rebalanced stages" in finding.assumptions[0]
 
 
 def test_a_gain_of_ranks_that_wait_anyway_is_worth_nothing_to_the_job() -> None:

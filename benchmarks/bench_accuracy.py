@@ -234,13 +234,13 @@ def fused_optimizer(fixed: bool) -> Callable[[], None]:
 
 EXPERIMENTS = (
     Experiment(
-        "loader: 2 workers, loader-bound", loader_workers(2, 0.002, 2), ("spread loader 2",)
+        "loader: 2 workers, loader-bound", loader_workers(2, 0.002, 2), ("parallelize loader 2",)
     ),
     Experiment(
-        "loader: 4 workers, loader-bound", loader_workers(4, 0.002, 2), ("spread loader 4",)
+        "loader: 4 workers, loader-bound", loader_workers(4, 0.002, 2), ("parallelize loader 4",)
     ),
     Experiment(
-        "loader: 2 workers, short items", loader_workers(2, 0.0005, 8), ("spread loader 2",)
+        "loader: 2 workers, short items", loader_workers(2, 0.0005, 8), ("parallelize loader 2",)
     ),
     Experiment("host work of 5 ms removed", host_work(5.0), ("remove range:slow_metric",)),
     Experiment("host work of 1 ms removed", host_work(1.0), ("remove range:slow_metric",)),

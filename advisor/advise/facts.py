@@ -395,15 +395,26 @@ def order_parts(finding: Finding, report: Report) -> list[str]:
     if finding.pays_after is not None:
         before = next((f.title for f in report.findings if f.rule == finding.pays_after), "")
         before = t.clean(before) or t.clean(finding.pays_after)
-        parts.append(f"gains only after '{before}': then {t.format_duration(left)}")
-    elif own is not None and left is not None and finding.priority != 1:
-        if left < 0.95 * own:
-            parts.append(f"{t.format_duration(left)} of it remain after the fixes above")
-        elif left > 1.05 * own:
-            parts.append(f"{t.format_duration(left)} after the fixes above")
+        parts.append(f"gains only after '{before}': then {marginal(finding)}")
+    elif own is None or left is None or finding.priority == 1:
+        pass
+    elif abs(left - own) > 0.05 * own:
+        parts.append(f"after the fixes above: {marginal(finding)}")
     if finding.other_rank and finding.trace_rank is not None:
         parts.append(f"on rank {finding.trace_rank}")
     return parts
+
+
+def marginal(finding: Finding) -> str:
+    """What a finding gains after those before it: ``2.34 ms (1.9–2.5 ms)``."""
+    gain = t.format_duration(finding.marginal_gain_ns)
+    if finding.marginal_low_ns is None or finding.marginal_high_ns is None:
+        return gain
+    low, high = (t.format_duration(n) for n in (finding.marginal_low_ns, finding.marginal_high_ns))
+    if low == high:
+        return gain
+    ends = t.format_range(finding.marginal_low_ns, finding.marginal_high_ns)
+    return f"{gain} ({ends.replace(' to ', '–')})"
 
 
 def caveats(finding: Finding) -> list[str]:

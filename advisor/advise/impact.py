@@ -9,7 +9,7 @@ the device is idle.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from msgspec.structs import replace
@@ -20,7 +20,7 @@ from advisor.core import text as t
 from advisor.core.finding import GUESSED, Edit, Finding, Impact
 from advisor.core.report import HardPart, Replay
 from advisor.replay.calibration import Band, widened_by_rule, worst_case
-from advisor.replay.exposed import Claim, claim, gain, touched
+from advisor.replay.exposed import ExposedTime
 from advisor.replay.price import EditGain
 
 if TYPE_CHECKING:
@@ -120,12 +120,12 @@ def _of_edits(finding: Finding, a: Analysis, pricing: Pricer) -> Finding:
     """The gain of a finding's edits, its range widened by what is known of past predictions."""
     saved = pricing.price(finding.edits)
     if finding.validation == "synthetic" and not pricing.is_calibrated(finding.edits):
-        saved = Price(saved.gain, *worst_case(saved.low, saved.high, a.step_ns))
+        saved = Price(saved.gain, *worst_case(saved.low, saved.high, a.step_ns), saved.most)
     device = "" if a.device is None or a.device.name is None else a.device.name
     own = Band(saved.low, saved.high)
     band, why = widened_by_rule(finding.rule, device, saved.gain, own, a.step_ns)
     if why:
-        saved = Price(saved.gain, *band)
+        saved = Price(saved.gain, *band, saved.most)
         finding = less_sure(finding, 1.0, f"{why}, and the range allows for that")
     finding = with_gain(finding, saved, a, pricing.method)
     share = finding.impact.share if finding.impact is not None else None
@@ -145,8 +145,8 @@ def with_gain(finding: Finding, saved: Price, a: Analysis, method: str) -> Findi
     impact = Impact(
         currency="step_time",
         gain_ns=round(saved.gain),
-        low_ns=round(saved.low),
-        high_ns=round(saved.high),
+        low_ns=round(min(saved.low, saved.gain)),
+        high_ns=round(max(saved.gain, min(saved.high, saved.most))),
         share=share,
         method=method,
         per=a.per,
@@ -244,18 +244,24 @@ def _carry_over(finding: Finding, step: StepTime | None, *, device: bool) -> Fin
         high = max(high, min(most, step.ns))
     if scale > 1 + APART:
         low = min(low, least)
-    marginal = finding.marginal_gain_ns
     finding = replace(
         finding,
         impact=replace(
             impact, gain_ns=round(impact.gain_ns * scale), low_ns=round(low), high_ns=round(high)
         ),
-        marginal_gain_ns=None if marginal is None else round(marginal * scale),
     )
+    finding = _marginal(finding, lambda ns: round(ns * scale))
     if not step.atypical:
         return finding
     why = "the profiled window is not like the rest of the run"
     return less_sure(finding, UNLIKE_CONFIDENCE, why)
+
+
+def _marginal(finding: Finding, change: Callable[[int], int]) -> Finding:
+    """The finding with what it gains after others, and the range of that, changed."""
+    names = ("marginal_gain_ns", "marginal_low_ns", "marginal_high_ns")
+    given = {name: getattr(finding, name) for name in names}
+    return replace(finding, **{n: change(ns) for n, ns in given.items() if ns is not None})
 
 
 def _bound_loading(finding: Finding, a: Analysis) -> Finding:
@@ -263,7 +269,7 @@ def _bound_loading(finding: Finding, a: Analysis) -> Finding:
     whatever share of a profiled window that is."""
     impact, recorded = finding.impact, a.recorded
     share = None if recorded is None else recorded.share("data")
-    if recorded is None or share is None or not any(e.op == "spread" for e in finding.edits):
+    if recorded is None or share is None or not any(e.op == "parallelize" for e in finding.edits):
         return finding
     if impact is None or impact.currency != "step_time" or impact.gain_ns is None:
         return finding
@@ -274,10 +280,7 @@ def _bound_loading(finding: Finding, a: Analysis) -> Finding:
     bounded = replace(
         impact, gain_ns=most, low_ns=min(impact.low_ns or 0, most), high_ns=most, share=most / step
     )
-    marginal = finding.marginal_gain_ns
-    finding = replace(
-        finding, impact=bounded, marginal_gain_ns=None if marginal is None else min(marginal, most)
-    )
+    finding = _marginal(replace(finding, impact=bounded), lambda ns: min(ns, most))
     why = f"the run's own steps spend {share:.0%} on getting data, less than those of the window"
     return less_sure(finding, 1.0, why)
 
@@ -293,6 +296,8 @@ class Price(NamedTuple):
     gain: float
     low: float
     high: float
+    most: float = float("inf")
+    """What the edits touch: no end of a range is above."""
 
 
 class Pricer(Protocol):
@@ -318,8 +323,8 @@ class Pricer(Protocol):
     def unseen_loader(self) -> bool:
         """How fast the loader's workers could be is not known, and prices do not allow for it."""
 
-    def price(self, edits: Sequence[Edit]) -> Price:
-        """What edits save alone, with the range."""
+    def price(self, edits: Sequence[Edit], given: Sequence[Edit] = ()) -> Price:
+        """What edits save alone, or once others are done, with the range."""
 
     def marginal(self, edits: Sequence[Edit], given: Sequence[Edit]) -> float:
         """What they save once others are done."""
@@ -364,10 +369,9 @@ class ReplayPricer:
         """See :class:`Pricer`."""
         return self.whatif.unseen_loader
 
-    def price(self, edits: Sequence[Edit]) -> Price:
+    def price(self, edits: Sequence[Edit], given: Sequence[Edit] = ()) -> Price:
         """See :class:`Pricer`."""
-        low, high = self.whatif.band(edits)
-        return Price(self.whatif.gain(edits), max(0.0, low), high)
+        return Price(*self.whatif.price(edits, given))
 
     def marginal(self, edits: Sequence[Edit], given: Sequence[Edit]) -> float:
         """See :class:`Pricer`."""
@@ -415,23 +419,17 @@ class BoundPricer:
         self.a = a
         self.reason = reason
         """See :class:`Pricer`; also empty where bounds were asked for."""
-        self._claims: dict[Edit, Claim] = {}
+        self._exposed = ExposedTime(a)
 
-    def claims(self, edits: Sequence[Edit]) -> list[Claim]:
-        """The instants that each edit touches."""
-        for edit in edits:
-            if edit not in self._claims:
-                self._claims[edit] = claim(self.a, edit)
-        return [self._claims[edit] for edit in edits]
-
-    def price(self, edits: Sequence[Edit]) -> Price:
-        """See :class:`Pricer`."""
-        return Price(*(value / self.a.step_count for value in gain(self.claims(edits))))
+    def price(self, edits: Sequence[Edit], given: Sequence[Edit] = ()) -> Price:
+        """See :class:`Pricer`: instants that others have claimed do not count again."""
+        saved, before = self._exposed.saved([*given, *edits]), self._exposed.saved(given)[0]
+        gain, low, high = (max(0.0, value - before) for value in saved)
+        return Price(gain, low, high, high)
 
     def marginal(self, edits: Sequence[Edit], given: Sequence[Edit]) -> float:
-        """See :class:`Pricer`: instants that others have claimed do not count again."""
-        taken = touched(self.claims(given))
-        return gain(self.claims(edits), taken)[0] / self.a.step_count
+        """See :class:`Pricer`."""
+        return self.price(edits, given).gain
 
     def is_calibrated(self, edits: Sequence[Edit]) -> bool:
         """See :class:`Pricer`."""

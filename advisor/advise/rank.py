@@ -103,8 +103,16 @@ def _order(
         elif gain >= floor:
             after = chosen[-1].rule if alone < floor and chosen else None
             place = len(chosen) + 1
+            low, high = _range_of(best, gain, chosen, pricer)
             chosen.append(
-                replace(best, priority=place, marginal_gain_ns=round(gain), pays_after=after)
+                replace(
+                    best,
+                    priority=place,
+                    marginal_gain_ns=round(gain),
+                    marginal_low_ns=low,
+                    marginal_high_ns=high,
+                    pays_after=after,
+                )
             )
             shown.add(index)
     return chosen + folded, [f for index, f in enumerate(findings) if index not in shown]
@@ -147,6 +155,18 @@ def marginal(finding: Finding, chosen: Sequence[Finding], pricer: Pricer) -> flo
         return _alone(finding)
     given = [edit for c in chosen if not c.other_rank for edit in c.edits]
     return pricer.marginal(finding.edits, given)
+
+
+def _range_of(
+    finding: Finding, gain: float, chosen: list[Finding], pricer: Pricer
+) -> tuple[int | None, int | None]:
+    """The range of what a finding gains after the chosen ones, ns."""
+    given = [edit for c in chosen if not c.other_rank for edit in c.edits]
+    if not given or not finding.edits or finding.other_rank:
+        impact = finding.impact
+        return (None, None) if impact is None else (impact.low_ns, impact.high_ns)
+    saved = pricer.price(finding.edits, given)
+    return round(max(0.0, min(saved.low, gain))), round(max(gain, saved.high))
 
 
 def _taker(finding: Finding, chosen: list[Finding], pricer: Pricer) -> Finding:

@@ -225,7 +225,8 @@ def realised(findings: list[Finding], before: AnalysisResult, c: Comparison) -> 
         return result
     edits = [edit for finding in fixed for edit in finding.edits]
     price = before.pricing.price(edits)
-    result.predicted_ns, result.predicted_low_ns, result.predicted_high_ns = price
+    result.predicted_ns = price.gain
+    result.predicted_low_ns, result.predicted_high_ns = price.low, price.high
     result.method = before.pricing.method
     if steps.difference_ns is None or steps.low_ns is None or steps.high_ns is None:
         result.reason = f"step times are not compared: {steps.reason}"

@@ -36,12 +36,12 @@ Operation = Literal[
     "scale",
     "roofline",
     "overlap",
-    "asynchronous",
+    "make_async",
     "merge",
     "drop_launch",
-    "spread",
+    "parallelize",
     "resize",
-    "punctual",
+    "remove_skew",
 ]
 
 
@@ -75,7 +75,8 @@ class Select(Struct, frozen=True, kw_only=True, omit_defaults=True):
     family: tuple[str, ...] = ()
     """Kernel families, as in ``Analysis.kernels`` (``gemm``, ``softmax``, ``communication`` …)."""
     copy: tuple[str, ...] = ()
-    """Copy directions: HtoD, DtoH, DtoD, PtoP, HtoH."""
+    """Copy directions: HtoD, DtoH, DtoD, PtoP, HtoH; of host calls, those that copy so or wait for
+    such a copy."""
     memory: Literal["", "pageable", "pinned"] = ""
     """Host side of a copy."""
     call: tuple[str, ...] = ()
@@ -99,10 +100,10 @@ class Edit(Struct, frozen=True, kw_only=True, omit_defaults=True):
 
     op: Operation
     """``remove`` the events; ``scale`` their durations by ``factor``; bring kernels to ``factor``
-    of their ``roofline``; ``overlap`` them with other work (move to another stream); make a
-    blocking host call ``asynchronous``; ``merge`` kernels into one; ``drop_launch`` cost (CUDA
-    graph, compile); ``spread`` host work over ``workers``; ``resize`` the batch by ``factor``; make
-    a rank ``punctual``: its collectives keep no other rank waiting."""
+    of their ``roofline``; ``overlap`` them with other work (move to another stream); make
+    blocking host calls return at once (``make_async``); ``merge`` kernels into one; ``drop_launch``
+    cost (CUDA graph, compile); ``parallelize`` loading over ``workers``; ``resize`` the batch by
+    ``factor``; ``remove_skew``: the collectives of a rank keep no other rank waiting."""
     select: Select
     """Which events."""
     factor: float | None = None
@@ -113,7 +114,7 @@ class Edit(Struct, frozen=True, kw_only=True, omit_defaults=True):
     factor_high: float | None = None
     """Factor under the pessimistic assumption (smaller gain)."""
     workers: int | None = None
-    """``spread``: number of workers that share the host work."""
+    """``parallelize``: number of workers that share the host work."""
     host_ns: int | None = None
     """``drop_launch``: host time that remains for each launch."""
     ahead: bool = False
@@ -121,7 +122,8 @@ class Edit(Struct, frozen=True, kw_only=True, omit_defaults=True):
     device, as far as the work beside it lasts. Not under the pessimistic assumption."""
     rank: int | None = None
     """Where several ranks are replayed together: the only one that is changed; ``None``: each in
-    the same way, because a change to a program is a change on all ranks. ``punctual`` needs it."""
+    the same way, because a change to a program is a change on all ranks. ``remove_skew``
+    needs it."""
 
 
 class Impact(Struct, frozen=True, kw_only=True):
@@ -239,7 +241,12 @@ class Finding(Struct, frozen=True, kw_only=True):
     priority: int | None = None
     """Place in the order of fixes; ``null``: not ranked."""
     marginal_gain_ns: int | None = None
-    """Marginal gain per step in the staircase, after the findings ranked before it, ns."""
+    """What it still gains per step once the findings ranked before it are fixed, ns. ``impact`` is
+    what it gains alone."""
+    marginal_low_ns: int | None = None
+    """Lower end of the range of that, ns."""
+    marginal_high_ns: int | None = None
+    """Upper end of it, ns."""
     pays_after: str | None = None
     """Rule id of the finding that must be fixed first for this one to pay."""
     folded_under: str | None = None

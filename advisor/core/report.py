@@ -859,6 +859,11 @@ _NAMES_SINCE_VERSION_1 = {
     "views.stairs.fixes": _ORDER,
 }
 """By place in the report: what its fields were called, and are called."""
+_OPERATIONS_SINCE_VERSION_1 = {
+    "asynchronous": "make_async",
+    "spread": "parallelize",
+    "punctual": "remove_skew",
+}
 
 
 def _from_version_1(report: dict[str, Any]) -> dict[str, Any]:
@@ -872,4 +877,7 @@ def _from_version_1(report: dict[str, Any]) -> dict[str, Any]:
             if isinstance(item, dict):
                 for old in names.keys() & item.keys():
                     item[names[old]] = item.pop(old)
+                for edit in item.get("edits") or ():
+                    if isinstance(edit, dict) and isinstance(op := edit.get("op"), str):
+                        edit["op"] = _OPERATIONS_SINCE_VERSION_1.get(op, op)
     return report

@@ -47,8 +47,8 @@ Edits = Annotated[
         min_length=1,
         max_length=MAX_EDITS,
         description="VERB TARGET[:PATTERN] [under:PATTERN] [rank:N] [NUMBER], such as 'scale "
-        "kernel:softmax 0.2', 'remove sync:item', 'overlap comm', 'spread loader 4'. They add up. "
-        "finding's from_trace.edits are such lines.",
+        "kernel:softmax 0.2', 'remove sync:item', 'overlap comm', 'parallelize loader 4'. They "
+        "add up. A finding's from_trace.edits are such lines.",
     ),
 ]
 

@@ -167,12 +167,12 @@ class Staircase(Figure):
             [f"{s.number}. {s.label}".lstrip(". "), f"{s.saved} {s.percent}".strip(), s.left]
             for s in stairs.fixes
         ]
-        return Grid(["fix", f"saves {stairs.bound}".strip(), f"{stairs.per} then"], rows)
+        return Grid(["fix", f"saves {stairs.bound}after those above", f"{stairs.per} then"], rows)
 
     def html(self, *, small: bool = False) -> Markup:
         """A track a fix: what is left of the step, and what this fix takes off it."""
         stairs = self.stairs
-        head = heads(["after fix", "", stairs.per, f"saves {stairs.bound}".strip()])
+        head = heads(["after fix", "", stairs.per, f"saves {stairs.bound}after those above"])
         rows = []
         for stair in stairs.all:
             left = min(stair.left_share * 100, 100)

@@ -68,7 +68,7 @@ def build(a: Analysis, steps: tuple[int, int] | None = None) -> Graph:
     trace = a.trace
     steps = representative_steps(a) if steps is None else steps
     table = a.steps.marks[steps[0] : steps[1]]
-    bounds = np.append(table["ts"].to_numpy(), _host_end(trace, table)).astype(np.int64)
+    bounds = np.append(table["ts"].to_numpy(), host_end(trace, table)).astype(np.int64)
     start, end = int(bounds[0]), int(bounds[-1])
 
     points = Points()
@@ -120,7 +120,7 @@ def build(a: Analysis, steps: tuple[int, int] | None = None) -> Graph:
     return graph
 
 
-def _host_end(trace: Trace, table: pl.DataFrame) -> int:
+def host_end(trace: Trace, table: pl.DataFrame) -> int:
     """When the main thread was done with the last step. The steps table has the end of its device
     work if that was later, and that is to be replayed, not copied."""
     end, begin = int(table["end"][-1]), int(table["ts"][-1])

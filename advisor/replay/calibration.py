@@ -49,13 +49,13 @@ def error_bound(errors: Sequence[float]) -> float:
 
 def kind(edit: Edit) -> str:
     """What kind of change an edit is, as far as its errors go."""
-    if edit.op == "spread":
+    if edit.op == "parallelize":
         return "loader"
     if edit.op == "resize":
         return "batch"
-    if edit.op == "punctual":
+    if edit.op == "remove_skew":
         return "ranks"
-    if edit.op == "asynchronous":
+    if edit.op == "make_async":
         return "waits"
     return "device" if edit.select.on == "gpu" and edit.op != "drop_launch" else "host"
 

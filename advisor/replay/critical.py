@@ -27,22 +27,22 @@ class Path(NamedTuple):
     ns: Array
 
 
-def critical_path(graph: Graph, time: Array, weight: Array, dur: Array, src: Array) -> Path:
+def critical_path(graph: Graph, time: Array, weight: Array, dur: Array) -> Path:
     """Follow from each node the edge that arrived last, from the last completion to the source.
     Of two that arrive almost together (see ``NEAR``), the one over the device."""
     if not len(graph.dst):  # nothing happened in these steps
         nothing = np.zeros(0, dtype=np.int64)
         return Path(edge=nothing, node=nothing, ns=np.zeros(0))
     host, work = int(graph.starts[-1]), graph.last[-1].tolist() if graph.last else []
-    binding, stream = _binding(graph, time, weight, dur, src)
+    binding, stream = _binding(graph, time, weight, dur)
     node = max([host, *work], key=lambda n: time[n])
     end, left = float(time[node]), 0.0
     device = max(work, key=lambda n: time[n], default=host)
     if time[device] >= (1 - NEAR) * end:
         node, left = device, end - float(time[device])
     start = (time - dur).tolist()
-    arrived = np.where(stream >= 0, time[src[stream]] + weight[stream], NEVER).tolist()
-    source, last, over = src.tolist(), binding.tolist(), stream.tolist()
+    arrived = np.where(stream >= 0, time[graph.src[stream]] + weight[stream], NEVER).tolist()
+    source, last, over = graph.src.tolist(), binding.tolist(), stream.tolist()
     launched = (graph.edge[np.maximum(binding, 0)] == Edge.LAUNCH).tolist()
     chain, chosen = [], []
     while node > 0:  # a walk: each node is known only from the one after it
@@ -65,20 +65,18 @@ def critical_path(graph: Graph, time: Array, weight: Array, dur: Array, src: Arr
     return Path(
         edge=np.concatenate([np.full(int(worked.sum()), -1), edges, rest]),
         node=np.concatenate([nodes[worked], nodes, np.full(len(rest), host)]),
-        ns=np.concatenate([dur[nodes[worked]], begin - time[src[edges]], tail]),
+        ns=np.concatenate([dur[nodes[worked]], begin - time[graph.src[edges]], tail]),
     )
 
 
-def _binding(
-    graph: Graph, time: Array, weight: Array, dur: Array, src: Array
-) -> tuple[Array, Array]:
+def _binding(graph: Graph, time: Array, weight: Array, dur: Array) -> tuple[Array, Array]:
     """For each node the edge that arrives last, and that of its stream; -1: none."""
     binding = np.full(len(graph), -1, dtype=np.int64)
     stream = binding.copy()
     own = np.flatnonzero((graph.edge == Edge.STREAM) & (weight > NEVER))
     stream[graph.dst[own]] = own
-    value = np.where(graph.from_start, weight - dur[src], weight)
-    arrive = time[src] + value
+    value = np.where(graph.from_start, weight - dur[graph.src], weight)
+    arrive = time[graph.src] + value
     # contention that did not come about
     idle = (graph.edge == Edge.CONTENTION) & (arrive > (time - dur)[graph.dst] + 1.0)
     arrive[idle] = NEVER
@@ -91,11 +89,11 @@ def _binding(
 
 
 def composition(
-    graph: Graph, time: Array, weight: Array, dur: Array, src: Array, communication: pl.Series
+    graph: Graph, time: Array, weight: Array, dur: Array, communication: pl.Series
 ) -> dict[str, float]:
     """Critical path summed by what it consists of, ns: ``host``, ``compute``, ``communication``,
     ``loader``, ``latency``. ``communication``: aligned with ``trace.gpu``."""
-    path = critical_path(graph, time, weight, dur, src)
+    path = critical_path(graph, time, weight, dur)
     own = path.edge < 0
     kind = np.where(own, Edge.LAUNCH.value, graph.edge[np.maximum(path.edge, 0)])
     row = np.where(own, graph.row[path.node], 0)

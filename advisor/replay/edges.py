@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 
 from advisor.replay.graph import Array, Edge, Graph
@@ -55,3 +57,24 @@ class EdgeList:
         order = np.argsort(columns[1], kind="stable")
         g = self.graph
         g.src, g.dst, g.weight, g.edge, g.from_start = (c[order] for c in columns)
+
+
+def with_edges(
+    graph: Graph, weight: Array, more: list[tuple[int, int, float, int]], **changed: object
+) -> tuple[Graph, Array]:
+    """The graph with further edges (source, target, weight, kind) and with fields changed."""
+    src, dst, value, kind = (np.array(c) for c in zip(*more, strict=True)) if more else _NO_EDGES
+    dst = np.concatenate([graph.dst, dst.astype(np.int64)])
+    order = np.argsort(dst, kind="stable")
+    weight = np.concatenate([weight, value.astype(float)])[order]
+    columns = {
+        "src": np.concatenate([graph.src, src.astype(np.int64)]),
+        "dst": dst,
+        "edge": np.concatenate([graph.edge, kind.astype(np.uint8)]),
+        "from_start": np.concatenate([graph.from_start, np.zeros(len(src), dtype=bool)]),
+    }
+    columns = {name: column[order] for name, column in columns.items()}
+    return replace(graph, weight=weight, **columns, **changed), weight  # type: ignore[arg-type]
+
+
+_NO_EDGES = (np.zeros(0), np.zeros(0), np.zeros(0), np.zeros(0))

@@ -1,43 +1,143 @@
-"""Exposed time: what an edit can save at most, where the steps cannot be replayed.
+"""What edits can save at most, per step, however the steps are arranged.
 
-Of the events that an edit touches, the instants at which nothing but them keeps the step from going
-on: device work that nothing else covers, host time during which the device is idle.
+:meth:`ExposedTime.most` bounds every gain: no edit saves more than the time of what it touches, and
+on the host no more than the device idles. :meth:`ExposedTime.saved` is the estimate where the steps
+cannot be replayed: of the events that an edit touches, the instants at which nothing but them keeps
+the step from going on: device work that nothing else covers, host time during which the device is
+idle.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from functools import cached_property
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
+import polars as pl
 
-from advisor.core.intervals import EMPTY, Intervals, intersect, join, subtract, union
+from advisor.core.intervals import (
+    EMPTY,
+    Intervals,
+    covered_length,
+    intersect,
+    join,
+    subtract,
+    union,
+)
 from advisor.measure.steps.instants import MOMENTS
+from advisor.replay.build import host_end
 from advisor.replay.selection import selected_gaps, selected_gpu, selected_host
 
 if TYPE_CHECKING:
     from advisor.core.finding import Edit
     from advisor.measure import Analysis
-    from advisor.replay.selection import Mask
+    from advisor.replay.build import host_end
+from advisor.replay.selection import Mask
+
+MAX_LATENCY_NS = 10_000
+"""Of what precedes a piece of work on its stream, that goes with it at most: its start's latency
+(1 to 17 µs in public traces)."""
+OF_LAUNCHES = ("dispatch", "python", "launch", "profiler", "other_thread", "unknown")
+"""Causes of idle time that launching less can end: not those that wait for something else."""
+
+
+# -- bounds ----------------------------------------------------------------------------------------
+
+
+class Touched(NamedTuple):
+    """Time that an edit can take away, ns in all steps."""
+
+    device: float
+    host: float
+
+
+def _touched(a: Analysis, edit: Edit, *, optimistic: bool) -> Touched:
+    select = edit.select
+    factor = edit.factor_low if optimistic and edit.factor_low is not None else edit.factor
+    share = 1.0
+    if edit.op in ("scale", "merge") and factor is not None:
+        share = max(0.0, 1.0 - factor)
+    if select.on == "gap":
+        return Touched(0.0, share * float(a.gaps["dur"].filter(selected_gaps(a, select)).sum()))
+    if select.on == "host":
+        return Touched(0.0, share * _host_time(a, selected_host(a, select)).total)
+    if edit.op == "drop_launch":
+        return Touched(0.0, float(a.spans.total))
+    mask = selected_gpu(a, select)
+    own = selected_gpu(a, select, anywhere=True) & _launched_inside(a)
+    ts, dur = (a.trace.gpu[name].to_numpy()[own] for name in ("ts", "dur"))
+    # a device that is behind runs the work of these steps after them
+    work = float(max(a.device_busy(mask).total, union(ts, ts + dur).total))
+    mask = own if own.sum() > mask.sum() else mask
+    if edit.op in ("scale", "roofline"):
+        return Touched(share * work, 0.0)
+    if edit.op == "overlap":
+        return Touched(min(work, _hidden(a, mask)) + _latency(a, mask), 0.0)
+    gpu = a.trace.gpu.filter(pl.Series(mask))
+    names = ("launch",) if edit.op == "remove" else ("launch", "op")
+    rows = pl.concat([gpu[name] for name in names]).drop_nulls().unique().to_numpy()
+    called = np.zeros(a.trace.cpu.height, dtype=bool)
+    called[rows] = True
+    host = float(_host_time(a, called).total)
+    return Touched(share * work + _latency(a, mask), host)
+
+
+def _launched_inside(a: Analysis) -> Mask:
+    """Aligned with ``trace.gpu``: its launch is known and made in the used steps, as long as the
+    host is in them."""
+    launch = a.trace.gpu["launch"].fill_null(-1).to_numpy()
+    if a.trace.cpu.is_empty() or a.steps.used.is_empty():
+        return np.zeros(len(launch), dtype=bool)
+    ts = a.trace.cpu["ts"].to_numpy()[launch]
+    inside = (launch >= 0) & (covered_length(ts, ts + 1, a.spans) > 0)
+    result: Mask = inside & (ts < host_end(a.trace, a.steps.used))
+    return result
+
+
+def _host_time(a: Analysis, mask: Mask) -> Intervals:
+    cpu = a.trace.cpu
+    ts = cpu["ts"].to_numpy()[mask]
+    return intersect(union(ts, ts + cpu["dur"].to_numpy()[mask]), a.spans)
+
+
+def _latency(a: Analysis, mask: Mask) -> float:
+    """Of the gaps before these pieces of work on their streams, what is their start's latency."""
+    gpu = a.trace.gpu.with_columns(chosen=pl.Series(mask)).sort("device", "stream", "ts")
+    ended = (pl.col("ts") + pl.col("dur")).cum_max().shift(1).over("device", "stream")
+    gap = gpu.select(
+        "chosen", gap=(pl.col("ts") - ended).fill_null(MAX_LATENCY_NS).clip(0, MAX_LATENCY_NS)
+    )
+    return float(gap.filter("chosen")["gap"].sum())
+
+
+def _hidden(a: Analysis, mask: Mask) -> float:
+    """What the rest of the steps can hide of this work: work of one name stays in order, so that
+    it hides behind all else, not behind itself."""
+    gpu = a.trace.gpu.filter(pl.Series(mask))
+    own = gpu.group_by("stream", "name").agg(pl.col("dur").sum())["dur"].to_numpy()
+    return float(np.minimum(own, np.maximum(a.spans.total - own, 0)).sum())
+
+
+# -- the estimate where there is no replay ---------------------------------------------------------
 
 
 class Claim(NamedTuple):
     """Instants of the window that a fix would save, and which share of them."""
 
     time: Intervals
-    share: float
-    share_low: float
-    """Of the time, under the pessimistic assumption (smaller gain)."""
-    share_high: float
+    shares: tuple[float, float, float]
+    """The central one, that of the pessimistic assumption, that of the optimistic one."""
 
 
 def claim(a: Analysis, edit: Edit) -> Claim:
     time = exposed(a, edit)
-    if edit.op in ("scale", "merge", "punctual") and edit.factor is not None:
+    if edit.op in ("scale", "merge", "remove_skew") and edit.factor is not None:
         middle = 1 - edit.factor
         low = 1 - (edit.factor_high if edit.factor_high is not None else edit.factor)
         high = 1 - (edit.factor_low if edit.factor_low is not None else edit.factor)
-        return Claim(time, max(0.0, middle), max(0.0, low), max(0.0, high))
-    return Claim(time, 1.0, 1.0, 1.0)
+        return Claim(time, (max(0.0, middle), max(0.0, low), max(0.0, high)))
+    return Claim(time, (1.0, 1.0, 1.0))
 
 
 def exposed(a: Analysis, edit: Edit) -> Intervals:
@@ -53,13 +153,11 @@ def exposed(a: Analysis, edit: Edit) -> Intervals:
         result = union(ts, ts + a.gaps["dur"].to_numpy()[rows])
         return intersect(result, MOMENTS[select.at](a)) if select.at else result
     mask = selected_host(a, select)
-    if edit.op == "asynchronous":
+    if edit.op == "make_async":
         return _bubbles(a, mask)
-    cpu = a.trace.cpu
-    ts = cpu["ts"].to_numpy()[mask]
-    held = union(ts, ts + cpu["dur"].to_numpy()[mask])
     idle = a.breakdown.idle if a.device_id is not None else a.spans
-    return intersect(held, idle)
+    held = intersect(_host_time(a, mask), idle)
+    return join(held, _bubbles(a, mask)) if edit.op == "remove" else held
 
 
 def _bubbles(a: Analysis, mask: Mask) -> Intervals:
@@ -75,22 +173,71 @@ def _bubbles(a: Analysis, mask: Mask) -> Intervals:
     return intersect(union(np.maximum(start, end - ahead), end), a.breakdown.idle)
 
 
-def gain(parts: list[Claim], claimed: Intervals = EMPTY) -> tuple[float, float, float]:
-    """Time saved inside the window beyond what is claimed already: (central, low, high), ns.
+class ExposedTime:
+    """Of one window: what edits save by exposed time, and what they can save at most; ns per
+    step."""
 
-    Edits of one finding that touch the same instants count them once, for the first edit.
-    """
-    central = low = high = 0.0
-    taken = claimed
-    for part in parts:
-        fresh = subtract(part.time, taken).total
-        central += fresh * part.share
-        low += fresh * part.share_low
-        high += fresh * part.share_high
-        taken = join(taken, part.time)
-    return central, low, high
+    def __init__(self, a: Analysis) -> None:
+        self.a = a
+        self._claims: dict[Edit, Claim] = {}
+        self._touched: dict[tuple[Edit, bool], Touched] = {}
+
+    @cached_property
+    def _idle(self) -> tuple[float, float]:
+        """(the device's idle time, what of that launching less can end), ns in all steps."""
+        a, span = self.a, float(self.a.spans.total)
+        if a.device_id is None:
+            return span, span
+        launching = float(a.gaps["dur"].filter(a.gaps["cause"].is_in(OF_LAUNCHES)).sum())
+        busy = float(a.breakdown.busy.total)
+        own = _launched_inside(a)
+        if own.any():  # work of the steps before runs in the first of these
+            ts, dur = (a.trace.gpu[name].to_numpy()[own] for name in ("ts", "dur"))
+            less = min(busy, float(union(ts, ts + dur).total))
+            launching, busy = launching + busy - less, less
+        return span - busy, launching
+
+    def most(self, edits: Sequence[Edit], *, optimistic: bool = False) -> float:
+        """What edits save together at most: the device's time in what they touch there, and of the
+        host's time no more than the device idles. ``optimistic``: by the factors that make the gain
+        large."""
+        if not self.a.step_count or any(e.op in ("resize", "remove_skew") for e in edits):
+            return self.a.step_ns
+        idle, launching = self._idle
+        device = host = launches = 0.0
+        for edit in dict.fromkeys(edits):
+            key = edit, optimistic
+            if key not in self._touched:
+                self._touched[key] = _touched(self.a, edit, optimistic=optimistic)
+            own = self._touched[key]
+            device += own.device
+            if edit.op == "drop_launch":
+                launches += own.host
+            else:
+                host += own.host
+        total = device + min(idle, host + min(launches, launching))
+        return min(total, float(self.a.spans.total)) / self.a.step_count
+
+    def saved(self, edits: Sequence[Edit]) -> tuple[float, float, float]:
+        """(central, low, high) of all together. An instant that several edits touch counts once,
+        with the largest of their shares."""
+        for edit in edits:
+            if edit not in self._claims:
+                self._claims[edit] = claim(self.a, edit)
+        parts = [self._claims[edit] for edit in edits]
+        steps = max(1, self.a.step_count)
+        middle, low, high = (
+            _largest([(part.shares[number], part.time) for part in parts]) / steps
+            for number in range(3)
+        )
+        middle = min(middle, self.most(edits))
+        high = max(middle, min(high, self.most(edits, optimistic=True)))
+        return middle, min(low, middle), high
 
 
-def touched(parts: list[Claim]) -> Intervals:
-    """All instants that the claims touch."""
-    return join(EMPTY, *(part.time for part in parts))
+def _largest(parts: list[tuple[float, Intervals]]) -> float:
+    total, taken = 0.0, EMPTY
+    for share, time in sorted(parts, key=lambda part: -part[0]):
+        total += share * subtract(time, taken).total
+        taken = join(taken, time)
+    return total

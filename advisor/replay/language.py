@@ -2,27 +2,29 @@
 
     VERB TARGET[:PATTERN] [under:PATTERN] [rank:N] [NUMBER]
 
-=========  ==========================================================  =====================
-verb       what it does                                                NUMBER
-=========  ==========================================================  =====================
-remove     the work is not done, the host time not spent, the wait     none
-           not made
-scale      its time is multiplied                                      factor, 0 and up
-roofline   kernels come up to a share of what the device can do, by    share, 0 to 1
-           their FLOPs and bytes (unknown ones stay)                   (default 0.75)
-resize     the batch grows: kernels that fill the device grow with     batch new / old
-           it, others once they do; judge the step by time a sample
-overlap    device work moves to a stream of its own; nothing waits     none
-           for it but the same work one step later, and waits
-           for the whole device
-async      a blocking call no longer holds the host                    none
-merge      neighbouring kernels of a stream become one                 factor on their summed
+===========  ========================================================  ======================
+verb         what it does                                              NUMBER
+===========  ========================================================  ======================
+remove       the work is not done, the host time not spent, the        none
+             wait not made
+scale        its time is multiplied                                    factor, 0 and up
+roofline     kernels come up to a share of what the device can do,     share, 0 to 1
+             by their FLOPs and bytes (unknown ones stay)              (default 0.75)
+resize       the batch grows: kernels that fill the device grow with   batch new / old
+             it, others once they do; judge the step by time a sample
+overlap      device work moves to a stream of its own; what used it    none
+             waits for the same work one step earlier
+async        a blocking call no longer holds the host; ``copy:DtoH``   none
+             narrows it to reads
+merge        neighbouring kernels of a stream become one               factor on their summed
                                                                        time (default 1)
-graph      launches become part of a CUDA graph                        host ns left a launch
+graph        launches become part of a CUDA graph                      host ns left a launch
                                                                        (default 1000)
-spread     loader work moves to worker processes                       workers, 1 and up
-punctual   collectives of rank N keep no other rank waiting            none
-=========  ==========================================================  =====================
+parallelize  loader work moves to worker processes                     workers, 1 and up
+remove_skew  collectives of rank N keep no other rank waiting          none
+===========  ========================================================  ======================
+
+``spread`` and ``punctual`` still mean ``parallelize`` and ``remove_skew``.
 
 ==========  ===========================================================================
 target      what it selects; PATTERN is a regular expression searched in the name
@@ -73,12 +75,14 @@ VERBS: dict[str, Operation] = {
     "roofline": "roofline",
     "resize": "resize",
     "overlap": "overlap",
-    "async": "asynchronous",
+    "async": "make_async",
     "merge": "merge",
     "graph": "drop_launch",
-    "spread": "spread",
-    "punctual": "punctual",
+    "parallelize": "parallelize",
+    "remove_skew": "remove_skew",
 }
+FORMER = {"make_async": "async", "spread": "parallelize", "punctual": "remove_skew"}
+"""Verbs that are accepted too."""
 BLOCKING = ("sync_device", "sync_stream", "sync_event", "memcpy", "memcpy_blocking")
 
 
@@ -111,9 +115,11 @@ NUMBERS = ("stream", "id")
 QUALIFIERS = ("under", "name", "rank", "max", *WORDS, *NUMBERS)
 _FIELD = {"id": "correlation", "max": "max_ns"}
 _SINGLE = ("memory", "at", "max")
-HOST_ONLY = {"async": ("sync", "loader", "host", "op", "python", "range"), "spread": ("loader",)}
+HOST_ONLY = {
+    "async": ("sync", "loader", "host", "op", "python", "range"),
+    "parallelize": ("loader",),
+}
 DEVICE_ONLY = ("overlap", "merge", "roofline", "resize")
-PUNCTUAL = ("comm",)
 NO_LAUNCHES = ("sync", "loader")
 """Targets that no launch stands behind: nothing of them can be part of a graph."""
 NEEDS_PATTERN = ("family", "op", "python", "range")
@@ -132,7 +138,7 @@ def parse_edit(line: str) -> Edit:
         raise wrong(f"{error}".lower()) from None
     if len(words) < 2:
         raise wrong("write VERB TARGET[:PATTERN] [under:PATTERN] [rank:N] [NUMBER]")
-    verb, rest = words[0].lower(), words[1:]
+    verb, rest = FORMER.get(words[0].lower(), words[0].lower()), words[1:]
     if verb not in VERBS:
         raise wrong(f"no verb {words[0]!r}; there are {', '.join(VERBS)}")
     factors: tuple[float | None, float | None, float | None] = (None, None, None)
@@ -156,8 +162,8 @@ def parse_edit(line: str) -> Edit:
         raise wrong("give one target, at most one under:PATTERN, rank:N and number")
     if ranks and not re.fullmatch(r"\d{1,9}", ranks[0]):
         raise wrong(f"rank:{ranks[0]}: a rank is a whole number")
-    if verb == "punctual" and not ranks:
-        raise wrong("punctual needs the late rank, rank:N")
+    if verb == "remove_skew" and not ranks:
+        raise wrong("remove_skew needs the late rank, rank:N")
     target, _, pattern = named[0].partition(":")
     if target not in TARGETS:
         raise wrong(f"no target {target!r}; there are {', '.join(TARGETS)}")
@@ -172,7 +178,7 @@ def parse_edit(line: str) -> Edit:
     if verb == "graph" and target in NO_LAUNCHES:
         can = ", ".join(name for name in TARGETS if name not in NO_LAUNCHES)
         raise wrong(f"graph takes what is launched, or launches: {can}; not {target}")
-    if verb == "punctual" and target not in PUNCTUAL:
+    if verb == "remove_skew" and target != "comm":
         raise wrong(f"{verb} takes comm, not {target}")
     if verb in DEVICE_ONLY and select.on != "gpu":
         raise wrong(f"{verb} is for device work, not {target}")
@@ -191,7 +197,7 @@ def parse_edit(line: str) -> Edit:
         raise wrong(f"{target} needs a pattern, {target}:REGEX")
     edit = _edit(verb, select, number, wrong)
     if factors[0] is not None or factors[2] is not None:
-        if verb not in ("scale", "merge", "punctual"):
+        if verb not in ("scale", "merge", "remove_skew"):
             raise wrong(f"{verb} takes no band of factors")
         edit = replace(edit, factor_low=factors[0], factor_high=factors[2])
     if ahead and verb != "overlap":
@@ -247,10 +253,10 @@ def write_edit(edit: Edit) -> str:
     if s.on == "gap":
         target, pattern = "gap", ",".join(s.cause)
         covered.add("cause")
-    elif edit.op == "punctual" and s.family == ("communication",):
+    elif edit.op == "remove_skew" and s.family == ("communication",):
         target, pattern = "comm", s.name
         covered.add("family")
-    elif edit.op == "spread":
+    elif edit.op == "parallelize":
         target, pattern = "loader", "" if s.name == LOADER else s.name
     else:
         named = _TARGET.get(s.kind)
@@ -270,7 +276,7 @@ def write_edit(edit: Edit) -> str:
     words += [] if edit.rank is None else [f"rank:{edit.rank}"]
     words += ["ahead"] if edit.ahead else []
     number: float | None = edit.factor
-    if edit.op == "spread":
+    if edit.op == "parallelize":
         number = edit.workers
     if edit.op == "drop_launch":
         number = edit.host_ns
@@ -321,15 +327,15 @@ def _edit(
         if number is not None and not 0 < number <= (1 if verb == "roofline" else 1000):
             raise wrong("a share is above 0 and at most 1; a batch factor above 0, at most 1000")
         return Edit(op=op, select=select, factor=number)
-    if verb == "spread":
+    if verb == "parallelize":
         if number is None or number < 1 or number != int(number) or number > 4096:
-            raise wrong("spread needs a whole number of workers, 1 and up")
+            raise wrong("parallelize needs a whole number of workers, 1 and up")
         return Edit(op=op, select=select, workers=int(number))
     if verb == "graph":
         if number is not None and number < 0:
             raise wrong("host time a launch cannot be negative")
         return Edit(op=op, select=select, host_ns=None if number is None else int(number))
-    if verb == "punctual":
+    if verb == "remove_skew":
         return Edit(op=op, select=select, factor=number)
     if number is not None:
         raise wrong(f"{verb} takes no number")

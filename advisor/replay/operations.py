@@ -1,4 +1,4 @@
-"""The operations of edits: each changes a patch in place."""
+"""The operations of edits: what each takes away."""
 
 from __future__ import annotations
 
@@ -8,14 +8,13 @@ from typing import TYPE_CHECKING
 import numpy as np
 import polars as pl
 
-from advisor.core.intervals import covered_length, union
-from advisor.replay.graph import NEVER, Array, Edge, Node
-from advisor.replay.overlap import give_streams, overlap
+from advisor.replay.graph import NEVER, Edge, Node
 from advisor.replay.patch import Patch
-from advisor.replay.points import hand_over_ns
 
 if TYPE_CHECKING:
     from advisor.core.finding import Edit, Operation
+    from advisor.replay.graph import Array
+    from advisor.replay.selected import Selected
 
 GRAPH_LAUNCH_NS = 1_000.0
 """Host time a kernel costs inside a CUDA graph, about (NVIDIA, "Constant time launch", 2024:
@@ -28,45 +27,44 @@ ROOFLINE_SHARE = 0.75
 """Share of the attainable rate that good kernels reach (TraceLens: 75 % is the low target)."""
 
 
-def apply(patch: Patch, edits: Sequence[Edit], assumption: str = "") -> Patch:
-    """Apply edits one after the other; returns the patch. ``assumption``: ``low`` or ``high`` takes
-    the factors that make the gain small or large."""
-    patch.assumption = assumption
-    for edit in edits:
+def collect(
+    selected: Selected, edits: Sequence[Edit], assumption: str = "", dur: Array | None = None
+) -> Patch:
+    """What edits take away together, each once. ``assumption`` and ``dur``: see :class:`Patch`."""
+    result = Patch(selected, assumption, dur)
+    # merging looks at which waits are left
+    for edit in sorted(dict.fromkeys(edits), key=lambda edit: edit.op == "merge"):
         factor = edit.factor
         if assumption == "low" and edit.factor_high is not None:
             factor = edit.factor_high
         if assumption == "high" and edit.factor_low is not None:
             factor = edit.factor_low
-        OPERATIONS[edit.op](patch, edit, factor)
-    give_streams(patch)
-    return patch
+        OPERATIONS[edit.op](result, edit, factor)
+    return result
 
 
 def remove(patch: Patch, edit: Edit, factor: float | None) -> None:
     if edit.select.on == "gpu":
-        patch.drop_work(patch.selected.work(edit.select))
+        patch.dropped[patch.selected.work(edit.select)] = True
     else:
-        patch.shrink_host(patch.selected.held(edit.select), 0.0)
+        patch.shrink_host(patch.selected.host_time(edit.select), 0.0)
         if edit.select.on == "host":
-            patch.let_go(patch.selected.waits(edit.select))
+            patch.unblocked[patch.selected.waits(edit.select)] = True
 
 
 def scale(patch: Patch, edit: Edit, factor: float | None) -> None:
     factor = 1.0 if factor is None else factor
     if edit.select.on == "gpu":
-        patch.dur[patch.selected.work(edit.select)] *= factor
+        patch.share[patch.selected.work(edit.select)] *= factor
     else:
-        patch.shrink_host(patch.selected.held(edit.select), factor)
+        patch.shrink_host(patch.selected.host_time(edit.select), factor)
 
 
 def roofline(patch: Patch, edit: Edit, factor: float | None) -> None:
     """Kernels that reach less than ``factor`` of their attainable rate come to reach it."""
     nodes = patch.selected.work(edit.select)
-    bound = patch.selected.bound[nodes]
-    target = bound / (ROOFLINE_SHARE if factor is None else max(factor, 1e-3))
-    known = np.isfinite(target)
-    patch.dur[nodes[known]] = np.minimum(patch.dur[nodes[known]], target[known])
+    target = patch.selected.bound[nodes] / (ROOFLINE_SHARE if factor is None else max(factor, 1e-3))
+    patch.most[nodes] = np.fmin(patch.most[nodes], target)
 
 
 def resize(patch: Patch, edit: Edit, factor: float | None) -> None:
@@ -80,25 +78,33 @@ def resize(patch: Patch, edit: Edit, factor: float | None) -> None:
     grown = np.maximum(1.0, fill * factor) / np.maximum(1.0, fill)
     kinds = patch.a.trace.gpu["kind"].gather(pl.Series(patch.graph.row[nodes]))
     grown = np.where((kinds == "kernel").to_numpy(), grown, factor)
-    fixed = patch.selected.fixed[nodes]
-    patch.dur[nodes] *= np.where(fixed, 1.0, grown)
-    loaded = np.flatnonzero(patch.graph.kind == Node.LOADED)
-    into = np.isin(patch.graph.dst, loaded) & np.isin(patch.graph.edge, [Edge.PROGRAM, Edge.LOADER])
-    patch.weight[into & (patch.weight > 0)] *= factor
+    grown = np.where(patch.selected.fixed[nodes], 1.0, grown)
+    patch.share[nodes] *= grown
+    patch.most[nodes] *= grown
+    patch.batch *= factor
 
 
-def punctual(patch: Patch, edit: Edit, factor: float | None) -> None:
+def remove_skew(patch: Patch, edit: Edit, factor: float | None) -> None:
     """A rank that keeps nobody waiting. Without the other ranks' replay: ``factor`` of the
-    collectives' time remains, if that is told."""
+    collectives' time remains, if that is given."""
     nodes = patch.selected.work(edit.select)
     if patch.joint:
-        patch.punctual[nodes] = True
+        patch.no_skew[nodes] = True
     elif factor is not None:
-        patch.dur[nodes] *= factor
+        patch.share[nodes] *= factor
 
 
-def asynchronous(patch: Patch, edit: Edit, factor: float | None) -> None:
-    patch.let_go(patch.selected.waits(edit.select))
+def overlap(patch: Patch, edit: Edit, factor: float | None) -> None:
+    """The work moves to a stream of its own: see ``overlap.py``."""
+    nodes = patch.selected.work(edit.select)
+    patch.moved[nodes] = True
+    if edit.ahead and patch.assumption != "low":
+        patch.ahead[nodes] = True
+
+
+def make_async(patch: Patch, edit: Edit, factor: float | None) -> None:
+    """Blocking calls no longer wait: they cost what a call costs."""
+    patch.unblocked[patch.selected.waits(edit.select)] = True
 
 
 def merge(patch: Patch, edit: Edit, factor: float | None) -> None:
@@ -111,136 +117,31 @@ def merge(patch: Patch, edit: Edit, factor: float | None) -> None:
     device = graph.device
     order = device[np.argsort(graph.lane[device], kind="stable")]
     own = chosen[order]
-    first = own.copy()
     awaited = np.zeros(len(graph), dtype=bool)
-    outward = np.isin(graph.edge, [Edge.RELEASE, Edge.CROSS]) & (patch.weight > NEVER)
-    awaited[patch.src[outward]] = True
+    outward = np.isin(graph.edge, [Edge.RELEASE, Edge.CROSS]) & (graph.weight > NEVER)
+    awaited[graph.src[outward & ~patch.unblocked[graph.dst]]] = True
     step = graph.steps_of_launch()[order]
-    apart = awaited[order][:-1] | (step[1:] != step[:-1])
-    apart |= graph.lane[order][1:] != graph.lane[order][:-1]
-    first[1:] &= apart | ~own[:-1]
-    run = np.cumsum(first)[own] - 1
-    nodes = order[own]
-    if not len(nodes):
-        return
-    total = np.bincount(run, weights=patch.dur[nodes])
-    heads = order[first]
-    rest = nodes[~first[own]]
-    patch.drop_work(rest, operators=True)
-    patch.dur[heads] = total * (1.0 if factor is None else factor)
+    joined = own[1:] & own[:-1] & ~awaited[order][:-1] & (step[1:] == step[:-1])
+    joined &= graph.lane[order][1:] == graph.lane[order][:-1]
+    patch.merged[order[1:][joined]] = True
+    patch.share[chosen] *= 1.0 if factor is None else factor
 
 
 def drop_launch(patch: Patch, edit: Edit, factor: float | None) -> None:
     """Host time around launches goes, but for what a graph's node costs."""
     cost = GRAPH_LAUNCH_NS if edit.host_ns is None else float(edit.host_ns)
     if edit.select.on != "gpu":
-        held = patch.selected.held(edit.select)
+        patch.capture(patch.selected.host_time(edit.select), cost)
     else:
-        held = patch.selected.around_launches(patch.selected.work(edit.select))
-    patch.shrink_host(held, 0.0, floor=cost)
-    for thread, time in held.items():
-        patch.shorten_launches(thread, time)
+        nodes = patch.selected.work(edit.select)
+        patch.capture(patch.selected.around_launches(nodes), cost)
 
 
-def spread(patch: Patch, edit: Edit, factor: float | None) -> None:
-    """Loader work moves to ``workers`` processes (where there are some: to that many times as
-    many): batches come at their rate instead, uneven ones evened out by the queue. Their mean
-    is known from those of the window, to twice its standard error."""
-    workers = max(1, edit.workers or 1)
-    graph = patch.graph
-    chosen = patch.selected.rows(edit.select)
-    loaded = np.flatnonzero(graph.kind == Node.LOADED)
-    loaded = loaded[chosen[graph.row[loaded]]]
-    into = np.isin(graph.dst, loaded)
-    program = np.flatnonzero(into & (graph.edge == Edge.PROGRAM))
-    cost = np.zeros(len(graph))
-    cost[graph.dst[program]] = patch.weight[program]
-    hand = hand_over_ns(patch.a.trace, patch.a.step_ns, patch.assumption)
-    patch.weight[program] = np.minimum(patch.weight[program], hand)
-    rate = np.flatnonzero(into & (graph.edge == Edge.LOADER))
-    multi = rate[patch.weight[rate] > NEVER]
-    if len(multi):
-        steps = np.diff(np.searchsorted(graph.starts, graph.dst[multi], side="right"))
-        later = patch.weight[multi[1:]].sum() * steps / max(1, steps.sum())
-        patch.weight[multi] = np.append(patch.weight[multi[:1]], later) * _more(patch, workers)
-    single = rate[patch.weight[rate] <= NEVER]
-    if len(single):
-        own = program[np.isin(graph.dst[program], graph.dst[single])]
-        batches = cost[graph.dst[single]]
-        off = 2 * float(batches.std()) / max(1, len(batches)) ** 0.5
-        mean = float(batches.mean()) + off * {"low": 1, "high": -1}.get(patch.assumption, 0)
-        length = max(float(graph.time[graph.starts[-1]]), 1.0)
-        share = min(batches.sum() / length, 1.0)
-        computed = _computed(patch, loaded, share)
-        patch.weight[single] = (max(mean, 0.0) + hand) * _slower(patch, computed, share, workers)
-        slowed = SLOWED_SHARE[patch.assumption] * _computed_at_most(patch, share)
-        left = max(slowed, _taken(patch, computed, share))
-        batch = cost[graph.dst[own]]
-        patch.weight[own] = np.minimum(batch, hand) + left * batch
-
-
-def _computed(patch: Patch, loaded: Array, share: float) -> float:
-    """Share of the loading that is computed, and needs a core wherever it is done. What was waited
-    for (storage, a sleep) needs none. Which is which is told by the operators recorded in there;
-    under the pessimistic assumption all of it is, as far as the CPU time of the process allows.
-    ``share``: the loading's own, of the step."""
-    if patch.assumption == "low":
-        return _computed_at_most(patch, share)
-    graph, cpu = patch.graph, patch.a.trace.cpu
-    rows = graph.row[loaded]
-    begin, thread = cpu["ts"].to_numpy()[rows], cpu["thread"].to_numpy()[rows]
-    end = begin + cpu["dur"].to_numpy()[rows]
-    at_work = 0
-    for owner in np.unique(thread):
-        own = cpu.filter((pl.col("thread") == int(owner)) & (pl.col("kind") == "op"))
-        busy = union(own["ts"].to_numpy(), (own["ts"] + own["dur"]).to_numpy())
-        at_work += int(covered_length(begin, end, busy)[thread == owner].sum())
-    return at_work / max(1, int((end - begin).sum()))
-
-
-def _computed_at_most(patch: Patch, share: float) -> float:
-    """The same as far as the CPU time of the process allows; not recorded: all of it."""
-    recorded = patch.a.recorded
-    known = None if recorded is None else recorded.computed(share, on_host=patch.a.trains_on_host)
-    return 1.0 if known is None else known
-
-
-def _slower(patch: Patch, computed: float, share: float, workers: int) -> float:
-    """What a batch takes with so many workers, as a share of what it took before: what is computed
-    has the cores that are free, and the main thread's while that loads no longer."""
-    recorded = patch.a.recorded
-    free = None if recorded is None else recorded.free_cores
-    if free is None:
-        return 1 / workers
-    cores = max(min(workers, free + share), 1e-3)
-    return computed / cores + (1 - computed) / workers
-
-
-def _more(patch: Patch, times: int) -> float:
-    """What a batch takes with so many times the workers, as a share of what it took before. What
-    the workers compute gets the cores that they have and those that are free; the main thread has
-    one (or PyTorch's threads, where the step computes on the host), under the pessimistic
-    assumption none. Workers that wait for storage need none."""
-    recorded = patch.a.recorded
-    if recorded is None or recorded.free_cores is None or recorded.used_cores is None:
-        return 1 / times
-    threads = recorded.flag("num_threads") if patch.a.trains_on_host else None
-    main = float(threads) if isinstance(threads, int) else 1.0
-    own = max(0.0, recorded.used_cores - (0.0 if patch.assumption == "low" else main))
-    return max(1 / times, own / max(own + recorded.free_cores, 1e-9))
-
-
-def _taken(patch: Patch, computed: float, share: float) -> float:
-    """Share of the loading that the step goes on to take where it is computed on the host, on the
-    cores that workers would need. Under the optimistic assumption all cores share the loss. Without
-    a recording nobody knows the cores: all or none."""
-    if not patch.a.trains_on_host:
-        return 0.0
-    recorded = patch.a.recorded
-    taken = None if recorded is None else recorded.taken(share, computed)
-    if recorded is None or taken is None:
-        return computed if patch.assumption == "low" else 0.0
-    return taken / (recorded.record.rank.cpus or 1) if patch.assumption == "high" else taken
+def parallelize(patch: Patch, edit: Edit, factor: float | None) -> None:
+    """Loader work moves to worker processes: see ``loader.py``."""
+    loaded = np.flatnonzero(patch.graph.kind == Node.LOADED)
+    chosen = patch.selected.rows(edit.select)[patch.graph.row[loaded]]
+    patch.workers.append((max(1, edit.workers or 1), loaded[chosen]))
 
 
 OPERATIONS: dict[Operation, Callable[[Patch, Edit, float | None], None]] = {
@@ -249,9 +150,9 @@ OPERATIONS: dict[Operation, Callable[[Patch, Edit, float | None], None]] = {
     "roofline": roofline,
     "resize": resize,
     "overlap": overlap,
-    "asynchronous": asynchronous,
+    "make_async": make_async,
     "merge": merge,
     "drop_launch": drop_launch,
-    "spread": spread,
-    "punctual": punctual,
+    "parallelize": parallelize,
+    "remove_skew": remove_skew,
 }

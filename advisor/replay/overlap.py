@@ -1,4 +1,11 @@
-"""Work that moves to a stream of its own, beside what it was in the way of."""
+"""Work that moves to streams of its own, beside what it was in the way of.
+
+Moved work keeps its launch, the events it waits for and, unless it copies to the device, what its
+stream ran before it: that produces what it takes. Work of one name stays in order. What waited for
+it (its stream, another one, the host) waits instead for what the moved work waited for, and for the
+same work one step earlier; in a recording without steps, for the one of that name before it. A wait
+for the whole device still waits for it, unless it is issued earlier too; so does the end of a step.
+"""
 
 from __future__ import annotations
 
@@ -7,111 +14,157 @@ from typing import TYPE_CHECKING
 import numpy as np
 import polars as pl
 
+from advisor.replay.edges import with_edges
 from advisor.replay.graph import NEVER, Array, Edge, Graph, Node
 
 if TYPE_CHECKING:
-    from advisor.core.finding import Edit
     from advisor.replay.patch import Patch
 
-
-def overlap(patch: Patch, edit: Edit, factor: float | None) -> None:
-    """The work moves to a stream of its own: what comes after it, on the device or the host,
-    no longer waits for it, except for the same work of the step before. Only a wait of the
-    host for the whole device still does, unless the work is issued earlier too."""
-    moved = np.zeros(len(patch.graph), dtype=bool)
-    moved[patch.selected.work(edit.select)] = True
-    patch.moved.append((moved, bool(edit.ahead and patch.assumption != "low")))
+WAITING = (Edge.STREAM, Edge.CROSS, Edge.RELEASE, Edge.QUEUE)
+"""Edges out of moved work that something else waits by."""
 
 
-def give_streams(patch: Patch) -> None:
-    """Give the work of all ``overlap`` edits its streams: at once, for what stays must not wait
-    for what another of them has moved."""
-    if not patch.moved:
-        return
+def move(patch: Patch, weight: Array) -> tuple[Graph, Array]:
+    """The graph, and its weights, with the moved work on streams of its own."""
+    graph, trace = patch.graph, patch.a.trace
+    moved = patch.moved & ~patch.dropped
+    nodes = np.flatnonzero(moved)
+    marked = patch.a.steps.source != "whole trace"
+    step, group = _steps(graph), _groups(patch)
+    earlier = _earlier(graph, group, step, marked=marked)
+    uploads = np.zeros(len(graph), dtype=bool)
+    uploads[nodes] = (
+        (trace.gpu["copy"].gather(pl.Series(graph.row[nodes])) == "HtoD").fill_null(False)
+    ).to_numpy()
+    more: list[tuple[int, int, float, int]] = []
+    live = np.flatnonzero(weight > NEVER)
+    leads_in = moved[graph.dst[live]] & np.isin(graph.edge[live], [Edge.STREAM, Edge.CROSS])
+    stands: dict[int, dict[int, tuple[int, float]]] = {}
+    """Of moved work: what its place in the stream still waits for, by lane, with the delay."""
+    awaited: dict[int, dict[int, int]] = {}
+    """The earlier work of each group that is waited for in its place."""
+    last_of: dict[int, int] = {}
+    edges_in: dict[int, list[int]] = {}
+    for edge in live[leads_in].tolist():
+        edges_in.setdefault(int(graph.dst[edge]), []).append(edge)
+    src, kind, lane = graph.src.tolist(), graph.edge.tolist(), graph.lane.tolist()
+    for node in nodes.tolist():  # each needs those before it; only work that moves
+        place: dict[int, tuple[int, float]] = {}
+        since: dict[int, int] = {}
+        own = int(group[node])
+        gap = 0.0
+        for edge in edges_in.get(node, ()):
+            source, ordered = src[edge], kind[edge] == Edge.STREAM
+            delay = 0.0 if ordered else float(weight[edge])
+            gap = float(weight[edge]) if ordered else gap
+            if moved[source]:
+                for key, (first, wait) in stands[source].items():
+                    place[key] = max(place.get(key, (-1, 0.0)), (first, wait + delay))
+                for key, first in awaited[source].items():
+                    since[key] = max(since.get(key, -1), first)
+            else:
+                place[lane[source]] = max(place.get(lane[source], (-1, 0.0)), (source, delay))
+        if earlier[node] >= 0:
+            since[own] = max(since.get(own, -1), int(earlier[node]))
+        stands[node], awaited[node] = place, since
+        if not uploads[node] or patch.merged[node]:
+            more += [(s, node, w + gap, Edge.CROSS) for s, w in place.values()]
+        if own in last_of:
+            more.append((last_of[own], node, gap, Edge.STREAM))
+        last_of[own] = node
+    weight = weight.copy()
+    for edge in live[moved[graph.src[live]]].tolist():
+        source, target, delay = src[edge], int(graph.dst[edge]), float(weight[edge])
+        in_order = kind[edge] == Edge.STREAM
+        how = Edge.CROSS if graph.kind[target] == Node.DEVICE else Edge.RELEASE
+        if kind[edge] in WAITING and not (moved[target] and in_order):
+            for first, wait in stands[source].values():
+                own = in_order and lane[first] == lane[target]
+                more.append((first, target, wait + delay, Edge.STREAM if own else how))
+            if not moved[target] and kind[edge] != Edge.QUEUE:
+                more += [(s, target, delay, how) for s in awaited[source].values()]
+        weight[edge] = NEVER
+    weight[moved[graph.dst] & np.isin(graph.edge, [Edge.CONTENTION, Edge.STREAM])] = NEVER
+    more += _awaited_by_device_syncs(patch, nodes, group)
+    lanes = np.where(moved, int(graph.lane.max()) + 1 + group, graph.lane)
+    return with_edges(graph, weight, more, lane=lanes, last=_with_moved(graph, nodes, group))
+
+
+def _groups(patch: Patch) -> Array:
+    """Number of the stream that each piece of work would get: by its stream and its name."""
     graph = patch.graph
-    group = np.zeros(len(graph), dtype=np.int64)
-    for number, (moved, _) in enumerate(patch.moved, start=1):
-        group[moved & (group == 0)] = number
     device = graph.device
-    order = device[np.argsort(graph.lane[device], kind="stable")]
-    position = np.arange(len(order))
-    place = np.full(len(graph), -1)
-    place[order] = position
-    same_lane = np.zeros(len(order), dtype=bool)
-    same_lane[1:] = graph.lane[order][1:] == graph.lane[order][:-1]
-    lane_start = np.maximum.accumulate(np.where(same_lane, 0, position))
-
-    def latest(number: int) -> Array:
-        """For each node the last of a group at or before it on its stream, -1: none."""
-        last = np.maximum.accumulate(np.where(group[order] == number, position, -1))
-        last = np.where(last >= lane_start, last, -1)
-        result = np.full(len(graph), -1)
-        result[order] = np.where(last >= 0, order[np.maximum(last, 0)], -1)
-        return result
-
-    stream = np.flatnonzero(graph.edge == Edge.STREAM)
-    before, after = graph.src[stream], graph.dst[stream]
-    crossing = np.isin(graph.edge, [Edge.CROSS, Edge.CONTENTION, Edge.RELEASE])
-    stays = latest(0)
-    leaves = stream[(group[before] > 0) & (group[after] == 0)]
-    left, next_ = graph.src[leaves], graph.dst[leaves]
-    patch.redirect(leaves, stays[left])
-    syncs = _device_syncs(patch)
-    for number, (_, ahead) in enumerate(patch.moved, start=1):
-        own_part = np.flatnonzero(group == number)
-        moves, earlier = latest(number), _a_step_earlier(graph, own_part)
-        enters = stream[(group[after] == number) & (group[before] != number)]
-        patch.redirect(enters, moves[graph.src[enters]])
-        # what stays waits for the same work of the step before
-        last = moves[left]
-        since = np.where(stays[left] >= 0, place[np.maximum(stays[left], 0)], -1)
-        between = (last >= 0) & (place[np.maximum(last, 0)] > since)
-        source = np.where(between, earlier[np.maximum(last, 0)], -1)
-        patch.added.append((source[source >= 0], next_[source >= 0]))
-        whole = np.zeros(len(graph), dtype=bool)
-        if not ahead:
-            whole[syncs] = True
-        freed = crossing & (group[patch.src] == number) & (group[graph.dst] == 0)
-        edges = np.flatnonzero(freed & ~whole[graph.dst])
-        patch.redirect(edges, earlier[patch.src[edges]])
-        _await_moved(patch, own_part, np.flatnonzero(whole))
-    crowded = (graph.edge == Edge.CONTENTION) & (group[patch.src] == 0) & (group[graph.dst] > 0)
-    patch.weight[crowded] = NEVER
-    own = graph.lane + (int(graph.lane.max()) + 1) * group
-    patch.lane = np.where(group > 0, own, graph.lane)
-
-
-def _device_syncs(patch: Patch) -> Array:
-    """Ends of the calls that wait for the whole device."""
-    done = np.flatnonzero(patch.graph.kind == Node.RELEASED)
-    call = patch.a.trace.cpu["call"].gather(pl.Series(patch.graph.row[done]))
-    result: Array = done[(call == "sync_device").fill_null(False).to_numpy()]
+    name = patch.a.trace.gpu["name"].to_physical().gather(pl.Series(graph.row[device])).to_numpy()
+    result = np.zeros(len(graph), dtype=np.int64)
+    keys = np.stack([graph.lane[device], name.astype(np.int64)])
+    result[device] = np.unique(keys, axis=1, return_inverse=True)[1].ravel()
     return result
 
 
-def _await_moved(patch: Patch, moved: Array, syncs: Array) -> None:
-    """Calls that wait for the whole device wait for the last moved work launched before."""
-    graph = patch.graph
-    launch = np.flatnonzero((graph.edge == Edge.LAUNCH) & np.isin(graph.dst, moved))
-    if not len(syncs) or not len(launch):
-        return
-    launch = launch[np.argsort(graph.src[launch], kind="stable")]
-    waits = np.flatnonzero(graph.kind == Node.WAIT)
-    begin = dict(zip(graph.row[waits].tolist(), waits.tolist(), strict=True))
-    called = np.array([begin.get(int(r), 0) for r in graph.row[syncs]])
-    place = np.searchsorted(graph.src[launch], called) - 1
-    known = place >= 0
-    source, target = graph.dst[launch[place[known]]], syncs[known]
-    forward = source < target
-    patch.added.append((source[forward], target[forward]))
+def _steps(graph: Graph) -> Array:
+    """The step (from 0) of each node, device work by its launch where that is known."""
+    step = graph.steps_of_launch()
+    order = np.searchsorted(graph.starts, np.arange(len(graph)), side="right") - 1
+    last = len(graph.starts) - 2
+    result: Array = np.clip(np.where(step < 0, order, step), 0, last)
+    return result
 
 
-def _a_step_earlier(graph: Graph, nodes: Array) -> Array:
-    """For each graph node among ``nodes``: the one at the same place one step before, -1."""
+def _earlier(graph: Graph, group: Array, step: Array, *, marked: bool) -> Array:
+    """For each piece of work the one that is awaited in its place, -1: none. Of the step before the
+    one at the same place, or the last where there are more or fewer; where the recording is the
+    step, the one before it, and the first itself."""
     result = np.full(len(graph), -1)
-    step = graph.steps_of_launch()[nodes]
-    for number in np.unique(step[step > 0]).tolist():
-        now, before = nodes[step == number], nodes[step == number - 1]
-        if len(now) == len(before):
-            result[now] = before
+    device = graph.device
+    order = device[np.lexsort((device, group[device]))]
+    if len(graph.starts) == 2:
+        if not marked:
+            same = np.append(False, group[order][1:] == group[order][:-1])
+            result[order] = np.where(same, np.append(-1, order[:-1]), order)
+        return result
+    key = group[order] * len(graph.starts) + step[order]
+    members = np.split(order, np.flatnonzero(np.diff(key)) + 1)
+    by_key = {(int(group[m[0]]), int(step[m[0]])): m for m in members}
+    for (own, number), now in by_key.items():
+        then = by_key.get((own, number - 1))
+        if then is not None:
+            result[now] = then if len(then) == len(now) else then[-1]
+    return result
+
+
+def _awaited_by_device_syncs(
+    patch: Patch, nodes: Array, group: Array
+) -> list[tuple[int, int, float, int]]:
+    """Waits for the whole device, for the last moved work of each name that they waited for."""
+    graph = patch.graph
+    done = np.flatnonzero((graph.kind == Node.RELEASED) & ~patch.unblocked)
+    call = patch.a.trace.cpu["call"].gather(pl.Series(graph.row[done]))
+    done = done[(call == "sync_device").fill_null(False).to_numpy()]
+    edges = np.flatnonzero((graph.edge == Edge.RELEASE) & np.isin(graph.dst, done))
+    more = []
+    for place, node in _latest(graph, nodes[~patch.ahead[nodes]], group, graph.src[edges]):
+        edge = edges[place]
+        more.append((node, int(graph.dst[edge]), float(graph.weight[edge]), int(Edge.RELEASE)))
+    return more
+
+
+def _latest(graph: Graph, nodes: Array, group: Array, upto: Array) -> list[tuple[int, int]]:
+    """(place in ``upto``, node): the last moved work of each name on the stream of each of these
+    pieces of work, up to it."""
+    result = []
+    for own in np.unique(group[nodes]).tolist():
+        members = nodes[group[nodes] == own]
+        here = np.flatnonzero(graph.lane[upto] == graph.lane[members[0]])
+        index = np.searchsorted(members, upto[here], side="right") - 1
+        real = index >= 0
+        result += list(zip(here[real].tolist(), members[index[real]].tolist(), strict=True))
+    return result
+
+
+def _with_moved(graph: Graph, nodes: Array, group: Array) -> list[Array]:
+    """What must be done for each step to be complete, with the moved work."""
+    result = []
+    for last in graph.last:
+        moved = [node for _, node in _latest(graph, nodes, group, last)]
+        result.append(np.union1d(last, np.array(moved, dtype=np.int64)))
     return result

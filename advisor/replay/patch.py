@@ -1,14 +1,22 @@
-"""A graph with other weights, durations and sources: what operations change, and how."""
+"""A graph with edits in it: each edit says what it takes away, and all are made at once.
+
+So the order of edits does not matter, the same edit twice is once, and what two edits take away
+goes once: device work keeps the product of their factors, host time that of each instant, a launch
+or a wait goes if any edit lets it go.
+"""
 
 from __future__ import annotations
 
-from dataclasses import replace
-from typing import TYPE_CHECKING
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
+import polars as pl
 
 from advisor.core.intervals import EMPTY, Intervals, covered_length, join, subtract
 from advisor.replay.graph import NEVER, Array, Edge, Graph, Node
+from advisor.replay.loader import more_workers
+from advisor.replay.overlap import move
 from advisor.replay.selected import Selected
 from advisor.replay.selection import selected_gaps, selected_host
 
@@ -16,62 +24,65 @@ if TYPE_CHECKING:
     from advisor.core.finding import Edit
 
 
-class Patch:
-    """Mutable copies of a graph's numbers; each operation changes them in place, so that edits
-    compose."""
+class Patched(NamedTuple):
+    """One rank's graph with edits in it."""
 
-    def __init__(self, selected: Selected, dur: Array | None = None) -> None:
-        """``dur``: what its work takes instead, where collectives are replayed with other ranks:
-        without the wait for these."""
+    graph: Graph
+    weight: Array
+    dur: Array
+    """With what a shared collective takes once all ranks are there."""
+    alone: Array
+    """Nodes of collectives that are not run any more: nobody meets there."""
+    no_skew: Array
+    """Nodes of collectives that keep no other rank waiting."""
+
+
+@dataclass
+class HostTime:
+    """What edits leave of one thread's time."""
+
+    parts: list[tuple[Intervals, float]] = field(default_factory=list)
+    """Instants, and the share of them that stays."""
+    captured: list[tuple[Intervals, float]] = field(default_factory=list)
+    """Instants that go, but for so many ns an edge: what a node of a CUDA graph costs."""
+
+
+class Patch:
+    """What edits take away from a graph, collected; :meth:`made` puts it into a copy."""
+
+    def __init__(self, selected: Selected, assumption: str = "", dur: Array | None = None) -> None:
+        """``assumption``: ``low`` or ``high`` takes the factors that make the gain small or large.
+        ``dur``: what work takes instead, where collectives are replayed with other ranks: without
+        the wait for these."""
         graph = selected.graph
         self.selected = selected
         self.a = selected.a
         self.graph = graph
-        self.weight = graph.weight.copy()
         self.joint = dur is not None
         """Replayed with other ranks."""
-        self.assumption = ""
-        """``low`` or ``high``: the gain is to come out small or large."""
-        self.dur = graph.dur.copy() if dur is None else dur.copy()
-        self.src = graph.src.copy()
-        self.gone: dict[int, Intervals] = {}
-        """Host time that edits removed, by thread."""
-        self.lane = graph.lane
-        self.moved: list[tuple[Array, bool]] = []
-        """What ``overlap`` edits move to streams of their own, and whether it is issued earlier."""
-        self.added: list[tuple[Array, Array]] = []
-        """(source, target) of waits that edits brought: of one stream, or the host, for another."""
-        self.unblocked = np.zeros(len(graph), dtype=bool)
-        """Ends of blocking calls that no longer wait."""
+        self.assumption = assumption
+        self.dur = graph.dur if dur is None else dur
+        self.share = np.ones(len(graph))
+        """Of each node's time, that stays."""
+        self.most = np.full(len(graph), np.inf)
+        """What each node takes at most, ns."""
         self.dropped = np.zeros(len(graph), dtype=bool)
         """Device work that is not done any more."""
-        self.punctual = np.zeros(len(graph), dtype=bool)
-        """Collectives that keep no other rank waiting."""
-
-    def widened(self) -> tuple[Graph, Array, Array]:
-        """The graph as it is to be replayed, with its weights and sources: the one that was
-        patched, unless edits changed streams or what these wait for."""
-        if self.lane is self.graph.lane:
-            return self.graph, self.weight, self.src
-        added = [(s[~self.unblocked[d]], d[~self.unblocked[d]]) for s, d in self.added]
-        src = np.concatenate([self.src, *(s for s, _ in added)])
-        dst = np.concatenate([self.graph.dst, *(d for _, d in added)])
-        more = len(src) - len(self.src)
-        wait = np.full(more, self.graph.latencies.cross_stream)
-        weight = np.concatenate([self.weight, wait])
-        edge = np.concatenate([self.graph.edge, np.full(more, Edge.CROSS, dtype=np.uint8)])
-        from_start = np.concatenate([self.graph.from_start, np.zeros(more, dtype=bool)])
-        order = np.argsort(dst, kind="stable")
-        graph = replace(
-            self.graph,
-            lane=self.lane,
-            src=src[order],
-            dst=dst[order],
-            weight=weight[order],
-            edge=edge[order],
-            from_start=from_start[order],
-        )
-        return graph, graph.weight, graph.src
+        self.merged = np.zeros(len(graph), dtype=bool)
+        """Device work that is part of the kernel before it."""
+        self.moved = np.zeros(len(graph), dtype=bool)
+        """Device work on streams of its own."""
+        self.ahead = np.zeros(len(graph), dtype=bool)
+        """What of it is also issued earlier."""
+        self.unblocked = np.zeros(len(graph), dtype=bool)
+        """Ends of blocking calls that no longer wait."""
+        self.no_skew = np.zeros(len(graph), dtype=bool)
+        self.host: dict[int, HostTime] = {}
+        """By thread."""
+        self.workers: list[tuple[int, Array]] = []
+        """How many workers the loader has, for which ends of waits for it."""
+        self.batch = 1.0
+        """New batch size over old."""
 
     def count(self, edit: Edit) -> int:
         """How many events of the replayed steps an edit selects."""
@@ -85,88 +96,137 @@ class Patch:
             ts = self.a.trace.cpu["ts"].to_numpy()[selected_host(self.a, edit.select)]
         return int(((ts >= first) & (ts < last)).sum())
 
-    # -- changes ----------------------------------------------------------------------------
+    # -- what edits take away ---------------------------------------------------------------
 
-    def redirect(self, edges: Array, sources: Array) -> None:
-        """Let edges come from other nodes; from none (-1) switches them off."""
-        good = (sources >= 0) & (sources < self.graph.dst[edges])
-        self.src[edges[good]] = sources[good]
-        self.weight[edges[~good]] = NEVER
+    def shrink_host(self, held: dict[int, Intervals], factor: float) -> None:
+        """Scale the host time inside the intervals (by thread, ns from the window's start)."""
+        for thread, time in held.items():
+            self.host.setdefault(thread, HostTime()).parts.append((time, factor))
 
-    def drop_work(self, nodes: Array, *, operators: bool = False) -> None:
-        """Device work that is not done: it takes no time, waits for nothing but what its stream
-        waits for, and its launch costs the host nothing (nor, if told, its operator)."""
-        graph = self.graph
-        gone = np.zeros(len(graph), dtype=bool)
-        gone[nodes] = True
-        self.dropped |= gone
-        self.dur[nodes] = 0.0
+    def capture(self, held: dict[int, Intervals], cost: float) -> None:
+        """Host time around launches goes, but for ``cost`` ns each, and with it their latency."""
+        for thread, time in held.items():
+            self.host.setdefault(thread, HostTime()).captured.append((time, cost))
+
+    # -- all at once ------------------------------------------------------------------------
+
+    def made(self, real_share: Array | None = None) -> Patched:
+        """The graph with all edits in it. ``real_share``: of each edge's time, that would be there
+        without a profiler."""
+        graph, weight = self.graph, self.graph.weight.copy()
+        dur = np.minimum(self.dur * self.share, np.maximum(self.most, 0.0))
+        dur[self.dropped] = 0.0
+        gone = self.dropped | self.merged
         into = gone[graph.dst]
         stream = graph.edge == Edge.STREAM
         # its stream still waits for the events it was told to wait for
-        self.weight[into & ~stream & (graph.edge != Edge.CROSS)] = NEVER
-        self.weight[into & stream] = 0.0
-        gpu = self.a.trace.gpu
-        rows = gpu["op" if operators else "launch"].to_numpy()[graph.row[nodes]]
-        if operators:
-            calls = gpu["launch"].to_numpy()[graph.row[nodes]]
-            rows = np.where(np.isnan(rows.astype(float)), calls, rows)
-        rows = rows[~np.isnan(rows.astype(float))].astype(np.int64)
-        if operators:
-            # an operator that also launches work that stays must stay
-            kept = gpu["op"].to_numpy()[graph.row[graph.device[~gone[graph.device]]]]
-            rows = rows[~np.isin(rows, kept[~np.isnan(kept.astype(float))])]
-        cpu = self.a.trace.cpu
-        self.shrink_host(
-            self.selected.by_thread(
-                cpu["thread"].to_numpy()[rows],
-                cpu["ts"].to_numpy()[rows],
-                cpu["dur"].to_numpy()[rows],
-            ),
-            0.0,
-        )
+        weight[into & ~stream & (graph.edge != Edge.CROSS)] = NEVER
+        weight[into & stream] = 0.0
+        self._shrink(weight)
+        if self.batch != 1.0:
+            loaded = graph.kind[graph.dst] == Node.LOADED
+            weight[loaded & np.isin(graph.edge, _LOADING) & (weight > 0)] *= self.batch
+        more_workers(self, weight)
+        into = self.unblocked[graph.dst]
+        weight[into & np.isin(graph.edge, [Edge.RELEASE, Edge.LOADER])] = NEVER
+        program = into & (graph.edge == Edge.PROGRAM)
+        weight[program] = np.minimum(weight[program], graph.latencies.call)
+        if real_share is not None:
+            weight *= real_share
+        if (self.moved & ~self.dropped).any():
+            graph, weight = move(self, weight)
+        return Patched(graph, weight, dur, np.flatnonzero(gone), np.flatnonzero(self.no_skew))
 
-    def shrink_host(self, held: dict[int, Intervals], factor: float, *, floor: float = 0.0) -> None:
-        """Scale the host time inside the intervals (by thread, ns from the window's start), but
-        for what an earlier edit removed already and what launches spent waiting for room."""
+    def _shrink(self, weight: Array) -> None:
         graph = self.graph
-        program = np.flatnonzero((graph.edge == Edge.PROGRAM) & (self.src > 0))
+        host = {thread: HostTime(list(h.parts), h.captured) for thread, h in self.host.items()}
+        for thread, calls in self._calls_gone().items():
+            host.setdefault(thread, HostTime()).parts.append((calls, 0.0))
+        program = np.flatnonzero((graph.edge == Edge.PROGRAM) & (graph.src > 0))
+        # a wait's own call is what remains of it; its released end is computed
+        program = program[graph.kind[graph.dst[program]] != Node.RELEASED]
         lane = graph.lane[graph.dst[program]]
-        for thread, time in held.items():
+        launch = np.flatnonzero((graph.edge == Edge.LAUNCH) & (graph.src > 0))
+        for thread, time in host.items():
             own = program[lane == thread]
-            begin, end = graph.time[self.src[own]], graph.time[graph.dst[own]]
-            gone = join(self.gone.get(thread, EMPTY), graph.hidden.get(thread, EMPTY))
-            fresh = subtract(time, gone)
-            if factor == 0.0:
-                self.gone[thread] = join(gone, time)
-            inside = covered_length(begin.astype(np.int64), end.astype(np.int64), fresh)
-            # a wait's own call is what remains of it; its released end is computed
-            real = graph.kind[graph.dst[own]] != Node.RELEASED
-            less = np.where(real, inside * (1.0 - factor), 0.0)
-            changed = less != 0
-            edges = own[changed]
-            left = self.weight[edges] - less[changed]
-            self.weight[edges] = np.maximum(left, np.minimum(floor, self.weight[edges]))
+            begin, end = graph.time[graph.src[own]], graph.time[graph.dst[own]]
+            hidden = graph.hidden.get(thread, EMPTY)
+            left = np.maximum(weight[own] - saved_between(begin, end, time.parts, hidden), 0.0)
+            if time.captured:
+                floor = np.full(len(own), np.inf)
+                for part, cost in time.captured:
+                    inside = _covered(begin, end, part) > 0
+                    floor[inside] = np.minimum(floor[inside], cost)
+                parts = [*time.parts, *((part, 0.0) for part, _ in time.captured)]
+                less = np.maximum(weight[own] - saved_between(begin, end, parts, hidden), 0.0)
+                less = np.maximum(less, np.minimum(floor, weight[own]))
+                left = np.minimum(left, less)
+                self._shorten_launches(
+                    weight,
+                    launch,
+                    thread,
+                    subtract(join(*(part for part, _ in time.captured)), hidden),
+                )
+            weight[own] = left
 
-    def shorten_launches(self, thread: int, time: Intervals) -> None:
+    def _shorten_launches(self, weight: Array, launch: Array, thread: int, time: Intervals) -> None:
         """Launch calls inside the intervals no longer hold their work back by their length."""
         graph = self.graph
-        launch = np.flatnonzero((graph.edge == Edge.LAUNCH) & (self.src > 0))
-        launch = launch[graph.lane[self.src[launch]] == thread]
-        begin = graph.time[self.src[launch]]
-        end = begin + self.a.trace.cpu["dur"].to_numpy()[graph.row[self.src[launch]]]
-        inside = covered_length(
-            begin.astype(np.int64),
-            end.astype(np.int64),
-            subtract(time, graph.hidden.get(thread, EMPTY)),
-        )
-        self.weight[launch] = np.maximum(self.weight[launch] - inside, 0.0)
+        own = launch[graph.lane[graph.src[launch]] == thread]
+        begin = graph.time[graph.src[own]]
+        end = begin + self.a.trace.cpu["dur"].to_numpy()[graph.row[graph.src[own]]]
+        real = weight[own] > NEVER
+        shorter = np.maximum(weight[own] - _covered(begin, end, time), 0.0)
+        weight[own] = np.where(real, shorter, weight[own])
 
-    def let_go(self, ends: Array) -> None:
-        """Blocking calls that no longer wait: they cost what a call costs."""
-        graph = self.graph
-        self.unblocked[ends] = True
-        into = np.isin(graph.dst, ends)
-        self.weight[into & np.isin(graph.edge, [Edge.RELEASE, Edge.LOADER])] = NEVER
-        program = into & (graph.edge == Edge.PROGRAM)
-        self.weight[program] = np.minimum(self.weight[program], graph.latencies.call)
+    def _calls_gone(self) -> dict[int, Intervals]:
+        """Host time of the calls that launched what is not launched any more, and of the operators
+        of merged kernels that launch nothing else."""
+        gpu, cpu, device = self.a.trace.gpu, self.a.trace.cpu, self.graph.device
+        row = self.graph.row
+        gone = self.dropped | self.merged
+        if not gone.any():
+            return {}
+
+        def calls(column: str, nodes: Array) -> Array:
+            found: Array = gpu[column].gather(pl.Series(row[nodes])).fill_null(-1).to_numpy()
+            return found
+
+        stays = device[~gone[device]]
+        launch = np.setdiff1d(calls("launch", np.flatnonzero(gone)), calls("launch", stays))
+        operator = np.setdiff1d(calls("op", np.flatnonzero(self.merged)), calls("op", stays))
+        rows = np.union1d(launch, operator)
+        rows = rows[rows >= 0]
+        return self.selected.by_thread(
+            *(cpu[column].to_numpy()[rows] for column in ("thread", "ts", "dur"))
+        )
+
+
+_LOADING = (Edge.PROGRAM, Edge.LOADER)
+
+
+def _covered(begin: Array, end: Array, by: Intervals) -> Array:
+    result: Array = covered_length(begin.astype(np.int64), end.astype(np.int64), by)
+    return result
+
+
+def saved_between(
+    begin: Array, end: Array, parts: list[tuple[Intervals, float]], hidden: Intervals
+) -> Array:
+    """Time that goes from ``begin`` to ``end``, ns: of each instant stays the product of the shares
+    of all parts that cover it; of the instants that are ``hidden``, all."""
+    if not parts:
+        return np.zeros(len(begin))
+    bounds = np.unique(np.concatenate([c for p in [*parts, (hidden, 1.0)] for c in p[0]]))
+    left = np.ones(len(bounds))
+    for time, share in [*parts, (hidden, np.nan)]:
+        change = np.zeros(len(bounds), dtype=np.int64)
+        change[np.searchsorted(bounds, time.start)] += 1
+        change[np.searchsorted(bounds, time.end)] -= 1
+        inside = np.cumsum(change) > 0
+        left[inside] = 1.0 if np.isnan(share) else left[inside] * share
+    gone = np.append(0.0, np.cumsum((1.0 - left[:-1]) * np.diff(bounds)))
+    if not len(bounds):
+        return np.zeros(len(begin))
+    result: Array = np.interp(end, bounds, gone) - np.interp(begin, bounds, gone)
+    return result

@@ -12,9 +12,10 @@ from advisor.measure.host.names import WORKERS, name_matches
 from advisor.replay.build import build
 from advisor.replay.calibration import widened_by_kind
 from advisor.replay.critical import composition
+from advisor.replay.exposed import ExposedTime
 from advisor.replay.graph import NEVER, Array, Edge, Graph
-from advisor.replay.operations import apply
-from advisor.replay.patch import Patch
+from advisor.replay.operations import collect
+from advisor.replay.patch import Patch, Patched
 from advisor.replay.replay import ReplayedSteps, ReplayPlan, completions
 from advisor.replay.selected import Selected
 from advisor.replay.trust import (
@@ -30,7 +31,7 @@ if TYPE_CHECKING:
     from advisor.core.finding import Edit
     from advisor.measure import Analysis
     from advisor.replay.ranks.joint_build import JointRanks
-    from advisor.replay.ranks.joint_replay import JointReplay, Patched
+    from advisor.replay.ranks.joint_replay import JointReplay
 
 EVENT_COST_NS = {"plain": 800.0, "shapes": 600.0, "stacks": 900.0}
 """Host time that the profiler adds to each event, about: 0.8 µs plain, 1.4 with shapes, 2.3 with
@@ -75,14 +76,6 @@ def event_cost(a: Analysis) -> float:
     return min(longer * a.step_count / float(events), MAX_COST * usual)
 
 
-def _patched(patch: Patch) -> Patched:
-    from advisor.replay.ranks.joint_replay import Patched
-
-    graph, weight, src = patch.widened()
-    gone, punctual = np.flatnonzero(patch.dropped), np.flatnonzero(patch.punctual)
-    return Patched(graph, weight, patch.dur, src, gone, punctual)
-
-
 class EditGain:
     """Replays of one window. All times in ns.
 
@@ -98,6 +91,7 @@ class EditGain:
         self.rank = rank
         self.others = {number: other for number, other in (others or {}).items() if number != rank}
         self._steps: tuple[int, int] | None = None
+        self._exposed = ExposedTime(a)
 
     @cached_property
     def graph(self) -> Graph:
@@ -139,7 +133,7 @@ class EditGain:
         if not len(joint.node):
             return None
         patched = [
-            _patched(Patch(m._selected, dur))
+            Patch(m._selected, dur=dur).made()
             for m, dur in zip(members, joint.transfer, strict=True)
         ]
         with_others = joint.run(patched)[0].time
@@ -178,8 +172,8 @@ class EditGain:
 
     def step_times(self, edits: Sequence[Edit], assumption: str = "") -> ReplayedSteps:
         """Replay with edits applied."""
-        time = self._replay(edits, assumption)[0]
-        return ReplayedSteps(time, completions(self.graph, time), self.graph.turn)
+        time, _, own = self._replay(edits, assumption)
+        return ReplayedSteps(time, completions(own.graph, time), self.graph.turn)
 
     def _replay(self, edits: Sequence[Edit], assumption: str = "") -> tuple[Array, Array, Patched]:
         """Times of the nodes, what work took (waiting for other ranks included), and the graph."""
@@ -190,8 +184,8 @@ class EditGain:
             dur, own_part = patched[0].dur.copy(), joint.members[0]
             dur[own_part] = result.dur[own_part]
             return result.time, dur, patched[0]
-        own = _patched(apply(Patch(self._selected), self._own(edits), assumption))
-        return self._plan(own.graph).run(own.weight, own.dur, own.src), own.dur, own
+        own = collect(self._selected, self._own(edits), assumption).made()
+        return self._plan(own.graph).run(own.weight, own.dur), own.dur, own
 
     def _patches(
         self, edits: Sequence[Edit], assumption: str = "", *, plain: bool = False
@@ -207,15 +201,13 @@ class EditGain:
                 for e in edits
                 if e.rank in (None, member.rank) and (member is self or not e.select.correlation)
             ]
-            patch = apply(Patch(member._selected, dur), own, assumption)
-            if plain:
-                patch.weight *= member._real_share
-            result.append(_patched(patch))
+            real = member._real_share if plain else None
+            result.append(collect(member._selected, own, assumption, dur).made(real))
         return result
 
     def _own(self, edits: Sequence[Edit]) -> list[Edit]:
         """The edits that concern this rank when it is replayed alone."""
-        return [e for e in edits if e.rank in (None, self.rank) or e.op == "punctual"]
+        return [e for e in edits if e.rank in (None, self.rank) or e.op == "remove_skew"]
 
     def period(self, edits: Sequence[Edit] = (), assumption: str = "") -> float:
         """Steady-state time of a step with edits applied. ``assumption``: ``low`` or ``high`` (a
@@ -225,7 +217,7 @@ class EditGain:
     def _period(self, edits: Sequence[Edit], assumption: str, of: int) -> float:
         """The same, of any of the ranks that are replayed together."""
         if assumption != "plain" and all(
-            e.factor_low is None and e.factor_high is None and e.op != "spread" and not e.ahead
+            e.factor_low is None and e.factor_high is None and e.op != "parallelize" and not e.ahead
             for e in edits
         ):
             assumption = ""
@@ -239,16 +231,14 @@ class EditGain:
         assumption = "" if plain else assumption
         if self._joined is not None:
             return self._joined[0].steady(self._patches(edits, assumption, plain=plain), of)
-        patch = apply(Patch(self._selected), self._own(edits), assumption)
-        if plain:
-            patch.weight *= self._real_share
-        own = _patched(patch)
-        return self._plan(own.graph).steady(own.weight, own.dur, own.src)
+        real = self._real_share if plain else None
+        own = collect(self._selected, self._own(edits), assumption).made(real)
+        return self._plan(own.graph).steady(own.weight, own.dur)
 
     def _of(self, edits: Sequence[Edit]) -> int:
         """The rank whose step tells what edits save: this one; another one where this one is
         the late rank that keeps the others waiting."""
-        late = any(e.op == "punctual" and e.rank == self.rank for e in edits)
+        late = any(e.op == "remove_skew" and e.rank == self.rank for e in edits)
         return 1 if late and self._joined is not None else 0
 
     def _plan(self, graph: Graph) -> ReplayPlan:
@@ -259,22 +249,50 @@ class EditGain:
         return max(0.0, self.a.step_ns - self.gain(edits))
 
     def gain(self, edits: Sequence[Edit], given: Sequence[Edit] = ()) -> float:
-        """What edits save a step, on top of others that are given."""
+        """What edits save per step, on top of others that are given."""
         both = [*given, *edits]
         of = self._of(both)
-        return self._period(given, "", of) - self._period(both, "", of)
+        return self._saved(both, "", of) - self._saved(given, "", of)
+
+    def _saved(self, edits: Sequence[Edit], assumption: str, of: int) -> float:
+        """What edits save, no more than what they touch."""
+        if not edits:
+            return 0.0
+        before = self._period((), assumption if assumption == "plain" else "", of)
+        saved = before - self._period(edits, assumption, of)
+        return min(saved, self._most(edits, optimistic=assumption == "high"))
+
+    def _most(self, edits: Sequence[Edit], *, optimistic: bool) -> float:
+        """What edits save at most. A fix also ends waits of one rank for another, inside its
+        collectives: with other ranks the step is the limit."""
+        if self._joined is not None:
+            return self.a.step_ns
+        return self._exposed.most(edits, optimistic=optimistic)
+
+    def price(
+        self, edits: Sequence[Edit], given: Sequence[Edit] = ()
+    ) -> tuple[float, float, float, float]:
+        """(gain, low, high, most): the gain, its range from 0, and what the edits touch."""
+        gain, (low, high) = self.gain(edits, given), self.band(edits, given)
+        limit = self._most([*given, *edits], optimistic=True)
+        low = min(gain, max(0.0, low))
+        return gain, low, high, limit - self._saved(given, "", self._of(edits))
 
     def band(self, edits: Sequence[Edit], given: Sequence[Edit] = ()) -> tuple[float, float]:
         """(low, high) of the gain: the edits' own assumptions, the profiler's cost on the host,
-        the error of the replay itself, and as wide as such predictions have been wrong."""
+        the error of the replay itself, and as wide as such predictions have been wrong; but no
+        higher than what they touch."""
         both = [*given, *edits]
         of = self._of(both)
-        before = self._period(given, "", of)
-        gains = [before - self._period(both, assumption, of) for assumption in ("low", "", "high")]
-        gains.append(self._period(given, "plain", of) - self._period(both, "plain", of))
+        gains = [
+            self._saved(both, assumption, of) - self._saved(given, assumption, of)
+            for assumption in ("", "low", "high", "plain")
+        ]
         error = abs(self.base.period - self.measured.period)
         low, high = min(gains) - error, max(gains) + error
-        return widened_by_kind(gains[1], low, high, edits, self.a.step_ns)
+        low, high = widened_by_kind(gains[0], low, high, edits, self.a.step_ns)
+        limit = self._most(both, optimistic=True) - self._saved(given, "", of)
+        return min(low, gains[0]), max(gains[0], min(high, limit))
 
     @cached_property
     def _real_share(self) -> Array:
@@ -315,9 +333,7 @@ class EditGain:
     def critical(self, edits: Sequence[Edit] = ()) -> dict[str, float]:
         """What the critical path consists of with edits applied, ns a step, largest first."""
         time, dur, own = self._replay(edits)
-        parts = composition(
-            own.graph, time, own.weight, dur, own.src, self.a.kernels["communication"]
-        )
+        parts = composition(own.graph, time, own.weight, dur, self.a.kernels["communication"])
         steps = max(1, len(self.graph.starts) - 1)
         return {k: v / steps for k, v in sorted(parts.items(), key=lambda item: -item[1])}
 

@@ -59,15 +59,11 @@ class ReplayPlan:
     def _carry(self) -> Carry:
         return Carry(self.graph)
 
-    def run(
-        self, weight: Array | None = None, dur: Array | None = None, src: Array | None = None
-    ) -> Array:
-        """Replayed time of each node, with other weights, durations or sources if given."""
-        return replay(self.lay_out(weight, dur, src))
+    def run(self, weight: Array | None = None, dur: Array | None = None) -> Array:
+        """Replayed time of each node, with other weights or durations if given."""
+        return replay(self.lay_out(weight, dur))
 
-    def steady(
-        self, weight: Array | None = None, dur: Array | None = None, src: Array | None = None
-    ) -> float:
+    def steady(self, weight: Array | None = None, dur: Array | None = None) -> float:
         """Steady-state time of one step, ns.
 
         The window begins with the host as far ahead of the device as it was when measured, which
@@ -75,13 +71,12 @@ class ReplayPlan:
         it takes no longer changes. Windows of fewer than three steps are too short for that.
         """
         steps = len(self.graph.starts) - 1
-        layout = self.lay_out(weight, dur, src)
+        layout = self.lay_out(weight, dur)
         time = replay(layout)
         complete = completions(self.graph, time)
         if steps < MIN_STEADY or self.graph.starts[-1] == 0:
             return ReplayedSteps(time, complete, self.graph.turn).period
         weights = self.graph.weight if weight is None else weight
-        sources = self.graph.src if src is None else src
 
         def ended() -> tuple[float, float]:
             return float(completions(self.graph, time)[-1]), float(time[self.graph.starts[-1]])
@@ -89,33 +84,32 @@ class ReplayPlan:
         def again(idle: bool) -> tuple[float, float]:
             nonlocal time
             host = float(time[self.graph.starts[-1]])
-            state = self._carry.over(time, host, weights, sources, idle=idle)
+            state = self._carry.over(time, host, weights, idle=idle)
             time = replay(layout.begun([state]))
             return ended()
 
         return settled(steps, ended(), again)
 
-    def lay_out(self, weight: Array | None, dur: Array | None, src: Array | None) -> Layout:
+    def lay_out(self, weight: Array | None, dur: Array | None) -> Layout:
         """In the lists that :func:`replay` goes through, with other numbers if given."""
         g = self.graph
         weight = g.weight if weight is None else weight
         dur = g.dur if dur is None else dur
-        src = g.src if src is None else src
-        weight = np.where(g.from_start, weight - dur[src], weight)
+        weight = np.where(g.from_start, weight - dur[g.src], weight)
         sources: list[list[int]] = []
         values: list[list[float]] = []
         for slot in (0, 1):
             edges = np.flatnonzero(self._slot == slot)
             source = np.zeros(len(g), dtype=np.int64)
             value = np.full(len(g), NEVER)
-            source[g.dst[edges]] = src[edges]
+            source[g.dst[edges]] = g.src[edges]
             value[g.dst[edges]] = weight[edges]
             sources.append(source.tolist())
             values.append(value.tolist())
         more: dict[int, list[tuple[int, float, bool]]] = {}
         for node, source_, value_, crowded in zip(
             g.dst[self._more].tolist(),
-            src[self._more].tolist(),
+            g.src[self._more].tolist(),
             weight[self._more].tolist(),
             (g.edge[self._more] == Edge.CONTENTION).tolist(),
             strict=True,
@@ -282,7 +276,7 @@ class Carry:
             return float(rate[-1])
         return self.apart * float(rate.sum()) / max(float(before.sum()), 1.0)
 
-    def over(self, time: Array, host: float, weight: Array, src: Array, *, idle: bool) -> State:
+    def over(self, time: Array, host: float, weight: Array, *, idle: bool) -> State:
         """Times of early nodes, and earliest starts, after a replay in which the host was done
         with the last step at ``host``. ``idle``: as if the device had nothing left to do."""
         given = dict.fromkeys(self.early, 0.0)
@@ -293,7 +287,7 @@ class Carry:
             for node, other in zip(self.first, self.final, strict=True):
                 floor[node] = float(time[other]) - host
             for edge, node in zip(self.between.tolist(), self.into, strict=True):
-                other = self.out_of.get(int(src[edge]), -1)
+                other = self.out_of.get(int(self.graph.src[edge]), -1)
                 if node >= 0 and other >= 0 and weight[edge] > NEVER and node not in given:
                     begin = float(time[other]) - host + float(weight[edge])
                     floor[node] = max(floor.get(node, 0.0), begin)

@@ -10,7 +10,7 @@ import polars as pl
 from advisor.core.errors import AdvisorError
 from advisor.measure import Analysis
 from advisor.measure.steps.steps import refuse_none
-from advisor.replay.exposed import claim, gain, touched
+from advisor.replay.exposed import ExposedTime
 from advisor.replay.language import parse_edit
 from advisor.replay.price import EditGain
 from advisor.replay.trust import Quality
@@ -146,22 +146,19 @@ def _replays(whatif: EditGain, edits: Sequence[Edit]) -> list[EditResult]:
 
 def _bounds(whatif: EditGain, edits: Sequence[Edit]) -> list[EditResult]:
     """By exposed time; instants that an edit before has claimed do not count again."""
-    a, steps = whatif.a, max(1, whatif.a.step_count)
-    claims = [claim(a, edit) for edit in edits]
-    rows: list[EditResult] = []
-    left = a.step_ns
+    a, bound = whatif.a, ExposedTime(whatif.a)
+    rows = []
     for number, edit in enumerate(edits):
-        saved, _, high = gain([claims[number]], touched(claims[:number]))
-        left -= saved / steps
+        before, after = bound.saved(edits[:number]), bound.saved(edits[: number + 1])
         rows.append(
             EditResult(
                 edit=edit,
                 selected=whatif.selected(edit),
-                alone_ns=gain([claims[number]])[0] / steps,
-                gain_ns=saved / steps,
+                alone_ns=bound.saved([edit])[0],
+                gain_ns=after[0] - before[0],
                 low_ns=0.0,
-                high_ns=high / steps,
-                step_then_ns=max(0.0, left),
+                high_ns=max(after[2] - before[0], 0.0),
+                step_then_ns=max(0.0, a.step_ns - after[0]),
             )
         )
     return rows

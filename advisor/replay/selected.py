@@ -55,13 +55,13 @@ class Selected:
         done = np.flatnonzero(np.isin(self.graph.kind, [Node.RELEASED, Node.LOADED]))
         return done[self.rows(select)[self.graph.row[done]]]
 
-    def held(self, select: Select) -> dict[int, Intervals]:
+    def host_time(self, select: Select) -> dict[int, Intervals]:
         """Host time by thread, ns from the window's start: of host events, or of idle gaps (what
         the launching thread did meanwhile)."""
-        result: dict[int, Intervals] = self._once("held", select, self._find_held)
+        result: dict[int, Intervals] = self._once("host", select, self._find_host_time)
         return result
 
-    def _find_held(self, select: Select) -> dict[int, Intervals]:
+    def _find_host_time(self, select: Select) -> dict[int, Intervals]:
         if select.on == "gap":
             rows = np.flatnonzero(selected_gaps(self.a, select))
             table, thread = self.a.gaps, self.a.gaps["thread"].fill_null(-1).to_numpy()[rows]

@@ -67,6 +67,8 @@ def selected_host(a: Analysis, select: Select) -> Mask:
         mask &= name_matches(cpu["name"], _checked(select.name)).to_numpy()
     if select.call:
         mask &= cpu["call"].is_in(list(select.call)).fill_null(False).to_numpy()
+    if select.copy:
+        mask &= _for_copies(a, select.copy)
     if select.under:
         mask &= under_names(a, select.under)[:-1]
     if select.max_ns is not None:
@@ -74,6 +76,17 @@ def selected_host(a: Analysis, select: Select) -> Mask:
     if select.correlation:
         mask &= cpu["correlation"].is_in(list(select.correlation)).fill_null(False).to_numpy()
     return mask
+
+
+def _for_copies(a: Analysis, directions: tuple[str, ...]) -> Mask:
+    """Aligned with ``trace.cpu``: calls that copy in these directions, or wait for such a copy."""
+    copies = a.trace.gpu["copy"].is_in(list(directions)).fill_null(False).to_numpy()
+    rows = a.trace.gpu["launch"].filter(pl.Series(copies)).drop_nulls().to_numpy()
+    awaited = a.syncs.filter(pl.col("copy").is_not_null()).select("host", "copy")
+    result = np.zeros(a.trace.cpu.height, dtype=bool)
+    result[rows] = True
+    result[awaited["host"].filter(pl.Series(copies[awaited["copy"].to_numpy()])).to_numpy()] = True
+    return result
 
 
 def selected_gaps(a: Analysis, select: Select) -> Mask:

@@ -203,7 +203,9 @@ class DataLoaderWait(LoaderWaitRule):
                 *calls.evidence,
             ],
             where=[*calls.where, *places(a, waits.host, waits.each)],
-            edits=[Edit(op="spread", select=Select(on="host", name=WORKERS), workers=self.more)],
+            edits=[
+                Edit(op="parallelize", select=Select(on="host", name=WORKERS), workers=self.more)
+            ],
         )
 
     @staticmethod
@@ -351,7 +353,11 @@ class SingleProcessLoader(LoaderWaitRule):
             ],
             where=[*calls.where, *places(a, waits.host, waits.each)],
             edits=[
-                Edit(op="spread", select=Select(on="host", name=SINGLE_PROCESS), workers=workers)
+                Edit(
+                    op="parallelize",
+                    select=Select(on="host", name=SINGLE_PROCESS),
+                    workers=workers,
+                )
             ],
             assumptions=[_assume_cores(a, workers, cores), self.assumptions[1]],
             fix=fix.format(needed=needed, workers=workers, batch=t.format_duration(batch)),

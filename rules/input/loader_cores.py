@@ -173,7 +173,7 @@ class LoaderWorkers(Rule):
         if not a.record_only:
             times = best if workers == 0 else max(2, round(best / workers))
             name = SINGLE_PROCESS if workers == 0 else WORKERS
-            edits = [Edit(op="spread", select=Select(on="host", name=name), workers=times)]
+            edits = [Edit(op="parallelize", select=Select(on="host", name=name), workers=times)]
         return Finding(
             title=(
                 "The main process loads data itself (num_workers=0)"

@@ -21,6 +21,7 @@ READING_CALLS = Select(
     on="host",
     kind=("runtime",),
     call=("memcpy", "memcpy_blocking", "sync_stream", "sync_event"),
+    copy=("DtoH",),
 )
 
 
@@ -164,7 +165,7 @@ class HostReads(Rule):
                 Evidence("calls", count_causes(a, reads)),
             ],
             where=places(a, calls, waited + 1),
-            edits=[Edit(op="asynchronous", select=READING_CALLS), *launches_saved],
+            edits=[Edit(op="make_async", select=READING_CALLS), *launches_saved],
             **(self.case("launches of single items") if launches_saved else {}),
         )
 

@@ -6,12 +6,12 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import polars as pl
+from msgspec.structs import replace
 from numpy.typing import NDArray
 
 from advisor.core.finding import Edit, Location, Select
 from advisor.core.intervals import covered_length
-from advisor.measure.host.names import name_matches
-from advisor.measure.host.stacks import nearest, parents
+from advisor.replay.selection import selected_host
 from advisor.rules.common import MAX_CORRELATIONS, column, of_pytorch, places, rows
 
 if TYPE_CHECKING:
@@ -77,14 +77,18 @@ def count_causes(a: Analysis, blocking: BlockingCalls) -> str:
 
 def make_async(a: Analysis, blocking: BlockingCalls, *candidates: Select) -> Edit:
     """Make these calls asynchronous: with the first candidate that selects every costly one and no
-    other costly call, else call by call."""
+    other costly call, else call by call. Where all wait for copies in one direction, no others."""
     costly = a.syncs.filter((pl.col("bubble") > 0) & ~pl.col("profiler"))
     calls = rows(blocking.table["host"])
     wanted = calls[blocking.idle > 0]
     others = np.setdiff1d(rows(costly["host"]), wanted)
+    directions = blocking.table["direction"].unique().to_list()
     for select in candidates:
-        if _selects(a, select, wanted).all() and not _selects(a, select, others).any():
-            return Edit(op="asynchronous", select=select)
+        if len(directions) == 1 and directions[0] is not None:
+            select = replace(select, copy=(directions[0],))
+        chosen = selected_host(a, select)
+        if chosen[wanted].all() and not chosen[others].any():
+            return Edit(op="make_async", select=select)
     return make_calls_async(a, calls[np.argsort(-blocking.idle, kind="stable")])
 
 
@@ -92,16 +96,4 @@ def make_calls_async(a: Analysis, calls: NDArray[np.int64]) -> Edit:
     """Make single runtime calls asynchronous, the first ``MAX_CORRELATIONS`` of them."""
     ids = a.trace.cpu["correlation"].gather(calls[:MAX_CORRELATIONS]).drop_nulls().unique().sort()
     select = Select(on="host", kind=("runtime",), correlation=tuple(ids.to_list()))
-    return Edit(op="asynchronous", select=select)
-
-
-def _selects(a: Analysis, select: Select, calls: NDArray[np.int64]) -> NDArray[np.bool_]:
-    """Which of these runtime calls a selector with ``under`` or ``call`` picks."""
-    cpu = a.trace.cpu
-    chosen = np.ones(len(calls), dtype=bool)
-    if select.under:
-        named = name_matches(cpu["name"], select.under).to_numpy()
-        chosen &= nearest(parents(a.trace), named)[calls] >= 0
-    if select.call:
-        chosen &= cpu["call"].gather(calls).is_in(list(select.call)).to_numpy()
-    return chosen
+    return Edit(op="make_async", select=select)

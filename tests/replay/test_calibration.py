@@ -45,8 +45,8 @@ def test_every_kind_of_edit_has_errors_to_go_by() -> None:
         (Edit(op="scale", select=WORK, factor=0.5), "device"),
         (Edit(op="drop_launch", select=WORK), "host"),
         (Edit(op="remove", select=Select(on="gap")), "host"),
-        (Edit(op="asynchronous", select=Select(on="host")), "waits"),
-        (Edit(op="spread", select=Select(on="host"), workers=2), "loader"),
+        (Edit(op="make_async", select=Select(on="host")), "waits"),
+        (Edit(op="parallelize", select=Select(on="host"), workers=2), "loader"),
         (Edit(op="resize", select=WORK, factor=2), "batch"),
     ],
 )

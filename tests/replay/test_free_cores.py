@@ -37,7 +37,7 @@ def whatif(*, computed: bool, used: float | None, cpus: int = 2) -> EditGain:
 
 def gain(found: EditGain, workers: int = 4) -> float:
     """Of the step."""
-    return found.gain([parse_edit(f"spread loader {workers}")]) / found.a.step_ns
+    return found.gain([parse_edit(f"parallelize loader {workers}")]) / found.a.step_ns
 
 
 def test_without_samples_of_the_cores_they_are_taken_for_granted() -> None:
@@ -58,7 +58,7 @@ def test_on_busy_cores_loading_that_computes_takes_as_long_as_before() -> None:
 def test_on_busy_cores_loading_that_waits_needs_none() -> None:
     found = whatif(computed=False, used=2.0)
     assert gain(found) == pytest.approx(0.39, abs=0.02)
-    low, _ = found.band([parse_edit("spread loader 4")])
+    low, _ = found.band([parse_edit("parallelize loader 4")])
     assert low <= 0.02 * found.a.step_ns  # if it computes something that is not recorded
 
 
@@ -67,7 +67,7 @@ def test_a_step_that_computes_on_all_cores_gives_workers_nothing() -> None:
     other 4 ms keep 2 cores busy. Loading goes on to take 6 ms of the step, and 1.5 ms for a batch
     to be handed over; optimistically both cores share the 6 ms: 4 + 3 + 0.2 ms are left."""
     found = whatif(computed=True, used=1.4)
-    edit = [parse_edit("spread loader 1")]
+    edit = [parse_edit("parallelize loader 1")]
     assert gain(found, 1) == pytest.approx(-0.15, abs=0.02)
     low, high = found.band(edit)
     assert low / found.a.step_ns == pytest.approx(-0.4, abs=0.05)
@@ -99,7 +99,7 @@ def test_taking_a_batch_over_costs_what_the_trace_shows(ready_us: float) -> None
             b.run("aten::mm", "ampere_sgemm_128x64_nn", 3000)
             b.sync()
     found = EditGain(b.analysis())
-    edit = [parse_edit("spread loader 4")]
+    edit = [parse_edit("parallelize loader 4")]
     assert found.gain(edit) / 1000 == pytest.approx(6000 - ready_us - 600, abs=50)
 
 
@@ -125,7 +125,7 @@ def test_more_workers_have_the_cores_that_are_free(used: float, cpus: int, left:
     r.watch(host=lambda share: Host(process_cpu=100 * used, cpu=100 * used / cpus))
     found = EditGain(b.analysis())
     before = found.base.period
-    after = before - found.gain([parse_edit("spread loader 2")])
+    after = before - found.gain([parse_edit("parallelize loader 2")])
     assert after / before == pytest.approx(left, abs=0.02)
 
 

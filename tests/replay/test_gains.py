@@ -389,8 +389,8 @@ def test_edits_that_select_nothing_change_nothing(tmp_path: Path) -> None:
         Edit(op="overlap", select=Select(on="gpu", name="no such kernel")),
         Edit(op="merge", select=Select(on="gpu", name="no such kernel"), factor=1.0),
         Edit(op="drop_launch", select=Select(on="gpu", name="no such kernel")),
-        Edit(op="asynchronous", select=Select(on="host", name="no such call")),
-        Edit(op="spread", select=Select(on="host", name="no such loader"), workers=4),
+        Edit(op="make_async", select=Select(on="host", name="no such call")),
+        Edit(op="parallelize", select=Select(on="host", name="no such loader"), workers=4),
         Edit(op="roofline", select=Select(on="gpu", name="no such kernel")),
         Edit(op="resize", select=Select(on="gpu", name="no such kernel"), factor=1.0),
     ]
@@ -428,5 +428,5 @@ def test_removed_host_time_is_removed_once(tmp_path: Path) -> None:
 def test_the_loader_selector_of_the_programs_is_that_of_the_language() -> None:
     from advisor.replay.language import parse_edit
 
-    assert parse_edit("spread loader 2").select.name.startswith("^enumerate")
+    assert parse_edit("parallelize loader 2").select.name.startswith("^enumerate")
     assert LOADER.startswith("^enumerate")

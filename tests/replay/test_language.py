@@ -80,20 +80,20 @@ EDITS = st.one_of(
     st.builds(lambda s, f, b: Edit(op="merge", select=s, factor=f, **b), GPU, FACTOR, BAND),
     st.builds(lambda s, r: Edit(op="remove", select=s, rank=r), st.one_of(GPU, HOST, GAP), RANK),
     st.builds(lambda s, a: Edit(op="overlap", select=s, ahead=a), GPU, st.booleans()),
-    st.builds(lambda s: Edit(op="asynchronous", select=s), HOST),
+    st.builds(lambda s: Edit(op="make_async", select=s), HOST),
     st.builds(
         lambda s, n: Edit(op="drop_launch", select=s, host_ns=n),
         st.one_of(GPU, GAP),
         st.none() | st.integers(0, 10**6),
     ),
     st.builds(
-        lambda n, w: Edit(op="spread", select=Select(on="host", name=n), workers=w),
+        lambda n, w: Edit(op="parallelize", select=Select(on="host", name=n), workers=w),
         st.just(LOADER) | NOT_EMPTY,
         st.integers(1, 4096),
     ),
     st.builds(
         lambda n, f: Edit(
-            op="punctual",
+            op="remove_skew",
             select=Select(on="gpu", family=("communication",), name=n),
             factor=f,
             rank=3,

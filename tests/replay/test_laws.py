@@ -234,7 +234,7 @@ def shortening(path: str, count: int) -> Iterator[str]:
         makers += [lambda: f"remove {rng.choice(t.gaps)}"]
         makers += [lambda: f"scale {rng.choice(t.gaps)} {factor(rng)}"]
     if t.loader:
-        makers += [lambda: f"spread loader {rng.randint(1, 8)}"]
+        makers += [lambda: f"parallelize loader {rng.randint(1, 8)}"]
         makers += [lambda: f"scale loader {factor(rng)}"]
     for number in range(count):
         # each kind once before any comes twice
@@ -397,7 +397,7 @@ def test_everything_twice_as_fast_takes_half_the_time(path: str) -> None:
     a = whatif.a
     lines = [parse_edit("scale work 0.5"), parse_edit("scale host:. 0.5")]
     if a.trace.cpu["name"].cast(pl.String).str.contains("#_MultiProcessing").any():
-        lines.append(parse_edit("spread loader 2"))
+        lines.append(parse_edit("parallelize loader 2"))
     left = whatif.period(lines) / whatif.base.period
     begin, end = window(whatif)
     cpu = a.trace.cpu.filter(pl.col("kind") != "overhead")

@@ -122,7 +122,7 @@ def test_a_late_rank_brought_up_to_the_others(
 ) -> None:
     even, behind = loop(shape), loop(late(shape, why))
     case = Case([even, behind], [even, even], machine, tmp_path)
-    case.check(Edit(op="punctual", select=COMM, rank=1))
+    case.check(Edit(op="remove_skew", select=COMM, rank=1))
 
 
 @settings(examples, max_examples=EXAMPLES or 5)
@@ -182,7 +182,7 @@ def test_of_three_ranks_the_second_slowest_is_waited_for_once_the_slowest_is_on_
     programs = [loop(replace(BASE, device=us)) for us in (1500, 1900, 2500)]
     case = Case(programs, [programs[0], programs[1], programs[1]], QUIET, tmp_path)
     assert case.true == pytest.approx(600, rel=0.05)
-    case.check(Edit(op="punctual", select=COMM, rank=2))
+    case.check(Edit(op="remove_skew", select=COMM, rank=2))
 
 
 def test_one_rank_alone_cannot_tell_waiting_from_transfer(tmp_path: Path) -> None:
@@ -200,7 +200,7 @@ def test_one_rank_alone_cannot_tell_waiting_from_transfer(tmp_path: Path) -> Non
 def test_the_late_rank_itself_being_on_time_is_worth_what_the_others_gain(tmp_path: Path) -> None:
     programs = [loop(replace(BASE, device=2500)), loop(BASE)]
     case = Case(programs, [programs[1], programs[1]], QUIET, tmp_path)
-    case.check(Edit(op="punctual", select=COMM, rank=0))
+    case.check(Edit(op="remove_skew", select=COMM, rank=0))
 
 
 def test_ranks_that_share_no_collective_are_replayed_alone(tmp_path: Path) -> None:
@@ -208,7 +208,7 @@ def test_ranks_that_share_no_collective_are_replayed_alone(tmp_path: Path) -> No
     ranks = opened(Cluster(programs), tmp_path)
     whatif = EditGain(ranks[0], 0, ranks)
     assert whatif.ranks == ()
-    assert whatif.gain([Edit(op="punctual", select=COMM, rank=1)]) == 0
+    assert whatif.gain([Edit(op="remove_skew", select=COMM, rank=1)]) == 0
 
 
 # -- real traces, and the way in ---------------------------------------------------------------
@@ -229,11 +229,11 @@ def test_two_ranks_of_a_public_run_come_out_as_measured_together(
 
 def test_a_folder_of_ranks_is_replayed_together_and_a_file_alone(tmp_path: Path) -> None:
     opened(Cluster([loop(BASE), loop(replace(BASE, device=2500))], **QUIET), tmp_path)
-    found = what_if(open_run(str(tmp_path)), ["punctual comm rank:1"])
+    found = what_if(open_run(str(tmp_path)), ["remove_skew comm rank:1"])
     assert found.ranks == (0, 1)
     assert found.edits[0].gain_ns / 1e3 == pytest.approx(1000, rel=0.05)
     with pytest.raises(AdvisorError, match="only rank 0 is replayed here"):
-        what_if(open_run(str(tmp_path / "rank0.json")), ["punctual comm rank:1"])
+        what_if(open_run(str(tmp_path / "rank0.json")), ["remove_skew comm rank:1"])
     with pytest.raises(AdvisorError, match=r"no trace of rank 3 \(ranks present: 0, 1\)"):
         what_if(open_run(str(tmp_path)), [], rank=3)
 
@@ -267,9 +267,13 @@ def test_a_report_prices_the_late_rank_by_replaying_all(
 
 
 def test_an_edit_may_name_one_rank() -> None:
-    assert parse_edit("punctual comm rank:3") == Edit(op="punctual", select=COMM, rank=3)
+    assert (
+        parse_edit("punctual comm rank:3")
+        == parse_edit("remove_skew comm rank:3")
+        == Edit(op="remove_skew", select=COMM, rank=3)
+    )
     assert parse_edit("scale comm rank:0 0.5") == parse_edit("scale comm 0.5 rank:0")
-    for line in ("punctual comm", "punctual kernel rank:1", "scale comm rank:x 1"):
+    for line in ("remove_skew comm", "punctual kernel rank:1", "scale comm rank:x 1"):
         with pytest.raises(AdvisorError):
             parse_edit(line)
 
@@ -296,6 +300,6 @@ def test_a_late_rank_on_time_is_worth_no_more_than_the_step_of_who_never_waits(
 ) -> None:
     """Rank 7 of the DLRM job waits for nobody, and takes 12.5 ms; rank 0 takes 14.5."""
     whatif = EditGain(dlrm[0], 0, dlrm)
-    saved = whatif.gain([parse_edit("punctual comm rank:7")])
+    saved = whatif.gain([parse_edit("remove_skew comm rank:7")])
     at_most = dlrm[0].step_ns - dlrm[7].step_ns
     assert 0.8 * at_most < saved <= 1.05 * at_most

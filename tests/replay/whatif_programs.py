@@ -230,7 +230,7 @@ def asynchronous(sync: str) -> Fix:
     """The host no longer waits at the end of the step."""
     under = "aten::item" if sync == "item" else "wait"
     calls = ("memcpy", "sync_device", "sync_stream", "sync_event")
-    edit = Edit(op="asynchronous", select=Select(on="host", call=calls, under=f"^{under}$"))
+    edit = Edit(op="make_async", select=Select(on="host", call=calls, under=f"^{under}$"))
 
     def act(s: Any) -> Sequence[Any]:
         if isinstance(s, Span) and s.name == under:
@@ -334,7 +334,7 @@ def into_graph(start: str = "gemm_forward") -> Fix:
 
 def spread(workers: int) -> Fix:
     """The loader's work moves to (more) worker processes."""
-    edit = Edit(op="spread", select=Select(on="host", name=LOADER), workers=workers)
+    edit = Edit(op="parallelize", select=Select(on="host", name=LOADER), workers=workers)
     return Fix("spread", (edit,), lambda p: replace(p, workers=workers * max(1, p.workers)))
 
 

@@ -104,8 +104,13 @@ class RanksPricer:
         """Ranks on which a rule found something."""
         return len(self._of_rule[rule, 0])
 
-    def price(self, edits: Sequence[Edit]) -> Price:
-        """See :class:`~advisor.advise.impact.Pricer`."""
+    def price(self, edits: Sequence[Edit], given: Sequence[Edit] = ()) -> Price:
+        """See :class:`~advisor.advise.impact.Pricer`: once others are done, the range is as wide as
+        it was alone, by its gain."""
+        if given:
+            first, left = self.price(edits), max(0.0, self.marginal(edits, given))
+            share = left / first.gain if first.gain > 0 else 0.0
+            return Price(left, first.low * share, max(left, first.high * share))
         key = tuple(edits)
         if key in self._deviations and (gain := self._deviations[key][1]) is not None:
             return Price(*gain)
@@ -120,7 +125,8 @@ class RanksPricer:
             for end in (alone.low, alone.high)
         )
         low, high = max(0.0, min(saved, low) - error), max(saved, high) + error
-        return Price(max(0.0, saved), low, max(0.0, high))
+        saved = max(0.0, saved)
+        return Price(saved, low, max(saved, min(high, alone.high)))
 
     def is_calibrated(self, edits: Sequence[Edit]) -> bool:
         """See :class:`~advisor.advise.impact.Pricer`."""

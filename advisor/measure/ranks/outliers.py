@@ -390,5 +390,5 @@ def edits_of(job: Job, deviation: Deviation) -> list[Edit]:
             left = 1 - deviation.excess_ns / summary.communication
             result.append(Edit(op="scale", factor=left, rank=rank, select=_TALK))
         else:
-            result.append(Edit(op="punctual", rank=rank, select=_TALK))
+            result.append(Edit(op="remove_skew", rank=rank, select=_TALK))
     return result

@@ -31,21 +31,8 @@ from advisor.replay.replay import (
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from advisor.replay.patch import Patched
     from advisor.replay.ranks.joint_build import JointRanks
-
-
-class Patched(NamedTuple):
-    """One rank's graph with edits in it."""
-
-    graph: Graph
-    weight: Array
-    dur: Array
-    """With what a shared collective takes once all ranks are there."""
-    src: Array
-    alone: Array
-    """Nodes of collectives that are not run any more: nobody meets there."""
-    punctual: Array
-    """Nodes of collectives that keep no other rank waiting."""
 
 
 class Replayed(NamedTuple):
@@ -185,7 +172,7 @@ class JointReplay:
         layout = self._lay_out(ranks)
         offset = self.offset
         done = self._split(replay(layout), offset)
-        graph = self.graphs[of]
+        graph = ranks[of].graph
         steps = len(graph.starts) - 1
         complete = completions(graph, done[of].time)
         if steps < MIN_STEADY or graph.starts[-1] == 0:
@@ -206,9 +193,7 @@ class JointReplay:
             host = hosts()
             states = []
             for rank, (patched, carry) in enumerate(zip(ranks, carries, strict=True)):
-                state = carry.over(
-                    done[rank].time, float(host[rank]), patched.weight, patched.src, idle=idle
-                )
+                state = carry.over(done[rank].time, float(host[rank]), patched.weight, idle=idle)
                 states.append(self._placed(rank, state))
             offset = offset + host - (offset + host).min()
             begun = layout.begun(states)
@@ -246,7 +231,7 @@ class JointReplay:
             graph, slot, place = patched.graph, self.slot[rank], self.place[rank]
             dur[place] = patched.dur
             dur[slot[0]] = self.offset[rank]
-            src = np.where(graph.from_start, slot[patched.src], place[patched.src])
+            src = np.where(graph.from_start, slot[graph.src], place[graph.src])
             dst = slot[graph.dst]
             # what an edit made to depend on something that is not before it here
             weight = np.where(src < dst, patched.weight, NEVER)
@@ -269,16 +254,16 @@ class JointReplay:
             self._known = plan if usual else self._known
         else:
             plan = self._known
-        return plan.lay_out(weight, dur, src)
+        return plan.lay_out(weight, dur)
 
     def _meetings(self, rank: int, patched: Patched) -> tuple[Array, ...]:
         """Arrivals of one rank at the meetings, and what they let go on."""
         there = self.node[:, rank] >= 0
         node, hub = self.node[there, rank], self.hub[there]
         slot, place = self.slot[rank][node], self.place[rank][node]
-        alone, punctual = np.isin(node, patched.alone), np.isin(node, patched.punctual)
+        alone, no_skew = np.isin(node, patched.alone), np.isin(node, patched.no_skew)
         none = np.zeros(len(node))
-        comes = np.where(alone | punctual, NEVER, none)
+        comes = np.where(alone | no_skew, NEVER, none)
         goes = np.where(alone, NEVER, none)
         src, dst = np.concatenate([slot, hub, slot]), np.concatenate([hub, place, place])
         weight = np.concatenate([comes, goes, none])

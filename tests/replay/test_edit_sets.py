@@ -1,0 +1,82 @@
+"""What edits save obeys the laws of ``edit_sets.py``, alone and together, on every real trace.
+
+``ADVISOR_LAWS=200`` tries as many random sets a file (default 3, and 1 of a large one).
+"""
+
+from __future__ import annotations
+
+import os
+
+import edit_sets
+import pytest
+
+from advisor import Analysis
+from advisor.core.errors import AdvisorError
+from advisor.read import open_run
+from advisor.replay.language import parse_edit
+from advisor.replay.price import EditGain
+from advisor.testing import TraceBuilder
+from benchmarks.public_traces import CORPUS
+
+SETS = int(os.environ.get("ADVISOR_LAWS", "0"))
+LARGE = 700_000
+"""Bytes of a file from which its replays take long."""
+
+
+def traces() -> list[str]:
+    """Files of the corpus with a trace in them, by size."""
+    found = [path for path in CORPUS.rglob("*") if path.name.endswith((".json.gz", ".sqlite"))]
+    found += [path for path in CORPUS.rglob("*") if path.suffix in (".rpd", ".pb")]
+    return [str(p.relative_to(CORPUS)) for p in sorted(found, key=lambda p: p.stat().st_size)]
+
+
+@pytest.mark.parametrize("name", traces())
+def test_no_law_is_broken(name: str) -> None:
+    path = CORPUS / name
+    try:
+        run = open_run(str(path))
+    except AdvisorError as error:
+        pytest.skip(f"no trace: {error}")
+    a = Analysis(run.window(run.ranks[0]))
+    if a.steps.table.is_empty() or a.step_ns <= 0:
+        pytest.skip("no steps in it")
+    count = SETS or (1 if path.stat().st_size > LARGE else 3)
+    laws = edit_sets.tried(a, name, count)
+    assert not [str(violation) for violation in laws.found]
+
+
+def test_moved_work_of_a_recording_without_steps_takes_its_time_somewhere() -> None:
+    """Uploads of 40 ms beside 4 ms of kernels: at most the kernels can hide them."""
+    b = TraceBuilder()
+    for _ in range(4):
+        b.copy("HtoD", 100 << 20, 10_000)
+        b.run("aten::mm", "ampere_sgemm_128x64_nn", 1000)
+    b.sync()
+    whatif = EditGain(b.analysis())
+    uploads, every = (whatif.gain([parse_edit(f"overlap {t}")]) for t in ("copy:HtoD", "copy"))
+    assert 0 < uploads <= 4_100_000
+    assert every >= uploads
+
+
+def test_a_copy_to_the_host_still_waits_for_what_computes_it() -> None:
+    """On a stream of its own it comes no earlier than the kernels whose result it takes."""
+    b = TraceBuilder()
+    for _ in range(4):
+        with b.step():
+            b.run("aten::mm", "ampere_sgemm_128x64_nn", 2000)
+            b.copy("DtoH", 1 << 10, 10, pinned=False)
+            b.host(500)
+    whatif = EditGain(b.analysis())
+    assert whatif.gain([parse_edit("overlap copy:DtoH")]) < 100_000
+
+
+def test_reads_that_no_longer_block_leave_uploads_as_they_are() -> None:
+    b = TraceBuilder()
+    for _ in range(4):
+        with b.step():
+            b.copy("HtoD", 64 << 20, 5000, pinned=False)
+            b.run("aten::mm", "ampere_sgemm_128x64_nn", 1000)
+            b.item()
+    whatif = EditGain(b.analysis())
+    reads, both = (whatif.selected(parse_edit(e)) for e in ("async sync copy:DtoH", "async sync"))
+    assert (reads, both) == (8, 16)  # each copies and waits

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import re
 
+from advisor.read.plain_pickle import looks_like_pickle
+
 _UTF16 = (b"{\0", b"[\0", b"\0{", b"\0[")
 _LOOK = 1 << 16
 """Bytes in which a format's signs are looked for."""
@@ -77,6 +79,8 @@ def kind_of(start: bytes, path: str = "") -> tuple[str, str | None] | None:
                 ".sqlite file"
             )
         return "an SQLite file without the tables of a profiler that is known", None
+    if looks_like_pickle(start):
+        return "a pickle (a memory snapshot?)", None
     if start[257:262] == b"ustar":
         return "a tar archive", "unpack it and give the JSON in it"
     if start[:1] == b"\n" and path.lower().endswith((".pftrace", ".perfetto-trace")):

@@ -13,11 +13,23 @@ from advisor.core import text as t
 from advisor.core.report import MemoryView
 from advisor.dashboard import figures
 from advisor.dashboard.current import PageView
-from advisor.dashboard.parts import card, el, figure, remark, table
+from advisor.dashboard.parts import (
+    card,
+    el,
+    facts,
+    figure,
+    fold,
+    remark,
+    share_bar,
+    swatch,
+    table,
+    tiles,
+)
 from advisor.dashboard.session import LoadedRun
 from advisor.measure import Analysis
 from advisor.measure.memory.memory_kinds import CATEGORIES
 from advisor.measure.memory.post_mortem import PostMortem
+from advisor.render.document import Grid
 from advisor.render.documents import memory
 
 COLOURS = dict(
@@ -30,6 +42,8 @@ COLOURS = dict(
 )  # fmt: skip
 FREE, RESERVED = "#dcdbd6", "#6f6f79"
 MAX_SEGMENTS = 60
+MAX_ROWS = 25
+MAX_FRAMES = 6
 MAX_BLOCKS = 3_000
 MAX_DEVICES = 8
 POINTS = 500
@@ -60,39 +74,90 @@ def sections(view: PageView) -> list[Any]:
 def _device(
     view: PageView, a: Analysis, post: PostMortem, device_view: MemoryView | None
 ) -> list[Any]:
-    name = f"GPU {post.device}" if len(a.post_mortems) > 1 else "Memory"
+    named = f"GPU {post.device}: " if len(a.post_mortems) > 1 else ""
     parts = []
-    if post.history.count:
-        made = _timeline(post, _timeline_table(view.loaded, view.rank, post))
-        parts.append(
-            card(
-                f"{name} over the history",
-                figure(
-                    made,
-                    f"memory-snapshot-gpu{post.device}",
-                    height=320,
-                    description="Allocated bytes by category at each allocator event.",
-                ),
-                aside="by category, inferred from allocation stacks",
-            )
-        )
-    if post.history.segments.height:
-        parts.append(
-            card(
-                f"{name}: segments",
-                figure(
-                    _segments(post),
-                    f"memory-segments-gpu{post.device}",
-                    height=_map_height(post),
-                    description="Blocks in each segment of the allocator, at their addresses.",
-                ),
-                remark(_map_note(post)),
-                aside="when the snapshot was taken",
-            )
-        )
     if device_view is not None:
-        parts.append(_post_mortem(device_view))
+        table_ = _timeline_table(view.loaded, view.rank, post)
+        parts.append(_picture(post, device_view, table_, named))
+        parts += _tables(device_view, named)
+    if post.history.segments.height:
+        made = figure(
+            _segments(post),
+            f"memory-segments-gpu{post.device}",
+            height=_map_height(post),
+            description="Blocks in each segment of the allocator, at their addresses.",
+        )
+        pools = (
+            []
+            if device_view is None
+            else [
+                _table(each)
+                for each in memory.device(device_view).tables
+                if each.title == "Segments"
+            ]
+        )
+        title = f"{named}Segments when the snapshot was taken"
+        parts.append(card(title, *pools, fold("Show the map", made, remark(_map_note(post)))))
     return parts
+
+
+def _picture(post: PostMortem, shown: MemoryView, table_: pl.DataFrame, named: str) -> Any:
+    """The categories over time with the peak marked, and what they hold there."""
+    moment = {"peak": "the peak", "out of memory": "the failure"}.get(shown.at, "the snapshot")
+    figures_ = tiles(
+        [
+            (f"In tensors at {moment}", t.format_bytes(shown.allocated),
+             f"of {t.format_bytes(shown.reserved)} reserved"),
+            *[(each.category.capitalize(), t.format_bytes(each.bytes),
+               t.format_share(each.bytes / max(shown.allocated, 1)))
+              for each in shown.categories[:3]],
+        ]
+    )  # fmt: skip
+    body: list[Any] = [figures_]
+    if not post.history.too_short:
+        description = f"Bytes in tensors by category over {post.history.count:,} allocator events."
+        made = _timeline(post, table_)
+        name = f"memory-snapshot-gpu{post.device}"
+        body.append(figure(made, name, height=340, description=description))
+        body.append(remark("Point at the picture for the largest blocks then, and the stack of the largest."))
+    rows = [
+        [
+            el("Span", swatch(COLOURS[each.category]), f" {each.category}"),
+            el("Div", share_bar(each.bytes / max(shown.allocated, 1), COLOURS[each.category]),
+               cls="bar-cell"),
+            t.format_bytes(each.bytes), t.format_share(each.bytes / max(shown.allocated, 1)),
+            t.format_count(each.blocks),
+        ]
+        for each in shown.categories
+    ]  # fmt: skip
+    body.append(table(["Category", "", "Bytes", "Share", "Blocks"], rows, numbers=(2, 3, 4)))
+    lines = [(label, " · ".join(parts)) for label, parts in memory.device(shown).lines
+             if label not in ("held", "by")]  # fmt: skip
+    if lines:
+        body.append(facts(lines))
+    return card(f"{named}What held the memory at {moment}", *body)
+
+
+def _tables(shown: MemoryView, named: str) -> list[Any]:
+    """The rest of a device, a card each; the assumption of a saving below it."""
+    cards = []
+    for section in memory.device(shown, MAX_ROWS).tables:
+        if section.title == "Segments":
+            continue
+        rows: list[Any] = list(section.rows)
+        if section.title.startswith("What a change frees"):
+            rows = [
+                [el("Div", row[0], el("Div", f"{each.assumes}.", cls="sub")), *row[1:]]
+                for row, each in zip(rows, shown.savings, strict=False)
+            ]
+        cards.append(card(f"{named}{section.title}", _table(section, rows)))
+    return cards
+
+
+def _table(grid: Grid, rows: list[Any] | None = None) -> Any:
+    head = [name.capitalize() for name in grid.head]
+    shown = grid.rows if rows is None else rows
+    return table(head, shown, numbers=range(1, len(head)), stacked=True)
 
 
 def _timeline_table(loaded: LoadedRun, rank: int | None, post: PostMortem) -> pl.DataFrame:
@@ -105,6 +170,8 @@ def _timeline(post: PostMortem, table_: pl.DataFrame) -> Any:
     timed = not table_["time_us"].is_null().any()
     x = (table_["time_us"] / 1e3).to_list() if timed else table_["event"].to_list()
     names = [name for name in CATEGORIES if name in table_.columns]
+    largest = {name: _largest_blocks(post, name, table_["event"].to_numpy()) for name in names}
+    sizes = np.append(post.history.lives.size, 0)
     for name in names:
         made.add_trace(
             go.Scatter(
@@ -115,9 +182,13 @@ def _timeline(post: PostMortem, table_: pl.DataFrame) -> Any:
                 mode="lines",
                 line={"width": 0, "shape": "hv", "color": COLOURS[name]},
                 fillcolor=COLOURS[name],
-                hovertemplate=f"{name} %{{y:.3g}} GiB<extra></extra>",
+                text=[_block_line(post, row) for row in largest[name].tolist()],
+                hovertemplate=f"{name} %{{y:.3g}} GiB%{{text}}<extra></extra>",
             )
         )
+    every = np.array([largest[name] for name in names] or [[-1] * len(x)])
+    chosen = every[np.argmax(sizes[every], axis=0), np.arange(len(x))]
+    stacks = [_block_stack(post, row) for row in chosen.tolist()]
     made.add_trace(
         go.Scatter(
             x=x,
@@ -125,7 +196,8 @@ def _timeline(post: PostMortem, table_: pl.DataFrame) -> Any:
             name="reserved",
             mode="lines",
             line={"width": 1.5, "shape": "hv", "color": RESERVED, "dash": "dot"},
-            hovertemplate="reserved %{y:.3g} GiB<extra></extra>",
+            text=stacks,
+            hovertemplate="reserved %{y:.3g} GiB%{text}<extra></extra>",
         )
     )
     row = int(np.searchsorted(table_["event"].to_numpy(), post.moment))
@@ -136,8 +208,48 @@ def _timeline(post: PostMortem, table_: pl.DataFrame) -> Any:
     )  # fmt: skip
     made.update_xaxes(title="ms into the history" if timed else "event")
     made.update_yaxes(title="GiB", rangemode="tozero")
-    made.update_layout(showlegend=True, hovermode="x unified", margin={"t": 64})
+    made.update_layout(
+        showlegend=True, hovermode="x unified", hoverdistance=-1, margin={"t": 64},
+        hoverlabel={"align": "left"},
+    )  # fmt: skip
     return made
+
+
+def _largest_blocks(post: PostMortem, category: str, events: Any) -> Any:
+    """Of a category, the life of its largest block at each event; -1: it holds none then."""
+    lives = post.history.lives
+    rows = np.flatnonzero(post.kinds == CATEGORIES.index(category))
+    rows = rows[np.argsort(-lives.size[rows], kind="stable")[:MAX_BLOCKS]]
+    largest = np.full(len(events), -1)
+    for row in rows.tolist():  # the largest first: a few cover everything
+        largest[(largest < 0) & (events >= lives.born[row]) & (events < lives.ended[row])] = row
+        if (largest >= 0).all():
+            break
+    return largest
+
+
+def _block_line(post: PostMortem, row: int) -> str:
+    """Size and line of a category's largest block, for a tooltip."""
+    if row < 0:
+        return ""
+    lives = post.history.lives
+    origin = post.history.origins[int(lives.stack[row])]
+    where = "" if origin.file is None else f" at {memory.shorten(origin.file)}:{origin.line}"
+    shown = f" · largest {t.format_bytes(int(lives.size[row]))}{where}"
+    return figures.escape_markup(shown)
+
+
+def _block_stack(post: PostMortem, row: int) -> str:
+    """The largest block of all, with the innermost frames of its stack that have a line."""
+    if row < 0:
+        return ""
+    lives = post.history.lives
+    stack = int(lives.stack[row])
+    frames = post.snapshot.stacks[stack] if stack >= 0 else ()
+    shown = [f"{f.name} at {memory.shorten(f.file)}:{f.line}" for f in frames if f.line > 0]
+    first = f"largest block: {t.format_bytes(int(lives.size[row]))}"
+    lines = [first, *shown[:MAX_FRAMES]] if shown else [f"{first}, no stack"]
+    return "".join(f"<br>{figures.escape_markup(t.clean(line))}" for line in lines)
 
 
 def _map_rows(post: PostMortem) -> pl.DataFrame:
@@ -246,19 +358,3 @@ def _block_words(post: PostMortem, block: dict[str, Any], life: int | None) -> t
         f"{kind}<br>{figures.escape_markup(t.clean(where))}<br>{age}"
     )
     return kind, f"{said}{label}"
-
-
-def _post_mortem(device_view: MemoryView) -> Any:
-    shown = memory.device(device_view, 25, named=True)
-    body: list[Any] = [
-        table(["", ""], [[label, " · ".join(parts)] for label, parts in shown.lines], numbers=())
-    ]
-    for section in shown.tables:
-        body += [
-            el("H3", section.title),
-            table(section.head, section.rows, numbers=range(1, len(section.head)), stacked=True),
-        ]
-    if device_view.savings:
-        items = [el("Li", line) for line in memory.assumptions(device_view)]
-        body += [remark("Assumptions:"), el("Ul", *items, cls="more")]
-    return card(shown.title, *body, aside=shown.aside)

@@ -206,7 +206,7 @@ def _savings(view: MemoryView) -> list[list[str]]:
         [
             each.change
             if each.file is None
-            else f"{each.change} at {t.shorten_path(t.clean(each.file), 40)}:{each.line}",
+            else f"{each.change} at {shorten(each.file)}:{each.line}",
             t.format_bytes(each.bytes),
         ]
         for each in view.savings[:MAX_SAVINGS]
@@ -226,7 +226,12 @@ def _steps(view: MemoryView) -> list[str]:
 def _place(each: MemoryHolder) -> str:
     if each.file is None:
         return "no line" if each.category else "no line (autograd's thread)"
-    return f"{t.shorten_path(t.clean(each.file).replace(chr(92), '/'), 32)}:{each.line}"
+    return f"{shorten(each.file)}:{each.line}"
+
+
+def shorten(file: str) -> str:
+    """The end of a path, with slashes."""
+    return t.shorten_path(t.clean(file).replace("\\", "/"), 32)
 
 
 def sentences(device: DeviceMemory) -> list[str]:

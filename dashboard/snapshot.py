@@ -119,7 +119,7 @@ def _picture(post: PostMortem, shown: MemoryView, table_: pl.DataFrame, named: s
         made = _timeline(post, table_)
         name = f"memory-snapshot-gpu{post.device}"
         body.append(figure(made, name, height=340, description=description))
-        body.append(remark("Point at the picture for the largest blocks then, and the stack of the largest."))
+        body.append(remark("Point at the picture for the largest blocks then, and a stack."))
     rows = [
         [
             el("Span", swatch(COLOURS[each.category]), f" {each.category}"),

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Literal
 
+import numpy as np
 from msgspec.structs import replace
 
 import advisor
@@ -29,6 +30,7 @@ from advisor.advise.memory import memory_by_rank, memory_verdict, memory_views
 from advisor.advise.views import drawn
 from advisor.core import text as t
 from advisor.core.report import Crash, Report, RuleText
+from advisor.measure.device.families import MATRIX
 
 if TYPE_CHECKING:
     from advisor.advise.check import Checked
@@ -133,6 +135,10 @@ MIN_EXPOSED_SHARE = 0.2
 """Part of the step from which communication, or copies, that nothing hides are said first."""
 HIDDEN_SHARE = 0.05
 """A note that may be worth this much of the step: "healthy" would hide it."""
+MIN_FAMILY_SHARE, LOW_RATE = 0.10, 0.40
+"""Part of kernel time, and of the attainable rate below which nothing is called healthy:
+FlashAttention reaches half and more, matrix products three quarters."""
+MIN_STEPS = 3
 UNEVEN = 2.0
 """Longest over shortest step from which a mean step cannot be called healthy."""
 
@@ -145,7 +151,7 @@ def verdict(
         return memory_verdict(report)
     if a.counters_only:
         return counters_verdict(report)
-    status, text = _verdict(report)
+    status, text = _verdict(report, a)
     if (short := _shortcoming(report, a)) is not None:
         status, text = "limited", short
     crash = t.describe_crashes(report.crashes)
@@ -183,7 +189,9 @@ def _shortcoming(report: Report, a: Analysis) -> str | None:
     return None
 
 
-def _verdict(report: Report) -> tuple[Literal["bottlenecks", "healthy", "limited"], str]:
+def _verdict(
+    report: Report, a: Analysis
+) -> tuple[Literal["bottlenecks", "healthy", "limited"], str]:
     step = t.format_duration(report.step_ns)
     unit: str = report.per
     own = report.scope.framework
@@ -219,7 +227,7 @@ def _verdict(report: Report) -> tuple[Literal["bottlenecks", "healthy", "limited
     text = f"GPU {busy_of}{_alone(report)}"
     if report.findings:
         return "bottlenecks", f"{text}. {_lead(report)}."
-    if report.busy_share >= BUSY and (reason := _caveat(report)):
+    if report.busy_share >= BUSY and (reason := _caveat(report, a)):
         return "limited", f"{text}. No fix is sure to help, but {reason}."
     if report.busy_share >= BUSY:
         return "healthy", f"Healthy: the GPU is {busy_of}. No bottleneck stands out."
@@ -259,9 +267,11 @@ def _alone(report: Report) -> str:
     return ""
 
 
-def _caveat(report: Report) -> str:
+def _caveat(report: Report, a: Analysis) -> str:
     """Why a busy GPU is not called healthy; ``""``: nothing speaks against it."""
     scope = report.scope
+    if slow := _below_rate(report):
+        return slow
     for note in report.notes:
         impact = note.impact
         if impact is not None and impact.currency == "step_time" and impact.share is not None:
@@ -269,6 +279,13 @@ def _caveat(report: Report) -> str:
             if max(impact.share, high) >= HIDDEN_SHARE:
                 title = note.title[0].lower() + note.title[1:]
                 return f"one may gain up to {t.format_share(max(impact.share, high))}: {title}"
+        if note.severity != "info":
+            return note.title[0].lower() + note.title[1:]
+    table = a.steps.table
+    steps = table["dur"].filter(table["used"] | table["outlier"]).to_numpy()
+    if len(steps) > MIN_STEPS and steps.max() > UNEVEN * np.median(steps):
+        longest, usual = (t.format_duration(float(ns)) for ns in (steps.max(), np.median(steps)))
+        return f"one step takes {longest}, the median {usual}"
     if not scope.device_known:
         name = scope.device_name
         which = (
@@ -277,6 +294,23 @@ def _caveat(report: Report) -> str:
         return f"{which}, so slow kernels are not recognised: --gpu NAME gives the model"
     if scope.steps_used > 1 and scope.step_max_ns > UNEVEN * max(scope.step_min_ns, 1):
         return f"steps vary: {t.format_range(scope.step_min_ns, scope.step_max_ns)}"
+    return ""
+
+
+def _below_rate(report: Report) -> str:
+    """The family of kernels that takes much of the time far below its attainable rate."""
+    time: dict[str, list[tuple[float, float]]] = {}
+    for operator in report.rooflines:
+        if operator.family in MATRIX and operator.efficiency is not None:
+            time.setdefault(operator.family, []).append((operator.share, operator.efficiency))
+    for family, parts in time.items():
+        share = sum(part for part, _ in parts)
+        rate = sum(part * reached for part, reached in parts) / max(share, 1e-9)
+        if share >= MIN_FAMILY_SHARE and rate < LOW_RATE:
+            return (
+                f"{family} reaches {t.format_share(rate)} of its attainable rate "
+                f"in {t.format_share(share)} of kernel time"
+            )
     return ""
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import ClassVar, NamedTuple
 
 import numpy as np
@@ -22,8 +22,9 @@ from advisor.core.finding import (
 )
 from advisor.core.trace import JAX, TENSORFLOW
 from advisor.measure import Analysis
-from advisor.rules.common import column, device_places, example_steps, figure, rows
+from advisor.rules.common import column, device_places, example_steps, figure, rows, total
 from advisor.rules.elsewhere import in_any_language
+from advisor.rules.recorded import measure_it
 from advisor.rules.sources import ENGINE_FLOOR, NCCL_TESTS, OURS, SILENT_TRACES
 from advisor.testing import TraceBuilder
 
@@ -42,8 +43,8 @@ class SmallCollectives(Rule):
     The rule looks for *runs*: three or more collectives of one kind and process group, each below
     1 MiB, launched by one thread with hardly any compute launched in between. Small collectives
     between the layers of a model (tensor parallelism) are no run: each result is needed before the
-    next can start, so they cannot be merged. The estimate of the merged duration is one latency
-    (the shortest collective) and what each takes beyond it.
+    next can start, so they cannot be merged. The estimate of the merged
+    duration is one latency (the shortest collective) and what each takes beyond it.
     """
 
     id = "small-collectives"
@@ -215,3 +216,94 @@ class SmallCollectives(Rule):
             "large buckets": (example_steps(buckets), "count < self.min_count"),
             "hidden": (example_steps(hidden), "share < self.min_share"),
         }
+
+
+class UnbucketedGradients(Rule):
+    """Each step makes many more all-reduces than buckets would take: one for each parameter, or
+    buckets that are too small. Compute may hide them here; on more ranks or a slower network their
+    latency adds up.
+
+    Larger messages are as good as buckets. Where the all-reduces delay the step, small-collectives
+    and exposed-communication report them with a gain.
+    """
+
+    id = "unbucketed-gradients"
+    title = "Gradients are reduced one by one"
+    category = "distributed"
+    knobs = ("ddp-bucket-size",)
+    silent_in = SILENT_TRACES
+    references = SmallCollectives.references
+
+    min_count = Threshold(
+        100, "all-reduces per step: as many buckets of 25 MB hold 2.5 GB of gradients", OURS
+    )
+    max_bytes = Threshold(
+        1048576, "bytes on average: NCCL needs some MiB to reach its bandwidth", NCCL_TESTS
+    )
+    max_exposed = Threshold(0.5, "of their time exposed: more is another rule's", OURS)
+
+    fix = (
+        "Let DistributedDataParallel send gradients in buckets (bucket_cap_mb), in place of a hook "
+        "or a loop that reduces each parameter."
+    )
+    code = "model = DDP(model, bucket_cap_mb=50, gradient_as_bucket_view=True)"
+    verify = "Profile again: fewer all-reduces per step, each of some MiB."
+    falsified_by = SmallCollectives.falsified_by
+    confidence = 0.7
+    elsewhere: ClassVar = SmallCollectives.elsewhere
+
+    def check(self, a: Analysis) -> Iterator[Outcome]:
+        """Count all-reduces and their size."""
+        if a.device_id is None or not a.breakdown.all_communication.total:
+            return
+        table = a.collectives.filter(pl.col("collective") == "all_reduce")
+        count = table.height / a.step_count
+        if count < self.min_count:
+            return
+        exposed = total(table["exposed"]) / max(1, total(table["dur"]))
+        if exposed > self.max_exposed:
+            return
+        size = None if table["bytes"].null_count() else total(table["bytes"]) / table.height
+        if size is not None and size > self.max_bytes:
+            return
+        each = "" if size is None else f" of {t.format_bytes(size)} on average"
+        yield Finding(
+            title=f"{count:.0f} all-reduces {t.format_per(a.per)}, not in buckets",
+            summary=(
+                f"{count:.0f} all-reduces{each} run {t.format_per(a.per)}. Compute hides most of "
+                "their time here; on more ranks or a slower network their latency adds up."
+            ),
+            evidence=[
+                Evidence("all-reduces", count, "count", *self.limit("min_count"), per=a.per),
+                Evidence("mean message", size, "bytes", *self.limit("max_bytes")),
+                Evidence("exposed part", exposed, "share", *self.limit("max_exposed")),
+                figure(a, "time of all-reduces", total(table["dur"])),
+            ],
+            where=device_places(a, table, "dur"),
+            impact=measure_it("compute hides most of their time here"),
+            severity="warning",
+            informational=True,
+        )
+
+    @staticmethod
+    def fires_on() -> dict[str, TraceBuilder]:
+        """One all-reduce for each parameter, beside backward."""
+        return {"one per parameter": example_steps(_reductions(150, 40_000))}
+
+    @staticmethod
+    def silent_on() -> dict[str, tuple[TraceBuilder, str]]:
+        """A few buckets; as many large messages; exposed ones."""
+        return {
+            "buckets": (example_steps(_reductions(12, 40_000)), "min_count"),
+            "large messages": (example_steps(_reductions(150, 25 << 20)), "max_bytes"),
+            "exposed": (example_steps(_reductions(150, 40_000, compute=100)), "max_exposed"),
+        }
+
+
+def _reductions(count: int, size: int, compute: float = 20_000) -> Callable[[TraceBuilder], None]:
+    def body(b: TraceBuilder) -> None:
+        b.run("aten::mm", "ampere_sgemm_128x64_nn", compute, stream=9)
+        for _ in range(count):
+            b.collective("allreduce", size, 30)
+
+    return body

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import ClassVar
 
 import numpy as np
 import polars as pl
@@ -34,8 +35,8 @@ class LoopCode(Rule):
     title = "The loop's own Python code takes much of the step"
     category = "host"
     of_python = True
-    found_in = ("workloads/python_hot_spot",)
-    silent_in = ("workloads/python_hot_spot",)
+    found_in: ClassVar[tuple[str, ...]] = ("workloads/python_hot_spot",)
+    silent_in: ClassVar[tuple[str, ...]] = ("workloads/python_hot_spot",)
     validated_on = "a CPU recording with stacks whose samples are chosen in a loop of Python"
     references = ("https://pytorch.org/tutorials/recipes/recipes/profiler_recipe.html",)
 

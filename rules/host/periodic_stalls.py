@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from typing import ClassVar
 
@@ -10,7 +11,7 @@ import polars as pl
 from numpy.typing import NDArray
 
 from advisor.core import text as t
-from advisor.core.finding import Evidence, Finding, Impact, Outcome, Rule, Threshold
+from advisor.core.finding import GUESSED, Evidence, Finding, Impact, Outcome, Rule, Threshold
 from advisor.core.intervals import covered_length, union
 from advisor.measure import Analysis
 from advisor.measure.host.names import name_matches
@@ -193,6 +194,122 @@ class PeriodicStalls(Rule):
             "one save": (_training(frame=save, steps=24, every=20), "min_stalls"),
             "in every step": (_training(frame=save, every=1), "not len(rows)"),
         }
+
+
+class LongStep(Rule):
+    """One step takes several times as long as the others: the loop saves a checkpoint in it,
+    evaluates, or compiles for a new shape. Figures of the other steps say nothing about it.
+
+    The rule names the longest step, its length and what ran in it: of the ranges, Python frames,
+    operators and calls of the main thread that take more time than in the other steps, the
+    innermost one that explains at least half of the difference. The first step of the recording
+    is left out, because it has the costs of starting. Stalls that repeat and that frames or ranges
+    explain are the subject of periodic-stalls.
+    """
+
+    id = "long-step"
+    title = "One step takes several times as long as the others"
+    category = "host"
+    silent_in = SILENT_TRACES
+    references = PeriodicStalls.references
+
+    min_steps = Threshold(4, "steps: fewer do not show what is usual", OURS)
+    factor = Threshold(3.0, "times the median step", OURS)
+    min_share = Threshold(0.05, "of the recorded steps' time, beyond the median", OURS)
+    min_explained = Threshold(0.5, "of the difference", OURS)
+
+    fix = (
+        "Find what the loop does in this step. Do it less often, in another thread, or outside the "
+        "steps."
+    )
+    cases: ClassVar = {"saving": PeriodicStalls.cases["saving"]}
+    verify = "Profile as many steps again: none stands out."
+    falsified_by = "another recording in which no step stands out"
+    confidence = 0.6
+
+    def check(self, a: Analysis) -> Iterator[Outcome]:
+        """Find the longest step, and what is longer in it."""
+        steps = a.steps.table.filter(pl.col("used") | pl.col("outlier")).sort("ts").slice(1)
+        if a.steps.source in (*GUESSED, "whole trace") or steps.height < self.min_steps:
+            return
+        dur = steps["dur"].to_numpy()
+        median, longest = float(np.median(dur)), int(dur.argmax())
+        excess = float(dur[longest]) - median
+        if dur[longest] < self.factor * median or excess < self.min_share * dur.sum():
+            return
+        step = steps.row(longest, named=True)
+        what, took = _what_ran(a, steps, longest, self.min_explained * excess)
+        because = f", {t.format_duration(took)} of it in {t.clean(what)}" if what else ""
+        saving = any(re.search(pattern, what) for pattern in list(_CAUSES.values())[:1])
+        yield Finding(
+            title=f"{step['name']} takes {dur[longest] / median:.0f} times as long as the others",
+            summary=(
+                f"{step['name']} takes {t.format_duration(dur[longest])}; the median of "
+                f"{t.count_noun(steps.height, 'step')} is {t.format_duration(median)}{because}."
+            ),
+            evidence=[
+                Evidence("longest step", int(dur[longest]), "ns"),
+                Evidence("over the median", dur[longest] / median, "", *self.limit("factor")),
+                Evidence(
+                    "beyond the median, share of the steps' time",
+                    excess / float(dur.sum()),
+                    "share",
+                    *self.limit("min_share"),
+                ),
+                Evidence("what is longer in it", what or None),
+            ],
+            impact=Impact(
+                currency="run_time",
+                gain_ns=round(excess),
+                low_ns=0,
+                high_ns=round(excess),
+                method="time of this step beyond the median step",
+            ),
+            **(self.case("saving") if saving else {}),
+        )
+
+    @staticmethod
+    def fires_on() -> dict[str, TraceBuilder]:
+        """One checkpoint in eight steps."""
+        save = "torch/serialization.py(900): save"
+        return {"a checkpoint": _training(frame=save, steps=8, every=6)}
+
+    @staticmethod
+    def silent_on() -> dict[str, tuple[TraceBuilder, str]]:
+        """A step that is twice as long; too few to compare."""
+        save = "torch/serialization.py(900): save"
+        twice = TraceBuilder()
+        for n in range(8):
+            with twice.step():
+                twice.run("aten::mm", "ampere_sgemm_128x64_nn", 5000 if n == 5 else 2000)
+                twice.sync()
+        return {
+            "twice as long": (twice, "factor"),
+            "three steps": (_training(frame=save, steps=4, every=3), "min_steps"),
+        }
+
+
+def _what_ran(a: Analysis, steps: pl.DataFrame, index: int, least: float) -> tuple[str, float]:
+    """What takes ``least`` ns more in one of the steps than in the others on average, the innermost
+    such name on the main thread, and how much it takes; ``""``: nothing that was recorded."""
+    cpu = a.trace.cpu.filter(
+        (pl.col("thread") == (-1 if a.trace.main_thread is None else a.trace.main_thread))
+        & ~pl.col("name").cast(pl.String).is_in(steps["name"].to_list())
+    ).select("name", "ts", "dur")
+    begin, end = steps["ts"].to_numpy(), steps["end"].to_numpy()
+    ts = cpu["ts"].to_numpy()
+    step = np.searchsorted(begin, ts, side="right") - 1
+    inside = (step >= 0) & (ts < end[np.maximum(step, 0)])
+    here = pl.Series(step == index)
+    table = (
+        cpu.with_columns(own=pl.col("dur") * here, other=pl.col("dur") * ~here)
+        .filter(pl.Series(inside))
+        .group_by("name")
+        .agg(pl.col("own").sum(), pl.col("other").sum() / max(1, steps.height - 1))
+        .filter(pl.col("own") - pl.col("other") >= least)
+        .sort("own", "name")
+    )
+    return (str(table["name"][0]), float(table["own"][0])) if table.height else ("", 0.0)
 
 
 def _training(

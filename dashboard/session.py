@@ -330,7 +330,7 @@ class DashboardSession:
                 return
             with contextlib.suppress(AdvisorError):
                 entry.summary = RunSummary.of(entry.path)
-        for entry in self.entries[1:MAX_OPENED] if self.folder else ():
+        for entry in self.entries[1 : 1 + MAX_OPENED] if self.folder else ():
             if entry.state == "unread" and not self._stop.is_set():
                 entry.state = "loading"
                 self._read_rank(entry)

@@ -233,7 +233,7 @@ def _runs(folder: Path, medians: list[int]) -> list[str]:
 def test_of_a_folder_of_runs_the_newest_are_read_and_the_others_when_asked_for(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(home, "MAX_OPENED", 2)
+    monkeypatch.setattr(home, "MAX_OPENED", 1)
     paths = _runs(tmp_path / "runs", [4_000_000, 3_000_000, 2_000_000])
     session = DashboardSession(paths, folder=str(tmp_path / "runs")).start()
     newest, middle, oldest = session.entries

@@ -15,16 +15,16 @@ from typing import Any
 
 import advisor.compare.comparison
 import advisor.core.finding
+import advisor.core.prices
 import advisor.core.ranks
 import advisor.core.report
-import advisor.core.resources
 import advisor.core.views
 import advisor.recorder.options
 from advisor.advise.select import load_rules
 from advisor.core.finding import Source
 from advisor.render.documents import rule as rule_page
 from advisor.render.documents.rule import RulePage
-from advisor.render.markdown import block, code, escape
+from advisor.render.formats.markdown import block, code, escape
 from advisor.rules.sources import PUBLIC
 from advisor.sample_workloads import Workload, catalogue
 
@@ -251,7 +251,7 @@ def schema_text() -> str:
         advisor.core.report,
         advisor.core.ranks,
         advisor.core.views,
-        advisor.core.resources,
+        advisor.core.prices,
         advisor.core.finding,
     )
     return "\n\n".join([*parts, *_tables("Report", *modules)]) + "\n"

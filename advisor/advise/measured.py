@@ -14,7 +14,7 @@ from advisor.advise.kernel_counters import counters_scope
 from advisor.advise.limits import lost_records, lost_replays, window_lines
 from advisor.advise.memory import snapshot_scope
 from advisor.core import text as t
-from advisor.core.prices import Prices
+from advisor.core.prices import Cost, EnergyUse, FixCost, Prices, RankEnergy
 from advisor.core.ranks import RankLine, Ranks, numbers
 from advisor.core.report import (
     Family,
@@ -31,7 +31,6 @@ from advisor.core.report import (
     StepVariationPart,
     TimeShare,
 )
-from advisor.core.resources import Cost, EnergyUse, FixCost, RankEnergy
 from advisor.measure.device.energy import step_energy
 from advisor.measure.device.rooflines import attained, rooflines
 from advisor.measure.host.optree import op_table, range_table

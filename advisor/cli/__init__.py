@@ -159,7 +159,7 @@ def _said(error: AdvisorError, arguments: list[str]) -> str:
     result = sys.modules.get("advisor.read.runs")
     if result is None or not isinstance(error, result.SeveralRuns):
         return str(error)
-    from advisor.cli.runs import offer
+    from advisor.cli.output import offer
 
     return offer(error, arguments)
 

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from advisor.core.trace import Run
     from advisor.export.redact import NameMap
     from advisor.measure import Analysis
-    from advisor.render.renderer import Renderer
+    from advisor.render.document import Renderer
 
 FailOn = Literal["critical", "warning"]
 BAR = 24
@@ -184,8 +184,8 @@ def command(
     if csv is not None:
         write_tables(csv, examined, redact=redaction)
     if operators:
+        from advisor.render.document import RenderOptions as Shown
         from advisor.render.documents.operators import build
-        from advisor.render.renderer import RenderOptions as Shown
 
         out.show_document(build(report, Shown(top=top)))
     else:

@@ -93,9 +93,9 @@ def command(
     if form == "json":
         print(json.dumps(_plain(result, scale), indent=2, allow_nan=False))
         return
+    from advisor.render.document import RenderOptions
     from advisor.render.documents.fit import build
     from advisor.render.formats.terminal import Terminal
-    from advisor.render.renderer import RenderOptions
 
     document = build(result, gpu="" if target is None else target.name, batch=asked)
     width, colour = out.columns(sys.stdout), out.colourful(sys.stdout)

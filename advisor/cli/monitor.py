@@ -114,9 +114,9 @@ def _names(source: SampleSource) -> dict[str | None, str | None]:
 
 
 def _text(source: SampleSource, sample: Sample) -> str:
+    from advisor.render.document import RenderOptions
     from advisor.render.documents.monitor import build
     from advisor.render.formats.terminal import Terminal
-    from advisor.render.renderer import RenderOptions
 
     document = build(sample, names=_names(source), without_gpu=source.without_gpu)
     width, colour = out.columns(sys.stdout), out.colourful(sys.stdout)

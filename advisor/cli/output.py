@@ -4,22 +4,24 @@ from __future__ import annotations
 
 import os
 import secrets
+import shlex
 import shutil
 import stat
 import sys
 import threading
 import time
 from collections.abc import Iterable
-from pathlib import Path
+from datetime import datetime
+from pathlib import Path, PurePath
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self, TextIO
 
 from advisor.core.errors import AdvisorError
+from advisor.read.runs import RunLine, SeveralRuns, describe
 
 if TYPE_CHECKING:
-    from advisor.render.document import Document
+    from advisor.render.document import Document, Renderer
     from advisor.render.formats import Formats
-    from advisor.render.renderer import Renderer
 
 PIPED_WIDTH, WIDEST = 80, 120
 """Columns of a report that goes to no terminal; and at most, since longer lines read badly."""
@@ -236,3 +238,53 @@ class Progress:
             sys.stderr.flush()
         except (OSError, UnicodeEncodeError):
             self._what = ""  # nobody to show it to
+
+
+MAX_RUNS = 20
+PROGRAM = 34
+"""Characters of a program's command line."""
+
+
+def offer(error: SeveralRuns, arguments: list[str]) -> str:
+    """List the runs on stderr, newest first, and return what to type to have one of them."""
+    from advisor.core.text import clean
+
+    lines = [describe(path) for path in error.found[:MAX_RUNS]]
+    lines.sort(key=lambda line: line.started_unix_ns, reverse=True)
+    wide = max(len(clean(line.path)) for line in lines)
+    for line in lines:
+        print(f"  {clean(line.path):<{wide}}  {_about(line)}".rstrip(), file=sys.stderr)
+    more = len(error.found) - len(lines)
+    if more:
+        print(f"  and {more:,} older ones", file=sys.stderr)
+    chosen = str(lines[0].path)
+    words = [chosen if word == error.given else word for word in arguments]
+    if chosen not in words:
+        return str(error)
+    return f"{error.given} holds runs, listed above; give one: {_typed(words)}"
+
+
+def _typed(words: list[str]) -> str:
+    return shlex.join(["advisor", *words])
+
+
+def _about(line: RunLine) -> str:
+    """``2026-11-21 16:00  1,024 steps  2 ranks  train.py --epochs 1``."""
+    from advisor.core import text as t
+
+    parts = []
+    if 0 < line.started_unix_ns < 4 << 60:
+        started = datetime.fromtimestamp(line.started_unix_ns / 1e9)
+        parts.append(started.strftime("%Y-%m-%d %H:%M"))
+    steps = "many" if line.steps is None else t.format_count(line.steps)
+    parts.append(f"{steps:>7} step{' ' if line.steps == 1 else 's'}")
+    if line.ranks > 1:
+        parts.append(f"{line.ranks} ranks")
+    if not line.windows:
+        parts.append("no window")
+    if line.command:
+        head, *rest = line.command
+        name = PurePath(head).name
+        words = rest if rest and name.startswith("python") else [name, *rest]
+        parts.append(t.shorten(t.clean(shlex.join(words)), PROGRAM))
+    return "  ".join(parts)

@@ -9,8 +9,8 @@ import msgspec
 from msgspec import Struct, field
 
 from advisor.core.finding import Finding, HotLine, PassedCheck, Per, SkippedCheck, unit_of
+from advisor.core.prices import Cost, EnergyUse
 from advisor.core.ranks import Ranks
-from advisor.core.resources import Cost, EnergyUse
 from advisor.core.run_directory import LARGEST
 from advisor.core.saved import decoded, encoded
 from advisor.core.views import Views

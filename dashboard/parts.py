@@ -305,7 +305,7 @@ def icon(name: str) -> Any:
     return el("Span", cls=f"icon icon-{name}", aria_hidden="true")
 
 
-def draw_bar(shown: StepBar, links: Mapping[str, str]) -> Any:
+def draw_bar(shown: StepBar, links: Mapping[str, str] | None = None) -> Any:
     """The bar and its legend. ``links``: where a part leads, by its key."""
     working = [bar_legend(f"Working, share {t.format_of(shown.per)}", shown.work)]
     return el(

@@ -84,7 +84,9 @@ def warm_first(session: DashboardSession) -> None:
     session.wait()
     entry = session.entries[0]
     if entry.loaded is not None:
-        rank_timeline(entry.loaded, next(iter(entry.loaded.analyses)), entry.version)
+        rank_timeline(
+            entry.loaded, next(iter(entry.loaded.analyses)), entry.version, libraries=False
+        )
 
 
 def rank_timeline(

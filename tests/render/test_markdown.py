@@ -14,9 +14,8 @@ from advisor.core import text as t
 from advisor.core.finding import Location
 from advisor.core.ranks import Ranks
 from advisor.core.report import Report
-from advisor.render import markdown
 from advisor.render.document import Document, FieldList, Span, TextField
-from advisor.render.formats import REPORTS
+from advisor.render.formats import REPORTS, markdown
 from advisor.render.formats.markdown import Markdown
 
 Make = Callable[..., Report]

@@ -49,7 +49,7 @@ export class Timeline {
     this.pinned = [];
     this.libraries = parent
       ? parent.libraries
-      : new URLSearchParams(location.search).get("libraries") !== "0";
+      : new URLSearchParams(location.search).get("libraries") === "1";
     this.beside_ = "";
     this.run = root.getAttribute("data-run") || "";
     this.x0 = 0;
@@ -468,7 +468,7 @@ export class Timeline {
       put("sel", self.chosen ? self.chosen.id : null);
       put("pin", self.pinned.join(","));
       put("beside", self.beside_);
-      put("libraries", self.libraries ? null : 0);
+      put("libraries", self.libraries ? 1 : null);
       const text = asked.toString();
       self.written = location.pathname + (text ? "?" + text : "");
       if (self.written !== location.pathname + location.search) {

@@ -336,7 +336,7 @@ def test_lanes_fold_and_unfold_by_keyboard(a100: Any) -> None:
 
 
 def test_the_table_lists_what_is_in_view_and_is_reached_by_keyboard(a100: Any) -> None:
-    page = a100.open("/timeline?libraries=1")
+    page = a100.open("/timeline")
     settle(page)
     summary = page.get_by_text("Table of visible slices")
     summary.focus()
@@ -353,7 +353,7 @@ def test_the_table_lists_what_is_in_view_and_is_reached_by_keyboard(a100: Any) -
 
     # all but those of the thread that starts folded
     hidden = page.evaluate(HIDDEN)
-    assert counted() == 125_036 - hidden
+    assert counted() == 125_003 - hidden
     assert hidden > 0
     button = page.locator(".tl-table tbody button").nth(5)
     name = button.inner_text()
@@ -366,9 +366,9 @@ def test_the_table_lists_what_is_in_view_and_is_reached_by_keyboard(a100: Any) -
     page.wait_for_function(
         """([id, all]) => document.activeElement.dataset.slice === String(id)
              && !document.querySelector(".tl-table caption").innerText.includes(all)""",
-        arg=[state["chosen"]["id"], f"{125_036 - hidden:,}"],
+        arg=[state["chosen"]["id"], f"{125_003 - hidden:,}"],
     )
-    assert 0 < counted() < 125_036 - hidden
+    assert 0 < counted() < 125_003 - hidden
 
 
 def test_the_picture_follows_the_theme(a100: Any) -> None:

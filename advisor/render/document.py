@@ -6,10 +6,10 @@ in blocks is plain: escaping, cleaning and wrapping are the format's.
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, ClassVar, Generic, Literal, TypeVar
+from typing import TYPE_CHECKING, Literal
 
 if TYPE_CHECKING:
     from advisor.measure import Analysis
@@ -259,38 +259,3 @@ def plain(text: Inline) -> str:
 def spans(text: Inline) -> tuple[str | Span, ...]:
     """The pieces of a text."""
     return text if isinstance(text, tuple) else (text,)
-
-
-Subject = TypeVar("Subject")
-
-
-class Renderer(ABC, Generic[Subject]):
-    """One format of a ``Subject``: a Report, a Comparison …
-
-    Renderers are found like rules and readers: those in ``advisor/render/formats/``, and those that
-    installed packages name under the entry points of :class:`~advisor.render.formats.Formats`. A
-    renderer is made without arguments, reads what it is given, and computes nothing.
-    """
-
-    suffixes: ClassVar[tuple[str, ...]] = ()
-    """Of files that are written in this format unless another is asked for, with the dot."""
-
-    @abstractmethod
-    def render(self, subject: Subject, options: RenderOptions = DEFAULT) -> str:
-        """The text, ending in a line feed. Names in it come from traces: whatever reads the text
-        must take them for names."""
-
-
-class DocumentRenderer(Renderer[Any]):
-    """A format that draws the Document of a subject, whatever the subject."""
-
-    def render(self, subject: Any, options: RenderOptions = DEFAULT) -> str:
-        """The subject's Document, drawn."""
-        from advisor.render.documents import document_of
-
-        document = subject if isinstance(subject, Document) else document_of(subject, options)
-        return self.draw(document, options)
-
-    @abstractmethod
-    def draw(self, document: Document, options: RenderOptions = DEFAULT) -> str:
-        """The text of a document."""

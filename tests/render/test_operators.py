@@ -11,9 +11,9 @@ from rich.cells import cell_len
 
 from advisor.core.report import AttainableRate, OperatorRate, Report
 from advisor.measure.device.rooflines import shape_text
-from advisor.render.document import RenderOptions
 from advisor.render.documents import operators
 from advisor.render.formats.terminal import Terminal
+from advisor.render.renderer import RenderOptions
 
 from .conftest import HOSTILE
 

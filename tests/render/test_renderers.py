@@ -25,7 +25,7 @@ from advisor.render.formats import COMPARISONS, REPORTS
 TOY = '''
 from advisor.core import text as t
 from advisor.advise import views
-from advisor.render.document import DEFAULT, Renderer
+from advisor.render.renderer import DEFAULT, Renderer
 
 
 class Toy(Renderer):

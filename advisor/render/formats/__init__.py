@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from advisor.core.errors import AdvisorError
-from advisor.render.document import Renderer, RenderOptions
+from advisor.render.renderer import Renderer, RenderOptions
 
 if TYPE_CHECKING:
     from importlib.metadata import EntryPoint

@@ -15,8 +15,8 @@ from advisor.advise import facts
 from advisor.core import text as t
 from advisor.core.finding import Finding, Location
 from advisor.core.report import Report
-from advisor.render.document import DEFAULT, Renderer, RenderOptions
 from advisor.render.documents import memory
+from advisor.render.renderer import DEFAULT, Renderer, RenderOptions
 
 if TYPE_CHECKING:
     from advisor.compare.comparison import Comparison

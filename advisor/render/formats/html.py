@@ -10,9 +10,9 @@ from typing import Final
 from advisor.core import palette
 from advisor.core import text as t
 from advisor.render import document as d
-from advisor.render.document import DEFAULT, DocumentRenderer, RenderOptions
 from advisor.render.figures import heads
 from advisor.render.html import Markup, esc, inline, join, scrolling, tag
+from advisor.render.renderer import DEFAULT, DocumentRenderer, RenderOptions
 
 POLICY: Final = "default-src 'none'; style-src 'unsafe-inline'; base-uri 'none'; form-action 'none'"
 """Content security policy: styles of the page itself, and nothing else from anywhere."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from advisor.core.text import sanitize
-from advisor.render.document import DEFAULT, Renderer, RenderOptions
+from advisor.render.renderer import DEFAULT, Renderer, RenderOptions
 
 
 class Json(Renderer[Any]):

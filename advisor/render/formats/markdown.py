@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 
 from advisor.core import text as t
 from advisor.render import document as d
-from advisor.render.document import DEFAULT, DocumentRenderer, RenderOptions
+from advisor.render.renderer import DEFAULT, DocumentRenderer, RenderOptions
 
 _SPECIAL = re.compile(r"[\\`*\[\]|~$]|(?<![0-9A-Za-z])_|_(?![0-9A-Za-z])")
 _LIST = re.compile(r"^(\s*)([-+=#]|\d+(?=[.)](?:\s|$)))")

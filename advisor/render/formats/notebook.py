@@ -12,9 +12,9 @@ from typing import Final
 from advisor.core import palette
 from advisor.core import text as t
 from advisor.render import document as d
-from advisor.render.document import DEFAULT, DocumentRenderer, RenderOptions
 from advisor.render.formats.html import block
 from advisor.render.html import Markup, inline, tag
+from advisor.render.renderer import DEFAULT, DocumentRenderer, RenderOptions
 
 MAX_CARDS: Final = 5
 MAX_ROWS: Final = 10

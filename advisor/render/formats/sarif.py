@@ -20,9 +20,9 @@ from advisor.advise import facts
 from advisor.core import text as t
 from advisor.core.finding import Finding, Location
 from advisor.core.report import Report, RuleText
-from advisor.render.document import DEFAULT, Renderer, RenderOptions
 from advisor.render.documents import memory
 from advisor.render.formats.github import code_place, relative
+from advisor.render.renderer import DEFAULT, Renderer, RenderOptions
 
 SCHEMA = (
     "https://docs.oasis-open.org/sarif/sarif/v2.1.0/errata01/os/schemas/sarif-schema-2.1.0.json"

@@ -9,8 +9,8 @@ from rich.cells import cell_len
 
 from advisor.core import text as t
 from advisor.render import document as d
-from advisor.render.document import DEFAULT, DocumentRenderer, RenderOptions
 from advisor.render.page import Page
+from advisor.render.renderer import DEFAULT, DocumentRenderer, RenderOptions
 
 SCREEN: Final = 45
 """Lines of a report that nobody asked details of, where fewer fixes in full make it fit."""

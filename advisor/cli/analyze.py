@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from advisor.core.trace import Run
     from advisor.export.redact import NameMap
     from advisor.measure import Analysis
-    from advisor.render.document import Renderer
+    from advisor.render.renderer import Renderer
 
 FailOn = Literal["critical", "warning"]
 BAR = 24

@@ -20,7 +20,7 @@ from advisor.render.formats import COMPARISONS
 if TYPE_CHECKING:
     from advisor.advise.engine import Options
     from advisor.compare import Comparison
-    from advisor.render.document import Renderer
+    from advisor.render.renderer import Renderer
 
 
 def command(

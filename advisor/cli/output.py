@@ -20,8 +20,9 @@ from advisor.core.errors import AdvisorError
 from advisor.read.runs import RunLine, SeveralRuns, describe
 
 if TYPE_CHECKING:
-    from advisor.render.document import Document, Renderer
+    from advisor.render.document import Document
     from advisor.render.formats import Formats
+    from advisor.render.renderer import Renderer
 
 PIPED_WIDTH, WIDEST = 80, 120
 """Columns of a report that goes to no terminal; and at most, since longer lines read badly."""

@@ -5,9 +5,9 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from typing import Any, ClassVar, Generic, TypeVar
 
+from advisor.render.document import DEFAULT as DEFAULT  # noqa: PLC0414 - handed out with Renderer
 from advisor.render.document import Document
 from advisor.render.document import RenderOptions as RenderOptions  # noqa: PLC0414
-from advisor.render.renderer import DEFAULT as DEFAULT  # noqa: PLC0414 - handed out with Renderer
 
 Subject = TypeVar("Subject")
 

@@ -33,6 +33,7 @@ from advisor.recorder.clock import (
     BOUNDARY,
     BREAK_OFF,
     DATA,
+    FETCH,
     FETCHED_INSIDE,
     FORWARD_OF,
     GENERATE,
@@ -468,12 +469,19 @@ class RecordingSession:
             frame = frame.f_back
         starts = any(name == "start" for _, name in names)  # only until the other one runs
         waits = any(str(module).partition(".")[0] in WAITING for module, _ in names[:2])
-        progress = self._count_passes()
-        if not progress:
+        with self._reading:  # what is on the tape or was read, but nothing between
+            progress, fetched = self._count_passes(), self._has_fetched()
+        if not progress and not fetched:
             moves = self.entry == "command" or (waits and not starts)
         else:
             moves = waits and not starts and watched != threading.main_thread().ident
         return moves or (updates and self._has_taken_over(this, progress))
+
+    def _has_fetched(self) -> bool:
+        """Whether the watched thread has asked a loader for a batch: it is about to train."""
+        finder = self.steps
+        seen = bool(finder.seen["fetched"]) or not finder.outside
+        return seen or FETCH in self.tape.log[::2]
 
     def _has_taken_over(self, thread: int, progress: int) -> bool:
         """Whether a thread that is not watched has made its updates while the other did nothing."""

@@ -17,6 +17,8 @@ import threading
 import traceback
 import warnings
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any
 
@@ -93,9 +95,13 @@ class Program:
         self.extras = self.rng.sample(extras, self.rng.choice((0, 0, 1, 1, 2, 3)))
         for profiler in [name for name in self.extras if "profiler" in name][1:]:
             self.extras.remove(profiler)  # two at once crash by themselves
-        self.source = self.rng.choice(("list", "generator", "loader", "endless", "range"))
+        self.source = self.rng.choice(("list", "generator", "loader", "endless", "range", "buffer"))
         if "loader" not in self.source and self.source != "endless" and self.extras:
             self.steps = None
+        if self.source == "buffer" and self.kind == "learn_by_hand":
+            self.steps = None  # only optimizers tell rounds between two fetches
+        if "thread" in self.kind:
+            self.steps = None  # the first ones may be missed
         inner = any("_a_step_" in name for name in self.extras)
         if inner and self.kind in ("learn_by_hand", "learn_accumulating"):
             self.steps = None  # the step of another optimizer inside of a hook is one, or is not
@@ -138,6 +144,9 @@ class Program:
         pairs = list(zip(x.split(2), y.split(2), strict=True))
         if self.source == "list":
             return iter(pairs)
+        if self.source == "buffer":
+            loader = iter(DataLoader(TensorDataset(x, y), batch_size=2))
+            return chain.from_iterable(iter(lambda: list(islice(loader, 4)), []))
         if self.source == "generator":
             return (pair for pair in pairs)
         if self.source == "loader":
@@ -204,6 +213,31 @@ class Program:
         self.learn_plain(number, x, y)
         if number == 0 and self.source not in ("loader", "endless"):
             self.steps = None
+
+    def learn_by_a_critic(self, number: int, x: Any, y: Any) -> None:
+        """As a WGAN: the other optimizer steps more often, by the same batch."""
+        for net, optimizer, times in (
+            (self.other, self.second, 3),
+            (self.net, self.optimizer, 1),
+        ):
+            for _ in range(times):
+                optimizer.zero_grad()
+                loss = self._loss(net, x, y)
+                loss.backward()
+                optimizer.step()
+        self._count()
+
+    def learn_in_a_thread(self, number: int, x: Any, y: Any) -> None:
+        thread = threading.Thread(target=self.learn_plain, args=(number, x, y))
+        thread.start()
+        thread.join()
+
+    def learn_in_threads_of_a_pool(self, number: int, x: Any, y: Any) -> None:
+        if number == 0:
+            self.pool = ThreadPoolExecutor(2)
+        self.pool.submit(self.learn_two, number, x, y).result()
+        if number == ITERATIONS - 1:
+            self.pool.shutdown()
 
     def learn_in_backward(self, number: int, x: Any, y: Any) -> None:
         if number == 0:

@@ -101,7 +101,10 @@ def run(arguments: list[str]) -> int:
         )
         sys.stdout.flush()
     except AdvisorError as error:
-        return _complain(_said(error, arguments), error.exit_code)
+        code = _complain(_said(error, arguments), error.exit_code)
+        for note in getattr(error, "__notes__", ()):
+            print(note, file=sys.stderr)
+        return code
     except _UsageError as error:
         return _complain(_usage(error), BAD_INPUT)
     except (KeyboardInterrupt, typer.Abort):

@@ -11,6 +11,8 @@ import typer
 
 from advisor.core.errors import AdvisorError
 
+OPTIONS = ("--skip", "--warmup", "--active", "--ranks", "--deep", "--signal", "--no-report",
+           "--scalene", "--scalene-steps")  # fmt: skip
 SETTINGS = {"ignore_unknown_options": True, "allow_interspersed_args": False}
 """For typer: what follows the program is the program's, and ``-m`` begins one."""
 
@@ -96,6 +98,8 @@ def command(
         "report": None if report else False,
     }
     words = launch.command_line(program)
+    if behind := launch.misplaced(program, OPTIONS):
+        print(f"advisor: {behind}", file=sys.stderr)
     if switched_off():
         launch.leave(launch.run(words, os.environ.copy()))
     code = launch.record(words, {k: v for k, v in chosen.items() if v is not None})

@@ -16,6 +16,7 @@ from advisor.cli import output as out
 from advisor.core.errors import AdvisorError
 from advisor.render.formats import TRIALS
 
+OPTIONS = ("--budget", "--steps", "--warmup", "--only", "--dry-run", "--remember", "--allow-write")
 SETTINGS = {"ignore_unknown_options": True, "allow_interspersed_args": False}
 """As those of ``advisor record``: what follows the program is the program's."""
 
@@ -45,6 +46,10 @@ def command(
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Record, and say what would be tried.")
     ] = False,
+    allow_write: Annotated[
+        list[str] | None,
+        typer.Option(metavar="DIR", help="Let the program write into DIR; repeatable."),
+    ] = None,
     remember: Annotated[
         bool, typer.Option("--remember", help="Add the outcome to your ledger: no code, no names.")
     ] = False,
@@ -68,6 +73,8 @@ def command(
     from advisor.tune.rounds import Limits
 
     seconds = parse_time(budget)
+    if behind := launch.misplaced(program, OPTIONS):
+        print(f"advisor: {behind}", file=sys.stderr)
     for name in only or []:
         find_knob(name.partition("=")[0])
     if output is not None:
@@ -83,6 +90,7 @@ def command(
         only=tuple(only or ()),
         dry=dry_run,
         remember=remember,
+        allowed=tuple(str(Path(name).resolve()) for name in allow_write or ()),
         out=folder,
     )
     # what ends us in CI, or an agent's server: a report of what is known, and no orphans

@@ -14,7 +14,7 @@ import signal
 import subprocess
 import sys
 import zipfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from types import FrameType
@@ -55,6 +55,25 @@ def command_line(program: list[str]) -> list[str]:
             return [sys.executable, *program]
         raise AdvisorError(f"{first}: neither a script (*.py) nor a command on the path")
     return [result, *program[1:]]
+
+
+def misplaced(program: list[str], options: Sequence[str]) -> str:
+    """A line about options of ours that stand behind the program, which gets them; empty: there
+    are none, or the script's text has them."""
+    given = [word.partition("=")[0] for word in program[1:]]
+    wrong = [name for name in dict.fromkeys(given) if name in options]
+    if not wrong or not program[0].endswith((".py", ".pyw")):
+        return ""
+    try:
+        text = Path(program[0]).read_text("utf-8", "replace")
+    except OSError:
+        return ""
+    known = [name for name in wrong if name in text or name[2:].replace("-", "_") in text]
+    wrong = [name for name in wrong if name not in known]
+    if not wrong:
+        return ""
+    names = " and ".join(wrong)
+    return f"{names} behind {program[0]} goes to the program; put it before for advisor"
 
 
 def _for_python(path: Path) -> bool:

@@ -135,6 +135,8 @@ class StepFinder:
         self._early: list[tuple[StepSegment, int]] | None = []
         """Parts of the steps so far, each with the optimizer that ended it; ``None``: too many."""
         self._rounds: list[Round] = []
+        self._in_backward = False
+        """Optimizers step in backwards, one for each parameter."""
         self._buffered = False
         """Several steps lie between two fetches: optimizers end them, loader or not."""
         self._first: int | None = None
@@ -218,8 +220,13 @@ class StepFinder:
         """A backward ended."""
         self.seen["backwards"] += 1
         self._backwards += 1
-        if self._by_optimizer and self._stepped and not self.clock.stack:
+        if not self._stepped or self.clock.stack:
+            return
+        if self._by_optimizer:
             self._end_outside(now)
+        elif not self._rounds or self._in_backward:  # it stepped in the backward
+            self._in_backward = True
+            self._end_round(0, now)
 
     def optimized(self, optimizer: int, now: int) -> None:
         """An optimizer stepped, or its scaler skipped it."""
@@ -238,12 +245,16 @@ class StepFinder:
             else:
                 self._end_outside(now)
         elif not self.clock.stack:
-            self._rest = now, self.clock.acc.copy()
-            rounds = self._rounds
-            if rounds and rounds[-1].backwards == self._backwards:
-                rounds[-1] = Round(now, self._rest[1], rounds[-1].optimizer, self._backwards)
-            elif len(rounds) < MAX_ROUNDS:
-                rounds.append(Round(now, self._rest[1], optimizer, self._backwards))
+            self._end_round(optimizer, now)
+
+    def _end_round(self, optimizer: int, now: int) -> None:
+        """Inside a loader's segment, an optimizer has stepped after a backward, or in it."""
+        self._rest = now, self.clock.acc.copy()
+        rounds = self._rounds
+        if rounds and rounds[-1].backwards == self._backwards:
+            rounds[-1] = Round(now, self._rest[1], rounds[-1].optimizer, self._backwards)
+        elif len(rounds) < MAX_ROUNDS:
+            rounds.append(Round(now, self._rest[1], optimizer, self._backwards))
 
     def _choose_primary(self, optimizer: int) -> bool:
         """An optimizer steps: which one ends steps from now on. Whether it is this one, though

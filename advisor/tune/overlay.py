@@ -2,8 +2,9 @@
 logs stay as they are.
 
 Python's own ways to open, make, rename and list are led to ``scratch/files/<the path>``; a file
-that is changed is copied there first. Deleting what was there before is refused. What does not pass
-here (native code) is refused by the kernel (``confine.py``); where that cannot be, by an audit
+that is changed is copied there first. So are the native writers of ``NATIVE``, which are given the
+path in the scratch folder. Deleting what was there before is refused. What does not pass here
+(other native code) is refused by the kernel (``confine.py``); where that cannot be, by an audit
 hook, which sees Python's calls only. Without torch: it is there before the program begins.
 """
 
@@ -12,15 +13,33 @@ from __future__ import annotations
 import builtins
 import errno
 import functools
+import importlib.util
 import io
 import os
 import sys
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 MAX_COPIED = 1 << 30
 """A larger file that is to be changed in place is refused, bytes."""
 _WRITES = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND
+
+
+NATIVE: dict[str, tuple[tuple[str, int, str], ...]] = {
+    "sqlite3": (("connect", 0, "database"),),
+    "sqlite3.dbapi2": (("connect", 0, "database"),),
+    "safetensors": (("serialize_file", 1, "filename"), ("safe_open", 0, "filename")),
+    "tokenizers": (("Tokenizer.save", 1, "path"), ("Tokenizer.from_file", 0, "path")),
+    "h5py": (("File.__init__", 1, "name"),),
+    "torch.jit": (("save", 1, "f"), ("load", 0, "f")),
+    "pyarrow.parquet": (("write_table", 1, "where"), ("ParquetWriter.__init__", 1, "where")),
+    "cv2": (("imwrite", 0, "filename"), ("imread", 0, "filename")),
+    "torchaudio": (("save", 0, "uri"), ("load", 0, "uri")),
+}
+"""Functions of native code that open a file by its name: module, function, and which argument the
+name is, by position and by keyword."""
+_READS = frozenset(("safe_open", "from_file", "load", "imread"))
 
 
 class Overlay:
@@ -208,6 +227,78 @@ class Overlay:
             return original(self.removing(src), self.writing(dst), **kwargs)
 
         setattr(os, name, led)
+
+    def lead_native(self) -> None:
+        """Those of ``NATIVE``, of modules that are there, and of others once they are imported."""
+        missing = {name for name in NATIVE if not self._lead_module(name)}
+        if not missing:
+            return
+
+        class Watch:
+            """Finds nothing by itself; the loader that is found tells when it has run."""
+
+            @staticmethod
+            def find_spec(fullname: str, path: Any = None, target: Any = None) -> Any:
+                if fullname not in missing:
+                    return None
+                missing.discard(fullname)
+                spec = importlib.util.find_spec(fullname)
+                loader: Any = getattr(spec, "loader", None)
+                run = getattr(loader, "exec_module", None)
+                if run is None:
+                    return spec
+
+                def exec_module(module: Any) -> None:
+                    run(module)
+                    self._lead_module(fullname)
+
+                with suppress(AttributeError):
+                    loader.exec_module = exec_module
+                return spec
+
+        sys.meta_path.insert(0, Watch)
+
+    def _lead_module(self, name: str) -> bool:
+        """Lead a module's native writers; false: it is not there."""
+        module = sys.modules.get(name)
+        if module is None:
+            return False
+        for function, position, keyword in NATIVE[name]:
+            owner: Any = module
+            *around, last = function.split(".")
+            for part in around:
+                owner = getattr(owner, part, None)
+            original = getattr(owner, last, None)
+            if original is not None:
+                with suppress(AttributeError, TypeError):  # of a type that cannot be changed
+                    setattr(owner, last, self._led_native(original, last, position, keyword))
+        return True
+
+    def _led_native(self, original: Any, name: str, position: int, keyword: str) -> Any:
+        to = self.reading if name in _READS else functools.partial(self.writing, keep=True)
+
+        @functools.wraps(original)
+        def led(*args: Any, **kwargs: Any) -> Any:
+            given = args[position] if len(args) > position else kwargs.get(keyword)
+            # a name such as ":memory:" or a URI is no path
+            if not isinstance(given, str | bytes | os.PathLike) or str(given).startswith(
+                (":", "file:")
+            ):
+                return original(*args, **kwargs)
+            mode = args[position + 1] if len(args) > position + 1 else kwargs.get("mode")
+            plain = _plain(given)
+            large = plain is not None and self._there(plain) and (
+                self._os["stat"](plain).st_size > MAX_COPIED
+            )  # fmt: skip
+            reads = (name == "__init__" and mode in (None, "r")) or large
+            path = str(self.reading(given) if reads else to(given))
+            if len(args) > position:
+                args = (*args[:position], path, *args[position + 1 :])
+            else:
+                kwargs[keyword] = path
+            return original(*args, **kwargs)
+
+        return led
 
     def lead_torch(self) -> None:
         """``torch.save`` to a name is native."""

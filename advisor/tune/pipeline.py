@@ -24,7 +24,7 @@ from advisor.tune.plan import asked_for, plan
 from advisor.tune.process import TrialProgram
 from advisor.tune.report import FILE, Trial, TrialReport
 from advisor.tune.rounds import Limits
-from advisor.tune.session import TrialSession, why_not
+from advisor.tune.session import TrialSession, not_tried, why_not
 
 RECORDED_STEPS, RECORDED_LEAST = 90, 40
 """Of the recording: a profiled window and as many around it; fewer where they take long."""
@@ -42,6 +42,8 @@ class TrialRequest:
     dry: bool = False
     remember: bool = False
     """Also into the user's ledger."""
+    allowed: tuple[str, ...] = ()
+    """Folders in which the program may write, native code of it too."""
     out: str = ""
     """Run directory; empty: a new one below ``runs``."""
 
@@ -59,7 +61,7 @@ def try_program(
     report = TrialReport(version=advisor.__version__, program=clean_command(list(words)))
     with scratch() as folder:
         root = folder.resolve()
-        program = TrialProgram(words, root)
+        program = TrialProgram(words, root, allowed=wanted.allowed)
         run = recorded if recorded is not None else _record(program, root, wanted, say)
         _plan(report, run, words, wanted)
         if report.trials and not wanted.dry:
@@ -86,7 +88,7 @@ def _record(program: TrialProgram, root: Path, wanted: TrialRequest, say: Say) -
         record=inside,
     )
     if not (inside / rundir.MANIFEST).is_file():
-        raise AdvisorError(f"nothing was recorded: {why_not(result)}")
+        raise not_tried(f"nothing was recorded: {why_not(result)}", result)
     try:
         run = new_run(wanted.out)
         shutil.copytree(inside, run, dirs_exist_ok=True)

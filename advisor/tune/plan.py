@@ -33,11 +33,12 @@ def plan(run: Path, machine: Machine) -> TrialPlan:
     trials: list[Trial] = []
     without: list[str] = []
     taken: set[KnobSetting] = set()
-    for finding in (*report.findings, *report.risks):
+    # a note is measured as well: what nothing is promised of may gain the most
+    for finding in (*report.findings, *report.risks, *report.notes):
         usable = [
             one for name in named.get(finding.rule, ()) if _fits(one := find_knob(name), machine)
         ]
-        if not usable:
+        if not usable and finding not in report.notes:
             without.append(finding.rule)
         for item in usable:
             for number, value in enumerate(item.values(_number(finding), machine)):

@@ -16,6 +16,7 @@ from typing import Any
 import msgspec
 
 from advisor.core.errors import AdvisorError
+from advisor.core.text import clean
 from advisor.recorder.finish import injected
 from advisor.recorder.folder import RUN_DIR
 from advisor.tune.confine import confinement
@@ -36,7 +37,9 @@ from advisor.tune.spec import (
 GRACE_SECONDS = 5.0
 """From the result to the end of the program's processes, which are ended then."""
 MAX_OUTPUT = 4000
-"""Bytes of what the program printed that are looked at when it failed."""
+"""Bytes of what the program printed that are looked at when it failed …"""
+MAX_LINES = 12
+"""… and lines of it that are shown."""
 BEGIN = "ADVISOR_BEGIN"
 POLL_SECONDS = 0.01
 
@@ -55,8 +58,11 @@ QUIET: Mapping[str, str] = {
 class TrialProgram:
     """A command, and the folder that its trials may fill."""
 
-    def __init__(self, words: Sequence[str], root: Path, *, seed: int = 0) -> None:
+    def __init__(
+        self, words: Sequence[str], root: Path, *, seed: int = 0, allowed: Sequence[str] = ()
+    ) -> None:
         self.words = list(words)
+        self.allowed = tuple(allowed)
         self.root = root
         self.seed = seed
         self.samples = False
@@ -97,6 +103,7 @@ class TrialProgram:
             out=str(home / "result.json"),
             root=str(self.root),
             scratch=str(scratch),
+            allowed=self.allowed,
             knob_settings=knob_settings,
             warmup=warmup,
             steps=steps,
@@ -112,7 +119,7 @@ class TrialProgram:
         if record is not None:
             env[RUN_DIR] = str(record)
             env["ADVISOR_REPORT"] = "0"
-        return Running(self.words, home, env, self.root, timeout)
+        return Running(self.words, home, env, [self.root, *map(Path, self.allowed)], timeout)
 
     def environment(
         self, home: Path, scratch: Path, knob_settings: tuple[KnobSetting, ...]
@@ -138,7 +145,12 @@ class Running:
     """A program that has been started."""
 
     def __init__(
-        self, words: list[str], home: Path, env: dict[str, str], root: Path, timeout: float
+        self,
+        words: list[str],
+        home: Path,
+        env: dict[str, str],
+        folders: list[Path],
+        timeout: float,
     ) -> None:
         self.home, self.timeout = home, timeout
         self.out = home / "result.json"
@@ -156,7 +168,7 @@ class Running:
                     stderr=subprocess.STDOUT,
                     start_new_session=True,  # to end all of them together
                     # no thread of ours holds a lock then: this command line has none
-                    preexec_fn=confinement([root]),  # noqa: PLW1509
+                    preexec_fn=confinement(folders),  # noqa: PLW1509
                 )
             except (OSError, subprocess.SubprocessError) as error:
                 raise AdvisorError(f"{words[0]}: cannot be started ({error})") from None
@@ -231,6 +243,8 @@ class Running:
             result.kind = "memory" if killed else "late" if self.late else "error"
             if process.returncode == 0 and not self.late and not said:
                 result.problem = ""
+        if result.problem or not result.steps_ns:
+            result.output = _last_lines(self.home / "output")
         return result
 
 
@@ -243,6 +257,16 @@ def _end(process: subprocess.Popen[bytes]) -> None:
             os.killpg(process.pid, signal.SIGKILL)
     with suppress(subprocess.TimeoutExpired):
         process.wait(10)
+
+
+def _last_lines(path: Path) -> str:
+    """What the program printed last."""
+    try:
+        text = path.read_bytes()[-MAX_OUTPUT:].decode("utf-8", "replace")
+    except OSError:
+        return ""
+    lines = [clean(line) for line in text.splitlines() if line.strip()]
+    return "\n".join(line[:200] for line in lines[-MAX_LINES:])
 
 
 def _tail(path: Path) -> str:

@@ -7,8 +7,11 @@ race, every second one backwards: in rounds of a few that take turns.
 from __future__ import annotations
 
 import itertools
+import re
+import textwrap
 from collections.abc import Callable, Sequence
 
+from advisor.core.errors import AdvisorError
 from advisor.tune.confine import version
 from advisor.tune.knob import find_knob
 from advisor.tune.losses import check
@@ -31,6 +34,12 @@ BEHIND = 0.02
 """A setting surely this much of the step behind another of its knob is out of the race."""
 
 
+_DENIED = re.compile(
+    r"permission denied|read-?only|os error 13|errno ?= ?13|unable to open database"
+    r"|unable to (?:create|open) file|cannot (?:create|open|write)",
+    re.IGNORECASE,
+)
+"""What native writers say where they may not write."""
 KnobSettings = tuple[KnobSetting, ...]
 Say = Callable[[str], None]
 
@@ -117,9 +126,7 @@ class TrialSession:
         result = runs[-1]
         if result.problem or not result.steps_ns:
             if len(runs) == 1:
-                from advisor.core.errors import AdvisorError
-
-                raise AdvisorError(why_not(result))
+                raise not_tried(why_not(result), result)
             runs.pop()
             return False
         report.device, report.torch = result.device, result.torch
@@ -324,6 +331,14 @@ class TrialSession:
                 trial.why = "interrupted" if self.report.interrupted else "the budget was spent"
 
 
+def not_tried(message: str, result: Result) -> AdvisorError:
+    """The error, with what the program printed last."""
+    error = AdvisorError(message)
+    if result.output:
+        error.add_note("The program's last lines:\n" + textwrap.indent(result.output, "  "))
+    return error
+
+
 def why_not(result: Result) -> str:
     """Why the unchanged program cannot be tried, in a line."""
     if result.refused:
@@ -337,7 +352,13 @@ def why_not(result: Result) -> str:
             "more --budget, or fewer --steps and --warmup"
         )
     if result.problem:
-        return f"the unchanged program ended: {result.problem}"
+        hint = ""
+        if version() and _DENIED.search(result.problem):
+            hint = (
+                " (while a program is tried, its native code may write to the scratch folder"
+                " only; --allow-write DIR lets it write into DIR)"
+            )
+        return f"the unchanged program ended: {result.problem}{hint}"
     return (
         "no training step was seen that could be timed: the program ended before the warm-up did, "
         "does not train, or its Python has no advisor"

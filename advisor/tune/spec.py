@@ -43,6 +43,8 @@ class Spec(Struct, frozen=True, kw_only=True):
     """Folder in which the program may write: ours, for all trials …"""
     scratch: str
     """… and in it, where everything goes that this one writes."""
+    allowed: tuple[str, ...] = ()
+    """Other folders in which the user lets it write."""
     knob_settings: tuple[KnobSetting, ...] = ()
     warmup: int = 10
     """Steps that are not timed."""
@@ -97,6 +99,8 @@ class Result(Struct, kw_only=True):
     """Files that the program wrote, elsewhere than it meant to."""
     refused: list[str] = field(default_factory=list)
     """What it was not allowed to do."""
+    output: str = ""
+    """The last lines that a program printed which did not come to its end."""
     idle: list[str] = field(default_factory=list)
     """Knobs that met nothing to change."""
     ended: bool = False

@@ -9,6 +9,7 @@ import pytest
 
 from advisor.tune.knob import find_knob
 from advisor.tune.losses import check
+from advisor.tune.session import not_tried, why_not
 from advisor.tune.spec import KnobSetting, Result
 
 from .conftest import TRAPS
@@ -109,3 +110,86 @@ def test_what_native_code_would_write_and_what_would_be_deleted_is_refused(
     assert names(tmp_path) == ["precious.txt", "program.py"]
     assert any(line.startswith("remove: ") for line in result.refused)
     assert result.kind == "error"
+
+
+WRITERS = """
+import json, os, sqlite3
+import torch
+net = torch.nn.Linear(4, 4)
+optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+os.makedirs("out", exist_ok=True)
+log = sqlite3.connect("out/log.sqlite")
+log.execute("create table if not exists steps (n integer)")
+before = log.execute("select count(*) from steps").fetchone()[0]
+assert before == int(open("before.txt").read()), before
+for step in range(100):
+    optimizer.zero_grad()
+    net(torch.ones(2, 4)).sum().backward()
+    optimizer.step()
+    log.execute("insert into steps values (?)", (step,))
+    log.commit()
+    if step % 5 == 0:
+        from safetensors.torch import load_file, save_file
+        save_file(net.state_dict(), "out/model.safetensors")
+        assert torch.equal(load_file("out/model.safetensors")["weight"], net.weight)
+        from tokenizers import Tokenizer, models
+        Tokenizer(models.WordLevel({"a": 0}, "a")).save("out/tokenizer.json")
+        assert json.load(open("out/tokenizer.json"))
+        torch.jit.save(torch.jit.trace(net, torch.ones(1, 4)), "out/traced.pt")
+"""
+
+
+def test_native_writers_get_a_folder_of_their_own(run_once: Run, tmp_path: Path) -> None:
+    """safetensors, sqlite, tokenizers, TorchScript: what a Trainer saves."""
+    import sqlite3
+
+    pytest.importorskip("safetensors")
+    pytest.importorskip("tokenizers")
+    (tmp_path / "out").mkdir()
+    with sqlite3.connect(tmp_path / "out" / "log.sqlite") as log:
+        log.execute("create table steps (n integer)")
+        log.execute("insert into steps values (7)")
+    (tmp_path / "before.txt").write_text("1")
+    result = run_once(WRITERS, here=tmp_path, steps=20)
+    assert result.problem == "" and result.ended, result
+    assert names(tmp_path / "out") == ["log.sqlite"]
+    with sqlite3.connect(tmp_path / "out" / "log.sqlite") as log:
+        assert log.execute("select * from steps").fetchall() == [(7,)]
+
+
+DENIED = """
+import torch
+from torch.utils.data import DataLoader
+import sys, ctypes, os
+libc = ctypes.CDLL(None, use_errno=True)
+if libc.open(os.path.abspath("native.bin").encode(), os.O_WRONLY | os.O_CREAT, 0o600) < 0:
+    print("epoch 1 of 3")
+    raise RuntimeError("native writer: Permission denied (os error 13)")
+"""
+
+
+@pytest.mark.skipif("not __import__('advisor.tune.confine', fromlist=['x']).version()")
+def test_a_writer_that_is_refused_is_told_which_switch_helps(run_once: Run, tmp_path: Path) -> None:
+    result = run_once(DENIED, here=tmp_path)
+    error = not_tried(why_not(result), result)
+    assert "--allow-write DIR" in str(error)
+    assert "epoch 1 of 3" in "".join(error.__notes__)
+
+
+def test_a_folder_that_the_user_allows_is_written_to(tmp_path: Path) -> None:
+    import sys
+
+    from advisor.tune.process import TrialProgram
+
+    (tmp_path / "program.py").write_text(
+        "import torch, os\nos.makedirs('open', exist_ok=True)\n"
+        f"open({str(tmp_path / 'open' / 'a.txt')!r}, 'w').write('kept')\n"
+        f"open({str(tmp_path / 'b.txt')!r}, 'w').write('not')\n"
+    )
+    (tmp_path / "open").mkdir()
+    (tmp_path / "root").mkdir()
+    words = [sys.executable, str(tmp_path / "program.py")]
+    program = TrialProgram(words, tmp_path / "root", allowed=[str(tmp_path / "open")])
+    program.run((), warmup=1, steps=1, seconds=60, timeout=120)
+    assert (tmp_path / "open" / "a.txt").read_text() == "kept"
+    assert not (tmp_path / "b.txt").exists()

@@ -18,13 +18,14 @@ class LoaderWorkersKnob(Knob):
     redraws = True
 
     def values(self, wanted: int | None, machine: Machine) -> Sequence[Value]:
-        """What the finding says, then powers of two up to the cores, and none."""
+        """What the finding says, then powers of two up to the cores. None (``workers=0``) undoes
+        what is there, and is tried where it is asked for."""
         result = [wanted] if wanted else []
         count = 1
         while count <= machine.cores:
             result.append(count)
             count *= 2
-        return list(dict.fromkeys([*result, machine.cores, 0]))
+        return list(dict.fromkeys([*result, machine.cores]))
 
     def apply(self, value: Value) -> None:
         """Every loader that is made from now on."""

@@ -135,8 +135,12 @@ class StepFinder:
         self._early: list[tuple[StepSegment, int]] | None = []
         """Parts of the steps so far, each with the optimizer that ended it; ``None``: too many."""
         self._rounds: list[Round] = []
-        self._in_backward = False
-        """Optimizers step in backwards, one for each parameter."""
+        self._last_inner = 0
+        """The optimizer that stepped last in a backward."""
+        self._ended_by = 0
+        """The one that ended the segment before."""
+        self._outer_steps = False
+        """An optimizer has stepped elsewhere than in a backward: that is none of a parameter."""
         self._buffered = False
         """Several steps lie between two fetches: optimizers end them, loader or not."""
         self._first: int | None = None
@@ -224,8 +228,7 @@ class StepFinder:
             return
         if self._by_optimizer:
             self._end_outside(now)
-        elif not self._rounds or self._in_backward:  # it stepped in the backward
-            self._in_backward = True
+        elif not self._outer_steps:  # it stepped in the backward
             self._end_round(0, now)
 
     def optimized(self, optimizer: int, now: int) -> None:
@@ -246,10 +249,15 @@ class StepFinder:
                 self._end_outside(now)
         elif not self.clock.stack:
             self._end_round(optimizer, now)
+        else:
+            self._last_inner = optimizer
 
     def _end_round(self, optimizer: int, now: int) -> None:
         """Inside a loader's segment, an optimizer has stepped after a backward, or in it."""
         self._rest = now, self.clock.acc.copy()
+        if optimizer and not self._outer_steps:
+            self._outer_steps = True
+            self._rounds.clear()
         rounds = self._rounds
         if rounds and rounds[-1].backwards == self._backwards:
             rounds[-1] = Round(now, self._rest[1], rounds[-1].optimizer, self._backwards)
@@ -479,16 +487,19 @@ class StepFinder:
     def _split(self, now: int) -> bool:
         """End each of the steps that the segment turns out to hold; false: it holds one."""
         rounds = self._rounds
+        steps = Counter(item.optimizer for item in rounds)
+        if self._ended_by and self._ended_by not in steps:  # one steps inside of another's step
+            return False
+        self._ended_by = rounds[-1].optimizer if rounds else 0
         if len(rounds) < 2 or self.outside:
             return False
-        steps = Counter(item.optimizer for item in rounds)
         least = min(steps.values())
         if least < 2:
             return False
         # of those that step equally often, the one that stepped last ends a step
         last = next(item.optimizer for item in reversed(rounds) if steps[item.optimizer] == least)
         ends = [item for item in rounds if item.optimizer == last]
-        self._primary, self._period = last, max(steps.values()) // least
+        self._primary, self._period = last or self._last_inner, max(steps.values()) // least
         self._optimizers.clear()
         self._since.clear()
         self._buffered = True

@@ -575,3 +575,21 @@ def test_windows_know_steps_that_a_buffer_hides(recorded: Any, training: Any) ->
     record = recorded(run, active=3, skip=9, warmup=1, guard=1000.0)
     (window,) = [e.data for e in record.events if e.kind == "window" and "file" in e.data]
     assert window["steps"] == [10, 12]
+
+
+def test_optimizers_that_step_in_backwards_and_a_buffer(recorded: Any, training: Any) -> None:
+    """One for each parameter, as where gradients are freed at once."""
+    for parameter in training.net.parameters():
+        own = torch.optim.SGD([parameter], lr=0.01)
+
+        def hook(p: Any, own: Any = own) -> None:
+            own.step()
+            own.zero_grad()
+
+        parameter.register_post_accumulate_grad_hook(hook)
+
+    def run() -> None:
+        for batch in _buffered(training, 32, 4):
+            training.loss(batch).backward()
+
+    assert len(recorded(run).steps) == 32

@@ -31,7 +31,7 @@ def test_each_knob_has_settings_lines_and_words(name: str) -> None:
 def test_the_number_of_workers_that_was_promised_is_tried_first_and_the_cores_are_searched() -> (
     None
 ):
-    assert list(find_knob("workers").values(6, Machine(8, False))) == [6, 1, 2, 4, 8, 0]
+    assert list(find_knob("workers").values(6, Machine(8, False))) == [6, 1, 2, 4, 8]
 
 
 def test_an_unknown_knob_is_one_line() -> None:

@@ -281,7 +281,7 @@ def _completed(outcome: Outcome, rule: Rule, a: Analysis, number: int) -> Outcom
     if isinstance(outcome, PassedCheck):
         return structs.replace(outcome, rule=rule.id)
     if isinstance(outcome, SkippedCheck):
-        record = how_to_record(outcome.record, a.trace.meta)
+        record = how_to_record(outcome.record, a.trace.meta, recorder=a.record is not None)
         return structs.replace(outcome, rule=rule.id, record=record)
     finding = weigh_window(rule.complete(outcome), rule, a)
     rank = None if number < 0 else number

@@ -84,17 +84,23 @@ _TOOLS = {
 _TOOLS["xla-timeline"] = _TOOLS["xplane"]
 
 
+_DEEP = frozenset(("with_stack", "profile_memory"))
+"""What ``advisor record --deep`` records besides."""
+
+
 def tool_of(meta: TraceMeta) -> Tool | None:
     """What recorded a trace; ``None``: PyTorch's profiler, or something like it."""
     return _TOOLS.get(meta.format)
 
 
-def how_to_record(option: str, meta: TraceMeta) -> str:
+def how_to_record(option: str, meta: TraceMeta, *, recorder: bool = False) -> str:
     """An option of PyTorch's profiler (``record_shapes=True``) as the tool that recorded this has
-    it; ``""`` where it cannot record such a thing. What is no option stays as it is."""
+    it (``recorder``: it was our own); ``""`` where it cannot record such a thing. What is no option
+    stays as it is."""
     tool = tool_of(meta)
     if tool is None:
-        return option
+        name = option.replace("(", "=").partition("=")[0]
+        return "advisor record --deep" if recorder and name in _DEEP else option
     torch = meta.framework == PYTORCH
     match option.replace("(", "=").partition("=")[0]:
         case "record_shapes":

@@ -130,11 +130,14 @@ def window(
     run: Annotated[Path, typer.Argument(metavar="RUN", help="A run directory being recorded.")],
 ) -> None:
     """Ask a run that is going on to profile its next steps."""
-    from advisor.core.run_directory import is_run
+    from advisor.core.run_directory import is_run, read_recording
     from advisor.recorder.writer import REQUEST
 
     if not is_run(run):
         raise AdvisorError(f"{run}: not a run directory (it has no manifest.json)")
+    ranks = read_recording(run).ranks.values()
+    if ranks and all(rank.ended for rank in ranks):
+        raise AdvisorError(f"{run}: the run has ended, so no window can open in it")
     try:
         (run / REQUEST).touch()
         os.utime(run / REQUEST)

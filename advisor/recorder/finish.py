@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 import subprocess
 import sys
 import textwrap
@@ -40,7 +41,7 @@ def say(run: Path, *, analyse: bool = True) -> None:
     result = outcome(run) if analyse else None
     if result:
         sentences += result
-    sentences.append(f"More: advisor analyze {shown}")
+    sentences.append(f"More: advisor analyze {shlex.quote(shown)}")
     tell(*sentences)
 
 

@@ -88,13 +88,17 @@ def _isolating(words: list[str]) -> str:
     return ""
 
 
-def why_nothing(folder: Path) -> str:
-    """Why nothing was recorded, and what to do about it, from the notes: a few sentences."""
+def why_nothing(folder: Path, code: int = 0) -> str:
+    """Why nothing was recorded, and what to do about it, from the notes: a few sentences. ``code``:
+    the program's exit code."""
     lines = _read(folder)
     problems = _after(lines, "problem ")
     if problems:
         return f"recording stopped by itself: {problems[0]}."
     seen = [result for result in map(_counts, _after(lines, "seen ")) if any(result.values())]
+    if code and (lines or not seen) and not any(result["optimized"] for result in seen):
+        how = f"signal {-code}" if code < 0 else f"exit code {code}"
+        return f"the program ended with {how} before a training step was seen."
     if seen:
         most = max(seen, key=lambda result: sum(result.values()))
         return f"no training step was seen, only {_what(most)} {_advice(most)}"

@@ -106,7 +106,7 @@ def record(words: list[str], options: Mapping[str, Any]) -> int:
         parts = _recorded(run_dir)
         if not parts:
             remove_if_empty(run_dir)
-            tell(f"nothing was recorded: {reason or reach.why_nothing(folder)}")
+            tell(f"nothing was recorded: {reason or reach.why_nothing(folder, code)}")
             return code
     for part in parts:
         say(part, analyse=decided.report)

@@ -409,3 +409,55 @@ def test_a_second_pass_under_scalene(program: Program, tmp_path: Path) -> None:
     # the first optimizer.step() imports torch's compiler, which may take longer than all the work
     assert any("range(60_000)" in line["line"] for line in hot[:2])
     assert hot[0]["n_cpu_percent_python"] > 0
+
+
+def test_a_program_that_fails_before_it_trains_is_not_told_to_mark_steps(
+    program: Any, tmp_path: Path
+) -> None:
+    before = ("-m", "advisor", "record", "--no-report", "-o", "run")
+    done = program("import torch\nnet = torch.nn.Linear(2, 2)\nnet(1)\n", before=before)
+    assert done.returncode == 1
+    said = " ".join(done.stderr.split())
+    assert "ended with exit code 1 before a training step was seen" in said
+    assert "advisor.step()" not in said
+
+
+def test_paths_are_quoted_for_a_shell(tmp_path: Path, capfd: Any) -> None:
+    from advisor.recorder.finish import say
+
+    say(tmp_path / "my runs" / "a", analyse=False)
+    assert "'" + str(tmp_path / "my runs" / "a") + "'" in "".join(
+        capfd.readouterr().err.replace("\n         ", " ")
+    )
+
+
+def test_a_window_of_a_run_that_has_ended_is_refused(tmp_path: Path) -> None:
+    from advisor.cli import run as cli
+
+    run = tmp_path / "run"
+    (run / "rank0").mkdir(parents=True)
+    (run / "manifest.json").write_text("{}")
+    assert cli(["window", str(run)]) == 0
+    (run / "rank0" / "events.jsonl").write_text('{"t":1,"kind":"end","data":{"steps":3}}\n')
+    assert cli(["window", str(run)]) == 2
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        (["train.py", "--deep"], "--deep behind"),
+        (["train.py", "--skip=5", "--active", "3"], "--skip and --active behind"),
+        (["train.py", "--epochs", "1"], ""),
+        (["train.py", "--warmup", "1"], ""),
+    ],
+)
+def test_options_behind_the_program_are_pointed_out(
+    words: list[str], expected: str, tmp_path: Path
+) -> None:
+    from advisor.cli.record import OPTIONS
+    from advisor.recorder.launch import misplaced
+
+    (tmp_path / "train.py").write_text("parser.add_argument('--warmup', '--epochs')\n")
+    words[0] = str(tmp_path / "train.py")
+    assert misplaced(words, OPTIONS).startswith(expected)
+    assert bool(misplaced(words, OPTIONS)) == bool(expected)

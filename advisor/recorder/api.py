@@ -26,7 +26,7 @@ from multiprocessing import parent_process
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, TypeVar, overload
 
-from advisor.recorder.options import RecordOptions, chosen, switched_off
+from advisor.recorder.options import RecordOptions, chosen, switched_off, unsupported
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -333,6 +333,11 @@ def open_session(
             if recorder is not None:
                 recorder._refuse()
             return None
+        import torch
+
+        if problem := unsupported(torch.__version__):
+            log.warning("advisor: not recording: %s", problem)
+            return None
         session = RecordingSession(chosen(**keywords), entry, lazy=lazy)
         session.owner = recorder
         if entry == "command":
@@ -355,7 +360,13 @@ def conclude(session: RecordingSession, error: BaseException | None = None) -> N
 
     session.finish(error)
     unhush()
-    if session.writer.folder is not None and session.rank == 0 and session.problem is None:
+    if session.problem is not None and session.rank == 0:
+        from advisor.recorder.finish import tell
+
+        run = session.writer.folder
+        where = "" if run is None else f" What was recorded until then: {run.parent}"
+        tell(f"recording stopped early: {session.problem}.{where}")
+    elif session.writer.folder is not None and session.rank == 0:
         from advisor.recorder.finish import say
 
         say(session.writer.folder.parent, analyse=session.options.report and error is None)

@@ -17,6 +17,7 @@ from collections.abc import Callable
 from typing import Any
 
 from advisor.recorder.kineto_log import unhush
+from advisor.recorder.options import unsupported
 
 log = logging.getLogger("advisor")
 
@@ -45,6 +46,9 @@ def _begin(note: Note) -> None:
         return
     session = api.open_session("command", {}, lazy=True)
     if session is None:
+        import torch
+
+        note(f"problem {unsupported(torch.__version__) or 'it did not begin'}")
         return
     if multiprocessing.parent_process() is not None:
         _leave_workers_alone(session)

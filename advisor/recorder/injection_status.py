@@ -92,9 +92,8 @@ def why_nothing(folder: Path, code: int = 0) -> str:
     """Why nothing was recorded, and what to do about it, from the notes: a few sentences. ``code``:
     the program's exit code."""
     lines = _read(folder)
-    problems = _after(lines, "problem ")
-    if problems:
-        return f"recording stopped by itself: {problems[0]}."
+    if failed := problems(folder):
+        return f"recording stopped by itself: {failed[0]}."
     seen = [result for result in map(_counts, _after(lines, "seen ")) if any(result.values())]
     if code and (lines or not seen) and not any(result["optimized"] for result in seen):
         how = f"signal {-code}" if code < 0 else f"exit code {code}"
@@ -124,6 +123,11 @@ def why_nothing(folder: Path, code: int = 0) -> str:
         "with python -I, -E or -S, where the environment is emptied (env -i, sudo) or PYTHONPATH "
         f"is set anew, and in containers and on other machines. {DECORATE}"
     )
+
+
+def problems(folder: Path) -> list[str]:
+    """Why recording stopped before its time, in any of the processes."""
+    return _after(_read(folder), "problem ")
 
 
 def _what(seen: dict[str, int]) -> str:

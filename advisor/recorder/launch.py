@@ -108,8 +108,11 @@ def record(words: list[str], options: Mapping[str, Any]) -> int:
             remove_if_empty(run_dir)
             tell(f"nothing was recorded: {reason or reach.why_nothing(folder, code)}")
             return code
+        problems = reach.problems(folder)
     for part in parts:
         say(part, analyse=decided.report)
+    for problem in problems[:1]:
+        tell(f"recording stopped early: {problem}.")
     return code
 
 

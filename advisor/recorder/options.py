@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 import tomllib
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
@@ -16,6 +17,9 @@ from typing import Any
 
 log = logging.getLogger("advisor")
 
+OLDEST_TORCH = (2, 4)
+"""The oldest that has all that hooks listen to, as pyproject.toml declares; ``.ci/weekly`` runs the
+recorder's tests on it."""
 _OFF = {"0", "false", "no", "off"}
 _ON = {"1", "true", "yes", "on"}
 SWITCH = "ADVISOR"
@@ -95,6 +99,15 @@ class RecordOptions:
             if low.isdecimal() and int(low) <= rank <= int(high if high.isdecimal() else low):
                 return True
         return False
+
+
+def unsupported(version: str) -> str:
+    """Why a version of torch cannot be recorded, in a line; empty: it can."""
+    numbers = re.findall(r"\d+", version)[:2]
+    if len(numbers) < 2 or tuple(map(int, numbers)) >= OLDEST_TORCH:
+        return ""
+    oldest = ".".join(map(str, OLDEST_TORCH))
+    return f"torch {version} is too old to be recorded: {oldest} is the oldest"
 
 
 def switched_off() -> bool:

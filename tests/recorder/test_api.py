@@ -350,3 +350,43 @@ def test_at_a_prompt_a_decorated_loop_ends_its_recording(
     train()
     assert len(only_rank(tmp_path / "run").steps) == 9
     assert len(only_rank(tmp_path / "run_2").steps) == 9
+
+
+@pytest.mark.parametrize(
+    ("version", "fits"),
+    [
+        ("2.2.1", False),
+        ("1.13.1+cu117", False),
+        ("2.4.0", True),
+        ("2.13.0+cpu", True),
+        ("from source", True),
+    ],
+)
+def test_a_torch_that_is_too_old_is_one_clear_line(
+    version: str, fits: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: Any
+) -> None:
+    monkeypatch.setattr(torch, "__version__", version)
+    with Recorder(str(tmp_path / "run"), **QUIET) as recorder:
+        assert (recorder._session is not None) is fits
+    assert fits or caplog.messages == [
+        f"advisor: not recording: torch {version} is too old to be recorded: 2.4 is the oldest"
+    ]
+
+
+def test_the_oldest_torch_is_the_one_that_is_declared() -> None:
+    from advisor.recorder.options import OLDEST_TORCH
+
+    text = (Path(__file__).parents[2] / "pyproject.toml").read_text()
+    assert f'"torch>={".".join(map(str, OLDEST_TORCH))}"' in text
+
+
+def test_an_inner_failure_is_repeated_at_the_end(
+    training: Any, tmp_path: Path, capfd: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with Recorder(str(tmp_path / "run"), **QUIET) as recorder:
+        for number, batch in enumerate(training.loader(9)):
+            training.learn(batch)
+            if number == 4:
+                recorder._session.broken(RuntimeError("on purpose"))
+    said = " ".join(capfd.readouterr().err.split())
+    assert "recording stopped early: RuntimeError: on purpose. What was recorded until then" in said

@@ -288,7 +288,8 @@ class Event(Struct, kw_only=True, omit_defaults=True):
     """Something that happened: one line of events.jsonl. ``kind`` says which keys ``data`` has.
 
     ``loader``: id, workers, pin_memory, prefetch_factor, persistent_workers, batch_size, drop_last,
-    dataset, length, multiprocessing_context · ``loader_iter``: id, began_ns (by the clock of
+    dataset, length, multiprocessing_context, trainer (``transformers`` where its Trainer is
+    imported) · ``loader_iter``: id, began_ns (by the clock of
     the steps; the event itself is written later), workers_started_ns, workers_ended_ns (at the
     end of its epoch before, ``null``: not seen), evaluation ·
     ``shapes``: index, shapes, dtypes · ``window``: window, reason, steps, state (``open``,

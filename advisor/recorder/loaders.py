@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from typing import Any
 
+TRAINER = "transformers"
+"""Whose Trainer makes the loaders of a program by its own arguments."""
 MAX_LOADERS = 64
 MAX_ITERATORS = 4096
 
@@ -106,6 +109,7 @@ def configuration(loader: Any) -> dict[str, Any]:
         "drop_last": getattr(loader, "drop_last", None),
         "dataset": type(dataset).__name__ if dataset is not None else None,
         "length": length(loader),
+        "trainer": TRAINER if f"{TRAINER}.trainer" in sys.modules else None,
         "multiprocessing_context": context.get_start_method() if context is not None else None,
     }
 

@@ -318,6 +318,10 @@ class SingleProcessLoader(LoaderWaitRule):
             "code": "loader = DataLoader(dataset, batch_size=..., num_workers={workers},\n"
             "                    persistent_workers=True)"
         },
+        "Hugging Face's Trainer": {
+            "code": "TrainingArguments(..., dataloader_num_workers={workers},\n"
+            "                  dataloader_persistent_workers=True)"
+        },
     }
 
     _ranges = SINGLE_PROCESS
@@ -337,6 +341,9 @@ class SingleProcessLoader(LoaderWaitRule):
             fix = self.case("the training computes on the same cores")["fix"]
         if a.device_id is None:
             code = self.case("training on the CPU")["code"]
+        loaders = [] if a.recorded is None else a.recorded.loaders
+        if any(loader.get("trainer") == "transformers" for loader in loaders):
+            code = self.case("Hugging Face's Trainer")["code"]
         idle = "nothing else runs" if a.device_id is None else "the GPU idles"
         return Finding(
             summary=(

@@ -97,3 +97,16 @@ def test_waits_for_a_known_loader_are_data(
     assert all(step.phases["data"] >= WAIT * 1e9 for step in record.steps)
     assert {step.samples for step in record.steps} == {2}
     assert Iterating.__next__ is original
+
+
+def test_a_loader_of_hugging_faces_trainer_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
+    import sys
+    import types
+
+    from advisor.recorder.loaders import configuration
+
+    loader = torch.utils.data.DataLoader([1, 2, 3])
+    monkeypatch.delitem(sys.modules, "transformers.trainer", raising=False)
+    assert configuration(loader)["trainer"] is None
+    monkeypatch.setitem(sys.modules, "transformers.trainer", types.ModuleType("trainer"))
+    assert configuration(loader)["trainer"] == "transformers"

@@ -105,7 +105,7 @@ def test_a_loader_of_hugging_faces_trainer_is_known(monkeypatch: pytest.MonkeyPa
 
     from advisor.recorder.loaders import configuration
 
-    loader = torch.utils.data.DataLoader([1, 2, 3])
+    loader = pytest.importorskip("torch.utils.data").DataLoader([1, 2, 3])
     monkeypatch.delitem(sys.modules, "transformers.trainer", raising=False)
     assert configuration(loader)["trainer"] is None
     monkeypatch.setitem(sys.modules, "transformers.trainer", types.ModuleType("trainer"))

@@ -24,7 +24,7 @@ import sys
 from collections.abc import AsyncGenerator, Callable, Generator, Iterable, Iterator
 from multiprocessing import parent_process
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, TypeVar, overload
+from typing import TYPE_CHECKING, Any, Final, TypeVar, overload
 
 from advisor.recorder.options import RecordOptions, chosen, switched_off, unsupported
 
@@ -34,6 +34,11 @@ if TYPE_CHECKING:
     from advisor.recorder.session import RecordingSession
 
 log = logging.getLogger("advisor")
+LEVEL: Final = "KINETO_LOG_LEVEL"
+SILENT: Final = "6"
+"""Above all of Kineto's levels. It logs each start and stop of a profiler to stderr; how much is
+decided by the C environment when a process first profiles, once and for all. Nothing is redirected,
+for the program's own threads write to stderr meanwhile."""
 _PROCESS = os.getpid()
 
 _T = TypeVar("_T")
@@ -317,12 +322,24 @@ def phase(name: str) -> PhaseRange:
     return PhaseRange(name)
 
 
+def hush() -> None:
+    """From the first window on. A level that the user has chosen stays. ``os.environ``, which
+    programs look at, does not show it."""
+    if LEVEL not in os.environ:
+        os.putenv(LEVEL, SILENT)
+
+
+def unhush() -> None:
+    """Recording has ended: processes that are started from here on are as they would be."""
+    if LEVEL not in os.environ:
+        os.unsetenv(LEVEL)
+
+
 def open_session(
     entry: str, keywords: dict[str, Any], recorder: Recorder | None = None, *, lazy: bool = False
 ) -> RecordingSession | None:
     """Begin to record; ``None``: not possible, or somebody records already (reported once)."""
     try:
-        from advisor.recorder.kineto_log import hush
         from advisor.recorder.session import RecordingSession, current
 
         other = current()
@@ -356,8 +373,6 @@ def open_session(
 
 def conclude(session: RecordingSession, error: BaseException | None = None) -> None:
     """End a recording and say where it is."""
-    from advisor.recorder.kineto_log import unhush
-
     session.finish(error)
     unhush()
     if session.problem is not None and session.rank == 0:

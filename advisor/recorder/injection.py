@@ -16,7 +16,6 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-from advisor.recorder.kineto_log import unhush
 from advisor.recorder.options import unsupported
 
 log = logging.getLogger("advisor")
@@ -63,9 +62,11 @@ def _end(session: Any, note: Note, process: int) -> None:
     """The interpreter ends; an exception that nobody caught is its last one."""
     if os.getpid() != process:
         return
+    from advisor.recorder import api
+
     error = getattr(sys, "last_exc", None) or getattr(sys, "last_value", None)
     session.finish(error if isinstance(error, BaseException) else None)
-    unhush()
+    api.unhush()
     if session.problem is not None:
         note(f"problem {session.problem}")
     elif session.writer.folder is None:

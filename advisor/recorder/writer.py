@@ -462,7 +462,6 @@ class StepLines(Lines):
         self._count(count)
 
     def remove(self) -> None:
-        """See Lines."""
         super().remove()
         self._several.clear()
         self.every, self.written, self._lines = 1, 0, 0

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib
 import inspect
-import os
 import pkgutil
 import re
 from collections.abc import Sequence
@@ -28,13 +27,6 @@ class Machine(NamedTuple):
     """That the program may use."""
     cuda: bool
     """Whether the recorded program used a GPU."""
-
-
-def cores() -> int:
-    """That this process may use."""
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
 
 
 class Knob:

@@ -16,10 +16,11 @@ from advisor.core import run_directory as rundir
 from advisor.core.credentials import HIDDEN, clean_command
 from advisor.core.errors import AdvisorError
 from advisor.core.scratch import scratch
+from advisor.lint.loader import count_cores
 from advisor.lint.source import Script, keyword, parse
 from advisor.recorder.folder import new_run
 from advisor.replay import predictions
-from advisor.tune.knob import Machine, cores, find_knob
+from advisor.tune.knob import Machine, find_knob
 from advisor.tune.plan import asked_for, plan
 from advisor.tune.process import TrialProgram
 from advisor.tune.report import FILE, Trial, TrialReport
@@ -98,7 +99,7 @@ def _record(program: TrialProgram, root: Path, wanted: TrialRequest, say: Say) -
 
 
 def _plan(report: TrialReport, run: Path, words: Sequence[str], wanted: TrialRequest) -> None:
-    machine = Machine(cores(), _on_gpu(run))
+    machine = Machine(count_cores(), _on_gpu(run))
     result = plan(run, machine)
     report.verdict, report.without = result.verdict, result.without
     report.trials = [

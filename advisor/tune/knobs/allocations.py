@@ -20,7 +20,6 @@ class AllocatorKnob(Knob):
     needs_cuda = True
 
     def environment(self, value: Value) -> dict[str, str | None]:
-        """See Knob."""
         return {"PYTORCH_CUDA_ALLOC_CONF": SETTING, "PYTORCH_ALLOC_CONF": SETTING}
 
     def apply(self, value: Value) -> None:
@@ -28,7 +27,6 @@ class AllocatorKnob(Knob):
         self.took_effect()
 
     def lines(self, value: Value) -> str:
-        """See Knob."""
         return f"PYTORCH_CUDA_ALLOC_CONF={SETTING} python train.py"
 
 
@@ -52,7 +50,6 @@ class EmptyCache(Knob):
         wrap(torch.cuda, "empty_cache", make)
 
     def lines(self, value: Value) -> str:
-        """See Knob."""
         return "# without torch.cuda.empty_cache() in the loop"
 
 
@@ -87,7 +84,6 @@ class GcFreeze(Knob):
         optim.register_optimizer_step_post_hook(after)
 
     def lines(self, value: Value) -> str:
-        """See Knob."""
         return (
             "gc.collect(); gc.freeze(); gc.disable()   # before the loop\n"
             f"if step % {EVERY} == 0: gc.collect()        # in it"

@@ -37,7 +37,6 @@ class Autocast(Knob):
         at_first_forward(begin)
 
     def lines(self, value: Value) -> str:
-        """See Knob."""
         return "with torch.autocast(device_type, dtype=torch.bfloat16):\n    output = model(batch)"
 
 
@@ -67,7 +66,6 @@ class MatmulPrecision(Knob):
         hold(torch.backends.cudnn, "allow_tf32", "fp32_precision")
 
     def lines(self, value: Value) -> str:
-        """See Knob."""
         return 'torch.set_float32_matmul_precision("high")'
 
 
@@ -100,7 +98,6 @@ class ChannelsLast(Knob):
         at_first_forward(begin)
 
     def lines(self, value: Value) -> str:
-        """See Knob."""
         return (
             "model = model.to(memory_format=torch.channels_last)\n"
             "images = images.to(memory_format=torch.channels_last)"
@@ -125,5 +122,4 @@ class CudnnBenchmark(Knob):
         hold(torch.backends.cudnn, "benchmark")
 
     def lines(self, value: Value) -> str:
-        """See Knob."""
         return "torch.backends.cudnn.benchmark = True"

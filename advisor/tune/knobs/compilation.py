@@ -32,7 +32,6 @@ class CompileModel(Knob):
         at_first_forward(begin)
 
     def lines(self, value: Value) -> str:
-        """See Knob."""
         return "model.compile()" if value == "default" else f'model.compile(mode="{value}")'
 
 
@@ -60,9 +59,7 @@ class CompileDynamic(Knob):
         wrap(torch, "compile", make)
 
     def lines(self, value: Value) -> str:
-        """See Knob."""
         return "torch.compile(..., dynamic=True)"
 
     def arguments(self, value: Value) -> tuple[frozenset[str], dict[str, object]]:
-        """See Knob."""
         return frozenset({"torch.compile"}), {"dynamic": True}

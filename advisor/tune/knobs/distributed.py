@@ -43,11 +43,9 @@ class DdpBuckets(_Ddp):
         return (100, 10)
 
     def change(self, given: dict[str, Any], value: Value) -> None:
-        """See Knob."""
         given["bucket_cap_mb"] = value
 
     def lines(self, value: Value) -> str:
-        """See Knob."""
         return f"DistributedDataParallel(..., bucket_cap_mb={value})"
 
 
@@ -58,11 +56,9 @@ class DdpStaticGraph(_Ddp):
     title = "DDP with a graph that stays"
 
     def change(self, given: dict[str, Any], value: Value) -> None:
-        """See Knob."""
         given["static_graph"] = True
 
     def lines(self, value: Value) -> str:
-        """See Knob."""
         return "DistributedDataParallel(..., static_graph=True)"
 
 
@@ -74,11 +70,9 @@ class DdpBucketView(_Ddp):
     safety = "exact"
 
     def change(self, given: dict[str, Any], value: Value) -> None:
-        """See Knob."""
         given["gradient_as_bucket_view"] = True
 
     def lines(self, value: Value) -> str:
-        """See Knob."""
         return "DistributedDataParallel(..., gradient_as_bucket_view=True)"
 
 
@@ -142,7 +136,6 @@ class DdpNoSync(Knob):
         optim.register_optimizer_step_pre_hook(before)
 
     def lines(self, value: Value) -> str:
-        """See Knob."""
         return (
             "with nullcontext() if last_micro_batch else model.no_sync():\n"
             "    loss(model(micro_batch)).backward()"

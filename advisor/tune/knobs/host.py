@@ -30,7 +30,6 @@ class Affinity(Knob):
                 return
 
     def lines(self, value: Value) -> str:
-        """See Knob."""
         return "numactl --cpunodebind=0 --membind=0 python train.py"
 
 
@@ -55,7 +54,6 @@ class Threads(Knob):
         return list(dict.fromkeys([machine.cores, max(1, machine.cores // 2), 1]))
 
     def environment(self, value: Value) -> dict[str, str | None]:
-        """See Knob."""
         return {"OMP_NUM_THREADS": str(value), "MKL_NUM_THREADS": str(value)}
 
     def apply(self, value: Value) -> None:
@@ -67,7 +65,6 @@ class Threads(Knob):
         self.took_effect()
 
     def lines(self, value: Value) -> str:
-        """See Knob."""
         return f"torch.set_num_threads({value})"
 
 
@@ -78,7 +75,6 @@ class DebugSwitchesKnob(Knob):
     title = "debug switches off"
 
     def environment(self, value: Value) -> dict[str, str | None]:
-        """See Knob."""
         return {"CUDA_LAUNCH_BLOCKING": None, "TORCH_DISTRIBUTED_DEBUG": None}
 
     def apply(self, value: Value) -> None:
@@ -98,5 +94,4 @@ class DebugSwitchesKnob(Knob):
         torch.set_anomaly_enabled = keep
 
     def lines(self, value: Value) -> str:
-        """See Knob."""
         return "torch.autograd.set_detect_anomaly(False); unset CUDA_LAUNCH_BLOCKING"

@@ -52,13 +52,11 @@ class LoaderWorkersKnob(Knob):
         loader_arguments(change)
 
     def lines(self, value: Value) -> str:
-        """See Knob."""
         if not value:
             return "DataLoader(..., num_workers=0)"
         return f"DataLoader(..., num_workers={value}, persistent_workers=True)"
 
     def arguments(self, value: Value) -> tuple[frozenset[str], dict[str, object]]:
-        """See Knob."""
         return LOADERS, {"num_workers": value, "persistent_workers": bool(value)}
 
 
@@ -83,11 +81,9 @@ class LoaderPrefetch(Knob):
         loader_arguments(change)
 
     def lines(self, value: Value) -> str:
-        """See Knob."""
         return f"DataLoader(..., prefetch_factor={value})"
 
     def arguments(self, value: Value) -> tuple[frozenset[str], dict[str, object]]:
-        """See Knob."""
         return LOADERS, {"prefetch_factor": value}
 
 
@@ -109,11 +105,9 @@ class LoaderPersistent(Knob):
         loader_arguments(change)
 
     def lines(self, value: Value) -> str:
-        """See Knob."""
         return "DataLoader(..., persistent_workers=True)"
 
     def arguments(self, value: Value) -> tuple[frozenset[str], dict[str, object]]:
-        """See Knob."""
         return LOADERS, {"persistent_workers": True}
 
 
@@ -153,5 +147,4 @@ class LoaderPinning(Knob):
         wrap(torch.Tensor, "cuda", make)
 
     def lines(self, value: Value) -> str:
-        """See Knob."""
         return "DataLoader(..., pin_memory=True)\nbatch = batch.to(device, non_blocking=True)"

@@ -29,7 +29,6 @@ class BatchSize(Knob):
         return ("x2", "x4")
 
     def parse_setting(self, text: str, machine: Machine) -> Value:
-        """See Knob."""
         match = re.fullmatch(r"(x?)([1-9]\d{0,6})", text)
         if match is None or int(match[2]) > LARGEST:
             raise AdvisorError(
@@ -80,7 +79,6 @@ class BatchSize(Knob):
         return after
 
     def schedule(self, before: float, after: float) -> str:
-        """See Knob."""
         times = after / before
         return (
             f"{before:,.4g} → {after:,.4g} samples a batch: an epoch has {1 / times:.3g} times the "
@@ -91,7 +89,6 @@ class BatchSize(Knob):
         )
 
     def lines(self, value: Value) -> str:
-        """See Knob."""
         size = value if isinstance(value, int) else f"{str(value)[1:]} * batch_size"
         return f"DataLoader(..., batch_size={size})   # and see to the schedule"
 
@@ -123,11 +120,9 @@ class FusedOptimizer(Knob):
         optimizer_arguments(str(value), change)
 
     def lines(self, value: Value) -> str:
-        """See Knob."""
         return f"torch.optim.AdamW(..., {value}=True)"
 
     def arguments(self, value: Value) -> tuple[frozenset[str], dict[str, object]]:
-        """See Knob."""
         return frozenset(f"torch.optim.{name}" for name in KNOWN), {str(value): True}
 
 
@@ -153,7 +148,6 @@ class SetToNone(Knob):
         wrap(torch.nn.Module, "zero_grad", make)
 
     def lines(self, value: Value) -> str:
-        """See Knob."""
         return "optimizer.zero_grad(set_to_none=True)"
 
 
@@ -178,5 +172,4 @@ class NoGradEvaluation(Knob):
         around_forwards(call)
 
     def lines(self, value: Value) -> str:
-        """See Knob."""
         return "with torch.inference_mode():   # around validation\n    output = model(batch)"

@@ -187,6 +187,8 @@ class DashboardSession:
     """The first path is a run that is going on: look for new windows."""
     perfetto: str | None = None
     """Address of the Perfetto UI that a trace can be handed to; ``None``: none."""
+    editor: str = ""
+    """Address that opens a source in an editor, with ``{file}`` and ``{line}``; empty: none."""
     folder: str = ""
     """The paths are the runs of this folder, the newest first: the newest ones are read, the others
     when they are asked for."""

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
 TOKEN = "ADVISOR_DASHBOARD_TOKEN"
 PERFETTO = "https://ui.perfetto.dev"
+EDITOR = "vscode://file{file}:{line}"
 
 
 Paths = Annotated[
@@ -55,6 +56,12 @@ TokenFile = Annotated[
 PerfettoUrl = Annotated[
     str, typer.Option(metavar="URL", help="Perfetto UI for 'Open in Perfetto'; off hides it.")
 ]
+Editor = Annotated[
+    str,
+    typer.Option(
+        metavar="URL", help="What opens a source, with {file} and {line}; off hides the links."
+    ),
+]
 Live = Annotated[bool, typer.Option("--live", help="Follow the run during its recording.")]
 Memory = Annotated[
     Path | None, typer.Option(metavar="FILE", help="A memory snapshot of the first path.")
@@ -69,6 +76,7 @@ def command(
     no_token: NoToken = False,
     token_file: TokenFile = None,
     perfetto_url: PerfettoUrl = PERFETTO,
+    editor: Editor = EDITOR,
     live: Live = False,
     rank: o.Rank = None,
     window: o.Window = None,
@@ -90,7 +98,7 @@ def command(
     chosen, limit = parse_steps(steps), parse_size(max_size)
     paid = o.chosen_prices(price, prices)
     token = given_token(token_file, no_token=no_token)
-    viewer = parse_perfetto(perfetto_url)
+    viewer, sources = parse_perfetto(perfetto_url), parse_editor(editor)
     _check_exist(paths)
     try:
         from advisor.dashboard.app import create_app
@@ -128,7 +136,9 @@ def command(
         gpus=gpus,
         read=read,
     )
-    session = DashboardSession(paths, options, live=live, perfetto=viewer, folder=folder)
+    session = DashboardSession(
+        paths, options, live=live, perfetto=viewer, editor=sources, folder=folder
+    )
     access = Access.to(host, token)
     if no_token:
         access = replace(access, token=None)
@@ -224,6 +234,19 @@ def parse_perfetto(text: str) -> str | None:
     if not sound or len(text) > 500 or not text.isascii() or not text.isprintable():
         raise AdvisorError(f"--perfetto-url {text}: give an address such as {PERFETTO}, or off")
     return text.strip()
+
+
+def parse_editor(text: str) -> str:
+    """The address of an editor, or ``off``: empty. Raises AdvisorError for anything else."""
+    text = text.strip()
+    if text.lower() == "off":
+        return ""
+    scheme, separator, _ = text.partition("://")
+    unsafe = scheme.lower() in ("javascript", "data", "vbscript", "file")
+    sound = separator and scheme.replace("-", "").replace("+", "").isalnum() and "{file}" in text
+    if unsafe or not sound or len(text) > 500 or not text.isascii() or not text.isprintable():
+        raise AdvisorError(f"--editor {text}: give an address such as {EDITOR}, or off")
+    return text
 
 
 def _announce(server: Server, port: int) -> None:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
-from urllib.parse import urlsplit
+from urllib.parse import quote, urlsplit
 
 from advisor.advise import facts
 from advisor.core import text as t
@@ -191,15 +192,27 @@ def _where(view: PageView, finding: Finding) -> Any:
         names = [el("Code", abbreviation(*pair)) for pair in zip(texts, full_names, strict=True)]
         figures = " · ".join(t.location_figures(place))
         href = timeline_href(view, finding, place)
+        source = editor_href(view.session.editor, place)
         lines.append(
             el(
                 "Li",
                 *names,
                 el("Span", figures, cls="dim") if figures else None,
                 link("show", href=href) if href else None,
+                el("A", "edit", href=source, title="Open in the editor") if source else None,
             )
         )
     return el("Ul", *lines, cls="where-list")
+
+
+def editor_href(template: str, place: Location) -> str | None:
+    """The address that opens a place in the editor; ``None``: its file is not on this machine."""
+    if not template or not place.file or place.line is None or "\0" in place.file:
+        return None
+    file = Path(place.file).absolute()
+    if file.suffix != ".py" or not file.is_file():
+        return None
+    return template.replace("{file}", quote(str(file))).replace("{line}", str(place.line))
 
 
 def _evidence(finding: Finding) -> Any:

@@ -16,11 +16,15 @@ import pytest
 pytest.importorskip("dash")
 
 from advisor.advise.engine import analyze
+from advisor.cli.dashboard import EDITOR, parse_editor
+from advisor.core.errors import AdvisorError
+from advisor.core.finding import Location
 from advisor.core.run_directory import MANIFEST, STEPS, Manifest, Step
 from advisor.dashboard import session as home
 from advisor.dashboard.access import Access
 from advisor.dashboard.app import create_app
 from advisor.dashboard.follow import Follower
+from advisor.dashboard.pages.findings import editor_href
 from advisor.dashboard.session import DashboardSession, newest_windows
 
 
@@ -268,3 +272,24 @@ def test_a_page_of_runs_lists_them_with_steps_commits_and_verdicts(
         page.wait_for_url("**/?run=1")
         assert page.locator("header .run-name").first.inner_text() == "2026-11-01"
         assert t.wrong == []
+
+
+def test_a_place_opens_in_the_editor_only_where_its_file_is_here(tmp_path: Path) -> None:
+    file = tmp_path / 'my "model".py'
+    file.write_text("x = 1\n")
+    template = "vscode://file{file}:{line}"
+    made = editor_href(template, Location(file=str(file), line=7))
+    assert made == f"vscode://file{tmp_path}/my%20%22model%22.py:7"
+    assert editor_href("", Location(file=str(file), line=7)) is None
+    assert editor_href(template, Location(file=str(file))) is None
+    for other in (tmp_path / "gone.py", tmp_path, "/etc/passwd", "a\0b.py"):
+        assert editor_href(template, Location(file=str(other), line=1)) is None
+
+
+@pytest.mark.parametrize(
+    "wrong", ["javascript://{file}", "data:{file}", "vscode://file", "x y://{file}"]
+)
+def test_an_editor_that_is_no_address_of_one_is_refused(wrong: str) -> None:
+    with pytest.raises(AdvisorError, match="--editor"):
+        parse_editor(wrong)
+    assert parse_editor("off") == "" and parse_editor(EDITOR) == EDITOR

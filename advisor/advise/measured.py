@@ -34,7 +34,6 @@ from advisor.core.report import (
 from advisor.measure.device.energy import step_energy
 from advisor.measure.device.rooflines import attained, rooflines
 from advisor.measure.host.optree import op_table, range_table
-from advisor.measure.serving.phases import measure_serving
 from advisor.measure.steps.record import MIN_AROUND, MIN_PROFILED
 from advisor.measure.steps.steps import extent
 
@@ -88,7 +87,7 @@ def measure(a: Analysis) -> dict[str, Any]:
         "scope": _scope(a),
         "host": [] if lost_replays(a) else host_time(a),
         "step_variation": steps_apart(a),
-        "serving": measure_serving(a),
+        "serving": a.serving,
     }
     if a.device_id is not None:
         fields |= device_time(a)

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from advisor.core.gpus import GpuSpec
+    from advisor.core.report import Serving
     from advisor.core.run_directory import RankRecord
     from advisor.core.snapshot import MemorySnapshot
     from advisor.core.trace import Device, Trace
@@ -136,6 +137,13 @@ class Analysis:
         from advisor.measure.serving.passes import find_passes
 
         return find_passes(self.trace)
+
+    @cached_property
+    def serving(self) -> Serving | None:
+        """Steps of inference by phase (``serving/phases.py``); ``None``: there are none."""
+        from advisor.measure.serving.phases import measure_serving
+
+        return measure_serving(self)
 
     @cached_property
     def engine(self) -> str | None:

@@ -10,7 +10,6 @@ from advisor.core.finding import Evidence, Finding, FrameworkAdvice, Outcome, Ru
 from advisor.core.report import Serving, ServingPhase
 from advisor.measure import Analysis
 from advisor.measure.serving.annotations import DECODE, MIXED, PREFILL
-from advisor.measure.serving.phases import measure_serving
 from advisor.rules.engines import SGLANG_ARGUMENTS, SGLANG_TUNING, VLLM_TUNING
 from advisor.rules.recorded import measure_it
 from advisor.rules.sources import CHOSEN
@@ -26,7 +25,7 @@ class _Question(Rule):
 
     def check(self, a: Analysis) -> Iterator[Outcome]:
         """Ask it where an engine marks its steps."""
-        serving = measure_serving(a)
+        serving = a.serving
         if serving is None or serving.source != "engine":
             return
         phases = {phase.name: phase for phase in serving.phases}

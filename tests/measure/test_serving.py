@@ -96,7 +96,16 @@ def test_marks_tell_phase_requests_and_tokens(name: str, expected: tuple[Any, ..
 
 
 @pytest.mark.parametrize(
-    "name", ["step[IDLE bs=0]", "execute_context_x", "ProfilerStep#3", "step[", "decode", ""]
+    "name",
+    [
+        f"execute_context_{'9' * 5000}(1)_generation_0(0)",
+        "step[IDLE bs=0]",
+        "execute_context_x",
+        "ProfilerStep#3",
+        "step[",
+        "decode",
+        "",
+    ],
 )
 def test_other_names_are_no_marks(name: str) -> None:
     assert parse(name) is None

@@ -59,7 +59,9 @@ def _phase(prefills: int, decodes: int) -> str:
     return MIXED if prefills and decodes else PREFILL if prefills else DECODE
 
 
-_GROUP = r"\((?:sq(\d+)sk(\d+)sqsq(\d+)sqsk(\d+)|(\d+)(?:_(\d+))?)\)"
+_N = r"(\d{1,15})"
+"""A number: longer ones are damage."""
+_GROUP = rf"\((?:sq{_N}sk{_N}sqsq{_N}sqsk{_N}|{_N}(?:_{_N})?)\)"
 
 
 def _sums(values: tuple[str | None, ...]) -> tuple[int, Sums | None]:
@@ -95,7 +97,7 @@ def _vllm_counts(match: re.Match[str]) -> Mark:
 
 
 def _fields(text: str) -> dict[str, int]:
-    return {name: int(value) for name, value in re.findall(r"(\w+)=(\d{1,18})\b", text)}
+    return {name: int(value) for name, value in re.findall(rf"(\w+)={_N}\b", text)}
 
 
 def _group(fields: dict[str, int], prefix: str, tokens: int | None) -> Sums | None:
@@ -165,11 +167,11 @@ class Pattern(NamedTuple):
 _VLLM_WORKER = "vllm/v1/worker/gpu_worker.py, annotate_profile"
 PATTERNS = (
     Pattern(
-        re.compile(rf"^execute_(?:\d+_)?context_(\d+){_GROUP}_generation_(\d+){_GROUP}$"),
+        re.compile(rf"^execute_(?:\d+_)?context_{_N}{_GROUP}_generation_{_N}{_GROUP}$"),
         _vllm,
         _VLLM_WORKER,
     ),
-    Pattern(re.compile(r"^execute_new_(\d+)_cached_(\d+)$"), _vllm_counts, _VLLM_WORKER),
+    Pattern(re.compile(rf"^execute_new_{_N}_cached_{_N}$"), _vllm_counts, _VLLM_WORKER),
     Pattern(
         re.compile(r"^step\[([A-Z_0-9]+) (bs=\d+[^\]]*)\]$"),
         _sglang,
@@ -180,14 +182,14 @@ PATTERNS = (
     ),
     Pattern(
         re.compile(
-            r"^\[Executor\] _forward_step(?: \d+)?: (\d+) ctx reqs(?:, (\d+) ctx tokens)?, "
-            r"(\d+) gen reqs"
+            rf"^\[Executor\] _forward_step(?: \d+)?: {_N} ctx reqs(?:, {_N} ctx tokens)?, "
+            rf"{_N} gen reqs"
         ),
         _tensorrt,
         "tensorrt_llm/_torch/pyexecutor/py_executor.py, _forward_step",
     ),
     Pattern(
-        re.compile(r"^execute_diffusion_(\d+)_(\d+x\d+)$"),
+        re.compile(rf"^execute_diffusion_{_N}_(\d+x\d+)$"),
         lambda match: Mark(XDIT, IMAGE, int(match[1])),
         "xfuser/runner.py",
     ),

@@ -81,9 +81,9 @@ class Scope(Struct, kw_only=True):
     step_source: str
     """``engine`` (marks of an inference engine), ``module calls`` or ``vocabulary look-ups`` of a
     model that infers, ``ProfilerStep``, ``recorder``, ``optimizer``, ``ranges``,
-    ``device sequence`` or ``whole trace``; ``StepTraceAnnotation``, ``step_num`` or ``program`` of JAX and TensorFlow; ``record``
-    when no window was profiled and the figures are the recorder's own; ``snapshot`` of a memory
-    snapshot alone; ``counters`` of hardware counters alone."""
+    ``device sequence`` or ``whole trace``; ``StepTraceAnnotation``, ``step_num`` or ``program`` of
+    JAX and TensorFlow; ``record`` when no window was profiled and the figures are the recorder's
+    own; ``snapshot`` of a memory snapshot alone; ``counters`` of hardware counters alone."""
     steps_found: int
     """Steps in the trace, or in the range that was asked for."""
     steps_used: int

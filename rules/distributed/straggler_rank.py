@@ -31,6 +31,10 @@ from advisor.rules.elsewhere import in_any_language
 from advisor.rules.sources import SIGNIFICANCE, TRACEML
 from advisor.testing import TraceBuilder
 
+MIN_PAUSE_STEPS = 4
+PAUSE_TIMES = 3
+"""Times the next longest step, from which on one step is a pause."""
+
 if TYPE_CHECKING:
     from advisor.replay.ranks.replay import Gain
     from advisor.replay.ranks.study import Study
@@ -170,6 +174,7 @@ class StragglerRank(Rule):
                 why=f"the ranks cannot be put on one clock: {clocks.reason}",
                 record="the same steps on every rank, in one run",
             )
+        yield from self._pause(study)
         if not study.outliers:
             yield from self._none(study)
             return
@@ -177,6 +182,32 @@ class StragglerRank(Rule):
             if deviation.slow_device:
                 continue
             yield self._finding(study, deviation, gain)
+
+    def _pause(self, study: Study) -> Iterator[Outcome]:
+        """One step of one rank that took far longer than its others, and than those of all ranks:
+        no straggler, and its cause is another."""
+        own = study.job.own.own_by_step
+        if own.shape[1] < MIN_PAUSE_STEPS or not np.isfinite(own).any() or not study.job.step_ns:
+            return
+        excess = own - np.nanmedian(own, axis=1, keepdims=True)
+        order = np.argsort(np.nan_to_num(excess, nan=-np.inf), axis=None)
+        (place, step), (_, second) = (np.unravel_index(at, own.shape) for at in order[[-1, -2]])
+        longest, next_longest = excess.flat[order[-1]], excess.flat[order[-2]]
+        blamed = {index for deviation, _ in study.outliers for index in deviation.who.places}
+        lost = float(longest) / own.shape[1]
+        if place in blamed or lost < self.min_share * study.job.step_ns:
+            return
+        if longest < PAUSE_TIMES * max(float(next_longest), 0.0) or second == step:
+            return  # several pauses, or a step that is long on several ranks
+        steps = study.job.summaries[int(place)].steps
+        name = steps[int(step)].name if step < len(steps) else f"step {step}"
+        yield SkippedCheck(
+            what=f"why rank {study.numbers[int(place)]} pauses in one step",
+            why=f"in {name} it takes {t.format_duration(float(longest))} longer than in its other "
+            f"steps, and the others wait for it: once in {own.shape[1]} steps is no straggler",
+            record="stacks (with_stack=True) on this rank, and more steps; look for garbage "
+            "collection, a checkpoint or logging on it",
+        )
 
     def _none(self, study: Study) -> Iterator[Outcome]:
         """Praise, or why it is not certain."""

@@ -18,7 +18,7 @@ from msgspec.structs import replace
 from advisor.advise.engine import Options, analyze
 from advisor.advise.ranks.pricing import RanksPricer
 from advisor.advise.ranks.task import summarise_file
-from advisor.core.finding import Edit, Finding, Impact, Select
+from advisor.core.finding import Edit, Finding, Impact, Select, SkippedCheck
 from advisor.core.ranks import Ranks, numbers
 from advisor.measure.ranks.summary import Advice, Kernel, StepSummary, Summary, Unread, pack, unpack
 from advisor.replay.ranks.study import study
@@ -218,6 +218,23 @@ def test_the_long_stage_of_a_pipeline_is_told_and_its_bubbles_are_not() -> None:
     assert outlier.gain_ns is not None
     assert outlier.gain_ns > 0
     assert diagnose(pipeline(0.0).summaries).outliers == []
+
+
+def test_a_pause_of_one_rank_in_one_step_is_named_and_nobody_is_blamed() -> None:
+    def pause(rank: int, step: int, piece: int) -> list[Item]:
+        return [Work(40 * MS, "idle: python")] if (rank, step, piece) == (5, 2, 0) else []
+
+    def said(extra: Extra) -> list[str]:
+        found = study(run(RANKS, STEPS, data_parallel(extra)).summaries)
+        assert found is not None and not found.outliers
+        outcomes = StragglerRank().check_run(found)
+        skipped = [item for item in outcomes if isinstance(item, SkippedCheck)]
+        return [f"{item.what}: {item.why}" for item in skipped]
+
+    (line,) = said(pause)
+    assert line.startswith("why rank 5 pauses in one step: in ")
+    assert "2 it takes 40" in line or "2 it takes 39" in line
+    assert said(nothing) == []
 
 
 def test_the_gain_of_a_pipeline_is_said_to_be_of_rebalanced_stages() -> None:

@@ -25,7 +25,8 @@ from typing import Any, NamedTuple
 from public_traces import CORPUS
 from table_of_predictions import replace
 
-from advisor.replay.predictions import SHIPPED, Prediction, without
+from advisor.replay.calibration import ENOUGH
+from advisor.replay.predictions import SHIPPED, Prediction, experiments, without
 
 NUMBERS = ("predicted", "low", "high", "measured", "measured_low", "measured_high")
 BEGIN, END = "<!-- pairs begin -->", "<!-- pairs end -->"
@@ -193,6 +194,8 @@ class Pair:
     truth: Callable[[Path, Path], Truth]
     kind: str
     """Of the change, as far as its errors go: see ``advisor/replay/calibration.py``."""
+    group: str = ""
+    """The program, where other pairs are of it too: its outcomes are left out together."""
     rule: str = ""
     """The finding that proposes this change."""
     why: str = ""
@@ -252,6 +255,7 @@ PAIRS = (
         ("parallelize loader 4",),
         both(marked),
         kind="loader",
+        group="image loader",
         rule="single-process-loader",
         nothing_else=True,
     ),
@@ -263,6 +267,7 @@ PAIRS = (
         ("parallelize loader 4",),
         both(asked),
         kind="loader",
+        group="image loader",
         rule="single-process-loader",
         nothing_else=True,
     ),
@@ -277,6 +282,7 @@ PAIRS = (
         ),
         both(whole),
         kind="waits",
+        group="segment-anything",
         rule="implicit-sync",
         why=(
             "1,332 masks are encoded one by one, each with five reads and ten launches. Encoded "
@@ -295,6 +301,7 @@ PAIRS = (
         ),
         both(whole),
         kind="device",
+        group="segment-anything",
         rule="fp32-matmul",
         why=(
             "factors from the datasheet alone: matrix work and attention at the ratio of the "
@@ -310,6 +317,7 @@ PAIRS = (
             (f"resize work {large // small}",),
             both(whole),
             kind="batch",
+            group="particle transformer",
             whole_step=True,
         )
         for small, large in ((2, 32), (2, 64), (2, 128), (32, 128))
@@ -421,7 +429,31 @@ def table(rows: Sequence[Row]) -> str:
     lines = [HEAD, tuple("---" for _ in HEAD), *(cells(r) for r in rows)]
     text = "\n".join("| " + " | ".join(line) + " |" for line in lines)
     notes = [f"- **{r.pair.name}**: {r.pair.why}" for r in rows if r.pair.why]
+    text += "\n\n" + coverage(rows)
     return text + "\n\n" + "\n".join(notes) if notes else text
+
+
+def coverage(rows: Sequence[Row]) -> str:
+    """By kind of change: how many outcomes are inside the range that all other programs give, and
+    half the width of that range, the median."""
+    head = "| kind of change | pairs | programs | inside | median half-width | range from |"
+    lines = [head, "|---|---|---|---|---|---|"]
+    by_kind: dict[str, list[Row]] = {}
+    for r in rows:
+        by_kind.setdefault(r.pair.kind, []).append(r)
+    for name, own in [*by_kind.items(), ("all", list(rows))]:
+        half = statistics.median((r.predicted.high - r.predicted.low) / 2 / r.scale for r in own)
+        programs = len({r.pair.group or r.pair.name for r in own})
+        inside = sum(r.inside for r in own)
+        known = [p for p in experiments() if p.kind == name]
+        few = (
+            f"all kinds: {len(known)} known" if len(known) < ENOUGH else f"{len(known)} of its own"
+        )
+        lines.append(
+            f"| {name} | {len(own)} | {programs} | {inside} of {len(own)} | {half:.0%} | "
+            f"{'' if name == 'all' else few} |"
+        )
+    return "\n".join(lines)
 
 
 def entry(r: Row, traces: Path) -> Prediction | None:
@@ -440,6 +472,7 @@ def entry(r: Row, traces: Path) -> Prediction | None:
     return Prediction(
         source="pair",
         program=r.pair.title,
+        group=r.pair.group,
         kind=r.pair.kind,
         change=r.pair.change,
         rule=r.pair.rule if own else "",

@@ -49,6 +49,8 @@ class Prediction(Struct, kw_only=True, omit_defaults=True):
     work on two GPUs (or in traces of two)."""
     program: str = ""
     """Ours: which of them; empty: the user's."""
+    group: str = ""
+    """Ours: the program that several lines are of; empty: of no other line."""
     kind: str = ""
     """What kind of change: see ``calibration``; empty: not known."""
     change: str = ""
@@ -195,9 +197,11 @@ left_out: ContextVar[str] = ContextVar("left_out", default="")
 
 @contextmanager
 def without(program: str) -> Iterator[None]:
-    """Intervals as if a pair or a workload had never been measured, so that a prediction of it is
-    not compared with an interval that it widened itself."""
-    token = left_out.set(program)
+    """Intervals as if a pair or a workload had never been measured, nor any other of its program
+    (``Prediction.group``), so that a prediction of it is not compared with an interval that it
+    widened itself."""
+    group = next((row.group for row in shipped() if row.program == program), "")
+    token = left_out.set(group or program)
     try:
         yield
     finally:
@@ -227,7 +231,7 @@ def experiments() -> tuple[Prediction, ...]:
 
 
 def _counts(row: Prediction) -> bool:
-    return not left_out.get() or row.program != left_out.get()
+    return not left_out.get() or left_out.get() not in (row.program, row.group)
 
 
 def _users() -> tuple[Prediction, ...]:

@@ -276,8 +276,8 @@ def _beta(a: float, b: float, x: float) -> float:
     fraction = d
     for m in range(1, 300):
         even = m * (b - m) * x / ((a + 2 * m - 1) * (a + 2 * m))
-        odd = -(a + m) * (a + b + m) * x / ((a + 2 * m) * (a + 2 * m + 1))
-        for term in (even, odd):
+        uneven = -(a + m) * (a + b + m) * x / ((a + 2 * m) * (a + 2 * m + 1))
+        for term in (even, uneven):
             d = 1 / (1 + term * d or tiny)
             c = 1 + term / c or tiny
             fraction *= c * d

@@ -1,1 +1,1 @@
-"""What a fix is worth: the dependency graph of the steps, its replay, and Edits applied to it."""
+"""What a fix gains: the dependency graph of the steps, its replay, and Edits applied to it."""

@@ -54,7 +54,7 @@ def _in_a_row(wanted: Array) -> Array:
 
 
 def _turn(a: Analysis, first: int, last: int) -> int:
-    """Every how many of these steps a long one comes; 1: they are alike, or long ones come as
+    """Every how many of these steps a long one comes; 1: they are similar, or long ones come as
     they like."""
     dur = a.steps.table["dur"].to_numpy()[first:last]
     if not len(dur) or dur.max() <= OUTLIER_FACTOR * dur.min():
@@ -187,7 +187,7 @@ def _same_as_before(values: Array) -> Array:
 
 
 def _program(edges: EdgeList, graph: Graph) -> None:
-    """Host time between consecutive points of a thread; the first of each hangs on the source."""
+    """Host time between consecutive points of a thread; the first of each follows the source."""
     host = np.flatnonzero((graph.kind != Node.DEVICE) & (graph.kind != Node.SOURCE))
     order = host[np.argsort(graph.lane[host], kind="stable")]
     same = _same_as_before(graph.lane[order])

@@ -350,7 +350,7 @@ def _recorded_waits(trace: Trace, work: DeviceWork) -> tuple[Array, Array]:
 def _seen_waits(trace: Trace, work: DeviceWork, late: Array) -> tuple[Array, Array]:
     """For work that starts later than its launch and stream explain: the work of another stream
     that ended just before, if it was launched before it and, where the trace has such calls, the
-    host told a stream to wait in the meantime."""
+    host let a stream wait in the meantime."""
     none = np.zeros(0, dtype=np.int64)
     if not len(late):
         return none, none

@@ -4,7 +4,7 @@ While autograd's thread runs backward the main thread has nothing to say, and th
 round. So where one thread falls silent, another works inside that silence and nowhere across its
 borders, and little of the silence is left over, the first one waited for the second: its last
 event woke the other, the other's last event woke it. Where the other one ran backward nodes of
-autograd there is no doubt, and what is left over may be any Python that was not recorded.
+autograd that is certain, and what is left over may be any Python that was not recorded.
 """
 
 from __future__ import annotations

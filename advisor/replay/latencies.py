@@ -70,15 +70,17 @@ def measure(work: DeviceWork) -> Latencies:
     queued &= np.abs(gap) < REACH_NS
     # the length of a call has no say in the gap
     bare = [name.replace(" long ", "  ") for name in work.groups]
-    alike = np.array([bare.index(name) for name in bare], dtype=np.int64)
+    similar = np.array([bare.index(name) for name in bare], dtype=np.int64)
     return Latencies(
         launch=_by_group(delay, idle, work, np.arange(len(work.groups)), LAUNCH_NS),
-        gap=_by_group(gap, queued, work, alike, GAP_NS),
+        gap=_by_group(gap, queued, work, similar, GAP_NS),
     )
 
 
-def _by_group(values: Array, chosen: Array, work: DeviceWork, alike: Array, usual: float) -> Array:
-    """The median of each group, with those it is alike; else that of its kind (kernel, copy or
+def _by_group(
+    values: Array, chosen: Array, work: DeviceWork, similar: Array, usual: float
+) -> Array:
+    """The median of each group, with those similar to it; else that of its kind (kernel, copy or
     memset), else that of all device work."""
     every = median_or(values[chosen], usual)
     of_kind = {}
@@ -87,7 +89,7 @@ def _by_group(values: Array, chosen: Array, work: DeviceWork, alike: Array, usua
         of_kind[kind] = float(np.median(sample)) if len(sample) >= ENOUGH else every
     result = np.zeros(len(work.groups))
     for number in range(len(work.groups)):
-        sample = values[chosen & (alike[work.group] == alike[number])]
+        sample = values[chosen & (similar[work.group] == similar[number])]
         kind = int(work.kind[work.group == number][0])
         result[number] = float(np.median(sample)) if len(sample) >= ENOUGH else of_kind[kind]
     return result

@@ -63,7 +63,7 @@ def _parallelize(patch: Patch, weight: Array, workers: int, loaded: Array) -> No
 
 def _computed(patch: Patch, loaded: Array, share: float) -> float:
     """Share of the loading that is computed, and needs a core wherever it is done. What was waited
-    for (storage, a sleep) needs none. Which is which is told by the operators recorded in there;
+    for (storage, a sleep) needs none. Which is which follows from the operators recorded in there;
     under the pessimistic assumption all of it is, as far as the CPU time of the process allows.
     ``share``: the loading's own, of the step."""
     if patch.assumption == "low":

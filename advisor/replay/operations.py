@@ -69,15 +69,17 @@ def roofline(patch: Patch, edit: Edit, factor: float | None) -> None:
 
 def resize(patch: Patch, edit: Edit, factor: float | None) -> None:
     """Another batch size. Work that fills the device grows with it; work that leaves part of
-    it empty grows once it is full, copies grow with it; collectives of gradients and the
-    optimizer stay. Host time stays, but for the loader's. Steps are then to be judged by time
-    a sample."""
+    it empty grows once it is full, or once its FLOPs and bytes take as long; copies grow with it;
+    collectives of gradients and the optimizer stay. Host time stays, but for the loader's. Steps
+    are then to be judged by time per sample."""
     factor = 1.0 if factor is None else max(factor, 1e-3)
     nodes = patch.selected.work(edit.select)
     fill = np.nan_to_num(patch.selected.fill[nodes], nan=1.0)
     grown = np.maximum(1.0, fill * factor) / np.maximum(1.0, fill)
     kinds = patch.a.trace.gpu["kind"].gather(pl.Series(patch.graph.row[nodes]))
     grown = np.where((kinds == "kernel").to_numpy(), grown, factor)
+    least = patch.selected.bound[nodes] * factor / ROOFLINE_SHARE
+    grown = np.fmax(grown, np.where(factor > 1, least / np.maximum(patch.dur[nodes], 1.0), 0.0))
     grown = np.where(patch.selected.fixed[nodes], 1.0, grown)
     patch.share[nodes] *= grown
     patch.most[nodes] *= grown

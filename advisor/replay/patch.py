@@ -119,7 +119,7 @@ class Patch:
         gone = self.dropped | self.merged
         into = gone[graph.dst]
         stream = graph.edge == Edge.STREAM
-        # its stream still waits for the events it was told to wait for
+        # its stream still waits for the events that it waits for
         weight[into & ~stream & (graph.edge != Edge.CROSS)] = NEVER
         weight[into & stream] = 0.0
         self._shrink(weight)

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 MIN_QUEUE = 128
 """Fewer pending launches never block; HTA takes the queue to hold 1024."""
-ALIKE = 0.02
+SIMILAR = 0.02
 """Blocked launches all find as much pending, but for this share."""
 MIN_BLOCKED = 16
 AT_ONCE_NS = 5_000
@@ -126,11 +126,11 @@ def _depth(back: Array, slow: Array) -> int | None:
         return None
     depth = float(np.median(seen))
     # those that were slow for another reason find any number
-    return round(depth) if np.median(np.abs(seen - depth)) <= ALIKE * depth else None
+    return round(depth) if np.median(np.abs(seen - depth)) <= SIMILAR * depth else None
 
 
 def _plateau(back: Array, place: Array, returned: Array, started: Array, able: Array) -> int | None:
-    """From launches that waited too short to be told by that: many, with nothing more pending at
+    """From launches that waited too short to be seen by that: many, with nothing more pending at
     any time, which return as the work a queue's length before them starts."""
     seen = back[able & (back >= MIN_QUEUE)]
     if len(seen) < MIN_BLOCKED:
@@ -138,7 +138,7 @@ def _plateau(back: Array, place: Array, returned: Array, started: Array, able: A
     values, counts = np.unique(seen, return_counts=True)
     depth = int(values[np.argmax(counts)])
     full = np.flatnonzero(able & (np.abs(back - depth) <= 1))
-    if len(full) < MIN_BLOCKED or depth < (1 - ALIKE) * back.max():
+    if len(full) < MIN_BLOCKED or depth < (1 - SIMILAR) * back.max():
         return None
     late = returned[full] - started[np.maximum(place[full] - depth, 0)]
     at_once = np.abs(late) <= AT_ONCE_NS

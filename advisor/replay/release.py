@@ -117,7 +117,7 @@ def _awaited(
 ) -> list[Array]:
     """Device work (indices) that each blocking call waits for: the last of each stream concerned
     that was launched before the call (a copy: itself)."""
-    told = _told_streams(trace, work, row)
+    recorded = _recorded_streams(trace, work, row)
     events = _Events(trace, work, row)
     by_lane = [np.flatnonzero(work.lane == lane) for lane in range(len(work.lanes))]
     by_lane = [lane[np.argsort(work.launch_ts[lane], kind="stable")] for lane in by_lane]
@@ -154,8 +154,8 @@ def _awaited(
         if call[number] == "sync_device":
             result.append(possible)
             continue
-        if which in told:
-            own_part = possible[np.isin(work.lane[possible], told[which])]
+        if which in recorded:
+            own_part = possible[np.isin(work.lane[possible], recorded[which])]
         else:
             # most likely the stream that the thread used last, collectives apart: these run on
             # streams of the library's own, which programs do not wait for
@@ -202,9 +202,9 @@ class _Events:
             place = np.searchsorted(work.launch_ts[own], self.record_ts[rows]) - 1
             if len(own):
                 self.marked[rows] = np.where(place >= 0, own[np.maximum(place, 0)], -1)
-        self.told = self._told(trace, work, row, records)
+        self.recorded = self._recorded(trace, work, row, records)
 
-    def _told(
+    def _recorded(
         self, trace: Trace, work: DeviceWork, row: Array, records: pl.DataFrame
     ) -> dict[int, int]:
         """Call row -> work, where ``cuda_sync`` rows name the record."""
@@ -233,14 +233,15 @@ class _Events:
         return result
 
     def awaited(self, which: int, begin: float, end: float) -> Array:
-        """As told; else, when it took long, the recorded work that ended last before it returned.
+        """As recorded; else, when it took long, the recorded work that ended last before it
+        returned.
         A call that did not wait does not show what for."""
         waited = end - begin > 3 * CALL_NS
-        told = self.told.get(which, -1)
-        ended = self.ends[told] if told >= 0 else np.inf
+        recorded = self.recorded.get(which, -1)
+        ended = self.ends[recorded] if recorded >= 0 else np.inf
         # later than its own work: its stream was waiting for another one
         if ended <= end + SLACK_NS and (not waited or ended > max(begin, end - MAX_RELEASE_NS)):
-            return np.array([told])
+            return np.array([recorded])
         if not waited:
             return np.zeros(0, dtype=np.int64)
         marked = self.marked[(self.marked >= 0) & (self.record_ts < begin)]
@@ -252,7 +253,7 @@ class _Events:
         return np.zeros(0, dtype=np.int64)
 
 
-def _told_streams(trace: Trace, work: DeviceWork, row: Array) -> dict[int, Array]:
+def _recorded_streams(trace: Trace, work: DeviceWork, row: Array) -> dict[int, Array]:
     """Call row -> lanes it waits for, where ``cuda_sync`` rows tell."""
     rows = trace.sync.filter(
         (pl.col("kind") == "stream")

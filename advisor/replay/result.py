@@ -125,7 +125,7 @@ def what_if(
 
 
 def _replays(whatif: EditGain, edits: Sequence[Edit]) -> list[EditResult]:
-    """By replay, each on top of those before it."""
+    """Replayed, each on top of those before it."""
     rows = []
     for number, edit in enumerate(edits):
         given = edits[:number]

@@ -15,7 +15,7 @@ from advisor.replay.calibration import (
     kind,
     widened_by_kind,
 )
-from advisor.replay.predictions import experiments
+from advisor.replay.predictions import experiments, without
 
 WORK = Select(on="gpu")
 
@@ -32,6 +32,22 @@ def test_what_is_left_out_lies_inside_the_band_of_the_others() -> None:
     known = [p for p in experiments() if p.kind not in OF_THE_STEP]
     inside = [p.error <= error_bound([q.error for q in known if q is not p]) for p in known]
     assert sum(inside) / len(inside) >= COVERAGE
+
+
+def test_outcomes_of_a_program_lie_inside_the_range_that_other_programs_give() -> None:
+    """Several changes of one program are one program: all of its outcomes are left out."""
+    known = [p for p in experiments() if p.kind not in OF_THE_STEP]
+    inside = [
+        p.error <= error_of([p.kind], [q for q in known if not p.group or q.group != p.group])
+        for p in known
+    ]
+    assert sum(inside) / len(inside) >= COVERAGE
+
+
+def test_leaving_out_one_change_of_a_program_leaves_out_the_others() -> None:
+    with without("SAM, bf16"):
+        assert not [p for p in experiments() if p.group == "segment-anything"]
+    assert len([p for p in experiments() if p.group == "segment-anything"]) == 2
 
 
 def test_every_kind_of_edit_has_errors_to_go_by() -> None:

@@ -1,4 +1,4 @@
-"""What the job's step would gain: each change told to the replay of the ranks."""
+"""What the job's step would gain: each change in the replay of the ranks."""
 
 from __future__ import annotations
 
@@ -141,13 +141,15 @@ def _spread(job: Job, replay: RanksReplay, change: Change, index: Sequence[int])
     most = np.zeros(int(row.max()) + 1)
     np.maximum.at(most, row, replay.amount)
     theirs = np.isin(row, row[np.isin(replay.rank, list(index))]) & (most[row] > 0)
-    told = replay.amount > 0
-    share = np.divide(_mean(row, replay.amount, told), most[row], out=np.ones(len(row)), where=told)
-    transfer = np.where(theirs & told, replay.transfer * share, replay.transfer)
+    known = replay.amount > 0
+    share = np.divide(
+        _mean(row, replay.amount, known), most[row], out=np.ones(len(row)), where=known
+    )
+    transfer = np.where(theirs & known, replay.transfer * share, replay.transfer)
     # of the ranks that nobody waits for any more some may have no file: what others wait for those
     usual = replay.usual.copy()
-    if (theirs & told).any():
-        usual[told] *= float(np.median(share[theirs & told]))
+    if (theirs & known).any():
+        usual[known] *= float(np.median(share[theirs & known]))
     transfer = np.fmin(transfer, usual)
     return Change(work=work, tail=tail, transfer=transfer)
 
@@ -168,14 +170,14 @@ def _no_last(replay: RanksReplay, usual: TypicalGain) -> Change:
     code = replay.rank * steps + replay.at
     each = np.bincount(code, above, shape[0] * steps).reshape(shape)[replay.whole]
     if float(np.median(np.abs(each))) > ALL_OVER * replay.measured:
-        return _all_alike(replay, usual)
+        return _all_similar(replay, usual)
     holds = np.zeros(shape, dtype=np.bool_)
     holds[replay.whole] = each > HELD_UP * each.max(axis=0, keepdims=True)
     own = holds[replay.rank, replay.at] & (usual.work < replay.work)
     return Change(work=np.where(own, usual.work, replay.work))
 
 
-def _all_alike(replay: RanksReplay, usual: TypicalGain) -> Change:
+def _all_similar(replay: RanksReplay, usual: TypicalGain) -> Change:
     """Every rank at the median of those with its part of the work, at every place: those that are
     faster there too, so that the work is the same and only what differs is gone."""
     work = np.where(np.isfinite(usual.work), usual.work, replay.work)
@@ -185,7 +187,7 @@ def _all_alike(replay: RanksReplay, usual: TypicalGain) -> Change:
 
 def no_stragglers(job: Job, replay: RanksReplay) -> Gain:
     """Every rank at the median of its part of the work."""
-    return replay.gain(_all_alike(replay, usual_work(job, replay, set())))
+    return replay.gain(_all_similar(replay, usual_work(job, replay, set())))
 
 
 def no_transfers(replay: RanksReplay, kind: str | None = None) -> Gain:

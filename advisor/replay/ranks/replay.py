@@ -1,4 +1,4 @@
-"""The job's steps run again from the ranks' own work: what is a change on some of them worth?
+"""The job's steps run again from the ranks' own work: what does a change on some of them gain?
 
 Max-plus: a rank comes to a collective when its own work has got that far, a collective begins when
 the last of its group has come, and ends after its transfer; where a rank stood still for it, its
@@ -442,8 +442,8 @@ def _issued(progress: Floats, queued: Bools, row: Ints, base: Floats, own: Float
     least = np.full(int(row.max()) + 1, np.inf)
     known = np.isfinite(part)
     np.minimum.at(least, row[known], part[known])
-    told = base + least[row] * own
-    return np.where(queued & np.isfinite(told), np.minimum(progress, told), progress)
+    bounded = base + least[row] * own
+    return np.where(queued & np.isfinite(bounded), np.minimum(progress, bounded), progress)
 
 
 def _columns(summaries: Sequence[Summary], own: Profile) -> Ints:

@@ -84,15 +84,20 @@ def _touched(a: Analysis, edit: Edit, *, optimistic: bool) -> Touched:
 
 
 def _launched_inside(a: Analysis) -> Mask:
-    """Aligned with ``trace.gpu``: its launch is known and made in the used steps, as long as the
-    host is in them."""
+    """Aligned with ``trace.gpu``: work of the used steps. It is launched in them, as long as the
+    host is in them, or runs in them where its launch or steps are unknown."""
     launch = a.trace.gpu["launch"].fill_null(-1).to_numpy()
-    if a.trace.cpu.is_empty() or a.steps.used.is_empty():
-        return np.zeros(len(launch), dtype=bool)
+    own: Mask = a.in_window.copy()
+    if a.trace.cpu.is_empty() or a.steps.used.is_empty() or a.steps.source == "whole trace":
+        return own
+    own &= launch < 0
     ts = a.trace.cpu["ts"].to_numpy()[launch]
-    inside = (launch >= 0) & (covered_length(ts, ts + 1, a.spans) > 0)
-    result: Mask = inside & (ts < host_end(a.trace, a.steps.used))
-    return result
+    own |= (
+        (launch >= 0)
+        & (covered_length(ts, ts + 1, a.spans) > 0)
+        & (ts < host_end(a.trace, a.steps.used))
+    )
+    return own
 
 
 def _host_time(a: Analysis, mask: Mask) -> Intervals:

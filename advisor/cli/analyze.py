@@ -141,13 +141,7 @@ def command(
     chosen, limit = parse_steps(steps), parse_size(max_size)
     paid = o.chosen_prices(price, prices)
     check_ranks(paths, rank, workers=workers, cluster=cluster, ranks=ranks)
-    wanted = out.chosen(REPORTS, form, output)
-    if operators and (form not in (None, "terminal") or output is not None):
-        raise AdvisorError("--operators prints to the terminal only; drop --format and --output")
-    if output is not None:
-        out.check(output, paths)
-    if csv is not None and csv.exists() and not csv.is_dir():
-        raise AdvisorError(f"--csv {csv}: give a folder")
+    wanted = choose_output(paths, form, output, csv, operators=operators)
 
     from advisor.advise.engine import Options
     from advisor.cli.output import Progress
@@ -184,10 +178,7 @@ def command(
     if csv is not None:
         write_tables(csv, examined, redact=redaction)
     if operators:
-        from advisor.render.document import RenderOptions as Shown
-        from advisor.render.documents.operators import build
-
-        out.show_document(build(report, Shown(top=top)))
+        show_operators(report, top)
     else:
         deliver(
             report, wanted, output, top=top, details=details, brief=brief,
@@ -195,6 +186,29 @@ def command(
         )  # fmt: skip
     if fail_on is not None and is_hit(report, fail_on):
         raise typer.Exit(1)
+
+
+def choose_output(
+    paths: list[str], form: str | None, output: Path | None, csv: Path | None, *, operators: bool
+) -> Renderer[Report]:
+    """What draws the report. Raises AdvisorError for options that do not go together, and for what
+    cannot be written."""
+    wanted = out.chosen(REPORTS, form, output)
+    if operators and (form not in (None, "terminal") or output is not None):
+        raise AdvisorError("--operators prints to the terminal only; drop --format and --output")
+    if output is not None:
+        out.check(output, paths)
+    if csv is not None and csv.exists() and not csv.is_dir():
+        raise AdvisorError(f"--csv {csv}: give a folder")
+    return wanted
+
+
+def show_operators(report: Report, top: int | None) -> None:
+    """The table of operators by shape, on the terminal."""
+    from advisor.render.document import RenderOptions
+    from advisor.render.documents.operators import build
+
+    out.show_document(build(report, RenderOptions(top=top)))
 
 
 def beside(memory: Path | None, kernels: Path | None) -> tuple[list[str], Path | None, Path | None]:

@@ -78,6 +78,22 @@ Stack = tuple[SnapshotFrame, ...]
 """Innermost first, as PyTorch writes them."""
 
 
+class OutOfMemoryText(NamedTuple):
+    """What PyTorch's out-of-memory exception says. Bytes; ``None``: it does not."""
+
+    message: str
+    request: int
+    capacity: int | None
+    free: int | None
+    """At the driver."""
+    process: int | None
+    """In use by this process, PyTorch or not."""
+    allocated: int | None
+    """In tensors."""
+    reserved: int | None
+    """By PyTorch, those in tensors among them."""
+
+
 @dataclass(frozen=True)
 class MemorySnapshot:
     """A snapshot of the caching allocator. Treat the frames as read-only. Missing values are null.
@@ -97,6 +113,9 @@ class MemorySnapshot:
     """The allocator's, as text, where the file tells them (PyTorch 2.2 and later)."""
     dropped: dict[str, int] = field(default_factory=dict)
     """Reason -> number of entries that were left out."""
+    exception: OutOfMemoryText | None = None
+    """Where there is only the text of an exception: one event, one block, one segment stand for
+    it."""
 
     @property
     def devices(self) -> list[int]:

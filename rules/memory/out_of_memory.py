@@ -23,6 +23,7 @@ from advisor.rules.sources import CHOSEN, CURED_RECORDINGS
 from advisor.testing import TraceBuilder
 
 if TYPE_CHECKING:
+    from advisor.core.snapshot import OutOfMemoryText
     from advisor.measure.memory.post_mortem import PostMortem
 
 MAX_SAVINGS = 3
@@ -37,6 +38,9 @@ class OutOfMemory(Rule):
     Where much of the held memory was not in tensors, fragments are the likelier cause. Where the
     step had a larger batch than those before it, that batch is. Else the model needs more memory
     than there is.
+
+    With the exception's text alone (a log), the finding shows who held the memory as far as the
+    text says. Allocator settings are advised only where a history shows that they help.
 
     With a snapshot whose history holds the failure, the finding shows what was held by category and
     line, why the request could not be placed, and what checkpointing, smaller logits, another
@@ -69,6 +73,19 @@ class OutOfMemory(Rule):
         "an unusually large batch": {
             "fix": "Limit the size of a batch: cut or bucket sequences, or batch by tokens.",
             "confidence": 0.9,
+        },
+        "other processes": {
+            "fix": "End the other processes on this GPU: they hold more than was asked for.",
+            "code": "nvidia-smi --query-compute-apps=pid,used_memory --format=csv",
+            "confidence": 0.9,
+        },
+        "the text alone": {
+            "fix": f"{LOWER_PEAK} Record the allocator's history for the lines that held it, and "
+            "for whether other allocator settings would have helped.",
+            "code": "torch.cuda.memory._record_memory_history(max_entries=100_000)\n"
+            "# after the exception:\n"
+            "torch.cuda.memory._dump_snapshot('oom.pickle')",
+            "confidence": 0.6,
         },
         # what would have freed memory, from a snapshot: the changes of ``savings``
         "checkpointing": {
@@ -164,6 +181,10 @@ class OutOfMemory(Rule):
     def check(self, a: Analysis) -> Iterator[Outcome]:
         """Read what the recorder saved when it happened."""
         post = next((post for post in a.post_mortems if post.history.failed is not None), None)
+        text = None if a.snapshot is None else a.snapshot.exception
+        if text is not None:
+            yield self._of_text(text)
+            return
         if post is not None and post.request is not None:
             yield self._of_snapshot(post, post.request)
             return
@@ -259,6 +280,43 @@ class OutOfMemory(Rule):
             code=self.case((enough or ways)[0].change)["code"] if ways else "",
             confidence=0.85,
             assumptions=[f"{self._name(way)}: {way.assumes}" for way in ways[:MAX_SAVINGS]],
+        )
+
+    def _of_text(self, text: OutOfMemoryText) -> Finding:
+        """What the exception alone says: who held the memory, and what to record for the rest."""
+        unused = None
+        if text.reserved is not None and text.allocated is not None:
+            unused = text.reserved - text.allocated
+        outside = others = None
+        if text.process is not None and text.reserved is not None:
+            outside = max(0, text.process - text.reserved)
+        if text.capacity is not None and text.free is not None and text.process is not None:
+            others = max(0, text.capacity - text.free - text.process)
+        held = [
+            f"{name} {t.format_bytes(size)}"
+            for name, size in (
+                ("tensors", text.allocated), ("reserved and free", unused),
+                ("the rest of this process", outside), ("other processes", others),
+                ("free at the driver", text.free),
+            )
+            if size
+        ]  # fmt: skip
+        foreign = others is not None and others >= text.request
+        case = self.case("other processes") if foreign else self.case("the text alone")
+        return Finding(
+            summary=f"A request of {t.format_bytes(text.request)} failed"
+            + (f": {', '.join(held)}." if held else "."),
+            evidence=[
+                Evidence("request", text.request, "bytes"),
+                Evidence("GPU memory", text.capacity, "bytes"),
+                Evidence("in tensors", text.allocated, "bytes"),
+                Evidence("reserved by PyTorch, not in tensors", unused, "bytes"),
+                Evidence("this process, outside of PyTorch", outside, "bytes"),
+                Evidence("other processes", others, "bytes"),
+                Evidence("free at the driver", text.free, "bytes"),
+            ],
+            impact=Impact(currency="risk", reason="the run stopped"),
+            **case,
         )
 
     def _name(self, saving: Saving) -> str:

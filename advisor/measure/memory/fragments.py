@@ -77,6 +77,8 @@ def repacking(post: PostMortem) -> Repacking | None:
     slack = post.reserved - post.allocated
     expandable = bool(h.segments["expandable"].fill_null(False).any())
     lost = slack < MIN_SLACK * post.reserved and h.failed is None
+    if post.snapshot.exception is not None:
+        return None
     if h.too_short or h.segments.is_empty() or expandable or post.contradicts or lost:
         return None
     fixed = replay(h, expandable=False, until=post.moment)
@@ -95,7 +97,7 @@ def repacking(post: PostMortem) -> Repacking | None:
 def fragments(post: PostMortem) -> Fragments | None:
     """The state that the snapshot was taken of; ``None``: no segments in it."""
     h = post.history
-    if h.segments.is_empty():
+    if h.segments.is_empty() or post.snapshot.exception is not None:
         return None
     joined = (
         h.blocks.with_columns(

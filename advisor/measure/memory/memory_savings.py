@@ -129,6 +129,8 @@ def _saving(each: Change, freed: int) -> Saving:
 @once
 def changes(post: PostMortem) -> list[Change]:
     """Those whose blocks are in the history; a change without any is left out."""
+    if post.snapshot.exception is not None:
+        return []
     made = [
         _checkpointing(post), _offload(post), _logits(post), _references(post), _set_to_none(post),
         *_optimizer(post), _batch(post), _autocast(post), _graphs(post),

@@ -1,0 +1,120 @@
+"""The text of PyTorch's out-of-memory exception, alone or in a log."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from advisor.core.errors import AdvisorError
+from advisor.read.reader import Reader, ReaderClaim, ReadOptions
+from advisor.read.source import ByteSource
+
+if TYPE_CHECKING:
+    from advisor.core.snapshot import MemorySnapshot, OutOfMemoryText
+    from advisor.core.trace import Trace
+
+MAX_BYTES = 256 << 20
+_START = re.compile(r"(?:CUDA|HIP|XPU) out of memory\. Tried to allocate ")
+_SIZE = r"(\d{1,12}(?:\.\d{1,6})?) (bytes|[KMGT]iB)"
+_UNITS = {"bytes": 0, "KiB": 10, "MiB": 20, "GiB": 30, "TiB": 40}
+_PARTS = {
+    "request": rf"Tried to allocate {_SIZE}",
+    "capacity": rf"total capacity of {_SIZE}|{_SIZE} total capacity",
+    "free": rf"of which {_SIZE} is free|; {_SIZE} free",
+    "process": rf"this process has {_SIZE} memory in use",
+    "allocated": rf"{_SIZE} is allocated by PyTorch|{_SIZE} already allocated",
+    "reserved": rf"{_SIZE} reserved in total by PyTorch",
+    "unallocated": rf"{_SIZE} is reserved by PyTorch but unallocated",
+}
+_DEVICE = re.compile(r"GPU (\d{1,2})\b")
+
+
+class OutOfMemoryTextReader(Reader):
+    """The last such exception of a log: the figures in it, and no history."""
+
+    name = "out-of-memory-text"
+    reads = "a log with PyTorch's out-of-memory exception (.txt, .log)"
+    suffixes = ()  # given by name: a folder's logs are no traces
+
+    def sniff(self, head: bytes, path: str) -> ReaderClaim:
+        """By the exception's words; a log may have them only at its end."""
+        text = head.decode("utf-8", "replace")
+        if _START.search(text):
+            return ReaderClaim.SURE
+        log = path.lower().endswith((".txt", ".log", ".out", ".err"))
+        plain = b"\0" not in head and head.lstrip()[:1] not in (b"{", b"[", b"")
+        return ReaderClaim.PERHAPS if log and plain else ReaderClaim.NO
+
+    def read(self, source: ByteSource, options: ReadOptions) -> Trace:
+        """A trace that holds what stands for the exception. Raises AdvisorError: there is none."""
+        from advisor.core.trace import blank_trace
+
+        seen, text = 0, ""
+        for block in source.blocks():
+            seen += len(block)
+            if seen > min(options.max_bytes, MAX_BYTES):
+                raise AdvisorError(f"{source.path}: a log of more than {MAX_BYTES >> 20} MiB")
+            text = (text + block.decode("utf-8", "replace"))[-(1 << 22) :]
+        told = parse(text)
+        if told is None:
+            raise AdvisorError(
+                f"{source.path}: no trace, and a log without an out-of-memory exception of PyTorch"
+            )
+        trace = blank_trace(source.path)
+        made = _snapshot(told[0], told[1], source.path)
+        meta = replace(trace.meta, bytes_read=source.bytes_read, events_read=1, snapshot=made)
+        return replace(trace, meta=meta)
+
+
+def parse(text: str) -> tuple[OutOfMemoryText, int] | None:
+    """The last exception of a text, and its device; ``None``: there is none."""
+    from advisor.core.snapshot import OutOfMemoryText
+
+    starts = [match.start() for match in _START.finditer(text)]
+    if not starts:
+        return None
+    message = " ".join(text[starts[-1] : starts[-1] + 2000].split("\n\n", maxsplit=1)[0].split())
+    sizes = {name: _size(pattern, message) for name, pattern in _PARTS.items()}
+    allocated, reserved = sizes["allocated"], sizes["reserved"]
+    if reserved is None and allocated is not None and sizes["unallocated"] is not None:
+        reserved = allocated + sizes["unallocated"]
+    device = _DEVICE.search(message)
+    told = OutOfMemoryText(
+        message[:600], sizes["request"] or 0, sizes["capacity"], sizes["free"], sizes["process"],
+        allocated, reserved,
+    )  # fmt: skip
+    return told, int(device[1]) if device else 0
+
+
+def _size(pattern: str, text: str) -> int | None:
+    match = re.search(pattern, text)
+    if match is None:
+        return None
+    number, unit = [part for part in match.groups() if part is not None][:2]
+    return round(float(number) * (1 << _UNITS[unit]))
+
+
+def _snapshot(told: OutOfMemoryText, device: int, path: str) -> MemorySnapshot:
+    import polars as pl
+
+    from advisor.core import snapshot as s
+
+    def table(schema: dict[str, object], row: dict[str, object] | None) -> pl.DataFrame:
+        rows = [] if row is None else [{name: row.get(name) for name in schema}]
+        return pl.DataFrame(rows, schema=schema)  # type: ignore[arg-type]
+
+    segment = None
+    block = None
+    if told.reserved is not None or told.allocated is not None:
+        total = told.reserved if told.reserved is not None else told.allocated
+        segment = {"device": device, "address": 0, "total": total, "stream": 0}
+    if told.allocated:
+        block = {"segment": 0, "device": device, "address": 0, "size": told.allocated,
+                 "requested": told.allocated, "state": "allocated"}  # fmt: skip
+    event = {"device": device, "action": "oom", "size": told.request, "device_free": told.free}
+    return s.MemorySnapshot(
+        path=path, segments=table(s.SEGMENT_SCHEMA, segment), blocks=table(s.BLOCK_SCHEMA, block),
+        events=table(s.EVENT_SCHEMA, event), annotations=table(s.ANNOTATION_SCHEMA, None),
+        stacks=(), exception=told,
+    )  # fmt: skip

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -100,7 +101,7 @@ def _snapshot(told: OutOfMemoryText, device: int, path: str) -> MemorySnapshot:
 
     from advisor.core import snapshot as s
 
-    def table(schema: dict[str, object], row: dict[str, object] | None) -> pl.DataFrame:
+    def table(schema: dict[str, object], row: Mapping[str, object] | None) -> pl.DataFrame:
         rows = [] if row is None else [{name: row.get(name) for name in schema}]
         return pl.DataFrame(rows, schema=schema)  # type: ignore[arg-type]
 

@@ -57,13 +57,13 @@ class OutOfMemoryTextReader(Reader):
             if seen > min(options.max_bytes, MAX_BYTES):
                 raise AdvisorError(f"{source.path}: a log of more than {MAX_BYTES >> 20} MiB")
             text = (text + block.decode("utf-8", "replace"))[-(1 << 22) :]
-        told = parse(text)
-        if told is None:
+        noted = parse(text)
+        if noted is None:
             raise AdvisorError(
                 f"{source.path}: no trace, and a log without an out-of-memory exception of PyTorch"
             )
         trace = blank_trace(source.path)
-        made = _snapshot(told[0], told[1], source.path)
+        made = _snapshot(noted[0], noted[1], source.path)
         meta = replace(trace.meta, bytes_read=source.bytes_read, events_read=1, snapshot=made)
         return replace(trace, meta=meta)
 
@@ -81,11 +81,11 @@ def parse(text: str) -> tuple[OutOfMemoryText, int] | None:
     if reserved is None and allocated is not None and sizes["unallocated"] is not None:
         reserved = allocated + sizes["unallocated"]
     device = _DEVICE.search(message)
-    told = OutOfMemoryText(
+    noted = OutOfMemoryText(
         message[:600], sizes["request"] or 0, sizes["capacity"], sizes["free"], sizes["process"],
         allocated, reserved,
     )  # fmt: skip
-    return told, int(device[1]) if device else 0
+    return noted, int(device[1]) if device else 0
 
 
 def _size(pattern: str, text: str) -> int | None:
@@ -96,7 +96,7 @@ def _size(pattern: str, text: str) -> int | None:
     return round(float(number) * (1 << _UNITS[unit]))
 
 
-def _snapshot(told: OutOfMemoryText, device: int, path: str) -> MemorySnapshot:
+def _snapshot(noted: OutOfMemoryText, device: int, path: str) -> MemorySnapshot:
     import polars as pl
 
     from advisor.core import snapshot as s
@@ -107,15 +107,15 @@ def _snapshot(told: OutOfMemoryText, device: int, path: str) -> MemorySnapshot:
 
     segment = None
     block = None
-    if told.reserved is not None or told.allocated is not None:
-        total = told.reserved if told.reserved is not None else told.allocated
+    if noted.reserved is not None or noted.allocated is not None:
+        total = noted.reserved if noted.reserved is not None else noted.allocated
         segment = {"device": device, "address": 0, "total": total, "stream": 0}
-    if told.allocated:
-        block = {"segment": 0, "device": device, "address": 0, "size": told.allocated,
-                 "requested": told.allocated, "state": "allocated"}  # fmt: skip
-    event = {"device": device, "action": "oom", "size": told.request, "device_free": told.free}
+    if noted.allocated:
+        block = {"segment": 0, "device": device, "address": 0, "size": noted.allocated,
+                 "requested": noted.allocated, "state": "allocated"}  # fmt: skip
+    event = {"device": device, "action": "oom", "size": noted.request, "device_free": noted.free}
     return s.MemorySnapshot(
         path=path, segments=table(s.SEGMENT_SCHEMA, segment), blocks=table(s.BLOCK_SCHEMA, block),
         events=table(s.EVENT_SCHEMA, event), annotations=table(s.ANNOTATION_SCHEMA, None),
-        stacks=(), exception=told,
+        stacks=(), exception=noted,
     )  # fmt: skip

@@ -56,6 +56,7 @@ COMMANDS = {
     "lint": ("lint", "command", "Static hints about a training program."),
     "gate": ("gate", "command", "Is a run slower than a baseline? For CI."),
     "ledger": ("ledger", "command", "How good past predictions were."),
+    "skill": ("skill", "command", "Teach a coding agent to use advisor (SKILL.md)."),
     "mcp": ("mcp", "command", "Tools for a coding agent (Model Context Protocol)."),
     "demo": ("demo", "command", "Record a small training run and analyse it."),
     "rules": ("rules", "app", ""),
@@ -65,7 +66,7 @@ COMMANDS = {
 GROUPS = {
     "Analyse": ("analyze", "whatif", "fit", "project", "compare", "report", "export", "dashboard"),
     "Record": ("record", "window", "monitor", "try", "lint"),
-    "Teams, CI and agents": ("gate", "ledger", "mcp"),
+    "Teams, CI and agents": ("gate", "ledger", "mcp", "skill"),
     "Learn": ("demo", "rules", "workloads"),
 }
 """The headings of the help, with their subcommands."""

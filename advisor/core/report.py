@@ -809,6 +809,16 @@ class Report(Struct, kw_only=True):
         result: dict[str, Any] = msgspec.to_builtins(self)
         return result
 
+    def by_id(self) -> dict[str, Finding]:
+        """Findings, risks and notes by a stable id: the rule, numbered from the second on
+        (``gpu-idle#2``)."""
+        seen: dict[str, int] = {}
+        result = {}
+        for finding in (*self.findings, *self.risks, *self.notes):
+            number = seen[finding.rule] = seen.get(finding.rule, 0) + 1
+            result[finding.rule if number == 1 else f"{finding.rule}#{number}"] = finding
+        return result
+
     def to_json(self) -> bytes:
         """The JSON text, indented by two."""
         return encoded(self)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections import Counter, OrderedDict
+from collections import OrderedDict
 from pathlib import Path
 from threading import Lock
 from typing import TYPE_CHECKING
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from advisor.advise.engine import AnalysisResult
     from advisor.compare.comparison import FindingChange
     from advisor.core.finding import Evidence, Finding
-    from advisor.core.report import OperatorRate, Report
+    from advisor.core.report import OperatorRate
     from advisor.mcp.bounds import Allowed
 
 KEPT = 4
@@ -50,7 +50,7 @@ class Tools:
     def analyze(self, path: str, rank: int | None = None, top: int = 10) -> Analysed:
         """What is slow in a trace or a recorded run, and what each fix saves."""
         report = self._examined(path, rank).report
-        named = _named(report)
+        named = report.by_id()
         shown, more = b.first(
             [(key, f) for key, f in named.items() if f in report.findings],
             max(0, min(top, b.MAX_FINDINGS)),
@@ -79,7 +79,7 @@ class Tools:
 
     def finding(self, path: str, finding: str, rank: int | None = None) -> FindingFull:
         """One finding: evidence, places, the fix with its code, how to check it."""
-        named = _named(self._examined(path, rank).report)
+        named = self._examined(path, rank).report.by_id()
         result = named.get(finding)
         if result is None:
             have = ", ".join(list(named)[: b.MAX_FINDINGS]) or "none"
@@ -211,18 +211,6 @@ def _changed(path: Path) -> int:
                 except OSError:
                     continue
     return latest
-
-
-def _named(report: Report) -> dict[str, Finding]:
-    """Findings, risks and notes by what the client calls them: the rule, numbered from the second
-    on."""
-    seen: Counter[str] = Counter()
-    result = {}
-    for finding in (*report.findings, *report.risks, *report.notes):
-        seen[finding.rule] += 1
-        number = seen[finding.rule]
-        result[finding.rule if number == 1 else f"{finding.rule}#{number}"] = finding
-    return result
 
 
 def _place(finding: Finding) -> str:

@@ -90,11 +90,13 @@ def _class_in(module: Any) -> type[Renderer[Any]]:
 
 REPORTS: Final = Formats("a report", "advisor.renderers")
 COMPARISONS: Final = Formats(
-    "a comparison", "advisor.comparison_renderers", without=("github", "sarif")
+    "a comparison", "advisor.comparison_renderers", without=("agent", "github", "sarif")
 )
 DECISIONS: Final = Formats(
-    "a gate decision", "advisor.decision_renderers", without=("notebook", "sarif")
+    "a gate decision", "advisor.decision_renderers", without=("agent", "notebook", "sarif")
 )
 TRIALS: Final = Formats(
-    "a report of trials", "advisor.trial_renderers", without=("github", "sarif", "notebook")
+    "a report of trials",
+    "advisor.trial_renderers",
+    without=("agent", "github", "sarif", "notebook"),
 )

@@ -461,3 +461,13 @@ def test_options_behind_the_program_are_pointed_out(
     words[0] = str(tmp_path / "train.py")
     assert misplaced(words, OPTIONS).startswith(expected)
     assert bool(misplaced(words, OPTIONS)) == bool(expected)
+
+
+def test_a_report_of_a_recording_names_the_option_that_shows_lines() -> None:
+    from advisor.advise.terms import how_to_record
+    from advisor.core.trace import TraceMeta
+
+    meta = TraceMeta(path="trace.json")
+    assert how_to_record("with_stack=True", meta) == "with_stack=True"
+    assert how_to_record("with_stack=True", meta, recorder=True) == "advisor record --deep"
+    assert how_to_record("record_shapes=True", meta, recorder=True) == "record_shapes=True"

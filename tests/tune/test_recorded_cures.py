@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -33,11 +34,10 @@ CURES = {
 }
 
 
-@pytest.mark.parametrize("knob", CURES)
-def test_a_note_is_tried_and_its_gain_measured(knob: str, tmp_path: Path) -> None:
+def _try(tmp_path: Path, knob: str, *words: str) -> list[dict[str, Any]]:
     head, width = CURES[knob]
     (tmp_path / "train.py").write_text(PROGRAM.format(head=head, width=width))
-    words = ("--budget", "400s", "--steps", "20", "--warmup", "6", "--format", "json")
+    words = ("--budget", "400s", "--steps", "20", "--warmup", "6", "--format", "json", *words)
     done = subprocess.run(
         [sys.executable, "-m", "advisor", "try", "--no-progress", *words, "train.py"],
         cwd=tmp_path,
@@ -48,8 +48,16 @@ def test_a_note_is_tried_and_its_gain_measured(knob: str, tmp_path: Path) -> Non
         check=False,
     )
     assert done.returncode == 0, done.stderr
-    trials = [t for t in json.loads(done.stdout)["trials"] if t["knob_setting"]["knob"] == knob]
-    assert trials, done.stdout
-    best = max(trials, key=lambda trial: trial.get("gain") or -1.0)
+    trials: list[dict[str, Any]] = json.loads(done.stdout)["trials"]
+    return [trial for trial in trials if trial["knob_setting"]["knob"] == knob]
+
+
+@pytest.mark.parametrize("knob", CURES)
+def test_what_a_report_notes_is_planned(knob: str, tmp_path: Path) -> None:
+    assert _try(tmp_path, knob, "--dry-run")
+
+
+def test_a_note_is_tried_and_its_gain_measured(tmp_path: Path) -> None:
+    (trial,) = _try(tmp_path, "debug-switches-off")
     # on a machine too busy to measure on the interval is wide; the gain is there all the same
-    assert best["outcome"] in ("gain", "unclear") and best["gain"] > 0.1, best
+    assert trial["outcome"] in ("gain", "unclear") and trial["gain"] > 0.1, trial

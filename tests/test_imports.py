@@ -24,7 +24,7 @@ Graph = dict[str, set[str]]
 
 
 def module_name(file: Path, root: Path) -> str:
-    """``rules/host/gc_pauses.py`` -> ``advisor.rules.host.gc_pauses``."""
+    """``rules/host/debug_switches.py`` -> ``advisor.rules.host.debug_switches``."""
     parts = file.relative_to(root).with_suffix("").parts
     parts = parts if parts[0] == "advisor" else ("advisor", *parts)
     return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)

@@ -11,8 +11,7 @@ from advisor.rules.distributed.slow_device import SlowDevice
 from advisor.rules.host.periodic_stalls import PeriodicStalls
 from advisor.rules.memory.driver_allocations import PinnedAllocationInLoop
 from advisor.rules.memory.huge_vocabulary import HugeVocabulary
-from advisor.rules.transfer.dtype_inflation import DtypeInflation
-from advisor.rules.transfer.ping_pong import PingPong
+from advisor.rules.transfer.dtype_inflation import DtypeInflation, PingPong
 from tests.rules.across import compared
 
 

@@ -300,7 +300,7 @@ class Analysis:
     @cached_property
     def uneven(self) -> StepHalves | None:
         """What the longer half of the used steps has more of than the shorter one
-        (``uneven.py``); ``None``: they are alike, or too few."""
+        (``uneven.py``); ``None``: they are similar, or too few."""
         from advisor.measure.steps.step_variation import uneven
 
         return uneven(self)
@@ -335,7 +335,7 @@ class Analysis:
 
     @cached_property
     def host(self) -> pl.DataFrame:
-        """Host time a step (``host.py``): one row a thread and class with ``thread``, ``class``
+        """Host time per step (``host.py``): one row a thread and class with ``thread``, ``class``
         (one of ``host.CLASSES``), ``ns`` (exclusive, inside ``spans``)."""
         from advisor.measure.host.host import host_breakdown
 
@@ -426,7 +426,7 @@ class Analysis:
 
     @cached_property
     def memory(self) -> pl.DataFrame:
-        """Device memory a step (``memory.py``): ``device``, ``step``, ``peak_allocated``,
+        """Device memory per step (``memory.py``): ``device``, ``step``, ``peak_allocated``,
         ``peak_reserved`` (bytes; null), ``capacity`` (bytes; null). Empty: not recorded."""
         from advisor.measure.memory.memory import memory_by_step
 

@@ -14,7 +14,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from advisor.measure import Analysis
-from advisor.measure.ranks.rank_kernels import compare_kernels, device_speed
 from advisor.measure.ranks.ranks import align, exposed_by_rank, skew
 from advisor.read import read_trace
 from advisor.testing import TraceBuilder
@@ -461,47 +460,6 @@ def test_exposed_communication_is_listed_by_rank_and_step() -> None:
     )
     assert table["communication"].to_list() == table["exposed"].to_list()
     assert table["step"].to_list() == ["ProfilerStep#0", "ProfilerStep#1"] * 2
-
-
-# -- the same kernel on several ranks ----------------------------------------------------------
-
-
-def device(slowdown: float, count: int = 30, blocks: int = 512) -> Analysis:
-    b = TraceBuilder()
-    for _ in range(3):
-        with b.step():
-            for number in range(count // 3):
-                b.launch("gemm", (100 + number) * slowdown, blocks=blocks)
-                b.launch("relu", 10 * slowdown, blocks=64)
-                b.launch("ncclDevKernel_AllReduce_x(", 50 * slowdown**9, blocks=8, stream=20)
-            b.sync()
-    return b.analysis()
-
-
-def test_a_slow_device_is_slow_in_every_kernel() -> None:
-    ranks = {0: device(1.0), 1: device(1.0), 2: device(1.3), 3: device(1.0)}
-    table = compare_kernels(ranks)
-    slow = {r["name"]: r for r in table.iter_rows(named=True) if r["rank"] == 2}
-    assert set(slow) == {"gemm", "relu"}  # collectives wait: their time says nothing of a device
-    assert slow["gemm"]["ratio"] == pytest.approx(1.3)
-    # 100, 101 … 109 µs, three times each
-    assert slow["gemm"]["median"] == pytest.approx(104_500 * 1.3)
-    assert slow["gemm"]["peer_median"] == pytest.approx(104_500)
-    assert (slow["gemm"]["count"], slow["gemm"]["peers"]) == (30, 3)
-    assert slow["relu"]["ratio"] == pytest.approx(1.3)
-    healthy = [r["ratio"] for r in table.iter_rows(named=True) if r["rank"] != 2]
-    assert healthy == [pytest.approx(1.0)] * 6  # one slow peer of three does not move the median
-    assert device_speed(table)["ratio"].to_list() == pytest.approx([1, 1, 1.3, 1])
-
-
-def test_rare_kernels_other_sizes_and_other_counts_are_not_compared() -> None:
-    assert compare_kernels({0: device(1.0, 18), 1: device(2.0, 18)}).is_empty()
-    assert compare_kernels({0: device(1.0, 18), 1: device(2.0, 18)}, 5).height == 4
-    sizes = compare_kernels({0: device(1.0), 1: device(2.0, blocks=1024)})
-    assert set(sizes["name"]) == {"relu"}
-    assert compare_kernels({0: device(1.0, 30), 1: device(2.0, 60)}).is_empty()
-    assert compare_kernels({0: device(1.0)}).is_empty()
-    assert device_speed(compare_kernels({})).is_empty()
 
 
 # -- a real pair -------------------------------------------------------------------------------

@@ -174,10 +174,10 @@ def collective_facts(trace: Trace, gpu: pl.DataFrame, by_name: pl.Series) -> pl.
     around = _Around(trace, hosts)
     comms = _arguments(trace)
 
-    told = np.append(comms["collective"].is_not_null().to_numpy(), False)  # -1: not recorded
+    described = np.append(comms["collective"].is_not_null().to_numpy(), False)  # -1: not recorded
     own = gpu["comm"].fill_null(-1).to_numpy()
-    near = _nearest(place, told[around.comm])
-    comm = np.where(told[own], own, np.append(around.comm, -1)[near])
+    near = _nearest(place, described[around.comm])
+    comm = np.where(described[own], own, np.append(around.comm, -1)[near])
     call = _nearest(place, around.call)
     reduces = _nearest(place, around.reduces)
     reduces[(by_name != "all_reduce").fill_null(True).to_numpy()] = -1
@@ -253,7 +253,7 @@ class _Around:
             [_ratio(t) if b else 0 for t, b in zip(self._tensors, base, strict=True)],
             dtype=np.int64,
         )
-        """Group size told by an op that gathers into, or scatters from, one tensor: 0, none."""
+        """Group size by an op that gathers into, or scatters from, one tensor: 0, none."""
 
     def sources(self) -> pl.DataFrame:
         """Rows of _SOURCE, one a host row."""
@@ -332,8 +332,8 @@ def _arguments(trace: Trace) -> pl.DataFrame:
         schema={key: _SOURCE[key] for key in ("collective", "given", "out", "group_size", "even")},
         orient="row",
     )
-    told = comms.select("dtype", "group", "ranks", "sequence", "source", "target")
-    return table.hstack(told).select(*_SOURCE)
+    described = comms.select("dtype", "group", "ranks", "sequence", "source", "target")
+    return table.hstack(described).select(*_SOURCE)
 
 
 def _members(ranks: str | None) -> int | None:

@@ -342,7 +342,7 @@ def describe(names: pl.Series) -> pl.DataFrame:
     part of its operation that does the arithmetic), ``matrix_unit`` (bool; null: the name does
     not tell whether it runs on tensor cores), ``matrix_if_16_bit`` (bool: it does when its inputs
     have 16 bits or less), ``direction`` (convolution backward: 1 input, 2 weight gradient, 0 not
-    told), ``dtype`` (one of FORMATS; null: not recorded, or several).
+    known), ``dtype`` (one of FORMATS; null: not recorded, or several).
     """
     frame = pl.DataFrame({"name": names.cast(pl.String)}).with_columns(head(pl.col("name")))
     frame = frame.rename({"name": "head"}).with_columns(names.cast(pl.String).alias("name"))
@@ -396,7 +396,7 @@ def _families(frame: pl.DataFrame) -> pl.Series:
         (pl.lit(True), lambda: pl.lit("other")),
     ]
     family = frame["family"]
-    for condition, told in steps:
+    for condition, decide in steps:
         rows = pl.Series(np.flatnonzero(family.is_null().to_numpy()))
         if not len(rows):
             break
@@ -404,7 +404,7 @@ def _families(frame: pl.DataFrame) -> pl.Series:
         meant = left.select(pl.repeat(True, pl.len()) & condition).to_series()
         if meant.any():
             index = rows.filter(meant)
-            family = family.scatter(index, frame[index].select(told()).to_series())
+            family = family.scatter(index, frame[index].select(decide()).to_series())
     return family
 
 

@@ -122,7 +122,7 @@ def _look_at_names(trace: Trace, kernel: Bools) -> _Names:
     index = np.flatnonzero(kernel)
     column = gpu["name"].gather(index)
     texts, which = distinct_names(column)
-    told = describe(texts)
+    described = describe(texts)
 
     def spread(values: pl.Series, missing: int | bool) -> Any:
         """The value of each row's name; ``missing`` for rows that are no kernels."""
@@ -132,14 +132,14 @@ def _look_at_names(trace: Trace, kernel: Bools) -> _Names:
         return rows
 
     return _Names(
-        family=spread(told["family"].to_physical().cast(pl.Int8), CODE["other"]),
-        communication=spread(told["communication"], False),
-        moving=spread(told["moving"], False),
-        helper=spread(told["helper"], False),
-        matrix_unit=spread(told["matrix_unit"].cast(pl.Int8), _UNKNOWN),
-        matrix_if_16_bit=spread(told["matrix_if_16_bit"], False),
-        direction=spread(told["direction"], 0),
-        dtype=spread(told["dtype"].to_physical().cast(pl.Int8), NONE),
+        family=spread(described["family"].to_physical().cast(pl.Int8), CODE["other"]),
+        communication=spread(described["communication"], False),
+        moving=spread(described["moving"], False),
+        helper=spread(described["helper"], False),
+        matrix_unit=spread(described["matrix_unit"].cast(pl.Int8), _UNKNOWN),
+        matrix_if_16_bit=spread(described["matrix_if_16_bit"], False),
+        direction=spread(described["direction"], 0),
+        dtype=spread(described["dtype"].to_physical().cast(pl.Int8), NONE),
         gemv=spread(texts.str.contains(r"gemv|gemmk1|(^|\s)dot_kernel|conv_depthwise"), False),
     )
 
@@ -188,10 +188,10 @@ def _by_purpose(kernel: Bools, names: _Names, launches: Launches) -> Codes:
     """Family code of kernels, before what surrounds their operator is looked at."""
     op, name = launches.family, names.family
     family = np.where(op >= 0, op, name)
-    told = name != CODE["other"]
+    named = name != CODE["other"]
     # An operator of no known family stands between: the kernel's own name says more.
-    family = np.where((launches.op != launches.inner) & told, name, family)
-    beside = np.isin(op, _MATRIX_CODES) & ~np.isin(name, _MATRIX_CODES) & told
+    family = np.where((launches.op != launches.inner) & named, name, family)
+    beside = np.isin(op, _MATRIX_CODES) & ~np.isin(name, _MATRIX_CODES) & named
     beside |= (op == CODE["attention"]) & (name == CODE["gemm"])
     beside |= names.moving & ~np.isin(op, [CODE["copy"], CODE["layout"]])
     beside |= (op == CODE["copy"]) & (name == CODE["layout"])
@@ -259,8 +259,8 @@ def _share_out(
     total = np.bincount(which, weight, minlength=groups)[which]
     moved[rows] = np.where(main, cost.moved[which] * weight / total, np.nan)
     direction = np.where(main, names.direction[rows], 0)
-    untold = np.bincount(which, main & (direction == 0), minlength=groups)[which] > 0
-    halves = (cost.gradients[which] == 2) & ~untold
+    unnamed = np.bincount(which, main & (direction == 0), minlength=groups)[which] > 0
+    halves = (cost.gradients[which] == 2) & ~unnamed
     for side in (1, 2):  # both gradients must be there, else one of them has no name
         halves &= np.bincount(which, direction == side, minlength=groups)[which] > 0
     part = np.where(halves, which * 3 + direction, which * 3)

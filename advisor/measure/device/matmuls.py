@@ -126,7 +126,7 @@ def _matmul(a: Tensor, b: Tensor, added: Tensor | None) -> MatrixProduct | None:
 
 
 def _grouped(a: Tensor, b: Tensor) -> MatrixProduct | None:
-    """Grouped products: a 2-D side holds all groups, so only the sums of their sizes are told,
+    """Grouped products: a 2-D side holds all groups, so only the sums of their sizes are recorded,
     and the work depends only on those."""
     ranks = (len(a.shape), len(b.shape))
     if ranks == (2, 3) and a.shape[1] == b.shape[1]:
@@ -274,11 +274,11 @@ def _transposed_size(
     if layout.output_padding is None:
         return None
     at = (layout.stride, layout.padding, layout.dilation, layout.output_padding)
-    told = _a_dimension(x, at, len(size))
-    if told is None:
+    given = _a_dimension(x, at, len(size))
+    if given is None:
         return None
     result = []
-    for extent, taps, (stride, padding, dilation, more) in zip(size, kernel, told, strict=True):
+    for extent, taps, (stride, padding, dilation, more) in zip(size, kernel, given, strict=True):
         if stride < 1 or dilation < 1 or padding < 0 or more < 0:
             return None
         out = (extent - 1) * stride - 2 * padding + dilation * (taps - 1) + more + 1
@@ -303,11 +303,11 @@ def _output_size(
     x: OpInputs, layout: _Layout, size: tuple[int, ...], kernel: tuple[int, ...]
 ) -> tuple[int, ...] | None:
     """floor((size + 2 padding - dilation (kernel - 1) - 1) / stride) + 1, a dimension."""
-    told = _a_dimension(x, (layout.stride, layout.padding, layout.dilation), len(size))
-    if told is None:
+    given = _a_dimension(x, (layout.stride, layout.padding, layout.dilation), len(size))
+    if given is None:
         return None
     result = []
-    for extent, taps, (stride, padding, dilation) in zip(size, kernel, told, strict=True):
+    for extent, taps, (stride, padding, dilation) in zip(size, kernel, given, strict=True):
         if stride < 1 or dilation < 1 or padding < 0:
             return None
         out = (extent + 2 * padding - dilation * (taps - 1) - 1) // stride + 1

@@ -94,8 +94,8 @@ def residency(trace: Trace) -> Residency:
     """
     gpu = trace.gpu
     waves = np.full(gpu.height, np.nan)
-    told = _floats(gpu["occupancy"])
-    occupancy = np.where(told > 0, told, np.nan)
+    reported = _floats(gpu["occupancy"])
+    occupancy = np.where(reported > 0, reported, np.nan)
     blocks, threads = _floats(gpu["blocks"]), _floats(gpu["threads"])
     profiled = _floats(gpu["active_blocks"])
     kernel = (gpu["kind"] == "kernel").to_numpy()

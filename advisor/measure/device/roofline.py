@@ -102,8 +102,8 @@ def model_flop_utilisation(a: Analysis) -> float | None:
     rows = rows.with_columns(peak=_peaks(rows, hardware))
     matrix = rows.filter(pl.col("family").is_in(list(MATRIX)))
     known = pl.col("flops").is_not_null() & (pl.col("peak").is_not_null() | (pl.col("flops") == 0))
-    time, told = int(matrix["ns"].sum()), int(matrix.filter(known)["ns"].sum())
-    if not time or told < KNOWN_SHARE * time:
+    time, known_ns = int(matrix["ns"].sum()), int(matrix.filter(known)["ns"].sum())
+    if not time or known_ns < KNOWN_SHARE * time:
         return None
     busy = rows.select((pl.col("flops") / pl.col("peak")).fill_nan(None).sum()).item()
     return float(busy) / (a.span_ns / 1e9)

@@ -1,4 +1,4 @@
-"""Calls that hold the host until the device has got somewhere, told by when they return.
+"""Calls that hold the host until the device has got somewhere, by when they return.
 
 A call need not say by its name that it waits: ``cudaFree`` does, so does a copy whose memory turns
 out to be pageable, a prefetch of unified memory, or a launch with ``CUDA_LAUNCH_BLOCKING=1``. What
@@ -24,7 +24,7 @@ RETURN_NS = 20_000
 12 µs)."""
 LATE_SHARE = 0.02
 """Longer ones may take this share of their length more: the host is busy waking up."""
-MIN_ALIKE, ALIKE = 3, 0.6
+MIN_SIMILAR, SIMILAR = 3, 0.6
 """Where one call was long so often, this share of them must be tied, or it was chance."""
 ALONE_NS = 1_000_000
 """A call that was long less often than that counts from this length on: within it, the last work of
@@ -80,5 +80,5 @@ def tied_calls(trace: Trace) -> NDArray[np.int64]:
     names = cpu["name"].gather(rows).to_physical().to_numpy()
     _, of, count = np.unique(names, return_inverse=True, return_counts=True)
     share = np.bincount(of, weights=tied)[of] / count[of]
-    sure = np.where(count[of] >= MIN_ALIKE, share >= ALIKE, dur >= ALONE_NS)
+    sure = np.where(count[of] >= MIN_SIMILAR, share >= SIMILAR, dur >= ALONE_NS)
     return rows[tied & sure]

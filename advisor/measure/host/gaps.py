@@ -97,7 +97,7 @@ def idle_gaps(a: Analysis) -> pl.DataFrame:
     A gap is blamed on the thread that launched the work which ended it. Until that launch began,
     each piece has the class of what the thread was doing (``timeline.CLASSES``); where that is
     nothing recorded, what the main thread or another launching thread was doing then. From the
-    launch on it is ``launch``, or ``stream`` when a stream was told to wait for an event before
+    launch on it is ``launch``, or ``stream`` when a stream had to wait for an event before
     this launch and work of another stream or device ended last; a wait of the launched work that is
     longer than LATENCY_NS and has no such reason is ``unknown``. Pieces under ``overhead`` rows
     of the profiler are ``profiler`` (or ``compile`` where they load code). Without a next launch

@@ -108,7 +108,7 @@ def _family_codes(cpu: pl.DataFrame) -> NDArray[np.int8]:
 
 
 TOLD_SHARE = 0.01
-"""Part of the launches from which holes are told, and nothing is concluded from idle time: a file
+"""Part of the launches from which holes count, and nothing is concluded from idle time: a file
 without losses has none, so this only leaves room for launches that failed."""
 
 

@@ -124,8 +124,8 @@ def _reached(table: pl.DataFrame, limits: Roofs, hardware: GpuSpec | None) -> Ro
     above the peak: FLOPs are counted by shape."""
     if hardware is None:
         return limits
-    told = table.filter((pl.col("family") == "gemm") & (pl.col("share") >= MIN_SHARE))
-    fastest = told.group_by(pl.col("dtype").cast(pl.String)).agg(pl.col("flops_per_s").max())
+    matmuls = table.filter((pl.col("family") == "gemm") & (pl.col("share") >= MIN_SHARE))
+    fastest = matmuls.group_by(pl.col("dtype").cast(pl.String)).agg(pl.col("flops_per_s").max())
     matmul = dict(limits.matmul)
     for dtype, rate in fastest.drop_nulls().iter_rows():
         result, peak = matmul.get(dtype), hardware.peak(dtype)

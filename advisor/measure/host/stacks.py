@@ -237,7 +237,7 @@ BACKWARD = r"^autograd::engine::evaluate_function|Backward\d*$"
 
 def forward_ops(trace: Trace) -> Rows:
     """Aligned with ``trace.cpu``: for rows inside an operator of the backward pass the operator
-    of the forward pass that created its node, -1 elsewhere and where it cannot be told.
+    of the forward pass that created its node, -1 elsewhere and where it is unknown.
 
     Both carry the same autograd sequence number. Forward operators that created no node carry
     the number of the next one that does, so the *last* forward operator with a number is its

@@ -265,14 +265,14 @@ def _released(
     last = work.last_before(rows, cpu["thread"].to_numpy())
     stream = np.where(last >= 0, gpu["stream"].to_numpy()[np.maximum(last, 0)], -(1 << 62))
     before = ts.copy()
-    told_stream, told_before = _told(trace, rows)
-    stream = np.where(told_stream > -(1 << 62), told_stream, stream)
-    before = np.where(told_before >= 0, told_before, before)
+    recorded_stream, recorded_before = _recorded_syncs(trace, rows)
+    stream = np.where(recorded_stream > -(1 << 62), recorded_stream, stream)
+    before = np.where(recorded_before >= 0, recorded_before, before)
     known = np.searchsorted(codes, stream)
     on = np.minimum(known, len(codes) - 1)
     event = kind == KINDS.index("event")
     usable = (codes[on] == stream) & (kind == KINDS.index("stream"))
-    usable |= (codes[on] == stream) & event & (told_before >= 0)
+    usable |= (codes[on] == stream) & event & (recorded_before >= 0)
     # one sorted axis of (stream, launch time); the running maximum restarts with each stream
     low, stride = int(min(work.launched.min(), ts.min())), int(work.launched.max() + 2)
     stride = max(stride, int(work.end.max()) + 2, int(end.max()) + 2) - low
@@ -288,9 +288,9 @@ def _released(
     # An event without a record, or a stream that was guessed wrong (its work outlasts the call, or
     # had ended before a call that did wait): what released the call is then the last work that
     # ended while it lasted.
-    told = told_stream > -(1 << 62)
+    recorded = recorded_stream > -(1 << 62)
     waits = end - ts > IDLE_CALL_NS
-    guess = ~memcpy & ~device & ~told & waits & (~good | (result <= ts))
+    guess = ~memcpy & ~device & ~recorded & waits & (~good | (result <= ts))
     guess |= ~memcpy & (result > end)
     ends = np.sort(work.end)
     place = np.searchsorted(ends, end, side="right") - 1
@@ -298,7 +298,7 @@ def _released(
     return np.where(result > ts, np.minimum(result, end), -1)
 
 
-def _told(trace: Trace, rows: NDArray[np.int64]) -> tuple[Ints, Ints]:
+def _recorded_syncs(trace: Trace, rows: NDArray[np.int64]) -> tuple[Ints, Ints]:
     """What ``cuda_sync`` rows say of each call: the stream waited for (very negative: not recorded)
     and the time before which the awaited work was launched (-1: not recorded)."""
     stream = np.full(len(rows), -(1 << 62), dtype=np.int64)
@@ -313,7 +313,7 @@ def _told(trace: Trace, rows: NDArray[np.int64]) -> tuple[Ints, Ints]:
         .select(pl.col("correlation").alias("wait_correlation"), pl.col("ts").alias("recorded"))
         .unique("wait_correlation", keep="first")
     )
-    told = (
+    waits = (
         trace.sync.lazy()
         .filter(pl.col("kind").is_in(["stream", "event"]), pl.col("correlation").is_not_null())
         .unique("correlation", keep="first")
@@ -324,7 +324,7 @@ def _told(trace: Trace, rows: NDArray[np.int64]) -> tuple[Ints, Ints]:
             "recorded",
         )
     )
-    joined = asked.lazy().join(told, on="correlation", how="inner").collect()
+    joined = asked.lazy().join(waits, on="correlation", how="inner").collect()
     joined = joined.filter(pl.col("on").is_not_null())
     index = joined["at"].to_numpy()
     stream[index] = joined["on"].to_numpy()

@@ -17,7 +17,7 @@ Floats = NDArray[np.float64]
 Bools = NDArray[np.bool_]
 
 MIN_FOR_DRIFT = 12
-"""Collectives of a group from which the drift of its clocks is told from scatter."""
+"""Collectives of a group from which the drift of its clocks differs from scatter."""
 MAX_DRIFT = 5e-4
 """Ten times what a quartz clock may drift: what looks like more is no drift."""
 ROUNDS = 6

@@ -1,4 +1,4 @@
-"""Ranks on one clock: how far their clocks are apart, told by the ends of collectives."""
+"""Ranks on one clock: how far their clocks are apart, by the ends of collectives."""
 
 from __future__ import annotations
 
@@ -222,7 +222,7 @@ def match_collectives(ranks: Mapping[int, Analysis]) -> Matches:
     numbers = tuple(ranks)
     stepped = all(a.steps.numbered for a in ranks.values())
     every = pl.concat([keyed(a, n, stepped=stepped) for n, a in ranks.items()])
-    # what one rank has twice under one key cannot be told apart
+    # what one rank has twice under one key is ambiguous
     doubled = every.group_by(*_KEY, "rank").len().filter(pl.col("len") > 1).select(_KEY)
     table = (
         every.join(doubled, on=_KEY, how="anti", nulls_equal=True)

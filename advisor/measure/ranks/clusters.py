@@ -1,4 +1,4 @@
-"""Groups of ranks that spend their time alike, named by what tells them apart."""
+"""Groups of ranks that spend their time in a similar way, named by what differs."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Ints = NDArray[np.int64]
 
 MAX_CLUSTERS = 8
 MAX_DISTANCE = 0.1
-"""Of the step: ranks whose times differ by less, over all classes together, are alike."""
+"""Of the step: ranks whose times differ by less, over all classes together, are similar."""
 FAMILIES = 6
 LABELS = {
     "compute": "compute",
@@ -30,8 +30,8 @@ LABELS = {
 def find_clusters(
     summaries: Sequence[Summary], values: Floats, classes: Sequence[str], stage: Ints
 ) -> list[RankCluster]:
-    """At most LIMIT groups, the largest first. ``values``: ns a step, ranks x ``classes``; ranks of
-    two stages of a pipeline are in two groups where their times differ at all."""
+    """At most LIMIT groups, the largest first. ``values``: ns per step, ranks x ``classes``; ranks
+    of two stages of a pipeline are in two groups where their times differ at all."""
     known = np.flatnonzero(np.isfinite(values).all(axis=1))
     if not len(known):
         return []
@@ -59,7 +59,7 @@ def find_clusters(
 
 
 def _families(summaries: Sequence[Summary]) -> Floats:
-    """ns a step of the families of kernels that take most time, ranks x families."""
+    """ns per step of the families of kernels that take most time, ranks x families."""
     total: dict[str, float] = {}
     for summary in summaries:
         for name, ns in summary.families.items():
@@ -116,7 +116,7 @@ def _name(
     if several and len(np.unique(stage)) == 1:
         parts.append(f"stage {int(stage[0])}")
     if groups == 1:
-        return parts[0] if parts else "all alike"
+        return parts[0] if parts else "all similar"
     order = np.argsort(-np.abs(more), kind="stable")
     for place in order[:2].tolist():
         if abs(more[place]) >= 0.02 * scale:

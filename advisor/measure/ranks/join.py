@@ -215,7 +215,7 @@ def _check(columns: dict[str, Ints], result: Collectives, steps: int) -> None:
     by_key = (result.synchronising, result.group, result.size, result.kind, result.message)
     fits = (
         len(lengths) == 1
-        and all(len(told) == len(result.keys) for told in by_key)
+        and all(len(keyed_rows) == len(result.keys) for keyed_rows in by_key)
         and (not result.sequenced or len(result.sequenced) == len(result.keys))
         and columns["key"].min() >= 0
         and columns["key"].max() < len(result.keys)

@@ -110,8 +110,8 @@ def longer_families(slow: Sequence[Summary], others: Sequence[Summary]) -> list[
             usual = _median([s.families.get(name, 0.0) for s in others])
             more[name] = _median([s.families.get(name, 0.0) for s in slow]) - usual
     whole = sum(value for value in more.values() if value > 0)
-    told = [(name, value) for name, value in more.items() if value > 0.2 * whole > 0]
-    return sorted(told, key=lambda item: -item[1])[:3]
+    notable = [(name, value) for name, value in more.items() if value > 0.2 * whole > 0]
+    return sorted(notable, key=lambda item: -item[1])[:3]
 
 
 def _mean(values: Sequence[float]) -> float:

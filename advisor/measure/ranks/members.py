@@ -1,4 +1,4 @@
-"""Ranks, hosts and racks: at which of these levels something is odd."""
+"""Ranks, hosts and racks: at which of these levels something is an outlier."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
 
 MIN_MEMBERS_SHARE = 0.7
-"""Share of a host's ranks (of a rack's hosts) that must be odd for the host (the rack) to be."""
+"""Share of a host's ranks (of a rack's hosts) that are outliers where the host is one."""
 
 
 class Members(NamedTuple):
@@ -50,7 +50,7 @@ def find_members(
     excess: Floats, floor: float, limit: float, places: Places, *, spreads: bool = False
 ) -> list[Members]:
     """Ranks whose ``excess`` (over those that are like them; NaN: not comparable) is above
-    ``floor`` and would come by chance in less than ``limit``; told as hosts and racks where most
+    ``floor`` and would come by chance in less than ``limit``; named as hosts and racks where most
     of these have it. ``spreads``: ranks that wait for one of their host hide what they have of the
     same (the host runs ahead meanwhile), so that of the others any excess counts that chance does
     not explain. The largest excess first."""
@@ -77,12 +77,12 @@ def find_members(
 def _hosts(
     excess: Floats, floor: float, limit: float, places: Places, flagged: dict[int, float]
 ) -> dict[str, float]:
-    """Hosts that are odd as a whole, with the chance of each."""
+    """Hosts that are outliers as a whole, with the significance of each."""
     several = {name: own for name, own in places.hosts.items() if len(own) > 1}
     if len(several) < 2 or len(places.hosts) < 2:
         return {}
     result: dict[str, float] = {}
-    for name, own in several.items():  # nearly all of its ranks are odd one by one
+    for name, own in several.items():  # nearly all of its ranks are outliers one by one
         there = [place for place in own if place in flagged]
         if len(there) >= MIN_MEMBERS_SHARE * len(own):
             result[name] = min(flagged[place] for place in there)
@@ -102,7 +102,7 @@ def _shared(
     flagged: dict[int, float],
     result: dict[str, float],
 ) -> None:
-    """Add hosts of which one rank is odd and most of the others unlikely in the same direction."""
+    """Add hosts of which one rank is an outlier and most others are unlikely the same way."""
     for name, own in places.hosts.items():
         there = [place for place in own if place in flagged]
         known = [place for place in own if np.isfinite(excess[place])]
@@ -125,12 +125,13 @@ def _racks(
         each = [_known(excess[list(places.hosts[host])]) for host in own]
         if sum(len(values) > 0 for values in each) > 1:
             units[rack] = np.array([float(values.mean()) for values in each if len(values)])
-    odd = _extreme(units, limit) if len(units) > 1 else {}
+    outliers = _extreme(units, limit) if len(units) > 1 else {}
     for rack, values in units.items():
         own = places.racks[rack]
         there = [hosts[host] for host in own if host in hosts]
         p = min(
-            odd.get(rack, 1.0), min(there) if len(there) >= MIN_MEMBERS_SHARE * len(own) else 1.0
+            outliers.get(rack, 1.0),
+            min(there) if len(there) >= MIN_MEMBERS_SHARE * len(own) else 1.0,
         )
         middle = float(np.median(values))
         if p < limit and middle > floor and np.mean(values > middle / 2) >= MIN_MEMBERS_SHARE:

@@ -23,7 +23,7 @@ MIN_GROUPS = 3
 
 
 def transfer_excess(job: Job, without: frozenset[int] = frozenset()) -> list[Floats]:
-    """Transfer time above the middle of the same kind and size in other groups, by rank, ns a step:
+    """Transfer time above the middle of the same kind and size in other groups, by rank, per step:
     of all together, then of each kind by itself. NaN: nothing to compare with. Collectives of the
     ranks in ``without`` take no part."""
     joined, waits = job.joined, job.waits
@@ -63,11 +63,11 @@ def _groups(job: Job) -> tuple[Ints, Ints]:
     at = np.concatenate([[0], np.cumsum(sizes)[:-1]])
     group = np.add.reduceat(seed[joined.rank[waits.cells]], at)
     kinds: dict[tuple[str, int, int], int] = {}
-    told = [
+    labels = [
         (joined.keys[key].kind, joined.keys[key].message, joined.keys[key].size or size)
         for key, size in zip(joined.key[waits.row].tolist(), sizes.tolist(), strict=True)
     ]
-    kind = np.array([kinds.setdefault(each, len(kinds)) for each in told], dtype=np.int64)
+    kind = np.array([kinds.setdefault(each, len(kinds)) for each in labels], dtype=np.int64)
     return group, kind
 
 
@@ -101,8 +101,10 @@ def _same(job: Job, who: list[Members], excess: Floats) -> Members:
     if worst.unit != "rank":
         return worst
     level = float(excess[worst.places[0]])
-    alike = [w for w in who if w.unit == "rank" and abs(excess[w.places[0]] - level) < 0.1 * level]
-    places = tuple(sorted(place for w in alike for place in w.places))
+    similar = [
+        w for w in who if w.unit == "rank" and abs(excess[w.places[0]] - level) < 0.1 * level
+    ]
+    places = tuple(sorted(place for w in similar for place in w.places))
     if len(places) == 1:
         return worst
     name = numbers([job.places.ranks[place] for place in places])

@@ -35,7 +35,7 @@ MIN_SHARE = 0.02
 MOVING_SHARE = 0.03
 """Of the step, that the last rank of each step is above the others, in the mean."""
 BROAD_SHARE = 0.08
-"""Of the step: where ranks differ all over, nothing tells the odd from the even but what it
+"""Of the step: where ranks differ all over, nothing tells an outlier from the others but what it
 costs."""
 STAGE_SHARE = 0.05
 """Of the step, that the longest stage is above the mean of the stages."""
@@ -58,22 +58,22 @@ NEW_EACH_STEP = 0.5
 
 @dataclass
 class Deviation:
-    """Something odd, as measured; ``places`` index the list of summaries."""
+    """An outlier, as measured; ``places`` index the list of summaries."""
 
     kind: str
     who: Members
     excess_ns: float
-    """Own time (of ``network``: transfer) a step above the others'."""
+    """Own time (of ``network``: transfer) per step above the others'."""
     moves: bool = False
     more: dict[str, float] = field(default_factory=dict)
-    """By class, ns a step above the others."""
+    """By class, ns per step above the others."""
     device: float | None = None
     """How many times as long the same kernels take there; ``None``: not known, or no cause."""
     kernels: int = 0
     """Kernels that ``device`` is measured by."""
     families: list[tuple[str, float]] = field(default_factory=list)
     others_ns: float = 0.0
-    """Own time of the others, ns a step."""
+    """Own time of the others, ns per step."""
     note: str = ""
     late: bool = False
     """Found by who arrives last, not by own work."""
@@ -225,7 +225,7 @@ def _merge_imbalances(job: Job, result: list[Deviation]) -> list[Deviation]:
 
 
 def merge(job: Job, result: Sequence[Deviation]) -> Deviation:
-    """Several that are odd in the same way, as one: the figures are of the largest."""
+    """Several outliers of the same kind, as one: the figures are of the largest."""
     places = tuple(sorted({place for deviation in result for place in deviation.who.places}))
     name = numbers([job.places.ranks[place] for place in places])
     who = Members("rank", name, places, min(deviation.who.chance for deviation in result))
@@ -257,7 +257,7 @@ def stages(job: Job) -> list[Deviation]:
     values = job.own.values
     above = medians_over(values[index], axis=0) - medians_over(values[like], axis=0)
     more = dict(zip(OWN, above, strict=False))
-    odd = [job.summaries[place] for place in index.tolist()]
+    slow = [job.summaries[place] for place in index.tolist()]
     others = [job.summaries[place] for place in like.tolist()]
     return [
         Deviation(
@@ -265,7 +265,7 @@ def stages(job: Job) -> list[Deviation]:
             who=Members("stage", str(top), tuple(index.tolist()), p),
             excess_ns=excess,
             more={name: float(ns) for name, ns in more.items()},
-            families=longer_families(odd, others),
+            families=longer_families(slow, others),
             others_ns=float(rest.mean()),
             note=f"{len(names)} stages",
         )

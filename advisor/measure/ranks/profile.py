@@ -32,7 +32,7 @@ class Profile:
     """A row a rank (place in the list of summaries)."""
 
     values: Floats
-    """Mean ns a step by class (columns: CLASSES); NaN: not measured, or the file is damaged."""
+    """Mean ns per step by class (columns: CLASSES); NaN: not measured, or the file is damaged."""
     steps: list[str]
     """Names of the steps that most ranks have."""
     by_step: dict[str, Floats]
@@ -42,7 +42,7 @@ class Profile:
 
     @property
     def own(self) -> Floats:
-        """Own time of each rank, ns a step."""
+        """Own time of each rank, ns per step."""
         return np.asarray(self.values[:, : len(OWN)].sum(axis=1))
 
     @property
@@ -107,23 +107,23 @@ def own_columns(summary: Summary) -> dict[str, Floats] | None:
     if not summary.steps or not (summary.per_step or summary.time or summary.host_time):
         return None
     length = np.array([step.end - step.start for step in summary.steps], dtype=np.float64)
-    told = {
+    by_class = {
         name: unpack(packed).astype(np.float64)
         for name, packed in summary.per_step.items()
         if packed.count == len(length)
     }
-    if not told:  # only means: the same for each step
-        told = {name: np.full(len(length), ns) for name, ns in summary.time.items()}
-        told |= {f"idle: {name}": np.full(len(length), ns) for name, ns in summary.idle.items()}
-        told.pop("idle", None)
+    if not by_class:  # only means: the same for each step
+        by_class = {name: np.full(len(length), ns) for name, ns in summary.time.items()}
+        by_class |= {f"idle: {name}": np.full(len(length), ns) for name, ns in summary.idle.items()}
+        by_class.pop("idle", None)
     nothing = np.zeros(len(length))
-    waiting = np.minimum(told.get("communication", nothing), length)
-    loading = sum((told[name] for name in _INPUT if name in told), nothing)
-    copies = sum((told[name] for name in _COPIES if name in told), nothing)
+    waiting = np.minimum(by_class.get("communication", nothing), length)
+    loading = sum((by_class[name] for name in _INPUT if name in by_class), nothing)
+    copies = sum((by_class[name] for name in _COPIES if name in by_class), nothing)
     if summary.time:
-        compute = told.get("compute", nothing)
+        compute = by_class.get("compute", nothing)
     else:  # operators on the host; what waits in a collective is in them
-        compute = np.maximum(told.get("dispatch", nothing) - waiting, 0.0)
+        compute = np.maximum(by_class.get("dispatch", nothing) - waiting, 0.0)
     rest = np.maximum(length - waiting - loading - copies - compute, 0.0)
     return {
         "compute": compute,

@@ -49,7 +49,7 @@ class Skew(NamedTuple):
     there is no device, with no operator).
 
     ``stragglers``: a row a rank: ``rank``, ``collectives`` (it takes part in), ``last`` (at which
-    it arrives last), ``last_share`` (their share), and, ns a step: ``caused_wait_ns`` (summed over
+    it arrives last), ``last_share`` (their share), and per step: ``caused_wait_ns`` (summed over
     those: mean wait of the others), ``caused_exposed_ns`` (its exposed part, the time that they
     lose), ``wait_ns`` and ``exposed_wait_ns`` (its own, for others).
     """
@@ -58,7 +58,7 @@ class Skew(NamedTuple):
     arrivals: pl.DataFrame
     stragglers: pl.DataFrame
     steps: int
-    """Steps over which the figures a step are taken."""
+    """Steps over which the figures per step are taken."""
 
 
 def skew(ranks: Mapping[int, Analysis], alignment: Alignment) -> Skew:

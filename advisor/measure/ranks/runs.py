@@ -15,7 +15,7 @@ from advisor.measure.ranks.clocks import MAX_CLOCK_DIFFERENCE_NS
 from advisor.measure.ranks.summary import Summary, Unread
 
 SHOWN = 3
-"""Files that are told by name."""
+"""Files that are known by name."""
 
 
 class OneRun(NamedTuple):
@@ -122,9 +122,9 @@ def _named(summaries: Sequence[Summary], notes: dict[str, str]) -> list[Summary]
     given = missing if len(unknown) == len(missing) == 1 else range(beyond, beyond + len(unknown))
     named = dict(zip((id(s) for s in unknown), given, strict=True))
     if list(given) != missing:
-        told = [f"{rank} is {s.path}" for rank, s in zip(given, unknown, strict=True)]
-        more = "" if len(told) <= SHOWN else f" and {len(told) - SHOWN} more"
+        named = [f"{rank} is {s.path}" for rank, s in zip(given, unknown, strict=True)]
+        more = "" if len(named) <= SHOWN else f" and {len(named) - SHOWN} more"
         notes["which ranks some files are of"] = (
-            f"neither they nor their names say it; here {', '.join(told[:SHOWN])}{more}"
+            f"neither they nor their names say it; here {', '.join(named[:SHOWN])}{more}"
         )
     return [structs.replace(s, rank=named.get(id(s), s.rank)) for s in summaries]

@@ -1,4 +1,4 @@
-"""How probable it is that the most extreme of ranks that are alike looks like this."""
+"""How probable it is that the most extreme of similar ranks looks like this."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def binomial_tail(hits: int, tries: int, chance: float) -> float:
 
 def residuals(values: Floats, group: Ints) -> Floats:
     """Each value less the median of its group; NaN in a group of fewer than three, where nobody
-    can be told from the others."""
+    differ from the others."""
     left = np.full(len(values), np.nan)
     for number in np.unique(group):
         rows = np.flatnonzero((group == number) & np.isfinite(values))
@@ -79,10 +79,10 @@ def means_over(values: Floats, axis: int) -> Floats:
 
 
 def p_values(left: Floats) -> Floats:
-    """For each residual: probability that the largest of as many alike ones is as large.
+    """For each residual: probability that the largest of as many similar ones is as large.
 
     Two scales, and the smaller probability of the two, doubled: the median absolute deviation,
-    which several odd ones do not spoil, and the deviation of all others than the one in
+    which several outliers do not spoil, and the deviation of all others than the one in
     question (Student's deleted residual), which is sharper where there are few.
     """
     result = np.ones(len(left))

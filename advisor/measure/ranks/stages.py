@@ -1,4 +1,4 @@
-"""Which ranks have the same part of the work: the stages of a pipeline, told by who meets whom."""
+"""Which ranks have the same part of the work: the stages of a pipeline, by who meets whom."""
 
 from __future__ import annotations
 

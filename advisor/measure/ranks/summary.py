@@ -120,7 +120,7 @@ class Collectives(Struct, frozen=True, kw_only=True):
 
 
 class Summary(Struct, frozen=True, kw_only=True):
-    """A rank, measured. Times are ns a step unless said otherwise."""
+    """A rank, measured. Times are ns per step unless said otherwise."""
 
     schema: str = SCHEMA
     rank: int
@@ -209,8 +209,8 @@ def decode(data: bytes) -> Summary | Unread:
     try:
         if len(data) > MAX_DECODED:
             raise ValueError
-        told: dict[str, Any] = msgspec.msgpack.decode(data)
-        kind, fields = next(iter(told.items()))
+        decoded: dict[str, Any] = msgspec.msgpack.decode(data)
+        kind, fields = next(iter(decoded.items()))
         if fields.get("schema") != SCHEMA:
             raise AdvisorError(f"a rank's summary is of another version ({fields.get('schema')!r})")
         if kind == "unread":

@@ -28,7 +28,7 @@ def reason(job: Job, deviation: Deviation) -> str:
             f"once all ranks have arrived, its collectives take {excess} ({share}) longer per step "
             "than the same ones of other groups"
         )
-    told = {
+    amounts = {
         "compute": more.get("compute", 0.0),
         "input": more.get("input", 0.0),
         "host": more.get("host", 0.0) + more.get("copies", 0.0),
@@ -49,7 +49,9 @@ def reason(job: Job, deviation: Deviation) -> str:
         of = f" (the others: {format_duration(deviation.others_ns)})" if deviation.others_ns else ""
         text = f"{excess} more own work per step than the others{of}, {share} of the step"
     least = 0.1 * deviation.excess_ns
-    each = [f"{format_duration(ns)} more {_PARTS[name]}" for name, ns in told.items() if ns > least]
+    each = [
+        f"{format_duration(ns)} more {_PARTS[name]}" for name, ns in amounts.items() if ns > least
+    ]
     if each:
         text += f": {' and '.join(each)}"
     if deviation.device is not None:

@@ -97,8 +97,8 @@ class StepRecords:
     def outside(self) -> int:
         """Time between the steps that went into validation, checkpoints and the like, ns. Before
         the first step lie imports, the making of the model and the like: not between steps."""
-        told = (step.evaluation for step in self.steps if step.n)
-        return sum(length for length in told if 0 <= length < LARGEST)
+        lengths = (step.evaluation for step in self.steps if step.n)
+        return sum(length for length in lengths if 0 <= length < LARGEST)
 
     @cached_property
     def count(self) -> int:
@@ -276,7 +276,7 @@ class StepRecords:
         """A field of the GPU's samples, where it was measured."""
         return _known([getattr(sample, name) for sample in self.gpus])
 
-    # -- what is told once --------------------------------------------------------------------
+    # -- what is reported once --------------------------------------------------------------------
 
     def flag(self, name: str) -> Any:
         """A framework flag; ``None``: not recorded."""

@@ -38,8 +38,8 @@ class StepDifference(NamedTuple):
 class StepHalves(NamedTuple):
     """The mean of the longer half of the steps less that of the shorter half.
 
-    With an odd number of steps the middle one is in neither. ``classes`` are exclusive (those of
-    ``Breakdown``, idle by its cause), so that all of them would add up to ``difference_ns``; those
+    A median step is in neither. ``classes`` are exclusive (those of ``Breakdown``, idle by its
+    cause), so that all of them would add up to ``difference_ns``; those
     that hold NAMED_SHARE of it are listed. ``work`` is device work by name in the same way, not
     exclusive: hidden work is in it too.
     """
@@ -56,8 +56,8 @@ class StepHalves(NamedTuple):
 
 
 def uneven(a: Analysis) -> StepHalves | None:
-    """See ``Analysis.uneven``. ``None``: the steps are alike, or too few. Without device work it is
-    the main thread's time, by its classes, and operators by the time in them alone."""
+    """See ``Analysis.uneven``. ``None``: the steps are similar, or too few. Without device work it
+    is the main thread's time, by its classes, and operators by the time in them alone."""
     used = a.steps.used
     if used.height < MIN_STEPS or (a.device_id is None and a.trace.main_thread is None):
         return None

@@ -36,7 +36,7 @@ OUTLIER_MADS = 5.0
 MIN_STEPS_LEFT = 3
 MAX_RHYTHM = 16
 """Longest distance of long steps that come back; few loops have more loader workers a rank."""
-RHYTHM_ALIKE = 2.5
+RHYTHM_SPREAD = 2.5
 """How much longer than the shortest of them the longest may be."""
 HOLE_NS = 1_000_000
 """Longest time that queued work of an idle device may wait for nothing that is recorded; launch
@@ -413,7 +413,7 @@ def rhythm(long: np.ndarray, dur: np.ndarray) -> int | None:
         and np.ptp(distance) <= 1
         and long[0] <= apart
         and len(dur) - long[-1] <= apart + 1
-        and dur[long].max() <= RHYTHM_ALIKE * dur[long].min()
+        and dur[long].max() <= RHYTHM_SPREAD * dur[long].min()
     )
     return round(apart) if even else None
 

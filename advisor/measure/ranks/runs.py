@@ -120,11 +120,11 @@ def _named(summaries: Sequence[Summary], notes: dict[str, str]) -> list[Summary]
     missing = sorted(set(range(world)) - known)
     beyond = max([world, *(rank + 1 for rank in known)])
     given = missing if len(unknown) == len(missing) == 1 else range(beyond, beyond + len(unknown))
-    each = dict(zip((id(s) for s in unknown), given, strict=True))
+    numbers = dict(zip((id(s) for s in unknown), given, strict=True))
     if list(given) != missing:
-        each = [f"{rank} is {s.path}" for rank, s in zip(given, unknown, strict=True)]
-        more = "" if len(each) <= SHOWN else f" and {len(each) - SHOWN} more"
+        lines = [f"{rank} is {s.path}" for rank, s in zip(given, unknown, strict=True)]
+        more = "" if len(lines) <= SHOWN else f" and {len(lines) - SHOWN} more"
         notes["which ranks some files are of"] = (
-            f"neither they nor their names say it; here {', '.join(each[:SHOWN])}{more}"
+            f"neither they nor their names say it; here {', '.join(lines[:SHOWN])}{more}"
         )
-    return [structs.replace(s, rank=each.get(id(s), s.rank)) for s in summaries]
+    return [structs.replace(s, rank=numbers.get(id(s), s.rank)) for s in summaries]

@@ -195,11 +195,6 @@ class ExposedTime:
             return span, span
         launching = float(a.gaps["dur"].filter(a.gaps["cause"].is_in(OF_LAUNCHES)).sum())
         busy = float(a.breakdown.busy.total)
-        own = _launched_inside(a)
-        if own.any():  # work of the steps before runs in the first of these
-            ts, dur = (a.trace.gpu[name].to_numpy()[own] for name in ("ts", "dur"))
-            less = min(busy, float(union(ts, ts + dur).total))
-            launching, busy = launching + busy - less, less
         return span - busy, launching
 
     def most(self, edits: Sequence[Edit], *, optimistic: bool = False) -> float:

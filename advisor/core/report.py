@@ -17,8 +17,6 @@ from advisor.core.views import Views
 
 SCHEMA = "advisor.report/2"
 
-MAX_PRINTED = 10
-"""Findings that ``print(report)`` shows in detail."""
 MAX_LINES = 400
 """Lines that ``print`` shows of a report or a comparison."""
 
@@ -832,7 +830,7 @@ class Report(Struct, kw_only=True):
 
     def __str__(self) -> str:
         """What ``advisor analyze`` prints, for a terminal of 80 columns: at most MAX_LINES."""
-        text = render(self, "REPORTS", "terminal", top=MAX_PRINTED)
+        text = render(self, "REPORTS", "terminal")
         return bounded(text, "to_dict() has all")
 
     def _repr_html_(self) -> str:

@@ -84,7 +84,7 @@ def test_a_rule_that_fails_is_contained_and_said() -> None:
 
     result = run_rules(-1, Analysis(trace), [Broken()])
     assert [type(n) for n in result.not_measured] == [SkippedCheck]
-    assert result.not_measured[0].why == f"{FAILED} (ZeroDivisionError: oops)"
+    assert result.not_measured[0].why == f"{FAILED} (ZeroDivisionError: oops at test_engine.py:30)"
 
 
 def test_findings_are_ordered_by_what_each_adds(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -151,8 +151,9 @@ def test_a_fixed_finding_gains_what_was_predicted(files: Callable[..., Compariso
     assert product.before_gain_ns == pytest.approx(product.after_gain_ns, rel=0.02)
     assert c.realised.rules
     assert c.realised.method == "replay"
-    # workers still hand their batches over, which the fix of this test does not
-    assert c.realised.predicted_ns == pytest.approx(c.realised.measured_ns, rel=0.05)
+    # as on the real pairs, workers cost the step a tenth of what they compute and half a
+    # millisecond to hand a batch over; the fix of this test has neither, so it gains 1 ms more
+    assert c.realised.predicted_ns == pytest.approx(c.realised.measured_ns - 1e6, rel=0.05)
     assert c.realised.agrees is True
 
 

@@ -17,9 +17,9 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self, TextIO
 
 from advisor.core.errors import AdvisorError
-from advisor.read.runs import RunLine, SeveralRuns, describe
 
 if TYPE_CHECKING:
+    from advisor.read.runs import RunLine, SeveralRuns
     from advisor.render.document import Document
     from advisor.render.formats import Formats
     from advisor.render.renderer import Renderer
@@ -249,6 +249,7 @@ PROGRAM = 34
 def offer(error: SeveralRuns, arguments: list[str]) -> str:
     """List the runs on stderr, newest first, and return what to type to have one of them."""
     from advisor.core.text import clean
+    from advisor.read.runs import describe
 
     lines = [describe(path) for path in error.found[:MAX_RUNS]]
     lines.sort(key=lambda line: line.started_unix_ns, reverse=True)

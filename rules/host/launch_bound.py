@@ -66,9 +66,9 @@ class LaunchBound(Rule):
         "traces/pairs/particle_batch32",
         "traces/pairs/particle_batch64",
         "traces/dlrm_8ranks",
-        "traces/pairs/sam_1_fp32_many_syncs",
     )
     silent_in = (
+        "traces/pairs/sam_1_fp32_many_syncs",
         "traces/a100_train_6steps",
         "traces/v100_train_copy_heavy",
         "traces/mi250_train",
@@ -101,6 +101,10 @@ class LaunchBound(Rule):
     )
     min_launches = Threshold(
         30, "launches per step: with fewer, launching is not the problem", OURS
+    )
+
+    min_apart = Threshold(
+        10, "launches between two waits for the GPU: fewer make every capture impossible", OURS
     )
 
     code = (
@@ -190,6 +194,8 @@ class LaunchBound(Rule):
         if not gaps.at_launches:
             return  # something slow before a launch, in many calls
         static, waits = repeats_kernels(a), find_capture_blockers(a)
+        if gaps.launches < self.min_apart * waits.per_step:
+            return  # no graph can hold them, and the waits come first
         stacks = bool(a.trace.meta.with_stack)
         yield Finding(
             summary=(

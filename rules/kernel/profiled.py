@@ -16,6 +16,7 @@ from advisor.core.finding import (
     Location,
     Outcome,
     Rule,
+    Source,
     Threshold,
 )
 from advisor.measure import Analysis
@@ -59,10 +60,10 @@ class CounterRule(Rule):
     reads_kernel_profiles = True
     references = (NCU.at,)
     confidence = 0.6
-    label: ClassVar[str] = ""
+    _label: ClassVar[str] = ""
     """Of the measured figure."""
-    unit: ClassVar[str] = "share"
-    limit_name: ClassVar[str] = ""
+    _unit: ClassVar[str] = "share"
+    _limit_name: ClassVar[str] = ""
     """The threshold it is compared with."""
     assumptions = ("the kernel reaches the limit of its busiest unit; usually less is gained",)
 
@@ -92,10 +93,10 @@ class CounterRule(Rule):
             summary=f"{self._describe(k, saved)}{also}",
             evidence=[
                 Evidence(
-                    f"{self.label} of {_short(k)}",
+                    f"{self._label} of {_short(k)}",
                     saved.measured,
-                    self.unit,
-                    *self.limit(self.limit_name),
+                    self._unit,
+                    *self.limit(self._limit_name),
                 ),
                 *_facts(k),
                 Evidence("kernels with it", len(found), "count"),
@@ -112,9 +113,9 @@ class CounterRule(Rule):
         )
 
     def _describe(self, k: ProfiledKernel, saved: Saving) -> str:
-        value = t.format_share(saved.measured) if self.unit == "share" else f"{saved.measured:.3g}"
+        value = t.format_share(saved.measured) if self._unit == "share" else f"{saved.measured:.3g}"
         return (
-            f"{_short(k)}: {self.label} is {value}. A fix saves up to "
+            f"{_short(k)}: {self._label} is {value}. A fix saves up to "
             f"{t.format_share(saved.share)} of the kernel's time."
         )
 
@@ -162,8 +163,8 @@ class OccupancyLimited(CounterRule):
 
     id = "kernel-occupancy-limited"
     title = "Few resident warps leave a kernel waiting"
-    label = "theoretical occupancy"
-    limit_name = "max_occupancy"
+    _label = "theoretical occupancy"
+    _limit_name = "max_occupancy"
     max_occupancy = Threshold(0.5, "share of the warps that a multiprocessor holds", CHOSEN)
     fix = (
         "Let more warps be resident: fewer registers per thread, less shared memory per block, or "
@@ -174,6 +175,7 @@ class OccupancyLimited(CounterRule):
     falsified_by = "the same time at a higher occupancy"
     found_in = ("traces/ncu/deepseek_ocr_rtx5090",)
     silent_in = ("traces/ncu/cutlass_a100_s8",)
+    sources = (Source("Nsight Compute's SpeedOfLight rule: 60 %", NCU.at),)
     validated_on = "20 kernels of a language model on an RTX 5090; silent on full and on tiny grids"
 
     def saving(self, k: ProfiledKernel) -> Saving | None:
@@ -220,8 +222,8 @@ class Uncoalesced(CounterRule):
 
     id = "kernel-uncoalesced"
     title = "Uncoalesced global memory accesses"
-    label = "excess global memory sectors"
-    limit_name = "min_excess"
+    _label = "excess global memory sectors"
+    _limit_name = "min_excess"
     min_excess = Threshold(0.1, "of all sectors of global memory", NCU)
     fix = (
         "Let neighbouring threads touch neighbouring addresses: make the innermost index the "
@@ -264,8 +266,8 @@ class BankConflicts(CounterRule):
 
     id = "kernel-bank-conflicts"
     title = "Bank conflicts in shared memory"
-    label = "bank conflicts"
-    limit_name = "min_excess"
+    _label = "bank conflicts"
+    _limit_name = "min_excess"
     min_excess = Threshold(0.2, "of all wavefronts of shared memory", CHOSEN)
     fix = "Pad the rows of shared memory tiles by one element, or swizzle their columns."
     code = "__shared__ float tile[32][33];   // 33: rows start in different banks"
@@ -300,8 +302,8 @@ class Spills(CounterRule):
 
     id = "kernel-register-spills"
     title = "Registers spill to local memory"
-    label = "local memory sectors"
-    limit_name = "min_share"
+    _label = "local memory sectors"
+    _limit_name = "min_share"
     min_share = Threshold(0.1, "of all sectors of L1", CHOSEN)
     fix = (
         "Give each thread more registers or less to keep: smaller tiles, a larger limit of "
@@ -342,8 +344,8 @@ class PartialWave(CounterRule):
 
     id = "kernel-partial-wave"
     title = "The last wave of blocks fills part of the GPU"
-    label = "time lost in the last wave"
-    limit_name = "min_lost"
+    _label = "time lost in the last wave"
+    _limit_name = "min_lost"
     min_lost = Threshold(0.2, "of the kernel's time", NCU)
     fix = (
         "Choose a grid of whole waves: another block size, a split along K, or a persistent kernel "
@@ -387,12 +389,12 @@ class Divergence(CounterRule):
 
     id = "kernel-divergence"
     title = "Threads of a warp take different branches"
-    label = "active threads per instruction"
-    unit = ""
-    limit_name = "max_threads"
+    _label = "active threads per instruction"
+    _unit = ""
+    _limit_name = "max_threads"
     max_threads = Threshold(24.0, "of 32 threads", NCU)
     fix = "Sort or group the work so that a warp's threads take the same branch."
-    code = "order = torch.argsort(kind)   # neighbours of one kind\nx = x[order]"
+    code = "// order the work so that a warp's threads have one kind\nint item = order[i];"
     verify = "ncu --section WarpStateStats …: active threads per warp rise towards 32."
     falsified_by = "blocks whose size is no multiple of 32"
 
@@ -420,8 +422,8 @@ class WarpStalls(CounterRule):
 
     id = "kernel-warp-stalls"
     title = "Warps of a kernel wait for one thing"
-    label = "largest stall"
-    limit_name = "min_stall"
+    _label = "largest stall"
+    _limit_name = "min_stall"
     min_stall = Threshold(0.3, "of the cycles between two instructions of a warp", NCU)
     fix = (
         "Cure what most warps wait for: load earlier and keep more loads in flight for memory, do "

@@ -163,6 +163,10 @@ class OutOfMemory(Rule):
     inference: ClassVar = {
         "fix": f"{LOWER_PEAK_INFERENCE} The snapshot shows what fills memory.",
         "cases": {
+            "the text alone": {
+                "fix": f"{LOWER_PEAK_INFERENCE} Record the allocator's history for the lines that "
+                "held it, and for whether other allocator settings would have helped.",
+            },
             "smaller logits": {
                 "fix": "Compute the logits in chunks, or only those of the last position",
                 "code": "logits = head(hidden[:, -1:])",

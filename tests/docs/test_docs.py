@@ -38,6 +38,7 @@ def test_every_field_of_the_report_has_a_meaning() -> None:
 
 def test_links_between_pages_lead_somewhere() -> None:
     pages = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").rglob("*.md")]
+    pages = [page for page in pages if not page.is_symlink()]  # those are at the top already
     links = [
         (page, target)
         for page in pages

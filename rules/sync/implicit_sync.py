@@ -7,6 +7,7 @@ from typing import ClassVar
 
 import numpy as np
 import polars as pl
+from msgspec import structs
 
 from advisor.core.finding import (
     Edit,
@@ -309,7 +310,8 @@ class HostReads(Rule):
     So many reads mean that items are handled one by one, each with launches of its own. Where the
     GPU idles for launches too (as in launch-bound), working on whole batches saves most of these
     along with the reads: of 19,746 launches, the authors of such a program needed 5,768 after it.
-    The low end of the range is that of the reads alone.
+    The low end of the range is that of the reads alone. Without Python stacks the loop's own code
+    between two reads is not recorded: the idle time it leaves counts as launches do.
 
     Explicit synchronization and copies to the GPU are not counted.
     """
@@ -342,6 +344,7 @@ class HostReads(Rule):
     bulk = Threshold(0.5, "of a wait is the copy itself: data is fetched, not a value read", OURS)
     max_apart = Threshold(30, "launches between two reads: more fill a queue", OURS)
     launches_left = Threshold(0.3, "of the launches remain once items go in batches", SAM_PAIR)
+    longest_ms = Threshold(50.0, "ms of one idle gap between two reads: more is other work", OURS)
     fewest_left = Threshold(0.05, "of the launches remain, at best", OURS)
 
     fix = (
@@ -445,10 +448,14 @@ class HostReads(Rule):
         gaps = measure_launch_gaps(a)
         if gaps is None or not gaps.at_launches or gaps.idle < self.min_share * a.span_ns:
             return []
+        # between two reads the queue runs dry: the idle time is longer than that of a single launch
+        select = structs.replace(LAUNCHING, max_ns=round(self.longest_ms * 1e6))
+        if not (a.trace.cpu["kind"] == "python").any():  # the loop's own code is not recorded
+            select = structs.replace(select, cause=(*select.cause, "unknown"))
         return [
             Edit(
                 op="scale",
-                select=LAUNCHING,
+                select=select,
                 factor=self.launches_left,
                 factor_low=self.fewest_left,
                 factor_high=1.0,

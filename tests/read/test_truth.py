@@ -267,15 +267,20 @@ def _copies(gpu: pl.DataFrame, work: list[Work]) -> None:
 
 
 def _busy_and_gaps(a: Analysis, work: list[Work]) -> None:
+    # figures begin with the device's own span: without work launched before the recording
+    mine = (a.trace.gpu["device"] == a.device_id).to_numpy()
+    lead = int(a.spans.start[0]) - int(a.trace.gpu["ts"].to_numpy()[mine].min())
+    first = min(one.start for one in work) + max(0, lead)
+    assert lead <= 0.05 * a.trace.meta.end_ns
+    work = [one for one in work if one.end > first]
     spans: list[list[float]] = []
-    for start, end in sorted((one.start, one.end) for one in work):
+    for start, end in sorted((max(one.start, first), one.end) for one in work):
         if spans and start <= spans[-1][1]:
             spans[-1][1] = max(spans[-1][1], end)
         else:
             spans.append([start, end])
     busy = sum(end - start for start, end in spans)
     between = sum(after[0] - before[1] for before, after in pairwise(spans))
-    mine = (a.trace.gpu["device"] == a.device_id).to_numpy()
     assert a.device_busy(mine).total == pytest.approx(busy, rel=1e-3)
     own = a.trace.gpu.filter(mine)
     inside = a.gaps.filter(pl.col("ts").is_between(own["ts"].min(), own["ts"].max()))

@@ -234,6 +234,7 @@ class LongStep(Rule):
             return
         dur = steps["dur"].to_numpy()
         median, longest = float(np.median(dur)), int(dur.argmax())
+        times = float(dur[longest]) / median
         excess = float(dur[longest]) - median
         if dur[longest] < self.factor * median or excess < self.min_share * dur.sum():
             return
@@ -249,7 +250,9 @@ class LongStep(Rule):
             ),
             evidence=[
                 Evidence("longest step", int(dur[longest]), "ns"),
-                Evidence("over the median", dur[longest] / median, "", *self.limit("factor")),
+                Evidence(
+                    "over the median", float(dur[longest] / median), "", *self.limit("factor")
+                ),
                 Evidence(
                     "beyond the median, share of the steps' time",
                     excess / float(dur.sum()),

@@ -194,7 +194,7 @@ def test_a_trace_whose_kernels_were_all_lost_says_so(shared_trace: Shared):
 
 def test_launches_into_a_captured_graph_lose_nothing():
     trace = ahead(400, 1000).trace()
-    assert lost_records(trace) == (20, 0)
+    assert lost_records(trace)[:2] == (20, 0)
 
 
 def test_copies_alone_say_nothing_of_overlap(shared_trace: Shared, rewriting, tmp_path: Path):

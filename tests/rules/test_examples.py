@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import msgspec
 import pytest
 
 from advisor.advise.check import FAILED, run_rules
@@ -57,6 +58,7 @@ def test_a_rule_fires_on_what_it_is_for_and_what_it_finds_is_actionable(
     for finding in found:
         assert finding.summary and finding.fix and finding.verify and finding.evidence
         assert finding.edits or finding.impact is not None
+        msgspec.json.encode(finding)  # plain numbers, no scalars of numpy
         assert 0 < finding.confidence <= 1
         for line in finding.code.split("\n"):  # the terminal report would fold it
             body = line.rpartition("  # ")[0].rstrip() or line

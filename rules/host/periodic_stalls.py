@@ -234,7 +234,7 @@ class LongStep(Rule):
             return
         dur = steps["dur"].to_numpy()
         median, longest = float(np.median(dur)), int(dur.argmax())
-        times = float(dur[longest]) / median
+        times = float(dur[longest]) / max(median, 1.0)
         excess = float(dur[longest]) - median
         if dur[longest] < self.factor * median or excess < self.min_share * dur.sum():
             return
@@ -250,9 +250,7 @@ class LongStep(Rule):
             ),
             evidence=[
                 Evidence("longest step", int(dur[longest]), "ns"),
-                Evidence(
-                    "over the median", float(dur[longest] / median), "", *self.limit("factor")
-                ),
+                Evidence("over the median", times, "", *self.limit("factor")),
                 Evidence(
                     "beyond the median, share of the steps' time",
                     excess / float(dur.sum()),

@@ -95,11 +95,15 @@ def why_nothing(folder: Path, code: int = 0) -> str:
     if failed := problems(folder):
         return f"recording stopped by itself: {failed[0]}."
     seen = [result for result in map(_counts, _after(lines, "seen ")) if any(result.values())]
-    if code and (lines or not seen) and not any(result["optimized"] for result in seen):
+    most = max(seen, key=lambda result: sum(result.values()), default=None)
+    if code and not any(result["optimized"] for result in seen):
         how = f"signal {-code}" if code < 0 else f"exit code {code}"
-        return f"the program ended with {how} before a training step was seen."
-    if seen:
-        most = max(seen, key=lambda result: sum(result.values()))
+        ended = f"the program ended with {how} before a training step was seen"
+        if not most:
+            return f"{ended}."
+        crashed = code < 0 or code == 1 or code > 128  # 1: an exception that nobody caught
+        return f"{ended}, only {_what(most)}" + ("" if crashed else f" {_advice(most)}")
+    if most:
         return f"no training step was seen, only {_what(most)} {_advice(most)}"
     without = _after(lines, "without ")
     if without:

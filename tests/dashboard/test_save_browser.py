@@ -10,6 +10,7 @@ import http.server
 import json
 import threading
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -146,16 +147,18 @@ def test_a_grid_is_saved_as_csv_with_numbers_and_no_formulas(
 
 
 def test_files_made_for_a_session_go_with_it(trace: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    made: list[str] = []
+    made: list[Path] = []
     from advisor.dashboard.pages import timeline
 
-    kept = timeline.tempfile.mkdtemp
+    kept = timeline.scratch
 
-    def mkdtemp(**options: Any) -> str:
-        made.append(kept(**options))
-        return made[-1]
+    @contextmanager
+    def scratch() -> Iterator[Path]:
+        with kept() as folder:
+            made.append(folder)
+            yield folder
 
-    monkeypatch.setattr(timeline.tempfile, "mkdtemp", mkdtemp)
+    monkeypatch.setattr(timeline, "scratch", scratch)
     session = DashboardSession([str(trace)] * 3).load()
     client = create_app(session, Access()).server.test_client()
     for key in ("0", "1", "2", "2", "1", "0"):
@@ -163,9 +166,9 @@ def test_files_made_for_a_session_go_with_it(trace: Path, monkeypatch: pytest.Mo
             assert answer.status_code == 200
             assert our_tracks(answer.data)[0] > 0
     (folder,) = made
-    assert len(list(Path(folder).iterdir())) == timeline.MAX_KEPT
+    assert len(list(folder.glob("*.json.gz"))) == timeline.MAX_KEPT
     session.close()
-    assert not Path(folder).exists()
+    assert not folder.exists()
     trace.rename(trace.with_suffix(".gone"))
     assert client.get("/_advisor/trace?run=2").status_code == 409
     trace.with_suffix(".gone").rename(trace)

@@ -345,7 +345,7 @@ def test_what_python_runs_without_a_suffix(tmp_path: Path, monkeypatch: pytest.M
     [
         (("nowhere.py",), "nowhere.py: no such file"),
         (("no-such-command", "x"), "neither a script"),
-        ((), "Missing argument"),
+        ((), "give a program, or --attach URL"),
     ],
 )
 def test_a_program_that_is_not_there(

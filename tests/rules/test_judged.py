@@ -69,14 +69,14 @@ def test_what_launching_costs_is_idle_before_late_launches(shared_trace: Trace, 
 def test_a_quarter_of_a_second_of_python_before_the_first_kernel_is_no_launching(
     shared_trace: Trace,
 ) -> None:
-    """It is one function's: ``run_on_input`` is called in 70,101 pieces of Python before the first
-    kernel, and after that hardly any launch comes late."""
+    """It is Python's, 70,101 pieces of it before the first kernel, most of them in
+    ``_preprocess_image``; after that hardly any launch comes late."""
     a = analysis(shared_trace("mi300_timesformer_inference"))
     assert late_launches(a) < 0.01 * a.span_ns
     assert found(a, "launch-bound") == []
     (finding,) = found(a, "python-hot-spot")
     before = int(a.trace.gpu["ts"].min()) - int(a.spans.start[0])  # type: ignore[arg-type]
-    assert "run_on_input" in finding.summary
+    assert "_preprocess_image" in finding.summary
     assert 0.9 * before < number(finding, "GPU idle in these functions") < before
 
 

@@ -278,8 +278,8 @@ def test_before_and_after_are_told_by_sign_word_and_one_scale(
     before, after = (
         page.locator(".strip-line .bar").nth(i).bounding_box()["width"] for i in (0, 1)
     )
-    # both by the device: from the first kernel of a step to the next one's, 148.7 and 117.2 ms
-    assert after / before == pytest.approx(117.2 / 148.7, rel=0.02)
+    # with workers the host runs ahead: from the first kernel of a step to the next one's, 117.3 ms
+    assert after / before == pytest.approx(117.3 / 154.8, rel=0.02)
     idle = page.locator(".compared tr", has_text="data loader")
     assert idle.locator(".change.better").inner_text().split() == ["▼", "−30.6", "ms", "better"]
     was, now = (idle.locator(f".two-bars {look}").bounding_box() for look in (".was", ".is"))

@@ -25,6 +25,7 @@ from advisor.core.intervals import (
     subtract,
     union,
 )
+from advisor.measure.host.names import WORKERS, name_matches
 from advisor.measure.steps.instants import MOMENTS
 from advisor.replay.build import host_end
 from advisor.replay.selection import selected_gaps, selected_gpu, selected_host
@@ -39,7 +40,9 @@ MAX_LATENCY_NS = 10_000
 """Of what precedes a piece of work on its stream, that goes with it at most: its start's latency
 (1 to 17 µs in public traces)."""
 OF_LAUNCHES = ("dispatch", "python", "launch", "profiler", "other_thread", "unknown")
-"""Causes of idle time that launching less can end: not those that wait for something else."""
+"""Causes of idle time that launching less can end: not those that wait for something else. Batches
+that the process loads itself are such work of the host too: launching less, it loads them earlier.
+"""
 
 
 # -- bounds ----------------------------------------------------------------------------------------
@@ -193,7 +196,10 @@ class ExposedTime:
         a, span = self.a, float(self.a.spans.total)
         if a.device_id is None:
             return span, span
-        launching = float(a.gaps["dur"].filter(a.gaps["cause"].is_in(OF_LAUNCHES)).sum())
+        names = a.trace.cpu["name"].gather(a.gaps["host"])
+        loads = (a.gaps["cause"] == "loader") & ~name_matches(names, WORKERS)
+        of_host = (a.gaps["cause"].is_in(OF_LAUNCHES) | loads).fill_null(False)
+        launching = float(a.gaps["dur"].filter(of_host).sum())
         busy = float(a.breakdown.busy.total)
         return span - busy, launching
 

@@ -154,7 +154,7 @@ def read_trace(path: str, options: ReadOptions | None = None) -> Trace:
     file, unreadable events) is repaired or left out, counted, and recorded in ``Trace.meta``.
     """
     options = options or ReadOptions()
-    return _read(ByteSource(path, limit=options.max_bytes, peek=options.peek), options)
+    return _read(ByteSource(str(path), limit=options.max_bytes, peek=options.peek), options)
 
 
 def read_bytes(text: bytes, name: str = "<memory>", options: ReadOptions | None = None) -> Trace:

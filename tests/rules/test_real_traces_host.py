@@ -244,7 +244,9 @@ def test_launch_bound_leads_where_the_host_is_late(
     first = ranked(result)[0]
     assert first.rule == "launch-bound"
     assert result.busy_share == pytest.approx(busy, abs=0.005)
-    assert "CUDA graphs" in first.fix and "reduce-overhead" in first.code
+    assert "CUDA graphs" in first.fix
+    # an engine is switched by its own options, not from inside
+    assert ("cudagraph_mode" if name == "b200_eager" else "reduce-overhead") in first.code
     idle = figure(first, "idle for launches") * result.scope.steps_used
     # whatever else a late host does is in HTA's figure too, so it is the larger; but not by much
     assert 0.6 * host_waits(path) <= idle <= 1.1 * host_waits(path)
@@ -288,11 +290,11 @@ def test_the_hot_python_function_of_b200_is_on_the_device_s_way(shared_trace: Fi
     assert found.folded_under == "launch-bound"
     place = found.where[0]
     assert (place.file, place.function) == (
-        "vllm/model_executor/layers/quantization/mxfp4.py",
-        "apply",
+        "flashinfer/fused_moe/core.py",
+        "trtllm_fp4_block_scale_moe_op",
     )
     # by hand: idle device time inside the function but in no operator or runtime call
-    frames = [e for e in raw(path) if re.search(r"mxfp4\.py\(889\): apply", e["name"])]
+    frames = [e for e in raw(path) if re.search(r"core\.py\(1633\): trtllm_fp4_block", e["name"])]
     assert len(frames) == 36
     spans = [(e["start"], e["end"]) for e in frames]
     thread = frames[0]["tid"]

@@ -38,6 +38,7 @@ OF_TRAINED_STATE = (
     "fused optimizer",
     "checkpointing",
     "offload activations",
+    "autocast without cache",
 )
 OF_OPTIMIZERS = {
     ("implicit-sync", "inside the optimizer"),

@@ -18,6 +18,8 @@ AHEAD_SHARE = 0.05
 latency is some 10 us; a step that is bound by the host has its device wait, not its work."""
 MIN_STEPS = 3
 """Fewer have no middle: their marks and their queue are those of the window's ends."""
+WAITING = ("sync_device", "sync_stream", "sync_event", "memcpy", "memcpy_blocking")
+"""Classes of calls that may hold the host until the device is done."""
 NEVER = np.iinfo(np.int64).max
 
 
@@ -107,9 +109,12 @@ def device_steps(trace: Trace, start: Times, end: Times, *, closed: bool) -> Que
     return queue
 
 
-def drained(trace: Trace, start: int, end: int) -> int | None:
+def drained(trace: Trace, start: int, end: int, *, held: bool = False) -> int | None:
     """When the analysed device was done with work launched before the recording, and its own work
-    of [start, end) could begin. ``None``: that was not what it was busy with from ``start`` on."""
+    of [start, end) could begin. ``None``: that was not what it was busy with from ``start`` on.
+
+    ``held``: only if the host did nothing but wait for that: from ``start`` on it launched nothing
+    before, and a call of it that waits for the device spans that moment."""
     rows = earlier(trace)
     if not rows.any():
         return None
@@ -121,9 +126,23 @@ def drained(trace: Trace, start: int, end: int) -> int | None:
     done = int(ended[rows].max(initial=start))
     if not start < done < end or not len(own) or own.min() < done:
         return None
+    if held and not _held(trace, start, done):
+        return None
     busy = union(ts[rows], ended[rows])
     covered = covered_length(np.array([start]), np.array([done]), busy)[0]
     return done if covered >= 0.5 * (done - start) else None
+
+
+def _held(trace: Trace, start: int, done: int) -> bool:
+    """The host launched nothing from ``start`` to ``done``, and waits for the device there."""
+    cpu = trace.cpu
+    called = cpu["ts"].gather(trace.gpu["launch"].drop_nulls().unique())
+    waits = (
+        cpu["call"].cast(pl.String).is_in(WAITING)
+        & (cpu["ts"] < done)
+        & (cpu["ts"] + cpu["dur"] >= done)
+    ).fill_null(False)
+    return bool(waits.any()) and not called.is_between(start, done, closed="left").any()
 
 
 def _behind_work(trace: Trace, device: int, called: Times, began: Times) -> bool:

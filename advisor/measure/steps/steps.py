@@ -43,8 +43,6 @@ HOLE_NS = 1_000_000
 latency is some 10 us."""
 LEAD_SHARE = 0.01
 """Part of all device work that may lie before such a hole for the figures to begin after it."""
-USUAL = 0.1
-"""How much longer than the others the first step is where the host waited for earlier work."""
 PARTIAL_SHARE = 0.25
 """A last step shorter than this share of the median was cut off by the end of the recording."""
 
@@ -296,10 +294,10 @@ def _finish(
         launched = _last_device_end(trace, int(ts[-1]), int(end[-1]))
         if launched is not None and source != "optimizer":
             end[-1] = max(int(end[-1]), launched)
-        waited_until = drained(trace, int(ts[0]), int(end[0]))
-        # beside others of its length the first step did not wait: it ran on beside that work
-        usual = np.median(end[1:] - ts[1:]) if count >= MIN_STEPS_LEFT else 0
-        if waited_until is not None and end[0] - ts[0] > (1 + USUAL) * usual:
+        # one of several steps ran on beside that work, unless the host did nothing but wait for it
+        held = count >= MIN_STEPS_LEFT
+        waited_until = drained(trace, int(ts[0]), int(end[0]), held=held)
+        if waited_until is not None:
             ts[0] = waited_until
     dur = end - ts
     chosen = np.zeros(count, dtype=bool)

@@ -17,9 +17,9 @@ MAX_TOKENS = 1500
 
 QUESTIONS = (
     ("pairs/loader_profiler_workers0", "what first?", r"## single-process-loader:"),
-    ("pairs/loader_profiler_workers0", "how long is a step?", r"step_ns: 148736167 \(per step\)"),
+    ("pairs/loader_profiler_workers0", "how long is a step?", r"step_ns: 15479\d{4} \(per step\)"),
     ("pairs/loader_profiler_workers0", "how many steps?", r"steps: 6 of 6 \(ProfilerStep\)"),
-    ("pairs/loader_profiler_workers0", "how busy is the GPU?", r"gpu_busy_share: 0\.69"),
+    ("pairs/loader_profiler_workers0", "how busy is the GPU?", r"gpu_busy_share: 0\.70"),
     ("pairs/loader_profiler_workers0", "what do I change?", r"num_workers=\d"),
     ("pairs/loader_profiler_workers0", "and then?", r"next: .*advisor compare"),
     ("pairs/loader_profiler_workers0", "what is the MFU?", r"mfu: not measured"),

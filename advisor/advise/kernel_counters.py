@@ -141,7 +141,7 @@ def profiling_command(report: Report, vendor: str | None) -> tuple[str, str] | N
     for row in report.rooflines:
         slow = row.efficiency is None or row.efficiency < FAST
         if slow and row.share >= MIN_SHARE and row.family != "communication" and row.kernel:
-            name = re.match(r"[\w$]{1,24}", kernel_key(row.kernel))
+            name = re.match(r"[\w$]{1,24}", _base(row.kernel))
             if name is not None and (name[0] in chosen or len(chosen) < MAX_NAMES):
                 chosen[name[0]] = chosen.get(name[0], 0.0) + row.calls
     if not chosen or report.kernel_counters:
@@ -164,3 +164,9 @@ def profiling_command(report: Report, vendor: str | None) -> tuple[str, str] | N
         f"{t.count_noun(count, 'launch')} after two steps, each repeated some ten times with "
         "memory saved and restored. Then: advisor analyze TRACE --kernels kernels.ncu-rep",
     )
+
+
+def _base(kernel: str) -> str:
+    """A kernel's name without return type, namespaces, templates and arguments."""
+    text = re.sub(r"^\s*(?:void|static)\s+", "", kernel)
+    return re.split(r"[<(\s]", text)[0].rpartition("::")[2]

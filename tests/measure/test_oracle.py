@@ -345,7 +345,9 @@ def test_measured_numbers_are_those_of_the_file(
             done = queue[-1][1] if queue else 0.0
             first = [(spans[0][0], done)]
             drains = total(within(queue, first)) >= 0.5 * total(first)
-            if drains and spans[0][0] < done <= min(w.start for w in own):
+            # beside two others or more the host of the first step ran on while that work drained
+            alone = len(spans) < 3
+            if alone and drains and spans[0][0] < done <= min(w.start for w in own):
                 spans[0] = (done, spans[0][1])
             durations = a.steps.table["dur"].to_list()
             assert durations == pytest.approx([b - a for a, b in spans], rel=WITHIN, abs=2e3)

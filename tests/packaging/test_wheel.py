@@ -19,7 +19,20 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGED = ("advisor", "rules", "dashboard", "sample_workloads")
-SUFFIXES = (".py", ".pyi", ".json", ".jsonl", ".typed", ".css", ".js", ".svg", ".html")
+SUFFIXES = (
+    ".py",
+    ".pyi",
+    ".json",
+    ".jsonl",
+    ".typed",
+    ".css",
+    ".js",
+    ".svg",
+    ".html",
+    ".json.gz",
+    "SKILL.md",
+    "LICENSE",
+)
 
 # Importing these takes an extra (torch, dash, mcp); all others must import in a base installation.
 NEEDS_EXTRA = ("advisor.recorder", "advisor.dashboard", "advisor.mcp")

@@ -78,7 +78,7 @@ def _device(report: Report) -> list[str]:
 
 def _steps(report: Report) -> list[str]:
     scope_ = report.scope
-    if scope_.step_source in ("snapshot", "counters"):
+    if scope_.timeless:
         return []
     if scope_.per == "recording":
         span, recorded = scope_.span_ns, scope_.recorded_ns

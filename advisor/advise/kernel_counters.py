@@ -11,7 +11,6 @@ from advisor.measure.device.kernel_profiles import (
     ProfiledKernel,
     faster,
     kernel_key,
-    profiled_kernels,
 )
 
 if TYPE_CHECKING:
@@ -28,11 +27,11 @@ MAX_STALLS = 5
 def counter_views(a: Analysis, pricer: Pricer) -> list[KernelCounters]:
     """One per profiled kernel, by what it can gain per step; without a trace by its time."""
     gpu = a.trace.gpu["dur"].to_numpy()
-    kernels = profiled_kernels(a)
     per_step = {
-        id(k): float(gpu[k.rows].sum()) / a.step_count if len(k.rows) else None for k in kernels
+        id(k): float(gpu[k.rows].sum()) / a.step_count if len(k.rows) else None
+        for k in a.profiled_kernels
     }
-    kernels.sort(key=lambda k: -(per_step[id(k)] or 0.0))
+    kernels = sorted(a.profiled_kernels, key=lambda k: -(per_step[id(k)] or 0.0))
     views = []
     for place, k in enumerate(kernels[:MAX_KERNELS]):
         edit = None
@@ -77,21 +76,11 @@ def counters_scope(a: Analysis) -> Scope:
     """Of counters alone: no step has a length."""
     profiles = a.trace.meta.kernel_profiles
     names = {k.device for k in profiles.kernels if k.device} if profiles is not None else set()
-    return Scope(
+    return Scope.without_time(
+        "counters",
         rank=a.trace.meta.rank,
-        step_source="counters",
-        steps_found=0,
-        steps_used=0,
-        outliers=[],
-        span_ns=0,
-        step_ns=0.0,
-        step_min_ns=0,
-        step_max_ns=0,
-        step_median_ns=0.0,
         device=0 if names else None,
         device_name=min(names) if len(names) == 1 else None,
-        device_known=False,
-        devices_seen=1,
     )
 
 

@@ -347,7 +347,7 @@ def cost(run: Run, report: Report, prices: Prices, gpus: int | None = None) -> C
     """What a step costs; ``None``: no price is known for this GPU, or no step. ``gpus``: that are
     paid for; ``None``: one a rank."""
     price = prices.of(report.scope.device_name)
-    if price is None or report.step_ns <= 0 or report.scope.step_source in ("snapshot", "counters"):
+    if price is None or report.step_ns <= 0 or report.scope.timeless:
         return None
     count = gpus or _gpus(run, report)
     a_ns = price.per_hour * count / HOUR_NS

@@ -173,20 +173,10 @@ def why_not_placed(placed: Placement) -> str:
 def snapshot_scope(a: Analysis) -> Scope:
     """Of a snapshot alone: no step has a length."""
     first = a.post_mortems[0]
-    return Scope(
+    return Scope.without_time(
+        "snapshot",
         rank=a.trace.meta.rank,
-        step_source="snapshot",
-        steps_found=0,
-        steps_used=0,
-        outliers=[],
-        span_ns=0,
-        step_ns=0.0,
-        step_min_ns=0,
-        step_max_ns=0,
-        step_median_ns=0.0,
         device=first.device,
-        device_name=None,
-        device_known=False,
         devices_seen=len(a.post_mortems),
     )
 

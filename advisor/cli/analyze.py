@@ -220,7 +220,7 @@ def beside(memory: Path | None, kernels: Path | None) -> tuple[list[str], Path |
         raise AdvisorError(
             "give a trace, a folder of traces, a run, --memory FILE or --kernels FILE"
         )
-    from advisor.read.kernel_profiles import profile_files
+    from advisor.read.directory import profile_files
 
     return profile_files(str(kernels)), None, None
 

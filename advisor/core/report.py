@@ -113,6 +113,39 @@ class Scope(Struct, kw_only=True):
     """Without steps, from the first to the last recorded work of host or GPU, ns: ``span_ns`` is
     the part from the GPU's first work to its last. ``null``: there are steps, or no GPU work."""
 
+    @classmethod
+    def without_time(
+        cls,
+        source: Literal["snapshot", "counters"],
+        *,
+        rank: int | None,
+        device: int | None,
+        device_name: str | None = None,
+        devices_seen: int = 1,
+    ) -> Scope:
+        """Of a memory snapshot or hardware counters alone: no step has a length."""
+        return cls(
+            rank=rank,
+            step_source=source,
+            steps_found=0,
+            steps_used=0,
+            outliers=[],
+            span_ns=0,
+            step_ns=0.0,
+            step_min_ns=0,
+            step_max_ns=0,
+            step_median_ns=0.0,
+            device=device,
+            device_name=device_name,
+            device_known=False,
+            devices_seen=devices_seen,
+        )
+
+    @property
+    def timeless(self) -> bool:
+        """Of a memory snapshot or hardware counters alone (:meth:`without_time`)."""
+        return self.step_source in ("snapshot", "counters")
+
     @property
     def per(self) -> Per:
         """What the figures are of."""

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from advisor.core.snapshot import MemorySnapshot
     from advisor.core.trace import Device, Trace
     from advisor.measure.device.breakdown import Breakdown
+    from advisor.measure.device.kernel_profiles import ProfiledKernel
     from advisor.measure.host.launches import Lost
     from advisor.measure.memory.post_mortem import PostMortem
     from advisor.measure.serving.passes import Passes
@@ -114,14 +115,19 @@ class Analysis:
         )
 
     @property
+    def timeless(self) -> bool:
+        """There is neither a trace nor a record: a memory snapshot, or hardware counters."""
+        return self.record_only and self.record is None
+
+    @property
     def snapshot_only(self) -> bool:
         """There is a memory snapshot and nothing else."""
-        return self.record_only and self.record is None and self.snapshot is not None
+        return self.timeless and self.snapshot is not None
 
     @property
     def counters_only(self) -> bool:
         """There are hardware counters of single kernels and nothing else."""
-        return self.record_only and self.record is None and self.snapshot is None
+        return self.timeless and self.snapshot is None
 
     @cached_property
     def steps(self) -> Steps:
@@ -447,6 +453,14 @@ class Analysis:
         from advisor.measure.memory.post_mortem import post_mortems
 
         return [] if self.snapshot is None else post_mortems(self.snapshot)
+
+    @cached_property
+    def profiled_kernels(self) -> list[ProfiledKernel]:
+        """The kernels of the kernel profiles, alone or beside the trace, with their launches in it
+        (``kernel_profiles.py``). Empty: no profiles."""
+        from advisor.measure.device.kernel_profiles import profiled_kernels
+
+        return profiled_kernels(self)
 
     # -- stacks -----------------------------------------------------------------------------
 

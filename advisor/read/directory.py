@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Literal
 
 from advisor.core.errors import AdvisorError
+from advisor.core.files import open_regular
 from advisor.core.run_directory import is_run, read_recording
 from advisor.core.trace import Run, Trace
 from advisor.read.elsewhere import (
@@ -21,9 +22,9 @@ from advisor.read.elsewhere import (
     traces_at,
     without_copies,
 )
-from advisor.read.kernel_profiles import profile_files, with_kernel_profiles
 from advisor.read.merged import joined, ranks_in, with_memory
 from advisor.read.reader import ReadOptions
+from advisor.read.readers.kernel_profiler import layout_of
 from advisor.read.registry import is_trace_name, read_trace, trace_names, with_window
 from advisor.read.remote.urls import RankFilter, RemoteFile, is_url, local_path, rank_in, shown
 from advisor.read.runs import SeveralRuns, runs_in
@@ -66,8 +67,7 @@ def open_run(
     given = [_only_run(_here(path, options)) for path in given]
     if len(given) == 1 and str(given[0]) != "-" and "\0" not in str(given[0]) and is_run(given[0]):
         run = _open_recording(Path(given[0]), options, rank, window, executor)
-        profiles = _given_profiles(options)
-        known = with_kernel_profiles(list(run.traces.values()), profiles)
+        known = _with_profiles(list(run.traces.values()), options)
         run = replace(run, traces=dict(zip(run.traces, known, strict=True)))
         return with_memory(run, options)
     ranks = RankFilter(options.ranks) if options is not None and options.ranks else None
@@ -89,7 +89,7 @@ def open_run(
         none = f"none of the {len(files)} files is a readable trace; first: {problems[0]}"
         raise AdvisorError(f"{_shown(given[0])}: {none}")
     traces = ranks_in(traces[0]) if len(traces) == 1 else as_ranks(traces)
-    traces = with_kernel_profiles(traces, _given_profiles(options))
+    traces = _with_profiles(traces, options)
     traces, memory = joined(traces, {place: _rank(trace) for place, trace in enumerate(traces)})
     by_rank = _group(traces)
     if rank is not None:
@@ -120,6 +120,38 @@ def open_run(
     problems += _several_jobs(by_rank, given[0])
     run = Run(traces=keyed, path=path, problems=tuple(problems), snapshots=snapshots)
     return with_memory(run, options)
+
+
+def _with_profiles(traces: list[Trace], options: ReadOptions | None) -> list[Trace]:
+    """Traces with the kernel profiles that are among them, or that were given beside them."""
+    given = _given_profiles(options)
+    if not given and all(trace.meta.kernel_profiles is None for trace in traces):
+        return traces
+    from advisor.read.kernel_profiles import with_kernel_profiles
+
+    return with_kernel_profiles(traces, given)
+
+
+def profile_files(path: str) -> list[str]:
+    """The files that ``--kernels PATH`` stands for: itself, or those of a folder that are reports
+    of a kernel profiler by how they begin. Raises AdvisorError: none, or it cannot be read."""
+    folder = Path(path)
+    if not folder.is_dir():
+        return [path]
+    result = []
+    try:
+        for file in sorted(folder.iterdir())[:MAX_FILES]:
+            if file.suffix in (".csv", ".ncu-rep") and file.is_file():
+                with open_regular(file) as opened:
+                    if layout_of(opened.read(1 << 16)) is not None:
+                        result.append(str(file))
+    except OSError as error:
+        raise AdvisorError(f"{path}: cannot be read ({error.strerror or error})") from None
+    if not result:
+        raise AdvisorError(
+            f"{path}: no report of a kernel profiler (.ncu-rep, .csv) in this folder"
+        )
+    return result
 
 
 def _given_profiles(options: ReadOptions | None) -> list[Trace]:

@@ -14,8 +14,7 @@ import re
 import struct
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
-from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import polars as pl
 
@@ -25,7 +24,6 @@ from advisor.core.trace import Trace
 from advisor.read.sqlite import Database
 from advisor.read.wire import BYTES, FIXED32, FIXED64, VARINT, Damaged, Field, fields
 
-NCU_MAGIC = b"NVR\0"
 EXPORT = "export it with 'ncu --import FILE --csv --page raw > FILE.csv', and give that"
 NCU, ROCPROF = "Nsight Compute", "rocprof"
 MAX_BYTES = 1 << 30
@@ -33,9 +31,10 @@ MAX_BYTES = 1 << 30
 MAX_KERNELS = 20_000
 MAX_METRICS = 20_000
 """Of one kernel; Nsight Compute's ``full`` set has 2,000."""
-MAX_FILES = 4_096
 MAX_TEXT = 4_096
 """Characters that are kept of a name or text."""
+
+Layout = Literal["ncu-rep", "ncu-csv", "rocprof-csv"]
 
 _SCALES = {"k": 1e3, "m": 1e6, "g": 1e9, "t": 1e12}
 _TIMES = {"ns": 1.0, "nsecond": 1.0, "us": 1e3, "usecond": 1e3, "ms": 1e6, "msecond": 1e6}
@@ -88,40 +87,12 @@ _ROC_META = re.compile(
 )
 
 
-def looks_like_ncu_csv(head: bytes) -> bool:
-    """Whether a text begins, behind lines of ncu's own log, like one of its CSV pages."""
-    line = _header_line(head)
-    return b'"Kernel Name"' in line and b'"ID"' in line
-
-
-def looks_like_rocprof_csv(head: bytes) -> bool:
-    """Whether a text begins like a table of rocprof (version 1 to 3), one row per launch."""
-    line = _header_line(head).replace(b'"', b"")
-    first = line.partition(b",")[0]
-    if first in (b"Index", b"Dispatch_ID") and (b"KernelName" in line or b"Kernel_Name" in line):
-        return True
-    return b"Kernel_Name" in line and b"Counter_Name" in line and b"Counter_Value" in line
-
-
-def looks_like_profile(head: bytes) -> bool:
-    """Whether a file begins like a report of a kernel profiler."""
-    known = head.startswith(NCU_MAGIC) or looks_like_ncu_csv(head)
-    return known or looks_like_rocprof_csv(head)
-
-
-def _header_line(head: bytes) -> bytes:
-    for line in head[: 1 << 16].split(b"\n"):
-        if line.strip() and not line.startswith(b"=="):
-            return line.strip().removeprefix(b"\xef\xbb\xbf")
-    return b""
-
-
-def read_kernel_profiles(data: bytes, path: str) -> KernelProfiles:
+def read_kernel_profiles(data: bytes, path: str, layout: Layout) -> KernelProfiles:
     """The kernels of one report. Raises AdvisorError: it holds none, or cannot be read."""
     dropped: dict[str, int] = {}
-    if data.startswith(NCU_MAGIC):
+    if layout == "ncu-rep":
         tool, kernels = NCU, list(_ncu_report(data, path, dropped))
-    elif looks_like_ncu_csv(data):
+    elif layout == "ncu-csv":
         tool, kernels = NCU, _ncu_csv(_rows(data, path), dropped)
     else:
         tool, kernels = ROCPROF, _rocprof_csv(_rows(data, path))
@@ -570,37 +541,11 @@ def _complement(first: KernelProfile, second: KernelProfile) -> bool:
 
 def with_kernel_profiles(traces: list[Trace], given: Iterable[Trace]) -> list[Trace]:
     """Traces that know the kernel profiles beside them (files that hold nothing else, or
-    ``given``); only profiles: one trace that holds them all."""
+    ``given``); only profiles: one trace that holds them all. One at least has profiles."""
     held = [trace for trace in (*traces, *given) if trace.meta.kernel_profiles is not None]
-    if not held:
-        return traces
     profiles = merged([trace.meta.kernel_profiles for trace in held])  # type: ignore[misc]
     plain = [trace for trace in traces if trace.meta.kernel_profiles is None]
     return [
         replace(trace, meta=replace(trace.meta, kernel_profiles=profiles))
         for trace in plain or held[:1]
     ]
-
-
-def profile_files(path: str) -> list[str]:
-    """The files that ``--kernels PATH`` stands for: itself, or those of a folder that are reports
-    of a kernel profiler by how they begin. Raises AdvisorError: none."""
-    folder = Path(path)
-    if not folder.is_dir():
-        return [path]
-    result = []
-    for file in sorted(folder.iterdir())[:MAX_FILES]:
-        if file.suffix in (".csv", ".ncu-rep") and file.is_file():
-            with file.open("rb") as opened:
-                head = opened.read(1 << 16)
-            if (
-                head.startswith(NCU_MAGIC)
-                or looks_like_ncu_csv(head)
-                or looks_like_rocprof_csv(head)
-            ):
-                result.append(str(file))
-    if not result:
-        raise AdvisorError(
-            f"{path}: no report of a kernel profiler (.ncu-rep, .csv) in this folder"
-        )
-    return result

@@ -25,7 +25,6 @@ from advisor.measure.device.kernel_profiles import (
     ProfiledKernel,
     faster,
     kernel_key,
-    profiled_kernels,
 )
 from advisor.rules.sources import CHOSEN, NCU
 from advisor.testing import TraceBuilder
@@ -77,7 +76,7 @@ class CounterRule(Rule):
 
     def check(self, a: Analysis) -> Iterator[Outcome]:
         """The kernels that have it, by what they could save together."""
-        found = [(k, saved) for k in profiled_kernels(a) if (saved := self.saving(k)) is not None]
+        found = [(k, saved) for k in a.profiled_kernels if (saved := self.saving(k)) is not None]
         found.sort(key=lambda each: -_time(a, each[0]) * each[1].share)
         yield from (self._finding(a, found) for _ in found[:1])
 
@@ -214,7 +213,27 @@ class OccupancyLimited(CounterRule):
         }
 
 
-class Uncoalesced(CounterRule):
+class ExcessRule(CounterRule):
+    """More accesses than the ideal pattern needs: their part of the time of the units that serve
+    them."""
+
+    _limit_name = "min_excess"
+    min_excess: Threshold[float]
+    _counters: ClassVar[tuple[str, str]]
+    """The excess, and all accesses."""
+    _units: ClassVar[tuple[Limit, ...]]
+
+    def saving(self, k: ProfiledKernel) -> Saving | None:
+        """The excess accesses' part of the time."""
+        excess, total = (k.profile.number(name) for name in self._counters)
+        if excess is None or not total:
+            return None
+        if excess / total < self.min_excess:
+            return None
+        return _kept(_of_traffic(k, excess / total, *self._units), excess / total)
+
+
+class Uncoalesced(ExcessRule):
     """Threads of a warp read or write addresses far apart, so that each request moves more
     32-byte sectors than its data needs. The excess is Nsight Compute's: sectors beyond those of
     the ideal pattern, over all sectors of global memory. Saved is their part of the time of L1, L2
@@ -223,7 +242,8 @@ class Uncoalesced(CounterRule):
     id = "kernel-uncoalesced"
     title = "Uncoalesced global memory accesses"
     _label = "excess global memory sectors"
-    _limit_name = "min_excess"
+    _counters = (EXCESS_SECTORS, SECTORS)
+    _units = ("L1", "L2", "DRAM")
     min_excess = Threshold(0.1, "of all sectors of global memory", NCU)
     fix = (
         "Let neighbouring threads touch neighbouring addresses: make the innermost index the "
@@ -234,15 +254,6 @@ class Uncoalesced(CounterRule):
     falsified_by = "as many sectors per request with contiguous inputs"
     found_in = ("traces/ncu/cutlass_a100_s8",)
     validated_on = "CUTLASS's reference product on an A100: 89 % of its sectors, L1 97 % busy"
-
-    def saving(self, k: ProfiledKernel) -> Saving | None:
-        """The excess sectors' part of the memory's time."""
-        excess, total = k.profile.number(EXCESS_SECTORS), k.profile.number(SECTORS)
-        if excess is None or not total:
-            return None
-        if excess / total < self.min_excess:
-            return None
-        return _kept(_of_traffic(k, excess / total, "L1", "L2", "DRAM"), excess / total)
 
     @staticmethod
     def fires_on() -> dict[str, TraceBuilder]:
@@ -259,7 +270,7 @@ class Uncoalesced(CounterRule):
         }
 
 
-class BankConflicts(CounterRule):
+class BankConflicts(ExcessRule):
     """Threads of a warp touch different addresses of one bank of shared memory, and the accesses
     run one after another. Measured are the conflicts that the hardware counted, over all
     wavefronts of shared memory."""
@@ -267,22 +278,14 @@ class BankConflicts(CounterRule):
     id = "kernel-bank-conflicts"
     title = "Bank conflicts in shared memory"
     _label = "bank conflicts"
-    _limit_name = "min_excess"
+    _counters = (CONFLICTS, WAVEFRONTS)
+    _units = ("L1",)
     min_excess = Threshold(0.2, "of all wavefronts of shared memory", CHOSEN)
     fix = "Pad the rows of shared memory tiles by one element, or swizzle their columns."
     code = "__shared__ float tile[32][33];   // 33: rows start in different banks"
     verify = "ncu --section MemoryWorkloadAnalysis_Tables …: bank conflicts fall towards 0."
     falsified_by = "as many conflicts with padded rows"
     silent_in = ("traces/ncu/cutlass_a100_s8",)
-
-    def saving(self, k: ProfiledKernel) -> Saving | None:
-        """The conflicts' part of L1's time."""
-        excess, total = k.profile.number(CONFLICTS), k.profile.number(WAVEFRONTS)
-        if excess is None or not total:
-            return None
-        if excess / total < self.min_excess:
-            return None
-        return _kept(_of_traffic(k, excess / total, "L1"), excess / total)
 
     @staticmethod
     def fires_on() -> dict[str, TraceBuilder]:

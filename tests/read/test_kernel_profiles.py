@@ -210,7 +210,7 @@ def test_a_report_of_an_unknown_layout_names_the_export() -> None:
 
 def test_a_folder_without_reports_is_refused(tmp_path: Path) -> None:
     (tmp_path / "table.csv").write_text("a,b\n1,2\n")
-    from advisor.read.kernel_profiles import profile_files
+    from advisor.read.directory import profile_files
 
     with pytest.raises(AdvisorError, match="no report of a kernel profiler"):
         profile_files(str(tmp_path))

@@ -13,8 +13,26 @@ from advisor.read.sqlite import opened, table_names
 if TYPE_CHECKING:
     from advisor.core.kernel_profile import KernelProfiles
     from advisor.core.trace import Trace
+    from advisor.read.kernel_profiles import Layout
 
+NCU_MAGIC = b"NVR\0"
 _TABLE = "compute_kernel_metric_value"
+
+
+def layout_of(head: bytes) -> Layout | None:
+    """What a file that begins like this is, behind lines of ncu's own log; ``None``: no report of
+    Nsight Compute and no table of rocprof (version 1 to 3, one row per launch)."""
+    if head.startswith(NCU_MAGIC):
+        return "ncu-rep"
+    lines = (line.strip() for line in head[: 1 << 16].split(b"\n"))
+    line = next((line for line in lines if line and not line.startswith(b"==")), b"")
+    if b'"Kernel Name"' in line and b'"ID"' in line:
+        return "ncu-csv"
+    line = line.removeprefix(b"\xef\xbb\xbf").replace(b'"', b"")
+    named = b"KernelName" in line or b"Kernel_Name" in line
+    numbered = line.partition(b",")[0] in (b"Index", b"Dispatch_ID")
+    counted = b"Kernel_Name" in line and b"Counter_Name" in line and b"Counter_Value" in line
+    return "rocprof-csv" if (named and numbered) or counted else None
 
 
 def _trace(source: ByteSource, profiles: KernelProfiles) -> Trace:
@@ -41,15 +59,15 @@ class KernelProfilerReader(Reader):
 
     def sniff(self, head: bytes, path: str) -> ReaderClaim:
         """By the container's magic, or the columns of the first line."""
-        from advisor.read.kernel_profiles import looks_like_profile
-
         del path
-        return ReaderClaim.SURE if looks_like_profile(head) else ReaderClaim.NO
+        return ReaderClaim.NO if layout_of(head) is None else ReaderClaim.SURE
 
     def read(self, source: ByteSource, options: ReadOptions) -> Trace:
         """A trace that holds kernel profiles and nothing else."""
         from advisor.read.kernel_profiles import MAX_BYTES, read_kernel_profiles
 
+        layout = layout_of(source.head())
+        assert layout is not None, "sniffed"
         limit = min(MAX_BYTES, options.max_bytes)
         data = bytearray()
         for block in source.blocks():
@@ -57,7 +75,7 @@ class KernelProfilerReader(Reader):
             if len(data) > limit:
                 raise AdvisorError(f"{source.path}: larger than {limit >> 20} MiB; profile fewer "
                                    "kernels (ncu --launch-count)")  # fmt: skip
-        return _trace(source, read_kernel_profiles(bytes(data), source.path))
+        return _trace(source, read_kernel_profiles(bytes(data), source.path, layout))
 
 
 class RocprofComputeReader(Reader):

@@ -73,7 +73,7 @@ def build(report: Report, options: RenderOptions = DEFAULT) -> Document:
 
 def _tiles(report: Report) -> Iterator[Block]:
     """Figures of merit, for a page."""
-    if report.scope.step_source in ("snapshot", "counters"):
+    if report.scope.timeless:
         return
     peak = t.format_bytes(report.memory_peak_bytes)
     if report.memory_peak_bytes is not None and report.memory_capacity_bytes is not None:

@@ -108,7 +108,10 @@ def examine(
     results = run_ranks(analyses, rules, options.executor)
     summaries = summaries or [r.summary for r in results.values() if r.summary is not None]
     compared = _compared(summaries, unread)
-    report, pricing = _advise(run, analyses, results, rules, compared)
+    if compared is None and unread:
+        left_out = [f"{each.path}: {each.why}" for each in unread]
+        run = dataclasses.replace(run, problems=(*run.problems, *left_out))
+    report, pricing = _advise(run, analyses, results, rules, compared, summaries)
     prices = read_prices() if options.prices is None else options.prices
     report = structs.replace(report, cost=cost(run, report, prices, options.gpus))
     return AnalysisResult(run, report, analyses, pricing)
@@ -120,6 +123,7 @@ def _advise(
     results: dict[int, Checked],
     rules: list[Rule],
     compared: Study | None,
+    summaries: Sequence[Summary],
 ) -> tuple[Report, Pricer]:
     """From what the rules found on each rank to the report of the first, and what its gains are
     estimated by."""
@@ -136,7 +140,7 @@ def _advise(
     ranked = rank(findings, a, pricing)
     ranked = ranked.each(lambda result: for_run(result, a, rules))
     report = write_report(
-        run, analyses, checked, ranked, pricing, rules, hot, problems, ranks=compared
+        run, analyses, checked, ranked, pricing, rules, hot, problems, compared, summaries
     )
     return report, pricing
 
@@ -171,8 +175,8 @@ def _of_all_ranks(
 
 
 def _compared(summaries: Sequence[Summary], unread: Sequence[Unread]) -> Study | None:
-    """The ranks of a job, studied together; ``None``: there is one."""
-    if len(summaries) + len(unread) < 2:
+    """The ranks of a job, studied together; ``None``: there is one, or snapshots alone."""
+    if len(summaries) + len(unread) < 2 or not any(each.step_ns for each in summaries):
         return None
     from advisor.replay.ranks.study import study
 

@@ -397,7 +397,7 @@ FEW_RANKS = 16
 def ranks_view(analyses: Mapping[int, Analysis], study: Study | None) -> Ranks | None:
     """Ranks side by side, those too of which steps alone were recorded; ``None`` for one rank."""
     if study is None:
-        if len(analyses) < 2:
+        if len(analyses) < 2 or all(a.timeless for a in analyses.values()):
             return None
         note = "Skew between ranks is not measured: fewer than two of them were profiled."
         result = Ranks(lines=[], aligned=False, alignment_error_ns=None, note=note)

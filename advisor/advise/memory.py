@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from pathlib import PurePath
 from typing import TYPE_CHECKING, Literal
 
@@ -44,14 +43,9 @@ def memory_views(a: Analysis) -> list[MemoryView]:
     return views
 
 
-def memory_by_rank(analyses: Mapping[int, Analysis]) -> list[MemorySample]:
-    """The fullest device of each rank; empty: fewer than two ranks have a snapshot."""
-    made = [
-        sample(a.post_mortems[0], f"rank {number}")
-        for number, a in sorted(analyses.items())
-        if a.snapshot is not None
-    ]
-    return made if len(made) > 1 else []
+def memory_of_rank(a: Analysis, rank: int) -> MemorySample | None:
+    """The fullest device of a rank; ``None``: it has no snapshot."""
+    return None if a.snapshot is None else sample(a.post_mortems[0], f"rank {rank}")
 
 
 def sample(post: PostMortem, name: str) -> MemorySample:

@@ -26,7 +26,7 @@ from advisor.advise.measured import (
     step_durations,
     step_time,
 )
-from advisor.advise.memory import memory_by_rank, memory_verdict, memory_views
+from advisor.advise.memory import memory_of_rank, memory_verdict, memory_views
 from advisor.advise.views import drawn
 from advisor.core import text as t
 from advisor.core.report import Crash, Report, RuleText
@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     from advisor.core.finding import Finding, HotLine, Rule, SkippedCheck
     from advisor.core.trace import Run
     from advisor.measure import Analysis
+    from advisor.measure.ranks.summary import Summary
     from advisor.replay.ranks.study import Study
 
 
@@ -52,11 +53,15 @@ def write_report(
     hot: Sequence[HotLine] = (),
     problems: Sequence[str] = (),
     ranks: Study | None = None,
+    summaries: Sequence[Summary] = (),
 ) -> Report:
     """The Report of the first rank, with what was found on the others and across them. ``hot``:
     the hottest lines of Python; ``problems``: with files beside the traces; ``ranks``: all of them
-    compared."""
+    compared; ``summaries``: of ranks that were measured elsewhere."""
     a = next(iter(analyses.values()))
+    samples = {number: memory_of_rank(each, number) for number, each in analyses.items()}
+    samples |= {each.rank: each.memory for each in summaries}
+    memory_ranks = [each for _, each in sorted(samples.items()) if each is not None]
     report = Report(
         version=advisor.__version__,
         status="limited",
@@ -82,7 +87,7 @@ def write_report(
         hot_lines=list(hot),
         rules=_texts(rules, [*ranked.findings, *ranked.risks, *ranked.notes]),
         memory=memory_views(a),
-        memory_ranks=memory_by_rank(analyses),
+        memory_ranks=memory_ranks if len(memory_ranks) > 1 else [],
         kernel_counters=counter_views(a, pricer),
         **measure(a),
     )

@@ -14,6 +14,7 @@ from advisor.core.run_directory import SNAPSHOT
 from advisor.core.snapshot import MemorySnapshot
 from advisor.core.trace import COUNTER_SCHEMA, KINETO, Run, Trace
 from advisor.read.reader import ReadOptions
+from advisor.read.readers.out_of_memory_text import of_exception
 from advisor.read.snapshot import MAX_BYTES, read_snapshot
 from advisor.read.source import ByteSource
 
@@ -105,8 +106,8 @@ def _order(pid: str) -> tuple[int, str]:
 
 def with_memory(run: Run, options: ReadOptions | None) -> Run:
     """The run with the snapshot that was asked for (``ReadOptions.memory``), else with the one
-    that its recorder left when memory ran out: of the first rank that has one.
-    Raises AdvisorError: the one that was asked for cannot be read."""
+    that its recorder left when memory ran out, of each rank; where that is missing, with what the
+    exception's text says. Raises AdvisorError: the one that was asked for cannot be read."""
     options = options or ReadOptions()
     if options.memory is not None:
         number = _first_rank(run)
@@ -117,15 +118,19 @@ def with_memory(run: Run, options: ReadOptions | None) -> Run:
     problems = list(run.problems)
     for number, record in run.recording.ranks.items():
         file = Path(record.folder, SNAPSHOT)
-        if not file.is_file():
-            continue
-        if result:
-            problems.append(f"{file}: not read; --rank {number} shows that rank's memory")
-            continue
-        try:
-            result[number] = _read(str(file), options)
-        except AdvisorError as error:
-            problems.append(str(error))
+        if file.is_file():
+            try:
+                result[number] = _read(str(file), options)
+                continue
+            except AdvisorError as error:
+                problems.append(str(error))
+        events = [event for event in record.events if event.kind in ("oom", "end")]
+        for event in reversed(events):
+            text = event.data.get("message") or event.data.get("text")
+            snapshot = of_exception(str(text), record.folder, event.data) if text else None
+            if snapshot is not None:
+                result[number] = snapshot
+                break
     return replace(run, snapshots=result, problems=tuple(problems))
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from statistics import median
 from typing import TYPE_CHECKING, ClassVar
 
 from advisor.core import text as t
@@ -26,6 +27,8 @@ if TYPE_CHECKING:
     from advisor.core.snapshot import OutOfMemoryText
     from advisor.measure.memory.post_mortem import PostMortem
 
+MIN_BATCHES = 5
+"""From which on one is compared with the median."""
 MAX_SAVINGS = 3
 """Ways to free memory that a finding names."""
 
@@ -186,31 +189,24 @@ class OutOfMemory(Rule):
         """Read what the recorder saved when it happened."""
         post = next((post for post in a.post_mortems if post.history.failed is not None), None)
         text = None if a.snapshot is None else a.snapshot.exception
-        if text is not None:
-            yield self._of_text(text)
-            return
-        if post is not None and post.request is not None:
+        if text is None and post is not None and post.request is not None:
             yield self._of_snapshot(post, post.request)
             return
-        if a.recorded is None:
+        recorded = None if a.recorded is None else record(a)
+        sizes = [] if recorded is None else [size for size in recorded.column("bytes") if size > 0]
+        grown = float(sizes[-1] / median(sizes)) if len(sizes) >= MIN_BATCHES else None
+        batch = grown is not None and grown >= self.larger
+        if text is not None and not batch:
+            yield self._of_text(text)
             return
-        recorded = record(a)
-        events = recorded.record.of_kind("oom")
-        if not events:
+        events = [] if recorded is None else recorded.record.of_kind("oom")
+        if recorded is None or not events:
             return
         event = events[-1]
         allocated, reserved = _number(event.get("allocated")), _number(event.get("reserved"))
         total = gpu_capacity(a)
-        sizes = recorded.column("bytes")
-        sizes = sizes[sizes == sizes]
-        grown = (
-            float(sizes[-1]) / float(sorted(sizes)[len(sizes) // 2])
-            if len(sizes) >= 5 and sorted(sizes)[len(sizes) // 2] > 0
-            else None
-        )
         used = allocated / reserved if allocated is not None and reserved else None
         fragments = used is not None and used < self.loose
-        batch = grown is not None and grown >= self.larger
         why = (
             f"only {used:.0%} of the memory that the allocator held was in tensors"
             if fragments
@@ -359,7 +355,7 @@ class OutOfMemory(Rule):
             "it did not happen": (b, "not events"),
             "a snapshot without a failure": (
                 snapshot_example(activation=96 << 20),
-                "a.recorded is None",
+                "recorded is None",
             ),
         }
 

@@ -130,3 +130,17 @@ def test_a_history_of_one_event_is_said_to_be_one() -> None:
 def test_layers_are_no_steps() -> None:
     """One forward pass of 24 layers, in each of which memory rises and falls."""
     assert measured("transformer_inference_ctx1024").step_source == ""
+
+
+def test_ranks_that_are_measured_by_workers_have_their_memory_side_by_side(tmp_path: Path) -> None:
+    from advisor.advise.options import Options
+
+    names = ("forward_fp32", "forward_bf16_autocast")
+    for number, name in enumerate(names):
+        (tmp_path / f"rank{number}.pickle").write_bytes(content(name))
+    here = advisor.analyze(tmp_path)
+    apart = advisor.analyze(tmp_path, Options(workers=2))
+    assert here.memory_ranks == apart.memory_ranks
+    held = [each.allocated for each in apart.memory_ranks]
+    assert held == [measured(name).allocated for name in names]
+    assert here.ranks is None and apart.ranks is None  # a snapshot has no steps to compare

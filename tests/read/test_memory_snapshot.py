@@ -16,6 +16,7 @@ import polars as pl
 import pytest
 import torch.cuda._memory_viz as viz
 
+import advisor
 from advisor import cli
 from advisor.core.errors import AdvisorError
 from advisor.read import open_run
@@ -347,15 +348,44 @@ def test_a_run_that_ended_out_of_memory_shows_its_snapshot(tmp_path: Path) -> No
             training.step()
     r = RecordBuilder()
     r.steps(3, 10)
-    r.event("oom", message="CUDA out of memory.", snapshot="memory_snapshot.pickle")
+    r.event(
+        "oom",
+        message="CUDA out of memory. Tried to allocate 2.00 GiB.",
+        snapshot="memory_snapshot.pickle",
+    )
     run = write_run(tmp_path / "run", {0: r.build()})
     m.write(run / "rank0" / "memory_snapshot.pickle")
     opened = open_run(run)
     assert opened.snapshots[0].events.height == len(m.events)
     (run / "rank0" / "memory_snapshot.pickle").write_bytes(PROGRAMS["GLOBAL"])
     opened = open_run(run)
-    assert not opened.snapshots and "not only plain values" in opened.problems[0]
+    assert "not only plain values" in opened.problems[0]
+    noted = opened.snapshots[0].exception  # the snapshot is refused: the text alone is left
+    assert noted is not None and noted.request == 2 * GIB
     assert not RAN
+
+
+def test_ranks_that_ended_out_of_memory_show_their_own_snapshot_or_text(tmp_path: Path) -> None:
+    from advisor.testing.record import RecordBuilder, write_run
+
+    message = "CUDA out of memory. Tried to allocate 2.00 GiB. GPU 1 has a total capacity of 8 GiB"
+    ranks = {}
+    for number in range(3):
+        r = RecordBuilder()
+        r.steps(3, 10)
+        if number < 2:
+            r.event("oom", message=message, allocated=3 * GIB, reserved=5 * GIB)
+        ranks[number] = r.build()
+    run = write_run(tmp_path / "run", ranks)
+    trained(1).write(run / "rank0" / "memory_snapshot.pickle")
+    opened = open_run(run)
+    assert sorted(opened.snapshots) == [0, 1] and not opened.problems
+    assert opened.snapshots[0].exception is None
+    noted = opened.snapshots[1].exception
+    assert noted is not None and noted.capacity == 8 * GIB
+    assert (noted.allocated, noted.reserved) == (3 * GIB, 5 * GIB)  # as the recorder noted them
+    report = advisor.analyze(run)
+    assert [each.name for each in report.memory_ranks] == ["rank 0", "rank 1"]
 
 
 # -- damage -------------------------------------------------------------------------------------

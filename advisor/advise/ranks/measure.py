@@ -14,6 +14,7 @@ import polars as pl
 from numpy.typing import NDArray
 
 from advisor.advise.measured import device_time, host_time, step_time
+from advisor.advise.memory import memory_of_rank
 from advisor.core.intervals import covered_length, intersect, subtract, union
 from advisor.measure.comm.comms import has_host_collectives
 from advisor.measure.comm.messages import COLLECTIVES
@@ -80,6 +81,7 @@ def summarise(a: Analysis, rank: int, findings: Sequence[Finding], path: str = "
             findings=[_advice(finding) for finding in findings[:MAX_FINDINGS]],
             details=pack_findings(findings[:MAX_FINDINGS]),
             damage=_damage(a),
+            memory=memory_of_rank(a, rank),
         )
     )
 

@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 
 from advisor.core.errors import AdvisorError
 from advisor.core.finding import Finding
+from advisor.core.report import MemorySample
 
 SCHEMA = "advisor.rank/1"
 MAX_BYTES = 200_000
@@ -165,6 +166,8 @@ class Summary(Struct, frozen=True, kw_only=True):
     """The findings in full, in the same order, as :func:`pack_findings` has them; empty: left out
     to keep the summary small."""
     damage: str = ""
+    memory: MemorySample | None = None
+    """The fullest device of its snapshot; ``null``: it has none."""
 
 
 class Unread(Struct, frozen=True, kw_only=True):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from advisor.core.errors import AdvisorError
 from advisor.read.reader import Reader, ReaderClaim, ReadOptions
@@ -57,19 +57,21 @@ class OutOfMemoryTextReader(Reader):
             if seen > min(options.max_bytes, MAX_BYTES):
                 raise AdvisorError(f"{source.path}: a log of more than {MAX_BYTES >> 20} MiB")
             text = (text + block.decode("utf-8", "replace"))[-(1 << 22) :]
-        noted = parse(text)
-        if noted is None:
+        made = of_exception(text, source.path)
+        if made is None:
             raise AdvisorError(
                 f"{source.path}: no trace, and a log without an out-of-memory exception of PyTorch"
             )
         trace = blank_trace(source.path)
-        made = _snapshot(noted[0], noted[1], source.path)
         meta = replace(trace.meta, bytes_read=source.bytes_read, events_read=1, snapshot=made)
         return replace(trace, meta=meta)
 
 
-def parse(text: str) -> tuple[OutOfMemoryText, int] | None:
-    """The last exception of a text, and its device; ``None``: there is none."""
+def of_exception(
+    text: str, path: str, known: Mapping[str, Any] | None = None
+) -> MemorySnapshot | None:
+    """What stands for the last exception of a text; ``None``: there is none. ``known``: bytes that
+    the recorder noted beside it, by name, for what the text leaves out."""
     from advisor.core.snapshot import OutOfMemoryText
 
     starts = [match.start() for match in _START.finditer(text)]
@@ -80,12 +82,16 @@ def parse(text: str) -> tuple[OutOfMemoryText, int] | None:
     allocated, reserved = sizes["allocated"], sizes["reserved"]
     if reserved is None and allocated is not None and sizes["unallocated"] is not None:
         reserved = allocated + sizes["unallocated"]
+    noted_bytes = {name: (known or {}).get(name) for name in ("allocated", "reserved")}
+    if all(type(size) is int and 0 <= size < 1 << 62 for size in noted_bytes.values()):
+        allocated = noted_bytes["allocated"] if allocated is None else allocated
+        reserved = noted_bytes["reserved"] if reserved is None else reserved
     device = _DEVICE.search(message)
     noted = OutOfMemoryText(
         message[:600], sizes["request"] or 0, sizes["capacity"], sizes["free"], sizes["process"],
         allocated, reserved,
     )  # fmt: skip
-    return noted, int(device[1]) if device else 0
+    return _snapshot(noted, int(device[1]) if device else 0, path)
 
 
 def _size(pattern: str, text: str) -> int | None:

@@ -10,12 +10,18 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from advisor.measure.ranks.clocks import END_TOLERANCE_NS, MAX_CLOCK_DIFFERENCE_NS, MIN_MATCHES
-
 Ints = NDArray[np.int64]
 Floats = NDArray[np.float64]
 Bools = NDArray[np.bool_]
 
+MAX_CLOCK_DIFFERENCE_NS = 60 * 10**9
+"""Hosts of one job keep Unix time to well under a second (NTP); traces whose collectives fall
+together only when their clocks are moved by minutes are of different runs of one script."""
+END_TOLERANCE_NS = 1_000_000.0
+"""Ends of one collective on two ranks differ by less: up to 0.33 ms on a public pair of traces
+(all-gather of 1 GiB over 64 ranks)."""
+MIN_MATCHES = 3
+"""One difference of ends always agrees with itself: fewer say nothing about the error."""
 MIN_FOR_DRIFT = 12
 """Collectives of a group from which the drift of its clocks differs from scatter."""
 MAX_DRIFT = 5e-4
@@ -67,6 +73,10 @@ def align_cells(
     number of cells; ``usable``: rows that nobody leaves before all have entered; ``pairs``: rows
     of a send and its receive, which end together too, about: they join what nothing else does (the
     stages of a pipeline).
+
+    A rank that shares fewer than MIN_MATCHES is not aligned. Rows that one rank leaves before
+    another enters, by more than the error of ends, are not one collective: they are dropped and
+    the offsets taken again. When most are, nothing is known about the others: nobody is aligned.
     """
     seen = np.diff(first)
     broken = np.zeros(len(seen), dtype=np.bool_)
@@ -211,7 +221,7 @@ class _Part:
         left = set(range(len(groups)))
         islands = 0
         while left:  # an island of connected groups a round
-            reached = [max(left, key=lambda number: (weight[number], -number))]
+            reached = [max(left, key=lambda number: (weight[number], -groups[number][0].min()))]
             shift[inside[reached[0]][0][0]] = 0.0
             left -= set(reached)
             for number in reached:  # grows: groups in the order in which they are reached

@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 
 from advisor.measure.comm.comms import describe, describe_on_host, has_host_collectives
 from advisor.measure.host.names import map_names
+from advisor.measure.ranks.align import align_cells
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -21,17 +22,6 @@ if TYPE_CHECKING:
 SYNCHRONISING = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all")
 """No rank can leave one of these before every rank of its group has entered it. (A rank can leave
 a broadcast, a reduce or a send before the others have come.)"""
-
-MAX_CLOCK_DIFFERENCE_NS = 60 * 10**9
-"""Hosts of one job keep Unix time to well under a second (NTP); traces whose collectives fall
-together only when their clocks are moved by minutes are of different runs of one script."""
-
-END_TOLERANCE_NS = 1_000_000.0
-"""Ends of one collective on two ranks differ by less: up to 0.33 ms on a public pair of traces
-(all-gather of 1 GiB over 64 ranks)."""
-
-MIN_MATCHES = 3
-"""One difference of ends always agrees with itself: fewer say nothing about the error."""
 
 _SAME = (
     "group",
@@ -59,15 +49,12 @@ class Matches(NamedTuple):
     start: Times
     end: Times
 
-    def keep(self, rows: NDArray[np.bool_]) -> Matches:
-        """Only some of the collectives."""
-        table = self.table.filter(pl.Series(rows, dtype=pl.Boolean))
-        return Matches(table, self.ranks, self.start[rows], self.end[rows])
-
     def only(self, cells: NDArray[np.bool_]) -> Matches:
-        """Only some cells of the matrices; the others become NaN."""
-        start, end = (np.where(cells, times, np.nan) for times in (self.start, self.end))
-        return Matches(self.table, self.ranks, start, end)
+        """Only some cells of the matrices, and of the collectives those that two ranks have."""
+        kept = cells.sum(axis=1) > 1
+        start, end = (np.where(cells, t, np.nan)[kept] for t in (self.start, self.end))
+        table = self.table.filter(pl.Series(kept, dtype=pl.Boolean))
+        return Matches(table, self.ranks, start, end)
 
 
 @dataclass(frozen=True)
@@ -86,8 +73,6 @@ class Alignment:
     ns. Only aligned ranks."""
     shift_ns: dict[int, int] = field(default_factory=dict)
     """Rank -> what to add to times of its trace to get times of the reference's trace, ns."""
-    spread_ns: dict[int, float] = field(default_factory=dict)
-    """Rank -> its own ``error_ns``."""
     unaligned: tuple[int, ...] = ()
     """Ranks left out: they share no collective with the others, or used no device where others
     did."""
@@ -103,13 +88,6 @@ def align(ranks: Mapping[int, Analysis]) -> Alignment:
     for the last two both ranks must have equally many. The message sizes of an all-to-all may
     differ between ranks.
 
-    The offset of a rank is the median difference of its ends from those of the ranks that are
-    placed already, beginning with the one that shares most. A check
-    follows: nobody leaves a collective before the last rank has entered. Matches that break it
-    by more than the error of ends are not one collective: they are dropped and the offsets taken
-    again. When most are, nothing is known about the others either: not aligned. Nor is a rank
-    that shares fewer than three.
-
     Where no rank has device work, the collectives are those of gloo, in threads of the hosts.
     """
     known = {number: a for number, a in ranks.items() if a.device_id is not None}
@@ -119,96 +97,41 @@ def align(ranks: Mapping[int, Analysis]) -> Alignment:
         return Alignment(0, None, "only one rank is here")
     if len(known) < 2:
         return Alignment(0, None, "fewer than two ranks have device work", unaligned=tuple(ranks))
-    result = match_collectives(known)
-    if not result.table.height:
-        reason = "the ranks have no collectives that can be matched"
-        return Alignment(0, None, reason, unaligned=tuple(ranks))
-    matches, shift, spread, broken = _settle(result)
-    left = matches.table.height
-    if broken > left:
-        reason = (
-            f"of {broken + left} collectives that look the same on several ranks, {broken} cannot "
-            "be: one rank leaves before another enters"
-        )
-        return Alignment(0, None, reason, unaligned=tuple(ranks))
-    if not left:
-        reason = f"no two ranks share more than {MIN_MATCHES - 1} collectives that can be matched"
-        return Alignment(0, None, reason, unaligned=tuple(ranks))
-    placed = np.flatnonzero(np.isfinite(shift))
-    numbers = [result.ranks[column] for column in placed]
-    moved = {n: round(ns) for n, ns in zip(numbers, shift[placed].tolist(), strict=True)}
-    first = known[result.ranks[int(np.flatnonzero(shift == 0)[0])]].trace.meta
-    offset = {n: moved[n] + first.start_ns - known[n].trace.meta.start_ns for n in numbers}
-    apart = max(map(abs, offset.values()))
-    unix = all(known[n].trace.meta.clock == "unix" for n in numbers)
-    if unix and apart > MAX_CLOCK_DIFFERENCE_NS:
-        reason = f"the traces were recorded {apart / 1e9:.0f} s apart: not one run"
-        return Alignment(0, None, reason, unaligned=tuple(ranks))
+    matches = match_collectives(known)
+    there = np.isfinite(matches.end)
+    column = np.nonzero(there)[1]
+    begin = np.array([known[n].trace.meta.start_ns for n in matches.ranks], dtype=np.int64)
+    begin -= begin.min()
+    clocks = align_cells(
+        column,
+        np.append(0, np.cumsum(there.sum(axis=1))),
+        matches.start[there] + begin[column],
+        matches.end[there] + begin[column],
+        np.ones(len(there), dtype=np.bool_),
+        len(known),
+        unix=all(a.trace.meta.clock == "unix" for a in known.values()),
+    )
+    if clocks.reason:
+        return Alignment(0, None, clocks.reason, unaligned=tuple(ranks))
+    placed = np.isfinite(clocks.shift)
+    matches = matches.only(there & placed & ~clocks.broken[:, None])
+    offset = clocks.shift.copy()
+    for place in np.flatnonzero(placed).tolist():  # in the middle of what the rank shares
+        ends = matches.end[:, place]
+        offset[place] += clocks.drift[place] * (np.nanmedian(ends) + begin[place])
+    reference = int(np.flatnonzero(clocks.shift == 0)[0])
+    offset -= offset[reference]
+    moved = offset + begin - begin[reference]
+    numbers = [matches.ranks[place] for place in np.flatnonzero(placed)]
     return Alignment(
         matched=matches.table.height,
-        error_ns=float(np.max(spread[placed])),
+        error_ns=clocks.error_ns,
         reason="",
-        offset_ns=offset,
-        shift_ns=moved,
-        spread_ns=dict(zip(numbers, spread[placed].tolist(), strict=True)),
-        unaligned=tuple(n for n in ranks if n not in moved),
+        offset_ns=dict(zip(numbers, np.rint(offset[placed]).astype(int).tolist(), strict=True)),
+        shift_ns=dict(zip(numbers, np.rint(moved[placed]).astype(int).tolist(), strict=True)),
+        unaligned=tuple(n for n in ranks if n not in numbers),
         matches=matches,
     )
-
-
-def _settle(result: Matches) -> tuple[Matches, Times, Times, int]:
-    """Matches that can be one collective, shift and spread of each rank from them (NaN: not
-    placed), and how many matches cannot be."""
-    matches, broken = result, 0
-    while True:  # each round drops matches or ends of a rank, so it ends
-        shift = _shifts(matches.end)
-        there = np.isfinite(matches.end + shift)
-        there &= (there.sum(axis=1) > 1)[:, None]
-        few = there.any(axis=0) & (there.sum(axis=0) < MIN_MATCHES)
-        there[:, few] = False
-        enough = there.sum(axis=1) > 1
-        if few.any() or not enough.all():
-            matches = matches.only(there).keep(enough)
-            if not matches.table.height:
-                nothing = np.full(len(shift), np.nan)
-                return matches, nothing, nothing, broken
-            continue
-        ends = matches.end + shift
-        # distance from the others' middle: from the middle of all, times k / (k - 1)
-        count = there.sum(axis=1, keepdims=True)
-        far = np.abs(ends - np.nanmedian(ends, axis=1, keepdims=True)) * count / (count - 1)
-        some = there.any(axis=0)
-        spread = np.full(len(shift), np.nan)
-        spread[some] = np.nanmedian(far[:, some], axis=0)
-        tolerance = min(2 * float(np.nanmax(spread)), END_TOLERANCE_NS)
-        last_in = np.nanmax(matches.start + shift, axis=1)
-        possible = last_in <= np.nanmin(ends, axis=1) + tolerance
-        if possible.all():
-            return matches, np.where(some, shift, np.nan), spread, broken
-        broken += int((~possible).sum())
-        matches = matches.keep(possible)
-
-
-def _shifts(end: Times) -> Times:
-    """What to add to each column so that ends agree; NaN: no chain of shared rows leads there."""
-    there = np.isfinite(end)
-    shift = np.full(end.shape[1], np.nan)
-    first = int(np.argmax(there.sum(axis=0)))
-    shift[first] = 0.0
-    total = np.where(there[:, first], end[:, first], 0.0)
-    placed = there[:, first].astype(np.int64)
-    left = set(range(end.shape[1])) - {first}
-    while left:  # a rank a round
-        common = {c: int((there[:, c] & (placed > 0)).sum()) for c in left}
-        best = max(left, key=lambda c: (common[c], -c))
-        if not common[best]:
-            break
-        both = there[:, best] & (placed > 0)
-        shift[best] = np.median(total[both] / placed[both] - end[both, best])
-        left.remove(best)
-        total += np.where(there[:, best], end[:, best] + shift[best], 0.0)
-        placed += there[:, best]
-    return shift
 
 
 def match_collectives(ranks: Mapping[int, Analysis]) -> Matches:

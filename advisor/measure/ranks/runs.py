@@ -11,7 +11,7 @@ from msgspec import structs
 
 from advisor.core import text as t
 from advisor.core.ranks import numbers
-from advisor.measure.ranks.clocks import MAX_CLOCK_DIFFERENCE_NS
+from advisor.measure.ranks.align import MAX_CLOCK_DIFFERENCE_NS
 from advisor.measure.ranks.summary import Summary, Unread
 
 SHOWN = 3

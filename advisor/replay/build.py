@@ -13,6 +13,7 @@ from advisor.replay.device import DeviceWork, device_nodes, device_work, stream_
 from advisor.replay.edges import EdgeList
 from advisor.replay.graph import NEVER, Array, Edge, Graph, Node
 from advisor.replay.handover import Handover, find_handovers
+from advisor.replay.language import BLOCKING
 from advisor.replay.latencies import measure
 from advisor.replay.points import HAND_BATCH_NS, Points, launches, loaders, waits
 from advisor.replay.release import release_edges
@@ -68,7 +69,7 @@ def build(a: Analysis, steps: tuple[int, int] | None = None) -> Graph:
     trace = a.trace
     steps = representative_steps(a) if steps is None else steps
     table = a.steps.marks[steps[0] : steps[1]]
-    bounds = np.append(table["ts"].to_numpy(), host_end(trace, table)).astype(np.int64)
+    bounds = np.append(table["ts"].to_numpy(), host_end(a, table)).astype(np.int64)
     start, end = int(bounds[0]), int(bounds[-1])
 
     points = Points()
@@ -120,9 +121,11 @@ def build(a: Analysis, steps: tuple[int, int] | None = None) -> Graph:
     return graph
 
 
-def host_end(trace: Trace, table: pl.DataFrame) -> int:
+def host_end(a: Analysis, table: pl.DataFrame) -> int:
     """When the main thread was done with the last step. The steps table has the end of its device
-    work if that was later, and that is to be replayed, not copied."""
+    work if that was later, and that is to be replayed, not copied. A recording without steps lasts
+    until a wait for that work returns."""
+    trace = a.trace
     end, begin = int(table["end"][-1]), int(table["ts"][-1])
     if trace.main_thread is None:
         return end
@@ -131,7 +134,10 @@ def host_end(trace: Trace, table: pl.DataFrame) -> int:
         & (pl.col("ts") >= begin)
         & (pl.col("ts") < end)
         & (pl.col("kind") != "overhead")
-    ).select("ts", "name", "kind", until=pl.col("ts") + pl.col("dur"))
+    ).select("ts", "name", "kind", "call", until=pl.col("ts") + pl.col("dur"))
+    if a.steps.source == "whole trace":
+        wait = cpu.filter(pl.col("call").is_in(BLOCKING) & (pl.col("until") > end))
+        end = max([end, *wait["until"]])
     mark = cpu.filter(
         (pl.col("ts") == begin)
         & (pl.col("kind") == "annotation")

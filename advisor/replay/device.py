@@ -9,6 +9,7 @@ import polars as pl
 
 from advisor.replay.graph import Array, Edge, Graph, Node
 from advisor.replay.latencies import REACH_NS, median_or
+from advisor.replay.points import SLOW_LAUNCH_NS
 
 if TYPE_CHECKING:
     from advisor.core.trace import Trace
@@ -143,13 +144,16 @@ def _ours(trace: Trace, work: DeviceWork) -> Array:
 
 
 def _own_time(trace: Trace, gpu: pl.DataFrame, launch: Array, held: Array) -> Array:
-    """Length of each launch call: the device learns of the work as the call returns. 0 for
-    unknown calls and for those that last until their work is done (``held``, with pageable
-    copies, whether they were held this time or not)."""
+    """Length of each launch call: the device learns of the work as the call returns, or by its
+    start where the call goes on with something else. 0 for unknown calls and for those that last
+    until their work is done (``held``, with pageable copies, whether they were held this time or
+    not)."""
     own = np.zeros(len(launch))
     known = launch >= 0
     if known.any():
-        own[known] = trace.cpu["dur"].to_numpy()[launch[known]]
+        length = trace.cpu["dur"].to_numpy()[launch[known]]
+        passed = (gpu["ts"].to_numpy()[known] - trace.cpu["ts"].to_numpy()[launch[known]]).clip(0)
+        own[known] = np.where(length > SLOW_LAUNCH_NS, np.minimum(length, passed), length)
     pageable = gpu["src"].eq_missing("Pageable") | gpu["dst"].eq_missing("Pageable")
     copy = (gpu["kind"] == "memcpy").to_numpy()
     return np.where((copy & pageable.to_numpy()) | np.isin(launch, held), 0.0, own)

@@ -96,9 +96,7 @@ def _launched_inside(a: Analysis) -> Mask:
     own &= launch < 0
     ts = a.trace.cpu["ts"].to_numpy()[launch]
     own |= (
-        (launch >= 0)
-        & (covered_length(ts, ts + 1, a.spans) > 0)
-        & (ts < host_end(a.trace, a.steps.used))
+        (launch >= 0) & (covered_length(ts, ts + 1, a.spans) > 0) & (ts < host_end(a, a.steps.used))
     )
     return own
 

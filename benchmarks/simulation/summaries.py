@@ -246,6 +246,7 @@ def _causes(
     latest = np.searchsorted(device.end[by_end], part.end, side="right") - 1
     releaser = by_end[np.maximum(latest, 0)]
     elsewhere = (latest >= 0) & (device.stream[releaser] != device.stream[at])
+    elsewhere &= part.end - device.end[releaser] <= LATENCY_NS
     stream = queued & device.held[at] & elsewhere
     found["stream"] = union(upto[stream], part.end[stream])
     soon, never = queued & ~stream & ~late, queued & ~stream & late

@@ -26,6 +26,8 @@ Data = dict[str, Any]
 
 WORK = ("kernel", "gpu_memcpy", "gpu_memset", "memcpy", "memset")
 """Categories of device work, in lower case."""
+CALLS = ("cuda_runtime", "runtime", "hip_runtime")
+"""Categories of calls that launch or wait, in lower case."""
 ON_DEVICE = (*WORK, "gpu_user_annotation", "cuda_sync")
 STREAMS = ("stream", "wait_on_stream")
 """Arguments that name a stream."""
@@ -127,13 +129,35 @@ def renumbered(data: Data, seed: int = 0) -> Data:
     return {**data, "traceEvents": changed}
 
 
-def repeated(data: Data, times: int = 4, pause: float = 1.0, *, drained: bool = False) -> Data:
-    """The recording ``times`` times, ``pause`` µs apart: times are shifted, identities offset,
+PAUSE = 1.0
+"""Between two repetitions, µs."""
+LATENCY = 10.0
+"""About what lies between a launch and its work, µs."""
+
+
+def own_span(data: Data) -> Data:
+    """From the launch of the device's first work to the end of its last: what lies outside is left
+    out, what reaches beyond is cut, but for calls that may wait for that work."""
+    work = [e for e in events(data) if e.get("ph") == "X" and str(e.get("cat")).lower() in WORK]
+    begin, end = min(e["ts"] for e in work) - LATENCY, max(e["ts"] + e["dur"] for e in work)
+    kept = []
+    for e in events(data):
+        start, until = e.get("ts", begin), e.get("ts", begin) + e.get("dur", 0)
+        if e.get("ph") != "X":
+            kept.append(e)
+        elif start < end and until > begin:
+            start, until = max(start, begin), until if _is_call(e) else min(until, end)
+            kept.append({**e, "ts": start, "dur": until - start})
+    return {**data, "traceEvents": kept}
+
+
+def repeated(data: Data, times: int = 4, *, drained: bool = False) -> Data:
+    """The recording ``times`` times, ``PAUSE`` apart: times are shifted, identities offset,
     steps numbered on. Names of threads and the like stay as they are. ``drained``: each time ends
     with the host waiting for the whole device, so that nothing reaches into the next."""
     data = with_final_wait(data) if drained else data
     begin, end = span(data)
-    length = end - begin + pause
+    length = end - begin + PAUSE
     lasting = [e for e in events(data) if e.get("ph") != "M" and e.get("cat") != "Trace"]
     steps = len({e["name"] for e in lasting if _is_step(e)})
     largest = max((n for e in lasting for n in _identities(e)), default=0) + 1
@@ -161,13 +185,7 @@ def with_final_wait(data: Data, latency: float = 5.0) -> Data:
     """The host's last act is a wait for the whole device: on the thread that was busy last, from
     its last event until the device is done, and ``latency`` µs more."""
     _, end = span(data)
-    calls = [
-        e
-        for e in events(data)
-        if e.get("ph") == "X"
-        and str(e.get("cat")).lower() in ("cuda_runtime", "runtime", "hip_runtime")
-        and "correlation" in (e.get("args") or {})
-    ]
+    calls = [e for e in events(data) if _is_call(e) and "correlation" in (e.get("args") or {})]
     if not calls:
         return data
     model = max(calls, key=lambda e: e["ts"] + e.get("dur", 0))
@@ -215,6 +233,11 @@ def thinned(data: Data, share: float = 0.4, seed: int = 0) -> Data:
             kept.append(e)
     arrows = [e for e in kept if not (e.get("ph") == "f" and e.get("id") in dropped)]
     return {**data, "traceEvents": arrows}
+
+
+def _is_call(e: Event) -> bool:
+    """A call of the CUDA or HIP runtime."""
+    return e.get("ph") == "X" and str(e.get("cat")).lower() in CALLS
 
 
 def _is_step(e: Event) -> bool:

@@ -270,3 +270,10 @@ def test_a_host_that_launches_just_in_time_is_not_what_a_busy_device_hangs_on() 
     assert a.breakdown.busy.total >= 0.97 * a.span_ns
     parts = EditGain(a).critical()
     assert parts["compute"] >= 0.9 * sum(parts.values())
+
+
+def test_a_recording_without_steps_is_replayed_whole(shared_trace: Callable[[str], str]) -> None:
+    """Its host waits beyond the device's last work: 5.98 ms, not the 1.98 ms before the wait."""
+    whatif = EditGain(Analysis(read_trace(shared_trace("mi210_gpu_only"))))
+    assert whatif.measured.period == pytest.approx(whatif.a.step_ns, rel=0.01)
+    assert whatif.quality.starts == whatif.a.trace.gpu.height

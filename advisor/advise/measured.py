@@ -33,6 +33,7 @@ from advisor.core.report import (
 )
 from advisor.measure.device.energy import step_energy
 from advisor.measure.device.rooflines import attained, rooflines
+from advisor.measure.host.layers import report_layers
 from advisor.measure.host.optree import op_table, range_table
 from advisor.measure.steps.record import MIN_AROUND, MIN_PROFILED
 from advisor.measure.steps.steps import extent
@@ -88,6 +89,7 @@ def measure(a: Analysis) -> dict[str, Any]:
         "host": [] if lost_replays(a) else host_time(a),
         "step_variation": steps_apart(a),
         "serving": a.serving,
+        "layers": report_layers(a),
     }
     if a.device_id is not None:
         fields |= device_time(a)

@@ -56,6 +56,13 @@ OperatorTable = Annotated[
         "what bounds them, what could be saved.",
     ),
 ]
+TableBy = Annotated[
+    Literal["layer", "operator"] | None,
+    typer.Option(
+        help="Instead of the report, list layers (modules: time, FLOPs, bytes, those longer than "
+        "their equals) or operators (as --operators)."
+    ),
+]
 Top = Annotated[
     int | None,
     typer.Option(metavar="N", min=0, help="Show N findings in full (JSON has all)."),
@@ -113,6 +120,7 @@ def command(
     output: o.Output = None,
     csv: CsvFolder = None,
     operators: OperatorTable = False,
+    by: TableBy = None,
     rank: o.Rank = None,
     window: o.Window = None,
     steps: Steps = None,
@@ -141,7 +149,8 @@ def command(
     chosen, limit = parse_steps(steps), parse_size(max_size)
     paid = o.chosen_prices(price, prices)
     check_ranks(paths, rank, workers=workers, cluster=cluster, ranks=ranks)
-    wanted = choose_output(paths, form, output, csv, operators=operators)
+    by = by or ("operator" if operators else None)
+    wanted = choose_output(paths, form, output, csv, table=by is not None)
 
     from advisor.advise.engine import Options
     from advisor.cli.output import Progress
@@ -177,8 +186,8 @@ def command(
     redaction = names.of(examined.run)
     if csv is not None:
         write_tables(csv, examined, redact=redaction)
-    if operators:
-        show_operators(report, top)
+    if by is not None:
+        show_table(report, by, top, redaction)
     else:
         deliver(
             report, wanted, output, top=top, details=details, brief=brief,
@@ -189,13 +198,15 @@ def command(
 
 
 def choose_output(
-    paths: list[str], form: str | None, output: Path | None, csv: Path | None, *, operators: bool
+    paths: list[str], form: str | None, output: Path | None, csv: Path | None, *, table: bool
 ) -> Renderer[Report]:
     """What draws the report. Raises AdvisorError for options that do not go together, and for what
     cannot be written."""
     wanted = out.chosen(REPORTS, form, output)
-    if operators and (form not in (None, "terminal") or output is not None):
-        raise AdvisorError("--operators prints to the terminal only; drop --format and --output")
+    if table and (form not in (None, "terminal") or output is not None):
+        raise AdvisorError(
+            "--operators and --by print to the terminal only; drop --format and --output"
+        )
     if output is not None:
         out.check(output, paths)
     if csv is not None and csv.exists() and not csv.is_dir():
@@ -203,11 +214,18 @@ def choose_output(
     return wanted
 
 
-def show_operators(report: Report, top: int | None) -> None:
-    """The table of operators by shape, on the terminal."""
+def show_table(
+    report: Report, by: Literal["layer", "operator"], top: int | None, redact: set[str] | None
+) -> None:
+    """The table of operators by shape or of layers, on the terminal."""
     from advisor.render.document import RenderOptions
-    from advisor.render.documents.operators import build
+    from advisor.render.documents import layers, operators
 
+    if redact is not None:
+        from advisor.export.redact import redact_with
+
+        report, _ = redact_with(report, redact)
+    build = layers.build if by == "layer" else operators.build
     out.show_document(build(report, RenderOptions(top=top)))
 
 

@@ -294,6 +294,103 @@ class OperatorRate(Struct, frozen=True, kw_only=True):
     """Time per step that the attainable rates would save, ns; ``null``: not judged."""
 
 
+class Layer(Struct, frozen=True, kw_only=True):
+    """Equal modules below the same ones: of one class, and with the same classes inside."""
+
+    name: str
+    """``layers.0–23``: as recorded; of several whose numbers are no range, their kind."""
+    kind: str
+    """The name without its number: of PyTorch's module events, the class."""
+    parent: int | None
+    """Place in ``Layers.layers`` of the modules around it; ``null``: outermost."""
+    modules: int
+    """How many modules these are."""
+    calls: float | None
+    """Per step, of all of them; ``null``: not recorded."""
+    ns: float
+    """Time of all of them with the modules inside, per step, ns."""
+    own_ns: float
+    """The part that is in none of the modules inside."""
+    share: float
+    """``ns`` of all work."""
+    backward_ns: float | None
+    """The part of ``ns`` in the backward pass; ``null``: none was recorded."""
+    kernels: float
+    """Pieces of work per step: kernels, copies and memsets; on the host operators."""
+    flops: float | None
+    """Per step; ``null``: known for less than 80 % of the time of its matrix work, or it has
+    none."""
+    bytes: float | None
+    """Read and written at least, per step; ``null``: known for less than 80 % of the time."""
+    flops_per_s: float | None
+    """``flops`` over ``ns``."""
+    bytes_per_s: float | None
+    """``bytes`` over ``ns``."""
+
+
+class LayerKind(Struct, frozen=True, kw_only=True):
+    """All modules of one kind, wherever they are."""
+
+    kind: str
+    """As in ``Layer``."""
+    modules: int
+    """How many."""
+    calls: float | None
+    """Per step; ``null``: not recorded."""
+    ns: float
+    """Time per step with the modules inside, ns; of one inside another of its kind, once."""
+    own_ns: float
+    """The part that is in none of the modules inside. Adds up over kinds."""
+    share: float
+    """``own_ns`` of all work."""
+
+
+class LayerOutlier(Struct, frozen=True, kw_only=True):
+    """A module that takes longer than its equals: it is further from the longest of the others
+    than these are apart."""
+
+    name: str
+    """As recorded."""
+    path: list[str]
+    """The modules around it, outermost first."""
+    equals: str
+    """The group that it belongs to, as in ``Layer.name``."""
+    ns: float
+    """Median over the steps, ns."""
+    usual_ns: float
+    """Median of the others, ns."""
+    part: str | None
+    """Kind of the module inside it that has most of the difference; ``null``: none has half."""
+
+
+class Layers(Struct, kw_only=True):
+    """Whose time it is, by module."""
+
+    source: Literal["module events", "ranges", "operator names", "FSDP", "Python frames"]
+    """What recorded the modules."""
+    on_device: bool
+    """Times are of device work, summed; otherwise own host time of operators."""
+    total_ns: float
+    """All work per step, ns."""
+    outside_ns: float
+    """The part in no module, per step, ns: with it the outermost layers add up to all work."""
+    outside_kernels: float
+    """Pieces of work in no module, per step."""
+    layers: list[Layer]
+    """Equal modules as one, a module before those inside it, the longest first; at most 400."""
+    more: int
+    """Groups that are left out, the smallest; those around them contain their time."""
+    kinds: list[LayerKind]
+    """By own time, the longest first, at most 100."""
+    outliers: list[LayerOutlier]
+    """The longest first, at most 20."""
+
+    def __post_init__(self) -> None:
+        places = enumerate(self.layers)
+        if any(layer.parent is not None and not 0 <= layer.parent < i for i, layer in places):
+            raise ValueError("a layer comes before the one around it")
+
+
 class AttainableRate(Struct, frozen=True, kw_only=True):
     """A rate that operators are compared with."""
 
@@ -771,6 +868,8 @@ class Report(Struct, kw_only=True):
     """Operators by shape, the fifty with most device time, longest first."""
     attainable: list[AttainableRate] = field(default_factory=list)
     """The rates that ``rooflines`` holds them against. Empty: unknown device."""
+    layers: Layers | None = None
+    """Time by module; ``null``: no modules were recorded around any work."""
     mfu: float | None = None
     """FLOPs of the step over its duration and the device's peak, 0 to 1."""
     memory_peak_bytes: int | None = None

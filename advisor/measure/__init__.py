@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from advisor.measure.device.breakdown import Breakdown
     from advisor.measure.device.kernel_profiles import ProfiledKernel
     from advisor.measure.host.launches import Lost
+    from advisor.measure.host.layers import Layers
     from advisor.measure.memory.post_mortem import PostMortem
     from advisor.measure.serving.passes import Passes
     from advisor.measure.steps.record import StepRecords
@@ -405,6 +406,14 @@ class Analysis:
         from advisor.measure.host.operators import measure_operators
 
         return measure_operators(self)
+
+    @cached_property
+    def layers(self) -> Layers | None:
+        """Work by module (``layers.py``): the device's, else that of operators on the host.
+        ``None``: no modules were recorded around any of it."""
+        from advisor.measure.host.layers import measure_layers
+
+        return measure_layers(self)
 
     @cached_property
     def mfu(self) -> float | None:

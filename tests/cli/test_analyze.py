@@ -322,3 +322,36 @@ def test_operators_are_listed_with_their_rates_instead_of_the_report(
     refused = advisor("analyze", path, "--operators", "--format", "json")
     assert refused.code == 2
     assert refused.err.count("\n") == 1 and "--operators" in refused.err
+
+
+def test_layers_are_listed_instead_of_the_report(
+    advisor: Callable[..., Any], tmp_path: Path
+) -> None:
+    b = TraceBuilder()
+    for _ in range(3):
+        with b.step():
+            for number in range(4):
+                with b.python(f"nn.Module: Block_{number}"):
+                    b.run("aten::mm", "gemm", 900 if number == 2 else 300)
+            b.sync()
+    path = b.write(tmp_path / "trace.json")
+    done = advisor("analyze", path, "--by", "layer")
+    assert done.code == 0 and max(map(len, done.out.splitlines())) <= 80
+    assert "Block_0–3 4 1.8 ms 100%" in " ".join(done.out.split())
+    assert "What to change" not in done.out
+    report = json.loads(advisor("analyze", path, "--format", "json").out)["layers"]
+    assert report["source"] == "module events" and report["layers"][0]["ns"] == 1.8e6
+    refused = advisor("analyze", path, "--by", "layer", "--format", "json")
+    assert refused.code == 2 and refused.err.count("\n") == 1 and "--by" in refused.err
+
+
+def test_where_no_layers_are_recorded_one_line_says_how_to_record_them(
+    advisor: Callable[..., Any], tmp_path: Path
+) -> None:
+    b = TraceBuilder()
+    with b.step():
+        b.run("aten::mm", "gemm", 300)
+        b.sync()
+    done = advisor("analyze", b.write(tmp_path / "trace.json"), "--by", "layer")
+    text = " ".join(done.out.split())
+    assert done.code == 0 and text.startswith("No layers were recorded.") and "with_stack" in text

@@ -49,8 +49,8 @@ def op_table(a: Analysis) -> pl.DataFrame:
     rows = np.flatnonzero(is_op)
     if not len(rows):
         return pl.DataFrame(schema=TABLE_SCHEMA)
-    inside = _inside(a)
-    own = _own(a, inside)
+    inside = time_inside(a)
+    own = own_time(a, inside)
     device = np.zeros(cpu.height, dtype=np.int64)
     at, ns = _device_rows(a, "op")
     np.add.at(device, at, ns)
@@ -87,9 +87,9 @@ def range_table(a: Analysis) -> pl.DataFrame:
             & ~map_names(cpu["name"], steps.__contains__, pl.Boolean).fill_null(True)
         ).to_numpy()
     )
-    inside = _inside(a)
+    inside = time_inside(a)
     touched = rows[inside[rows] > 0]
-    host = _own(a, inside)[touched].clip(0)
+    host = own_time(a, inside)[touched].clip(0)
     frame = pl.DataFrame({"name": cpu["name"].gather(touched), "host": host})
     return (
         frame.group_by(pl.col("name").cast(pl.String).str.replace(r"(?:\s|#|_)\d+$", ""))
@@ -123,7 +123,7 @@ def op_tree(a: Analysis, most: int = MAX_NODES) -> pl.DataFrame:
     np.add.at(weight, near[index[held]], ns[held])
     on_host = not weight.any()
     rows = np.flatnonzero(kept)
-    inside = _inside(a)
+    inside = time_inside(a)
     if on_host:
         weight = np.where(kept, inside, 0)
     group, first, up = _merge(cpu["name"], rows, above, cpu.height)
@@ -144,13 +144,13 @@ def _plain(name: str) -> str:
     return numbered[1].strip() if numbered else name.removeprefix(MODULE)
 
 
-def _inside(a: Analysis) -> NDArray[np.int64]:
+def time_inside(a: Analysis) -> NDArray[np.int64]:
     """How much of each host row is inside the spans, ns."""
     ts = a.trace.cpu["ts"].to_numpy()
     return covered_length(ts, ts + a.trace.cpu["dur"].to_numpy(), a.spans)
 
 
-def _own(a: Analysis, inside: NDArray[np.int64]) -> NDArray[np.int64]:
+def own_time(a: Analysis, inside: NDArray[np.int64]) -> NDArray[np.int64]:
     """That without the events inside the row."""
     own = inside.copy()
     parent = parents(a.trace)

@@ -1,0 +1,149 @@
+"""The document of ``advisor analyze --by layer``: time by module, as a tree and by kind."""
+
+from __future__ import annotations
+
+from typing import Final
+
+from advisor.core import text as t
+from advisor.core.report import Layer, LayerOutlier, Layers, Report
+from advisor.core.trace import CUDA, JAX, TENSORFLOW
+from advisor.render.document import (
+    DEFAULT,
+    Block,
+    Document,
+    Grid,
+    Inline,
+    Items,
+    Paragraph,
+    RenderOptions,
+    Section,
+    Span,
+)
+
+MAX_ROWS: Final = 30
+MAX_KINDS: Final = 10
+MAX_DEPTH: Final = 6
+"""Modules inside one another that the tree shows."""
+_UNKNOWN: Final = "–"
+
+
+def build(report: Report, options: RenderOptions = DEFAULT) -> Document:
+    """A tree of the ``top`` longest groups of equal modules, then the kinds of modules."""
+    layers = report.layers
+    if layers is None:
+        return Document(_not_recorded(report), [], name="layers", style="")
+    most = MAX_ROWS if options.top is None else options.top
+    what = "GPU time" if layers.on_device else "Host time of operators"
+    outliers = [_outlier(each, report) for each in layers.outliers]
+    blocks: list[Block] = [
+        Section(f"{what} by layer, {t.format_per(report.per)}", _tree(layers, most)),
+        Section("By kind of module", [_kinds(layers, most)], "own: outside the modules inside it"),
+    ]
+    if outliers:
+        blocks.append(Section("Longer than their equals", [Items(outliers, "∙")]))
+    return Document("", blocks, name="layers")
+
+
+def _tree(layers: Layers, most: int) -> list[Block]:
+    depth: list[int] = []
+    for layer in layers.layers:
+        depth.append(0 if layer.parent is None else depth[layer.parent] + 1)
+    order = sorted(range(len(depth)), key=lambda place: (-layers.layers[place].ns, place))
+    shown = sorted([place for place in order if depth[place] < MAX_DEPTH][:most])
+    rows = [_row(layers.layers[place], depth[place]) for place in shown]
+    rows.append(_outside(layers))
+    columns = range(len(_HEAD))
+    kept = [n for n in columns if n < _FIXED or any(row[n] != _UNKNOWN for row in rows)]
+    table = Grid(
+        [_HEAD[n] for n in kept],
+        [[row[n] for n in kept] for row in rows],
+        optional=[kept.index(n) for n in (_FLOPS, _BYTES) if n in kept],
+    )
+    notes = ["×: equal modules, summed. The time of a module contains those inside it."]
+    if any(layer.flops_per_s or layer.bytes_per_s for layer in layers.layers):
+        notes.append("Rates are over all time of a module.")
+    hidden = len(depth) - len(shown) + layers.more
+    if hidden:
+        notes.append(f"{t.count_noun(hidden, 'smaller or deeper group')} not shown.")
+    return [table, Paragraph(" ".join(notes), "soft", indent=0)]
+
+
+_HEAD: Final = ("layer", "calls", "time", "share", "FLOPs", "bytes", "TFLOP/s", "GB/s")
+_FIXED, _FLOPS, _BYTES = 4, 4, 5
+
+
+def _row(layer: Layer, depth: int) -> list[Inline]:
+    name = "  " * depth + layer.name
+    if layer.modules > 1 and "–" not in layer.name:
+        name += f" ×{layer.modules}"
+    return [
+        name,
+        _UNKNOWN if layer.calls is None else t.format_count(layer.calls),
+        t.format_duration(layer.ns),
+        t.format_share(layer.share),
+        _UNKNOWN if layer.flops is None else _scaled(layer.flops),
+        _UNKNOWN if layer.bytes is None else t.format_bytes(layer.bytes),
+        _rate(layer.flops_per_s, 1e12),
+        _rate(layer.bytes_per_s, 1e9),
+    ]
+
+
+def _rate(per_second: float | None, unit: float) -> str:
+    if per_second is None:
+        return _UNKNOWN
+    return "<0.01" if per_second < 0.01 * unit else t.format_number(per_second / unit)
+
+
+def _outside(layers: Layers) -> list[Inline]:
+    share = layers.outside_ns / layers.total_ns if layers.total_ns else 0.0
+    cells = [t.format_duration(layers.outside_ns), t.format_share(share)]
+    rest = [_UNKNOWN] * (len(_HEAD) - 2 - len(cells))
+    return [Span("in no module", "soft"), _UNKNOWN, *cells, *rest]
+
+
+def _scaled(flops: float) -> str:
+    for letter, scale in (("P", 1e15), ("T", 1e12), ("G", 1e9)):
+        if flops >= 0.1 * scale:
+            return f"{t.format_number(flops / scale)} {letter}"
+    return f"{t.format_number(flops / 1e6)} M"
+
+
+def _kinds(layers: Layers, most: int) -> Grid:
+    rows: list[list[Inline]] = [
+        [
+            row.kind,
+            t.format_count(row.modules),
+            _UNKNOWN if row.calls is None else t.format_count(row.calls),
+            t.format_duration(row.ns),
+            t.format_duration(row.own_ns),
+            t.format_share(row.share),
+        ]
+        for row in layers.kinds[: min(most, MAX_KINDS)]
+    ]
+    return Grid(["kind", "modules", "calls", "time", "own time", "own share"], rows)
+
+
+def _outlier(outlier: LayerOutlier, report: Report) -> str:
+    more = t.format_share(outlier.ns / outlier.usual_ns - 1)
+    time = f"{t.format_duration(outlier.ns)}, {more} longer than its equals"
+    part = f"; most of it in {t.clean(outlier.part)}" if outlier.part else ""
+    steps = report.scope.steps_used
+    seen = "in the one step that was measured" if steps <= 1 else f"median of {steps} steps"
+    return (
+        f"{t.clean(outlier.name)} takes {time} in {t.clean(outlier.equals)} "
+        f"({t.format_duration(outlier.usual_ns)}){part}: {seen}."
+    )
+
+
+def _not_recorded(report: Report) -> str:
+    framework = report.scope.framework
+    first = report.inputs[0] if report.inputs else None
+    lead = "No layers were recorded. "
+    if framework in (JAX, TENSORFLOW):
+        return f"{lead}Name scopes (jax.named_scope, tf.name_scope), and record the operators too."
+    if first is not None and first.format not in (None, "kineto"):
+        torch = "" if framework == CUDA else ", or use PyTorch's profiler with with_stack=True"
+        return f"{lead}Put an NVTX or ROCTX range named layers.<number> around each layer{torch}."
+    if first is not None and first.with_stack:
+        return "No layers were recorded: the stacks show no call of a torch.nn.Module."
+    return f"{lead}Record with with_stack=True: PyTorch's profiler then records each module's call."

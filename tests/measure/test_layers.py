@@ -1,0 +1,403 @@
+"""Layers: sums against the device's total on every public file with modules, cases by hand."""
+
+from __future__ import annotations
+
+import gzip
+import json
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+
+import numpy as np
+import polars as pl
+import pytest
+
+import advisor
+from advisor.core.intervals import covered_length
+from advisor.measure import Analysis
+from advisor.measure.host.layers import (
+    Layers,
+    describe_nodes,
+    equal_layers,
+    find_outliers,
+    report_layers,
+)
+from advisor.measure.host.module_sources import MAX_DEPTH, dotted, op_path
+from advisor.read import read_trace
+from advisor.testing import TraceBuilder
+
+US = 1000
+WITH_MODULES = {
+    "h100_qwen_inference.json.gz": "module events",
+    "h100_bert_small_inference.json.gz": "module events",
+    "b200_eager.json.gz": "module events",
+    "mi300_timesformer_inference.json.gz": "module events",
+    "serving/sglang_prefill/replay.json.gz": "module events",
+    "serving/vllm_decode_full/replay.json.gz": "module events",
+    "diffusion/flux1_mi300x_xdit.json.gz": "module events",
+    "nsys/mfu_2gpu_before.sqlite": "FSDP",
+    "nsys/mfu_2gpu_after.sqlite": "FSDP",
+    "xla/tf_gpu_multi_worker.xplane.pb": "operator names",
+}
+WITHOUT = ("alexnet.json.gz", "a100_train_6steps.json.gz", "two_ranks_rank0.json.gz")
+
+
+def module(number: int, name: str = "Block") -> str:
+    return f"nn.Module: {name}_{number}"
+
+
+def layers_of(builder: TraceBuilder) -> Layers:
+    result = builder.analysis().layers
+    assert result is not None
+    return result
+
+
+def times(layers: Layers) -> dict[str, int]:
+    """Path of names -> ns."""
+    names, ns = layers.nodes["name"].to_list(), layers.nodes["ns"].to_list()
+    return {"/".join(names[i] for i in layers.path(node)): ns[node] for node in range(len(names))}
+
+
+# -- laws over public files -----------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module", params=WITH_MODULES)
+def analyses(request: pytest.FixtureRequest, shared_file: Callable[[str], str]) -> list[Analysis]:
+    """Each rank of each public file with modules."""
+    run = advisor.open(shared_file(request.param))
+    result = [Analysis(trace) for trace in run.traces.values()]
+    for a in result:
+        assert a.layers is not None
+        assert a.layers.source == WITH_MODULES[request.param]
+    return result
+
+
+def test_layers_and_what_is_in_none_add_up_to_the_device_s_work(analyses: list[Analysis]) -> None:
+    for a in analyses:
+        gpu = a.trace.gpu[np.flatnonzero(a.in_window)]
+        ts = gpu["ts"].to_numpy()
+        work = int(covered_length(ts, ts + gpu["dur"].to_numpy(), a.spans).sum())
+        shown = report_layers(a)
+        assert shown is not None
+        outermost = [layer for layer in shown.layers if layer.parent is None]
+        total = sum(layer.ns for layer in outermost) + shown.outside_ns
+        assert total * a.step_count == pytest.approx(work, rel=1e-3)
+        assert shown.outside_ns >= 0
+        kernels = sum(layer.kernels for layer in outermost) + shown.outside_kernels
+        assert kernels * a.step_count == pytest.approx(gpu.height)
+        own = sum(kind.own_ns for kind in shown.kinds)
+        assert len(shown.kinds) == 100 or own == pytest.approx(shown.total_ns - shown.outside_ns)
+
+
+def test_a_module_is_the_sum_of_its_own_work_and_those_inside_it(analyses: list[Analysis]) -> None:
+    for a in analyses:
+        assert a.layers is not None
+        nodes = a.layers.nodes
+        inside = nodes.group_by("parent").agg(pl.col("ns").sum().alias("inside"))
+        joined = nodes.join(inside, left_on="node", right_on="parent", how="left")
+        assert (joined["own"] + joined["inside"].fill_null(0) == joined["ns"]).all()
+        assert (nodes["own"] >= 0).all() and (nodes["backward"] <= nodes["ns"]).all()
+        assert a.layers.steps.sum(axis=1)[0] == pytest.approx(nodes["ns"][0], rel=1e-3)
+        shown = report_layers(a)
+        assert shown is not None
+        below: dict[int, float] = defaultdict(float)
+        for layer in shown.layers:
+            if layer.parent is not None:
+                below[layer.parent] += layer.ns
+        if not shown.more:
+            for place, layer in enumerate(shown.layers):
+                assert layer.own_ns + below[place] == pytest.approx(layer.ns, abs=1)
+
+
+def test_calls_are_whole_numbers_per_step(analyses: list[Analysis]) -> None:
+    for a in analyses:
+        shown = report_layers(a)
+        assert shown is not None
+        if a.steps.source in ("ProfilerStep", "whole trace", "engine"):
+            assert all(layer.calls is None or layer.calls.is_integer() for layer in shown.layers)
+
+
+def test_a_recording_without_modules_has_no_layers(shared_file: Callable[[str], str]) -> None:
+    for name in WITHOUT:
+        assert Analysis(read_trace(shared_file(name))).layers is None
+
+
+def test_the_same_times_come_out_of_the_json_by_hand(shared_file: Callable[[str], str]) -> None:
+    """Kernel -> launch by correlation -> innermost module by time on its thread."""
+    path = shared_file("h100_bert_small_inference.json.gz")
+    events = json.loads(gzip.decompress(Path(path).read_bytes()))["traceEvents"]
+    modules = [e for e in events if str(e.get("name", "")).startswith("nn.Module: ")]
+    launches = {e["args"]["correlation"]: e for e in events if "cuda_" in e.get("cat", "")}
+    expected: Counter[str] = Counter()
+    for kernel in events:
+        if kernel.get("cat") not in ("kernel", "gpu_memcpy", "gpu_memset"):
+            continue
+        launch = launches[kernel["args"]["correlation"]]
+        around = [
+            e
+            for e in modules
+            if e["tid"] == launch["tid"] and e["ts"] <= launch["ts"] < e["ts"] + e["dur"]
+        ]
+        for e in around:
+            expected[e["name"].removeprefix("nn.Module: ")] += round(kernel["dur"] * US)
+    layers = Analysis(read_trace(path)).layers
+    assert layers is not None
+    measured = {name.split("/")[-1]: ns for name, ns in times(layers).items() if ns}
+    assert measured == pytest.approx(dict(expected))
+
+
+def test_a_trace_of_the_capture_names_the_modules_of_a_replay(
+    shared_file: Callable[[str], str],
+) -> None:
+    from advisor.advise.engine import Options, examine
+
+    replay = shared_file("serving/vllm_decode_full/replay.json.gz")
+    capture = shared_file("serving/vllm_decode_full/capture.json.gz")
+    alone = Analysis(read_trace(replay)).layers
+    named = examine([replay], Options(capture=capture)).main.layers
+    assert alone is not None and named is not None
+    tops = [
+        int(each.nodes.filter(pl.col("parent").is_null())["ns"].sum()) for each in (alone, named)
+    ]
+    assert tops[0] < 0.05 * alone.total and tops[1] > 0.9 * named.total
+
+
+# -- each source, by hand -------------------------------------------------------------------------
+
+
+def two_blocks(b: TraceBuilder, frame: Callable[[int], str] = module) -> None:
+    with b.python(module(0, "Model")):
+        for number in range(2):
+            with b.python(frame(number)), b.op("aten::mm"):
+                b.launch("gemm", 100 + number)
+        b.run("aten::add", "add", 7)
+    b.run("aten::sum", "sum", 3)
+
+
+def test_work_belongs_to_the_innermost_module_around_its_launch() -> None:
+    b = TraceBuilder()
+    for _ in range(3):
+        with b.step():
+            two_blocks(b)
+            b.sync()
+    layers = layers_of(b)
+    assert times(layers) == {
+        "Model_0": 3 * 208 * US, "Model_0/Block_0": 300 * US, "Model_0/Block_1": 303 * US,
+    }  # fmt: skip
+    shown = report_layers(b.analysis())
+    assert shown is not None and shown.outside_ns == 3 * US
+    assert [(row.name, row.modules, row.calls, row.ns) for row in shown.layers] == [
+        ("Model_0", 1, 1, 208 * US), ("Block_0–1", 2, 2, 201 * US),
+    ]  # fmt: skip
+    assert shown.layers[0].backward_ns is None and shown.layers[0].flops is None
+
+
+def test_backward_work_is_of_the_module_whose_forward_made_it() -> None:
+    b = TraceBuilder()
+    with b.step():
+        with b.python(module(0)), b.op("aten::mm", sequence=5):
+            b.launch("gemm", 100)
+        with (
+            b.thread(2),
+            b.op("autograd::engine::evaluate_function: MmBackward0", sequence=5),
+            b.op("MmBackward0", sequence=5),
+            b.op("aten::mm"),
+        ):
+            b.launch("gemm", 250)
+        b.sync()
+    layers = layers_of(b)
+    assert times(layers) == {"Block_0": 350 * US}
+    assert layers.nodes["backward"].to_list() == [250 * US]
+    assert layers.nodes["calls"].to_list() == [1]
+
+
+def test_a_module_that_is_called_again_elsewhere_is_the_same_one() -> None:
+    """Activation checkpointing calls a block again on the thread of the backward pass."""
+    b = TraceBuilder()
+    with b.step():
+        with b.python(module(0, "Model")), b.python(module(0)):
+            b.run("aten::mm", "gemm", 100)
+        with b.thread(2), b.python(module(0)), b.python(module(0, "Linear")):
+            b.run("aten::mm", "gemm", 60)
+        b.sync()
+    assert times(layers_of(b)) == {
+        "Model_0": 160 * US, "Model_0/Block_0": 160 * US, "Model_0/Block_0/Linear_0": 60 * US,
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("mark", ["{}", "{{'Module': '{}', 'Inputs': [[8, 16]]}}"])
+def test_ranges_named_after_modules_are_layers(mark: str) -> None:
+    b = TraceBuilder()
+    with b.step():
+        for number in range(2):
+            with b.range(mark.format(f"model.layers.{number}")):
+                with b.range(mark.format(f"model.layers.{number}.self_attn")):
+                    b.run("aten::mm", "gemm", 100)
+                with b.range("my own words"):
+                    b.run("aten::add", "add", 10)
+        b.sync()
+    assert times(layers_of(b)) == {
+        "model": 220 * US,
+        "model/layers.0": 110 * US, "model/layers.0/self_attn": 100 * US,
+        "model/layers.1": 110 * US, "model/layers.1/self_attn": 100 * US,
+    }  # fmt: skip
+
+
+def test_between_the_marks_of_fsdp_lies_a_module() -> None:
+    b = TraceBuilder()
+    with b.step():
+        for number in range(2):
+            with b.range(f"FSDP::pre_forward (blocks.{number}._checkpoint_wrapped_module)"):
+                b.run("aten::copy_", "gather", 5)
+            b.run("aten::mm", "gemm", 100)
+            with b.range(f"FSDP::post_forward (blocks.{number}._checkpoint_wrapped_module)"):
+                pass
+            b.run("aten::add", "add", 3)
+        b.sync()
+    layers = layers_of(b)
+    assert times(layers) == {"blocks.0": 105 * US, "blocks.1": 105 * US}
+    assert layers.nodes["calls"].to_list() == [1, 1]
+
+
+def test_frames_of_forward_are_modules_in_order_of_their_calls() -> None:
+    call = "torch/nn/modules/module.py(1773): _call_impl"
+    b = TraceBuilder()
+    with b.step():
+        with b.python(call), b.python("net/model.py(40): forward"):
+            for us in (100, 50):
+                with b.python(call), b.python("net/model.py(12): forward"):
+                    b.run("aten::mm", "gemm", us)
+        with b.python("net/loss.py(3): forward"):  # not called by a module
+            b.run("aten::sum", "sum", 4)
+        b.sync()
+    assert times(layers_of(b)) == {
+        "model.py:40": 150 * US,
+        "model.py:40/model.py:12 #0": 100 * US,
+        "model.py:40/model.py:12 #1": 50 * US,
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("name", "path"),
+    [
+        ("jit(step)/jit(main)/transpose(jvp(Model))/layer_0/dot_general", "Model layer_0"),
+        ("jit(f)/while/body/remat(Block_3)/add", "Block_3"),
+        ("gradient_tape/replica_6/bert/layer_18/query/einsum/Einsum:Einsum", "bert layer_18 query"),
+        ("fusion.3", ""),
+    ],
+)
+def test_the_name_of_an_operator_of_xla_holds_its_modules(name: str, path: str) -> None:
+    assert " ".join(op_path(name)[:3]).startswith(path) and bool(op_path(name)) == bool(path)
+
+
+def test_wrappers_are_no_layers_and_a_number_belongs_to_the_name_before_it() -> None:
+    path = "module._orig_mod.model.layers.11._checkpoint_wrapped_module.mlp"
+    assert dotted(path) == ("model", "layers.11", "mlp")
+
+
+def test_on_a_cpu_the_layers_have_the_own_time_of_their_operators() -> None:
+    b = TraceBuilder(None)
+    with b.step(), b.python(module(0)), b.op("aten::linear", host_us=10), b.op("aten::addmm"):
+        b.host(100)
+    layers = layers_of(b)
+    assert not layers.on_device
+    table = b.analysis().trace.cpu.filter(pl.col("name").cast(pl.String) == "aten::linear")
+    assert times(layers) == {"Block_0": table["dur"][0]}
+
+
+def test_untrusted_depth_and_number_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("advisor.measure.host.module_sources.MAX_NODES", 50)
+    b = TraceBuilder()
+    with b.step():
+        for number in range(100):
+            with ExitStack() as stack:
+                for depth in range(100 if number == 0 else 1):
+                    stack.enter_context(b.python(module(1000 * number + depth)))
+                b.run("aten::mm", "gemm", 10)
+        b.sync()
+    layers = layers_of(b)
+    assert layers.nodes.height <= 50
+    assert max(len(layers.path(node)) for node in range(layers.nodes.height)) <= MAX_DEPTH
+    assert layers.total == 1000 * US
+
+
+# -- equal layers ---------------------------------------------------------------------------------
+
+
+@contextmanager
+def blocks(b: TraceBuilder) -> Iterator[Callable[[int, float, float], None]]:
+    """Calls of a block with two modules inside."""
+
+    def call(number: int, norm: float, linear: float) -> None:
+        with b.python(module(number)):
+            with b.python(module(number, "Norm")):
+                b.run("aten::norm", "norm", norm)
+            with b.python(module(number, "Linear")):
+                b.run("aten::mm", "gemm", linear)
+
+    with b.step():
+        with b.python(module(0, "Model")):
+            yield call
+        b.sync()
+
+
+def test_equal_modules_are_one_line_whatever_their_number() -> None:
+    b = TraceBuilder()
+    with blocks(b) as call:
+        for number in range(5):
+            call(number, 10, 100)
+    groups = equal_layers(layers_of(b))
+    assert [(g.label, g.depth, len(g.nodes)) for g in groups] == [
+        ("Model_0", 0, 1), ("Block_0–4", 1, 5), ("Linear_0–4", 2, 5), ("Norm_0–4", 2, 5),
+    ]  # fmt: skip
+    assert not find_outliers(layers_of(b), groups)
+
+
+def test_the_one_that_is_longer_than_its_equals_is_named_with_what_is_longer_in_it() -> None:
+    b = TraceBuilder()
+    for _ in range(3):
+        with blocks(b) as call:
+            for number in range(6):
+                call(number, 10, 190 if number == 3 else 100 + number)
+    layers = layers_of(b)
+    (found,) = find_outliers(layers, equal_layers(layers))
+    assert layers.nodes["name"][found.node] == "Block_3"
+    assert (found.ns, found.usual, found.part) == (200 * US, 112 * US, "Linear")
+
+
+@pytest.mark.parametrize("linear", [[100, 110, 120, 130, 140], [50, 100, 200, 400, 900], [9, 30]])
+def test_modules_that_differ_anyway_have_no_outlier(linear: list[float]) -> None:
+    b = TraceBuilder()
+    with blocks(b) as call:
+        for number, us in enumerate(linear):
+            call(number, 10, us)
+    layers = layers_of(b)
+    assert not find_outliers(layers, equal_layers(layers))
+
+
+def test_one_slow_step_makes_no_module_an_outlier() -> None:
+    b = TraceBuilder()
+    for step in range(3):
+        with blocks(b) as call:
+            for number in range(4):
+                call(number, 10, 900 if (step, number) == (1, 2) else 100)
+    layers = layers_of(b)
+    assert not find_outliers(layers, equal_layers(layers))
+
+
+def test_modules_are_described_by_kind_and_by_the_equal_ones_around_them() -> None:
+    b = TraceBuilder()
+    with blocks(b) as call:
+        for number in range(3):
+            call(number, 10, 100)
+    layers = layers_of(b)
+    nodes = {name.split("/")[-1]: node for node, name in enumerate(times(layers))}
+
+    def said(*names: str) -> str | None:
+        return describe_nodes(layers, np.array([nodes[name] for name in names]))
+
+    assert said("Norm_0", "Norm_1", "Norm_2") == "Norm in Block_0–2"
+    assert said("Norm_1") == "Norm_1 in Block_1"
+    assert said("Block_0", "Block_1") == "Block_0–1 in Model_0"
+    assert said("Norm_1", "Linear_1") is None and said("Model_0") == "Model_0"

@@ -189,6 +189,8 @@ class Step(Struct, kw_only=True, omit_defaults=True, gc=False):
     """Resident memory of the process, bytes (sampled)."""
     evaluation: int = 0
     """Time since the step before that went into validation loops, checkpoints and the like, ns."""
+    unused_graphs: int = 0
+    """Forwards since the step before that built a graph which no backward followed."""
 
 
 THROTTLE = {
@@ -429,13 +431,15 @@ def _expanded(steps: list[Step], file: Path, problems: list[str]) -> list[Step]:
         dur = sum(phases.values()) if phases else step.dur // count
         rest = step.dur - count * dur
         split = msgspec.structs.replace(
-            step, of=1, dur=dur, phases=phases, gc=step.gc // count, gpu=None, evaluation=0,
+            step, of=1, dur=dur, phases=phases, gc=step.gc // count, gpu=None,
+            evaluation=0, unused_graphs=0,
             samples=None if step.samples is None else step.samples // count,
             bytes=None if step.bytes is None else step.bytes // count,
         )  # fmt: skip
         if count > 1:  # what does not divide, and what was measured once, is the first one's
             first = msgspec.structs.replace(
                 split, dur=dur + rest, gpu=step.gpu, evaluation=step.evaluation,
+                unused_graphs=step.unused_graphs,
                 phases={k: ns - (count - 1) * phases[k] for k, ns in step.phases.items()},
                 gc=step.gc - (count - 1) * split.gc,
                 samples=_rest(step.samples, count), bytes=_rest(step.bytes, count),

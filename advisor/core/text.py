@@ -60,6 +60,7 @@ HOST_LABELS: Final = {
     "copy": "waiting in a copy",
     "dispatch": "operators",
     "launch": "launch calls",
+    "unknown": "outside operators",
     "unrecorded": "nothing recorded",
     "autograd": "waiting for backward",
 }

@@ -489,5 +489,5 @@ def _try(get: Callable[[], _T]) -> _T | None:
     of the training around it, and what torch or the system raises is not ours to enumerate."""
     try:
         return get()
-    except Exception:
+    except Exception:  # of torch, a driver or the system: any
         return None

@@ -36,6 +36,7 @@ from advisor.recorder.clock import (
     FORWARD,
     FORWARD_END,
     FORWARD_END_NO_GRAD,
+    FORWARD_END_NO_GRAPH,
     GENERATE,
     GENERATED,
     H2D,
@@ -408,7 +409,7 @@ def _forward(
     put, here = tape.log.extend, tape.here
 
     def forward(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        before = here[1]
+        before, result = here[1], None
         if here[3] and here[6] and not here[5]:
             on.drain()  # of an optimizer that is not seen, a step's end is known by now
         if here[2]:
@@ -418,14 +419,18 @@ def _forward(
         try:
             if calls.reported:
                 function.__code__ = original
-            if module._compiled_call_impl is not None:
-                return module._compiled_call_impl(*args, **kwargs)
-            return module._call_impl(*args, **kwargs)
+            call = module._compiled_call_impl or module._call_impl
+            result = call(*args, **kwargs)
+            return result
         finally:
             if calls.reported and function.__code__ is original:
                 function.__code__ = code
             here[1] = before
-            put((FORWARD_END if is_grad_enabled() else FORWARD_END_NO_GRAD, now()))
+            end = FORWARD_END if is_grad_enabled() else FORWARD_END_NO_GRAD
+            frozen = result is not None and not module.__dict__.get("training", True)
+            if frozen and end == FORWARD_END and not _has_graph(result):
+                end = FORWARD_END_NO_GRAPH
+            put((end, now()))
             if here[2]:
                 on.left(before)
             if not here[6]:
@@ -710,6 +715,18 @@ class UpdateProbe:
 def _state(leaf: Any) -> tuple[Any, ...]:
     grad = leaf.grad
     return leaf._version, id(grad), None if grad is None else grad._version
+
+
+def _has_graph(result: Any) -> bool:
+    """Whether a forward's result, or a tensor in it, was made with a graph. Of other types than
+    tensors, and of what lies deeper, nothing is asked: their code is the program's."""
+    from torch import Tensor
+
+    if isinstance(result, dict):
+        result = dict.values(result)
+    elif not isinstance(result, tuple | list):
+        result = (result,)
+    return any(type(value) is Tensor and value.requires_grad for value in result)
 
 
 def _leaf_of(outputs: Any) -> Any:

@@ -47,7 +47,8 @@ LEARNT = frozenset(
         tape.FETCHED_INSIDE,
     )
 )
-LEAVING = frozenset((tape.LEAVE, tape.FORWARD_END, tape.FORWARD_END_NO_GRAD))
+FORWARDED = frozenset((tape.FORWARD_END, tape.FORWARD_END_NO_GRAD, tape.FORWARD_END_NO_GRAPH))
+LEAVING = FORWARDED | {tape.LEAVE}
 
 
 class InferencePart(NamedTuple):

@@ -62,6 +62,7 @@ class TapeReader:
             tape.BATCH: self.steps.batch,
             tape.FORWARD_END: self._forward_end,
             tape.FORWARD_END_NO_GRAD: self._forward_end_no_grad,
+            tape.FORWARD_END_NO_GRAPH: self._forward_end_no_graph,
             tape.BACKWARD_END: self._backward_end,
             tape.OPTIMIZED_BY: self._optimized_by,
             tape.OPTIMIZER_END: self._optimizer_end,
@@ -140,7 +141,8 @@ class TapeReader:
         return of_steps, clock.cur, *clock.stack, loaders.last, loaders.unsettled
 
     def _ended(self, segment: StepSegment, micro: int, gap: int) -> None:
-        plain = not (gap or self.paused or segment.marks or self.memory is not None)
+        noted = gap or self.steps.unused_graphs or self.paused or segment.marks
+        plain = not noted and self.memory is None
         self._found = (segment, micro) if plain else None
         self._emit(segment, micro, gap)
 
@@ -165,6 +167,10 @@ class TapeReader:
     def _forward_end_no_grad(self, now: int) -> None:
         self.clock.leave(now)
         self.steps.forwarded(False, now)
+
+    def _forward_end_no_graph(self, now: int) -> None:
+        self.clock.leave(now)
+        self.steps.forwarded(True, now, graph=False)
 
     def _backward_end(self, now: int) -> None:
         self.clock.leave(now)

@@ -34,6 +34,7 @@ LEAVING = frozenset(
         tape.FETCHED,
         tape.FORWARD_END,
         tape.FORWARD_END_NO_GRAD,
+        tape.FORWARD_END_NO_GRAPH,
         tape.BACKWARD_END,
         tape.OPTIMIZER_END,
     )

@@ -613,6 +613,7 @@ class RecordingSession:
                 memory,
                 self._reading_of(segment.marks),
                 exporting=exporting,
+                unused_graphs=self.steps.unused_graphs,
             )
         )
         if number == 0:

@@ -60,6 +60,8 @@ class FoundStep(NamedTuple):
     """False: of a loop that does not (``inference``)."""
     exporting: bool = False
     """A trace was being written meanwhile."""
+    unused_graphs: int = 0
+    """Forwards with a graph since the step before that no backward followed."""
 
 
 class StepSegment(NamedTuple):
@@ -97,7 +99,13 @@ class StepFinder:
         """The user says where steps end."""
         self.count = 0
         self.gap = 0
-        """Time since the last step that belongs to none, ns."""
+        """Time since the last step that belongs to none, ns …"""
+        self.unused_graphs = 0
+        """… and forwards with a graph that no backward followed."""
+        self._graphs = 0
+        """Forwards with a graph in the segment, since its last backward …"""
+        self._earlier_graphs = 0
+        """… and in those before: the next backward is of these where none ran in its segment."""
         self.marks: list[Any] = []
         """CUDA events of the segment, with the phase that each begins …"""
         self._marks_whole = False
@@ -178,7 +186,7 @@ class StepFinder:
         if self.explicit:
             return
         self._forget_batches()
-        self.gap += sum(self._cut(now).phases)
+        self._leave_out(now)
         if not self._trained_here:
             self._drop_ahead()
         self._outside()
@@ -208,22 +216,26 @@ class StepFinder:
                 self.gap += before
             self.open = True
 
-    def forwarded(self, grad: bool, now: int) -> None:
-        """The outermost module returned."""
+    def forwarded(self, grad: bool, now: int, *, graph: bool = True) -> None:
+        """The outermost module returned. ``graph``: with gradients, it made one."""
         self.seen["forwards"] += 1
         self._forwards += 1
+        self._graphs += grad and graph
         self.forwards += 1
         if grad or self.explicit or not self.outside or self._backwards or self._stepped:
             return
         # without a loader, a forward that nothing is learnt from is validation; training begins
         # after it
-        self.gap += sum(self._cut(now).phases)
+        self._leave_out(now)
         self.open = False
 
     def backwarded(self, now: int) -> None:
         """A backward ended."""
         self.seen["backwards"] += 1
         self._backwards += 1
+        if self._forwards:
+            self.unused_graphs += self._earlier_graphs
+        self._graphs = self._earlier_graphs = 0
         if not self._stepped or self.clock.stack:
             return
         if self._by_optimizer:
@@ -356,7 +368,7 @@ class StepFinder:
         """A loop whose every iteration is a step begins here."""
         self.explicit = True
         self._held.clear()
-        self.gap += sum(self._cut(now).phases)
+        self._leave_out(now)
         self.open = True
 
     def break_off(self, now: int) -> None:
@@ -419,7 +431,7 @@ class StepFinder:
         than that says."""
         if self.begun != now or self.gap or self._held or self.marks or self._marks_whole:
             return None
-        if self._early is not None:
+        if self._early is not None or self._earlier_graphs:
             return None
         return (
             (self.explicit, self.open, self.outside, self._stepped, self._trained_here),
@@ -461,11 +473,16 @@ class StepFinder:
         self._marks_whole = bool(self.marks)
         segment = StepSegment(self.begun, now, self.clock.cut(now), self._backwards, marks)
         self.begun = now
-        self._batches = self._forwards = self._backwards = 0
+        self._earlier_graphs += self._graphs
+        self._batches = self._forwards = self._backwards = self._graphs = 0
         self._stepped = False
         self._rest = None
         self._rounds = []
         return segment
+
+    def _leave_out(self, now: int) -> None:
+        """End the segment: it is part of no step."""
+        self.gap += sum(self._cut(now).phases)
 
     def _close(self, now: int) -> None:
         """End the segment, and the step if it ended one."""
@@ -479,7 +496,7 @@ class StepFinder:
             self._hold(self._cut(now))
         elif self._forwards or not self._batches:
             self._forget_batches()
-            self.gap += sum(self._cut(now).phases)
+            self._leave_out(now)
             self._drop_ahead()
         else:
             self._hold(self._cut(now))
@@ -595,4 +612,5 @@ class StepFinder:
             whole = StepSegment(parts[0].t, whole.end, phases, whole.backwards, marks)
         gap, self.gap = self.gap, 0
         self._emit(whole, micro, gap)
+        self.unused_graphs = 0
         self.count += 1

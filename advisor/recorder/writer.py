@@ -333,6 +333,7 @@ class Writer:
             window=result.window,
             gc=result.gc,
             evaluation=result.gap,
+            unused_graphs=result.unused_graphs,
             exporting=result.exporting,
         )
         if result.marks is not None and result.marks.times is not None:
@@ -475,7 +476,8 @@ class StepLines(Lines):
         """Whether it would be lost among others: a window's, one after a pause, a long one."""
         if step.window is not None or step.exporting:
             return True
-        if not step.evaluation and not self.has_outlier([step.dur // step.of]):
+        quiet = not (step.evaluation or step.unused_graphs)
+        if quiet and not self.has_outlier([step.dur // step.of]):
             return False
         self._outliers += 1
         return self._outliers <= MAX_OUTLIERS
@@ -496,6 +498,7 @@ class StepLines(Lines):
             whole.dur += step.dur
             whole.gc += step.gc
             whole.evaluation += step.evaluation
+            whole.unused_graphs += step.unused_graphs
             for name, ns in step.phases.items():
                 whole.phases[name] = whole.phases.get(name, 0) + ns
             whole.samples = _sum(whole.samples, step.samples)

@@ -8,14 +8,16 @@ import numpy as np
 import polars as pl
 from numpy.typing import NDArray
 
+from advisor.core import text as t
 from advisor.core.finding import Evidence, Finding, Impact, Outcome, Rule, Threshold
 from advisor.core.intervals import Intervals, covered_length, intersect, union
-from advisor.core.text import count_noun
+from advisor.core.run_directory import LARGEST
 from advisor.measure import Analysis
 from advisor.measure.device.families import MATRIX, op_families
 from advisor.measure.host.names import name_matches
 from advisor.rules.common import figure, of_step, per, places, rows
-from advisor.rules.sources import OURS, REAL_EVAL, REAL_KERNEL, SILENT_TRACES
+from advisor.rules.recorded import record, steps_seen
+from advisor.rules.sources import CURED_RECORDINGS, OURS, REAL_EVAL, REAL_KERNEL, SILENT_TRACES
 from advisor.testing import TraceBuilder
 
 NODE = r"^autograd::engine::evaluate_function"
@@ -125,7 +127,7 @@ class EvalWithoutNoGrad(Rule):
         yield Finding(
             summary=(
                 f"Operators with gradients enabled and no backward pass take {of_step(a, lost)}. "
-                f"They keep the activations of {count_noun(count, 'graph node')}{per(a)}."
+                f"They keep the activations of {t.count_noun(count, 'graph node')}{per(a)}."
             ),
             evidence=[
                 Evidence(
@@ -184,6 +186,88 @@ class EvalWithoutNoGrad(Rule):
             ),
             "no backward pass in the trace": (_trace(24, backward=False), "not nodes.any()"),
         }
+
+
+class EvaluationGraphs(EvalWithoutNoGrad):
+    """The same from the recorder's own count, for evaluation that no profiled window contains, as
+    one every thousand steps: forwards between two backward passes whose results have a graph, and
+    that no backward pass follows.
+    """
+
+    id = "evaluation-graphs"
+    title = "Evaluation builds autograd graphs that no backward pass uses"
+    reads_record = True
+    found_in = ("recorded/evaluation_graphs.slow",)
+    silent_in = ("recorded/evaluation_graphs.cured", *CURED_RECORDINGS)
+    validated_on = "a CPU recording with a validation loop every twenty steps; silent with no_grad"
+
+    min_numbers = Threshold(10, "forwards in the run: fewer may be a look at one output", OURS)
+    min_step = Threshold(
+        0.02, "of the run, between the steps: below it the graphs cannot be large", REAL_EVAL
+    )
+
+    def check(self, a: Analysis) -> Iterator[Outcome]:
+        """Sum up what was counted after the first step. Forwards over data in memory, without a
+        loader, are part of the step before."""
+        recorded = record(a)
+        after = zip(recorded.steps, recorded.steps[1:], strict=False)
+        pairs = [(before, step) for before, step in after if step.unused_graphs > 0]
+        count = sum(step.unused_graphs for _, step in pairs)
+        if count < self.min_numbers:
+            return
+        forward = recorded.phase("forward")
+        usual = 0.0 if forward is None else float(np.median(forward))
+        spent = sum(
+            min(max(step.evaluation or before.phases.get("forward", 0) - usual, 0), LARGEST)
+            for before, step in pairs
+        )
+        whole = recorded.outside + float(recorded.dur.sum())
+        if spent < self.min_step * whole:
+            return
+        if not a.record_only and any(super().check(a)):
+            return  # the window shows where
+        yield Finding(
+            summary=(
+                f"{t.count_noun(count, 'forward pass', 'forward passes')} between the training "
+                f"steps ran with gradients enabled, in {t.count_noun(len(pairs), 'pause')} of "
+                f"{t.format_duration(spent / len(pairs))} on average. Each keeps its activations "
+                "as long as its result is referred to."
+            ),
+            evidence=[
+                Evidence("forward passes", count, "count", *self.limit("min_numbers")),
+                Evidence("time of these pauses", spent, "ns"),
+                Evidence("share of the run", spent / whole, "share", *self.limit("min_step")),
+                steps_seen(recorded),
+            ],
+            impact=Impact(
+                currency="risk",
+                reason="the memory that the graphs hold depends on how long results are kept",
+            ),
+        )
+
+    @staticmethod
+    def fires_on() -> dict[str, TraceBuilder]:
+        """Validation every ten steps, of ten batches."""
+        return {"validation": _validated(10, 60)}
+
+    @staticmethod
+    def silent_on() -> dict[str, tuple[TraceBuilder, str]]:
+        """Validation under no_grad; one output looked at; a short validation."""
+        return {
+            "no_grad": (_validated(0, 60), "count < self.min_numbers"),
+            "one output": (_validated(1, 60), "min_numbers"),
+            "a short validation": (_validated(10, 1), "min_step"),
+        }
+
+
+def _validated(forwards: int, ms: float) -> TraceBuilder:
+    b = TraceBuilder()
+    run = b.record_of_run()
+    for n in range(80):
+        pause = n > 0 and n % 10 == 0
+        fields = {"unused_graphs": forwards} if pause else {}
+        run.step(10, forward=3, backward=6, evaluation=ms if pause else 0, fields=fields)
+    return b
 
 
 def _with_nodes(forward: Rows, number: Rows) -> tuple[Rows, Rows, Rows]:

@@ -593,3 +593,49 @@ def test_optimizers_that_step_in_backwards_and_a_buffer(recorded: Any, training:
             training.loss(batch).backward()
 
     assert len(recorded(run).steps) == 32
+
+
+@pytest.mark.parametrize("loaded", [True, False])
+def test_evaluation_that_builds_a_graph_is_counted(
+    recorded: Recorded, training: Any, loaded: bool
+) -> None:
+    """Six forwards with gradients enabled after every fifth step; a frozen model builds none."""
+    teacher = torch.nn.Linear(4, 1).requires_grad_(requires_grad=False).eval()
+
+    def evaluate() -> None:
+        training.net.eval()
+        for x, y in training.loader(3) if loaded else [(training.x, training.y)] * 3:
+            training.loss((x, y))
+            with torch.no_grad():
+                training.loss((x, y))
+            teacher(x)
+        training.net.train()
+
+    def run() -> None:
+        for number, batch in enumerate(training.loader(20), 1):
+            teacher(training.x)
+            training.learn(batch)
+            if number % 5 == 0:
+                evaluate()
+                evaluate()
+
+    steps = recorded(run).steps
+    assert len(steps) == 20
+    counted = {step.n: step.unused_graphs for step in steps if step.unused_graphs}
+    assert counted == {5: 6, 10: 6, 15: 6}
+
+
+def test_a_backward_one_batch_late_leaves_no_graph_unused(
+    recorded: Recorded, training: Any
+) -> None:
+    def run() -> None:
+        loss = None
+        for batch in training.loader(20):
+            if loss is not None:
+                training.optimizer.zero_grad()
+                loss.backward()
+                training.optimizer.step()
+            loss = training.loss(batch)
+
+    steps = recorded(run).steps
+    assert sum(step.unused_graphs for step in steps) == 0

@@ -24,6 +24,7 @@ CASES = {
     "threads": "thread-oversubscription",
     "workers": "loader-workers",
     "waiting_loop": "loop-phases",
+    "evaluation_graphs": "evaluation-graphs",
 }
 
 

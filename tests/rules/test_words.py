@@ -25,6 +25,7 @@ TRAINING = re.compile(
 OF_TRAINING = {
     # what they look for is only there where something is trained, or would be
     "eval-without-no-grad",
+    "evaluation-graphs",
     "huge-vocabulary",
     "missing-no-sync",
     "recompute-with-free-memory",

@@ -67,7 +67,7 @@ class Cluster:
         """There are workers, and they have this advisor."""
         try:
             self._client.wait_for_workers(1, timeout=self._patience)
-        except Exception:  # a time-out of Dask, of asyncio or of tornado, by version
+        except OSError:  # a time-out, which is one, or a connection that closed
             raise AdvisorError(
                 f"--cluster {address}: no worker has joined it within {self._patience:.0f} s; "
                 f"start some: dask worker {address} --nthreads 1"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import ClassVar
 
 import numpy as np
 import polars as pl
@@ -53,8 +54,8 @@ class EvalWithoutNoGrad(Rule):
     title = "Forward passes without a backward build an autograd graph"
     category = "memory"
     knobs = ("no-grad-evaluation",)
-    found_in = ("workloads/eval_with_grad",)
-    silent_in = (*SILENT_TRACES, "workloads/eval_with_grad")
+    found_in: ClassVar[tuple[str, ...]] = ("workloads/eval_with_grad",)
+    silent_in: ClassVar[tuple[str, ...]] = (*SILENT_TRACES, "workloads/eval_with_grad")
     validated_on = (
         "CPU recordings, torch 2.13: fires on validation with gradients enabled, silent on the "
         "same under inference_mode; silent on A100, V100 and NCCL trainings (0 to 3 % of the "

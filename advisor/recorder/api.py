@@ -26,6 +26,7 @@ from multiprocessing import parent_process
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Final, TypeVar, overload
 
+from advisor.recorder.modules import hide_from_warnings
 from advisor.recorder.options import RecordOptions, chosen, switched_off, unsupported
 
 if TYPE_CHECKING:
@@ -415,3 +416,6 @@ def _contained(session: RecordingSession, call: Callable[[], None]) -> None:
 profile = Recorder()
 """The recorder with default options; call it for others."""
 record = profile
+
+
+hide_from_warnings(globals())

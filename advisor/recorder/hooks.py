@@ -57,7 +57,7 @@ from advisor.recorder.clock import (
     Tape,
 )
 from advisor.recorder.loaders import Loaders
-from advisor.recorder.modules import ModuleCalls, leave_to_dynamo
+from advisor.recorder.modules import ModuleCalls, hide_from_warnings, leave_to_dynamo
 
 
 class Listener(Protocol):
@@ -749,3 +749,6 @@ def _leaf_of(outputs: Any) -> Any:
                 seen.add(following)
                 todo.append(following)
     return any_leaf
+
+
+hide_from_warnings(globals())

@@ -118,6 +118,21 @@ def leave_to_dynamo() -> None:
         return
 
 
+def hide_from_warnings(names: dict[str, Any]) -> None:
+    """Have ``warnings`` and ``logging`` pass over a module's functions, as they pass over those of
+    the import system (by the file name), where they count frames up to the caller's line."""
+
+    def hidden(code: CodeType) -> CodeType:
+        inner = (hidden(c) if isinstance(c, CodeType) else c for c in code.co_consts)
+        file = f"{names['__file__']} (importlib._bootstrap)"
+        return code.replace(co_filename=file, co_consts=tuple(inner))
+
+    for value in list(names.values()):
+        for function in vars(value).values() if isinstance(value, type) else [value]:
+            if isinstance(function, FunctionType) and function.__module__ == names["__name__"]:
+                function.__code__ = hidden(function.__code__)
+
+
 def _codes() -> set[CodeType]:
     """Of all functions of this package that are loaded, with those inside of them."""
     package = __name__.rpartition(".")[0]

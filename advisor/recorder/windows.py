@@ -27,6 +27,7 @@ from weakref import WeakSet
 from advisor.core.run_directory import trace_name
 from advisor.recorder.call_depth import outermost, quiet
 from advisor.recorder.hooks import Hooks
+from advisor.recorder.modules import hide_from_warnings
 from advisor.recorder.options import RecordOptions
 from advisor.recorder.ranges import TraceRanges
 
@@ -581,3 +582,6 @@ def write_trace(profiler: Any, folder: Path, window: int) -> int:
     finally:
         for file in (plain, torchs, packed):
             file.unlink(missing_ok=True)
+
+
+hide_from_warnings(globals())

@@ -8,7 +8,9 @@ import functools
 import os
 import threading
 import time
+import warnings
 import weakref
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -395,3 +397,35 @@ def test_killed_at_any_moment_it_can_be_read(program: Any, tmp_path: Path) -> No
         done = program("", before=("-m", "advisor", "analyze", str(run)), after=("--format=json",))
         assert "Traceback" not in done.stderr
         assert done.stdout
+
+
+def test_warnings_name_the_lines_that_they_name_without_recording(
+    training: Any, tmp_path: Path
+) -> None:
+    """Whatever their stack level: our wrappers are no frames of the program."""
+
+    def warn(text: str) -> None:
+        for level in range(1, 9):
+            warnings.warn(f"{text} {level}", stacklevel=level)
+
+    def collate(rows: list[Any]) -> Any:
+        warn("collate")
+        return torch.utils.data.default_collate(rows)
+
+    def train() -> None:
+        warn("train")
+        hook = training.net.register_forward_hook(lambda *_: warn("forward"))
+        tensor = training.net[0].weight.register_hook(lambda _: warn("backward"))
+        for batch in training.loader(4, collate_fn=collate):
+            training.learn(batch)
+        hook.remove()
+        tensor.remove()
+
+    def lines(function: Callable[[], None]) -> list[tuple[str, str, int]]:
+        with warnings.catch_warnings(record=True) as seen:
+            warnings.simplefilter("always")
+            function()
+        return [(str(w.message), w.filename, w.lineno) for w in seen if "Deprecat" not in str(w)]
+
+    recorded = Recorder(out=str(tmp_path / "run"), report=False, active=0)(train)
+    assert lines(recorded) == lines(train)

@@ -490,16 +490,10 @@ def outlook(report: Report) -> str:
     ratio = report.step_ns / after if after > 0 else 1.0
     times = f"{ratio:.1f}" if ratio >= 2 else f"{ratio:.2f}"
     faster = f" ({bound}{times}× faster)" if ratio > 1 else ""
-    total = sum(replay.critical_after.values()) or 1.0
-    own = report.scope.framework
-    left = [
-        f"{t.path_label(name, own)} ({t.format_share(ns / total)})"
-        for name, ns in replay.critical_after.items()
-    ]
-    limit = f", then limited by {' and '.join(left[:2])}" if left else ""
+    limit = t.limits(replay.critical_after, report.scope.framework)
     return (
         f"With {fixes}: {t.format_duration(report.step_ns)} → "
-        f"{t.format_duration(after)}{faster}{limit}."
+        f"{t.format_duration(after)}{faster}{f', then limited by {limit}' if limit else ''}."
     )
 
 

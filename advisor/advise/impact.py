@@ -182,11 +182,7 @@ def without_gain(
         return []
     kept = []
     bound = BoundPricer(a)
-    whole = sum(path.values()) or 1.0
-    own = a.trace.meta.framework
-    limited_by = " and ".join(
-        f"{t.path_label(name, own)} ({ns / whole:.0%})" for name, ns in list(path.items())[:2]
-    )
+    limited_by = t.limits(path, a.trace.meta.framework)
     unit = "the recording" if a.steps.source == "whole trace" else "each step"
     for finding in findings:
         if finding.other_rank or not finding.edits:

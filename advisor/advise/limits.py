@@ -292,10 +292,15 @@ def _start_up(a: Analysis) -> list[str]:
     if longest.is_empty() or not a.span_ns:
         return []
     name, took = str(longest["name"][0]), int(longest["dur"][0])
+    share = took / a.span_ns
+    beside = (
+        f"{t.format_share(share)} of what is analysed"
+        if share < 1
+        else f"before or beside the {t.format_duration(a.span_ns)} that are analysed"
+    )
     return [
         f"{t.shorten(t.clean(name), 50)} alone takes {t.format_duration(took)} "
-        f"({t.format_share(took / a.span_ns)} "
-        "of what is analysed): this is start-up, which later steps do not have. Record after a "
+        f"({beside}): this is start-up, which later steps do not have. Record after a "
         f"few steps{_schedule(a.trace.meta, ': ', 'skip_first=10, wait=1, warmup=3, active=5')}."
     ]
 

@@ -27,6 +27,9 @@ if TYPE_CHECKING:
     from advisor.core.finding import Evidence, Finding, Impact, Location, Per
     from advisor.core.report import Crash
 
+MIN_LIMIT = 0.05
+"""Of the critical path: what takes less does not limit the step."""
+
 NOT_MEASURED: Final = "not measured"
 
 CLASS_LABELS: Final = {
@@ -359,6 +362,17 @@ def host_label(name: str, framework: str | None = None) -> str:
 def path_label(name: str, framework: str | None = None) -> str:
     """A part of the critical path as words, likewise."""
     return _own(name, framework) or clean(name)
+
+
+def limits(path: Mapping[str, float], framework: str | None = None) -> str:
+    """The one or two largest parts of a critical path (ns), with their shares: ``host (90%) and
+    compute (10%)``. A second one of a few per cent limits nothing."""
+    total = sum(path.values()) or 1.0
+    left = sorted(path.items(), key=lambda item: -item[1])[:2]
+    shown = left[:1] + [item for item in left[1:] if item[1] >= MIN_LIMIT * total]
+    return " and ".join(
+        f"{path_label(name, framework)} ({format_share(ns / total)})" for name, ns in shown
+    )
 
 
 def _own(name: str, framework: str | None) -> str | None:

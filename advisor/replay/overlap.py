@@ -27,7 +27,7 @@ WAITING = (Edge.STREAM, Edge.CROSS, Edge.RELEASE, Edge.QUEUE)
 def move(patch: Patch, weight: Array) -> tuple[Graph, Array]:
     """The graph, and its weights, with the moved work on streams of its own."""
     graph, trace = patch.graph, patch.a.trace
-    moved = patch.moved & ~patch.dropped
+    moved = patch.moved  # what is removed too takes no time, where it goes
     nodes = np.flatnonzero(moved)
     marked = patch.a.steps.source != "whole trace"
     step, group = _steps(graph), _groups(patch)

@@ -138,8 +138,7 @@ class LaunchBound(Rule):
             'step. Then use torch.compile(mode="reduce-overhead") or CUDA graphs.'
         },
         "something waits": {
-            "fix": "First remove {waits} for the GPU per step, which a capture does not allow: "
-            "{names}."
+            "fix": "First remove {waits} for the GPU, which a capture does not allow: {names}."
         },
         "in every case": {
             "fix": "Otherwise give each launch more work: a larger batch, a fused optimizer and "
@@ -215,7 +214,7 @@ class LaunchBound(Rule):
                 Evidence("graph launches", gaps.graph_launches, "count"),
             ],
             where=locate_gaps(a),
-            fix=self._fix(static, waits, gaps),
+            fix=self._fix(a, static, waits, gaps),
             edits=[REMOVE_LAUNCH_COST],
             confidence=0.75 if stacks else 0.85,
             confidence_notes=["recorded Python stacks lengthen host time most of all"]
@@ -237,7 +236,9 @@ class LaunchBound(Rule):
                 record="all activities, unfiltered, on a GPU that nobody else uses",
             )
 
-    def _fix(self, static: bool | None, waits: CaptureBlockers, gaps: LaunchGaps) -> str:
+    def _fix(
+        self, a: Analysis, static: bool | None, waits: CaptureBlockers, gaps: LaunchGaps
+    ) -> str:
         fix = self.fix
         if gaps.graph_launches:
             fix = self.case("graphs are used already")["fix"]
@@ -247,7 +248,7 @@ class LaunchBound(Rule):
             fix = self.case("the same kernels in every step")["fix"]
         remove = ""
         if waits.per_step and not gaps.graph_launches:
-            count = t.count_noun(waits.per_step, "wait")
+            count = t.count_noun(waits.per_step, "wait") + per(a)
             remove = self.case("something waits", waits=count, names=waits.names)["fix"]
         return " ".join(filter(None, [fix, remove, self.case("in every case")["fix"]]))
 

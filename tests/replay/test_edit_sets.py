@@ -80,3 +80,16 @@ def test_reads_that_no_longer_block_leave_uploads_as_they_are() -> None:
     whatif = EditGain(b.analysis())
     reads, both = (whatif.selected(parse_edit(e)) for e in ("async sync copy:DtoH", "async sync"))
     assert (reads, both) == (8, 16)  # each copies and waits
+
+
+def test_removing_a_part_of_what_moves_costs_nothing() -> None:
+    """A kernel that is removed from a stream whose work moves does not hold the others together."""
+    b = TraceBuilder()
+    for _ in range(3):
+        b.run("aten::mm", "ampere_sgemm_128x64_nn", 1000)
+        b.run("aten::add", "elementwise_kernel", 100)
+        b.run("aten::bmm", "ampere_sgemm_64x64_nn", 900)
+    b.sync()
+    whatif = EditGain(b.analysis())
+    move, remove = (parse_edit(e) for e in ("overlap work", "remove family:elementwise"))
+    assert 0 < whatif.gain([move]) <= whatif.gain([move, remove])

@@ -137,13 +137,10 @@ class GraphBreaks(Rule):
 
     @staticmethod
     def fires_on() -> dict[str, TraceBuilder]:
-        """Two breaks in forward; the second example has Python stacks."""
         return {"two breaks": _trace(stacks=False), "with stacks": _trace(stacks=True)}
 
     @staticmethod
     def silent_on() -> dict[str, tuple[TraceBuilder, str]]:
-        """One whole graph; blocks compiled by themselves; breaks behind a full queue."""
-
         def whole(b: TraceBuilder) -> None:
             with b.op("Torch-Compiled Region: 0/0"):
                 _graph(b, 30)
@@ -368,7 +365,6 @@ class Recompilation(Rule):
 
     @staticmethod
     def fires_on() -> dict[str, TraceBuilder]:
-        """In every step; in every other; on the CPU alone; the backward pass."""
         return {
             "every step": _recompiled(every=1),
             "every other step": _recompiled(every=2),
@@ -381,7 +377,6 @@ class Recompilation(Rule):
 
     @staticmethod
     def silent_on() -> dict[str, tuple[TraceBuilder, str]]:
-        """Compiled once, in the first step; nothing compiled; very little of it."""
         return {
             "once": (_recompiled(every=8, us=900), "min_steps"),
             "never": (_recompiled(every=0), "not len(compilations)"),

@@ -101,12 +101,10 @@ class DataParallel(Rule):
 
     @staticmethod
     def fires_on() -> dict[str, TraceBuilder]:
-        """Two devices in one process."""
         return {"two devices": _trace(devices=2)}
 
     @staticmethod
     def silent_on() -> dict[str, tuple[TraceBuilder, str]]:
-        """One device, and DistributedDataParallel."""
         ddp = TraceBuilder(rank=0, world_size=2)
         for _ in range(4):
             with ddp.step():

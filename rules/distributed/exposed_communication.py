@@ -262,8 +262,6 @@ class ExposedCommunication(Rule):
 
     @staticmethod
     def fires_on() -> dict[str, TraceBuilder]:
-        """All-reduce after backward, nothing to hide it."""
-
         def body(b: TraceBuilder) -> None:
             _compute(b)
             b.collective("allreduce", 100 << 20, 1000, wait=True)
@@ -272,8 +270,6 @@ class ExposedCommunication(Rule):
 
     @staticmethod
     def silent_on() -> dict[str, tuple[TraceBuilder, str]]:
-        """The same all-reduce while a long kernel runs; and none at all."""
-
         def hidden(b: TraceBuilder) -> None:
             b.collective("allreduce", 100 << 20, 1000)
             _compute(b)

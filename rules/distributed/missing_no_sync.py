@@ -170,7 +170,6 @@ class MissingNoSync(Rule):
 
     @staticmethod
     def fires_on() -> dict[str, TraceBuilder]:
-        """Two passes per step, each reduced; four passes in four profiler steps."""
         return {
             "two passes, each reduced": _training([[8, 25], [8, 25]]),
             "four passes, a profiler step each": _training([[25, 25]] * 4, profiled="pass"),
@@ -178,7 +177,6 @@ class MissingNoSync(Rule):
 
     @staticmethod
     def silent_on() -> dict[str, tuple[TraceBuilder, str]]:
-        """no_sync; no accumulation, equal buckets; other collectives in each pass; two models."""
         return {
             "no_sync is used": (
                 _training([[], [8, 25]]),

@@ -141,8 +141,6 @@ class PoorOverlap(Rule):
 
     @staticmethod
     def fires_on() -> dict[str, TraceBuilder]:
-        """All-reduce on the compute stream; one that is waited for at once."""
-
         def on_stream(b: TraceBuilder) -> None:
             for _ in range(5):
                 _compute(b)
@@ -160,8 +158,6 @@ class PoorOverlap(Rule):
 
     @staticmethod
     def silent_on() -> dict[str, tuple[TraceBuilder, str]]:
-        """Waited for late and hidden; waited for late and too long; little communication."""
-
         def waited_late(b: TraceBuilder, us: float) -> None:
             _compute(b)
             b.collective("allreduce", 50 << 20, us)

@@ -154,7 +154,6 @@ class SlowDevice(Rule):
 
     @staticmethod
     def fires_on() -> dict[str, Any]:
-        """The third of four devices at 1 / 1.25 of its clock; the first of three."""
         return {
             "third of four": _ranks([1.0, 1.02, 1.25, 0.99]),
             "the rank that is reported": _ranks([1.2, 1.0, 1.0]),
@@ -162,7 +161,6 @@ class SlowDevice(Rule):
 
     @staticmethod
     def silent_on() -> dict[str, Any]:
-        """Equal devices; one kernel with other inputs; pipeline stages; too few kernels."""
         return {
             "equal": (
                 _ranks([1.0, 1.03, 0.98, 1.01]),

@@ -182,8 +182,6 @@ class SmallCollectives(Rule):
 
     @staticmethod
     def fires_on() -> dict[str, TraceBuilder]:
-        """Each gradient reduced alone after backward."""
-
         def body(b: TraceBuilder) -> None:
             b.run("aten::mm", "ampere_sgemm_128x64_nn", 300, times=10)
             for _ in range(60):
@@ -194,8 +192,6 @@ class SmallCollectives(Rule):
 
     @staticmethod
     def silent_on() -> dict[str, tuple[TraceBuilder, str]]:
-        """Between layers (tensor parallelism); large buckets; hidden under compute."""
-
         def layers(b: TraceBuilder) -> None:
             for _ in range(40):
                 b.run("aten::mm", "ampere_sgemm_128x64_nn", 60, times=3)
@@ -287,12 +283,10 @@ class UnbucketedGradients(Rule):
 
     @staticmethod
     def fires_on() -> dict[str, TraceBuilder]:
-        """One all-reduce for each parameter, beside backward."""
         return {"one per parameter": example_steps(_reductions(150, 40_000))}
 
     @staticmethod
     def silent_on() -> dict[str, tuple[TraceBuilder, str]]:
-        """A few buckets; as many large messages; exposed ones."""
         return {
             "buckets": (example_steps(_reductions(12, 40_000)), "min_count"),
             "large messages": (example_steps(_reductions(150, 25 << 20)), "max_bytes"),

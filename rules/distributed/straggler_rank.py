@@ -248,7 +248,6 @@ class StragglerRank(Rule):
 
     @staticmethod
     def fires_on() -> dict[str, Any]:
-        """One of three ranks computes longer; the others wait in the all-reduce."""
         return {
             "a slow rank": _ranks([2000.0, 2000.0, 3000.0]),
             "a slow process on a CPU": _processes([20e3, 60e3]),
@@ -256,7 +255,6 @@ class StragglerRank(Rule):
 
     @staticmethod
     def silent_on() -> dict[str, Any]:
-        """Equal ranks; a rank that is late by little; ranks that take turns."""
         return {
             "equal ranks": (_ranks([2000.0, 2000.0, 2000.0]), "lost < self.min_share"),
             "hardly late": (_ranks([2000.0, 2000.0, 2040.0]), "lost < self.min_share"),

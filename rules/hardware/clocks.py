@@ -110,7 +110,6 @@ class ThermalThrottling(HeldClocks):
 
     @staticmethod
     def fires_on() -> dict[str, TraceBuilder]:
-        """Software and hardware thermal slowdown in a part of the samples."""
         return {
             "software": _run(0x20, 1200, part=0.4),
             "hardware": _run(0x40 | 0x8, 1200, part=0.4),
@@ -118,7 +117,6 @@ class ThermalThrottling(HeldClocks):
 
     @staticmethod
     def silent_on() -> dict[str, tuple[TraceBuilder, str]]:
-        """A power cap; an idle GPU; a single sample; no reasons recorded."""
         return {
             "a power cap": (_run(0x4, 1200, part=0.4), "share < self.min_share"),
             "an idle GPU": (_run(0x20, 1200, part=0.4, load=3), "share is None"),
@@ -203,12 +201,10 @@ class PowerThrottling(HeldClocks):
 
     @staticmethod
     def fires_on() -> dict[str, TraceBuilder]:
-        """Clocks at 75 % under the cap; a brake in a few samples."""
         return {"a low cap": _run(0x4, 1500), "a brake": _run(0x80, 500, part=0.1)}
 
     @staticmethod
     def silent_on() -> dict[str, tuple[TraceBuilder, str]]:
-        """At the cap with high clocks, as dense work is; a few samples; idle; not recorded."""
         return {
             "at the cap with high clocks": (_run(0x4, 1900), "max_clock"),
             "a few samples": (_run(0x4, 1500, part=0.2), "min_share"),
@@ -244,12 +240,10 @@ class ClocksLocked(HeldClocks):
 
     @staticmethod
     def fires_on() -> dict[str, TraceBuilder]:
-        """Held at 1410 of 1980 MHz."""
         return {"held at 1410 of 1980 MHz": _run(0x2, 1410, part=1)}
 
     @staticmethod
     def silent_on() -> dict[str, tuple[TraceBuilder, str]]:
-        """Set to the maximum; another reason; idle."""
         return {
             "set to the maximum": (_run(0x2, 1980, part=1), "max_clock"),
             "another reason": (_run(0x4, 1410, part=1), "share < self.min_share"),

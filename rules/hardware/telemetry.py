@@ -112,7 +112,6 @@ class GpuErrors(Rule):
 
     @staticmethod
     def fires_on() -> dict[str, TraceBuilder]:
-        """An XID error; uncorrectable errors; a pending row."""
         return {
             "off the bus": record_example(lambda share: _gpu(xid=[] if share else [79])),
             "a page fault": record_example(lambda share: _gpu(xid=[] if share else [31])),
@@ -122,7 +121,6 @@ class GpuErrors(Rule):
 
     @staticmethod
     def silent_on() -> dict[str, tuple[TraceBuilder, str]]:
-        """Corrected errors; remapped rows; nothing recorded."""
         guard = "not (errors and errors[-1] > 0)"
         return {
             "corrected": (record_example(_gpu(ecc_corrected=100)), guard),
@@ -192,14 +190,12 @@ class GpuShared(Rule):
 
     @staticmethod
     def fires_on() -> dict[str, TraceBuilder]:
-        """Another process with 20 GB."""
         return {
             "another training run": record_example(_gpu(processes=1, processes_bytes=20 * 10**9))
         }
 
     @staticmethod
     def silent_on() -> dict[str, tuple[TraceBuilder, str]]:
-        """Alone; a display; not recorded."""
         return {
             "alone": (
                 record_example(_gpu(processes=0, processes_bytes=0)),
@@ -283,7 +279,6 @@ class PcieDowngraded(Rule):
 
     @staticmethod
     def fires_on() -> dict[str, TraceBuilder]:
-        """Half the lanes; an older generation, with copies in the trace."""
         b = TraceBuilder()
         for _ in range(4):
             with b.step():
@@ -297,7 +292,6 @@ class PcieDowngraded(Rule):
 
     @staticmethod
     def silent_on() -> dict[str, tuple[TraceBuilder, str]]:
-        """At its maximum; idle; not recorded."""
         few = "len(links) < self.min_samples"
         return {
             "at its maximum": (record_example(_linked(4, 16)), "share < self.min_share"),

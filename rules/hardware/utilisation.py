@@ -86,12 +86,10 @@ class UtilisationIllusion(Rule):
 
     @staticmethod
     def fires_on() -> dict[str, TraceBuilder]:
-        """99 % utilisation, 20 % active."""
         return {"a fifth of the device": _recorded(99, 20)}
 
     @staticmethod
     def silent_on() -> dict[str, tuple[TraceBuilder, str]]:
-        """Really busy; idle and shown so; memory-bound; no GPM."""
         return {
             "really busy": (_recorded(99, 85), "max_active"),
             "shown as idle": (_recorded(30, 10), "min_utilisation"),
@@ -166,12 +164,10 @@ class LowMfu(Rule):
 
     @staticmethod
     def fires_on() -> dict[str, TraceBuilder]:
-        """A tenth of the peak."""
         return {"a tenth of the peak": _products(9000)}
 
     @staticmethod
     def silent_on() -> dict[str, tuple[TraceBuilder, str]]:
-        """Close to the peak; memory-bound work."""
         return {
             "close to the peak": (_products(1000), "max_mfu"),
             "memory-bound": (_products(9000, other=20_000), "min_matrix"),

@@ -75,12 +75,10 @@ class CpuQuota(Rule):
 
     @staticmethod
     def fires_on() -> dict[str, TraceBuilder]:
-        """A tenth of the time."""
         return {"a tenth of the time": _throttled(0.1)}
 
     @staticmethod
     def silent_on() -> dict[str, tuple[TraceBuilder, str]]:
-        """Never stopped; hardly ever; not recorded."""
         return {
             "never": (_throttled(0.0), "stopped < self.min_share * time"),
             "hardly ever": (_throttled(0.001), "min_share"),
@@ -141,12 +139,10 @@ class NumaMismatch(Rule):
 
     @staticmethod
     def fires_on() -> dict[str, TraceBuilder]:
-        """Pinned to node 0, the GPU on node 1."""
         return {"the other socket": _pinned(1, [0])}
 
     @staticmethod
     def silent_on() -> dict[str, tuple[TraceBuilder, str]]:
-        """The same node; not pinned; a machine that does not report its nodes."""
         return {
             "the same node": (_pinned(1, [1]), "gpu in own"),
             "not pinned": (_pinned(1, [0, 1]), "gpu in own"),
@@ -249,7 +245,6 @@ class ThreadOversubscription(Rule):
 
     @staticmethod
     def fires_on() -> dict[str, TraceBuilder]:
-        """Eight ranks of 32 threads on 32 cores; a container of 2 CPUs on a machine of 64."""
         return {
             "eight ranks of 32 threads": _threads(32, 32, ranks=8, machine=97),
             "a container's quota": _threads(64, 2, own=200),
@@ -257,7 +252,6 @@ class ThreadOversubscription(Rule):
 
     @staticmethod
     def silent_on() -> dict[str, tuple[TraceBuilder, str]]:
-        """One thread per rank; idle cores; workers only; threads not recorded."""
         return {
             "one thread per rank": (_threads(1, 8, ranks=8, machine=97), "threads < 2"),
             "idle cores": (_threads(32, 32, ranks=8, machine=20), "min_busy"),

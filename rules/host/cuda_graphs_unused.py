@@ -178,7 +178,6 @@ class CudaGraphsUnused(Rule):
 
     @staticmethod
     def fires_on() -> dict[str, TraceBuilder]:
-        """Four steps of the same small kernels."""
         b = TraceBuilder()
         for _ in range(4):
             with b.step():
@@ -187,7 +186,6 @@ class CudaGraphsUnused(Rule):
 
     @staticmethod
     def silent_on() -> dict[str, tuple[TraceBuilder, str]]:
-        """Kernels that change from step to step; a graph; a GPU that is busy anyway."""
         changing, graph, busy = TraceBuilder(), TraceBuilder(), TraceBuilder()
         for number in range(4):
             with changing.step():

@@ -114,7 +114,6 @@ class DebugSwitches(Rule):
 
     @staticmethod
     def fires_on() -> dict[str, TraceBuilder]:
-        """Anomaly mode; blocking launches."""
         return {
             "anomaly mode": _run({"anomaly_mode": True}),
             "blocking launches": _run({}, CUDA_LAUNCH_BLOCKING="1"),
@@ -123,7 +122,6 @@ class DebugSwitches(Rule):
 
     @staticmethod
     def silent_on() -> dict[str, tuple[TraceBuilder, str]]:
-        """All off; the quieter settings of the same variables."""
         return {
             "all off": (_run({"anomaly_mode": False, "sync_debug_mode": 0}), "not settings_on"),
             "harmless values": (
@@ -244,7 +242,6 @@ class GcPauses(Rule):
 
     @staticmethod
     def fires_on() -> dict[str, TraceBuilder]:
-        """A pause of 60 ms every tenth step; a short one in every step."""
         return {
             "a long pause now and then": _gc_run(every=10, pause=60),
             "a short pause in every other step": _gc_run(every=2, pause=1),
@@ -252,7 +249,6 @@ class GcPauses(Rule):
 
     @staticmethod
     def silent_on() -> dict[str, tuple[TraceBuilder, str]]:
-        """Pauses that cost nothing; hardly any; too few steps."""
         return {
             "steps with pauses are no longer": (
                 _gc_run(every=10, pause=4, longer=0),

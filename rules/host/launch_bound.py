@@ -254,7 +254,6 @@ class LaunchBound(Rule):
 
     @staticmethod
     def fires_on() -> dict[str, TraceBuilder]:
-        """Many small kernels; the same with Python between the operators."""
         eager, python = TraceBuilder(), TraceBuilder()
         for _ in range(4):
             with eager.step():
@@ -268,8 +267,6 @@ class LaunchBound(Rule):
 
     @staticmethod
     def silent_on() -> dict[str, tuple[TraceBuilder, str]]:
-        """A full queue of small kernels; few kernels; a loader; a slow function, in one call and in
-        many; a graph."""
         queue, few, loader, slow, calls, later, graph = (TraceBuilder() for _ in range(7))
         for _ in range(4):
             with queue.step():

@@ -100,7 +100,6 @@ class LoopCode(Rule):
 
     @staticmethod
     def fires_on() -> dict[str, TraceBuilder]:
-        """``time.sleep`` in a function of the loop."""
         b = TraceBuilder(gpu=None)
         for _ in range(4):
             with b.step(), b.python("train.py(30): main"):
@@ -112,7 +111,6 @@ class LoopCode(Rule):
 
     @staticmethod
     def silent_on() -> dict[str, tuple[TraceBuilder, str]]:
-        """Python around operators; a GPU; a fast small model."""
         light, small, device = TraceBuilder(gpu=None), TraceBuilder(gpu=None), TraceBuilder()
         for _ in range(4):
             with light.step(), light.python("train.py(30): main"):
@@ -183,12 +181,10 @@ class LoopPhases(LoopCode):
 
     @staticmethod
     def fires_on() -> dict[str, TraceBuilder]:
-        """A wait after each optimizer step."""
         return {"a wait between steps": _recorded(forward=2, backward=2, **{"between steps": 6})}
 
     @staticmethod
     def silent_on() -> dict[str, tuple[TraceBuilder, str]]:
-        """Evaluation between steps; a fast small model; stacks."""
         stacks = _recorded(forward=2, backward=2)
         with stacks.step(), stacks.python("train.py(30): main"):
             stacks.host(300)
@@ -278,12 +274,10 @@ class TimeBetweenSteps(Rule):
 
     @staticmethod
     def fires_on() -> dict[str, TraceBuilder]:
-        """An evaluation after every tenth step that takes longer than the ten."""
         return {"evaluation every ten steps": _evaluated(every=10, ms=400)}
 
     @staticmethod
     def silent_on() -> dict[str, tuple[TraceBuilder, str]]:
-        """A short evaluation; a run that has only begun."""
         return {
             "a short evaluation": (_evaluated(every=20, ms=40), "min_share"),
             "a few steps": (_evaluated(every=3, ms=400, steps=12), "min_steps"),

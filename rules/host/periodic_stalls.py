@@ -175,7 +175,6 @@ class PeriodicStalls(Rule):
 
     @staticmethod
     def fires_on() -> dict[str, TraceBuilder]:
-        """torch.save every tenth step; a range of the user's own."""
         return {
             "torch.save": _training(frame="torch/serialization.py(900): save"),
             "a range": _training(annotation="save_checkpoint"),
@@ -184,7 +183,6 @@ class PeriodicStalls(Rule):
 
     @staticmethod
     def silent_on() -> dict[str, tuple[TraceBuilder, str]]:
-        """Evaluation; no cause named; another thread; too few steps; one save; in every step."""
         save = "torch/serialization.py(900): save"
         return {
             "evaluation": (_training(frame="train.py(90): evaluate"), "not len(rows)"),
@@ -271,13 +269,11 @@ class LongStep(Rule):
 
     @staticmethod
     def fires_on() -> dict[str, TraceBuilder]:
-        """One checkpoint in eight steps."""
         save = "torch/serialization.py(900): save"
         return {"a checkpoint": _training(frame=save, steps=8, every=6)}
 
     @staticmethod
     def silent_on() -> dict[str, tuple[TraceBuilder, str]]:
-        """A step that is twice as long; too few to compare."""
         save = "torch/serialization.py(900): save"
         twice = TraceBuilder()
         for n in range(8):

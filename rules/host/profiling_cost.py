@@ -77,12 +77,10 @@ class ObserverEffect(Rule):
 
     @staticmethod
     def fires_on() -> dict[str, TraceBuilder]:
-        """Half as long again in the window."""
         return {"half as long again": _run(15)}
 
     @staticmethod
     def silent_on() -> dict[str, tuple[TraceBuilder, str]]:
-        """Hardly longer; never profiled."""
         return {
             "hardly longer": (_run(10.5), "min_effect"),
             "no window": (_run(None), "effect is None"),
@@ -177,7 +175,6 @@ class ProfilerOverhead(Rule):
 
     @staticmethod
     def fires_on() -> dict[str, TraceBuilder]:
-        """Buffers are flushed in every step."""
         b = TraceBuilder()
         for _ in range(4):
             with b.step():
@@ -188,7 +185,6 @@ class ProfilerOverhead(Rule):
 
     @staticmethod
     def silent_on() -> dict[str, tuple[TraceBuilder, str]]:
-        """A short one, and one outside the steps."""
         short, outside = TraceBuilder(), TraceBuilder()
         outside.overhead("Activity Buffer Request", 9000)
         for _ in range(4):

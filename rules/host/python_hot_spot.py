@@ -223,7 +223,6 @@ class PythonHotSpot(Rule):
 
     @staticmethod
     def fires_on() -> dict[str, TraceBuilder]:
-        """A slow function before the model runs."""
         b = TraceBuilder()
         for _ in range(4):
             with b.step(), b.python("train.py(30): train_step"):
@@ -236,7 +235,6 @@ class PythonHotSpot(Rule):
 
     @staticmethod
     def silent_on() -> dict[str, tuple[TraceBuilder, str]]:
-        """The same function behind a full queue; many quick functions; no stacks."""
         hidden, quick, bare = TraceBuilder(), TraceBuilder(), TraceBuilder()
         for _ in range(4):
             with hidden.step(), hidden.python("train.py(30): train_step"):
@@ -370,7 +368,6 @@ class CpuBeforeFirstKernel(Rule):
 
     @staticmethod
     def fires_on() -> dict[str, TraceBuilder]:
-        """Preparing a batch on the training thread, in Python and in operators."""
         python, operators = TraceBuilder(), TraceBuilder()
         for _ in range(4):
             with python.step():
@@ -387,7 +384,6 @@ class CpuBeforeFirstKernel(Rule):
 
     @staticmethod
     def silent_on() -> dict[str, tuple[TraceBuilder, str]]:
-        """The host is ahead; a loader; one slow first step; an ordinary start of a step."""
         ahead, loader, once, ordinary = (TraceBuilder() for _ in range(4))
         for number in range(4):
             with ahead.step():

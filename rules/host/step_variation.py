@@ -161,12 +161,10 @@ class RegularStalls(Rule):
 
     @staticmethod
     def fires_on() -> dict[str, TraceBuilder]:
-        """A log every twenty steps; a shard every 25."""
         return {"every 20 steps": _regular(20, "other"), "every 25 steps": _regular(25, "data")}
 
     @staticmethod
     def silent_on() -> dict[str, tuple[TraceBuilder, str]]:
-        """Irregular; too seldom to count; the loader's own period."""
         return {
             "irregular": (_regular(0, "other", at=(12, 31, 90, 130, 190)), "stalls.period is None"),
             "twice": (_regular(0, "other", at=(50, 100)), "stalls.period is None"),
@@ -265,12 +263,10 @@ class StepJitter(Rule):
 
     @staticmethod
     def fires_on() -> dict[str, TraceBuilder]:
-        """Now and then a step of five times the usual length."""
         return {"irregular long steps": _irregular(lambda n: 50 if n in _LONG else 10)}
 
     @staticmethod
     def silent_on() -> dict[str, tuple[TraceBuilder, str]]:
-        """Even steps; regular ones; longer batches; one step; a short run."""
         return {
             "even steps": (_irregular(lambda n: 10 + n % 3), "ratio < self.min_ratio"),
             "at regular distances": (

@@ -210,7 +210,6 @@ class DataLoaderWait(LoaderWaitRule):
 
     @staticmethod
     def fires_on() -> dict[str, TraceBuilder]:
-        """Workers that are too slow, with a GPU and without."""
         slow, host_only = TraceBuilder(), TraceBuilder(gpu=None)
         for _ in range(4):
             with slow.step():
@@ -225,7 +224,6 @@ class DataLoaderWait(LoaderWaitRule):
 
     @staticmethod
     def silent_on() -> dict[str, tuple[TraceBuilder, str]]:
-        """A wait behind queued GPU work; one without workers; the first batch of an epoch."""
         hidden, single, first = TraceBuilder(), TraceBuilder(), TraceBuilder()
         for number in range(4):
             with hidden.step():
@@ -379,7 +377,6 @@ class SingleProcessLoader(LoaderWaitRule):
 
     @staticmethod
     def fires_on() -> dict[str, TraceBuilder]:
-        """Loading in the training process, with a GPU and without."""
         device, host_only = TraceBuilder(), TraceBuilder(gpu=None)
         for _ in range(4):
             with device.step():
@@ -394,7 +391,6 @@ class SingleProcessLoader(LoaderWaitRule):
 
     @staticmethod
     def silent_on() -> dict[str, tuple[TraceBuilder, str]]:
-        """Loading hidden behind the GPU; workers; a dataset in memory, where they would cost."""
         hidden, workers, memory = TraceBuilder(), TraceBuilder(), TraceBuilder()
         for _ in range(4):
             with hidden.step():

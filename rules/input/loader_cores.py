@@ -218,7 +218,6 @@ class LoaderWorkers(Rule):
 
     @staticmethod
     def fires_on() -> dict[str, TraceBuilder]:
-        """No workers on eight cores; two; far too many on busy cores."""
         return {
             "no workers on eight cores": _run(0, 8, data=6),
             "two workers on eight cores": _run(2, 8, data=6),
@@ -227,7 +226,6 @@ class LoaderWorkers(Rule):
 
     @staticmethod
     def silent_on() -> dict[str, tuple[TraceBuilder, str]]:
-        """No wait; all cores used; cores belong to other ranks; hand-over only; one core."""
         return {
             "no workers, and no wait": (_run(0, 8, data=0.1), "workers > self.many * cores"),
             "as many workers as cores": (_run(8, 8, data=6), "few"),
@@ -340,12 +338,10 @@ class CpuBoundTransforms(Rule):
 
     @staticmethod
     def fires_on() -> dict[str, TraceBuilder]:
-        """Eight cores at 95 %."""
         return {"eight busy cores": _busy(760)}
 
     @staticmethod
     def silent_on() -> dict[str, tuple[TraceBuilder, str]]:
-        """Idle cores; a fast disk read flat out; no wait; no workers."""
         return {
             "idle cores": (_busy(200), "min_cpu"),
             "the disk delivers 2 GB/s": (_busy(760, disk=2e9), "max_disk"),

@@ -110,12 +110,10 @@ class PaddingWaste(Rule):
 
     @staticmethod
     def fires_on() -> dict[str, TraceBuilder]:
-        """Four tenths of padding; the same with a GPU in the trace."""
         return {"on the CPU": _run(0.4), "on a GPU": _run(0.4, device=True)}
 
     @staticmethod
     def silent_on() -> dict[str, tuple[TraceBuilder, str]]:
-        """Little padding; no mask; only a few samples."""
         return {
             "little": (_run(0.1), "min_padding"),
             "no mask": (_run(None), "len(padding) < self.min_samples"),

@@ -143,7 +143,6 @@ class WorkersRespawned(Rule):
 
     @staticmethod
     def fires_on() -> dict[str, TraceBuilder]:
-        """Three epochs of fifty steps, each of which begins with a second of waiting."""
         return {
             "a second for each of three epochs": _run(),
             "the start lies between two steps": _run(wait=30, between=700),
@@ -154,7 +153,6 @@ class WorkersRespawned(Rule):
 
     @staticmethod
     def silent_on() -> dict[str, tuple[TraceBuilder, str]]:
-        """Workers that stay; no workers; one epoch; long epochs; validation loops."""
         return {
             "persistent workers": (
                 _run(persistent=True, wait=20),
@@ -315,12 +313,10 @@ class PrefetchStarved(Rule):
 
     @staticmethod
     def fires_on() -> dict[str, TraceBuilder]:
-        """Every thirtieth batch or so is slow."""
         return {"a slow batch now and then": _prefetch_run(lambda n: n % 30 < 3)}
 
     @staticmethod
     def silent_on() -> dict[str, tuple[TraceBuilder, str]]:
-        """Waits in every stretch; none; no workers; only where an epoch begins."""
         return {
             "a loader that is too slow throughout": (
                 _prefetch_run(lambda n: n % 3 == 0),

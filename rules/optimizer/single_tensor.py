@@ -202,12 +202,10 @@ class SingleTensorOptimizer(Rule):
 
     @staticmethod
     def fires_on() -> dict[str, TraceBuilder]:
-        """Adam over 40 parameters, nine kernels each; with the frame that says so."""
         return {"without stacks": _step("loop"), "with stacks": _step("loop", stacks=True)}
 
     @staticmethod
     def silent_on() -> dict[str, tuple[TraceBuilder, str]]:
-        """Foreach, fused, Apex; a few large parameters; small kernels outside the optimizer."""
         return {
             "foreach": (_step("foreach"), "multi_tensor.any()"),
             "fused": (_step("fused"), "multi_tensor.any()"),

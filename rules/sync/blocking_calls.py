@@ -154,7 +154,6 @@ class ExplicitSynchronize(BlockingRule):
 
     @staticmethod
     def fires_on() -> dict[str, TraceBuilder]:
-        """``torch.cuda.synchronize()`` after each step, and some host work after it."""
         b = TraceBuilder()
         for _ in range(4):
             with b.step():
@@ -165,7 +164,6 @@ class ExplicitSynchronize(BlockingRule):
 
     @staticmethod
     def silent_on() -> dict[str, tuple[TraceBuilder, str]]:
-        """The profiler's own; one that finds the work done; one hidden by another stream."""
         own, done, hidden = TraceBuilder(), TraceBuilder(), TraceBuilder()
         for _ in range(4):
             with own.step():
@@ -241,7 +239,6 @@ class DataDependentShapes(BlockingRule):
 
     @staticmethod
     def fires_on() -> dict[str, TraceBuilder]:
-        """Boolean indexing in the middle of a step."""
         b = TraceBuilder()
         for _ in range(4):
             with b.step():
@@ -252,7 +249,6 @@ class DataDependentShapes(BlockingRule):
 
     @staticmethod
     def silent_on() -> dict[str, tuple[TraceBuilder, str]]:
-        """Indexing with integers, which does not wait; nonzero of a host tensor; ``.item()``."""
         integers, host, item = TraceBuilder(), TraceBuilder(), TraceBuilder()
         for _ in range(4):
             with integers.step():
@@ -337,7 +333,6 @@ class BlockingPinnedCopy(BlockingRule):
 
     @staticmethod
     def fires_on() -> dict[str, TraceBuilder]:
-        """``.to(device)`` of a pinned batch, and some host work after it."""
         b = TraceBuilder()
         for _ in range(4):
             with b.step():
@@ -349,7 +344,6 @@ class BlockingPinnedCopy(BlockingRule):
 
     @staticmethod
     def silent_on() -> dict[str, tuple[TraceBuilder, str]]:
-        """With ``non_blocking=True``; from pageable memory; a wait that leaves no bubble."""
         free, pageable, hidden = TraceBuilder(), TraceBuilder(), TraceBuilder()
         for _ in range(4):
             with free.step():

@@ -239,7 +239,6 @@ class ImplicitSync(Rule):
 
     @staticmethod
     def fires_on() -> dict[str, TraceBuilder]:
-        """``loss.item()`` in every step; ``.cpu()`` of a result."""
         item, cpu = TraceBuilder(), TraceBuilder()
         for _ in range(4):
             with item.step():
@@ -255,7 +254,6 @@ class ImplicitSync(Rule):
 
     @staticmethod
     def silent_on() -> dict[str, tuple[TraceBuilder, str]]:
-        """``aten::item`` of a host tensor; a read whose bubble is nothing; the profiler's own."""
         host, late, own = TraceBuilder(), TraceBuilder(), TraceBuilder()
         for _ in range(4):
             with host.step():
@@ -464,7 +462,6 @@ class HostReads(Rule):
 
     @staticmethod
     def fires_on() -> dict[str, TraceBuilder]:
-        """Masks that are handled one by one, each with a read."""
         b = TraceBuilder()
         for _ in range(4):
             with b.step():
@@ -476,8 +473,6 @@ class HostReads(Rule):
 
     @staticmethod
     def silent_on() -> dict[str, tuple[TraceBuilder, str]]:
-        """One read per step; frequent reads that find their value ready; a GPU that never idles;
-        results that are fetched, which takes as long as the copy."""
         once, ready, busy, bulk = TraceBuilder(), TraceBuilder(), TraceBuilder(), TraceBuilder()
         for _ in range(4):
             with once.step():

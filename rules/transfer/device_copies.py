@@ -147,7 +147,6 @@ class DeviceCopies(Rule):
 
     @staticmethod
     def fires_on() -> dict[str, TraceBuilder]:
-        """Concatenations; copies into the buffers of a graph."""
         cat, graph = TraceBuilder(), TraceBuilder()
         for _ in range(4):
             with cat.step():
@@ -162,7 +161,6 @@ class DeviceCopies(Rule):
 
     @staticmethod
     def silent_on() -> dict[str, tuple[TraceBuilder, str]]:
-        """Few copies; copies that compute hides; copies from the host."""
         few, hidden, host = TraceBuilder(), TraceBuilder(), TraceBuilder()
         for _ in range(4):
             with few.step():
@@ -304,7 +302,6 @@ class CopiesNotOverlapped(Rule):
 
     @staticmethod
     def fires_on() -> dict[str, TraceBuilder]:
-        """A pinned batch copied on the compute stream before each step."""
         b = TraceBuilder()
         for _ in range(4):
             with b.step():
@@ -314,7 +311,6 @@ class CopiesNotOverlapped(Rule):
 
     @staticmethod
     def silent_on() -> dict[str, tuple[TraceBuilder, str]]:
-        """On another stream under compute; small; from pageable memory; within the GPU."""
         ahead, small, pageable, within = (TraceBuilder() for _ in range(4))
         for _ in range(4):
             with ahead.step():

@@ -179,7 +179,6 @@ class DtypeInflation(Rule):
 
     @staticmethod
     def fires_on() -> dict[str, TraceBuilder]:
-        """Converted by .float(); by a division; on the way to the GPU."""
         return {
             "converted, then copied": _training("copy_"),
             "divided, then copied": _training("div"),
@@ -188,7 +187,6 @@ class DtypeInflation(Rule):
 
     @staticmethod
     def silent_on() -> dict[str, tuple[TraceBuilder, str]]:
-        """Bytes are sent, converted on the GPU; hidden; floats all along; another size."""
         return {
             "bytes are sent": (_training("device"), "steps < self.min_steps_share * a.step_count"),
             "hidden under compute": (_training("copy_", stream=13), "not exposed"),
@@ -390,7 +388,6 @@ class PingPong(Rule):
 
     @staticmethod
     def fires_on() -> dict[str, TraceBuilder]:
-        """Sorted on the CPU in every step."""
         b = TraceBuilder()
         for _ in range(5):
             with b.step(), b.python("train.py(10): train_step"):
@@ -405,7 +402,6 @@ class PingPong(Rule):
 
     @staticmethod
     def silent_on() -> dict[str, tuple[TraceBuilder, str]]:
-        """The loop reads a result and sends a batch; offloading; other sizes; no stacks; twice."""
         loop, offload, library, sizes, plain, once = (TraceBuilder() for _ in range(6))
         with loop.python("train.py(5): main"):
             for _ in range(5):

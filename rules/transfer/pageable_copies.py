@@ -199,7 +199,6 @@ class PageableCopies(Rule):
 
     @staticmethod
     def fires_on() -> dict[str, TraceBuilder]:
-        """A batch of 24 MB from pageable memory in every step."""
         b = TraceBuilder()
         for _ in range(4):
             with b.step():
@@ -211,7 +210,6 @@ class PageableCopies(Rule):
 
     @staticmethod
     def silent_on() -> dict[str, tuple[TraceBuilder, str]]:
-        """Pinned copies; small pageable ones; one hidden under compute; results of 8 bytes."""
         pinned, small, hidden, results = (TraceBuilder() for _ in range(4))
         for _ in range(4):
             with pinned.step():

@@ -8,11 +8,11 @@ import numpy as np
 
 from advisor.core import text as t
 from advisor.core.finding import Evidence, Finding, Impact, Location, unit_of
-from advisor.measure.ranks.outliers import Deviation, Job, edits_of
 from advisor.measure.ranks.wording import reason, subject
 
 if TYPE_CHECKING:
     from advisor.core.finding import Per
+    from advisor.measure.ranks.outliers import Deviation, Job
     from advisor.replay.ranks.replay import Gain
     from advisor.replay.ranks.study import Study
 
@@ -28,6 +28,8 @@ def per_of(study: Study) -> Per:
 def finding_of(study: Study, deviation: Deviation, gain: Gain | None, title: str) -> Finding:
     """What is the same for every deviation: evidence, places, edits, and the gain where the ranks
     are not replayed."""
+    from advisor.measure.ranks.outliers import edits_of
+
     job, result, per = study.job, study.job.waits, per_of(study)
     index, steps = list(deviation.who.places), max(1, len(job.own.steps))
     who = subject(job, deviation)

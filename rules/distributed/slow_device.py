@@ -17,7 +17,6 @@ from advisor.core.finding import (
     Source,
 )
 from advisor.measure.ranks.kernels import MIN_KERNELS, compare_devices
-from advisor.measure.ranks.outliers import Deviation
 from advisor.measure.ranks.wording import subject
 from advisor.rules.distributed.across import finding_of
 from advisor.rules.elsewhere import in_any_language
@@ -25,6 +24,7 @@ from advisor.rules.sources import CHOSEN
 from advisor.testing import TraceBuilder
 
 if TYPE_CHECKING:
+    from advisor.measure.ranks.outliers import Deviation
     from advisor.replay.ranks.replay import Gain
     from advisor.replay.ranks.study import Study
 

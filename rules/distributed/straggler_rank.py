@@ -17,13 +17,11 @@ from advisor.core.finding import (
     SkippedCheck,
     Threshold,
 )
-from advisor.measure.ranks.outliers import (
+from advisor.measure.ranks.significance import (
     LATE_SHARE,
     MAX_LATE_CHANCE,
     MIN_COLLECTIVES,
     MIN_LATE,
-    Deviation,
-    late_chance,
 )
 from advisor.measure.ranks.wording import subject
 from advisor.rules.distributed.across import finding_of, per_of
@@ -36,6 +34,7 @@ PAUSE_TIMES = 3
 """Times the next longest step, from which on one step is a pause."""
 
 if TYPE_CHECKING:
+    from advisor.measure.ranks.outliers import Deviation
     from advisor.replay.ranks.replay import Gain
     from advisor.replay.ranks.study import Study
 
@@ -211,6 +210,8 @@ class StragglerRank(Rule):
 
     def _none(self, study: Study) -> Iterator[Outcome]:
         """Praise, or why it is not certain."""
+        from advisor.measure.ranks.outliers import late_chance
+
         job, result = study.job, study.job.waits
         steps = max(1, len(job.own.steps))
         if job.joined.clocks.error_ns is None or not len(result.row) or not job.step_ns:

@@ -12,7 +12,6 @@ from numpy.typing import NDArray
 
 from advisor.measure.comm.comms import describe, describe_on_host, has_host_collectives
 from advisor.measure.host.names import map_names
-from advisor.measure.ranks.align import align_cells
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -90,6 +89,8 @@ def align(ranks: Mapping[int, Analysis]) -> Alignment:
 
     Where no rank has device work, the collectives are those of gloo, in threads of the hosts.
     """
+    from advisor.measure.ranks.align import align_cells
+
     known = {number: a for number, a in ranks.items() if a.device_id is not None}
     if not known:
         known = {number: a for number, a in ranks.items() if has_host_collectives(a)}

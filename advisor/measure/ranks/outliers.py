@@ -17,6 +17,10 @@ from advisor.measure.ranks.kernels import MIN_KERNELS, compare_devices, longer_f
 from advisor.measure.ranks.members import Members, Places, find_members
 from advisor.measure.ranks.profile import OWN, Profile
 from advisor.measure.ranks.significance import (
+    LATE_SHARE,
+    MAX_LATE_CHANCE,
+    MIN_COLLECTIVES,
+    MIN_LATE,
     binomial_tail,
     means_over,
     medians_over,
@@ -39,15 +43,9 @@ BROAD_SHARE = 0.08
 costs."""
 STAGE_SHARE = 0.05
 """Of the step, that the longest stage is above the mean of the stages."""
-LATE_SHARE = 0.05
-"""Of the step, that the others wait in the open for the rank that is late."""
-MIN_LATE = 0.5
-MAX_LATE_CHANCE = 0.01
 MAX_EDITS = 64
 _TALK = Select(on="gpu", family=("communication",))
 _COMPUTE = tuple(family for family in FAMILIES if family != "communication")
-MIN_COLLECTIVES = 4
-"""Fewer that a rank takes part in do not tell whether it is late."""
 EXPLAINED_SHARE = 0.5
 """Of the others' wait: a late rank whose own work explains less is late for another reason."""
 MIN_STEPS = 4

@@ -17,6 +17,12 @@ MAX_DEGREES = 30.0
 ranks reach far into them. Student's t of 30 leaves six deviations to one of a million."""
 MAD_EFFICIENCY = 0.37
 """Of the median absolute deviation for normal scatter (Huber, Robust Statistics, 1981)."""
+LATE_SHARE = 0.05
+"""Of the step, that the others wait in the open for the rank that is late."""
+MIN_LATE = 0.5
+MAX_LATE_CHANCE = 0.01
+MIN_COLLECTIVES = 4
+"""Fewer that a rank takes part in do not tell whether it is late."""
 
 
 def upper_tail(t: float, degrees: float) -> float:

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from advisor.core.ranks import numbers
 from advisor.core.text import format_duration, format_share
-from advisor.measure.ranks.outliers import Deviation, Job
+
+if TYPE_CHECKING:
+    from advisor.measure.ranks.outliers import Deviation, Job
 
 _PARTS = {"compute": "compute", "input": "waiting for input", "host": "host time"}
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 import numpy as np
@@ -15,7 +15,9 @@ from advisor.read.reader import Reader, ReaderClaim, ReadOptions
 from advisor.read.readers.xplane import Space, XPlane, space_to_trace
 from advisor.read.source import ByteSource
 from advisor.read.split import without_mark
-from advisor.read.xspace import Events, Ints, Plane, XLine
+
+if TYPE_CHECKING:
+    from advisor.read.xspace import Events, Ints, Plane, XLine
 
 MAX_BYTES = 1 << 30
 """The profiler writes at most a million events, some 200 MB."""
@@ -85,6 +87,8 @@ def _decoded(text: bytes, source: ByteSource) -> tuple[list[_Event], int]:
 
 def _space(events: list[_Event], broken: int) -> Space:
     """The same planes and lines that an XPlane file has."""
+    from advisor.read.xspace import Plane, XLine
+
     processes: dict[Any, str] = {}
     threads: dict[tuple[Any, Any], str] = {}
     rows: dict[Any, dict[Any, list[_Event]]] = {}
@@ -111,6 +115,8 @@ def _space(events: list[_Event], broken: int) -> Space:
 
 
 def _events(own: list[_Event], line: Ints, code: dict[str, int]) -> Events:
+    from advisor.read.xspace import Events
+
     meta = np.array([code[event.name[:NAME_LIMIT]] for event in own], dtype=np.int64)
     events = Events(line, meta, _ns(own, "ts"), _ns(own, "dur"))
     numbers: dict[str, tuple[list[int], list[int]]] = {}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import polars as pl
@@ -13,13 +13,15 @@ import polars as pl
 from advisor.core.errors import AdvisorError
 from advisor.core.gpus import known
 from advisor.core.trace import GPU_KINDS, Device, Trace, TraceMeta
-from advisor.read import xla_host
 from advisor.read.build import build_trace
 from advisor.read.reader import Reader, ReaderClaim, ReadOptions
 from advisor.read.source import ByteSource
 from advisor.read.spelling import copy_parts
 from advisor.read.wire import PADDING, Damaged, varint
-from advisor.read.xspace import Events, Plane, XLine, XSpace
+
+if TYPE_CHECKING:
+    from advisor.read.xla_host import XlaHost
+    from advisor.read.xspace import Events, Plane, XLine, XSpace
 
 MAX_BYTES = 2 << 30
 """No message of Protocol Buffers is longer."""
@@ -68,6 +70,9 @@ class XPlane(Reader):
 
     def read(self, source: ByteSource, options: ReadOptions) -> Trace:
         """Host threads, streams of the devices, and what ties them."""
+        from advisor.read.xla_host import STATS
+        from advisor.read.xspace import XSpace
+
         data = bytearray()
         for block in source.blocks():
             if len(data) + len(block) > MAX_BYTES:
@@ -81,7 +86,7 @@ class XPlane(Reader):
         space = XSpace(data, size)
         read = Space(
             planes=(
-                (plane, *space.read(plane, _STATS if _GPU.match(plane.name) else xla_host.STATS))
+                (plane, *space.read(plane, _STATS if _GPU.match(plane.name) else STATS))
                 for plane in space.planes
             ),
             truncated=space.truncated,
@@ -112,6 +117,8 @@ def _begins_with_plane(head: bytes) -> bool:
 
 def space_to_trace(space: Space, source: ByteSource) -> Trace:
     """The tables of a decoded space. Raises AdvisorError: there is nothing in it to be read."""
+    from advisor.read import xla_host
+
     path = source.path
     hosts = xla_host.XlaHost()
     devices: list[Device] = []
@@ -256,9 +263,7 @@ def _vendor(plane: Plane) -> str | None:
     return "nvidia" if "nvidia" in details or "compute_cap_major" in plane.stats else None
 
 
-def _work(
-    hosts: xla_host.XlaHost, plane: Plane, events: Events, device: int, streams: Any
-) -> pl.DataFrame:
+def _work(hosts: XlaHost, plane: Plane, events: Events, device: int, streams: Any) -> pl.DataFrame:
     """The work of one device; ``streams``: the number of each line, -1: it is no stream."""
     if not len(events.ts):
         return pl.DataFrame(schema=_WORK_SCHEMA)
@@ -302,7 +307,9 @@ def _work(
         pl.col(name).cast(kind) for name, kind in _WORK_SCHEMA.items()
     )
     rows = np.flatnonzero(stream >= 0)
-    xla_host.count_modules(hosts, events)
+    from advisor.read.xla_host import count_modules
+
+    count_modules(hosts, events)
     return table[rows]
 
 

@@ -16,9 +16,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, get_args
 
-from advisor.core.config import tool_section
 from advisor.core.errors import AdvisorError
-from advisor.core.files import open_regular
+from advisor.core.files import open_regular, tool_section
 from advisor.core.finding import Category, Rule
 from advisor.core.trace import blank_trace
 from advisor.measure import Analysis

@@ -10,9 +10,10 @@ from __future__ import annotations
 import errno
 import os
 import stat
+import tomllib
 from collections.abc import Iterator
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 from advisor.core.errors import AdvisorError
 
@@ -86,3 +87,36 @@ def read_lines(file: BinaryIO, most: int, longest: int) -> Iterator[bytes | None
 def size(count: int) -> str:
     """A bound in words."""
     return f"{count >> 20} MiB" if count >= 1 << 20 else f"{count >> 10} KiB"
+
+
+MAX_CONFIG_BYTES = 256 << 10
+"""Of a file."""
+MAX_DOTS = 1000
+"""In one of its lines. The parser's memory grows with the square of the parts of a key."""
+
+
+def read_toml(file: Path) -> dict[str, Any]:
+    """The tables of a TOML file. Raises AdvisorError: it cannot be read."""
+    try:
+        content = read_regular(file, MAX_CONFIG_BYTES)
+        if any(line.count(b".") > MAX_DOTS for line in content.split(b"\n")):
+            raise AdvisorError(f"{file}: cannot be read (a key of too many parts)")
+        return tomllib.loads(content.decode())
+    except RecursionError:
+        raise AdvisorError(f"{file}: cannot be read (nested too deeply)") from None
+    except (ValueError, OSError) as error:  # the decoders' errors are ValueErrors
+        raise AdvisorError(f"{file}: cannot be read ({str(error)[:200]})") from None
+
+
+def tool_section(name: str, start: Path | None = None) -> tuple[Path | None, Any]:
+    """(file, ``[tool.advisor.<name>]``) of the nearest ``pyproject.toml`` at or above ``start``;
+    an empty table where there is none. Raises AdvisorError: the file cannot be read."""
+    folder = (start or Path.cwd()).resolve()
+    for place in (folder, *folder.parents):
+        file = place / "pyproject.toml"
+        if not file.is_file():
+            continue
+        tool = read_toml(file).get("tool", {})
+        section = tool.get("advisor", {}) if isinstance(tool, dict) else {}
+        return file, section.get(name, {}) if isinstance(section, dict) else {}
+    return None, {}

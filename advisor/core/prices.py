@@ -10,8 +10,8 @@ from typing import Literal, NamedTuple
 
 from msgspec import Struct, field
 
-from advisor.core.config import read_toml, tool_section
 from advisor.core.errors import AdvisorError
+from advisor.core.files import read_toml, tool_section
 
 
 class RankEnergy(Struct, frozen=True, kw_only=True):

@@ -10,8 +10,8 @@ import polars as pl
 
 from advisor.core.trace import LOADER
 from advisor.measure.device.copies import held_by_copy
-from advisor.measure.host.blocking_calls import tied_calls
 from advisor.measure.host.names import WORKERS, name_matches
+from advisor.measure.host.syncs import tied_calls
 from advisor.replay.graph import Array, Node
 
 if TYPE_CHECKING:

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 import polars as pl
 
-from advisor.measure.host.blocking_calls import clocks_apart
 from advisor.measure.host.names import name_matches
+from advisor.measure.host.syncs import clocks_apart
 from advisor.replay.device import SLACK_NS, DeviceWork, device_nodes
 from advisor.replay.graph import Array, Edge, Graph, Node
 from advisor.replay.latencies import CALL_NS, FEW, Latencies, median_or

@@ -11,8 +11,13 @@ from advisor.core import text as t
 from advisor.core.finding import Evidence, Finding, Outcome, Rule, SkippedCheck, Threshold
 from advisor.measure import Analysis
 from advisor.rules.common import figure
-from advisor.rules.elsewhere import CAPTURE_CALLS, CAPTURE_CODE, COMPILE_STEP, in_any_language
-from advisor.rules.engines import GRAPHS_ON
+from advisor.rules.elsewhere import (
+    CAPTURE_CALLS,
+    CAPTURE_CODE,
+    COMPILE_STEP,
+    GRAPHS_ON,
+    in_any_language,
+)
 from advisor.rules.host.launch_gaps import (
     REMOVE_LAUNCH_COST,
     find_capture_blockers,

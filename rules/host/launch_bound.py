@@ -18,8 +18,13 @@ from advisor.core.finding import (
 )
 from advisor.measure import Analysis
 from advisor.rules.common import figure, of_step, per
-from advisor.rules.elsewhere import CAPTURE_CALLS, CAPTURE_CODE, COMPILE_STEP, in_any_language
-from advisor.rules.engines import GRAPHS_ON
+from advisor.rules.elsewhere import (
+    CAPTURE_CALLS,
+    CAPTURE_CODE,
+    COMPILE_STEP,
+    GRAPHS_ON,
+    in_any_language,
+)
 from advisor.rules.host.launch_gaps import (
     REMOVE_LAUNCH_COST,
     CaptureBlockers,

@@ -10,7 +10,7 @@ from advisor.core.finding import Evidence, Finding, FrameworkAdvice, Outcome, Ru
 from advisor.core.report import Serving, ServingPhase
 from advisor.measure import Analysis
 from advisor.measure.serving.annotations import DECODE, MIXED, PREFILL
-from advisor.rules.engines import SGLANG_ARGUMENTS, SGLANG_TUNING, VLLM_TUNING
+from advisor.rules.elsewhere import SGLANG_ARGUMENTS, SGLANG_TUNING, VLLM_TUNING
 from advisor.rules.recorded import measure_it
 from advisor.rules.sources import CHOSEN
 from advisor.testing import TraceBuilder

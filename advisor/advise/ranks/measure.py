@@ -19,7 +19,7 @@ from advisor.core.intervals import covered_length, intersect, subtract, union
 from advisor.measure.comm.comms import has_host_collectives
 from advisor.measure.comm.messages import COLLECTIVES
 from advisor.measure.ranks.clocks import SYNCHRONISING, keyed
-from advisor.measure.ranks.hosts import host_of
+from advisor.measure.ranks.members import host_of
 from advisor.measure.ranks.ranks import working
 from advisor.measure.ranks.summary import (
     MAX_BYTES,

@@ -141,7 +141,7 @@ def told(error: BaseException) -> str:
 
 
 def _measured(order: MeasureTask) -> bytes:
-    from advisor.measure.ranks.hosts import host_of
+    from advisor.measure.ranks.members import host_of
     from advisor.read.registry import refuse_unknown
     from advisor.read.remote.fetch import opened
 

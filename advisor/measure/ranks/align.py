@@ -10,13 +10,12 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from advisor.measure.ranks.runs import MAX_CLOCK_DIFFERENCE_NS
+
 Ints = NDArray[np.int64]
 Floats = NDArray[np.float64]
 Bools = NDArray[np.bool_]
 
-MAX_CLOCK_DIFFERENCE_NS = 60 * 10**9
-"""Hosts of one job keep Unix time to well under a second (NTP); traces whose collectives fall
-together only when their clocks are moved by minutes are of different runs of one script."""
 END_TOLERANCE_NS = 1_000_000.0
 """Ends of one collective on two ranks differ by less: up to 0.33 ms on a public pair of traces
 (all-gather of 1 GiB over 64 ranks)."""

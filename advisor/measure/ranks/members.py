@@ -2,16 +2,56 @@
 
 from __future__ import annotations
 
+import re
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from pathlib import PurePosixPath
 from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from advisor.measure.ranks.hosts import racks
+from advisor.measure.ranks.join import Joined
 from advisor.measure.ranks.significance import of_the_largest, p_values, residuals, upper_tail
 from advisor.measure.ranks.summary import Summary
+
+_OF_TENSORBOARD = re.compile(r"^(?P<host>[A-Za-z][\w.-]*?)_\d+(?:\.\d+)?\.pt\.trace\.json")
+"""``<host>_<pid>.<time>.pt.trace.json``, as ``tensorboard_trace_handler`` names files."""
+_NAMED = re.compile(
+    r"^(?:node|host|nid|hgx|dgx|gpu|ip|compute|machine|server|rack|cn|r\d+)[\w.-]*?\d+$", re.I
+)
+_RANK = re.compile(r"[-_.]?rank[-_. =]?\d+.*$", re.I)
+_LAST = re.compile(r"^(?P<rack>.*\d)\D+\d+$")
+
+
+def host_of(path: str) -> str:
+    """The host that a trace was written on, as its file's name or a folder around it says; empty:
+    neither does."""
+    parts = PurePosixPath(path.replace("\\", "/")).parts
+    if not parts:
+        return ""
+    if found := _OF_TENSORBOARD.match(parts[-1]):
+        return found["host"][:80]
+    own = _RANK.sub("", parts[-1])
+    for part in (own, *reversed(parts[:-1])):
+        if part and _NAMED.match(part):
+            return part[:80]
+    return ""
+
+
+def racks(hosts: Iterable[str]) -> dict[str, str]:
+    """Host -> rack, where the names tell racks: what ends with the number before the last. Empty:
+    there are not several racks of several hosts."""
+    result: dict[str, list[str]] = defaultdict(list)
+    for host in sorted(set(hosts)):
+        match = _LAST.match(host.split(".", 1)[0])
+        if match is None:
+            return {}
+        result[match["rack"]].append(host)
+    if len(result) < 2 or max(map(len, result.values())) < 2:
+        return {}
+    return {host: rack for rack, members in result.items() for host in members}
+
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
@@ -169,3 +209,52 @@ def _extreme(units: dict[str, Floats], limit: float) -> dict[str, float]:
 
 def _known(values: Floats) -> Floats:
     return values[np.isfinite(values)]
+
+
+MAX_STAGES = 64
+FEW = 4
+"""Collectives of all ranks in a step that do not make them one stage: a norm, a loss, a flag."""
+
+
+def find_stages(joined: Joined, ranks: int, steps: int) -> Ints:
+    """By rank (place): its stage, numbered by the first rank of each; all 0: there is no pipeline.
+
+    Ranks that share collectives of part of the job are of one stage; stages exchange only sends and
+    receives. Where nothing is sent, or all ranks share the step's collectives, there is one.
+    """
+    item = np.zeros(ranks, dtype=np.int64)
+    sends = np.array([key.kind == "send_recv" for key in joined.keys], dtype=np.bool_)
+    if not joined.rows or not sends.any():
+        return item
+    pieces = np.bincount(joined.rank[sends[joined.key[joined.row]]], minlength=ranks)
+    active = np.bincount(joined.rank, minlength=ranks) > 0
+    if (pieces[active] > 0).mean() < 0.5:
+        return item
+    sync = np.array([key.synchronising for key in joined.keys], dtype=np.bool_)[joined.key]
+    whole = joined.seen >= 0.9 * active.sum()
+    if int((sync & whole).sum()) > FEW * max(1, steps):
+        return item
+    use = (sync & ~whole & (joined.seen > 1))[joined.row]
+    label = _components(joined.rank[use], joined.row[use], ranks)
+    label = np.where(active, label, -1)
+    names = np.unique(label[active])
+    if not 2 <= len(names) <= MAX_STAGES:
+        return item
+    return np.maximum(np.searchsorted(names, label), 0).astype(np.int64)
+
+
+def _components(rank: Ints, row: Ints, ranks: int) -> Ints:
+    """The least rank that each is connected to by shared rows."""
+    label = np.arange(ranks, dtype=np.int64)
+    if not len(rank):
+        return label
+    _, row = np.unique(row, return_inverse=True)
+    least = np.empty(int(row.max()) + 1, dtype=np.int64)
+    while True:  # as many rounds as the longest chain of groups
+        least.fill(ranks)
+        np.minimum.at(least, row, label[rank])
+        fresh = label.copy()
+        np.minimum.at(fresh, rank, least[row])
+        if (fresh == label).all():
+            return label
+        label = fresh

@@ -11,9 +11,11 @@ from msgspec import structs
 
 from advisor.core import text as t
 from advisor.core.ranks import numbers
-from advisor.measure.ranks.align import MAX_CLOCK_DIFFERENCE_NS
 from advisor.measure.ranks.summary import Summary, Unread
 
+MAX_CLOCK_DIFFERENCE_NS = 60 * 10**9
+"""Hosts of one job keep Unix time to well under a second (NTP); traces whose collectives fall
+together only when their clocks are moved by minutes are of different runs of one script."""
 SHOWN = 3
 """Files that are known by name."""
 

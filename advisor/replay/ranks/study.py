@@ -20,12 +20,11 @@ from advisor.core.ranks import numbers as rank_numbers
 from advisor.core.text import format_count, format_share
 from advisor.measure.ranks.clusters import find_clusters
 from advisor.measure.ranks.join import join, waits
-from advisor.measure.ranks.members import Places
+from advisor.measure.ranks.members import Places, find_stages
 from advisor.measure.ranks.network import slow_links
 from advisor.measure.ranks.outliers import Deviation, Job, find_outliers, merge
 from advisor.measure.ranks.profile import CLASSES, profile
 from advisor.measure.ranks.runs import one_run
-from advisor.measure.ranks.stages import find_stages
 from advisor.measure.ranks.summary import Summary, Unread
 from advisor.measure.ranks.wording import change, reason
 from advisor.replay.ranks.gains import estimate, no_stragglers, no_transfers

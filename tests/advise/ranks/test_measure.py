@@ -14,7 +14,7 @@ from advisor.advise.engine import examine
 from advisor.advise.ranks.measure import bounded
 from advisor.advise.ranks.task import summarise_file
 from advisor.core.errors import AdvisorError
-from advisor.measure.ranks.hosts import host_of, racks
+from advisor.measure.ranks.members import host_of, racks
 from advisor.measure.ranks.summary import MAX_BYTES, decode, encode, pack, unpack
 from advisor.testing import TraceBuilder
 

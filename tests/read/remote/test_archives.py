@@ -12,7 +12,7 @@ from typing import BinaryIO
 
 import pytest
 
-from advisor.advise.ranks.sources import locate
+from advisor.advise.ranks.job import locate
 from advisor.core.errors import AdvisorError
 from advisor.read import open_run
 from advisor.read.remote import archives, fetch

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 import advisor
-from advisor.advise.ranks.sources import locate
+from advisor.advise.ranks.job import locate
 from advisor.cli import run as advisor_cli
 from advisor.core.errors import AdvisorError
 from advisor.read import ReadOptions, open_run

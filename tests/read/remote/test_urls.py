@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from advisor.advise.ranks.sources import locate
+from advisor.advise.ranks.job import locate
 from advisor.core.errors import AdvisorError
 from advisor.read import ReadOptions, open_run
 from advisor.read.remote.access import trouble

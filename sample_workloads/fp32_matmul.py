@@ -1,6 +1,6 @@
 """Matrix products in full fp32, on a GPU whose tensor cores stand idle.
 
-PyTorch multiplies fp32 matrices in full precision unless told otherwise, on the CUDA cores. Tensor
+PyTorch multiplies fp32 matrices in full precision by default, on the CUDA cores. Tensor
 cores do it in TF32 about eight times faster on an A100.
 
 The cure: one line, ``torch.set_float32_matmul_precision("high")``.

@@ -51,7 +51,7 @@ class Checked:
     findings: list[Finding]
     good: list[PassedCheck]
     not_measured: list[SkippedCheck]
-    pricing: Pricer | None = None
+    estimator: Pricer | None = None
     """What estimated the gains; ``None``: in another process, or across ranks."""
     summary: Summary | None = None
     """The rank for comparison with others; ``None``: it is alone, or was not profiled."""
@@ -107,11 +107,11 @@ def _remote(
     rules: list[Rule],
 ) -> Checked:
     checked = _summed_up(number, Analysis(trace, select, record, snapshot), rules)
-    return replace(checked, pricing=None)
+    return replace(checked, estimator=None)
 
 
 def run_rules(number: int, a: Analysis, rules: list[Rule], prices: bool = True) -> Checked:
-    """Run the per-rank rules on one window and, unless told otherwise, estimate what they find."""
+    """Run the per-rank rules on one window and, unless not asked for, estimate what they find."""
     outcomes: list[Outcome] = []
     unknown = lost_records(a)
     for rule in rules:
@@ -127,7 +127,9 @@ def run_rules(number: int, a: Analysis, rules: list[Rule], prices: bool = True) 
     return _sorted(outcomes, number, a, pricer(a) if prices else None)
 
 
-def rank_rules(study: Study, main: int, a: Analysis, rules: list[Rule], pricing: Pricer) -> Checked:
+def rank_rules(
+    study: Study, main: int, a: Analysis, rules: list[Rule], estimator: Pricer
+) -> Checked:
     """Run the rules that look across ranks; the report is of rank ``main``."""
     outcomes: list[Outcome] = []
     for rule in rules:
@@ -135,21 +137,21 @@ def rank_rules(study: Study, main: int, a: Analysis, rules: list[Rule], pricing:
             rule = for_program(rule, a)
             said = _contained(rule, rule.check_run, study)
             outcomes += [_completed(outcome, rule, a, main) for outcome in said]
-    return _sorted(outcomes, main, a, pricing)
+    return _sorted(outcomes, main, a, estimator)
 
 
-def estimated(checked: Checked, a: Analysis, pricing: Pricer) -> Checked:
+def estimated(checked: Checked, a: Analysis, estimator: Pricer) -> Checked:
     """The same with the gains of its findings."""
     findings, skipped = [], list(checked.not_measured)
     for finding in checked.findings:
         try:
-            findings.append(estimate(finding, a, pricing))
+            findings.append(estimate(finding, a, estimator))
         except AdvisorError:
             raise
         except Exception as error:  # an edit that somebody else's rule made
             why = f"no gain could be estimated ({describe_failure(error)})"[:300]
             skipped.append(SkippedCheck(what=finding.title, why=why, rule=finding.rule))
-    return replace(checked, findings=findings, not_measured=skipped, pricing=pricing)
+    return replace(checked, findings=findings, not_measured=skipped, estimator=estimator)
 
 
 def combined(results: dict[int, Checked], main: int, *, counted: bool = True) -> Checked:
@@ -204,7 +206,7 @@ def _not_run(a: Analysis, rules: list[Rule]) -> list[SkippedCheck]:
     if a.snapshot_only:
         return [
             SkippedCheck(
-                what="time: steps, kernels, copies, syncs, and what any of them is worth",
+                what="time: steps, kernels, copies, syncs, and what any of them costs",
                 why="a memory snapshot tells of memory alone",
                 record="a profiler trace, or 'advisor record', and the snapshot with --memory",
             )
@@ -289,16 +291,16 @@ def _completed(outcome: Outcome, rule: Rule, a: Analysis, number: int) -> Outcom
 
 
 def _sorted(
-    outcomes: Sequence[Outcome], number: int, a: Analysis, pricing: Pricer | None
+    outcomes: Sequence[Outcome], number: int, a: Analysis, estimator: Pricer | None
 ) -> Checked:
-    """Outcomes by kind, the gains of findings estimated where ``pricing`` is given."""
+    """Outcomes by kind, the gains of findings estimated where ``estimator`` is given."""
     checked = Checked(
         number,
         [outcome for outcome in outcomes if isinstance(outcome, Finding)],
         [outcome for outcome in outcomes if isinstance(outcome, PassedCheck)],
         [outcome for outcome in outcomes if isinstance(outcome, SkippedCheck)],
     )
-    return checked if pricing is None else estimated(checked, a, pricing)
+    return checked if estimator is None else estimated(checked, a, estimator)
 
 
 # -- hot lines of Python, from Scalene -------------------------------------------------------------

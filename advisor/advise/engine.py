@@ -57,7 +57,7 @@ class AnalysisResult:
     report: Report
     analyses: dict[int, Analysis]
     """By rank; the report is of the first."""
-    pricing: Pricer
+    estimator: Pricer
     """Of the first rank."""
 
     @property
@@ -81,7 +81,7 @@ def examine(
     options: Options | None = None,
     on_read: Callable[[], object] | None = None,
 ) -> AnalysisResult:
-    """Like :func:`analyze`, keeping the run, the measurements and what priced the findings.
+    """Like :func:`analyze`, keeping the run, the measurements and what estimated the findings.
     ``on_read``: called once all is read that is held here."""
     options = options or Options()
     config = read_config() if options.config is None else options.config
@@ -107,18 +107,18 @@ def examine(
     main = next(iter(analyses))
     if why := why_apart(run):
         each = [(trace, partial(_alone, trace, options)) for trace in run.traces.values()]
-        told = apart_report(run, analyses, why, each)
-        return AnalysisResult(run, told, analyses, BoundPricer(analyses[main]))
+        report = apart_report(run, analyses, why, each)
+        return AnalysisResult(run, report, analyses, BoundPricer(analyses[main]))
     results = run_ranks(analyses, rules, options.executor)
     summaries = summaries or [r.summary for r in results.values() if r.summary is not None]
     compared = _compared(summaries, unread)
     if compared is None and unread:
         left_out = [f"{each.path}: {each.why}" for each in unread]
         run = dataclasses.replace(run, problems=(*run.problems, *left_out))
-    report, pricing = _advise(run, analyses, results, rules, compared, summaries)
+    report, estimator = _advise(run, analyses, results, rules, compared, summaries)
     prices = read_prices() if options.prices is None else options.prices
     report = structs.replace(report, cost=cost(run, report, prices, options.gpus))
-    return AnalysisResult(run, report, analyses, pricing)
+    return AnalysisResult(run, report, analyses, estimator)
 
 
 def _advise(
@@ -132,21 +132,21 @@ def _advise(
     """From what the rules found on each rank to the report of the first, and what its gains are
     estimated by."""
     main, a = next(iter(analyses.items()))
-    pricing = results[main].pricing or pricer(a, main)
+    estimator = results[main].estimator or pricer(a, main)
     if compared is None:
         checked = combined(results, main)
     else:
         alone = {n: each for n, each in results.items() if n == main or each.summary is None}
         checked = combined(alone, main, counted=False)
-        checked, pricing = _of_all_ranks(checked, pricing, compared, a, rules)
+        checked, estimator = _of_all_ranks(checked, estimator, compared, a, rules)
     hot, problems = hot_lines(a)
     findings = explain(checked.findings, hot, rules)
-    ranked = rank(findings, a, pricing)
+    ranked = rank(findings, a, estimator)
     ranked = ranked.each(lambda result: for_run(result, a, rules))
     report = write_report(
-        run, analyses, checked, ranked, pricing, rules, hot, problems, compared, summaries
+        run, analyses, checked, ranked, estimator, rules, hot, problems, compared, summaries
     )
-    return report, pricing
+    return report, estimator
 
 
 EXPOSED = "exposed-communication"
@@ -158,20 +158,20 @@ def _of_all_ranks(
 ) -> tuple[Checked, Pricer]:
     """What a rank's rules say, with what the other ranks and the comparison of all add: a finding
     of single ranks gets the gain of the job, where the ranks can be replayed."""
-    from advisor.advise.ranks.pricing import RanksPricer
+    from advisor.advise.ranks.pricer import RanksPricer
 
-    pricing = RanksPricer(own, study, checked.rank, checked.findings)
-    findings = [*checked.findings, *pricing.others({f.rule for f in checked.findings})]
-    seen = {finding.rule: pricing.counted(finding.rule) for finding in findings}
+    estimator = RanksPricer(own, study, checked.rank, checked.findings)
+    findings = [*checked.findings, *estimator.others({f.rule for f in checked.findings})]
+    seen = {finding.rule: estimator.counted(finding.rule) for finding in findings}
     findings = count_ranks(findings, seen, len(study.numbers))
     findings = [
         structs.replace(f, evidence=[*f.evidence, *study.exposed()]) if f.rule == EXPOSED else f
         for f in findings
     ]
-    used: Pricer = own if study.replay.reason else pricing
-    if used is pricing:
+    used: Pricer = own if study.replay.reason else estimator
+    if used is estimator:
         findings = [
-            with_gain(f, pricing.price(f.edits), a, pricing.method) if pricing.knows(f) else f
+            with_gain(f, estimator.price(f.edits), a, estimator.method) if estimator.knows(f) else f
             for f in findings
         ]
     checked = dataclasses.replace(checked, findings=findings)
@@ -212,7 +212,7 @@ def _alone(trace: Trace, options: Options) -> Report:
 
 
 MAX_LINES = 30
-FEW_ALIKE = 0.02
+FEW_SHARED = 0.02
 """Names of operators and kernels that two windows of one program share at least: its operators are
 the same, even where the kernels are chosen anew."""
 ENOUGH_NAMES = 20
@@ -295,7 +295,7 @@ def _names(trace: Trace) -> set[str]:
 def _strange(named: list[set[str]]) -> bool:
     """Two of them, with enough names each, share next to none."""
     return any(
-        len(item & other) < FEW_ALIKE * min(len(item), len(other))
+        len(item & other) < FEW_SHARED * min(len(item), len(other))
         for item, other in combinations(named, 2)
         if min(len(item), len(other)) >= ENOUGH_NAMES
     )

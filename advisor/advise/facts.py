@@ -256,7 +256,7 @@ def energy(report: Report) -> list[str]:
     return [*parts, how]
 
 
-PRICED_STEPS = 1000
+COSTED_STEPS = 1000
 """Steps whose cost is shown: that of one has many zeros."""
 
 
@@ -266,8 +266,8 @@ def cost(report: Report) -> list[str]:
     if paid is None:
         return []
     whole = report.per == "recording"
-    times = 1 if whole else PRICED_STEPS
-    each = "the recording" if whole else f"{PRICED_STEPS:,} {report.per}s"
+    times = 1 if whole else COSTED_STEPS
+    each = "the recording" if whole else f"{COSTED_STEPS:,} {report.per}s"
     parts = [f"{money(paid.step * times, paid.currency)} for {each}"]
     if paid.step_after is not None:
         least = "at least " if paid.bound else ""

@@ -29,10 +29,10 @@ if TYPE_CHECKING:
     from advisor.measure import Analysis
 
 MIN_GAIN_SHARE = 0.01
-"""Findings worth less than this share of the step are notes: measurement noise between two
+"""Findings that gain less than this share of the step are notes: measurement noise between two
 profiled runs is of that order."""
 CRITICAL_SHARE, WARNING_SHARE = 0.20, 0.05
-"""XProf's bands for input (5 and 20 % of the step), used for every cause alike."""
+"""XProf's bands for input (5 and 20 % of the step), used for every cause."""
 UNSEEN_SHARE = 0.05
 """Gains from this share of the step up may meet the pace of loader workers that keep up."""
 UNPROVEN = 0.7
@@ -91,13 +91,13 @@ def count_ranks(findings: Iterable[Finding], seen: Mapping[str, int], ranks: int
 # -- gain and range --------------------------------------------------------------------------------
 
 
-def estimate(finding: Finding, a: Analysis, pricing: Pricer) -> Finding:
+def estimate(finding: Finding, a: Analysis, estimator: Pricer) -> Finding:
     """The finding with what it gains: the rule's own figure (memory, risk), else what its edits
     save. A rule that names a change of one rank may give a figure that stands in where that rank
     cannot be replayed with the others."""
     own = finding.impact
     if own is not None and own.currency == "step_time" and finding.edits:
-        if all(edit.rank in pricing.ranks for edit in finding.edits):
+        if all(edit.rank in estimator.ranks for edit in finding.edits):
             own = None
         else:
             finding = replace(finding, edits=[])
@@ -109,17 +109,17 @@ def estimate(finding: Finding, a: Analysis, pricing: Pricer) -> Finding:
         return _not_estimated(finding, "the rule names no change of the step's events")
     if why := lost_records(a):
         return replace(_not_estimated(finding, why), edits=[])
-    return _of_edits(finding, a, pricing)
+    return _of_edits(finding, a, estimator)
 
 
 def _not_estimated(finding: Finding, why: str) -> Finding:
     return replace(finding, impact=Impact(currency="unpriced", reason=why))
 
 
-def _of_edits(finding: Finding, a: Analysis, pricing: Pricer) -> Finding:
+def _of_edits(finding: Finding, a: Analysis, estimator: Pricer) -> Finding:
     """The gain of a finding's edits, its range widened by what is known of past predictions."""
-    saved = pricing.price(finding.edits)
-    if finding.validation == "synthetic" and not pricing.is_calibrated(finding.edits):
+    saved = estimator.price(finding.edits)
+    if finding.validation == "synthetic" and not estimator.is_calibrated(finding.edits):
         saved = Price(saved.gain, *worst_case(saved.low, saved.high, a.step_ns), saved.most)
     device = "" if a.device is None or a.device.name is None else a.device.name
     own = Band(saved.low, saved.high)
@@ -127,9 +127,9 @@ def _of_edits(finding: Finding, a: Analysis, pricing: Pricer) -> Finding:
     if why:
         saved = Price(saved.gain, *band, saved.most)
         finding = less_sure(finding, 1.0, f"{why}, and the range allows for that")
-    finding = with_gain(finding, saved, a, pricing.method)
+    finding = with_gain(finding, saved, a, estimator.method)
     share = finding.impact.share if finding.impact is not None else None
-    if pricing.unseen_loader and (share or 0.0) >= UNSEEN_SHARE:
+    if estimator.unseen_loader and (share or 0.0) >= UNSEEN_SHARE:
         finding = less_sure(
             finding,
             0.85,
@@ -155,7 +155,7 @@ def with_gain(finding: Finding, saved: Price, a: Analysis, method: str) -> Findi
 
 
 def severity(share: float | None) -> Severity:
-    """critical, warning or info, by the share of the step that the fix is worth."""
+    """critical, warning or info, by the share of the step that the fix gains."""
     if share is None or share < WARNING_SHARE:
         return "info"
     return "critical" if share >= CRITICAL_SHARE else "warning"
@@ -173,11 +173,11 @@ def may_be_nothing(finding: Finding, floor: float) -> bool:
 
 
 def without_gain(
-    findings: Sequence[Finding], pricing: Pricer, a: Analysis, floor: float
+    findings: Sequence[Finding], estimator: Pricer, a: Analysis, floor: float
 ) -> list[Finding]:
-    """Those that have the device waiting for ``floor`` (ns a step) or more by exposed time, with
+    """Those that have the device waiting for ``floor`` (ns per step) or more by exposed time, with
     what limits the step instead. The others gain nothing by either estimate."""
-    path = pricing.critical_path() if findings else {}
+    path = estimator.critical_path() if findings else {}
     if not path:
         return []
     kept = []
@@ -281,13 +281,13 @@ def _bound_loading(finding: Finding, a: Analysis) -> Finding:
     return less_sure(finding, 1.0, why)
 
 
-# -- by replay, or bounded -------------------------------------------------------------------------
+# -- replayed, or bounded --------------------------------------------------------------------------
 
 REPLAY, BOUND = "replay", "upper bound (exposed time)"
 
 
 class Price(NamedTuple):
-    """Time saved a step, ns."""
+    """Time saved per step, ns."""
 
     gain: float
     low: float
@@ -297,7 +297,7 @@ class Price(NamedTuple):
 
 
 class Pricer(Protocol):
-    """Estimates what edits save in one window. All figures are ns a step."""
+    """Estimates what edits save in one window. All figures are ns per step."""
 
     @property
     def method(self) -> str:
@@ -305,7 +305,7 @@ class Pricer(Protocol):
 
     @property
     def error(self) -> float:
-        """Gains below this cannot be told from the method's own error, ns a step."""
+        """Gains below this are lost in the method's own error, ns per step."""
 
     @property
     def reason(self) -> str:
@@ -338,7 +338,7 @@ class Pricer(Protocol):
 
 def pricer(a: Analysis, rank: int = 0) -> Pricer:
     """The replay where it reproduces the measured steps, else the bound."""
-    if a.lost.told:
+    if a.lost.reported:
         return BoundPricer(a, "records of device work are lost")
     replay = ReplayPricer(a, rank)
     why = replay.whatif.unusable

@@ -31,7 +31,7 @@ the context: seconds each in public traces of a first iteration)."""
 UNEVEN = 1.5
 """Longest over shortest step from which the mean stands for neither."""
 ONE_OFF_SHARE = 0.02
-"""Part of what is analysed from which costs of first calls are told."""
+"""Part of what is analysed from which costs of first calls are reported."""
 LEFT_OUT = 0.01
 """Part of a recording from which what lies before the first or after the last GPU work is said."""
 POSSIBLE_SHARE = 0.5
@@ -141,7 +141,7 @@ def _no_operators(trace: Trace) -> str:
 
 
 def _schedule(meta: TraceMeta, before: str, arguments: str, after: str = "") -> str:
-    """How PyTorch's profiler is told which steps to record; empty: another tool recorded this."""
+    """How PyTorch's profiler gets the steps to record; empty: another tool recorded this."""
     return "" if tool_of(meta) is not None else f"{before}schedule({arguments}){after}"
 
 
@@ -195,7 +195,7 @@ def _window_limits(a: Analysis) -> list[str]:
             "or they pause where a graph cannot. Idle time and gains are unknown, and rules on "
             "idle time are skipped."
         )
-    elif a.lost.told and not a.trace.gpu.is_empty():
+    elif a.lost.reported and not a.trace.gpu.is_empty():
         share = a.lost.lost / a.lost.launches
         result.append(
             f"The profiler lost the records of {a.lost.lost:,} of {a.lost.launches:,} launched "
@@ -369,8 +369,8 @@ def _class(name: str, framework: str | None) -> str:
         return t.host_label(name.removeprefix("host: "), framework)
     cause = name.removeprefix("idle: ")
     if cause != name:
-        told = t.cause_label(cause, framework) if cause in t.CAUSE_LABELS else "no known cause"
-        return f"idle ({told})"
+        label = t.cause_label(cause, framework) if cause in t.CAUSE_LABELS else "no known cause"
+        return f"idle ({label})"
     return t.CLASS_LABELS.get(name, name)
 
 
@@ -387,7 +387,7 @@ def _more_calls(part: StepDifference) -> bool:
 
 
 def window_lines(events: list[dict[str, Any]]) -> list[str]:
-    """The last that was told of each window: ``window 0: done``."""
+    """The last state of each window: ``window 0: done``."""
     last: dict[Any, dict[str, Any]] = {}
     for event in events:
         last[str(event.get("window"))] = event
@@ -418,7 +418,7 @@ def lost_replays(a: Analysis) -> str:
 
 def lost_records(a: Analysis) -> str:
     """Why idle time is unknown and no gain is estimated; empty: no records are lost."""
-    if a.lost.told:
+    if a.lost.reported:
         return (
             f"the records of {a.lost.lost:,} of {a.lost.launches:,} launched kernels are lost, "
             "and what looks idle may be one of them"

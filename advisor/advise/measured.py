@@ -468,7 +468,7 @@ def step_time(a: Analysis) -> StepTime | None:
 
 
 def steps_apart(a: Analysis) -> StepVariation | None:
-    """For the report; ``None``: steps are alike, or too few."""
+    """For the report; ``None``: steps are similar, or too few."""
     result = None if a.record_only else a.uneven
     if result is None:
         return None

@@ -32,7 +32,7 @@ class Ranked:
     findings: list[Finding]
     """Ranked, then those that are folded under them."""
     risks: list[Finding]
-    """What costs memory, time over the run, or is a risk; the surest first."""
+    """What costs memory, time over the run, or is a risk; the most certain first."""
     notes: list[Finding]
 
     def each(self, change: Callable[[list[Finding]], list[Finding]]) -> Ranked:
@@ -45,17 +45,17 @@ class Ranked:
         return [f for f in self.findings if f.priority is not None and not f.other_rank]
 
 
-def rank(findings: Sequence[Finding], a: Analysis, pricing: Pricer) -> Ranked:
+def rank(findings: Sequence[Finding], a: Analysis, estimator: Pricer) -> Ranked:
     """The findings in the order to follow them; what gains nothing by a replay although the device
     waits for it becomes a note, and what gains nothing by either reckoning is left out."""
-    floor = max(MIN_GAIN_SHARE * a.step_ns, pricing.error)
+    floor = max(MIN_GAIN_SHARE * a.step_ns, estimator.error)
     candidates, notes, risks = [], [], []
     for finding in findings:
         impact = finding.impact
         timed = impact is not None and impact.currency == "step_time"
         gain = None if impact is None else impact.gain_ns
         if finding.informational and timed and gain is not None and gain < floor:
-            notes += without_gain([finding], pricing, a, WARNING_SHARE * a.step_ns)
+            notes += without_gain([finding], estimator, a, WARNING_SHARE * a.step_ns)
         elif (
             finding.informational
             or impact is None
@@ -67,8 +67,8 @@ def rank(findings: Sequence[Finding], a: Analysis, pricing: Pricer) -> Ranked:
             risks.append(finding)
         else:
             candidates.append(finding)
-    ordered, dropped = _order(candidates, pricing, floor)
-    notes += without_gain(dropped, pricing, a, floor)
+    ordered, dropped = _order(candidates, estimator, floor)
+    notes += without_gain(dropped, estimator, a, floor)
     return Ranked(ordered, sorted(risks, key=lambda f: -f.confidence), notes)
 
 
@@ -79,7 +79,7 @@ def _order(
 
     Each choice is made as if the findings chosen before were done. What then keeps almost nothing
     is folded under the one that took most of it, and so are alternatives of a chosen finding.
-    What gains nothing alone but at least ``floor`` (ns a step) after others is shown with
+    What gains nothing alone but at least ``floor`` (ns per step) after others is shown with
     ``pays_after``; what never pays is left out. Folded findings come last, without a rank.
     """
     waiting = list(range(len(findings)))

@@ -139,7 +139,7 @@ BUSY = 0.80
 MIN_EXPOSED_SHARE = 0.2
 """Part of the step from which communication, or copies, that nothing hides are said first."""
 HIDDEN_SHARE = 0.05
-"""A note that may be worth this much of the step: "healthy" would hide it."""
+"""A note that may gain this much of the step: "healthy" would hide it."""
 MIN_FAMILY_SHARE, LOW_RATE = 0.10, 0.40
 """Part of kernel time, and of the attainable rate below which nothing is called healthy:
 FlashAttention reaches half and more, matrix products three quarters."""
@@ -176,7 +176,7 @@ def _shortcoming(report: Report, a: Analysis) -> str | None:
     busy = (
         f"{t.format_share(report.busy_share)} of a {t.format_duration(report.step_ns)} {report.per}"
     )
-    if a.lost.told:
+    if a.lost.reported:
         return (
             f"The profiler lost {a.lost.lost:,} of {a.lost.launches:,} kernels: the GPU is busy at "
             f"least {busy}. Idle time and gains are unknown."

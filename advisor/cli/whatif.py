@@ -152,7 +152,7 @@ def _show(result: dict[str, Any], file: Any) -> None:
     if result["unseen_loader"] and result["edited_step_ns"] < 0.95 * result["measured_step_ns"]:
         note = (
             "The loader's workers keep up with these steps, so how fast they could be is not in "
-            "the trace: the step cannot become shorter than their time a batch."
+            "the trace: the step cannot become shorter than their time per batch."
         )
         print("\n" + textwrap.fill(note, 80), file=file)
     path = {} if result["reason"] else result["critical_path"]

@@ -224,10 +224,10 @@ def realised(findings: list[Finding], before: AnalysisResult, c: Comparison) -> 
         result.reason = "no finding with an estimated gain was fixed"
         return result
     edits = [edit for finding in fixed for edit in finding.edits]
-    price = before.pricing.price(edits)
+    price = before.estimator.price(edits)
     result.predicted_ns = price.gain
     result.predicted_low_ns, result.predicted_high_ns = price.low, price.high
-    result.method = before.pricing.method
+    result.method = before.estimator.method
     if steps.difference_ns is None or steps.low_ns is None or steps.high_ns is None:
         result.reason = f"step times are not compared: {steps.reason}"
         return result

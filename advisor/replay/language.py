@@ -11,7 +11,7 @@ scale        its time is multiplied                                    factor, 0
 roofline     kernels come up to a share of what the device can do,     share, 0 to 1
              by their FLOPs and bytes (unknown ones stay)              (default 0.75)
 resize       the batch grows: kernels that fill the device grow with   batch new / old
-             it, others once they do; judge the step by time a sample
+             it, others once they do; judge the step by time per sample
 overlap      device work moves to a stream of its own; what used it    none
              waits for the same work one step earlier
 async        a blocking call no longer holds the host; ``copy:DtoH``   none
@@ -333,7 +333,7 @@ def _edit(
         return Edit(op=op, select=select, workers=int(number))
     if verb == "graph":
         if number is not None and number < 0:
-            raise wrong("host time a launch cannot be negative")
+            raise wrong("host time per launch cannot be negative")
         return Edit(op=op, select=select, host_ns=None if number is None else int(number))
     if verb == "remove_skew":
         return Edit(op=op, select=select, factor=number)

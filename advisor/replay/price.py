@@ -331,7 +331,7 @@ class EditGain:
         return Patch(self._selected).count(edit)
 
     def critical(self, edits: Sequence[Edit] = ()) -> dict[str, float]:
-        """What the critical path consists of with edits applied, ns a step, largest first."""
+        """What the critical path consists of with edits applied, ns per step, largest first."""
         time, dur, own = self._replay(edits)
         parts = composition(own.graph, time, own.weight, dur, self.a.kernels["communication"])
         steps = max(1, len(self.graph.starts) - 1)

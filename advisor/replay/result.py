@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 class EditResult(NamedTuple):
-    """What one edit did, on top of those before it. All times ns a step."""
+    """What one edit did, on top of those before it. All times ns per step."""
 
     edit: Edit
     selected: int
@@ -46,7 +46,7 @@ class WhatIfResult(NamedTuple):
     """Measured, less what the edits save."""
     edits: tuple[EditResult, ...]
     critical_path: dict[str, float]
-    """What the critical path consists of with all edits, ns a step."""
+    """What the critical path consists of with all edits, ns per step."""
     replay: Quality
     reason: str
     """Why the steps are not replayed; then what is saved is exposed time, and at most that. Empty:

@@ -150,7 +150,7 @@ class Allocator:
             segment.blocks.insert(at + 1, _Block(block.address + rounded, rest))
             block.size = rounded
         block.state, block.requested = "active_allocated", size
-        block.frames, block.label = self._told(), self.label
+        block.frames, block.label = self._frames_of_now(), self.label
         self._event("alloc", block.address, size, stream, pool)
         return block.address
 
@@ -210,7 +210,16 @@ class Allocator:
             return False
         whole = _Block(self._next, need)
         self.segments.append(
-            _Segment(self._next, need, stream, large, pool, self.expandable, self._told(), [whole])
+            _Segment(
+                self._next,
+                need,
+                stream,
+                large,
+                pool,
+                self.expandable,
+                self._frames_of_now(),
+                [whole],
+            )
         )
         action = "segment_map" if self.expandable else "segment_alloc"
         self._event(action, self._next, need, stream, pool)
@@ -236,7 +245,7 @@ class Allocator:
 
     # -- what is written --------------------------------------------------------------------
 
-    def _told(self) -> list[dict[str, Any]] | None:
+    def _frames_of_now(self) -> list[dict[str, Any]] | None:
         """The stack, innermost first; the same one is the same list, as PyTorch has it."""
         if not self.history:
             return None
@@ -263,7 +272,7 @@ class Allocator:
                 "compile_context": "N/A",
                 "user_metadata": self.label,
                 "pool_id": tuple(pool),
-                "frames": self._told(),
+                "frames": self._frames_of_now(),
             }
         )
 

@@ -214,7 +214,7 @@ def register(app: dash.Dash, session: DashboardSession) -> None:
         kept = known & set(filter(lambda fix: isinstance(fix, int), on))
         shown = loaded.view(
             ("stairs", frozenset(kept)),
-            lambda: views.stairs_of(loaded.report, kept, loaded.examined.pricing),
+            lambda: views.stairs_of(loaded.report, kept, loaded.examined.estimator),
         )
         if shown is None:
             raise dash.exceptions.PreventUpdate

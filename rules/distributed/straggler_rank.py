@@ -50,7 +50,7 @@ class StragglerRank(Rule):
     last only when it is by more than twice the error of that alignment. What it costs is the mean
     wait of the others that no compute of theirs hides. Somebody is always last: of two ranks that
     take turns by chance, one may be at three collectives of four. So nothing is said unless a rank
-    is last more often than ranks that are alike would be in one window of a hundred.
+    is last more often than similar ranks would be in one window of a hundred.
 
     It counts who is late, not why: a slower device, a slower input pipeline, more data or longer
     sequences, garbage collection. When only some of a job's ranks are here, a rank that is not may
@@ -242,10 +242,10 @@ class StragglerRank(Rule):
         who = subject(study.job, deviation)
         finding = finding_of(study, deviation, gain, _title(who, deviation))
         case = "imbalance that moves" if deviation.moves else deviation.kind
-        told = self.case(case, who=who) if case in self.cases else {}
+        text = self.case(case, who=who) if case in self.cases else {}
         if not any(summary.kernels for summary in study.job.summaries):
-            told = self.case("the ranks train on CPUs") | told
-        return replace(finding, **{"fix": self.fix.format(who=who), **told})
+            text = self.case("the ranks train on CPUs") | text
+        return replace(finding, **{"fix": self.fix.format(who=who), **text})
 
     @staticmethod
     def fires_on() -> dict[str, Any]:

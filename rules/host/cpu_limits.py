@@ -180,7 +180,7 @@ class ThreadOversubscription(Rule):
 
     Threads that sleep cost nothing, so the cores must be busy as well: at least 90 % of them by
     this process and its workers, or of the machine. In a container, PyTorch counts the machine's
-    cores and not the quota's. torchrun sets one thread per process unless told otherwise.
+    cores and not the quota's. torchrun sets one thread per process unless it is set.
     """
 
     id = "thread-oversubscription"

@@ -128,7 +128,7 @@ class ImplicitSync(Rule):
             "found_inf on the GPU, and clip_grad_norm_ does not need error_if_nonfinite."
         },
         "the GPU has other work meanwhile": {
-            "title": "The host waits for GPU values and loses its lead over the GPU",
+            "title": "The host waits for GPU values and no longer runs ahead of the GPU",
             "fix": "Read values that are only logged later. Compute sizes (splits of an "
             "all-to-all, lengths) one batch ahead, or send them one batch ahead.",
             "verify": "Profile again: the host no longer waits in these calls.",

@@ -98,7 +98,7 @@ def test_what_was_launched_before_a_later_start_of_the_recording_is_found(
     a = Analysis(read_trace(rewriting.save(cut_data, tmp_path / "cut.json")))
     found = a.earlier & (a.trace.gpu["kind"] == "kernel").to_numpy()
     assert int(found.sum()) == expected > 10
-    assert not a.lost.told
+    assert not a.lost.reported
 
 
 # -- hosts that run ahead -----------------------------------------------------------------------

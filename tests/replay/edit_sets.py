@@ -134,7 +134,7 @@ class Laws:
 
     def __init__(self, a: Analysis, seed: str) -> None:
         self.a = a
-        self.pricing = pricer(a)
+        self.estimator = pricer(a)
         self.draw = Draw(a, seed)
         self.found: list[Violation] = []
         self.tried: Counter[str] = Counter()
@@ -142,13 +142,13 @@ class Laws:
 
     def price(self, lines: Sequence[str]) -> Price:
         """What edits save, with its range."""
-        return self.pricing.price([parse_edit(line) for line in lines])
+        return self.estimator.price([parse_edit(line) for line in lines])
 
     def gain(self, lines: Sequence[str]) -> float:
         """The same without the range."""
         key = tuple(lines)
         if key not in self._known:
-            self._known[key] = self.pricing.marginal([parse_edit(line) for line in lines], ())
+            self._known[key] = self.estimator.marginal([parse_edit(line) for line in lines], ())
         return self._known[key]
 
     def at_most(

@@ -111,13 +111,13 @@ def repeatable(path: str) -> str:
 def fixes(path: str) -> str:
     found = examined(path)
     stairs = [f for f in found.report.findings if f.priority is not None and not f.other_rank]
-    priced = stairs and found.pricing.method == REPLAY
+    priced = stairs and found.estimator.method == REPLAY
     return "" if priced else "no finding is priced by replay"
 
 
 def edits(path: str) -> str:
     found = examined(path)
-    if found.pricing.method != REPLAY:
+    if found.estimator.method != REPLAY:
         return "findings are not priced by replay"
     return "" if own_findings(found) else "no finding is priced by its edits"
 

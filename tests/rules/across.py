@@ -5,7 +5,7 @@ from __future__ import annotations
 from advisor.advise.check import Checked, rank_rules
 from advisor.advise.impact import pricer
 from advisor.advise.ranks.measure import summarise
-from advisor.advise.ranks.pricing import RanksPricer
+from advisor.advise.ranks.pricer import RanksPricer
 from advisor.core.finding import Rule
 from advisor.measure import Analysis
 from advisor.replay.ranks.study import Study, study
@@ -22,5 +22,5 @@ def compared(ranks: dict[int, Analysis], rules: list[Rule]) -> Checked:
     """What they find, estimated as in a report of the first rank."""
     main, a = next(iter(ranks.items()))
     found, own = studied(ranks), pricer(a)
-    pricing = own if found.replay.reason else RanksPricer(own, found, main, [])
-    return rank_rules(found, main, a, rules, pricing)
+    estimator = own if found.replay.reason else RanksPricer(own, found, main, [])
+    return rank_rules(found, main, a, rules, estimator)

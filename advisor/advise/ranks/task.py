@@ -116,7 +116,7 @@ def perform(order: bytes) -> bytes:
             raise
         except BaseException as error:  # of native code too, whose panics are no Exception
             if pause is None or not passing(error):
-                return encode(wanted.failed(told(error)))
+                return encode(wanted.failed(describe_error(error)))
         gc.collect()
         time.sleep(pause)
     raise AssertionError("the last try returns")
@@ -129,7 +129,7 @@ def passing(error: BaseException) -> bool:
     return isinstance(error, OSError | MemoryError)
 
 
-def told(error: BaseException) -> str:
+def describe_error(error: BaseException) -> str:
     """Why, for a person."""
     if isinstance(error, AdvisorError):
         return str(error)
@@ -160,7 +160,7 @@ def _measured(order: MeasureTask) -> bytes:
 
 
 def _without(why: str, path: str, url: str) -> str:
-    """The reason without the file's name, which is told beside it: the same reason for many."""
+    """The reason without the file's name, which stands beside it: the same reason for many."""
     return why.removeprefix(f"{path}: ").replace(path, url)
 
 

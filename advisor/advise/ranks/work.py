@@ -97,7 +97,7 @@ def results(
         if alone and not waiting and not flying:
             place = alone.popleft()
             if blamed == {place}:  # nobody else can have been it
-                yield orders[place].failed(death_told(why[place], deaths[place]))
+                yield orders[place].failed(describe_death(why[place], deaths[place]))
                 continue
             start(place)
         try:
@@ -120,7 +120,7 @@ def results(
             if death.count > 1:
                 blamed.add(came.place)
             if deaths[came.place] > RETRIES:
-                yield order.failed(death_told(str(death), deaths[came.place]))
+                yield order.failed(describe_death(str(death), deaths[came.place]))
             else:
                 alone.append(came.place)
             continue
@@ -132,7 +132,7 @@ def results(
         yield _decoded(order, data)
 
 
-def death_told(why: str, times: int) -> str:
+def describe_death(why: str, times: int) -> str:
     """Why nothing came of a file that workers died of."""
     return reason(f"{why}, {times} times: it may need more memory than a worker has")
 

@@ -41,7 +41,7 @@ def active_blocks(
 ) -> Floats | None:
     """Blocks of a kernel that fit on one SM at once, one value a launch; NaN: it cannot run.
 
-    ``threads`` a block, ``registers`` a thread, ``shared`` bytes a block (static and dynamic).
+    ``threads`` a block, ``registers`` a thread, ``shared`` bytes per block (static and dynamic).
     ``None``: the device's limits are not known, or it is not NVIDIA's.
     """
     compute = device.compute

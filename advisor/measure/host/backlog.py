@@ -67,7 +67,7 @@ def earlier(trace: Trace) -> NDArray[np.bool_]:
 def device_steps(trace: Trace, start: Times, end: Times, *, closed: bool) -> Queue | None:
     """The steps [start, end) of the host as the device's; ``None``: the device keeps up with them.
 
-    The host runs ahead when the first work of a step, in the middle of them, waits for more than
+    The host runs ahead when the first work of a step, in the median, waits for more than
     AHEAD_SHARE of a step behind other work. Then the host's marks say how fast it can launch, and
     the step is the device's period: from the first work of a step to the first of the next.
     ``closed``: the marks include the last step's own work (ranges), else the host launched on.

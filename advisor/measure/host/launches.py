@@ -107,7 +107,7 @@ def _family_codes(cpu: pl.DataFrame) -> NDArray[np.int8]:
     return codes
 
 
-TOLD_SHARE = 0.01
+REPORTED_SHARE = 0.01
 """Part of the launches from which holes count, and nothing is concluded from idle time: a file
 without losses has none, so this only leaves room for launches that failed."""
 
@@ -121,14 +121,14 @@ class Lost(NamedTuple):
     """Of the lost ones, those of graph replays: how much of their time is missing is unknown."""
 
     @property
-    def told(self) -> bool:
+    def reported(self) -> bool:
         """So many that what looks idle may be a hole in the records."""
-        return self.lost > TOLD_SHARE * self.launches
+        return self.lost > REPORTED_SHARE * self.launches
 
     @property
     def of_replays(self) -> bool:
         """So many of graph replays."""
-        return self.told and self.replayed > 0
+        return self.reported and self.replayed > 0
 
 
 def lost_records(trace: Trace) -> Lost:

@@ -46,7 +46,7 @@ def measure_serving(a: Analysis) -> Serving | None:
     used = np.flatnonzero(covered_length(start, start + 1, a.spans) > 0)
     if not len(used):
         return None
-    whole = not a.lost.told
+    whole = not a.lost.reported
     labels = [_label(passes, index) for index in used.tolist()]
     kernels = None if a.device_id is None else _Kernels(a, passes)
     named = {label: used[[each == label for each in labels]] for label in labels}

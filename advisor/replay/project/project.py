@@ -44,7 +44,7 @@ class Part(NamedTuple):
 
 
 class Projection(NamedTuple):
-    """A step on another GPU. Times ns a step."""
+    """A step on another GPU. Times ns per step."""
 
     gpu: str
     step_ns: float

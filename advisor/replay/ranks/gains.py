@@ -201,7 +201,7 @@ def no_transfers(replay: RanksReplay, kind: str | None = None) -> Gain:
 
 
 def _hidden(replay: RanksReplay, saved: Floats) -> Floats:
-    """Transfers less what each rank could hide of its exposed communication, ns a step."""
+    """Transfers less what each rank could hide of its exposed communication, ns per step."""
     ranks, steps = len(replay.tail), len(replay.columns)
     exposed = np.bincount(replay.rank, weights=replay.exposed, minlength=ranks) / steps
     share = np.divide(saved, exposed, out=np.zeros(ranks), where=exposed > 0)

@@ -41,7 +41,7 @@ LAST_NS = 20_000.0
 
 
 class Gain(NamedTuple):
-    """ns a step."""
+    """ns per step."""
 
     gain: float
     low: float
@@ -81,7 +81,7 @@ class RanksReplay:
         self.transfer: Floats = np.zeros(0)
         """By collective (cell), ns from the last arrival to the end."""
         self.measured = 0.0
-        """ns a step, mean of the replayed ranks and steps."""
+        """ns per step, mean of the replayed ranks and steps."""
         self.base = 0.0
         self._build(summaries, own, joined)
         if self.reason:

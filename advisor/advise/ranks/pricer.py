@@ -40,7 +40,7 @@ class RankSavings(NamedTuple):
 
 
 class RanksPricer:
-    """Prices by replaying all ranks. What the analysed rank saves is told by its own replay, what
+    """Prices by replaying all ranks. What the analysed rank saves comes from its own replay, what
     the others save by theirs; the job gains what is left of that where ranks wait for each other.
     """
 

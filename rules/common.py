@@ -12,6 +12,7 @@ from advisor.core import text as t
 from advisor.core.finding import Evidence, Location, Select
 from advisor.core.intervals import Intervals
 from advisor.core.trace import KINETO, PYTORCH
+from advisor.measure.host.layers import describe_nodes, modules_around
 from advisor.testing import TraceBuilder
 
 if TYPE_CHECKING:
@@ -67,7 +68,21 @@ def column(frame: pl.DataFrame, name: str) -> Rows:
     return frame[name].fill_null(0).to_numpy().astype(np.int64)
 
 
-def locate_row(a: Analysis, row: int, **fields: Any) -> Location:
+def in_layers(a: Analysis, host: Rows) -> dict[str, Rows]:
+    """Columns of host rows: ``node``, the module around (-1: none), and ``layer``, equal for
+    modules of the same kind where the user's line is outside of them, else -1."""
+    around = modules_around(a, host)
+    return {"node": around.node, "layer": around.group}
+
+
+def layer_fields(a: Analysis, place: dict[str, Any]) -> dict[str, Any]:
+    """Fields of a Location: the modules in ``node``, and whether the line is around them
+    (``layer``)."""
+    layer = describe_nodes(a, place["node"])
+    return {"layer": layer, "around_layer": layer is not None and place["layer"] >= 0}
+
+
+def locate_row(a: Analysis, row: int | None, **fields: Any) -> Location:
     """The user's line around a row of ``trace.cpu``, with other ``fields`` of the location."""
     file, line, function = a.location(row)
     return Location(file=file, line=line, function=function, **fields)
@@ -101,32 +116,40 @@ def places(
     op = ops_around(a, hosts)
     op_of = dict(zip(known.tolist(), op.tolist(), strict=True))
     named = np.where(frame >= 0, frame, np.where(op >= 0, op, hosts))
+    layers = in_layers(a, hosts)
     table = (
         pl.DataFrame(
             {
-                "key": cpu["name"].to_physical().gather(named),
+                "key": cpu["name"]
+                .to_physical()
+                .gather(named)
+                .set(pl.Series(layers["layer"] >= 0), 0),
+                **layers,
                 "row": known,
                 "cost": cost[known],
                 "instance": known if instance is None else instance[known],
             }
         )
         .sort("cost", descending=True)
-        .group_by("key", maintain_order=True)
+        .group_by("key", "layer", maintain_order=True)
         .agg(
             pl.col("cost").sum(),
             pl.col("row").first(),
             pl.col("instance").n_unique().alias("count"),
+            pl.col("node").unique(),
         )
         .sort("cost", descending=True, maintain_order=True)
     )
     locations: list[Location] = []
-    for row, count in table.head(top).select("row", "count").iter_rows():
+    for place in table.head(top).iter_rows(named=True):
+        row, count = place["row"], place["count"]
         at_row = int(host[row])
         around = op_of[row]
         locations.append(
             locate_row(
                 a,
                 at_row,
+                **layer_fields(a, place),
                 op=str(cpu["name"][around if around >= 0 else at_row]),
                 kernel=None
                 if kernel is None or kernel[row] < 0

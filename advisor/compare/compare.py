@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -178,7 +179,27 @@ def amounts(before: Report, after: Report) -> list[Amount]:
     result += counter_amounts(before, after)
     result += memory_amounts(before, after)
     result += phase_amounts(before, after)
+    result += layer_amounts(before, after)
     return [amount for amount in result if (amount.before, amount.after) != (None, None)]
+
+
+def layer_amounts(before: Report, after: Report) -> list[Amount]:
+    """Own time of the modules of each kind in modules of one kind, what changed most first; nothing
+    unless both sides recorded modules, around work of the same processor."""
+    sides = before.layers, after.layers
+    if sides[0] is None or sides[1] is None or sides[0].on_device != sides[1].on_device:
+        return []
+    times: list[Counter[str]] = []
+    for layers in (sides[0], sides[1]):
+        own: Counter[str] = Counter()
+        for layer in layers.layers:
+            place = "" if layer.parent is None else f" in {layers.layers[layer.parent].kind}"
+            own[layer.kind + place] += layer.own_ns  # type: ignore[assignment]
+        own["in no module"] += layers.outside_ns  # type: ignore[assignment]
+        times.append(own)
+    change = {name: abs(times[1][name] - times[0][name]) for name in times[0] | times[1]}
+    order = sorted(change, key=lambda name: (-change[name], name))
+    return [_amount(name, "ns", [own.get(name) for own in times], "layers") for name in order]
 
 
 def _cost(before: Report, after: Report) -> list[Amount]:

@@ -182,6 +182,10 @@ class Location(Struct, frozen=True, kw_only=True, omit_defaults=True):
     """Line in it."""
     function: str | None = None
     """Function around it."""
+    layer: str | None = None
+    """Modules of the model: ``48 RMSNorm in layers.0–23``."""
+    around_layer: bool = False
+    """The line is of code around the model: the layer says more."""
     op: str | None = None
     """Operator, or annotation."""
     kernel: str | None = None

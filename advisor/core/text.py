@@ -242,12 +242,16 @@ def location_names(
     are listed with others (:func:`by_name`)."""
     known = short or {}
     parts = []
-    if location.file is not None:
+    if location.layer is not None and location.around_layer:
+        parts.append(shorten(clean(location.layer), path_width))
+    elif location.file is not None:
         line = shorten_path(location.file, path_width) + (
             f":{location.line}" if location.line else ""
         )
         inside = f" in {shorten(clean(location.function), 40)}" if location.function else ""
         parts.append(line + inside)
+        if location.layer is not None:
+            parts.append(shorten(clean(location.layer), path_width))
     if location.op is not None:
         parts.append(known.get(location.op) or kernel_label(location.op, name_width))
     if location.kernel is not None:

@@ -482,6 +482,14 @@ class Analysis:
         return user_frames(self.trace)
 
     @cached_property
+    def forward_op(self) -> NDArray[np.int32]:
+        """Aligned with ``trace.cpu``: for rows of the backward pass, row of the forward operator
+        that created their node, -1: none (``stacks.py``)."""
+        from advisor.measure.host.stacks import forward_ops
+
+        return forward_ops(self.trace)
+
+    @cached_property
     def forward_frame(self) -> NDArray[np.int32]:
         """Aligned with ``trace.cpu``: for rows of the backward pass, row of the user's Python
         frame around the forward operator they belong to, -1: none (``stacks.py``)."""

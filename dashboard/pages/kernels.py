@@ -40,6 +40,7 @@ from advisor.dashboard.parts import (
 from advisor.dashboard.session import DashboardSession, LoadedRun
 from advisor.measure import Analysis
 from advisor.measure.device.rooflines import attained, rooflines
+from advisor.measure.host.layers import layer_tree
 from advisor.measure.host.optree import op_table, op_tree
 
 MAX_ROWS = 2_000
@@ -55,13 +56,14 @@ def layout(**query: object) -> Any:
     if a.device_id is None:
         why = "The trace has no GPU work, so kernels, occupancy and rooflines are not measured."
         how = record_with("activities=[CPU, CUDA]", a.trace.meta, " on a machine with a GPU")
-        return page(title, empty("No kernels", why, how), _tree(view), _ops(view))
+        return page(title, empty("No kernels", why, how), _layers(view), _tree(view), _ops(view))
     return page(
         title,
         _families(a),
         _kernels(view),
         operator_rates(view),
         _roofline(view),
+        _layers(view),
         _tree(view),
         _ops(view),
     )
@@ -213,6 +215,29 @@ def _roofline(view: PageView) -> Any:
             description=description,
         ),
         remark(description + " Area shows time. Peaks are the vendor's figures."),
+    )
+
+
+def _layers(view: PageView) -> Any:
+    """The tree of modules; nothing where none were recorded."""
+    layers = view.analysis.layers
+    if layers is None:
+        return None
+    tree = view.loaded.view(("layer_tree", view.rank), lambda: layer_tree(layers))
+    what = "GPU time" if layers.on_device else "host time"
+    description = (
+        f"Modules by {what}, outermost on top; backward work is in the module of its forward. "
+        "Click one to zoom in."
+    )
+    return card(
+        f"{what[0].upper()}{what[1:]} by layer",
+        figure(
+            figures.icicle(tree, f"all {what}"),
+            "layers",
+            height=460,
+            description=description,
+        ),
+        remark(description),
     )
 
 

@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from advisor.core.finding import Edit, Location, Operation, PassedCheck, Select, SkippedCheck
 from advisor.measure import Analysis
 from advisor.replay.selection import under_names
+from advisor.rules.common import in_layers, layer_fields, locate_row
 
 Mask = NDArray[np.bool_]
 
@@ -156,28 +157,33 @@ def locations(a: Analysis, rows: Mask, limit: int = 3) -> list[Location]:
             "op": a.kernels["op_name"]
             .gather(where)
             .fill_null(a.trace.cpu["name"].gather(gpu["op"].gather(where))),
+            **in_layers(a, gpu["launch"].gather(where).fill_null(-1).to_numpy()),
         }
     )
+    by_line = pl.col("layer") < 0
     top = (
-        table.group_by("name", "op")
-        .agg(
-            pl.col("dur").sum(),
-            pl.len(),
-            pl.col("row").get(pl.col("dur").arg_max()).alias("longest"),
+        table.group_by(
+            "layer", *(pl.when(by_line).then(pl.col(c)).alias(c) for c in ("name", "op"))
         )
-        .sort("dur", "longest", descending=[True, False])
+        .agg(
+            pl.col("dur").sum().alias("ns"),
+            pl.len().alias("count"),
+            pl.col("node").unique(),
+            pl.col("row", "name", "op").get(pl.col("dur").arg_max()).name.prefix("longest_"),
+        )
+        .sort("ns", "longest_row", descending=[True, False])
         .head(limit)
     )
     places = []
-    for name, op, _, count, longest in top.iter_rows():
-        file, line, function = a.location(gpu["launch"][longest])
+    for place in top.iter_rows(named=True):
+        longest, count = place["longest_row"], place["count"]
         places.append(
-            Location(
-                file=file,
-                line=line,
-                function=function,
-                op=op,
-                kernel=name,
+            locate_row(
+                a,
+                gpu["launch"][longest],
+                **layer_fields(a, place),
+                op=place["longest_op"],
+                kernel=place["longest_name"],
                 ts_ns=gpu["ts"][longest],
                 dur_ns=gpu["dur"][longest],
                 count=count,

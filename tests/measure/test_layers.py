@@ -14,17 +14,22 @@ import polars as pl
 import pytest
 
 import advisor
+from advisor.compare.compare import layer_amounts
 from advisor.core.intervals import covered_length
+from advisor.core.report import Report
+from advisor.core.text import location_names
 from advisor.measure import Analysis
 from advisor.measure.host.layers import (
     Layers,
     describe_nodes,
     equal_layers,
     find_outliers,
+    layer_tree,
     report_layers,
 )
 from advisor.measure.host.module_sources import MAX_DEPTH, dotted, op_path
 from advisor.read import read_trace
+from advisor.rules.common import places
 from advisor.testing import TraceBuilder
 
 US = 1000
@@ -391,13 +396,73 @@ def test_modules_are_described_by_kind_and_by_the_equal_ones_around_them() -> No
     with blocks(b) as call:
         for number in range(3):
             call(number, 10, 100)
-    layers = layers_of(b)
+    a = b.analysis()
+    layers = a.layers
+    assert layers is not None
     nodes = {name.split("/")[-1]: node for node, name in enumerate(times(layers))}
 
     def said(*names: str) -> str | None:
-        return describe_nodes(layers, np.array([nodes[name] for name in names]))
+        return describe_nodes(a, [nodes[name] for name in names])
 
-    assert said("Norm_0", "Norm_1", "Norm_2") == "Norm in Block_0–2"
+    assert said("Norm_0", "Norm_1", "Norm_2") == "3 Norm in Block_0–2"
     assert said("Norm_1") == "Norm_1 in Block_1"
     assert said("Block_0", "Block_1") == "Block_0–1 in Model_0"
     assert said("Norm_1", "Linear_1") is None and said("Model_0") == "Model_0"
+
+
+def test_the_drawing_has_every_module_and_what_is_in_none() -> None:
+    b = TraceBuilder()
+    with b.step():
+        two_blocks(b)
+        b.sync()
+    tree = layer_tree(layers_of(b))
+    assert dict(zip(tree["name"], tree["ns"], strict=True)) == {
+        "Model_0": 208 * US, "Block_0": 100 * US, "Block_1": 101 * US, "in no module": 3 * US,
+    }  # fmt: skip
+
+
+def harness(module_frames: bool) -> TraceBuilder:
+    """A line of a script calls a model; ``module_frames``: whose own lines are recorded too."""
+    b = TraceBuilder()
+    for _ in range(2):
+        with b.step(), b.python("run.py(40): main"):
+            for number in range(3):
+                with b.python(module(number)), ExitStack() as stack:
+                    if module_frames:
+                        stack.enter_context(b.python("model.py(7): forward"))
+                    b.run("aten::mul", "mul", 50)
+            b.sync()
+    return b
+
+
+@pytest.mark.parametrize(
+    ("own_lines", "names"),
+    [
+        (False, ["3 Block in Model", "aten::mul"]),
+        (True, ["model.py:7 in forward", "3 Block in Model", "aten::mul"]),
+    ],
+)
+def test_a_place_names_the_modules_in_place_of_a_line_outside_of_them(
+    own_lines: bool, names: list[str]
+) -> None:
+    a = harness(own_lines).analysis()
+    hosts = a.trace.gpu["launch"].to_numpy().astype(np.int64)
+    (place,) = places(a, hosts, np.ones(len(hosts), dtype=np.int64))
+    expected = [name.replace("3 Block in Model", "Block_0–2") for name in names]
+    assert location_names(place) == expected and place.count == 6
+    assert place.file is not None and place.around_layer == (not own_lines)
+
+
+def test_a_comparison_lists_the_layers_that_changed_most(tmp_path: Path) -> None:
+    def report(norm: float) -> Report:
+        b = TraceBuilder()
+        for _ in range(3):
+            with blocks(b) as call:
+                for number in range(2):
+                    call(number, norm, 100)
+        return advisor.analyze(b.write(tmp_path / "trace.json"))
+
+    amounts = layer_amounts(report(30), report(80))
+    assert [(each.name, each.before, each.after) for each in amounts] == [
+        ("Norm in Block", 60 * US, 160 * US), ("Linear in Block", 200 * US, 200 * US),
+    ]  # fmt: skip

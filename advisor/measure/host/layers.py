@@ -24,12 +24,11 @@ from advisor.measure.host.module_sources import (
     Tree,
     split_number,
 )
-from advisor.measure.host.optree import own_time, time_inside
-from advisor.measure.host.stacks import Rows, forward_ops, operators
+from advisor.measure.host.optree import largest_nodes, own_time, time_inside
+from advisor.measure.host.stacks import Rows, climb_stack, operators, parents
 from advisor.measure.steps.steps import step_of
 
 if TYPE_CHECKING:
-    from advisor.core.trace import Trace
     from advisor.measure import Analysis
 
 ENOUGH: Final = 0.5
@@ -45,6 +44,8 @@ LONGER: Final = 0.1
 
 MAX_GROUPS, MAX_KINDS, MAX_OUTLIERS = 400, 100, 20
 """In a report."""
+MAX_TREE: Final = 1_000
+"""Modules that a drawing of the tree stays quick with: half of them, and a rest for each."""
 
 NODES_SCHEMA: dict[str, Any] = {
     "node": pl.Int32,
@@ -112,7 +113,7 @@ def measure_layers(a: Analysis) -> Layers | None:
             continue
         if work is None:
             work = _work(a)
-        node, backward = _assign(a.trace, source[0], work)
+        node, backward = _assign(a, source[0], work)
         known = int(work["ns"].to_numpy()[node >= 0].sum())
         if known and (best is None or known > best[0]):
             best = known, name, tree, source, node, backward
@@ -159,7 +160,7 @@ def _work(a: Analysis) -> pl.DataFrame:
     return pl.DataFrame({"host": launch, "other": op, "gpu": rows, "ns": ns, "ts": ts})
 
 
-def _assign(trace: Trace, find: Find, work: pl.DataFrame) -> tuple[Rows, Rows]:
+def _assign(a: Analysis, find: Find, work: pl.DataFrame) -> tuple[Rows, Rows]:
     """The node of each piece of work (-1: none), and whether the backward pass did it."""
     host, other = work["host"].to_numpy(), work["other"].to_numpy()
     node = find(host)
@@ -167,13 +168,18 @@ def _assign(trace: Trace, find: Find, work: pl.DataFrame) -> tuple[Rows, Rows]:
     node[missing] = find(other[missing])
     backward = np.zeros(len(node), dtype=np.bool_)
     missing = np.flatnonzero(node < 0)
-    if len(missing) and not trace.cpu["sequence"].is_null().all():
-        owner = forward_ops(trace)
-        start = np.where(host >= 0, host, other)[missing]
-        begun = np.where(start >= 0, owner[np.maximum(start, 0)], -1)
+    if len(missing):
+        begun = _forward(a, np.where(host >= 0, host, other)[missing])
         node[missing] = find(begun)
         backward[missing] = node[missing] >= 0
     return node, backward
+
+
+def _forward(a: Analysis, rows: Rows) -> Rows:
+    """The forward operator behind each row, -1: none."""
+    if not a.trace.cpu.height:
+        return rows
+    return np.where(rows >= 0, a.forward_op[np.maximum(rows, 0)], np.int32(-1))
 
 
 def _sums(
@@ -408,11 +414,11 @@ def find_outliers(layers: Layers, groups: list[Equals]) -> list[Outlier]:
     return sorted((o for o in result if o.node not in inner), key=lambda o: o.usual - o.ns)
 
 
-def describe_nodes(layers: Layers, nodes: NDArray[np.int64]) -> str | None:
-    """Which modules these nodes are: ``RMSNorm in layers.0–23``; ``None``: of several kinds, or
+def describe_nodes(a: Analysis, nodes: list[int]) -> str | None:
+    """Which modules these nodes are: ``48 RMSNorm in layers.0–23``; ``None``: of several kinds, or
     outside of modules."""
-    distinct = np.unique(nodes)
-    if not len(distinct) or distinct[0] < 0:
+    layers, distinct = a.layers, np.unique(nodes)
+    if layers is None or not len(distinct) or distinct[0] < 0:
         return None
     kinds, names = layers.nodes["kind"].to_list(), layers.nodes["name"].to_list()
     paths = [layers.path(int(node)) for node in distinct]
@@ -422,11 +428,59 @@ def describe_nodes(layers: Layers, nodes: NDArray[np.int64]) -> str | None:
     numbered = [level for level in levels[:-1] if len(level) > 1]
     own = range_label([names[node] for node in levels[-1]])
     if numbered:
-        return f"{kinds[levels[-1][0]]} in {range_label([names[n] for n in numbered[0]])}"
+        around_it = range_label([names[node] for node in numbered[0]])
+        return f"{len(levels[-1])} {kinds[levels[-1][0]]} in {around_it}"
     return f"{own} in {names[levels[-2][0]]}" if len(levels) > 1 else own
 
 
-# -- for the report -------------------------------------------------------------------------------
+@dataclass(frozen=True)
+class Around:
+    """The modules around some host rows, a line a row."""
+
+    node: Rows
+    """-1: in none."""
+    group: Rows
+    """Which rows are of modules of the same kind, in modules of the same kinds, where the user's
+    line is outside of the module; -1: the line says where it is."""
+
+
+def modules_around(a: Analysis, rows: Rows) -> Around:
+    """The modules around host rows; of the backward pass those of its forward."""
+    layers = a.layers
+    none = np.full(len(rows), -1, dtype=np.int64)
+    if layers is None:
+        return Around(none, none)
+    node, start = layers.find(rows), rows
+    if (node < 0).any():
+        start = np.where(node < 0, _forward(a, rows), rows)
+        node = layers.find(start)
+    begin = none
+    if len(layers.scopes):
+        begin = climb_stack(parents(a.trace), layers.scopes >= 0, start)
+    frame = np.where(start >= 0, a.user_frame[np.maximum(start, 0)], -1)
+    kinds: dict[tuple[int, str], int] = {}
+    group: list[int] = []
+    for up, kind in layers.nodes.select("parent", "kind").iter_rows():  # nodes, not events
+        key = -1 if up is None else group[up], kind
+        group.append(kinds.setdefault(key, len(kinds)))
+    outside = (node >= 0) & ((frame < 0) | (frame < begin))
+    return Around(node, np.where(outside, np.array(group)[np.maximum(node, 0)], -1))
+
+
+# -- for the dashboard and the report -----------------------------------------------------------
+
+
+def layer_tree(layers: Layers, most: int = MAX_TREE) -> pl.DataFrame:
+    """Modules by path, with the columns and bounds of ``optree.op_tree``, and what is in none."""
+    up = layers.nodes["parent"].fill_null(-1).to_numpy()
+    outside = layers.total - int(layers.nodes.filter(pl.col("parent").is_null())["ns"].sum())
+    return largest_nodes(
+        np.append(layers.nodes["ns"].to_numpy(), outside),
+        np.append(layers.nodes["calls"].fill_null(0).to_numpy(), 0),
+        np.append(up, -1).astype(np.int64),
+        [*layers.nodes["name"], "in no module"],
+        most,
+    )
 
 
 def report_layers(a: Analysis) -> report.Layers | None:

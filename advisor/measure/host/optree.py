@@ -136,7 +136,7 @@ def op_tree(a: Analysis, most: int = MAX_NODES) -> pl.DataFrame:
             if up[node] >= 0:
                 total[up[node]] += total[node]
     names = map_names(cpu["name"].gather(first), _plain, pl.String).to_list()
-    return _largest(total, count, up, names, most)
+    return largest_nodes(total, count, up, names, most)
 
 
 def _plain(name: str) -> str:
@@ -195,7 +195,7 @@ def _merge(
     return group, np.concatenate(first), np.concatenate(up)
 
 
-def _largest(
+def largest_nodes(
     total: NDArray[np.int64],
     count: NDArray[np.int64],
     up: NDArray[np.int64],

@@ -278,5 +278,5 @@ def forward_frames(a: Analysis) -> Rows:
     backward pass, -1: none. See :func:`forward_ops`."""
     if not (a.user_frame >= 0).any():
         return np.full(a.trace.cpu.height, -1, dtype=np.int32)
-    owner = forward_ops(a.trace)
+    owner = a.forward_op
     return np.where(owner >= 0, a.user_frame[np.maximum(owner, 0)], np.int32(-1))

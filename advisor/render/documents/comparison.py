@@ -24,7 +24,7 @@ from advisor.render.document import (
 )
 
 MAX_LINES: Final = 12
-"""Of source, in the table of memory."""
+"""Of source in the table of memory, and of layers."""
 _STYLE: Final = {"slower": ("bold red", "Slower"), "faster": ("bold green", "Faster")}
 
 
@@ -44,6 +44,7 @@ def build(comparison: Comparison, options: RenderOptions = DEFAULT) -> Document:
             *_table("Inference by phase", "", view.figures_of(c, ["phases"]), short=True),
             *_table("Parts of a layer", "", view.figures_of(c, ["parts"])),
             *_table("Breakdown", "", view.breakdown_lines(c)),
+            *_table("Layers", "own time, most changed", view.figures_of(c, ["layers"])[:MAX_LINES]),
             *_table("Memory at the peak", "", view.figures_of(c, ["memory"])),
             *_table("Memory by line", "", view.figures_of(c, ["memory by line"])[:MAX_LINES]),
             *_findings(c),

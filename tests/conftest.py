@@ -9,6 +9,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import hypothesis
 import pytest
 
 sys.path.append(str(Path(__file__).resolve().parents[1]))  # benchmarks
@@ -21,6 +22,9 @@ os.environ["ADVISOR_LEDGER"] = os.devnull + "/ledger.jsonl"
 os.environ.setdefault("POLARS_MAX_THREADS", "1")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")  # else a pool that imports torch again
+# a property is about results: how long an example takes is the machine's
+hypothesis.settings.register_profile("advisor", deadline=None)
+hypothesis.settings.load_profile("advisor")
 
 PUBLIC = (
     "a100_train_6steps",

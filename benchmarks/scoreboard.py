@@ -1,0 +1,175 @@
+"""Right or wrong over the corpus: the first advice per file against what is known of the file.
+
+    python benchmarks/scoreboard.py [--hta-python VENV/bin/python] [--write]
+
+Reads ``tests/corpus/truth.toml`` and writes ``docs/scoreboard.md`` between its marks. With an
+interpreter that has HolisticTraceAnalysis, its busy share stands beside ours, for all traces that
+it loads.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gzip
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import tomllib
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from public_traces import CORPUS, REPO
+
+PAGE = REPO / "docs" / "scoreboard.md"
+BEGIN, END = "<!-- scoreboard: begin -->", "<!-- scoreboard: end -->"
+TRUTH = CORPUS / "truth.toml"
+
+
+class Row(NamedTuple):
+    """One file: what is known, and what the report says."""
+
+    name: str
+    accepted: list[str]
+    known: str
+    why: str
+    first: str | None
+    """The leading rule; ``None``: no fix is proposed."""
+    saves: tuple[float, float] | None
+    """Measured, ms."""
+    gain: tuple[float, float, float] | None
+    """Estimated by the first finding, ms: from, most likely, to."""
+    busy: float | None
+    """Of the analysed steps; ``None``: no GPU work."""
+
+    @property
+    def right(self) -> bool:
+        """The first advice is one of those accepted, or none where none is due."""
+        return self.first in self.accepted if self.accepted else self.first is None
+
+    @property
+    def inside(self) -> bool | None:
+        """The estimated range meets what was measured; ``None``: not measured, no range."""
+        if self.saves is None or self.gain is None:
+            return None
+        return self.gain[0] <= self.saves[1] and self.saves[0] <= self.gain[2]
+
+
+def row(name: str, truth: dict[str, Any]) -> Row:
+    """Analyse one file of the corpus."""
+    import advisor  # not where HTA runs
+
+    report = advisor.analyze(file_of(name))
+    first = next((f for f in report.findings if not f.informational), None)
+    impact = first.impact if first is not None else None
+    gain = None
+    if impact is not None and impact.gain_ns is not None:
+        low, high = impact.low_ns or impact.gain_ns, impact.high_ns or impact.gain_ns
+        gain = (low / 1e6, impact.gain_ns / 1e6, high / 1e6)
+    saves = tuple(truth["saves_ms"]) if "saves_ms" in truth else None
+    first_id = first.rule if first is not None else None
+    return Row(name, truth["first"], truth["known"], truth["why"], first_id, saves, gain,
+               report.busy_share)  # fmt: skip
+
+
+def file_of(name: str) -> str:
+    """Its path; serving traces are named without what their files end in."""
+    path = CORPUS / name
+    return str(path if path.exists() else path.with_name(path.name + ".json.gz"))
+
+
+def hta(path: str) -> float:
+    """HolisticTraceAnalysis: its busy share of the whole trace. Runs in its interpreter."""
+    from hta.trace_analysis import TraceAnalysis  # type: ignore[import-not-found]
+
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder, "trace.json")
+        data = Path(path).read_bytes()
+        file.write_bytes(gzip.decompress(data) if path.endswith(".gz") else data)
+        loaded = TraceAnalysis(trace_files={0: str(file)}, trace_dir=folder)
+        found = loaded.get_temporal_breakdown(visualize=False)
+        return 1.0 - float(found["idle_time_pctg"].iloc[0]) / 100.0
+
+
+def beside(python: str, name: str) -> float | None:
+    """HTA's busy share; ``None``: it cannot load the file."""
+    command = [python, str(Path(__file__).resolve()), "--hta", file_of(name)]
+    result = subprocess.run(command, capture_output=True, text=True, check=False, timeout=600)
+    with suppress(ValueError, IndexError):
+        return float(json.loads(result.stdout.splitlines()[-1]))
+    return None
+
+
+def percent(share: float | None) -> str:
+    """``84%``."""
+    return "–" if share is None else f"{share:.0%}"
+
+
+def shown(r: Row, theirs: list[str]) -> str:
+    """A line of the table."""
+    expected = " or ".join(f"`{each}`" for each in r.accepted) or "none"
+    first = f"`{r.first}`" if r.first else "none"
+    mark = "right" if r.right else "**wrong**"
+    cells = [r.name, f"{expected}: {r.why}", r.known, first, mark, percent(r.busy)]
+    return "| " + " | ".join([*cells, *theirs]) + " |"
+
+
+def page(rows: list[Row], theirs: dict[str, float | None]) -> str:
+    """Both tables and their sums."""
+    right = sum(r.right for r in rows)
+    head = ["file", "right is", "known", "first advice", "", "GPU busy"]
+    head += ["HTA: busy, whole trace"] if theirs else []
+    lines = [
+        f"First advice right on **{right} of {len(rows)}** files.",
+        "",
+        "| " + " | ".join(head) + " |",
+        "|" + "---|" * len(head),
+        *(shown(r, [percent(theirs.get(r.name))] if theirs else []) for r in rows),
+        "",
+    ]
+    measured = [r for r in rows if r.saves is not None]
+    inside = sum(bool(r.inside) for r in measured)
+    lines += [
+        f"Ranges that contain what the fix really saved: **{inside} of {len(measured)}**.",
+        "",
+        "| file | first advice | estimated (range), ms | measured, ms | inside |",
+        "|---|---|---:|---:|---|",
+    ]
+    for r in measured:
+        gain = "none" if r.gain is None else f"{r.gain[1]:.1f} ({r.gain[0]:.1f} to {r.gain[2]:.1f})"
+        low, high = r.saves or (0.0, 0.0)
+        inside_ = "yes" if r.inside else "**no**"
+        lines.append(f"| {r.name} | `{r.first}` | {gain} | {low:g} to {high:g} | {inside_} |")
+    return "\n".join(lines)
+
+
+def main() -> None:
+    """Run over the table of truths."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--hta-python", help="interpreter that has HolisticTraceAnalysis")
+    parser.add_argument("--write", action="store_true", help=f"write {PAGE.name}")
+    parser.add_argument("--hta", metavar="FILE", help=argparse.SUPPRESS)
+    given = parser.parse_args()
+    if given.hta:
+        print(json.dumps(hta(given.hta)))
+        return
+    rows: list[Row] = []
+    for name, truth in tomllib.loads(TRUTH.read_text()).items():
+        rows.append(row(name, truth))
+        print(rows[-1], file=sys.stderr)
+    theirs = {}
+    if given.hta_python:
+        theirs = {r.name: beside(given.hta_python, r.name) for r in rows if r.busy is not None}
+    text = page(rows, theirs)
+    if not given.write:
+        print(text)
+        return
+    before, _, rest = PAGE.read_text().partition(BEGIN)
+    PAGE.write_text(f"{before}{BEGIN}\n{text}\n{END}{rest.partition(END)[2]}")
+
+
+if __name__ == "__main__":
+    os.environ.setdefault("ADVISOR_HISTORY", os.devnull)
+    main()

@@ -1,0 +1,35 @@
+"""docs/scoreboard.md says what the reports say."""
+
+from __future__ import annotations
+
+import tomllib
+from pathlib import Path
+
+import pytest
+import scoreboard
+
+ROWS = {
+    cells[1].strip(): cells[4].strip().strip("`")
+    for line in scoreboard.PAGE.read_text().splitlines()
+    if len(cells := line.split("|")) > 7
+}
+TRUTH = tomllib.loads(scoreboard.TRUTH.read_text())
+QUICK = 2_000_000
+"""Bytes of a file that this test analyses; the others cost minutes."""
+
+
+def size(name: str) -> int:
+    path = Path(scoreboard.file_of(name))
+    files = path.rglob("*") if path.is_dir() else [path]
+    return sum(file.stat().st_size for file in files)
+
+
+def test_every_known_file_has_its_row() -> None:
+    assert set(TRUTH) <= set(ROWS)
+
+
+@pytest.mark.parametrize("name", [name for name in TRUTH if size(name) < QUICK])
+def test_the_row_is_what_the_report_leads_with(name: str) -> None:
+    row = scoreboard.row(name, TRUTH[name])
+    assert (row.first or "none") == ROWS[name]
+    assert row.inside is not False

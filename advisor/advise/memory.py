@@ -29,7 +29,7 @@ MAX_LINES = 40
 
 def memory_views(a: Analysis) -> list[MemoryView]:
     """One a device of the snapshot, the fullest first; of a series, with what grows over it."""
-    views = [_view(post) for post in a.post_mortems[:MAX_DEVICES]]
+    views = [_view(post) for post in a.memory_histories[:MAX_DEVICES]]
     if a.snapshot_series and views:
         posts = fullest(a.snapshot_series)
         table, per = growing_lines(posts)
@@ -77,6 +77,7 @@ def _view(post: PostMortem) -> MemoryView:
     placed = placement(post)
     return MemoryView(
         device=post.device,
+        source=post.snapshot.source,
         at=at,
         allocated=post.allocated,
         reserved=post.reserved,
@@ -183,9 +184,9 @@ def memory_verdict(
     held = " and ".join(
         f"{each.category} {t.format_bytes(each.bytes)}" for each in view.categories[:2]
     )
-    filled = (
-        f"{t.format_bytes(view.allocated)} in tensors of {t.format_bytes(view.reserved)} reserved"
-    )
+    filled = f"{t.format_bytes(view.allocated)} in tensors"
+    if view.reserved:
+        filled += f" of {t.format_bytes(view.reserved)} reserved"
     most = f", most of it {held}" if held else ""
     if view.reserved and view.allocated > view.reserved:
         return "limited", (
@@ -202,7 +203,8 @@ def memory_verdict(
     text += f"{filled}{most}."
     if report.risks:
         return "bottlenecks", text
-    return "limited", f"{text} A snapshot records memory, not time."
+    what = "memory timeline" if view.source == "timeline" else "snapshot"
+    return "limited", f"{text} A {what} records memory, not time."
 
 
 def memory_limits(a: Analysis) -> list[str]:
@@ -227,7 +229,12 @@ def memory_limits(a: Analysis) -> list[str]:
             "The memory history starts in the middle: blocks that were there before have no line "
             "unless they are held to the end. Switch it on earlier, or raise max_entries."
         )
-    if not a.snapshot.stacks or not any(a.snapshot.stacks):
+    if a.snapshot.source == "timeline":
+        result.append(
+            "A memory timeline has neither lines nor segments: record a snapshot for them "
+            "(torch.cuda.memory._dump_snapshot)."
+        )
+    elif not any(a.snapshot.stacks):
         result.append(
             "The memory snapshot has no stacks: categories and lines are unknown "
             "(context='all' in _record_memory_history)."

@@ -107,10 +107,11 @@ def fit(
 
     ``a``: a trace of the same program, which prices time. ``gpu``: where it will run. ``ranks``:
     that can share the states. ``scale``: the batch that is asked for over the recorded one. What is
-    reserved beyond tensors stays the same share as at the recorded peak.
+    reserved beyond tensors stays the same share as at the recorded peak (none, where that is not
+    recorded).
     """
     phases = None if a is None else phase_times(a)
-    beside = post.reserved / max(1, post.allocated)
+    beside = max(1.0, post.reserved / max(1, post.allocated))
     available = capacity - OUTSIDE
     today = needed(post, scale=scale)
     options = [*changes(post), *(sharded(post, ranks) if ranks > 1 else [])]

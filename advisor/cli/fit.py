@@ -70,16 +70,21 @@ def command(
         made = Analysis(run.window(number), parse_steps(steps), snapshot=snapshot)
         analysis = None if made.snapshot_only else made
         snapshot = made.snapshot
-    if snapshot is None:
-        raise AdvisorError(f"{path}: no memory snapshot; give one with --memory FILE")
-    post = Analysis(run.window(number), snapshot=snapshot).post_mortems[0] if run.traces else None
-    if post is None:
+    if analysis is not None:
+        posts = [post for post in analysis.memory_histories if post.device >= 0]
+    else:
         from advisor.measure.memory.post_mortem import post_mortems
 
-        post = post_mortems(snapshot)[0]
+        posts = [] if snapshot is None else post_mortems(snapshot)
+    if not posts:
+        raise AdvisorError(
+            f"{path}: no memory snapshot and no memory events; give one with --memory FILE, or "
+            "record with profile_memory=True"
+        )
+    post = posts[0]
     if post.history.too_short:
         raise AdvisorError(
-            f"{snapshot.path}: no history, so the peak is unknown; record one with "
+            f"{post.snapshot.path}: no history, so the peak is unknown; record one with "
             "torch.cuda.memory._record_memory_history"
         )
     record = None if run.recording is None else run.recording.ranks.get(number)

@@ -685,13 +685,16 @@ class MemoryView(Struct, kw_only=True):
     were asked for, unless stated otherwise."""
 
     device: int
-    """Number of the GPU."""
+    """Number of the GPU; -1: the host, as far as the profiler saw its allocators."""
+    source: str = "allocator"
+    """What it was made of: the ``allocator``'s snapshot, the profiler's memory ``timeline``, the
+    allocator events of a ``trace``."""
     at: str
     """``out of memory``, ``peak``, or ``snapshot`` where no history was recorded."""
     allocated: int
     """In tensors then."""
     reserved: int
-    """In segments then."""
+    """In segments then; 0: not recorded."""
     peak: int
     """Most in tensors over the history."""
     request: int | None
@@ -909,7 +912,8 @@ class Report(Struct, kw_only=True):
     hot_lines: list[HotLine] = field(default_factory=list)
     """Python lines that take most CPU time, largest first. Empty: no pass of Scalene was made."""
     memory: list[MemoryView] = field(default_factory=list)
-    """What a memory snapshot shows, one entry a device, the fullest first. Empty: no snapshot."""
+    """What a memory snapshot, or a trace's allocator events, show: one entry a device, the fullest
+    first. Empty: neither was recorded."""
     memory_ranks: list[MemorySample] = field(default_factory=list)
     """The snapshots of several ranks side by side. Empty: fewer than two."""
     kernel_counters: list[KernelCounters] = field(default_factory=list)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import polars as pl
 
@@ -113,6 +113,10 @@ class MemorySnapshot:
     """The allocator's, as text, where the file tells them (PyTorch 2.2 and later)."""
     dropped: dict[str, int] = field(default_factory=dict)
     """Reason -> number of entries that were left out."""
+    source: Literal["allocator", "timeline", "trace"] = "allocator"
+    """What it was made of: only the allocator's own file has real segments."""
+    categories: tuple[str, ...] = ()
+    """Of each stack, where the file has no stacks but says what its blocks were for."""
     exception: OutOfMemoryText | None = None
     """Where there is only the text of an exception: one event, one block, one segment stand for
     it."""

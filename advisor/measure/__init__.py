@@ -464,6 +464,19 @@ class Analysis:
         return [] if self.snapshot is None else post_mortems(self.snapshot)
 
     @cached_property
+    def memory_histories(self) -> list[PostMortem]:
+        """``post_mortems``; without a snapshot, those of the trace's own allocator events
+        (``peak.py``), the host's (device -1) last."""
+        from advisor.measure.memory.peak import recorded_snapshot
+        from advisor.measure.memory.post_mortem import post_mortems
+
+        if self.snapshot is not None:
+            return self.post_mortems
+        recorded = recorded_snapshot(self)
+        made = [] if recorded is None else post_mortems(recorded)
+        return sorted(made, key=lambda post: post.device < 0)
+
+    @cached_property
     def profiled_kernels(self) -> list[ProfiledKernel]:
         """The kernels of the kernel profiles, alone or beside the trace, with their launches in it
         (``kernel_profiles.py``). Empty: no profiles."""

@@ -23,6 +23,7 @@ CALLS = (PREFIX + "RUNTIME", PREFIX + "DRIVER")
 LIBRARIES = ("CUDNN_EVENTS", "CUBLAS_EVENTS")
 MPI = ("MPI_COLLECTIVES_EVENTS", "MPI_P2P_EVENTS", "MPI_START_WAIT_EVENTS", "MPI_OTHER_EVENTS")
 NVTX, SYSTEM, OVERHEAD = "NVTX_EVENTS", "OSRT_API", "PROFILER_OVERHEAD"
+MEMORY = "CUDA_GPU_MEMORY_USAGE_EVENTS"
 METRICS, METRIC_NAMES = "GPU_METRICS", "TARGET_INFO_GPU_METRICS"
 
 _TIMES = {"start": pl.Int64, "end": pl.Int64}
@@ -174,6 +175,39 @@ class NsysTables:
             )
 
         return self._work(MEMSET, more, "memset", made)
+
+    def memory(self) -> pl.DataFrame | None:
+        """Device memory and pinned host memory (device -1) that the program took and gave back
+        (``--cuda-memory-usage=true``), with each total since the recording began; ``None``: not
+        recorded."""
+        types = {
+            "start": pl.Int64,
+            "globalPid": pl.Int64,
+            "deviceId": pl.Int32,
+            "bytes": pl.Int64,
+            "address": pl.Int64,
+            "memKind": pl.Int64,
+            "memoryOperationType": pl.Int64,
+        }
+        if not self._db.has(MEMORY, "start", "bytes"):
+            return None
+        rows = with_all(self._db.read(MEMORY, types), types)
+        known = pl.col("memKind").is_in([1, 2, 3, 5])  # Pinned; Device, Array, Device Static
+        rows = rows.filter(known & pl.col("memoryOperationType").is_in([0, 1])).sort("start")
+        if rows.is_empty():
+            return None
+        device = self._real_device(rows["globalPid"] // (1 << 24), rows["deviceId"])
+        rows = rows.with_columns(
+            device=device.set(rows["memKind"] == 1, -1),
+            change=pl.col("bytes") * (1 - 2 * pl.col("memoryOperationType")),
+        )
+        return rows.select(
+            "address",
+            "device",
+            ts="start",
+            bytes="change",
+            allocated=pl.col("change").cum_sum().over("device"),
+        )
 
     def syncs(self) -> pl.DataFrame | None:
         """Synchronisations, with the event that is waited for where it is recorded."""

@@ -150,9 +150,8 @@ class Splitter:
         if first in (b"{", b"]", b""):
             return
         raise AdvisorError(
-            f"{self.source.path}: a JSON list, but not of trace events"
-            + (" (written by export_memory_timeline?)" if first == b"[" else "")
-            + "; give a trace written by export_chrome_trace or tensorboard_trace_handler"
+            f"{self.source.path}: a JSON list, but not of trace events; give a trace written by "
+            "export_chrome_trace or tensorboard_trace_handler"
         )
 
     def _no_list(self, buffer: bytes) -> str:

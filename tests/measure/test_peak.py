@@ -2,20 +2,32 @@
 
 from __future__ import annotations
 
+import gzip
+import json
+import sqlite3
 from collections.abc import Callable
+from pathlib import Path
 
 import polars as pl
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch import nn
+from torch.profiler import ProfilerActivity, profile
 
+import advisor
+from advisor.core.errors import AdvisorError
 from advisor.core.trace import blank_trace
 from advisor.measure import Analysis
+from advisor.measure.memory.memory_savings import savings
 from advisor.measure.memory.peak import memory_curve, memory_devices, memory_peak
 from advisor.read import read_trace
 from advisor.testing import TraceBuilder
+from tests.read import profiler_files
 
 MIB = 1 << 20
+TIMELINE = Path(__file__).parents[1] / "corpus" / "memory_timeline.raw.gz"
 
 
 def allocating() -> TraceBuilder:
@@ -98,3 +110,107 @@ def test_the_peak_of_a_real_trace_is_the_highest_total_in_its_file(
     events = a.trace.memory.filter(pl.col("device") == 0)
     assert peak.allocated == events["allocated"].max()
     assert peak.before + peak.held["bytes"].sum() == pytest.approx(peak.allocated)
+
+
+# -- a trace's allocator events as a history --------------------------------------------------
+
+
+def trained_on_cpu(path: Path, *, stacks: bool) -> int:
+    """A recorded training whose memory events say that they are a GPU's; bytes of its weights."""
+    torch.manual_seed(0)
+    model = nn.Sequential(*[nn.Sequential(nn.Linear(64, 64), nn.GELU()) for _ in range(6)])
+    optimizer = torch.optim.AdamW(model.parameters())
+    options = {"profile_memory": True, "with_stack": stacks, "record_shapes": True}
+    with profile(activities=[ProfilerActivity.CPU], **options) as recorded:  # type: ignore[arg-type]
+        for _ in range(5):
+            model(torch.randn(512, 64)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            recorded.step()
+    recorded.export_chrome_trace(str(path))
+    written = json.loads(path.read_bytes())
+    for event in written["traceEvents"]:
+        if event.get("name") == "[memory]":
+            event["args"] |= {"Device Type": 1, "Device Id": 0}
+    path.write_text(json.dumps(written))
+    return sum(weight.numel() * 4 for weight in model.parameters())
+
+
+@pytest.mark.parametrize("stacks", [True, False])
+def test_a_trace_with_memory_events_has_the_tables_of_a_snapshot(
+    tmp_path: Path, stacks: bool
+) -> None:
+    weights = trained_on_cpu(tmp_path / "trace.json", stacks=stacks)
+    a = Analysis(read_trace(str(tmp_path / "trace.json")))
+    (post,) = a.memory_histories
+    written = json.loads((tmp_path / "trace.json").read_bytes())["traceEvents"]
+    totals = [e["args"]["Total Allocated"] for e in written if e.get("name") == "[memory]"]
+    assert post.allocated == max(totals) == sum(post.by_category.values())
+    # AdamW: two moments of each weight, and a counter in fp32 of each of the 12 tensors
+    assert post.by_category["optimizer state"] == 2 * weights + 12 * 4
+    assert post.by_category["activations"] >= 6 * 2 * 512 * 64 * 4
+    assert post.step_source == "annotations"
+    changes = {saving.change for saving in savings(post)}
+    assert {"batch", "offload optimizer state"} <= changes
+    assert "expandable segments" not in changes  # a trace does not show segments
+    assert not a.post_mortems  # rules read snapshots
+
+
+def test_memory_of_an_nsight_export_is_counted_by_device_and_pinned_memory_apart(
+    tmp_path: Path,
+) -> None:
+    path = profiler_files.nsys(tmp_path / "a.sqlite")
+    columns = "start, globalPid, deviceId, contextId, address, pc, bytes, memKind, "
+    columns += "memoryOperationType, name, correlationId"  # as NVIDIA's schema reference has them
+    pid = profiler_files.GLOBAL_PID
+    rows = [
+        (5_000_100, pid, 0, 1, 10, 0, 64 * MIB, 2, 0, None, 1),
+        (5_000_200, pid, 0, 1, 20, 0, 16 * MIB, 2, 0, None, 2),
+        (5_000_300, pid, 0, 1, 30, 0, 8 * MIB, 1, 0, None, 3),
+        (5_000_400, pid, 0, 1, 10, 0, 64 * MIB, 2, 1, None, 4),
+    ]
+    with sqlite3.connect(path) as db:
+        db.execute(f"CREATE TABLE CUDA_GPU_MEMORY_USAGE_EVENTS ({columns})")
+        db.executemany(f"INSERT INTO CUDA_GPU_MEMORY_USAGE_EVENTS VALUES ({'?, ' * 10}?)", rows)
+    gpu, host = Analysis(read_trace(str(path))).memory_histories
+    assert (gpu.device, gpu.allocated, gpu.reserved) == (0, 80 * MIB, 0)
+    assert (host.device, host.allocated) == (-1, 8 * MIB)
+    assert int(gpu.history.allocated[-1]) == 16 * MIB
+
+
+def test_a_memory_timeline_has_its_own_categories(tmp_path: Path) -> None:
+    raw = json.loads(gzip.decompress(TIMELINE.read_bytes()))
+    held, most, then = [0] * 8, 0, [0] * 8
+    for time, _, size, category in sorted(raw, key=lambda event: event[0]):
+        held[category] += size
+        if sum(held) > most and time >= 0:
+            most, then = sum(held), held.copy()
+    (view,) = advisor.analyze(TIMELINE).memory
+    assert view.allocated == pytest.approx(most, rel=0.002)  # a version changes in two events
+    by_category = {each.category: each.bytes for each in view.categories}
+    for name, index in {"weights": 0, "optimizer state": 1, "activations": 4}.items():
+        assert by_category[name] == pytest.approx(then[index], rel=0.01)
+    assert (view.reserved, view.source) == (0, "timeline")
+    # the other layout: times, and bytes by category
+    times, rows = [0], [[0] * 9]
+    for time, _, size, category in sorted(raw, key=lambda event: event[0]):
+        if time // 1000 != times[-1]:
+            times.append(time // 1000)
+            rows.append(rows[-1].copy())
+        rows[-1][category + 1] += size
+    path = tmp_path / "timeline.json"
+    path.write_text(json.dumps([[max(time, 0) for time in times], rows]))
+    (sampled,) = advisor.analyze(path).memory
+    assert sampled.allocated == max(map(sum, rows))
+
+
+@pytest.mark.parametrize(
+    "text", ["[[1]]", "[[1,2,3,9]]", "[[-1, 1, 5, 0], [1]]", "[[1,2],[[0,0],[0]]]", "[[1,2,0,0]]"]
+)
+def test_numbers_that_are_no_memory_timeline_are_refused_in_one_line(
+    tmp_path: Path, text: str
+) -> None:
+    path = tmp_path / "timeline.json"
+    path.write_text(text)
+    with pytest.raises(AdvisorError, match="memory timeline"):
+        read_trace(str(path))

@@ -245,12 +245,6 @@ def test_triton_through_the_driver(shared_trace: Find) -> None:
     assert trace.cpu["call"][launch[0]] == "launch"
 
 
-def test_a_memory_timeline_is_no_trace(shared_trace: Find) -> None:
-    path = shared_trace("alexnet").replace("alexnet.json.gz", "memory_timeline.raw.gz")
-    with pytest.raises(AdvisorError, match="export_memory_timeline"):
-        read_trace(path)
-
-
 @pytest.mark.parametrize("name", ["event_sync", "triton_example", "old_capitalised_categories"])
 def test_a_real_trace_cut_anywhere_keeps_the_whole_events(name: str, shared_trace: Find) -> None:
     text = gzip.decompress(Path(shared_trace(name)).read_bytes())

@@ -291,8 +291,8 @@ GIVE = "give a PyTorch profiler trace"
             "trace written by export_chrome_trace or tensorboard_trace_handler",
         ),
         (
-            b"[[1, 2]]",
-            "a JSON list, but not of trace events (written by export_memory_timeline?); "
+            b'[["a", 2]]',
+            "a JSON list, but not of trace events; "
             "give a trace written by export_chrome_trace or tensorboard_trace_handler",
         ),
         (

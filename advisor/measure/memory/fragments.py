@@ -77,7 +77,7 @@ def repacking(post: PostMortem) -> Repacking | None:
     slack = post.reserved - post.allocated
     expandable = bool(h.segments["expandable"].fill_null(False).any())
     lost = slack < MIN_SLACK * post.reserved and h.failed is None
-    if post.snapshot.exception is not None:
+    if post.snapshot.exception is not None or post.snapshot.source != "allocator":
         return None
     if h.too_short or h.segments.is_empty() or expandable or post.contradicts or lost:
         return None
@@ -97,7 +97,8 @@ def repacking(post: PostMortem) -> Repacking | None:
 def fragments(post: PostMortem) -> Fragments | None:
     """The state that the snapshot was taken of; ``None``: no segments in it."""
     h = post.history
-    if h.segments.is_empty() or post.snapshot.exception is not None:
+    known = post.snapshot.exception is None and post.snapshot.source == "allocator"
+    if h.segments.is_empty() or not known:
         return None
     joined = (
         h.blocks.with_columns(

@@ -29,7 +29,7 @@ CATEGORIES = (
 """``autocast copies``: weights in autocast's type, kept until its region ends. ``earlier steps``:
 made by a forward pass of a step before, and held still. ``not attributed``: neither call path nor
 lifetime nor sizes say what it is for; its line may be known."""
-BASES = ("call path", "lifetime", "size pattern", "none")
+BASES = ("call path", "lifetime", "size pattern", "the file", "none")
 CUBLAS_WORKSPACES = (8_519_680, 33_554_432 + 131_072)
 """Bytes of cuBLAS's default workspace (``CUBLAS_WORKSPACE_CONFIG=:4096:2:16:8``), often without a
 stack."""
@@ -71,6 +71,10 @@ def classify(h: History, moment: int) -> Kinds:
         kind[rows] = CATEGORIES.index(name)
         basis[rows] = BASES.index(why)
 
+    if h.snapshot.categories:
+        for number, name in enumerate(h.snapshot.categories):
+            put(lives.stack == number, name, "none" if name == CATEGORIES[NONE] else "the file")
+        return Kinds(kind, basis)
     leaves = _leaves_phase(h)
     sizes = np.unique(lives.size[is_("parameter")])
     engine = is_("backward") | (is_("nothing") & known & h.has_stacks)

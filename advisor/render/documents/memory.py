@@ -39,6 +39,11 @@ def sections(report: Report) -> list[Block]:
         rest: list[Block] = [each for each in device.tables if each.title in _FOLDED]
         if view.savings:
             rest.append(Items(assumptions(view), title="What these savings assume"))
+        if view.source == "trace":
+            counted = "what held the memory at its peak"
+            body: list[Block] = [fields, *first, *rest]
+            blocks.append(Section(device.title, body, device.aside, folded=True, counted=counted))
+            continue
         blocks.append(Section(device.title, [fields, *first], device.aside))
         if rest:
             counted = "allocations per step, segments and what savings assume"
@@ -100,6 +105,8 @@ def device(view: MemoryView, rows: int = MAX_ROWS, *, named: bool = False) -> De
         "snapshot": "in the snapshot, without a history",
     }[view.at if view.at in ("out of memory", "peak") else "snapshot"]
     title = f"What held GPU {view.device}'s memory" if named else "What held the memory"
+    if view.device < 0:
+        title = "What held the host's memory"
     peak = f"peak {t.format_bytes(view.peak)}" if view.peak != view.allocated else ""
     whole = max(view.allocated, 1)
     by = [
@@ -108,7 +115,7 @@ def device(view: MemoryView, rows: int = MAX_ROWS, *, named: bool = False) -> De
     ]
     held = [
         f"{t.format_bytes(view.allocated)} in tensors",
-        f"{t.format_bytes(view.reserved)} reserved",
+        f"{t.format_bytes(view.reserved)} reserved" if view.reserved else "",
         peak,
     ]
     lines = [("held", held), ("by", by), ("basis", _bases(view)), ("failed", [view.placement]),

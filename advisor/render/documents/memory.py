@@ -40,7 +40,7 @@ def sections(report: Report) -> list[Block]:
         if view.savings:
             rest.append(Items(assumptions(view), title="What these savings assume"))
         if view.source == "trace":
-            counted = "what held the memory at its peak"
+            counted = "" if view is not report.memory[0] else "what held the memory at its peak"
             body: list[Block] = [fields, *first, *rest]
             blocks.append(Section(device.title, body, device.aside, folded=True, counted=counted))
             continue

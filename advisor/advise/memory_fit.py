@@ -13,7 +13,8 @@ import polars as pl
 from advisor.core import text as t
 from advisor.core.gpus import GpuSpec
 from advisor.measure import Analysis
-from advisor.measure.host.stacks import BACKWARD
+from advisor.measure.host.names import name_matches
+from advisor.measure.host.stacks import BACKWARD, nearest, parents
 from advisor.measure.memory.memory_savings import Change, changes, needed, sharded
 from advisor.measure.memory.post_mortem import PostMortem
 from advisor.replay.project.rates import host_rate, memory_rate, peer_rate
@@ -40,6 +41,7 @@ WHY = {
     "ZeRO 2": "as much traffic as the all-reduce that it replaces",
 }
 LARGEST_SCALE = 64.0
+MODULE = r"^nn\.Module: "
 UNKNOWN_NS = 1e12
 """What an unknown time counts as: more than any that is known."""
 
@@ -55,6 +57,15 @@ class PhaseTimes(NamedTuple):
     step: float
 
 
+class Layer(NamedTuple):
+    """One of the calls that checkpointing touches, in order of the forward pass."""
+
+    bytes: int
+    """That it holds at the moment, without its output."""
+    ns: float | None
+    """Device time of its forward pass, which runs again; ``None``: no trace shows it."""
+
+
 class Way(NamedTuple):
     """A change with its price."""
 
@@ -65,6 +76,8 @@ class Way(NamedTuple):
     """Added per step; ``None``: unknown."""
     why: str
     """What the time is made of."""
+    layers: tuple[Layer, ...] = ()
+    """Of checkpointing."""
 
 
 class Fit(NamedTuple):
@@ -119,7 +132,10 @@ def fit(
     for each in options:
         freed = today - needed(post, [each], scale)
         ns, why = _price(each, post, phases, gpu, ranks, scale)
-        ways.append(Way(each, freed, ns, why))
+        layers = _layers(each, post, a)
+        if layers and all(layer.ns is not None for layer in layers):
+            ns = sum(layer.ns or 0.0 for layer in layers)
+        ways.append(Way(each, freed, ns, why, layers))
     ways.sort(key=lambda way: (_cost([way]), -way.bytes))
 
     def reserved(made: Sequence[Way]) -> int:
@@ -173,9 +189,11 @@ def _fewest(
     def partly(count: int) -> Way:
         share = count / calls
         assumes = f"{count} of {calls} calls keep their output alone"
+        times = [layer.ns for layer in way.layers[:count] if layer.ns is not None]
+        again = None if way.ns is None else way.ns * share
         return way._replace(
             change=way.change.of_parts(count)._replace(assumes=assumes),
-            ns=None if way.ns is None else way.ns * share,
+            ns=sum(times) if len(times) == count else again,
             bytes=round(way.bytes * share),
         )
 
@@ -213,6 +231,59 @@ def phase_times(a: Analysis) -> PhaseTimes | None:
     busiest = max(threads, default=0)
     per = [float(dur[rows].sum()) / a.step_count for rows in (rest, backward, optimizer)]
     return PhaseTimes(per[0], per[1], per[2], busiest / a.step_count, a.step_ns)
+
+
+def _layers(each: Change, post: PostMortem, a: Analysis | None) -> tuple[Layer, ...]:
+    """What each call of a checkpointed line holds, and how long it runs."""
+    if each.part is None:
+        return ()
+    calls = int(each.part.max()) + 1
+    here = post.history.lives.at(post.moment)[each.rows]
+    rows, first = np.unique(each.rows[here], return_index=True)
+    held = np.bincount(
+        each.part[here][first], weights=post.history.lives.size[rows], minlength=calls
+    )
+    times = None if a is None else module_times(a, calls)
+    return tuple(
+        Layer(int(size), None if times is None else times[n]) for n, size in enumerate(held)
+    )
+
+
+def module_times(a: Analysis, calls: int) -> list[float] | None:
+    """Device time per step of each of so many modules of one class that another module calls one
+    after the other, forward, ns; of several such classes the one with most time. One call more is
+    allowed: the last layer's backward pass begins at once. ``None``: the trace has no modules, or
+    none is called so often."""
+    cpu, parent = a.trace.cpu, parents(a.trace)
+    module = (cpu["kind"] == "python").to_numpy() & name_matches(cpu["name"], MODULE).to_numpy()
+    if not module.any() or a.device_id is None:
+        return None
+    rows = np.flatnonzero(module)
+    outer = np.append(nearest(parent, module), -1)[parent[rows]]
+    table = pl.DataFrame({"row": rows, "outer": outer}).with_columns(
+        name=cpu["name"].gather(rows).cast(pl.String).str.replace(r"_\d+$", ""),
+        ts=cpu["ts"].gather(rows),
+    )
+    called = (pl.len().over("outer", "name") - calls).is_between(0, 1)
+    table = table.filter((pl.col("outer") >= 0) & called).sort("ts")
+    wanted = np.zeros(cpu.height, dtype=np.bool_)
+    wanted[table["row"].to_numpy()] = True
+    compute = a.in_window & ~a.kernels["communication"].fill_null(False).to_numpy()
+    compute &= a.trace.gpu["launch"].is_not_null().to_numpy()
+    launch = a.trace.gpu["launch"].to_numpy()[compute].astype(np.int64)
+    under = nearest(parent, wanted)[launch]
+    ns = np.bincount(under[under >= 0], weights=a.trace.gpu["dur"].to_numpy()[compute][under >= 0],
+                     minlength=cpu.height)  # fmt: skip
+    table = table.with_columns(
+        ns=pl.Series(ns[table["row"].to_numpy()]),
+        place=pl.int_range(pl.len()).over("outer", "name"),
+    )
+    by_name = table.group_by("name").agg(pl.col("ns").sum()).sort("ns", "name", descending=True)
+    if by_name.is_empty() or not by_name["ns"][0]:
+        return None
+    own = table.filter((pl.col("name") == by_name["name"][0]) & (pl.col("place") < calls))
+    sums = own.group_by("place").agg(pl.col("ns").sum()).sort("place")["ns"]
+    return [float(total) / a.step_count for total in sums]
 
 
 def _price(

@@ -140,6 +140,7 @@ def _plain(fit: Fit, scale: float) -> dict[str, Any]:
             "made_of": way.why, "assumes": way.change.assumes,
             "file": None if where is None else where.file,
             "line": None if where is None else where.line,
+            "layers": [layer._asdict() for layer in way.layers],
         }  # fmt: skip
 
     return {

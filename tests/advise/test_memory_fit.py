@@ -164,3 +164,26 @@ def test_the_trace_of_an_analysis_alone_has_no_memory_to_fit(
     file.write_text(json.dumps({"traceEvents": trace().events}))
     assert run(["fit", str(file), "--capacity", "24GiB"]) == 2
     assert "--memory" in capsys.readouterr().err
+
+
+def test_checkpointing_has_the_bytes_and_the_time_of_each_layer() -> None:
+    post = measured(program())
+    b = TraceBuilder("A100")
+    for _ in range(2):
+        with b.step(), b.python("nn.Module: Net_0"):
+            with b.python("nn.Module: Linear_9"):
+                b.launch("embed", 700)
+            for layer in range(10):
+                with b.python(f"nn.Module: Block_{layer}"), b.python("nn.Module: Linear_0"):
+                    b.launch("gemm", 100 * (layer + 1))
+            b.sync()
+    (way,) = [w for w in fit(post, b.analysis(), 80 * GIB).ways if w.layers]
+    assert [layer.ns for layer in way.layers] == pytest.approx(
+        [1e5 * (n + 1) for n in range(len(way.layers))]
+    )
+    assert way.ns == pytest.approx(sum(1e5 * (n + 1) for n in range(len(way.layers))))
+    # what a layer holds is what the model of the allocator made there, without its output
+    assert len({layer.bytes for layer in way.layers}) == 1
+    assert way.layers[0].bytes % (96 * MIB) == 0 < way.layers[0].bytes
+    (unknown,) = [w for w in fit(post, trace().analysis(), 80 * GIB).ways if w.layers]
+    assert {layer.ns for layer in unknown.layers} == {None}  # a trace without modules

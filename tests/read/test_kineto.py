@@ -416,7 +416,6 @@ def test_each_kind_of_no_trace_has_a_line_of_its_own() -> None:
         said(b"?"),
         said(b"{}"),
         said(b"[5]"),
-        said(b'[["a", 0]]'),
         said(b'{"traceEvents": 1}'),
         said(b'{"traceEvents": []}'),
         said(b'{"traceEvents": ['),

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
-from advisor.advise.memory_fit import OUTSIDE, Fit, Way
+from advisor.advise.memory_fit import OUTSIDE, Fit, Layer, Way
 from advisor.core import text as t
 from advisor.render.document import Block, Code, Document, FieldList, Grid, Paragraph, TextField
 from advisor.rules.memory.out_of_memory import describe_change
+
+MAX_LAYERS = 12
+SAME = 0.05
+"""Share by which layers in one row of a table may differ."""
 
 
 def build(fit: Fit, *, gpu: str, batch: str) -> Document:
@@ -25,6 +29,7 @@ def build(fit: Fit, *, gpu: str, batch: str) -> Document:
         for way in fit.chosen:
             text, code = describe_change(way.change.change)
             blocks += [Paragraph(f"{text}{_place(way)}: {way.change.assumes}."), Code(code)]
+    blocks += [_layers(way.layers) for way in fit.ways if way.layers]
     names = {way.change.change for way in fit.chosen}
     others = [way for way in fit.ways if way.bytes > 0 and way.change.change not in names]
     if others:
@@ -39,6 +44,30 @@ def build(fit: Fit, *, gpu: str, batch: str) -> Document:
 def _table(title: str, ways: list[Way]) -> Grid:
     head = ["change", "frees", "adds per step"]
     return Grid(head, [_row(way) for way in ways], title, below=[way.why for way in ways])
+
+
+def _layers(layers: tuple[Layer, ...]) -> Grid:
+    """What each layer holds and costs; neighbours that are the same share a row."""
+    rows: list[list[str]] = []
+    begin = 0
+    for number, layer in enumerate(layers, start=1):
+        if number < len(layers) and _similar(layer, layers[number]):
+            continue
+        name = str(begin + 1) if number == begin + 1 else f"{begin + 1}-{number}, each"
+        again = "unknown" if layer.ns is None else t.format_duration(layer.ns)
+        rows.append([name, t.format_bytes(layer.bytes), again])
+        begin = number
+    head = ["call", "frees at the peak", "forward again"]
+    more = t.count_noun(len(rows) - MAX_LAYERS, "more row")
+    return Grid(head, rows, "Checkpointing, by layer", short=rows[:MAX_LAYERS],
+                more=f"{more}: --format json has all")  # fmt: skip
+
+
+def _similar(one: Layer, other: Layer) -> bool:
+    if (one.ns is None) != (other.ns is None):
+        return False
+    ns = abs((one.ns or 0.0) - (other.ns or 0.0)) <= SAME * max(one.ns or 0.0, other.ns or 0.0)
+    return ns and abs(one.bytes - other.bytes) <= SAME * max(one.bytes, other.bytes)
 
 
 def _headline(fit: Fit, name: str) -> str:

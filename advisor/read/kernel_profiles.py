@@ -368,21 +368,29 @@ def _metric(data: bytes, field: Field, strings: list[str]) -> tuple[str, Metric 
 
 
 def _advice(data: bytes, field: Field) -> ToolAdvice | None:
-    """A rule's first message; ``None``: it had nothing to say. Its estimate is not read: no file
-    with one was seen, and the CSV pages have it."""
-    rule, text = "", ""
-    for inner in _inside(data, field):
-        if inner.number == 1:
-            rule = _text(data, inner)
-        elif inner.number == 3 and inner.wire == BYTES:
-            for body in _inside(data, inner):
-                for item in _inside(data, body):
-                    if item.number != 1 or item.wire != BYTES or text:
-                        continue
-                    for part in _inside(data, item):
-                        if part.number == 1 and part.wire == BYTES:
-                            text = _text(data, part)
-    return ToolAdvice(rule, text) if text else None
+    """A rule's first message, with its largest estimate; ``None``: it had nothing to say. An
+    estimate is item 10 of a body (type, percent), by the layout of ``RuleResults.proto``; no file
+    with one was seen."""
+    rule, text, scope, saved = "", "", "", None
+    parts = list(_inside(data, field))
+    bodies = [part for part in parts if part.number == 3 and part.wire == BYTES]
+    items = [
+        item for body in bodies for each in _inside(data, body) for item in _inside(data, each)
+    ]
+    for part in parts:
+        rule = _text(data, part) if part.number == 1 else rule
+    for item in items:
+        inner = list(_inside(data, item)) if item.wire == BYTES and item.number in (1, 10) else []
+        if item.number == 1 and not text:
+            said = [_text(data, each) for each in inner if each.number == 1 and each.wire == BYTES]
+            text = "".join(said)
+        elif item.number == 10:
+            share = share_of(next((_number(x) for x in inner if x.wire == FIXED64), None))
+            if share is not None and (saved is None or share > saved):
+                saved = share
+                kind = next((each.value for each in inner if each.wire == VARINT), 0)
+                scope = {1: "local", 2: "global"}.get(kind, "")
+    return ToolAdvice(rule, text, scope, saved) if text else None
 
 
 # -- rocprof ---------------------------------------------------------------------------------------
@@ -452,6 +460,22 @@ def _of_rocprof(name: str, grid: str, block: str, values: dict[str, list[float]]
         metrics=metrics,
         launches=max(map(len, values.values()), default=1),
     )
+
+
+_KERN = ("KernelName", "grd", "wgr", "BeginNs", "EndNs")
+
+
+def read_rocprof_kernels(database: Database, path: str) -> KernelProfiles:
+    """The table of kernels that rocprof (version 1) writes into SQLite: times, no counters.
+    Raises AdvisorError."""
+    types = {name: pl.String if name == "KernelName" else pl.Int64 for name in _KERN}
+    table = database.read("KERN", types)
+    if set(table.columns) != set(_KERN) or table.is_empty():
+        raise AdvisorError(f"{path}: a database of rocprof without kernels and their times")
+    names = pl.col("KernelName").str.strip_chars('"')
+    rows = table.select(_KERN).with_columns(names).cast(pl.String).fill_null("").rows()
+    kernels = _rocprof_csv(iter([list(_KERN), *map(list, rows)]))
+    return KernelProfiles(path, ROCPROF, tuple(kernels))
 
 
 def read_rocprof_compute(database: Database, path: str) -> KernelProfiles:

@@ -214,7 +214,7 @@ def table_names(head: bytes, path: str) -> frozenset[str]:
                 rows = connection.execute("SELECT name FROM sqlite_master LIMIT 1000").fetchall()
         except (sqlite3.Error, OSError):
             return frozenset()
-        names = " ".join(str(name) for (name,) in rows)
+        names = " ".join(f"TABLE {name} (" for (name,) in rows)
         result = {word for word in _KNOWN if word in names}
     return frozenset(result)
 
@@ -226,6 +226,7 @@ _KNOWN = (
     "TARGET_INFO",
     "rocpd_",
     "compute_kernel_metric_value",
+    "TABLE KERN (",
 )
 
 

@@ -6,6 +6,7 @@ import csv
 import gzip
 import io
 import random
+import sqlite3
 import struct
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,9 +14,11 @@ from pathlib import Path
 import pytest
 
 from advisor.core.errors import AdvisorError
-from advisor.core.kernel_profile import KernelProfiles
+from advisor.core.kernel_profile import KernelProfiles, ToolAdvice
 from advisor.read import open_run
+from advisor.read.kernel_profiles import _advice, read_kernel_profiles
 from advisor.read.registry import read_bytes, read_trace
+from advisor.read.wire import fields
 from benchmarks.public_traces import path_of
 
 REPORTS = ("cutlass_a100_s4", "cutlass_a100_s8", "sparse_matmul_a10g")
@@ -177,6 +180,49 @@ def test_the_laplacian_has_its_published_time_bytes_and_bandwidth(
     if variant == "kernel1":  # the authors count what an ideal cache would move, for a grid of 512
         moved = (512**3 - 8 - 3 * 4 * 510 + 510**3) * 8
         assert moved / kernel.duration_ns == pytest.approx(808, rel=0.02)
+
+
+@pytest.mark.parametrize("variant", ["kernel1", "kernel2"])
+def test_a_database_of_rocprof_has_the_times_of_its_csv(variant: str, tmp_path: Path) -> None:
+    text = gzip.decompress(
+        (path_of("rocprof/laplacian") / f"{variant}_results.csv.gz").read_bytes()
+    )
+    head, *rows = list(csv.reader(io.StringIO(text.decode())))
+    path = tmp_path / "results.db"
+    with sqlite3.connect(path) as db:  # as rocprof writes it: names in quotes
+        columns = ", ".join(f'"{name}"' for name in head)
+        db.execute(f"CREATE TABLE KERN ({columns})")
+        quoted = head.index("KernelName")
+        for row in rows:
+            row[:] = [int(cell) if cell.isdigit() else cell for cell in row]  # type: ignore[misc]
+            row[quoted] = f'"{row[quoted]}"'
+        marks = ", ".join("?" * len(head))
+        db.executemany(f"INSERT INTO KERN VALUES ({marks})", rows)
+    found = profiles_of(path)
+    plain = profiles_of(path_of(f"rocprof/laplacian/{variant}_results.csv.gz"))
+    assert found.tool == "rocprof"
+    assert [(k.name, k.duration_ns, k.launches, k.grid) for k in found.kernels] == [
+        (k.name, k.duration_ns, k.launches, k.grid) for k in plain.kernels
+    ]
+    with sqlite3.connect(path) as db:
+        db.execute("DELETE FROM KERN")
+    with pytest.raises(AdvisorError, match="without kernels"):
+        profiles_of(path)
+
+
+def test_an_estimate_inside_of_a_report_is_read_where_the_layout_has_one() -> None:
+    data = gzip.decompress(path_of("ncu/cutlass_a100_s8.ncu-rep.gz").read_bytes())
+    body = b"\x0a\x06\x0a\x04slow"  # item 1: the message
+    speedup = b"\x08\x02\x11" + struct.pack("<d", 25.0)  # global, percent
+    body += b"\x52" + bytes([len(speedup)]) + speedup  # item 10
+    items = b"\x0a" + bytes([len(body)]) + body
+    rule = b"\x0a\x04Rule\x1a" + bytes([len(items)]) + items
+    (field,) = fields(b"\x9a\x01" + bytes([len(rule)]) + rule, 0, len(rule) + 3)
+    said = _advice(b"\x9a\x01" + bytes([len(rule)]) + rule, field)
+    assert said == ToolAdvice("Rule", "slow", "global", 0.25)
+    # files of 2022 and 2024 have none, and none is made up
+    (kernel, *_) = read_kernel_profiles(data, "x", "ncu-rep").kernels
+    assert kernel.advice and all(each.saved is None for each in kernel.advice)
 
 
 def test_a_database_of_rocprof_compute_gives_shares_of_peaks() -> None:

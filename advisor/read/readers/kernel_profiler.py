@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 
 NCU_MAGIC = b"NVR\0"
 _TABLE = "compute_kernel_metric_value"
+_KERNELS = "KERN"
 
 
 def layout_of(head: bytes) -> Layout | None:
@@ -79,20 +80,21 @@ class KernelProfilerReader(Reader):
 
 
 class RocprofComputeReader(Reader):
-    """Analysis databases of rocprof-compute (SQLite)."""
+    """Analysis databases of rocprof-compute, and kernels of rocprof version 1 (SQLite)."""
 
     name = "rocprof-compute"
-    reads = "an analysis database of rocprof-compute (.db)"
+    reads = "an analysis database of rocprof-compute or kernels of rocprof (.db)"
     suffixes = ()
 
     def sniff(self, head: bytes, path: str) -> ReaderClaim:
         """By its tables."""
-        known = _TABLE in table_names(head, path)
+        known = {_TABLE, f"TABLE {_KERNELS} ("} & table_names(head, path)
         return ReaderClaim.SURE if known else ReaderClaim.NO
 
     def read(self, source: ByteSource, options: ReadOptions) -> Trace:
         """A trace that holds kernel profiles and nothing else."""
-        from advisor.read.kernel_profiles import read_rocprof_compute
+        from advisor.read.kernel_profiles import read_rocprof_compute, read_rocprof_kernels
 
         with opened(source, options) as database:
-            return _trace(source, read_rocprof_compute(database, source.path))
+            read = read_rocprof_kernels if database.has(_KERNELS) else read_rocprof_compute
+            return _trace(source, read(database, source.path))

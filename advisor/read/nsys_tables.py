@@ -7,7 +7,7 @@ versions: whatever is not there is not recorded.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import polars as pl
 import polars.selectors as cs
@@ -24,6 +24,7 @@ LIBRARIES = ("CUDNN_EVENTS", "CUBLAS_EVENTS")
 MPI = ("MPI_COLLECTIVES_EVENTS", "MPI_P2P_EVENTS", "MPI_START_WAIT_EVENTS", "MPI_OTHER_EVENTS")
 NVTX, SYSTEM, OVERHEAD = "NVTX_EVENTS", "OSRT_API", "PROFILER_OVERHEAD"
 MEMORY = "CUDA_GPU_MEMORY_USAGE_EVENTS"
+GPU_FAULTS, CPU_FAULTS = "CUDA_UM_GPU_PAGE_FAULT_EVENTS", "CUDA_UM_CPU_PAGE_FAULT_EVENTS"
 METRICS, METRIC_NAMES = "GPU_METRICS", "TARGET_INFO_GPU_METRICS"
 
 _TIMES = {"start": pl.Int64, "end": pl.Int64}
@@ -34,6 +35,9 @@ _COPIES = {1: "HtoD", 2: "DtoH", 3: "HtoD", 4: "DtoH", 5: "DtoD", 6: "DtoD", 7: 
 """CUpti_ActivityMemcpyKind, then the exporter's own kinds: migrations of managed memory."""
 _MEMORIES = {0: "Pageable", 1: "Pinned", 2: "Device", 3: "Array", 4: "Managed", 5: "Device Static",
              6: "Managed Static"}  # fmt: skip
+_CAUSES = {1: "user prefetch", 2: "page fault", 3: "speculative prefetch", 4: "eviction",
+           5: "access counters"}  # fmt: skip
+"""CUpti_ActivityUnifiedMemoryMigrationCause."""
 _SYNCS = {1: "event", 2: "stream_wait", 3: "stream", 4: "context"}
 """CUpti_ActivitySynchronizationType."""
 _PUSH_POP, _START_END = (59, 70), (60, 71)
@@ -142,7 +146,7 @@ class NsysTables:
         ).drop("graphId")
 
     def _copies(self) -> pl.DataFrame:
-        kinds = ("copyKind", "srcKind", "dstKind")
+        kinds = ("copyKind", "srcKind", "dstKind", "migrationCause")
         more = dict.fromkeys(("bytes", *kinds, "graphId", "graphNodeId"), pl.Int64)
         memories = self._memories()
 
@@ -154,7 +158,16 @@ class NsysTables:
                 graph=_graph(),
                 gbps=_rate(),
             )
+            moved = pl.col("copyKind").is_between(11, 13)
+            into = pl.when(moved & (pl.col("copyKind") != 12)).then(pl.lit("Device"))
+            out_of = pl.when(moved & (pl.col("copyKind") == 12)).then(pl.lit("Device"))
+            managed = pl.when(moved).then(pl.lit("Managed"))
+            rows = rows.with_columns(
+                src=pl.coalesce(out_of, managed, "src"), dst=pl.coalesce(into, managed, "dst")
+            )
             arrow = pl.format(" ({} -> {})", pl.col("src"), pl.col("dst")).fill_null("")
+            cause = pl.format(" {}", _coded("migrationCause", _CAUSES)).fill_null("")
+            arrow += pl.when(moved).then(cause).otherwise(pl.lit(""))
             texts = pl.col("src", "dst", "name").cast(pl.Categorical)
             return (
                 rows.with_columns(name=pl.format("Memcpy {}{}", pl.col("copy"), arrow))
@@ -358,7 +371,27 @@ class NsysTables:
 
     # -- what the file says of the machine ----------------------------------------------------
 
-    def metrics(self) -> pl.DataFrame | None:
+    def counters(self) -> pl.DataFrame | None:
+        """Hardware counters and page faults of unified memory; ``None``: neither was recorded."""
+        parts = [part for part in (self._metrics(), *self._faults()) if part is not None]
+        return pl.concat(parts, how="diagonal_relaxed") if parts else None
+
+    def _faults(self) -> Iterator[pl.DataFrame]:
+        """A row per group of faults on the GPU, and per fault on the host."""
+        types = {**_TIMES, "deviceId": pl.Int64, "numberOfPageFaults": pl.Int64}
+        for table, place in ((GPU_FAULTS, "GPU"), (CPU_FAULTS, "CPU")):
+            if not self._db.has(table, "start"):
+                continue
+            rows = with_all(self._db.read(table, types), types)
+            yield rows.select(
+                ts="start",
+                dur=(pl.col("end") - pl.col("start")).fill_null(0),
+                name=pl.lit(f"{place} page faults"),
+                range=pl.format(f"{place} {{}}", pl.col("deviceId").fill_null(0)),
+                value=pl.col("numberOfPageFaults").fill_null(1).cast(pl.Float64),
+            )
+
+    def _metrics(self) -> pl.DataFrame | None:
         """Samples of the GPUs' hardware counters, each for the time to the next one."""
         rows = self._db.read(
             METRICS,

@@ -316,6 +316,14 @@ class TraceBuilder:
             with self.op(op):
                 act()
 
+    def migrate(self, direction: str, size: int, us: float, *, cause: str = "page fault") -> None:
+        """Pages of unified memory that move (``HtoD``, ``DtoH``) beside the last kernel, as the
+        reader of Nsight Systems names them."""
+        ends = ("Managed", "Device") if direction == "HtoD" else ("Device", "Managed")
+        name = f"Memcpy {direction} ({ends[0]} -> {ends[1]}) {cause}"
+        stream = {"HtoD": 101, "DtoH": 102}[direction]
+        self._device("gpu_memcpy", name, us, stream, self._next(), {"bytes": size})
+
     def memset(self, size: int, us: float, *, stream: int = 7) -> None:
         """A ``cudaMemsetAsync``."""
         self._work(

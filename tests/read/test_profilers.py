@@ -19,11 +19,13 @@ import pytest
 import advisor
 from advisor import cli
 from advisor.core.errors import AdvisorError
+from advisor.core.finding import Finding
 from advisor.core.trace import Trace
 from advisor.measure import Analysis
 from advisor.read import ReadOptions, open_run, read_trace
 from advisor.read.nvtx import framework_of, parsed
 from advisor.read.registry import read_bytes
+from advisor.rules.memory.unified_memory import UnifiedMemory
 
 Found = Callable[[str], str]
 MADE: dict[str, Callable[[Path], Path]] = {
@@ -566,3 +568,49 @@ def test_rpd_is_what_sql_says(shared_file: Found) -> None:
     assert int(trace.gpu["bytes"].sum()) == size
     assert trace.meta.framework == "pytorch"
     assert trace.counters.height == 15
+
+
+def test_migrations_and_faults_of_unified_memory_are_read_and_judged(tmp_path: Path) -> None:
+    # as NVIDIA's schema reference has the tables: no real file with migrations was at hand
+    path = profiler_files.nsys(tmp_path / "a.sqlite")
+    _, _, work = profiler_files.program()
+    kernels = [each for each in work if each.name == profiler_files.NAMES[2]]
+    with sqlite3.connect(path) as db:
+        db.execute("ALTER TABLE CUPTI_ACTIVITY_KIND_MEMCPY ADD COLUMN migrationCause INTEGER")
+        columns = "start, end, deviceId, contextId, streamId, correlationId, globalPid, bytes, "
+        columns += "copyKind, srcKind, dstKind, migrationCause"
+        pid = profiler_files.GLOBAL_PID
+        for kernel in kernels:  # 300 us, of which 200 beside pages that come on demand
+            for begin, cause in ((kernel.start + 50_000, 2), (kernel.start - 500_000, 1)):
+                row = (begin, begin + 200_000, 0, 1, 0, 0, pid, 1 << 20, 11, 4, 2, cause)
+                marks = ", ".join("?" * len(row))
+                db.execute(
+                    f"INSERT INTO CUPTI_ACTIVITY_KIND_MEMCPY ({columns}) VALUES ({marks})", row
+                )
+        db.execute(
+            "CREATE TABLE CUDA_UM_GPU_PAGE_FAULT_EVENTS (start, end, globalPid, deviceId, address, "
+            "numberOfPageFaults, faultAccessType)"
+        )
+        db.execute(
+            "CREATE TABLE CUDA_UM_CPU_PAGE_FAULT_EVENTS (start, globalPid, address, "
+            "originalFaultPc, CpuInstruction, module, unresolvedFaultPc)"
+        )
+        for kernel in kernels:
+            fault = (kernel.start + 40_000, kernel.start + 50_000, pid, 0, 4096, 7, 1)
+            db.execute("INSERT INTO CUDA_UM_GPU_PAGE_FAULT_EVENTS VALUES (?,?,?,?,?,?,?)", fault)
+        host = (kernels[0].start, pid, 4096, None, 1, 1, None)
+        db.execute("INSERT INTO CUDA_UM_CPU_PAGE_FAULT_EVENTS VALUES (?,?,?,?,?,?,?)", host)
+    trace = read_trace(str(path))
+    names = trace.gpu["name"].cast(pl.String).value_counts().rows()
+    assert ("Memcpy HtoD (Managed -> Device) page fault", len(kernels)) in names
+    assert ("Memcpy HtoD (Managed -> Device) user prefetch", len(kernels)) in names
+    faults = trace.counters.group_by(pl.col("name").cast(pl.String)).agg(pl.col("value").sum())
+    assert dict(faults.rows()) == {"GPU page faults": 7 * len(kernels), "CPU page faults": 1}
+    a = Analysis(trace)
+    (finding,) = [each for each in UnifiedMemory().check(a) if isinstance(each, Finding)]
+    values = {each.label: each.value for each in finding.evidence}
+    # what was asked for ahead of time does not count
+    assert values["kernels beside migrations"] == pytest.approx(
+        200_000 * len(kernels) / a.step_count, rel=0.05
+    )
+    assert values["GPU page faults in the recording"] == 7 * len(kernels)

@@ -61,7 +61,7 @@ class Nsys(Reader):
                     f"{source.path}: an Nsight Systems export without CUDA work and without "
                     "ranges; record with --trace=cuda,nvtx,osrt"
                 )
-            sync, metrics, memory = tables.syncs(), tables.metrics(), tables.memory()
+            sync, metrics, memory = tables.syncs(), tables.counters(), tables.memory()
             pids = host["process"].unique().cast(pl.String).to_list() if host.height else []
             names = [
                 frame["name"].unique().cast(pl.String) for frame in (host, device) if frame.height

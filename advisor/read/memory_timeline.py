@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from itertools import pairwise
+from typing import Any
 
 import msgspec
 import polars as pl
@@ -36,7 +37,7 @@ def read_memory_timeline(data: bytes, path: str) -> MemorySnapshot:
     deltas, dropped = _deltas(data, path)
     if not deltas:
         raise AdvisorError(f"{path}: a memory timeline with no event of device memory")
-    events: dict[str, list[object]] = {name: [] for name in EVENT_SCHEMA}
+    events: dict[str, list[Any]] = {name: [] for name in EVENT_SCHEMA}
     live: dict[tuple[int, int], list[int]] = {}
     sizes: dict[int, tuple[int, int]] = {}
     for time, size, category in deltas:  # one after the other: which block is free depends on it
@@ -55,7 +56,7 @@ def read_memory_timeline(data: bytes, path: str) -> MemorySnapshot:
         for name, column in events.items():
             column.append(row.get(name))
     held = [address for addresses in live.values() for address in addresses]
-    blocks = {
+    blocks: dict[str, list[Any]] = {
         "device": [0] * len(held), "address": held, "size": [sizes[n][0] for n in held],
         "requested": [sizes[n][0] for n in held], "state": ["allocated"] * len(held),
         "stack": [sizes[n][1] for n in held],

@@ -479,7 +479,8 @@ def bounded(report: Report) -> bool:
 
 
 def outlook(report: Report) -> str:
-    """What the step comes down to with every ranked fix, and what limits it then."""
+    """What the step comes down to with every ranked fix, and what limits it then. Empty where the
+    replay has none of them: their gains come from the record."""
     replay = report.replay
     if replay is None or not ranked(report):
         return ""
@@ -488,8 +489,10 @@ def outlook(report: Report) -> str:
     after = replay.step_after_ns * scale
     bound = "up to " * bounded(report)
     ratio = report.step_ns / after if after > 0 else 1.0
+    if ratio <= 1:
+        return ""
     times = f"{ratio:.1f}" if ratio >= 2 else f"{ratio:.2f}"
-    faster = f" ({bound}{times}× faster)" if ratio > 1 else ""
+    faster = f" ({bound}{times}× faster)"
     limit = t.limits(replay.critical_after, report.scope.framework)
     return (
         f"With {fixes}: {t.format_duration(report.step_ns)} → "

@@ -182,7 +182,7 @@ def _tf_data(source: Script) -> Iterator[Hint]:
         ):
             yield Hint(
                 id="tf-data-map",
-                title=f"{source.text_of(call).splitlines()[-1][-60:]} maps one element at a time",
+                title="map() of a tf.data pipeline takes one element at a time",
                 why="elements are transformed one after the other, on one core",
                 fix="Let tf.data choose how many to transform at a time.",
                 code="dataset.map(..., num_parallel_calls=tf.data.AUTOTUNE)",

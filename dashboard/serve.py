@@ -29,7 +29,7 @@ TRIES = 50
 
 
 @dataclass
-class Server:
+class DashboardServer:
     """A bound server: its address is known before it answers."""
 
     waitress: Any
@@ -59,7 +59,7 @@ class Server:
         self.waitress.close()
 
 
-def bind(application: Callable[..., Any], access: Access, port: int) -> Server:
+def bind(application: Callable[..., Any], access: Access, port: int) -> DashboardServer:
     """Bind to the port, or to the next one that is free. Raises AdvisorError: there is none, or
     the address is not this machine's."""
     listener = listen(access.host, port)
@@ -79,7 +79,7 @@ def bind(application: Callable[..., Any], access: Access, port: int) -> Server:
         asyncore_use_poll=True,  # select() ends at 1,024 descriptors
         clear_untrusted_proxy_headers=True,
     )
-    return Server(server, access, listener.getsockname()[1])
+    return DashboardServer(server, access, listener.getsockname()[1])
 
 
 def _connections() -> int:
@@ -126,7 +126,7 @@ PAGE = """<!DOCTYPE html>
 
 
 def open_browser(
-    server: Server, opener: Callable[[str], object] = webbrowser.open
+    server: DashboardServer, opener: Callable[[str], object] = webbrowser.open
 ) -> Callable[[], None]:
     """Open a browser on the dashboard, in a thread: one that runs in the terminal ends only when it
     is left. Returns what takes back the file that leads there; that happens by itself once the

@@ -17,7 +17,7 @@ from playwright.sync_api import sync_playwright
 
 from advisor.dashboard.access import Access
 from advisor.dashboard.app import PAGES, create_app
-from advisor.dashboard.serve import Server, bind
+from advisor.dashboard.serve import DashboardServer, bind
 from advisor.dashboard.session import DashboardSession
 
 SHOWN = (
@@ -63,7 +63,14 @@ def main() -> None:
 
 
 def shoot(
-    browser: Any, server: Server, module: str, width: int, theme: str, out: Path, *, full: bool
+    browser: Any,
+    server: DashboardServer,
+    module: str,
+    width: int,
+    theme: str,
+    out: Path,
+    *,
+    full: bool,
 ) -> None:
     """One page: from its top, or all of it."""
     context = browser.new_context(

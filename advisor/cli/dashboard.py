@@ -19,7 +19,7 @@ from advisor.cli.options import Steps, parse_steps, step_ranges
 from advisor.core.errors import AdvisorError, install
 
 if TYPE_CHECKING:
-    from advisor.dashboard.serve import Server
+    from advisor.dashboard.serve import DashboardServer
     from advisor.dashboard.session import DashboardSession
 
 TOKEN = "ADVISOR_DASHBOARD_TOKEN"
@@ -161,7 +161,7 @@ def _check_exist(paths: list[str]) -> None:
             raise AdvisorError(f"{path}: no such file or directory")
 
 
-def _serve(server: Server, session: DashboardSession, *, browser: bool) -> None:
+def _serve(server: DashboardServer, session: DashboardSession, *, browser: bool) -> None:
     """Load the session and serve it until interrupted; then remove what the browser needed."""
     from advisor.dashboard.serve import open_browser
 
@@ -249,7 +249,7 @@ def parse_editor(text: str) -> str:
     return text
 
 
-def _announce(server: Server, port: int) -> None:
+def _announce(server: DashboardServer, port: int) -> None:
     """Print the address, and who can connect."""
     print(f"advisor dashboard: {server.address}")
     if port and server.port != port:

@@ -69,11 +69,11 @@ class LaunchTable:
         self._is_op = host["kind"] == _OP
         runtime = np.flatnonzero((host["kind"] == _RUNTIME) & (host["correlation"] >= 0))
         runtime = runtime[~np.isin(self._call[runtime], _WAITS)]
-        self._runtime = _Lookup(host["correlation"][runtime], runtime)
+        self._runtime = _LaunchLookup(host["correlation"][runtime], runtime)
         self._external: Array = host["external"]
         self._ts: Array = host["ts"]
         ops = np.flatnonzero(self._is_op & (host["external"] >= 0))
-        self._ops = _Lookup(host["external"][ops], ops)
+        self._ops = _LaunchLookup(host["external"][ops], ops)
 
     def find(self, device: Columns) -> NDArray[np.int32]:
         """Row of the call that launched each device row; -1: outside the window.
@@ -104,7 +104,7 @@ class LaunchTable:
         single = np.setdiff1d(np.flatnonzero(launch >= 0), rows, assume_unique=True)
         devices = np.nan_to_num(np.asarray(device["device"], dtype=np.float64), nan=-1.0)
         numbers = np.unique(owner)[:MAX_PROCESSES]
-        tables = [_Lookup(ids[owner == number], calls[owner == number]) for number in numbers]
+        tables = [_LaunchLookup(ids[owner == number], calls[owner == number]) for number in numbers]
         for index, number in enumerate(np.unique(devices[rows])):
             own = rows[devices[rows] == number]
             tied = self._process[launch[single[devices[single] == number]]]
@@ -184,7 +184,7 @@ class LaunchTable:
         return op
 
 
-class _Lookup:
+class _LaunchLookup:
     """Id -> row, the first one that has it."""
 
     def __init__(self, keys: Array, rows: Array) -> None:

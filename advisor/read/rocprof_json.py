@@ -86,7 +86,7 @@ class Symbol(Struct, gc=False):
     arch_vgpr_count: int = 0
 
 
-class Agent(Struct):
+class RocprofAgent(Struct):
     id: Handle = Handle()
     type: int = 0
     node_id: int = -1
@@ -108,7 +108,7 @@ class Metadata(Struct):
 
 class Process(Struct):
     metadata: Metadata = field(default_factory=Metadata)
-    agents: list[Agent] = field(default_factory=list)
+    agents: list[RocprofAgent] = field(default_factory=list)
     kernel_symbols: list[Symbol] = field(default_factory=list)
     strings: Strings = field(default_factory=Strings)
     buffer_records: Records = field(default_factory=Records)

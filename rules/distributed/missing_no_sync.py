@@ -39,7 +39,7 @@ MAX_CORRELATIONS = 500
 Rows = NDArray[np.int64]
 
 
-class Passes(NamedTuple):
+class SyncPasses(NamedTuple):
     """The passes (forward and backward) that make optimizer steps, and what each reduces."""
 
     table: pl.DataFrame
@@ -199,7 +199,7 @@ class MissingNoSync(Rule):
         }
 
 
-def find_passes(a: Analysis) -> Passes | None:
+def find_passes(a: Analysis) -> SyncPasses | None:
     """The passes of the trace's optimizer steps; ``None``: no accumulation can be seen."""
     cpu = a.trace.cpu
     forward, _ = _outermost(a, _FORWARD)
@@ -231,7 +231,7 @@ def find_passes(a: Analysis) -> Passes | None:
     table = reductions.select("gpu", "ts", "dur", "bytes", "op", "launch_ts").with_columns(
         unit=pl.Series(own_unit), of=pl.Series(of), last=pl.Series(last)
     )
-    return Passes(table.filter(pl.Series(pass_index >= 0)).sort("launch_ts"), complete)
+    return SyncPasses(table.filter(pl.Series(pass_index >= 0)).sort("launch_ts"), complete)
 
 
 def _outermost(a: Analysis, pattern: str) -> tuple[Rows, Rows]:

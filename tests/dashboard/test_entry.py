@@ -20,7 +20,7 @@ pytest.importorskip("dash")
 
 from advisor.dashboard.access import Access
 from advisor.dashboard.app import create_app
-from advisor.dashboard.serve import Server, bind, open_browser, redirect_file
+from advisor.dashboard.serve import DashboardServer, bind, open_browser, redirect_file
 from advisor.dashboard.session import DashboardSession
 from advisor.testing import TraceBuilder
 
@@ -28,7 +28,7 @@ SOON = 2.0
 
 
 @pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[DashboardServer]:
     b = TraceBuilder()
     for _ in range(3):
         with b.step(), b.op("aten::mm"):
@@ -43,7 +43,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     session.close()
 
 
-def ask(server: Server, path: str) -> int:
+def ask(server: DashboardServer, path: str) -> int:
     """The status of one request over a connection of its own."""
     connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=30)
     connection.request("GET", path)
@@ -60,7 +60,7 @@ HEAD = b"POST /_dash-update-component HTTP/1.1\r\nHost: localhost\r\nContent-Len
     [(20, b""), (20, b"GET / HTTP/1.1\r\nHost: localhost\r\n"), (150, b"GET"), (20, HEAD + b"{")],
 )
 def test_connections_on_which_nothing_more_is_said_hold_nobody_up(
-    server: Server, count: int, sent: bytes
+    server: DashboardServer, count: int, sent: bytes
 ) -> None:
     ask(server, "/assets/favicon.svg")
     held = [socket.create_connection(("127.0.0.1", server.port)) for _ in range(count)]
@@ -76,7 +76,7 @@ def test_connections_on_which_nothing_more_is_said_hold_nobody_up(
 
 
 def test_the_file_that_opens_the_browser_is_the_users_alone_and_goes_once_it_served(
-    server: Server,
+    server: DashboardServer,
 ) -> None:
     opened: SimpleQueue[str] = SimpleQueue()
     server.access.admitted.clear()
@@ -96,7 +96,7 @@ def test_the_file_that_opens_the_browser_is_the_users_alone_and_goes_once_it_ser
     forget()
 
 
-def test_a_browser_that_never_came_leaves_no_file(server: Server) -> None:
+def test_a_browser_that_never_came_leaves_no_file(server: DashboardServer) -> None:
     opened: SimpleQueue[str] = SimpleQueue()
     server.access.admitted.clear()
     open_browser(server, opened.put)()
@@ -105,11 +105,13 @@ def test_a_browser_that_never_came_leaves_no_file(server: Server) -> None:
 
 def test_without_a_token_there_is_no_file() -> None:
     opened: SimpleQueue[str] = SimpleQueue()
-    open_browser(Server(None, Access(), 8050), opened.put)()
+    open_browser(DashboardServer(None, Access(), 8050), opened.put)()
     assert opened.get(timeout=20) == "http://127.0.0.1:8050/"
 
 
-def test_a_browser_that_stays_in_the_terminal_does_not_hold_the_server_up(server: Server) -> None:
+def test_a_browser_that_stays_in_the_terminal_does_not_hold_the_server_up(
+    server: DashboardServer,
+) -> None:
     left, came = threading.Event(), []
     forget = open_browser(server, lambda _: came.append(left.wait(30)))
     assert came == []  # it is still there, and the caller goes on
@@ -117,13 +119,13 @@ def test_a_browser_that_stays_in_the_terminal_does_not_hold_the_server_up(server
     left.set()
 
 
-def arrived(page: Any, server: Server, path: str) -> None:
+def arrived(page: Any, server: DashboardServer, path: str) -> None:
     page.locator("main h1").first.wait_for(state="attached", timeout=30_000)
     assert page.url == server.base.rstrip("/") + path
 
 
 def test_a_browser_comes_in_by_the_file_and_by_links_of_others(
-    server: Server, browser: Any, tmp_path: Path
+    server: DashboardServer, browser: Any, tmp_path: Path
 ) -> None:
     """Both are other sites to it, and it keeps the cookie back at first."""
     context = browser.new_context()
@@ -150,7 +152,9 @@ def test_a_browser_comes_in_by_the_file_and_by_links_of_others(
     context.close()
 
 
-def test_a_browser_without_the_token_is_told_how_to_come_in(server: Server, browser: Any) -> None:
+def test_a_browser_without_the_token_is_told_how_to_come_in(
+    server: DashboardServer, browser: Any
+) -> None:
     context = browser.new_context()
     page = context.new_page()
     answer = page.goto(server.base)
@@ -164,7 +168,9 @@ def test_a_browser_without_the_token_is_told_how_to_come_in(server: Server, brow
     context.close()
 
 
-def test_a_browser_finds_no_way_to_another_host_in_a_redirect(server: Server, browser: Any) -> None:
+def test_a_browser_finds_no_way_to_another_host_in_a_redirect(
+    server: DashboardServer, browser: Any
+) -> None:
     context = browser.new_context()
     page = context.new_page()
     asked: list[str] = []

@@ -13,7 +13,7 @@ from advisor.advise.impact import Price, Pricer
 from advisor.measure.ranks.outliers import edits_of
 from advisor.measure.ranks.summary import unpack_findings
 from advisor.replay.ranks.gains import combined, saving, without
-from advisor.replay.ranks.replay import Change, Gain
+from advisor.replay.ranks.replay import Gain, JobChange
 
 if TYPE_CHECKING:
     from advisor.core.finding import Edit, Finding
@@ -55,7 +55,7 @@ class RanksPricer:
         self._deviations: dict[Key, tuple[Deviation, Gain | None]] = {}
         self._key_of: dict[Edit, Key] = {}
         self._saved: dict[tuple[Key, ...], float] = {}
-        self._changes: dict[Key, Change] = {}
+        self._changes: dict[Key, JobChange] = {}
         self._of_rule = _by_rule(study)
         for deviation, gain in study.outliers:
             key = tuple(edits_of(study.job, deviation))
@@ -159,9 +159,9 @@ class RanksPricer:
             self._saved[keys] = replay.base - replay.step(change)
         return self._saved[keys]
 
-    def _changes_of(self, keys: Sequence[Key]) -> list[Change]:
+    def _changes_of(self, keys: Sequence[Key]) -> list[JobChange]:
         job, replay = self.study.job, self.study.replay
-        changes: list[Change] = []
+        changes: list[JobChange] = []
         given: list[Edit] = []
         for key in keys:
             if key in self._deviations:

@@ -53,7 +53,7 @@ class Projection(NamedTuple):
     measured_ns: float
     parts: tuple[Part, ...]
     """By kind, the most time first."""
-    fit: Fit
+    fit: ProjectedMemory
     notes: tuple[str, ...]
     """What it takes for granted, beyond what is true of all."""
     refused: str
@@ -230,7 +230,7 @@ CONTEXT_BYTES = 600 << 20
 and cuDNN loaded is 300 to 900 MiB."""
 
 
-class Fit(NamedTuple):
+class ProjectedMemory(NamedTuple):
     """The step's memory against a GPU's. Bytes; null: not recorded."""
 
     verdict: Literal["fits", "tight", "too small", "not measured"]
@@ -240,7 +240,7 @@ class Fit(NamedTuple):
     capacity: int
 
 
-def fit(a: Analysis, target: GpuSpec) -> Fit:
+def fit(a: Analysis, target: GpuSpec) -> ProjectedMemory:
     """The largest peak on the analysed device, with what the driver takes beside: of the steps by
     the allocator's events, else of the run by the recorder's samples."""
     usable = int(target.memory_bytes * USABLE)
@@ -255,11 +255,11 @@ def fit(a: Analysis, target: GpuSpec) -> Fit:
         allocated = max((step.peak for step in steps if step.peak), default=None)
         reserved = max((step.reserved for step in steps if step.reserved), default=None)
     if allocated is None and reserved is None:
-        return Fit("not measured", None, None, target.memory_bytes)
+        return ProjectedMemory("not measured", None, None, target.memory_bytes)
     least = allocated if allocated is not None else reserved
     most = reserved if reserved is not None else allocated
     assert least is not None and most is not None
     if least + CONTEXT_BYTES > usable:
-        return Fit("too small", allocated, reserved, target.memory_bytes)
+        return ProjectedMemory("too small", allocated, reserved, target.memory_bytes)
     roomy = allocated is not None and reserved is not None and most + CONTEXT_BYTES <= usable
-    return Fit("fits" if roomy else "tight", allocated, reserved, target.memory_bytes)
+    return ProjectedMemory("fits" if roomy else "tight", allocated, reserved, target.memory_bytes)

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from advisor.measure.ranks.align import medians
 from advisor.measure.ranks.outliers import Deviation, Job
 from advisor.replay.calibration import OTHERS, fault_kind
-from advisor.replay.ranks.replay import Change, Gain, RanksReplay
+from advisor.replay.ranks.replay import Gain, JobChange, RanksReplay
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
@@ -33,7 +33,9 @@ def estimate(job: Job, replay: RanksReplay, deviation: Deviation) -> Gain:
     return gain._replace(low=min(gain.low, replay.gain(certain, kind).low))
 
 
-def without(job: Job, replay: RanksReplay, deviation: Deviation) -> tuple[Change, Change | None]:
+def without(
+    job: Job, replay: RanksReplay, deviation: Deviation
+) -> tuple[JobChange, JobChange | None]:
     """The job without a deviation: the rank like the others, the work spread evenly, the link as
     fast. And the part of the change that is certain; ``None``: all of it."""
     index = list(deviation.who.places)
@@ -54,7 +56,7 @@ def without(job: Job, replay: RanksReplay, deviation: Deviation) -> tuple[Change
     return change, None
 
 
-def combined(replay: RanksReplay, changes: Sequence[Change]) -> Change:
+def combined(replay: RanksReplay, changes: Sequence[JobChange]) -> JobChange:
     """Several changes at once: what each takes away is gone, as far as there is anything."""
 
     def less(name: str, measured: Floats) -> Floats:
@@ -62,7 +64,7 @@ def combined(replay: RanksReplay, changes: Sequence[Change]) -> Change:
         return np.maximum(0.0, measured + sum(deltas)) if deltas else measured
 
     entries = [replay.entry, *(c.entry for c in changes if c.entry is not None)]
-    return Change(
+    return JobChange(
         work=less("work", replay.work),
         tail=less("tail", replay.tail),
         transfer=less("transfer", replay.transfer),
@@ -70,12 +72,12 @@ def combined(replay: RanksReplay, changes: Sequence[Change]) -> Change:
     )
 
 
-def saving(replay: RanksReplay, saved: Floats, *, communication: bool) -> Change:
+def saving(replay: RanksReplay, saved: Floats, *, communication: bool) -> JobChange:
     """Ranks that save some of their own time, ns per step each: a rank with less work of its own is
     earlier at the next collective, which gains what the others waited for it. Of ``communication``
     the transfers are hidden, not the waits."""
     if communication:
-        return Change(transfer=_hidden(replay, saved))
+        return JobChange(transfer=_hidden(replay, saved))
     own = np.nanmean(np.where(replay.whole[:, None], replay.own, 0.0), axis=1)
     share = np.divide(saved, own, out=np.zeros_like(own), where=own > 0)
     return replay.scaled(_repeated(np.maximum(0.0, 1 - share), replay))
@@ -115,16 +117,16 @@ def usual_work(job: Job, replay: RanksReplay, without: set[int]) -> TypicalGain:
     return TypicalGain(work, tail)
 
 
-def _like_the_others(replay: RanksReplay, usual: TypicalGain, at: Sequence[int]) -> Change:
+def _like_the_others(replay: RanksReplay, usual: TypicalGain, at: Sequence[int]) -> JobChange:
     """Some ranks do what takes them longer than the others in the others' time."""
     own = np.isin(replay.rank, list(at)) & (usual.work < replay.work)
     tail = replay.tail.copy()
     less = [row for row in at if usual.tail[row] < tail[row]]
     tail[less] = usual.tail[less]
-    return Change(work=np.where(own, usual.work, replay.work), tail=tail)
+    return JobChange(work=np.where(own, usual.work, replay.work), tail=tail)
 
 
-def _spread(job: Job, replay: RanksReplay, change: Change, index: Sequence[int]) -> Change:
+def _spread(job: Job, replay: RanksReplay, change: JobChange, index: Sequence[int]) -> JobChange:
     """What some ranks no longer do is done by all that have the same part of the work, and an
     all-to-all of theirs takes as long as when each of its ranks has the mean of its tokens: it is
     over when the rank with most of them has them."""
@@ -151,7 +153,7 @@ def _spread(job: Job, replay: RanksReplay, change: Change, index: Sequence[int])
     if (theirs & known).any():
         usual[known] *= float(np.median(share[theirs & known]))
     transfer = np.fmin(transfer, usual)
-    return Change(work=work, tail=tail, transfer=transfer)
+    return JobChange(work=work, tail=tail, transfer=transfer)
 
 
 def _mean(of: Ints, values: Floats, kept: Bools) -> Floats:
@@ -161,7 +163,7 @@ def _mean(of: Ints, values: Floats, kept: Bools) -> Floats:
     return np.asarray(np.divide(total, count, out=np.zeros_like(total), where=count > 0)[of])
 
 
-def _no_last(replay: RanksReplay, usual: TypicalGain) -> Change:
+def _no_last(replay: RanksReplay, usual: TypicalGain) -> JobChange:
     """Without the ranks that hold a step up: those that have more work in it than most. Where ranks
     differ all over, the next one is as late; then all of them do what most do."""
     steps = len(replay.columns)
@@ -174,15 +176,15 @@ def _no_last(replay: RanksReplay, usual: TypicalGain) -> Change:
     holds = np.zeros(shape, dtype=np.bool_)
     holds[replay.whole] = each > HELD_UP * each.max(axis=0, keepdims=True)
     own = holds[replay.rank, replay.at] & (usual.work < replay.work)
-    return Change(work=np.where(own, usual.work, replay.work))
+    return JobChange(work=np.where(own, usual.work, replay.work))
 
 
-def _all_similar(replay: RanksReplay, usual: TypicalGain) -> Change:
+def _all_similar(replay: RanksReplay, usual: TypicalGain) -> JobChange:
     """Every rank at the median of those with its part of the work, at every place: those that are
     faster there too, so that the work is the same and only what differs is gone."""
     work = np.where(np.isfinite(usual.work), usual.work, replay.work)
     tail = np.where(np.isfinite(usual.tail), usual.tail, replay.tail)
-    return Change(work=work, tail=tail)
+    return JobChange(work=work, tail=tail)
 
 
 def no_stragglers(job: Job, replay: RanksReplay) -> Gain:
@@ -197,7 +199,7 @@ def no_transfers(replay: RanksReplay, kind: str | None = None) -> Gain:
         took[:] = 0.0
     else:
         took[replay.of_kind(kind)] = 0.0
-    return replay.gain(Change(transfer=took))
+    return replay.gain(JobChange(transfer=took))
 
 
 def _hidden(replay: RanksReplay, saved: Floats) -> Floats:
@@ -224,7 +226,7 @@ def _balanced(job: Job, replay: RanksReplay) -> Floats:
     return _repeated(factor, replay)
 
 
-def _faster(job: Job, replay: RanksReplay, at: Sequence[int]) -> tuple[Change, Change | None]:
+def _faster(job: Job, replay: RanksReplay, at: Sequence[int]) -> tuple[JobChange, JobChange | None]:
     """Transfers of some ranks as fast as the same ones of groups without them.
 
     Where each group has one of them, nothing tells what its transfers would take: those are taken
@@ -233,8 +235,8 @@ def _faster(job: Job, replay: RanksReplay, at: Sequence[int]) -> tuple[Change, C
     # what a rank without a file takes part in holds the wait for it, which may be of them
     took = np.fmin(replay.transfer * share, np.where(known, replay.usual, np.nan))
     if known.all():
-        return Change(transfer=took), None
-    return Change(transfer=took), Change(transfer=np.where(known, took, replay.transfer))
+        return JobChange(transfer=took), None
+    return JobChange(transfer=took), JobChange(transfer=np.where(known, took, replay.transfer))
 
 
 def _slower(job: Job, replay: RanksReplay, index: Sequence[int]) -> tuple[Floats, Bools]:

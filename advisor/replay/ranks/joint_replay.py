@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from advisor.replay.ranks.joint_build import JointRanks
 
 
-class Replayed(NamedTuple):
+class JointReplayed(NamedTuple):
     """Of one rank, ns from its window's start."""
 
     time: Array
@@ -162,7 +162,7 @@ class JointReplay:
 
     # -- replaying ----------------------------------------------------------------------------
 
-    def run(self, ranks: Sequence[Patched]) -> list[Replayed]:
+    def run(self, ranks: Sequence[Patched]) -> list[JointReplayed]:
         """Replay once, from the state that was measured."""
         return self._split(replay(self._lay_out(ranks)), self.offset)
 
@@ -217,10 +217,10 @@ class JointReplay:
             int(slot[0]),
         )
 
-    def _split(self, time: Array, offset: Array) -> list[Replayed]:
+    def _split(self, time: Array, offset: Array) -> list[JointReplayed]:
         result = []
         for rank, (slot, place) in enumerate(zip(self.slot, self.place, strict=True)):
-            result.append(Replayed(time[place] - offset[rank], time[place] - time[slot]))
+            result.append(JointReplayed(time[place] - offset[rank], time[place] - time[slot]))
         return result
 
     def _lay_out(self, ranks: Sequence[Patched]) -> Layout:

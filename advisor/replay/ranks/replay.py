@@ -48,7 +48,7 @@ class Gain(NamedTuple):
     high: float
 
 
-class Change(NamedTuple):
+class JobChange(NamedTuple):
     """What is not as it was measured; ``None``: as it was."""
 
     work: Floats | None = None
@@ -267,9 +267,9 @@ class RanksReplay:
 
     # -- running it -------------------------------------------------------------------------
 
-    def ends(self, change: Change | None = None) -> Floats:
+    def ends(self, change: JobChange | None = None) -> Floats:
         """When each rank has done its steps, ns on the common clock, with what is changed."""
-        change = change or Change()
+        change = change or JobChange()
         work = self.work if change.work is None else change.work
         tail = self.tail if change.tail is None else change.tail
         transfer, entry = change.transfer, change.entry
@@ -319,12 +319,12 @@ class RanksReplay:
         result = np.interp(points + stride * self.rank, knots, values)
         return np.asarray(result - stride * self.rank)
 
-    def step(self, change: Change | None = None) -> float:
+    def step(self, change: JobChange | None = None) -> float:
         """The job's step, ns: see :meth:`ends`."""
         took = self.ends(change) - self.entry
         return float(took[self.whole].mean()) / len(self.columns)
 
-    def gain(self, change: Change, kind: str = OTHERS) -> Gain:
+    def gain(self, change: JobChange, kind: str = OTHERS) -> Gain:
         """What the job's step is shorter by, ns, with its band: as far as predictions of that kind
         (see :func:`job_band`) were off, and by the replay's own error.
 
@@ -337,9 +337,11 @@ class RanksReplay:
         low, high = sorted((gain * min(1.0, band.low), gain * max(1.0, band.high)))
         return Gain(gain, max(0.0, low - error), max(0.0, high + error))
 
-    def scaled(self, factor: Floats) -> Change:
+    def scaled(self, factor: Floats) -> JobChange:
         """The own work of each rank in each step times ``factor`` (ranks x steps)."""
-        return Change(work=self.work * factor[self.rank, self.at], tail=self.tail * factor[:, -1])
+        return JobChange(
+            work=self.work * factor[self.rank, self.at], tail=self.tail * factor[:, -1]
+        )
 
     def places(self) -> Ints:
         """By collective: the how many-th of its rank's step it is."""

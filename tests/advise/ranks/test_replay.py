@@ -10,7 +10,7 @@ import pytest
 
 from advisor.measure.ranks.join import join
 from advisor.measure.ranks.profile import profile
-from advisor.replay.ranks.replay import Change, RanksReplay
+from advisor.replay.ranks.replay import JobChange, RanksReplay
 
 sys.path.insert(0, str(Path(__file__).parent))
 from job_by_hand import MS, Item, Meet, Program, Work, run
@@ -65,7 +65,7 @@ def test_faster_links_are_worth_what_the_job_run_so_says(seed: int) -> None:
     ran = run(12, 4, random_job(seed, link=3.0))
     replay = RanksReplay(ran.summaries, profile(ran.summaries), join(ran.summaries))
     again = run(12, 4, random_job(seed)).step_ns
-    gain = replay.gain(Change(transfer=replay.transfer / 3))
+    gain = replay.gain(JobChange(transfer=replay.transfer / 3))
     assert gain.gain == pytest.approx(ran.step_ns - again, rel=0.01)
 
 
@@ -77,4 +77,4 @@ def test_what_is_not_on_one_clock_is_not_replayed() -> None:
     replay = RanksReplay(ran.summaries, profile(ran.summaries), join(ran.summaries))
     assert "apart" in replay.reason
     with pytest.raises(ValueError, match="apart"):
-        replay.gain(Change())
+        replay.gain(JobChange())

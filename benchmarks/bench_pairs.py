@@ -15,6 +15,7 @@ import functools
 import gc
 import gzip
 import json
+import math
 import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -25,8 +26,9 @@ from typing import Any, NamedTuple
 from public_traces import CORPUS
 from table_of_predictions import replace
 
-from advisor.replay.calibration import ENOUGH
-from advisor.replay.predictions import SHIPPED, Prediction, experiments, without
+from advisor.replay import calibration
+from advisor.replay.calibration import ENOUGH, error_of
+from advisor.replay.predictions import SHIPPED, Prediction, experiments, shipped, without
 
 NUMBERS = ("predicted", "low", "high", "measured", "measured_low", "measured_high")
 BEGIN, END = "<!-- pairs begin -->", "<!-- pairs end -->"
@@ -34,6 +36,12 @@ CLOSE = 0.25
 """How far a point may be from the measured change, as a share of it."""
 NARROW = 0.40
 """Half the width that a band may have, as a share of the measured change."""
+KIND_OF_RULE = {
+    "gc-pauses": "host",
+    "single-process-loader": "loader",
+    "workers-respawned": "host",
+}
+"""Of the fixes that were tried on a bundled program: the kind of change they are."""
 DEVICE = ("kernel", "gpu_memcpy", "gpu_memset", "memcpy", "memset")
 HEAD = (
     "change",
@@ -433,18 +441,52 @@ def table(rows: Sequence[Row]) -> str:
     return text + "\n\n" + "\n".join(notes) if notes else text
 
 
+class Outcome(NamedTuple):
+    """A measured change, and the range that all other programs give it."""
+
+    kind: str
+    program: str
+    inside: bool
+    half: float
+    """Half the width of that range, as a share of the measured change."""
+
+
+def outcome(r: Row) -> Outcome:
+    """Of a pair."""
+    half = (r.predicted.high - r.predicted.low) / 2 / r.scale
+    return Outcome(r.pair.kind, r.pair.group or r.pair.name, r.inside, half)
+
+
+def measured_here(known: Prediction) -> Outcome:
+    """Of a program that was run with and without its fix: its range is as wide as predictions of
+    other programs were wrong, by kind of change and by rule."""
+    kind = known.kind or KIND_OF_RULE[known.rule]
+    with without(known.program):
+        factor = math.exp(error_of([kind], experiments()))
+        band = calibration.Band(known.predicted / factor, known.predicted * factor)
+        if known.rule:
+            wide = calibration.widened_by_rule
+            band = wide(known.rule, known.device, known.predicted, band, float("inf")).band
+    low, high = known.measured_low or known.measured, known.measured_high or known.measured
+    inside = low <= band.high and high >= band.low
+    half = (band.high - band.low) / 2 / known.measured
+    return Outcome(kind, known.group or known.program, inside, half)
+
+
 def coverage(rows: Sequence[Row]) -> str:
     """By kind of change: how many outcomes are inside the range that all other programs give, and
     half the width of that range, the median."""
-    head = "| kind of change | pairs | programs | inside | median half-width | range from |"
+    own_runs = [p for p in shipped() if p.source in ("experiment", "workload")]
+    outcomes = [*map(outcome, rows), *map(measured_here, own_runs)]
+    head = "| kind of change | outcomes | programs | inside | median half-width | range from |"
     lines = [head, "|---|---|---|---|---|---|"]
-    by_kind: dict[str, list[Row]] = {}
-    for r in rows:
-        by_kind.setdefault(r.pair.kind, []).append(r)
-    for name, own in [*by_kind.items(), ("all", list(rows))]:
-        half = statistics.median((r.predicted.high - r.predicted.low) / 2 / r.scale for r in own)
-        programs = len({r.pair.group or r.pair.name for r in own})
-        inside = sum(r.inside for r in own)
+    by_kind: dict[str, list[Outcome]] = {}
+    for each in outcomes:
+        by_kind.setdefault(each.kind, []).append(each)
+    for name, own in [*by_kind.items(), ("all", outcomes)]:
+        half = statistics.median(each.half for each in own)
+        programs = len({each.program for each in own})
+        inside = sum(each.inside for each in own)
         known = [p for p in experiments() if p.kind == name]
         few = (
             f"all kinds: {len(known)} known" if len(known) < ENOUGH else f"{len(known)} of its own"
@@ -453,7 +495,11 @@ def coverage(rows: Sequence[Row]) -> str:
             f"| {name} | {len(own)} | {programs} | {inside} of {len(own)} | {half:.0%} | "
             f"{'' if name == 'all' else few} |"
         )
-    return "\n".join(lines)
+    outside = ", ".join(
+        f"{p.program} ({p.rule or p.group})" for p in own_runs if not measured_here(p).inside
+    )
+    outside = ", ".join(filter(None, [*(r.pair.title for r in rows if not r.inside), outside]))
+    return "\n".join(lines) + f"\n\nOutside: {outside or 'none'}."
 
 
 def entry(r: Row, traces: Path) -> Prediction | None:

@@ -88,7 +88,10 @@ def _steps(report: Report) -> list[str]:
         more = f"{t.format_duration(recorded)} recorded"
         return [what] if recorded - span < OUTSIDE * recorded else [what, more]
     source = "recorded" if scope_.step_source == "record" else t.clean(scope_.step_source)
-    source = {"optimizer": "optimizer steps", "engine": "steps of the engine"}.get(source, source)
+    step = "step" if scope_.steps_found == 1 else "steps"
+    source = {"optimizer": f"optimizer {step}", "engine": f"{step} of the engine"}.get(
+        source, source
+    )
     if scope_.per == "repetition":
         source = "repetitions, steps are not marked"
     used = f"{scope_.steps_used} of {scope_.steps_found}"
@@ -290,11 +293,12 @@ def _families(report: Report) -> list[str]:
 
 
 def path_parts(critical: dict[str, float], framework: str | None = None) -> list[str]:
-    """What the critical path consists of: what limits the step."""
+    """What the critical path consists of, parts of less than 1 % left out."""
     total = sum(critical.values()) or 1.0
     parts = [
         f"{t.path_label(name, framework)} {t.format_share(ns / total)}"
         for name, ns in critical.items()
+        if ns >= 0.01 * total
     ]
     return ["critical: " + parts[0], *parts[1:MAX_NAMES]] if parts else []
 

@@ -360,7 +360,8 @@ class HandwrittenOperator(Rule):
 def _title(patterns: list[Pattern]) -> str:
     others = " and others" if patterns[2:] else f" and {patterns[1].name}" if patterns[1:] else ""
     text = f"{patterns[0].name}{others}"
-    return f"{text[0].upper()}{text[1:]} is hand-written and runs unfused"
+    verbs = ("are", "run") if patterns[1:] else ("is", "runs")
+    return f"{text[0].upper()}{text[1:]} {verbs[0]} hand-written and {verbs[1]} unfused"
 
 
 class _ChainSizes:

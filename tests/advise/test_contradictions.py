@@ -1,0 +1,106 @@
+"""No report of a public real trace contradicts itself, whatever it says."""
+
+from __future__ import annotations
+
+import ast
+import re
+from pathlib import Path
+
+import pytest
+
+from advisor.advise.engine import examine
+from advisor.core.errors import AdvisorError
+from advisor.core.report import Report
+from advisor.render.formats import REPORTS
+from benchmarks.public_traces import CORPUS
+
+LARGE = 1_500_000
+"""Bytes of a file whose report takes long; other tests read those."""
+NOT_PYTHON = r";\s*(//.*)?$|^(vllm|python|torchrun|export|nvcc|sglang) "
+"""Code of C++ and of a shell."""
+NEVER = {
+    "a share of minus nothing": r"[-−]0 ?%",
+    "a share of the whole above it": r"\b(10[1-9]|1[1-9]\d|[2-9]\d\d|\d{4,}) ?% of "
+    r"(what is|the step|the recording|attainable|kernel time|device work)\b",
+    "a step without length": r"\b(Step|step of|a) 0 (ms|s|µs|ns)\b",
+    "a value that is none": r"(?<!or )\b(None|nan|inf)\b(?! ?[,)=])",
+    "one of many": r"(?<![\d.,])1 (fixes|findings|checks|limits|steps|launches|waits)\b",
+    "a limit of nothing": r"limited by [^.]* and [^.]*\((<1|0|1|2|3|4)%\)",
+}
+
+
+def files() -> list[Path]:
+    found = [
+        p for p in CORPUS.rglob("*") if p.name.endswith((".json.gz", ".sqlite", ".rpd", ".pb"))
+    ]
+    return sorted(p for p in found if p.stat().st_size <= LARGE)
+
+
+@pytest.fixture(scope="module", params=files(), ids=lambda p: str(p.relative_to(CORPUS)))
+def report(request: pytest.FixtureRequest) -> Report:
+    try:
+        return examine(str(request.param)).report
+    except AdvisorError as error:
+        pytest.skip(f"no trace of steps: {error}")
+
+
+@pytest.fixture(scope="module")
+def text(report: Report) -> str:
+    return re.sub(r"\s+", " ", REPORTS.render("terminal", report, details=True))
+
+
+def test_a_range_holds_its_point_and_stays_within_the_step(report: Report) -> None:
+    wrong = []
+    for finding in report.findings:
+        impact = finding.impact
+        if impact is None or impact.currency != "step_time" or impact.gain_ns is None:
+            continue
+        low, high = impact.low_ns, impact.high_ns
+        ends = (impact.gain_ns if low is None else low, impact.gain_ns if high is None else high)
+        if not ends[0] <= impact.gain_ns <= ends[1] <= 1.001 * report.step_ns:
+            wrong.append((finding.rule, ends, impact.gain_ns, report.step_ns))
+    assert not wrong
+
+
+def test_too_little_for_advice_and_grave_findings_exclude_each_other(
+    report: Report, text: str
+) -> None:
+    grave = [f.rule for f in report.findings if f.severity in ("critical", "warning")]
+    assert "too little was recorded" not in text or not grave
+
+
+@pytest.mark.parametrize("what", NEVER)
+def test_no_sentence_says_what_cannot_be(text: str, what: str) -> None:
+    said = re.search(NEVER[what], text)
+    assert said is None, text[max(0, said.start() - 80) : said.end() + 40]
+
+
+def test_no_device_is_unknown_beside_its_name(report: Report, text: str) -> None:
+    if report.scope.device_name:
+        assert "model not recorded" not in text
+
+
+def test_shapes_are_missed_only_where_none_are_recorded(report: Report, text: str) -> None:
+    assert "no input shapes" not in text or "GEMM shapes" not in text
+
+
+def test_without_steps_nothing_is_said_of_each_step(report: Report) -> None:
+    """Summaries and fixes of a recording without steps are of the recording."""
+    if report.scope.step_source != "whole trace":
+        return
+    said = [s for f in report.findings for s in (f.summary, f.fix) if s and "of each step" in s]
+    assert not said
+
+
+def test_snippets_of_python_can_be_pasted(report: Report) -> None:
+    """Each is whole: nothing is left open, alternatives are comments or statements."""
+    wrong = []
+    for finding in report.findings:
+        code = finding.code or ""
+        if not code or re.search(NOT_PYTHON, code, re.MULTILINE):
+            continue
+        try:
+            ast.parse(code)
+        except SyntaxError as error:
+            wrong.append((finding.rule, error.msg, code))
+    assert not wrong

@@ -95,6 +95,9 @@ ENGINE_FLOOR = Source(
 HAND_OVER = Source(
     "measured: 1.5 ms for a ready batch of 8 KiB, 4 ms for 2 MiB", "benchmarks/bench_hand_over.py"
 )
+TENSORRT = Source(
+    "layer times of NVIDIA's public engines of ResNet-50", "tests/read/test_tensorrt.py"
+)
 OURS = Source("our choice, tried on public traces", "docs/thresholds.md")
 CHOSEN = Source("our choice, checked by examples and recordings only", "docs/thresholds.md")
 PEAKS = Source("datasheets of the GPUs", "advisor/core/gpus/gpus.json")

@@ -331,7 +331,8 @@ def _record_limits(a: Analysis) -> list[str]:
 
 def too_little(a: Analysis) -> bool:
     """The file is so small that no advice can rest on it. Traces written as code are examples."""
-    return events(a) < MIN_EVENTS and not a.trace.meta.example
+    engine = a.trace.meta.format == "tensorrt"  # every layer of an inference, by its mean time
+    return events(a) < MIN_EVENTS and not a.trace.meta.example and not engine
 
 
 def events(a: Analysis) -> int:

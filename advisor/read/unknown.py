@@ -23,11 +23,10 @@ _SIGNS: tuple[tuple[str, str, str], ...] = (
         PROFILE,
     ),
     (
-        r'^\s*\[\s*\{\s*"count"\s*:.{0,4000}"averageMs"|^\s*\[\s*\{\s*"start(?:In|Compute|H2d)?Ms"'
-        r'|^\s*\{\s*"Layers"\s*:\s*\[|^[fp]trt',
-        "a file of TensorRT (engine, layers or times of trtexec)",
-        "run it under nsys profile --trace=cuda,nvtx, export with nsys export --type sqlite, and "
-        "give the .sqlite file",
+        r'^\s*\[\s*\{\s*"start(?:In|Compute|H2d)?Ms"|^[fp]trt',
+        "a file of TensorRT (an engine, or times of whole inferences)",
+        "give the layer times: trtexec --exportProfile=run.profile.json "
+        "--exportLayerInfo=run.graph.json --profilingVerbosity=detailed --separateProfileRun",
     ),
     (
         r'^\s*\{.*?"(?:CudaEvent|NvtxEvent|TraceProcessEvent|OsrtEvent|StringTable)"\s*:'

@@ -54,7 +54,6 @@ ROCPROF_API = '"Domain","Function","Process_Id","Thread_Id","Correlation_Id","St
 EVENT = b"\x09\x00\x00\x00\x00\x80\xd4\xd9A\x1a\x0dbrain.Event:2"
 TFEVENTS = struct.pack("<Q", len(EVENT)) + b"\1\2\3\4" + EVENT + b"\5\6\7\x08"
 PFTRACE = b"\x0a\x0a\x50\x01\x58\x03\xb8\x01\x01\xf0\x01\x02" * 50
-TENSORRT = [{"count": 5}, {"name": "conv", "timeMs": 1.0, "averageMs": 0.2, "percentage": 100}]
 TENSORRT_TIMES = [{"startH2dMs": 0, "endH2dMs": 1, "startInMs": 2}]
 
 FILES: dict[str, tuple[str, object, str, str]] = {
@@ -69,9 +68,8 @@ FILES: dict[str, tuple[str, object, str, str]] = {
     "rocprofv3 api": ("1_hip_api_trace.csv", ROCPROF_API, "rocprof", "rocpd"),
     "tensorboard": ("events.out.tfevents.1", TFEVENTS, "TensorBoard", ".xplane.pb"),
     "perfetto": ("results.pftrace", PFTRACE, "Perfetto", "rocpd"),
-    "tensorrt": ("profile.json", TENSORRT, "TensorRT", "nsys profile"),
-    "tensorrt times": ("times.json", TENSORRT_TIMES, "TensorRT", "nsys profile"),
-    "tensorrt engine": ("net.engine", b"ftrt\0\0\0\1" + bytes(200), "TensorRT", "nsys profile"),
+    "tensorrt times": ("times.json", TENSORRT_TIMES, "TensorRT", "--exportProfile"),
+    "tensorrt engine": ("net.engine", b"ftrt\0\0\0\1" + bytes(200), "TensorRT", "--exportProfile"),
 }
 
 
@@ -96,10 +94,10 @@ def test_each_is_named_with_what_to_do(kind: str, packed: bool, tmp_path: Path) 
     assert what in said and cure in said and "\n" not in said, said
 
 
-def test_real_files_of_tensorrt_are_named(tmp_path: Path) -> None:
+def test_layers_of_tensorrt_without_times_are_named(tmp_path: Path) -> None:
     with tarfile.open(next((CORPUS / "tensorrt").glob("*.tar.gz"))) as archive:
         archive.extractall(tmp_path, filter="data")
-    files = [file for file in tmp_path.rglob("*.json") if "metadata" not in file.name]
+    files = [file for file in tmp_path.rglob("*.json") if "graph" in file.name]
     assert len(files) > 3
     for file in files:
         assert "TensorRT" in refusal(file)

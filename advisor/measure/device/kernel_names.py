@@ -31,7 +31,7 @@ _INDUCTOR = r"^triton_(poi|red|per|for|tem|spl|mm)_"
 """Inductor names a kernel after all operators around it, collectives that only feed it too."""
 
 _MOVING = (
-    r"(?i)n(chw|hwc)_?(to|2)_?n(chw|hwc|chhw)|batched_transpose|CatArrayBatchedCopy"
+    r"(?i)^Reformat(_|\b)|n(chw|hwc)_?(to|2)_?n(chw|hwc|chhw)|batched_transpose|CatArrayBatchedCopy"
     r"|(^|[:_])transpose(_|$)|transpose_?kernel|transpose_readwrite|im(\dd)?_?2_?col|col_?2_?im"
     r"|vol2col"
     r"|split_with_sizes_copy|chunk_cat|reflection_pad|replication_pad|constant_pad"

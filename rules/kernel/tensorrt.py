@@ -1,0 +1,174 @@
+"""Layers of a TensorRT engine: formats converted between them, and precisions left high."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import ClassVar
+
+import polars as pl
+
+from advisor.core import text as t
+from advisor.core.finding import Evidence, Finding, Outcome, Rule, Select, Threshold
+from advisor.measure import Analysis
+from advisor.rules.common import example_steps, figure, of_step
+from advisor.rules.elsewhere import in_any_language
+from advisor.rules.kernel.facts import duration, kernel_rows, locations, scale_kernels
+from advisor.rules.sources import CHOSEN, TENSORRT
+from advisor.testing import TraceBuilder
+
+
+class TensorRTReformat(Rule):
+    """TensorRT inserts reformat layers where neighbours want other layouts or precisions: they copy
+    a tensor and compute nothing. In an int8 engine, most stand around layers that stayed in a
+    higher precision.
+
+    Read from layer times of ``trtexec --exportProfile``. Best with the layer information beside
+    it, which names quantize layers that TensorRT runs as reformats. In a public pair of engines of
+    one network, quantizing the residual additions left 42 % of the reformat time.
+    """
+
+    id = "tensorrt-reformat"
+    title = "Reformat layers of the TensorRT engine copy tensors"
+    category = "kernel"
+    references = ("https://docs.nvidia.com/deeplearning/tensorrt/latest/performance/"
+                  "best-practices.html",)  # fmt: skip
+
+    min_share = Threshold(0.05, "of the inference", CHOSEN)
+    left = Threshold(0.42, "of the reformat time, after the additions were quantized", TENSORRT)
+    worst_left = Threshold(0.8, "of the reformat time, where layers keep their precision", CHOSEN)
+    pattern = r"^Reformat(?:_\w+)? "
+
+    fix = (
+        "Let neighbours agree: quantize residual additions and pooling too (Q/DQ before them), "
+        "and take inputs and outputs in the engine's format (--inputIOFormats, "
+        "--outputIOFormats)."
+    )
+    code = (
+        "trtexec --onnx=model.onnx --int8 --fp16 \\\n"
+        "  --inputIOFormats=int8:chw4 --outputIOFormats=fp16:chw \\\n"
+        "  --exportProfile=after.profile.json --exportLayerInfo=after.graph.json \\\n"
+        "  --profilingVerbosity=detailed --separateProfileRun"
+    )
+    verify = "Compare the engines: advisor compare before.profile.json after.profile.json"
+    falsified_by = "an engine with fewer reformats that is as slow"
+    assumptions = ("layers keep their times in the other format",)
+    confidence = 0.6
+    elsewhere: ClassVar = in_any_language(fix, code=code)
+
+    def check(self, a: Analysis) -> Iterator[Outcome]:
+        """Add up the layers."""
+        rows = (
+            kernel_rows(a)
+            & a.trace.gpu["name"].cast(pl.String).str.contains(self.pattern).to_numpy()
+        )
+        ns = duration(a, rows)
+        if ns < self.min_share * a.span_ns or not ns:
+            return
+        yield Finding(
+            summary=f"{t.count_noun(int(rows.sum()), 'reformat layer')} take {of_step(a, ns)}.",
+            evidence=[
+                figure(a, "reformat layers", ns),
+                Evidence("share", ns / a.span_ns, "share", *self.limit("min_share"), per=a.per),
+            ],
+            where=locations(a, rows),
+            edits=[
+                scale_kernels(
+                    a, rows, ((1 - left) * ns for left in (self.left, 0.0, self.worst_left)),
+                    Select(on="gpu", kind=("kernel",), name=self.pattern),
+                )
+            ],
+        )  # fmt: skip
+
+    @staticmethod
+    def fires_on() -> dict[str, TraceBuilder]:
+        """A sixth of an int8 engine."""
+        return {"around additions": example_steps(lambda b: _engine(b, "int8", 400))}
+
+    @staticmethod
+    def silent_on() -> dict[str, tuple[TraceBuilder, str]]:
+        """One for the input; an elementwise kernel of another program."""
+        other = example_steps(lambda b: b.run("aten::copy_", "reformat_kernel", 4000))
+        return {
+            "the input's": (example_steps(lambda b: _engine(b, "int8", 40)), "min_share"),
+            "another program": (other, "not ns"),
+        }
+
+
+class TensorRTPrecision(Rule):
+    """Convolutions and products of a TensorRT engine run in fp32, where tensor cores do not work
+    at their 16-bit or 8-bit rates.
+
+    Read from the layer information of ``trtexec --exportLayerInfo`` beside the layer times: the
+    precision of a layer is that of its weights, else of its first input. In public engines of
+    ResNet-50 the convolutions took 0.43 (A100) and 0.34 (RTX 3090) of their time in fp16.
+    """
+
+    id = "tensorrt-fp32-layers"
+    title = "Layers of the TensorRT engine run in fp32"
+    category = "kernel"
+    references = TensorRTReformat.references
+
+    min_share = Threshold(0.10, "of the inference", CHOSEN)
+    in_fp16 = Threshold(0.43, "of the time, convolutions in fp16 on an A100", TENSORRT)
+    best = Threshold(0.34, "of the time, convolutions in fp16 on an RTX 3090", TENSORRT)
+    worst = Threshold(0.7, "of the time, where layers are bound by memory", CHOSEN)
+    pattern = r"^\w*(?:Convolution|Conv|Gemm|MatrixMultiply|FullyConnected)\w*_fp32 "
+
+    fix = "Build the engine with --fp16 (or --best, with int8 where the model is quantized)."
+    code = (
+        "trtexec --onnx=model.onnx --fp16 --saveEngine=fp16.engine \\\n"
+        "  --exportProfile=fp16.profile.json --exportLayerInfo=fp16.graph.json \\\n"
+        "  --profilingVerbosity=detailed --separateProfileRun"
+    )
+    verify = TensorRTReformat.verify
+    falsified_by = "results outside of the accuracy that the application allows"
+    assumptions = ("fp16 keeps the accuracy that is needed: compare results",)
+    confidence = 0.8
+    elsewhere: ClassVar = in_any_language(fix, code=code)
+
+    def check(self, a: Analysis) -> Iterator[Outcome]:
+        """Add up the layers."""
+        rows = (
+            kernel_rows(a)
+            & a.trace.gpu["name"].cast(pl.String).str.contains(self.pattern).to_numpy()
+        )
+        ns = duration(a, rows)
+        if ns < self.min_share * a.span_ns or not ns:
+            return
+        layers = t.count_noun(int(rows.sum()), "layer")
+        yield Finding(
+            summary=f"{layers} with weights run in fp32 for {of_step(a, ns)}.",
+            evidence=[
+                figure(a, "layers in fp32", ns),
+                Evidence("share", ns / a.span_ns, "share", *self.limit("min_share"), per=a.per),
+            ],
+            where=locations(a, rows),
+            edits=[
+                scale_kernels(
+                    a, rows, ((1 - kept) * ns for kept in (self.in_fp16, self.best, self.worst)),
+                    Select(on="gpu", kind=("kernel",), name=self.pattern),
+                )
+            ],
+        )  # fmt: skip
+
+    @staticmethod
+    def fires_on() -> dict[str, TraceBuilder]:
+        """An engine that was built without flags."""
+        return {"no flags": example_steps(lambda b: _engine(b, "fp32", 0))}
+
+    @staticmethod
+    def silent_on() -> dict[str, tuple[TraceBuilder, str]]:
+        """An engine in fp16; a convolution of another program."""
+        other = example_steps(lambda b: b.run("aten::conv2d", "implicit_convolve_sgemm", 4000))
+        return {
+            "fp16": (example_steps(lambda b: _engine(b, "fp16", 0)), "not ns"),
+            "another program": (other, "not ns"),
+        }
+
+
+def _engine(b: TraceBuilder, precision: str, reformats: float) -> None:
+    for layer in range(4):
+        b.launch(f"CaskConvolution_{precision} layer{layer}.conv + relu", 500)
+        if reformats:
+            name = f"Reformatting CopyNode for Input Tensor 0 to layer{layer}"
+            b.launch(f"Reformat_{precision} {name}", reformats / 4)

@@ -17,7 +17,48 @@ from advisor.rules.sources import CHOSEN, TENSORRT
 from advisor.testing import TraceBuilder
 
 
-class TensorRTReformat(Rule):
+class EngineLayers(Rule):
+    """Layers of an engine, known by their names, that a change of the build shortens."""
+
+    category = "kernel"
+    references = ("https://docs.nvidia.com/deeplearning/tensorrt/latest/performance/"
+                  "best-practices.html",)  # fmt: skip
+    verify = "Compare the engines: advisor compare before.profile.json after.profile.json"
+    pattern: ClassVar[str]
+    layer: ClassVar[str]
+    """What one is called."""
+    min_share: Threshold[float]
+    left: Threshold[float]
+    """Of their time, after the change; ``best`` and ``worst``: at the ends of the range."""
+    best: Threshold[float]
+    worst: Threshold[float]
+
+    def check(self, a: Analysis) -> Iterator[Outcome]:
+        """Add up the layers of ``pattern``."""
+        names = a.trace.gpu["name"].cast(pl.String)
+        rows = kernel_rows(a) & names.str.contains(self.pattern).to_numpy()
+        ns = duration(a, rows)
+        if not rows.any():
+            return
+        if ns < self.min_share * a.span_ns:
+            return
+        yield Finding(
+            summary=f"{t.count_noun(int(rows.sum()), self.layer)} take {of_step(a, ns)}.",
+            evidence=[
+                figure(a, f"{self.layer}s", ns),
+                Evidence("share", ns / a.span_ns, "share", *self.limit("min_share"), per=a.per),
+            ],
+            where=locations(a, rows),
+            edits=[
+                scale_kernels(
+                    a, rows, ((1 - left) * ns for left in (self.left, self.best, self.worst)),
+                    Select(on="gpu", kind=("kernel",), name=self.pattern),
+                )
+            ],
+        )  # fmt: skip
+
+
+class TensorRTReformat(EngineLayers):
     """TensorRT inserts reformat layers where neighbours want other layouts or precisions: they copy
     a tensor and compute nothing. In an int8 engine, most stand around layers that stayed in a
     higher precision.
@@ -29,13 +70,12 @@ class TensorRTReformat(Rule):
 
     id = "tensorrt-reformat"
     title = "Reformat layers of the TensorRT engine copy tensors"
-    category = "kernel"
-    references = ("https://docs.nvidia.com/deeplearning/tensorrt/latest/performance/"
-                  "best-practices.html",)  # fmt: skip
 
     min_share = Threshold(0.05, "of the inference", CHOSEN)
     left = Threshold(0.42, "of the reformat time, after the additions were quantized", TENSORRT)
-    worst_left = Threshold(0.8, "of the reformat time, where layers keep their precision", CHOSEN)
+    best = Threshold(0.0, "of the reformat time, where all neighbours agree", CHOSEN)
+    worst = Threshold(0.8, "of the reformat time, where layers keep their precision", CHOSEN)
+    layer = "reformat layer"
     pattern = r"^Reformat(?:_\w+)? "
 
     fix = (
@@ -49,35 +89,10 @@ class TensorRTReformat(Rule):
         "  --exportProfile=after.profile.json --exportLayerInfo=after.graph.json \\\n"
         "  --profilingVerbosity=detailed --separateProfileRun"
     )
-    verify = "Compare the engines: advisor compare before.profile.json after.profile.json"
     falsified_by = "an engine with fewer reformats that is as slow"
     assumptions = ("layers keep their times in the other format",)
     confidence = 0.6
     elsewhere: ClassVar = in_any_language(fix, code=code)
-
-    def check(self, a: Analysis) -> Iterator[Outcome]:
-        """Add up the layers."""
-        rows = (
-            kernel_rows(a)
-            & a.trace.gpu["name"].cast(pl.String).str.contains(self.pattern).to_numpy()
-        )
-        ns = duration(a, rows)
-        if ns < self.min_share * a.span_ns or not ns:
-            return
-        yield Finding(
-            summary=f"{t.count_noun(int(rows.sum()), 'reformat layer')} take {of_step(a, ns)}.",
-            evidence=[
-                figure(a, "reformat layers", ns),
-                Evidence("share", ns / a.span_ns, "share", *self.limit("min_share"), per=a.per),
-            ],
-            where=locations(a, rows),
-            edits=[
-                scale_kernels(
-                    a, rows, ((1 - left) * ns for left in (self.left, 0.0, self.worst_left)),
-                    Select(on="gpu", kind=("kernel",), name=self.pattern),
-                )
-            ],
-        )  # fmt: skip
 
     @staticmethod
     def fires_on() -> dict[str, TraceBuilder]:
@@ -90,11 +105,11 @@ class TensorRTReformat(Rule):
         other = example_steps(lambda b: b.run("aten::copy_", "reformat_kernel", 4000))
         return {
             "the input's": (example_steps(lambda b: _engine(b, "int8", 40)), "min_share"),
-            "another program": (other, "not ns"),
+            "another program": (other, "rows.any()"),
         }
 
 
-class TensorRTPrecision(Rule):
+class TensorRTPrecision(EngineLayers):
     """Convolutions and products of a TensorRT engine run in fp32, where tensor cores do not work
     at their 16-bit or 8-bit rates.
 
@@ -105,13 +120,12 @@ class TensorRTPrecision(Rule):
 
     id = "tensorrt-fp32-layers"
     title = "Layers of the TensorRT engine run in fp32"
-    category = "kernel"
-    references = TensorRTReformat.references
 
     min_share = Threshold(0.10, "of the inference", CHOSEN)
-    in_fp16 = Threshold(0.43, "of the time, convolutions in fp16 on an A100", TENSORRT)
+    left = Threshold(0.43, "of the time, convolutions in fp16 on an A100", TENSORRT)
     best = Threshold(0.34, "of the time, convolutions in fp16 on an RTX 3090", TENSORRT)
     worst = Threshold(0.7, "of the time, where layers are bound by memory", CHOSEN)
+    layer = "fp32 layer"
     pattern = r"^\w*(?:Convolution|Conv|Gemm|MatrixMultiply|FullyConnected)\w*_fp32 "
 
     fix = "Build the engine with --fp16 (or --best, with int8 where the model is quantized)."
@@ -120,36 +134,10 @@ class TensorRTPrecision(Rule):
         "  --exportProfile=fp16.profile.json --exportLayerInfo=fp16.graph.json \\\n"
         "  --profilingVerbosity=detailed --separateProfileRun"
     )
-    verify = TensorRTReformat.verify
     falsified_by = "results outside of the accuracy that the application allows"
     assumptions = ("fp16 keeps the accuracy that is needed: compare results",)
     confidence = 0.8
     elsewhere: ClassVar = in_any_language(fix, code=code)
-
-    def check(self, a: Analysis) -> Iterator[Outcome]:
-        """Add up the layers."""
-        rows = (
-            kernel_rows(a)
-            & a.trace.gpu["name"].cast(pl.String).str.contains(self.pattern).to_numpy()
-        )
-        ns = duration(a, rows)
-        if ns < self.min_share * a.span_ns or not ns:
-            return
-        layers = t.count_noun(int(rows.sum()), "layer")
-        yield Finding(
-            summary=f"{layers} with weights run in fp32 for {of_step(a, ns)}.",
-            evidence=[
-                figure(a, "layers in fp32", ns),
-                Evidence("share", ns / a.span_ns, "share", *self.limit("min_share"), per=a.per),
-            ],
-            where=locations(a, rows),
-            edits=[
-                scale_kernels(
-                    a, rows, ((1 - kept) * ns for kept in (self.in_fp16, self.best, self.worst)),
-                    Select(on="gpu", kind=("kernel",), name=self.pattern),
-                )
-            ],
-        )  # fmt: skip
 
     @staticmethod
     def fires_on() -> dict[str, TraceBuilder]:
@@ -161,8 +149,8 @@ class TensorRTPrecision(Rule):
         """An engine in fp16; a convolution of another program."""
         other = example_steps(lambda b: b.run("aten::conv2d", "implicit_convolve_sgemm", 4000))
         return {
-            "fp16": (example_steps(lambda b: _engine(b, "fp16", 0)), "not ns"),
-            "another program": (other, "not ns"),
+            "fp16": (example_steps(lambda b: _engine(b, "fp16", 0)), "rows.any()"),
+            "another program": (other, "rows.any()"),
         }
 
 

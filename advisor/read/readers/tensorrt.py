@@ -70,7 +70,7 @@ class TensorRT(Reader):
             name, ms = (
                 (layer.get("name"), layer.get("averageMs")) if type(layer) is dict else (0, 0)
             )
-            if type(name) is not str or type(ms) not in (int, float) or not 0 < ms < 1e6:
+            if not isinstance(name, str) or not isinstance(ms, int | float) or not 0 < ms < 1e6:
                 continue
             ns = round(ms * 1e6)
             rows.append({"correlation": len(rows) + 1, "ts": at + MAX_LAYERS, "dur": ns,
@@ -92,7 +92,8 @@ def _host(layers: int, ns: int) -> pl.DataFrame:
 
     calls = [("cudaLaunchKernel", at, 1, at + 1) for at in range(layers)]
     calls.append(("cudaStreamSynchronize", layers, ns + MAX_LAYERS - layers, layers + 1))
-    rows = [("ProfilerStep#0", 0, ns + MAX_LAYERS, None, "annotation")]
+    step = ("ProfilerStep#0", 0, ns + MAX_LAYERS, None, "annotation")
+    rows: list[tuple[Any, ...]] = [step]
     rows += [(*call, "runtime") for call in calls]
     names = ["name", "ts", "dur", "correlation", "kind"]
     return pl.DataFrame(rows, schema=names, orient="row").with_columns(thread=pl.lit("inference"))

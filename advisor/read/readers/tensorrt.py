@@ -118,7 +118,7 @@ def _decoded(data: bytes, path: str) -> Any:
 
 
 def _beside(path: str, part: str) -> Any:
-    """The file that is named alike but for one part; ``None``: there is none that can be read."""
+    """The file whose name differs in one part; ``None``: there is none that can be read."""
     own = Path(path)
     other = own.with_name(own.name.replace("profile", part))
     if other == own or not other.is_file():

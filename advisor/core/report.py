@@ -294,6 +294,67 @@ class OperatorRate(Struct, frozen=True, kw_only=True):
     """Time per step that the attainable rates would save, ns; ``null``: not judged."""
 
 
+class GraphBreak(Struct, frozen=True, kw_only=True):
+    """A line at which torch.compile ends one graph and begins the next."""
+
+    file: str
+    """Of the user's line."""
+    line: int
+    """In it."""
+    function: str | None
+    """Around it; ``null``: not recorded."""
+    reason: str
+    """What dynamo says: ``Failed to trace builtin operator``."""
+    explanation: str
+    """Its first sentence on it; empty: none."""
+    hint: str
+    """Its first hint on what to change; empty: none."""
+    eager: bool
+    """Nothing of the function is compiled: dynamo cannot go on after the break."""
+    count: int
+    """How often it was met while compiling."""
+
+
+class CompileCause(Struct, frozen=True, kw_only=True):
+    """Why a function was compiled again, not compiled, or compiled without CUDA graphs."""
+
+    function: str | None
+    """The function; ``null``: not recorded."""
+    file: str | None
+    """Where it begins."""
+    line: int | None
+    """Line there."""
+    reason: str
+    """The guard that failed, or what torch.compile says."""
+    count: int
+    """How often."""
+    ns: float | None
+    """Time of these compilations, ns; ``null``: not recorded."""
+
+
+class CompileLog(Struct, kw_only=True):
+    """What structured logs of torch.compile (``TORCH_TRACE``) tell."""
+
+    logs: int
+    """Files, one a process. Counts and times are those of the process that has most of each."""
+    compilations: int
+    """Frames that were compiled, again or for the first time."""
+    ns: float
+    """Time that took, ns."""
+    inductor_ns: float | None
+    """The part in inductor; ``null``: not recorded."""
+    breaks: list[GraphBreak]
+    """The most frequent first."""
+    recompilations: list[CompileCause]
+    """The longest first."""
+    not_compiled: list[CompileCause]
+    """Functions that run as plain PyTorch."""
+    without_cuda_graphs: list[CompileCause]
+    """Graphs that are launched kernel by kernel."""
+    damaged: int = 0
+    """Records that cannot be read."""
+
+
 class Layer(Struct, frozen=True, kw_only=True):
     """Equal modules below the same ones: of one class, and with the same classes inside."""
 
@@ -925,6 +986,8 @@ class Report(Struct, kw_only=True):
     """The rules of all findings, risks and notes, by id."""
     serving: Serving | None = None
     """Steps of inference by phase; ``null``: the program trains, or nothing marks them."""
+    compilation: CompileLog | None = None
+    """Logs of torch.compile; ``null``: none were given."""
     views: Views | None = None
     """The report's pictures as data; ``null``: written before there were any."""
 

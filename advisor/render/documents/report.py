@@ -28,7 +28,7 @@ from advisor.render.document import (
     TextField,
     Tiles,
 )
-from advisor.render.documents import kernels, memory, serving
+from advisor.render.documents import compilation, kernels, memory, serving
 from advisor.render.figures import Bar, Staircase, StepTimeline
 
 MAX_RANKS: Final = 8
@@ -57,6 +57,7 @@ def build(report: Report, options: RenderOptions = DEFAULT) -> Document:
             *_ranks(report),
             *memory.sections(report),
             *kernels.sections(report),
+            *compilation.sections(report.compilation, report),
             *_findings(report),
             *_rest(report),
         ],

@@ -1,0 +1,288 @@
+"""Structured logs of torch.compile: what ``TORCH_TRACE=FOLDER`` writes, a file a process.
+
+A line ``V1123 20:55:19.489000 8996 torch/_dynamo/utils.py:2350] {…}`` is a record; lines that begin
+with a tab are its payload (https://github.com/pytorch/tlparse). Only three kinds are looked at.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from advisor.core.errors import AdvisorError
+from advisor.core.report import CompileCause, CompileLog, GraphBreak
+
+_RECORD = re.compile(r"^V\d{4} \d\d:\d\d:\d\d\.\d+ \d+ \S+:\d+\] (?=\{)")
+_BREAK, _AGAIN, _METRICS = "dynamo_graph_break_reason", "recompile_reasons", "compilation_metrics"
+_NAMES = "dedicated_log_torch_trace_*.log"
+_TRACES = (".json", ".json.gz", ".json.zst", ".sqlite", ".pb", ".rpd", ".db", ".nsys-rep")
+MAX_LINE, MAX_PAYLOAD = 1 << 20, 2_000
+"""Characters of a record; lines of its payload."""
+MAX_FILES, MAX_CAUSES, MAX_TEXT = 1_024, 10_000, 300
+
+_PLACE = re.compile(r"^Graph break (?:in user code at|from) (.+):(\d+)$")
+_STACK = re.compile(r'^\s*File "(.+)", line (\d+), in (.+)$')
+_LIBRARY = re.compile(r"[/\\](?:site-packages|dist-packages|lib(?:64)?[/\\]python\d[\d.]*t?)[/\\]")
+_NO_HINT = re.compile(
+    r"Hint: (?:If it is a|Please report|It may be possible|This graph break is fund)"
+)
+_GUARD = re.compile(r"^(?:\d+/)+\d+: ")
+
+
+def log_files(folder: Path) -> list[Path]:
+    """The logs in a folder, at most ``MAX_FILES``."""
+    return sorted(islice(folder.glob(_NAMES), MAX_FILES))
+
+
+def has_traces(folder: Path) -> bool:
+    """There is something else to analyse in the folder."""
+    return any(file.is_dir() or file.name.endswith(_TRACES) for file in folder.iterdir())
+
+
+def is_log(path: Path) -> bool:
+    """The file begins as such a log does."""
+    if path.suffix != ".log" or not path.is_file():
+        return False
+    try:
+        with path.open(encoding="utf-8", errors="replace") as file:
+            return _RECORD.match(file.readline(MAX_LINE)) is not None
+    except OSError:
+        return False
+
+
+def read_logs(paths: list[Path]) -> CompileLog:
+    """What logs, and folders of them, tell. Raises AdvisorError for a path that is none."""
+    files: list[Path] = []
+    for path in paths:
+        found = log_files(path) if path.is_dir() else [path] if is_log(path) else []
+        if not found:
+            raise AdvisorError(
+                f"{path}: no log of torch.compile; record one with TORCH_TRACE=FOLDER"
+            )
+        files += found
+    read = [_read(file) for file in files[:MAX_FILES]]
+    longest = max(read, key=lambda one: one.ns)
+    inductor = [one.inductor_ns for one in read if one.inductor_ns is not None]
+    return CompileLog(
+        logs=len(read),
+        compilations=max(one.compilations for one in read),
+        ns=longest.ns,
+        inductor_ns=max(inductor, default=None),
+        breaks=_most([one.breaks for one in read]),
+        **{
+            name: _most([list(getattr(one, name).values()) for one in read])
+            for name in ("recompilations", "not_compiled", "without_cuda_graphs")
+        },
+        damaged=sum(one.damaged for one in read),
+    )
+
+
+def _most(sides: list[list[Any]]) -> list[Any]:
+    """Causes of several processes: of each the one with the largest count, largest first."""
+    result: dict[Any, Any] = {}
+    for side in sides:
+        for cause in side:
+            key = cause.file, cause.line, cause.function, cause.reason
+            if key not in result or cause.count > result[key].count:
+                result[key] = cause
+    return sorted(
+        result.values(), key=lambda cause: (-(getattr(cause, "ns", 0) or 0), -cause.count)
+    )
+
+
+Causes = dict[Any, CompileCause]
+
+
+@dataclass
+class _Log:
+    """One process."""
+
+    compilations: int = 0
+    ns: float = 0.0
+    inductor_ns: float | None = None
+    found: dict[Any, GraphBreak] = field(default_factory=dict)
+    recompilations: Causes = field(default_factory=dict)
+    not_compiled: Causes = field(default_factory=dict)
+    without_cuda_graphs: Causes = field(default_factory=dict)
+    guards: dict[str, str] = field(default_factory=dict)
+    places: dict[str, tuple[str | None, str | None, int | None]] = field(default_factory=dict)
+    damaged: int = 0
+
+    @property
+    def breaks(self) -> list[GraphBreak]:
+        return list(self.found.values())
+
+
+def _read(path: Path) -> _Log:
+    log = _Log()
+    try:
+        with path.open(encoding="utf-8", errors="replace") as file:
+            for record, payload in _records(file, log):
+                if _METRICS in record:
+                    _compiled(log, record[_METRICS])
+                elif (name := _text(record["artifact"].get("name"))) == _BREAK:
+                    _broken(log, payload)
+                elif name == _AGAIN:
+                    number = f"{record.get('frame_id')}/{record.get('frame_compile_id')}"
+                    if len(log.guards) < MAX_CAUSES:
+                        log.guards[number] = _guard(payload)
+    except OSError as error:
+        raise AdvisorError(f"{path}: cannot be read ({error.strerror or error})") from None
+    return log
+
+
+def _records(file: Any, log: _Log) -> Iterator[tuple[dict[str, Any], list[str]]]:
+    """The records that are looked at, with their payload."""
+    record: dict[str, Any] | None = None
+    payload: list[str] = []
+    while line := file.readline(MAX_LINE):
+        if line[0] != "V" or (start := _RECORD.match(line)) is None:
+            if record is not None and len(payload) < MAX_PAYLOAD:
+                payload.append(line.strip("\n").removeprefix("\t"))
+            continue
+        if record is not None:
+            yield record, payload
+        record, payload = None, []
+        if any(name in line[: start.end() + 200] for name in (_BREAK, _AGAIN, _METRICS)):
+            try:
+                decoded = msgspec.json.decode(line[start.end() :])
+            except (msgspec.DecodeError, RecursionError):
+                decoded = None
+            whole = isinstance(decoded, dict) and any(
+                isinstance(decoded.get(name), dict) for name in (_METRICS, "artifact")
+            )
+            record = decoded if whole else None
+            log.damaged += not whole
+    if record is not None:
+        yield record, payload
+
+
+def _broken(log: _Log, payload: list[str]) -> None:
+    """A graph break: its place, the reason in a line, the explanation and the first hint."""
+    lines = [line.strip() for line in payload]
+    end = next(
+        (i for i, line in enumerate(lines) if line.startswith("User code trace")), len(lines)
+    )
+    place = _PLACE.match(lines[0]) if lines else None
+    frames = [m for line in payload[end:] if (m := _STACK.match(line)) is not None]
+    if place is None:
+        log.damaged += 1
+        return
+    file, line = place[1], place[2]
+    users = [frame for frame in frames if not _LIBRARY.search(frame[1])]
+    if users and _LIBRARY.search(file):  # the user's line that led there
+        file, line = users[-1][1], users[-1][2]
+    own = [frame for frame in frames if (frame[1], frame[2]) == (file, line)]
+    function = own[-1][3] if own else None
+    head = next((line for line in lines[1:end] if "Reason: " in line), "")
+    reason = head.partition("Reason: ")[2]
+    general = reason.startswith(("Encountered graph break", "Failed to handle graph break"))
+    if general:
+        rest = lines[lines.index(head) + 1 : end]
+        reason = next((line for line in rest if line), reason)
+    notes = [line for line in lines[:end] if line.startswith(("Explanation: ", "Hint: "))]
+    hints = [note for note in notes if note.startswith("Hint") and not _NO_HINT.match(note)]
+    explanation = next((note for note in notes if note.startswith("Explanation")), "")
+    found = GraphBreak(
+        file=_cut(file),
+        line=_line(line) or 0,
+        function=None if function is None else _cut(function),
+        reason=_cut(reason),
+        explanation=_cut(explanation.removeprefix("Explanation: ")),
+        hint=_cut(hints[0].removeprefix("Hint: ") if hints else ""),
+        eager="Skipping the f" in head,
+        count=1,
+    )
+    key = found.file, found.line, found.reason
+    old = log.found.get(key)
+    if old is not None:
+        log.found[key] = msgspec.structs.replace(old, count=old.count + 1)
+    elif len(log.found) < MAX_CAUSES:
+        log.found[key] = found
+
+
+def _guard(payload: list[str]) -> str:
+    """The guard of the newest entry, which is the first one in the list."""
+    lines = [line.strip().strip('"[],') for line in payload]
+    text = next((line for line in lines if _GUARD.match(line)), "")
+    return _plain(text)
+
+
+def _plain(guard: str) -> str:
+    """A guard without its number, the code it comes from and the stack."""
+    text = _GUARD.sub("", guard.partition("\n")[0].partition("\\n")[0])
+    return _cut(re.split(r"\s{2,}# ", text)[0].strip())
+
+
+def _compiled(log: _Log, metrics: dict[str, Any]) -> None:
+    """A compilation: its time, and why it was one again, failed, or has no CUDA graph."""
+    number = _text(metrics.get("compile_id"))
+    frame = number.rpartition("/")[0]
+    place = (
+        _cut(_text(metrics.get("co_name"))) or None,
+        _cut(_text(metrics.get("co_filename"))) or None,
+        _line(metrics.get("co_firstlineno")),
+    )
+    if place[0] is None:
+        place = log.places.get(frame, place)
+    elif len(log.places) < MAX_CAUSES:
+        log.places[frame] = place
+    micro, seconds = metrics.get("duration_us"), metrics.get("entire_frame_compile_time_s")
+    ns = _number(micro) * 1e3 if _number(micro) else _number(seconds) * 1e9
+    log.compilations += 1
+    log.ns += ns
+    if _number(metrics.get("inductor_compile_time_s")):
+        log.inductor_ns = (log.inductor_ns or 0.0) + 1e9 * _number(
+            metrics["inductor_compile_time_s"]
+        )
+    guard = _plain(_text(metrics.get("recompile_reason"))) or log.guards.get(number, "")
+    failed = _text(metrics.get("fail_reason")).partition("\n")[0]
+    skipped = _text(metrics.get("cudagraph_skip_reason")).partition("\n")[0]
+    if failed:
+        _add(log.not_compiled, place, failed, ns)
+    elif guard:
+        _add(log.recompilations, place, guard, ns)
+    if skipped:
+        _add(
+            log.without_cuda_graphs, place, skipped.removeprefix("skipping cudagraphs due to "), ns
+        )
+
+
+def _add(
+    causes: Causes, place: tuple[str | None, str | None, int | None], reason: str, ns: float
+) -> None:
+    function, file, line = place
+    old = causes.get((place, reason))
+    if old is None and len(causes) >= MAX_CAUSES:
+        return
+    causes[place, reason] = CompileCause(
+        function=function,
+        file=file,
+        line=line,
+        reason=_cut(reason),
+        count=1 if old is None else old.count + 1,
+        ns=ns + (0.0 if old is None else old.ns or 0.0),
+    )
+
+
+def _text(value: Any) -> str:
+    return value if isinstance(value, str) else ""
+
+
+def _number(value: Any) -> float:
+    return float(value) if isinstance(value, int | float) and 0 <= value < 1e15 else 0.0
+
+
+def _line(value: Any) -> int | None:
+    text = str(value)
+    return int(text) if text.isdecimal() and len(text) < 10 else None
+
+
+def _cut(text: str) -> str:
+    return text if len(text) <= MAX_TEXT else f"{text[: MAX_TEXT - 1]}…"

@@ -1,0 +1,193 @@
+"""Logs of torch.compile: the causes planted in ``compile_programs.py``, and damaged logs."""
+
+from __future__ import annotations
+
+import gzip
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from advisor.core.errors import AdvisorError
+from advisor.core.report import CompileLog
+from advisor.read.compile_log import MAX_TEXT, has_traces, is_log, log_files, read_logs
+from advisor.testing import TraceBuilder
+
+LOGS: dict[str, list[str]] = json.loads(
+    gzip.decompress((Path(__file__).parent / "compile_logs.json.gz").read_bytes())
+)
+LINES = (Path(__file__).parent / "compile_programs.py").read_text().splitlines()
+BREAKS = {
+    "break_print": "Failed to trace builtin operator",
+    "break_item": "Unsupported Tensor.item() call",
+    "break_branch": "Data-dependent branching",
+    "break_asked": "Call to `torch._dynamo.graph_break()`",
+    "break_sleep": "Attempted to call function marked as skipped",
+    "break_logging": "logging.Logger method not supported",
+    "break_disabled": "Skip calling `torch.compiler.disable()`d function",
+    "break_nonzero": "Dynamic shape operator",
+    "break_open": "Failed to trace builtin operator",
+    "break_backward": "Unsupported Tensor.backward() call",
+    "break_in_a_loop": "Failed to trace builtin operator",
+    "break_inlined": "Attempted to call function marked as skipped",
+}
+GUARDS = {
+    "recompile_shape": "size mismatch at index 0. expected 3, actual 4",
+    "recompile_dtype": "dtype mismatch. expected Float, actual Double",
+    "recompile_rank": "rank mismatch. expected 1, actual 2",
+    "recompile_number": "n == 2",
+    "recompile_text": "how == 'sin'",
+    "recompile_gradient": "requires_grad mismatch. expected requires_grad=0",
+    "recompile_grad_mode": "GLOBAL_STATE changed: grad_mode",
+    "recompile_training": "training == True",
+    "recompile_global": "G['SCALE'] == 2.0",
+    "recompile_list": "len(xs) == 1",
+}
+
+
+def write(folder: Path, *programs: str, name: str = "x") -> Path:
+    path = folder / f"dedicated_log_torch_trace_{name}.log"
+    path.write_text("\n".join(line for program in programs for line in LOGS[program]) + "\n")
+    return path
+
+
+def read(folder: Path, *programs: str) -> CompileLog:
+    return read_logs([write(folder, *programs)])
+
+
+@pytest.mark.parametrize("program", BREAKS)
+def test_a_planted_graph_break_is_named_with_its_line(program: str, tmp_path: Path) -> None:
+    log = read(tmp_path, program)
+    for each in log.breaks:
+        assert LINES[each.line - 1].split("  # ")[1].split()[0] == program
+    found = next(each for each in log.breaks if each.reason.startswith(BREAKS[program]))
+    assert found.file == "/home/me/compile_programs.py"
+    assert found.explanation and log.ns > 0
+    assert found.eager == (program == "break_in_a_loop")
+    assert found.function == ("inner" if program == "break_inlined" else "f")
+    assert not log.recompilations and not log.damaged
+
+
+@pytest.mark.parametrize("program", GUARDS)
+def test_a_planted_recompilation_is_named_with_its_guard(program: str, tmp_path: Path) -> None:
+    log = read(tmp_path, program)
+    (found,) = log.recompilations
+    assert GUARDS[program] in found.reason and "  #" not in found.reason
+    assert found.count == 1 and found.ns is not None and 0 < found.ns < log.ns
+    assert found.file is not None and found.line is not None
+    assert not log.breaks and not log.not_compiled
+
+
+def test_the_limit_of_recompilations_ends_compiling(tmp_path: Path) -> None:
+    log = read(tmp_path, "recompile_limit")
+    assert [each.reason for each in log.not_compiled] == ["Dynamo recompile limit exceeded"]
+    assert (
+        log.not_compiled[0].line is not None and "len(how)" in LINES[log.not_compiled[0].line - 1]
+    )
+    assert len(log.recompilations) == 7 and log.compilations == 9
+
+
+@pytest.mark.parametrize("program", ["nothing_wrong", "inductor_on_cpu"])
+def test_nothing_is_found_in_a_program_without_a_cause(program: str, tmp_path: Path) -> None:
+    log = read(tmp_path, program)
+    assert not (log.breaks or log.recompilations or log.not_compiled or log.without_cuda_graphs)
+    assert log.compilations == 1 and (log.inductor_ns is not None) == (program[0] == "i")
+
+
+def test_a_reason_against_cuda_graphs_is_read_from_the_metrics(tmp_path: Path) -> None:
+    """As ``torch._inductor.cudagraph_utils.log_cudagraph_skip_and_bump_counter`` writes it, which
+    needs a GPU."""
+    path = write(tmp_path, "inductor_on_cpu")
+    reason = '"skipping cudagraphs due to mutated inputs (1 instances). Found from"'
+    path.write_text(
+        path.read_text().replace(
+            '"cudagraph_skip_reason": null', f'"cudagraph_skip_reason": {reason}'
+        )
+        if '"cudagraph_skip_reason"' in path.read_text()
+        else path.read_text().replace(
+            '"co_name"', f'"cudagraph_skip_reason": {reason}, "co_name"', 1
+        )
+    )
+    (found,) = read_logs([path]).without_cuda_graphs
+    assert found.reason == "mutated inputs (1 instances). Found from" and found.function == "f"
+
+
+def test_ranks_that_compile_the_same_are_counted_once(tmp_path: Path) -> None:
+    one = read(tmp_path, "break_print", "recompile_dtype")
+    for rank in range(3):
+        write(tmp_path, "break_print", "recompile_dtype", name=f"rank_{rank}_ab")
+    log = read_logs([tmp_path])
+    assert log.logs == 4 and log.compilations == one.compilations and log.ns == one.ns
+    assert log.breaks == one.breaks and log.recompilations == one.recompilations
+
+
+def test_damaged_records_are_counted_and_text_is_bounded(tmp_path: Path) -> None:
+    path = write(tmp_path, "break_print", "recompile_dtype")
+    whole = path.read_text()
+    prefix = "V1123 20:55:19.489000 8996 torch/_dynamo/utils.py:2009] "
+    bad = [
+        '{"compilation_metrics": ', '{"compilation_metrics": 3}', "[" * 10_000,
+        '{"artifact": {"name": "dynamo_graph_break_reason"}}\n\tno place at all',
+        '{"compilation_metrics": {"co_name": 5, "duration_us": "x", "co_firstlineno": -1}}',
+    ]  # fmt: skip
+    long = json.dumps({"compilation_metrics": {"fail_reason": "x" * 9_999, "co_name": "y" * 9_999}})
+    path.write_text(whole + "".join(f"{prefix}{line}\n" for line in [*bad, long]))
+    log = read_logs([path])
+    assert len(log.breaks) == len(log.recompilations) == 1
+    assert log.damaged == 3
+    assert len(log.not_compiled[0].reason) == MAX_TEXT == len(log.not_compiled[0].function or "")
+    path.write_bytes(whole.encode()[: len(whole) // 2] + b"\xff\xfe")
+    assert read_logs([path]).breaks
+
+
+def test_what_is_no_log_is_refused_in_one_line(tmp_path: Path) -> None:
+    other = tmp_path / "train.log"
+    other.write_text("step 1\n")
+    assert not is_log(other) and not log_files(tmp_path) and not has_traces(tmp_path)
+    with pytest.raises(AdvisorError, match="TORCH_TRACE=FOLDER"):
+        read_logs([other])
+
+
+# -- on the command line ------------------------------------------------------------------------
+
+
+def test_logs_alone_are_analysed(advisor: Callable[..., Any], tmp_path: Path) -> None:
+    write(tmp_path, "break_print", "recompile_dtype", "recompile_limit")
+    done = advisor("analyze", str(tmp_path))
+    text = " ".join(done.out.split())
+    assert done.code == 0 and max(map(len, done.out.splitlines())) <= 80
+    assert "Graph breaks (1)" in text and ":44 in f: Failed to trace builtin operator" in text
+    assert "dtype mismatch. expected Float, actual Double" in text and "Not compiled (1)" in text
+    made = json.loads(advisor("analyze", str(tmp_path), "--format", "json").out)
+    assert made["breaks"][0]["line"] == 44
+    private = advisor("analyze", str(tmp_path), "--format", "json", "--redact").out
+    assert "/home/me" not in private and json.loads(private)["breaks"][0]["line"] == 44
+    refused = advisor("analyze", str(tmp_path), "--format", "sarif")
+    assert refused.code == 2 and refused.err.count("\n") == 1
+
+
+@pytest.mark.parametrize("beside", [True, False])
+def test_logs_beside_a_trace_are_part_of_its_report(
+    advisor: Callable[..., Any], tmp_path: Path, beside: bool
+) -> None:
+    b = TraceBuilder()
+    for _ in range(3):
+        with b.step():
+            b.run("aten::mm", "gemm", 900)
+            b.sync()
+    folder = tmp_path / "run"
+    folder.mkdir()
+    trace = b.write(folder / "trace.json")
+    log = write(folder if beside else tmp_path, "break_print")
+    given = [str(folder)] if beside else [str(trace), "--compile-log", str(log)]
+    text = " ".join(advisor("analyze", *given).out.split())
+    assert "Failed to trace builtin operator" in text and "as long as" in text
+    report = json.loads(advisor("analyze", *given, "--format", "json").out)
+    assert report["compilation"]["breaks"][0]["reason"] == BREAKS["break_print"]
+
+
+def test_a_wrong_path_of_logs_is_one_line(advisor: Callable[..., Any], tmp_path: Path) -> None:
+    done = advisor("analyze", "--compile-log", str(tmp_path))
+    assert done.code == 2 and done.err.count("\n") == 1 and "TORCH_TRACE" in done.err

@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from advisor.core.intervals import Ints
 from advisor.read.spelling import HOST_KINDS
 
-Ints = NDArray[np.int64]
 MAX_DEPTH = 1000
 """Events nested deeper than this get the ancestor at this depth as their parent."""
 MAX_ROUNDS = 6

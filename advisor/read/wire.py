@@ -17,6 +17,8 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from advisor.core.intervals import Ints
+
 VARINT, FIXED64, BYTES, FIXED32 = 0, 1, 2, 5
 MAX_FIELDS = 512
 """Of one small message; what profilers write has a tenth of that."""
@@ -24,7 +26,6 @@ PADDING = 16
 """Zero bytes that must follow the messages in their buffer."""
 
 _WORD = np.dtype("<u8")
-Ints = NDArray[np.int64]
 Words = NDArray[np.uint64]
 
 

@@ -10,12 +10,11 @@ import numpy as np
 import polars as pl
 from numpy.typing import NDArray
 
-from advisor.core.intervals import Intervals, union
+from advisor.core.intervals import Intervals, Ints, union
 from advisor.core.trace import CALLS, CPU_KINDS, JAX, PYTORCH, TENSORFLOW, TF_DATA
 from advisor.read.spelling import call_class
 from advisor.read.xspace import Events, Plane, XLine
 
-Ints = NDArray[np.int64]
 STATS = frozenset(
     {
         "addr",

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
+from advisor.core.intervals import Ints
 from advisor.read.columns import NAME_LIMIT
 from advisor.read.reader import EVENT_BYTES, memory_budget
 from advisor.read.wire import (
@@ -28,7 +29,6 @@ from advisor.read.wire import (
     varint,
 )
 
-Ints = NDArray[np.int64]
 MAX_EVENTS = 30_000_000
 """Events of one file; beyond, lines are left out and counted. A profiler keeps fewer."""
 MAX_PLANES, MAX_LINES = 4_096, 100_000

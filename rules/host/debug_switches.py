@@ -9,8 +9,8 @@ import numpy as np
 
 from advisor.core import text as t
 from advisor.core.finding import Evidence, Finding, Impact, Outcome, Rule, SkippedCheck, Threshold
+from advisor.core.intervals import Floats
 from advisor.measure import Analysis
-from advisor.measure.steps.record import Floats
 from advisor.rules.recorded import a_step, device_bound, measure_it, record, steps_seen
 from advisor.rules.sources import CHOSEN, CURED_RECORDINGS, ENGINE_FLOOR, GPUPROF
 from advisor.testing import TraceBuilder

@@ -12,9 +12,10 @@ import numpy as np
 
 from advisor.core import text as t
 from advisor.core.finding import Evidence, Finding, Outcome, Rule, SkippedCheck, Threshold
+from advisor.core.intervals import Floats, Ints
 from advisor.core.run_directory import Host
 from advisor.measure import Analysis
-from advisor.measure.steps.record import Floats, Ints, StepRecords
+from advisor.measure.steps.record import StepRecords
 from advisor.rules.recorded import over_the_run, record, steps_seen
 from advisor.rules.sources import CHOSEN, CURED_RECORDINGS, GPUPROF, STEP_SERIES
 from advisor.testing import TraceBuilder

@@ -12,9 +12,9 @@ from advisor.rules.recorded import record
 from advisor.testing import TraceBuilder
 
 if TYPE_CHECKING:
+    from advisor.core.intervals import Floats
     from advisor.measure import Analysis
     from advisor.measure.memory.post_mortem import PostMortem
-    from advisor.measure.steps.record import Floats
 
 GIB = 1 << 30
 

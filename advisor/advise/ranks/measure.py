@@ -11,11 +11,10 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import polars as pl
-from numpy.typing import NDArray
 
 from advisor.advise.measured import device_time, host_time, step_time
 from advisor.advise.memory import memory_of_rank
-from advisor.core.intervals import covered_length, intersect, subtract, union
+from advisor.core.intervals import Ints, covered_length, intersect, subtract, union
 from advisor.measure.comm.comms import has_host_collectives
 from advisor.measure.comm.messages import COLLECTIVES
 from advisor.measure.ranks.clocks import SYNCHRONISING, keyed
@@ -47,7 +46,6 @@ MAX_STEPS = 2_000
 MAX_FINDINGS = 60
 _KEY = ("group", "ranks", "collective", "bytes", "annotation", "source", "target")
 _PAIR = pl.col("source").is_not_null() & pl.col("target").is_not_null()
-Ints = NDArray[np.int64]
 
 
 def summarise(a: Analysis, rank: int, findings: Sequence[Finding], path: str = "") -> Summary:

@@ -11,7 +11,8 @@ from typing import Literal, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from advisor.measure.steps.record import Floats, Ints, StepRecords, finite
+from advisor.core.intervals import Floats, Ints
+from advisor.measure.steps.record import StepRecords, finite
 
 MIN_SAMPLES = 4
 """Fewer tell no course of time."""

@@ -8,6 +8,7 @@ import numpy as np
 import polars as pl
 from numpy.typing import NDArray
 
+from advisor.core.intervals import Bools, Floats
 from advisor.core.trace import Trace
 from advisor.measure.device.dtypes import FORMATS, Format
 from advisor.measure.device.families import CODE, MATRIX, Family
@@ -28,7 +29,6 @@ if TYPE_CHECKING:
 
 __all__ = ["measure_kernels", "model_flop_utilisation", "sum_families", "sum_kernels"]
 
-Bools = NDArray[np.bool_]
 Codes = NDArray[np.int8]
 
 _TRUE, _FALSE, _UNKNOWN = 1, 0, -1
@@ -301,9 +301,6 @@ def _enum(codes: Codes, dtype: pl.Enum) -> pl.Series:
 def _optional_bool(codes: Codes) -> pl.Series:
     known = codes != _UNKNOWN
     return pl.Series(codes == _TRUE).set(pl.Series(~known), None)
-
-
-Floats = NDArray[np.float64]
 
 
 class Costs(NamedTuple):

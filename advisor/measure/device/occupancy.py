@@ -13,6 +13,7 @@ import numpy as np
 import polars as pl
 from numpy.typing import NDArray
 
+from advisor.core.intervals import Floats, Ints
 from advisor.core.trace import Device, Trace
 
 REGISTER_UNIT = 256
@@ -31,9 +32,6 @@ _BLOCKS: dict[tuple[int, int], int] = {
 }  # fmt: skip
 """Compute capability -> resident blocks an SM at most (cudaOccMaxBlocksPerMultiprocessor, and
 the CUDA C++ Programming Guide's table of technical specifications)."""
-
-Floats = NDArray[np.float64]
-Ints = NDArray[np.int64]
 
 
 def active_blocks(

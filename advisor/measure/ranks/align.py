@@ -8,13 +8,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import NDArray
 
+from advisor.core.intervals import Bools, Floats, Ints
 from advisor.measure.ranks.runs import MAX_CLOCK_DIFFERENCE_NS
-
-Ints = NDArray[np.int64]
-Floats = NDArray[np.float64]
-Bools = NDArray[np.bool_]
 
 END_TOLERANCE_NS = 1_000_000.0
 """Ends of one collective on two ranks differ by less: up to 0.33 ms on a public pair of traces

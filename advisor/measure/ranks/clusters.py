@@ -5,13 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import numpy as np
-from numpy.typing import NDArray
 
+from advisor.core.intervals import Floats, Ints
 from advisor.core.ranks import RankCluster, numbers
 from advisor.measure.ranks.summary import Summary
-
-Floats = NDArray[np.float64]
-Ints = NDArray[np.int64]
 
 MAX_CLUSTERS = 8
 MAX_DISTANCE = 0.1

@@ -9,15 +9,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import NDArray
 
 from advisor.core.errors import AdvisorError
+from advisor.core.intervals import Bools, Floats, Ints
 from advisor.measure.ranks.align import Clocks, align_cells, medians
 from advisor.measure.ranks.summary import Collectives, Summary, unpack
 
-Ints = NDArray[np.int64]
-Floats = NDArray[np.float64]
-Bools = NDArray[np.bool_]
 COLUMNS = ("key", "order", "step", "start", "end", "exposed", "work")
 
 

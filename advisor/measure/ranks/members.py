@@ -11,6 +11,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from advisor.core.intervals import Floats, Ints
 from advisor.measure.ranks.join import Joined
 from advisor.measure.ranks.significance import of_the_largest, p_values, residuals, upper_tail
 from advisor.measure.ranks.summary import Summary
@@ -52,9 +53,6 @@ def racks(hosts: Iterable[str]) -> dict[str, str]:
         return {}
     return {host: rack for rack, members in result.items() for host in members}
 
-
-Floats = NDArray[np.float64]
-Ints = NDArray[np.int64]
 
 MIN_MEMBERS_SHARE = 0.7
 """Share of a host's ranks (of a rack's hosts) that are outliers where the host is one."""

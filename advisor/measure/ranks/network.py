@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import numpy as np
-from numpy.typing import NDArray
 
+from advisor.core.intervals import Floats, Ints
 from advisor.core.ranks import numbers
 from advisor.measure.ranks.align import medians
 from advisor.measure.ranks.members import Members, find_members
@@ -15,8 +15,6 @@ from advisor.measure.ranks.outliers import MAX_CHANCE, MIN_SHARE, Deviation
 if TYPE_CHECKING:
     from advisor.measure.ranks.outliers import Job
 
-Floats = NDArray[np.float64]
-Ints = NDArray[np.int64]
 
 MIN_GROUPS = 3
 """Of the same kind of collective, to say that one of them is slower."""

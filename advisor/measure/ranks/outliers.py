@@ -7,9 +7,9 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 from msgspec import structs
-from numpy.typing import NDArray
 
 from advisor.core.finding import Edit, Select
+from advisor.core.intervals import Floats, Ints
 from advisor.core.ranks import numbers
 from advisor.measure.device.families import FAMILIES
 from advisor.measure.ranks.join import CollectiveWaits, Joined
@@ -28,9 +28,6 @@ from advisor.measure.ranks.significance import (
     residuals,
 )
 from advisor.measure.ranks.summary import Summary
-
-Floats = NDArray[np.float64]
-Ints = NDArray[np.int64]
 
 MAX_CHANCE = 0.002
 """Of a false alarm by each of five searches: together one healthy job of a hundred."""

@@ -11,12 +11,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import NDArray
 
+from advisor.core.intervals import Floats
 from advisor.measure.ranks.summary import Summary, unpack
-
-Ints = NDArray[np.int64]
-Floats = NDArray[np.float64]
 
 CLASSES = ("compute", "copies", "input", "host", "communication")
 """Of a step, exclusive; the last one is no work of the rank's own."""

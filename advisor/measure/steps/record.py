@@ -8,13 +8,12 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
+from advisor.core.intervals import Floats, Ints
 from advisor.core.run_directory import LARGEST, is_sane
 
 if TYPE_CHECKING:
     from advisor.core.run_directory import Gpu, Host, RankRecord, Step
 
-Ints = NDArray[np.int64]
-Floats = NDArray[np.float64]
 Mask = NDArray[np.bool_]
 
 WARM_UP = 10

@@ -17,7 +17,8 @@ from advisor.read.source import ByteSource
 from advisor.read.split import without_mark
 
 if TYPE_CHECKING:
-    from advisor.read.xspace import Events, Ints, Plane, XLine
+    from advisor.core.intervals import Ints
+    from advisor.read.xspace import Events, Plane, XLine
 
 MAX_BYTES = 1 << 30
 """The profiler writes at most a million events, some 200 MB."""

@@ -6,16 +6,13 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
+from advisor.core.intervals import Bools, Floats, Ints
 from advisor.measure.ranks.align import medians
 from advisor.measure.ranks.outliers import Deviation, Job
 from advisor.replay.calibration import OTHERS, fault_kind
 from advisor.replay.ranks.replay import Gain, JobChange, RanksReplay
 
-Floats = NDArray[np.float64]
-Ints = NDArray[np.int64]
-Bools = NDArray[np.bool_]
 HELD_UP = 0.5
 """Of the last rank's excess in a step: ranks that are as far above hold the step up too."""
 ALL_OVER = 0.01

@@ -11,16 +11,12 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
+from advisor.core.intervals import Bools, Floats, Ints
 from advisor.measure.ranks.join import Joined
 from advisor.measure.ranks.profile import Profile
 from advisor.measure.ranks.summary import Summary
 from advisor.replay.calibration import OTHERS, job_band
-
-Ints = NDArray[np.int64]
-Floats = NDArray[np.float64]
-Bools = NDArray[np.bool_]
 
 MAX_CELLS = 400_000
 """Collectives of all ranks that are replayed: fewer steps of more ranks."""

@@ -12,9 +12,9 @@ from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
-from numpy.typing import NDArray
 
 from advisor.core.finding import Evidence
+from advisor.core.intervals import Floats
 from advisor.core.ranks import MissingRanks, Outlier, RankLine, Ranks, RanksWhatIf, StepSpread
 from advisor.core.ranks import numbers as rank_numbers
 from advisor.core.text import format_count, format_share
@@ -29,8 +29,6 @@ from advisor.measure.ranks.summary import Summary, Unread
 from advisor.measure.ranks.wording import change, reason
 from advisor.replay.ranks.gains import estimate, no_stragglers, no_transfers
 from advisor.replay.ranks.replay import Gain, RanksReplay
-
-Floats = NDArray[np.float64]
 
 FEW_RANKS = 16
 """Up to which each is shown by itself."""

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from advisor.core.intervals import Ints
 from advisor.dashboard.timeline.categories import BASE, Category
 from advisor.dashboard.timeline.counters import CounterSeries
-from advisor.dashboard.timeline.level import BLOCK, DetailLevel, build_pyramid
+from advisor.dashboard.timeline.detail_levels import BLOCK, DetailLevel, build_pyramid
 
 LaneSource = Literal["steps", "cpu", "gpu", "gaps", "sync", "activity", "recorded"]
 """Table that a lane's rows are rows of: those of the trace, ``Analysis.steps.table``,

@@ -12,9 +12,9 @@ import flask
 from advisor.core.labels import distinct_labels
 from advisor.dashboard.current import clean_query
 from advisor.dashboard.timeline.categories import ALL, BASE, TITLES, category_label
+from advisor.dashboard.timeline.detail_levels import level_of_detail
 from advisor.dashboard.timeline.details import describe_slice, slice_near
 from advisor.dashboard.timeline.index import TimelineIndex
-from advisor.dashboard.timeline.level import level_of_detail
 from advisor.dashboard.timeline.search import (
     finding_summary,
     keyed_findings,

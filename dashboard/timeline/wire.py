@@ -33,8 +33,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from advisor.dashboard.timeline.counters import sample
+from advisor.dashboard.timeline.detail_levels import VisibleSlices
 from advisor.dashboard.timeline.index import TimelineIndex
-from advisor.dashboard.timeline.level import VisibleSlices
 
 MAGIC = b"ATL1"
 HEADER = struct.Struct("<4s7I4d2I")

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from advisor.dashboard.timeline.build import build_index
-from advisor.dashboard.timeline.level import level_of_detail
+from advisor.dashboard.timeline.detail_levels import level_of_detail
 from advisor.dashboard.timeline.wire import encode
 from advisor.measure import Analysis
 from advisor.testing import TraceBuilder

@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from advisor.dashboard.timeline.categories import ALL, BASE, HOST, KERNELS
+from advisor.dashboard.timeline.detail_levels import COVER_STEP, level_of_detail, stored_levels
 from advisor.dashboard.timeline.index import IndexBuilder, TimelineIndex
-from advisor.dashboard.timeline.level import COVER_STEP, level_of_detail, stored_levels
 
 Slice = tuple[int, int, int]
 """Start, end, slot."""

@@ -350,6 +350,9 @@ def _missing() -> tuple[_Segment, _Block]:
     raise DeviceFull(0)
 
 
+LINEAR = (f"{TORCH}nn/modules/linear.py", 125, "forward")
+
+
 class Training:
     """A small transformer that trains in an :class:`Allocator`: who allocates what, where, until
     when, as PyTorch's eager mode does.
@@ -404,22 +407,22 @@ class Training:
         self._old = self._new
         self.steps += 1
 
+    def layer(self) -> list[int]:
+        """What the forward pass of one layer keeps: three activations."""
+        with self.m.at((MODEL, 62, "forward"), *CALLED):
+            return [self.block(line, share) for line, share in ((20, 4), (22, 4), (25, 1))]
+
+    def block(self, line: int, quarters: int) -> int:
+        """One activation of so many quarters of the largest, made by a linear layer."""
+        with self.m.at((MODEL, line, "forward"), *CALLED, LINEAR):
+            return self.m.alloc(self.activation * quarters // 4)
+
     def forward(self) -> list[int]:
         """Activations, in the order in which they were made; the logits and the loss last."""
-        m, held = self.m, []
+        m = self.m
         with m.at(*LOOP, (TRAIN, 47, "main"), *CALLED, (MODEL, 60, "forward")):
-            for _ in range(self.layers):
-                with m.at((MODEL, 62, "forward"), *CALLED):
-                    for line, share in ((20, 4), (22, 4), (25, 1)):
-                        with m.at(
-                            (MODEL, line, "forward"),
-                            *CALLED,
-                            (f"{TORCH}nn/modules/linear.py", 125, "forward"),
-                        ):
-                            held.append(m.alloc(self.activation * share // 4))
-            with m.at(
-                (MODEL, 66, "forward"), *CALLED, (f"{TORCH}nn/modules/linear.py", 125, "forward")
-            ):
+            held = [address for _ in range(self.layers) for address in self.layer()]
+            with m.at((MODEL, 66, "forward"), *CALLED, LINEAR):
                 head = m.alloc(self.logits)
         if self.kept_outputs:
             self._new = head

@@ -20,7 +20,6 @@ from advisor.testing.allocator import (
     MODEL,
     OPTIMIZER,
     TORCH,
-    TRAIN,
     Allocator,
     Training,
 )
@@ -60,37 +59,16 @@ class Program(Training):
         )  # fmt: skip
         self.plan = plan
 
-    def forward(self) -> list[int]:
-        held = super().forward() if not self.plan.checkpointed else self._outputs()
-        return held
-
-    def _outputs(self) -> list[int]:
-        """Each layer keeps its output alone; the other two are made again in the backward pass."""
-        m, held = self.m, []
-        with m.at(*LOOP, (TRAIN, 47, "main"), *CALLED, (MODEL, 60, "forward")):
-            for _ in range(self.layers):
-                with m.at((MODEL, 62, "forward"), *CALLED):
-                    inner = [self._block(line, 4) for line in (20, 22)]
-                    output = self._block(25, 1)
-                    for address in inner:
-                        m.free(address)
-                held += [0, 0, output]
-            with m.at((MODEL, 66, "forward"), *CALLED):
-                head = m.alloc(self.logits)
-        if self.kept_outputs:
-            self._new = head
-        else:
-            held.append(head)
-        with m.at(*LOOP, (TRAIN, 48, "main"), (f"{TORCH}nn/functional.py", 3458, "cross_entropy")):
-            held += [m.alloc(self.logits), m.alloc(4)]
-        if self.leak:
-            with m.at(*LOOP, (TRAIN, 49, "main")):
-                m.alloc(self.leak)
-        return held
-
-    def _block(self, line: int, share: int) -> int:
-        with self.m.at((MODEL, line, "forward"), *CALLED, (f"{TORCH}nn/modules/linear.py", 1, "f")):
-            return self.m.alloc(self.activation * share // 4)
+    def layer(self) -> list[int]:
+        """Checkpointed, it keeps its output alone: the other two are made again."""
+        if not self.plan.checkpointed:
+            return super().layer()
+        with self.m.at((MODEL, 62, "forward"), *CALLED):
+            inner = [self.block(line, 4) for line in (20, 22)]
+            output = self.block(25, 1)
+            for address in inner:
+                self.m.free(address)
+        return [0, 0, output]
 
     def backward(self, held: list[int]) -> None:
         if not self.plan.checkpointed:
@@ -100,7 +78,7 @@ class Program(Training):
         with m.alone():
             upstream, fresh = None, not self.gradients
             for number in reversed(range(self.layers)):
-                inner = [self._block(line, 4) for line in (20, 22)]
+                inner = [self.block(line, 4) for line in (20, 22)]
                 flow = m.alloc(self.activation)
                 if upstream is not None:
                     m.free(upstream)

@@ -468,7 +468,8 @@ class RecordingSession:
             names.append((frame.f_globals.get("__name__"), frame.f_code.co_name))
             frame = frame.f_back
         starts = any(name == "start" for _, name in names)  # only until the other one runs
-        waits = any(str(module).partition(".")[0] in WAITING for module, _ in names[:2])
+        # the frame around a thread's or a pool's function is of these modules too: it does not wait
+        waits = str(names[0][0]).partition(".")[0] in WAITING
         with self._reading:  # what is on the tape or was read, but nothing between
             progress, fetched = self._count_passes(), self._has_fetched()
         if not progress and not fetched:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -132,7 +134,6 @@ def test_samples_are_those_that_passed(recorded: Any, training: Any) -> None:
 
 
 def test_a_helper_thread_does_not_take_over(recorded: Any, training: Any) -> None:
-    import threading
 
     other = type(training)()
 
@@ -151,7 +152,6 @@ def test_the_main_thread_collects_garbage_while_another_one_trains(
     recorded: Any, training: Any
 ) -> None:
     import gc
-    import threading
 
     batches = list(training.loader(30))
 
@@ -168,8 +168,6 @@ def test_the_main_thread_collects_garbage_while_another_one_trains(
 def test_training_in_other_threads(how: str, recorded: Any, training: Any) -> None:
     """Model and optimizer are the main thread's, which waits in one way or another."""
     import asyncio
-    import threading
-    import time
     from concurrent.futures import ThreadPoolExecutor
 
     def loop() -> None:
@@ -208,7 +206,6 @@ def test_training_in_other_threads(how: str, recorded: Any, training: Any) -> No
 
 
 def test_the_main_thread_trains_after_another_one(recorded: Any, training: Any) -> None:
-    import threading
 
     def run() -> None:
         thread = threading.Thread(target=lambda: [training.learn(b) for b in training.loader(8)])
@@ -247,3 +244,35 @@ def test_a_decorated_generator_keeps_its_steps(training: Any, tmp_path: Path) ->
     session.finish()
     steps = read_recording(tmp_path / "run").ranks[0].steps
     assert len(steps) == 13
+
+
+def test_a_thread_whose_target_trains_is_not_taken_for_a_waiting_one(
+    training: Any, recorded: Any
+) -> None:
+    """It stands in its own function, which ``threading`` called; another makes updates."""
+    turn, other = threading.Lock(), type(training)()
+    turn.acquire()
+    ready = threading.Event()
+
+    def trains() -> None:
+        time.sleep(0.3)  # until the main thread waits
+        for number in range(30):
+            training.learn((training.x, training.y))
+            if number == 9:
+                ready.set()
+                turn.acquire()
+
+    def updates() -> None:
+        ready.wait()
+        for _ in range(5):
+            other.learn((other.x, other.y))
+        turn.release()
+
+    def run() -> None:
+        threads = [threading.Thread(target=target) for target in (trains, updates)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+
+    assert len(recorded(run).steps) == 30

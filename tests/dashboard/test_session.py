@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 import threading
 import time
 from collections.abc import Callable
 from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
 import pytest
 
 pytest.importorskip("dash")
+
+from plotly.utils import PlotlyJSONEncoder
 
 from advisor.advise.engine import analyze
 from advisor.cli.dashboard import EDITOR, parse_editor
@@ -24,8 +28,10 @@ from advisor.dashboard import session as home
 from advisor.dashboard.access import Access
 from advisor.dashboard.app import create_app
 from advisor.dashboard.follow import Follower
+from advisor.dashboard.pages import kernels
 from advisor.dashboard.pages.findings import editor_href
 from advisor.dashboard.session import DashboardSession, newest_windows
+from advisor.testing import TraceBuilder
 
 
 def _recorded() -> Any:
@@ -122,6 +128,23 @@ def test_large_tables_are_made_before_the_run_is_shown(slow: str) -> None:
     assert loaded is not None
     for key in (("op_tree", None), ("op_rows", None), ("kernel_rows", None)):
         loaded.view(key, lambda: pytest.fail("made while somebody waits"))
+
+
+def test_layers_are_drawn_where_modules_were_recorded() -> None:
+    b = TraceBuilder()
+    with b.step():
+        with b.python("nn.Module: <img src=x>_0"):
+            b.run("aten::mm", "gemm", 100)
+        b.sync()
+    a = b.analysis()
+    view: Any = SimpleNamespace(
+        analysis=a, rank=None, loaded=SimpleNamespace(view=lambda key, make: make())
+    )
+    drawn = json.dumps(kernels._layers(view).to_plotly_json(), cls=PlotlyJSONEncoder)
+    assert "GPU time by layer" in drawn and "in no module" not in drawn
+    assert "&lt;img" in drawn and "<img" not in drawn
+    view.analysis = SimpleNamespace(layers=None)
+    assert kernels._layers(view) is None
 
 
 # -- a run that is going on ----------------------------------------------------------------------

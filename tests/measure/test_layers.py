@@ -466,3 +466,41 @@ def test_a_comparison_lists_the_layers_that_changed_most(tmp_path: Path) -> None
     assert [(each.name, each.before, each.after) for each in amounts] == [
         ("Norm in Block", 60 * US, 160 * US), ("Linear in Block", 200 * US, 200 * US),
     ]  # fmt: skip
+
+
+@pytest.mark.parametrize("checkpoint", [False, True])
+def test_a_recorded_training_has_its_backward_in_its_modules(
+    checkpoint: bool, tmp_path: Path
+) -> None:
+    """PyTorch's own profiler; a checkpointed block is called again in the backward pass."""
+    torch = pytest.importorskip("torch")
+    from torch.utils.checkpoint import checkpoint as again
+
+    class Net(torch.nn.Module):  # type: ignore[misc,name-defined]
+        def __init__(self) -> None:
+            super().__init__()
+            make = torch.nn.Linear
+            blocks = [torch.nn.Sequential(make(64, 64), torch.nn.GELU()) for _ in range(3)]
+            self.layers = torch.nn.ModuleList(blocks)
+
+        def forward(self, x: object) -> object:
+            for layer in self.layers:
+                x = again(layer, x, use_reentrant=False) if checkpoint else layer(x)
+            return x
+
+    model, x = Net(), torch.randn(256, 64)
+    profiler = torch.profiler.profile(
+        activities=[torch.profiler.ProfilerActivity.CPU], with_stack=True
+    )
+    with profiler:
+        for _ in range(2):
+            model(x).sum().backward()
+    profiler.export_chrome_trace(str(tmp_path / "trace.json"))
+    a = Analysis(read_trace(str(tmp_path / "trace.json")))
+    assert a.layers is not None and not a.layers.on_device
+    groups = {group.label: a.layers.nodes[group.nodes] for group in equal_layers(a.layers)}
+    assert groups["Net_0"]["calls"].to_list() == [2]
+    blocks, linear = groups["Sequential_0–2"], groups["Linear_0–2"]
+    assert linear["calls"].sum() == blocks["calls"].sum() == (12 if checkpoint else 6)
+    assert 0 < linear["backward"].sum() < linear["ns"].sum()
+    assert blocks["ns"].sum() <= groups["Net_0"]["ns"].sum() <= a.layers.total

@@ -24,8 +24,8 @@ class EngineLayers(Rule):
     references = ("https://docs.nvidia.com/deeplearning/tensorrt/latest/performance/"
                   "best-practices.html",)  # fmt: skip
     verify = "Compare the engines: advisor compare before.profile.json after.profile.json"
-    pattern: ClassVar[str]
-    layer: ClassVar[str]
+    _pattern: ClassVar[str]
+    _layer: ClassVar[str]
     """What one is called."""
     min_share: Threshold[float]
     left: Threshold[float]
@@ -34,25 +34,25 @@ class EngineLayers(Rule):
     worst: Threshold[float]
 
     def check(self, a: Analysis) -> Iterator[Outcome]:
-        """Add up the layers of ``pattern``."""
+        """Add up the layers whose names fit."""
         names = a.trace.gpu["name"].cast(pl.String)
-        rows = kernel_rows(a) & names.str.contains(self.pattern).to_numpy()
+        rows = kernel_rows(a) & names.str.contains(self._pattern).to_numpy()
         ns = duration(a, rows)
         if not rows.any():
             return
         if ns < self.min_share * a.span_ns:
             return
         yield Finding(
-            summary=f"{t.count_noun(int(rows.sum()), self.layer)} take {of_step(a, ns)}.",
+            summary=f"{t.count_noun(int(rows.sum()), self._layer)} take {of_step(a, ns)}.",
             evidence=[
-                figure(a, f"{self.layer}s", ns),
+                figure(a, f"{self._layer}s", ns),
                 Evidence("share", ns / a.span_ns, "share", *self.limit("min_share"), per=a.per),
             ],
             where=locations(a, rows),
             edits=[
                 scale_kernels(
                     a, rows, ((1 - left) * ns for left in (self.left, self.best, self.worst)),
-                    Select(on="gpu", kind=("kernel",), name=self.pattern),
+                    Select(on="gpu", kind=("kernel",), name=self._pattern),
                 )
             ],
         )  # fmt: skip
@@ -75,8 +75,8 @@ class TensorRTReformat(EngineLayers):
     left = Threshold(0.42, "of the reformat time, after the additions were quantized", TENSORRT)
     best = Threshold(0.0, "of the reformat time, where all neighbours agree", CHOSEN)
     worst = Threshold(0.8, "of the reformat time, where layers keep their precision", CHOSEN)
-    layer = "reformat layer"
-    pattern = r"^Reformat(?:_\w+)? "
+    _layer = "reformat layer"
+    _pattern = r"^Reformat(?:_\w+)? "
 
     fix = (
         "Let neighbours agree: quantize residual additions and pooling too (Q/DQ before them), "
@@ -125,8 +125,8 @@ class TensorRTPrecision(EngineLayers):
     left = Threshold(0.43, "of the time, convolutions in fp16 on an A100", TENSORRT)
     best = Threshold(0.34, "of the time, convolutions in fp16 on an RTX 3090", TENSORRT)
     worst = Threshold(0.7, "of the time, where layers are bound by memory", CHOSEN)
-    layer = "fp32 layer"
-    pattern = r"^\w*(?:Convolution|Conv|Gemm|MatrixMultiply|FullyConnected)\w*_fp32 "
+    _layer = "fp32 layer"
+    _pattern = r"^\w*(?:Convolution|Conv|Gemm|MatrixMultiply|FullyConnected)\w*_fp32 "
 
     fix = "Build the engine with --fp16 (or --best, with int8 where the model is quantized)."
     code = (

@@ -5,6 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import ClassVar
 
+import numpy as np
+import polars as pl
+
 from advisor.core import text as t
 from advisor.core.finding import Evidence, Finding, FrameworkAdvice, Outcome, Rule, Threshold
 from advisor.core.report import Serving, ServingPhase
@@ -289,6 +292,243 @@ class CollectivesOfTensorParallel(_Question):
         }
 
 
+class PiecewiseGraphs(_Question):
+    """A decode step replays several CUDA graphs, with attention launched between them (piecewise
+    graphs), and the GPU waits in the step. One graph of the whole step needs an attention backend
+    that can be captured.
+    """
+
+    id = "piecewise-graphs"
+    title = "A decode step is many graphs, and the GPU waits between them"
+    silent_in = ("traces/serving/vllm_decode_full/replay",)
+    min_graphs = Threshold(4, "graph launches per step", CHOSEN)
+    max_busy = Threshold(0.9, "of a decode step, the GPU works at most", CHOSEN)
+    fix = "Capture the whole decode step in one graph."
+    engines: ClassVar = {
+        "vllm": FrameworkAdvice(
+            "Try full graphs for decode: cudagraph_mode FULL_AND_PIECEWISE, the default since "
+            "0.11, or FULL_DECODE_ONLY. The log names a backend that cannot be captured.",
+            "vllm serve MODEL \\\n"
+            '  --compilation-config \'{"cudagraph_mode": "FULL_AND_PIECEWISE"}\'',
+        ),
+        "sglang": FrameworkAdvice(
+            "Leave --disable-cuda-graph off, and raise --cuda-graph-max-bs to the batch that "
+            "decodes: larger batches run without the graph.",
+            "python -m sglang.launch_server --model-path MODEL --cuda-graph-max-bs 256",
+        ),
+    }
+    verify = "Profile again: one graph launch per decode step, and shorter steps."
+    falsified_by = "steps that are as long with one graph"
+
+    def ask(
+        self, a: Analysis, serving: Serving, phases: dict[str, ServingPhase]
+    ) -> Iterator[tuple[str, list[Evidence]]]:
+        """Launches of graphs per step, beside the idle time of decode steps."""
+        decode, graphs = phases.get(DECODE), serving.graphs
+        if decode is None or graphs is None or decode.busy_share is None:
+            return
+        if graphs.per_step < self.min_graphs or decode.busy_share > self.max_busy:
+            return
+        yield (
+            f"A step launches {graphs.per_step:.0f} graphs, and the GPU works "
+            f"{decode.busy_share:.0%} of a decode step of {t.format_duration(decode.ns)}.",
+            [
+                Evidence("graph launches per step", graphs.per_step, "count",
+                         *self.limit("min_graphs")),
+                Evidence("GPU busy", decode.busy_share, "share", *self.limit("max_busy")),
+            ],
+        )  # fmt: skip
+
+    @staticmethod
+    def fires_on() -> dict[str, TraceBuilder]:
+        """A graph per layer, and attention launched in between."""
+        return {"a graph per layer": _engine(pieces=25)}
+
+    @staticmethod
+    def silent_on() -> dict[str, tuple[TraceBuilder, str]]:
+        """Two graphs; many whose gaps are short; prompts alone."""
+        return {
+            "two graphs": (_engine(pieces=2), "min_graphs"),
+            "short gaps": (_engine(pieces=25, kernel=400), "max_busy"),
+            "prompts alone": (_engine(prefill=2_000, decodes=0), "decode is None"),
+        }
+
+
+class SlowDecodeAttention(_Question):
+    """Attention in decode steps reads keys and values far below the memory's rate. Kernels differ
+    by backend: by how they split long contexts, by page size, by the heads that share keys.
+
+    Bytes are the engine's sums of context lengths (``sk``) times the size of a token's cache.
+    """
+
+    id = "slow-decode-attention"
+    title = "Attention in decode reads far below the memory's rate"
+    silent_in = ("traces/serving/vllm_decode_full/replay",)
+    min_share = Threshold(0.25, "of a decode step's device time, in attention", CHOSEN)
+    max_rate = Threshold(0.4, "of the GPU's memory bandwidth", CHOSEN)
+    fix = "Try another attention backend under the same load."
+    engines: ClassVar = {
+        "vllm": FrameworkAdvice(
+            "Try another --attention-backend: FLASHINFER, FLASH_ATTN or TRITON_ATTN, on AMD "
+            "ROCM_AITER_FA. Before 0.12 it is the variable VLLM_ATTENTION_BACKEND.",
+            "vllm serve MODEL --attention-backend FLASHINFER",
+        ),
+        "sglang": FrameworkAdvice(
+            "Try another --attention-backend: flashinfer, fa3 or triton, on AMD aiter.",
+            "python -m sglang.launch_server --model-path MODEL --attention-backend flashinfer",
+        ),
+    }
+    verify = "Compare the traces: attention per token takes less."
+    falsified_by = "another backend that is as slow"
+
+    def ask(
+        self, a: Analysis, serving: Serving, phases: dict[str, ServingPhase]
+    ) -> Iterator[tuple[str, list[Evidence]]]:
+        """Bytes over time of attention in decode steps."""
+        decode = phases.get(DECODE)
+        if decode is None or not decode.roles or a.passes is None or a.hardware is None:
+            return
+        share = decode.roles.get("attention", 0.0) / sum(decode.roles.values())
+        if share < self.min_share:
+            return
+        decodes = np.array([*(mark.phase == DECODE for mark in a.passes.marks), False])
+        known = (a.kernels["family"] == "attention") & a.kernels["moved"].is_not_null()
+        rows = decodes[a.passes.owner] & known.fill_null(False).to_numpy()
+        ns = float(a.trace.gpu["dur"].to_numpy()[rows].sum())
+        if not ns:
+            return
+        rate = float(a.kernels["moved"].to_numpy()[rows].sum()) / ns * 1e9 / a.hardware.bandwidth
+        if rate > self.max_rate:
+            return
+        yield (
+            f"Attention takes {share:.0%} of a decode step's device time, and reads at "
+            f"{rate:.0%} of the memory's bandwidth.",
+            [
+                Evidence("attention", share, "share", *self.limit("min_share")),
+                Evidence("of the memory bandwidth", rate, "share", *self.limit("max_rate")),
+            ],
+        )
+
+    @staticmethod
+    def fires_on() -> dict[str, TraceBuilder]:
+        """64 MB of keys and values in 400 us."""
+        return {"a slow backend": _attending(400)}
+
+    @staticmethod
+    def silent_on() -> dict[str, tuple[TraceBuilder, str]]:
+        """Near the memory's rate; hardly any attention; shapes that were not recorded."""
+        return {
+            "near the rate": (_attending(60), "max_rate"),
+            "hardly any": (_attending(400, product=4_000), "min_share"),
+            "no shapes": (_attending(400, shapes=False), "not ns"),
+        }
+
+
+class UnevenExperts(_Question):
+    """Exchanges between experts on several GPUs take very different times from one layer or step to
+    the next: all GPUs wait for the one whose experts got most tokens. One rank's trace shows the
+    waiting, not which experts are popular.
+    """
+
+    id = "uneven-experts"
+    title = "Exchanges between experts take uneven times"
+    min_share = Threshold(0.10, "of a step's device time, in collectives", CHOSEN)
+    min_ratio = Threshold(2.0, "the 90th percentile of an exchange over its median", CHOSEN)
+    min_count = Threshold(20, "exchanges in the recording", CHOSEN)
+    fix = "Rebalance the experts, and compare the steps of all ranks."
+    engines: ClassVar = {
+        "vllm": FrameworkAdvice(
+            "Copy popular experts with --enable-eplb (expert parallelism), and compare the steps "
+            "of all ranks.",
+            "vllm serve MODEL --enable-expert-parallel --enable-eplb",
+        ),
+        "sglang": FrameworkAdvice(
+            "Copy popular experts with --enable-eplb, and look at the ratio that "
+            "--enable-expert-distribution-metrics prints.",
+            "python -m sglang.launch_server --model-path MODEL --ep 8 --enable-eplb",
+        ),
+    }
+    verify = "The longest exchange comes close to the median one."
+    falsified_by = "ranks whose experts get the same tokens"
+
+    def ask(
+        self, a: Analysis, serving: Serving, phases: dict[str, ServingPhase]
+    ) -> Iterator[tuple[str, list[Evidence]]]:
+        """How exchanges of experts vary."""
+        roles: dict[str, float] = {}
+        for phase in phases.values():
+            for name, ns in phase.roles.items():
+                roles[name] = roles.get(name, 0.0) + ns * phase.steps
+        if not roles.get("moe experts"):
+            return
+        share = roles.get("collectives", 0.0) / sum(roles.values())
+        if share < self.min_share:
+            return
+        names = a.trace.gpu["name"].cast(pl.String)
+        rows = names.str.contains(EXCHANGES).to_numpy() & a.in_window
+        dur = a.trace.gpu["dur"].to_numpy()[rows]
+        if len(dur) < self.min_count:
+            return
+        median, high = (float(np.percentile(dur, q)) for q in (50, 90))
+        if high < self.min_ratio * max(median, 1.0):
+            return
+        yield (
+            f"Exchanges between experts take {t.format_duration(median)} in the median and "
+            f"{t.format_duration(high)} at the 90th percentile.",
+            [
+                Evidence("collectives", share, "share", *self.limit("min_share")),
+                Evidence("90th percentile over median", high / max(median, 1.0), "ratio",
+                         *self.limit("min_ratio")),
+                Evidence("exchanges", len(dur), "count", *self.limit("min_count")),
+            ],
+        )  # fmt: skip
+
+    @staticmethod
+    def fires_on() -> dict[str, TraceBuilder]:
+        """Every fifth exchange takes five times as long."""
+        return {"every fifth": _exchanging((40, 40, 40, 40, 200))}
+
+    @staticmethod
+    def silent_on() -> dict[str, tuple[TraceBuilder, str]]:
+        """Even exchanges; short ones; a dense model."""
+        return {
+            "even": (_exchanging((40,) * 5), "min_ratio"),
+            "short": (_exchanging((2, 2, 2, 2, 10)), "min_share"),
+            "a dense model": (_engine(collective=15), "roles.get"),
+        }
+
+
+EXCHANGES = r"(?i)deep_?ep|(?:^|[:_])(?:dispatch|combine)(?:_|<|\b)|all_?to_?all|SendRecv"
+"""Kernels that send tokens to their experts and back."""
+
+
+def _attending(us: float, *, product: float = 20, shapes: bool = True) -> TraceBuilder:
+    """Decode steps of 32 requests with 1,000 tokens each; one attention of 8 heads of 128."""
+    b = TraceBuilder("H100")
+    dims = [[32, 8, 128]] * 3 if shapes else []
+    for _ in range(6):
+        sums = "sq32sk32000sqsq32sqsk32000"
+        with b.range(f"execute_32_context_0(sq0sk0sqsq0sqsk0)_generation_32({sums})"):
+            with b.op("vllm::unified_attention", dims, "c10::BFloat16"):
+                b.launch("flash_fwd_splitkv_kernel", us)
+            b.launch("nvjet_hsh_64x8", product)
+            b.sync("cudaStreamSynchronize")
+    return b
+
+
+def _exchanging(lengths: tuple[float, ...]) -> TraceBuilder:
+    """Decode steps whose layers send tokens to experts on other GPUs."""
+    b = TraceBuilder("H100")
+    for _ in range(6):
+        kernels = []
+        for us in lengths:
+            kernels += [("deep_ep::internode_ll::dispatch<true>", us), ("fused_moe_kernel", 100.0)]
+        with b.range("execute_context_0(0)_generation_8(8)"):
+            b.graph_launch(kernels)
+            b.sync("cudaStreamSynchronize")
+    return b
+
+
 def _ns(phase: ServingPhase) -> float:
     return phase.ns
 
@@ -302,10 +542,12 @@ def _engine(
     collective: float = 0,
     decodes: int = 6,
     eager: bool = False,
+    pieces: int = 1,
+    kernel: float = 20,
 ) -> TraceBuilder:
     """Decode steps of 2 ms and steps with prompts, as vLLM marks them."""
     b = TraceBuilder("H100")
-    product = [("nvjet_hsh_64x8", 20.0)] * (1 if collective else 2)
+    product = [("nvjet_hsh_64x8", kernel)] * (1 if collective else 2)
     reduced = [("void vllm::cross_device_reduce_1stage<half, 8>", collective)] * bool(collective)
     for step in range(max(decodes, prompts if prefill else 0)):
         if step < prompts and prefill:
@@ -318,6 +560,8 @@ def _engine(
                 if eager:
                     b.run("aten::mm", "nvjet_hsh_64x8", 5, times=50, host_us=40)
                 else:
-                    b.graph_launch([*product, *reduced] * 50)
+                    for _ in range(pieces):
+                        b.graph_launch([*product, *reduced] * (50 // pieces))
+                        b.host(5_000 / pieces if pieces > 1 else 0)
                 b.sync("cudaStreamSynchronize")
     return b

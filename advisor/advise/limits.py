@@ -261,7 +261,7 @@ def _one_off(a: Analysis) -> list[str]:
     named = [
         f"{t.shorten(t.clean(row['name']), 50)} {t.format_duration(row['inside'])} "
         + (
-            "(its only call)"
+            ("(its only call)" if row["count"] == 1 else f"(one of {row['count']:,})")
             if row["usual"] is None
             else f"(first of {row['count']:,} calls, the others {t.format_duration(row['usual'])})"
         )
@@ -277,8 +277,26 @@ def _one_off(a: Analysis) -> list[str]:
     ]
 
 
-def _start_up(a: Analysis) -> list[str]:
-    """A call into the driver that is no wait and takes a large part of the window."""
+def one_off_costs(a: Analysis) -> tuple[float, str]:
+    """Part of what is analysed that first calls, captures of graphs and long calls into the driver
+    take, 0 to 1, and the longest of them."""
+    tables = [
+        table.select(pl.col("name").cast(pl.String), "ts", "dur")
+        for table in (a.one_off, _long_calls(a))
+    ]
+    calls = pl.concat(tables)
+    if calls.is_empty() or not a.span_ns:
+        return 0.0, ""
+    ts = calls["ts"].to_numpy()
+    end = ts + calls["dur"].to_numpy()
+    longest = calls["name"][int(covered_length(ts, end, a.spans).argmax())]
+    share = intersect(union(ts, end), a.spans).total / a.span_ns
+    return float(share), t.shorten(t.clean(longest), 50)
+
+
+def _long_calls(a: Analysis) -> pl.DataFrame:
+    """Calls into the driver that are no wait and take a large part of the window, rows of
+    ``Trace.cpu``, the longest first."""
     cpu = a.trace.cpu
     once = (cpu["kind"] == "runtime") & cpu["call"].is_in(ONE_OFF_CALLS).fill_null(False)
     long = cpu["dur"] >= START_UP * a.span_ns
@@ -288,7 +306,11 @@ def _start_up(a: Analysis) -> list[str]:
         # a launch that waits for room in a full queue has the device at work meanwhile
         idle = covered_length(ts, ts + dur, a.breakdown.busy) <= MAX_BUSY * dur
         longest = longest.filter(pl.Series(idle))
-    longest = longest.sort("dur", descending=True).head(1)
+    return longest.sort("dur", descending=True)
+
+
+def _start_up(a: Analysis) -> list[str]:
+    longest = _long_calls(a).head(1)
     if longest.is_empty() or not a.span_ns:
         return []
     name, took = str(longest["name"][0]), int(longest["dur"][0])

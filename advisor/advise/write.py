@@ -15,7 +15,14 @@ from advisor.advise.kernel_counters import (
     counters_verdict,
     profiling_command,
 )
-from advisor.advise.limits import events, limits, lost_records, lost_replays, too_little
+from advisor.advise.limits import (
+    events,
+    limits,
+    lost_records,
+    lost_replays,
+    one_off_costs,
+    too_little,
+)
 from advisor.advise.measured import (
     APART,
     energy_use,
@@ -143,6 +150,8 @@ HIDDEN_SHARE = 0.05
 MIN_FAMILY_SHARE, LOW_RATE = 0.10, 0.40
 """Part of kernel time, and of the attainable rate below which nothing is called healthy:
 FlashAttention reaches half and more, matrix products three quarters."""
+MOSTLY = 0.5
+"""Share of what is analysed from which a report without findings begins with one-off costs."""
 MIN_STEPS = 3
 UNEVEN = 2.0
 """Longest over shortest step from which a mean step cannot be called healthy."""
@@ -237,6 +246,12 @@ def _verdict(
     if report.busy_share >= BUSY:
         return "healthy", f"Healthy: the GPU is {busy_of}. No bottleneck stands out."
     idle = report.idle[0] if report.idle else None
+    once, longest = one_off_costs(a)
+    if once >= MOSTLY:
+        return "limited", (
+            f"{text}. One-off costs take {t.format_share(once)} of the {unit}, most of all "
+            f"{longest}. Record after a few steps."
+        )
     if idle is not None:
         why = f"{t.cause_label(idle.cause, own)} ({t.format_share(idle.share)} of the {unit})"
         return "limited", (

@@ -21,6 +21,7 @@ from advisor.compare.statistics import autocorrelation
 from advisor.core.trace import Run
 from advisor.measure import Analysis
 from advisor.measure.host.launches import lost_records
+from advisor.measure.steps.oneoff import CAPTURE
 from advisor.read import open_run, read_trace
 from advisor.testing import TraceBuilder
 
@@ -407,3 +408,44 @@ def test_search_and_loading_of_a_real_first_iteration_are_named(shared_trace: Sh
     line = next(line for line in report.limits if line.startswith("One-off costs"))
     assert "aten::cudnn_convolution 10.8 s (first of 10 calls" in line
     assert not report.findings
+
+
+def capturing(steps: int, captures: int) -> TraceBuilder:
+    """Graphs of 30 ms are captured in the first ``captures`` of some steps."""
+    b = TraceBuilder()
+    for number in range(steps):
+        with b.step(number):
+            if number < captures:
+                b.call("cudaStreamBeginCapture", 5)
+                b.host(30_000)
+                b.call("cudaStreamEndCapture", 5)
+            b.run("aten::mm", "gemm", 1000)
+            b.sync()
+    return b
+
+
+def test_the_capture_of_a_graph_is_a_one_off_cost() -> None:
+    a = Analysis(capturing(6, 1).trace())
+    assert a.one_off["name"].to_list() == [CAPTURE]
+    assert a.one_off["dur"][0] == 30_010_000
+
+
+def test_a_program_that_captures_in_each_step_does_not_do_so_once() -> None:
+    assert Analysis(capturing(6, 6).trace()).one_off.is_empty()
+
+
+def test_a_capture_of_a_server_is_no_advice(shared_trace: Callable[[str], str]) -> None:
+    report = analyze(shared_trace("serving/vllm_decode_full/capture"), OPTIONS)
+    assert not [f for f in report.findings if f.rule == "python-hot-spot"]
+    assert "One-off costs take 95%" in report.verdict
+
+
+@pytest.mark.parametrize(
+    ("name", "share", "what"),
+    [("mi250_train", "70%", "hipLaunchKernel"), ("alexnet", "90%", "aten::cudnn_convolution")],
+)
+def test_a_report_of_start_up_begins_with_it(
+    name: str, share: str, what: str, shared_trace: Callable[[str], str]
+) -> None:
+    verdict = analyze(shared_trace(name), OPTIONS).verdict
+    assert f"One-off costs take {share}" in verdict and f"most of all {what}" in verdict

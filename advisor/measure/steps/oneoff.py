@@ -35,24 +35,27 @@ ONE_OFF_SCHEMA: dict[str, Any] = {
     "name": pl.String,
     "ts": pl.Int64,  # ns
     "dur": pl.Int64,  # ns
-    "usual": pl.Float64,  # ns: median of the later calls; null: it is the only one
+    "usual": pl.Float64,  # ns: median of the later calls; null: it is the only one, or a capture
     "count": pl.Int64,  # calls of this kind, this one included
 }
+CAPTURE = "capture of a CUDA graph"
 
 
 def one_off(a: Analysis) -> pl.DataFrame:
     """Host rows that did something once, columns of ONE_OFF_SCHEMA, outermost first.
 
-    An operator's first call with given inputs, and a runtime call at the first of its name, or
-    within such an operator, that took TIMES_LATER as long as the median of the later ones while
-    the device idled. Of operators inside each other the innermost that holds nearly all of it is
-    named. A call that has no later one may be slow every time. It is judged where it is a compiled
-    function (TorchScript) whose time nothing recorded inside explains: when other steps do without
-    it, or when it takes LONE_SHARE of what is analysed.
+    Captures of graphs, unless the steps capture. An operator's first call with given inputs, and
+    a runtime call at the first of its name, or within such an operator, that took TIMES_LATER as
+    long as the median of the later ones while the device idled. Of operators inside each other
+    the innermost that holds nearly all of it is named. A call that has no later one may be slow
+    every time. It is judged where it is a compiled function (TorchScript) whose time nothing
+    recorded inside explains: when other steps do without it, or when it takes LONE_SHARE of what
+    is analysed.
     """
     cpu = a.trace.cpu
     if cpu.is_empty() or a.device_id is None:
         return pl.DataFrame(schema=ONE_OFF_SCHEMA)
+    captures = _captures(a)
     rows = cpu.with_row_index("host").filter(
         (pl.col("kind") == "op") | pl.col("call").cast(pl.String).is_in(CALLS)
     )
@@ -61,7 +64,7 @@ def one_off(a: Analysis) -> pl.DataFrame:
         pl.col("dur") >= max(MIN_EXCESS_NS, MIN_SHARE * a.span_ns)
     )
     if long.is_empty():
-        return pl.DataFrame(schema=ONE_OFF_SCHEMA)
+        return captures
     same = rows.join(long.select(key).unique(), on=key, how="semi", nulls_equal=True)
     groups = same.group_by(key).agg(
         first=pl.col("host").sort_by("ts").first(),
@@ -79,9 +82,44 @@ def one_off(a: Analysis) -> pl.DataFrame:
     began = gpu["ts"].to_numpy()
     busy = covered_length(ts, ts + dur, union(began, began + gpu["dur"].to_numpy()))
     result = result.filter(pl.Series(busy <= MAX_BUSY * dur))
-    return _innermost(result).select(
+    calls = _innermost(result).select(
         pl.col("host").cast(pl.Int64), pl.col("name").cast(pl.String), "ts", "dur", "usual", "count"
     )
+    return pl.concat([captures, calls]) if captures.height else calls
+
+
+def _captures(a: Analysis) -> pl.DataFrame:
+    """From the begin of each capture of a graph to its end on the same thread, those that are long;
+    none where more than half of the steps capture."""
+    marks = a.trace.cpu.with_row_index("host").filter(pl.col("call") == "graph_capture")
+    marks = marks.select(
+        "host",
+        "thread",
+        "ts",
+        "dur",
+        begins=pl.col("name").cast(pl.String).str.contains("(?i)begin"),
+    ).sort("thread", "ts")
+    end = (pl.col("ts") + pl.col("dur")).shift(-1)
+    ends = ~pl.col("begins").shift(-1) & (pl.col("thread") == pl.col("thread").shift(-1))
+    found = marks.with_columns(dur=end - pl.col("ts"), ends=ends).filter("begins", "ends")
+    inside = covered_length(*_span(found), a.spans)
+    steps = a.steps.used.height
+    if steps > 2 and int((inside > 0).sum()) > steps / 2:
+        return pl.DataFrame(schema=ONE_OFF_SCHEMA)
+    long = pl.col("dur") >= max(MIN_EXCESS_NS, MIN_SHARE * a.span_ns)
+    return found.filter(long).select(
+        pl.col("host").cast(pl.Int64),
+        pl.lit(CAPTURE).alias("name"),
+        "ts",
+        "dur",
+        pl.lit(None, pl.Float64).alias("usual"),
+        pl.lit(found.height, pl.Int64).alias("count"),
+    )
+
+
+def _span(rows: pl.DataFrame) -> tuple[np.ndarray, np.ndarray]:
+    ts = rows["ts"].to_numpy()
+    return ts, ts + rows["dur"].to_numpy()
 
 
 def _own_time(a: Analysis, rows: pl.DataFrame) -> np.ndarray:

@@ -82,6 +82,11 @@ def command(
             "record with profile_memory=True"
         )
     post = posts[0]
+    if post.contradicts:
+        raise AdvisorError(
+            f"{post.snapshot.path}: more bytes in tensors than reserved: its figures contradict "
+            "each other"
+        )
     if post.history.too_short:
         raise AdvisorError(
             f"{post.snapshot.path}: no history, so the peak is unknown; record one with "

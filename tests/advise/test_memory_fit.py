@@ -166,6 +166,13 @@ def test_the_trace_of_an_analysis_alone_has_no_memory_to_fit(
     assert "--memory" in capsys.readouterr().err
 
 
+def test_impossible_figures_fit_nowhere(capsys: pytest.CaptureFixture[str]) -> None:
+    folder = Path(__file__).parents[1] / "corpus" / "memory"
+    path = folder / "synthetic_allocated_over_reserved.pickle.gz"
+    assert run(["fit", str(path), "--capacity", "4GiB"]) == 2
+    assert "contradict" in capsys.readouterr().err
+
+
 def test_checkpointing_has_the_bytes_and_the_time_of_each_layer() -> None:
     post = measured(program())
     b = TraceBuilder("A100")

@@ -468,8 +468,10 @@ class RecordingSession:
             names.append((frame.f_globals.get("__name__"), frame.f_code.co_name))
             frame = frame.f_back
         starts = any(name == "start" for _, name in names)  # only until the other one runs
-        # the frame around a thread's or a pool's function is of these modules too: it does not wait
-        waits = str(names[0][0]).partition(".")[0] in WAITING
+        # two frames: a collection's callback may run in one that waits. What calls a thread's, a
+        # pool's or a loop's function is of these modules too, and does not wait
+        around = [names[0], *(name for name in names[1:2] if name[1] not in ("run", "_run"))]
+        waits = any(str(module).partition(".")[0] in WAITING for module, _ in around)
         with self._reading:  # what is on the tape or was read, but nothing between
             progress, fetched = self._count_passes(), self._has_fetched()
         if not progress and not fetched:

@@ -67,10 +67,6 @@ class ExposedCommunication(Rule):
     min_share = Threshold(0.05, "of the step", TRACELENS)
     healthy_overlap = Threshold(0.8, "share hidden, from which the check passes", OURS)
 
-    one_kind = Threshold(
-        0.5, "of the exposed time in one kind of collective, from which it has its own advice", OURS
-    )
-
     fix = (
         "Overlap collectives with compute: let DDP reduce its buckets (25 to 100 MB) during the "
         "backward pass, prefetch FSDP all-gathers, start all-to-alls before independent compute "
@@ -234,13 +230,11 @@ class ExposedCommunication(Rule):
         )
 
     def _advice(self, by_kind: pl.DataFrame) -> dict[str, Any]:
-        """For the kind of collective with most of the exposed time; else for all of them."""
-        total = int(by_kind["exposed"].sum() or 0)
-        for kind, ns, _count in by_kind.head(1).iter_rows():
-            kind = {"send": "send_recv", "recv": "send_recv"}.get(kind, kind)
-            if kind in self.cases and ns >= self.one_kind * total:
-                return self.case(kind)
-        return {}
+        """For the kind of collective with most of the exposed time; where that has no advice of its
+        own, for all of them."""
+        kind = str(by_kind["collective"][0]) if by_kind.height else ""
+        kind = {"send": "send_recv", "recv": "send_recv"}.get(kind, kind)
+        return self.case(kind) if kind in self.cases else {}
 
     def _worst(self, a: Analysis, table: pl.DataFrame) -> list[Location]:
         """The collectives with most exposed time, by annotation or op."""

@@ -104,3 +104,12 @@ def test_snippets_of_python_can_be_pasted(report: Report) -> None:
         except SyntaxError as error:
             wrong.append((finding.rule, error.msg, code))
     assert not wrong
+
+
+def test_code_for_a_collective_that_was_not_recorded_is_not_shown() -> None:
+    """Of its exposed time, all-to-alls have the most, all-gathers and all-reduces the rest."""
+    found = examine(str(CORPUS / "two_ranks_rank0.json.gz")).report.findings
+    own = next(f for f in found if f.rule == "exposed-communication")
+    assert own.code is not None
+    assert "all_to_all_single" in own.code
+    assert "DDP" not in own.code

@@ -249,6 +249,14 @@ def test_ranges_named_after_modules_are_layers(mark: str) -> None:
     }  # fmt: skip
 
 
+@pytest.mark.parametrize("name", ["h100", "h2d", "forward", "step 3", "layers", "Optimizer.step#A"])
+def test_other_ranges_are_no_layers(name: str) -> None:
+    b = TraceBuilder()
+    with b.step(), b.range(name):
+        b.run("aten::mm", "gemm", 100)
+    assert b.analysis().layers is None
+
+
 def test_between_the_marks_of_fsdp_lies_a_module() -> None:
     b = TraceBuilder()
     with b.step():

@@ -101,7 +101,8 @@ def _end(target: list[int], node: int) -> int:
 _CLEAN = {"module", "_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module", ""}
 """Names of wrappers, which are no layers."""
 _PATH = (
-    r"^(?:\w+[./])*(?:\w*(?:layer|block)s?|stages?|h|resnets|experts)[._ #]?\[?\d+\]?(?:[./]\w+)*$"
+    r"^(?:\w+[./])*(?:(?:\w*(?:layer|block)s?|stages?)[._ #]?|(?:h|resnets|experts)[._])"
+    r"\[?\d+\]?(?:[./]\w+)*$"
 )
 _MODULE_MARK = r"'Module': '([\w.]+)'"
 _FSDP = r"^FSDP::(pre|post)_forward \(([\w.]+)\)$"

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from advisor.recorder.api import phase, profile, record, step
     from advisor.replay.result import what_if as whatif
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 _HOME = {
     "AdvisorError": ("advisor.core.errors", "AdvisorError"),

@@ -203,7 +203,7 @@ class LaunchBound(Rule):
         stacks = bool(a.trace.meta.with_stack)
         yield Finding(
             summary=(
-                f"The GPU idles for {of_step(a, gaps.idle)} while the host prepares launches. Each "
+                f"The GPU idles for {of_step(a, gaps.waiting)} until the host launches more. Each "
                 f"of {gaps.calls:,.0f} launches{per(a)} costs {t.format_duration(gaps.per_launch)} "
                 "of idle time; the median kernel takes "
                 f"{t.format_duration(gaps.kernel_ns)}."

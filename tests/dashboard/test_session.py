@@ -293,7 +293,7 @@ def test_a_page_of_runs_lists_them_with_steps_commits_and_verdicts(
         assert "4 ms" in rows[1] and session.entries[1].verdict[:20] in rows[1]
         page.locator("td a").nth(1).click()
         page.wait_for_url("**/?run=1")
-        assert page.locator("header .run-name").first.inner_text() == "2026-11-01"
+        page.locator("header .run-name", has_text="2026-11-01").first.wait_for()
         assert t.wrong == []
 
 

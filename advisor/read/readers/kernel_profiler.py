@@ -83,7 +83,7 @@ class RocprofComputeReader(Reader):
     """Analysis databases of rocprof-compute, and kernels of rocprof version 1 (SQLite)."""
 
     name = "rocprof-compute"
-    reads = "an analysis database of rocprof-compute or kernels of rocprof (.db)"
+    reads = "a database of rocprof or rocprof-compute (.db)"
     suffixes = ()
 
     def sniff(self, head: bytes, path: str) -> ReaderClaim:

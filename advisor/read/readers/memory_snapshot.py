@@ -34,7 +34,7 @@ class MemorySnapshotReader(Reader):
     """A pickle of plain values, and nothing of it is run (``plain_pickle.py``)."""
 
     name = "memory-snapshot"
-    reads = "a memory snapshot of PyTorch's allocator (.pickle)"
+    reads = "a PyTorch memory snapshot (.pickle)"
     suffixes = (".pickle", ".pkl")
 
     def sniff(self, head: bytes, path: str) -> ReaderClaim:
@@ -54,7 +54,7 @@ class MemoryTimelineReader(Reader):
     """Lists of numbers alone: bytes by category over time."""
 
     name = "memory-timeline"
-    reads = "a memory timeline of PyTorch's profiler (.raw.json.gz)"
+    reads = "a memory timeline (.raw.json.gz)"
     suffixes = ()  # given by name: in a folder it stands beside the trace of the same program
 
     def sniff(self, head: bytes, path: str) -> ReaderClaim:

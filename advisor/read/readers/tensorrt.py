@@ -38,7 +38,7 @@ class TensorRT(Reader):
     """One inference, layer after layer, with the mean time of each."""
 
     name = "tensorrt"
-    reads = "layer times of TensorRT (trtexec --exportProfile, .json)"
+    reads = "TensorRT layer times (.profile.json)"
     suffixes = ()
 
     def sniff(self, head: bytes, path: str) -> ReaderClaim:

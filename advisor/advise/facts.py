@@ -44,7 +44,7 @@ def _trace(report: Report) -> list[str]:
         parts = [
             t.shorten_path(name, 60),
             "a memory snapshot",
-            f"{t.format_count(shown.events_read)} events",
+            t.count_noun(shown.events_read, "event"),
         ]
     elif report.scope.step_source == "counters":
         count = t.count_noun(shown.events_read, "kernel")

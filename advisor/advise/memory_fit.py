@@ -28,7 +28,7 @@ EFFORT = {
     "references": 0, "set_to_none": 0, "fused optimizer": 0, "share graph pools": 0,
     "16-bit weights": 1, "smaller logits": 1, "autocast without cache": 1, "ZeRO 1": 1, "ZeRO 2": 1,
     "16-bit optimizer state": 2, "8-bit optimizer": 2, "checkpointing": 2, "ZeRO 3": 2,
-    "batch": 3, "offload optimizer state": 4, "offload activations": 4,
+    "half the batch": 3, "offload optimizer state": 4, "offload activations": 4,
 }  # fmt: skip
 """Of a change, where two cost the same time or none is known: a line, a dependency, other numbers,
 another loop, the link."""
@@ -313,7 +313,7 @@ def _price(
             moved / link * 1e9,
             f"{t.format_bytes(moved)} over the link; the host's update is more",
         )
-    if each.change == "batch":
+    if each.change == "half the batch":
         if phases is None:
             return None, "twice the launches: needs a trace"
         more = max(0.0, 2 * phases.host - max(phases.step, phases.host))

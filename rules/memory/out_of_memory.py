@@ -153,7 +153,7 @@ class OutOfMemory(Rule):
             "import bitsandbytes\n"
             "optimizer = bitsandbytes.optim.AdamW8bit(model.parameters())",
         },
-        "batch": {
+        "half the batch": {
             "fix": "Halve the micro-batch and accumulate gradients",
             "code": "loader = DataLoader(..., batch_size=half)   # accumulate over two batches",
         },
@@ -178,7 +178,7 @@ class OutOfMemory(Rule):
                 "fix": "Release the outputs of the previous step",
                 "code": "del output                    # at the end of the step",
             },
-            "batch": {
+            "half the batch": {
                 "fix": "Halve the batch",
                 "code": "loader = DataLoader(..., batch_size=half)",
             },

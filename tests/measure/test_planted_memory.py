@@ -139,7 +139,7 @@ def plan(seed: int) -> Plan:
 
 
 CHANGED = {
-    "batch": {"batch": 0.5},
+    "half the batch": {"batch": 0.5},
     "smaller logits": {"chunks": 8},
     "8-bit optimizer": {"state": STATE_8_BIT},
     "16-bit optimizer state": {"state": 0.5},

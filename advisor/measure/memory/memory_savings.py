@@ -274,7 +274,7 @@ def batch_rows(post: PostMortem) -> Ints:
 
 def _batch(post: PostMortem) -> Change:
     return Change(
-        "batch",
+        "half the batch",
         batch_rows(post),
         0.5,
         "activations and inputs are in proportion to the batch, which is halved",

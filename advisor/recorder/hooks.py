@@ -719,14 +719,17 @@ def _state(leaf: Any) -> tuple[Any, ...]:
 
 def _has_graph(result: Any) -> bool:
     """Whether a forward's result, or a tensor in it, was made with a graph. Of other types than
-    tensors, and of what lies deeper, nothing is asked: their code is the program's."""
+    tensors, and of what lies deeper, nothing is asked: their code is the program's, and modes do
+    not hear that we ask."""
     from torch import Tensor
+    from torch._C import DisableTorchFunction
 
     if isinstance(result, dict):
         result = dict.values(result)
     elif not isinstance(result, tuple | list):
         result = (result,)
-    return any(type(value) is Tensor and value.requires_grad for value in result)
+    with DisableTorchFunction():
+        return any(type(value) is Tensor and value.requires_grad for value in result)
 
 
 def _leaf_of(outputs: Any) -> Any:

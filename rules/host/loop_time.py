@@ -10,7 +10,9 @@ import polars as pl
 
 from advisor.core import text as t
 from advisor.core.finding import Edit, Evidence, Finding, Outcome, Rule, Select, Threshold
+from advisor.core.trace import Trace
 from advisor.measure import Analysis
+from advisor.measure.host import stacks
 from advisor.measure.steps.timeline import CODE
 from advisor.rules.common import figure, locate_row, of_step
 from advisor.rules.kernel.facts import match_exactly
@@ -27,8 +29,8 @@ class LoopCode(Rule):
     (``time.sleep``, a server, a lock), logging, metrics, preparing a batch by hand.
 
     It needs Python stacks. The rule names the function of your code with most time on the main
-    thread outside operators, the loader and waits for other threads. Where a GPU trains, its idle
-    time says what the host's code costs, and other rules look at that.
+    thread outside operators, PyTorch's own Python, the loader and waits for other threads. Where a
+    GPU trains, its idle time says what the host's code costs, and other rules look at that.
     """
 
     id = "loop-code"
@@ -55,15 +57,16 @@ class LoopCode(Rule):
 
     def check(self, a: Analysis) -> Iterator[Outcome]:
         """Time of the main thread's own Python, by the user's function."""
-        if not a.trains_on_host or not a.span_ns:
+        if not a.trains_on_host or not a.span_ns or a.trace.main_thread is None:
             return
-        line, cpu = a.timeline, a.trace.cpu
-        own = (line.thread == a.trace.main_thread) & (line.code == CODE["python"]) & (line.row >= 0)
-        rows = line.row[own]
+        cpu, spans = a.trace.cpu, a.spans
+        pieces = a.timeline.look(a.trace.main_thread, spans.start, spans.end)
+        own = (pieces.code == CODE["python"]) & (pieces.row >= 0)
+        rows = pieces.row[own]
         frame = a.user_frame[rows].astype(np.int64)
         table = (
-            pl.DataFrame({"row": rows, "frame": frame, "ns": (line.end - line.start)[own]})
-            .filter(pl.col("frame") >= 0)
+            pl.DataFrame({"row": rows, "frame": frame, "ns": (pieces.end - pieces.start)[own]})
+            .filter((frame >= 0) & ~_of_pytorch(a.trace, rows, frame))
             .with_columns(name=pl.col("frame").replace_strict(*_names(a, frame)))
             .group_by("name")
             .agg(
@@ -112,6 +115,9 @@ class LoopCode(Rule):
     @staticmethod
     def silent_on() -> dict[str, tuple[TraceBuilder, str]]:
         light, small, device = TraceBuilder(gpu=None), TraceBuilder(gpu=None), TraceBuilder()
+        modules, before = TraceBuilder(gpu=None), TraceBuilder(gpu=None)
+        with before.python("train.py(12): prepare"):
+            before.host(60_000)
         for _ in range(4):
             with light.step(), light.python("train.py(30): main"):
                 light.host(600)
@@ -121,14 +127,38 @@ class LoopCode(Rule):
                 small.host(300)
                 with small.op("aten::mm", host_us=300):
                     pass
+            with modules.step(), modules.python("train.py(30): main"):
+                with modules.python("torch/nn/modules/module.py(1773): _call_impl"):
+                    modules.host(3000)
+                with modules.op("aten::mm", host_us=3000):
+                    pass
+            with before.step(), before.op("aten::mm", host_us=6000):
+                pass
             with device.step(), device.python("train.py(30): main"):
                 device.host(3000)
                 device.run("aten::mm", "ampere_sgemm_128x64_nn", 300)
         return {
             "Python around operators": (light, "min_share"),
+            "PyTorch around small operators": (modules, "ns < self.min_share * a.span_ns"),
+            "before the steps": (before, "table.is_empty()"),
             "a GPU trains": (device, "not a.trains_on_host"),
             "a small model": (small, "min_ms"),
         }
+
+
+def _of_pytorch(trace: Trace, rows: np.ndarray, frame: np.ndarray) -> np.ndarray:
+    """Which rows are PyTorch's own Python around operators, which no loop can do without; saving
+    and logging are the loop's."""
+    parent, names = stacks.parents(trace), trace.cpu["name"].cast(pl.String)
+    inside, loop = (
+        stacks.nearest(parent, names.str.contains(pattern).to_numpy())[rows]
+        for pattern in (
+            r"(?:^|/)torch/.*\.py\(",
+            r"(?:^|/)torch/(?:serialization|utils/tensorboard)",
+        )
+    )
+    within: np.ndarray = (inside > frame) & ~(loop > frame)
+    return within
 
 
 def _names(a: Analysis, frame: np.ndarray) -> tuple[list[int], list[str]]:

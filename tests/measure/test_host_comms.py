@@ -113,7 +113,7 @@ def test_waits_of_any_job_are_those_of_a_walk(
 ) -> None:
     ranks, truth = simulate(work, offsets[: len(work)])
     alignment = align(ranks)
-    assert alignment.error_ns == 0
+    assert alignment.error_ns == pytest.approx(0, abs=1e-3)
     found = skew(ranks, alignment)
     waits = found.arrivals.pivot("rank", index="row", values="wait_ns").sort("row")
     exposed = found.arrivals.pivot("rank", index="row", values="exposed_wait_ns").sort("row")

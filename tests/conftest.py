@@ -56,9 +56,13 @@ def pytest_xdist_auto_num_workers() -> int:
     return (os.cpu_count() or 1) + 2
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """What depends on how the machine runs a program meanwhile may be tried again; the summary
-    lists each test that needed it."""
+    lists each test that needed it. Further members of a kind run with ``ADVISOR_THOROUGH``."""
+    if not os.environ.get("ADVISOR_THOROUGH"):
+        further = [item for item in items if item.get_closest_marker("thorough")]
+        config.hook.pytest_deselected(items=further)
+        items[:] = [item for item in items if not item.get_closest_marker("thorough")]
     for item in items:
         if item.get_closest_marker("timed") or "browser" in getattr(item, "fixturenames", ()):
             item.add_marker(pytest.mark.flaky(reruns=2, reruns_delay=2))

@@ -50,7 +50,9 @@ def test_the_public_job_gets_one_answer(shared_file: Callable[[str], str], advis
     assert len({json.dumps(each, default=str) for each in found.values()}) == 1, found
 
 
-@pytest.mark.parametrize("ranks", [12, 16, 17, 64])
+@pytest.mark.parametrize(
+    "ranks", [*(pytest.param(n, marks=pytest.mark.thorough) for n in (12, 64)), 16, 17]
+)
 def test_a_slow_gpu_is_named_with_its_gain_at_every_door(
     tmp_path: Path, advisor: Run, ranks: int
 ) -> None:

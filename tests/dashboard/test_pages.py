@@ -74,10 +74,10 @@ RECORDINGS = (
     "h100_bert_small_inference",
     "two ranks",
     "recorded on a CPU",
-    "profiled on a CPU",
+    pytest.param("profiled on a CPU", marks=pytest.mark.thorough),
     "no_gpu_rank",
     "truncated",
-    "mi210_gpu_only",
+    pytest.param("mi210_gpu_only", marks=pytest.mark.thorough),
 )
 
 

@@ -547,8 +547,9 @@ def test_nothing_private_comes_out_of_a_report_about_many_ranks(
         file.write_text(json.dumps(document))
     (job / "broken_rank9.json").write_text("[1, 2]")
     plain = 0
-    for workers in ([], ["--workers", "2"]):
-        for form in ("terminal", "json", "markdown", "html", "sarif", "github"):
+    forms = ("terminal", "json", "markdown", "html", "sarif", "github")
+    for workers, forms_ in (([], forms), (["--workers", "2"], ("json",))):
+        for form in forms_:
             for redacted in (False, True):
                 line = ["analyze", str(job), *workers, "--format", form, "--no-progress"]
                 assert cli.run([*line, *["--redact"][:redacted]]) == 0
@@ -557,7 +558,7 @@ def test_nothing_private_comes_out_of_a_report_about_many_ranks(
                 found = [p for p in PRIVATE if any(s in shown.lower() for s in spellings(p))]
                 plain += bool(found) and not redacted
                 assert not (redacted and found), (line, found)
-    assert plain == 12
+    assert plain == 7
     assert cli.run(["analyze", str(job), "--redact", "--csv", str(tmp_path / "csv")]) == 0
     written = "".join(file.read_text() for file in (tmp_path / "csv").iterdir())
     assert not [p for p in PRIVATE if p in written]

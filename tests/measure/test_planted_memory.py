@@ -24,7 +24,7 @@ from advisor.testing.allocator import (
     Training,
 )
 
-PROGRAMS = int(os.environ.get("ADVISOR_TEST_PROGRAMS", "40"))
+PROGRAMS = int(os.environ.get("ADVISOR_TEST_PROGRAMS", "20"))
 
 
 @dataclass(frozen=True)

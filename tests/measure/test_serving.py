@@ -304,8 +304,15 @@ def _recorded(loop: str, path: Path, *options: str) -> dict[str, Any]:
     return result
 
 
-@pytest.mark.parametrize("loop", ["generate", "by-hand"])
-@pytest.mark.parametrize("options", [[], ["--stacks"]], ids=["shapes", "stacks"])
+@pytest.mark.parametrize(
+    ("loop", "options"),
+    [
+        pytest.param("generate", [], id="generate"),
+        pytest.param("by-hand", ["--stacks"], id="by-hand-stacks"),
+        pytest.param("generate", ["--stacks"], id="generate-stacks", marks=pytest.mark.thorough),
+        pytest.param("by-hand", [], id="by-hand", marks=pytest.mark.thorough),
+    ],
+)
 def test_a_loop_that_decodes_has_its_phases(loop: str, options: list[str], tmp_path: Path) -> None:
     if loop == "generate":
         pytest.importorskip("transformers")

@@ -34,7 +34,14 @@ print(trace.cpu.height, trace.gpu.height, (peak() - before - held) / 1e6)
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="sizes are counted otherwise there")
-@pytest.mark.parametrize("form", ["nsys", "rpd", "rocpd", "rocpd4"])
+@pytest.mark.parametrize(
+    "form",
+    [
+        "nsys",
+        "rocpd",
+        *(pytest.param(form, marks=pytest.mark.thorough) for form in ("rpd", "rocpd4")),
+    ],
+)
 def test_reading_takes_little_beside_the_trace(form: str, tmp_path: Path) -> None:
     file = Path(__file__).resolve().parents[2] / "benchmarks" / "bench_databases.py"
     spec = util.spec_from_file_location("bench_databases", file)

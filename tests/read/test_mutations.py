@@ -29,8 +29,8 @@ from advisor.render.formats import REPORTS
 from advisor.testing import TraceBuilder
 from benchmarks.public_traces import find
 
-READINGS = 2000
-ANALYSES = int(os.environ.get("ADVISOR_MUTATIONS", "300"))
+READINGS = int(os.environ.get("ADVISOR_MUTATIONS", "600"))
+ANALYSES = int(os.environ.get("ADVISOR_MUTATIONS", "100"))
 CHUNK = 100
 SECONDS = 5.0
 """CPU time that one trace of some ten kilobytes may take."""

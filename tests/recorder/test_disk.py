@@ -36,7 +36,7 @@ print("trained")
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("size", [16 << 10, 80 << 10])
+@pytest.mark.parametrize("size", [80 << 10, pytest.param(16 << 10, marks=pytest.mark.thorough)])
 def test_a_full_disk_is_said_once_and_leaves_nothing(
     size: int, program: Any, tmp_path: Path
 ) -> None:

@@ -216,14 +216,16 @@ NEEDS = {
 }
 ORDERS = [
     ("import transformers", ("trainer", "own_loss")),
-    ("from transformers import Trainer, is_torch_available", ("trainer",)),
     ("helper", ("own_loss", "timm")),
-    ("import accelerate", ("accelerate", "timm")),
     ("from accelerate.utils import is_xpu_available", ("accelerate",)),
     ("import lightning", ("lightning",)),
+    ("import torch", ("trainer", "accelerate", "lightning", "timm")),
+]
+FURTHER = [
+    ("from transformers import Trainer, is_torch_available", ("trainer",)),
+    ("import accelerate", ("accelerate", "timm")),
     ("from lightning.pytorch.callbacks import Callback", ("lightning",)),
     ("import pytorch_lightning", ("pytorch_lightning",)),
-    ("import torch", ("trainer", "accelerate", "lightning", "timm")),
 ]
 
 
@@ -236,7 +238,9 @@ def unrecorded(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     """What each kind of program prints by itself, by kind."""
     folder = tmp_path_factory.mktemp("unrecorded")
     (folder / "train.py").write_text(PROGRAM)
-    kinds = sorted({kind for _, order in ORDERS for kind in order if installed((kind,))})
+    kinds = sorted(
+        {kind for _, order in (*ORDERS, *FURTHER) for kind in order if installed((kind,))}
+    )
     done = subprocess.run(
         [sys.executable, "-W", "ignore", "train.py", "pass", *kinds],
         cwd=folder,
@@ -257,7 +261,10 @@ def told(text: str) -> dict[str, str]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("first", "kinds"), ORDERS)
+@pytest.mark.parametrize(
+    ("first", "kinds"),
+    [*ORDERS, *(pytest.param(*order, marks=pytest.mark.thorough) for order in FURTHER)],
+)
 def test_whatever_is_imported_first(
     program: Program, tmp_path: Path, unrecorded: dict[str, str], first: str, kinds: tuple[str, ...]
 ) -> None:

@@ -242,7 +242,13 @@ raise SystemExit(5)
 
 
 @pytest.mark.parametrize(
-    ("what", "steps"), [("generate", 7), ("pipeline", 9), ("evaluate", 12), ("once", 0)]
+    ("what", "steps"),
+    [
+        ("generate", 7),
+        pytest.param("pipeline", 9, marks=pytest.mark.thorough),
+        ("evaluate", 12),
+        ("once", 0),
+    ],
 )
 def test_programs_under_the_command(what: str, steps: int, tmp_path: Path) -> None:
     if what != "once":

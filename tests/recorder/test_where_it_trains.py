@@ -50,7 +50,14 @@ if __name__ == "__main__":
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("where", ["thread", "executor", "fork", "spawn"])
+@pytest.mark.parametrize(
+    "where",
+    [
+        "executor",
+        "spawn",
+        *(pytest.param(w, marks=pytest.mark.thorough) for w in ("thread", "fork")),
+    ],
+)
 def test_training_elsewhere_under_the_command(where: str, program: Any, tmp_path: Path) -> None:
     command = ("-m", "advisor", "record", "--no-report", "-o", "run")
     done = program(PROGRAM, where, before=command)

@@ -36,7 +36,7 @@ from advisor.replay.result import what_if
 from advisor.replay.selection import selected_gaps, selected_gpu, selected_host
 from benchmarks.public_traces import trace_names
 
-EDITS = int(os.environ.get("ADVISOR_LAWS", "20"))
+EDITS = int(os.environ.get("ADVISOR_LAWS", "10"))
 """Random edits a trace and law."""
 LARGE = 25_000
 """Host and device rows from which a file is rewritten only when more edits are asked for."""

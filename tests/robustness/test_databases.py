@@ -26,7 +26,7 @@ from advisor.read import open_run, read_trace
 from advisor.testing.allocator import MIB, Allocator, Training
 
 MUTANTS = int(os.environ.get("ADVISOR_MUTATIONS", "0"))
-SAMPLE = 40
+SAMPLE = 12
 CHUNK = 250
 LARGEST = 1 << 24
 """Bytes from which on a mutant is not made any longer: the bounds are those of small files."""

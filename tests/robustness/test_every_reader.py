@@ -32,7 +32,7 @@ from advisor.core.run_directory import EVENTS, MANIFEST, RANK, SCALENE, STEPS, T
 from advisor.read.scalene import read_scalene
 
 MUTANTS = int(os.environ.get("ADVISOR_MUTATIONS", "0"))
-SAMPLE = 24
+SAMPLE = 8
 CHUNK = 100
 SECONDS = 20.0
 ROOM, FACTOR = 500 << 20, 10

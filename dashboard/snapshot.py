@@ -1,5 +1,5 @@
-"""The memory snapshot's part of the Memory page: allocations over time, the map of segments, and
-the allocations live at the peak."""
+"""What held memory, of the Memory page: allocations over time, the map of segments, and the
+allocations live at the peak; of a snapshot or of a trace's allocator events."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import numpy as np
 import plotly.graph_objects as go
 import polars as pl
 
+from advisor.advise.memory import memory_views, shown_histories
 from advisor.core import text as t
 from advisor.core.report import MemoryView
 from advisor.dashboard import figures
@@ -51,22 +52,20 @@ POINTS = 500
 
 def warm(loaded: LoadedRun) -> None:
     """Make what the figures are drawn from."""
-    for post in loaded.main.post_mortems[:MAX_DEVICES]:
+    for post in shown_histories(loaded.main)[:MAX_DEVICES]:
         _timeline_table(loaded, None, post)
 
 
 def sections(view: PageView) -> list[Any]:
-    """Cards of each device in the rank's snapshot; empty without a snapshot."""
+    """Cards of each device of the rank; empty where no memory was recorded."""
     a = view.analysis
     views = {device_view.device: device_view for device_view in view.loaded.report.memory}
     if a is not view.loaded.main:
-        from advisor.advise.memory import memory_views
-
         views = view.loaded.view(
             ("memory_views", view.rank), lambda: {e.device: e for e in memory_views(a)}
         )
     parts: list[Any] = []
-    for post in a.post_mortems[:MAX_DEVICES]:
+    for post in shown_histories(a)[:MAX_DEVICES]:
         parts += _device(view, a, post, views.get(post.device))
     return parts
 
@@ -74,13 +73,13 @@ def sections(view: PageView) -> list[Any]:
 def _device(
     view: PageView, a: Analysis, post: PostMortem, device_view: MemoryView | None
 ) -> list[Any]:
-    named = f"GPU {post.device}: " if len(a.post_mortems) > 1 else ""
+    named = f"GPU {post.device}: " if len(shown_histories(a)) > 1 else ""
     parts = []
     if device_view is not None:
         table_ = _timeline_table(view.loaded, view.rank, post)
         parts.append(_picture(post, device_view, table_, named))
         parts += _tables(device_view, named)
-    if post.history.segments.height:
+    if post.history.segments.height and post.snapshot.source != "trace":
         made = figure(
             _segments(post),
             f"memory-segments-gpu{post.device}",
@@ -104,10 +103,10 @@ def _device(
 def _picture(post: PostMortem, shown: MemoryView, table_: pl.DataFrame, named: str) -> Any:
     """The categories over time with the peak marked, and what they hold there."""
     moment = {"peak": "the peak", "out of memory": "the failure"}.get(shown.at, "the snapshot")
+    reserved = f"of {t.format_bytes(shown.reserved)} reserved" if shown.reserved else ""
     figures_ = tiles(
         [
-            (f"In tensors at {moment}", t.format_bytes(shown.allocated),
-             f"of {t.format_bytes(shown.reserved)} reserved"),
+            (f"In tensors at {moment}", t.format_bytes(shown.allocated), reserved),
             *[(each.category.capitalize(), t.format_bytes(each.bytes),
                t.format_share(each.bytes / max(shown.allocated, 1)))
               for each in shown.categories[:3]],
@@ -172,42 +171,45 @@ def _timeline(post: PostMortem, table_: pl.DataFrame) -> Any:
     names = [name for name in CATEGORIES if name in table_.columns]
     largest = {name: _largest_blocks(post, name, table_["event"].to_numpy()) for name in names}
     sizes = np.append(post.history.lives.size, 0)
+    total = table_.select(pl.sum_horizontal(*names)).to_series()
+    unit, scale = ("GiB", 1 << 30) if (total.max() or 0) >= 1 << 30 else ("MiB", 1 << 20)
     for name in names:
         made.add_trace(
             go.Scatter(
                 x=x,
-                y=(table_[name] / (1 << 30)).to_list(),
+                y=(table_[name] / scale).to_list(),
                 name=name,
                 stackgroup="held",
                 mode="lines",
                 line={"width": 0, "shape": "hv", "color": COLOURS[name]},
                 fillcolor=COLOURS[name],
                 text=[_block_line(post, row) for row in largest[name].tolist()],
-                hovertemplate=f"{name} %{{y:.3g}} GiB%{{text}}<extra></extra>",
+                hovertemplate=f"{name} %{{y:.3g}} {unit}%{{text}}<extra></extra>",
             )
         )
     every = np.array([largest[name] for name in names] or [[-1] * len(x)])
     chosen = every[np.argmax(sizes[every], axis=0), np.arange(len(x))]
     stacks = [_block_stack(post, row) for row in chosen.tolist()]
+    line, drawn = ("reserved", table_["reserved"]) if post.reserved else ("in tensors", total)
     made.add_trace(
         go.Scatter(
             x=x,
-            y=(table_["reserved"] / (1 << 30)).to_list(),
-            name="reserved",
+            y=(drawn / scale).to_list(),
+            name=line,
             mode="lines",
             line={"width": 1.5, "shape": "hv", "color": RESERVED, "dash": "dot"},
             text=stacks,
-            hovertemplate="reserved %{y:.3g} GiB%{text}<extra></extra>",
+            hovertemplate=f"{line} %{{y:.3g}} {unit}%{{text}}<extra></extra>",
         )
     )
     row = int(np.searchsorted(table_["event"].to_numpy(), post.moment))
     label = "out of memory" if post.history.failed is not None else "peak"
     made.add_annotation(
-        x=x[row], y=post.allocated / (1 << 30), text=f"{label} {t.format_bytes(post.allocated)}",
+        x=x[row], y=post.allocated / scale, text=f"{label} {t.format_bytes(post.allocated)}",
         showarrow=True, arrowhead=0, arrowcolor=RESERVED, ax=0, ay=-24, font={"size": 12},
     )  # fmt: skip
     made.update_xaxes(title="ms into the history" if timed else "event")
-    made.update_yaxes(title="GiB", rangemode="tozero")
+    made.update_yaxes(title=unit, rangemode="tozero")
     made.update_layout(
         showlegend=True, hovermode="x unified", hoverdistance=-1, margin={"t": 64},
         hoverlabel={"align": "left"},

@@ -27,11 +27,14 @@ MAX_DEVICES = 16
 MAX_LINES = 40
 
 
+def shown_histories(a: Analysis) -> list[PostMortem]:
+    """Of the GPUs; the host's memory only where no GPU's is recorded."""
+    return [post for post in a.memory_histories if post.device >= 0] or a.memory_histories
+
+
 def memory_views(a: Analysis) -> list[MemoryView]:
-    """One a device of the snapshot, the fullest first; of a series, with what grows over it. The
-    host's memory only where no GPU's is recorded."""
-    histories = [post for post in a.memory_histories if post.device >= 0] or a.memory_histories
-    views = [_view(post) for post in histories[:MAX_DEVICES]]
+    """One a device, the fullest first; of a series of snapshots, with what grows over it."""
+    views = [_view(post) for post in shown_histories(a)[:MAX_DEVICES]]
     if a.snapshot_series and views:
         posts = fullest(a.snapshot_series)
         table, per = growing_lines(posts)

@@ -319,7 +319,8 @@ def _price(
         more = max(0.0, 2 * phases.host - max(phases.step, phases.host))
         if gpu is not None:
             more += 3 * post.by_category.get("gradients", 0) / memory_rate(gpu) * 1e9
-        return more, "two passes of half the batch: launches twice, gradients added up"
+        added = ", gradients added up" if phases.backward else ""
+        return more, f"two passes of half the batch: launches twice{added}"
     if each.change == "autocast without cache":
         if gpu is None:
             return None, "each copy made once more in each pass: needs the GPU"

@@ -268,6 +268,8 @@ class Host(Struct, kw_only=True, omit_defaults=True, gc=False):
     memory_available: int | None = None
     rss: int | None = None
     """Of the process, bytes."""
+    children_rss: int | None = None
+    """Of its children (workers of a loader), bytes; a page that they share counts in each."""
     swap_used: int | None = None
     disk_read: int | None = None
     """bytes since boot, counter."""

@@ -47,6 +47,7 @@ class HostSampler:
         try:
             if slow:
                 self._children = self._find_children()
+                host.children_rss = self._resident()
                 host.swap_used = int(psutil.swap_memory().used)
                 disk = psutil.disk_io_counters()
                 if disk is not None:
@@ -87,6 +88,16 @@ class HostSampler:
         if before is None or now <= before:
             return None
         return round(100 * used / (now - before), 1)
+
+    def _resident(self) -> int | None:
+        """Memory of the children; none while there are none."""
+        sizes = []
+        for child in self._children.values():
+            try:
+                sizes.append(int(child.memory_info().rss))
+            except (OSError, self.psutil.Error):  # type: ignore[union-attr]
+                continue
+        return sum(sizes) if sizes else None
 
     def _available(self) -> int:
         """Bytes that can be had without swapping, inside the container's limit."""

@@ -1,8 +1,8 @@
-"""Memory: allocated and reserved bytes over time, the allocations live at the peak."""
+"""Memory: what held it over time and at the peak, by snapshot or by trace; the recorded steps."""
 
 from __future__ import annotations
 
-from functools import partial
+from bisect import bisect_right
 from typing import Any
 
 import polars as pl
@@ -19,16 +19,12 @@ from advisor.dashboard.parts import (
     head,
     page,
     rank_choice,
-    remark,
-    share_bar,
     table,
-    tiles,
 )
-from advisor.dashboard.session import LoadedRun
 from advisor.measure import Analysis
-from advisor.measure.memory.peak import Peak, memory_curve, memory_devices, memory_peak
+from advisor.measure.memory.peak import memory_devices
 
-MAX_OWNERS = 25
+warm = snapshot.warm
 ALLOCATED, RESERVED = theme.CLASSES["compute"], "#9a9aa5"
 
 
@@ -44,18 +40,15 @@ def layout(**query: object) -> Any:
     """The page."""
     view = current.view(**query)
     a = view.analysis
-    devices = memory_devices(a)
     known = _is_recorded(a)
     ours = not foreign(a.trace.meta)
     whose = "PyTorch's allocator counts" if ours else "the allocators of the program count"
     lead = f"GPU memory as {whose} it." if known else ""
     title = head("Memory", lead, rank_choice(view, "/memory"))
     ooms = _out_of_memory(a)
-    parts: list[Any] = snapshot.sections(view)
-    for device in devices:
-        parts += _device(view, device, named=len(devices) > 1)
+    parts = snapshot.sections(view)
     recorded = _recorded(a)
-    if not known:
+    if not known and not parts:
         parts.append(
             empty(
                 "No device memory",
@@ -74,149 +67,6 @@ def _is_recorded(a: Analysis) -> bool:
     steps = [] if a.recorded is None else a.recorded.steps
     noted = any(step.allocated is not None for step in steps)
     return noted or a.snapshot is not None or bool(memory_devices(a))
-
-
-def warm(loaded: LoadedRun) -> None:
-    """Make the curves and peaks of the reported rank."""
-    a = loaded.main
-    snapshot.warm(loaded)
-    for device in memory_devices(a):
-        loaded.view(("memory_curve", None, device), partial(memory_curve, a, device))
-        loaded.view(("memory_peak", None, device), partial(memory_peak, a, device))
-
-
-def _device(view: PageView, device: int, *, named: bool) -> list[Any]:
-    a = view.analysis
-    curve = view.loaded.view(("memory_curve", view.rank, device), lambda: memory_curve(a, device))
-    peak = view.loaded.view(("memory_peak", view.rank, device), lambda: memory_peak(a, device))
-    name = f"GPU {device}" if named else "Allocator"
-    parts = [_figures(a, device, peak)] if peak is not None else []
-    parts.append(
-        card(
-            f"{name} over time",
-            figure(
-                _curve(a, curve, peak),
-                f"memory-gpu{device}",
-                height=280,
-                description="Allocated and reserved bytes over the recording.",
-            ),
-            aside="ticks mark the steps",
-        )
-    )
-    if peak is not None:
-        parts.append(_held(peak))
-    return parts
-
-
-def _figures(a: Analysis, device: int, peak: Peak) -> Any:
-    """The peak, the reserved bytes then, and the unused part of them."""
-    by_step = a.memory.filter(pl.col("device") == device)
-    capacity = by_step["capacity"].max() if not by_step.is_empty() else None
-    cached = None if peak.reserved is None else peak.reserved - peak.allocated
-    total = f"of {t.format_bytes(capacity)}" if isinstance(capacity, int) else ""
-    share = None if not cached or not peak.reserved else cached / peak.reserved
-    return tiles(
-        [
-            (
-                "Peak allocated",
-                t.format_bytes(peak.allocated),
-                f"{t.format_duration(peak.ts)} into the trace",
-            ),
-            (
-                "Reserved at the peak",
-                t.format_bytes(peak.reserved),
-                total if peak.reserved is not None else "",
-            ),
-            (
-                "Reserved, unused",
-                t.format_bytes(cached),
-                f"{t.format_share(share)}: cache and fragmentation" if share is not None else "",
-            ),
-            (
-                "Allocated earlier",
-                t.format_bytes(peak.before),
-                "part of the peak, from before the recording",
-            ),
-        ]
-    )
-
-
-def _curve(a: Analysis, curve: pl.DataFrame, peak: Peak | None) -> Any:
-    x = (curve["ts"] / 1e6).to_list()
-    gib = 1 << 30
-    largest = max([1, *curve["allocated"].drop_nulls().to_list()])
-    scale, unit = (gib, "GiB") if largest >= gib else (1 << 20, "MiB")
-    series = [("allocated", x, (curve["allocated"] / scale).to_list(), ALLOCATED)]
-    if not curve["reserved"].is_null().all():
-        series.append(("reserved", x, (curve["reserved"] / scale).to_list(), RESERVED))
-    made = figures.lines(series, x="ms into the trace", y=unit, height=280, step=True)
-    for row in a.steps.table.iter_rows(named=True) if a.steps.source != "whole trace" else ():
-        made.add_shape(
-            type="line",
-            xref="x",
-            yref="paper",
-            x0=row["ts"] / 1e6,
-            x1=row["ts"] / 1e6,
-            y0=0,
-            y1=0.03,
-            line={"color": "#9a9aa5", "width": 1},
-        )
-    if peak is not None:
-        made.add_annotation(
-            x=peak.ts / 1e6,
-            y=peak.allocated / scale,
-            text=f"peak {t.format_bytes(peak.allocated)}",
-            showarrow=True,
-            arrowhead=0,
-            arrowcolor="#9a9aa5",
-            ax=0,
-            ay=-26,
-            font={"size": 12},
-        )
-    return made
-
-
-def _held(peak: Peak) -> Any:
-    if peak.held.is_empty():
-        return empty(
-            "The contents of the peak are unknown",
-            f"All {t.format_bytes(peak.allocated)} were allocated before the recording began.",
-        )
-    largest = max(peak.held["bytes"].to_list())
-    rows = []
-    for row in peak.held.head(MAX_OWNERS).iter_rows(named=True):
-        where = "" if row["file"] is None else f"{t.shorten_path(row['file'], 60)}:{row['line']}"
-        rows.append(
-            [
-                el("Code", t.clean(row["op"])) if row["op"] is not None else "no operator",
-                el("Code", where) if where else "",
-                el("Div", share_bar(row["bytes"] / largest, ALLOCATED), cls="bar-cell"),
-                t.format_bytes(row["bytes"]),
-                t.format_share(row["bytes"] / max(peak.allocated, 1)),
-                t.format_count(row["blocks"]),
-            ]
-        )
-    more = peak.held.height - len(rows)
-    notes = []
-    if peak.before:
-        notes.append(
-            f"Another {t.format_bytes(peak.before)} was allocated before the recording, for "
-            "example "
-            "parameters and optimizer state."
-        )
-    if more:
-        notes.append(f"{t.format_count(more)} smaller rows are not listed.")
-    return card(
-        "Live at the peak",
-        table(
-            ["Operator", "Line", "", "Bytes", "Of the peak", "Blocks"],
-            rows,
-            numbers=(3, 4, 5),
-            names=(0, 1),
-            caption="By the outermost operator at the time of allocation",
-        ),
-        remark(" ".join(notes)),
-    )
 
 
 def _recorded(a: Analysis) -> Any:
@@ -247,18 +97,27 @@ def _recorded(a: Analysis) -> Any:
             )
         )
     if rss:
-        host = (
-            "resident memory of the process",
-            [n for n, _ in rss],
-            [value / (1 << 30) for _, value in rss],
-            theme.CLASSES["copies"],
-        )
+        at = [step.t for step in steps.steps]
+        children = [
+            (numbers[max(0, bisect_right(at, when) - 1)], host.children_rss)
+            for when, host in steps.hosts
+            if host.children_rss is not None
+        ]
+        hosts = [
+            (label, [n for n, _ in rows], [value / (1 << 30) for _, value in rows], colour)
+            for label, rows, colour in (
+                ("the process", rss, theme.CLASSES["copies"]),
+                ("its child processes", children, ALLOCATED),
+            )
+            if rows
+        ]
         made.append(
             figure(
-                figures.lines([host], x="step", y="host, GiB", height=170),
+                figures.lines(hosts, x="step", y="host, GiB", height=170),
                 "host-memory-by-step",
                 height=170,
-                description="Resident memory of the process over the recorded steps.",
+                description="Resident memory over the recorded steps: of the process and of its "
+                "children, such as workers of a DataLoader.",
             )
         )
     name = "Over the run" if series else "Host memory over the run"

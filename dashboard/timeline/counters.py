@@ -50,6 +50,7 @@ _HOST: tuple[tuple[str, str, str, Callable[[Host], Any]], ...] = (
     ("cpu", "all CPUs", "%", lambda h: h.cpu),
     ("process_cpu", "this process, % of one CPU", "%", lambda h: h.process_cpu),
     ("rss", "resident memory", "bytes", lambda h: h.rss),
+    ("children_rss", "resident memory of child processes", "bytes", lambda h: h.children_rss),
 )
 
 

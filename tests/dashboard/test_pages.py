@@ -389,7 +389,8 @@ def test_the_memory_page_draws_a_snapshot_as_the_report_tells_it(tmp_path: Path)
     (post,), (told,) = loaded.main.post_mortems, loaded.report.memory
     drawn = snapshot._timeline(post, post.timeline(50))
     at = int(post.timeline(50)["event"].index_of(post.moment) or 0)
-    stacked = {line.name: line.y[at] * GIB for line in drawn.data if line.stackgroup}
+    assert drawn.layout.yaxis.title.text == "MiB"  # less than one GiB
+    stacked = {line.name: line.y[at] * MIB for line in drawn.data if line.stackgroup}
     assert {name: held for name, held in stacked.items() if held} == {
         each.category: each.bytes for each in told.categories
     }

@@ -21,7 +21,7 @@ from advisor.core.errors import AdvisorError
 from advisor.core.trace import blank_trace
 from advisor.measure import Analysis
 from advisor.measure.memory.memory_savings import savings
-from advisor.measure.memory.peak import memory_curve, memory_devices, memory_peak
+from advisor.measure.memory.peak import memory_devices
 from advisor.read import read_trace
 from advisor.testing import TraceBuilder
 from tests.read import profiler_files
@@ -48,12 +48,10 @@ def allocating() -> TraceBuilder:
 def test_the_peak_is_tied_to_the_operators_that_allocated() -> None:
     a = allocating().analysis()
     assert memory_devices(a) == [0]
-    peak = memory_peak(a, 0)
-    assert peak is not None
-    assert peak.allocated == 150 * MIB
-    assert peak.reserved == 200 * MIB
-    assert peak.before == 100 * MIB
-    assert peak.held.select("op", "bytes", "blocks").rows() == [
+    (post,) = a.memory_histories
+    assert (post.allocated, post.reserved) == (150 * MIB, 200 * MIB)
+    assert sorted(post.held.select("function", "bytes", "blocks").rows(), key=lambda r: -r[1]) == [
+        (None, 100 * MIB, 1),  # from before the recording
         ("aten::mm", 40 * MIB, 1),
         ("aten::cat", 10 * MIB, 1),
     ]
@@ -62,8 +60,7 @@ def test_the_peak_is_tied_to_the_operators_that_allocated() -> None:
 def test_without_events_there_is_no_peak() -> None:
     a = Analysis(blank_trace("nothing"))
     assert memory_devices(a) == []
-    assert memory_peak(a, 0) is None
-    assert memory_curve(a, 0).is_empty()
+    assert a.memory_histories == []
 
 
 @settings(deadline=None, max_examples=60)
@@ -72,7 +69,7 @@ def test_what_is_held_is_what_a_plain_replay_holds(events: list[tuple[int, int]]
     b = TraceBuilder()
     live: dict[int, int] = {}
     total = 7 * MIB  # there before
-    best, held_then = -1, 0
+    best, held_then = total, 0
     with b.step():
         for address, size in events:
             if address in live:
@@ -84,32 +81,25 @@ def test_what_is_held_is_what_a_plain_replay_holds(events: list[tuple[int, int]]
                 best, held_then = total, sum(live.values())
             b.memory(change, address=100 + address, allocated=total, reserved=512 * MIB)
             b.host(1)
-    peak = memory_peak(b.analysis(), 0)
-    assert peak is not None
-    assert peak.allocated == best
-    assert peak.held["bytes"].sum() == held_then
-    assert peak.before == best - held_then
-
-
-def test_a_thinned_curve_keeps_its_extremes(shared_trace: Callable[[str], str]) -> None:
-    a = Analysis(read_trace(shared_trace("h100_bert_small_inference")))
-    whole = memory_curve(a, 0)
-    thin = memory_curve(a, 0, most=40)
-    assert whole.height > 100 >= thin.height
-    assert thin["allocated"].max() == whole["allocated"].max()
-    assert thin["allocated"].min() == whole["allocated"].min()
-    assert thin["ts"].is_sorted()
+    (post,) = b.analysis().memory_histories
+    assert post.allocated == best == int(post.history.allocated.max())
+    lives, moment = post.history.lives, post.moment
+    then = (lives.born >= 0) & (lives.born <= moment) & (lives.ended > moment)
+    assert lives.size[then].sum() == held_then
 
 
 def test_the_peak_of_a_real_trace_is_the_highest_total_in_its_file(
     shared_trace: Callable[[str], str],
 ) -> None:
     a = Analysis(read_trace(shared_trace("h100_bert_small_inference")))
-    peak = memory_peak(a, 0)
-    assert peak is not None
+    post = a.memory_histories[0]  # the host has a few bytes too
     events = a.trace.memory.filter(pl.col("device") == 0)
-    assert peak.allocated == events["allocated"].max()
-    assert peak.before + peak.held["bytes"].sum() == pytest.approx(peak.allocated)
+    assert post.allocated == events["allocated"].max() == post.held["bytes"].sum()
+    thin = post.timeline(40)
+    assert (
+        thin.select(pl.sum_horizontal(pl.exclude("event", "time_us", "reserved"))).max().item()
+        == post.allocated
+    )
 
 
 # -- a trace's allocator events as a history --------------------------------------------------

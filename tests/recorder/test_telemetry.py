@@ -179,8 +179,9 @@ def test_a_child_that_has_ended_is_no_error() -> None:
     host = HostSampler()
     if host.psutil is None:
         pytest.skip("psutil is not installed")
+    before = host.sample(slow=True).children_rss or 0
     child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
-    host.sample(slow=True)
+    assert (host.sample(slow=True).children_rss or 0) > before
     child.kill()
     child.wait()
     assert host.sample(slow=False).process_cpu is not None

@@ -78,6 +78,9 @@ _LOSS = re.compile(r"cross_entropy|log_softmax|nll_loss|CrossEntropy|lm_loss|los
 _LOSS_FILE = re.compile(r"(?:^|/)torch/nn/modules/loss\.py$|/loss/loss_utils\.py$")
 
 
+_OPERATOR = re.compile(r"[a-z]\w*::\w+")
+
+
 class Origin(NamedTuple):
     """What a stack says."""
 
@@ -88,6 +91,7 @@ class Origin(NamedTuple):
     none of theirs); ``None``: no such frame."""
     line: int | None
     function: str | None
+    """Of that frame; without one, the outermost operator."""
     state: bool = False
     """``optimizer``: where its state is made."""
     loss: bool = False
@@ -119,7 +123,7 @@ def origin(stack: Stack | None) -> Origin:
         role,
         None if own is None else own.file,
         None if own is None else own.line,
-        None if own is None else own.name,
+        _outermost_operator(stack) if own is None else own.name,
         state=state,
         loss=any(
             _LOSS_FILE.search(f.file) or (_LOSS.search(f.name) and whose(f) < 2) for f in stack
@@ -131,6 +135,11 @@ def origin(stack: Stack | None) -> Origin:
         cast=any(_CAST.search(f.name) for f in stack),
         depth=sum(_calls_module(f) for f in stack),
     )
+
+
+def _outermost_operator(stack: Stack) -> str | None:
+    """Of a trace without Python stacks."""
+    return next((f.name for f in reversed(stack) if _OPERATOR.fullmatch(f.name)), None)
 
 
 def _released(stack: Stack) -> str:

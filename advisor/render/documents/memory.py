@@ -168,7 +168,7 @@ def device(view: MemoryView, rows: int = MAX_ROWS, *, named: bool = False) -> De
 def _bases(view: MemoryView) -> list[str]:
     """What the categories rest on, and what has none."""
     return [
-        f"{'nothing: not attributed' if each.category == 'none' else each.category} "
+        f"{'not attributed' if each.category == 'none' else each.category} "
         f"{t.format_share(each.bytes / max(view.allocated, 1))}"
         for each in sorted(view.bases, key=lambda each: -each.bytes)
     ]
@@ -231,6 +231,8 @@ def _steps(view: MemoryView) -> list[str]:
 
 
 def _place(each: MemoryHolder) -> str:
+    if each.file is None and each.function is not None:
+        return t.clean(each.function)
     if each.file is None:
         return "no line" if each.category else "no line (autograd's thread)"
     return f"{shorten(each.file)}:{each.line}"

@@ -172,7 +172,9 @@ def _timeline(post: PostMortem, table_: pl.DataFrame) -> Any:
     largest = {name: _largest_blocks(post, name, table_["event"].to_numpy()) for name in names}
     sizes = np.append(post.history.lives.size, 0)
     total = table_.select(pl.sum_horizontal(*names)).to_series()
-    unit, scale = ("GiB", 1 << 30) if (total.max() or 0) >= 1 << 30 else ("MiB", 1 << 20)
+    unit, scale = (
+        ("GiB", 1 << 30) if total.to_numpy().max(initial=0) >= 1 << 30 else ("MiB", 1 << 20)
+    )
     for name in names:
         made.add_trace(
             go.Scatter(

@@ -213,10 +213,12 @@ def _backward(source: Script, call: ast.Call) -> Iterator[Hint]:
 
 
 _VARIES = re.compile(
-    r"pad_sequence|pad_packed|padding\s*=\s*(?:True|[\"']longest)|DataCollator\w*Padding"
-    r"|DataCollatorForSeq2Seq|collate_fn\s*=|bucket|\.nested"
+    r"(?:^|\.)(?:pad_sequence|pack_sequence|DataCollator\w*(?:Padding|Seq2Seq|TokenClassification)"
+    r"|\w*[Bb]ucket\w*(?:Sampler|Iterator|_by_\w+)|as_nested_tensor|nested_tensor)$"
 )
 """What batches of several lengths are made with."""
+_RANDOM = {"randint", "randrange", "choice", "integers"}
+_SIZED = {"rand", "randn", "randint", "zeros", "ones", "empty", "full", "pad"}
 _THREADS = {"torch.set_num_threads", "torch.set_num_interop_threads"}
 _THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")
 
@@ -251,6 +253,53 @@ def _threads(source: Script) -> Iterator[Hint]:
         )
 
 
+def _lengths_vary(source: Script) -> bool:
+    """Whether the file makes batches as long as their longest sample, or of random lengths."""
+    for call in source.calls:
+        padding = keyword(call, "padding")
+        if is_constant(padding, "max_length") or keyword(call, "pad_to_multiple_of"):
+            continue
+        if _VARIES.search(source.qualified_name(call.func)) or is_constant(
+            padding, True, "longest"
+        ):
+            return True
+        name = source.qualified_name(call.func).rpartition(".")[2]
+        sizes = [part for arg in call.args for part in getattr(arg, "elts", [arg])]
+        if name in _SIZED and any(_varies(source, size) for size in sizes):
+            return True
+    return any(
+        _varies(source, bound)
+        for node in ast.walk(source.tree)
+        if isinstance(node, ast.Slice)
+        for bound in (node.lower, node.upper)
+    )
+
+
+def _varies(source: Script, size: ast.expr | None, depth: int = 3) -> bool:
+    """A length that is the largest of several, or random; or a name or sum of such."""
+    if size is None or not depth:
+        return False
+    for node in ast.walk(size):
+        if isinstance(node, ast.Call):
+            name = source.qualified_name(node.func).rpartition(".")[2]
+            if name in _RANDOM or is_method(node, "max") or (name == "max" and _measures(node)):
+                return True
+        elif isinstance(node, ast.Name) and any(
+            _varies(source, value, depth - 1) for value in source.assigned(node)
+        ):
+            return True
+    return False
+
+
+def _measures(call: ast.Call) -> bool:
+    """``max(len(x) for x in batch)``, ``max(x.shape[0] for …)``, ``max(lengths)``."""
+    names = {node.attr for node in ast.walk(call) if isinstance(node, ast.Attribute)}
+    return any(
+        name in {"len", "shape", "size"} or "len" in name.lower()
+        for name in names | names_in(call) - {"max"}
+    )
+
+
 def check_settings(source: Script) -> Iterator[Hint]:
     """Anomaly detection; blocking launches set in the program; torch.compile in the loop, or for
     one shape where lengths vary; more threads than cores."""
@@ -265,7 +314,7 @@ def check_settings(source: Script) -> Iterator[Hint]:
         elif is_constant(keyword(call, "dynamic"), False) and (
             name == "torch.compile" or is_method(call, "compile")
         ):
-            if _VARIES.search(source.text):
+            if _lengths_vary(source):
                 yield Hint(
                     id="compile-static-shapes",
                     title=f"{source.text_of(call)[:60]}, and lengths vary",

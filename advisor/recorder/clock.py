@@ -43,6 +43,8 @@ ever seen, and whether what follows is of no use for telling a loop that does no
     FORWARD_END,  # time: the outermost module returned; the phase ends
     FORWARD_END_NO_GRAD,  # the same, and nothing can be learnt from it
     FORWARD_END_NO_GRAPH,  # the same with gradients enabled, of a model that nothing trains
+    FORWARD_END_EVALUATION,  # the same with a graph, in evaluation mode …
+    FORWARD_END_TRAINING,  # … and the next in training mode of a model that had one of those
     BACKWARD_END,  # time; the phase ends
     OPTIMIZED_BY,  # id of the optimizer that the next entry is of
     OPTIMIZER_END,  # time; the phase ends
@@ -60,7 +62,9 @@ ever seen, and whether what follows is of no use for telling a loop that does no
     FORWARD_OF,  # id of the module whose forward ended just before; 0: it is no model
     GENERATE,  # time: a call of ``generate`` begins; its forwards are seen as well
     GENERATED,  # time: it has ended
-) = range(MAX_PHASES, MAX_PHASES + 29)
+) = range(MAX_PHASES, MAX_PHASES + 31)
+FORWARDED = frozenset(range(FORWARD_END, FORWARD_END_TRAINING + 1))
+"""All ends of an outermost module's forward."""
 
 
 class Tape:

@@ -35,8 +35,10 @@ from advisor.recorder.clock import (
     FETCHED_INSIDE,
     FORWARD,
     FORWARD_END,
+    FORWARD_END_EVALUATION,
     FORWARD_END_NO_GRAD,
     FORWARD_END_NO_GRAPH,
+    FORWARD_END_TRAINING,
     GENERATE,
     GENERATED,
     H2D,
@@ -407,8 +409,10 @@ def _forward(
     function, original, code = calls.function, calls.original, calls.code
     tape = on.tape
     put, here = tape.log.extend, tape.here
+    evaluated = 0  # the model that ran last in evaluation mode, with a graph
 
     def forward(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        nonlocal evaluated
         before, result = here[1], None
         if here[3] and here[6] and not here[5]:
             on.drain()  # of an optimizer that is not seen, a step's end is known by now
@@ -427,9 +431,13 @@ def _forward(
                 function.__code__ = code
             here[1] = before
             end = FORWARD_END if is_grad_enabled() else FORWARD_END_NO_GRAD
-            frozen = result is not None and not module.__dict__.get("training", True)
-            if frozen and end == FORWARD_END and not _has_graph(result):
-                end = FORWARD_END_NO_GRAPH
+            if end == FORWARD_END and result is not None:
+                if not module.__dict__.get("training", True):
+                    end = FORWARD_END_NO_GRAPH
+                    if _has_graph(result):
+                        end, evaluated = FORWARD_END_EVALUATION, id(module)
+                elif evaluated == id(module):
+                    end, evaluated = FORWARD_END_TRAINING, 0
             put((end, now()))
             if here[2]:
                 on.left(before)

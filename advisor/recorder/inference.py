@@ -47,8 +47,7 @@ LEARNT = frozenset(
         tape.FETCHED_INSIDE,
     )
 )
-FORWARDED = frozenset((tape.FORWARD_END, tape.FORWARD_END_NO_GRAD, tape.FORWARD_END_NO_GRAPH))
-LEAVING = FORWARDED | {tape.LEAVE}
+LEAVING = tape.FORWARDED | {tape.LEAVE}
 
 
 class InferencePart(NamedTuple):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Hashable
+from functools import partial
 from typing import Any
 
 from advisor.recorder import clock as tape
@@ -60,9 +61,7 @@ class TapeReader:
             tape.ITERATED: self.loaders.began,
             tape.LOADER: self.loaders.fetching_from,
             tape.BATCH: self.steps.batch,
-            tape.FORWARD_END: self._forward_end,
-            tape.FORWARD_END_NO_GRAD: self._forward_end_no_grad,
-            tape.FORWARD_END_NO_GRAPH: self._forward_end_no_graph,
+            **{code: partial(self._forward_end, code) for code in tape.FORWARDED},
             tape.BACKWARD_END: self._backward_end,
             tape.OPTIMIZED_BY: self._optimized_by,
             tape.OPTIMIZER_END: self._optimizer_end,
@@ -160,17 +159,9 @@ class TapeReader:
         self.steps.exhausted(now)
         self.loaders.exhausted(now - self._fetch_began)
 
-    def _forward_end(self, now: int) -> None:
+    def _forward_end(self, code: int, now: int) -> None:
         self.clock.leave(now)
-        self.steps.forwarded(True, now)
-
-    def _forward_end_no_grad(self, now: int) -> None:
-        self.clock.leave(now)
-        self.steps.forwarded(False, now)
-
-    def _forward_end_no_graph(self, now: int) -> None:
-        self.clock.leave(now)
-        self.steps.forwarded(True, now, graph=False)
+        self.steps.forwarded(code, now)
 
     def _backward_end(self, now: int) -> None:
         self.clock.leave(now)

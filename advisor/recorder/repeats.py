@@ -19,26 +19,16 @@ from advisor.recorder import clock as tape
 from advisor.recorder.clock import DATA, MAX_PHASES, Clock
 from advisor.recorder.steps import FoundStep, StepFinder, StepSegment
 
-LIMIT, MAX_ENTRIES = 128, 2048
-"""Steps of a stretch, and entries: what is worked out of them takes about half a millisecond, in
-which the training thread may wait for the interpreter."""
+LIMIT = 128
+"""Steps of a stretch: what is worked out of them takes about half a millisecond, in which the
+training thread may wait for the interpreter."""
 MAX_STATES = 16
 MAX_PATTERNS = 4
 """Patterns from one state."""
 MAX_ENTRIES = 512
-"""Entries of a step that may be a pattern."""
+"""Entries of a step that may be a pattern, and of a stretch."""
 
-LEAVING = frozenset(
-    (
-        tape.LEAVE,
-        tape.FETCHED,
-        tape.FORWARD_END,
-        tape.FORWARD_END_NO_GRAD,
-        tape.FORWARD_END_NO_GRAPH,
-        tape.BACKWARD_END,
-        tape.OPTIMIZER_END,
-    )
-)
+LEAVING = tape.FORWARDED | {tape.LEAVE, tape.FETCHED, tape.BACKWARD_END, tape.OPTIMIZER_END}
 """Codes by which the innermost phase ends."""
 KNOWN = LEAVING | {
     tape.FETCH,

@@ -4,7 +4,8 @@ The time between two fetches of a batch is a *segment*. What was seen in it tell
 
 - an optimizer stepped: it ends a training step;
 - a backward and no optimizer: part of a step, which goes on (gradient accumulation);
-- a forward alone: validation. It belongs to no step; its time is the next step's ``evaluation``;
+- a forward alone: validation. It belongs to no step; its time is the next step's ``evaluation``.
+  So do several forwards of a model in evaluation mode, and then one of it in training mode;
 - a fetch alone: batches fetched ahead. They belong to the step that follows.
 
 Where no loader is fetched from (a list of tensors, the last batch of a loader that looks one
@@ -27,7 +28,16 @@ from collections.abc import Callable, Hashable
 from operator import sub
 from typing import Any, NamedTuple
 
-from advisor.recorder.clock import MAX_PHASES, OPTIMIZER, OTHER, Clock
+from advisor.recorder.clock import (
+    FORWARD_END_EVALUATION,
+    FORWARD_END_NO_GRAD,
+    FORWARD_END_NO_GRAPH,
+    FORWARD_END_TRAINING,
+    MAX_PHASES,
+    OPTIMIZER,
+    OTHER,
+    Clock,
+)
 
 MAX_HELD = 1024
 """Segments kept while it is unknown whether an optimizer will ever step."""
@@ -106,6 +116,10 @@ class StepFinder:
         """Forwards with a graph in the segment, since its last backward …"""
         self._earlier_graphs = 0
         """… and in those before: the next backward is of these where none ran in its segment."""
+        self._evaluated = 0
+        """Those of them in evaluation mode, before any backward …"""
+        self._evaluation: tuple[int, list[int]] = 0, []
+        """… when the last ended, and the time in each phase until then."""
         self.marks: list[Any] = []
         """CUDA events of the segment, with the phase that each begins …"""
         self._marks_whole = False
@@ -216,18 +230,36 @@ class StepFinder:
                 self.gap += before
             self.open = True
 
-    def forwarded(self, grad: bool, now: int, *, graph: bool = True) -> None:
-        """The outermost module returned. ``graph``: with gradients, it made one."""
+    def forwarded(self, code: int, now: int) -> None:
+        """The outermost module returned, in one of the ways that the tape has."""
         self.seen["forwards"] += 1
         self._forwards += 1
-        self._graphs += grad and graph
+        self._graphs += code not in (FORWARD_END_NO_GRAD, FORWARD_END_NO_GRAPH)
         self.forwards += 1
-        if grad or self.explicit or not self.outside or self._backwards or self._stepped:
+        if code == FORWARD_END_EVALUATION:
+            self._evaluated += not self._backwards
+            self._evaluation = now, self.clock.acc.copy()
+        elif code == FORWARD_END_TRAINING and self._evaluated > 1:
+            self._evaluated_before()
+        apart = self.outside and not (self._backwards or self._stepped or self.explicit)
+        if code != FORWARD_END_NO_GRAD or not apart:
             return
         # without a loader, a forward that nothing is learnt from is validation; training begins
         # after it
         self._leave_out(now)
         self.open = False
+
+    def _evaluated_before(self) -> None:
+        """Forwards in evaluation mode made graphs that no backward uses: the same model has begun
+        to train."""
+        self.unused_graphs += self._evaluated
+        self._graphs -= self._evaluated
+        self._evaluated = 0
+        if self.outside and not (self._stepped or self.explicit):
+            self.begun, phases = self._evaluation
+            self.clock.acc = list(map(sub, self.clock.acc, phases))
+            self.gap += sum(phases)
+            self.unmarked()
 
     def backwarded(self, now: int) -> None:
         """A backward ended."""
@@ -235,7 +267,7 @@ class StepFinder:
         self._backwards += 1
         if self._forwards:
             self.unused_graphs += self._earlier_graphs
-        self._graphs = self._earlier_graphs = 0
+        self._graphs = self._earlier_graphs = self._evaluated = 0
         if not self._stepped or self.clock.stack:
             return
         if self._by_optimizer:
@@ -474,7 +506,7 @@ class StepFinder:
         segment = StepSegment(self.begun, now, self.clock.cut(now), self._backwards, marks)
         self.begun = now
         self._earlier_graphs += self._graphs
-        self._batches = self._forwards = self._backwards = self._graphs = 0
+        self._batches = self._forwards = self._backwards = self._graphs = self._evaluated = 0
         self._stepped = False
         self._rest = None
         self._rounds = []

@@ -208,8 +208,8 @@ class EvaluationGraphs(EvalWithoutNoGrad):
     )
 
     def check(self, a: Analysis) -> Iterator[Outcome]:
-        """Sum up what was counted after the first step. Forwards over data in memory, without a
-        loader, are part of the step before."""
+        """Sum up what was counted after the first step. Between a loader's batches, forwards over
+        data in memory are part of the step before."""
         recorded = record(a)
         after = zip(recorded.steps, recorded.steps[1:], strict=False)
         pairs = [(before, step) for before, step in after if step.unused_graphs > 0]

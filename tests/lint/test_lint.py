@@ -105,6 +105,32 @@ SILENT = {
 }
 
 
+VARY = [
+    "def collate(rows):\n    longest = max(len(r) for r in rows)\n"
+    "    return torch.stack([nn.functional.pad(r, (0, longest - len(r))) for r in rows])",
+    "def pad(rows):\n    n = max(r.shape[0] for r in rows)\n    return torch.zeros(len(rows), n)",
+    "lengths = [len(r) for r in rows]\nx = torch.full((len(rows), max(lengths)), 0)",
+    "n = int(lengths.max())\nx = x[:, :n]",
+    "x = x[:, : mask.sum(1).max()]",
+    "import random\nfor _ in range(9):\n    n = random.randint(8, 64)\n    m(torch.randn(4, n, 8))",
+    "n = 8 * torch.randint(1, 9, (1,)).item()\nm(torch.randn(4, n))",
+    "from transformers import DataCollatorWithPadding\nc = DataCollatorWithPadding(tok)",
+    "nn.utils.rnn.pad_sequence(rows, batch_first=True)",
+    "x = torch.nested.nested_tensor(rows)",
+]
+FIXED = [
+    "loader = make_loader(d, collate_fn=torch.stack)",
+    "# was: pad_sequence(x)\nx = tok(x, padding='max_length', max_length=128)",
+    "from transformers import DataCollatorWithPadding\n"
+    "c = DataCollatorWithPadding(tok, padding='max_length', max_length=128)",
+    "from transformers import DataCollatorForSeq2Seq\n"
+    "c = DataCollatorForSeq2Seq(tok, pad_to_multiple_of=64)",
+    "LENGTH = 128\nx = torch.zeros(8, LENGTH)\nx = x[:, :LENGTH]",
+    "best = max(best, score)\nx = torch.randn(8, 16)",
+    "buckets = DDP(net, bucket_cap_mb=25, static_graph=True)",
+    "x = torch.randint(0, 100, (8, 128))",
+]
+
 OTHER_KINDS = [
     ("torch.set_num_threads(512)", "too-many-threads"),
     ("import os\nos.environ['OMP_NUM_THREADS'] = '512'", "too-many-threads"),
@@ -116,6 +142,7 @@ OTHER_KINDS = [
     ("net.train()\nval_loss = loss(net(x_val), y_val)", "eval-with-grad"),
     ("model = torch.compile(model, dynamic=False)\npad_sequence(x)", "compile-static-shapes"),
     ("model.compile(dynamic=False)\ntok(x, padding='longest')", "compile-static-shapes"),
+    *((f"m = torch.compile(m, dynamic=False)\n{lines}", "compile-static-shapes") for lines in VARY),
     (
         "from transformers import TrainingArguments\nargs = TrainingArguments('out')",
         "trainer-workers",
@@ -350,7 +377,7 @@ def test_programs_of_other_kinds(lines: str, identifier: str) -> None:
         "model.eval()\nwith torch.no_grad():\n    for x in rows:\n        model(x)",
         "net.train()\nval_loss = loss(net(x_val), y_val)\nval_loss.backward()",
         "model.eval()\nmodel.train()\nfor x in rows:\n    out = model(x)",
-        "model = torch.compile(model, dynamic=False)",
+        *(f"m = torch.compile(m, dynamic=False)\n{fixed}" for fixed in FIXED),
         "TrainingArguments('out', dataloader_num_workers=4)",
         "TrainingArguments(**options)",
         "import tensorflow as tf\nd = tf.data.Dataset.from_tensor_slices(x).map(f, "

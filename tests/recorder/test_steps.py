@@ -596,8 +596,9 @@ def test_optimizers_that_step_in_backwards_and_a_buffer(recorded: Any, training:
 
 
 @pytest.mark.parametrize("loaded", [True, False])
+@pytest.mark.parametrize("trained", ["loader", "memory"])
 def test_evaluation_that_builds_a_graph_is_counted(
-    recorded: Recorded, training: Any, loaded: bool
+    recorded: Recorded, training: Any, loaded: bool, trained: str
 ) -> None:
     """Six forwards with gradients enabled after every fifth step; a frozen model builds none."""
     teacher = torch.nn.Linear(4, 1).requires_grad_(requires_grad=False).eval()
@@ -612,7 +613,8 @@ def test_evaluation_that_builds_a_graph_is_counted(
         training.net.train()
 
     def run() -> None:
-        for number, batch in enumerate(training.loader(20), 1):
+        batches = training.loader(20) if trained == "loader" else [(training.x, training.y)] * 20
+        for number, batch in enumerate(batches, 1):
             teacher(training.x)
             training.learn(batch)
             if number % 5 == 0:
@@ -623,6 +625,66 @@ def test_evaluation_that_builds_a_graph_is_counted(
     assert len(steps) == 20
     counted = {step.n: step.unused_graphs for step in steps if step.unused_graphs}
     assert counted == {5: 6, 10: 6, 15: 6}
+
+
+@pytest.mark.parametrize("trained", ["loader", "memory"])
+def test_evaluation_in_memory_is_no_part_of_a_step(
+    recorded: Recorded, training: Any, trained: str
+) -> None:
+    """A model in evaluation mode, with gradients enabled and no loader; then it trains again. The
+    steps keep their own time, and the pause is told apart."""
+
+    def run() -> None:
+        memory = [(training.x, training.y)] * 20
+        for number, item in enumerate(training.loader(20) if trained == "loader" else memory, 1):
+            training.learn(item)
+            if number % 5 == 0:
+                training.net.eval()
+                for x, _ in memory[:4]:
+                    training.net(x)
+                    time.sleep(0.01)
+                training.net.train()
+
+    steps = recorded(run).steps
+    assert len(steps) == 20
+    assert {step.n: step.unused_graphs for step in steps if step.unused_graphs} == {
+        5: 4, 10: 4, 15: 4,
+    }  # fmt: skip
+    if trained == "memory":
+        assert {step.n for step in steps if step.evaluation >= 30_000_000} == {5, 10, 15}
+        assert sum(step.dur > 30_000_000 for step in steps) == 0
+
+
+def test_several_forwards_of_one_step_are_no_evaluation(recorded: Recorded, training: Any) -> None:
+    """Fine-tuned in evaluation mode; two views of a batch; one look in evaluation mode a step."""
+
+    def two_views() -> None:
+        for _ in range(12):
+            loss = training.loss((training.x, training.y))
+            loss = loss + training.loss((training.x, training.y))
+            training.optimizer.zero_grad()
+            loss.backward()
+            training.optimizer.step()
+
+    def one_look() -> None:
+        for _ in range(12):
+            training.net.eval()
+            target = training.net(training.x)
+            training.net.train()
+            loss = (training.net(training.x) - target).square().mean()
+            training.optimizer.zero_grad()
+            loss.backward()
+            training.optimizer.step()
+
+    def in_evaluation_mode() -> None:
+        training.net.eval()
+        two_views()
+
+    for run in (two_views, one_look, in_evaluation_mode):
+        steps = recorded(run).steps
+        assert len(steps) == 12
+        assert sum(step.unused_graphs for step in steps) == 0
+        assert sum(step.evaluation for step in steps[1:]) == 0
 
 
 def test_a_backward_one_batch_late_leaves_no_graph_unused(

@@ -51,7 +51,7 @@ def test_the_public_job_gets_one_answer(shared_file: Callable[[str], str], advis
 
 
 @pytest.mark.parametrize(
-    "ranks", [*(pytest.param(n, marks=pytest.mark.thorough) for n in (12, 64)), 16, 17]
+    "ranks", [*(pytest.param(n, marks=pytest.mark.thorough) for n in (12, 16, 64)), 17]
 )
 def test_a_slow_gpu_is_named_with_its_gain_at_every_door(
     tmp_path: Path, advisor: Run, ranks: int

@@ -217,11 +217,11 @@ NEEDS = {
 ORDERS = [
     ("import transformers", ("trainer", "own_loss")),
     ("helper", ("own_loss", "timm")),
-    ("from accelerate.utils import is_xpu_available", ("accelerate",)),
-    ("import lightning", ("lightning",)),
     ("import torch", ("trainer", "accelerate", "lightning", "timm")),
 ]
 FURTHER = [
+    ("from accelerate.utils import is_xpu_available", ("accelerate",)),
+    ("import lightning", ("lightning",)),
     ("from transformers import Trainer, is_torch_available", ("trainer",)),
     ("import accelerate", ("accelerate", "timm")),
     ("from lightning.pytorch.callbacks import Callback", ("lightning",)),

@@ -64,7 +64,7 @@ def memory_by_step(a: Analysis) -> pl.DataFrame:
     used = a.steps.used
     if events.is_empty() or used.is_empty():
         return pl.DataFrame(schema=MEMORY_SCHEMA)
-    # what was in force until an event is told by the event itself, which matters for the first
+    # what was in force until an event is in the event itself, which matters for the first
     before = pl.col("allocated") - pl.col("bytes")
     events = events.with_columns(
         before=pl.when(pl.col("bytes") < 0).then(before),
@@ -148,7 +148,7 @@ def recompute(a: Analysis) -> pl.DataFrame | None:
     (``use_reentrant=False``), the op ``CheckpointFunctionBackward`` (``use_reentrant=True``), an
     autograd node (the reentrant form runs backward inside its own node).
 
-    ``None``: cannot be told. Without Python frames only the reentrant form leaves a trace; with
+    ``None``: unknown. Without Python frames only the reentrant form leaves a trace; with
     frames, a call of ``checkpoint`` that is seen with neither of the two was recorded on the
     forward thread only. Recomputation that a compiler planned is inside its kernels: not seen.
     """

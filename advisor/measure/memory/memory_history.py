@@ -107,7 +107,7 @@ class History:
         state = self.blocks.filter(pl.col("state") == "allocated")
         here = state["address"].to_numpy()
         alive = starts & (ended == self.count)
-        if self.segments.height:  # the state is told: what is not in it has ended somewhere
+        if self.segments.height:  # the state is recorded: what is not in it has ended somewhere
             gone = alive & ~np.isin(address, here)
             self.unmatched = int(gone.sum())
             ended = np.where(gone, rows, ended)
@@ -283,13 +283,13 @@ class History:
         return np.array(marks, dtype=np.int64)
 
     def _annotated(self) -> Ints:
-        told = self.snapshot.annotations.filter(
+        marks = self.snapshot.annotations.filter(
             pl.col("name").str.starts_with("ProfilerStep#")
             & (pl.col("stage") == "START")
             & ((pl.col("device") == self.device) | pl.col("device").is_null())
         )
         times = self.events["time_us"]
-        if told.is_empty() or times.is_null().any():
+        if marks.is_empty() or times.is_null().any():
             return np.empty(0, dtype=np.int64)
-        at = np.searchsorted(times.to_numpy(), np.sort(told["time_us"].unique().to_numpy()))
+        at = np.searchsorted(times.to_numpy(), np.sort(marks["time_us"].unique().to_numpy()))
         return np.unique(at[at < self.count]).astype(np.int64)

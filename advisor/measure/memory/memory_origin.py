@@ -1,4 +1,4 @@
-"""What an allocation was for, and whose line asked for it: told by its stack alone."""
+"""What an allocation was for, and whose line asked for it, by its stack alone."""
 
 from __future__ import annotations
 

@@ -51,7 +51,7 @@ GROWTH_SCHEMA: dict[str, Any] = {
     "step_bytes": pl.Float64,  # median of a step
 }
 MIN_STEPS = 6
-"""Whole steps from which on growth can be told from what any step holds."""
+"""The fewest whole steps in which growth shows."""
 MIN_SHARE = 0.8
 """Of the steps, in which a line must have left something behind."""
 
@@ -209,11 +209,11 @@ class PostMortem:
         """The user's metadata of lives."""
         h = self.history
         born = h.lives.born[rows]
-        told = h.events["label"]
-        if told.null_count() == told.len():
+        labels = h.events["label"]
+        if labels.null_count() == labels.len():
             return [None] * len(rows)
         at = pl.Series(np.maximum(born, 0))
-        result = told.gather(at).to_list()
+        result = labels.gather(at).to_list()
         return [label if b >= 0 else None for label, b in zip(result, born.tolist(), strict=True)]
 
     # -- over the steps -------------------------------------------------------------------------
@@ -225,7 +225,7 @@ class PostMortem:
 
     @cached_property
     def step_source(self) -> str:
-        """What steps are told by; empty: they are not."""
+        """What steps are known by; empty: they are not."""
         return self.history.steps[0]
 
     @cached_property

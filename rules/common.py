@@ -53,6 +53,11 @@ def of_pytorch(a: Analysis) -> bool:
     return meta.framework == PYTORCH or (meta.framework is None and meta.format == KINETO)
 
 
+def stacks_option(a: Analysis) -> str:
+    """What records Python stacks beside this."""
+    return "with_stack=True" if a.record is None else "advisor record --deep"
+
+
 def per(a: Analysis) -> str:
     """`` per step``, or nothing when the trace has no steps."""
     return " per step" if a.per == "step" else ""

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Final
 from advisor.core import text as t
 from advisor.core.finding import Finding, Location
 from advisor.core.prices import money
+from advisor.core.trace import KINETO
 
 if TYPE_CHECKING:
     from advisor.core.report import Replay, Report
@@ -329,6 +330,18 @@ def places(finding: Finding, most: int = 3) -> list[Location]:
             (place.file, place.line, place.function, place.op, place.kernel, place.step), place
         )
     return list(result.values())[:most]
+
+
+def line_not_recorded(report: Report, finding: Finding) -> str:
+    """What would record the line of code of the first finding; ``""``: it is there, or this kind of
+    recording has none."""
+    traced = report.inputs[0] if report.inputs else None
+    if traced is None or traced.format != KINETO or traced.with_stack is not False:
+        return ""
+    if finding.priority != 1 or any(place.file for place in finding.where):
+        return ""
+    how = "with_stack=True" if report.recorded is None else "advisor record --deep"
+    return "" if how in finding.summary + finding.fix else f"line not recorded; {how} shows it"
 
 
 def named_places(

@@ -152,7 +152,7 @@ def _records(file: Any, log: _Log) -> Iterator[tuple[dict[str, Any], list[str]]]
         if any(name in line[: start.end() + 200] for name in (_BREAK, _AGAIN, _METRICS)):
             try:
                 decoded = msgspec.json.decode(line[start.end() :])
-            except (msgspec.DecodeError, RecursionError):
+            except (msgspec.DecodeError, UnicodeError, RecursionError):
                 decoded = None
             whole = isinstance(decoded, dict) and any(
                 isinstance(decoded.get(name), dict) for name in (_METRICS, "artifact")

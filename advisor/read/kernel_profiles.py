@@ -34,6 +34,9 @@ MAX_METRICS = 20_000
 MAX_TEXT = 4_096
 """Characters that are kept of a name or text."""
 
+MAX_VALUE = 1e30
+"""No counter counts so far: damage."""
+
 Layout = Literal["ncu-rep", "ncu-csv", "rocprof-csv"]
 
 _SCALES = {"k": 1e3, "m": 1e6, "g": 1e9, "t": 1e12}
@@ -215,12 +218,14 @@ def _dimensions(text: str) -> tuple[int, int, int] | None:
 def metric_of(text: str, unit: str) -> Metric:
     """A cell as a metric in its base unit: ``175.10`` ``Kbyte`` is 175,100 bytes."""
     plain = text.replace(",", "").strip()
-    if plain.lower() in ("", "n/a", "nan", "inf", "-inf"):
+    if plain.lower() in ("", "n/a"):
         return Metric(None, unit)
     try:
         value = float(plain)
     except ValueError:
         return Metric(text, unit)
+    if not abs(value) < MAX_VALUE:  # nor a NaN
+        return Metric(None, unit)
     if unit.lower() in _TIMES:
         return Metric(value * _TIMES[unit.lower()], "ns")
     if (found := _SCALED.fullmatch(unit)) is not None:
@@ -405,9 +410,9 @@ def _rocprof_csv(rows: Iterator[list[str]]) -> list[KernelProfile]:
     long = "countername" in column and "countervalue" in column
     sums: dict[tuple[str, str, str], dict[str, list[float]]] = {}
     for row in rows:
-        if len(row) < len(head):
+        name = _cell(row, column, "kernelname").removesuffix(".kd")
+        if len(row) < len(head) or not name:
             continue
-        name = row[column["kernelname"]].removesuffix(".kd")
         key = (
             name,
             _cell(row, column, "grd" if "grd" in column else "gridsize"),
@@ -450,7 +455,7 @@ def _of_rocprof(name: str, grid: str, block: str, values: dict[str, list[float]]
     }
     threads, items = metric_of(block, "").value, metric_of(grid, "").value
     size: tuple[int, int] | None = None
-    if isinstance(threads, float) and isinstance(items, float) and threads > 0:
+    if isinstance(threads, float) and isinstance(items, float) and threads >= 1:
         size = int(items / threads), int(threads)
     return KernelProfile(
         name=name,

@@ -26,7 +26,7 @@ from advisor.core.text import count_noun, format_duration
 from advisor.measure import Analysis
 from advisor.measure.host.host import python_gaps, python_hot_spots
 from advisor.measure.steps.instants import step_starts
-from advisor.rules.common import column, figure, of_step, per, places, rows
+from advisor.rules.common import column, figure, of_step, per, places, rows, stacks_option
 from advisor.rules.sources import REAL_HOST, SILENT_TRACES, TENSORBOARD, XPROF
 from advisor.testing import TraceBuilder
 
@@ -306,7 +306,7 @@ class CpuBeforeFirstKernel(Rule):
     confidence = 0.75
     cases: ClassVar = {
         "without stacks": {
-            "fix": f"{fix} Record with_stack=True to see which lines do it.",
+            "fix": f"{fix} Record with {{stacks}} to see which lines do it.",
             "confidence": 0.65,
         }
     }
@@ -363,7 +363,7 @@ class CpuBeforeFirstKernel(Rule):
             confidence_notes=[]
             if stacks
             else ["without stacks, what runs outside operators is unknown"],
-            **({} if stacks else self.case("without stacks")),
+            **({} if stacks else self.case("without stacks", stacks=stacks_option(a))),
         )
 
     @staticmethod

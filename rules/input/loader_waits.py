@@ -16,7 +16,7 @@ from advisor.core.intervals import covered_length, intersect, union
 from advisor.measure.host.names import name_matches
 from advisor.measure.host.stacks import parse_frame
 from advisor.measure.steps.contents import contents
-from advisor.rules.common import figure, locate_row, of_pytorch, rows
+from advisor.rules.common import figure, locate_row, of_pytorch, rows, stacks_option
 
 if TYPE_CHECKING:
     from advisor.measure import Analysis
@@ -137,7 +137,7 @@ def find_loading_calls(a: Analysis, waits: Waits) -> LoadingCalls:
     unexplained = waits.total - int(calls["ns"].sum())
     stacks = bool((a.trace.cpu["kind"] == "python").any())
     if not stacks and not calls.is_empty() and unexplained >= MIN_LISTED_SHARE * waits.total:
-        hint = " (with_stack=True shows what)" if of_pytorch(a) else ""
+        hint = f" ({stacks_option(a)} shows what)" if of_pytorch(a) else ""
         label = f"loading: outside operators{hint}"
         evidence.append(figure(a, label, unexplained))
     return LoadingCalls(evidence, where, summary)

@@ -14,6 +14,7 @@ import random
 import shutil
 import sqlite3
 import sys
+import tarfile
 from collections.abc import Callable
 from contextlib import suppress
 from importlib import util
@@ -23,11 +24,13 @@ from types import ModuleType
 import pytest
 
 from advisor.read import open_run, read_trace
+from advisor.read.compile_log import is_log, read_logs
 from advisor.testing.allocator import MIB, Allocator, Training
 
 MUTANTS = int(os.environ.get("ADVISOR_MUTATIONS", "0"))
 SAMPLE = 12
 CHUNK = 250
+CORPUS = Path(__file__).parents[1] / "corpus"
 LARGEST = 1 << 24
 """Bytes from which on a mutant is not made any longer: the bounds are those of small files."""
 
@@ -86,6 +89,36 @@ def _timeline() -> bytes:
     return json.dumps({"traceEvents": events}).encode()
 
 
+_OUT_OF_MEMORY = (
+    b"step 7\n"
+    * 100
+    + b"torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB. GPU "
+    b"0 has a total capacity of 79.25 GiB of which 1.25 GiB is free. Process 5 has 0.50 GiB memory "
+    b"in use. Of the allocated memory 70.00 GiB is allocated by PyTorch, and 6.00 GiB is reserved "
+    b"by PyTorch but unallocated.\n"
+)
+
+
+def _rows(path: Path, name: str, most: int | None) -> Path:
+    """The first lines of a file of the corpus."""
+    text = gzip.decompress((CORPUS / name).read_bytes())
+    return _written(path, text if most is None else b"".join(text.splitlines(True)[:most]))
+
+
+def _engine(path: Path, name: str) -> Path:
+    with tarfile.open(next((CORPUS / "tensorrt").glob("*.tar.gz"))) as archive:
+        member = archive.extractfile(name)
+        assert member is not None
+        return _written(path, member.read())
+
+
+def _compile_log() -> bytes:
+    """Of a graph break and a recompilation."""
+    place = Path(__file__).parents[1] / "cli" / "compile_logs.json.gz"
+    logs = json.loads(gzip.decompress(place.read_bytes()))
+    return "\n".join([*logs["break_print"], *logs["recompile_shape"], ""]).encode()
+
+
 SEEDS: dict[str, Callable[[Path], Path]] = {
     "nsys": lambda folder: files.nsys(folder / "seed.sqlite", processes=2),
     "rpd": lambda folder: files.rpd(folder / "seed.rpd"),
@@ -100,11 +133,25 @@ SEEDS: dict[str, Callable[[Path], Path]] = {
     ),
     "xla timeline": lambda folder: _written(folder / "seed.trace.json", _timeline()),
     "snapshot": lambda folder: _written(folder / "seed.pickle", _snapshot()),
+    "ncu csv": lambda folder: _rows(folder / "n.csv", "ncu/deepseek_ocr_rtx5090.csv.gz", 60),
+    "ncu report": lambda folder: _rows(folder / "n", "ncu/cutlass_a100_s8.ncu-rep.gz", None),
+    "rocprof csv": lambda folder: _rows(
+        folder / "r.csv", "rocprof/laplacian/kernel1_results.csv.gz", 40
+    ),
+    "tensorrt": lambda folder: _engine(folder / "t.json", "resnet_A100_fp16.profile.json"),
+    "tensorrt graph": lambda folder: _engine(folder / "g.json", "resnet_A100_fp16.graph.json"),
+    "compile log": lambda folder: _written(folder / "c.log", _compile_log()),
+    "out of memory": lambda folder: _written(folder / "o.log", _OUT_OF_MEMORY),
 }
+BESIDE = {"tensorrt graph": "tensorrt"}
+"""A file that is read with another: its mutants lie beside that one, sound."""
 LOGDIR = "logdir"
 """What TensorFlow's and JAX's profilers write: a folder of files of several hosts."""
 SUFFIXES = {"rocprofv3": ".json", "xla timeline": ".trace.json", "snapshot": ".pickle",
-            "xplane": ".xplane.pb", "xplane unmarked": ".xplane.pb"}  # fmt: skip
+            "xplane": ".xplane.pb", "xplane unmarked": ".xplane.pb", "ncu csv": ".csv",
+            "ncu report": ".ncu-rep", "rocprof csv": ".csv", "tensorrt": ".profile.json",
+            "tensorrt graph": ".graph.json", "compile log": ".log",
+            "out of memory": ".log"}  # fmt: skip
 
 
 # -- how ------------------------------------------------------------------------------------------
@@ -187,7 +234,7 @@ def mutated(number: int, seed: bytes, path: Path) -> str:
     """Writes the number-th mutant; its story."""
     chance = random.Random(number)
     story = []
-    if seed.startswith(b"{"):
+    if seed.startswith((b"{", b"[")):
         path.write_bytes(every.mutated(seed, every.JSON, chance))
         return f"{number}: JSON"
     if not seed.startswith(b"SQLite"):
@@ -287,16 +334,16 @@ def test_a_mutated_file_is_read_or_refused_in_a_line(
     name: str, first: int, last: int, seeds: dict[str, bytes], tmp_path: Path
 ) -> None:
     outcomes = []
-    path = tmp_path / f"mutant{SUFFIXES.get(name, '.sqlite')}"
+    path, read = _places(tmp_path / "mutant", name, seeds)
     for number in range(first, last):
-        act = mutations.analysing if MUTANTS or number % 8 == 0 else _reading
+        act = _analysing if MUTANTS or number % 8 == 0 else _reading
         path.unlink(missing_ok=True)
         if name == LOGDIR:
             story = damaged_logdir(number, seeds, tmp_path / LOGDIR)
             outcomes.append(mutations.hold(act, f"{name} {story}", tmp_path / LOGDIR))
         else:
             story = mutated(number, seeds[name], path)
-            outcomes.append(mutations.hold(act, f"{name} {story}", path))
+            outcomes.append(mutations.hold(act, f"{name} {story}", read))
     if len(outcomes) >= 40:  # else the mutations prove nothing
         assert outcomes.count("read") > len(outcomes) // 40
 
@@ -304,12 +351,30 @@ def test_a_mutated_file_is_read_or_refused_in_a_line(
 @pytest.mark.parametrize("name", SEEDS)
 def test_every_sound_file_is_analysed(name: str, seeds: dict[str, bytes], tmp_path: Path) -> None:
     """Else the mutants would prove nothing."""
-    path = _written(tmp_path / f"sound{SUFFIXES.get(name, '.sqlite')}", seeds[name])
-    assert mutations.hold(mutations.analysing, name, path) == "read"
+    path, read = _places(tmp_path / "sound", name, seeds)
+    path.write_bytes(seeds[name])
+    assert mutations.hold(_analysing, name, read) == "read"
+
+
+def _places(stem: Path, name: str, seeds: dict[str, bytes]) -> tuple[Path, Path]:
+    """Where a mutant is written, and what is read then."""
+    path, read = (
+        stem.with_suffix(SUFFIXES.get(n, ".sqlite")) for n in (name, BESIDE.get(name, name))
+    )
+    if path != read:
+        read.write_bytes(seeds[BESIDE[name]])
+    return path, read
+
+
+def _analysing(path: Path) -> None:
+    """To every form of report."""
+    _reading(path) if is_log(path) else mutations.analysing(path)
 
 
 def _reading(path: Path) -> None:
-    if path.is_dir() or path.suffix == ".pickle":
+    if is_log(path):
+        read_logs([path])
+    elif path.is_dir() or path.suffix == ".pickle":
         open_run(str(path))
     else:
         read_trace(str(path))

@@ -113,7 +113,7 @@ def _decoded(data: bytes, path: str) -> Any:
 
     try:
         return msgspec.json.decode(data)
-    except (msgspec.DecodeError, RecursionError) as error:
+    except (msgspec.DecodeError, UnicodeError, RecursionError) as error:
         raise AdvisorError(f"{path}: damaged JSON ({error})") from None
 
 

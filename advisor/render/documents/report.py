@@ -170,7 +170,7 @@ def _card(report: Report, finding: Finding, *, fix: bool = True) -> Card:
     """A finding: what, gain, where, why, how; evidence, caveats and verification on demand."""
     fields = [
         TextField("note", [*facts.conditions(finding, report)], "warn"),
-        *_where(finding),
+        *_where(report, finding),
         TextField("why", [finding.summary], prose=True),
         TextField("fix", [finding.fix], "strong", prose=True),
     ]
@@ -206,8 +206,8 @@ def _card(report: Report, finding: Finding, *, fix: bool = True) -> Card:
     )
 
 
-def _where(finding: Finding) -> Iterator[TextField]:
-    """The places, worst first, a line each."""
+def _where(report: Report, finding: Finding) -> Iterator[TextField]:
+    """The places, worst first, a line each; what would record the first one's line."""
     shown = facts.named_places(finding)
     for number, (location, names) in enumerate(shown):
         whole = t.location_names(location, name_width=2000, path_width=2000)
@@ -217,6 +217,8 @@ def _where(finding: Finding) -> Iterator[TextField]:
         parts += t.location_figures(location)
         if parts:
             yield TextField("" if number else "where", parts, detail=number > 0)
+    if missing := facts.line_not_recorded(report, finding):
+        yield TextField("" if shown else "where", [missing], "soft")
 
 
 def _fact(item: Evidence) -> EvidenceRow:

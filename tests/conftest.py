@@ -63,6 +63,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         further = [item for item in items if item.get_closest_marker("thorough")]
         config.hook.pytest_deselected(items=further)
         items[:] = [item for item in items if not item.get_closest_marker("thorough")]
+    # first those that wait for programs of their own, so that none of them ends the run alone
+    items.sort(key=lambda item: item.path.parent.name not in ("tune", "packaging", "mcp"))
     for item in items:
         if item.get_closest_marker("timed") or "browser" in getattr(item, "fixturenames", ()):
             item.add_marker(pytest.mark.flaky(reruns=2, reruns_delay=2))

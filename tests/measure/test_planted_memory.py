@@ -177,8 +177,10 @@ def test_a_change_frees_what_the_changed_program_holds_less(seed: int) -> None:
 
 @pytest.mark.parametrize("seed", range(PROGRAMS // 4))
 def test_categories_hold_in_a_ring_that_was_switched_on_late(seed: int) -> None:
-    """The last one or two steps, and no stack of anything before them: weights and states are told
-    by their lifetimes and sizes."""
+    """The last one or two steps, and no stack of anything before them: weights and states show in
+    their lifetimes and sizes. A model of few layers may leave them unattributed; an output that is
+    kept for the next step cannot be told apart from this step's where that lies before the history.
+    """
     program = plan(seed)
     whole, _ = run(program)
     entries = len(whole.events) // 9
@@ -190,5 +192,11 @@ def test_categories_hold_in_a_ring_that_was_switched_on_late(seed: int) -> None:
     late = PostMortem(read_snapshot([pickle.dumps(state)], "x"), 0).by_category
     full = PostMortem(read_snapshot([whole.pickled()], "x"), 0).by_category
     assert sum(late.values()) == sum(full.values())
-    for name in ("weights", "optimizer state", "gradients", "activations"):
-        assert late.get(name, 0) == pytest.approx(full.get(name, 0), abs=0.02 * sum(full.values()))
+    slack = 0.02 * sum(full.values())
+    kept = ("activations", "earlier steps")
+    assert sum(late.get(name, 0) for name in kept) == pytest.approx(
+        sum(full.get(name, 0) for name in kept), abs=slack
+    )
+    for name in ("weights", "optimizer state", "gradients"):
+        unknown = late.get("not attributed", 0) if program.layers <= 3 else 0
+        assert -slack <= full.get(name, 0) - late.get(name, 0) <= unknown + slack

@@ -99,6 +99,8 @@ class MenuPage(NamedTuple):
     name: str
 
 
+OF_TIME = ("timeline", "kernels", "run", "gpus")
+"""Pages that a memory snapshot has nothing for."""
 PAGES = (
     MenuPage("runs", "/runs", "Runs"),
     MenuPage("overview", "/", "Overview"),
@@ -247,7 +249,7 @@ def _navigation(page: MenuPage, view: PageView) -> Any:
     links = []
     for item in PAGES:
         is_current = item.module == page.module
-        if not is_current and not _has_content(item, view):
+        if not is_current and not has_content(item, view):
             continue
         to = link(icon(item.module), el("Span", item.name), href=view.href(item.path))
         links.append(
@@ -256,9 +258,12 @@ def _navigation(page: MenuPage, view: PageView) -> Any:
     return el("Nav", el("Ul", *links), cls="side", aria_label="Pages")
 
 
-def _has_content(page: MenuPage, view: PageView) -> bool:
+def has_content(page: MenuPage, view: PageView) -> bool:
+    """Whether a page has something to show of a run."""
     if view.entry.state == "loading":
         return True
+    if page.module in OF_TIME and view.entry.loaded is not None and view.only_memory:
+        return False
     check = getattr(import_module(_module(page)), "has_content", None)
     return check is None or bool(check(view))
 

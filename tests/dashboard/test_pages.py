@@ -371,9 +371,9 @@ def test_small_collectives_are_summed_and_nothing_is_lost() -> None:
 
 def test_the_memory_page_draws_a_snapshot_as_the_report_tells_it(tmp_path: Path) -> None:
     """Bytes by category at the moment, and the blocks of the segments, add up to the report's."""
-    from advisor.dashboard import snapshot
+    from advisor.dashboard import current, snapshot
     from advisor.dashboard.access import Access
-    from advisor.dashboard.app import create_app
+    from advisor.dashboard.app import create_app, has_content
     from advisor.dashboard.pages import memory as page
     from advisor.dashboard.session import DashboardSession
     from advisor.testing.allocator import GIB, MIB, Allocator, Training
@@ -402,3 +402,5 @@ def test_the_memory_page_draws_a_snapshot_as_the_report_tells_it(tmp_path: Path)
     app = create_app(session, Access.to("127.0.0.1", "t" * 20))
     with app.server.test_request_context("/memory"):
         assert "Left behind by each step" in str(page.layout())
+        shown = [item.module for item in PAGES if has_content(item, current.view())]
+        assert shown == ["overview", "findings", "memory"]

@@ -26,7 +26,8 @@ def command(
         ),
     ] = None,
     out: Annotated[
-        str | None, typer.Option("--out", "-o", metavar="DIR", help="Run directory (a new one).")
+        str | None,
+        typer.Option("--out", "-o", "--output", metavar="DIR", help="Run directory (a new one)."),
     ] = None,
     skip: Annotated[
         int | None, typer.Option(metavar="N", min=0, help="Steps before the first window (10).")

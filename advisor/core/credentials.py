@@ -110,7 +110,7 @@ def is_secret_name(name: str) -> bool:
 _WHO = re.compile(
     r"(?:[A-Z0-9]{1,40}_){0,8}(?:USER|USERNAME|LOGNAME|LOGIN|HOST|HOSTNAME|NODENAME|NODELIST"
     r"|ACCOUNT|HOME|MAIL|EMAIL|ADDR|FQDN)(?:_NAME|_ID)?"
-    r"|user|username|user_?[Nn]ame|host_?[Nn]ame|login|logname|node_?[Nn]ame|nodelist|fqdn"
+    r"|[Uu]ser|username|[Uu]ser_?[Nn]ame|host_?[Nn]ame|login|logname|node_?[Nn]ame|nodelist|fqdn"
 )
 
 

@@ -45,6 +45,11 @@ _PUBLIC = re.compile(
     r"|amd\.com|readthedocs\.io|oasis-open\.org|intel\.com|kernel\.org)"
 )
 """Hosts of documentation, which rules refer to."""
+_REPOSITORY = re.compile(
+    r"(?i)\b(?:github\.com|gitlab\.com|huggingface\.co|wandb\.ai)/(?!(?:docs|pytorch|openxla|rocm"
+    r"|nvidia|linkedin|amd-agi|traceopt-ai|peppe-tringali|gitleaks)(?:/|$))[^\s'\"<>]*+"
+)
+"""Whose they are is public only where rules refer to them."""
 
 # -- credentials --------------------------------------------------------------------------------
 
@@ -79,8 +84,16 @@ _HOST = re.compile(
     r"|co|eu|de|uk|fr|ch|jp|cn|in|us|io|cluster|arpa|tech|info|biz)"
     r"|(ca|au|nl|se|it|es|kr|ru|pl|br|tw|sg|hk|il|cz|fi|dk|be|no|at|pt|za|nz|mx|tr|gr|ie))"
     r"(?![\w-])"
+    r"|(?<![\w/.-])(?:[a-z0-9][\w-]{0,62}\.){1,20}(?:internal|local|localdomain|lan|corp|intra"
+    r"|cluster|com|edu)(?![\w-])"
 )
-"""Endings of the second kind are words elsewhere: they count in names of three parts or more."""
+"""Endings of the second kind are words elsewhere: they count in names of three parts or more.
+Names with underscores are hosts' with those endings alone that are no attribute's."""
+_SHORT_HOST = re.compile(
+    r"(?<![\w.:/\\-])(?!localhost)[A-Za-z][\w.-]{1,62}(?=:(?:29[45]\d\d|2222|6006|6379|8000|8080"
+    r"|8265|878[67]|8888|90[09]0|10001)(?![\d.]))|(?<=\bhost=)[\w.-]{2,64}"
+)
+"""Before a port of a rendezvous, a scheduler or a server."""
 _MODULES = re.compile(
     r"(?i)(?:[\w-]+\.)*(?:torch\w*|numpy|scipy|skimage|pandas|tensorflow|tf|jax|keras|lightning\w*"
     r"|transformers|datasets|nvidia|dali|fn|readers|decoders|plotly|av|cv2|self|aten|prim|nn|utils)"
@@ -93,15 +106,31 @@ _REMOTE = re.compile(
 )
 """``host:/path``, as mounts, scp and rsync have it."""
 _PATH = re.compile(
-    r"(?<![\w.:/\\-])(?:file:/*)?(?:/|~/|~\w+/|[A-Za-z]:[\\/]|\\\\)[^\s:;,'\"<>|()]+"
+    r"(?<![\w.:/\\-])(?:file:/*)?(?:/|~/|~\w+/|\.{1,2}[\\/]|%\w{1,40}%[\\/]|\\\\[?.]\\[A-Za-z]:\\"
+    r"|[A-Za-z]:[\\/]|\\\\)[^\s:;,'\"<>|()]+|(?<=[\w\]]:)/(?!/)[^\s:;,'\"<>|()]+"
 )
+_FRAME = re.compile(
+    r"((?:[^\s/\\]*+ ){0,3}[^\s/\\]*+[/\\][^\n]*[^\n/\\])(\(\d{1,9}\): [^\s/\\]{1,200})"
+)
+"""A frame of Python, whatever its folders have in their names."""
+_TRACED = re.compile(r"(?<=File \")[^\"\n]++(?=\", line)")
 _ESCAPED_PATH = re.compile(r"(?<![\\\w.])(?:\\++/[^\s\\/:;,'\"<>|()]++){2,}+")
 _ENCODED_PATH = re.compile(r"(?i)(?<![\w.~+%-])%(?:2F|5C)(?:[\w.~+-]|%[0-9A-F]{2})++")
-_RELATIVE = re.compile(r"(?<![\w./\\~%+-])(?:[\w.+-]++[/\\]++)++([\w.+-]++)")
+_RELATIVE = re.compile(r"(?<![\w./\\~%+=-])(?:[\w.+=-]++[/\\]++)++([\w.+=-]++)")
 """What may be a file's name with folders that begin nowhere, as frames of Python are named. Only
-those with the suffix of a source or a trace are taken for one: a/b may be anything."""
-_SOURCES = re.compile(
-    r"\.(?:pyi?|pyx|ipynb|cu|cuh|cpp|cc|json|gz|jsonl|pt|pth|ckpt|ya?ml|toml|sh)$"
+those of a known kind, or in a folder that programs write to, are taken for one: a/b may be
+anything."""
+_FILE = re.compile(
+    r"\.(?:pyi?|pyx|ipynb|cu|cuh|cpp|cc|c|h|hpp|rs|json|gz|jsonl|pt|pth|ckpt|ya?ml|toml|sh|parquet"
+    r"|arrow|csv|txt|log|zip|tar|bin|so(?:\.\d{1,4}){0,3}|dll|dylib|onnx|safetensors|np[yz]|h5"
+    r"|pkl|pickle|db|sqlite|pb|rpd|lmdb|tfrecord|(?:ncu|nsys)-rep|engine|plan|png|jpe?g|wav|mp4|raw)$"
+)
+"""Of a path, a name with one of these endings is kept; all else goes."""
+_WRITTEN = frozenset(
+    """
+        outputs checkpoints checkpoint ckpt ckpts runs logs results experiments datasets
+        workspace scratch wandb mlruns lightning_logs
+        """.split()
 )
 _LIBRARY = re.compile(r".*[/\\](?:site-packages|dist-packages|lib[/\\]python3\.\d{1,3})[/\\]")
 _HOME = re.compile(r"(?:/home/|/Users/|[\\/]Users[\\/]|~)([A-Za-z0-9._-]{2,40})")
@@ -201,6 +230,10 @@ class Redactor:
         if "@" in text:
             text = _CLONED.sub(GONE, text)
         if "/" in text or "\\" in text or "~" in text:
+            text = _TRACED.sub(lambda result: _path(result[0]), text)
+            if (frame := _FRAME.fullmatch(text)) is not None:
+                text = _place(frame[1]) + frame[2]
+            text = _REPOSITORY.sub(GONE, text)
             text = _URL.sub(_url, text)
             text = _REMOTE.sub(lambda result: f"{GONE}:{_path(result[1])}", text)
             text = _PATH.sub(lambda result: _path(result[0]), text)
@@ -215,7 +248,8 @@ class Redactor:
         if "." in text:
             text = _ADDRESS.sub(GONE, text)
             text = _HOST.sub(_host, text)
-        if ":" in text or "-" in text:
+        if ":" in text or "-" in text or "=" in text:
+            text = _SHORT_HOST.sub(GONE, text)
             text = _ADDRESS_6.sub(_address_6, text)
             text = _MAC.sub(GONE, text)
         return self._names.sub(GONE, text) if self._names is not None else text
@@ -529,17 +563,20 @@ def _path(path: str) -> str:
     if library is not None:
         return path[library.end() :]
     name = re.split(r"[/\\]", path.rstrip("/\\"))[-1]
-    return name if _SUFFIX.search(name) else GONE
+    return name if _FILE.search(name) else GONE
 
 
 def _relative(result: re.Match[str]) -> str:
-    """The file's own name; a known library's file keeps its place, as below site-packages."""
     top = re.split(r"[/\\]", result[0], maxsplit=1)[0]
+    known = _FILE.search(result[1]) or top in _WRITTEN
+    return _place(result[0]) if known else result[0]
+
+
+def _place(path: str) -> str:
+    """The file's own name; a known library's file keeps its place, as below site-packages."""
+    top = re.split(r"[/\\]", path, maxsplit=1)[0]
     public = top in TORCH or top in LIBRARIES or top in sys.stdlib_module_names
-    return result[0] if public or not _SOURCES.search(result[1]) else _path(result[0])
-
-
-_SUFFIX = re.compile(r"\.\w{1,10}$")
+    return path if public else _path(path)
 
 
 def _encoded_path(result: re.Match[str]) -> str:

@@ -217,6 +217,123 @@ def test_what_is_private_by_its_context_goes(form: str, private: str) -> None:
     assert text.startswith("before ")
 
 
+FRAMES = r"""
+/home/bob/my {} proj/train.py(12): step
+/data/my {} proj/train.py(12): step
+D:\work dir\{} x\train.py(12): step
+{} team/models/net.py(3): forward
+/efs/"{}"/train.py(9): f
+/efs/<{}>/train.py(9): f
+""".strip().splitlines()
+"""Frames that stand alone: their folders may have any characters."""
+PLACES_OF_PEOPLE = r"""
+/mnt/nas/{} (v2)/run 3/train.py(12): step
+C:\Users\bob\{} team\a b\train.py(12): step
+../../{} team/net.py(3): forward
+./{}/net.py(3): forward
+{}/net.ipynb(3): forward
+/tmp/ipykernel_77/{}/123.py(3): <module>
+/opt/{}/envs/torch/lib/python3.11/site-packages/torch/nn/x.py(9): f
+/home/bob/.conda/envs/{}/lib/python3.10/site-packages/{}/x.py(9): f
+<frozen {}/x.py(9): f
+/efs/{}:v2/train.py(9): f
+/efs/a,{}/train.py(9): f
+/efs/it's {}/train.py(9): f
+/efs/a|{}/train.py(9): f
+/efs/a;{}/train.py(9): f
+/efs/übung/{}/train.py(9): f
+/efs/数据/{}/train.py(9): f
+/efs/{}/数据.py(9): f
+file:///efs/{}/a.py
+file://host/efs/{}/a.py
+s3://bucket/{}/x
+gs://{}/x
+hdfs://{}:9000/x
+abfss://{}@acct.dfs.core.windows.net/x
+az://{}/x
+dbfs:/mnt/{}/x.parquet
+wandb: https://wandb.ai/{}/project/runs/1
+git+ssh://git@github.com/{}/x.git
+git@github.com:{}/x.git
+https://github.com/{}/x
+https://huggingface.co/{}/x
+hf://{}/x
+ssh bob@{}
+bob@{}:~/x
+rank 3 on {}.cluster.local
+node {}-gpu-017.us-east-1.compute.internal
+http://{}:8080/
+{}:29500
+tcp://{}:29500
+MASTER_ADDR={}
+host={}
+hostname: {}
+"hostname": "{}"
+user={}
+User: {}
+username="{}"
+by {}@example.org
+{}@localhost
+/home/{}
+/Users/{}/x
+~{}/x
+~/{}/train.py
+$HOME/{}/train.py
+%USERPROFILE%\{}\train.py
+\\?\C:\{}\train.py
+\\wsl$\{}\train.py
+//{}/share/train.py
+/proc/self/cwd/{}/train.py
+/dbfs/{}/train.py
+/workspace/{}/x.cu:33
+"/workspace/{}/x.cu", line 33
+File "/workspace/{} b/x.py", line 33, in f
+File "/workspace/b {}/x.py", line 33, in f
+#0: /workspace/{}/x.so(+0x12)
+/workspace/{}/libfoo.so.2
+/workspace/{}
+/workspace/{}/
+outputs/{}/2024-01-01/ckpt
+checkpoints/{}/epoch=3.ckpt
+./outputs/{}/ckpt
+../{}
+runs/{}/trace.json.gz
+runs\{}\trace.json.gz
+cwd /workspace/{} x
+cd /workspace/{} && python train.py
+python /workspace/{}/train.py --data /data/{}
+--data-dir=/data/{}/x
+--data-dir {}/x/y.parquet
+data_dir: /data/{}
+PYTHONPATH=/a:/b/{}:/c
+LD_LIBRARY_PATH=/a/lib:/b/{}/lib
+docker://registry.{}.com/x
+registry.{}.com/x:tag
+{}.slack.com
+jdbc:postgresql://{}/db
+torchinductor_{}/ab/cd.py
+/tmp/torchinductor_{}/ab/cd.py
+/tmp/{}_cache/x.py
+C:/Users/{}/x.py
+c:\{}\x.py
+/c/Users/{}/x.py
+/cygdrive/c/{}/x.py
+/mnt/c/Users/{}/x.py
+%2Fefs%2F{}%2Fx.py
+\/efs\/{}\/x.py
+efs\\{}\\x.py
+""".strip().splitlines()
+
+
+@pytest.mark.parametrize("word", ["zorvax", "Qwombat-9", "fnord_lab", "marlowe.k", "plimsoll"])
+def test_no_folder_host_or_user_comes_out_in_any_spelling(word: str) -> None:
+    """Of paths and addresses only what is known stays: a file's name, a library's place."""
+    texts = [form.format(word, word) for form in (*FRAMES, *PLACES_OF_PEOPLE)]
+    texts += [f"x {form.format(word, word)} y" for form in PLACES_OF_PEOPLE]
+    left = [text for text in texts if word.lower() in Redactor()._redact(text).lower()]
+    assert left == [] and len(texts) > 180
+
+
 @pytest.mark.parametrize("secret", SECRETS)
 def test_credentials_go_and_the_text_around_them_stays(secret: str) -> None:
     assert Redactor().text(f"load({secret}) of 3") == f"load({GONE}) of 3"

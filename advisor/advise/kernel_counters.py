@@ -6,7 +6,7 @@ import re
 from typing import TYPE_CHECKING
 
 from advisor.core import text as t
-from advisor.core.report import KernelCounters, Report, Scope, Status
+from advisor.core.report import KernelCounters, KernelLine, Report, Scope, Status
 from advisor.measure.device.kernel_profiles import (
     ProfiledKernel,
     faster,
@@ -69,6 +69,15 @@ def _view(a: Analysis, k: ProfiledKernel, ns: float | None, gain: int | None) ->
             + (f" (estimated: {said.saved:.0%} {said.scope})" if said.saved is not None else "")
             for said in profile.advice
         ],
+        lines=[
+            KernelLine(
+                file=t.clean(each.file),
+                line=each.line,
+                share=each.samples / (profile.samples or 1),
+                stall=each.stall.replace("_", " "),
+            )
+            for each in profile.lines
+        ],
     )
 
 
@@ -120,6 +129,7 @@ MAX_LAUNCHES = 20
 SECTIONS = (
     "SpeedOfLight", "LaunchStats", "Occupancy", "MemoryWorkloadAnalysis", "SchedulerStats",
     "WarpStateStats",
+    "SourceCounters",
 )  # fmt: skip
 
 

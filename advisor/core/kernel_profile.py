@@ -29,6 +29,16 @@ class ToolAdvice:
     """Estimated decrease, as a share (0 to 1); ``None``: the tool gives none."""
 
 
+class SampledLine(NamedTuple):
+    """A line of a kernel's source in which warps were sampled."""
+
+    file: str
+    line: int
+    samples: int
+    stall: str
+    """What most of these warps waited for (``selected``: they issued); empty: not collected."""
+
+
 @dataclass(frozen=True)
 class KernelProfile:
     """One profiled launch of a kernel; of rocprof, the mean of its launches."""
@@ -53,6 +63,16 @@ class KernelProfile:
     """Launches that the metrics are means of."""
     signature: str = ""
     """The mangled or full name; empty: only ``name`` is known."""
+    samples: int | None = None
+    """Of warps, by program counter; ``None``: not collected."""
+    lines: tuple[SampledLine, ...] = ()
+    """Where those were, most first; empty: compiled without ``-lineinfo``, or not collected."""
+
+    @property
+    def hot_line(self) -> SampledLine | None:
+        """The line in which half of the warps were sampled, or more."""
+        first = self.lines[0] if self.lines else None
+        return first if first is not None and first.samples >= 0.5 * (self.samples or 1) else None
 
     def number(self, name: str) -> float | None:
         """A counter's value; ``None``: not collected, or text."""

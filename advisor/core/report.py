@@ -684,6 +684,19 @@ class MemoryPool(Struct, frozen=True, kw_only=True):
     """The largest free block."""
 
 
+class KernelLine(Struct, frozen=True, kw_only=True):
+    """A line of a kernel's source in which warps were sampled."""
+
+    file: str
+    """Source file."""
+    line: int
+    """Line in it."""
+    share: float
+    """Of the kernel's samples."""
+    stall: str
+    """What most of these warps waited for; empty: not collected."""
+
+
 class KernelCounters(Struct, kw_only=True):
     """A kernel with its hardware counters, from a report of Nsight Compute or rocprof."""
 
@@ -725,6 +738,9 @@ class KernelCounters(Struct, kw_only=True):
     can be gained; ``null``: as above, or not replayed."""
     advice: list[str]
     """What the profiler's own rules say, with their estimates."""
+    lines: list[KernelLine] = field(default_factory=list)
+    """Where the warps were when they were sampled, most first; empty: not collected, or the kernel
+    was compiled without ``-lineinfo``."""
 
 
 class MemorySample(Struct, frozen=True, kw_only=True):

@@ -19,8 +19,15 @@ from typing import Any, Literal
 import polars as pl
 
 from advisor.core.errors import AdvisorError
-from advisor.core.kernel_profile import KernelProfile, KernelProfiles, Metric, ToolAdvice
+from advisor.core.kernel_profile import (
+    KernelProfile,
+    KernelProfiles,
+    Metric,
+    SampledLine,
+    ToolAdvice,
+)
 from advisor.core.trace import Trace
+from advisor.read.sampled_lines import LineRow, lines_of_module, sampled_lines
 from advisor.read.sqlite import Database
 from advisor.read.wire import BYTES, FIXED32, FIXED64, VARINT, Damaged, Field, fields
 
@@ -249,16 +256,24 @@ def _count(dropped: dict[str, int], why: str) -> None:
 # -- Nsight Compute, .ncu-rep ----------------------------------------------------------------------
 
 
+_EXECUTED = "inst_executed"
+"""By address, of every instruction of the function."""
+_SAMPLED = re.compile(r"smsp__pcsamp_(?:sample_count|warps_issue_stalled_(?:(?!_not_issued)\w)+)")
+
+
 def _ncu_report(data: bytes, path: str, dropped: dict[str, int]) -> Iterator[KernelProfile]:
     """Raises AdvisorError where nothing can be read; damage behind the first kernel is counted."""
     strings: list[str] = []
+    tables: dict[str, list[LineRow]] = {}
     done = 0
     try:
         for kind, payload in _messages(data):
             if kind == "strings":
                 strings += payload  # later blocks add the names that are new
+            elif kind == "module":
+                tables |= lines_of_module(payload)
             else:
-                yield _result(payload, strings)
+                yield _result(payload, strings, tables)
                 done += 1
                 if done == MAX_KERNELS:
                     return
@@ -271,7 +286,7 @@ def _ncu_report(data: bytes, path: str, dropped: dict[str, int]) -> Iterator[Ker
 
 
 def _messages(data: bytes) -> Iterator[tuple[str, Any]]:
-    """The tables of strings and the results of a report, in order."""
+    """The tables of strings, the modules and the results of a report, in order."""
     at = 8 + struct.unpack_from("<I", data, 4)[0]
     while at < len(data):
         at, size = _sized(data, at)
@@ -289,6 +304,9 @@ def _messages(data: bytes) -> Iterator[tuple[str, Any]]:
             at, size = _sized(data, at)
             if sources > 0:
                 sources -= 1
+                for field in fields(data, at, at + size):
+                    if field.wire == BYTES and data[field.start : field.start + 4] == b"\x7fELF":
+                        yield "module", data[field.start : field.start + field.value]
             else:
                 yield "result", data[at : at + size]
             at += size
@@ -318,11 +336,12 @@ def _inside(data: bytes, field: Field) -> Iterator[Field]:
     return fields(data, field.start, field.start + field.value)
 
 
-def _result(data: bytes, strings: list[str]) -> KernelProfile:
+def _result(data: bytes, strings: list[str], tables: dict[str, list[LineRow]]) -> KernelProfile:
     texts: dict[int, str] = {}
     sizes: dict[int, tuple[int, int, int]] = {}
     metrics: dict[str, Metric] = {}
     advice: list[ToolAdvice] = []
+    by_address: dict[str, dict[int, int]] = {}
     for field in fields(data, 0, len(data)):
         if field.wire != BYTES:
             continue
@@ -335,6 +354,8 @@ def _result(data: bytes, strings: list[str]) -> KernelProfile:
             name, value = _metric(data, field, strings)
             if value is not None:
                 metrics[name] = value
+            if name == _EXECUTED or _SAMPLED.fullmatch(name):
+                by_address[name] = _instances(data, field)
         elif field.number == 19 and (said := _advice(data, field)) is not None:
             advice.append(said)
     device = metrics.get("device__attribute_display_name", Metric("")).value
@@ -344,6 +365,7 @@ def _result(data: bytes, strings: list[str]) -> KernelProfile:
     )
     duration = metrics.get("gpu__time_duration.sum", Metric(None)).value
     known = isinstance(major, float) and isinstance(minor, float)
+    samples, lines = _where(by_address, tables.get(texts.get(5, ""), []))
     return KernelProfile(
         name=texts.get(7) or texts.get(6) or texts.get(5, ""),
         signature=texts.get(5, ""),
@@ -354,7 +376,41 @@ def _result(data: bytes, strings: list[str]) -> KernelProfile:
         advice=tuple(advice),
         device=device if isinstance(device, str) else "",
         capability=f"{major:.0f}.{minor:.0f}" if known else "",
+        samples=samples,
+        lines=lines,
     )
+
+
+def _instances(data: bytes, field: Field) -> dict[int, int]:
+    """Of a metric by program counter: pairs of address and count."""
+    result = {}
+    for inner in _inside(data, field):
+        if inner.number != 3 or inner.wire != BYTES:
+            continue
+        pair = [
+            next((each.value for each in _inside(data, part) if each.wire == VARINT), 0)
+            for part in _inside(data, inner)
+            if part.wire == BYTES
+        ]
+        if len(pair) == 2:  # a count of 0 is left out
+            result[pair[0]] = pair[1]
+    return result
+
+
+def _where(
+    by_address: dict[str, dict[int, int]], rows: list[LineRow]
+) -> tuple[int | None, tuple[SampledLine, ...]]:
+    """Samples of the warps, and their lines where the addresses are those of the table."""
+    samples = by_address.pop("smsp__pcsamp_sample_count", {})
+    executed = by_address.pop(_EXECUTED, {})
+    total = sum(samples.values()) or None
+    if not rows or not executed or rows[-1].address > max(executed) - min(executed):
+        return total, ()
+    stalls: dict[int, dict[str, int]] = {}
+    for name, counts in by_address.items():
+        for address, count in counts.items():
+            stalls.setdefault(address, {})[name.rpartition("stalled_")[2]] = count
+    return total, sampled_lines(rows, min(executed), samples, stalls)
 
 
 def _metric(data: bytes, field: Field, strings: list[str]) -> tuple[str, Metric | None]:

@@ -89,7 +89,7 @@ class CounterRule(Rule):
             times = [(k.profile.duration_ns or 0.0) * saved.share for k, saved in found]
             also += f" One launch of each saves {t.format_duration(sum(times))} at most."
         return Finding(
-            summary=f"{self._describe(k, saved)}{also}",
+            summary=f"{self._describe(k, saved)}{_sampled_at(k)}{also}",
             evidence=[
                 Evidence(
                     f"{self._label} of {_short(k)}",
@@ -102,6 +102,8 @@ class CounterRule(Rule):
             ],
             where=[
                 Location(
+                    file=None if (at := k.profile.hot_line) is None else at.file,
+                    line=None if at is None else at.line,
                     kernel=k.profile.name,
                     count=len(k.rows) or k.profile.launches,
                     dur_ns=None if k.profile.duration_ns is None else round(k.profile.duration_ns),
@@ -117,6 +119,15 @@ class CounterRule(Rule):
             f"{_short(k)}: {self._label} is {value}. A fix saves up to "
             f"{t.format_share(saved.share)} of the kernel's time."
         )
+
+
+def _sampled_at(k: ProfiledKernel) -> str:
+    """The line with most samples, where one has half of them."""
+    at = k.profile.hot_line
+    if at is None:
+        return ""
+    share = t.format_share(at.samples / (k.profile.samples or 1))
+    return f" {share} of its samples are at {t.shorten_path(t.clean(at.file), 40)}:{at.line}."
 
 
 def _time(a: Analysis, k: ProfiledKernel) -> float:

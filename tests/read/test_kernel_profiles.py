@@ -6,8 +6,12 @@ import csv
 import gzip
 import io
 import random
+import re
+import shutil
 import sqlite3
 import struct
+import subprocess
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -18,6 +22,7 @@ from advisor.core.kernel_profile import KernelProfiles, ToolAdvice
 from advisor.read import open_run
 from advisor.read.kernel_profiles import _advice, read_kernel_profiles
 from advisor.read.registry import read_bytes, read_trace
+from advisor.read.sampled_lines import lines_of_module
 from advisor.read.wire import fields
 from benchmarks.public_traces import path_of
 
@@ -231,6 +236,50 @@ def test_a_database_of_rocprof_compute_gives_shares_of_peaks() -> None:
     first = found.kernels[0]
     assert first.number("System Speed-of-Light/VALU Utilization") == pytest.approx(53.30881699)
     assert first.duration_ns == 227_562.0
+
+
+def test_samples_of_warps_are_at_lines_of_the_source() -> None:
+    tiled, plain = profiles_of(path_of("ncu/cutlass_a100_s8.ncu-rep.gz")).kernels
+    for kernel in (tiled, plain):
+        assert kernel.samples == kernel.number("smsp__pcsamp_sample_count") > 200
+        assert sum(line.samples for line in kernel.lines) <= kernel.samples
+    assert sum(line.samples for line in plain.lines) == plain.samples
+    # CUTLASS's reference: the sum over K, and where it begins and ends
+    assert {(Path(line.file).name, line.line) for line in plain.lines[:3]} == {
+        ("s8_gemm.cu", 286), ("s8_gemm.cu", 289), ("s8_gemm.cu", 283),
+    }  # fmt: skip
+    assert plain.hot_line == plain.lines[0] and plain.lines[0].stall == "lg_throttle"
+    assert tiled.hot_line is None  # the multistage loop's largest line has a quarter
+    assert (Path(tiled.lines[0].file).name, tiled.lines[0].line) == ("mma_multistage.h", 490)
+    without = profiles_of(path_of("ncu/sparse_matmul_a10g.ncu-rep.gz")).kernels[0]
+    assert (without.samples, without.lines) == (None, ())
+
+
+@pytest.mark.skipif(shutil.which("readelf") is None, reason="binutils are not installed")
+@pytest.mark.parametrize("name", ["cutlass_a100_s8", "cutlass_a100_s4"])
+def test_tables_of_lines_are_those_of_readelf(name: str, tmp_path: Path) -> None:
+    data = gzip.decompress(path_of(f"ncu/{name}.ncu-rep.gz").read_bytes())
+    module = data[data.index(b"\x7fELF") :]
+    (tmp_path / "module").write_bytes(module)
+    command = ["readelf", "--wide", "--debug-dump=decodedline", str(tmp_path / "module")]
+    text = subprocess.run(command, capture_output=True, text=True, check=False).stdout
+    rows = re.findall(r"^(\S+)\s+(\d+)\s+(0x[0-9a-f]+|0)\b.*x$", text, re.MULTILINE)
+    expected = Counter((file, int(line), int(at, 16)) for file, line, at in rows)
+    tables = lines_of_module(module).values()
+    found = Counter((Path(r.file).name, r.line, r.address) for table in tables for r in table)
+    assert len(rows) > 900 and found == expected
+
+
+def test_a_damaged_module_has_no_lines_or_some() -> None:
+    data = gzip.decompress(path_of("ncu/cutlass_a100_s8.ncu-rep.gz").read_bytes())
+    module = data[data.index(b"\x7fELF") :][:1_000_000]
+    draw = random.Random(3)
+    for _ in range(300):
+        broken = bytearray(module[: draw.randrange(0, len(module))])
+        for _ in range(draw.randrange(1, 60)):
+            place = draw.randrange(min(len(broken), draw.choice([80, len(broken)])) or 1)
+            broken[place : place + 1] = bytes([draw.randrange(256)])
+        assert isinstance(lines_of_module(bytes(broken)), dict)
 
 
 @pytest.mark.parametrize("name", ["cutlass_a100_s8.ncu-rep.gz", "deepseek_ocr_rtx5090.csv.gz"])

@@ -13,6 +13,10 @@ if TYPE_CHECKING:
 MAX_ROWS: Final = 50
 MAX_SHORT: Final = 10
 MAX_ADVICE: Final = 12
+MAX_LINES: Final = 3
+"""Of a kernel."""
+MIN_SHARE: Final = 0.05
+"""Of its samples."""
 
 
 def sections(report: Report) -> list[Block]:
@@ -40,6 +44,20 @@ def sections(report: Report) -> list[Block]:
     if traced:
         aside = f"{absent} more are not in this trace" if absent else "counters beside this trace"
     blocks: list[Block] = [Section("Kernels with hardware counters", [grid], aside)]
+    sampled = [
+        [
+            f"{t.shorten_path(each.file, 34)}:{each.line}",
+            t.format_share(each.share),
+            "issuing" if each.stall == "selected" else each.stall,
+            t.shorten(view.short, 26),
+        ]
+        for view in views[:MAX_SHORT]
+        for each in view.lines[:MAX_LINES]
+        if each.share >= MIN_SHARE
+    ]
+    if sampled:
+        grid = Grid(["line", "samples", "most wait for", "kernel"], sampled, align="lrll")
+        blocks.append(Section("Where warps were sampled", [grid], "share of the kernel's samples"))
     advice = [f"{t.shorten(view.short, 40)}: {text}" for view in views for text in view.advice]
     if advice:
         count = f"{len(advice)} texts"

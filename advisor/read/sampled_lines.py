@@ -1,0 +1,205 @@
+"""Where a kernel's warps were when Nsight Compute sampled them: lines of its source.
+
+A report holds the module of each kernel (an ELF file). Compiled with ``-lineinfo`` that has a table
+of lines for each function: ``.debug_line`` in DWARF 2 to 4, whose addresses ``.rel.debug_line``
+ties to ``.text.<function>``. Samples are counted by absolute address.
+"""
+
+from __future__ import annotations
+
+import struct
+from bisect import bisect_right
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import PurePosixPath
+from typing import NamedTuple
+
+from advisor.core.kernel_profile import SampledLine
+
+MAX_LINES = 12
+"""Lines of a kernel, those with most samples."""
+MAX_ROWS = 1 << 20
+"""Of the tables of one module."""
+MAX_NAME = 8_192
+"""Bytes of a section's name: of a mangled function."""
+_RELOCATION = struct.Struct("<QQ")
+_SYMBOL = struct.Struct("<IBBHQQ")
+_SECTION = struct.Struct("<IIQQQQIIQQ")
+
+
+class LineRow(NamedTuple):
+    """From an address of a function on, its instructions are of this line."""
+
+    address: int
+    file: str
+    line: int
+
+
+def sampled_lines(
+    rows: Sequence[LineRow],
+    first: int,
+    samples: Mapping[int, int],
+    stalls: Mapping[int, Mapping[str, int]],
+) -> tuple[SampledLine, ...]:
+    """Lines of a function by samples. ``rows``: its table; ``first``: address of its first
+    instruction; ``samples``: by address; ``stalls``: the same by reason."""
+    begins = [row.address for row in rows]
+    found: Counter[tuple[str, int]] = Counter()
+    reasons: dict[tuple[str, int], Counter[str]] = {}
+    for address, count in samples.items():
+        at = bisect_right(begins, address - first) - 1
+        if at < 0 or not rows[at].line or count <= 0:
+            continue
+        place = rows[at].file, rows[at].line
+        found[place] += count
+        reasons.setdefault(place, Counter()).update(stalls.get(address, {}))
+    return tuple(
+        SampledLine(file, line, count, max(reasons[file, line], key=reasons[file, line].__getitem__)
+                    if reasons[file, line] else "")
+        for (file, line), count in found.most_common(MAX_LINES)
+    )  # fmt: skip
+
+
+def lines_of_module(elf: bytes) -> dict[str, list[LineRow]]:
+    """The table of each function, in order of addresses. Empty: no lines, or a layout that is not
+    known."""
+    try:
+        return _tables(elf)
+    except (struct.error, IndexError, ValueError, OverflowError, ZeroDivisionError):
+        return {}
+
+
+def _tables(elf: bytes) -> dict[str, list[LineRow]]:
+    sections = list(_sections(elf))
+    bodies: dict[str, bytes] = {}
+    for name, start, size in sections:
+        if name in (".debug_line", ".rel.debug_line", ".symtab") and name not in bodies:
+            bodies[name] = elf[start : start + size]
+    if len(bodies) < 3:
+        return {}
+    function_at = {}
+    for where, info in _RELOCATION.iter_unpack(bodies[".rel.debug_line"]):
+        of = _SYMBOL.unpack_from(bodies[".symtab"], (info >> 32) * _SYMBOL.size)[3]
+        function_at[where] = sections[of][0].removeprefix(".text.")
+    result: dict[str, list[LineRow]] = {}
+    left = MAX_ROWS
+    for function, row in _programs(bodies[".debug_line"], function_at):
+        result.setdefault(function, []).append(row)
+        left -= 1
+        if not left:
+            break
+    return {
+        function: sorted(rows, key=lambda row: row.address) for function, rows in result.items()
+    }
+
+
+def _sections(elf: bytes) -> Iterator[tuple[str, int, int]]:
+    """Name, start and size of each."""
+    (at,) = struct.unpack_from("<Q", elf, 0x28)
+    size, count, texts = struct.unpack_from("<HHH", elf, 0x3A)
+    heads = [_SECTION.unpack_from(elf, at + n * size) for n in range(count)]
+    start = heads[texts][4]
+    for head in heads:
+        end = elf.index(b"\0", start + head[0], start + head[0] + MAX_NAME)
+        yield elf[start + head[0] : end].decode(), head[4], head[5]
+
+
+def _programs(data: bytes, function_at: Mapping[int, str]) -> Iterator[tuple[str, LineRow]]:
+    at = 0
+    while at + 4 <= len(data):
+        (length,) = struct.unpack_from("<I", data, at)
+        end = at + 4 + length
+        version, header = struct.unpack_from("<HI", data, at + 4)
+        if end > len(data) or not 2 <= version <= 4:
+            raise ValueError(version)
+        yield from _Program(data, at + 10, version).rows(at + 10 + header, end, function_at)
+        at = end
+
+
+class _Program:
+    """One line-number program (DWARF 4, section 6.2)."""
+
+    def __init__(self, data: bytes, at: int, version: int) -> None:
+        self.data = data
+        self.at = at
+        self.shortest = self._byte()
+        if version >= 4:
+            self._byte()  # operations per instruction
+        self._byte()  # default of is_stmt
+        self.base, self.range, self.first = struct.unpack_from("<bBB", data, self.at)
+        self.at += 3
+        self.operands = [self._byte() for _ in range(self.first - 1)]
+        folders = list(self._texts())
+        self.files = [""]
+        for name in self._texts():
+            folder = self._number()
+            self._number(), self._number()  # time, length
+            parent = folders[folder - 1] if 0 < folder <= len(folders) else ""
+            self.files.append(str(PurePosixPath(parent, name)))
+
+    def _byte(self) -> int:
+        self.at += 1
+        return self.data[self.at - 1]
+
+    def _number(self) -> int:
+        value = shift = 0
+        while True:
+            byte = self._byte()
+            value |= (byte & 0x7F) << shift
+            shift += 7
+            if byte < 0x80 or shift > 63:
+                return value
+
+    def _signed(self) -> int:
+        begin = self.at
+        value = self._number()
+        bits = 7 * (self.at - begin)
+        return value - (1 << bits) if value >> (bits - 1) & 1 else value
+
+    def _texts(self) -> Iterator[str]:
+        while True:
+            end = self.data.index(b"\0", self.at)
+            text, self.at = self.data[self.at : end].decode("utf-8", errors="replace"), end + 1
+            if not text:
+                return
+            yield text
+
+    def rows(
+        self, at: int, end: int, function_at: Mapping[int, str]
+    ) -> Iterator[tuple[str, LineRow]]:
+        """(function, row) where a line begins."""
+        self.at, function = at, ""
+        address, file, line = 0, 1, 1
+        while self.at < end:
+            code = self._byte()
+            emits = code >= self.first or code == 1
+            if code >= self.first:
+                code -= self.first
+                address += code // self.range * self.shortest
+                line += self.base + code % self.range
+            elif code == 0:
+                size = self._number()
+                after = self.at + size
+                kind = self._byte()
+                if kind == 1:  # the end of a sequence
+                    address, file, line = 0, 1, 1
+                elif kind == 2:
+                    function = function_at.get(self.at, function)
+                    address = int.from_bytes(self.data[self.at : after], "little")
+                self.at = after
+            elif code == 2:
+                address += self._number() * self.shortest
+            elif code == 3:
+                line += self._signed()
+            elif code == 4:
+                file = self._number()
+            elif code == 8:
+                address += (255 - self.first) // self.range * self.shortest
+            elif code == 9:
+                address += struct.unpack_from("<H", self.data, self.at)[0]
+                self.at += 2
+            else:
+                for _ in range(self.operands[code - 1] if code != 1 else 0):
+                    self._number()
+            if emits and 0 < file < len(self.files):
+                yield function, LineRow(address, self.files[file], line)

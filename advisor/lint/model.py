@@ -82,21 +82,19 @@ def _evaluates_here(source: Script, loop: ast.AST) -> bool:
 
 
 def _is_evaluation(source: Script, loop: ast.For | ast.AsyncFor) -> bool:
-    """A loop over a loader, in a function or over a name that means validation, that calls a model
-    and runs no backward pass."""
+    """A loop in a function that means validation, or over a loader with such a name, that calls a
+    model and runs no backward pass."""
     over = " ".join(
         names_in(loop.iter)
         | {node.attr for node in ast.walk(loop.iter) if isinstance(node, ast.Attribute)}
     )
-    before = _evaluates_here(source, loop)
-    if not before and not re.search(r"loader|dataset|batches|_dl\b|iterator", over, re.IGNORECASE):
-        return False
-    named = before or any(_EVAL.search(word) for word in over.split())
-    for outer in source.ancestors(loop):
-        if isinstance(outer, Function):
-            named = named or bool(_EVAL.search(outer.name))
-            break
-    if not named:
+    loaded = re.search(r"loader|dataset|batches|_dl\b|iterator", over, re.IGNORECASE)
+    function = next((n for n in source.ancestors(loop) if isinstance(n, Function)), None)
+    if not (
+        _evaluates_here(source, loop)
+        or (loaded and any(_EVAL.search(word) for word in over.split()))
+        or (function is not None and _EVAL.search(function.name))
+    ):
         return False
     calls = [node for node in ast.walk(loop) if isinstance(node, ast.Call)]
     if any(is_method(call, "backward", "step") for call in calls):

@@ -77,6 +77,8 @@ class Inferred(NamedTuple):
     """Forwards alone tell where it ended: no fetch, no ``generate``."""
     gc: int
     memory: Any
+    graphs: int
+    """Forwards, in evaluation mode, that made a graph."""
 
 
 class Inference:
@@ -106,7 +108,7 @@ class Inference:
         self._inner = 0
         """… and the forwards in them."""
         self._generated = False
-        self._gc = 0
+        self._gc = self._graphs = 0
         self._memory: Any = None
 
     def start(self, now: int) -> None:
@@ -127,6 +129,7 @@ class Inference:
                 clock.enter(code, value)
             elif code in LEAVING:
                 clock.leave(value)
+                self._graphs += code == tape.FORWARD_END_EVALUATION
             elif code in LEARNT:
                 return False
             elif code == tape.FORWARD_OF:
@@ -288,9 +291,9 @@ class Inference:
         unaided = self._outside and not self._generated
         step = Inferred(
             self.count + len(self._kept), parts[0].t, end, phases, batches, forwards, late,
-            unaided, self._gc, self._memory,
+            unaided, self._gc, self._memory, self._graphs,
         )  # fmt: skip
-        self._gc, self._memory = 0, None
+        self._gc, self._memory, self._graphs = 0, None, 0
         if self.count:
             self.count += 1
             self._emit(step)

@@ -642,7 +642,8 @@ class RecordingSession:
         exporting = window is None and windows.exporting(step.t, step.end)
         self.writer.put(
             FoundStep(step.n, step.t, step.end, step.phases, max(1, len(step.batches)), 0, window,
-                  step.gc, step.batches, step.memory, None, trains=False, exporting=exporting)
+                  step.gc, step.batches, step.memory, None, trains=False, exporting=exporting,
+                  unused_graphs=step.graphs)
         )  # fmt: skip
         if step.n == 0:
             self._first(1)

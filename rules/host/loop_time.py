@@ -254,6 +254,7 @@ class TimeBetweenSteps(Rule):
     min_share = Threshold(0.30, "of the time of steps and what lies between them", CHOSEN)
     min_steps = Threshold(20, "steps: fewer do not show how often it comes", CHOSEN)
     half = Threshold(0.5, "of that time, by evaluating half as often", CHOSEN)
+    each = Threshold(0.5, "of the steps follow a pause: evaluation comes less often", CHOSEN)
 
     fix = (
         "Evaluate less often, or on a fixed part of the data. Run it under "
@@ -271,6 +272,14 @@ class TimeBetweenSteps(Rule):
     falsified_by = "time between the steps that the training itself needs, as rollouts do"
     assumptions = ("evaluating half as often is enough",)
     confidence = 0.6
+    cases: ClassVar = {
+        "before each step": {
+            "fix": "If these are rollouts: step several environments at once, in their own "
+            "processes, infer for all in one batch, and take several steps with each rollout.",
+            "code": "envs = gymnasium.vector.AsyncVectorEnv([make_env] * 8)   # one process each",
+            "assumptions": ("rollouts can run beside each other",),
+        }
+    }
 
     def check(self, a: Analysis) -> Iterator[Outcome]:
         """Compare the time between steps with that of the steps."""
@@ -283,11 +292,12 @@ class TimeBetweenSteps(Rule):
         if outside < self.min_share * whole:
             return
         times = sum(step.evaluation > 0 for step in recorded.steps if step.n)
+        each = times >= self.each * recorded.count
         yield Finding(
             summary=(
                 f"{t.format_duration(outside)} of the run ({outside / whole:.0%}) lie between the "
-                f"training steps, in {t.count_noun(times, 'pause')} for evaluation, checkpoints "
-                "and the like."
+                f"training steps, in {t.count_noun(times, 'pause')} "
+                + ("before most steps." if each else "for evaluation, checkpoints and the like.")
             ),
             evidence=[
                 Evidence("time between steps", outside, "ns"),
@@ -300,11 +310,15 @@ class TimeBetweenSteps(Rule):
                 high=outside,
                 method="half of the time between steps",
             ),
+            **(self.case("before each step") if each else {}),
         )
 
     @staticmethod
     def fires_on() -> dict[str, TraceBuilder]:
-        return {"evaluation every ten steps": _evaluated(every=10, ms=400)}
+        return {
+            "evaluation every ten steps": _evaluated(every=10, ms=400),
+            "a rollout before each step": _evaluated(every=1, ms=12),
+        }
 
     @staticmethod
     def silent_on() -> dict[str, tuple[TraceBuilder, str]]:

@@ -310,7 +310,9 @@ class SingleProcessLoader(LoaderWaitRule):
             "fix": "Make loading cheaper instead of moving it. The training itself computes on all "
             "cores, and workers would take them away. Work on whole batches, and keep what repeats "
             "for every sample (decoded, resized). Or leave cores to {workers} workers with "
-            "torch.set_num_threads, and measure that: advisor try --only workers."
+            "torch.set_num_threads, and measure that: advisor try --only workers.",
+            "code": "def __getitems__(self, indices):   # of the Dataset: a batch at once\n"
+            "    return list(zip(self.x[indices], self.y[indices]))",
         },
         "training on the CPU": {
             "code": "loader = DataLoader(dataset, batch_size=..., num_workers={workers},\n"
@@ -334,14 +336,14 @@ class SingleProcessLoader(LoaderWaitRule):
         fix, code = self.fix, self.code
         if needed > workers:
             fix = self.case("a batch that takes more workers than there are cores")["fix"]
-        taken = taken_by_training(a, share)
-        if taken is not None and taken > self.max_taken:
-            fix = self.case("the training computes on the same cores")["fix"]
         if a.device_id is None:
             code = self.case("training on the CPU")["code"]
         loaders = [] if a.recorded is None else a.recorded.loaders
         if any(loader.get("trainer") == "transformers" for loader in loaders):
             code = self.case("Hugging Face's Trainer")["code"]
+        taken = taken_by_training(a, share)
+        if taken is not None and taken > self.max_taken:
+            fix, code = self.case("the training computes on the same cores").values()
         idle = "nothing else runs" if a.device_id is None else "the GPU idles"
         return Finding(
             summary=(

@@ -211,13 +211,14 @@ class EvaluationGraphs(EvalWithoutNoGrad):
         """Sum up what was counted after the first step. Between a loader's batches, forwards over
         data in memory are part of the step before."""
         recorded = record(a)
-        after = zip(recorded.steps, recorded.steps[1:], strict=False)
+        infers = recorded.inference  # then all of the run is the evaluation
+        after = zip(recorded.steps, recorded.steps[0 if infers else 1 :], strict=False)
         pairs = [(before, step) for before, step in after if step.unused_graphs > 0]
         count = sum(step.unused_graphs for _, step in pairs)
         if count < self.min_numbers:
             return
         forward = recorded.phase("forward")
-        usual = 0.0 if forward is None else float(np.median(forward))
+        usual = 0.0 if forward is None or infers else float(np.median(forward))
         spent = sum(
             min(max(step.evaluation or before.phases.get("forward", 0) - usual, 0), LARGEST)
             for before, step in pairs
@@ -229,10 +230,15 @@ class EvaluationGraphs(EvalWithoutNoGrad):
             return  # the window shows where
         yield Finding(
             summary=(
-                f"{t.count_noun(count, 'forward pass', 'forward passes')} between the training "
-                f"steps ran with gradients enabled, in {t.count_noun(len(pairs), 'pause')} of "
-                f"{t.format_duration(spent / len(pairs))} on average. Each keeps its activations "
-                "as long as its result is referred to."
+                f"{t.count_noun(count, 'forward pass', 'forward passes')} "
+                + (
+                    "ran with gradients enabled, and the run learns nothing. "
+                    if infers
+                    else "between the training steps ran with gradients enabled, in "
+                    f"{t.count_noun(len(pairs), 'pause')} of "
+                    f"{t.format_duration(spent / len(pairs))} on average. "
+                )
+                + "Each keeps its activations as long as its result is referred to."
             ),
             evidence=[
                 Evidence("forward passes", count, "count", *self.limit("min_numbers")),
@@ -248,8 +254,12 @@ class EvaluationGraphs(EvalWithoutNoGrad):
 
     @staticmethod
     def fires_on() -> dict[str, TraceBuilder]:
-        """Validation every ten steps, of ten batches."""
-        return {"validation": _validated(10, 60)}
+        """Validation every ten steps, of ten batches; a run that never trains."""
+        b = TraceBuilder()
+        run = b.record_of_run()
+        for _ in range(80):
+            run.step(10, forward=8, fields={"unused_graphs": 1})
+        return {"validation": _validated(10, 60), "a run that never trains": b}
 
     @staticmethod
     def silent_on() -> dict[str, tuple[TraceBuilder, str]]:

@@ -138,6 +138,10 @@ OTHER_KINDS = [
         "model.eval()\nfor x in batches_of_rows(rows):\n    out = model(x)",
         "eval-with-grad",
     ),
+    (
+        "model.eval()\ndef evaluate(model, xs):\n    for x, y in zip(xs, ys):\n        model(x)",
+        "eval-with-grad",
+    ),
     ("clf.eval()\nfor x, y in held_out:\n    n += (clf(x) == y).sum()", "eval-with-grad"),
     ("net.train()\nval_loss = loss(net(x_val), y_val)", "eval-with-grad"),
     ("model = torch.compile(model, dynamic=False)\npad_sequence(x)", "compile-static-shapes"),

@@ -114,6 +114,12 @@ def test_each_iteration_is_a_step(loop: Any, record: Any) -> None:
     assert found.of_kind("end") == [{"steps": 20, "reason": "finished"}]
 
 
+def test_graphs_of_a_loop_that_never_trains_are_counted(record: Any) -> None:
+    found = record(with_gradients_that_nobody_wants)
+    assert [step.unused_graphs for step in found.steps] == [1] * 20
+    assert not any(step.unused_graphs for step in record(without_a_loader).steps)
+
+
 def test_a_step_holds_the_wait_for_its_batch(record: Any) -> None:
     found = record(plain)
     assert all(step.phases["data"] > 0 and step.samples == 2 for step in found.steps)

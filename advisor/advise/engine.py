@@ -37,7 +37,7 @@ from advisor.core.prices import read_prices
 from advisor.core.report import Report
 from advisor.core.trace import Run
 from advisor.measure.host.backlog import analysed_device
-from advisor.measure.serving.graphs import attach_capture, captured_launches
+from advisor.measure.serving.graphs import attach_capture, captured_launches, replays
 from advisor.read import open_run
 
 if TYPE_CHECKING:
@@ -103,6 +103,8 @@ def examine(
         raise AdvisorError("--capture: analyze one rank at a time, with --rank")
     if options.capture is not None:
         run = _with_capture(run, options)
+    elif run.recording is None and options.window is None:
+        run = _with_own_capture(run)
     analyses = choose(run, options.window, options.steps)
     main = next(iter(analyses))
     if why := why_apart(run):
@@ -198,6 +200,21 @@ def _with_capture(run: Run, options: Options) -> Run:
     if capture is None:
         raise AdvisorError(f"{options.capture}: no graph is captured in it")
     traces = {key: attach_capture(trace, capture) for key, trace in run.traces.items()}
+    return dataclasses.replace(run, traces=traces)
+
+
+def _with_own_capture(run: Run) -> Run:
+    """Where a capture lies beside what replays it, that is analysed, with the capture's names."""
+    traces = dict(run.traces)
+    for number in run.ranks:
+        own = [key for key in sorted(traces) if key[0] == number]
+        if len(own) < 2:
+            continue
+        captures = [key for key in own if captured_launches(traces[key])]
+        replaying = [key for key in own if key not in captures and replays(traces[key])]
+        if len(captures) == 1 and replaying:
+            capture = traces.pop(captures[0])
+            traces |= {key: attach_capture(traces[key], capture) for key in replaying}
     return dataclasses.replace(run, traces=traces)
 
 

@@ -244,6 +244,14 @@ def test_a_capture_names_what_is_replayed() -> None:
     assert own.equals(Analysis(trace).host)
 
 
+def test_of_a_folder_with_a_capture_the_replay_is_analysed() -> None:
+    both = analyze(CAPTURE.parent)
+    given = analyze(VLLM, Options(config={}, capture=str(CAPTURE)))
+    assert both.serving == given.serving is not None
+    assert both.scope == given.scope
+    assert [f.title for f in both.findings] == [f.title for f in given.findings]
+
+
 def test_fewer_kernels_than_were_captured_are_lost_records() -> None:
     (trace,), (capture,) = (open_run(p).traces.values() for p in (VLLM, CAPTURE))
     thin = trace.gpu.filter(np.arange(trace.gpu.height) != 100)

@@ -174,7 +174,8 @@ def _usage(error: Exception) -> str:
     message = " ".join((describe() if describe is not None else str(error)).split())
     context = getattr(error, "ctx", None)
     command = context.command_path if context is not None else "advisor"
-    return f"{message.rstrip('.')}. See '{command} --help'."
+    end = message.rstrip(".")
+    return f"{end}{'' if end.endswith('?') else '.'} See '{command} --help'."
 
 
 def _complain(message: str, code: int) -> int:

@@ -12,7 +12,7 @@ import typer
 from advisor.core.errors import AdvisorError
 
 OPTIONS = ("--skip", "--warmup", "--active", "--ranks", "--deep", "--signal", "--no-report",
-           "--scalene", "--scalene-steps")  # fmt: skip
+           "--scalene", "--scalene-steps", "--out", "--output")  # fmt: skip
 SETTINGS = {"ignore_unknown_options": True, "allow_interspersed_args": False}
 """For typer: what follows the program is the program's, and ``-m`` begins one."""
 

@@ -80,7 +80,9 @@ def command(
     if output is not None:
         out.check(output, [])
     renderer = out.chosen(TRIALS, form, output)
-    recorded = Path(program[0]) if len(program) == 1 and is_run(Path(program[0])) else None
+    recorded = Path(program[0]) if is_run(Path(program[0])) else None
+    if recorded is not None and program[1:]:
+        raise AdvisorError(f"options stand before the run: advisor try {' '.join(program[1:])} …")
     words = command_of(recorded) if recorded is not None else launch.command_line(program)
     limits = Limits(budget=seconds, warmup=warmup, timeout=max(60.0, seconds / 2))
     if steps is not None:

@@ -87,5 +87,7 @@ def kind_of(start: bytes, path: str = "") -> tuple[str, str | None] | None:
             "give the profiler's own file: rocprofv3 --output-format rocpd (or json), or the JSON "
             "of torch.profiler"
         )
+    if path.endswith((".py", ".ipynb")):
+        return "a program, no recording of one", "run it with advisor record, or advisor lint"
     head = start[:_LOOK].removeprefix(b"\xef\xbb\xbf")
     return next(((what, cure) for pattern, what, cure in _KINDS if pattern.search(head)), None)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -68,8 +69,8 @@ def misplaced(program: list[str], options: Sequence[str]) -> str:
         text = Path(program[0]).read_text("utf-8", "replace")
     except OSError:
         return ""
-    known = [name for name in wrong if name in text or name[2:].replace("-", "_") in text]
-    wrong = [name for name in wrong if name not in known]
+    words = {name: name[2:].replace("-", "_") for name in wrong}
+    wrong = [n for n in wrong if n not in text and not re.search(rf"\b{words[n]}\b", text)]
     if not wrong:
         return ""
     names = " and ".join(wrong)

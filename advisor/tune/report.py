@@ -176,7 +176,8 @@ def interval(low: float | None, high: float | None) -> str:
     """Of shares of the step."""
     if low is None or high is None:
         return t.NOT_MEASURED
-    return f"{100 * low:.0f} to {100 * high:.0f} %"
+    lowest = "below -100" if low < -1 else f"{100 * low:.0f}"  # more than twice as long
+    return f"{lowest} to {100 * high:.0f} %"
 
 
 def runs(report: TrialReport) -> list[str]:

@@ -66,6 +66,14 @@ def test_a_shell_completes_commands_and_options(typed: str, completed: str) -> N
     assert (done.stdout.split(), done.stderr) == ([completed], "")
 
 
+def test_a_command_that_is_misspelled_gets_the_one_that_is_meant(
+    advisor: Run, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.run(["analyse", "x"]) == 2
+    said = capsys.readouterr().err
+    assert "'analyze'? See" in said and said.count("\n") == 1
+
+
 def test_help_loads_nothing_heavy() -> None:
     code = (
         "import sys\n"

@@ -67,6 +67,7 @@ FILES: dict[str, tuple[str, object, str, str]] = {
     "rocprofv3": ("1_kernel_trace.csv", ROCPROF_3, "rocprof", "rocpd"),
     "rocprofv3 api": ("1_hip_api_trace.csv", ROCPROF_API, "rocprof", "rocpd"),
     "tensorboard": ("events.out.tfevents.1", TFEVENTS, "TensorBoard", ".xplane.pb"),
+    "program": ("train.py", b"import torch\n", "a program", "advisor record"),
     "perfetto": ("results.pftrace", PFTRACE, "Perfetto", "rocpd"),
     "tensorrt times": ("times.json", TENSORRT_TIMES, "TensorRT", "--exportProfile"),
     "tensorrt engine": ("net.engine", b"ftrt\0\0\0\1" + bytes(200), "TensorRT", "--exportProfile"),
@@ -86,7 +87,7 @@ def test_each_is_named_with_what_to_do(kind: str, packed: bool, tmp_path: Path) 
     data = content if isinstance(content, bytes) else (
         content if isinstance(content, str) else json.dumps(content, indent=1)
     ).encode()  # fmt: skip
-    if packed and kind == "perfetto":
+    if packed and kind in ("perfetto", "program"):
         pytest.skip("known by its name alone")
     path = tmp_path / (f"{name}.gz" if packed else name)
     path.write_bytes(gzip.compress(data) if packed else data)

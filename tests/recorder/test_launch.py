@@ -447,8 +447,10 @@ def test_a_window_of_a_run_that_has_ended_is_refused(tmp_path: Path) -> None:
     [
         (["train.py", "--deep"], "--deep behind"),
         (["train.py", "--skip=5", "--active", "3"], "--skip and --active behind"),
+        (["train.py", "--out", "runs/a"], "--out behind"),
         (["train.py", "--epochs", "1"], ""),
         (["train.py", "--warmup", "1"], ""),
+        (["train.py", "--signal", "1"], ""),
     ],
 )
 def test_options_behind_the_program_are_pointed_out(
@@ -457,7 +459,9 @@ def test_options_behind_the_program_are_pointed_out(
     from advisor.cli.record import OPTIONS
     from advisor.recorder.launch import misplaced
 
-    (tmp_path / "train.py").write_text("parser.add_argument('--warmup', '--epochs')\n")
+    (tmp_path / "train.py").write_text(
+        "parser.add_argument('--warmup', '--epochs')\ndef main(signal, layout): ...\n"
+    )
     words[0] = str(tmp_path / "train.py")
     assert misplaced(words, OPTIONS).startswith(expected)
     assert bool(misplaced(words, OPTIONS)) == bool(expected)

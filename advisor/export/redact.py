@@ -274,21 +274,7 @@ class Redactor:
 
     def value(self, value: Any) -> Any:
         """The same for texts anywhere inside lists and dicts, keys included."""
-        if isinstance(value, str):
-            return self.text(value)
-        if isinstance(value, dict):
-            result = {}
-            for key, item in value.items():
-                name = self.text(key) if isinstance(key, str) else key
-                if is_private(key) and isinstance(item, str):
-                    item = GONE
-                elif is_secret_list(key) and isinstance(item, list | tuple | dict):
-                    item = {} if isinstance(item, dict) else []
-                result[name] = self.value(item)
-            return result
-        if isinstance(value, list | tuple):
-            return [self.value(item) for item in value]
-        return value
+        return msgspec.json.decode(self.raw(msgspec.json.encode(value)))
 
     def json(self, text: bytes) -> bytes:
         """The same for valid JSON text, of which all but the strings stays byte by byte.

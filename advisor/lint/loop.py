@@ -220,7 +220,19 @@ _VARIES = re.compile(
 _RANDOM = {"randint", "randrange", "choice", "integers"}
 _SIZED = {"rand", "randn", "randint", "zeros", "ones", "empty", "full", "pad"}
 _THREADS = {"torch.set_num_threads", "torch.set_num_interop_threads"}
-_THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")
+
+
+def _environment(source: Script, *names: str) -> Iterator[tuple[ast.Call | ast.Assign, ast.expr]]:
+    """Where the program sets one of these variables, and to what."""
+    for node in ast.walk(source.tree):
+        if isinstance(node, ast.Assign) and isinstance(target := node.targets[0], ast.Subscript):
+            named = source.qualified_name(target.value) == "os.environ"
+            if named and is_constant(target.slice, *names):
+                yield node, node.value
+        elif isinstance(node, ast.Call) and len(node.args) == 2:
+            named = source.qualified_name(node.func) in {"os.environ.setdefault", "os.putenv"}
+            if named and is_constant(node.args[0], *names):
+                yield node, node.args[1]
 
 
 def _threads(source: Script) -> Iterator[Hint]:
@@ -230,15 +242,7 @@ def _threads(source: Script) -> Iterator[Hint]:
         for call in source.calls
         if source.qualified_name(call.func) in _THREADS and call.args
     ]
-    places += [
-        (node, node.value)
-        for node in ast.walk(source.tree)
-        if isinstance(node, ast.Assign)
-        and isinstance(node.targets[0], ast.Subscript)
-        and source.qualified_name(node.targets[0].value) == "os.environ"
-        and is_constant(node.targets[0].slice, *_THREAD_VARIABLES)
-    ]
-    for node, value in places:
+    for node, value in [*places, *_environment(source, "OMP_NUM_THREADS", "MKL_NUM_THREADS")]:
         text = str(value.value) if isinstance(value, ast.Constant) else ""
         if not text.isdecimal() or int(text) <= count_cores():
             continue
@@ -306,11 +310,18 @@ def check_settings(source: Script) -> Iterator[Hint]:
     yield from _threads(source)
     for call in source.calls:
         name = source.qualified_name(call.func)
-        if name == "torch.autograd.set_detect_anomaly" and call.args:
-            if is_constant(call.args[0], True):
-                yield _anomaly_mode(call)
-        elif name == "torch.autograd.detect_anomaly":
-            yield _anomaly_mode(call)
+        if name == "torch.autograd.detect_anomaly" or (
+            name == "torch.autograd.set_detect_anomaly"
+            and any(is_constant(arg, True) for arg in call.args)
+        ):
+            yield Hint(
+                id="anomaly-mode",
+                title="Anomaly detection is on",
+                why="it keeps the stack of every operation and checks every gradient for NaN",
+                fix="Turn it on only while you look for an error.",
+                confirmed_by="debug-switches",
+                **position(call),
+            )
         elif is_constant(keyword(call, "dynamic"), False) and (
             name == "torch.compile" or is_method(call, "compile")
         ):
@@ -333,14 +344,8 @@ def check_settings(source: Script) -> Iterator[Hint]:
                 confirmed_by="recompilation",
                 **position(call),
             )
-    for node in ast.walk(source.tree):
-        if (
-            isinstance(node, ast.Assign)
-            and isinstance(node.targets[0], ast.Subscript)
-            and source.qualified_name(node.targets[0].value) == "os.environ"
-            and is_constant(node.targets[0].slice, "CUDA_LAUNCH_BLOCKING")
-            and is_constant(node.value, "1")
-        ):
+    for node, value in _environment(source, "CUDA_LAUNCH_BLOCKING"):
+        if is_constant(value, "1"):
             yield Hint(
                 id="launch-blocking",
                 title="CUDA_LAUNCH_BLOCKING=1",
@@ -349,14 +354,3 @@ def check_settings(source: Script) -> Iterator[Hint]:
                 confirmed_by="debug-switches",
                 **position(node),
             )
-
-
-def _anomaly_mode(call: ast.Call) -> Hint:
-    return Hint(
-        id="anomaly-mode",
-        title="Anomaly detection is on",
-        why="it keeps the stack of every operation and checks every gradient for NaN",
-        fix="Turn it on only while you look for an error.",
-        confirmed_by="debug-switches",
-        **position(call),
-    )

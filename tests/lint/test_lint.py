@@ -134,6 +134,8 @@ FIXED = [
 OTHER_KINDS = [
     ("torch.set_num_threads(512)", "too-many-threads"),
     ("import os\nos.environ['OMP_NUM_THREADS'] = '512'", "too-many-threads"),
+    ("import os\nos.environ.setdefault('MKL_NUM_THREADS', '512')", "too-many-threads"),
+    ("import os\nos.environ.setdefault('CUDA_LAUNCH_BLOCKING', '1')", "launch-blocking"),
     (
         "model.eval()\nfor x in batches_of_rows(rows):\n    out = model(x)",
         "eval-with-grad",

@@ -5,6 +5,8 @@ from __future__ import annotations
 import re
 import unicodedata
 from collections.abc import Callable
+from contextlib import nullcontext
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -12,12 +14,14 @@ import pytest
 from msgspec.structs import replace
 from rich.cells import cell_len
 
+from advisor.advise.engine import analyze
 from advisor.core import text as t
 from advisor.core.finding import Finding, Impact, Location
 from advisor.core.ranks import Ranks
 from advisor.core.report import Family, Replay, Report
 from advisor.render.formats import REPORTS
 from advisor.render.page import Page
+from advisor.testing import TraceBuilder
 
 ANSI = re.compile(r"\x1b\[[0-9;]*m")
 Make = Callable[..., Report]
@@ -44,6 +48,23 @@ def test_every_line_fits(
     made = report(findings, ranks=ranks(3))
     shown = REPORTS.render("terminal", made, width=width, colour=colour, **more)
     assert widest(shown) <= width
+
+
+@pytest.mark.parametrize("stacks", [False, True])
+def test_the_first_finding_has_a_line_or_the_option_that_records_it(
+    stacks: bool, tmp_path: Path
+) -> None:
+    b = TraceBuilder()
+    for _ in range(4):
+        with b.step(), b.python("train.py(12): step") if stacks else nullcontext():
+            b.loader_wait(9000, workers=0)
+            with b.op("aten::mm", [[512, 512], [512, 512]], "float"):
+                b.launch("gemm", 900)
+            b.sync()
+    report = analyze(b.write(tmp_path / "trace.json"))
+    shown = REPORTS.render("terminal", report)
+    assert report.findings
+    assert ("line not recorded; with_stack=True shows it" in shown) != stacks
 
 
 @pytest.mark.parametrize("findings", [0, 1, 2, 3, 6])

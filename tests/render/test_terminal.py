@@ -50,6 +50,21 @@ def test_every_line_fits(
     assert widest(shown) <= width
 
 
+def test_a_row_is_as_wide_as_its_own_gain_allows(report: Make) -> None:
+    """A card with a long reason above it does not shorten the titles of those below."""
+    made = report(0)
+    risk = Finding(
+        summary="why", title="Steps grow", impact=Impact(currency="risk", reason="x" * 60)
+    )
+    step = Finding(
+        summary="why",
+        title="Some steps take much longer",
+        impact=Impact(currency="run_time", gain_ns=10**8, low_ns=0, high_ns=10**8),
+    )
+    shown = REPORTS.render("terminal", replace(made, risks=[risk, risk, risk, step]))
+    assert "Some steps take much longer" in shown
+
+
 @pytest.mark.parametrize("stacks", [False, True])
 def test_the_first_finding_has_a_line_or_the_option_that_records_it(
     stacks: bool, tmp_path: Path

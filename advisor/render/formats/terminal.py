@@ -51,17 +51,16 @@ def _brief(document: d.Document, cards: Sequence[d.Card], options: RenderOptions
     page.wrapped(t.clean(document.headline), style=document.style)
     shown = cards[:MAX_FULL]
     for card in shown:
-        _row(page, card, max((len(t.clean(each.gain)) for each in shown), default=0))
+        _row(page, card)
     if len(cards) > len(shown):
         page.wrapped(f"{len(cards) - len(shown)} more: without --brief.", indent=4, style="dim")
     return page.getvalue()
 
 
-def _row(page: Page, card: d.Card, room: int) -> None:
+def _row(page: Page, card: d.Card) -> None:
     """One line a fix: what it is and what it brings."""
     gain = t.clean(card.gain)
-    wide = max(page.width - room - 6, 12)
-    name = t.shorten(t.clean(card.title), wide)
+    name = t.shorten(t.clean(card.title), max(page.width - len(gain) - 6, 12))
     blanks = " " * max(2, page.width - 4 - len(name) - len(gain))
     page.line((f"{card.number:>2}  ", STYLES.get(card.tag, "")), name, (f"{blanks}{gain}", "green"))
 
@@ -101,18 +100,16 @@ class _Screen:
 
     def blocks(self, blocks: Sequence[d.Block]) -> None:
         """Draw them below each other."""
-        rest = [block for block in blocks if isinstance(block, d.Card)]
-        gains = [len(t.clean(card.gain)) for card in rest]
         before: d.Block | None = None
         for place, block in enumerate(blocks):
             match block:
                 case d.Card() if not (block.fix or block.full or self.details):
-                    _row(self.page, block, max(gains))
+                    _row(self.page, block)
                 case d.Card() if block.fix and self.full <= 0:
                     if not self.rows:
                         self.page.blank()
                     self.rows += 1
-                    _row(self.page, block, max(gains))
+                    _row(self.page, block)
                 case d.Card():
                     self.full -= block.fix
                     if place or block.number:

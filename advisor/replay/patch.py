@@ -121,7 +121,14 @@ class Patch:
         stream = graph.edge == Edge.STREAM
         # its stream still waits for the events that it waits for
         weight[into & ~stream & (graph.edge != Edge.CROSS)] = NEVER
-        weight[into & stream] = 0.0
+        weight[into & stream] = np.minimum(weight[into & stream], 0.0)
+        # work that starts before its stream's last work ends (programmatic dependent launch) still
+        # does, by as much less as it is shorter: it ends no earlier for that
+        early = np.flatnonzero(stream & (weight < 0) & (weight > NEVER))
+        own = graph.dst[early]
+        beyond = np.maximum(-weight[early] - self.dur[own], 0.0)
+        left = np.minimum(dur[own] / np.maximum(self.dur[own], 1.0), 1.0)
+        weight[early] = (weight[early] + beyond) * left - beyond
         self._shrink(weight)
         if self.batch != 1.0:
             loaded = graph.kind[graph.dst] == Node.LOADED

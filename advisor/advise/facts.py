@@ -490,7 +490,7 @@ def abstentions(report: Report) -> list[tuple[str, str]]:
 def bounded(report: Report) -> bool:
     """Some gain is an upper bound, not a replay."""
     return any(
-        finding.impact is not None and finding.impact.method.startswith("upper bound")
+        finding.impact is not None and t.is_upper_bound(finding.impact)
         for finding in report.findings
     )
 

@@ -68,7 +68,7 @@ def weigh_window(finding: Finding, rule: Rule, a: Analysis) -> Finding:
         why = "steps are where the device's work repeats, nothing marks them"
         finding = less_sure(finding, 0.9, why)
     if marked and a.step_count < 3:
-        finding = less_sure(finding, 0.85, f"only {a.step_count} step(s) measured")
+        finding = less_sure(finding, 0.85, f"only {t.count_noun(a.step_count, 'step')} measured")
     if a.trace.meta.truncated:
         finding = less_sure(finding, 0.9, "the file is truncated")
     return finding

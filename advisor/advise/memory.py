@@ -25,6 +25,10 @@ if TYPE_CHECKING:
 
 MAX_DEVICES = 16
 MAX_LINES = 40
+MIN_NAMED_SHARE = 0.01
+"""Of what is in tensors: a category below it is not named in the verdict."""
+MIN_UNUSED_SHARE = 0.25
+"""Of what is reserved: unused memory from which the verdict says so."""
 
 
 def shown_histories(a: Analysis) -> list[PostMortem]:
@@ -187,12 +191,17 @@ def memory_verdict(
     """Status and a sentence or two about a snapshot alone."""
     view = report.memory[0]
     held = " and ".join(
-        f"{each.category} {t.format_bytes(each.bytes)}" for each in view.categories[:2]
+        f"{t.format_bytes(each.bytes)} "
+        f"{'not attributed' if each.category == 'not attributed' else f'of {each.category}'}"
+        for each in view.categories[:2]
+        if each.bytes >= MIN_NAMED_SHARE * view.allocated
     )
     filled = f"{t.format_bytes(view.allocated)} in tensors"
     if view.reserved:
         filled += f" of {t.format_bytes(view.reserved)} reserved"
-    most = f", most of it {held}" if held else ""
+    if view.reserved and view.reserved - view.allocated >= MIN_UNUSED_SHARE * view.reserved:
+        filled += f" ({t.format_bytes(view.reserved - view.allocated)} reserved and unused)"
+    most = f", mainly {held}" if held else ""
     if view.reserved and view.allocated > view.reserved:
         return "limited", (
             f"GPU {view.device}: {t.format_bytes(view.allocated)} in tensors and "
@@ -204,7 +213,7 @@ def memory_verdict(
             f"GPU {view.device} ran out of memory at a request of {t.format_bytes(view.request)}: "
         )
     else:
-        text = f"GPU {view.device} at its {'peak' if view.at == 'peak' else 'snapshot'}: "
+        text = f"GPU {view.device} {'at its peak' if view.at == 'peak' else 'in the snapshot'}: "
     text += f"{filled}{most}."
     if report.risks:
         return "bottlenecks", text

@@ -16,6 +16,7 @@ from advisor.advise.impact import (
     may_be_nothing,
     without_gain,
 )
+from advisor.measure.device.kernel_profiles import ONE_LAUNCH
 
 if TYPE_CHECKING:
     from advisor.core.finding import Finding
@@ -45,6 +46,11 @@ class Ranked:
         return [f for f in self.findings if f.priority is not None and not f.other_rank]
 
 
+def _of_one_launch(note: Finding) -> float:
+    """By what one launch of a profiled kernel saves, the largest first; others stay in order."""
+    return -sum(float(e.value or 0) for e in note.evidence if e.label == ONE_LAUNCH)
+
+
 def rank(findings: Sequence[Finding], a: Analysis, estimator: Pricer) -> Ranked:
     """The findings in the order to follow them; what gains nothing by a replay although the device
     waits for it becomes a note, and what gains nothing by either reckoning is left out."""
@@ -69,6 +75,7 @@ def rank(findings: Sequence[Finding], a: Analysis, estimator: Pricer) -> Ranked:
             candidates.append(finding)
     ordered, dropped = _order(candidates, estimator, floor)
     notes += without_gain(dropped, estimator, a, floor)
+    notes.sort(key=_of_one_launch)
     return Ranked(ordered, sorted(risks, key=lambda f: -f.confidence), notes)
 
 

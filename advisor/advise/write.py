@@ -9,7 +9,6 @@ import numpy as np
 from msgspec.structs import replace
 
 import advisor
-from advisor.advise.impact import REPLAY
 from advisor.advise.kernel_counters import (
     counter_views,
     counters_verdict,
@@ -118,10 +117,10 @@ def _texts(rules: Sequence[Rule], findings: Sequence[Finding]) -> list[RuleText]
 
 
 def _why_bounds(pricer: Pricer, findings: Sequence[Finding]) -> list[str]:
-    """Why gains are upper bounds, where they are."""
+    """Why gains are not replayed, where they are not."""
     if not findings or not pricer.reason:
         return []
-    return [f"Gains are upper bounds, not replayed: {pricer.reason}."]
+    return [f"Gains are exposed time, not replayed: {pricer.reason}."]
 
 
 def _merged(items: Sequence[SkippedCheck]) -> list[SkippedCheck]:
@@ -343,7 +342,7 @@ def _lead(report: Report) -> str:
     word = first.title.split(" ", 1)[0]
     named = len(word) > 1 and not word[1].islower()  # "NCCL …", not "A …" nor "The …"
     title = first.title if named else first.title[0].lower() + first.title[1:]
-    about = "about" if impact.method == REPLAY else "up to"
+    about = "up to" if t.is_upper_bound(impact) else "about"
     share = t.format_share(impact.share)
     if impact.low_ns is not None and impact.low_ns < WIDE * impact.gain_ns:
         high_ns = max(impact.gain_ns, impact.high_ns or 0)

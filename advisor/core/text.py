@@ -290,8 +290,16 @@ def format_gain(finding: Finding) -> str:
 
 def format_saving(impact: Impact) -> str:
     """The time that a fix saves: ``up to 87.9 ms``."""
-    bound = "up to " if impact.method.startswith("upper bound") else ""
+    bound = "up to " if is_upper_bound(impact) else ""
     return f"{bound}{format_duration(impact.gain_ns)}"
+
+
+def is_upper_bound(impact: Impact) -> bool:
+    """No fix saves more than the gain: it is exposed time, and no assumption of the rule's own
+    puts the end of the range above it."""
+    above = format_duration(impact.high_ns or 0) != format_duration(impact.gain_ns or 0)
+    above = above and (impact.high_ns or 0) > (impact.gain_ns or 0)
+    return impact.method.startswith("upper bound") and not above
 
 
 def format_gain_range(finding: Finding) -> str | None:

@@ -21,6 +21,7 @@ from advisor.core.finding import (
 )
 from advisor.measure import Analysis
 from advisor.measure.device.kernel_profiles import (
+    ONE_LAUNCH,
     Limit,
     ProfiledKernel,
     faster,
@@ -84,10 +85,12 @@ class CounterRule(Rule):
         """Of the kernels that have it, the worst first."""
         k, saved = found[0]
         edits = [edit for k, saved in found if (edit := faster(a, k, saved.share)) is not None]
+        saving: list[Evidence] = []
         also = f" So do {len(found) - 1} more profiled kernels." if len(found) > 1 else ""
         if not edits:
             times = [(k.profile.duration_ns or 0.0) * saved.share for k, saved in found]
             also += f" One launch of each saves {t.format_duration(sum(times))} at most."
+            saving.append(Evidence(ONE_LAUNCH, sum(times), "ns"))
         return Finding(
             summary=f"{self._describe(k, saved)}{_sampled_at(k)}{also}",
             evidence=[
@@ -98,6 +101,7 @@ class CounterRule(Rule):
                     *self.limit(self._limit_name),
                 ),
                 *_facts(k),
+                *saving,
                 Evidence("kernels with it", len(found), "count"),
             ],
             where=[
@@ -376,7 +380,7 @@ class PartialWave(CounterRule):
 
     def saving(self, k: ProfiledKernel) -> Saving | None:
         """What the tail costs, where no unit is busy all the same."""
-        if k.waves is None or k.waves < 1:
+        if k.waves is None or k.waves < 1 or _room(k) < 0.1:
             return None
         lost = 1 - k.waves / float(np.ceil(k.waves))
         if lost < self.min_lost:
@@ -390,10 +394,11 @@ class PartialWave(CounterRule):
 
     @staticmethod
     def silent_on() -> dict[str, tuple[TraceBuilder, str]]:
-        """Many waves; less than one."""
+        """Many waves; less than one; a unit that is busy throughout."""
         return {
             "many waves": (_example(waves=12.8, sm=40), "min_lost"),
             "small grid": (_example(waves=0.1, sm=5), "k.waves < 1"),
+            "a unit is busy all the same": (_example(waves=1.1, l1=97), "_room(k) < 0.1"),
         }
 
 

@@ -67,7 +67,7 @@ def make_finding(number: int = 1, name: str | None = None, **changes: Any) -> Fi
             )
         ],
         "confidence": 0.8,
-        "confidence_notes": ["only 2 step(s) measured"],
+        "confidence_notes": ["only 2 steps measured"],
         "assumptions": ["the loader can be made faster"],
         "falsified_by": "a run without it that is as slow",
         "impact": Impact(

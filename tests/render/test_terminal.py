@@ -189,7 +189,7 @@ def test_a_finding_says_gain_place_evidence_fix_code_and_check(report: Make) -> 
         "Do the other thing",
         "│ step(quick=True)",
         "Profile again",
-        "only 2 step(s) measured",
+        "only 2 steps measured",
     ):
         assert part in shown, part
 

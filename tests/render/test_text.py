@@ -113,6 +113,10 @@ def test_a_gain_says_its_currency() -> None:
     assert shown(currency="step_time", gain_ns=4_000_000, share=0.1, method=bound) == (
         "up to 4 ms per step, 10%"
     )
+    # a range that ends above the gain is no bound
+    wide = {"gain_ns": 4_000_000, "low_ns": 2_000_000, "high_ns": 6_000_000, "method": bound}
+    assert shown(currency="step_time", **wide) == "4 ms per step"
+    assert shown(currency="step_time", **wide | {"high_ns": 4_000_000}) == "up to 4 ms per step"
     assert shown(currency="step_time", gain_ns=4_000_000, method="replay") == "4 ms per step"
     assert shown(currency="run_time", gain_ns=20_000_000_000) == "20 s over the run"
     assert shown(currency="memory", freed_bytes=2 << 30) == "frees 2 GiB"

@@ -21,6 +21,8 @@ BUSY = 60.0
 """Percent of a unit's peak from which it limits a kernel; below it, latency does. Nsight Compute's
 SpeedOfLight rule divides at the same figure."""
 
+ONE_LAUNCH = "saved by one launch of each, at most"
+"""Evidence of what a fix saves of kernels that no trace has."""
 MAX_NAMED = 500
 """Launches that an edit names one by one, where others of the same name have another size."""
 UNITS: dict[Limit, tuple[str, ...]] = {

@@ -4,19 +4,22 @@ from __future__ import annotations
 
 from typing import Any
 
+import dash
+
 from advisor.advise.facts import cost, energy
 from advisor.core import text as t
 from advisor.core.errors import AdvisorError
 from advisor.core.prices import Prices, money, read_prices
 from advisor.dashboard import current
 from advisor.dashboard.current import PageView
-from advisor.dashboard.parts import banner, card, el, empty, facts, fold, head, page, table
+from advisor.dashboard.grid import Column, duration_column, grid, grid_rows, register_search
+from advisor.dashboard.parts import banner, card, el, empty, facts, fold, head, page
+from advisor.dashboard.session import DashboardSession
 from advisor.replay.project.choice import ANY, RESTS_ON, Choice, cheapest, choose, offered
 from advisor.replay.project.project import Projector
 
-MAX_SHOWN = 12
-"""GPUs in the first table."""
-HEAD = ("GPU", "step", "range", "speedup", "memory")
+SHOWN_PX = 480
+"""Height of the table: a dozen GPUs, the others by scrolling or searching."""
 NO_PRICE = "unknown: pass --price 2.50/h, or --prices FILE with a price for each GPU"
 NOT_THIS_GPU = "unknown: the given prices do not list this GPU"
 NO_ENERGY = "advisor record samples it on NVIDIA GPUs"
@@ -88,47 +91,63 @@ def _no_prices(prices: Prices) -> str:
     )
 
 
+GRID = "gpu-grid"
+COLUMNS = (
+    Column("gpu", "GPU", flex=2),
+    duration_column("step_ns", "Step", 96),
+    duration_column("low_ns", "At best", 96),
+    duration_column("high_ns", "At worst", 96),
+    Column(
+        "speedup", "Speedup", 90, number=lambda ratio: "–" if ratio is None else f"{ratio:.2f}×"
+    ),
+    Column("runs", "Memory, or why it cannot run there", flex=2),
+)
+
+
 def _other_gpus(choices: tuple[Choice, ...], prices: Prices) -> Any:
-    """The first GPUs of the list; the others are folded."""
     with_costs = any(choice.price is not None for choice in choices)
-    order = f"Projected, {'cheapest' if with_costs else 'fastest'} first"
-    first, others = choices[:MAX_SHOWN], choices[MAX_SHOWN:]
+    columns = (*COLUMNS[:-1], *(_cost_columns(prices) if with_costs else ()), COLUMNS[-1])
     return card(
         "The step on other GPUs",
-        _table(first, prices, order, with_costs=with_costs),
-        fold(f"{len(others)} more GPUs", _table(others, prices, "More GPUs", with_costs=with_costs))
-        if others
-        else None,
+        grid(
+            GRID, columns, grid_rows(columns, map(_values, choices)), height=SHOWN_PX, label="GPUs"
+        ),
+        aside=f"projected, {'cheapest' if with_costs else 'fastest'} first",
     )
 
 
-def _table(choices: tuple[Choice, ...], prices: Prices, caption: str, *, with_costs: bool) -> Any:
-    header = [*HEAD, *(["per hour", "per million steps", "range"] if with_costs else [])]
-    rows = [_row(choice, prices, with_costs=with_costs) for choice in choices]
-    return table(header, rows, numbers=range(1, len(header)), caption=caption, stacked=True)
+def _cost_columns(prices: Prices) -> list[Column]:
+    """Columns of money: an hour, and a million steps with their range."""
+
+    def write(amount: float | None) -> str:
+        return "–" if amount is None else money(amount, prices.currency)
+
+    titles = {
+        "price": "Per hour",
+        "cost": "Million steps",
+        "low_cost": "Cost at best",
+        "high_cost": "Cost at worst",
+    }
+    return [
+        Column(field, title, 104, number=write, csv=f"{title}, {prices.currency}")
+        for field, title in titles.items()
+    ]
 
 
-def _row(choice: Choice, prices: Prices, *, with_costs: bool) -> list[str]:
-    projection = choice.projection
-    row = [t.clean(projection.gpu)]
-    if projection.refused:
-        row += [t.clean(projection.refused), "–", "–"]
-    else:
-        row += [
-            t.format_duration(projection.step_ns),
-            t.format_range(projection.low_ns, projection.high_ns),
-            f"{projection.speedup:.2f}×",
-        ]
-    row.append(projection.fit.verdict)
-    if with_costs:
-        low, high = _money(choice.low_cost, prices), _money(choice.high_cost, prices)
-        row += [
-            _money(choice.price, prices),
-            _money(choice.cost, prices),
-            "–" if "–" in (low, high) else f"{low} to {high}",
-        ]
-    return row
+def _values(choice: Choice) -> dict[str, Any]:
+    """A row of the grid; a GPU that cannot run the step has no times."""
+    projection, runs = choice.projection, not choice.projection.refused
+    return {
+        **choice._asdict(),
+        "gpu": projection.gpu,
+        "runs": projection.refused or projection.fit.verdict,
+        **{
+            field: getattr(projection, field) if runs else None
+            for field in ("step_ns", "low_ns", "high_ns", "speedup")
+        },
+    }
 
 
-def _money(amount: float | None, prices: Prices) -> str:
-    return "–" if amount is None else money(amount, prices.currency)
+def register(app: dash.Dash, session: DashboardSession) -> None:
+    """The field above the grid searches it."""
+    register_search(app, GRID)

@@ -62,7 +62,7 @@ def _head(report: Report) -> Any:
     count = len(facts.ranked(report))
     title = "Findings"
     if count:
-        lead = "Fix them in this order: each gain assumes that the fixes above are done."
+        lead = "Fix them in this order. Each gain is of its fix alone."
     elif report.status == "healthy":
         lead = "No change found that shortens the step."
     else:

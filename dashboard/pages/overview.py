@@ -13,7 +13,7 @@ from advisor.core import text as t
 from advisor.core.finding import Finding
 from advisor.core.report import Report
 from advisor.core.views import Stair, Stairs, StepBar
-from advisor.dashboard import current, parts
+from advisor.dashboard import current, parts, snapshot
 from advisor.dashboard.current import PageView
 from advisor.dashboard.parts import (
     banner,
@@ -44,11 +44,11 @@ def layout(**query: object) -> Any:
     """The page."""
     view = current.view(**query)
     report = view.loaded.report
-    bar = views.step_bar(report)
+    bar, timeless = views.step_bar(report), report.scope.timeless
     return page(
         _head(report),
         banner(report.limits),
-        tiles(figures(report)),
+        *(snapshot.sections(view)[:1] if timeless else [tiles(figures(report))]),
         card(bar.heading, draw_bar(bar, _segment_links(view, bar)), tools=png_button("step"))
         if bar is not None
         else None,

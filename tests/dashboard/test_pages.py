@@ -375,6 +375,7 @@ def test_the_memory_page_draws_a_snapshot_as_the_report_tells_it(tmp_path: Path)
     from advisor.dashboard.access import Access
     from advisor.dashboard.app import create_app, has_content
     from advisor.dashboard.pages import memory as page
+    from advisor.dashboard.pages import overview
     from advisor.dashboard.session import DashboardSession
     from advisor.testing.allocator import GIB, MIB, Allocator, Training
 
@@ -404,3 +405,6 @@ def test_the_memory_page_draws_a_snapshot_as_the_report_tells_it(tmp_path: Path)
         assert "Left behind by each step" in str(page.layout())
         shown = [item.module for item in PAGES if has_content(item, current.view())]
         assert shown == ["overview", "findings", "memory"]
+    with app.server.test_request_context("/"):
+        first = str(overview.layout())
+        assert "What held the memory at the peak" in first and "Step" not in first

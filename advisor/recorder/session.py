@@ -72,12 +72,25 @@ MAX_MESSAGE = 500
 IDLE_UPDATES, IDLE_SECONDS = 3, 0.3
 """Updates by a thread that is not watched, and the time they take, while the watched one does
 nothing: then it is the one that trains."""
+STARTING_SECONDS = 0.05
+"""How long a thread that is about to train leaves the watched one to come out of ``start``, once
+in a recording."""
 WAITING = frozenset(("threading", "concurrent", "queue", "selectors", "asyncio", "multiprocessing"))
 """Modules in which a thread that waits for others is."""
 UNMARKED = (
     "advisor: no step was seen, but %d forwards were, which are no loop. To record it, say where"
     " its steps end: advisor.step(), or: for batch in advisor.record.steps(loader)"
 )
+
+
+def _innermost_frames(thread: int) -> list[tuple[Any, str]]:
+    """Module and function of a thread's four innermost frames; none: it has ended."""
+    frame = sys._current_frames().get(thread)
+    names: list[tuple[Any, str]] = []
+    while frame is not None and len(names) < 4:
+        names.append((frame.f_globals.get("__name__"), frame.f_code.co_name))
+        frame = frame.f_back
+    return names
 
 
 class _Here:
@@ -165,6 +178,8 @@ class RecordingSession:
         self._home = -1
         """The thread that began to record, and whether it has trained: if not, it may still."""
         self._home_trained = False
+        self._stood_back = False
+        """Whether a thread has waited in vain for another to come out of ``start``."""
         self._elsewhere: dict[int, tuple[int, int, float]] = {}
         """Of each thread that makes updates beside it: the passes of the watched one until then
         (-1: more since), how many, and since when."""
@@ -458,15 +473,11 @@ class RecordingSession:
         watched, this = here[THREAD], threading.get_ident()
         if watched == -1 or self.in_loop or self.over or in_backward(self._torch):
             return False
-        frame = sys._current_frames().get(watched)
-        if frame is None:
+        names = self._wait_until_started(watched)
+        if not names:
             return True
         if this == self._home and not self._home_trained:
             return True  # another thread was taken for the one that trains in its place
-        names: list[tuple[Any, str]] = []
-        while frame is not None and len(names) < 4:
-            names.append((frame.f_globals.get("__name__"), frame.f_code.co_name))
-            frame = frame.f_back
         starts = any(name == "start" for _, name in names)  # only until the other one runs
         # two frames: a collection's callback may run in one that waits. What calls a thread's, a
         # pool's or a loop's function is of these modules too, and does not wait
@@ -479,6 +490,19 @@ class RecordingSession:
         else:
             moves = waits and not starts and watched != threading.main_thread().ident
         return moves or (updates and self._has_taken_over(this, progress))
+
+    def _wait_until_started(self, thread: int) -> list[tuple[Any, str]]:
+        """Where a thread is (:func:`_innermost_frames`), after it has left ``Thread.start``.
+
+        It is there until the system gives it a processor, and the thread it started may train
+        meanwhile. Nothing is known then; so this one stands back for a moment."""
+        names = _innermost_frames(thread)
+        until = time.monotonic() + STARTING_SECONDS
+        while ("threading", "start") in names and not self._stood_back:
+            time.sleep(0.0001)
+            self._stood_back = time.monotonic() > until
+            names = _innermost_frames(thread)
+        return names
 
     def _has_fetched(self) -> bool:
         """Whether the watched thread has asked a loader for a batch: it is about to train."""

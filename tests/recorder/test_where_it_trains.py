@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 import threading
 import time
 from pathlib import Path
@@ -169,6 +172,33 @@ def test_the_main_thread_collects_garbage_while_another_one_trains(
         thread.join()
 
     assert len(recorded(run).steps) == 30
+
+
+@pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="processors are Linux's")
+def test_a_thread_that_trains_before_the_main_one_has_left_start(
+    recorded: Any, training: Any
+) -> None:
+    """One processor that others use as well: the main thread gets it late."""
+    batches = list(training.loader(30))
+    for batch in training.loader(40):
+        training.learn(batch)  # what is slow in a first step is over
+
+    def run() -> None:
+        thread = threading.Thread(target=lambda: [training.learn(batch) for batch in batches])
+        thread.start()
+        thread.join()
+
+    before = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, {min(before)})
+    command = (sys.executable, "-c", "while True: pass")
+    busy = [subprocess.Popen(command) for _ in range(3)]
+    try:
+        assert len(recorded(run).steps) == 30
+    finally:
+        for process in busy:
+            process.kill()
+            process.wait()
+        os.sched_setaffinity(0, before)
 
 
 @pytest.mark.parametrize("how", ["executor", "to_thread", "threads", "polled", "after"])

@@ -181,17 +181,28 @@ def _roofs(made: Any, hardware: GpuSpec, low: float, high: float) -> None:
         xshift=14,
         yshift=16,
     )
-    for peak, names in peaks.items():
+    labels: list[tuple[float, list[str]]] = []  # above the highest roof of each
+    nearest = math.inf
+    for peak, names in sorted(peaks.items(), reverse=True):
         _roof(made, [peak / bandwidth, high], [peak, peak])
+        text = f"{', '.join(names)} {t.format_number(peak / 1e12)}"
+        if math.log10(nearest / peak) < ROOM:
+            labels[-1][1].append(text)
+        else:
+            labels.append((peak, [text]))
+        nearest = peak
+    for highest, texts in labels:
         made.add_annotation(
             **_LABEL,
             x=math.log10(high),
-            y=math.log10(peak / 1e12),
+            y=math.log10(highest / 1e12),
             xanchor="right",
-            text=f"{', '.join(names)} {t.format_value(peak, 'FLOP/s')}",
+            text=f"{' · '.join(texts)} TFLOP/s",
         )
 
 
+ROOM = 0.45
+"""Decades between two roofs up to which they share a label: two would collide."""
 _LABEL: dict[str, Any] = {"yanchor": "bottom", "showarrow": False, "font": {"size": 11.5}}
 
 
@@ -357,13 +368,15 @@ def rank_class_heatmap(
     about: Sequence[Sequence[str | None]],
     keys: Sequence[Sequence[str | None]],
     labels: Sequence[str],
+    ranks: Sequence[str] | None,
     scale: float,
     height: int,
 ) -> Any:
     """Ranks × classes, in strips below each other: less than the median blue, more red.
 
     ``values``: ms apart from the median, at most ``scale``. ``about``: each cell in words.
-    ``keys``: of each cell, which a click finds as the point's text (Dash hands on no other).
+    ``ranks``: names of the columns, where there is one strip. ``keys``: of each cell, which a click
+    finds as the point's text (Dash hands on no other).
     """
     made = empty_figure(height)
     made.add_trace(
@@ -390,8 +403,12 @@ def rank_class_heatmap(
         ticktext=[escape_markup(label) for label in labels if label],
         tickfont={"size": 11},
     )
-    made.update_xaxes(showline=False, showticklabels=False, title="")
-    made.update_layout(margin={"l": 190, "t": 8, "b": 8})
+    made.update_yaxes(automargin=True)
+    made.update_xaxes(showline=False, showticklabels=ranks is not None, title="")
+    if ranks is not None:
+        made.update_traces(x=list(ranks))
+        made.update_xaxes(type="category", nticks=16, title="rank", tickangle=0)
+    made.update_layout(margin={"l": 8, "t": 8, "b": 44 if ranks else 8})
     return made
 
 
@@ -407,7 +424,8 @@ def histogram(labels: Sequence[str], values: Sequence[int], unit: str) -> Any:
             hovertemplate=f"%{{y}}: %{{x:,}} {unit}<extra></extra>",
         )
     )
-    made.update_xaxes(title=unit, rangemode="tozero", showgrid=True)
+    made.update_xaxes(title=unit, rangemode="tozero", showgrid=True, tickformat=",d", nticks=6)
+    made.update_xaxes(**({"dtick": 1} if max(values, default=0) < 6 else {}))
     made.update_yaxes(type="category", autorange="reversed", showgrid=False)
     made.update_layout(bargap=0.15, margin={"l": 150, "t": 4})
     return made

@@ -137,11 +137,11 @@ def grid(
             "Div",
             el(
                 "Label",
-                el("Span", f"Search {label.lower()}", cls="visually-hidden"),
+                el("Span", f"Search: {label}", cls="visually-hidden"),
                 search(
                     id=f"{id}-search",
                     type="search",
-                    placeholder=f"Search {label.lower()}",
+                    placeholder="Search",
                     debounce=False,
                     className="search",
                 ),
@@ -153,7 +153,7 @@ def grid(
                 type="button",
                 title="Save what the table shows as CSV",
                 data_grid=id,
-                aria_label=f"Save {label.lower()} as CSV",
+                aria_label=f"Save as CSV: {label}",
             ),
             cls="actions",
         ),

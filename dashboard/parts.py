@@ -11,6 +11,7 @@ from dash import ClientsideFunction, Input, Output, State, dcc, html
 
 from advisor.core import text as t
 from advisor.core.views import Segment, StepBar
+from advisor.render.document import Grid, Items, Paragraph, Section, Span
 
 if TYPE_CHECKING:
     from advisor.dashboard.current import PageView
@@ -150,6 +151,36 @@ def table(
         role=roles["table"],
     )
     return scrolling(made, caption or header[0] or "Table")
+
+
+def draw_grid(grid: Grid, rows: Sequence[Sequence[Any]] | None = None) -> Any:
+    """A table of a document, ``rows`` in place of its own. Spaces before a name are its depth."""
+    head = [name if name[:2].isupper() else name.capitalize() for name in grid.head]
+    drawn = [[_cell(cell) for cell in row] for row in (grid.rows if rows is None else rows)]
+    return table(head, drawn, numbers=range(1, len(head)), stacked=True)
+
+
+def _cell(cell: Any) -> Any:
+    if not isinstance(cell, str | Span):
+        return cell
+    text = cell if isinstance(cell, str) else cell.text
+    depth = len(text) - len(text.lstrip(" "))
+    if not depth:
+        return t.clean(text)
+    return el("Span", t.clean(text.strip()), style={"paddingLeft": f"{0.6 * depth:.1f}em"})
+
+
+def draw_section(section: Section) -> Any:
+    """A card of a document's section: its tables, lists and remarks."""
+    parts: list[Any] = []
+    for block in section.blocks:
+        if isinstance(block, Grid):
+            parts.append(draw_grid(block))
+        elif isinstance(block, Items):
+            parts.append(el("Ul", *(el("Li", _cell(item)) for item in block.items)))
+        elif isinstance(block, Paragraph):
+            parts.append(el("P", _cell(block.text), cls="note-line"))
+    return card(section.title, *parts, aside=section.aside)
 
 
 def scrolling(made: Any, label: str) -> Any:

@@ -16,6 +16,7 @@ from advisor.dashboard import figures
 from advisor.dashboard.current import PageView
 from advisor.dashboard.parts import (
     card,
+    draw_grid,
     el,
     facts,
     figure,
@@ -30,7 +31,6 @@ from advisor.dashboard.session import LoadedRun
 from advisor.measure import Analysis
 from advisor.measure.memory.memory_kinds import CATEGORIES
 from advisor.measure.memory.post_mortem import PostMortem
-from advisor.render.document import Grid
 from advisor.render.documents import memory
 
 COLOURS = dict(
@@ -90,7 +90,7 @@ def _device(
             []
             if device_view is None
             else [
-                _table(each)
+                draw_grid(each)
                 for each in memory.device(device_view).tables
                 if each.title == "Segments"
             ]
@@ -121,7 +121,7 @@ def _picture(post: PostMortem, shown: MemoryView, table_: pl.DataFrame, named: s
         body.append(remark("Point at the picture for the largest blocks then, and a stack."))
     rows = [
         [
-            el("Span", swatch(COLOURS[each.category]), f" {each.category}"),
+            el("Span", swatch(COLOURS[each.category]), f" {each.category}", cls="nowrap"),
             el("Div", share_bar(each.bytes / max(shown.allocated, 1), COLOURS[each.category]),
                cls="bar-cell"),
             t.format_bytes(each.bytes), t.format_share(each.bytes / max(shown.allocated, 1)),
@@ -129,7 +129,8 @@ def _picture(post: PostMortem, shown: MemoryView, table_: pl.DataFrame, named: s
         ]
         for each in shown.categories
     ]  # fmt: skip
-    body.append(table(["Category", "", "Bytes", "Share", "Blocks"], rows, numbers=(2, 3, 4)))
+    header = ["Category", "", "Bytes", "Share", "Blocks"]
+    body.append(table(header, rows, numbers=(2, 3, 4), stacked=True))
     lines = [(label, " · ".join(parts)) for label, parts in memory.device(shown).lines
              if label not in ("held", "by")]  # fmt: skip
     if lines:
@@ -149,14 +150,8 @@ def _tables(shown: MemoryView, named: str) -> list[Any]:
                 [el("Div", row[0], el("Div", f"{each.assumes}.", cls="sub")), *row[1:]]
                 for row, each in zip(rows, shown.savings, strict=False)
             ]
-        cards.append(card(f"{named}{section.title}", _table(section, rows)))
+        cards.append(card(f"{named}{section.title}", draw_grid(section, rows)))
     return cards
-
-
-def _table(grid: Grid, rows: list[Any] | None = None) -> Any:
-    head = [name.capitalize() for name in grid.head]
-    shown = grid.rows if rows is None else rows
-    return table(head, shown, numbers=range(1, len(head)), stacked=True)
 
 
 def _timeline_table(loaded: LoadedRun, rank: int | None, post: PostMortem) -> pl.DataFrame:
@@ -208,7 +203,7 @@ def _timeline(post: PostMortem, table_: pl.DataFrame) -> Any:
     label = "out of memory" if post.history.failed is not None else "peak"
     made.add_annotation(
         x=x[row], y=post.allocated / scale, text=f"{label} {t.format_bytes(post.allocated)}",
-        showarrow=True, arrowhead=0, arrowcolor=RESERVED, ax=0, ay=-24, font={"size": 12},
+        showarrow=True, arrowhead=0, arrowcolor=RESERVED, ax=0, ay=-34, font={"size": 12},
     )  # fmt: skip
     made.update_xaxes(title="ms into the history" if timed else "event")
     made.update_yaxes(title=unit, rangemode="tozero")

@@ -93,7 +93,7 @@ def _host(report: Report) -> list[Segment]:
     """What the main thread did: the bar of a trace without device work."""
     own = report.scope.framework
     parts = [(item.name, t.host_label(item.name, own), item.ns, item.share) for item in report.host]
-    return _ranked("host", parts, palette.host, "other")
+    return _ranked("host", parts, palette.host, "smaller parts")
 
 
 def phase(name: str, ns: float, share: float) -> Segment:

@@ -109,9 +109,9 @@ def difference(
     item, other = float(center(before)), float(center(after))
     reach = _reach(spread, freedom, level)
     long = " and ".join(map(str, blocks))
-    pairs = "pairs of " if paired else ""
+    unit = "pairs of steps" if paired else "steps"
     return Difference(
-        f"circular block bootstrap, {RESAMPLES:,} draws, blocks of {long} {pairs}steps",
+        f"circular block bootstrap, {RESAMPLES:,} draws, blocks of {long} ({unit})",
         statistic,
         item,
         other,

@@ -25,6 +25,14 @@ NOT_THIS_GPU = "unknown: the given prices do not list this GPU"
 NO_ENERGY = "advisor record samples it on NVIDIA GPUs"
 
 
+def has_content(view: PageView) -> bool:
+    """Whether there is GPU work to project, or a cost or energy."""
+    if view.entry.loaded is None:
+        return True
+    report = view.loaded.report
+    return view.analysis.device_id is not None or bool(cost(report) or energy(report))
+
+
 def layout(**query: object) -> Any:
     """The page."""
     view = current.view(**query)
@@ -93,7 +101,7 @@ def _no_prices(prices: Prices) -> str:
 
 GRID = "gpu-grid"
 COLUMNS = (
-    Column("gpu", "GPU", flex=2),
+    Column("gpu", "GPU", 176),
     duration_column("step_ns", "Step", 96),
     duration_column("low_ns", "At best", 96),
     duration_column("high_ns", "At worst", 96),

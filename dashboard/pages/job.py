@@ -23,6 +23,7 @@ from advisor.dashboard.parts import (
     empty,
     facts,
     figure,
+    fold,
     head,
     link,
     page,
@@ -33,7 +34,7 @@ from advisor.dashboard.session import DashboardSession, OpenedPath, key_of, spli
 
 STRIP = 128
 """Ranks beside each other on the map."""
-ROW = 15
+ROW = 18
 """Pixels of a class on the map."""
 MAX_SHOWN = 100
 """Lines of a kind."""
@@ -80,7 +81,7 @@ def layout(**query: object) -> Any:
         _outliers(ranks, entry),
         _steps(ranks),
         _clusters(ranks),
-        _changes(report),
+        *_changes(report),
         _ranks(ranks, entry),
         card(
             "What was read",
@@ -148,11 +149,14 @@ def _map(ranks: Ranks, entry: OpenedPath) -> Any:
             places.append([keys[id(row)] for row in rows])
             start = f"from rank {rows[0].rank}: " if several and place == 0 else ""
             labels.append(start + views.label(name))
-    height = 70 + ROW * len(labels)
+    height = 106 + ROW * len(labels)
+    names = None if several else [str(row.rank) for row in shown.lines]
     return card(
-        "Ranks × classes of time",
+        "Time of each rank, compared with the median rank",
         figure(
-            figures.rank_class_heatmap(values, about, places, labels, shown.scale_ns / 1e6, height),
+            figures.rank_class_heatmap(
+                values, about, places, labels, names, shown.scale_ns / 1e6, height
+            ),
             "job",
             height=height,
             id=MAP,
@@ -161,7 +165,7 @@ def _map(ranks: Ranks, entry: OpenedPath) -> Any:
         ),
         el(
             "P",
-            "Compared with the median rank, ms per step. Click on a rank to open its timeline. ",
+            "Per step: red is longer, blue is shorter. Click on a rank to open its timeline. ",
             shown.note,
             cls="note-line",
         ),
@@ -206,7 +210,7 @@ def _steps(ranks: Ranks) -> Any:
         f"{item.label}: {t.format_count(item.ranks)}" for item in bins if item.ranks
     )
     return card(
-        "The ranks' steps",
+        "Ranks by step time",
         figure(
             made,
             "job-steps",
@@ -229,7 +233,7 @@ def _clusters(ranks: Ranks) -> Any:
         ]
         for group in ranks.clusters[:MAX_SHOWN]
     ]
-    header = ["Group", "Ranks", "How many", "Step", *map(views.label, ranks.classes)]
+    header = ["Group", "Ranks", "How many", "Step", *map(_title, ranks.classes)]
     return card(
         "Similar ranks",
         table(
@@ -243,32 +247,32 @@ def _clusters(ranks: Ranks) -> Any:
     )
 
 
-def _changes(report: Report) -> Any:
-    """What to change, in short: the overview has it in full."""
+def _title(name: str) -> str:
+    """A class of time as the head of a column."""
+    label = views.label(name)
+    return label[:1].upper() + label[1:]
+
+
+def _changes(report: Report) -> list[Any]:
+    """Fixes, opened on demand, and what other changes would gain."""
     ranks = report.ranks
-    result = [
-        el(
-            "Article",
-            el("H3", t.clean(finding.title)),
-            el("P", facts_of.price(finding), cls="note-line"),
+    fixes = [
+        fold(
+            " · ".join(filter(None, (t.clean(finding.title), facts_of.price(finding)))),
             el("P", t.clean(finding.summary)),
             el("P", t.clean(finding.fix)) if finding.fix else None,
         )
         for finding in report.findings[:MAX_SHOWN]
     ]
     cases = [el("Li", views.what_if(item)) for item in (ranks.what_if if ranks else [])[:MAX_SHOWN]]
-    if not result and not cases:
-        return None
-    return card(
-        "What to change",
-        *result,
-        el("H3", "What if") if cases else None,
-        el("Ul", *cases) if cases else None,
-    )
+    return [
+        *([card("What to change", *fixes)] if fixes else []),
+        *([card("What if", el("Ul", *cases))] if cases else []),
+    ]
 
 
 def _ranks(ranks: Ranks, entry: OpenedPath) -> Any:
-    classes = [(f"c{place}", views.label(name)) for place, name in enumerate(ranks.classes)]
+    classes = [(f"c{place}", _title(name)) for place, name in enumerate(ranks.classes)]
     rows = []
     for place, row in enumerate(ranks.lines):
         made: dict[str, Any] = {
@@ -284,10 +288,10 @@ def _ranks(ranks: Ranks, entry: OpenedPath) -> Any:
             made |= {field: value, f"{field}_text": t.format_duration(value)}
         rows.append(made)
     columns = [
-        Column("rank", "Rank", width=90, number=True),
-        Column("host", "Host", flex=2),
-        Column("step", "Step", width=110, number=True, csv="Step, ns"),
-        *(Column(f, name, width=130, number=True, csv=f"{name}, ns") for f, name in classes),
+        Column("rank", "Rank", width=76, number=True),
+        *([Column("host", "Host", flex=1)] if any(row.host for row in ranks.lines) else []),
+        Column("step", "Step", width=100, number=True, csv="Step, ns"),
+        *(Column(f, name, width=116, number=True, csv=f"{name}, ns") for f, name in classes),
     ]
     return card(
         "Ranks",

@@ -23,6 +23,7 @@ from advisor.dashboard.grid import (
 )
 from advisor.dashboard.parts import (
     card,
+    draw_section,
     el,
     empty,
     facts,
@@ -40,12 +41,18 @@ from advisor.dashboard.parts import (
 from advisor.dashboard.session import DashboardSession, LoadedRun
 from advisor.measure import Analysis
 from advisor.measure.device.rooflines import attained, rooflines
-from advisor.measure.host.layers import layer_tree
+from advisor.measure.host.layers import report_layers
 from advisor.measure.host.optree import op_table, op_tree
+from advisor.render.documents import layers
 
 MAX_ROWS = 2_000
 """Kernels in the grid; a line below counts the others."""
 MAX_OPS = 500
+
+
+def has_content(view: PageView) -> bool:
+    """Whether operators or kernels were recorded."""
+    return view.entry.loaded is None or not view.analysis.record_only
 
 
 def layout(**query: object) -> Any:
@@ -56,14 +63,14 @@ def layout(**query: object) -> Any:
     if a.device_id is None:
         why = "The trace has no GPU work, so kernels, occupancy and rooflines are not measured."
         how = record_with("activities=[CPU, CUDA]", a.trace.meta, " on a machine with a GPU")
-        return page(title, empty("No kernels", why, how), _layers(view), _tree(view), _ops(view))
+        return page(title, empty("No kernels", why, how), *_layers(view), _tree(view), _ops(view))
     return page(
         title,
         _families(a),
         _kernels(view),
         operator_rates(view),
         _roofline(view),
-        _layers(view),
+        *_layers(view),
         _tree(view),
         _ops(view),
     )
@@ -218,27 +225,13 @@ def _roofline(view: PageView) -> Any:
     )
 
 
-def _layers(view: PageView) -> Any:
-    """The tree of modules; nothing where none were recorded."""
-    layers = view.analysis.layers
-    if layers is None:
-        return None
-    tree = view.loaded.view(("layer_tree", view.rank), lambda: layer_tree(layers))
-    what = "GPU time" if layers.on_device else "host time"
-    description = (
-        f"Modules by {what}, outermost on top; backward work is in the module of its forward. "
-        "Click one to zoom in."
-    )
-    return card(
-        f"{what[0].upper()}{what[1:]} by layer",
-        figure(
-            figures.icicle(tree, f"all {what}"),
-            "layers",
-            height=460,
-            description=description,
-        ),
-        remark(description),
-    )
+def _layers(view: PageView) -> list[Any]:
+    """The cards of ``advisor analyze --by layer``; none where no module was recorded."""
+    a = view.analysis
+    shown = view.loaded.view(("layers", view.rank), lambda: report_layers(a))
+    if shown is None:
+        return []
+    return [draw_section(each) for each in layers.sections(shown, a.per, a.steps.used.height)]
 
 
 def _tree(view: PageView) -> Any:
@@ -385,7 +378,7 @@ RATE_COLUMNS = (
     Column("dtype", "Format", width=74),
     Column("calls", "Calls", width=58, number=t.format_count, csv="Calls per step"),
     duration_column("time", "Time per step", 84),
-    Column("bound", "Bound", width=78),
+    Column("bound", "Bound", width=92),
     Column("flops", "TFLOP/s", width=74, number=TFLOPS, csv="FLOP/s"),
     Column("bytes", "GB/s", width=62, number=GBPS, csv="Bytes/s"),
     share_column("efficiency", "Of attainable", 92),

@@ -19,15 +19,16 @@ from advisor.dashboard.parts import (
     banner,
     card,
     draw_bar,
+    draw_grid,
     el,
     link,
     page,
     png_button,
     remark,
-    table,
     tiles,
 )
 from advisor.dashboard.session import DashboardSession
+from advisor.render.document import Grid
 from advisor.render.documents import serving
 
 STATUS = {
@@ -137,7 +138,7 @@ def _serving(report: Report) -> Any:
         return None
     rows = [serving.row(phase) for phase in report.serving.phases]
     rest = [(label, " · ".join(each)) for label, each, _ in serving.lines(report.serving)]
-    shown = table(serving.HEAD, rows, numbers=range(1, len(serving.HEAD)), stacked=True)
+    shown = draw_grid(Grid(serving.HEAD, rows))
     return card("Inference by phase", shown, parts.facts(rest))
 
 
@@ -296,4 +297,5 @@ def _rest(report: Report) -> Any:
         "Div",
         el("Div", *cards, cls="pair") if len(cards) > 1 else cards[0],
         remark(" ".join(definitions)),
+        cls="stack",
     )

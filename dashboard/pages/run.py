@@ -27,6 +27,11 @@ MAX_LINES = 30
 MAX_WARNINGS = 20
 
 
+def has_content(view: PageView) -> bool:
+    """Whether there is a trace or a record."""
+    return view.entry.loaded is None or not view.analysis.timeless
+
+
 def layout(**query: object) -> Any:
     """The page."""
     view = current.view(**query)

@@ -22,6 +22,11 @@ from advisor.dashboard.session import DashboardSession
 from advisor.dashboard.timeline.routes import routes, warm_first
 
 
+def has_content(view: PageView) -> bool:
+    """Whether a trace was recorded."""
+    return view.entry.loaded is None or not view.analysis.record_only
+
+
 def layout(**query: object) -> Any:
     """The page. What it shows is in the address (``x0``, ``x1``, ns; ``rank``; ``focus``), which
     the script reads and keeps up to date."""

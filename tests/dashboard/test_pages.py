@@ -189,7 +189,7 @@ def _same_bar(t: Any, report: dict[str, Any]) -> None:
     else:
         work, idle = report["host"], 0.0
         tables = [[row for table in tables for row in table]]
-        if tables[0][-1][0] == "other":
+        if tables[0][-1][0] == "smaller parts":
             ns, error = parse(tables[0].pop()[1])
             few = len(tables[0])
             assert len(work) - few > 1  # small ones, of which several are summed

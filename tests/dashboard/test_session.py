@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import threading
 import time
@@ -140,11 +141,17 @@ def test_layers_are_drawn_where_modules_were_recorded() -> None:
     view: Any = SimpleNamespace(
         analysis=a, rank=None, loaded=SimpleNamespace(view=lambda key, make: make())
     )
-    drawn = json.dumps(kernels._layers(view).to_plotly_json(), cls=PlotlyJSONEncoder)
-    assert "GPU time by layer" in drawn and "in no module" not in drawn
-    assert "&lt;img" in drawn and "<img" not in drawn
+    cards = json.dumps(
+        [card.to_plotly_json() for card in kernels._layers(view)], cls=PlotlyJSONEncoder
+    )
+    texts = re.findall(r'"children": ("[^"]*")', cards)
+    assert [json.loads(text) for text in texts[:9]] == [
+        "GPU time by layer, per step", "Layer", "Calls", "Time", "Share",
+        "<img src=x>_0", "1", "100 µs", "100%",
+    ]  # fmt: skip
+    assert '"By kind of module"' in texts
     view.analysis = SimpleNamespace(layers=None)
-    assert kernels._layers(view) is None
+    assert kernels._layers(view) == []
 
 
 # -- a run that is going on ----------------------------------------------------------------------

@@ -65,6 +65,19 @@ def test_the_tree_merges_steps_and_adds_up() -> None:
     assert tree.filter(pl.col("parent").is_null()).height == 1
 
 
+def test_modules_of_one_class_at_one_place_are_one() -> None:
+    b = TraceBuilder()
+    with b.step():
+        for number in range(24):
+            with b.python(f"nn.Module: Block_{number}"), b.python(f"nn.Module: Linear_{number}"):
+                b.run("aten::mm", "gemm", 10)
+        b.sync()
+    tree = op_tree(b.analysis())
+    block, linear, mm = (row(tree, name) for name in ("Block", "Linear", "aten::mm"))
+    assert block["count"] == mm["count"] == 24 and mm["ns"] == block["ns"] == 240 * US
+    assert linear["parent"] == block["node"] and mm["parent"] == linear["node"]
+
+
 def test_what_does_not_fit_is_the_rest_of_its_parent() -> None:
     b = TraceBuilder()
     with b.step():

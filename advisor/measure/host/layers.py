@@ -24,7 +24,7 @@ from advisor.measure.host.module_sources import (
     Tree,
     split_number,
 )
-from advisor.measure.host.optree import largest_nodes, own_time, time_inside
+from advisor.measure.host.optree import own_time, time_inside
 from advisor.measure.host.stacks import Rows, climb_stack, operators, parents
 from advisor.measure.steps.steps import step_of
 
@@ -44,8 +44,6 @@ LONGER: Final = 0.1
 
 MAX_GROUPS, MAX_KINDS, MAX_OUTLIERS = 400, 100, 20
 """In a report."""
-MAX_TREE: Final = 1_000
-"""Modules that a drawing of the tree stays quick with: half of them, and a rest for each."""
 
 NODES_SCHEMA: dict[str, Any] = {
     "node": pl.Int32,
@@ -467,20 +465,7 @@ def modules_around(a: Analysis, rows: Rows) -> Around:
     return Around(node, np.where(outside, np.array(group)[np.maximum(node, 0)], -1))
 
 
-# -- for the dashboard and the report -----------------------------------------------------------
-
-
-def layer_tree(layers: Layers, most: int = MAX_TREE) -> pl.DataFrame:
-    """Modules by path, with the columns and bounds of ``optree.op_tree``, and what is in none."""
-    up = layers.nodes["parent"].fill_null(-1).to_numpy()
-    outside = layers.total - int(layers.nodes.filter(pl.col("parent").is_null())["ns"].sum())
-    return largest_nodes(
-        np.append(layers.nodes["ns"].to_numpy(), outside),
-        np.append(layers.nodes["calls"].fill_null(0).to_numpy(), 0),
-        np.append(up, -1).astype(np.int64),
-        [*layers.nodes["name"], "in no module"],
-        most,
-    )
+# -- for the report -----------------------------------------------------------
 
 
 def report_layers(a: Analysis) -> report.Layers | None:

@@ -36,7 +36,7 @@ TABLE_SCHEMA: dict[str, Any] = {
     "host": pl.Int64,
 }
 
-_NUMBER = re.compile(r"^(ProfilerStep|step |.*_iter)#\d+$")
+_NUMBER = re.compile(r"^(?:nn\.Module: (.+)_|(ProfilerStep|step |.*_iter)#)\d+$")
 
 
 def op_table(a: Analysis) -> pl.DataFrame:
@@ -103,7 +103,8 @@ def op_tree(a: Analysis, most: int = MAX_NODES) -> pl.DataFrame:
 
     ``node``, ``parent`` (null: outermost), ``name``, ``count`` (events merged), ``ns``: device
     time launched inside it, on the analysed device; without device work its host time. Both are
-    sums over the window. ``ProfilerStep#5`` and ``ProfilerStep#6`` are one name. Never more than
+    sums over the window. ``ProfilerStep#5`` and ``ProfilerStep#6`` are one name, ``Linear_0`` and
+    ``Linear_1`` too. Never more than
     ``most`` nodes: the largest are kept, and what is left of a node that lost children is a child
     called ``(rest)``. Largest first among siblings; a parent precedes its children.
     """
@@ -141,7 +142,7 @@ def op_tree(a: Analysis, most: int = MAX_NODES) -> pl.DataFrame:
 
 def _plain(name: str) -> str:
     numbered = _NUMBER.match(name)
-    return numbered[1].strip() if numbered else name.removeprefix(MODULE)
+    return (numbered[1] or numbered[2]).strip() if numbered else name.removeprefix(MODULE)
 
 
 def time_inside(a: Analysis) -> NDArray[np.int64]:

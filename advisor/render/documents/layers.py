@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Final
 
 from advisor.core import text as t
+from advisor.core.finding import Per
 from advisor.core.report import Layer, LayerOutlier, Layers, Report
 from advisor.core.trace import CUDA, JAX, TENSORFLOW
 from advisor.render.document import (
@@ -32,16 +33,23 @@ def build(report: Report, options: RenderOptions = DEFAULT) -> Document:
     layers = report.layers
     if layers is None:
         return Document(_not_recorded(report), [], name="layers", style="")
-    most = MAX_ROWS if options.top is None else options.top
+    blocks = sections(layers, report.per, report.scope.steps_used, options.top)
+    return Document("", blocks, name="layers")
+
+
+def sections(layers: Layers, per: Per, steps: int, top: int | None = None) -> list[Section]:
+    """The tree, the kinds, and the modules that take longer than their equals. ``steps``: how many
+    were measured."""
+    most = MAX_ROWS if top is None else top
     what = "GPU time" if layers.on_device else "Host time of operators"
-    outliers = [_outlier(each, report) for each in layers.outliers]
-    blocks: list[Block] = [
-        Section(f"{what} by layer, {t.format_per(report.per)}", _tree(layers, most)),
+    outliers = [_outlier(each, steps) for each in layers.outliers]
+    blocks = [
+        Section(f"{what} by layer, {t.format_per(per)}", _tree(layers, most)),
         Section("By kind of module", [_kinds(layers, most)], "own: outside the modules inside it"),
     ]
     if outliers:
         blocks.append(Section("Longer than their equals", [Items(outliers, "∙")]))
-    return Document("", blocks, name="layers")
+    return blocks
 
 
 def _tree(layers: Layers, most: int) -> list[Block]:
@@ -123,11 +131,10 @@ def _kinds(layers: Layers, most: int) -> Grid:
     return Grid(["kind", "modules", "calls", "time", "own time", "own share"], rows)
 
 
-def _outlier(outlier: LayerOutlier, report: Report) -> str:
+def _outlier(outlier: LayerOutlier, steps: int) -> str:
     more = t.format_share(outlier.ns / outlier.usual_ns - 1)
     time = f"{t.format_duration(outlier.ns)}, {more} longer than its equals"
     part = f"; most of it in {t.clean(outlier.part)}" if outlier.part else ""
-    steps = report.scope.steps_used
     seen = "in the one step that was measured" if steps <= 1 else f"median of {steps} steps"
     return (
         f"{t.clean(outlier.name)} takes {time} in {t.clean(outlier.equals)} "

@@ -99,8 +99,6 @@ class MenuPage(NamedTuple):
     name: str
 
 
-OF_TIME = ("timeline", "kernels", "run", "gpus")
-"""Pages that a memory snapshot has nothing for."""
 PAGES = (
     MenuPage("runs", "/runs", "Runs"),
     MenuPage("overview", "/", "Overview"),
@@ -262,8 +260,6 @@ def has_content(page: MenuPage, view: PageView) -> bool:
     """Whether a page has something to show of a run."""
     if view.entry.state == "loading":
         return True
-    if page.module in OF_TIME and view.entry.loaded is not None and view.only_memory:
-        return False
     check = getattr(import_module(_module(page)), "has_content", None)
     return check is None or bool(check(view))
 

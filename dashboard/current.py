@@ -43,13 +43,6 @@ class PageView:
         """The measurements of the rank."""
         return self.loaded.analysis(self.rank)
 
-    @property
-    def only_memory(self) -> bool:
-        """A memory snapshot by itself: nothing was timed."""
-        a = self.analysis
-        timed = a.trace.cpu.height or a.trace.gpu.height or a.record is not None
-        return a.snapshot is not None and not timed
-
     def href(self, path: str, **query: object) -> str:
         """An address within the dashboard that keeps the run (and the rank, if it is given)."""
         arguments = {key: str(value) for key, value in query.items() if value not in (None, "")}

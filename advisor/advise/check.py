@@ -188,6 +188,8 @@ def _without_idle(rule: Rule, outcomes: list[Outcome], why: str, *, of_idle: boo
 def _applies(rule: Rule, a: Analysis) -> bool:
     if rule.reads_snapshot and a.snapshot is not None:
         return True
+    if rule.reads_compile_log and a.trace.meta.compilation is not None:
+        return True
     if rule.reads_kernel_profiles:
         return a.trace.meta.kernel_profiles is not None
     return a.record is not None if rule.reads_record else not a.record_only
@@ -195,6 +197,14 @@ def _applies(rule: Rule, a: Analysis) -> bool:
 
 def _not_run(a: Analysis, rules: list[Rule]) -> list[SkippedCheck]:
     """One line for all the rules that a trace alone, or a record alone, gives nothing to."""
+    if a.compile_log_only:
+        return [
+            SkippedCheck(
+                what="steps, idle time, and what graph breaks cost",
+                why="a log of torch.compile says nothing of the steps",
+                record="a profiler trace, or 'advisor record', and the log with --compile-log",
+            )
+        ]
     if a.counters_only:
         return [
             SkippedCheck(

@@ -50,6 +50,8 @@ def _trace(report: Report) -> list[str]:
     elif report.scope.step_source == "counters":
         count = t.count_noun(shown.events_read, "kernel")
         parts = [t.shorten_path(name, 60), f"hardware counters of {count}"]
+    elif report.scope.step_source == "compile log":
+        parts = [t.shorten_path(name, 60), "a log of torch.compile"]
     elif report.scope.step_source == "record":
         parts = [t.shorten_path(name, 60), "no profiled window"]
     else:

@@ -10,6 +10,7 @@ import pkgutil
 import re
 import sys
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from functools import cache
 from importlib.metadata import entry_points
 from pathlib import Path
@@ -26,7 +27,7 @@ from advisor.measure.steps.steps import refuse_none
 
 if TYPE_CHECKING:
     from advisor.core.run_directory import RankRecord
-    from advisor.core.trace import Run
+    from advisor.core.trace import Run, Trace
 
 
 def choose(
@@ -95,12 +96,15 @@ def _untraced(run: Run, traced: dict[int, Analysis]) -> dict[int, Analysis]:
     if run.recording is None:
         return {}
     return {
-        number: Analysis(
-            blank_trace(record.folder, number), None, record, run.snapshots.get(number)
-        )
+        number: Analysis(_blank(run, number, record), None, record, run.snapshots.get(number))
         for number, record in run.recording.ranks.items()
         if number not in traced
     }
+
+
+def _blank(run: Run, number: int, record: RankRecord) -> Trace:
+    blank = blank_trace(record.folder, number)
+    return replace(blank, meta=replace(blank.meta, compilation=run.compilation))
 
 
 ENTRY_POINTS = "advisor.rules"

@@ -35,8 +35,10 @@ from advisor.advise.measured import (
 from advisor.advise.memory import memory_of_rank, memory_verdict, memory_views
 from advisor.advise.views import drawn
 from advisor.core import text as t
-from advisor.core.report import Crash, Report, RuleText
+from advisor.core.intervals import intersect, union
+from advisor.core.report import CompileLog, Crash, Report, RuleText
 from advisor.measure.device.families import MATRIX
+from advisor.measure.steps.instants import GRAPH_BREAK_CAUSES, graph_breaks, remove_breaks
 
 if TYPE_CHECKING:
     from advisor.advise.check import Checked
@@ -95,6 +97,7 @@ def write_report(
         memory=memory_views(a),
         memory_ranks=memory_ranks if len(memory_ranks) > 1 else [],
         kernel_counters=counter_views(a, pricer),
+        compilation=compilation(a, pricer),
         **measure(a),
     )
     if (command := profiling_command(report, a.trace.meta.vendor)) is not None:
@@ -164,6 +167,8 @@ def verdict(
         return memory_verdict(report)
     if a.counters_only:
         return counters_verdict(report)
+    if a.compile_log_only:
+        return _compilation_verdict(report)
     status, text = _verdict(report, a)
     if (short := _shortcoming(report, a)) is not None:
         status, text = "limited", short
@@ -171,6 +176,47 @@ def verdict(
     if not crash:
         return status, text
     return "limited" if status == "healthy" else status, f"{crash} {text}"
+
+
+MAX_BREAKS = 20
+"""Lines of graph breaks whose gain is replayed."""
+
+
+def compilation(a: Analysis, pricer: Pricer) -> CompileLog | None:
+    """Logs of torch.compile, with what each graph break costs in the trace's steps."""
+    log = a.trace.meta.compilation
+    if log is None or a.record_only or a.device_id is None or lost_records(a):
+        return log
+    gaps = a.gaps.filter(a.gaps["cause"].is_in(GRAPH_BREAK_CAUSES))
+    idle = union(gaps["ts"].to_numpy(), gaps["ts"].to_numpy() + gaps["dur"].to_numpy())
+    breaks = []
+    for index, each in enumerate(log.breaks):
+        during = graph_breaks(a, tuple(each.frames)) if each.frames else None
+        if index < MAX_BREAKS and during is not None and during.total:
+            each = replace(
+                each,
+                idle_ns=intersect(idle, during).total / a.step_count,
+                gain_ns=pricer.price([remove_breaks(tuple(each.frames))]).gain,
+            )
+        breaks.append(each)
+    return replace(log, breaks=breaks)
+
+
+def _compilation_verdict(report: Report) -> tuple[Literal["bottlenecks", "limited"], str]:
+    """Status and a sentence about logs of torch.compile alone."""
+    log = report.compilation
+    if log is None:
+        return "limited", ""
+    parts = {
+        "graph break": len(log.breaks),
+        "recompilation": sum(each.count for each in log.recompilations),
+        "uncompiled function": len(log.not_compiled),
+        "skipped CUDA graph": len(log.without_cuda_graphs),
+    }
+    counted = [t.count_noun(count, noun) for noun, count in parts.items() if count]
+    text = f"{t.count_noun(log.compilations, 'compilation')} in {t.format_duration(log.ns)}: "
+    status: Literal["bottlenecks", "limited"] = "bottlenecks" if counted else "limited"
+    return status, f"{text}{', '.join(counted) or 'no graph break, no recompilation'}."
 
 
 def _shortcoming(report: Report, a: Analysis) -> str | None:

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from advisor.advise.engine import AnalysisResult, Options
     from advisor.advise.ranks.job import RanksDone
     from advisor.cli.output import Progress
-    from advisor.core.report import CompileLog, Report
+    from advisor.core.report import Report
     from advisor.core.trace import Run
     from advisor.export.redact import NameMap
     from advisor.measure import Analysis
@@ -153,12 +153,10 @@ def command(
     progress: o.Progress = True,
 ) -> None:
     """Say what is slow in a PyTorch profiler trace, why, what to change, and what it saves."""
-    if not paths and compile_log is None:
+    if not paths and compile_log is not None:
+        paths, compile_log = [str(compile_log)], None
+    elif not paths:
         paths, memory, kernels = beside(memory, kernels)
-    compilation, paths = compile_logs(compile_log, paths)
-    if compilation is not None and not paths:
-        show_compilation(compilation, form, redact=redact)
-        return
     chosen, limit = parse_steps(steps), parse_size(max_size)
     paid = o.chosen_prices(price, prices)
     check_ranks(paths, rank, workers=workers, cluster=cluster, ranks=ranks)
@@ -192,11 +190,11 @@ def command(
                 peek=names.peek,
                 memory=None if memory is None else str(memory),
                 kernels=None if kernels is None else str(kernels),
+                compile_log=None if compile_log is None else str(compile_log),
             ),
         )
         examined = examine_paths(paths, options, shown)
     report = examined.report
-    report.compilation = compilation
     redaction = names.of(examined.run)
     if csv is not None:
         write_tables(csv, examined, redact=redaction)
@@ -241,48 +239,6 @@ def show_table(
         report, _ = redact_with(report, redact)
     build = layers.build if by == "layer" else operators.build
     out.show_document(build(report, RenderOptions(top=top)))
-
-
-def compile_logs(
-    given: Path | None, paths: list[str] | None
-) -> tuple[CompileLog | None, list[str]]:
-    """What the logs of torch.compile tell, those beside traces too, and the paths of traces."""
-    from advisor.read.compile_log import has_traces, is_log, log_files, read_logs
-
-    named = [] if given is None else [given]
-    others = []
-    for path in paths or []:
-        local = Path(path)
-        if local.is_dir() and log_files(local):
-            named.append(local)
-            if has_traces(local):
-                others.append(path)
-        elif is_log(local):
-            named.append(local)
-        else:
-            others.append(path)
-    return (read_logs(named) if named else None), others
-
-
-def show_compilation(log: CompileLog, form: str | None, *, redact: bool) -> None:
-    """Logs of torch.compile without a trace."""
-    from advisor.core.saved import encoded
-
-    if redact:
-        import msgspec
-
-        from advisor.export.redact import Redactor, names_in
-
-        text = encoded(log)
-        log = msgspec.json.decode(Redactor(names_in(text)).text(text.decode()), type=type(log))
-    if form == "json":
-        print(encoded(log).decode())
-    elif form in (None, "terminal"):
-        from advisor.render.documents.compilation import build
-
-        out.show_document(build(log))
-    else:
-        raise AdvisorError("logs of torch.compile alone are shown as terminal or json")
 
 
 def beside(memory: Path | None, kernels: Path | None) -> tuple[list[str], Path | None, Path | None]:

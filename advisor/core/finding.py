@@ -87,6 +87,9 @@ class Select(Struct, frozen=True, kw_only=True, omit_defaults=True):
     """``gap``: only instants before the first device work of their step, on the way from one
     compiled graph to the next across a graph break, or from the end of an inference engine's step
     to the first work of the next (``measure/steps/instants.py``)."""
+    region: tuple[str, ...] = ()
+    """``graph_break``: only breaks that lead into these compiled functions, by their numbers
+    (``1`` of ``Torch-Compiled Region: 1/0``)."""
     stream: tuple[int, ...] = ()
     """CUDA streams."""
     max_ns: int | None = None

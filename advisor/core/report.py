@@ -116,14 +116,14 @@ class Scope(Struct, kw_only=True):
     @classmethod
     def without_time(
         cls,
-        source: Literal["snapshot", "counters"],
+        source: Literal["snapshot", "counters", "compile log"],
         *,
         rank: int | None,
         device: int | None,
         device_name: str | None = None,
         devices_seen: int = 1,
     ) -> Scope:
-        """Of a memory snapshot or hardware counters alone: no step has a length."""
+        """Of a memory snapshot, hardware counters or logs alone: no step has a length."""
         return cls(
             rank=rank,
             step_source=source,
@@ -143,8 +143,8 @@ class Scope(Struct, kw_only=True):
 
     @property
     def timeless(self) -> bool:
-        """Of a memory snapshot or hardware counters alone (:meth:`without_time`)."""
-        return self.step_source in ("snapshot", "counters")
+        """Of a memory snapshot, hardware counters or logs alone (:meth:`without_time`)."""
+        return self.step_source in ("snapshot", "counters", "compile log")
 
     @property
     def per(self) -> Per:
@@ -313,6 +313,13 @@ class GraphBreak(Struct, frozen=True, kw_only=True):
     """Nothing of the function is compiled: dynamo cannot go on after the break."""
     count: int
     """How often it was met while compiling."""
+    frames: list[str] = field(default_factory=list)
+    """Functions that are compiled from there on, by their numbers in a trace: ``1`` of
+    ``Torch-Compiled Region: 1/0``."""
+    idle_ns: float | None = None
+    """Idle time of the device at it, per step, ns; ``null``: not measured."""
+    gain_ns: float | None = None
+    """What the step gains without that, by its replay, ns; ``null``: not measured."""
 
 
 class CompileCause(Struct, frozen=True, kw_only=True):

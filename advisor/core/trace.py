@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from advisor.core.kernel_profile import KernelProfiles
+    from advisor.core.report import CompileLog
     from advisor.core.run_directory import Recording
     from advisor.core.snapshot import MemorySnapshot
 
@@ -244,6 +245,8 @@ class TraceMeta:
     """The allocator's snapshot, of a file that is one: the tables of its trace are empty."""
     kernel_profiles: KernelProfiles | None = None
     """Counters of single kernels: of a file that holds nothing else, or given beside a trace."""
+    compilation: CompileLog | None = None
+    """Logs of torch.compile: of a file that holds nothing else, or beside a trace."""
     step_marks: str | None = None
     """One of STEP_MARKS, where a file's marks of steps are none of PyTorch's: they are ranges
     ``step #<n>``."""
@@ -352,6 +355,8 @@ class Run:
     """(rank, window) of a run directory's traces that were not asked for."""
     snapshots: dict[int, MemorySnapshot] = field(default_factory=dict)
     """The allocator's snapshot of a rank, where there is one."""
+    compilation: CompileLog | None = None
+    """Logs of torch.compile of a run directory."""
 
     @property
     def ranks(self) -> list[int]:

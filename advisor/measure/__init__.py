@@ -108,7 +108,8 @@ class Analysis:
     def record_only(self) -> bool:
         """There is a record, or a memory snapshot, but nothing in the trace: no window was
         profiled."""
-        known = self.record, self.snapshot, self.trace.meta.kernel_profiles
+        meta = self.trace.meta
+        known = self.record, self.snapshot, meta.kernel_profiles, meta.compilation
         return (
             any(each is not None for each in known)
             and self.trace.cpu.is_empty()
@@ -117,7 +118,8 @@ class Analysis:
 
     @property
     def timeless(self) -> bool:
-        """There is neither a trace nor a record: a memory snapshot, or hardware counters."""
+        """There is neither a trace nor a record: a memory snapshot, hardware counters, or logs of
+        torch.compile."""
         return self.record_only and self.record is None
 
     @property
@@ -128,7 +130,13 @@ class Analysis:
     @property
     def counters_only(self) -> bool:
         """There are hardware counters of single kernels and nothing else."""
-        return self.timeless and self.snapshot is None
+        return self.timeless and self.trace.meta.kernel_profiles is not None
+
+    @property
+    def compile_log_only(self) -> bool:
+        """There are logs of torch.compile and nothing else."""
+        known = self.snapshot, self.trace.meta.kernel_profiles
+        return self.timeless and all(each is None for each in known)
 
     @cached_property
     def steps(self) -> Steps:

@@ -13,7 +13,8 @@ from typing import Literal
 
 from advisor.core.errors import AdvisorError
 from advisor.core.files import open_regular
-from advisor.core.run_directory import is_run, read_recording
+from advisor.core.report import CompileLog
+from advisor.core.run_directory import COMPILE_LOGS, is_run, read_recording
 from advisor.core.trace import Run, Trace
 from advisor.read.elsewhere import (
     as_ranks,
@@ -24,6 +25,7 @@ from advisor.read.elsewhere import (
 )
 from advisor.read.merged import joined, ranks_in, with_memory
 from advisor.read.reader import ReadOptions
+from advisor.read.readers.compile_log import read_logs, with_compile_logs
 from advisor.read.readers.kernel_profiler import layout_of
 from advisor.read.registry import is_trace_name, read_trace, trace_names, with_window
 from advisor.read.remote.urls import RankFilter, RemoteFile, is_url, local_path, rank_in, shown
@@ -67,8 +69,9 @@ def open_run(
     given = [_only_run(_here(path, options)) for path in given]
     if len(given) == 1 and str(given[0]) != "-" and "\0" not in str(given[0]) and is_run(given[0]):
         run = _open_recording(Path(given[0]), options, rank, window, executor)
-        known = _with_profiles(list(run.traces.values()), options)
-        run = replace(run, traces=dict(zip(run.traces, known, strict=True)))
+        log = _given_log(options) or _recorded_log(Path(given[0]))
+        known = with_compile_logs(_with_profiles(list(run.traces.values()), options), log)
+        run = replace(run, traces=dict(zip(run.traces, known, strict=True)), compilation=log)
         return with_memory(run, options)
     ranks = RankFilter(options.ranks) if options is not None and options.ranks else None
     files = _distinct([file for path in given for file in trace_files(path, len(given) > 1)])
@@ -89,7 +92,7 @@ def open_run(
         none = f"none of the {len(files)} files is a readable trace; first: {problems[0]}"
         raise AdvisorError(f"{_shown(given[0])}: {none}")
     traces = ranks_in(traces[0]) if len(traces) == 1 else as_ranks(traces)
-    traces = _with_profiles(traces, options)
+    traces = with_compile_logs(_with_profiles(traces, options), _given_log(options))
     traces, memory = joined(traces, {place: _rank(trace) for place, trace in enumerate(traces)})
     by_rank = _group(traces)
     if rank is not None:
@@ -130,6 +133,20 @@ def _with_profiles(traces: list[Trace], options: ReadOptions | None) -> list[Tra
     from advisor.read.kernel_profiles import with_kernel_profiles
 
     return with_kernel_profiles(traces, given)
+
+
+def _given_log(options: ReadOptions | None) -> CompileLog | None:
+    """What ``ReadOptions.compile_log`` names. Raises AdvisorError: it is no such log."""
+    given = None if options is None else options.compile_log
+    return None if given is None else read_logs(Path(given))
+
+
+def _recorded_log(folder: Path) -> CompileLog | None:
+    """What the recorder kept of torch.compile, in a folder of the run."""
+    try:
+        return read_logs(folder / COMPILE_LOGS)
+    except AdvisorError:  # none, or one that was cut off before its first record
+        return None
 
 
 def profile_files(path: str) -> list[str]:

@@ -48,6 +48,8 @@ class ReadOptions:
     """A memory snapshot that belongs to what is read (``--memory``)."""
     kernels: str | None = None
     """A kernel profiler's report, or a folder of them, of the same program (``--kernels``)."""
+    compile_log: str | None = None
+    """Logs of torch.compile, or a folder of them, of the same program (``--compile-log``)."""
     step_ranges: str | None = None
     """Regular expression of the names of the ranges that are steps."""
     gpu: str | None = None
@@ -85,8 +87,12 @@ class Reader(ABC):
     """What it reads, with an article and suffixes, for whoever gave something else: ``a PyTorch
     profiler trace (.json, .json.gz or .json.zst)``."""
     suffixes: ClassVar[tuple[str, ...]]
-    """Of its files, with the dot and in lower case, without ``.gz`` or ``.zst``: which files of a
-    folder are looked at."""
+    """Of its files, with the dot and in lower case, without ``.gz`` or ``.zst``."""
+
+    @property
+    def patterns(self) -> tuple[str, ...]:
+        """Which files of a folder are looked at, by their names without ``.gz`` or ``.zst``."""
+        return tuple(f"*{suffix}" for suffix in self.suffixes)
 
     @abstractmethod
     def sniff(self, head: bytes, path: str) -> ReaderClaim:

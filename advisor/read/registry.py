@@ -7,6 +7,7 @@ import inspect
 import pkgutil
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
+from fnmatch import fnmatchcase
 from functools import cache
 from importlib.metadata import entry_points
 from types import ModuleType
@@ -101,13 +102,13 @@ def is_trace_name(name: str) -> bool:
     """Whether a file of a folder is named like a trace."""
     name = name.lower()
     bare = next((name.removesuffix(end) for end in PACKINGS if name.endswith(end)), name)
-    return bare.endswith(tuple(end for reader in readers() for end in reader.suffixes))
+    return any(fnmatchcase(bare, each) for reader in readers() for each in reader.patterns)
 
 
 def trace_names() -> str:
     """The names that are looked for in a folder, as patterns."""
-    ends = [end for reader in readers() for end in reader.suffixes]
-    return ", ".join(f"*{end}{packed}" for end in ends for packed in ("", ".gz", ".zst"))
+    patterns = [each for reader in readers() for each in reader.patterns]
+    return ", ".join(f"{each}{packed}" for each in patterns for packed in ("", ".gz", ".zst"))
 
 
 def _most_certain(

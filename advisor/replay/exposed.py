@@ -26,7 +26,7 @@ from advisor.core.intervals import (
     union,
 )
 from advisor.measure.host.names import WORKERS, name_matches
-from advisor.measure.steps.instants import MOMENTS
+from advisor.measure.steps.instants import instants
 from advisor.replay.build import host_end
 from advisor.replay.selection import selected_gaps, selected_gpu, selected_host
 
@@ -157,7 +157,7 @@ def exposed(a: Analysis, edit: Edit) -> Intervals:
         rows = selected_gaps(a, select)
         ts = a.gaps["ts"].to_numpy()[rows]
         result = union(ts, ts + a.gaps["dur"].to_numpy()[rows])
-        return intersect(result, MOMENTS[select.at](a)) if select.at else result
+        return intersect(result, instants(a, select)) if select.at else result
     mask = selected_host(a, select)
     if edit.op == "make_async":
         return _bubbles(a, mask)

@@ -110,7 +110,7 @@ TARGETS: dict[str, Callable[[str], Select]] = {
     "loader": lambda p: Select(on="host", name=p or LOADER),
     "gap": lambda p: Select(on="gap", cause=tuple(p.split(",")) if p else ()),
 }
-WORDS = ("kind", "family", "copy", "memory", "call", "cause", "at")
+WORDS = ("kind", "family", "copy", "memory", "call", "cause", "at", "region")
 NUMBERS = ("stream", "id")
 QUALIFIERS = ("under", "name", "rank", "max", *WORDS, *NUMBERS)
 _FIELD = {"id": "correlation", "max": "max_ns"}

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from advisor.core.errors import AdvisorError
 from advisor.core.intervals import covered_length
 from advisor.measure.host.names import name_matches
-from advisor.measure.steps.instants import MOMENTS
+from advisor.measure.steps.instants import instants
 
 if TYPE_CHECKING:
     from advisor.core.finding import Select
@@ -106,7 +106,7 @@ def selected_gaps(a: Analysis, select: Select) -> Mask:
         mask &= (gaps["dur"] <= select.max_ns).to_numpy()
     if select.at:
         ts = gaps["ts"].to_numpy()
-        mask &= covered_length(ts, ts + gaps["dur"].to_numpy(), MOMENTS[select.at](a)) > 0
+        mask &= covered_length(ts, ts + gaps["dur"].to_numpy(), instants(a, select)) > 0
     return mask
 
 

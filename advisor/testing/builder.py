@@ -7,7 +7,7 @@ an example exercises the same path as a file.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from advisor.core.kernel_profile import KernelProfile
+    from advisor.core.report import CompileLog
     from advisor.core.trace import Trace
     from advisor.measure import Analysis
     from advisor.testing.allocator import Allocator
@@ -123,6 +124,7 @@ class TraceBuilder:
         self._record: RecordBuilder | None = None
         self._snapshot: bytes | None = None
         self._profiles: list[KernelProfile] = []
+        self._compilation: CompileLog | None = None
 
     # -- the host ---------------------------------------------------------------------------
 
@@ -485,6 +487,40 @@ class TraceBuilder:
         duration = metrics.get("gpu__time_duration.sum")
         self._profiles.append(KernelProfile(name, grid, block, duration, values))
 
+    def compile_log(
+        self,
+        *,
+        breaks: Mapping[tuple[str, int, str], list[str]] | None = None,
+        **causes: Mapping[tuple[str, int, str], float],
+    ) -> None:
+        """Logs of torch.compile: (file, line, reason) of graph breaks with the numbers of the
+        functions that follow, and of the other lists of ``CompileLog`` with their time, ns."""
+        from advisor.core.report import CompileCause, CompileLog, GraphBreak
+
+        others = {
+            name: [
+                CompileCause(function="f", file=file, line=line, reason=reason, count=1, ns=ns)
+                for (file, line, reason), ns in causes.get(name, {}).items()
+            ]
+            for name in ("recompilations", "not_compiled", "without_cuda_graphs")
+        }
+        self._compilation = CompileLog(
+            logs=1,
+            compilations=1 + sum(map(len, others.values())),
+            ns=1e9,
+            inductor_ns=None,
+            breaks=[
+                GraphBreak(
+                    file=file, line=line, function="f", reason=reason, explanation="", hint="",
+                    eager=False, count=1, frames=frames,
+                )
+                for (file, line, reason), frames in (breaks or {}).items()
+            ],
+            recompilations=others["recompilations"],
+            not_compiled=others["not_compiled"],
+            without_cuda_graphs=others["without_cuda_graphs"],
+        )  # fmt: skip
+
     # -- the result -------------------------------------------------------------------------
 
     def json(self) -> bytes:
@@ -501,7 +537,8 @@ class TraceBuilder:
         from advisor.core.trace import blank_trace
         from advisor.read.registry import read_bytes
 
-        if not self.events and (self._record is not None or self._snapshot is not None):
+        others = self._record, self._snapshot, self._compilation
+        if not self.events and any(each is not None for each in others):
             trace = blank_trace("<TraceBuilder>")
         else:
             trace = read_bytes(self.json(), "<TraceBuilder>")
@@ -511,7 +548,7 @@ class TraceBuilder:
 
             profiles = KernelProfiles("<TraceBuilder>", "Nsight Compute", tuple(self._profiles))
         meta = replace(trace.meta, example=True, kernel_profiles=profiles)
-        return replace(trace, meta=meta)
+        return replace(trace, meta=replace(meta, compilation=self._compilation))
 
     def analysis(self) -> Analysis:
         """The trace and the record, ready to be measured."""

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import numpy as np
 import polars as pl
+from msgspec.structs import replace
 from numpy.typing import NDArray
 
 from advisor.core import text as t
@@ -24,17 +26,27 @@ from advisor.core.finding import (
     Threshold,
 )
 from advisor.core.intervals import covered_length, intersect, union
+from advisor.core.report import CompileCause, CompileLog, GraphBreak
 from advisor.core.text import count_noun
 from advisor.core.trace import JAX, TENSORFLOW
 from advisor.measure import Analysis
 from advisor.measure.host.names import name_matches
 from advisor.measure.host.stacks import parse_frame
-from advisor.measure.steps.instants import RESUME, broken_regions, graph_breaks
+from advisor.measure.steps.instants import (
+    GRAPH_BREAK_CAUSES,
+    RESUME,
+    broken_regions,
+    graph_breaks,
+    remove_breaks,
+)
 from advisor.rules.common import column, example_steps, figure, of_step, per, places, rows
+from advisor.rules.host.launch_gaps import REMOVE_LAUNCH_COST
+from advisor.rules.recorded import measure_it, over_the_run
 from advisor.rules.sources import OURS, SILENT_TRACES
 from advisor.testing import TraceBuilder
 
-CAUSES = ("dispatch", "launch", "python", "unknown")
+MAX_NAMED = 5
+"""Lines, or functions, that a finding names."""
 
 
 class GraphBreaks(Rule):
@@ -50,6 +62,10 @@ class GraphBreaks(Rule):
     The figure is the device's idle time between the end of one graph and the start of the next.
     Kernels that could have been fused across the break, and a CUDA graph that ends there, cost
     extra and are not in it.
+
+    A log of torch.compile beside the trace (``TORCH_TRACE``) has the line and the reason of each
+    break; the number of the compiled function that follows connects it with the trace. A log alone
+    names the breaks, and their cost stays unknown.
     """
 
     id = "graph-breaks"
@@ -61,6 +77,7 @@ class GraphBreaks(Rule):
         "https://pytorch.org/tutorials/recipes/torch_compile_fullgraph_false_graph_breaks.html",
     )
 
+    reads_compile_log = True
     min_share = Threshold(0.02, "of the step, idle at the breaks", OURS)
 
     fix = (
@@ -85,14 +102,17 @@ class GraphBreaks(Rule):
         names = a.trace.cpu["name"]
         regions = int(name_matches(names, r"^Torch-Compiled Region").sum())
         broken = broken_regions(a)
+        log = a.trace.meta.compilation
+        reasons = [] if log is None else log.breaks
         if not regions or a.device_id is None:
+            yield from (_not_measured(a, reasons) for _ in reasons[:1])
             return
         ts = a.trace.cpu["ts"].to_numpy()[broken]
         broken = broken[covered_length(ts, ts + 1, a.spans) > 0]
         if not len(broken):
             yield PassedCheck(text=f"no graph breaks in {count_noun(regions, 'compiled region')}")
             return
-        gaps = a.gaps.filter(pl.col("cause").is_in(CAUSES))
+        gaps = a.gaps.filter(pl.col("cause").is_in(GRAPH_BREAK_CAUSES))
         start = column(gaps, "ts")
         end = start + column(gaps, "dur")
         between = graph_breaks(a)
@@ -100,24 +120,31 @@ class GraphBreaks(Rule):
         share = idle.total / a.span_ns
         if share < self.min_share:
             return
-        lines = _lines(a)
+        costs = [(intersect(idle, graph_breaks(a, tuple(each.frames))).total, each)
+                 for each in reasons if each.frames]  # fmt: skip
+        costs = sorted((cost for cost in costs if cost[0]), key=lambda cost: -cost[0])
+        known = [each for _, each in costs] or reasons
+        lines = [_location(each) for each in known[:MAX_NAMED]] or _lines(a)
         if not lines:
             yield SkippedCheck(
                 what="the lines at which the graph breaks",
-                why="no Python stacks were recorded",
-                record="with_stack=True",
+                why="neither Python stacks nor a log of torch.compile were recorded",
+                record="with_stack=True, or TORCH_TRACE=FOLDER",
             )
+        first = f" First: {_reason(known[0])}." if known else ""
         count = len(broken) / a.step_count
         yield Finding(
             summary=(
                 f"{count_noun(max(1, round(count)), 'graph break')}{per(a)} leave the device idle "
                 f"for {of_step(a, idle.total)}, while Python runs between two compiled graphs."
+                f"{first}"
             ),
             evidence=[
                 Evidence("graph breaks", count, "count", per=a.per),
                 figure(a, "idle at graph breaks", idle.total),
                 Evidence("share", share, "share", *self.limit("min_share"), per=a.per),
                 Evidence("idle time per break", idle.total / len(broken), "ns"),
+                *(figure(a, f"idle at {_reason(each)}", ns) for ns, each in costs[:MAX_NAMED]),
                 Evidence(
                     "where the graph breaks",
                     ", ".join(f"{place.file}:{place.line}" for place in lines[:3]) or None,
@@ -132,12 +159,20 @@ class GraphBreaks(Rule):
                 dur=end - start,
                 instance=column(gaps, "gap"),
             ),
-            edits=[Edit(op="remove", select=Select(on="gap", cause=CAUSES, at="graph_break"))],
+            edits=[remove_breaks()],
         )
 
     @staticmethod
     def fires_on() -> dict[str, TraceBuilder]:
-        return {"two breaks": _trace(stacks=False), "with stacks": _trace(stacks=True)}
+        logged, alone = _trace(stacks=False), TraceBuilder()
+        for b in (logged, alone):
+            b.compile_log(breaks={("model.py", 17, "Data-dependent branching"): ["1", "2"]})
+        return {
+            "two breaks": _trace(stacks=False),
+            "with stacks": _trace(stacks=True),
+            "with a log": logged,
+            "a log alone": alone,
+        }
 
     @staticmethod
     def silent_on() -> dict[str, tuple[TraceBuilder, str]]:
@@ -153,8 +188,41 @@ class GraphBreaks(Rule):
         return {
             "one graph": (example_steps(whole), "not len(broken)"),
             "blocks compiled by themselves": (example_steps(blocks), "not len(broken)"),
+            "a log without breaks": (_logged(), "not regions"),
             "behind a full queue": (_trace(stacks=False, us=300), "share < self.min_share"),
         }
+
+
+def _reason(item: GraphBreak) -> str:
+    return f"{t.shorten_path(t.clean(item.file), 40)}:{item.line}, {t.clean(item.reason)}"
+
+
+def _location(item: GraphBreak | CompileCause) -> Location:
+    return Location(file=item.file, line=item.line, function=item.function, count=item.count)
+
+
+def _not_measured(a: Analysis, breaks: list[GraphBreak]) -> Finding:
+    """Breaks that a log names, where no trace shows what they cost."""
+    why = "there is no trace beside the log"
+    if not a.record_only:
+        no_device = a.device_id is None
+        why = f"no {'GPU work' if no_device else 'compiled region'} is in the trace"
+    named = "; ".join(_reason(each) for each in breaks[:MAX_NAMED])
+    more = len(breaks) - MAX_NAMED
+    lines = t.count_noun(len(breaks), "line")
+    return Finding(
+        summary=f"{lines} {'breaks' if len(breaks) == 1 else 'break'} the graph: {named}"
+        f"{f'; and {more:,} more' if more > 0 else ''}. Their cost is not measured: {why}.",
+        evidence=[Evidence("lines that break the graph", len(breaks), "count")],
+        where=[_location(each) for each in breaks[:MAX_NAMED]],
+        impact=measure_it(why),
+    )
+
+
+def _logged(**causes: Any) -> TraceBuilder:
+    b = TraceBuilder()
+    b.compile_log(**causes)
+    return b
 
 
 def _lines(a: Analysis) -> list[Location]:
@@ -250,6 +318,10 @@ class Recompilation(Rule):
     two steps. Where it happens in one, the rule only says that this may be the first time.
 
     A GPU keeps working while the host compiles, as long as its queue lasts: milliseconds at most.
+
+    A log of torch.compile (``TORCH_TRACE``) has the guard that failed and the time of each
+    compilation. Where the steps of the trace show none, or there is no trace, that time is counted
+    once for the run. Some of it remains: code for any shape has to be compiled too.
     """
 
     id = "recompilation"
@@ -270,6 +342,7 @@ class Recompilation(Rule):
         "https://docs.pytorch.org/docs/stable/torch.compiler_dynamic_shapes.html",
     )
 
+    reads_compile_log = True
     min_steps = Threshold(2, "steps with compilation: the first time is needed", OURS)
     min_share = Threshold(0.02, "of the recorded steps; as for graph breaks", OURS)
 
@@ -318,8 +391,57 @@ class Recompilation(Rule):
     }
 
     def check(self, a: Analysis) -> Iterator[Outcome]:
-        """Sum the compilation time inside the steps."""
+        """Sum the compilation time inside the steps; else what the log has of the run."""
+        found = None
+        for outcome in self._of_steps(a):
+            found = outcome if isinstance(outcome, Finding) else found
+            yield outcome
+        log = a.trace.meta.compilation
+        for each in [log] if found is None and log is not None else []:
+            yield from self._of_log(a, each)
+
+    def _of_log(self, a: Analysis, log: CompileLog) -> Iterator[Outcome]:
+        """Compilations of the whole run."""
+        again, limit = log.recompilations, [c for c in log.not_compiled if LIMIT in c.reason]
+        if not again and not limit:
+            return
+        total = sum(each.ns or 0.0 for each in again)
+        run = None if a.recorded is None else sum(step.dur for step in a.recorded.steps)
+        if run and total / run < self.min_share and not limit:
+            return
+        summary = ""
+        if again:
+            count = sum(each.count for each in again)
+            summary = f"Functions were compiled again {count:,}×"
+            summary += f", {t.format_duration(total)} in all. The longest: {_guarded(again[0])}."
+        if limit:
+            summary += f" {t.clean(limit[0].function or 'A function')} then runs without "
+            summary += "torch.compile: it was compiled too often."
+        yield Finding(
+            title="torch.compile compiles functions again",
+            summary=summary.strip(),
+            fix=_fix_of(again),
+            code=self._code_of(again),
+            assumptions=["what changes can be kept from changing"],
+            evidence=[
+                Evidence("recompilations", sum(c.count for c in again), "count"),
+                Evidence("time to recompile", total, "ns", per="run"),
+                *_guards(again),
+                Evidence("functions over the limit", len(limit), "count"),
+            ],
+            where=_functions([*again, *limit]),
+            impact=over_the_run(total, method="time of the recompilations in the log"),
+        )
+
+    def _code_of(self, causes: list[CompileCause]) -> str:
+        """Without dynamic shapes where something else changes; empty: the rule's own."""
+        fix = _fix_of(causes)
+        return self.code.partition("\n")[0] if fix and "dynamic" not in fix else ""
+
+    def _of_steps(self, a: Analysis) -> Iterator[Outcome]:
         cpu = a.trace.cpu
+        log = a.trace.meta.compilation
+        again = [] if log is None else log.recompilations
         compilations = np.flatnonzero(
             (
                 name_matches(cpu["name"], COMPILING) & cpu["kind"].is_in(["op", "annotation"])
@@ -349,7 +471,10 @@ class Recompilation(Rule):
             summary=(
                 f"{self.terms['again']} in {t.count_noun(compiling_steps, 'step')} of "
                 f"{steps.height}, for {of_step(a, compiling.total)}."
+                f"{f' What changed: {_guarded(again[0])}.' if again else ''}"
             ),
+            fix=_fix_of(again),
+            code=self._code_of(again),
             evidence=[
                 figure(a, "compilation", compiling.total),
                 Evidence("share", share, "share", *self.limit("min_share"), per=a.per),
@@ -358,13 +483,16 @@ class Recompilation(Rule):
                 ),
                 Evidence("compilations", len(in_window), "count"),
                 Evidence("longest compilation", int(cost.max()) if len(cost) else None, "ns"),
+                *_guards(again),
             ],
-            where=places(a, in_window, cost),
+            where=_functions(again) or places(a, in_window, cost),
             edits=[Edit(op="remove", select=Select(on="host", name=COMPILING))],
         )
 
     @staticmethod
     def fires_on() -> dict[str, TraceBuilder]:
+        with_log = _recompiled(every=1)
+        with_log.compile_log(recompilations={GUARD: 2e9})
         return {
             "every step": _recompiled(every=1),
             "every other step": _recompiled(every=2),
@@ -373,6 +501,11 @@ class Recompilation(Rule):
             "as torch 2.2 spells it": _recompiled(every=1, name="_compile.<locals>.compile_inner"),
             "TensorFlow": _recompiled(every=1, name="tf.function-graph_building"),
             "JAX": _recompiled(every=1, name="backend_compile_and_load"),
+            "a log beside the trace": with_log,
+            "a log alone": _logged(recompilations={GUARD: 2e9}),
+            "a log with a function over the limit": _logged(
+                not_compiled={("model.py", 9, "Dynamo recompile limit exceeded"): 1e8}
+            ),
         }
 
     @staticmethod
@@ -380,12 +513,164 @@ class Recompilation(Rule):
         return {
             "once": (_recompiled(every=8, us=900), "min_steps"),
             "never": (_recompiled(every=0), "not len(compilations)"),
+            "never, by a log": (_logged(), "not limit"),
             "hardly any": (_recompiled(every=1, us=20), "min_share"),
             "only looked up": (
                 _recompiled(every=1, name="TorchDynamo Cache Lookup"),
                 "not len(compilations)",
             ),
         }
+
+
+LIMIT = "recompile limit"
+"""In the reason of a function that was compiled too often."""
+GUARD = ("model.py", 9, "tensor 'x' size mismatch at index 0. expected 3, actual 4")
+FIXES: tuple[tuple[str, str], ...] = (
+    (
+        r"(?:size|stride|rank) mismatch|\.size\(\)|^Ne\(|^Eq\(|\bs\d+\b",
+        "Mark the dimension that varies as dynamic (torch._dynamo.mark_dynamic, or dynamic=True), "
+        "or pad to a few lengths and set drop_last=True.",
+    ),
+    (
+        r"dtype mismatch|autocast|default_dtype",
+        "Pass one dtype: cast inputs before the call, and keep autocast the same around each.",
+    ),
+    (
+        r"requires_grad mismatch|grad_mode|inference_mode",
+        "Compile the model twice, once for training and once for evaluation under no_grad.",
+    ),
+    (
+        r"\.training\b",
+        "Switch between train() and eval() less often, or compile a model for each.",
+    ),
+    (
+        r"^G\[|__closure__|___check_global_state",
+        "Keep the global from changing, or pass its value as a tensor argument.",
+    ),
+    (
+        r"___check_obj_id|___check_type_id|id\(",
+        "Create functions, modules and optimizers once, outside of the loop.",
+    ),
+    (r"\blen\(", "Keep the number of items the same, or stack them in one tensor."),
+    (
+        r"[!=]= '|[!=]= \"",
+        "Select the branch outside of the compiled function, or compile one function for each.",
+    ),
+    (
+        r"[!=]= -?\d",
+        "Pass the number as a tensor, or set dynamic=True: it is part of the code otherwise.",
+    ),
+)
+"""A guard, by what PyTorch writes of it, -> what keeps it from failing."""
+
+
+def _fix_of(causes: list[CompileCause]) -> str:
+    """For the guard that costs most; empty: none is known, and the rule's own advice stands."""
+    guard = causes[0].reason if causes else ""
+    return next((fix for pattern, fix in FIXES if guard and re.search(pattern, guard)), "")
+
+
+def _guarded(cause: CompileCause) -> str:
+    """A function, its line, the guard and what it costs."""
+    place = f"{t.clean(cause.function or 'a function')}"
+    if cause.file is not None:
+        place += f" ({t.shorten_path(t.clean(cause.file), 40)}:{cause.line})"
+    return f"{place}, {t.clean(cause.reason)}"
+
+
+def _functions(causes: list[CompileCause]) -> list[Location]:
+    """Each function once."""
+    by_place: dict[tuple[str | None, int | None], Location] = {}
+    for each in causes:
+        old = by_place.get((each.file, each.line))
+        count = each.count + (0 if old is None else old.count or 0)
+        by_place[each.file, each.line] = replace(_location(each), count=count)
+    return list(by_place.values())[:MAX_NAMED]
+
+
+def _guards(causes: list[CompileCause]) -> Iterator[Evidence]:
+    for each in causes[:MAX_NAMED]:
+        yield Evidence(f"{each.count:,}× {_guarded(each)}", each.ns, "ns", per="run")
+
+
+class CudaGraphsSkipped(Rule):
+    """torch.compile was to use CUDA graphs (``mode="reduce-overhead"``, ``"max-autotune"``), and
+    says in its log (``TORCH_TRACE``) why it did not for some graphs: inputs are changed in place,
+    some tensors are on the CPU, shapes are dynamic, an operator cannot be captured. The kernels of
+    these graphs are launched one by one.
+
+    The figure is the device's idle time while kernels are launched, beside a trace; a log alone has
+    none. Graphs that do not wait for their launches gain nothing.
+    """
+
+    id = "cuda-graphs-skipped"
+    title = "torch.compile skips CUDA graphs"
+    category = "compile"
+    reads_compile_log = True
+    references = (
+        "https://docs.pytorch.org/docs/stable/torch.compiler_cudagraph_trees.html",
+        "https://docs.pytorch.org/tutorials/intermediate/torch_compile_tutorial.html",
+    )
+    fix = (
+        "Remove what the log names: changes of inputs in place, tensors on the CPU, dynamic "
+        "shapes, operators that cannot be captured."
+    )
+    code = "# names each reason\n# TORCH_LOGS=perf_hints python train.py"
+    verify = "Run with TORCH_LOGS=perf_hints: no line says 'skipping cudagraphs'."
+    falsified_by = "a profile of these steps with one cudaGraphLaunch per compiled graph"
+    assumptions = ("all launches that the GPU waits for are of these graphs",)
+    confidence = 0.7
+    alternatives = "launches"
+    kinds: ClassVar[Mapping[str, str]] = {
+        "mutated inputs": "Do not change inputs of the compiled function in place: return the new "
+        "value, or keep it in a parameter or buffer of the model.",
+        "cpu device": "Move the tensors that are still on the CPU to the GPU before the call.",
+        "dynamic shapes": "Keep shapes the same (pad, drop_last=True, dynamic=False), or set "
+        "torch._inductor.config.triton.cudagraph_skip_dynamic_graphs for those that vary.",
+        "incompatible op": "Replace the operator that the log names, or call it outside of the "
+        "compiled function.",
+        "multiple devices": "Keep all tensors of a compiled function on one GPU.",
+    }
+
+    def check(self, a: Analysis) -> Iterator[Outcome]:
+        """The reasons in the log."""
+        log = a.trace.meta.compilation
+        causes = [] if log is None else log.without_cuda_graphs
+        if not causes:
+            return
+        first = causes[0]
+        kind = first.reason.lower().replace("-", " ")
+        named = "; ".join(_guarded(each) for each in causes[:MAX_NAMED])
+        measured = not a.record_only and a.device_id is not None
+        why = "" if measured else " What that costs is not measured: no GPU work was recorded."
+        yield Finding(
+            summary=f"The kernels of {t.count_noun(len(causes), 'graph')} are launched one by one: "
+            f"{named}.{why}",
+            fix=next((fix for name, fix in self.kinds.items() if name in kind), ""),
+            evidence=[Evidence("graphs without CUDA graphs", len(causes), "count")],
+            where=[_location(each) for each in causes[:MAX_NAMED]],
+            edits=[REMOVE_LAUNCH_COST] if measured else [],
+            impact=None if measured else measure_it("no GPU work was recorded"),
+        )
+
+    @staticmethod
+    def fires_on() -> dict[str, TraceBuilder]:
+        beside = TraceBuilder()
+        for _ in range(4):
+            with beside.step(), beside.op("Torch-Compiled Region: 0/0"):
+                beside.run("aten::add", "elementwise_kernel", 4, times=60, host_us=20)
+        beside.compile_log(without_cuda_graphs={SKIPPED: 1e9})
+        return {
+            "beside a trace": beside,
+            "a log alone": _logged(without_cuda_graphs={SKIPPED: 1e9}),
+        }
+
+    @staticmethod
+    def silent_on() -> dict[str, tuple[TraceBuilder, str]]:
+        return {"no reason": (_logged(recompilations={GUARD: 2e9}), "not causes")}
+
+
+SKIPPED = ("model.py", 9, "mutated inputs (1 instances). Found from")
 
 
 def _recompiled(

@@ -10,9 +10,11 @@ from typing import Any
 
 import pytest
 
+from advisor.advise.engine import analyze
 from advisor.core.errors import AdvisorError
-from advisor.core.report import CompileLog
-from advisor.read.compile_log import MAX_TEXT, has_traces, is_log, log_files, read_logs
+from advisor.core.finding import Finding
+from advisor.core.report import CompileLog, GraphBreak, Report
+from advisor.read.readers.compile_log import MAX_TEXT, merged, read_logs
 from advisor.testing import TraceBuilder
 
 LOGS: dict[str, list[str]] = json.loads(
@@ -54,7 +56,7 @@ def write(folder: Path, *programs: str, name: str = "x") -> Path:
 
 
 def read(folder: Path, *programs: str) -> CompileLog:
-    return read_logs([write(folder, *programs)])
+    return read_logs(write(folder, *programs))
 
 
 @pytest.mark.parametrize("program", BREAKS)
@@ -110,7 +112,7 @@ def test_a_reason_against_cuda_graphs_is_read_from_the_metrics(tmp_path: Path) -
             '"co_name"', f'"cudagraph_skip_reason": {reason}, "co_name"', 1
         )
     )
-    (found,) = read_logs([path]).without_cuda_graphs
+    (found,) = read_logs(path).without_cuda_graphs
     assert found.reason == "mutated inputs (1 instances). Found from" and found.function == "f"
 
 
@@ -118,7 +120,7 @@ def test_ranks_that_compile_the_same_are_counted_once(tmp_path: Path) -> None:
     one = read(tmp_path, "break_print", "recompile_dtype")
     for rank in range(3):
         write(tmp_path, "break_print", "recompile_dtype", name=f"rank_{rank}_ab")
-    log = read_logs([tmp_path])
+    log = read_logs(tmp_path)
     assert log.logs == 4 and log.compilations == one.compilations and log.ns == one.ns
     assert log.breaks == one.breaks and log.recompilations == one.recompilations
 
@@ -134,20 +136,130 @@ def test_damaged_records_are_counted_and_text_is_bounded(tmp_path: Path) -> None
     ]  # fmt: skip
     long = json.dumps({"compilation_metrics": {"fail_reason": "x" * 9_999, "co_name": "y" * 9_999}})
     path.write_text(whole + "".join(f"{prefix}{line}\n" for line in [*bad, long]))
-    log = read_logs([path])
+    log = read_logs(path)
     assert len(log.breaks) == len(log.recompilations) == 1
     assert log.damaged == 3
     assert len(log.not_compiled[0].reason) == MAX_TEXT == len(log.not_compiled[0].function or "")
     path.write_bytes(whole.encode()[: len(whole) // 2] + b"\xff\xfe")
-    assert read_logs([path]).breaks
+    assert read_logs(path).breaks
 
 
 def test_what_is_no_log_is_refused_in_one_line(tmp_path: Path) -> None:
     other = tmp_path / "train.log"
     other.write_text("step 1\n")
-    assert not is_log(other) and not log_files(tmp_path) and not has_traces(tmp_path)
     with pytest.raises(AdvisorError, match="TORCH_TRACE=FOLDER"):
-        read_logs([other])
+        read_logs(other)
+
+
+# -- findings -------------------------------------------------------------------------------------
+
+FIXES = {
+    "recompile_shape": "mark_dynamic",
+    "recompile_dtype": "one dtype",
+    "recompile_rank": "mark_dynamic",
+    "recompile_number": "number as a tensor",
+    "recompile_text": "Select the branch",
+    "recompile_gradient": "under no_grad",
+    "recompile_grad_mode": "under no_grad",
+    "recompile_training": "train() and eval()",
+    "recompile_global": "global from changing",
+    "recompile_list": "number of items",
+}
+
+
+def findings(report: Report) -> dict[str, Finding]:
+    return {each.rule: each for each in (*report.findings, *report.risks, *report.notes)}
+
+
+@pytest.mark.parametrize("program", [*BREAKS, *GUARDS, "recompile_limit"])
+def test_the_cause_that_was_planted_is_the_finding(program: str, tmp_path: Path) -> None:
+    log = read(tmp_path, program)
+    found = findings(analyze(tmp_path))
+    if program in BREAKS:
+        assert set(found) == {"graph-breaks"}
+        finding = found["graph-breaks"]
+        assert BREAKS[program] in finding.summary and "not measured" in finding.summary
+        assert {each.line for each in finding.where} == {each.line for each in log.breaks}
+        assert finding.impact is not None and finding.impact.currency == "unpriced"
+        return
+    assert set(found) == {"recompilation"}
+    finding = found["recompilation"]
+    assert finding.impact is not None and finding.impact.currency == "run_time"
+    assert finding.impact.gain_ns == round(sum(each.ns or 0 for each in log.recompilations))
+    assert finding.where[0].line == log.recompilations[0].line
+    guards = " ".join(fact.label for fact in finding.evidence)
+    assert GUARDS.get(program, "how == 'nnnnnnn'") in guards
+    assert FIXES.get(program, "Select the branch") in finding.fix
+    assert ("dynamic" in finding.code) == ("dynamic" in finding.fix)
+    assert ("compiled too often" in finding.summary) == (program == "recompile_limit")
+
+
+@pytest.mark.parametrize("program", ["nothing_wrong", "inductor_on_cpu"])
+def test_without_a_cause_there_is_no_finding(program: str, tmp_path: Path) -> None:
+    write(tmp_path, program)
+    report = analyze(tmp_path)
+    assert not findings(report) and "no graph break, no recompilation" in report.verdict
+
+
+def test_each_break_has_the_idle_time_around_it(tmp_path: Path) -> None:
+    """Three regions: 1/0 follows the break of the log, which idles 300 us a step, 5/0 another that
+    the log does not have, 100 us; the launch of a kernel is no break."""
+    b = TraceBuilder()
+    for _ in range(4):
+        with b.step(), b.op("Torch-Compiled Region: 0/0"):
+            with b.op("CompiledFunction"):
+                b.run("aten::mm", "gemm", 400)
+                b.sync()
+            b.host(300)
+            with b.op("Torch-Compiled Region: 1/0"):
+                with b.op("CompiledFunction"):
+                    b.run("aten::mm", "gemm", 400)
+                    b.sync()
+                b.host(100)
+                with b.op("Torch-Compiled Region: 5/0"), b.op("CompiledFunction"):
+                    b.run("aten::mm", "gemm", 400)
+    b.write(tmp_path / "trace.json")
+    write(tmp_path, "break_print")
+    report = analyze(tmp_path)
+    assert report.compilation is not None
+    (found,) = report.compilation.breaks
+    assert found.frames == ["1"] and found.idle_ns is not None and found.gain_ns is not None
+    assert 300e3 <= found.idle_ns < 330e3
+    assert 0.9 * found.idle_ns < found.gain_ns <= found.idle_ns
+    finding = findings(report)["graph-breaks"]
+    assert finding.where[0].line == found.line == 44 and finding.impact is not None
+    assert finding.impact.gain_ns is not None and finding.impact.gain_ns > found.gain_ns + 80e3
+    assert "Failed to trace builtin operator" in finding.summary
+
+
+def test_a_recompilation_in_the_steps_has_its_guard(tmp_path: Path) -> None:
+    b = TraceBuilder()
+    for _ in range(4):
+        with b.step():
+            with b.op("_compile.compile_inner (dynamo_timed)", host_us=2_000):
+                pass
+            b.run("aten::mm", "gemm", 400)
+            b.sync()
+    b.write(tmp_path / "trace.json")
+    write(tmp_path, "recompile_shape")
+    finding = findings(analyze(tmp_path))["recompilation"]
+    assert finding.impact is not None and finding.impact.currency == "step_time"
+    assert GUARDS["recompile_shape"] in finding.summary and finding.where[0].line == 168
+
+
+def test_processes_that_number_functions_otherwise_name_none() -> None:
+    one, other = (
+        CompileLog(
+            logs=1, compilations=1, ns=1.0, inductor_ns=None, recompilations=[], not_compiled=[],
+            without_cuda_graphs=[],
+            breaks=[
+                GraphBreak(file="a.py", line=line, function="f", reason="r", explanation="",
+                           hint="", eager=False, count=1, frames=[str(line), "7"])
+            ],
+        )
+        for line in (1, 2)
+    )  # fmt: skip
+    assert [each.frames for each in merged([one, other]).breaks] == [["1"], ["2"]]
 
 
 # -- on the command line ------------------------------------------------------------------------
@@ -160,12 +272,12 @@ def test_logs_alone_are_analysed(advisor: Callable[..., Any], tmp_path: Path) ->
     assert done.code == 0 and max(map(len, done.out.splitlines())) <= 80
     assert "Graph breaks (1)" in text and ":44 in f: Failed to trace builtin operator" in text
     assert "dtype mismatch. expected Float, actual Double" in text and "Not compiled (1)" in text
+    assert "1 graph break, 8 recompilations, 1 uncompiled function" in text
     made = json.loads(advisor("analyze", str(tmp_path), "--format", "json").out)
-    assert made["breaks"][0]["line"] == 44
+    assert made["compilation"]["breaks"][0]["line"] == 44
     private = advisor("analyze", str(tmp_path), "--format", "json", "--redact").out
-    assert "/home/me" not in private and json.loads(private)["breaks"][0]["line"] == 44
-    refused = advisor("analyze", str(tmp_path), "--format", "sarif")
-    assert refused.code == 2 and refused.err.count("\n") == 1
+    assert "/home/me" not in private
+    assert json.loads(private)["compilation"]["breaks"][0]["line"] == 44
 
 
 @pytest.mark.parametrize("beside", [True, False])
@@ -190,4 +302,4 @@ def test_logs_beside_a_trace_are_part_of_its_report(
 
 def test_a_wrong_path_of_logs_is_one_line(advisor: Callable[..., Any], tmp_path: Path) -> None:
     done = advisor("analyze", "--compile-log", str(tmp_path))
-    assert done.code == 2 and done.err.count("\n") == 1 and "TORCH_TRACE" in done.err
+    assert done.code == 2 and done.err.count("\n") == 1 and "torch_trace" in done.err

@@ -24,7 +24,6 @@ from types import ModuleType
 import pytest
 
 from advisor.read import open_run, read_trace
-from advisor.read.compile_log import is_log, read_logs
 from advisor.testing.allocator import MIB, Allocator, Training
 
 MUTANTS = int(os.environ.get("ADVISOR_MUTATIONS", "0"))
@@ -368,13 +367,11 @@ def _places(stem: Path, name: str, seeds: dict[str, bytes]) -> tuple[Path, Path]
 
 def _analysing(path: Path) -> None:
     """To every form of report."""
-    _reading(path) if is_log(path) else mutations.analysing(path)
+    mutations.analysing(path)
 
 
 def _reading(path: Path) -> None:
-    if is_log(path):
-        read_logs([path])
-    elif path.is_dir() or path.suffix == ".pickle":
+    if path.is_dir() or path.suffix == ".pickle":
         open_run(str(path))
     else:
         read_trace(str(path))

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from typing import TYPE_CHECKING
 
 import numpy as np
 import polars as pl
 from numpy.typing import NDArray
 
+from advisor.core.finding import Edit, Select
 from advisor.core.intervals import EMPTY, Intervals, intersect, union
 from advisor.measure.host.names import name_matches
 from advisor.measure.host.stacks import nearest, parents
@@ -24,6 +26,16 @@ GRAPH = r"^CompiledFunction$|^(?:## )?Call CompiledFxGraph|^CompiledFxGraph"
 """Execution of one compiled graph."""
 RESUME = r"torch_dynamo_resume_in_"
 """Python frames of what follows a break; their line is where the graph broke."""
+
+
+GRAPH_BREAK_CAUSES = ("dispatch", "launch", "python", "unknown")
+"""Of the idle gaps that a graph break may cause."""
+
+
+def remove_breaks(region: tuple[str, ...] = ()) -> Edit:
+    """No idle time at graph breaks, or at those that lead into some compiled functions."""
+    where = Select(on="gap", cause=GRAPH_BREAK_CAUSES, at="graph_break", region=region)
+    return Edit(op="remove", select=where)
 
 
 def step_starts(a: Analysis) -> Intervals:
@@ -60,13 +72,17 @@ def broken_regions(a: Analysis) -> NDArray[np.int64]:
     return rows[around[parent[rows]] >= 0]
 
 
-def graph_breaks(a: Analysis) -> Intervals:
+def graph_breaks(a: Analysis, regions: tuple[str, ...] = ()) -> Intervals:
     """Host time from the end of one compiled graph to the start of the next across a break.
 
     That is the code at which the graph broke, guards, and the way in and out of the two functions.
+    ``regions``: only before functions with these numbers (``1`` of ``Torch-Compiled Region: 1/0``).
     """
     rows = broken_regions(a)
     cpu = a.trace.cpu
+    if regions:
+        own = "|".join(map(re.escape, regions))
+        rows = rows[name_matches(cpu["name"], f"{REGION}: (?:{own})/").to_numpy()[rows]]
     if not len(rows):
         return EMPTY
     graph = np.flatnonzero(name_matches(cpu["name"], GRAPH).to_numpy())
@@ -104,9 +120,8 @@ def between_steps(a: Analysis) -> Intervals:
     return intersect(union(begin[near], np.maximum(begin, end)[near]), a.spans)
 
 
-MOMENTS = {
-    "step_start": step_starts,
-    "graph_break": graph_breaks,
-    "between_steps": between_steps,
-}
-"""Name, as in ``Select.at``, -> the instants."""
+def instants(a: Analysis, select: Select) -> Intervals:
+    """What ``Select.at`` stands for."""
+    if select.at == "graph_break":
+        return graph_breaks(a, select.region)
+    return step_starts(a) if select.at == "step_start" else between_steps(a)

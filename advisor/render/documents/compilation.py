@@ -9,14 +9,9 @@ from msgspec.structs import replace
 
 from advisor.core import text as t
 from advisor.core.report import CompileCause, CompileLog, GraphBreak, Report
-from advisor.render.document import Block, Document, Inline, Items, Paragraph, Section, Span
+from advisor.render.document import Block, Inline, Items, Paragraph, Section, Span
 
 MAX_ROWS: Final = 12
-
-
-def build(log: CompileLog) -> Document:
-    """The document of logs without a trace."""
-    return Document("", list(sections(log)), name="compilation")
 
 
 def sections(log: CompileLog | None, report: Report | None = None) -> Iterator[Block]:
@@ -58,9 +53,18 @@ def _break(item: GraphBreak) -> Inline:
     place = f"{t.shorten_path(item.file, 60)}:{item.line}"
     inside = f" in {t.shorten(t.clean(item.function), 40)}" if item.function else ""
     count = f", {item.count:,}×" if item.count > 1 else ""
+    cost = ""
+    if item.idle_ns is not None:
+        cost = f", the GPU idles {t.format_duration(item.idle_ns)} per step"
+    if item.gain_ns:
+        cost += f" ({t.format_duration(item.gain_ns)} faster without it)"
     eager = " The whole function runs as plain PyTorch." if item.eager else ""
     hint = f" {item.hint or item.explanation}"
-    return (Span(place, "code"), f"{inside}{count}: {item.reason}.{eager}", Span(hint, "soft"))
+    return (
+        Span(place, "code"),
+        f"{inside}{count}{cost}: {item.reason}.{eager}",
+        Span(hint, "soft"),
+    )
 
 
 def _by_place(causes: list[CompileCause]) -> list[list[CompileCause]]:

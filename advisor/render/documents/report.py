@@ -236,11 +236,13 @@ def _rest(report: Report) -> Iterator[Block]:
     if report.notes:
         notes = [_note(report, note) for note in report.notes[:MAX_NOTES]]
         counted = t.count_noun(len(report.notes), "possibility")
-        if report.scope.step_source == "counters":  # without a step nothing is ranked
+        if report.scope.timeless:  # without a step nothing is ranked
             shown = [
                 (f"{note.title}. ", Span(f"{note.summary} {note.fix}")) for note in report.notes
             ]
-            yield Section("What the counters show", [Items(shown)], "the largest first")
+            counters = report.scope.step_source == "counters"
+            title = "What the counters show" if counters else "What to change"
+            yield Section(title, [Items(shown)], "the largest first" if counters else "")
         else:
             yield Section("Notes", notes, folded=True, counted=counted)
     if report.hot_lines:

@@ -1,27 +1,33 @@
 """Structured logs of torch.compile: what ``TORCH_TRACE=FOLDER`` writes, a file a process.
 
 A line ``V1123 20:55:19.489000 8996 torch/_dynamo/utils.py:2350] {…}`` is a record; lines that begin
-with a tab are its payload (https://github.com/pytorch/tlparse). Only three kinds are looked at.
+with a tab are its payload (https://github.com/pytorch/tlparse). Only some kinds are looked at.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field, replace
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
+from msgspec import structs
 
 from advisor.core.errors import AdvisorError
 from advisor.core.report import CompileCause, CompileLog, GraphBreak
+from advisor.read.reader import Reader, ReaderClaim, ReadOptions
+from advisor.read.source import ByteSource
 
-_RECORD = re.compile(r"^V\d{4} \d\d:\d\d:\d\d\.\d+ \d+ \S+:\d+\] (?=\{)")
+if TYPE_CHECKING:
+    from advisor.core.trace import Trace
+
+_RECORD = re.compile(rb"^V\d{4} \d\d:\d\d:\d\d\.\d+ \d+ \S+:\d+\] (?=\{)")
 _BREAK, _AGAIN, _METRICS = "dynamo_graph_break_reason", "recompile_reasons", "compilation_metrics"
-_NAMES = "dedicated_log_torch_trace_*.log"
-_TRACES = (".json", ".json.gz", ".json.zst", ".sqlite", ".pb", ".rpd", ".db", ".nsys-rep")
+_KINDS = tuple(name.encode() for name in (_BREAK, _AGAIN, _METRICS))
+NAMES = "dedicated_log_torch_trace_*.log"
 MAX_LINE, MAX_PAYLOAD = 1 << 20, 2_000
 """Characters of a record; lines of its payload."""
 MAX_FILES, MAX_CAUSES, MAX_TEXT = 1_024, 10_000, 300
@@ -33,54 +39,103 @@ _NO_HINT = re.compile(
     r"Hint: (?:If it is a|Please report|It may be possible|This graph break is fund)"
 )
 _GUARD = re.compile(r"^(?:\d+/)+\d+: ")
+_RESUMED = re.compile(r"^torch_dynamo_resume_in_.*_at_(\d+)$")
 
 
-def log_files(folder: Path) -> list[Path]:
-    """The logs in a folder, at most ``MAX_FILES``."""
-    return sorted(islice(folder.glob(_NAMES), MAX_FILES))
+class CompileLogReader(Reader):
+    """The log of one process."""
+
+    name = "torch-compile"
+    reads = "a log of torch.compile (TORCH_TRACE)"
+    suffixes = ()
+
+    @property
+    def patterns(self) -> tuple[str, ...]:
+        """As torch names them: other logs lie beside traces too."""
+        return (NAMES,)
+
+    def sniff(self, head: bytes, path: str) -> ReaderClaim:
+        """By its first record."""
+        del path
+        return ReaderClaim.NO if _RECORD.match(head) is None else ReaderClaim.SURE
+
+    def read(self, source: ByteSource, options: ReadOptions) -> Trace:
+        """A trace that holds the log and nothing else."""
+        from advisor.core.trace import PYTORCH, blank_trace
+
+        del options
+        log, records = _read(source.blocks())
+        trace = blank_trace(source.path)
+        meta = replace(
+            trace.meta,
+            bytes_read=source.bytes_read,
+            events_read=records,
+            framework=PYTORCH,
+            compilation=log,
+        )
+        return replace(trace, meta=meta)
 
 
-def has_traces(folder: Path) -> bool:
-    """There is something else to analyse in the folder."""
-    return any(file.is_dir() or file.name.endswith(_TRACES) for file in folder.iterdir())
+def read_logs(path: Path) -> CompileLog:
+    """What a log, or the logs in a folder, tell. Raises AdvisorError: there is none."""
+    paths = list(islice(path.glob(NAMES), MAX_FILES)) if path.is_dir() else [path]
+    logs = []
+    for file in sorted(paths):
+        source = ByteSource(str(file))
+        if _RECORD.match(source.head()) is not None:
+            logs.append(_read(source.blocks())[0])
+    if not logs:
+        raise AdvisorError(f"{path}: no log of torch.compile; record one with TORCH_TRACE=FOLDER")
+    return merged(logs)
 
 
-def is_log(path: Path) -> bool:
-    """The file begins as such a log does."""
-    if path.suffix != ".log" or not path.is_file():
-        return False
-    try:
-        with path.open(encoding="utf-8", errors="replace") as file:
-            return _RECORD.match(file.readline(MAX_LINE)) is not None
-    except OSError:
-        return False
+def with_compile_logs(traces: list[Trace], given: CompileLog | None) -> list[Trace]:
+    """Traces that know the logs among them, or ``given`` beside them; only logs: one trace that
+    holds them all."""
+    found = [trace.meta.compilation for trace in traces if trace.meta.compilation is not None]
+    if given is not None:
+        found.append(given)
+    if not found:
+        return traces
+    log = merged(found)
+    plain = [trace for trace in traces if trace.meta.compilation is None] or traces[:1]
+    return [replace(trace, meta=replace(trace.meta, compilation=log)) for trace in plain]
 
 
-def read_logs(paths: list[Path]) -> CompileLog:
-    """What logs, and folders of them, tell. Raises AdvisorError for a path that is none."""
-    files: list[Path] = []
-    for path in paths:
-        found = log_files(path) if path.is_dir() else [path] if is_log(path) else []
-        if not found:
-            raise AdvisorError(
-                f"{path}: no log of torch.compile; record one with TORCH_TRACE=FOLDER"
-            )
-        files += found
-    read = [_read(file) for file in files[:MAX_FILES]]
-    longest = max(read, key=lambda one: one.ns)
-    inductor = [one.inductor_ns for one in read if one.inductor_ns is not None]
+def merged(logs: list[CompileLog]) -> CompileLog:
+    """Logs of several processes as one: counts and times are the largest of any."""
+    if len(logs) == 1:
+        return logs[0]
+    inductor = [log.inductor_ns for log in logs if log.inductor_ns is not None]
+    # a number that stands for one function here and another there names neither
+    users: dict[str, set[Any]] = {}
+    for log in logs:
+        for each in log.breaks:
+            for frame in each.frames:
+                users.setdefault(frame, set()).add(_key(each))
+    breaks = [
+        structs.replace(
+            each,
+            frames=sorted(frame for frame, keys in users.items() if keys == {_key(each)}),
+        )
+        for each in _most([log.breaks for log in logs])
+    ]
     return CompileLog(
-        logs=len(read),
-        compilations=max(one.compilations for one in read),
-        ns=longest.ns,
+        logs=sum(log.logs for log in logs),
+        compilations=max(log.compilations for log in logs),
+        ns=max(log.ns for log in logs),
         inductor_ns=max(inductor, default=None),
-        breaks=_most([one.breaks for one in read]),
+        breaks=breaks,
         **{
-            name: _most([list(getattr(one, name).values()) for one in read])
+            name: _most([getattr(log, name) for log in logs])
             for name in ("recompilations", "not_compiled", "without_cuda_graphs")
         },
-        damaged=sum(one.damaged for one in read),
+        damaged=sum(log.damaged for log in logs),
     )
+
+
+def _key(cause: GraphBreak | CompileCause) -> tuple[Any, ...]:
+    return cause.file, cause.line, cause.function, cause.reason
 
 
 def _most(sides: list[list[Any]]) -> list[Any]:
@@ -88,7 +143,7 @@ def _most(sides: list[list[Any]]) -> list[Any]:
     result: dict[Any, Any] = {}
     for side in sides:
         for cause in side:
-            key = cause.file, cause.line, cause.function, cause.reason
+            key = _key(cause)
             if key not in result or cause.count > result[key].count:
                 result[key] = cause
     return sorted(
@@ -97,6 +152,7 @@ def _most(sides: list[list[Any]]) -> list[Any]:
 
 
 Causes = dict[Any, CompileCause]
+Place = tuple[str | None, str | None, int | None]
 
 
 @dataclass
@@ -111,45 +167,80 @@ class _Log:
     not_compiled: Causes = field(default_factory=dict)
     without_cuda_graphs: Causes = field(default_factory=dict)
     guards: dict[str, str] = field(default_factory=dict)
-    places: dict[str, tuple[str | None, str | None, int | None]] = field(default_factory=dict)
+    places: dict[str, Place] = field(default_factory=dict)
+    broken_at: dict[tuple[str, int], Any] = field(default_factory=dict)
+    """File and line of a break, and of the calls that led to it, -> its key in ``found``."""
     damaged: int = 0
 
-    @property
     def breaks(self) -> list[GraphBreak]:
-        return list(self.found.values())
+        """With the numbers of the functions that follow them."""
+        following: dict[Any, list[str]] = {}
+        for frame, (function, file, _) in self.places.items():
+            resumed = _RESUMED.match(function or "")
+            line = None if resumed is None else _line(resumed[1])
+            if file is not None and line is not None and (file, line) in self.broken_at:
+                following.setdefault(self.broken_at[file, line], []).append(frame)
+        return [
+            structs.replace(each, frames=sorted(following.get(key, [])))
+            for key, each in self.found.items()
+        ]
 
 
-def _read(path: Path) -> _Log:
-    log = _Log()
-    try:
-        with path.open(encoding="utf-8", errors="replace") as file:
-            for record, payload in _records(file, log):
-                if _METRICS in record:
-                    _compiled(log, record[_METRICS])
-                elif (name := _text(record["artifact"].get("name"))) == _BREAK:
-                    _broken(log, payload)
-                elif name == _AGAIN:
-                    number = f"{record.get('frame_id')}/{record.get('frame_compile_id')}"
-                    if len(log.guards) < MAX_CAUSES:
-                        log.guards[number] = _guard(payload)
-    except OSError as error:
-        raise AdvisorError(f"{path}: cannot be read ({error.strerror or error})") from None
-    return log
+def _read(blocks: Iterable[bytes]) -> tuple[CompileLog, int]:
+    """The log, and how many of its records were looked at."""
+    log, records = _Log(), 0
+    for record, payload in _records(_lines(blocks), log):
+        records += 1
+        if _METRICS in record:
+            _compiled(log, record[_METRICS])
+        elif (name := _text(record["artifact"].get("name"))) == _BREAK:
+            _broken(log, payload)
+        elif name == _AGAIN:
+            number = f"{record.get('frame_id')}/{record.get('frame_compile_id')}"
+            if len(log.guards) < MAX_CAUSES:
+                log.guards[number] = _guard(payload)
+    causes = {
+        name: _most([list(getattr(log, name).values())])
+        for name in ("recompilations", "not_compiled", "without_cuda_graphs")
+    }
+    result = CompileLog(
+        logs=1,
+        compilations=log.compilations,
+        ns=log.ns,
+        inductor_ns=log.inductor_ns,
+        breaks=_most([log.breaks()]),
+        damaged=log.damaged,
+        **causes,
+    )
+    return result, records
 
 
-def _records(file: Any, log: _Log) -> Iterator[tuple[dict[str, Any], list[str]]]:
+def _lines(blocks: Iterable[bytes]) -> Iterator[bytes]:
+    """Lines, cut to ``MAX_LINE``."""
+    rest = b""
+    for block in blocks:
+        *lines, last = block.split(b"\n")
+        for line in lines:
+            yield rest + line[:MAX_LINE]
+            rest = b""
+        rest = (rest + last[:MAX_LINE])[:MAX_LINE]
+    if rest:
+        yield rest
+
+
+def _records(lines: Iterable[bytes], log: _Log) -> Iterator[tuple[dict[str, Any], list[str]]]:
     """The records that are looked at, with their payload."""
     record: dict[str, Any] | None = None
     payload: list[str] = []
-    while line := file.readline(MAX_LINE):
-        if line[0] != "V" or (start := _RECORD.match(line)) is None:
+    for line in lines:
+        if line[:1] != b"V" or (start := _RECORD.match(line)) is None:
             if record is not None and len(payload) < MAX_PAYLOAD:
-                payload.append(line.strip("\n").removeprefix("\t"))
+                payload.append(line.decode("utf-8", "replace").strip("\r").removeprefix("\t"))
             continue
         if record is not None:
             yield record, payload
         record, payload = None, []
-        if any(name in line[: start.end() + 200] for name in (_BREAK, _AGAIN, _METRICS)):
+        if any(name in line[: start.end() + 200] for name in _KINDS):
             try:
                 decoded = msgspec.json.decode(line[start.end() :])
             except (msgspec.DecodeError, UnicodeError, RecursionError):
@@ -202,9 +293,12 @@ def _broken(log: _Log, payload: list[str]) -> None:
     key = found.file, found.line, found.reason
     old = log.found.get(key)
     if old is not None:
-        log.found[key] = msgspec.structs.replace(old, count=old.count + 1)
+        log.found[key] = structs.replace(old, count=old.count + 1)
     elif len(log.found) < MAX_CAUSES:
         log.found[key] = found
+        log.broken_at[found.file, found.line] = key
+        for each in users:
+            log.broken_at.setdefault((_cut(each[1]), _line(each[2]) or 0), key)
 
 
 def _guard(payload: list[str]) -> str:

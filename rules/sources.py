@@ -15,6 +15,10 @@ GPUPROF = Source(
     "gpuprof 0.7.1", "https://github.com/peppe-tringali/gpuprof/blob/main/src/gpuprof/insights.py"
 )
 NCU = Source("Nsight Compute", "https://docs.nvidia.com/nsight-compute/ProfilingGuide/index.html")
+INDUCTOR_SPILLS = Source(
+    "TorchInductor's spill_threshold: 16 registers, on ROCm 32",
+    "https://github.com/pytorch/pytorch/blob/main/torch/_inductor/config.py",
+)
 SAGEMAKER = Source(
     "SageMaker Debugger",
     "https://docs.aws.amazon.com/sagemaker/latest/dg/debugger-built-in-profiler-rules.html",

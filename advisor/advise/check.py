@@ -206,11 +206,17 @@ def _not_run(a: Analysis, rules: list[Rule]) -> list[SkippedCheck]:
             )
         ]
     if a.counters_only:
+        compiled = bool(a.compiled_kernels) and not a.profiled_kernels
+        subject, given = (
+            ("a cache of compiled kernels says", "the cache")
+            if compiled
+            else ("hardware counters of single kernels say", "the report")
+        )
         return [
             SkippedCheck(
                 what="steps, idle time, and the gain per step",
-                why="hardware counters of single kernels say nothing of the program around them",
-                record="a profiler trace of the program, and the report with --kernels",
+                why=f"{subject} nothing of the program around them",
+                record=f"a profiler trace of the program, and {given} with --kernels",
             )
         ]
     if a.snapshot_only:

@@ -49,7 +49,10 @@ def _trace(report: Report) -> list[str]:
         ]
     elif report.scope.step_source == "counters":
         count = t.count_noun(shown.events_read, "kernel")
-        parts = [t.shorten_path(name, 60), f"hardware counters of {count}"]
+        what = f"{count} compiled by Triton"
+        if report.kernel_counters:
+            what = f"hardware counters of {count}"
+        parts = [t.shorten_path(name, 60), what]
     elif report.scope.step_source == "compile log":
         parts = [t.shorten_path(name, 60), "a log of torch.compile"]
     elif report.scope.step_source == "record":

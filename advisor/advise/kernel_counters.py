@@ -1,4 +1,5 @@
-"""Hardware counters in the report: their view, and the verdict where there is nothing else."""
+"""Hardware counters and compiled kernels in the report: their views, and the verdict where there is
+nothing else."""
 
 from __future__ import annotations
 
@@ -6,8 +7,16 @@ import re
 from typing import TYPE_CHECKING
 
 from advisor.core import text as t
-from advisor.core.report import KernelCounters, KernelLine, Report, Scope, Status
+from advisor.core.report import (
+    KernelCounters,
+    KernelLine,
+    Report,
+    Scope,
+    Status,
+    TritonKernel,
+)
 from advisor.measure.device.kernel_profiles import (
+    MatchedKernel,
     ProfiledKernel,
     faster,
     kernel_key,
@@ -81,6 +90,45 @@ def _view(a: Analysis, k: ProfiledKernel, ns: float | None, gain: int | None) ->
     )
 
 
+def triton_views(a: Analysis) -> list[TritonKernel]:
+    """One per compiled kernel: those first that spill and take time, then by time, then by what
+    they spill."""
+    gpu = a.trace.gpu["dur"].to_numpy()
+    views = [
+        _compiled(k, len(k.rows) / a.step_count, float(gpu[k.rows].sum()) / a.step_count)
+        if len(k.rows)
+        else _compiled(k, None, None)
+        for k in a.compiled_kernels
+    ]
+
+    def order(view: TritonKernel) -> tuple[bool, float, int, int, str]:
+        spilled, ns = view.spilled_bytes or 0, view.step_ns or 0.0
+        return not (spilled and ns), -ns, -spilled, -(view.registers or 0), view.name
+
+    return sorted(views, key=order)[:MAX_KERNELS]
+
+
+def _compiled(k: MatchedKernel, launches: float | None, ns: float | None) -> TritonKernel:
+    own = k.kernel
+    return TritonKernel(
+        name=t.clean(own.name),
+        file=None if own.place is None else t.clean(own.place[0]),
+        line=None if own.place is None else own.place[1],
+        target=t.clean(own.target),
+        num_warps=own.num_warps,
+        num_stages=list(own.num_stages),
+        registers=own.registers,
+        shared_bytes=own.shared,
+        local_bytes=own.local,
+        spilled_bytes=own.spilled,
+        occupancy=None if k.occupancy is None else k.occupancy / 100,
+        occupancy_limiter=k.limiter,
+        variants=own.variants,
+        launches=launches,
+        step_ns=ns,
+    )
+
+
 def counters_scope(a: Analysis) -> Scope:
     """Of counters alone: no step has a length."""
     profiles = a.trace.meta.kernel_profiles
@@ -96,6 +144,8 @@ def counters_scope(a: Analysis) -> Scope:
 def counters_verdict(report: Report) -> tuple[Status, str]:
     """Status and a sentence or two about counters alone."""
     views = report.kernel_counters
+    if not views:
+        return _compiled_verdict(report)
     timed = [view for view in views if view.duration_ns is not None]
     kernels = t.count_noun(len(views), "kernel")
     limits: dict[str, int] = {}
@@ -114,6 +164,26 @@ def counters_verdict(report: Report) -> tuple[Status, str]:
         longest = max(timed, key=lambda view: view.duration_ns or 0.0)
         name = t.shorten(longest.short, 40)
         text += f" The longest, {name}, takes {t.format_duration(longest.duration_ns or 0.0)}."
+    return ("bottlenecks" if report.notes or report.findings else "limited"), text
+
+
+def _compiled_verdict(report: Report) -> tuple[Status, str]:
+    """Of a cache of Triton alone."""
+    views = report.triton_kernels
+    text = f"{t.count_noun(len(views), 'kernel')} compiled by Triton"
+    known = [view for view in views if view.spilled_bytes is not None]
+    spills = [view for view in known if view.spilled_bytes]
+    if spills:
+        most = max(spills, key=lambda view: view.spilled_bytes or 0)
+        size = t.format_bytes(most.spilled_bytes or 0)
+        text += (
+            f": {len(spills)} spill registers. {t.shorten(most.name, 40)} spills most, {size} per "
+            "thread."
+        )
+    elif len(known) == len(views):
+        text += ": none spills registers."
+    else:
+        text += f": none of the {len(known)} whose module is there spills registers."
     return ("bottlenecks" if report.notes or report.findings else "limited"), text
 
 

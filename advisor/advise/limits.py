@@ -48,7 +48,7 @@ def limits(a: Analysis, run: Run) -> list[str]:
     meta = a.trace.meta
     if a.record_only:
         own = [] if a.timeless else _record_limits(a)
-        return [*own, *memory_limits(a), *run.problems]
+        return [*own, *memory_limits(a), *_profile_limits(a), *run.problems]
     result = []
     if meta.truncated:
         damage = f" ({meta.damage})" if meta.damage else ""
@@ -90,8 +90,17 @@ def limits(a: Analysis, run: Run) -> list[str]:
     if a.steps.source == "whole trace" or a.steps.source in GUESSED:
         result += _possible_steps(a.trace)
     result += memory_limits(a)
+    result += _profile_limits(a)
     result.extend(run.problems)
     return result
+
+
+def _profile_limits(a: Analysis) -> list[str]:
+    """What was left out of the kernel profiles."""
+    profiles = a.trace.meta.kernel_profiles
+    if profiles is None:
+        return []
+    return [f"{profiles.tool}: {n:,} left out: {why}." for why, n in profiles.dropped.items()]
 
 
 def _possible_steps(trace: Trace) -> list[str]:

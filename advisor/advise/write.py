@@ -13,6 +13,7 @@ from advisor.advise.kernel_counters import (
     counter_views,
     counters_verdict,
     profiling_command,
+    triton_views,
 )
 from advisor.advise.limits import (
     events,
@@ -97,6 +98,7 @@ def write_report(
         memory=memory_views(a),
         memory_ranks=memory_ranks if len(memory_ranks) > 1 else [],
         kernel_counters=counter_views(a, pricer),
+        triton_kernels=triton_views(a),
         compilation=compilation(a, pricer),
         **measure(a),
     )

@@ -86,8 +86,8 @@ KernelReport = Annotated[
     Path | None,
     typer.Option(
         metavar="PATH",
-        help="A report of Nsight Compute or rocprof (.ncu-rep, .csv), or a folder of them, of the "
-        "same program; alone it can be a PATH.",
+        help="A report of Nsight Compute or rocprof (.ncu-rep, .csv), a folder of them, or "
+        "Triton's cache (~/.triton/cache), of the same program; alone it can be a PATH.",
     ),
 ]
 CompileLogs = Annotated[

@@ -90,6 +90,10 @@ def counters_verdict(before: Report, after: Report) -> str:
         if x.duration_ns and y.duration_ns
     ]
     if not pairs:
+        if before.triton_kernels and after.triton_kernels:
+            return (
+                "Triton's caches have no times. Compare traces, each with its cache as --kernels."
+            )
         return "No kernel with a time is in both reports."
     _, first, second, old, new = max(pairs, key=lambda pair: pair[0])
     ratio = second / first

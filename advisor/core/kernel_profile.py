@@ -1,4 +1,5 @@
-"""KernelProfiles: hardware counters of single kernels, as Nsight Compute and rocprof write them."""
+"""KernelProfiles: hardware counters of single kernels, as Nsight Compute and rocprof write them,
+and what Triton compiled."""
 
 from __future__ import annotations
 
@@ -80,18 +81,46 @@ class KernelProfile:
         return metric.value if metric is not None and isinstance(metric.value, float) else None
 
 
+class CompiledKernel(NamedTuple):
+    """A kernel as Triton compiled it. Compilations that differ in nothing here but stages and place
+    are one. ``None``: not in the cache."""
+
+    name: str
+    target: str
+    """``sm_90``, ``gfx942``; empty: not recorded."""
+    threads: int
+    """Per block."""
+    num_warps: int
+    num_stages: tuple[int, ...]
+    """Of all of them, ascending."""
+    shared: int
+    """Bytes of shared memory per block."""
+    registers: int | None
+    """Per thread; on AMD GPUs vector registers."""
+    local: int | None
+    """Bytes of local (AMD: private) memory per thread: spilled registers, and arrays."""
+    spilled: int | None
+    """Bytes of registers that were spilled there, per thread."""
+    place: tuple[str, int] | None
+    """File and line of the function; ``None``: not recorded, or several."""
+    variants: int = 1
+    """Compilations."""
+
+
 @dataclass(frozen=True)
 class KernelProfiles:
-    """The kernels of one or several reports of a kernel profiler."""
+    """The kernels of one or several reports of a kernel profiler, or of a cache of Triton."""
 
     path: str
     tool: str
-    """``Nsight Compute`` or ``rocprof``."""
+    """``Nsight Compute``, ``rocprof`` or ``Triton``."""
     kernels: tuple[KernelProfile, ...]
     dropped: dict[str, int] = field(default_factory=dict)
     """Reason -> rows or results that were left out."""
+    compiled: tuple[CompiledKernel, ...] = ()
 
     @property
     def vendor(self) -> str:
         """Of the GPU, as in ``TraceMeta.vendor``."""
-        return "amd" if self.tool == "rocprof" else "nvidia"
+        amd = self.tool == "rocprof" or any(k.target.startswith("gfx") for k in self.compiled)
+        return "amd" if amd else "nvidia"

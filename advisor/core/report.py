@@ -750,6 +750,41 @@ class KernelCounters(Struct, kw_only=True):
     was compiled without ``-lineinfo``."""
 
 
+class TritonKernel(Struct, kw_only=True):
+    """A kernel as Triton compiled it, from its cache. ``null``: not recorded there."""
+
+    name: str
+    """As in the trace."""
+    file: str | None
+    """Source file of the function; ``null`` also where it is in several."""
+    line: int | None
+    """Line of the function in it."""
+    target: str
+    """``sm_90``, ``gfx942``; empty: not recorded."""
+    num_warps: int
+    """Warps per block."""
+    num_stages: list[int]
+    """Stages of software pipelining, of all ``variants``."""
+    registers: int | None
+    """Per thread; on AMD GPUs vector registers."""
+    shared_bytes: int
+    """Shared memory per block."""
+    local_bytes: int | None
+    """Local memory per thread: spilled registers, and arrays of the program."""
+    spilled_bytes: int | None
+    """Spilled registers per thread."""
+    occupancy: float | None
+    """Theoretical: what registers, shared memory and block size admit (0 to 1)."""
+    occupancy_limiter: str | None
+    """``registers``, ``shared memory``, ``block sizes``; ``null`` also at full occupancy."""
+    variants: int
+    """Compilations in the cache with these figures."""
+    launches: float | None
+    """Launches per step in the trace; ``null``: no trace, or none that is surely of this kernel."""
+    step_ns: float | None
+    """Their time per step in the trace, ns; ``null``: as above."""
+
+
 class MemorySample(Struct, frozen=True, kw_only=True):
     """The fullest device of one snapshot, at its own moment: of a rank, or of a series over a run.
     Bytes."""
@@ -1002,6 +1037,9 @@ class Report(Struct, kw_only=True):
     """The snapshots of several ranks side by side. Empty: fewer than two."""
     kernel_counters: list[KernelCounters] = field(default_factory=list)
     """Kernels with hardware counters, by what they can gain per step; without a trace by time."""
+    triton_kernels: list[TritonKernel] = field(default_factory=list)
+    """Kernels that Triton compiled, those first that spill and take time. Empty: no cache of it was
+    given."""
     profile_kernels: list[str] = field(default_factory=list)
     """The command that collects hardware counters of the kernels that matter, and what it costs;
     empty: none is slow, or their counters are here."""

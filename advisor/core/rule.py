@@ -160,8 +160,8 @@ class Rule:
     """The rule has something to say of a memory snapshot (``Analysis.snapshot``): it is run where
     there is one, with or without a trace or a record."""
     reads_kernel_profiles: ClassVar[bool] = False
-    """The rule reads hardware counters of single kernels (``TraceMeta.kernel_profiles``): it runs
-    only where there are some, with or without a trace."""
+    """The rule reads hardware counters of single kernels, or what Triton compiled
+    (``TraceMeta.kernel_profiles``): it runs only where there are some, with or without a trace."""
     reads_compile_log: ClassVar[bool] = False
     """The rule has something to say of logs of torch.compile (``TraceMeta.compilation``): it is run
     where there are some, with or without a trace."""

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from advisor.core.snapshot import MemorySnapshot
     from advisor.core.trace import Device, Trace
     from advisor.measure.device.breakdown import Breakdown
-    from advisor.measure.device.kernel_profiles import ProfiledKernel
+    from advisor.measure.device.kernel_profiles import MatchedKernel, ProfiledKernel
     from advisor.measure.host.launches import Lost
     from advisor.measure.host.layers import Layers
     from advisor.measure.memory.post_mortem import PostMortem
@@ -491,6 +491,14 @@ class Analysis:
         from advisor.measure.device.kernel_profiles import profiled_kernels
 
         return profiled_kernels(self)
+
+    @cached_property
+    def compiled_kernels(self) -> list[MatchedKernel]:
+        """The kernels of a cache of Triton, alone or beside the trace, with their launches in it
+        (``kernel_profiles.py``). Empty: none was given."""
+        from advisor.measure.device.kernel_profiles import compiled_kernels
+
+        return compiled_kernels(self)
 
     # -- stacks -----------------------------------------------------------------------------
 

@@ -26,10 +26,11 @@ from advisor.read.elsewhere import (
 from advisor.read.merged import joined, ranks_in, with_memory
 from advisor.read.reader import ReadOptions
 from advisor.read.readers.compile_log import read_logs, with_compile_logs
-from advisor.read.readers.kernel_profiler import layout_of
+from advisor.read.readers.kernel_profiler import layout_of, trace_of
 from advisor.read.registry import is_trace_name, read_trace, trace_names, with_window
 from advisor.read.remote.urls import RankFilter, RemoteFile, is_url, local_path, rank_in, shown
 from advisor.read.runs import SeveralRuns, runs_in
+from advisor.read.triton_cache import entries, kernels_in, read_triton_cache
 
 _WINDOW_NAME = re.compile(r"^trace_w(\d{1,6})\.json(?:\.gz|\.zst|\.zstd)?$")
 MAX_FILES = 4096
@@ -151,7 +152,8 @@ def _recorded_log(folder: Path) -> CompileLog | None:
 
 def profile_files(path: str) -> list[str]:
     """The files that ``--kernels PATH`` stands for: itself, or those of a folder that are reports
-    of a kernel profiler by how they begin. Raises AdvisorError: none, or it cannot be read."""
+    of a kernel profiler by how they begin, and the folder itself where it is a cache of Triton.
+    Raises AdvisorError: neither, or it cannot be read."""
     folder = Path(path)
     if not folder.is_dir():
         return [path]
@@ -164,9 +166,12 @@ def profile_files(path: str) -> list[str]:
                         result.append(str(file))
     except OSError as error:
         raise AdvisorError(f"{path}: cannot be read ({error.strerror or error})") from None
+    if next(entries(path), None) is not None:
+        result.append(path)
     if not result:
         raise AdvisorError(
-            f"{path}: no report of a kernel profiler (.ncu-rep, .csv) in this folder"
+            f"{path}: no report of a kernel profiler (.ncu-rep, .csv) in this folder, and no cache "
+            "of Triton"
         )
     return result
 
@@ -175,13 +180,12 @@ def _given_profiles(options: ReadOptions | None) -> list[Trace]:
     """What ``ReadOptions.kernels`` names, read. Raises AdvisorError: it is something else."""
     if options is None or options.kernels is None:
         return []
-    read = [
-        read_trace(file, replace(options, kernels=None)) for file in profile_files(options.kernels)
-    ]
+    read = [_read(file, replace(options, kernels=None)) for file in profile_files(options.kernels)]
     for trace in read:
         if trace.meta.kernel_profiles is None:
             raise AdvisorError(
-                f"--kernels {trace.meta.path}: give a report of Nsight Compute or rocprof"
+                f"--kernels {trace.meta.path}: give a report of Nsight Compute or rocprof, or a "
+                "cache of Triton"
             )
     return read
 
@@ -306,6 +310,8 @@ def _read_all(
 
 def _read(file: str | RemoteFile, options: ReadOptions | None) -> Trace:
     if isinstance(file, str):
+        if Path(file).is_dir():  # no other folder stands for itself
+            return trace_of(*read_triton_cache(file))
         return read_trace(file, options)
     return read_source(file, options or ReadOptions())
 
@@ -339,7 +345,9 @@ def _files(path: str, one_of_several: bool) -> list[str]:
             return [path]
         if not one_of_several:
             refuse_several(path)
-        result = without_copies(sorted(islice(_traces_under(Path(path)), MAX_FILES + 1)))
+        found = sorted(islice(_traces_under(Path(path)), MAX_FILES + 1))
+        caches = [file for file in found if file == str(Path(path))]
+        result = without_copies([file for file in found if file not in caches]) + caches
     except OSError as error:
         raise AdvisorError(f"{path}: cannot be read ({error.strerror or error})") from None
     if not result:
@@ -373,11 +381,19 @@ def refuse_several(path: str) -> None:
 
 
 def _traces_under(folder: Path) -> Iterator[str]:
-    """Files named like traces. Hidden ones are left out: what is there are editors' copies."""
+    """Files named like traces, and the folder itself where it holds kernels that Triton compiled.
+    Hidden ones are left out: what is there are editors' copies."""
+    compiled = False
     os.scandir(folder).close()  # os.walk is silent about a folder that may not be read
     for where, folders, names in os.walk(folder):
         folders[:] = [name for name in folders if not name.startswith(".")]
+        kernels = set(kernels_in(names))
+        if kernels and not compiled:
+            compiled = True
+            yield str(folder)
         for name in named_like_traces(names):
+            if name.removesuffix(".json").removeprefix("__grp__") in kernels:
+                continue
             file = Path(where, name)
             if file.is_file():
                 yield str(file)

@@ -615,7 +615,8 @@ def merged(reports: Sequence[KernelProfiles]) -> KernelProfiles:
                 metrics=first.metrics | kernel.metrics,
             )
     path = ", ".join(report.path for report in reports[:3]) + (", …" if len(reports) > 3 else "")
-    return KernelProfiles(path, reports[0].tool, tuple(kernels[:MAX_KERNELS]), dropped)
+    compiled = tuple(each for report in reports for each in report.compiled)
+    return KernelProfiles(path, reports[0].tool, tuple(kernels[:MAX_KERNELS]), dropped, compiled)
 
 
 def _complement(first: KernelProfile, second: KernelProfile) -> bool:

@@ -23,7 +23,8 @@ MAX_ROWS = 1 << 20
 MAX_NAME = 8_192
 """Bytes of a section's name: of a mangled function."""
 _RELOCATION = struct.Struct("<QQ")
-_SYMBOL = struct.Struct("<IBBHQQ")
+SYMBOL = struct.Struct("<IBBHQQ")
+"""Of ``.symtab``: name, kind, visibility, section, address, size."""
 _SECTION = struct.Struct("<IIQQQQIIQQ")
 
 
@@ -70,7 +71,7 @@ def lines_of_module(elf: bytes) -> dict[str, list[LineRow]]:
 
 
 def _tables(elf: bytes) -> dict[str, list[LineRow]]:
-    sections = list(_sections(elf))
+    sections = list(sections_of(elf))
     bodies: dict[str, bytes] = {}
     for name, start, size in sections:
         if name in (".debug_line", ".rel.debug_line", ".symtab") and name not in bodies:
@@ -79,7 +80,7 @@ def _tables(elf: bytes) -> dict[str, list[LineRow]]:
         return {}
     function_at = {}
     for where, info in _RELOCATION.iter_unpack(bodies[".rel.debug_line"]):
-        of = _SYMBOL.unpack_from(bodies[".symtab"], (info >> 32) * _SYMBOL.size)[3]
+        of = SYMBOL.unpack_from(bodies[".symtab"], (info >> 32) * SYMBOL.size)[3]
         function_at[where] = sections[of][0].removeprefix(".text.")
     result: dict[str, list[LineRow]] = {}
     left = MAX_ROWS
@@ -93,8 +94,9 @@ def _tables(elf: bytes) -> dict[str, list[LineRow]]:
     }
 
 
-def _sections(elf: bytes) -> Iterator[tuple[str, int, int]]:
-    """Name, start and size of each."""
+def sections_of(elf: bytes) -> Iterator[tuple[str, int, int]]:
+    """Name, start and size of each section of an ELF file. Raises struct.error, IndexError or
+    ValueError: it is damaged."""
     (at,) = struct.unpack_from("<Q", elf, 0x28)
     size, count, texts = struct.unpack_from("<HHH", elf, 0x3A)
     heads = [_SECTION.unpack_from(elf, at + n * size) for n in range(count)]

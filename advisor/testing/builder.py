@@ -17,7 +17,7 @@ import msgspec
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from advisor.core.kernel_profile import KernelProfile
+    from advisor.core.kernel_profile import CompiledKernel, KernelProfile
     from advisor.core.report import CompileLog
     from advisor.core.trace import Trace
     from advisor.measure import Analysis
@@ -124,6 +124,7 @@ class TraceBuilder:
         self._record: RecordBuilder | None = None
         self._snapshot: bytes | None = None
         self._profiles: list[KernelProfile] = []
+        self._compiled: list[CompiledKernel] = []
         self._compilation: CompileLog | None = None
 
     # -- the host ---------------------------------------------------------------------------
@@ -487,6 +488,14 @@ class TraceBuilder:
         duration = metrics.get("gpu__time_duration.sum")
         self._profiles.append(KernelProfile(name, grid, block, duration, values))
 
+    def compiled_kernel(self, name: str, **figures: Any) -> None:
+        """A kernel in Triton's cache, compiled for an A100; ``figures``: of CompiledKernel."""
+        from advisor.core.kernel_profile import CompiledKernel
+
+        usual = {"target": "sm_80", "threads": 128, "num_warps": 4, "num_stages": (3,), "shared": 0}
+        usual |= {"registers": 255, "local": 0, "spilled": 0, "place": ("kernels.py", 10)}
+        self._compiled.append(CompiledKernel(name, **{**usual, **figures}))
+
     def compile_log(
         self,
         *,
@@ -543,10 +552,13 @@ class TraceBuilder:
         else:
             trace = read_bytes(self.json(), "<TraceBuilder>")
         profiles = None
-        if self._profiles:
+        if self._profiles or self._compiled:
             from advisor.core.kernel_profile import KernelProfiles
 
-            profiles = KernelProfiles("<TraceBuilder>", "Nsight Compute", tuple(self._profiles))
+            tool = "Nsight Compute" if self._profiles else "Triton"
+            profiles = KernelProfiles(
+                "<TraceBuilder>", tool, tuple(self._profiles), compiled=tuple(self._compiled)
+            )
         meta = replace(trace.meta, example=True, kernel_profiles=profiles)
         return replace(trace, meta=replace(meta, compilation=self._compilation))
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import numpy as np
 import polars as pl
@@ -17,7 +17,7 @@ from advisor.core.finding import (
     Threshold,
 )
 from advisor.measure import Analysis
-from advisor.measure.device.occupancy import active_blocks
+from advisor.measure.device.occupancy import active_blocks, limiters
 from advisor.measure.host.names import name_matches
 from advisor.rules.common import example_steps
 from advisor.rules.elsewhere import in_any_language
@@ -175,14 +175,7 @@ class LowOccupancy(Rule):
         fit = active_blocks(threads, registers, shared, device, amd=amd)
         if fit is None:
             return pl.DataFrame()
-        zero = np.zeros_like(registers)
-        free: dict[str, Any] = {
-            "registers": active_blocks(threads, zero, shared, device),
-            "shared memory": active_blocks(threads, registers, zero, device),
-        }
-        limit = np.full(len(index), "block sizes", dtype=object)
-        for name, blocks in free.items():
-            limit = np.where(blocks > fit, name, limit)
+        limit = limiters(fit, threads, registers, shared, device)
         allowed = 100 * fit * threads / device.max_threads_per_sm
         achieved = a.kernels["occupancy"].gather(index).fill_null(100.0).to_numpy()
         table = pl.DataFrame(

@@ -1,17 +1,25 @@
-"""Kernels with hardware counters: what limits each, and which of them a trace has."""
+"""Kernels with hardware counters, and those that Triton compiled: what limits each, and which of
+them a trace has."""
 
 from __future__ import annotations
 
 import re
 from functools import cache
-from typing import TYPE_CHECKING, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import numpy as np
 import polars as pl
 from numpy.typing import NDArray
 
 from advisor.core.finding import Edit, Select
-from advisor.core.kernel_profile import KernelProfile
+from advisor.core.kernel_profile import CompiledKernel, KernelProfile
+from advisor.core.trace import Device
+from advisor.measure.device.occupancy import (
+    RESERVED_SHARED,
+    active_blocks,
+    limiters,
+    multiprocessor,
+)
 
 if TYPE_CHECKING:
     from advisor.measure import Analysis
@@ -152,6 +160,96 @@ def _measured(profile: KernelProfile, rows: NDArray[np.int64]) -> ProfiledKernel
         stalls=_stalls(profile),
         bytes=_dram_bytes(profile),
         rows=rows,
+    )
+
+
+class MatchedKernel(NamedTuple):
+    """A kernel that Triton compiled, and its launches."""
+
+    kernel: CompiledKernel
+    occupancy: float | None
+    """Theoretical, percent; ``None``: registers or the GPU's limits are not known."""
+    limiter: str | None
+    """``registers``, ``shared memory`` or ``block sizes``; ``None``: as above, or none (100 %)."""
+    rows: NDArray[np.int64]
+    """Rows of ``trace.gpu`` in the used steps; empty: none, no trace, or another compilation that
+    nothing in the trace distinguishes."""
+
+
+def compiled_kernels(a: Analysis) -> list[MatchedKernel]:
+    """The kernels of a cache of Triton, alone or beside a trace."""
+    profiles = a.trace.meta.kernel_profiles
+    if profiles is None or not profiles.compiled:
+        return []
+    rows = _compiled_launches(a, profiles.compiled)
+    return [
+        MatchedKernel(each, *_theoretical(each, a.device), own)
+        for each, own in zip(profiles.compiled, rows, strict=True)
+    ]
+
+
+def _theoretical(k: CompiledKernel, device: Device | None) -> tuple[float | None, str | None]:
+    """Occupancy, percent, and what limits it. ``device``: of the trace."""
+    found = re.fullmatch(r"sm_(\d{1,2})(\d)a?", k.target)
+    compute = None if found is None else (int(found[1]), int(found[2]))
+    if compute is None or k.registers is None:
+        return None, None
+    if device is None or device.compute != compute:
+        device = multiprocessor(compute)
+    if device is None or not device.max_threads_per_sm:
+        return None, None
+    threads, registers, shared = (
+        np.array([size], np.int64) for size in (k.threads, k.registers, k.shared)
+    )
+    blocks = active_blocks(threads, registers, shared, device)
+    if blocks is None or np.isnan(blocks[0]):
+        return None, None
+    percent = float(100 * blocks[0] * k.threads / device.max_threads_per_sm)
+    return percent, None if percent >= 100 else str(
+        limiters(blocks, threads, registers, shared, device)[0]
+    )
+
+
+def _compiled_launches(a: Analysis, kernels: tuple[CompiledKernel, ...]) -> list[NDArray[np.int64]]:
+    """Rows of ``trace.gpu`` by kernel: those of its name whose threads, registers, shared memory
+    and architecture, where recorded, are its own and no other kernel's."""
+    result = [np.zeros(0, dtype=np.int64)] * len(kernels)
+    named: dict[str, list[int]] = {}
+    for place, kernel in enumerate(kernels):
+        if _is_of(kernel, a.device):
+            named.setdefault(kernel.name, []).append(place)
+    gpu = a.trace.gpu
+    used = a.in_window & (gpu["kind"] == "kernel").to_numpy()
+    sizes = ["threads", "registers", "shared"]
+    table = gpu.select(
+        pl.int_range(pl.len()).alias("row"),
+        pl.col("name").cast(pl.String).str.strip_suffix(".kd"),
+        *sizes,
+    ).filter(pl.Series(used, dtype=pl.Boolean))
+    table = table.filter(pl.col("name").is_in(list(named)))
+    for (name, *found), part in table.partition_by("name", *sizes, as_dict=True).items():
+        own = [place for place in named[str(name)] if _fits(kernels[place], *found)]
+        if len(own) > 1:
+            own = [place for place in own if kernels[place].shared == found[2]]
+        if len(own) == 1:
+            rows = part["row"].to_numpy().astype(np.int64)
+            result[own[0]] = np.concatenate([result[own[0]], rows])
+    return result
+
+
+def _is_of(k: CompiledKernel, device: Device | None) -> bool:
+    """A kernel is compiled for a GPU, as far as both are known."""
+    if device is None or device.compute is None or not k.target.startswith("sm_"):
+        return True
+    return k.target.rstrip("a") == "sm_{}{}".format(*device.compute)
+
+
+def _fits(k: CompiledKernel, threads: Any, registers: Any, shared: Any) -> bool:
+    """``None``: not recorded. Some profilers add what CUDA keeps for itself to shared memory."""
+    return (
+        threads in (None, k.threads)
+        and (k.registers is None or registers in (None, 0, k.registers))
+        and shared in (None, k.shared, k.shared + RESERVED_SHARED)
     )
 
 

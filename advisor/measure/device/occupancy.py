@@ -33,6 +33,41 @@ _BLOCKS: dict[tuple[int, int], int] = {
 """Compute capability -> resident blocks an SM at most (cudaOccMaxBlocksPerMultiprocessor, and
 the CUDA C++ Programming Guide's table of technical specifications)."""
 
+_SIZES: dict[tuple[int, int], tuple[int, int]] = {
+    (7, 0): (2048, 96), (7, 5): (1024, 64), (8, 0): (2048, 164), (8, 6): (1536, 100),
+    (8, 7): (1536, 164), (8, 9): (1536, 100), (9, 0): (2048, 228), (10, 0): (2048, 228),
+    (10, 3): (2048, 228), (12, 0): (1536, 100), (12, 1): (1536, 100),
+}  # fmt: skip
+"""Compute capability -> threads and KiB of shared memory of an SM at most (the same table)."""
+_REGISTERS = 65_536
+"""Of an SM, from compute capability 5.0 on (the same table)."""
+
+
+def multiprocessor(compute: tuple[int, int]) -> Device | None:
+    """What an SM of a compute capability holds; ``None``: not known."""
+    if (sizes := _SIZES.get(compute)) is None:
+        return None
+    threads, kilobytes = sizes
+    return Device(
+        0,
+        compute=compute,
+        max_threads_per_sm=threads,
+        registers_per_sm=_REGISTERS,
+        shared_per_sm=kilobytes << 10,
+    )
+
+
+def limiters(
+    blocks: Floats, threads: Ints, registers: Ints, shared: Ints, device: Device
+) -> NDArray[np.object_]:
+    """What bounds :func:`active_blocks`: without it more would fit."""
+    zero = np.zeros_like(registers)
+    result = np.full(len(threads), "block sizes", dtype=object)
+    for name, sizes in (("registers", (zero, shared)), ("shared memory", (registers, zero))):
+        free = active_blocks(threads, *sizes, device)
+        result = result if free is None else np.where(free > blocks, name, result)
+    return result
+
 
 def active_blocks(
     threads: Ints, registers: Ints, shared: Ints, device: Device, *, amd: bool = False

@@ -36,14 +36,15 @@ def layout_of(head: bytes) -> Layout | None:
     return "rocprof-csv" if (named and numbered) or counted else None
 
 
-def _trace(source: ByteSource, profiles: KernelProfiles) -> Trace:
+def trace_of(profiles: KernelProfiles, bytes_read: int) -> Trace:
+    """A trace that holds kernel profiles and nothing else."""
     from advisor.core.trace import blank_trace
 
-    trace = blank_trace(source.path)
+    trace = blank_trace(profiles.path)
     meta = replace(
         trace.meta,
-        bytes_read=source.bytes_read,
-        events_read=len(profiles.kernels),
+        bytes_read=bytes_read,
+        events_read=len(profiles.kernels) + len(profiles.compiled),
         kernel_profiles=profiles,
         vendor=profiles.vendor,
         framework=None,
@@ -76,7 +77,8 @@ class KernelProfilerReader(Reader):
             if len(data) > limit:
                 raise AdvisorError(f"{source.path}: larger than {limit >> 20} MiB; profile fewer "
                                    "kernels (ncu --launch-count)")  # fmt: skip
-        return _trace(source, read_kernel_profiles(bytes(data), source.path, layout))
+        profiles = read_kernel_profiles(bytes(data), source.path, layout)
+        return trace_of(profiles, source.bytes_read)
 
 
 class RocprofComputeReader(Reader):
@@ -97,4 +99,4 @@ class RocprofComputeReader(Reader):
 
         with opened(source, options) as database:
             read = read_rocprof_kernels if database.has(_KERNELS) else read_rocprof_compute
-            return _trace(source, read(database, source.path))
+            return trace_of(read(database, source.path), source.bytes_read)

@@ -1,4 +1,4 @@
-"""What hardware counters show, a row per kernel."""
+"""What hardware counters and Triton's cache show, a row per kernel."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from advisor.core import text as t
 from advisor.render.document import Block, Code, Grid, Items, Paragraph, Section
 
 if TYPE_CHECKING:
-    from advisor.core.report import KernelCounters, Report
+    from advisor.core.report import KernelCounters, Report, TritonKernel
 
 MAX_ROWS: Final = 50
 MAX_SHORT: Final = 10
@@ -23,7 +23,7 @@ def sections(report: Report) -> list[Block]:
     """The kernels with their limits, and what the profiler's own rules say of them."""
     views = report.kernel_counters
     if not views:
-        return _command(report)
+        return [*_triton(report), *_command(report)]
     traced = any(view.step_ns is not None for view in views)
     absent = sum(view.step_ns is None for view in views) if traced else 0
     views = [view for view in views if view.step_ns is not None] if traced else views
@@ -31,15 +31,7 @@ def sections(report: Report) -> list[Block]:
     if traced:
         head = ["kernel", "per step", "gain at most", "limited by", "use", "occupancy"]
     rows = [_row(view, traced) for view in views[:MAX_ROWS]]
-    more = len(views) - MAX_SHORT
-    grid = Grid(
-        head,
-        rows,
-        short=rows[:MAX_SHORT],
-        more=f"{t.count_noun(more, 'more kernel')}" if more > 0 else "",
-        align="l" + "r" * (len(head) - 1),
-        optional=(len(head) - 1,),
-    )
+    grid = _grid(head, rows, "l" + "r" * (len(head) - 1), optional=(len(head) - 1,))
     aside = "per launch"
     if traced:
         aside = f"{absent} more are not in this trace" if absent else "counters beside this trace"
@@ -65,7 +57,69 @@ def sections(report: Report) -> list[Block]:
         blocks.append(
             Section("The kernel profiler's own advice", [items], folded=True, counted=count)
         )
-    return blocks
+    return [*blocks, *_triton(report)]
+
+
+def _triton(report: Report) -> list[Block]:
+    """The kernels of Triton's cache; beside a trace those that it has, and their functions."""
+    views = report.triton_kernels
+    if not views:
+        return []
+    timed = [view for view in views if view.step_ns is not None]
+    shown = timed or views
+    targets = sorted({view.target for view in shown if view.target})
+    head = ["kernel", "spills", "registers", "shared", "warps", "stages"]
+    head[1:1] = ["per step"] if timed else []
+    head += ["target"] if len(targets) > 1 else []
+    head += ["occupancy"]
+    rows = [_triton_row(view, head) for view in shown[:MAX_ROWS]]
+    aside = targets[0] if len(targets) == 1 else ""
+    if report.scope.step_source != "counters":
+        absent = t.count_noun(len(views) - len(timed), "kernel")
+        aside = f"{absent} of the cache not found in this trace"
+    grid = _grid(head, rows, "l" + "r" * (len(head) - 2) + "l", optional=(len(head) - 1,))
+    places = {
+        (view.name, view.file, view.line): [
+            t.shorten(view.name, 34),
+            f"{t.shorten_path(view.file, 42)}:{view.line}",
+        ]
+        for view in shown[:MAX_ROWS]
+        if view.file is not None
+    }
+    blocks: list[Block] = [grid]
+    if places:
+        blocks.append(_grid(["function", "source"], list(places.values()), "ll"))
+    text = "Spills: registers of a thread that are kept in local memory, in bytes."
+    return [Section("Kernels compiled by Triton", [*blocks, Paragraph(text, "soft")], aside)]
+
+
+def _grid(
+    head: list[str], rows: list[list[str]], align: str, optional: tuple[int, ...] = ()
+) -> Grid:
+    """Where room is short, the first rows."""
+    more = t.count_noun(len(rows) - MAX_SHORT, f"more {head[0]}")
+    return Grid(head, rows, short=rows[:MAX_SHORT], more=more, align=align, optional=optional)
+
+
+def _triton_row(view: TritonKernel, head: list[str]) -> list[str]:
+    spilled, occupancy = view.spilled_bytes, view.occupancy
+    by = f", {view.occupancy_limiter}" if view.occupancy_limiter else ""
+    cells = {
+        "kernel": t.shorten(view.name, 26),
+        "per step": t.format_duration(view.step_ns or 0.0),
+        "spills": t.NOT_MEASURED if spilled is None else _size(spilled),
+        "registers": t.NOT_MEASURED if view.registers is None else str(view.registers),
+        "shared": _size(view.shared_bytes),
+        "warps": str(view.num_warps),
+        "stages": ", ".join(map(str, view.num_stages)),
+        "target": view.target,
+        "occupancy": t.NOT_MEASURED if occupancy is None else f"{t.format_share(occupancy)}{by}",
+    }
+    return [cells[name] for name in head]
+
+
+def _size(size: int) -> str:
+    return t.format_bytes(size) if size else "none"
 
 
 def _row(view: KernelCounters, traced: bool) -> list[str]:

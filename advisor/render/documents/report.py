@@ -240,7 +240,7 @@ def _rest(report: Report) -> Iterator[Block]:
             shown = [
                 (f"{note.title}. ", Span(f"{note.summary} {note.fix}")) for note in report.notes
             ]
-            counters = report.scope.step_source == "counters"
+            counters = bool(report.kernel_counters)
             title = "What the counters show" if counters else "What to change"
             yield Section(title, [Items(shown)], "the largest first" if counters else "")
         else:

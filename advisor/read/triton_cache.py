@@ -1,0 +1,223 @@
+"""What Triton compiled, from its cache: a folder per kernel, with its settings in a ``.json``, and
+the module, the PTX and Triton's own code beside it.
+
+``TRITON_CACHE_DIR`` says where the cache is, else it is ``~/.triton/cache``; ``torch.compile`` has
+its own in ``/tmp/torchinductor_<user>/triton``. Registers and local memory are those of the module:
+of a cubin the attributes ``REGCOUNT`` and ``FRAME_SIZE`` in ``.nv.info``, which ``cuobjdump
+--dump-resource-usage`` prints; of a code object the metadata in its note
+(https://llvm.org/docs/AMDGPUUsage.html#code-object-metadata).
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import struct
+from collections import Counter
+from collections.abc import Collection, Iterator
+from itertools import islice
+from pathlib import Path
+from typing import Annotated, Any
+
+import msgspec
+
+from advisor.core.errors import AdvisorError
+from advisor.core.files import open_regular
+from advisor.core.kernel_profile import CompiledKernel, KernelProfiles
+from advisor.read.sampled_lines import MAX_NAME, SYMBOL, sections_of
+
+TRITON = "Triton"
+MAX_FOLDERS = 50_000
+MAX_KERNELS = 20_000
+"""That differ."""
+MAX_JSON = 1 << 20
+MAX_FILE = 64 << 20
+MAX_BYTES = 2 << 30
+"""Of all files that are read."""
+MAX_SOURCE = 1 << 16
+"""Bytes of Triton's own code, at the beginning of which the function's line is."""
+_BESIDE = (".cubin", ".hsaco", ".ttir", ".ttgir")
+"""A ``.json`` is a kernel's where one of these is beside it."""
+_REGCOUNT, _FRAME_SIZE = 0x2F, 0x11
+_FUNCTION = 2
+"""Kind of a symbol."""
+_PLACE = re.compile(rb'^#loc = loc\("([^"\n]{1,4096})":(\d{1,7}):\d+\)', re.MULTILINE)
+_ARRAY = re.compile(rb"^\s*\.local\s+\.align\s+\d+\s+\.b8\s+\S+\[(\d{1,9})\]", re.MULTILINE)
+"""Local memory that the program declares in PTX: no spill."""
+
+
+class _Metadata(msgspec.Struct):
+    name: str
+    num_warps: Annotated[int, msgspec.Meta(ge=1, le=1024)]
+    num_stages: Annotated[int, msgspec.Meta(ge=0, le=1024)]
+    shared: Annotated[int, msgspec.Meta(ge=0, le=1 << 31)] = 0
+    target: Any = None
+    """An object since version 3, before a list."""
+
+
+class _AmdKernel(msgspec.Struct):
+    name: str = msgspec.field(name=".name", default="")
+    registers: int | None = msgspec.field(name=".vgpr_count", default=None)
+    spilled: int | None = msgspec.field(name=".vgpr_spill_count", default=None)
+    private: int | None = msgspec.field(name=".private_segment_fixed_size", default=None)
+
+
+class _AmdNote(msgspec.Struct):
+    kernels: list[_AmdKernel] = msgspec.field(name="amdhsa.kernels", default_factory=list)
+
+
+def kernels_in(files: Collection[str]) -> list[str]:
+    """Of the files of one folder the kernels that Triton has put there, by name."""
+    names = set(files)
+    stems = (name[:-5] for name in sorted(names) if name.endswith(".json"))
+    return [stem for stem in stems if any(stem + end in names for end in _BESIDE)]
+
+
+def read_triton_cache(path: str) -> tuple[KernelProfiles, int]:
+    """The kernels of a cache, and the bytes that were read. Raises AdvisorError: it holds none, or
+    none can be read."""
+    dropped: Counter[str] = Counter()
+    found: dict[CompiledKernel, list[CompiledKernel]] = {}
+    budget = _Budget()
+    for folder, stem in entries(path):
+        if budget.left <= 0 or len(found) == MAX_KERNELS:
+            dropped["kernels in too large a cache"] += 1
+        elif (kernel := _kernel(folder, stem, budget)) is None:
+            dropped["damaged kernels"] += 1
+        else:
+            found.setdefault(kernel._replace(num_stages=(), place=None), []).append(kernel)
+    if not found:
+        raise AdvisorError(f"{path}: a cache of Triton in which no kernel can be read")
+    compiled = tuple(map(_merged, found.values()))
+    return KernelProfiles(path, TRITON, (), dict(dropped), compiled), MAX_BYTES - budget.left
+
+
+def entries(path: str) -> Iterator[tuple[Path, str]]:
+    """Folder and name of each kernel in a cache. Links are not followed."""
+    for folder, folders, names in islice(os.walk(path), MAX_FOLDERS):
+        folders.sort()
+        for stem in kernels_in(names):
+            yield Path(folder), stem
+
+
+def _merged(same: list[CompiledKernel]) -> CompiledKernel:
+    """Compilations that differ in stages and place at most, as one."""
+    stages = {number for kernel in same for number in kernel.num_stages}
+    places = {kernel.place for kernel in same}
+    place = places.pop() if len(places) == 1 else None
+    return same[0]._replace(num_stages=tuple(sorted(stages)), place=place, variants=len(same))
+
+
+class _Budget:
+    """Reads files, and counts their bytes."""
+
+    def __init__(self) -> None:
+        self.left = MAX_BYTES
+
+    def read(self, file: Path, most: int) -> bytes:
+        """The first bytes of a regular file; empty: it is none, is a link, or cannot be read."""
+        try:
+            if file.is_symlink():
+                return b""
+            with open_regular(file) as opened:
+                data = opened.read(most)
+        except (OSError, ValueError):
+            return b""
+        self.left -= len(data)
+        return data
+
+
+def _kernel(folder: Path, stem: str, budget: _Budget) -> CompiledKernel | None:
+    """``None``: what is there is damaged, or another program's."""
+    try:
+        found = msgspec.json.decode(budget.read(folder / f"{stem}.json", MAX_JSON), type=_Metadata)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        return None
+    target, warp = _target(found.target)
+    cubin = budget.read(folder / f"{stem}.cubin", MAX_FILE)
+    if cubin:
+        registers, local = _of_cubin(cubin, found.name)
+        spilled = local
+        if local:
+            ptx = budget.read(folder / f"{stem}.ptx", MAX_FILE)
+            arrays = sum(int(size) for size in _ARRAY.findall(ptx))
+            spilled = max(0, local - arrays) if ptx else None
+    else:
+        registers, local, spilled = _of_code_object(
+            budget.read(folder / f"{stem}.hsaco", MAX_FILE), found.name
+        )
+    place = _PLACE.search(budget.read(folder / f"{stem}.ttir", MAX_SOURCE))
+    return CompiledKernel(
+        name=found.name[:MAX_NAME],
+        target=target,
+        threads=found.num_warps * warp,
+        num_warps=found.num_warps,
+        num_stages=(found.num_stages,),
+        shared=found.shared,
+        registers=registers,
+        local=local,
+        spilled=spilled,
+        place=None if place is None else (place[1].decode(errors="replace"), int(place[2])),
+    )
+
+
+def _target(target: object) -> tuple[str, int]:
+    """The architecture as its vendor calls it, and threads per warp: ``{"backend": "cuda", "arch":
+    90, "warp_size": 32}``, before version 3 ``["cuda", 90]``."""
+    if isinstance(target, dict):
+        backend, arch, warp = (target.get(key) for key in ("backend", "arch", "warp_size"))
+    elif isinstance(target, list) and len(target) >= 2:
+        backend, arch, warp = target[0], target[1], None
+    else:
+        return "", 32
+    name = f"sm_{arch}" if backend == "cuda" else str(arch)
+    if warp not in (32, 64):
+        warp = 64 if name.startswith("gfx9") else 32
+    return name[:32], warp
+
+
+def _of_cubin(elf: bytes, kernel: str) -> tuple[int | None, int | None]:
+    """Registers and bytes of local memory per thread; ``None``: not in it."""
+    try:
+        sections = list(sections_of(elf))
+        parts = {name: elf[start : start + size] for name, start, size in sections}
+        own = {
+            number
+            for number, symbol in enumerate(SYMBOL.iter_unpack(parts[".symtab"]))
+            if symbol[1] & 15 == _FUNCTION and sections[symbol[3]][0] == f".text.{kernel}"
+        }
+        known = {kind: value for kind, of, value in _attributes(parts[".nv.info"]) if of in own}
+    except (struct.error, LookupError, ValueError, OverflowError):
+        return None, None
+    return known.get(_REGCOUNT), known.get(_FRAME_SIZE)
+
+
+def _attributes(data: bytes) -> Iterator[tuple[int, int, int]]:
+    """Those of ``.nv.info`` that are a number of a function: kind, symbol, value."""
+    at = 0
+    while at + 4 <= len(data):
+        form, kind, size = struct.unpack_from("<BBH", data, at)
+        at += 4
+        if form == 4:  # else the value is in place of the size
+            if size == 8:
+                yield kind, *struct.unpack_from("<II", data, at)
+            at += size
+
+
+def _of_code_object(elf: bytes, kernel: str) -> tuple[int | None, int | None, int | None]:
+    """Vector registers, bytes of private memory, and bytes of spilled registers per thread;
+    ``None``: not in it."""
+    try:
+        start, size = next((at, size) for name, at, size in sections_of(elf) if name == ".note")
+        named, described, _ = struct.unpack_from("<III", elf, start)
+        begin = start + 12 + -(-named // 4) * 4
+        note = msgspec.msgpack.decode(
+            elf[begin : min(begin + described, start + size)], type=_AmdNote
+        )
+        own = next(each for each in note.kernels if each.name == kernel)
+    except (struct.error, LookupError, ValueError, OverflowError, StopIteration, RecursionError):
+        return None, None, None
+    spilled = None
+    if own.spilled is not None and own.private is not None:
+        spilled = min(4 * own.spilled, own.private)  # the others are in accumulation registers
+    return own.registers, own.private, spilled

@@ -87,7 +87,7 @@ class DeviceCopies(Rule):
             "that stay at one address. Mark other inputs that stay, and compile a larger region, "
             "so that fewer tensors cross its border.",
             "code": "torch._dynamo.mark_static_address(buffer)   # an input that never moves\n"
-            'step = torch.compile(train_step, mode="reduce-overhead")   # one border',
+            'step = torch.compile(train_step, mode="reduce-overhead")   # copies at its ends only',
             "confidence": 0.75,
         }
     }

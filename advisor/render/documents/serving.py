@@ -89,9 +89,9 @@ def lines(serving: Serving) -> list[tuple[str, list[str], bool]]:
         own = t.shorten(t.clean(phase.name), 24)
         if phase.attainable_ns is not None and phase.attainable_ns < phase.ns:
             ratio = phase.ns / phase.attainable_ns if phase.attainable_ns else 1.0
-            known = f"work of {t.format_share(phase.known_share)} of kernel time known"
-            text = f"{own} {t.format_duration(phase.attainable_ns)}, now {ratio:.1f}× that"
-            result.append(("attains", [text, known], False))
+            known = f"{t.format_share(phase.known_share)} of its kernel time could be compared"
+            text = f"{own} {t.format_duration(phase.attainable_ns)}; it takes {ratio:.1f}× as long"
+            result.append(("at best", [text, known], False))
         if phase.steps > 1:
             parts = [f"{own} {_spread(phase.quantiles)}", *([phase.jitter] if phase.jitter else [])]
             result.append(("spread", parts, not phase.jitter))
@@ -103,8 +103,9 @@ def lines(serving: Serving) -> list[tuple[str, list[str], bool]]:
     if serving.between is not None and serving.between_share is not None:
         share = f"{t.format_share(serving.between_share)} of the time"
         result.append(("between", [share, _spread(serving.between)], False))
-    if serving.output_tokens_per_s is not None:
-        result.append(("output", [f"{_count(serving.output_tokens_per_s)} tokens/s"], False))
+    if serving.output_tokens_per_s is not None and len(serving.phases) > 1:
+        rate = f"{_count(serving.output_tokens_per_s)} tokens/s generated, over all phases"
+        result.append(("output", [rate], False))
     graphs = serving.graphs
     if graphs is not None:
         parts = [t.count_noun(graphs.launches, "graph launch", "graph launches")]

@@ -57,10 +57,11 @@ OperatorTable = Annotated[
     ),
 ]
 TableBy = Annotated[
-    Literal["layer", "operator"] | None,
+    Literal["layer", "operator", "mesh"] | None,
     typer.Option(
         help="Instead of the report, list layers (modules: time, FLOPs, bytes, those longer than "
-        "their equals) or operators (as --operators)."
+        "their equals), operators (as --operators) or axes of the device mesh (data, tensor, "
+        "pipeline …: collectives, bytes, time, bandwidth)."
     ),
 ]
 Top = Annotated[
@@ -227,17 +228,20 @@ def choose_output(
 
 
 def show_table(
-    report: Report, by: Literal["layer", "operator"], top: int | None, redact: set[str] | None
+    report: Report,
+    by: Literal["layer", "operator", "mesh"],
+    top: int | None,
+    redact: set[str] | None,
 ) -> None:
-    """The table of operators by shape or of layers, on the terminal."""
+    """The table of operators by shape, of layers or of the mesh, on the terminal."""
     from advisor.render.document import RenderOptions
-    from advisor.render.documents import layers, operators
+    from advisor.render.documents import layers, operators, ranks
 
     if redact is not None:
         from advisor.export.redact import redact_with
 
         report, _ = redact_with(report, redact)
-    build = layers.build if by == "layer" else operators.build
+    build = {"layer": layers.build, "mesh": ranks.build_mesh}.get(by, operators.build)
     out.show_document(build(report, RenderOptions(top=top)))
 
 

@@ -459,6 +459,34 @@ class Layers(Struct, kw_only=True):
             raise ValueError("a layer comes before the one around it")
 
 
+class MeshAxis(Struct, frozen=True, kw_only=True):
+    """What the ranks of one process group send one another along an axis of the device mesh."""
+
+    axis: Literal[
+        "data", "sharded data", "tensor", "pipeline", "context", "expert", "all-to-all", "unknown"
+    ]
+    """``all-to-all``: of experts or of embeddings."""
+    named: bool
+    """The process group's description names the axis; otherwise its traffic does."""
+    size: int | None
+    """Ranks in the group; ``null``: not recorded."""
+    ranks: list[int]
+    """They; empty: not recorded, or cut short by the profiler."""
+    collectives: dict[str, int]
+    """How many of each kind, the most frequent first."""
+    calls: float
+    """Collectives per step."""
+    bytes: float | None
+    """Sum of the messages per step; ``null``: some were not recorded."""
+    ns: float
+    """Time of the kernels per step, waits for other ranks included."""
+    exposed_ns: float
+    """The part during which nothing computes."""
+    bus_gb_per_s: float | None
+    """Bus bandwidth that a tenth of the messages of 1 MiB and more exceed; ``null``: there are
+    none, or their sizes were not recorded. Waits for other ranks lower it."""
+
+
 class AttainableRate(Struct, frozen=True, kw_only=True):
     """A rate that operators are compared with."""
 
@@ -992,6 +1020,8 @@ class Report(Struct, kw_only=True):
     """The rates that ``rooflines`` holds them against. Empty: unknown device."""
     layers: Layers | None = None
     """Time by module; ``null``: no modules were recorded around any work."""
+    mesh: list[MeshAxis] = field(default_factory=list)
+    """Communication by axis of the device mesh, the most exposed first."""
     mfu: float | None = None
     """FLOPs of the step over its duration and the device's peak, 0 to 1."""
     memory_peak_bytes: int | None = None

@@ -15,6 +15,7 @@ from advisor.dashboard.parts import (
     abbreviation,
     card,
     choices,
+    draw_section,
     el,
     empty,
     figure,
@@ -28,6 +29,7 @@ from advisor.dashboard.parts import (
 from advisor.dashboard.session import LoadedRun
 from advisor.measure.comm.comms import sum_collectives, sum_skew
 from advisor.measure.ranks.ranks import align, exposed_by_rank, skew
+from advisor.render.documents.ranks import mesh
 
 MAPS = {
     "step": ("step_ns", "Step time"),
@@ -72,6 +74,7 @@ def layout(show: object = None, **query: object) -> Any:
         _map(view, what) if held else None,
         _skew(view) if held and report.ranks is not None and report.ranks.aligned else None,
         None if several else _only_one(),
+        *map(draw_section, mesh(report, of_one=True)),
         result,
     )
 

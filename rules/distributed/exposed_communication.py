@@ -136,8 +136,27 @@ class ExposedCommunication(Rule):
             "code": "from torch.distributed.pipelining import ScheduleInterleaved1F1B\n"
             "schedule = ScheduleInterleaved1F1B(stages, n_microbatches=4 * len(stages))",
         },
+        "tensor": {
+            "fix": "Merge the tensor-parallel collectives with the products beside them (async "
+            "tensor parallelism), so that pieces are sent while others are computed; shard "
+            "activations along the sequence between them. Keep the group within NVLink, or use "
+            "fewer tensor-parallel ranks.",
+            "code": "# with SequenceParallel() in the plan of parallelize_module\n"
+            "torch._inductor.config._micro_pipeline_tp = True\n"
+            "model = torch.compile(model)\n"
+            "# Megatron: --sequence-parallel --tp-comm-overlap",
+        },
+        "context": {
+            "fix": "Send the next block of keys and values before the attention to this one, on a "
+            "stream of its own. Give each rank an equal part of the causal mask (zigzag order), "
+            "or use fewer context-parallel ranks.",
+            "code": "from torch.distributed.tensor.experimental import context_parallel\n"
+            "with context_parallel(mesh, buffers=buffers, buffer_seq_dims=dims):\n"
+            "    output = model(batch)   # balances the causal mask by default",
+        },
     }
-    """What to do, by the kind of collective with most of the exposed time."""
+    """What to do, by the kind of collective with most of the exposed time, or by its axis of the
+    mesh where that says more."""
 
     inference: ClassVar = {
         "fix": "Overlap collectives with compute: prefetch FSDP all-gathers, start all-to-alls "
@@ -201,14 +220,15 @@ class ExposedCommunication(Rule):
             return
         table = a.collectives
         by_kind = (
-            table.group_by("collective")
+            table.group_by("collective", "axis")
             .agg(pl.col("exposed").sum(), pl.len())
             .sort("exposed", descending=True)
         )
         kinds = [
-            f"{kind} {t.format_duration(ns / a.step_count)} in "
+            f"{kind}{'' if axis == 'unknown' else f' ({axis})'} "
+            f"{t.format_duration(ns / a.step_count)} in "
             f"{t.count_noun(max(1, round(count / a.step_count)), 'call')}"
-            for kind, ns, count in by_kind.head(3).iter_rows()
+            for kind, axis, ns, count in by_kind.head(3).iter_rows()
         ]
         yield Finding(
             summary=(
@@ -230,9 +250,12 @@ class ExposedCommunication(Rule):
         )
 
     def _advice(self, by_kind: pl.DataFrame) -> dict[str, Any]:
-        """For the kind of collective with most of the exposed time; where that has no advice of its
-        own, for all of them."""
+        """For the kind of collective with most of the exposed time, or its axis; where that has no
+        advice of its own, for all of them."""
         kind = str(by_kind["collective"][0]) if by_kind.height else ""
+        axis = str(by_kind["axis"][0]) if by_kind.height else ""
+        if axis in self.cases and self.program.trains:
+            return self.case(axis)
         kind = {"send": "send_recv", "recv": "send_recv"}.get(kind, kind)
         return self.case(kind) if kind in self.cases else {}
 

@@ -9,6 +9,7 @@ import polars as pl
 from numpy.typing import NDArray
 
 from advisor.core.intervals import Intervals, covered_length, intersect, subtract, union
+from advisor.measure.comm.mesh import AXES, find_axes
 from advisor.measure.comm.messages import COLLECTIVES, collective_facts, kernel_kind, kind_of
 from advisor.measure.host.names import map_names, name_matches
 
@@ -31,6 +32,9 @@ SCHEMA: dict[str, Any] = {
     "op": pl.Int32,
     "annotation": pl.String,
     "group": pl.String,
+    "ranks": pl.String,
+    "axis": pl.Enum(AXES),
+    "axis_named": pl.Boolean,
     "step": pl.Int32,
     "order": pl.Int32,
 }
@@ -51,6 +55,8 @@ def find_collectives(a: Analysis) -> pl.DataFrame:
     - ``hidden_by``: the kernel family that ran longest beside it; null: none did.
     - ``annotation``: nearest annotation around the launch that is neither the backend's own
       (``nccl:all_reduce``) nor ``ProfilerStep``.
+    - ``ranks``: of the group, JSON text; null: not recorded. ``axis``, ``axis_named``: the part of
+      the parallelism it belongs to, and whether the group's description says so (``mesh``).
     - ``step``: index of the used step in which it starts on the device.
     - ``order``: 0, 1, … among those of its (group, collective) on this device, over the whole
       trace, so that it does not depend on which steps are used.
@@ -58,6 +64,7 @@ def find_collectives(a: Analysis) -> pl.DataFrame:
     if a.device_id is None:
         return pl.DataFrame(schema=SCHEMA)
     table = describe(a)
+    table = table.hstack(find_axes(a, table))
     table = table.filter(pl.Series(a.in_window)[table["gpu"]])
     if table.is_empty():
         return pl.DataFrame(schema=SCHEMA)

@@ -146,6 +146,7 @@ _SOURCE: dict[str, Any] = {
     "group_size": pl.Int64,
     "dtype": pl.String,
     "group": pl.String,
+    "description": pl.String,  # of the group
     "ranks": pl.String,
     "sequence": pl.Int64,
     "source": pl.Int64,
@@ -164,7 +165,8 @@ def collective_facts(trace: Trace, gpu: pl.DataFrame, by_name: pl.Series) -> pl.
 
     Columns: ``collective`` (one of COLLECTIVES), ``bytes`` (null), ``factor`` (of
     :func:`bus_factor`; null, also for an all-to-all with uneven parts), ``group_size``,
-    ``dtype``, ``group``, ``ranks``, ``sequence``, ``source``, ``target``, ``annotation``.
+    ``dtype``, ``group``, ``description`` (the group's), ``ranks``, ``sequence``, ``source``,
+    ``target``, ``annotation``.
     """
     start = gpu["launch"].fill_null(-1).to_numpy().copy()
     start[start < 0] = gpu["op"].fill_null(-1).to_numpy()[start < 0]
@@ -332,7 +334,9 @@ def _arguments(trace: Trace) -> pl.DataFrame:
         schema={key: _SOURCE[key] for key in ("collective", "given", "out", "group_size", "even")},
         orient="row",
     )
-    described = comms.select("dtype", "group", "ranks", "sequence", "source", "target")
+    described = comms.select(
+        "dtype", "group", "ranks", "sequence", "source", "target", description="group_description"
+    )
     return table.hstack(described).select(*_SOURCE)
 
 

@@ -7,14 +7,81 @@ from typing import Final
 
 from advisor.advise.ranks import views
 from advisor.core import text as t
-from advisor.core.ranks import Ranks
-from advisor.render.document import Block, Grid, Items, Section
+from advisor.core.ranks import Ranks, numbers
+from advisor.core.report import MeshAxis, Report
+from advisor.render.document import (
+    DEFAULT,
+    Block,
+    Document,
+    Grid,
+    Inline,
+    Items,
+    Paragraph,
+    RenderOptions,
+    Section,
+)
 from advisor.render.figures import Histogram, RankMap
 
 MAX_GROUPS: Final = 6
 """Groups of ranks that a terminal lists."""
+MAX_MEMBERS: Final = 16
+"""Characters of a list of ranks."""
 MAX_TEXT: Final = 400
 """Characters of a reason."""
+
+
+def build_mesh(report: Report, options: RenderOptions = DEFAULT) -> Document:
+    """The document of ``advisor analyze --by mesh``."""
+    del options
+    blocks = list(mesh(report, of_one=True))
+    lead = "" if blocks else "No collectives of a GPU were recorded."
+    return Document(lead, blocks, name="mesh", style="")
+
+
+def mesh(report: Report, *, of_one: bool = False) -> Iterator[Section]:
+    """Communication by axis of the device mesh; of a single axis where ``of_one``."""
+    if len(report.mesh) <= (0 if of_one else 1):
+        return
+    rows = [_axis(axis) for axis in report.mesh]
+    notes = []
+    if not all(axis.named for axis in report.mesh):
+        notes.append("*: by what is sent; the process group has no name of its own.")
+    if any(axis.bus_gb_per_s is not None for axis in report.mesh):
+        notes.append("GB/s: the bus bandwidth of the faster messages of 1 MiB and more.")
+    notes.append("Time contains waits for other ranks.")
+    yield Section(
+        "Communication by axis of the mesh",
+        [
+            Grid(MESH_HEAD, rows, align="lllrrrr", optional=[2, 1]),
+            Paragraph(" ".join(notes), "soft", indent=0),
+        ],
+        t.format_per(report.per),
+    )
+
+
+MESH_HEAD: Final = ("axis", "ranks", "collectives", "bytes", "time", "exposed", "GB/s")
+
+
+def _axis(axis: MeshAxis) -> list[Inline]:
+    total = sum(axis.collectives.values()) or 1
+    kinds = [
+        f"{t.format_number(axis.calls * count / total)} {name.replace('_', '-')}"
+        for name, count in axis.collectives.items()
+    ]
+    members = numbers(axis.ranks)
+    if axis.ranks and len(members) > MAX_MEMBERS:
+        stride = axis.ranks[1] - axis.ranks[0]
+        members = f"{axis.ranks[0]}, {axis.ranks[0] + stride} … {axis.ranks[-1]}"
+    size = "–" if axis.size is None else str(axis.size)
+    return [
+        axis.axis if axis.named else f"{axis.axis}*",
+        f"{size}: {members}" if members else size,
+        ", ".join(kinds),
+        t.format_bytes(axis.bytes) if axis.bytes is not None else "–",
+        t.format_duration(axis.ns),
+        t.format_duration(axis.exposed_ns),
+        "–" if axis.bus_gb_per_s is None else t.format_number(axis.bus_gb_per_s),
+    ]
 
 
 def sections(ranks: Ranks) -> Iterator[Block]:

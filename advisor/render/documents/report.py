@@ -28,7 +28,7 @@ from advisor.render.document import (
     TextField,
     Tiles,
 )
-from advisor.render.documents import compilation, kernels, memory, serving
+from advisor.render.documents import compilation, kernels, memory, ranks, serving
 from advisor.render.figures import Bar, Staircase, StepTimeline
 
 MAX_RANKS: Final = 8
@@ -55,6 +55,7 @@ def build(report: Report, options: RenderOptions = DEFAULT) -> Document:
             *serving.sections(report),
             *_timeline(report, options),
             *_ranks(report),
+            *ranks.mesh(report),
             *memory.sections(report),
             *kernels.sections(report),
             *compilation.sections(report.compilation, report),

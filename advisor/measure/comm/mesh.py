@@ -1,0 +1,209 @@
+"""The axes of the device mesh: which part of the parallelism each collective belongs to.
+
+A process group's description names its axis where the framework gives one: DeviceMesh
+(``mesh_tp``, ``dp_shard_cp``), Megatron (``TENSOR_MODEL_PARALLEL_GROUP``), FSDP. Otherwise the
+traffic does:
+
+============== =================================================================================
+data           all-reduces in the backward pass or after it
+sharded data   all-gathers, with reduce-scatters in the backward pass alone; without any,
+               all-gathers in both passes (FSDP, ZeRO)
+tensor         all-reduces in the forward pass, or all-gathers and reduce-scatters in it; in
+               inference any of them
+pipeline       sends to a rank that this one also receives from; in inference any
+context        sends around a ring: to one rank, from another
+all-to-all     of experts or of embeddings; the traffic alone does not tell which
+============== =================================================================================
+"""
+
+from __future__ import annotations
+
+import re
+from typing import TYPE_CHECKING, Any, Final, cast
+
+import msgspec
+import numpy as np
+import polars as pl
+from numpy.typing import NDArray
+
+from advisor.core.report import MeshAxis
+from advisor.measure.host.names import name_matches
+
+if TYPE_CHECKING:
+    from advisor.measure import Analysis
+
+AXES: Final = (
+    "data", "sharded data", "tensor", "pipeline", "context", "expert", "all-to-all", "unknown",
+)  # fmt: skip
+MIN_BYTES: Final = 1 << 10
+"""Smaller messages are counters and flags, and tell nothing of an axis."""
+MIN_RATE_BYTES: Final = 1 << 20
+"""Smaller messages do not fill a link (nccl-tests reach their plateau from about 1 MiB on)."""
+FORWARD: Final = 0.25
+"""Share of the bytes that are sent in the forward pass, from which on it is part of it."""
+_WORDS: Final = {
+    "tensor": {"tp", "tensor"},
+    "pipeline": {"pp", "pipe", "pipeline"},
+    "expert": {"ep", "expert", "experts", "moe"},
+    "context": {"cp", "context", "ring"},
+    "data": {"dp", "ddp", "data", "replicate", "shard", "fsdp", "hsdp", "zero"},
+}
+_SHARDED: Final = {"shard", "fsdp", "zero"}
+_BACKWARD: Final = r"^autograd::engine::evaluate_function"
+_SCHEMA: Final[dict[str, Any]] = {"axis": pl.Enum(AXES), "axis_named": pl.Boolean}
+
+
+def find_axes(a: Analysis, collectives: pl.DataFrame) -> pl.DataFrame:
+    """``axis`` (one of AXES) and ``axis_named`` (its group's description says so) of each row of
+    ``comms.describe``."""
+    if collectives.is_empty():
+        return pl.DataFrame(schema=_SCHEMA)
+    table = collectives.select(
+        pl.col("collective").cast(pl.String),
+        "group", "description", "source", "target", weight=pl.col("bytes").fill_null(0),
+        forward=_in_forward(a, collectives),
+    )  # fmt: skip
+    family = pl.col("collective").replace({"reduce_scatter": "all_gather"})
+    keys = ["group", "description", "family"]
+    table = table.with_columns(family=family)
+    axes: dict[tuple[Any, ...], tuple[str, bool]] = {}
+    for key, rows in table.group_by(keys):
+        named = read_description(key[1])
+        carried = _of_traffic(str(key[2]), rows, a.trace.meta.rank)
+        if named == "data" and carried == "sharded data":
+            named = carried
+        axes[key] = (named or carried, named is not None)
+    found = [axes[key] for key in table.select(keys).iter_rows()]  # a look-up each
+    return pl.DataFrame(found, schema=_SCHEMA, orient="row")
+
+
+def read_description(text: str | None) -> str | None:
+    """The axis that a process group's description names; None: none, or several."""
+    words = set(re.findall(r"[a-z]+", (text or "").lower()))
+    named = {axis for axis, known in _WORDS.items() if words & known}
+    if len(named) > 1:  # data of experts is data; dp_shard_cp shards over both
+        named -= {"expert"}
+    if named == {"data", "context"}:
+        named = {"data"}
+    if len(named) != 1:
+        return None
+    (axis,) = named
+    return "sharded data" if axis == "data" and words & _SHARDED else axis
+
+
+def _of_traffic(family: str, rows: pl.DataFrame, rank: int | None) -> str:
+    """The axis of what a group sends in collectives of one family."""
+    if family == "all_to_all":
+        return "all-to-all"
+    if family == "send_recv":
+        own = pl.lit(rank, dtype=pl.Int64)
+        to = set(rows.filter(pl.col("source") == own)["target"].drop_nulls())
+        came = set(rows.filter(pl.col("target") == own)["source"].drop_nulls())
+        is_ring = to and came and not to & came and rows["forward"].null_count() == 0
+        return "context" if is_ring and not rows["forward"].all() else "pipeline"
+    large = rows.filter(pl.col("weight") >= MIN_BYTES)
+    if large.is_empty() or large["forward"].null_count():
+        return "unknown"
+    if family == "all_reduce":
+        return "tensor" if _forward_share(large) >= FORWARD else "data"
+    if family != "all_gather":
+        return "unknown"
+    scatters = large.filter(pl.col("collective") == "reduce_scatter")
+    if scatters.height:
+        return "tensor" if _forward_share(scatters) >= FORWARD else "sharded data"
+    forward = _forward_share(large)
+    if forward == 1:
+        return "tensor"
+    return "sharded data" if forward >= FORWARD else "unknown"
+
+
+def _sum(values: pl.Series) -> int:
+    return int(values.to_numpy().sum())
+
+
+def _forward_share(rows: pl.DataFrame) -> float:
+    sent = _sum(rows["weight"])
+    return _sum(rows.filter("forward")["weight"]) / sent if sent else 0.0
+
+
+def _in_forward(a: Analysis, collectives: pl.DataFrame) -> pl.Series:
+    """Whether each was launched before the backward pass of its step: outside of autograd's nodes
+    and the threads that run them, with such a node after it. In inference all were. Null: the
+    backward pass was not recorded."""
+    cpu = a.trace.cpu
+    nodes = cpu.filter(name_matches(cpu["name"], _BACKWARD))
+    if nodes.is_empty():
+        forward = True if a.forward_only else None
+        return pl.Series([forward] * collectives.height, dtype=pl.Boolean)
+    launch = a.trace.gpu["launch"].gather(collectives["gpu"])
+    at = collectives["launch_ts"].fill_null(collectives["ts"]).to_numpy()
+    thread = cpu["thread"].gather(launch)
+    own = _drives(a, nodes)
+    ts = np.sort(nodes["ts"].to_numpy())
+    following = np.searchsorted(ts, at, side="right")
+    has_next = following < len(ts)
+    next_ts = ts[np.minimum(following, len(ts) - 1)]
+    ends = a.steps.table["end"].to_numpy()
+    step_end = np.append(ends, np.iinfo(np.int64).max)[np.searchsorted(ends, at, side="right")]
+    before = has_next & (next_ts < step_end) & ~_inside(nodes, thread, at)
+    return pl.Series(before) & ~thread.is_in(own).fill_null(False)
+
+
+def _drives(a: Analysis, nodes: pl.DataFrame) -> list[int]:
+    """Threads that run the backward pass and nothing of the forward one: autograd's own."""
+    main = a.trace.main_thread
+    return [each for each in nodes["thread"].unique().to_list() if each != main]
+
+
+def _inside(nodes: pl.DataFrame, thread: pl.Series, at: NDArray[np.int64]) -> NDArray[np.bool_]:
+    """Whether each instant of a thread lies in one of autograd's nodes there."""
+    result = np.zeros(len(at), dtype=np.bool_)
+    for each in thread.drop_nulls().unique():
+        own = nodes.filter(pl.col("thread") == each).sort("ts")
+        if own.is_empty():
+            continue
+        ts = own["ts"].to_numpy()
+        end = np.maximum.accumulate(ts + own["dur"].to_numpy())
+        place = np.searchsorted(ts, at, side="right") - 1
+        mine = (thread == each).fill_null(False).to_numpy()
+        result |= mine & (place >= 0) & (at < end[np.maximum(place, 0)])
+    return result
+
+
+def report_mesh(a: Analysis) -> list[MeshAxis]:
+    """One entry for each axis and the ranks that talk along it, the most exposed first."""
+    table = a.collectives
+    if table.is_empty():
+        return []
+    steps = a.step_count
+    result = []
+    keys = ["axis", "group_size", "ranks"]
+    for (axis, size, ranks), rows in table.group_by(keys, maintain_order=True):
+        large = rows.filter(pl.col("bus_gbps").is_not_null() & (pl.col("bytes") >= MIN_RATE_BYTES))
+        kinds = rows["collective"].cast(pl.String).value_counts(sort=True)
+        rate = large["bus_gbps"].quantile(0.9) if large.height else None
+        whole = rows["bytes"].null_count() == 0
+        result.append(
+            MeshAxis(
+                axis=cast(Any, axis),
+                named=bool(rows["axis_named"].all()),
+                size=size,
+                ranks=_members(ranks),
+                collectives=dict(kinds.iter_rows()),
+                calls=rows.height / steps,
+                bytes=_sum(rows["bytes"]) / steps if whole else None,
+                ns=_sum(rows["dur"]) / steps,
+                exposed_ns=_sum(rows["exposed"]) / steps,
+                bus_gb_per_s=rate,
+            )
+        )
+    return sorted(result, key=lambda each: (-each.exposed_ns, -each.ns))
+
+
+def _members(ranks: str | None) -> list[int]:
+    """The group's members; empty: not recorded, or cut short."""
+    try:
+        members = msgspec.json.decode(ranks or "[]", type=list[int])
+    except (msgspec.DecodeError, RecursionError):
+        return []
+    return members

@@ -1,0 +1,180 @@
+"""The axes of the mesh: of simulated jobs whose axes are known, and by hand."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+import advisor
+from advisor.measure import Analysis
+from advisor.measure.comm.mesh import read_description, report_mesh
+from advisor.read import read_trace
+from advisor.testing import TraceBuilder
+from benchmarks.simulation.jobs import HEALTHY, Job, draw
+from benchmarks.simulation.kineto import trace
+from benchmarks.simulation.programs import simulate
+
+RANK = 3
+MIB = 1 << 20
+LAYOUTS: dict[str, tuple[Callable[[Job], bool], dict[str, tuple[str, int]]]] = {
+    "ddp": (lambda j: j.layout == "ddp", {"data": ("all_reduce", 16)}),
+    "fsdp": (lambda j: j.layout == "fsdp", {"sharded data": ("all_gather", 16)}),
+    "hybrid": (
+        lambda j: j.layout == "hybrid",
+        {"sharded data": ("all_gather", 8), "data": ("all_reduce", 2)},
+    ),
+    "tensor, pipeline and data": (
+        lambda j: j.layout == "parallel" and j.tp == 4 and j.pp == 2,
+        {
+            "tensor": ("all_reduce", 4),
+            "pipeline": ("send_recv", 2),
+            "data": ("all_reduce", 2),
+        },
+    ),
+    "tensor and data": (
+        lambda j: j.layout == "parallel" and j.tp == 8,
+        {"tensor": ("all_reduce", 8), "data": ("all_reduce", 2)},
+    ),
+    "experts": (
+        lambda j: j.layout == "experts" and j.ep == 8,
+        {"expert": ("all_to_all", 8), "data": ("all_reduce", 16)},
+    ),
+    "all of them": (
+        lambda j: j.layout == "experts" and (j.tp, j.pp, j.ep) == (2, 2, 2),
+        {
+            "expert": ("all_to_all", 2),
+            "tensor": ("all_reduce", 2),
+            "pipeline": ("send_recv", 2),
+            "data": ("all_reduce", 4),
+        },
+    ),
+}
+
+
+def job_of(wanted: Callable[[Job], bool]) -> Job:
+    jobs = (draw(seed, 16, HEALTHY, steps=2) for seed in range(2000))
+    return replace(next(job for job in jobs if wanted(job)), lost=(), cut=())
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_the_mesh_of_a_simulated_job_is_found_with_names_and_without(
+    layout: str, tmp_path: Path
+) -> None:
+    wanted, axes = LAYOUTS[layout]
+    played = simulate(job_of(wanted))
+    named = trace(played, RANK)
+    bare = re.sub(rb'("Process Group Description"): "[^"]*"', rb'\1: "undefined"', named)
+    found = []
+    for number, data in enumerate((named, bare)):
+        path = tmp_path / f"{number}.json"
+        path.write_bytes(data)
+        a = Analysis(read_trace(path))
+        mesh = {axis.axis: axis for axis in report_mesh(a)}
+        found.append(mesh)
+        assert sum(axis.ns for axis in mesh.values()) == pytest.approx(
+            a.collectives["dur"].sum() / a.step_count
+        )
+        assert all(RANK in axis.ranks for axis in mesh.values())
+    assert not any(axis.named for axis in found[1].values())
+    for mesh in found:
+        told = {
+            "expert" if name == "all-to-all" else name: (next(iter(axis.collectives)), axis.size)
+            for name, axis in mesh.items()
+        }
+        assert told == axes
+
+
+@pytest.mark.parametrize(
+    ("description", "axis"),
+    [
+        ("mesh_tp", "tensor"), ("tp:0", "tensor"), ("TENSOR_MODEL_PARALLEL_GROUP", "tensor"),
+        ("dp_shard_cp", "sharded data"), ("mesh_dp_replicate", "data"), ("fsdp", "sharded data"),
+        ("DATA_PARALLEL_GROUP_WITH_CP", "data"), ("EXPERT_DATA_PARALLEL_GROUP", "data"),
+        ("EXPERT_MODEL_PARALLEL_GROUP", "expert"), ("PIPELINE_MODEL_PARALLEL_GROUP", "pipeline"),
+        ("mesh_pp", "pipeline"), ("CONTEXT_PARALLEL_GROUP", "context"), ("ep", "expert"),
+        ("default_pg", None), ("undefined", None), (None, None), ("TENSOR_AND_DATA", None),
+    ],
+)  # fmt: skip
+def test_a_description_names_one_axis_or_none(description: str | None, axis: str | None) -> None:
+    assert read_description(description) == axis
+
+
+def step_of(*parts: tuple[str, str, int]) -> TraceBuilder:
+    """Two steps: ``(pass, collective, MiB)``, each beside a product."""
+    b = TraceBuilder()
+    for _ in range(2):
+        with b.step():
+            for place, kind, size in parts:
+                if place == "backward":
+                    with b.op("autograd::engine::evaluate_function: MmBackward0"):
+                        b.run("aten::mm", "gemm", 50, [[64, 64], [64, 64]])
+                        b.collective(kind, size * MIB, 100)
+                else:
+                    b.run("aten::mm", "gemm", 50, [[64, 64], [64, 64]])
+                    b.collective(kind, size * MIB, 100)
+            b.sync()
+    return b
+
+
+@pytest.mark.parametrize(
+    ("parts", "axes"),
+    [
+        ([("forward", "allreduce", 8), ("backward", "allreduce", 8)], ["tensor"]),
+        ([("forward", "mm", 0), ("backward", "allreduce", 8), ("after", "allreduce", 8)], ["data"]),
+        (
+            [("forward", "_allgather_base", 8), ("backward", "_allgather_base", 8)],
+            ["sharded data"],
+        ),
+        (
+            [
+                ("forward", "_allgather_base", 8),
+                ("forward", "_reduce_scatter_base", 8),
+                ("backward", "_allgather_base", 8),
+                ("backward", "_reduce_scatter_base", 8),
+            ],
+            ["tensor"],
+        ),
+        ([("forward", "_allgather_base", 8), ("backward", "_reduce_scatter_base", 8)],
+         ["sharded data"]),
+        ([("forward", "all_to_all", 8), ("backward", "all_to_all", 8)], ["all-to-all"]),
+        ([("forward", "broadcast", 8)], ["unknown"]),
+    ],
+)  # fmt: skip
+def test_the_traffic_tells_the_axis(parts: list[tuple[str, str, int]], axes: list[str]) -> None:
+    parts = [part for part in parts if part[1] != "mm"]
+    if parts[-1][0] == "after":
+        parts.insert(0, ("backward", "allreduce", 8))
+    assert [axis.axis for axis in report_mesh(step_of(*parts).analysis())] == axes
+
+
+def test_training_whose_backward_pass_was_not_recorded_has_no_known_axis() -> None:
+    b = TraceBuilder()
+    with b.step():
+        b.run("aten::mm", "gemm", 50, [[64, 64], [64, 64]])
+        b.collective("allreduce", 8 * MIB, 100)
+        b.run("Optimizer.step#SGD.step", "multi_tensor_apply", 50)
+        b.sync()
+    assert [axis.axis for axis in report_mesh(b.analysis())] == ["unknown"]
+
+
+def test_figures_by_hand() -> None:
+    """Two steps of two all-reduces of 8 MiB, 100 µs each, on eight ranks, nothing beside them."""
+    (axis,) = report_mesh(
+        step_of(("forward", "allreduce", 8), ("backward", "allreduce", 8)).analysis()
+    )
+    assert (axis.calls, axis.bytes, axis.size) == (2.0, 16 * MIB, 8)
+    assert axis.ranks == list(range(8)) and axis.collectives == {"all_reduce": 4}
+    assert axis.ns == pytest.approx(200_000, rel=0.01)
+    assert axis.bus_gb_per_s == pytest.approx(8 * MIB * 2 * 7 / 8 / 100e3, rel=0.01)
+
+
+def test_exposed_collectives_of_tensor_parallelism_are_not_advised_buckets(tmp_path: Path) -> None:
+    b = step_of(*[("forward", "allreduce", 64), ("backward", "allreduce", 64)] * 3)
+    report = advisor.analyze(b.write(tmp_path / "t.json"))
+    found = next(each for each in report.findings if each.rule == "exposed-communication")
+    assert "tensor-parallel" in found.fix and "bucket" not in found.fix + found.code
+    assert any("(tensor)" in str(each.value) for each in found.evidence)

@@ -47,8 +47,8 @@ TELEMETRY = "telemetry.jsonl"
 EVENTS = "events.jsonl"
 SNAPSHOT = "memory_snapshot.pickle"
 SCALENE = "scalene.json"
-COMPILE_LOGS = "compile"
-"""Folder of the logs of torch.compile, a file a process."""
+COMPILE_LOG = "compile.log"
+"""What torch.compile said."""
 
 MAX_RECORD_FILE_BYTES = 1 << 30
 """A longer JSON Lines file is read up to here, and the report says so."""

@@ -6,6 +6,7 @@ import os
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Executor
+from contextlib import suppress
 from dataclasses import replace
 from itertools import islice, pairwise
 from pathlib import Path
@@ -14,7 +15,7 @@ from typing import Literal
 from advisor.core.errors import AdvisorError
 from advisor.core.files import open_regular
 from advisor.core.report import CompileLog
-from advisor.core.run_directory import COMPILE_LOGS, is_run, read_recording
+from advisor.core.run_directory import COMPILE_LOG, is_run, read_recording
 from advisor.core.trace import Run, Trace
 from advisor.read.elsewhere import (
     as_ranks,
@@ -25,7 +26,7 @@ from advisor.read.elsewhere import (
 )
 from advisor.read.merged import joined, ranks_in, with_memory
 from advisor.read.reader import ReadOptions
-from advisor.read.readers.compile_log import read_logs, with_compile_logs
+from advisor.read.readers.compile_log import merged, read_logs, with_compile_logs
 from advisor.read.readers.kernel_profiler import layout_of, trace_of
 from advisor.read.registry import is_trace_name, read_trace, trace_names, with_window
 from advisor.read.remote.urls import RankFilter, RemoteFile, is_url, local_path, rank_in, shown
@@ -70,7 +71,7 @@ def open_run(
     given = [_only_run(_here(path, options)) for path in given]
     if len(given) == 1 and str(given[0]) != "-" and "\0" not in str(given[0]) and is_run(given[0]):
         run = _open_recording(Path(given[0]), options, rank, window, executor)
-        log = _given_log(options) or _recorded_log(Path(given[0]))
+        log = _given_log(options) or _recorded_log(run)
         known = with_compile_logs(_with_profiles(list(run.traces.values()), options), log)
         run = replace(run, traces=dict(zip(run.traces, known, strict=True)), compilation=log)
         return with_memory(run, options)
@@ -142,12 +143,14 @@ def _given_log(options: ReadOptions | None) -> CompileLog | None:
     return None if given is None else read_logs(Path(given))
 
 
-def _recorded_log(folder: Path) -> CompileLog | None:
-    """What the recorder kept of torch.compile, in a folder of the run."""
-    try:
-        return read_logs(folder / COMPILE_LOGS)
-    except AdvisorError:  # none, or one that was cut off before its first record
-        return None
+def _recorded_log(run: Run) -> CompileLog | None:
+    """What the recorder kept of torch.compile, of all ranks that are read."""
+    logs = []
+    for record in run.recording.ranks.values() if run.recording is not None else ():
+        file = Path(record.folder, COMPILE_LOG)
+        with suppress(AdvisorError):  # cut off in its first record
+            logs += [read_logs(file)] if file.is_file() else []
+    return merged(logs) if logs else None
 
 
 def profile_files(path: str) -> list[str]:

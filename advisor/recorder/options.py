@@ -59,6 +59,9 @@ class RecordOptions:
     written when memory runs out: 100000 is some steps of most programs, some hundred MB of host
     memory, and 2 µs an allocation. 0: none, but a history that the program switched on itself is
     in the snapshot all the same."""
+    compile_log: bool = True
+    """What torch.compile says while it compiles: graph breaks, guards, times. Nothing is kept where
+    ``TORCH_TRACE`` is set."""
     deep: bool = False
     """``stacks`` and ``memory``."""
     ranks: str = "0-7"

@@ -49,6 +49,7 @@ from advisor.recorder.clock import (
     THREAD,
     Tape,
 )
+from advisor.recorder.compile_log import CompileLogHandler
 from advisor.recorder.cuda import AllocatorStats, Marks, Reading, usable
 from advisor.recorder.hooks import GENERATION, Hooks
 from advisor.recorder.inference import Inference, Inferred
@@ -166,6 +167,7 @@ class RecordingSession:
             describe=self._describe,
             failed=self._failed,
         )
+        self.compile_log = CompileLogHandler(self.writer.put)
         self.writer.resolve = self.batches.resolve
         self.writer.opened = self._opened
         self.writer.wanted = self.want
@@ -219,6 +221,8 @@ class RecordingSession:
         self.hooks.install()
         self.windows.guard()
         self.pauses.install()
+        if self.options.compile_log:
+            self.compile_log.install()
         self.oom.install()  # a first step may be the one that does not fit
         self._settle()
         self._home, self._home_trained = threading.get_ident(), False
@@ -232,6 +236,7 @@ class RecordingSession:
         self.tape.here[THREAD] = -1
         self.hooks.remove()
         self.pauses.remove()
+        self.compile_log.remove()
         if self.marks is not None:
             self.marks.end()
         now = time.perf_counter_ns()

@@ -28,6 +28,7 @@ import msgspec
 
 from advisor.core import run_directory as rundir
 from advisor.recorder.batch import Batch
+from advisor.recorder.compile_log import CompileRecord
 from advisor.recorder.folder import manifest_of, rank_folder, write_once
 from advisor.recorder.inference import Inferred
 from advisor.recorder.repeats import RepeatedBlock
@@ -112,7 +113,13 @@ class Writer:
             self._wake.set()
 
     def put(
-        self, record: FoundStep | RepeatedBlock | rundir.Sample | rundir.Event | threading.Event
+        self,
+        record: FoundStep
+        | RepeatedBlock
+        | rundir.Sample
+        | rundir.Event
+        | CompileRecord
+        | threading.Event,
     ) -> None:
         """Hand a record on."""
         self._queue.append(record)
@@ -224,6 +231,7 @@ class Writer:
             Inferred: StepLines(folder / rundir.INFERENCE),
             rundir.Sample: Lines(folder / rundir.TELEMETRY),
             rundir.Event: Lines(folder / rundir.EVENTS),
+            CompileRecord: Lines(folder / rundir.COMPILE_LOG),
         }
         self.folder = folder
         self._asked_at = time.time()
@@ -389,7 +397,9 @@ class Lines:
 
     def add(self, record: msgspec.Struct) -> None:
         """Keep a record for the next ``flush``."""
-        self._kept += self._encoder.encode(record)
+        self._kept += (
+            record.text if isinstance(record, CompileRecord) else self._encoder.encode(record)
+        )
         self._kept += b"\n"
 
     def flush(self) -> None:

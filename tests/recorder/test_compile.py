@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import logging
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 from recording_checks import check_sums, only_rank
 
+from advisor.core.run_directory import COMPILE_LOG
 from advisor.recorder.api import Recorder
+from advisor.recorder.compile_log import LOGGER, CompileLogHandler, CompileRecord
 
 torch = pytest.importorskip("torch")
 
@@ -163,3 +167,125 @@ def test_gradients_cleared_before_the_first_step_are_none(
             training.optimizer.step()
 
     assert len(recorded(run).steps) == 6
+
+
+# -- what torch.compile says, kept in the run ------------------------------------------------------
+
+
+class Breaking(Net):
+    def forward(self, x: Any) -> Any:
+        x = self.first(x)
+        print(end="")  # the break
+        return self.last(x)
+
+
+def compile_and_train(rows: tuple[int, ...], note: str = "") -> list[float]:
+    torch.manual_seed(0)
+    net = Breaking()
+    compiled = torch.compile(net, backend="eager", dynamic=False)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    losses = []
+    for count in rows:
+        optimizer.zero_grad()
+        loss = compiled(torch.randn(count, 4)).square().mean()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return losses
+
+
+def recorded(folder: Path, **options: Any) -> list[float]:
+    with Recorder(str(folder), active=0, telemetry=0, report=False, **options):
+        return compile_and_train((3, 3, 3, 5, 5))
+
+
+@pytest.fixture
+def unset(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch._dynamo.reset()
+    monkeypatch.delenv("TORCH_TRACE", raising=False)
+
+
+def test_breaks_and_guards_are_in_the_run(unset: None, tmp_path: Path) -> None:
+    from advisor.advise.engine import analyze
+
+    plain = compile_and_train((3, 3, 3, 5, 5))
+    torch._dynamo.reset()
+    before = list(logging.getLogger(LOGGER).handlers)
+    assert recorded(tmp_path / "run") == plain
+    assert not set(logging.getLogger(LOGGER).handlers) - set(before)
+    log = analyze(tmp_path / "run").compilation
+    assert log is not None and not log.damaged
+    line = Path(__file__).read_text().split("# the break")[0].count("\n") + 1
+    assert [(each.file, each.line, each.function) for each in log.breaks] == [
+        (__file__, line, "forward")
+    ]
+    assert log.breaks[0].reason == "Failed to trace builtin operator" and log.breaks[0].frames
+    assert any("expected 3, actual 5" in each.reason for each in log.recompilations)
+    text = (tmp_path / "run" / "rank0" / COMPILE_LOG).read_text()
+    assert "print(end=" not in text and "inductor_config" not in text
+    assert len(text) < 30_000
+
+
+def test_the_users_own_trace_is_left_alone(
+    unset: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TORCH_TRACE", str(tmp_path / "theirs"))
+    recorded(tmp_path / "run")
+    assert not (tmp_path / "run" / "rank0" / COMPILE_LOG).exists()
+
+
+def test_it_can_be_switched_off(unset: None, tmp_path: Path) -> None:
+    recorded(tmp_path / "run", compile_log=False)
+    assert not (tmp_path / "run" / "rank0" / COMPILE_LOG).exists()
+
+
+def test_records_that_are_not_kept_are_not_made(unset: None) -> None:
+    from torch._logging import trace_structured
+
+    made: list[str] = []
+    kept: list[CompileRecord] = []
+
+    def metadata(name: str) -> dict[str, str]:
+        return {"name": name, "encoding": "string"}
+
+    def payload(name: str) -> str:
+        made.append(name)
+        return f"{name} password=hunter22 of you"
+
+    def wrong() -> dict[str, str]:
+        raise RuntimeError("torch's own")
+
+    handler = CompileLogHandler(kept.append)
+    logger = logging.getLogger(LOGGER)
+    before = logger.handlers
+    logger.handlers = []
+    try:
+        handler.install()
+        for name in ("fx_graph_runnable", "recompile_reasons"):
+            trace_structured("artifact", partial(metadata, name), payload_fn=partial(payload, name))
+        trace_structured("aot_joint_graph", payload_fn=lambda: payload("graph"))
+        trace_structured("artifact", wrong)
+        handler.remove()
+        late = partial(metadata, "recompile_reasons")
+        trace_structured("artifact", late, payload_fn=partial(payload, "late"))
+    finally:
+        logger.handlers = before
+    assert made == ["recompile_reasons"] and len(kept) == 1
+    assert b"recompile_reasons" in kept[0].text and b"hunter22" not in kept[0].text
+
+
+def test_a_log_is_bounded_and_no_error_leaves_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("advisor.recorder.compile_log.MAX_BYTES", 1 << 20)
+    kept: list[CompileRecord] = []
+    handler = CompileLogHandler(kept.append)
+    long = logging.makeLogRecord(
+        {"metadata": {"dynamo_output_graph": {}}, "payload": "add = \n" * (1 << 17)}
+    )
+    for _ in range(9):
+        handler.emit(long)
+    assert max(len(each.text) for each in kept) <= 256 << 10
+    assert sum(len(each.text) for each in kept) <= (1 << 20) + (256 << 10)
+    other = CompileLogHandler(kept.append)
+    other.emit(logging.makeLogRecord({"metadata": object()}))
+    other.emit(long)  # after an error it is silent
+    assert len(kept) < 9

@@ -157,7 +157,8 @@ def draw_grid(grid: Grid, rows: Sequence[Sequence[Any]] | None = None) -> Any:
     """A table of a document, ``rows`` in place of its own. Spaces before a name are its depth."""
     head = [name if name[:2].isupper() else name.capitalize() for name in grid.head]
     drawn = [[_cell(cell) for cell in row] for row in (grid.rows if rows is None else rows)]
-    return table(head, drawn, numbers=range(1, len(head)), stacked=True)
+    numbers = [column for column, side in enumerate(grid.sides) if side == "r"]
+    return table(head, drawn, numbers=numbers, stacked=True)
 
 
 def _cell(cell: Any) -> Any:

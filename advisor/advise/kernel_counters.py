@@ -4,6 +4,7 @@ nothing else."""
 from __future__ import annotations
 
 import re
+from collections import Counter
 from typing import TYPE_CHECKING
 
 from advisor.core import text as t
@@ -146,24 +147,27 @@ def counters_verdict(report: Report) -> tuple[Status, str]:
     views = report.kernel_counters
     if not views:
         return _compiled_verdict(report)
-    timed = [view for view in views if view.duration_ns is not None]
     kernels = t.count_noun(len(views), "kernel")
-    limits: dict[str, int] = {}
-    for view in views:
-        limits[view.limit] = limits.get(view.limit, 0) + 1
+    limits = Counter(view.limit for view in views)
     unknown = limits.pop("unknown", 0)
-    ordered = sorted(limits.items(), key=lambda each: -each[1])
-    parts = [f"{name} {count}" for name, count in ordered]
-    text = f"{kernels} with hardware counters"
-    if ordered:
-        parts[0] = f"{ordered[0][0]} limits {ordered[0][1]}"
+    parts = [f"{count} by {name}" for name, count in limits.most_common()]
+    if parts:
+        verb = "is" if parts[0].startswith("1 ") else "are"
+        parts[0] = parts[0].replace(" by ", f" {verb} limited by ")
     if unknown:
         parts.append(f"the limit of {unknown} was not collected")
-    text += f": {', '.join(parts)}." if parts else "."
+    text = f"{kernels} with hardware counters: {', '.join(parts)}."
+    timed = [view for view in views if view.duration_ns is not None]
     if timed:
         longest = max(timed, key=lambda view: view.duration_ns or 0.0)
         name = t.shorten(longest.short, 40)
-        text += f" The longest, {name}, takes {t.format_duration(longest.duration_ns or 0.0)}."
+        text += f" The longest, {name}, takes {t.format_duration(longest.duration_ns or 0.0)}"
+        use = max(longest.use.values(), default=None)
+        if longest.limit == "latency" and use is not None:
+            text += f": it waits, and no unit is busier than {t.format_share(use)}"
+        elif use is not None:
+            text += f", with {longest.limit} {t.format_share(use)} busy"
+        text += "."
     return ("bottlenecks" if report.notes or report.findings else "limited"), text
 
 

@@ -43,6 +43,7 @@ from advisor.measure import Analysis
 from advisor.measure.device.rooflines import attained, rooflines
 from advisor.measure.host.layers import report_layers
 from advisor.measure.host.optree import op_table, op_tree
+from advisor.render.documents import kernels as counters
 from advisor.render.documents import layers
 
 MAX_ROWS = 2_000
@@ -67,6 +68,7 @@ def layout(**query: object) -> Any:
     return page(
         title,
         _families(a),
+        *map(draw_section, counters.tables(view.loaded.report)),
         _kernels(view),
         operator_rates(view),
         _roofline(view),

@@ -20,6 +20,7 @@ from advisor.dashboard.parts import (
     card,
     draw_bar,
     draw_grid,
+    draw_section,
     el,
     link,
     page,
@@ -29,7 +30,7 @@ from advisor.dashboard.parts import (
 )
 from advisor.dashboard.session import DashboardSession
 from advisor.render.document import Grid
-from advisor.render.documents import serving
+from advisor.render.documents import kernels, serving
 
 STATUS = {
     "bottlenecks": "Bottlenecks found",
@@ -50,6 +51,7 @@ def layout(**query: object) -> Any:
         _head(report),
         banner(report.limits),
         *(snapshot.sections(view)[:1] if timeless else [tiles(figures(report))]),
+        *(map(draw_section, kernels.tables(report)) if timeless else ()),
         card(bar.heading, draw_bar(bar, _segment_links(view, bar)), tools=png_button("step"))
         if bar is not None
         else None,

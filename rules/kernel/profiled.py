@@ -62,6 +62,7 @@ class CounterRule(Rule):
     confidence = 0.6
     _label: ClassVar[str] = ""
     """Of the measured figure."""
+    _verb: ClassVar[str] = "are"
     _unit: ClassVar[str] = "share"
     _limit_name: ClassVar[str] = ""
     """The threshold it is compared with."""
@@ -86,10 +87,13 @@ class CounterRule(Rule):
         k, saved = found[0]
         edits = [edit for k, saved in found if (edit := faster(a, k, saved.share)) is not None]
         saving: list[Evidence] = []
-        also = f" So do {len(found) - 1} more profiled kernels." if len(found) > 1 else ""
+        more = t.count_noun(len(found) - 1, "more profiled kernel")
+        verb = "has" if len(found) == 2 else "have"
+        also = f" {more} {verb} it too." if len(found) > 1 else ""
         if not edits:
             times = [(k.profile.duration_ns or 0.0) * saved.share for k, saved in found]
-            also += f" One launch of each saves {t.format_duration(sum(times))} at most."
+            launches = "One launch of each saves" if len(found) > 1 else "One launch saves"
+            also += f" {launches} {t.format_duration(sum(times))} at most."
             saving.append(Evidence(ONE_LAUNCH, sum(times), "ns"))
         return Finding(
             summary=f"{self._describe(k, saved)}{_sampled_at(k)}{also}",
@@ -119,8 +123,9 @@ class CounterRule(Rule):
 
     def _describe(self, k: ProfiledKernel, saved: Saving) -> str:
         value = t.format_share(saved.measured) if self._unit == "share" else f"{saved.measured:.3g}"
+        limit: Threshold[float] = getattr(type(self), self._limit_name)
         return (
-            f"{_short(k)}: {self._label} is {value}. A fix saves up to "
+            f"{_short(k)}: {self._label} {self._verb} {value} {limit.meaning}. A fix saves up to "
             f"{t.format_share(saved.share)} of the kernel's time."
         )
 
@@ -363,6 +368,7 @@ class PartialWave(CounterRule):
     id = "kernel-partial-wave"
     title = "The last wave of blocks fills part of the GPU"
     _label = "time lost in the last wave"
+    _verb = "is"
     _limit_name = "min_lost"
     min_lost = Threshold(0.2, "of the kernel's time", NCU)
     fix = (

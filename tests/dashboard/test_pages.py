@@ -408,3 +408,40 @@ def test_the_memory_page_draws_a_snapshot_as_the_report_tells_it(tmp_path: Path)
     with app.server.test_request_context("/"):
         first = str(overview.layout())
         assert "What held the memory at the peak" in first and "Step" not in first
+
+
+def test_counters_and_compiled_kernels_are_tables_of_the_overview_or_beside_kernels(
+    tmp_path: Path,
+) -> None:
+    from advisor.dashboard.access import Access
+    from advisor.dashboard.app import create_app
+    from advisor.dashboard.pages import kernels, overview
+    from advisor.dashboard.session import DashboardSession
+    from benchmarks.public_traces import path_of
+
+    alone = path_of("ncu/sparse_matmul_a10g.ncu-rep.gz")
+    session = DashboardSession([str(alone)]).load()
+    with create_app(session, Access.to("127.0.0.1", "t" * 20)).server.test_request_context("/"):
+        first = str(overview.layout())
+    assert "Kernels with hardware counters" in first and "smem_blocking<32>" in first
+    assert "10.8 ms" in first and "GPU busy" not in first
+
+    trace = tmp_path / "trace.json"
+    b = TraceBuilder()
+    with b.step():
+        with b.op("aten::mm"):
+            b.launch("matmul_kernel", 900, threads=128, registers=255, shared=0)
+        b.sync()
+    b.write(trace)
+    cache = tmp_path / "cache"
+    cache.mkdir()
+    (cache / "matmul_kernel.json").write_text(
+        '{"name": "matmul_kernel", "num_warps": 4, "num_stages": 2, "shared": 0}'
+    )
+    (cache / "matmul_kernel.ttir").write_text('#loc = loc("kernels.py":34:1)\n')
+    session = DashboardSession([str(tmp_path)]).load()
+    assert session.entries[0].loaded is not None, session.entries[0].why
+    app = create_app(session, Access.to("127.0.0.1", "t" * 20))
+    with app.server.test_request_context("/kernels"):
+        page = str(kernels.layout())
+    assert "Kernels compiled by Triton" in page and "kernels.py:34" in page

@@ -19,11 +19,17 @@ MIN_SHARE: Final = 0.05
 """Of its samples."""
 
 
-def sections(report: Report) -> list[Block]:
-    """The kernels with their limits, and what the profiler's own rules say of them."""
+def sections(report: Report) -> list[Section]:
+    """The tables, else what to run for the counters."""
+    return tables(report) + _command(report)
+
+
+def tables(report: Report) -> list[Section]:
+    """The kernels with their limits, what the profiler's own rules say of them, and what Triton
+    compiled."""
     views = report.kernel_counters
     if not views:
-        return [*_triton(report), *_command(report)]
+        return _triton(report)
     traced = any(view.step_ns is not None for view in views)
     absent = sum(view.step_ns is None for view in views) if traced else 0
     views = [view for view in views if view.step_ns is not None] if traced else views
@@ -35,7 +41,7 @@ def sections(report: Report) -> list[Block]:
     aside = "per launch"
     if traced:
         aside = f"{absent} more are not in this trace" if absent else "counters beside this trace"
-    blocks: list[Block] = [Section("Kernels with hardware counters", [grid], aside)]
+    blocks = [Section("Kernels with hardware counters", [grid], aside)]
     sampled = [
         [
             f"{t.shorten_path(each.file, 34)}:{each.line}",
@@ -60,7 +66,7 @@ def sections(report: Report) -> list[Block]:
     return [*blocks, *_triton(report)]
 
 
-def _triton(report: Report) -> list[Block]:
+def _triton(report: Report) -> list[Section]:
     """The kernels of Triton's cache; beside a trace those that it has, and their functions."""
     views = report.triton_kernels
     if not views:
@@ -138,7 +144,7 @@ def _row(view: KernelCounters, traced: bool) -> list[str]:
     return [name, t.format_duration(view.step_ns), t.format_duration(view.gain_ns), *limit]
 
 
-def _command(report: Report) -> list[Block]:
+def _command(report: Report) -> list[Section]:
     """What to run for the counters of the kernels that matter."""
     if not report.profile_kernels:
         return []

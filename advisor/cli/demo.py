@@ -53,9 +53,7 @@ def command(
         _show_recording(form)
         return
     if find_spec("torch") is None:
-        raise AdvisorError(
-            f"--record trains a small network and needs PyTorch: {install('record')}"
-        )
+        raise AdvisorError(f"--record trains a small network and needs PyTorch: {install('torch')}")
     with ExitStack() as stack:
         if folder is None:
             folder = stack.enter_context(scratch())

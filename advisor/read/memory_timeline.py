@@ -21,6 +21,8 @@ CATEGORIES = ("weights", "optimizer state", "inputs", "not attributed", "activat
               "backward temporaries", "not attributed")  # fmt: skip
 """In the order of ``torch/profiler/_memory_profiler.py``: its temporaries may be of any phase."""
 LARGEST = 1 << 50
+LATEST = 1 << 63
+"""Bytes and ns from which on an entry makes no sense."""
 NEW_VERSION = 3
 """``Action.INCREMENT_VERSION``: bytes leave one category and enter another."""
 _Delta = tuple[int, int, int]
@@ -88,7 +90,8 @@ def _deltas(data: bytes, path: str) -> tuple[list[_Delta], int]:
     made: list[_Delta] = []
     dropped = 0
     for time, action, size, category in raw:
-        if abs(size) >= LARGEST or not 0 <= category < len(CATEGORIES):
+        known = 0 <= category < len(CATEGORIES)
+        if abs(size) >= LARGEST or abs(time) >= LATEST or not known:
             dropped += 1
         elif action == NEW_VERSION and size > 0 and made and made[-1] == (time, -size, category):
             made.pop()  # written to, and still for the same
@@ -104,7 +107,9 @@ def _sampled(data: bytes, path: str) -> list[_Delta]:
         times, rows = [], []
     width = len(CATEGORIES) + 1  # the first is a spare
     whole = len(times) == len(rows) and all(len(row) == width for row in rows)
-    if not times or not whole or any(not 0 <= n < LARGEST for row in rows for n in row):
+    sane = all(abs(time) < LATEST for time in times)
+    sane = sane and all(0 <= n < LARGEST for row in rows for n in row)
+    if not times or not whole or not sane:
         raise AdvisorError(f"{path}: a list of numbers, but no whole memory timeline of PyTorch")
     made: list[_Delta] = []
     held: dict[int, list[int]] = {n: [] for n in range(len(CATEGORIES))}

@@ -202,7 +202,7 @@ def under_scalene(program: list[str], steps: int, out: str = "") -> None:
     if not program[0].endswith(".py"):
         raise AdvisorError(f"{program[0]}: Scalene runs scripts (*.py) only")
     if importlib.util.find_spec("scalene") is None:
-        raise AdvisorError(f"Scalene is not installed: {install('record')}")
+        raise AdvisorError(f"Scalene is not installed: {install('scalene')}")
     run_dir = _newest(out)
     hidden = run_dir / "rank0" / f".{rundir.SCALENE}"
     # cpu-only, no stacks, no async: anything more would start a profiler or cost memory

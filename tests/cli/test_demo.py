@@ -25,7 +25,7 @@ def test_without_torch_it_says_how_to_install_it(
     code, out, err = advisor("demo", "--record")
     assert (code, out) == (2, "")
     assert err.count("\n") == 1
-    assert install("record") in err
+    assert install("torch") in err
 
 
 def test_it_shows_a_real_gpu_and_what_the_fix_brought_without_torch(

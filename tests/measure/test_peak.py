@@ -198,7 +198,16 @@ def test_a_memory_timeline_has_its_own_categories(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "text", ["[[1]]", "[[1,2,3,9]]", "[[-1, 1, 5, 0], [1]]", "[[1,2],[[0,0],[0]]]", "[[1,2,0,0]]"]
+    "text",
+    [
+        "[[1]]",
+        "[[1,2,3,9]]",
+        "[[-1, 1, 5, 0], [1]]",
+        "[[1,2],[[0,0],[0]]]",
+        "[[1,2,0,0]]",
+        "[[1e27, 1, 512, 0]]".replace("1e27", "9" * 27),
+        "[[T],[[0,0,0,0,0,0,0,0,1]]]".replace("T", "9" * 27),
+    ],
 )
 def test_numbers_that_are_no_memory_timeline_are_refused_in_one_line(
     tmp_path: Path, text: str

@@ -98,9 +98,10 @@ def limits(a: Analysis, run: Run) -> list[str]:
 def _profile_limits(a: Analysis) -> list[str]:
     """What was left out of the kernel profiles."""
     profiles = a.trace.meta.kernel_profiles
-    if profiles is None:
+    if profiles is None or not profiles.dropped:
         return []
-    return [f"{profiles.tool}: {n:,} left out: {why}." for why, n in profiles.dropped.items()]
+    parts = [f"{why} ({n:,})" if n > 1 else why for why, n in profiles.dropped.items()]
+    return [f"Left out of the kernels of {profiles.tool}: {', '.join(parts)}."]
 
 
 def _possible_steps(trace: Trace) -> list[str]:

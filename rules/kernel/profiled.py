@@ -27,6 +27,7 @@ from advisor.measure.device.kernel_profiles import (
     faster,
     kernel_key,
 )
+from advisor.rules.recorded import measure_it
 from advisor.rules.sources import CHOSEN, NCU
 from advisor.testing import TraceBuilder
 
@@ -119,6 +120,9 @@ class CounterRule(Rule):
                 for k, _ in found[:MAX_PLACES]
             ],
             edits=edits,
+            impact=None
+            if a.record_only or any(len(k.rows) for k, _ in found)
+            else measure_it("the trace has no launch of these kernels"),
         )
 
     def _describe(self, k: ProfiledKernel, saved: Saving) -> str:

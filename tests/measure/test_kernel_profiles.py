@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+from dataclasses import replace
 
 import pytest
 
@@ -143,3 +144,20 @@ def test_counters_alone_make_a_report() -> None:
     assert first.use["L1"] == pytest.approx(0.990536784)
     assert not any(view.gain_ns for view in report.kernel_counters)
     assert not report.findings and all(note.impact.currency == "unpriced" for note in report.notes)
+
+
+def test_advice_says_when_the_trace_has_none_of_the_kernels() -> None:
+    b = TraceBuilder()
+    with b.step():
+        with b.op("aten::mm"):
+            b.launch("another(int)", 900)
+        b.sync()
+    (profiles,) = (
+        trace.meta.kernel_profiles
+        for trace in [read_trace(str(path_of("ncu/sparse_matmul_a10g.ncu-rep.gz")))]
+    )
+    trace = b.trace()
+    meta = replace(trace.meta, kernel_profiles=profiles)
+    report = examine(Run(traces={(-1, 0): replace(trace, meta=meta)})).report
+    note = next(note for note in report.notes if note.rule == "kernel-partial-wave")
+    assert note.impact is not None and "no launch of these kernels" in note.impact.reason

@@ -152,7 +152,7 @@ def test_one_damaged_kernel_is_counted_and_the_others_are_shown(cache: Path) -> 
     entry(cache, ".cubin").with_suffix(".json").write_text("{")
     report = analyze(str(cache))
     assert len(report.triton_kernels) == len(PUBLISHED) - 1
-    assert "Triton: 1 left out: damaged kernels." in report.limits
+    assert "Left out of the kernels of Triton: damaged kernels." in report.limits
 
 
 def test_a_cache_alone_is_a_report(cache: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -201,7 +201,7 @@ def test_beside_a_trace_the_kernel_that_spills_and_takes_time_is_first(
     assert "616 B" in note.summary and "26%" in note.summary  # 0.9 of 3.4 ms
     assert note.where[0].file == "/tmp/example/kernels.py" and note.where[0].line == 34
     assert cli.run(["analyze", str(trace), "--kernels", str(cache), "--details"]) == 0
-    assert "Kernels compiled by Triton" in capsys.readouterr().out
+    assert "Kernels compiled by Triton · 7 more are not in this trace" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("size", [{"threads": 256}, {"registers": 254}, {"shared": 4096}])
@@ -212,6 +212,16 @@ def test_a_launch_of_another_size_is_of_another_compilation(
     report = beside(trace, cache)
     assert [v.registers for v in report.triton_kernels if v.step_ns] == [96, 26]
     assert not [n for n in report.notes if n.rule == "triton-register-spills"]
+
+
+def test_a_trace_of_another_program_has_none_of_the_kernels(
+    cache: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    trace = str(path_of("triton_example.json.gz"))
+    assert cli.run(["analyze", trace, "--kernels", str(cache)]) == 0
+    text = capsys.readouterr().out
+    assert "Kernels compiled by Triton · none is in this trace" in text
+    assert "spills 616 B" not in text  # no advice on what the program does not run
 
 
 def test_launches_that_two_compilations_share_are_of_neither() -> None:

@@ -31,16 +31,15 @@ def tables(report: Report) -> list[Section]:
     if not views:
         return _triton(report)
     traced = any(view.step_ns is not None for view in views)
-    absent = sum(view.step_ns is None for view in views) if traced else 0
+    absent = sum(view.step_ns is None for view in views)
     views = [view for view in views if view.step_ns is not None] if traced else views
     head = ["kernel", "time", "limited by", "use", "occupancy"]
     if traced:
         head = ["kernel", "per step", "gain at most", "limited by", "use", "occupancy"]
     rows = [_row(view, traced) for view in views[:MAX_ROWS]]
     grid = _grid(head, rows, "l" + "r" * (len(head) - 1), optional=(len(head) - 1,))
-    aside = "per launch"
-    if traced:
-        aside = f"{absent} more are not in this trace" if absent else "counters beside this trace"
+    aside = _absence(report, absent, len(report.kernel_counters))
+    aside = aside if aside or traced else "per launch"
     blocks = [Section("Kernels with hardware counters", [grid], aside)]
     sampled = [
         [
@@ -79,10 +78,8 @@ def _triton(report: Report) -> list[Section]:
     head += ["target"] if len(targets) > 1 else []
     head += ["occupancy"]
     rows = [_triton_row(view, head) for view in shown[:MAX_ROWS]]
-    aside = targets[0] if len(targets) == 1 else ""
-    if report.scope.step_source != "counters":
-        absent = t.count_noun(len(views) - len(timed), "kernel")
-        aside = f"{absent} of the cache not found in this trace"
+    absence = _absence(report, len(views) - len(timed), len(views))
+    aside = " · ".join(filter(None, [absence, *(targets if len(targets) == 1 else [])]))
     grid = _grid(head, rows, "l" + "r" * (len(head) - 2) + "l", optional=(len(head) - 1,))
     places = {
         (view.name, view.file, view.line): [
@@ -97,6 +94,15 @@ def _triton(report: Report) -> list[Section]:
         blocks.append(_grid(["function", "source"], list(places.values()), "ll"))
     text = "Spills: registers of a thread that are kept in local memory, in bytes."
     return [Section("Kernels compiled by Triton", [*blocks, Paragraph(text, "soft")], aside)]
+
+
+def _absence(report: Report, absent: int, count: int) -> str:
+    """How many of so many kernels a trace has not; empty: there is no trace, or it has all."""
+    if report.scope.step_source == "counters" or not absent:
+        return ""
+    if absent == count:
+        return "none is in this trace"
+    return f"{absent} more {'is' if absent == 1 else 'are'} not in this trace"
 
 
 def _grid(

@@ -354,7 +354,10 @@ def _files(path: str, one_of_several: bool) -> list[str]:
     except OSError as error:
         raise AdvisorError(f"{path}: cannot be read ({error.strerror or error})") from None
     if not result:
-        raise AdvisorError(f"{path}: a directory without traces ({trace_names()})")
+        raise AdvisorError(
+            f"{path}: a directory without traces ({trace_names()}; with .gz or .zst too); a file "
+            "of another name is given itself"
+        )
     if len(result) > MAX_FILES:
         raise AdvisorError(f"{path}: more than {MAX_FILES} traces; give a directory with fewer")
     return result

@@ -106,9 +106,9 @@ def is_trace_name(name: str) -> bool:
 
 
 def trace_names() -> str:
-    """The names that are looked for in a folder, as patterns."""
-    patterns = [each for reader in readers() for each in reader.patterns]
-    return ", ".join(f"{each}{packed}" for each in patterns for packed in ("", ".gz", ".zst"))
+    """The names that are looked for in a folder, as patterns; compressed files have a suffix."""
+    patterns = dict.fromkeys(each for reader in readers() for each in reader.patterns)
+    return ", ".join(patterns)
 
 
 def _most_certain(

@@ -34,12 +34,12 @@ _FIRST_NAME = 512
 """Bytes of a zip archive in which its first member is named."""
 _GIVE = "give a PyTorch profiler trace"
 _OTHER_PACKINGS = (
-    (b"PK\x03\x04", "a zip archive; unpack it and give the JSON in it"),
+    (b"PK\x03\x04", "a zip archive; unpack it and give the file or folder in it"),
     (b"PK\x05\x06", f"an empty zip archive; {_GIVE}"),
     (b"\xfd7zXZ\x00", "packed with xz; unpack it first (xz -d)"),
     (b"BZh", "packed with bzip2; unpack it first (bzip2 -d)"),
     (b"\x04\x22\x4d\x18", "packed with lz4; unpack it first (lz4 -d)"),
-    (b"7z\xbc\xaf", "a 7z archive; unpack it and give the JSON in it"),
+    (b"7z\xbc\xaf", "a 7z archive; unpack it and give the file or folder in it"),
 )
 
 

@@ -81,7 +81,7 @@ def kind_of(start: bytes, path: str = "") -> tuple[str, str | None] | None:
     if looks_like_pickle(start):
         return "a pickle (a memory snapshot?)", None
     if start[257:262] == b"ustar":
-        return "a tar archive", "unpack it and give the JSON in it"
+        return "a tar archive", "unpack it and give the file or folder in it"
     if start[:1] == b"\n" and path.lower().endswith((".pftrace", ".perfetto-trace")):
         return "a Perfetto trace (protobuf)", (
             "give the profiler's own file: rocprofv3 --output-format rocpd (or json), or the JSON "

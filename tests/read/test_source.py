@@ -221,7 +221,7 @@ def packed_by(kind: str) -> bytes:
 @pytest.mark.parametrize(
     ("kind", "said"),
     [
-        ("zip", "a zip archive; unpack it and give the JSON in it"),
+        ("zip", "a zip archive; unpack it and give the file or folder in it"),
         ("checkpoint", "a checkpoint (torch.save); give a PyTorch profiler trace"),
         ("empty zip", "an empty zip archive; give a PyTorch profiler trace"),
         ("xz", "packed with xz; unpack it first (xz -d)"),

@@ -273,7 +273,7 @@ GIVE = "give a PyTorch profiler trace"
             f"an SQLite file without the tables of a profiler that is known; {GIVE}",
         ),
         (b"\x80\x04\x95", f"a pickle (a memory snapshot?); {GIVE}"),
-        (b"\0" * 257 + b"ustar", "a tar archive; unpack it and give the JSON in it"),
+        (b"\0" * 257 + b"ustar", "a tar archive; unpack it and give the file or folder in it"),
         (b'{"traceEvents": {}}', f"traceEvents is not a list but an object; {GIVE}"),
         (b'{"traceEvents": null}', f"traceEvents is not a list but null; {GIVE}"),
         (b'{"traceEvents": "x"}', f"traceEvents is not a list but a string; {GIVE}"),

@@ -45,7 +45,7 @@ def mesh(report: Report, *, of_one: bool = False) -> Iterator[Section]:
     rows = [_axis(axis) for axis in report.mesh]
     notes = []
     if not all(axis.named for axis in report.mesh):
-        notes.append("*: by what is sent; the process group has no name of its own.")
+        notes.append("*: by what is sent, as the process group has no name.")
     if any(axis.bus_gb_per_s is not None for axis in report.mesh):
         notes.append("GB/s: the bus bandwidth of the faster messages of 1 MiB and more.")
     notes.append("Time contains waits for other ranks.")
@@ -53,7 +53,7 @@ def mesh(report: Report, *, of_one: bool = False) -> Iterator[Section]:
         "Communication by axis of the mesh",
         [
             Grid(MESH_HEAD, rows, align="lllrrrr", optional=[2, 1]),
-            Paragraph(" ".join(notes), "soft", indent=0),
+            Paragraph(" ".join(notes), "soft", indent=2),
         ],
         t.format_per(report.per),
     )

@@ -302,8 +302,22 @@ def _completed(outcome: Outcome, rule: Rule, a: Analysis, number: int) -> Outcom
         record = how_to_record(outcome.record, a.trace.meta, recorder=a.record is not None)
         return structs.replace(outcome, rule=rule.id, record=record)
     finding = weigh_window(rule.complete(outcome), rule, a)
+    finding = structs.replace(finding, where=[_with_line(place, a) for place in finding.where])
     rank = None if number < 0 else number
     return structs.replace(finding, trace_rank=rank, device=a.device_id)
+
+
+def _with_line(place: Location, a: Analysis) -> Location:
+    """A generated kernel's place with the line that it was generated from, as far as logs of
+    torch.compile name one."""
+    name = place.kernel or place.op
+    if place.file is not None or name not in a.fused_kernels:
+        return place
+    lines = a.fused_kernels[name].lines
+    if len(lines) == 0:
+        return place
+    first = lines[0]
+    return structs.replace(place, file=first.file, line=first.line, function=first.function)
 
 
 def _sorted(

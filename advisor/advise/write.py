@@ -187,7 +187,17 @@ MAX_BREAKS = 20
 def compilation(a: Analysis, pricer: Pricer) -> CompileLog | None:
     """Logs of torch.compile, with what each graph break costs in the trace's steps."""
     log = a.trace.meta.compilation
-    if log is None or a.record_only or a.device_id is None or lost_records(a):
+    if log is None or a.record_only or a.device_id is None:
+        return log
+    times = {row["name"]: row for row in a.hot_kernels.iter_rows(named=True)}
+    kernels = [
+        replace(each, calls=row["count"] / a.step_count, ns=row["dur"] / a.step_count)
+        if (row := times.get(each.name)) is not None
+        else each
+        for each in log.kernels
+    ]
+    log = replace(log, kernels=sorted(kernels, key=lambda each: -(each.ns or 0.0)))
+    if lost_records(a):
         return log
     gaps = a.gaps.filter(a.gaps["cause"].is_in(GRAPH_BREAK_CAUSES))
     idle = union(gaps["ts"].to_numpy(), gaps["ts"].to_numpy() + gaps["dur"].to_numpy())

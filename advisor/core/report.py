@@ -8,7 +8,7 @@ from typing import Any, Literal
 import msgspec
 from msgspec import Struct, field
 
-from advisor.core.finding import Finding, HotLine, PassedCheck, Per, SkippedCheck, unit_of
+from advisor.core.finding import Finding, HotLine, Location, PassedCheck, Per, SkippedCheck, unit_of
 from advisor.core.prices import Cost, EnergyUse
 from advisor.core.ranks import Ranks
 from advisor.core.run_directory import LARGEST
@@ -339,6 +339,22 @@ class CompileCause(Struct, frozen=True, kw_only=True):
     """Time of these compilations, ns; ``null``: not recorded."""
 
 
+class FusedKernel(Struct, frozen=True, kw_only=True):
+    """A kernel that inductor generated."""
+
+    name: str
+    """As in a trace."""
+    operators: list[str]
+    """What is fused in it: ``aten.add``."""
+    lines: list[Location]
+    """Of the program, that these operators are from; where a name stands for several kernels, of
+    all of them. Empty: not recorded."""
+    calls: float | None = None
+    """Per step of the trace; ``null``: no trace, or it is not in it."""
+    ns: float | None = None
+    """Its time per step, ns; ``null``: as above."""
+
+
 class CompileLog(Struct, kw_only=True):
     """What structured logs of torch.compile (``TORCH_TRACE``) tell."""
 
@@ -358,6 +374,8 @@ class CompileLog(Struct, kw_only=True):
     """Functions that run as plain PyTorch."""
     without_cuda_graphs: list[CompileCause]
     """Graphs that are launched kernel by kernel."""
+    kernels: list[FusedKernel] = field(default_factory=list)
+    """What inductor generated; beside a trace by time, the largest first."""
     damaged: int = 0
     """Records that cannot be read."""
 

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from advisor.core.gpus import GpuSpec
-    from advisor.core.report import Serving
+    from advisor.core.report import FusedKernel, Serving
     from advisor.core.run_directory import RankRecord
     from advisor.core.snapshot import MemorySnapshot
     from advisor.core.trace import Device, Trace
@@ -399,6 +399,12 @@ class Analysis:
         from advisor.measure.device.kernels import sum_kernels
 
         return sum_kernels(self)
+
+    @cached_property
+    def fused_kernels(self) -> dict[str, FusedKernel]:
+        """What inductor generated, by name, from logs of torch.compile; empty: there are none."""
+        log = self.trace.meta.compilation
+        return {} if log is None else {each.name: each for each in log.kernels}
 
     @cached_property
     def rooflines(self) -> pl.DataFrame:

@@ -39,7 +39,7 @@ _KEPT = {
     "dynamo_output_graph": re.compile(r"^ *(# File: .+?:\d+ in [^,]+|\w+(?=:| =))", re.MULTILINE),
     # which nodes each kernel is made of
     "inductor_output_code": re.compile(
-        r"^( *# Topologically Sorted Source Nodes: .+| *(?:triton|cpp)_\w+(?:\.run)?(?=\()"
+        r"^( *# [\w ]*Source Nodes: .+| *(?:triton|cpp)_\w+(?:\.run)?(?=\()"
         r"|(?:triton|cpp)_\w+ = async_compile|.*extern_kernels\.\w+(?=\())",
         re.MULTILINE,
     ),

@@ -350,6 +350,11 @@ def _detail(view: PageView, number: int) -> Any:
         ("Grid", _launched(longest)),
         ("Stream", str(longest["stream"])),
     ]
+    fused = a.fused_kernels.get(name)
+    if fused is not None:
+        launch.append(("Fused operators", ", ".join(map(t.clean, fused.operators))))
+        lines = "; ".join(f"{t.shorten_path(at.file or '', 60)}:{at.line}" for at in fused.lines)
+        launch += [("From", el("Code", lines))] if lines else []
     where = a.location(longest["launch"])
     if where[0] is not None:
         launch.append(("Line", el("Code", f"{t.shorten_path(where[0], 90)}:{where[1]}")))

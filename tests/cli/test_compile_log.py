@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,8 +13,8 @@ import pytest
 
 from advisor.advise.engine import analyze
 from advisor.core.errors import AdvisorError
-from advisor.core.finding import Finding
-from advisor.core.report import CompileLog, GraphBreak, Report
+from advisor.core.finding import Finding, Location
+from advisor.core.report import CompileLog, FusedKernel, GraphBreak, Report
 from advisor.read.readers.compile_log import MAX_TEXT, merged, read_logs
 from advisor.testing import TraceBuilder
 
@@ -245,6 +246,109 @@ def test_a_recompilation_in_the_steps_has_its_guard(tmp_path: Path) -> None:
     finding = findings(analyze(tmp_path))["recompilation"]
     assert finding.impact is not None and finding.impact.currency == "step_time"
     assert GUARDS["recompile_shape"] in finding.summary and finding.where[0].line == 168
+
+
+TRITON = """\
+V1123 20:55:19.489000 8996 torch/_dynamo/output_graph.py:2841] {"dynamo_output_graph": {"sizes": {"l_x_": [8, 16]}}, "frame_id": 0, "frame_compile_id": 0, "attempt": 0, "has_payload": "1"}
+| class GraphModule(torch.nn.Module):
+|     def forward(self, L_x_: "f32[8, 16][16, 1]cuda:0", L_w_: "f32[16, 16][16, 1]cuda:0"):
+|         l_x_ = L_x_
+|         # File: /home/me/model.py:6 in forward, code: y = torch.relu(x @ w + 1)
+|         matmul: "f32[8, 16][16, 1]cuda:0" = l_x_ @ l_w_;  l_x_ = l_w_ = None
+|         add: "f32[8, 16][16, 1]cuda:0" = matmul + 1;  matmul = None
+|         y: "f32[8, 16][16, 1]cuda:0" = torch.relu(add);  add = None
+
+|         # File: /home/me/model.py:7 in torch_dynamo_resume_in_forward_at_5, code: return y.sum()
+|         sum_1: "f32[][]cuda:0" = y.sum();  y = None
+|         return (sum_1,)
+
+V1123 20:55:20.489000 8996 torch/_inductor/graph.py:2745] {"inductor_output_code": {"filename": "/tmp/t.py"}, "frame_id": 0, "frame_compile_id": 0, "attempt": 0, "has_payload": "2"}
+| # AOT ID: ['0_forward']
+| # kernel path: /tmp/torchinductor_me/ab/cab.py
+| # Topologically Sorted Source Nodes: [add, y], Original ATen: [aten.add, aten.relu]
+| # Source node to ATen node mapping:
+| #   add => add
+| #   y => relu
+| # Graph fragment:
+| #   %relu : [num_users=1] = call_function[target=torch.ops.aten.relu.default](args = (%add,), kwargs = {})
+| triton_poi_fused_add_relu_0 = async_compile.triton('triton_poi_fused_add_relu_0', '''
+| import triton
+| def triton_poi_fused_add_relu_0(in_out_ptr0, xnumel, XBLOCK : tl.constexpr):
+| ''', device_str='cuda')
+| def call(args):
+|         # Topologically Sorted Source Nodes: [matmul], Original ATen: [aten.mm]
+|         extern_kernels.mm(arg0_1, arg1_1, out=buf0)
+|         # Topologically Sorted Source Nodes: [add, y], Original ATen: [aten.add, aten.relu]
+|         stream0 = get_raw_stream(0)
+|         triton_poi_fused_add_relu_0.run(buf1, 128, stream=stream0)
+|         # Unsorted Source Nodes: [y, sum_1], Original ATen: [aten.relu, aten.sum]
+|         triton_per_fused_relu_sum_1.run(buf1, buf2, 1, 128, stream=stream0)
+""".replace("\n| ", "\n\t")  # noqa: E501
+"""As inductor writes it (``torch/_inductor/utils.py``, ``get_kernel_metadata``)."""
+
+
+@pytest.mark.parametrize("trimmed", [False, True])
+def test_a_generated_kernel_has_its_operators_and_lines(trimmed: bool, tmp_path: Path) -> None:
+    from advisor.recorder.compile_log import _KEPT
+
+    text = TRITON
+    if trimmed:  # as the recorder keeps it
+        records = re.split(r"^(?=V1123)", text, flags=re.MULTILINE)[1:]
+        kept = []
+        for record, pattern in zip(records, _KEPT.values(), strict=True):
+            head, _, payload = record.partition("\n")
+            payload = payload.replace("\n\t", "\n").removeprefix("\t")
+            kept.append("\n\t".join([head, *(m[1] for m in pattern.finditer(payload))]))
+        text = "\n".join(kept) + "\n"
+        assert "torch.relu(" not in text
+    (tmp_path / "dedicated_log_torch_trace_x.log").write_text(text)
+    first, second = read_logs(tmp_path).kernels
+    assert (first.name, first.operators) == (
+        "triton_poi_fused_add_relu_0", ["aten.add", "aten.relu"]
+    )  # fmt: skip
+    assert [(at.file, at.line, at.function) for at in first.lines] == [
+        ("/home/me/model.py", 6, "forward")
+    ]
+    assert second.name == "triton_per_fused_relu_sum_1"
+    assert [(at.line, at.function) for at in second.lines] == [(6, "forward"), (7, "forward")]
+
+
+def test_kernels_of_a_trace_get_their_time_and_findings_their_line(
+    tmp_path: Path, advisor: Callable[..., Any]
+) -> None:
+    b = TraceBuilder()
+    for _ in range(4):
+        with b.step():
+            b.run("triton_per_fused_relu_sum_1", "triton_per_fused_relu_sum_1", 100)
+            b.run("triton_poi_fused_add_relu_0", "triton_poi_fused_add_relu_0", 300, times=2)
+            b.sync()
+            b.host(2_000)
+    b.write(tmp_path / "trace.json")
+    (tmp_path / "dedicated_log_torch_trace_x.log").write_text(TRITON)
+    report = analyze(tmp_path)
+    assert report.compilation is not None
+    assert [(each.calls, each.ns) for each in report.compilation.kernels] == [
+        (2.0, 600e3), (1.0, 100e3)
+    ]  # fmt: skip
+    text = " ".join(advisor("analyze", str(tmp_path)).out.split())
+    assert "triton_poi_fused_add_relu_0, 600 µs per step: add, relu" in text
+    assert "/home/me/model.py:6, 7" in text
+
+
+def test_a_place_without_a_line_takes_that_of_its_kernel() -> None:
+    from advisor.advise.check import _with_line
+
+    b = TraceBuilder()
+    with b.step():
+        b.run("triton_poi_fused_add_relu_0", "triton_poi_fused_add_relu_0", 300)
+    b.compile_log()
+    a = b.analysis()
+    at = Location(file="model.py", line=6, function="forward")
+    a.__dict__["fused_kernels"] = {"k": FusedKernel(name="k", operators=["aten.add"], lines=[at])}
+    named = _with_line(Location(kernel="k"), a)
+    assert (named.file, named.line, named.kernel) == ("model.py", 6, "k")
+    own = Location(kernel="k", file="mine.py", line=1)
+    assert _with_line(own, a) == own and _with_line(Location(op="x"), a) == Location(op="x")
 
 
 def test_processes_that_number_functions_otherwise_name_none() -> None:

@@ -17,7 +17,8 @@ import msgspec
 from msgspec import structs
 
 from advisor.core.errors import AdvisorError
-from advisor.core.report import CompileCause, CompileLog, GraphBreak
+from advisor.core.finding import Location
+from advisor.core.report import CompileCause, CompileLog, FusedKernel, GraphBreak
 from advisor.read.reader import Reader, ReaderClaim, ReadOptions
 from advisor.read.source import ByteSource
 
@@ -26,11 +27,14 @@ if TYPE_CHECKING:
 
 _RECORD = re.compile(rb"^V\d{4} \d\d:\d\d:\d\d\.\d+ \d+ \S+:\d+\] (?=\{)")
 _BREAK, _AGAIN, _METRICS = "dynamo_graph_break_reason", "recompile_reasons", "compilation_metrics"
-_KINDS = tuple(name.encode() for name in (_BREAK, _AGAIN, _METRICS))
+_GRAPH, _CODE = "dynamo_output_graph", "inductor_output_code"
+_KINDS = tuple(name.encode() for name in (_BREAK, _AGAIN, _METRICS, _GRAPH, _CODE))
 NAMES = "dedicated_log_torch_trace_*.log"
 MAX_LINE, MAX_PAYLOAD = 1 << 20, 2_000
 """Characters of a record; lines of its payload."""
 MAX_FILES, MAX_CAUSES, MAX_TEXT = 1_024, 10_000, 300
+MAX_CODE, MAX_NODES, MAX_LINES = 200_000, 100_000, 20
+"""Lines of a graph or of generated code; nodes of all graphs; lines of the program of a kernel."""
 
 _PLACE = re.compile(r"^Graph break (?:in user code at|from) (.+):(\d+)$")
 _STACK = re.compile(r'^\s*File "(.+)", line (\d+), in (.+)$')
@@ -39,6 +43,10 @@ _NO_HINT = re.compile(
     r"Hint: (?:If it is a|Please report|It may be possible|This graph break is fund)"
 )
 _GUARD = re.compile(r"^(?:\d+/)+\d+: ")
+_NODES_OF = re.compile(r"^ *# File: (.+?):(\d+) in ([^,]+)")
+_NODE = re.compile(r"^ *([A-Za-z_]\w*)(?::| =|$)")
+_MADE_OF = re.compile(r"^ *# .*Source Nodes: \[(.*?)\], Original ATen: \[(.*?)\]")
+_KERNEL = re.compile(r"^ *((?:triton|cpp)_\w+?)(?:\.run)?(?:\(| = async_compile|$)")
 _RESUMED = re.compile(r"^torch_dynamo_resume_in_.*_at_(\d+)$")
 
 
@@ -126,12 +134,26 @@ def merged(logs: list[CompileLog]) -> CompileLog:
         ns=max(log.ns for log in logs),
         inductor_ns=max(inductor, default=None),
         breaks=breaks,
+        kernels=_kernels_of(logs),
         **{
             name: _most([getattr(log, name) for log in logs])
             for name in ("recompilations", "not_compiled", "without_cuda_graphs")
         },
         damaged=sum(log.damaged for log in logs),
     )
+
+
+def _kernels_of(logs: list[CompileLog]) -> list[FusedKernel]:
+    """A name may stand for several kernels: then with the operators and lines of them all."""
+    result: dict[str, FusedKernel] = {}
+    for each in (kernel for log in logs for kernel in log.kernels):
+        old = result.get(each.name, each)
+        result[each.name] = structs.replace(
+            old,
+            operators=list(dict.fromkeys([*old.operators, *each.operators]))[:MAX_LINES],
+            lines=list(dict.fromkeys([*old.lines, *each.lines]))[:MAX_LINES],
+        )
+    return list(result.values())
 
 
 def _key(cause: GraphBreak | CompileCause) -> tuple[Any, ...]:
@@ -170,6 +192,10 @@ class _Log:
     places: dict[str, Place] = field(default_factory=dict)
     broken_at: dict[tuple[str, int], Any] = field(default_factory=dict)
     """File and line of a break, and of the calls that led to it, -> its key in ``found``."""
+    lines: dict[str, dict[str, Location]] = field(default_factory=dict)
+    """Of each compilation, by its number: the line of each node of its graph."""
+    nodes: int = 0
+    kernels: dict[str, FusedKernel] = field(default_factory=dict)
     damaged: int = 0
 
     def breaks(self) -> list[GraphBreak]:
@@ -191,14 +217,17 @@ def _read(blocks: Iterable[bytes]) -> tuple[CompileLog, int]:
     log, records = _Log(), 0
     for record, payload in _records(_lines(blocks), log):
         records += 1
+        number = f"{record.get('frame_id')}/{record.get('frame_compile_id')}"
         if _METRICS in record:
             _compiled(log, record[_METRICS])
+        elif _GRAPH in record:
+            _drawn(log, number, payload)
+        elif _CODE in record:
+            _generated(log, log.lines.get(number, {}), payload)
         elif (name := _text(record["artifact"].get("name"))) == _BREAK:
             _broken(log, payload)
-        elif name == _AGAIN:
-            number = f"{record.get('frame_id')}/{record.get('frame_compile_id')}"
-            if len(log.guards) < MAX_CAUSES:
-                log.guards[number] = _guard(payload)
+        elif name == _AGAIN and len(log.guards) < MAX_CAUSES:
+            log.guards[number] = _guard(payload)
     causes = {
         name: _most([list(getattr(log, name).values())])
         for name in ("recompilations", "not_compiled", "without_cuda_graphs")
@@ -209,6 +238,7 @@ def _read(blocks: Iterable[bytes]) -> tuple[CompileLog, int]:
         ns=log.ns,
         inductor_ns=log.inductor_ns,
         breaks=_most([log.breaks()]),
+        kernels=list(log.kernels.values()),
         damaged=log.damaged,
         **causes,
     )
@@ -232,22 +262,26 @@ def _records(lines: Iterable[bytes], log: _Log) -> Iterator[tuple[dict[str, Any]
     """The records that are looked at, with their payload."""
     record: dict[str, Any] | None = None
     payload: list[str] = []
+    limit = MAX_PAYLOAD
     for line in lines:
         if line[:1] != b"V" or (start := _RECORD.match(line)) is None:
-            if record is not None and len(payload) < MAX_PAYLOAD:
+            if record is not None and len(payload) < limit:
                 payload.append(line.decode("utf-8", "replace").strip("\r").removeprefix("\t"))
             continue
         if record is not None:
             yield record, payload
         record, payload = None, []
+        limit = MAX_PAYLOAD
         if any(name in line[: start.end() + 200] for name in _KINDS):
             try:
                 decoded = msgspec.json.decode(line[start.end() :])
             except (msgspec.DecodeError, UnicodeError, RecursionError):
                 decoded = None
             whole = isinstance(decoded, dict) and any(
-                isinstance(decoded.get(name), dict) for name in (_METRICS, "artifact")
+                isinstance(decoded.get(name), dict)
+                for name in (_METRICS, "artifact", _GRAPH, _CODE)
             )
+            limit = MAX_CODE if whole and (_GRAPH in decoded or _CODE in decoded) else MAX_PAYLOAD
             record = decoded if whole else None
             log.damaged += not whole
     if record is not None:
@@ -299,6 +333,54 @@ def _broken(log: _Log, payload: list[str]) -> None:
         log.broken_at[found.file, found.line] = key
         for each in users:
             log.broken_at.setdefault((_cut(each[1]), _line(each[2]) or 0), key)
+
+
+def _drawn(log: _Log, number: str, payload: list[str]) -> None:
+    """A graph: which line each node is of."""
+    lines = log.lines.setdefault(number, {})
+    place: Location | None = None
+    for text in payload:
+        if (found := _NODES_OF.match(text)) is not None:
+            function = found[3].strip()
+            resumed = _RESUMED.match(function)
+            place = Location(
+                file=_cut(found[1]),
+                line=_line(found[2]),
+                function=_cut(function) if resumed is None else _original(function),
+            )
+        elif place is not None and (node := _NODE.match(text)) is not None:
+            if log.nodes >= MAX_NODES:
+                return
+            log.nodes += node[1] not in lines
+            lines[node[1]] = place
+
+
+def _original(function: str) -> str:
+    """The function that a part of it, after a graph break, is of."""
+    return _cut(function.removeprefix("torch_dynamo_resume_in_").rpartition("_at_")[0])
+
+
+def _generated(log: _Log, lines: dict[str, Location], payload: list[str]) -> None:
+    """Generated code: which operators each kernel is made of, and from which lines."""
+    nodes: list[str] = []
+    operators: list[str] = []
+    for text in payload:
+        if (made := _MADE_OF.match(text)) is not None:
+            nodes, operators = (part.split(", ") if part else [] for part in made.groups())
+        elif "extern_kernels." in text:
+            nodes = operators = []
+        elif operators and (kernel := _KERNEL.match(text)) is not None:
+            name = _cut(kernel[1])
+            if name not in log.kernels and len(log.kernels) >= MAX_CAUSES:
+                return
+            old = log.kernels.get(name, FusedKernel(name=name, operators=[], lines=[]))
+            places = [*old.lines, *(lines[node] for node in nodes if node in lines)]
+            log.kernels[name] = structs.replace(
+                old,
+                operators=list(dict.fromkeys([*old.operators, *map(_cut, operators)]))[:MAX_LINES],
+                lines=list(dict.fromkeys(places))[:MAX_LINES],
+            )
+            nodes = operators = []
 
 
 def _guard(payload: list[str]) -> str:

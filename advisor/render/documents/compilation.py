@@ -8,7 +8,7 @@ from typing import Final
 from msgspec.structs import replace
 
 from advisor.core import text as t
-from advisor.core.report import CompileCause, CompileLog, GraphBreak, Report
+from advisor.core.report import CompileCause, CompileLog, FusedKernel, GraphBreak, Report
 from advisor.render.document import Block, Inline, Items, Paragraph, Section, Span
 
 MAX_ROWS: Final = 12
@@ -24,6 +24,7 @@ def sections(log: CompileLog | None, report: Report | None = None) -> Iterator[B
         ("Recompilations", [_again(causes) for causes in _by_place(log.recompilations)]),
         ("Not compiled", [_cause(each) for each in log.not_compiled]),
         ("Without CUDA graphs", [_cause(each) for each in log.without_cuda_graphs]),
+        ("Generated kernels", [_kernel(each) for each in log.kernels if each.ns is not None]),
     ):
         if rows:
             more = len(rows) - MAX_ROWS
@@ -64,6 +65,22 @@ def _break(item: GraphBreak) -> Inline:
         Span(place, "code"),
         f"{inside}{count}{cost}: {item.reason}.{eager}",
         Span(hint, "soft"),
+    )
+
+
+def _kernel(item: FusedKernel) -> Inline:
+    """Its time, what is fused in it, and the lines that is from."""
+    operators = ", ".join(t.clean(name).removeprefix("aten.") for name in item.operators)
+    places: dict[str, list[int]] = {}
+    for each in item.lines:
+        if each.file is not None and each.line is not None:
+            places.setdefault(t.shorten_path(each.file, 40), []).append(each.line)
+    at = "; ".join(f"{file}:{', '.join(map(str, lines))}" for file, lines in places.items())
+    time = f", {t.format_duration(item.ns or 0.0)} per step"
+    return (
+        Span(t.shorten(t.clean(item.name), 50), "code"),
+        f"{time}: {operators or 'operators not recorded'}",
+        Span(f" {at}" if at else "", "soft"),
     )
 
 

@@ -179,11 +179,11 @@ def _compiled_verdict(report: Report) -> tuple[Status, str]:
     spills = [view for view in known if view.spilled_bytes]
     if spills:
         most = max(spills, key=lambda view: view.spilled_bytes or 0)
-        size = t.format_bytes(most.spilled_bytes or 0)
-        text += (
-            f": {len(spills)} spill registers. {t.shorten(most.name, 40)} spills most, {size} per "
-            "thread."
-        )
+        name, size = t.shorten(most.name, 40), t.format_bytes(most.spilled_bytes or 0)
+        if len(spills) > 1:
+            text += f": {len(spills)} spill registers. {name} spills most, {size} per thread."
+        else:
+            text += f". {name} spills {size} of registers per thread."
     elif len(known) == len(views):
         text += ": none spills registers."
     else:

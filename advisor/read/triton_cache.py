@@ -52,7 +52,10 @@ class _Metadata(msgspec.Struct):
     num_stages: Annotated[int, msgspec.Meta(ge=0, le=1024)]
     shared: Annotated[int, msgspec.Meta(ge=0, le=1 << 31)] = 0
     target: Any = None
-    """An object since version 3, before a list."""
+    """An object since version 3, a list in 2.2."""
+    device_type: Any = None
+    arch: Any = None
+    """These two in version 2.1."""
 
 
 class _AmdKernel(msgspec.Struct):
@@ -133,7 +136,7 @@ def _kernel(folder: Path, stem: str, budget: _Budget) -> CompiledKernel | None:
         found = msgspec.json.decode(budget.read(folder / f"{stem}.json", MAX_JSON), type=_Metadata)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         return None
-    target, warp = _target(found.target)
+    target, warp = _target(found.target or [found.device_type, found.arch])
     cubin = budget.read(folder / f"{stem}.cubin", MAX_FILE)
     if cubin:
         registers, local = _of_cubin(cubin, found.name)
@@ -163,12 +166,14 @@ def _kernel(folder: Path, stem: str, budget: _Budget) -> CompiledKernel | None:
 
 def _target(target: object) -> tuple[str, int]:
     """The architecture as its vendor calls it, and threads per warp: ``{"backend": "cuda", "arch":
-    90, "warp_size": 32}``, before version 3 ``["cuda", 90]``."""
+    90, "warp_size": 32}`` or ``["cuda", 90]``."""
     if isinstance(target, dict):
         backend, arch, warp = (target.get(key) for key in ("backend", "arch", "warp_size"))
     elif isinstance(target, list) and len(target) >= 2:
         backend, arch, warp = target[0], target[1], None
     else:
+        return "", 32
+    if not isinstance(arch, int | str) or not backend:
         return "", 32
     name = f"sm_{arch}" if backend == "cuda" else str(arch)
     if warp not in (32, 64):

@@ -91,8 +91,14 @@ def test_what_is_not_in_a_cache_is_unknown_and_not_zero(cache: Path) -> None:
 def test_metadata_of_older_versions_is_read(cache: Path) -> None:
     file = entry(cache, ".cubin").with_suffix(".json")
     old = {"name": "matmul_kernel", "num_warps": 2, "num_stages": 2, "shared": 10240}
-    for target, name in ((["cuda", 80], "sm_80"), (None, ""), ("cuda:80:32", "")):
-        file.write_text(json.dumps({**old, "target": target}))
+    for how, name in (
+        ({"target": ["cuda", 80]}, "sm_80"),  # 2.2
+        ({"device_type": "cuda", "arch": 80, "constants": {"4": 1024}}, "sm_80"),  # 2.1
+        ({}, ""),
+        ({"target": "cuda:80:32"}, ""),
+        ({"target": {"backend": "cuda", "arch": [80]}}, ""),
+    ):
+        file.write_text(json.dumps({**old, **how}))
         kernel = next(k for k in kernels_of(file.parent) if k.num_warps == 2)
         assert (kernel.target, kernel.threads, kernel.registers) == (name, 64, 255)
 

@@ -164,7 +164,11 @@ def sum_skew(skew: Skew) -> pl.DataFrame:
             (pl.col("mean_wait_ns").sum() / skew.steps).alias("wait_ns"),
             pl.col("last").drop_nulls().mode().sort().first(),
             pl.col("last").drop_nulls().unique_counts().max().alias("last_count"),
+            one=pl.col("label").n_unique() == 1,
+            label=pl.col("label").first(),
         )
+        .with_columns(annotation=pl.when("one").then("label").otherwise("annotation"))
+        .drop("one", "label")
         .sort("wait_ns", "skew_ns", "collective", descending=[True, True, False])
     )
 

@@ -139,9 +139,9 @@ def match_collectives(ranks: Mapping[int, Analysis]) -> Matches:
     """Synchronising collectives, of the whole traces, that two or more ranks have: see align.
 
     ``table``: ``collective``, ``group``, ``ranks``, ``bytes`` (null: not known, or all-to-all),
-    ``group_size`` (null), ``annotation`` (digits replaced; null), ``step`` (name of the step it
-    was launched in; null: matched by ``sequence`` or by place in the trace), ``sequence`` (null),
-    ``order``, ``seen`` (ranks).
+    ``group_size`` (null), ``annotation`` (digits replaced; null), ``label`` (as one rank has it;
+    null), ``step`` (name of the step it was launched in; null: matched by ``sequence`` or by place
+    in the trace), ``sequence`` (null), ``order``, ``seen`` (ranks).
     """
     numbers = tuple(ranks)
     stepped = all(a.steps.numbered for a in ranks.values())
@@ -151,7 +151,7 @@ def match_collectives(ranks: Mapping[int, Analysis]) -> Matches:
     table = (
         every.join(doubled, on=_KEY, how="anti", nulls_equal=True)
         .group_by(*_KEY)
-        .agg(pl.len().alias("seen"), pl.col("group_size").first(), pl.col("start").min())
+        .agg(pl.len().alias("seen"), pl.col("group_size", "label").first(), pl.col("start").min())
         .filter(pl.col("seen") > 1)
         .sort("start")
         .drop("start")
@@ -172,8 +172,9 @@ def keyed(
     """Collectives of one rank, by their start, with the key that they are matched by:
     ``group``, ``ranks``, ``collective``, ``bytes``, ``annotation``, ``step`` (see
     :func:`match_collectives`), ``sequence``, ``order`` and ``count`` (among those of the same
-    key), ``group_size``, ``start``, ``end`` (ns of the trace), ``rank``, ``amount`` (elements that
-    the rank gives or gets in an all-to-all, whichever are more; 0: another kind, or not known)."""
+    key), ``label`` (the annotation as recorded), ``group_size``, ``start``, ``end`` (ns of the
+    trace), ``rank``, ``amount`` (elements that the rank gives or gets in an all-to-all, whichever
+    are more; 0: another kind, or not known)."""
     described = describe_on_host(a) if a.device_id is None else describe(a)
     table = described.filter(pl.col("collective").is_in(kinds))
     marks = a.steps.marks
@@ -203,6 +204,7 @@ def keyed(
         annotation=map_names(
             table["annotation"].cast(pl.Categorical), lambda n: _DIGITS.sub("#", n), pl.String
         ),
+        label="annotation",
         start=pl.col("ts").cast(pl.Float64),
         end=(pl.col("ts") + pl.col("dur")).cast(pl.Float64),
         rank=pl.lit(rank, dtype=pl.Int64),

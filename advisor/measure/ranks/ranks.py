@@ -38,10 +38,10 @@ class Skew(NamedTuple):
     that wait is in nobody's figures. ``collectives.complete`` says where all members are here.
 
     ``collectives``: a row a collective inside the used steps of all its ranks: ``collective``,
-    ``group``, ``bytes``, ``annotation``, ``step``, ``seen`` (ranks here), ``complete`` (all members
-    are here; null: group size not known), ``last`` (rank that arrives last; null: all arrive
-    within twice the alignment error), ``skew_ns`` (last arrival - first), ``mean_wait_ns`` (of
-    the others; null: nobody is last).
+    ``group``, ``bytes``, ``annotation``, ``label``, ``step``, ``seen`` (ranks here), ``complete``
+    (all members are here; null: group size not known), ``last`` (rank that arrives last; null:
+    all arrive within twice the alignment error), ``skew_ns`` (last arrival - first),
+    ``mean_wait_ns`` (of the others; null: nobody is last).
 
     ``arrivals``: a row a collective and rank: ``row`` (of ``collectives``), ``rank``,
     ``arrival_ns`` (start of its kernel on the reference rank's trace), ``wait_ns`` (until the
@@ -104,7 +104,9 @@ def skew(ranks: Mapping[int, Analysis], alignment: Alignment) -> Skew:
     steps = _common_steps([ranks[n] for n in numbers])
     who = pl.Series([*numbers, None], dtype=pl.Int64)
     seen = pl.Series(there.sum(axis=1), dtype=pl.Int64)
-    collectives = table.select("collective", "group", "bytes", "annotation", "step").with_columns(
+    collectives = table.select(
+        "collective", "group", "bytes", "annotation", "label", "step"
+    ).with_columns(
         seen=seen,
         complete=seen == table["group_size"],
         last=who.gather(np.where(last >= 0, last, len(numbers))),

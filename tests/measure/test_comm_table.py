@@ -62,9 +62,11 @@ def test_skew_is_the_mean_over_the_collectives_of_a_kind(
             assert row["last"] is None
 
 
-def test_a_row_has_the_name_that_was_recorded(shared_trace: Callable[[str], str]) -> None:
+def test_a_row_has_the_name_that_was_recorded(shared_file: Callable[[str], str]) -> None:
     """Ranks are matched without the digits of names; ``all2all`` is shown with them."""
-    run = open_run([shared_trace("dlrm_8ranks")])
+    run = open_run(
+        [Path(shared_file(f"dlrm_8ranks/worker{rank}.pt.trace.json.gz")) for rank in range(8)]
+    )
     ranks = {number: Analysis(run.window(number)) for number in run.ranks}
     names = sum_skew(skew(ranks, align(ranks)))["annotation"].drop_nulls().to_list()
     assert any("all2all" in name for name in names) and not any("all#all" in n for n in names)

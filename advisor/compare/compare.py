@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
@@ -9,7 +10,7 @@ from pathlib import Path
 import advisor
 from advisor.advise.engine import AnalysisResult, Options, examine
 from advisor.advise.impact import REPLAY
-from advisor.compare.comparison import Amount, Comparison, RealisedGain, Side
+from advisor.compare.comparison import Amount, Comparison, RealisedGain, Side, StepTimeChange
 from advisor.compare.findings import Remaining, compare_findings, find_remaining
 from advisor.compare.kernel_counters import counter_amounts, counters_verdict
 from advisor.compare.memory import memory_amounts
@@ -102,13 +103,15 @@ def _compared(before: Report, after: Report, paths: Sequence[str]) -> Comparison
     """What two reports alone tell."""
     sides = [side(report, path) for report, path in zip((before, after), paths, strict=True)]
     names = [each.device_name for each in sides]
+    steps = compare_steps(before, after)
+    steps.notes += compile_payback(before, after, steps)
     return Comparison(
         version=advisor.__version__,
         verdict="",
         before=sides[0],
         after=sides[1],
         same_device=None if None in names else names[0] == names[1],
-        steps=compare_steps(before, after),
+        steps=steps,
         amounts=amounts(before, after),
         realised=RealisedGain(rules=[]),
     )
@@ -137,6 +140,26 @@ def side(report: Report, path: str = "") -> Side:
         crash=t.describe_crashes(report.crashes),
         framework=scope.framework,
     )
+
+
+def compile_payback(before: Report, after: Report, steps: StepTimeChange) -> list[str]:
+    """After how many steps the time to compile is gained again, where only the later run compiled;
+    the steps of the earlier one are the eager time."""
+    log = after.compilation
+    if log is None or not log.ns or before.compilation is not None:
+        return []
+    if steps.difference_ns is None:
+        return []
+    compiling = f"torch.compile took {t.format_duration(log.ns)}"
+    if steps.verdict != "faster":
+        return [f"{compiling}, and the steps are not shorter: that is not gained again."]
+    count = t.format_count(math.ceil(log.ns / -steps.difference_ns))
+    least = math.ceil(log.ns / -(steps.low_ns or steps.difference_ns))
+    text = f"{compiling}, which is gained again after {count} steps"
+    if steps.high_ns is None or steps.high_ns >= 0:
+        return [f"{text}."]
+    most = math.ceil(log.ns / -steps.high_ns)
+    return [f"{text} ({t.format_count(least)} to {t.format_count(most)})."]
 
 
 # -- the breakdown ------------------------------------------------------------------------------

@@ -51,8 +51,10 @@ class Tools:
         """What is slow in a trace or a recorded run, and what each fix saves."""
         report = self._examined(path, rank).report
         named = report.by_id()
+        # without a step nothing is ranked: what a snapshot, counters or a log show are notes
+        listed = report.notes if report.scope.timeless else report.findings
         shown, more = b.first(
-            [(key, f) for key, f in named.items() if f in report.findings],
+            [(key, f) for key, f in named.items() if f in listed],
             max(0, min(top, b.MAX_FINDINGS)),
         )
         risks = [(key, f) for key, f in named.items() if f in report.risks]

@@ -50,10 +50,10 @@ a run with the traces of several; without it a change is made on all ranks.
 
 More words narrow the target down, as the findings' own edits do: ``kind:``, ``family:``, ``copy:``,
 ``memory:``, ``call:``, ``cause:``, ``stream:``, ``id:`` (correlation) take one or more values with
-commas between them, ``max:`` a duration in ns, ``at:`` a moment, ``name:`` the event that a gap is
-blamed on; ``ahead`` is for ``overlap``. A
-factor may have a band, ``0.25..0.4..0.67``: the optimistic one, the central one, the pessimistic
-one. :func:`write_edit` writes any Edit as such a line.
+commas between them, ``max:`` a duration in ns, ``at:`` a moment, ``region:`` the compiled functions
+that follow a graph break, ``name:`` the event that a gap is blamed on; ``ahead`` is for
+``overlap``. A factor may have a band, ``0.25..0.4..0.67``: the optimistic one, the central one,
+the pessimistic one. :func:`write_edit` writes any Edit as such a line.
 """
 
 from __future__ import annotations

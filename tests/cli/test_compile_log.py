@@ -407,3 +407,25 @@ def test_logs_beside_a_trace_are_part_of_its_report(
 def test_a_wrong_path_of_logs_is_one_line(advisor: Callable[..., Any], tmp_path: Path) -> None:
     done = advisor("analyze", "--compile-log", str(tmp_path))
     assert done.code == 2 and done.err.count("\n") == 1 and "torch_trace" in done.err
+
+
+def test_agents_and_the_python_interface_read_logs_too(tmp_path: Path) -> None:
+    import advisor as package
+    from advisor.mcp.bounds import Allowed
+    from advisor.mcp.tools import Tools
+
+    write(tmp_path, "break_print", "recompile_dtype")
+    assert "1 graph break, 1 recompilation" in package.analyze(tmp_path).verdict
+    answer = str(Tools(Allowed([tmp_path])).analyze(str(tmp_path)))
+    assert (
+        "graph-breaks" in answer
+        and "compile_programs.py:44" in answer
+        and "recompilation" in answer
+    )
+
+
+def test_an_edit_can_select_the_breaks_of_one_function(tmp_path: Path) -> None:
+    from advisor.replay.language import parse_edit, write_edit
+
+    edit = parse_edit("remove gap:dispatch at:graph_break region:1,5")
+    assert edit.select.region == ("1", "5") and parse_edit(write_edit(edit)) == edit

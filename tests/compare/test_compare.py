@@ -410,3 +410,21 @@ def test_a_crash_of_either_run_comes_first(crashed: int, tmp_path: Path) -> None
         f"The run {which} crashed: rank 0 ended after 40 steps with RuntimeError: CUDA error: an "
         "illegal access. No difference"
     )
+
+
+def test_the_time_to_compile_is_gained_again_after_so_many_steps(
+    training: Make, recorded: Callable[..., Path]
+) -> None:
+    """2 s of compiling, and steps of 8 ms in place of 10: 1,000 steps."""
+    metrics = '{"compilation_metrics": {"compile_id": "0/0", "co_name": "f", "duration_us": 2e6}}'
+    eager = recorded("eager", [10_000.0 + n % 2 for n in range(60)], training())
+    runs = {}
+    for name, us in (("faster", 8_000.0), ("the same", 10_000.0)):
+        runs[name] = recorded(name, [us + n % 2 for n in range(60)], training())
+        line = f"V1123 20:55:19.489000 8996 torch/_dynamo/utils.py:2009] {metrics}\n"
+        (runs[name] / "rank0" / "compile.log").write_text(line)
+    notes = " ".join(compare(eager, runs["faster"]).steps.notes)
+    assert "torch.compile took 2 s, which is gained again after 1,000 steps" in notes
+    assert "not gained again" in " ".join(compare(eager, runs["the same"]).steps.notes)
+    both = compare(runs["the same"], runs["faster"]).steps.notes  # no eager time was measured
+    assert not any("torch.compile" in note for note in both)

@@ -311,6 +311,7 @@ def limits(before: Report, after: Report, c: Comparison) -> list[str]:
     result = []
     same = before.scope == after.scope and before.kernel_counters == after.kernel_counters
     same = same and before.triton_kernels == after.triton_kernels
+    same = same and before.compilation == after.compilation
     if same and before.step_durations == after.step_durations and before.memory == after.memory:
         result.append("Both are the same recording.")
     if c.same_device is False:

@@ -429,3 +429,36 @@ def test_an_edit_can_select_the_breaks_of_one_function(tmp_path: Path) -> None:
 
     edit = parse_edit("remove gap:dispatch at:graph_break region:1,5")
     assert edit.select.region == ("1", "5") and parse_edit(write_edit(edit)) == edit
+
+
+@pytest.mark.parametrize("apart", [True, False])
+def test_logs_beside_ranks_are_no_ranks(
+    advisor: Callable[..., Any], tmp_path: Path, apart: bool
+) -> None:
+    b = TraceBuilder()
+    for _ in range(3):
+        with b.step():
+            b.run("aten::mm", "gemm", 900)
+            b.sync()
+    for rank in range(2):
+        b.write(tmp_path / f"trace_rank{rank}.json")
+        write(tmp_path, "break_print", name=f"rank_{rank}_ab")
+    options = ["--workers", "1"] if apart else []
+    report = json.loads(advisor("analyze", str(tmp_path), *options, "--format", "json").out)
+    assert [each["line"] for each in report["compilation"]["breaks"]] == [44]
+    assert report["compilation"]["logs"] == 2
+    text = advisor("analyze", str(tmp_path), *options).out
+    assert "Ranks · 2 in this recording" in text
+
+
+def test_two_logs_are_not_the_same_recording(tmp_path: Path) -> None:
+    from advisor.compare import compare
+
+    sides = []
+    for program in ("break_print", "break_item"):
+        (tmp_path / program).mkdir()
+        write(tmp_path / program, program)
+        sides.append(tmp_path / program)
+    same = "Both are the same recording."
+    assert same not in compare(sides[0], sides[1]).limits
+    assert same in compare(sides[0], sides[0]).limits

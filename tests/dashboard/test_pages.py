@@ -7,7 +7,8 @@ import json
 import re
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import polars as pl
 import pytest
@@ -445,3 +446,24 @@ def test_counters_and_compiled_kernels_are_tables_of_the_overview_or_beside_kern
     with app.server.test_request_context("/kernels"):
         page = str(kernels.layout())
     assert "Kernels compiled by Triton" in page and "kernels.py:34" in page
+
+
+def test_a_generated_kernel_shows_what_is_fused_in_it() -> None:
+    from advisor.core.finding import Location
+    from advisor.core.report import FusedKernel
+    from advisor.dashboard.pages import kernels
+
+    b = TraceBuilder()
+    with b.step():
+        b.run("triton_poi_fused_add_0", "triton_poi_fused_add_0", 300)
+    a = b.analysis()
+    a.__dict__["fused_kernels"] = {
+        "triton_poi_fused_add_0": FusedKernel(
+            name="triton_poi_fused_add_0",
+            operators=["aten.add"],
+            lines=[Location(file="model.py", line=6)],
+        )
+    }
+    view = SimpleNamespace(analysis=a, rank=0, href=lambda *_, **__: "/timeline")
+    shown = str(kernels._detail(cast(Any, view), 0))
+    assert "aten.add" in shown and "model.py:6" in shown

@@ -23,6 +23,7 @@ from advisor.measure.ranks.summary import Summary, Unread
 from advisor.read import open_run
 from advisor.read.directory import MAX_ELSEWHERE, trace_files
 from advisor.read.elsewhere import read_source
+from advisor.read.readers.compile_log import has_logs, is_named_log
 from advisor.read.registry import with_window
 from advisor.read.remote.urls import RankFilter, RemoteFile, is_url, local_path, rank_in, shown
 
@@ -52,7 +53,7 @@ def ranks_apart(places: Sequence[str], options: Options) -> list[RemoteFile]:
     """
     chosen = options.read.ranks
     if options.workers is not None or options.cluster is not None:
-        return locate(places, chosen)
+        return _traces(locate(places, chosen))
     if options.rank is not None or "-" in places:
         return []
     if not options.read.urls and any(map(is_url, places)):
@@ -60,11 +61,16 @@ def ranks_apart(places: Sequence[str], options: Options) -> list[RemoteFile]:
     if not any(is_url(each) or _is_folder(each) for each in places) and len(places) <= MAX_HELD:
         return []
     try:
-        result = locate(places, chosen)
+        result = _traces(locate(places, chosen))
     except AdvisorError:
         return []  # whoever reads it says why
     elsewhere = sum(is_url(source.at) for source in result)
     return result if _ranks(result) > MAX_HELD or elsewhere > MAX_ELSEWHERE else []
+
+
+def _traces(sources: list[RemoteFile]) -> list[RemoteFile]:
+    """Without logs of torch.compile, as far as there is anything else: they are no ranks."""
+    return [each for each in sources if not is_named_log(each.at)] or sources
 
 
 def _is_folder(place: str) -> bool:
@@ -128,6 +134,9 @@ def first_rank(
     if is_url(source.at):
         run = Run(traces={(first.rank, 0): read_source(source, read)})
     else:
+        beside = Path(source.at).parent
+        if read.compile_log is None and not is_run(source.at) and has_logs(beside):
+            read = replace(read, compile_log=str(beside))
         run = one_rank(open_run(source.at, read, window=options.which), source.at, first.rank)
     traces = {
         (first.rank, window): with_window(trace, first.rank, window)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
+from fnmatch import fnmatchcase
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -82,6 +83,16 @@ class CompileLogReader(Reader):
             compilation=log,
         )
         return replace(trace, meta=meta)
+
+
+def is_named_log(path: str) -> bool:
+    """The file is named as torch names its logs."""
+    return fnmatchcase(Path(path).name, NAMES)
+
+
+def has_logs(folder: Path) -> bool:
+    """There are logs in the folder itself."""
+    return next(folder.glob(NAMES), None) is not None
 
 
 def read_logs(path: Path) -> CompileLog:

@@ -40,7 +40,7 @@ def _summary(log: CompileLog, report: Report | None) -> str:
     text = f"{t.count_noun(log.compilations, 'compilation')} took {t.format_duration(log.ns)}"
     if log.inductor_ns is not None:
         text += f", {t.format_duration(log.inductor_ns)} of it in inductor"
-    if report is not None and report.per == "step" and report.step_ns > 0:
+    if report is not None and report.per == "step" and report.step_ns > 0 < log.ns:
         text += f": as long as {t.format_count(round(log.ns / report.step_ns))} steps"
     if log.logs > 1:
         text += f" (the longest of {log.logs:,} processes)"

@@ -71,7 +71,7 @@ def open_run(
     given = [_only_run(_here(path, options)) for path in given]
     if len(given) == 1 and str(given[0]) != "-" and "\0" not in str(given[0]) and is_run(given[0]):
         run = _open_recording(Path(given[0]), options, rank, window, executor)
-        log = _given_log(options) or _recorded_log(run)
+        log = _given_log(options) or _recorded_log(run, options)
         known = with_compile_logs(_with_profiles(list(run.traces.values()), options), log)
         run = replace(run, traces=dict(zip(run.traces, known, strict=True)), compilation=log)
         return with_memory(run, options)
@@ -140,16 +140,16 @@ def _with_profiles(traces: list[Trace], options: ReadOptions | None) -> list[Tra
 def _given_log(options: ReadOptions | None) -> CompileLog | None:
     """What ``ReadOptions.compile_log`` names. Raises AdvisorError: it is no such log."""
     given = None if options is None else options.compile_log
-    return None if given is None else read_logs(Path(given))
+    return None if given is None else read_logs(Path(given), options)
 
 
-def _recorded_log(run: Run) -> CompileLog | None:
+def _recorded_log(run: Run, options: ReadOptions | None) -> CompileLog | None:
     """What the recorder kept of torch.compile, of all ranks that are read."""
     logs = []
     for record in run.recording.ranks.values() if run.recording is not None else ():
         file = Path(record.folder, COMPILE_LOG)
         with suppress(AdvisorError):  # cut off in its first record
-            logs += [read_logs(file)] if file.is_file() else []
+            logs += [read_logs(file, options)] if file.is_file() else []
     return merged(logs) if logs else None
 
 

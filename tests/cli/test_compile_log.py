@@ -451,6 +451,22 @@ def test_logs_beside_ranks_are_no_ranks(
     assert "Ranks · 2 in this recording" in text
 
 
+def test_who_a_log_names_is_redacted_everywhere(
+    advisor: Callable[..., Any], tmp_path: Path
+) -> None:
+    b = TraceBuilder()
+    with b.step():
+        b.run("aten::mm", "gemm_of_zaphodb", 900)
+        b.sync()
+    trace, logs = b.write(tmp_path / "trace.json"), tmp_path / "logs"
+    logs.mkdir()
+    log = write(logs, "break_print")
+    log.write_text(log.read_text().replace("/home/me/", "/home/zaphodb/"))
+    given = [str(trace), "--compile-log", str(logs), "--format", "json"]
+    assert "zaphodb" in advisor("analyze", *given).out
+    assert "zaphodb" not in advisor("analyze", *given, "--redact").out
+
+
 def test_two_logs_are_not_the_same_recording(tmp_path: Path) -> None:
     from advisor.compare import compare
 

@@ -95,12 +95,13 @@ def has_logs(folder: Path) -> bool:
     return next(folder.glob(NAMES), None) is not None
 
 
-def read_logs(path: Path) -> CompileLog:
+def read_logs(path: Path, options: ReadOptions | None = None) -> CompileLog:
     """What a log, or the logs in a folder, tell. Raises AdvisorError: there is none."""
     paths = list(islice(path.glob(NAMES), MAX_FILES)) if path.is_dir() else [path]
     logs = []
+    given = options or ReadOptions()
     for file in sorted(paths):
-        source = ByteSource(str(file))
+        source = ByteSource(str(file), limit=given.max_bytes, peek=given.peek)
         if _RECORD.match(source.head()) is not None:
             logs.append(_read(source.blocks())[0])
     if not logs:

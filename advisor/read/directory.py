@@ -355,8 +355,8 @@ def _files(path: str, one_of_several: bool) -> list[str]:
         raise AdvisorError(f"{path}: cannot be read ({error.strerror or error})") from None
     if not result:
         raise AdvisorError(
-            f"{path}: a directory without traces ({trace_names()}; with .gz or .zst too); a file "
-            "of another name is given itself"
+            f"{path}: a directory without traces ({trace_names()}; also .gz, .zst); give a file of "
+            "another name itself"
         )
     if len(result) > MAX_FILES:
         raise AdvisorError(f"{path}: more than {MAX_FILES} traces; give a directory with fewer")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import inspect
 import pkgutil
+import re
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from fnmatch import fnmatchcase
@@ -77,10 +78,21 @@ def reader_of(source: ByteSource) -> Reader:
         and max(claim for claim, _ in result) is not ReaderClaim.SURE
     ):
         what, cure = other or ("of no format that is known", None)
-        *most, last = dict.fromkeys(reader.reads for reader in readers())
-        give = f"give {', '.join(most)}, or {last}" if most else f"give {last}"
-        raise AdvisorError(f"{source.path}: {what}; {cure or give}")
+        raise AdvisorError(f"{source.path}: {what}; {cure or _what_is_read(head)}")
     return max(result, key=lambda claim: claim[0])[1]
+
+
+def _what_is_read(head: bytes) -> str:
+    """``give`` and the formats; of a database those that are one. PyTorch's own stand first."""
+    known = dict.fromkeys(sorted((reader.reads for reader in readers()), key=_rank_of_format))
+    if head.startswith(b"SQLite format 3"):
+        known = dict.fromkeys(each for each in known if re.search(r"\.(sqlite|db|rpd)\b", each))
+    *most, last = known
+    return f"give {', '.join(most)}, or {last}" if most else f"give {last}"
+
+
+def _rank_of_format(text: str) -> bool:
+    return "PyTorch profiler" not in text
 
 
 def refuse_unknown(first: bytes, path: str) -> None:

@@ -1,4 +1,4 @@
-"""Takes the pictures of the documentation: every page, light and dark, wide and narrow.
+"""Takes the pictures of the documentation: every page, light and dark, at three widths.
 
     python docs/screenshots.py OUT PATH [PATH …] [--only overview,findings] [--all]
 
@@ -27,6 +27,8 @@ SHOWN = (
     ("kernels", 1440, "dark"),
     ("overview", 390, "dark"),
 )
+SIZES = {1440: "", 1024: "-medium", 390: "-narrow"}
+"""Widths, and what the pictures of each are called by."""
 SETTLE_MS = 1500
 
 
@@ -42,7 +44,7 @@ def main() -> None:
     wanted = [
         (page.module, width, theme)
         for page in PAGES
-        for width in (1440, 390)
+        for width in SIZES
         for theme in ("light", "dark")
         if given.all or (page.module, width, theme) in SHOWN
     ]
@@ -87,8 +89,7 @@ def shoot(
             grid.locator(".ag-row").first.wait_for()
         page.evaluate("window.scrollTo(0, 0)")
     page.wait_for_timeout(SETTLE_MS)
-    size = "" if width > 500 else "-narrow"
-    page.screenshot(path=out / f"{module}{size}-{theme}.png", full_page=full)
+    page.screenshot(path=out / f"{module}{SIZES[width]}-{theme}.png", full_page=full)
     context.close()
 
 

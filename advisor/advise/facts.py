@@ -215,7 +215,7 @@ def figures(report: Report) -> list[Line]:
             busy.append(
                 f"communication {t.format_duration(report.communication_ns)}, {hidden} hidden"
             )
-        busy += [f"MFU {t.format_share(report.mfu)}", f"memory peak {_memory(report)}"]
+        busy += [f"MFU {t.format_share(report.mfu)}", f"memory peak {memory_peak(report)}"]
         lines.append(("GPU", busy))
     if report.operators:
         shown = report.operators[:MAX_NAMES]
@@ -309,8 +309,17 @@ def path_parts(critical: dict[str, float], framework: str | None = None) -> list
     return ["critical: " + parts[0], *parts[1:MAX_NAMES]] if parts else []
 
 
-def _memory(report: Report) -> str:
+def held_at_peak(report: Report) -> int | None:
+    """Bytes in tensors of the analysed device, at their most."""
+    of_device = (view for view in report.memory if view.device == report.scope.device)
+    return next((view.allocated for view in of_device), None)
+
+
+def memory_peak(report: Report) -> str:
+    """The most memory that the allocator reserved; where that is not recorded, in tensors."""
     peak, capacity = report.memory_peak_bytes, report.memory_capacity_bytes
+    if peak is None and (held := held_at_peak(report)) is not None:
+        return f"{t.format_bytes(held)} in tensors"
     if peak is None or capacity is None:
         return t.format_bytes(peak)
     return f"{t.format_bytes(peak)} of {t.format_bytes(capacity)}"

@@ -278,10 +278,11 @@ def _one_off(a: Analysis) -> list[str]:
         for row in table.sort("inside", descending=True).head(MAX_NAMED).iter_rows(named=True)
     ]
     more = table.height - len(named)
+    others = f" and {t.count_noun(more, 'more first call')}" if more > 0 else ""
     return [
         f"One-off costs are in what is analysed, {t.format_duration(whole)} "
         f"({t.format_share(whole / a.span_ns)}): {', '.join(named)}"
-        f"{f' and {more:,} more first calls' if more > 0 else ''}. Loading of code, search of "
+        f"{others}. Loading of code, search of "
         "algorithms and compilation at a first call: later steps do not have them, and no advice "
         "is made of them. Record after a few steps."
     ]
@@ -324,10 +325,11 @@ def _start_up(a: Analysis) -> list[str]:
     if longest.is_empty() or not a.span_ns:
         return []
     name, took = str(longest["name"][0]), int(longest["dur"][0])
-    share = took / a.span_ns
+    begin = int(longest["ts"][0])
+    within = covered_length(np.array([begin]), np.array([begin + took]), a.spans)[0]
     beside = (
-        f"{t.format_share(share)} of what is analysed"
-        if share < 1
+        f"{t.format_share(took / a.span_ns)} of what is analysed"
+        if within >= took / 2 and took < a.span_ns
         else f"before or beside the {t.format_duration(a.span_ns)} that are analysed"
     )
     return [

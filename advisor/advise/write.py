@@ -288,6 +288,10 @@ def _verdict(
         text = f"{why} The host's {step} {unit}: {first}"
         if report.findings:
             return "bottlenecks", f"{text}. {_lead(report)}."
+        if any(each.truncated for each in report.inputs):
+            return "limited", (
+                "The file is cut off before any GPU work. Copy it again or record again."
+            )
         return "limited", f"{text}. GPU bottlenecks are not measured."
     busy = t.format_share(report.busy_share)
     busy_of = f"busy {busy} of a {step} {unit}"

@@ -58,7 +58,7 @@ COMMANDS = {
     "ledger": ("ledger", "command", "How good past predictions were."),
     "skill": ("skill", "command", "Teach a coding agent to use advisor (SKILL.md)."),
     "mcp": ("mcp", "command", "Tools for a coding agent (Model Context Protocol)."),
-    "demo": ("demo", "command", "Record a small training run and analyse it."),
+    "demo": ("demo", "command", "Show a report of a bundled recording, and what its fix brought."),
     "rules": ("rules", "app", ""),
     "workloads": ("workloads", "app", ""),
 }

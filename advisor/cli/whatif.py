@@ -176,7 +176,7 @@ def _show_edits(result: dict[str, Any], what: str, file: Any) -> None:
     if result["edits"]:
         print(file=file)
         then = f"{what} then"
-        print(f"{'saves':>10} {'band':>19} {'alone':>9} {then:>10}   edit  (ms)", file=file)
+        print(f"{'saves':>10} {'range':>19} {'alone':>9} {then:>10}   edit  (ms)", file=file)
     for row in result["edits"]:
         band = f"{_ms(row['low_ns'])} to {_ms(row['high_ns'])}"
         band = f"up to {_ms(row['high_ns'])}" if result["reason"] else band

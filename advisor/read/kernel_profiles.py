@@ -319,6 +319,14 @@ def _sized(data: bytes, at: int) -> tuple[int, int]:
     return at + 4, size
 
 
+_LINK = re.compile(r"@section:[^:@]*:([^@]*)@|@url:([^:@]*):[^@]*@")
+
+
+def _without_links(text: str) -> str:
+    """A tool's message with the names of sections and pages in place of the links to them."""
+    return _LINK.sub(lambda link: link[1] or link[2], text)
+
+
 def _text(data: bytes, field: Field) -> str:
     end = min(field.start + field.value, field.start + MAX_TEXT)
     return data[field.start : end].decode("utf-8", errors="replace")
@@ -451,7 +459,7 @@ def _advice(data: bytes, field: Field) -> ToolAdvice | None:
                 saved = share
                 kind = next((each.value for each in inner if each.wire == VARINT), 0)
                 scope = {1: "local", 2: "global"}.get(kind, "")
-    return ToolAdvice(rule, text, scope, saved) if text else None
+    return ToolAdvice(rule, _without_links(text), scope, saved) if text else None
 
 
 # -- rocprof ---------------------------------------------------------------------------------------

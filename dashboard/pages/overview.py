@@ -122,6 +122,8 @@ def figures(report: Report) -> list[tuple[str, str, str]]:
     capacity = report.memory_capacity_bytes
     peak = report.memory_peak_bytes
     note = f"reserved, of {t.format_bytes(capacity)}" if capacity is not None else "reserved"
+    if peak is None:
+        peak, note = facts.held_at_peak(report), "in tensors"
     tiles_.append(("Memory peak", t.format_bytes(peak), note if peak is not None else ""))
     if report.communication_ns is not None:
         hidden = f"{t.format_share(report.communication_overlap)} hidden under compute"

@@ -113,8 +113,8 @@ class SlowDevice(Rule):
             )
         else:
             yield PassedCheck(
-                text=f"the devices are equally fast: the slowest needs {speed.ratio:.2f} times "
-                f"the others' time for the same {len(speed.kernels)} kernels"
+                text=f"the devices are equally fast: the slowest takes "
+                f"{max(0.0, speed.ratio - 1):.0%} longer for the same {len(speed.kernels)} kernels"
             )
 
     def _finding(self, study: Study, deviation: Deviation, gain: Gain | None) -> Finding:

@@ -57,7 +57,13 @@ def select_blocking_calls(a: Analysis, condition: pl.Expr) -> BlockingCalls:
 
 def locate(a: Analysis, blocking: BlockingCalls) -> list[Location]:
     """The places that lose most; the worst instance is the call that blocked."""
-    return places(a, rows(blocking.table["host"]), blocking.idle)
+    instance = instances(blocking.table)
+    return places(a, rows(blocking.table["host"]), blocking.idle, instance=instance)
+
+
+def instances(syncs: pl.DataFrame) -> NDArray[np.int64]:
+    """Which read each of these calls belongs to: a copy and the wait for it are one."""
+    return rows(syncs.select(pl.coalesce("op", "host")).to_series())
 
 
 def count_causes(a: Analysis, blocking: BlockingCalls) -> str:
@@ -69,7 +75,7 @@ def count_causes(a: Analysis, blocking: BlockingCalls) -> str:
         table = table.with_columns(cause=names)
     by_cause = (
         table.group_by("cause")
-        .agg(pl.col("lost").sum(), pl.len())
+        .agg(pl.col("lost").sum(), pl.coalesce("op", "host").n_unique().alias("len"))
         .sort("lost", "len", "cause", descending=[True, True, False])
     )
     return ", ".join(f"{cause} {count} times" for cause, _, count in by_cause.head(3).iter_rows())

@@ -31,6 +31,7 @@ from advisor.rules.sources import ENGINE_FLOOR, OURS, SAM_PAIR, SILENT_TRACES, T
 from advisor.rules.sync.host_waits import (
     BlockingCalls,
     count_causes,
+    instances,
     locate,
     make_async,
     make_calls_async,
@@ -218,7 +219,7 @@ class ImplicitSync(Rule):
                 "work meanwhile, but the next launches come later."
             ),
             evidence=[Evidence("calls", count_causes(a, blocking))],
-            where=places(a, calls, waited),
+            where=places(a, calls, waited, instance=instances(blocking.table)),
             edits=[make_calls_async(a, calls[np.argsort(-waited, kind="stable")])],
             informational=True,
             **self.case("the GPU has other work meanwhile"),
@@ -436,7 +437,7 @@ class HostReads(Rule):
                 ),
                 Evidence("calls", count_causes(a, reads)),
             ],
-            where=places(a, calls, waited + 1),
+            where=places(a, calls, waited + 1, instance=instances(reads.table)),
             edits=[Edit(op="make_async", select=READING_CALLS), *launches_saved],
             **(self.case("launches of single items") if launches_saved else {}),
         )

@@ -121,8 +121,8 @@ class DeviceCopies(Rule):
         yield Finding(
             summary=(
                 f"The GPU only copies within its own memory for {of_step(a, exposed)}: "
-                f"{t.count_noun(per_step, 'copy')} of "
-                f"{t.format_bytes(moved / a.step_count)}{per(a)}"
+                f"{t.count_noun(per_step, 'copy')}{per(a)}, "
+                f"{t.format_bytes(moved / a.step_count)} in all"
                 + (", most into and out of CUDA graph buffers." if of_graphs else ".")
             ),
             evidence=[

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from advisor.advise import facts
 from advisor.advise.engine import Options, analyze
 from advisor.core.report import Report
 from advisor.core.run_directory import RankRecord
@@ -241,3 +242,40 @@ def test_matrix_units_are_not_praised_far_below_their_rate(
 
     assert praised("mi300_torch_compile")  # 34 % of the GPU's peak over the whole recording
     assert not praised("mi250_train")  # below 1 % in a busy time of 2 %
+
+
+def test_a_file_cut_off_before_its_gpu_work_says_so(
+    shared_file: Callable[[str], str], tmp_path: Path
+) -> None:
+    """PyTorch writes the host's events first."""
+    whole = Path(shared_file("v100_train_copy_heavy.json.gz")).read_bytes()
+    path = tmp_path / "cut.json.gz"
+    path.write_bytes(whole[:60_000])
+    report = analyze(path)
+    assert not report.time and report.status == "limited"
+    assert report.verdict.startswith("The file is cut off before any GPU work.")
+
+
+def test_the_memory_peak_is_that_of_the_device_beside_it(shared_file: Callable[[str], str]) -> None:
+    """Three GPUs have work in it; the one with most holds 5.78 GiB."""
+    report = analyze(shared_file("xla/tf_gpu_multi_worker.xplane.pb"))
+    assert report.scope.device == 6
+    assert facts.memory_peak(report) == "5.78 GiB in tensors"
+
+
+def test_a_long_call_before_the_first_step_is_no_part_of_the_steps(
+    shared_file: Callable[[str], str],
+) -> None:
+    """cudaFree of 715 ms ends before the first optimizer step; 37 steps are 884 ms."""
+    limits = analyze(shared_file("linear_2080ti_launch_bound.json.gz")).limits
+    (said,) = [each for each in limits if each.startswith("cudaFree")]
+    assert "before or beside the 884 ms" in said and "%" not in said
+
+
+def test_a_read_is_counted_once_though_it_copies_and_waits(
+    shared_file: Callable[[str], str],
+) -> None:
+    """4,259 reads of a value; each is a copy and a wait for the stream."""
+    report = analyze(shared_file("pairs/sam_1_fp32_many_syncs.json.gz"))
+    found = next(each for each in report.findings if each.rule == "host-reads")
+    assert sum(place.count for place in found.where) == 4259

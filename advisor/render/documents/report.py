@@ -77,9 +77,6 @@ def _tiles(report: Report) -> Iterator[Block]:
     """Figures of merit, for a page."""
     if report.scope.timeless:
         return
-    peak = t.format_bytes(report.memory_peak_bytes)
-    if report.memory_peak_bytes is not None and report.memory_capacity_bytes is not None:
-        peak += f" of {t.format_bytes(report.memory_capacity_bytes)}"
     average = "mean step" if report.per == "step" else report.per
     tiles: list[tuple[str, str]] = [(t.format_duration(report.step_ns), average)]
     if report.step is not None:
@@ -92,7 +89,7 @@ def _tiles(report: Report) -> Iterator[Block]:
         tiles += [
             (t.format_share(report.busy_share), "GPU busy"),
             (t.format_share(report.mfu), "MFU: of the GPU's peak FLOP/s"),
-            (peak, "memory peak"),
+            (facts.memory_peak(report), "memory peak"),
         ]
         if report.communication_ns is not None:
             tiles.append((t.format_share(report.communication_overlap), "communication hidden"))

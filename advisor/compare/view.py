@@ -79,6 +79,8 @@ def verdict(comparison: Comparison) -> str:
         if repeated(comparison) and steps.before is not None and steps.after is not None:
             every = [t.format_duration(side.mean_ns) for side in (steps.before, steps.after)]
             text += f". GPU work repeats every {' → '.join(every)}"
+        elif whole := _whole(comparison):
+            text += f". From the first GPU work to the last: {whole}"
     else:
         pair = " → ".join(centers(steps))
         if steps.verdict == "no difference":
@@ -90,6 +92,16 @@ def verdict(comparison: Comparison) -> str:
     parts = [f"{counts[kind]} {kind}" for kind in ("fixed", "new", "remaining") if counts[kind]]
     text = f"{text}; findings: {', '.join(parts)}." if parts else f"{text}."
     return " ".join([*_crashes(comparison), text])
+
+
+def _whole(comparison: Comparison) -> str:
+    """Of recordings without steps, how long each is; empty: one has steps, or no device time."""
+    sides = (comparison.before, comparison.after)
+    times = [each for each in comparison.amounts if each.group == "time"]
+    if not times or any(side.step_source != "whole trace" for side in sides):
+        return ""
+    totals = [sum(getattr(each, side) or 0.0 for each in times) for side in ("before", "after")]
+    return " → ".join(map(t.format_duration, totals))
 
 
 def repeated(comparison: Comparison) -> bool:
@@ -300,7 +312,8 @@ def finding(item: FindingChange, each: str = " per step") -> list[str]:
     if item.change == "remaining" and None not in gains:
         parts.append(f"gain {t.format_duration(gains[0])} → {t.format_duration(gains[1])}{each}")
     elif any(gain is not None for gain in gains):
-        parts.append(f"gain {t.format_duration(next(g for g in gains if g is not None))}{each}")
+        what = "estimated gain" if item.change == "fixed" else "gain"
+        parts.append(f"{what} {t.format_duration(next(g for g in gains if g is not None))}{each}")
     if item.place:
         moved = " (elsewhere before)" if item.same_place is False else ""
         parts.append(f"{item.place}{moved}")

@@ -84,10 +84,10 @@ def reader_of(source: ByteSource) -> Reader:
 
 def _what_is_read(head: bytes) -> str:
     """``give`` and the formats; of a database those that are one. PyTorch's own stand first."""
-    known = dict.fromkeys(sorted((reader.reads for reader in readers()), key=_rank_of_format))
+    ours = sorted((reader.reads for reader in bundled()), key=_rank_of_format)
     if head.startswith(b"SQLite format 3"):
-        known = dict.fromkeys(each for each in known if re.search(r"\.(sqlite|db|rpd)\b", each))
-    *most, last = known
+        ours = [each for each in ours if re.search(r"\.(sqlite|db|rpd)\b", each)]
+    *most, last = dict.fromkeys([*ours, *(reader.reads for reader in installed())])
     return f"give {', '.join(most)}, or {last}" if most else f"give {last}"
 
 

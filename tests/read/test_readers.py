@@ -195,8 +195,10 @@ def test_what_nobody_reads_gets_one_line_that_lists_what_is_read(toy: None) -> N
     assert "a PyTorch profiler trace (.json, .json.gz or .json.zst), " in said
     assert said.endswith(", or a toy table (.csv)")
     assert [one.reads in said for one in registry.readers()].count(False) == 0
-    with pytest.raises(AdvisorError, match=r"^x: an SQLite file .*; give .*PyTorch .* toy table"):
+    with pytest.raises(AdvisorError, match=r"^x: an SQLite file .*; give .* toy table") as caught:
         read_bytes(b"SQLite format 3\0", "x")
+    assert "an Nsight Systems export" in str(caught.value)
+    assert "PyTorch profiler" not in str(caught.value)  # no database
 
 
 @pytest.mark.parametrize(

@@ -34,9 +34,12 @@ from advisor.advise.write import write_report
 from advisor.core import text as t
 from advisor.core.errors import AdvisorError
 from advisor.core.prices import read_prices
-from advisor.core.report import Report
+from advisor.core.report import MeshAxis, Report
 from advisor.core.trace import Run
+from advisor.measure.comm.links import Machine
+from advisor.measure.comm.mesh import report_mesh
 from advisor.measure.host.backlog import analysed_device
+from advisor.measure.ranks.axis_waits import collective_waits
 from advisor.measure.serving.graphs import attach_capture, captured_launches, replays
 from advisor.read import open_run
 
@@ -119,7 +122,11 @@ def examine(
         run = dataclasses.replace(run, problems=(*run.problems, *left_out))
     report, estimator = _advise(run, analyses, results, rules, compared, summaries)
     prices = read_prices() if options.prices is None else options.prices
-    report = structs.replace(report, cost=cost(run, report, prices, options.gpus))
+    report = structs.replace(
+        report,
+        cost=cost(run, report, prices, options.gpus),
+        mesh=_mesh(analyses[main], main, compared, options),
+    )
     return AnalysisResult(run, report, analyses, estimator)
 
 
@@ -178,6 +185,18 @@ def _of_all_ranks(
         ]
     checked = dataclasses.replace(checked, findings=findings)
     return checked.and_across(rank_rules(study, checked.rank, a, rules, used)), used
+
+
+def _mesh(a: Analysis, rank: int, study: Study | None, options: Options) -> list[MeshAxis]:
+    """Communication by axis of the mesh, with the waits where other ranks are here."""
+    if a.device_id is None or a.timeless:
+        return []
+    waits, hosts = None, {}
+    if study is not None:
+        place = study.place(rank)
+        waits = None if place is None else collective_waits(study.job.joined, place)
+        hosts = {each.rank: each.host for each in study.job.summaries if each.host}
+    return report_mesh(a, Machine(options.node_size, options.network, hosts), waits)
 
 
 def _compared(summaries: Sequence[Summary], unread: Sequence[Unread]) -> Study | None:

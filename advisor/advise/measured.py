@@ -31,7 +31,6 @@ from advisor.core.report import (
     StepVariationPart,
     TimeShare,
 )
-from advisor.measure.comm.mesh import report_mesh
 from advisor.measure.device.energy import step_energy
 from advisor.measure.device.rooflines import attained, rooflines
 from advisor.measure.host.layers import report_layers
@@ -98,7 +97,6 @@ def measure(a: Analysis) -> dict[str, Any]:
     if a.device_id is not None:
         fields |= device_time(a)
         fields |= {"rooflines": rooflines(a), "attainable": attained(a), "mfu": a.mfu}
-        fields["mesh"] = report_mesh(a)
     else:
         fields["operators"] = _operators(a)
     if not (a.trace.cpu["kind"] == "op").any():

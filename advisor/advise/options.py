@@ -62,6 +62,11 @@ class Options:
     gpus: int | None = None
     """GPUs that are paid for; ``None``: one a rank."""
 
+    node_size: int | None = None
+    """GPUs of a node; ``None``: from the ranks' hosts, or the devices that a trace lists."""
+    network: float | None = None
+    """GB/s of a GPU across nodes in one direction; ``None``: unknown."""
+
     capture: str | None = None
     """A trace of the capture of the CUDA or HIP graphs that are replayed; ``None``: not given."""
 

@@ -61,7 +61,7 @@ TableBy = Annotated[
     typer.Option(
         help="Instead of the report, list layers (modules: time, FLOPs, bytes, those longer than "
         "their equals), operators (as --operators) or axes of the device mesh (data, tensor, "
-        "pipeline …: collectives, bytes, time, bandwidth)."
+        "pipeline …: collectives, bytes, time, waiting, bandwidth, link, bubble)."
     ),
 ]
 Top = Annotated[
@@ -151,6 +151,8 @@ def command(
     prices: o.PriceTable = None,
     gpus: o.Gpus = None,
     gpu: o.Gpu = None,
+    node_size: o.NodeSize = None,
+    network: o.Network = None,
     progress: o.Progress = True,
 ) -> None:
     """Say what is slow in a PyTorch profiler trace, why, what to change, and what it saves."""
@@ -181,6 +183,8 @@ def command(
             workers=workers,
             cluster=cluster,
             capture=capture,
+            node_size=node_size,
+            network=network,
             on_progress=RankProgress(shown),
             read=ReadOptions(
                 ranks=ranks or "",

@@ -88,6 +88,14 @@ Gpus = Annotated[
 ]
 
 
+NodeSize = Annotated[
+    int | None,
+    typer.Option(metavar="N", min=1, help="GPUs of a node, where hosts do not say."),
+]
+Network = Annotated[
+    float | None,
+    typer.Option(metavar="GB/S", min=0.001, help="Of a GPU across nodes, in one direction."),
+]
 Gpu = Annotated[
     str | None,
     typer.Option(

@@ -500,9 +500,28 @@ class MeshAxis(Struct, frozen=True, kw_only=True):
     """Time of the kernels per step, waits for other ranks included."""
     exposed_ns: float
     """The part during which nothing computes."""
+    waiting_ns: float | None = None
+    """The part of ``ns`` before the last rank of the group arrives; ``null``: needs the traces of
+    all its ranks."""
     bus_gb_per_s: float | None
-    """Bus bandwidth that a tenth of the messages of 1 MiB and more exceed; ``null``: there are
-    none, or their sizes were not recorded. Waits for other ranks lower it."""
+    """Bus bandwidth of the messages of 1 MiB and more, as nccl-tests define it: where waiting is
+    known the median without it, else what a tenth of them exceed (waits lower it). ``null``: there
+    are none, or their sizes were not recorded."""
+    link: Literal["node", "network"] | None = None
+    """All ranks of the group share a node, or it spans several; ``null``: unknown."""
+    link_name: str | None = None
+    """``NVLink 4``; ``null``: unknown."""
+    link_gb_per_s: float | None = None
+    """Of one GPU in one direction, by its datasheet or as given (``--network``)."""
+    micro_batches: int | None = None
+    """Of a pipeline: passes through this rank's stage per step (times the stages of the rank);
+    ``null``: not a pipeline, or sends do not say between which ranks."""
+    bubble: float | None = None
+    """Of a pipeline by formula: (p - 1) / (micro_batches + p - 1), share of its time; arXiv
+    2104.04473."""
+    idle_ns: float | None = None
+    """Of a pipeline: exposed time of sends and receives beyond the shortest of each size. That is
+    the bubble, with stages that take longer, as this rank sees it."""
 
 
 class AttainableRate(Struct, frozen=True, kw_only=True):

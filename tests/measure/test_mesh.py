@@ -10,12 +10,14 @@ from pathlib import Path
 import pytest
 
 import advisor
+from advisor.advise.options import Options
 from advisor.measure import Analysis
+from advisor.measure.comm.links import Machine, find_link
 from advisor.measure.comm.mesh import read_description, report_mesh
 from advisor.read import read_trace
 from advisor.testing import TraceBuilder
 from benchmarks.simulation.jobs import HEALTHY, Job, draw
-from benchmarks.simulation.kineto import trace
+from benchmarks.simulation.kineto import trace, write
 from benchmarks.simulation.programs import simulate
 
 RANK = 3
@@ -86,6 +88,57 @@ def test_the_mesh_of_a_simulated_job_is_found_with_names_and_without(
             for name, axis in mesh.items()
         }
         assert told == axes
+
+
+def test_waiting_and_transfer_of_each_axis_and_the_pipelines_bubble(tmp_path: Path) -> None:
+    """Of a simulated job of two nodes: the wait is until the last member arrives, on the true
+    clock; the pipeline's bubble is (p - 1) / (m + p - 1)."""
+    wanted, _ = LAYOUTS["tensor, pipeline and data"]
+    played = simulate(job_of(wanted))
+    job, talks = played.job, played.talks
+    write(played, tmp_path)
+    report = advisor.analyze(tmp_path, Options(rank=None, network=25.0))
+    mesh = {axis.axis: axis for axis in report.mesh}
+    own = report.scope.rank
+    key = [talks[name] for name in ("row", "sequence", "step", "stream")]
+    groups: dict[tuple[int, ...], list[int]] = {}
+    for index, each in enumerate(zip(*(column.tolist() for column in key), strict=True)):
+        groups.setdefault(each, []).append(index)
+    names = {"tensor": "tp", "data": "dp"}
+    for axis, name in names.items():
+        waits = []
+        for members in groups.values():
+            calls = played.calls[talks["spec"][members[0]]]
+            mine = [m for m in members if talks["rank"][m] == own]
+            if calls.groups == name and mine:
+                waits.append(talks["start"][members].max() - talks["start"][mine[0]])
+        waited = sum(waits) / job.steps
+        assert mesh[axis].waiting_ns == pytest.approx(waited, rel=0.1, abs=60_000), axis
+    rate = job.rate["tp"] * 2 * (job.tp - 1) / job.tp
+    assert 0.6 * rate < (mesh["tensor"].bus_gb_per_s or 0) <= rate
+    assert (mesh["tensor"].link, mesh["tensor"].link_name) == ("node", "NVLink 3")
+    assert (mesh["pipeline"].link, mesh["pipeline"].link_gb_per_s) == ("network", 25.0)
+    assert mesh["pipeline"].micro_batches == job.micro_batches
+    assert mesh["pipeline"].bubble == pytest.approx((job.pp - 1) / (job.micro_batches + job.pp - 1))
+    step = sum(share.ns for share in report.time)
+    assert mesh["pipeline"].idle_ns == pytest.approx((mesh["pipeline"].bubble or 0) * step, rel=0.3)
+    alone = {axis.axis: axis for axis in advisor.analyze(tmp_path, Options(rank=own)).mesh}
+    assert alone["tensor"].waiting_ns is None
+
+
+@pytest.mark.parametrize(
+    ("ranks", "machine", "crosses"),
+    [
+        ([0, 8], Machine(), None), ([0, 8], Machine(8), True), ([0, 7], Machine(8), False),
+        ([0, 1], Machine(hosts={0: "a", 1: "b"}), True),
+        ([0, 1], Machine(8, hosts={0: "a", 1: "a"}), False),
+    ],
+)  # fmt: skip
+def test_a_group_crosses_nodes_by_its_hosts_or_the_size_of_a_node(
+    ranks: list[int], machine: Machine, crosses: bool | None
+) -> None:
+    link = find_link(step_of(("forward", "allreduce", 4)).analysis(), ranks, 2, machine)
+    assert (None if link is None else link.crosses) is crosses
 
 
 @pytest.mark.parametrize(

@@ -33,6 +33,8 @@ SCHEMA: dict[str, Any] = {
     "annotation": pl.String,
     "group": pl.String,
     "ranks": pl.String,
+    "source": pl.Int64,
+    "target": pl.Int64,
     "axis": pl.Enum(AXES),
     "axis_named": pl.Boolean,
     "step": pl.Int32,
@@ -55,7 +57,8 @@ def find_collectives(a: Analysis) -> pl.DataFrame:
     - ``hidden_by``: the kernel family that ran longest beside it; null: none did.
     - ``annotation``: nearest annotation around the launch that is neither the backend's own
       (``nccl:all_reduce``) nor ``ProfilerStep``.
-    - ``ranks``: of the group, JSON text; null: not recorded. ``axis``, ``axis_named``: the part of
+    - ``ranks``: of the group, JSON text; null: not recorded. ``source``, ``target``: of a send or
+      receive. ``axis``, ``axis_named``: the part of
       the parallelism it belongs to, and whether the group's description says so (``mesh``).
     - ``step``: index of the used step in which it starts on the device.
     - ``order``: 0, 1, … among those of its (group, collective) on this device, over the whole

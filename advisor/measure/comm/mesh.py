@@ -27,6 +27,15 @@ import polars as pl
 from numpy.typing import NDArray
 
 from advisor.core.report import MeshAxis
+from advisor.measure.comm.links import (
+    MIN_BYTES,
+    UNKNOWN,
+    Machine,
+    bubble_share,
+    count_slots,
+    find_link,
+)
+from advisor.measure.comm.messages import bus_factor
 from advisor.measure.host.names import name_matches
 
 if TYPE_CHECKING:
@@ -35,8 +44,6 @@ if TYPE_CHECKING:
 AXES: Final = (
     "data", "sharded data", "tensor", "pipeline", "context", "expert", "all-to-all", "unknown",
 )  # fmt: skip
-MIN_BYTES: Final = 1 << 10
-"""Smaller messages are counters and flags, and tell nothing of an axis."""
 MIN_RATE_BYTES: Final = 1 << 20
 """Smaller messages do not fill a link (nccl-tests reach their plateau from about 1 MiB on)."""
 FORWARD: Final = 0.25
@@ -170,34 +177,102 @@ def _inside(nodes: pl.DataFrame, thread: pl.Series, at: NDArray[np.int64]) -> ND
     return result
 
 
-def report_mesh(a: Analysis) -> list[MeshAxis]:
-    """One entry for each axis and the ranks that talk along it, the most exposed first."""
+def report_mesh(
+    a: Analysis, machine: Machine = UNKNOWN, waits: pl.DataFrame | None = None
+) -> list[MeshAxis]:
+    """One entry for each axis and the ranks that talk along it, the most exposed first. ``waits``:
+    of ``axis_waits.collective_waits``, where the traces of other ranks are here."""
     table = a.collectives
     if table.is_empty():
         return []
-    steps = a.step_count
     result = []
     keys = ["axis", "group_size", "ranks"]
     for (axis, size, ranks), rows in table.group_by(keys, maintain_order=True):
-        large = rows.filter(pl.col("bus_gbps").is_not_null() & (pl.col("bytes") >= MIN_RATE_BYTES))
-        kinds = rows["collective"].cast(pl.String).value_counts(sort=True)
-        rate = large["bus_gbps"].quantile(0.9) if large.height else None
-        whole = rows["bytes"].null_count() == 0
-        result.append(
-            MeshAxis(
-                axis=cast(Any, axis),
-                named=bool(rows["axis_named"].all()),
-                size=size,
-                ranks=_members(ranks),
-                collectives=dict(kinds.iter_rows()),
-                calls=rows.height / steps,
-                bytes=_sum(rows["bytes"]) / steps if whole else None,
-                ns=_sum(rows["dur"]) / steps,
-                exposed_ns=_sum(rows["exposed"]) / steps,
-                bus_gb_per_s=rate,
-            )
-        )
+        axis = cast(Any, axis)
+        result.append(_report_axis(a, axis, size, _members(ranks), rows, machine, waits))
     return sorted(result, key=lambda each: (-each.exposed_ns, -each.ns))
+
+
+def _report_axis(
+    a: Analysis,
+    axis: Any,
+    size: int | None,
+    members: list[int],
+    rows: pl.DataFrame,
+    machine: Machine,
+    waits: pl.DataFrame | None,
+) -> MeshAxis:
+    steps = a.step_count
+    large = rows.filter(pl.col("bus_gbps").is_not_null() & (pl.col("bytes") >= MIN_RATE_BYTES))
+    kinds = rows["collective"].cast(pl.String).value_counts(sort=True)
+    rate = large["bus_gbps"].quantile(0.9) if large.height else None
+    waiting = None
+    own = _own_waits(rows, waits)
+    if own is not None:
+        waiting = float(own["wait"].sum()) / max(1, own["step"].n_unique())
+        rate = _transfer_rate(own) or rate
+    link = find_link(a, members, size, machine)
+    slots = count_slots(_with_peers(a, rows)) if axis == "pipeline" else None
+    exposed = _sum(rows["exposed"]) / steps
+    return MeshAxis(
+        axis=axis,
+        named=bool(rows["axis_named"].all()),
+        size=size,
+        ranks=members,
+        collectives=dict(kinds.iter_rows()),
+        calls=rows.height / steps,
+        bytes=_sum(rows["bytes"]) / steps if rows["bytes"].null_count() == 0 else None,
+        ns=_sum(rows["dur"]) / steps,
+        exposed_ns=exposed,
+        waiting_ns=waiting,
+        bus_gb_per_s=rate,
+        link=None if link is None else "network" if link.crosses else "node",
+        link_name=None if link is None else link.name,
+        link_gb_per_s=None if link is None else link.gb_per_s,
+        micro_batches=slots,
+        bubble=bubble_share(size, slots) if slots and size else None,
+        idle_ns=_pipeline_wait(rows) / steps if axis == "pipeline" else None,
+    )
+
+
+def _own_waits(rows: pl.DataFrame, waits: pl.DataFrame | None) -> pl.DataFrame | None:
+    """The waits of an axis; ``None``: some of its ranks are not here."""
+    if waits is None or waits.is_empty():
+        return None
+    names = rows.select(
+        pl.col("collective").cast(pl.String), pl.col("group").fill_null("").str.slice(0, 80)
+    ).unique()
+    own = waits.join(names, on=["collective", "group"], how="semi")
+    return own if own.height and own["complete"].all() else None
+
+
+def _transfer_rate(own: pl.DataFrame) -> float | None:
+    """Median bus bandwidth of the large messages from the arrival of the last rank on, GB/s."""
+    rates = [
+        size * factor / ns
+        for kind, size, group, ns in own.filter(
+            pl.col("bytes") >= MIN_RATE_BYTES, pl.col("transfer") > 0
+        )
+        .select("collective", "bytes", "size", "transfer")
+        .iter_rows()
+        if (factor := bus_factor(kind, group)) is not None
+    ]
+    return float(np.median(rates)) if rates else None
+
+
+def _with_peers(a: Analysis, rows: pl.DataFrame) -> pl.DataFrame:
+    """``peer``: the other end of a send or receive; ``sends``: this rank is the source."""
+    own = pl.lit(a.trace.meta.rank, dtype=pl.Int64)
+    sends = (pl.col("source") == own).fill_null(value=False)
+    return rows.with_columns(sends=sends, peer=pl.when(sends).then("target").otherwise("source"))
+
+
+def _pipeline_wait(rows: pl.DataFrame) -> float:
+    """Exposed time of sends and receives beyond the shortest of each size, ns: a pipeline's bubble
+    is spent in them. Other waits are in it too."""
+    shortest = pl.col("dur").min().over("bytes")
+    beyond = rows.select(pl.min_horizontal("exposed", pl.col("dur") - shortest))
+    return float(beyond.to_series().sum())
 
 
 def _members(ranks: str | None) -> list[int]:

@@ -43,23 +43,18 @@ def mesh(report: Report, *, of_one: bool = False) -> Iterator[Section]:
     if len(report.mesh) <= (0 if of_one else 1):
         return
     rows = [_axis(axis) for axis in report.mesh]
-    notes = []
-    if not all(axis.named for axis in report.mesh):
-        notes.append("*: by what is sent, as the process group has no name.")
-    if any(axis.bus_gb_per_s is not None for axis in report.mesh):
-        notes.append("GB/s: the bus bandwidth of the faster messages of 1 MiB and more.")
-    notes.append("Time contains waits for other ranks.")
     yield Section(
         "Communication by axis of the mesh",
         [
-            Grid(MESH_HEAD, rows, align="lllrrrr", optional=[2, 1]),
-            Paragraph(" ".join(notes), "soft", indent=2),
+            Grid(MESH_HEAD, rows, align="lllrrrrr", optional=[2, 1]),
+            Items([*_pipelines(report), *_links(report)]),
+            Paragraph(" ".join(_mesh_notes(report)), "soft", indent=0),
         ],
         t.format_per(report.per),
     )
 
 
-MESH_HEAD: Final = ("axis", "ranks", "collectives", "bytes", "time", "exposed", "GB/s")
+MESH_HEAD: Final = ("axis", "ranks", "collectives", "bytes", "time", "waiting", "exposed", "GB/s")
 
 
 def _axis(axis: MeshAxis) -> list[Inline]:
@@ -79,9 +74,54 @@ def _axis(axis: MeshAxis) -> list[Inline]:
         ", ".join(kinds),
         t.format_bytes(axis.bytes) if axis.bytes is not None else "–",
         t.format_duration(axis.ns),
+        "–" if axis.waiting_ns is None else t.format_duration(axis.waiting_ns),
         t.format_duration(axis.exposed_ns),
         "–" if axis.bus_gb_per_s is None else t.format_number(axis.bus_gb_per_s),
     ]
+
+
+def _pipelines(report: Report) -> Iterator[str]:
+    """The bubble by formula beside what was measured."""
+    step = sum(share.ns for share in report.time)
+    for axis in report.mesh:
+        if axis.idle_ns is None or not step:
+            continue
+        text = f"Pipeline: {t.format_share(axis.idle_ns / step)} of the step waits in sends and "
+        text += "receives beyond their shortest"
+        if axis.bubble is not None and axis.micro_batches is not None:
+            text += (
+                f"; {axis.size} stages and {axis.micro_batches} micro-batches have a bubble of "
+                f"{t.format_share(axis.bubble)} by formula"
+            )
+        yield f"{text}."
+
+
+def _links(report: Report) -> Iterator[str]:
+    """The bus bandwidth compared with the link, once for each kind of link."""
+    for axis in report.mesh:
+        if axis.link is None or axis.bus_gb_per_s is None:
+            continue
+        where = f"{axis.axis}: {'inside a node' if axis.link == 'node' else 'across nodes'}"
+        reached = f"{t.format_number(axis.bus_gb_per_s)} GB/s"
+        if axis.link_gb_per_s is None:
+            missing = "no link of this GPU is known" if axis.link == "node" else "needs --network"
+            yield f"{where}, {reached}; the rate of the link is unknown ({missing})."
+            continue
+        name = f" of {axis.link_name}" if axis.link_name else ""
+        share = t.format_share(axis.bus_gb_per_s / axis.link_gb_per_s)
+        yield f"{where}, {reached}: {share} of {t.format_number(axis.link_gb_per_s)} GB/s{name}."
+
+
+def _mesh_notes(report: Report) -> Iterator[str]:
+    if not all(axis.named for axis in report.mesh):
+        yield "*: by what is sent; the process group has no name of its own."
+    rated = [axis for axis in report.mesh if axis.bus_gb_per_s is not None]
+    if rated:
+        yield "GB/s: bus bandwidth of messages of 1 MiB and more (nccl-tests)."
+    if any(axis.waiting_ns is None for axis in report.mesh):
+        yield "Waiting for other ranks is part of the time; how much, only all ranks' traces show."
+    if any(axis.link is None for axis in rated):
+        yield "Which ranks share a node is unknown (--node-size)."
 
 
 def sections(ranks: Ranks) -> Iterator[Block]:

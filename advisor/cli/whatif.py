@@ -155,6 +155,8 @@ def _show(result: dict[str, Any], file: Any) -> None:
             "the trace: the step cannot become shorter than their time per batch."
         )
         print("\n" + textwrap.fill(note, 80), file=file)
+    for note in result["notes"]:
+        print("\n" + textwrap.fill(f"{note[0].upper()}{note[1:]}.", 80), file=file)
     path = {} if result["reason"] else result["critical_path"]
     total = sum(path.values()) or 1.0
     parts = ", ".join(

@@ -72,6 +72,9 @@ class Select(Struct, frozen=True, kw_only=True, omit_defaults=True):
     under: str = ""
     """Regular expression searched in the names of the host events around it: for device work,
     those around its launch; for a gap, the event that is blamed."""
+    layer: str = ""
+    """A module by its name, its kind or its path, ``*`` and ``?`` as in file names: device work of
+    it and of the modules in it. Without more, ``remove`` and ``scale`` change its host time too."""
     family: tuple[str, ...] = ()
     """Kernel families, as in ``Analysis.kernels`` (``gemm``, ``softmax``, ``communication`` …)."""
     copy: tuple[str, ...] = ()

@@ -28,13 +28,12 @@ from advisor.core.intervals import (
 from advisor.measure.host.names import WORKERS, name_matches
 from advisor.measure.steps.instants import instants
 from advisor.replay.build import host_end
-from advisor.replay.selection import selected_gaps, selected_gpu, selected_host
+from advisor.replay.selection import Mask, host_of_layer, selected_gaps, selected_gpu, selected_host
 
 if TYPE_CHECKING:
     from advisor.core.finding import Edit
     from advisor.measure import Analysis
     from advisor.replay.build import host_end
-from advisor.replay.selection import Mask
 
 MAX_LATENCY_NS = 10_000
 """Of what precedes a piece of work on its stream, that goes with it at most: its start's latency
@@ -73,8 +72,10 @@ def _touched(a: Analysis, edit: Edit, *, optimistic: bool) -> Touched:
     # a device that is behind runs the work of these steps after them
     work = float(max(a.device_busy(mask).total, union(ts, ts + dur).total))
     mask = own if own.sum() > mask.sum() else mask
+    layer = host_of_layer(select) if edit.op in ("scale", "remove") else None
+    around = float(_host_time(a, selected_host(a, layer)).total) if layer is not None else 0.0
     if edit.op in ("scale", "roofline"):
-        return Touched(share * work, 0.0)
+        return Touched(share * work, share * around)
     if edit.op == "overlap":
         return Touched(min(work, _hidden(a, mask)) + _latency(a, mask), 0.0)
     gpu = a.trace.gpu.filter(pl.Series(mask))
@@ -83,7 +84,7 @@ def _touched(a: Analysis, edit: Edit, *, optimistic: bool) -> Touched:
     called = np.zeros(a.trace.cpu.height, dtype=bool)
     called[rows] = True
     host = float(_host_time(a, called).total)
-    return Touched(share * work + _latency(a, mask), host)
+    return Touched(share * work + _latency(a, mask), max(host, around))
 
 
 def _launched_inside(a: Analysis) -> Mask:
@@ -152,7 +153,11 @@ def exposed(a: Analysis, edit: Edit) -> Intervals:
     if select.on == "gpu":
         mask = selected_gpu(a, select)
         rest = a.device_busy(a.in_window & ~mask)
-        return subtract(a.device_busy(mask), rest)
+        result = subtract(a.device_busy(mask), rest)
+        layer = host_of_layer(select) if edit.op in ("scale", "remove") else None
+        if layer is None:
+            return result
+        return join(result, intersect(_host_time(a, selected_host(a, layer)), a.breakdown.idle))
     if select.on == "gap":
         rows = selected_gaps(a, select)
         ts = a.gaps["ts"].to_numpy()[rows]

@@ -35,6 +35,8 @@ comm        collectives (PATTERN: kernel name)
 copy        copies; PATTERN is a direction: HtoD, DtoH, DtoD, PtoP
 memset      memsets
 work        all device work
+layer       a module with those in it, and its host time; PATTERN is its name, kind or
+            path with ``*`` and ``?``, not a regular expression
 op          operators by name
 python      Python frames, ``train.py.*loss``
 range       user annotations
@@ -102,6 +104,7 @@ TARGETS: dict[str, Callable[[str], Select]] = {
     "copy": _copy,
     "memset": lambda p: Select(on="gpu", kind=("memset",), name=p),
     "work": lambda p: Select(on="gpu", name=p),
+    "layer": lambda p: Select(on="gpu", layer=p),
     "op": lambda p: Select(on="host", kind=("op",), name=p),
     "python": lambda p: Select(on="host", kind=("python",), name=p),
     "range": lambda p: Select(on="host", kind=("annotation",), name=p),
@@ -110,11 +113,11 @@ TARGETS: dict[str, Callable[[str], Select]] = {
     "loader": lambda p: Select(on="host", name=p or LOADER),
     "gap": lambda p: Select(on="gap", cause=tuple(p.split(",")) if p else ()),
 }
-WORDS = ("kind", "family", "copy", "memory", "call", "cause", "at", "region")
+WORDS = ("layer", "kind", "family", "copy", "memory", "call", "cause", "at", "region")
 NUMBERS = ("stream", "id")
 QUALIFIERS = ("under", "name", "rank", "max", *WORDS, *NUMBERS)
 _FIELD = {"id": "correlation", "max": "max_ns"}
-_SINGLE = ("memory", "at", "max")
+_SINGLE = ("memory", "at", "max", "layer")
 HOST_ONLY = {
     "async": ("sync", "loader", "host", "op", "python", "range"),
     "parallelize": ("loader",),
@@ -122,7 +125,7 @@ HOST_ONLY = {
 DEVICE_ONLY = ("overlap", "merge", "roofline", "resize")
 NO_LAUNCHES = ("sync", "loader")
 """Targets that no launch stands behind: nothing of them can be part of a graph."""
-NEEDS_PATTERN = ("family", "op", "python", "range")
+NEEDS_PATTERN = ("family", "layer", "op", "python", "range")
 NEEDS_SOMETHING = ("host",)
 
 
@@ -223,6 +226,8 @@ def _narrowed(
                 raise wrong("name: the target says it already")
             given[field] = text
             continue
+        if key == "layer" and select.layer:
+            raise wrong("layer: the target says it already")
         values = text.split(",")
         if key in NUMBERS or key == "max":
             if not all(re.fullmatch(r"-?\d{1,18}", value) for value in values):

@@ -10,6 +10,7 @@ import polars as pl
 
 from advisor.replay.graph import NEVER, Edge, Node
 from advisor.replay.patch import Patch
+from advisor.replay.selection import host_of_layer
 
 if TYPE_CHECKING:
     from advisor.core.finding import Edit, Operation
@@ -46,6 +47,8 @@ def collect(
 def remove(patch: Patch, edit: Edit, factor: float | None) -> None:
     if edit.select.on == "gpu":
         patch.dropped[patch.selected.work(edit.select)] = True
+        if (host := host_of_layer(edit.select)) is not None:
+            patch.shrink_host(patch.selected.host_time(host), 0.0)
     else:
         patch.shrink_host(patch.selected.host_time(edit.select), 0.0)
         if edit.select.on == "host":
@@ -56,6 +59,8 @@ def scale(patch: Patch, edit: Edit, factor: float | None) -> None:
     factor = 1.0 if factor is None else factor
     if edit.select.on == "gpu":
         patch.share[patch.selected.work(edit.select)] *= factor
+        if (host := host_of_layer(edit.select)) is not None:
+            patch.shrink_host(patch.selected.host_time(host), factor)
     else:
         patch.shrink_host(patch.selected.host_time(edit.select), factor)
 

@@ -16,6 +16,7 @@ from advisor.replay.selection import selected_gaps, selected_gpu, selected_host
 if TYPE_CHECKING:
     from advisor.core.finding import Select
     from advisor.measure import Analysis
+    from advisor.measure.host.layers import Layers
 
 MAX_COMPARED = 3_000
 """Names that are compared with the pattern, those with most time first."""
@@ -56,6 +57,14 @@ def present(a: Analysis, select: Select) -> Present:
         what = "operators, ranges and Python frames around it"
         return Present(what, _nearest(around, select.under), f"under:{select.under}")
     select = replace(select, under="")
+    if select.layer:
+        layers = a.layers
+        times = (
+            {}
+            if layers is None
+            else {**dict(layers.nodes.select("name", "ns").iter_rows()), **_kinds(layers)}
+        )
+        return Present("modules", _nearest(times, select.layer), f"layer:{select.layer}")
     what = _what(select)
     if select.on == "gap":
         return Present(what, _nearest(_causes(a), " ".join(select.cause)), " ".join(select.cause))
@@ -65,6 +74,10 @@ def present(a: Analysis, select: Select) -> Present:
         name = " ".join(select.family)
         return Present("kernel families", _nearest(_families(a), name), name)
     return Present(what, _nearest(_weights(a, replace(select, name="")), select.name), select.name)
+
+
+def _kinds(layers: Layers) -> dict[str, float]:
+    return dict(layers.nodes.group_by("kind").agg(pl.col("ns").sum().cast(pl.Float64)).iter_rows())
 
 
 def _what(select: Select) -> str:

@@ -60,8 +60,21 @@ class WhatIfResult(NamedTuple):
     that is not saved."""
     families: tuple[str, ...]
     """Kernel families of the replayed window, the most time first: what ``kernel:`` can name."""
+    notes: tuple[str, ...] = ()
+    """What the edits leave open."""
     framework: str | None = None
     """What the program is written with, as in ``TraceMeta``."""
+
+
+MEASURE = (
+    "fewer or smaller layers are another model: how accurate it is must be measured, after it is "
+    "trained or distilled again"
+)
+
+
+def _lighter(edit: Edit) -> bool:
+    """Whether an edit prunes a model."""
+    return bool(edit.select.layer) and edit.op in ("scale", "remove")
 
 
 def counted_ranks(ranks: Sequence[int]) -> str:
@@ -120,6 +133,7 @@ def what_if(
         families=tuple(whatif.a.families.sort("dur", descending=True)["family"].cast(pl.String))
         if whatif.a.device_id is not None
         else (),
+        notes=(MEASURE,) if any(_lighter(edit) for edit in parsed) else (),
         framework=whatif.a.trace.meta.framework,
     )
 

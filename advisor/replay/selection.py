@@ -8,15 +8,18 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 import polars as pl
+from msgspec.structs import replace
 from numpy.typing import NDArray
 
 from advisor.core.errors import AdvisorError
+from advisor.core.finding import Select
 from advisor.core.intervals import covered_length
+from advisor.measure.host.layers import matching_nodes, modules_around, work_nodes
 from advisor.measure.host.names import name_matches
+from advisor.measure.host.stacks import Rows
 from advisor.measure.steps.instants import instants
 
 if TYPE_CHECKING:
-    from advisor.core.finding import Select
     from advisor.measure import Analysis
 
 Mask = NDArray[np.bool_]
@@ -47,6 +50,8 @@ def selected_gpu(a: Analysis, select: Select, *, anywhere: bool = False) -> Mask
         mask &= (gpu["dur"] <= select.max_ns).to_numpy()
     if select.correlation:
         mask &= gpu["correlation"].is_in(list(select.correlation)).fill_null(False).to_numpy()
+    if select.layer:
+        mask &= _in_layer(a, select.layer, work_nodes(a))
     if select.under:
         under = under_names(a, select.under)
         start = gpu["op"].fill_null(-1).to_numpy()
@@ -71,11 +76,27 @@ def selected_host(a: Analysis, select: Select) -> Mask:
         mask &= _for_copies(a, select.copy)
     if select.under:
         mask &= under_names(a, select.under)[:-1]
+    if select.layer:
+        mask &= _in_layer(a, select.layer, modules_around(a, np.arange(cpu.height)).node)
     if select.max_ns is not None:
         mask &= (cpu["dur"] <= select.max_ns).to_numpy()
     if select.correlation:
         mask &= cpu["correlation"].is_in(list(select.correlation)).fill_null(False).to_numpy()
     return mask
+
+
+def _in_layer(a: Analysis, pattern: str, nodes: Rows) -> Mask:
+    """Whether rows are of the modules that a pattern names."""
+    if a.layers is None:
+        return np.zeros(len(nodes), dtype=bool)
+    return np.append(matching_nodes(a.layers, pattern), False)[nodes]
+
+
+def host_of_layer(select: Select) -> Select | None:
+    """The host events of a layer whose device work is selected without more; ``None``: it is not
+    such a selector."""
+    own = Select(on="host", layer=select.layer)
+    return own if select.layer and select == replace(own, on="gpu") else None
 
 
 def _for_copies(a: Analysis, directions: tuple[str, ...]) -> Mask:

@@ -52,6 +52,10 @@ class Draw:
         self.work += [f"family:{f}" for f in families] + [f"copy:{c}" for c in copies]
         self.work += [f"work stream:{s}" for s in streams[:6]]
         self.work += [f"work under:{p}" for p in ops[:4]] if gpu.height else []
+        if a.layers is not None and gpu.height:
+            tops = a.layers.nodes.sort("ns", "name", descending=[True, False]).head(60)
+            kinds = [k for k in dict.fromkeys(tops["kind"]) if re.fullmatch(r"[\w.]+", k)]
+            self.work += [f"layer:{k}" for k in kinds[:4]]
         self.work += ["work", "work max:10000"] if gpu.height else []
         self.work += ["copy"] if copies else []
         self.host = [f"op:{p}" for p in ops]

@@ -42,6 +42,7 @@ GPU = st.builds(
     kind=some(GPU_KINDS),
     name=PATTERN,
     under=PATTERN,
+    layer=st.sampled_from(["", "blocks", "layers.1?", "Model_0.*.Linear_3", "[a-c]"]),
     family=some(("gemm", "communication", "softmax")),
     copy=some(COPIES),
     memory=st.sampled_from(["", "pageable", "pinned"]),

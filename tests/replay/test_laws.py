@@ -23,6 +23,7 @@ import numpy as np
 import polars as pl
 import pytest
 import rewriting
+from msgspec.structs import replace
 
 from advisor import Analysis, Edit, Finding
 from advisor.advise.engine import AnalysisResult, examine
@@ -33,7 +34,7 @@ from advisor.replay.language import BLOCKING, parse_edit, write_edit
 from advisor.replay.price import EditGain
 from advisor.replay.replay import MIN_STEADY
 from advisor.replay.result import what_if
-from advisor.replay.selection import selected_gaps, selected_gpu, selected_host
+from advisor.replay.selection import host_of_layer, selected_gaps, selected_gpu, selected_host
 from benchmarks.public_traces import trace_names
 
 EDITS = int(os.environ.get("ADVISOR_LAWS", "10"))
@@ -200,13 +201,26 @@ def targets(path: str) -> Targets:
     causes = a.gaps["cause"].unique().cast(pl.String).sort().to_list()
     return Targets(
         kernels=[f"kernel:{p}" for p in dict.fromkeys(patterns)],
-        work=["work", *(f"family:{f}" for f in families), *(f"copy:{c}" for c in copies)],
+        work=[
+            "work",
+            *(f"family:{f}" for f in families),
+            *(f"copy:{c}" for c in copies),
+            *_layers(a),
+        ],
         ops=ops,
         host=[*calls, *frames],
         syncs=["sync"] if blocking else [],
         gaps=["gap", *(f"gap:{c}" for c in causes)] if causes else [],
         loader=bool(cpu["name"].cast(pl.String).str.contains(r"^enumerate\(Data").any()),
     )
+
+
+def _layers(a: Analysis) -> list[str]:
+    """The kinds of modules with most time, where modules are recorded."""
+    if a.layers is None or a.device_id is None:
+        return []
+    kinds = a.layers.nodes.sort("ns", "name", descending=[True, False])["kind"].to_list()
+    return [f"layer:{k}" for k in dict.fromkeys(kinds) if re.fullmatch(r"\w+", k)][:4]
 
 
 def factor(rng: random.Random) -> str:
@@ -432,6 +446,9 @@ def taken(whatif: EditGain, edit: Edit) -> float:
         mask = selected_gpu(a, select, anywhere=True)
         gpu = a.trace.gpu
         total = float(gpu["dur"].filter(mask).sum()) * (1 - left)
+        host = host_of_layer(select) if edit.op in ("scale", "remove") else None
+        if host is not None:
+            total += taken(whatif, replace(edit, select=host)) * steps
         if edit.op == "scale":
             return total / steps
         held = 0.0

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
@@ -156,6 +157,30 @@ def _work(a: Analysis) -> pl.DataFrame:
         launch = np.where(op >= trace.meta.capture.row, op, launch)
     ns = covered_length(ts, ts + gpu["dur"].to_numpy(), a.spans)
     return pl.DataFrame({"host": launch, "other": op, "gpu": rows, "ns": ns, "ts": ts})
+
+
+def work_nodes(a: Analysis) -> Rows:
+    """Aligned with ``trace.gpu``: the node of each piece of work, -1: outside of modules."""
+    gpu = a.trace.gpu
+    host, other = (gpu[name].fill_null(-1).to_numpy().astype(np.int64) for name in ("launch", "op"))
+    if a.layers is None:
+        return np.full(gpu.height, -1)
+    if a.trace.meta.capture is not None:
+        host = np.where(other >= a.trace.meta.capture.row, other, host)
+    return _assign(a, a.layers.find, pl.DataFrame({"host": host, "other": other}))[0]
+
+
+def matching_nodes(layers: Layers, pattern: str) -> NDArray[np.bool_]:
+    """Which nodes a pattern names, those inside included: by name, by kind, or by path (names
+    from the outermost, with dots between); ``*`` and ``?`` as in file names."""
+    rows = layers.nodes.select("parent", "name", "kind").iter_rows()
+    paths: list[str] = []
+    result: list[bool] = []
+    for up, name, kind in rows:  # nodes: parents come first
+        paths.append(name if up is None else f"{paths[up]}.{name}")
+        own = any(fnmatchcase(text, pattern) for text in (name, kind, paths[-1]))
+        result.append(own or (up is not None and result[up]))
+    return np.array(result, dtype=np.bool_)
 
 
 def _assign(a: Analysis, find: Find, work: pl.DataFrame) -> tuple[Rows, Rows]:

@@ -1,0 +1,83 @@
+"""``layer:`` selects a module with those in it, and its host time: by hand on small traces."""
+
+from __future__ import annotations
+
+import pytest
+
+from advisor import Analysis
+from advisor.core.finding import Select
+from advisor.core.trace import Run
+from advisor.measure.host.layers import work_nodes
+from advisor.replay.language import parse_edit
+from advisor.replay.present import present
+from advisor.replay.price import EditGain
+from advisor.replay.result import what_if
+from advisor.replay.selection import selected_gpu
+from advisor.testing import TraceBuilder
+
+
+def blocks(*, kernel_us: float, host_us: float) -> Analysis:
+    """Four steps; in each three equal blocks and a head outside of them."""
+    t = TraceBuilder()
+    for _ in range(4):
+        with t.step():
+            for number in range(3):
+                inner = t.python(f"nn.Module: Linear_{number}")
+                with t.python(f"nn.Module: Block_{number}"), inner:
+                    t.run("aten::mm", "gemm", kernel_us, host_us=host_us)
+            t.run("aten::add", "add", kernel_us, host_us=host_us)
+            t.sync()
+    return t.analysis()
+
+
+def test_a_kind_selects_all_modules_of_it_with_those_inside() -> None:
+    a = blocks(kernel_us=100, host_us=5)
+    assert a.layers is not None
+    assert sorted(a.layers.nodes["name"])[:3] == ["Block_0", "Block_1", "Block_2"]
+    for pattern, count in (
+        ("Block", 12), ("Block_1", 4), ("Linear_2", 4), ("*.Linear_?", 12), ("Block_0.*", 4),
+        ("Head", 0), ("block", 0),
+    ):  # fmt: skip
+        selected = selected_gpu(a, Select(on="gpu", layer=pattern))
+        assert selected.sum() == count, pattern
+    assert (work_nodes(a) < 0).sum() == 4  # the head
+
+
+def test_half_of_the_layers_on_a_busy_device_saves_half_of_their_kernels() -> None:
+    whatif = EditGain(blocks(kernel_us=1000, host_us=5))
+    gain = whatif.gain([parse_edit("scale layer:Block 0.5")])
+    assert gain == pytest.approx(3 * 1_000_000 / 2, rel=0.02)
+    assert whatif.gain([parse_edit("remove layer:Block_1")]) == pytest.approx(1e6, rel=0.02)
+
+
+def test_half_of_the_layers_of_a_launch_bound_step_saves_half_of_their_host_time() -> None:
+    a = blocks(kernel_us=1, host_us=400)
+    whatif = EditGain(a)
+    gain = whatif.gain([parse_edit("scale layer:Block 0.5")])
+    assert gain == pytest.approx(3 * 400_000 / 2, rel=0.1)
+    assert whatif.gain([parse_edit("scale work layer:Block family:gemm 0.5")]) < 10_000
+
+
+def test_both_halves_add_up_and_no_more_than_all_is_saved() -> None:
+    whatif = EditGain(blocks(kernel_us=500, host_us=100))
+    edits = [parse_edit(f"scale layer:Block_{n} 0.25") for n in range(3)]
+    assert whatif.gain(edits) == pytest.approx(whatif.gain([parse_edit("scale layer:Block 0.25")]))
+    step = whatif.a.step_ns
+    assert 0 <= whatif.gain([parse_edit("remove layer:Block")]) <= step
+
+
+def test_the_word_on_accuracy_goes_with_lighter_models_only() -> None:
+    a = blocks(kernel_us=100, host_us=5)
+    run = Run(traces={(0, 0): a.trace})
+    assert "accura" in what_if(run, ["scale layer:Block 0.5"]).notes[0]
+    assert what_if(run, ["scale family:gemm 0.5", "overlap layer:Block"]).notes == ()
+
+
+def test_what_selects_nothing_is_answered_with_the_modules_there() -> None:
+    there = present(blocks(kernel_us=100, host_us=5), Select(on="gpu", layer="blok"))
+    assert there.what == "modules"
+    assert "Block" in there.names[:4]
+    t = TraceBuilder()
+    with t.step():
+        t.run("aten::mm", "gemm", 100)
+    assert present(t.analysis(), Select(on="gpu", layer="Block")).names == ()

@@ -188,23 +188,32 @@ def _without_idle(rule: Rule, outcomes: list[Outcome], why: str, *, of_idle: boo
 def _applies(rule: Rule, a: Analysis) -> bool:
     if rule.reads_snapshot and a.snapshot is not None:
         return True
-    if rule.reads_compile_log and a.trace.meta.compilation is not None:
+    if rule.reads_log and getattr(a.trace.meta, rule.reads_log):
         return True
     if rule.reads_kernel_profiles:
         return a.trace.meta.kernel_profiles is not None
     return a.record is not None if rule.reads_record else not a.record_only
 
 
+LOGS_ALONE = {
+    "compile log": SkippedCheck(
+        what="steps, idle time, and what graph breaks cost",
+        why="a log of torch.compile says nothing of the steps",
+        record="a profiler trace, or 'advisor record', and the log with --compile-log",
+    ),
+    "flight recorder": SkippedCheck(
+        what="steps and how long they take",
+        why="a flight-recorder dump says nothing of the steps",
+        record="a profiler trace, or 'advisor record', in the same folder",
+    ),
+}
+"""What is not checked where there is nothing but logs."""
+
+
 def _not_run(a: Analysis, rules: list[Rule]) -> list[SkippedCheck]:
     """One line for all the rules that a trace alone, or a record alone, gives nothing to."""
-    if a.compile_log_only:
-        return [
-            SkippedCheck(
-                what="steps, idle time, and what graph breaks cost",
-                why="a log of torch.compile says nothing of the steps",
-                record="a profiler trace, or 'advisor record', and the log with --compile-log",
-            )
-        ]
+    if a.log_only is not None:
+        return [LOGS_ALONE[a.log_only]]
     if a.counters_only:
         compiled = bool(a.compiled_kernels) and not a.profiled_kernels
         subject, given = (

@@ -15,6 +15,10 @@ if TYPE_CHECKING:
     from advisor.core.views import Stairs
 
 MAX_NAMES = 6
+LOGS: Final = {
+    "compile log": "a log of torch.compile",
+    "flight recorder": "dumps of the flight recorder",
+}
 
 Line = tuple[str, list[str]]
 """A label and the parts that follow it."""
@@ -53,8 +57,8 @@ def _trace(report: Report) -> list[str]:
         if report.kernel_counters:
             what = f"hardware counters of {count}"
         parts = [t.shorten_path(name, 60), what]
-    elif report.scope.step_source == "compile log":
-        parts = [t.shorten_path(name, 60), "a log of torch.compile"]
+    elif (log := LOGS.get(report.scope.step_source)) is not None:
+        parts = [t.shorten_path(name, 60), log]
     elif report.scope.step_source == "record":
         parts = [t.shorten_path(name, 60), "no profiled window"]
     else:

@@ -82,9 +82,9 @@ def measure(a: Analysis) -> dict[str, Any]:
         return {"scope": snapshot_scope(a)}
     if a.counters_only:
         return {"scope": counters_scope(a)}
-    if a.compile_log_only:
+    if a.log_only is not None:
         rank = a.trace.meta.rank
-        return {"scope": Scope.without_time("compile log", rank=rank, device=None)}
+        return {"scope": Scope.without_time(a.log_only, rank=rank, device=None)}
     if a.record_only:
         return {"scope": _recorded_scope(a), "host": _phases(a)}
     fields: dict[str, Any] = {

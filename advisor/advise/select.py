@@ -104,7 +104,7 @@ def _untraced(run: Run, traced: dict[int, Analysis]) -> dict[int, Analysis]:
 
 def _blank(run: Run, number: int, record: RankRecord) -> Trace:
     blank = blank_trace(record.folder, number)
-    return replace(blank, meta=replace(blank.meta, compilation=run.compilation))
+    return replace(blank, meta=replace(blank.meta, **run.logs))
 
 
 ENTRY_POINTS = "advisor.rules"

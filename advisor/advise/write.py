@@ -38,6 +38,7 @@ from advisor.advise.views import drawn
 from advisor.core import text as t
 from advisor.core.intervals import intersect, union
 from advisor.core.report import CompileLog, Crash, Report, RuleText
+from advisor.measure.comm.flight import UNENDED, describe_problem, of_ranks
 from advisor.measure.device.families import MATRIX
 from advisor.measure.steps.instants import GRAPH_BREAK_CAUSES, graph_breaks, remove_breaks
 
@@ -100,6 +101,7 @@ def write_report(
         kernel_counters=counter_views(a, pricer),
         triton_kernels=triton_views(a),
         compilation=compilation(a, pricer),
+        flight=a.flight,
         **measure(a),
     )
     if (command := profiling_command(report, a.trace.meta.vendor)) is not None:
@@ -169,11 +171,15 @@ def verdict(
         return memory_verdict(report)
     if a.counters_only:
         return counters_verdict(report)
-    if a.compile_log_only:
+    if a.log_only == "compile log":
         return _compilation_verdict(report)
+    if a.log_only == "flight recorder":
+        return flight_verdict(report)
     status, text = _verdict(report, a)
     if (short := _shortcoming(report, a)) is not None:
         status, text = "limited", short
+    if report.flight is not None and report.flight.problems:
+        status, text = "bottlenecks", f"{flight_verdict(report)[1]} {text}"
     crash = t.describe_crashes(report.crashes)
     if not crash:
         return status, text
@@ -229,6 +235,24 @@ def _compilation_verdict(report: Report) -> tuple[Literal["bottlenecks", "limite
     text = f"{t.count_noun(log.compilations, 'compilation')} in {t.format_duration(log.ns)}: "
     status: Literal["bottlenecks", "limited"] = "bottlenecks" if counted else "limited"
     return status, f"{text}{', '.join(counted) or 'no graph break, no recompilation'}."
+
+
+def flight_verdict(report: Report) -> tuple[Literal["bottlenecks", "healthy", "limited"], str]:
+    """Status and a sentence or two about flight-recorder dumps."""
+    flight = report.flight
+    if flight is None or not flight.calls:
+        return "limited", "The flight-recorder dumps hold no collective."
+    if flight.problems:
+        first = flight.problems[0]
+        status: Literal["bottlenecks", "limited"] = (
+            "limited" if first.kind == UNENDED else "bottlenecks"
+        )
+        return status, describe_problem(first)
+    of = f"{t.count_noun(flight.calls, 'call')} of {t.count_noun(flight.dumps, 'rank')}"
+    if flight.absent or flight.dumps < 2:
+        who = of_ranks(flight.absent) if flight.absent else "The other ranks"
+        return "limited", f"No collective hangs in {of}. {who} left no dump."
+    return "healthy", f"No collective hangs: {of} match, and all have ended."
 
 
 def _shortcoming(report: Report, a: Analysis) -> str | None:

@@ -116,7 +116,7 @@ class Scope(Struct, kw_only=True):
     @classmethod
     def without_time(
         cls,
-        source: Literal["snapshot", "counters", "compile log"],
+        source: Literal["snapshot", "counters", "compile log", "flight recorder", "network log"],
         *,
         rank: int | None,
         device: int | None,
@@ -144,7 +144,9 @@ class Scope(Struct, kw_only=True):
     @property
     def timeless(self) -> bool:
         """Of a memory snapshot, hardware counters or logs alone (:meth:`without_time`)."""
-        return self.step_source in ("snapshot", "counters", "compile log")
+        return self.step_source in (
+            "snapshot", "counters", "compile log", "flight recorder", "network log"
+        )  # fmt: skip
 
     @property
     def per(self) -> Per:
@@ -378,6 +380,66 @@ class CompileLog(Struct, kw_only=True):
     """What inductor generated; beside a trace by time, the largest first."""
     damaged: int = 0
     """Records that cannot be read."""
+
+
+class CollectiveCall(Struct, frozen=True, kw_only=True):
+    """A collective as one rank called it."""
+
+    rank: int
+    """The rank."""
+    group: str
+    """Name of the process group, and its description."""
+    operation: str
+    """``all_reduce``; ``send 0->1`` and ``recv 1<-0`` by ranks in the group."""
+    sequence: int
+    """Its number in the group, as torch counts collectives, and sends and receives."""
+    sizes: list[list[int]]
+    """Shapes of its inputs."""
+    dtypes: list[str]
+    """Of its inputs."""
+    state: str
+    """``scheduled``, ``started`` or ``completed``."""
+    where: Location | None
+    """The innermost line outside of libraries; ``null``: no stacks in the dump."""
+
+
+class CollectiveProblem(Struct, frozen=True, kw_only=True):
+    """The first collective of a process group that does not match or does not end."""
+
+    kind: Literal[
+        "not called", "no dump", "operation", "order", "size", "dtype", "deadlock",
+        "unknown members", "unfinished",
+    ]  # fmt: skip
+    """Ranks have not called it; members left no dump; calls differ in operation, order, size or
+    dtype; ranks wait for each other in different groups; some wait in a group whose other members
+    are not recorded; all called it and it has not ended."""
+    ranks: list[int]
+    """Those it is due to; where calls differ, those that differ from most."""
+    waiting: list[int]
+    """Ranks that are in it and have not finished."""
+    calls: list[CollectiveCall]
+    """One for each way in which it was called, the most frequent first."""
+    last: list[CollectiveCall]
+    """What ``ranks`` called last, in any group."""
+
+
+class FlightRecord(Struct, kw_only=True):
+    """Flight-recorder dumps, compared across ranks."""
+
+    dumps: int
+    """Files, one per rank."""
+    ranks: list[int]
+    """Ranks with a dump."""
+    absent: list[int]
+    """Ranks of the job without one."""
+    groups: int
+    """Process groups with calls."""
+    calls: int
+    """Collectives, sends and receives in all dumps."""
+    problems: list[CollectiveProblem]
+    """The cause first: those whose ranks wait nowhere else. Empty: all calls match and ended."""
+    damaged: int = 0
+    """Entries that cannot be read."""
 
 
 class Layer(Struct, frozen=True, kw_only=True):
@@ -1116,6 +1178,8 @@ class Report(Struct, kw_only=True):
     """Steps of inference by phase; ``null``: the program trains, or nothing marks them."""
     compilation: CompileLog | None = None
     """Logs of torch.compile; ``null``: none were given."""
+    flight: FlightRecord | None = None
+    """Dumps of PyTorch's flight recorder; ``null``: none were given."""
     views: Views | None = None
     """The report's pictures as data; ``null``: written before there were any."""
 

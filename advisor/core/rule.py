@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import inspect
-from typing import TYPE_CHECKING, Any, ClassVar, Generic, NamedTuple, TypeVar, overload
+from typing import TYPE_CHECKING, Any, ClassVar, Generic, Literal, NamedTuple, TypeVar, overload
 
 from msgspec.structs import replace
 
@@ -162,9 +162,9 @@ class Rule:
     reads_kernel_profiles: ClassVar[bool] = False
     """The rule reads hardware counters of single kernels, or what Triton compiled
     (``TraceMeta.kernel_profiles``): it runs only where there are some, with or without a trace."""
-    reads_compile_log: ClassVar[bool] = False
-    """The rule has something to say of logs of torch.compile (``TraceMeta.compilation``): it is run
-    where there are some, with or without a trace."""
+    reads_log: ClassVar[Literal["", "compilation", "flight"]] = ""
+    """The rule has something to say of logs, those in this field of ``TraceMeta``: it is run where
+    there are some, with or without a trace."""
     of_python: ClassVar[bool] = False
     """Its time is that of Python in the loop: hot lines of a pass under Scalene explain it."""
     across_ranks: ClassVar[bool] = False

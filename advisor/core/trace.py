@@ -11,6 +11,7 @@ import polars as pl
 if TYPE_CHECKING:
     from pathlib import Path
 
+    from advisor.core.flight import FlightDump
     from advisor.core.kernel_profile import KernelProfiles
     from advisor.core.report import CompileLog
     from advisor.core.run_directory import Recording
@@ -247,6 +248,8 @@ class TraceMeta:
     """Counters of single kernels: of a file that holds nothing else, or given beside a trace."""
     compilation: CompileLog | None = None
     """Logs of torch.compile: of a file that holds nothing else, or beside a trace."""
+    flight: tuple[FlightDump, ...] = ()
+    """Dumps of the flight recorder: of a file that is one, or beside a trace."""
     step_marks: str | None = None
     """One of STEP_MARKS, where a file's marks of steps are none of PyTorch's: they are ranges
     ``step #<n>``."""
@@ -355,8 +358,8 @@ class Run:
     """(rank, window) of a run directory's traces that were not asked for."""
     snapshots: dict[int, MemorySnapshot] = field(default_factory=dict)
     """The allocator's snapshot of a rank, where there is one."""
-    compilation: CompileLog | None = None
-    """Logs of torch.compile of a run directory."""
+    logs: dict[str, Any] = field(default_factory=dict)
+    """Logs in a run directory, by fields of TraceMeta."""
 
     @property
     def ranks(self) -> list[int]:

@@ -7,7 +7,7 @@ here holds an opinion or a threshold.
 from __future__ import annotations
 
 from functools import cached_property
-from typing import TYPE_CHECKING, Generic, TypeVar
+from typing import TYPE_CHECKING, Generic, Literal, TypeVar
 
 import polars as pl
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from advisor.core.gpus import GpuSpec
-    from advisor.core.report import FusedKernel, Serving
+    from advisor.core.report import FlightRecord, FusedKernel, Serving
     from advisor.core.run_directory import RankRecord
     from advisor.core.snapshot import MemorySnapshot
     from advisor.core.trace import Device, Trace
@@ -111,7 +111,7 @@ class Analysis:
         meta = self.trace.meta
         known = self.record, self.snapshot, meta.kernel_profiles, meta.compilation
         return (
-            any(each is not None for each in known)
+            (any(each is not None for each in known) or bool(meta.flight))
             and self.trace.cpu.is_empty()
             and self.trace.gpu.is_empty()
         )
@@ -133,10 +133,20 @@ class Analysis:
         return self.timeless and self.trace.meta.kernel_profiles is not None
 
     @property
-    def compile_log_only(self) -> bool:
-        """There are logs of torch.compile and nothing else."""
+    def log_only(self) -> Literal["flight recorder", "compile log"] | None:
+        """There are logs and nothing else: of which kind, the one with the verdict."""
         known = self.snapshot, self.trace.meta.kernel_profiles
-        return self.timeless and all(each is None for each in known)
+        if not self.timeless or any(each is not None for each in known):
+            return None
+        return "flight recorder" if self.flight is not None else "compile log"
+
+    @cached_property
+    def flight(self) -> FlightRecord | None:
+        """Flight-recorder dumps, compared across ranks (``comm/flight.py``); ``None``: none."""
+        from advisor.measure.comm.flight import compare_dumps
+
+        dumps = self.trace.meta.flight
+        return compare_dumps(dumps) if dumps else None
 
     @cached_property
     def steps(self) -> Steps:

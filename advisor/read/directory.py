@@ -24,9 +24,10 @@ from advisor.read.elsewhere import (
     traces_at,
     without_copies,
 )
+from advisor.read.logs import logs_in, merged_logs, with_logs
 from advisor.read.merged import joined, ranks_in, with_memory
 from advisor.read.reader import ReadOptions
-from advisor.read.readers.compile_log import merged, read_logs, with_compile_logs
+from advisor.read.readers.compile_log import read_logs
 from advisor.read.readers.kernel_profiler import layout_of, trace_of
 from advisor.read.registry import is_trace_name, read_trace, trace_names, with_window
 from advisor.read.remote.urls import RankFilter, RemoteFile, is_url, local_path, rank_in, shown
@@ -71,9 +72,20 @@ def open_run(
     given = [_only_run(_here(path, options)) for path in given]
     if len(given) == 1 and str(given[0]) != "-" and "\0" not in str(given[0]) and is_run(given[0]):
         run = _open_recording(Path(given[0]), options, rank, window, executor)
-        log = _given_log(options) or _recorded_log(run, options)
-        known = with_compile_logs(_with_profiles(list(run.traces.values()), options), log)
-        run = replace(run, traces=dict(zip(run.traces, known, strict=True)), compilation=log)
+        found = _recorded_logs(run, options)
+        logs = [each for each in found if not isinstance(each, str)]
+        given_log = _given_log(options)
+        fields = merged_logs(logs) | ({} if given_log is None else {"compilation": given_log})
+        known = [
+            replace(trace, meta=replace(trace.meta, **fields))
+            for trace in _with_profiles(list(run.traces.values()), options)
+        ]
+        run = replace(
+            run,
+            traces=dict(zip(run.traces, known, strict=True)),
+            logs=fields,
+            problems=(*run.problems, *(each for each in found if isinstance(each, str))),
+        )
         return with_memory(run, options)
     ranks = RankFilter(options.ranks) if options is not None and options.ranks else None
     files = _distinct([file for path in given for file in trace_files(path, len(given) > 1)])
@@ -94,7 +106,7 @@ def open_run(
         none = f"none of the {len(files)} files is a readable trace; first: {problems[0]}"
         raise AdvisorError(f"{_shown(given[0])}: {none}")
     traces = ranks_in(traces[0]) if len(traces) == 1 else as_ranks(traces)
-    traces = with_compile_logs(_with_profiles(traces, options), _given_log(options))
+    traces = with_logs(_with_profiles(traces, options), _given_log(options))
     traces, memory = joined(traces, {place: _rank(trace) for place, trace in enumerate(traces)})
     by_rank = _group(traces)
     if rank is not None:
@@ -143,14 +155,17 @@ def _given_log(options: ReadOptions | None) -> CompileLog | None:
     return None if given is None else read_logs(Path(given), options)
 
 
-def _recorded_log(run: Run, options: ReadOptions | None) -> CompileLog | None:
-    """What the recorder kept of torch.compile, of all ranks that are read."""
-    logs = []
-    for record in run.recording.ranks.values() if run.recording is not None else ():
-        file = Path(record.folder, COMPILE_LOG)
+def _recorded_logs(run: Run, options: ReadOptions | None) -> list[Trace | str]:
+    """Logs in a run directory: what the recorder kept of all ranks that are read, and what lies
+    beside it. A line for each that cannot be read."""
+    ranks = run.recording.ranks.values() if run.recording is not None else ()
+    folders = [Path(record.folder) for record in ranks]
+    result = logs_in([*([] if run.path is None else [run.path]), *folders], options)
+    for folder in folders:
         with suppress(AdvisorError):  # cut off in its first record
-            logs += [read_logs(file, options)] if file.is_file() else []
-    return merged(logs) if logs else None
+            if (file := folder / COMPILE_LOG).is_file():
+                result.append(read_trace(str(file), options))
+    return result
 
 
 def profile_files(path: str) -> list[str]:

@@ -112,9 +112,14 @@ def read_by(reader: Reader, source: ByteSource, options: ReadOptions) -> Trace:
 
 def is_trace_name(name: str) -> bool:
     """Whether a file of a folder is named like a trace."""
+    return any(is_named_for(reader, name) for reader in readers())
+
+
+def is_named_for(reader: Reader, name: str) -> bool:
+    """Whether a file of a folder is named as a reader's files are."""
     name = name.lower()
     bare = next((name.removesuffix(end) for end in PACKINGS if name.endswith(end)), name)
-    return any(fnmatchcase(bare, each) for reader in readers() for each in reader.patterns)
+    return any(fnmatchcase(bare, each) for each in reader.patterns)
 
 
 def trace_names() -> str:

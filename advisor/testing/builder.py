@@ -18,7 +18,6 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from advisor.core.kernel_profile import CompiledKernel, KernelProfile
-    from advisor.core.report import CompileLog
     from advisor.core.trace import Trace
     from advisor.measure import Analysis
     from advisor.testing.allocator import Allocator
@@ -125,7 +124,8 @@ class TraceBuilder:
         self._snapshot: bytes | None = None
         self._profiles: list[KernelProfile] = []
         self._compiled: list[CompiledKernel] = []
-        self._compilation: CompileLog | None = None
+        self.logs: dict[str, Any] = {}
+        """Logs beside the trace, by fields of TraceMeta."""
 
     # -- the host ---------------------------------------------------------------------------
 
@@ -513,7 +513,7 @@ class TraceBuilder:
             ]
             for name in ("recompilations", "not_compiled", "without_cuda_graphs")
         }
-        self._compilation = CompileLog(
+        self.logs["compilation"] = CompileLog(
             logs=1,
             compilations=1 + sum(map(len, others.values())),
             ns=1e9,
@@ -546,7 +546,7 @@ class TraceBuilder:
         from advisor.core.trace import blank_trace
         from advisor.read.registry import read_bytes
 
-        others = self._record, self._snapshot, self._compilation
+        others = self._record, self._snapshot, self.logs or None
         if not self.events and any(each is not None for each in others):
             trace = blank_trace("<TraceBuilder>")
         else:
@@ -560,7 +560,7 @@ class TraceBuilder:
                 "<TraceBuilder>", tool, tuple(self._profiles), compiled=tuple(self._compiled)
             )
         meta = replace(trace.meta, example=True, kernel_profiles=profiles)
-        return replace(trace, meta=replace(meta, compilation=self._compilation))
+        return replace(trace, meta=replace(meta, **self.logs))
 
     def analysis(self) -> Analysis:
         """The trace and the record, ready to be measured."""

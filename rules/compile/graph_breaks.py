@@ -77,7 +77,7 @@ class GraphBreaks(Rule):
         "https://pytorch.org/tutorials/recipes/torch_compile_fullgraph_false_graph_breaks.html",
     )
 
-    reads_compile_log = True
+    reads_log = "compilation"
     min_share = Threshold(0.02, "of the step, idle at the breaks", OURS)
 
     fix = (
@@ -342,7 +342,7 @@ class Recompilation(Rule):
         "https://docs.pytorch.org/docs/stable/torch.compiler_dynamic_shapes.html",
     )
 
-    reads_compile_log = True
+    reads_log = "compilation"
     min_steps = Threshold(2, "steps with compilation: the first time is needed", OURS)
     min_share = Threshold(0.02, "of the recorded steps; as for graph breaks", OURS)
 
@@ -606,7 +606,7 @@ class CudaGraphsSkipped(Rule):
     id = "cuda-graphs-skipped"
     title = "torch.compile skips CUDA graphs"
     category = "compile"
-    reads_compile_log = True
+    reads_log = "compilation"
     references = (
         "https://docs.pytorch.org/docs/stable/torch.compiler_cudagraph_trees.html",
         "https://docs.pytorch.org/tutorials/intermediate/torch_compile_tutorial.html",

@@ -451,7 +451,20 @@ def of_memory_timelines(number: int, seeds: dict[str, Any], place: Path) -> Act:
     return f"memory timeline {number} {line}", file, lambda: run(line)
 
 
+def of_flight_records(number: int, seeds: dict[str, Any], place: Path) -> Act:
+    """A dump of the flight recorder, as a pickle or as JSON."""
+    chance = random.Random(number)
+    folder = Path(__file__).resolve().parents[1] / "read" / "flight"
+    binary = chance.random() < 0.5
+    name = "other_order/nccl_trace_rank_1" if binary else "json/nccl_trace_rank_0.json"
+    file = place / Path(name).name
+    file.write_bytes(mutated((folder / name).read_bytes(), TEXTS if binary else JSON, chance))
+    line = commands(file, place, seeds, chance)
+    return f"flight recorder {number} {line}", file, lambda: run(line)
+
+
 KINDS = [
+    of_flight_records,
     of_runs,
     of_traces,
     of_packed_traces,

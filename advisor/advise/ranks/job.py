@@ -23,7 +23,7 @@ from advisor.measure.ranks.summary import Summary, Unread
 from advisor.read import open_run
 from advisor.read.directory import MAX_ELSEWHERE, trace_files
 from advisor.read.elsewhere import read_source
-from advisor.read.readers.compile_log import has_logs, is_named_log
+from advisor.read.logs import is_named_log, logs_in, with_logs
 from advisor.read.registry import with_window
 from advisor.read.remote.urls import RankFilter, RemoteFile, is_url, local_path, rank_in, shown
 
@@ -69,8 +69,8 @@ def ranks_apart(places: Sequence[str], options: Options) -> list[RemoteFile]:
 
 
 def _traces(sources: list[RemoteFile]) -> list[RemoteFile]:
-    """Without logs of torch.compile, as far as there is anything else: they are no ranks."""
-    return [each for each in sources if not is_named_log(each.at)] or sources
+    """Without logs: they are no ranks."""
+    return [each for each in sources if not is_named_log(each.at)]
 
 
 def _is_folder(place: str) -> bool:
@@ -134,13 +134,14 @@ def first_rank(
     if is_url(source.at):
         run = Run(traces={(first.rank, 0): read_source(source, read)})
     else:
-        beside = Path(source.at).parent
-        if read.compile_log is None and not is_run(source.at) and has_logs(beside):
-            read = replace(read, compile_log=str(beside))
         run = one_rank(open_run(source.at, read, window=options.which), source.at, first.rank)
+    known = list(run.traces.values())
+    if not is_url(source.at) and not is_run(source.at):
+        found = logs_in([Path(source.at).parent], read)
+        known = with_logs([*known, *(each for each in found if not isinstance(each, str))])
     traces = {
         (first.rank, window): with_window(trace, first.rank, window)
-        for (_, window), trace in run.traces.items()
+        for (_, window), trace in zip(run.traces, known, strict=True)
     }
     return replace(run, traces=traces) if traces else run
 

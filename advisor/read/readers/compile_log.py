@@ -9,7 +9,6 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
-from fnmatch import fnmatchcase
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -39,7 +38,7 @@ MAX_CODE, MAX_NODES, MAX_LINES = 200_000, 100_000, 20
 
 _PLACE = re.compile(r"^Graph break (?:in user code at|from) (.+):(\d+)$")
 _STACK = re.compile(r'^\s*File "(.+)", line (\d+), in (.+)$')
-_LIBRARY = re.compile(r"[/\\](?:site-packages|dist-packages|lib(?:64)?[/\\]python\d[\d.]*t?)[/\\]")
+LIBRARY = re.compile(r"[/\\](?:site-packages|dist-packages|lib(?:64)?[/\\]python\d[\d.]*t?)[/\\]")
 _NO_HINT = re.compile(
     r"Hint: (?:If it is a|Please report|It may be possible|This graph break is fund)"
 )
@@ -85,16 +84,6 @@ class CompileLogReader(Reader):
         return replace(trace, meta=meta)
 
 
-def is_named_log(path: str) -> bool:
-    """The file is named as torch names its logs."""
-    return fnmatchcase(Path(path).name, NAMES)
-
-
-def has_logs(folder: Path) -> bool:
-    """There are logs in the folder itself."""
-    return next(folder.glob(NAMES), None) is not None
-
-
 def read_logs(path: Path, options: ReadOptions | None = None) -> CompileLog:
     """What a log, or the logs in a folder, tell. Raises AdvisorError: there is none."""
     paths = list(islice(path.glob(NAMES), MAX_FILES)) if path.is_dir() else [path]
@@ -107,19 +96,6 @@ def read_logs(path: Path, options: ReadOptions | None = None) -> CompileLog:
     if not logs:
         raise AdvisorError(f"{path}: no log of torch.compile; record one with TORCH_TRACE=FOLDER")
     return merged(logs)
-
-
-def with_compile_logs(traces: list[Trace], given: CompileLog | None) -> list[Trace]:
-    """Traces that know the logs among them, or ``given`` beside them; only logs: one trace that
-    holds them all."""
-    found = [trace.meta.compilation for trace in traces if trace.meta.compilation is not None]
-    if given is not None:
-        found.append(given)
-    if not found:
-        return traces
-    log = merged(found)
-    plain = [trace for trace in traces if trace.meta.compilation is None] or traces[:1]
-    return [replace(trace, meta=replace(trace.meta, compilation=log)) for trace in plain]
 
 
 def merged(logs: list[CompileLog]) -> CompileLog:
@@ -312,8 +288,8 @@ def _broken(log: _Log, payload: list[str]) -> None:
         log.damaged += 1
         return
     file, line = place[1], place[2]
-    users = [frame for frame in frames if not _LIBRARY.search(frame[1])]
-    if users and _LIBRARY.search(file):  # the user's line that led there
+    users = [frame for frame in frames if not LIBRARY.search(frame[1])]
+    if users and LIBRARY.search(file):  # the user's line that led there
         file, line = users[-1][1], users[-1][2]
     own = [frame for frame in frames if (frame[1], frame[2]) == (file, line)]
     function = own[-1][3] if own else None

@@ -28,7 +28,7 @@ from advisor.render.document import (
     TextField,
     Tiles,
 )
-from advisor.render.documents import compilation, kernels, memory, ranks, serving
+from advisor.render.documents import compilation, kernels, memory, network, ranks, serving
 from advisor.render.figures import Bar, Staircase, StepTimeline
 
 MAX_RANKS: Final = 8
@@ -59,6 +59,7 @@ def build(report: Report, options: RenderOptions = DEFAULT) -> Document:
             *memory.sections(report),
             *kernels.sections(report),
             *compilation.sections(report.compilation, report),
+            *network.flight(report.flight),
             *_findings(report),
             *_rest(report),
         ],

@@ -1,0 +1,177 @@
+"""Dumps of PyTorch's flight recorder: the last collectives of a rank, written when one times out.
+
+``TORCH_FR_BUFFER_SIZE`` (before 2.9 ``TORCH_NCCL_TRACE_BUFFER_SIZE``) switches the recorder on. The
+pickle is read without running anything (``plain_pickle.py``); the JSON form has no stacks.
+https://docs.pytorch.org/tutorials/unstable/flight_recorder_tutorial.html
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+from itertools import islice
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from advisor.core.errors import AdvisorError
+from advisor.core.finding import Location
+from advisor.core.flight import FlightCall, FlightDump
+from advisor.read.plain_pickle import PickledFields, looks_like_pickle, read_plain
+from advisor.read.reader import Reader, ReaderClaim, ReadOptions
+from advisor.read.readers.compile_log import LIBRARY
+from advisor.read.remote.urls import rank_in
+from advisor.read.source import ByteSource
+
+if TYPE_CHECKING:
+    from advisor.core.trace import Trace
+
+MAX_BYTES = 256 << 20
+MAX_CALLS, MAX_FRAMES, MAX_TENSORS, MAX_GROUPS = 100_000, 256, 64, 4_096
+MAX_TEXT, MAX_RANK = 300, 1 << 20
+_JSON = re.compile(rb'\s*\{\s*"(?:comm_lib_version|entries|nccl_comm_state|pg_config|version)"\s*:')
+_KEYS = (b"pg_config", b"collective_seq_id", b"nccl_comm_state")
+_NUMBER = re.compile(r"(\d{1,7})$")
+
+
+class FlightRecorderReader(Reader):
+    """The dump of one rank."""
+
+    name = "flight-recorder"
+    reads = "a dump of PyTorch's flight recorder"
+    suffixes = ()
+
+    @property
+    def patterns(self) -> tuple[str, ...]:
+        """As torch names them; pickles and JSON of other names are looked at for other readers."""
+        return ("*trace_rank_*",)
+
+    def sniff(self, head: bytes, path: str) -> ReaderClaim:
+        """A pickle, or JSON, with names that nothing else has."""
+        del path
+        form = looks_like_pickle(head) or _JSON.match(head) is not None
+        return ReaderClaim.SURE if form and any(key in head for key in _KEYS) else ReaderClaim.NO
+
+    def read(self, source: ByteSource, options: ReadOptions) -> Trace:
+        """A trace that holds the dump and nothing else."""
+        from advisor.core.trace import PYTORCH, blank_trace
+
+        dump = _dump(source, min(MAX_BYTES, options.max_bytes))
+        trace = blank_trace(source.path)
+        meta = replace(
+            trace.meta,
+            bytes_read=source.bytes_read,
+            events_read=len(dump.calls),
+            framework=PYTORCH,
+            rank=dump.rank,
+            flight=(dump,),
+        )
+        return replace(trace, meta=meta)
+
+
+def _dump(source: ByteSource, limit: int) -> FlightDump:
+    path, data = source.path, bytearray()
+    for block in source.blocks():
+        data += block
+        if len(data) > limit:
+            raise AdvisorError(f"{path}: a flight-recorder dump of more than {limit >> 20} MiB")
+    try:
+        value = (
+            read_plain([bytes(data)], path).value
+            if looks_like_pickle(bytes(data[:2]))
+            else msgspec.json.decode(data)
+        )
+    except (msgspec.DecodeError, UnicodeError, RecursionError) as error:
+        why = f"{type(error).__name__}: {error}"[:120]
+        raise AdvisorError(f"{path}: a damaged flight-recorder dump ({why})") from None
+    top = _fields(value)
+    entries = top.get("entries", [])
+    if not isinstance(entries, list) or not ("entries" in top or "pg_config" in top):
+        raise AdvisorError(f"{path}: not a flight-recorder dump, which has 'entries'")
+    members = {
+        _text(name): _ranks(_fields(group).get("ranks"))
+        for name, group in islice(_fields(top.get("pg_config")).items(), MAX_GROUPS)
+    }
+    calls = [_call(_fields(entry)) for entry in entries[-MAX_CALLS:]]
+    number = _NUMBER.search(Path(path).name.partition(".")[0])
+    rank = rank_in(Path(path).name)
+    if rank is None and number is not None:
+        rank = int(number[1])
+    return FlightDump(
+        path=path,
+        rank=rank,
+        calls=tuple(call for call in calls if call is not None),
+        members={name: ranks for name, ranks in members.items() if ranks},
+        damaged=calls.count(None),
+    )
+
+
+def _call(entry: dict[str, Any]) -> FlightCall | None:
+    """An entry; ``None``: it is none."""
+    name, group = entry.get("profiling_name"), entry.get("process_group")
+    p2p = entry.get("is_p2p") is True
+    sequence = _int(entry.get("p2p_seq_id" if p2p else "collective_seq_id"))
+    if not isinstance(name, str) or not isinstance(group, list | tuple) or sequence is None:
+        return None
+    # gloo leaves the state as it was and marks what has ended as retired
+    state = "completed" if entry.get("retired") is True else _text(entry.get("state"))
+    return FlightCall(
+        group=_text(group[0]) if group else "",
+        description=_text(group[1]) if len(group) > 1 else "",
+        operation=_text(name.partition(":")[2] or name),
+        sequence=sequence,
+        p2p=p2p,
+        inputs=_sizes(entry.get("input_sizes")),
+        outputs=_sizes(entry.get("output_sizes")),
+        dtypes=tuple(_text(item) for item in _list(entry.get("input_dtypes"))),
+        state=state,
+        created_ns=_int(entry.get("time_created_ns")) or 0,
+        where=_where(entry.get("frames")),
+    )
+
+
+def _where(frames: Any) -> Location | None:
+    """The innermost frame outside of libraries, else the innermost."""
+    found = None
+    for each in frames[:MAX_FRAMES] if isinstance(frames, list) else ():
+        frame = _fields(each)
+        file = _text(frame.get("filename"))
+        if not file:
+            continue
+        place = Location(file=file, line=_int(frame.get("line")), function=_text(frame.get("name")))
+        if not LIBRARY.search(file):
+            return place
+        found = found or place
+    return found
+
+
+def _fields(value: Any) -> dict[str, Any]:
+    """A dict, of JSON or of a plain pickle; empty: it is none."""
+    if isinstance(value, dict):
+        return value
+    return PickledFields().of(value) or {}
+
+
+def _sizes(value: Any) -> tuple[tuple[int, ...], ...]:
+    return tuple(
+        tuple(size for size in map(_int, _list(item)) if size is not None) for item in _list(value)
+    )
+
+
+def _ranks(value: Any) -> tuple[int, ...]:
+    """``"[0, 1]"``, as torch writes them."""
+    found = re.findall(r"\d{1,7}", value[: 1 << 20]) if isinstance(value, str) else []
+    return tuple(sorted({int(each) for each in found if int(each) < MAX_RANK}))
+
+
+def _list(value: Any) -> list[Any]:
+    return list(value[:MAX_TENSORS]) if isinstance(value, list | tuple) else []
+
+
+def _int(value: Any) -> int | None:
+    return value if type(value) is int and 0 <= value < 1 << 62 else None
+
+
+def _text(value: Any) -> str:
+    return value[:MAX_TEXT] if isinstance(value, str) else ""

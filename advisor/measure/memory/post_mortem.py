@@ -179,7 +179,7 @@ class PostMortem:
                 pl.col("size").sum().alias("bytes"),
                 pl.col("born").min().alias("oldest"),
             )
-            .sort(["bytes", "category", "file", "line"], descending=[True, False, False, False])
+            .sort(-pl.col("bytes"), "category", "file", "line", "function", "label")
             .select(*HELD_SCHEMA)
             .cast(pl.Schema(HELD_SCHEMA))
         )

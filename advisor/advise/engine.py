@@ -38,7 +38,7 @@ from advisor.core.report import MeshAxis, Report
 from advisor.core.trace import Run
 from advisor.measure.comm.links import Machine
 from advisor.measure.comm.mesh import report_mesh
-from advisor.measure.host.backlog import analysed_device
+from advisor.measure.host.launches import analysed_device
 from advisor.measure.ranks.axis_waits import collective_waits
 from advisor.measure.serving.graphs import attach_capture, captured_launches, replays
 from advisor.read import open_run

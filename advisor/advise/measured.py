@@ -32,8 +32,8 @@ from advisor.core.report import (
     TimeShare,
 )
 from advisor.measure.device.energy import step_energy
-from advisor.measure.device.rooflines import attained, rooflines
 from advisor.measure.host.layers import report_layers
+from advisor.measure.host.operators import attained, rooflines
 from advisor.measure.host.optree import op_table, range_table
 from advisor.measure.steps.record import MIN_AROUND, MIN_PROFILED
 from advisor.measure.steps.steps import extent

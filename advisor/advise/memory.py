@@ -17,8 +17,7 @@ from advisor.core.report import (
 )
 from advisor.measure.memory.fragments import Placement, fragments, placement
 from advisor.measure.memory.memory_savings import savings
-from advisor.measure.memory.post_mortem import PostMortem
-from advisor.measure.memory.snapshot_series import fullest, growing_lines
+from advisor.measure.memory.post_mortem import PostMortem, fullest, growing_lines
 
 if TYPE_CHECKING:
     from advisor.measure import Analysis

@@ -17,7 +17,7 @@ from advisor.measure.host.names import name_matches
 from advisor.measure.host.stacks import BACKWARD, nearest, parents
 from advisor.measure.memory.memory_savings import Change, changes, needed, sharded
 from advisor.measure.memory.post_mortem import PostMortem
-from advisor.replay.project.rates import host_rate, memory_rate, peer_rate
+from advisor.replay.project.moves import host_rate, memory_rate, peer_rate
 from advisor.rules.kernel.facts import launched_under
 
 OUTSIDE = 600 << 20

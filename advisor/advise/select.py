@@ -22,7 +22,7 @@ from advisor.core.files import open_regular, tool_section
 from advisor.core.finding import Category, Rule
 from advisor.core.trace import blank_trace
 from advisor.measure import Analysis
-from advisor.measure.memory.snapshot_series import in_order
+from advisor.measure.memory.post_mortem import in_order
 from advisor.measure.steps.steps import refuse_none
 
 if TYPE_CHECKING:

@@ -18,8 +18,7 @@ from advisor.core.errors import AdvisorError
 if TYPE_CHECKING:
     from advisor.core.gpus import GpuSpec
     from advisor.core.prices import Prices
-    from advisor.replay.project.choice import Choice
-    from advisor.replay.project.project import Projection, Projector
+    from advisor.replay.project.project import Choice, Projection, Projector
 
 WIDTH = 80
 WORDS = {
@@ -73,8 +72,7 @@ def command(
     from advisor.measure import Analysis
     from advisor.measure.steps.steps import refuse_none
     from advisor.read import ReadOptions, open_run
-    from advisor.replay.project.choice import choose
-    from advisor.replay.project.project import Projector
+    from advisor.replay.project.project import Projector, choose
 
     table = read_prices(prices)
     targets, notes = _targets(gpu, table, every=every)
@@ -105,7 +103,7 @@ def _targets(
 ) -> tuple[list[tuple[GpuSpec, float | None]], list[str]]:
     """The GPUs with their prices, and what a short name was taken for."""
     from advisor.core.gpus import find_gpu, known
-    from advisor.replay.project.choice import hourly_prices
+    from advisor.replay.project.project import hourly_prices
 
     money = hourly_prices(prices)
     chosen = {result.gpu.name: result.gpu for result in map(find_gpu, names)}
@@ -201,7 +199,7 @@ def _show(
         if projector.same_host
         else "hosts of other machines lie in it too (--same-host: this one)"
     )
-    from advisor.replay.project.choice import RESTS_ON
+    from advisor.replay.project.project import RESTS_ON
 
     paragraph(f"{RESTS_ON}; {host}. See docs/project.md.")
 
@@ -233,7 +231,7 @@ def _times(ratio: float) -> str:
 
 def _cheapest(found: tuple[Choice, ...], file: TextIO) -> None:
     """The cheapest, and which could be it as well by the bands."""
-    from advisor.replay.project.choice import cheapest
+    from advisor.replay.project.project import cheapest
 
     print("\n" + textwrap.fill(cheapest(found), WIDTH), file=file)
     if not any(c.possible and c.cost is not None for c in found):

@@ -224,7 +224,7 @@ def _operators(a: Analysis) -> CsvTable:
 
 def _rooflines(a: Analysis) -> CsvTable:
     """Operators by shape, all of them."""
-    from advisor.measure.device.rooflines import rooflines
+    from advisor.measure.host.operators import rooflines
 
     head = ["operator", "shapes", "family", "dtype", "kernel", "tensor_cores", "calls_per_step",
             "ns_per_step", "share", "flops_per_call", "bytes_per_call", "flops_per_s",

@@ -208,7 +208,7 @@ class Analysis:
     @cached_property
     def device_id(self) -> int | None:
         """The device that is analysed: the one with most device time; ``None``: no device work."""
-        from advisor.measure.host.backlog import analysed_device
+        from advisor.measure.host.launches import analysed_device
 
         return analysed_device(self.trace)
 
@@ -271,9 +271,9 @@ class Analysis:
 
     @cached_property
     def earlier(self) -> NDArray[np.bool_]:
-        """Aligned with ``trace.gpu``: launched before the recording began (``backlog.py``). The
+        """Aligned with ``trace.gpu``: launched before the recording began (``launches.py``). The
         device is busy with it, but it is not the steps' work."""
-        from advisor.measure.host.backlog import earlier
+        from advisor.measure.host.launches import earlier
 
         return earlier(self.trace)
 
@@ -490,8 +490,8 @@ class Analysis:
     @cached_property
     def memory_histories(self) -> list[PostMortem]:
         """``post_mortems``; without a snapshot, those of the trace's own allocator events
-        (``peak.py``), the host's (device -1) last."""
-        from advisor.measure.memory.peak import recorded_snapshot
+        (``memory.py``), the host's (device -1) last."""
+        from advisor.measure.memory.memory import recorded_snapshot
         from advisor.measure.memory.post_mortem import post_mortems
 
         if self.snapshot is not None:

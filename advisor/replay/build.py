@@ -10,12 +10,17 @@ import polars as pl
 from advisor.measure.host.names import WORKERS, name_matches
 from advisor.measure.steps.steps import OUTLIER_FACTOR, rhythm
 from advisor.replay.device import DeviceWork, device_nodes, device_work, stream_edges
-from advisor.replay.edges import EdgeList
-from advisor.replay.graph import NEVER, Array, Edge, Graph, Node
-from advisor.replay.handover import Handover, find_handovers
+from advisor.replay.graph import NEVER, Array, Edge, EdgeList, Graph, Node, measure
 from advisor.replay.language import BLOCKING
-from advisor.replay.latencies import measure
-from advisor.replay.points import HAND_BATCH_NS, Points, launches, loaders, waits
+from advisor.replay.points import (
+    HAND_BATCH_NS,
+    Handover,
+    Points,
+    find_handovers,
+    launches,
+    loaders,
+    waits,
+)
 from advisor.replay.release import release_edges
 
 if TYPE_CHECKING:

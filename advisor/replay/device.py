@@ -7,13 +7,12 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 import polars as pl
 
-from advisor.replay.graph import Array, Edge, Graph, Node
-from advisor.replay.latencies import REACH_NS, median_or
+from advisor.replay.graph import REACH_NS, Array, Edge, Graph, Node, median_or
 from advisor.replay.points import SLOW_LAUNCH_NS
 
 if TYPE_CHECKING:
     from advisor.core.trace import Trace
-    from advisor.replay.edges import EdgeList
+    from advisor.replay.graph import EdgeList
 
 TOLERANCE_NS = 5_000
 """A start within this of what its edges allow is explained."""

@@ -145,7 +145,7 @@ def drop_launch(patch: Patch, edit: Edit, factor: float | None) -> None:
 
 
 def parallelize(patch: Patch, edit: Edit, factor: float | None) -> None:
-    """Loader work moves to worker processes: see ``loader.py``."""
+    """Loader work moves to worker processes: see ``patch.py``."""
     loaded = np.flatnonzero(patch.graph.kind == Node.LOADED)
     chosen = patch.selected.rows(edit.select)[patch.graph.row[loaded]]
     patch.workers.append((max(1, edit.workers or 1), loaded[chosen]))

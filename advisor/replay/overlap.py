@@ -14,8 +14,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import polars as pl
 
-from advisor.replay.edges import with_edges
-from advisor.replay.graph import NEVER, Array, Edge, Graph, Node
+from advisor.replay.graph import NEVER, Array, Edge, Graph, Node, with_edges
 
 if TYPE_CHECKING:
     from advisor.replay.patch import Patch

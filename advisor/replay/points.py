@@ -1,14 +1,23 @@
-"""Host points: the moments on host threads that device work or other threads depend on."""
+"""Host points: the moments on host threads that device work or other threads depend on.
+
+Threads hand over to each other. While autograd's thread runs backward the main thread has nothing
+to say, and the other way round. So where one thread falls silent, another works inside that silence
+and nowhere across its borders, and little of the silence is left over, the first one waited for the
+second: its last event woke the other, the other's last event woke it. Where the other one ran
+backward nodes of autograd that is certain, and what is left over may be any Python that was not
+recorded.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import polars as pl
 
-from advisor.core.trace import LOADER
+from advisor.core.intervals import Intervals, covered_length, intersect, union
+from advisor.core.trace import LOADER, Trace
 from advisor.measure.device.copies import held_by_copy
 from advisor.measure.host.names import WORKERS, name_matches
 from advisor.measure.host.syncs import tied_calls
@@ -122,3 +131,157 @@ def hand_over_ns(trace: Trace, step_ns: float, assumption: str) -> float:
 
 def _long_wait(trace: Trace, step_ns: float) -> pl.Series:
     return trace.cpu["dur"] >= max(STARVED_NS, STARVED_SHARE * step_ns)
+
+
+# -- hand-over between host threads ----------------------------------------------------------------
+
+MIN_SILENCE_NS = 50_000
+"""Shorter silences are ordinary gaps between operators."""
+MIN_AT_WORK = 0.3
+"""Of the silence: how much of it the other thread must be at work, or it was there by chance."""
+LEFT_OVER_SHARE = 0.3
+LEFT_OVER_NS = 400_000
+"""Waking a thread takes tens of µs, plus what Python does around ``backward()``."""
+
+ENGINE = r"^autograd::engine::evaluate_function"
+OPERATOR = r"::|Backward\d*$"
+"""Operators and nodes of autograd. What else has an operator's category is a range that somebody
+named, and says nothing of what its thread does inside."""
+OVERRUN_SHARE = 0.05
+"""Of the silence: how far the work of the other thread may reach across its borders."""
+
+
+class Handover(NamedTuple):
+    """``waiter`` fell silent at ``left``; ``worker`` worked from ``began`` (-1: it was at work
+    already) to ``done``; ``waiter`` went on at ``back``. All columns, times in ns."""
+
+    waiter: Array
+    worker: Array
+    left: Array
+    began: Array
+    done: Array
+    back: Array
+
+
+def find_handovers(trace: Trace, threads: Array, start: int, end: int, waiting: Array) -> Handover:
+    """Hand-overs among ``threads`` inside [start, end). ``waiting``: rows of ``trace.cpu`` that
+    explain a silence otherwise (waits for the data loader)."""
+    active = {int(t): _active(trace, int(t), start, end, waiting) for t in threads}
+    engine = _engine(trace, active)
+    busy = {t: _without_short_gaps(own) for t, own in active.items()}
+    result: list[tuple[int, int, int, int, int, int]] = []
+    for waiter in active:
+        rows: dict[int, tuple[int, tuple[int, int, int, int, int, int]]] = {}
+        for worker, theirs in active.items():
+            if worker == waiter or not len(theirs):
+                continue
+            own = _without_blips(busy[waiter], busy[worker])
+            left, back = own.end[:-1], own.start[1:]
+            if not len(left):
+                continue
+            # a thread that just has been woken may tidy up after it has woken the other
+            spare = np.maximum(OVERRUN_SHARE * (back - left), 0).astype(np.int64)
+            first = np.searchsorted(theirs.end, left, side="right")
+            index = np.minimum(first, len(theirs) - 1)
+            tidying = (theirs.start[index] < left) & (theirs.end[index] - left <= spare)
+            first = first + tidying
+            last = np.searchsorted(theirs.start, back, side="left") - 1
+            inside = (first <= last) & (first < len(theirs))
+            at_first, at_last = np.minimum(first, len(theirs) - 1), np.maximum(last, 0)
+            began, over = theirs.start[at_first], theirs.end[at_last] - back
+            done = np.minimum(theirs.end[at_last], back - 1)
+            rest = (began - left) + (back - done)
+            nodes = np.searchsorted(engine[worker], back) > np.searchsorted(engine[worker], left)
+            nodes &= waiter == trace.main_thread
+            both = intersect(busy[waiter], busy[worker]).total
+            turns = both <= OVERRUN_SHARE * min(busy[waiter].total, busy[worker].total)
+            at_work = covered_length(left, back, busy[worker]) >= MIN_AT_WORK * (back - left)
+            # already at work: the silence is only waiting for its end
+            half = _inside(busy[worker], left, spare)
+            fits = (
+                inside
+                & ~_inside(busy[worker], back, spare)
+                & ((turns & at_work) | nodes)
+                & (began >= left)
+                & (over <= spare)
+                & ((rest <= np.maximum(LEFT_OVER_SHARE * (back - left), LEFT_OVER_NS)) | nodes)
+                & (rest < back - left)
+            )
+            began = np.where(half, -1, began)
+            for i in np.flatnonzero(fits).tolist():
+                row = (waiter, worker, int(left[i]), int(began[i]), int(done[i]), int(back[i]))
+                known = rows.get(row[-1])
+                if known is None or rest[i] < known[0]:
+                    rows[row[-1]] = int(rest[i]), row
+        result += [row for _, row in rows.values()]
+    table = _one_waker(np.array(result, dtype=np.int64).reshape(-1, 6))
+    return Handover(*(table[:, i] for i in range(6)))
+
+
+def _one_waker(table: Array) -> Array:
+    """A stretch of work was handed over once: by the thread that in general leaves least over."""
+    pair = table[:, 0] * (table[:, :2].max(initial=0) + 1) + table[:, 1]
+    rest = np.maximum(table[:, 3] - table[:, 2], 0) + (table[:, 5] - table[:, 4])
+    usual = {p: float(np.median(rest[pair == p])) for p in np.unique(pair).tolist()}
+    order = np.lexsort((rest, [usual[p] for p in pair.tolist()]))
+    _, first = np.unique(table[order][:, [1, 4]], axis=0, return_index=True)
+    return table[np.sort(order[first])]
+
+
+def _inside(busy: Intervals, time: Array, spare: Array) -> Array:
+    """Whether each instant lies inside a busy stretch, more than ``spare`` from its borders."""
+    if not len(busy):
+        return np.zeros(len(time), dtype=bool)
+    index = np.maximum(np.searchsorted(busy.start, time, side="right") - 1, 0)
+    result: Array = (busy.start[index] + spare < time) & (time + spare < busy.end[index])
+    return result
+
+
+def _without_short_gaps(active: Intervals) -> Intervals:
+    """The same with gaps closed that are no silences."""
+    if not len(active):
+        return active
+    apart = active.start[1:] - active.end[:-1] >= MIN_SILENCE_NS
+    return Intervals(active.start[np.append(True, apart)], active.end[np.append(apart, True)])
+
+
+def _without_blips(own: Intervals, busy: Intervals) -> Intervals:
+    """Stretches of work of a thread, without short ones in the midst of another thread's: what a
+    waiting thread does between two looks at a lock is no end of its waiting."""
+    if len(own) < 3 or not len(busy):
+        return own
+    index = np.maximum(np.searchsorted(busy.start, own.start, side="right") - 1, 0)
+    amidst = (busy.start[index] < own.start) & (own.end < busy.end[index])
+    around = np.append(own.start[1:], own.end[-1]) - np.append(own.start[0], own.end[:-1])
+    length = own.end - own.start
+    kept = ~(amidst & (length <= OVERRUN_SHARE * (around - length)))
+    kept[[0, -1]] = True
+    return Intervals(own.start[kept], own.end[kept])
+
+
+def _engine(trace: Trace, active: dict[int, Intervals]) -> dict[int, Array]:
+    """When backward nodes began, by thread, in order."""
+    rows = np.flatnonzero(name_matches(trace.cpu["name"], ENGINE).to_numpy())
+    thread, ts = trace.cpu["thread"].to_numpy()[rows], trace.cpu["ts"].to_numpy()[rows]
+    return {owner: np.sort(ts[thread == owner]) for owner in active}
+
+
+def _active(trace: Trace, thread: int, start: int, end: int, waiting: Array) -> Intervals:
+    """When the thread ran operators or runtime calls. Python frames and ranges span waits, but a
+    thread that enters or leaves one of them runs at that instant."""
+    cpu = trace.cpu.with_row_index("row").filter(
+        (pl.col("thread") == thread)
+        & (
+            pl.col("kind").is_in(["op", "runtime", "python", "annotation"])
+            | pl.col("row").is_in(waiting.tolist())
+        )
+        & (pl.col("ts") < end)
+        & (pl.col("ts") + pl.col("dur") >= start)
+    )
+    named = (cpu["kind"] == "op") & ~name_matches(cpu["name"], OPERATOR)
+    only_edges = cpu["kind"].is_in(["python", "annotation"]) | named
+    frame = (only_edges & ~cpu["row"].is_in(waiting.tolist())).to_numpy()
+    ts, until = cpu["ts"].to_numpy(), (cpu["ts"] + cpu["dur"]).to_numpy()
+    instants = np.concatenate([ts[frame], until[frame]])
+    begin = np.concatenate([ts[~frame], instants])
+    return union(begin, np.maximum(np.concatenate([until[~frame], instants]), begin + 1))

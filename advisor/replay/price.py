@@ -30,8 +30,7 @@ from advisor.replay.trust import (
 if TYPE_CHECKING:
     from advisor.core.finding import Edit
     from advisor.measure import Analysis
-    from advisor.replay.ranks.joint_build import JointRanks
-    from advisor.replay.ranks.joint_replay import JointReplay
+    from advisor.replay.ranks.joint import JointRanks, JointReplay
 
 EVENT_COST_NS = {"plain": 800.0, "shapes": 600.0, "stacks": 900.0}
 """Host time that the profiler adds to each event, about: 0.8 µs plain, 1.4 with shapes, 2.3 with
@@ -109,7 +108,7 @@ class EditGain:
     def _joint_ranks(self) -> JointRanks | None:
         if not self.others:
             return None
-        from advisor.replay.ranks.joint_build import find_joint_ranks
+        from advisor.replay.ranks.joint import find_joint_ranks
 
         return find_joint_ranks(self.rank, {self.rank: self.a} | self.others)
 
@@ -120,7 +119,7 @@ class EditGain:
         joint_ranks = self._joint_ranks
         if joint_ranks is None:
             return None
-        from advisor.replay.ranks.joint_replay import JointReplay
+        from advisor.replay.ranks.joint import JointReplay
 
         members = [self]
         for number, a, steps in list(

@@ -15,8 +15,15 @@ from advisor.dashboard.current import PageView
 from advisor.dashboard.grid import Column, duration_column, grid, grid_rows, register_search
 from advisor.dashboard.parts import banner, card, el, empty, facts, fold, head, page
 from advisor.dashboard.session import DashboardSession
-from advisor.replay.project.choice import ANY, RESTS_ON, Choice, cheapest, choose, offered
-from advisor.replay.project.project import Projector
+from advisor.replay.project.project import (
+    ANY,
+    RESTS_ON,
+    Choice,
+    Projector,
+    cheapest,
+    choose,
+    offered,
+)
 
 SHOWN_PX = 480
 """Height of the table: a dozen GPUs, the others by scrolling or searching."""

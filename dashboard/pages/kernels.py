@@ -40,8 +40,8 @@ from advisor.dashboard.parts import (
 )
 from advisor.dashboard.session import DashboardSession, LoadedRun
 from advisor.measure import Analysis
-from advisor.measure.device.rooflines import attained, rooflines
 from advisor.measure.host.layers import report_layers
+from advisor.measure.host.operators import attained, rooflines
 from advisor.measure.host.optree import op_table, op_tree
 from advisor.render.documents import kernels as counters
 from advisor.render.documents import layers

@@ -22,7 +22,7 @@ from advisor.dashboard.parts import (
     table,
 )
 from advisor.measure import Analysis
-from advisor.measure.memory.peak import memory_devices
+from advisor.measure.memory.memory import memory_devices
 
 warm = snapshot.warm
 ALLOCATED, RESERVED = theme.CLASSES["compute"], "#9a9aa5"

@@ -16,7 +16,7 @@ from advisor.core.finding import (
     SkippedCheck,
     Source,
 )
-from advisor.measure.ranks.kernels import MIN_KERNELS, compare_devices
+from advisor.measure.ranks.profile import MIN_KERNELS, compare_devices
 from advisor.measure.ranks.wording import subject
 from advisor.rules.distributed.across import finding_of
 from advisor.rules.elsewhere import in_any_language
@@ -51,7 +51,7 @@ class SlowDevice(Rule):
         "simulated jobs (docs/fleet-accuracy.md); silent on two_ranks; "
         "never seen to fire on a real slow device"
     )
-    sources = (Source("five kernels, 20 times each", "advisor/measure/ranks/kernels.py"),)
+    sources = (Source("five kernels, 20 times each", "advisor/measure/ranks/profile.py"),)
     across_ranks = True
     references = (
         "https://arxiv.org/abs/2410.12588",

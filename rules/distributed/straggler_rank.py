@@ -17,7 +17,7 @@ from advisor.core.finding import (
     SkippedCheck,
     Threshold,
 )
-from advisor.measure.ranks.significance import (
+from advisor.measure.ranks.members import (
     LATE_SHARE,
     MAX_LATE_CHANCE,
     MIN_COLLECTIVES,

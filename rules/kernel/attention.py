@@ -12,9 +12,8 @@ from numpy.typing import NDArray
 
 from advisor.core.finding import Threshold
 from advisor.measure import Analysis
-from advisor.measure.device import dtypes
 from advisor.measure.device.matmuls import product
-from advisor.measure.device.shapes import OpInputs
+from advisor.measure.device.shapes import OpInputs, width_of
 from advisor.measure.host.names import name_matches
 from advisor.measure.host.operators import KERNEL_NS, roofs
 from advisor.rules.kernel import facts
@@ -177,7 +176,7 @@ def _sizes(a: Analysis, blocks: Blocks) -> Iterator[tuple[_Size, int]]:
         if not scores or len(scores.shape) < 2 or not scores.elements or not last:
             continue
         value_width = last.batch * last.m * last.n * last.k // scores.elements
-        size = dtypes.width(last.a.dtype)
+        size = width_of(last.a.dtype)
         if not size or not value_width:
             continue
         # a bias that is a product too (relative positions) may stand before the softmax

@@ -12,10 +12,9 @@ import polars as pl
 from advisor.core.finding import Edit, Evidence, Finding, Outcome, Rule, SkippedCheck, Threshold
 from advisor.core.text import format_share
 from advisor.measure import Analysis
-from advisor.measure.device.rooflines import shape_text
 from advisor.measure.device.shapes import OpInputs
 from advisor.measure.host.names import name_matches
-from advisor.measure.host.operators import rows_of, share_in
+from advisor.measure.host.operators import rows_of, shape_text, share_in
 from advisor.rules.common import figure
 from advisor.rules.kernel import facts
 from advisor.rules.kernel.attention import read_inputs, unfused

@@ -21,7 +21,7 @@ from advisor.core.finding import (
 from advisor.core.intervals import Floats
 from advisor.measure import Analysis
 from advisor.measure.memory.memory_savings import savings
-from advisor.measure.memory.snapshot_series import fullest, growing_lines
+from advisor.measure.memory.post_mortem import fullest, growing_lines
 from advisor.measure.steps.record import StepRecords
 from advisor.rules.memory.device_memory import gpu_capacity, growth, last_known, snapshot_example
 from advisor.rules.recorded import record

@@ -12,7 +12,7 @@ from advisor.core import text as t
 from advisor.core.finding import Evidence, Finding, Outcome, Rule, Threshold
 from advisor.core.intervals import covered_length, union
 from advisor.measure import Analysis
-from advisor.replay.project.rates import host_rate
+from advisor.replay.project.moves import host_rate
 from advisor.rules.common import figure, of_step
 from advisor.rules.elsewhere import in_any_language
 from advisor.rules.kernel.facts import kernel_rows, kernels_named, locations, scale_kernels

@@ -10,8 +10,7 @@ import polars as pl
 from advisor.core import text as t
 from advisor.core.finding import Edit, Evidence, Finding, Outcome, Rule, SkippedCheck, Threshold
 from advisor.measure import Analysis
-from advisor.measure.device import dtypes
-from advisor.measure.device.shapes import OpInputs
+from advisor.measure.device.shapes import OpInputs, bare
 from advisor.measure.host.names import map_names, name_matches
 from advisor.measure.host.stacks import climb_stack, frame_rank, parents
 from advisor.measure.steps.steps import step_of
@@ -147,7 +146,7 @@ class DtypeInflation(Rule):
             elif (
                 second is not None
                 and second.dtype == "unsigned char"
-                and dtypes.bare(first.dtype) in _FLOATS
+                and bare(first.dtype) in _FLOATS
                 and first.width is not None
                 and first.width > 1
                 and first.elements == second.elements

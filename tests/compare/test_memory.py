@@ -9,8 +9,7 @@ import pytest
 import advisor
 from advisor.advise.engine import Options
 from advisor.compare.compare import compare
-from advisor.measure.memory.post_mortem import PostMortem
-from advisor.measure.memory.snapshot_series import growing_lines, in_order
+from advisor.measure.memory.post_mortem import PostMortem, growing_lines, in_order
 from advisor.read.snapshot import read_snapshot
 from advisor.render.formats import REPORTS
 from advisor.testing.allocator import MIB, Allocator, Training

@@ -13,8 +13,7 @@ from advisor.advise.engine import Options
 from advisor.advise.facts import cost
 from advisor.core.prices import NO_PRICES, Prices, parse_price, read_prices
 from advisor.dashboard.session import DashboardSession
-from advisor.replay.project.choice import cheapest, choose, offered
-from advisor.replay.project.project import Projector
+from advisor.replay.project.project import Projector, cheapest, choose, offered
 from advisor.testing import TraceBuilder
 
 

@@ -10,7 +10,7 @@ import pytest
 from rich.cells import cell_len
 
 from advisor.core.report import AttainableRate, OperatorRate, Report
-from advisor.measure.device.rooflines import shape_text
+from advisor.measure.host.operators import shape_text
 from advisor.render.documents import operators
 from advisor.render.formats.terminal import Terminal
 from advisor.render.renderer import RenderOptions

@@ -18,8 +18,7 @@ from advisor.advise.ranks.work import processes, results
 from advisor.core.errors import AdvisorError
 from advisor.core.run_directory import is_run, read_recording
 from advisor.core.trace import Run
-from advisor.measure.ranks.runs import one_run
-from advisor.measure.ranks.summary import Summary, Unread
+from advisor.measure.ranks.summary import Summary, Unread, one_run
 from advisor.read import open_run
 from advisor.read.directory import MAX_ELSEWHERE, trace_files
 from advisor.read.elsewhere import read_source

@@ -11,8 +11,8 @@ from collections.abc import Callable
 import numpy as np
 import polars as pl
 
-from advisor.measure.device.dtypes import Format
 from advisor.measure.device.families import MATRIX, Family
+from advisor.measure.device.shapes import Format
 from advisor.measure.host.names import remembered
 
 _COMMUNICATION = (

@@ -10,14 +10,13 @@ from numpy.typing import NDArray
 
 from advisor.core.intervals import Bools, Floats
 from advisor.core.trace import Trace
-from advisor.measure.device.dtypes import FORMATS, Format
 from advisor.measure.device.families import CODE, MATRIX, Family
 from advisor.measure.device.flops import flops
 from advisor.measure.device.kernel_names import describe
 from advisor.measure.device.matmuls import convolution, product
 from advisor.measure.device.occupancy import residency
 from advisor.measure.device.roofline import model_flop_utilisation, sum_families, sum_kernels
-from advisor.measure.device.shapes import OpInputs, main_dtype
+from advisor.measure.device.shapes import FORMATS, Format, OpInputs, main_dtype
 from advisor.measure.device.traffic import moved
 from advisor.measure.host.launches import NONE, Launches, Rows, find_launches
 from advisor.measure.host.names import distinct_names, name_matches

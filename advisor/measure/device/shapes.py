@@ -1,18 +1,18 @@
-"""What was recorded of an operator's inputs: shapes, types, strides, arguments.
+"""What was recorded of an operator's inputs: shapes, types, strides, arguments; number formats.
 
 All of it is text from the trace, so everything is checked, and what does not fit is not there.
 """
 
 from __future__ import annotations
 
-from functools import cached_property
+from functools import cached_property, lru_cache
 from math import prod
 from typing import Any, NamedTuple
 
 import msgspec
+import polars as pl
 
 from advisor.core.gpus import canonical_dtype
-from advisor.measure.device import dtypes
 
 MAX_ELEMENTS = 1 << 60
 """No tensor has more; larger figures are damage."""
@@ -61,7 +61,7 @@ class Tensor(NamedTuple):
     @property
     def width(self) -> int | None:
         """Bytes an element."""
-        return dtypes.width(self.dtype)
+        return width_of(self.dtype)
 
     @property
     def bytes(self) -> float | None:
@@ -100,7 +100,7 @@ class OpInputs:
         if index >= len(self._dims) or index >= len(self._types):
             return None
         dtype = self._types[index]
-        if not isinstance(dtype, str) or dtypes.width(dtype) is None:
+        if not isinstance(dtype, str) or width_of(dtype) is None:
             return None
         shape = _shape(self._dims[index])
         if shape is None:
@@ -201,3 +201,55 @@ def _literal(text: str) -> Any:
         return float(text)
     except ValueError:
         return None
+
+
+# -- number formats --------------------------------------------------------------------------------
+
+FORMATS = ("fp64", "fp32", "tf32", "fp16", "bf16", "fp8", "int8")
+"""Number formats as ``hardware.Peaks`` names them."""
+Format = pl.Enum(FORMATS)
+
+_WIDTHS = {
+    "double": 8, "float64": 8, "float": 4, "float32": 4, "half": 2, "float16": 2, "bfloat16": 2,
+    "long int": 8, "long": 8, "int64": 8, "int": 4, "int32": 4, "short int": 2, "short": 2,
+    "int16": 2, "signed char": 1, "char": 1, "int8": 1, "unsigned char": 1, "byte": 1, "uint8": 1,
+    "unsigned short": 2, "unsigned int": 4, "unsigned long": 8, "bool": 1,
+    "float8_e4m3fn": 1, "float8_e4m3fnuz": 1, "float8_e5m2": 1, "float8_e5m2fnuz": 1,
+    "float8_e8m0fnu": 1, "complex<half>": 4, "complex<c10::half>": 4, "complex<float>": 8,
+    "complex<double>": 16, "complexhalf": 4, "complexfloat": 8, "complexdouble": 16,
+}  # fmt: skip
+"""Bytes an element. ``Input type`` holds C++ type names (``c10::BFloat16``, ``long int``)."""
+
+_SCALAR_TYPES = {
+    0: "unsigned char", 1: "signed char", 2: "short", 3: "int", 4: "long", 5: "half", 6: "float",
+    7: "double", 8: "complex<half>", 9: "complex<float>", 10: "complex<double>", 11: "bool",
+    15: "bfloat16", 23: "float8_e5m2", 24: "float8_e4m3fn", 25: "float8_e5m2fnuz",
+    26: "float8_e4m3fnuz",
+}  # fmt: skip
+"""``c10::ScalarType`` numbers, as ``Concrete Inputs`` write a dtype argument."""
+
+
+def bare(dtype: str) -> str:
+    """A type name without namespace, in lower case."""
+    return dtype.strip().casefold().removeprefix("c10::").removeprefix("torch.")
+
+
+@lru_cache(maxsize=256)
+def width_of(dtype: str) -> int | None:
+    """Bytes an element; ``None``: not a tensor type, or not known."""
+    return _WIDTHS.get(bare(dtype))
+
+
+def scalar_type(number: object) -> str | None:
+    """The type that a dtype argument's number stands for; ``None``: not known."""
+    return _SCALAR_TYPES.get(number) if isinstance(number, int) else None
+
+
+def type_order(dtype: str) -> int:
+    """0 bool, 1 integer, 2 floating point, 3 complex: the order of type promotion."""
+    name = bare(dtype)
+    if name == "bool":
+        return 0
+    if name.startswith("complex"):
+        return 3
+    return 2 if name.startswith(("double", "float", "half", "bfloat")) else 1

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from math import prod
 
-from advisor.measure.device import dtypes
 from advisor.measure.device.flops import ELEMENTWISE, words
 from advisor.measure.device.matmuls import (
     AttentionCall,
@@ -21,7 +20,7 @@ from advisor.measure.device.matmuls import (
     experts,
     product,
 )
-from advisor.measure.device.shapes import OpInputs, Tensor
+from advisor.measure.device.shapes import OpInputs, Tensor, bare, scalar_type, type_order, width_of
 
 _BOOLEAN = frozenset(
     words("""
@@ -107,8 +106,8 @@ def _given(tensor: Tensor | None) -> float | None:
 def _product(op: str, x: OpInputs, p: MatrixProduct) -> float | None:
     width = p.a.width
     if "_scaled" in op:
-        dtype = dtypes.scalar_type(x.argument(6)) if op == "aten::_scaled_mm" else None
-        width = dtypes.width(dtype) if dtype else None
+        dtype = scalar_type(x.argument(6)) if op == "aten::_scaled_mm" else None
+        width = width_of(dtype) if dtype else None
     elif op == "aten::_int_mm":
         width = 4
     batch = p.batch
@@ -179,10 +178,10 @@ def _softmax(name: str, x: OpInputs) -> float | None:
             return None
         return _total(first.bytes, _size(first.elements, 4 if to_float else first.width))
     if name in ("_softmax_backward_data", "_log_softmax_backward_data") and len(x.tensors) > 1:
-        dtype = dtypes.scalar_type(x.argument(3))
+        dtype = scalar_type(x.argument(3))
         if dtype is None:
             return None
-        out = _size(first.elements, dtypes.width(dtype))
+        out = _size(first.elements, width_of(dtype))
         return _total(first.bytes, x.tensors[1].bytes, out)
     return None
 
@@ -315,7 +314,7 @@ def _elementwise(name: str, x: OpInputs) -> float | None:
 def _promoted(tensors: list[Tensor], name: str) -> int | None:
     """Bytes an element of the result: the widest of the highest kind (bool, integer, float,
     complex); tensors without dimensions count only when they are of a higher kind."""
-    kinds = [dtypes.kind(tensor.dtype) for tensor in tensors]
+    kinds = [type_order(tensor.dtype) for tensor in tensors]
     with_dims = [k for k, tensor in zip(kinds, tensors, strict=True) if tensor.shape]
     top = max(kinds)
     if with_dims and max(with_dims) == top:
@@ -327,7 +326,7 @@ def _promoted(tensors: list[Tensor], name: str) -> int | None:
     widths = [tensor.width for tensor in pool]
     if None in widths:
         return None
-    formats = {dtypes.bare(tensor.dtype) for tensor in pool}
+    formats = {bare(tensor.dtype) for tensor in pool}
     if formats >= {"half", "bfloat16"}:
         return 4
     return max(width for width in widths if width is not None)

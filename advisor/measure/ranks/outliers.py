@@ -13,19 +13,26 @@ from advisor.core.intervals import Floats, Ints
 from advisor.core.ranks import numbers
 from advisor.measure.device.families import FAMILIES
 from advisor.measure.ranks.join import CollectiveWaits, Joined
-from advisor.measure.ranks.kernels import MIN_KERNELS, compare_devices, longer_families
-from advisor.measure.ranks.members import Members, Places, find_members
-from advisor.measure.ranks.profile import OWN, Profile
-from advisor.measure.ranks.significance import (
+from advisor.measure.ranks.members import (
     LATE_SHARE,
     MAX_LATE_CHANCE,
     MIN_COLLECTIVES,
     MIN_LATE,
+    Members,
+    Places,
     binomial_tail,
+    find_members,
     means_over,
     medians_over,
     p_values,
     residuals,
+)
+from advisor.measure.ranks.profile import (
+    MIN_KERNELS,
+    OWN,
+    Profile,
+    compare_devices,
+    longer_families,
 )
 from advisor.measure.ranks.summary import Summary
 

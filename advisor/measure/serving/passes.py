@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from advisor.core.trace import Trace
 from advisor.measure.device.shapes import OpInputs
-from advisor.measure.host.backlog import AHEAD_SHARE, analysed_device
+from advisor.measure.host.launches import AHEAD_SHARE, analysed_device
 from advisor.measure.host.names import name_matches
 from advisor.measure.serving.annotations import (
     DECODE,

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from advisor.core.finding import GUESSED
 from advisor.core.trace import JAX, TENSORFLOW, Trace
-from advisor.measure.host.backlog import analysed_device
+from advisor.measure.host.launches import analysed_device
 
 MIN_REPEATS = 3
 """Fewer are no repetition: two may be start and end."""

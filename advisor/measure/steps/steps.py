@@ -14,7 +14,7 @@ from advisor.core.errors import AdvisorError
 from advisor.core.finding import GUESSED
 from advisor.core.intervals import Intervals, union
 from advisor.core.trace import KINETO, LOADER, STEP_MARKS, Trace
-from advisor.measure.host.backlog import (
+from advisor.measure.host.launches import (
     AHEAD_SHARE,
     analysed_device,
     device_steps,
@@ -65,7 +65,7 @@ class Steps:
     one of GUESSED or ``whole trace``.
 
     Where the host runs ahead of the device, a step is the device's period, from the first work of
-    a step to the first of the next (``backlog.py``): ``ahead_ns`` is the time that the work of a
+    a step to the first of the next (``launches.py``): ``ahead_ns`` is the time that the work of a
     step waits in the queue, and ``host_ns`` the mean step by the host's own marks."""
 
     table: pl.DataFrame

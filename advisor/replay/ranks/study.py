@@ -24,8 +24,7 @@ from advisor.measure.ranks.members import Places, find_stages
 from advisor.measure.ranks.network import slow_links
 from advisor.measure.ranks.outliers import Deviation, Job, find_outliers, merge
 from advisor.measure.ranks.profile import CLASSES, profile
-from advisor.measure.ranks.runs import one_run
-from advisor.measure.ranks.summary import Summary, Unread
+from advisor.measure.ranks.summary import Summary, Unread, one_run
 from advisor.measure.ranks.wording import change, reason
 from advisor.replay.ranks.gains import estimate, no_stragglers, no_transfers
 from advisor.replay.ranks.replay import Gain, RanksReplay

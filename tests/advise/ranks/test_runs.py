@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from msgspec import structs
 
-from advisor.measure.ranks.runs import one_run
-from advisor.measure.ranks.summary import StepSummary, Summary
+from advisor.measure.ranks.summary import StepSummary, Summary, one_run
 
 HOUR = 3_600 * 10**9
 

@@ -12,8 +12,7 @@ from advisor.core.gpus import find_gpu
 from advisor.core.prices import Prices
 from advisor.measure import Analysis
 from advisor.read import open_run
-from advisor.replay.project.choice import choose, cost, hourly_prices
-from advisor.replay.project.project import Projector
+from advisor.replay.project.project import Projector, choose, cost, hourly_prices
 from advisor.testing import TraceBuilder
 
 SGEMM = "sm80_xmma_gemm_bf16bf16_bf16f32_f32_tn_n_tilesize128x128x32"

@@ -23,7 +23,15 @@ from advisor.advise.check import (
     rank_rules,
     run_ranks,
 )
-from advisor.advise.impact import BoundPricer, Pricer, count_ranks, for_run, pricer, with_gain
+from advisor.advise.impact import (
+    BoundPricer,
+    Pricer,
+    count_ranks,
+    for_run,
+    pricer,
+    share_out,
+    with_gain,
+)
 from advisor.advise.measured import cost, inputs, measure, step_durations
 from advisor.advise.options import Options as Options  # noqa: PLC0414
 from advisor.advise.rank import rank
@@ -151,7 +159,7 @@ def _advise(
     hot, problems = hot_lines(a)
     findings = explain(checked.findings, hot, rules)
     ranked = rank(findings, a, estimator)
-    ranked = ranked.each(lambda result: for_run(result, a, rules))
+    ranked = ranked.each(lambda result: for_run(share_out(result, a), a, rules))
     report = write_report(
         run, analyses, checked, ranked, estimator, rules, hot, problems, compared, summaries
     )
@@ -180,7 +188,9 @@ def _of_all_ranks(
     used: Pricer = own if study.replay.reason else estimator
     if used is estimator:
         findings = [
-            with_gain(f, estimator.price(f.edits), a, estimator.method) if estimator.knows(f) else f
+            with_gain(f, estimator.price(f.edits), a, estimator.method, of_job=True)
+            if estimator.knows(f)
+            else f
             for f in findings
         ]
     checked = dataclasses.replace(checked, findings=findings)

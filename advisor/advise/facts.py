@@ -408,18 +408,73 @@ def price(finding: Finding, *, alone: bool = False) -> str:
     return f"{amount}{unit}{ends}{share}"
 
 
-UNSURE: Final = 0.1
-"""A gain whose low end is below this share of it may be none at all."""
+WIDE_LOW, WIDE_HIGH, NO_GAIN = 0.5, 2.0, 0.01
+"""Of the gain: ends of its range from which on it is said what decides them; a low end that is no
+gain at all."""
+ABOVE = 1.05
+"""Of the time that the evidence shows: a larger gain says where the rest comes from."""
 
 
 def conditions(finding: Finding, report: Report) -> list[str]:
-    """What the gain depends on: an assumption, another fix, a rank."""
-    parts = []
+    """What the gain depends on: what decides its range, another fix, a rank; and where more than
+    the evidence shows comes from."""
+    return [*range_reasons(finding), *beyond_evidence(finding), *order_parts(finding, report)]
+
+
+def range_reasons(finding: Finding) -> list[str]:
+    """What decides a wide range; empty: it is narrow."""
     impact = finding.impact
-    gain, low = (None, None) if impact is None else (impact.gain_ns, impact.low_ns)
-    if gain and low is not None and low < UNSURE * gain and finding.assumptions:
-        parts.append(f"no gain unless: {t.clean(finding.assumptions[0])}")
-    return [*parts, *order_parts(finding, report)]
+    if impact is None or not impact.gain_ns or impact.low_ns is None:
+        return []
+    low, high = impact.low_ns, impact.high_ns or impact.gain_ns
+    ends = []
+    if low < WIDE_LOW * impact.gain_ns:
+        ends.append(("low end", impact.low_by))
+    if high > WIDE_HIGH * impact.gain_ns:
+        ends.append(("high end", impact.high_by))
+    if ends and {by for _, by in ends} <= {"assumption", ""} and finding.assumptions:
+        # the one that has a range itself, or says what happens at worst
+        ranged = (text for text in finding.assumptions if " to " in text or "at worst" in text)
+        decides = t.clean(next(ranged, finding.assumptions[0]))
+        lead = "no gain unless" if low < NO_GAIN * impact.gain_ns else "what decides"
+        return [f"{lead}: {decides}"]
+    reasons: dict[str, list[str]] = {}
+    for end, by in ends:
+        reasons.setdefault(DECIDED_BY[by], []).append(end)
+    return [f"{' and '.join(which)}: {why}" for why, which in reasons.items() if why]
+
+
+DECIDED_BY: Final = {
+    "": "",
+    "assumption": "by what the fix assumes",
+    "profiler": "without the host time that the profiler adds",
+    "hand-over": "results are handed over from other processes",
+    "replay error": "the replay of the measured step is off by as much",
+    "past": "past estimates of this kind were off by as much",
+    "not proven": "this rule is not proven on real traces",
+}
+WHY_MORE: Final = {
+    "make_async": "the host no longer waits in these calls and launches later work earlier",
+    "drop_launch": "idle time before the first launch and of other causes ends too",
+    "parallelize": "loading behind GPU work no longer delays the launches after it",
+    "overlap": "what waits for these copies or collectives starts earlier too",
+}
+
+
+def beyond_evidence(finding: Finding) -> list[str]:
+    """Why the gain is larger than the time that the evidence shows; empty: it is not."""
+    impact = finding.impact
+    if impact is None or impact.currency != "step_time" or not impact.gain_ns:
+        return []
+    shown = next((e for e in finding.evidence if e.unit == "ns" and e.per is not None), None)
+    if shown is None or not shown.value or impact.gain_ns <= ABOVE * float(shown.value):
+        return []
+    why = "their launches and the gaps between them end too"
+    operations = [edit.op for edit in finding.edits]
+    why = next((WHY_MORE[name] for name in WHY_MORE if name in operations), why)
+    if impact.of_job:
+        why = "other ranks gain too, and wait less for each other"
+    return [f"more than '{shown.label}', {t.format_duration(float(shown.value))}: {why}"]
 
 
 def order_parts(finding: Finding, report: Report) -> list[str]:

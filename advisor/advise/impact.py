@@ -10,6 +10,7 @@ the device is idle.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from math import ceil, isfinite
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from msgspec.structs import replace
@@ -21,10 +22,11 @@ from advisor.core.finding import GUESSED, Edit, Finding, Impact
 from advisor.core.report import HardPart, Replay
 from advisor.replay.calibration import Band, widened_by_rule, worst_case
 from advisor.replay.exposed import ExposedTime
+from advisor.replay.points import hand_over_ns
 from advisor.replay.price import EditGain
 
 if TYPE_CHECKING:
-    from advisor.core.finding import Rule, Severity
+    from advisor.core.finding import Decides, Rule, Severity
     from advisor.core.report import StepTime
     from advisor.measure import Analysis
 
@@ -35,6 +37,8 @@ CRITICAL_SHARE, WARNING_SHARE = 0.20, 0.05
 """XProf's bands for input (5 and 20 % of the step), used for every cause."""
 UNSEEN_SHARE = 0.05
 """Gains from this share of the step up may meet the pace of loader workers that keep up."""
+MAX_PROCESSES = 64
+"""Processes that are advised at most."""
 UNPROVEN = 0.7
 """Of the confidence of a rule that was only ever seen right on synthetic examples; its range is as
 wide as the worst prediction so far was wrong. Such findings compete with the others."""
@@ -119,13 +123,24 @@ def _not_estimated(finding: Finding, why: str) -> Finding:
 def _of_edits(finding: Finding, a: Analysis, estimator: Pricer) -> Finding:
     """The gain of a finding's edits, its range widened by what is known of past predictions."""
     saved = estimator.price(finding.edits)
+    if finding.moved_ns is not None:
+        hand_over = hand_over_ns(a.trace, a.step_ns, "low")
+        most_of_it = saved.gain - saved.low < hand_over
+        low_by: Decides = "hand-over" if most_of_it else saved.low_by
+        saved = saved._replace(low=max(0.0, saved.low - hand_over), low_by=low_by)
     if finding.validation == "synthetic" and not estimator.is_calibrated(finding.edits):
-        saved = Price(saved.gain, *worst_case(saved.low, saved.high, a.step_ns), saved.most)
+        low, high = worst_case(saved.low, saved.high, a.step_ns)
+        saved = saved._replace(low=low, high=high, low_by="not proven", high_by="not proven")
     device = "" if a.device is None or a.device.name is None else a.device.name
     own = Band(saved.low, saved.high)
     band, why = widened_by_rule(finding.rule, device, saved.gain, own, a.step_ns)
     if why:
-        saved = Price(saved.gain, *band, saved.most)
+        saved = saved._replace(
+            low=band.low,
+            high=band.high,
+            low_by="past" if band.low < saved.low else saved.low_by,
+            high_by="past" if band.high > saved.high else saved.high_by,
+        )
         finding = less_sure(finding, 1.0, f"{why}, and the range allows for that")
     finding = with_gain(finding, saved, a, estimator.method)
     share = finding.impact.share if finding.impact is not None else None
@@ -139,7 +154,9 @@ def _of_edits(finding: Finding, a: Analysis, estimator: Pricer) -> Finding:
     return finding
 
 
-def with_gain(finding: Finding, saved: Price, a: Analysis, method: str) -> Finding:
+def with_gain(
+    finding: Finding, saved: Price, a: Analysis, method: str, *, of_job: bool = False
+) -> Finding:
     """The finding with a gain per step, and how severe that makes it."""
     share = saved.gain / a.step_ns if a.step_ns else None
     impact = Impact(
@@ -150,6 +167,10 @@ def with_gain(finding: Finding, saved: Price, a: Analysis, method: str) -> Findi
         share=share,
         method=method,
         per=a.per,
+        most_ns=round(max(saved.gain, saved.most)) if isfinite(saved.most) else None,
+        low_by=saved.low_by,
+        high_by=saved.high_by,
+        of_job=of_job,
     )
     return replace(finding, impact=impact, severity=severity(share))
 
@@ -172,30 +193,82 @@ def may_be_nothing(finding: Finding, floor: float) -> bool:
     )
 
 
+OF_THE_DEVICE = ("compute", "communication")
+
+
 def without_gain(
     findings: Sequence[Finding], estimator: Pricer, a: Analysis, floor: float
 ) -> list[Finding]:
     """Those that have the device waiting for ``floor`` (ns per step) or more by exposed time, with
-    what limits the step instead. The others gain nothing by either estimate."""
+    what sets the step's pace instead. The others gain nothing by either estimate."""
     path = estimator.critical_path() if findings else {}
     if not path:
         return []
     kept = []
     bound = BoundPricer(a)
-    limited_by = t.limits(path, a.trace.meta.framework)
-    unit = "the recording" if a.steps.source == "whole trace" else "each step"
+    part, longest = max(path.items(), key=lambda item: item[1])
+    share = t.format_share(longest / max(sum(path.values()), 1.0))
+    who = t.path_label(part, a.trace.meta.framework)
+    who = f"{'other' if part in OF_THE_DEVICE else 'the'} {who}"
     for finding in findings:
         if finding.other_rank or not finding.edits:
             continue
         exposed = bound.price(finding.edits).gain
         if exposed >= floor:
             why = (
-                f"No estimated gain: {exposed / 1e6:.1f} ms of {unit} are exposed to it, but a "
-                f"replay without it takes as long, still limited by {limited_by}."
+                f"Without it the {a.per} takes as long, because {who} sets the pace ({share} of "
+                "the critical path). Shorten that first."
             )
             noted = replace(finding, summary=f"{finding.summary} {why}")
-            kept.append(_not_estimated(noted, "a replay shows no gain"))
+            kept.append(_not_estimated(noted, f"{who} sets the pace"))
     return kept
+
+
+# -- work that moves to other processes ----------------------------------------------------------
+
+
+def share_out(findings: Sequence[Finding], a: Analysis) -> list[Finding]:
+    """Findings that move work to other processes, with how many of these keep up with the step that
+    all fixes leave; where there are fewer cores, with no more gain than these allow."""
+    cores = None if a.record is None else a.record.rank.cpus
+    left = a.step_ns - sum(f.marginal_gain_ns or 0 for f in findings if not f.other_rank)
+    result = []
+    for finding in findings:
+        impact, moved = finding.impact, finding.moved_ns
+        if moved is not None and impact is not None:
+            after = min(left, a.step_ns - (impact.gain_ns or 0))
+            workers = ceil(moved / max(after, moved / MAX_PROCESSES))
+            if cores is not None and workers >= cores:
+                workers = max(1, cores - 1)
+            finding = _bounded(finding, max(0.0, a.step_ns - moved / workers), a.step_ns)
+            finding = replace(
+                finding,
+                fix=finding.fix.replace("{workers}", str(workers)),
+                code=finding.code.replace("{workers}", str(workers)),
+                assumptions=[
+                    text.replace("{workers}", t.count_noun(workers, "core"))
+                    for text in finding.assumptions
+                ],
+            )
+        result.append(finding)
+    return result
+
+
+def _bounded(finding: Finding, most: float, step_ns: float) -> Finding:
+    """The finding with no end of its gain above ``most``, ns per step."""
+    impact, most = finding.impact, round(most)
+    if impact is None or impact.gain_ns is None or max(impact.gain_ns, impact.high_ns or 0) <= most:
+        return finding
+    gain = min(impact.gain_ns, most)
+    bounded = replace(
+        impact,
+        gain_ns=gain,
+        low_ns=min(impact.low_ns or 0, most),
+        high_ns=min(impact.high_ns or gain, most),
+        share=gain / step_ns,
+        most_ns=most if impact.most_ns is None else min(impact.most_ns, most),
+    )
+    return _marginal(replace(finding, impact=bounded), lambda ns: min(ns, most))
 
 
 # -- of the window, of the run ---------------------------------------------------------------------
@@ -243,7 +316,11 @@ def _carry_over(finding: Finding, step: StepTime | None, *, device: bool) -> Fin
     finding = replace(
         finding,
         impact=replace(
-            impact, gain_ns=round(impact.gain_ns * scale), low_ns=round(low), high_ns=round(high)
+            impact,
+            gain_ns=round(impact.gain_ns * scale),
+            low_ns=round(low),
+            high_ns=round(high),
+            most_ns=None if impact.most_ns is None else round(max(high, impact.most_ns * scale)),
         ),
     )
     finding = _marginal(finding, lambda ns: round(ns * scale))
@@ -273,10 +350,7 @@ def _bound_loading(finding: Finding, a: Analysis) -> Finding:
     most = round(share * step)
     if impact.gain_ns <= most or not step:
         return finding
-    bounded = replace(
-        impact, gain_ns=most, low_ns=min(impact.low_ns or 0, most), high_ns=most, share=most / step
-    )
-    finding = _marginal(replace(finding, impact=bounded), lambda ns: min(ns, most))
+    finding = _bounded(finding, most, step)
     why = f"the run's own steps spend {share:.0%} on getting data, less than those of the window"
     return less_sure(finding, 1.0, why)
 
@@ -294,6 +368,8 @@ class Price(NamedTuple):
     high: float
     most: float = float("inf")
     """What the edits touch: no end of a range is above."""
+    low_by: Decides = ""
+    high_by: Decides = ""
 
 
 class Pricer(Protocol):
@@ -421,7 +497,7 @@ class BoundPricer:
         """See :class:`Pricer`: instants that others have claimed do not count again."""
         saved, before = self._exposed.saved([*given, *edits]), self._exposed.saved(given)[0]
         gain, low, high = (max(0.0, value - before) for value in saved)
-        return Price(gain, low, high, high)
+        return Price(gain, low, high, high, "assumption", "assumption")
 
     def marginal(self, edits: Sequence[Edit], given: Sequence[Edit]) -> float:
         """See :class:`Pricer`."""

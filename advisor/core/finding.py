@@ -31,6 +31,10 @@ Currency = Literal["step_time", "run_time", "memory", "risk", "unpriced"]
 Per = Literal["step", "repetition", "recording", "window", "run"]
 """What an amount of time, or a number of things, is of."""
 Validation = Literal["real traces", "recordings", "synthetic"]
+Decides = Literal["", "assumption", "profiler", "hand-over", "replay error", "past", "not proven"]
+"""What decides an end of a gain's range: the finding's own assumption; host time that the profiler
+adds; taking results over from other processes; the error of the replay; past estimates of the kind,
+and how far off they were; the worst of them, where a rule is not proven. Empty: nothing."""
 Operation = Literal[
     "remove",
     "scale",
@@ -153,6 +157,14 @@ class Impact(Struct, frozen=True, kw_only=True):
     """``unpriced`` and ``risk``: why there is no figure."""
     per: Per | None = None
     """What the gain is of; ``null``: the step, or the run, by the currency."""
+    most_ns: int | None = None
+    """What the fix's edits touch, ns: no end of the range is above it. ``null``: not limited."""
+    low_by: Decides = ""
+    """What decides the lower end."""
+    high_by: Decides = ""
+    """What decides the upper end."""
+    of_job: bool = False
+    """The gain is the job's: what other ranks save and wait is in it."""
 
     @property
     def unit(self) -> Per:
@@ -237,6 +249,9 @@ class Finding(Struct, frozen=True, kw_only=True):
     """What the gain takes for granted."""
     falsified_by: str = ""
     """What observation would prove the finding wrong."""
+    moved_ns: float | None = None
+    """Host time per step that the fix moves to other processes, ns: of N of them the step takes no
+    less than an Nth. ``{workers}`` in its texts becomes how many keep up."""
     alternatives: str = ""
     """Name of the group of findings of which one fix replaces the others (for example ``fuse``)."""
     impact: Impact | None = None

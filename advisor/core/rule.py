@@ -261,8 +261,9 @@ class Rule:
         return result
 
     def filled(self, assumptions: tuple[str, ...]) -> list[str]:
-        """Assumptions with the thresholds that they name."""
+        """Assumptions with the thresholds that they name. Workers are known once all fixes are."""
         values = {name: getattr(self, name) for name in self.options()}
+        values["workers"] = "{workers}"
         return [text.format_map(values) for text in assumptions]
 
     def limit(self, name: str, times: float = 1) -> tuple[Any, str]:

@@ -28,7 +28,7 @@ from advisor.replay.trust import (
 )
 
 if TYPE_CHECKING:
-    from advisor.core.finding import Edit
+    from advisor.core.finding import Decides, Edit
     from advisor.measure import Analysis
     from advisor.replay.ranks.joint import JointRanks, JointReplay
 
@@ -270,17 +270,24 @@ class EditGain:
 
     def price(
         self, edits: Sequence[Edit], given: Sequence[Edit] = ()
-    ) -> tuple[float, float, float, float]:
-        """(gain, low, high, most): the gain, its range from 0, and what the edits touch."""
-        gain, (low, high) = self.gain(edits, given), self.band(edits, given)
+    ) -> tuple[float, float, float, float, Decides, Decides]:
+        """(gain, low, high, most, low_by, high_by): the gain, its range from 0, what the edits
+        touch, and what decides each end."""
+        gain, (low, high, low_by, high_by) = self.gain(edits, given), self._range(edits, given)
         limit = self._most([*given, *edits], optimistic=True)
         low = min(gain, max(0.0, low))
-        return gain, low, high, limit - self._saved(given, "", self._of(edits))
+        most = limit - self._saved(given, "", self._of(edits))
+        return gain, low, high, most, low_by, high_by
 
     def band(self, edits: Sequence[Edit], given: Sequence[Edit] = ()) -> tuple[float, float]:
         """(low, high) of the gain: the edits' own assumptions, the profiler's cost on the host,
         the error of the replay itself, and as wide as such predictions have been wrong; but no
         higher than what they touch."""
+        return self._range(edits, given)[:2]
+
+    def _range(
+        self, edits: Sequence[Edit], given: Sequence[Edit]
+    ) -> tuple[float, float, Decides, Decides]:
         both = [*given, *edits]
         of = self._of(both)
         gains = [
@@ -288,10 +295,17 @@ class EditGain:
             for assumption in ("", "low", "high", "plain")
         ]
         error = abs(self.base.period - self.measured.period)
-        low, high = min(gains) - error, max(gains) + error
-        low, high = widened_by_kind(gains[0], low, high, edits, self.a.step_ns)
+        least, largest = min(gains) - error, max(gains) + error
+        low, high = widened_by_kind(gains[0], least, largest, edits, self.a.step_ns)
         limit = self._most(both, optimistic=True) - self._saved(given, "", of)
-        return min(low, gains[0]), max(gains[0], min(high, limit))
+        steps: dict[Decides, list[float]] = {
+            "assumption": gains[1:3],
+            "profiler": gains[3:],
+            "replay error": [gains[0] - error, gains[0] + error],
+        }
+        low_by: Decides = min(steps, key=lambda by: min(steps[by])) if low == least else "past"
+        high_by: Decides = max(steps, key=lambda by: max(steps[by])) if high == largest else "past"
+        return min(low, gains[0]), max(gains[0], min(high, limit)), low_by, high_by
 
     @cached_property
     def _real_share(self) -> Array:

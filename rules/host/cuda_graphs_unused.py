@@ -165,8 +165,8 @@ class CudaGraphsUnused(Rule):
             summary=(
                 f"All {a.step_count} steps launch the same {gaps.launches:,.0f} kernels and copies "
                 "in the same order. The GPU idles for "
-                f"{t.format_duration(gaps.waiting / a.step_count)} per step "
-                f"({gaps.waiting / a.span_ns:.0%}) meanwhile."
+                f"{t.format_duration(gaps.idle / a.step_count)} per step "
+                f"({gaps.idle / a.span_ns:.0%}) meanwhile."
             ),
             evidence=[
                 figure(a, "idle for launches", gaps.idle),

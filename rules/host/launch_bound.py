@@ -203,7 +203,7 @@ class LaunchBound(Rule):
         stacks = bool(a.trace.meta.with_stack)
         yield Finding(
             summary=(
-                f"The GPU idles for {of_step(a, gaps.waiting)} until the host launches more. Each "
+                f"The GPU idles for {of_step(a, gaps.idle)} until the host launches more. Each "
                 f"of {gaps.calls:,.0f} launches{per(a)} costs {t.format_duration(gaps.per_launch)} "
                 "of idle time; the median kernel takes "
                 f"{t.format_duration(gaps.kernel_ns)}."
@@ -211,6 +211,7 @@ class LaunchBound(Rule):
             evidence=[
                 figure(a, "idle for launches", gaps.idle),
                 Evidence("share", share, "share", *self.limit("min_share"), per=a.per),
+                figure(a, "idle in slower calls, or before the first launch", gaps.longer),
                 Evidence("GPU busy", gaps.busy_share, "share", *self.limit("max_busy")),
                 Evidence("launches", gaps.calls, "count", *self.limit("min_launches"), per=a.per),
                 Evidence("median kernel", gaps.kernel_ns, "ns"),

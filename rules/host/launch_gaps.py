@@ -37,9 +37,9 @@ class LaunchGaps(NamedTuple):
 
     idle: int
     """GPU idle time in short pieces of CAUSES, ns."""
-    waiting: int
-    """The same in pieces of any length, before a step's first launch too, ns: what launching less
-    can end."""
+    longer: int
+    """The rest of the idle time with CAUSES, ns: longer pieces, and those before a step's first
+    launch. Those are slow calls, not launches."""
     at_launches: bool
     """Most of it lies between one launch and the next, not in long gaps of many calls."""
     busy_share: float
@@ -71,7 +71,7 @@ def measure_launch_gaps(a: Analysis) -> LaunchGaps | None:
     graphs = (a.trace.cpu["call"].gather(launch.unique()) == "graph_launch").sum()
     return LaunchGaps(
         idle=idle,
-        waiting=int(a.gaps["dur"].filter(a.gaps["cause"].is_in(CAUSES)).sum()),
+        longer=int(a.gaps["dur"].filter(a.gaps["cause"].is_in(CAUSES)).sum()) - idle,
         at_launches=2 * int(near["dur"].sum()) >= idle,
         busy_share=a.breakdown.busy.total / a.span_ns,
         launches=int(a.in_window.sum()) / a.step_count,

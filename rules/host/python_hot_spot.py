@@ -102,22 +102,26 @@ class PythonHotSpot(Rule):
     fix = (
         "Move the function out of the path to the next kernel launch. Compute its result once and "
         "keep it, "
-        "vectorize loops over tensors or lists, or prepare it one step ahead in a DataLoader "
-        "worker or another process. Log and checkpoint every N steps only."
+        "vectorize loops over tensors or lists, or prepare it ahead in the workers of a "
+        "DataLoader: num_workers={workers} keeps up with the shorter step. Log and checkpoint "
+        "every N steps only."
     )
     code = (
-        "class Prepared(torch.utils.data.IterableDataset):\n"
-        "    def __iter__(self):\n"
-        "        return map(prepare, batches)      # runs in a worker process\n"
-        "for inputs in DataLoader(Prepared(), batch_size=None, num_workers=1):\n"
+        "class Prepared(torch.utils.data.Dataset):\n"
+        "    def __len__(self):\n"
+        "        return len(batches)\n"
+        "    def __getitem__(self, index):\n"
+        "        return prepare(batches[index])    # in a worker process\n"
+        "loader = DataLoader(Prepared(), batch_size=None, num_workers={workers})\n"
+        "for inputs in loader:\n"
         "    train_step(inputs)"
     )
     verify = "Profile again with stacks: the function's idle time is gone or smaller."
     falsified_by = "the same step time when the function returns a precomputed result"
     assumptions = (
         "the step's other work can go on without its result",
-        "the work becomes unnecessary, or runs where it takes nothing from the loop: in another "
-        "process with a free core. A thread does not help, because of Python's GIL",
+        "the work becomes unnecessary, or runs in other processes with {workers} free. A thread "
+        "does not help, because of Python's GIL",
     )
     confidence = 0.75
 
@@ -162,6 +166,7 @@ class PythonHotSpot(Rule):
             ],
             where=[_location(a, spot) for spot in spots.iter_rows(named=True)],
             edits=[self._edit(a, gaps, spot) for spot in spots["name"]],
+            moved_ns=self._time(a, spots["name"]) / a.step_count,
             confidence_notes=["recording Python stacks lengthens Python time"],
         )
 
@@ -197,6 +202,14 @@ class PythonHotSpot(Rule):
                 why="no Python stacks were recorded",
                 record="with_stack=True",
             )
+
+    @staticmethod
+    def _time(a: Analysis, names: pl.Series) -> int:
+        """Time in these functions, hidden or not, ns."""
+        cpu = a.trace.cpu
+        frames = cpu.filter(cpu["name"].is_in(names.cast(pl.Categorical).implode()))
+        ts = column(frames, "ts")
+        return intersect(union(ts, ts + column(frames, "dur")), a.spans).total
 
     @staticmethod
     def _edit(a: Analysis, gaps: pl.DataFrame, frame: str) -> Edit:
@@ -291,12 +304,15 @@ class CpuBeforeFirstKernel(Rule):
         "def collate(samples):            # runs in a worker, one step ahead\n"
         "    return prepare(torch.utils.data.default_collate(samples))\n"
         "loader = DataLoader(\n"
-        "    dataset, batch_size=..., collate_fn=collate, num_workers=4,\n"
+        "    dataset, batch_size=..., collate_fn=collate, num_workers={workers},\n"
         "    persistent_workers=True, pin_memory=True)"
     )
     verify = "Profile again: the first launch follows right after the start of the step."
     falsified_by = "the same step time when the loop reuses one prepared batch"
-    assumptions = ("the work does not depend on the result of the previous step",)
+    assumptions = (
+        "the work does not depend on the result of the previous step",
+        "{workers} free for the workers",
+    )
 
     fix = (
         "Prepare the batch before the step begins: in the Dataset or collate_fn of a DataLoader "
@@ -360,6 +376,7 @@ class CpuBeforeFirstKernel(Rule):
             ],
             where=places(a, rows(gaps["host"]), cost, ts=ts, dur=dur, instance=column(gaps, "gap")),
             edits=[Edit(op="remove", select=Select(on="gap", cause=CAUSES, at="step_start"))],
+            moved_ns=idle.total / a.step_count,
             confidence_notes=[]
             if stacks
             else ["without stacks, what runs outside operators is unknown"],

@@ -26,6 +26,7 @@ import rewriting
 from msgspec.structs import replace
 
 from advisor import Analysis, Edit, Finding
+from advisor.advise import facts
 from advisor.advise.engine import AnalysisResult, examine
 from advisor.advise.impact import REPLAY, pricer
 from advisor.measure.steps.steps import extent
@@ -543,3 +544,29 @@ def test_the_edit_typed_at_the_command_line_gives_the_number_of_the_finding(path
         if f.impact is None or abs(saved - (f.impact.gain_ns or 0)) > len(lines) * EXACT_NS:
             wrong[f.rule] = (lines, saved, f.impact)
     assert not wrong
+
+
+# -- what a report says of its gains -------------------------------------------------------------
+
+
+def test_gains_and_ranges_stay_within_what_fixes_touch_and_say_what_decides_them(
+    path: str,
+) -> None:
+    report = examined(path).report
+    for finding in [*report.findings, *report.notes]:
+        impact = finding.impact
+        if impact is None or impact.currency != "step_time" or not impact.gain_ns:
+            continue
+        gain, low, high = impact.gain_ns, impact.low_ns or 0, impact.high_ns or impact.gain_ns
+        most = report.step_ns if impact.most_ns is None else impact.most_ns
+        assert 0 <= low <= gain <= high <= most + EXACT_NS, finding.title
+        assert high <= report.step_ns + EXACT_NS, finding.title
+        said = " ".join(facts.conditions(finding, report))
+        if low < 0.5 * gain or high > 2 * gain:
+            assert re.search(r"what decides|no gain unless|(low|high) end.*: \w", said), said
+        shown = [e.value for e in finding.evidence if e.unit == "ns" and e.per is not None]
+        if shown and gain > 1.05 * float(shown[0] or 0):
+            assert "more than '" in said, finding.title
+        if finding.moved_ns is not None:
+            workers = int(re.search(r"num_workers=(\d+)", finding.code + finding.fix)[1])
+            assert gain <= report.step_ns - finding.moved_ns / workers + EXACT_NS

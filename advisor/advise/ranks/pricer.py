@@ -126,7 +126,8 @@ class RanksPricer:
         )
         low, high = max(0.0, min(saved, low) - error), max(saved, high) + error
         saved = max(0.0, saved)
-        return Price(saved, low, max(saved, min(high, alone.high)))
+        high = max(saved, min(high, alone.high))
+        return alone._replace(gain=saved, low=low, high=high)
 
     def is_calibrated(self, edits: Sequence[Edit]) -> bool:
         """See :class:`~advisor.advise.impact.Pricer`."""
@@ -189,7 +190,11 @@ def _alone(finding: Finding) -> Price | None:
         return None
     gain = float(impact.gain_ns or 0)
     return Price(
-        gain, float(impact.low_ns or 0), gain if impact.high_ns is None else impact.high_ns
+        gain,
+        float(impact.low_ns or 0),
+        gain if impact.high_ns is None else impact.high_ns,
+        low_by=impact.low_by,
+        high_by=impact.high_by,
     )
 
 

@@ -207,6 +207,21 @@ SECTIONS = (
 )  # fmt: skip
 
 
+PROGRAMS = {
+    "vllm": "vllm bench latency --model MODEL",
+    "sglang": "python -m sglang.bench_one_batch --model-path MODEL",
+}
+"""What an engine runs without its server, so that it ends and repeats the same work:
+https://docs.vllm.ai/en/stable/cli/bench/latency.html,
+https://docs.sglang.io/developer_guide/benchmark_and_profiling.html."""
+
+
+def _program(report: Report) -> str:
+    if report.serving is None:
+        return "python train.py"
+    return PROGRAMS.get(report.serving.engine or "", "python infer.py")
+
+
 def profiling_command(report: Report, vendor: str | None) -> tuple[str, str] | None:
     """The command that collects the counters of the kernels that matter, and what it costs; of a
     trace whose longest kernels are not at the attainable rates. ``None``: nothing to profile."""
@@ -226,14 +241,14 @@ def profiling_command(report: Report, vendor: str | None) -> tuple[str, str] | N
         return (
             "rocprof-compute profile -n run \\\n"
             + "".join(f"  -k {name} \\\n" for name in chosen)
-            + "  -- python train.py",
+            + f"  -- {_program(report)}",
             "The program runs some ten times, once per group of counters.",
         )
     sections = "".join(f"  --section {name} \\\n" for name in SECTIONS)
     return (
         f"ncu -k 'regex:^({names})' \\\n"
         f"  --launch-skip {2 * calls} --launch-count {count} \\\n{sections}"
-        "  -o kernels python train.py",
+        f"  -o kernels {_program(report)}",
         f"{t.count_noun(count, 'launch')} after two steps, each repeated some ten times with "
         "memory saved and restored. Then: advisor analyze TRACE --kernels kernels.ncu-rep",
     )

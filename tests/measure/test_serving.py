@@ -24,6 +24,7 @@ from advisor.measure.serving.graphs import attach_capture, missing_records
 from advisor.measure.serving.phases import measure_serving
 from advisor.measure.serving.work import Heads, attention
 from advisor.read import open_run
+from advisor.render.formats import REPORTS
 from advisor.testing import TraceBuilder
 
 CORPUS = Path(__file__).parents[1] / "corpus"
@@ -250,6 +251,14 @@ def test_of_a_folder_with_a_capture_the_replay_is_analysed() -> None:
     assert both.serving == given.serving is not None
     assert both.scope == given.scope
     assert [f.title for f in both.findings] == [f.title for f in given.findings]
+    text = " ".join(REPORTS.render("terminal", both, details=True).split())
+    # experts have no recorded weights: what a step could take at best is not known
+    (decode,) = _serving(both).phases
+    assert decode.attainable_ns is None
+    assert decode.known_share is not None
+    assert f"the work of {100 - round(100 * decode.known_share)}% of its kernel time" in text
+    # counters are collected from what the engine can run without its server
+    assert "-- vllm bench latency --model MODEL" in text
 
 
 def test_fewer_kernels_than_were_captured_are_lost_records() -> None:

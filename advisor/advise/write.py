@@ -301,15 +301,17 @@ def _verdict(
         if top is None:
             what = "run" if report.scope.step_source == "record" else "trace"
             return "limited", f"Nothing in this {what} can be measured."
-        why = "No GPU work in the trace."
+        why = "No GPU work was recorded."
         if report.scope.step_source == "record":
             why = "No window was profiled."
-        first = f"{t.host_label(top.name, own)} {t.format_share(top.share)}"
+        first, rest = (t.host_label(top.name, own), top.share), ""
         if top.name == "unknown":
-            first = _instead_of_unknown(report)
+            first, rest = _instead_of_unknown(report)
         elif profiled:
-            first = f"while profiled, {first}"
-        text = f"{why} The host's {step} {unit}: {first}"
+            rest = " while profiled"
+        label, share = first
+        text = f"{why} Longest on the host: {label}, "
+        text += f"{t.format_share(share)} of a {step} {unit}{rest}"
         if report.findings:
             return "bottlenecks", f"{text}. {_lead(report)}."
         if any(each.truncated for each in report.inputs):
@@ -345,21 +347,20 @@ def _verdict(
     return "limited", f"{text}."
 
 
-def _instead_of_unknown(report: Report) -> str:
+def _instead_of_unknown(report: Report) -> tuple[tuple[str, float], str]:
     """What the host does most, where the trace does not show it: by recorded phase, by range, by
-    the largest class that is known."""
+    the largest class that is known. Its name and share, and what is to be said behind them."""
     if report.recorded is not None and report.recorded.phases:
         phase = report.recorded.phases[0]
-        return f"{phase.name} {t.format_share(phase.share)}"
+        return (phase.name, phase.share), ""
     if report.ranges:
         most = report.ranges[0]
-        return f"{t.shorten(t.clean(most.name), 40)} {t.format_share(most.share)}"
+        return (t.shorten(t.clean(most.name), 40), most.share), ""
     own = report.scope.framework
     known = [part for part in report.host if part.name != "unknown"]
-    shown = (
-        f"{t.host_label(known[0].name, own)} {t.format_share(known[0].share)}, " if known else ""
-    )
-    return f"{shown}the rest is not recorded (with_stack=True shows it)"
+    part = (known or report.host)[0]
+    rest = "; the rest is not recorded" if known else ""
+    return (t.host_label(part.name, own), part.share), f"{rest} (with_stack=True shows it)"
 
 
 def _alone(report: Report) -> str:

@@ -62,8 +62,8 @@ def command(
 ) -> None:
     """Try the fixes that can be made while a program starts, and measure each.
 
-    The program runs again and again for some steps, as it is and with a knob pulled, side by side.
-    What it writes goes to a scratch folder. Losses are compared. Ctrl-C leaves what is known.
+    The program runs again and again for some steps, as it is and with one setting changed, side by
+    side. What it writes goes to a scratch folder. Losses are compared. Ctrl-C leaves what is known.
     """
     from advisor.cli.output import Progress
     from advisor.core.run_directory import is_run

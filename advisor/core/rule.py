@@ -122,7 +122,7 @@ class Rule:
     alternatives: ClassVar[str] = ""
     """Name of the group of findings of which one fix replaces the others."""
     knobs: ClassVar[tuple[str, ...]] = ()
-    """What ``advisor try`` may pull to cure it (``advisor/tune/knobs``), the likeliest first."""
+    """What ``advisor try`` may change to cure it (``advisor/tune/knobs``), the likeliest first."""
     cases: ClassVar[Mapping[str, Mapping[str, Any]]] = {}
     """Kinds of trace that need other words than those above: name of the case -> attribute ->
     what it is then. See :meth:`case`."""

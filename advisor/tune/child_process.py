@@ -1,4 +1,4 @@
-"""In the process of a trial: pulls the knobs, times the steps, notes the losses, and ends.
+"""In the process of a trial: applies the knobs, times the steps, notes the losses, and ends.
 
 Named to the start-up file by ``ADVISOR_BEGIN``. ``before`` runs ahead of the program's first line,
 ``begin`` when torch has been imported. What is measured goes to a file of its own; the

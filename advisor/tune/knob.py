@@ -21,7 +21,7 @@ alone, and by the time per sample."""
 
 
 class Machine(NamedTuple):
-    """What knobs have to know of where they are pulled."""
+    """What knobs have to know of where they are applied."""
 
     cores: int
     """That the program may use."""

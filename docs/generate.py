@@ -209,7 +209,7 @@ def workloads_text() -> str:
         ),
         "Data are generated and everything is seeded. At `--scale 1`, the default on a GPU, sizes "
         "suit a large one. On a CPU they are smaller, and only those marked *any device* can show "
-        "their finding. Each is one file of [sample_workloads](../sample_workloads): an ordinary "
+        "their finding. Each is a function of [sample_workloads](../sample_workloads): an ordinary "
         "training loop that yields after each step. `make record-h200` times and records all of "
         "them on a CUDA GPU. It compares the measured gains with the predicted ones.",
     ]

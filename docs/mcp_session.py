@@ -24,7 +24,7 @@ SCRIPT = """\
 import torch
 from torch.utils.data import DataLoader
 
-from advisor.sample_workloads.loader_bound import Stored
+from advisor.sample_workloads.loading import Stored
 
 torch.manual_seed(0)
 torch.set_num_threads(1)

@@ -1,22 +1,22 @@
 """Small training programs, each slow on purpose, with its cure and the finding it must produce.
 
-A workload is one file. Its docstring says what is slow and what cures it; ``WORKLOAD`` names the
-findings; ``loop(run)`` is the program, a generator that yields after every step what the step
+A workload is one function, in the file of its kind. Its docstring says what is slow and what cures
+it, ``@workload`` names the findings; it is a generator that yields after every step what the step
 computed. Who drives it decides how many steps there are::
 
     from advisor.sample_workloads import Setup, load
     steps = load("pageable_copies")(Setup(variant="cured", device="cuda"))
     for _, loss in zip(range(100), steps): ...
 
-Files are found by name: a new one needs no entry anywhere. What is said about them is read from
-their source, so that listing them imports no torch.
+A new one needs no entry anywhere. What is said about them is read from their source, so that
+listing them imports no torch.
 """
 
 from __future__ import annotations
 
 import ast
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cache
 from importlib import import_module
 from pathlib import Path
@@ -65,6 +65,19 @@ class Setup:
         """Whether the device is a CUDA GPU."""
         return self.device.startswith("cuda")
 
+    @property
+    def dtype(self) -> Any:
+        """16 bits on a GPU, for its tensor cores; a CPU stays with 32."""
+        import torch
+
+        return torch.bfloat16 if self.on_gpu else torch.float32
+
+    @property
+    def backend(self) -> str:
+        """Of torch.compile: on a CPU a program is traced but not compiled, so that no C++ compiler
+        is needed."""
+        return "inductor" if self.on_gpu else "aot_eager"
+
     def size(self, full: int, least: int = 1) -> int:
         """``full`` at scale 1, less or more at others, never below ``least``."""
         return max(least, round(full * self.scale))
@@ -97,9 +110,11 @@ class Workload:
     differs: str = ""
     """Why the cured variant does not compute the same numbers; empty: it does, up to rounding."""
     name: str = ""
-    """Of the file."""
+    """Of the function."""
+    file: str = ""
+    """That it is in, without its suffix."""
     doc: str = ""
-    """Of the file."""
+    """Of the function."""
 
     @property
     def title(self) -> str:
@@ -111,15 +126,21 @@ class Workload:
         return 1.0 if device.startswith("cuda") else self.cpu_scale
 
 
+def workload(**known: Any) -> Callable[[Loop], Loop]:
+    """Makes a program a workload; ``known``: fields of :class:`Workload`, as literals."""
+
+    def mark(program: Loop) -> Loop:
+        program.workload = Workload(**known)  # type: ignore[attr-defined]
+        return program
+
+    return mark
+
+
 @cache
 def catalogue() -> dict[str, Workload]:
     """All workloads by name, without importing them."""
-    found = {}
-    for file in sorted(HERE.glob("*.py")):
-        workload = _describe(file)
-        if workload is not None:
-            found[file.stem] = workload
-    return found
+    found = {w.name: w for file in HERE.glob("*.py") for w in _described(file)}
+    return dict(sorted(found.items()))
 
 
 def find(name: str) -> Workload:
@@ -136,25 +157,19 @@ def find(name: str) -> Workload:
 
 def load(name: str) -> Loop:
     """The program of a workload; this imports torch."""
-    find(name)
-    loop: Loop = import_module(f"advisor.sample_workloads.{name}").loop
-    return loop
+    module = import_module(f"advisor.sample_workloads.{find(name).file}")
+    program: Loop = getattr(module, name)
+    return program
 
 
-def _describe(file: Path) -> Workload | None:
-    """What the source says after ``WORKLOAD =``; ``None``: the file is no workload."""
-    tree = ast.parse(file.read_text(encoding="utf-8"))
-    for node in tree.body:
-        if (
-            isinstance(node, ast.Assign)
-            and ast.unparse(node.targets[0]) == "WORKLOAD"
-            and isinstance(node.value, ast.Call)
-        ):
-            said = {item.arg: _literal(item.value) for item in node.value.keywords if item.arg}
-            return replace(
-                Workload(finds=()), **said, name=file.stem, doc=ast.get_docstring(tree) or ""
-            )
-    return None
+def _described(file: Path) -> Iterator[Workload]:
+    """What the source says in ``@workload(...)`` of its functions."""
+    for node in ast.parse(file.read_text(encoding="utf-8")).body:
+        for mark in node.decorator_list if isinstance(node, ast.FunctionDef) else ():
+            if isinstance(mark, ast.Call) and ast.unparse(mark.func) == "workload":
+                said = {item.arg: _literal(item.value) for item in mark.keywords if item.arg}
+                doc = ast.get_docstring(node) or ""
+                yield Workload(**said, name=node.name, file=file.stem, doc=doc)
 
 
 def _literal(node: ast.expr) -> Any:

@@ -1,13 +1,4 @@
-"""The textbook training loop: a small CNN on 32x32 images, fed by one process.
-
-Slow on purpose, the way most first training scripts are: the DataLoader has ``num_workers=0``, so
-every image is prepared by the training process itself while the GPU waits; each batch is copied
-with ``.to(device)`` from pageable memory, which blocks the host; ``loss.item()`` in each step makes
-the host wait for the GPU before it may launch the next one.
-
-The cure: loader workers, pinned memory with ``non_blocking=True`` copies, and losses that stay on
-the device. Both variants train the same model on the same batches.
-"""
+"""The textbook training loop, slow the way most first training scripts are."""
 
 from __future__ import annotations
 
@@ -20,15 +11,7 @@ from torch import nn
 from torch.nn.functional import pad
 from torch.utils.data import DataLoader, Dataset
 
-from advisor.sample_workloads import Setup, Workload
-
-WORKLOAD = Workload(
-    finds=("single-process-loader",),
-    also=("pageable-copies", "implicit-sync", "cpu-before-first-kernel"),
-    shown_on="cpu",
-    cpu_scale=1.0,
-    steps=8,
-)
+from advisor.sample_workloads import Setup, workload
 
 BATCH = 64  # images a step at scale 1
 CLASSES = 10
@@ -81,8 +64,24 @@ def build_model() -> nn.Sequential:
     )
 
 
-def loop(run: Setup) -> Iterator[Any]:
-    """Train; yields the loss of each step."""
+@workload(
+    finds=("single-process-loader",),
+    also=("pageable-copies", "implicit-sync", "cpu-before-first-kernel"),
+    shown_on="cpu",
+    cpu_scale=1.0,
+    steps=8,
+)
+def simple_cnn(run: Setup) -> Iterator[Any]:
+    """The textbook training loop: a small CNN on 32x32 images, fed by one process.
+
+    Slow on purpose, the way most first training scripts are: the DataLoader has ``num_workers=0``,
+    so every image is prepared by the training process itself while the GPU waits; each batch is
+    copied with ``.to(device)`` from pageable memory, which blocks the host; ``loss.item()`` in each
+    step makes the host wait for the GPU before it may launch the next one.
+
+    The cure: loader workers, pinned memory with ``non_blocking=True`` copies, and losses that stay
+    on the device. Both variants train the same model on the same batches.
+    """
     torch.manual_seed(run.seed)
     loader = DataLoader(
         Images(run.seed),

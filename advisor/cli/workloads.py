@@ -56,7 +56,7 @@ def show(name: Name) -> None:
     from advisor.sample_workloads import HERE, find
 
     workload = find(name)
-    file = HERE / f"{name}.py"
+    file = HERE / f"{workload.file}.py"
     out.show(f"{workload.doc}\n\n{_expects(workload)}\nSource: {file}\n")
 
 

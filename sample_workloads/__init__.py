@@ -164,8 +164,9 @@ def load(name: str) -> Loop:
 
 def _described(file: Path) -> Iterator[Workload]:
     """What the source says in ``@workload(...)`` of its functions."""
-    for node in ast.parse(file.read_text(encoding="utf-8")).body:
-        for mark in node.decorator_list if isinstance(node, ast.FunctionDef) else ():
+    body = ast.parse(file.read_text(encoding="utf-8")).body
+    for node in (each for each in body if isinstance(each, ast.FunctionDef)):
+        for mark in node.decorator_list:
             if isinstance(mark, ast.Call) and ast.unparse(mark.func) == "workload":
                 said = {item.arg: _literal(item.value) for item in mark.keywords if item.arg}
                 doc = ast.get_docstring(node) or ""

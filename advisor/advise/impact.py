@@ -10,8 +10,9 @@ the device is idle.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import cached_property
 from math import ceil, isfinite
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple
 
 from msgspec.structs import replace
 
@@ -372,44 +373,45 @@ class Price(NamedTuple):
     high_by: Decides = ""
 
 
-class Pricer(Protocol):
+class Pricer:
     """Estimates what edits save in one window. All figures are ns per step."""
 
-    @property
-    def method(self) -> str:
-        """How prices are got: REPLAY or BOUND."""
+    method: str
+    """How prices are got: REPLAY or BOUND."""
+    reason: str = ""
+    """Why the steps are not replayed; empty: they are, or bounds were asked for."""
+    ranks: tuple[int, ...] = ()
+    """Ranks that are replayed together; empty: this one alone."""
 
-    @property
+    @cached_property
     def error(self) -> float:
         """Gains below this are lost in the method's own error, ns per step."""
+        return 0.0
 
-    @property
-    def reason(self) -> str:
-        """Why the steps are not replayed; empty: they are."""
-
-    @property
-    def ranks(self) -> tuple[int, ...]:
-        """Ranks that are replayed together; empty: this one alone."""
-
-    @property
+    @cached_property
     def unseen_loader(self) -> bool:
         """How fast the loader's workers could be is not known, and prices do not allow for it."""
+        return False
 
     def price(self, edits: Sequence[Edit], given: Sequence[Edit] = ()) -> Price:
         """What edits save alone, or once others are done, with the range."""
+        raise NotImplementedError
 
     def marginal(self, edits: Sequence[Edit], given: Sequence[Edit]) -> float:
         """What they save once others are done."""
+        return self.price(edits, given).gain
 
     def is_calibrated(self, edits: Sequence[Edit]) -> bool:
         """Their range is what predictions of that kind were measured to miss by."""
+        return False
 
     def critical_path(self) -> dict[str, float]:
         """What limits the step, ns per step, largest first; empty: unknown."""
+        return {}
 
     def view(self, edits: Sequence[Edit]) -> Replay | None:
-        """The replay behind the gains, without and with these edits; ``None``: there is no
-        replay."""
+        """The replay behind the gains, without and with these edits; ``None``: there is none."""
+        return None
 
 
 def pricer(a: Analysis, rank: int = 0) -> Pricer:
@@ -421,22 +423,20 @@ def pricer(a: Analysis, rank: int = 0) -> Pricer:
     return BoundPricer(a, why) if why else replay
 
 
-class ReplayPricer:
+class ReplayPricer(Pricer):
     """Prices by replaying the steps' dependency graph with the edits in it."""
 
     method = REPLAY
-    reason = ""
-    ranks: tuple[int, ...] = ()
 
     def __init__(self, a: Analysis, rank: int = 0) -> None:
         self.whatif = EditGain(a, rank)
 
-    @property
+    @cached_property
     def error(self) -> float:
         """How far the replayed step is from the measured one, ns."""
         return abs(self.whatif.base.period - self.whatif.measured.period)
 
-    @property
+    @cached_property
     def unseen_loader(self) -> bool:
         """See :class:`Pricer`."""
         return self.whatif.unseen_loader
@@ -448,10 +448,6 @@ class ReplayPricer:
     def marginal(self, edits: Sequence[Edit], given: Sequence[Edit]) -> float:
         """See :class:`Pricer`."""
         return self.whatif.gain(edits, given)
-
-    def is_calibrated(self, edits: Sequence[Edit]) -> bool:
-        """See :class:`Pricer`."""
-        return False
 
     def critical_path(self) -> dict[str, float]:
         """See :class:`Pricer`."""
@@ -479,18 +475,13 @@ class ReplayPricer:
         )
 
 
-class BoundPricer:
+class BoundPricer(Pricer):
     """Prices by exposed time: what can be saved at most."""
 
     method = BOUND
-    error = 0.0
-    ranks: tuple[int, ...] = ()
-    unseen_loader = False
 
     def __init__(self, a: Analysis, reason: str = "") -> None:
-        self.a = a
         self.reason = reason
-        """See :class:`Pricer`; also empty where bounds were asked for."""
         self._exposed = ExposedTime(a)
 
     def price(self, edits: Sequence[Edit], given: Sequence[Edit] = ()) -> Price:
@@ -498,19 +489,3 @@ class BoundPricer:
         saved, before = self._exposed.saved([*given, *edits]), self._exposed.saved(given)[0]
         gain, low, high = (max(0.0, value - before) for value in saved)
         return Price(gain, low, high, high, "assumption", "assumption")
-
-    def marginal(self, edits: Sequence[Edit], given: Sequence[Edit]) -> float:
-        """See :class:`Pricer`."""
-        return self.price(edits, given).gain
-
-    def is_calibrated(self, edits: Sequence[Edit]) -> bool:
-        """See :class:`Pricer`."""
-        return False
-
-    def critical_path(self) -> dict[str, float]:
-        """See :class:`Pricer`."""
-        return {}
-
-    def view(self, edits: Sequence[Edit]) -> Replay | None:
-        """See :class:`Pricer`."""
-        return None

@@ -160,6 +160,7 @@ def command(
         paths, compile_log = [str(compile_log)], None
     elif not paths:
         paths, memory, kernels = beside(memory, kernels)
+    paths = out.newest_run(paths)
     chosen, limit = parse_steps(steps), parse_size(max_size)
     paid = o.chosen_prices(price, prices)
     check_ranks(paths, rank, workers=workers, cluster=cluster, ranks=ranks)

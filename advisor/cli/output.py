@@ -266,6 +266,43 @@ def offer(error: SeveralRuns, arguments: list[str]) -> str:
     return f"{error.given} holds runs, listed above; give one: {_typed(words)}"
 
 
+def newest_run(paths: list[str]) -> list[str]:
+    """A folder of several runs stands for its newest complete recording that is no trial; stderr
+    says which, and how to have another. Anything else stays as it is."""
+    from advisor.core.text import clean
+    from advisor.read.directory import refuse_several
+    from advisor.read.runs import SeveralRuns, describe
+
+    try:
+        if len(paths) == 1:
+            refuse_several(paths[0])
+    except (OSError, SeveralRuns) as error:
+        found = error.found[:MAX_RUNS] if isinstance(error, SeveralRuns) else []
+        lines = sorted(map(describe, found), key=lambda line: -line.started_unix_ns)
+        chosen = next((line for line in lines if _is_complete(line.path)), None)
+        if chosen is not None and len(lines) > 1:
+            others = [line for line in lines if line is not chosen]
+            print(
+                f"{clean(chosen.path)}, the newest of {len(found)} runs: {_about(chosen)}\n"
+                f"another: {clean(_typed(['analyze', str(others[0].path)]))}",
+                file=sys.stderr,
+            )
+            return [str(chosen.path)]
+    return paths
+
+
+def _is_complete(run: Path) -> bool:
+    """A recording whose program reached its end, and no trial of ``advisor try``."""
+    from advisor.core.run_directory import read_recording
+    from advisor.tune.report import FILE
+
+    try:
+        ranks = read_recording(run).ranks.values()
+    except AdvisorError:
+        return False
+    return any(rank.ended for rank in ranks) and not (run / FILE).exists()
+
+
 def _typed(words: list[str]) -> str:
     return shlex.join(["advisor", *words])
 

@@ -109,3 +109,10 @@ def test_a_name_that_is_nearly_right_gets_a_suggestion(advisor: Run) -> None:
     assert (code, out) == (2, "")
     assert "did you mean exposed-communication" in err
     assert advisor("rules", "show", "zzz")[2].count("\n") == 1
+
+
+def test_what_a_trace_fills_in_is_a_placeholder_and_no_code(advisor: Run) -> None:
+    shown = advisor("rules", "show", "single-process-loader")[1]
+    assert "Set num_workers=<workers> to load in worker processes" in shown
+    assert "num_workers=<workers>,\n" in shown and "it takes <batch>, and <needed>" in shown
+    assert not re.search(r"\{[a-z_]+\}", shown)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shlex
 from collections.abc import Callable
 from pathlib import Path
@@ -11,8 +12,9 @@ import msgspec
 import pytest
 
 import advisor
-from advisor.core.run_directory import MANIFEST, STEPS, Manifest, Step
+from advisor.core.run_directory import EVENTS, MANIFEST, STEPS, Event, Manifest, Step
 from advisor.testing import TraceBuilder
+from advisor.tune.report import FILE
 
 Cli = Callable[..., Any]
 DAY = 86_400 * 10**9
@@ -76,6 +78,30 @@ def test_a_folder_of_runs_lists_them_and_says_what_to_type(
     assert typed == wanted
     if words.startswith("analyze"):
         assert advisor(*typed).code == 0
+
+
+def end(run: Path) -> None:
+    """The program of a run reached its end."""
+    event = Event(t=10**9, kind="end", data={"reason": "finished"})
+    (run / "rank0" / EVENTS).write_bytes(msgspec.json.encode(event) + b"\n")
+
+
+def test_analyze_takes_the_newest_complete_recording_that_is_no_trial(
+    project: Path, advisor: Cli
+) -> None:
+    runs = project / "runs"
+    trial = record(runs / "2026-11-22_c", 20_002, 12, "train.py")
+    (trial / FILE).write_text("{}")
+    record(runs / "2026-11-23_d", 20_003, 12, "killed.py")
+    for run in (runs / "2026-11-20_a", runs / "2026-11-21_b", trial):
+        end(run)
+    done = advisor("analyze", "runs/", "--format", "json")
+    assert done.code == 0
+    assert json.loads(done.out)["inputs"][0]["path"].startswith("runs/2026-11-21_b")
+    which, another = done.err.splitlines()
+    assert which.startswith("runs/2026-11-21_b, the newest of 4 runs:") and "345 steps" in which
+    typed = shlex.split(another.removeprefix("another: advisor "))
+    assert typed[0] == "analyze" and (project / typed[1]).is_dir() and "11-21" not in typed[1]
 
 
 def test_what_is_in_the_list_is_harmless_and_damaged_runs_are_in_it(

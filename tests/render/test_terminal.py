@@ -19,7 +19,9 @@ from advisor.core import text as t
 from advisor.core.finding import Finding, Impact, Location
 from advisor.core.ranks import Ranks
 from advisor.core.report import Family, Replay, Report
+from advisor.render.document import Document, Grid, RenderOptions
 from advisor.render.formats import REPORTS
+from advisor.render.formats.terminal import Terminal
 from advisor.render.page import Page
 from advisor.testing import TraceBuilder
 
@@ -263,6 +265,21 @@ def test_code_is_folded_between_words_and_its_comment_goes_above(
         "│   run(first_argument, second_argument, third_argument,\n"
         "    │       a_fourth_argument_and);\n"
     ) in shown
+
+
+def test_a_column_of_dashes_leaves_its_room_to_the_names() -> None:
+    name = "TimesformerForVideoClassification"
+    head = ["phase", "steps", "batch", "tokens", "step", "per token", "tokens/s", "busy", "limit"]
+    rows = [[name, "1", "–", "–", "120 ms", "–", "–", "99%", "memory 88%"]]
+    document = Document("", [Grid(head, rows, optional=(3, 6))], name="phases")
+    lines = Terminal().draw(document, RenderOptions(width=80)).split("\n")
+    assert lines[0].split() == ["phase", "steps", "step", "tokens/s", "busy", "limit"]
+    assert lines[1].split() == [name, "1", "120", "ms", "–", "99%", "memory", "88%"]
+    rows.append(["decode", "2", "8", "8", "1 ms", "–", "–", "–", "–"])
+    lines = Terminal().draw(document, RenderOptions(width=80)).split("\n")
+    assert "batch" in lines[0] and "per token" not in lines[0]
+    wide = Terminal().draw(document, RenderOptions(width=120)).split("\n")
+    assert wide[0].split() == " ".join(head).split()
 
 
 def test_a_table_s_figures_are_whole_and_its_places_are_shortened() -> None:

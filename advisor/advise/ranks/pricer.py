@@ -39,7 +39,7 @@ class RankSavings(NamedTuple):
     communication: bool
 
 
-class RanksPricer:
+class RanksPricer(Pricer):
     """Prices by replaying all ranks. What the analysed rank saves comes from its own replay, what
     the others save by theirs; the job gains what is left of that where ranks wait for each other.
     """
@@ -138,7 +138,7 @@ class RanksPricer:
         return self._together([*given, *edits]) - self._together(given)
 
     def critical_path(self) -> dict[str, float]:
-        """See :class:`~advisor.advise.impact.Pricer`."""
+        """See ``Pricer``."""
         return self.own.critical_path()
 
     def view(self, edits: Sequence[Edit]) -> Replay | None:

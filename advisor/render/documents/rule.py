@@ -8,6 +8,7 @@ from __future__ import annotations
 import ast
 import inspect
 import io
+import re
 import textwrap
 import tokenize
 from collections.abc import Iterator, Mapping
@@ -117,13 +118,13 @@ def describe(rule: Rule) -> RulePage:
         title=cls.title,
         category=str(cls.category),
         paragraphs=cls.paragraphs(),
-        fix=cls.fix,
-        code=cls.code,
-        verify=cls.verify,
-        falsified_by=cls.falsified_by,
+        fix=_opened(cls.fix),
+        code=_opened(cls.code),
+        verify=_opened(cls.verify),
+        falsified_by=_opened(cls.falsified_by),
         assumptions=rule.filled(cls.assumptions),
-        cases=_filled_cases(rule, cls.cases),
-        inference=_inference(rule, cls.inference),
+        cases=_opened(_filled_cases(rule, cls.cases)),
+        inference=_opened(_inference(rule, cls.inference)),
         elsewhere=list(_elsewhere(cls)),
         thresholds=[
             Option(name, value, *_meaning(cls, name, comments))
@@ -155,6 +156,18 @@ def _inference(rule: Rule, texts: Mapping[str, Any]) -> dict[str, Any]:
     return filled
 
 
+_PLACEHOLDER = re.compile(r"\{([a-z_]+)\}")
+
+
+def _opened(texts: Any) -> Any:
+    """Texts with what a trace would fill in as a placeholder: ``<workers>``."""
+    if isinstance(texts, str):
+        return _PLACEHOLDER.sub(lambda match: f"<{match[1].replace('_', ' ')}>", texts)
+    if isinstance(texts, Mapping):
+        return {name: _opened(text) for name, text in texts.items()}
+    return [_opened(text) for text in texts] if isinstance(texts, list | tuple) else texts
+
+
 def _elsewhere(cls: type[Rule]) -> Iterator[ForeignAdvice]:
     common = cls.elsewhere.get(ANY)
     for framework, advice in cls.elsewhere.items():
@@ -163,7 +176,7 @@ def _elsewhere(cls: type[Rule]) -> Iterator[ForeignAdvice]:
             if (advice.fix, advice.code) == (common.fix, common.code):
                 continue
             words = advice.fix.removeprefix(common.fix).strip()  # what is called there, alone
-        yield ForeignAdvice(*FRAMEWORKS[framework], words, advice.code)
+        yield ForeignAdvice(*FRAMEWORKS[framework], _opened(words), _opened(advice.code))
 
 
 def _meaning(

@@ -10,6 +10,8 @@ from advisor.core.report import Quantiles, Report, Serving, ServingPhase
 from advisor.render.document import Block, FieldList, Grid, Section, TextField
 
 MAX_ROLES: Final = 6
+MAX_NAME: Final = 40
+"""Characters of a phase's name: a model's class, where nothing else tells phases apart."""
 HEAD: Final = (
     "phase",
     "steps",
@@ -50,7 +52,7 @@ def row(phase: ServingPhase) -> list[str]:
     if phase.limit is not None:
         limit = f"{phase.limit} {t.format_share(phase.limit_share)}"
     return [
-        t.shorten(t.clean(phase.name), 24),
+        t.shorten(t.clean(phase.name), MAX_NAME),
         f"{phase.steps:,}",
         _count(phase.requests),
         _count(phase.tokens),
@@ -86,7 +88,7 @@ def lines(serving: Serving) -> list[tuple[str, list[str], bool]]:
     """(label, parts, whether it is a detail) of what stands below the table."""
     result: list[tuple[str, list[str], bool]] = []
     for phase in serving.phases:
-        own = t.shorten(t.clean(phase.name), 24)
+        own = t.shorten(t.clean(phase.name), MAX_NAME)
         if phase.attainable_ns is not None and phase.attainable_ns < phase.ns:
             ratio = phase.ns / phase.attainable_ns if phase.attainable_ns else 1.0
             known = f"{t.format_share(phase.known_share)} of its kernel time could be compared"

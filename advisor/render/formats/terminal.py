@@ -20,6 +20,8 @@ MAX_CODE: Final = 6
 """Lines of code of a fix then."""
 MAX_ITEMS: Final = 12
 """Of a list then."""
+NONE: Final = "–"
+"""A cell of what was not measured: a column of these is left out first, where there is no room."""
 STYLES: Final = {
     "": "", "strong": "bold", "soft": "dim", "code": "", "good": "green", "bad": "bold red",
     "warn": "yellow", "critical": "bold red", "warning": "yellow", "info": "",
@@ -207,7 +209,8 @@ class _Screen:
             self.page.blank()
             self.page.wrapped(t.clean(table.title), indent=2, style="dim")
         kept = list(range(len(table.head)))
-        for column in table.optional:
+        empty = [n for n in kept[1:] if all(d.plain(row[n]) == NONE for row in rows)]
+        for column in dict.fromkeys((*empty, *table.optional)):
             wide = (max(cell_len(d.plain(row[n])) for row in (table.head, *rows)) for n in kept)
             if sum(wide) + 2 * len(kept) <= self.page.width:
                 break

@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 
 import advisor
 from advisor.advise.engine import AnalysisResult, Options, examine
 from advisor.advise.impact import REPLAY
-from advisor.compare.comparison import Amount, Comparison, RealisedGain, Side, StepTimeChange
+from advisor.compare.amounts import amounts, counters_verdict
+from advisor.compare.comparison import Comparison, RealisedGain, Side, StepTimeChange
 from advisor.compare.findings import Remaining, compare_findings, find_remaining
-from advisor.compare.kernel_counters import counter_amounts, counters_verdict
-from advisor.compare.memory import memory_amounts
-from advisor.compare.serving import phase_amounts
 from advisor.compare.steps import PERIODS, compare_steps
 from advisor.compare.view import repeated, verdict, whole
 from advisor.compare.work import by_shape, compare_kernels, compare_work, matched
@@ -30,7 +27,6 @@ MIN_MATCHED = 0.2
 CLOSE = 0.1
 """Share by which gain and prediction may differ and still agree, however narrow both ranges are: a
 replay that misses the step by that much still estimates gains (``trust.MAX_STEP_ERROR``)."""
-HOUR_NS = 3.6e12
 
 RunOrFiles = str | Path | Sequence[str | Path] | Run
 
@@ -160,93 +156,6 @@ def compile_payback(before: Report, after: Report, steps: StepTimeChange) -> lis
         return [f"{text}."]
     most = math.ceil(log.ns / -steps.high_ns)
     return [f"{text} ({t.format_count(least)} to {t.format_count(most)})."]
-
-
-# -- the breakdown ------------------------------------------------------------------------------
-
-
-def amounts(before: Report, after: Report) -> list[Amount]:
-    """Every figure of the two reports, side by side. What one report lists and the other does not
-    is 0 there when the whole list was measured, else not measured."""
-    result = []
-    for group, attribute in (
-        ("time", "time"),
-        ("idle", "idle"),
-        ("host", "host"),
-        ("kernels", "families"),
-    ):
-        item, other = (
-            {getattr(part, "name", getattr(part, "cause", "")): part.ns for part in items}
-            for items in (getattr(before, attribute), getattr(after, attribute))
-        )
-        # an empty list of idle causes beside device time means that there was no idle time
-        measured = [bool(item), bool(other)]
-        if attribute == "idle":
-            measured = [bool(before.time), bool(after.time)]
-        for name in dict.fromkeys((*item, *other)):
-            values = [
-                side.get(name, 0.0 if there else None)
-                for side, there in zip((item, other), measured, strict=True)
-            ]
-            result.append(_amount(name, "ns", values, group))
-    for name, unit, attribute in (
-        ("GPU busy", "share", "busy_share"),
-        ("communication", "ns", "communication_ns"),
-        ("communication hidden", "share", "communication_overlap"),
-        ("MFU", "share", "mfu"),
-        ("memory peak", "bytes", "memory_peak_bytes"),
-    ):
-        result.append(_amount(name, unit, [getattr(r, attribute) for r in (before, after)]))
-    joules = [None if r.energy is None else r.energy.joules for r in (before, after)]
-    result += [_amount("energy per step", "J", joules), *_cost(before, after)]
-    result += counter_amounts(before, after)
-    result += memory_amounts(before, after)
-    result += phase_amounts(before, after)
-    result += layer_amounts(before, after)
-    return [amount for amount in result if (amount.before, amount.after) != (None, None)]
-
-
-def layer_amounts(before: Report, after: Report) -> list[Amount]:
-    """Own time of the modules of each kind in modules of one kind, what changed most first; nothing
-    unless both sides recorded modules, around work of the same processor."""
-    sides = before.layers, after.layers
-    if sides[0] is None or sides[1] is None or sides[0].on_device != sides[1].on_device:
-        return []
-    times: list[Counter[str]] = []
-    for layers in (sides[0], sides[1]):
-        own: Counter[str] = Counter()
-        for layer in layers.layers:
-            place = "" if layer.parent is None else f" in {layers.layers[layer.parent].kind}"
-            own[layer.kind + place] += layer.own_ns  # type: ignore[assignment]
-        own["in no module"] += layers.outside_ns  # type: ignore[assignment]
-        times.append(own)
-    change = {name: abs(times[1][name] - times[0][name]) for name in times[0] | times[1]}
-    order = sorted(change, key=lambda name: (-change[name], name))
-    return [_amount(name, "ns", [own.get(name) for own in times], "layers") for name in order]
-
-
-def _cost(before: Report, after: Report) -> list[Amount]:
-    """Money per step, where either side has it in one currency. On one model of GPU both are at
-    one price, the later one: it is the program that is compared."""
-    reports = (before, after)
-    prices = [report.cost for report in reports]
-    devices = [report.scope.device_name for report in reports]
-    if None not in devices and devices[0] == devices[1]:
-        prices = [after.cost or before.cost] * 2
-    currencies = {price.currency for price in prices if price is not None}
-    totals = [report.per == "recording" for report in reports]
-    if len(currencies) != 1 or totals[0] != totals[1]:
-        return []
-    count, name = (1, "cost") if totals[0] else (1000, "cost of 1,000 steps")
-    costs = [
-        None if price is None else count * report.step_ns * price.per_hour * price.gpus / HOUR_NS
-        for price, report in zip(prices, reports, strict=True)
-    ]
-    return [_amount(name, currencies.pop(), costs)]
-
-
-def _amount(name: str, unit: str, values: Sequence[float | None], group: str = "figures") -> Amount:
-    return Amount(group=group, name=name, unit=unit, before=values[0], after=values[1])
 
 
 # -- predicted and measured gain ----------------------------------------------------------------

@@ -7,8 +7,7 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
-from advisor.compare.memory import memory_verdict
-from advisor.compare.serving import phase_verdict
+from advisor.compare.amounts import memory_verdict, phase_verdict
 from advisor.core import text as t
 from advisor.core.finding import GUESSED
 

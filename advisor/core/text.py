@@ -135,6 +135,11 @@ def format_change(ns: float) -> str:
     return format_duration(0) if not ns else f"{'+' if ns > 0 else '−'}{format_duration(abs(ns))}"
 
 
+def format_more_bytes(size: float) -> str:
+    """A difference in bytes with its sign: ``+3.1 GiB``."""
+    return f"{'+' if size > 0 else '-'}{format_bytes(abs(size))}"
+
+
 def format_share(share: float | None) -> str:
     """A share of 1 as a percentage; what rounds to nothing is not shown as nothing."""
     if share is None:

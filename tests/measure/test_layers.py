@@ -14,7 +14,7 @@ import polars as pl
 import pytest
 
 import advisor
-from advisor.compare.compare import layer_amounts
+from advisor.compare.amounts import layer_amounts
 from advisor.core.intervals import covered_length
 from advisor.core.report import Report
 from advisor.core.text import location_names

@@ -1,0 +1,340 @@
+"""Every figure of two runs side by side: time, memory by snapshot, phases of a served model, and
+kernels by their hardware counters; and the verdicts where there is no step to compare."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from operator import attrgetter
+
+from advisor.compare.comparison import Amount, Comparison
+from advisor.core import text as t
+from advisor.core.report import KernelCounters, MemoryHolder, Report, ServingPhase
+
+HOUR_NS = 3.6e12
+
+
+def amounts(before: Report, after: Report) -> list[Amount]:
+    """Every figure of the two reports, side by side. What one report lists and the other does not
+    is 0 there when the whole list was measured, else not measured."""
+    result = []
+    for group, attribute in (
+        ("time", "time"),
+        ("idle", "idle"),
+        ("host", "host"),
+        ("kernels", "families"),
+    ):
+        item, other = (
+            {getattr(part, "name", getattr(part, "cause", "")): part.ns for part in items}
+            for items in (getattr(before, attribute), getattr(after, attribute))
+        )
+        # an empty list of idle causes beside device time means that there was no idle time
+        measured = [bool(item), bool(other)]
+        if attribute == "idle":
+            measured = [bool(before.time), bool(after.time)]
+        for name in dict.fromkeys((*item, *other)):
+            values = [
+                side.get(name, 0.0 if there else None)
+                for side, there in zip((item, other), measured, strict=True)
+            ]
+            result.append(_amount(name, "ns", values, group))
+    for name, unit, attribute in (
+        ("GPU busy", "share", "busy_share"),
+        ("communication", "ns", "communication_ns"),
+        ("communication hidden", "share", "communication_overlap"),
+        ("MFU", "share", "mfu"),
+        ("memory peak", "bytes", "memory_peak_bytes"),
+    ):
+        result.append(_amount(name, unit, [getattr(r, attribute) for r in (before, after)]))
+    joules = [None if r.energy is None else r.energy.joules for r in (before, after)]
+    result += [_amount("energy per step", "J", joules), *_cost(before, after)]
+    result += counter_amounts(before, after)
+    result += memory_amounts(before, after)
+    result += phase_amounts(before, after)
+    result += layer_amounts(before, after)
+    return [amount for amount in result if (amount.before, amount.after) != (None, None)]
+
+
+def layer_amounts(before: Report, after: Report) -> list[Amount]:
+    """Own time of the modules of each kind in modules of one kind, what changed most first; nothing
+    unless both sides recorded modules, around work of the same processor."""
+    sides = before.layers, after.layers
+    if sides[0] is None or sides[1] is None or sides[0].on_device != sides[1].on_device:
+        return []
+    times: list[Counter[str]] = []
+    for layers in (sides[0], sides[1]):
+        own: Counter[str] = Counter()
+        for layer in layers.layers:
+            place = "" if layer.parent is None else f" in {layers.layers[layer.parent].kind}"
+            own[layer.kind + place] += layer.own_ns  # type: ignore[assignment]
+        own["in no module"] += layers.outside_ns  # type: ignore[assignment]
+        times.append(own)
+    change = {name: abs(times[1][name] - times[0][name]) for name in times[0] | times[1]}
+    order = sorted(change, key=lambda name: (-change[name], name))
+    return [_amount(name, "ns", [own.get(name) for own in times], "layers") for name in order]
+
+
+def _cost(before: Report, after: Report) -> list[Amount]:
+    """Money per step, where either side has it in one currency. On one model of GPU both are at
+    one price, the later one: it is the program that is compared."""
+    reports = (before, after)
+    prices = [report.cost for report in reports]
+    devices = [report.scope.device_name for report in reports]
+    if None not in devices and devices[0] == devices[1]:
+        prices = [after.cost or before.cost] * 2
+    currencies = {price.currency for price in prices if price is not None}
+    totals = [report.per == "recording" for report in reports]
+    if len(currencies) != 1 or totals[0] != totals[1]:
+        return []
+    count, name = (1, "cost") if totals[0] else (1000, "cost of 1,000 steps")
+    costs = [
+        None if price is None else count * report.step_ns * price.per_hour * price.gpus / HOUR_NS
+        for price, report in zip(prices, reports, strict=True)
+    ]
+    return [_amount(name, currencies.pop(), costs)]
+
+
+def _amount(name: str, unit: str, values: Sequence[float | None], group: str = "figures") -> Amount:
+    return Amount(group=group, name=name, unit=unit, before=values[0], after=values[1])
+
+
+# -- memory snapshots, by category, line and lifetime --------------------------------------------
+
+MEMORY, LINES = "memory", "memory by line"
+LIFETIMES = ("there before the history", "made and kept to its end", "made and freed again")
+MIN_CHANGE = 0.01
+"""Of the larger peak: less is no change."""
+WHY = {
+    "autocast copies": "Autocast keeps a 16-bit copy of each weight until its region ends.",
+    "earlier steps": "Outputs of the step before are still there.",
+    "optimizer temporaries": "The peak is in the optimizer's step.",
+    "gradients": "Gradients are there at the peak.",
+}
+"""What a category that grew means, where the name alone does not say it."""
+
+
+def memory_amounts(before: Report, after: Report) -> list[Amount]:
+    """Peak, categories, lifetimes and lines of the fullest device of both, in bytes. What one side
+    does not list is 0 there. Empty: one of them has no snapshot."""
+    if not before.memory or not after.memory:
+        return []
+    one, other = before.memory[0], after.memory[0]
+    made = [
+        _amount("in tensors at the peak", "bytes", [one.allocated, other.allocated], MEMORY),
+        _amount("reserved then", "bytes", [one.reserved, other.reserved], MEMORY),
+    ]
+    for group, items in ((MEMORY, ("categories", "lifetimes")), (LINES, ("held",))):
+        for attribute in items:
+            sums = [_sums(getattr(view, attribute)) for view in (one, other)]
+            names = dict.fromkeys((*sums[0], *sums[1]))
+            pairs = {name: (sums[0].get(name, 0), sums[1].get(name, 0)) for name in names}
+            rows = [
+                _amount(name, "bytes", pair, group) for name, pair in pairs.items() if any(pair)
+            ]
+            made += sorted(rows, key=lambda row: -abs(_difference(row)))
+    return made
+
+
+def _sums(holders: Iterable[MemoryHolder]) -> dict[str, int]:
+    sums: dict[str, int] = {}
+    for each in holders:
+        name = each.category
+        if each.file is not None:
+            path = t.clean(each.file).replace(chr(92), "/")
+            name = f"{t.shorten_path(path, 24)}:{each.line} {each.category}"
+        sums[name] = sums.get(name, 0) + each.bytes
+    return sums
+
+
+def _difference(row: Amount) -> float:
+    return (row.after or 0) - (row.before or 0)
+
+
+def memory_verdict(c: Comparison) -> str:
+    """What changed at the peak, and why, in two sentences or three; empty: no snapshots."""
+    rows = [row for row in c.amounts if row.group == MEMORY]
+    if not rows:
+        return ""
+    peak = rows[0]
+    before, after = peak.before or 0.0, peak.after or 0.0
+    pair = f"{t.format_bytes(before)} → {t.format_bytes(after)}"
+    least = MIN_CHANGE * max(before, after, 1)
+    parts = [
+        row for row in rows[2:] if row.name not in LIFETIMES and abs(_difference(row)) >= least
+    ]
+    listed = ", ".join(f"{row.name} {t.format_more_bytes(_difference(row))}" for row in parts[:3])
+    change = after - before
+    if abs(change) < least:
+        text = f"Memory at the peak stays the same: {pair}"
+        return f"{text}. What differs: {listed}" if listed else text
+    rises = "rises" if change > 0 else "falls"
+    share = f"{abs(change) / max(before, 1):.0%}"
+    why = [WHY[row.name] for row in parts if row.name in WHY and _difference(row) > 0][:1]
+    text = f"Memory at the peak {rises} by {share}: {pair} ({listed})."
+    return " ".join([text, *why]).removesuffix(".")
+
+
+# -- a model that is served: per token, so that batches of different size compare, and by role,
+# because engines and versions name kernels differently
+
+PHASES, PARTS = "phases", "parts"
+PER_TOKEN = ", per token"
+SOURCES = ("engine", "module calls", "vocabulary look-ups")
+"""Steps that are prompts and tokens: a mean over both says nothing."""
+SAME = 0.03
+"""Two times per token that differ by less are called the same."""
+
+
+def phase_amounts(before: Report, after: Report) -> Iterator[Amount]:
+    """Time per token, per step and busy share of each phase that both have; then device time of
+    each part of a layer, per token where both sides know how many there are, else per step."""
+    sides = [
+        {} if report.serving is None else {phase.name: phase for phase in report.serving.phases}
+        for report in (before, after)
+    ]
+    for name in [name for name in sides[0] if name in sides[1]]:
+        pair = [side[name] for side in sides]
+        yield _amount(f"{name}{PER_TOKEN}", "ns", [phase.ns_per_token for phase in pair], PHASES)
+        yield _amount(f"{name}, per step", "ns", [phase.ns for phase in pair], PHASES)
+        yield _amount(f"{name}, GPU busy", "share", [phase.busy_share for phase in pair], PHASES)
+        yield from _parts(name, pair)
+
+
+def _parts(name: str, pair: list[ServingPhase]) -> Iterator[Amount]:
+    tokens = [phase.tokens for phase in pair]
+    known = all(tokens)
+    each = [count if known and count else 1.0 for count in tokens]
+    for role in dict.fromkeys(role for phase in pair for role in phase.roles):
+        values = [phase.roles.get(role, 0.0) / n for phase, n in zip(pair, each, strict=True)]
+        measured: list[float | None] = [
+            value if phase.roles else None for value, phase in zip(values, pair, strict=True)
+        ]
+        unit = PER_TOKEN if known else ", per step"
+        yield _amount(f"{name}: {role}{unit}", "ns", measured, PARTS)
+
+
+def phase_verdict(comparison: Comparison) -> str:
+    """``decode takes 12% less time per token: 336 → 296 µs``, for each phase; empty: none is on
+    both sides with its tokens, or others than these are the steps."""
+    sentences: list[str] = []
+    if not {comparison.before.step_source, comparison.after.step_source} <= {*SOURCES}:
+        return ""
+    for amount in comparison.amounts:
+        if amount.group != PHASES or not amount.name.endswith(PER_TOKEN):
+            continue
+        if not amount.before or amount.after is None:
+            continue
+        share = amount.after / amount.before - 1
+        change = f"{t.format_share(abs(share))} {'more' if share > 0 else 'less'}"
+        how = "the same time" if abs(share) < SAME else f"{change} time"
+        pair = f"{t.format_duration(amount.before)} → {t.format_duration(amount.after)}"
+        sentences.append(f"{amount.name.removesuffix(PER_TOKEN)} takes {how} per token: {pair}")
+    text = "; ".join(sentences)
+    return text[:1].upper() + text[1:]
+
+
+# -- variants of kernels by their hardware counters ------------------------------------------------
+
+COUNTERS = "counters"
+EXPLAINS = 0.05
+"""How far a quantity's ratio may be from that of the times and still explain them."""
+MOVED = 0.02
+"""Change of time below which there is nothing to explain."""
+STALL = 0.05
+"""Share of a warp's cycles by which a stall must differ to be listed."""
+SHORT = 24
+
+
+def paired(before: Report, after: Report) -> list[tuple[KernelCounters, KernelCounters]]:
+    """Kernels of both by name, else by base name, else the only two that are left; of several of
+    one name in their order."""
+    pairs: list[tuple[KernelCounters, KernelCounters]] = []
+    left, right = list(before.kernel_counters), list(after.kernel_counters)
+    for same in (attrgetter("short"), _base):
+        for old in list(left):
+            new = next((k for k in right if same(k) == same(old)), None)
+            if new is not None:
+                pairs.append((old, new))
+                left.remove(old)
+                right.remove(new)
+    if len(left) == len(right) == 1:
+        pairs.append((left[0], right[0]))
+    return sorted(pairs, key=lambda pair: -(pair[0].duration_ns or 0.0))
+
+
+def _base(k: KernelCounters) -> str:
+    return k.short.partition("<")[0]
+
+
+def counter_amounts(before: Report, after: Report) -> list[Amount]:
+    """Time, traffic, use of each unit, occupancy and stalls of each kernel that both have."""
+    result = []
+    for old, new in paired(before, after):
+        name = t.shorten(new.short, SHORT)
+        figures = _quantities(old, new)
+        figures += [
+            (f"{unit} use", "share", old.use.get(unit), new.use.get(unit))
+            for unit in dict.fromkeys((*old.use, *new.use))
+        ]
+        figures += [
+            ("occupancy", "share", old.occupancy, new.occupancy),
+            ("waves", "", old.waves, new.waves),
+        ]
+        figures += [
+            (
+                f"stalled: {reason.replace('_', ' ')}",
+                "share",
+                old.stalls.get(reason),
+                new.stalls.get(reason),
+            )
+            for reason in dict.fromkeys((*old.stalls, *new.stalls))
+            if abs(old.stalls.get(reason, 0.0) - new.stalls.get(reason, 0.0)) >= STALL
+        ]
+        result += [
+            _amount(f"{name}: {quantity}", unit, [x, y], COUNTERS)
+            for quantity, unit, x, y in figures
+            if (x, y) != (None, None)
+        ]
+    return result
+
+
+def _quantities(
+    old: KernelCounters, new: KernelCounters
+) -> list[tuple[str, str, float | None, float | None]]:
+    return [
+        ("time", "ns", old.duration_ns, new.duration_ns),
+        ("DRAM traffic", "bytes", old.dram_bytes, new.dram_bytes),
+        ("DRAM bandwidth", "B/s", old.bandwidth, new.bandwidth),
+    ]
+
+
+def counters_verdict(before: Report, after: Report) -> str:
+    """What became of the kernel whose time changed most, and what explains it."""
+    pairs = [
+        (abs(y.duration_ns - x.duration_ns), x.duration_ns, y.duration_ns, x, y)
+        for x, y in paired(before, after)
+        if x.duration_ns and y.duration_ns
+    ]
+    if not pairs:
+        if before.triton_kernels and after.triton_kernels:
+            return (
+                "Triton's caches have no times. Compare traces, each with its cache as --kernels."
+            )
+        return "No kernel with a time is in both reports."
+    _, first, second, old, new = max(pairs, key=lambda pair: pair[0])
+    ratio = second / first
+    times = f"{t.format_duration(first)} → {t.format_duration(second)}"
+    name = t.shorten(new.short, SHORT)
+    if abs(ratio - 1) < MOVED:
+        return f"{name} takes as long: {times}."
+    how = "slower" if ratio > 1 else "faster"
+    text = f"{name} is {t.format_share(abs(ratio - 1))} {how}: {times}"
+    moved = [
+        f"{quantity} {t.format_share(abs(y / x - 1))} {'higher' if y > x else 'lower'}"
+        for quantity, _, x, y in _quantities(old, new)[1:]
+        if x and y and abs(y / x - 1) >= MOVED
+    ]
+    traffic = old.dram_bytes and new.dram_bytes and new.dram_bytes / old.dram_bytes
+    if traffic and abs(traffic - ratio) <= EXPLAINS:
+        return f"{text}. Its DRAM traffic explains that: {moved[0]}." if moved else f"{text}."
+    return f"{text}; {', '.join(moved)}." if moved else f"{text}."

@@ -15,6 +15,7 @@ from advisor.core.errors import AdvisorError
 
 if TYPE_CHECKING:
     from advisor.core.trace import Run
+    from advisor.replay.project.precision import PrecisionResult
     from advisor.replay.result import WhatIfResult
 
 MAX_NAMES, LONGEST_NAME = 8, 60
@@ -37,6 +38,14 @@ def command(
             "'scale kernel:softmax 0.2' or 'remove sync:item'; repeat for more, they add up.",
         ),
     ] = [],  # noqa: B006
+    number: Annotated[
+        str | None,
+        typer.Option(
+            "--precision",
+            metavar="FORMAT",
+            help="The linear layers in fp8, mxfp8, nvfp4, int8, int8-weights, int4-weights or 2:4.",
+        ),
+    ] = None,
     rank: o.Rank = None,
     steps: Steps = None,
     gpu: o.Gpu = None,
@@ -56,6 +65,11 @@ def command(
 
     chosen, read = parse_steps(steps), ReadOptions(step_ranges=step_ranges(steps), gpu=gpu)
     run = open_run(path, read, rank=rank, window="first")
+    if number is not None:
+        if edits:
+            raise AdvisorError("whatif: give --precision or --edit, not both")
+        _precision(run, number, rank, chosen, form)
+        return
     result = what_if(run, edits, steps=chosen)
     if missed := [i for i, row in enumerate(result.edits) if row.selected == 0]:
         raise AdvisorError("; ".join(_nothing(run, result, edit[i], i, chosen) for i in missed))
@@ -63,6 +77,70 @@ def command(
         print(json.dumps(_plain(result, edit), indent=2))
     else:
         _show(_plain(result, edit), sys.stdout)
+
+
+def _precision(
+    run: Run, name: str, rank: int | None, steps: tuple[int | None, int | None] | None, form: str
+) -> None:
+    """``--precision``: which layers to convert, and the step after it."""
+    from advisor.measure import Analysis
+    from advisor.measure.steps.steps import refuse_none
+    from advisor.replay.project.precision import precision
+
+    if not run.traces:
+        raise AdvisorError(f"{run.path or 'run'}: no profiled window, so nothing to replay")
+    number = run.ranks[0] if rank is None else rank
+    a = Analysis(run.window(number), steps)
+    refuse_none(a.steps, a.trace.meta.path, number, selected=steps is not None)
+    result = precision(a, name)
+    if form == "json":
+        plain = result._asdict() | {"layers": [row._asdict() for row in result.layers]}
+        print(json.dumps({"schema": 1, **plain}, indent=2, allow_nan=False))
+        return
+    _show_precision(result, sys.stdout)
+
+
+def _show_precision(result: PrecisionResult, file: Any) -> None:
+    from advisor.core.text import clean, format_bytes
+
+    what = "training" if result.training else "inference"
+    print(f"{result.format} on {result.gpu}, {what}", file=file)
+    if result.refused:
+        print(textwrap.fill(f"Not estimated: {result.refused}.", WIDTH), file=file)
+        return
+    print(
+        f"step    {_ms(result.measured_step_ns)} ms -> {_ms(result.step_ns)} ms "
+        f"({_ms(result.low_ns)} to {_ms(result.high_ns)}); with all layers "
+        f"{_ms(result.all_step_ns)} ms",
+        file=file,
+    )
+    if result.freed_bytes:
+        print(f"memory  {format_bytes(result.freed_bytes)} less for weights", file=file)
+    if result.weight_bytes and result.weight_read_ns is not None:
+        print(
+            f"weights {format_bytes(result.weight_bytes)}: reading them once takes "
+            f"{_ms(result.weight_read_ns)} ms of the step at the memory's attainable rate",
+            file=file,
+        )
+    for title, wanted in (("convert", True), ("leave", False)):
+        rows = [layer for layer in result.layers if layer.convert == wanted]
+        if rows:
+            print(f"\n{title:<8}{'ms':>8} {'then':>8} {'range':>17}   m x n x k, layers", file=file)
+        for layer in rows[:MAX_NAMES]:
+            band = f"{_ms(layer.low_ns)} to {_ms(layer.high_ns)}"
+            print(
+                f"{layer.calls:>6.4g}x {_ms(layer.ns):>8} {_ms(layer.after_ns):>8} {band:>17}   "
+                f"{layer.shape} {clean(layer.where)}",
+                file=file,
+            )
+            if layer.why:
+                print(f"{'':>10}{layer.why}", file=file)
+        if len(rows) > MAX_NAMES:
+            print(f"{'':>10}and {len(rows) - MAX_NAMES} more shapes", file=file)
+    print(file=file)
+    for note in result.notes:
+        print(textwrap.fill(f"{note[0].upper()}{note[1:]}.", WIDTH), file=file)
+    print("\n" + textwrap.indent(result.snippet, "    "), file=file)
 
 
 def _nothing(

@@ -20,6 +20,7 @@ _FORMATS = {
         "float8_e5m2",
         "float8_e5m2fnuz",
     ),
+    "fp4": ("fp4", "float4_e2m1fn_x2"),
     "int8": ("int8", "signed char", "char"),
 }
 _CANONICAL = {spelling: name for name, spellings in _FORMATS.items() for spelling in spellings}
@@ -58,6 +59,8 @@ class PeakRates(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """TFLOP/s, accumulated in fp32."""
     int8: float | None
     """TOP/s (integer operations), accumulated in int32."""
+    fp4: float | None = None
+    """TFLOP/s, NVFP4 or MXFP4, accumulated in fp32."""
 
 
 class Pcie(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

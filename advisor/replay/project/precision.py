@@ -1,0 +1,507 @@
+"""The measured step with its matrix products in a narrower number format, or with 2:4 sparse
+weights: which layers to convert, which to leave, and the step after it, replayed."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+import polars as pl
+from numpy.typing import NDArray
+
+from advisor.core.errors import AdvisorError
+from advisor.measure.device.dtypes import width
+from advisor.measure.device.matmuls import product
+from advisor.measure.device.shapes import OpInputs
+from advisor.measure.host.layers import range_label, work_nodes
+from advisor.measure.host.operators import roofs
+from advisor.replay.graph import Array, Edge, Node
+from advisor.replay.price import EditGain
+from advisor.replay.project.narrower import (
+    FORMATS,
+    MULTIPLE,
+    SPARSE,
+    Estimate,
+    Gemm,
+    Role,
+    Three,
+    estimate,
+    missing_unit,
+)
+
+if TYPE_CHECKING:
+    from advisor.core.gpus import GpuSpec
+    from advisor.measure import Analysis
+
+LINEAR = ("mm", "addmm", "linear", "matmul", "_addmm_activation", "_grouped_mm", "_scaled_mm")
+"""Products with a weight, as PyTorch records them; ``bmm`` multiplies activations."""
+FUSED = "_addmm_activation"
+"""Its activation runs in the product's kernel; a narrower one leaves it to a kernel of its own."""
+SMALL = "too small: quantising costs more than the product saves"
+MEASURE = (
+    "how accurate the model is afterwards is not in a recording: measure it on your own data "
+    "before you keep the change"
+)
+
+
+class LayerChange(NamedTuple):
+    """Equal matrix products: of one shape, in modules of one kind. Times ns per step."""
+
+    where: str
+    """The modules; where these are not recorded, the operator."""
+    shape: str
+    """``m x n x k``."""
+    role: Role
+    calls: float
+    """Per step."""
+    ns: float
+    """As measured."""
+    low_ns: float
+    after_ns: float
+    high_ns: float
+    """In the other format, with what quantises its inputs."""
+    convert: bool
+    why: str
+    """Why it is left as it is; empty: it is converted."""
+
+
+class PrecisionResult(NamedTuple):
+    """A step in a narrower format. Times ns per step, bytes; null: not known."""
+
+    format: str
+    gpu: str
+    training: bool
+    measured_step_ns: float
+    step_ns: float
+    low_ns: float
+    high_ns: float
+    all_step_ns: float
+    """With every product converted that can be, those that get slower included."""
+    replayed: bool
+    layers: tuple[LayerChange, ...]
+    """Those with the most time first."""
+    unknown_ns: float
+    """Matrix products that stay because their shapes or formats are not recorded."""
+    narrow_ns: float
+    """Those that are in 8 bits already."""
+    freed_bytes: float | None
+    """Of weights that are converted; null: a training run keeps its master weights."""
+    weight_bytes: float | None
+    """Weights of all known products, each read once per step, as recorded."""
+    weight_read_ns: float | None
+    """What reading them takes at the attainable memory rate."""
+    refused: str
+    """Why nothing is estimated; empty: it is. Then the step stays as measured."""
+    snippet: str
+    notes: tuple[str, ...]
+
+    @property
+    def gain_ns(self) -> float:
+        """Saved per step."""
+        return self.measured_step_ns - self.step_ns
+
+
+@dataclass
+class _Call:
+    """One operator's product and its kernels."""
+
+    rows: list[int]
+    node: int
+    gemm: Gemm | None
+    """``None``: already narrow, or the format is not known."""
+    fused: bool
+    ns: float
+    estimate: Estimate | None = None
+    why: str = ""
+
+
+def precision(a: Analysis, name: str, *, source: GpuSpec | None = None) -> PrecisionResult:
+    """The step with its linear layers in ``name``, one of ``FORMATS``. ``source``: the recorded
+    GPU, where the recording does not name one that is known.
+
+    AdvisorError: no such format, no device work, no step, or the GPU is not known.
+    """
+    if name not in FORMATS:
+        raise AdvisorError(f"precision {name!r}: there are {', '.join(FORMATS)}")
+    path = a.trace.meta.path or "trace"
+    gpu = a.hardware or source
+    if a.device_id is None or a.steps.used.is_empty() or a.span_ns <= 0:
+        raise AdvisorError(f"{path}: no device work or no step, so nothing to convert")
+    if gpu is None:
+        raise AdvisorError(f"{path}: its GPU is not one whose rates are known")
+    training = not a.forward_only
+    return _Conversion(a, name, gpu, training).result()
+
+
+class _Conversion:
+    def __init__(self, a: Analysis, name: str, gpu: GpuSpec, training: bool) -> None:
+        self.a, self.name, self.gpu, self.training = a, name, gpu, training
+        self.narrow = FORMATS[name]
+        self.unknown = self.already = 0.0
+        self.dur = a.trace.gpu["dur"].to_numpy().astype(float)
+        self.calls = self._calls()
+
+    def result(self) -> PrecisionResult:
+        a = self.a
+        refused = missing_unit(self.name, self.gpu, training=self.training)
+        known = [call for call in self.calls if call.gemm is not None]
+        if not refused and not known:
+            refused = (
+                "no matrix product with a weight has recorded shapes (record_shapes=True)"
+                if self.unknown
+                else "no matrix product with a weight is in a wider format"
+            )
+        step: Three = (a.step_ns, a.step_ns, a.step_ns)
+        every, captured, replayed = a.step_ns, a.step_ns, False
+        if not refused:
+            for call in known:
+                self._judge(call)
+            whatif = EditGain(a)
+            replayed = not whatif.unusable
+            step = self._step([c for c in known if not c.why], whatif)
+            captured = self._step([c for c in known if not c.why], whatif, launching=False)[1]
+            every = self._step([c for c in known if c.estimate is not None], whatif)[1]
+        per = 1 / a.step_count
+        layers = tuple(self._layers(known)) if not refused else ()
+        weights = self._weights(known)
+        freed = None
+        if not self.training and not refused:
+            freed = self._freed([c for c in known if not c.why])
+        memory = roofs(self.gpu).memory
+        return PrecisionResult(
+            format=self.name,
+            gpu=self.gpu.name,
+            training=self.training,
+            measured_step_ns=a.step_ns,
+            step_ns=step[1],
+            low_ns=min(step[0], step[1]),
+            high_ns=max(step[2], step[1]),
+            all_step_ns=every,
+            replayed=replayed,
+            layers=layers,
+            unknown_ns=self.unknown * per,
+            narrow_ns=self.already * per,
+            freed_bytes=freed,
+            weight_bytes=weights or None,
+            weight_read_ns=weights / memory.rate * 1e9 if memory is not None and weights else None,
+            refused=refused,
+            snippet="" if refused else self._snippet(layers),
+            notes=() if refused else tuple(self._notes(step, captured, replayed)),
+        )
+
+    # -- what is multiplied -------------------------------------------------------------------
+
+    def _calls(self) -> list[_Call]:
+        """Products with a weight, by the call of their operator."""
+        a = self.a
+        kernels = a.kernels.with_columns(row=pl.int_range(pl.len()), dur=a.trace.gpu["dur"])
+        matrix = kernels.filter(pl.Series(a.in_window) & (pl.col("family") == "gemm"))
+        nodes = work_nodes(a)
+        backward = self._backward()
+        inputs = a.trace.cpu["inputs"].fill_null(-1).to_numpy()
+        shapes: dict[tuple[str, int], Gemm | None] = {}
+        result: dict[int, _Call] = {}
+        for row, op, name, dtype, dur in (
+            matrix.select("row", "op_row", "op_name", pl.col("dtype").cast(pl.String), "dur")
+        ).iter_rows():
+            bare = (name or "").removeprefix("aten::").removesuffix("_")
+            if op in result:
+                result[op].rows.append(row)
+                result[op].ns += dur
+                continue
+            if dtype in ("fp8", "int8"):
+                self.already += dur
+                continue
+            if op is None or bare not in LINEAR or inputs[op] < 0 or dtype is None:
+                self.unknown += 0.0 if bare in ("bmm", "baddbmm") else dur
+                continue
+            key = name, int(inputs[op])
+            if key not in shapes:
+                shapes[key] = self._gemm(name, key[1], dtype)
+            gemm = shapes[key]
+            if gemm is None:
+                self.unknown += dur
+                continue
+            if self.training:
+                role: Role = "input gradient" if backward[op] else "forward"
+                gemm = gemm._replace(role=role)
+            node = int(nodes[row])
+            result[op] = _Call([row], node, gemm, bare == FUSED, float(dur))
+        calls = list(result.values())
+        self._weight_gradients(calls)
+        return calls
+
+    def _backward(self) -> NDArray[np.bool_]:
+        """Aligned with ``trace.cpu``: operators that the backward pass runs."""
+        return np.asarray(self.a.forward_op >= 0)
+
+    def _gemm(self, name: str, row: int, dtype: str) -> Gemm | None:
+        texts = self.a.trace.inputs.select("dims", "types").row(row)
+        found = product(name, OpInputs(*(text or "" for text in texts)))
+        size = width(found.a.dtype) if found is not None else None
+        if found is None or size is None or found.batch != 1:
+            return None
+        return Gemm(found.m, found.n, found.k, dtype, size, "inference")
+
+    def _weight_gradients(self, calls: list[_Call]) -> None:
+        """Products of the backward pass whose output has the sizes of a weight."""
+        forward = {
+            frozenset((c.gemm.k, c.gemm.n))
+            for c in calls
+            if c.gemm is not None and c.gemm.role == "forward"
+        }
+        for call in calls:
+            if call.gemm is not None and call.gemm.role == "input gradient":
+                sizes = frozenset((call.gemm.m, call.gemm.n))
+                rows = {c.gemm.m for c in calls if c.gemm is not None and c.gemm.role == "forward"}
+                if sizes in forward and call.gemm.k in rows:
+                    call.gemm = call.gemm._replace(role="weight gradient")
+
+    def _judge(self, call: _Call) -> None:
+        gemm = call.gemm
+        assert gemm is not None
+        if any(size % MULTIPLE for size in (gemm.n, gemm.k)) and self.name != SPARSE:
+            call.why = f"n or k is no multiple of {MULTIPLE}"
+            return
+        call.estimate = estimate(gemm, self.name, self.gpu, call.ns)
+        if call.estimate is None:
+            call.why = "the rate of its format is not known"
+            return
+        if call.fused:
+            memory = roofs(self.gpu).memory
+            extra = 2 * gemm.m * gemm.n * gemm.width / memory.rate * 1e9 if memory else 0.0
+            best, middle, worst = call.estimate.quantise
+            call.estimate = call.estimate._replace(quantise=(best, middle + extra, worst + extra))
+        if call.estimate.total[1] >= call.ns:
+            call.why = SMALL
+            if self.narrow.inputs is None:
+                call.why = "arithmetic limits it: fewer bytes save nothing"
+
+    # -- the step -----------------------------------------------------------------------------
+
+    def _step(self, calls: list[_Call], whatif: EditGain, *, launching: bool = True) -> Three:
+        """(best, central, worst) of the step: each product takes what is estimated, and where the
+        host launches each kernel (``launching``), those that quantise take a launch more."""
+        steps = []
+        for place in range(3):
+            factor = np.ones(len(self.dur))
+            launches = np.zeros(len(self.dur))
+            for call in calls:
+                assert call.estimate is not None
+                factor[call.rows] = call.estimate.total[place] / max(call.ns, 1.0)
+                launches[call.rows[0]] = call.estimate.launches[place] * launching
+            steps.append(self._replay(factor, launches, whatif))
+        miss = 0.0 if whatif.unusable else whatif.quality.step_error
+        best, middle, worst = steps
+        return min(best, middle) * (1 - miss), middle, max(worst, middle) * (1 + miss)
+
+    def _replay(self, factor: Array, launches: Array, whatif: EditGain) -> float:
+        a = self.a
+        if whatif.unusable:
+            busy = a.device_busy(a.in_window).total
+            dur = self.dur * a.in_window
+            return (a.span_ns - busy + busy * float((dur * factor).sum() / dur.sum())) / (
+                a.step_count
+            )
+        graph = whatif.graph
+        dur, weight = graph.dur.copy(), graph.weight.copy()
+        device = graph.device
+        dur[device] *= factor[graph.row[device]]
+        edge = np.flatnonzero((graph.edge == Edge.LAUNCH) & (graph.src > 0))
+        more = np.bincount(
+            graph.src[edge], launches[graph.row[graph.dst[edge]]], minlength=len(graph)
+        )
+        program = (graph.edge == Edge.PROGRAM) & (graph.kind[graph.dst] == Node.LAUNCH)
+        weight[program] += more[graph.dst[program]] * self._launch_ns(whatif)
+        before = whatif.plan.steady()
+        return a.step_ns * whatif.plan.steady(weight, dur) / max(before, 1.0)
+
+    def _launch_ns(self, whatif: EditGain) -> float:
+        """Host time from one launch to the next: the median of these steps."""
+        graph = whatif.graph
+        between = (graph.edge == Edge.PROGRAM) & (graph.kind[graph.dst] == Node.LAUNCH)
+        between &= graph.kind[graph.src] == Node.LAUNCH
+        gaps = graph.weight[between]
+        gaps = gaps[gaps > 0]
+        return float(np.median(gaps)) if len(gaps) else 0.0
+
+    # -- what is said -------------------------------------------------------------------------
+
+    def _layers(self, known: list[_Call]) -> list[LayerChange]:
+        layers = self.a.layers
+        groups: dict[tuple[str, Gemm, str], list[_Call]] = {}
+        for call in known:
+            assert call.gemm is not None
+            kind = ""
+            if layers is not None and call.node >= 0:
+                path = layers.path(call.node)[-2:]
+                kind = ".".join(layers.nodes["kind"].gather(path).to_list())
+            groups.setdefault((kind, call.gemm, call.why), []).append(call)
+        per, result = 1 / self.a.step_count, []
+        for (_, gemm, why), calls in groups.items():
+            where = "mm"
+            if layers is not None and calls[0].node >= 0:
+                levels = zip(*(layers.path(c.node)[-2:] for c in calls), strict=False)
+                names = layers.nodes["name"]
+                where = " > ".join(
+                    range_label([names[n] for n in sorted(set(level))]) for level in levels
+                )
+            totals = [c.estimate.total if c.estimate is not None else (c.ns,) * 3 for c in calls]
+            low, after, high = (float(sum(column)) * per for column in zip(*totals, strict=True))
+            result.append(
+                LayerChange(
+                    where,
+                    f"{gemm.m}x{gemm.n}x{gemm.k}",
+                    gemm.role,
+                    len(calls) * per,
+                    sum(c.ns for c in calls) * per,
+                    low,
+                    after,
+                    high,
+                    not why,
+                    why,
+                )
+            )
+        return sorted(result, key=lambda layer: -layer.ns)
+
+    def _distinct(self, calls: list[_Call]) -> list[Gemm]:
+        """A product a weight: of each module once, else those of one step."""
+        once: dict[tuple[int, Gemm], Gemm] = {}
+        rest: Counter[Gemm] = Counter()
+        for call in calls:
+            gemm = call.gemm
+            if gemm is None or gemm.role not in ("inference", "forward"):
+                continue
+            if call.node >= 0:
+                once[call.node, gemm._replace(m=0)] = gemm
+            else:
+                rest[gemm] += 1
+        single = [g for g, n in rest.items() for _ in range(max(1, n // self.a.step_count))]
+        return [*once.values(), *single]
+
+    def _weights(self, calls: list[_Call]) -> float:
+        return float(sum(g.k * g.n * g.width for g in self._distinct(calls)))
+
+    def _freed(self, calls: list[_Call]) -> float:
+        narrow = self.narrow
+        return float(
+            sum(
+                g.k * g.n * (g.width - narrow.weight * (g.width if self.name == SPARSE else 1.0))
+                for g in self._distinct(calls)
+            )
+        )
+
+    def _notes(self, step: Three, captured: float, replayed: bool) -> list[str]:
+        notes = [MEASURE]
+        total = sum(c.ns for c in self.calls) + self.unknown
+        if self.unknown > 0.05 * total:
+            notes.append(
+                f"{self.unknown / total:.0%} of the time of matrix products stays as it is: shapes "
+                "or formats are not recorded (record_shapes=True)"
+            )
+        wide = sum(c.ns for c in self.calls if c.gemm and c.gemm.dtype in ("fp32", "tf32"))
+        if wide > 0.05 * total:
+            notes.append(
+                "these products are in fp32 or TF32: convert the model to bfloat16 first, which "
+                "saves a part of this without a narrower format, and record that"
+            )
+        if any(c.node < 0 for c in self.calls):
+            notes.append(
+                "modules are not recorded (with_modules=True): each call of a step is taken for a "
+                "weight of its own"
+            )
+        if any(c.why == SMALL for c in self.calls):
+            notes.append(
+                "converting the small layers as well makes steps longer: FP8 took 1.25 times as "
+                "long for 1024x1024x2048 on an H100 (torchao, torchao/float8/README.md), and twice "
+                "as long for a GPT of 1.5B (github.com/pytorch/ao/issues/1297)"
+            )
+        if self.gpu.vendor == "amd" and tuple(self.gpu.compute) < (9, 5) and self.name == "fp8":
+            notes.append(
+                "torchao's float8 is documented for MI350 and newer; vLLM and SGLang have FP8 for "
+                "MI300"
+            )
+        if step[1] >= self.a.step_ns * 0.99:
+            notes.append("it does not pay here: the step is less than 1% shorter")
+        elif step[2] > self.a.step_ns:
+            notes.append("it may not pay: at the end of the range the step is longer")
+        if captured < 0.99 * min(step[1], self.a.step_ns):
+            notes.append(
+                "launching the kernels that quantise holds the host up: with torch.compile, which "
+                f"fuses them, or in CUDA graphs the step takes {captured / 1e6:,.3f} ms"
+            )
+        if self.training:
+            notes.append(
+                "three products a layer are converted; master weights, the optimizer and attention "
+                "stay as they are. Estimated with dynamic scaling, at best with delayed scaling "
+                "fused by torch.compile, at worst without fusion"
+            )
+        if not replayed:
+            notes.append("the steps cannot be replayed: busy time is changed, idle time kept")
+        return notes
+
+    def _snippet(self, layers: tuple[LayerChange, ...]) -> str:
+        left = sorted({x.where for x in layers if not x.convert and " > " in x.where})
+        return snippet(self.name, training=self.training, engine=self.a.engine, leave=left)
+
+
+def snippet(name: str, *, training: bool, engine: str | None, leave: list[str]) -> str:
+    """The lines that convert a PyTorch model, with the versions that they were read in."""
+    if engine in SERVERS and name in SERVED:
+        return f"# {SERVERS[engine][1]}\n{SERVERS[engine][0].format(SERVED[name])}"
+    kept = f"  # leave: {', '.join(leave[:3])}" if leave else ""
+    lines = TRAINING if training else INFERENCE
+    return lines[name].format(kept=kept)
+
+
+SERVERS = {
+    "vllm": ("vllm serve MODEL --quantization {}", "docs.vllm.ai, features/quantization"),
+    "sglang": ("python -m sglang.launch_server --model-path MODEL --quantization {}",
+               "docs.sglang.ai, advanced_features/quantization"),
+}  # fmt: skip
+SERVED = {"fp8": "fp8"}
+"""What servers quantise when they load a model; other formats need a quantised checkpoint."""
+_QUANTIZE = (
+    "from torchao.quantization import quantize_, {config}  # torchao 0.15: docs.pytorch.org/ao\n"
+    "def wanted(module, name):{{kept}}\n"
+    "    return isinstance(module, torch.nn.Linear) and module.in_features % 16 == 0\n"
+    "quantize_(model, {config}(), filter_fn=wanted)\n"
+    "model = torch.compile(model)"
+)
+_MX = _QUANTIZE.replace("from torchao.quantization import quantize_, {config}",
+                        "from torchao.prototype.mx_formats import {config}\n"
+                        "from torchao.quantization import quantize_")  # fmt: skip
+INFERENCE = {
+    "fp8": _QUANTIZE.format(config="Float8DynamicActivationFloat8WeightConfig"),
+    "mxfp8": _MX.format(config="MXDynamicActivationMXWeightConfig"),
+    "nvfp4": _MX.format(config="NVFP4DynamicActivationNVFP4WeightConfig"),
+    "int8": _QUANTIZE.format(config="Int8DynamicActivationInt8WeightConfig"),
+    "int8-weights": _QUANTIZE.format(config="Int8WeightOnlyConfig"),
+    "int4-weights": _QUANTIZE.format(config="Int4WeightOnlyConfig"),
+    SPARSE: (
+        "# PyTorch 2.1 and newer; prune and fine-tune first, or the model loses its accuracy\n"
+        "from torch.sparse import to_sparse_semi_structured\n"
+        "for module in model.modules():{kept}\n"
+        "    if isinstance(module, torch.nn.Linear):\n"
+        "        module.weight = torch.nn.Parameter(to_sparse_semi_structured(module.weight))"
+    ),
+}
+_ENGINE = (
+    "import transformer_engine.pytorch as te  # Transformer Engine 2.x; layers are te.Linear\n"
+    "from transformer_engine.common.recipe import {recipe}\n"
+    "with te.autocast(enabled=True, recipe={recipe}()):{{kept}}\n"
+    "    loss = criterion(model(x), y)"
+)
+TRAINING = {
+    "fp8": (
+        "from torchao.float8 import convert_to_float8_training  # torchao 0.15\n"
+        "def wanted(module, name):{kept}\n"
+        "    return module.in_features % 16 == 0 and module.out_features % 16 == 0\n"
+        "convert_to_float8_training(model, module_filter_fn=wanted)\n"
+        "model = torch.compile(model)"
+    ),
+    "mxfp8": _ENGINE.format(recipe="MXFP8BlockScaling"),
+    "nvfp4": _ENGINE.format(recipe="NVFP4BlockScaling"),
+}

@@ -159,13 +159,13 @@ def _no_device_work(trace: Trace) -> str:
     measured = "device time, transfers, kernels and idle gaps are not measured."
     if trace.meta.truncated:
         return f"No device work in what is left of the trace: {measured}"
-    launches = int(trace.cpu["call"].is_in(["launch", "graph_launch"]).sum())
-    if not launches:
+    calls = launches(trace)
+    if not calls:
         return (
             f"No device work in the trace: {measured} "
             f"{record_with(ACTIVITIES, trace.meta, ' on a machine with a GPU to get them')}"
         )
-    lost = f"No device work in the trace although the host launched some ({launches:,} calls): "
+    lost = f"No device work in the trace although the host launched some ({calls:,} calls): "
     if trace.counters.height:
         return (
             f"{lost}{measured} Probably hardware counters were recorded in place of their times, "
@@ -460,4 +460,17 @@ def lost_records(a: Analysis) -> str:
         )
     if a.device_id is not None and not (a.trace.gpu["kind"] == "kernel").any():
         return "the trace holds copies but no kernel, so when the device computes is not known"
+    if a.device_id is None and not a.record_only:
+        if a.trace.meta.truncated:  # the host's records come first in a file
+            return "the file may be cut off before its GPU work, behind which this may be hidden"
+        if launches(a.trace):
+            return (
+                "the host launched GPU work of which no record is left, and behind which this "
+                "may be hidden"
+            )
     return ""
+
+
+def launches(trace: Trace) -> int:
+    """Calls that launch device work, whether that was recorded or not."""
+    return int(trace.cpu["call"].is_in(["launch", "graph_launch"]).sum())

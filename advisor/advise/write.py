@@ -17,6 +17,7 @@ from advisor.advise.kernel_counters import (
 )
 from advisor.advise.limits import (
     events,
+    launches,
     limits,
     lost_records,
     lost_replays,
@@ -302,6 +303,12 @@ def _verdict(
             what = "run" if report.scope.step_source == "record" else "trace"
             return "limited", f"Nothing in this {what} can be measured."
         why = "No GPU work was recorded."
+        ending = "GPU bottlenecks are unknown."
+        if a.trace.meta.truncated:
+            why = "The file is cut off before any GPU work."
+            ending = "Copy it again, or record again."
+        elif launches(a.trace):
+            why = "The profiler lost the records of all GPU work."
         if report.scope.step_source == "record":
             why = "No window was profiled."
         first, rest = (t.host_label(top.name, own), top.share), ""
@@ -314,11 +321,7 @@ def _verdict(
         text += f"{t.format_share(share)} of a {step} {unit}{rest}"
         if report.findings:
             return "bottlenecks", f"{text}. {_lead(report)}."
-        if any(each.truncated for each in report.inputs):
-            return "limited", (
-                "The file is cut off before any GPU work. Copy it again or record again."
-            )
-        return "limited", f"{text}. GPU bottlenecks are not measured."
+        return "limited", f"{text}. {ending}"
     busy = t.format_share(report.busy_share)
     busy_of = f"busy {busy} of a {step} {unit}"
     if report.scope.recorded_ns is not None:

@@ -244,16 +244,27 @@ def test_matrix_units_are_not_praised_far_below_their_rate(
     assert not praised("mi250_train")  # below 1 % in a busy time of 2 %
 
 
-def test_a_file_cut_off_before_its_gpu_work_says_so(
-    shared_file: Callable[[str], str], tmp_path: Path
+@pytest.mark.parametrize("kept", [30_000, 400_000])
+@pytest.mark.parametrize(
+    "name", ["v100_train_copy_heavy.json.gz", "pairs/loader_profiler_workers0.json.gz"]
+)
+def test_a_file_cut_off_before_its_gpu_work_says_so_and_promises_nothing(
+    name: str, kept: int, shared_file: Callable[[str], str], tmp_path: Path
 ) -> None:
-    """PyTorch writes the host's events first."""
-    whole = Path(shared_file("v100_train_copy_heavy.json.gz")).read_bytes()
+    """PyTorch writes the host's events first: the GPU may have worked behind all of them."""
     path = tmp_path / "cut.json.gz"
-    path.write_bytes(whole[:60_000])
+    path.write_bytes(Path(shared_file(name)).read_bytes()[:kept])
     report = analyze(path)
     assert not report.time and report.status == "limited"
     assert report.verdict.startswith("The file is cut off before any GPU work.")
+    assert report.verdict.endswith("Copy it again, or record again.")
+    assert report.findings == []
+
+
+def test_lost_records_of_all_gpu_work_are_said_first(shared_trace: Callable[[str], str]) -> None:
+    report = analyze(shared_trace("a100_kernels_lost"))
+    assert report.verdict.startswith("The profiler lost the records of all GPU work.")
+    assert report.findings == [] and report.status == "limited"
 
 
 def test_the_memory_peak_is_that_of_the_device_beside_it(shared_file: Callable[[str], str]) -> None:

@@ -28,7 +28,7 @@ from advisor.dashboard.parts import (
 )
 from advisor.dashboard.session import LoadedRun
 from advisor.measure.comm.comms import sum_collectives, sum_skew
-from advisor.measure.ranks.ranks import align, exposed_by_rank, skew
+from advisor.measure.ranks.skew import align, exposed_by_rank, skew
 from advisor.render.documents.ranks import mesh
 
 MAPS = {

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from advisor.core.labels import distinct_labels
 from advisor.dashboard.timeline.build import build_index
 from advisor.dashboard.timeline.search import SearchHits, affected_slices, find_finding, search
-from advisor.measure.ranks.ranks import align
+from advisor.measure.ranks.skew import align
 
 if TYPE_CHECKING:
     from advisor.core.report import Report

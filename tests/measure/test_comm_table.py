@@ -9,7 +9,7 @@ import polars as pl
 
 from advisor.measure import Analysis
 from advisor.measure.comm.comms import sum_collectives, sum_skew
-from advisor.measure.ranks.ranks import align, skew
+from advisor.measure.ranks.skew import align, skew
 from advisor.read import open_run, read_trace
 
 

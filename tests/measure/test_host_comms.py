@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from advisor.core.trace import Trace
 from advisor.measure import Analysis
 from advisor.measure.comm.comms import describe_on_host, has_host_collectives, host_work
-from advisor.measure.ranks.ranks import align, skew
+from advisor.measure.ranks.skew import align, skew
 from advisor.testing import TraceBuilder
 
 TRANSFER = 40

@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from advisor.measure import Analysis
-from advisor.measure.ranks.ranks import align, exposed_by_rank, skew
+from advisor.measure.ranks.skew import align, exposed_by_rank, skew
 from advisor.read import read_trace
 from advisor.testing import TraceBuilder
 
@@ -312,8 +312,12 @@ def test_sizes_and_groups_keep_collectives_apart() -> None:
 
     job.step(inside)
     found = align(job.analyses())
-    assert found.matches is not None
-    rows = set(found.matches.table.select("group", "bytes", "order").rows())
+    assert (
+        found.cells is not None
+        and found.joined is not None
+        and found.joined.seen.tolist() == [2] * 3
+    )
+    rows = set(found.cells.select("group", "bytes", "order").rows())
     assert rows == {("dp", 1 << 20, 0), ("dp", 1 << 21, 0), ("tp", 1 << 20, 0)}
 
 

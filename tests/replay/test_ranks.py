@@ -32,7 +32,7 @@ from advisor.advise.engine import analyze
 from advisor.core.errors import AdvisorError
 from advisor.core.finding import Edit, Select
 from advisor.measure import Analysis
-from advisor.measure.ranks.ranks import align, skew
+from advisor.measure.ranks.skew import align, skew
 from advisor.read import open_run, read_trace
 from advisor.replay.language import parse_edit
 from advisor.replay.price import EditGain

@@ -7,26 +7,27 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import polars as pl
 
 from advisor.advise.measured import device_time, host_time, step_time
 from advisor.advise.memory import memory_of_rank
-from advisor.core.intervals import Ints, covered_length, intersect, subtract, union
-from advisor.measure.comm.comms import has_host_collectives
-from advisor.measure.comm.messages import COLLECTIVES
-from advisor.measure.ranks.clocks import SYNCHRONISING, keyed
+from advisor.core.intervals import Ints, covered_length, union
+from advisor.measure.ranks.collectives import (
+    collective_table,
+    pack_collectives,
+    step_summaries,
+    waiting,
+)
 from advisor.measure.ranks.members import host_of
-from advisor.measure.ranks.ranks import working
 from advisor.measure.ranks.summary import (
     MAX_BYTES,
     Advice,
     Collectives,
     Kernel,
     Packed,
-    StepSummary,
     Summary,
     encode,
     pack,
@@ -44,15 +45,13 @@ MAX_KERNELS = 40
 MAX_STEPS = 2_000
 """Steps whose own figures are kept."""
 MAX_FINDINGS = 60
-_KEY = ("group", "ranks", "collective", "bytes", "annotation", "source", "target")
-_PAIR = pl.col("source").is_not_null() & pl.col("target").is_not_null()
 
 
 def summarise(a: Analysis, rank: int, findings: Sequence[Finding], path: str = "") -> Summary:
     """One rank, measured, and what the rules found on it with their gains on it alone."""
     meta, figures = a.trace.meta, {} if a.record_only else device_time(a)
     path = path or shown(meta.path)
-    run_step = step_time(a)
+    run_step, used = step_time(a), a.steps.used.head(MAX_STEPS)
     return bounded(
         Summary(
             rank=rank,
@@ -65,7 +64,7 @@ def summarise(a: Analysis, rank: int, findings: Sequence[Finding], path: str = "
             events=meta.events_read,
             bytes_read=meta.bytes_read,
             step_source=a.steps.source,
-            steps=_steps(a),
+            steps=step_summaries(a, used),
             step_ns=float(a.step_ns),
             run_step_ns=None if run_step is None else run_step.ns,
             time={share.name: float(share.ns) for share in figures.get("time", ())},
@@ -75,22 +74,13 @@ def summarise(a: Analysis, rank: int, findings: Sequence[Finding], path: str = "
             communication=float(figures.get("communication_ns") or 0.0),
             kernels=_kernels(a),
             per_step=_per_step(a),
-            collectives=_collectives(a),
+            collectives=pack_collectives(a, collective_table(a, used), used),
             findings=[_advice(finding) for finding in findings[:MAX_FINDINGS]],
             details=pack_findings(findings[:MAX_FINDINGS]),
             damage=_damage(a),
             memory=memory_of_rank(a, rank),
         )
     )
-
-
-def _steps(a: Analysis) -> list[StepSummary]:
-    used = a.steps.used.head(MAX_STEPS)
-    begin = a.trace.meta.start_ns
-    return [
-        StepSummary(name, begin + ts, begin + end)
-        for name, ts, end in used.select("name", "ts", "end").iter_rows()
-    ]
 
 
 def _kernels(a: Analysis) -> dict[str, Kernel]:
@@ -129,7 +119,7 @@ def _per_step(a: Analysis) -> dict[str, Packed]:
                 start, end, union(ts, ts + rows["dur"].to_numpy())
             )
     else:
-        columns = {"communication": covered_length(start, end, _waiting(a))}
+        columns = {"communication": covered_length(start, end, waiting(a))}
         if a.trace.main_thread is not None:
             line = a.timeline
             own = line.thread == a.trace.main_thread
@@ -138,108 +128,6 @@ def _per_step(a: Analysis) -> dict[str, Packed]:
                 inside = union(line.start[rows_of], line.end[rows_of])
                 columns[HOST_CLASSES[code]] = covered_length(start, end, inside)
     return {name: pack(values) for name, values in columns.items() if values.any()}
-
-
-def _waiting(a: Analysis) -> Any:
-    """When the rank communicates and does nothing else."""
-    if a.device_id is not None:
-        return a.breakdown.communication
-    if not has_host_collectives(a):
-        return union(np.zeros(0, np.int64), np.zeros(0, np.int64))
-    from advisor.measure.comm.comms import describe_on_host
-
-    table = describe_on_host(a)
-    ts = table["ts"].to_numpy()
-    every = intersect(union(ts, ts + table["dur"].to_numpy()), a.spans)
-    return subtract(every, working(a))
-
-
-def _collectives(a: Analysis) -> Collectives | None:
-    """Of the used steps, by the step that launched each; ``None``: there are none."""
-    if a.device_id is None and not has_host_collectives(a):
-        return None
-    stepped = a.steps.numbered
-    kinds = (*SYNCHRONISING, *(kind for kind in COLLECTIVES if kind not in SYNCHRONISING))
-    table = keyed(a, 0, stepped=stepped, kinds=kinds)
-    start = table["start"].to_numpy().astype(np.int64)
-    end = table["end"].to_numpy().astype(np.int64)
-    used = a.steps.used.head(MAX_STEPS)
-    begin, until = used["ts"].to_numpy(), used["end"].to_numpy()
-    named = {name: row for row, name in enumerate(used["name"].to_list())}
-    index = np.searchsorted(begin, start, side="right") - 1
-    inside = (index >= 0) & (end <= until[np.maximum(index, 0)]) if len(begin) else index >= 0
-    by_time = np.where(inside, index, -1)
-    launched = np.array([named.get(name, -1) for name in table["step"].to_list()], dtype=np.int64)
-    known = table["step"].is_not_null().to_numpy()
-    # what has a sequence number is not matched by its step: then it is of the step it runs in
-    step = np.where(known, launched, by_time) if len(start) else by_time
-    order = np.lexsort((end, start))
-    order = order[step[order] >= 0]
-    if not len(order):
-        return None
-    table, start, end, step = table[order], start[order], end[order], step[order]
-    waiting = _waiting(a)
-    before = np.concatenate([start[:1], start[:-1]])
-    first = np.concatenate([[True], step[1:] != step[:-1]])
-    before[first] = np.minimum(begin[step[first]], start[first])
-    table = table.with_columns(
-        text=pl.concat_str(
-            [pl.col(name).cast(pl.String).fill_null("") for name in _KEY], separator="|"
-        ),
-        known=pl.col("sequence").is_not_null(),
-    )
-    distinct = table.select("text", "known", *_KEY, "group_size").unique(
-        subset=["text", "known"], maintain_order=True
-    )
-    row = {pair: at for at, pair in enumerate(distinct.select("text", "known").iter_rows())}
-    of = np.array([row[pair] for pair in table.select("text", "known").iter_rows()], dtype=np.int64)
-    offset = a.trace.meta.start_ns
-    return Collectives(
-        keys=[short_key(*each) for each in distinct.select("known", *_KEY).iter_rows()],
-        key=pack(of),
-        order=pack(
-            table.select(pl.when("known").then("sequence").otherwise("order"))
-            .to_series()
-            .cast(pl.Int64)
-            .to_numpy()
-        ),
-        step=pack(step),
-        start=pack(start + offset),
-        end=pack(end + offset),
-        exposed=pack(covered_length(start, end, waiting)),
-        work=pack(start - before - covered_length(before, start, waiting)),
-        synchronising=[kind in SYNCHRONISING for kind in distinct["collective"].to_list()],
-        group=[str(name)[:80] if name is not None else "" for name in distinct["group"].to_list()],
-        size=[
-            2 if pair else size or 0
-            for size, pair in distinct.select("group_size", _PAIR).iter_rows()
-        ],
-        kind=distinct["collective"].to_list(),
-        message=distinct["bytes"].fill_null(0).to_list(),
-        sequenced=distinct["known"].to_list(),
-        amount=pack(amount) if (amount := table["amount"].to_numpy()).any() else None,
-    )
-
-
-def short_key(
-    known: bool,
-    group: str | None,
-    ranks: str | None,
-    kind: str,
-    size: int | None,
-    annotation: str | None,
-    source: int | None = None,
-    target: int | None = None,
-) -> str:
-    """What a collective is matched by, in little room: the members' list as a digest."""
-    members = "" if ranks is None else hashlib.blake2s(ranks.encode(), digest_size=6).hexdigest()
-    parts = ("s" if known else "n", (group or "")[:80], members, kind, size, annotation or "")
-    text = "|".join("" if part is None else str(part) for part in parts)
-    if source is not None and target is not None:
-        text += f"|{source}>{target}"
-    if len(text) <= 160:
-        return text
-    return f"{text[:120]}#{hashlib.blake2s(text.encode(), digest_size=6).hexdigest()}"
 
 
 def _advice(finding: Finding) -> Advice:

@@ -15,7 +15,7 @@ from advisor.measure.host.names import map_names, name_matches
 
 if TYPE_CHECKING:
     from advisor.measure import Analysis
-    from advisor.measure.ranks.ranks import Skew
+    from advisor.measure.ranks.skew import Skew
 
 SCHEMA: dict[str, Any] = {
     "gpu": pl.Int32,  # row of Trace.gpu

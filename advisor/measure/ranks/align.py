@@ -84,6 +84,8 @@ def align_cells(
         sends = None
     if not use.any() and sends is None:
         reason = "the ranks have no collectives that can be matched"
+        if usable.any():
+            reason = "the ranks' collectives cannot be matched: no two ranks have the same one"
         return Clocks(nothing, np.zeros(ranks), None, reason, 0, broken)
     total = int(use.sum())
     shift, drift, spread = nothing, np.zeros(ranks), nothing

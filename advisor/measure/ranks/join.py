@@ -5,7 +5,7 @@ All of it in whole columns: a cell is one collective on one rank, a row is one c
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -58,6 +58,8 @@ class Joined:
     """Collectives that summaries left out."""
     amount: Floats
     """By cell, as in ``Collectives``."""
+    source: Ints
+    """By cell: which of its rank's collectives it is."""
     origin: int = 0
     """ns on the ranks' own clocks at which ``start`` and ``end`` are 0."""
 
@@ -73,13 +75,14 @@ class Joined:
 
     @property
     def matched(self) -> Bools:
-        """By row: a synchronising collective that two or more ranks have, all of them aligned."""
+        """By row: a synchronising collective that two or more ranks have, all of them aligned, and
+        that can be one."""
         if not self.rows:
             return np.zeros(0, dtype=np.bool_)
         sync = np.array([key.synchronising for key in self.keys], dtype=np.bool_)[self.key]
         aligned = np.isfinite(self.clocks.shift)[self.rank]
         every = np.minimum.reduceat(aligned.astype(np.int8), self.first[:-1]) > 0
-        return sync & every & (self.seen > 1)
+        return sync & every & (self.seen > 1) & ~self.clocks.broken
 
 
 @dataclass(frozen=True)
@@ -161,6 +164,7 @@ def join(summaries: Sequence[Summary]) -> Joined:
         key=key.astype(np.int64),
         clocks=clocks,
         amount=cells["amount"].astype(np.float64),
+        source=cells["source"],
         dropped=sum(s.collectives.dropped for s in summaries if s.collectives is not None),
         origin=origin,
     )
@@ -175,7 +179,7 @@ def _cells(summaries: Sequence[Summary]) -> tuple[list[Key], list[dict[str, Ints
     numbers: dict[str, int] = {}
     marks: dict[str, int] = {}
     keys: list[Key] = []
-    more = ("rank", "mark", "count", "amount")
+    more = ("rank", "mark", "count", "amount", "source")
     nothing = {name: np.zeros(0, dtype=np.int64) for name in (*COLUMNS, *more)}
     parts = [nothing]
     for place, summary in enumerate(summaries):
@@ -202,8 +206,8 @@ def _cells(summaries: Sequence[Summary]) -> tuple[list[Key], list[dict[str, Ints
         count = _count(columns["key"], mark)
         count[recorded[columns["key"]]] = 0
         columns["key"] = own[columns["key"]]
-        rank = np.full(len(mark), place, dtype=np.int64)
-        parts.append({**columns, "rank": rank, "mark": mark, "count": count})
+        more_columns = {"rank": np.full(len(mark), place), "source": np.arange(len(mark))}
+        parts.append({**columns, **more_columns, "mark": mark, "count": count})
     return keys, parts
 
 
@@ -263,11 +267,20 @@ def _split(row: Ints, cells: dict[str, Ints], keys: list[Key]) -> Ints:
     return split
 
 
-def waits(joined: Joined) -> CollectiveWaits:
-    """How late each rank comes to the collectives that others wait in, and what that costs."""
+def waits(
+    joined: Joined,
+    wanted: Bools | None = None,
+    exposed_of: Callable[[Ints, Floats], Floats] | None = None,
+) -> CollectiveWaits:
+    """How late each rank comes to the collectives that others wait in, and what that costs.
+
+    ``wanted``: rows that count, all where it is not given. ``exposed_of``: the exposed part of
+    waits in some cells, where more is known of it than how much of the whole collective is.
+    """
     ranks = len(joined.clocks.shift)
-    rows = np.flatnonzero(joined.matched)
-    cells = np.flatnonzero(joined.matched[joined.row]) if len(rows) else rows
+    matched = joined.matched if wanted is None else joined.matched & wanted
+    rows = np.flatnonzero(matched)
+    cells = np.flatnonzero(matched[joined.row]) if len(rows) else rows
     size = joined.seen[rows]
     at = np.concatenate([[0], np.cumsum(size)]).astype(np.int64)
     which = np.repeat(np.arange(len(rows)), size)
@@ -283,6 +296,8 @@ def waits(joined: Joined) -> CollectiveWaits:
     wait = latest[which] - arrival
     skew = np.maximum.reduceat(wait, at[:-1])
     exposed = np.minimum(wait, joined.exposed[cells])
+    if exposed_of is not None:
+        exposed = exposed_of(cells, wait)
     error = joined.clocks.error_ns or 0.0
     latest_cell = wait <= 0
     decided = (skew > 2 * error) & (np.add.reduceat(latest_cell.astype(np.int64), at[:-1]) == 1)

@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from advisor.measure.ranks.clocks import Alignment, Matches, align
+from advisor.measure.ranks.join import waits
+from advisor.measure.ranks.skew import Alignment, align
 from advisor.replay.build import MAX_NODES, representative_steps
 from advisor.replay.device import SLACK_NS
 from advisor.replay.graph import NEVER, Array, Edge, Graph, Node
@@ -62,10 +63,9 @@ def find_joint_ranks(rank: int, ranks: Mapping[int, Analysis]) -> JointRanks | N
     if len(ranks) < 2 or ranks[rank].steps.used.is_empty() or ranks[rank].device_id is None:
         return None
     alignment = align(ranks)
-    matches = alignment.matches
-    if matches is None or alignment.error_ns is None or rank not in alignment.shift_ns:
+    if alignment.joined is None or rank not in alignment.shift_ns:
         return None
-    chosen = _latest(rank, alignment, matches)
+    chosen = _latest(rank, alignment)
     a = ranks[rank]
     first, last = representative_steps(a, min(MAX_NODES, MAX_JOINT_NODES // len(chosen)))
     names = a.steps.table["name"][first:last].to_list()
@@ -73,10 +73,8 @@ def find_joint_ranks(rank: int, ranks: Mapping[int, Analysis]) -> JointRanks | N
     there = [number for number in chosen if steps[number] is not None]
     if len(there) < 2 or rank not in there:
         return None
-    columns = [matches.ranks.index(number) for number in there]
-    row = np.stack(
-        [_rows(ranks[n], matches, c) for n, c in zip(there, columns, strict=True)], axis=1
-    )
+    numbers = list(alignment.shift_ns)
+    row = _rows(alignment)[:, [numbers.index(number) for number in there]]
     row = row[(row >= 0).sum(axis=1) > 1]
     if not len(row):
         return None
@@ -89,17 +87,24 @@ def find_joint_ranks(rank: int, ranks: Mapping[int, Analysis]) -> JointRanks | N
     )
 
 
-def _latest(rank: int, alignment: Alignment, matches: Matches) -> list[int]:
+def _latest(rank: int, alignment: Alignment) -> list[int]:
     """The rank itself, then those for which the others wait longest, at most MAX_RANKS."""
-    columns = [c for c, n in enumerate(matches.ranks) if n in alignment.shift_ns]
-    numbers = [matches.ranks[c] for c in columns]
-    shift = np.array([alignment.shift_ns[n] for n in numbers], dtype=float)
-    arrival = matches.start[:, columns] + shift
-    latest = np.nanmax(arrival, axis=1, keepdims=True)
-    spread = np.nan_to_num(latest - np.nanmin(arrival, axis=1, keepdims=True))
-    caused = np.where(arrival == latest, spread, 0.0).sum(axis=0)
+    assert alignment.joined is not None
+    found, numbers = waits(alignment.joined), list(alignment.shift_ns)
+    late = found.last >= 0
+    caused = np.bincount(found.last[late], found.skew[late], len(numbers))
     order = sorted(zip(-caused, numbers, strict=True))
     return [rank, *(n for _, n in order if n != rank)][:MAX_RANKS]
+
+
+def _rows(alignment: Alignment) -> Array:
+    """A row a matched collective, a column an aligned rank: row of ``trace.gpu``, -1: none."""
+    joined, cells = alignment.joined, alignment.cells
+    assert joined is not None and cells is not None
+    result = np.full((joined.rows, len(alignment.shift_ns)), -1, dtype=np.int64)
+    own = np.flatnonzero(joined.matched[joined.row])
+    result[joined.row[own], joined.rank[own]] = cells["gpu"].to_numpy()[own]
+    return result
 
 
 def _same_steps(a: Analysis, names: list[str]) -> tuple[int, int] | None:
@@ -109,28 +114,6 @@ def _same_steps(a: Analysis, names: list[str]) -> tuple[int, int] | None:
         return None
     first = own.index(names[0])
     return (first, first + len(names)) if own[first : first + len(names)] == names else None
-
-
-def _rows(a: Analysis, matches: Matches, column: int) -> Array:
-    """The row of ``trace.gpu`` of each matched collective, -1: none."""
-    gpu = a.trace.gpu
-    rows = np.flatnonzero(
-        a.kernels["communication"].to_numpy() & (gpu["device"] == a.device_id).to_numpy()
-    )
-    ts, dur = gpu["ts"].to_numpy()[rows], gpu["dur"].to_numpy()[rows]
-    at = {
-        (start, start + length): row
-        for start, length, row in zip(ts.tolist(), dur.tolist(), rows.tolist(), strict=True)
-    }
-    return np.array(
-        [
-            -1 if np.isnan(start) else at.get((int(start), int(end)), -1)
-            for start, end in zip(
-                matches.start[:, column].tolist(), matches.end[:, column].tolist(), strict=True
-            )
-        ],
-        dtype=np.int64,
-    )
 
 
 # -- several ranks as one graph --------------------------------------------------------------------

@@ -16,7 +16,7 @@ from advisor.advise.ranks.task import summarise_file
 from advisor.core.errors import AdvisorError
 from advisor.measure import Analysis
 from advisor.measure.ranks.join import join, waits
-from advisor.measure.ranks.ranks import align, skew
+from advisor.measure.ranks.skew import align, skew
 from advisor.measure.ranks.summary import pack, unpack
 from advisor.read import open_run
 

@@ -1,0 +1,194 @@
+"""The collectives of one rank, each with the key by which it is that of other ranks."""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from typing import TYPE_CHECKING
+
+import numpy as np
+import polars as pl
+
+from advisor.core.intervals import EMPTY, Intervals, covered_length, intersect, subtract, union
+from advisor.measure.comm.comms import describe, describe_on_host, has_host_collectives, host_work
+from advisor.measure.comm.messages import COLLECTIVES
+from advisor.measure.host.names import map_names
+from advisor.measure.ranks.summary import Collectives, StepSummary, pack
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from advisor.measure import Analysis
+
+SYNCHRONISING = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all")
+"""No rank can leave one of these before every rank of its group has entered it. (A rank can leave
+a broadcast, a reduce or a send before the others have come.)"""
+EVERY = (*SYNCHRONISING, *(kind for kind in COLLECTIVES if kind not in SYNCHRONISING))
+_KEY = ("group", "ranks", "collective", "bytes", "annotation", "source", "target")
+_PAIR = pl.col("source").is_not_null() & pl.col("target").is_not_null()
+_DIGITS = re.compile(r"\d+")
+
+
+def working(a: Analysis) -> Intervals:
+    """When a rank computes: kernels on its device, operators on a host without one."""
+    return host_work(a) if a.device_id is None else a.breakdown.compute
+
+
+def waiting(a: Analysis) -> Intervals:
+    """When a rank communicates and does nothing else."""
+    if a.device_id is not None:
+        return a.breakdown.communication
+    if not has_host_collectives(a):
+        return EMPTY
+    table = describe_on_host(a)
+    ts = table["ts"].to_numpy()
+    every = intersect(union(ts, ts + table["dur"].to_numpy()), a.spans)
+    return subtract(every, working(a))
+
+
+def step_summaries(a: Analysis, steps: pl.DataFrame) -> list[StepSummary]:
+    """Rows of the steps table on the trace's own clock."""
+    begin = a.trace.meta.start_ns
+    return [
+        StepSummary(name, begin + ts, begin + end)
+        for name, ts, end in steps.select("name", "ts", "end").iter_rows()
+    ]
+
+
+def collective_table(
+    a: Analysis, steps: pl.DataFrame, kinds: Sequence[str] = EVERY
+) -> pl.DataFrame:
+    """Collectives of some steps (rows of the steps table), by their start. A collective of one rank
+    is that of another when group, kind, message size, annotation (digits apart) and place agree:
+    ``Seq`` where the profiler recorded it, else the n-th such launched in the step of the same
+    name, else the n-th such of the trace. The message sizes of an all-to-all may differ between
+    ranks. Where there is no device work, the collectives are those of gloo, in threads of the host.
+
+    ``group``, ``ranks``, ``collective``, ``bytes`` (null: not known, or all-to-all), ``annotation``
+    (digits replaced; null), ``source`` and ``target`` (of a send; null), ``sequence`` (null),
+    ``order`` (among those of the same key), ``label`` (the annotation as recorded), ``group_size``
+    (null), ``step`` (name of the step that launched it; null: matched by ``sequence``, or by place
+    in the trace), ``at`` (row of ``steps``: that which launched it, else that in which it runs),
+    ``start``, ``end`` (ns of the trace), ``amount`` (elements that the rank gives or gets in an
+    all-to-all, whichever are more; 0: another kind, or not known), ``gpu`` (row of ``trace.gpu``).
+    """
+    table = describe_on_host(a) if a.device_id is None else describe(a)
+    if a.device_id is None:
+        table = table.with_columns(gpu=pl.lit(-1))
+    table = table.filter(pl.col("collective").is_in(kinds))
+    marks, stepped = a.steps.marks, a.steps.numbered
+    name = pl.Series([None], dtype=pl.String).new_from_index(0, table.height)
+    if stepped and marks.height:
+        # by launch: which step it runs in depends on how far the device is behind
+        launch = table["launch_ts"].fill_null(-(1 << 62)).to_numpy()
+        index = np.searchsorted(marks["ts"].to_numpy(), launch, side="right") - 1
+        inside = (index >= 0) & (launch < marks["end"].to_numpy()[np.maximum(index, 0)])
+        name = marks["name"].gather(np.maximum(index, 0)).set(pl.Series(~inside), None)
+    own_amount = pl.col("collective") == "all_to_all"
+    # ranks of a pipeline count their sends each for itself: they are matched by who sends to whom
+    recorded = pl.col("sequence").is_not_null() & ~_PAIR
+    elements = [pl.col(name) for name in ("given", "out") if name in table.columns]
+    amount = pl.max_horizontal(*elements, pl.lit(0, dtype=pl.Int64))
+    table = table.select(
+        "group",
+        "ranks",
+        "collective",
+        "group_size",
+        "source",
+        "target",
+        sequence=pl.when(recorded).then("sequence"),
+        bytes=pl.when(~own_amount).then("bytes"),
+        step=pl.when(~recorded).then(name),
+        annotation=map_names(
+            table["annotation"].cast(pl.Categorical), lambda n: _DIGITS.sub("#", n), pl.String
+        ),
+        label="annotation",
+        start="ts",
+        end=pl.col("ts") + pl.col("dur"),
+        amount=pl.when(own_amount).then(amount).otherwise(0),
+        gpu="gpu",
+    )
+    if stepped:  # the traces may begin at different ones of those launched before the first step
+        table = table.filter(pl.col("step").is_not_null() | pl.col("sequence").is_not_null())
+    table = table.with_columns(order=pl.int_range(pl.len()).over(*_KEY, "step", "sequence"))
+    table = table.with_columns(at=_rows_of_steps(table, steps))
+    return table.filter(pl.col("at") >= 0).sort("start", "end", maintain_order=True)
+
+
+def _rows_of_steps(table: pl.DataFrame, steps: pl.DataFrame) -> pl.Series:
+    """The step that launched each collective. What has a sequence number is not matched by its
+    step: then it is of the step it runs in; -1: none."""
+    begin, until = steps["ts"].to_numpy(), steps["end"].to_numpy()
+    index = np.searchsorted(begin, table["start"].to_numpy(), side="right") - 1
+    inside = np.zeros(len(index), dtype=np.bool_)
+    if len(begin):
+        inside = (index >= 0) & (table["end"].to_numpy() <= until[np.maximum(index, 0)])
+    named = {name: row for row, name in enumerate(steps["name"].to_list())}
+    launched = [named.get(name, -1) for name in table["step"].to_list()]
+    by_time = pl.Series(np.where(inside, index, -1), dtype=pl.Int64)
+    return pl.Series(launched, dtype=pl.Int64).zip_with(table["step"].is_not_null(), by_time)
+
+
+def pack_collectives(a: Analysis, table: pl.DataFrame, steps: pl.DataFrame) -> Collectives | None:
+    """Rows of :func:`collective_table` as they are sent; ``None``: there are none."""
+    if table.is_empty():
+        return None
+    start, end, step = (table[name].to_numpy() for name in ("start", "end", "at"))
+    idle, begin = waiting(a), steps["ts"].to_numpy()
+    before = np.concatenate([start[:1], start[:-1]])
+    first = np.concatenate([[True], step[1:] != step[:-1]])
+    before[first] = np.minimum(begin[step[first]], start[first])
+    table = table.with_columns(
+        text=pl.concat_str(
+            [pl.col(name).cast(pl.String).fill_null("") for name in _KEY], separator="|"
+        ),
+        known=pl.col("sequence").is_not_null(),
+    )
+    distinct = table.select("text", "known", *_KEY, "group_size").unique(
+        subset=["text", "known"], maintain_order=True
+    )
+    row = {pair: at for at, pair in enumerate(distinct.select("text", "known").iter_rows())}
+    of = np.array([row[pair] for pair in table.select("text", "known").iter_rows()], dtype=np.int64)
+    order = table.select(pl.when("known").then("sequence").otherwise("order").cast(pl.Int64))
+    offset, amount = a.trace.meta.start_ns, table["amount"].to_numpy()
+    return Collectives(
+        keys=[short_key(*each) for each in distinct.select("known", *_KEY).iter_rows()],
+        key=pack(of),
+        order=pack(order.to_series().to_numpy()),
+        step=pack(step),
+        start=pack(start + offset),
+        end=pack(end + offset),
+        exposed=pack(covered_length(start, end, idle)),
+        work=pack(start - before - covered_length(before, start, idle)),
+        synchronising=[kind in SYNCHRONISING for kind in distinct["collective"].to_list()],
+        group=[str(name)[:80] if name is not None else "" for name in distinct["group"].to_list()],
+        size=[
+            2 if pair else size or 0
+            for size, pair in distinct.select("group_size", _PAIR).iter_rows()
+        ],
+        kind=distinct["collective"].to_list(),
+        message=distinct["bytes"].fill_null(0).to_list(),
+        sequenced=distinct["known"].to_list(),
+        amount=pack(amount) if amount.any() else None,
+    )
+
+
+def short_key(
+    known: bool,
+    group: str | None,
+    ranks: str | None,
+    kind: str,
+    size: int | None,
+    annotation: str | None,
+    source: int | None = None,
+    target: int | None = None,
+) -> str:
+    """What a collective is matched by, in little room: the members' list as a digest."""
+    members = "" if ranks is None else hashlib.blake2s(ranks.encode(), digest_size=6).hexdigest()
+    parts = ("s" if known else "n", (group or "")[:80], members, kind, size, annotation or "")
+    text = "|".join("" if part is None else str(part) for part in parts)
+    if source is not None and target is not None:
+        text += f"|{source}>{target}"
+    if len(text) <= 160:
+        return text
+    return f"{text[:120]}#{hashlib.blake2s(text.encode(), digest_size=6).hexdigest()}"

@@ -1,0 +1,239 @@
+"""Ranks whose traces are here side by side: on one clock, who keeps whom waiting, and who
+communicates in the open."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+import polars as pl
+
+from advisor.core.intervals import Floats, Ints, covered_length, subtract
+from advisor.measure.comm.comms import has_host_collectives
+from advisor.measure.ranks.collectives import (
+    SYNCHRONISING,
+    collective_table,
+    pack_collectives,
+    step_summaries,
+    working,
+)
+from advisor.measure.ranks.join import Joined, join, waits
+from advisor.measure.ranks.summary import Summary
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from advisor.measure import Analysis
+
+
+class Alignment(NamedTuple):
+    """The clocks of several ranks, compared at the ends of the collectives they share."""
+
+    error_ns: float | None
+    """How well their ends agree once the clocks are aligned: median distance of an end from the
+    middle of the other ranks' ends, of the worst rank, ns. ``None``: not aligned."""
+    reason: str
+    """Why ranks could not be aligned; empty when they could."""
+    offset_ns: dict[int, int]
+    """Rank -> what to add to its clock to get the clock of the reference rank (whose value is 0),
+    ns. Only aligned ranks."""
+    shift_ns: dict[int, int]
+    """Rank -> what to add to times of its trace to get times of the reference's trace, ns."""
+    unaligned: tuple[int, ...]
+    """Ranks left out: they share no collective with the others, or used no device where others
+    did."""
+    joined: Joined | None = None
+    """The collectives of the aligned ranks, in the order of ``offset_ns``; ``None``: none are."""
+    cells: pl.DataFrame | None = None
+    """Its cells, as ``collectives.collective_table`` has them."""
+
+    @property
+    def matched(self) -> int:
+        """Collectives that two or more aligned ranks share."""
+        return 0 if self.joined is None else int(self.joined.matched.sum())
+
+
+def align(ranks: Mapping[int, Analysis]) -> Alignment:
+    """Put ranks on one clock by the ends of matched collectives: all ranks leave one together.
+
+    All steps take part, those that are not used too, and collectives that no rank can leave before
+    all have entered it.
+    """
+    if len(ranks) < 2:
+        return Alignment(None, "only one rank is here", {}, {}, ())
+    known = [number for number, a in ranks.items() if a.device_id is not None]
+    if not known:
+        known = [number for number, a in ranks.items() if has_host_collectives(a)]
+    reason = "fewer than two ranks have device work"
+    while len(known) > 1:  # again without those that share too few, as long as there are any
+        tables, summaries = [], []
+        for number in known:
+            a = ranks[number]
+            steps = a.steps.table
+            tables.append(collective_table(a, steps, SYNCHRONISING))
+            summaries.append(
+                Summary(
+                    rank=number,
+                    path=a.trace.meta.path,
+                    clock=a.trace.meta.clock,
+                    steps=step_summaries(a, steps),
+                    collectives=pack_collectives(a, tables[-1], steps),
+                )
+            )
+        joined = join(summaries)
+        placed = np.isfinite(joined.clocks.shift)
+        reason = joined.clocks.reason
+        if reason or not placed.any():
+            break
+        if placed.all():
+            before = np.cumsum([0, *(table.height for table in tables[:-1])])
+            cells = pl.concat(tables)[before[joined.rank] + joined.source]
+            begin = np.array([ranks[number].trace.meta.start_ns for number in known])
+            return _aligned(joined, cells, begin, known, ranks)
+        known = [number for number, there in zip(known, placed, strict=True) if there]
+    return Alignment(None, reason, {}, {}, tuple(ranks))
+
+
+def _aligned(
+    joined: Joined, cells: pl.DataFrame, begin: Ints, known: list[int], ranks: Mapping[int, object]
+) -> Alignment:
+    clocks, end = joined.clocks, cells["end"].to_numpy()
+    offset = clocks.shift.copy()
+    for place in range(len(known)):  # in the middle of what the rank shares
+        own = end[(joined.rank == place) & joined.matched[joined.row]]
+        offset[place] += clocks.drift[place] * (np.median(own) + begin[place] - joined.origin)
+    reference = int(np.flatnonzero(clocks.shift == 0)[0])
+    offset -= offset[reference]
+    moved = offset + (begin - begin[reference])
+    return Alignment(
+        error_ns=clocks.error_ns,
+        reason="",
+        offset_ns=dict(zip(known, np.rint(offset).astype(int).tolist(), strict=True)),
+        shift_ns=dict(zip(known, np.rint(moved).astype(int).tolist(), strict=True)),
+        unaligned=tuple(number for number in ranks if number not in known),
+        joined=joined,
+        cells=cells,
+    )
+
+
+class Skew(NamedTuple):
+    """Arrivals at collectives, among the ranks whose traces are here.
+
+    A rank whose trace is not here may be later than all of them: then everybody waits for it, and
+    that wait is in nobody's figures. ``collectives.complete`` says where all members are here.
+
+    ``collectives``: a row a collective inside the used steps of all its ranks: ``collective``,
+    ``group``, ``bytes``, ``annotation``, ``label``, ``step``, ``seen`` (ranks here), ``complete``
+    (all members are here; null: group size not known), ``last`` (rank that arrives last; null:
+    all arrive within twice the alignment error), ``skew_ns`` (last arrival - first),
+    ``mean_wait_ns`` (of the others; null: nobody is last).
+
+    ``arrivals``: a row a collective and rank: ``row`` (of ``collectives``), ``rank``, ``wait_ns``
+    (until the last rank arrives), ``exposed_wait_ns`` (the part with no compute kernel on that
+    rank; where there is no device, with no operator).
+
+    ``stragglers``: a row a rank: ``rank``, ``collectives`` (it takes part in), ``last`` (at which
+    it arrives last), ``last_share`` (their share), and per step: ``caused_wait_ns`` (summed over
+    those: mean wait of the others), ``caused_exposed_ns`` (its exposed part, the time that they
+    lose), ``wait_ns`` and ``exposed_wait_ns`` (its own, for others).
+    """
+
+    collectives: pl.DataFrame
+    arrivals: pl.DataFrame
+    stragglers: pl.DataFrame
+    steps: int
+    """Steps over which the figures per step are taken: used ones that all ranks have, by name."""
+
+
+def skew(ranks: Mapping[int, Analysis], alignment: Alignment) -> Skew:
+    """How late each rank comes to the collectives, and what that costs the others.
+
+    Raises ValueError when ``alignment`` says that the ranks could not be aligned: then skew is
+    not measured.
+    """
+    joined, cells = alignment.joined, alignment.cells
+    if joined is None or cells is None:
+        raise ValueError(f"skew is not measured: {alignment.reason}")
+    numbers = list(alignment.offset_ns)
+    analyses = [ranks[number] for number in numbers]
+    inside = np.zeros(len(joined.rank), dtype=np.bool_)
+    for place, a in enumerate(analyses):
+        own = joined.rank == place
+        inside[own] = a.steps.table["used"].to_numpy()[joined.step[own]]
+
+    def exposed(rows: Ints, wait: Floats) -> Floats:
+        result = np.zeros(len(rows))
+        for place, a in enumerate(analyses):
+            own = np.flatnonzero(joined.rank[rows] == place)
+            begin = cells["start"].to_numpy()[rows[own]]
+            until = begin + np.rint(wait[own]).astype(np.int64)
+            result[own] = covered_length(begin, until, subtract(a.spans, working(a)))
+        return result
+
+    found = waits(joined, np.logical_and.reduceat(inside, joined.first[:-1]), exposed)
+    names = [set(a.steps.used["name"].to_list()) for a in analyses]
+    steps = max(1, len(set.intersection(*names)))
+    who = pl.Series([*numbers, None], dtype=pl.Int64)
+    seen = pl.Series(joined.seen[found.row], dtype=pl.Int64)
+    table = cells[joined.first[found.row]]
+    collectives = table.select(
+        "collective", "group", "bytes", "annotation", "label", "step"
+    ).with_columns(
+        seen=seen,
+        complete=seen == table["group_size"],
+        last=who.gather(np.where(found.last >= 0, found.last, len(numbers))),
+        skew_ns=found.skew,
+        mean_wait_ns=pl.Series(found.mean_wait).set(pl.Series(found.last < 0), None),
+    )
+    place = joined.rank[found.cells]
+    arrivals = pl.DataFrame(
+        {
+            "row": np.repeat(np.arange(len(found.row)), joined.seen[found.row]),
+            "rank": np.array(numbers)[place],
+            "wait_ns": np.rint(found.wait).astype(np.int64),
+            "exposed_wait_ns": found.exposed.astype(np.int64),
+        }
+    )
+    count, share = len(numbers), np.full(len(numbers), np.nan)
+    np.divide(found.late, found.taken, out=share, where=found.taken > 0)
+    stragglers = pl.DataFrame(
+        {
+            "rank": numbers,
+            "collectives": found.taken,
+            "last": found.late,
+            "last_share": np.where(
+                found.taken > 0, found.late / np.maximum(found.taken, 1), np.nan
+            ),
+            "caused_wait_ns": found.caused / steps,
+            "caused_exposed_ns": found.caused_exposed / steps,
+            "wait_ns": np.bincount(place, found.wait, count) / steps,
+            "exposed_wait_ns": np.bincount(place, found.exposed, count) / steps,
+        }
+    )
+    return Skew(collectives, arrivals, stragglers, steps)
+
+
+def exposed_by_rank(ranks: Mapping[int, Analysis]) -> pl.DataFrame:
+    """Communication a rank and step, ns: ``rank``, ``step`` (name), ``step_ns``, ``exposed`` (not
+    under compute), ``communication`` (all). Ranks without device work are left out."""
+    parts = []
+    for number, a in ranks.items():
+        if a.device_id is None:
+            continue
+        used = a.steps.used
+        start, end = used["ts"].to_numpy(), used["end"].to_numpy()
+        parts.append(
+            pl.DataFrame(
+                {
+                    "rank": np.full(used.height, number, dtype=np.int64),
+                    "step": used["name"],
+                    "step_ns": used["dur"],
+                    "exposed": covered_length(start, end, a.breakdown.communication),
+                    "communication": covered_length(start, end, a.breakdown.all_communication),
+                }
+            )
+        )
+    schema = {"rank": pl.Int64, "step": pl.String} | dict.fromkeys(
+        ("step_ns", "exposed", "communication"), pl.Int64
+    )
+    return pl.concat(parts) if parts else pl.DataFrame(schema=schema)

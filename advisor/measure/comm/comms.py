@@ -44,7 +44,7 @@ SCHEMA: dict[str, Any] = {
 
 
 def find_collectives(a: Analysis) -> pl.DataFrame:
-    """See ``Analysis.collectives``; columns as in :data:`SCHEMA`.
+    """Collectives inside ``spans``; columns as in :data:`SCHEMA`.
 
     - ``dur``: the kernel's, ns, not clipped. It contains the wait for the last rank to arrive.
     - ``bytes``: the message S of nccl-tests (``messages.message_elements``), from the collective's

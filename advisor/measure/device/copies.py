@@ -95,7 +95,7 @@ def compute_stream(a: Analysis) -> int | None:
 
 
 def find_copies(a: Analysis) -> pl.DataFrame:
-    """See ``Analysis.copies``; the columns are those of COPIES_SCHEMA, ordered by ``ts``.
+    """Copies inside ``spans``; the columns are those of COPIES_SCHEMA, ordered by ``ts``.
 
     ``exposed`` is measured for each copy alone: where two exposed copies run at once the instant
     counts in both rows, so the sum may exceed ``breakdown.copies``.

@@ -54,7 +54,7 @@ class _Names(NamedTuple):
 
 
 def measure_kernels(a: Analysis) -> pl.DataFrame:
-    """See ``Analysis.kernels``.
+    """``Analysis.kernels``, but for what only an engine's marks tell of attention.
 
     Family: the operator that launched a kernel decides, except where the kernel's name shows that
     it is a by-product (a transpose or a bias copy inside a convolution), and the name decides

@@ -20,8 +20,9 @@ has known FLOPs or bytes; below it the figure would describe something else."""
 
 
 def sum_families(a: Analysis) -> pl.DataFrame:
-    """See ``Analysis.families``. ``flops`` and ``moved`` are those that are known, null when none
-    is. Copies and memsets are listed too; ``share`` is of kernel time, as defined there."""
+    """Device time by family inside ``spans``: ``family``, ``count``, ``dur`` (ns summed), ``share``
+    (of summed compute and communication kernel time), ``flops`` and ``moved`` (those that are
+    known, null when none is). Copies and memsets are listed too."""
     rows = _in_spans(a)
     kernels = rows.filter(pl.col("kind") == "kernel")["ns"].sum()
     return (
@@ -39,7 +40,10 @@ def sum_families(a: Analysis) -> pl.DataFrame:
 
 
 def sum_kernels(a: Analysis) -> pl.DataFrame:
-    """See ``Analysis.hot_kernels``.
+    """Device time by kernel name inside ``spans``: ``name``, ``family``, ``count``, ``dur`` (ns),
+    ``share``, ``occupancy`` (time-weighted percent; null), ``blocks_per_sm`` (time-weighted; null),
+    ``tensor_core``, ``flops_per_s``, ``bytes_per_s``, ``roofline`` (share of the attainable peak;
+    null: not measured), ``op_name``; largest ``dur`` first.
 
     ``roofline``: the time that the device's peak and bandwidth allow, over the time taken:
     max(FLOPs / peak of the dtype, bytes / memory bandwidth) / duration. Kernels that are neither
@@ -94,7 +98,10 @@ def sum_kernels(a: Analysis) -> pl.DataFrame:
 
 
 def model_flop_utilisation(a: Analysis) -> float | None:
-    """See ``Analysis.mfu``. Work in several formats is compared with the peak of each."""
+    """Model FLOP utilisation: FLOPs of all kernels with known shapes over the step time times the
+    peak of their dtype (0 to 1). Work in several formats is compared with the peak of each.
+    ``None``: shapes or peak not known, or shapes cover less than KNOWN_SHARE of GEMM, convolution
+    and attention time."""
     hardware = a.hardware
     if hardware is None or not a.span_ns:
         return None

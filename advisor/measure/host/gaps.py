@@ -37,11 +37,11 @@ GAPS_SCHEMA: dict[str, Any] = {
     "dur": pl.Int64,  # ns
     "step": pl.Int32,
     "cause": Cause,
-    "thread": pl.Int32,  # row of trace.threads
-    "host": pl.Int32,  # row of trace.cpu
-    "line": pl.Int32,  # row of the user's Python frame
-    "next": pl.Int32,  # row of trace.gpu
-    "gap": pl.Int32,
+    "thread": pl.Int32,  # row of trace.threads; null: none
+    "host": pl.Int32,  # row of trace.cpu that is blamed; null: none
+    "line": pl.Int32,  # row of the innermost frame of the user's around it; null: no stacks
+    "next": pl.Int32,  # row of trace.gpu that ended the gap; null: end of the window
+    "gap": pl.Int32,  # number of the gap that the piece belongs to
 }
 
 LATENCY_NS = 50_000
@@ -92,7 +92,9 @@ class _Blame(NamedTuple):
 
 
 def idle_gaps(a: Analysis) -> pl.DataFrame:
-    """See ``Analysis.gaps``; the columns are those of GAPS_SCHEMA, ordered by ``ts``.
+    """Idle gaps of the device with blame, clipped to ``spans``: they add up to the idle time. A gap
+    with several causes is split into consecutive pieces; the columns are those of GAPS_SCHEMA,
+    ordered by ``ts``.
 
     A gap is blamed on the thread that launched the work which ended it. Until that launch began,
     each piece has the class of what the thread was doing (``timeline.CLASSES``); where that is

@@ -51,7 +51,7 @@ ENCLOSED = 0.05
 
 
 def host_breakdown(a: Analysis) -> pl.DataFrame:
-    """See ``Analysis.host``: the columns of HOST_SCHEMA, a row for each class with any time.
+    """Host time: the columns of HOST_SCHEMA, a row for each thread and class with any time.
 
     The classes of one thread add up to the analysed window: ``unrecorded`` is the time in which
     the thread has no event, be it idle or running what was not recorded.

@@ -101,8 +101,9 @@ class Layers:
 
 
 def measure_layers(a: Analysis) -> Layers | None:
-    """See ``Analysis.layers``: from the source that knows the module of most of the time, the first
-    in ``SOURCES`` that knows half of it."""
+    """Work by module: the device's, else that of operators on the host. From the source that knows
+    the module of most of the time, the first in ``SOURCES`` that knows half of it. ``None``: no
+    modules were recorded around any of it."""
     work = None
     best: tuple[int, SourceName, Tree, Source, Rows, Rows] | None = None
     for name, read in SOURCES.items():

@@ -74,7 +74,15 @@ def roofs(hardware: GpuSpec | None) -> Roofs:
 
 
 def measure_operators(a: Analysis) -> pl.DataFrame:
-    """See ``Analysis.rooflines``.
+    """Operators by shape against what the device attains, one row an operator and inputs, inside
+    ``spans``, without communication: ``op`` (null: of a graph, or not linked), ``inputs`` (row of
+    ``trace.inputs``; null: not recorded), ``family``, ``dtype``, ``tensor_core`` and ``kernel`` (of
+    its longest kernel), ``calls``, ``kernels``, ``dur`` (ns), ``share`` (of kernel time without
+    communication), ``flops``, ``moved`` (bytes; null: not known), ``flops_per_s``, ``bytes_per_s``,
+    ``attainable_flops_per_s``, ``attainable_bytes_per_s``, ``bound`` (``compute``, ``memory``,
+    ``launch``, ``unknown``), ``efficiency`` (0 to 1; null: not judged), ``saved`` (ns that it would
+    take less at the attainable rate; null), ``longest`` (row of ``trace.gpu``); largest ``dur``
+    first.
 
     A row is one operator with one set of inputs. The time is that of all kernels that its calls
     launched, helpers (transposes, split-K reductions) included. What it could take is

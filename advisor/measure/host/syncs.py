@@ -34,12 +34,12 @@ SYNCS_SCHEMA: dict[str, Any] = {
     "bubble": pl.Int64,  # ns the device then idled because the host had been held
     "bubble_ts": pl.Int64,  # from the end of the awaited work, ns …
     "bubble_end": pl.Int64,  # … to the thread's next device work, ns; null: no bubble
-    "op": pl.Int32,  # row of trace.cpu
-    "cause": pl.String,
-    "copy": pl.Int32,  # row of trace.gpu
-    "line": pl.Int32,  # row of the user's Python frame
+    "op": pl.Int32,  # row of trace.cpu: the innermost operator around; null: none
+    "cause": pl.String,  # aten::item, torch.cuda.synchronize, …
+    "copy": pl.Int32,  # row of trace.gpu: the copy it waits for; null: none
+    "line": pl.Int32,  # row of the user's Python frame; null: none
     "step": pl.Int32,
-    "profiler": pl.Boolean,
+    "profiler": pl.Boolean,  # issued by the profiler itself at the end of its window
 }
 
 # Operators that say by their name why the host needs a value of the device. The outermost one
@@ -60,7 +60,8 @@ _NO_OP = {
 
 
 def find_syncs(a: Analysis) -> pl.DataFrame:
-    """See ``Analysis.syncs``; the columns are those of SYNCS_SCHEMA, ordered by ``ts``.
+    """Host waits for the device, a row a synchronising runtime call inside ``spans``; the columns
+    are those of SYNCS_SCHEMA, ordered by ``ts``.
 
     One row for each call that starts inside the used steps. ``bubble`` counts only when the call
     held the host, that is when the work it waited for ended after the call began; a call that

@@ -63,7 +63,7 @@ _BACKWARD = r"^autograd::engine::evaluate_function"
 
 
 def memory_by_step(a: Analysis) -> pl.DataFrame:
-    """See ``Analysis.memory``: a row a device with allocator events and used step.
+    """Device memory: a row a device with allocator events and used step. Empty: not recorded.
 
     ``peak_allocated`` and ``peak_reserved``: largest ``Total Allocated`` and ``Total Reserved``
     of the caching allocator in force at some instant of the step, bytes: its events in the step,
@@ -109,8 +109,8 @@ def _largest(*columns: pl.Series) -> int | None:
 
 
 def find_allocations(a: Analysis) -> pl.DataFrame:
-    """See ``Analysis.allocations``: runtime calls of class malloc, free, host_alloc and host_free
-    that touch ``spans``, in order of time.
+    """Runtime calls that allocate or free device or pinned memory (classes malloc, free, host_alloc
+    and host_free) and touch ``spans``, in order of time.
 
     ``call`` is that class; ``step`` the used step in which the call starts (or that it reaches
     into); ``line`` the row of the user's Python frame and ``op`` of the innermost op around it,

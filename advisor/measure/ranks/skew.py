@@ -185,11 +185,11 @@ def skew(ranks: Mapping[int, Analysis], alignment: Alignment) -> Skew:
         skew_ns=found.skew,
         mean_wait_ns=pl.Series(found.mean_wait).set(pl.Series(found.last < 0), None),
     )
-    place = joined.rank[found.cells]
+    owner = joined.rank[found.cells]
     arrivals = pl.DataFrame(
         {
             "row": np.repeat(np.arange(len(found.row)), joined.seen[found.row]),
-            "rank": np.array(numbers)[place],
+            "rank": np.array(numbers)[owner],
             "wait_ns": np.rint(found.wait).astype(np.int64),
             "exposed_wait_ns": found.exposed.astype(np.int64),
         }
@@ -201,13 +201,11 @@ def skew(ranks: Mapping[int, Analysis], alignment: Alignment) -> Skew:
             "rank": numbers,
             "collectives": found.taken,
             "last": found.late,
-            "last_share": np.where(
-                found.taken > 0, found.late / np.maximum(found.taken, 1), np.nan
-            ),
+            "last_share": pl.Series(share).fill_nan(None),
             "caused_wait_ns": found.caused / steps,
             "caused_exposed_ns": found.caused_exposed / steps,
-            "wait_ns": np.bincount(place, found.wait, count) / steps,
-            "exposed_wait_ns": np.bincount(place, found.exposed, count) / steps,
+            "wait_ns": np.bincount(owner, found.wait, count) / steps,
+            "exposed_wait_ns": np.bincount(owner, found.exposed, count) / steps,
         }
     )
     return Skew(collectives, arrivals, stragglers, steps)

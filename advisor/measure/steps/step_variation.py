@@ -56,7 +56,8 @@ class StepHalves(NamedTuple):
 
 
 def uneven(a: Analysis) -> StepHalves | None:
-    """See ``Analysis.uneven``. ``None``: the steps are similar, or too few. Without device work it
+    """What the longer half of the used steps has more of than the shorter one. ``None``: the steps
+    are similar, or too few. Without device work it
     is the main thread's time, by its classes, and operators by the time in them alone."""
     used = a.steps.used
     if used.height < MIN_STEPS or (a.device_id is None and a.trace.main_thread is None):

@@ -114,6 +114,7 @@ def run_rules(number: int, a: Analysis, rules: list[Rule], prices: bool = True) 
     """Run the per-rank rules on one window and, unless not asked for, estimate what they find."""
     outcomes: list[Outcome] = []
     unknown = lost_records(a)
+    cut = a.trace.meta.truncated
     for rule in rules:
         if rule.across_ranks or not _applies(rule, a) or not advises(rule, a.trace.meta):
             continue
@@ -121,7 +122,7 @@ def run_rules(number: int, a: Analysis, rules: list[Rule], prices: bool = True) 
         before = a.idle_reads
         said = _contained(rule, rule.check, a)
         if unknown and not rule.reads_record:
-            said = _without_idle(rule, said, unknown, of_idle=a.idle_reads > before)
+            said = _without_idle(rule, said, unknown, of_idle=a.idle_reads > before, cut=cut)
         outcomes += [_completed(outcome, rule, a, number) for outcome in said]
     outcomes += [*_not_run(a, rules), *left_out(rules, a.trace.meta)]
     return _sorted(outcomes, number, a, pricer(a) if prices else None)
@@ -170,9 +171,11 @@ def combined(results: dict[int, Checked], main: int, *, counted: bool = True) ->
     return replace(results[main], findings=findings)
 
 
-def _without_idle(rule: Rule, outcomes: list[Outcome], why: str, *, of_idle: bool) -> list[Outcome]:
+def _without_idle(
+    rule: Rule, outcomes: list[Outcome], why: str, *, of_idle: bool, cut: bool
+) -> list[Outcome]:
     """A rule's outcomes where ``lost_records`` says ``why``: one that looked at idle or exposed
-    time (``of_idle``) and had something to say abstains by name."""
+    time (``of_idle``) and had something to say abstains by name. ``cut``: the file is cut off."""
     if not of_idle or not outcomes:
         return outcomes
     name = rule.title or rule.id
@@ -180,7 +183,9 @@ def _without_idle(rule: Rule, outcomes: list[Outcome], why: str, *, of_idle: boo
         SkippedCheck(
             what=name[:1].lower() + name[1:],
             why=why,
-            record="a shorter window, so that the profiler's buffers hold it, with all activities",
+            record="the window again, and copy the whole file"
+            if cut
+            else "a shorter window, so that the profiler's buffers hold it, with all activities",
         )
     ]
 

@@ -64,7 +64,7 @@ def _trace(report: Report) -> list[str]:
     else:
         parts = [t.shorten_path(name, 60), t.count_noun(shown.events_read, "event")]
     if shown.truncated:
-        parts.append("truncated")
+        parts.append("cut off")
     if shown.windows > 1:
         parts.append(f"window {shown.window} (there are {shown.windows}: --window)")
     if len(report.inputs) > 1:
@@ -161,6 +161,8 @@ def time_heading(report: Report) -> tuple[str, str]:
     where = "on the GPU" if report.time else "on the host's main thread"
     title = f"Where the {report.per}'s time goes {where}"
     step = report.step
+    if any(each.truncated for each in report.inputs):
+        return title, "of what is left of the file"
     if step is None:
         return title, ""
     if step.window_slowdown is not None and abs(step.window_slowdown) >= SAME:

@@ -52,7 +52,7 @@ def limits(a: Analysis, run: Run) -> list[str]:
     result = []
     if meta.truncated:
         damage = f" ({meta.damage})" if meta.damage else ""
-        result.append(f"The file is truncated{damage}: {meta.events_read:,} events kept.")
+        result.append(f"The file is cut off{damage}: {meta.events_read:,} events kept.")
     if a.trace.gpu.is_empty():
         result.append(_no_device_work(a.trace))
     result += _window_limits(a)
@@ -206,12 +206,17 @@ def _window_limits(a: Analysis) -> list[str]:
             "idle time are skipped."
         )
     elif a.lost.reported and not a.trace.gpu.is_empty():
-        share = a.lost.lost / a.lost.launches
+        share = a.lost.lost / max(a.lost.launches, 1)
+        missing = (
+            "GPU work may be missing anywhere: events are not written in the order of time"
+            if a.lost.cut
+            else f"The profiler lost the records of {a.lost.lost:,} of {a.lost.launches:,} "
+            f"launched kernels ({t.format_share(share)})"
+        )
+        again = "Copy or record it again." if a.lost.cut else "Record a shorter window."
         result.append(
-            f"The profiler lost the records of {a.lost.lost:,} of {a.lost.launches:,} launched "
-            f"kernels ({t.format_share(share)}): busy time is a lower bound, idle time is not "
-            "known, no gain is estimated, and rules on idle time are skipped. Record a shorter "
-            "window."
+            f"{missing}: busy time is a lower bound, idle time is not known, no gain is estimated, "
+            f"and rules on idle time are skipped. {again}"
         )
     return result
 
@@ -453,6 +458,8 @@ def lost_replays(a: Analysis) -> str:
 
 def lost_records(a: Analysis) -> str:
     """Why idle time is unknown and no gain is estimated; empty: no records are lost."""
+    if a.lost.cut:
+        return "the file is cut off, and GPU work may be missing from it"
     if a.lost.reported:
         return (
             f"the records of {a.lost.lost:,} of {a.lost.launches:,} launched kernels are lost, "

@@ -77,9 +77,8 @@ def _idle(report: Report) -> tuple[list[Segment], Segment | None]:
     part = next((part for part in report.time if part.name == "idle"), None)
     if part is None:
         return [], None
-    total = Segment(
-        "idle", "idle", t.CLASS_LABELS["idle"], palette.CLASSES["idle"], part.ns, part.share
-    )
+    label = t.CLASS_LABELS["idle"] if report.idle else "idle or not recorded"
+    total = Segment("idle", "idle", label, palette.CLASSES["idle"], part.ns, part.share)
     if not report.idle:
         return [total] if part.ns > 0 else [], total
     own = report.scope.framework

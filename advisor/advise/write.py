@@ -267,6 +267,11 @@ def _shortcoming(report: Report, a: Analysis) -> str | None:
     busy = (
         f"{t.format_share(report.busy_share)} of a {t.format_duration(report.step_ns)} {report.per}"
     )
+    if a.lost.cut:
+        return (
+            f"The file is cut off. In what is left, the GPU is busy at least {busy}. Idle "
+            "time and gains are unknown."
+        )
     if a.lost.reported:
         return (
             f"The profiler lost {a.lost.lost:,} of {a.lost.launches:,} kernels: the GPU is busy at "

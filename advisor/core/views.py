@@ -85,7 +85,9 @@ class StepBar(Struct, frozen=True):
     def idle_title(self) -> str:
         """What the idle parts are parts of."""
         total = self.idle_total
-        return "idle" if total is None else f"idle {total.time}, {total.percent}, by cause"
+        if total is None or [segment.key for segment in self.idle] == ["idle"]:
+            return "idle"
+        return f"idle {total.time}, {total.percent}, by cause"
 
     @property
     def words(self) -> str:

@@ -258,7 +258,9 @@ class Analysis:
         """Launches whose device work the profiler lost (``host/launches.py``), and work of graph
         replays that is not in the recording (``serving/graphs.py``)."""
         calls, graphs = lost_records(self.trace), missing_records(self.trace)
-        return Lost(calls.launches + graphs[0], calls.lost + graphs[1], graphs[1])
+        both = calls.launches + graphs[0], calls.lost + graphs[1]
+        cut = self.trace.meta.truncated and not self.trace.cpu.is_empty()
+        return Lost(*both, graphs[1], cut)
 
     one_off = cached_property(one_off)
     """First calls that later ones do in a fraction of the time."""

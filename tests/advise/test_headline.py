@@ -231,6 +231,21 @@ def test_a_cut_file_says_so_first_and_gives_lower_bounds(
     report = analyze(cut)
     assert report.verdict.startswith("The file is cut off. In what is left, the GPU is busy at")
     assert report.status == "limited"
+    # the host's events come first in the file: kernels are missing anywhere, not at its end
+    assert not report.findings and not report.idle
+    assert "of what is left of the file" in str(report)
+
+
+@pytest.mark.parametrize("share", [0.3, 0.95])
+def test_a_file_that_is_cut_before_its_gpu_work_advises_nothing(
+    share: float, shared_trace: Callable[[str], str], tmp_path: Path
+) -> None:
+    whole = gzip.decompress(Path(shared_trace("mi300_timesformer_inference")).read_bytes())
+    cut = tmp_path / "cut.json"
+    cut.write_bytes(whole[: int(len(whole) * share)])
+    report = analyze(cut)
+    assert report.verdict.startswith("The file is cut off before any GPU work.")
+    assert not report.findings
 
 
 def test_matrix_units_are_not_praised_far_below_their_rate(

@@ -362,7 +362,7 @@ def test_what_was_not_measured_is_not_shown_as_zero(report: Make) -> None:
 def test_a_truncated_trace_says_so_at_the_top(report: Make) -> None:
     cut = report(1)
     cut.inputs[0].truncated = True
-    assert "truncated" in REPORTS.render("terminal", cut).split("Where the step")[0]
+    assert "cut off" in REPORTS.render("terminal", cut).split("Where the step")[0]
 
 
 def test_a_trace_without_steps_is_called_a_recording(report: Make) -> None:

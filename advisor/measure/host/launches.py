@@ -120,11 +120,14 @@ class Lost(NamedTuple):
     lost: int
     replayed: int = 0
     """Of the lost ones, those of graph replays: how much of their time is missing is unknown."""
+    cut: bool = False
+    """The file is cut off. Profilers write the host's operators first and in no order of time after
+    that, so that device work may be missing anywhere."""
 
     @property
     def reported(self) -> bool:
         """So many that what looks idle may be a hole in the records."""
-        return self.lost > REPORTED_SHARE * self.launches
+        return self.cut or self.lost > REPORTED_SHARE * self.launches
 
     @property
     def of_replays(self) -> bool:

@@ -1,4 +1,4 @@
-"""Every command of the README and of the first pages runs as written."""
+"""Every command of the README and of the first pages runs as written, and prints what is shown."""
 
 from __future__ import annotations
 
@@ -31,11 +31,18 @@ for epoch in range(2):
 """
 
 
-def commands(page: str) -> list[str]:
+def commands(page: str) -> dict[str, list[str]]:
+    """The commands of a page with what it shows of their output; ``...`` leaves lines out."""
     text = (ROOT / page).read_text(encoding="utf-8")
-    blocks = re.findall(r"```console\n(.*?)```", text, re.DOTALL)
-    lines = [line for block in blocks for line in block.splitlines()]
-    return [line[2:] for line in lines if line.startswith("$ advisor")]
+    found: dict[str, list[str]] = {}
+    for block in re.findall(r"```console\n(.*?)```", text, re.DOTALL):
+        shown: list[str] = []
+        for line in block.splitlines():
+            if line.startswith("$ "):
+                shown = found.setdefault(line[2:].split("   # ")[0], [])
+            elif line.strip() not in ("", "..."):
+                shown.append(line)
+    return {command: shown for command, shown in found.items() if command.startswith("advisor")}
 
 
 @pytest.fixture(scope="module")
@@ -45,14 +52,15 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     shutil.copy(CORPUS / "pairs" / "loader_profiler_workers0.json.gz", folder / "trace.json.gz")
     shutil.copy(CORPUS / "pairs" / "loader_profiler_workers4.json.gz", folder / "after.json.gz")
     (folder / "train.py").write_text(SCRIPT)
-    for name in ("pairs", "dlrm_8ranks", "ncu"):
+    for name in ("pairs", "dlrm_8ranks", "ncu", "serving", "memory"):
         (folder / name).symlink_to(CORPUS / name)
     return folder
 
 
 def environment() -> dict[str, str]:
     here = Path(sys.executable).parent
-    return {**os.environ, "PATH": f"{here}{os.pathsep}{os.environ['PATH']}", "NO_COLOR": "1"}
+    path = f"{here}{os.pathsep}{os.environ['PATH']}"
+    return {**os.environ, "PATH": path, "NO_COLOR": "1", "COLUMNS": "80"}
 
 
 PAGES = ("README.md", "docs/index.md", "docs/tutorials.md")
@@ -64,8 +72,8 @@ def test_the_commands_of_a_page_run_as_written(page: str, place: Path) -> None:
     found = commands(page)
     assert found
     before = {line for earlier in PAGES[: PAGES.index(page)] for line in commands(earlier)}
-    for command in found:
-        if command in before:
+    for command, shown in found.items():
+        if command in before and not shown:
             continue
         words = shlex.split(command)
         if words[1] in SERVERS:
@@ -76,6 +84,8 @@ def test_the_commands_of_a_page_run_as_written(page: str, place: Path) -> None:
             timeout=280, stdin=subprocess.DEVNULL,
         )  # fmt: skip
         assert done.returncode == 0, f"{command}\n{done.stdout[-500:]}\n{done.stderr[-2000:]}"
+        printed = done.stdout.splitlines()
+        assert [line for line in shown if line not in printed] == [], f"{command}\n{done.stdout}"
 
 
 def serves(words: list[str], place: Path) -> None:

@@ -187,10 +187,9 @@ def example_steps(
 ) -> TraceBuilder:
     """An example of ``count`` steps that each run ``body`` and wait for the device."""
     b = TraceBuilder(gpu)
-    for _ in range(count):
-        with b.step():
-            body(b)
-            b.sync()
+    for _ in b.steps(count):
+        body(b)
+        b.sync()
     return b
 
 

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Literal
 
 from msgspec import Struct, field
 
 from advisor.core.rule import ANY as ANY  # noqa: PLC0414
+from advisor.core.rule import Evidence as Evidence  # noqa: PLC0414
 from advisor.core.rule import FrameworkAdvice as FrameworkAdvice  # noqa: PLC0414
+from advisor.core.rule import Per as Per  # noqa: PLC0414
 from advisor.core.rule import Rule as Rule  # noqa: PLC0414 - handed out with the words it needs
 from advisor.core.rule import Source as Source  # noqa: PLC0414
 from advisor.core.rule import Threshold as Threshold  # noqa: PLC0414
@@ -28,8 +30,6 @@ Category = Literal[
     "inference",
 ]
 Currency = Literal["step_time", "run_time", "memory", "risk", "unpriced"]
-Per = Literal["step", "repetition", "recording", "window", "run"]
-"""What an amount of time, or a number of things, is of."""
 Validation = Literal["real traces", "recordings", "synthetic"]
 Decides = Literal["", "assumption", "profiler", "hand-over", "replay error", "past", "not proven"]
 """What decides an end of a gain's range: the finding's own assumption; host time that the profiler
@@ -174,23 +174,6 @@ class Impact(Struct, frozen=True, kw_only=True):
         return "step" if self.currency == "step_time" else "run"
 
 
-class Evidence(Struct, frozen=True):
-    """One measured fact behind a finding."""
-
-    label: str
-    """What was measured."""
-    value: float | int | str | None
-    """``None`` means not measured."""
-    unit: str = ""
-    """``ns``, ``bytes``, ``share`` (0 to 1), ``count``, ``GB/s``, ``FLOP/s``, or empty for text."""
-    threshold: float | int | None = None
-    """The limit it was compared with, in the same unit."""
-    source: str = ""
-    """Where the threshold comes from."""
-    per: Per | None = None
-    """What the value is of, where it is of the whole; ``null``: as the label says."""
-
-
 class Location(Struct, frozen=True, kw_only=True, omit_defaults=True):
     """Where it happens: a line of the user's code when stacks were recorded, else op and kernel."""
 
@@ -311,6 +294,8 @@ class PassedCheck(Struct, frozen=True, kw_only=True):
 
 
 Outcome = Finding | SkippedCheck | PassedCheck
+Outcomes = Iterator[Outcome]
+"""What ``Rule.check`` yields."""
 
 
 class HotLine(Struct, frozen=True, kw_only=True):

@@ -6,12 +6,13 @@ import copy
 import inspect
 from typing import TYPE_CHECKING, Any, ClassVar, Generic, Literal, NamedTuple, TypeVar, overload
 
+from msgspec import Struct
 from msgspec.structs import replace
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Mapping
 
-    from advisor.core.finding import Category, Finding, Outcome, Validation
+    from advisor.core.finding import Category, Finding, Outcomes, Validation
     from advisor.measure import Analysis
     from advisor.replay.ranks.study import Study
     from advisor.testing import TraceBuilder
@@ -19,6 +20,27 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 R = TypeVar("R", bound="Rule")
+
+
+Per = Literal["step", "repetition", "recording", "window", "run"]
+"""What an amount of time, or a number of things, is of."""
+
+
+class Evidence(Struct, frozen=True):
+    """One measured fact behind a finding."""
+
+    label: str
+    """What was measured."""
+    value: float | int | str | None
+    """``None`` means not measured."""
+    unit: str = ""
+    """``ns``, ``bytes``, ``share`` (0 to 1), ``count``, ``GB/s``, ``FLOP/s``, or empty for text."""
+    threshold: float | int | None = None
+    """The limit it was compared with, in the same unit."""
+    source: str = ""
+    """Where the threshold comes from."""
+    per: Per | None = None
+    """What the value is of, where it is of the whole; ``null``: as the label says."""
 
 
 class Source(NamedTuple):
@@ -176,11 +198,11 @@ class Rule:
             public = any(name.startswith("traces/") for name in cls.found_in)
             cls.validated = "real traces" if public else "recordings"
 
-    def check(self, a: Analysis) -> Iterator[Outcome]:
+    def check(self, a: Analysis) -> Outcomes:
         """Yield findings, abstentions and praise for one rank's window."""
         raise NotImplementedError
 
-    def check_run(self, study: Study) -> Iterator[Outcome]:
+    def check_run(self, study: Study) -> Outcomes:
         """Yield findings for a job of several ranks, of the outliers that the one search found;
         only when ``across_ranks`` is set."""
         raise NotImplementedError
@@ -265,6 +287,20 @@ class Rule:
         values = {name: getattr(self, name) for name in self.options()}
         values["workers"] = "{workers}"
         return [text.format_map(values) for text in assumptions]
+
+    def compare(
+        self,
+        label: str,
+        value: float | str | None,
+        limit: str,
+        unit: str = "share",
+        *,
+        times: float = 1,
+        per: Per | None = None,
+    ) -> Evidence:
+        """What was measured, beside the threshold that it is compared with. ``times``: to get from
+        the threshold's unit to ``unit``."""
+        return Evidence(label, value, unit, *self.limit(limit, times), per=per)
 
     def limit(self, name: str, times: float = 1) -> tuple[Any, str]:
         """A threshold and what it comes from, as the last two values of an Evidence. ``times``: to

@@ -137,6 +137,12 @@ class TraceBuilder:
         with self.range(f"ProfilerStep#{number}"):
             yield
 
+    def steps(self, count: int = 4) -> Iterator[int]:
+        """So many steps: the body of a loop over them runs inside each."""
+        for number in range(count):
+            with self.step():
+                yield number
+
     @contextmanager
     def range(self, name: str) -> Iterator[None]:
         """A user annotation."""

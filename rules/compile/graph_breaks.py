@@ -14,19 +14,16 @@ from numpy.typing import NDArray
 from advisor.core import text as t
 from advisor.core.finding import (
     Edit,
-    Evidence,
     Finding,
-    FrameworkAdvice,
     Location,
-    Outcome,
+    Outcomes,
     PassedCheck,
-    Rule,
     Select,
     SkippedCheck,
-    Threshold,
 )
 from advisor.core.intervals import covered_length, intersect, union
 from advisor.core.report import CompileCause, CompileLog, GraphBreak
+from advisor.core.rule import Evidence, FrameworkAdvice, Rule, Threshold
 from advisor.core.text import count_noun
 from advisor.core.trace import JAX, TENSORFLOW
 from advisor.measure import Analysis
@@ -97,7 +94,7 @@ class GraphBreaks(Rule):
     assumptions = ("the code at the break can move out of the compiled function",)
     confidence = 0.8
 
-    def check(self, a: Analysis) -> Iterator[Outcome]:
+    def check(self, a: Analysis) -> Outcomes:
         """Count regions inside regions, and the idle time between their graphs."""
         names = a.trace.cpu["name"]
         regions = int(name_matches(names, r"^Torch-Compiled Region").sum())
@@ -142,7 +139,7 @@ class GraphBreaks(Rule):
             evidence=[
                 Evidence("graph breaks", count, "count", per=a.per),
                 figure(a, "idle at graph breaks", idle.total),
-                Evidence("share", share, "share", *self.limit("min_share"), per=a.per),
+                self.compare("share", share, "min_share", per=a.per),
                 Evidence("idle time per break", idle.total / len(broken), "ns"),
                 *(figure(a, f"idle at {_reason(each)}", ns) for ns, each in costs[:MAX_NAMED]),
                 Evidence(
@@ -363,7 +360,7 @@ class Recompilation(Rule):
     confidence = 0.9
 
     terms: Mapping[str, str] = {"again": "torch.compile recompiles"}
-    elsewhere: ClassVar = {
+    elsewhere = {
         TENSORFLOW: FrameworkAdvice(
             "Keep the kinds of a tf.function's arguments: tensors in place of Python numbers (each "
             "new number is a new graph), None in the signature for a dimension that varies. "
@@ -390,7 +387,7 @@ class Recompilation(Rule):
         ),
     }
 
-    def check(self, a: Analysis) -> Iterator[Outcome]:
+    def check(self, a: Analysis) -> Outcomes:
         """Sum the compilation time inside the steps; else what the log has of the run."""
         found = None
         for outcome in self._of_steps(a):
@@ -400,7 +397,7 @@ class Recompilation(Rule):
         for each in [log] if found is None and log is not None else []:
             yield from self._of_log(a, each)
 
-    def _of_log(self, a: Analysis, log: CompileLog) -> Iterator[Outcome]:
+    def _of_log(self, a: Analysis, log: CompileLog) -> Outcomes:
         """Compilations of the whole run."""
         again, limit = log.recompilations, [c for c in log.not_compiled if LIMIT in c.reason]
         if not again and not limit:
@@ -438,7 +435,7 @@ class Recompilation(Rule):
         fix = _fix_of(causes)
         return self.code.partition("\n")[0] if fix and "dynamic" not in fix else ""
 
-    def _of_steps(self, a: Analysis) -> Iterator[Outcome]:
+    def _of_steps(self, a: Analysis) -> Outcomes:
         cpu = a.trace.cpu
         log = a.trace.meta.compilation
         again = [] if log is None else log.recompilations
@@ -477,10 +474,8 @@ class Recompilation(Rule):
             code=self._code_of(again),
             evidence=[
                 figure(a, "compilation", compiling.total),
-                Evidence("share", share, "share", *self.limit("min_share"), per=a.per),
-                Evidence(
-                    "steps with compilation", compiling_steps, "count", *self.limit("min_steps")
-                ),
+                self.compare("share", share, "min_share", per=a.per),
+                self.compare("steps with compilation", compiling_steps, "min_steps", "count"),
                 Evidence("compilations", len(in_window), "count"),
                 Evidence("longest compilation", int(cost.max()) if len(cost) else None, "ns"),
                 *_guards(again),
@@ -632,7 +627,7 @@ class CudaGraphsSkipped(Rule):
         "multiple devices": "Keep all tensors of a compiled function on one GPU.",
     }
 
-    def check(self, a: Analysis) -> Iterator[Outcome]:
+    def check(self, a: Analysis) -> Outcomes:
         """The reasons in the log."""
         log = a.trace.meta.compilation
         causes = [] if log is None else log.without_cuda_graphs
@@ -681,17 +676,16 @@ def _recompiled(
     gpu: bool = True,
 ) -> TraceBuilder:
     b = TraceBuilder() if gpu else TraceBuilder(gpu=None)
-    for step in range(6):
-        with b.step():
-            if every and step % every == 0:
-                with b.op(name, host_us=us):
-                    pass
-            with b.op("Torch-Compiled Region: 0/0"):
-                for _ in range(10):
-                    if gpu:
-                        b.launch("triton_poi_fused_add_relu_0", 200)
-                    else:
-                        b.host(200)
-            if gpu:
-                b.sync()
+    for step in b.steps(6):
+        if every and step % every == 0:
+            with b.op(name, host_us=us):
+                pass
+        with b.op("Torch-Compiled Region: 0/0"):
+            for _ in range(10):
+                if gpu:
+                    b.launch("triton_poi_fused_add_relu_0", 200)
+                else:
+                    b.host(200)
+        if gpu:
+            b.sync()
     return b

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import numpy as np
 import polars as pl
 
 from advisor.core import text as t
-from advisor.core.finding import Edit, Evidence, Finding, Outcome, Rule, Select
+from advisor.core.finding import Edit, Evidence, Finding, Outcomes, Rule, Select
 from advisor.core.intervals import intersect, union
 from advisor.measure import Analysis
 from advisor.measure.host.names import name_matches
@@ -62,7 +60,7 @@ class DataParallel(Rule):
     assumptions = ("the model fits on each device, as it does now",)
     confidence = 0.9
 
-    def check(self, a: Analysis) -> Iterator[Outcome]:
+    def check(self, a: Analysis) -> Outcomes:
         """Look for the range, and for work on several devices."""
         cpu, gpu = a.trace.cpu, a.trace.gpu
         forward = np.flatnonzero(name_matches(cpu["name"], FORWARD).to_numpy())
@@ -106,11 +104,10 @@ class DataParallel(Rule):
     @staticmethod
     def silent_on() -> dict[str, tuple[TraceBuilder, str]]:
         ddp = TraceBuilder(rank=0, world_size=2)
-        for _ in range(4):
-            with ddp.step():
-                with ddp.range("DistributedDataParallel.forward"), ddp.op("aten::mm"):
-                    ddp.launch("ampere_sgemm_128x64_nn", 3000)
-                ddp.sync()
+        for _ in ddp.steps():
+            with ddp.range("DistributedDataParallel.forward"), ddp.op("aten::mm"):
+                ddp.launch("ampere_sgemm_128x64_nn", 3000)
+            ddp.sync()
         return {
             "one device": (_trace(devices=1), "devices < 2"),
             "DistributedDataParallel": (ddp, "not len(forward)"),
@@ -119,16 +116,15 @@ class DataParallel(Rule):
 
 def _trace(devices: int) -> TraceBuilder:
     b = TraceBuilder()
-    for _ in range(4):
-        with b.step():
-            with b.range("DataParallel.forward"):
-                if devices > 1:
-                    with b.op("Broadcast", host_us=300):
-                        b.copy("DtoD", 200 << 20, 2000)
-                for device in range(devices):
-                    with b.op("aten::mm"):
-                        b.launch("ampere_sgemm_128x64_nn", 3000, stream=7 + device)
-                        b.events[-1]["args"]["device"] = device
-                        b.events[-1]["pid"] = device
-            b.sync()
+    for _ in b.steps():
+        with b.range("DataParallel.forward"):
+            if devices > 1:
+                with b.op("Broadcast", host_us=300):
+                    b.copy("DtoD", 200 << 20, 2000)
+            for device in range(devices):
+                with b.op("aten::mm"):
+                    b.launch("ampere_sgemm_128x64_nn", 3000, stream=7 + device)
+                    b.events[-1]["args"]["device"] = device
+                    b.events[-1]["pid"] = device
+        b.sync()
     return b

@@ -2,24 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Any, ClassVar
+from typing import Any
 
 import polars as pl
 
 from advisor.core import text as t
-from advisor.core.finding import (
-    Edit,
-    Evidence,
-    Finding,
-    FrameworkAdvice,
-    Location,
-    Outcome,
-    PassedCheck,
-    Rule,
-    Select,
-    Threshold,
-)
+from advisor.core.finding import Edit, Finding, Location, Outcomes, PassedCheck, Select
+from advisor.core.rule import Evidence, FrameworkAdvice, Rule, Threshold
 from advisor.core.trace import JAX, TENSORFLOW
 from advisor.measure import Analysis
 from advisor.rules.common import example_steps, figure, of_step
@@ -88,7 +77,7 @@ class ExposedCommunication(Rule):
     )
     assumptions = ("independent compute is left to hide the communication under",)
     confidence = 0.85
-    cases: ClassVar = {
+    cases = {
         "all_reduce": {
             "fix": "Overlap the all-reduces with the backward pass: DDP does so by itself, with "
             "buckets of 25 to 100 MB, as long as no work after backward needs all gradients early. "
@@ -158,7 +147,7 @@ class ExposedCommunication(Rule):
     """What to do, by the kind of collective with most of the exposed time, or by its axis of the
     mesh where that says more."""
 
-    inference: ClassVar = {
+    inference = {
         "fix": "Overlap collectives with compute: prefetch FSDP all-gathers, start all-to-alls "
         "before independent compute and wait as late as possible. Then send fewer bytes.",
         "code": "# FSDP2: fully_shard(block) for each block, then\n"
@@ -197,7 +186,7 @@ class ExposedCommunication(Rule):
             },
         },
     }
-    elsewhere: ClassVar = {
+    elsewhere = {
         **in_any_language(
             "Start collectives before independent work, on a stream of their own, and wait for "
             "them as late as possible. Then send fewer bytes."
@@ -206,7 +195,7 @@ class ExposedCommunication(Rule):
         JAX: FrameworkAdvice(OVERLAP_FLAGS, FLAGS),
     }
 
-    def check(self, a: Analysis) -> Iterator[Outcome]:
+    def check(self, a: Analysis) -> Outcomes:
         """Compare exposed communication with the step."""
         if a.device_id is None or not a.breakdown.all_communication.total:
             return
@@ -237,7 +226,7 @@ class ExposedCommunication(Rule):
             ),
             evidence=[
                 figure(a, "exposed communication", exposed),
-                Evidence("share", share, "share", *self.limit("min_share"), per=a.per),
+                self.compare("share", share, "min_share", per=a.per),
                 figure(a, "all communication", total),
                 Evidence("hidden under compute", overlap, "share"),
                 Evidence("largest exposed", "; ".join(kinds)),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
 from typing import NamedTuple
 
 import numpy as np
@@ -11,17 +10,8 @@ import polars as pl
 from numpy.typing import NDArray
 
 from advisor.core import text as t
-from advisor.core.finding import (
-    Edit,
-    Evidence,
-    Finding,
-    Outcome,
-    PassedCheck,
-    Rule,
-    Select,
-    SkippedCheck,
-    Threshold,
-)
+from advisor.core.finding import Edit, Finding, Outcomes, PassedCheck, Select, SkippedCheck
+from advisor.core.rule import Evidence, Rule, Threshold
 from advisor.measure import Analysis
 from advisor.measure.comm.comms import describe
 from advisor.measure.host.names import name_matches
@@ -113,7 +103,7 @@ class MissingNoSync(Rule):
     assumptions = ("the gradients of the passes are only summed, not used one by one",)
     confidence = 0.85
 
-    def check(self, a: Analysis) -> Iterator[Outcome]:
+    def check(self, a: Analysis) -> Outcomes:
         """Compare what the passes of one optimizer step reduce."""
         if a.device_id is None:
             return
@@ -155,9 +145,7 @@ class MissingNoSync(Rule):
             ),
             evidence=[
                 Evidence("passes per optimizer step", k, "count", 2, "one needs no no_sync"),
-                Evidence(
-                    "optimizer steps that show it", len(steps), "count", *self.limit("min_steps")
-                ),
+                self.compare("optimizer steps that show it", len(steps), "min_steps", "count"),
                 Evidence("gradients reduced per optimizer step", sent, "bytes"),
                 Evidence("gradients of one pass", once, "bytes"),
                 figure(a, "needless reductions", needless.height, "count"),

@@ -2,25 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from functools import partial
-from typing import ClassVar
 
 import numpy as np
 import polars as pl
 from numpy.typing import NDArray
 
 from advisor.core import text as t
-from advisor.core.finding import (
-    Edit,
-    Evidence,
-    Finding,
-    FrameworkAdvice,
-    Outcome,
-    Rule,
-    Select,
-    Threshold,
-)
+from advisor.core.finding import Edit, Finding, FrameworkAdvice, Outcomes, Rule, Select, Threshold
 from advisor.core.trace import JAX, TENSORFLOW
 from advisor.measure import Analysis
 from advisor.measure.device.copies import compute_stream
@@ -89,7 +78,7 @@ class PoorOverlap(Rule):
     assumptions = ("some compute does not depend on the result",)
     confidence = 0.7
 
-    elsewhere: ClassVar = {
+    elsewhere = {
         **in_any_language(
             "Issue collectives on a stream of their own, so that kernels which do not need their "
             "result can run meanwhile."
@@ -98,7 +87,7 @@ class PoorOverlap(Rule):
         JAX: FrameworkAdvice(OVERLAP_FLAGS, FLAGS),
     }
 
-    def check(self, a: Analysis) -> Iterator[Outcome]:
+    def check(self, a: Analysis) -> Outcomes:
         """Sort exposed collectives by how they were issued."""
         if a.device_id is None or not a.breakdown.all_communication.total:
             return
@@ -129,8 +118,8 @@ class PoorOverlap(Rule):
                 )
             ),
             evidence=[
-                Evidence("hidden under compute", overlap, "share", *self.limit("max_overlap")),
-                Evidence("share", share, "share", *self.limit("min_share"), per=a.per),
+                self.compare("hidden under compute", overlap, "max_overlap"),
+                self.compare("share", share, "min_share", per=a.per),
                 figure(a, "exposed on the compute stream", on_stream),
                 figure(a, "exposed and waited for at once", waited),
                 figure(a, "such collectives", int(chosen.sum()), "count"),

@@ -2,20 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any
 
 from msgspec.structs import replace
 
-from advisor.core.finding import (
-    Evidence,
-    Finding,
-    Outcome,
-    PassedCheck,
-    Rule,
-    SkippedCheck,
-    Source,
-)
+from advisor.core.finding import Finding, Outcomes, PassedCheck, SkippedCheck
+from advisor.core.rule import Evidence, Rule, Source
 from advisor.measure.ranks.profile import MIN_KERNELS, compare_devices
 from advisor.measure.ranks.wording import subject
 from advisor.rules.distributed.across import finding_of
@@ -76,7 +68,7 @@ class SlowDevice(Rule):
         "other processes, ECC errors (nvidia-smi -q -d PERFORMANCE,CLOCK,ECC). Replace it if it "
         "stays slow."
     )
-    cases: ClassVar = {
+    cases = {
         "the ranks have different GPUs": {
             "fix": "The ranks have different GPUs: give this one less work, or replace it."
         }
@@ -84,12 +76,12 @@ class SlowDevice(Rule):
 
     confidence = 0.7
 
-    elsewhere: ClassVar = in_any_language(
+    elsewhere = in_any_language(
         "Look at the clocks, temperature and neighbours of the slower device; give it less work "
         "or leave it out."
     )
 
-    def check_run(self, study: Study) -> Iterator[Outcome]:
+    def check_run(self, study: Study) -> Outcomes:
         """Tell the outliers whose device is slower."""
         if not study.outliers:
             yield from self._compared(study)
@@ -98,7 +90,7 @@ class SlowDevice(Rule):
                 continue
             yield self._finding(study, deviation, gain)
 
-    def _compared(self, study: Study) -> Iterator[Outcome]:
+    def _compared(self, study: Study) -> Outcomes:
         """Praise, or what is missing to compare devices."""
         summaries = [s for s in study.job.summaries if s.kernels]
         if len(summaries) < 2:
@@ -195,15 +187,14 @@ def _ranks(
     result = []
     for rank, each in enumerate(us):
         b = TraceBuilder(rank=rank, world_size=len(speed))
-        for _ in range(7):
-            with b.step():
-                for n, length in enumerate(each):
-                    kind = n % kinds
-                    name = f"stage{rank}_kernel_{kind}" if stages else f"kernel_{kind}"
-                    with b.op("aten::mm"):
-                        b.launch(name, length, blocks=256 * (kind + 1))
-                waits = 400 + longest - sum(each)
-                b.collective("allreduce", 25 << 20, waits, wait=True, group_size=len(speed))
-                b.sync()
+        for _ in b.steps(7):
+            for n, length in enumerate(each):
+                kind = n % kinds
+                name = f"stage{rank}_kernel_{kind}" if stages else f"kernel_{kind}"
+                with b.op("aten::mm"):
+                    b.launch(name, length, blocks=256 * (kind + 1))
+            waits = 400 + longest - sum(each)
+            b.collective("allreduce", 25 << 20, waits, wait=True, group_size=len(speed))
+            b.sync()
         result.append(b)
     return result

@@ -2,24 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from typing import ClassVar, NamedTuple
+from collections.abc import Callable
+from typing import NamedTuple
 
 import numpy as np
 import polars as pl
 from numpy.typing import NDArray
 
 from advisor.core import text as t
-from advisor.core.finding import (
-    Edit,
-    Evidence,
-    Finding,
-    FrameworkAdvice,
-    Outcome,
-    Rule,
-    Select,
-    Threshold,
-)
+from advisor.core.finding import Edit, Finding, Outcomes, Select
+from advisor.core.rule import Evidence, FrameworkAdvice, Rule, Threshold
 from advisor.core.trace import JAX, TENSORFLOW
 from advisor.measure import Analysis
 from advisor.rules.common import column, device_places, example_steps, figure, rows, total
@@ -79,14 +71,14 @@ class SmallCollectives(Rule):
     assumptions = ("no collective of a run needs the result of the one before",)
     confidence = 0.7
 
-    inference: ClassVar = {
+    inference = {
         "fix": "Send them together: flatten tensors of one dtype into one buffer, or group calls "
         "with dist._coalescing_manager. Gather metrics every N steps.",
         "code": "flat = torch._utils._flatten_dense_tensors(parts)\n"
         "dist.all_reduce(flat)\n"
         "parts = torch._utils._unflatten_dense_tensors(flat, parts)",
     }
-    elsewhere: ClassVar = {
+    elsewhere = {
         **in_any_language(
             "Send many small messages as one: pack buffers, or group the calls.",
             cuda="ncclGroupStart and ncclGroupEnd around calls of NCCL.",
@@ -103,7 +95,7 @@ class SmallCollectives(Rule):
         ),
     }
 
-    def check(self, a: Analysis) -> Iterator[Outcome]:
+    def check(self, a: Analysis) -> Outcomes:
         """Find runs of small collectives with exposed time."""
         if a.device_id is None or not a.breakdown.all_communication.total:
             return
@@ -132,12 +124,10 @@ class SmallCollectives(Rule):
                 f"{t.format_duration(latency)} of each is latency."
             ),
             evidence=[
-                Evidence(
-                    "small collectives in runs", count, "count", *self.limit("min_count"), per=a.per
-                ),
-                Evidence("median message", median, "bytes", *self.limit("max_bytes")),
+                self.compare("small collectives in runs", count, "min_count", "count", per=a.per),
+                self.compare("median message", median, "max_bytes", "bytes"),
                 figure(a, "exposed", float(cost.sum())),
-                Evidence("share", share, "share", *self.limit("min_share"), per=a.per),
+                self.compare("share", share, "min_share", per=a.per),
                 Evidence("shortest collective", latency, "ns"),
                 figure(a, "time of these collectives", int(dur.sum())),
                 Evidence("time if merged (estimate)", merged / a.step_count, "ns"),
@@ -246,9 +236,9 @@ class UnbucketedGradients(Rule):
     verify = "Profile again: fewer all-reduces per step, each of some MiB."
     falsified_by = SmallCollectives.falsified_by
     confidence = 0.7
-    elsewhere: ClassVar = SmallCollectives.elsewhere
+    elsewhere = SmallCollectives.elsewhere
 
-    def check(self, a: Analysis) -> Iterator[Outcome]:
+    def check(self, a: Analysis) -> Outcomes:
         """Count all-reduces and their size."""
         if a.device_id is None or not a.breakdown.all_communication.total:
             return
@@ -272,9 +262,9 @@ class UnbucketedGradients(Rule):
                 "their time here; on more ranks or a slower network their latency adds up."
             ),
             evidence=[
-                Evidence("all-reduces", count, "count", *self.limit("min_count"), per=a.per),
-                Evidence("mean message", size, "bytes", *self.limit("max_bytes")),
-                Evidence("exposed part", exposed, "share", *self.limit("max_exposed")),
+                self.compare("all-reduces", count, "min_count", "count", per=a.per),
+                self.compare("mean message", size, "max_bytes", "bytes"),
+                self.compare("exposed part", exposed, "max_exposed"),
                 figure(a, "time of all-reduces", total(table["dur"])),
             ],
             where=device_places(a, table, "dur"),

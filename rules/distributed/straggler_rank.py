@@ -2,21 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from msgspec.structs import replace
 
 from advisor.core import text as t
-from advisor.core.finding import (
-    Finding,
-    Outcome,
-    PassedCheck,
-    Rule,
-    SkippedCheck,
-    Threshold,
-)
+from advisor.core.finding import Finding, Outcomes, PassedCheck, Rule, SkippedCheck, Threshold
 from advisor.measure.ranks.members import (
     LATE_SHARE,
     MAX_LATE_CHANCE,
@@ -104,7 +96,7 @@ class StragglerRank(Rule):
         "start.record(); [a @ a for _ in range(100)]; end.record()\n"
         "torch.cuda.synchronize(); print(rank, start.elapsed_time(end), 'ms')"
     )
-    cases: ClassVar = {
+    cases = {
         "compute": {
             "fix": "The GPU of {who} computes longer. Compare its clocks, temperature and other "
             "processes with the others' (nvidia-smi -q -d PERFORMANCE,CLOCK,ECC); if they are "
@@ -144,7 +136,7 @@ class StragglerRank(Rule):
         },
     }
 
-    inference: ClassVar = {
+    inference = {
         "cases": {
             "imbalance": {
                 "fix": "Give the ranks equal work: place experts by load, embedding tables by "
@@ -159,12 +151,12 @@ class StragglerRank(Rule):
 
     confidence = 0.8
 
-    elsewhere: ClassVar = in_any_language(
+    elsewhere = in_any_language(
         "Find out what the rank that comes last does longer than the others, and give all ranks "
         "equal work."
     )
 
-    def check_run(self, study: Study) -> Iterator[Outcome]:
+    def check_run(self, study: Study) -> Outcomes:
         """Tell the outliers that hold the others up, whatever it is but a slow device."""
         clocks = study.job.joined.clocks
         if clocks.error_ns is None and study.job.joined.rows:
@@ -182,7 +174,7 @@ class StragglerRank(Rule):
                 continue
             yield self._finding(study, deviation, gain)
 
-    def _pause(self, study: Study) -> Iterator[Outcome]:
+    def _pause(self, study: Study) -> Outcomes:
         """One step of one rank that took far longer than its others, and than those of all ranks:
         no straggler, and its cause is another."""
         own = study.job.own.own_by_step
@@ -208,7 +200,7 @@ class StragglerRank(Rule):
             "collection, a checkpoint or logging on it",
         )
 
-    def _none(self, study: Study) -> Iterator[Outcome]:
+    def _none(self, study: Study) -> Outcomes:
         """Praise, or why it is not certain."""
         from advisor.measure.ranks.outliers import late_chance
 

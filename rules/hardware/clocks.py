@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import ClassVar
 
 import numpy as np
 
-from advisor.core.finding import Evidence, Finding, Impact, Outcome, Rule, Source, Threshold
+from advisor.core.finding import Evidence, Finding, Impact, Outcomes, Rule, Source, Threshold
 from advisor.core.run_directory import THROTTLE, Gpu
 from advisor.measure import Analysis
 from advisor.rules.recorded import a_step, record, record_example, under_load
@@ -38,7 +37,7 @@ class HeldClocks(Rule):
     """``{share}`` of the samples; ``{clock}``: empty where the clock is not recorded."""
     _informational: ClassVar[bool] = False
 
-    def check(self, a: Analysis) -> Iterator[Outcome]:
+    def check(self, a: Analysis) -> Outcomes:
         """Count the samples under load with the reason, and average their clock."""
         samples = under_load(record(a))
         share = share_of_samples(samples, *self._reasons)
@@ -53,7 +52,7 @@ class HeldClocks(Rule):
         yield Finding(
             summary=self._summary.format(share=f"{share:.0%}", clock=clock),
             evidence=[
-                Evidence(self._label, share, "share", *self.limit("min_share")),
+                self.compare(self._label, share, "min_share"),
                 Evidence("their clock, share of the maximum", ratio, "share", *limit),
                 Evidence("samples under load", len(samples), "count"),
                 *self._details(a),
@@ -149,7 +148,7 @@ class PowerThrottling(HeldClocks):
     verify = "Record again: clocks under load are closer to the maximum."
     falsified_by = "the same median step with a higher power limit"
     confidence = 0.7
-    cases: ClassVar = {
+    cases = {
         "a power brake": {
             "title": "A power brake slows the GPU down",
             "fix": "Have the machine checked: power supplies, cabling, the controller's log.",
@@ -166,7 +165,7 @@ class PowerThrottling(HeldClocks):
     _summary = "The power cap held the clock down{clock} in {share} of the samples under load."
     _informational = True
 
-    def check(self, a: Analysis) -> Iterator[Outcome]:
+    def check(self, a: Analysis) -> Outcomes:
         """Look for a power brake first, then for the power cap."""
         samples = under_load(record(a))
         brake = share_of_samples(samples, "power brake")

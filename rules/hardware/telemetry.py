@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import ClassVar
-
 import numpy as np
 
 from advisor.core import text as t
-from advisor.core.finding import Edit, Evidence, Finding, Impact, Outcome, Rule, Select, Threshold
+from advisor.core.finding import Edit, Evidence, Finding, Impact, Outcomes, Rule, Select, Threshold
 from advisor.core.run_directory import Gpu
 from advisor.measure import Analysis
 from advisor.rules.memory.device_memory import gpu_capacity
@@ -68,7 +65,7 @@ class GpuErrors(Rule):
     verify = "Record again: no errors."
     falsified_by = "a vendor diagnosis that finds nothing"
     confidence = 0.9
-    cases: ClassVar = {
+    cases = {
         "an error of the program": {
             "title": "The driver logged an error of the program",
             "fix": "Look for an index out of range or a freed tensor in a kernel.",
@@ -76,7 +73,7 @@ class GpuErrors(Rule):
         }
     }
 
-    def check(self, a: Analysis) -> Iterator[Outcome]:
+    def check(self, a: Analysis) -> Outcomes:
         """Look for errors on the rank's GPU, warm-up included."""
         recorded = record(a)
         samples = [
@@ -158,7 +155,7 @@ class GpuShared(Rule):
     falsified_by = "the same median step alone on the GPU"
     confidence = 0.8
 
-    def check(self, a: Analysis) -> Iterator[Outcome]:
+    def check(self, a: Analysis) -> Outcomes:
         """Compare the memory of other processes with the device's."""
         samples = [gpu for gpu in record(a).gpus if gpu.processes is not None]
         total = gpu_capacity(a)
@@ -177,13 +174,14 @@ class GpuShared(Rule):
             ),
             evidence=[
                 Evidence("other processes, peak", count, "count"),
-                Evidence(
+                self.compare(
                     "memory of other processes, peak",
                     float(used.max()),
+                    "min_memory",
                     "bytes",
-                    *self.limit("min_memory", total),
+                    times=total,
                 ),
-                Evidence("samples with them", share, "share", *self.limit("min_samples")),
+                self.compare("samples with them", share, "min_samples"),
             ],
             impact=measure_it("how long the other processes computed is not recorded"),
         )
@@ -236,7 +234,7 @@ class PcieDowngraded(Rule):
     falsified_by = "the same copy bandwidth with the faster link"
     confidence = 0.85
 
-    def check(self, a: Analysis) -> Iterator[Outcome]:
+    def check(self, a: Analysis) -> Outcomes:
         """Compare the link under load with its maximum."""
         links = [
             (gpu.pcie_gen, gpu.pcie_width, gpu.pcie_gen_max, gpu.pcie_width_max)
@@ -266,12 +264,7 @@ class PcieDowngraded(Rule):
                 Evidence("link", f"PCIe {gen} x{width}"),
                 Evidence("possible", f"PCIe {max_gen} x{max_width}"),
                 Evidence("share of the speed", ratio, "share"),
-                Evidence(
-                    "samples under load with the slower link",
-                    share,
-                    "share",
-                    *self.limit("min_share"),
-                ),
+                self.compare("samples under load with the slower link", share, "min_share"),
             ],
             edits=[Edit(op="scale", select=copies, factor=ratio)] if traced else [],
             impact=None if traced else measure_it("how long copies take is not recorded"),
@@ -280,11 +273,10 @@ class PcieDowngraded(Rule):
     @staticmethod
     def fires_on() -> dict[str, TraceBuilder]:
         b = TraceBuilder()
-        for _ in range(4):
-            with b.step():
-                b.copy("HtoD", 60_000_000, blocking=True)
-                b.run("aten::mm", "ampere_sgemm_128x64_nn", 2000)
-                b.sync()
+        for _ in b.steps():
+            b.copy("HtoD", 60_000_000, blocking=True)
+            b.run("aten::mm", "ampere_sgemm_128x64_nn", 2000)
+            b.sync()
         return {
             "eight lanes": record_example(_linked(4, 8)),
             "generation 3": record_example(_linked(3, 16), b),

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import numpy as np
 import polars as pl
 
 from advisor.core import text as t
-from advisor.core.finding import Evidence, Finding, Outcome, Rule, Source, Threshold
+from advisor.core.finding import Evidence, Finding, Outcomes, Rule, Source, Threshold
 from advisor.core.run_directory import Gpu
 from advisor.measure import Analysis
 from advisor.rules.recorded import measure_it, record, record_example
@@ -47,7 +45,7 @@ class UtilisationIllusion(Rule):
     falsified_by = "a profiled window whose kernels fill the device"
     confidence = 0.8
 
-    def check(self, a: Analysis) -> Iterator[Outcome]:
+    def check(self, a: Analysis) -> Outcomes:
         """Compare utilisation with the activity of multiprocessors and DRAM."""
         samples = [
             (gpu.utilisation, gpu.gpm)
@@ -75,11 +73,11 @@ class UtilisationIllusion(Rule):
                 "multiprocessors are active. Some kernel nearly always runs, on a part of the GPU."
             ),
             evidence=[
-                Evidence("utilisation (NVML), %", utilisation, "", *self.limit("min_utilisation")),
-                Evidence("multiprocessors active (GPM), %", active, "", *self.limit("max_active")),
-                Evidence("DRAM busy (GPM), %", dram, "", *self.limit("max_dram")),
+                self.compare("utilisation (NVML), %", utilisation, "min_utilisation", ""),
+                self.compare("multiprocessors active (GPM), %", active, "max_active", ""),
+                self.compare("DRAM busy (GPM), %", dram, "max_dram", ""),
                 Evidence("tensor cores busy (GPM), %", tensor),
-                Evidence("samples", len(samples), "count", *self.limit("min_samples")),
+                self.compare("samples", len(samples), "min_samples", "count"),
             ],
             impact=measure_it("the findings about kernels say how much of the room can be used"),
         )
@@ -126,7 +124,7 @@ class LowMfu(Rule):
     falsified_by = "a count of the model's FLOPs that is much higher"
     confidence = 0.7
 
-    def check(self, a: Analysis) -> Iterator[Outcome]:
+    def check(self, a: Analysis) -> Outcomes:
         """Divide the window's FLOPs by what the GPU could do in the unprofiled step."""
         if a.device_id is None or a.mfu is None or not a.step_ns:
             return
@@ -146,11 +144,9 @@ class LowMfu(Rule):
                 "the kernel time."
             ),
             evidence=[
-                Evidence("model FLOP utilisation", mfu, "share", *self.limit("max_mfu")),
+                self.compare("model FLOP utilisation", mfu, "max_mfu"),
                 Evidence("in the profiled window", a.mfu, "share"),
-                Evidence(
-                    "matrix work, share of kernel time", matrix, "share", *self.limit("min_matrix")
-                ),
+                self.compare("matrix work, share of kernel time", matrix, "min_matrix"),
                 Evidence(
                     "device busy, share",
                     a.breakdown.busy.total / max(a.span_ns, 1),
@@ -181,14 +177,13 @@ def _recorded(utilisation: int, active: float | None, *, dram: float = 10) -> Tr
 
 def _products(us: float, *, other: float = 0) -> TraceBuilder:
     b = TraceBuilder()
-    for _ in range(4):
-        with b.step():
-            # 2 x 4096^3 = 137 GFLOP: 0.44 ms at an A100's 312 TFLOP/s in BF16
-            with b.op("aten::mm", [[4096, 4096], [4096, 4096]], "c10::BFloat16"):
-                b.launch("ampere_bf16_s16816gemm_bf16_128x128_ldg8_nn", us)
-            if other:
-                with b.op("aten::add", [[4096, 4096], [4096, 4096]], "c10::BFloat16"):
-                    b.launch("void at::native::vectorized_elementwise_kernel<4, F>(int)", other)
-            b.sync()
+    for _ in b.steps():
+        # 2 x 4096^3 = 137 GFLOP: 0.44 ms at an A100's 312 TFLOP/s in BF16
+        with b.op("aten::mm", [[4096, 4096], [4096, 4096]], "c10::BFloat16"):
+            b.launch("ampere_bf16_s16816gemm_bf16_128x128_ldg8_nn", us)
+        if other:
+            with b.op("aten::add", [[4096, 4096], [4096, 4096]], "c10::BFloat16"):
+                b.launch("void at::native::vectorized_elementwise_kernel<4, F>(int)", other)
+        b.sync()
     b.record_of_run().steps(60, (us + other) / 1000)
     return b

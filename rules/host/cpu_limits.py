@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 from advisor.core import text as t
-from advisor.core.finding import Evidence, Finding, Outcome, Rule, Source, Threshold
+from advisor.core.finding import Evidence, Finding, Outcomes, Rule, Source, Threshold
 from advisor.core.run_directory import Host
 from advisor.measure import Analysis
 from advisor.rules.recorded import find_loader, local_ranks, measure_it, record, workers_of
@@ -46,7 +44,7 @@ class CpuQuota(Rule):
     falsified_by = "the same median step without a quota"
     confidence = 0.8
 
-    def check(self, a: Analysis) -> Iterator[Outcome]:
+    def check(self, a: Analysis) -> Outcomes:
         """Compare the kernel's counter with the run's time."""
         recorded = record(a)
         samples = [(ns, host) for ns, host in recorded.hosts if host.throttled is not None]
@@ -66,7 +64,7 @@ class CpuQuota(Rule):
             ),
             evidence=[
                 Evidence("threads stopped", stopped, "ns"),
-                Evidence("over the run's time", stopped / time, "share", *self.limit("min_share")),
+                self.compare("over the run's time", stopped / time, "min_share"),
                 Evidence("periods", periods, "count"),
                 Evidence("CPUs that the quota allows", recorded.record.rank.cpus, "count"),
             ],
@@ -115,7 +113,7 @@ class NumaMismatch(Rule):
         "# torchrun (PyTorch 2.8 and later): --numa-binding=node"
     )
 
-    def check(self, a: Analysis) -> Iterator[Outcome]:
+    def check(self, a: Analysis) -> Outcomes:
         """Compare the two nodes."""
         recorded = record(a)
         gpu, own = recorded.flag("numa_node_gpu"), recorded.flag("numa_node_cpus")
@@ -203,7 +201,7 @@ class ThreadOversubscription(Rule):
     fix = "Give each process about {threads}."
     code = "export OMP_NUM_THREADS={best}   # in Python: torch.set_num_threads({best})"
 
-    def check(self, a: Analysis) -> Iterator[Outcome]:
+    def check(self, a: Analysis) -> Outcomes:
         """Compare threads and workers with cores."""
         recorded = record(a)
         threads, cpus = recorded.flag("num_threads"), recorded.record.rank.cpus
@@ -231,11 +229,11 @@ class ThreadOversubscription(Rule):
                 f"each share {t.count_noun(cpus, 'core')}, and {busy:.0%} of them are busy."
             ),
             evidence=[
-                Evidence("threads and workers per core", ratio, "", *self.limit("max_ratio")),
+                self.compare("threads and workers per core", ratio, "max_ratio", ""),
                 Evidence("threads per process", threads, "count"),
                 Evidence("cores", cpus, "count"),
                 Evidence("cores of the machine", recorded.record.rank.cpus_total, "count"),
-                Evidence("busy cores", busy, "share", *self.limit("min_busy")),
+                self.compare("busy cores", busy, "min_busy"),
                 Evidence("OMP_NUM_THREADS", recorded.record.rank.env.get("OMP_NUM_THREADS")),
             ],
             impact=measure_it("the record does not show what fewer threads save; try it"),

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import ClassVar
-
 import polars as pl
 
 from advisor.core import text as t
-from advisor.core.finding import Evidence, Finding, Outcome, Rule, SkippedCheck, Threshold
+from advisor.core.finding import Evidence, Finding, Outcomes, Rule, SkippedCheck, Threshold
 from advisor.measure import Analysis
 from advisor.rules.common import figure
 from advisor.rules.elsewhere import (
@@ -90,7 +87,7 @@ class CudaGraphsUnused(Rule):
         "Capture the step, or forward and backward, as a CUDA graph. Replay it after copying the "
         "inputs into fixed buffers."
     )
-    cases: ClassVar = {
+    cases = {
         "something waits for the GPU": {
             "fix": "Remove {waits} for the GPU per step ({names}), which a capture does not allow. "
             "Then capture the step, or forward and backward, and replay it after copying the "
@@ -98,7 +95,7 @@ class CudaGraphsUnused(Rule):
         }
     }
 
-    inference: ClassVar = {
+    inference = {
         "fix": "Capture the forward pass as a CUDA graph. Replay it after copying the inputs into "
         "fixed buffers.",
         "code": 'model = torch.compile(model, mode="reduce-overhead")\n'
@@ -117,8 +114,8 @@ class CudaGraphsUnused(Rule):
             }
         },
     }
-    engines: ClassVar = GRAPHS_ON
-    elsewhere: ClassVar = {
+    engines = GRAPHS_ON
+    elsewhere = {
         **in_any_language(
             "Capture the sequence of launches as a graph, and launch that: it is the same each "
             "time.",
@@ -128,7 +125,7 @@ class CudaGraphsUnused(Rule):
         **COMPILE_STEP,
     }
 
-    def check(self, a: Analysis) -> Iterator[Outcome]:
+    def check(self, a: Analysis) -> Outcomes:
         """Look for repeating launches that cost idle time."""
         gaps = measure_launch_gaps(a) if a.device_id is not None else None
         if gaps is None or gaps.graph_launches or gaps.busy_share > self.max_busy:
@@ -170,10 +167,8 @@ class CudaGraphsUnused(Rule):
             ),
             evidence=[
                 figure(a, "idle for launches", gaps.idle),
-                Evidence("share", share, "share", *self.limit("min_share"), per=a.per),
-                Evidence(
-                    "launch calls", gaps.calls, "count", *self.limit("min_launches"), per=a.per
-                ),
+                self.compare("share", share, "min_share", per=a.per),
+                self.compare("launch calls", gaps.calls, "min_launches", "count", per=a.per),
                 Evidence("steps with the same kernels", a.step_count, "count"),
                 Evidence("graph launches", 0, "count"),
                 Evidence("waits for the GPU inside a step", waits.per_step, "count"),
@@ -185,22 +180,20 @@ class CudaGraphsUnused(Rule):
     @staticmethod
     def fires_on() -> dict[str, TraceBuilder]:
         b = TraceBuilder()
-        for _ in range(4):
-            with b.step():
-                _launches(b, 60)
+        for _ in b.steps():
+            _launches(b, 60)
         return {"the same small kernels": b}
 
     @staticmethod
     def silent_on() -> dict[str, tuple[TraceBuilder, str]]:
         changing, graph, busy = TraceBuilder(), TraceBuilder(), TraceBuilder()
-        for number in range(4):
-            with changing.step():
-                _launches(changing, 60 + number)
-            with graph.step():
-                graph.graph_launch([("elementwise_kernel", 2.0)] * 60)
-                graph.host(300)
-            with busy.step():
-                _launches(busy, 60, us=60)
+        for number in changing.steps():
+            _launches(changing, 60 + number)
+        for _ in graph.steps():
+            graph.graph_launch([("elementwise_kernel", 2.0)] * 60)
+            graph.host(300)
+        for _ in busy.steps():
+            _launches(busy, 60, us=60)
         return {
             "changing kernels": (changing, "not static"),
             "a graph": (graph, "gaps.graph_launches"),

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 
 from advisor.core import text as t
-from advisor.core.finding import Evidence, Finding, Impact, Outcome, Rule, SkippedCheck, Threshold
+from advisor.core.finding import Evidence, Finding, Impact, Outcomes, Rule, SkippedCheck, Threshold
 from advisor.core.intervals import Floats
 from advisor.measure import Analysis
 from advisor.rules.recorded import a_step, device_bound, measure_it, record, steps_seen
@@ -84,7 +83,7 @@ class DebugSwitches(Rule):
 
     code = "torch.autograd.set_detect_anomaly(False)"
 
-    def check(self, a: Analysis) -> Iterator[Outcome]:
+    def check(self, a: Analysis) -> Outcomes:
         """Compare flags and variables with the list."""
         recorded = record(a)
         settings_on: list[tuple[str, str, str]] = []
@@ -200,7 +199,7 @@ class GcPauses(Rule):
     falsified_by = "the same step times with gc.disable()"
     confidence = 0.85
 
-    def check(self, a: Analysis) -> Iterator[Outcome]:
+    def check(self, a: Analysis) -> Outcomes:
         """Add up the pauses and the time that steps lost to them."""
         recorded = record(a)
         if recorded.count < self.min_steps or not recorded.median:
@@ -229,10 +228,8 @@ class GcPauses(Rule):
             ),
             evidence=[
                 Evidence("pauses", float(pause.mean()), "ns", per="step"),
-                Evidence("share of the steps' time", share, "share", *self.limit("min_share")),
-                Evidence(
-                    "longest pause in a step", longest, "ns", *self.limit("min_pause_ms", 1e6)
-                ),
+                self.compare("share of the steps' time", share, "min_share"),
+                self.compare("longest pause in a step", longest, "min_pause_ms", "ns", times=1e6),
                 Evidence("steps with a pause of 1 ms or more", int((pause >= 1e6).sum()), "count"),
                 Evidence("objects frozen (gc.freeze)", recorded.flag("gc_frozen"), "count"),
                 steps_seen(recorded),

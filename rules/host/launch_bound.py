@@ -2,20 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import ClassVar
-
 from advisor.core import text as t
-from advisor.core.finding import (
-    Evidence,
-    Finding,
-    Outcome,
-    PassedCheck,
-    Rule,
-    SkippedCheck,
-    Source,
-    Threshold,
-)
+from advisor.core.finding import Finding, Outcomes, PassedCheck, SkippedCheck
+from advisor.core.rule import Evidence, Rule, Source, Threshold
 from advisor.measure import Analysis
 from advisor.rules.common import figure, of_step, per
 from advisor.rules.elsewhere import (
@@ -129,7 +118,7 @@ class LaunchBound(Rule):
         'torch.compile(mode="reduce-overhead") does so and fuses small kernels as well; '
         "torch.cuda.make_graphed_callables captures modules without compiling."
     )
-    cases: ClassVar = {
+    cases = {
         "the same kernels in every step": {
             "fix": "Replay the kernels as CUDA graphs: they are the same in every step. "
             'torch.compile(mode="reduce-overhead") does so and fuses small kernels as well.'
@@ -153,7 +142,7 @@ class LaunchBound(Rule):
 
     confidence = 0.85
 
-    inference: ClassVar = {
+    inference = {
         "cases": {
             "in every case": {
                 "fix": "Otherwise give each launch more work: a larger batch, fused attention, "
@@ -161,8 +150,8 @@ class LaunchBound(Rule):
             }
         }
     }
-    engines: ClassVar = GRAPHS_ON
-    elsewhere: ClassVar = {
+    engines = GRAPHS_ON
+    elsewhere = {
         **in_any_language(
             "Launch less: fuse kernels that follow each other, or work on larger batches. Or "
             "capture the sequence of launches as a graph and launch that.",
@@ -172,7 +161,7 @@ class LaunchBound(Rule):
         **COMPILE_STEP,
     }
 
-    def check(self, a: Analysis) -> Iterator[Outcome]:
+    def check(self, a: Analysis) -> Outcomes:
         """Sum the idle time that launching explains."""
         if a.device_id is None:
             return
@@ -210,10 +199,10 @@ class LaunchBound(Rule):
             ),
             evidence=[
                 figure(a, "idle for launches", gaps.idle),
-                Evidence("share", share, "share", *self.limit("min_share"), per=a.per),
+                self.compare("share", share, "min_share", per=a.per),
                 figure(a, "idle in slower calls, or before the first launch", gaps.longer),
-                Evidence("GPU busy", gaps.busy_share, "share", *self.limit("max_busy")),
-                Evidence("launches", gaps.calls, "count", *self.limit("min_launches"), per=a.per),
+                self.compare("GPU busy", gaps.busy_share, "max_busy"),
+                self.compare("launches", gaps.calls, "min_launches", "count", per=a.per),
                 Evidence("median kernel", gaps.kernel_ns, "ns"),
                 Evidence("kernels below 10 µs", gaps.short, "share", None, "TraceLens"),
                 Evidence("the same kernels in every step", _yes_or_no(static)),
@@ -228,7 +217,7 @@ class LaunchBound(Rule):
             else ["profiling itself lengthens host time"],
         )
 
-    def _queued(self, a: Analysis) -> Iterator[Outcome]:
+    def _queued(self, a: Analysis) -> Outcomes:
         """Idle time although work is queued: its cause is not in the trace."""
         idle_gaps = a.gaps
         kind = a.trace.cpu["kind"].gather(idle_gaps["host"])
@@ -261,10 +250,10 @@ class LaunchBound(Rule):
     @staticmethod
     def fires_on() -> dict[str, TraceBuilder]:
         eager, python = TraceBuilder(), TraceBuilder()
-        for _ in range(4):
-            with eager.step():
-                _small_kernels(eager, 100)
-            with python.step(), python.python("train.py(10): step"):
+        for _ in eager.steps():
+            _small_kernels(eager, 100)
+        for _ in python.steps():
+            with python.python("train.py(10): step"):
                 for _ in range(60):
                     with python.python("model.py(20): forward"):
                         python.host(25)
@@ -274,25 +263,27 @@ class LaunchBound(Rule):
     @staticmethod
     def silent_on() -> dict[str, tuple[TraceBuilder, str]]:
         queue, few, loader, slow, calls, later, graph = (TraceBuilder() for _ in range(7))
-        for _ in range(4):
-            with queue.step():
-                queue.run("aten::add", "elementwise_kernel", 9, times=300, host_us=1)
-            with few.step():
-                _small_kernels(few, 4)
-            with loader.step():
-                loader.loader_wait(9000)
-                _small_kernels(loader, 30)
-            with slow.step(), slow.python("train.py(10): step"):
+        for _ in queue.steps():
+            queue.run("aten::add", "elementwise_kernel", 9, times=300, host_us=1)
+        for _ in few.steps():
+            _small_kernels(few, 4)
+        for _ in loader.steps():
+            loader.loader_wait(9000)
+            _small_kernels(loader, 30)
+        for _ in slow.steps():
+            with slow.python("train.py(10): step"):
                 with slow.python("data.py(5): tokenise"):
                     slow.host(9000)
                 _small_kernels(slow, 30)
-            with calls.step(), calls.python("train.py(10): step"):
+        for _ in calls.steps():
+            with calls.python("train.py(10): step"):
                 for _ in range(300):
                     with calls.python("data.py(5): lookup"):
                         calls.host(30)
                 calls.run("aten::add", "elementwise_kernel", 30, times=60, host_us=1)
                 calls.sync()
-            with later.step(), later.python("train.py(10): step"):
+        for _ in later.steps():
+            with later.python("train.py(10): step"):
                 later.run("aten::add", "elementwise_kernel", 30, times=60, host_us=1)
                 later.sync()
                 for _ in range(300):
@@ -300,9 +291,9 @@ class LaunchBound(Rule):
                         later.host(30)
                 _small_kernels(later, 1)
                 later.sync()
-            with graph.step():
-                graph.graph_launch([("elementwise_kernel", 10.0)] * 100)
-                graph.sync()
+        for _ in graph.steps():
+            graph.graph_launch([("elementwise_kernel", 10.0)] * 100)
+            graph.sync()
         return {
             "full queue of small kernels": (queue, "gaps.busy_share > self.max_busy"),
             "few kernels": (few, "min_launches"),

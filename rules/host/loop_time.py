@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import ClassVar
 
 import numpy as np
 import polars as pl
 
 from advisor.core import text as t
-from advisor.core.finding import Edit, Evidence, Finding, Outcome, Rule, Select, Threshold
+from advisor.core.finding import Edit, Evidence, Finding, Outcomes, Rule, Select, Threshold
 from advisor.core.trace import Trace
 from advisor.measure import Analysis
 from advisor.measure.host import stacks
@@ -55,7 +54,7 @@ class LoopCode(Rule):
     assumptions = ("the step can go on without this code's result",)
     confidence = 0.75
 
-    def check(self, a: Analysis) -> Iterator[Outcome]:
+    def check(self, a: Analysis) -> Outcomes:
         """Time of the main thread's own Python, by the user's function."""
         if not a.trains_on_host or not a.span_ns or a.trace.main_thread is None:
             return
@@ -89,7 +88,7 @@ class LoopCode(Rule):
             ),
             evidence=[
                 figure(a, "Python code of this function", ns),
-                Evidence("share", ns / a.span_ns, "share", *self.limit("min_share"), per=a.per),
+                self.compare("share", ns / a.span_ns, "min_share", per=a.per),
             ],
             where=[place],
             edits=[
@@ -118,23 +117,27 @@ class LoopCode(Rule):
         modules, before = TraceBuilder(gpu=None), TraceBuilder(gpu=None)
         with before.python("train.py(12): prepare"):
             before.host(60_000)
-        for _ in range(4):
-            with light.step(), light.python("train.py(30): main"):
+        for _ in light.steps():
+            with light.python("train.py(30): main"):
                 light.host(600)
                 with light.op("aten::mm", host_us=6000):
                     pass
-            with small.step(), small.python("train.py(30): main"):
+        for _ in small.steps():
+            with small.python("train.py(30): main"):
                 small.host(300)
                 with small.op("aten::mm", host_us=300):
                     pass
-            with modules.step(), modules.python("train.py(30): main"):
+        for _ in modules.steps():
+            with modules.python("train.py(30): main"):
                 with modules.python("torch/nn/modules/module.py(1773): _call_impl"):
                     modules.host(3000)
                 with modules.op("aten::mm", host_us=3000):
                     pass
-            with before.step(), before.op("aten::mm", host_us=6000):
+        for _ in before.steps():
+            with before.op("aten::mm", host_us=6000):
                 pass
-            with device.step(), device.python("train.py(30): main"):
+        for _ in device.steps():
+            with device.python("train.py(30): main"):
                 device.host(3000)
                 device.run("aten::mm", "ampere_sgemm_128x64_nn", 300)
         return {
@@ -178,7 +181,7 @@ class LoopPhases(LoopCode):
     silent_in = ("recorded/waiting_loop.cured", "recorded/anomaly.cured", "recorded/leak.cured")
     validated_on = "a CPU recording that sleeps 0.1 s in each step; silent without"
 
-    def check(self, a: Analysis) -> Iterator[Outcome]:
+    def check(self, a: Analysis) -> Outcomes:
         """Time of the step in phases of the loop's own code."""
         recorded = record(a)
         if not a.trains_on_host or (a.trace.cpu["kind"] == "python").any():
@@ -203,7 +206,7 @@ class LoopPhases(LoopCode):
                     Evidence(f"phase '{name}'", own, "ns", per="step")
                     for name, own in spent.items()
                 ),
-                Evidence("share", ns / step, "share", *self.limit("min_share"), per="step"),
+                self.compare("share", ns / step, "min_share", per="step"),
                 steps_seen(recorded),
             ],
             impact=a_step(a, ns),
@@ -272,7 +275,7 @@ class TimeBetweenSteps(Rule):
     falsified_by = "time between the steps that the training itself needs, as rollouts do"
     assumptions = ("evaluating half as often is enough",)
     confidence = 0.6
-    cases: ClassVar = {
+    cases = {
         "before each step": {
             "fix": "If these are rollouts: step several environments at once, in their own "
             "processes, infer for all in one batch, and take several steps with each rollout.",
@@ -281,7 +284,7 @@ class TimeBetweenSteps(Rule):
         }
     }
 
-    def check(self, a: Analysis) -> Iterator[Outcome]:
+    def check(self, a: Analysis) -> Outcomes:
         """Compare the time between steps with that of the steps."""
         recorded = record(a)
         begin, end = recorded.span
@@ -301,7 +304,7 @@ class TimeBetweenSteps(Rule):
             ),
             evidence=[
                 Evidence("time between steps", outside, "ns"),
-                Evidence("share of the run", outside / whole, "share", *self.limit("min_share")),
+                self.compare("share of the run", outside / whole, "min_share"),
                 Evidence("pauses", times, "count"),
                 steps_seen(recorded),
             ],

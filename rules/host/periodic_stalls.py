@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
-from typing import ClassVar
 
 import numpy as np
 import polars as pl
 from numpy.typing import NDArray
 
 from advisor.core import text as t
-from advisor.core.finding import GUESSED, Evidence, Finding, Impact, Outcome, Rule, Threshold
+from advisor.core.finding import GUESSED, Evidence, Finding, Impact, Outcomes, Rule, Threshold
 from advisor.core.intervals import covered_length, union
 from advisor.measure import Analysis
 from advisor.measure.host.names import name_matches
@@ -73,7 +71,7 @@ class PeriodicStalls(Rule):
         "one step later), and write from another thread."
     )
     code = "if step % 50 == 0:\n    writer.add_scalar('loss', loss.item(), step)"
-    cases: ClassVar = {
+    cases = {
         "saving": {
             "fix": "Save asynchronously: copy the state to pinned host memory and write it from "
             "another thread or process. Save less often, and from one rank only where ranks have "
@@ -85,11 +83,9 @@ class PeriodicStalls(Rule):
         }
     }
 
-    inference: ClassVar = {
-        "code": "if step % 50 == 0:\n    writer.add_scalar('score', score.item(), step)"
-    }
+    inference = {"code": "if step % 50 == 0:\n    writer.add_scalar('score', score.item(), step)"}
 
-    def check(self, a: Analysis) -> Iterator[Outcome]:
+    def check(self, a: Analysis) -> Outcomes:
         """Find long steps, and the saving or logging in them."""
         steps = a.steps.table.filter(pl.col("used") | pl.col("outlier"))
         main = a.trace.main_thread
@@ -157,9 +153,9 @@ class PeriodicStalls(Rule):
             ),
             evidence=[
                 Evidence("time in stalls", lost, "ns"),
-                Evidence("share of the window", lost / window, "share", *self.limit("min_share")),
-                Evidence("stalled steps", stalls.height, "count", *self.limit("min_stalls")),
-                Evidence("steps", count, "count", *self.limit("min_steps")),
+                self.compare("share of the window", lost / window, "min_share"),
+                self.compare("stalled steps", stalls.height, "min_stalls", "count"),
+                self.compare("steps", count, "min_steps", "count"),
                 Evidence("median step", median, "ns"),
             ],
             where=places(a, here, cpu["dur"].to_numpy()[here].astype(np.int64)),
@@ -220,12 +216,12 @@ class LongStep(Rule):
         "Find what the loop does in this step. Do it less often, in another thread, or outside the "
         "steps."
     )
-    cases: ClassVar = {"saving": PeriodicStalls.cases["saving"]}
+    cases = {"saving": PeriodicStalls.cases["saving"]}
     verify = "Profile as many steps again: none stands out."
     falsified_by = "another recording in which no step stands out"
     confidence = 0.6
 
-    def check(self, a: Analysis) -> Iterator[Outcome]:
+    def check(self, a: Analysis) -> Outcomes:
         """Find the longest step, and what is longer in it."""
         steps = a.steps.table.filter(pl.col("used") | pl.col("outlier")).sort("ts").slice(1)
         if a.steps.source in (*GUESSED, "whole trace") or steps.height < self.min_steps:
@@ -248,12 +244,11 @@ class LongStep(Rule):
             ),
             evidence=[
                 Evidence("longest step", int(dur[longest]), "ns"),
-                Evidence("over the median", times, "", *self.limit("factor")),
-                Evidence(
+                self.compare("over the median", times, "factor", ""),
+                self.compare(
                     "beyond the median, share of the steps' time",
                     excess / float(dur.sum()),
-                    "share",
-                    *self.limit("min_share"),
+                    "min_share",
                 ),
                 Evidence("what is longer in it", what or None),
             ],
@@ -276,10 +271,9 @@ class LongStep(Rule):
     def silent_on() -> dict[str, tuple[TraceBuilder, str]]:
         save = "torch/serialization.py(900): save"
         twice = TraceBuilder()
-        for n in range(8):
-            with twice.step():
-                twice.run("aten::mm", "ampere_sgemm_128x64_nn", 5000 if n == 5 else 2000)
-                twice.sync()
+        for n in twice.steps(8):
+            twice.run("aten::mm", "ampere_sgemm_128x64_nn", 5000 if n == 5 else 2000)
+            twice.sync()
         return {
             "twice as long": (twice, "factor"),
             "three steps": (_training(frame=save, steps=4, every=3), "min_steps"),
@@ -318,12 +312,11 @@ def _training(
     every: int = 10,
 ) -> TraceBuilder:
     b = TraceBuilder()
-    for n in range(steps):
-        with b.step():
-            b.run("aten::mm", "ampere_sgemm_128x64_nn", 2000)
-            b.sync()
-            if n % every == every - 1:
-                _stall(b, frame, annotation, thread)
+    for n in b.steps(steps):
+        b.run("aten::mm", "ampere_sgemm_128x64_nn", 2000)
+        b.sync()
+        if n % every == every - 1:
+            _stall(b, frame, annotation, thread)
     return b
 
 

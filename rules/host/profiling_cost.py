@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import ClassVar
-
 import numpy as np
 import polars as pl
 
 from advisor.core import text as t
-from advisor.core.finding import Evidence, Finding, Outcome, Rule, Source, Threshold
+from advisor.core.finding import Evidence, Finding, Outcomes, Rule, Source, Threshold
 from advisor.core.intervals import intersect, union
 from advisor.measure import Analysis
 from advisor.rules.elsewhere import in_any_language
@@ -49,7 +46,7 @@ class ObserverEffect(Rule):
     falsified_by = "steps before and after the window that take as long"
     confidence = 0.9
 
-    def check(self, a: Analysis) -> Iterator[Outcome]:
+    def check(self, a: Analysis) -> Outcomes:
         """Compare the two medians."""
         recorded = record(a)
         effect = recorded.observer
@@ -67,7 +64,7 @@ class ObserverEffect(Rule):
             evidence=[
                 Evidence("median step around the window", around, "ns"),
                 Evidence("median profiled step", profiled, "ns"),
-                Evidence("longer by", effect, "share", *self.limit("min_effect")),
+                self.compare("longer by", effect, "min_effect"),
                 Evidence("profiled steps", int(recorded.profiled.sum()), "count"),
                 steps_seen(recorded),
             ],
@@ -132,11 +129,11 @@ class ProfilerOverhead(Rule):
     falsified_by = "the same step time with and without the profiler"
     confidence = 0.9
 
-    elsewhere: ClassVar = in_any_language(
+    elsewhere = in_any_language(
         "Record fewer things at a time and a shorter span, after the program has warmed up."
     )
 
-    def check(self, a: Analysis) -> Iterator[Outcome]:
+    def check(self, a: Analysis) -> Outcomes:
         """Add up the overhead rows."""
         cpu = a.trace.cpu
         rows = np.flatnonzero((cpu["kind"] == "overhead").to_numpy())
@@ -165,7 +162,7 @@ class ProfilerOverhead(Rule):
             ),
             evidence=[
                 Evidence("overhead in the window", spent.total, "ns"),
-                Evidence("share of the window", share, "share", *self.limit("min_share")),
+                self.compare("share of the window", share, "min_share"),
                 Evidence("GPU idle because of it", int(idle), "ns"),
                 Evidence("largest", largest),
             ],
@@ -176,11 +173,10 @@ class ProfilerOverhead(Rule):
     @staticmethod
     def fires_on() -> dict[str, TraceBuilder]:
         b = TraceBuilder()
-        for _ in range(4):
-            with b.step():
-                b.run("aten::mm", "ampere_sgemm_128x64_nn", 1000)
-                b.overhead("Buffer Flush", 200)
-                b.sync()
+        for _ in b.steps():
+            b.run("aten::mm", "ampere_sgemm_128x64_nn", 1000)
+            b.overhead("Buffer Flush", 200)
+            b.sync()
         return {"a buffer flush a step": b}
 
     @staticmethod

@@ -3,25 +3,15 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 import polars as pl
 
 from advisor.core import text as t
-from advisor.core.finding import (
-    Edit,
-    Evidence,
-    Finding,
-    Location,
-    Outcome,
-    Rule,
-    Select,
-    SkippedCheck,
-    Threshold,
-)
+from advisor.core.finding import Edit, Finding, Location, Outcomes, Select, SkippedCheck
 from advisor.core.intervals import covered_length, intersect, union
+from advisor.core.rule import Evidence, Rule, Threshold
 from advisor.core.text import count_noun, format_duration
 from advisor.measure import Analysis
 from advisor.measure.host.host import python_gaps, python_hot_spots
@@ -125,7 +115,7 @@ class PythonHotSpot(Rule):
     )
     confidence = 0.75
 
-    def check(self, a: Analysis) -> Iterator[Outcome]:
+    def check(self, a: Analysis) -> Outcomes:
         """Look for functions with much idle time in few gaps."""
         if a.device_id is None or not a.span_ns:
             return
@@ -148,7 +138,7 @@ class PythonHotSpot(Rule):
             summary=self._summary(a, spots.rows(named=True)),
             evidence=[
                 figure(a, "GPU idle in these functions", total),
-                Evidence("share", total / a.span_ns, "share", *self.limit("min_share"), per=a.per),
+                self.compare("share", total / a.span_ns, "min_share", per=a.per),
                 *(
                     Evidence(
                         _place(spot),
@@ -157,11 +147,12 @@ class PythonHotSpot(Rule):
                     )
                     for spot in spots.iter_rows(named=True)
                 ),
-                Evidence(
+                self.compare(
                     "idle time per gap in the first",
                     first["critical_ns"] / max(1, first["gaps"]),
+                    "min_gap_us",
                     "ns",
-                    *self.limit("min_gap_us", 1000),
+                    times=1000,
                 ),
             ],
             where=[_location(a, spot) for spot in spots.iter_rows(named=True)],
@@ -187,7 +178,7 @@ class PythonHotSpot(Rule):
             text += f", and for {' and '.join(each)}"
         return f"{text}."
 
-    def _unknown(self, a: Analysis) -> Iterator[Outcome]:
+    def _unknown(self, a: Analysis) -> Outcomes:
         """Without stacks: how much time they might explain."""
         gaps = a.gaps
         kind = a.trace.cpu["kind"].gather(gaps["host"])
@@ -249,20 +240,21 @@ class PythonHotSpot(Rule):
     @staticmethod
     def silent_on() -> dict[str, tuple[TraceBuilder, str]]:
         hidden, quick, bare = TraceBuilder(), TraceBuilder(), TraceBuilder()
-        for _ in range(4):
-            with hidden.step(), hidden.python("train.py(30): train_step"):
+        for _ in hidden.steps():
+            with hidden.python("train.py(30): train_step"):
                 hidden.run("aten::mm", "ampere_sgemm_128x64_nn", 8000)
                 with hidden.python("text.py(12): tokenise"):
                     hidden.host(3000)
-            with quick.step(), quick.python("train.py(30): train_step"):
+        for _ in quick.steps():
+            with quick.python("train.py(30): train_step"):
                 for _ in range(40):
                     with quick.python("model.py(5): forward"):
                         quick.host(30)
                         quick.run("aten::add", "elementwise_kernel", 20)
-            with bare.step():
-                bare.host(3000)
-                bare.run("aten::mm", "ampere_sgemm_128x64_nn", 4000)
-                bare.sync()
+        for _ in bare.steps():
+            bare.host(3000)
+            bare.run("aten::mm", "ampere_sgemm_128x64_nn", 4000)
+            bare.sync()
         return {
             "behind a full queue": (hidden, "spots.is_empty()"),
             "many quick calls": (quick, "min_gap_us"),
@@ -320,14 +312,14 @@ class CpuBeforeFirstKernel(Rule):
         "update metrics after the launches of the next step."
     )
     confidence = 0.75
-    cases: ClassVar = {
+    cases = {
         "without stacks": {
             "fix": f"{fix} Record with {{stacks}} to see which lines do it.",
             "confidence": 0.65,
         }
     }
 
-    def check(self, a: Analysis) -> Iterator[Outcome]:
+    def check(self, a: Analysis) -> Outcomes:
         """Sum the idle time at the start of each step."""
         lead = step_starts(a)
         if not len(lead):
@@ -363,12 +355,9 @@ class CpuBeforeFirstKernel(Rule):
             ),
             evidence=[
                 figure(a, "GPU idle before the first launch", idle.total),
-                Evidence("share", share, "share", *self.limit("min_share"), per=a.per),
-                Evidence(
-                    "median of the steps",
-                    float(np.median(by_step)),
-                    "ns",
-                    *self.limit("min_ms", 1e6),
+                self.compare("share", share, "min_share", per=a.per),
+                self.compare(
+                    "median of the steps", float(np.median(by_step)), "min_ms", "ns", times=1e6
                 ),
                 Evidence("of it in operators", by_cause["dispatch"], "ns"),
                 Evidence("of it in Python", by_cause["python"] if stacks else None, "ns"),
@@ -386,35 +375,33 @@ class CpuBeforeFirstKernel(Rule):
     @staticmethod
     def fires_on() -> dict[str, TraceBuilder]:
         python, operators = TraceBuilder(), TraceBuilder()
-        for _ in range(4):
-            with python.step():
-                with python.python("train.py(12): make_batch"):
-                    python.host(3000)
-                _train(python)
-            with operators.step():
-                with operators.op("aten::stack", host_us=1500):
-                    pass
-                with operators.op("aten::normal_", host_us=1500):
-                    pass
-                _train(operators)
+        for _ in python.steps():
+            with python.python("train.py(12): make_batch"):
+                python.host(3000)
+            _train(python)
+        for _ in operators.steps():
+            with operators.op("aten::stack", host_us=1500):
+                pass
+            with operators.op("aten::normal_", host_us=1500):
+                pass
+            _train(operators)
         return {"Python before the first launch": python, "operators on the CPU": operators}
 
     @staticmethod
     def silent_on() -> dict[str, tuple[TraceBuilder, str]]:
         ahead, loader, once, ordinary = (TraceBuilder() for _ in range(4))
-        for number in range(4):
-            with ahead.step():
-                ahead.host(3000)
-                ahead.run("aten::mm", "ampere_sgemm_128x64_nn", 6000)
-            with loader.step():
-                loader.loader_wait(3000)
-                _train(loader)
-            with once.step():
-                once.host(2200 if number == 0 else 100)
-                _train(once)
-            with ordinary.step():
-                ordinary.host(400)
-                _train(ordinary)
+        for _ in ahead.steps():
+            ahead.host(3000)
+            ahead.run("aten::mm", "ampere_sgemm_128x64_nn", 6000)
+        for _ in loader.steps():
+            loader.loader_wait(3000)
+            _train(loader)
+        for number in once.steps():
+            once.host(2200 if number == 0 else 100)
+            _train(once)
+        for _ in ordinary.steps():
+            ordinary.host(400)
+            _train(ordinary)
         return {
             "the host is ahead": (ahead, "share < self.min_share"),
             "waiting for the loader": (loader, "share < self.min_share"),

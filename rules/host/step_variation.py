@@ -5,13 +5,12 @@ The rules of this family differ in whether the long steps come at regular distan
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import ClassVar, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
 from advisor.core import text as t
-from advisor.core.finding import Evidence, Finding, Outcome, Rule, SkippedCheck, Threshold
+from advisor.core.finding import Evidence, Finding, Outcomes, Rule, SkippedCheck, Threshold
 from advisor.core.intervals import Floats, Ints
 from advisor.core.run_directory import Host
 from advisor.measure import Analysis
@@ -117,14 +116,14 @@ class RegularStalls(Rule):
         "Find what the loop does every {every} steps: logging, saving, empty_cache, garbage "
         "collection. Do it less often, from another thread, or without waiting for the GPU."
     )
-    cases: ClassVar = {
+    cases = {
         "while data is fetched": {
             "fix": "Find what the loop does every {every} steps while it fetches data: it may open "
             "a shard or shuffle a buffer."
         }
     }
 
-    def check(self, a: Analysis) -> Iterator[Outcome]:
+    def check(self, a: Analysis) -> Outcomes:
         """Look for long steps at regular distances."""
         recorded = record(a)
         if recorded.count < self.min_steps or not recorded.median:
@@ -148,9 +147,7 @@ class RegularStalls(Rule):
             ),
             evidence=[
                 Evidence("time in stalls", lost, "ns"),
-                Evidence(
-                    "share of the steps' time", lost / total, "share", *self.limit("min_share")
-                ),
+                self.compare("share of the steps' time", lost / total, "min_share"),
                 Evidence("stalled steps", len(stalls.rows), "count", MIN_LONG_STEPS),
                 Evidence("steps apart", stalls.period, "count"),
                 Evidence("longest phase in them", phase),
@@ -214,7 +211,7 @@ class StepJitter(Rule):
     falsified_by = "a longer run with steps of equal length"
     confidence = 0.6
 
-    def check(self, a: Analysis) -> Iterator[Outcome]:
+    def check(self, a: Analysis) -> Outcomes:
         """Compare the slowest steps with the median."""
         recorded = record(a)
         if recorded.count < self.min_steps or not recorded.median:
@@ -248,15 +245,11 @@ class StepJitter(Rule):
                 f"Longer phases: {_list_causes(causes) or 'not recorded'}."
             ),
             evidence=[
-                Evidence(
-                    "99th percentile over the usual step", ratio, "", *self.limit("min_ratio")
-                ),
-                Evidence(
-                    "lost in long steps, of all time", excess, "share", *self.limit("min_excess")
-                ),
+                self.compare("99th percentile over the usual step", ratio, "min_ratio", ""),
+                self.compare("lost in long steps, of all time", excess, "min_excess"),
                 Evidence("long steps", len(stalls.rows), "count"),
                 Evidence("longest phase in them", causes[0][0] if causes else None),
-                Evidence("CPUs used by other programs", others, "share", *self.limit("max_others")),
+                self.compare("CPUs used by other programs", others, "max_others"),
                 steps_seen(recorded),
             ],
             impact=over_the_run(lost, method="time of the long steps beyond the usual step"),

@@ -2,24 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import ClassVar
 
 import numpy as np
 
 from advisor.core import text as t
-from advisor.core.finding import (
-    Edit,
-    Evidence,
-    Finding,
-    FrameworkAdvice,
-    Outcome,
-    PassedCheck,
-    Rule,
-    Select,
-    SkippedCheck,
-    Threshold,
-)
+from advisor.core.finding import Edit, Finding, Outcomes, PassedCheck, Select, SkippedCheck
+from advisor.core.rule import Evidence, FrameworkAdvice, Rule, Threshold
 from advisor.core.trace import JAX, TENSORFLOW
 from advisor.measure import Analysis
 from advisor.rules.common import figure, of_step, places
@@ -62,10 +51,10 @@ class LoaderWaitRule(Rule):
     def _finding(self, a: Analysis, waits: Waits, share: float, batch: float) -> Finding:
         raise NotImplementedError
 
-    def _praise(self, a: Analysis, share: float) -> Iterator[Outcome]:
+    def _praise(self, a: Analysis, share: float) -> Outcomes:
         yield from ()
 
-    def check(self, a: Analysis) -> Iterator[Outcome]:
+    def check(self, a: Analysis) -> Outcomes:
         """Compare the exposed part of the wait with the step."""
         waits = find_waits(a, self._ranges)
         if waits is None:
@@ -145,7 +134,7 @@ class DataLoaderWait(LoaderWaitRule):
     )
     assumptions = ("cores and storage bandwidth are free for more workers",)
 
-    elsewhere: ClassVar = {
+    elsewhere = {
         TENSORFLOW: FrameworkAdvice(
             "Let tf.data work ahead of the step. Prefetch last, map and interleave in parallel "
             "with AUTOTUNE, and batch before cheap maps so that they are vectorized. Cache what "
@@ -166,7 +155,7 @@ class DataLoaderWait(LoaderWaitRule):
 
     _ranges = WORKERS
 
-    def check(self, a: Analysis) -> Iterator[Outcome]:
+    def check(self, a: Analysis) -> Outcomes:
         """Compare the exposed part of the wait with the step."""
         if a.trace.cpu.is_empty():
             yield SkippedCheck(
@@ -177,7 +166,7 @@ class DataLoaderWait(LoaderWaitRule):
             return
         yield from super().check(a)
 
-    def _praise(self, a: Analysis, share: float) -> Iterator[Outcome]:
+    def _praise(self, a: Analysis, share: float) -> Outcomes:
         if share < self.healthy_share and a.device_id is not None:
             yield PassedCheck(
                 text=f"{_loader_name(a)} keeps up: the GPU waits {share:.1%} {t.format_of(a.per)}"
@@ -195,9 +184,9 @@ class DataLoaderWait(LoaderWaitRule):
             ),
             evidence=[
                 figure(a, "exposed wait", waits.exposed),
-                Evidence("share", share, "share", *self.limit("min_share"), per=a.per),
+                self.compare("share", share, "min_share", per=a.per),
                 figure(a, "wait", waits.total),
-                Evidence("mean wait for a batch", batch, "ns", *self.limit("min_batch_ms", 1e6)),
+                self.compare("mean wait for a batch", batch, "min_batch_ms", "ns", times=1e6),
                 Evidence("steps that wait", float(np.mean(waits.by_step > 0)), "share"),
                 Evidence("longest wait of a step", int(waits.by_step.max()), "ns"),
                 *calls.evidence,
@@ -211,32 +200,30 @@ class DataLoaderWait(LoaderWaitRule):
     @staticmethod
     def fires_on() -> dict[str, TraceBuilder]:
         slow, host_only = TraceBuilder(), TraceBuilder(gpu=None)
-        for _ in range(4):
-            with slow.step():
-                slow.loader_wait(4000)
-                slow.run("aten::mm", "ampere_sgemm_128x64_nn", 3000)
-                slow.sync()
-            with host_only.step():
-                host_only.loader_wait(4000)
-                with host_only.op("aten::mm", host_us=3000):
-                    pass
+        for _ in slow.steps():
+            slow.loader_wait(4000)
+            slow.run("aten::mm", "ampere_sgemm_128x64_nn", 3000)
+            slow.sync()
+        for _ in host_only.steps():
+            host_only.loader_wait(4000)
+            with host_only.op("aten::mm", host_us=3000):
+                pass
         return {"slow workers": slow, "training on the CPU": host_only}
 
     @staticmethod
     def silent_on() -> dict[str, tuple[TraceBuilder, str]]:
         hidden, single, first = TraceBuilder(), TraceBuilder(), TraceBuilder()
-        for number in range(4):
-            with hidden.step():
-                hidden.run("aten::mm", "ampere_sgemm_128x64_nn", 6000)
-                hidden.loader_wait(4000)
-            with single.step():
-                single.loader_wait(4000, workers=0)
-                single.run("aten::mm", "ampere_sgemm_128x64_nn", 3000)
-                single.sync()
-            with first.step():
-                first.loader_wait(14000 if number == 0 else 30)
-                first.run("aten::mm", "ampere_sgemm_128x64_nn", 30000)
-                first.sync()
+        for _ in hidden.steps():
+            hidden.run("aten::mm", "ampere_sgemm_128x64_nn", 6000)
+            hidden.loader_wait(4000)
+        for _ in single.steps():
+            single.loader_wait(4000, workers=0)
+            single.run("aten::mm", "ampere_sgemm_128x64_nn", 3000)
+            single.sync()
+        for number in first.steps():
+            first.loader_wait(14000 if number == 0 else 30)
+            first.run("aten::mm", "ampere_sgemm_128x64_nn", 30000)
+            first.sync()
         return {
             "hidden behind GPU work": (hidden, "share < self.min_share"),
             "no workers": (single, "waits is None"),
@@ -299,7 +286,7 @@ class SingleProcessLoader(LoaderWaitRule):
         "near zero."
     )
     assumptions = ("this many cores are free for workers", "the dataset can be pickled")
-    cases: ClassVar = {
+    cases = {
         "a batch that takes more workers than there are cores": {
             "fix": "Make a batch cheaper first: it takes {batch}, and {needed} workers would have "
             "to keep up. Do work once that repeats for every sample: decode and resize ahead, "
@@ -352,8 +339,8 @@ class SingleProcessLoader(LoaderWaitRule):
             ),
             evidence=[
                 figure(a, "exposed loading", waits.exposed),
-                Evidence("share", share, "share", *self.limit("min_share"), per=a.per),
-                Evidence("mean time of one batch", batch, "ns", *self.limit("min_batch_ms", 1e6)),
+                self.compare("share", share, "min_share", per=a.per),
+                self.compare("mean time of one batch", batch, "min_batch_ms", "ns", times=1e6),
                 Evidence("workers that would keep up", needed, "count"),
                 *self._core_evidence(taken),
                 *calls.evidence,
@@ -375,37 +362,35 @@ class SingleProcessLoader(LoaderWaitRule):
         if taken is None:
             return []
         label = "part of the loading that needs busy cores"
-        return [Evidence(label, taken, "share", *self.limit("max_taken"))]
+        return [self.compare(label, taken, "max_taken")]
 
     @staticmethod
     def fires_on() -> dict[str, TraceBuilder]:
         device, host_only = TraceBuilder(), TraceBuilder(gpu=None)
-        for _ in range(4):
-            with device.step():
-                device.loader_wait(5000, workers=0)
-                device.run("aten::mm", "ampere_sgemm_128x64_nn", 4000)
-                device.sync()
-            with host_only.step():
-                host_only.loader_wait(5000, workers=0)
-                with host_only.op("aten::mm", host_us=4000):
-                    pass
+        for _ in device.steps():
+            device.loader_wait(5000, workers=0)
+            device.run("aten::mm", "ampere_sgemm_128x64_nn", 4000)
+            device.sync()
+        for _ in host_only.steps():
+            host_only.loader_wait(5000, workers=0)
+            with host_only.op("aten::mm", host_us=4000):
+                pass
         return {"with a GPU": device, "training on the CPU": host_only}
 
     @staticmethod
     def silent_on() -> dict[str, tuple[TraceBuilder, str]]:
         hidden, workers, memory = TraceBuilder(), TraceBuilder(), TraceBuilder()
-        for _ in range(4):
-            with hidden.step():
-                hidden.run("aten::mm", "ampere_sgemm_128x64_nn", 7000)
-                hidden.loader_wait(5000, workers=0)
-            with workers.step():
-                workers.loader_wait(5000, workers=4)
-                workers.run("aten::mm", "ampere_sgemm_128x64_nn", 4000)
-                workers.sync()
-            with memory.step():
-                memory.loader_wait(300, workers=0)
-                memory.run("aten::mm", "ampere_sgemm_128x64_nn", 2000)
-                memory.sync()
+        for _ in hidden.steps():
+            hidden.run("aten::mm", "ampere_sgemm_128x64_nn", 7000)
+            hidden.loader_wait(5000, workers=0)
+        for _ in workers.steps():
+            workers.loader_wait(5000, workers=4)
+            workers.run("aten::mm", "ampere_sgemm_128x64_nn", 4000)
+            workers.sync()
+        for _ in memory.steps():
+            memory.loader_wait(300, workers=0)
+            memory.run("aten::mm", "ampere_sgemm_128x64_nn", 2000)
+            memory.sync()
         return {
             "hidden behind GPU work": (hidden, "share < self.min_share"),
             "workers": (workers, "waits is None"),

@@ -2,22 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import ClassVar
-
 import numpy as np
 
 from advisor.core import text as t
-from advisor.core.finding import (
-    Edit,
-    Evidence,
-    Finding,
-    Outcome,
-    Rule,
-    Select,
-    SkippedCheck,
-    Threshold,
-)
+from advisor.core.finding import Edit, Finding, Outcomes, Select, SkippedCheck
+from advisor.core.rule import Evidence, Rule, Threshold
 from advisor.core.run_directory import Host
 from advisor.measure import Analysis
 from advisor.rules.input.loader_waits import SINGLE_PROCESS, WORKERS
@@ -105,7 +94,7 @@ class LoaderWorkers(Rule):
         "                    pin_memory=torch.cuda.is_available(),\n"
         "                    persistent_workers=True)"
     )
-    cases: ClassVar = {
+    cases = {
         "too many": {
             "title": "More DataLoader workers than the cores can run",
             "fix": "Use about {workers}.",
@@ -117,7 +106,7 @@ class LoaderWorkers(Rule):
         }
     }
 
-    def check(self, a: Analysis) -> Iterator[Outcome]:
+    def check(self, a: Analysis) -> Outcomes:
         """Compare workers with cores and with the wait."""
         recorded = record(a)
         feed = find_loader(a)
@@ -186,10 +175,10 @@ class LoaderWorkers(Rule):
             ),
             evidence=[
                 Evidence("wait for data", wait, "ns", per="step"),
-                Evidence("share", share, "share", *self.limit("min_wait"), per="step"),
+                self.compare("share", share, "min_wait", per="step"),
                 Evidence("workers", workers, "count"),
                 Evidence("cores per main process", cores, "count"),
-                Evidence("workers per core", workers / cores, "", *self.limit("few")),
+                self.compare("workers per core", workers / cores, "few", ""),
                 steps_seen(recorded),
             ],
             edits=edits,
@@ -209,8 +198,8 @@ class LoaderWorkers(Rule):
             evidence=[
                 Evidence("workers", workers, "count"),
                 Evidence("cores per main process", cores, "count"),
-                Evidence("workers per core", workers / cores, "", *self.limit("many")),
-                Evidence("cores in use", busy, "", *self.limit("busy_cpus", cores)),
+                self.compare("workers per core", workers / cores, "many", ""),
+                self.compare("cores in use", busy, "busy_cpus", "", times=cores),
             ],
             impact=measure_it("the record does not show what fewer workers save; try it"),
             **self.case("too many", workers=t.count_noun(best, "worker"), best=best),
@@ -297,7 +286,7 @@ class CpuBoundTransforms(Rule):
     confidence = 0.75
     alternatives = "loader"
 
-    def check(self, a: Analysis) -> Iterator[Outcome]:
+    def check(self, a: Analysis) -> Outcomes:
         """Compare the wait for data with the CPU use."""
         recorded = record(a)
         feed = find_loader(a)
@@ -327,10 +316,10 @@ class CpuBoundTransforms(Rule):
             ),
             evidence=[
                 Evidence("wait for data", wait, "ns", per="step"),
-                Evidence("share", share, "share", *self.limit("min_wait"), per="step"),
-                Evidence("CPU use", busy, "share", *self.limit("min_cpu")),
+                self.compare("share", share, "min_wait", per="step"),
+                self.compare("CPU use", busy, "min_cpu"),
                 Evidence("cores per main process", cores, "count"),
-                Evidence("disk reads", disk, "bytes/s", *self.limit("max_disk")),
+                self.compare("disk reads", disk, "max_disk", "bytes/s"),
                 steps_seen(recorded),
             ],
             impact=a_step(a, wait),

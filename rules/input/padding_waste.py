@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import numpy as np
 
-from advisor.core.finding import Edit, Evidence, Finding, Impact, Outcome, Rule, Select, Threshold
+from advisor.core.finding import Edit, Finding, Impact, Outcomes, Rule, Select, Threshold
 from advisor.measure import Analysis
 from advisor.measure.steps.record import StepRecords
 from advisor.rules.recorded import a_step, record, steps_seen
@@ -59,7 +57,7 @@ class PaddingWaste(Rule):
     assumptions = ("the model's time is proportional to the tokens of a batch",)
     confidence = 0.8
 
-    def check(self, a: Analysis) -> Iterator[Outcome]:
+    def check(self, a: Analysis) -> Outcomes:
         """Average the sampled share of padding."""
         recorded = record(a)
         padding = recorded.column("padding")
@@ -76,8 +74,8 @@ class PaddingWaste(Rule):
                 f"{padding.max():.0%} per batch. The model computes on them for nothing."
             ),
             evidence=[
-                Evidence("padding", mean, "share", *self.limit("min_padding")),
-                Evidence("batches sampled", len(padding), "count", *self.limit("min_samples")),
+                self.compare("padding", mean, "min_padding"),
+                self.compare("batches sampled", len(padding), "min_samples", "count"),
                 steps_seen(recorded),
             ],
             edits=edits,
@@ -139,10 +137,9 @@ _TOKENS = (
 
 def _run(padding: float | None, *, samples: int = 30, device: bool = False) -> TraceBuilder:
     b = TraceBuilder()
-    for _ in range(4 if device else 0):
-        with b.step():
-            b.run("aten::mm", "ampere_sgemm_128x64_nn", 9000, [[512, 512], [512, 512]])
-            b.sync()
+    for _ in b.steps(4 if device else 0):
+        b.run("aten::mm", "ampere_sgemm_128x64_nn", 9000, [[512, 512], [512, 512]])
+        b.sync()
     r = b.record_of_run()
     for n in range(60):
         fields = {} if padding is None or n < 60 - samples else {"padding": padding}

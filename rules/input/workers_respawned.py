@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import numpy as np
 
 from advisor.core import text as t
-from advisor.core.finding import Evidence, Finding, Outcome, Rule, Threshold
+from advisor.core.finding import Evidence, Finding, Outcomes, Rule, Threshold
 from advisor.core.run_directory import LARGEST
 from advisor.measure import Analysis
 from advisor.rules.recorded import (
@@ -73,7 +71,7 @@ class WorkersRespawned(Rule):
     falsified_by = "the same wait at the start of an epoch with persistent workers"
     confidence = 0.9
 
-    def check(self, a: Analysis) -> Iterator[Outcome]:
+    def check(self, a: Analysis) -> Outcomes:
         """Add up the cost of the starts of epochs."""
         recorded = record(a)
         feed = find_loader(a)
@@ -125,13 +123,11 @@ class WorkersRespawned(Rule):
             ),
             evidence=[
                 Evidence("time lost", lost, "ns"),
-                Evidence(
-                    "share of the epochs' time", lost / time, "share", *self.limit("min_share")
-                ),
+                self.compare("share of the epochs' time", lost / time, "min_share"),
                 Evidence("wait for a first batch, median", float(np.median(costs)), "ns"),
                 Evidence("wait for a batch, median", usual, "ns"),
                 Evidence("ending and starting workers, median", float(np.median(spawns)), "ns"),
-                Evidence("epochs after the first", len(costs), "count", *self.limit("min_epochs")),
+                self.compare("epochs after the first", len(costs), "min_epochs", "count"),
             ],
             impact=over_the_run(
                 lost,
@@ -253,7 +249,7 @@ class PrefetchStarved(Rule):
         "           persistent_workers=True)"
     )
 
-    def check(self, a: Analysis) -> Iterator[Outcome]:
+    def check(self, a: Analysis) -> Outcomes:
         """Look for steps that wait among stretches that do not."""
         recorded = record(a)
         feed = find_loader(a)
@@ -293,17 +289,10 @@ class PrefetchStarved(Rule):
                 f"workers x prefetch_factor {factor}) for batches of very different cost."
             ),
             evidence=[
-                Evidence(
-                    "steps that wait", float(starved.mean()), "share", *self.limit("min_starved")
-                ),
-                Evidence("wait at the 95th percentile", p95, "ns", *self.limit("min_p95_ms", 1e6)),
-                Evidence("share", share, "share", *self.limit("min_share"), per="step"),
-                Evidence(
-                    "stretches without a wait",
-                    1 - float(np.mean(stretches)),
-                    "share",
-                    *self.limit("free"),
-                ),
+                self.compare("steps that wait", float(starved.mean()), "min_starved"),
+                self.compare("wait at the 95th percentile", p95, "min_p95_ms", "ns", times=1e6),
+                self.compare("share", share, "min_share", per="step"),
+                self.compare("stretches without a wait", 1 - float(np.mean(stretches)), "free"),
                 Evidence("prefetched batches", workers * factor, "count"),
                 steps_seen(recorded),
             ],

@@ -2,24 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import ClassVar, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import polars as pl
 from numpy.typing import NDArray
 
-from advisor.core.finding import (
-    Evidence,
-    Finding,
-    FrameworkAdvice,
-    Outcome,
-    Rule,
-    Select,
-    SkippedCheck,
-    Threshold,
-)
+from advisor.core.finding import Finding, Outcomes, Select, SkippedCheck
 from advisor.core.gpus import GpuSpec
+from advisor.core.rule import Evidence, FrameworkAdvice, Rule, Threshold
 from advisor.core.trace import JAX, TENSORFLOW
 from advisor.measure import Analysis
 from advisor.measure.host.names import name_matches
@@ -175,7 +166,7 @@ class Fp32Matmul(Rule):
     )
     confidence = 0.85
     assumptions = (_REACHED, _TRAINS)
-    cases: ClassVar = {
+    cases = {
         BF16: {
             "fix": "Train in BF16 with autocast. TF32 is no faster than FP32 on this GPU; 16-bit "
             "formats are.",
@@ -193,7 +184,7 @@ class Fp32Matmul(Rule):
         },
         BLIND: {"confidence": 0.7, "assumptions": (_REACHED_BLIND, _TRAINS)},
     }
-    inference: ClassVar = {
+    inference = {
         "fix": "Allow TF32 for FP32 matrix work: one line, 10 bits of mantissa instead of 23. Or "
         "run the model in bf16, which halves the bytes too.",
         "code": f"{_TF32}\n# or, faster still\n{_FORWARD.format('bfloat16')}",
@@ -213,7 +204,7 @@ class Fp32Matmul(Rule):
             BLIND: {"assumptions": (_REACHED_BLIND, _ANSWERS)},
         },
     }
-    elsewhere: ClassVar = {
+    elsewhere = {
         **in_any_language(
             "Let matrix products use the tensor cores: TF32, or 16-bit inputs with 32-bit sums.",
             cuda="cublasSetMathMode(handle, CUBLAS_TF32_TENSOR_OP_MATH), or "
@@ -233,7 +224,7 @@ class Fp32Matmul(Rule):
         ),
     }
 
-    def check(self, a: Analysis) -> Iterator[Outcome]:
+    def check(self, a: Analysis) -> Outcomes:
         """Time of FP32 matrix kernels on CUDA cores as a share of all kernel time."""
         if a.device_id is None:
             return
@@ -321,12 +312,7 @@ class Fp32Matmul(Rule):
                 f"{target.format.upper()}."
             ),
             evidence=[
-                Evidence(
-                    "FP32 matrix time, share of kernel time",
-                    share,
-                    "share",
-                    *self.limit("min_share"),
-                ),
+                self.compare("FP32 matrix time, share of kernel time", share, "min_share"),
                 figure(a, "FP32 matrix time", facts.duration(a, slow)),
                 Evidence("peak in FP32", target.fp32, "FLOP/s"),
                 Evidence(f"peak in {target.format.upper()}", target.peak, "FLOP/s"),
@@ -368,7 +354,6 @@ class Fp32Matmul(Rule):
 
     @staticmethod
     def silent_on() -> dict[str, tuple[TraceBuilder, str]]:
-        """Tensor cores under names that old lists do not know; memory-bound; launch-bound."""
         tf32 = "cutlass_80_tensorop_s1688gemm_256x128_32x3_nn_align4"
         tf32 = f"void cutlass::Kernel<{tf32}>({tf32}::Params)"
         wmma = (

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from typing import ClassVar, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import polars as pl
 from numpy.typing import NDArray
 
 from advisor.core import text as t
-from advisor.core.finding import Evidence, Finding, Outcome, Rule, Select, Threshold
+from advisor.core.finding import Evidence, Finding, Outcomes, Rule, Select, Threshold
 from advisor.measure import Analysis
 from advisor.measure.device.shapes import OpInputs
 from advisor.measure.host.names import name_matches
@@ -181,11 +181,9 @@ class HandwrittenOperator(Rule):
     )
     confidence = 0.75
     alternatives = "fuse"
-    cases: ClassVar = {
-        pattern.name: {"fix": pattern.fix, "code": pattern.code} for pattern in PATTERNS
-    }
+    cases = {pattern.name: {"fix": pattern.fix, "code": pattern.code} for pattern in PATTERNS}
 
-    def check(self, a: Analysis) -> Iterator[Outcome]:
+    def check(self, a: Analysis) -> Outcomes:
         """Time of such chains as a share of kernel time."""
         if not facts.is_busy(a, self.min_busy):
             return
@@ -231,12 +229,7 @@ class HandwrittenOperator(Rule):
                 "kernels. Each reads and writes the whole tensor; a fused operator needs one pass."
             ),
             evidence=[
-                Evidence(
-                    "hand-written operators, share of kernel time",
-                    share,
-                    "share",
-                    *self.limit("min_share"),
-                ),
+                self.compare("hand-written operators, share of kernel time", share, "min_share"),
                 figure(a, "hand-written operators", float(table["dur"].sum())),
                 *(
                     Evidence(
@@ -341,7 +334,6 @@ class HandwrittenOperator(Rule):
 
     @staticmethod
     def silent_on() -> dict[str, tuple[TraceBuilder, str]]:
-        """The fused operators; another order; small tensors; an unknown GPU; beside products."""
         chain = ["pow", "mean", "add", "rsqrt", "mul"]
         return {
             "fused": (_step(["native_layer_norm", "gelu", "_softmax"]), "table.is_empty()"),

@@ -2,20 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import ClassVar
-
 from advisor.core import text as t
-from advisor.core.finding import (
-    Edit,
-    Evidence,
-    Finding,
-    Outcome,
-    PassedCheck,
-    Rule,
-    Select,
-    Threshold,
-)
+from advisor.core.finding import Edit, Finding, Outcomes, PassedCheck, Rule, Select, Threshold
 from advisor.measure import Analysis
 from advisor.measure.host.names import name_matches
 from advisor.rules.common import example_steps, figure
@@ -84,14 +72,14 @@ class LayoutTransposes(Rule):
     )
     assumptions = ("every op between the convolutions keeps channels-last order",)
     confidence = 0.85
-    cases: ClassVar = {
+    cases = {
         "on ROCm": {
             "fix": f"{fix} On ROCm this needs an environment variable.",
             "code": f"# shell: export PYTORCH_MIOPEN_SUGGEST_NHWC=1\n{code}",
         }
     }
 
-    def check(self, a: Analysis) -> Iterator[Outcome]:
+    def check(self, a: Analysis) -> Outcomes:
         """Time of layout transposes as a share of convolution time."""
         if a.device_id is None:
             return
@@ -120,12 +108,7 @@ class LayoutTransposes(Rule):
                 f"({t.format_duration(moved_ns / a.step_count)} {t.format_per(a.per)})."
             ),
             evidence=[
-                Evidence(
-                    "layout transposes, share of convolution time",
-                    share,
-                    "share",
-                    *self.limit("min_share"),
-                ),
+                self.compare("layout transposes, share of convolution time", share, "min_share"),
                 figure(a, "layout transposes", moved_ns),
                 figure(a, "transposes", int(moving.sum()), "count"),
             ],
@@ -136,7 +119,6 @@ class LayoutTransposes(Rule):
 
     @staticmethod
     def fires_on() -> dict[str, TraceBuilder]:
-        """A ResNet-like step in NCHW on each vendor's libraries."""
         return {
             "cuDNN": _network("void cudnn::ops::nchwToNhwcKernel<__half, __half, float>", 90),
             "MIOpen": _network("batched_transpose_16x64_pack_1x4_ediv_1x2_half", 90),
@@ -144,7 +126,6 @@ class LayoutTransposes(Rule):
 
     @staticmethod
     def silent_on() -> dict[str, tuple[TraceBuilder, str]]:
-        """Channels-last; a transpose that is small beside its convolutions; a batched matmul's."""
         shape = [64, 512, 512]
 
         def multiply(b: TraceBuilder) -> None:

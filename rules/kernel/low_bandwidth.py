@@ -139,12 +139,11 @@ def _step(
     products: float = 500,
 ) -> TraceBuilder:
     b = TraceBuilder()
-    for _ in range(4):
-        with b.step():
-            with b.op("aten::mm", [[8192, 4096], [4096, 2048]], "c10::Half"):
-                b.launch("ampere_fp16_s16816gemm_fp16_128x128_ldg8_nn", products)
-            for _ in range(4):
-                with b.op(op, shapes, types or "c10::Half", strides=strides):
-                    b.launch("void at::native::elementwise_kernel<128, 4>", us)
-            b.sync()
+    for _ in b.steps():
+        with b.op("aten::mm", [[8192, 4096], [4096, 2048]], "c10::Half"):
+            b.launch("ampere_fp16_s16816gemm_fp16_128x128_ldg8_nn", products)
+        for _ in range(4):
+            with b.op(op, shapes, types or "c10::Half", strides=strides):
+                b.launch("void at::native::elementwise_kernel<128, 4>", us)
+        b.sync()
     return b

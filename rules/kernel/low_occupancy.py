@@ -2,20 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import ClassVar
-
 import numpy as np
 import polars as pl
 
-from advisor.core.finding import (
-    Edit,
-    Evidence,
-    Finding,
-    Outcome,
-    Rule,
-    Threshold,
-)
+from advisor.core.finding import Edit, Evidence, Finding, Outcomes, Rule, Threshold
 from advisor.measure import Analysis
 from advisor.measure.device.occupancy import active_blocks, limiters
 from advisor.measure.host.names import name_matches
@@ -82,7 +72,7 @@ class LowOccupancy(Rule):
     confidence = 0.5
     assumptions = ("{reachable:.0%} of memory bandwidth can be reached",)
 
-    elsewhere: ClassVar = in_any_language(
+    elsewhere = in_any_language(
         "Let more threads be in flight: fewer registers and less shared memory per thread, or "
         "other block sizes.",
         cuda="__launch_bounds__ limits registers; cudaOccupancyMaxPotentialBlockSize gives block "
@@ -90,7 +80,7 @@ class LowOccupancy(Rule):
         code="int grid, block;\ncudaOccupancyMaxPotentialBlockSize(&grid, &block, kernel, 0, 0);",
     )
 
-    def check(self, a: Analysis) -> Iterator[Outcome]:
+    def check(self, a: Analysis) -> Outcomes:
         """Memory-bound kernels by name with low occupancy and low bandwidth."""
         if not facts.is_busy(a, self.min_busy):
             return
@@ -131,22 +121,12 @@ class LowOccupancy(Rule):
                 f"by {worst['limit']}, and reaches {worst['rate']:.0%} of memory bandwidth."
             ),
             evidence=[
-                Evidence(
-                    "occupancy of the largest, percent",
-                    worst["occupancy"],
-                    "",
-                    *self.limit("max_occupancy"),
+                self.compare(
+                    "occupancy of the largest, percent", worst["occupancy"], "max_occupancy", ""
                 ),
                 Evidence("limited by", worst["limit"]),
-                Evidence(
-                    "bandwidth reached, share of peak",
-                    worst["rate"],
-                    "share",
-                    *self.limit("max_bandwidth"),
-                ),
-                Evidence(
-                    "such kernels, share of kernel time", share, "share", *self.limit("min_share")
-                ),
+                self.compare("bandwidth reached, share of peak", worst["rate"], "max_bandwidth"),
+                self.compare("such kernels, share of kernel time", share, "min_share"),
             ],
             where=facts.locations(a, chosen),
             edits=[
@@ -209,8 +189,6 @@ class LowOccupancy(Rule):
 
     @staticmethod
     def silent_on() -> dict[str, tuple[TraceBuilder, str]]:
-        """Few registers; full bandwidth; a small grid; a tensor-core kernel."""
-
         def product(b: TraceBuilder) -> None:
             kernel = "ampere_bf16_s16816gemm_bf16_128x128_ldg8_nn"
             limits = {"registers": 168, "shared": 98304, "occupancy": 12}

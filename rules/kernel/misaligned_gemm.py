@@ -3,21 +3,13 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
-from typing import ClassVar, NamedTuple
+from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
 import polars as pl
 
-from advisor.core.finding import (
-    Evidence,
-    Finding,
-    Outcome,
-    Rule,
-    Select,
-    Source,
-    Threshold,
-)
+from advisor.core.finding import Evidence, Finding, Outcomes, Rule, Select, Source, Threshold
 from advisor.measure import Analysis
 from advisor.measure.device.shapes import OpInputs, Tensor
 from advisor.rules.common import example_steps, figure
@@ -121,13 +113,13 @@ class MisalignedGemm(Rule):
         "{worst_factor:.0%}), as on public A100 traces",
     )
 
-    elsewhere: ClassVar = in_any_language(
+    elsewhere = in_any_language(
         "Pad the dimensions of matrices to multiples of 8 (16-bit) or 16 (8-bit) elements.",
         falsified_by="a padded product that is no faster when timed alone: it is bound by "
         "something else",
     )
 
-    def check(self, a: Analysis) -> Iterator[Outcome]:
+    def check(self, a: Analysis) -> Outcomes:
         """Time of misaligned products as a share of all kernel time."""
         if not facts.is_busy(a, self.min_busy):
             return
@@ -153,12 +145,7 @@ class MisalignedGemm(Rule):
                 f"multiple of what tensor cores load{example}."
             ),
             evidence=[
-                Evidence(
-                    "misaligned products, share of kernel time",
-                    share,
-                    "share",
-                    *self.limit("min_share"),
-                ),
+                self.compare("misaligned products, share of kernel time", share, "min_share"),
                 figure(a, "misaligned products", spent),
                 *(
                     Evidence("shape", f"{case.op} {case.dims}: {case.padding}")

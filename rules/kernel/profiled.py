@@ -2,23 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import ClassVar, NamedTuple
 
 import numpy as np
 
 from advisor.core import text as t
-from advisor.core.finding import (
-    ANY,
-    Evidence,
-    Finding,
-    FrameworkAdvice,
-    Location,
-    Outcome,
-    Rule,
-    Source,
-    Threshold,
-)
+from advisor.core.finding import Finding, Location, Outcomes
+from advisor.core.rule import ANY, Evidence, FrameworkAdvice, Rule, Source, Threshold
 from advisor.measure import Analysis
 from advisor.measure.device.kernel_profiles import (
     ONE_LAUNCH,
@@ -77,7 +67,7 @@ class CounterRule(Rule):
         """What the fix could save of a kernel; ``None``: it is none of its problems."""
         raise NotImplementedError
 
-    def check(self, a: Analysis) -> Iterator[Outcome]:
+    def check(self, a: Analysis) -> Outcomes:
         """The kernels that have it, by what they could save together."""
         found = [(k, saved) for k in a.profiled_kernels if (saved := self.saving(k)) is not None]
         found.sort(key=lambda each: -_time(a, each[0]) * each[1].share)
@@ -99,11 +89,8 @@ class CounterRule(Rule):
         return Finding(
             summary=f"{self._describe(k, saved)}{_sampled_at(k)}{also}",
             evidence=[
-                Evidence(
-                    f"{self._label} of {_short(k)}",
-                    saved.measured,
-                    self._unit,
-                    *self.limit(self._limit_name),
+                self.compare(
+                    f"{self._label} of {_short(k)}", saved.measured, self._limit_name, self._unit
                 ),
                 *_facts(k),
                 *saving,
@@ -221,12 +208,10 @@ class OccupancyLimited(CounterRule):
 
     @staticmethod
     def fires_on() -> dict[str, TraceBuilder]:
-        """A kernel that registers limit to a sixth of the warps."""
         return {"registers": _example(theoretical=16.7, sm=40, dram=30, registers=5)}
 
     @staticmethod
     def silent_on() -> dict[str, tuple[TraceBuilder, str]]:
-        """Memory is busy; occupancy is high; the grid is too small to fill the GPU."""
         return {
             "memory is busy": (_example(theoretical=16.7, dram=85), "k.limit != 'latency'"),
             "high occupancy": (_example(theoretical=100, sm=40), "max_occupancy"),
@@ -281,12 +266,10 @@ class Uncoalesced(ExcessRule):
 
     @staticmethod
     def fires_on() -> dict[str, TraceBuilder]:
-        """Seven eighths of the sectors are in excess."""
         return {"strided": _example(l1=80, sm=20, **{EXCESS_SECTORS: 875, SECTORS: 1000})}
 
     @staticmethod
     def silent_on() -> dict[str, tuple[TraceBuilder, str]]:
-        """Few sectors in excess; not collected."""
         few = {EXCESS_SECTORS: 50, SECTORS: 1000}
         return {
             "coalesced": (_example(l1=80, **few), "min_excess"),
@@ -313,12 +296,10 @@ class BankConflicts(ExcessRule):
 
     @staticmethod
     def fires_on() -> dict[str, TraceBuilder]:
-        """Three of four wavefronts are conflicts."""
         return {"columns": _example(l1=90, sm=20, **{CONFLICTS: 750, WAVEFRONTS: 1000})}
 
     @staticmethod
     def silent_on() -> dict[str, tuple[TraceBuilder, str]]:
-        """Few conflicts."""
         few = {CONFLICTS: 50, WAVEFRONTS: 1000}
         return {"padded": (_example(l1=90, **few), "min_excess")}
 
@@ -353,13 +334,11 @@ class Spills(CounterRule):
 
     @staticmethod
     def fires_on() -> dict[str, TraceBuilder]:
-        """Half of the sectors are local memory's."""
         spilled = {LOCAL.format("ld"): 300.0, LOCAL.format("st"): 200.0, ALL_SECTORS: 1000.0}
         return {"spills": _example(l1=85, sm=30, **spilled)}
 
     @staticmethod
     def silent_on() -> dict[str, tuple[TraceBuilder, str]]:
-        """Hardly any local memory."""
         few = {LOCAL.format("ld"): 30.0, LOCAL.format("st"): 20.0, ALL_SECTORS: 1000.0}
         return {"no spills": (_example(l1=85, **few), "min_share")}
 
@@ -399,12 +378,10 @@ class PartialWave(CounterRule):
 
     @staticmethod
     def fires_on() -> dict[str, TraceBuilder]:
-        """One wave and a tenth."""
         return {"tail": _example(waves=1.1, sm=40)}
 
     @staticmethod
     def silent_on() -> dict[str, tuple[TraceBuilder, str]]:
-        """Many waves; less than one; a unit that is busy throughout."""
         return {
             "many waves": (_example(waves=12.8, sm=40), "min_lost"),
             "small grid": (_example(waves=0.1, sm=5), "k.waves < 1"),
@@ -441,7 +418,6 @@ class Divergence(CounterRule):
 
     @staticmethod
     def silent_on() -> dict[str, tuple[TraceBuilder, str]]:
-        """Nearly all threads are active."""
         return {"together": (_example(sm=85, **{THREADS: 31.0}), "max_threads")}
 
 
@@ -460,7 +436,7 @@ class WarpStalls(CounterRule):
     )
     verify = "ncu --section WarpStateStats --section SchedulerStats …: the stall shrinks."
     falsified_by = "as long with the stall gone"
-    cures: ClassVar = {
+    cures = {
         "long_scoreboard": "loads from global memory: load earlier (prefetch, cp.async), reuse "
         "data in shared memory, and keep more loads in flight",
         "short_scoreboard": "shared memory or special functions: fewer bank conflicts, fewer "
@@ -495,12 +471,10 @@ class WarpStalls(CounterRule):
 
     @staticmethod
     def fires_on() -> dict[str, TraceBuilder]:
-        """Loads from global memory take most cycles."""
         return {"loads": _example(sm=20, dram=30, **{_stall("long_scoreboard"): 12.0})}
 
     @staticmethod
     def silent_on() -> dict[str, tuple[TraceBuilder, str]]:
-        """Memory is busy all the same; the largest stall is small."""
         stall = {_stall("long_scoreboard"): 12.0}
         even = {_stall(name): 1.0 for name in ("long_scoreboard", "barrier", "wait", "membar")}
         return {
@@ -530,11 +504,10 @@ def _example(
 ) -> TraceBuilder:
     """Two steps of a kernel that takes most of the time, with its counters beside them."""
     b = TraceBuilder()
-    for _ in range(4):
-        with b.step():
-            with b.op("aten::mm", [[512, 512], [512, 512]], "float"):
-                b.launch("my_kernel<float>(int)", 900, blocks=1280, threads=256)
-            b.sync()
+    for _ in b.steps():
+        with b.op("aten::mm", [[512, 512], [512, 512]], "float"):
+            b.launch("my_kernel<float>(int)", 900, blocks=1280, threads=256)
+        b.sync()
     b.kernel_profile(
         "my_kernel<float>",
         grid=(1280, 1, 1),

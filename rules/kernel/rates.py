@@ -9,7 +9,7 @@ from typing import Any, ClassVar, NamedTuple
 import numpy as np
 import polars as pl
 
-from advisor.core.finding import Edit, Evidence, Finding, Outcome, Rule, SkippedCheck, Threshold
+from advisor.core.finding import Edit, Evidence, Finding, Outcomes, Rule, SkippedCheck, Threshold
 from advisor.core.text import format_share
 from advisor.measure import Analysis
 from advisor.measure.device.shapes import OpInputs
@@ -78,7 +78,7 @@ class BelowRate(Rule):
     _names_costliest: ClassVar[bool] = False
     """The summary names the costliest operator and its shapes."""
 
-    def check(self, a: Analysis) -> Iterator[Outcome]:
+    def check(self, a: Analysis) -> Outcomes:
         """Operators below ``max_efficiency``, and their share of kernel time."""
         if not facts.is_busy(a, self.min_busy):
             return
@@ -133,11 +133,9 @@ class BelowRate(Rule):
         share, dur = float(slow["share"].sum()), int(slow["dur"].sum())
         reached = float((slow["dur"] * slow["efficiency"]).sum() / max(dur, 1))
         lines = [
-            Evidence(
-                "slow operators, share of kernel time", share, "share", *self.limit("min_share")
-            ),
+            self.compare("slow operators, share of kernel time", share, "min_share"),
             figure(a, "slow operators", dur),
-            Evidence(f"share of {self._rate}", reached, "share", *self.limit("max_efficiency")),
+            self.compare(f"share of {self._rate}", reached, "max_efficiency"),
         ]
         for row in slow.sort("saved", descending=True).head(3).iter_rows(named=True):
             by = "flops_per_s" if row["bound"] == "compute" else "bytes_per_s"

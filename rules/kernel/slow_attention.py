@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
+from typing import Any
 
 from advisor.core.finding import Threshold
 from advisor.measure import Analysis
@@ -71,7 +71,7 @@ class SlowAttention(BelowRate):
     )
     verify = "Profile again: another attention kernel, and more of the attainable rate."
     falsified_by = "other kernels that are no faster, timed alone at these shapes"
-    cases: ClassVar = {
+    cases = {
         "inputs of 32 or 64 bits": {
             "fix": "Give attention FP16 or BF16 inputs (autocast). FlashAttention then runs, on "
             "tensor cores at their full rate.",
@@ -161,17 +161,16 @@ def _model(
 ) -> TraceBuilder:
     b = TraceBuilder(gpu)
     shape = [8, tokens, 16, width]
-    for _ in range(4):
-        with b.step():
-            with b.op("aten::mm", [[8192, 1024], [1024, 1024]], "c10::BFloat16"):
-                b.launch("ampere_bf16_s16816gemm_bf16_128x128_ldg8_tn", products)
-            for _ in range(4):
-                with b.op(
-                    "aten::_efficient_attention_forward",
-                    None if dtype is None else [shape, shape, shape, [], [], [], [], [], [], []],
-                    dtype and [dtype] * 3 + [""] * 4 + ["Scalar"] * 3,  # type: ignore[arg-type]
-                    concrete=["", "", "", "", "", "", "", "", "0.", "0"],
-                ):
-                    b.launch(kernel, us)
-            b.sync()
+    for _ in b.steps():
+        with b.op("aten::mm", [[8192, 1024], [1024, 1024]], "c10::BFloat16"):
+            b.launch("ampere_bf16_s16816gemm_bf16_128x128_ldg8_tn", products)
+        for _ in range(4):
+            with b.op(
+                "aten::_efficient_attention_forward",
+                None if dtype is None else [shape, shape, shape, [], [], [], [], [], [], []],
+                dtype and [dtype] * 3 + [""] * 4 + ["Scalar"] * 3,  # type: ignore[arg-type]
+                concrete=["", "", "", "", "", "", "", "", "0.", "0"],
+            ):
+                b.launch(kernel, us)
+        b.sync()
     return b

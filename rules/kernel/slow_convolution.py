@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 
-from advisor.core.finding import Evidence, Finding, Outcome, Rule, Threshold
+from advisor.core.finding import Evidence, Finding, Outcomes, Rule, Threshold
 from advisor.measure import Analysis
 from advisor.measure.device.matmuls import convolution
 from advisor.measure.device.shapes import OpInputs
@@ -72,7 +71,7 @@ class SlowConvolution(BelowRate):
     )
     verify = "Profile again: another kernel, and more of the attainable rate."
     falsified_by = "no faster algorithm among those that the library times at this shape"
-    cases: ClassVar = {
+    cases = {
         "channels are no multiples of 8": {
             "fix": "Pad channels to a multiple of 8 (an image's 3 to 4 or 8)."
         },
@@ -105,7 +104,6 @@ class SlowConvolution(BelowRate):
 
     @staticmethod
     def fires_on() -> dict[str, TraceBuilder]:
-        """A kernel without tensor cores; a few channels."""
         return {
             # 3.7 GFLOP: 14 us at the rate; 51 MB: 30 us
             "no tensor cores": _network(
@@ -154,27 +152,26 @@ def _network(
     b = TraceBuilder()
     pad = weight[2] // 2
     concrete = ["", "", "", "[1, 1]", f"[{pad}, {pad}]", "[1, 1]", "False", "[0, 0]", "1"]
-    for _ in range(4):
-        with b.step():
-            for _ in range(6):
-                with b.op(
-                    "aten::convolution",
-                    [data, weight, [], [], [], [], [], [], []],
-                    [
-                        dtype,
-                        dtype,
-                        "",
-                        "ScalarList",
-                        "ScalarList",
-                        "ScalarList",
-                        "Scalar",
-                        "ScalarList",
-                        "Scalar",
-                    ],
-                    concrete=concrete if arguments else None,
-                ):
-                    b.launch(kernel, us)
-            b.sync()
+    for _ in b.steps():
+        for _ in range(6):
+            with b.op(
+                "aten::convolution",
+                [data, weight, [], [], [], [], [], [], []],
+                [
+                    dtype,
+                    dtype,
+                    "",
+                    "ScalarList",
+                    "ScalarList",
+                    "ScalarList",
+                    "Scalar",
+                    "ScalarList",
+                    "Scalar",
+                ],
+                concrete=concrete if arguments else None,
+            ):
+                b.launch(kernel, us)
+        b.sync()
     return b
 
 
@@ -207,7 +204,7 @@ class CudnnBenchmarkOff(Rule):
     falsified_by = "a median step that is no shorter with cudnn.benchmark"
     confidence = 0.6
 
-    def check(self, a: Analysis) -> Iterator[Outcome]:
+    def check(self, a: Analysis) -> Outcomes:
         """Look at the switch, the kernels and the batches."""
         recorded = record(a)
         if recorded.flag("cudnn.benchmark") is not False or a.device_id is None:
@@ -230,10 +227,8 @@ class CudnnBenchmarkOff(Rule):
                 f"{constant:.0%} of the batches have one shape."
             ),
             evidence=[
-                Evidence(
-                    "convolutions, share of kernel time", share, "share", *self.limit("min_share")
-                ),
-                Evidence("batches of one shape", constant, "share", *self.limit("min_constant")),
+                self.compare("convolutions, share of kernel time", share, "min_share"),
+                self.compare("batches of one shape", constant, "min_constant"),
                 Evidence("cudnn.benchmark", "False"),
                 Evidence("batches", len(shapes), "count"),
             ],
@@ -242,12 +237,10 @@ class CudnnBenchmarkOff(Rule):
 
     @staticmethod
     def fires_on() -> dict[str, TraceBuilder]:
-        """A convolutional network with one batch shape."""
         return {"one shape": _run()}
 
     @staticmethod
     def silent_on() -> dict[str, tuple[TraceBuilder, str]]:
-        """On; shapes that change; no convolutions; deterministic; not recorded."""
         switch = "recorded.flag('cudnn.benchmark') is not False"
         deterministic: dict[str, object] = {"cudnn.benchmark": False, "cudnn.deterministic": True}
         return {

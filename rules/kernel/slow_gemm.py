@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from math import ceil
-from typing import Any, ClassVar
+from typing import Any
 
 import polars as pl
 
@@ -71,7 +71,7 @@ class SlowGemm(BelowRate):
     verify = "Profile again: advisor analyze --operators shows more of the attainable rate."
     falsified_by = "a product that is no faster, timed alone in the proposed form"
     confidence = 0.55
-    cases: ClassVar = {
+    cases = {
         ON_ROCM: {
             "code": "# shell: export PYTORCH_TUNABLEOP_ENABLED=1   # times hipBLASLt's and "
             "rocBLAS's kernels"
@@ -117,7 +117,6 @@ class SlowGemm(BelowRate):
 
     @staticmethod
     def fires_on() -> dict[str, TraceBuilder]:
-        """Few tiles with a long sum; a round and a bit; tiny products in a batch."""
         return {
             # 4 tiles, 69 GFLOP: 0.25 ms at the rate, and all units could share the sum
             "few tiles, a long sum": _products([256, 524288], [524288, 256], 2500),
@@ -194,8 +193,7 @@ def _products(
     kernel: str = "ampere_bf16_s16816gemm_bf16_128x128_ldg8_nn",
 ) -> TraceBuilder:
     b = TraceBuilder()
-    for _ in range(4):
-        with b.step():
-            b.run(op, kernel, us, [left, right], dtype, times=6)
-            b.sync()
+    for _ in b.steps():
+        b.run(op, kernel, us, [left, right], dtype, times=6)
+        b.sync()
     return b

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import ClassVar
 
 import polars as pl
 
 from advisor.core import text as t
-from advisor.core.finding import Evidence, Finding, Outcome, Rule, Select, Threshold
+from advisor.core.finding import Finding, Outcomes, Rule, Select, Threshold
 from advisor.measure import Analysis
 from advisor.rules.common import example_steps, figure, of_step
 from advisor.rules.elsewhere import in_any_language
@@ -33,7 +32,7 @@ class EngineLayers(Rule):
     best: Threshold[float]
     worst: Threshold[float]
 
-    def check(self, a: Analysis) -> Iterator[Outcome]:
+    def check(self, a: Analysis) -> Outcomes:
         """Add up the layers whose names fit."""
         names = a.trace.gpu["name"].cast(pl.String)
         rows = kernel_rows(a) & names.str.contains(self._pattern).to_numpy()
@@ -46,7 +45,7 @@ class EngineLayers(Rule):
             summary=f"{t.count_noun(int(rows.sum()), self._layer)} take {of_step(a, ns)}.",
             evidence=[
                 figure(a, f"{self._layer}s", ns),
-                Evidence("share", ns / a.span_ns, "share", *self.limit("min_share"), per=a.per),
+                self.compare("share", ns / a.span_ns, "min_share", per=a.per),
             ],
             where=locations(a, rows),
             edits=[
@@ -92,7 +91,7 @@ class TensorRTReformat(EngineLayers):
     falsified_by = "an engine with fewer reformats that is as slow"
     assumptions = ("layers keep their times in the other format",)
     confidence = 0.6
-    elsewhere: ClassVar = in_any_language(fix, code=code)
+    elsewhere = in_any_language(fix, code=code)
 
     @staticmethod
     def fires_on() -> dict[str, TraceBuilder]:
@@ -101,7 +100,6 @@ class TensorRTReformat(EngineLayers):
 
     @staticmethod
     def silent_on() -> dict[str, tuple[TraceBuilder, str]]:
-        """One for the input; an elementwise kernel of another program."""
         other = example_steps(lambda b: b.run("aten::copy_", "reformat_kernel", 4000))
         return {
             "the input's": (example_steps(lambda b: _engine(b, "int8", 40)), "min_share"),
@@ -137,11 +135,10 @@ class TensorRTPrecision(EngineLayers):
     falsified_by = "results outside of the accuracy that the application allows"
     assumptions = ("fp16 keeps the accuracy that is needed: compare results",)
     confidence = 0.8
-    elsewhere: ClassVar = in_any_language(fix, code=code)
+    elsewhere = in_any_language(fix, code=code)
 
     @staticmethod
     def fires_on() -> dict[str, TraceBuilder]:
-        """An engine that was built without flags."""
         return {"no flags": example_steps(lambda b: _engine(b, "fp32", 0))}
 
     @staticmethod

@@ -2,21 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import ClassVar
-
 from advisor.core import text as t
-from advisor.core.finding import (
-    ANY,
-    Evidence,
-    Finding,
-    FrameworkAdvice,
-    Location,
-    Outcome,
-    Rule,
-    Source,
-    Threshold,
-)
+from advisor.core.finding import Finding, Location, Outcomes
+from advisor.core.rule import ANY, Evidence, FrameworkAdvice, Rule, Source, Threshold
 from advisor.measure import Analysis
 from advisor.measure.device.kernel_profiles import MatchedKernel
 from advisor.rules.kernel import facts
@@ -60,7 +48,7 @@ class TritonSpills(Rule):
     verify = "The compiled kernel's n_spills is 0 in the variant that is faster."
     falsified_by = "a configuration without spills that is slower"
     assumptions = ("loads and stores of spilled registers slow the kernel down",)
-    elsewhere: ClassVar = {ANY: FrameworkAdvice(fix, code)}  # kernels are of no framework
+    elsewhere = {ANY: FrameworkAdvice(fix, code)}  # kernels are of no framework
     references = (
         "https://triton-lang.org/main/python-api/generated/triton.Config.html",
         "https://docs.nvidia.com/cuda/cuda-c-programming-guide/#device-memory-accesses",
@@ -70,7 +58,7 @@ class TritonSpills(Rule):
     )
     validated_on = "kernels compiled for sm_80 and sm_90; no trace of theirs was recorded"
 
-    def check(self, a: Analysis) -> Iterator[Outcome]:
+    def check(self, a: Analysis) -> Outcomes:
         """The kernels that spill most, weighed by their time where there is a trace."""
         traced = not a.record_only
         dur = a.trace.gpu["dur"].to_numpy()
@@ -128,7 +116,6 @@ class TritonSpills(Rule):
 
     @staticmethod
     def silent_on() -> dict[str, tuple[TraceBuilder, str]]:
-        """A few spilled registers; a kernel that hardly runs; sin's array; another compilation."""
         return {
             "a few registers": (_example(spilled=32), "min_spilled"),
             "hardly runs": (_example(spilled=1664, us=1), "min_share"),
@@ -141,11 +128,10 @@ def _example(
     *, us: float = 900, local: int = 1664, spilled: int, threads: int = 128
 ) -> TraceBuilder:
     b = TraceBuilder()
-    for _ in range(4):
-        with b.step():
-            with b.op("aten::mm", [[512, 512], [512, 512]], "float"):
-                b.launch("matmul_kernel", us, blocks=1280, threads=128, registers=255, shared=49152)
-                b.launch("other_kernel", 400, blocks=1280, threads=128)
-            b.sync()
+    for _ in b.steps():
+        with b.op("aten::mm", [[512, 512], [512, 512]], "float"):
+            b.launch("matmul_kernel", us, blocks=1280, threads=128, registers=255, shared=49152)
+            b.launch("other_kernel", 400, blocks=1280, threads=128)
+        b.sync()
     b.compiled_kernel("matmul_kernel", shared=49152, local=local, spilled=spilled, threads=threads)
     return b

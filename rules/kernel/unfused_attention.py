@@ -2,23 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from typing import ClassVar
+from collections.abc import Callable
 
 import polars as pl
 
-from advisor.core.finding import (
-    Edit,
-    Evidence,
-    Finding,
-    FrameworkAdvice,
-    Outcome,
-    PassedCheck,
-    Rule,
-    Select,
-    SkippedCheck,
-    Threshold,
-)
+from advisor.core.finding import Edit, Finding, Outcomes, PassedCheck, Select, SkippedCheck
+from advisor.core.rule import Evidence, FrameworkAdvice, Rule, Threshold
 from advisor.core.trace import JAX, TENSORFLOW
 from advisor.measure import Analysis
 from advisor.measure.host.names import name_matches
@@ -127,7 +116,7 @@ class UnfusedAttention(Rule):
         "fused kernels reach {reach:.0%} of the attainable rate ({worst_reach:.0%} to "
         "{best_reach:.0%}), with sequences filled up to whole tiles",
     )
-    cases: ClassVar = {
+    cases = {
         "inputs of 32 bits": {
             "assumptions": (
                 "inputs are FP16 or BF16 (autocast), and fused kernels reach {reach:.0%} of the "
@@ -142,7 +131,7 @@ class UnfusedAttention(Rule):
         },
     }
 
-    elsewhere: ClassVar = {
+    elsewhere = {
         TENSORFLOW: FrameworkAdvice(
             "Use fused attention.", "keras.config.enable_flash_attention()"
         ),
@@ -151,7 +140,7 @@ class UnfusedAttention(Rule):
         ),
     }
 
-    def check(self, a: Analysis) -> Iterator[Outcome]:
+    def check(self, a: Analysis) -> Outcomes:
         """Time of attention in separate kernels as a share of kernel time."""
         if a.device_id is None:
             return
@@ -176,12 +165,7 @@ class UnfusedAttention(Rule):
                 "and reads the whole matrix of scores."
             ),
             evidence=[
-                Evidence(
-                    "unfused attention, share of kernel time",
-                    share,
-                    "share",
-                    *self.limit("min_share"),
-                ),
+                self.compare("unfused attention, share of kernel time", share, "min_share"),
                 figure(a, "unfused attention", spent),
                 Evidence("under the math fallback", fallback / total, "share"),
                 Evidence("tokens per sequence", fused and fused.tokens, "count"),
@@ -197,9 +181,7 @@ class UnfusedAttention(Rule):
             return "shapes or rates not known"
         return "inputs of 32 bits" if fused.wide else ""
 
-    def _healthy(
-        self, a: Analysis, rows: facts.Mask, total: int, share: float
-    ) -> Iterator[Outcome]:
+    def _healthy(self, a: Analysis, rows: facts.Mask, total: int, share: float) -> Outcomes:
         fused = facts.duration(a, rows & facts.of_family(a, "attention"))
         if fused >= self.praise_share * total and share < 0.01:
             yield PassedCheck(text=f"attention runs fused ({fused / total:.0%} of kernel time)")
@@ -294,7 +276,6 @@ class UnfusedAttention(Rule):
 
     @staticmethod
     def silent_on() -> dict[str, tuple[TraceBuilder, str]]:
-        """Fused attention; a classifier; a router of experts; products without softmax."""
         half, gemm = "c10::Half", "ampere_fp16_s16816gemm_fp16_128x128_ldg8"
         softmax = "void (anonymous namespace)::"
 

@@ -2,22 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import ClassVar
-
 import numpy as np
 import polars as pl
 from numpy.typing import NDArray
 
-from advisor.core.finding import (
-    Evidence,
-    Finding,
-    FrameworkAdvice,
-    Outcome,
-    Rule,
-    Select,
-    Threshold,
-)
+from advisor.core.finding import Finding, FrameworkAdvice, Outcomes, Rule, Select, Threshold
 from advisor.core.trace import JAX, TENSORFLOW
 from advisor.measure import Analysis
 from advisor.measure.device.shapes import OpInputs
@@ -109,7 +98,7 @@ class UnfusedElementwise(Rule):
         "{kept:.0%} of the tensors inside a chain are no longer written ({kept_low:.0%} to "
         "{kept_high:.0%})",
     )
-    cases: ClassVar = {
+    cases = {
         "shapes are not recorded": {
             "confidence": 0.5,
             "assumptions": (
@@ -119,8 +108,8 @@ class UnfusedElementwise(Rule):
         }
     }
 
-    inference: ClassVar = {"fix": fix.replace(", a fused loss", "")}
-    elsewhere: ClassVar = {
+    inference = {"fix": fix.replace(", a fused loss", "")}
+    elsewhere = {
         TENSORFLOW: FrameworkAdvice(
             "Compile the step with XLA, which fuses the chains.",
             TF_COMPILE,
@@ -135,7 +124,7 @@ class UnfusedElementwise(Rule):
         ),
     }
 
-    def check(self, a: Analysis) -> Iterator[Outcome]:
+    def check(self, a: Analysis) -> Outcomes:
         """Time of chains as a share of kernel time."""
         if not facts.is_busy(a, self.min_busy):
             return
@@ -167,11 +156,8 @@ class UnfusedElementwise(Rule):
                 f"{share:.0%} of kernel time. They write and reread each tensor in between."
             ),
             evidence=[
-                Evidence(
-                    "chains of pointwise kernels, share of kernel time",
-                    share,
-                    "share",
-                    *self.limit("min_share"),
+                self.compare(
+                    "chains of pointwise kernels, share of kernel time", share, "min_share"
                 ),
                 figure(a, "kernels in chains", int(in_chain.sum()), "count"),
                 figure(a, "chains", chains.height, "count"),
@@ -273,13 +259,10 @@ class UnfusedElementwise(Rule):
 
     @staticmethod
     def fires_on() -> dict[str, TraceBuilder]:
-        """A hand-written activation over a large tensor, with and without recorded shapes."""
         return {"an activation by hand": _step(8, [64, 1024, 1024]), "no shapes": _step(8, None)}
 
     @staticmethod
     def silent_on() -> dict[str, tuple[TraceBuilder, str]]:
-        """Compiled; one pointwise kernel after each product; tensors of different sizes."""
-
         def compiled(b: TraceBuilder) -> None:
             _product(b)
             for n in range(4):

@@ -2,36 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import ClassVar
-
 import numpy as np
 import polars as pl
 from numpy.typing import NDArray
 
-from advisor.core.finding import (
-    Evidence,
-    Finding,
-    Outcome,
-    Rule,
-    Select,
-    SkippedCheck,
-    Source,
-    Threshold,
-)
+from advisor.core.finding import Finding, Outcomes, Select, SkippedCheck
+from advisor.core.rule import Evidence, Rule, Source, Threshold
 from advisor.core.text import count_noun
 from advisor.measure import Analysis
 from advisor.measure.host.names import name_matches
 from advisor.rules.common import example_steps, figure
 from advisor.rules.elsewhere import in_any_language
 from advisor.rules.kernel import facts
-from advisor.rules.sources import (
-    ARITHMETIC,
-    MATMUL_GUIDE,
-    OURS,
-    SILENT_TRACES,
-    SMALL_GRIDS_TRACES,
-)
+from advisor.rules.sources import ARITHMETIC, MATMUL_GUIDE, OURS, SILENT_TRACES, SMALL_GRIDS_TRACES
 from advisor.testing import TraceBuilder
 
 
@@ -82,12 +65,12 @@ class WaveQuantisation(Rule):
     confidence = 0.5
     assumptions = ("{part:.0%} of the tail can be won back (none to all)",)
 
-    elsewhere: ClassVar = in_any_language(
+    elsewhere = in_any_language(
         "Choose sizes, or tiles, so that the number of blocks is a multiple of what the device "
         "runs at once. Or let blocks fetch work themselves (persistent kernels, stream-K)."
     )
 
-    def check(self, a: Analysis) -> Iterator[Outcome]:
+    def check(self, a: Analysis) -> Outcomes:
         """Kernels, by name, whose last waves waste time."""
         if not facts.is_busy(a, self.min_busy):
             return
@@ -119,8 +102,8 @@ class WaveQuantisation(Rule):
                 "empty."
             ),
             evidence=[
-                Evidence("waste in these kernels", lost / spent, "share", *self.limit("min_waste")),
-                Evidence("waves of the largest", table["waves"][0], "", *self.limit("max_waves")),
+                self.compare("waste in these kernels", lost / spent, "min_waste"),
+                self.compare("waves of the largest", table["waves"][0], "max_waves", ""),
                 figure(a, "time of these kernels", spent),
             ],
             where=facts.locations(a, rows),
@@ -161,8 +144,6 @@ class WaveQuantisation(Rule):
 
     @staticmethod
     def silent_on() -> dict[str, tuple[TraceBuilder, str]]:
-        """A whole number of waves, many waves, a persistent kernel, a device that waits."""
-
         def wait(b: TraceBuilder) -> None:
             _run(b, 1024, 20, 238)
             b.host(2000)
@@ -274,7 +255,7 @@ class SmallGrids(Rule):
     alternatives = "batch"
     assumptions = (_WON_BACK, "a larger batch fits into memory and trains as well")
 
-    inference: ClassVar = {
+    inference = {
         "fix": "Give each kernel more work: a larger batch, several small matrices in one batched "
         "product, several small tensors in one foreach call. Or run independent branches on their "
         "own streams.",
@@ -284,12 +265,12 @@ class SmallGrids(Rule):
         "out = torch.bmm(torch.stack(lefts), torch.stack(rights))",
         "assumptions": (_WON_BACK, "a larger batch fits into memory"),
     }
-    elsewhere: ClassVar = in_any_language(
+    elsewhere = in_any_language(
         "Give each launch more work: batch items, split along another dimension, or run "
         "independent kernels on several streams at once."
     )
 
-    def check(self, a: Analysis) -> Iterator[Outcome]:
+    def check(self, a: Analysis) -> Outcomes:
         """Time of compute kernels with less than one block per multiprocessor."""
         if not facts.is_busy(a, self.min_busy):
             return
@@ -316,12 +297,10 @@ class SmallGrids(Rule):
                 f"and leave {empty_share:.0%} of the GPU empty."
             ),
             evidence=[
-                Evidence(
-                    "small kernels, share of compute time", share, "share", *self.limit("min_share")
-                ),
+                self.compare("small kernels, share of compute time", share, "min_share"),
                 Evidence("of the GPU empty meanwhile", empty_share, "share"),
                 figure(a, "small kernels", int(small.sum()), "count"),
-                Evidence("device busy", facts.busy_share(a), "share", *self.limit("min_busy")),
+                self.compare("device busy", facts.busy_share(a), "min_busy"),
             ],
             where=facts.locations(a, small),
             edits=[facts.scale_kernels(a, selected, saved, select)],
@@ -329,7 +308,6 @@ class SmallGrids(Rule):
 
     @staticmethod
     def fires_on() -> dict[str, TraceBuilder]:
-        """A busy device whose kernels have an eighth of the blocks they need."""
         return {
             "16 blocks on 108 multiprocessors": example_steps(
                 lambda b: b.run(
@@ -346,7 +324,6 @@ class SmallGrids(Rule):
 
     @staticmethod
     def silent_on() -> dict[str, tuple[TraceBuilder, str]]:
-        """Communication, persistent kernels, and a device that waits for the host."""
         shapes, dtype = [[4096, 4096], [4096, 4096]], "c10::BFloat16"
         pointwise = "void at::native::vectorized_elementwise_kernel<4>"
 

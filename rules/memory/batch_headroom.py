@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import ClassVar
-
 import numpy as np
 
 from advisor.core import text as t
-from advisor.core.finding import Evidence, Finding, Outcome, Rule, SkippedCheck, Threshold
+from advisor.core.finding import Evidence, Finding, Outcomes, Rule, SkippedCheck, Threshold
 from advisor.measure import Analysis
 from advisor.rules.memory.device_memory import gpu_capacity, last_known
 from advisor.rules.recorded import measure_it, record, steps_seen
@@ -60,12 +57,12 @@ class BatchHeadroom(Rule):
     falsified_by = "the same samples per second with twice the batch"
     confidence = 0.6
 
-    inference: ClassVar = {
+    inference = {
         "fix": "Double the batch and compare samples per second. Go on while they rise.",
         "code": "loader = DataLoader(dataset, batch_size=2 * batch_size, ...)",
     }
 
-    def check(self, a: Analysis) -> Iterator[Outcome]:
+    def check(self, a: Analysis) -> Outcomes:
         """Compare memory and activity with what the GPU has."""
         recorded = record(a)
         total = gpu_capacity(a)
@@ -99,7 +96,7 @@ class BatchHeadroom(Rule):
             ),
             evidence=[
                 Evidence("GPU memory held", held, "bytes"),
-                Evidence("of the GPU's memory", held / total, "share", *self.limit("max_memory")),
+                self.compare("of the GPU's memory", held / total, "max_memory"),
                 Evidence(label, value, "share"),
                 Evidence("samples per batch", now, "count"),
                 steps_seen(recorded),
@@ -152,11 +149,10 @@ def _run(
     from advisor.core.run_directory import Gpu, RecordedDevice
 
     b = TraceBuilder()
-    for _ in range(4 if window else 0):
-        with b.step():
-            b.run("aten::mm", "ampere_sgemm_128x64_nn", 1000)
-            b.sync()
-            b.host(2000)
+    for _ in b.steps(4 if window else 0):
+        b.run("aten::mm", "ampere_sgemm_128x64_nn", 1000)
+        b.sync()
+        b.host(2000)
     devices = [] if held is None else [RecordedDevice(total_bytes=80 * 10**9)]
     r = b.record_of_run(devices=devices)
     fields = {} if held is None else {"peak": round(held), "reserved": round(held), "samples": 32}

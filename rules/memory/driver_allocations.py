@@ -5,23 +5,14 @@ The rules of this family differ in the calls that they count.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import ClassVar
 
 import polars as pl
 
 from advisor.core import text as t
-from advisor.core.finding import (
-    Edit,
-    Evidence,
-    Finding,
-    Location,
-    Outcome,
-    PassedCheck,
-    Rule,
-    Select,
-    Threshold,
-)
+from advisor.core.finding import Edit, Finding, Location, Outcomes, PassedCheck, Select
+from advisor.core.rule import Evidence, Rule, Threshold
 from advisor.measure import Analysis
 from advisor.rules.common import column, locate_row, places, rows, total
 from advisor.rules.elsewhere import in_any_language
@@ -58,7 +49,7 @@ class DriverAllocationRule(Rule):
     def _places(self, a: Analysis, calls: pl.DataFrame) -> list[Location]:
         return places(a, rows(calls["host"]), column(calls, "dur"))
 
-    def check(self, a: Analysis) -> Iterator[Outcome]:
+    def check(self, a: Analysis) -> Outcomes:
         """Count such calls in the steps after the first."""
         used = a.steps.used
         if a.device_id is None or used.height <= self.min_steps:
@@ -76,12 +67,9 @@ class DriverAllocationRule(Rule):
         yield Finding(
             summary=self._summary(calls, steps),
             evidence=[
-                Evidence(self._label, rate, "count", *self.limit("min_a_step"), per=a.per),
-                Evidence(
-                    "steps with such calls",
-                    calls["step"].n_unique(),
-                    "count",
-                    *self.limit("min_steps"),
+                self.compare(self._label, rate, "min_a_step", "count", per=a.per),
+                self.compare(
+                    "steps with such calls", calls["step"].n_unique(), "min_steps", "count"
                 ),
                 Evidence("host time in these calls", total(calls["dur"]) / steps, "ns", per=a.per),
             ],
@@ -133,7 +121,7 @@ class AllocationsInLoop(DriverAllocationRule):
     )
     confidence = 0.8
 
-    elsewhere: ClassVar = in_any_language(
+    elsewhere = in_any_language(
         "Allocate once, before the loop, and reuse the memory, or take it from a pool.",
         cuda="Use cudaMallocAsync from a pool with a high release threshold in place of cudaMalloc "
         "and cudaFree, which make the whole GPU wait.",
@@ -144,7 +132,7 @@ class AllocationsInLoop(DriverAllocationRule):
         terms={"none": "no cudaMalloc or cudaFree"},
     )
 
-    _calls: ClassVar = {"malloc": "cudaMalloc", "free": "cudaFree"}
+    _calls = {"malloc": "cudaMalloc", "free": "cudaFree"}
     _label = "allocation calls"
     terms: Mapping[str, str] = {"none": "no cudaMalloc or cudaFree"}
     _select = Select(on="gap", cause=("allocation",))
@@ -192,39 +180,35 @@ class AllocationsInLoop(DriverAllocationRule):
 
     @staticmethod
     def fires_on() -> dict[str, TraceBuilder]:
-        """Sizes that change each step: a cudaMalloc and a cudaFree in the middle of it."""
         b = TraceBuilder()
-        for _ in range(6):
-            with b.step():
-                run_product(b, 1000)
-                b.sync()
-                with b.op("aten::empty"):
-                    b.call("cudaFree", 400)
-                    b.call("cudaMalloc", 600)
-                run_product(b, 1000)
-                b.sync()
+        for _ in b.steps(6):
+            run_product(b, 1000)
+            b.sync()
+            with b.op("aten::empty"):
+                b.call("cudaFree", 400)
+                b.call("cudaMalloc", 600)
+            run_product(b, 1000)
+            b.sync()
         return {"a new size each step": b}
 
     @staticmethod
     def silent_on() -> dict[str, tuple[TraceBuilder, str]]:
-        """Warm-up only; under queued work; none."""
         warm = TraceBuilder()
         hidden = TraceBuilder()
         none = TraceBuilder()
-        for step in range(6):
-            with warm.step():
-                if step < 2:
-                    warm.call("cudaMalloc", 1500)
-                run_product(warm, 3000)
-                warm.sync()
-            with hidden.step():
-                run_product(hidden, 5000)
-                hidden.call("cudaMalloc", 600)
-                run_product(hidden, 5000)
-                hidden.sync()
-            with none.step():
-                run_product(none, 3000)
-                none.sync()
+        for step in warm.steps(6):
+            if step < 2:
+                warm.call("cudaMalloc", 1500)
+            run_product(warm, 3000)
+            warm.sync()
+        for _ in hidden.steps(6):
+            run_product(hidden, 5000)
+            hidden.call("cudaMalloc", 600)
+            run_product(hidden, 5000)
+            hidden.sync()
+        for _ in none.steps(6):
+            run_product(none, 3000)
+            none.sync()
         return {
             "warm-up": (warm, "calls['step'].n_unique() < self.min_steps"),
             "the GPU has work queued": (hidden, "worth"),
@@ -276,13 +260,13 @@ class PinnedAllocationInLoop(DriverAllocationRule):
     verify = "Profile later steps again: no cudaHostAlloc inside them."
     confidence = 0.85
 
-    elsewhere: ClassVar = in_any_language(
+    elsewhere = in_any_language(
         "Pin host memory once, before the loop, and reuse it: pinning takes far longer than the "
         "copy.",
         cuda="Call cudaHostAlloc or cudaHostRegister once, not in each iteration.",
     )
 
-    _calls: ClassVar = {"host_alloc": "cudaHostAlloc"}
+    _calls = {"host_alloc": "cudaHostAlloc"}
     _label = "pinned allocations"
     _select = Select(
         on="gap", cause=("allocation",), name=r"HostAlloc|MallocHost|HostRegister|AllocHost"
@@ -297,38 +281,34 @@ class PinnedAllocationInLoop(DriverAllocationRule):
 
     @staticmethod
     def fires_on() -> dict[str, TraceBuilder]:
-        """A new pinned buffer in every step, while the GPU waits."""
         b = TraceBuilder()
-        for _ in range(6):
-            with b.step():
-                with b.python("train.py(40): train_step"), b.op("aten::_pin_memory"):
-                    b.call("cudaHostAlloc", 2500)
-                b.copy("HtoD", 8 << 20)
-                _train(b)
+        for _ in b.steps(6):
+            with b.python("train.py(40): train_step"), b.op("aten::_pin_memory"):
+                b.call("cudaHostAlloc", 2500)
+            b.copy("HtoD", 8 << 20)
+            _train(b)
         return {"a new buffer each step": b}
 
     @staticmethod
     def silent_on() -> dict[str, tuple[TraceBuilder, str]]:
-        """Warm-up only; under queued work; GPU memory; two steps of five."""
         warm, hidden, device, rare = (TraceBuilder() for _ in range(4))
-        for step in range(6):
-            with warm.step():
-                if step < 2:
-                    warm.call("cudaHostAlloc", 2500)
-                _train(warm)
-            with hidden.step():
-                hidden.run("aten::mm", "ampere_sgemm_128x64_nn", 9000)
-                hidden.call("cudaHostAlloc", 2500)
-                hidden.run("aten::mm", "ampere_sgemm_128x64_nn", 9000)
-                hidden.sync()
-            with device.step():
-                device.call("cudaMalloc", 2500)
-                _train(device)
-            with rare.step():
-                if step in (2, 4):
-                    for _ in range(4):
-                        rare.call("cudaHostAlloc", 500)
-                _train(rare)
+        for step in warm.steps(6):
+            if step < 2:
+                warm.call("cudaHostAlloc", 2500)
+            _train(warm)
+        for _ in hidden.steps(6):
+            hidden.run("aten::mm", "ampere_sgemm_128x64_nn", 9000)
+            hidden.call("cudaHostAlloc", 2500)
+            hidden.run("aten::mm", "ampere_sgemm_128x64_nn", 9000)
+            hidden.sync()
+        for _ in device.steps(6):
+            device.call("cudaMalloc", 2500)
+            _train(device)
+        for step in rare.steps(6):
+            if step in (2, 4):
+                for _ in range(4):
+                    rare.call("cudaHostAlloc", 500)
+            _train(rare)
         return {
             "warm-up": (warm, "calls.is_empty()"),
             "the GPU has work queued": (hidden, "worth"),

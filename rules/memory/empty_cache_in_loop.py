@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import ClassVar
-
 import numpy as np
 import polars as pl
 from numpy.typing import NDArray
 
-from advisor.core.finding import Edit, Evidence, Finding, Outcome, Rule, Select, Threshold
+from advisor.core.finding import Edit, Evidence, Finding, Outcomes, Rule, Select, Threshold
 from advisor.measure import Analysis
 from advisor.replay.selection import under_names
 from advisor.rules.common import figure, locate_row
@@ -63,9 +60,9 @@ class EmptyCacheInLoop(Rule):
     assumptions = ("the step fits into the same peak without the call",)
 
     confidence = 0.95
-    cases: ClassVar = {"without stacks": {"confidence": 0.7}}
+    cases = {"without stacks": {"confidence": 0.7}}
 
-    def check(self, a: Analysis) -> Iterator[Outcome]:
+    def check(self, a: Analysis) -> Outcomes:
         """Find the frees of empty_cache, with or without stacks."""
         if a.device_id is None or a.allocations.is_empty():
             return
@@ -90,12 +87,7 @@ class EmptyCacheInLoop(Rule):
                 f"({mallocs.height / a.step_count:.0f} cudaMalloc per step)."
             ),
             evidence=[
-                Evidence(
-                    "steps with the call",
-                    frees["step"].n_unique(),
-                    "count",
-                    *self.limit("min_steps"),
-                ),
+                self.compare("steps with the call", frees["step"].n_unique(), "min_steps", "count"),
                 Evidence("cudaFree", bursts, "count", per=a.per),
                 figure(a, "cudaMalloc", mallocs.height, "count"),
                 figure(a, "host time in both", int(calls["dur"].sum())),
@@ -127,34 +119,31 @@ class EmptyCacheInLoop(Rule):
 
     @staticmethod
     def fires_on() -> dict[str, TraceBuilder]:
-        """The call at the end of each step, with and without stacks."""
         return {"with stacks": _loop(stacks=True), "without stacks": _loop(stacks=False)}
 
     @staticmethod
     def silent_on() -> dict[str, tuple[TraceBuilder, str]]:
-        """Once, between phases; the allocator's own frees when memory is full; none."""
         once = TraceBuilder()
         full = TraceBuilder()
         none = TraceBuilder()
-        for step in range(6):
-            with once.step():
-                if step == 3:
-                    for _ in range(3):
-                        once.call("cudaFree", 300)
-                run_product(once)
-                once.sync()
-            with full.step():
-                run_product(full)
-                full.sync()
-                with full.op("aten::empty"):
-                    for _ in range(3):
-                        full.call("cudaFree", 300)
-                    full.call("cudaMalloc", 300)
-                run_product(full)
-                full.sync()
-            with none.step():
-                run_product(none)
-                none.sync()
+        for step in once.steps(6):
+            if step == 3:
+                for _ in range(3):
+                    once.call("cudaFree", 300)
+            run_product(once)
+            once.sync()
+        for _ in full.steps(6):
+            run_product(full)
+            full.sync()
+            with full.op("aten::empty"):
+                for _ in range(3):
+                    full.call("cudaFree", 300)
+                full.call("cudaMalloc", 300)
+            run_product(full)
+            full.sync()
+        for _ in none.steps(6):
+            run_product(none)
+            none.sync()
         return {
             "once": (once, "frees['step'].n_unique() < enough"),
             "the allocator frees because memory is full": (
@@ -173,18 +162,17 @@ def _loop(*, stacks: bool) -> TraceBuilder:
         for _ in range(4):
             b.call("cudaFree", 200)
 
-    for _ in range(6):
-        with b.step():
-            with b.op("aten::empty"):
-                for _ in range(4):
-                    b.call("cudaMalloc", 250)
-            run_product(b)
-            if stacks:
-                with (
-                    b.python("train.py(40): train"),
-                    b.python("torch/cuda/memory.py(172): empty_cache"),
-                ):
-                    body()
-            else:
+    for _ in b.steps(6):
+        with b.op("aten::empty"):
+            for _ in range(4):
+                b.call("cudaMalloc", 250)
+        run_product(b)
+        if stacks:
+            with (
+                b.python("train.py(40): train"),
+                b.python("torch/cuda/memory.py(172): empty_cache"),
+            ):
                 body()
+        else:
+            body()
     return b

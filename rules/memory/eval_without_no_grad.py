@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import ClassVar
 
 import numpy as np
@@ -10,7 +9,7 @@ import polars as pl
 from numpy.typing import NDArray
 
 from advisor.core import text as t
-from advisor.core.finding import Evidence, Finding, Impact, Outcome, Rule, Threshold
+from advisor.core.finding import Evidence, Finding, Impact, Outcomes, Rule, Threshold
 from advisor.core.intervals import Intervals, covered_length, intersect, union
 from advisor.core.run_directory import LARGEST
 from advisor.measure import Analysis
@@ -91,7 +90,7 @@ class EvalWithoutNoGrad(Rule):
     falsified_by = "a backward pass over these results outside the recorded steps"
     confidence = 0.8
 
-    def check(self, a: Analysis) -> Iterator[Outcome]:
+    def check(self, a: Analysis) -> Outcomes:
         """Compare node numbers of the forward pass with those of the backward pass."""
         cpu = a.trace.cpu
         number = rows(cpu["sequence"])
@@ -131,16 +130,12 @@ class EvalWithoutNoGrad(Rule):
                 f"They keep the activations of {t.count_noun(count, 'graph node')}{per(a)}."
             ),
             evidence=[
-                Evidence(
-                    "graph nodes without a backward pass",
-                    count,
-                    "count",
-                    *self.limit("min_numbers"),
-                    per=a.per,
+                self.compare(
+                    "graph nodes without a backward pass", count, "min_numbers", "count", per=a.per
                 ),
                 figure(a, "host time in them", lost),
-                Evidence("share of the forward pass", share, "share", *self.limit("min_share")),
-                Evidence("share", lost / a.span_ns, "share", *self.limit("min_step"), per=a.per),
+                self.compare("share of the forward pass", share, "min_share"),
+                self.compare("share", lost / a.span_ns, "min_step", per=a.per),
             ],
             where=places(a, here, cpu["dur"].to_numpy()[here].astype(np.int64)),
             impact=Impact(
@@ -170,13 +165,10 @@ class EvalWithoutNoGrad(Rule):
 
     @staticmethod
     def fires_on() -> dict[str, TraceBuilder]:
-        """Validation with a graph during training, with a GPU and without."""
         return {"validation": _trace(24), "without a GPU": _trace(24, gpu=False)}
 
     @staticmethod
     def silent_on() -> dict[str, tuple[TraceBuilder, str]]:
-        """Validation under no_grad; training alone; an unused output; a distribution that checks
-        its arguments; no backward in the trace."""
         return {
             "no_grad": (_trace(24, graph=False), "np.median(by_step) < self.min_numbers"),
             "training alone": (_trace(0), "np.median(by_step) < self.min_numbers"),
@@ -207,7 +199,7 @@ class EvaluationGraphs(EvalWithoutNoGrad):
         0.02, "of the run, between the steps: below it the graphs cannot be large", REAL_EVAL
     )
 
-    def check(self, a: Analysis) -> Iterator[Outcome]:
+    def check(self, a: Analysis) -> Outcomes:
         """Sum up what was counted after the first step. Between a loader's batches, forwards over
         data in memory are part of the step before."""
         recorded = record(a)
@@ -241,9 +233,9 @@ class EvaluationGraphs(EvalWithoutNoGrad):
                 + "Each keeps its activations as long as its result is referred to."
             ),
             evidence=[
-                Evidence("forward passes", count, "count", *self.limit("min_numbers")),
+                self.compare("forward passes", count, "min_numbers", "count"),
                 Evidence("time of these pauses", spent, "ns"),
-                Evidence("share of the run", spent / whole, "share", *self.limit("min_step")),
+                self.compare("share of the run", spent / whole, "min_step"),
                 steps_seen(recorded),
             ],
             impact=Impact(
@@ -254,7 +246,6 @@ class EvaluationGraphs(EvalWithoutNoGrad):
 
     @staticmethod
     def fires_on() -> dict[str, TraceBuilder]:
-        """Validation every ten steps, of ten batches; a run that never trains."""
         b = TraceBuilder()
         run = b.record_of_run()
         for _ in range(80):
@@ -263,7 +254,6 @@ class EvaluationGraphs(EvalWithoutNoGrad):
 
     @staticmethod
     def silent_on() -> dict[str, tuple[TraceBuilder, str]]:
-        """Validation under no_grad; one output looked at; a short validation."""
         return {
             "no_grad": (_validated(0, 60), "count < self.min_numbers"),
             "one output": (_validated(1, 60), "min_numbers"),
@@ -317,16 +307,15 @@ def _trace(
             if gpu:
                 b.launch("ampere_sgemm_128x64_nn", 50)
 
-    for _ in range(5):
-        with b.step():
-            numbers = range(first, first + 12)
-            for number in numbers:
-                work("aten::linear", number)
-            if backward:
-                for number in reversed(numbers):
-                    work("autograd::engine::evaluate_function: AddmmBackward0", number)
-            first += 12
-            for _ in range(more):
-                work(name, first if graph else None)
-                first += 1
+    for _ in b.steps(5):
+        numbers = range(first, first + 12)
+        for number in numbers:
+            work("aten::linear", number)
+        if backward:
+            for number in reversed(numbers):
+                work("autograd::engine::evaluate_function: AddmmBackward0", number)
+        first += 12
+        for _ in range(more):
+            work(name, first if graph else None)
+            first += 1
     return b

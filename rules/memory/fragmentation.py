@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import suppress
-from typing import ClassVar
 
 import numpy as np
 
 from advisor.core import text as t
-from advisor.core.finding import Evidence, Finding, Impact, Outcome, Rule, Threshold
+from advisor.core.finding import Evidence, Finding, Impact, Outcomes, Rule, Threshold
 from advisor.measure import Analysis
 from advisor.measure.memory.fragments import fragments, placement, repacking
 from advisor.rules.memory.device_memory import EXPANDABLE, GIB, gpu_capacity, last_known
@@ -60,7 +59,7 @@ class Fragmentation(Rule):
     verify = "Record again: reserved memory stays close to the peak, without retries."
     falsified_by = "the same difference with expandable segments"
     confidence = 0.75
-    cases: ClassVar = {
+    cases = {
         "of a snapshot": {
             "verify": "Take a snapshot again: reserved memory at the peak is lower.",
             "confidence": 0.8,
@@ -69,7 +68,7 @@ class Fragmentation(Rule):
         "of a snapshot in which a request failed": {"confidence": 0.8},
     }
 
-    def check(self, a: Analysis) -> Iterator[Outcome]:
+    def check(self, a: Analysis) -> Outcomes:
         """Compare reserved memory with what tensors needed."""
         findings = list(self._of_snapshot(a))
         yield from findings
@@ -105,7 +104,7 @@ class Fragmentation(Rule):
             evidence=[
                 Evidence("reserved", reserved, "bytes"),
                 Evidence("peak allocated", peak, "bytes"),
-                Evidence("reserved over peak", reserved / peak, "", *self.limit("min_ratio")),
+                self.compare("reserved over peak", reserved / peak, "min_ratio", ""),
                 Evidence("GPU memory", total, "bytes"),
                 Evidence("retries after the warm-up", retries, "count"),
                 Evidence("allocator settings", setting),
@@ -146,30 +145,32 @@ class Fragmentation(Rule):
                 summary=summary,
                 evidence=[
                     Evidence("reserved at the peak, not in tensors", packed.slack, "bytes"),
-                    Evidence(
-                        "not reserved with expandable segments", packed.freed, "bytes",
-                        *self.limit("min_split", GIB),
+                    self.compare(
+                        "not reserved with expandable segments",
+                        packed.freed,
+                        "min_split",
+                        "bytes",
+                        times=GIB,
                     ),
-                    Evidence(
-                        "share of reserved memory", packed.freed / max(post.reserved, 1), "share",
-                        *self.limit("min_freed"),
+                    self.compare(
+                        "share of reserved memory",
+                        packed.freed / max(post.reserved, 1),
+                        "min_freed",
                     ),
                     Evidence("lost to rounding", pieces.rounding, "bytes"),
-                    Evidence(
-                        "allocator settings", settings.get("PYTORCH_CUDA_ALLOC_CONF") or None
-                    ),
+                    Evidence("allocator settings", settings.get("PYTORCH_CUDA_ALLOC_CONF") or None),
                 ],
                 impact=Impact(
-                    currency="memory", freed_bytes=packed.freed,
+                    currency="memory",
+                    freed_bytes=packed.freed,
                     method="history replayed with and without expandable segments",
                 ),
                 assumptions=[packed.assumes],
                 **case,
-            )  # fmt: skip
+            )
 
     @staticmethod
     def fires_on() -> dict[str, TraceBuilder]:
-        """Twice the peak; retries."""
         return {
             "70 GB held for 40 GB": _run(70e9, 40e9, 30e9),
             "retries": _run(78e9, 70e9, 50e9, retries=5),
@@ -178,7 +179,6 @@ class Fragmentation(Rule):
 
     @staticmethod
     def silent_on() -> dict[str, tuple[TraceBuilder, str]]:
-        """A past peak; a small model; full of tensors; retries in the warm-up only."""
         return {
             "a past peak": (
                 _run(70e9, 69e9, 20e9),

@@ -2,23 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from advisor.core import text as t
-from advisor.core.finding import (
-    Evidence,
-    Finding,
-    Impact,
-    Location,
-    Outcome,
-    Rule,
-    SkippedCheck,
-    Threshold,
-)
+from advisor.core.finding import Finding, Impact, Location, Outcomes, SkippedCheck
 from advisor.core.intervals import covered_length
+from advisor.core.rule import Evidence, Rule, Threshold
 from advisor.measure import Analysis
 from advisor.measure.device.shapes import OpInputs
 from advisor.measure.host.names import name_matches
@@ -92,7 +83,7 @@ class HugeVocabulary(Rule):
     falsified_by = "torch.cuda.memory._snapshot() shows the peak elsewhere"
     assumptions = ("memory peaks at the loss, where all activations are alive",)
     confidence = 0.7
-    cases: ClassVar = {
+    cases = {
         "as a snapshot shows it": {
             "title": "The loss keeps several copies of the logits in memory",
             "assumptions": ("the loss can be computed in eight pieces, one at a time",),
@@ -101,7 +92,7 @@ class HugeVocabulary(Rule):
         }
     }
 
-    def check(self, a: Analysis) -> Iterator[Outcome]:
+    def check(self, a: Analysis) -> Outcomes:
         """Compare the largest log-softmax with the peak; else read a snapshot."""
         outcomes = list(self._of_trace(a))
         in_trace = any(isinstance(outcome, Finding) for outcome in outcomes)
@@ -122,9 +113,7 @@ class HugeVocabulary(Rule):
             ),
             evidence=[
                 Evidence("largest block of the loss", held.largest, "bytes"),
-                Evidence(
-                    "share of the memory in tensors", share, "share", *self.limit("min_memory")
-                ),
+                self.compare("share of the memory in tensors", share, "min_memory"),
                 Evidence("blocks of its size, or half of it", held.blocks, "count"),
                 Evidence("memory in these blocks", held.bytes, "bytes"),
             ],
@@ -146,7 +135,7 @@ class HugeVocabulary(Rule):
             **self.case("as a snapshot shows it"),
         )
 
-    def _of_trace(self, a: Analysis) -> Iterator[Outcome]:
+    def _of_trace(self, a: Analysis) -> Outcomes:
         cpu = a.trace.cpu
         if a.device_id is None or not name_matches(cpu["name"], _BACKWARD).any():
             return
@@ -189,12 +178,12 @@ class HugeVocabulary(Rule):
             ),
             evidence=[
                 Evidence("largest log-softmax", largest, "bytes"),
-                Evidence(f"share {source}", largest / capacity, "share", *self.limit("min_memory")),
-                Evidence(
+                self.compare(f"share {source}", largest / capacity, "min_memory"),
+                self.compare(
                     "last dimension",
                     tensor.shape[-1] if tensor else None,
+                    "min_vocabulary",
                     "count",
-                    *self.limit("min_vocabulary"),
                 ),
                 figure(a, "GPU time of the loss", facts.duration(a, under)),
             ],
@@ -228,7 +217,6 @@ class HugeVocabulary(Rule):
 
     @staticmethod
     def silent_on() -> dict[str, tuple[TraceBuilder, str]]:
-        """Chunks; a small vocabulary; images; inference; a peak that is much larger."""
         return {
             "chunks": (_training([1024, 128256], peak=40 << 30), "min_memory"),
             "a small vocabulary": (_training([262144, 8192], peak=16 << 30), "min_vocabulary"),
@@ -257,21 +245,20 @@ def _training(
     if dims is not None and len(dims) == 2 and dim == "1":
         dim = "-1"
     shapes = None if dims is None else [dims, [], []]
-    for _ in range(4):
-        with b.step():
-            if peak is not None:
-                b.memory(1 << 20, peak, peak + (1 << 30))
-            with (
-                b.op("aten::cross_entropy_loss"),
-                b.op(
-                    "aten::_log_softmax",
-                    shapes,
-                    ["float", "Scalar", "Scalar"],
-                    concrete=["", dim, "False"],
-                ),
-            ):
-                b.launch("cunn_SoftMaxForward", 3000)
-            if backward:
-                b.run("aten::_log_softmax_backward_data", "cunn_SoftMaxBackward", 3000)
-            b.sync()
+    for _ in b.steps():
+        if peak is not None:
+            b.memory(1 << 20, peak, peak + (1 << 30))
+        with (
+            b.op("aten::cross_entropy_loss"),
+            b.op(
+                "aten::_log_softmax",
+                shapes,
+                ["float", "Scalar", "Scalar"],
+                concrete=["", dim, "False"],
+            ),
+        ):
+            b.launch("cunn_SoftMaxForward", 3000)
+        if backward:
+            b.run("aten::_log_softmax_backward_data", "cunn_SoftMaxBackward", 3000)
+        b.sync()
     return b

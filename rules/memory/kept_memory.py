@@ -3,22 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import ClassVar
 
 import numpy as np
 
 from advisor.core import text as t
-from advisor.core.finding import (
-    Evidence,
-    Finding,
-    Impact,
-    Location,
-    Outcome,
-    Rule,
-    SkippedCheck,
-    Threshold,
-)
+from advisor.core.finding import Finding, Impact, Location, Outcomes, SkippedCheck
 from advisor.core.intervals import Floats
+from advisor.core.rule import Evidence, Rule, Threshold
 from advisor.measure import Analysis
 from advisor.measure.memory.memory_savings import savings
 from advisor.measure.memory.post_mortem import fullest, growing_lines
@@ -62,13 +53,13 @@ class KeptReferences(Rule):
     falsified_by = "a state that the next step needs, such as a recurrent state"
     confidence = 0.8
 
-    inference: ClassVar = {
+    inference = {
         "code": "del output                    # at the end of the step\n"
         "with torch.inference_mode():  # no graph that holds what made it\n"
         "    output = model(batch)"
     }
 
-    def check(self, a: Analysis) -> Iterator[Outcome]:
+    def check(self, a: Analysis) -> Outcomes:
         """Look for blocks of earlier steps at the peak."""
         for post in a.post_mortems:
             if not post.growth.is_empty():
@@ -84,11 +75,10 @@ class KeptReferences(Rule):
                     ),
                     evidence=[
                         Evidence("memory of earlier steps", saving.bytes, "bytes"),
-                        Evidence(
+                        self.compare(
                             "share of the memory in tensors",
                             saving.bytes / max(post.allocated, 1),
-                            "share",
-                            *self.limit("least"),
+                            "least",
                         ),
                         Evidence("steps found by", post.step_source),
                     ],
@@ -106,13 +96,11 @@ class KeptReferences(Rule):
 
     @staticmethod
     def fires_on() -> dict[str, TraceBuilder]:
-        """The loop keeps the logits of each step until it has the next ones."""
         b = snapshot_example(steps=6, kept_outputs=True, logits=96 << 20)
         return {"logits of the previous step": b}
 
     @staticmethod
     def silent_on() -> dict[str, tuple[TraceBuilder, str]]:
-        """Nothing is kept; a leak, which is another rule's; no history."""
         no_history = snapshot_example(steps=12, history=False)
         return {
             "nothing is kept": (snapshot_example(steps=12), "saving.change != 'references'"),
@@ -191,7 +179,7 @@ class MemoryLeak(Rule):
     falsified_by = "a longer run in which memory settles"
     confidence = 0.8
 
-    cases: ClassVar = {
+    cases = {
         "of a snapshot": {
             "fix": "Release what that line makes: sums of results without .detach(), lists of "
             "outputs, hooks and caches that are never emptied.",
@@ -202,14 +190,14 @@ class MemoryLeak(Rule):
             "confidence": 0.75,
         }
     }
-    inference: ClassVar = {
+    inference = {
         "cases": {
             "of a snapshot": {"code": "total += score.detach()         # not: total += score"}
         },
         "code": "total += score.detach()         # not: total += score\n" + _TAKE_SNAPSHOT,
     }
 
-    def check(self, a: Analysis) -> Iterator[Outcome]:
+    def check(self, a: Analysis) -> Outcomes:
         """Look for steady growth on the GPU and on the host."""
         in_snapshot = list(self._of_snapshot(a)) or list(self._of_series(a))
         yield from in_snapshot
@@ -253,11 +241,11 @@ class MemoryLeak(Rule):
                 f"{t.format_bytes(each)} per step.{until}"
             ),
             evidence=[
-                Evidence("growth", grown, "bytes", *self.limit("min_growth")),
+                self.compare("growth", grown, "min_growth", "bytes"),
                 Evidence("growth per step", each, "bytes"),
                 Evidence("at the end", now, "bytes"),
                 Evidence("capacity", total, "bytes"),
-                Evidence("steps", steps, "count", *self.limit("min_steps")),
+                self.compare("steps", steps, "min_steps", "count"),
             ],
             impact=Impact(
                 currency="risk",
@@ -301,7 +289,7 @@ class MemoryLeak(Rule):
                 ),
                 evidence=[
                     Evidence("left behind", each, "bytes", per="step"),
-                    Evidence("held at the end", held, "bytes", *self.limit("min_growth")),
+                    self.compare("held at the end", held, "min_growth", "bytes"),
                     Evidence("steps that left something", int(row["steps"]), "count"),
                     Evidence("steps in the history", steps, "count"),
                     Evidence("steps found by", post.step_source),
@@ -342,7 +330,7 @@ class MemoryLeak(Rule):
             ),
             evidence=[
                 Evidence(f"growth per {per}", float(table["rate"].sum()), "bytes"),
-                Evidence("growth over the snapshots", grown, "bytes", *self.limit("min_growth")),
+                self.compare("growth over the snapshots", grown, "min_growth", "bytes"),
                 Evidence("snapshots", len(posts), "count"),
             ],
             where=[
@@ -365,7 +353,6 @@ class MemoryLeak(Rule):
 
     @staticmethod
     def silent_on() -> dict[str, tuple[TraceBuilder, str]]:
-        """Steady; sequences of random length; a cache that fills up; a short run."""
         rng = np.random.default_rng(0).integers(0, 400, 1000)
         return {
             "steady": (_run(lambda n: 10e9), "steady"),

@@ -2,21 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING
 
 import polars as pl
 
-from advisor.core.finding import (
-    Evidence,
-    Finding,
-    Impact,
-    Location,
-    Outcome,
-    Rule,
-    SkippedCheck,
-    Threshold,
-)
+from advisor.core.finding import Finding, Impact, Location, Outcomes, SkippedCheck
+from advisor.core.rule import Evidence, Rule, Threshold
 from advisor.measure import Analysis
 from advisor.rules.memory.device_memory import (
     EXPANDABLE,
@@ -78,7 +69,7 @@ class MemoryNearCapacity(Rule):
         "x = checkpoint(block, x, use_reentrant=False)   # for the largest blocks"
     )
     confidence = 0.8
-    cases: ClassVar = {
+    cases = {
         "most of it is reserved, not used": {
             "fix": "Let segments grow and shrink, because most of the reserved memory is not in "
             "use. Keep shapes the same, so that fragments do not pile up.",
@@ -87,13 +78,13 @@ class MemoryNearCapacity(Rule):
         "all but full": {"confidence": 0.9},
     }
 
-    inference: ClassVar = {
+    inference = {
         "fix": LOWER_PEAK_INFERENCE,
         "code": "with torch.inference_mode():\n    y = model.to(torch.bfloat16)(x)",
         "falsified_by": "a full pass over the data that stays at this peak",
     }
 
-    def check(self, a: Analysis) -> Iterator[Outcome]:
+    def check(self, a: Analysis) -> Outcomes:
         """Compare the highest reserved memory with the GPU's capacity."""
         post = _select_post_mortem(a)
         if a.device_id is None and post is None:
@@ -145,13 +136,8 @@ class MemoryNearCapacity(Rule):
             evidence=[
                 Evidence("peak reserved", reserved, "bytes"),
                 Evidence("capacity", capacity, "bytes"),
-                Evidence("reserved, share of capacity", share, "share", *self.limit("max_share")),
-                Evidence(
-                    "allocated at its peak, share of reserved",
-                    used,
-                    "share",
-                    *self.limit("fragmented"),
-                ),
+                self.compare("reserved, share of capacity", share, "max_share"),
+                self.compare("allocated at its peak, share of reserved", used, "fragmented"),
             ],
             where=[*self._where(a, reserved), *held],
             impact=Impact(
@@ -185,7 +171,6 @@ class MemoryNearCapacity(Rule):
 
     @staticmethod
     def silent_on() -> dict[str, tuple[TraceBuilder, str]]:
-        """Half full; not recorded; only allocated memory is recorded, and it is half."""
         return {
             "half full": (_step(30_000_000_000, 40_000_000_000), "max_share"),
             "not recorded": (_step(None, 0), "reserved is None"),
@@ -231,12 +216,11 @@ def _snapshot(mib: int, *, total: int = 80 << 30, trace: bool = True) -> TraceBu
 
 def _step(allocated: int | None, reserved: int) -> TraceBuilder:
     b = TraceBuilder()
-    for _ in range(4):
-        with b.step():
-            if allocated is not None:
-                b.memory(1 << 20, allocated, reserved)
-            run_product(b)
-            if allocated is not None:
-                b.memory(-(1 << 20), allocated - (1 << 20), reserved)
-            b.sync()
+    for _ in b.steps():
+        if allocated is not None:
+            b.memory(1 << 20, allocated, reserved)
+        run_product(b)
+        if allocated is not None:
+            b.memory(-(1 << 20), allocated - (1 << 20), reserved)
+        b.sync()
     return b

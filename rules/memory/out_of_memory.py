@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from statistics import median
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING
 
 from advisor.core import text as t
-from advisor.core.finding import Evidence, Finding, Impact, Location, Outcome, Rule, Threshold
+from advisor.core.finding import Evidence, Finding, Impact, Location, Outcomes, Rule, Threshold
 from advisor.measure import Analysis
 from advisor.measure.memory.fragments import placement, repacking
 from advisor.measure.memory.memory_savings import Saving, savings
@@ -67,7 +66,7 @@ class OutOfMemory(Rule):
     fix = f"{LOWER_PEAK} The snapshot shows what fills memory."
     code = "# open the snapshot at https://pytorch.org/memory_viz (it stays local)"
     confidence = 0.7
-    cases: ClassVar = {
+    cases = {
         "fragments": {
             "fix": "Let segments grow and shrink, so that the free memory can be used.",
             "code": EXPANDABLE,
@@ -163,7 +162,7 @@ class OutOfMemory(Rule):
         },
     }
 
-    inference: ClassVar = {
+    inference = {
         "fix": f"{LOWER_PEAK_INFERENCE} The snapshot shows what fills memory.",
         "cases": {
             "the text alone": {
@@ -185,7 +184,7 @@ class OutOfMemory(Rule):
         },
     }
 
-    def check(self, a: Analysis) -> Iterator[Outcome]:
+    def check(self, a: Analysis) -> Outcomes:
         """Read what the recorder saved when it happened."""
         post = next((post for post in a.post_mortems if post.history.failed is not None), None)
         text = None if a.snapshot is None else a.snapshot.exception
@@ -224,7 +223,7 @@ class OutOfMemory(Rule):
                 Evidence("in tensors", allocated, "bytes"),
                 Evidence("held by the allocator", reserved, "bytes"),
                 Evidence("GPU memory", total, "bytes"),
-                Evidence("last batch over the median one", grown, "", *self.limit("larger")),
+                self.compare("last batch over the median one", grown, "larger", ""),
                 Evidence("snapshot", None if snapshot is None else str(snapshot)[:200]),
             ],
             impact=Impact(
@@ -338,7 +337,6 @@ class OutOfMemory(Rule):
 
     @staticmethod
     def fires_on() -> dict[str, TraceBuilder]:
-        """Full of tensors; of fragments; a large last batch."""
         return {
             "full of tensors": _run(78e9, 79e9),
             "fragments": _run(40e9, 79e9),
@@ -348,7 +346,6 @@ class OutOfMemory(Rule):
 
     @staticmethod
     def silent_on() -> dict[str, tuple[TraceBuilder, str]]:
-        """It did not happen."""
         b = TraceBuilder()
         b.record_of_run().steps(20, 10)
         return {

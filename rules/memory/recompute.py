@@ -2,21 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import numpy as np
 
-from advisor.core.finding import (
-    Edit,
-    Evidence,
-    Finding,
-    Location,
-    Outcome,
-    Rule,
-    Select,
-    SkippedCheck,
-    Threshold,
-)
+from advisor.core.finding import Edit, Finding, Location, Outcomes, Select, SkippedCheck
+from advisor.core.rule import Evidence, Rule, Threshold
 from advisor.measure import Analysis
 from advisor.measure.host.names import name_matches
 from advisor.measure.memory.memory import recompute
@@ -80,7 +69,7 @@ class RecomputeWithFreeMemory(Rule):
     assumptions = ("the activations fit into the free memory",)
     confidence = 0.75
 
-    def check(self, a: Analysis) -> Iterator[Outcome]:
+    def check(self, a: Analysis) -> Outcomes:
         """Compare recomputed GPU time with the step, and peak memory with the capacity."""
         if a.device_id is None or not a.breakdown.compute.total:
             return
@@ -120,14 +109,10 @@ class RecomputeWithFreeMemory(Rule):
                 f"GiB ({1 - full:.0%}) of GPU memory stay free."
             ),
             evidence=[
-                Evidence(
-                    "recomputation, share", share, "share", *self.limit("min_share"), per=a.per
-                ),
+                self.compare("recomputation, share", share, "min_share", per=a.per),
                 figure(a, "recomputation", recomputed),
                 Evidence("peak reserved", reserved, "bytes"),
-                Evidence(
-                    "peak reserved, share of capacity", full, "share", *self.limit("max_reserved")
-                ),
+                self.compare("peak reserved, share of capacity", full, "max_reserved"),
             ],
             where=self._where(a),
             edits=[
@@ -161,7 +146,6 @@ class RecomputeWithFreeMemory(Rule):
 
     @staticmethod
     def fires_on() -> dict[str, TraceBuilder]:
-        """A quarter of the step is recomputed, and memory is half empty: both forms."""
         return {
             "use_reentrant=False": _step(40_000_000_000),
             "use_reentrant=True": _step(40_000_000_000, reentrant=True),
@@ -169,7 +153,6 @@ class RecomputeWithFreeMemory(Rule):
 
     @staticmethod
     def silent_on() -> dict[str, tuple[TraceBuilder, str]]:
-        """Memory is needed; memory is not recorded; only a small part is recomputed."""
         return {
             "memory is full": (_step(78_000_000_000), "max_reserved"),
             "memory is not recorded": (_step(None), "reserved is None"),
@@ -184,27 +167,26 @@ def _step(reserved: int | None, us: float = 1000, *, reentrant: bool = False) ->
         with b.op("autograd::engine::evaluate_function: MmBackward0"):
             run_product(b, 2000)
 
-    for _ in range(4):
-        with b.step():
-            if reserved is not None:
-                b.memory(1 << 20, reserved - (1 << 30), reserved)
-            with (
-                b.python("train.py(30): forward"),
-                b.python("torch/utils/checkpoint.py(354): checkpoint"),
-            ):
-                run_product(b, 1000)
-            if reentrant:
-                node = "autograd::engine::evaluate_function: CheckpointFunctionBackward"
-                with b.op(node), b.op("CheckpointFunctionBackward"):
+    for _ in b.steps():
+        if reserved is not None:
+            b.memory(1 << 20, reserved - (1 << 30), reserved)
+        with (
+            b.python("train.py(30): forward"),
+            b.python("torch/utils/checkpoint.py(354): checkpoint"),
+        ):
+            run_product(b, 1000)
+        if reentrant:
+            node = "autograd::engine::evaluate_function: CheckpointFunctionBackward"
+            with b.op(node), b.op("CheckpointFunctionBackward"):
+                run_product(b, us)
+                backward()
+        else:
+            with b.op("autograd::engine::evaluate_function: MmBackward0"):
+                with (
+                    b.python("torch/utils/checkpoint.py(1165): unpack_hook"),
+                    b.python("torch/utils/checkpoint.py(1657): recompute_fn"),
+                ):
                     run_product(b, us)
-                    backward()
-            else:
-                with b.op("autograd::engine::evaluate_function: MmBackward0"):
-                    with (
-                        b.python("torch/utils/checkpoint.py(1165): unpack_hook"),
-                        b.python("torch/utils/checkpoint.py(1657): recompute_fn"),
-                    ):
-                        run_product(b, us)
-                    run_product(b, 2000)
-            b.sync()
+                run_product(b, 2000)
+        b.sync()
     return b

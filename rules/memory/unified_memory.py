@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import ClassVar
-
 import numpy as np
 import polars as pl
 
 from advisor.core import text as t
-from advisor.core.finding import Evidence, Finding, Outcome, Rule, Threshold
+from advisor.core.finding import Evidence, Finding, Outcomes, Rule, Threshold
 from advisor.core.intervals import covered_length, union
 from advisor.measure import Analysis
 from advisor.replay.project.moves import host_rate
@@ -68,7 +65,7 @@ class UnifiedMemory(Rule):
         "other data hide them",
     )
     confidence = 0.7
-    cases: ClassVar = {
+    cases = {
         "evictions": {
             "fix": "Use less managed memory than the GPU has: work on the data in pieces, each "
             "copied by cudaMemcpyAsync to memory of cudaMalloc.",
@@ -82,13 +79,13 @@ class UnifiedMemory(Rule):
             "cudaMemAdvise(table, bytes, cudaMemAdviseSetReadMostly, device);",
         },
     }
-    elsewhere: ClassVar = in_any_language(
+    elsewhere = in_any_language(
         "Move the pages before the kernel that uses them, or use plain device memory.",
         cuda="cudaMemPrefetchAsync moves them in one go on a stream.",
         code=_PREFETCH_CODE,
     )
 
-    def check(self, a: Analysis) -> Iterator[Outcome]:
+    def check(self, a: Analysis) -> Outcomes:
         """Add up kernels' time with a migration on demand beside them."""
         if a.device_id is None:
             return
@@ -127,7 +124,7 @@ class UnifiedMemory(Rule):
             ),
             evidence=[
                 figure(a, "kernels beside migrations", waits),
-                Evidence("share", waits / a.span_ns, "share", *self.limit("min_share"), per=a.per),
+                self.compare("share", waits / a.span_ns, "min_share", per=a.per),
                 figure(a, "bytes to the GPU on demand", size["HtoD"], "bytes"),
                 figure(a, "bytes back on demand", size["DtoH"], "bytes"),
                 figure(a, "the same bytes over the link", link_ns),
@@ -158,31 +155,27 @@ class UnifiedMemory(Rule):
             ("more than the memory", 16 << 20, "eviction"),
         ):
             b = TraceBuilder("A100")
-            for _ in range(4):
-                with b.step():
-                    b.run("aten::mm", "stencil", 8000)
-                    b.migrate("HtoD", 16 << 20, 5000)
-                    if back:
-                        b.migrate("DtoH", back, 2000, cause=cause)
-                    b.sync()
+            for _ in b.steps():
+                b.run("aten::mm", "stencil", 8000)
+                b.migrate("HtoD", 16 << 20, 5000)
+                if back:
+                    b.migrate("DtoH", back, 2000, cause=cause)
+                b.sync()
             built[name] = b
         return built
 
     @staticmethod
     def silent_on() -> dict[str, tuple[TraceBuilder, str]]:
-        """Pages that were prefetched; a few pages; plain copies."""
         prefetched, few, plain = (TraceBuilder("A100") for _ in range(3))
         for b, cause, us in ((prefetched, "user prefetch", 900), (few, "page fault", 20)):
-            for _ in range(4):
-                with b.step():
-                    b.run("aten::mm", "stencil", 8000)
-                    b.migrate("HtoD", 16 << 20, us, cause=cause)
-                    b.sync()
-        for _ in range(4):
-            with plain.step():
-                plain.copy("HtoD", 16 << 20)
-                plain.run("aten::mm", "stencil", 8000)
-                plain.sync()
+            for _ in b.steps():
+                b.run("aten::mm", "stencil", 8000)
+                b.migrate("HtoD", 16 << 20, us, cause=cause)
+                b.sync()
+        for _ in plain.steps():
+            plain.copy("HtoD", 16 << 20)
+            plain.run("aten::mm", "stencil", 8000)
+            plain.sync()
         return {
             "prefetched": (prefetched, "demand.is_empty()"),
             "a few pages": (few, "min_share"),

@@ -3,23 +3,12 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
-from typing import ClassVar
 
 import numpy as np
 
 from advisor.core import text as t
-from advisor.core.finding import (
-    Edit,
-    Evidence,
-    Finding,
-    Location,
-    Outcome,
-    PassedCheck,
-    Rule,
-    Select,
-    Threshold,
-)
+from advisor.core.finding import Edit, Finding, Location, Outcomes, PassedCheck, Select
+from advisor.core.rule import Evidence, Rule, Threshold
 from advisor.measure import Analysis
 from advisor.measure.host.names import name_matches
 from advisor.replay.selection import under_names
@@ -103,9 +92,9 @@ class SingleTensorOptimizer(Rule):
         "a fused implementation",
     )
     confidence = 0.9
-    cases: ClassVar = {NO_STACKS: {"confidence": 0.75}}
+    cases = {NO_STACKS: {"confidence": 0.75}}
 
-    def check(self, a: Analysis) -> Iterator[Outcome]:
+    def check(self, a: Analysis) -> Outcomes:
         """Kernels launched inside the optimizer's step."""
         if a.device_id is None:
             return
@@ -144,18 +133,13 @@ class SingleTensorOptimizer(Rule):
                 f"{share:.0%} {t.format_of(a.per)}."
             ),
             evidence=[
-                Evidence(
-                    "kernels inside Optimizer.step",
-                    count_per_step,
-                    "count",
-                    *self.limit("min_kernels"),
+                self.compare(
+                    "kernels inside Optimizer.step", count_per_step, "min_kernels", "count"
                 ),
-                Evidence(
-                    "median kernel", float(np.median(dur)), "ns", *self.limit("max_median_ns")
-                ),
+                self.compare("median kernel", float(np.median(dur)), "max_median_ns", "ns"),
                 Evidence("multi-tensor kernels", 0, "count"),
                 Evidence("device idle inside Optimizer.step", idle / a.step_count, "ns"),
-                Evidence("optimizer, share", share, "share", *self.limit("min_share"), per=a.per),
+                self.compare("optimizer, share", share, "min_share", per=a.per),
             ],
             where=where,
             edits=[

@@ -2,19 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import ClassVar
-
-from advisor.core.finding import (
-    Edit,
-    Evidence,
-    Finding,
-    FrameworkAdvice,
-    Outcome,
-    Rule,
-    Select,
-    Threshold,
-)
+from advisor.core.finding import Edit, Finding, FrameworkAdvice, Outcomes, Rule, Select, Threshold
 from advisor.core.intervals import covered_length
 from advisor.measure import Analysis
 from advisor.measure.steps.instants import between_steps
@@ -46,7 +34,7 @@ class EngineIdleBetweenSteps(Rule):
         "Schedule the next step while the GPU works on this one. Send tokens to the text side in "
         "groups, and give tokenization its own processes."
     )
-    engines: ClassVar = {
+    engines = {
         "vllm": FrameworkAdvice(
             "Let vLLM schedule ahead with --async-scheduling (0.10 and later). Send tokens in "
             "groups with --stream-interval 10, and start more API servers with --api-server-count.",
@@ -70,7 +58,7 @@ class EngineIdleBetweenSteps(Rule):
     confidence = 0.7
     references = (VLLM_TUNING.at, SGLANG_ARGUMENTS.at)
 
-    def check(self, a: Analysis) -> Iterator[Outcome]:
+    def check(self, a: Analysis) -> Outcomes:
         """Sum the idle time between the engine's steps."""
         passes = a.passes
         if a.device_id is None or passes is None or passes.engine is None:
@@ -89,26 +77,23 @@ class EngineIdleBetweenSteps(Rule):
             summary=f"The GPU idles for {of_step(a, idle)} between two steps of the engine.",
             evidence=[
                 figure(a, "idle between steps", idle),
-                Evidence("share", share, "share", *self.limit("min_share"), per=a.per),
-                Evidence("steps", len(passes.marks), "count", *self.limit("min_steps")),
+                self.compare("share", share, "min_share", per=a.per),
+                self.compare("steps", len(passes.marks), "min_steps", "count"),
             ],
             edits=[Edit(op="remove", select=Select(on="gap", at="between_steps"))],
         )
 
     @staticmethod
     def fires_on() -> dict[str, TraceBuilder]:
-        """Half a millisecond of scheduling after each decode step of two milliseconds."""
         return {"scheduling between decode steps": _engine(8, host=500)}
 
     @staticmethod
     def silent_on() -> dict[str, tuple[TraceBuilder, str]]:
-        """The engine schedules ahead; it waits for requests; two steps; training."""
         train = TraceBuilder("H100")
-        for _ in range(6):
-            with train.step():
-                train.run("aten::mm", "nvjet_hsh_128x128", 500)
-                train.sync()
-                train.host(400)
+        for _ in train.steps(6):
+            train.run("aten::mm", "nvjet_hsh_128x128", 500)
+            train.sync()
+            train.host(400)
         return {
             "it schedules ahead": (_engine(8, host=20), "min_share"),
             "it waits for requests": (_engine(8, host=9000), "not idle"),

@@ -3,23 +3,12 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
-from typing import ClassVar
 
 import numpy as np
 import polars as pl
 
 from advisor.core import text as t
-from advisor.core.finding import (
-    Edit,
-    Evidence,
-    Finding,
-    FrameworkAdvice,
-    Outcome,
-    Rule,
-    Select,
-    Threshold,
-)
+from advisor.core.finding import Edit, Finding, FrameworkAdvice, Outcomes, Rule, Select, Threshold
 from advisor.measure import Analysis
 from advisor.measure.serving.annotations import DECODE
 from advisor.measure.serving.work import NARROW, heads
@@ -50,7 +39,7 @@ class KvCacheIn16Bits(Rule):
     factor = Threshold(0.6, "of the kernel's time, with half the bytes of the cache", CHOSEN)
 
     fix = "Keep keys and values in 8 bits, and compare the quality of the answers."
-    engines: ClassVar = {
+    engines = {
         "vllm": FrameworkAdvice(
             "Start vLLM with --kv-cache-dtype fp8, and compare the quality of the answers.",
             "vllm serve MODEL --kv-cache-dtype fp8",
@@ -66,7 +55,7 @@ class KvCacheIn16Bits(Rule):
     confidence = 0.6
     references = (VLLM_KV.at, SGLANG_KV.at)
 
-    def check(self, a: Analysis) -> Iterator[Outcome]:
+    def check(self, a: Analysis) -> Outcomes:
         """Sum attention of decode steps that is bound by reading a cache of two bytes."""
         passes, hardware = a.passes, a.hardware
         if passes is None or hardware is None:
@@ -97,8 +86,8 @@ class KvCacheIn16Bits(Rule):
             f"16 bits and takes {of_step(a, dur)}.",
             evidence=[
                 figure(a, "attention", dur),
-                Evidence("share", share, "share", *self.limit("min_share"), per=a.per),
-                Evidence("of the memory's bandwidth", rate, "share", *self.limit("min_rate")),
+                self.compare("share", share, "min_share", per=a.per),
+                self.compare("of the memory's bandwidth", rate, "min_rate"),
             ],
             edits=[
                 Edit(

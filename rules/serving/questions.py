@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import ClassVar
 
 import numpy as np
 import polars as pl
 
 from advisor.core import text as t
-from advisor.core.finding import Evidence, Finding, FrameworkAdvice, Outcome, Rule, Threshold
+from advisor.core.finding import Evidence, Finding, FrameworkAdvice, Outcomes, Rule, Threshold
 from advisor.core.report import Serving, ServingPhase
 from advisor.measure import Analysis
 from advisor.measure.serving.annotations import DECODE, MIXED, PREFILL
@@ -26,7 +25,7 @@ class _Question(Rule):
     confidence = 0.5
     references = (VLLM_TUNING.at, SGLANG_TUNING.at, SGLANG_ARGUMENTS.at)
 
-    def check(self, a: Analysis) -> Iterator[Outcome]:
+    def check(self, a: Analysis) -> Outcomes:
         """Ask it where an engine marks its steps."""
         serving = a.serving
         if serving is None or serving.source != "engine":
@@ -57,7 +56,7 @@ class PrefillStallsDecode(_Question):
     fix = (
         "Split prompts into smaller chunks, and compare p99 between tokens with time to the first."
     )
-    engines: ClassVar = {
+    engines = {
         "vllm": FrameworkAdvice(
             "Lower --max-num-batched-tokens (2048, say): chunked prefill is on by default in V1. "
             "Compare p99 between tokens with the time to the first token.",
@@ -90,7 +89,7 @@ class PrefillStallsDecode(_Question):
             [
                 Evidence(f"{slow.name} step", slow.ns, "ns"),
                 Evidence("decode step", decode.ns, "ns"),
-                Evidence("ratio", ratio, "ratio", *self.limit("min_ratio")),
+                self.compare("ratio", ratio, "min_ratio", "ratio"),
             ],
         )
 
@@ -101,7 +100,6 @@ class PrefillStallsDecode(_Question):
 
     @staticmethod
     def silent_on() -> dict[str, tuple[TraceBuilder, str]]:
-        """A short chunk; decode alone."""
         return {
             "a short chunk": (_engine(prefill=3_000), "min_ratio"),
             "decode alone": (_engine(), "slow is None"),
@@ -119,7 +117,7 @@ class SmallDecodeBatch(_Question):
     max_batch = Threshold(16, "requests per decode step, mean", CHOSEN)
     min_share = Threshold(0.5, "of a decode step, limited by memory", CHOSEN)
     fix = "Let more requests decode together, or decode speculatively where there are none."
-    engines: ClassVar = {
+    engines = {
         "vllm": FrameworkAdvice(
             "Raise --max-num-seqs if requests wait, or try --speculative-config where few come. "
             "Compare tokens per second and the time between tokens.",
@@ -147,19 +145,17 @@ class SmallDecodeBatch(_Question):
             f"A decode step of {t.format_duration(decode.ns)} serves {decode.requests:.1f} "
             "requests and is limited by memory.",
             [
-                Evidence("requests per step", decode.requests, "count", *self.limit("max_batch")),
-                Evidence("by memory", decode.limit_share, "share", *self.limit("min_share")),
+                self.compare("requests per step", decode.requests, "max_batch", "count"),
+                self.compare("by memory", decode.limit_share, "min_share"),
             ],
         )
 
     @staticmethod
     def fires_on() -> dict[str, TraceBuilder]:
-        """Four requests at a time."""
         return {"four requests": _engine(batch=4)}
 
     @staticmethod
     def silent_on() -> dict[str, tuple[TraceBuilder, str]]:
-        """A full batch; a host that is slower than the GPU; no decoding."""
         return {
             "a full batch": (_engine(batch=128), "decode.limit != 'memory'"),
             "twenty requests": (_engine(batch=20), "max_batch"),
@@ -181,7 +177,7 @@ class PrefixCacheUnused(_Question):
     min_prompts = Threshold(8, "prompts in the recording", CHOSEN)
     min_share = Threshold(0.2, "of the steps' time, in steps with prompts", CHOSEN)
     fix = "If prompts share a beginning, put it first, word for word, and cache prefixes."
-    engines: ClassVar = {
+    engines = {
         "vllm": FrameworkAdvice(
             "If prompts share a beginning, put it first, word for word. Prefix caching is on in V1 "
             "unless --no-enable-prefix-caching is set.",
@@ -213,19 +209,17 @@ class PrefixCacheUnused(_Question):
             f"All {prompts} prompts were computed from their first token, in "
             f"{t.format_duration(own)} ({own / total:.0%} of the steps' time).",
             [
-                Evidence("prompts", prompts, "count", *self.limit("min_prompts")),
-                Evidence("with prompts", own / total, "share", *self.limit("min_share")),
+                self.compare("prompts", prompts, "min_prompts", "count"),
+                self.compare("with prompts", own / total, "min_share"),
             ],
         )
 
     @staticmethod
     def fires_on() -> dict[str, TraceBuilder]:
-        """Nine prompts, none of which begins like another."""
         return {"new prompts": _engine(prefill=20_000, prompts=9)}
 
     @staticmethod
     def silent_on() -> dict[str, tuple[TraceBuilder, str]]:
-        """A cached prefix; few prompts; little time."""
         return {
             "a cached prefix": (_engine(prefill=20_000, prompts=9, cached=4000), "any("),
             "one prompt": (_engine(prefill=20_000), "min_prompts"),
@@ -243,7 +237,7 @@ class CollectivesOfTensorParallel(_Question):
     title = "Collectives take much of a decode step"
     min_share = Threshold(0.20, "of a step's device time, in collectives", CHOSEN)
     fix = "Try fewer GPUs per copy of the model and more copies, or another all-reduce."
-    engines: ClassVar = {
+    engines = {
         "vllm": FrameworkAdvice(
             "Try half --tensor-parallel-size with --data-parallel-size 2, and for experts "
             "--enable-expert-parallel. Check the log for 'Custom allreduce is disabled'.",
@@ -272,17 +266,15 @@ class CollectivesOfTensorParallel(_Question):
         yield (
             f"Collectives take {t.format_duration(ns)} of device time per decode step "
             f"({share:.0%}).",
-            [Evidence("collectives", share, "share", *self.limit("min_share"))],
+            [self.compare("collectives", share, "min_share")],
         )
 
     @staticmethod
     def fires_on() -> dict[str, TraceBuilder]:
-        """A custom all-reduce after each matrix product."""
         return {"all-reduce after each product": _engine(collective=15)}
 
     @staticmethod
     def silent_on() -> dict[str, tuple[TraceBuilder, str]]:
-        """A short all-reduce; prompts alone."""
         return {
             "a short all-reduce": (_engine(collective=2), "min_share"),
             "prompts alone": (
@@ -304,7 +296,7 @@ class PiecewiseGraphs(_Question):
     min_graphs = Threshold(4, "graph launches per step", CHOSEN)
     max_busy = Threshold(0.9, "of a decode step, the GPU works at most", CHOSEN)
     fix = "Capture the whole decode step in one graph."
-    engines: ClassVar = {
+    engines = {
         "vllm": FrameworkAdvice(
             "Try full graphs for decode: cudagraph_mode FULL_AND_PIECEWISE, the default since "
             "0.11, or FULL_DECODE_ONLY. The log names a backend that cannot be captured.",
@@ -333,20 +325,17 @@ class PiecewiseGraphs(_Question):
             f"A step launches {graphs.per_step:.0f} graphs, and the GPU works "
             f"{decode.busy_share:.0%} of a decode step of {t.format_duration(decode.ns)}.",
             [
-                Evidence("graph launches per step", graphs.per_step, "count",
-                         *self.limit("min_graphs")),
-                Evidence("GPU busy", decode.busy_share, "share", *self.limit("max_busy")),
+                self.compare("graph launches per step", graphs.per_step, "min_graphs", "count"),
+                self.compare("GPU busy", decode.busy_share, "max_busy"),
             ],
-        )  # fmt: skip
+        )
 
     @staticmethod
     def fires_on() -> dict[str, TraceBuilder]:
-        """A graph per layer, and attention launched in between."""
         return {"a graph per layer": _engine(pieces=25)}
 
     @staticmethod
     def silent_on() -> dict[str, tuple[TraceBuilder, str]]:
-        """Two graphs; many whose gaps are short; prompts alone."""
         return {
             "two graphs": (_engine(pieces=2), "min_graphs"),
             "short gaps": (_engine(pieces=25, kernel=400), "max_busy"),
@@ -367,7 +356,7 @@ class SlowDecodeAttention(_Question):
     min_share = Threshold(0.25, "of a decode step's device time, in attention", CHOSEN)
     max_rate = Threshold(0.4, "of the GPU's memory bandwidth", CHOSEN)
     fix = "Try another attention backend under the same load."
-    engines: ClassVar = {
+    engines = {
         "vllm": FrameworkAdvice(
             "Try another --attention-backend: FLASHINFER, FLASH_ATTN or TRITON_ATTN, on AMD "
             "ROCM_AITER_FA. Before 0.12 it is the variable VLLM_ATTENTION_BACKEND.",
@@ -404,8 +393,8 @@ class SlowDecodeAttention(_Question):
             f"Attention takes {share:.0%} of a decode step's device time, and reads at "
             f"{rate:.0%} of the memory's bandwidth.",
             [
-                Evidence("attention", share, "share", *self.limit("min_share")),
-                Evidence("of the memory bandwidth", rate, "share", *self.limit("max_rate")),
+                self.compare("attention", share, "min_share"),
+                self.compare("of the memory bandwidth", rate, "max_rate"),
             ],
         )
 
@@ -416,7 +405,6 @@ class SlowDecodeAttention(_Question):
 
     @staticmethod
     def silent_on() -> dict[str, tuple[TraceBuilder, str]]:
-        """Near the memory's rate; hardly any attention; shapes that were not recorded."""
         return {
             "near the rate": (_attending(60), "max_rate"),
             "hardly any": (_attending(400, product=4_000), "min_share"),
@@ -436,7 +424,7 @@ class UnevenExperts(_Question):
     min_ratio = Threshold(2.0, "the 90th percentile of an exchange over its median", CHOSEN)
     min_count = Threshold(20, "exchanges in the recording", CHOSEN)
     fix = "Rebalance the experts, and compare the steps of all ranks."
-    engines: ClassVar = {
+    engines = {
         "vllm": FrameworkAdvice(
             "Copy popular experts with --enable-eplb (expert parallelism), and compare the steps "
             "of all ranks.",
@@ -476,21 +464,20 @@ class UnevenExperts(_Question):
             f"Exchanges between experts take {t.format_duration(median)} in the median and "
             f"{t.format_duration(high)} at the 90th percentile.",
             [
-                Evidence("collectives", share, "share", *self.limit("min_share")),
-                Evidence("90th percentile over median", high / max(median, 1.0), "ratio",
-                         *self.limit("min_ratio")),
-                Evidence("exchanges", len(dur), "count", *self.limit("min_count")),
+                self.compare("collectives", share, "min_share"),
+                self.compare(
+                    "90th percentile over median", high / max(median, 1.0), "min_ratio", "ratio"
+                ),
+                self.compare("exchanges", len(dur), "min_count", "count"),
             ],
-        )  # fmt: skip
+        )
 
     @staticmethod
     def fires_on() -> dict[str, TraceBuilder]:
-        """Every fifth exchange takes five times as long."""
         return {"every fifth": _exchanging((40, 40, 40, 40, 200))}
 
     @staticmethod
     def silent_on() -> dict[str, tuple[TraceBuilder, str]]:
-        """Even exchanges; short ones; a dense model."""
         return {
             "even": (_exchanging((40,) * 5), "min_ratio"),
             "short": (_exchanging((2, 2, 2, 2, 10)), "min_share"),

@@ -3,20 +3,12 @@ the GPU idle time after it."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import TYPE_CHECKING, ClassVar
 
 import polars as pl
 
-from advisor.core.finding import (
-    Evidence,
-    Finding,
-    FrameworkAdvice,
-    Outcome,
-    Rule,
-    Select,
-    Threshold,
-)
+from advisor.core.finding import Finding, Outcomes, Select
+from advisor.core.rule import Evidence, FrameworkAdvice, Rule, Threshold
 from advisor.core.text import count_noun
 from advisor.core.trace import JAX, TENSORFLOW
 from advisor.rules.common import figure, of_step, per, total
@@ -58,7 +50,7 @@ class BlockingRule(Rule):
             Evidence("calls", count_causes(a, blocking)),
         ]
 
-    def check(self, a: Analysis) -> Iterator[Outcome]:
+    def check(self, a: Analysis) -> Outcomes:
         """Sum the GPU idle time after these calls."""
         if a.device_id is None or a.syncs.is_empty():
             return
@@ -70,7 +62,7 @@ class BlockingRule(Rule):
             summary=f"The GPU idles for {of_step(a, blocking.total)} {self._reason(a, blocking)}",
             evidence=[
                 figure(a, "GPU idle after these calls", blocking.total),
-                Evidence("share", share, "share", *self.limit("min_share"), per=a.per),
+                self.compare("share", share, "min_share", per=a.per),
                 *self._details(a, blocking),
             ],
             where=locate(a, blocking),
@@ -120,7 +112,7 @@ class ExplicitSynchronize(BlockingRule):
     assumptions = ("no host code reads GPU results right after the call",)
     confidence = 0.85
 
-    elsewhere: ClassVar = {
+    elsewhere = {
         **in_any_language(
             title="A wait in the step leaves the GPU idle",
             fix="Wait only for what you need. Order the work of several streams by events, and "
@@ -155,29 +147,27 @@ class ExplicitSynchronize(BlockingRule):
     @staticmethod
     def fires_on() -> dict[str, TraceBuilder]:
         b = TraceBuilder()
-        for _ in range(4):
-            with b.step():
-                _kernels(b, 10)
-                b.sync()
-                b.host(1000)
+        for _ in b.steps():
+            _kernels(b, 10)
+            b.sync()
+            b.host(1000)
         return {"synchronize every step": b}
 
     @staticmethod
     def silent_on() -> dict[str, tuple[TraceBuilder, str]]:
         own, done, hidden = TraceBuilder(), TraceBuilder(), TraceBuilder()
-        for _ in range(4):
-            with own.step():
-                _kernels(own, 10)
-            with done.step():
-                _kernels(done, 10)
-                done.host(9000)
-                done.sync()
-                done.host(1000)
-            with hidden.step():
-                _kernels(hidden, 5)
-                hidden.run("aten::mm", "ampere_sgemm_128x64_nn", 9000, stream=13)
-                hidden.sync("cudaStreamSynchronize", stream=7)
-                hidden.host(1000)
+        for _ in own.steps():
+            _kernels(own, 10)
+        for _ in done.steps():
+            _kernels(done, 10)
+            done.host(9000)
+            done.sync()
+            done.host(1000)
+        for _ in hidden.steps():
+            _kernels(hidden, 5)
+            hidden.run("aten::mm", "ampere_sgemm_128x64_nn", 9000, stream=13)
+            hidden.sync("cudaStreamSynchronize", stream=7)
+            hidden.host(1000)
         own.sync()
         return {
             "the profiler's": (own, "share < self.min_share"),
@@ -240,31 +230,29 @@ class DataDependentShapes(BlockingRule):
     @staticmethod
     def fires_on() -> dict[str, TraceBuilder]:
         b = TraceBuilder()
-        for _ in range(4):
-            with b.step():
-                _kernels(b, 6)
-                _masked_index(b)
-                _kernels(b, 6)
+        for _ in b.steps():
+            _kernels(b, 6)
+            _masked_index(b)
+            _kernels(b, 6)
         return {"boolean indexing": b}
 
     @staticmethod
     def silent_on() -> dict[str, tuple[TraceBuilder, str]]:
         integers, host, item = TraceBuilder(), TraceBuilder(), TraceBuilder()
-        for _ in range(4):
-            with integers.step():
-                _kernels(integers, 6)
-                integers.run("aten::index", "index_elementwise_kernel", 10)
-                integers.host(400)
-                _kernels(integers, 6)
-            with host.step():
-                _kernels(host, 6)
-                with host.op("aten::nonzero", host_us=300):
-                    pass
-                _kernels(host, 6)
-            with item.step():
-                _kernels(item, 6)
-                item.item()
-                item.host(400)
+        for _ in integers.steps():
+            _kernels(integers, 6)
+            integers.run("aten::index", "index_elementwise_kernel", 10)
+            integers.host(400)
+            _kernels(integers, 6)
+        for _ in host.steps():
+            _kernels(host, 6)
+            with host.op("aten::nonzero", host_us=300):
+                pass
+            _kernels(host, 6)
+        for _ in item.steps():
+            _kernels(item, 6)
+            item.item()
+            item.host(400)
         return {
             "integer indices": (integers, "a.syncs.is_empty()"),
             "a host tensor": (host, "a.syncs.is_empty()"),
@@ -300,7 +288,7 @@ class BlockingPinnedCopy(BlockingRule):
     assumptions = ("the source buffer is not reused before the copy has ended",)
     confidence = 0.9
 
-    elsewhere: ClassVar = in_any_language(
+    elsewhere = in_any_language(
         "Copy asynchronously on a stream: the memory is pinned already.",
         cuda="Replace cudaMemcpy with cudaMemcpyAsync, and wait with an event where the result is "
         "needed.",
@@ -334,32 +322,30 @@ class BlockingPinnedCopy(BlockingRule):
     @staticmethod
     def fires_on() -> dict[str, TraceBuilder]:
         b = TraceBuilder()
-        for _ in range(4):
-            with b.step():
-                with b.op("aten::to"), b.op("aten::_to_copy"):
-                    b.copy("HtoD", 24 << 20, blocking=True)
-                b.host(500)
-                _products(b)
+        for _ in b.steps():
+            with b.op("aten::to"), b.op("aten::_to_copy"):
+                b.copy("HtoD", 24 << 20, blocking=True)
+            b.host(500)
+            _products(b)
         return {"to(device) of a pinned batch": b}
 
     @staticmethod
     def silent_on() -> dict[str, tuple[TraceBuilder, str]]:
         free, pageable, hidden = TraceBuilder(), TraceBuilder(), TraceBuilder()
-        for _ in range(4):
-            with free.step():
-                with free.op("aten::to"), free.op("aten::_to_copy"):
-                    free.copy("HtoD", 24 << 20)
-                free.host(500)
-                _products(free)
-            with pageable.step():
-                with pageable.op("aten::to"), pageable.op("aten::_to_copy"):
-                    pageable.copy("HtoD", 24 << 20, pinned=False)
-                pageable.host(500)
-                _products(pageable)
-            with hidden.step():
-                _products(hidden)
-                with hidden.op("aten::to"), hidden.op("aten::_to_copy"):
-                    hidden.copy("HtoD", 24 << 20, blocking=True, stream=13)
+        for _ in free.steps():
+            with free.op("aten::to"), free.op("aten::_to_copy"):
+                free.copy("HtoD", 24 << 20)
+            free.host(500)
+            _products(free)
+        for _ in pageable.steps():
+            with pageable.op("aten::to"), pageable.op("aten::_to_copy"):
+                pageable.copy("HtoD", 24 << 20, pinned=False)
+            pageable.host(500)
+            _products(pageable)
+        for _ in hidden.steps():
+            _products(hidden)
+            with hidden.op("aten::to"), hidden.op("aten::_to_copy"):
+                hidden.copy("HtoD", 24 << 20, blocking=True, stream=13)
         return {
             "non_blocking": (free, "a.syncs.is_empty()"),
             "pageable": (pageable, "share < self.min_share"),

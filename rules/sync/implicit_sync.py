@@ -3,23 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import ClassVar
 
 import numpy as np
 import polars as pl
 from msgspec import structs
 
-from advisor.core.finding import (
-    Edit,
-    Evidence,
-    Finding,
-    Outcome,
-    PassedCheck,
-    Rule,
-    Select,
-    SkippedCheck,
-    Threshold,
-)
+from advisor.core.finding import Edit, Finding, Outcomes, PassedCheck, Select, SkippedCheck
+from advisor.core.rule import Evidence, Rule, Threshold
 from advisor.core.text import count_noun
 from advisor.measure import Analysis
 from advisor.measure.host.names import name_matches
@@ -123,7 +113,7 @@ class ImplicitSync(Rule):
     falsified_by = "as much GPU idle time at the same place in a run without these reads"
     assumptions = ("nothing before the next launch needs the value on the host",)
     confidence = 0.85
-    cases: ClassVar = {
+    cases = {
         "inside the optimizer": {
             "fix": f"{fix} In the optimizer: bf16 needs no gradient scaler, fused=True keeps "
             "found_inf on the GPU, and clip_grad_norm_ does not need error_if_nonfinite."
@@ -139,11 +129,11 @@ class ImplicitSync(Rule):
         },
     }
 
-    inference: ClassVar = {
+    inference = {
         "fix": _KEEP_ON_GPU.format(what="results"),
         "code": "running += score.detach()         # stays on the GPU\n" + _READ_LATER,
     }
-    elsewhere: ClassVar = {
+    elsewhere = {
         **in_any_language(
             "Do not read GPU results in the loop. Decide on the GPU, or read the value of an "
             "earlier iteration that has arrived meanwhile. Copy asynchronously into pinned memory, "
@@ -158,7 +148,7 @@ class ImplicitSync(Rule):
         **READ_SELDOM,
     }
 
-    def check(self, a: Analysis) -> Iterator[Outcome]:
+    def check(self, a: Analysis) -> Outcomes:
         """Sum the GPU idle time after reads of GPU values."""
         if a.device_id is None:
             return
@@ -182,7 +172,7 @@ class ImplicitSync(Rule):
         in_optimizer = self._in_optimizer(a, blocking)
         evidence = [
             figure(a, "GPU idle after these calls", blocking.total),
-            Evidence("share", share, "share", *self.limit("min_share"), per=a.per),
+            self.compare("share", share, "min_share", per=a.per),
             figure(a, "calls before idle time", reads, "count"),
             figure(a, "host blocked in these calls", total(blocking.table["waited"])),
             Evidence("calls", count_causes(a, blocking)),
@@ -241,35 +231,33 @@ class ImplicitSync(Rule):
     @staticmethod
     def fires_on() -> dict[str, TraceBuilder]:
         item, cpu = TraceBuilder(), TraceBuilder()
-        for _ in range(4):
-            with item.step():
-                _work(item)
-                item.item()
-                item.host(1500)
-            with cpu.step():
-                _work(cpu)
-                with cpu.op("aten::to"), cpu.op("aten::_to_copy"):
-                    cpu.copy("DtoH", 4096, pinned=False)
-                cpu.host(1500)
+        for _ in item.steps():
+            _work(item)
+            item.item()
+            item.host(1500)
+        for _ in cpu.steps():
+            _work(cpu)
+            with cpu.op("aten::to"), cpu.op("aten::_to_copy"):
+                cpu.copy("DtoH", 4096, pinned=False)
+            cpu.host(1500)
         return {"loss.item() every step": item, "result.cpu() every step": cpu}
 
     @staticmethod
     def silent_on() -> dict[str, tuple[TraceBuilder, str]]:
         host, late, own = TraceBuilder(), TraceBuilder(), TraceBuilder()
-        for _ in range(4):
-            with host.step():
-                _work(host)
-                for _ in range(20):
-                    with host.op("aten::item"), host.op("aten::_local_scalar_dense"):
-                        pass
-                host.sync()
-            with late.step():
-                _work(late)  # the read comes long after the GPU is done, and it idles anyway
-                late.host(8000)
-                late.item()
-                late.host(2000)
-            with own.step():
-                _work(own)
+        for _ in host.steps():
+            _work(host)
+            for _ in range(20):
+                with host.op("aten::item"), host.op("aten::_local_scalar_dense"):
+                    pass
+            host.sync()
+        for _ in late.steps():
+            _work(late)  # the read comes long after the GPU is done, and it idles anyway
+            late.host(8000)
+            late.item()
+            late.host(2000)
+        for _ in own.steps():
+            _work(own)
         own.sync()
         return {
             "item of a host tensor": (host, "waited.sum() < self.min_waited"),
@@ -366,7 +354,7 @@ class HostReads(Rule):
     falsified_by = "as much GPU idle time in a run without these reads"
     assumptions = ("the host can prepare the next work without these values",)
     confidence = 0.8
-    cases: ClassVar = {
+    cases = {
         "launches of single items": {
             "alternatives": "launches",
             "assumptions": (
@@ -377,7 +365,7 @@ class HostReads(Rule):
         }
     }
 
-    elsewhere: ClassVar = {
+    elsewhere = {
         **in_any_language(
             "Keep data on the GPU from one piece of work to the next, and copy to the host once, "
             "at the end. Work on many items in one launch, and decide on the GPU. Where the host "
@@ -397,7 +385,7 @@ class HostReads(Rule):
         **READ_SELDOM,
     }
 
-    def check(self, a: Analysis) -> Iterator[Outcome]:
+    def check(self, a: Analysis) -> Outcomes:
         """Compare the host's time in reads with the GPU's idle time."""
         if a.device_id is None or a.syncs.is_empty():
             return
@@ -428,13 +416,9 @@ class HostReads(Rule):
             evidence=[
                 figure(a, "host blocked in reads", wait),
                 figure(a, "GPU idle", idle),
-                Evidence(
-                    "smaller of the two, share", share, "share", *self.limit("min_share"), per=a.per
-                ),
+                self.compare("smaller of the two, share", share, "min_share", per=a.per),
                 figure(a, "reads", copies, "count"),
-                Evidence(
-                    "launches between reads", launches / copies, "count", *self.limit("max_apart")
-                ),
+                self.compare("launches between reads", launches / copies, "max_apart", "count"),
                 Evidence("calls", count_causes(a, reads)),
             ],
             where=places(a, calls, waited + 1, instance=instances(reads.table)),
@@ -464,37 +448,35 @@ class HostReads(Rule):
     @staticmethod
     def fires_on() -> dict[str, TraceBuilder]:
         b = TraceBuilder()
-        for _ in range(4):
-            with b.step():
-                for _ in range(40):
-                    b.run("aten::mul", "elementwise_kernel", 60, times=4)
-                    b.item()
-                    b.host(120)
+        for _ in b.steps():
+            for _ in range(40):
+                b.run("aten::mul", "elementwise_kernel", 60, times=4)
+                b.item()
+                b.host(120)
         return {"one read after four kernels": b}
 
     @staticmethod
     def silent_on() -> dict[str, tuple[TraceBuilder, str]]:
         once, ready, busy, bulk = TraceBuilder(), TraceBuilder(), TraceBuilder(), TraceBuilder()
-        for _ in range(4):
-            with once.step():
-                once.run("aten::mul", "elementwise_kernel", 60, times=120)
-                once.item()
-                once.host(2000)
-            with ready.step():
-                for _ in range(40):
-                    ready.run("aten::mul", "elementwise_kernel", 3)
-                    ready.host(400)
-                    ready.item()
-            with busy.step():
-                for _ in range(8):
-                    busy.run("aten::mm", "ampere_sgemm_128x64_nn", 900, times=20)
-                    busy.item()
-            with bulk.step():
-                for _ in range(10):
-                    bulk.run("aten::mul", "elementwise_kernel", 100)
-                    with bulk.op("aten::copy_"):
-                        bulk.copy("DtoH", 64 << 20, 5000, pinned=False, op=None)
-                    bulk.host(3000)
+        for _ in once.steps():
+            once.run("aten::mul", "elementwise_kernel", 60, times=120)
+            once.item()
+            once.host(2000)
+        for _ in ready.steps():
+            for _ in range(40):
+                ready.run("aten::mul", "elementwise_kernel", 3)
+                ready.host(400)
+                ready.item()
+        for _ in busy.steps():
+            for _ in range(8):
+                busy.run("aten::mm", "ampere_sgemm_128x64_nn", 900, times=20)
+                busy.item()
+        for _ in bulk.steps():
+            for _ in range(10):
+                bulk.run("aten::mul", "elementwise_kernel", 100)
+                with bulk.op("aten::copy_"):
+                    bulk.copy("DtoH", 64 << 20, 5000, pinned=False, op=None)
+                bulk.host(3000)
         return {
             "fetched results": (bulk, "bulk"),
             "one read per step": (once, "max_apart"),

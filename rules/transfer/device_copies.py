@@ -2,25 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import ClassVar
-
 import numpy as np
 import polars as pl
 
 from advisor.core import text as t
-from advisor.core.finding import (
-    Edit,
-    Evidence,
-    Finding,
-    FrameworkAdvice,
-    Outcome,
-    PassedCheck,
-    Rule,
-    Select,
-    Threshold,
-)
+from advisor.core.finding import Edit, Finding, Outcomes, PassedCheck, Select
 from advisor.core.intervals import intersect
+from advisor.core.rule import Evidence, FrameworkAdvice, Rule, Threshold
 from advisor.core.trace import JAX
 from advisor.measure import Analysis
 from advisor.measure.host.names import name_matches
@@ -80,7 +68,7 @@ class DeviceCopies(Rule):
         "torch.mm(x, w2, out=out[:, d:])             # instead of torch.cat([a, b], dim=1)"
     )
     confidence = 0.6
-    cases: ClassVar = {
+    cases = {
         "at the border of CUDA graphs": {
             "fix": "Let the graphs use tensors where they are. CUDA graph trees (PyTorch 2.1 and "
             'later, the default of mode="reduce-overhead") do not copy parameters and outputs '
@@ -92,7 +80,7 @@ class DeviceCopies(Rule):
         }
     }
 
-    elsewhere: ClassVar = {
+    elsewhere = {
         **in_any_language(
             "Let kernels read their input in place, and write where the output is needed. Pass "
             "pointers, offsets and strides instead of copying to a new buffer. Swap two buffers "
@@ -104,7 +92,7 @@ class DeviceCopies(Rule):
         ),
     }
 
-    def check(self, a: Analysis) -> Iterator[Outcome]:
+    def check(self, a: Analysis) -> Outcomes:
         """Compare exposed copies within the GPU with the step."""
         if a.device_id is None or a.copies.is_empty():
             return
@@ -127,7 +115,7 @@ class DeviceCopies(Rule):
             ),
             evidence=[
                 figure(a, "exposed copy time within the GPU", exposed),
-                Evidence("share", share, "share", *self.limit("min_share"), per=a.per),
+                self.compare("share", share, "min_share", per=a.per),
                 figure(a, "copies", copies.height, "count"),
                 figure(a, "bytes", moved, "bytes"),
                 figure(a, "inside compiled functions", border),
@@ -148,11 +136,11 @@ class DeviceCopies(Rule):
     @staticmethod
     def fires_on() -> dict[str, TraceBuilder]:
         cat, graph = TraceBuilder(), TraceBuilder()
-        for _ in range(4):
-            with cat.step():
-                cat.copy("DtoD", 1 << 30, op="aten::cat")
-                _train(cat)
-            with graph.step(), graph.op("CompiledFunction"):
+        for _ in cat.steps():
+            cat.copy("DtoD", 1 << 30, op="aten::cat")
+            _train(cat)
+        for _ in graph.steps():
+            with graph.op("CompiledFunction"):
                 for _ in range(40):
                     graph.copy("DtoD", 50 << 20)
                 graph.graph_launch([("elementwise_kernel", 100.0)] * 30)
@@ -162,17 +150,16 @@ class DeviceCopies(Rule):
     @staticmethod
     def silent_on() -> dict[str, tuple[TraceBuilder, str]]:
         few, hidden, host = TraceBuilder(), TraceBuilder(), TraceBuilder()
-        for _ in range(4):
-            with few.step():
-                few.copy("DtoD", 64 << 20)
-                _train(few)
-            with hidden.step():
-                hidden.run("aten::mm", "ampere_sgemm_128x64_nn", 6000)
-                hidden.copy("DtoD", 1 << 30, stream=13)
-                hidden.sync()
-            with host.step():
-                host.copy("HtoD", 64 << 20)
-                _train(host)
+        for _ in few.steps():
+            few.copy("DtoD", 64 << 20)
+            _train(few)
+        for _ in hidden.steps():
+            hidden.run("aten::mm", "ampere_sgemm_128x64_nn", 6000)
+            hidden.copy("DtoD", 1 << 30, stream=13)
+            hidden.sync()
+        for _ in host.steps():
+            host.copy("HtoD", 64 << 20)
+            _train(host)
         return {
             "few copies": (few, "min_share"),
             "hidden": (hidden, "share < self.min_share"),
@@ -244,7 +231,7 @@ class CopiesNotOverlapped(Rule):
     assumptions = ("the next batch is known while this step runs", "memory for one more batch")
     confidence = 0.8
 
-    elsewhere: ClassVar = {
+    elsewhere = {
         **in_any_language(
             "Copy the next piece while the GPU computes on this one, with two buffers in pinned "
             "host memory and a separate stream for copies. Leave on the GPU what it needs again.",
@@ -260,7 +247,7 @@ class CopiesNotOverlapped(Rule):
         **BATCHES_AHEAD,
     }
 
-    def check(self, a: Analysis) -> Iterator[Outcome]:
+    def check(self, a: Analysis) -> Outcomes:
         """Compare exposed copy time with the step and with all copy time."""
         if a.device_id is None or a.copies.is_empty():
             return
@@ -290,8 +277,8 @@ class CopiesNotOverlapped(Rule):
             ),
             evidence=[
                 figure(a, "exposed copy time", exposed),
-                Evidence("share", share, "share", *self.limit("min_share"), per=a.per),
-                Evidence("hidden by compute", overlap, "share", *self.limit("max_overlap")),
+                self.compare("share", share, "min_share", per=a.per),
+                self.compare("hidden by compute", overlap, "max_overlap"),
                 Evidence("exposed on the compute stream", on_compute, "share"),
                 figure(a, "bytes", moved, "bytes"),
                 Evidence("bandwidth", moved / max(1, int(copies["dur"].sum())), "GB/s"),
@@ -303,29 +290,27 @@ class CopiesNotOverlapped(Rule):
     @staticmethod
     def fires_on() -> dict[str, TraceBuilder]:
         b = TraceBuilder()
-        for _ in range(4):
-            with b.step():
-                b.copy("HtoD", 24 << 20)
-                _copies_train(b)
+        for _ in b.steps():
+            b.copy("HtoD", 24 << 20)
+            _copies_train(b)
         return {"on the compute stream": b}
 
     @staticmethod
     def silent_on() -> dict[str, tuple[TraceBuilder, str]]:
         ahead, small, pageable, within = (TraceBuilder() for _ in range(4))
-        for _ in range(4):
-            with ahead.step():
-                ahead.run("aten::mm", "ampere_sgemm_128x64_nn", 4000)
-                ahead.copy("HtoD", 24 << 20, stream=13)
-                ahead.sync()
-            with small.step():
-                small.copy("HtoD", 4096)
-                _copies_train(small)
-            with pageable.step():
-                pageable.copy("HtoD", 24 << 20, pinned=False)
-                _copies_train(pageable)
-            with within.step():
-                within.copy("DtoD", 240 << 20)
-                _copies_train(within)
+        for _ in ahead.steps():
+            ahead.run("aten::mm", "ampere_sgemm_128x64_nn", 4000)
+            ahead.copy("HtoD", 24 << 20, stream=13)
+            ahead.sync()
+        for _ in small.steps():
+            small.copy("HtoD", 4096)
+            _copies_train(small)
+        for _ in pageable.steps():
+            pageable.copy("HtoD", 24 << 20, pinned=False)
+            _copies_train(pageable)
+        for _ in within.steps():
+            within.copy("DtoD", 240 << 20)
+            _copies_train(within)
         return {
             "under compute": (ahead, "share < self.min_share"),
             "small": (small, "min_share"),

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import numpy as np
 import polars as pl
 
 from advisor.core import text as t
-from advisor.core.finding import Edit, Evidence, Finding, Outcome, Rule, SkippedCheck, Threshold
+from advisor.core.finding import Edit, Evidence, Finding, Outcomes, Rule, SkippedCheck, Threshold
 from advisor.measure import Analysis
 from advisor.measure.device.shapes import OpInputs, bare
 from advisor.measure.host.names import map_names, name_matches
@@ -74,7 +72,7 @@ class DtypeInflation(Rule):
     assumptions = ("nothing on the host needs the floats",)
     confidence = 0.8
 
-    def check(self, a: Analysis) -> Iterator[Outcome]:
+    def check(self, a: Analysis) -> Outcomes:
         """Match conversions on the host with copies of their result."""
         if a.device_id is None or a.copies.is_empty():
             return
@@ -115,7 +113,7 @@ class DtypeInflation(Rule):
             ),
             evidence=[
                 figure(a, "exposed copy time", cost),
-                Evidence("share", cost / a.span_ns, "share", *self.limit("min_share"), per=a.per),
+                self.compare("share", cost / a.span_ns, "min_share", per=a.per),
                 figure(a, "bytes sent", moved, "bytes"),
                 figure(a, "bytes before the conversion", needed, "bytes"),
                 Evidence("steps with such a copy", steps, "count"),
@@ -216,31 +214,30 @@ def _training(how: str, *, stream: int = 7, shapes: bool = True, more: int = 0) 
         with b.op("aten::copy_", [dims, dims] if shapes else None, ["float", "unsigned char"]):
             b.host(500)
 
-    for _ in range(4):
-        with b.step():
-            if stream != 7:
-                _train(b)
-            if how == "copy_":
+    for _ in b.steps():
+        if stream != 7:
+            _train(b)
+        if how == "copy_":
+            convert(_IMAGES)
+        elif how == "div":
+            with b.op("aten::div", [_IMAGES, []], ["unsigned char", "long int"]):
+                b.host(500)
+        elif how == "mask":
+            convert([64, 1, 224, 224])
+        if how == "direct":
+            with b.op("aten::copy_", [_IMAGES, _IMAGES], ["float", "unsigned char"]):
                 convert(_IMAGES)
-            elif how == "div":
-                with b.op("aten::div", [_IMAGES, []], ["unsigned char", "long int"]):
-                    b.host(500)
-            elif how == "mask":
-                convert([64, 1, 224, 224])
-            if how == "direct":
-                with b.op("aten::copy_", [_IMAGES, _IMAGES], ["float", "unsigned char"]):
-                    convert(_IMAGES)
-                    b.copy("HtoD", 4 * _COUNT, op=None)
-            elif how == "device":
-                b.copy("HtoD", _COUNT)
-                with b.op("aten::copy_", [_IMAGES, _IMAGES], ["float", "unsigned char"]):
-                    b.launch("unrolled_elementwise_kernel", 50)
-            else:
-                for _ in range(1 + more):
-                    b.copy("HtoD", 4 * _COUNT, stream=stream)
-            if stream == 7:
-                _train(b)
-            b.sync()
+                b.copy("HtoD", 4 * _COUNT, op=None)
+        elif how == "device":
+            b.copy("HtoD", _COUNT)
+            with b.op("aten::copy_", [_IMAGES, _IMAGES], ["float", "unsigned char"]):
+                b.launch("unrolled_elementwise_kernel", 50)
+        else:
+            for _ in range(1 + more):
+                b.copy("HtoD", 4 * _COUNT, stream=stream)
+        if stream == 7:
+            _train(b)
+        b.sync()
     return b
 
 
@@ -296,7 +293,7 @@ class PingPong(Rule):
     assumptions = ("the GPU can do the work in between, in little time",)
     confidence = 0.7
 
-    def check(self, a: Analysis) -> Iterator[Outcome]:
+    def check(self, a: Analysis) -> Outcomes:
         """Pair copies to the host with copies back, by the run of the function that made them."""
         if a.device_id is None or a.copies.is_empty():
             return
@@ -336,11 +333,8 @@ class PingPong(Rule):
             ),
             evidence=[
                 Evidence("round trips", rate, "count", per=a.per),
-                Evidence(
-                    "steps with a round trip",
-                    table["step"].n_unique(),
-                    "count",
-                    *self.limit("min_steps"),
+                self.compare(
+                    "steps with a round trip", table["step"].n_unique(), "min_steps", "count"
                 ),
                 figure(a, "bytes to the host", total(table["bytes"]), "bytes"),
                 figure(a, "exposed copy time", cost),
@@ -403,28 +397,30 @@ class PingPong(Rule):
     def silent_on() -> dict[str, tuple[TraceBuilder, str]]:
         loop, offload, library, sizes, plain, once = (TraceBuilder() for _ in range(6))
         with loop.python("train.py(5): main"):
-            for _ in range(5):
-                with loop.step():
-                    _ping_train(loop)
-                    loop.copy("DtoH", 16 << 20, pinned=False)
-                    loop.copy("HtoD", 16 << 20, pinned=False)
-        for step in range(5):
-            with offload.step(), offload.python("train.py(10): train_step"):
+            for _ in loop.steps(5):
+                _ping_train(loop)
+                loop.copy("DtoH", 16 << 20, pinned=False)
+                loop.copy("HtoD", 16 << 20, pinned=False)
+        for _ in offload.steps(5):
+            with offload.python("train.py(10): train_step"):
                 _ping_train(offload)
                 with offload.range("Optimizer.step#CPUAdam.step"):
                     _round_trip(offload)
-            with library.step(), library.python("train.py(10): train_step"):
+        for _ in library.steps(5):
+            with library.python("train.py(10): train_step"):
                 _ping_train(library)
                 with library.python("deepspeed/runtime/engine.py(2000): step"):
                     _round_trip(library)
-            with sizes.step(), sizes.python("train.py(10): train_step"):
+        for _ in sizes.steps(5):
+            with sizes.python("train.py(10): train_step"):
                 _ping_train(sizes)
                 sizes.copy("DtoH", 16 << 20, pinned=False)
                 sizes.copy("HtoD", 8 << 20, pinned=False)
-            with plain.step():
-                _ping_train(plain)
-                _round_trip(plain)
-            with once.step(), once.python("train.py(10): train_step"):
+        for _ in plain.steps(5):
+            _ping_train(plain)
+            _round_trip(plain)
+        for step in once.steps(5):
+            with once.python("train.py(10): train_step"):
                 _ping_train(once)
                 if step in (1, 3):
                     _round_trip(once)

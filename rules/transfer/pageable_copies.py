@@ -2,24 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import ClassVar
-
 import polars as pl
 
 from advisor.core import text as t
-from advisor.core.finding import (
-    Edit,
-    Evidence,
-    Finding,
-    Outcome,
-    PassedCheck,
-    Rule,
-    Select,
-    SkippedCheck,
-    Threshold,
-)
+from advisor.core.finding import Edit, Finding, Outcomes, PassedCheck, Select, SkippedCheck
 from advisor.core.intervals import intersect
+from advisor.core.rule import Evidence, Rule, Threshold
 from advisor.core.trace import CUDA
 from advisor.measure import Analysis
 from advisor.rules.common import busy_during, device_places, figure, of_step, per, total
@@ -99,7 +87,7 @@ class PageableCopies(Rule):
     )
     confidence = 0.8
 
-    elsewhere: ClassVar = {
+    elsewhere = {
         **in_any_language(
             "Copy from pinned (page-locked) host memory that you allocate once and reuse. Copy in "
             "pieces on a separate stream while kernels run. Keep on the GPU what the next kernel "
@@ -121,7 +109,7 @@ class PageableCopies(Rule):
         **BATCHES_AHEAD,
     }
 
-    def check(self, a: Analysis) -> Iterator[Outcome]:
+    def check(self, a: Analysis) -> Outcomes:
         """Add up the exposed time of pageable copies and the GPU idle time after them."""
         if a.device_id is None or a.copies.is_empty():
             return
@@ -177,7 +165,7 @@ class PageableCopies(Rule):
             evidence=[
                 figure(a, "exposed copy time", exposed),
                 figure(a, "GPU idle after these calls", blocking.total),
-                Evidence("share", share, "share", *self.limit("min_share"), per=a.per),
+                self.compare("share", share, "min_share", per=a.per),
                 Evidence("bandwidth of these copies", speed, "GB/s"),
                 Evidence("bandwidth of pinned copies in this trace", pinned, "GB/s"),
                 figure(a, "bytes", total(slow["bytes"]), "bytes"),
@@ -200,32 +188,30 @@ class PageableCopies(Rule):
     @staticmethod
     def fires_on() -> dict[str, TraceBuilder]:
         b = TraceBuilder()
-        for _ in range(4):
-            with b.step():
-                with b.op("aten::to"), b.op("aten::_to_copy"):
-                    b.copy("HtoD", 24 << 20, pinned=False)
-                b.run("aten::mm", "ampere_sgemm_128x64_nn", 6000)
-                b.sync()
+        for _ in b.steps():
+            with b.op("aten::to"), b.op("aten::_to_copy"):
+                b.copy("HtoD", 24 << 20, pinned=False)
+            b.run("aten::mm", "ampere_sgemm_128x64_nn", 6000)
+            b.sync()
         return {"a batch from pageable memory": b}
 
     @staticmethod
     def silent_on() -> dict[str, tuple[TraceBuilder, str]]:
         pinned, small, hidden, results = (TraceBuilder() for _ in range(4))
-        for _ in range(4):
-            with pinned.step():
-                pinned.copy("HtoD", 24 << 20)
-                _train(pinned)
-            with small.step():
-                for _ in range(3):
-                    small.copy("HtoD", 512, 1.5, pinned=False)
-                _train(small)
-            with hidden.step():
-                hidden.run("aten::mm", "ampere_sgemm_128x64_nn", 9000)
-                hidden.copy("HtoD", 24 << 20, pinned=False, stream=13)
-            with results.step():
-                _train(results)
-                results.item()
-                results.host(1000)
+        for _ in pinned.steps():
+            pinned.copy("HtoD", 24 << 20)
+            _train(pinned)
+        for _ in small.steps():
+            for _ in range(3):
+                small.copy("HtoD", 512, 1.5, pinned=False)
+            _train(small)
+        for _ in hidden.steps():
+            hidden.run("aten::mm", "ampere_sgemm_128x64_nn", 9000)
+            hidden.copy("HtoD", 24 << 20, pinned=False, stream=13)
+        for _ in results.steps():
+            _train(results)
+            results.item()
+            results.host(1000)
         return {
             "pinned": (pinned, "slow.is_empty()"),
             "small": (small, "min_share"),

@@ -9,7 +9,7 @@ import polars as pl
 from numpy.typing import NDArray
 
 from advisor.core import text as t
-from advisor.core.finding import Evidence, Location, Select
+from advisor.core.finding import Edit, Evidence, Location, Select
 from advisor.core.intervals import Intervals
 from advisor.core.trace import KINETO, PYTORCH
 from advisor.measure.host.layers import describe_nodes, modules_around
@@ -198,6 +198,11 @@ def busy_during(a: Analysis, work: pl.DataFrame) -> Intervals:
     mask = np.zeros(a.trace.gpu.height, dtype=bool)
     mask[rows(work["gpu"])] = True
     return a.device_busy(mask)
+
+
+def scale(select: Select, factor: float, best: float, worst: float) -> Edit:
+    """The selected work takes so much of its time; at best, and at worst."""
+    return Edit(op="scale", select=select, factor=factor, factor_low=best, factor_high=worst)
 
 
 def select_copies(a: Analysis, gpu: pl.Series) -> Select:

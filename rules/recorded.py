@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from msgspec.structs import replace
+
 from advisor.core.finding import Evidence, Impact
 from advisor.core.run_directory import LARGEST
 from advisor.testing import TraceBuilder
@@ -48,14 +50,8 @@ def a_step(
 ) -> Impact:
     """An impact in time per step, from recorded host times; ns."""
     mean = record(a).mean or 0.0
-    return Impact(
-        currency="step_time",
-        gain_ns=round(gain),
-        low_ns=round(low),
-        high_ns=round(gain if high is None else high),
-        share=gain / mean if mean else None,
-        method=method,
-    )
+    impact = over_the_run(gain, low=low, high=high, method=method)
+    return replace(impact, currency="step_time", share=gain / mean if mean else None)
 
 
 def over_the_run(
@@ -84,6 +80,16 @@ def taken_by_training(a: Analysis, loading: float) -> float | None:
 def measure_it(reason: str) -> Impact:
     """No figure, and why."""
     return Impact(currency="unpriced", reason=reason)
+
+
+def risk(reason: str) -> Impact:
+    """What may happen: no figure."""
+    return Impact(currency="risk", reason=reason)
+
+
+def frees(size: int, method: str) -> Impact:
+    """GPU memory that a fix frees, bytes."""
+    return Impact(currency="memory", freed_bytes=size, method=method)
 
 
 def under_load(recorded: StepRecords) -> list[Gpu]:

@@ -9,7 +9,7 @@ import numpy as np
 from advisor.core.finding import Evidence, Finding, Impact, Outcomes, Rule, Source, Threshold
 from advisor.core.run_directory import THROTTLE, Gpu
 from advisor.measure import Analysis
-from advisor.rules.recorded import a_step, record, record_example, under_load
+from advisor.rules.recorded import a_step, record, record_example, risk, under_load
 from advisor.rules.sources import CHOSEN
 from advisor.testing import TraceBuilder
 
@@ -185,9 +185,7 @@ class PowerThrottling(HeldClocks):
                     "share",
                 ),
             ],
-            impact=Impact(
-                currency="risk", reason="a fault outside the GPU; speed falls to a fraction"
-            ),
+            impact=risk("a fault outside the GPU; speed falls to a fraction"),
             **self.case("a power brake"),
         )
 

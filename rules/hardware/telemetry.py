@@ -5,11 +5,11 @@ from __future__ import annotations
 import numpy as np
 
 from advisor.core import text as t
-from advisor.core.finding import Edit, Evidence, Finding, Impact, Outcomes, Rule, Select, Threshold
+from advisor.core.finding import Edit, Evidence, Finding, Outcomes, Rule, Select, Threshold
 from advisor.core.run_directory import Gpu
 from advisor.measure import Analysis
 from advisor.rules.memory.device_memory import gpu_capacity
-from advisor.rules.recorded import measure_it, record, record_example, under_load
+from advisor.rules.recorded import measure_it, record, record_example, risk, under_load
 from advisor.rules.sources import CHOSEN
 from advisor.testing import TraceBuilder
 
@@ -103,7 +103,7 @@ class GpuErrors(Rule):
                 Evidence("row remapping pending", str(pending)),
                 Evidence("GPU", recorded.uuid),
             ],
-            impact=Impact(currency="risk", reason="wrong results, or the end of the run"),
+            impact=risk("wrong results, or the end of the run"),
             **(self.case("an error of the program") if by_program else {}),
         )
 

@@ -9,11 +9,12 @@ import polars as pl
 from numpy.typing import NDArray
 
 from advisor.core import text as t
-from advisor.core.finding import GUESSED, Evidence, Finding, Impact, Outcomes, Rule, Threshold
+from advisor.core.finding import GUESSED, Evidence, Finding, Outcomes, Rule, Threshold
 from advisor.core.intervals import covered_length, union
 from advisor.measure import Analysis
 from advisor.measure.host.names import name_matches
 from advisor.rules.common import places
+from advisor.rules.recorded import over_the_run
 from advisor.rules.sources import GPUPROF, OURS, SILENT_TRACES, STEP_SERIES
 from advisor.testing import TraceBuilder
 
@@ -159,13 +160,7 @@ class PeriodicStalls(Rule):
                 Evidence("median step", median, "ns"),
             ],
             where=places(a, here, cpu["dur"].to_numpy()[here].astype(np.int64)),
-            impact=Impact(
-                currency="run_time",
-                gain_ns=round(lost),
-                low_ns=0,
-                high_ns=round(lost),
-                method="time of the stalled steps beyond the median step",
-            ),
+            impact=over_the_run(lost, method="time of the stalled steps beyond the median step"),
             **(self.case("saving") if saving else {}),
         )
 
@@ -252,13 +247,7 @@ class LongStep(Rule):
                 ),
                 Evidence("what is longer in it", what or None),
             ],
-            impact=Impact(
-                currency="run_time",
-                gain_ns=round(excess),
-                low_ns=0,
-                high_ns=round(excess),
-                method="time of this step beyond the median step",
-            ),
+            impact=over_the_run(excess, method="time of this step beyond the median step"),
             **(self.case("saving") if saving else {}),
         )
 

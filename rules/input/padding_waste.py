@@ -7,6 +7,7 @@ import numpy as np
 from advisor.core.finding import Edit, Finding, Impact, Outcomes, Rule, Select, Threshold
 from advisor.measure import Analysis
 from advisor.measure.steps.record import StepRecords
+from advisor.rules.common import scale
 from advisor.rules.recorded import a_step, record, steps_seen
 from advisor.rules.sources import CHOSEN, CURED_RECORDINGS
 from advisor.testing import TraceBuilder
@@ -89,12 +90,11 @@ class PaddingWaste(Rule):
         """Less work of the kernels that the tokens pass through; without a device, less time in the
         model."""
         if a.device_id is not None:
-            edit = Edit(
-                op="scale",
-                select=Select(on="gpu", kind=("kernel",), family=_TOKENS),
-                factor=1 - mean,
-                factor_low=(1 - mean) ** 2,
-                factor_high=1 - 0.5 * mean,
+            edit = scale(
+                Select(on="gpu", kind=("kernel",), family=_TOKENS),
+                1 - mean,
+                (1 - mean) ** 2,
+                1 - 0.5 * mean,
             )
             return [edit], None
         model = sum(

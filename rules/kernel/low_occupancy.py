@@ -5,11 +5,11 @@ from __future__ import annotations
 import numpy as np
 import polars as pl
 
-from advisor.core.finding import Edit, Evidence, Finding, Outcomes, Rule, Threshold
+from advisor.core.finding import Evidence, Finding, Outcomes, Rule, Threshold
 from advisor.measure import Analysis
 from advisor.measure.device.occupancy import active_blocks, limiters
 from advisor.measure.host.names import name_matches
-from advisor.rules.common import example_steps
+from advisor.rules.common import example_steps, scale
 from advisor.rules.elsewhere import in_any_language
 from advisor.rules.kernel import facts
 from advisor.rules.sources import FOURNEX, NCU, OURS, SILENT_TRACES, SMALL_GRIDS_TRACES, TRACELENS
@@ -129,15 +129,7 @@ class LowOccupancy(Rule):
                 self.compare("such kernels, share of kernel time", share, "min_share"),
             ],
             where=facts.locations(a, chosen),
-            edits=[
-                Edit(
-                    op="scale",
-                    select=select,
-                    factor=expected,
-                    factor_low=best,
-                    factor_high=worst_factor,
-                )
-            ],
+            edits=[scale(select, expected, best, worst_factor)],
         )
 
     def _low(self, a: Analysis, rows: facts.Mask, total: int) -> pl.DataFrame:

@@ -9,14 +9,14 @@ import polars as pl
 from numpy.typing import NDArray
 
 from advisor.core import text as t
-from advisor.core.finding import Evidence, Finding, Impact, Outcomes, Rule, Threshold
+from advisor.core.finding import Evidence, Finding, Outcomes, Rule, Threshold
 from advisor.core.intervals import Intervals, covered_length, intersect, union
 from advisor.core.run_directory import LARGEST
 from advisor.measure import Analysis
 from advisor.measure.device.families import MATRIX, op_families
 from advisor.measure.host.names import name_matches
 from advisor.rules.common import figure, of_step, per, places, rows
-from advisor.rules.recorded import record, steps_seen
+from advisor.rules.recorded import record, risk, steps_seen
 from advisor.rules.sources import CURED_RECORDINGS, OURS, REAL_EVAL, REAL_KERNEL, SILENT_TRACES
 from advisor.testing import TraceBuilder
 
@@ -138,10 +138,7 @@ class EvalWithoutNoGrad(Rule):
                 self.compare("share", lost / a.span_ns, "min_step", per=a.per),
             ],
             where=places(a, here, cpu["dur"].to_numpy()[here].astype(np.int64)),
-            impact=Impact(
-                currency="risk",
-                reason="the memory that the graphs hold depends on how long results are kept",
-            ),
+            impact=risk("the memory that the graphs hold depends on how long results are kept"),
         )
 
     @staticmethod
@@ -238,10 +235,7 @@ class EvaluationGraphs(EvalWithoutNoGrad):
                 self.compare("share of the run", spent / whole, "min_step"),
                 steps_seen(recorded),
             ],
-            impact=Impact(
-                currency="risk",
-                reason="the memory that the graphs hold depends on how long results are kept",
-            ),
+            impact=risk("the memory that the graphs hold depends on how long results are kept"),
         )
 
     @staticmethod

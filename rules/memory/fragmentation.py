@@ -8,11 +8,11 @@ from contextlib import suppress
 import numpy as np
 
 from advisor.core import text as t
-from advisor.core.finding import Evidence, Finding, Impact, Outcomes, Rule, Threshold
+from advisor.core.finding import Evidence, Finding, Outcomes, Rule, Threshold
 from advisor.measure import Analysis
 from advisor.measure.memory.fragments import fragments, placement, repacking
 from advisor.rules.memory.device_memory import EXPANDABLE, GIB, gpu_capacity, last_known
-from advisor.rules.recorded import record
+from advisor.rules.recorded import frees, record
 from advisor.rules.sources import CHOSEN
 from advisor.testing import TraceBuilder
 
@@ -109,11 +109,7 @@ class Fragmentation(Rule):
                 Evidence("retries after the warm-up", retries, "count"),
                 Evidence("allocator settings", setting),
             ],
-            impact=Impact(
-                currency="memory",
-                freed_bytes=max(0, round(difference)),
-                method="reserved beyond the highest allocated",
-            ),
+            impact=frees(max(0, round(difference)), "reserved beyond the highest allocated"),
         )
 
     def _of_snapshot(self, a: Analysis) -> Iterator[Finding]:
@@ -160,11 +156,7 @@ class Fragmentation(Rule):
                     Evidence("lost to rounding", pieces.rounding, "bytes"),
                     Evidence("allocator settings", settings.get("PYTORCH_CUDA_ALLOC_CONF") or None),
                 ],
-                impact=Impact(
-                    currency="memory",
-                    freed_bytes=packed.freed,
-                    method="history replayed with and without expandable segments",
-                ),
+                impact=frees(packed.freed, "history replayed with and without expandable segments"),
                 assumptions=[packed.assumes],
                 **case,
             )

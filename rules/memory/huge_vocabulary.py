@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from advisor.core import text as t
-from advisor.core.finding import Finding, Impact, Location, Outcomes, SkippedCheck
+from advisor.core.finding import Finding, Location, Outcomes, SkippedCheck
 from advisor.core.intervals import covered_length
 from advisor.core.rule import Evidence, Rule, Threshold
 from advisor.measure import Analysis
@@ -17,6 +17,7 @@ from advisor.measure.memory.memory_savings import logits
 from advisor.rules.common import figure, places
 from advisor.rules.kernel import facts
 from advisor.rules.memory.device_memory import peaks, snapshot_example
+from advisor.rules.recorded import frees
 from advisor.rules.sources import LLAMA, OURS, PEAKS, SILENT_TRACES
 from advisor.testing import TraceBuilder
 
@@ -127,11 +128,7 @@ class HugeVocabulary(Rule):
                     count=held.blocks,
                 )
             ],
-            impact=Impact(
-                currency="memory",
-                freed_bytes=held.freed,
-                method="the snapshot's blocks, less one piece in eight",
-            ),
+            impact=frees(held.freed, "the snapshot's blocks, less one piece in eight"),
             **self.case("as a snapshot shows it"),
         )
 
@@ -188,11 +185,7 @@ class HugeVocabulary(Rule):
                 figure(a, "GPU time of the loss", facts.duration(a, under)),
             ],
             where=places(a, calls.astype(np.int64), taken),
-            impact=Impact(
-                currency="memory",
-                freed_bytes=2 * largest,
-                method="log-softmax and one gradient of its size",
-            ),
+            impact=frees(2 * largest, "log-softmax and one gradient of its size"),
         )
 
     def _bytes(self, inputs: OpInputs) -> int:

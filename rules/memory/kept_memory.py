@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import numpy as np
 
 from advisor.core import text as t
-from advisor.core.finding import Finding, Impact, Location, Outcomes, SkippedCheck
+from advisor.core.finding import Finding, Location, Outcomes, SkippedCheck
 from advisor.core.intervals import Floats
 from advisor.core.rule import Evidence, Rule, Threshold
 from advisor.measure import Analysis
@@ -15,7 +15,7 @@ from advisor.measure.memory.memory_savings import savings
 from advisor.measure.memory.post_mortem import fullest, growing_lines
 from advisor.measure.steps.record import StepRecords
 from advisor.rules.memory.device_memory import gpu_capacity, growth, last_known, snapshot_example
-from advisor.rules.recorded import record
+from advisor.rules.recorded import frees, record, risk
 from advisor.rules.sources import CHOSEN, TRACEML
 from advisor.testing import TraceBuilder
 
@@ -85,10 +85,8 @@ class KeptReferences(Rule):
                     where=[]
                     if saving.file is None
                     else [Location(file=saving.file, line=saving.line, function=saving.function)],
-                    impact=Impact(
-                        currency="memory",
-                        freed_bytes=saving.bytes,
-                        method="memory of earlier steps at the peak of the snapshot",
+                    impact=frees(
+                        saving.bytes, "memory of earlier steps at the peak of the snapshot"
                     ),
                     assumptions=[saving.assumes],
                 )
@@ -247,11 +245,10 @@ class MemoryLeak(Rule):
                 Evidence("capacity", total, "bytes"),
                 self.compare("steps", steps, "min_steps", "count"),
             ],
-            impact=Impact(
-                currency="risk",
-                reason=f"out of memory in {left:,} steps"
+            impact=risk(
+                f"out of memory in {left:,} steps"
                 if left is not None
-                else "the run will run out of memory",
+                else "the run will run out of memory"
             ),
         )
 
@@ -301,9 +298,7 @@ class MemoryLeak(Rule):
                     for r in table.head(3).iter_rows(named=True)
                     if r["file"] is not None
                 ],
-                impact=Impact(
-                    currency="risk", reason=f"{t.format_bytes(each)} per step are never freed"
-                ),
+                impact=risk(f"{t.format_bytes(each)} per step are never freed"),
                 confidence_notes=["tested on simulated snapshots only"],
                 **self.case("of a snapshot"),
             )
@@ -338,7 +333,7 @@ class MemoryLeak(Rule):
                 for r in table.head(3).iter_rows(named=True)
                 if r["file"] is not None
             ],
-            impact=Impact(currency="risk", reason=f"{rate} are never freed"),
+            impact=risk(f"{rate} are never freed"),
             **self.case("of a snapshot"),
         )
 

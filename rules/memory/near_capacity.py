@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import polars as pl
 
-from advisor.core.finding import Finding, Impact, Location, Outcomes, SkippedCheck
+from advisor.core.finding import Finding, Location, Outcomes, SkippedCheck
 from advisor.core.rule import Evidence, Rule, Threshold
 from advisor.measure import Analysis
 from advisor.rules.memory.device_memory import (
@@ -20,6 +20,7 @@ from advisor.rules.memory.device_memory import (
     run_product,
     snapshot_example,
 )
+from advisor.rules.recorded import risk
 from advisor.rules.sources import FOURNEX, GPUPROF, OURS, TENSORBOARD, TRACEML
 from advisor.testing import TraceBuilder
 
@@ -140,10 +141,7 @@ class MemoryNearCapacity(Rule):
                 self.compare("allocated at its peak, share of reserved", used, "fragmented"),
             ],
             where=[*self._where(a, reserved), *held],
-            impact=Impact(
-                currency="risk",
-                reason=f"{1 - share:.0%} of GPU memory is left before the run stops",
-            ),
+            impact=risk(f"{1 - share:.0%} of GPU memory is left before the run stops"),
             **(self.case("most of it is reserved, not used") if fragmented else {}),
             **(self.case("all but full") if share >= self.critical_share else {}),
         )

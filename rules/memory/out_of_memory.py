@@ -6,7 +6,7 @@ from statistics import median
 from typing import TYPE_CHECKING
 
 from advisor.core import text as t
-from advisor.core.finding import Evidence, Finding, Impact, Location, Outcomes, Rule, Threshold
+from advisor.core.finding import Evidence, Finding, Location, Outcomes, Rule, Threshold
 from advisor.measure import Analysis
 from advisor.measure.memory.fragments import placement, repacking
 from advisor.measure.memory.memory_savings import Saving, savings
@@ -18,7 +18,7 @@ from advisor.rules.memory.device_memory import (
     locate_holders,
     snapshot_example,
 )
-from advisor.rules.recorded import record
+from advisor.rules.recorded import record, risk
 from advisor.rules.sources import CHOSEN, CURED_RECORDINGS
 from advisor.testing import TraceBuilder
 
@@ -226,11 +226,10 @@ class OutOfMemory(Rule):
                 self.compare("last batch over the median one", grown, "larger", ""),
                 Evidence("snapshot", None if snapshot is None else str(snapshot)[:200]),
             ],
-            impact=Impact(
-                currency="risk",
-                reason="the run stopped"
+            impact=risk(
+                "the run stopped"
                 if reserved is None
-                else f"the run stopped with {t.format_bytes(reserved)} held",
+                else f"the run stopped with {t.format_bytes(reserved)} held"
             ),
             **(
                 self.case("fragments")
@@ -272,9 +271,7 @@ class OutOfMemory(Rule):
                 ],
             ],
             where=_locate_request(post) + locate_holders(post),
-            impact=Impact(
-                currency="risk", reason=f"the run stopped with {t.format_bytes(post.reserved)} held"
-            ),
+            impact=risk(f"the run stopped with {t.format_bytes(post.reserved)} held"),
             fix=self._name_ways(ways),
             code=self.case((enough or ways)[0].change)["code"] if ways else "",
             confidence=0.85,
@@ -314,7 +311,7 @@ class OutOfMemory(Rule):
                 Evidence("other processes", others, "bytes"),
                 Evidence("free at the driver", text.free, "bytes"),
             ],
-            impact=Impact(currency="risk", reason="the run stopped"),
+            impact=risk("the run stopped"),
             **case,
         )
 

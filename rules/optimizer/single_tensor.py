@@ -7,12 +7,12 @@ import re
 import numpy as np
 
 from advisor.core import text as t
-from advisor.core.finding import Edit, Finding, Location, Outcomes, PassedCheck, Select
+from advisor.core.finding import Finding, Location, Outcomes, PassedCheck, Select
 from advisor.core.rule import Evidence, Rule, Threshold
 from advisor.measure import Analysis
 from advisor.measure.host.names import name_matches
 from advisor.replay.selection import under_names
-from advisor.rules.common import example_steps, per
+from advisor.rules.common import example_steps, per, scale
 from advisor.rules.kernel import facts
 from advisor.rules.sources import FOREACH, OURS, SILENT_TRACES
 from advisor.testing import TraceBuilder
@@ -143,19 +143,12 @@ class SingleTensorOptimizer(Rule):
             ],
             where=where,
             edits=[
-                Edit(
-                    op="scale",
-                    select=Select(on="gap", under=STEP),
-                    factor=self.gap_factor,
-                    factor_low=self.gap_best,
-                    factor_high=self.gap_worst,
-                ),
-                Edit(
-                    op="scale",
-                    select=Select(on="gpu", kind=("kernel",), under=STEP),
-                    factor=self.kernel_factor,
-                    factor_low=self.kernel_best,
-                    factor_high=self.kernel_worst,
+                scale(Select(on="gap", under=STEP), self.gap_factor, self.gap_best, self.gap_worst),
+                scale(
+                    Select(on="gpu", kind=("kernel",), under=STEP),
+                    self.kernel_factor,
+                    self.kernel_best,
+                    self.kernel_worst,
                 ),
             ],
             confidence_notes=[] if in_stacks else ["judged by kernels alone: no Python stacks"],

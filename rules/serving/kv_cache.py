@@ -8,11 +8,11 @@ import numpy as np
 import polars as pl
 
 from advisor.core import text as t
-from advisor.core.finding import Edit, Finding, FrameworkAdvice, Outcomes, Rule, Select, Threshold
+from advisor.core.finding import Finding, FrameworkAdvice, Outcomes, Rule, Select, Threshold
 from advisor.measure import Analysis
 from advisor.measure.serving.annotations import DECODE
 from advisor.measure.serving.work import NARROW, heads
-from advisor.rules.common import figure, of_step
+from advisor.rules.common import figure, of_step, scale
 from advisor.rules.elsewhere import SGLANG_KV, VLLM_KV
 from advisor.rules.sources import CHOSEN, TENSORBOARD
 from advisor.testing import TraceBuilder
@@ -90,12 +90,11 @@ class KvCacheIn16Bits(Rule):
                 self.compare("of the memory's bandwidth", rate, "min_rate"),
             ],
             edits=[
-                Edit(
-                    op="scale",
-                    select=Select(on="gpu", name=f"^(?:{'|'.join(map(re.escape, own))})$"),
-                    factor=self.factor,
-                    factor_low=0.5,
-                    factor_high=1.0,
+                scale(
+                    Select(on="gpu", name=f"^(?:{'|'.join(map(re.escape, own))})$"),
+                    self.factor,
+                    0.5,
+                    1.0,
                 )
             ],
         )

@@ -14,7 +14,7 @@ from advisor.core.text import count_noun
 from advisor.measure import Analysis
 from advisor.measure.host.names import name_matches
 from advisor.measure.host.stacks import nearest, parents
-from advisor.rules.common import column, figure, of_step, per, places, rows, total
+from advisor.rules.common import column, figure, of_step, per, places, rows, scale, total
 from advisor.rules.elsewhere import READ_SELDOM, in_any_language
 from advisor.rules.host.launch_gaps import LAUNCHING, measure_launch_gaps
 from advisor.rules.sources import ENGINE_FLOOR, OURS, SAM_PAIR, SILENT_TRACES, TENSORBOARD, XPROF
@@ -435,15 +435,7 @@ class HostReads(Rule):
         select = structs.replace(LAUNCHING, max_ns=round(self.longest_ms * 1e6))
         if not (a.trace.cpu["kind"] == "python").any():  # the loop's own code is not recorded
             select = structs.replace(select, cause=(*select.cause, "unknown"))
-        return [
-            Edit(
-                op="scale",
-                select=select,
-                factor=self.launches_left,
-                factor_low=self.fewest_left,
-                factor_high=1.0,
-            )
-        ]
+        return [scale(select, self.launches_left, self.fewest_left, 1.0)]
 
     @staticmethod
     def fires_on() -> dict[str, TraceBuilder]:

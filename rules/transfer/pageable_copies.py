@@ -5,12 +5,12 @@ from __future__ import annotations
 import polars as pl
 
 from advisor.core import text as t
-from advisor.core.finding import Edit, Finding, Outcomes, PassedCheck, Select, SkippedCheck
+from advisor.core.finding import Finding, Outcomes, PassedCheck, Select, SkippedCheck
 from advisor.core.intervals import intersect
 from advisor.core.rule import Evidence, Rule, Threshold
 from advisor.core.trace import CUDA
 from advisor.measure import Analysis
-from advisor.rules.common import busy_during, device_places, figure, of_step, per, total
+from advisor.rules.common import busy_during, device_places, figure, of_step, per, scale, total
 from advisor.rules.elsewhere import BATCHES_AHEAD, in_any_language
 from advisor.rules.sources import ENGINE_FLOOR, PAGEABLE_64K, PINNED_BLOG, SILENT_TRACES
 from advisor.rules.sync.host_waits import make_async, select_blocking_calls
@@ -172,14 +172,11 @@ class PageableCopies(Rule):
             ],
             where=device_places(a, slow),
             edits=[
-                Edit(
-                    op="scale",
-                    select=Select(
-                        on="gpu", kind=("memcpy",), copy=tuple(directions), memory="pageable"
-                    ),
-                    factor=factor,
-                    factor_low=0.0,
-                    factor_high=max(factor, 1 / self.worst_speedup),
+                scale(
+                    Select(on="gpu", kind=("memcpy",), copy=tuple(directions), memory="pageable"),
+                    factor,
+                    0.0,
+                    max(factor, 1 / self.worst_speedup),
                 ),
                 *([make_async(a, blocking, *_CALLS)] if blocking.total else []),
             ],

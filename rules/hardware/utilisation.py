@@ -140,8 +140,7 @@ class LowMfu(Rule):
         yield Finding(
             summary=(
                 f"MFU is {mfu:.0%} in a step of {t.format_duration(step)}, although matrix work "
-                "takes most of "
-                "the kernel time."
+                "takes most of the kernel time."
             ),
             evidence=[
                 self.compare("model FLOP utilisation", mfu, "max_mfu"),

@@ -58,9 +58,8 @@ class CpuQuota(Rule):
         periods = (last.throttled_periods or 0) - (first.throttled_periods or 0)
         yield Finding(
             summary=(
-                "The CPU quota stopped threads of this container for "
-                f"{t.format_duration(stopped)} in "
-                f"{t.format_duration(time)}, in {periods} periods."
+                f"The CPU quota stopped threads of this container for {t.format_duration(stopped)} "
+                f"in {t.format_duration(time)}, in {periods} periods."
             ),
             evidence=[
                 Evidence("threads stopped", stopped, "ns"),

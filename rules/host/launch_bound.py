@@ -194,8 +194,7 @@ class LaunchBound(Rule):
             summary=(
                 f"The GPU idles for {of_step(a, gaps.idle)} until the host launches more. Each "
                 f"of {gaps.calls:,.0f} launches{per(a)} costs {t.format_duration(gaps.per_launch)} "
-                "of idle time; the median kernel takes "
-                f"{t.format_duration(gaps.kernel_ns)}."
+                f"of idle time; the median kernel takes {t.format_duration(gaps.kernel_ns)}."
             ),
             evidence=[
                 figure(a, "idle for launches", gaps.idle),

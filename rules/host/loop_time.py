@@ -260,9 +260,8 @@ class TimeBetweenSteps(Rule):
     each = Threshold(0.5, "of the steps follow a pause: evaluation comes less often", CHOSEN)
 
     fix = (
-        "Evaluate less often, or on a fixed part of the data. Run it under "
-        "torch.inference_mode() with a larger batch and DataLoader workers, and save checkpoints "
-        "from another thread."
+        "Evaluate less often, or on a fixed part of the data. Run it under torch.inference_mode() "
+        "with a larger batch and DataLoader workers, and save checkpoints from another thread."
     )
     code = (
         "model.eval()\n"

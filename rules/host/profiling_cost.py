@@ -57,9 +57,8 @@ class ObserverEffect(Rule):
         yield Finding(
             summary=(
                 f"A step takes {t.format_duration(profiled)} while it is profiled, and "
-                f"{t.format_duration(around)} "
-                f"around the window ({effect:+.0%}). Host times and idle time in this report "
-                "are longer than in an unprofiled step."
+                f"{t.format_duration(around)} around the window ({effect:+.0%}). Host times and "
+                "idle time in this report are longer than in an unprofiled step."
             ),
             evidence=[
                 Evidence("median step around the window", around, "ns"),

@@ -141,9 +141,8 @@ class RegularStalls(Rule):
             summary=(
                 f"{t.count_noun(len(stalls.rows), 'step')}, {stalls.period} steps apart, take "
                 f"{t.format_duration(float(stalls.excess.mean()))} more than the median of "
-                f"{t.format_duration(recorded.median)}. They lose {t.format_duration(lost)} of "
-                "the run "
-                f"({lost / total:.1%}). Longer phases: {_list_causes(causes)}."
+                f"{t.format_duration(recorded.median)}. They lose {t.format_duration(lost)} of the "
+                f"run ({lost / total:.1%}). Longer phases: {_list_causes(causes)}."
             ),
             evidence=[
                 Evidence("time in stalls", lost, "ns"),

@@ -78,9 +78,8 @@ class TensorRTReformat(EngineLayers):
     _pattern = r"^Reformat(?:_\w+)? "
 
     fix = (
-        "Let neighbours agree: quantize residual additions and pooling too (Q/DQ before them), "
-        "and take inputs and outputs in the engine's format (--inputIOFormats, "
-        "--outputIOFormats)."
+        "Let neighbours agree: quantize residual additions and pooling too (Q/DQ before them), and "
+        "take inputs and outputs in the engine's format (--inputIOFormats, --outputIOFormats)."
     )
     code = (
         "trtexec --onnx=model.onnx --int8 --fp16 \\\n"

@@ -90,9 +90,8 @@ class BatchHeadroom(Rule):
         yield Finding(
             summary=(
                 f"The run holds {t.format_bytes(held)} of {t.format_bytes(total)} "
-                f"({held / total:.0%}), and "
-                f"the GPU is not kept busy ({label} {value:.0%}). A batch up to {min(factor, 16)} "
-                "times as large may fit."
+                f"({held / total:.0%}), and the GPU is not kept busy ({label} {value:.0%}). A "
+                f"batch up to {min(factor, 16)} times as large may fit."
             ),
             evidence=[
                 Evidence("GPU memory held", held, "bytes"),

@@ -97,8 +97,7 @@ class Fragmentation(Rule):
         yield Finding(
             summary=(
                 f"The allocator holds {t.format_bytes(reserved)}, but tensors never filled more "
-                "than "
-                f"{t.format_bytes(peak)}."
+                f"than {t.format_bytes(peak)}."
                 + (f" It released its cache and retried {retries} times." if retries else "")
             ),
             evidence=[

@@ -170,8 +170,7 @@ class HugeVocabulary(Rule):
         yield Finding(
             summary=(
                 f"The log-softmax of {shape} takes {t.format_bytes(largest)} "
-                f"({largest / capacity:.0%} "
-                f"{source}). Its gradient takes as much again."
+                f"({largest / capacity:.0%} {source}). Its gradient takes as much again."
             ),
             evidence=[
                 Evidence("largest log-softmax", largest, "bytes"),

@@ -70,8 +70,7 @@ class KeptReferences(Rule):
                 yield Finding(
                     summary=(
                         f"{t.format_bytes(saving.bytes)} of the {t.format_bytes(post.allocated)} "
-                        "in tensors at "
-                        "the peak come from the forward pass of an earlier step."
+                        "in tensors at the peak come from the forward pass of an earlier step."
                     ),
                     evidence=[
                         Evidence("memory of earlier steps", saving.bytes, "bytes"),
@@ -275,8 +274,7 @@ class MemoryLeak(Rule):
                 title="GPU memory in tensors grows from step to step",
                 summary=(
                     f"{place} leaves {t.format_bytes(row['step_bytes'])} behind in "
-                    f"{row['steps']:,} of "
-                    f"{steps:,} steps."
+                    f"{row['steps']:,} of {steps:,} steps."
                     + (
                         f" With other lines it is {t.format_bytes(each)} per step."
                         if table.height > 1

@@ -251,8 +251,7 @@ class OutOfMemory(Rule):
             f"{t.format_bytes(placed.largest)}"
             if placed is not None and scattered
             else f"tensors held {t.format_bytes(post.allocated)} of the "
-            f"{t.format_bytes(post.reserved)} "
-            f"reserved ({_list_holders(post)})"
+            f"{t.format_bytes(post.reserved)} reserved ({_list_holders(post)})"
         )
         enough = [way for way in ways if way.bytes >= request]
         return Finding(

@@ -205,8 +205,7 @@ class ImplicitSync(Rule):
             summary=(
                 f"The host waits for {of_step(a, int(waited.sum()))} in "
                 f"{count_noun(-(-reads // a.step_count), 'read')}{per(a)} of GPU values. The GPU "
-                "has "
-                "work meanwhile, but the next launches come later."
+                "has work meanwhile, but the next launches come later."
             ),
             evidence=[Evidence("calls", count_causes(a, blocking))],
             where=places(a, calls, waited, instance=instances(blocking.table)),
@@ -409,8 +408,7 @@ class HostReads(Rule):
             summary=(
                 f"The host waits for {of_step(a, int(wait))} in "
                 f"{count_noun(max(1, round(copies / a.step_count)), 'read')} of GPU "
-                f"values{per(a)}, "
-                f"one every {launches / copies:.0f} launches. The GPU idles for "
+                f"values{per(a)}, one every {launches / copies:.0f} launches. The GPU idles for "
                 f"{of_step(a, int(idle))}."
             ),
             evidence=[

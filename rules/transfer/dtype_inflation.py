@@ -326,10 +326,8 @@ class PingPong(Rule):
         yield Finding(
             summary=(
                 f"The same function copies {t.format_bytes(total(table['bytes']) / table.height)} "
-                "to the "
-                f"host and back, {t.count_noun(max(1, round(rate)), 'time')}{per(a)}. The copies "
-                "take "
-                f"{of_step(a, cost)}, and the host waits for the first."
+                f"to the host and back, {t.count_noun(max(1, round(rate)), 'time')}{per(a)}. The "
+                f"copies take {of_step(a, cost)}, and the host waits for the first."
             ),
             evidence=[
                 Evidence("round trips", rate, "count", per=a.per),

@@ -159,8 +159,7 @@ class PageableCopies(Rule):
             summary=(
                 f"{t.count_noun(max(1, round(slow.height / a.step_count)), 'copy')}{per(a)} of "
                 f"{t.format_bytes(total(slow['bytes']) / a.step_count)} through pageable memory "
-                "cost "
-                f"{of_step(a, exposed + blocking.total)}."
+                f"cost {of_step(a, exposed + blocking.total)}."
             ),
             evidence=[
                 figure(a, "exposed copy time", exposed),

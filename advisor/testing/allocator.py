@@ -209,17 +209,9 @@ class Allocator:
         if need > self._driver_free():
             return False
         whole = _Block(self._next, need)
+        frames = self._frames_of_now()
         self.segments.append(
-            _Segment(
-                self._next,
-                need,
-                stream,
-                large,
-                pool,
-                self.expandable,
-                self._frames_of_now(),
-                [whole],
-            )
+            _Segment(self._next, need, stream, large, pool, self.expandable, frames, [whole])
         )
         action = "segment_map" if self.expandable else "segment_alloc"
         self._event(action, self._next, need, stream, pool)

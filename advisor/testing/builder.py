@@ -23,6 +23,14 @@ if TYPE_CHECKING:
     from advisor.testing.allocator import Allocator
     from advisor.testing.record import RecordBuilder
 
+_LIMITS: dict[str, Any] = {
+    "maxThreadsPerBlock": 1024,
+    "maxThreadsPerMultiprocessor": 2048,
+    "regsPerBlock": 65536,
+    "regsPerMultiprocessor": 65536,
+    "warpSize": 32,
+    "sharedMemPerBlock": 49152,
+}
 DEVICES: dict[str, dict[str, Any]] = {
     "A100": {
         "name": "NVIDIA A100-SXM4-80GB",
@@ -30,12 +38,7 @@ DEVICES: dict[str, dict[str, Any]] = {
         "computeMajor": 8,
         "computeMinor": 0,
         "numSms": 108,
-        "maxThreadsPerBlock": 1024,
-        "maxThreadsPerMultiprocessor": 2048,
-        "regsPerBlock": 65536,
-        "regsPerMultiprocessor": 65536,
-        "warpSize": 32,
-        "sharedMemPerBlock": 49152,
+        **_LIMITS,
         "sharedMemPerMultiprocessor": 167936,
         "sharedMemPerBlockOptin": 166912,
     },
@@ -45,12 +48,7 @@ DEVICES: dict[str, dict[str, Any]] = {
         "computeMajor": 7,
         "computeMinor": 0,
         "numSms": 80,
-        "maxThreadsPerBlock": 1024,
-        "maxThreadsPerMultiprocessor": 2048,
-        "regsPerBlock": 65536,
-        "regsPerMultiprocessor": 65536,
-        "warpSize": 32,
-        "sharedMemPerBlock": 49152,
+        **_LIMITS,
         "sharedMemPerMultiprocessor": 98304,
         "sharedMemPerBlockOptin": 98304,
     },
@@ -60,12 +58,7 @@ DEVICES: dict[str, dict[str, Any]] = {
         "computeMajor": 9,
         "computeMinor": 0,
         "numSms": 132,
-        "maxThreadsPerBlock": 1024,
-        "maxThreadsPerMultiprocessor": 2048,
-        "regsPerBlock": 65536,
-        "regsPerMultiprocessor": 65536,
-        "warpSize": 32,
-        "sharedMemPerBlock": 49152,
+        **_LIMITS,
         "sharedMemPerMultiprocessor": 233472,
         "sharedMemPerBlockOptin": 232448,
     },
@@ -269,25 +262,10 @@ class TraceBuilder:
     def graph_launch(self, kernels: Sequence[tuple[str, float]], *, stream: int = 7) -> None:
         """One ``cudaGraphLaunch`` with many kernels: (name, us) each."""
         correlation = self._next()
-        self._emit(
-            "cuda_runtime",
-            "cudaGraphLaunch",
-            self.now,
-            2 * self.launch_us,
-            MAIN,
-            self.tid,
-            {"correlation": correlation},
-        )
-        self.now += 2 * self.launch_us
+        self.call("cudaGraphLaunch", 2 * self.launch_us, correlation)
+        args = {"grid": [256, 1, 1], "block": [256, 1, 1], "graph id": 1}
         for name, us in kernels:
-            self._device(
-                "kernel",
-                name,
-                us,
-                stream,
-                correlation,
-                {"grid": [256, 1, 1], "block": [256, 1, 1], "graph id": 1},
-            )
+            self._device("kernel", name, us, stream, correlation, args)
 
     def copy(
         self,
@@ -335,15 +313,8 @@ class TraceBuilder:
 
     def memset(self, size: int, us: float, *, stream: int = 7) -> None:
         """A ``cudaMemsetAsync``."""
-        self._work(
-            "gpu_memset",
-            "Memset (Device)",
-            us,
-            stream,
-            "cudaMemsetAsync",
-            {"bytes": size, "memory bandwidth (GB/s)": size / us / 1e3},
-            0.0,
-        )
+        args = {"bytes": size, "memory bandwidth (GB/s)": size / us / 1e3}
+        self._work("gpu_memset", "Memset (Device)", us, stream, "cudaMemsetAsync", args, 0.0)
 
     def collective(
         self,
@@ -409,32 +380,13 @@ class TraceBuilder:
         start = self.now
         busy = [self._free.get(stream, 0.0)] if stream is not None else [*self._free.values(), 0.0]
         self.now = max(self.now + 1.0, *busy)
-        correlation = self._next()
-        self._emit(
-            "cuda_runtime",
-            name,
-            start,
-            self.now - start,
-            MAIN,
-            self.tid,
-            {"correlation": correlation},
-        )
+        given = {"correlation": self._next()}
+        self._emit("cuda_runtime", name, start, self.now - start, MAIN, self.tid, given)
         if self.cuda_sync_rows:
             kind = "Context Sync" if stream is None else "Stream Sync"
-            self._emit(
-                "cuda_sync",
-                kind,
-                start,
-                self.now - start,
-                0,
-                stream or -1,
-                {
-                    "cuda_sync_kind": kind,
-                    "stream": -1 if stream is None else stream,
-                    "correlation": correlation,
-                    "device": 0,
-                },
-            )
+            on = -1 if stream is None else stream
+            args = {"cuda_sync_kind": kind, "stream": on, **given, "device": 0}
+            self._emit("cuda_sync", kind, start, self.now - start, 0, stream or -1, args)
 
     def item(self, op: str = "aten::item") -> None:
         """Read one value of a device tensor: ``aten::item`` with its copy and its sync."""
@@ -620,16 +572,10 @@ class TraceBuilder:
         after: float,
     ) -> int:
         correlation = self._next()
+        given = {"correlation": correlation}
         driver = call.startswith("cu") and not call.startswith("cuda")
-        self._emit(
-            "cuda_driver" if driver else "cuda_runtime",
-            call,
-            self.now,
-            self.launch_us,
-            MAIN,
-            self.tid,
-            {"correlation": correlation},
-        )
+        cat_of_call = "cuda_driver" if driver else "cuda_runtime"
+        self._emit(cat_of_call, call, self.now, self.launch_us, MAIN, self.tid, given)
         self.now += self.launch_us
         self._device(cat, name, us, stream, correlation, args, after)
         return correlation
@@ -646,12 +592,5 @@ class TraceBuilder:
     ) -> None:
         start = max(self.now + self.latency_us, self._free.get(stream, 0.0), after)
         self._free[stream] = start + us
-        self._emit(
-            cat,
-            name,
-            start,
-            us,
-            0,
-            stream,
-            {"device": 0, "context": 1, "stream": stream, "correlation": correlation, **args},
-        )
+        where = {"device": 0, "context": 1, "stream": stream, "correlation": correlation}
+        self._emit(cat, name, start, us, 0, stream, {**where, **args})

@@ -9,7 +9,6 @@ from typing import Any, ClassVar
 import numpy as np
 import polars as pl
 from msgspec.structs import replace
-from numpy.typing import NDArray
 
 from advisor.core import text as t
 from advisor.core.finding import (
@@ -300,7 +299,6 @@ COMPILING = (
 a function in TensorFlow; of lowering and compiling one in JAX."""
 
 _AGAIN = {"again": "Functions are traced and compiled again"}
-Rows = NDArray[np.int64]
 
 
 class Recompilation(Rule):

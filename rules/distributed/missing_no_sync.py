@@ -7,7 +7,6 @@ from typing import NamedTuple
 
 import numpy as np
 import polars as pl
-from numpy.typing import NDArray
 
 from advisor.core import text as t
 from advisor.core.finding import Edit, Finding, Outcomes, PassedCheck, Select, SkippedCheck
@@ -16,7 +15,7 @@ from advisor.measure import Analysis
 from advisor.measure.comm.comms import describe
 from advisor.measure.host.names import name_matches
 from advisor.measure.host.stacks import climb_stack, parents
-from advisor.rules.common import device_places, figure, rows
+from advisor.rules.common import Rows, device_places, figure, rows
 from advisor.rules.sources import OURS, SILENT_TRACES
 from advisor.testing import TraceBuilder
 
@@ -25,8 +24,6 @@ _OPTIMIZER = r"^Optimizer\.step#"
 _HOOK = r"^autograd::engine::evaluate_function: torch::autograd::AccumulateGrad"
 MAX_CORRELATIONS = 500
 """An Edit names at most so many collectives one by one."""
-
-Rows = NDArray[np.int64]
 
 
 class SyncPasses(NamedTuple):

@@ -120,18 +120,9 @@ class PaddingWaste(Rule):
 
 
 _TOKENS = (
-    "gemm",
-    "convolution",
-    "attention",
-    "softmax",
-    "normalisation",
-    "elementwise",
-    "reduction",
-    "layout",
-    "embedding",
-    "random",
-    "loss",
-)
+    "gemm", "convolution", "attention", "softmax", "normalisation", "elementwise", "reduction",
+    "layout", "embedding", "random", "loss",
+)  # fmt: skip
 """Kernel families whose work grows with the tokens of a batch."""
 
 

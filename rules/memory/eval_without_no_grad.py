@@ -15,7 +15,7 @@ from advisor.core.run_directory import LARGEST
 from advisor.measure import Analysis
 from advisor.measure.device.families import MATRIX, op_families
 from advisor.measure.host.names import name_matches
-from advisor.rules.common import figure, of_step, per, places, rows
+from advisor.rules.common import Rows, figure, of_step, per, places, rows
 from advisor.rules.recorded import record, risk, steps_seen
 from advisor.rules.sources import CURED_RECORDINGS, OURS, REAL_EVAL, REAL_KERNEL, SILENT_TRACES
 from advisor.testing import TraceBuilder
@@ -25,8 +25,6 @@ NODE = r"^autograd::engine::evaluate_function"
 FORWARD = r"^aten::"
 RECURRENT = r"^aten::(lstm|gru|rnn)"
 """Layers that are one operator and do the matrix products inside."""
-
-Rows = NDArray[np.int64]
 
 
 class EvalWithoutNoGrad(Rule):

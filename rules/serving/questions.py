@@ -17,6 +17,9 @@ from advisor.rules.recorded import measure_it
 from advisor.rules.sources import CHOSEN
 from advisor.testing import TraceBuilder
 
+Phases = dict[str, ServingPhase]
+Asked = Iterator[tuple[str, list[Evidence]]]
+
 
 class _Question(Rule):
     """A change of the engine's configuration, of which the trace shows the occasion alone."""
@@ -37,9 +40,7 @@ class _Question(Rule):
                 summary=summary, evidence=evidence, impact=measure_it(why), informational=True
             )
 
-    def ask(
-        self, a: Analysis, serving: Serving, phases: dict[str, ServingPhase]
-    ) -> Iterator[tuple[str, list[Evidence]]]:
+    def ask(self, a: Analysis, serving: Serving, phases: Phases) -> Asked:
         """Summary and evidence, if there is an occasion."""
         raise NotImplementedError
 
@@ -72,9 +73,7 @@ class PrefillStallsDecode(_Question):
     verify = "The 99th percentile of the time between tokens falls under the same load."
     falsified_by = "the same percentile with chunks half as large"
 
-    def ask(
-        self, a: Analysis, serving: Serving, phases: dict[str, ServingPhase]
-    ) -> Iterator[tuple[str, list[Evidence]]]:
+    def ask(self, a: Analysis, serving: Serving, phases: Phases) -> Asked:
         """Steps with prompts beside steps that decode."""
         decode = phases.get(DECODE)
         slow = max((p for n, p in phases.items() if n in (PREFILL, MIXED)), default=None, key=_ns)
@@ -132,9 +131,7 @@ class SmallDecodeBatch(_Question):
     verify = "Tokens per second rise, and a decode step takes hardly longer."
     falsified_by = "a decode step that takes twice as long with twice the batch"
 
-    def ask(
-        self, a: Analysis, serving: Serving, phases: dict[str, ServingPhase]
-    ) -> Iterator[tuple[str, list[Evidence]]]:
+    def ask(self, a: Analysis, serving: Serving, phases: Phases) -> Asked:
         """Decode steps of few requests that memory limits."""
         decode = phases.get(DECODE)
         if decode is None or decode.requests is None or decode.limit != "memory":
@@ -191,9 +188,7 @@ class PrefixCacheUnused(_Question):
     verify = "The engine's log shows a prefix cache hit rate above zero."
     falsified_by = "prompts that have nothing in common"
 
-    def ask(
-        self, a: Analysis, serving: Serving, phases: dict[str, ServingPhase]
-    ) -> Iterator[tuple[str, list[Evidence]]]:
+    def ask(self, a: Analysis, serving: Serving, phases: Phases) -> Asked:
         """Prompts whose keys are all new."""
         marks = [] if a.passes is None else [m for m in a.passes.marks if m.prefill is not None]
         prompts = sum(mark.requests or 0 for mark in marks if mark.phase == PREFILL)
@@ -252,9 +247,7 @@ class CollectivesOfTensorParallel(_Question):
     verify = "Tokens per second per GPU rise under the same load."
     falsified_by = "fewer tokens per second per GPU with fewer GPUs a copy"
 
-    def ask(
-        self, a: Analysis, serving: Serving, phases: dict[str, ServingPhase]
-    ) -> Iterator[tuple[str, list[Evidence]]]:
+    def ask(self, a: Analysis, serving: Serving, phases: Phases) -> Asked:
         """Collectives among the roles of decode steps."""
         decode = phases.get(DECODE)
         if decode is None or not decode.roles:
@@ -312,9 +305,7 @@ class PiecewiseGraphs(_Question):
     verify = "Profile again: one graph launch per decode step, and shorter steps."
     falsified_by = "steps that are as long with one graph"
 
-    def ask(
-        self, a: Analysis, serving: Serving, phases: dict[str, ServingPhase]
-    ) -> Iterator[tuple[str, list[Evidence]]]:
+    def ask(self, a: Analysis, serving: Serving, phases: Phases) -> Asked:
         """Launches of graphs per step, beside the idle time of decode steps."""
         decode, graphs = phases.get(DECODE), serving.graphs
         if decode is None or graphs is None or decode.busy_share is None:
@@ -370,9 +361,7 @@ class SlowDecodeAttention(_Question):
     verify = "Compare the traces: attention per token takes less."
     falsified_by = "another backend that is as slow"
 
-    def ask(
-        self, a: Analysis, serving: Serving, phases: dict[str, ServingPhase]
-    ) -> Iterator[tuple[str, list[Evidence]]]:
+    def ask(self, a: Analysis, serving: Serving, phases: Phases) -> Asked:
         """Bytes over time of attention in decode steps."""
         decode = phases.get(DECODE)
         if decode is None or not decode.roles or a.passes is None or a.hardware is None:
@@ -439,9 +428,7 @@ class UnevenExperts(_Question):
     verify = "The longest exchange comes close to the median one."
     falsified_by = "ranks whose experts get the same tokens"
 
-    def ask(
-        self, a: Analysis, serving: Serving, phases: dict[str, ServingPhase]
-    ) -> Iterator[tuple[str, list[Evidence]]]:
+    def ask(self, a: Analysis, serving: Serving, phases: Phases) -> Asked:
         """How exchanges of experts vary."""
         roles: dict[str, float] = {}
         for phase in phases.values():

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from advisor.core.finding import Category, Finding, Outcomes, Validation
     from advisor.measure import Analysis
     from advisor.replay.ranks.study import Study
-    from advisor.testing import TraceBuilder
+    from advisor.testing import Examples
 
 
 T = TypeVar("T")
@@ -208,16 +208,22 @@ class Rule:
         raise NotImplementedError
 
     @staticmethod
-    def fires_on() -> dict[str, TraceBuilder]:
-        """Examples that must produce a finding of this rule, by name."""
+    def examples() -> Examples:
+        """Small traces by name: one alone must produce a finding of this rule. One with a text is a
+        trap, in which the rule must stay silent; the text is the guard that must hold it: the name
+        of a threshold, without which it would fire; else the text of the condition that ends the
+        search; or ``worth``: it fires, for nothing."""
         raise NotImplementedError
 
-    @staticmethod
-    def silent_on() -> dict[str, tuple[TraceBuilder, str]]:
-        """Examples that must not, by name: the traps, each with the guard that must hold the rule
-        silent. A guard is the name of a threshold, without which it would fire; else the text of
-        the condition that ends the search; or ``worth``: it fires, for nothing."""
-        raise NotImplementedError
+    @classmethod
+    def fires_on(cls) -> dict[str, Any]:
+        """The examples that must produce a finding."""
+        return {name: b for name, b in cls.examples().items() if not isinstance(b, tuple)}
+
+    @classmethod
+    def silent_on(cls) -> dict[str, tuple[Any, str]]:
+        """The traps, each with its guard."""
+        return {name: trap for name, trap in cls.examples().items() if isinstance(trap, tuple)}
 
     def for_program(self: R, program: Program) -> R:
         """The rule with the words that fit the program, chosen before ``check`` makes texts of

@@ -4,4 +4,7 @@ from __future__ import annotations
 
 from advisor.testing.builder import TraceBuilder
 
-__all__ = ["TraceBuilder"]
+Examples = dict[str, TraceBuilder | tuple[TraceBuilder, str]]
+"""See ``Rule.examples``."""
+
+__all__ = ["Examples", "TraceBuilder"]

@@ -39,7 +39,7 @@ from advisor.rules.common import column, example_steps, figure, of_step, per, pl
 from advisor.rules.host.launch_gaps import REMOVE_LAUNCH_COST
 from advisor.rules.recorded import measure_it, over_the_run
 from advisor.rules.sources import OURS, SILENT_TRACES
-from advisor.testing import TraceBuilder
+from advisor.testing import Examples, TraceBuilder
 
 MAX_NAMED = 5
 """Lines, or functions, that a finding names."""
@@ -159,19 +159,11 @@ class GraphBreaks(Rule):
         )
 
     @staticmethod
-    def fires_on() -> dict[str, TraceBuilder]:
+    def examples() -> Examples:
         logged, alone = _trace(stacks=False), TraceBuilder()
         for b in (logged, alone):
             b.compile_log(breaks={("model.py", 17, "Data-dependent branching"): ["1", "2"]})
-        return {
-            "two breaks": _trace(stacks=False),
-            "with stacks": _trace(stacks=True),
-            "with a log": logged,
-            "a log alone": alone,
-        }
 
-    @staticmethod
-    def silent_on() -> dict[str, tuple[TraceBuilder, str]]:
         def whole(b: TraceBuilder) -> None:
             with b.op("Torch-Compiled Region: 0/0"):
                 _graph(b, 30)
@@ -182,6 +174,10 @@ class GraphBreaks(Rule):
                     _graph(b, 10)
 
         return {
+            "two breaks": _trace(stacks=False),
+            "with stacks": _trace(stacks=True),
+            "with a log": logged,
+            "a log alone": alone,
             "one graph": (example_steps(whole), "not len(broken)"),
             "blocks compiled by themselves": (example_steps(blocks), "not len(broken)"),
             "a log without breaks": (_logged(), "not regions"),
@@ -483,7 +479,7 @@ class Recompilation(Rule):
         )
 
     @staticmethod
-    def fires_on() -> dict[str, TraceBuilder]:
+    def examples() -> Examples:
         with_log = _recompiled(every=1)
         with_log.compile_log(recompilations={GUARD: 2e9})
         return {
@@ -499,11 +495,6 @@ class Recompilation(Rule):
             "a log with a function over the limit": _logged(
                 not_compiled={("model.py", 9, "Dynamo recompile limit exceeded"): 1e8}
             ),
-        }
-
-    @staticmethod
-    def silent_on() -> dict[str, tuple[TraceBuilder, str]]:
-        return {
             "once": (_recompiled(every=8, us=900), "min_steps"),
             "never": (_recompiled(every=0), "not len(compilations)"),
             "never, by a log": (_logged(), "not limit"),
@@ -647,7 +638,7 @@ class CudaGraphsSkipped(Rule):
         )
 
     @staticmethod
-    def fires_on() -> dict[str, TraceBuilder]:
+    def examples() -> Examples:
         beside = TraceBuilder()
         for _ in range(4):
             with beside.step(), beside.op("Torch-Compiled Region: 0/0"):
@@ -656,11 +647,8 @@ class CudaGraphsSkipped(Rule):
         return {
             "beside a trace": beside,
             "a log alone": _logged(without_cuda_graphs={SKIPPED: 1e9}),
+            "no reason": (_logged(recompilations={GUARD: 2e9}), "not causes"),
         }
-
-    @staticmethod
-    def silent_on() -> dict[str, tuple[TraceBuilder, str]]:
-        return {"no reason": (_logged(recompilations={GUARD: 2e9}), "not causes")}
 
 
 SKIPPED = ("model.py", 9, "mutated inputs (1 instances). Found from")

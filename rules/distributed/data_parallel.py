@@ -12,7 +12,7 @@ from advisor.measure import Analysis
 from advisor.measure.host.names import name_matches
 from advisor.rules.common import figure, per, places
 from advisor.rules.sources import SILENT_TRACES
-from advisor.testing import TraceBuilder
+from advisor.testing import Examples, TraceBuilder
 
 FORWARD = r"^DataParallel\.forward$"
 EXTRA = r"^(?:Broadcast|Scatter|Gather|ReduceAddCoalesced)(?:Backward)?\d*$"
@@ -98,17 +98,14 @@ class DataParallel(Rule):
         )
 
     @staticmethod
-    def fires_on() -> dict[str, TraceBuilder]:
-        return {"two devices": _trace(devices=2)}
-
-    @staticmethod
-    def silent_on() -> dict[str, tuple[TraceBuilder, str]]:
+    def examples() -> Examples:
         ddp = TraceBuilder(rank=0, world_size=2)
         for _ in ddp.steps():
             with ddp.range("DistributedDataParallel.forward"), ddp.op("aten::mm"):
                 ddp.launch("ampere_sgemm_128x64_nn", 3000)
             ddp.sync()
         return {
+            "two devices": _trace(devices=2),
             "one device": (_trace(devices=1), "devices < 2"),
             "DistributedDataParallel": (ddp, "not len(forward)"),
         }

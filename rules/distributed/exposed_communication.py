@@ -14,7 +14,7 @@ from advisor.measure import Analysis
 from advisor.rules.common import example_steps, figure, of_step
 from advisor.rules.elsewhere import FLAGS, OVERLAP_FLAGS, in_any_language
 from advisor.rules.sources import OURS, TRACELENS
-from advisor.testing import TraceBuilder
+from advisor.testing import Examples, TraceBuilder
 
 
 class ExposedCommunication(Rule):
@@ -267,20 +267,17 @@ class ExposedCommunication(Rule):
         return locations
 
     @staticmethod
-    def fires_on() -> dict[str, TraceBuilder]:
+    def examples() -> Examples:
         def body(b: TraceBuilder) -> None:
             _compute(b)
             b.collective("allreduce", 100 << 20, 1000, wait=True)
 
-        return {"all-reduce after backward": example_steps(body)}
-
-    @staticmethod
-    def silent_on() -> dict[str, tuple[TraceBuilder, str]]:
         def hidden(b: TraceBuilder) -> None:
             b.collective("allreduce", 100 << 20, 1000)
             _compute(b)
 
         return {
+            "all-reduce after backward": example_steps(body),
             "hidden under compute": (example_steps(hidden), "min_share"),
             "no communication": (
                 example_steps(_compute),

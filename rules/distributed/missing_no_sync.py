@@ -17,7 +17,7 @@ from advisor.measure.host.names import name_matches
 from advisor.measure.host.stacks import climb_stack, parents
 from advisor.rules.common import Rows, device_places, figure, rows
 from advisor.rules.sources import OURS, SILENT_TRACES
-from advisor.testing import TraceBuilder
+from advisor.testing import Examples, TraceBuilder
 
 _FORWARD = r"^DistributedDataParallel\.forward$"
 _OPTIMIZER = r"^Optimizer\.step#"
@@ -154,15 +154,10 @@ class MissingNoSync(Rule):
         )
 
     @staticmethod
-    def fires_on() -> dict[str, TraceBuilder]:
+    def examples() -> Examples:
         return {
             "two passes, each reduced": _training([[8, 25], [8, 25]]),
             "four passes, a profiler step each": _training([[25, 25]] * 4, profiled="pass"),
-        }
-
-    @staticmethod
-    def silent_on() -> dict[str, tuple[TraceBuilder, str]]:
-        return {
             "no_sync is used": (
                 _training([[], [8, 25]]),
                 "all((not sizes for step in steps for sizes in step[:-1]))",

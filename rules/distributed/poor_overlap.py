@@ -16,7 +16,7 @@ from advisor.measure.device.copies import compute_stream
 from advisor.rules.common import column, device_places, example_steps, figure, of_step, rows
 from advisor.rules.elsewhere import FLAGS, OVERLAP_FLAGS, in_any_language
 from advisor.rules.sources import OURS, SILENT_TRACES, TRACELENS, XPROF_LAUNCH
-from advisor.testing import TraceBuilder
+from advisor.testing import Examples, TraceBuilder
 
 READY_NS = 20_000
 """A kernel was ready when its launch had returned this long before. Launches take 5 to 10 µs to
@@ -129,7 +129,7 @@ class PoorOverlap(Rule):
         )
 
     @staticmethod
-    def fires_on() -> dict[str, TraceBuilder]:
+    def examples() -> Examples:
         def on_stream(b: TraceBuilder) -> None:
             for _ in range(5):
                 _compute(b)
@@ -140,13 +140,6 @@ class PoorOverlap(Rule):
                 _compute(b)
                 b.collective("allreduce", 50 << 20, 500, wait=True)
 
-        return {
-            "on the compute stream": example_steps(on_stream),
-            "waited for at once": example_steps(waited),
-        }
-
-    @staticmethod
-    def silent_on() -> dict[str, tuple[TraceBuilder, str]]:
         def waited_late(b: TraceBuilder, us: float) -> None:
             _compute(b)
             b.collective("allreduce", 50 << 20, us)
@@ -160,6 +153,8 @@ class PoorOverlap(Rule):
             b.collective("allreduce", 1 << 20, 50, wait=True)
 
         return {
+            "on the compute stream": example_steps(on_stream),
+            "waited for at once": example_steps(waited),
             "hidden": (example_steps(partial(waited_late, us=500)), "overlap >= self.max_overlap"),
             "launched early but long": (
                 example_steps(partial(waited_late, us=4000)),

@@ -18,7 +18,7 @@ from advisor.rules.common import column, device_places, example_steps, figure, r
 from advisor.rules.elsewhere import in_any_language
 from advisor.rules.recorded import measure_it
 from advisor.rules.sources import ENGINE_FLOOR, NCCL_TESTS, OURS, SILENT_TRACES
-from advisor.testing import TraceBuilder
+from advisor.testing import Examples, TraceBuilder
 
 
 class _Runs(NamedTuple):
@@ -171,17 +171,13 @@ class SmallCollectives(Rule):
         return _Runs(member, of_run[member])
 
     @staticmethod
-    def fires_on() -> dict[str, TraceBuilder]:
+    def examples() -> Examples:
         def body(b: TraceBuilder) -> None:
             b.run("aten::mm", "ampere_sgemm_128x64_nn", 300, times=10)
             for _ in range(60):
                 b.collective("allreduce", 40_000, 30)
             b.wait_stream(7, 20)
 
-        return {"each gradient alone": example_steps(body)}
-
-    @staticmethod
-    def silent_on() -> dict[str, tuple[TraceBuilder, str]]:
         def layers(b: TraceBuilder) -> None:
             for _ in range(40):
                 b.run("aten::mm", "ampere_sgemm_128x64_nn", 60, times=3)
@@ -198,6 +194,7 @@ class SmallCollectives(Rule):
                 b.collective("allreduce", 40_000, 30)
 
         return {
+            "each gradient alone": example_steps(body),
             "between layers": (example_steps(layers), "max_between"),
             "large buckets": (example_steps(buckets), "count < self.min_count"),
             "hidden": (example_steps(hidden), "share < self.min_share"),
@@ -274,12 +271,9 @@ class UnbucketedGradients(Rule):
         )
 
     @staticmethod
-    def fires_on() -> dict[str, TraceBuilder]:
-        return {"one per parameter": example_steps(_reductions(150, 40_000))}
-
-    @staticmethod
-    def silent_on() -> dict[str, tuple[TraceBuilder, str]]:
+    def examples() -> Examples:
         return {
+            "one per parameter": example_steps(_reductions(150, 40_000)),
             "buckets": (example_steps(_reductions(12, 40_000)), "min_count"),
             "large messages": (example_steps(_reductions(150, 25 << 20)), "max_bytes"),
             "exposed": (example_steps(_reductions(150, 40_000, compute=100)), "max_exposed"),

@@ -240,15 +240,10 @@ class StragglerRank(Rule):
         return replace(finding, **{"fix": self.fix.format(who=who), **text})
 
     @staticmethod
-    def fires_on() -> dict[str, Any]:
+    def examples() -> dict[str, Any]:
         return {
             "a slow rank": _ranks([2000.0, 2000.0, 3000.0]),
             "a slow process on a CPU": _processes([20e3, 60e3]),
-        }
-
-    @staticmethod
-    def silent_on() -> dict[str, Any]:
-        return {
             "equal ranks": (_ranks([2000.0, 2000.0, 2000.0]), "lost < self.min_share"),
             "hardly late": (_ranks([2000.0, 2000.0, 2040.0]), "lost < self.min_share"),
             "taking turns": (

@@ -11,7 +11,7 @@ from advisor.core.run_directory import THROTTLE, Gpu
 from advisor.measure import Analysis
 from advisor.rules.recorded import a_step, record, record_example, risk, under_load
 from advisor.rules.sources import CHOSEN
-from advisor.testing import TraceBuilder
+from advisor.testing import Examples, TraceBuilder
 
 MIN_SAMPLES = 5
 """Fewer samples under load than this say nothing."""
@@ -108,15 +108,10 @@ class ThermalThrottling(HeldClocks):
         ]
 
     @staticmethod
-    def fires_on() -> dict[str, TraceBuilder]:
+    def examples() -> Examples:
         return {
             "software": _run(0x20, 1200, part=0.4),
             "hardware": _run(0x40 | 0x8, 1200, part=0.4),
-        }
-
-    @staticmethod
-    def silent_on() -> dict[str, tuple[TraceBuilder, str]]:
-        return {
             "a power cap": (_run(0x4, 1200, part=0.4), "share < self.min_share"),
             "an idle GPU": (_run(0x20, 1200, part=0.4, load=3), "share is None"),
             "a single sample": (_run(0x20, 1200, part=0.01), "min_share"),
@@ -197,12 +192,10 @@ class PowerThrottling(HeldClocks):
         ]
 
     @staticmethod
-    def fires_on() -> dict[str, TraceBuilder]:
-        return {"a low cap": _run(0x4, 1500), "a brake": _run(0x80, 500, part=0.1)}
-
-    @staticmethod
-    def silent_on() -> dict[str, tuple[TraceBuilder, str]]:
+    def examples() -> Examples:
         return {
+            "a low cap": _run(0x4, 1500),
+            "a brake": _run(0x80, 500, part=0.1),
             "at the cap with high clocks": (_run(0x4, 1900), "max_clock"),
             "a few samples": (_run(0x4, 1500, part=0.2), "min_share"),
             "idle": (_run(0x4, 1500, load=5), "share is None"),
@@ -236,12 +229,9 @@ class ClocksLocked(HeldClocks):
     _summary = "Application clocks held the clock down{clock} in {share} of the samples under load."
 
     @staticmethod
-    def fires_on() -> dict[str, TraceBuilder]:
-        return {"held at 1410 of 1980 MHz": _run(0x2, 1410, part=1)}
-
-    @staticmethod
-    def silent_on() -> dict[str, tuple[TraceBuilder, str]]:
+    def examples() -> Examples:
         return {
+            "held at 1410 of 1980 MHz": _run(0x2, 1410, part=1),
             "set to the maximum": (_run(0x2, 1980, part=1), "max_clock"),
             "another reason": (_run(0x4, 1410, part=1), "share < self.min_share"),
             "idle": (_run(0x2, 1410, part=1, load=0), "share is None"),

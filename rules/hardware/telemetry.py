@@ -11,7 +11,7 @@ from advisor.measure import Analysis
 from advisor.rules.memory.device_memory import gpu_capacity
 from advisor.rules.recorded import measure_it, record, record_example, risk, under_load
 from advisor.rules.sources import CHOSEN
-from advisor.testing import TraceBuilder
+from advisor.testing import Examples, TraceBuilder
 
 XID_ERRORS = {
     13: "graphics engine exception: usually the program's fault",
@@ -108,18 +108,13 @@ class GpuErrors(Rule):
         )
 
     @staticmethod
-    def fires_on() -> dict[str, TraceBuilder]:
+    def examples() -> Examples:
+        guard = "not (errors and errors[-1] > 0)"
         return {
             "off the bus": record_example(lambda share: _gpu(xid=[] if share else [79])),
             "a page fault": record_example(lambda share: _gpu(xid=[] if share else [31])),
             "uncorrectable": record_example(_gpu(ecc_uncorrected=2)),
             "a pending row": record_example(_gpu(remap_pending=True)),
-        }
-
-    @staticmethod
-    def silent_on() -> dict[str, tuple[TraceBuilder, str]]:
-        guard = "not (errors and errors[-1] > 0)"
-        return {
             "corrected": (record_example(_gpu(ecc_corrected=100)), guard),
             "not recorded": (record_example(_gpu()), guard),
         }
@@ -187,14 +182,9 @@ class GpuShared(Rule):
         )
 
     @staticmethod
-    def fires_on() -> dict[str, TraceBuilder]:
+    def examples() -> Examples:
         return {
-            "another training run": record_example(_gpu(processes=1, processes_bytes=20 * 10**9))
-        }
-
-    @staticmethod
-    def silent_on() -> dict[str, tuple[TraceBuilder, str]]:
-        return {
+            "another training run": record_example(_gpu(processes=1, processes_bytes=20 * 10**9)),
             "alone": (
                 record_example(_gpu(processes=0, processes_bytes=0)),
                 "share < self.min_samples",
@@ -271,21 +261,16 @@ class PcieDowngraded(Rule):
         )
 
     @staticmethod
-    def fires_on() -> dict[str, TraceBuilder]:
+    def examples() -> Examples:
         b = TraceBuilder()
         for _ in b.steps():
             b.copy("HtoD", 60_000_000, blocking=True)
             b.run("aten::mm", "ampere_sgemm_128x64_nn", 2000)
             b.sync()
+        few = "len(links) < self.min_samples"
         return {
             "eight lanes": record_example(_linked(4, 8)),
             "generation 3": record_example(_linked(3, 16), b),
-        }
-
-    @staticmethod
-    def silent_on() -> dict[str, tuple[TraceBuilder, str]]:
-        few = "len(links) < self.min_samples"
-        return {
             "at its maximum": (record_example(_linked(4, 16)), "share < self.min_share"),
             "idle": (record_example(_linked(1, 16, utilisation=2)), few),
             "not recorded": (record_example(_linked(None, None)), few),

@@ -11,7 +11,7 @@ from advisor.core.run_directory import Gpu
 from advisor.measure import Analysis
 from advisor.rules.recorded import measure_it, record, record_example
 from advisor.rules.sources import CHOSEN, GPUPROF, TRACELENS
-from advisor.testing import TraceBuilder
+from advisor.testing import Examples, TraceBuilder
 
 
 class UtilisationIllusion(Rule):
@@ -83,12 +83,9 @@ class UtilisationIllusion(Rule):
         )
 
     @staticmethod
-    def fires_on() -> dict[str, TraceBuilder]:
-        return {"a fifth of the device": _recorded(99, 20)}
-
-    @staticmethod
-    def silent_on() -> dict[str, tuple[TraceBuilder, str]]:
+    def examples() -> Examples:
         return {
+            "a fifth of the device": _recorded(99, 20),
             "really busy": (_recorded(99, 85), "max_active"),
             "shown as idle": (_recorded(30, 10), "min_utilisation"),
             "memory-bound": (_recorded(99, 40, dram=80), "max_dram"),
@@ -158,12 +155,9 @@ class LowMfu(Rule):
         )
 
     @staticmethod
-    def fires_on() -> dict[str, TraceBuilder]:
-        return {"a tenth of the peak": _products(9000)}
-
-    @staticmethod
-    def silent_on() -> dict[str, tuple[TraceBuilder, str]]:
+    def examples() -> Examples:
         return {
+            "a tenth of the peak": _products(9000),
             "close to the peak": (_products(1000), "max_mfu"),
             "memory-bound": (_products(9000, other=20_000), "min_matrix"),
         }

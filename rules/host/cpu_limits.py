@@ -8,7 +8,7 @@ from advisor.core.run_directory import Host
 from advisor.measure import Analysis
 from advisor.rules.recorded import find_loader, local_ranks, measure_it, record, workers_of
 from advisor.rules.sources import CHOSEN, CURED_RECORDINGS, ENGINE_FLOOR, SAGEMAKER_CPU
-from advisor.testing import TraceBuilder
+from advisor.testing import Examples, TraceBuilder
 
 
 class CpuQuota(Rule):
@@ -71,12 +71,9 @@ class CpuQuota(Rule):
         )
 
     @staticmethod
-    def fires_on() -> dict[str, TraceBuilder]:
-        return {"a tenth of the time": _throttled(0.1)}
-
-    @staticmethod
-    def silent_on() -> dict[str, tuple[TraceBuilder, str]]:
+    def examples() -> Examples:
         return {
+            "a tenth of the time": _throttled(0.1),
             "never": (_throttled(0.0), "stopped < self.min_share * time"),
             "hardly ever": (_throttled(0.001), "min_share"),
             "not recorded": (_throttled(None), "len(samples) < 2"),
@@ -135,12 +132,9 @@ class NumaMismatch(Rule):
         )
 
     @staticmethod
-    def fires_on() -> dict[str, TraceBuilder]:
-        return {"the other socket": _pinned(1, [0])}
-
-    @staticmethod
-    def silent_on() -> dict[str, tuple[TraceBuilder, str]]:
+    def examples() -> Examples:
         return {
+            "the other socket": _pinned(1, [0]),
             "the same node": (_pinned(1, [1]), "gpu in own"),
             "not pinned": (_pinned(1, [0, 1]), "gpu in own"),
             "nodes not recorded": (_pinned(None, [0]), "not isinstance(gpu, int)"),
@@ -241,15 +235,10 @@ class ThreadOversubscription(Rule):
         )
 
     @staticmethod
-    def fires_on() -> dict[str, TraceBuilder]:
+    def examples() -> Examples:
         return {
             "eight ranks of 32 threads": _threads(32, 32, ranks=8, machine=97),
             "a container's quota": _threads(64, 2, own=200),
-        }
-
-    @staticmethod
-    def silent_on() -> dict[str, tuple[TraceBuilder, str]]:
-        return {
             "one thread per rank": (_threads(1, 8, ranks=8, machine=97), "threads < 2"),
             "idle cores": (_threads(32, 32, ranks=8, machine=20), "min_busy"),
             "as many threads as cores": (_threads(8, 8, own=790), "ratio <= self.max_ratio"),

@@ -23,7 +23,7 @@ from advisor.rules.host.launch_gaps import (
     repeats_kernels,
 )
 from advisor.rules.sources import GPU_IDLE, OURS, XPROF_LAUNCH
-from advisor.testing import TraceBuilder
+from advisor.testing import Examples, TraceBuilder
 
 
 class CudaGraphsUnused(Rule):
@@ -178,15 +178,10 @@ class CudaGraphsUnused(Rule):
         )
 
     @staticmethod
-    def fires_on() -> dict[str, TraceBuilder]:
-        b = TraceBuilder()
+    def examples() -> Examples:
+        b, changing, graph, busy = (TraceBuilder() for _ in range(4))
         for _ in b.steps():
             _launches(b, 60)
-        return {"the same small kernels": b}
-
-    @staticmethod
-    def silent_on() -> dict[str, tuple[TraceBuilder, str]]:
-        changing, graph, busy = TraceBuilder(), TraceBuilder(), TraceBuilder()
         for number in changing.steps():
             _launches(changing, 60 + number)
         for _ in graph.steps():
@@ -195,6 +190,7 @@ class CudaGraphsUnused(Rule):
         for _ in busy.steps():
             _launches(busy, 60, us=60)
         return {
+            "the same small kernels": b,
             "changing kernels": (changing, "not static"),
             "a graph": (graph, "gaps.graph_launches"),
             "busy GPU": (busy, "gaps.busy_share > self.max_busy"),

@@ -12,7 +12,7 @@ from advisor.core.intervals import Floats
 from advisor.measure import Analysis
 from advisor.rules.recorded import a_step, device_bound, measure_it, record, steps_seen
 from advisor.rules.sources import CHOSEN, CURED_RECORDINGS, ENGINE_FLOOR, GPUPROF
-from advisor.testing import TraceBuilder
+from advisor.testing import Examples, TraceBuilder
 
 _FLAGS: dict[str, tuple[tuple[Any, ...], str, str]] = {
     "anomaly_mode": (
@@ -112,16 +112,11 @@ class DebugSwitches(Rule):
         )
 
     @staticmethod
-    def fires_on() -> dict[str, TraceBuilder]:
+    def examples() -> Examples:
         return {
             "anomaly mode": _run({"anomaly_mode": True}),
             "blocking launches": _run({}, CUDA_LAUNCH_BLOCKING="1"),
             "several": _run({"sync_debug_mode": 1}, NCCL_DEBUG="TRACE", PYTHONTRACEMALLOC="25"),
-        }
-
-    @staticmethod
-    def silent_on() -> dict[str, tuple[TraceBuilder, str]]:
-        return {
             "all off": (_run({"anomaly_mode": False, "sync_debug_mode": 0}), "not settings_on"),
             "harmless values": (
                 _run(
@@ -238,15 +233,10 @@ class GcPauses(Rule):
         )
 
     @staticmethod
-    def fires_on() -> dict[str, TraceBuilder]:
+    def examples() -> Examples:
         return {
             "a long pause now and then": _gc_run(every=10, pause=60),
             "a short pause in every other step": _gc_run(every=2, pause=1),
-        }
-
-    @staticmethod
-    def silent_on() -> dict[str, tuple[TraceBuilder, str]]:
-        return {
             "steps with pauses are no longer": (
                 _gc_run(every=10, pause=4, longer=0),
                 "lost < 0.2 * float(pause.sum()) / len(dur)",

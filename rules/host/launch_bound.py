@@ -24,7 +24,7 @@ from advisor.rules.host.launch_gaps import (
     repeats_kernels,
 )
 from advisor.rules.sources import GPU_IDLE, OURS, XPROF_LAUNCH
-from advisor.testing import TraceBuilder
+from advisor.testing import Examples, TraceBuilder
 
 
 class LaunchBound(Rule):
@@ -247,7 +247,7 @@ class LaunchBound(Rule):
         return " ".join(filter(None, [fix, remove, self.case("in every case")["fix"]]))
 
     @staticmethod
-    def fires_on() -> dict[str, TraceBuilder]:
+    def examples() -> Examples:
         eager, python = TraceBuilder(), TraceBuilder()
         for _ in eager.steps():
             _small_kernels(eager, 100)
@@ -257,10 +257,6 @@ class LaunchBound(Rule):
                     with python.python("model.py(20): forward"):
                         python.host(25)
                         python.run("aten::add", "elementwise_kernel", 4)
-        return {"eager, small kernels": eager, "Python between operators": python}
-
-    @staticmethod
-    def silent_on() -> dict[str, tuple[TraceBuilder, str]]:
         queue, few, loader, slow, calls, later, graph = (TraceBuilder() for _ in range(7))
         for _ in queue.steps():
             queue.run("aten::add", "elementwise_kernel", 9, times=300, host_us=1)
@@ -294,6 +290,8 @@ class LaunchBound(Rule):
             graph.graph_launch([("elementwise_kernel", 10.0)] * 100)
             graph.sync()
         return {
+            "eager, small kernels": eager,
+            "Python between operators": python,
             "full queue of small kernels": (queue, "gaps.busy_share > self.max_busy"),
             "few kernels": (few, "min_launches"),
             "waiting for data": (loader, "min_share"),

@@ -17,7 +17,7 @@ from advisor.rules.common import figure, locate_row, of_step
 from advisor.rules.kernel.facts import match_exactly
 from advisor.rules.recorded import a_step, over_the_run, record, steps_seen
 from advisor.rules.sources import CHOSEN, CURED_RECORDINGS, XPROF
-from advisor.testing import TraceBuilder
+from advisor.testing import Examples, TraceBuilder
 
 OWN_PHASES = ("between steps", "other")
 """Of the recorder: outside loading, forward, backward and optimizer."""
@@ -101,7 +101,7 @@ class LoopCode(Rule):
         )
 
     @staticmethod
-    def fires_on() -> dict[str, TraceBuilder]:
+    def examples() -> Examples:
         b = TraceBuilder(gpu=None)
         for _ in range(4):
             with b.step(), b.python("train.py(30): main"):
@@ -109,10 +109,6 @@ class LoopCode(Rule):
                     pass
                 with b.python("train.py(12): ask_server"), b.python("<built-in function sleep>"):
                     b.host(3000)
-        return {"sleep in the loop": b}
-
-    @staticmethod
-    def silent_on() -> dict[str, tuple[TraceBuilder, str]]:
         light, small, device = TraceBuilder(gpu=None), TraceBuilder(gpu=None), TraceBuilder()
         modules, before = TraceBuilder(gpu=None), TraceBuilder(gpu=None)
         with before.python("train.py(12): prepare"):
@@ -141,6 +137,7 @@ class LoopCode(Rule):
                 device.host(3000)
                 device.run("aten::mm", "ampere_sgemm_128x64_nn", 300)
         return {
+            "sleep in the loop": b,
             "Python around operators": (light, "min_share"),
             "PyTorch around small operators": (modules, "ns < self.min_share * a.span_ns"),
             "before the steps": (before, "table.is_empty()"),
@@ -213,15 +210,12 @@ class LoopPhases(LoopCode):
         )
 
     @staticmethod
-    def fires_on() -> dict[str, TraceBuilder]:
-        return {"a wait between steps": _recorded(forward=2, backward=2, **{"between steps": 6})}
-
-    @staticmethod
-    def silent_on() -> dict[str, tuple[TraceBuilder, str]]:
+    def examples() -> Examples:
         stacks = _recorded(forward=2, backward=2)
         with stacks.step(), stacks.python("train.py(30): main"):
             stacks.host(300)
         return {
+            "a wait between steps": _recorded(forward=2, backward=2, **{"between steps": 6}),
             "evaluation": (_recorded(evaluation=20, forward=3.5, backward=6), "min_share"),
             "a small model": (_recorded(0.6, forward=0.2), "min_ms"),
             "stacks": (stacks, "== 'python').any()"),
@@ -316,15 +310,10 @@ class TimeBetweenSteps(Rule):
         )
 
     @staticmethod
-    def fires_on() -> dict[str, TraceBuilder]:
+    def examples() -> Examples:
         return {
             "evaluation every ten steps": _evaluated(every=10, ms=400),
             "a rollout before each step": _evaluated(every=1, ms=12),
-        }
-
-    @staticmethod
-    def silent_on() -> dict[str, tuple[TraceBuilder, str]]:
-        return {
             "a short evaluation": (_evaluated(every=20, ms=40), "min_share"),
             "a few steps": (_evaluated(every=3, ms=400, steps=12), "min_steps"),
         }

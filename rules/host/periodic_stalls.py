@@ -16,7 +16,7 @@ from advisor.measure.host.names import name_matches
 from advisor.rules.common import places
 from advisor.rules.recorded import over_the_run
 from advisor.rules.sources import GPUPROF, OURS, SILENT_TRACES, STEP_SERIES
-from advisor.testing import TraceBuilder
+from advisor.testing import Examples, TraceBuilder
 
 _CAUSES = {
     "a checkpoint is written": (
@@ -165,17 +165,12 @@ class PeriodicStalls(Rule):
         )
 
     @staticmethod
-    def fires_on() -> dict[str, TraceBuilder]:
+    def examples() -> Examples:
+        save = "torch/serialization.py(900): save"
         return {
             "torch.save": _training(frame="torch/serialization.py(900): save"),
             "a range": _training(annotation="save_checkpoint"),
             "TensorBoard": _training(frame="torch/utils/tensorboard/writer.py(370): add_histogram"),
-        }
-
-    @staticmethod
-    def silent_on() -> dict[str, tuple[TraceBuilder, str]]:
-        save = "torch/serialization.py(900): save"
-        return {
             "evaluation": (_training(frame="train.py(90): evaluate"), "not len(rows)"),
             "no cause in the trace": (_training(), "not len(rows)"),
             "on another thread": (_training(frame=save, thread=77), "not len(rows)"),
@@ -252,18 +247,14 @@ class LongStep(Rule):
         )
 
     @staticmethod
-    def fires_on() -> dict[str, TraceBuilder]:
-        save = "torch/serialization.py(900): save"
-        return {"a checkpoint": _training(frame=save, steps=8, every=6)}
-
-    @staticmethod
-    def silent_on() -> dict[str, tuple[TraceBuilder, str]]:
+    def examples() -> Examples:
         save = "torch/serialization.py(900): save"
         twice = TraceBuilder()
         for n in twice.steps(8):
             twice.run("aten::mm", "ampere_sgemm_128x64_nn", 5000 if n == 5 else 2000)
             twice.sync()
         return {
+            "a checkpoint": _training(frame=save, steps=8, every=6),
             "twice as long": (twice, "factor"),
             "three steps": (_training(frame=save, steps=4, every=3), "min_steps"),
         }

@@ -12,7 +12,7 @@ from advisor.measure import Analysis
 from advisor.rules.elsewhere import in_any_language
 from advisor.rules.recorded import measure_it, record, steps_seen
 from advisor.rules.sources import CHOSEN, OURS, TRACEML
-from advisor.testing import TraceBuilder
+from advisor.testing import Examples, TraceBuilder
 
 _NO_GAIN = "it slows the recording, not the program"
 
@@ -72,12 +72,9 @@ class ObserverEffect(Rule):
         )
 
     @staticmethod
-    def fires_on() -> dict[str, TraceBuilder]:
-        return {"half as long again": _run(15)}
-
-    @staticmethod
-    def silent_on() -> dict[str, tuple[TraceBuilder, str]]:
+    def examples() -> Examples:
         return {
+            "half as long again": _run(15),
             "hardly longer": (_run(10.5), "min_effect"),
             "no window": (_run(None), "effect is None"),
         }
@@ -170,25 +167,20 @@ class ProfilerOverhead(Rule):
         )
 
     @staticmethod
-    def fires_on() -> dict[str, TraceBuilder]:
-        b = TraceBuilder()
-        for _ in b.steps():
-            b.run("aten::mm", "ampere_sgemm_128x64_nn", 1000)
-            b.overhead("Buffer Flush", 200)
-            b.sync()
-        return {"a buffer flush a step": b}
-
-    @staticmethod
-    def silent_on() -> dict[str, tuple[TraceBuilder, str]]:
-        short, outside = TraceBuilder(), TraceBuilder()
+    def examples() -> Examples:
+        flushed, short, outside = TraceBuilder(), TraceBuilder(), TraceBuilder()
+        for _ in flushed.steps():
+            flushed.run("aten::mm", "ampere_sgemm_128x64_nn", 1000)
+            flushed.overhead("Buffer Flush", 200)
+            flushed.sync()
         outside.overhead("Activity Buffer Request", 9000)
-        for _ in range(4):
-            for b in (short, outside):
-                with b.step():
-                    b.run("aten::mm", "ampere_sgemm_128x64_nn", 3000)
-                    b.sync()
+        for b in (short, outside):
+            for _ in b.steps():
+                b.run("aten::mm", "ampere_sgemm_128x64_nn", 3000)
+                b.sync()
         short.overhead("Activity Buffer Request", 5)
         return {
+            "a buffer flush a step": flushed,
             "a short one": (short, "share < self.min_share"),
             "before the steps": (outside, "share < self.min_share"),
         }

@@ -18,7 +18,7 @@ from advisor.measure.host.host import python_gaps, python_hot_spots
 from advisor.measure.steps.instants import step_starts
 from advisor.rules.common import column, figure, of_step, per, places, rows, stacks_option
 from advisor.rules.sources import REAL_HOST, SILENT_TRACES, TENSORBOARD, XPROF
-from advisor.testing import TraceBuilder
+from advisor.testing import Examples, TraceBuilder
 
 MAX_NAMES = 20
 
@@ -226,8 +226,8 @@ class PythonHotSpot(Rule):
         )
 
     @staticmethod
-    def fires_on() -> dict[str, TraceBuilder]:
-        b = TraceBuilder()
+    def examples() -> Examples:
+        b, hidden, quick, bare = (TraceBuilder() for _ in range(4))
         for _ in range(4):
             with b.step(), b.python("train.py(30): train_step"):
                 with b.python("text.py(12): tokenise"):
@@ -235,11 +235,6 @@ class PythonHotSpot(Rule):
                 with b.python("model.py(5): forward"), b.op("aten::mm"):
                     b.launch("ampere_sgemm_128x64_nn", 4000)
                 b.sync()
-        return {"tokenizing on the training thread": b}
-
-    @staticmethod
-    def silent_on() -> dict[str, tuple[TraceBuilder, str]]:
-        hidden, quick, bare = TraceBuilder(), TraceBuilder(), TraceBuilder()
         for _ in hidden.steps():
             with hidden.python("train.py(30): train_step"):
                 hidden.run("aten::mm", "ampere_sgemm_128x64_nn", 8000)
@@ -256,6 +251,7 @@ class PythonHotSpot(Rule):
             bare.run("aten::mm", "ampere_sgemm_128x64_nn", 4000)
             bare.sync()
         return {
+            "tokenizing on the training thread": b,
             "behind a full queue": (hidden, "spots.is_empty()"),
             "many quick calls": (quick, "min_gap_us"),
             "no stacks": (bare, "not (a.trace.cpu['kind'] == 'python').any()"),
@@ -373,8 +369,8 @@ class CpuBeforeFirstKernel(Rule):
         )
 
     @staticmethod
-    def fires_on() -> dict[str, TraceBuilder]:
-        python, operators = TraceBuilder(), TraceBuilder()
+    def examples() -> Examples:
+        python, operators, ahead, loader, once, ordinary = (TraceBuilder() for _ in range(6))
         for _ in python.steps():
             with python.python("train.py(12): make_batch"):
                 python.host(3000)
@@ -385,11 +381,6 @@ class CpuBeforeFirstKernel(Rule):
             with operators.op("aten::normal_", host_us=1500):
                 pass
             _train(operators)
-        return {"Python before the first launch": python, "operators on the CPU": operators}
-
-    @staticmethod
-    def silent_on() -> dict[str, tuple[TraceBuilder, str]]:
-        ahead, loader, once, ordinary = (TraceBuilder() for _ in range(4))
         for _ in ahead.steps():
             ahead.host(3000)
             ahead.run("aten::mm", "ampere_sgemm_128x64_nn", 6000)
@@ -403,6 +394,8 @@ class CpuBeforeFirstKernel(Rule):
             ordinary.host(400)
             _train(ordinary)
         return {
+            "Python before the first launch": python,
+            "operators on the CPU": operators,
             "the host is ahead": (ahead, "share < self.min_share"),
             "waiting for the loader": (loader, "share < self.min_share"),
             "one slow step": (once, "min_ms"),

@@ -17,7 +17,7 @@ from advisor.measure import Analysis
 from advisor.measure.steps.record import StepRecords
 from advisor.rules.recorded import over_the_run, record, steps_seen
 from advisor.rules.sources import CHOSEN, CURED_RECORDINGS, GPUPROF, STEP_SERIES
-from advisor.testing import TraceBuilder
+from advisor.testing import Examples, TraceBuilder
 
 FACTOR, MADS = 1.5, 5.0
 """A long step takes more than this many medians, and lies more than this many median absolute
@@ -157,12 +157,10 @@ class RegularStalls(Rule):
         )
 
     @staticmethod
-    def fires_on() -> dict[str, TraceBuilder]:
-        return {"every 20 steps": _regular(20, "other"), "every 25 steps": _regular(25, "data")}
-
-    @staticmethod
-    def silent_on() -> dict[str, tuple[TraceBuilder, str]]:
+    def examples() -> Examples:
         return {
+            "every 20 steps": _regular(20, "other"),
+            "every 25 steps": _regular(25, "data"),
             "irregular": (_regular(0, "other", at=(12, 31, 90, 130, 190)), "stalls.period is None"),
             "twice": (_regular(0, "other", at=(50, 100)), "stalls.period is None"),
             "every second batch, from two workers": (_regular(2, "data"), "stalls.period is None"),
@@ -255,12 +253,9 @@ class StepJitter(Rule):
         )
 
     @staticmethod
-    def fires_on() -> dict[str, TraceBuilder]:
-        return {"irregular long steps": _irregular(lambda n: 50 if n in _LONG else 10)}
-
-    @staticmethod
-    def silent_on() -> dict[str, tuple[TraceBuilder, str]]:
+    def examples() -> Examples:
         return {
+            "irregular long steps": _irregular(lambda n: 50 if n in _LONG else 10),
             "even steps": (_irregular(lambda n: 10 + n % 3), "ratio < self.min_ratio"),
             "at regular distances": (
                 _irregular(lambda n: 60 if n % 20 == 19 else 10),

@@ -32,7 +32,7 @@ from advisor.rules.sources import (
     TENSORBOARD,
     XPROF,
 )
-from advisor.testing import TraceBuilder
+from advisor.testing import Examples, TraceBuilder
 
 
 class LoaderWaitRule(Rule):
@@ -198,7 +198,7 @@ class DataLoaderWait(LoaderWaitRule):
         )
 
     @staticmethod
-    def fires_on() -> dict[str, TraceBuilder]:
+    def examples() -> Examples:
         slow, host_only = TraceBuilder(), TraceBuilder(gpu=None)
         for _ in slow.steps():
             slow.loader_wait(4000)
@@ -208,10 +208,6 @@ class DataLoaderWait(LoaderWaitRule):
             host_only.loader_wait(4000)
             with host_only.op("aten::mm", host_us=3000):
                 pass
-        return {"slow workers": slow, "training on the CPU": host_only}
-
-    @staticmethod
-    def silent_on() -> dict[str, tuple[TraceBuilder, str]]:
         hidden, single, first = TraceBuilder(), TraceBuilder(), TraceBuilder()
         for _ in hidden.steps():
             hidden.run("aten::mm", "ampere_sgemm_128x64_nn", 6000)
@@ -225,6 +221,8 @@ class DataLoaderWait(LoaderWaitRule):
             first.run("aten::mm", "ampere_sgemm_128x64_nn", 30000)
             first.sync()
         return {
+            "slow workers": slow,
+            "training on the CPU": host_only,
             "hidden behind GPU work": (hidden, "share < self.min_share"),
             "no workers": (single, "waits is None"),
             "first batch": (first, "not recurs("),
@@ -365,7 +363,7 @@ class SingleProcessLoader(LoaderWaitRule):
         return [self.compare(label, taken, "max_taken")]
 
     @staticmethod
-    def fires_on() -> dict[str, TraceBuilder]:
+    def examples() -> Examples:
         device, host_only = TraceBuilder(), TraceBuilder(gpu=None)
         for _ in device.steps():
             device.loader_wait(5000, workers=0)
@@ -375,10 +373,6 @@ class SingleProcessLoader(LoaderWaitRule):
             host_only.loader_wait(5000, workers=0)
             with host_only.op("aten::mm", host_us=4000):
                 pass
-        return {"with a GPU": device, "training on the CPU": host_only}
-
-    @staticmethod
-    def silent_on() -> dict[str, tuple[TraceBuilder, str]]:
         hidden, workers, memory = TraceBuilder(), TraceBuilder(), TraceBuilder()
         for _ in hidden.steps():
             hidden.run("aten::mm", "ampere_sgemm_128x64_nn", 7000)
@@ -392,6 +386,8 @@ class SingleProcessLoader(LoaderWaitRule):
             memory.run("aten::mm", "ampere_sgemm_128x64_nn", 2000)
             memory.sync()
         return {
+            "with a GPU": device,
+            "training on the CPU": host_only,
             "hidden behind GPU work": (hidden, "share < self.min_share"),
             "workers": (workers, "waits is None"),
             "in memory": (memory, "min_batch_ms"),

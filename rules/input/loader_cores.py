@@ -31,7 +31,7 @@ from advisor.rules.sources import (
     TENSORBOARD,
     XPROF,
 )
-from advisor.testing import TraceBuilder
+from advisor.testing import Examples, TraceBuilder
 
 
 class LoaderWorkers(Rule):
@@ -206,16 +206,11 @@ class LoaderWorkers(Rule):
         )
 
     @staticmethod
-    def fires_on() -> dict[str, TraceBuilder]:
+    def examples() -> Examples:
         return {
             "no workers on eight cores": _run(0, 8, data=6),
             "two workers on eight cores": _run(2, 8, data=6),
             "forty workers on eight busy cores": _run(40, 8, data=0.1, busy=780),
-        }
-
-    @staticmethod
-    def silent_on() -> dict[str, tuple[TraceBuilder, str]]:
-        return {
             "no workers, and no wait": (_run(0, 8, data=0.1), "workers > self.many * cores"),
             "as many workers as cores": (_run(8, 8, data=6), "few"),
             "the cores belong to four ranks": (_run(2, 8, data=6, ranks=4), "few"),
@@ -326,12 +321,9 @@ class CpuBoundTransforms(Rule):
         )
 
     @staticmethod
-    def fires_on() -> dict[str, TraceBuilder]:
-        return {"eight busy cores": _busy(760)}
-
-    @staticmethod
-    def silent_on() -> dict[str, tuple[TraceBuilder, str]]:
+    def examples() -> Examples:
         return {
+            "eight busy cores": _busy(760),
             "idle cores": (_busy(200), "min_cpu"),
             "the disk delivers 2 GB/s": (_busy(760, disk=2e9), "max_disk"),
             "no wait": (_busy(760, data=0.1), "min_wait"),

@@ -10,7 +10,7 @@ from advisor.measure.steps.record import StepRecords
 from advisor.rules.common import scale
 from advisor.rules.recorded import a_step, record, steps_seen
 from advisor.rules.sources import CHOSEN, CURED_RECORDINGS
-from advisor.testing import TraceBuilder
+from advisor.testing import Examples, TraceBuilder
 
 
 class PaddingWaste(Rule):
@@ -107,12 +107,10 @@ class PaddingWaste(Rule):
         return [], a_step(a, gain, low=0.5 * gain, method=method)
 
     @staticmethod
-    def fires_on() -> dict[str, TraceBuilder]:
-        return {"on the CPU": _run(0.4), "on a GPU": _run(0.4, device=True)}
-
-    @staticmethod
-    def silent_on() -> dict[str, tuple[TraceBuilder, str]]:
+    def examples() -> Examples:
         return {
+            "on the CPU": _run(0.4),
+            "on a GPU": _run(0.4, device=True),
             "little": (_run(0.1), "min_padding"),
             "no mask": (_run(None), "len(padding) < self.min_samples"),
             "sampled twice": (_run(0.4, samples=2), "min_samples"),

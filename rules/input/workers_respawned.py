@@ -19,7 +19,7 @@ from advisor.rules.recorded import (
     workers_of,
 )
 from advisor.rules.sources import CHOSEN, GPUPROF, TENSORBOARD, TRACEML
-from advisor.testing import TraceBuilder
+from advisor.testing import Examples, TraceBuilder
 
 BEST_WAIT = 0.25
 """Quantile of the waits that all batches come down to at best, while workers that have just started
@@ -138,18 +138,13 @@ class WorkersRespawned(Rule):
         )
 
     @staticmethod
-    def fires_on() -> dict[str, TraceBuilder]:
+    def examples() -> Examples:
         return {
             "a second for each of three epochs": _run(),
             "the start lies between two steps": _run(wait=30, between=700),
             "short epochs whose starts are recorded two steps later": _run(
                 epochs=20, steps=4, wait=15, usual=1, spawn=18, between=31, late=2
             ),
-        }
-
-    @staticmethod
-    def silent_on() -> dict[str, tuple[TraceBuilder, str]]:
-        return {
             "persistent workers": (
                 _run(persistent=True, wait=20),
                 "feed.get('persistent_workers') is not False",
@@ -301,12 +296,9 @@ class PrefetchStarved(Rule):
         )
 
     @staticmethod
-    def fires_on() -> dict[str, TraceBuilder]:
-        return {"a slow batch now and then": _prefetch_run(lambda n: n % 30 < 3)}
-
-    @staticmethod
-    def silent_on() -> dict[str, tuple[TraceBuilder, str]]:
+    def examples() -> Examples:
         return {
+            "a slow batch now and then": _prefetch_run(lambda n: n % 30 < 3),
             "a loader that is too slow throughout": (
                 _prefetch_run(lambda n: n % 3 == 0),
                 "float(np.mean(stretches)) > 1 - self.free",

@@ -26,7 +26,7 @@ from advisor.rules.sources import (
     TF32_BLOG,
     TF32_NOTES,
 )
-from advisor.testing import TraceBuilder
+from advisor.testing import Examples, TraceBuilder
 
 FP32_NAMES = r"sgemm|scudnn|_f32f32_f32f32_f32_"
 """Single-precision CUDA-core kernels of cuBLAS, cuDNN and CUTLASS, for matrices whose op has no
@@ -345,15 +345,8 @@ class Fp32Matmul(Rule):
         return float(np.maximum(dur - after, 0.0).sum())
 
     @staticmethod
-    def fires_on() -> dict[str, TraceBuilder]:
+    def examples() -> Examples:
         """FP32 products on an A100 with TF32 off, and on a V100."""
-        return {
-            "TF32 off on an A100": _training("A100", "float", "ampere_sgemm_128x128_nn", 8000),
-            "FP32 on a V100": _training("V100", "float", "volta_sgemm_128x128_nn", 10000),
-        }
-
-    @staticmethod
-    def silent_on() -> dict[str, tuple[TraceBuilder, str]]:
         tf32 = "cutlass_80_tensorop_s1688gemm_256x128_32x3_nn_align4"
         tf32 = f"void cutlass::Kernel<{tf32}>({tf32}::Params)"
         wmma = (
@@ -380,6 +373,8 @@ class Fp32Matmul(Rule):
         unknown.head["deviceProperties"][0]["name"] = "Some GPU of next year"
         few = "share < self.min_share"
         return {
+            "TF32 off on an A100": _training("A100", "float", "ampere_sgemm_128x128_nn", 8000),
+            "FP32 on a V100": _training("V100", "float", "volta_sgemm_128x128_nn", 10000),
             "an unknown GPU": (unknown, "a.hardware is None"),
             "BF16 as nvjet": (_training("H100", "c10::BFloat16", nvjet, 300), few),
             "BF16 as wmma_tensorop": (_training("H100", "c10::BFloat16", wmma, 900), few),

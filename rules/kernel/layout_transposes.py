@@ -9,7 +9,7 @@ from advisor.measure.host.names import name_matches
 from advisor.rules.common import example_steps, figure
 from advisor.rules.kernel import facts
 from advisor.rules.sources import OURS, SILENT_TRACES, SMALL_GRIDS_TRACES, TRACELENS
-from advisor.testing import TraceBuilder
+from advisor.testing import Examples, TraceBuilder
 
 TRANSPOSES = r"(?i)nchwToNhwc|nhwcToNchw|nchwToFolded|foldedNhwcToNchw|^batched_transpose_"
 """cuDNN's kernels (``cudnn::ops::nchwToNhwcKernel``) and MIOpen's (``batched_transpose_…``)."""
@@ -118,14 +118,7 @@ class LayoutTransposes(Rule):
         )
 
     @staticmethod
-    def fires_on() -> dict[str, TraceBuilder]:
-        return {
-            "cuDNN": _network("void cudnn::ops::nchwToNhwcKernel<__half, __half, float>", 90),
-            "MIOpen": _network("batched_transpose_16x64_pack_1x4_ediv_1x2_half", 90),
-        }
-
-    @staticmethod
-    def silent_on() -> dict[str, tuple[TraceBuilder, str]]:
+    def examples() -> Examples:
         shape = [64, 512, 512]
 
         def multiply(b: TraceBuilder) -> None:
@@ -135,6 +128,8 @@ class LayoutTransposes(Rule):
             b.run("aten::copy_", copy, 300, [shape], "c10::Half")
 
         return {
+            "cuDNN": _network("void cudnn::ops::nchwToNhwcKernel<__half, __half, float>", 90),
+            "MIOpen": _network("batched_transpose_16x64_pack_1x4_ediv_1x2_half", 90),
             "channels last": (_network(None, 0), "share < self.min_share"),
             "one small transpose": (
                 _network("void cudnn::ops::nchwToNhwcKernel<__half>", 10),

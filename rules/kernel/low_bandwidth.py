@@ -10,7 +10,7 @@ from advisor.measure import Analysis
 from advisor.measure.device.shapes import OpInputs
 from advisor.rules.kernel.rates import BelowRate, Cause
 from advisor.rules.sources import RATES
-from advisor.testing import TraceBuilder
+from advisor.testing import Examples, TraceBuilder
 
 
 class LowBandwidth(BelowRate):
@@ -80,8 +80,10 @@ class LowBandwidth(BelowRate):
         return [Cause(_why(worst["family"], inputs))]
 
     @staticmethod
-    def fires_on() -> dict[str, TraceBuilder]:
-        """A transposed input; a layer norm over short rows: 134 MB take 0.08 ms at the rate."""
+    def examples() -> Examples:
+        """A transposed input; a layer norm over short rows: 134 MB take 0.08 ms at the rate. At
+        80 % of the rate; small tensors; beside products; no shapes."""
+        shape = [[4096, 8192], [4096, 8192]]
         return {
             "a transposed input": _step(
                 "aten::add", [[4096, 8192], [4096, 8192]], 600, strides=[[1, 4096], [8192, 1]]
@@ -92,13 +94,6 @@ class LowBandwidth(BelowRate):
                 600,
                 types=["c10::Half", "ScalarList", "c10::Half", "c10::Half", "Scalar"],
             ),
-        }
-
-    @staticmethod
-    def silent_on() -> dict[str, tuple[TraceBuilder, str]]:
-        """At 80 % of the rate; small tensors; beside products; no shapes."""
-        shape = [[4096, 8192], [4096, 8192]]
-        return {
             "near the rate": (_step("aten::add", shape, 145), "max_efficiency"),
             "small tensors": (_step("aten::add", [[128, 64], [128, 64]], 9), "slow.is_empty()"),
             "beside products": (_step("aten::add", shape, 600, products=100_000), "min_share"),

@@ -13,7 +13,7 @@ from advisor.rules.common import example_steps, scale
 from advisor.rules.elsewhere import in_any_language
 from advisor.rules.kernel import facts
 from advisor.rules.sources import FOURNEX, NCU, OURS, SILENT_TRACES, SMALL_GRIDS_TRACES, TRACELENS
-from advisor.testing import TraceBuilder
+from advisor.testing import Examples, TraceBuilder
 
 MEMORY_BOUND = (
     "softmax", "normalisation", "elementwise", "reduction", "layout", "copy", "embedding", "random",
@@ -175,18 +175,16 @@ class LowOccupancy(Rule):
         )
 
     @staticmethod
-    def fires_on() -> dict[str, TraceBuilder]:
+    def examples() -> Examples:
         """168 registers per thread leave 12 of 64 warps; 192 MB take 600 µs: 0.32 of 2.04 TB/s."""
-        return {"registers": _kernel(168, 600)}
 
-    @staticmethod
-    def silent_on() -> dict[str, tuple[TraceBuilder, str]]:
         def product(b: TraceBuilder) -> None:
             kernel = "ampere_bf16_s16816gemm_bf16_128x128_ldg8_nn"
             limits = {"registers": 168, "shared": 98304, "occupancy": 12}
             b.run("aten::mm", kernel, 2000, [[4096, 4096]] * 2, "c10::BFloat16", **limits)
 
         return {
+            "registers": _kernel(168, 600),
             "few registers": (_kernel(32, 600), "max_occupancy"),
             "full bandwidth": (_kernel(168, 130), "max_bandwidth"),
             "a small grid": (_kernel(32, 600, blocks=16), "max_occupancy"),

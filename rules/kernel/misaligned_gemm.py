@@ -16,7 +16,7 @@ from advisor.rules.common import example_steps, figure
 from advisor.rules.elsewhere import in_any_language
 from advisor.rules.kernel import facts
 from advisor.rules.sources import ALIGNED_RATE, ENGINE_FLOOR, MATMUL_GUIDE, SMALL_GRIDS_TRACES
-from advisor.testing import TraceBuilder
+from advisor.testing import Examples, TraceBuilder
 
 PRODUCTS = {"aten::mm": 0, "aten::bmm": 0, "aten::addmm": 1, "aten::baddbmm": 1}
 """Ops that multiply two matrices -> position of the first matrix among the inputs."""
@@ -215,32 +215,16 @@ class MisalignedGemm(Rule):
         return GemmLayout(left, right)
 
     @staticmethod
-    def fires_on() -> dict[str, TraceBuilder]:
-        """An odd vocabulary: by kernel name, by strides, by layout in the name; and TF32."""
+    def examples() -> Examples:
         tf32 = "void cutlass::Kernel<cutlass_80_tensorop_s1688gemm_128x128_32x3_nn_align1>"
         align2 = (
             "void cutlass::Kernel2<cutlass_80_tensorop_bf16_s16816gemm_bf16_256x128_32x3_tn_align2>"
         )
         strides = [[1024, 1], [1, 1024]]
-        return {
-            "the kernel was compiled for narrow loads": _products(align2, 8192, 1024, 50258),
-            "odd N, by the strides": _products(_TN, 8192, 1024, 50257, strides=strides),
-            "odd K, by the layout in the name": _products(_TN, 8192, 1021, 4096),
-            "an odd N, in every layout": _products(_TENSILE, 8192, 1024, 50257),
-            "odd K and M, in every layout": _products(_TENSILE, 8191, 1021, 4096),
-            "TF32 with an odd N": _products(tf32, 4096, 1024, 9375, "float"),
-        }
-
-    @staticmethod
-    def silent_on() -> dict[str, tuple[TraceBuilder, str]]:
-        """M alone is odd; aligned; TMA kernels; full FP32; a matrix times a vector."""
         gradient = _TN.replace("_tn", "_nt")
         nvjet = "nvjet_tst_128x256_64x4_1x2_h_bz_coopA_NNT"
-        sgemm = "ampere_sgemm_128x128_nn"
-        examples = {
-            "an odd number of tokens": _products(
-                _TN, 8191, 1024, 4096, strides=[[1024, 1], [1, 1024]]
-            ),
+        aligned = {
+            "an odd number of tokens": _products(_TN, 8191, 1024, 4096, strides=strides),
             "an odd number of tokens, no strides": _products(_TN, 8191, 1024, 4096),
             "an odd number of tokens is K of the weight gradient": _products(
                 gradient, 1024, 8191, 4096, strides=[[1, 1024], [4096, 1]]
@@ -248,10 +232,18 @@ class MisalignedGemm(Rule):
             "odd K alone, layout not known": _products(_TENSILE, 8192, 1021, 4096),
             "aligned": _products(_TN, 8192, 1024, 4096),
             "TMA": _products(nvjet, 8191, 1024, 4096, gpu="H100"),
-            "full FP32": _products(sgemm, 4096, 1021, 4097, "float"),
+            "full FP32": _products("ampere_sgemm_128x128_nn", 4096, 1021, 4097, "float"),
             "a vector": _products(_TN, 8192, 1024, 1),
         }
-        return {name: (b, "share < self.min_share") for name, b in examples.items()}
+        return {
+            "the kernel was compiled for narrow loads": _products(align2, 8192, 1024, 50258),
+            "odd N, by the strides": _products(_TN, 8192, 1024, 50257, strides=strides),
+            "odd K, by the layout in the name": _products(_TN, 8192, 1021, 4096),
+            "an odd N, in every layout": _products(_TENSILE, 8192, 1024, 50257),
+            "odd K and M, in every layout": _products(_TENSILE, 8191, 1021, 4096),
+            "TF32 with an odd N": _products(tf32, 4096, 1024, 9375, "float"),
+            **{name: (b, "share < self.min_share") for name, b in aligned.items()},
+        }
 
 
 def aligned_by_name(kernel: str, unit: int | None) -> bool | None:

@@ -19,7 +19,7 @@ from advisor.measure.device.kernel_profiles import (
 )
 from advisor.rules.recorded import measure_it
 from advisor.rules.sources import CHOSEN, NCU
-from advisor.testing import TraceBuilder
+from advisor.testing import Examples, TraceBuilder
 
 MAX_PLACES = 5
 EXCESS_SECTORS = "derived__memory_l2_theoretical_sectors_global_excessive"
@@ -207,12 +207,9 @@ class OccupancyLimited(CounterRule):
         )
 
     @staticmethod
-    def fires_on() -> dict[str, TraceBuilder]:
-        return {"registers": _example(theoretical=16.7, sm=40, dram=30, registers=5)}
-
-    @staticmethod
-    def silent_on() -> dict[str, tuple[TraceBuilder, str]]:
+    def examples() -> Examples:
         return {
+            "registers": _example(theoretical=16.7, sm=40, dram=30, registers=5),
             "memory is busy": (_example(theoretical=16.7, dram=85), "k.limit != 'latency'"),
             "high occupancy": (_example(theoretical=100, sm=40), "max_occupancy"),
             "small grid": (
@@ -265,13 +262,10 @@ class Uncoalesced(ExcessRule):
     validated_on = "CUTLASS's reference product on an A100: 89 % of its sectors, L1 97 % busy"
 
     @staticmethod
-    def fires_on() -> dict[str, TraceBuilder]:
-        return {"strided": _example(l1=80, sm=20, **{EXCESS_SECTORS: 875, SECTORS: 1000})}
-
-    @staticmethod
-    def silent_on() -> dict[str, tuple[TraceBuilder, str]]:
+    def examples() -> Examples:
         few = {EXCESS_SECTORS: 50, SECTORS: 1000}
         return {
+            "strided": _example(l1=80, sm=20, **{EXCESS_SECTORS: 875, SECTORS: 1000}),
             "coalesced": (_example(l1=80, **few), "min_excess"),
             "not collected": (_example(l1=80), "excess is None"),
         }
@@ -295,13 +289,12 @@ class BankConflicts(ExcessRule):
     silent_in = ("traces/ncu/cutlass_a100_s8",)
 
     @staticmethod
-    def fires_on() -> dict[str, TraceBuilder]:
-        return {"columns": _example(l1=90, sm=20, **{CONFLICTS: 750, WAVEFRONTS: 1000})}
-
-    @staticmethod
-    def silent_on() -> dict[str, tuple[TraceBuilder, str]]:
+    def examples() -> Examples:
         few = {CONFLICTS: 50, WAVEFRONTS: 1000}
-        return {"padded": (_example(l1=90, **few), "min_excess")}
+        return {
+            "columns": _example(l1=90, sm=20, **{CONFLICTS: 750, WAVEFRONTS: 1000}),
+            "padded": (_example(l1=90, **few), "min_excess"),
+        }
 
 
 class Spills(CounterRule):
@@ -333,14 +326,13 @@ class Spills(CounterRule):
         return _kept(_of_traffic(k, local, "L1", "L2"), local)
 
     @staticmethod
-    def fires_on() -> dict[str, TraceBuilder]:
+    def examples() -> Examples:
         spilled = {LOCAL.format("ld"): 300.0, LOCAL.format("st"): 200.0, ALL_SECTORS: 1000.0}
-        return {"spills": _example(l1=85, sm=30, **spilled)}
-
-    @staticmethod
-    def silent_on() -> dict[str, tuple[TraceBuilder, str]]:
         few = {LOCAL.format("ld"): 30.0, LOCAL.format("st"): 20.0, ALL_SECTORS: 1000.0}
-        return {"no spills": (_example(l1=85, **few), "min_share")}
+        return {
+            "spills": _example(l1=85, sm=30, **spilled),
+            "no spills": (_example(l1=85, **few), "min_share"),
+        }
 
 
 class PartialWave(CounterRule):
@@ -377,12 +369,9 @@ class PartialWave(CounterRule):
         return _kept(min(lost, _room(k)), lost)
 
     @staticmethod
-    def fires_on() -> dict[str, TraceBuilder]:
-        return {"tail": _example(waves=1.1, sm=40)}
-
-    @staticmethod
-    def silent_on() -> dict[str, tuple[TraceBuilder, str]]:
+    def examples() -> Examples:
         return {
+            "tail": _example(waves=1.1, sm=40),
             "many waves": (_example(waves=12.8, sm=40), "min_lost"),
             "small grid": (_example(waves=0.1, sm=5), "k.waves < 1"),
             "a unit is busy all the same": (_example(waves=1.1, l1=97), "_room(k) < 0.1"),
@@ -412,13 +401,12 @@ class Divergence(CounterRule):
         return _kept(_of_traffic(k, 1 - threads / 32, "compute"), threads)
 
     @staticmethod
-    def fires_on() -> dict[str, TraceBuilder]:
+    def examples() -> Examples:
         """Eight of 32 threads are active."""
-        return {"branches": _example(sm=85, dram=20, **{THREADS: 8.0})}
-
-    @staticmethod
-    def silent_on() -> dict[str, tuple[TraceBuilder, str]]:
-        return {"together": (_example(sm=85, **{THREADS: 31.0}), "max_threads")}
+        return {
+            "branches": _example(sm=85, dram=20, **{THREADS: 8.0}),
+            "together": (_example(sm=85, **{THREADS: 31.0}), "max_threads"),
+        }
 
 
 class WarpStalls(CounterRule):
@@ -470,14 +458,11 @@ class WarpStalls(CounterRule):
         )
 
     @staticmethod
-    def fires_on() -> dict[str, TraceBuilder]:
-        return {"loads": _example(sm=20, dram=30, **{_stall("long_scoreboard"): 12.0})}
-
-    @staticmethod
-    def silent_on() -> dict[str, tuple[TraceBuilder, str]]:
+    def examples() -> Examples:
         stall = {_stall("long_scoreboard"): 12.0}
         even = {_stall(name): 1.0 for name in ("long_scoreboard", "barrier", "wait", "membar")}
         return {
+            "loads": _example(sm=20, dram=30, **{_stall("long_scoreboard"): 12.0}),
             "memory is busy": (_example(dram=85, **stall), "k.limit != 'latency'"),
             "many small": (_example(sm=20, **even), "min_stall"),
         }

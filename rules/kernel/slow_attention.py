@@ -11,7 +11,7 @@ from advisor.measure.device.shapes import OpInputs
 from advisor.rules.kernel.attention import BEST_REACH, REACH
 from advisor.rules.kernel.rates import BelowRate, Cause
 from advisor.rules.sources import FLASH_2, FLASH_3
-from advisor.testing import TraceBuilder
+from advisor.testing import Examples, TraceBuilder
 
 HOPPER = (9, 0)
 
@@ -124,8 +124,12 @@ class SlowAttention(BelowRate):
         return causes or [Cause("its shapes show no cause")]
 
     @staticmethod
-    def fires_on() -> dict[str, TraceBuilder]:
-        """Small heads in FP32; FlashAttention 2 on a Hopper GPU at a tenth of its rate."""
+    def examples() -> Examples:
+        """Small heads in FP32; FlashAttention 2 on a Hopper GPU at a tenth of its rate. At 60 %
+        of the rate; small beside products; no shapes; an unknown GPU; too short."""
+        kernel = "void pytorch_flash::flash_fwd_kernel"
+        bf16 = "c10::BFloat16"
+        # 8 x 16 heads, 4096 x 4096 pairs, 2 x 2 x 64 each: 0.55 TFLOP take 3.4 ms at 60 % of 271
         return {
             "small heads in FP32": _model(
                 16, 4096, "float", 9000, "fmha_cutlassF_f32_aligned_64x64_rf_sm80"
@@ -133,15 +137,6 @@ class SlowAttention(BelowRate):
             "FlashAttention 2 on Hopper": _model(
                 64, 1024, "c10::BFloat16", 1000, "void pytorch_flash::flash_fwd_kernel", "H100"
             ),
-        }
-
-    @staticmethod
-    def silent_on() -> dict[str, tuple[TraceBuilder, str]]:
-        """At 60 % of the rate; small beside products; no shapes; an unknown GPU; too short."""
-        kernel = "void pytorch_flash::flash_fwd_kernel"
-        bf16 = "c10::BFloat16"
-        # 8 x 16 heads, 4096 x 4096 pairs, 2 x 2 x 64 each: 0.55 TFLOP take 3.4 ms at 60 % of 271
-        return {
             "at 60 % of the rate": (_model(64, 4096, bf16, 3400, kernel), "max_efficiency"),
             "beside products": (_model(16, 1024, bf16, 300, kernel, products=30_000), "min_share"),
             "no shapes": (_model(16, 4096, None, 9000, kernel), "slow.is_empty()"),

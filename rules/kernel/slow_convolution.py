@@ -16,7 +16,7 @@ from advisor.rules.kernel import facts
 from advisor.rules.kernel.rates import ON_ROCM, BelowRate, Cause
 from advisor.rules.recorded import measure_it, record
 from advisor.rules.sources import CHOSEN, OURS, RATES
-from advisor.testing import TraceBuilder
+from advisor.testing import Examples, TraceBuilder
 
 VECTOR = re.compile(r"_dot2_|naive_conv|implicit_convolve_sgemm|Sp3AsmConv")
 """Kernels of MIOpen and cuDNN that multiply on the vector units."""
@@ -103,20 +103,15 @@ class SlowConvolution(BelowRate):
         return [*causes, Cause("", ON_ROCM)] if amd else causes
 
     @staticmethod
-    def fires_on() -> dict[str, TraceBuilder]:
+    def examples() -> Examples:
+        """At half the rate; beside larger work; full FP32; no arguments recorded; short."""
+        fast = "sm80_xmma_fprop_implicit_gemm_f16f16_f16f32_f32_nhwckrsc_nhwc_tilesize128x128x64"
         return {
             # 3.7 GFLOP: 14 us at the rate; 51 MB: 30 us
             "no tensor cores": _network(
                 [64, 256, 28, 28], [64, 256, 1, 1], 900, "implicit_convolve_sgemm<__half, 128>"
             ),
             "a few channels": _network([64, 6, 224, 224], [6, 6, 3, 3], 2000),
-        }
-
-    @staticmethod
-    def silent_on() -> dict[str, tuple[TraceBuilder, str]]:
-        """At half the rate; beside larger work; full FP32; no arguments recorded; short."""
-        fast = "sm80_xmma_fprop_implicit_gemm_f16f16_f16f32_f32_nhwckrsc_nhwc_tilesize128x128x64"
-        return {
             # 59 GFLOP: 0.22 ms
             "at half the rate": (
                 _network([64, 256, 28, 28], [256, 256, 3, 3], 440, fast),
@@ -236,14 +231,11 @@ class CudnnBenchmarkOff(Rule):
         )
 
     @staticmethod
-    def fires_on() -> dict[str, TraceBuilder]:
-        return {"one shape": _run()}
-
-    @staticmethod
-    def silent_on() -> dict[str, tuple[TraceBuilder, str]]:
+    def examples() -> Examples:
         switch = "recorded.flag('cudnn.benchmark') is not False"
         deterministic: dict[str, object] = {"cudnn.benchmark": False, "cudnn.deterministic": True}
         return {
+            "one shape": _run(),
             "on": (_run({"cudnn.benchmark": True}), switch),
             "shapes that change": (_run(kinds=5), "min_constant"),
             "no convolutions": (

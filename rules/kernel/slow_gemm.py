@@ -15,7 +15,7 @@ from advisor.rules.kernel import facts
 from advisor.rules.kernel.attention import read_inputs
 from advisor.rules.kernel.rates import ON_ROCM, BelowRate, Cause
 from advisor.rules.sources import RATES
-from advisor.testing import TraceBuilder
+from advisor.testing import Examples, TraceBuilder
 
 TILE = 128
 """Rows and columns of the tile that libraries compute large products in."""
@@ -116,7 +116,8 @@ class SlowGemm(BelowRate):
         return causes_of(shape, units, amd=a.trace.meta.vendor == "amd")
 
     @staticmethod
-    def fires_on() -> dict[str, TraceBuilder]:
+    def examples() -> Examples:
+        """At 70 % of the rate; memory-bound and near it; launch-bound; FP32; misaligned."""
         return {
             # 4 tiles, 69 GFLOP: 0.25 ms at the rate, and all units could share the sum
             "few tiles, a long sum": _products([256, 524288], [524288, 256], 2500),
@@ -124,12 +125,6 @@ class SlowGemm(BelowRate):
             "a round and a bit": _products([1792, 65536], [65536, 1024], 2600),
             # 96 MB take 0.06 ms
             "tiny products": _products([65536, 16, 16], [65536, 16, 16], 900, "aten::bmm"),
-        }
-
-    @staticmethod
-    def silent_on() -> dict[str, tuple[TraceBuilder, str]]:
-        """At 70 % of the rate; memory-bound and near it; launch-bound; FP32; misaligned."""
-        return {
             # 0.55 TFLOP in 2.9 ms
             "at 70 % of the rate": (_products([8192, 4096], [4096, 8192], 2900), "max_efficiency"),
             # a vector times 134 MB: 0.1 ms

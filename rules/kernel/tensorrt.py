@@ -13,7 +13,7 @@ from advisor.rules.common import example_steps, figure, of_step
 from advisor.rules.elsewhere import in_any_language
 from advisor.rules.kernel.facts import duration, kernel_rows, locations, scale_kernels
 from advisor.rules.sources import CHOSEN, TENSORRT
-from advisor.testing import TraceBuilder
+from advisor.testing import Examples, TraceBuilder
 
 
 class EngineLayers(Rule):
@@ -93,14 +93,11 @@ class TensorRTReformat(EngineLayers):
     elsewhere = in_any_language(fix, code=code)
 
     @staticmethod
-    def fires_on() -> dict[str, TraceBuilder]:
+    def examples() -> Examples:
         """A sixth of an int8 engine."""
-        return {"around additions": example_steps(lambda b: _engine(b, "int8", 400))}
-
-    @staticmethod
-    def silent_on() -> dict[str, tuple[TraceBuilder, str]]:
         other = example_steps(lambda b: b.run("aten::copy_", "reformat_kernel", 4000))
         return {
+            "around additions": example_steps(lambda b: _engine(b, "int8", 400)),
             "the input's": (example_steps(lambda b: _engine(b, "int8", 40)), "min_share"),
             "another program": (other, "rows.any()"),
         }
@@ -137,14 +134,11 @@ class TensorRTPrecision(EngineLayers):
     elsewhere = in_any_language(fix, code=code)
 
     @staticmethod
-    def fires_on() -> dict[str, TraceBuilder]:
-        return {"no flags": example_steps(lambda b: _engine(b, "fp32", 0))}
-
-    @staticmethod
-    def silent_on() -> dict[str, tuple[TraceBuilder, str]]:
+    def examples() -> Examples:
         """An engine in fp16; a convolution of another program."""
         other = example_steps(lambda b: b.run("aten::conv2d", "implicit_convolve_sgemm", 4000))
         return {
+            "no flags": example_steps(lambda b: _engine(b, "fp32", 0)),
             "fp16": (example_steps(lambda b: _engine(b, "fp16", 0)), "rows.any()"),
             "another program": (other, "rows.any()"),
         }

@@ -10,7 +10,7 @@ from advisor.measure.device.kernel_profiles import MatchedKernel
 from advisor.rules.kernel import facts
 from advisor.rules.recorded import measure_it
 from advisor.rules.sources import INDUCTOR_SPILLS, OURS
-from advisor.testing import TraceBuilder
+from advisor.testing import Examples, TraceBuilder
 
 MAX_PLACES = 5
 REGISTER = 4
@@ -110,13 +110,10 @@ class TritonSpills(Rule):
         )
 
     @staticmethod
-    def fires_on() -> dict[str, TraceBuilder]:
+    def examples() -> Examples:
         """A product that keeps a tile of 128 by 256 in four warps."""
-        return {"a large tile": _example(spilled=1664)}
-
-    @staticmethod
-    def silent_on() -> dict[str, tuple[TraceBuilder, str]]:
         return {
+            "a large tile": _example(spilled=1664),
             "a few registers": (_example(spilled=32), "min_spilled"),
             "hardly runs": (_example(spilled=1664, us=1), "min_share"),
             "an array of sin": (_example(local=40, spilled=0), "not k.kernel.spilled"),

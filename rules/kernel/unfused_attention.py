@@ -14,7 +14,7 @@ from advisor.measure.host.names import name_matches
 from advisor.rules.common import example_steps, figure
 from advisor.rules.kernel import attention, facts
 from advisor.rules.sources import CHOSEN, OURS, SAM_PAIR, SILENT_TRACES
-from advisor.testing import TraceBuilder
+from advisor.testing import Examples, TraceBuilder
 
 SOFTMAX = r"^aten::(_softmax|_softmax_backward_data|_masked_softmax|_safe_softmax)$"
 GRADIENT = r"^aten::_softmax_backward_data$"
@@ -257,7 +257,7 @@ class UnfusedAttention(Rule):
         return half / self.reach, half / self.best_reach, worst
 
     @staticmethod
-    def fires_on() -> dict[str, TraceBuilder]:
+    def examples() -> Examples:
         """Written by hand; and PyTorch's fallback, caused by an FP32 mask or an odd head size."""
 
         def fall_back(b: TraceBuilder) -> None:
@@ -268,14 +268,6 @@ class UnfusedAttention(Rule):
                 _attention(b)
             _linear(b)
 
-        return {
-            "by hand": _model(_attention),
-            "PyTorch's math fallback": example_steps(fall_back),
-            "training": _model(_training),
-        }
-
-    @staticmethod
-    def silent_on() -> dict[str, tuple[TraceBuilder, str]]:
         half, gemm = "c10::Half", "ampere_fp16_s16816gemm_fp16_128x128_ldg8"
         softmax = "void (anonymous namespace)::"
 
@@ -303,6 +295,9 @@ class UnfusedAttention(Rule):
 
         few = "share < self.min_share"
         return {
+            "by hand": _model(_attention),
+            "PyTorch's math fallback": example_steps(fall_back),
+            "training": _model(_training),
             "flash attention": (_model(fused), few),
             "a classifier's softmax": (_model(classifier), few),
             "a router of experts": (_model(experts), few),

@@ -22,7 +22,7 @@ from advisor.rules.sources import (
     SMALL_GRIDS_TRACES,
     TRACELENS,
 )
-from advisor.testing import TraceBuilder
+from advisor.testing import Examples, TraceBuilder
 
 FUSIBLE = ("elementwise", "reduction", "copy", "random")
 """Families that a pointwise compiler merges: arithmetic, reductions, casts, dropout."""
@@ -258,11 +258,7 @@ class UnfusedElementwise(Rule):
         return size, width
 
     @staticmethod
-    def fires_on() -> dict[str, TraceBuilder]:
-        return {"an activation by hand": _step(8, [64, 1024, 1024]), "no shapes": _step(8, None)}
-
-    @staticmethod
-    def silent_on() -> dict[str, tuple[TraceBuilder, str]]:
+    def examples() -> Examples:
         def compiled(b: TraceBuilder) -> None:
             _product(b)
             for n in range(4):
@@ -279,6 +275,8 @@ class UnfusedElementwise(Rule):
                 _pointwise(b, "aten::mul", [n, 1024, 1024])
 
         return {
+            "an activation by hand": _step(8, [64, 1024, 1024]),
+            "no shapes": _step(8, None),
             "compiled": (example_steps(compiled), "share < self.min_share"),
             "one kernel after each product": (example_steps(single), "min_chain"),
             "parameters of different sizes": (example_steps(different), "min_chain"),

@@ -15,7 +15,7 @@ from advisor.rules.common import example_steps, figure
 from advisor.rules.elsewhere import in_any_language
 from advisor.rules.kernel import facts
 from advisor.rules.sources import ARITHMETIC, MATMUL_GUIDE, OURS, SILENT_TRACES, SMALL_GRIDS_TRACES
-from advisor.testing import TraceBuilder
+from advisor.testing import Examples, TraceBuilder
 
 
 class WaveQuantisation(Rule):
@@ -138,18 +138,16 @@ class WaveQuantisation(Rule):
         )
 
     @staticmethod
-    def fires_on() -> dict[str, TraceBuilder]:
+    def examples() -> Examples:
         """1.1 waves: 238 blocks where 216 fit (two of 256 threads and 128 registers each)."""
-        return {"just above one wave": _product(238)}
 
-    @staticmethod
-    def silent_on() -> dict[str, tuple[TraceBuilder, str]]:
         def wait(b: TraceBuilder) -> None:
             _run(b, 1024, 20, 238)
             b.host(2000)
 
         nvjet = "nvjet_tst_128x256_64x4_1x2_h_bz_coopA_NNT"
         return {
+            "just above one wave": _product(238),
             "just below two waves": (_product(430), "min_waste"),
             "just above one wave, at 90 % of the rate": (_product(238, us=560), "min_waste"),
             "ten waves and a bit": (_product(2170), "table.is_empty()"),
@@ -307,23 +305,7 @@ class SmallGrids(Rule):
         )
 
     @staticmethod
-    def fires_on() -> dict[str, TraceBuilder]:
-        return {
-            "16 blocks on 108 multiprocessors": example_steps(
-                lambda b: b.run(
-                    "aten::mm",
-                    "ampere_bf16_s16816gemm_bf16_64x64_ldg8_tn",
-                    60,
-                    [[128, 1024], [1024, 512]],
-                    "c10::BFloat16",
-                    times=20,
-                    blocks=16,
-                )
-            )
-        }
-
-    @staticmethod
-    def silent_on() -> dict[str, tuple[TraceBuilder, str]]:
+    def examples() -> Examples:
         shapes, dtype = [[4096, 4096], [4096, 4096]], "c10::BFloat16"
         pointwise = "void at::native::vectorized_elementwise_kernel<4>"
 
@@ -341,6 +323,17 @@ class SmallGrids(Rule):
                 b.host(30)
 
         return {
+            "16 blocks on 108 multiprocessors": example_steps(
+                lambda b: b.run(
+                    "aten::mm",
+                    "ampere_bf16_s16816gemm_bf16_64x64_ldg8_tn",
+                    60,
+                    [[128, 1024], [1024, 512]],
+                    "c10::BFloat16",
+                    times=20,
+                    blocks=16,
+                )
+            ),
             "an all-reduce takes few blocks": (
                 example_steps(communicate),
                 "share < self.min_share",

@@ -10,7 +10,7 @@ from advisor.measure import Analysis
 from advisor.rules.memory.device_memory import gpu_capacity, last_known
 from advisor.rules.recorded import measure_it, record, steps_seen
 from advisor.rules.sources import CHOSEN, GPU_IDLE, SAGEMAKER, TRACEML
-from advisor.testing import TraceBuilder
+from advisor.testing import Examples, TraceBuilder
 
 
 class BatchHeadroom(Rule):
@@ -105,17 +105,12 @@ class BatchHeadroom(Rule):
         )
 
     @staticmethod
-    def fires_on() -> dict[str, TraceBuilder]:
-        """A tenth of the memory and 40 % active; an idle GPU in the window."""
+    def examples() -> Examples:
+        """A tenth of the memory and 40 % active; an idle GPU in the window. Full; busy;
+        utilization says 100 %; nothing recorded."""
         return {
             "40 % of the multiprocessors": _run(8e9, gpm=40),
             "an idle GPU in the window": _run(8e9, window=True),
-        }
-
-    @staticmethod
-    def silent_on() -> dict[str, tuple[TraceBuilder, str]]:
-        """Full; busy; utilization says 100 %; nothing recorded."""
-        return {
             "full": (_run(70e9, gpm=40), "max_memory"),
             "busy": (_run(8e9, gpm=90), "max_active"),
             "utilization of 100 %": (_run(8e9, utilisation=100), "max_active"),

@@ -18,7 +18,7 @@ from advisor.rules.common import column, locate_row, places, rows, total
 from advisor.rules.elsewhere import in_any_language
 from advisor.rules.memory.device_memory import run_product
 from advisor.rules.sources import CACHING_ALLOCATOR, OURS, SILENT_TRACES
-from advisor.testing import TraceBuilder
+from advisor.testing import Examples, TraceBuilder
 
 
 class DriverAllocationRule(Rule):
@@ -179,8 +179,8 @@ class AllocationsInLoop(DriverAllocationRule):
         ]
 
     @staticmethod
-    def fires_on() -> dict[str, TraceBuilder]:
-        b = TraceBuilder()
+    def examples() -> Examples:
+        b, warm, hidden, none = (TraceBuilder() for _ in range(4))
         for _ in b.steps(6):
             run_product(b, 1000)
             b.sync()
@@ -189,13 +189,6 @@ class AllocationsInLoop(DriverAllocationRule):
                 b.call("cudaMalloc", 600)
             run_product(b, 1000)
             b.sync()
-        return {"a new size each step": b}
-
-    @staticmethod
-    def silent_on() -> dict[str, tuple[TraceBuilder, str]]:
-        warm = TraceBuilder()
-        hidden = TraceBuilder()
-        none = TraceBuilder()
         for step in warm.steps(6):
             if step < 2:
                 warm.call("cudaMalloc", 1500)
@@ -210,6 +203,7 @@ class AllocationsInLoop(DriverAllocationRule):
             run_product(none, 3000)
             none.sync()
         return {
+            "a new size each step": b,
             "warm-up": (warm, "calls['step'].n_unique() < self.min_steps"),
             "the GPU has work queued": (hidden, "worth"),
             "none": (none, "calls.is_empty()"),
@@ -280,18 +274,13 @@ class PinnedAllocationInLoop(DriverAllocationRule):
         )
 
     @staticmethod
-    def fires_on() -> dict[str, TraceBuilder]:
-        b = TraceBuilder()
+    def examples() -> Examples:
+        b, warm, hidden, device, rare = (TraceBuilder() for _ in range(5))
         for _ in b.steps(6):
             with b.python("train.py(40): train_step"), b.op("aten::_pin_memory"):
                 b.call("cudaHostAlloc", 2500)
             b.copy("HtoD", 8 << 20)
             _train(b)
-        return {"a new buffer each step": b}
-
-    @staticmethod
-    def silent_on() -> dict[str, tuple[TraceBuilder, str]]:
-        warm, hidden, device, rare = (TraceBuilder() for _ in range(4))
         for step in warm.steps(6):
             if step < 2:
                 warm.call("cudaHostAlloc", 2500)
@@ -310,6 +299,7 @@ class PinnedAllocationInLoop(DriverAllocationRule):
                     rare.call("cudaHostAlloc", 500)
             _train(rare)
         return {
+            "a new buffer each step": b,
             "warm-up": (warm, "calls.is_empty()"),
             "the GPU has work queued": (hidden, "worth"),
             "GPU memory": (device, "calls.is_empty()"),

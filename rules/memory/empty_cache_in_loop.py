@@ -12,7 +12,7 @@ from advisor.replay.selection import under_names
 from advisor.rules.common import figure, locate_row
 from advisor.rules.memory.device_memory import run_product
 from advisor.rules.sources import OURS, SILENT_TRACES
-from advisor.testing import TraceBuilder
+from advisor.testing import Examples, TraceBuilder
 
 FRAME = r"\bempty_?[cC]ache\b"
 """``torch/cuda/memory.py(…): empty_cache``, ``<built-in function _cuda_emptyCache>``."""
@@ -118,14 +118,8 @@ class EmptyCacheInLoop(Rule):
         return free & (length >= self.min_burst)
 
     @staticmethod
-    def fires_on() -> dict[str, TraceBuilder]:
-        return {"with stacks": _loop(stacks=True), "without stacks": _loop(stacks=False)}
-
-    @staticmethod
-    def silent_on() -> dict[str, tuple[TraceBuilder, str]]:
-        once = TraceBuilder()
-        full = TraceBuilder()
-        none = TraceBuilder()
+    def examples() -> Examples:
+        once, full, none = TraceBuilder(), TraceBuilder(), TraceBuilder()
         for step in once.steps(6):
             if step == 3:
                 for _ in range(3):
@@ -145,6 +139,8 @@ class EmptyCacheInLoop(Rule):
             run_product(none)
             none.sync()
         return {
+            "with stacks": _loop(stacks=True),
+            "without stacks": _loop(stacks=False),
             "once": (once, "frees['step'].n_unique() < enough"),
             "the allocator frees because memory is full": (
                 full,

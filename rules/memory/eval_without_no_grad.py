@@ -18,7 +18,7 @@ from advisor.measure.host.names import name_matches
 from advisor.rules.common import Rows, figure, of_step, per, places, rows
 from advisor.rules.recorded import record, risk, steps_seen
 from advisor.rules.sources import CURED_RECORDINGS, OURS, REAL_EVAL, REAL_KERNEL, SILENT_TRACES
-from advisor.testing import TraceBuilder
+from advisor.testing import Examples, TraceBuilder
 
 NODE = r"^autograd::engine::evaluate_function"
 """One node of the graph in the backward pass."""
@@ -159,12 +159,10 @@ class EvalWithoutNoGrad(Rule):
         return operators[~inside].astype(np.int64)
 
     @staticmethod
-    def fires_on() -> dict[str, TraceBuilder]:
-        return {"validation": _trace(24), "without a GPU": _trace(24, gpu=False)}
-
-    @staticmethod
-    def silent_on() -> dict[str, tuple[TraceBuilder, str]]:
+    def examples() -> Examples:
         return {
+            "validation": _trace(24),
+            "without a GPU": _trace(24, gpu=False),
             "no_grad": (_trace(24, graph=False), "np.median(by_step) < self.min_numbers"),
             "training alone": (_trace(0), "np.median(by_step) < self.min_numbers"),
             "an unused output": (_trace(2), "min_numbers"),
@@ -237,16 +235,14 @@ class EvaluationGraphs(EvalWithoutNoGrad):
         )
 
     @staticmethod
-    def fires_on() -> dict[str, TraceBuilder]:
+    def examples() -> Examples:
         b = TraceBuilder()
         run = b.record_of_run()
         for _ in range(80):
             run.step(10, forward=8, fields={"unused_graphs": 1})
-        return {"validation": _validated(10, 60), "a run that never trains": b}
-
-    @staticmethod
-    def silent_on() -> dict[str, tuple[TraceBuilder, str]]:
         return {
+            "validation": _validated(10, 60),
+            "a run that never trains": b,
             "no_grad": (_validated(0, 60), "count < self.min_numbers"),
             "one output": (_validated(1, 60), "min_numbers"),
             "a short validation": (_validated(10, 1), "min_step"),

@@ -14,7 +14,7 @@ from advisor.measure.memory.fragments import fragments, placement, repacking
 from advisor.rules.memory.device_memory import EXPANDABLE, GIB, gpu_capacity, last_known
 from advisor.rules.recorded import frees, record
 from advisor.rules.sources import CHOSEN
-from advisor.testing import TraceBuilder
+from advisor.testing import Examples, TraceBuilder
 
 
 class Fragmentation(Rule):
@@ -161,16 +161,11 @@ class Fragmentation(Rule):
             )
 
     @staticmethod
-    def fires_on() -> dict[str, TraceBuilder]:
+    def examples() -> Examples:
         return {
             "70 GB held for 40 GB": _run(70e9, 40e9, 30e9),
             "retries": _run(78e9, 70e9, 50e9, retries=5),
             "a snapshot with gaps": _with_gaps(keep=True),
-        }
-
-    @staticmethod
-    def silent_on() -> dict[str, tuple[TraceBuilder, str]]:
-        return {
             "a past peak": (
                 _run(70e9, 69e9, 20e9),
                 "not (retries > 0 and unused >= self.min_unused)",

@@ -19,7 +19,7 @@ from advisor.rules.kernel import facts
 from advisor.rules.memory.device_memory import peaks, snapshot_example
 from advisor.rules.recorded import frees
 from advisor.rules.sources import LLAMA, OURS, PEAKS, SILENT_TRACES
-from advisor.testing import TraceBuilder
+from advisor.testing import Examples, TraceBuilder
 
 if TYPE_CHECKING:
     from advisor.measure.memory.post_mortem import PostMortem
@@ -199,17 +199,12 @@ class HugeVocabulary(Rule):
         return tensor.elements * (tensor.width or 0)
 
     @staticmethod
-    def fires_on() -> dict[str, TraceBuilder]:
+    def examples() -> Examples:
         """20,480 tokens over 128,256 words in fp32 (9.8 GiB); with the peak recorded."""
         return {
             "a tenth of the GPU": _training([20480, 128256]),
             "a tenth of the peak": _training([4096, 128256], peak=16 << 30),
             "a snapshot's peak": snapshot_example(logits=96 << 20),
-        }
-
-    @staticmethod
-    def silent_on() -> dict[str, tuple[TraceBuilder, str]]:
-        return {
             "chunks": (_training([1024, 128256], peak=40 << 30), "min_memory"),
             "a small vocabulary": (_training([262144, 8192], peak=16 << 30), "min_vocabulary"),
             "classes of pixels, last dimension wide": (

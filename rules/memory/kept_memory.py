@@ -17,7 +17,7 @@ from advisor.measure.steps.record import StepRecords
 from advisor.rules.memory.device_memory import gpu_capacity, growth, last_known, snapshot_example
 from advisor.rules.recorded import frees, record, risk
 from advisor.rules.sources import CHOSEN, TRACEML
-from advisor.testing import TraceBuilder
+from advisor.testing import Examples, TraceBuilder
 
 
 class KeptReferences(Rule):
@@ -92,14 +92,11 @@ class KeptReferences(Rule):
                 break
 
     @staticmethod
-    def fires_on() -> dict[str, TraceBuilder]:
+    def examples() -> Examples:
         b = snapshot_example(steps=6, kept_outputs=True, logits=96 << 20)
-        return {"logits of the previous step": b}
-
-    @staticmethod
-    def silent_on() -> dict[str, tuple[TraceBuilder, str]]:
         no_history = snapshot_example(steps=12, history=False)
         return {
+            "logits of the previous step": b,
             "nothing is kept": (snapshot_example(steps=12), "saving.change != 'references'"),
             "a leak": (snapshot_example(steps=12, leak=8 << 20), "not post.growth.is_empty()"),
             "no history": (no_history, "not post.growth.is_empty()"),
@@ -336,18 +333,13 @@ class MemoryLeak(Rule):
         )
 
     @staticmethod
-    def fires_on() -> dict[str, TraceBuilder]:
+    def examples() -> Examples:
         """2 MB per step on the GPU; 5 MB per step on the host."""
+        rng = np.random.default_rng(0).integers(0, 400, 1000)
         return {
             "on the GPU": _run(lambda n: 10e9 + 2e6 * n),
             "on the host": _run(lambda n: 5e9, host=lambda n: 4e9 + 5e6 * n),
             "in a snapshot": snapshot_example(steps=12, leak=16 << 20),
-        }
-
-    @staticmethod
-    def silent_on() -> dict[str, tuple[TraceBuilder, str]]:
-        rng = np.random.default_rng(0).integers(0, 400, 1000)
-        return {
             "steady": (_run(lambda n: 10e9), "steady"),
             "sequences of random length": (_run(lambda n: 10e9 + 1e7 * rng[n]), "steady"),
             "a cache that fills up": (_run(lambda n: 10e9 + 5e8 * (1 - 0.97**n)), "steady"),

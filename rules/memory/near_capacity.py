@@ -22,7 +22,7 @@ from advisor.rules.memory.device_memory import (
 )
 from advisor.rules.recorded import risk
 from advisor.rules.sources import FOURNEX, GPUPROF, OURS, TENSORBOARD, TRACEML
-from advisor.testing import TraceBuilder
+from advisor.testing import Examples, TraceBuilder
 
 if TYPE_CHECKING:
     from advisor.measure.memory.post_mortem import PostMortem
@@ -159,17 +159,12 @@ class MemoryNearCapacity(Rule):
         ]
 
     @staticmethod
-    def fires_on() -> dict[str, TraceBuilder]:
+    def examples() -> Examples:
         """Full of tensors; and full of fragments (an A100 of 85 GB)."""
         return {
             "tensors": _step(76_000_000_000, 80_000_000_000),
             "fragments": _step(45_000_000_000, 82_000_000_000),
             "a snapshot beside a trace": _snapshot(1340),
-        }
-
-    @staticmethod
-    def silent_on() -> dict[str, tuple[TraceBuilder, str]]:
-        return {
             "half full": (_step(30_000_000_000, 40_000_000_000), "max_share"),
             "not recorded": (_step(None, 0), "reserved is None"),
             "an allocator that does not report what it reserves": (

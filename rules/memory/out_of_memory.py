@@ -20,7 +20,7 @@ from advisor.rules.memory.device_memory import (
 )
 from advisor.rules.recorded import record, risk
 from advisor.rules.sources import CHOSEN, CURED_RECORDINGS
-from advisor.testing import TraceBuilder
+from advisor.testing import Examples, TraceBuilder
 
 if TYPE_CHECKING:
     from advisor.core.snapshot import OutOfMemoryText
@@ -332,19 +332,14 @@ class OutOfMemory(Rule):
         return " ".join(sentences)
 
     @staticmethod
-    def fires_on() -> dict[str, TraceBuilder]:
+    def examples() -> Examples:
+        b = TraceBuilder()
+        b.record_of_run().steps(20, 10)
         return {
             "full of tensors": _run(78e9, 79e9),
             "fragments": _run(40e9, 79e9),
             "a large batch": _run(78e9, 79e9, last=4.0),
             "a snapshot with the failure": snapshot_example(total=1 << 30, activation=96 << 20),
-        }
-
-    @staticmethod
-    def silent_on() -> dict[str, tuple[TraceBuilder, str]]:
-        b = TraceBuilder()
-        b.record_of_run().steps(20, 10)
-        return {
             "it did not happen": (b, "not events"),
             "a snapshot without a failure": (
                 snapshot_example(activation=96 << 20),

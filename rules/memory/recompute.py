@@ -14,7 +14,7 @@ from advisor.rules.common import figure, locate_row, of_each
 from advisor.rules.kernel import facts
 from advisor.rules.memory.device_memory import GIB, peaks, run_product
 from advisor.rules.sources import CHECKPOINT, OURS
-from advisor.testing import TraceBuilder
+from advisor.testing import Examples, TraceBuilder
 
 RECOMPUTE = r"torch/utils/checkpoint\.py\(\d+\): (\w+\.)*recompute_fn\b"
 BACKWARD = r"^autograd::engine::evaluate_function|Backward"
@@ -145,15 +145,10 @@ class RecomputeWithFreeMemory(Rule):
         return [locate_row(a, first, op="torch.utils.checkpoint", ts_ns=ts, dur_ns=dur)]
 
     @staticmethod
-    def fires_on() -> dict[str, TraceBuilder]:
+    def examples() -> Examples:
         return {
             "use_reentrant=False": _step(40_000_000_000),
             "use_reentrant=True": _step(40_000_000_000, reentrant=True),
-        }
-
-    @staticmethod
-    def silent_on() -> dict[str, tuple[TraceBuilder, str]]:
-        return {
             "memory is full": (_step(78_000_000_000), "max_reserved"),
             "memory is not recorded": (_step(None), "reserved is None"),
             "one small block": (_step(40_000_000_000, us=100), "min_share"),

@@ -14,7 +14,7 @@ from advisor.rules.common import figure, of_step
 from advisor.rules.elsewhere import in_any_language
 from advisor.rules.kernel.facts import kernel_rows, kernels_named, locations, scale_kernels
 from advisor.rules.sources import CHOSEN, ENGINE_FLOOR
-from advisor.testing import TraceBuilder
+from advisor.testing import Examples, TraceBuilder
 
 MIGRATION = r"^Memcpy \w+ \((?:Managed -> |\w+ -> Managed)"
 PREFETCH = "prefetch"
@@ -145,10 +145,10 @@ class UnifiedMemory(Rule):
         )  # fmt: skip
 
     @staticmethod
-    def fires_on() -> dict[str, TraceBuilder]:
+    def examples() -> Examples:
         """A kernel that pulls its 16 MB page by page; the same with the host using them in turn;
         more data than memory."""
-        built = {}
+        examples: Examples = {}
         for name, back, cause in (
             ("pages on demand", 0, "page fault"),
             ("pages in turn", 16 << 20, "page fault"),
@@ -161,11 +161,7 @@ class UnifiedMemory(Rule):
                 if back:
                     b.migrate("DtoH", back, 2000, cause=cause)
                 b.sync()
-            built[name] = b
-        return built
-
-    @staticmethod
-    def silent_on() -> dict[str, tuple[TraceBuilder, str]]:
+            examples[name] = b
         prefetched, few, plain = (TraceBuilder("A100") for _ in range(3))
         for b, cause, us in ((prefetched, "user prefetch", 900), (few, "page fault", 20)):
             for _ in b.steps():
@@ -176,7 +172,7 @@ class UnifiedMemory(Rule):
             plain.copy("HtoD", 16 << 20)
             plain.run("aten::mm", "stencil", 8000)
             plain.sync()
-        return {
+        return examples | {
             "prefetched": (prefetched, "demand.is_empty()"),
             "a few pages": (few, "min_share"),
             "plain copies": (plain, "demand.is_empty()"),

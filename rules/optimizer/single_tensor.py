@@ -15,7 +15,7 @@ from advisor.replay.selection import under_names
 from advisor.rules.common import example_steps, per, scale
 from advisor.rules.kernel import facts
 from advisor.rules.sources import FOREACH, OURS, SILENT_TRACES
-from advisor.testing import TraceBuilder
+from advisor.testing import Examples, TraceBuilder
 
 STEP = r"^Optimizer\.step#"
 FUSED = r"(?i)multi_tensor_|fused_?(adam|sgd|adagrad|lamb|lion)|foreach|_fused_|^triton_"
@@ -178,12 +178,10 @@ class SingleTensorOptimizer(Rule):
         return [place], match.group(1) if match else "AdamW", bool(len(frames))
 
     @staticmethod
-    def fires_on() -> dict[str, TraceBuilder]:
-        return {"without stacks": _step("loop"), "with stacks": _step("loop", stacks=True)}
-
-    @staticmethod
-    def silent_on() -> dict[str, tuple[TraceBuilder, str]]:
+    def examples() -> Examples:
         return {
+            "without stacks": _step("loop"),
+            "with stacks": _step("loop", stacks=True),
             "foreach": (_step("foreach"), "multi_tensor.any()"),
             "fused": (_step("fused"), "multi_tensor.any()"),
             "a few large parameters": (_step("large"), "count_per_step < self.min_kernels"),

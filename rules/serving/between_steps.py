@@ -9,7 +9,7 @@ from advisor.measure.steps.instants import between_steps
 from advisor.rules.common import figure, of_step
 from advisor.rules.elsewhere import SGLANG_ARGUMENTS, VLLM_TUNING
 from advisor.rules.sources import CHOSEN, TENSORBOARD
-from advisor.testing import TraceBuilder
+from advisor.testing import Examples, TraceBuilder
 
 
 class EngineIdleBetweenSteps(Rule):
@@ -84,17 +84,14 @@ class EngineIdleBetweenSteps(Rule):
         )
 
     @staticmethod
-    def fires_on() -> dict[str, TraceBuilder]:
-        return {"scheduling between decode steps": _engine(8, host=500)}
-
-    @staticmethod
-    def silent_on() -> dict[str, tuple[TraceBuilder, str]]:
+    def examples() -> Examples:
         train = TraceBuilder("H100")
         for _ in train.steps(6):
             train.run("aten::mm", "nvjet_hsh_128x128", 500)
             train.sync()
             train.host(400)
         return {
+            "scheduling between decode steps": _engine(8, host=500),
             "it schedules ahead": (_engine(8, host=20), "min_share"),
             "it waits for requests": (_engine(8, host=9000), "not idle"),
             "two steps": (_engine(2, host=500), "min_steps"),

@@ -15,7 +15,7 @@ from advisor.measure.serving.work import NARROW, heads
 from advisor.rules.common import figure, of_step, scale
 from advisor.rules.elsewhere import SGLANG_KV, VLLM_KV
 from advisor.rules.sources import CHOSEN, TENSORBOARD
-from advisor.testing import TraceBuilder
+from advisor.testing import Examples, TraceBuilder
 
 BYTES = 2
 """Of a value of the cache, from which on half of them can be saved."""
@@ -100,14 +100,11 @@ class KvCacheIn16Bits(Rule):
         )
 
     @staticmethod
-    def fires_on() -> dict[str, TraceBuilder]:
-        """64 sequences of 4,000 tokens: 0.5 GB a layer in 200 µs."""
-        return {"long sequences in bf16": _decode(200)}
-
-    @staticmethod
-    def silent_on() -> dict[str, tuple[TraceBuilder, str]]:
-        """Short attention; slow attention; a cache in FP8; no sums."""
+    def examples() -> Examples:
+        """64 sequences of 4,000 tokens: 0.5 GB a layer in 200 µs. Short attention; slow
+        attention; a cache in FP8; no sums."""
         return {
+            "long sequences in bf16": _decode(200),
             "little attention": (_decode(200, other=20_000), "min_share"),
             "attention far from the memory's rate": (_decode(900), "min_rate"),
             "a cache in FP8": (_decode(120, "fmha_QkvE4m3_paged"), "not len(rows)"),

@@ -15,7 +15,7 @@ from advisor.measure.serving.annotations import DECODE, MIXED, PREFILL
 from advisor.rules.elsewhere import SGLANG_ARGUMENTS, SGLANG_TUNING, VLLM_TUNING
 from advisor.rules.recorded import measure_it
 from advisor.rules.sources import CHOSEN
-from advisor.testing import TraceBuilder
+from advisor.testing import Examples, TraceBuilder
 
 Phases = dict[str, ServingPhase]
 Asked = Iterator[tuple[str, list[Evidence]]]
@@ -93,13 +93,10 @@ class PrefillStallsDecode(_Question):
         )
 
     @staticmethod
-    def fires_on() -> dict[str, TraceBuilder]:
+    def examples() -> Examples:
         """A prompt of 8,192 tokens between decode steps."""
-        return {"a long prompt": _engine(prefill=20_000)}
-
-    @staticmethod
-    def silent_on() -> dict[str, tuple[TraceBuilder, str]]:
         return {
+            "a long prompt": _engine(prefill=20_000),
             "a short chunk": (_engine(prefill=3_000), "min_ratio"),
             "decode alone": (_engine(), "slow is None"),
         }
@@ -148,12 +145,9 @@ class SmallDecodeBatch(_Question):
         )
 
     @staticmethod
-    def fires_on() -> dict[str, TraceBuilder]:
-        return {"four requests": _engine(batch=4)}
-
-    @staticmethod
-    def silent_on() -> dict[str, tuple[TraceBuilder, str]]:
+    def examples() -> Examples:
         return {
+            "four requests": _engine(batch=4),
             "a full batch": (_engine(batch=128), "decode.limit != 'memory'"),
             "twenty requests": (_engine(batch=20), "max_batch"),
             "the host is slower": (_engine(batch=4, eager=True), "decode.limit != 'memory'"),
@@ -210,12 +204,9 @@ class PrefixCacheUnused(_Question):
         )
 
     @staticmethod
-    def fires_on() -> dict[str, TraceBuilder]:
-        return {"new prompts": _engine(prefill=20_000, prompts=9)}
-
-    @staticmethod
-    def silent_on() -> dict[str, tuple[TraceBuilder, str]]:
+    def examples() -> Examples:
         return {
+            "new prompts": _engine(prefill=20_000, prompts=9),
             "a cached prefix": (_engine(prefill=20_000, prompts=9, cached=4000), "any("),
             "one prompt": (_engine(prefill=20_000), "min_prompts"),
             "hardly any time": (_engine(prefill=300, prompts=9), "min_share"),
@@ -263,12 +254,9 @@ class CollectivesOfTensorParallel(_Question):
         )
 
     @staticmethod
-    def fires_on() -> dict[str, TraceBuilder]:
-        return {"all-reduce after each product": _engine(collective=15)}
-
-    @staticmethod
-    def silent_on() -> dict[str, tuple[TraceBuilder, str]]:
+    def examples() -> Examples:
         return {
+            "all-reduce after each product": _engine(collective=15),
             "a short all-reduce": (_engine(collective=2), "min_share"),
             "prompts alone": (
                 _engine(prefill=2_000, collective=15, decodes=0),
@@ -322,12 +310,9 @@ class PiecewiseGraphs(_Question):
         )
 
     @staticmethod
-    def fires_on() -> dict[str, TraceBuilder]:
-        return {"a graph per layer": _engine(pieces=25)}
-
-    @staticmethod
-    def silent_on() -> dict[str, tuple[TraceBuilder, str]]:
+    def examples() -> Examples:
         return {
+            "a graph per layer": _engine(pieces=25),
             "two graphs": (_engine(pieces=2), "min_graphs"),
             "short gaps": (_engine(pieces=25, kernel=400), "max_busy"),
             "prompts alone": (_engine(prefill=2_000, decodes=0), "decode is None"),
@@ -388,13 +373,10 @@ class SlowDecodeAttention(_Question):
         )
 
     @staticmethod
-    def fires_on() -> dict[str, TraceBuilder]:
+    def examples() -> Examples:
         """64 MB of keys and values in 400 us."""
-        return {"a slow backend": _attending(400)}
-
-    @staticmethod
-    def silent_on() -> dict[str, tuple[TraceBuilder, str]]:
         return {
+            "a slow backend": _attending(400),
             "near the rate": (_attending(60), "max_rate"),
             "hardly any": (_attending(400, product=4_000), "min_share"),
             "no shapes": (_attending(400, shapes=False), "not ns"),
@@ -460,12 +442,9 @@ class UnevenExperts(_Question):
         )
 
     @staticmethod
-    def fires_on() -> dict[str, TraceBuilder]:
-        return {"every fifth": _exchanging((40, 40, 40, 40, 200))}
-
-    @staticmethod
-    def silent_on() -> dict[str, tuple[TraceBuilder, str]]:
+    def examples() -> Examples:
         return {
+            "every fifth": _exchanging((40, 40, 40, 40, 200)),
             "even": (_exchanging((40,) * 5), "min_ratio"),
             "short": (_exchanging((2, 2, 2, 2, 10)), "min_share"),
             "a dense model": (_engine(collective=15), "roles.get"),

@@ -21,7 +21,7 @@ from advisor.rules.sync.host_waits import (
     make_async,
     select_blocking_calls,
 )
-from advisor.testing import TraceBuilder
+from advisor.testing import Examples, TraceBuilder
 
 if TYPE_CHECKING:
     from advisor.measure import Analysis
@@ -145,17 +145,12 @@ class ExplicitSynchronize(BlockingRule):
         return f"after {calls}{per(a)}. The host launches nothing while it waits."
 
     @staticmethod
-    def fires_on() -> dict[str, TraceBuilder]:
-        b = TraceBuilder()
+    def examples() -> Examples:
+        b, own, done, hidden = (TraceBuilder() for _ in range(4))
         for _ in b.steps():
             _kernels(b, 10)
             b.sync()
             b.host(1000)
-        return {"synchronize every step": b}
-
-    @staticmethod
-    def silent_on() -> dict[str, tuple[TraceBuilder, str]]:
-        own, done, hidden = TraceBuilder(), TraceBuilder(), TraceBuilder()
         for _ in own.steps():
             _kernels(own, 10)
         for _ in done.steps():
@@ -170,6 +165,7 @@ class ExplicitSynchronize(BlockingRule):
             hidden.host(1000)
         own.sync()
         return {
+            "synchronize every step": b,
             "the profiler's": (own, "share < self.min_share"),
             "nothing to wait for": (done, "share < self.min_share"),
             "another stream": (hidden, "share < self.min_share"),
@@ -228,17 +224,12 @@ class DataDependentShapes(BlockingRule):
         return f"after {operators}{per(a)} whose output size the host has to read back."
 
     @staticmethod
-    def fires_on() -> dict[str, TraceBuilder]:
-        b = TraceBuilder()
+    def examples() -> Examples:
+        b, integers, host, item = (TraceBuilder() for _ in range(4))
         for _ in b.steps():
             _kernels(b, 6)
             _masked_index(b)
             _kernels(b, 6)
-        return {"boolean indexing": b}
-
-    @staticmethod
-    def silent_on() -> dict[str, tuple[TraceBuilder, str]]:
-        integers, host, item = TraceBuilder(), TraceBuilder(), TraceBuilder()
         for _ in integers.steps():
             _kernels(integers, 6)
             integers.run("aten::index", "index_elementwise_kernel", 10)
@@ -254,6 +245,7 @@ class DataDependentShapes(BlockingRule):
             item.item()
             item.host(400)
         return {
+            "boolean indexing": b,
             "integer indices": (integers, "a.syncs.is_empty()"),
             "a host tensor": (host, "a.syncs.is_empty()"),
             "item": (item, "share < self.min_share"),
@@ -320,18 +312,13 @@ class BlockingPinnedCopy(BlockingRule):
         ]
 
     @staticmethod
-    def fires_on() -> dict[str, TraceBuilder]:
-        b = TraceBuilder()
+    def examples() -> Examples:
+        b, free, pageable, hidden = (TraceBuilder() for _ in range(4))
         for _ in b.steps():
             with b.op("aten::to"), b.op("aten::_to_copy"):
                 b.copy("HtoD", 24 << 20, blocking=True)
             b.host(500)
             _products(b)
-        return {"to(device) of a pinned batch": b}
-
-    @staticmethod
-    def silent_on() -> dict[str, tuple[TraceBuilder, str]]:
-        free, pageable, hidden = TraceBuilder(), TraceBuilder(), TraceBuilder()
         for _ in free.steps():
             with free.op("aten::to"), free.op("aten::_to_copy"):
                 free.copy("HtoD", 24 << 20)
@@ -347,6 +334,7 @@ class BlockingPinnedCopy(BlockingRule):
             with hidden.op("aten::to"), hidden.op("aten::_to_copy"):
                 hidden.copy("HtoD", 24 << 20, blocking=True, stream=13)
         return {
+            "to(device) of a pinned batch": b,
             "non_blocking": (free, "a.syncs.is_empty()"),
             "pageable": (pageable, "share < self.min_share"),
             "behind a full queue": (hidden, "share < self.min_share"),

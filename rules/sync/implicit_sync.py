@@ -27,7 +27,7 @@ from advisor.rules.sync.host_waits import (
     make_calls_async,
     select_blocking_calls,
 )
-from advisor.testing import TraceBuilder
+from advisor.testing import Examples, TraceBuilder
 
 _VALUE = r"^aten::(?:item|is_nonzero|_local_scalar_dense|equal|allclose)$"
 _COPY = r"^aten::(?:to|_to_copy|copy_|_copy_from\w*)$"
@@ -228,8 +228,8 @@ class ImplicitSync(Rule):
         return float(blocking.idle[inside].sum()) / a.step_count
 
     @staticmethod
-    def fires_on() -> dict[str, TraceBuilder]:
-        item, cpu = TraceBuilder(), TraceBuilder()
+    def examples() -> Examples:
+        item, cpu, host, late, own = (TraceBuilder() for _ in range(5))
         for _ in item.steps():
             _work(item)
             item.item()
@@ -239,11 +239,6 @@ class ImplicitSync(Rule):
             with cpu.op("aten::to"), cpu.op("aten::_to_copy"):
                 cpu.copy("DtoH", 4096, pinned=False)
             cpu.host(1500)
-        return {"loss.item() every step": item, "result.cpu() every step": cpu}
-
-    @staticmethod
-    def silent_on() -> dict[str, tuple[TraceBuilder, str]]:
-        host, late, own = TraceBuilder(), TraceBuilder(), TraceBuilder()
         for _ in host.steps():
             _work(host)
             for _ in range(20):
@@ -259,6 +254,8 @@ class ImplicitSync(Rule):
             _work(own)
         own.sync()
         return {
+            "loss.item() every step": item,
+            "result.cpu() every step": cpu,
             "item of a host tensor": (host, "waited.sum() < self.min_waited"),
             "nothing left to wait for": (late, "min_waited"),
             "profiler": (own, "a.steps.used.height > 1"),
@@ -436,18 +433,13 @@ class HostReads(Rule):
         return [scale(select, self.launches_left, self.fewest_left, 1.0)]
 
     @staticmethod
-    def fires_on() -> dict[str, TraceBuilder]:
-        b = TraceBuilder()
+    def examples() -> Examples:
+        b, once, ready, busy, bulk = (TraceBuilder() for _ in range(5))
         for _ in b.steps():
             for _ in range(40):
                 b.run("aten::mul", "elementwise_kernel", 60, times=4)
                 b.item()
                 b.host(120)
-        return {"one read after four kernels": b}
-
-    @staticmethod
-    def silent_on() -> dict[str, tuple[TraceBuilder, str]]:
-        once, ready, busy, bulk = TraceBuilder(), TraceBuilder(), TraceBuilder(), TraceBuilder()
         for _ in once.steps():
             once.run("aten::mul", "elementwise_kernel", 60, times=120)
             once.item()
@@ -468,6 +460,7 @@ class HostReads(Rule):
                     bulk.copy("DtoH", 64 << 20, 5000, pinned=False, op=None)
                 bulk.host(3000)
         return {
+            "one read after four kernels": b,
             "fetched results": (bulk, "bulk"),
             "one read per step": (once, "max_apart"),
             "values that are ready": (ready, "min_share"),

@@ -16,7 +16,7 @@ from advisor.measure.host.stacks import nearest, parents
 from advisor.rules.common import busy_during, column, device_places, figure, of_step, per, rows
 from advisor.rules.elsewhere import BATCHES_AHEAD, in_any_language
 from advisor.rules.sources import OURS, SILENT_TRACES, TRACELENS
-from advisor.testing import TraceBuilder
+from advisor.testing import Examples, TraceBuilder
 
 _COMPILED = r"^CompiledFunction|^(?:## )?Call CompiledFxGraph|^Torch-Compiled Region"
 
@@ -134,8 +134,8 @@ class DeviceCopies(Rule):
         return int(column(copies, "exposed")[around[rows(copies["op"])] >= 0].sum())
 
     @staticmethod
-    def fires_on() -> dict[str, TraceBuilder]:
-        cat, graph = TraceBuilder(), TraceBuilder()
+    def examples() -> Examples:
+        cat, graph, few, hidden, host = (TraceBuilder() for _ in range(5))
         for _ in cat.steps():
             cat.copy("DtoD", 1 << 30, op="aten::cat")
             _train(cat)
@@ -145,11 +145,6 @@ class DeviceCopies(Rule):
                     graph.copy("DtoD", 50 << 20)
                 graph.graph_launch([("elementwise_kernel", 100.0)] * 30)
                 graph.sync()
-        return {"concatenations": cat, "into the buffers of a graph": graph}
-
-    @staticmethod
-    def silent_on() -> dict[str, tuple[TraceBuilder, str]]:
-        few, hidden, host = TraceBuilder(), TraceBuilder(), TraceBuilder()
         for _ in few.steps():
             few.copy("DtoD", 64 << 20)
             _train(few)
@@ -161,6 +156,8 @@ class DeviceCopies(Rule):
             host.copy("HtoD", 64 << 20)
             _train(host)
         return {
+            "concatenations": cat,
+            "into the buffers of a graph": graph,
             "few copies": (few, "min_share"),
             "hidden": (hidden, "share < self.min_share"),
             "from the host": (host, "share < self.min_share"),
@@ -288,16 +285,11 @@ class CopiesNotOverlapped(Rule):
         )
 
     @staticmethod
-    def fires_on() -> dict[str, TraceBuilder]:
-        b = TraceBuilder()
+    def examples() -> Examples:
+        b, ahead, small, pageable, within = (TraceBuilder() for _ in range(5))
         for _ in b.steps():
             b.copy("HtoD", 24 << 20)
             _copies_train(b)
-        return {"on the compute stream": b}
-
-    @staticmethod
-    def silent_on() -> dict[str, tuple[TraceBuilder, str]]:
-        ahead, small, pageable, within = (TraceBuilder() for _ in range(4))
         for _ in ahead.steps():
             ahead.run("aten::mm", "ampere_sgemm_128x64_nn", 4000)
             ahead.copy("HtoD", 24 << 20, stream=13)
@@ -312,6 +304,7 @@ class CopiesNotOverlapped(Rule):
             within.copy("DtoD", 240 << 20)
             _copies_train(within)
         return {
+            "on the compute stream": b,
             "under compute": (ahead, "share < self.min_share"),
             "small": (small, "min_share"),
             "pageable": (pageable, "copies.is_empty()"),

@@ -15,7 +15,7 @@ from advisor.measure.steps.steps import step_of
 from advisor.rules.common import device_places, figure, of_step, per, rows, select_copies, total
 from advisor.rules.sources import ENGINE_FLOOR, OURS, PAGEABLE_64K, SILENT_TRACES, TRACELENS
 from advisor.rules.sync.host_waits import make_calls_async
-from advisor.testing import TraceBuilder
+from advisor.testing import Examples, TraceBuilder
 
 _CONVERT = r"^aten::(?:copy_|div)$"
 _FLOATS = ("half", "bfloat16", "float", "double")
@@ -175,16 +175,11 @@ class DtypeInflation(Rule):
         )
 
     @staticmethod
-    def fires_on() -> dict[str, TraceBuilder]:
+    def examples() -> Examples:
         return {
             "converted, then copied": _training("copy_"),
             "divided, then copied": _training("div"),
             "x.to(device, dtype)": _training("direct"),
-        }
-
-    @staticmethod
-    def silent_on() -> dict[str, tuple[TraceBuilder, str]]:
-        return {
             "bytes are sent": (_training("device"), "steps < self.min_steps_share * a.step_count"),
             "hidden under compute": (_training("copy_", stream=13), "not exposed"),
             "floats from the start": (_training("none"), "a.trace.inputs.is_empty()"),
@@ -378,8 +373,8 @@ class PingPong(Rule):
         ).filter((pl.col("copy") == "DtoH") & (pl.col("following") == "HtoD"))
 
     @staticmethod
-    def fires_on() -> dict[str, TraceBuilder]:
-        b = TraceBuilder()
+    def examples() -> Examples:
+        b, loop, offload, library, sizes, plain, once = (TraceBuilder() for _ in range(7))
         for _ in range(5):
             with b.step(), b.python("train.py(10): train_step"):
                 _ping_train(b)
@@ -389,11 +384,6 @@ class PingPong(Rule):
                         b.host(300)
                     b.copy("HtoD", 16 << 20, pinned=False)
                 _ping_train(b)
-        return {"sorted on the CPU": b}
-
-    @staticmethod
-    def silent_on() -> dict[str, tuple[TraceBuilder, str]]:
-        loop, offload, library, sizes, plain, once = (TraceBuilder() for _ in range(6))
         with loop.python("train.py(5): main"):
             for _ in loop.steps(5):
                 _ping_train(loop)
@@ -423,6 +413,7 @@ class PingPong(Rule):
                 if step in (1, 3):
                     _round_trip(once)
         return {
+            "sorted on the CPU": b,
             "a result is read, then the next batch sent": (
                 loop,
                 "table['step'].n_unique() < self.min_steps",

@@ -14,7 +14,7 @@ from advisor.rules.common import busy_during, device_places, figure, of_step, pe
 from advisor.rules.elsewhere import BATCHES_AHEAD, in_any_language
 from advisor.rules.sources import ENGINE_FLOOR, PAGEABLE_64K, PINNED_BLOG, SILENT_TRACES
 from advisor.rules.sync.host_waits import make_async, select_blocking_calls
-from advisor.testing import TraceBuilder
+from advisor.testing import Examples, TraceBuilder
 
 _CALLS = (
     Select(on="host", call=("memcpy", "sync_stream"), under=r"^aten::(?:to|_to_copy|copy_)$"),
@@ -182,18 +182,13 @@ class PageableCopies(Rule):
         )
 
     @staticmethod
-    def fires_on() -> dict[str, TraceBuilder]:
-        b = TraceBuilder()
+    def examples() -> Examples:
+        b, pinned, small, hidden, results = (TraceBuilder() for _ in range(5))
         for _ in b.steps():
             with b.op("aten::to"), b.op("aten::_to_copy"):
                 b.copy("HtoD", 24 << 20, pinned=False)
             b.run("aten::mm", "ampere_sgemm_128x64_nn", 6000)
             b.sync()
-        return {"a batch from pageable memory": b}
-
-    @staticmethod
-    def silent_on() -> dict[str, tuple[TraceBuilder, str]]:
-        pinned, small, hidden, results = (TraceBuilder() for _ in range(4))
         for _ in pinned.steps():
             pinned.copy("HtoD", 24 << 20)
             _train(pinned)
@@ -209,6 +204,7 @@ class PageableCopies(Rule):
             results.item()
             results.host(1000)
         return {
+            "a batch from pageable memory": b,
             "pinned": (pinned, "slow.is_empty()"),
             "small": (small, "min_share"),
             "hidden under compute": (hidden, "share < self.min_share"),

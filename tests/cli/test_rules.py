@@ -32,12 +32,8 @@ class Mine(Rule):
         yield PassedCheck(text="my rule ran")
 
     @staticmethod
-    def fires_on():
-        return {"this": None}
-
-    @staticmethod
-    def silent_on():
-        return {"that": None}
+    def examples():
+        return {"this": None, "that": (None, "first")}
 '''
 
 

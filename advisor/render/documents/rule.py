@@ -113,6 +113,7 @@ def describe(rule: Rule) -> RulePage:
     """Take a rule's documentation from its class."""
     cls = type(rule)
     comments = _comments(cls)
+    examples = cls.examples()
     return RulePage(
         id=cls.id,
         title=cls.title,
@@ -136,8 +137,8 @@ def describe(rule: Rule) -> RulePage:
         found_in=cls.found_in,
         silent_in=cls.silent_in,
         references=cls.references,
-        fires_on=list(cls.fires_on()),
-        silent_on=list(cls.silent_on()),
+        fires_on=[name for name, b in examples.items() if not isinstance(b, tuple)],
+        silent_on=[name for name, b in examples.items() if isinstance(b, tuple)],
     )
 
 

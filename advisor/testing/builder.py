@@ -170,6 +170,11 @@ class TraceBuilder:
             yield
             self.now += 0.5
 
+    def on_host(self, op: str, us: float) -> None:
+        """An operator that computes on the host."""
+        with self.op(op, host_us=us):
+            pass
+
     @contextmanager
     def python(self, frame: str) -> Iterator[None]:
         """A Python frame as the profiler writes it: ``train.py(12): forward``."""
@@ -259,6 +264,12 @@ class TraceBuilder:
             with self.op(op, shapes, dtypes, host_us=host_us):
                 self.launch(kernel, us, **launch)
 
+    def product(self, us: float, times: int = 1, *, wait: bool = False, **launch: Any) -> None:
+        """Matrix products in FP32; ``wait``: the host waits for them, as at the end of a step."""
+        self.run("aten::mm", "ampere_sgemm_128x64_nn", us, times=times, **launch)
+        if wait:
+            self.sync()
+
     def graph_launch(self, kernels: Sequence[tuple[str, float]], *, stream: int = 7) -> None:
         """One ``cudaGraphLaunch`` with many kernels: (name, us) each."""
         correlation = self._next()
@@ -302,6 +313,11 @@ class TraceBuilder:
         else:
             with self.op(op):
                 act()
+
+    def to(self, direction: str, size: int, **copy: Any) -> None:
+        """The same by ``tensor.to``."""
+        with self.op("aten::to"), self.op("aten::_to_copy"):
+            self.copy(direction, size, **copy)
 
     def migrate(self, direction: str, size: int, us: float, *, cause: str = "page fault") -> None:
         """Pages of unified memory that move (``HtoD``, ``DtoH``) beside the last kernel, as the

@@ -278,8 +278,7 @@ def _trace(*, stacks: bool, us: float = 8) -> TraceBuilder:
 
 
 def _rest(b: TraceBuilder, us: float) -> None:
-    with b.op("TorchDynamo Cache Lookup", host_us=15):
-        pass
+    b.on_host("TorchDynamo Cache Lookup", 15)
     with b.op("Torch-Compiled Region: 1/0"):
         _graph(b, 10, us)
         b.host(200)

@@ -132,24 +132,24 @@ class PoorOverlap(Rule):
     def examples() -> Examples:
         def on_stream(b: TraceBuilder) -> None:
             for _ in range(5):
-                _compute(b)
+                b.product(700)
                 b.run("symm_mem::multimem_all_reduce_", "multimem_all_reduce_kernel", 500)
 
         def waited(b: TraceBuilder) -> None:
             for _ in range(5):
-                _compute(b)
+                b.product(700)
                 b.collective("allreduce", 50 << 20, 500, wait=True)
 
         def waited_late(b: TraceBuilder, us: float) -> None:
-            _compute(b)
+            b.product(700)
             b.collective("allreduce", 50 << 20, us)
-            _compute(b)
+            b.product(700)
             b.wait_stream(7, 20)
-            _compute(b)
+            b.product(700)
 
         def little(b: TraceBuilder) -> None:
             for _ in range(10):
-                _compute(b)
+                b.product(700)
             b.collective("allreduce", 1 << 20, 50, wait=True)
 
         return {
@@ -162,10 +162,6 @@ class PoorOverlap(Rule):
             ),
             "little": (example_steps(little), "share < self.min_share"),
         }
-
-
-def _compute(b: TraceBuilder) -> None:
-    b.run("aten::mm", "ampere_sgemm_128x64_nn", 700)
 
 
 def _edit(table: pl.DataFrame, chosen: NDArray[np.bool_]) -> Edit:

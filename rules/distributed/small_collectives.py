@@ -173,23 +173,23 @@ class SmallCollectives(Rule):
     @staticmethod
     def examples() -> Examples:
         def body(b: TraceBuilder) -> None:
-            b.run("aten::mm", "ampere_sgemm_128x64_nn", 300, times=10)
+            b.product(300, 10)
             for _ in range(60):
                 b.collective("allreduce", 40_000, 30)
             b.wait_stream(7, 20)
 
         def layers(b: TraceBuilder) -> None:
             for _ in range(40):
-                b.run("aten::mm", "ampere_sgemm_128x64_nn", 60, times=3)
+                b.product(60, 3)
                 b.collective("allreduce", 40_000, 30, wait=True)
 
         def buckets(b: TraceBuilder) -> None:
-            b.run("aten::mm", "ampere_sgemm_128x64_nn", 3000)
+            b.product(3000)
             for _ in range(4):
                 b.collective("allreduce", 25 << 20, 400)
 
         def hidden(b: TraceBuilder) -> None:
-            b.run("aten::mm", "ampere_sgemm_128x64_nn", 9000, stream=9)
+            b.product(9000, stream=9)
             for _ in range(60):
                 b.collective("allreduce", 40_000, 30)
 
@@ -282,7 +282,7 @@ class UnbucketedGradients(Rule):
 
 def _reductions(count: int, size: int, compute: float = 20_000) -> Callable[[TraceBuilder], None]:
     def body(b: TraceBuilder) -> None:
-        b.run("aten::mm", "ampere_sgemm_128x64_nn", compute, stream=9)
+        b.product(compute, stream=9)
         with b.op("autograd::engine::evaluate_function: MmBackward0"):
             for _ in range(count):
                 b.collective("allreduce", size, 30)

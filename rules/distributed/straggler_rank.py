@@ -284,7 +284,7 @@ def _ranks(
             work[late[step]] += 1000
         for b, us in zip(builders, work, strict=True):
             with b.step():
-                b.run("aten::mm", "ampere_sgemm_128x64_nn", us)
+                b.product(us)
                 b.collective(
                     "allreduce", 20 << 20, 300 + max(work) - us, wait=True, group_size=len(compute)
                 )
@@ -300,8 +300,7 @@ def _processes(compute: list[float]) -> list[TraceBuilder]:
             with b.step():
                 begin = b.now
                 for part, bucket in ((0.75, 1), (0.25, 2)):
-                    with b.op("aten::mm", host_us=us * part):
-                        pass
+                    b.on_host("aten::mm", us * part)
                     with b.op("c10d::allreduce_"):
                         started = b.now
                     # two threads: both wait for the slowest process at once

@@ -105,8 +105,7 @@ class LoopCode(Rule):
         b = TraceBuilder(gpu=None)
         for _ in range(4):
             with b.step(), b.python("train.py(30): main"):
-                with b.op("aten::mm", host_us=4000):
-                    pass
+                b.on_host("aten::mm", 4000)
                 with b.python("train.py(12): ask_server"), b.python("<built-in function sleep>"):
                     b.host(3000)
         light, small, device = TraceBuilder(gpu=None), TraceBuilder(gpu=None), TraceBuilder()
@@ -116,26 +115,22 @@ class LoopCode(Rule):
         for _ in light.steps():
             with light.python("train.py(30): main"):
                 light.host(600)
-                with light.op("aten::mm", host_us=6000):
-                    pass
+                light.on_host("aten::mm", 6000)
         for _ in small.steps():
             with small.python("train.py(30): main"):
                 small.host(300)
-                with small.op("aten::mm", host_us=300):
-                    pass
+                small.on_host("aten::mm", 300)
         for _ in modules.steps():
             with modules.python("train.py(30): main"):
                 with modules.python("torch/nn/modules/module.py(1773): _call_impl"):
                     modules.host(3000)
-                with modules.op("aten::mm", host_us=3000):
-                    pass
+                modules.on_host("aten::mm", 3000)
         for _ in before.steps():
-            with before.op("aten::mm", host_us=6000):
-                pass
+            before.on_host("aten::mm", 6000)
         for _ in device.steps():
             with device.python("train.py(30): main"):
                 device.host(3000)
-                device.run("aten::mm", "ampere_sgemm_128x64_nn", 300)
+                device.product(300)
         return {
             "sleep in the loop": b,
             "Python around operators": (light, "min_share"),

@@ -251,8 +251,7 @@ class LongStep(Rule):
         save = "torch/serialization.py(900): save"
         twice = TraceBuilder()
         for n in twice.steps(8):
-            twice.run("aten::mm", "ampere_sgemm_128x64_nn", 5000 if n == 5 else 2000)
-            twice.sync()
+            twice.product(5000 if n == 5 else 2000, wait=True)
         return {
             "a checkpoint": _training(frame=save, steps=8, every=6),
             "twice as long": (twice, "factor"),
@@ -293,8 +292,7 @@ def _training(
 ) -> TraceBuilder:
     b = TraceBuilder()
     for n in b.steps(steps):
-        b.run("aten::mm", "ampere_sgemm_128x64_nn", 2000)
-        b.sync()
+        b.product(2000, wait=True)
         if n % every == every - 1:
             _stall(b, frame, annotation, thread)
     return b

@@ -170,14 +170,13 @@ class ProfilerOverhead(Rule):
     def examples() -> Examples:
         flushed, short, outside = TraceBuilder(), TraceBuilder(), TraceBuilder()
         for _ in flushed.steps():
-            flushed.run("aten::mm", "ampere_sgemm_128x64_nn", 1000)
+            flushed.product(1000)
             flushed.overhead("Buffer Flush", 200)
             flushed.sync()
         outside.overhead("Activity Buffer Request", 9000)
         for b in (short, outside):
             for _ in b.steps():
-                b.run("aten::mm", "ampere_sgemm_128x64_nn", 3000)
-                b.sync()
+                b.product(3000, wait=True)
         short.overhead("Activity Buffer Request", 5)
         return {
             "a buffer flush a step": flushed,

@@ -237,7 +237,7 @@ class PythonHotSpot(Rule):
                 b.sync()
         for _ in hidden.steps():
             with hidden.python("train.py(30): train_step"):
-                hidden.run("aten::mm", "ampere_sgemm_128x64_nn", 8000)
+                hidden.product(8000)
                 with hidden.python("text.py(12): tokenise"):
                     hidden.host(3000)
         for _ in quick.steps():
@@ -248,8 +248,7 @@ class PythonHotSpot(Rule):
                         quick.run("aten::add", "elementwise_kernel", 20)
         for _ in bare.steps():
             bare.host(3000)
-            bare.run("aten::mm", "ampere_sgemm_128x64_nn", 4000)
-            bare.sync()
+            bare.product(4000, wait=True)
         return {
             "tokenizing on the training thread": b,
             "behind a full queue": (hidden, "spots.is_empty()"),
@@ -374,25 +373,23 @@ class CpuBeforeFirstKernel(Rule):
         for _ in python.steps():
             with python.python("train.py(12): make_batch"):
                 python.host(3000)
-            _train(python)
+            python.product(500, 10, wait=True)
         for _ in operators.steps():
-            with operators.op("aten::stack", host_us=1500):
-                pass
-            with operators.op("aten::normal_", host_us=1500):
-                pass
-            _train(operators)
+            operators.on_host("aten::stack", 1500)
+            operators.on_host("aten::normal_", 1500)
+            operators.product(500, 10, wait=True)
         for _ in ahead.steps():
             ahead.host(3000)
-            ahead.run("aten::mm", "ampere_sgemm_128x64_nn", 6000)
+            ahead.product(6000)
         for _ in loader.steps():
             loader.loader_wait(3000)
-            _train(loader)
+            loader.product(500, 10, wait=True)
         for number in once.steps():
             once.host(2200 if number == 0 else 100)
-            _train(once)
+            once.product(500, 10, wait=True)
         for _ in ordinary.steps():
             ordinary.host(400)
-            _train(ordinary)
+            ordinary.product(500, 10, wait=True)
         return {
             "Python before the first launch": python,
             "operators on the CPU": operators,
@@ -401,8 +398,3 @@ class CpuBeforeFirstKernel(Rule):
             "one slow step": (once, "min_ms"),
             "an ordinary start": (ordinary, "min_ms"),
         }
-
-
-def _train(b: TraceBuilder) -> None:
-    b.run("aten::mm", "ampere_sgemm_128x64_nn", 500, times=10)
-    b.sync()

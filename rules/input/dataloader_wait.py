@@ -202,24 +202,20 @@ class DataLoaderWait(LoaderWaitRule):
         slow, host_only = TraceBuilder(), TraceBuilder(gpu=None)
         for _ in slow.steps():
             slow.loader_wait(4000)
-            slow.run("aten::mm", "ampere_sgemm_128x64_nn", 3000)
-            slow.sync()
+            slow.product(3000, wait=True)
         for _ in host_only.steps():
             host_only.loader_wait(4000)
-            with host_only.op("aten::mm", host_us=3000):
-                pass
+            host_only.on_host("aten::mm", 3000)
         hidden, single, first = TraceBuilder(), TraceBuilder(), TraceBuilder()
         for _ in hidden.steps():
-            hidden.run("aten::mm", "ampere_sgemm_128x64_nn", 6000)
+            hidden.product(6000)
             hidden.loader_wait(4000)
         for _ in single.steps():
             single.loader_wait(4000, workers=0)
-            single.run("aten::mm", "ampere_sgemm_128x64_nn", 3000)
-            single.sync()
+            single.product(3000, wait=True)
         for number in first.steps():
             first.loader_wait(14000 if number == 0 else 30)
-            first.run("aten::mm", "ampere_sgemm_128x64_nn", 30000)
-            first.sync()
+            first.product(30000, wait=True)
         return {
             "slow workers": slow,
             "training on the CPU": host_only,
@@ -367,24 +363,20 @@ class SingleProcessLoader(LoaderWaitRule):
         device, host_only = TraceBuilder(), TraceBuilder(gpu=None)
         for _ in device.steps():
             device.loader_wait(5000, workers=0)
-            device.run("aten::mm", "ampere_sgemm_128x64_nn", 4000)
-            device.sync()
+            device.product(4000, wait=True)
         for _ in host_only.steps():
             host_only.loader_wait(5000, workers=0)
-            with host_only.op("aten::mm", host_us=4000):
-                pass
+            host_only.on_host("aten::mm", 4000)
         hidden, workers, memory = TraceBuilder(), TraceBuilder(), TraceBuilder()
         for _ in hidden.steps():
-            hidden.run("aten::mm", "ampere_sgemm_128x64_nn", 7000)
+            hidden.product(7000)
             hidden.loader_wait(5000, workers=0)
         for _ in workers.steps():
             workers.loader_wait(5000, workers=4)
-            workers.run("aten::mm", "ampere_sgemm_128x64_nn", 4000)
-            workers.sync()
+            workers.product(4000, wait=True)
         for _ in memory.steps():
             memory.loader_wait(300, workers=0)
-            memory.run("aten::mm", "ampere_sgemm_128x64_nn", 2000)
-            memory.sync()
+            memory.product(2000, wait=True)
         return {
             "with a GPU": device,
             "training on the CPU": host_only,

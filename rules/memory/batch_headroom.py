@@ -144,8 +144,7 @@ def _run(
 
     b = TraceBuilder()
     for _ in b.steps(4 if window else 0):
-        b.run("aten::mm", "ampere_sgemm_128x64_nn", 1000)
-        b.sync()
+        b.product(1000, wait=True)
         b.host(2000)
     devices = [] if held is None else [RecordedDevice(total_bytes=80 * 10**9)]
     r = b.record_of_run(devices=devices)

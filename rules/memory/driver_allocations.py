@@ -280,24 +280,23 @@ class PinnedAllocationInLoop(DriverAllocationRule):
             with b.python("train.py(40): train_step"), b.op("aten::_pin_memory"):
                 b.call("cudaHostAlloc", 2500)
             b.copy("HtoD", 8 << 20)
-            _train(b)
+            b.product(1000, 4, wait=True)
         for step in warm.steps(6):
             if step < 2:
                 warm.call("cudaHostAlloc", 2500)
-            _train(warm)
+            warm.product(1000, 4, wait=True)
         for _ in hidden.steps(6):
-            hidden.run("aten::mm", "ampere_sgemm_128x64_nn", 9000)
+            hidden.product(9000)
             hidden.call("cudaHostAlloc", 2500)
-            hidden.run("aten::mm", "ampere_sgemm_128x64_nn", 9000)
-            hidden.sync()
+            hidden.product(9000, wait=True)
         for _ in device.steps(6):
             device.call("cudaMalloc", 2500)
-            _train(device)
+            device.product(1000, 4, wait=True)
         for step in rare.steps(6):
             if step in (2, 4):
                 for _ in range(4):
                     rare.call("cudaHostAlloc", 500)
-            _train(rare)
+            rare.product(1000, 4, wait=True)
         return {
             "a new buffer each step": b,
             "warm-up": (warm, "calls.is_empty()"),
@@ -305,8 +304,3 @@ class PinnedAllocationInLoop(DriverAllocationRule):
             "GPU memory": (device, "calls.is_empty()"),
             "two steps only": (rare, "min_steps"),
         }
-
-
-def _train(b: TraceBuilder) -> None:
-    b.run("aten::mm", "ampere_sgemm_128x64_nn", 1000, times=4)
-    b.sync()

@@ -148,19 +148,19 @@ class ExplicitSynchronize(BlockingRule):
     def examples() -> Examples:
         b, own, done, hidden = (TraceBuilder() for _ in range(4))
         for _ in b.steps():
-            _kernels(b, 10)
+            b.product(300, 10)
             b.sync()
             b.host(1000)
         for _ in own.steps():
-            _kernels(own, 10)
+            own.product(300, 10)
         for _ in done.steps():
-            _kernels(done, 10)
+            done.product(300, 10)
             done.host(9000)
             done.sync()
             done.host(1000)
         for _ in hidden.steps():
-            _kernels(hidden, 5)
-            hidden.run("aten::mm", "ampere_sgemm_128x64_nn", 9000, stream=13)
+            hidden.product(300, 5)
+            hidden.product(9000, stream=13)
             hidden.sync("cudaStreamSynchronize", stream=7)
             hidden.host(1000)
         own.sync()
@@ -227,21 +227,20 @@ class DataDependentShapes(BlockingRule):
     def examples() -> Examples:
         b, integers, host, item = (TraceBuilder() for _ in range(4))
         for _ in b.steps():
-            _kernels(b, 6)
+            b.product(300, 6)
             _masked_index(b)
-            _kernels(b, 6)
+            b.product(300, 6)
         for _ in integers.steps():
-            _kernels(integers, 6)
+            integers.product(300, 6)
             integers.run("aten::index", "index_elementwise_kernel", 10)
             integers.host(400)
-            _kernels(integers, 6)
+            integers.product(300, 6)
         for _ in host.steps():
-            _kernels(host, 6)
-            with host.op("aten::nonzero", host_us=300):
-                pass
-            _kernels(host, 6)
+            host.product(300, 6)
+            host.on_host("aten::nonzero", 300)
+            host.product(300, 6)
         for _ in item.steps():
-            _kernels(item, 6)
+            item.product(300, 6)
             item.item()
             item.host(400)
         return {
@@ -315,34 +314,26 @@ class BlockingPinnedCopy(BlockingRule):
     def examples() -> Examples:
         b, free, pageable, hidden = (TraceBuilder() for _ in range(4))
         for _ in b.steps():
-            with b.op("aten::to"), b.op("aten::_to_copy"):
-                b.copy("HtoD", 24 << 20, blocking=True)
+            b.to("HtoD", 24 << 20, blocking=True)
             b.host(500)
-            _products(b)
+            b.product(1000, 6)
         for _ in free.steps():
-            with free.op("aten::to"), free.op("aten::_to_copy"):
-                free.copy("HtoD", 24 << 20)
+            free.to("HtoD", 24 << 20)
             free.host(500)
-            _products(free)
+            free.product(1000, 6)
         for _ in pageable.steps():
-            with pageable.op("aten::to"), pageable.op("aten::_to_copy"):
-                pageable.copy("HtoD", 24 << 20, pinned=False)
+            pageable.to("HtoD", 24 << 20, pinned=False)
             pageable.host(500)
-            _products(pageable)
+            pageable.product(1000, 6)
         for _ in hidden.steps():
-            _products(hidden)
-            with hidden.op("aten::to"), hidden.op("aten::_to_copy"):
-                hidden.copy("HtoD", 24 << 20, blocking=True, stream=13)
+            hidden.product(1000, 6)
+            hidden.to("HtoD", 24 << 20, blocking=True, stream=13)
         return {
             "to(device) of a pinned batch": b,
             "non_blocking": (free, "a.syncs.is_empty()"),
             "pageable": (pageable, "share < self.min_share"),
             "behind a full queue": (hidden, "share < self.min_share"),
         }
-
-
-def _kernels(b: TraceBuilder, count: int) -> None:
-    b.run("aten::mm", "ampere_sgemm_128x64_nn", 300, times=count)
 
 
 def _masked_index(b: TraceBuilder) -> None:
@@ -352,7 +343,3 @@ def _masked_index(b: TraceBuilder) -> None:
             b.copy("DtoH", 8, 1.5, pinned=False, op=None)
         b.host(200)
         b.launch("index_elementwise_kernel", 10)
-
-
-def _products(b: TraceBuilder) -> None:
-    b.run("aten::mm", "ampere_sgemm_128x64_nn", 1000, times=6)

@@ -236,8 +236,7 @@ class ImplicitSync(Rule):
             item.host(1500)
         for _ in cpu.steps():
             _work(cpu)
-            with cpu.op("aten::to"), cpu.op("aten::_to_copy"):
-                cpu.copy("DtoH", 4096, pinned=False)
+            cpu.to("DtoH", 4096, pinned=False)
             cpu.host(1500)
         for _ in host.steps():
             _work(host)
@@ -451,7 +450,7 @@ class HostReads(Rule):
                 ready.item()
         for _ in busy.steps():
             for _ in range(8):
-                busy.run("aten::mm", "ampere_sgemm_128x64_nn", 900, times=20)
+                busy.product(900, 20)
                 busy.item()
         for _ in bulk.steps():
             for _ in range(10):

@@ -138,7 +138,7 @@ class DeviceCopies(Rule):
         cat, graph, few, hidden, host = (TraceBuilder() for _ in range(5))
         for _ in cat.steps():
             cat.copy("DtoD", 1 << 30, op="aten::cat")
-            _train(cat)
+            cat.product(1000, 6, wait=True)
         for _ in graph.steps():
             with graph.op("CompiledFunction"):
                 for _ in range(40):
@@ -147,14 +147,14 @@ class DeviceCopies(Rule):
                 graph.sync()
         for _ in few.steps():
             few.copy("DtoD", 64 << 20)
-            _train(few)
+            few.product(1000, 6, wait=True)
         for _ in hidden.steps():
-            hidden.run("aten::mm", "ampere_sgemm_128x64_nn", 6000)
+            hidden.product(6000)
             hidden.copy("DtoD", 1 << 30, stream=13)
             hidden.sync()
         for _ in host.steps():
             host.copy("HtoD", 64 << 20)
-            _train(host)
+            host.product(1000, 6, wait=True)
         return {
             "concatenations": cat,
             "into the buffers of a graph": graph,
@@ -162,11 +162,6 @@ class DeviceCopies(Rule):
             "hidden": (hidden, "share < self.min_share"),
             "from the host": (host, "share < self.min_share"),
         }
-
-
-def _train(b: TraceBuilder) -> None:
-    b.run("aten::mm", "ampere_sgemm_128x64_nn", 1000, times=6)
-    b.sync()
 
 
 DIRECTIONS = ("HtoD", "DtoH")
@@ -289,20 +284,20 @@ class CopiesNotOverlapped(Rule):
         b, ahead, small, pageable, within = (TraceBuilder() for _ in range(5))
         for _ in b.steps():
             b.copy("HtoD", 24 << 20)
-            _copies_train(b)
+            b.product(1000, 4, wait=True)
         for _ in ahead.steps():
-            ahead.run("aten::mm", "ampere_sgemm_128x64_nn", 4000)
+            ahead.product(4000)
             ahead.copy("HtoD", 24 << 20, stream=13)
             ahead.sync()
         for _ in small.steps():
             small.copy("HtoD", 4096)
-            _copies_train(small)
+            small.product(1000, 4, wait=True)
         for _ in pageable.steps():
             pageable.copy("HtoD", 24 << 20, pinned=False)
-            _copies_train(pageable)
+            pageable.product(1000, 4, wait=True)
         for _ in within.steps():
             within.copy("DtoD", 240 << 20)
-            _copies_train(within)
+            within.product(1000, 4, wait=True)
         return {
             "on the compute stream": b,
             "under compute": (ahead, "share < self.min_share"),
@@ -310,11 +305,6 @@ class CopiesNotOverlapped(Rule):
             "pageable": (pageable, "copies.is_empty()"),
             "within the GPU": (within, "copies.is_empty()"),
         }
-
-
-def _copies_train(b: TraceBuilder) -> None:
-    b.run("aten::mm", "ampere_sgemm_128x64_nn", 1000, times=4)
-    b.sync()
 
 
 def _groups(copies: pl.DataFrame) -> list[Select]:

@@ -211,7 +211,7 @@ def _training(how: str, *, stream: int = 7, shapes: bool = True, more: int = 0) 
 
     for _ in b.steps():
         if stream != 7:
-            _train(b)
+            b.product(2000, 4)
         if how == "copy_":
             convert(_IMAGES)
         elif how == "div":
@@ -231,13 +231,9 @@ def _training(how: str, *, stream: int = 7, shapes: bool = True, more: int = 0) 
             for _ in range(1 + more):
                 b.copy("HtoD", 4 * _COUNT, stream=stream)
         if stream == 7:
-            _train(b)
+            b.product(2000, 4)
         b.sync()
     return b
-
-
-def _train(b: TraceBuilder) -> None:
-    b.run("aten::mm", "ampere_sgemm_128x64_nn", 2000, times=4)
 
 
 _DELIBERATE = r"^Optimizer\.step#|(?i)offload|save_on_cpu|saved_tensors_hooks"
@@ -377,39 +373,39 @@ class PingPong(Rule):
         b, loop, offload, library, sizes, plain, once = (TraceBuilder() for _ in range(7))
         for _ in range(5):
             with b.step(), b.python("train.py(10): train_step"):
-                _ping_train(b)
+                b.product(2000)
                 with b.python("model.py(30): reorder"):
                     b.copy("DtoH", 16 << 20, pinned=False)
                     with b.python("numpy/core/fromnumeric.py(1100): argsort"):
                         b.host(300)
                     b.copy("HtoD", 16 << 20, pinned=False)
-                _ping_train(b)
+                b.product(2000)
         with loop.python("train.py(5): main"):
             for _ in loop.steps(5):
-                _ping_train(loop)
+                loop.product(2000)
                 loop.copy("DtoH", 16 << 20, pinned=False)
                 loop.copy("HtoD", 16 << 20, pinned=False)
         for _ in offload.steps(5):
             with offload.python("train.py(10): train_step"):
-                _ping_train(offload)
+                offload.product(2000)
                 with offload.range("Optimizer.step#CPUAdam.step"):
                     _round_trip(offload)
         for _ in library.steps(5):
             with library.python("train.py(10): train_step"):
-                _ping_train(library)
+                library.product(2000)
                 with library.python("deepspeed/runtime/engine.py(2000): step"):
                     _round_trip(library)
         for _ in sizes.steps(5):
             with sizes.python("train.py(10): train_step"):
-                _ping_train(sizes)
+                sizes.product(2000)
                 sizes.copy("DtoH", 16 << 20, pinned=False)
                 sizes.copy("HtoD", 8 << 20, pinned=False)
         for _ in plain.steps(5):
-            _ping_train(plain)
+            plain.product(2000)
             _round_trip(plain)
         for step in once.steps(5):
             with once.python("train.py(10): train_step"):
-                _ping_train(once)
+                once.product(2000)
                 if step in (1, 3):
                     _round_trip(once)
         return {
@@ -427,10 +423,6 @@ class PingPong(Rule):
             "no stacks": (plain, "not (a.trace.cpu['kind'] == 'python').any()"),
             "two steps only": (once, "min_steps"),
         }
-
-
-def _ping_train(b: TraceBuilder) -> None:
-    b.run("aten::mm", "ampere_sgemm_128x64_nn", 2000)
 
 
 def _round_trip(b: TraceBuilder) -> None:

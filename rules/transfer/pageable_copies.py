@@ -185,22 +185,20 @@ class PageableCopies(Rule):
     def examples() -> Examples:
         b, pinned, small, hidden, results = (TraceBuilder() for _ in range(5))
         for _ in b.steps():
-            with b.op("aten::to"), b.op("aten::_to_copy"):
-                b.copy("HtoD", 24 << 20, pinned=False)
-            b.run("aten::mm", "ampere_sgemm_128x64_nn", 6000)
-            b.sync()
+            b.to("HtoD", 24 << 20, pinned=False)
+            b.product(6000, wait=True)
         for _ in pinned.steps():
             pinned.copy("HtoD", 24 << 20)
-            _train(pinned)
+            pinned.product(1000, 6, wait=True)
         for _ in small.steps():
             for _ in range(3):
                 small.copy("HtoD", 512, 1.5, pinned=False)
-            _train(small)
+            small.product(1000, 6, wait=True)
         for _ in hidden.steps():
-            hidden.run("aten::mm", "ampere_sgemm_128x64_nn", 9000)
+            hidden.product(9000)
             hidden.copy("HtoD", 24 << 20, pinned=False, stream=13)
         for _ in results.steps():
-            _train(results)
+            results.product(1000, 6, wait=True)
             results.item()
             results.host(1000)
         return {
@@ -210,11 +208,6 @@ class PageableCopies(Rule):
             "hidden under compute": (hidden, "share < self.min_share"),
             "reading a result": (results, "slow.is_empty()"),
         }
-
-
-def _train(b: TraceBuilder) -> None:
-    b.run("aten::mm", "ampere_sgemm_128x64_nn", 1000, times=6)
-    b.sync()
 
 
 def _speed(copies: pl.DataFrame) -> float | None:

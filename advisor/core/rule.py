@@ -4,7 +4,17 @@ from __future__ import annotations
 
 import copy
 import inspect
-from typing import TYPE_CHECKING, Any, ClassVar, Generic, Literal, NamedTuple, TypeVar, overload
+from typing import (
+    TYPE_CHECKING,
+    Any,
+    ClassVar,
+    Generic,
+    Literal,
+    NamedTuple,
+    TypeVar,
+    cast,
+    overload,
+)
 
 from msgspec import Struct
 from msgspec.structs import replace
@@ -128,6 +138,7 @@ class Rule:
     """Stable identifier: lower case words joined by ``-``."""
     title: ClassVar[str] = ""
     category: ClassVar[Category]
+    """By default that of the rule's folder."""
     fix: ClassVar[str] = ""
     """What to do. ``{name}`` in any of these texts is something of the trace, filled in by the
     finding that quotes it (``self.fix.format(name=…)``)."""
@@ -197,6 +208,9 @@ class Rule:
         if "found_in" in vars(cls):
             public = any(name.startswith("traces/") for name in cls.found_in)
             cls.validated = "real traces" if public else "recordings"
+        package, _, folder = cls.__module__.rpartition(".")[0].rpartition(".")
+        if package == "advisor.rules" and "category" not in vars(cls):
+            cls.category = cast("Category", {"serving": "inference"}.get(folder, folder))
 
     def check(self, a: Analysis) -> Outcomes:
         """Yield findings, abstentions and praise for one rank's window."""

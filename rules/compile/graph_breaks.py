@@ -66,7 +66,6 @@ class GraphBreaks(Rule):
 
     id = "graph-breaks"
     title = "Graph breaks split the compiled model"
-    category = "compile"
     silent_in = SILENT_TRACES
     references = (
         "https://pytorch.org/docs/stable/torch.compiler_faq.html#graph-breaks",
@@ -316,7 +315,6 @@ class Recompilation(Rule):
 
     id = "recompilation"
     title = "torch.compile recompiles in the loop"
-    category = "compile"
     knobs = ("compile-dynamic",)
     found_in = ("workloads/recompilation",)
     silent_in = (
@@ -588,7 +586,6 @@ class CudaGraphsSkipped(Rule):
 
     id = "cuda-graphs-skipped"
     title = "torch.compile skips CUDA graphs"
-    category = "compile"
     reads_log = "compilation"
     references = (
         "https://docs.pytorch.org/docs/stable/torch.compiler_cudagraph_trees.html",

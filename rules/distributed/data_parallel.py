@@ -35,7 +35,6 @@ class DataParallel(Rule):
 
     id = "data-parallel"
     title = "nn.DataParallel is used instead of DistributedDataParallel"
-    category = "distributed"
     silent_in = SILENT_TRACES
     references = (
         "https://pytorch.org/docs/stable/generated/torch.nn.DataParallel.html",

@@ -28,7 +28,6 @@ class ExposedCommunication(Rule):
 
     id = "exposed-communication"
     title = "Exposed communication: the GPU waits for collectives"
-    category = "distributed"
     knobs = ("ddp-bucket-size", "ddp-static-graph")
     found_in = (
         "traces/a100_train_6steps",

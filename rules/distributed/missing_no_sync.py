@@ -56,7 +56,6 @@ class MissingNoSync(Rule):
 
     id = "missing-no-sync"
     title = "Gradient accumulation without no_sync: DDP reduces gradients in every pass"
-    category = "distributed"
     silent_in = SILENT_TRACES
     validated_on = (
         "silent on the A100, V100 and nccl_collectives trainings and on two_ranks (one pass a "

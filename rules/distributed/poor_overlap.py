@@ -44,7 +44,6 @@ class PoorOverlap(Rule):
 
     id = "poor-overlap"
     title = "Collectives block the compute stream, so nothing overlaps them"
-    category = "distributed"
     found_in = ("traces/dlrm_8ranks",)
     knobs = ("ddp-bucket-size", "ddp-bucket-view")
     silent_in = SILENT_TRACES

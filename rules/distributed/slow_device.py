@@ -38,7 +38,6 @@ class SlowDevice(Rule):
 
     id = "slow-device"
     title = "One GPU is slower than the others"
-    category = "distributed"
     validated_on = (
         "simulated jobs (docs/fleet-accuracy.md); silent on two_ranks; "
         "never seen to fire on a real slow device"
@@ -186,8 +185,7 @@ def _ranks(
             for n, length in enumerate(each):
                 kind = n % kinds
                 name = f"stage{rank}_kernel_{kind}" if stages else f"kernel_{kind}"
-                with b.op("aten::mm"):
-                    b.launch(name, length, blocks=256 * (kind + 1))
+                b.run("aten::mm", name, length, blocks=256 * (kind + 1))
             waits = 400 + longest - sum(each)
             b.collective("allreduce", 25 << 20, waits, wait=True, group_size=len(speed))
             b.sync()

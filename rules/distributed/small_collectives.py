@@ -41,7 +41,6 @@ class SmallCollectives(Rule):
 
     id = "small-collectives"
     title = "Many small collectives that could be one bucket"
-    category = "distributed"
     knobs = ("ddp-bucket-size",)
     silent_in = SILENT_TRACES
     references = (
@@ -212,7 +211,6 @@ class UnbucketedGradients(Rule):
 
     id = "unbucketed-gradients"
     title = "Gradients are reduced one by one"
-    category = "distributed"
     knobs = ("ddp-bucket-size",)
     silent_in = SILENT_TRACES
     references = SmallCollectives.references

@@ -51,7 +51,6 @@ class StragglerRank(Rule):
 
     id = "straggler-rank"
     title = "One rank keeps the others waiting"
-    category = "distributed"
     found_in = (
         "traces/dlrm_8ranks",
         "workloads/ddp_straggler",

@@ -21,7 +21,6 @@ class HeldClocks(Rule):
     """One check for all reasons: how often the driver names the reason, and how low the clock is
     in those samples."""
 
-    category = "hardware"
     reads_record = True
     references = ("https://docs.nvidia.com/deploy/nvml-api/group__nvmlClocksEventReasons.html",)
     assumptions: ClassVar[tuple[str, ...]] = (

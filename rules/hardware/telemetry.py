@@ -47,7 +47,6 @@ class GpuErrors(Rule):
 
     id = "gpu-errors"
     title = "The GPU reports errors"
-    category = "hardware"
     reads_record = True
     references = (
         "https://docs.nvidia.com/deploy/xid-errors/index.html",
@@ -132,7 +131,6 @@ class GpuShared(Rule):
 
     id = "gpu-shared"
     title = "Other processes use the GPU"
-    category = "hardware"
     reads_record = True
     references = ("https://docs.nvidia.com/deploy/mps/index.html",)
 
@@ -208,7 +206,6 @@ class PcieDowngraded(Rule):
 
     id = "pcie-downgraded"
     title = "The GPU's PCIe link is downgraded"
-    category = "hardware"
     reads_record = True
     references = ("https://docs.nvidia.com/deploy/nvidia-smi/index.html",)
 

@@ -25,7 +25,6 @@ class UtilisationIllusion(Rule):
 
     id = "utilisation-illusion"
     title = "GPU utilisation reads high, but most SMs are idle"
-    category = "hardware"
     reads_record = True
     references = (
         "https://docs.nvidia.com/deploy/nvml-api/structnvmlUtilization__t.html",
@@ -106,7 +105,6 @@ class LowMfu(Rule):
 
     id = "low-mfu"
     title = "Low MFU: the step reaches a small part of the GPU's peak"
-    category = "hardware"
     reads_record = True
     sources = (
         Source("MegaScale: 40 to 55 % for large models", "https://arxiv.org/abs/2402.15627"),

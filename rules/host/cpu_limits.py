@@ -23,7 +23,6 @@ class CpuQuota(Rule):
 
     id = "cpu-quota"
     title = "The container's CPU quota throttles the process"
-    category = "host"
     reads_record = True
     sources = (
         Source(
@@ -91,7 +90,6 @@ class NumaMismatch(Rule):
 
     id = "numa-mismatch"
     title = "The process is pinned to another NUMA node than its GPU"
-    category = "host"
     knobs = ("affinity",)
     reads_record = True
     references = (
@@ -176,7 +174,6 @@ class ThreadOversubscription(Rule):
 
     id = "thread-oversubscription"
     title = "More threads compute than there are cores"
-    category = "host"
     knobs = ("threads",)
     reads_record = True
     found_in = ("recorded/threads.slow",)

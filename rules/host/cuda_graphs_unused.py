@@ -39,7 +39,6 @@ class CudaGraphsUnused(Rule):
 
     id = "cuda-graphs-unused"
     title = "Every step repeats the same launches without CUDA graphs"
-    category = "host"
     knobs = ("compile",)
     found_in = ("traces/linear_2080ti_launch_bound", "traces/nccl_collectives")
     silent_in = (

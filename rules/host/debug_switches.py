@@ -58,7 +58,6 @@ class DebugSwitches(Rule):
 
     id = "debug-switches"
     title = "Debug settings are on"
-    category = "host"
     knobs = ("debug-switches-off",)
     reads_record = True
     found_in = ("recorded/anomaly.slow",)
@@ -158,7 +157,6 @@ class GcPauses(Rule):
 
     id = "gc-pauses"
     title = "Garbage collection pauses the loop"
-    category = "host"
     knobs = ("gc-freeze",)
     of_python = True
     reads_record = True

@@ -48,7 +48,6 @@ class LaunchBound(Rule):
 
     id = "launch-bound"
     title = "The GPU waits for kernel launches"
-    category = "host"
     knobs = ("compile",)
     of_python = True
     found_in = (

@@ -34,7 +34,6 @@ class LoopCode(Rule):
 
     id = "loop-code"
     title = "The loop's own Python code takes much of the step"
-    category = "host"
     of_python = True
     found_in: ClassVar[tuple[str, ...]] = ("workloads/python_hot_spot",)
     silent_in: ClassVar[tuple[str, ...]] = ("workloads/python_hot_spot",)
@@ -234,7 +233,6 @@ class TimeBetweenSteps(Rule):
 
     id = "time-between-steps"
     title = "Much of the run is spent between the training steps"
-    category = "host"
     reads_record = True
     found_in = ("recorded/waiting_loop.slow",)
     silent_in = ("recorded/waiting_loop.cured", *CURED_RECORDINGS)

@@ -47,7 +47,6 @@ class PeriodicStalls(Rule):
 
     id = "periodic-stalls"
     title = "Some steps stall while the loop saves or logs"
-    category = "host"
     found_in = ("workloads/periodic_checkpoint",)
     silent_in = (*SILENT_TRACES, "workloads/periodic_checkpoint")
     validated_on = "a CPU recording that saves its state; silent with an asynchronous save"
@@ -193,7 +192,6 @@ class LongStep(Rule):
 
     id = "long-step"
     title = "One step takes several times as long as the others"
-    category = "host"
     silent_in = SILENT_TRACES
     references = PeriodicStalls.references
 

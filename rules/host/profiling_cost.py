@@ -27,7 +27,6 @@ class ObserverEffect(Rule):
 
     id = "observer-effect"
     title = "Profiled steps take longer than the others"
-    category = "host"
     reads_record = True
     found_in = ("recorded/anomaly.slow", "recorded/gc_pauses.slow")
     silent_in = ("recorded/leak.slow",)
@@ -95,7 +94,6 @@ class ProfilerOverhead(Rule):
 
     id = "profiler-overhead"
     title = "Profiling took a notable part of the window"
-    category = "host"
     found_in = ("traces/b200_eager",)
     silent_in = (
         "traces/a100_train_6steps",

@@ -65,7 +65,6 @@ class PythonHotSpot(Rule):
 
     id = "python-hot-spot"
     title = "A Python function leaves the GPU idle"
-    category = "host"
     of_python = True
     found_in = ("traces/b200_eager", "traces/mi300_timesformer_inference")
     silent_in = (
@@ -275,7 +274,6 @@ class CpuBeforeFirstKernel(Rule):
 
     id = "cpu-before-first-kernel"
     title = "Host work delays the first launch of each step"
-    category = "host"
     of_python = True
     silent_in = SILENT_TRACES
     references = ("https://pytorch.org/docs/stable/data.html#working-with-collate-fn",)

@@ -99,7 +99,6 @@ class RegularStalls(Rule):
 
     id = "regular-stalls"
     title = "Every n-th step stalls"
-    category = "host"
     reads_record = True
     silent_in = CURED_RECORDINGS
     sources = (STEP_SERIES,)
@@ -181,7 +180,6 @@ class StepJitter(Rule):
 
     id = "step-jitter"
     title = "Some steps take much longer than most"
-    category = "host"
     reads_record = True
     silent_in = (
         "recorded/anomaly.cured",

@@ -95,7 +95,6 @@ class DataLoaderWait(LoaderWaitRule):
 
     id = "dataloader-wait"
     title = "The step waits for the DataLoader"
-    category = "input"
     knobs = ("workers", "loader-prefetch")
     found_in = ("workloads/cpu_transforms",)
     silent_in = (*SILENT_TRACES, "workloads/cpu_transforms")
@@ -238,7 +237,6 @@ class SingleProcessLoader(LoaderWaitRule):
 
     id = "single-process-loader"
     title = "The DataLoader has no workers and the step waits for it"
-    category = "input"
     knobs = ("workers",)
     found_in = (
         "traces/pairs/loader_autograd_workers0",

@@ -55,7 +55,6 @@ class LoaderWorkers(Rule):
 
     id = "loader-workers"
     title = "The number of DataLoader workers does not match the cores"
-    category = "input"
     knobs = ("workers",)
     reads_record = True
     found_in = ("recorded/workers.slow",)
@@ -250,7 +249,6 @@ class CpuBoundTransforms(Rule):
 
     id = "cpu-bound-transforms"
     title = "All cores prepare data, and the step still waits for it"
-    category = "input"
     knobs = ("workers",)
     reads_record = True
     silent_in = ("recorded/worker_respawn.cured", "recorded/workers.cured")

@@ -27,7 +27,6 @@ class PaddingWaste(Rule):
 
     id = "padding-waste"
     title = "A large part of each batch is padding"
-    category = "input"
     reads_record = True
     found_in = ("workloads/padding_waste",)
     silent_in = (*CURED_RECORDINGS, "workloads/padding_waste")

@@ -42,7 +42,6 @@ class WorkersRespawned(Rule):
 
     id = "workers-respawned"
     title = "DataLoader workers restart for every epoch"
-    category = "input"
     knobs = ("loader-persistent",)
     reads_record = True
     found_in = ("recorded/worker_respawn.slow",)
@@ -216,7 +215,6 @@ class PrefetchStarved(Rule):
 
     id = "prefetch-starved"
     title = "The DataLoader's prefetch queue runs empty at times"
-    category = "input"
     knobs = ("loader-prefetch", "workers")
     reads_record = True
     silent_in = ("recorded/worker_respawn.cured", "recorded/workers.cured")

@@ -92,7 +92,6 @@ class Fp32Matmul(Rule):
 
     id = "fp32-matmul"
     title = "GEMMs or convolutions run in FP32 without tensor cores"
-    category = "kernel"
     knobs = ("matmul-precision", "autocast")
     found_in = (
         "traces/v100_train_copy_heavy",

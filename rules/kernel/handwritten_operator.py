@@ -143,7 +143,6 @@ class HandwrittenOperator(Rule):
 
     id = "handwritten-operator"
     title = "Hand-written operator runs as unfused pointwise kernels"
-    category = "kernel"
     found_in = ("traces/h100_qwen_inference",)
     silent_in = (
         "traces/a100_train_6steps",

@@ -28,7 +28,6 @@ class LayoutTransposes(Rule):
 
     id = "layout-transposes"
     title = "Convolutions transpose between NCHW and NHWC"
-    category = "kernel"
     knobs = ("channels-last",)
     found_in = ("traces/mi210_gpu_only",)
     silent_in = SILENT_TRACES

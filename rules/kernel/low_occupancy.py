@@ -37,7 +37,6 @@ class LowOccupancy(Rule):
 
     id = "low-occupancy"
     title = "Low occupancy in memory-bound kernels"
-    category = "kernel"
     silent_in = SILENT_TRACES
     validated_on = (
         "silent where it must be: A100 and V100 training (25 and 21 % of kernel time is below 40 % "

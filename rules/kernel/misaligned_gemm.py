@@ -60,7 +60,6 @@ class MisalignedGemm(Rule):
 
     id = "misaligned-gemm"
     title = "GEMM dimensions are not aligned for tensor cores"
-    category = "kernel"
     found_in = ("traces/a100_train_6steps",)
     silent_in = (
         "traces/v100_train_copy_heavy",

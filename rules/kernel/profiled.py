@@ -47,7 +47,6 @@ class CounterRule(Rule):
     Nsight Compute's is: no kernel gets faster than its busiest unit allows. Beside a trace the
     gain is replayed: what the kernels save together of a step."""
 
-    category = "kernel"
     reads_kernel_profiles = True
     references = (NCU.at,)
     confidence = 0.6

@@ -38,7 +38,6 @@ class Cause(NamedTuple):
 class BelowRate(Rule):
     """What the rules about operators far below the device's rates share."""
 
-    category = "kernel"
     families: ClassVar[tuple[str, ...]]
     """Kernel families that the rule judges."""
     max_efficiency: ClassVar[Threshold[float]]

@@ -183,7 +183,6 @@ class CudnnBenchmarkOff(Rule):
 
     id = "cudnn-benchmark-off"
     title = "cudnn.benchmark is off"
-    category = "kernel"
     knobs = ("cudnn-benchmark",)
     reads_record = True
     references = (

@@ -19,7 +19,6 @@ from advisor.testing import Examples, TraceBuilder
 class EngineLayers(Rule):
     """Layers of an engine, known by their names, that a change of the build shortens."""
 
-    category = "kernel"
     references = ("https://docs.nvidia.com/deeplearning/tensorrt/latest/performance/"
                   "best-practices.html",)  # fmt: skip
     verify = "Compare the engines: advisor compare before.profile.json after.profile.json"

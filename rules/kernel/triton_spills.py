@@ -30,7 +30,6 @@ class TritonSpills(Rule):
 
     id = "triton-register-spills"
     title = "Triton spills registers of a kernel"
-    category = "kernel"
     reads_kernel_profiles = True
     min_spilled = Threshold(16, "registers per thread", INDUCTOR_SPILLS)
     min_spilled_amd = Threshold(32, "registers per thread on AMD GPUs", INDUCTOR_SPILLS)

@@ -44,7 +44,6 @@ class UnfusedAttention(Rule):
 
     id = "unfused-attention"
     title = "Attention is not fused"
-    category = "kernel"
     found_in = (
         "traces/mi300_timesformer_inference",
         "traces/pairs/sam_1_fp32_many_syncs",

@@ -50,7 +50,6 @@ class UnfusedElementwise(Rule):
 
     id = "unfused-elementwise"
     title = "Pointwise kernels are not fused"
-    category = "kernel"
     knobs = ("compile",)
     found_in = ("traces/h100_qwen_inference",)
     silent_in = SILENT_TRACES

@@ -33,7 +33,6 @@ class WaveQuantisation(Rule):
 
     id = "wave-quantisation"
     title = "Wave quantisation: the last wave of blocks leaves the GPU mostly empty"
-    category = "kernel"
     silent_in = SILENT_TRACES
     validated_on = (
         "the waves of SAM's kernels on an A100, by blocks, registers and multiprocessors; products "
@@ -210,7 +209,6 @@ class SmallGrids(Rule):
 
     id = "small-grids"
     title = "Kernels are too small to fill the GPU"
-    category = "kernel"
     found_in = ("traces/dlrm_8ranks",)
     silent_in = SILENT_TRACES
     validated_on = (

@@ -29,7 +29,6 @@ class BatchHeadroom(Rule):
 
     id = "batch-headroom"
     title = "GPU memory has room for a larger batch"
-    category = "memory"
     reads_record = True
     references = ("https://arxiv.org/abs/1706.02677", "https://arxiv.org/abs/2205.10287")
 

@@ -95,7 +95,6 @@ class AllocationsInLoop(DriverAllocationRule):
 
     id = "allocations-in-loop"
     title = "The loop allocates GPU memory through the driver"
-    category = "memory"
     knobs = ("expandable-segments",)
     silent_in = SILENT_TRACES
     validated_on = (
@@ -227,7 +226,6 @@ class PinnedAllocationInLoop(DriverAllocationRule):
 
     id = "pinned-allocation-in-loop"
     title = "The loop allocates pinned host memory"
-    category = "memory"
     silent_in = SILENT_TRACES
     validated_on = (
         "silent on A100 and V100 training (pinned copies, no such call); has not fired on a real "

@@ -31,7 +31,6 @@ class EmptyCacheInLoop(Rule):
 
     id = "empty-cache-in-loop"
     title = "empty_cache() in the loop makes the allocator start over"
-    category = "memory"
     knobs = ("keep-cache",)
     silent_in = SILENT_TRACES
     validated_on = "the frame as PyTorch 2.13 records it; has not fired on a real trace"

@@ -49,7 +49,6 @@ class EvalWithoutNoGrad(Rule):
 
     id = "eval-without-no-grad"
     title = "Forward passes without a backward build an autograd graph"
-    category = "memory"
     knobs = ("no-grad-evaluation",)
     found_in: ClassVar[tuple[str, ...]] = ("workloads/eval_with_grad",)
     silent_in: ClassVar[tuple[str, ...]] = (*SILENT_TRACES, "workloads/eval_with_grad")

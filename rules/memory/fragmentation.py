@@ -37,7 +37,6 @@ class Fragmentation(Rule):
 
     id = "memory-fragmentation"
     title = "GPU memory is fragmented"
-    category = "memory"
     knobs = ("expandable-segments",)
     reads_record = True
     reads_snapshot = True

@@ -51,7 +51,6 @@ class HugeVocabulary(Rule):
 
     id = "huge-vocabulary"
     title = "The loss keeps several copies of the logits in memory"
-    category = "memory"
     reads_snapshot = True
     silent_in = SILENT_TRACES
     validated_on = (

@@ -33,7 +33,6 @@ class KeptReferences(Rule):
 
     id = "kept-references"
     title = "The peak holds outputs of the previous step"
-    category = "memory"
     reads_snapshot = True
     references = (
         "https://pytorch.org/docs/stable/notes/faq.html#my-model-reports-cuda-runtime-error-2-out-of-memory",
@@ -132,7 +131,6 @@ class MemoryLeak(Rule):
 
     id = "memory-leak"
     title = "Memory grows from step to step"
-    category = "memory"
     reads_record = True
     reads_snapshot = True
     found_in = ("recorded/leak.slow",)

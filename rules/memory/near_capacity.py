@@ -45,7 +45,6 @@ class MemoryNearCapacity(Rule):
 
     id = "memory-near-capacity"
     title = "GPU memory is almost full"
-    category = "memory"
     reads_snapshot = True
     silent_in = ("traces/h100_bert_small_inference", "traces/pairs/particle_batch128")
     validated_on = ""

@@ -51,7 +51,6 @@ class OutOfMemory(Rule):
 
     id = "out-of-memory"
     title = "The run ran out of GPU memory"
-    category = "memory"
     reads_record = True
     reads_snapshot = True
     silent_in = CURED_RECORDINGS

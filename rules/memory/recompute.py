@@ -35,7 +35,6 @@ class RecomputeWithFreeMemory(Rule):
 
     id = "recompute-with-free-memory"
     title = "Activation checkpointing recomputes although memory is free"
-    category = "memory"
     silent_in = (
         "traces/b200_eager",
         "traces/h100_bert_small_inference",

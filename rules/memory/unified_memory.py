@@ -41,7 +41,6 @@ class UnifiedMemory(Rule):
 
     id = "unified-memory"
     title = "Kernels wait for pages of unified memory"
-    category = "memory"
     references = (
         "https://docs.nvidia.com/cuda/cuda-c-programming-guide/index.html#unified-memory-programming",
         "https://docs.nvidia.com/nsight-systems/UserGuide/index.html",

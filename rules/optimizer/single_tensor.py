@@ -42,7 +42,6 @@ class SingleTensorOptimizer(Rule):
 
     id = "single-tensor-optimizer"
     title = "The optimizer updates one parameter at a time"
-    category = "optimizer"
     knobs = ("fused-optimizer",)
     silent_in = SILENT_TRACES
     validated_on = (

@@ -23,7 +23,6 @@ class EngineIdleBetweenSteps(Rule):
 
     id = "engine-idle-between-steps"
     title = "The GPU idles while the engine schedules the next step"
-    category = "inference"
     of_python = True
     silent_in = ("traces/serving/vllm_decode_full/replay", "traces/serving/sglang_prefill/replay")
 

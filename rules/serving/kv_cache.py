@@ -32,7 +32,6 @@ class KvCacheIn16Bits(Rule):
 
     id = "kv-cache-16-bits"
     title = "Attention reads a KV cache in 16 bits"
-    category = "inference"
 
     min_share = Threshold(0.10, "of the step, in such attention", TENSORBOARD)
     min_rate = Threshold(0.5, "of the memory's bandwidth, reached while it reads", CHOSEN)
@@ -124,8 +123,7 @@ def _decode(
     for _ in range(4):
         with b.range(mark):
             for _ in range(4):
-                with b.op("vllm::unified_attention_with_output", shapes, "c10::BFloat16"):
-                    b.launch(kernel, us)
+                b.run("vllm::unified_attention_with_output", kernel, us, shapes, "c10::BFloat16")
                 b.run("aten::mm", "nvjet_hsh_64x8", other)
             b.sync("cudaStreamSynchronize")
     return b

@@ -24,7 +24,6 @@ Asked = Iterator[tuple[str, list[Evidence]]]
 class _Question(Rule):
     """A change of the engine's configuration, of which the trace shows the occasion alone."""
 
-    category = "inference"
     confidence = 0.5
     references = (VLLM_TUNING.at, SGLANG_TUNING.at, SGLANG_ARGUMENTS.at)
 
@@ -462,8 +461,7 @@ def _attending(us: float, *, product: float = 20, shapes: bool = True) -> TraceB
     for _ in range(6):
         sums = "sq32sk32000sqsq32sqsk32000"
         with b.range(f"execute_32_context_0(sq0sk0sqsq0sqsk0)_generation_32({sums})"):
-            with b.op("vllm::unified_attention", dims, "c10::BFloat16"):
-                b.launch("flash_fwd_splitkv_kernel", us)
+            b.run("vllm::unified_attention", "flash_fwd_splitkv_kernel", us, dims, "c10::BFloat16")
             b.launch("nvjet_hsh_64x8", product)
             b.sync("cudaStreamSynchronize")
     return b

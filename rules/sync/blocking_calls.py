@@ -85,7 +85,6 @@ class ExplicitSynchronize(BlockingRule):
 
     id = "explicit-synchronize"
     title = "synchronize() in the step leaves the GPU idle"
-    category = "sync"
     silent_in = SILENT_TRACES
     references = (
         "https://pytorch.org/docs/stable/notes/cuda.html#asynchronous-execution",
@@ -185,7 +184,6 @@ class DataDependentShapes(BlockingRule):
 
     id = "data-dependent-shapes"
     title = "Data-dependent shapes leave the GPU idle"
-    category = "sync"
     silent_in = SILENT_TRACES
     references = (
         "https://pytorch.org/docs/stable/generated/torch.nonzero.html",

@@ -73,7 +73,6 @@ class ImplicitSync(Rule):
 
     id = "implicit-sync"
     title = "Reading GPU values leaves the GPU idle"
-    category = "sync"
     found_in = (
         "traces/a100_train_6steps",
         "traces/dlrm_8ranks",
@@ -300,7 +299,6 @@ class HostReads(Rule):
 
     id = "host-reads"
     title = "Frequent reads of GPU values make host and GPU take turns"
-    category = "sync"
     found_in = (
         "traces/pairs/sam_1_fp32_many_syncs",
         "traces/pairs/sam_2_fp32_few_syncs",

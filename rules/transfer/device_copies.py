@@ -34,7 +34,6 @@ class DeviceCopies(Rule):
 
     id = "device-copies"
     title = "Copies within GPU memory take part of the step"
-    category = "transfer"
     found_in = ("traces/v100_train_copy_heavy",)
     silent_in = (
         "traces/a100_train_6steps",
@@ -182,7 +181,6 @@ class CopiesNotOverlapped(Rule):
 
     id = "copies-not-overlapped"
     title = "Copies do not overlap with compute"
-    category = "transfer"
     knobs = ("loader-pinning",)
     silent_in = SILENT_TRACES
     validated_on = (

@@ -37,7 +37,6 @@ class DtypeInflation(Rule):
 
     id = "dtype-inflation"
     title = "8-bit data crosses the bus as floats"
-    category = "transfer"
     silent_in = SILENT_TRACES
     validated_on = (
         "operators and types as PyTorch 2.13 records a conversion on the CPU; silent on two_ranks "
@@ -257,7 +256,6 @@ class PingPong(Rule):
 
     id = "ping-pong"
     title = "Data makes a round trip through the host"
-    category = "transfer"
     silent_in = SILENT_TRACES
     references = (
         "https://pytorch.org/tutorials/recipes/recipes/tuning_guide.html#avoid-unnecessary-cpu-gpu-synchronization",

@@ -37,7 +37,6 @@ class PageableCopies(Rule):
 
     id = "pageable-copies"
     title = "Copies from pageable memory leave the GPU waiting"
-    category = "transfer"
     knobs = ("loader-pinning",)
     found_in = (
         "traces/pairs/loader_autograd_workers0",

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import ClassVar
-
 from advisor.core import text as t
-from advisor.core.finding import Evidence, Finding, Location, Outcome, PassedCheck, Rule
+from advisor.core.finding import Evidence, Finding, Location, Outcomes, PassedCheck, Rule
 from advisor.core.flight import FlightCall, FlightDump
 from advisor.measure import Analysis
 from advisor.measure.comm.flight import UNENDED, describe_problem, of_ranks
 from advisor.rules.recorded import measure_it
-from advisor.testing import TraceBuilder
+from advisor.testing import Examples, TraceBuilder
 
 
 class CollectiveHang(Rule):
@@ -30,7 +27,6 @@ class CollectiveHang(Rule):
 
     id = "collective-hang"
     title = "Ranks wait in a collective that others have not called"
-    category = "distributed"
     reads_log = "flight"
     validated_on = "dumps of gloo with planted faults, against torch's own analyzer (torchfrtrace)"
     references = (
@@ -50,7 +46,7 @@ class CollectiveHang(Rule):
     verify = "Run again past the step in which it hung: no dump is written."
     falsified_by = "the missing rank's stack (py-spy dump) inside the same call"
     confidence = 0.9
-    kinds: ClassVar = {
+    kinds = {
         "no dump": (
             "Ranks died or never wrote a dump",
             "Look at the log of these ranks first: an exception, out of memory, a node that went "
@@ -92,7 +88,7 @@ class CollectiveHang(Rule):
         ),
     }
 
-    def check(self, a: Analysis) -> Iterator[Outcome]:
+    def check(self, a: Analysis) -> Outcomes:
         """Tell each problem that the comparison found."""
         flight = a.flight
         if flight is None:
@@ -126,20 +122,15 @@ class CollectiveHang(Rule):
         )
 
     @staticmethod
-    def fires_on() -> dict[str, TraceBuilder]:
+    def examples() -> Examples:
         return {
             "a rank never calls": _dumps(["all_reduce", "all_reduce"], ["all_reduce"]),
             "another operation": _dumps(["all_reduce", "broadcast"], ["all_reduce", "barrier"]),
             "a rank without a dump": _dumps(["all_reduce", "all_reduce"], None),
-        }
-
-    @staticmethod
-    def silent_on() -> dict[str, tuple[TraceBuilder, str]]:
-        return {
             "all ended": (
                 _dumps(["all_reduce", "barrier"], ["all_reduce", "barrier"], hangs=False),
                 "not flight.problems",
-            )
+            ),
         }
 
 

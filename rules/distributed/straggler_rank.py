@@ -9,12 +9,7 @@ from msgspec.structs import replace
 
 from advisor.core import text as t
 from advisor.core.finding import Finding, Outcomes, PassedCheck, Rule, SkippedCheck, Threshold
-from advisor.measure.ranks.members import (
-    LATE_SHARE,
-    MAX_LATE_CHANCE,
-    MIN_COLLECTIVES,
-    MIN_LATE,
-)
+from advisor.measure.ranks.members import LATE_SHARE, MAX_LATE_CHANCE, MIN_COLLECTIVES, MIN_LATE
 from advisor.measure.ranks.wording import subject
 from advisor.rules.distributed.across import finding_of, per_of
 from advisor.rules.elsewhere import in_any_language

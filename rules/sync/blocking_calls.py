@@ -147,8 +147,7 @@ class ExplicitSynchronize(BlockingRule):
     def examples() -> Examples:
         b, own, done, hidden = (TraceBuilder() for _ in range(4))
         for _ in b.steps():
-            b.product(300, 10)
-            b.sync()
+            b.product(300, 10, wait=True)
             b.host(1000)
         for _ in own.steps():
             own.product(300, 10)

@@ -18,6 +18,7 @@ import advisor.core.finding
 import advisor.core.prices
 import advisor.core.ranks
 import advisor.core.report
+import advisor.core.rule
 import advisor.core.views
 import advisor.recorder.options
 from advisor.advise.select import load_rules
@@ -252,6 +253,7 @@ def schema_text() -> str:
         advisor.core.ranks,
         advisor.core.views,
         advisor.core.prices,
+        advisor.core.rule,
         advisor.core.finding,
     )
     return "\n\n".join([*parts, *_tables("Report", *modules)]) + "\n"

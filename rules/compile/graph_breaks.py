@@ -226,34 +226,19 @@ def _lines(a: Analysis) -> list[Location]:
     named = named[covered_length(ts, ts + 1, a.spans) > 0]
     if not len(named):
         return []
-    frames = pl.DataFrame(
-        {
-            "name": cpu["name"].gather(named).cast(pl.String),
-            "row": named,
-            "dur": cpu["dur"].gather(named),
-        }
-    ).sort("dur", descending=True)
-    lines = []
-    for name, row, count in (
-        frames.group_by("name", maintain_order=True)
-        .agg(pl.col("row").first(), pl.len().alias("count"))
-        .head(5)
-        .iter_rows()
-    ):
-        frame = parse_frame(name)
-        if frame is None:
-            continue
-        lines.append(
-            Location(
-                file=frame.file,
-                line=frame.line,
-                function=frame.function,
-                ts_ns=int(cpu["ts"][row]),
-                dur_ns=int(cpu["dur"][row]),
-                count=count,
-            )
-        )
-    return lines
+    frames = pl.DataFrame({"row": named, "name": cpu["name"].gather(named).cast(pl.String)})
+    frames = (
+        frames.with_columns(ts=cpu["ts"].gather(named), dur=cpu["dur"].gather(named))
+        .sort("dur", descending=True)
+        .group_by("name", maintain_order=True)
+        .agg(pl.col("ts", "dur").first(), pl.len())
+        .head(MAX_NAMED)
+    )
+    return [
+        Location(**frame._asdict(), ts_ns=ts, dur_ns=dur, count=count)
+        for name, ts, dur, count in frames.iter_rows()
+        if (frame := parse_frame(name)) is not None
+    ]
 
 
 def _graph(b: TraceBuilder, kernels: int, us: float = 8) -> None:

@@ -109,59 +109,38 @@ class PeriodicStalls(Rule):
             more = np.minimum(in_cause - usual, excess)
             stalls = is_long & (more >= self.min_explained * excess)
             lost = float(more[stalls].sum())
-            if int(stalls.sum()) >= self.min_stalls and lost >= self.min_share * dur.sum():
-                yield self._finding(
-                    a,
-                    cause,
-                    rows,
-                    steps.filter(pl.Series(stalls)),
-                    lost,
-                    median,
-                    float(dur.sum()),
-                    steps.height,
-                )
+            number = int(stalls.sum())
+            if number < self.min_stalls or lost < self.min_share * dur.sum():
+                continue
+            begin, until = steps["ts"].to_numpy()[stalls], steps["end"].to_numpy()[stalls]
+            step = np.searchsorted(begin, ts, side="right") - 1
+            here = rows[(step >= 0) & (ts < until[np.maximum(step, 0)])]
+            yield Finding(
+                summary=(
+                    f"{t.count_noun(number, 'step')} of {steps.height} take "
+                    f"{t.format_duration(float(dur[stalls].mean()))} instead of "
+                    f"{t.format_duration(median)}, because {cause} in them. That is "
+                    f"{t.format_duration(lost)} of the recorded window ({lost / dur.sum():.1%})."
+                ),
+                evidence=[
+                    Evidence("time in stalls", lost, "ns"),
+                    self.compare("share of the window", lost / float(dur.sum()), "min_share"),
+                    self.compare("stalled steps", number, "min_stalls", "count"),
+                    self.compare("steps", steps.height, "min_steps", "count"),
+                    Evidence("median step", median, "ns"),
+                ],
+                where=places(a, here, a.trace.cpu["dur"].to_numpy()[here].astype(np.int64)),
+                impact=over_the_run(
+                    lost, method="time of the stalled steps beyond the median step"
+                ),
+                **(self.case("saving") if cause.startswith("a checkpoint") else {}),
+            )
 
     @staticmethod
     def _rows(a: Analysis, pattern: str, thread: int) -> NDArray[np.int64]:
         cpu = a.trace.cpu
         on_thread = cpu["kind"].is_in(["python", "annotation"]) & (cpu["thread"] == thread)
         return np.flatnonzero((on_thread & name_matches(cpu["name"], pattern)).to_numpy())
-
-    def _finding(
-        self,
-        a: Analysis,
-        cause: str,
-        rows: NDArray[np.int64],
-        stalls: pl.DataFrame,
-        lost: float,
-        median: float,
-        window: float,
-        count: int,
-    ) -> Finding:
-        cpu = a.trace.cpu
-        ts = cpu["ts"].to_numpy()[rows]
-        begin, end = stalls["ts"].to_numpy(), stalls["end"].to_numpy()
-        step = np.searchsorted(begin, ts, side="right") - 1
-        here = rows[(step >= 0) & (ts < end[np.maximum(step, 0)])]
-        saving = cause.startswith("a checkpoint")
-        return Finding(
-            summary=(
-                f"{t.count_noun(stalls.height, 'step')} of {count} take "
-                f"{t.format_duration(float(stalls['dur'].mean()))} "  # type: ignore[arg-type]
-                f"instead of {t.format_duration(median)}, because {cause} in them. That is "
-                f"{t.format_duration(lost)} of the recorded window ({lost / window:.1%})."
-            ),
-            evidence=[
-                Evidence("time in stalls", lost, "ns"),
-                self.compare("share of the window", lost / window, "min_share"),
-                self.compare("stalled steps", stalls.height, "min_stalls", "count"),
-                self.compare("steps", count, "min_steps", "count"),
-                Evidence("median step", median, "ns"),
-            ],
-            where=places(a, here, cpu["dur"].to_numpy()[here].astype(np.int64)),
-            impact=over_the_run(lost, method="time of the stalled steps beyond the median step"),
-            **(self.case("saving") if saving else {}),
-        )
 
     @staticmethod
     def examples() -> Examples:

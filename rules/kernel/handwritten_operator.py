@@ -280,24 +280,12 @@ class HandwrittenOperator(Rule):
             length += len(name)
         position = np.array([*edges, length])
         ends = np.append(starts[1:], len(index))
-        return self._measure("".join(text), position, starts, ends, index, a)
-
-    def _measure(
-        self,
-        text: str,
-        position: NDArray[np.int64],
-        starts: NDArray[np.int64],
-        ends: NDArray[np.int64],
-        index: NDArray[np.int64],
-        a: Analysis,
-    ) -> pl.DataFrame:
-        """Finds the chains in the text of operator names, with the time and bytes of each."""
-        dur = a.trace.gpu["dur"].to_numpy()
-        inputs = a.trace.cpu["inputs"].gather(a.kernels["op_row"].gather(index)).fill_null(-1)
+        dur = gpu["dur"].to_numpy()
+        inputs = a.trace.cpu["inputs"].gather(kernels["op_row"].gather(index)).fill_null(-1)
         sizes = _ChainSizes(a, inputs.to_numpy())
         chains = []
         taken = np.zeros(len(starts), dtype=np.bool_)
-        for number, begin, end in chains_in(text):
+        for number, begin, end in chains_in("".join(text)):
             first, last = (int(np.searchsorted(position, place)) for place in (begin, end))
             span = slice(int(starts[first]), int(ends[last - 1]))
             size = None if taken[first:last].any() else sizes.of(span)

@@ -152,17 +152,7 @@ def _network(
             with b.op(
                 "aten::convolution",
                 [data, weight, [], [], [], [], [], [], []],
-                [
-                    dtype,
-                    dtype,
-                    "",
-                    "ScalarList",
-                    "ScalarList",
-                    "ScalarList",
-                    "Scalar",
-                    "ScalarList",
-                    "Scalar",
-                ],
+                [dtype, dtype, "", *["ScalarList"] * 3, "Scalar", "ScalarList", "Scalar"],
                 concrete=concrete if arguments else None,
             ):
                 b.launch(kernel, us)

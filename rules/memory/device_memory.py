@@ -64,6 +64,13 @@ def locate_holders(post: PostMortem, count: int = 3) -> list[Location]:
     ]
 
 
+def at_line(place: Any, count: int | None = None, op: str | None = None) -> list[Location]:
+    """Where a part of a snapshot was allocated, if a stack of it was recorded."""
+    if place is None or place.file is None:
+        return []
+    return [Location(file=place.file, line=place.line, function=place.function, count=count, op=op)]
+
+
 def gpu_capacity(a: Analysis) -> int | None:
     """Memory of the rank's GPU, bytes; ``None``: not recorded."""
     recorded = record(a)

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from advisor.core import text as t
-from advisor.core.finding import Finding, Location, Outcomes, SkippedCheck
+from advisor.core.finding import Finding, Outcomes, SkippedCheck
 from advisor.core.intervals import covered_length
 from advisor.core.rule import Evidence, Rule, Threshold
 from advisor.measure import Analysis
@@ -16,7 +16,7 @@ from advisor.measure.host.names import name_matches
 from advisor.measure.memory.memory_savings import logits
 from advisor.rules.common import figure, places
 from advisor.rules.kernel import facts
-from advisor.rules.memory.device_memory import peaks, snapshot_example
+from advisor.rules.memory.device_memory import at_line, peaks, snapshot_example
 from advisor.rules.recorded import frees
 from advisor.rules.sources import LLAMA, OURS, PEAKS, SILENT_TRACES
 from advisor.testing import Examples, TraceBuilder
@@ -117,16 +117,7 @@ class HugeVocabulary(Rule):
                 Evidence("blocks of its size, or half of it", held.blocks, "count"),
                 Evidence("memory in these blocks", held.bytes, "bytes"),
             ],
-            where=[]
-            if held.where.file is None
-            else [
-                Location(
-                    file=held.where.file,
-                    line=held.where.line,
-                    function=held.where.function,
-                    count=held.blocks,
-                )
-            ],
+            where=at_line(held.where, held.blocks),
             impact=frees(held.freed, "the snapshot's blocks, less one piece in eight"),
             **self.case("as a snapshot shows it"),
         )

@@ -14,7 +14,13 @@ from advisor.measure import Analysis
 from advisor.measure.memory.memory_savings import savings
 from advisor.measure.memory.post_mortem import fullest, growing_lines
 from advisor.measure.steps.record import StepRecords
-from advisor.rules.memory.device_memory import gpu_capacity, growth, last_known, snapshot_example
+from advisor.rules.memory.device_memory import (
+    at_line,
+    gpu_capacity,
+    growth,
+    last_known,
+    snapshot_example,
+)
 from advisor.rules.recorded import frees, record, risk
 from advisor.rules.sources import CHOSEN, TRACEML
 from advisor.testing import Examples, TraceBuilder
@@ -80,9 +86,7 @@ class KeptReferences(Rule):
                         ),
                         Evidence("steps found by", post.step_source),
                     ],
-                    where=[]
-                    if saving.file is None
-                    else [Location(file=saving.file, line=saving.line, function=saving.function)],
+                    where=at_line(saving),
                     impact=frees(
                         saving.bytes, "memory of earlier steps at the peak of the snapshot"
                     ),

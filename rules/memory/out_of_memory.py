@@ -6,7 +6,7 @@ from statistics import median
 from typing import TYPE_CHECKING
 
 from advisor.core import text as t
-from advisor.core.finding import Evidence, Finding, Location, Outcomes, Rule, Threshold
+from advisor.core.finding import Evidence, Finding, Outcomes, Rule, Threshold
 from advisor.measure import Analysis
 from advisor.measure.memory.fragments import placement, repacking
 from advisor.measure.memory.memory_savings import Saving, savings
@@ -14,6 +14,7 @@ from advisor.rules.memory.device_memory import (
     EXPANDABLE,
     LOWER_PEAK,
     LOWER_PEAK_INFERENCE,
+    at_line,
     gpu_capacity,
     locate_holders,
     snapshot_example,
@@ -268,7 +269,7 @@ class OutOfMemory(Rule):
                     for name, held in list(post.by_category.items())[:4]
                 ],
             ],
-            where=_locate_request(post) + locate_holders(post),
+            where=at_line(post.failed_at, op="the request that failed") + locate_holders(post),
             impact=risk(f"the run stopped with {t.format_bytes(post.reserved)} held"),
             fix=self._name_ways(ways),
             code=self.case((enough or ways)[0].change)["code"] if ways else "",
@@ -366,20 +367,6 @@ def _list_holders(post: PostMortem, count: int = 3) -> str:
         f"{name} {t.format_bytes(held)}" for name, held in list(post.by_category.items())[:count]
     ]
     return ", ".join(named)
-
-
-def _locate_request(post: PostMortem) -> list[Location]:
-    request = post.failed_at
-    if request is None or request.file is None:
-        return []
-    return [
-        Location(
-            file=request.file,
-            line=request.line,
-            function=request.function,
-            op="the request that failed",
-        )
-    ]
 
 
 def _number(value: object) -> float | None:

@@ -13,7 +13,7 @@ from advisor.core.trace import JAX, TENSORFLOW
 from advisor.measure import Analysis
 from advisor.rules.common import example_steps, figure, of_step
 from advisor.rules.elsewhere import FLAGS, OVERLAP_FLAGS, in_any_language
-from advisor.rules.sources import OURS, TRACELENS
+from advisor.rules.sources import OURS, TRACELENS, traces
 from advisor.testing import Examples, TraceBuilder
 
 
@@ -29,20 +29,11 @@ class ExposedCommunication(Rule):
     id = "exposed-communication"
     title = "Exposed communication: the GPU waits for collectives"
     knobs = ("ddp-bucket-size", "ddp-static-graph")
-    found_in = (
-        "traces/a100_train_6steps",
-        "traces/dlrm_8ranks",
-        "traces/two_ranks_rank0",
-        "traces/two_ranks_rank1",
-        "traces/v100_train_copy_heavy",
-        "traces/nccl_collectives",
+    found_in = traces(
+        "a100_train_6steps dlrm_8ranks two_ranks_rank0 two_ranks_rank1 v100_train_copy_heavy "
+        "nccl_collectives"
     )
-    silent_in = (
-        "traces/b200_eager",
-        "traces/h100_bert_small_inference",
-        "traces/mi250_train",
-        "traces/pairs/particle_batch128",
-    )
+    silent_in = traces("b200_eager h100_bert_small_inference mi250_train pairs/particle_batch128")
     validated_on = (
         "A100 training, 6 steps (NCCL 19 % exposed); two ranks of 128 (27 % exposed); ResNet on an "
         "A100 (13 of 16 ms of all-reduce per step, counted from the intervals)"

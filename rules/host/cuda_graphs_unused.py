@@ -22,7 +22,7 @@ from advisor.rules.host.launch_gaps import (
     measure_launch_gaps,
     repeats_kernels,
 )
-from advisor.rules.sources import GPU_IDLE, OURS, XPROF_LAUNCH
+from advisor.rules.sources import GPU_IDLE, OURS, XPROF_LAUNCH, traces
 from advisor.testing import Examples, TraceBuilder
 
 
@@ -41,12 +41,7 @@ class CudaGraphsUnused(Rule):
     title = "Every step repeats the same launches without CUDA graphs"
     knobs = ("compile",)
     found_in = ("traces/linear_2080ti_launch_bound", "traces/nccl_collectives")
-    silent_in = (
-        "traces/a100_train_6steps",
-        "traces/v100_train_copy_heavy",
-        "traces/two_ranks_rank0",
-        "traces/mi250_train",
-    )
+    silent_in = traces("a100_train_6steps v100_train_copy_heavy two_ranks_rank0 mi250_train")
     validated_on = (
         "fires on nccl_collectives (3 steps, 1,258 pieces of work each, the same kernels in the "
         "same order); silent on A100 and V100 training"

@@ -23,7 +23,7 @@ from advisor.rules.host.launch_gaps import (
     measure_launch_gaps,
     repeats_kernels,
 )
-from advisor.rules.sources import GPU_IDLE, OURS, XPROF_LAUNCH
+from advisor.rules.sources import GPU_IDLE, OURS, XPROF_LAUNCH, traces
 from advisor.testing import Examples, TraceBuilder
 
 
@@ -50,24 +50,13 @@ class LaunchBound(Rule):
     title = "The GPU waits for kernel launches"
     knobs = ("compile",)
     of_python = True
-    found_in = (
-        "traces/b200_eager",
-        "traces/h100_bert_small_inference",
-        "traces/linear_2080ti_launch_bound",
-        "traces/nccl_collectives",
-        "traces/pairs/particle_batch2",
-        "traces/pairs/particle_batch32",
-        "traces/pairs/particle_batch64",
-        "traces/dlrm_8ranks",
+    found_in = traces(
+        "b200_eager h100_bert_small_inference linear_2080ti_launch_bound nccl_collectives "
+        "pairs/particle_batch2 pairs/particle_batch32 pairs/particle_batch64 dlrm_8ranks"
     )
-    silent_in = (
-        "traces/pairs/sam_1_fp32_many_syncs",
-        "traces/a100_train_6steps",
-        "traces/v100_train_copy_heavy",
-        "traces/mi250_train",
-        "traces/pairs/particle_batch128",
-        "traces/mi300_timesformer_inference",
-        "traces/pairs/sam_3_bf16_compiled_sdpa",
+    silent_in = traces(
+        "pairs/sam_1_fp32_many_syncs a100_train_6steps v100_train_copy_heavy mi250_train "
+        "pairs/particle_batch128 mi300_timesformer_inference pairs/sam_3_bf16_compiled_sdpa"
     )
     validated_on = (
         "fires on h100_bert_small_inference (7 % busy), b200_eager (13 %) and nccl_collectives "

@@ -11,7 +11,7 @@ from advisor.core.intervals import intersect, union
 from advisor.measure import Analysis
 from advisor.rules.elsewhere import in_any_language
 from advisor.rules.recorded import measure_it, record, steps_seen
-from advisor.rules.sources import CHOSEN, OURS, TRACEML
+from advisor.rules.sources import CHOSEN, OURS, TRACEML, traces
 from advisor.testing import Examples, TraceBuilder
 
 _NO_GAIN = "it slows the recording, not the program"
@@ -95,11 +95,8 @@ class ProfilerOverhead(Rule):
     id = "profiler-overhead"
     title = "Profiling took a notable part of the window"
     found_in = ("traces/b200_eager",)
-    silent_in = (
-        "traces/a100_train_6steps",
-        "traces/v100_train_copy_heavy",
-        "traces/two_ranks_rank0",
-        "traces/h100_bert_small_inference",
+    silent_in = traces(
+        "a100_train_6steps v100_train_copy_heavy two_ranks_rank0 h100_bert_small_inference"
     )
     validated_on = (
         "b200_eager: the profiler asks for memory in the engine's step, before its first kernel"

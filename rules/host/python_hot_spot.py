@@ -17,7 +17,7 @@ from advisor.measure import Analysis
 from advisor.measure.host.host import python_gaps, python_hot_spots
 from advisor.measure.steps.instants import step_starts
 from advisor.rules.common import column, figure, of_step, per, places, rows, stacks_option
-from advisor.rules.sources import REAL_HOST, SILENT_TRACES, TENSORBOARD, XPROF
+from advisor.rules.sources import REAL_HOST, SILENT_TRACES, TENSORBOARD, XPROF, traces
 from advisor.testing import Examples, TraceBuilder
 
 MAX_NAMES = 20
@@ -67,11 +67,8 @@ class PythonHotSpot(Rule):
     title = "A Python function leaves the GPU idle"
     of_python = True
     found_in = ("traces/b200_eager", "traces/mi300_timesformer_inference")
-    silent_in = (
-        "traces/a100_train_6steps",
-        "traces/v100_train_copy_heavy",
-        "traces/h100_bert_small_inference",
-        "traces/pairs/particle_batch128",
+    silent_in = traces(
+        "a100_train_6steps v100_train_copy_heavy h100_bert_small_inference pairs/particle_batch128"
     )
     validated_on = (
         "b200_eager: MXFP4 quantisation in Python, 12 of 87 ms; video inference on an MI300X: "

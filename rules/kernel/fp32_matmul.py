@@ -25,6 +25,7 @@ from advisor.rules.sources import (
     SMALL_GRIDS_TRACES,
     TF32_BLOG,
     TF32_NOTES,
+    traces,
 )
 from advisor.testing import Examples, TraceBuilder
 
@@ -93,16 +94,10 @@ class Fp32Matmul(Rule):
     id = "fp32-matmul"
     title = "GEMMs or convolutions run in FP32 without tensor cores"
     knobs = ("matmul-precision", "autocast")
-    found_in = (
-        "traces/v100_train_copy_heavy",
-        "traces/pairs/sam_2_fp32_few_syncs",
-    )
-    silent_in = (
-        "traces/a100_train_6steps",
-        "traces/two_ranks_rank0",
-        "traces/b200_eager",
-        "traces/h100_bert_small_inference",
-        "traces/pairs/sam_3_bf16_compiled_sdpa",
+    found_in = traces("v100_train_copy_heavy pairs/sam_2_fp32_few_syncs")
+    silent_in = traces(
+        "a100_train_6steps two_ranks_rank0 b200_eager h100_bert_small_inference "
+        "pairs/sam_3_bf16_compiled_sdpa"
     )
     validated_on = (
         "V100 training (all matrix products are volta_sgemm: fires); A100 and two-rank training "

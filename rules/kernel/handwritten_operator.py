@@ -18,7 +18,7 @@ from advisor.measure.host.names import name_matches
 from advisor.measure.host.operators import KERNEL_NS, roofs
 from advisor.rules.common import example_steps, figure, per
 from advisor.rules.kernel import facts
-from advisor.rules.sources import OURS
+from advisor.rules.sources import OURS, traces
 from advisor.testing import Examples, TraceBuilder
 
 
@@ -144,12 +144,9 @@ class HandwrittenOperator(Rule):
     id = "handwritten-operator"
     title = "Hand-written operator runs as unfused pointwise kernels"
     found_in = ("traces/h100_qwen_inference",)
-    silent_in = (
-        "traces/a100_train_6steps",
-        "traces/v100_train_copy_heavy",
-        "traces/mi300_timesformer_inference",
-        "traces/b200_eager",
-        "traces/pairs/sam_3_bf16_compiled_sdpa",
+    silent_in = traces(
+        "a100_train_6steps v100_train_copy_heavy mi300_timesformer_inference b200_eager "
+        "pairs/sam_3_bf16_compiled_sdpa"
     )
     validated_on = (
         "H100 inference of a 0.5B language model (RMS normalisation 49 times, rotary embedding 48 "

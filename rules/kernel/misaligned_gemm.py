@@ -15,7 +15,13 @@ from advisor.measure.device.shapes import OpInputs, Tensor
 from advisor.rules.common import example_steps, figure
 from advisor.rules.elsewhere import in_any_language
 from advisor.rules.kernel import facts
-from advisor.rules.sources import ALIGNED_RATE, ENGINE_FLOOR, MATMUL_GUIDE, SMALL_GRIDS_TRACES
+from advisor.rules.sources import (
+    ALIGNED_RATE,
+    ENGINE_FLOOR,
+    MATMUL_GUIDE,
+    SMALL_GRIDS_TRACES,
+    traces,
+)
 from advisor.testing import Examples, TraceBuilder
 
 PRODUCTS = {"aten::mm": 0, "aten::bmm": 0, "aten::addmm": 1, "aten::baddbmm": 1}
@@ -61,12 +67,7 @@ class MisalignedGemm(Rule):
     id = "misaligned-gemm"
     title = "GEMM dimensions are not aligned for tensor cores"
     found_in = ("traces/a100_train_6steps",)
-    silent_in = (
-        "traces/v100_train_copy_heavy",
-        "traces/two_ranks_rank0",
-        "traces/b200_eager",
-        "traces/h100_bert_small_inference",
-    )
+    silent_in = traces("v100_train_copy_heavy two_ranks_rank0 b200_eager h100_bert_small_inference")
     validated_on = (
         "A100 training (fires: K or N of 30, 647, 9375 … ran on align1 kernels, 11 % of kernel "
         "time); B200 and H100 in BF16 (73 and 25 products odd in M alone: not flagged; H100's "

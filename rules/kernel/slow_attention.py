@@ -10,7 +10,7 @@ from advisor.measure.device.matmuls import attention
 from advisor.measure.device.shapes import OpInputs
 from advisor.rules.kernel.attention import BEST_REACH, REACH
 from advisor.rules.kernel.rates import BelowRate, Cause
-from advisor.rules.sources import FLASH_2, FLASH_3
+from advisor.rules.sources import FLASH_2, FLASH_3, traces
 from advisor.testing import Examples, TraceBuilder
 
 HOPPER = (9, 0)
@@ -31,11 +31,7 @@ class SlowAttention(BelowRate):
     id = "slow-attention"
     title = "Fused attention runs far below the GPU's rate"
     found_in = ("traces/pairs/sam_2_fp32_few_syncs", "traces/h100_qwen_inference")
-    silent_in = (
-        "traces/b200_eager",
-        "traces/h100_bert_small_inference",
-        "traces/pairs/sam_3_bf16_compiled_sdpa",
-    )
+    silent_in = traces("b200_eager h100_bert_small_inference pairs/sam_3_bf16_compiled_sdpa")
     validated_on = (
         "mask generation on an A100 in FP32 (heads of 16 and 80 in the memory-efficient kernel, 12 "
         "to 14 % of the rate: fires; the same calls in 16 bits, measured: 163 to 42 ms, predicted "

@@ -14,7 +14,7 @@ from advisor.measure.device.shapes import OpInputs
 from advisor.rules.kernel import facts
 from advisor.rules.kernel.attention import read_inputs
 from advisor.rules.kernel.rates import ON_ROCM, BelowRate, Cause
-from advisor.rules.sources import RATES
+from advisor.rules.sources import RATES, traces
 from advisor.testing import Examples, TraceBuilder
 
 TILE = 128
@@ -38,13 +38,9 @@ class SlowGemm(BelowRate):
 
     id = "slow-gemm"
     title = "GEMM shapes leave most of the GPU idle"
-    silent_in = (
-        "traces/h100_qwen_inference",
-        "traces/pairs/sam_2_fp32_few_syncs",
-        "traces/b200_eager",
-        "traces/mi300_timesformer_inference",
-        "traces/mi300x_kernels_after_steps",
-        "traces/pairs/sam_3_bf16_compiled_sdpa",
+    silent_in = traces(
+        "h100_qwen_inference pairs/sam_2_fp32_few_syncs b200_eager mi300_timesformer_inference "
+        "mi300x_kernels_after_steps pairs/sam_3_bf16_compiled_sdpa"
     )
     validated_on = (
         "A100 training at batch 64 (1.19 rounds of tiles at 31 % of the rate: fires, with no gain "

@@ -13,7 +13,7 @@ from advisor.measure import Analysis
 from advisor.measure.host.names import name_matches
 from advisor.rules.common import example_steps, figure
 from advisor.rules.kernel import attention, facts
-from advisor.rules.sources import CHOSEN, OURS, SAM_PAIR, SILENT_TRACES
+from advisor.rules.sources import CHOSEN, OURS, SAM_PAIR, SILENT_TRACES, traces
 from advisor.testing import Examples, TraceBuilder
 
 SOFTMAX = r"^aten::(_softmax|_softmax_backward_data|_masked_softmax|_safe_softmax)$"
@@ -44,13 +44,9 @@ class UnfusedAttention(Rule):
 
     id = "unfused-attention"
     title = "Attention is not fused"
-    found_in = (
-        "traces/mi300_timesformer_inference",
-        "traces/pairs/sam_1_fp32_many_syncs",
-        "traces/pairs/particle_batch2",
-        "traces/pairs/particle_batch32",
-        "traces/pairs/particle_batch64",
-        "traces/pairs/particle_batch128",
+    found_in = traces(
+        "mi300_timesformer_inference pairs/sam_1_fp32_many_syncs pairs/particle_batch2 "
+        "pairs/particle_batch32 pairs/particle_batch64 pairs/particle_batch128"
     )
     silent_in = (
         *SILENT_TRACES,

@@ -13,7 +13,7 @@ from advisor.replay.selection import under_names
 from advisor.rules.common import figure, locate_row, of_each
 from advisor.rules.kernel import facts
 from advisor.rules.memory.device_memory import GIB, peaks, run_product
-from advisor.rules.sources import CHECKPOINT, OURS
+from advisor.rules.sources import CHECKPOINT, OURS, traces
 from advisor.testing import Examples, TraceBuilder
 
 RECOMPUTE = r"torch/utils/checkpoint\.py\(\d+\): (\w+\.)*recompute_fn\b"
@@ -35,11 +35,7 @@ class RecomputeWithFreeMemory(Rule):
 
     id = "recompute-with-free-memory"
     title = "Activation checkpointing recomputes although memory is free"
-    silent_in = (
-        "traces/b200_eager",
-        "traces/h100_bert_small_inference",
-        "traces/pairs/particle_batch128",
-    )
+    silent_in = traces("b200_eager h100_bert_small_inference pairs/particle_batch128")
     validated_on = "frames and operator as PyTorch 2.13 records them; has not fired on a real trace"
     references = (
         "https://pytorch.org/docs/stable/checkpoint.html",

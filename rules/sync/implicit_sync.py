@@ -17,7 +17,15 @@ from advisor.measure.host.stacks import nearest, parents
 from advisor.rules.common import column, figure, of_step, per, places, rows, scale, total
 from advisor.rules.elsewhere import READ_SELDOM, in_any_language
 from advisor.rules.host.launch_gaps import LAUNCHING, measure_launch_gaps
-from advisor.rules.sources import ENGINE_FLOOR, OURS, SAM_PAIR, SILENT_TRACES, TENSORBOARD, XPROF
+from advisor.rules.sources import (
+    ENGINE_FLOOR,
+    OURS,
+    SAM_PAIR,
+    SILENT_TRACES,
+    TENSORBOARD,
+    XPROF,
+    traces,
+)
 from advisor.rules.sync.host_waits import (
     BlockingCalls,
     count_causes,
@@ -73,18 +81,10 @@ class ImplicitSync(Rule):
 
     id = "implicit-sync"
     title = "Reading GPU values leaves the GPU idle"
-    found_in = (
-        "traces/a100_train_6steps",
-        "traces/dlrm_8ranks",
-        "traces/mi300_timesformer_inference",
-        "traces/v100_train_copy_heavy",
+    found_in = traces(
+        "a100_train_6steps dlrm_8ranks mi300_timesformer_inference v100_train_copy_heavy"
     )
-    silent_in = (
-        "traces/b200_eager",
-        "traces/h100_bert_small_inference",
-        "traces/nccl_collectives",
-        "traces/mi250_train",
-    )
+    silent_in = traces("b200_eager h100_bert_small_inference nccl_collectives mi250_train")
     validated_on = (
         "A100 and V100 training copy 60 times to the host in 6 steps; that blocks the host for 75 "
         "and 312 ms, but leaves the GPU idle for 0.7 and 0.6 % of the time only, so both get a "
@@ -299,10 +299,8 @@ class HostReads(Rule):
 
     id = "host-reads"
     title = "Frequent reads of GPU values make host and GPU take turns"
-    found_in = (
-        "traces/pairs/sam_1_fp32_many_syncs",
-        "traces/pairs/sam_2_fp32_few_syncs",
-        "traces/pairs/sam_3_bf16_compiled_sdpa",
+    found_in = traces(
+        "pairs/sam_1_fp32_many_syncs pairs/sam_2_fp32_few_syncs pairs/sam_3_bf16_compiled_sdpa"
     )
     silent_in = SILENT_TRACES
     validated_on = (

@@ -15,7 +15,7 @@ from advisor.measure.host.names import name_matches
 from advisor.measure.host.stacks import nearest, parents
 from advisor.rules.common import busy_during, column, device_places, figure, of_step, per, rows
 from advisor.rules.elsewhere import BATCHES_AHEAD, in_any_language
-from advisor.rules.sources import OURS, SILENT_TRACES, TRACELENS
+from advisor.rules.sources import OURS, SILENT_TRACES, TRACELENS, traces
 from advisor.testing import Examples, TraceBuilder
 
 _COMPILED = r"^CompiledFunction|^(?:## )?Call CompiledFxGraph|^Torch-Compiled Region"
@@ -35,12 +35,7 @@ class DeviceCopies(Rule):
     id = "device-copies"
     title = "Copies within GPU memory take part of the step"
     found_in = ("traces/v100_train_copy_heavy",)
-    silent_in = (
-        "traces/a100_train_6steps",
-        "traces/two_ranks_rank0",
-        "traces/b200_eager",
-        "traces/h100_bert_small_inference",
-    )
+    silent_in = traces("a100_train_6steps two_ranks_rank0 b200_eager h100_bert_small_inference")
     validated_on = (
         "v100_train_copy_heavy: 774 copies per step, 12 % of it, nearly all at the border of "
         "CUDA graphs; silent on A100 training (0.6 %) and b200_eager (0.9 %)"

@@ -12,7 +12,7 @@ from advisor.core.trace import CUDA
 from advisor.measure import Analysis
 from advisor.rules.common import busy_during, device_places, figure, of_step, per, scale, total
 from advisor.rules.elsewhere import BATCHES_AHEAD, in_any_language
-from advisor.rules.sources import ENGINE_FLOOR, PAGEABLE_64K, PINNED_BLOG, SILENT_TRACES
+from advisor.rules.sources import ENGINE_FLOOR, PAGEABLE_64K, PINNED_BLOG, SILENT_TRACES, traces
 from advisor.rules.sync.host_waits import make_async, select_blocking_calls
 from advisor.testing import Examples, TraceBuilder
 
@@ -38,11 +38,9 @@ class PageableCopies(Rule):
     id = "pageable-copies"
     title = "Copies from pageable memory leave the GPU waiting"
     knobs = ("loader-pinning",)
-    found_in = (
-        "traces/pairs/loader_autograd_workers0",
-        "traces/pairs/loader_autograd_workers4",
-        "traces/pairs/loader_profiler_workers0",
-        "traces/pairs/loader_profiler_workers4",
+    found_in = traces(
+        "pairs/loader_autograd_workers0 pairs/loader_autograd_workers4 "
+        "pairs/loader_profiler_workers0 pairs/loader_profiler_workers4"
     )
     silent_in = SILENT_TRACES
     validated_on = (

@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 from pathlib import PurePath
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import polars as pl
 
 from advisor.core.finding import Edit, Location, Select
 from advisor.core.intervals import covered_length
+from advisor.measure import Analysis
 from advisor.measure.steps.instants import step_starts
 from advisor.measure.steps.steps import step_of
 from advisor.rules.common import column, places, rows
-
-if TYPE_CHECKING:
-    from advisor.measure import Analysis
 
 CAUSES = ("dispatch", "launch", "python")
 """Causes of idle gaps that a shorter way to the launch would shorten. Unexplained time (Python

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from pathlib import PurePath
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import polars as pl
@@ -13,13 +13,11 @@ from numpy.typing import NDArray
 from advisor.core import text as t
 from advisor.core.finding import Evidence, Location, SkippedCheck
 from advisor.core.intervals import covered_length, intersect, union
+from advisor.measure import Analysis
 from advisor.measure.host.names import name_matches
 from advisor.measure.host.stacks import parse_frame
 from advisor.measure.steps.contents import contents
 from advisor.rules.common import figure, locate_row, of_pytorch, rows, stacks_option
-
-if TYPE_CHECKING:
-    from advisor.measure import Analysis
 
 SINGLE_PROCESS = r"^enumerate\(Data(?:Loader|Pipe)\)#_SingleProcessDataLoaderIter\b"
 """The iterator PyTorch names when ``num_workers=0``."""

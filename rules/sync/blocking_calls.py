@@ -3,7 +3,7 @@ the GPU idle time after it."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, ClassVar
+from typing import ClassVar
 
 import polars as pl
 
@@ -11,6 +11,7 @@ from advisor.core.finding import Finding, Outcomes, Select
 from advisor.core.rule import Evidence, FrameworkAdvice, Rule, Threshold
 from advisor.core.text import count_noun
 from advisor.core.trace import JAX, TENSORFLOW
+from advisor.measure import Analysis
 from advisor.rules.common import figure, of_step, per, total
 from advisor.rules.elsewhere import NO_READS, in_any_language
 from advisor.rules.sources import ENGINE_FLOOR, SILENT_TRACES
@@ -22,9 +23,6 @@ from advisor.rules.sync.host_waits import (
     select_blocking_calls,
 )
 from advisor.testing import Examples, TraceBuilder
-
-if TYPE_CHECKING:
-    from advisor.measure import Analysis
 
 
 class BlockingRule(Rule):

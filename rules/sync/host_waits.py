@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import polars as pl
@@ -11,11 +11,9 @@ from numpy.typing import NDArray
 
 from advisor.core.finding import Edit, Location, Select
 from advisor.core.intervals import covered_length
+from advisor.measure import Analysis
 from advisor.replay.selection import selected_host
 from advisor.rules.common import MAX_CORRELATIONS, column, of_pytorch, places, rows
-
-if TYPE_CHECKING:
-    from advisor.measure import Analysis
 
 
 class BlockingCalls(NamedTuple):

@@ -12,9 +12,8 @@ import polars as pl
 from numpy.typing import NDArray
 
 from advisor.core.errors import AdvisorError
-from advisor.measure.device.dtypes import width
 from advisor.measure.device.matmuls import product
-from advisor.measure.device.shapes import OpInputs
+from advisor.measure.device.shapes import OpInputs, width
 from advisor.measure.host.layers import range_label, work_nodes
 from advisor.measure.host.operators import roofs
 from advisor.replay.graph import Array, Edge, Node

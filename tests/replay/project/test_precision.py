@@ -10,9 +10,9 @@ from advisor import AdvisorError, Analysis
 from advisor.core.gpus import find_gpu
 from advisor.measure.host.operators import KERNEL_NS
 from advisor.read import read_trace
+from advisor.replay.project.moves import matmul_rate, memory_rate
 from advisor.replay.project.narrower import FORMATS, Gemm, estimate, missing_unit
 from advisor.replay.project.precision import precision
-from advisor.replay.project.rates import matmul_rate, memory_rate
 from advisor.testing import TraceBuilder
 from benchmarks.bench_precision import cases
 

@@ -64,6 +64,10 @@ NCCL_TESTS = Source(
     "NCCL's bus bandwidth over message size",
     "https://github.com/NVIDIA/nccl-tests/blob/master/doc/PERFORMANCE.md",
 )
+NCCL_OVERHEAD = Source(
+    "NCCL attains 370 of 450 GB/s of NVLink 4: some 20 % are overhead",
+    "https://github.com/NVIDIA/nccl-tests/issues/212",
+)
 PAGEABLE_64K = Source(
     "CUDA programming guide (64 KB)",
     "https://docs.nvidia.com/cuda/cuda-c-programming-guide/#concurrent-execution-between-host-and-device",

@@ -206,6 +206,11 @@ LOGS_ALONE = {
         why="a log of torch.compile says nothing of the steps",
         record="a profiler trace, or 'advisor record', and the log with --compile-log",
     ),
+    "network log": SkippedCheck(
+        what="steps, and what communication takes of them",
+        why="a log of NCCL says nothing of the steps",
+        record="a profiler trace, or 'advisor record', in the same folder",
+    ),
     "flight recorder": SkippedCheck(
         what="steps and how long they take",
         why="a flight-recorder dump says nothing of the steps",

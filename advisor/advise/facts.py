@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 MAX_NAMES = 6
 LOGS: Final = {
     "compile log": "a log of torch.compile",
+    "network log": "logs of NCCL",
     "flight recorder": "dumps of the flight recorder",
 }
 

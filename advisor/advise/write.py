@@ -103,6 +103,7 @@ def write_report(
         triton_kernels=triton_views(a),
         compilation=compilation(a, pricer),
         flight=a.flight,
+        network=a.trace.meta.network,
         **measure(a),
     )
     if (command := profiling_command(report, a.trace.meta.vendor)) is not None:
@@ -176,6 +177,8 @@ def verdict(
         return _compilation_verdict(report)
     if a.log_only == "flight recorder":
         return flight_verdict(report)
+    if a.log_only == "network log":
+        return network_verdict(report)
     status, text = _verdict(report, a)
     if (short := _shortcoming(report, a)) is not None:
         status, text = "limited", short
@@ -254,6 +257,15 @@ def flight_verdict(report: Report) -> tuple[Literal["bottlenecks", "healthy", "l
         who = of_ranks(flight.absent) if flight.absent else "The other ranks"
         return "limited", f"No collective hangs in {of}. {who} left no dump."
     return "healthy", f"No collective hangs: {of} match, and all have ended."
+
+
+def network_verdict(report: Report) -> tuple[Literal["bottlenecks", "limited"], str]:
+    """Status and a sentence about logs of NCCL alone: how well the path is used is not in them."""
+    found = [note.title for note in report.notes]
+    if found:
+        more = f" {t.count_noun(len(found) - 1, 'more finding')}." if len(found) > 1 else ""
+        return "bottlenecks", f"{found[0]}.{more}"
+    return "limited", "No fault in the path between GPUs; how much of it is used needs a trace."
 
 
 def _shortcoming(report: Report, a: Analysis) -> str | None:

@@ -442,6 +442,65 @@ class FlightRecord(Struct, kw_only=True):
     """Entries that cannot be read."""
 
 
+class NetworkLog(Struct, frozen=True, kw_only=True):
+    """The path between GPUs, by logs of NCCL or RCCL (``NCCL_DEBUG=INFO``) and topologies."""
+
+    files: int
+    """Logs and topologies."""
+    versions: list[str] = field(default_factory=list)
+    """``NCCL 2.21.5+cuda12.4``."""
+    hosts: int = 0
+    """With lines in the logs; 0: a topology alone."""
+    ranks: int | None = None
+    """Of the largest communicator."""
+    node_ranks: int | None = None
+    """Its ranks on one host."""
+    networks: dict[str, int] = field(default_factory=dict)
+    """``IB``, ``Socket``, a plugin: processes that chose it."""
+    interfaces: list[str] = field(default_factory=list)
+    """IP interfaces that NET/Socket uses."""
+    devices: list[str] = field(default_factory=list)
+    """InfiniBand and RoCE devices: ``mlx5_0:1/IB``."""
+    without_device: int = 0
+    """Processes in which NET/IB found no device."""
+    no_verbs: bool = False
+    """libibverbs could not be opened."""
+    settings: dict[str, str] = field(default_factory=dict)
+    """Environment variables that NCCL reports."""
+    paths: dict[str, int] = field(default_factory=dict)
+    """Connections by transport: ``P2P/CUMEM``, ``SHM``, ``NET/IB/GDRDMA``, ``NET/Socket``."""
+    gdr_enabled: int = 0
+    """Pairs of GPU and adapter, or adapters, with GPUDirect RDMA."""
+    gdr_disabled: dict[str, int] = field(default_factory=dict)
+    """Those without, by reason; empty: none is said."""
+    p2p_disabled: int = 0
+    """Pairs of GPUs whose driver reports that peer access is off."""
+    channels: int | None = None
+    """For collectives, the fewest of any communicator of all ranks."""
+    nvls_channels: int | None = None
+    """For NVLink SHARP."""
+    nvls: bool | None = None
+    """Multicast in the NVSwitch is available."""
+    ring: str | None = None
+    """Types of the links in the ring inside of a node and to the network: ``NVL/PIX``."""
+    ring_gb_per_s: float | None = None
+    """What NCCL expects of the ring."""
+    nic_gb_per_s: float | None = None
+    """Of the adapters of a node together, in one direction."""
+    algorithms: dict[str, int] = field(default_factory=dict)
+    """Chosen for collectives (``NCCL_DEBUG_SUBSYS=TUNING``): ``RING/SIMPLE``."""
+    warnings: dict[str, int] = field(default_factory=dict)
+    """NCCL's warnings, the most frequent first."""
+    gpus: int = 0
+    """In the topology (``nvidia-smi topo -m``, ``rocm-smi --showtopo``)."""
+    gpu_links: dict[str, int] = field(default_factory=dict)
+    """Pairs of GPUs by link: ``NV18``, ``PIX``, ``SYS``, ``XGMI``."""
+    nics: list[str] = field(default_factory=list)
+    """Adapters of the topology."""
+    nic_links: dict[str, int] = field(default_factory=dict)
+    """GPUs by the link to their nearest adapter."""
+
+
 class Layer(Struct, frozen=True, kw_only=True):
     """Equal modules below the same ones: of one class, and with the same classes inside."""
 
@@ -1180,6 +1239,8 @@ class Report(Struct, kw_only=True):
     """Logs of torch.compile; ``null``: none were given."""
     flight: FlightRecord | None = None
     """Dumps of PyTorch's flight recorder; ``null``: none were given."""
+    network: NetworkLog | None = None
+    """Logs of NCCL and topologies; ``null``: none were given."""
     views: Views | None = None
     """The report's pictures as data; ``null``: written before there were any."""
 

@@ -195,7 +195,7 @@ class Rule:
     reads_kernel_profiles: ClassVar[bool] = False
     """The rule reads hardware counters of single kernels, or what Triton compiled
     (``TraceMeta.kernel_profiles``): it runs only where there are some, with or without a trace."""
-    reads_log: ClassVar[Literal["", "compilation", "flight"]] = ""
+    reads_log: ClassVar[Literal["", "compilation", "flight", "network"]] = ""
     """The rule has something to say of logs, those in this field of ``TraceMeta``: it is run where
     there are some, with or without a trace."""
     of_python: ClassVar[bool] = False

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
     from advisor.core.flight import FlightDump
     from advisor.core.kernel_profile import KernelProfiles
-    from advisor.core.report import CompileLog
+    from advisor.core.report import CompileLog, NetworkLog
     from advisor.core.run_directory import Recording
     from advisor.core.snapshot import MemorySnapshot
 
@@ -250,6 +250,8 @@ class TraceMeta:
     """Logs of torch.compile: of a file that holds nothing else, or beside a trace."""
     flight: tuple[FlightDump, ...] = ()
     """Dumps of the flight recorder: of a file that is one, or beside a trace."""
+    network: NetworkLog | None = None
+    """Logs of NCCL and topologies: of a file that holds nothing else, or beside a trace."""
     step_marks: str | None = None
     """One of STEP_MARKS, where a file's marks of steps are none of PyTorch's: they are ranges
     ``step #<n>``."""

@@ -129,7 +129,7 @@ class Analysis:
         meta = self.trace.meta
         known = self.record, self.snapshot, meta.kernel_profiles, meta.compilation
         return (
-            (any(each is not None for each in known) or bool(meta.flight))
+            (any(each is not None for each in known) or bool(meta.flight or meta.network))
             and self.trace.cpu.is_empty()
             and self.trace.gpu.is_empty()
         )
@@ -151,12 +151,14 @@ class Analysis:
         return self.timeless and self.trace.meta.kernel_profiles is not None
 
     @property
-    def log_only(self) -> Literal["flight recorder", "compile log"] | None:
+    def log_only(self) -> Literal["flight recorder", "network log", "compile log"] | None:
         """There are logs and nothing else: of which kind, the one with the verdict."""
         known = self.snapshot, self.trace.meta.kernel_profiles
         if not self.timeless or any(each is not None for each in known):
             return None
-        return "flight recorder" if self.flight is not None else "compile log"
+        if self.flight is not None:
+            return "flight recorder"
+        return "network log" if self.trace.meta.network is not None else "compile log"
 
     @cached_property
     def flight(self) -> FlightRecord | None:

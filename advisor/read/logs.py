@@ -14,9 +14,10 @@ from advisor.core.trace import Trace
 from advisor.read.reader import ReadOptions
 from advisor.read.readers.compile_log import CompileLogReader, merged
 from advisor.read.readers.flight_recorder import FlightRecorderReader
+from advisor.read.readers.network_log import NetworkLogReader, merged_networks
 from advisor.read.registry import is_named_for, read_trace
 
-READERS = (CompileLogReader(), FlightRecorderReader())
+READERS = (CompileLogReader(), FlightRecorderReader(), NetworkLogReader())
 MAX_FILES = 4096
 
 
@@ -51,6 +52,9 @@ def merged_logs(traces: Iterable[Trace], given: CompileLog | None = None) -> dic
     fields: dict[str, Any] = {"compilation": merged(compiled)} if compiled else {}
     if dumps:
         fields["flight"] = dumps
+    networks = [meta.network for meta in metas if meta.network is not None]
+    if networks:
+        fields["network"] = merged_networks(networks)
     return fields
 
 
@@ -68,4 +72,5 @@ def with_logs(traces: list[Trace], given: CompileLog | None = None) -> list[Trac
 
 
 def _is_log(trace: Trace) -> bool:
-    return trace.meta.compilation is not None or bool(trace.meta.flight)
+    meta = trace.meta
+    return any((meta.compilation, meta.flight, meta.network))

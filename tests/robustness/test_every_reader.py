@@ -50,6 +50,7 @@ def _load(path: str) -> ModuleType:
 
 mutations = _load("read/test_mutations.py")
 recorded = _load("dashboard/recorded.py")
+nccl_logs = _load("read/nccl/logs.py")
 Chance = random.Random
 
 
@@ -463,7 +464,18 @@ def of_flight_records(number: int, seeds: dict[str, Any], place: Path) -> Act:
     return f"flight recorder {number} {line}", file, lambda: run(line)
 
 
+def of_nccl_logs(number: int, seeds: dict[str, Any], place: Path) -> Act:
+    """A log of NCCL, or a topology."""
+    chance = random.Random(number)
+    texts = nccl_logs.job(), nccl_logs.matrix(8, "NV18", 4), nccl_logs.rocm(4, "XGMI")
+    file = place / "nccl.log"
+    file.write_bytes(mutated(chance.choice(texts).encode(), TEXTS, chance))
+    line = commands(file, place, seeds, chance)
+    return f"NCCL log {number} {line}", file, lambda: run(line)
+
+
 KINDS = [
+    of_nccl_logs,
     of_flight_records,
     of_runs,
     of_traces,

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, cast
 
+import msgspec
 import numpy as np
 import polars as pl
+
+from advisor.core.finding import Select
 
 if TYPE_CHECKING:
     from advisor.measure import Analysis
@@ -94,3 +97,77 @@ def bubble_share(stages: int, slots: int) -> float:
     p stages, m micro-batches and v stages of a rank (Narayanan et al. 2021, arXiv:2104.04473,
     section 2.2). ``slots``: m v."""
     return (stages - 1) / (slots + stages - 1)
+
+
+ATTAINED = 0.8
+"""Of a link's rate that NCCL attains: 370 of 450 GB/s over NVLink 4, by a maintainer of NCCL
+(https://github.com/NVIDIA/nccl-tests/issues/212)."""
+MAX_IDS = 500
+LARGE = 16 << 20
+"""Bytes of messages that fill any link (nccl-tests)."""
+
+
+def _on_a_node(ranks: Sequence[int], machine: Machine) -> int:
+    """Ranks of a group on the node with most: their adapters carry its ring together."""
+    counts = Counter(rank // machine.node_size for rank in ranks) if machine.node_size else {}
+    return max(counts.values(), default=1)
+
+
+class Scaled(NamedTuple):
+    """Collectives that a faster link would shorten."""
+
+    select: Select
+    measured: float
+    """The fastest bus bandwidth of theirs, GB/s: waits lower the others'."""
+    attainable: float
+    """What NCCL attains of the link, GB/s."""
+    factor: float
+    """Their time over what it is now, if the transfers attain it and waits stay."""
+
+
+def machine_of(a: Analysis, given: Machine = UNKNOWN) -> Machine:
+    """The machine as ``given``; what is unknown, as NCCL's log and the topology say."""
+    log = a.trace.meta.network
+    if log is None:
+        return given
+    size = given.node_size or log.node_ranks or log.gpus or None
+    rate = log.nic_gb_per_s / size if log.nic_gb_per_s and size else None
+    return given._replace(node_size=size, network_gb_per_s=given.network_gb_per_s or rate)
+
+
+def group_ranks(ranks: str | None) -> list[int]:
+    """The group's members; empty: not recorded, or cut short."""
+    try:
+        members = msgspec.json.decode(ranks or "[]", type=list[int])
+    except (msgspec.DecodeError, RecursionError):
+        return []
+    return members
+
+
+def scale_collectives(a: Analysis, *, across: bool) -> Scaled | None:
+    """Large collectives across nodes, or inside of one, with their measured and attainable bus
+    bandwidth. ``None``: there are none, no rate of their link is known, or they attain it."""
+    if a.device_id is None:
+        return None
+    table = a.collectives.filter(pl.col("bus_gbps").is_not_null() & (pl.col("bytes") >= LARGE))
+    machine = machine_of(a)
+    rows, rate = [], 0.0
+    for (ranks, size), own in table.group_by("ranks", "group_size", maintain_order=True):
+        members = group_ranks(cast(str | None, ranks))
+        link = find_link(a, members, cast(int | None, size), machine)
+        if link is not None and link.crosses == across and link.gb_per_s:
+            rows.append(own)
+            rate = link.gb_per_s * (_on_a_node(members, machine) if across else 1)
+    if not rows:
+        return None
+    own = pl.concat(rows)
+    best = cast(float, own["bus_gbps"].max())
+    if best >= ATTAINED * rate:
+        return None
+    ids = a.trace.gpu["correlation"].gather(own["gpu"]).drop_nulls().unique().sort()
+    select = Select(on="gpu", family=("communication",))
+    if len(ids) <= MAX_IDS:
+        select = Select(on="gpu", correlation=tuple(ids))
+    sent = float((own["bus_gbps"] * own["dur"]).sum())
+    saved = sent * (1 / best - 1 / (ATTAINED * rate))
+    return Scaled(select, best, ATTAINED * rate, 1 - saved / float(own["dur"].sum()))

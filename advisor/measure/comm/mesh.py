@@ -21,7 +21,6 @@ from __future__ import annotations
 import re
 from typing import TYPE_CHECKING, Any, Final, cast
 
-import msgspec
 import numpy as np
 import polars as pl
 from numpy.typing import NDArray
@@ -34,6 +33,8 @@ from advisor.measure.comm.links import (
     bubble_share,
     count_slots,
     find_link,
+    group_ranks,
+    machine_of,
 )
 from advisor.measure.comm.messages import bus_factor
 from advisor.measure.host.names import name_matches
@@ -185,11 +186,12 @@ def report_mesh(
     table = a.collectives
     if table.is_empty():
         return []
+    machine = machine_of(a, machine)
     result = []
     keys = ["axis", "group_size", "ranks"]
     for (axis, size, ranks), rows in table.group_by(keys, maintain_order=True):
         axis = cast(Any, axis)
-        result.append(_report_axis(a, axis, size, _members(ranks), rows, machine, waits))
+        result.append(_report_axis(a, axis, size, group_ranks(ranks), rows, machine, waits))
     return sorted(result, key=lambda each: (-each.exposed_ns, -each.ns))
 
 
@@ -273,12 +275,3 @@ def _pipeline_wait(rows: pl.DataFrame) -> float:
     shortest = pl.col("dur").min().over("bytes")
     beyond = rows.select(pl.min_horizontal("exposed", pl.col("dur") - shortest))
     return float(beyond.to_series().sum())
-
-
-def _members(ranks: str | None) -> list[int]:
-    """The group's members; empty: not recorded, or cut short."""
-    try:
-        members = msgspec.json.decode(ranks or "[]", type=list[int])
-    except (msgspec.DecodeError, RecursionError):
-        return []
-    return members

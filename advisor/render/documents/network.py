@@ -1,4 +1,4 @@
-"""Between the ranks: what flight-recorder dumps say of calls that do not match or end."""
+"""Between the ranks: the path that NCCL chose, and calls that do not match or end."""
 
 from __future__ import annotations
 
@@ -6,9 +6,18 @@ from collections.abc import Iterator
 from typing import Final
 
 from advisor.core import text as t
-from advisor.core.report import CollectiveCall, FlightRecord
+from advisor.core.report import CollectiveCall, FlightRecord, NetworkLog
 from advisor.measure.comm.flight import describe_call, of_ranks
-from advisor.render.document import Block, Inline, Items, Paragraph, Section, Span
+from advisor.render.document import (
+    Block,
+    FieldList,
+    Inline,
+    Items,
+    Paragraph,
+    Section,
+    Span,
+    TextField,
+)
 
 MAX_ROWS: Final = 12
 
@@ -42,3 +51,41 @@ def _call(call: CollectiveCall, prefix: str) -> Inline:
         Span(describe_call(call), "code"),
         Span(f"{inside}, {group}, {t.clean(call.state)}", "soft"),
     )
+
+
+def path(log: NetworkLog | None) -> Iterator[Block]:
+    """What logs of NCCL and topologies say, a line per fact; nothing without."""
+    if log is None:
+        return
+    across = ", ".join(f"{name} ({count})" for name, count in log.networks.items())
+    rate = f"{log.nic_gb_per_s:.0f} GB/s per node" if log.nic_gb_per_s else ""
+    nvls = {None: "", True: "NVLS available", False: "NVLS not available"}[log.nvls]
+    size = f"{log.ranks} ranks on {t.count_noun(log.hosts, 'host')}" if log.ranks else ""
+    ring = f"{log.ring}, {log.ring_gb_per_s:.0f} GB/s expected" if log.ring_gb_per_s else ""
+    channels = "" if log.channels is None else f"{log.channels} for collectives"
+    channels += "" if log.nvls_channels is None else f", {log.nvls_channels} for NVLS"
+    gdr = [f"{log.gdr_enabled} enabled"] if log.gdr_enabled else []
+    near = [f"{count} GPUs {link}" for link, count in log.nic_links.items()]
+    facts = {
+        "library": [*log.versions, size],
+        "network": [across, ", ".join(log.devices or log.interfaces), rate],
+        "paths": _counted(log.paths),
+        "GDR": gdr + [f"{n} disabled ({why})" for why, n in log.gdr_disabled.items()],
+        "ring": [ring],
+        "channels": [channels, nvls],
+        "chosen": _counted(log.algorithms),
+        "links": _counted(log.gpu_links),
+        "adapters": [", ".join(log.nics), *near],
+        "settings": [f"{name}={value}" for name, value in log.settings.items()][:MAX_ROWS],
+        "warnings": [f"{text} ({count}×)" for text, count in log.warnings.items()][:3],
+    }
+    rows = [
+        TextField(label, [t.clean(part) for part in parts if part])
+        for label, parts in facts.items()
+        if any(parts)
+    ]
+    yield Section("Network path (NCCL)", [FieldList(rows)])
+
+
+def _counted(counts: dict[str, int]) -> list[str]:
+    return [f"{name} {count:,}" for name, count in list(counts.items())[:MAX_ROWS]]

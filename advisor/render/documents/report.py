@@ -60,6 +60,7 @@ def build(report: Report, options: RenderOptions = DEFAULT) -> Document:
             *kernels.sections(report),
             *compilation.sections(report.compilation, report),
             *network.flight(report.flight),
+            *network.path(report.network),
             *_findings(report),
             *_rest(report),
         ],

@@ -1,0 +1,120 @@
+"""Large collectives use less of the link between GPUs than NCCL attains of it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from advisor.core.finding import (
+    Evidence,
+    Finding,
+    Outcome,
+    PassedCheck,
+    Rule,
+    Threshold,
+)
+from advisor.measure import Analysis
+from advisor.measure.comm.links import ATTAINED, LARGE, scale_collectives
+from advisor.rules.common import example_steps
+from advisor.rules.recorded import measure_it
+from advisor.rules.sources import CHOSEN, ENGINE_FLOOR, NCCL_OVERHEAD
+from advisor.testing import TraceBuilder
+
+
+class LowBusBandwidth(Rule):
+    """Large collectives inside of a node are far slower than the link between its GPUs: the path
+    is not NVLink, has few channels, or another process uses it.
+
+    Bus bandwidth is that of nccl-tests: bytes, times 2 (n - 1) / n for an all-reduce, over the
+    kernel's time. That contains waits for late ranks, so the fastest collective counts. It is
+    compared with 0.8 of the datasheet's rate of the link, which NCCL attains. Waits may be in all
+    of them, so no gain is given: traces of all ranks tell waits from a slow path. Groups whose
+    ranks are not known to share a node are left out, as are GPUs whose link is unknown. NCCL's log
+    beside the trace (``NCCL_DEBUG=INFO``) says which ranks share a node, and often why it is slow.
+    """
+
+    id = "low-bus-bandwidth"
+    title = "Collectives use little of the link between GPUs"
+    category = "distributed"
+    alternatives = "network-path"
+    references = (
+        "https://github.com/NVIDIA/nccl-tests/blob/master/doc/PERFORMANCE.md",
+        "https://docs.nvidia.com/deeplearning/nccl/user-guide/docs/troubleshooting.html",
+    )
+    sources = (NCCL_OVERHEAD,)
+
+    max_share = Threshold(0.5, "of what NCCL attains of the link", CHOSEN)
+    min_exposed = Threshold(0.01, "of the step, exposed communication", ENGINE_FLOOR)
+
+    fix = (
+        "Find the path: run with NCCL_DEBUG=INFO and analyze the log beside this trace. Then "
+        "measure the link alone with all_reduce_perf of nccl-tests: where it is fast there, ranks "
+        "arrive at different times, or compute takes the multiprocessors that NCCL needs."
+    )
+    code = (
+        "export NCCL_DEBUG=INFO NCCL_DEBUG_SUBSYS=INIT,NET,GRAPH,ENV\n"
+        "export NCCL_DEBUG_FILE=traces/nccl.%h.%p.log\n"
+        "nvidia-smi topo -m > traces/topology.txt\n"
+        "all_reduce_perf -b 64M -e 1G -f 2 -g 8"
+    )
+    verify = "Profile again: the bus bandwidth of large messages is near the attainable rate."
+    falsified_by = "all_reduce_perf on the same GPUs with the same bus bandwidth"
+    confidence = 0.4
+
+    def check(self, a: Analysis) -> Iterator[Outcome]:
+        """Compare the fastest large collective with what the link gives."""
+        if a.device_id is None or a.span_ns == 0:
+            return
+        scaled = scale_collectives(a, across=False)
+        if scaled is None:
+            return
+        exposed = a.breakdown.communication.total / a.span_ns
+        if exposed < self.min_exposed:
+            return
+        share = scaled.measured / scaled.attainable
+        if share >= self.max_share:
+            yield PassedCheck(
+                text=f"large collectives reach {share:.0%} of what NCCL attains of the link"
+            )
+            return
+        yield Finding(
+            summary=(
+                f"The fastest of the collectives of {LARGE >> 20} MiB and more reaches "
+                f"{scaled.measured:.0f} GB/s of bus bandwidth, {share:.0%} of the "
+                f"{scaled.attainable:.0f} GB/s that NCCL attains of the link."
+            ),
+            evidence=[
+                Evidence("measured bus bandwidth", scaled.measured * 1e9, "bytes/s"),
+                Evidence("attainable", scaled.attainable * 1e9, "bytes/s"),
+                Evidence("share", share, "share", *self.limit("max_share")),
+                Evidence("of the link's rate", ATTAINED, "share"),
+            ],
+            impact=measure_it("waits for late ranks are part of the time: record all ranks"),
+        )
+
+    @staticmethod
+    def fires_on() -> dict[str, TraceBuilder]:
+        return {"an eighth of NVLink": _all_reduce(30.0)}
+
+    @staticmethod
+    def silent_on() -> dict[str, tuple[TraceBuilder, str]]:
+        return {
+            "most of NVLink": (_all_reduce(200.0), "max_share"),
+            "nodes unknown": (_all_reduce(30.0, node=None), "scaled is None"),
+            "small messages": (_all_reduce(30.0, size=1 << 20), "scaled is None"),
+        }
+
+
+def _all_reduce(gb_per_s: float, node: int | None = 8, size: int = 256 << 20) -> TraceBuilder:
+    """Steps with an exposed all-reduce of 8 ranks at this bus bandwidth."""
+    from advisor.core.report import NetworkLog
+
+    us = size * 2 * 7 / 8 / gb_per_s / 1e3
+
+    def body(b: TraceBuilder) -> None:
+        b.run("aten::mm", "ampere_bf16_s16816gemm_bf16_128x128", 3000)
+        b.collective("allreduce", size, us, group_size=8, wait=True)
+
+    b = example_steps(body)
+    if node is not None:
+        b.logs["network"] = NetworkLog(files=1, hosts=1, ranks=8, node_ranks=node)
+    return b

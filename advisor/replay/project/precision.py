@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from advisor.core.errors import AdvisorError
 from advisor.measure.device.matmuls import product
-from advisor.measure.device.shapes import OpInputs, width
+from advisor.measure.device.shapes import OpInputs, width_of
 from advisor.measure.host.layers import range_label, work_nodes
 from advisor.measure.host.operators import roofs
 from advisor.replay.graph import Array, Edge, Node
@@ -239,7 +239,7 @@ class _Conversion:
     def _gemm(self, name: str, row: int, dtype: str) -> Gemm | None:
         texts = self.a.trace.inputs.select("dims", "types").row(row)
         found = product(name, OpInputs(*(text or "" for text in texts)))
-        size = width(found.a.dtype) if found is not None else None
+        size = width_of(found.a.dtype) if found is not None else None
         if found is None or size is None or found.batch != 1:
             return None
         return Gemm(found.m, found.n, found.k, dtype, size, "inference")

@@ -55,7 +55,7 @@ def before() -> None:
 
 def _refusals(spec: Spec, overlay: Overlay, process: int) -> None:
     if os.getpid() == process and overlay.refused and not _exists(spec.out):
-        _write(spec.out, Result(refused=overlay.refused, problem=_last(), kind="error"))
+        _write(spec.out, Result(refused=overlay.refused, problem=_last()[0], kind="error"))
 
 
 def begin(note: Note) -> None:
@@ -249,8 +249,7 @@ class Timer:
             return
         if self.step == 0 and _exists(self.spec.out):
             return
-        error = getattr(sys, "last_exc", None) or getattr(sys, "last_value", None)
-        self.write(_last(), _kind(error))
+        self.write(*_last())
 
     def write(self, problem: str, kind: Any) -> None:
         """The result, once, by the first rank."""
@@ -380,21 +379,16 @@ def _resident() -> int | None:
     return max(resource.getrusage(item).ru_maxrss for item in who) * unit
 
 
-def _last() -> str:
+def _last() -> tuple[str, str]:
+    """The exception that nobody caught, and its kind; empty: there was none."""
     error = getattr(sys, "last_exc", None) or getattr(sys, "last_value", None)
     if error is None or isinstance(error, SystemExit):
-        return ""
-    return f"{type(error).__name__}: {error}".replace("\n", " ")[:300]
-
-
-def _kind(error: BaseException | None) -> str:
-    if error is None or isinstance(error, SystemExit):
-        return ""
+        return "", ""
     name = type(error).__name__
     # one that the allocator of the host raises says so in its text alone
-    if isinstance(error, MemoryError) or name == "OutOfMemoryError" or "memory" in str(error)[:300]:
-        return "memory"
-    return "error"
+    memory = isinstance(error, MemoryError) or name == "OutOfMemoryError"
+    kind = "memory" if memory or "memory" in str(error)[:300] else "error"
+    return f"{name}: {error}".replace("\n", " ")[:300], kind
 
 
 def _exists(path: str) -> bool:

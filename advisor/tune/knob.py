@@ -30,7 +30,7 @@ class Machine(NamedTuple):
 
 
 class Knob:
-    """One file a knob, in ``advisor/tune/knobs/``; found there by itself. A rule names it.
+    """A class in ``advisor/tune/knobs/``; found there by itself. A rule names it.
 
     ``apply`` runs in the trial's process right after ``import torch``, before the program goes on.
     It replaces entry points of torch and calls ``self.met()`` when one of them changed something:
@@ -47,6 +47,10 @@ class Knob:
     needs_cuda: ClassVar[bool] = False
     group: ClassVar[str] = ""
     """Of knobs in one group, a program takes one."""
+    settings: ClassVar[Sequence[Value]] = (None,)
+    """To try, that of the prediction first. Those that depend on the machine: :meth:`values`."""
+    keep: ClassVar[str] = ""
+    """What to write into the program to keep it; ``{value}`` is the setting."""
 
     def __init__(self) -> None:
         self.used = False
@@ -54,7 +58,7 @@ class Knob:
     def values(self, wanted: int | None, machine: Machine) -> Sequence[Value]:
         """Settings to try, that of the prediction first. ``wanted``: the number that the finding
         names (workers)."""
-        return (None,)
+        return self.settings
 
     def parse_setting(self, text: str, machine: Machine) -> Value:
         """That which the user wrote behind ``KNOB=``: one of the values, or another number where
@@ -77,7 +81,7 @@ class Knob:
 
     def lines(self, value: Value) -> str:
         """What to write into the program to keep it."""
-        raise NotImplementedError
+        return self.keep.format(value=value)
 
     def arguments(self, value: Value) -> tuple[frozenset[str], dict[str, object]]:
         """Calls, by their full names, and the keyword arguments that keep the change in one of

@@ -111,9 +111,14 @@ def _equal(a: Numbers, b: Numbers) -> bool:
     return all(x == y for x, y in zip(a, b, strict=False))
 
 
+def _pairs(a: Numbers, b: Numbers) -> list[tuple[float, float]]:
+    """Those that both have, and that are numbers."""
+    return [(x, y) for x, y in zip(a, b, strict=False) if x is not None and y is not None]
+
+
 def _apart(a: Numbers, b: Numbers) -> float:
     """Largest difference, relative to the larger of a loss and the mean of all."""
-    pairs = [(x, y) for x, y in zip(a, b, strict=False) if x is not None and y is not None]
+    pairs = _pairs(a, b)
     if not pairs:
         return math.inf
     mean = sum(abs(x) for x, _ in pairs) / len(pairs)
@@ -121,11 +126,7 @@ def _apart(a: Numbers, b: Numbers) -> float:
 
 
 def _in_band(before: Result, after: Result) -> Check:
-    pairs = [
-        (x, y)
-        for x, y in zip(before.losses, after.losses, strict=False)
-        if x is not None and y is not None
-    ]
+    pairs = _pairs(before.losses, after.losses)
     if not pairs:
         return Check(False, "no loss to compare")
     count = len(pairs)
@@ -137,11 +138,7 @@ def _in_band(before: Result, after: Result) -> Check:
     share = abs(mean) / scale
     if share > allowed:
         return Check(False, f"loss {mean / scale:+.1%} over {count}, above {allowed:.1%}")
-    norms = [
-        (x, y)
-        for x, y in zip(before.norms, after.norms, strict=False)
-        if x is not None and y is not None and x > 0
-    ]
+    norms = [(x, y) for x, y in _pairs(before.norms, after.norms) if x > 0]
     if norms:
         factor = math.exp(sum(math.log(max(y, 1e-30) / x) for x, y in norms) / len(norms))
         if not 1 / (1 + NORM_BAND) <= factor <= 1 + NORM_BAND:

@@ -14,7 +14,7 @@ the ratios of blocks that were run in turn are.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence, Sized
 from typing import NamedTuple
 
 import numpy as np
@@ -64,14 +64,13 @@ def gain(
         b = a * math.exp(float(np.mean(pairs)))
     reach = max(_scatter(turns), _scatter([pairs])) if turns else 0.0
     reach = reach or max(_within(sides), _between(means))
-    return MeasuredGain(
-        1 - b / a,
-        1 - b / a * math.exp(min(reach, 50.0)),
-        1 - b / a * math.exp(-reach),
-        a,
-        b,
-        len(sides[1]),
-    )
+    return _gain(a, b / a, reach, len(sides[1]))
+
+
+def _gain(before_ns: float, ratio: float, reach: float, runs: int) -> MeasuredGain:
+    """Of a ratio of mean steps whose logarithm is sure to within ``reach``."""
+    low, high = 1 - ratio * math.exp(min(reach, 50.0)), 1 - ratio * math.exp(-reach)
+    return MeasuredGain(1 - ratio, low, high, before_ns, before_ns * ratio, runs)
 
 
 def _within(sides: Sequence[Sequence[NDArray[np.float64]]]) -> float:
@@ -123,11 +122,7 @@ def by_turns(
     ]
     if len(sides) < 2:
         return []
-    return [
-        math.log(float(b.mean()) / float(a.mean()))
-        for a, b in zip(*sides, strict=False)
-        if len(a) and len(b)
-    ]
+    return ratios(*sides)
 
 
 def _reach(variance: float, freedom: int) -> float:
@@ -136,10 +131,10 @@ def _reach(variance: float, freedom: int) -> float:
     return t_quantile(0.5 + LEVEL / 2, freedom) * math.sqrt(variance)
 
 
-def ratios(before: Sequence[Sequence[int]], after: Sequence[Sequence[int]]) -> list[float]:
+def ratios(before: Iterable[Sized], after: Iterable[Sized]) -> list[float]:
     """Logarithms of after over before, of the mean steps of runs that were made in turn."""
     return [
-        math.log(float(np.mean(b)) / float(np.mean(a)))
+        math.log(float(np.mean(np.asarray(b))) / float(np.mean(np.asarray(a))))
         for a, b in zip(before, after, strict=False)
         if len(a) and len(b)
     ]
@@ -161,13 +156,5 @@ def paired(
         return None
     squares = sum(float(np.square(np.array(logs) - np.mean(logs)).sum()) for logs in asked if logs)
     reach = t_quantile(0.5 + LEVEL / 2, freedom) * math.sqrt(squares / freedom / len(own))
-    ratio = math.exp(float(np.mean(own)))
     first = float(np.mean([np.mean(run) for run in before[: len(after)] if len(run)]))
-    return MeasuredGain(
-        1 - ratio,
-        1 - ratio * math.exp(min(reach, 50.0)),
-        1 - ratio * math.exp(-reach),
-        first,
-        first * ratio,
-        len(own),
-    )
+    return _gain(first, math.exp(float(np.mean(own))), reach, len(own))

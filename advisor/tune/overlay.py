@@ -4,7 +4,7 @@ logs stay as they are.
 Python's own ways to open, make, rename and list are led to ``scratch/files/<the path>``; a file
 that is changed is copied there first. So are the native writers of ``NATIVE``, which are given the
 path in the scratch folder. Deleting what was there before is refused. What does not pass here
-(other native code) is refused by the kernel (``confine.py``); where that cannot be, by an audit
+(other native code) is refused by the kernel (``process.py``); where that cannot be, by an audit
 hook, which sees Python's calls only. Without torch: it is there before the program begins.
 """
 

@@ -13,10 +13,10 @@ from pathlib import Path
 
 import advisor
 from advisor.core import run_directory as rundir
+from advisor.core.cgroup import count_cores
 from advisor.core.credentials import HIDDEN, clean_command
 from advisor.core.errors import AdvisorError
 from advisor.core.scratch import scratch
-from advisor.lint.loader import count_cores
 from advisor.lint.source import Script, keyword, parse
 from advisor.recorder.folder import new_run
 from advisor.replay import predictions

@@ -12,7 +12,7 @@ from msgspec.structs import replace
 from advisor.advise.engine import AnalysisResult, Options, examine
 from advisor.advise.select import load_rules
 from advisor.core.finding import Finding
-from advisor.tune.knob import Machine, find_knob
+from advisor.tune.knob import Knob, Machine, find_knob
 from advisor.tune.report import Trial
 from advisor.tune.spec import KnobSetting, Value
 
@@ -46,14 +46,8 @@ def plan(run: Path, machine: Machine) -> TrialPlan:
                 if knob_setting in taken:
                     continue
                 taken.add(knob_setting)
-                trial = Trial(
-                    rule=finding.rule,
-                    knob_setting=knob_setting,
-                    title=item.title,
-                    safety=item.safety,
-                    lines=item.lines(value),
-                    memory=finding.impact is not None and finding.impact.currency == "memory",
-                )
+                trial = _trial(finding.rule, item, knob_setting)
+                trial.memory = finding.impact is not None and finding.impact.currency == "memory"
                 first = item is usable[0] and number == 0
                 _predict(trial, finding, seen, value, first=first)
                 trials.append(trial)
@@ -79,20 +73,22 @@ def asked_for(names: tuple[str, ...], machine: Machine, there: list[Trial]) -> l
             knob_setting = KnobSetting(name, value)
             if knob_setting not in known:
                 known.add(knob_setting)
-                result.append(
-                    Trial(
-                        rule="",
-                        knob_setting=knob_setting,
-                        title=item.title,
-                        safety=item.safety,
-                        lines=item.lines(value),
-                    )
-                )
+                result.append(_trial("", item, knob_setting))
     return result
 
 
-def _fits(item: object, machine: Machine) -> bool:
-    return machine.cuda or not getattr(item, "needs_cuda", False)
+def _trial(rule: str, item: Knob, setting: KnobSetting) -> Trial:
+    return Trial(
+        rule=rule,
+        knob_setting=setting,
+        title=item.title,
+        safety=item.safety,
+        lines=item.lines(setting.value),
+    )
+
+
+def _fits(item: Knob, machine: Machine) -> bool:
+    return machine.cuda or not item.needs_cuda
 
 
 def _number(finding: Finding) -> int | None:

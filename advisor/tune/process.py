@@ -1,14 +1,20 @@
-"""Runs the program once, held to its scratch folder, and returns what was measured."""
+"""Runs the program once, held to its scratch folder, and returns what was measured.
+
+The kernel holds it there (Landlock, where Linux has it): native code too (C++, Rust), and every
+process that is started, which nothing in Python does. Elsewhere the audit hook in ``overlay.py`` is
+what there is.
+"""
 
 from __future__ import annotations
 
+import ctypes
 import os
 import shutil
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -19,7 +25,6 @@ from advisor.core.errors import AdvisorError
 from advisor.core.text import clean
 from advisor.recorder.finish import injected
 from advisor.recorder.folder import RUN_DIR
-from advisor.tune.confine import confinement
 from advisor.tune.knob import find_knob
 from advisor.tune.spec import (
     GROUP,
@@ -58,13 +63,10 @@ QUIET: Mapping[str, str] = {
 class TrialProgram:
     """A command, and the folder that its trials may fill."""
 
-    def __init__(
-        self, words: Sequence[str], root: Path, *, seed: int = 0, allowed: Sequence[str] = ()
-    ) -> None:
+    def __init__(self, words: Sequence[str], root: Path, *, allowed: Sequence[str] = ()) -> None:
         self.words = list(words)
         self.allowed = tuple(allowed)
         self.root = root
-        self.seed = seed
         self.samples = False
         """Count the samples of batches."""
         self.count = 0
@@ -85,16 +87,13 @@ class TrialProgram:
         self,
         knob_settings: tuple[KnobSetting, ...],
         *,
-        warmup: int,
-        steps: int,
-        seconds: float,
         timeout: float,
-        least: int = 12,
-        turns: int = 0,
         record: Path | None = None,
+        **limits: Any,
     ) -> Running:
         """One process. ``timeout``: seconds until it is ended, whatever it does; its ``turns``
-        count each by itself. Raises AdvisorError: it cannot be started."""
+        count each by itself. ``limits``: fields of :class:`Spec`. Raises AdvisorError: it cannot be
+        started."""
         self.count += 1
         home = self.root / f"run{self.count}"
         scratch = home / "scratch"
@@ -105,14 +104,9 @@ class TrialProgram:
             scratch=str(scratch),
             allowed=self.allowed,
             knob_settings=knob_settings,
-            warmup=warmup,
-            steps=steps,
-            seconds=seconds,
-            least=least,
-            seed=self.seed,
             samples=self.samples,
-            turns=turns,
             record=record is not None,
+            **limits,
         )
         (home / "spec.json").write_bytes(encode(spec))
         env = self.environment(home, scratch, knob_settings)
@@ -230,7 +224,8 @@ class Running:
         """What it measured, once it has been ended."""
         process = self.process
         result = self._read(self.out) or (self.so_far() if self.paused else Result())
-        said = _tail(self.home / "output")
+        lines = _output(self.home / "output")
+        said = _error(lines)
         if not result.ended and not result.problem:
             killed = process.returncode == -signal.SIGKILL and not self.late
             result.problem = (
@@ -244,7 +239,7 @@ class Running:
             if process.returncode == 0 and not self.late and not said:
                 result.problem = ""
         if result.problem or not result.steps_ns:
-            result.output = _last_lines(self.home / "output")
+            result.output = "\n".join(clean(line)[:200] for line in lines[-MAX_LINES:])
         return result
 
 
@@ -259,23 +254,80 @@ def _end(process: subprocess.Popen[bytes]) -> None:
         process.wait(10)
 
 
-def _last_lines(path: Path) -> str:
-    """What the program printed last."""
+def _output(path: Path) -> list[str]:
+    """The lines that the program printed last, those that are not blank."""
     try:
         text = path.read_bytes()[-MAX_OUTPUT:].decode("utf-8", "replace")
     except OSError:
-        return ""
-    lines = [clean(line) for line in text.splitlines() if line.strip()]
-    return "\n".join(line[:200] for line in lines[-MAX_LINES:])
+        return []
+    return [line for line in text.splitlines() if line.strip()]
 
 
-def _tail(path: Path) -> str:
-    """The last line of an error that the program printed."""
+def _error(lines: list[str]) -> str:
+    """The last line of an error that the program printed; empty: it printed none."""
+    traced = any("Traceback (most recent call last)" in line for line in lines)
+    return lines[-1].strip()[:300] if traced else ""
+
+
+# -- Landlock -------------------------------------------------------------------------------------
+
+_CREATE, _ADD, _RESTRICT = 444, 445, 446  # the same on every architecture
+_NO_NEW_PRIVILEGES = 38
+_VERSION = 1
+# linux/landlock.h: all that changes a file system; truncating came with the third version
+_WRITE = 1 << 1 | sum(1 << bit for bit in range(4, 13))
+_REFER, _TRUNCATE = 1 << 13, 1 << 14
+_TRUNCATES_FROM = 3
+DEVICES = ("/dev", "/proc")
+"""Terminals, GPUs, shared memory of loader workers; what a process says of itself."""
+
+
+class _Ruleset(ctypes.Structure):
+    _fields_ = (("handled_access_fs", ctypes.c_uint64),)
+
+
+class _Beneath(ctypes.Structure):
+    _pack_ = 1
+    _layout_ = "ms"
+    _fields_ = (("allowed_access", ctypes.c_uint64), ("parent_fd", ctypes.c_int32))
+
+
+def landlock_version() -> int:
+    """Of Landlock in the running kernel; 0: there is none."""
+    if not sys.platform.startswith("linux"):
+        return 0
+    nothing = (None, ctypes.c_size_t(0), ctypes.c_uint32(_VERSION))
     try:
-        text = path.read_bytes()[-MAX_OUTPUT:].decode("utf-8", "replace")
-    except OSError:
-        return ""
-    if "Traceback (most recent call last)" not in text:
-        return ""
-    lines = [line for line in text.splitlines() if line.strip()]
-    return lines[-1].strip()[:300] if lines else ""
+        return max(0, int(ctypes.CDLL(None).syscall(_CREATE, *nothing)))
+    except (OSError, AttributeError):
+        return 0
+
+
+def confinement(folders: Iterable[Path]) -> Callable[[], None] | None:
+    """What a child is to run before its program, so that it and its children write nowhere but
+    below ``folders`` and to devices; ``None``: this system has no Landlock."""
+    result = landlock_version()
+    if result < _TRUNCATES_FROM:
+        return None
+    libc = ctypes.CDLL(None, use_errno=True)
+    access = _WRITE | _REFER | _TRUNCATE
+    paths = [os.fsencode(path) for path in (*map(str, folders), *DEVICES)]
+
+    def confine() -> None:
+        rules = _Ruleset(access)
+        size = ctypes.c_size_t(ctypes.sizeof(rules))
+        ruleset = libc.syscall(_CREATE, ctypes.byref(rules), size, ctypes.c_uint32(0))
+        if ruleset < 0:
+            raise OSError(ctypes.get_errno(), "Landlock")
+        for path in paths:
+            beneath = _Beneath(access, os.open(path, os.O_PATH | os.O_CLOEXEC))
+            if libc.syscall(_ADD, ruleset, 1, ctypes.byref(beneath), ctypes.c_uint32(0)) < 0:
+                raise OSError(ctypes.get_errno(), "Landlock")
+            os.close(beneath.parent_fd)
+        if libc.prctl(_NO_NEW_PRIVILEGES, 1, 0, 0, 0) != 0:
+            raise OSError(ctypes.get_errno(), "Landlock")
+        if libc.syscall(_RESTRICT, ruleset, ctypes.c_uint32(0)) < 0:
+            raise OSError(ctypes.get_errno(), "Landlock")
+        os.close(ruleset)
+
+    return confine

@@ -12,11 +12,10 @@ import textwrap
 from collections.abc import Callable, Sequence
 
 from advisor.core.errors import AdvisorError
-from advisor.tune.confine import version
 from advisor.tune.knob import find_knob
 from advisor.tune.losses import check
 from advisor.tune.measure import MeasuredGain, by_turns, gain, paired, ratios
-from advisor.tune.process import TrialProgram
+from advisor.tune.process import TrialProgram, landlock_version
 from advisor.tune.report import Together, Trial, TrialReport
 from advisor.tune.rounds import ABREAST, Limits, Rounds
 from advisor.tune.spec import KnobSetting, Result
@@ -57,7 +56,7 @@ class TrialSession:
         """Of runs in one round, both of which came to their steps."""
         self.doubtful: set[KnobSetting] = set()
         """Knobs whose losses differ, of which one more run is to tell whether they do it."""
-        report.confined = version() > 0
+        report.confined = landlock_version() > 0
         program.samples = any(trial.safety == "learning" for trial in report.trials)
 
     def run(self) -> None:
@@ -353,7 +352,7 @@ def why_not(result: Result) -> str:
         )
     if result.problem:
         hint = ""
-        if version() and _DENIED.search(result.problem):
+        if landlock_version() and _DENIED.search(result.problem):
             hint = (
                 " (while a program is tried, its native code may write to the scratch folder"
                 " only; --allow-write DIR lets it write into DIR)"

@@ -101,7 +101,7 @@ raise RuntimeError("end")
 """
 
 
-@pytest.mark.skipif("not __import__('advisor.tune.confine', fromlist=['x']).version()")
+@pytest.mark.skipif("not __import__('advisor.tune.process', fromlist=['x']).landlock_version()")
 def test_what_native_code_would_write_and_what_would_be_deleted_is_refused(
     run_once: Run, tmp_path: Path
 ) -> None:
@@ -168,7 +168,7 @@ if libc.open(os.path.abspath("native.bin").encode(), os.O_WRONLY | os.O_CREAT, 0
 """
 
 
-@pytest.mark.skipif("not __import__('advisor.tune.confine', fromlist=['x']).version()")
+@pytest.mark.skipif("not __import__('advisor.tune.process', fromlist=['x']).landlock_version()")
 def test_a_writer_that_is_refused_is_told_which_switch_helps(run_once: Run, tmp_path: Path) -> None:
     result = run_once(DENIED, here=tmp_path)
     error = not_tried(why_not(result), result)

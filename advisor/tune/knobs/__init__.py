@@ -1,1 +1,1 @@
-"""One file a knob. They run in the trial's process: no more is imported than torch."""
+"""One file a kind of knob. They run in the trial's process: no more is imported than torch."""

@@ -3,50 +3,46 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
 from typing import Any, ClassVar
 
-from advisor.tune.knob import Knob, Machine, Safety
+from advisor.tune.knob import Knob, Safety
 from advisor.tune.patch import wrap
 from advisor.tune.spec import Value
 
 
 class _Ddp(Knob):
-    safety: ClassVar[Safety] = "reordered"
+    """A keyword argument of every model that is wrapped from now on."""
 
-    def change(self, given: dict[str, Any], value: Value) -> None:
-        raise NotImplementedError
+    safety: ClassVar[Safety] = "reordered"
+    argument: ClassVar[str]
+
+    def _setting(self, value: Value) -> Value:
+        return True if value is None else value
 
     def apply(self, value: Value) -> None:
-        """Every model that is wrapped from now on."""
+        """Whatever the program gives for it."""
         from torch.nn.parallel import DistributedDataParallel
 
         def make(original: Any) -> Any:
             def __init__(self_: Any, *args: Any, **kwargs: Any) -> None:
-                self.change(kwargs, value)
                 self.took_effect()
-                original(self_, *args, **kwargs)
+                original(self_, *args, **{**kwargs, self.argument: self._setting(value)})
 
             return __init__
 
         wrap(DistributedDataParallel, "__init__", make)
 
+    def lines(self, value: Value) -> str:
+        return f"DistributedDataParallel(..., {self.argument}={self._setting(value)})"
+
 
 class DdpBuckets(_Ddp):
-    """``bucket_cap_mb``: PyTorch's own is 25."""
+    """``bucket_cap_mb``, larger and smaller: PyTorch's own is 25."""
 
     id = "ddp-bucket-size"
     title = "size of DDP's buckets"
-
-    def values(self, wanted: int | None, machine: Machine) -> Sequence[Value]:
-        """Larger and smaller, MB."""
-        return (100, 10)
-
-    def change(self, given: dict[str, Any], value: Value) -> None:
-        given["bucket_cap_mb"] = value
-
-    def lines(self, value: Value) -> str:
-        return f"DistributedDataParallel(..., bucket_cap_mb={value})"
+    settings = (100, 10)
+    argument = "bucket_cap_mb"
 
 
 class DdpStaticGraph(_Ddp):
@@ -54,12 +50,7 @@ class DdpStaticGraph(_Ddp):
 
     id = "ddp-static-graph"
     title = "DDP with a graph that stays"
-
-    def change(self, given: dict[str, Any], value: Value) -> None:
-        given["static_graph"] = True
-
-    def lines(self, value: Value) -> str:
-        return "DistributedDataParallel(..., static_graph=True)"
+    argument = "static_graph"
 
 
 class DdpBucketView(_Ddp):
@@ -68,12 +59,7 @@ class DdpBucketView(_Ddp):
     id = "ddp-bucket-view"
     title = "gradients that live in DDP's buckets"
     safety = "exact"
-
-    def change(self, given: dict[str, Any], value: Value) -> None:
-        given["gradient_as_bucket_view"] = True
-
-    def lines(self, value: Value) -> str:
-        return "DistributedDataParallel(..., gradient_as_bucket_view=True)"
+    argument = "gradient_as_bucket_view"
 
 
 LEARNT_FROM = 2
@@ -88,6 +74,10 @@ class DdpNoSync(Knob):
     id = "ddp-no-sync"
     title = "gradients sent once an optimizer step"
     safety = "reordered"
+    keep = (
+        "with nullcontext() if last_micro_batch else model.no_sync():\n"
+        "    loss(model(micro_batch)).backward()"
+    )
 
     def apply(self, value: Value) -> None:
         """Every model that is wrapped."""
@@ -134,9 +124,3 @@ class DdpNoSync(Knob):
 
         wrap(DistributedDataParallel, "forward", make)
         optim.register_optimizer_step_pre_hook(before)
-
-    def lines(self, value: Value) -> str:
-        return (
-            "with nullcontext() if last_micro_batch else model.no_sync():\n"
-            "    loss(model(micro_batch)).backward()"
-        )

@@ -1,16 +1,20 @@
-"""Processes that stay on the cores of one NUMA node."""
+"""The process around the model: cores, threads, the allocator, garbage collection."""
 
 from __future__ import annotations
 
+import gc
 import os
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
+from advisor.recorder.environment import NODES, cpu_list
 from advisor.tune.knob import Knob, Machine
+from advisor.tune.patch import wrap
 from advisor.tune.spec import Value
 
-NODES = Path("/sys/devices/system/node")
+SETTING = "expandable_segments:True"
+BEFORE, EVERY = 3, 500
+"""Steps until what is there is frozen, and between collections by hand."""
 
 
 class Affinity(Knob):
@@ -18,28 +22,17 @@ class Affinity(Knob):
 
     id = "affinity"
     title = "bound to one NUMA node"
+    keep = "numactl --cpunodebind=0 --membind=0 python train.py"
 
     def apply(self, value: Value) -> None:
         """At once. Nothing where there is one node."""
         here = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else set()
         for node in sorted(NODES.glob("node[0-9]*/cpulist")):
-            own = here & _cores(node.read_text())
+            own = here & cpu_list(node.read_text())
             if own and own != here:
                 os.sched_setaffinity(0, own)
                 self.took_effect()
                 return
-
-    def lines(self, value: Value) -> str:
-        return "numactl --cpunodebind=0 --membind=0 python train.py"
-
-
-def _cores(text: str) -> set[int]:
-    result: set[int] = set()
-    for part in text.strip().split(","):
-        low, _, high = part.partition("-")
-        if low.isdecimal():
-            result |= set(range(int(low), int(high or low) + 1))
-    return result
 
 
 class Threads(Knob):
@@ -48,6 +41,7 @@ class Threads(Knob):
     id = "threads"
     title = "threads of an operator"
     safety = "reordered"
+    keep = "torch.set_num_threads({value})"
 
     def values(self, wanted: int | None, machine: Machine) -> Sequence[Value]:
         """As many as cores, half of them, one."""
@@ -64,15 +58,13 @@ class Threads(Knob):
         torch.set_num_threads = lambda count: None
         self.took_effect()
 
-    def lines(self, value: Value) -> str:
-        return f"torch.set_num_threads({value})"
-
 
 class DebugSwitchesKnob(Knob):
     """Anomaly detection and launches that block."""
 
     id = "debug-switches-off"
     title = "debug switches off"
+    keep = "torch.autograd.set_detect_anomaly(False); unset CUDA_LAUNCH_BLOCKING"
 
     def environment(self, value: Value) -> dict[str, str | None]:
         return {"CUDA_LAUNCH_BLOCKING": None, "TORCH_DISTRIBUTED_DEBUG": None}
@@ -93,5 +85,70 @@ class DebugSwitchesKnob(Knob):
 
         torch.set_anomaly_enabled = keep
 
-    def lines(self, value: Value) -> str:
-        return "torch.autograd.set_detect_anomaly(False); unset CUDA_LAUNCH_BLOCKING"
+
+class AllocatorKnob(Knob):
+    """``PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True``."""
+
+    id = "expandable-segments"
+    title = "memory segments that grow"
+    needs_cuda = True
+    keep = f"PYTORCH_CUDA_ALLOC_CONF={SETTING} python train.py"
+
+    def environment(self, value: Value) -> dict[str, str | None]:
+        return {"PYTORCH_CUDA_ALLOC_CONF": SETTING, "PYTORCH_ALLOC_CONF": SETTING}
+
+    def apply(self, value: Value) -> None:
+        """Torch has read it."""
+        self.took_effect()
+
+
+class EmptyCache(Knob):
+    """``torch.cuda.empty_cache`` does nothing."""
+
+    id = "keep-cache"
+    title = "no empty_cache"
+    needs_cuda = True
+    keep = "# without torch.cuda.empty_cache() in the loop"
+
+    def apply(self, value: Value) -> None:
+        """Every call from now on."""
+        import torch
+
+        def make(original: Any) -> Any:
+            def empty_cache() -> None:
+                self.took_effect()
+
+            return empty_cache
+
+        wrap(torch.cuda, "empty_cache", make)
+
+
+class GcFreeze(Knob):
+    """After some steps: what is there is frozen, automatic collection ends, and one by hand is made
+    now and then. Cyclic garbage stays until then, which the memory column shows."""
+
+    id = "gc-freeze"
+    title = "no garbage collection within steps"
+    keep = (
+        "gc.collect(); gc.freeze(); gc.disable()   # before the loop\n"
+        f"if step % {EVERY} == 0: gc.collect()        # in it"
+    )
+
+    def apply(self, value: Value) -> None:
+        """Counts optimizer steps."""
+        from torch.optim import optimizer as optim
+
+        count = 0
+
+        def after(*_: Any) -> None:
+            nonlocal count
+            count += 1
+            if count == BEFORE:
+                gc.collect()
+                gc.freeze()
+                gc.disable()
+                self.took_effect()
+            elif count % EVERY == 0:
+                gc.collect()
+
+        optim.register_optimizer_step_post_hook(after)

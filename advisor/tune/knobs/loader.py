@@ -1,4 +1,4 @@
-"""More or fewer worker processes of every DataLoader."""
+"""Workers, batches ahead and pinned memory of every DataLoader."""
 
 from __future__ import annotations
 
@@ -10,7 +10,39 @@ from advisor.tune.patch import LOADERS, loader_arguments, wrap
 from advisor.tune.spec import Value
 
 
-class LoaderWorkersKnob(Knob):
+class _Loaders(Knob):
+    """Arguments of every DataLoader that is made from now on."""
+
+    def kept(self, value: Value) -> dict[str, object]:
+        """The arguments that keep it."""
+        raise NotImplementedError
+
+    def change(self, given: dict[str, object], value: Value) -> bool:
+        """Edit the arguments of a loader; whether there was anything to change."""
+        wanted = self.kept(value)
+        if not given.get("num_workers") or wanted.items() <= given.items():
+            return False
+        given.update(wanted)
+        return True
+
+    def apply(self, value: Value) -> None:
+        """Loaders that are made from now on."""
+
+        def change(given: dict[str, object]) -> None:
+            if self.change(given, value):
+                self.took_effect()
+
+        loader_arguments(change)
+
+    def lines(self, value: Value) -> str:
+        kept = self.kept(value).items()
+        return f"DataLoader(..., {', '.join(f'{k}={v}' for k, v in kept if v is not False)})"
+
+    def arguments(self, value: Value) -> tuple[frozenset[str], dict[str, object]]:
+        return LOADERS, self.kept(value)
+
+
+class LoaderWorkersKnob(_Loaders):
     """``num_workers`` of each map-style data set, and of an iterable one that has workers."""
 
     id = "workers"
@@ -27,88 +59,47 @@ class LoaderWorkersKnob(Knob):
             count *= 2
         return list(dict.fromkeys([*result, machine.cores]))
 
-    def apply(self, value: Value) -> None:
-        """Every loader that is made from now on."""
+    def kept(self, value: Value) -> dict[str, object]:
+        return {"num_workers": value, "persistent_workers": bool(value)}
+
+    def change(self, given: dict[str, object], value: Value) -> bool:
         from torch.utils.data import IterableDataset
 
-        workers = int(value or 0)
-
-        def change(given: dict[str, object]) -> None:
-            before = given.get("num_workers", 0)
-            if before == workers:
-                return
-            # one that never had workers may not divide its items among them: each would give all
-            if not before and isinstance(given.get("dataset"), IterableDataset):
-                return
-            given["num_workers"] = workers
-            if not workers:
-                for name in ("persistent_workers", "prefetch_factor", "multiprocessing_context"):
-                    given.pop(name, None)
-                given.pop("timeout", None)
-            else:
-                given["persistent_workers"] = True
-            self.took_effect()
-
-        loader_arguments(change)
-
-    def lines(self, value: Value) -> str:
-        if not value:
-            return "DataLoader(..., num_workers=0)"
-        return f"DataLoader(..., num_workers={value}, persistent_workers=True)"
-
-    def arguments(self, value: Value) -> tuple[frozenset[str], dict[str, object]]:
-        return LOADERS, {"num_workers": value, "persistent_workers": bool(value)}
+        before, workers = given.get("num_workers", 0), int(value or 0)
+        # one that never had workers may not divide its items among them: each would give all
+        alone = not before and isinstance(given.get("dataset"), IterableDataset)
+        if before == workers or alone:
+            return False
+        given["num_workers"] = workers
+        if workers:
+            given["persistent_workers"] = True
+        else:
+            for name in ("persistent_workers", "prefetch_factor", "multiprocessing_context",
+                         "timeout"):  # fmt: skip
+                given.pop(name, None)
+        return True
 
 
-class LoaderPrefetch(Knob):
-    """``prefetch_factor`` of every DataLoader that has workers; PyTorch's own is 2."""
+class LoaderPrefetch(_Loaders):
+    """``prefetch_factor`` of every DataLoader that has workers: twice and four times PyTorch's."""
 
     id = "loader-prefetch"
     title = "batches prepared ahead"
+    settings = (4, 8)
 
-    def values(self, wanted: int | None, machine: Machine) -> Sequence[Value]:
-        """Twice and four times PyTorch's."""
-        return (4, 8)
-
-    def apply(self, value: Value) -> None:
-        """Every loader that is made from now on."""
-
-        def change(given: dict[str, object]) -> None:
-            if given.get("num_workers") and given.get("prefetch_factor") != value:
-                given["prefetch_factor"] = value
-                self.took_effect()
-
-        loader_arguments(change)
-
-    def lines(self, value: Value) -> str:
-        return f"DataLoader(..., prefetch_factor={value})"
-
-    def arguments(self, value: Value) -> tuple[frozenset[str], dict[str, object]]:
-        return LOADERS, {"prefetch_factor": value}
+    def kept(self, value: Value) -> dict[str, object]:
+        return {"prefetch_factor": value}
 
 
-class LoaderPersistent(Knob):
+class LoaderPersistent(_Loaders):
     """``persistent_workers`` of every DataLoader that has workers."""
 
     id = "loader-persistent"
     title = "workers that outlive the epoch"
     redraws = True
 
-    def apply(self, value: Value) -> None:
-        """Every loader that is made from now on."""
-
-        def change(given: dict[str, object]) -> None:
-            if given.get("num_workers") and not given.get("persistent_workers"):
-                given["persistent_workers"] = True
-                self.took_effect()
-
-        loader_arguments(change)
-
-    def lines(self, value: Value) -> str:
-        return "DataLoader(..., persistent_workers=True)"
-
-    def arguments(self, value: Value) -> tuple[frozenset[str], dict[str, object]]:
-        return LOADERS, {"persistent_workers": True}
+    def kept(self, value: Value) -> dict[str, object]:
+        return {"persistent_workers": True}
 
 
 class LoaderPinning(Knob):
@@ -118,6 +109,7 @@ class LoaderPinning(Knob):
     id = "loader-pinning"
     title = "pinned batches, non-blocking copies"
     needs_cuda = True
+    keep = "DataLoader(..., pin_memory=True)\nbatch = batch.to(device, non_blocking=True)"
 
     def apply(self, value: Value) -> None:
         """Loaders that are made, and copies to a device, from now on."""
@@ -145,6 +137,3 @@ class LoaderPinning(Knob):
         cuda = torch.Tensor.cuda
         wrap(torch.Tensor, "to", make)
         wrap(torch.Tensor, "cuda", make)
-
-    def lines(self, value: Value) -> str:
-        return "DataLoader(..., pin_memory=True)\nbatch = batch.to(device, non_blocking=True)"

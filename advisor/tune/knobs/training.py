@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Sequence
 from typing import Any
 
 from advisor.core.errors import AdvisorError
@@ -23,10 +22,7 @@ class BatchSize(Knob):
     id = "batch"
     title = "batch size"
     safety = "learning"
-
-    def values(self, wanted: int | None, machine: Machine) -> Sequence[Value]:
-        """Twice and four times the program's own."""
-        return ("x2", "x4")
+    settings = ("x2", "x4")
 
     def parse_setting(self, text: str, machine: Machine) -> Value:
         match = re.fullmatch(r"(x?)([1-9]\d{0,6})", text)
@@ -39,7 +35,7 @@ class BatchSize(Knob):
 
     def apply(self, value: Value) -> None:
         """Every loader, and every sampler of batches, that is made from now on."""
-        from torch.utils.data import BatchSampler
+        from torch.utils.data import BatchSampler, DataLoader
 
         inside = 0
 
@@ -65,8 +61,6 @@ class BatchSize(Knob):
                 original(self_, sampler, size, drop_last)
 
             return __init__
-
-        from torch.utils.data import DataLoader
 
         wrap(DataLoader, "__init__", around)
         loader_arguments(change)
@@ -103,10 +97,9 @@ class FusedOptimizer(Knob):
     title = "fused optimizer"
     safety = "reordered"
     group = "optimizer"
-
-    def values(self, wanted: int | None, machine: Machine) -> Sequence[Value]:
-        """The faster first."""
-        return ("fused", "foreach")
+    settings = ("fused", "foreach")
+    """The faster first."""
+    keep = "torch.optim.AdamW(..., {value}=True)"
 
     def apply(self, value: Value) -> None:
         """Every optimizer that is made from now on."""
@@ -119,9 +112,6 @@ class FusedOptimizer(Knob):
 
         optimizer_arguments(str(value), change)
 
-    def lines(self, value: Value) -> str:
-        return f"torch.optim.AdamW(..., {value}=True)"
-
     def arguments(self, value: Value) -> tuple[frozenset[str], dict[str, object]]:
         return frozenset(f"torch.optim.{name}" for name in KNOWN), {str(value): True}
 
@@ -131,6 +121,7 @@ class SetToNone(Knob):
 
     id = "set-to-none"
     title = "gradients dropped, not zeroed"
+    keep = "optimizer.zero_grad(set_to_none=True)"
 
     def apply(self, value: Value) -> None:
         """Every call from now on."""
@@ -147,9 +138,6 @@ class SetToNone(Knob):
         wrap(torch.optim.Optimizer, "zero_grad", make)
         wrap(torch.nn.Module, "zero_grad", make)
 
-    def lines(self, value: Value) -> str:
-        return "optimizer.zero_grad(set_to_none=True)"
-
 
 class NoGradEvaluation(Knob):
     """``torch.no_grad()`` around forwards of models in evaluation mode. A program that learns
@@ -157,6 +145,7 @@ class NoGradEvaluation(Knob):
 
     id = "no-grad-evaluation"
     title = "evaluation without gradients"
+    keep = "with torch.inference_mode():   # around validation\n    output = model(batch)"
 
     def apply(self, value: Value) -> None:
         """Every outermost forward from now on."""
@@ -170,6 +159,3 @@ class NoGradEvaluation(Knob):
                 return go()
 
         around_forwards(call)
-
-    def lines(self, value: Value) -> str:
-        return "with torch.inference_mode():   # around validation\n    output = model(batch)"

@@ -1,11 +1,12 @@
-"""Forwards in bfloat16 where that is safe."""
+"""How the model computes: its arithmetic, its order of memory, torch.compile."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
-from advisor.tune.knob import Knob
-from advisor.tune.patch import at_first_forward, hold
+from advisor.tune.knob import Knob, Machine
+from advisor.tune.patch import at_first_forward, hold, wrap
 from advisor.tune.spec import Value
 
 
@@ -15,6 +16,7 @@ class Autocast(Knob):
     id = "autocast"
     title = "bf16 autocast"
     safety = "precision"
+    keep = "with torch.autocast(device_type, dtype=torch.bfloat16):\n    output = model(batch)"
 
     def apply(self, value: Value) -> None:
         """When models are called for the first time."""
@@ -36,9 +38,6 @@ class Autocast(Knob):
 
         at_first_forward(begin)
 
-    def lines(self, value: Value) -> str:
-        return "with torch.autocast(device_type, dtype=torch.bfloat16):\n    output = model(batch)"
-
 
 class MatmulPrecision(Knob):
     """``torch.set_float32_matmul_precision("high")``, whatever the program sets later."""
@@ -47,6 +46,7 @@ class MatmulPrecision(Knob):
     title = "TF32 matrix products"
     safety = "precision"
     needs_cuda = True
+    keep = 'torch.set_float32_matmul_precision("high")'
 
     def apply(self, value: Value) -> None:
         """At once, and against being set back."""
@@ -65,9 +65,6 @@ class MatmulPrecision(Knob):
         hold(torch.backends.cuda.matmul, "allow_tf32", "fp32_precision")
         hold(torch.backends.cudnn, "allow_tf32", "fp32_precision")
 
-    def lines(self, value: Value) -> str:
-        return 'torch.set_float32_matmul_precision("high")'
-
 
 class ChannelsLast(Knob):
     """The model's weights once, before its first forward; each 4-d input before its forward."""
@@ -75,6 +72,10 @@ class ChannelsLast(Knob):
     id = "channels-last"
     title = "channels-last order"
     safety = "reordered"
+    keep = (
+        "model = model.to(memory_format=torch.channels_last)\n"
+        "images = images.to(memory_format=torch.channels_last)"
+    )
 
     def apply(self, value: Value) -> None:
         """When models are called for the first time."""
@@ -97,12 +98,6 @@ class ChannelsLast(Knob):
 
         at_first_forward(begin)
 
-    def lines(self, value: Value) -> str:
-        return (
-            "model = model.to(memory_format=torch.channels_last)\n"
-            "images = images.to(memory_format=torch.channels_last)"
-        )
-
 
 class CudnnBenchmark(Knob):
     """``torch.backends.cudnn.benchmark = True``."""
@@ -111,6 +106,7 @@ class CudnnBenchmark(Knob):
     title = "cuDNN's search for the fastest convolution"
     safety = "reordered"
     needs_cuda = True
+    keep = "torch.backends.cudnn.benchmark = True"
 
     def apply(self, value: Value) -> None:
         """At once, and against being set back."""
@@ -121,5 +117,55 @@ class CudnnBenchmark(Knob):
         torch.backends.cudnn.benchmark = True
         hold(torch.backends.cudnn, "benchmark")
 
+
+class CompileModel(Knob):
+    """``model.compile()`` before the first forward of each outermost model."""
+
+    id = "compile"
+    title = "torch.compile"
+    safety = "reordered"
+
+    def values(self, wanted: int | None, machine: Machine) -> Sequence[Value]:
+        """The modes; those with CUDA graphs where there is a GPU."""
+        return ("default", "reduce-overhead") if machine.cuda else ("default",)
+
+    def apply(self, value: Value) -> None:
+        """When models are called for the first time."""
+
+        def begin(module: Any) -> None:
+            if module._compiled_call_impl is None and any(True for _ in module.parameters()):
+                module.compile(mode=None if value == "default" else value)
+                self.took_effect()
+
+        at_first_forward(begin)
+
     def lines(self, value: Value) -> str:
-        return "torch.backends.cudnn.benchmark = True"
+        return "model.compile()" if value == "default" else f'model.compile(mode="{value}")'
+
+
+class CompileDynamic(Knob):
+    """``dynamic=True`` in every ``torch.compile`` of the program."""
+
+    id = "compile-dynamic"
+    title = "compiled for all shapes"
+    safety = "reordered"
+    keep = "torch.compile(..., dynamic=True)"
+
+    def apply(self, value: Value) -> None:
+        """Every function and model that is compiled from now on."""
+        import torch
+
+        def make(original: Any) -> Any:
+            def change(*args: Any, **kwargs: Any) -> Any:
+                if kwargs.get("dynamic") is not True:
+                    kwargs["dynamic"] = True
+                    self.took_effect()
+                return original(*args, **kwargs)
+
+            return change
+
+        # ``nn.Module.compile`` calls a name of its own module, found anew at each call
+        wrap(torch, "compile", make)
+
+    def arguments(self, value: Value) -> tuple[frozenset[str], dict[str, object]]:
+        return frozenset({"torch.compile"}), {"dynamic": True}

@@ -43,7 +43,7 @@ def command(
         out.check(prometheus, [])
     live = sys.stdout.isatty() and not as_json and not once
     once = once or (not live and not as_json and prometheus is None)
-    with SampleSource("all", own=False) as source:
+    with SampleSource(every=True) as source:
         try:
             if live:
                 _live(source, interval, prometheus)

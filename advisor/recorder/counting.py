@@ -9,7 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 from advisor.recorder.clock import ONLINE, THREAD, Tape
-from advisor.recorder.hooks import Hooks
+from advisor.recorder.hooks import Hooks, Listener
 from advisor.recorder.loaders import Loaders
 from advisor.recorder.reader import TapeReader
 from advisor.recorder.steps import StepSegment
@@ -17,9 +17,10 @@ from advisor.recorder.steps import StepSegment
 log = logging.getLogger("advisor")
 
 
-class CallCounter:
-    """Listens, keeps nothing. ``ended`` is called with the number of each step as it ends, in the
-    training thread; what it raises that is no Exception goes through to the program."""
+class CallCounter(Listener):
+    """Listens, keeps nothing; loops that do not train and other threads are left alone. ``ended``
+    is called with the number of each step as it ends, in the training thread; what it raises that
+    is no Exception goes through to the program."""
 
     def __init__(self, ended: Callable[[int], None]) -> None:
         self.ended = ended
@@ -30,29 +31,6 @@ class CallCounter:
         self.loaders = Loaders(lambda kind, data: None)
         self.reader = TapeReader(self.loaders, self._emit)
         self.hooks = Hooks(self)
-
-    def glance(self, batch: Any) -> Any:
-        """Batches are of no interest."""
-
-    def entered(self, phase: int) -> None:
-        """Nobody watches."""
-
-    def left(self, phase: int) -> None:
-        """Nobody watches."""
-
-    def stepped(self) -> None:
-        """An optimizer has stepped."""
-
-    def forwarded(self, module: Any) -> None:
-        """Loops that do not train are left alone."""
-
-    def generating(self) -> None:
-        """The same."""
-
-    generated = learning = generating
-
-    def elsewhere(self, *, updates: bool) -> None:
-        """Other threads are left alone."""
 
     def drain(self) -> None:
         """Read the tape."""

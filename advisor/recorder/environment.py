@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from advisor import __version__
-from advisor.core.cgroup import Cgroup
+from advisor.core.cgroup import Cgroup, count_cores
 from advisor.core.credentials import HIDDEN, clean_command, clean_value, is_secret_name
 from advisor.core.run_directory import Manifest, Rank, RecordedDevice
 
@@ -76,7 +76,7 @@ def manifest(options: dict[str, Any], entry: str, run_id: str) -> Manifest:
         entry=entry,
         git_commit=commit,
         git_dirty=dirty,
-        world_size=_try(_world_size),
+        world_size=_try(lambda: _of_job("world_size")),
         versions=_try(versions) or {},
         options=options,
     )
@@ -87,7 +87,7 @@ def rank_info() -> Rank:
     unix, perf = anchors()
     cgroup = _try(Cgroup)
     return Rank(
-        rank=_try(_rank),
+        rank=_try(lambda: _of_job("rank")),
         local_rank=_int(os.environ.get("LOCAL_RANK")),
         pid=os.getpid(),
         anchor_unix_ns=unix,
@@ -139,14 +139,8 @@ def environment() -> dict[str, str]:
 def git_state(folder: Path | None = None) -> tuple[str | None, bool | None]:
     """(commit, uncommitted changes in tracked files) of the repository around a folder."""
     folder = folder or Path.cwd()
-    status = _git(
-        folder,
-        "status",
-        "--porcelain=v2",
-        "--branch",
-        "--untracked-files=no",
-        "--ignore-submodules",
-    )
+    options = "--porcelain=v2 --branch --untracked-files=no --ignore-submodules"
+    status = _git(folder, "status", *options.split())
     if status is None:
         return _head(folder), None
     lines = status.decode("utf-8", "replace").splitlines()
@@ -248,20 +242,12 @@ def _texts(getters: dict[str, Callable[[], Any]]) -> dict[str, str]:
     return {name: str(value) for name, value in values.items() if value is not None}
 
 
-def _world_size() -> int | None:
-    torch = sys.modules.get("torch")
-    distributed = getattr(torch, "distributed", None)
+def _of_job(name: str) -> int | None:
+    """``rank`` or ``world_size``: as torch has it, else as the launcher says."""
+    distributed = getattr(sys.modules.get("torch"), "distributed", None)
     if distributed is not None and distributed.is_available() and distributed.is_initialized():
-        return int(distributed.get_world_size())
-    return _int(os.environ.get("WORLD_SIZE"))
-
-
-def _rank() -> int | None:
-    torch = sys.modules.get("torch")
-    distributed = getattr(torch, "distributed", None)
-    if distributed is not None and distributed.is_available() and distributed.is_initialized():
-        return int(distributed.get_rank())
-    return _int(os.environ.get("RANK"))
+        return int(getattr(distributed, f"get_{name}")())
+    return _int(os.environ.get(name.upper()))
 
 
 def _int(text: str | None) -> int | None:
@@ -271,16 +257,11 @@ def _int(text: str | None) -> int | None:
 # -- limits -------------------------------------------------------------------------------------
 
 
-def usable_cpus(cgroup: Cgroup | None = None) -> int | None:
+def usable_cpus(cgroup: Cgroup | None = None) -> int:
     """CPUs that the process may keep busy: its affinity, and the container's quota if lower."""
-    if hasattr(os, "sched_getaffinity"):
-        result: int | None = len(os.sched_getaffinity(0))
-    else:
-        result = os.cpu_count()
+    cores = count_cores()
     quota = cgroup.cpu_quota() if cgroup is not None else None
-    if quota is None or result is None:
-        return result
-    return max(1, min(result, int(quota)))
+    return cores if quota is None else max(1, min(cores, int(quota)))
 
 
 def _memory(cgroup: Cgroup | None) -> int | None:

@@ -19,8 +19,6 @@ from pathlib import Path
 
 import msgspec
 
-from advisor.core import run_directory as rundir
-
 RUN_DIR = "ADVISOR_RUN_DIR"
 """Set by ``advisor record`` for the processes that it starts."""
 WAIT_SECONDS = 60.0
@@ -157,8 +155,3 @@ def remove_if_empty(run: Path) -> bool:
     except OSError:
         return False
     return True
-
-
-def manifest_of(folder: Path) -> Path:
-    """Where the manifest belongs, from a rank's folder."""
-    return folder.parent / rundir.MANIFEST

@@ -20,7 +20,7 @@ from collections.abc import Callable
 from threading import get_ident
 from time import perf_counter_ns as now
 from types import MethodType
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 from weakref import ref
 
 from advisor.recorder.clock import (
@@ -62,16 +62,15 @@ from advisor.recorder.loaders import Loaders
 from advisor.recorder.modules import ModuleCalls, hide_from_warnings, leave_to_dynamo
 
 
-class Listener(Protocol):
-    """What hooks talk to."""
+class Listener:
+    """What hooks talk to. Here it does nothing."""
 
     tape: Tape
     loaders: Loaders
     looping: list[Any]
     """Not empty: ``Recorder.steps`` waits for a batch."""
-
-    def glance(self, batch: Any) -> Any:
-        """Note what a batch is made of."""
+    glance: Callable[[Any], Any] = staticmethod(lambda batch: None)
+    """Notes what a batch is made of."""
 
     def entered(self, phase: int) -> None:
         """A phase is about to begin; called while somebody watches. Contained, as the next ones."""

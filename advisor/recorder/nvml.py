@@ -60,16 +60,10 @@ class Nvml:
         self.driver: str | None = self._value("nvmlSystemGetDriverVersion")
         self._open = True
 
-    def devices(self, uuids: Iterable[str] | None = None) -> list[NvmlDevice]:
-        """The GPUs of the given UUIDs (with or without ``GPU-``); ``"all"``: every GPU; by default
-        those that ``CUDA_VISIBLE_DEVICES`` leaves visible."""
-        if uuids is None:
-            chosen = visible(os.environ.get("CUDA_VISIBLE_DEVICES"), self._all())
-        elif uuids == "all":
-            chosen = visible(None, self._all())
-        else:
-            chosen = [self._find(uuid) for uuid in uuids]
-        return [NvmlDevice(self.module, handle) for handle in chosen if handle is not None]
+    def devices(self, *, every: bool = False) -> list[NvmlDevice]:
+        """Every GPU, or those that ``CUDA_VISIBLE_DEVICES`` leaves visible."""
+        variable = None if every else os.environ.get("CUDA_VISIBLE_DEVICES")
+        return [NvmlDevice(self.module, handle) for handle in visible(variable, self._all())]
 
     def _all(self) -> list[tuple[str, Any]]:
         """(UUID, handle) of every GPU in NVML's order, MIG slices behind the GPU they are of."""
@@ -89,16 +83,8 @@ class Nvml:
                     result.append((self._uuid(part), part))
         return result
 
-    def _find(self, uuid: str) -> Any:
-        spellings = [uuid] if uuid.startswith(("GPU-", "MIG-")) else [f"GPU-{uuid}", f"MIG-{uuid}"]
-        for spelling in spellings:
-            handle = self._value("nvmlDeviceGetHandleByUUID", spelling)
-            if handle is not None:
-                return handle
-        return None
-
     def _uuid(self, handle: Any) -> str:
-        return text(self._value("nvmlDeviceGetUUID", handle)) or ""
+        return str(self._value("nvmlDeviceGetUUID", handle) or "")
 
     def _value(self, name: str, *arguments: Any) -> Any:
         try:
@@ -192,12 +178,11 @@ class NvmlDevice:
     def _constants(self) -> dict[str, Any]:
         nv, board = self.nv, self.board
         threshold = getattr(nv, "NVML_TEMPERATURE_THRESHOLD_SLOWDOWN", 1)
+        clock, temperature = "nvmlDeviceGetMaxClockInfo", "nvmlDeviceGetTemperatureThreshold"
         return {
-            "sm_clock_max": self._ask("nvmlDeviceGetMaxClockInfo", board, nv.NVML_CLOCK_SM),
-            "memory_clock_max": self._ask("nvmlDeviceGetMaxClockInfo", board, nv.NVML_CLOCK_MEM),
-            "temperature_slowdown": self._ask(
-                "nvmlDeviceGetTemperatureThreshold", board, threshold
-            ),
+            "sm_clock_max": self._ask(clock, board, nv.NVML_CLOCK_SM),
+            "memory_clock_max": self._ask(clock, board, nv.NVML_CLOCK_MEM),
+            "temperature_slowdown": self._ask(temperature, board, threshold),
             "pcie_gen_max": self._ask("nvmlDeviceGetMaxPcieLinkGeneration", board),
             "pcie_width_max": self._ask("nvmlDeviceGetMaxPcieLinkWidth", board),
         }
@@ -232,14 +217,11 @@ class NvmlDevice:
         gpu.pcie_tx, gpu.pcie_rx = self._pcie_rates()
         gpu.nvlink_tx = self._field("NVML_FI_DEV_NVLINK_THROUGHPUT_DATA_TX", 0xFFFFFFFF)
         gpu.nvlink_rx = self._field("NVML_FI_DEV_NVLINK_THROUGHPUT_DATA_RX", 0xFFFFFFFF)
-        volatile = nv.NVML_VOLATILE_ECC
-        errors = "nvmlDeviceGetTotalEccErrors"
-        corrected, uncorrected = (
-            nv.NVML_MEMORY_ERROR_TYPE_CORRECTED,
-            nv.NVML_MEMORY_ERROR_TYPE_UNCORRECTED,
+        kinds = nv.NVML_MEMORY_ERROR_TYPE_CORRECTED, nv.NVML_MEMORY_ERROR_TYPE_UNCORRECTED
+        gpu.ecc_corrected, gpu.ecc_uncorrected = (
+            self._ask("nvmlDeviceGetTotalEccErrors", board, kind, nv.NVML_VOLATILE_ECC)
+            for kind in kinds
         )
-        gpu.ecc_corrected = self._ask(errors, board, corrected, volatile)
-        gpu.ecc_uncorrected = self._ask(errors, board, uncorrected, volatile)
         rows = self._ask("nvmlDeviceGetRemappedRows", board)
         if rows is not None:
             gpu.remapped_rows = int(rows[0]) + int(rows[1])

@@ -10,10 +10,11 @@ from __future__ import annotations
 import logging
 import os
 import re
-import tomllib
 from dataclasses import dataclass, fields, replace
-from pathlib import Path
 from typing import Any
+
+from advisor.core.errors import AdvisorError
+from advisor.core.files import tool_section
 
 log = logging.getLogger("advisor")
 
@@ -137,16 +138,11 @@ def _from_environment() -> dict[str, str]:
 
 def _from_pyproject() -> dict[str, Any]:
     try:
-        here = Path.cwd()
-        for folder in (here, *here.parents):
-            file = folder / "pyproject.toml"
-            if file.is_file():
-                table = tomllib.loads(file.read_text("utf-8"))
-                section = table.get("tool", {}).get("advisor", {}).get("record", {})
-                return section if isinstance(section, dict) else {}
-    except (OSError, ValueError, AttributeError) as error:  # ValueError: TOML, or not UTF-8
+        section = tool_section("record")[1]
+    except (OSError, AdvisorError) as error:  # OSError: the working folder was deleted
         log.warning("advisor: pyproject.toml was not read (%s)", error)
-    return {}
+        return {}
+    return section if isinstance(section, dict) else {}
 
 
 def _with(options: RecordOptions, name: str, value: Any) -> RecordOptions:

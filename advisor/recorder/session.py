@@ -50,17 +50,23 @@ from advisor.recorder.clock import (
     Tape,
 )
 from advisor.recorder.compile_log import CompileLogHandler
-from advisor.recorder.cuda import AllocatorStats, Marks, Reading, usable
-from advisor.recorder.hooks import GENERATION, Hooks
+from advisor.recorder.hooks import GENERATION, Hooks, Listener
 from advisor.recorder.inference import Inference, Inferred
 from advisor.recorder.loaders import Loaders
 from advisor.recorder.oom import OutOfMemoryHook
 from advisor.recorder.options import RecordOptions
-from advisor.recorder.ranges import TraceRanges, ranges
 from advisor.recorder.reader import TapeReader
 from advisor.recorder.repeats import RepeatedBlock
 from advisor.recorder.slowdown import Pauses, SlowdownWatch
 from advisor.recorder.steps import FoundStep, StepSegment
+from advisor.recorder.watchers import (
+    AllocatorStats,
+    Marks,
+    Reading,
+    TraceRanges,
+    ranges,
+    usable,
+)
 from advisor.recorder.windows import Windows
 from advisor.recorder.writer import NO_INFERENCE, NO_STEPS, Writer
 
@@ -106,7 +112,7 @@ def current() -> RecordingSession | None:
     return _Here.session
 
 
-class RecordingSession:
+class RecordingSession(Listener):
     """A recording. ``entry``: ``decorator``, ``context``, ``command`` or ``callback``. With
     ``lazy`` the run directory is made when training is seen, not at the start."""
 

@@ -36,11 +36,6 @@ class SlowdownWatch:
         self._median: float | None = None
         self._quiet_until = 0
 
-    @property
-    def baseline_ns(self) -> float | None:
-        """What a step took at first; ``None``: not known yet."""
-        return self._median
-
     def step(self, dur: int) -> str | None:
         """One step's length, ns."""
         self._seen += 1

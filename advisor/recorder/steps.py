@@ -65,7 +65,7 @@ class FoundStep(NamedTuple):
     batch: Any
     memory: Any
     marks: Any
-    """A ``cuda.Reading``; ``None``: no events."""
+    """A ``watchers.Reading``; ``None``: no events."""
     trains: bool = True
     """False: of a loop that does not (``inference``)."""
     exporting: bool = False

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 from advisor.core.run_directory import Gpu, Sample
 from advisor.recorder.host import HostSampler
@@ -23,10 +23,8 @@ class Sampler:
     thread, until ``stop``.
 
     Cheap queries are made for every sample, costly ones (processes, ECC, PCIe, children, disk)
-    every ``slow_every_s``. ``uuids``: the GPUs to look at; by default those that
-    ``CUDA_VISIBLE_DEVICES`` leaves visible. Nothing it meets reaches the caller: the first
-    failure ends the thread and is kept in ``problem``. In a forked child it is not running, and
-    ``stop`` does nothing.
+    every ``slow_every_s``. Nothing it meets reaches the caller: the first failure ends the thread
+    and is kept in ``problem``. In a forked child it is not running, and ``stop`` does nothing.
     """
 
     def __init__(
@@ -35,12 +33,10 @@ class Sampler:
         *,
         hz: float = 2.0,
         slow_every_s: float = 7.0,
-        uuids: list[str] | None = None,
     ) -> None:
         self.write = write
         self.interval = 1 / min(max(hz, 1e-3), MAX_HZ)
         self.slow_every_s = slow_every_s
-        self.uuids = uuids
         self.problem: str | None = None
         """What ended the sampling before its time; ``None``: nothing."""
         self.without_gpu: str | None = None
@@ -73,7 +69,7 @@ class Sampler:
 
     def _run(self) -> None:
         try:
-            with SampleSource(self.uuids) as source:
+            with SampleSource() as source:
                 self.without_gpu = source.without_gpu
                 self._loop(source)
         except Exception as error:
@@ -98,21 +94,19 @@ class Sampler:
 
 
 class SampleSource:
-    """Where samples come from: the GPUs through NVML, and the host. A context manager.
+    """Where samples come from: the GPUs through NVML, and the host. A context manager. By default
+    the GPUs that this process sees, where it and its children do not count as others; ``every``:
+    all of the machine, for somebody who looks on."""
 
-    ``uuids``: as for :meth:`advisor.recorder.nvml.Nvml.devices`.
-    """
-
-    def __init__(self, uuids: Sequence[str] | None = None, *, own: bool = True) -> None:
+    def __init__(self, *, every: bool = False) -> None:
         self.host = HostSampler()
-        self.own = own
-        """This process and its children do not count as others on the GPU."""
+        self._every = every
         opened = open_nvml()
         self.nvml: Nvml | None = None if isinstance(opened, str) else opened
         self.without_gpu: str | None = opened if isinstance(opened, str) else None
         self.devices: list[NvmlDevice] = []
         if self.nvml is not None:
-            self.devices = self.nvml.devices(uuids)
+            self.devices = self.nvml.devices(every=every)
             if not self.devices:
                 self.without_gpu = "no GPU is visible to this process"
 
@@ -122,7 +116,7 @@ class SampleSource:
         host = self.host.sample(slow=slow)
         gpus: list[Gpu] = []
         for device in list(self.devices):
-            gpu = device.sample(slow=slow, own=self.host.pids if self.own else ())
+            gpu = device.sample(slow=slow, own=() if self._every else self.host.pids)
             if gpu is not None:
                 gpus.append(gpu)
             if device.lost:

@@ -29,7 +29,7 @@ from advisor.recorder.call_depth import outermost, quiet
 from advisor.recorder.hooks import Hooks
 from advisor.recorder.modules import hide_from_warnings
 from advisor.recorder.options import RecordOptions
-from advisor.recorder.ranges import TraceRanges
+from advisor.recorder.watchers import TraceRanges
 
 log = logging.getLogger("advisor")
 
@@ -447,8 +447,7 @@ class Windows:
         self.enabled = False
         self._ended.set()
         self._over()
-        event = {"window": self._number, "reason": self._reason, "state": "stopped", "why": why}
-        self._tell(event)
+        self._tell_end("stopped", why)
 
     def _end(self) -> Any:
         """Stop the profiler; it holds what it recorded."""
@@ -467,10 +466,13 @@ class Windows:
         span[1:] = now if span[1] is None else span[1], now
 
     def _abandon(self, state: str, why: str) -> None:
-        event = {"window": self._number, "reason": self._reason, "state": state, "why": why}
         self._end()
         self._over()
-        self._tell(event)
+        self._tell_end(state, why)
+
+    def _tell_end(self, state: str, why: str) -> None:
+        """Of a window that leaves no trace."""
+        self._tell({"window": self._number, "reason": self._reason, "state": state, "why": why})
 
     def _close(self, state: str, why: str | None) -> None:
         if self._number <= self._dropped:
@@ -478,14 +480,8 @@ class Windows:
             self._over()
             return
         kept = self._steps[self._warmup :]
-        event: dict[str, Any] = {
-            "window": self._number,
-            "reason": self._reason,
-            "state": state,
-            "steps": [kept[0], kept[-1]],
-        }
-        if why:
-            event["why"] = why
+        event: dict[str, Any] = {"window": self._number, "reason": self._reason, "state": state}
+        event |= {"steps": [kept[0], kept[-1]], **({"why": why} if why else {})}
         profiler = self._end()
         # not a daemon: a trace that is being written when the interpreter ends is finished
         self._export = threading.Thread(

@@ -27,9 +27,10 @@ from typing import Any
 import msgspec
 
 from advisor.core import run_directory as rundir
+from advisor.core.cgroup import resident_memory
 from advisor.recorder.batch import Batch
 from advisor.recorder.compile_log import CompileRecord
-from advisor.recorder.folder import manifest_of, rank_folder, write_once
+from advisor.recorder.folder import rank_folder, write_once
 from advisor.recorder.inference import Inferred
 from advisor.recorder.repeats import RepeatedBlock
 from advisor.recorder.slowdown import SlowdownWatch
@@ -224,7 +225,7 @@ class Writer:
         folder = rank_folder(self._out, number, world)
         # the bare minimum first: a process that is killed now leaves a directory that can be read
         manifest, rank = self._describe(folder.parent.name)
-        write_once(manifest_of(folder), manifest)
+        write_once(folder.parent / rundir.MANIFEST, manifest)
         write_once(folder / rundir.RANK, rank)
         self._files = {
             FoundStep: StepLines(folder / rundir.STEPS),
@@ -242,7 +243,7 @@ class Writer:
         """Write steps, in order, as soon as their CUDA events have passed."""
         if not self._waiting:
             return
-        resident = _resident()
+        resident = resident_memory()
         while self._waiting:
             result = self._waiting[0]
             if isinstance(result, RepeatedBlock):
@@ -374,15 +375,6 @@ class Writer:
         if at > self._asked_at:
             self._asked_at = at
             self.wanted("asked for", True)
-
-
-def _resident() -> int | None:
-    """Resident memory of this process, bytes."""
-    try:
-        with Path("/proc/self/statm").open("rb") as statm:
-            return int(statm.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
-    except (OSError, ValueError, IndexError):
-        return None
 
 
 class Lines:

@@ -12,7 +12,7 @@ import msgspec
 import polars as pl
 from msgspec import Raw
 
-from advisor.core.trace import Trace
+from advisor.core.trace import COMMS_SCHEMA, Trace
 from advisor.export.redact import Redactor
 from advisor.export.rewrite import (
     Extra,
@@ -26,7 +26,7 @@ from advisor.export.rewrite import (
 from advisor.export.tracks import microseconds
 from advisor.read.meta import MAX_CALLS, OURS
 from advisor.read.source import DEFAULT_LIMIT
-from advisor.read.spelling import call_class, copy_parts
+from advisor.read.spelling import COMM_FIELDS, Args, call_class, copy_parts
 
 AT_ONCE = 5_000
 """Events that are encoded, and redacted, at a time."""
@@ -45,59 +45,23 @@ _SYNCS = {
     "event": "Event Sync",
     "stream_wait": "Stream Wait Event",
 }
-_HOST_ARGS = {
-    "correlation": "correlation",
-    "external": "External id",
-    "sequence": "Sequence number",
-}
-_DEVICE_ARGS = {
-    "device": "device",
-    "stream": "stream",
-    "correlation": "correlation",
-    "external": "External id",
-    "bytes": "bytes",
-    "gbps": "memory bandwidth (GB/s)",
-    "registers": "registers per thread",
-    "shared": "shared memory",
-    "blocks_per_sm": "blocks per SM",
-    "warps_per_sm": "warps per SM",
-    "occupancy": "est. achieved occupancy %",
-    "graph": "graph id",
-}
-_SYNC_ARGS = {
-    "device": "device",
-    "stream": "stream",
-    "correlation": "correlation",
-    "wait_stream": "wait_on_stream",
-    "wait_correlation": "wait_on_cuda_event_record_corr_id",
-}
-_MEMORY_ARGS = {
-    "bytes": "Bytes",
-    "address": "Addr",
-    "allocated": "Total Allocated",
-    "reserved": "Total Reserved",
-}
-_INPUTS = {
-    "dims": "Input Dims",
-    "types": "Input type",
-    "strides": "Input Strides",
-    "concrete": "Concrete Inputs",
-}
-_COMMS = {
-    "collective": "Collective name",
-    "in_elements": "In msg nelems",
-    "out_elements": "Out msg nelems",
-    "group_size": "Group size",
-    "dtype": "dtype",
-    "group": "Process Group Name",
-    "group_description": "Process Group Description",
-    "ranks": "Process Group Ranks",
-    "in_split": "In split size",
-    "out_split": "Out split size",
-    "sequence": "Seq",
-    "source": "Src Rank",
-    "target": "Dst Rank",
-}
+_SPELLED = {field.name: field.encode_name for field in msgspec.structs.fields(Args)}
+"""How the reader of such files knows the arguments of an event."""
+
+
+def _spelled(*names: str) -> dict[str, str]:
+    return {name: _SPELLED[name] for name in names}
+
+
+_HOST_ARGS = _spelled("correlation", "external", "sequence")
+_DEVICE_ARGS = _spelled(
+    *("device", "stream", "correlation", "external", "bytes", "gbps", "registers", "shared"),
+    *("blocks_per_sm", "warps_per_sm", "occupancy", "graph"),
+)
+_SYNC_ARGS = _spelled("device", "stream", "correlation", "wait_stream", "wait_correlation")
+_MEMORY_ARGS = {"bytes": "Bytes", **_spelled("address", "allocated", "reserved")}
+_INPUTS = _spelled("dims", "types", "strides", "concrete")
+_COMMS = dict(zip(COMMS_SCHEMA, _spelled(*COMM_FIELDS).values(), strict=True))
 _DEVICE_PROPERTIES = {
     "id": "id",
     "name": "name",
@@ -220,15 +184,8 @@ def events(trace: Trace) -> Iterator[Event]:
         on_host = row["device"] is None or row["device"] < 0
         args = _args(row, _MEMORY_ARGS)
         args |= {"Device Type": int(not on_host), "Device Id": -1 if on_host else row["device"]}
-        return {
-            "ph": "i",
-            "s": "t",
-            "name": "[memory]",
-            "pid": pid,
-            "tid": tid,
-            "ts": microseconds(row["ts"]),
-            "args": args,
-        }
+        place = {"pid": pid, "tid": tid, "ts": microseconds(row["ts"])}
+        return {"ph": "i", "s": "t", "name": "[memory]", **place, "args": args}
 
     def counter(row: Event) -> Event:
         args = {row["name"]: row["value"]}

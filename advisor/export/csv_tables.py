@@ -6,6 +6,7 @@ import csv
 import io
 import unicodedata
 from collections.abc import Callable, Iterable, Sequence
+from operator import attrgetter
 from typing import TYPE_CHECKING
 
 import polars as pl
@@ -70,88 +71,38 @@ def _cell(value: Cell) -> Cell:
 
 
 def _findings(report: Report) -> CsvTable:
-    head = [
-        "section",
-        "rank",
-        "rule",
-        "category",
-        "severity",
-        "title",
-        "gain_ns",
-        "gain_low_ns",
-        "gain_high_ns",
-        "currency",
-        "marginal_gain_ns",
-        "marginal_low_ns",
-        "marginal_high_ns",
-        "confidence",
-        "file",
-        "line",
-        "function",
-        "operator",
-        "kernel",
-        "fix",
-        "code",
-    ]
+    head = """
+        section rank rule category severity title gain_ns gain_low_ns gain_high_ns currency
+        marginal_gain_ns marginal_low_ns marginal_high_ns confidence file line function operator
+        kernel fix code""".split()
     sections = (("finding", report.findings), ("risk", report.risks), ("note", report.notes))
     return CsvTable(head, [_finding(name, f) for name, result in sections for f in result])
 
 
+_WHAT = attrgetter("priority", "rule", "category", "severity", "title")
+_PRICE = attrgetter("gain_ns", "low_ns", "high_ns", "currency")
+_MARGIN = attrgetter("marginal_gain_ns", "marginal_low_ns", "marginal_high_ns", "confidence")
+_PLACE = attrgetter("file", "line", "function", "op", "kernel")
+
+
 def _finding(section: str, f: Finding) -> list[Cell]:
-    impact, where = f.impact, f.where[0] if f.where else None
-    price: list[Cell] = [None] * 4
-    if impact is not None:
-        price = [impact.gain_ns, impact.low_ns, impact.high_ns, impact.currency]
-    place: list[Cell] = [None] * 5
-    if where is not None:
-        place = [where.file, where.line, where.function, where.op, where.kernel]
-    return [
-        section,
-        f.priority,
-        f.rule,
-        f.category,
-        f.severity,
-        f.title,
-        *price,
-        f.marginal_gain_ns,
-        f.marginal_low_ns,
-        f.marginal_high_ns,
-        f.confidence,
-        *place,
-        f.fix,
-        f.code or None,
-    ]
+    price = [None] * 4 if f.impact is None else _PRICE(f.impact)
+    place = _PLACE(f.where[0]) if f.where else [None] * 5
+    return [section, *_WHAT(f), *price, *_MARGIN(f), *place, f.fix, f.code or None]
+
+
+_STEP = attrgetter("window", "samples", "micro", "allocated", "reserved")
 
 
 def _steps(a: Analysis) -> CsvTable:
     """The recorder's steps where there are, with what was sampled; else those of the trace."""
     if a.record is not None and a.record.steps:
         phases = list(dict.fromkeys(name for step in a.record.steps for name in step.phases))
-        head = [
-            "step",
-            "start_ns",
-            "duration_ns",
-            *(f"{name}_ns" for name in phases),
-            "window",
-            "samples",
-            "micro_batches",
-            "allocated_bytes",
-            "reserved_bytes",
-        ]
+        more = ("window", "samples", "micro_batches", "allocated_bytes", "reserved_bytes")
         return CsvTable(
-            head,
+            ["step", "start_ns", "duration_ns", *(f"{name}_ns" for name in phases), *more],
             (
-                [
-                    s.n,
-                    s.t,
-                    s.dur,
-                    *(s.phases.get(name, 0) for name in phases),
-                    s.window,
-                    s.samples,
-                    s.micro,
-                    s.allocated,
-                    s.reserved,
-                ]
+                [s.n, s.t, s.dur, *(s.phases.get(name, 0) for name in phases), *_STEP(s)]
                 for s in a.record.steps
             ),
         )
@@ -163,42 +114,17 @@ def _steps(a: Analysis) -> CsvTable:
 
 
 def _kernels(a: Analysis) -> CsvTable:
-    head = [
-        "kernel",
-        "family",
-        "count",
-        "total_ns",
-        "ns_per_step",
-        "share",
-        "occupancy",
-        "tensor_cores",
-        "flops_per_s",
-        "bytes_per_s",
-        "roofline_share",
-        "operator",
-    ]
+    head = """
+        kernel family count total_ns ns_per_step share occupancy tensor_cores flops_per_s
+        bytes_per_s roofline_share operator""".split()
     if a.record_only or a.device_id is None:
         return CsvTable(head, [])
-    return CsvTable(
-        head,
-        (
-            [
-                r["name"],
-                r["family"],
-                r["count"],
-                r["dur"],
-                r["dur"] / a.step_count,
-                r["share"],
-                None if r["occupancy"] is None else r["occupancy"] / 100,
-                r["tensor_core"],
-                r["flops_per_s"],
-                r["bytes_per_s"],
-                r["roofline"],
-                r["op_name"],
-            ]
-            for r in a.hot_kernels.iter_rows(named=True)
-        ),
+    own = a.hot_kernels.select(
+        *("name", "family", "count", "dur", pl.col("dur").truediv(a.step_count).alias("ns")),
+        *("share", pl.col("occupancy") / 100, "tensor_core", "flops_per_s", "bytes_per_s"),
+        *("roofline", "op_name"),
     )
+    return CsvTable(head, own.iter_rows())
 
 
 def _operators(a: Analysis) -> CsvTable:
@@ -226,21 +152,20 @@ def _rooflines(a: Analysis) -> CsvTable:
     """Operators by shape, all of them."""
     from advisor.measure.host.operators import rooflines
 
-    head = ["operator", "shapes", "family", "dtype", "kernel", "tensor_cores", "calls_per_step",
-            "ns_per_step", "share", "flops_per_call", "bytes_per_call", "flops_per_s",
-            "bytes_per_s", "attainable_flops_per_s", "attainable_bytes_per_s", "bound",
-            "efficiency", "saved_ns_per_step"]  # fmt: skip
+    head = """
+        operator shapes family dtype kernel tensor_cores calls_per_step ns_per_step share
+        flops_per_call bytes_per_call flops_per_s bytes_per_s attainable_flops_per_s
+        attainable_bytes_per_s bound efficiency saved_ns_per_step""".split()
     if a.record_only or a.device_id is None:
         return CsvTable(head, [])
-    return CsvTable(
-        head,
-        (
-            [r.name, r.shapes, r.family, r.dtype, r.kernel, r.tensor_core, r.calls, r.ns, r.share,
-             r.flops, r.bytes, r.flops_per_s, r.bytes_per_s, r.attainable_flops_per_s,
-             r.attainable_bytes_per_s, r.bound, r.efficiency, r.saved_ns]
-            for r in rooflines(a, most=None)
-        ),
-    )  # fmt: skip
+    return CsvTable(head, map(_RATE, rooflines(a, most=None)))
+
+
+_RATE = attrgetter(
+    *("name", "shapes", "family", "dtype", "kernel", "tensor_core", "calls", "ns", "share"),
+    *("flops", "bytes", "flops_per_s", "bytes_per_s", "attainable_flops_per_s"),
+    *("attainable_bytes_per_s", "bound", "efficiency", "saved_ns"),
+)
 
 
 def _pair(ns: int, a: Analysis) -> tuple[int, float]:

@@ -17,12 +17,11 @@ import msgspec
 from msgspec import Raw
 
 from advisor.core.errors import AdvisorError
-from advisor.export.redact import HEAD_KEYS, Redactor, names_in
-from advisor.read.damage import sanitise, segments
+from advisor.export.redact import HEAD_KEYS, NameMap, Redactor
+from advisor.read.damage import REFUSED, sanitise, segments
 from advisor.read.source import DEFAULT_LIMIT, ByteSource
 from advisor.read.split import Splitter
 
-_ERRORS = (msgspec.DecodeError, UnicodeError, RecursionError, ValueError)
 _list = msgspec.json.Decoder(list[Raw])
 Progress = Callable[[str, int], None]
 Extra = Callable[[dict[str, Any]], Iterable[bytes]]
@@ -80,12 +79,10 @@ def rewrite(
 
 def names_of(path: str, limit: int) -> set[str]:
     """Users and hosts that the trace tells anywhere: they are to go everywhere."""
-    result: set[str] = set()
-    tail = b""
+    names = NameMap()
     for block in ByteSource(path, limit=limit).blocks():
-        result |= names_in(tail + block)
-        tail = block[-256:]
-    return result
+        names.look(block)
+    return names.found
 
 
 def _write(
@@ -157,7 +154,7 @@ def _events(
             written.repaired = True
     try:
         events = _list.decode(piece)
-    except _ERRORS:
+    except REFUSED:
         if not exact:
             raise _Unsound from None
         events = _salvaged(piece, written)
@@ -177,7 +174,7 @@ def _salvaged(piece: bytes, written: Written) -> list[Raw]:
     for text in texts:
         try:
             msgspec.json.decode(text, type=Raw)
-        except _ERRORS:
+        except REFUSED:
             written.lost += 1
             continue
         kept.append(Raw(text))

@@ -132,19 +132,11 @@ def _steps(a: Analysis) -> list[Slice]:
 def _gaps(a: Analysis, text: Shown) -> list[Slice]:
     gaps = a.gaps
     keep = _longest(gaps["dur"].to_numpy())
-    chosen = gaps[keep]
-    host = chosen["host"].to_list()
+    chosen = gaps[keep].select("ts", "dur", "cause", "gap", "host")
     names = a.trace.cpu["name"]
     own = a.trace.meta.framework
     result = []
-    for ts, dur, cause, gap, row in zip(
-        chosen["ts"].to_list(),
-        chosen["dur"].to_list(),
-        chosen["cause"].to_list(),
-        chosen["gap"].to_list(),
-        host,
-        strict=True,
-    ):
+    for ts, dur, cause, gap, row in chosen.iter_rows():
         args = {"cause": cause, "gap": gap}
         if row is not None:
             args["while"] = text(names[row], 200)

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import ast
-import os
 import re
 from collections.abc import Iterator
 
+from advisor.core.cgroup import count_cores
 from advisor.lint.source import Hint, Script, is_constant, is_method, keyword, position
 
 LOADERS = {"torch.utils.data.DataLoader", "DataLoader", "torch_geometric.loader.DataLoader"}
@@ -210,13 +210,6 @@ def _is_tf_dataset(source: Script, node: ast.expr, depth: int = 8) -> bool:
             if not (isinstance(value, ast.Name) and value.id == node.id)
         )
     return False
-
-
-def count_cores() -> int:
-    """Cores that a process may use on this machine."""
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
 
 
 def _suggest_workers() -> int:

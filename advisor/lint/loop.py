@@ -6,7 +6,7 @@ import ast
 import re
 from collections.abc import Iterator
 
-from advisor.lint.loader import count_cores
+from advisor.core.cgroup import count_cores
 from advisor.lint.source import (
     Hint,
     Loop,

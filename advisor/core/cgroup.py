@@ -1,7 +1,9 @@
-"""What the container lets the process have: CPU quota, memory limit, and time spent throttled."""
+"""What the process has, and what its container lets it have: cores, CPU quota, memory, time spent
+throttled."""
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -104,6 +106,23 @@ def available_memory(cgroup: Cgroup | None = None, meminfo: Path = MEMINFO) -> i
     if limit is not None and used is not None:
         left.append(max(0, limit - used))
     return min(left)
+
+
+def count_cores() -> int:
+    """Cores that this process may use, by its affinity."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+def resident_memory() -> int | None:
+    """What this process holds now, bytes; ``None``: the system does not say. Not what ``getrusage``
+    calls its most, which starts with the parent's."""
+    try:
+        pages = int(Path("/proc/self/statm").read_bytes().split()[1])
+    except (OSError, ValueError, IndexError):
+        return None
+    return pages * os.sysconf("SC_PAGE_SIZE")
 
 
 def _controllers(file: Path) -> dict[str, str]:

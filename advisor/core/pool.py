@@ -24,6 +24,8 @@ from pathlib import Path
 from queue import Empty, SimpleQueue
 from typing import IO, Any, Final, cast
 
+from advisor.core.cgroup import resident_memory
+
 MAX_ANSWER: Final = 1 << 30
 """Bytes of an answer: what claims to be longer is nonsense."""
 MAX_MEMORY: Final = 1 << 30
@@ -60,7 +62,7 @@ def serve() -> None:
         name = source.read(int.from_bytes(head[:_LENGTH], "little")).decode()
         answer = _function(name)(source.read(int.from_bytes(head[_LENGTH:], "little")))
         done += 1
-        last = recycle > 0 and (done >= recycle or _memory() > MAX_MEMORY)
+        last = recycle > 0 and (done >= recycle or (resident_memory() or 0) > MAX_MEMORY)
         try:
             _write(sink, len(answer).to_bytes(_LENGTH, "little") + bytes([last]))
             _write(sink, answer)
@@ -76,16 +78,6 @@ def _function(name: str) -> Work:
     module, _, function = name.partition(":")
     result: Work = getattr(importlib.import_module(module), function)
     return result
-
-
-def _memory() -> int:
-    """What this process holds now, bytes; 0: the system does not say. Not what ``getrusage`` calls
-    its most, which starts with the parent's."""
-    try:
-        pages = int(Path("/proc/self/statm").read_bytes().split()[1])
-    except (OSError, ValueError, IndexError):
-        return 0
-    return pages * os.sysconf("SC_PAGE_SIZE")
 
 
 # -- in the parent ------------------------------------------------------------------------------

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
@@ -9,17 +10,10 @@ import polars as pl
 
 STATES = ("allocated", "pending", "inactive")
 """In a tensor; freed, but another stream may still use it; free for the next request."""
-ACTIONS = (
-    "alloc",
-    "free_requested",
-    "free_completed",
-    "segment_alloc",
-    "segment_free",
-    "segment_map",
-    "segment_unmap",
-    "snapshot",
-    "oom",
-    "other",
+ACTIONS = tuple(
+    """
+        alloc free_requested free_completed segment_alloc segment_free segment_map segment_unmap
+        snapshot oom other""".split()
 )
 BlockState = pl.Enum(STATES)
 Action = pl.Enum(ACTIONS)
@@ -64,6 +58,17 @@ ANNOTATION_SCHEMA: dict[str, Any] = {
     "name": pl.String,
     "stage": pl.String,  # START or END
 }
+
+
+def table(schema: dict[str, Any], columns: Mapping[str, Sequence[Any]]) -> pl.DataFrame:
+    """The rows of one of these tables; columns that are not given are null."""
+    count = max(map(len, columns.values()), default=0)
+    return pl.DataFrame(
+        {
+            name: pl.Series(name, columns.get(name, [None] * count), dtype=kind)
+            for name, kind in schema.items()
+        }
+    )
 
 
 class SnapshotFrame(NamedTuple):

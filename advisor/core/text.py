@@ -13,15 +13,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 from advisor.core import labels
-from advisor.core.finding import Evidence, Finding, Location
 
-clean, sanitize, shorten, kernel_label = (
-    labels.clean,
-    labels.sanitize,
-    labels.shorten,
-    labels.kernel_label,
-)
-distinct_labels, labels_by_name = labels.distinct_labels, labels.labels_by_name
+clean, sanitize, shorten = labels.clean, labels.sanitize, labels.shorten
+kernel_label, distinct_labels = labels.kernel_label, labels.distinct_labels
+labels_by_name = labels.labels_by_name
 
 if TYPE_CHECKING:
     from advisor.core.finding import Evidence, Finding, Impact, Location, Per
@@ -95,10 +90,13 @@ def format_duration(ns: float | None) -> str:
     return f"{number} {unit}"
 
 
+_SECONDS: Final = (("s", 1e9), ("ms", 1e6), ("µs", 1e3))
+
+
 def _time(ns: float) -> tuple[str, str]:
     if not ns:
         return "0", "ms"
-    for unit, size in (("s", 1e9), ("ms", 1e6), ("µs", 1e3)):
+    for unit, size in _SECONDS:
         if abs(ns) >= 0.9995 * size:  # what rounds to 1,000 of the smaller unit
             return _digits(ns / size), unit
     return f"{ns:.0f}", "ns"
@@ -119,9 +117,7 @@ def format_range(low: float, high: float) -> str:
 
 def format_bin(low: float, high: float) -> str:
     """A range of a histogram, as exact as it is narrow: ``100.5 to 101.0 ms``."""
-    unit, size = next(
-        (item for item in (("s", 1e9), ("ms", 1e6), ("µs", 1e3)) if high >= item[1]), ("ns", 1.0)
-    )
+    unit, size = next((item for item in _SECONDS if high >= item[1]), ("ns", 1.0))
     width = (high - low) / size
     if width <= 0:
         return format_duration(low)
@@ -209,10 +205,8 @@ def format_value(amount: float | str | None, unit: str) -> str:
             return format_share(amount)
         case "count":
             return format_count(amount)
-        case "FLOP/s":
-            return format_rate(amount, "FLOP/s")
-        case "B/s":
-            return format_rate(amount, "B/s")
+        case "FLOP/s" | "B/s":
+            return format_rate(amount, unit)
     return f"{format_number(amount)} {clean(unit)}".rstrip()
 
 
@@ -224,16 +218,6 @@ def evidence_label(item: Evidence) -> str:
         f"{clean(item.label)} "
         f"{format_of(item.per) if item.unit == 'share' else format_per(item.per)}"
     )
-
-
-def format_evidence(item: Evidence) -> str:
-    """One fact in a line: ``share of the step 19% (limit 5%, TraceLens)``."""
-    text = f"{evidence_label(item)} {format_value(item.value, item.unit)}"
-    if item.threshold is None:
-        return text
-    limit = f"limit {format_value(item.threshold, item.unit)}"
-    source = clean(item.source)
-    return f"{text} ({limit}, {source})" if source else f"{text} ({limit})"
 
 
 def location_names(

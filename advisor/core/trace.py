@@ -327,8 +327,9 @@ class Trace:
         return own
 
 
-def blank_trace(path: str, rank: int | None = None) -> Trace:
-    """A trace with nothing in it: of a run whose profiled window was never reached."""
+def blank_trace(path: str, rank: int | None = None, **known: Any) -> Trace:
+    """A trace with nothing in it: of a run whose profiled window was never reached, or of a file
+    that holds something else. ``known``: of its ``meta``."""
     return Trace(
         cpu=pl.DataFrame(schema=CPU_SCHEMA),
         gpu=pl.DataFrame(schema=GPU_SCHEMA),
@@ -338,7 +339,7 @@ def blank_trace(path: str, rank: int | None = None) -> Trace:
         inputs=pl.DataFrame(schema=INPUTS_SCHEMA),
         comms=pl.DataFrame(schema=COMMS_SCHEMA),
         threads=pl.DataFrame(schema=THREADS_SCHEMA),
-        meta=TraceMeta(path=path, rank=rank, framework=PYTORCH),
+        meta=TraceMeta(**{"path": path, "rank": rank, "framework": PYTORCH, **known}),
     )
 
 

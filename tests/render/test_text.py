@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from advisor.core import text as t
-from advisor.core.finding import Evidence, Finding, Impact
+from advisor.core.finding import Finding, Impact
 
 
 @pytest.mark.parametrize(
@@ -93,15 +93,15 @@ def test_a_share_that_rounds_to_nothing_is_not_shown_as_nothing(
     assert t.format_share(share) == shown
 
 
-def test_evidence_shows_value_unit_limit_and_where_the_limit_comes_from() -> None:
-    item = Evidence("wait", 0.19, "share", 0.05, "XProf")
-    assert t.format_evidence(item) == "wait 19% (limit 5%, XProf)"
-    assert t.format_evidence(Evidence("wait", None, "ns")) == "wait not measured"
-    assert t.format_evidence(Evidence("rate", 12.34, "GB/s")) == "rate 12.3 GB/s"
-    assert t.format_evidence(Evidence("peak", 3 << 30, "bytes")) == "peak 3 GiB"
-    assert t.format_evidence(Evidence("speed", 2.5e13, "FLOP/s")) == "speed 25 TFLOP/s"
-    assert t.format_evidence(Evidence("kernels", 1234, "count")) == "kernels 1,234"
-    assert t.format_evidence(Evidence("kinds", "a; b")) == "kinds a; b"
+def test_evidence_shows_its_value_with_its_unit() -> None:
+    assert t.format_value(0.19, "share") == "19%"
+    assert t.format_value(None, "ns") == "not measured"
+    assert t.format_value(12.34, "GB/s") == "12.3 GB/s"
+    assert t.format_value(3 << 30, "bytes") == "3 GiB"
+    assert t.format_value(2.5e13, "FLOP/s") == "25 TFLOP/s"
+    assert t.format_value(2.5e9, "B/s") == "2.5 GB/s"
+    assert t.format_value(1234, "count") == "1,234"
+    assert t.format_value("a; b", "") == "a; b"
 
 
 def test_a_gain_says_its_currency() -> None:

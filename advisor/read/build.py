@@ -138,8 +138,9 @@ def build_trace(
 def _frame(
     frame: pl.DataFrame | None, needed: tuple[str, ...], schema: dict[str, Any] | None = None
 ) -> pl.DataFrame:
-    """A frame with at least the needed columns; with a schema, exactly that one's."""
-    if frame is None:
+    """A frame with at least the needed columns; with a schema, exactly that one's. One without
+    any column stands for no rows."""
+    if frame is None or not frame.width:
         return pl.DataFrame(schema=schema or dict.fromkeys(needed, pl.Null))
     lacking = [name for name in needed if name not in frame.columns]
     if lacking:

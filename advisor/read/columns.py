@@ -7,15 +7,17 @@ import struct
 from collections import deque
 from collections.abc import Callable, Hashable, Sequence
 from functools import lru_cache
+from operator import attrgetter
 from typing import Any, cast
 
 import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from advisor.read.damage import sanitise, segments
+from advisor.read.damage import REFUSED, sanitise, segments
 from advisor.read.spelling import (
     ABSENT,
+    COMM_FIELDS,
     COUNTER_CATEGORY,
     DEVICE_CATEGORIES,
     DEVICE_KINDS,
@@ -40,7 +42,6 @@ LABEL_LIMIT = 64
 """Distinct categories that are counted by name."""
 
 _BIG = 1 << 60
-_ERRORS = (msgspec.DecodeError, UnicodeError, RecursionError, ValueError, OverflowError)
 _joined = b"\0".join
 """Joins undecoded values to one key. JSON text holds no NUL."""
 
@@ -344,27 +345,13 @@ def _inputs(args: list[Args], codes: _Codes) -> NDArray[np.int32]:
     return table[result]
 
 
+_collective = attrgetter(*COMM_FIELDS)
+
+
 def _comms(args: list[Args], codes: _Codes) -> NDArray[np.int32]:
     result = np.full(len(args), -1, dtype=np.int32)
     for row in [row for row, a in enumerate(args) if a.collective is not ABSENT]:
-        a = args[row]
-        key = _joined(
-            (
-                a.collective,
-                a.comm_in,
-                a.comm_out,
-                a.comm_size,
-                a.comm_dtype,
-                a.comm_group,
-                a.comm_description,
-                a.comm_ranks,
-                a.comm_in_split,
-                a.comm_out_split,
-                a.comm_sequence,
-                a.comm_source,
-                a.comm_target,
-            )
-        )
+        key = _joined(_collective(args[row]))
         if len(key) <= RAW_LIMIT:
             result[row] = codes[key]
     return result
@@ -372,18 +359,8 @@ def _comms(args: list[Args], codes: _Codes) -> NDArray[np.int32]:
 
 # -- device work --------------------------------------------------------------------------------
 
-_FLOATS = (
-    "bytes",
-    "gbps",
-    "blocks",
-    "threads",
-    "registers",
-    "shared",
-    "blocks_per_sm",
-    "warps_per_sm",
-    "occupancy",
-    "active_blocks",
-)
+_FLOATS = ("bytes", "gbps", "blocks", "threads", "registers", "shared", "blocks_per_sm",
+           "warps_per_sm", "occupancy", "active_blocks")  # fmt: skip
 
 
 def _device(kind: str, events: list[TraceEvent], names: _Codes, comms: _Codes) -> Columns:
@@ -404,11 +381,8 @@ def _device(kind: str, events: list[TraceEvent], names: _Codes, comms: _Codes) -
     }
     if kind == "kernel":
         columns["blocks"], columns["threads"] = _sizes(args)
-        columns["registers"] = floats([a.registers for a in args])
-        columns["shared"] = floats([a.shared for a in args])
-        columns["blocks_per_sm"] = floats([a.blocks_per_sm for a in args])
-        columns["warps_per_sm"] = floats([a.warps_per_sm for a in args])
-        columns["occupancy"] = floats([a.occupancy for a in args])
+        for name in ("registers", "shared", "blocks_per_sm", "warps_per_sm", "occupancy"):
+            columns[name] = floats(list(map(attrgetter(name), args)))
         columns["comm"] = _comms(args, comms)
         if any(a.occupancy_detail is not ABSENT for a in args):
             columns["active_blocks"], columns["limits"] = _occupancies(args, names)
@@ -443,7 +417,7 @@ def _product(text: bytes) -> float:
     """Product of a small JSON list of sizes, NaN when it is none."""
     try:
         sizes = msgspec.json.decode(text, type=list[int])
-    except _ERRORS:
+    except REFUSED:
         return math.nan
     if not 0 < len(sizes) <= 3 or not all(0 < size < 1 << 32 for size in sizes):
         return math.nan
@@ -463,7 +437,7 @@ def _occupancies(args: list[Args], names: _Codes) -> tuple[NDArray[np.float64], 
     for text in codes:
         try:
             result = msgspec.json.decode(cast(bytes, text), type=_Occupancy)
-        except _ERRORS:
+        except REFUSED:
             result = _Occupancy()
         blocks = result.activeBlocksPerMultiprocessor
         active.append(math.nan if blocks is None else blocks)
@@ -510,7 +484,7 @@ def _counters(piece: bytes, names: _Codes) -> Columns:
             continue
         try:
             event = msgspec.json.decode(text)
-        except _ERRORS:
+        except REFUSED:
             continue
         if not isinstance(event, dict) or event.get("cat") != COUNTER_CATEGORY:
             continue

@@ -6,10 +6,13 @@ import re
 from collections.abc import Iterator
 from typing import Any
 
+import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
 SPACE = b" \t\r\n"
+REFUSED = (msgspec.DecodeError, UnicodeError, RecursionError, ValueError, OverflowError)
+"""What decoding damaged text raises."""
 _KEY = rb'"(?:ph|name|cat|args|id|pid|tid|ts|dur|bp|s)"'
 EVENT_BOUNDARY = re.compile(rb"\}(\s{0,256}),\s{0,256}\{\s{0,256}" + _KEY)
 """Between two events: group 1 ends at the comma. It cannot match inside a string, whose quotes

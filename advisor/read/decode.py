@@ -19,13 +19,12 @@ from msgspec import Raw
 
 from advisor.core.pool import ProcessPool, WorkerDied
 from advisor.read.columns import Piece, build_columns
-from advisor.read.damage import sanitise, segments
+from advisor.read.damage import REFUSED, sanitise, segments
 from advisor.read.spelling import Args, TraceEvent
 
 event_list = msgspec.json.Decoder(list[TraceEvent])
 """What the bulk of the work is: a piece of JSON to a list of events."""
 _event = msgspec.json.Decoder(TraceEvent)
-_ERRORS = (msgspec.DecodeError, UnicodeError, RecursionError, ValueError, OverflowError)
 
 # Profilers of early 2024 wrote Unix time in microseconds with decimals: more digits than a float
 # holds (it would round to 0.25 us). The leading digits are cut off before decoding.
@@ -49,12 +48,12 @@ def _events(piece: bytes) -> tuple[list[TraceEvent], int, int]:
     """Events, how many could not be decoded, and how many only by force."""
     try:
         return event_list.decode(piece), 0, 0
-    except _ERRORS:
+    except REFUSED:
         pass
     piece = sanitise(piece)
     try:
         return event_list.decode(piece), 0, 0
-    except _ERRORS:
+    except REFUSED:
         pass
     events: list[TraceEvent] = []
     lenient = 0
@@ -63,11 +62,11 @@ def _events(piece: bytes) -> tuple[list[TraceEvent], int, int]:
         try:
             events.append(_event.decode(text))
             continue
-        except _ERRORS:
+        except REFUSED:
             pass
         try:
             event = _coerce(msgspec.json.decode(text))
-        except _ERRORS:
+        except REFUSED:
             event = None
         if event is None:
             unsound += 1

@@ -14,6 +14,7 @@ from typing import Literal
 
 from advisor.core.errors import AdvisorError
 from advisor.core.files import open_regular
+from advisor.core.kernel_profile import KernelProfiles
 from advisor.core.report import CompileLog
 from advisor.core.run_directory import COMPILE_LOG, is_run, read_recording
 from advisor.core.trace import Run, Trace
@@ -21,7 +22,7 @@ from advisor.read.elsewhere import (
     as_ranks,
     named_like_traces,
     read_source,
-    traces_at,
+    wanted_traces,
     without_copies,
 )
 from advisor.read.logs import logs_in, merged_logs, with_logs
@@ -140,13 +141,17 @@ def open_run(
 
 
 def _with_profiles(traces: list[Trace], options: ReadOptions | None) -> list[Trace]:
-    """Traces with the kernel profiles that are among them, or that were given beside them."""
-    given = _given_profiles(options)
-    if not given and all(trace.meta.kernel_profiles is None for trace in traces):
+    """Traces that know the kernel profiles among them, or given beside them; only profiles: one
+    trace that holds them all."""
+    found = [each for trace in traces if (each := trace.meta.kernel_profiles) is not None]
+    found += _given_profiles(options)
+    if not found:
         return traces
-    from advisor.read.kernel_profiles import with_kernel_profiles
+    from advisor.read.kernel_profiles import merged
 
-    return with_kernel_profiles(traces, given)
+    whole = merged(found)
+    plain = [trace for trace in traces if trace.meta.kernel_profiles is None] or traces[:1]
+    return [replace(trace, meta=replace(trace.meta, kernel_profiles=whole)) for trace in plain]
 
 
 def _given_log(options: ReadOptions | None) -> CompileLog | None:
@@ -194,18 +199,20 @@ def profile_files(path: str) -> list[str]:
     return result
 
 
-def _given_profiles(options: ReadOptions | None) -> list[Trace]:
+def _given_profiles(options: ReadOptions | None) -> list[KernelProfiles]:
     """What ``ReadOptions.kernels`` names, read. Raises AdvisorError: it is something else."""
     if options is None or options.kernels is None:
         return []
-    read = [_read(file, replace(options, kernels=None)) for file in profile_files(options.kernels)]
-    for trace in read:
+    result = []
+    for file in profile_files(options.kernels):
+        trace = _read(file, replace(options, kernels=None))
         if trace.meta.kernel_profiles is None:
             raise AdvisorError(
                 f"--kernels {trace.meta.path}: give a report of Nsight Compute or rocprof, or a "
                 "cache of Triton"
             )
-    return read
+        result.append(trace.meta.kernel_profiles)
+    return result
 
 
 def _open_recording(
@@ -347,7 +354,9 @@ def trace_files(given: str | Path, one_of_several: bool) -> list[str | RemoteFil
     directory without any, or a path that is not there (the reader says so when it is the only
     one)."""
     if isinstance(given, str) and _is_elsewhere(given):
-        return list(traces_at(given))
+        from advisor.read.remote.places import find
+
+        return list(find(given, wanted_traces))
     return list(_files(str(given), one_of_several))
 
 

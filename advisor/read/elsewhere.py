@@ -15,14 +15,7 @@ from advisor.read.remote.urls import RemoteFile
 from advisor.read.source import PACKINGS
 
 
-def traces_at(url: str) -> list[RemoteFile]:
-    """The trace files that a URL stands for. Raises AdvisorError as :func:`find` does."""
-    from advisor.read.remote.places import find
-
-    return find(url, _wanted)
-
-
-def _wanted(names: list[str]) -> list[str]:
+def wanted_traces(names: list[str]) -> list[str]:
     """Those of a listing, relative to its folder, that are traces by their names. What the recorder
     writes besides them is left out."""
     traces = named_like_traces(names)

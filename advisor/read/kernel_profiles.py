@@ -12,7 +12,7 @@ import csv
 import io
 import re
 import struct
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any, Literal
 
@@ -26,7 +26,6 @@ from advisor.core.kernel_profile import (
     SampledLine,
     ToolAdvice,
 )
-from advisor.core.trace import Trace
 from advisor.read.sampled_lines import LineRow, lines_of_module, sampled_lines
 from advisor.read.sqlite import Database
 from advisor.read.wire import BYTES, FIXED32, FIXED64, VARINT, Damaged, Field, fields
@@ -203,18 +202,29 @@ def _of_csv(
     metrics: dict[str, Metric],
     advice: Sequence[ToolAdvice],
 ) -> KernelProfile:
-    duration = metrics.get("gpu__time_duration.sum", Metric(None)).value
-    name = metrics.get("device__attribute_display_name", Metric("")).value
     return KernelProfile(
         name=_cell(row, column, "Kernel Name"),
         grid=_dimensions(_cell(row, column, "Grid Size")),
         block=_dimensions(_cell(row, column, "Block Size")),
-        duration_ns=duration if isinstance(duration, float) else None,
-        metrics=metrics,
-        advice=tuple(advice),
-        device=name if isinstance(name, str) else "",
+        **_common(metrics, advice),
         capability=_cell(row, column, "CC"),
     )
+
+
+def _common(metrics: dict[str, Metric], advice: Sequence[ToolAdvice]) -> dict[str, Any]:
+    """What both exports say in the same way."""
+    device = metrics.get("device__attribute_display_name", Metric("")).value
+    return {
+        "duration_ns": _figure(metrics, "gpu__time_duration.sum"),
+        "metrics": metrics,
+        "advice": tuple(advice),
+        "device": device if isinstance(device, str) else "",
+    }
+
+
+def _figure(metrics: dict[str, Metric], name: str) -> float | None:
+    value = metrics.get(name, Metric(None)).value
+    return value if isinstance(value, float) else None
 
 
 def _dimensions(text: str) -> tuple[int, int, int] | None:
@@ -366,23 +376,18 @@ def _result(data: bytes, strings: list[str], tables: dict[str, list[LineRow]]) -
                 by_address[name] = _instances(data, field)
         elif field.number == 19 and (said := _advice(data, field)) is not None:
             advice.append(said)
-    device = metrics.get("device__attribute_display_name", Metric("")).value
     major, minor = (
-        metrics.get(f"device__attribute_compute_capability_{part}", Metric(None)).value
+        _figure(metrics, f"device__attribute_compute_capability_{part}")
         for part in ("major", "minor")
     )
-    duration = metrics.get("gpu__time_duration.sum", Metric(None)).value
-    known = isinstance(major, float) and isinstance(minor, float)
+    known = major is not None and minor is not None
     samples, lines = _where(by_address, tables.get(texts.get(5, ""), []))
     return KernelProfile(
         name=texts.get(7) or texts.get(6) or texts.get(5, ""),
         signature=texts.get(5, ""),
         grid=sizes.get(10),
         block=sizes.get(11),
-        duration_ns=duration if isinstance(duration, float) else None,
-        metrics=metrics,
-        advice=tuple(advice),
-        device=device if isinstance(device, str) else "",
+        **_common(metrics, advice),
         capability=f"{major:.0f}.{minor:.0f}" if known else "",
         samples=samples,
         lines=lines,
@@ -631,15 +636,3 @@ def _complement(first: KernelProfile, second: KernelProfile) -> bool:
     """One has the time and the other counters that it lacks."""
     timed = first.duration_ns is not None, second.duration_ns is not None
     return timed[0] != timed[1] or not first.metrics.keys() & second.metrics.keys()
-
-
-def with_kernel_profiles(traces: list[Trace], given: Iterable[Trace]) -> list[Trace]:
-    """Traces that know the kernel profiles beside them (files that hold nothing else, or
-    ``given``); only profiles: one trace that holds them all. One at least has profiles."""
-    held = [trace for trace in (*traces, *given) if trace.meta.kernel_profiles is not None]
-    profiles = merged([trace.meta.kernel_profiles for trace in held])  # type: ignore[misc]
-    plain = [trace for trace in traces if trace.meta.kernel_profiles is None]
-    return [
-        replace(trace, meta=replace(trace.meta, kernel_profiles=profiles))
-        for trace in plain or held[:1]
-    ]

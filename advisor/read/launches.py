@@ -21,14 +21,7 @@ MAX_PROCESSES = 64
 # Calls that carry a correlation id of their own, but launch nothing.
 _WAITS = [
     CALLS.index(call)
-    for call in (
-        "sync_device",
-        "sync_stream",
-        "sync_event",
-        "event_record",
-        "event_query",
-        "stream_wait",
-    )
+    for call in "sync_device sync_stream sync_event event_record event_query stream_wait".split()
 ]
 # Calls that put work on a device, and the kinds of work that each may be.
 _LAUNCHES = (

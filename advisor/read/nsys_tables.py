@@ -14,7 +14,7 @@ import polars.selectors as cs
 
 from advisor.core.trace import Copy, CpuKind, Device, GpuKind
 from advisor.read.nvtx import inputs_of, parsed
-from advisor.read.sqlite import Database, Types, looked_up, narrowed, with_all
+from advisor.read.sqlite import Database, Types, looked_up, narrowed, stacked, with_all
 
 PREFIX = "CUPTI_ACTIVITY_KIND_"
 KERNEL, MEMCPY, MEMSET = (PREFIX + name for name in ("KERNEL", "MEMCPY", "MEMSET"))
@@ -30,6 +30,8 @@ METRICS, METRIC_NAMES = "GPU_METRICS", "TARGET_INFO_GPU_METRICS"
 _TIMES = {"start": pl.Int64, "end": pl.Int64}
 _PLACE = {"deviceId": pl.Int32, "streamId": pl.Int64, "correlationId": pl.Int64,
           "globalPid": pl.Int64}  # fmt: skip
+_RANGE = {**_TIMES, "eventType": pl.Int32, "text": pl.String, "textId": pl.Int64,
+          "globalTid": pl.Int64, "endGlobalTid": pl.Int64, "domainId": pl.Int64}  # fmt: skip
 _COPIES = {1: "HtoD", 2: "DtoH", 3: "HtoD", 4: "DtoH", 5: "DtoD", 6: "DtoD", 7: "DtoD", 8: "DtoD",
            9: "HtoH", 10: "PtoP", 11: "HtoD", 12: "DtoH", 13: "DtoD"}  # fmt: skip
 """CUpti_ActivityMemcpyKind, then the exporter's own kinds: migrations of managed memory."""
@@ -81,9 +83,7 @@ class NsysTables:
 
     def device(self) -> pl.DataFrame:
         """Kernels, copies, memsets and whole graphs, as ``build_trace`` takes them."""
-        parts = [self._kernels(), self._graphs(), self._copies(), self._memsets()]
-        rows = [part for part in parts if part.height]
-        return pl.concat(rows, how="diagonal_relaxed") if rows else pl.DataFrame()
+        return stacked([self._kernels(), self._graphs(), self._copies(), self._memsets()])
 
     def _work(
         self,
@@ -264,9 +264,7 @@ class NsysTables:
             self._calls(OVERHEAD, "overhead"),
             self._ranges(),
         ]
-        rows = [part for part in parts if part.height]
-        host = pl.concat(rows, how="diagonal_relaxed") if rows else pl.DataFrame()
-        return host, self._thread_names()
+        return stacked(parts), self._thread_names()
 
     def _calls(self, table: str, kind: str, named: str = "nameId") -> pl.DataFrame:
         columns = {"globalTid": pl.Int64, "correlationId": pl.Int64, named: pl.Int64}
@@ -292,15 +290,10 @@ class NsysTables:
         return _without_wrappers(rows) if table in CALLS else rows
 
     def _ranges(self) -> pl.DataFrame:
-        columns = {"eventType": pl.Int32, "text": pl.String, "textId": pl.Int64,
-                   "globalTid": pl.Int64, "endGlobalTid": pl.Int64,
-                   "domainId": pl.Int64}  # fmt: skip
         kinds = f"eventType IN {(*_PUSH_POP, *_START_END)}"
         where = kinds if self._db.has(NVTX, "eventType") else ""
         domains = self._domains()
-        rows = self._db.read(
-            NVTX, {**_TIMES, **columns}, where, lambda batch: self._of_ranges(batch, domains)
-        )
+        rows = self._db.read(NVTX, _RANGE, where, lambda batch: self._of_ranges(batch, domains))
         if "ts" not in rows.columns:
             return pl.DataFrame()
         number, self.inputs = inputs_of(rows["dims"])
@@ -308,10 +301,7 @@ class NsysTables:
 
     def _of_ranges(self, rows: pl.DataFrame, domains: dict[int, str]) -> pl.DataFrame:
         """Rows of ranges, without their texts: nearly each of PyTorch's has a number in it."""
-        columns = {"eventType": pl.Int32, "text": pl.String, "textId": pl.Int64,
-                   "globalTid": pl.Int64, "endGlobalTid": pl.Int64,
-                   "domainId": pl.Int64}  # fmt: skip
-        rows = with_all(rows, {**_TIMES, **columns})
+        rows = with_all(rows, _RANGE)
         if open_ones := rows["end"].null_count():
             why = "ranges without an end"
             self.dropped[why] = self.dropped.get(why, 0) + open_ones

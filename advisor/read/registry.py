@@ -84,15 +84,12 @@ def reader_of(source: ByteSource) -> Reader:
 
 def _what_is_read(head: bytes) -> str:
     """``give`` and the formats; of a database those that are one. PyTorch's own stand first."""
-    ours = sorted((reader.reads for reader in bundled()), key=_rank_of_format)
+    known = (reader.reads for reader in bundled())
+    ours = sorted(known, key=lambda text: "PyTorch profiler" not in text)
     if head.startswith(b"SQLite format 3"):
         ours = [each for each in ours if re.search(r"\.(sqlite|db|rpd)\b", each)]
     *most, last = dict.fromkeys([*ours, *(reader.reads for reader in installed())])
     return f"give {', '.join(most)}, or {last}" if most else f"give {last}"
-
-
-def _rank_of_format(text: str) -> bool:
-    return "PyTorch profiler" not in text
 
 
 def refuse_unknown(first: bytes, path: str) -> None:
@@ -101,13 +98,6 @@ def refuse_unknown(first: bytes, path: str) -> None:
         source = ByteSource(path, given=first)
         if source.head():
             reader_of(source)
-
-
-def read_by(reader: Reader, source: ByteSource, options: ReadOptions) -> Trace:
-    """What a reader reads. Raises AdvisorError, also for whatever one of somebody else raises."""
-    if reader in bundled():
-        return reader.read(source, options)
-    return _contained(reader, source.path, reader.read, source, options)
 
 
 def is_trace_name(name: str) -> bool:
@@ -183,7 +173,10 @@ def read_bytes(text: bytes, name: str = "<memory>", options: ReadOptions | None 
 
 def _read(source: ByteSource, options: ReadOptions) -> Trace:
     reader = reader_of(source)
-    trace: object = read_by(reader, source, options)
+    if reader in bundled():
+        trace: object = reader.read(source, options)
+    else:
+        trace = _contained(reader, source.path, reader.read, source, options)
     if not isinstance(trace, Trace):  # somebody else's
         raise AdvisorError(f"{source.path}: the reader {reader.name!r} failed (it gave no Trace)")
     form = trace.meta.format if reader.name == KINETO else reader.name

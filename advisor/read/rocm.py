@@ -12,6 +12,7 @@ from advisor.core.errors import AdvisorError
 from advisor.core.trace import Device, Trace, TraceMeta
 from advisor.read.build import build_trace
 from advisor.read.nvtx import framework_of, inputs_of, parsed
+from advisor.read.sqlite import stacked
 
 DIRECTIONS = {
     "HOST_TO_DEVICE": "HtoD", "DEVICE_TO_HOST": "DtoH", "DEVICE_TO_DEVICE": "DtoD",
@@ -49,7 +50,7 @@ def trace_of(
     counters: pl.DataFrame | None = None,
 ) -> Trace:
     """The trace of these rows, whose lists are emptied. Raises AdvisorError: there are none."""
-    rows = {"host": _one(host), "device": _one(device)}
+    rows = {"host": stacked(host), "device": stacked(device)}
     if not any(part.height for part in rows.values()):
         raise AdvisorError(
             f"{meta.path}: a profile of ROCm without GPU work, calls and ranges; record with "
@@ -59,22 +60,11 @@ def trace_of(
     meta = replace(meta, vendor="amd", framework=framework_of(pl.concat(names), programs))
     return build_trace(  # which lets go of the rows as soon as it has read them
         meta,
-        host=_some(rows.pop("host")),
-        device=_some(rows.pop("device")),
+        host=rows.pop("host"),
+        device=rows.pop("device"),
         counters=counters,
         inputs=inputs,
     )
-
-
-def _some(rows: pl.DataFrame) -> pl.DataFrame | None:
-    return rows if rows.height else None
-
-
-def _one(parts: list[pl.DataFrame]) -> pl.DataFrame:
-    """All rows of these frames, which are let go of."""
-    filled = [part for part in parts if part.height]
-    parts.clear()
-    return pl.concat(filled, how="diagonal_relaxed") if filled else pl.DataFrame()
 
 
 def gpu(number: int, facts: Mapping[str, object]) -> Device:

@@ -15,6 +15,7 @@ from pathlib import PurePosixPath
 from typing import NamedTuple
 
 from advisor.core.kernel_profile import SampledLine
+from advisor.read.wire import Damaged, varint
 
 MAX_LINES = 12
 """Lines of a kernel, those with most samples."""
@@ -66,7 +67,7 @@ def lines_of_module(elf: bytes) -> dict[str, list[LineRow]]:
     known."""
     try:
         return _tables(elf)
-    except (struct.error, IndexError, ValueError, OverflowError, ZeroDivisionError):
+    except (struct.error, IndexError, ValueError, OverflowError, ZeroDivisionError, Damaged):
         return {}
 
 
@@ -144,13 +145,8 @@ class _Program:
         return self.data[self.at - 1]
 
     def _number(self) -> int:
-        value = shift = 0
-        while True:
-            byte = self._byte()
-            value |= (byte & 0x7F) << shift
-            shift += 7
-            if byte < 0x80 or shift > 63:
-                return value
+        value, self.at = varint(self.data, self.at, len(self.data))
+        return value
 
     def _signed(self) -> int:
         begin = self.at

@@ -49,7 +49,6 @@ class _ScaleneFile(Struct):
 
 class _Profile(Struct):
     files: dict[str, _ScaleneFile]
-    elapsed_time_sec: float = 0.0
 
 
 def read_scalene(path: str | Path) -> list[HotLine]:

@@ -14,6 +14,7 @@ import polars as pl
 
 from advisor.core.errors import AdvisorError
 from advisor.core.snapshot import (
+    ACTIONS,
     ANNOTATION_SCHEMA,
     BLOCK_SCHEMA,
     EVENT_SCHEMA,
@@ -21,6 +22,7 @@ from advisor.core.snapshot import (
     MemorySnapshot,
     SnapshotFrame,
     Stack,
+    table,
 )
 from advisor.read.plain_pickle import PickledFields, read_plain
 from advisor.read.reader import memory_budget
@@ -41,11 +43,7 @@ _STATES = {
     "active_awaiting_free": "pending",
     "inactive": "inactive",
 }
-_ACTIONS = {
-    action: action
-    for action in ("alloc", "free_requested", "free_completed", "segment_alloc", "segment_free",
-                   "segment_map", "segment_unmap", "snapshot", "oom")
-} | {"free": "free_completed"}  # fmt: skip
+_ACTIONS = {action: action for action in ACTIONS} | {"free": "free_completed"}
 
 
 def read_snapshot(
@@ -87,11 +85,8 @@ class _Columns:
             column.append(value)
 
     def frame(self) -> pl.DataFrame:
-        made = {
-            name: pl.Series(name, self.columns.pop(name), dtype=kind)
-            for name, kind in self.schema.items()
-        }
-        return pl.DataFrame(made)
+        columns, self.columns = self.columns, {}
+        return table(self.schema, columns)
 
 
 class _Tables:

@@ -80,6 +80,15 @@ class ByteSource:
         (first, rest), self._begun = self._begun, None
         return chain([first] if first else [], rest)
 
+    def whole(self, most: int, advice: str) -> bytes:
+        """All of it at once. Raises AdvisorError, with the advice: it has more bytes than that."""
+        data = bytearray()
+        for block in self.blocks():
+            data += block
+            if len(data) > most:
+                raise AdvisorError(f"{self.path}: {advice}")
+        return bytes(data)
+
     def _blocks(self) -> Iterator[bytes]:
         file = self._open()
         try:
@@ -101,7 +110,7 @@ class ByteSource:
                 self.bytes_read += len(block)
                 if self.bytes_read > self.limit:
                     raise AdvisorError(
-                        f"{self.path}: unpacks to more than {_size(self.limit)}; "
+                        f"{self.path}: unpacks to more than {decimal_size(self.limit)}; "
                         "if that is expected, raise the limit with --max-size"
                     )
                 if self.peek is not None:
@@ -274,5 +283,6 @@ def _is_zstd_skippable(head: bytes) -> bool:
     return head[1:4] == b"\x2a\x4d\x18" and 0x50 <= head[0] <= 0x5F
 
 
-def _size(count: int) -> str:
+def decimal_size(count: int) -> str:
+    """As disks are sold: ``1.2 GB``, ``3.4 MB``."""
     return f"{count / 1e9:.1f} GB" if count >= 10**8 else f"{count / 1e6:.3g} MB"

@@ -250,6 +250,12 @@ class Args(Struct, gc=False):
     name: str | None = None
 
 
+COMM_FIELDS = tuple(
+    name for name in Args.__struct_fields__ if name == "collective" or name.startswith("comm_")
+)
+"""Of a collective, in the order of ``core.trace.COMMS_SCHEMA``."""
+
+
 class TraceEvent(Struct, gc=False):
     """One element of ``traceEvents``."""
 

@@ -16,7 +16,7 @@ import msgspec
 from msgspec import Raw
 
 from advisor.core.errors import AdvisorError
-from advisor.read.damage import EVENT_BOUNDARY, SPACE, object_end, sanitise, scan
+from advisor.read.damage import EVENT_BOUNDARY, REFUSED, SPACE, object_end, sanitise, scan
 from advisor.read.reader import PIECE
 from advisor.read.source import ByteSource
 from advisor.read.unknown import kind_of
@@ -39,7 +39,6 @@ _EMPTY_LIST = _OPEN_LIST + b"]"
 _GIVE = "give a PyTorch profiler trace"
 _BOM = b"\xef\xbb\xbf"
 _fields = msgspec.json.Decoder(dict[str, Raw])
-_ERRORS = (msgspec.DecodeError, RecursionError, UnicodeError, ValueError)
 
 
 @dataclass
@@ -83,7 +82,7 @@ class Splitter:
             too_long = size > self.piece_bytes + EVENT_LIMIT
             if cut is None and (too_long or (size >= 2 * self.piece_bytes and not self.exact)):
                 held = [b"".join(held)]
-                end = None if self.exact else _scanned_end(held[0], bare=self.bare_list)
+                end = None if self.exact else _scanned_end(held[0], self.bare_list)
                 if end is not None:
                     yield _listed([memoryview(held[0])[:end]])
                     self._read_tail(held[0][end + 1 :], blocks)
@@ -163,7 +162,7 @@ class Splitter:
             return "nothing but white space; give a PyTorch profiler trace"
         try:
             whole = _fields.decode(buffer)
-        except _ERRORS:
+        except REFUSED:
             if self.source.damage:
                 return f"{self.source.damage}, no event could be unpacked; {again}"
             if len(buffer) > HEAD_LIMIT:
@@ -201,9 +200,7 @@ class Splitter:
                 yield bytes(whole[_OWN])
                 return
         looks = (_scanned_end, _list_end) if self.exact else (_list_end, _scanned_end)
-        end = next(
-            (at for look in looks if (at := look(rest, bare=self.bare_list)) is not None), None
-        )
+        end = next((at for look in looks if (at := look(rest, self.bare_list)) is not None), None)
         if end is not None:
             self._read_tail(rest[end + 1 :], iter(()))
             yield _listed([rest[:end]])
@@ -255,12 +252,12 @@ def _decode_fields(text: bytes, *, repair: bool = True) -> dict[str, Raw] | None
     """The members of a JSON object, undecoded; control characters and the like are repaired."""
     try:
         return _fields.decode(text)
-    except _ERRORS:
+    except REFUSED:
         if not repair or len(text) > HEAD_LIMIT:
             return None
     try:
         return _fields.decode(sanitise(text))
-    except _ERRORS:
+    except REFUSED:
         return None
 
 
@@ -270,7 +267,7 @@ def _value(raw: Raw) -> Any:
         return None
     try:
         return msgspec.json.decode(text)
-    except _ERRORS:
+    except REFUSED:
         return None
 
 
@@ -294,7 +291,7 @@ class _Anything(msgspec.Struct):
 def _is_event(text: bytes) -> bool:
     try:
         msgspec.json.decode(text, type=_Anything)
-    except _ERRORS:
+    except REFUSED:
         return False
     return True
 
@@ -304,7 +301,7 @@ def _is_json(text: bytes) -> bool:
     for attempt in (text, sanitise(text)):
         try:
             msgspec.json.decode(attempt, type=Raw)
-        except _ERRORS:
+        except REFUSED:
             continue
         return True
     return False
@@ -343,7 +340,7 @@ def _what_else(start: bytes) -> str:
     return f"{what}; {cure or _GIVE}"
 
 
-def _scanned_end(rest: bytes, *, bare: bool) -> int | None:
+def _scanned_end(rest: bytes, _bare: bool) -> int | None:
     """Position of the bracket that closes the event list, by following all others. When quotes
     are damaged the scan is misled: then more events follow what looks like the end."""
     end = scan(rest)[1]
@@ -352,7 +349,7 @@ def _scanned_end(rest: bytes, *, bare: bool) -> int | None:
     return end if _is_json(b"[" + rest[:end] + b"]") else None
 
 
-def _list_end(rest: bytes, *, bare: bool) -> int | None:
+def _list_end(rest: bytes, bare: bool) -> int | None:
     """The same looked for from the end, for a text that is damaged somewhere."""
     position = len(rest)
     for attempt in range(64):

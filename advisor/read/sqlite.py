@@ -435,6 +435,13 @@ def looked_up(numbers: pl.Series, texts: Mapping[int, str | None]) -> pl.Series:
     return numbers.replace_strict(known, default=None, return_dtype=pl.String)
 
 
+def stacked(parts: list[pl.DataFrame]) -> pl.DataFrame:
+    """All rows of these frames, which are let go of; without a column where there are none."""
+    filled = [part for part in parts if part.height]
+    parts.clear()
+    return pl.concat(filled, how="diagonal_relaxed") if filled else pl.DataFrame()
+
+
 def with_all(rows: pl.DataFrame, types: Types) -> pl.DataFrame:
     """The rows with all of these columns, null where they have them not."""
     lacking = [name for name in types if name not in rows.columns]

@@ -29,10 +29,10 @@ from advisor.core.trace import (
     SyncKind,
 )
 from advisor.read.columns import MISSING, Columns
+from advisor.read.damage import REFUSED
 from advisor.read.spelling import DEVICE_KINDS, copy_parts, sync_kind
 
 Array = NDArray[Any]
-_ERRORS = (msgspec.DecodeError, RecursionError, UnicodeError, ValueError)
 _INT_LIMIT = 1 << 62
 
 
@@ -226,7 +226,7 @@ def _integer(part: bytes) -> int | None:
     try:
         value = msgspec.json.decode(part, type=int | float | str)
         number = int(value)
-    except (*_ERRORS, OverflowError):
+    except REFUSED:
         return None
     return number if abs(number) < _INT_LIMIT else None
 
@@ -237,7 +237,7 @@ def _string(part: bytes) -> str | None:
         return None
     try:
         return msgspec.json.decode(part, type=str)
-    except _ERRORS:
+    except REFUSED:
         return part.decode("utf-8", "replace")
 
 

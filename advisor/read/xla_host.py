@@ -16,19 +16,9 @@ from advisor.read.spelling import call_class
 from advisor.read.xspace import Events, Plane, XLine
 
 STATS = frozenset(
-    {
-        "addr",
-        "allocation_bytes",
-        "allocator_name",
-        "bytes_allocated",
-        "correlation_id",
-        "hlo_module",
-        "hlo_op",
-        "kernel_details",
-        "memcpy_details",
-        "memset_details",
-        "step_num",
-    }
+    """
+        addr allocation_bytes allocator_name bytes_allocated correlation_id hlo_module hlo_op
+        kernel_details memcpy_details memset_details step_num""".split()
 )
 """What is read of host events beside their names and times."""
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -29,6 +29,7 @@ _RECORD = re.compile(rb"^V\d{4} \d\d:\d\d:\d\d\.\d+ \d+ \S+:\d+\] (?=\{)")
 _BREAK, _AGAIN, _METRICS = "dynamo_graph_break_reason", "recompile_reasons", "compilation_metrics"
 _GRAPH, _CODE = "dynamo_output_graph", "inductor_output_code"
 _KINDS = tuple(name.encode() for name in (_BREAK, _AGAIN, _METRICS, _GRAPH, _CODE))
+_CAUSES = ("recompilations", "not_compiled", "without_cuda_graphs")
 NAMES = "dedicated_log_torch_trace_*.log"
 MAX_LINE, MAX_PAYLOAD = 1 << 20, 2_000
 """Characters of a record; lines of its payload."""
@@ -64,24 +65,15 @@ class CompileLogReader(Reader):
 
     def sniff(self, head: bytes, path: str) -> ReaderClaim:
         """By its first record."""
-        del path
         return ReaderClaim.NO if _RECORD.match(head) is None else ReaderClaim.SURE
 
     def read(self, source: ByteSource, options: ReadOptions) -> Trace:
         """A trace that holds the log and nothing else."""
-        from advisor.core.trace import PYTORCH, blank_trace
+        from advisor.core.trace import blank_trace
 
-        del options
         log, records = _read(source.blocks())
-        trace = blank_trace(source.path)
-        meta = replace(
-            trace.meta,
-            bytes_read=source.bytes_read,
-            events_read=records,
-            framework=PYTORCH,
-            compilation=log,
-        )
-        return replace(trace, meta=meta)
+        read = source.bytes_read
+        return blank_trace(source.path, bytes_read=read, events_read=records, compilation=log)
 
 
 def read_logs(path: Path, options: ReadOptions | None = None) -> CompileLog:
@@ -123,10 +115,7 @@ def merged(logs: list[CompileLog]) -> CompileLog:
         inductor_ns=max(inductor, default=None),
         breaks=breaks,
         kernels=_kernels_of(logs),
-        **{
-            name: _most([getattr(log, name) for log in logs])
-            for name in ("recompilations", "not_compiled", "without_cuda_graphs")
-        },
+        **{name: _most([getattr(log, name) for log in logs]) for name in _CAUSES},
         damaged=sum(log.damaged for log in logs),
     )
 
@@ -216,10 +205,7 @@ def _read(blocks: Iterable[bytes]) -> tuple[CompileLog, int]:
             _broken(log, payload)
         elif name == _AGAIN and len(log.guards) < MAX_CAUSES:
             log.guards[number] = _guard(payload)
-    causes = {
-        name: _most([list(getattr(log, name).values())])
-        for name in ("recompilations", "not_compiled", "without_cuda_graphs")
-    }
+    causes = {name: _most([list(getattr(log, name).values())]) for name in _CAUSES}
     result = CompileLog(
         logs=1,
         compilations=log.compilations,

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from advisor.core.errors import AdvisorError
 from advisor.read.reader import Reader, ReaderClaim, ReadOptions
 from advisor.read.source import ByteSource
 from advisor.read.sqlite import opened, table_names
@@ -40,16 +38,14 @@ def trace_of(profiles: KernelProfiles, bytes_read: int) -> Trace:
     """A trace that holds kernel profiles and nothing else."""
     from advisor.core.trace import blank_trace
 
-    trace = blank_trace(profiles.path)
-    meta = replace(
-        trace.meta,
+    return blank_trace(
+        profiles.path,
         bytes_read=bytes_read,
         events_read=len(profiles.kernels) + len(profiles.compiled),
         kernel_profiles=profiles,
         vendor=profiles.vendor,
         framework=None,
     )
-    return replace(trace, meta=meta)
 
 
 class KernelProfilerReader(Reader):
@@ -61,7 +57,6 @@ class KernelProfilerReader(Reader):
 
     def sniff(self, head: bytes, path: str) -> ReaderClaim:
         """By the container's magic, or the columns of the first line."""
-        del path
         return ReaderClaim.NO if layout_of(head) is None else ReaderClaim.SURE
 
     def read(self, source: ByteSource, options: ReadOptions) -> Trace:
@@ -71,13 +66,8 @@ class KernelProfilerReader(Reader):
         layout = layout_of(source.head())
         assert layout is not None, "sniffed"
         limit = min(MAX_BYTES, options.max_bytes)
-        data = bytearray()
-        for block in source.blocks():
-            data += block
-            if len(data) > limit:
-                raise AdvisorError(f"{source.path}: larger than {limit >> 20} MiB; profile fewer "
-                                   "kernels (ncu --launch-count)")  # fmt: skip
-        profiles = read_kernel_profiles(bytes(data), source.path, layout)
+        advice = f"larger than {limit >> 20} MiB; profile fewer kernels (ncu --launch-count)"
+        profiles = read_kernel_profiles(source.whole(limit, advice), source.path, layout)
         return trace_of(profiles, source.bytes_read)
 
 

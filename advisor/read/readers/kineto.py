@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import os
 import re
 import time
 from collections.abc import Iterator
 
+from advisor.core.cgroup import count_cores
 from advisor.core.errors import AdvisorError
 from advisor.core.trace import KINETO, Trace
 from advisor.read.assemble import Assembler
@@ -119,11 +119,7 @@ def _decoded(splitter: Splitter, options: ReadOptions) -> Iterator[Piece]:
 def _processes(options: ReadOptions) -> int:
     if options.processes is not None:
         return max(1, options.processes)
-    try:
-        cores = len(os.sched_getaffinity(0))
-    except AttributeError:  # not Linux
-        cores = os.cpu_count() or 1
-    return min(cores, MAX_PROCESSES)
+    return min(count_cores(), MAX_PROCESSES)
 
 
 def _finish(splitter: Splitter, assembler: Assembler) -> Trace:

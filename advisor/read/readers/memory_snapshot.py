@@ -1,33 +1,50 @@
 """Memory alone: the allocator's snapshot (``torch.cuda.memory._dump_snapshot``), and the profiler's
-memory timeline (``export_memory_timeline``)."""
+memory timeline (``export_memory_timeline``): categories over time."""
 
 from __future__ import annotations
 
 import re
-from dataclasses import replace
-from typing import TYPE_CHECKING
+from itertools import pairwise
+from typing import TYPE_CHECKING, Any
+
+import msgspec
 
 from advisor.core.errors import AdvisorError
+from advisor.core.snapshot import (
+    ANNOTATION_SCHEMA,
+    BLOCK_SCHEMA,
+    EVENT_SCHEMA,
+    SEGMENT_SCHEMA,
+    MemorySnapshot,
+    table,
+)
 from advisor.read.plain_pickle import looks_like_pickle
 from advisor.read.reader import Reader, ReaderClaim, ReadOptions
 from advisor.read.source import ByteSource
 
 if TYPE_CHECKING:
-    from advisor.core.snapshot import MemorySnapshot
     from advisor.core.trace import Trace
 
 MAX_TIMELINE = 256 << 20
 """Bytes of a memory timeline."""
 _TIMELINE = re.compile(rb"\s*\[\s*\[\s*-?\d+\s*[,\]]")
+CATEGORIES = ("weights", "optimizer state", "inputs", "not attributed", "activations", "gradients",
+              "backward temporaries", "not attributed")  # fmt: skip
+"""In the order of ``torch/profiler/_memory_profiler.py``: its temporaries may be of any phase."""
+LARGEST = 1 << 50
+LATEST = 1 << 63
+"""Bytes and ns from which on an entry makes no sense."""
+NEW_VERSION = 3
+"""``Action.INCREMENT_VERSION``: bytes leave one category and enter another."""
+_Delta = tuple[int, int, int]
+"""Time (ns), bytes (negative: freed), place in CATEGORIES."""
 
 
 def _trace(source: ByteSource, made: MemorySnapshot) -> Trace:
     from advisor.core.trace import blank_trace
 
-    trace = blank_trace(source.path)
     read, events = source.bytes_read, made.events.height
-    return replace(trace, meta=replace(trace.meta, bytes_read=read, events_read=events,
-                                       snapshot=made))  # fmt: skip
+    return blank_trace(source.path, bytes_read=read, events_read=events, snapshot=made)
 
 
 class MemorySnapshotReader(Reader):
@@ -39,7 +56,6 @@ class MemorySnapshotReader(Reader):
 
     def sniff(self, head: bytes, path: str) -> ReaderClaim:
         """Any pickle: only reading it shows what is in it."""
-        del path
         return ReaderClaim.PERHAPS if looks_like_pickle(head) else ReaderClaim.NO
 
     def read(self, source: ByteSource, options: ReadOptions) -> Trace:
@@ -59,16 +75,110 @@ class MemoryTimelineReader(Reader):
 
     def sniff(self, head: bytes, path: str) -> ReaderClaim:
         """A list that begins with a list of whole numbers."""
-        del path
         return ReaderClaim.SURE if _TIMELINE.match(head) else ReaderClaim.NO
 
     def read(self, source: ByteSource, options: ReadOptions) -> Trace:
         """A trace that holds a snapshot and nothing else."""
-        from advisor.read.memory_timeline import read_memory_timeline
+        most = min(MAX_TIMELINE, options.max_bytes)
+        data = source.whole(most, f"larger than {MAX_TIMELINE >> 20} MiB")
+        return _trace(source, read_memory_timeline(data, source.path))
 
-        data = bytearray()
-        for block in source.blocks():
-            data += block
-            if len(data) > min(MAX_TIMELINE, options.max_bytes):
-                raise AdvisorError(f"{source.path}: larger than {MAX_TIMELINE >> 20} MiB")
-        return _trace(source, read_memory_timeline(bytes(data), source.path))
+
+# -- the timeline -------------------------------------------------------------------------------
+
+
+def read_memory_timeline(data: bytes, path: str) -> MemorySnapshot:
+    """Both layouts: events ``[time, action, bytes, category]`` (``.raw.json.gz``), and
+    ``[times, bytes by category]`` (``.json``). Raises AdvisorError: it is neither.
+
+    Which block an event frees is not in the file: one of its size and category does. So sums by
+    category are exact at each event, and how long a single block lived is not known.
+    """
+    deltas, dropped = _deltas(data, path)
+    if not deltas:
+        raise AdvisorError(f"{path}: a memory timeline with no event of device memory")
+    names = ("device", "action", "size", "address", "time_us", "stack")
+    events: dict[str, list[Any]] = {name: [] for name in names}
+    live: dict[tuple[int, int], list[int]] = {}
+    sizes: dict[int, tuple[int, int]] = {}
+    for time, size, category in deltas:  # one after the other: which block is free depends on it
+        same = live.setdefault((abs(size), category), [])
+        if size > 0:
+            address = len(sizes) + 1
+            sizes[address] = (size, category)
+            same.append(address)
+        elif same:
+            address = same.pop(0)
+        else:
+            dropped += 1
+            continue
+        row = (0, "alloc" if size > 0 else "free_completed", abs(size), address,
+               max(time, 0) // 1000, category)  # fmt: skip
+        for column, value in zip(events.values(), row, strict=True):
+            column.append(value)
+    held = [address for addresses in live.values() for address in addresses]
+    blocks: dict[str, list[Any]] = {
+        "device": [0] * len(held), "address": held, "size": [sizes[n][0] for n in held],
+        "requested": [sizes[n][0] for n in held], "state": ["allocated"] * len(held),
+        "stack": [sizes[n][1] for n in held],
+    }  # fmt: skip
+    return MemorySnapshot(
+        path=path,
+        segments=table(SEGMENT_SCHEMA, {}),
+        blocks=table(BLOCK_SCHEMA, blocks),
+        events=table(EVENT_SCHEMA, events),
+        annotations=table(ANNOTATION_SCHEMA, {}),
+        stacks=((),) * len(CATEGORIES),
+        dropped={"frees of what was never allocated": dropped} if dropped else {},
+        source="timeline",
+        categories=CATEGORIES,
+    )
+
+
+def _deltas(data: bytes, path: str) -> tuple[list[_Delta], int]:
+    """Changes in order of time, and how many entries made no sense."""
+    try:
+        raw = msgspec.json.decode(data, type=list[tuple[int, int, int, int]])
+    except (msgspec.DecodeError, msgspec.ValidationError):
+        return _sampled(data, path), 0
+    made: list[_Delta] = []
+    dropped = 0
+    for time, action, size, category in raw:
+        known = 0 <= category < len(CATEGORIES)
+        if abs(size) >= LARGEST or abs(time) >= LATEST or not known:
+            dropped += 1
+        elif action == NEW_VERSION and size > 0 and made and made[-1] == (time, -size, category):
+            made.pop()  # written to, and still for the same
+        elif size:
+            made.append((time, size, category))
+    return sorted(made, key=lambda delta: delta[0]), dropped
+
+
+def _sampled(data: bytes, path: str) -> list[_Delta]:
+    try:
+        times, rows = msgspec.json.decode(data, type=tuple[list[int], list[list[int]]])
+    except (msgspec.DecodeError, msgspec.ValidationError):
+        times, rows = [], []
+    width = len(CATEGORIES) + 1  # the first is a spare
+    whole = len(times) == len(rows) and all(len(row) == width for row in rows)
+    sane = all(abs(time) < LATEST for time in times)
+    sane = sane and all(0 <= n < LARGEST for row in rows for n in row)
+    if not times or not whole or not sane:
+        raise AdvisorError(f"{path}: a list of numbers, but no whole memory timeline of PyTorch")
+    made: list[_Delta] = []
+    held: dict[int, list[int]] = {n: [] for n in range(len(CATEGORIES))}
+    for time, (before, row) in zip(times, pairwise([[0] * width, *rows]), strict=True):
+        for category, stack in held.items():
+            change = row[category + 1] - before[category + 1]
+            if change > 0:
+                stack.append(change)
+                made.append((time * 1000, change, category))
+            while change < 0:  # a fall ends what rose last, and what is left of it begins anew
+                size = stack.pop()
+                made.append((time * 1000, -size, category))
+                change += size
+                if change > 0:
+                    stack.append(change)
+                    made.append((time * 1000, change, category))
+                    break
+    return made

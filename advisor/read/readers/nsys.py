@@ -6,7 +6,6 @@ import shutil
 import subprocess
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from advisor.core.errors import AdvisorError
 from advisor.core.scratch import scratch
@@ -14,9 +13,6 @@ from advisor.core.trace import Trace, TraceMeta
 from advisor.read.reader import Reader, ReaderClaim, ReadOptions
 from advisor.read.source import ByteSource
 from advisor.read.sqlite import MAGIC, opened, table_names
-
-if TYPE_CHECKING:
-    import polars as pl
 
 REPORTS = (".nsys-rep", ".qdrep")
 _SIGNS = frozenset({"StringIds", "NVTX_EVENTS", "CUPTI_ACTIVITY_KIND", "TARGET_INFO"})
@@ -84,18 +80,14 @@ class Nsys(Reader):
             del host, device
         return build_trace(  # which lets go of the rows as soon as it has read them
             meta,
-            host=_some(rows.pop("host")),
-            device=_some(rows.pop("device")),
+            host=rows.pop("host"),
+            device=rows.pop("device"),
             sync=sync,
             counters=metrics,
             memory=memory,
             inputs=tables.inputs,
             thread_names=threads,
         )
-
-
-def _some(rows: pl.DataFrame) -> pl.DataFrame | None:
-    return rows if rows.height else None
 
 
 def _is_report(path: str) -> bool:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from advisor.core.errors import AdvisorError
@@ -62,9 +61,8 @@ class OutOfMemoryTextReader(Reader):
             raise AdvisorError(
                 f"{source.path}: no trace, and a log without an out-of-memory exception of PyTorch"
             )
-        trace = blank_trace(source.path)
-        meta = replace(trace.meta, bytes_read=source.bytes_read, events_read=1, snapshot=made)
-        return replace(trace, meta=meta)
+        read = source.bytes_read
+        return blank_trace(source.path, bytes_read=read, events_read=1, snapshot=made)
 
 
 def of_exception(
@@ -103,25 +101,24 @@ def _size(pattern: str, text: str) -> int | None:
 
 
 def _snapshot(noted: OutOfMemoryText, device: int, path: str) -> MemorySnapshot:
-    import polars as pl
-
     from advisor.core import snapshot as s
 
-    def table(schema: dict[str, object], row: Mapping[str, object] | None) -> pl.DataFrame:
-        rows = [] if row is None else [{name: row.get(name) for name in schema}]
-        return pl.DataFrame(rows, schema=schema)  # type: ignore[arg-type]
-
-    segment = None
-    block = None
+    segment: dict[str, list[object]] = {}
+    block: dict[str, list[object]] = {}
     if noted.reserved is not None or noted.allocated is not None:
         total = noted.reserved if noted.reserved is not None else noted.allocated
-        segment = {"device": device, "address": 0, "total": total, "stream": 0}
+        segment = {"device": [device], "address": [0], "total": [total], "stream": [0]}
     if noted.allocated:
-        block = {"segment": 0, "device": device, "address": 0, "size": noted.allocated,
-                 "requested": noted.allocated, "state": "allocated"}  # fmt: skip
-    event = {"device": device, "action": "oom", "size": noted.request, "device_free": noted.free}
+        block = {"segment": [0], "device": [device], "address": [0], "size": [noted.allocated],
+                 "requested": [noted.allocated], "state": ["allocated"]}  # fmt: skip
+    event: dict[str, list[object]] = {"device": [device], "action": ["oom"]}
+    event |= {"size": [noted.request], "device_free": [noted.free]}
     return s.MemorySnapshot(
-        path=path, segments=table(s.SEGMENT_SCHEMA, segment), blocks=table(s.BLOCK_SCHEMA, block),
-        events=table(s.EVENT_SCHEMA, event), annotations=table(s.ANNOTATION_SCHEMA, None),
-        stacks=(), exception=noted,
-    )  # fmt: skip
+        path=path,
+        segments=s.table(s.SEGMENT_SCHEMA, segment),
+        blocks=s.table(s.BLOCK_SCHEMA, block),
+        events=s.table(s.EVENT_SCHEMA, event),
+        annotations=s.table(s.ANNOTATION_SCHEMA, {}),
+        stacks=(),
+        exception=noted,
+    )

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from advisor.core.errors import AdvisorError
 from advisor.core.trace import Trace, TraceMeta
 from advisor.read.reader import Reader, ReaderClaim, ReadOptions, memory_budget
 from advisor.read.source import ByteSource
@@ -77,16 +76,11 @@ class RocprofJson(Reader):
         from advisor.read.rocprof_json import Rows, decoded
 
         most = min(MAX_JSON, memory_budget() // JSON_MEMORY)
-        blocks, size = [], 0
-        for block in source.blocks():
-            blocks.append(block)
-            size += len(block)
-            if size > most:
-                raise AdvisorError(
-                    f"{source.path}: more than {most / 1e9:.1f} GB of JSON, for which there is no "
-                    "memory; record with --output-format rocpd"
-                )
-        processes, left = decoded(b"".join(blocks), source.path)
+        advice = (
+            f"more than {most / 1e9:.1f} GB of JSON, for which there is no memory; record with "
+            "--output-format rocpd"
+        )
+        processes, left = decoded(source.whole(most, advice), source.path)
         rows = Rows(processes)
         meta = TraceMeta(
             path=source.path,

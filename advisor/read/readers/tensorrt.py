@@ -43,7 +43,6 @@ class TensorRT(Reader):
 
     def sniff(self, head: bytes, path: str) -> ReaderClaim:
         """By the first keys of either file."""
-        del path
         known = _PROFILE.match(head) or _LAYERS.match(head)
         return ReaderClaim.SURE if known else ReaderClaim.NO
 
@@ -100,12 +99,8 @@ def _host(layers: int, ns: int) -> pl.DataFrame:
 
 
 def _bytes(source: ByteSource, options: ReadOptions) -> bytes:
-    data = bytearray()
-    for block in source.blocks():
-        data += block
-        if len(data) > min(MAX_BYTES, options.max_bytes):
-            raise AdvisorError(f"{source.path}: larger than {MAX_BYTES >> 20} MiB")
-    return bytes(data)
+    most = min(MAX_BYTES, options.max_bytes)
+    return source.whole(most, f"larger than {MAX_BYTES >> 20} MiB")
 
 
 def _decoded(data: bytes, path: str) -> Any:

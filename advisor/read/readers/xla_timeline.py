@@ -60,12 +60,8 @@ class XlaTimeline(Reader):
 
     def read(self, source: ByteSource, options: ReadOptions) -> Trace:
         """Whole: it is bounded."""
-        text = bytearray()
-        for block in source.blocks():
-            text += block
-            if len(text) > MAX_BYTES:
-                raise AdvisorError(f"{source.path}: longer than any such timeline; give .xplane.pb")
-        events, broken = _decoded(bytes(text), source)
+        advice = "longer than any such timeline; give .xplane.pb"
+        events, broken = _decoded(source.whole(MAX_BYTES, advice), source)
         return space_to_trace(_space(events, broken), source)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
@@ -31,15 +32,9 @@ _TPU = re.compile(r"^/device:TPU:|^#?Chip|^/device:CUSTOM:")
 _STREAM = re.compile(r"(?i)^stream\s*#?\s*(\d+)")
 _PLANE_NAME = re.compile(rb"^(?:/\w+(?::|$)|Task Environment$|#Chip)")
 _STATS = frozenset(
-    {
-        "correlation_id",
-        "cuda_graph_id",
-        "hlo_module",
-        "hlo_op",
-        "kernel_details",
-        "memcpy_details",
-        "memset_details",
-    }
+    """
+        correlation_id cuda_graph_id hlo_module hlo_op kernel_details memcpy_details
+        memset_details""".split()
 )
 _ID_KEY, _NAME_KEY = 0x08, 0x12
 _PROCESS = "host"
@@ -199,15 +194,11 @@ def _dropped(space: Space, others: int) -> dict[str, int]:
 
 def _more(trace: Trace, space: XSpace) -> dict[str, int]:
     """The same with what the decoder left out."""
-    counts = dict(trace.meta.events_dropped)
-    for reason, count in (
-        ("without a name", space.nameless),
-        ("not decodable", space.broken),
-        ("beyond the most that is read of a file", space.left_out),
-    ):
-        if count:
-            counts[reason] = counts.get(reason, 0) + count
-    return counts
+    counts = Counter(trace.meta.events_dropped)
+    counts["without a name"] += space.nameless
+    counts["not decodable"] += space.broken
+    counts["beyond the most that is read of a file"] += space.left_out
+    return dict(+counts)
 
 
 def _start(facts: dict[str, Any], host: pl.DataFrame, device: pl.DataFrame | None) -> int:
@@ -292,25 +283,23 @@ def _work(hosts: XlaHost, plane: Plane, events: Events, device: int, streams: An
     directions = pl.Series([copy_parts(_COPY.sub(r"Memcpy \1to\2", name))[0] for name in names],
                            dtype=pl.String).gather(which)  # fmt: skip
     columns["copy"] = directions.set(pl.Series(kinds != GPU_KINDS.index("memcpy")), None)
-    hlo = pl.Series([None] * len(which), dtype=pl.String)
-    if "hlo_op" in events.texts:
-        rows, texts = events.texts["hlo_op"]
-        hlo = hlo.scatter(rows, texts)
-    if "hlo_module" in events.texts:
-        rows, texts = events.texts["hlo_module"]
-        module = pl.Series([None] * len(which), dtype=pl.String).scatter(rows, texts)
-        hlo = pl.DataFrame({"m": module, "o": hlo}).select(
-            pl.concat_str("m", "o", separator="/", ignore_nulls=False).fill_null(pl.col("o"))
-        ).to_series()  # fmt: skip
-    columns["hlo"] = hlo
+    module, hlo = (_texts(events, name) for name in ("hlo_module", "hlo_op"))
+    columns["hlo"] = pl.select(
+        pl.concat_str(module, hlo, separator="/", ignore_nulls=False).fill_null(hlo)
+    ).to_series()
     table = pl.DataFrame(columns).select(
         pl.col(name).cast(kind) for name, kind in _WORK_SCHEMA.items()
     )
-    rows = np.flatnonzero(stream >= 0)
     from advisor.read.xla_host import count_modules
 
     count_modules(hosts, events)
-    return table[rows]
+    return table[np.flatnonzero(stream >= 0)]
+
+
+def _texts(events: Events, name: str) -> pl.Series:
+    """A stat that is a text as a column; null where it is not there."""
+    column = pl.Series([None] * len(events.ts), dtype=pl.String)
+    return column.scatter(*events.texts[name]) if name in events.texts else column
 
 
 _WORK_SCHEMA: dict[str, Any] = {

@@ -10,6 +10,7 @@ import errno
 import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -27,6 +28,7 @@ from advisor.read.remote.access import (
 )
 from advisor.read.remote.places import LISTING
 from advisor.read.remote.urls import RemoteFile, file_name, is_url, is_web
+from advisor.read.source import decimal_size
 
 BLOCK = 4 << 20
 """Bytes that are asked for at once, and all that is in memory of a file."""
@@ -67,28 +69,20 @@ def opened(
         yield copy
 
 
+@dataclass
 class _Copy:
     """One file on its way here."""
 
-    def __init__(
-        self,
-        source: RemoteFile,
-        path: Path,
-        most: int,
-        timeout: float,
-        progress: Callable[[str, int], None] | None,
-        check: Callable[[bytes, str], None] | None,
-    ) -> None:
-        self._source = source
-        self._progress = progress
-        self._check = check
-        self._path = path
-        self._most = most
-        self._timeout = timeout
-        self._stream_only = False
-        self._goes_on = False
-        """What is here already stays for the next attempt."""
-        self._same: tuple[object, ...] | None = None
+    _source: RemoteFile
+    _path: Path
+    _most: int
+    _timeout: float
+    _progress: Callable[[str, int], None] | None
+    _check: Callable[[bytes, str], None] | None
+    _stream_only: bool = False
+    _goes_on: bool = False
+    """What is here already stays for the next attempt."""
+    _same: tuple[object, ...] | None = None
 
     def make(self) -> None:
         """Raises AdvisorError."""
@@ -228,12 +222,12 @@ class _Copy:
 
     def _refuse_large(self, size: int, coming: int) -> None:
         if size > self._most:
-            raise AdvisorError(f"{self._source.url}: larger than {_gb(self._most)}")
+            raise AdvisorError(f"{self._source.url}: larger than {decimal_size(self._most)}")
         free = shutil.disk_usage(self._path.parent).free
         if coming > free - ROOM_LEFT:
             raise AdvisorError(
-                f"{self._source.url}: {_gb(size)}, and {self._path.parent.parent} has "
-                f"{_gb(free)} free; name a larger disk in TMPDIR"
+                f"{self._source.url}: {decimal_size(size)}, and {self._path.parent.parent} has "
+                f"{decimal_size(free)} free; name a larger disk in TMPDIR"
             )
 
     def _write(self, out: BinaryIO, block: bytes) -> None:
@@ -260,7 +254,3 @@ def _close(file: Any) -> None:
     """Without waiting for a server that does not answer."""
     with suppress(Exception):
         call_within(1.0, file.close)
-
-
-def _gb(size: int) -> str:
-    return f"{size / 1e9:.1f} GB" if size >= 10**8 else f"{size / 1e6:.3g} MB"

@@ -8,7 +8,6 @@ https://docs.pytorch.org/tutorials/unstable/flight_recorder_tutorial.html
 from __future__ import annotations
 
 import re
-from dataclasses import replace
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -49,37 +48,30 @@ class FlightRecorderReader(Reader):
 
     def sniff(self, head: bytes, path: str) -> ReaderClaim:
         """A pickle, or JSON, with names that nothing else has."""
-        del path
         form = looks_like_pickle(head) or _JSON.match(head) is not None
         return ReaderClaim.SURE if form and any(key in head for key in _KEYS) else ReaderClaim.NO
 
     def read(self, source: ByteSource, options: ReadOptions) -> Trace:
         """A trace that holds the dump and nothing else."""
-        from advisor.core.trace import PYTORCH, blank_trace
+        from advisor.core.trace import blank_trace
 
         dump = _dump(source, min(MAX_BYTES, options.max_bytes))
-        trace = blank_trace(source.path)
-        meta = replace(
-            trace.meta,
+        return blank_trace(
+            source.path,
+            dump.rank,
             bytes_read=source.bytes_read,
             events_read=len(dump.calls),
-            framework=PYTORCH,
-            rank=dump.rank,
             flight=(dump,),
         )
-        return replace(trace, meta=meta)
 
 
 def _dump(source: ByteSource, limit: int) -> FlightDump:
-    path, data = source.path, bytearray()
-    for block in source.blocks():
-        data += block
-        if len(data) > limit:
-            raise AdvisorError(f"{path}: a flight-recorder dump of more than {limit >> 20} MiB")
+    path = source.path
+    data = source.whole(limit, f"a flight-recorder dump of more than {limit >> 20} MiB")
     try:
         value = (
-            read_plain([bytes(data)], path).value
-            if looks_like_pickle(bytes(data[:2]))
+            read_plain([data], path).value
+            if looks_like_pickle(data[:2])
             else msgspec.json.decode(data)
         )
     except (msgspec.DecodeError, UnicodeError, RecursionError) as error:

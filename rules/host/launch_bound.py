@@ -192,7 +192,7 @@ class LaunchBound(Rule):
                 self.compare("launches", gaps.calls, "min_launches", "count", per=a.per),
                 Evidence("median kernel", gaps.kernel_ns, "ns"),
                 Evidence("kernels below 10 µs", gaps.short, "share", None, "TraceLens"),
-                Evidence("the same kernels in every step", _yes_or_no(static)),
+                Evidence("the same kernels in every step", YES_OR_NO[static]),
                 Evidence("graph launches", gaps.graph_launches, "count"),
             ],
             where=locate_gaps(a),
@@ -294,5 +294,4 @@ def _small_kernels(b: TraceBuilder, count: int) -> None:
     b.run("aten::add", "elementwise_kernel", 4, times=count, host_us=20)
 
 
-def _yes_or_no(static: bool | None) -> str | None:
-    return None if static is None else "yes" if static else "no"
+YES_OR_NO = {None: None, True: "yes", False: "no"}

@@ -334,7 +334,11 @@ class SingleProcessLoader(LoaderWaitRule):
                 self.compare("share", share, "min_share", per=a.per),
                 self.compare("mean time of one batch", batch, "min_batch_ms", "ns", times=1e6),
                 Evidence("workers that would keep up", needed, "count"),
-                *self._core_evidence(taken),
+                *(
+                    [self.compare("part of the loading that needs busy cores", taken, "max_taken")]
+                    if taken is not None
+                    else []
+                ),
                 *calls.evidence,
             ],
             where=[*calls.where, *places(a, waits.host, waits.each)],
@@ -349,12 +353,6 @@ class SingleProcessLoader(LoaderWaitRule):
             fix=fix.format(needed=needed, workers=workers, batch=t.format_duration(batch)),
             code=code.format(workers=workers),
         )
-
-    def _core_evidence(self, taken: float | None) -> list[Evidence]:
-        if taken is None:
-            return []
-        label = "part of the loading that needs busy cores"
-        return [self.compare(label, taken, "max_taken")]
 
     @staticmethod
     def examples() -> Examples:

@@ -116,22 +116,17 @@ def praise_tensor_cores(
         yield PassedCheck(text=f"{used:.0%} of GEMM and convolution time runs on {cores}")
 
 
-def scale_factor(a: Analysis, rows: Mask, saved_ns: float) -> float:
-    """The factor that takes ``saved_ns`` off the summed duration of ``rows``.
+def scale_kernels(
+    a: Analysis, rows: Mask, saved: Iterable[float], select: Select, op: Operation = "scale"
+) -> Edit:
+    """The Edit that takes ``saved`` (ns: expected, at best, at worst) off the summed duration of
+    the kernels of ``select``, which are ``rows``.
 
     An Edit selects events by what they are (a family, an op), so that it means the same in
     another window. Where only some of them change, the others keep their time.
     """
     total = duration(a, rows)
-    return 1.0 if not total else min(1.0, max(0.0, 1 - saved_ns / total))
-
-
-def scale_kernels(
-    a: Analysis, rows: Mask, saved: Iterable[float], select: Select, op: Operation = "scale"
-) -> Edit:
-    """The Edit that takes ``saved`` (ns: expected, at best, at worst) off the kernels of
-    ``select``, which are ``rows``."""
-    expected, best, worst = (scale_factor(a, rows, ns) for ns in saved)
+    expected, best, worst = (min(1.0, max(0.0, 1 - ns / total)) if total else 1.0 for ns in saved)
     return Edit(op=op, select=select, factor=expected, factor_low=best, factor_high=worst)
 
 

@@ -152,7 +152,9 @@ class UnfusedAttention(Rule):
             return
         fallback = facts.duration(a, attention.fallback(a))
         fused = attention.fuse(a, blocks)
-        case = self._case(fused)
+        case = "shapes or rates not known"
+        if fused is not None:
+            case = "inputs of 32 bits" if fused.wide else ""
         kind = "PyTorch's math fallback" if fallback else "product, softmax, product"
         yield Finding(
             summary=(
@@ -170,11 +172,6 @@ class UnfusedAttention(Rule):
             confidence_notes=[] if fused else ["shapes, or what the GPU attains, are not known"],
             **(self.case(case) if case else {}),
         )
-
-    def _case(self, fused: attention.Fused | None) -> str:
-        if fused is None:
-            return "shapes or rates not known"
-        return "inputs of 32 bits" if fused.wide else ""
 
     def _healthy(self, a: Analysis, rows: facts.Mask, total: int, share: float) -> Outcomes:
         fused = facts.duration(a, rows & facts.of_family(a, "attention"))

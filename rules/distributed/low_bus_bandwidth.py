@@ -2,22 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
-from advisor.core.finding import (
-    Evidence,
-    Finding,
-    Outcome,
-    PassedCheck,
-    Rule,
-    Threshold,
-)
+from advisor.core.finding import Finding, Outcomes, PassedCheck
+from advisor.core.rule import Evidence, Rule, Threshold
 from advisor.measure import Analysis
 from advisor.measure.comm.links import ATTAINED, LARGE, scale_collectives
 from advisor.rules.common import example_steps
 from advisor.rules.recorded import measure_it
 from advisor.rules.sources import CHOSEN, ENGINE_FLOOR, NCCL_OVERHEAD
-from advisor.testing import TraceBuilder
+from advisor.testing import Examples, TraceBuilder
 
 
 class LowBusBandwidth(Rule):
@@ -34,7 +26,6 @@ class LowBusBandwidth(Rule):
 
     id = "low-bus-bandwidth"
     title = "Collectives use little of the link between GPUs"
-    category = "distributed"
     alternatives = "network-path"
     references = (
         "https://github.com/NVIDIA/nccl-tests/blob/master/doc/PERFORMANCE.md",
@@ -60,7 +51,7 @@ class LowBusBandwidth(Rule):
     falsified_by = "all_reduce_perf on the same GPUs with the same bus bandwidth"
     confidence = 0.4
 
-    def check(self, a: Analysis) -> Iterator[Outcome]:
+    def check(self, a: Analysis) -> Outcomes:
         """Compare the fastest large collective with what the link gives."""
         if a.device_id is None or a.span_ns == 0:
             return
@@ -85,19 +76,16 @@ class LowBusBandwidth(Rule):
             evidence=[
                 Evidence("measured bus bandwidth", scaled.measured * 1e9, "bytes/s"),
                 Evidence("attainable", scaled.attainable * 1e9, "bytes/s"),
-                Evidence("share", share, "share", *self.limit("max_share")),
+                self.compare("share", share, "max_share"),
                 Evidence("of the link's rate", ATTAINED, "share"),
             ],
             impact=measure_it("waits for late ranks are part of the time: record all ranks"),
         )
 
     @staticmethod
-    def fires_on() -> dict[str, TraceBuilder]:
-        return {"an eighth of NVLink": _all_reduce(30.0)}
-
-    @staticmethod
-    def silent_on() -> dict[str, tuple[TraceBuilder, str]]:
+    def examples() -> Examples:
         return {
+            "an eighth of NVLink": _all_reduce(30.0),
             "most of NVLink": (_all_reduce(200.0), "max_share"),
             "nodes unknown": (_all_reduce(30.0, node=None), "scaled is None"),
             "small messages": (_all_reduce(30.0, size=1 << 20), "scaled is None"),

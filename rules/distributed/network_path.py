@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any, ClassVar
 
 from advisor.core import text as t
-from advisor.core.finding import Edit, Evidence, Finding, Outcome, PassedCheck, Rule, Threshold
+from advisor.core.finding import Edit, Evidence, Finding, Outcomes, PassedCheck, Rule, Threshold
 from advisor.core.report import NetworkLog
 from advisor.measure import Analysis
 from advisor.measure.comm.links import Scaled, scale_collectives
 from advisor.rules.recorded import measure_it
 from advisor.rules.sources import CHOSEN, NCCL_OVERHEAD
-from advisor.testing import TraceBuilder
+from advisor.testing import Examples, TraceBuilder
 
 NCCL_ENV = "https://docs.nvidia.com/deeplearning/nccl/user-guide/docs/env.html"
 NCCL_HELP = "https://docs.nvidia.com/deeplearning/nccl/user-guide/docs/troubleshooting.html"
@@ -26,7 +26,6 @@ NO_GDR = re.compile(r"GeForce|TITAN|RTX \d")
 class NetworkRule(Rule):
     """What these rules share: they read the log, and say how collectives would be faster."""
 
-    category = "distributed"
     reads_log = "network"
     alternatives = "network-path"
     references = (NCCL_ENV, NCCL_HELP)
@@ -98,7 +97,7 @@ class NcclSettings(NetworkRule):
         "NCCL_PROTO": (r".+", "NCCL cannot choose the protocol by size"),
     }
 
-    def check(self, a: Analysis) -> Iterator[Outcome]:
+    def check(self, a: Analysis) -> Outcomes:
         """Compare settings with the list."""
         found = {
             name: why
@@ -121,16 +120,11 @@ class NcclSettings(NetworkRule):
         )
 
     @staticmethod
-    def fires_on() -> dict[str, TraceBuilder]:
+    def examples() -> Examples:
         return {
             "peer access off": _logged(settings={"NCCL_P2P_DISABLE": "1"}),
             "InfiniBand off": _logged(hosts=2, settings={"NCCL_IB_DISABLE": "1"}),
             "in a recording": _recorded(NCCL_ALGO="Ring", WORLD_SIZE="8"),
-        }
-
-    @staticmethod
-    def silent_on() -> dict[str, tuple[TraceBuilder, str]]:
-        return {
             "harmless": (
                 _logged(settings={"NCCL_P2P_DISABLE": "0", "NCCL_IB_HCA": "mlx5"}),
                 "not found",
@@ -183,7 +177,7 @@ class NcclSockets(NetworkRule):
     verify = "Run with NCCL_DEBUG=INFO: 'Using network IB', channels 'via NET/IB/…/GDRDMA'."
     falsified_by = "ibv_devinfo on the host that lists no adapter"
     confidence = 0.8
-    cases: ClassVar = {
+    cases = {
         "no verbs": {
             "title": "NCCL sends over sockets: libibverbs is missing",
             "fix": "Install libibverbs (rdma-core) in the container or environment: NET/IB opens "
@@ -203,7 +197,7 @@ class NcclSockets(NetworkRule):
         },
     }
 
-    def check(self, a: Analysis) -> Iterator[Outcome]:
+    def check(self, a: Analysis) -> Outcomes:
         """Which network the log names, and why not a faster one."""
         log = a.trace.meta.network
         if log is None or not log.hosts:
@@ -242,18 +236,13 @@ class NcclSockets(NetworkRule):
         )
 
     @staticmethod
-    def fires_on() -> dict[str, TraceBuilder]:
+    def examples() -> Examples:
         sockets: dict[str, Any] = {"hosts": 2, "paths": {"NET/Socket": 4}, "interfaces": ["eth0"]}
         return {
             "no device": _logged(**sockets, without_device=4),
             "no library": _logged(**sockets, no_verbs=True),
             "docker0": _logged(**{**sockets, "interfaces": ["docker0"]}),
             "not opened": _logged(**sockets, warnings={"Call to ibv_open_device failed": 1}),
-        }
-
-    @staticmethod
-    def silent_on() -> dict[str, tuple[TraceBuilder, str]]:
-        return {
             "InfiniBand": (_logged(hosts=2, paths={"NET/IB/GDRDMA": 4}), "not sockets"),
             "one node": (
                 _logged(hosts=1, ranks=8, node_ranks=8, networks={"Socket": 8}),
@@ -285,7 +274,7 @@ class NcclGpuDirect(NetworkRule):
     verify = "Run with NCCL_DEBUG=INFO: 'via NET/IB/0/GDRDMA'."
     falsified_by = "the same bus bandwidth of all_reduce_perf with NCCL_NET_GDR_LEVEL=SYS"
     confidence = 0.8
-    cases: ClassVar = {
+    cases = {
         "far": {
             "fix": "Use adapters near the GPUs: on the same PCIe switch (PIX, PXB in nvidia-smi "
             "topo -m). Name them by NCCL_IB_HCA. Where all are far, try a higher level, and "
@@ -294,7 +283,7 @@ class NcclGpuDirect(NetworkRule):
         }
     }
 
-    def check(self, a: Analysis) -> Iterator[Outcome]:
+    def check(self, a: Analysis) -> Outcomes:
         """Connections over adapters without GPUDirect."""
         log = a.trace.meta.network
         if log is None:
@@ -331,7 +320,7 @@ class NcclGpuDirect(NetworkRule):
         )
 
     @staticmethod
-    def fires_on() -> dict[str, TraceBuilder]:
+    def examples() -> Examples:
         beside = _logged(
             hosts=2, ranks=16, node_ranks=8, paths={"NET/IB": 8}, nic_gb_per_s=200.0,
             trace=_large(16, 40.0),
@@ -340,11 +329,6 @@ class NcclGpuDirect(NetworkRule):
             "no module": _logged(hosts=2, paths={"NET/IB": 8}, gdr_disabled={"no module": 4}),
             "far": _logged(hosts=2, paths={"NET/IB": 8}, gdr_disabled={"distance 7 > 4": 4}),
             "beside a trace": beside,
-        }
-
-    @staticmethod
-    def silent_on() -> dict[str, tuple[TraceBuilder, str]]:
-        return {
             "used": (_logged(hosts=2, paths={"NET/IB/GDRDMA": 8}), "not through_host"),
             "far adapters, used near ones": (
                 _logged(
@@ -382,7 +366,7 @@ class NcclNodePath(NetworkRule):
     verify = "Run with NCCL_DEBUG=INFO: channels 'via P2P/CUMEM' or 'P2P/IPC', none 'via SHM'."
     falsified_by = "p2pBandwidthLatencyTest with the same bandwidth with and without peer access"
     confidence = 0.7
-    cases: ClassVar = {
+    cases = {
         "no NVLink": {
             "title": "The GPUs' NVLink is missing from the topology",
             "fix": "Check the links and the fabric manager on the host; a virtual machine needs "
@@ -392,7 +376,7 @@ class NcclNodePath(NetworkRule):
         }
     }
 
-    def check(self, a: Analysis) -> Iterator[Outcome]:
+    def check(self, a: Analysis) -> Outcomes:
         """How GPUs of a node reach each other, and how they could."""
         log = a.trace.meta.network
         if log is None:
@@ -428,18 +412,13 @@ class NcclNodePath(NetworkRule):
         )
 
     @staticmethod
-    def fires_on() -> dict[str, TraceBuilder]:
+    def examples() -> Examples:
         return {
             "NVLink unused": _logged(hosts=1, paths={"SHM": 8}, gpu_links={"NV12": 28}),
             "peer access off": _logged(hosts=1, paths={"SHM": 8}, p2p_disabled=8),
             "NVLink missing": _logged(
                 gpu_links={"PIX": 4, "SYS": 24}, node_ranks=8, trace=_large(8, 20.0)
             ),
-        }
-
-    @staticmethod
-    def silent_on() -> dict[str, tuple[TraceBuilder, str]]:
-        return {
             "peer access": (
                 _logged(hosts=1, paths={"P2P/CUMEM": 8}),
                 "not missing",
@@ -474,7 +453,7 @@ class NcclNvls(NetworkRule):
 
     min_gpus = Threshold(4, "GPUs of the node: pairs gain nothing", CHOSEN)
 
-    def check(self, a: Analysis) -> Iterator[Outcome]:
+    def check(self, a: Analysis) -> Outcomes:
         """Multicast is said to be missing where the hardware has it."""
         log = a.trace.meta.network
         if log is None or log.nvls is None:
@@ -496,12 +475,9 @@ class NcclNvls(NetworkRule):
         )
 
     @staticmethod
-    def fires_on() -> dict[str, TraceBuilder]:
-        return {"eight H100": _logged(nvls=False, gpus=8, gpu_links={"NV18": 28}, nvls_channels=0)}
-
-    @staticmethod
-    def silent_on() -> dict[str, tuple[TraceBuilder, str]]:
+    def examples() -> Examples:
         return {
+            "eight H100": _logged(nvls=False, gpus=8, gpu_links={"NV18": 28}, nvls_channels=0),
             "A100": (_logged(nvls=False, gpus=8, gpu_links={"NV12": 28}), "not switched"),
             "available": (_logged(nvls=True, gpus=8, gpu_links={"NV18": 28}), "log.nvls"),
         }
@@ -526,7 +502,7 @@ class NcclLimits(NetworkRule):
         "too small",
     }
 
-    def check(self, a: Analysis) -> Iterator[Outcome]:
+    def check(self, a: Analysis) -> Outcomes:
         """Warnings that name a limit."""
         log = a.trace.meta.network
         if log is None:
@@ -547,13 +523,12 @@ class NcclLimits(NetworkRule):
         )
 
     @staticmethod
-    def fires_on() -> dict[str, TraceBuilder]:
+    def examples() -> Examples:
         failed = "Call to ibv_reg_mr_iova2 failed with error Cannot allocate memory"
-        return {"locked memory": _logged(hosts=1, warnings={failed: 8})}
-
-    @staticmethod
-    def silent_on() -> dict[str, tuple[TraceBuilder, str]]:
-        return {"another warning": (_logged(hosts=1, warnings={"Timeout": 1}), "not found")}
+        return {
+            "locked memory": _logged(hosts=1, warnings={failed: 8}),
+            "another warning": (_logged(hosts=1, warnings={"Timeout": 1}), "not found"),
+        }
 
 
 def _logged(trace: TraceBuilder | None = None, **fields: Any) -> TraceBuilder:

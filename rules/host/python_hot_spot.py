@@ -87,8 +87,7 @@ class PythonHotSpot(Rule):
 
     fix = (
         "Move the function out of the path to the next kernel launch. Compute its result once and "
-        "keep it, "
-        "vectorize loops over tensors or lists, or prepare it ahead in the workers of a "
+        "keep it, vectorize loops over tensors or lists, or prepare it ahead in the workers of a "
         "DataLoader: num_workers={workers} keeps up with the shorter step. Log and checkpoint "
         "every N steps only."
     )

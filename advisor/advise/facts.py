@@ -469,15 +469,15 @@ def beyond_evidence(finding: Finding) -> list[str]:
     impact = finding.impact
     if impact is None or impact.currency != "step_time" or not impact.gain_ns:
         return []
-    shown = next((e for e in finding.evidence if e.unit == "ns" and e.per is not None), None)
-    if shown is None or not shown.value or impact.gain_ns <= ABOVE * float(shown.value):
+    shown = finding.shown_time
+    if shown is None or impact.gain_ns <= ABOVE * float(shown.value or 0):
         return []
     why = "their launches and the gaps between them end too"
     operations = [edit.op for edit in finding.edits]
     why = next((WHY_MORE[name] for name in WHY_MORE if name in operations), why)
     if impact.of_job:
         why = "other ranks gain too, and wait less for each other"
-    return [f"more than '{shown.label}', {t.format_duration(float(shown.value))}: {why}"]
+    return [f"more than '{shown.label}', {t.format_duration(float(shown.value or 0))}: {why}"]
 
 
 def order_parts(finding: Finding, report: Report) -> list[str]:

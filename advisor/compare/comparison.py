@@ -13,7 +13,7 @@ from advisor.core.saved import decoded, encoded
 SCHEMA = "advisor.comparison/2"
 
 Verdict = Literal["slower", "faster", "no difference", "not measured"]
-Change = Literal["fixed", "new", "remaining", "unchecked", "unchecked before"]
+Change = Literal["fixed", "replaced", "new", "remaining", "unchecked", "unchecked before"]
 GateAnswer = Literal["passed", "not shown", "regression"]
 
 
@@ -143,7 +143,8 @@ class FindingChange(Struct, kw_only=True):
     """What became of a finding."""
 
     change: Change
-    """``fixed``: the rule ran and no longer finds it. ``unchecked``: the rule could not check
+    """``fixed``: the rule ran and no longer finds it. ``replaced``: so too, but what does the work
+    now takes longer. ``unchecked``: the rule could not check
     again. ``unchecked before``: it is there now, and could not be checked before."""
     rule: str
     """Identifier of the rule."""

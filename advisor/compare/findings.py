@@ -104,7 +104,10 @@ def describe(pair: Pair, before: Report, after: Report, search: Search | None) -
         reason = _why_unchecked(after, before, old.rule)
         change = "unchecked" if reason else "fixed"
         successor = _successor(old, before, after)
-        if not reason and successor is not None:
+        replacement = None if reason else _slower_replacement(old, before, after)
+        if replacement is not None:
+            change, reason = "replaced", replacement
+        elif not reason and successor is not None:
             reason = f"the rule no longer applies; at its place now: {successor.title}"
         elif not reason and search and (remaining := search(old, True)) is not None:
             change, reason, gains[1] = "remaining", f"after: {remaining.why}", remaining.gain_ns
@@ -131,6 +134,23 @@ def describe(pair: Pair, before: Report, after: Report, search: Search | None) -
         after_gain_ns=gains[1],
         reason=reason,
     )
+
+
+def _slower_replacement(old: Finding, before: Report, after: Report) -> str | None:
+    """That another finding about the same work takes its place, and as much time or more;
+    ``None``: none does, or what it takes is not known."""
+    known = {f.rule for f in (*_shown(before), *before.notes)}
+    time = old.shown_time
+    for new in (*_shown(after), *after.notes):
+        taken = new.shown_time
+        if not old.subject or new.subject != old.subject or new.rule in known:
+            continue
+        if time is None or taken is None or time.per != taken.per:
+            continue
+        if float(taken.value or 0) >= float(time.value or 0):
+            times = [t.format_duration(float(each.value or 0)) for each in (time, taken)]
+            return f"what replaces it takes longer, {' → '.join(times)}: {new.title}"
+    return None
 
 
 def _successor(finding: Finding, own: Report, other: Report) -> Finding | None:

@@ -32,12 +32,13 @@ WIDTH = 30
 MIN_STEPS_FOR_PERCENTILES = 10
 TITLES = {
     "fixed": "fixed",
+    "replaced": "gone, but the replacement takes longer",
     "new": "new",
     "remaining": "remaining",
     "unchecked": "not checked again",
     "unchecked before": "not checked before",
 }
-ORDER = ("new", "fixed", "remaining", "unchecked", "unchecked before")
+ORDER = ("new", "fixed", "replaced", "remaining", "unchecked", "unchecked before")
 
 
 MORE_IS_BETTER = ("GPU busy", "communication hidden", "MFU")
@@ -89,6 +90,8 @@ def verdict(comparison: Comparison) -> str:
             text = f"{steps.verdict.capitalize()} by {amount}: {pair} ({interval(steps)})"
     counts = Counter(item.change for item in comparison.findings)
     parts = [f"{counts[kind]} {kind}" for kind in ("fixed", "new", "remaining") if counts[kind]]
+    if counts["replaced"]:
+        parts.append(f"{counts['replaced']} gone with a slower replacement")
     text = f"{text}; findings: {', '.join(parts)}." if parts else f"{text}."
     return " ".join([*_crashes(comparison), text])
 
@@ -311,7 +314,7 @@ def finding(item: FindingChange, each: str = " per step") -> list[str]:
     if item.change == "remaining" and None not in gains:
         parts.append(f"gain {t.format_duration(gains[0])} → {t.format_duration(gains[1])}{each}")
     elif any(gain is not None for gain in gains):
-        what = "estimated gain" if item.change == "fixed" else "gain"
+        what = "estimated gain" if item.change in ("fixed", "replaced") else "gain"
         parts.append(f"{what} {t.format_duration(next(g for g in gains if g is not None))}{each}")
     if item.place:
         moved = " (elsewhere before)" if item.same_place is False else ""
@@ -448,5 +451,7 @@ def gate_figures(c: Comparison) -> list[Amount]:
 def gate_findings(c: Comparison) -> list[tuple[str, list[FindingChange]]]:
     """Ranked findings that the baseline does not have, and those that the run does not have."""
     new = [item for item in c.of("new", "unchecked before") if item.after_priority is not None]
-    gone = [item for item in c.of("fixed", "unchecked") if item.before_priority is not None]
+    gone = [
+        item for item in c.of("fixed", "replaced", "unchecked") if item.before_priority is not None
+    ]
     return [("new", new[:MAX_GATE_FINDINGS]), ("gone", gone[:MAX_GATE_FINDINGS])]

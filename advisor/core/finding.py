@@ -244,6 +244,8 @@ class Finding(Struct, frozen=True, kw_only=True):
     # filled in by the engine
     category: str = ""
     """Of the rule."""
+    subject: str = ""
+    """The work that it is about, where several rules look at that: ``attention``."""
     severity: Severity = "info"
     """By the share of the step that the fix saves."""
     priority: int | None = None
@@ -269,6 +271,12 @@ class Finding(Struct, frozen=True, kw_only=True):
     """GPU it was seen on."""
     trace_rank: int | None = None
     """Rank it was seen on."""
+
+    @property
+    def shown_time(self) -> Evidence | None:
+        """The time that it is about, as its evidence has it; ``None``: there is none."""
+        timed = (e for e in self.evidence if e.unit == "ns" and e.per is not None and e.value)
+        return next(timed, None)
 
 
 class SkippedCheck(Struct, frozen=True, kw_only=True):

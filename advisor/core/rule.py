@@ -154,6 +154,8 @@ class Rule:
     """0 to 1: how sure a finding is of its cause."""
     alternatives: ClassVar[str] = ""
     """Name of the group of findings of which one fix replaces the others."""
+    subject: ClassVar[str] = ""
+    """The work that findings of several rules are about: a fix of one may leave another."""
     knobs: ClassVar[tuple[str, ...]] = ()
     """What ``advisor try`` may change to cure it (``advisor/tune/knobs``), the likeliest first."""
     cases: ClassVar[Mapping[str, Mapping[str, Any]]] = {}
@@ -290,6 +292,7 @@ class Rule:
             assumptions=finding.assumptions or self.filled(self.assumptions),
             confidence=finding.confidence or self.confidence,
             alternatives=finding.alternatives or self.alternatives,
+            subject=self.subject,
         )
 
     def case(self, name: str, **values: object) -> dict[str, Any]:

@@ -92,6 +92,7 @@ class Fp32Matmul(Rule):
     """
 
     id = "fp32-matmul"
+    subject = "matrix products"
     title = "GEMMs or convolutions run in FP32 without tensor cores"
     knobs = ("matmul-precision", "autocast")
     found_in = traces("v100_train_copy_heavy pairs/sam_2_fp32_few_syncs")

@@ -29,6 +29,7 @@ class SlowAttention(BelowRate):
     """
 
     id = "slow-attention"
+    subject = "attention"
     title = "Fused attention runs far below the GPU's rate"
     found_in = ("traces/pairs/sam_2_fp32_few_syncs", "traces/h100_qwen_inference")
     silent_in = traces("b200_eager h100_bert_small_inference pairs/sam_3_bf16_compiled_sdpa")

@@ -37,6 +37,7 @@ class SlowGemm(BelowRate):
     """
 
     id = "slow-gemm"
+    subject = "matrix products"
     title = "GEMM shapes leave most of the GPU idle"
     silent_in = traces(
         "h100_qwen_inference pairs/sam_2_fp32_few_syncs b200_eager mi300_timesformer_inference "

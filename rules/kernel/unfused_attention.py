@@ -43,6 +43,7 @@ class UnfusedAttention(Rule):
     """
 
     id = "unfused-attention"
+    subject = "attention"
     title = "Attention is not fused"
     found_in = traces(
         "mi300_timesformer_inference pairs/sam_1_fp32_many_syncs pairs/particle_batch2 "

@@ -158,6 +158,8 @@ HIDDEN_SHARE = 0.05
 MIN_FAMILY_SHARE, LOW_RATE = 0.10, 0.40
 """Part of kernel time, and of the attainable rate below which nothing is called healthy:
 FlashAttention reaches half and more, matrix products three quarters."""
+MIN_LEFT_SHARE = 0.05
+"""Of the step, below the attainable rates, from which a healthy one says where it is."""
 MOSTLY = 0.5
 """Share of what is analysed from which a report without findings begins with one-off costs."""
 MIN_STEPS = 3
@@ -351,7 +353,8 @@ def _verdict(
     if report.busy_share >= BUSY and (reason := _caveat(report, a)):
         return "limited", f"{text}. No fix is sure to help, but {reason}."
     if report.busy_share >= BUSY:
-        return "healthy", f"Healthy: the GPU is {busy_of}. No bottleneck stands out."
+        rates = _rates(report)
+        return "healthy", f"Healthy: the GPU is {busy_of}. No bottleneck stands out.{rates}"
     idle = report.idle[0] if report.idle else None
     once, longest = one_off_costs(a)
     if once >= MOSTLY:
@@ -421,6 +424,32 @@ def _caveat(report: Report, a: Analysis) -> str:
     if scope.steps_used > 1 and scope.step_max_ns > UNEVEN * max(scope.step_min_ns, 1):
         return f"steps vary: {t.format_range(scope.step_min_ns, scope.step_max_ns)}"
     return ""
+
+
+def _rates(report: Report) -> str:
+    """How near the kernels of a busy GPU come to its rates, and where the rest is."""
+    judged = [each for each in report.rooflines if each.efficiency is not None]
+    known = sum(each.share for each in judged)
+    if known < MOSTLY:
+        return " How near most of its kernels come to its rates is unknown."
+    left: dict[str, float] = {}
+    time: dict[str, float] = {}
+    for each in judged:
+        time[each.family] = time.get(each.family, 0.0) + each.ns
+        rest = each.ns * (1 - (each.efficiency or 0.0))
+        left[each.family] = left.get(each.family, 0.0) + rest
+    total = sum(left.values())
+    if total < MIN_LEFT_SHARE * report.step_ns:
+        return ""
+    parts = [
+        f"{family} {t.format_duration(ns)} (it reaches {t.format_share(1 - ns / time[family])})"
+        for family, ns in sorted(left.items(), key=lambda item: -item[1])[:2]
+        if ns >= MIN_FAMILY_SHARE * total
+    ]
+    return (
+        f" At the attainable rates its kernels take {t.format_duration(total)} less: "
+        f"{', '.join(parts)}."
+    )
 
 
 def _below_rate(report: Report) -> str:

@@ -150,9 +150,10 @@ class GcPauses(Rule):
     several ranks each pause delays all ranks, and they pause at different times.
 
     Pauses are measured by ``gc.callbacks``. Reported where they take more than 1 % of the steps'
-    time, or where one step lost more than 50 ms to them. The gain is the pauses times how much
-    steps grow with them (a line through the steps, and twice its error): a pause costs nothing
-    while the GPU works through its queue.
+    time, or where one step lost more than 50 ms to them. A step that takes twice the median or
+    more, and for the most part not because of its pauses, is left out: it compiles, or saves. The
+    gain is the pauses times how much steps grow with them (a line through the steps, and twice its
+    error): a pause costs nothing while the GPU works through its queue.
     """
 
     id = "gc-pauses"
@@ -174,6 +175,9 @@ class GcPauses(Rule):
     min_share = Threshold(0.01, "of the steps' time", ENGINE_FLOOR)
     min_pause_ms = Threshold(50.0, "ms lost to pauses in one step", CHOSEN)
     min_steps = Threshold(20, "steps without a profiler", GPUPROF)
+    max_other = Threshold(
+        2.0, "times its pauses, what a step of two medians or more takes beyond the median", CHOSEN
+    )
 
     fix = (
         "Freeze the objects that exist after the first steps, so that collections skip them. Or "
@@ -203,13 +207,15 @@ class GcPauses(Rule):
                     record=f"a run of {2 * self.min_steps} steps or more",
                 )
             return
-        pause = recorded.column("gc")[recorded.used]
-        dur = recorded.dur[recorded.used]
+        pause, dur = recorded.column("gc")[recorded.used], recorded.dur[recorded.used]
+        beyond = np.maximum(0.0, dur - recorded.median)
+        # a step that compiles makes many objects, which are collected in it: once
+        usual = (beyond <= self.max_other * pause) | (beyond <= recorded.median)
+        pause, dur, beyond = pause[usual], dur[usual], beyond[usual]
         share = float(pause.sum()) / float(dur.sum())
         longest = float(pause.max())
         if share < self.min_share and longest < self.min_pause_ms * 1e6:
             return
-        beyond = np.maximum(0.0, dur - recorded.median)
         lost = float(np.minimum(pause, beyond).sum()) / len(dur)
         if device_bound(a) or lost < 0.2 * float(pause.sum()) / len(dur):
             return  # the GPU had work meanwhile: the steps are no longer
@@ -238,6 +244,10 @@ class GcPauses(Rule):
             "steps with pauses are no longer": (
                 _gc_run(every=10, pause=4, longer=0),
                 "lost < 0.2 * float(pause.sum()) / len(dur)",
+            ),
+            "in steps that compile": (
+                _gc_run(every=60, pause=400, longer=4000),
+                "longest < self.min_pause_ms * 1000000.0",
             ),
             "hardly any": (_gc_run(every=50, pause=1), "min_pause_ms"),
             "no pauses": (_gc_run(every=10, pause=0), "longest < self.min_pause_ms * 1000000.0"),
@@ -276,5 +286,5 @@ def _gc_run(
     r = b.record_of_run()
     for n in range(steps):
         here = pause if n % every == 0 else 0.0
-        r.step(20 + (here if longer is None else longer), gc=here, forward=5)
+        r.step(20 + (here if longer is None else longer * (here > 0)), gc=here, forward=5)
     return b

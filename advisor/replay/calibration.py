@@ -153,6 +153,16 @@ def job_bands() -> dict[str, Band]:
     return bands
 
 
+# -- another mesh -------------------------------------------------------------------------------
+
+
+@cache
+def mesh_error() -> float:
+    """Logarithm by which the step on another device mesh may be off: of simulated jobs, and of
+    published steps of one model on several meshes."""
+    return error_bound([row.error for row in shipped() if row.source == "mesh"] or [0.0])
+
+
 # -- another GPU --------------------------------------------------------------------------------
 
 

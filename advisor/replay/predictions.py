@@ -43,10 +43,12 @@ class Prediction(Struct, kw_only=True, omit_defaults=True):
     schema: str = SCHEMA
     unix: int = 0
     """When, s since 1970."""
-    source: Literal["try", "compare", "workload", "pair", "experiment", "job", "gpus"] = "try"
+    source: Literal["try", "compare", "workload", "pair", "experiment", "job", "gpus", "mesh"] = (
+        "try"
+    )
     """What measured it. The user's: a trial, a comparison of two runs. Ours: a trial of a bundled
     workload, a public pair of traces, an experiment of docs/accuracy.md, a simulated job, the same
-    work on two GPUs (or in traces of two)."""
+    work on two GPUs (or in traces of two), the same model on two meshes."""
     program: str = ""
     """Ours: which of them; empty: the user's."""
     group: str = ""

@@ -105,6 +105,11 @@ class EditGain:
         return ReplayPlan(self.graph)
 
     @cached_property
+    def steady_ns(self) -> float:
+        """The replayed step without any change, by itself."""
+        return self.plan.steady()
+
+    @cached_property
     def _joint_ranks(self) -> JointRanks | None:
         if not self.others:
             return None

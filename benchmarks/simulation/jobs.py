@@ -39,6 +39,8 @@ class Kernel(NamedTuple):
     """On a healthy device, without noise."""
     blocks: int = 432
     threads: int = 256
+    query: tuple[int, int, int, int] | None = None
+    """Of an attention: batch, sequence, heads, width."""
 
 
 @dataclass(frozen=True)
@@ -97,6 +99,7 @@ class Job:
     tp: int = 1
     pp: int = 1
     ep: int = 1
+    cp: int = 1
     micro_batches: int = 1
     groups: dict[str, Groups] = field(default_factory=dict)
     message: dict[str, float] = field(default_factory=dict)

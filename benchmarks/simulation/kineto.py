@@ -180,7 +180,10 @@ class _Events:
             node = kernel.op.removeprefix("aten::").removesuffix("_backward").strip("_")
             label = f"autograd::engine::evaluate_function: {node.title().replace('_', '')}Backward0"
             yield self._host("cpu_op", label, op, closed + 1, tid)
-        yield self._host("cpu_op", kernel.op, op, closed, tid, f'"External id": {external}')
+        told = f'"External id": {external}'
+        if kernel.query is not None:
+            told += f", {_attention(list(kernel.query))}"
+        yield self._host("cpu_op", kernel.op, op, closed, tid, told)
         if row["held"]:
             part = (call - op) // 4
             yield self._call("cudaStreamWaitEvent", op + 2 * part, op + 3 * part, tid, self._next())
@@ -305,6 +308,18 @@ class _Events:
         yield f'{{"ph": "s", {flow}, "pid": {self.pid}, "tid": {tid}, "ts": {at}}}'
         at = _us(start - BASE_NS)
         yield f'{{"ph": "f", {flow}, "pid": 0, "tid": {stream}, "ts": {at}, "bp": "e"}}'
+
+
+def _attention(query: list[int]) -> str:
+    """Inputs of ``aten::_flash_attention_forward``, as ``record_shapes`` writes them."""
+    told = {
+        "Input Dims": [query] * 3 + [[]] * 11,
+        "Input type": ["c10::BFloat16"] * 3 + [""] * 2 + ["Scalar"] * 5 + [""] * 4,
+        "Concrete Inputs": [""] * 5
+        + [str(query[1]), str(query[1]), "0.", "True", "False"]
+        + [""] * 4,
+    }
+    return json.dumps(told)[1:-1]
 
 
 def _split(call: Call, elements: int, members: int) -> str:

@@ -96,10 +96,26 @@ def _sharded(engine: Engine) -> None:
 
 
 def _parallel(engine: Engine) -> None:
-    """Tensor, pipeline (GPipe: all forward, then all backward) and expert parallel."""
+    """Tensor, pipeline (GPipe: all forward, then all backward) and expert parallel; without stages
+    each micro-batch goes forward and backward by itself."""
     job = engine.job
     stages = [job.stage(number) for number in range(job.pp)]
-    for _ in range(job.micro_batches):
+    together = job.micro_batches if job.pp > 1 else 1
+    for _ in range(job.micro_batches // together):
+        engine.thread = MAIN
+        _passes(engine, stages, together)
+    for number, ranks in enumerate(stages):
+        engine.wait(ranks, f"pp{number - 1}", f"pp{number}")  # sends are over before the optimizer
+        if "dp" not in job.groups:
+            continue
+        engine.talk(ranks, "dp", "allreduce")
+        engine.talk(ranks, "dp", "allreduce", 0.5)
+        engine.wait(ranks, "dp")
+
+
+def _passes(engine: Engine, stages: list[Ranks], together: int) -> None:
+    job = engine.job
+    for _ in range(together):
         for number, ranks in enumerate(stages):
             if number:
                 engine.send(stages[number - 1], ranks, back=False)
@@ -109,7 +125,7 @@ def _parallel(engine: Engine) -> None:
                 _layer(engine, ranks, job.forward, backward=False)
             _more(engine, ranks, number, job.forward)
     engine.thread = BACKWARD
-    for _ in range(job.micro_batches):
+    for _ in range(together):
         for number in range(job.pp - 1, -1, -1):
             ranks = stages[number]
             if number < job.pp - 1:
@@ -117,11 +133,6 @@ def _parallel(engine: Engine) -> None:
             _more(engine, ranks, number, job.backward)
             for _ in range(job.layers):
                 _layer(engine, ranks, job.backward, backward=True)
-    for number, ranks in enumerate(stages):
-        engine.wait(ranks, f"pp{number - 1}", f"pp{number}")  # sends are over before the optimizer
-        engine.talk(ranks, "dp", "allreduce")
-        engine.talk(ranks, "dp", "allreduce", 0.5)
-        engine.wait(ranks, "dp")
 
 
 def _layer(engine: Engine, ranks: Ranks, kernels: tuple[Kernel, ...], *, backward: bool) -> None:
@@ -129,7 +140,11 @@ def _layer(engine: Engine, ranks: Ranks, kernels: tuple[Kernel, ...], *, backwar
     go to them and back."""
     job = engine.job
     half = len(kernels) // 2
+    if job.cp > 1:  # keys and values of the whole sequence, and back their gradients
+        engine.talk(ranks, "cp", "_allgather_base", wait=True)
     engine.work(ranks, kernels[:half])
+    if job.cp > 1 and backward:
+        engine.talk(ranks, "cp", "_reduce_scatter_base", wait=True)
     if job.tp > 1:
         engine.talk(ranks, "tp", "allreduce", wait=True)
     engine.work(ranks, kernels[half:])

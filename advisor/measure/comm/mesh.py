@@ -134,6 +134,23 @@ def _forward_share(rows: pl.DataFrame) -> float:
     return _sum(rows.filter("forward")["weight"]) / sent if sent else 0.0
 
 
+def count_passes(a: Analysis) -> int:
+    """Forward passes of a step, the median: with gradient accumulation there are several. 1 where
+    the backward pass was not recorded."""
+    rows = np.flatnonzero(a.in_window & ~a.kernels["communication"].fill_null(False).to_numpy())
+    gpu = a.trace.gpu.select("launch", "ts")[rows].with_columns(
+        gpu=pl.Series(rows), launch_ts=a.trace.cpu["ts"].gather(a.trace.gpu["launch"][rows])
+    )
+    gpu = gpu.drop_nulls("launch_ts").sort("launch_ts")
+    forward = _in_forward(a, gpu)
+    if gpu.is_empty() or forward.null_count():
+        return 1
+    flags, at = forward.to_numpy(), gpu["launch_ts"].to_numpy()
+    begins = flags & ~np.concatenate([[False], flags[:-1]])
+    step = np.searchsorted(a.steps.used["end"].to_numpy(), at[begins], side="right")
+    return max(1, int(np.median(np.unique(step, return_counts=True)[1]))) if len(step) else 1
+
+
 def _in_forward(a: Analysis, collectives: pl.DataFrame) -> pl.Series:
     """Whether each was launched before the backward pass of its step: outside of autograd's nodes
     and the threads that run them, with such a node after it. In inference all were. Null: the

@@ -14,9 +14,10 @@ import polars as pl
 from advisor.core.errors import AdvisorError
 from advisor.core.gpus import known
 from advisor.replay.calibration import device_error, host_error
-from advisor.replay.graph import NEVER, Array, Edge
+from advisor.replay.graph import Array
 from advisor.replay.price import EditGain
 from advisor.replay.project.moves import CODE, KINDS, Moved, move
+from advisor.replay.project.replayed import scaled_step
 
 if TYPE_CHECKING:
     from advisor.core.gpus import GpuSpec
@@ -25,8 +26,6 @@ if TYPE_CHECKING:
 
 MAX_UNKNOWN = 0.5
 """Share of kernel time of kernels of no known family from which nothing is projected."""
-HOST_EDGES = (Edge.PROGRAM, Edge.LOADER, Edge.HANDOVER)
-"""What the host's speed decides: its own threads, and the loader's workers."""
 HOST_PACE = 0.8
 """Share of the step that remains with a GPU that takes no time, from which that is said."""
 START_NS = {"nvidia": 1_700.0, "amd": 6_600.0}
@@ -126,10 +125,6 @@ class Projector:
         """Whether the replay is good enough to go by."""
         return not self.whatif.unusable
 
-    @cached_property
-    def _here(self) -> float:
-        return self.whatif.plan.steady() if self.replayed else self.a.step_ns
-
     def on(self, target: GpuSpec) -> Projection:
         """The step on another GPU."""
         moved = move(self.a, self.source, target)
@@ -175,15 +170,8 @@ class Projector:
         busy time moved and the rest as the host is."""
         if not self.replayed:
             return self._by_busy(factor, host)
-        graph = self.whatif.graph
-        dur, weight = graph.dur.copy(), graph.weight.copy()
-        device = graph.device
-        dur[device] *= factor[graph.row[device]]
-        weight[np.isin(graph.edge, HOST_EDGES) & (weight > 0)] *= host
-        launch = (graph.edge == Edge.LAUNCH) & (weight > NEVER)
         later = START_NS[target.vendor] - START_NS[self.source.vendor]
-        weight[launch] = np.maximum(weight[launch] + later, np.minimum(weight[launch], 0.0))
-        return self.a.step_ns * self.whatif.plan.steady(weight, dur) / max(self._here, 1.0)
+        return scaled_step(self.whatif, factor, host=host, later=later)
 
     def _by_busy(self, factor: Array, host: float) -> float:
         busy = self.a.device_busy(self.a.in_window).total

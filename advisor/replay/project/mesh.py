@@ -1,0 +1,591 @@
+"""A measured step on another device mesh: other sizes of data, tensor, pipeline, context and expert
+parallelism, on the same GPUs.
+
+Kernels and collectives that were recorded are replayed with other lengths. What was not recorded
+(collectives of an axis of one rank, the bubble of another pipeline) is added by formula:
+
+- Bytes and steps of rings: nccl-tests, doc/PERFORMANCE.md; latency: NCCL, src/graph/tuning.cc.
+- Tensor parallelism adds two all-reduces of the activations for each layer and pass
+  (arXiv:1909.08053, section 3).
+- A pipeline waits (p - 1) / m of its work (arXiv:2104.04473, section 2.2).
+"""
+
+from __future__ import annotations
+
+import math
+from functools import cached_property
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+import polars as pl
+
+from advisor.core.errors import AdvisorError
+from advisor.measure.comm.links import UNKNOWN, Machine, find_node_size
+from advisor.measure.comm.mesh import count_passes, report_mesh
+from advisor.measure.comm.messages import bus_factor
+from advisor.measure.device.families import MATRIX
+from advisor.measure.device.matmuls import attention
+from advisor.measure.device.shapes import OpInputs
+from advisor.replay.calibration import mesh_error
+from advisor.replay.graph import Array
+from advisor.replay.price import EditGain
+from advisor.replay.project.moves import shortest
+from advisor.replay.project.replayed import scaled_step
+
+if TYPE_CHECKING:
+    from advisor.core.report import MeshAxis
+    from advisor.measure import Analysis
+
+OF_AXIS = {
+    "data": "dp", "sharded data": "dp", "tensor": "tp", "pipeline": "pp", "context": "cp",
+    "expert": "ep", "all-to-all": "ep",
+}  # fmt: skip
+ATTAINED = (0.67, 0.82, 1.07)
+"""Bus bandwidth over the links' datasheet, where none was recorded: 0.82 by NCCL's protocol
+(maintainer, NVIDIA/nccl-tests issue 212: 370 of 450 GB/s); from 0.67 (200 of 300 GB/s on A100,
+issue 149) to 1.07 (480 of 450 with NVLink SHARP, issue 212)."""
+BASE_NS = (6_600.0, 14_000.0, 8_400.0)
+NODE_HOP_NS = (600.0, 1_900.0, 3_400.0)
+NETWORK_HOP_NS = (2_700.0, 4_000.0, 14_000.0)
+"""Latency of a ring by protocol (LL, LL128, Simple): NCCL, src/graph/tuning.cc. A prediction takes
+the middle one, its range the others."""
+LOW, MIDDLE, HIGH = 0, 1, 2
+
+
+class Mesh(NamedTuple):
+    """Ranks along each axis. Experts are spread over the data-parallel ranks (``ep`` divides
+    ``dp``), as in Megatron-LM and torchtitan; ranks are numbered tensor first, pipeline last."""
+
+    dp: int = 1
+    tp: int = 1
+    pp: int = 1
+    cp: int = 1
+    ep: int = 1
+
+    @property
+    def world(self) -> int:
+        """GPUs."""
+        return self.dp * self.tp * self.pp * self.cp
+
+    def extent(self, axis: str) -> tuple[int, int]:
+        """Size of a group of an axis, and the distance of neighbours in the numbers of ranks.
+        Gradients are summed over context-parallel ranks too."""
+        if axis == "dp":
+            return self.dp * self.cp, self.tp
+        stride = {"tp": 1, "cp": self.tp, "pp": self.world // self.pp}
+        return getattr(self, axis), stride.get(axis, self.tp * self.cp)
+
+    def __str__(self) -> str:
+        return ",".join(f"{name}={size}" for name, size in self._asdict().items() if size > 1) or (
+            "dp=1"
+        )
+
+
+def parse_mesh(text: str) -> Mesh:
+    """``dp=8,tp=4``; what is not named is 1. Raises AdvisorError."""
+    sizes: dict[str, int] = {}
+    for part in text.replace(" ", "").split(","):
+        name, _, size = part.partition("=")
+        if name not in Mesh._fields or name in sizes or not size.isdecimal() or not int(size):
+            raise AdvisorError(f"--mesh {text}: write it as dp=8,tp=4 ({', '.join(Mesh._fields)})")
+        sizes[name] = int(size)
+    mesh = Mesh(**sizes)
+    if mesh.world > 1 << 20 or mesh.dp % mesh.ep:
+        raise AdvisorError(f"--mesh {text}: ep has to divide dp, and a million ranks are the most")
+    return mesh
+
+
+class MeshAxisChange(NamedTuple):
+    """Communication of one axis, ns per step: its transfers without waits."""
+
+    axis: str
+    ns: float
+    then_ns: float
+    exposed_ns: float
+    """The part during which nothing computes, as recorded; waits are in it."""
+    then_exposed_ns: float
+
+
+class MeshResult(NamedTuple):
+    """The step on another mesh. Times in ns per step."""
+
+    measured: Mesh
+    mesh: Mesh
+    measured_step_ns: float
+    step_ns: float
+    low_ns: float
+    high_ns: float
+    throughput: float
+    """Samples per second and GPU there over here."""
+    batch: float
+    """The job's batch there over here."""
+    micro_batches: int
+    compute_ns: float
+    """Kernels without communication, per step: here."""
+    then_compute_ns: float
+    bubble_ns: float
+    """Of the pipeline: here as measured, there by formula."""
+    then_bubble_ns: float
+    axes: tuple[MeshAxisChange, ...]
+    memory: tuple[int, int] | None
+    """Peak of a GPU, from the least to the most, bytes; ``None``: not recorded."""
+    replayed: bool
+    notes: tuple[str, ...]
+
+
+def recover_mesh(axes: list[MeshAxis], world: int | None) -> Mesh:
+    """The mesh that a rank communicates along. Raises AdvisorError: it does not fit the job."""
+    sizes = dict.fromkeys(Mesh._fields, 1)
+    for axis in axes:
+        name = OF_AXIS.get(axis.axis)
+        if name is None or axis.size is None:
+            continue
+        # sharded within a node and replicated across: both are data
+        both = name == "dp" and {"data", "sharded data"} <= {each.axis for each in axes}
+        sizes[name] = sizes[name] * axis.size if both else max(sizes[name], axis.size)
+    if sizes["ep"] > 1:
+        sizes["dp"] = math.lcm(sizes["dp"], sizes["ep"])
+    apart = math.prod(sizes[name] for name in ("dp", "tp", "pp"))
+    if sizes["dp"] > 1 and sizes["dp"] % sizes["cp"] == 0 and apart == world:
+        sizes["dp"] //= sizes["cp"]  # gradients are summed over both
+    mesh = Mesh(**sizes)
+    if world and mesh.world != world:
+        raise AdvisorError(
+            f"the collectives show {mesh}, which is {mesh.world} of {world} ranks; say what was "
+            "recorded with --from-mesh dp=..,tp=.."
+        )
+    return mesh
+
+
+class MeshProjector:
+    """Projections of one rank's steps. Raises AdvisorError: there is no device work or step."""
+
+    def __init__(
+        self, a: Analysis, measured: Mesh | None = None, machine: Machine = UNKNOWN
+    ) -> None:
+        path = a.trace.meta.path or "trace"
+        if a.device_id is None or a.steps.used.is_empty() or a.span_ns <= 0:
+            raise AdvisorError(f"{path}: no steps with device work, so nothing to project")
+        self.a = a
+        self.machine = machine
+        self.axes = report_mesh(a, self.machine)
+        self.measured = measured or recover_mesh(self.axes, a.trace.meta.world_size)
+        self.node = find_node_size(a, self.machine)
+
+    @cached_property
+    def whatif(self) -> EditGain:
+        """The replay, built once."""
+        return EditGain(self.a)
+
+    @cached_property
+    def replayed(self) -> bool:
+        """Whether the replay is good enough to go by."""
+        return not self.whatif.unusable
+
+    @cached_property
+    def slots(self) -> int:
+        """Micro-batches of a recorded step: of a pipeline by its sends, else forward passes."""
+        found = [axis.micro_batches for axis in self.axes if axis.axis == "pipeline"]
+        return max((each for each in found if each), default=0) or count_passes(self.a)
+
+    @cached_property
+    def table(self) -> pl.DataFrame:
+        """The collectives, each with ``short``: the axis's name in a mesh (``None``: another), and
+        ``transfer``: ns without waits, the shortest of its kind and size."""
+        same = ["axis", "collective", "bytes", "group_size"]
+        return self.a.collectives.with_columns(
+            short=pl.col("axis").cast(pl.String).replace_strict(OF_AXIS, default=None),
+            transfer=pl.min_horizontal("dur", pl.col("dur").quantile(0.1).over(same)),
+        )
+
+    # -- links ------------------------------------------------------------------------------
+
+    def _local(self, mesh: Mesh, axis: str) -> int:
+        """Ranks of a group of an axis in one node; AdvisorError: the size of a node is unknown."""
+        size, stride = mesh.extent(axis)
+        if self.node is None:
+            raise AdvisorError(
+                "the size of a node is unknown, so which ranks share one: --node-size N"
+            )
+        return max(1, min(size, self.node // stride))
+
+    def crosses(self, mesh: Mesh, axis: str) -> bool:
+        """Whether groups of an axis reach over nodes. AdvisorError: unknown, and it matters."""
+        size, stride = mesh.extent(axis)
+        if mesh == self.measured and self.node is None:
+            return False
+        return self._local(mesh, axis) < size and stride * size > (self.node or 0)
+
+    @cached_property
+    def _node_rates(self) -> tuple[float, float, float]:
+        """Bus bandwidth inside a node, bytes per ns, slowest first: recorded, else the datasheet
+        times what is attained. AdvisorError: neither is known."""
+        recorded = self._recorded(crossing=False)
+        if recorded:
+            best = max(recorded)
+            return min(recorded), best, best
+        link = None if self.a.hardware is None else self.a.hardware.link
+        if link is None:
+            raise AdvisorError("the bandwidth between GPUs of a node is neither recorded nor known")
+        return link.gb_per_s * ATTAINED[0], link.gb_per_s * ATTAINED[1], link.gb_per_s * ATTAINED[2]
+
+    @cached_property
+    def _network_rates(self) -> tuple[float, float, float]:
+        """The same of one GPU across nodes."""
+        recorded = self._recorded(crossing=True)
+        if recorded:
+            best = max(recorded)
+            return min(recorded), best, best
+        given = self.machine.network_gb_per_s
+        if given is None:
+            raise AdvisorError(
+                "nothing recorded crosses nodes, and the new mesh does: --network GB/S says how "
+                "fast a GPU sends there"
+            )
+        return given * ATTAINED[0], given * ATTAINED[1], given
+
+    def _recorded(self, *, crossing: bool) -> list[float]:
+        """Bus bandwidth by axis, from transfers of 1 MiB and more, bytes per ns of one GPU."""
+        result = []
+        large = self.table.filter(pl.col("short").is_not_null(), pl.col("bytes") >= 1 << 20)
+        for (axis, kind, size, group), rows in large.group_by(
+            "short", "collective", "bytes", "group_size"
+        ):
+            name = str(axis)
+            factor = bus_factor(str(kind), int(group) if group else None)  # type: ignore[call-overload]
+            if factor is None or self.crosses(self.measured, name) is not crossing:
+                continue
+            hops = self.latency(self.measured, name, str(kind), MIDDLE)
+            ns = max(1.0, float(rows["transfer"].to_numpy().min()) - hops)
+            share = self._local(self.measured, name) if crossing and kind != "send_recv" else 1
+            result.append(float(size) * factor / ns / share)  # type: ignore[arg-type]
+        return result
+
+    def latency(self, mesh: Mesh, axis: str, kind: str, protocol: int) -> float:
+        """Of a ring: its base, and a hop for each step from rank to rank, ns."""
+        size, _ = mesh.extent(axis)
+        if kind == "send_recv":
+            hops = 1
+        else:
+            hops = (2 if kind == "all_reduce" else 1) * (size - 1)
+        nodes = 0
+        if self.crosses(mesh, axis):
+            nodes = max(1, hops // self._local(mesh, axis))
+        near = (hops - nodes) * NODE_HOP_NS[protocol]
+        return BASE_NS[protocol] + near + nodes * NETWORK_HOP_NS[protocol]
+
+    def transfer(self, mesh: Mesh, axis: str, kind: str, size: float, which: int) -> float:
+        """What one collective takes along an axis of a mesh once all are there, ns. ``which``:
+        LOW, MIDDLE, HIGH."""
+        ranks, _ = mesh.extent(axis)
+        factor = bus_factor(kind, ranks)
+        if factor is None:
+            return 0.0
+        end = (HIGH, MIDDLE, LOW)[which]
+        if self.crosses(mesh, axis):
+            rate = self._network_rates[end]
+            if kind != "send_recv":  # a ring enters and leaves each node once, over all its NICs
+                rate = min(self._node_rates[end], rate * self._local(mesh, axis))
+        else:
+            rate = self._node_rates[end]
+        return self.latency(mesh, axis, kind, which) + size * factor / rate
+
+    # -- the step ---------------------------------------------------------------------------
+
+    def on(
+        self, mesh: Mesh, *, same_batch: bool = False, micro_batches: int | None = None
+    ) -> MeshResult:
+        """The step on another mesh. The batch of a data-parallel replica stays, or with
+        ``same_batch`` that of the job; micro-batches keep their size unless ``micro_batches`` says
+        how many there are. Raises AdvisorError: what is asked is not in the recording."""
+        old = self.measured
+        if (mesh.ep > 1) != (old.ep > 1) and mesh.ep > 1:
+            raise AdvisorError("no all-to-all of experts was recorded, so ep cannot be projected")
+        replica = old.dp / mesh.dp if same_batch else 1.0
+        slots = micro_batches or max(1, round(self.slots * replica))
+        count = slots / self.slots  # micro-batches, so launches of each layer
+        size = replica / count  # of a micro-batch
+        work = _Work(self, mesh, count, size)
+        ends = [self._step(mesh, work, which, slots) for which in (LOW, MIDDLE, HIGH)]
+        # the ratio of two predictions: what both are off by is left out
+        here = self._step(old, _Work(self, old, 1.0, 1.0), MIDDLE, self.slots)[0]
+        steps = [end[0] * ratio for end in ends for ratio in (1.0, self.a.step_ns / here)]
+        step = ends[MIDDLE][0] * self.a.step_ns / here
+        error = math.exp(mesh_error())
+        batch = replica * mesh.dp / old.dp
+        then_bubble, exposed = ends[MIDDLE][1:]
+        return MeshResult(
+            measured=old,
+            mesh=mesh,
+            measured_step_ns=self.a.step_ns,
+            step_ns=step,
+            low_ns=min(*steps, step / error),
+            high_ns=max(*steps, step * error),
+            throughput=batch * self.a.step_ns / step * old.world / mesh.world,
+            batch=batch,
+            micro_batches=slots,
+            compute_ns=work.compute(here=True),
+            then_compute_ns=work.compute(here=False),
+            bubble_ns=sum(axis.idle_ns or 0.0 for axis in self.axes),
+            then_bubble_ns=then_bubble,
+            axes=self._axis_changes(mesh, work, exposed),
+            memory=self._memory(mesh, size, slots),
+            replayed=self.replayed,
+            notes=tuple(self._notes(mesh, size)),
+        )
+
+    def _step(
+        self, mesh: Mesh, work: _Work, which: int, slots: int
+    ) -> tuple[float, float, dict[str, float]]:
+        """The step, the bubble in it, and what new collectives add by axis."""
+        factor = work.factors(which)
+        step = self._replay(factor, work.launches)
+        added = work.added(which)
+        step += sum(added.values())
+        # a pipeline waits for the stages before and after: not in the optimizer and what follows
+        once = work.once(which)
+        bubble = max(0.0, step - once) * (mesh.pp - 1) / slots
+        return step + bubble, bubble, added
+
+    def _replay(self, factor: Array, launches: float) -> float:
+        if self.replayed:
+            return scaled_step(self.whatif, factor, host=launches)
+        gpu, a = self.a.trace.gpu, self.a
+        dur = gpu["dur"].to_numpy() * a.in_window
+        busy = a.device_busy(a.in_window).total
+        mean = float((dur * factor).sum() / max(dur.sum(), 1))
+        return (busy * mean + (a.span_ns - busy) * launches) / a.step_count
+
+    def _axis_changes(
+        self, mesh: Mesh, work: _Work, added: dict[str, float]
+    ) -> tuple[MeshAxisChange, ...]:
+        factor, steps = work.factors(MIDDLE), self.a.step_count
+        result = []
+        for axis in ("dp", "tp", "pp", "cp", "ep"):
+            rows = self.table.filter(pl.col("short") == axis)
+            ns = float(rows["transfer"].to_numpy().sum()) / steps
+            then = float((rows["dur"].to_numpy() * factor[rows["gpu"].to_numpy()]).sum()) / steps
+            exposed = float(rows["exposed"].to_numpy().sum()) / steps
+            share = min(1.0, exposed / max(float(rows["dur"].to_numpy().sum()) / steps, 1.0))
+            more = added.get(axis, 0.0)
+            if ns or then or more:
+                result.append(MeshAxisChange(axis, ns, then + more, exposed, then * share + more))
+        return tuple(result)
+
+    def _memory(self, mesh: Mesh, size: float, slots: int) -> tuple[int, int] | None:
+        """Of parameters and optimizer by their share of the model, of activations by their share of
+        the batch, sequence and layers, with min(p, m) micro-batches in flight (arXiv:2104.04473).
+        Which part is which is not known: the peak changes by anything between."""
+        own = self.a.memory.filter(pl.col("device") == self.a.device_id)
+        peak = own["peak_allocated"].max() if own.height else None
+        if peak is None and self.a.record is not None:
+            peak = max((step.peak for step in self.a.record.steps if step.peak), default=None)
+        if not isinstance(peak, int):
+            return None
+        old = self.measured
+        flight = min(mesh.pp, slots) / min(old.pp, self.slots)
+        model = old.tp * old.pp / (mesh.tp * mesh.pp)
+        if any(axis.axis == "sharded data" for axis in self.axes):
+            model *= old.dp / mesh.dp
+        acts = size * old.cp / mesh.cp * old.pp / mesh.pp * flight
+        parts = (model, acts, acts * old.tp / mesh.tp)
+        return round(peak * min(parts)), round(peak * max(parts))
+
+    def _notes(self, mesh: Mesh, size: float) -> list[str]:
+        old = self.measured
+        notes = [
+            "links, hosts and other jobs on the network are taken to stay as they were recorded"
+        ]
+        if mesh.tp != old.tp or mesh.cp != old.cp or abs(size - 1) > 1e-9:
+            notes.append(
+                "kernels of another size may attain more or less than these: the range allows for "
+                "tiles that are left empty, not for kernels that the library chooses anew"
+            )
+        if mesh.pp != old.pp:
+            notes.append("the stages are taken to be of equal length, and their layers to divide")
+        if mesh.ep != old.ep:
+            notes.append("the load of the experts is taken to stay as it was recorded")
+        if len(self.a.trace.meta.devices) and mesh.tp > old.tp:
+            notes.append(
+                "elementwise kernels and norms may or may not be split: the range has both"
+            )
+        if not self.replayed:
+            notes.append(f"{self.whatif.unusable}: busy time is scaled and idle time kept")
+        if mesh.pp > 1:
+            notes.append(f"a step has {self.slots} micro-batches in the recording")
+        return notes
+
+
+class _Work:
+    """What each piece of device work takes on another mesh."""
+
+    def __init__(self, of: MeshProjector, mesh: Mesh, count: float, size: float) -> None:
+        old, a = of.measured, of.a
+        self.of, self.mesh = of, mesh
+        self.layers = old.pp / mesh.pp
+        self.launches = self.layers * count
+        """Launches of a step there over here."""
+        gpu, kernels = a.trace.gpu, a.kernels
+        family = kernels["family"].cast(pl.String).fill_null("other")
+        talks = kernels["communication"].fill_null(value=False).to_numpy()
+        self.kernel = (gpu["kind"] == "kernel").to_numpy() & ~talks
+        self.matrix = self.kernel & family.is_in([*MATRIX, "softmax"]).to_numpy()
+        self.optimizer = self.kernel & (family == "optimizer").to_numpy()
+        self.norm = self.kernel & (family == "normalisation").to_numpy()
+        self.dur = np.maximum(gpu["dur"].to_numpy().astype(float), 1.0)
+        self.waves = kernels["waves"].cast(pl.Float64).fill_null(np.nan).to_numpy()
+        self.tokens = size * old.cp / mesh.cp
+        self.split = old.tp / mesh.tp
+        vendor = a.trace.meta.vendor or "nvidia"
+        known = {"nvidia", "amd"} & {vendor}
+        self.base = shortest(self.dur[self.kernel], vendor if known else "nvidia")
+        sharded = any(axis.axis == "sharded data" for axis in of.axes)
+        self.parameters = self.layers * self.split * (old.dp / mesh.dp if sharded else 1.0)
+        """Of a rank there over here, as its optimizer has them."""
+        self.sequence = not of.table.filter(
+            pl.col("short") == "tp", pl.col("collective") == "reduce_scatter"
+        ).is_empty()
+        """The activations between tensor-parallel parts are split along the sequence."""
+
+    def factors(self, which: int) -> Array:
+        """New duration of each piece of device work over the old one."""
+        factor = np.ones(len(self.dur))
+        size = np.full(len(self.dur), self.tokens)
+        size[self.matrix] *= self.split
+        rest = self.kernel & ~self.matrix & ~self.optimizer
+        least, most = sorted((self.split, 1.0))
+        between = (least, math.sqrt(least * most), most)
+        size[rest] *= self.split if self.sequence else between[which]
+        if not self.sequence:  # norms are not split without it
+            size[self.norm] = self.tokens
+        fill = self._fill(size)
+        size = size * (np.minimum(fill, 1.0), np.sqrt(fill), np.maximum(fill, 1.0))[which]
+        fixed = np.minimum(self.dur, self.base)
+        grown = (fixed + (self.dur - fixed) * size) / self.dur
+        factor[self.kernel] = (grown * self.launches)[self.kernel]
+        factor[self.optimizer] = self.parameters
+        self._collectives(factor, which)
+        return factor
+
+    def _fill(self, size: Array) -> Array:
+        """Whole waves of blocks there over here, beyond the change of the work: what a kernel with
+        fewer blocks leaves of the processors."""
+        with np.errstate(invalid="ignore", divide="ignore"):
+            then = np.ceil(np.maximum(self.waves * size, 1e-9)) / np.ceil(self.waves)
+            result = then / size
+        result[~self.matrix | ~np.isfinite(result)] = 1.0
+        return result
+
+    def _collectives(self, factor: Array, which: int) -> None:
+        """Messages and how many there are change by axis; a transfer by its bytes, its ring and its
+        link; waits for other ranks as the work does. A pipeline's are its bubble, which is added
+        later."""
+        of, mesh, old = self.of, self.mesh, self.of.measured
+        columns = ["gpu", "short", "collective", "bytes", "dur", "transfer"]
+        for row, axis, kind, size, dur, transfer in of.table.select(columns).iter_rows():
+            if axis is None:
+                continue
+            if mesh.extent(axis)[0] == 1:
+                factor[row] = 0.0
+                continue
+            many, message = self._messages(axis, kind)
+            same = mesh.extent(axis) == old.extent(axis)
+            if same and of.crosses(mesh, axis) is of.crosses(old, axis):
+                fixed = min(transfer, of.latency(old, axis, kind, MIDDLE))
+                then = fixed + (transfer - fixed) * message
+            elif size is None:
+                raise AdvisorError("the sizes of the collectives are not recorded")
+            else:
+                then = of.transfer(mesh, axis, kind, size * message, which)
+            waits = 0.0 if axis == "pp" else (dur - transfer) * self.tokens * self.split
+            factor[row] = (then + waits) * many / max(dur, 1)
+
+    def _messages(self, axis: str, kind: str) -> tuple[float, float]:
+        """How many collectives of an axis a step has, and their size, there over here."""
+        mesh, old = self.mesh, self.of.measured
+        if axis == "dp":  # gradients and parameters: by layer where they are sharded
+            gathered = kind in ("all_gather", "reduce_scatter")
+            return (self.layers, self.split) if gathered else (1.0, self.layers * self.split)
+        if axis == "pp":
+            return self.launches / self.layers, self.tokens
+        if axis == "cp" and kind == "send_recv":  # a ring sends its part of the sequence on
+            return self.launches * (mesh.cp - 1) / (old.cp - 1), self.tokens * self.split
+        if axis == "cp":  # keys and values of the whole sequence
+            return self.launches, self.tokens * mesh.cp / old.cp * self.split
+        return self.launches, self.tokens
+
+    def added(self, which: int) -> dict[str, float]:
+        """Time of collectives along axes that were not recorded, ns per step: nothing hides it."""
+        of, mesh, old = self.of, self.mesh, self.of.measured
+        result = {}
+        if mesh.dp > 1 and old.dp == 1:
+            raise AdvisorError(
+                "no gradients of several ranks were recorded, so their size is unknown: record dp=2"
+            )
+        activations, layers = self._activations() if self._needs_activations() else (0.0, 0.0)
+        calls = layers * self.launches
+        if mesh.tp > 1 and old.tp == 1:
+            each = of.transfer(mesh, "tp", "all_reduce", activations * self.tokens, which)
+            result["tp"] = 4 * calls * each
+        if mesh.cp > 1 and old.cp == 1:  # keys and values of the whole sequence
+            size = 2 * activations * self.tokens * mesh.cp
+            result["cp"] = 2 * calls * of.transfer(mesh, "cp", "all_gather", size, which)
+        if mesh.pp > 1 and old.pp == 1:
+            each = of.transfer(mesh, "pp", "send_recv", activations * self.tokens, which)
+            result["pp"] = 2 * self.launches / self.layers * each
+        return result
+
+    def _needs_activations(self) -> bool:
+        mesh, old = self.mesh, self.of.measured
+        return any(getattr(mesh, x) > 1 and getattr(old, x) == 1 for x in ("tp", "cp", "pp"))
+
+    def _activations(self) -> tuple[float, float]:
+        """Bytes of the activations between two layers of a rank, and attentions of a step: of the
+        recorded tensor-parallel all-reduces, else of the queries. AdvisorError: neither."""
+        of = self.of
+        tensor = of.table.filter(pl.col("short") == "tp", pl.col("bytes") >= 1 << 10)
+        if tensor.height and not self.sequence:
+            return float(tensor["bytes"].to_numpy().max()), tensor.height / of.a.step_count / 4
+        sizes = _query_bytes(of.a)
+        if not sizes:
+            raise AdvisorError(
+                "the size of the activations is not recorded: it needs record_shapes=True and an "
+                "attention of PyTorch"
+            )
+        return float(np.median(sizes)) * of.measured.tp, len(sizes) / of.a.step_count
+
+    def once(self, which: int) -> float:
+        """What a step has once, however many micro-batches: the optimizer and the gradients that
+        nothing hides, ns."""
+        of, factor = self.of, self.factors(which)
+        steps = of.a.step_count
+        own = self.optimizer & of.a.in_window
+        total = float((self.dur * factor)[own].sum()) / steps
+        rows = of.table.filter(pl.col("short") == "dp", pl.col("collective") == "all_reduce")
+        exposed = rows["exposed"].to_numpy() * factor[rows["gpu"].to_numpy()]
+        return total + float(exposed.sum()) / steps
+
+    def compute(self, *, here: bool) -> float:
+        """Kernels without communication, ns per step."""
+        rows = self.kernel & self.of.a.in_window
+        factor = np.ones(len(self.dur)) if here else self.factors(MIDDLE)
+        return float((self.dur * factor)[rows].sum()) / self.of.a.step_count
+
+
+def _query_bytes(a: Analysis) -> list[float]:
+    """Bytes of the query of each attention of the forward passes in the used steps."""
+    rows = (a.kernels["family"] == "attention").fill_null(value=False).to_numpy() & a.in_window
+    calls = a.kernels["op_row"].filter(pl.Series(rows)).drop_nulls().unique()
+    ops = a.trace.cpu.select("name", "inputs")[calls.to_list()].drop_nulls()
+    sizes: dict[tuple[str, int], float | None] = {}
+    result = []
+    for name, inputs in ops.select(pl.col("name").cast(pl.String), "inputs").iter_rows():
+        if (name, inputs) not in sizes:  # a few distinct ones, whatever the length
+            texts = a.trace.inputs.row(inputs)
+            call = attention(name, OpInputs(*(text or "" for text in texts)))
+            forward = call is not None and not call.backward
+            sizes[name, inputs] = call.query.bytes if call is not None and forward else None
+        size = sizes[name, inputs]
+        if size:
+            result.append(size)
+    return result

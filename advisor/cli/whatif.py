@@ -46,6 +46,27 @@ def command(
             help="The linear layers in fp8, mxfp8, nvfp4, int8, int8-weights, int4-weights or 2:4.",
         ),
     ] = None,
+    mesh: Annotated[
+        str | None,
+        typer.Option(
+            "--mesh",
+            metavar="MESH",
+            help="The step on another device mesh of the same GPUs: dp=8,tp=4 (pp, cp, ep).",
+        ),
+    ] = None,
+    from_mesh: Annotated[
+        str | None,
+        typer.Option(metavar="MESH", help="The recorded mesh, where collectives do not show it."),
+    ] = None,
+    same_batch: Annotated[
+        bool,
+        typer.Option("--same-batch", help="Keep the job's batch; default: that of a replica."),
+    ] = False,
+    micro_batches: Annotated[
+        int | None, typer.Option(metavar="N", min=1, help="Micro-batches there; default: as here.")
+    ] = None,
+    node_size: o.NodeSize = None,
+    network: o.Network = None,
     rank: o.Rank = None,
     steps: Steps = None,
     gpu: o.Gpu = None,
@@ -53,7 +74,8 @@ def command(
         Literal["terminal", "json"], typer.Option("--format", help="How to print it.")
     ] = "terminal",
 ) -> None:
-    """What the step would take with edits applied, by replaying its dependency graph.
+    """What the step would take with edits applied, or on another device mesh, by replaying its
+    dependency graph.
 
     The edit language is described in docs/whatif.md.
     """
@@ -66,9 +88,18 @@ def command(
     chosen, read = parse_steps(steps), ReadOptions(step_ranges=step_ranges(steps), gpu=gpu)
     run = open_run(path, read, rank=rank, window="first")
     if number is not None:
-        if edits:
-            raise AdvisorError("whatif: give --precision or --edit, not both")
+        if edits or mesh is not None:
+            raise AdvisorError("whatif: give --precision, --mesh or --edit, not two of them")
         _precision(run, number, rank, chosen, form)
+        return
+    if mesh is not None:
+        from advisor.cli.whatif_mesh import show_mesh
+
+        there = what_if(
+            run, edits, steps=chosen, mesh=mesh, from_mesh=from_mesh, node_size=node_size,
+            network=network, same_batch=same_batch, micro_batches=micro_batches,
+        )  # fmt: skip
+        show_mesh(there, sys.stdout, plain=form == "json")
         return
     result = what_if(run, edits, steps=chosen)
     if missed := [i for i, row in enumerate(result.edits) if row.selected == 0]:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, overload
 
 import polars as pl
 
 from advisor.core.errors import AdvisorError
 from advisor.measure import Analysis
+from advisor.measure.comm.links import Machine
+from advisor.measure.ranks.members import host_of
 from advisor.measure.steps.steps import refuse_none
 from advisor.replay.exposed import ExposedTime
 from advisor.replay.language import parse_edit
@@ -18,6 +20,7 @@ from advisor.replay.trust import Quality
 if TYPE_CHECKING:
     from advisor.core.finding import Edit
     from advisor.core.trace import Run
+    from advisor.replay.project.mesh import MeshResult
 
 
 class EditResult(NamedTuple):
@@ -83,19 +86,55 @@ def counted_ranks(ranks: Sequence[int]) -> str:
     return f"ranks {names} are" if len(ranks) > 1 else f"rank {names} is"
 
 
+@overload
 def what_if(
     run: Run,
-    edits: Sequence[Edit | str],
+    edits: Sequence[Edit | str] = (),
     rank: int | None = None,
     *,
     steps: tuple[int | None, int | None] | None = None,
-) -> WhatIfResult:
-    """Replay one rank's steps with edits (Edit objects, or lines of the edit language).
+    mesh: None = None,
+) -> WhatIfResult: ...
+
+
+@overload
+def what_if(
+    run: Run,
+    edits: Sequence[Edit | str] = (),
+    rank: int | None = None,
+    *,
+    steps: tuple[int | None, int | None] | None = None,
+    mesh: str,
+    from_mesh: str | None = None,
+    node_size: int | None = None,
+    network: float | None = None,
+    same_batch: bool = False,
+    micro_batches: int | None = None,
+) -> MeshResult: ...
+
+
+def what_if(
+    run: Run,
+    edits: Sequence[Edit | str] = (),
+    rank: int | None = None,
+    *,
+    steps: tuple[int | None, int | None] | None = None,
+    mesh: str | None = None,
+    from_mesh: str | None = None,
+    node_size: int | None = None,
+    network: float | None = None,
+    same_batch: bool = False,
+    micro_batches: int | None = None,
+) -> WhatIfResult | MeshResult:
+    """Replay one rank's steps with edits (Edit objects, or lines of the edit language); or with
+    ``mesh`` (``dp=8,tp=4``) on another device mesh.
 
     ``rank`` defaults to the first; the other ranks of the run are replayed with it. ``steps`` is a
-    half-open range of their indices; default: all.
+    half-open range of their indices; default: all. With ``mesh``, which is of one rank: see
+    ``MeshProjector``; ``from_mesh`` is the recorded one, ``node_size`` the GPUs of a node,
+    ``network`` GB/s of a GPU across nodes.
     Raises AdvisorError: an edit that cannot be read, a run without a profiled window, a rank
-    without one, steps that are not there.
+    without one, steps that are not there; a mesh that cannot be projected.
     """
     if not run.traces:
         raise AdvisorError(f"{run.path or 'run'}: no profiled window, so nothing to replay")
@@ -104,6 +143,18 @@ def what_if(
     elif rank not in run.ranks:
         have = ", ".join(map(str, run.ranks))
         raise AdvisorError(f"{run.path or 'run'}: no trace of rank {rank} (ranks present: {have})")
+    if mesh is not None:
+        if edits:
+            raise AdvisorError("edits are replayed on the recorded mesh: give edits or a mesh")
+        from advisor.replay.project.mesh import MeshProjector, parse_mesh
+
+        a = Analysis(run.window(rank), steps)
+        refuse_none(a.steps, a.trace.meta.path, rank, selected=steps is not None)
+        names = {number: host_of(run.window(number).meta.path) for number in run.ranks}
+        hosts = {number: host for number, host in names.items() if host}
+        recorded = None if from_mesh is None else parse_mesh(from_mesh)
+        projector = MeshProjector(a, recorded, Machine(node_size, network, hosts))
+        return projector.on(parse_mesh(mesh), same_batch=same_batch, micro_batches=micro_batches)
     parsed = [parse_edit(e) if isinstance(e, str) else e for e in edits]
     analyses = {number: Analysis(run.window(number), steps) for number in (rank, *run.ranks)}
     for number, a in analyses.items():

@@ -115,7 +115,7 @@ def draw_pair(seed: int) -> Pair:
         query=query,
         parameters=rng.uniform(1e9, 6e9),
         sharded=style == "sharded",
-        node_rate=rng.uniform(150, 260),
+        node_rate=rng.uniform(200, 245),
         network_rate=rng.uniform(10, 45),
         whole_waves=rng.uniform(0, 1),
         loss=rng.uniform(0, 0.1),

@@ -49,10 +49,9 @@ def find_node_size(a: Analysis, machine: Machine) -> int | None:
     where they are several. ``None``: unknown, for a process may see one of many GPUs."""
     if machine.node_size:
         return machine.node_size
-    if machine.hosts:
+    if machine.hosts and len(machine.hosts) >= (a.trace.meta.world_size or 2):
         counts = Counter(Counter(machine.hosts.values()).values())
-        size = counts.most_common(1)[0][0]
-        return size if size > 1 or len(machine.hosts) > 1 else None
+        return counts.most_common(1)[0][0]
     devices = len(a.trace.meta.devices)
     return devices if devices > 1 else None
 

@@ -527,12 +527,12 @@ class _Work:
         if mesh.tp > 1 and old.tp == 1:
             each = of.transfer(mesh, "tp", "all_reduce", activations * self.tokens, which)
             result["tp"] = 4 * calls * each
-        if mesh.cp > 1 and old.cp == 1:  # keys and values of the whole sequence
-            size = 2 * activations * self.tokens * mesh.cp
-            result["cp"] = 2 * calls * of.transfer(mesh, "cp", "all_gather", size, which)
+        if mesh.cp > 1 and old.cp == 1:  # keys and values of the sequence, and their gradients
+            size = 2 * activations * self.tokens * mesh.cp / mesh.tp
+            result["cp"] = 3 * calls * of.transfer(mesh, "cp", "all_gather", size, which)
         if mesh.pp > 1 and old.pp == 1:
             each = of.transfer(mesh, "pp", "send_recv", activations * self.tokens, which)
-            result["pp"] = 2 * self.launches / self.layers * each
+            result["pp"] = 2 * of.slots * self.launches / self.layers * each
         return result
 
     def _needs_activations(self) -> bool:

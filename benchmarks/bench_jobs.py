@@ -38,6 +38,7 @@ EACH = 14
 REPORTED = 1_000_000
 """First seed of what is reported; development was on seeds below 10,000."""
 ROOT = Path(__file__).parents[1]
+MESHES = "\n## Another device mesh\n"
 
 
 class Case(NamedTuple):
@@ -229,7 +230,10 @@ def main() -> None:
     text = table(found, arguments.ranks)
     print(text)
     if arguments.write:
-        arguments.write.write_text(page(text, arguments), encoding="utf-8")
+        # the section of bench_meshes stays
+        old = arguments.write.read_text(encoding="utf-8") if arguments.write.exists() else ""
+        _, mark, rest = old.partition(MESHES)
+        arguments.write.write_text(page(text, arguments) + mark + rest, encoding="utf-8")
 
 
 def describe(case: Case) -> str:

@@ -160,7 +160,7 @@ def job_bands() -> dict[str, Band]:
 def mesh_error() -> float:
     """Logarithm by which the step on another device mesh may be off: of simulated jobs, and of
     published steps of one model on several meshes."""
-    return error_bound([row.error for row in shipped() if row.source == "mesh"] or [0.0])
+    return error_bound([row.error for row in shipped() if row.source == "mesh"])
 
 
 # -- another GPU --------------------------------------------------------------------------------

@@ -56,7 +56,8 @@ class Model:
     query: tuple[int, int, int, int]
     parameters: float
     """Bytes of all gradients."""
-    sharded: bool
+    layout: str
+    """``parallel``; of data-parallel ranks alone ``fsdp``, ``ddp``."""
     node_rate: float
     network_rate: float
     """Bus bandwidth of a GPU, bytes per ns."""
@@ -114,7 +115,7 @@ def draw_pair(seed: int) -> Pair:
         optimizer=_optimizer(rng, known, work),
         query=query,
         parameters=rng.uniform(1e9, 6e9),
-        sharded=style == "sharded",
+        layout="fsdp" if style == "sharded" else "parallel",
         node_rate=rng.uniform(200, 245),
         network_rate=rng.uniform(10, 45),
         whole_waves=rng.uniform(0, 1),
@@ -152,7 +153,7 @@ def job_on(model: Model, mesh: Mesh) -> Job:
     job = Job(
         seed=model.seed,
         ranks=mesh.world,
-        layout="fsdp" if model.sharded else "parallel",
+        layout=model.layout,
         steps=4,
         layers=model.layers // mesh.pp,
         forward=_scaled(model, model.forward, mesh),
@@ -197,7 +198,7 @@ def _with_groups(rng: Generator, model: Model, mesh: Mesh, job: Job) -> Job:
     grid = every.reshape(mesh.pp, mesh.dp, mesh.cp, mesh.tp)
     acts = model.activations / mesh.cp
     found: list[tuple[str, Ranks, float]] = []
-    if model.sharded:
+    if model.layout != "parallel":
         found.append(("world", every[None, :], model.parameters / model.layers))
     else:
         data = grid.transpose(0, 3, 1, 2).reshape(-1, mesh.dp * mesh.cp)
@@ -226,7 +227,7 @@ def _with_groups(rng: Generator, model: Model, mesh: Mesh, job: Job) -> Job:
         bus = model.node_rate
         if crosses:
             bus = min(bus, model.network_rate * (1 if name == "pp" else local))
-        kind = KIND.get(name, "all_gather")
+        kind = KIND.get(name, "all_gather" if model.layout == "fsdp" else "all_reduce")
         factor = 1.0 if name == "pp" else bus_factor(kind, members.shape[1]) or 1.0
         rate[name] = bus * rng.uniform(0.85, 1.0) / factor
     return replace(job, groups=groups, message=message, rate=rate)

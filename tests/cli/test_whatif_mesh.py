@@ -1,0 +1,57 @@
+"""``advisor whatif --mesh``: the terminal, JSON and the library say the same."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from advisor import open as open_run
+from advisor import whatif
+from benchmarks.simulation.kineto import trace
+from benchmarks.simulation.meshes import draw_pair, play_mesh
+
+Run = Callable[..., Any]
+MESH = ("--mesh", "dp=4,tp=2", "--node-size", "8")
+
+
+@pytest.fixture(scope="module")
+def file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The first rank of a simulated job of dp=2,tp=4."""
+    pair = draw_pair(5)
+    path = tmp_path_factory.mktemp("mesh") / "rank0.json"
+    path.write_bytes(trace(play_mesh(pair.model, pair.recorded), 0))
+    return path
+
+
+def test_the_terminal_json_and_the_library_say_the_same(file: Path, advisor: Run) -> None:
+    result = whatif(open_run(file), mesh="dp=4,tp=2", node_size=8)
+    shown = advisor("whatif", str(file), *MESH)
+    assert shown.code == 0 and "dp=4,tp=2" in shown.out
+    assert f"{result.step_ns / 1e6:,.1f}" in shown.out
+    assert "memory of a GPU: not recorded" in shown.out
+    assert max(map(len, shown.out.splitlines())) <= 80
+    found = json.loads(advisor("whatif", str(file), *MESH, "--format", "json").out)
+    assert found["step_ns"] == pytest.approx(result.step_ns)
+    assert found["measured"] == {"dp": 2, "tp": 4, "pp": 1, "cp": 1, "ep": 1}
+    assert [axis["axis"] for axis in found["axes"]] == ["dp", "tp"]
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        (("--mesh", "dp=4", "--edit", "remove comm"), "edits"),
+        (("--mesh", "four"), "dp=8,tp=4"),
+        (("--mesh", "dp=4,tp=2"), "--node-size"),
+        (("--mesh", "dp=4,tp=2", "--from-mesh", "dp=0"), "dp=8,tp=4"),
+    ],
+)
+def test_what_cannot_be_projected_is_one_line(
+    file: Path, advisor: Run, given: tuple[str, ...], said: str
+) -> None:
+    done = advisor("whatif", str(file), *given)
+    assert done.code == 2 and said in done.err
+    assert len(done.err.strip().splitlines()) == 1

@@ -252,13 +252,13 @@ class MeshProjector:
             "short", "collective", "bytes", "group_size"
         ):
             name = str(axis)
-            factor = bus_factor(str(kind), int(group) if group else None)  # type: ignore[call-overload]
+            factor = bus_factor(str(kind), int(group) if group else None)
             if factor is None or self.crosses(self.measured, name) is not crossing:
                 continue
             hops = self.latency(self.measured, name, str(kind), MIDDLE)
             ns = max(1.0, float(rows["transfer"].to_numpy().min()) - hops)
             share = self._local(self.measured, name) if crossing and kind != "send_recv" else 1
-            result.append(float(size) * factor / ns / share)  # type: ignore[arg-type]
+            result.append(float(size) * factor / ns / share)
         return result
 
     def latency(self, mesh: Mesh, axis: str, kind: str, protocol: int) -> float:
@@ -474,7 +474,7 @@ class _Work:
             then = np.ceil(np.maximum(self.waves * size, 1e-9)) / np.ceil(self.waves)
             result = then / size
         result[~self.matrix | ~np.isfinite(result)] = 1.0
-        return result
+        return np.asarray(result)
 
     def _collectives(self, factor: Array, which: int) -> None:
         """Messages and how many there are change by axis; a transfer by its bytes, its ring and its

@@ -1,0 +1,140 @@
+"""Batch norm that a convolution before it could do, in inference."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+import polars as pl
+
+from advisor.core.finding import Finding, Outcome, Rule, Select, Threshold
+from advisor.measure import Analysis
+from advisor.measure.host.names import name_matches
+from advisor.measure.host.stacks import climb_stack, operators, parents
+from advisor.rules.common import example_steps, figure
+from advisor.rules.kernel import facts
+from advisor.rules.sources import OURS, SILENT_TRACES, SMALL_GRIDS_TRACES
+from advisor.testing import Examples, TraceBuilder
+
+INFERENCE = r"(?i)bn_fw_inf|BatchNormFwdInfer|batchnorm_inference"
+"""Kernels of cuDNN (``bn_fw_inf_1C11_kernel_NCHW``) and MIOpen that normalise by stored means."""
+CONVOLUTION = r"^aten::(_?convolution|conv_?(transpose)?\d?d?|cudnn_convolution|miopen_convolution)"
+
+
+class FoldableBatchNorm(Rule):
+    """In inference, batch norm is a product and a sum with numbers that are known before. Those can
+    be multiplied into the weights of the convolution before it, once. Until then each batch norm
+    reads its whole input and writes it again.
+
+    A batch norm counts when its kernel normalises by stored means and the operator before it on its
+    thread is a convolution. In training the means come from the batch, and nothing can be folded:
+    other kernels run there, and the rule is silent. The gain is the time of these kernels. Where
+    the convolution had no bias, it has one afterwards.
+    """
+
+    id = "foldable-batch-norm"
+    title = "Batch norm runs on its own after convolutions in inference"
+    category = "kernel"
+    found_in = ("traces/pairs/particle_batch128",)
+    silent_in = SILENT_TRACES
+    validated_on = (
+        "particle transformer at batch 128 (inference batch norm after 1x1 convolutions, 5 % of "
+        "kernel time: fires); ResNet training on MI210 (silent)"
+    )
+    references = (
+        "https://docs.pytorch.org/docs/stable/generated/torch.nn.utils.fusion.fuse_conv_bn_eval.html",
+        "https://docs.pytorch.org/tutorials/intermediate/torch_compile_conv_bn_fuser.html",
+    )
+    min_share = Threshold(0.03, "of kernel time: folding changes the model's modules", OURS)
+    min_busy = Threshold(facts.MIN_BUSY, "share of the step the device is busy", SMALL_GRIDS_TRACES)
+
+    fix = (
+        "Fold each batch norm into the convolution before it, once, after loading the weights. The "
+        "outputs stay the same up to rounding."
+    )
+    code = (
+        "from torch.nn.utils.fusion import fuse_conv_bn_eval\n"
+        "model.eval()\n"
+        "block.conv = fuse_conv_bn_eval(block.conv, block.bn)   # for each pair\n"
+        "block.bn = torch.nn.Identity()\n"
+        "# or, of all pairs, without editing: TORCHINDUCTOR_FREEZING=1 and torch.compile(model)"
+    )
+    verify = "Profile again: the batch norm kernels are gone. Compare the model's outputs."
+    falsified_by = "an output of the convolution that is used elsewhere too, before the batch norm"
+    assumptions = ("the convolution's output goes to the batch norm alone",)
+    confidence = 0.8
+
+    def check(self, a: Analysis) -> Iterator[Outcome]:
+        """Time of batch norms that follow a convolution, as a share of kernel time."""
+        if a.device_id is None or not a.forward_only:
+            return
+        named = facts.compute_rows(a) & name_matches(a.trace.gpu["name"], INFERENCE).to_numpy()
+        rows = named & _follows_convolution(a, named)
+        ns, total = facts.duration(a, rows), facts.duration(a, facts.kernel_rows(a))
+        if not ns or ns < self.min_share * total:
+            return
+        if facts.busy_share(a) < self.min_busy:
+            return
+        moved = a.kernels["moved"].filter(pl.Series(rows)).sum()
+        yield Finding(
+            summary=(
+                f"Batch norm after convolutions takes {ns / total:.0%} of kernel time. In "
+                "inference the convolutions can do its work."
+            ),
+            evidence=[
+                self.compare("batch norm after convolutions, kernel time", ns / total, "min_share"),
+                figure(a, "batch norms", int(rows.sum()), "count"),
+                *([figure(a, "read and written by them", int(moved), "bytes")] if moved else []),
+            ],
+            where=facts.locations(a, rows),
+            edits=[
+                facts.scale_kernels(
+                    a, named, (ns, ns, ns), Select(on="gpu", kind=("kernel",), name=INFERENCE)
+                )
+            ],
+        )
+
+    @staticmethod
+    def examples() -> Examples:
+        """Convolutions with batch norm in eval mode, on each vendor's library; in training, after a
+        linear layer, and small beside the convolutions."""
+        cudnn = "void cudnn::bn_fw_inf_1C11_kernel_NCHW<float, float, true, 1>(…)"
+        return {
+            "cuDNN": _network(cudnn),
+            "MIOpen": _network("MIOpenBatchNormFwdInferSpatialEst"),
+            "training": (_network("void cudnn::bn_fw_tr_1C11_kernel_NCHW<float>"), "not ns"),
+            "after a linear layer": (_network(cudnn, before="aten::linear"), "not ns"),
+            "small": (_network(cudnn, us=5), "min_share"),
+        }
+
+
+def _follows_convolution(a: Analysis, rows: facts.Mask) -> facts.Mask:
+    """Aligned with ``trace.gpu``: which of the rows the next operator after a convolution
+    launched."""
+    trace, at = a.trace, np.flatnonzero(rows)
+    is_op = operators(trace)
+    every = np.flatnonzero(is_op)
+    top = climb_stack(parents(trace), is_op, every, top=True)
+    outer = np.unique(np.where(top >= 0, top, every))  # rows are in order of thread and time
+    own = trace.gpu["op"].gather(at).fill_null(-1).to_numpy()
+    own = np.where(own >= 0, climb_stack(parents(trace), is_op, own, top=True), -1)
+    place = np.searchsorted(outer, own) - 1
+    before = outer[np.maximum(place, 0)]
+    thread = trace.cpu["thread"].to_numpy()
+    convolves = name_matches(trace.cpu["name"], CONVOLUTION).to_numpy()
+    result = np.zeros(len(rows), dtype=bool)
+    known = (own >= 0) & (place >= 0) & (thread[before] == thread[own])
+    result[at] = known & convolves[before]
+    return result
+
+
+def _network(kernel: str, us: float = 100, before: str = "aten::conv2d") -> TraceBuilder:
+    shapes = [[64, 256, 56, 56], [256, 256, 1, 1]]
+
+    def body(b: TraceBuilder) -> None:
+        for _ in range(5):
+            b.run(before, "sm80_xmma_fprop_implicit_gemm_f16f16", 400, shapes, "c10::Half")
+            with b.op("aten::batch_norm", shapes[:1], "c10::Half"):
+                b.run("aten::cudnn_batch_norm", kernel, us, shapes[:1], "c10::Half")
+
+    return example_steps(body)

@@ -57,7 +57,7 @@ class FoldableBatchNorm(Rule):
         "model.eval()\n"
         "block.conv = fuse_conv_bn_eval(block.conv, block.bn)   # for each pair\n"
         "block.bn = torch.nn.Identity()\n"
-        "# or, of all pairs, without editing: TORCHINDUCTOR_FREEZING=1 and torch.compile(model)"
+        "# or all pairs: TORCHINDUCTOR_FREEZING=1 with torch.compile(model)"
     )
     verify = "Profile again: the batch norm kernels are gone. Compare the model's outputs."
     falsified_by = "an output of the convolution that is used elsewhere too, before the batch norm"

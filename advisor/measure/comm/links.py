@@ -122,6 +122,9 @@ class Scaled(NamedTuple):
     """What NCCL attains of the link, GB/s."""
     factor: float
     """Their time over what it is now, if the transfers attain it and waits stay."""
+    calls: int
+    agreement: float
+    """The slowest tenth over the fastest: near 1 the link decides, else waits do."""
 
 
 def machine_of(a: Analysis, given: Machine = UNKNOWN) -> Machine:
@@ -169,4 +172,6 @@ def scale_collectives(a: Analysis, *, across: bool) -> Scaled | None:
         select = Select(on="gpu", correlation=tuple(ids))
     sent = float((own["bus_gbps"] * own["dur"]).sum())
     saved = sent * (1 / best - 1 / (ATTAINED * rate))
-    return Scaled(select, best, ATTAINED * rate, 1 - saved / float(own["dur"].sum()))
+    slow = cast(float, own["bus_gbps"].quantile(0.1))
+    factor = 1 - saved / float(own["dur"].sum())
+    return Scaled(select, best, ATTAINED * rate, factor, own.height, slow / best)

@@ -71,7 +71,7 @@ class LowBusBandwidth(Rule):
         if scaled.calls < self.min_count or scaled.agreement < self.min_agreement:
             yield SkippedCheck(
                 what="whether the link between GPUs is slow",
-                why="waits for other ranks cannot be told from a slow link",
+                why="waits for other ranks and a slow link look the same here",
                 record="the traces of all ranks, or NCCL's log beside the trace",
             )
             return

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import re
 import signal
 import sys
 import threading
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
@@ -14,12 +14,13 @@ import typer
 
 from advisor.cli import options as o
 from advisor.cli import output as out
-from advisor.cli.options import Steps, parse_steps, step_ranges
+from advisor.cli.options import Steps
 from advisor.core.errors import AdvisorError
 from advisor.render.formats import REPORTS
 
 if TYPE_CHECKING:
-    from advisor.advise.engine import AnalysisResult, Options
+    from advisor.advise.engine import AnalysisResult
+    from advisor.advise.options import Options
     from advisor.advise.ranks.job import RanksDone
     from advisor.cli.output import Progress
     from advisor.core.report import Report
@@ -31,7 +32,6 @@ if TYPE_CHECKING:
 FailOn = Literal["critical", "warning"]
 BAR = 24
 """Columns of the bar of progress."""
-_SIZES = {"": 1, "K": 1e3, "M": 1e6, "G": 1e9, "T": 1e12}
 Paths = Annotated[
     list[str] | None,
     typer.Argument(
@@ -161,45 +161,30 @@ def command(
     elif not paths:
         paths, memory, kernels = beside(memory, kernels)
     paths = out.newest_run(paths)
-    chosen, limit = parse_steps(steps), parse_size(max_size)
-    paid = o.chosen_prices(price, prices)
+    options = o.analysis(
+        rank=rank,
+        window=window,
+        steps=steps,
+        rules=rules,
+        max_size=max_size,
+        gpu=gpu,
+        price=price,
+        prices=prices,
+        gpus=gpus,
+    )
     check_ranks(paths, rank, workers=workers, cluster=cluster, ranks=ranks)
     by = by or ("operator" if operators else None)
     wanted = choose_output(paths, form, output, csv, table=by is not None)
-
-    from advisor.advise.engine import Options
-    from advisor.cli.output import Progress
-    from advisor.read import ReadOptions
-    from advisor.read.source import DEFAULT_LIMIT
-
+    options = replace(options, workers=workers, cluster=cluster, capture=capture)
+    options = o.reading(
+        options,
+        ranks=ranks or "",
+        memory=None if memory is None else str(memory),
+        kernels=None if kernels is None else str(kernels),
+        compile_log=None if compile_log is None else str(compile_log),
+    )
     names = RedactionNames(redact)
-    with Progress(progress) as shown:
-        options = Options(
-            rank=rank,
-            window=window,
-            steps=chosen,
-            rules_folder=rules,
-            prices=paid,
-            gpus=gpus,
-            workers=workers,
-            cluster=cluster,
-            capture=capture,
-            node_size=node_size,
-            network=network,
-            on_progress=RankProgress(shown),
-            read=ReadOptions(
-                ranks=ranks or "",
-                max_bytes=limit or DEFAULT_LIMIT,
-                step_ranges=step_ranges(steps),
-                gpu=gpu,
-                progress=shown.reading,
-                peek=names.peek,
-                memory=None if memory is None else str(memory),
-                kernels=None if kernels is None else str(kernels),
-                compile_log=None if compile_log is None else str(compile_log),
-            ),
-        )
-        examined = examine_paths(paths, options, shown)
+    examined = examine_paths(paths, options, progress, names)
     report = examined.report
     redaction = names.of(examined.run)
     if csv is not None:
@@ -352,13 +337,19 @@ class RedactionNames:
         return self._names.found
 
 
-def study(paths: list[str], options: Options, shown: Progress) -> Report:
-    """Read and analyse, saying which of the two is going on."""
-    return examine_paths(paths, options, shown).report
+def examine_paths(
+    paths: list[str], options: Options, progress: bool, names: RedactionNames | None = None
+) -> AnalysisResult:
+    """Read and analyse, saying which of the two is going on; ``names``: of users and hosts, which
+    are looked for in what is read."""
+    with out.Progress(progress) as shown:
+        peek = None if names is None else names.peek
+        options = o.reading(options, progress=shown.reading, peek=peek)
+        return examine_with(paths, replace(options, on_progress=RankProgress(shown)), shown)
 
 
-def examine_paths(paths: list[str], options: Options, shown: Progress) -> AnalysisResult:
-    """The same with the measurements behind the report."""
+def examine_with(paths: list[str], options: Options, shown: Progress) -> AnalysisResult:
+    """The same with a line of progress that goes on afterwards."""
     from advisor.advise.engine import examine
 
     _let_interrupts_through()
@@ -404,14 +395,3 @@ def is_hit(report: Report, level: FailOn) -> bool:
     severities = {"critical"} if level == "critical" else {"critical", "warning"}
     causes = [finding for finding in report.findings if finding.folded_under is None]
     return any(finding.severity in severities for finding in (*causes, *report.risks))
-
-
-def parse_size(text: str | None) -> int | None:
-    """``16G``, ``500M`` or plain bytes (decimal units); AdvisorError for anything else."""
-    if text is None:
-        return None
-    match = re.fullmatch(r"(\d{1,15}(?:\.\d{1,6})?)\s*([KMGT]?)B?", text.strip().upper())
-    size = int(float(match[1]) * _SIZES[match[2]]) if match is not None else 0
-    if size <= 0:
-        raise AdvisorError(f"--max-size {text}: give a size such as 500M or 32G")
-    return size

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import re
 import sys
 from pathlib import Path
@@ -13,12 +12,12 @@ import typer
 from advisor.cli import options as o
 from advisor.cli import output as out
 from advisor.cli.analyze import RedactionNames
-from advisor.cli.options import Steps, parse_steps, step_ranges
+from advisor.cli.options import Steps
 from advisor.core.errors import AdvisorError
 from advisor.render.formats import COMPARISONS
 
 if TYPE_CHECKING:
-    from advisor.advise.engine import Options
+    from advisor.advise.options import Options
     from advisor.compare import Comparison
     from advisor.render.renderer import Renderer
 
@@ -51,17 +50,16 @@ def command(
 ) -> None:
     """Show what became faster or slower from one run to another, and which findings changed."""
     bound = parse_share(fail_if_slower)
-    paid, chosen = o.chosen_prices(price, prices), parse_steps(steps)
-    from advisor.advise.engine import Options
-
+    options = o.analysis(
+        rank=rank, window=window, steps=steps, price=price, prices=prices, gpus=gpus
+    )
     wanted = out.chosen(COMPARISONS, form, output)
     if output is not None:
         out.check(output, [before, after])
     if before == after == "-":
         raise AdvisorError("only one of the two can come from standard input")
     redaction = RedactionNames(redact)
-    options = Options(rank=rank, window=window, steps=chosen, prices=paid, gpus=gpus)
-    comparison, names = _compare(before, after, options, step_ranges(steps), progress, redaction)
+    comparison, names = _compare(before, after, options, progress, redaction)
     _append_prediction(comparison)
     _deliver(comparison, wanted, output, redact=names)
     if bound is not None:
@@ -83,27 +81,24 @@ def _compare(
     before: str,
     after: str,
     options: Options,
-    ranges: str | None,
     progress: bool,
     redaction: RedactionNames,
 ) -> tuple[Comparison, set[str] | None]:
     """The comparison, and the users and hosts to leave out of it."""
     from advisor.advise.engine import examine
-    from advisor.cli.output import Progress
     from advisor.cli.report import read_saved
     from advisor.compare import compare_examined
-    from advisor.read import ReadOptions, open_run
+    from advisor.read import open_run
 
     saved = [read_saved(path) for path in (before, after)]
     if any(saved) and (options.rank is not None or options.window is not None):
         raise AdvisorError("--rank and --window need a trace: a saved report covers one of each")
-    if any(saved) and (options.steps is not None or ranges is not None):
+    if any(saved) and (options.steps is not None or options.read.step_ranges is not None):
         raise AdvisorError("--steps: a saved report is of the steps it was made of; give the trace")
     if any(saved) and options.prices is not None:
         raise AdvisorError(f"{o.PRICE_OPTIONS}: {o.SAVED_HAS_COST}")
-    with Progress(progress) as shown:
-        read = ReadOptions(progress=shown.reading, peek=redaction.peek, step_ranges=ranges)
-        options = dataclasses.replace(options, read=read)
+    with out.Progress(progress) as shown:
+        options = o.reading(options, progress=shown.reading, peek=redaction.peek)
         result = []
         for path, report in zip((before, after), saved, strict=True):
             if report is not None:

@@ -15,7 +15,7 @@ from urllib.parse import urlsplit
 import typer
 
 from advisor.cli import options as o
-from advisor.cli.options import Steps, parse_steps, step_ranges
+from advisor.cli.options import Steps
 from advisor.core.errors import AdvisorError, install
 
 if TYPE_CHECKING:
@@ -93,10 +93,17 @@ def command(
 
     With several paths the first is compared with each of the others.
     """
-    from advisor.cli.analyze import parse_size
-
-    chosen, limit = parse_steps(steps), parse_size(max_size)
-    paid = o.chosen_prices(price, prices)
+    options = o.analysis(
+        rank=rank,
+        window=window,
+        steps=steps,
+        rules=rules,
+        max_size=max_size,
+        gpu=gpu,
+        price=price,
+        prices=prices,
+        gpus=gpus,
+    )
     token = given_token(token_file, no_token=no_token)
     viewer, sources = parse_perfetto(perfetto_url), parse_editor(editor)
     _check_exist(paths)
@@ -104,14 +111,11 @@ def command(
         from advisor.dashboard.app import create_app
     except ModuleNotFoundError as error:
         raise AdvisorError(f"the dashboard needs {error.name}: {install('dashboard')}") from None
-    from advisor.advise.engine import Options
     from advisor.dashboard.access import Access
     from advisor.dashboard.serve import bind
     from advisor.dashboard.session import MAX_RUNS, DashboardSession
-    from advisor.read import ReadOptions
     from advisor.read.directory import refuse_several
     from advisor.read.runs import SeveralRuns
-    from advisor.read.source import DEFAULT_LIMIT
 
     folder = ""
     try:
@@ -121,21 +125,7 @@ def command(
         if len(paths) > 1 or live:
             raise
         folder, paths = paths[0], list(map(str, error.found[:MAX_RUNS]))
-    read = ReadOptions(
-        max_bytes=limit or DEFAULT_LIMIT,
-        memory=None if memory is None else str(memory),
-        step_ranges=step_ranges(steps),
-        gpu=gpu,
-    )
-    options = Options(
-        rank=rank,
-        window=window,
-        steps=chosen,
-        rules_folder=rules,
-        prices=paid,
-        gpus=gpus,
-        read=read,
-    )
+    options = o.reading(options, memory=None if memory is None else str(memory))
     session = DashboardSession(
         paths, options, live=live, perfetto=viewer, editor=sources, folder=folder
     )

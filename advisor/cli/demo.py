@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from advisor.cli import output as out
-from advisor.cli.analyze import deliver
+from advisor.cli.analyze import deliver, examine_paths
 from advisor.core import text as t
 from advisor.core.errors import AdvisorError, install
 from advisor.core.scratch import scratch
@@ -127,11 +127,8 @@ def _usable(device: str | None) -> str:
 
 def _analyse(trace: Path, form: str) -> None:
     from advisor.advise.engine import Options
-    from advisor.cli.analyze import study
-    from advisor.cli.output import Progress
 
-    with Progress() as shown:
-        report = study([str(trace)], Options(), shown)
+    report = examine_paths([str(trace)], Options(), True).report
     if form == "terminal":
         out.show(f"$ advisor analyze {trace}\n\n")
     deliver(report, REPORTS.renderer(form))

@@ -11,8 +11,8 @@ import typer
 
 from advisor.cli import options as o
 from advisor.cli import output as out
-from advisor.cli.analyze import RedactionNames, examine_paths, parse_size
-from advisor.cli.options import Steps, parse_steps, step_ranges
+from advisor.cli.analyze import RedactionNames, examine_with
+from advisor.cli.options import Steps
 from advisor.core.errors import AdvisorError
 from advisor.read.remote import urls
 
@@ -44,30 +44,20 @@ def command(
     progress: o.Progress = True,
 ) -> None:
     """Write the trace again, with steps, idle gaps by cause and findings as extra tracks."""
-    chosen, limit = parse_steps(steps), parse_size(max_size)
+    options = o.analysis(rank=rank, window=window, steps=steps, max_size=max_size)
     if path == "-":
         raise AdvisorError("-: a trace to export is read twice; save it to a file first")
     if urls.is_url(path):
         raise AdvisorError(f"{urls.shown(path)}: is read twice for this; download it first")
     out.check(perfetto, [path])
 
-    from advisor.advise.engine import Options
-    from advisor.cli.output import Progress
     from advisor.export import tracks as our_tracks
     from advisor.export import write_trace
-    from advisor.read import ReadOptions
-    from advisor.read.source import DEFAULT_LIMIT
 
     redaction = RedactionNames(redact)
-    with Progress(progress) as shown:
-        read = ReadOptions(
-            max_bytes=limit or DEFAULT_LIMIT,
-            progress=shown.reading,
-            peek=redaction.peek,
-            step_ranges=step_ranges(steps),
-        )
-        options = Options(rank=rank, window=window, steps=chosen, read=read)
-        examined = examine_paths([path], options, shown)
+    with out.Progress(progress) as shown:
+        options = o.reading(options, progress=shown.reading, peek=redaction.peek)
+        examined = examine_with([path], options, shown)
         a, report = examined.main, examined.report
         if a.record_only:
             raise AdvisorError(f"{path}: no window was profiled, so there is no trace to export")
@@ -86,7 +76,7 @@ def command(
             (lambda head: our_tracks(a, report, head, clean)) if tracks else None,
             redacted=redact,
             names=names or (),
-            limit=limit or DEFAULT_LIMIT,
+            limit=options.read.max_bytes,
             progress=lambda _, size: shown.say(f"writing: {size / 1e6:,.0f} MB read"),
         )
     lines = [f"{perfetto}: {written.events:,} events and {written.added:,} of ours"]

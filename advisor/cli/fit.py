@@ -125,12 +125,10 @@ def _scale(batch: float | None, now: float | None, record: Any) -> float:
 
 def parse_bytes(text: str) -> int:
     """``24GiB`` (binary), ``24G`` or ``24GB`` (decimal); AdvisorError for anything else."""
-    from advisor.cli.analyze import parse_size
-
     binary = text.strip().upper().removesuffix("IB")
     if binary == text.strip().upper():
-        return parse_size(text) or 0
-    decimal = parse_size(binary) or 0
+        return o.parse_size(text) or 0
+    decimal = o.parse_size(binary) or 0
     power = "KMGT".find(binary[-1]) + 1
     return round(decimal * (1024 / 1000) ** power)
 

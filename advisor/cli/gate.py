@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import os
 import sys
 from pathlib import Path
@@ -13,14 +12,14 @@ import typer
 from advisor.cli import options as o
 from advisor.cli import output as out
 from advisor.cli.compare import parse_share
-from advisor.cli.options import Steps, parse_steps, step_ranges
+from advisor.cli.options import Steps
 from advisor.core.errors import AdvisorError
 from advisor.core.saved import has_schema
 from advisor.core.text import count_noun
 from advisor.render.formats import DECISIONS
 
 if TYPE_CHECKING:
-    from advisor.advise.engine import Options
+    from advisor.advise.options import Options
     from advisor.compare import Comparison
     from advisor.core.report import Report
 
@@ -73,17 +72,8 @@ def command(
 
     In GitHub Actions it writes annotations, and appends to the job summary.
     """
-    from advisor.advise.engine import Options
-    from advisor.read import ReadOptions
-
-    paid = o.chosen_prices(price, prices)
-    options = Options(
-        rank=rank,
-        window=window,
-        steps=parse_steps(steps),
-        prices=paid,
-        gpus=gpus,
-        read=ReadOptions(step_ranges=step_ranges(steps), gpu=gpu),
+    options = o.analysis(
+        rank=rank, window=window, steps=steps, gpu=gpu, price=price, prices=prices, gpus=gpus
     )
     if save is not None:
         from advisor.compare.gate import baseline
@@ -135,11 +125,8 @@ def _report(path: str, options: Options, progress: bool) -> Report:
 
 def _measure(path: str, options: Options, progress: bool) -> Report:
     from advisor.cli.analyze import examine_paths
-    from advisor.cli.output import Progress
 
-    with Progress(progress) as shown:
-        read = dataclasses.replace(options.read, progress=shown.reading)
-        return examine_paths([path], dataclasses.replace(options, read=read), shown).report
+    return examine_paths([path], options, progress).report
 
 
 def _write_to_workflow(comparison: Comparison, *, shown: bool) -> None:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -12,6 +13,7 @@ from advisor.cli import output as out
 from advisor.core.errors import AdvisorError
 
 if TYPE_CHECKING:
+    from advisor.advise.options import Options
     from advisor.core.prices import Prices
     from advisor.render.formats import Formats
 
@@ -156,3 +158,54 @@ def parse_steps(text: str | None) -> tuple[int | None, int | None] | None:
 def step_ranges(text: str | None) -> str | None:
     """A regular expression of the ranges that are steps; ``None``: steps by number, or all."""
     return text if text is not None and parse_steps(text) is None else None
+
+
+_SIZES = {"": 1, "K": 1e3, "M": 1e6, "G": 1e9, "T": 1e12}
+
+
+def parse_size(text: str | None) -> int | None:
+    """``16G``, ``500M`` or plain bytes (decimal units); AdvisorError for anything else."""
+    if text is None:
+        return None
+    match = re.fullmatch(r"(\d{1,15}(?:\.\d{1,6})?)\s*([KMGT]?)B?", text.strip().upper())
+    size = int(float(match[1]) * _SIZES[match[2]]) if match is not None else 0
+    if size <= 0:
+        raise AdvisorError(f"--max-size {text}: give a size such as 500M or 32G")
+    return size
+
+
+def analysis(
+    *,
+    rank: int | None = None,
+    window: int | None = None,
+    steps: str | None = None,
+    rules: Path | None = None,
+    max_size: str | None = None,
+    gpu: str | None = None,
+    price: str | None = None,
+    prices: Path | None = None,
+    gpus: int | None = None,
+) -> Options:
+    """What the options that several commands have ask for. Raises AdvisorError for one that makes
+    no sense."""
+    chosen, limit = parse_steps(steps), parse_size(max_size)
+    paid = chosen_prices(price, prices)
+    from advisor.advise.options import Options
+    from advisor.read import ReadOptions
+    from advisor.read.source import DEFAULT_LIMIT
+
+    read = ReadOptions(max_bytes=limit or DEFAULT_LIMIT, step_ranges=step_ranges(steps), gpu=gpu)
+    return Options(
+        rank=rank,
+        window=window,
+        steps=chosen,
+        rules_folder=rules,
+        prices=paid,
+        gpus=gpus,
+        read=read,
+    )
+
+
+def reading(options: Options, **more: Any) -> Options:
+    """The same with further fields of :class:`~advisor.read.ReadOptions`."""
+    return replace(options, read=replace(options.read, **more))

@@ -9,8 +9,8 @@ import typer
 
 from advisor.cli import options as o
 from advisor.cli import output as out
-from advisor.cli.analyze import RedactionNames, deliver, examine_paths, parse_size
-from advisor.cli.options import Steps, parse_steps, step_ranges
+from advisor.cli.analyze import RedactionNames, deliver, examine_paths
+from advisor.cli.options import Steps
 from advisor.core.errors import AdvisorError
 from advisor.render.formats import REPORTS
 
@@ -49,8 +49,16 @@ def command(
     progress: o.Progress = True,
 ) -> None:
     """Write a report: one HTML file, Markdown, SARIF for code scanning, GitHub annotations."""
-    chosen, limit = parse_steps(steps), parse_size(max_size)
-    paid = o.chosen_prices(price, prices)
+    options = o.analysis(
+        rank=rank,
+        window=window,
+        steps=steps,
+        max_size=max_size,
+        gpu=gpu,
+        price=price,
+        prices=prices,
+        gpus=gpus,
+    )
     wanted = out.chosen(REPORTS, form, output)
     for target in (html, output):
         if target is not None:
@@ -58,31 +66,15 @@ def command(
     if html is not None and output is not None and html.absolute() == output.absolute():
         raise AdvisorError(f"--html and --output are the same file: {html}")
 
-    from advisor.advise.engine import Options
-    from advisor.cli.output import Progress
-    from advisor.read import ReadOptions
-    from advisor.read.source import DEFAULT_LIMIT
-
     analysis = None
     redaction = RedactionNames(redact)
     saved = read_saved(paths[0]) if len(paths) == 1 else None
-    if saved is not None and paid is not None:
+    if saved is not None and options.prices is not None:
         raise AdvisorError(f"{o.PRICE_OPTIONS}: {o.SAVED_HAS_COST}")
     if saved is not None:
         result, names = saved, redaction.of()
     else:
-        with Progress(progress) as shown:
-            read = ReadOptions(
-                max_bytes=limit or DEFAULT_LIMIT,
-                step_ranges=step_ranges(steps),
-                gpu=gpu,
-                progress=shown.reading,
-                peek=redaction.peek,
-            )
-            options = Options(
-                rank=rank, window=window, steps=chosen, read=read, prices=paid, gpus=gpus
-            )
-            examined = examine_paths(paths, options, shown)
+        examined = examine_paths(paths, options, progress, redaction)
         result, analysis = examined.report, examined.main
         names = redaction.of(examined.run)
     if html is not None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import TypeVar
 
@@ -32,6 +32,13 @@ def name(text: object, most: int = LONGEST_NAME) -> str:
 def said(text: object) -> str:
     """A text with several sentences, in the same way."""
     return name(text, LONGEST_TEXT)
+
+
+def taken(kind: Callable[..., _T], source: object, **given: object) -> _T:
+    """An answer of this kind with the fields of ``source`` that are called the same, and those
+    that are given."""
+    names = kind.__annotations__
+    return kind(**{n: given[n] if n in given else getattr(source, n) for n in names})
 
 
 def first(items: Iterable[_T], most: int) -> tuple[list[_T], int]:

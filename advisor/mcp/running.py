@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 from advisor.core import text as t
@@ -19,6 +20,7 @@ from advisor.mcp.bounds import Allowed
 from advisor.tune.knob import find_knob
 from advisor.tune.report import FILE, MAX_BYTES, Together, Trial, TrialReport
 
+SIGKILL = getattr(signal, "SIGKILL", signal.SIGTERM)
 MAX_SECONDS = 3600
 MAX_ARGUMENTS, LONGEST_ARGUMENT = 100, 2000
 MAX_KNOBS, LONGEST_KNOB = 20, 60
@@ -121,42 +123,24 @@ def _wait(process: subprocess.Popen[bytes], seconds: float) -> int | None:
         return process.wait(seconds)
     except subprocess.TimeoutExpired:
         pass
-    for end, patience in ((_terminate, GRACE), (_kill, GRACE)):
-        end(process)
+    for number in (signal.SIGTERM, SIGKILL):
+        _signal(process, number)
         try:
-            process.wait(patience)
+            process.wait(GRACE)
         except subprocess.TimeoutExpired:
             continue
         break
-    _kill(process)  # what it left behind
+    _signal(process, SIGKILL)  # what it left behind
     return None
 
 
-def _signal(
-    process: subprocess.Popen[bytes], send: Callable[[int, int], None], number: int
-) -> None:
-    try:
-        send(process.pid, number)
-    except OSError:
-        return
-
-
-def _terminate(process: subprocess.Popen[bytes]) -> None:
-    import signal
-
-    if hasattr(os, "killpg"):
-        _signal(process, os.killpg, signal.SIGTERM)
-    else:
-        process.terminate()
-
-
-def _kill(process: subprocess.Popen[bytes]) -> None:
-    import signal
-
-    if hasattr(os, "killpg"):
-        _signal(process, os.killpg, signal.SIGKILL)
-    else:
-        process.kill()
+def _signal(process: subprocess.Popen[bytes], number: int) -> None:
+    """To the program and all that it started; where there are no groups, to it alone."""
+    with suppress(OSError):
+        if hasattr(os, "killpg"):
+            os.killpg(process.pid, number)
+        else:
+            process.send_signal(number)
 
 
 def tried(
@@ -182,22 +166,13 @@ def tried(
 
 
 def _line(trial: Trial) -> TrialLine:
-    return TrialLine(
+    return b.taken(
+        TrialLine,
+        trial,
         knob=b.name(trial.name),
         rule=b.name(trial.rule),
-        safety=trial.safety,
-        outcome=trial.outcome,
-        predicted_low=trial.predicted_low,
-        predicted_high=trial.predicted_high,
-        gain=trial.gain,
-        gain_low=trial.gain_low,
-        gain_high=trial.gain_high,
-        inside=trial.inside,
-        runs=trial.runs,
         losses=b.name(trial.losses),
         schedule=b.said(trial.schedule),
-        device_bytes=trial.device_bytes,
-        host_bytes=trial.host_bytes,
         from_program=TrialText(
             why=b.said(trial.why),
             lines=_code(trial.lines),
@@ -213,11 +188,9 @@ def _code(text: str) -> str:
 def _together(both: Together | None) -> TogetherLine | None:
     if both is None:
         return None
-    return TogetherLine(
+    return b.taken(
+        TogetherLine,
+        both,
         knobs=[b.name(knob_setting) for knob_setting in both.knob_settings],
         adds_nothing=[b.name(knob_setting) for knob_setting in both.left_out],
-        step_ns=both.step_ns,
-        gain=both.gain,
-        gain_low=both.gain_low,
-        gain_high=both.gain_high,
     )

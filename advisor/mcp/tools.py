@@ -18,6 +18,7 @@ from advisor.mcp.answers import (
     EditLine,
     FindingFull,
     FindingLine,
+    Gained,
     OperatorAnswer,
     OperatorLine,
     ReplayAnswer,
@@ -142,25 +143,12 @@ class Tools:
             else entry.median_ns
             for entry in (steps.before, steps.after)
         ]
-        return Compared(
-            verdict=steps.verdict,
+        return b.taken(
+            Compared,
+            steps,
             before_ns=centers[0],
             after_ns=centers[1],
-            share=steps.share,
-            share_low=steps.share_low,
-            share_high=steps.share_high,
-            level=steps.level,
-            method=steps.method,
-            gained={
-                "rules": list(r.rules),
-                "predicted_ns": r.predicted_ns,
-                "predicted_low_ns": r.predicted_low_ns,
-                "predicted_high_ns": r.predicted_high_ns,
-                "measured_ns": r.measured_ns,
-                "measured_low_ns": r.measured_low_ns,
-                "measured_high_ns": r.measured_high_ns,
-                "agrees": r.agrees,
-            },
+            gained=b.taken(Gained, r),
             findings=[_change(item) for item in changes],
             more_findings=more,
             untrusted=b.UNTRUSTED,
@@ -222,28 +210,26 @@ def _place(finding: Finding) -> str:
 def _line(key: str, f: Finding) -> FindingLine:
     impact = f.impact
     timed = impact is not None and impact.currency in ("step_time", "run_time")
-    return FindingLine(
+    gain = impact if timed else None
+    return b.taken(
+        FindingLine,
+        f,
         id=key,
-        rule=f.rule,
-        category=f.category,
-        severity=f.severity,
         currency=None if impact is None else impact.currency,
-        gain_ns=impact.gain_ns if impact is not None and timed else None,
-        low_ns=impact.low_ns if impact is not None and timed else None,
-        high_ns=impact.high_ns if impact is not None and timed else None,
+        gain_ns=None if gain is None else gain.gain_ns,
+        low_ns=None if gain is None else gain.low_ns,
+        high_ns=None if gain is None else gain.high_ns,
         share_of_step=None if impact is None else impact.share,
-        confidence=f.confidence,
         from_trace={"title": b.name(f.title), "place": _place(f)},
     )
 
 
 def _full(key: str, f: Finding) -> FindingFull:
     impact = f.impact
-    return FindingFull(
+    return b.taken(
+        FindingFull,
+        f,
         id=key,
-        rule=f.rule,
-        severity=f.severity,
-        confidence=f.confidence,
         gain_ns=None if impact is None else impact.gain_ns,
         low_ns=None if impact is None else impact.low_ns,
         high_ns=None if impact is None else impact.high_ns,
@@ -294,25 +280,17 @@ def _edits(f: Finding) -> list[str]:
 
 
 def _change(item: FindingChange) -> ChangeLine:
-    return ChangeLine(
-        change=item.change,
-        rule=item.rule,
-        before_gain_ns=item.before_gain_ns,
-        after_gain_ns=item.after_gain_ns,
-        from_trace={"title": b.name(item.title), "place": b.name(item.place)},
-    )
+    titles = {"title": b.name(item.title), "place": b.name(item.place)}
+    return b.taken(ChangeLine, item, from_trace=titles)
 
 
 def _operator(item: OperatorRate) -> OperatorLine:
-    return OperatorLine(
-        family=item.family,
+    return b.taken(
+        OperatorLine,
+        item,
         calls_per_step=item.calls,
         ns_per_step=item.ns,
         share_of_kernel_time=item.share,
-        bound=item.bound,
-        flops_per_s=item.flops_per_s,
-        bytes_per_s=item.bytes_per_s,
-        efficiency=item.efficiency,
         could_save_ns=item.saved_ns,
         from_trace={
             "operator": None if item.name is None else b.name(item.name),

@@ -122,7 +122,7 @@ def roofline(kernels: pl.DataFrame, hardware: GpuSpec, work_ns: int) -> Any:
                 mode="markers",
                 marker={
                     "size": [6 + 30 * math.sqrt(p[4] / largest) for p in points],
-                    "color": theme.family_colour(family),
+                    "color": theme.colour("kernels", family),
                     "opacity": 0.78,
                     "line": {"width": 1, "color": "#ffffff"},
                 },

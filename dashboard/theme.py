@@ -43,26 +43,17 @@ FAMILIES: Final = {
 PLAIN: Final = palette.REST.colour
 
 
-def class_colour(name: str) -> str:
-    """Colour of a class of device time."""
-    return CLASSES.get(name, PLAIN)
+GROUPS: Final = {
+    "time": CLASSES,
+    "idle": CAUSES,
+    "host": PHASES | HOST,
+    "kernels": FAMILIES,
+    "phases": PHASES,
+}
+"""What is coloured: classes of device time, causes of idle time, classes of host time and phases,
+kernel families, phases of the step."""
 
 
-def cause_colour(name: str) -> str:
-    """Colour of an idle cause."""
-    return CAUSES.get(name, PLAIN)
-
-
-def host_colour(name: str) -> str:
-    """Colour of a class of host time, or of a phase."""
-    return HOST.get(name) or PHASES.get(name, PLAIN)
-
-
-def family_colour(name: str) -> str:
-    """Colour of a kernel family."""
-    return FAMILIES.get(name, PLAIN)
-
-
-def phase_colour(name: str) -> str:
-    """Colour of a phase of the step."""
-    return PHASES.get(name, PLAIN)
+def colour(group: str, name: str) -> str:
+    """Of a member of a group."""
+    return GROUPS[group].get(name, PLAIN)

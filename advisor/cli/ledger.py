@@ -35,11 +35,7 @@ def command(
         rows += result.predictions
         skipped += result.skipped
     if form == "json":
-        import msgspec
-
-        from advisor.core.labels import sanitize
-
-        out.show(sanitize(msgspec.json.format(msgspec.json.encode(rows))) + "\n")
+        out.show_json(rows)
         return
     out.show(_render(rows, skipped, out.columns(sys.stdout)))
 

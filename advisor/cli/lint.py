@@ -31,12 +31,7 @@ def command(
 
     hints, problems = lint_paths(paths)
     if as_json:
-        import msgspec
-
-        from advisor.core.labels import sanitize
-
-        plain = {"schema": SCHEMA, "hints": hints, "problems": problems}
-        out.show(sanitize(msgspec.json.format(msgspec.json.encode(plain), indent=2)) + "\n")
+        out.show_json({"schema": SCHEMA, "hints": hints, "problems": problems})
     else:
         out.show(_text(hints, problems))
     if fail and hints:
@@ -51,10 +46,10 @@ def _text(hints: list[Hint], problems: list[str]) -> str:
     for hint in hints:
         place = f"{t.shorten_path(hint.file, 60)}:{hint.line}"
         page.wrapped((f"{place}  ", "bold"), t.clean(hint.title), indent=4)
-        page.field("why", t.clean(hint.why))
-        page.field("fix", t.clean(hint.fix), style="bold")
+        page.flow("why", [t.clean(hint.why)])
+        page.flow("fix", [t.clean(hint.fix)], style="bold")
         if hint.confirmed_by:
-            page.field("check", f"a recording: rule {hint.confirmed_by}", style="dim")
+            page.flow("check", [f"a recording: rule {hint.confirmed_by}"], style="dim")
         if hint.code:
             page.code("code", hint.code)
         page.blank()

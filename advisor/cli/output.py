@@ -104,6 +104,15 @@ def show(text: str) -> None:
         raise AdvisorError(f"the report cannot be written to stdout: {error.strerror}") from None
 
 
+def show_json(data: Any) -> None:
+    """Data as JSON, with nothing in it that a terminal could obey."""
+    import msgspec
+
+    from advisor.core.labels import sanitize
+
+    show(sanitize(msgspec.json.format(msgspec.json.encode(data), indent=2)) + "\n")
+
+
 def check(output: Path, inputs: Iterable[str | Path]) -> None:
     """Refuse an output that cannot be written or is one of the inputs, before the work is done."""
     for given in inputs:

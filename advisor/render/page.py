@@ -76,12 +76,6 @@ class Page:
         dashes = "─" * max(0, self.width - cell_len(title) - cell_len(note) - 1)
         self.line((clean(title), "bold"), (note, "dim"), (f" {dashes}", "dim"))
 
-    def field(self, label: str, body: str, *, indent: int = 4, style: str = "") -> None:
-        """A name and its text, wrapped beside it."""
-        if body:
-            first = f"{' ' * indent}{label}"
-            self.wrapped(clean(body), first=first, indent=indent + LABEL, style=style)
-
     def flow(
         self,
         label: str,

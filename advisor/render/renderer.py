@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from typing import Any, ClassVar, Generic, TypeVar
+from importlib import import_module
+from typing import Any, ClassVar, Final, Generic, TypeVar
 
 from advisor.render.document import DEFAULT as DEFAULT  # noqa: PLC0414 - handed out with Renderer
 from advisor.render.document import Document
 from advisor.render.document import RenderOptions as RenderOptions  # noqa: PLC0414
 
 Subject = TypeVar("Subject")
+HOMES: Final = {"Report": "report", "Comparison": "comparison", "TrialReport": "trial"}
+"""Class of a subject -> the file of ``documents/`` whose ``build`` makes its document."""
 
 
 class Renderer(ABC, Generic[Subject]):
@@ -34,10 +37,10 @@ class DocumentRenderer(Renderer[Any]):
 
     def render(self, subject: Any, options: RenderOptions = DEFAULT) -> str:
         """The subject's Document, drawn."""
-        from advisor.render.documents import document_of
-
-        document = subject if isinstance(subject, Document) else document_of(subject, options)
-        return self.draw(document, options)
+        if not isinstance(subject, Document):
+            home = HOMES[type(subject).__name__]
+            subject = import_module(f"advisor.render.documents.{home}").build(subject, options)
+        return self.draw(subject, options)
 
     @abstractmethod
     def draw(self, document: Document, options: RenderOptions = DEFAULT) -> str:

@@ -191,7 +191,8 @@ def _table(
     largest = max((value for li in lines for value in (li.before, li.after) if value), default=0.0)
     rows = []
     for line in lines:
-        colour = _colour(line)
+        # as in the bars above, and on the other pages
+        colour = theme.colour(line.group, line.name) if line.group in theme.GROUPS else None
         label: Any = line.name if line.group == "kernels" else line.label
         if line.group == "work":
             label = abbreviation(line.label, line.name)
@@ -210,20 +211,6 @@ def _pair(line: ComparedFigure, largest: float) -> Any:
         for look, value in (("was", line.before), ("is", line.after))
     ]
     return el("Span", *bars, cls="two-bars", aria_hidden="true")
-
-
-def _colour(line: ComparedFigure) -> str | None:
-    """As in the bars above, and on the other pages."""
-    match line.group:
-        case "time":
-            return theme.class_colour(line.name)
-        case "idle":
-            return theme.cause_colour(line.name)
-        case "host":
-            return theme.host_colour(line.name)
-        case "kernels":
-            return theme.family_colour(line.name)
-    return None
 
 
 def _breakdown(c: Comparison, before: OpenedPath, after: OpenedPath) -> Any:

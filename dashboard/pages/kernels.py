@@ -103,8 +103,8 @@ def _families(a: Analysis) -> Any:
     work_ns = _device_work(a)
     lines = [
         [
-            el("Span", swatch(theme.family_colour(name)), name, cls="nowrap"),
-            el("Div", share_bar(dur / largest, theme.family_colour(name)), cls="bar-cell"),
+            el("Span", swatch(theme.colour("kernels", name)), name, cls="nowrap"),
+            el("Div", share_bar(dur / largest, theme.colour("kernels", name)), cls="bar-cell"),
             t.format_duration(dur / a.step_count),
             t.format_share(dur / work_ns),
             t.format_count(count / a.step_count),

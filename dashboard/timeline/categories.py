@@ -25,11 +25,13 @@ STEPS = (
     Category("step", "step", "#7f8aa3"),
     Category("step-aside", "step not analysed", "#b5b5bd"),
 )
-PHASES = tuple(Category(f"phase-{name}", name, theme.phase_colour(name)) for name in theme.PHASES)
-IDLE = tuple(
-    Category(f"idle-{name}", cause_label(name), theme.cause_colour(name)) for name in CAUSES
+PHASES = tuple(
+    Category(f"phase-{name}", name, theme.colour("phases", name)) for name in theme.PHASES
 )
-KERNELS = tuple(Category(f"gpu-{name}", name, theme.family_colour(name)) for name in FAMILIES)
+IDLE = tuple(
+    Category(f"idle-{name}", cause_label(name), theme.colour("idle", name)) for name in CAUSES
+)
+KERNELS = tuple(Category(f"gpu-{name}", name, theme.colour("kernels", name)) for name in FAMILIES)
 COPIES = (
     Category("copy-htod", "host to device", theme.CLASSES["copies"]),
     Category("copy-htod-pageable", "host to device, pageable", "#d98a3d"),
@@ -41,25 +43,25 @@ COPIES = (
     Category("copy-memset", "memset", theme.CLASSES["memset"]),
 )
 SYNCS = tuple(
-    Category(f"sync-{name}", f"{name.replace('_', ' ')} sync", theme.cause_colour("sync"))
+    Category(f"sync-{name}", f"{name.replace('_', ' ')} sync", theme.colour("idle", "sync"))
     for name in SYNC_KINDS
 )
 ACTIVITY = tuple(
-    Category(f"act-{name}", host_label(name), theme.host_colour(name)) for name in CLASSES
+    Category(f"act-{name}", host_label(name), theme.colour("host", name)) for name in CLASSES
 )
 HOST = (
-    Category("host-op", "operator", theme.host_colour("dispatch")),
+    Category("host-op", "operator", theme.colour("host", "dispatch")),
     Category("host-range", "range", "#7f8aa3"),
     Category("host-python", "Python, libraries", "#c9b78a"),
-    Category("host-user", "Python, your code", theme.host_colour("python")),
-    Category("host-launch", "launch", theme.host_colour("launch")),
-    Category("host-sync", "sync", theme.host_colour("sync")),
-    Category("host-copy", "copy call", theme.host_colour("copy")),
-    Category("host-allocation", "allocation", theme.host_colour("allocation")),
-    Category("host-load", "code loading", theme.host_colour("compile")),
+    Category("host-user", "Python, your code", theme.colour("host", "python")),
+    Category("host-launch", "launch", theme.colour("host", "launch")),
+    Category("host-sync", "sync", theme.colour("host", "sync")),
+    Category("host-copy", "copy call", theme.colour("host", "copy")),
+    Category("host-allocation", "allocation", theme.colour("host", "allocation")),
+    Category("host-load", "code loading", theme.colour("host", "compile")),
     Category("host-call", "other runtime call", "#94a35a"),
-    Category("host-loader", "data loader", theme.host_colour("loader")),
-    Category("host-overhead", "profiler overhead", theme.host_colour("profiler")),
+    Category("host-loader", "data loader", theme.colour("host", "loader")),
+    Category("host-overhead", "profiler overhead", theme.colour("host", "profiler")),
 )
 
 ALL = (*STEPS, *PHASES, *IDLE, *KERNELS, *COPIES, *SYNCS, *ACTIVITY, *HOST)

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import threading
-from collections import OrderedDict
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar
+from functools import lru_cache
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,33 +18,12 @@ if TYPE_CHECKING:
     from advisor.dashboard.session import LoadedRun
     from advisor.measure import Analysis
 
-T = TypeVar("T")
 MAX_RECENT = 6
 """Searches and outlines that are remembered: one byte, or less than 8, a slice each."""
 FOCUS, FOUND = 1, 2
 LABEL = 60
 """Characters of a slice's name in the picture; more do not fit into most."""
 MAX_PAGES = 8
-
-
-class RecentResults(Generic[T]):
-    """The last few results by key, made once; safe to be used by several threads."""
-
-    def __init__(self, most: int = MAX_RECENT) -> None:
-        self._kept: OrderedDict[Any, T] = OrderedDict()
-        self._lock = threading.Lock()
-        self._most = most
-
-    def get(self, key: Any, make: Callable[[], T]) -> T:
-        """The result of a key, made now if it is not there."""
-        with self._lock:
-            if key in self._kept:
-                self._kept.move_to_end(key)
-                return self._kept[key]
-            made = self._kept[key] = make()
-            while len(self._kept) > self._most:
-                self._kept.popitem(last=False)
-            return made
 
 
 class RankTimeline:
@@ -67,31 +44,27 @@ class RankTimeline:
         self.version = version
         self.libraries = libraries
         self.index = build_index(analysis, libraries=libraries)
-        self._labels: RecentResults[list[str]] = RecentResults(MAX_PAGES)
-        self._hits: RecentResults[SearchHits] = RecentResults()
-        self._outlines: RecentResults[NDArray[np.bool_]] = RecentResults()
-        self._flags: RecentResults[NDArray[np.uint8] | None] = RecentResults()
+        # for each timeline its own: the last ones are remembered as long as it is
+        self.labels = lru_cache(MAX_PAGES)(self._labels)
+        self.outline = lru_cache(MAX_RECENT)(self._outline)
+        self._found = lru_cache(MAX_RECENT)(lambda query: search(self.index, query))
+        self._flagged = lru_cache(MAX_RECENT)(self._make_flags)
 
-    def labels(self, page: int, size: int) -> list[str]:
+    def _labels(self, page: int, size: int) -> list[str]:
         """Labels of one page of the names, as they stand in a slice."""
         names = self.index.names[page * size : (page + 1) * size]
-        return self._labels.get(
-            (page, size), lambda: distinct_labels(names, LABEL, always_tidy=True)
-        )
+        return distinct_labels(names, LABEL, always_tidy=True)
 
     def hits(self, query: str) -> SearchHits:
         """Slices whose name contains the text."""
-        query = query.strip().lower()
-        return self._hits.get(query, lambda: search(self.index, query))
+        return self._found(query.strip().lower())
 
     def flags(self, focus: str, query: str) -> NDArray[np.uint8] | None:
         """A byte a slice: FOCUS for those of the finding, FOUND for those of the search;
         ``None``: none of either."""
         query = query.strip().lower()
         finding = find_finding(self.report, focus) if focus else None
-        if finding is None and not query:
-            return None
-        return self._flags.get((focus, query), lambda: self._make_flags(focus, query))
+        return self._flagged(focus, query) if finding is not None or query else None
 
     def _make_flags(self, focus: str, query: str) -> NDArray[np.uint8] | None:
         flags = np.zeros(len(self.index), dtype=np.uint8)
@@ -101,11 +74,8 @@ class RankTimeline:
             flags[self.hits(query).position] |= FOUND
         return flags if flags.any() else None
 
-    def outline(self, focus: str) -> NDArray[np.bool_]:
+    def _outline(self, focus: str) -> NDArray[np.bool_]:
         """The slices of a finding of this rank; none for another rank's."""
-        return self._outlines.get(focus, lambda: self._make_outline(focus))
-
-    def _make_outline(self, focus: str) -> NDArray[np.bool_]:
         finding = find_finding(self.report, focus)
         if finding is None or finding.trace_rank not in (None, self.rank):
             return np.zeros(len(self.index), dtype=bool)

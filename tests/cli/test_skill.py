@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from advisor.cli import COMMANDS
-from advisor.cli.skill import SKILL
+from advisor.cli.agents import SKILL
 
 Run = Callable[..., tuple[int, str, str]]
 

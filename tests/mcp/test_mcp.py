@@ -399,7 +399,7 @@ def test_folders_are_checked_at_the_start(
 def test_without_the_sdk_the_command_says_what_to_install(
     folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("advisor.cli.mcp.find_spec", lambda name: None)
+    monkeypatch.setattr("advisor.cli.agents.find_spec", lambda name: None)
     assert cli.run(["mcp", str(folder)]) == 2
     told = capsys.readouterr().err
     assert "[mcp]" in told and told.count("\n") == 1

@@ -1,20 +1,46 @@
-"""``advisor skill``: instructions for a coding agent, where agents look for them."""
+"""``advisor mcp`` and ``advisor skill``: tools for coding agents, and how to use advisor."""
 
 from __future__ import annotations
 
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from advisor.core.errors import AdvisorError
+from advisor.core.errors import AdvisorError, install
 
 SKILL = Path(__file__).parents[1] / "mcp" / "skill" / "SKILL.md"
 PLACES = (".claude/skills", ".agents/skills", ".codex/skills")
 """Folders of a project in which agents look for skills; the first that is there is taken."""
 
 
-def command(
+def mcp(
+    folders: Annotated[
+        list[str],
+        typer.Argument(metavar="FOLDER", help="Folders that may be read; nothing else is."),
+    ],
+    allow_run: Annotated[
+        bool,
+        typer.Option(
+            "--allow-run",
+            help="Allow the client to record scripts below these folders, with your rights.",
+        ),
+    ] = False,
+) -> None:
+    """Serve a coding agent (Model Context Protocol, stdio): what is slow, what a fix saves,
+    what-if, compare. Reads below the folders, writes nothing."""
+    from advisor.mcp.bounds import Allowed
+
+    allowed = Allowed(folders)
+    if find_spec("mcp") is None:
+        raise AdvisorError(f"the Model Context Protocol's SDK is missing: {install('mcp')}")
+    from advisor.mcp.server import serve
+
+    serve(allowed, allow_run=allow_run)
+
+
+def skill(
     action: Annotated[str, typer.Argument(metavar="install|show", help="Write it, or print it.")],
     folder: Annotated[
         Path | None,

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import polars as pl
 
@@ -195,59 +196,75 @@ def _skew_table(loaded: LoadedRun) -> pl.DataFrame:
     return sum_skew(skew(analyses, align(analyses)))
 
 
-def _skew(view: PageView) -> Any:
-    """How late ranks come to each kind of collective."""
-    table_ = view.loaded.view("skew", lambda: _skew_table(view.loaded))
-    if table_.is_empty():
-        return None
-    table_ = table_.with_columns(waiting=pl.col("count") * pl.col("skew_ns"))
-    shown, rest = _folded(table_, (pl.col("waiting"), pl.col("wait_ns").fill_null(0)))
+class CollectiveColumn(NamedTuple):
+    """A column of a table of collectives."""
+
+    title: str
+    cell: Callable[[dict[str, Any]], str]
+    """Of a kind."""
+    summed: Callable[[pl.DataFrame], str] = lambda _: ""
+    """Of the kinds that are too small to be listed."""
+
+
+def _collective_table(
+    shown: pl.DataFrame, rest: pl.DataFrame, columns: Sequence[CollectiveColumn], caption: str
+) -> Any:
+    """A row a kind of collective, then one for the others."""
     short = t.labels_by_name(shown["annotation"], ANNOTATION)
     rows = [
         [
             _named(row["collective"], row["annotation"], short),
-            _dash(t.format_bytes(row["bytes"])),
-            t.format_count(row["count"]),
-            t.format_duration(row["skew_ns"]),
-            t.format_duration(row["worst_ns"]),
-            _dash(t.format_duration(row["wait_ns"])),
-            "–"
-            if row["last"] is None
-            else f"rank {row['last']}, {t.format_count(row['last_count'])}×",
+            *(column.cell(row) for column in columns),
         ]
         for row in shown.iter_rows(named=True)
     ]
     if rest.height:
-        rows.append(
-            [
-                el("Span", f"{t.format_count(rest.height)} other kinds", cls="dim"),
-                "",
-                t.format_count(_sum(rest, "count")),
-                t.format_duration(_sum(rest, "waiting") / max(_sum(rest, "count"), 1)),
-                t.format_duration(float(rest.select(pl.col("worst_ns").max()).item() or 0)),
-                t.format_duration(_sum(rest, "wait_ns")),
-                "",
-            ]
-        )
-    header = [
-        "Collective",
-        "Message",
+        others = el("Span", f"{t.format_count(rest.height)} other kinds", cls="dim")
+        rows.append([others, *(column.summed(rest) for column in columns)])
+    header = ["Collective", *(column.title for column in columns)]
+    return table(header, rows, numbers=range(1, len(header)), caption=caption, stacked=True)
+
+
+MESSAGE = CollectiveColumn("Message", lambda row: _dash(t.format_bytes(row["bytes"])))
+SKEW = (
+    MESSAGE,
+    CollectiveColumn(
         "Count",
+        lambda row: t.format_count(row["count"]),
+        lambda rest: t.format_count(_sum(rest, "count")),
+    ),
+    CollectiveColumn(
         "Skew",
+        lambda row: t.format_duration(row["skew_ns"]),
+        lambda rest: t.format_duration(_sum(rest, "waiting") / max(_sum(rest, "count"), 1)),
+    ),
+    CollectiveColumn(
         "Worst",
+        lambda row: t.format_duration(row["worst_ns"]),
+        lambda rest: t.format_duration(float(rest["worst_ns"].max() or 0)),  # type: ignore[arg-type]
+    ),
+    CollectiveColumn(
         "Others wait per step",
-        "Most often last",
-    ]
-    return card(
-        "Late ranks by collective",
-        table(
-            header,
-            rows,
-            numbers=range(1, 7),
-            caption="Skew: mean time between first and last arrival",
-            stacked=True,
-        ),
-    )
+        lambda row: _dash(t.format_duration(row["wait_ns"])),
+        lambda rest: t.format_duration(_sum(rest, "wait_ns")),
+    ),
+    CollectiveColumn("Most often last", lambda row: _last(row["last"], row["last_count"])),
+)
+
+
+def _last(rank: int | None, count: int) -> str:
+    return "–" if rank is None else f"rank {rank}, {t.format_count(count)}×"
+
+
+def _skew(view: PageView) -> Any:
+    """How late ranks come to each kind of collective."""
+    kinds = view.loaded.view("skew", lambda: _skew_table(view.loaded))
+    if kinds.is_empty():
+        return None
+    kinds = kinds.with_columns(waiting=pl.col("count") * pl.col("skew_ns"))
+    shown, rest = _folded(kinds, (pl.col("waiting"), pl.col("wait_ns").fill_null(0)))
+    caption = "Skew: mean time between first and last arrival"
+    return card("Late ranks by collective", _collective_table(shown, rest, SKEW, caption))
 
 
 def _folded(table_: pl.DataFrame, sizes: tuple[pl.Expr, ...]) -> tuple[pl.DataFrame, pl.DataFrame]:
@@ -289,45 +306,31 @@ def _collectives(view: PageView) -> Any:
     rows_ = view.loaded.view(("collectives", view.rank), lambda: sum_collectives(a))
     peak = a.hardware.link.gb_per_s if a.hardware is not None and a.hardware.link else None
     shown, rest = _folded(rows_, (pl.col("dur"), pl.col("exposed")))
-    short = t.labels_by_name(shown["annotation"], ANNOTATION)
-    rows = []
-    for row in shown.iter_rows(named=True):
+
+    def per_step(title: str, field: str, write: Callable[[float], str]) -> CollectiveColumn:
+        return CollectiveColumn(
+            title,
+            lambda row: write(row[field] / a.step_count),
+            lambda rest: write(_sum(rest, field) / a.step_count),
+        )
+
+    def bandwidth(row: dict[str, Any]) -> str:
         speed = row["bus_gbps"]
-        rows.append(
-            [
-                _named(row["collective"], row["annotation"], short),
-                _dash(t.format_bytes(row["bytes"])),
-                _dash(t.format_count(row["group_size"])),
-                t.format_count(row["count"] / a.step_count),
-                t.format_duration(row["dur"] / a.step_count),
-                t.format_duration(row["exposed"] / a.step_count),
-                "–" if speed is None else f"{t.format_number(speed)} GB/s",
-                "–" if speed is None or peak is None else t.format_share(speed / peak),
-            ]
-        )
-    if rest.height:
-        rows.append(
-            [
-                el("Span", f"{t.format_count(rest.height)} other kinds", cls="dim"),
-                "",
-                "",
-                t.format_count(_sum(rest, "count") / a.step_count),
-                t.format_duration(_sum(rest, "dur") / a.step_count),
-                t.format_duration(_sum(rest, "exposed") / a.step_count),
-                "",
-                "",
-            ]
-        )
-    header = [
-        "Collective",
-        "Message",
-        "Group size",
-        "Per step",
-        "Time per step",
-        "Exposed",
-        "Bus bandwidth",
-        "Share of link peak",
-    ]
+        return "–" if speed is None else f"{t.format_number(speed)} GB/s"
+
+    def of_peak(row: dict[str, Any]) -> str:
+        speed = row["bus_gbps"]
+        return "–" if speed is None or peak is None else t.format_share(speed / peak)
+
+    columns = (
+        MESSAGE,
+        CollectiveColumn("Group size", lambda row: _dash(t.format_count(row["group_size"]))),
+        per_step("Per step", "count", t.format_count),
+        per_step("Time per step", "dur", t.format_duration),
+        per_step("Exposed", "exposed", t.format_duration),
+        CollectiveColumn("Bus bandwidth", bandwidth),
+        CollectiveColumn("Share of link peak", of_peak),
+    )
     link_note = (
         f"Link peak: {a.hardware.link.name}, {t.format_number(peak)} GB/s per direction."
         if a.hardware is not None and a.hardware.link and peak is not None
@@ -340,7 +343,7 @@ def _collectives(view: PageView) -> Any:
     return card(
         "Collectives",
         rank_choice(view, "/distributed"),
-        table(header, rows, numbers=range(1, 8), caption="By kind and message size", stacked=True),
+        _collective_table(shown, rest, columns, "By kind and message size"),
         el("P", " ".join(notes), cls="note-line", style={"marginTop": "12px"}),
         aside=f"of rank {number}" if number >= 0 else "",
     )

@@ -19,6 +19,7 @@ from advisor.dashboard.grid import Column, grid, register_search
 from advisor.dashboard.parts import (
     banner,
     card,
+    draw_section,
     el,
     empty,
     facts,
@@ -31,6 +32,7 @@ from advisor.dashboard.parts import (
     tiles,
 )
 from advisor.dashboard.session import DashboardSession, OpenedPath, key_of, split_key
+from advisor.render.documents.ranks import groups
 
 STRIP = 128
 """Ranks beside each other on the map."""
@@ -80,7 +82,7 @@ def layout(**query: object) -> Any:
         _map(ranks, entry),
         _outliers(ranks, entry),
         _steps(ranks),
-        _clusters(ranks),
+        *map(draw_section, groups(ranks)),
         *_changes(report),
         _ranks(ranks, entry),
         card(
@@ -216,33 +218,6 @@ def _steps(ranks: Ranks) -> Any:
             "job-steps",
             height=60 + 24 * len(bins),
             description=f"Ranks by mean step: {description}.",
-        ),
-    )
-
-
-def _clusters(ranks: Ranks) -> Any:
-    if not ranks.clusters:
-        return None
-    rows = [
-        [
-            t.clean(group.name),
-            views.shorten_numbers(group.ranks),
-            t.format_count(group.count),
-            t.format_duration(group.step_ns),
-            *(t.format_duration(group.time.get(name)) for name in ranks.classes),
-        ]
-        for group in ranks.clusters[:MAX_SHOWN]
-    ]
-    header = ["Group", "Ranks", "How many", "Step", *map(_title, ranks.classes)]
-    return card(
-        "Similar ranks",
-        table(
-            header,
-            rows,
-            numbers=range(2, len(header)),
-            names=(0, 1),
-            caption="Median, per step",
-            stacked=True,
         ),
     )
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from advisor.advise import views
@@ -126,27 +127,28 @@ def _environment(manifest: Manifest | None, record: RankRecord) -> Any:
         if manifest.git_commit:
             dirty = ", with uncommitted changes" if manifest.git_dirty else ""
             rows.append(("commit", el("Span", el("Code", t.clean(manifest.git_commit)), dirty)))
-        if manifest.world_size is not None:
-            rows.append(("ranks", t.format_count(manifest.world_size)))
+        rows += _known(("ranks", manifest.world_size, t.format_count))
     for device in rank.devices[:8]:
         parts = [t.clean(device.name or "GPU"), t.format_bytes(device.total_bytes)]
         if device.driver:
             parts.append(f"driver {t.clean(device.driver)}")
         rows.append(("GPU", " · ".join(parts)))
-    if rank.cpus is not None:
-        total = (
-            f" of {t.format_count(rank.cpus_total)}"
-            if rank.cpus_total not in (None, rank.cpus)
-            else ""
-        )
-        rows.append(("CPUs", f"{t.format_count(rank.cpus)}{total}"))
-    if rank.memory_bytes is not None:
-        rows.append(("host memory", t.format_bytes(rank.memory_bytes)))
-    if rank.shm_bytes is not None:
-        rows.append(("/dev/shm", t.format_bytes(rank.shm_bytes)))
+    of_all = ""
+    if rank.cpus_total not in (None, rank.cpus):
+        of_all = f" of {t.format_count(rank.cpus_total)}"
+    rows += _known(
+        ("CPUs", rank.cpus, lambda cpus: f"{t.format_count(cpus)}{of_all}"),
+        ("host memory", rank.memory_bytes, t.format_bytes),
+        ("/dev/shm", rank.shm_bytes, t.format_bytes),
+    )
     versions = {} if manifest is None else manifest.versions
     rows += [(t.clean(name), t.clean(value)) for name, value in sorted(versions.items())]
     return card("Environment", facts(rows)) if rows else None
+
+
+def _known(*rows: tuple[str, Any, Callable[[Any], str]]) -> list[tuple[str, Any]]:
+    """Of names with a value and how it is written, those whose value was recorded."""
+    return [(name, write(value)) for name, value, write in rows if value is not None]
 
 
 def _flags(record: RankRecord) -> Any:
@@ -276,14 +278,12 @@ def _trace(a: Analysis) -> Any:
         ("memory", _yes(meta.profile_memory)),
         ("sync events", _yes(meta.sync_events)),
     ]
-    if meta.world_size is not None:
-        rows.append(("ranks", t.format_count(meta.world_size)))
-    if meta.backend:
-        rows.append(("backend", t.clean(meta.backend)))
-    if meta.cuda_runtime is not None:
-        rows.append(("CUDA runtime", _version(meta.cuda_runtime)))
-    if meta.cuda_driver is not None:
-        rows.append(("CUDA driver", _version(meta.cuda_driver)))
+    rows += _known(
+        ("ranks", meta.world_size, t.format_count),
+        ("backend", meta.backend or None, t.clean),
+        ("CUDA runtime", meta.cuda_runtime, _version),
+        ("CUDA driver", meta.cuda_driver, _version),
+    )
     for device in meta.devices[:8]:
         rows.append(
             (f"GPU {device.id}", f"{t.clean(device.name)} · {t.format_bytes(device.memory_bytes)}")

@@ -132,7 +132,7 @@ def sections(ranks: Ranks) -> Iterator[Block]:
         yield Section("The ranks' steps", [figure], "mean step, ranks")
     yield from _map(ranks)
     if many:
-        yield from _groups(ranks)
+        yield from groups(ranks)
     for title, _, lines in views.lists(ranks):
         yield Section(title, [Items([t.shorten(line, MAX_TEXT) for line in lines], "•")])
 
@@ -163,7 +163,8 @@ def _map(ranks: Ranks) -> Iterator[Block]:
     yield Section("Ranks × classes of time", [figure], "compared with the median rank")
 
 
-def _groups(ranks: Ranks) -> Iterator[Block]:
+def groups(ranks: Ranks) -> Iterator[Section]:
+    """Groups of similar ranks, those with most of them first."""
     if not ranks.clusters:
         return
     total = dict.fromkeys(ranks.classes, 0.0)

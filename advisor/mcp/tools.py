@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import functools
+import logging
 import os
 from collections import OrderedDict
+from collections.abc import Callable
 from pathlib import Path
 from threading import Lock
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar
+
+from mcp.server.mcpserver.exceptions import ToolError
+from pydantic import Field
 
 from advisor.core import text as t
 from advisor.core.errors import AdvisorError
@@ -38,6 +44,39 @@ MAX_BYTES = 4_000_000_000
 MAX_EDITS, LONGEST_EDIT = 20, 500
 
 Key = tuple[str, int | None, int]
+_F = TypeVar("_F", bound=Callable[..., Any])
+log = logging.getLogger("advisor.mcp")
+
+Place = Annotated[str, Field(max_length=4096, description="File or folder, below those allowed.")]
+Rank = Annotated[int | None, Field(ge=0, le=1_000_000, description="Rank; null: the first.")]
+Edits = Annotated[
+    list[Annotated[str, Field(max_length=LONGEST_EDIT)]],
+    Field(
+        min_length=1,
+        max_length=MAX_EDITS,
+        description="VERB TARGET[:PATTERN] [under:PATTERN] [rank:N] [NUMBER], such as 'scale "
+        "kernel:softmax 0.2', 'remove sync:item', 'overlap comm', 'parallelize loader 4'. They "
+        "add up. A finding's from_trace.edits are such lines.",
+    ),
+]
+
+
+def one_line(tool: _F) -> _F:
+    """Errors as one line for the client; what nobody foresaw goes to the log, not to the client."""
+
+    @functools.wraps(tool)
+    def wrapped(*arguments: Any, **named: Any) -> Any:
+        try:
+            return tool(*arguments, **named)
+        except AdvisorError as error:
+            raise ToolError(b.said(error)) from None
+        except MemoryError:
+            raise ToolError("out of memory: give one rank or a smaller trace") from None
+        except Exception as error:
+            log.exception("%s failed", tool.__name__)
+            raise ToolError(f"{tool.__name__} failed ({type(error).__name__})") from None
+
+    return wrapped  # type: ignore[return-value]
 
 
 class Tools:
@@ -48,8 +87,11 @@ class Tools:
         self._kept: OrderedDict[Key, AnalysisResult] = OrderedDict()
         self._lock = Lock()
 
-    def analyze(self, path: str, rank: int | None = None, top: int = 10) -> Analysed:
-        """What is slow in a trace or a recorded run, and what each fix saves."""
+    def analyze(
+        self, path: Place, rank: Rank = None, top: Annotated[int, Field(ge=0, le=20)] = 10
+    ) -> Analysed:
+        """What is slow in a profiler trace, a folder of one run's traces, or a recorded run: the
+        findings with the largest gain first, and what each fix saves per step."""
         report = self._examined(path, rank).report
         named = report.by_id()
         # without a step nothing is ranked: what a snapshot, counters or a log show are notes
@@ -80,17 +122,23 @@ class Tools:
             },
         )
 
-    def finding(self, path: str, finding: str, rank: int | None = None) -> FindingFull:
-        """One finding: evidence, places, the fix with its code, how to check it."""
+    def finding(
+        self,
+        path: Place,
+        id: Annotated[str, Field(max_length=100, description="As analyze has it.")],  # noqa: A002
+        rank: Rank = None,
+    ) -> FindingFull:
+        """One finding in full: what was measured, where in the code, the fix, how to verify it,
+        what would prove it wrong."""
         named = self._examined(path, rank).report.by_id()
-        result = named.get(finding)
+        result = named.get(id)
         if result is None:
             have = ", ".join(list(named)[: b.MAX_FINDINGS]) or "none"
-            raise AdvisorError(f"no finding {b.name(finding)!r} in this run; there are: {have}")
-        return _full(finding, result)
+            raise AdvisorError(f"no finding {b.name(id)!r} in this run; there are: {have}")
+        return _full(id, result)
 
-    def what_if(self, path: str, edits: list[str], rank: int | None = None) -> ReplayAnswer:
-        """The steps replayed with edits."""
+    def what_if(self, path: Place, edits: Edits, rank: Rank = None) -> ReplayAnswer:
+        """What a step would take with changes, by replaying its dependency graph."""
         from advisor.replay.language import parse_edit
         from advisor.replay.result import what_if
 
@@ -126,8 +174,9 @@ class Tools:
             critical_path_ns={} if result.reason else dict(result.critical_path),
         )
 
-    def compare(self, before: str, after: str, rank: int | None = None) -> Compared:
-        """What became faster or slower, and what became of the findings."""
+    def compare(self, before: Place, after: Place, rank: Rank = None) -> Compared:
+        """Whether a change made the step faster, with a confidence interval; which findings it
+        fixed; and whether they gained what was predicted."""
         from advisor.compare import compare_examined
 
         sides = [self._examined(path, rank) for path in (before, after)]
@@ -158,8 +207,11 @@ class Tools:
             },
         )
 
-    def operators(self, path: str, rank: int | None = None, top: int = 15) -> OperatorAnswer:
-        """Operators by shape, with the rates that they reach."""
+    def operators(
+        self, path: Place, rank: Rank = None, top: Annotated[int, Field(ge=1, le=50)] = 15
+    ) -> OperatorAnswer:
+        """The operators with most device time, by shape: rates reached, what bounds them, what the
+        rates that such a GPU attains would save."""
         report = self._examined(path, rank).report
         shown, more = b.first(report.rooflines, max(0, min(top, 50)))
         device = report.scope.device_name

@@ -11,7 +11,8 @@ from typing import Any
 
 import pytest
 
-from advisor.cli.analyze import is_hit, parse_size
+from advisor.cli.analyze import is_hit
+from advisor.cli.options import parse_size
 from advisor.cli.options import parse_steps
 from advisor.core.errors import AdvisorError
 from advisor.core.finding import Finding

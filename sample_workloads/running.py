@@ -47,10 +47,9 @@ def drive(
     """
     if steps < 1:
         raise ValueError(f"nothing to run: {steps} steps")
-    if find(name).processes > 1:
-        first: list[float] = in_processes(_drive_rank, name, run, (steps,))[0]
-        return first
-    return _drive(name, run, steps, each)
+    called = each if find(name).processes == 1 else None
+    first: list[float] = on_ranks(_drive, name, run, (steps, called))[0]
+    return first
 
 
 def _drive(name: str, run: Setup, steps: int, each: Callable[[], object] | None) -> list[float]:
@@ -61,10 +60,6 @@ def _drive(name: str, run: Setup, steps: int, each: Callable[[], object] | None)
             if each is not None:
                 each()
         return [float(value) for value in found]
-
-
-def _drive_rank(name: str, run: Setup, steps: int) -> list[float]:
-    return _drive(name, run, steps, None)
 
 
 @contextmanager
@@ -103,10 +98,8 @@ def measure(
     long that they would take more than ``most`` seconds there are fewer blocks, at least three. In
     a workload of several processes these are rank 0's.
     """
-    if find(name).processes > 1:
-        first: list[float] = in_processes(_measure, name, run, (seconds, blocks, most))[0]
-        return first
-    return _measure(name, run, seconds, blocks, most)
+    first: list[float] = on_ranks(_measure, name, run, (seconds, blocks, most))[0]
+    return first
 
 
 def _measure(name: str, run: Setup, seconds: float, blocks: int, most: float) -> list[float]:
@@ -161,9 +154,7 @@ def record(
     folder.mkdir(parents=True, exist_ok=True)
     stacks = workload.stacks if stacks is None else stacks
     options = (str(folder), steps or workload.steps, stacks, shapes, memory)
-    if workload.processes > 1:
-        return [Path(path) for path in in_processes(_record, name, run, options)]
-    return [Path(_record(name, run, *options))]
+    return [Path(path) for path in on_ranks(_record, name, run, options)]
 
 
 def record_run(
@@ -198,10 +189,7 @@ def record_run(
         "report": False,
     }
     count = workload.around if around is None else around
-    if workload.processes > 1:
-        in_processes(_record_run, name, run, (str(folder), options, count))
-    else:
-        _record_run(name, run, str(folder), options, count)
+    on_ranks(_record_run, name, run, (str(folder), options, count))
     traces = sorted(folder.glob("rank*/*.json.gz"))
     if len(traces) != workload.processes:
         raise AdvisorError(f"{name}: nothing was recorded in {folder}")
@@ -284,6 +272,15 @@ def profiled(
 
 
 # -- several processes --------------------------------------------------------------------------
+
+
+def on_ranks(
+    task: Callable[..., Any], name: str, run: Setup, options: tuple[Any, ...]
+) -> list[Any]:
+    """``task(name, run, *options)``, here or in each process of the workload; results by rank."""
+    if find(name).processes > 1:
+        return in_processes(task, name, run, options)
+    return [task(name, run, *options)]
 
 
 def in_processes(

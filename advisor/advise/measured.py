@@ -100,7 +100,7 @@ def measure(a: Analysis) -> dict[str, Any]:
     else:
         fields["operators"] = _operators(a)
     if not (a.trace.cpu["kind"] == "op").any():
-        fields["ranges"] = _ranges(a)
+        fields["ranges"] = _longest(a, range_table(a), a.span_ns)
     memory = a.memory
     if not memory.is_empty():
         peak, capacity = memory["peak_reserved"].max(), memory["capacity"].max()
@@ -207,20 +207,14 @@ def host_time(a: Analysis) -> list[HostShare]:
 
 def _operators(a: Analysis) -> list[OperatorTime]:
     table = op_table(a).filter(pl.col("host") > 0).sort("host", descending=True)
-    whole = max(int(table["host"].sum()), 1)
-    rows = table.select("name", "host", "count").head(MAX_OPERATORS).iter_rows()
-    return [
-        OperatorTime(name, ns / a.step_count, ns / whole, count / a.step_count)
-        for name, ns, count in rows
-    ]
+    return _longest(a, table.select("name", "host", "count"), int(table["host"].sum()))
 
 
-def _ranges(a: Analysis) -> list[OperatorTime]:
-    rows = range_table(a).head(MAX_OPERATORS).iter_rows()
-    whole = max(a.span_ns, 1)
+def _longest(a: Analysis, table: pl.DataFrame, whole: int) -> list[OperatorTime]:
+    """The first rows (name, ns, count), with their shares of so many ns."""
     return [
-        OperatorTime(name, ns / a.step_count, ns / whole, count / a.step_count)
-        for name, ns, count in rows
+        OperatorTime(name, ns / a.step_count, ns / max(whole, 1), count / a.step_count)
+        for name, ns, count in table.head(MAX_OPERATORS).iter_rows()
     ]
 
 

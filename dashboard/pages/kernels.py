@@ -7,6 +7,7 @@ from typing import Any
 import dash
 import polars as pl
 from dash import Input, Output, State
+from msgspec.structs import asdict
 
 from advisor.advise.terms import record_with
 from advisor.core import text as t
@@ -154,27 +155,19 @@ KERNELS = (
 
 def kernel_rows(a: Analysis) -> list[dict[str, Any]]:
     """Rows of the kernels' grid."""
-    work_ns = _device_work(a)
-    kernels = a.hot_kernels.head(MAX_ROWS).with_columns(
-        pl.col("name", "family", "op_name").cast(pl.String)
+    kernels = a.hot_kernels.head(MAX_ROWS).select(
+        pl.col("name", "family").cast(pl.String),
+        "count",
+        "roofline",
+        time=pl.col("dur") / a.step_count,
+        share=pl.col("dur") / _device_work(a),
+        occupancy=pl.col("occupancy") / 100,
+        flops="flops_per_s",
+        bytes="bytes_per_s",
+        tensor=pl.col("tensor_core").replace_strict({True: "yes", False: "no"}, default=None),
+        op=pl.col("op_name").cast(pl.String),
     )
-    values = (
-        {
-            "name": row["name"],
-            "family": row["family"],
-            "count": row["count"],
-            "time": row["dur"] / a.step_count,
-            "share": row["dur"] / work_ns,
-            "occupancy": None if row["occupancy"] is None else row["occupancy"] / 100,
-            "flops": row["flops_per_s"],
-            "bytes": row["bytes_per_s"],
-            "roofline": row["roofline"],
-            "tensor": {True: "yes", False: "no", None: None}[row["tensor_core"]],
-            "op": row["op_name"],
-        }
-        for row in kernels.iter_rows(named=True)
-    )
-    return grid_rows(KERNELS, values)
+    return grid_rows(KERNELS, kernels.iter_rows(named=True))
 
 
 def _kernels(view: PageView) -> Any:
@@ -269,16 +262,8 @@ OPS = (
 
 def op_rows(a: Analysis) -> list[dict[str, Any]]:
     """Rows of the operators' grid."""
-    values = (
-        {
-            "name": row["name"],
-            "count": row["count"],
-            "device": row["device"] / a.step_count,
-            "host": row["host"] / a.step_count,
-        }
-        for row in op_table(a).head(MAX_OPS).iter_rows(named=True)
-    )
-    return grid_rows(OPS, values)
+    table_ = op_table(a).head(MAX_OPS).with_columns(pl.col("device", "host") / a.step_count)
+    return grid_rows(OPS, table_.iter_rows(named=True))
 
 
 def _ops(view: PageView) -> Any:
@@ -384,33 +369,22 @@ RATE_COLUMNS = (
     Column("shapes", "Shapes", flex=2, names=True),
     Column("dtype", "Format", width=74),
     Column("calls", "Calls", width=58, number=t.format_count, csv="Calls per step"),
-    duration_column("time", "Time per step", 84),
+    duration_column("ns", "Time per step", 84),
     Column("bound", "Bound", width=92),
-    Column("flops", "TFLOP/s", width=74, number=TFLOPS, csv="FLOP/s"),
-    Column("bytes", "GB/s", width=62, number=GBPS, csv="Bytes/s"),
+    Column("flops_per_s", "TFLOP/s", width=74, number=TFLOPS, csv="FLOP/s"),
+    Column("bytes_per_s", "GB/s", width=62, number=GBPS, csv="Bytes/s"),
     share_column("efficiency", "Of attainable", 92),
-    duration_column("saved", "Saving per step", 84),
+    duration_column("saved_ns", "Saving per step", 84),
 )
 
 
 def rate_rows(a: Analysis) -> list[dict[str, Any]]:
     """Rows of the grid of operators by shape."""
-    values = (
-        {
-            "name": rate.name or rate.kernel,
-            "shapes": rate.shapes or None,
-            "dtype": rate.dtype,
-            "bound": None if rate.bound == "unknown" else rate.bound,
-            "calls": rate.calls,
-            "time": rate.ns,
-            "flops": rate.flops_per_s,
-            "bytes": rate.bytes_per_s,
-            "efficiency": rate.efficiency,
-            "saved": rate.saved_ns,
-        }
-        for rate in rooflines(a, MAX_RATES)
-    )
-    return grid_rows(RATE_COLUMNS, values)
+    rows = [asdict(rate) for rate in rooflines(a, MAX_RATES)]
+    for row in rows:
+        row["name"], row["shapes"] = row["name"] or row["kernel"], row["shapes"] or None
+        row["bound"] = None if row["bound"] == "unknown" else row["bound"]
+    return grid_rows(RATE_COLUMNS, rows)
 
 
 def operator_rates(view: PageView) -> Any:

@@ -12,8 +12,7 @@ from typing import Any
 import pytest
 
 from advisor.cli.analyze import is_hit
-from advisor.cli.options import parse_size
-from advisor.cli.options import parse_steps
+from advisor.cli.options import parse_size, parse_steps
 from advisor.core.errors import AdvisorError
 from advisor.core.finding import Finding
 from advisor.core.report import Report

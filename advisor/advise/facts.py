@@ -548,11 +548,6 @@ def note_gain(finding: Finding) -> str:
     return price(finding)
 
 
-def short_fix(finding: Finding) -> str:
-    """The fix in a sentence."""
-    return t.first_sentence(finding.fix)
-
-
 def abstentions(report: Report) -> list[tuple[str, str]]:
     """What could not be checked: (what, why and what to record)."""
     result = []

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -16,6 +15,9 @@ from advisor.core.errors import AdvisorError
 
 if TYPE_CHECKING:
     from advisor.advise.memory_fit import Fit, Way
+    from advisor.core.run_directory import RankRecord
+    from advisor.measure import Analysis
+    from advisor.measure.memory.post_mortem import PostMortem
 
 
 def command(
@@ -54,11 +56,34 @@ def command(
         raise AdvisorError("fit: say which GPU with --gpu NAME, or how much with --capacity SIZE")
     from advisor.advise.memory_fit import fit
     from advisor.core.gpus import find_gpu, lookup
-    from advisor.measure import Analysis
-    from advisor.read import ReadOptions, open_run
 
     target = None if gpu is None else find_gpu(gpu).gpu
     size = target.memory_bytes if target is not None else parse_bytes(str(capacity))
+    post, analysis, record = _history(path, memory, rank, steps)
+    scale = _scale(batch, batch_now, record)
+    device = None
+    if analysis is not None and analysis.device_id is not None:
+        device = analysis.trace.working_device(analysis.device_id)
+    known = target or lookup(None if device is None else device.name)
+    result = fit(post, analysis, size, gpu=known, ranks=ranks, scale=scale)
+    if form == "json":
+        print(json.dumps(_plain(result, scale), indent=2, allow_nan=False))
+        return
+    from advisor.render.documents.fit import build
+
+    asked = "" if scale == 1 else f"batch {batch:g}, {scale:.3g} times the recorded one"
+    out.show_document(build(result, gpu="" if target is None else target.name, batch=asked))
+
+
+def _history(
+    path: str, memory: Path | None, rank: int | None, steps: str | None
+) -> tuple[PostMortem, Analysis | None, RankRecord | None]:
+    """The memory's history, the trace that prices time, and what the recorder wrote of the rank.
+    Raises AdvisorError: there is no history, or it makes no sense."""
+    from advisor.measure import Analysis
+    from advisor.measure.memory.post_mortem import post_mortems
+    from advisor.read import ReadOptions, open_run
+
     options = ReadOptions(
         step_ranges=step_ranges(steps), memory=None if memory is None else str(memory)
     )
@@ -73,8 +98,6 @@ def command(
     if analysis is not None:
         posts = [post for post in analysis.memory_histories if post.device >= 0]
     else:
-        from advisor.measure.memory.post_mortem import post_mortems
-
         posts = [] if snapshot is None else post_mortems(snapshot)
     if not posts:
         raise AdvisorError(
@@ -93,26 +116,10 @@ def command(
             "torch.cuda.memory._record_memory_history"
         )
     record = None if run.recording is None else run.recording.ranks.get(number)
-    scale = _scale(batch, batch_now, record)
-    device = None if analysis is None or analysis.device_id is None else (
-        analysis.trace.working_device(analysis.device_id)
-    )  # fmt: skip
-    known = target or lookup(None if device is None else device.name)
-    result = fit(post, analysis, size, gpu=known, ranks=ranks, scale=scale)
-    asked = "" if scale == 1 else f"batch {batch:g}, {scale:.3g} times the recorded one"
-    if form == "json":
-        print(json.dumps(_plain(result, scale), indent=2, allow_nan=False))
-        return
-    from advisor.render.document import RenderOptions
-    from advisor.render.documents.fit import build
-    from advisor.render.formats.terminal import Terminal
-
-    document = build(result, gpu="" if target is None else target.name, batch=asked)
-    width, colour = out.columns(sys.stdout), out.colourful(sys.stdout)
-    print(Terminal().draw(document, RenderOptions(width=width, colour=colour, details=True)))
+    return post, analysis, record
 
 
-def _scale(batch: float | None, now: float | None, record: Any) -> float:
+def _scale(batch: float | None, now: float | None, record: RankRecord | None) -> float:
     if batch is None:
         return 1.0
     if now is None and record is not None:

@@ -251,7 +251,7 @@ def finding_line(view: PageView, report: Report, finding: Finding) -> Any:
             t.clean(finding.title), href=f"{view.href('/findings')}#{anchor(finding)}", cls="title"
         ),
         amount,
-        el("Span", facts.short_fix(finding), cls="fix"),
+        el("Span", t.first_sentence(finding.fix), cls="fix"),
         el("Span", places, cls="where") if places else None,
     )
 

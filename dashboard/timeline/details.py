@@ -10,11 +10,10 @@ import polars as pl
 from numpy.typing import NDArray
 
 from advisor.core.text import cause_label
-from advisor.dashboard.timeline.categories import ALL, category_label
 from advisor.dashboard.timeline.search import locate
 
 if TYPE_CHECKING:
-    from advisor.dashboard.timeline.index import TimelineIndex, TimelineLane
+    from advisor.dashboard.timeline.index import TimelineIndex
     from advisor.measure import Analysis
 
 MAX_LINKS = 24
@@ -35,7 +34,7 @@ def describe_slice(a: Analysis, index: TimelineIndex, position: int) -> dict[str
         **locate(index, position),
         "name": index.names[int(index.name[position])][:MAX_TEXT],
         "group": group.label,
-        "category": category_label(ALL[lane.base + int(index.slot[position])], index.framework),
+        "category": index.category(position),
         "facts": [],
         "links": [],
         "line": None,
@@ -262,7 +261,6 @@ def _sync(a: Analysis, row: int, details: dict[str, Any]) -> None:
 
 def slice_near(index: TimelineIndex, lane: int, t: int, reach: int) -> dict[str, Any] | None:
     """The longest slice of a lane within ``reach`` of an instant, and how many there are."""
-    its_lane: TimelineLane = index.lanes[lane]
     lo, hi = index.within(lane, t - reach, t + reach)
     if hi <= lo:
         # a slice of no duration is at an instant
@@ -270,5 +268,4 @@ def slice_near(index: TimelineIndex, lane: int, t: int, reach: int) -> dict[str,
     if hi <= lo:
         return None
     position = lo + int(np.argmax(index.end[lo:hi] - index.start[lo:hi]))
-    label = category_label(ALL[its_lane.base + int(index.slot[position])], index.framework)
-    return {**locate(index, position), "count": hi - lo, "category": label}
+    return {**locate(index, position), "count": hi - lo, "category": index.category(position)}

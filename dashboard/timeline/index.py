@@ -11,7 +11,7 @@ import polars as pl
 from numpy.typing import NDArray
 
 from advisor.core.intervals import Ints
-from advisor.dashboard.timeline.categories import BASE, Category
+from advisor.dashboard.timeline.categories import ALL, BASE, Category, category_label
 from advisor.dashboard.timeline.counters import CounterSeries
 from advisor.dashboard.timeline.detail_levels import BLOCK, DetailLevel, build_pyramid
 
@@ -107,6 +107,11 @@ class TimelineIndex:
         """Number of the lane that a slice is in."""
         ends = [lane.hi for lane in self.lanes]
         return int(np.searchsorted(ends, position, side="right"))
+
+    def category(self, position: int) -> str:
+        """What a slice is, in the words of the framework that the program is written with."""
+        lane = self.lanes[self.lane_of(position)]
+        return category_label(ALL[lane.base + int(self.slot[position])], self.framework)
 
     def within(self, lane: int, x0: int, x1: int) -> tuple[int, int]:
         """Positions of the lane's slices that end after ``x0`` and start before ``x1``."""

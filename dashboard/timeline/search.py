@@ -12,7 +12,7 @@ from advisor.core.errors import AdvisorError
 from advisor.core.intervals import Intervals, intersect
 from advisor.core.labels import labels_by_name
 from advisor.core.text import cause_label
-from advisor.dashboard.timeline.categories import ALL, category_label
+from advisor.dashboard.timeline.categories import ALL
 from advisor.dashboard.timeline.index import TimelineIndex
 from advisor.measure.host.gaps import CAUSES
 from advisor.replay.selection import selected_gaps, selected_gpu, selected_host
@@ -305,9 +305,7 @@ def longest_slices(
             {
                 **locate(index, position),
                 "group": index.groups[lane.group].label,
-                "category": category_label(
-                    ALL[lane.base + int(index.slot[position])], index.framework
-                ),
+                "category": index.category(position),
             }
         )
     return {"rows": rows, "total": total}

@@ -133,14 +133,7 @@ def device(view: MemoryView, rows: int = MAX_ROWS, *, named: bool = False) -> De
         _table(
             f"More in each snapshot, per {view.grows_per}",
             ["line · category", "bytes", "blocks"],
-            [
-                [
-                    f"{_place(each)} · {each.category}",
-                    t.format_bytes(each.bytes),
-                    t.format_count(each.blocks),
-                ]
-                for each in view.grows
-            ],
+            _lines(view.grows, categories=True),
             rows,
         ),
         _table("What a change frees (savings overlap)", ["change", "frees"], _savings(view), rows),
@@ -175,20 +168,22 @@ def _table(title: str, head: list[str], rows: list[list[str]], most: int) -> Gri
 
 
 def _held(view: MemoryView) -> list[list[str]]:
+    whole = max(view.allocated, 1)
+    rows = []
+    for each, row in zip(view.held, _lines(view.held, categories=True), strict=True):
+        label = f" · {t.clean(each.label)}" if each.label else ""
+        rows.append([row[0] + label, row[1], t.format_share(each.bytes / whole), row[2]])
+    return rows
+
+
+def _lines(holders: list[MemoryHolder], *, categories: bool = False) -> list[list[str]]:
     return [
         [
-            f"{_place(each)} · {each.category}{f' · {t.clean(each.label)}' if each.label else ''}",
+            f"{_place(each)} · {each.category}" if categories else _place(each),
             t.format_bytes(each.bytes),
-            t.format_share(each.bytes / max(view.allocated, 1)),
             t.format_count(each.blocks),
         ]
-        for each in view.held
-    ]
-
-
-def _lines(holders: list[MemoryHolder]) -> list[list[str]]:
-    return [
-        [_place(each), t.format_bytes(each.bytes), t.format_count(each.blocks)] for each in holders
+        for each in holders
     ]
 
 

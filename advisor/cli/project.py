@@ -52,6 +52,22 @@ def command(
         str | None,
         typer.Option("--from", metavar="NAME", help="The recorded GPU, where the file names none."),
     ] = None,
+    gpus: Annotated[
+        list[int],
+        typer.Option(metavar="N", min=1, help="That many GPUs as recorded; repeatable."),
+    ] = [],  # noqa: B006
+    nodes: Annotated[
+        int | None, typer.Option(metavar="M", min=1, help="Machines that share --gpus.")
+    ] = None,
+    instance: Annotated[
+        str | None, typer.Option(metavar="NAME", help="A machine of the price file's [instances].")
+    ] = None,
+    from_mesh: Annotated[
+        str | None,
+        typer.Option(metavar="MESH", help="The recorded mesh, where collectives do not show it."),
+    ] = None,
+    node_size: o.NodeSize = None,
+    network: o.Network = None,
     same_host: Annotated[
         bool, typer.Option("--same-host", help="The GPU goes into this machine: host time stays.")
     ] = False,
@@ -65,8 +81,10 @@ def command(
 
     How it is computed, and what the band rests on, is said in docs/project.md.
     """
-    if not gpu and not every:
-        raise AdvisorError("project: say which GPU with --gpu NAME, or --all")
+    if not gpu and not every and not gpus:
+        raise AdvisorError("project: say which GPU with --gpu NAME, or --all; or --gpus N")
+    if gpus and (gpu or every):
+        raise AdvisorError("--gpus N is of the recorded GPU: give it without --gpu and --all")
     from advisor.core.gpus import find_gpu
     from advisor.core.prices import read_prices
     from advisor.measure import Analysis
@@ -75,7 +93,7 @@ def command(
     from advisor.replay.project.project import Projector, choose
 
     table = read_prices(prices)
-    targets, notes = _targets(gpu, table, every=every)
+    targets, notes = ([], []) if gpus else _targets(gpu, table, every=every)
     chosen, read = parse_steps(steps), ReadOptions(step_ranges=step_ranges(steps))
     run = open_run(path, read, rank=rank, window="first")
     if not run.traces:
@@ -85,6 +103,14 @@ def command(
         notes.append(f"the step is that of rank {number}; the others are taken to move with it")
     measured = Analysis(run.window(number), chosen)
     refuse_none(measured.steps, measured.trace.meta.path, number, selected=chosen is not None)
+    if gpus:
+        from advisor.cli.project_splits import show_splits
+
+        show_splits(
+            measured, gpus, nodes, from_mesh, instance, prices, table, node_size, network,
+            sys.stdout, plain=form == "json",
+        )  # fmt: skip
+        return
     projector = Projector(
         measured,
         same_host=same_host,

@@ -147,7 +147,8 @@ def read_prices(file: Path | None = None) -> Prices:
         where = "" if result is None else f"{result.name}: [tool.advisor.prices]"
     else:
         whole = read_toml(file)
-        table, where = whole.get("prices", whole), str(file)
+        rest = {name: value for name, value in whole.items() if name != "instances"}
+        table, where = whole.get("prices", rest), str(file)
     return _table(table, where)
 
 

@@ -1,0 +1,86 @@
+"""How many GPUs and which split: the meshes that are tried, money by hand, and price files."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from advisor.core.errors import AdvisorError
+from advisor.core.prices import read_prices
+from advisor.measure import Analysis
+from advisor.measure.comm.links import Machine
+from advisor.read import read_trace
+from advisor.replay.project.mesh import Mesh, MeshProjector
+from advisor.replay.project.splits import Instance, compare, meshes, read_instance
+from benchmarks.simulation.kineto import trace
+from benchmarks.simulation.meshes import draw_pair, play_mesh
+
+
+@pytest.fixture(scope="module")
+def analysis(tmp_path_factory: pytest.TempPathFactory) -> Analysis:
+    """The first rank of a simulated job of dp=2,tp=4."""
+    pair = draw_pair(5)
+    path = tmp_path_factory.mktemp("splits") / "rank0.json"
+    path.write_bytes(trace(play_mesh(pair.model, pair.recorded), 0))
+    return Analysis(read_trace(path))
+
+
+def test_splits_keep_the_pipeline_and_stay_inside_a_node() -> None:
+    found = list(meshes(Mesh(dp=2, tp=2, pp=2), 32, 8))
+    assert found == [
+        Mesh(dp=16, tp=1, pp=2), Mesh(dp=8, tp=2, pp=2), Mesh(dp=4, tp=4, pp=2),
+        Mesh(dp=2, tp=8, pp=2),
+    ]  # fmt: skip
+    assert all(mesh.world == 32 for mesh in found)
+    assert list(meshes(Mesh(pp=3), 8, 8)) == []
+
+
+def test_cost_is_of_the_same_samples_by_hand(analysis: Analysis) -> None:
+    """At 2 an hour and GPU: GPUs x time x price, over how many more samples a step has."""
+    projector = MeshProjector(analysis, None, Machine(8, 25.0))
+    rows = compare(projector, [8, 16], 2.0)
+    same = next(row for row in rows if row.mesh == str(projector.measured))
+    assert same.speed == pytest.approx(1.0)
+    assert same.cost == pytest.approx(8 * 2.0 * analysis.step_ns / 3.6e12 * 1e6)
+    for row in rows:
+        if row.step_ns is None:
+            assert row.refused and row.cost is None
+            continue
+        assert row.low_ns is not None and row.high_ns is not None and row.cost is not None
+        assert row.low_ns <= row.step_ns <= row.high_ns
+        there = projector.on(
+            next(m for m in meshes(projector.measured, row.gpus, 8) if str(m) == row.mesh)
+        )
+        assert row.cost == pytest.approx(row.gpus * 2.0 * row.step_ns / 3.6e6 / there.batch)
+    for count in (8, 16):
+        speeds = [row.speed or 0.0 for row in rows if row.gpus == count]
+        assert speeds == sorted(speeds, reverse=True)
+
+
+def test_what_crosses_an_unknown_network_is_refused(analysis: Analysis) -> None:
+    rows = compare(MeshProjector(analysis, None, Machine(8)), [16], None)
+    assert rows and all("--network" in row.refused for row in rows)
+    (row,) = compare(MeshProjector(analysis, Mesh(pp=8), Machine(8)), [12], None)
+    assert "does not divide" in row.refused
+
+
+def test_an_instance_is_read_from_the_price_file(tmp_path: Path) -> None:
+    file = tmp_path / "prices.toml"
+    file.write_text('h200 = 3.0\n[instances."p5en"]\ngpu = "h200"\ngpus = 8\nprice = 63.3\n')
+    assert read_prices(file).of("NVIDIA H200").per_hour == 3.0  # type: ignore[union-attr]
+    table = {"p5en": {"gpu": "h200", "gpus": 8, "price": 63.3, "network": 50, "cores": 192}}
+    assert read_instance(table, "p5en") == Instance("h200", 8, 63.3, 50, 192)
+
+
+@pytest.mark.parametrize(
+    "entry",
+    [
+        None, 5, {}, {"gpu": "h200"}, {"gpu": "h200", "gpus": 0}, {"gpu": "h200", "gpus": True},
+        {"gpu": "h200", "gpus": 8, "price": "a"}, {"gpu": "h200", "gpus": 8, "price": -1},
+        {"gpu": "h200", "gpus": 8, "nic": 3}, {"gpu": "h200", "gpus": 8, "price": float("nan")},
+    ],
+)  # fmt: skip
+def test_what_is_no_instance_is_refused(entry: object) -> None:
+    with pytest.raises(AdvisorError, match="instance"):
+        read_instance({"x": entry} if entry is not None else {}, "x")

@@ -472,7 +472,7 @@ def beyond_evidence(finding: Finding) -> list[str]:
     shown = finding.shown_time
     if shown is None or impact.gain_ns <= ABOVE * float(shown.value or 0):
         return []
-    why = "their launches and the gaps between them end too"
+    why = "the launches of this work, and the gaps in it, end too"
     operations = [edit.op for edit in finding.edits]
     why = next((WHY_MORE[name] for name in WHY_MORE if name in operations), why)
     if impact.of_job:
@@ -492,7 +492,8 @@ def order_parts(finding: Finding, report: Report) -> list[str]:
     elif own is None or left is None or finding.priority == 1:
         pass
     elif abs(left - own) > 0.05 * own:
-        parts.append(f"after the fixes above: {marginal(finding)}")
+        more = "gains more after" if left > own else "after"
+        parts.append(f"{more} the fixes above: {marginal(finding)}")
     if finding.other_rank and finding.trace_rank is not None:
         parts.append(f"on rank {finding.trace_rank}")
     return parts

@@ -217,7 +217,7 @@ def without_gain(
         exposed = bound.price(finding.edits).gain
         if exposed >= floor:
             why = (
-                f"Without it the {a.per} takes as long, because {who} sets the pace ({share} of "
+                f"Fixing this alone does not shorten the {a.per}: {who} sets the pace ({share} of "
                 "the critical path). Shorten that first."
             )
             noted = replace(finding, summary=f"{finding.summary} {why}")
@@ -257,11 +257,12 @@ def share_out(findings: Sequence[Finding], a: Analysis) -> list[Finding]:
 
 def _bounded(finding: Finding, most: float, step_ns: float) -> Finding:
     """The finding with no end of its gain above ``most``, ns per step."""
-    impact, most = finding.impact, round(most)
+    impact = finding.impact
     if impact is None or impact.gain_ns is None or max(impact.gain_ns, impact.high_ns or 0) <= most:
         return finding
+    most = round(most)
     gain = min(impact.gain_ns, most)
-    bounded = replace(
+    changed = replace(
         impact,
         gain_ns=gain,
         low_ns=min(impact.low_ns or 0, most),
@@ -269,7 +270,7 @@ def _bounded(finding: Finding, most: float, step_ns: float) -> Finding:
         share=gain / step_ns,
         most_ns=most if impact.most_ns is None else min(impact.most_ns, most),
     )
-    return _marginal(replace(finding, impact=bounded), lambda ns: min(ns, most))
+    return _marginal(replace(finding, impact=changed), lambda ns: min(ns, most))
 
 
 # -- of the window, of the run ---------------------------------------------------------------------

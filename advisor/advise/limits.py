@@ -286,7 +286,8 @@ def _one_off(a: Analysis) -> list[str]:
     others = f" and {t.count_noun(more, 'more first call')}" if more > 0 else ""
     return [
         f"One-off costs are in what is analysed, {t.format_duration(whole)} "
-        f"({t.format_share(whole / a.span_ns)}): {', '.join(named)}"
+        f"({t.format_share(whole / a.span_ns)}), calls inside each other counted once: "
+        f"{', '.join(named)}"
         f"{others}. Loading of code, search of "
         "algorithms and compilation at a first call: later steps do not have them, and no advice "
         "is made of them. Record after a few steps."

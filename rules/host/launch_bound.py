@@ -23,7 +23,7 @@ from advisor.rules.host.launch_gaps import (
     measure_launch_gaps,
     repeats_kernels,
 )
-from advisor.rules.sources import GPU_IDLE, OURS, XPROF_LAUNCH, traces
+from advisor.rules.sources import GPU_IDLE, OURS, XPROF, XPROF_LAUNCH, traces
 from advisor.testing import Examples, TraceBuilder
 
 
@@ -78,6 +78,9 @@ class LaunchBound(Rule):
     )
 
     min_share = Threshold(0.10, "of the step, idle for this reason", XPROF_LAUNCH)
+    healthy_share = Threshold(
+        0.05, "of the step, idle for this reason: below it launches keep up", XPROF
+    )
     max_busy = Threshold(
         0.80, "of the step, the GPU is busy: above it the host is not the problem", GPU_IDLE
     )
@@ -164,7 +167,7 @@ class LaunchBound(Rule):
         yield from self._queued(a)
         share = gaps.idle / a.span_ns
         if gaps.busy_share > self.max_busy:
-            if share < self.min_share and gaps.launches >= self.min_launches:
+            if share < self.healthy_share and gaps.launches >= self.min_launches:
                 yield PassedCheck(
                     text=f"launches keep up: the GPU idles {share:.1%} {t.format_of(a.per)} "
                     "for them"

@@ -47,7 +47,7 @@ from advisor.core.trace import Run
 from advisor.measure.comm.links import Machine
 from advisor.measure.comm.mesh import report_mesh
 from advisor.measure.host.launches import analysed_device
-from advisor.measure.ranks.axis_waits import collective_waits
+from advisor.measure.ranks.join import collective_waits
 from advisor.measure.serving.graphs import attach_capture, captured_launches, replays
 from advisor.read import open_run
 

@@ -15,15 +15,11 @@ from advisor.replay.selection import host_of_layer
 if TYPE_CHECKING:
     from advisor.core.finding import Edit, Operation
     from advisor.replay.graph import Array
-    from advisor.replay.selected import Selected
+    from advisor.replay.selection import Selected
 
 GRAPH_LAUNCH_NS = 1_000.0
 """Host time a kernel costs inside a CUDA graph, about (NVIDIA, "Constant time launch", 2024:
 a graph's launch costs a few µs plus well under 1 µs a node)."""
-SLOWED_SHARE = {"high": 0.0, "": 0.1, "low": 0.2}
-"""Of the loading that is computed: what the rest of the step loses to workers that compute beside
-it, with the same memory and caches. Past gains of workers were 80 to 100 % of a replay without it
-(``predictions.jsonl``)."""
 ROOFLINE_SHARE = 0.75
 """Share of the attainable rate that good kernels reach (TraceLens: 75 % is the low target)."""
 

@@ -17,8 +17,7 @@ from advisor.core.intervals import EMPTY, Intervals, covered_length, join, subtr
 from advisor.replay.graph import NEVER, Array, Edge, Graph, Node
 from advisor.replay.overlap import move
 from advisor.replay.points import hand_over_ns
-from advisor.replay.selected import Selected
-from advisor.replay.selection import selected_gaps, selected_host
+from advisor.replay.selection import Selected, selected_gaps, selected_host
 
 if TYPE_CHECKING:
     from advisor.core.finding import Edit

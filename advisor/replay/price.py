@@ -11,17 +11,17 @@ import numpy as np
 from advisor.measure.host.names import WORKERS, name_matches
 from advisor.replay.build import build
 from advisor.replay.calibration import widened_by_kind
-from advisor.replay.critical import composition
 from advisor.replay.exposed import ExposedTime
 from advisor.replay.graph import NEVER, Array, Edge, Graph
 from advisor.replay.operations import collect
 from advisor.replay.patch import Patch, Patched
 from advisor.replay.replay import ReplayedSteps, ReplayPlan, completions
-from advisor.replay.selected import Selected
+from advisor.replay.selection import Selected
 from advisor.replay.trust import (
     EXPLAINED_NS,
     PartQuality,
     Quality,
+    composition,
     device_idle,
     hard_parts,
     host_waits,

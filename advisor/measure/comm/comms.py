@@ -49,7 +49,7 @@ def find_collectives(a: Analysis) -> pl.DataFrame:
     - ``dur``: the kernel's, ns, not clipped. It contains the wait for the last rank to arrive.
     - ``bytes``: the message S of nccl-tests (``messages.message_elements``), from the collective's
       arguments, else from the shapes of the tensors it was called with. Null: neither recorded.
-    - ``dtype``: as the file spells it (``BFloat16``, ``c10::BFloat16``; ``messages.width``).
+    - ``dtype``: as the file spells it (``BFloat16``, ``c10::BFloat16``; ``shapes.width_of``).
     - ``bus_gbps``: bytes x ``messages.bus_factor`` / dur, GB/s. Because dur contains waiting, it
       is a lower bound of what the wire did. Null for an all-to-all with uneven splits.
     - ``exposed``: ns inside ``spans`` with no compute kernel running. Two collectives that run

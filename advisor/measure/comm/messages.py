@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import re
 from typing import TYPE_CHECKING, Any
 
@@ -11,6 +10,7 @@ import numpy as np
 import polars as pl
 from numpy.typing import NDArray
 
+from advisor.measure.device.shapes import OpInputs, bare, width_of
 from advisor.measure.host.names import map_names, name_matches
 from advisor.measure.host.stacks import chains, parents
 
@@ -29,20 +29,6 @@ COLLECTIVES = (
     "send_recv",
     "other",
 )
-
-WIDTHS = {
-    **dict.fromkeys(("complexdouble", "complex<double>"), 16),
-    **dict.fromkeys(("double", "float64", "long", "long int", "long long", "int64", "int64_t"), 8),
-    **dict.fromkeys(("complexfloat", "complex<float>", "uint64", "unsigned long"), 8),
-    **dict.fromkeys(("float", "float32", "int", "int32", "uint32", "unsigned int"), 4),
-    **dict.fromkeys(("complexhalf", "complex<half>", "complex<c10::half>"), 4),
-    **dict.fromkeys(("half", "float16", "bfloat16", "short", "short int", "int16", "uint16"), 2),
-    **dict.fromkeys(("byte", "char", "bool", "unsigned char", "signed char", "int8", "uint8"), 1),
-    **dict.fromkeys(("float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz", "float8_e5m2fnuz"), 1),
-    **dict.fromkeys(("float8_e8m0fnu", "float4_e2m1fn_x2"), 1),
-}
-"""Bytes of an element, by lower-case dtype name without ``c10::``: both spellings of PyTorch
-(``BFloat16`` in collective arguments, ``c10::BFloat16`` in shapes)."""
 
 _KINDS = (  # the longer words first: "allreduce" contains "reduce"
     (re.compile(r"reducescatter"), "reduce_scatter"),
@@ -86,13 +72,6 @@ def kernel_kind(name: str) -> str | None:
     if _EXPERTS.search(function):
         return "all_to_all"
     return kind_of(function)
-
-
-def width(dtype: str | None) -> int | None:
-    """Bytes of one element; ``None``: a dtype that is not known."""
-    if dtype is None:
-        return None
-    return WIDTHS.get(dtype.strip().lower().removeprefix("c10::"))
 
 
 def message_elements(
@@ -209,7 +188,7 @@ def _sized(result: pl.DataFrame) -> pl.DataFrame:
     size: list[int | None] = []
     factor: list[float | None] = []
     for kind, given, out, ranks, dtype, even in distinct.iter_rows():
-        elements, element = message_elements(kind, given, out, ranks), width(dtype)
+        elements, element = message_elements(kind, given, out, ranks), _width(dtype)
         known = elements is not None and element is not None and elements < 1 << 56
         size.append(elements * element if known else None)  # type: ignore[operator]
         factor.append(None if even is False else bus_factor(kind, ranks))
@@ -217,6 +196,12 @@ def _sized(result: pl.DataFrame) -> pl.DataFrame:
         bytes=pl.Series(size, dtype=pl.Int64), factor=pl.Series(factor, dtype=pl.Float64)
     )
     return result.join(distinct, on=keys, how="left", nulls_equal=True, maintain_order="left")
+
+
+def _width(dtype: str | None) -> int | None:
+    """Bytes of what is counted as an element: of FP4 two of them."""
+    packed = dtype is not None and bare(dtype) == "float4_e2m1fn_x2"
+    return 1 if packed else width_of(dtype or "")
 
 
 def _nearest(place: NDArray[np.int64], wanted: NDArray[np.bool_]) -> NDArray[np.int64]:
@@ -289,22 +274,8 @@ def _ratio(tensors: Sequence[tuple[int, str]]) -> int:
 
 def _tensors(trace: Trace, code: int) -> list[tuple[int, str]]:
     """Elements and dtype of each tensor of an input description, in order."""
-    dims, types = trace.inputs["dims"][code], trace.inputs["types"][code]
-    try:
-        shapes, names = msgspec.json.decode(dims or "[]"), msgspec.json.decode(types or "[]")
-    except (msgspec.DecodeError, RecursionError):
-        return []
-    if not isinstance(shapes, list) or not isinstance(names, list):
-        return []
-    return [
-        (math.prod(shape), name)
-        for shape, name in zip(shapes, names, strict=False)
-        if isinstance(name, str)
-        and width(name) is not None
-        and isinstance(shape, list)
-        and all(isinstance(n, int) and 0 <= n < 1 << 40 for n in shape)
-        and math.prod(shape) < 1 << 56
-    ]
+    inputs = OpInputs(trace.inputs["dims"][code] or "", trace.inputs["types"][code] or "")
+    return [(tensor.elements, tensor.dtype) for tensor in inputs.tensors]
 
 
 def _arguments(trace: Trace) -> pl.DataFrame:

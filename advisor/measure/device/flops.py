@@ -24,42 +24,28 @@ BATCH_NORM_INFERENCE = 2
 """One scale and one shift a channel, folded."""
 
 _PER_ELEMENT: dict[str, float] = {
-    "_softmax": SOFTMAX,
-    "_log_softmax": SOFTMAX,
-    "_softmax_backward_data": SOFTMAX_BACKWARD,
-    "_log_softmax_backward_data": SOFTMAX_BACKWARD,
-    "native_layer_norm": LAYER_NORM,
-    "native_layer_norm_backward": LAYER_NORM_BACKWARD,
-    "native_group_norm": LAYER_NORM,
-    "native_group_norm_backward": LAYER_NORM_BACKWARD,
-    "cudnn_batch_norm_backward": LAYER_NORM_BACKWARD,
-    "miopen_batch_norm_backward": LAYER_NORM_BACKWARD,
-    "native_batch_norm_backward": LAYER_NORM_BACKWARD,
-    "_fused_rms_norm": RMS_NORM,
-    "rms_norm": RMS_NORM,
-    "_fused_rms_norm_backward": RMS_NORM_BACKWARD,
-    "_C::rms_norm": RMS_NORM,
-    "_C::fused_add_rms_norm": RMS_NORM + 1,
-    "sum": 1,
-    "nansum": 1,
-    "mean": 1,
-    "prod": 1,
-    "max": 1,
-    "min": 1,
-    "amax": 1,
-    "amin": 1,
-    "argmax": 1,
-    "argmin": 1,
-    "all": 1,
-    "any": 1,
-    "cumsum": 1,
-    "cumprod": 1,
-    "linalg_vector_norm": 2,
-    "norm": 2,
-    "var": 4,
-    "std": 4,
-    "var_mean": 4,
-    "embedding_dense_backward": 1,
+    name: each
+    for each, names in (
+        (SOFTMAX, "_softmax _log_softmax"),
+        (SOFTMAX_BACKWARD, "_softmax_backward_data _log_softmax_backward_data"),
+        (LAYER_NORM, "native_layer_norm native_group_norm"),
+        (
+            LAYER_NORM_BACKWARD,
+            "native_layer_norm_backward native_group_norm_backward cudnn_batch_norm_backward "
+            "miopen_batch_norm_backward native_batch_norm_backward",
+        ),
+        (RMS_NORM, "_fused_rms_norm rms_norm _C::rms_norm"),
+        (RMS_NORM_BACKWARD, "_fused_rms_norm_backward"),
+        (RMS_NORM + 1, "_C::fused_add_rms_norm"),
+        (
+            1,
+            "sum nansum mean prod max min amax amin argmax argmin all any cumsum cumprod "
+            "embedding_dense_backward",
+        ),
+        (2, "linalg_vector_norm norm"),
+        (4, "var std var_mean"),
+    )
+    for name in names.split()
 }
 """Operations an element of the first tensor."""
 

@@ -123,24 +123,19 @@ def _look_at_names(trace: Trace, kernel: Bools) -> _Names:
     texts, which = distinct_names(column)
     described = describe(texts)
 
-    def spread(values: pl.Series, missing: int | bool) -> Any:
-        """The value of each row's name; ``missing`` for rows that are no kernels."""
-        result = values.fill_null(missing).to_numpy()
-        rows = np.full(gpu.height, missing, dtype=result.dtype)
-        rows[index] = np.append(result, result.dtype.type(missing))[which]
-        return rows
-
-    return _Names(
-        family=spread(described["family"].to_physical().cast(pl.Int8), CODE["other"]),
-        communication=spread(described["communication"], False),
-        moving=spread(described["moving"], False),
-        helper=spread(described["helper"], False),
-        matrix_unit=spread(described["matrix_unit"].cast(pl.Int8), _UNKNOWN),
-        matrix_if_16_bit=spread(described["matrix_if_16_bit"], False),
-        direction=spread(described["direction"], 0),
-        dtype=spread(described["dtype"].to_physical().cast(pl.Int8), NONE),
-        gemv=spread(texts.str.contains(r"gemv|gemmk1|(^|\s)dot_kernel|conv_depthwise"), False),
+    missing: dict[str, int | bool] = dict.fromkeys(_Names._fields, False)
+    missing |= {"family": CODE["other"], "matrix_unit": _UNKNOWN, "direction": 0, "dtype": NONE}
+    described = described.with_columns(
+        pl.col("family", "dtype").to_physical().cast(pl.Int8),
+        pl.col("matrix_unit").cast(pl.Int8),
+        gemv=texts.str.contains(r"gemv|gemmk1|(^|\s)dot_kernel|conv_depthwise"),
     )
+    columns: dict[str, Any] = {}
+    for name, other in missing.items():  # the value of each row's name; ``other``: no kernel
+        values = described[name].fill_null(other).to_numpy()
+        columns[name] = np.full(gpu.height, other, dtype=values.dtype)
+        columns[name][index] = np.append(values, values.dtype.type(other))[which]
+    return _Names(**columns)
 
 
 def _operators(trace: Trace, launches: Launches) -> tuple[Rows, Rows, Costs]:

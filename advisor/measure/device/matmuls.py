@@ -83,25 +83,13 @@ def product(op: str, x: OpInputs) -> MatrixProduct | None:
 
 
 _PRODUCTS: dict[str, tuple[int, int, int | None]] = {
-    "mm": (0, 1, None),
-    "bmm": (0, 1, None),
-    "matmul": (0, 1, None),
-    "mv": (0, 1, None),
-    "dot": (0, 1, None),
-    "vdot": (0, 1, None),
-    "_int_mm": (0, 1, None),
-    "_scaled_mm": (0, 1, None),
-    "_scaled_mm_v2": (0, 1, None),
-    "addmm": (1, 2, 0),
-    "addmv": (1, 2, 0),
-    "baddbmm": (1, 2, 0),
-    "addbmm": (1, 2, 0),
-    "_addmm_activation": (1, 2, 0),
+    **dict.fromkeys(("mm", "bmm", "matmul", "mv", "dot", "vdot"), (0, 1, None)),
+    **dict.fromkeys(("_int_mm", "_scaled_mm", "_scaled_mm_v2"), (0, 1, None)),
+    **dict.fromkeys(("_grouped_mm", "_scaled_grouped_mm", "_scaled_grouped_mm_v2"), (0, 1, None)),
+    **dict.fromkeys(("addmm", "addmv", "baddbmm", "addbmm", "_addmm_activation"), (1, 2, 0)),
     "linear": (0, 1, 2),
-    "_grouped_mm": (0, 1, None),
-    "_scaled_grouped_mm": (0, 1, None),
-    "_scaled_grouped_mm_v2": (0, 1, None),
 }
+"""Operator -> places of the two matrices and of what is added."""
 
 
 def _linear(a: Tensor, weight: Tensor, bias: Tensor | None) -> MatrixProduct | None:

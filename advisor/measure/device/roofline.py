@@ -23,7 +23,7 @@ def sum_families(a: Analysis) -> pl.DataFrame:
     """Device time by family inside ``spans``: ``family``, ``count``, ``dur`` (ns summed), ``share``
     (of summed compute and communication kernel time), ``flops`` and ``moved`` (those that are
     known, null when none is). Copies and memsets are listed too."""
-    rows = _in_spans(a)
+    rows = in_spans(a)
     kernels = rows.filter(pl.col("kind") == "kernel")["ns"].sum()
     return (
         rows.group_by("family")
@@ -51,7 +51,7 @@ def sum_kernels(a: Analysis) -> pl.DataFrame:
     known for their dtype. It can exceed 1: data in L2 is faster than memory, and Winograd needs
     fewer FLOPs than are counted.
     """
-    rows = _in_spans(a).filter(pl.col("kind") == "kernel")
+    rows = in_spans(a).filter(pl.col("kind") == "kernel")
     total = rows["ns"].sum()
     rows = rows.with_columns(ideal=_ideal_ns(rows, a.hardware))
     by_parts = (
@@ -105,7 +105,7 @@ def model_flop_utilisation(a: Analysis) -> float | None:
     hardware = a.hardware
     if hardware is None or not a.span_ns:
         return None
-    rows = _in_spans(a).filter(pl.col("kind") == "kernel")
+    rows = in_spans(a).filter(pl.col("kind") == "kernel")
     rows = rows.with_columns(peak=_peaks(rows, hardware))
     matrix = rows.filter(pl.col("family").is_in(list(MATRIX)))
     known = pl.col("flops").is_not_null() & (pl.col("peak").is_not_null() | (pl.col("flops") == 0))
@@ -116,7 +116,7 @@ def model_flop_utilisation(a: Analysis) -> float | None:
     return float(busy) / (a.span_ns / 1e9)
 
 
-def _in_spans(a: Analysis) -> pl.DataFrame:
+def in_spans(a: Analysis) -> pl.DataFrame:
     """The device rows that count, with what ``Analysis.kernels`` says of them. ``ns`` is the part
     of the duration inside the spans; FLOPs and bytes are cut in proportion."""
     gpu, kernels = a.trace.gpu, a.kernels
@@ -127,6 +127,7 @@ def _in_spans(a: Analysis) -> pl.DataFrame:
     chosen = kernels[index]
     return pl.DataFrame(
         {
+            "row": index,
             "kind": gpu["kind"].gather(index),
             "name": gpu["name"].gather(index),
             "ns": ns,
@@ -135,7 +136,7 @@ def _in_spans(a: Analysis) -> pl.DataFrame:
             "moved": chosen["moved"] * part,
             **{
                 name: chosen[name]
-                for name in ("family", "tensor_core", "dtype", "occupancy", "op_name")
+                for name in ("family", "tensor_core", "dtype", "occupancy", "op_name", "op_row")
             },
         }
     )

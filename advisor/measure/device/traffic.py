@@ -37,20 +37,9 @@ _FLOAT_FROM_INTEGER = frozenset(
 """Elementwise operators that turn integers into float."""
 
 _REDUCTIONS: dict[str, tuple[int, int]] = {
-    "sum": (1, 0),
-    "nansum": (1, 0),
-    "mean": (1, 0),
-    "prod": (1, 0),
-    "amax": (1, 0),
-    "amin": (1, 0),
-    "all": (1, 0),
-    "any": (1, 0),
-    "var": (1, 0),
-    "std": (1, 0),
-    "argmax": (1, 8),
-    "argmin": (1, 8),
-    "linalg_vector_norm": (2, 0),
-    "norm": (2, 0),
+    **dict.fromkeys(words("sum nansum mean prod amax amin all any var std"), (1, 0)),
+    **dict.fromkeys(("argmax", "argmin"), (1, 8)),
+    **dict.fromkeys(("linalg_vector_norm", "norm"), (2, 0)),
 }
 """Reduction -> position of its dimensions, and bytes an output element when not the input's."""
 
@@ -187,21 +176,19 @@ def _softmax(name: str, x: OpInputs) -> float | None:
 
 
 _NORM_OUTPUTS = {
-    "native_layer_norm": 1,
-    "native_group_norm": 1,
-    "native_batch_norm": 1,
-    "cudnn_batch_norm": 1,
-    "miopen_batch_norm": 1,
-    "rms_norm": 1,
-    "_fused_rms_norm": 1,
-    "native_layer_norm_backward": 2,
-    "native_group_norm_backward": 2,
-    "native_batch_norm_backward": 2,
-    "cudnn_batch_norm_backward": 2,
-    "miopen_batch_norm_backward": 2,
-    "_fused_rms_norm_backward": 2,
-    "_C::rms_norm": 1,
-    "_C::fused_add_rms_norm": 2,
+    **dict.fromkeys(
+        words("""
+    native_layer_norm native_group_norm native_batch_norm cudnn_batch_norm miopen_batch_norm
+    rms_norm _fused_rms_norm _C::rms_norm"""),
+        1,
+    ),
+    **dict.fromkeys(
+        words("""
+    native_layer_norm_backward native_group_norm_backward native_batch_norm_backward
+    cudnn_batch_norm_backward miopen_batch_norm_backward _fused_rms_norm_backward
+    _C::fused_add_rms_norm"""),
+        2,
+    ),
 }
 """Normalisation -> how many of the tensors it reads have the size of the activations."""
 

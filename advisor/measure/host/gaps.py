@@ -9,6 +9,7 @@ import polars as pl
 from numpy.typing import NDArray
 
 from advisor.core.intervals import Intervals, Ints, intersect, union
+from advisor.measure.host.stacks import nullable
 from advisor.measure.steps.steps import step_of
 from advisor.measure.steps.timeline import CLASSES, CODE, LOADING, Pieces, spread
 
@@ -70,25 +71,11 @@ class _Blame(NamedTuple):
 
     def take(self, rows: NDArray[Any]) -> _Blame:
         """Some pieces, or all in another order."""
-        return _Blame(
-            self.which[rows],
-            self.start[rows],
-            self.end[rows],
-            self.cause[rows],
-            self.thread[rows],
-            self.host[rows],
-        )
+        return _Blame(*(column[rows] for column in self))
 
     def join(self, other: _Blame) -> _Blame:
         """The pieces of both."""
-        return _Blame(
-            np.concatenate([self.which, other.which]),
-            np.concatenate([self.start, other.start]),
-            np.concatenate([self.end, other.end]),
-            np.concatenate([self.cause, other.cause]),
-            np.concatenate([self.thread, other.thread]),
-            np.concatenate([self.host, other.host]),
-        )
+        return _Blame(*(np.concatenate(pair) for pair in zip(self, other, strict=True)))
 
 
 def idle_gaps(a: Analysis) -> pl.DataFrame:
@@ -130,10 +117,10 @@ def idle_gaps(a: Analysis) -> pl.DataFrame:
             "dur": blame.end[last] - blame.start[first],
             "step": step_of(a.steps, blame.start[first]),
             "cause": pl.Series(CAUSES, dtype=Cause).gather(blame.cause[first]),
-            "thread": _nullable(blame.thread[first]),
-            "host": _nullable(host),
-            "line": _nullable(_frames(a, host)),
-            "next": _nullable(ended_by[which]),
+            "thread": nullable(blame.thread[first]),
+            "host": nullable(host),
+            "line": nullable(_frames(a, host)),
+            "next": nullable(ended_by[which]),
             "gap": gap[which],
         },
         schema=GAPS_SCHEMA,
@@ -344,8 +331,3 @@ def _next_work(a: Analysis, end: Ints) -> NDArray[np.int64]:
 def _frames(a: Analysis, host: NDArray[np.int32]) -> NDArray[np.int32]:
     """User frame of each host row; -1 finds the last entry, which stands for no event."""
     return np.append(a.user_frame, np.int32(-1))[host]
-
-
-def _nullable(rows: NDArray[np.int64] | NDArray[np.int32]) -> pl.Series:
-    series = pl.Series(rows, dtype=pl.Int32)
-    return series.set(pl.Series(rows < 0), None)

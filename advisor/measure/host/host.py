@@ -15,6 +15,7 @@ from advisor.measure.host.stacks import (
     chains,
     frame_ranks,
     nearest,
+    nullable,
     parents,
     parse_frame,
 )
@@ -125,7 +126,7 @@ def python_gaps(a: Analysis) -> pl.DataFrame:
         left = np.flatnonzero(frame < 0)
         if len(left):
             frame[left] = _most_of_each(a, table[left], wanted)
-    return table.with_columns(frame=pl.Series(frame).set(pl.Series(frame < 0), None))
+    return table.with_columns(frame=nullable(frame))
 
 
 def _most_of_each(a: Analysis, table: pl.DataFrame, wanted: NDArray[np.bool_]) -> NDArray[np.int64]:

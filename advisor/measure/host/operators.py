@@ -10,9 +10,9 @@ import polars as pl
 from numpy.typing import NDArray
 
 from advisor.core.gpus import attainable
-from advisor.core.intervals import covered_length
 from advisor.core.report import AttainableRate, OperatorRate
 from advisor.measure.device.families import MATRIX, Family
+from advisor.measure.device.roofline import in_spans
 from advisor.measure.device.shapes import FORMATS, Format
 
 if TYPE_CHECKING:
@@ -170,30 +170,10 @@ def share_in(a: Analysis, rows: NDArray[np.bool_]) -> pl.DataFrame:
 def _kernels(a: Analysis) -> pl.DataFrame:
     """A row a kernel of the window, communication left out; ``ns``: its part inside the spans, and
     FLOPs and bytes cut in proportion."""
-    gpu, kernels, cpu = a.trace.gpu, a.kernels, a.trace.cpu
-    wanted = a.in_window & (gpu["kind"] == "kernel").to_numpy()
-    index = np.flatnonzero(wanted & ~kernels["communication"].to_numpy())
-    ts, dur = gpu["ts"].to_numpy()[index], gpu["dur"].to_numpy()[index]
-    ns = covered_length(ts, ts + dur, a.spans)
-    part = pl.Series(ns / np.maximum(dur, 1))
-    chosen = kernels.select(
-        "op_row", "family", "dtype", "tensor_core", "flops", "moved", "op_name"
-    )[index]
-    call = chosen["op_row"]
-    return pl.DataFrame(
-        {
-            "row": index,
-            "ns": ns,
-            "kernel": gpu["name"].gather(index),
-            "call": call,
-            "op": chosen["op_name"],
-            "inputs": cpu["inputs"].gather(call).cast(pl.Int64),
-            "flops": chosen["flops"] * part,
-            "moved": chosen["moved"] * part,
-            "family": chosen["family"],
-            "dtype": chosen["dtype"],
-            "tensor_core": chosen["tensor_core"],
-        }
+    rows = in_spans(a).filter((pl.col("kind") == "kernel") & (pl.col("family") != "communication"))
+    inputs = a.trace.cpu["inputs"].gather(rows["op_row"]).cast(pl.Int64)
+    return rows.rename({"name": "kernel", "op_row": "call", "op_name": "op"}).with_columns(
+        inputs=inputs
     )
 
 

@@ -206,13 +206,18 @@ def user_frames(trace: Trace) -> Rows:
     return own
 
 
+def nullable(rows: Rows) -> pl.Series:
+    """Rows of a table as a column: null in place of -1."""
+    column = pl.Series(rows, dtype=pl.Int32)
+    return column.set(column < 0, None)
+
+
 def frame_of(a: Analysis, rows: pl.Series) -> pl.Series:
     """User frame of each host row of a column; null: no row, or no stacks."""
     index = rows.fill_null(-1).to_numpy()
     if not a.trace.cpu.height:
         return pl.Series([None], dtype=pl.Int32).new_from_index(0, len(index))
-    frame = np.where(index >= 0, a.user_frame[np.maximum(index, 0)], -1)
-    return pl.Series(frame, dtype=pl.Int32).set(pl.Series(frame < 0), None)
+    return nullable(np.where(index >= 0, a.user_frame[np.maximum(index, 0)], -1))
 
 
 def locate(a: Analysis, row: int | None) -> tuple[str | None, int | None, str | None]:

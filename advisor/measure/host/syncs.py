@@ -12,7 +12,14 @@ from advisor.core.intervals import Ints, covered_length
 from advisor.core.trace import Trace
 from advisor.measure.device.copies import held_by_copy
 from advisor.measure.host.names import map_names, name_matches
-from advisor.measure.host.stacks import climb_stack, operators, parents
+from advisor.measure.host.stacks import (
+    climb_stack,
+    frame_of,
+    nullable,
+    operators,
+    parents,
+    parse_frame,
+)
 
 if TYPE_CHECKING:
     from advisor.measure import Analysis
@@ -77,7 +84,6 @@ def find_syncs(a: Analysis) -> pl.DataFrame:
     launched on it before (the stream as ``cuda_sync`` rows tell it, else the one this thread used
     last); of an event, as those rows tell it, else the last work that ended during the call.
     """
-    from advisor.measure.host.stacks import frame_of
     from advisor.measure.steps.steps import step_of
 
     trace = a.trace
@@ -110,9 +116,9 @@ def find_syncs(a: Analysis) -> pl.DataFrame:
             "bubble": bubble,
             "bubble_ts": pl.Series(begin).set(pl.Series(bubble == 0), None),
             "bubble_end": pl.Series(until).set(pl.Series(bubble == 0), None),
-            "op": _nullable(op),
+            "op": nullable(op),
             "cause": _causes(trace, rows, kind, op),
-            "copy": _nullable(copy),
+            "copy": nullable(copy),
             "line": frame_of(a, pl.Series(rows)),
             "step": step_of(a.steps, ts),
             "profiler": profiler,
@@ -379,15 +385,8 @@ def _causes(
 
 def _short(name: str) -> str:
     """``Optimizer.step#AdamW.step`` as it is; a frame without its line."""
-    from advisor.measure.host.stacks import parse_frame
-
     frame = parse_frame(name)
     return name if frame is None else f"{frame.file}: {frame.function}"
-
-
-def _nullable(rows: NDArray[np.int32] | NDArray[np.int64]) -> pl.Series:
-    series = pl.Series(rows)
-    return series.set(series < 0, None)
 
 
 CLOCKS_NS = 1_500

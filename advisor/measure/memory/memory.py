@@ -22,7 +22,14 @@ from advisor.core.snapshot import (
 )
 from advisor.measure.comm.comms import step_at
 from advisor.measure.host.names import name_matches
-from advisor.measure.host.stacks import around, climb_stack, nearest, operators, parents
+from advisor.measure.host.stacks import (
+    around,
+    climb_stack,
+    nearest,
+    nullable,
+    operators,
+    parents,
+)
 
 if TYPE_CHECKING:
     from advisor.core.trace import Trace
@@ -136,8 +143,8 @@ def find_allocations(a: Analysis) -> pl.DataFrame:
             "ts": ts,
             "dur": dur,
             "step": step_at(a, ts),
-            "line": pl.Series(frame).set(pl.Series(frame < 0), None),
-            "op": pl.Series(op).set(pl.Series(op < 0), None),
+            "line": nullable(frame),
+            "op": nullable(op),
         },
         schema_overrides=ALLOCATIONS_SCHEMA,
     )

@@ -8,7 +8,7 @@ import numpy as np
 import polars as pl
 from numpy.typing import NDArray
 
-from advisor.core.intervals import covered_length
+from advisor.measure.host.optree import own_time, time_inside
 from advisor.measure.host.stacks import Rows, frame_ranks, nearest, operators, outermost, parents
 
 if TYPE_CHECKING:
@@ -54,8 +54,7 @@ def contents(a: Analysis, ranges: NDArray[np.int64]) -> pl.DataFrame:
     frame = nearest(parent, is_range | (rank == 2))
     frame = np.where((frame >= 0) & ~is_range[np.maximum(frame, 0)], frame, -1).astype(np.int32)
     callee = _called(a, parent, frame, rank, below)
-    inside = covered_length(*_times(a, rows), a.spans)
-    own = _own_time(parent, rows, inside, cpu.height)
+    own = own_time(a, np.where(below, time_inside(a), 0))
     known = rows[(callee[rows] >= 0) & (own[rows] > 0)]
     if not len(known):
         return empty
@@ -101,21 +100,6 @@ def contents(a: Analysis, ranges: NDArray[np.int64]) -> pl.DataFrame:
 def _names(names: pl.Series) -> pl.Series:
     """Without the addresses of objects: a method of two tensors is one thing."""
     return names.cast(pl.String).str.replace(r" object at 0x[0-9a-fA-F]+", "")
-
-
-def _times(a: Analysis, rows: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    ts = a.trace.cpu["ts"].to_numpy()[rows]
-    return ts, ts + a.trace.cpu["dur"].to_numpy()[rows]
-
-
-def _own_time(
-    parent: Rows, rows: NDArray[np.int64], inside: NDArray[np.int64], height: int
-) -> NDArray[np.int64]:
-    """Time of each row without that of the rows below it; calls of a thread nest."""
-    own = np.zeros(height + 1, dtype=np.int64)  # the last entry takes what has no parent
-    own[rows] = inside
-    np.subtract.at(own, parent[rows], inside)
-    return np.maximum(own[:-1], 0)
 
 
 def _called(

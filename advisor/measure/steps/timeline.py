@@ -169,13 +169,7 @@ class Timeline(NamedTuple):
         if not len(other):
             return pieces
         order = np.argsort(pieces.which, kind="stable")
-        return Pieces(
-            pieces.which[order],
-            pieces.start[order],
-            pieces.end[order],
-            pieces.row[order],
-            pieces.code[order],
-        )
+        return Pieces(*(column[order] for column in pieces))
 
 
 def spread(

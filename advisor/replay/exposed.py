@@ -33,7 +33,6 @@ from advisor.replay.selection import Mask, host_of_layer, selected_gaps, selecte
 if TYPE_CHECKING:
     from advisor.core.finding import Edit
     from advisor.measure import Analysis
-    from advisor.replay.build import host_end
 
 MAX_LATENCY_NS = 10_000
 """Of what precedes a piece of work on its stream, that goes with it at most: its start's latency

@@ -56,24 +56,18 @@ _AT_ONE_INSTANT = np.array([_ORDER.get(kind, 0) for kind in Node])
 class Points:
     """Columns of host points, unordered until :meth:`arrays`."""
 
-    thread: list[Array] = field(default_factory=list)
-    time: list[Array] = field(default_factory=list)
-    kind: list[Array] = field(default_factory=list)
-    row: list[Array] = field(default_factory=list)
+    parts: list[tuple[Array, Array, Array, Array]] = field(default_factory=list)
 
     def add(self, thread: Array, time: Array, kind: Node, row: Array | None = None) -> None:
         """Append points of one kind."""
-        count = len(time)
-        self.thread.append(np.broadcast_to(np.asarray(thread), (count,)))
-        self.time.append(np.asarray(time, dtype=np.int64))
-        self.kind.append(np.full(count, kind, dtype=np.uint8))
-        self.row.append(np.full(count, -1) if row is None else np.asarray(row))
+        owner = np.broadcast_to(np.asarray(thread), (len(time),))
+        rows = np.full(len(time), -1) if row is None else np.asarray(row)
+        self.parts.append((owner, np.asarray(time), np.full(len(time), kind), rows))
 
     def arrays(self) -> tuple[Array, Array, Array, Array]:
         """(thread, time, kind, row) ordered by thread and time; duplicates removed."""
         thread, time, kind, row = (
-            np.concatenate(c).astype(np.int64)
-            for c in (self.thread, self.time, self.kind, self.row)
+            np.concatenate(column).astype(np.int64) for column in zip(*self.parts, strict=True)
         )
         rank = _AT_ONE_INSTANT[kind]
         order = np.lexsort((row, rank, time, thread))

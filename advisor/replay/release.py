@@ -9,7 +9,7 @@ import polars as pl
 
 from advisor.core.intervals import union
 from advisor.measure.host.names import name_matches
-from advisor.measure.host.syncs import clocks_apart
+from advisor.measure.host.syncs import clocks_apart, recorded_waits
 from advisor.replay.device import SLACK_NS, DeviceWork, device_nodes
 from advisor.replay.graph import CALL_NS, FEW, Array, Edge, Graph, Latencies, Node, median_or
 from advisor.replay.points import SLOW_LAUNCH_NS
@@ -116,8 +116,13 @@ def _awaited(
 ) -> list[Array]:
     """Device work (indices) that each blocking call waits for: the last of each stream concerned
     that was launched before the call (a copy: itself)."""
-    recorded = _recorded_streams(trace, work, row)
-    events = _Events(trace, work, row)
+    told = recorded_waits(trace, row)
+    lane_of = {stream: number for number, (_, stream) in enumerate(work.lanes)}
+    recorded = {
+        int(row[at]): [number for number, (_, other) in enumerate(work.lanes) if other == stream]
+        for at, stream in told.filter(pl.col("kind") == "stream").select("at", "on").iter_rows()
+    }
+    events = _Events(trace, work, row, told, lane_of)
     by_lane = [np.flatnonzero(work.lane == lane) for lane in range(len(work.lanes))]
     by_lane = [lane[np.argsort(work.launch_ts[lane], kind="stable")] for lane in by_lane]
     launch_ts = [work.launch_ts[lane] for lane in by_lane]
@@ -185,7 +190,14 @@ class _Events:
     """Which device work ``cudaEventSynchronize`` waits for: the last before the event's record,
     which may lie far behind what was launched since."""
 
-    def __init__(self, trace: Trace, work: DeviceWork, row: Array) -> None:
+    def __init__(
+        self,
+        trace: Trace,
+        work: DeviceWork,
+        row: Array,
+        told: pl.DataFrame,
+        lane_of: dict[int, int],
+    ) -> None:
         self.ends = work.ts + work.dur
         self.launch_ts = work.launch_ts
         launched = np.flatnonzero(work.launch >= 0)
@@ -201,35 +213,15 @@ class _Events:
             place = np.searchsorted(work.launch_ts[own], self.record_ts[rows]) - 1
             if len(own):
                 self.marked[rows] = np.where(place >= 0, own[np.maximum(place, 0)], -1)
-        self.recorded = self._recorded(trace, work, row, records)
-
-    def _recorded(
-        self, trace: Trace, work: DeviceWork, row: Array, records: pl.DataFrame
-    ) -> dict[int, int]:
+        self.recorded: dict[int, int] = {}
         """Call row -> work, where ``cuda_sync`` rows name the record."""
-        rows = trace.sync.filter(
-            (pl.col("kind") == "event")
-            & pl.col("wait_correlation").is_not_null()
-            & pl.col("wait_stream").is_not_null()
-        )
-        at = dict(zip(records["correlation"].to_list(), records["ts"].to_list(), strict=True))
-        lane = {stream: number for number, (_, stream) in enumerate(work.lanes)}
-        named = {
-            correlation: (lane[stream], at[record])
-            for correlation, stream, record in rows.select(
-                "correlation", "wait_stream", "wait_correlation"
-            ).iter_rows()
-            if stream in lane and record in at
-        }
-        result = {}
-        ids = trace.cpu["correlation"].gather(pl.Series(row)).to_list()
-        for which, correlation in zip(row.tolist(), ids, strict=True):
-            if correlation in named:
-                number, recorded = named[correlation]
-                before = np.flatnonzero((work.lane == number) & (work.launch_ts < recorded))
-                if len(before):
-                    result[which] = int(before[np.argmax(work.launch_ts[before])])
-        return result
+        rows = told.filter((pl.col("kind") == "event") & pl.col("recorded").is_not_null())
+        for at, stream, recorded in rows.select("at", "on", "recorded").iter_rows():
+            before = np.flatnonzero(
+                (work.lane == lane_of.get(stream, -1)) & (work.launch_ts < recorded)
+            )
+            if len(before):
+                self.recorded[int(row[at])] = int(before[np.argmax(work.launch_ts[before])])
 
     def awaited(self, which: int, begin: float, end: float) -> Array:
         """As recorded; else, when it took long, the recorded work that ended last before it
@@ -250,26 +242,6 @@ class _Events:
             if len(near):
                 return near[[np.argmax(self.ends[near])]]
         return np.zeros(0, dtype=np.int64)
-
-
-def _recorded_streams(trace: Trace, work: DeviceWork, row: Array) -> dict[int, Array]:
-    """Call row -> lanes it waits for, where ``cuda_sync`` rows tell."""
-    rows = trace.sync.filter(
-        (pl.col("kind") == "stream")
-        & pl.col("stream").is_not_null()
-        & pl.col("correlation").is_not_null()
-    )
-    if rows.is_empty():
-        return {}
-    stream = dict(zip(rows["correlation"].to_list(), rows["stream"].to_list(), strict=True))
-    ids = trace.cpu["correlation"].gather(pl.Series(row)).to_list()
-    result = {}
-    for which, correlation in zip(row.tolist(), ids, strict=True):
-        if correlation in stream:
-            result[which] = np.array(
-                [lane for lane, (_, s) in enumerate(work.lanes) if s == stream[correlation]]
-            )
-    return result
 
 
 # -- the launch queue ------------------------------------------------------------------------------

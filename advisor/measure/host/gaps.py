@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -71,11 +72,12 @@ class _Blame(NamedTuple):
 
     def take(self, rows: NDArray[Any]) -> _Blame:
         """Some pieces, or all in another order."""
-        return _Blame(*(column[rows] for column in self))
+        return _Blame._make(column[rows] for column in self)
 
     def join(self, other: _Blame) -> _Blame:
         """The pieces of both."""
-        return _Blame(*(np.concatenate(pair) for pair in zip(self, other, strict=True)))
+        pairs: Iterable[Any] = zip(self, other, strict=True)
+        return _Blame._make(np.concatenate(pair) for pair in pairs)
 
 
 def idle_gaps(a: Analysis) -> pl.DataFrame:

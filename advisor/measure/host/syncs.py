@@ -272,14 +272,17 @@ def _released(
     last = work.last_before(rows, cpu["thread"].to_numpy())
     stream = np.where(last >= 0, gpu["stream"].to_numpy()[np.maximum(last, 0)], -(1 << 62))
     before = ts.copy()
-    recorded_stream, recorded_before = _recorded_syncs(trace, rows)
-    stream = np.where(recorded_stream > -(1 << 62), recorded_stream, stream)
-    before = np.where(recorded_before >= 0, recorded_before, before)
+    told = recorded_waits(trace, rows)
+    index = told["at"].to_numpy()
+    recorded, of_event = np.zeros(len(rows), dtype=bool), np.zeros(len(rows), dtype=bool)
+    recorded[index], of_event[index] = True, told["recorded"].is_not_null().to_numpy()
+    stream[index] = told["on"].to_numpy()
+    before[of_event] = told["recorded"].drop_nulls().to_numpy()
     known = np.searchsorted(codes, stream)
     on = np.minimum(known, len(codes) - 1)
     event = kind == KINDS.index("event")
     usable = (codes[on] == stream) & (kind == KINDS.index("stream"))
-    usable |= (codes[on] == stream) & event & (recorded_before >= 0)
+    usable |= (codes[on] == stream) & event & of_event
     # one sorted axis of (stream, launch time); the running maximum restarts with each stream
     low, stride = int(min(work.launched.min(), ts.min())), int(work.launched.max() + 2)
     stride = max(stride, int(work.end.max()) + 2, int(end.max()) + 2) - low
@@ -295,7 +298,6 @@ def _released(
     # An event without a record, or a stream that was guessed wrong (its work outlasts the call, or
     # had ended before a call that did wait): what released the call is then the last work that
     # ended while it lasted.
-    recorded = recorded_stream > -(1 << 62)
     waits = end - ts > IDLE_CALL_NS
     guess = ~memcpy & ~device & ~recorded & waits & (~good | (result <= ts))
     guess |= ~memcpy & (result > end)
@@ -305,13 +307,10 @@ def _released(
     return np.where(result > ts, np.minimum(result, end), -1)
 
 
-def _recorded_syncs(trace: Trace, rows: NDArray[np.int64]) -> tuple[Ints, Ints]:
-    """What ``cuda_sync`` rows say of each call: the stream waited for (very negative: not recorded)
-    and the time before which the awaited work was launched (-1: not recorded)."""
-    stream = np.full(len(rows), -(1 << 62), dtype=np.int64)
-    before = np.full(len(rows), -1, dtype=np.int64)
-    if trace.sync.is_empty() or not len(rows):
-        return stream, before
+def recorded_waits(trace: Trace, rows: NDArray[np.int64]) -> pl.DataFrame:
+    """What ``cuda_sync`` rows say of calls (rows of ``trace.cpu``) that wait for a stream or an
+    event: ``at`` (place in ``rows``), ``kind``, ``on`` (the stream), ``recorded`` (ns, when the
+    event was recorded; null: a stream, or not known)."""
     cpu = trace.cpu
     asked = pl.DataFrame({"correlation": cpu["correlation"].gather(rows)}).with_row_index("at")
     records = (
@@ -327,16 +326,13 @@ def _recorded_syncs(trace: Trace, rows: NDArray[np.int64]) -> tuple[Ints, Ints]:
         .join(records, on="wait_correlation", how="left")
         .select(
             "correlation",
+            "kind",
             pl.when(pl.col("kind") == "stream").then("stream").otherwise("wait_stream").alias("on"),
             "recorded",
         )
     )
     joined = asked.lazy().join(waits, on="correlation", how="inner").collect()
-    joined = joined.filter(pl.col("on").is_not_null())
-    index = joined["at"].to_numpy()
-    stream[index] = joined["on"].to_numpy()
-    before[index] = joined["recorded"].fill_null(-1).to_numpy()
-    return stream, before
+    return joined.filter(pl.col("on").is_not_null()).sort("at")
 
 
 def _bubbles(

@@ -267,7 +267,7 @@ class PostMortem:
                 (pl.col("size").sum() / steps).alias("bytes"),
             )
             .rename({"size_": "size"})
-            .sort(["bytes", "file", "line"], descending=[True, False, False])
+            .sort(-pl.col("bytes"), "file", "line", "function")
             .select(*CHURN_SCHEMA)
             .cast(pl.Schema(CHURN_SCHEMA))
         )
@@ -302,7 +302,7 @@ class PostMortem:
                 pl.col("size").median().alias("step_bytes"),
             )
             .filter(pl.col("steps") >= MIN_SHARE * looked)
-            .sort(["step_bytes", "file", "line"], descending=[True, False, False])
+            .sort(-pl.col("step_bytes"), "file", "line", "function")
             .select(*GROWTH_SCHEMA)
             .cast(pl.Schema(GROWTH_SCHEMA))
         )
@@ -428,7 +428,7 @@ def growing_lines(posts: Sequence[PostMortem]) -> tuple[pl.DataFrame, str]:
     table = (
         joined.filter(pl.all_horizontal(*rises) & (pl.col("last") - held_in[0] >= least))
         .with_columns(first=held_in[0], rate=(pl.col("last") - held_in[0]) / max(1, span))
-        .sort(["rate", "file", "line"], descending=[True, False, False])
+        .sort(-pl.col("rate"), "file", "line", "function", "category")
         .select(*GROWS_SCHEMA)
         .cast(pl.Schema(GROWS_SCHEMA))
     )

@@ -75,15 +75,36 @@ class Joined:
         return np.diff(self.first)
 
     @property
+    def synchronising(self) -> Bools:
+        """By row: no rank leaves it before all have entered it."""
+        return np.array([key.synchronising for key in self.keys], dtype=np.bool_)[self.key]
+
+    @property
+    def sent(self) -> Bools:
+        """By row: a send and its receive."""
+        return np.array([key.kind == "send_recv" for key in self.keys], dtype=np.bool_)[self.key]
+
+    @property
+    def sizes(self) -> Ints:
+        """By row: members of the group; 0: not known."""
+        return np.array([key.size for key in self.keys], dtype=np.int64)[self.key]
+
+    @property
+    def similar(self) -> Ints:
+        """By row: the same number for collectives of one kind, size of group and message."""
+        numbers: dict[tuple[str, int, int], int] = {}
+        kinds = [numbers.setdefault((k.kind, k.size, k.message), len(numbers)) for k in self.keys]
+        return np.array(kinds, dtype=np.int64)[self.key]
+
+    @property
     def matched(self) -> Bools:
         """By row: a synchronising collective that two or more ranks have, all of them aligned, and
         that can be one."""
         if not self.rows:
             return np.zeros(0, dtype=np.bool_)
-        sync = np.array([key.synchronising for key in self.keys], dtype=np.bool_)[self.key]
         aligned = np.isfinite(self.clocks.shift)[self.rank]
         every = np.minimum.reduceat(aligned.astype(np.int8), self.first[:-1]) > 0
-        return sync & every & (self.seen > 1) & ~self.clocks.broken
+        return self.synchronising & every & (self.seen > 1) & ~self.clocks.broken
 
 
 @dataclass(frozen=True)
@@ -348,7 +369,7 @@ def collective_waits(joined: Joined, place: int) -> pl.DataFrame:
     if not joined.rows:
         return pl.DataFrame(schema=schema)
     aligned = np.isfinite(joined.clocks.shift)[joined.rank]
-    size = np.array([key.size for key in joined.keys], dtype=np.int64)[joined.key]
+    size = joined.sizes
     every = np.minimum.reduceat(aligned.astype(np.int8), joined.first[:-1]) > 0
     complete = every & (joined.seen == size) & ~joined.clocks.broken
     latest = np.maximum.reduceat(np.where(aligned, joined.start, -np.inf), joined.first[:-1])

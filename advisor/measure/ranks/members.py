@@ -221,14 +221,13 @@ def find_stages(joined: Joined, ranks: int, steps: int) -> Ints:
     receives. Where nothing is sent, or all ranks share the step's collectives, there is one.
     """
     item = np.zeros(ranks, dtype=np.int64)
-    sends = np.array([key.kind == "send_recv" for key in joined.keys], dtype=np.bool_)
-    if not joined.rows or not sends.any():
+    if not joined.rows or not joined.sent.any():
         return item
-    pieces = np.bincount(joined.rank[sends[joined.key[joined.row]]], minlength=ranks)
+    pieces = np.bincount(joined.rank[joined.sent[joined.row]], minlength=ranks)
     active = np.bincount(joined.rank, minlength=ranks) > 0
     if (pieces[active] > 0).mean() < 0.5:
         return item
-    sync = np.array([key.synchronising for key in joined.keys], dtype=np.bool_)[joined.key]
+    sync = joined.synchronising
     whole = joined.seen >= 0.9 * active.sum()
     if int((sync & whole).sum()) > FEW * max(1, steps):
         return item

@@ -166,31 +166,37 @@ def _seen(job: Job, who: Members, total: Floats) -> Deviation:
         for place in range(len(job.summaries))
         if place not in inside and job.stage[place] in set(job.stage[index].tolist())
     ] or [place for place in range(len(job.summaries)) if place not in inside]
-    values = job.own.values
-    usual = medians_over(values[like], axis=0)
-    more = dict(zip(OWN, means_over(values[index], axis=0) - usual, strict=False))
+    mean = means_over(job.own.values[index], axis=0)
     return _classified(
         job,
         Deviation(
             kind="host",
             who=who,
             excess_ns=float(np.nanmean(total[index])),
-            more={name: float(ns) for name, ns in more.items()},
+            more=_more(job, mean, like),
             others_ns=float(medians_over(job.own.own[like][None, :], axis=1)[0]),
         ),
         like,
     )
 
 
-def _classified(job: Job, deviation: Deviation, like: list[int]) -> Deviation:
-    """The same with its kind, by what it has most more of than the ranks ``like`` it."""
-    more = deviation.more
+def _more(job: Job, values: Floats, like: Sequence[int] | Ints) -> dict[str, float]:
+    """By class, ns per step that ``values`` are above the median of the ranks ``like`` theirs."""
+    above = values - medians_over(job.own.values[like], axis=0)
+    return dict(zip(OWN, above.tolist(), strict=False))
+
+
+def _kind(more: dict[str, float]) -> str:
+    """What there is most more of."""
     host = more["host"] + more["copies"]
     most = max(more["compute"], more["input"], host)
-    if most == more["input"]:
-        return replace(deviation, kind="input")
-    if most == host:
-        return replace(deviation, kind="host")
+    return "input" if most == more["input"] else "host" if most == host else "compute"
+
+
+def _classified(job: Job, deviation: Deviation, like: list[int]) -> Deviation:
+    """The same with its kind, by what it has most more of than the ranks ``like`` it."""
+    if (kind := _kind(deviation.more)) != "compute":
+        return replace(deviation, kind=kind)
     slow = [_of_whole_steps(job, place) for place in deviation.who.places]
     others = [_of_whole_steps(job, place) for place in like]
     speed = compare_devices(slow, others)
@@ -256,9 +262,7 @@ def stages(job: Job) -> list[Deviation]:
     # against the scatter of the ranks inside of the stages
     inside = np.concatenate([own[job.stage == n] - m for n, m in zip(names, middle, strict=True)])
     p = float(p_values(np.append(inside, middle[top] - np.median(rest)))[-1])
-    values = job.own.values
-    above = medians_over(values[index], axis=0) - medians_over(values[like], axis=0)
-    more = dict(zip(OWN, above, strict=False))
+    median = medians_over(job.own.values[index], axis=0)
     slow = [job.summaries[place] for place in index.tolist()]
     others = [job.summaries[place] for place in like.tolist()]
     return [
@@ -266,7 +270,7 @@ def stages(job: Job) -> list[Deviation]:
             kind="pipeline",
             who=Members("stage", str(top), tuple(index.tolist()), p),
             excess_ns=excess,
-            more={name: float(ns) for name, ns in more.items()},
+            more=_more(job, median, like),
             families=longer_families(slow, others),
             others_ns=float(rest.mean()),
             note=f"{len(names)} stages",
@@ -309,9 +313,7 @@ def moving(job: Job, blamed: set[int]) -> list[Deviation]:
         each = job.own.by_step[name][:, steps]
         each = each - medians_over(each, axis=0)
         more[name] = float(np.nanmean(each[last, np.arange(len(steps))]))
-    host = more["host"] + more["copies"]
-    most = max(more["compute"], more["input"], host)
-    kind = "input" if most == more["input"] else "host" if most == host else "imbalance"
+    kind = _kind(more).replace("compute", "imbalance")
     ranks = np.flatnonzero(counts)
     who = Members("rank", "another in each step", tuple(ranks.tolist()), p if extreme else 1.0)
     return [
@@ -345,11 +347,9 @@ def late(job: Job) -> list[Deviation]:
     if waits.caused_exposed[place] / steps < LATE_SHARE * step:
         return []
     like = np.flatnonzero(np.arange(len(job.summaries)) != place)
-    values = job.own.values
-    own = dict(zip(OWN, values[place] - medians_over(values[like], axis=0), strict=False))
-    if steps > 2 and sum(own.values()) <= 0:
+    more = _more(job, job.own.values[place], like)
+    if steps > 2 and sum(more.values()) <= 0:
         return []
-    more = {name: float(ns) for name, ns in own.items()}
     who = Members("rank", str(job.places.ranks[place]), (place,), late_chance(job, place))
     result = Deviation(
         kind="host",

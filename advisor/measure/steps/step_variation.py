@@ -167,7 +167,7 @@ def _by_name(a: Analysis, work: _Work, short: np.ndarray, long: np.ndarray) -> l
             (pl.col("side") == -1).sum().alias("short") / size,
             (pl.col("side") == 1).sum().alias("long") / size,
         )
-        .sort("ns", descending=True)
+        .sort(-pl.col("ns"), pl.col("name").cast(pl.String))
         .head(20)
     )
     return [

@@ -169,7 +169,7 @@ class Timeline(NamedTuple):
         if not len(other):
             return pieces
         order = np.argsort(pieces.which, kind="stable")
-        return Pieces(*(column[order] for column in pieces))
+        return Pieces._make(column[order] for column in pieces)
 
 
 def spread(

@@ -242,12 +242,7 @@ def _slower(job: Job, replay: RanksReplay, index: Sequence[int]) -> tuple[Floats
     joined = job.joined
     row, rank, key = replay.row, replay.rank, replay.key
     theirs = np.isin(row, row[np.isin(rank, list(index))])
-    kinds: dict[tuple[str, int, int], int] = {}
-    kind = np.array(
-        [kinds.setdefault((k.kind, k.message, k.size), len(kinds)) for k in joined.keys],
-        dtype=np.int64,
-    )[key]
-    size = np.array([k.size for k in joined.keys], dtype=np.int64)[key]
+    kind, size = joined.similar[row], joined.sizes[row]
     whole = (size == 0) | (np.bincount(row)[row] >= size)
     share, known = np.ones(len(row)), ~theirs
     took = usual = 0.0

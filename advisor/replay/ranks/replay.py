@@ -168,7 +168,7 @@ class RanksReplay:
         self.row = joined.row[cells]
         self.amount = joined.amount[cells]
         self.exposed = joined.exposed[cells]
-        sent = np.array([kind == "send_recv" for kind in self.kinds], dtype=np.bool_)[self.key]
+        sent = joined.sent[self.row]
         stood = _stood(rank, start, end, progress, self.flight)
         self.unwaited = sent & ~stood
         """Sends that nobody waited for: over when the receiver has come, while the work goes on."""
@@ -409,8 +409,7 @@ def _before_in_group(joined: Joined, row: Ints, rank: Ints, partner: Ints) -> In
     a group a communicator of its own, and a stream."""
     names: dict[str, int] = {}
     group = np.array([names.setdefault(key.group, len(names)) for key in joined.keys])
-    sent = np.array([key.kind == "send_recv" for key in joined.keys], dtype=np.bool_)
-    pair = np.where(sent[joined.key[row]], partner, -2)
+    pair = np.where(joined.sent[row], partner, -2)
     of = group[joined.key[row]] * (int(rank.max(initial=0)) + 3) + pair + 2
     order = np.lexsort((np.arange(len(row)), of, rank))
     result = np.full(len(row), -1, dtype=np.int64)
@@ -490,9 +489,7 @@ def _entries(summaries: Sequence[Summary], column: Ints, chosen: Ints, joined: J
 
 def _rows(joined: Joined, cells: Ints) -> Ints:
     """Rows in which ranks wait for each other, numbered anew; each other cell is one of its own."""
-    together = joined.matched.copy()
-    pair = np.array([key.kind == "send_recv" for key in joined.keys], dtype=np.bool_)
-    together |= pair[joined.key] & (joined.seen == 2)
+    together = joined.matched | joined.sent & (joined.seen == 2)
     row = joined.row[cells]
     alone = ~together[row]
     row = row.copy()
@@ -505,13 +502,7 @@ def _usual_transfer(joined: Joined, cells: Ints, transfer: Floats) -> Floats:
     where the cell's own lacks members; NaN: it does not, or there are none."""
     result = np.full(len(cells), np.nan)
     row = joined.row[cells]
-    key = joined.key[row]
-    kinds: dict[tuple[str, int, int], int] = {}
-    of = np.array(
-        [kinds.setdefault((k.kind, k.size, k.message), len(kinds)) for k in joined.keys],
-        dtype=np.int64,
-    )[key]
-    size = np.array([k.size for k in joined.keys], dtype=np.int64)[key]
+    of, size = joined.similar[row], joined.sizes[row]
     seen = np.bincount(row)[row]  # of the ranks that are replayed
     lacking = (size > 0) & (seen < size)
     for kind in np.unique(of[lacking]).tolist():

@@ -215,8 +215,8 @@ class _Events:
                 self.marked[rows] = np.where(place >= 0, own[np.maximum(place, 0)], -1)
         self.recorded: dict[int, int] = {}
         """Call row -> work, where ``cuda_sync`` rows name the record."""
-        rows = told.filter((pl.col("kind") == "event") & pl.col("recorded").is_not_null())
-        for at, stream, recorded in rows.select("at", "on", "recorded").iter_rows():
+        of_events = told.filter((pl.col("kind") == "event") & pl.col("recorded").is_not_null())
+        for at, stream, recorded in of_events.select("at", "on", "recorded").iter_rows():
             before = np.flatnonzero(
                 (work.lane == lane_of.get(stream, -1)) & (work.launch_ts < recorded)
             )

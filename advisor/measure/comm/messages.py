@@ -188,7 +188,7 @@ def _sized(result: pl.DataFrame) -> pl.DataFrame:
     size: list[int | None] = []
     factor: list[float | None] = []
     for kind, given, out, ranks, dtype, even in distinct.iter_rows():
-        elements, element = message_elements(kind, given, out, ranks), _width(dtype)
+        elements, element = message_elements(kind, given, out, ranks), width(dtype)
         known = elements is not None and element is not None and elements < 1 << 56
         size.append(elements * element if known else None)  # type: ignore[operator]
         factor.append(None if even is False else bus_factor(kind, ranks))
@@ -198,7 +198,7 @@ def _sized(result: pl.DataFrame) -> pl.DataFrame:
     return result.join(distinct, on=keys, how="left", nulls_equal=True, maintain_order="left")
 
 
-def _width(dtype: str | None) -> int | None:
+def width(dtype: str | None) -> int | None:
     """Bytes of what is counted as an element: of FP4 two of them."""
     packed = dtype is not None and bare(dtype) == "float4_e2m1fn_x2"
     return 1 if packed else width_of(dtype or "")

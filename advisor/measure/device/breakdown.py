@@ -87,17 +87,8 @@ def break_down(a: Analysis) -> Breakdown:
 def _not_measured(a: Analysis) -> Breakdown:
     step = a.steps.used.select(pl.col("index").alias("step"))
     nulls = [pl.lit(None, dtype=pl.Int64).alias(name) for name in CLASSES]
-    return Breakdown(
-        compute=EMPTY,
-        communication=EMPTY,
-        copies=EMPTY,
-        memset=EMPTY,
-        idle=EMPTY,
-        busy=EMPTY,
-        all_communication=EMPTY,
-        all_copies=EMPTY,
-        per_step=step.with_columns(nulls),
-    )
+    sets = dict.fromkeys((*CLASSES, "busy", "all_communication", "all_copies"), EMPTY)
+    return Breakdown(**sets, per_step=step.with_columns(nulls))
 
 
 def _outside(busy: Intervals, spans: Intervals) -> Intervals:

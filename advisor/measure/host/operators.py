@@ -233,34 +233,18 @@ MAX_TENSORS = 4
 def rooflines(a: Analysis, most: int | None = MAX_ROWS) -> list[OperatorRate]:
     """Operators by shape, those with most device time first. ``most``: ``None`` for all."""
     table = a.rooflines if most is None else a.rooflines.head(most)
+    rows = table.drop("kernels", "inputs", "longest").rename(
+        {"op": "name", "dur": "ns", "moved": "bytes", "saved": "saved_ns"}
+    )
+    rows = rows.with_columns(pl.col("family", "dtype", "bound").cast(pl.String))
     dims = a.trace.inputs["dims"].gather(table["inputs"])
-    steps = a.step_count
     result = []
-    text = table.with_columns(pl.col("family", "dtype", "bound").cast(pl.String))
-    for row, shapes in zip(text.iter_rows(named=True), dims, strict=True):
-        calls = max(row["calls"], 1)
-        result.append(
-            OperatorRate(
-                name=row["op"],
-                shapes=shape_text(shapes),
-                family=row["family"],
-                dtype=row["dtype"],
-                kernel=row["kernel"],
-                tensor_core=row["tensor_core"],
-                calls=calls / steps,
-                ns=row["dur"] / steps,
-                share=row["share"],
-                flops=_each(row["flops"], calls),
-                bytes=_each(row["moved"], calls),
-                flops_per_s=row["flops_per_s"],
-                bytes_per_s=row["bytes_per_s"],
-                attainable_flops_per_s=row["attainable_flops_per_s"],
-                attainable_bytes_per_s=row["attainable_bytes_per_s"],
-                bound=row["bound"],
-                efficiency=row["efficiency"],
-                saved_ns=_each(row["saved"], steps),
-            )
-        )
+    for shapes, row in zip(dims, rows.iter_rows(named=True), strict=True):
+        row["calls"] = calls = max(row["calls"], 1)
+        parts = {name: row[name] / a.step_count for name in ("calls", "ns")}
+        parts["saved_ns"] = _each(row["saved_ns"], a.step_count)
+        parts |= {name: _each(row[name], calls) for name in ("flops", "bytes")}
+        result.append(OperatorRate(shapes=shape_text(shapes), **(row | parts)))
     return result
 
 

@@ -310,19 +310,17 @@ def _finish(
         whole[without_fragments(dur >= SIMILAR_TIME * np.median(dur))] = True
         chosen &= whole
     outlier = _outliers(dur, chosen, waits)
-    table = pl.DataFrame(
-        {
-            "index": np.arange(count),
-            "name": marks["name"],
-            "ts": ts,
-            "end": end,
-            "dur": dur,
-            "outlier": outlier,
-            "used": chosen & ~outlier & (dur > 0),
-        },
-        schema_overrides=STEPS_SCHEMA,
-    )
+    table = _steps_table(marks["name"], ts, end, outlier, chosen & ~outlier)
     return Steps(table, source, ahead_ns, host_ns, launched_in)
+
+
+def _steps_table(
+    names: pl.Series, ts: np.ndarray, end: np.ndarray, outlier: np.ndarray, chosen: np.ndarray
+) -> pl.DataFrame:
+    """The columns of STEPS_SCHEMA; steps of no length are not used."""
+    columns = {"index": np.arange(len(ts)), "name": names, "ts": ts, "end": end, "dur": end - ts}
+    flags = {"outlier": outlier, "used": chosen & (end > ts)}
+    return pl.DataFrame(columns | flags, schema_overrides=STEPS_SCHEMA)
 
 
 def _of_passes(passes: Passes, select: tuple[int | None, int | None] | None) -> Steps:
@@ -337,18 +335,7 @@ def _of_passes(passes: Passes, select: tuple[int | None, int | None] | None) -> 
         end[:-1] = np.where(near, ts[1:], np.minimum(end[:-1], ts[1:]))
     chosen = np.zeros(len(ts), dtype=bool)
     chosen[slice(*select) if select else slice(None)] = True
-    result = pl.DataFrame(
-        {
-            "index": np.arange(len(ts)),
-            "name": table["name"],
-            "ts": ts,
-            "end": end,
-            "dur": end - ts,
-            "outlier": np.zeros(len(ts), dtype=bool),
-            "used": chosen & (end > ts),
-        },
-        schema_overrides=STEPS_SCHEMA,
-    )
+    result = _steps_table(table["name"], ts, end, np.zeros(len(ts), dtype=bool), chosen)
     ahead = None if table["ahead"].null_count() else float(table["ahead"].median() or 0)  # type: ignore[arg-type]
     runs_ahead = ahead is not None and ahead >= AHEAD_SHARE * float(np.median(end - ts))
     if not runs_ahead:

@@ -116,13 +116,13 @@ def _awaited(
 ) -> list[Array]:
     """Device work (indices) that each blocking call waits for: the last of each stream concerned
     that was launched before the call (a copy: itself)."""
-    told = recorded_waits(trace, row)
+    marks = recorded_waits(trace, row)
     lane_of = {stream: number for number, (_, stream) in enumerate(work.lanes)}
     recorded = {
         int(row[at]): [number for number, (_, other) in enumerate(work.lanes) if other == stream]
-        for at, stream in told.filter(pl.col("kind") == "stream").select("at", "on").iter_rows()
+        for at, stream in marks.filter(pl.col("kind") == "stream").select("at", "on").iter_rows()
     }
-    events = _Events(trace, work, row, told, lane_of)
+    events = _Events(trace, work, row, marks, lane_of)
     by_lane = [np.flatnonzero(work.lane == lane) for lane in range(len(work.lanes))]
     by_lane = [lane[np.argsort(work.launch_ts[lane], kind="stable")] for lane in by_lane]
     launch_ts = [work.launch_ts[lane] for lane in by_lane]
@@ -195,7 +195,7 @@ class _Events:
         trace: Trace,
         work: DeviceWork,
         row: Array,
-        told: pl.DataFrame,
+        marks: pl.DataFrame,
         lane_of: dict[int, int],
     ) -> None:
         self.ends = work.ts + work.dur
@@ -215,7 +215,7 @@ class _Events:
                 self.marked[rows] = np.where(place >= 0, own[np.maximum(place, 0)], -1)
         self.recorded: dict[int, int] = {}
         """Call row -> work, where ``cuda_sync`` rows name the record."""
-        of_events = told.filter((pl.col("kind") == "event") & pl.col("recorded").is_not_null())
+        of_events = marks.filter((pl.col("kind") == "event") & pl.col("recorded").is_not_null())
         for at, stream, recorded in of_events.select("at", "on", "recorded").iter_rows():
             before = np.flatnonzero(
                 (work.lane == lane_of.get(stream, -1)) & (work.launch_ts < recorded)

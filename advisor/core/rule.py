@@ -323,14 +323,11 @@ class Rule:
     ) -> Evidence:
         """What was measured, beside the threshold that it is compared with. ``times``: to get from
         the threshold's unit to ``unit``."""
-        return Evidence(label, value, unit, *self.limit(limit, times), per=per)
-
-    def limit(self, name: str, times: float = 1) -> tuple[Any, str]:
-        """A threshold and what it comes from, as the last two values of an Evidence. ``times``: to
-        get from its unit to that of the evidence."""
-        own: Threshold[Any] = getattr(type(self), name)
-        value = getattr(self, name)
-        return value if times == 1 else value * times, own.stated
+        own: Threshold[Any] = getattr(type(self), limit)
+        allowed = getattr(self, limit)
+        if times != 1:
+            allowed *= times
+        return Evidence(label, value, unit, allowed, own.stated, per)
 
     @classmethod
     def paragraphs(cls) -> list[str]:

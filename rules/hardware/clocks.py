@@ -46,13 +46,16 @@ class HeldClocks(Rule):
         max_clock = getattr(self, "max_clock", None)
         if max_clock is not None and (ratio is None or ratio >= max_clock):
             return
-        limit = self.limit("max_clock") if max_clock is not None else ()
+        label = "their clock, share of the maximum"
+        at_clock = Evidence(label, ratio, "share")
+        if max_clock is not None:
+            at_clock = self.compare(label, ratio, "max_clock")
         clock = "" if ratio is None else f" to {ratio:.0%} of the maximum"
         yield Finding(
             summary=self._summary.format(share=f"{share:.0%}", clock=clock),
             evidence=[
                 self.compare(self._label, share, "min_share"),
-                Evidence("their clock, share of the maximum", ratio, "share", *limit),
+                at_clock,
                 Evidence("samples under load", len(samples), "count"),
                 *self._details(a),
             ],

@@ -87,8 +87,7 @@ class TritonSpills(Rule):
         ]
         if total:
             text += f" and takes {t.format_share(ns / total)} of kernel time"
-            share = self.limit("min_share")
-            evidence.append(Evidence("of kernel time", ns / total, "share", *share))
+            evidence.append(self.compare("of kernel time", ns / total, "min_share"))
         text += f" (num_warps={worst.num_warps})."
         if len(found) > 1:
             text += f" {t.count_noun(len(found) - 1, 'more kernel')} spill too."

@@ -11,6 +11,7 @@ from advisor.advise.check import FAILED, run_rules
 from advisor.advise.impact import MIN_GAIN_SHARE
 from advisor.advise.select import load_rules
 from advisor.core.finding import Finding, Impact, Rule
+from advisor.measure import Analysis
 from advisor.testing import TraceBuilder
 from tests.rules.across import compared, studied
 from tests.rules.guards import guard_of, lifted
@@ -19,19 +20,25 @@ RULES = load_rules(config={})
 IDS = [rule.id for rule in RULES]
 
 
-def outcome(rule: Rule, example: TraceBuilder | list[TraceBuilder]) -> list[Finding]:
-    """This rule's findings on an example (a rule across ranks has a list of builders, one a
-    rank), those too that are not worth showing."""
-    if rule.across_ranks:
-        assert isinstance(example, list)
-        ranks = {number: b.analysis() for number, b in enumerate(example)}
-        result = compared(ranks, [rule])
+Read = Analysis | dict[int, Analysis]
+"""An example as a rule looks at it: a rule across ranks has a list of builders, one a rank."""
+
+
+def read(example: TraceBuilder | list[TraceBuilder]) -> Read:
+    if isinstance(example, TraceBuilder):
+        return example.analysis()
+    return {number: b.analysis() for number, b in enumerate(example)}
+
+
+def outcome(rule: Rule, example: Read) -> list[Finding]:
+    """This rule's findings on an example, those too that are not worth showing."""
+    assert rule.across_ranks == isinstance(example, dict)
+    if isinstance(example, dict):
+        result = compared(example, [rule])
     else:
-        assert isinstance(example, TraceBuilder)
-        analysis = example.analysis()
-        result = run_rules(-1, analysis, [rule], prices=False)
+        result = run_rules(-1, example, [rule], prices=False)
         if result.findings:
-            result = run_rules(-1, analysis, [rule])
+            result = run_rules(-1, example, [rule])
     assert not [n.why for n in result.not_measured if n.why.startswith(FAILED)]
     return result.findings
 
@@ -57,7 +64,7 @@ def examples(*, traps: bool) -> list[object]:
 def test_a_rule_fires_on_what_it_is_for_and_what_it_finds_is_actionable(
     rule: Rule, example: TraceBuilder
 ) -> None:
-    found = outcome(rule, example)
+    found = outcome(rule, read(example))
     assert any(worth_showing(finding.impact) for finding in found)
     for finding in found:
         assert finding.summary and finding.fix and finding.verify and finding.evidence
@@ -76,12 +83,9 @@ def test_a_rule_is_silent_on_its_traps_for_the_reason_it_names(
     """A threshold that is named must be what holds the rule: without it, it fires. Else the text
     names the condition that ended the search; what else might hold it silent comes later."""
     trap, guard = example
-    assert [f.title for f in outcome(rule, trap) if worth_showing(f.impact)] == []
-    subject: Any = (
-        studied({number: b.analysis() for number, b in enumerate(trap)})
-        if isinstance(trap, list)
-        else trap.analysis()
-    )
+    seen = read(trap)
+    assert [f.title for f in outcome(rule, seen) if worth_showing(f.impact)] == []
+    subject: Any = studied(seen) if isinstance(seen, dict) else seen
     if guard in rule.options():
         assert lifted(rule, guard, subject), f"fires with no {guard} either"
     else:

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import numpy as np
 import polars as pl
 
-from advisor.core.finding import Finding, Outcome, Rule, Select, Threshold
+from advisor.core.finding import Finding, Outcomes, Rule, Select, Threshold
 from advisor.measure import Analysis
 from advisor.measure.host.names import name_matches
 from advisor.measure.host.stacks import climb_stack, operators, parents
@@ -34,7 +32,6 @@ class FoldableBatchNorm(Rule):
 
     id = "foldable-batch-norm"
     title = "Batch norm runs on its own after convolutions in inference"
-    category = "kernel"
     found_in = ("traces/pairs/particle_batch128",)
     silent_in = SILENT_TRACES
     validated_on = (
@@ -64,7 +61,7 @@ class FoldableBatchNorm(Rule):
     assumptions = ("the convolution's output goes to the batch norm alone",)
     confidence = 0.8
 
-    def check(self, a: Analysis) -> Iterator[Outcome]:
+    def check(self, a: Analysis) -> Outcomes:
         """Time of batch norms that follow a convolution, as a share of kernel time."""
         if a.device_id is None or not a.forward_only:
             return

@@ -49,6 +49,8 @@ SNAPSHOT = "memory_snapshot.pickle"
 SCALENE = "scalene.json"
 COMPILE_LOG = "compile.log"
 """What torch.compile said."""
+NCCL_LOG, TOPOLOGY = "nccl.log", "topology.txt"
+"""What NCCL said; ``nvidia-smi topo -m`` of the node."""
 
 MAX_RECORD_FILE_BYTES = 1 << 30
 """A longer JSON Lines file is read up to here, and the report says so."""

@@ -63,6 +63,9 @@ class RecordOptions:
     compile_log: bool = True
     """What torch.compile says while it compiles: graph breaks, guards, times. Nothing is kept where
     ``TORCH_TRACE`` is set."""
+    network: bool = True
+    """NCCL's log, where ``NCCL_DEBUG`` and ``NCCL_DEBUG_FILE`` are set, and the links between the
+    GPUs of each node (``nvidia-smi topo -m``), asked once in a job of several processes."""
     deep: bool = False
     """``stacks`` and ``memory``."""
     ranks: str = "0-7"

@@ -53,6 +53,7 @@ from advisor.recorder.compile_log import CompileLogHandler
 from advisor.recorder.hooks import GENERATION, Hooks, Listener
 from advisor.recorder.inference import Inference, Inferred
 from advisor.recorder.loaders import Loaders
+from advisor.recorder.network import NetworkKeeper
 from advisor.recorder.oom import OutOfMemoryHook
 from advisor.recorder.options import RecordOptions
 from advisor.recorder.reader import TapeReader
@@ -182,6 +183,7 @@ class RecordingSession(Listener):
             SlowdownWatch() if options.on_trouble and self.windows.enabled else None
         )
         self._sampler: Any = None
+        self._network: NetworkKeeper | None = None
         self._old_signal: Any = None
         self._home = -1
         """The thread that began to record, and whether it has trained: if not, it may still."""
@@ -290,6 +292,8 @@ class RecordingSession(Listener):
             self.loaders.finish()
             if self._sampler is not None:
                 self._sampler.stop()
+            if self._network is not None:
+                self._network.stop()
             self._end(error)
             seen = not self.recorded and self.steps.forwards and self.problem is None
             if seen and self.entry != "command":  # the command says more, and once
@@ -740,6 +744,9 @@ class RecordingSession(Listener):
     def _opened(self, folder: Path) -> None:
         self.windows.place(folder)
         self.oom.folder = folder
+        if self.options.network and not self.over:
+            self._network = NetworkKeeper(folder)
+            self._network.start()
         if self.options.telemetry > 0 and not self.over:
             from advisor.recorder.telemetry import Sampler
 

@@ -55,6 +55,10 @@ FLASH = Source("FlashAttention: 1.5 to 4 times faster", "https://arxiv.org/abs/2
 FOREACH = Source(
     "PyTorch's optimizers: for-loop, foreach, fused", "https://pytorch.org/docs/stable/optim.html"
 )
+FULLY_SHARD = Source(
+    "PyTorch's fully_shard: set_reshard_after_backward",
+    "https://docs.pytorch.org/docs/stable/distributed.fsdp.fully_shard.html",
+)
 LLAMA = Source("LLaMA's vocabulary", "https://arxiv.org/abs/2302.13971")
 MATMUL_GUIDE = Source(
     "NVIDIA's guide to matrix products",

@@ -157,10 +157,15 @@ def job_bands() -> dict[str, Band]:
 
 
 @cache
-def mesh_error() -> float:
-    """Logarithm by which the step on another device mesh may be off: of simulated jobs, and of
-    published steps of one model on several meshes."""
-    return error_bound([row.error for row in shipped() if row.source == "mesh"])
+def mesh_error(*, assumed: bool) -> float:
+    """Logarithm by which the step on another device mesh may be off: as on simulated jobs; where
+    links or collectives there are ``assumed``, as for published steps of one model on two meshes,
+    of which neither was recorded."""
+    kinds = ("simulated", "published") if assumed else ("simulated",)
+    rows = [row for row in shipped() if row.source == "mesh"]
+    return max(
+        error_bound([row.error for row in rows if row.kind == kind] or [0.0]) for kind in kinds
+    )
 
 
 # -- another GPU --------------------------------------------------------------------------------

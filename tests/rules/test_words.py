@@ -29,6 +29,7 @@ OF_TRAINING = {
     "huge-vocabulary",
     "missing-no-sync",
     "recompute-with-free-memory",
+    "repeated-gathers",
     "single-tensor-optimizer",
 }
 OF_TRAINED_STATE = (

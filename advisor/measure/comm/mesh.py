@@ -134,20 +134,24 @@ def _forward_share(rows: pl.DataFrame) -> float:
     return _sum(rows.filter("forward")["weight"]) / sent if sent else 0.0
 
 
-def count_passes(a: Analysis) -> int:
-    """Forward passes of a step, the median: with gradient accumulation there are several. 1 where
-    the backward pass was not recorded."""
-    rows = np.flatnonzero(a.in_window & ~a.kernels["communication"].fill_null(False).to_numpy())
-    gpu = a.trace.gpu.select("launch", "ts")[rows].with_columns(
-        gpu=pl.Series(rows), launch_ts=a.trace.cpu["ts"].gather(a.trace.gpu["launch"][rows])
-    )
+def forward_passes(a: Analysis) -> NDArray[np.int64]:
+    """When each forward pass of the used steps launches its first device work, ns: with gradient
+    accumulation a step has several. Empty: the backward pass was not recorded."""
+    gpu = a.trace.gpu.select("launch").with_row_index("gpu").filter(pl.Series(a.in_window))
+    gpu = gpu.with_columns(launch_ts=a.trace.cpu["ts"].gather(gpu["launch"]), ts=0)
     gpu = gpu.drop_nulls("launch_ts").sort("launch_ts")
     forward = _in_forward(a, gpu)
     if gpu.is_empty() or forward.null_count():
-        return 1
-    flags, at = forward.to_numpy(), gpu["launch_ts"].to_numpy()
+        return np.zeros(0, dtype=np.int64)
+    flags = forward.to_numpy()
     begins = flags & ~np.concatenate([[False], flags[:-1]])
-    step = np.searchsorted(a.steps.used["end"].to_numpy(), at[begins], side="right")
+    return gpu["launch_ts"].to_numpy()[begins].astype(np.int64)
+
+
+def count_passes(a: Analysis) -> int:
+    """Forward passes of a step, the median; 1 where the backward pass was not recorded."""
+    ends = a.steps.used["end"].to_numpy()
+    step = np.searchsorted(ends, forward_passes(a), side="right")
     return max(1, int(np.median(np.unique(step, return_counts=True)[1]))) if len(step) else 1
 
 

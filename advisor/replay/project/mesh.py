@@ -244,6 +244,14 @@ class MeshProjector:
             )
         return given * ATTAINED[0], given * ATTAINED[1], given
 
+    def _assumes(self, mesh: Mesh) -> bool:
+        """Whether an axis there was not recorded, or the rate of a link that it uses."""
+        axes = [axis for axis in ("dp", "tp", "pp", "cp") if mesh.extent(axis)[0] > 1]
+        if mesh != self.measured and any(self.measured.extent(axis)[0] == 1 for axis in axes):
+            return True
+        links = {self.crosses(mesh, axis) for axis in axes}
+        return any(not self._recorded(crossing=crossing) for crossing in links)
+
     def _recorded(self, *, crossing: bool) -> list[float]:
         """Bus bandwidth by axis, from transfers of 1 MiB and more, bytes per ns of one GPU."""
         result = []
@@ -311,7 +319,7 @@ class MeshProjector:
         here = self._step(old, _Work(self, old, 1.0, 1.0), MIDDLE, self.slots)[0]
         steps = [end[0] * ratio for end in ends for ratio in (1.0, self.a.step_ns / here)]
         step = ends[MIDDLE][0] * self.a.step_ns / here
-        error = math.exp(mesh_error())
+        error = math.exp(mesh_error(assumed=self._assumes(mesh)))
         batch = replica * mesh.dp / old.dp
         then_bubble, exposed = ends[MIDDLE][1:]
         return MeshResult(

@@ -1,0 +1,165 @@
+"""FSDP gathers the same parameters again in every micro-batch."""
+
+from __future__ import annotations
+
+import numpy as np
+import polars as pl
+
+from advisor.core import text as t
+from advisor.core.finding import Edit, Finding, Outcomes, Select
+from advisor.core.rule import Evidence, Rule, Threshold
+from advisor.measure import Analysis
+from advisor.measure.comm.mesh import forward_passes
+from advisor.rules.common import Rows, device_places, figure, total
+from advisor.rules.sources import FULLY_SHARD, SILENT_TRACES, TRACELENS
+from advisor.testing import Examples, TraceBuilder
+
+MAX_CORRELATIONS = 500
+"""An Edit names at most so many collectives one by one."""
+
+
+class RepeatedGathers(Rule):
+    """With gradient accumulation an optimizer step has several passes (micro-batches) over the same
+    parameters. Fully sharded data parallelism gathers them in each pass and frees them again. Where
+    memory allows, keep them gathered until the last backward pass.
+
+    A pass begins with the first device work that is launched after a backward pass (autograd's
+    nodes) and before another one of the same step. Gathers of parameters are the all-gathers of
+    process groups that shard data. Those of the second and later passes are repeated, if each pass
+    gathers as many bytes as the first. Only exposed time counts: gathers that compute hides cost
+    little.
+    """
+
+    id = "repeated-gathers"
+    title = "FSDP gathers the same parameters in each micro-batch"
+    category = "distributed"
+    silent_in = SILENT_TRACES
+    references = (
+        "https://docs.pytorch.org/docs/stable/distributed.fsdp.fully_shard.html",
+        "https://docs.pytorch.org/docs/stable/fsdp.html",
+    )
+
+    min_share = Threshold(0.05, "of the step, exposed in repeated gathers", TRACELENS)
+    min_passes = Threshold(2, "passes: one gathers each parameter anew for its step", FULLY_SHARD)
+
+    fix = (
+        "Keep the parameters gathered between the micro-batches of an optimizer step: "
+        "set_reshard_after_backward(False) on all but the last. It takes up to {size} more memory "
+        "on each GPU. If that is too much, use fewer, larger micro-batches, or shard within a "
+        "node (hybrid sharding)."
+    )
+    code = (
+        "for i, batch in enumerate(micro_batches):\n"
+        "    last = i == len(micro_batches) - 1\n"
+        "    model.set_reshard_after_backward(last)\n"
+        "    model.set_requires_gradient_sync(last)   # reduce once; whole gradients stay\n"
+        "    (loss_fn(model(batch)) / len(micro_batches)).backward()\n"
+        "optimizer.step()"
+    )
+    verify = "Profile again: all-gathers appear only in the first micro-batch of a step."
+    falsified_by = "an optimizer step in each pass, or memory that does not hold the parameters"
+    assumptions = ("the gathered parameters of all layers fit into the memory",)
+    confidence = 0.75
+
+    def check(self, a: Analysis) -> Outcomes:
+        """Compare what the passes of a step gather."""
+        if a.device_id is None or not a.breakdown.all_communication.total:
+            return
+        table = a.collectives.filter(
+            pl.col("axis") == "sharded data", pl.col("collective") == "all_gather"
+        )
+        if table.is_empty() or table["bytes"].null_count():
+            return
+        starts = forward_passes(a)
+        table = _by_pass(a, table, starts)
+        passes = int(table["passes"].to_numpy().max())
+        if passes < self.min_passes:
+            return
+        sent = table.group_by("step", "pass").agg(pl.col("bytes").sum()).sort("step", "pass")
+        first = sent.group_by("step").agg(pl.col("bytes").first().alias("first"))
+        if (
+            not sent.join(first, on="step")
+            .select((pl.col("bytes") == pl.col("first")).all())
+            .item()
+        ):
+            return
+        again = table.filter(pl.col("pass") > 0)
+        share = total(again["exposed"]) / a.span_ns
+        if share < self.min_share:
+            return
+        size = float(first["first"].to_numpy().mean())
+        time = total(again["dur"])
+        yield Finding(
+            summary=(
+                f"Each of {passes} micro-batches gathers {t.format_bytes(size)} of parameters. "
+                f"The repeated all-gathers are exposed for "
+                f"{t.format_duration(total(again['exposed']) / a.step_count)} "
+                f"{t.format_per(a.per)}."
+            ),
+            evidence=[
+                self.compare("passes", passes, "min_passes", "count"),
+                Evidence("gathered in each pass", size, "bytes"),
+                figure(a, "repeated all-gathers", again.height, "count"),
+                figure(a, "their time", time),
+                figure(a, "exposed", total(again["exposed"])),
+                self.compare("share", share, "min_share", "share"),
+            ],
+            where=device_places(a, again, "exposed"),
+            edits=[_edit(a, again)],
+            fix=self.fix.format(size=t.format_bytes(size)),
+        )
+
+    @staticmethod
+    def examples() -> Examples:
+        return {
+            "four micro-batches": _training(4),
+            "two micro-batches": _training(2),
+            "one micro-batch": (_training(1), "passes < self.min_passes"),
+            "kept between micro-batches": (_training(4, kept=True), "passes < self.min_passes"),
+            "hidden": (_training(4, gather_us=5), "min_share"),
+        }
+
+
+def _by_pass(a: Analysis, table: pl.DataFrame, starts: Rows) -> pl.DataFrame:
+    """``pass`` of each gather in its step, from 0, and ``passes`` that gather in it."""
+    launch = a.trace.cpu["ts"].gather(a.trace.gpu["launch"].gather(table["gpu"]))
+    at = launch.fill_null(table["ts"]).to_numpy()
+    number = np.searchsorted(starts, at, side="right") - 1
+    result = table.with_columns(number=pl.Series(number))
+    first = pl.col("number").min().over("step")
+    return result.with_columns((pl.col("number") - first).alias("pass")).with_columns(
+        passes=pl.col("pass").n_unique().over("step")
+    )
+
+
+def _edit(a: Analysis, again: pl.DataFrame) -> Edit:
+    """Remove these gathers; where they are too many to name, their share of the time."""
+    ids = a.trace.gpu["correlation"].gather(again["gpu"]).drop_nulls().unique().sort()
+    if len(ids) <= MAX_CORRELATIONS:
+        select = Select(on="gpu", kind=("kernel",), correlation=tuple(ids.to_list()))
+        return Edit(op="remove", select=select)
+    every = a.trace.gpu["dur"].to_numpy()[a.in_window & a.kernels["communication"].to_numpy()]
+    keep = 1 - total(again["dur"]) / max(1, int(every.sum()))
+    select = Select(on="gpu", kind=("kernel",), family=("communication",))
+    return Edit(op="scale", select=select, factor=max(0.0, keep))
+
+
+def _training(passes: int, *, kept: bool = False, gather_us: float = 400) -> TraceBuilder:
+    """FSDP over two layers: gathers in front of each, gradients scattered behind it."""
+    b = TraceBuilder()
+    for _ in range(5):
+        with b.step():
+            for number in range(passes):
+                for _ in range(2):
+                    if not (kept and number):
+                        b.collective("_allgather_base", 64 << 20, gather_us, wait=True)
+                    b.run("aten::mm", "ampere_sgemm_128x64_nn", 800)
+                for _ in range(2):
+                    with b.op("autograd::engine::evaluate_function: MmBackward0"):
+                        b.launch("ampere_sgemm_128x64_nn", 1600)
+                        b.collective("_reduce_scatter_base", 64 << 20, 200)
+            b.wait_stream(7, 20)
+            with b.range("Optimizer.step#AdamW.step"), b.op("aten::_fused_adamw_"):
+                b.launch("multi_tensor_apply_kernel", 300)
+            b.sync()
+    return b

@@ -145,7 +145,7 @@ def forward_passes(a: Analysis) -> NDArray[np.int64]:
         return np.zeros(0, dtype=np.int64)
     flags = forward.to_numpy()
     begins = flags & ~np.concatenate([[False], flags[:-1]])
-    return gpu["launch_ts"].to_numpy()[begins].astype(np.int64)
+    return np.asarray(gpu["launch_ts"].to_numpy()[begins], dtype=np.int64)
 
 
 def count_passes(a: Analysis) -> int:

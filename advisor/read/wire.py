@@ -63,6 +63,13 @@ class Fields(NamedTuple):
         """Those of one number and wire type."""
         return self.take(np.flatnonzero((self.number == number) & (self.wire == wire)))
 
+    def column(self, number: int, messages: int) -> Ints:
+        """A number's value in each message; 0: it has none."""
+        found = self.of(number, VARINT)
+        result = np.zeros(messages, dtype=np.int64)
+        result[found.row] = found.value.astype(np.int64)
+        return result
+
 
 def varint(data: bytes | bytearray, at: int, end: int) -> tuple[int, int]:
     """A number and where it ends. Raises Damaged."""

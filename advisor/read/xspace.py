@@ -155,16 +155,11 @@ class XSpace:
 
     def _names(self, entries: list[tuple[int, int]]) -> tuple[dict[int, str], dict[int, str]]:
         """Names and display names of a map's entries, by their key."""
-        buffer = self._buffer
         start, end = _pair(entries)
-        outer, broken = buffer.fields(start, end)
-        self.broken += broken
-        keys = np.zeros(len(start), dtype=np.int64)
-        result = outer.of(_KEY, VARINT)
-        keys[result.row] = result.value.astype(np.int64)
+        outer = self._fields(start, end)
+        keys = outer.column(_KEY, len(start))
         value = outer.of(_VALUE, BYTES)
-        inner, broken = buffer.fields(value.start, value.start + value.value.astype(np.int64))
-        self.broken += broken
+        inner = self._inside(value)
         values: list[dict[int, str]] = []
         for number in (_META_NAME, _META_DISPLAY):
             text = inner.of(number, BYTES)
@@ -172,9 +167,18 @@ class XSpace:
             stop = (text.start + np.minimum(text.value.astype(np.int64), NAME_LIMIT)).tolist()
             key = keys[value.row[text.row]].tolist()
             values.append(
-                {k: buffer.text(a, b) for k, a, b in zip(key, at, stop, strict=True) if b > a}
+                {k: self._buffer.text(a, b) for k, a, b in zip(key, at, stop, strict=True) if b > a}
             )
         return values[0], values[1]
+
+    def _fields(self, start: Ints, end: Ints) -> Fields:
+        """Of messages; what is broken is counted."""
+        result, broken = self._buffer.fields(start, end)
+        self.broken += broken
+        return result
+
+    def _inside(self, messages: Fields) -> Fields:
+        return self._fields(messages.start, messages.start + messages.value.astype(np.int64))
 
     def _stats(
         self, entries: list[tuple[int, int]], plane: Plane
@@ -255,15 +259,10 @@ class XSpace:
     def _events(
         self, start: Ints, end: Ints, owner: Ints, bases: Ints, plane: Plane, ids: dict[int, str]
     ) -> Events:
-        result, broken = self._buffer.fields(start, end)
-        self.broken += broken
-        columns = []
-        for number in (_EVENT_META, _OFFSET, _DURATION):
-            column = np.zeros(len(start), dtype=np.int64)
-            item = result.of(number, VARINT)
-            column[item.row] = item.value.astype(np.int64)
-            columns.append(column)
-        meta, offset, duration = columns
+        result = self._fields(start, end)
+        meta, offset, duration = (
+            result.column(number, len(start)) for number in (_EVENT_META, _OFFSET, _DURATION)
+        )
         known = np.isin(meta, np.fromiter(plane.names, np.int64, len(plane.names)))
         self.nameless += int((~known).sum())
         place = np.cumsum(known) - 1
@@ -288,14 +287,8 @@ class XSpace:
         first, _, _ = self._buffer.numbers(stats.start + 1)
         keep = (self._buffer.bytes[stats.start] != _STAT_META << 3) | np.isin(first, wanted)
         stats, row = stats.take(np.flatnonzero(keep)), row[keep]
-        result, broken = self._buffer.fields(
-            stats.start, stats.start + stats.value.astype(np.int64)
-        )
-        self.broken += broken
-        meta = np.zeros(len(row), dtype=np.int64)
-        item = result.of(_STAT_META, VARINT)
-        meta[item.row] = item.value.astype(np.int64)
-        of_field = meta[result.row]
+        result = self._inside(stats)
+        of_field = result.column(_STAT_META, len(row))[result.row]
         for number, name in ids.items():
             own = result.take(np.flatnonzero((of_field == number) & (result.number > _STAT_META)))
             if not len(own.row):

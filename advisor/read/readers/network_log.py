@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from advisor.core.credentials import clean_value
@@ -89,14 +89,10 @@ class NetworkLogReader(Reader):
                 raise AdvisorError(f"{source.path}: a log of more than {MAX_BYTES >> 20} MiB")
         if not (found.lines or found.gpus):
             raise AdvisorError(f"{source.path}: no line of NCCL and no topology in it")
-        trace = blank_trace(source.path)
-        meta = replace(
-            trace.meta,
-            bytes_read=source.bytes_read,
-            events_read=found.lines,
-            network=found.log(),
+        read = source.bytes_read
+        return blank_trace(
+            source.path, bytes_read=read, events_read=found.lines, network=found.log()
         )
-        return replace(trace, meta=meta)
 
 
 def merged_networks(logs: list[NetworkLog]) -> NetworkLog:

@@ -54,9 +54,10 @@ class Overlay:
         self._lexists, self._isdir = os.path.lexists, os.path.isdir
         self._os = {name: getattr(os, name) for name in ("stat", "lstat", "open")}
 
-    def is_free(self, path: str) -> bool:
-        """Below a folder in which the program may write."""
-        return _folder(path).startswith(self.free)
+    def _kept(self, path: Any) -> str | None:
+        """An absolute path where the program may not write; ``None``: it may, or it is no path."""
+        plain = _plain(path)
+        return None if plain is None or _folder(plain).startswith(self.free) else plain
 
     def _there(self, path: str) -> bool:
         try:
@@ -67,16 +68,13 @@ class Overlay:
 
     def reading(self, path: Any) -> Any:
         """Where to look for it."""
-        plain = _plain(path)
-        if plain is None or self.is_free(plain):
-            return path
-        inside = self.files + plain
-        return inside if self._there(inside) else path
+        plain = self._kept(path)
+        return self.files + plain if plain and self._there(self.files + plain) else path
 
     def writing(self, path: Any, *, keep: bool = False) -> Any:
         """Where to write it. ``keep``: what is there is changed, so it is copied first."""
-        plain = _plain(path)
-        if plain is None or self.is_free(plain):
+        plain = self._kept(path)
+        if plain is None:
             return path
         inside = self.files + plain
         self.moved.add(plain)
@@ -107,8 +105,8 @@ class Overlay:
 
     def removing(self, path: Any) -> Any:
         """Where to remove it: only what the program itself has written."""
-        plain = _plain(path)
-        if plain is None or self.is_free(plain):
+        plain = self._kept(path)
+        if plain is None:
             return path
         inside = self.files + plain
         if not self._there(inside):
@@ -128,13 +126,10 @@ class Overlay:
 
         @functools.wraps(listdir)
         def both(path: Any = ".") -> list[Any]:
-            plain = _plain(path)
-            if plain is None or self.is_free(plain):
+            plain = self._kept(path)
+            if plain is None or not self._there(self.files + plain):
                 return listdir(path)
-            inside = self.files + plain
-            if not self._there(inside):
-                return listdir(path)
-            own = listdir(inside)
+            own = listdir(self.files + plain)
             if isinstance(path, bytes):
                 own = [os.fsencode(name) for name in own]
             try:
@@ -149,8 +144,8 @@ class Overlay:
 
         @functools.wraps(scandir)
         def both(path: Any = ".") -> Any:
-            plain = _plain(path)
-            if plain is None or self.is_free(plain) or not self._there(self.files + plain):
+            plain = self._kept(path)
+            if plain is None or not self._there(self.files + plain):
                 return scandir(path)
             with scandir(self.files + plain) as result:
                 entries = {entry.name: entry for entry in result}
@@ -320,13 +315,13 @@ class Overlay:
         if event == "open" and isinstance(args[0], str | bytes):
             mode, flags = args[1], args[2]
             changes = set(mode) & set("wax+") if isinstance(mode, str) else (flags or 0) & _WRITES
-            plain = _plain(args[0])
-            if changes and plain is not None and not self.is_free(plain):
+            plain = self._kept(args[0])
+            if changes and plain is not None:
                 self.refuse(plain, "write")
         elif event in ("os.remove", "os.rmdir", "os.mkdir", "os.rename", "os.truncate"):
             for path in args[: 2 if event == "os.rename" else 1]:
-                plain = _plain(path)
-                if plain is not None and not self.is_free(plain) and -1 in args[1:]:
+                plain = self._kept(path)
+                if plain is not None and -1 in args[1:]:
                     self.refuse(plain, event.removeprefix("os."))
 
 

@@ -57,15 +57,3 @@ class CallCounter(Listener):
         if not self.reader.steps.late:  # else it ended some time ago
             self.count += 1
             self.ended(self.count)
-
-
-def count_steps(limit: int) -> None:
-    """Raise SystemExit in the calling thread after so many training steps."""
-
-    def ended(count: int) -> None:
-        if count >= limit:
-            counter.stop()
-            raise SystemExit(0)  # no Exception: hooks let it through, and so do most programs
-
-    counter = CallCounter(ended)
-    counter.start()

@@ -15,6 +15,8 @@ SECONDS = 60.0
 """An analysis that takes longer is left to the user."""
 WIDTH = 80
 NAME = "advisor: "
+_INJECTED = str(Path(__file__).parent / "inject")
+"""The folder that ``advisor record`` puts on PYTHONPATH."""
 
 
 def tell(*paragraphs: str) -> None:
@@ -50,7 +52,7 @@ def outcome(run: Path) -> list[str] | None:
     env = {k: v for k, v in os.environ.items() if not k.startswith("ADVISOR")}
     env["ADVISOR"] = "0"
     paths = env.get("PYTHONPATH", "").split(os.pathsep)
-    env["PYTHONPATH"] = os.pathsep.join(p for p in paths if p != str(injected()))
+    env["PYTHONPATH"] = os.pathsep.join(p for p in paths if p != _INJECTED)
     command = [sys.executable, "-P", "-m", "advisor", "analyze", str(run), "--format", "json"]
     try:
         done = subprocess.run(
@@ -96,6 +98,6 @@ def _shown(run: Path) -> str:
         return str(run)
 
 
-def injected() -> Path:
-    """The folder that ``advisor record`` puts on PYTHONPATH."""
-    return Path(__file__).parent / "inject"
+def with_injected(paths: str) -> str:
+    """A PYTHONPATH with the folder in front that makes processes begin to record."""
+    return os.pathsep.join([_INJECTED, *([paths] if paths else [])])

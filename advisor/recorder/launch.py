@@ -24,7 +24,7 @@ from typing import Any, NoReturn
 from advisor.core import run_directory as rundir
 from advisor.core.errors import AdvisorError, install
 from advisor.recorder import injection_status as reach
-from advisor.recorder.finish import injected, say, tell
+from advisor.recorder.finish import say, tell, with_injected
 from advisor.recorder.folder import RUN_DIR, new_run, remove_if_empty
 from advisor.recorder.injection import STOP_AFTER
 from advisor.recorder.options import chosen
@@ -124,8 +124,7 @@ def environment(run_dir: Path, options: Mapping[str, Any]) -> dict[str, str]:
     for name, value in options.items():
         if name != "out":
             env[f"ADVISOR_{name.upper()}"] = str(value)
-    before = env.get("PYTHONPATH", "")
-    env["PYTHONPATH"] = os.pathsep.join([str(injected()), *([before] if before else [])])
+    env["PYTHONPATH"] = with_injected(env.get("PYTHONPATH", ""))
     return env
 
 

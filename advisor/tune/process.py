@@ -23,7 +23,7 @@ import msgspec
 
 from advisor.core.errors import AdvisorError
 from advisor.core.text import clean
-from advisor.recorder.finish import injected
+from advisor.recorder.finish import with_injected
 from advisor.recorder.folder import RUN_DIR
 from advisor.tune.knob import find_knob
 from advisor.tune.spec import (
@@ -124,8 +124,7 @@ class TrialProgram:
         env |= {"TMPDIR": str(scratch / "tmp"), SPEC: str(home / "spec.json"), BEGIN: MODULE}
         env["TORCHINDUCTOR_CACHE_DIR"] = str(self.cache / "inductor")
         env["TRITON_CACHE_DIR"] = str(self.cache / "triton")
-        before = env.get("PYTHONPATH", "")
-        env["PYTHONPATH"] = os.pathsep.join([str(injected()), *([before] if before else [])])
+        env["PYTHONPATH"] = with_injected(env.get("PYTHONPATH", ""))
         for knob_setting in knob_settings:
             for name, value in find_knob(knob_setting.knob).environment(knob_setting.value).items():
                 if value is None:

@@ -77,7 +77,7 @@ def test_causes_too_small_to_see_are_one_segment(report: Callable[..., Report]) 
 
 def test_idle_time_without_causes_is_one_segment(report: Callable[..., Report]) -> None:
     idle = idle_of(report(idle=[]))
-    assert [(segment.label, segment.ns) for segment in idle] == [("idle", 70e6)]
+    assert [(segment.label, segment.ns) for segment in idle] == [("idle or not recorded", 70e6)]
 
 
 def test_every_class_of_one_bar_has_a_glyph_and_a_colour_of_its_own() -> None:

@@ -12,9 +12,10 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from advisor.advise.ranks.measure import MAX_KERNELS, bounded, short_key
+from advisor.advise.ranks.measure import MAX_KERNELS, bounded
 from advisor.core.intervals import Intervals, covered_length, gaps, intersect, join, subtract, union
 from advisor.measure.host.gaps import LATENCY_NS
+from advisor.measure.ranks.collectives import short_key
 from advisor.measure.ranks.summary import Collectives, Kernel, StepSummary, Summary, Unread, pack
 from advisor.testing.builder import DEVICES
 from benchmarks.simulation.engine import BACKWARD, COMPUTE_STREAM, DTYPE_BYTES, MAIN, Played, Table

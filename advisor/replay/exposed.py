@@ -119,10 +119,12 @@ def _latency(a: Analysis, mask: Mask) -> float:
 
 def _hidden(a: Analysis, mask: Mask) -> float:
     """What the rest of the steps can hide of this work: work of one name stays in order, so that
-    it hides behind all else, not behind itself."""
+    it hides behind all else, not behind itself. Without the host's events nothing but the device's
+    own work is known to be there."""
+    rest = a.spans.total if not a.trace.cpu.is_empty() else a.breakdown.busy.total
     gpu = a.trace.gpu.filter(pl.Series(mask))
     own = gpu.group_by("stream", "name").agg(pl.col("dur").sum())["dur"].to_numpy()
-    return float(np.minimum(own, np.maximum(a.spans.total - own, 0)).sum())
+    return float(np.minimum(own, np.maximum(rest - own, 0)).sum())
 
 
 # -- the estimate where there is no replay ---------------------------------------------------------

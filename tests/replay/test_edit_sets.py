@@ -5,14 +5,17 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 
 import edit_sets
+import polars as pl
 import pytest
 
 from advisor import Analysis
 from advisor.core.errors import AdvisorError
 from advisor.read import open_run
+from advisor.replay.exposed import ExposedTime
 from advisor.replay.language import parse_edit
 from advisor.replay.price import EditGain
 from advisor.testing import TraceBuilder
@@ -56,6 +59,23 @@ def test_moved_work_of_a_recording_without_steps_takes_its_time_somewhere() -> N
     uploads, every = (whatif.gain([parse_edit(f"overlap {t}")]) for t in ("copy:HtoD", "copy"))
     assert 0 < uploads <= 4_100_000
     assert every >= uploads
+
+
+def test_without_host_events_nothing_hides_behind_idle_time() -> None:
+    """Collectives of 40 ms beside 4 ms of kernels, and pauses of unknown cause: 4 ms at most."""
+    b = TraceBuilder()
+    for _ in range(4):
+        b.run("nccl:all_reduce", "ncclDevKernel_AllReduce_Sum", 10_000)
+        b.host(20_000)
+        b.run("aten::mm", "ampere_sgemm_128x64_nn", 1000)
+        b.host(20_000)
+    b.sync()
+    trace = b.trace()
+    unlinked = trace.gpu.with_columns(launch=pl.lit(None, pl.Int64), op=pl.lit(None, pl.Int64))
+    unlinked = unlinked.cast(dict(trace.gpu.schema))
+    device_only = dataclasses.replace(trace, cpu=trace.cpu.clear(), gpu=unlinked)
+    limit = ExposedTime(Analysis(device_only)).most([parse_edit("overlap comm")])
+    assert 0 < limit <= 4_100_000
 
 
 def test_a_copy_to_the_host_still_waits_for_what_computes_it() -> None:

@@ -39,6 +39,7 @@ LINEAR = ("mm", "addmm", "linear", "matmul", "_addmm_activation", "_grouped_mm",
 FUSED = "_addmm_activation"
 """Its activation runs in the product's kernel; a narrower one leaves it to a kernel of its own."""
 SMALL = "too small: quantising costs more than the product saves"
+LIMITED = "arithmetic limits it: fewer bytes save nothing"
 MEASURE = (
     "how accurate the model is afterwards is not in a recording: measure it on your own data "
     "before you keep the change"
@@ -157,6 +158,7 @@ class _Conversion:
         if not refused:
             for call in known:
                 self._judge(call)
+            self._decide(known)
             whatif = EditGain(a)
             replayed = not whatif.unusable
             step = self._step([c for c in known if not c.why], whatif)
@@ -273,10 +275,28 @@ class _Conversion:
             extra = 2 * gemm.m * gemm.n * gemm.width / memory.rate * 1e9 if memory else 0.0
             best, middle, worst = call.estimate.quantise
             call.estimate = call.estimate._replace(quantise=(best, middle + extra, worst + extra))
-        if call.estimate.total[1] >= call.ns:
-            call.why = SMALL
-            if self.narrow.inputs is None:
-                call.why = "arithmetic limits it: fewer bytes save nothing"
+
+    def _decide(self, known: list[_Call]) -> None:
+        """Leaves products that would take longer: those of one shape together, in training the
+        three of a layer, which quantises its tensors for all of them."""
+        groups: dict[tuple[int, frozenset[int]] | Gemm, list[_Call]] = {}
+        for call in known:
+            gemm = call.gemm
+            assert gemm is not None
+            if not self.training:
+                groups.setdefault(gemm, []).append(call)
+                continue
+            rows, sides = gemm.m, (gemm.k, gemm.n)
+            if gemm.role == "weight gradient":
+                rows, sides = gemm.k, (gemm.m, gemm.n)
+            groups.setdefault((rows, frozenset(sides)), []).append(call)
+        for calls in groups.values():
+            why = next((call.why for call in calls if call.why), "")
+            after = sum(call.estimate.total[1] for call in calls if call.estimate is not None)
+            if not why and after >= sum(call.ns for call in calls):
+                why = SMALL if self.narrow.inputs is not None else LIMITED
+            for call in calls:
+                call.why = why
 
     # -- the step -----------------------------------------------------------------------------
 

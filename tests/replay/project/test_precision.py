@@ -115,6 +115,31 @@ def test_small_layers_are_left_and_converting_them_would_cost() -> None:
     assert any("1297" in note for note in result.notes)
 
 
+def training(m: int, n: int, k: int, us: float) -> Analysis:
+    """Steps of one layer: its product forward and the two of its gradients."""
+    t = TraceBuilder("H100")
+    products = ([[m, k], [k, n]], [[m, n], [n, k]], [[n, m], [m, k]])
+    for step in range(4):
+        with t.step():
+            for number, shapes in enumerate(products):
+                name = "autograd::engine::evaluate_function: MmBackward0" if number else "aten::f"
+                around = t.op(name, sequence=step if number else None)
+                with around, t.op("aten::mm", shapes, "c10::BFloat16", sequence=step):
+                    t.launch("nvjet_tst_128x256_64x4_bf16_gemm", us)
+            t.sync()
+    return t.analysis()
+
+
+def test_the_three_products_of_a_layer_are_converted_or_left_together() -> None:
+    for m, n, k, us, wanted in ((16384, 8192, 4096, 1600, True), (1024, 256, 512, 6, False)):
+        result = precision(training(m, n, k, us), "fp8")
+        assert result.training and result.freed_bytes is None
+        roles = {layer.role for layer in result.layers}
+        assert roles == {"forward", "input gradient", "weight gradient"}
+        assert {layer.convert for layer in result.layers} == {wanted}
+    assert "convert_to_float8_training" in result.snippet
+
+
 def test_dimensions_that_no_narrow_kernel_takes_are_left() -> None:
     (layer,) = precision(model("H100", 8192, 30522, 512, 900.0), "fp8").layers
     assert not layer.convert and "multiple of 16" in layer.why

@@ -102,7 +102,7 @@ ALIGNED_RATE = Source(
 )
 ARITHMETIC = Source("arithmetic, from the definition")
 ENGINE_FLOOR = Source(
-    "1 % of the step: two profiled runs differ by as much", "advisor/advise/engine.py"
+    "1 % of the step: two profiled runs differ by as much", "advisor/advise/impact.py"
 )
 HAND_OVER = Source(
     "measured: 1.5 ms for a ready batch of 8 KiB, 4 ms for 2 MiB", "benchmarks/bench_hand_over.py"

@@ -109,17 +109,15 @@ CaptureFile = Annotated[
 ]
 RankList = Annotated[
     str | None,
-    typer.Option(metavar="A-B,C", help="Of a job of many ranks only these: 0-63,512."),
+    typer.Option(metavar="A-B,C", help="Analyze only these ranks: 0-63,512."),
 ]
 Workers = Annotated[
     int | None,
-    typer.Option(metavar="N", min=1, help="Measure a job rank by rank, in N processes."),
+    typer.Option(metavar="N", min=1, help="Measure the ranks in N processes."),
 ]
 Cluster = Annotated[
     str | None,
-    typer.Option(
-        metavar="ADDRESS", help="The same on the workers of a Dask scheduler (tcp://host:8786)."
-    ),
+    typer.Option(metavar="ADDRESS", help="Measure the ranks on a Dask cluster (tcp://host:8786)."),
 ]
 
 
@@ -175,7 +173,14 @@ def command(
     check_ranks(paths, rank, workers=workers, cluster=cluster, ranks=ranks)
     by = by or ("operator" if operators else None)
     wanted = choose_output(paths, form, output, csv, table=by is not None)
-    options = replace(options, workers=workers, cluster=cluster, capture=capture)
+    options = replace(
+        options,
+        workers=workers,
+        cluster=cluster,
+        capture=capture,
+        node_size=node_size,
+        network=network,
+    )
     options = o.reading(
         options,
         ranks=ranks or "",

@@ -34,7 +34,7 @@ Rules = Annotated[
 MaxSize = Annotated[
     str | None,
     typer.Option(
-        "--max-size", metavar="SIZE", help="Stop at this uncompressed size (default 16G)."
+        "--max-size", metavar="SIZE", help="Read at most this much, unpacked (default 16G)."
     ),
 ]
 Redact = Annotated[
@@ -73,7 +73,7 @@ Price = Annotated[
     typer.Option(
         "--price",
         metavar="PRICE",
-        help="An hour of one GPU, such as 2.50/h or '2.50 EUR/h': steps and fixes have their cost.",
+        help="Price of one GPU hour, such as 2.50/h or '2.50 EUR/h'; adds costs to the report.",
     ),
 ]
 PriceTable = Annotated[
@@ -92,11 +92,13 @@ Gpus = Annotated[
 
 NodeSize = Annotated[
     int | None,
-    typer.Option(metavar="N", min=1, help="GPUs of a node, where hosts do not say."),
+    typer.Option(metavar="N", min=1, help="GPUs per node, if the recording does not say."),
 ]
 Network = Annotated[
     float | None,
-    typer.Option(metavar="GB/S", min=0.001, help="Of a GPU across nodes, in one direction."),
+    typer.Option(
+        metavar="GB/S", min=0.001, help="Bandwidth per GPU between nodes, in one direction."
+    ),
 ]
 Gpu = Annotated[
     str | None,

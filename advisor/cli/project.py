@@ -79,7 +79,7 @@ def command(
 ) -> None:
     """What the step would take on another GPU, and what it would cost there.
 
-    How it is computed, and what the band rests on, is said in docs/project.md.
+    docs/project.md explains the method and the range.
     """
     if not gpu and not every and not gpus:
         raise AdvisorError("project: say which GPU with --gpu NAME, or --all; or --gpus N")

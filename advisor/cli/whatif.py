@@ -51,7 +51,7 @@ def command(
         typer.Option(
             "--mesh",
             metavar="MESH",
-            help="The step on another device mesh of the same GPUs: dp=8,tp=4 (pp, cp, ep).",
+            help="Predict the step on another device mesh: dp=8,tp=4 (pp, cp, ep).",
         ),
     ] = None,
     from_mesh: Annotated[

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import io
 import os
 import signal
@@ -19,6 +20,7 @@ from advisor.cli import output as out
 from advisor.cli import output as progress_module
 from advisor.cli.output import Progress
 
+ROOT = Path(__file__).resolve().parents[2]
 Run = Callable[..., tuple[int, str, str]]
 
 
@@ -221,3 +223,17 @@ def test_progress_waits_a_second_and_leaves_no_trace(monkeypatch: pytest.MonkeyP
 def test_no_progress_when_it_is_not_wanted(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "stderr", Terminal())
     assert not Progress(enabled=False).enabled
+
+
+def test_every_command_uses_each_of_its_options() -> None:
+    """An option that a command takes and never reads does nothing."""
+    seen = 0
+    for file in (ROOT / "advisor" / "cli").glob("*.py"):
+        for node in ast.parse(file.read_text(encoding="utf-8")).body:
+            if isinstance(node, ast.FunctionDef) and "command" in node.name:
+                arguments = {arg.arg for arg in [*node.args.args, *node.args.kwonlyargs]}
+                names = [each for line in node.body for each in ast.walk(line)]
+                read = {each.id for each in names if isinstance(each, ast.Name)}
+                assert arguments <= read, f"{file.name}: {node.name}: {arguments - read}"
+                seen += 1
+    assert seen > 10

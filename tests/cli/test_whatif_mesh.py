@@ -55,3 +55,10 @@ def test_what_cannot_be_projected_is_one_line(
     done = advisor("whatif", str(file), *given)
     assert done.code == 2 and said in done.err
     assert len(done.err.strip().splitlines()) == 1
+
+
+def test_the_table_of_the_mesh_knows_the_size_of_a_node(file: Path, advisor: Run) -> None:
+    """Ranks 0 to 7 on nodes of 8: an axis lies inside of a node, and has its link."""
+    unknown = advisor("analyze", str(file), "--by", "mesh", "--no-progress").out
+    known = advisor("analyze", str(file), "--by", "mesh", "--node-size", "8", "--no-progress").out
+    assert "inside a node" in known and "inside a node" not in unknown

@@ -55,7 +55,7 @@ class CompileLogReader(Reader):
     """The log of one process."""
 
     name = "torch-compile"
-    reads = "a log of torch.compile (TORCH_TRACE)"
+    reads = "a torch.compile log"
     suffixes = ()
 
     @property

@@ -38,7 +38,7 @@ class FlightRecorderReader(Reader):
     """The dump of one rank."""
 
     name = "flight-recorder"
-    reads = "a dump of PyTorch's flight recorder"
+    reads = "a flight-recorder dump"
     suffixes = ()
 
     @property

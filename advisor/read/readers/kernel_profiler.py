@@ -52,7 +52,7 @@ class KernelProfilerReader(Reader):
     """CSV pages and ``.ncu-rep`` of Nsight Compute, CSV tables of rocprof."""
 
     name = "kernel-profiler"
-    reads = "a report of Nsight Compute or rocprof (.ncu-rep, .csv)"
+    reads = "a report of Nsight Compute or rocprof (.ncu-rep, .csv, .db)"
     suffixes = (".ncu-rep",)
 
     def sniff(self, head: bytes, path: str) -> ReaderClaim:
@@ -75,7 +75,7 @@ class RocprofComputeReader(Reader):
     """Analysis databases of rocprof-compute, and kernels of rocprof version 1 (SQLite)."""
 
     name = "rocprof-compute"
-    reads = "a database of rocprof or rocprof-compute (.db)"
+    reads = "a report of Nsight Compute or rocprof (.ncu-rep, .csv, .db)"
     suffixes = ()
 
     def sniff(self, head: bytes, path: str) -> ReaderClaim:

@@ -57,7 +57,7 @@ class NetworkLogReader(Reader):
     """Any text with lines of NCCL, or with a matrix of links."""
 
     name = "nccl-log"
-    reads = "a log of NCCL (NCCL_DEBUG=INFO) or a topology (nvidia-smi topo -m)"
+    reads = "an NCCL log or topology"
     suffixes = ()
 
     @property

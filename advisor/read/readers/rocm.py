@@ -46,7 +46,7 @@ class RocpdReader(Reader):
     """rocprofv3's database, of one process or of several."""
 
     name = "rocpd"
-    reads = "a database of rocprofv3 (.db)"
+    reads = "a profile of rocprofv3 (.db, .json)"
     suffixes = (".db",)
 
     def sniff(self, head: bytes, path: str) -> ReaderClaim:
@@ -63,7 +63,7 @@ class RocprofJson(Reader):
     """``rocprofv3 --output-format json``."""
 
     name = "rocprofv3"
-    reads = "its JSON"
+    reads = "a profile of rocprofv3 (.db, .json)"
     suffixes = ()
 
     def sniff(self, head: bytes, path: str) -> ReaderClaim:

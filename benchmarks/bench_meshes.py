@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from advisor.measure import Analysis
-from advisor.measure.comm.links import Machine
+from advisor.measure.comm.links import NodeLinks
 from advisor.read import read_trace
 from advisor.replay.predictions import SHIPPED, Prediction
 from advisor.replay.project.mesh import Mesh, MeshProjector, MeshResult, parse_mesh
@@ -118,7 +118,7 @@ class Case(NamedTuple):
 
 
 def project(
-    played: Played, mesh: Mesh, machine: Machine, *, same_batch: bool = False, count: int = 0
+    played: Played, mesh: Mesh, machine: NodeLinks, *, same_batch: bool = False, count: int = 0
 ) -> MeshResult:
     """From the file of the first rank, as a user has it."""
     with tempfile.TemporaryDirectory() as folder:
@@ -136,7 +136,7 @@ def one(seed: int) -> Case:
     """A simulated model on two meshes."""
     model, recorded, asked = draw_pair(seed)
     here, there = play_mesh(model, recorded), play_mesh(model, asked)
-    machine = Machine(RANKS_PER_HOST, model.network_rate)
+    machine = NodeLinks(RANKS_PER_HOST, model.network_rate)
     result = project(here, asked, machine)
     name = f"seed {seed}, {recorded} to {asked}"
     return Case(name, result.step_ns, result.low_ns, result.high_ns, there.step_ns)
@@ -198,7 +198,7 @@ def published(row: Published) -> Case:
     mesh = parse_mesh(row.recorded)
     played = play_mesh(model_of(row), mesh)
     result = project(
-        played, parse_mesh(row.asked), Machine(RANKS_PER_HOST, row.network_gb_per_s),
+        played, parse_mesh(row.asked), NodeLinks(RANKS_PER_HOST, row.network_gb_per_s),
         same_batch=row.same_batch, count=row.there_micro_batches or 0,
     )  # fmt: skip
     here = result.measured_step_ns

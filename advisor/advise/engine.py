@@ -44,7 +44,7 @@ from advisor.core.errors import AdvisorError
 from advisor.core.prices import read_prices
 from advisor.core.report import MeshAxis, Report
 from advisor.core.trace import Run
-from advisor.measure.comm.links import Machine
+from advisor.measure.comm.links import NodeLinks
 from advisor.measure.comm.mesh import report_mesh
 from advisor.measure.host.launches import analysed_device
 from advisor.measure.ranks.join import collective_waits
@@ -206,7 +206,7 @@ def _mesh(a: Analysis, rank: int, study: Study | None, options: Options) -> list
         place = study.place(rank)
         waits = None if place is None else collective_waits(study.job.joined, place)
         hosts = {each.rank: each.host for each in study.job.summaries if each.host}
-    return report_mesh(a, Machine(options.node_size, options.network, hosts), waits)
+    return report_mesh(a, NodeLinks(options.node_size, options.network, hosts), waits)
 
 
 def _compared(summaries: Sequence[Summary], unread: Sequence[Unread]) -> Study | None:

@@ -57,7 +57,7 @@ class PhaseTimes(NamedTuple):
     step: float
 
 
-class Layer(NamedTuple):
+class RepeatedLayer(NamedTuple):
     """One of the calls that checkpointing touches, in order of the forward pass."""
 
     bytes: int
@@ -76,7 +76,7 @@ class Way(NamedTuple):
     """Added per step; ``None``: unknown."""
     why: str
     """What the time is made of."""
-    layers: tuple[Layer, ...] = ()
+    layers: tuple[RepeatedLayer, ...] = ()
     """Of checkpointing."""
 
 
@@ -233,7 +233,7 @@ def phase_times(a: Analysis) -> PhaseTimes | None:
     return PhaseTimes(per[0], per[1], per[2], busiest / a.step_count, a.step_ns)
 
 
-def _layers(each: Change, post: PostMortem, a: Analysis | None) -> tuple[Layer, ...]:
+def _layers(each: Change, post: PostMortem, a: Analysis | None) -> tuple[RepeatedLayer, ...]:
     """What each call of a checkpointed line holds, and how long it runs."""
     if each.part is None:
         return ()
@@ -245,7 +245,7 @@ def _layers(each: Change, post: PostMortem, a: Analysis | None) -> tuple[Layer, 
     )
     times = None if a is None else module_times(a, calls)
     return tuple(
-        Layer(int(size), None if times is None else times[n]) for n, size in enumerate(held)
+        RepeatedLayer(int(size), None if times is None else times[n]) for n, size in enumerate(held)
     )
 
 

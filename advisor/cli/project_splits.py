@@ -24,7 +24,7 @@ def show_splits(
     from advisor.core.files import read_toml
     from advisor.core.gpus import find_gpu
     from advisor.core.prices import money
-    from advisor.measure.comm.links import Machine
+    from advisor.measure.comm.links import NodeLinks
     from advisor.replay.project.mesh import MeshProjector, parse_mesh
     from advisor.replay.project.splits import compare, read_instance
 
@@ -45,7 +45,7 @@ def show_splits(
         if machine.cores is not None:
             notes.append(f"{instance} has {machine.cores / machine.gpus:g} cores for each GPU")
     recorded = None if from_mesh is None else parse_mesh(from_mesh)
-    projector = MeshProjector(a, recorded, Machine(node_size, network))
+    projector = MeshProjector(a, recorded, NodeLinks(node_size, network))
     rows = compare(projector, gpus, hourly)
     if plain:
         table = {"schema": 1, "measured": str(projector.measured), "currency": prices.currency}

@@ -65,7 +65,7 @@ class Server(NamedTuple):
             connection.close()
 
 
-class Recording(NamedTuple):
+class AttachedRecording(NamedTuple):
     """What became of it."""
 
     engine: str
@@ -112,7 +112,7 @@ def attach(
     engine: str | None = None,
     folder: Path | None = None,
     say: Callable[[str], object] = lambda text: None,
-) -> Recording:
+) -> AttachedRecording:
     """Have a server profile itself for that long. ``folder``: where its files are written, as seen
     from the server (SGLang is asked to write there; vLLM decides when it starts).
 
@@ -148,7 +148,7 @@ def attach(
         took = time.monotonic() - begun
         say("stopping: the engine writes its files, which takes minutes for a large model")
         _stop(server)
-    return Recording(known, took, interrupted, sorted(_files(folder) - before))
+    return AttachedRecording(known, took, interrupted, sorted(_files(folder) - before))
 
 
 class _Refused(Exception):

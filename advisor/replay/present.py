@@ -16,7 +16,7 @@ from advisor.replay.selection import selected_gaps, selected_gpu, selected_host
 if TYPE_CHECKING:
     from advisor.core.finding import Select
     from advisor.measure import Analysis
-    from advisor.measure.host.layers import Layers
+    from advisor.measure.host.layers import LayerTable
 
 MAX_COMPARED = 3_000
 """Names that are compared with the pattern, those with most time first."""
@@ -76,7 +76,7 @@ def present(a: Analysis, select: Select) -> Present:
     return Present(what, _nearest(_weights(a, replace(select, name="")), select.name), select.name)
 
 
-def _kinds(layers: Layers) -> dict[str, float]:
+def _kinds(layers: LayerTable) -> dict[str, float]:
     return dict(layers.nodes.group_by("kind").agg(pl.col("ns").sum().cast(pl.Float64)).iter_rows())
 
 

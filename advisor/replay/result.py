@@ -9,7 +9,7 @@ import polars as pl
 
 from advisor.core.errors import AdvisorError
 from advisor.measure import Analysis
-from advisor.measure.comm.links import Machine
+from advisor.measure.comm.links import NodeLinks
 from advisor.measure.ranks.members import host_of
 from advisor.measure.steps.steps import refuse_none
 from advisor.replay.exposed import ExposedTime
@@ -153,7 +153,7 @@ def what_if(
         names = {number: host_of(run.window(number).meta.path) for number in run.ranks}
         hosts = {number: host for number, host in names.items() if host}
         recorded = None if from_mesh is None else parse_mesh(from_mesh)
-        projector = MeshProjector(a, recorded, Machine(node_size, network, hosts))
+        projector = MeshProjector(a, recorded, NodeLinks(node_size, network, hosts))
         return projector.on(parse_mesh(mesh), same_batch=same_batch, micro_batches=micro_batches)
     parsed = [parse_edit(e) if isinstance(e, str) else e for e in edits]
     analyses = {number: Analysis(run.window(number), steps) for number in (rank, *run.ranks)}

@@ -33,7 +33,7 @@ SCHEDULING = ("imc_miss", "no_instruction", "dispatch_stall", "sleeping", "misc"
 """Warp states that a change of memory accesses or arithmetic does not cure."""
 
 
-class Saving(NamedTuple):
+class CounterSaving(NamedTuple):
     """What a fix could save of one kernel."""
 
     share: float
@@ -62,7 +62,7 @@ class CounterRule(Rule):
         super().__init_subclass__()
         cls.elsewhere = {ANY: FrameworkAdvice(cls.fix, cls.code)}  # kernels are of no framework
 
-    def saving(self, k: ProfiledKernel) -> Saving | None:
+    def saving(self, k: ProfiledKernel) -> CounterSaving | None:
         """What the fix could save of a kernel; ``None``: it is none of its problems."""
         raise NotImplementedError
 
@@ -72,7 +72,7 @@ class CounterRule(Rule):
         found.sort(key=lambda each: -_time(a, each[0]) * each[1].share)
         yield from (self._finding(a, found) for _ in found[:1])
 
-    def _finding(self, a: Analysis, found: list[tuple[ProfiledKernel, Saving]]) -> Finding:
+    def _finding(self, a: Analysis, found: list[tuple[ProfiledKernel, CounterSaving]]) -> Finding:
         """Of the kernels that have it, the worst first."""
         k, saved = found[0]
         edits = [edit for k, saved in found if (edit := faster(a, k, saved.share)) is not None]
@@ -111,7 +111,7 @@ class CounterRule(Rule):
             else measure_it("the trace has no launch of these kernels"),
         )
 
-    def _describe(self, k: ProfiledKernel, saved: Saving) -> str:
+    def _describe(self, k: ProfiledKernel, saved: CounterSaving) -> str:
         value = t.format_share(saved.measured) if self._unit == "share" else f"{saved.measured:.3g}"
         limit: Threshold[float] = getattr(type(self), self._limit_name)
         return (
@@ -187,7 +187,7 @@ class OccupancyLimited(CounterRule):
     sources = (Source("Nsight Compute's SpeedOfLight rule: 60 %", NCU.at),)
     validated_on = "20 kernels of a language model on an RTX 5090; silent on full and on tiny grids"
 
-    def saving(self, k: ProfiledKernel) -> Saving | None:
+    def saving(self, k: ProfiledKernel) -> CounterSaving | None:
         """Up to the use of the busiest unit, as far as occupancy can rise."""
         if k.limit != "latency" or k.theoretical is None:
             return None
@@ -195,9 +195,9 @@ class OccupancyLimited(CounterRule):
             return None
         if k.waves is not None and k.waves < 1:
             return None
-        return Saving(min(_room(k), 1 - k.theoretical / 100), k.theoretical / 100)
+        return CounterSaving(min(_room(k), 1 - k.theoretical / 100), k.theoretical / 100)
 
-    def _describe(self, k: ProfiledKernel, saved: Saving) -> str:
+    def _describe(self, k: ProfiledKernel, saved: CounterSaving) -> str:
         by = f", limited by {k.limiter}" if k.limiter else ""
         return (
             f"{_short(k)} has {t.format_share(saved.measured)} theoretical occupancy{by}, and no "
@@ -228,7 +228,7 @@ class ExcessRule(CounterRule):
     """The excess, and all accesses."""
     _units: ClassVar[tuple[Limit, ...]]
 
-    def saving(self, k: ProfiledKernel) -> Saving | None:
+    def saving(self, k: ProfiledKernel) -> CounterSaving | None:
         """The excess accesses' part of the time."""
         excess, total = (k.profile.number(name) for name in self._counters)
         if excess is None or not total:
@@ -313,7 +313,7 @@ class Spills(CounterRule):
     verify = "ncu --section MemoryWorkloadAnalysis_Tables …: no local loads and stores."
     falsified_by = "local memory that is an array the kernel indexes, not spills"
 
-    def saving(self, k: ProfiledKernel) -> Saving | None:
+    def saving(self, k: ProfiledKernel) -> CounterSaving | None:
         """Their part of L1's time."""
         parts = [k.profile.number(LOCAL.format(op)) for op in ("ld", "st")]
         total = k.profile.number(ALL_SECTORS)
@@ -358,7 +358,7 @@ class PartialWave(CounterRule):
     silent_in = ("traces/ncu/cutlass_a100_s8",)
     validated_on = "a product of 1.07 waves on an A10G; silent on 12.8 waves and on tiny grids"
 
-    def saving(self, k: ProfiledKernel) -> Saving | None:
+    def saving(self, k: ProfiledKernel) -> CounterSaving | None:
         """What the tail costs, where no unit is busy all the same."""
         if k.waves is None or k.waves < 1 or _room(k) < 0.1:
             return None
@@ -392,7 +392,7 @@ class Divergence(CounterRule):
     verify = "ncu --section WarpStateStats …: active threads per warp rise towards 32."
     falsified_by = "blocks whose size is no multiple of 32"
 
-    def saving(self, k: ProfiledKernel) -> Saving | None:
+    def saving(self, k: ProfiledKernel) -> CounterSaving | None:
         """The idle threads' part of arithmetic's time."""
         threads = k.profile.number(THREADS)
         if threads is None or threads > self.max_threads:
@@ -439,7 +439,7 @@ class WarpStalls(CounterRule):
     }
     """Stall, as Nsight Compute names it -> what it is and what to do."""
 
-    def saving(self, k: ProfiledKernel) -> Saving | None:
+    def saving(self, k: ProfiledKernel) -> CounterSaving | None:
         """The largest stall's part, up to the use of the busiest unit."""
         if k.limit != "latency" or not k.stalls:
             return None
@@ -448,7 +448,7 @@ class WarpStalls(CounterRule):
             return None
         return _kept(min(share, _room(k)), share)
 
-    def _describe(self, k: ProfiledKernel, saved: Saving) -> str:
+    def _describe(self, k: ProfiledKernel, saved: CounterSaving) -> str:
         name = next(iter(k.stalls))
         cure = self.cures.get(name, name.replace("_", " "))
         return (
@@ -467,9 +467,9 @@ class WarpStalls(CounterRule):
         }
 
 
-def _kept(share: float, measured: float) -> Saving | None:
+def _kept(share: float, measured: float) -> CounterSaving | None:
     """Nothing where less than a hundredth of the kernel's time could be saved."""
-    return Saving(share, measured) if share >= 0.01 else None
+    return CounterSaving(share, measured) if share >= 0.01 else None
 
 
 def _stall(name: str) -> str:

@@ -20,7 +20,7 @@ from advisor.core.report import Report
 from advisor.core.text import location_names
 from advisor.measure import Analysis
 from advisor.measure.host.layers import (
-    Layers,
+    LayerTable,
     describe_nodes,
     equal_layers,
     find_outliers,
@@ -51,13 +51,13 @@ def module(number: int, name: str = "Block") -> str:
     return f"nn.Module: {name}_{number}"
 
 
-def layers_of(builder: TraceBuilder) -> Layers:
+def layers_of(builder: TraceBuilder) -> LayerTable:
     result = builder.analysis().layers
     assert result is not None
     return result
 
 
-def times(layers: Layers) -> dict[str, int]:
+def times(layers: LayerTable) -> dict[str, int]:
     """Path of names -> ns."""
     names, ns = layers.nodes["name"].to_list(), layers.nodes["ns"].to_list()
     return {"/".join(names[i] for i in layers.path(node)): ns[node] for node in range(len(names))}

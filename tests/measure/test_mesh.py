@@ -12,7 +12,7 @@ import pytest
 import advisor
 from advisor.advise.options import Options
 from advisor.measure import Analysis
-from advisor.measure.comm.links import Machine, find_link
+from advisor.measure.comm.links import NodeLinks, find_link
 from advisor.measure.comm.mesh import read_description, report_mesh
 from advisor.read import read_trace
 from advisor.testing import TraceBuilder
@@ -129,13 +129,13 @@ def test_waiting_and_transfer_of_each_axis_and_the_pipelines_bubble(tmp_path: Pa
 @pytest.mark.parametrize(
     ("ranks", "machine", "crosses"),
     [
-        ([0, 8], Machine(), None), ([0, 8], Machine(8), True), ([0, 7], Machine(8), False),
-        ([0, 1], Machine(hosts={0: "a", 1: "b"}), True),
-        ([0, 1], Machine(8, hosts={0: "a", 1: "a"}), False),
+        ([0, 8], NodeLinks(), None), ([0, 8], NodeLinks(8), True), ([0, 7], NodeLinks(8), False),
+        ([0, 1], NodeLinks(hosts={0: "a", 1: "b"}), True),
+        ([0, 1], NodeLinks(8, hosts={0: "a", 1: "a"}), False),
     ],
 )  # fmt: skip
 def test_a_group_crosses_nodes_by_its_hosts_or_the_size_of_a_node(
-    ranks: list[int], machine: Machine, crosses: bool | None
+    ranks: list[int], machine: NodeLinks, crosses: bool | None
 ) -> None:
     link = find_link(step_of(("forward", "allreduce", 4)).analysis(), ranks, 2, machine)
     assert (None if link is None else link.crosses) is crosses

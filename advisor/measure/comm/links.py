@@ -19,7 +19,7 @@ MIN_BYTES = 1 << 10
 """Smaller messages are counters and flags, and tell nothing of an axis."""
 
 
-class Machine(NamedTuple):
+class NodeLinks(NamedTuple):
     """What is known of the machines beyond the trace. ``None``: unknown."""
 
     node_size: int | None = None
@@ -30,10 +30,10 @@ class Machine(NamedTuple):
     """Host of each rank."""
 
 
-UNKNOWN = Machine()
+UNKNOWN = NodeLinks()
 
 
-class Link(NamedTuple):
+class AxisLink(NamedTuple):
     """What the ranks of a group send over."""
 
     crosses: bool
@@ -44,7 +44,7 @@ class Link(NamedTuple):
     """In one direction, by the datasheet or as given; ``None``: unknown."""
 
 
-def find_node_size(a: Analysis, machine: Machine) -> int | None:
+def find_node_size(a: Analysis, machine: NodeLinks) -> int | None:
     """GPUs of a node: as given, else ranks of the hosts, else the devices that the trace lists,
     where they are several. ``None``: unknown, for a process may see one of many GPUs."""
     if machine.node_size:
@@ -56,19 +56,25 @@ def find_node_size(a: Analysis, machine: Machine) -> int | None:
     return devices if devices > 1 else None
 
 
-def find_link(a: Analysis, ranks: Sequence[int], size: int | None, machine: Machine) -> Link | None:
+def find_link(
+    a: Analysis, ranks: Sequence[int], size: int | None, machine: NodeLinks
+) -> AxisLink | None:
     """The link of a group; ``None``: unknown which of its ranks share a node. Ranks are numbered
     node by node, as torchrun does, where their hosts are not known."""
     crosses = _crosses(a, ranks, size, machine)
     if crosses is None:
         return None
     if crosses:
-        return Link(True, None, machine.network_gb_per_s)
+        return AxisLink(True, None, machine.network_gb_per_s)
     link = None if a.hardware is None else a.hardware.link
-    return Link(False, None, None) if link is None else Link(False, link.name, link.gb_per_s)
+    return (
+        AxisLink(False, None, None) if link is None else AxisLink(False, link.name, link.gb_per_s)
+    )
 
 
-def _crosses(a: Analysis, ranks: Sequence[int], size: int | None, machine: Machine) -> bool | None:
+def _crosses(
+    a: Analysis, ranks: Sequence[int], size: int | None, machine: NodeLinks
+) -> bool | None:
     if len(ranks) > 1 and all(rank in machine.hosts for rank in ranks):
         return len({machine.hosts[rank] for rank in ranks}) > 1
     node = find_node_size(a, machine)
@@ -106,7 +112,7 @@ LARGE = 16 << 20
 """Bytes of messages that fill any link (nccl-tests)."""
 
 
-def _on_a_node(ranks: Sequence[int], machine: Machine) -> int:
+def _on_a_node(ranks: Sequence[int], machine: NodeLinks) -> int:
     """Ranks of a group on the node with most: their adapters carry its ring together."""
     counts = Counter(rank // machine.node_size for rank in ranks) if machine.node_size else {}
     return max(counts.values(), default=1)
@@ -127,7 +133,7 @@ class Scaled(NamedTuple):
     """The slowest tenth over the fastest: near 1 the link decides, else waits do."""
 
 
-def machine_of(a: Analysis, given: Machine = UNKNOWN) -> Machine:
+def machine_of(a: Analysis, given: NodeLinks = UNKNOWN) -> NodeLinks:
     """The machine as ``given``; what is unknown, as NCCL's log and the topology say."""
     log = a.trace.meta.network
     if log is None:

@@ -29,7 +29,7 @@ from advisor.core.report import MeshAxis
 from advisor.measure.comm.links import (
     MIN_BYTES,
     UNKNOWN,
-    Machine,
+    NodeLinks,
     bubble_share,
     count_slots,
     find_link,
@@ -200,7 +200,7 @@ def _inside(nodes: pl.DataFrame, thread: pl.Series, at: NDArray[np.int64]) -> ND
 
 
 def report_mesh(
-    a: Analysis, machine: Machine = UNKNOWN, waits: pl.DataFrame | None = None
+    a: Analysis, machine: NodeLinks = UNKNOWN, waits: pl.DataFrame | None = None
 ) -> list[MeshAxis]:
     """One entry for each axis and the ranks that talk along it, the most exposed first. ``waits``:
     of ``axis_waits.collective_waits``, where the traces of other ranks are here."""
@@ -222,7 +222,7 @@ def _report_axis(
     size: int | None,
     members: list[int],
     rows: pl.DataFrame,
-    machine: Machine,
+    machine: NodeLinks,
     waits: pl.DataFrame | None,
 ) -> MeshAxis:
     steps = a.step_count

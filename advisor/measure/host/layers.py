@@ -62,7 +62,7 @@ NODES_SCHEMA: dict[str, Any] = {
 
 
 @dataclass(frozen=True)
-class Layers:
+class LayerTable:
     """Modules and their time."""
 
     source: SourceName
@@ -100,7 +100,7 @@ class Layers:
 # -- whose time it is -----------------------------------------------------------------------------
 
 
-def measure_layers(a: Analysis) -> Layers | None:
+def measure_layers(a: Analysis) -> LayerTable | None:
     """Work by module: the device's, else that of operators on the host. From the source that knows
     the module of most of the time, the first in ``SOURCES`` that knows half of it. ``None``: no
     modules were recorded around any of it."""
@@ -135,7 +135,7 @@ def measure_layers(a: Analysis) -> Layers | None:
     nodes, steps = _sums(a, tree, target, scopes, work, node, backward)
     total = int(work["ns"].sum())
     on_device = a.device_id is not None
-    return Layers(name, nodes, total, work.height, steps, on_device, find_node, scopes)
+    return LayerTable(name, nodes, total, work.height, steps, on_device, find_node, scopes)
 
 
 def _work(a: Analysis) -> pl.DataFrame:
@@ -171,7 +171,7 @@ def work_nodes(a: Analysis) -> Rows:
     return _assign(a, a.layers.find, pl.DataFrame({"host": host, "other": other}))[0]
 
 
-def matching_nodes(layers: Layers, pattern: str) -> NDArray[np.bool_]:
+def matching_nodes(layers: LayerTable, pattern: str) -> NDArray[np.bool_]:
     """Which nodes a pattern names, those inside included: by name, by kind, or by path (names
     from the outermost, with dots between); ``*`` and ``?`` as in file names."""
     rows = layers.nodes.select("parent", "name", "kind").iter_rows()
@@ -333,7 +333,7 @@ class Equals:
     """``layers.0–23``."""
 
 
-def equal_layers(layers: Layers) -> list[Equals]:
+def equal_layers(layers: LayerTable) -> list[Equals]:
     """The tree with equal modules as one, parents before children, largest first among siblings."""
     parent, kinds = layers.nodes["parent"].to_list(), layers.nodes["kind"].to_list()
     names, ns = layers.nodes["name"].to_list(), layers.nodes["ns"].to_list()
@@ -381,7 +381,7 @@ def range_label(names: list[str]) -> str:
 
 
 @dataclass(frozen=True)
-class Outlier:
+class UnequalLayer:
     """A module that takes longer than its equals."""
 
     node: int
@@ -394,7 +394,7 @@ class Outlier:
     """Kind of the module inside it with most of the difference; ``None``: it has none."""
 
 
-def find_outliers(layers: Layers, groups: list[Equals]) -> list[Outlier]:
+def find_outliers(layers: LayerTable, groups: list[Equals]) -> list[UnequalLayer]:
     """Modules that contain others and take longer than their equals, beyond the spread of these:
     the distance to the longest of the others is larger than their range. Per step the median is
     compared. The longest first."""
@@ -431,7 +431,7 @@ def find_outliers(layers: Layers, groups: list[Equals]) -> list[Outlier]:
         part = max(more, key=more.__getitem__, default=None)
         if part is not None and more[part] < (own[longest] - usual) / 2:
             part = None
-        result.append(Outlier(node, group, float(own[longest]), usual, part))
+        result.append(UnequalLayer(node, group, float(own[longest]), usual, part))
     # what contains a longer module is longer itself: the innermost one is named
     named = {outlier.node for outlier in result}
     inner = {up for node in named for up in layers.path(node)[:-1]}
@@ -565,7 +565,7 @@ def _sum_known(nodes: pl.DataFrame, name: str) -> float | None:
     return None if unknown.any() or values.is_null().all() else float(values.sum())
 
 
-def _kinds(layers: Layers, per_step: float) -> list[report.LayerKind]:
+def _kinds(layers: LayerTable, per_step: float) -> list[report.LayerKind]:
     kinds, parent = layers.nodes["kind"].to_list(), layers.nodes["parent"].to_list()
     around_it: list[frozenset[str]] = []
     for up in parent:  # nodes: parents come first

@@ -155,7 +155,7 @@ def _own(match: re.Match[str]) -> Mark:
     return Mark(None, PREFILL if match[1].lower() in ("prefill", "extend") else DECODE)
 
 
-class Pattern(NamedTuple):
+class MarkPattern(NamedTuple):
     """One spelling of a mark."""
 
     regex: re.Pattern[str]
@@ -166,21 +166,21 @@ class Pattern(NamedTuple):
 
 _VLLM_WORKER = "vllm/v1/worker/gpu_worker.py, annotate_profile"
 PATTERNS = (
-    Pattern(
+    MarkPattern(
         re.compile(rf"^execute_(?:\d+_)?context_{_N}{_GROUP}_generation_{_N}{_GROUP}$"),
         _vllm,
         _VLLM_WORKER,
     ),
-    Pattern(re.compile(rf"^execute_new_{_N}_cached_{_N}$"), _vllm_counts, _VLLM_WORKER),
-    Pattern(
+    MarkPattern(re.compile(rf"^execute_new_{_N}_cached_{_N}$"), _vllm_counts, _VLLM_WORKER),
+    MarkPattern(
         re.compile(r"^step\[([A-Z_0-9]+) (bs=\d+[^\]]*)\]$"),
         _sglang,
         "sglang/srt/model_executor/step_span_utils.py, build_step_span_name",
     ),
-    Pattern(
+    MarkPattern(
         re.compile(r"^(prefill|decode)\[(bs=\d+.*)\]$"), _atom, "atom/model_engine/model_runner.py"
     ),
-    Pattern(
+    MarkPattern(
         re.compile(
             rf"^\[Executor\] _forward_step(?: \d+)?: {_N} ctx reqs(?:, {_N} ctx tokens)?, "
             rf"{_N} gen reqs"
@@ -188,19 +188,19 @@ PATTERNS = (
         _tensorrt,
         "tensorrt_llm/_torch/pyexecutor/py_executor.py, _forward_step",
     ),
-    Pattern(
+    MarkPattern(
         re.compile(rf"^execute_diffusion_{_N}_(\d+x\d+)$"),
         lambda match: Mark(XDIT, IMAGE, int(match[1])),
         "xfuser/runner.py",
     ),
 )
 PLAIN = (
-    Pattern(
+    MarkPattern(
         re.compile(r"^(?:v2_)?gpu_model_runner: forward$"),
         lambda match: Mark(VLLM, FORWARD),
         "vllm/v1/worker/gpu_model_runner.py, VLLM_CUSTOM_SCOPES_FOR_PROFILING=1",
     ),
-    Pattern(
+    MarkPattern(
         re.compile(r"(?i)^(prefill|extend|decode)(?:[ _-]?(?:step|token|iteration))?[ _#:-]*\d*$"),
         _own,
         "a range of the program's own",
@@ -214,7 +214,7 @@ def parse(name: str) -> Mark | None:
     return _read(name, PATTERNS)
 
 
-def _read(name: str, patterns: tuple[Pattern, ...]) -> Mark | None:
+def _read(name: str, patterns: tuple[MarkPattern, ...]) -> Mark | None:
     for pattern in patterns:
         match = pattern.regex.search(name)
         if match is not None:

@@ -41,7 +41,7 @@ to have run."""
 Numbers = NDArray[np.int64]
 
 
-class Replay(NamedTuple):
+class GraphReplay(NamedTuple):
     """One call that launched a graph."""
 
     row: int
@@ -56,7 +56,7 @@ class Replay(NamedTuple):
     """Of them, in which any of its work runs, ns."""
 
 
-def replays(trace: Trace) -> list[Replay]:
+def replays(trace: Trace) -> list[GraphReplay]:
     """Every replay in the order of the calls, those without records too."""
     cpu, gpu = trace.cpu, trace.gpu
     calls = np.flatnonzero((cpu["call"] == "graph_launch").fill_null(False).to_numpy())
@@ -75,7 +75,7 @@ def replays(trace: Trace) -> list[Replay]:
         rows = order[begin:stop]  # rows are in order of ts
         span = int(end[rows].max() - ts[rows].min()) if len(rows) else 0
         busy = union(ts[rows], end[rows]).total
-        result.append(Replay(row, rows, names[rows], span, busy))
+        result.append(GraphReplay(row, rows, names[rows], span, busy))
     return result
 
 
@@ -95,7 +95,7 @@ def missing_records(trace: Trace) -> tuple[int, int]:
     if not found:
         return 0, 0
     captured = None if trace.meta.capture is None else trace.meta.capture.launches
-    kinds: dict[bytes, list[Replay]] = {}
+    kinds: dict[bytes, list[GraphReplay]] = {}
     for replay in found:
         kinds.setdefault(replay.names.tobytes(), []).append(replay)
     longest = sorted(kinds.values(), key=lambda group: -len(group[0].rows))
@@ -117,7 +117,7 @@ def missing_records(trace: Trace) -> tuple[int, int]:
     return expected, missing
 
 
-def _lacks(short: Replay, whole: Replay) -> bool:
+def _lacks(short: GraphReplay, whole: GraphReplay) -> bool:
     """The shorter replay is of the same graph, and some of its records are lost: its work comes in
     the same order, and without the rest it would have taken less time than it did."""
     if not 0 < len(short.rows) < len(whole.rows):
@@ -128,7 +128,7 @@ def _lacks(short: Replay, whole: Replay) -> bool:
     return all(name in rest for name in short.names.tolist())
 
 
-def _holes(trace: Trace, replay: Replay) -> int:
+def _holes(trace: Trace, replay: GraphReplay) -> int:
     """How many kernels of mean length fit where a replay idles; before its first one and after its
     last one only while work was waiting in the queue of its stream."""
     cpu, gpu = trace.cpu, trace.gpu

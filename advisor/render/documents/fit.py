@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from advisor.advise.memory_fit import OUTSIDE, Fit, Layer, Way
+from advisor.advise.memory_fit import OUTSIDE, Fit, RepeatedLayer, Way
 from advisor.core import text as t
 from advisor.render.document import Block, Code, Document, FieldList, Grid, Paragraph, TextField
 from advisor.rules.memory.out_of_memory import describe_change
@@ -46,7 +46,7 @@ def _table(title: str, ways: list[Way]) -> Grid:
     return Grid(head, [_row(way) for way in ways], title, below=[way.why for way in ways])
 
 
-def _layers(layers: tuple[Layer, ...]) -> Grid:
+def _layers(layers: tuple[RepeatedLayer, ...]) -> Grid:
     """What each layer holds and costs; neighbours that are the same share a row."""
     rows: list[list[str]] = []
     begin = 0
@@ -63,7 +63,7 @@ def _layers(layers: tuple[Layer, ...]) -> Grid:
                 more=f"{more}: --format json has all")  # fmt: skip
 
 
-def _similar(one: Layer, other: Layer) -> bool:
+def _similar(one: RepeatedLayer, other: RepeatedLayer) -> bool:
     if (one.ns is None) != (other.ns is None):
         return False
     ns = abs((one.ns or 0.0) - (other.ns or 0.0)) <= SAME * max(one.ns or 0.0, other.ns or 0.0)

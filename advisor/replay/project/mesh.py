@@ -20,7 +20,7 @@ import numpy as np
 import polars as pl
 
 from advisor.core.errors import AdvisorError
-from advisor.measure.comm.links import UNKNOWN, Machine, find_node_size
+from advisor.measure.comm.links import UNKNOWN, NodeLinks, find_node_size
 from advisor.measure.comm.mesh import count_passes, report_mesh
 from advisor.measure.comm.messages import bus_factor
 from advisor.measure.device.families import MATRIX
@@ -161,7 +161,7 @@ class MeshProjector:
     """Projections of one rank's steps. Raises AdvisorError: there is no device work or step."""
 
     def __init__(
-        self, a: Analysis, measured: Mesh | None = None, machine: Machine = UNKNOWN
+        self, a: Analysis, measured: Mesh | None = None, machine: NodeLinks = UNKNOWN
     ) -> None:
         path = a.trace.meta.path or "trace"
         if a.device_id is None or a.steps.used.is_empty() or a.span_ns <= 0:

@@ -8,7 +8,7 @@ import pytest
 
 from advisor.core.errors import AdvisorError
 from advisor.measure import Analysis
-from advisor.measure.comm.links import Machine
+from advisor.measure.comm.links import NodeLinks
 from advisor.read import read_trace
 from advisor.replay.project.mesh import (
     BASE_NS,
@@ -43,7 +43,7 @@ def analysis(file: Path) -> Analysis:
 
 @pytest.fixture(scope="module")
 def projector(analysis: Analysis) -> MeshProjector:
-    return MeshProjector(analysis, None, Machine(NODE, 25.0))
+    return MeshProjector(analysis, None, NodeLinks(NODE, 25.0))
 
 
 @pytest.mark.parametrize(
@@ -111,12 +111,12 @@ def test_what_was_not_recorded_is_said_and_not_guessed(analysis: Analysis) -> No
     with pytest.raises(AdvisorError, match="--node-size"):
         MeshProjector(analysis).on(Mesh(dp=4, tp=2))
     with pytest.raises(AdvisorError, match="--network"):
-        MeshProjector(analysis, None, Machine(NODE)).on(Mesh(dp=16, tp=4))
+        MeshProjector(analysis, None, NodeLinks(NODE)).on(Mesh(dp=16, tp=4))
     with pytest.raises(AdvisorError, match="experts"):
-        MeshProjector(analysis, None, Machine(NODE)).on(Mesh(dp=4, tp=2, ep=2))
+        MeshProjector(analysis, None, NodeLinks(NODE)).on(Mesh(dp=4, tp=2, ep=2))
     with pytest.raises(AdvisorError, match="gradients"):
-        MeshProjector(analysis, Mesh(tp=8), Machine(NODE)).on(Mesh(dp=2, tp=4))
-    assert MeshProjector(analysis, None, Machine(NODE)).on(Mesh(dp=4, tp=2)).memory is None
+        MeshProjector(analysis, Mesh(tp=8), NodeLinks(NODE)).on(Mesh(dp=2, tp=4))
+    assert MeshProjector(analysis, None, NodeLinks(NODE)).on(Mesh(dp=4, tp=2)).memory is None
 
 
 @pytest.mark.parametrize("seed", [1, 4, 12, 22])
@@ -126,7 +126,7 @@ def test_the_other_mesh_of_a_simulated_job_is_near(seed: int, tmp_path: Path) ->
     path = tmp_path / "rank0.json"
     path.write_bytes(trace(play_mesh(pair.model, pair.recorded), 0))
     a = Analysis(read_trace(path))
-    result = MeshProjector(a, None, Machine(NODE, pair.model.network_rate)).on(pair.asked)
+    result = MeshProjector(a, None, NodeLinks(NODE, pair.model.network_rate)).on(pair.asked)
     truth = play_mesh(pair.model, pair.asked).step_ns
     assert result.step_ns == pytest.approx(truth, rel=0.2)
     assert result.low_ns <= truth <= result.high_ns

@@ -9,7 +9,7 @@ import pytest
 from advisor.core.errors import AdvisorError
 from advisor.core.prices import read_prices
 from advisor.measure import Analysis
-from advisor.measure.comm.links import Machine
+from advisor.measure.comm.links import NodeLinks
 from advisor.read import read_trace
 from advisor.replay.project.mesh import Mesh, MeshProjector
 from advisor.replay.project.splits import Instance, compare, meshes, read_instance
@@ -38,7 +38,7 @@ def test_splits_keep_the_pipeline_and_stay_inside_a_node() -> None:
 
 def test_cost_is_of_the_same_samples_by_hand(analysis: Analysis) -> None:
     """At 2 an hour and GPU: GPUs x time x price, over how many more samples a step has."""
-    projector = MeshProjector(analysis, None, Machine(8, 25.0))
+    projector = MeshProjector(analysis, None, NodeLinks(8, 25.0))
     rows = compare(projector, [8, 16], 2.0)
     same = next(row for row in rows if row.mesh == str(projector.measured))
     assert same.speed == pytest.approx(1.0)
@@ -59,9 +59,9 @@ def test_cost_is_of_the_same_samples_by_hand(analysis: Analysis) -> None:
 
 
 def test_what_crosses_an_unknown_network_is_refused(analysis: Analysis) -> None:
-    rows = compare(MeshProjector(analysis, None, Machine(8)), [16], None)
+    rows = compare(MeshProjector(analysis, None, NodeLinks(8)), [16], None)
     assert rows and all("--network" in row.refused for row in rows)
-    (row,) = compare(MeshProjector(analysis, Mesh(pp=8), Machine(8)), [12], None)
+    (row,) = compare(MeshProjector(analysis, Mesh(pp=8), NodeLinks(8)), [12], None)
     assert "does not divide" in row.refused
 
 

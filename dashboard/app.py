@@ -269,7 +269,7 @@ def _module(page: MenuPage) -> str:
 
 
 def _loading(view: PageView) -> Any:
-    """Shown until the run is read; assets/progress.js keeps it current and then reloads."""
+    """Shown until the run is read; assets/shell.js keeps it current and then reloads."""
     return el(
         "Section",
         el("H1", "Reading the trace"),

@@ -368,7 +368,7 @@ def line_not_recorded(report: Report, finding: Finding) -> str:
 def named_places(
     finding: Finding, most: int = 3, *, name_width: int = 48, path_width: int = 60
 ) -> list[tuple[Location, list[str]]]:
-    """The same with their names, as :func:`~advisor.core.text.place_names` has them: kernels and
+    """The same with their names, as :func:`~advisor.core.text.location_names` has them: kernels and
     operators of one finding stay apart however short they are."""
     result = places(finding, most)
     short = t.labels_by_name((name for p in result for name in (p.op, p.kernel)), name_width)

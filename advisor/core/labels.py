@@ -134,7 +134,7 @@ def kernel_label(name: str, width: int) -> str:
 
 
 def labels_by_name(names: Iterable[str | None], width: int) -> dict[str, str]:
-    """The labels of :func:`distinct` by name."""
+    """The labels of :func:`distinct_labels` by name."""
     wanted = list(dict.fromkeys(name for name in names if name is not None))
     return dict(zip(wanted, distinct_labels(wanted, width), strict=True))
 

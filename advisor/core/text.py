@@ -228,7 +228,7 @@ def location_names(
     short: Mapping[str, str] | None = None,
 ) -> list[str]:
     """Where it is: the line of code, the op, the kernel, the step. ``short``: labels of names that
-    are listed with others (:func:`by_name`)."""
+    are listed with others (:func:`labels_by_name`)."""
     known = short or {}
     parts = []
     if location.layer is not None and location.around_layer:

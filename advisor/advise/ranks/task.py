@@ -100,12 +100,18 @@ def reason(why: object) -> str:
 
 
 def perform(order: bytes) -> bytes:
-    """An encoded Order to an encoded Summary, or Unread with the reason: nothing is raised but
-    what ends a process."""
+    """An encoded MeasureTask to an encoded Summary, or Unread with the reason: nothing is raised
+    but what ends a process."""
     try:
         wanted = msgspec.msgpack.decode(order, type=MeasureTask)
     except ValueError:
-        return encode(Unread(rank=-1, path="", why=f"advisor {__version__} knows no such order"))
+        return encode(
+            Unread(
+                rank=-1,
+                path="",
+                why=f"advisor {__version__} does not know this task: install the same",
+            )
+        )
     if wanted.version != __version__:
         why = f"the worker has advisor {__version__}, this is {wanted.version}: install the same"
         return encode(wanted.failed(why))

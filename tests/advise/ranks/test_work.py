@@ -184,4 +184,4 @@ def test_an_order_of_another_version_is_refused_by_the_worker() -> None:
     assert told["rank"] == 3
     assert "install the same" in told["why"]
     told = msgspec.msgpack.decode(perform(b"nonsense"))["unread"]
-    assert "knows no such order" in told["why"]
+    assert "does not know this task" in told["why"]

@@ -431,7 +431,7 @@ def _rates(report: Report) -> str:
     judged = [each for each in report.rooflines if each.efficiency is not None]
     known = sum(each.share for each in judged)
     if known < MOSTLY:
-        return " How near most of its kernels come to its rates is unknown."
+        return " How close most kernels come to the limits of this GPU is unknown."
     left: dict[str, float] = {}
     time: dict[str, float] = {}
     for each in judged:

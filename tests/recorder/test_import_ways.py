@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from advisor.recorder.finish import injected
+from advisor.recorder.finish import with_injected
 from advisor.recorder.injection_status import NOTES
 
 TORCH = """
@@ -150,7 +150,7 @@ def started(
     notes = home / "notes"
     notes.mkdir(exist_ok=True)
     if recorded:
-        env |= {"PYTHONPATH": str(injected()), "ADVISOR_RUN_DIR": str(home / "run")}
+        env |= {"PYTHONPATH": with_injected(""), "ADVISOR_RUN_DIR": str(home / "run")}
         env[NOTES] = str(notes)
     return subprocess.run(
         [sys.executable, str(script)],
@@ -200,7 +200,8 @@ def test_start_up_files_of_other_tools_run_once_each(home: Path, first: bool) ->
     for name, text in (("tool", CHAINING), ("user", "print('mine')")):
         (home / name).mkdir(exist_ok=True)
         (home / name / "sitecustomize.py").write_text(text)
-    order = [home / "tool", injected()] if first else [injected(), home / "tool"]
+    own = with_injected("")
+    order = [home / "tool", own] if first else [own, home / "tool"]
     path = os.pathsep.join(map(str, [*order, home / "user"]))
     done = started(home, "import torch\nprint(seen())", recorded=True, env={"PYTHONPATH": path})
     assert done.stdout.splitlines() == ["chained", "mine", "1"]

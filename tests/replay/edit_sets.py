@@ -246,6 +246,9 @@ def touchable(a: Analysis, edits: Sequence[Edit]) -> float:
         else:
             chosen = gpu.filter(pl.Series(selected_gpu(a, edit.select, anywhere=True)))
             device += clipped(chosen, *EVER) * (1 - left)
+            if edit.select.layer and edit.op in ("scale", "remove"):  # with its host's time
+                around = selected_host(a, replace(edit.select, on="host"))
+                host += clipped(cpu.filter(pl.Series(around))) * (1 - left)
             if edit.op in ("remove", "overlap", "merge"):
                 device += 10_000.0 * chosen.height
             if edit.op in ("remove", "merge"):

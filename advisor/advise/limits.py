@@ -468,14 +468,11 @@ def lost_records(a: Analysis) -> str:
         )
     if a.device_id is not None and not (a.trace.gpu["kind"] == "kernel").any():
         return "the trace holds copies but no kernel, so when the device computes is not known"
-    if a.device_id is None and not a.record_only:
-        if a.trace.meta.truncated:  # the host's records come first in a file
-            return "the file may be cut off before its GPU work, behind which this may be hidden"
-        if launches(a.trace):
-            return (
-                "the host launched GPU work of which no record is left, and behind which this "
-                "may be hidden"
-            )
+    if a.device_id is None and launches(a.trace):
+        return (
+            "the host launched GPU work of which no record is left, and behind which this may "
+            "be hidden"
+        )
     return ""
 
 

@@ -350,18 +350,18 @@ def predict(path: Path, edits: Sequence[Any], title: str) -> tuple[Band, Band, f
     """What a replay of the edits together saves a step, ms, with a band that knows nothing of the
     pair and with that which is shown; and what their exposed time says."""
     import advisor
-    from advisor.advise.impact import BoundPricer
+    from advisor.advise.impact import BoundEstimator
     from advisor.measure import Analysis
-    from advisor.replay.price import EditGain
+    from advisor.replay.window import WindowReplayer
 
     run = advisor.open(path)
     a = Analysis(run.window(run.ranks[0]))
-    whatif = EditGain(a)
+    whatif = WindowReplayer(a)
     gain = whatif.gain(edits) / 1e6
     bands = [Band(gain, *(end / 1e6 for end in whatif.band(edits)))]
     with without(title):
         bands.append(Band(gain, *(end / 1e6 for end in whatif.band(edits))))
-    bound = BoundPricer(a).price(edits)
+    bound = BoundEstimator(a).gain_range(edits)
     return bands[1], bands[0], bound.gain / 1e6
 
 

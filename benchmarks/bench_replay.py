@@ -21,7 +21,7 @@ from public_traces import CORPUS
 from advisor.core.errors import AdvisorError
 from advisor.measure import Analysis
 from advisor.read import read_trace
-from advisor.replay.price import EditGain
+from advisor.replay.window import WindowReplayer
 
 REPLAY, HARD = "replay", "hard parts"
 """Sections of the document that are written."""
@@ -63,16 +63,16 @@ def seconds(act: Callable[[], object], times: int = 5) -> float:
     return best
 
 
-def replayed(path: Path) -> EditGain | None:
+def replayed(path: Path) -> WindowReplayer | None:
     """The replay of one trace; ``None``: it holds no steps with both host and device rows."""
     trace = read_trace(str(path))
     if trace.cpu.is_empty() or trace.gpu.is_empty():
         return None
     a = Analysis(trace)
-    return None if a.steps.used.is_empty() else EditGain(a)
+    return None if a.steps.used.is_empty() else WindowReplayer(a)
 
 
-def row(name: str, whatif: EditGain) -> tuple[str, ...]:
+def row(name: str, whatif: WindowReplayer) -> tuple[str, ...]:
     """Steps and starts of one trace."""
     quality, twin = whatif.quality, naive_twin(whatif.graph)
     parts = []
@@ -95,7 +95,7 @@ def row(name: str, whatif: EditGain) -> tuple[str, ...]:
     )
 
 
-def hard_row(name: str, whatif: EditGain) -> tuple[str, ...]:
+def hard_row(name: str, whatif: WindowReplayer) -> tuple[str, ...]:
     """Waits and idle time of one trace, by brute force and as the library has them."""
     found: HardTime = hard_time(whatif.a, whatif.plan)
     said = [getattr(whatif.quality, f"{what}_explained", None) for what in ("waits", "idle")]

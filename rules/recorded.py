@@ -45,16 +45,16 @@ def local_ranks(a: Analysis) -> int:
     return int(text) if text.isdecimal() and 0 < int(text) < 1024 else 1
 
 
-def a_step(
+def impact_per_step(
     a: Analysis, gain: float, *, low: float = 0.0, high: float | None = None, method: str = METHOD
 ) -> Impact:
     """An impact in time per step, from recorded host times; ns."""
     mean = record(a).mean or 0.0
-    impact = over_the_run(gain, low=low, high=high, method=method)
+    impact = impact_over_run(gain, low=low, high=high, method=method)
     return replace(impact, currency="step_time", share=gain / mean if mean else None)
 
 
-def over_the_run(
+def impact_over_run(
     gain: float, *, low: float = 0.0, high: float | None = None, method: str
 ) -> Impact:
     """An impact in time over the recorded run, ns."""
@@ -77,17 +77,17 @@ def taken_by_training(a: Analysis, loading: float) -> float | None:
     return None if computed is None else a.recorded.taken(loading, computed)
 
 
-def measure_it(reason: str) -> Impact:
+def impact_without_gain(reason: str) -> Impact:
     """No figure, and why."""
     return Impact(currency="unpriced", reason=reason)
 
 
-def risk(reason: str) -> Impact:
+def impact_risk(reason: str) -> Impact:
     """What may happen: no figure."""
     return Impact(currency="risk", reason=reason)
 
 
-def frees(size: int, method: str) -> Impact:
+def impact_memory(size: int, method: str) -> Impact:
     """GPU memory that a fix frees, bytes."""
     return Impact(currency="memory", freed_bytes=size, method=method)
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, TypeVar
 import msgspec
 from msgspec import structs
 
-from advisor.advise.impact import Pricer, count_ranks, estimate, pricer, weigh_window
+from advisor.advise.impact import GainEstimator, count_ranks, estimate, estimator_for, weigh_window
 from advisor.advise.limits import lost_records
 from advisor.advise.terms import FRAMEWORKS, advises, for_program, how_to_record, left_out
 from advisor.core.errors import AdvisorError, describe_failure
@@ -51,7 +51,7 @@ class Checked:
     findings: list[Finding]
     good: list[PassedCheck]
     not_measured: list[SkippedCheck]
-    estimator: Pricer | None = None
+    estimator: GainEstimator | None = None
     """What estimated the gains; ``None``: in another process, or across ranks."""
     summary: Summary | None = None
     """The rank for comparison with others; ``None``: it is alone, or was not profiled."""
@@ -125,11 +125,11 @@ def run_rules(number: int, a: Analysis, rules: list[Rule], prices: bool = True) 
             said = _without_idle(rule, said, unknown, of_idle=a.idle_reads > before, cut=cut)
         outcomes += [_completed(outcome, rule, a, number) for outcome in said]
     outcomes += [*_not_run(a, rules), *left_out(rules, a.trace.meta)]
-    return _sorted(outcomes, number, a, pricer(a) if prices else None)
+    return _sorted(outcomes, number, a, estimator_for(a) if prices else None)
 
 
 def rank_rules(
-    study: Study, main: int, a: Analysis, rules: list[Rule], estimator: Pricer
+    study: Study, main: int, a: Analysis, rules: list[Rule], estimator: GainEstimator
 ) -> Checked:
     """Run the rules that look across ranks; the report is of rank ``main``."""
     outcomes: list[Outcome] = []
@@ -141,7 +141,7 @@ def rank_rules(
     return _sorted(outcomes, main, a, estimator)
 
 
-def estimated(checked: Checked, a: Analysis, estimator: Pricer) -> Checked:
+def estimated(checked: Checked, a: Analysis, estimator: GainEstimator) -> Checked:
     """The same with the gains of its findings."""
     findings, skipped = [], list(checked.not_measured)
     for finding in checked.findings:
@@ -155,7 +155,7 @@ def estimated(checked: Checked, a: Analysis, estimator: Pricer) -> Checked:
     return replace(checked, findings=findings, not_measured=skipped, estimator=estimator)
 
 
-def combined(results: dict[int, Checked], main: int, *, counted: bool = True) -> Checked:
+def merge_ranks(results: dict[int, Checked], main: int, *, counted: bool = True) -> Checked:
     """What was found on the main rank; a finding of the other ranks is counted beside the same one
     of the main rank, and added when new."""
     findings = list(results[main].findings)
@@ -340,7 +340,7 @@ def _with_line(place: Location, a: Analysis) -> Location:
 
 
 def _sorted(
-    outcomes: Sequence[Outcome], number: int, a: Analysis, estimator: Pricer | None
+    outcomes: Sequence[Outcome], number: int, a: Analysis, estimator: GainEstimator | None
 ) -> Checked:
     """Outcomes by kind, the gains of findings estimated where ``estimator`` is given."""
     checked = Checked(

@@ -17,18 +17,18 @@ from msgspec import structs
 import advisor
 from advisor.advise.check import (
     Checked,
-    combined,
     explain,
     hot_lines,
+    merge_ranks,
     rank_rules,
     run_ranks,
 )
 from advisor.advise.impact import (
-    BoundPricer,
-    Pricer,
+    BoundEstimator,
+    GainEstimator,
     count_ranks,
+    estimator_for,
     for_run,
-    pricer,
     share_out,
     with_gain,
 )
@@ -36,7 +36,7 @@ from advisor.advise.measured import cost, inputs, measure, step_durations
 from advisor.advise.options import Options as Options  # noqa: PLC0414
 from advisor.advise.rank import rank
 from advisor.advise.ranks.job import first_rank, ranks_apart, summarise_apart
-from advisor.advise.ranks.task import reason
+from advisor.advise.ranks.task import one_line
 from advisor.advise.select import choose, load_rules, read_config
 from advisor.advise.write import write_report
 from advisor.core import text as t
@@ -68,7 +68,7 @@ class AnalysisResult:
     report: Report
     analyses: dict[int, Analysis]
     """By rank; the report is of the first."""
-    estimator: Pricer
+    estimator: GainEstimator
     """Of the first rank."""
 
     @property
@@ -121,7 +121,7 @@ def examine(
     if why := why_apart(run):
         each = [(trace, partial(_alone, trace, options)) for trace in run.traces.values()]
         report = apart_report(run, analyses, why, each)
-        return AnalysisResult(run, report, analyses, BoundPricer(analyses[main]))
+        return AnalysisResult(run, report, analyses, BoundEstimator(analyses[main]))
     results = run_ranks(analyses, rules, options.executor)
     summaries = summaries or [r.summary for r in results.values() if r.summary is not None]
     compared = _compared(summaries, unread)
@@ -145,16 +145,16 @@ def _advise(
     rules: list[Rule],
     compared: Study | None,
     summaries: Sequence[Summary],
-) -> tuple[Report, Pricer]:
+) -> tuple[Report, GainEstimator]:
     """From what the rules found on each rank to the report of the first, and what its gains are
     estimated by."""
     main, a = next(iter(analyses.items()))
-    estimator = results[main].estimator or pricer(a, main)
+    estimator = results[main].estimator or estimator_for(a, main)
     if compared is None:
-        checked = combined(results, main)
+        checked = merge_ranks(results, main)
     else:
         alone = {n: each for n, each in results.items() if n == main or each.summary is None}
-        checked = combined(alone, main, counted=False)
+        checked = merge_ranks(alone, main, counted=False)
         checked, estimator = _of_all_ranks(checked, estimator, compared, a, rules)
     hot, problems = hot_lines(a)
     findings = explain(checked.findings, hot, rules)
@@ -171,13 +171,13 @@ EXPOSED = "exposed-communication"
 
 
 def _of_all_ranks(
-    checked: Checked, own: Pricer, study: Study, a: Analysis, rules: list[Rule]
-) -> tuple[Checked, Pricer]:
+    checked: Checked, own: GainEstimator, study: Study, a: Analysis, rules: list[Rule]
+) -> tuple[Checked, GainEstimator]:
     """What a rank's rules say, with what the other ranks and the comparison of all add: a finding
     of single ranks gets the gain of the job, where the ranks can be replayed."""
-    from advisor.advise.ranks.pricer import RanksPricer
+    from advisor.advise.ranks.estimator import RanksEstimator
 
-    estimator = RanksPricer(own, study, checked.rank, checked.findings)
+    estimator = RanksEstimator(own, study, checked.rank, checked.findings)
     findings = [*checked.findings, *estimator.others({f.rule for f in checked.findings})]
     seen = {finding.rule: estimator.counted(finding.rule) for finding in findings}
     findings = count_ranks(findings, seen, len(study.numbers))
@@ -185,10 +185,10 @@ def _of_all_ranks(
         structs.replace(f, evidence=[*f.evidence, *study.exposed()]) if f.rule == EXPOSED else f
         for f in findings
     ]
-    used: Pricer = own if study.replay.reason else estimator
+    used: GainEstimator = own if study.replay.reason else estimator
     if used is estimator:
         findings = [
-            with_gain(f, estimator.price(f.edits), a, estimator.method, of_job=True)
+            with_gain(f, estimator.gain_range(f.edits), a, estimator.method, of_job=True)
             if estimator.knows(f)
             else f
             for f in findings
@@ -218,7 +218,7 @@ def _compared(summaries: Sequence[Summary], unread: Sequence[Unread]) -> Study |
     try:
         return study(summaries, unread)
     except (ArithmeticError, LookupError, TypeError, ValueError) as error:  # of damaged summaries
-        why = reason(f"{type(error).__name__}: {error}")
+        why = one_line(f"{type(error).__name__}: {error}")
         raise AdvisorError(f"the ranks cannot be compared, a fault of advisor ({why})") from error
 
 

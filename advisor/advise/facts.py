@@ -114,7 +114,7 @@ def _steps(report: Report) -> list[str]:
         parts = [f"{used} {source}", f"{mean} on average", spread]
     if scope_.outliers:
         parts.append(f"outliers set aside: {names(scope_.outliers)}")
-    return [*parts, *window(report)]
+    return [*parts, *compare_window_with_run(report)]
 
 
 OUTSIDE = 0.01
@@ -123,7 +123,7 @@ SAME = 0.03
 """Two step times that differ by less are called equal."""
 
 
-def window(report: Report) -> list[str]:
+def compare_window_with_run(report: Report) -> list[str]:
     """How the profiled steps compare with the run's own, and why they differ."""
     step = report.step
     if step is None or step.window_slowdown is None:
@@ -212,7 +212,7 @@ def recorded(report: Report) -> list[str]:
     return parts
 
 
-def figures(report: Report) -> list[Line]:
+def headline_numbers(report: Report) -> list[Line]:
     """The figures beside the bar."""
     lines: list[Line] = []
     if report.time:
@@ -395,7 +395,7 @@ def folded(report: Report, finding: Finding) -> list[Finding]:
     return [other for other in report.findings if other.folded_under == finding.rule]
 
 
-def price(finding: Finding, *, alone: bool = False) -> str:
+def describe_gain(finding: Finding, *, alone: bool = False) -> str:
     """What the fix gains, the same figure on every screen: ``about 5.4 ms (4.3–5.4 ms), 41%``.
     Times are per step where nothing else is said; ``alone``: it is said always."""
     impact = finding.impact
@@ -526,8 +526,8 @@ def covered_line(finding: Finding, other: Finding) -> tuple[str, str]:
     alternative = bool(finding.alternatives) and finding.alternatives == other.alternatives
     title = t.clean(other.title)
     if alternative:
-        return "or", f"{title}: {price(other)}, instead of this fix"
-    return "also", f"{title}: {price(other)} on its own"
+        return "or", f"{title}: {describe_gain(other)}, instead of this fix"
+    return "also", f"{title}: {describe_gain(other)} on its own"
 
 
 def why_note(finding: Finding) -> str:
@@ -546,7 +546,7 @@ def note_gain(finding: Finding) -> str:
     impact = finding.impact
     if impact is None or impact.currency != "step_time" or not impact.gain_ns:
         return ""
-    return price(finding)
+    return describe_gain(finding)
 
 
 def abstentions(report: Report) -> list[tuple[str, str]]:
@@ -559,7 +559,7 @@ def abstentions(report: Report) -> list[tuple[str, str]]:
     return result
 
 
-def bounded(report: Report) -> bool:
+def has_upper_bound(report: Report) -> bool:
     """Some gain is an upper bound, not a replay."""
     return any(
         finding.impact is not None and t.is_upper_bound(finding.impact)
@@ -576,20 +576,20 @@ def outlook(report: Report) -> str:
     fixes = "all fixes" if len(ranked(report)) > 1 else "this fix"
     scale = report.step_ns / replay.measured_ns if replay.measured_ns else 1.0
     after = replay.step_after_ns * scale
-    bound = "up to " * bounded(report)
+    bound = "up to " * has_upper_bound(report)
     ratio = report.step_ns / after if after > 0 else 1.0
     if ratio <= 1:
         return ""
     times = f"{ratio:.1f}" if ratio >= 2 else f"{ratio:.2f}"
     faster = f" ({bound}{times}× faster)"
-    limit = t.limits(replay.critical_after, report.scope.framework)
+    limit = t.describe_bottleneck(replay.critical_after, report.scope.framework)
     return (
         f"With {fixes}: {t.format_duration(report.step_ns)} → "
         f"{t.format_duration(after)}{faster}{f', then limited by {limit}' if limit else ''}."
     )
 
 
-def chosen(stairs: Stairs) -> str:
+def describe_chosen_fixes(stairs: Stairs) -> str:
     """What the step comes down to with some of the fixes."""
     step, left = stairs.measured.left_ns, stairs.fixes[-1].left_ns
     if left >= step:
@@ -643,7 +643,7 @@ def definitions(report: Report) -> list[str]:
             f"{t.format_duration(step.window_ns)} step; "
             f"gains are of the run's {t.format_duration(step.ns)} step, the same share of it."
         )
-    if bounded(report):
+    if has_upper_bound(report):
         result.append(
             "'Up to' is the time during which nothing but the cause keeps the GPU or the step "
             "waiting: a fix cannot gain more."

@@ -24,7 +24,7 @@ from advisor.core.report import HardPart, Replay
 from advisor.replay.calibration import Band, widened_by_rule, worst_case
 from advisor.replay.exposed import ExposedTime
 from advisor.replay.points import hand_over_ns
-from advisor.replay.price import EditGain
+from advisor.replay.window import WindowReplayer
 
 if TYPE_CHECKING:
     from advisor.core.finding import Decides, Rule, Severity
@@ -96,7 +96,7 @@ def count_ranks(findings: Iterable[Finding], seen: Mapping[str, int], ranks: int
 # -- gain and range --------------------------------------------------------------------------------
 
 
-def estimate(finding: Finding, a: Analysis, estimator: Pricer) -> Finding:
+def estimate(finding: Finding, a: Analysis, estimator: GainEstimator) -> Finding:
     """The finding with what it gains: the rule's own figure (memory, risk), else what its edits
     save. A rule that names a change of one rank may give a figure that stands in where that rank
     cannot be replayed with the others."""
@@ -121,9 +121,9 @@ def _not_estimated(finding: Finding, why: str) -> Finding:
     return replace(finding, impact=Impact(currency="unpriced", reason=why))
 
 
-def _of_edits(finding: Finding, a: Analysis, estimator: Pricer) -> Finding:
+def _of_edits(finding: Finding, a: Analysis, estimator: GainEstimator) -> Finding:
     """The gain of a finding's edits, its range widened by what is known of past predictions."""
-    saved = estimator.price(finding.edits)
+    saved = estimator.gain_range(finding.edits)
     if finding.moved_ns is not None:
         hand_over = hand_over_ns(a.trace, a.step_ns, "low")
         most_of_it = saved.gain - saved.low < hand_over
@@ -156,7 +156,7 @@ def _of_edits(finding: Finding, a: Analysis, estimator: Pricer) -> Finding:
 
 
 def with_gain(
-    finding: Finding, saved: Price, a: Analysis, method: str, *, of_job: bool = False
+    finding: Finding, saved: GainRange, a: Analysis, method: str, *, of_job: bool = False
 ) -> Finding:
     """The finding with a gain per step, and how severe that makes it."""
     share = saved.gain / a.step_ns if a.step_ns else None
@@ -198,7 +198,7 @@ OF_THE_DEVICE = ("compute", "communication")
 
 
 def without_gain(
-    findings: Sequence[Finding], estimator: Pricer, a: Analysis, floor: float
+    findings: Sequence[Finding], estimator: GainEstimator, a: Analysis, floor: float
 ) -> list[Finding]:
     """Those that have the device waiting for ``floor`` (ns per step) or more by exposed time, with
     what sets the step's pace instead. The others gain nothing by either estimate."""
@@ -206,7 +206,7 @@ def without_gain(
     if not path:
         return []
     kept = []
-    bound = BoundPricer(a)
+    bound = BoundEstimator(a)
     part, longest = max(path.items(), key=lambda item: item[1])
     share = t.format_share(longest / max(sum(path.values()), 1.0))
     who = t.path_label(part, a.trace.meta.framework)
@@ -214,7 +214,7 @@ def without_gain(
     for finding in findings:
         if finding.other_rank or not finding.edits:
             continue
-        exposed = bound.price(finding.edits).gain
+        exposed = bound.gain_range(finding.edits).gain
         if exposed >= floor:
             why = (
                 f"Fixing this alone does not shorten the {a.per}: {who} sets the pace ({share} of "
@@ -362,7 +362,7 @@ def _bound_loading(finding: Finding, a: Analysis) -> Finding:
 REPLAY, BOUND = "replay", "upper bound (exposed time)"
 
 
-class Price(NamedTuple):
+class GainRange(NamedTuple):
     """Time saved per step, ns."""
 
     gain: float
@@ -374,11 +374,11 @@ class Price(NamedTuple):
     high_by: Decides = ""
 
 
-class Pricer:
+class GainEstimator:
     """Estimates what edits save in one window. All figures are ns per step."""
 
     method: str
-    """How prices are got: REPLAY or BOUND."""
+    """How gains are estimated: REPLAY or BOUND."""
     reason: str = ""
     """Why the steps are not replayed; empty: they are, or bounds were asked for."""
     ranks: tuple[int, ...] = ()
@@ -391,16 +391,16 @@ class Pricer:
 
     @cached_property
     def unseen_loader(self) -> bool:
-        """How fast the loader's workers could be is not known, and prices do not allow for it."""
+        """How fast the loader's workers could be is not known, and gains do not allow for it."""
         return False
 
-    def price(self, edits: Sequence[Edit], given: Sequence[Edit] = ()) -> Price:
+    def gain_range(self, edits: Sequence[Edit], given: Sequence[Edit] = ()) -> GainRange:
         """What edits save alone, or once others are done, with the range."""
         raise NotImplementedError
 
     def marginal(self, edits: Sequence[Edit], given: Sequence[Edit]) -> float:
         """What they save once others are done."""
-        return self.price(edits, given).gain
+        return self.gain_range(edits, given).gain
 
     def is_calibrated(self, edits: Sequence[Edit]) -> bool:
         """Their range is what predictions of that kind were measured to miss by."""
@@ -415,22 +415,22 @@ class Pricer:
         return None
 
 
-def pricer(a: Analysis, rank: int = 0) -> Pricer:
+def estimator_for(a: Analysis, rank: int = 0) -> GainEstimator:
     """The replay where it reproduces the measured steps, else the bound."""
     if a.lost.reported:
-        return BoundPricer(a, "records of device work are lost")
-    replay = ReplayPricer(a, rank)
+        return BoundEstimator(a, "records of device work are lost")
+    replay = ReplayEstimator(a, rank)
     why = replay.whatif.unusable
-    return BoundPricer(a, why) if why else replay
+    return BoundEstimator(a, why) if why else replay
 
 
-class ReplayPricer(Pricer):
+class ReplayEstimator(GainEstimator):
     """Prices by replaying the steps' dependency graph with the edits in it."""
 
     method = REPLAY
 
     def __init__(self, a: Analysis, rank: int = 0) -> None:
-        self.whatif = EditGain(a, rank)
+        self.whatif = WindowReplayer(a, rank)
 
     @cached_property
     def error(self) -> float:
@@ -439,23 +439,18 @@ class ReplayPricer(Pricer):
 
     @cached_property
     def unseen_loader(self) -> bool:
-        """See :class:`Pricer`."""
         return self.whatif.unseen_loader
 
-    def price(self, edits: Sequence[Edit], given: Sequence[Edit] = ()) -> Price:
-        """See :class:`Pricer`."""
-        return Price(*self.whatif.price(edits, given))
+    def gain_range(self, edits: Sequence[Edit], given: Sequence[Edit] = ()) -> GainRange:
+        return GainRange(*self.whatif.gain_range(edits, given))
 
     def marginal(self, edits: Sequence[Edit], given: Sequence[Edit]) -> float:
-        """See :class:`Pricer`."""
         return self.whatif.gain(edits, given)
 
     def critical_path(self) -> dict[str, float]:
-        """See :class:`Pricer`."""
         return self.whatif.critical()
 
     def view(self, edits: Sequence[Edit]) -> Replay | None:
-        """See :class:`Pricer`."""
         whatif, quality = self.whatif, self.whatif.quality
         return Replay(
             step_ns=whatif.a.step_ns * (1 + quality.total_error),
@@ -476,7 +471,7 @@ class ReplayPricer(Pricer):
         )
 
 
-class BoundPricer(Pricer):
+class BoundEstimator(GainEstimator):
     """Prices by exposed time: what can be saved at most."""
 
     method = BOUND
@@ -485,8 +480,8 @@ class BoundPricer(Pricer):
         self.reason = reason
         self._exposed = ExposedTime(a)
 
-    def price(self, edits: Sequence[Edit], given: Sequence[Edit] = ()) -> Price:
-        """See :class:`Pricer`: instants that others have claimed do not count again."""
+    def gain_range(self, edits: Sequence[Edit], given: Sequence[Edit] = ()) -> GainRange:
+        """Instants that ``given`` edits have claimed do not count again."""
         saved, before = self._exposed.saved([*given, *edits]), self._exposed.saved(given)[0]
         gain, low, high = (max(0.0, value - before) for value in saved)
-        return Price(gain, low, high, high, "assumption", "assumption")
+        return GainRange(gain, low, high, high, "assumption", "assumption")

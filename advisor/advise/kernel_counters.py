@@ -24,7 +24,7 @@ from advisor.measure.device.kernel_profiles import (
 )
 
 if TYPE_CHECKING:
-    from advisor.advise.impact import Pricer
+    from advisor.advise.impact import GainEstimator
     from advisor.measure import Analysis
 
 MAX_KERNELS = 200
@@ -34,7 +34,7 @@ MAX_REPLAYED = 40
 MAX_STALLS = 5
 
 
-def counter_views(a: Analysis, pricer: Pricer) -> list[KernelCounters]:
+def counter_views(a: Analysis, estimator: GainEstimator) -> list[KernelCounters]:
     """One per profiled kernel, by what it can gain per step; without a trace by its time."""
     gpu = a.trace.gpu["dur"].to_numpy()
     per_step = {
@@ -47,7 +47,7 @@ def counter_views(a: Analysis, pricer: Pricer) -> list[KernelCounters]:
         edit = None
         if k.busiest is not None and place < MAX_REPLAYED:
             edit = faster(a, k, max(0.0, 1 - k.busiest / 100))
-        gain = None if edit is None else round(max(0.0, pricer.price([edit]).gain))
+        gain = None if edit is None else round(max(0.0, estimator.gain_range([edit]).gain))
         views.append(_view(a, k, per_step[id(k)], gain))
     return sorted(
         views, key=lambda v: (-(v.gain_ns or 0), -(v.step_ns or 0), -(v.duration_ns or 0))

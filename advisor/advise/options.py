@@ -13,7 +13,7 @@ from msgspec import Struct
 from advisor.core.prices import Prices
 from advisor.read import ReadOptions
 
-SECONDS: Final = 1800.0
+RANK_TIMEOUT_SECONDS: Final = 1800.0
 """What one file may take where ranks are measured one by one. A trace of 4 GB takes some 300 s on
 one core, without the network."""
 
@@ -50,10 +50,10 @@ class Options:
     """Where the per-rank stage runs; ``None``: threads of this process."""
     workers: int | None = None
     """Processes that measure a job rank by rank, each with one trace at once; ``None``: up to
-    MAX_HELD ranks in this process, more in a process a core."""
+    MAX_RANKS_IN_MEMORY ranks in this process, more in a process a core."""
     cluster: str | None = None
     """Address of a Dask scheduler whose workers do that instead (``tcp://host:8786``)."""
-    seconds: float = SECONDS
+    seconds: float = RANK_TIMEOUT_SECONDS
     """What one rank may take there."""
     on_progress: Callable[[RanksDone], object] | None = None
     """Called when that begins, and after each rank."""

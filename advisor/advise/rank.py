@@ -12,7 +12,7 @@ from msgspec.structs import replace
 from advisor.advise.impact import (
     MIN_GAIN_SHARE,
     WARNING_SHARE,
-    Pricer,
+    GainEstimator,
     may_be_nothing,
     without_gain,
 )
@@ -51,7 +51,7 @@ def _of_one_launch(note: Finding) -> float:
     return -sum(float(e.value or 0) for e in note.evidence if e.label == ONE_LAUNCH)
 
 
-def rank(findings: Sequence[Finding], a: Analysis, estimator: Pricer) -> Ranked:
+def rank(findings: Sequence[Finding], a: Analysis, estimator: GainEstimator) -> Ranked:
     """The findings in the order to follow them; what gains nothing by a replay although the device
     waits for it becomes a note, and what gains nothing by either reckoning is left out."""
     floor = max(MIN_GAIN_SHARE * a.step_ns, estimator.error)
@@ -80,7 +80,7 @@ def rank(findings: Sequence[Finding], a: Analysis, estimator: Pricer) -> Ranked:
 
 
 def _order(
-    findings: list[Finding], pricer: Pricer, floor: float
+    findings: list[Finding], estimator: GainEstimator, floor: float
 ) -> tuple[list[Finding], list[Finding]]:
     """Findings by marginal gain x confidence, the largest first; and those that are left out.
 
@@ -95,14 +95,14 @@ def _order(
     folded: list[Finding] = []
     shown: set[int] = set()
     while waiting:
-        index, gain = _best(findings, waiting, latest, chosen, pricer)
+        index, gain = _best(findings, waiting, latest, chosen, estimator)
         waiting.remove(index)
         best, alone = findings[index], _alone(findings[index])
         rival = next(
             (c for c in chosen if best.alternatives and c.alternatives == best.alternatives), None
         )
         if rival is None and chosen and gain < FOLD_BELOW * alone:
-            rival = _taker(best, chosen, pricer)
+            rival = _taker(best, chosen, estimator)
         if rival is not None:
             if alone >= floor:
                 folded.append(replace(best, folded_under=rival.rule))
@@ -110,7 +110,7 @@ def _order(
         elif gain >= floor:
             after = chosen[-1].rule if alone < floor and chosen else None
             place = len(chosen) + 1
-            low, high = _range_of(best, gain, chosen, pricer)
+            low, high = _range_of(best, gain, chosen, estimator)
             chosen.append(
                 replace(
                     best,
@@ -135,7 +135,7 @@ def _best(
     waiting: list[int],
     latest: list[float],
     chosen: list[Finding],
-    pricer: Pricer,
+    estimator: GainEstimator,
 ) -> tuple[int, float]:
     """Which waiting finding has the largest marginal gain x confidence, and that gain.
 
@@ -152,30 +152,30 @@ def _best(
         if not again:
             return best, latest[best]
         for index in again:
-            latest[index] = marginal(findings[index], chosen, pricer)
+            latest[index] = marginal(findings[index], chosen, estimator)
             fresh.add(index)
 
 
-def marginal(finding: Finding, chosen: Sequence[Finding], pricer: Pricer) -> float:
+def marginal(finding: Finding, chosen: Sequence[Finding], estimator: GainEstimator) -> float:
     """What a finding's fix saves once those of the chosen ones are done, ns per step."""
     if not chosen or not finding.edits or finding.other_rank:
         return _alone(finding)
     given = [edit for c in chosen if not c.other_rank for edit in c.edits]
-    return pricer.marginal(finding.edits, given)
+    return estimator.marginal(finding.edits, given)
 
 
 def _range_of(
-    finding: Finding, gain: float, chosen: list[Finding], pricer: Pricer
+    finding: Finding, gain: float, chosen: list[Finding], estimator: GainEstimator
 ) -> tuple[int | None, int | None]:
     """The range of what a finding gains after the chosen ones, ns."""
     given = [edit for c in chosen if not c.other_rank for edit in c.edits]
     if not given or not finding.edits or finding.other_rank:
         impact = finding.impact
         return (None, None) if impact is None else (impact.low_ns, impact.high_ns)
-    saved = pricer.price(finding.edits, given)
+    saved = estimator.gain_range(finding.edits, given)
     return round(max(0.0, min(saved.low, gain))), round(max(gain, saved.high))
 
 
-def _taker(finding: Finding, chosen: list[Finding], pricer: Pricer) -> Finding:
+def _taker(finding: Finding, chosen: list[Finding], estimator: GainEstimator) -> Finding:
     """The chosen finding after which this one gains least; the first of equals."""
-    return min(chosen, key=lambda c: marginal(finding, [c], pricer))
+    return min(chosen, key=lambda c: marginal(finding, [c], estimator))

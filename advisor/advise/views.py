@@ -27,12 +27,12 @@ from advisor.core.views import (
 )
 
 if TYPE_CHECKING:
-    from advisor.advise.impact import Pricer
+    from advisor.advise.impact import GainEstimator
     from advisor.core.ranks import RankLine
     from advisor.core.report import Report
 
 
-def drawn(report: Report) -> Views:
+def build_views(report: Report) -> Views:
     """All that there is to draw of a report."""
     return Views(step_bar(report), stairs(report), rank_table(report))
 
@@ -142,10 +142,10 @@ def stairs(report: Report) -> Stairs | None:
         named = (finding.priority, finding.severity, t.clean(finding.title))
         fixes.append(Stair(*named, saved, left, saved / whole, left / whole))
     measured = Stair(None, "info", "as measured", 0.0, whole, 0.0, 1.0)
-    return Stairs(report.per, facts.bounded(report), measured, fixes)
+    return Stairs(report.per, facts.has_upper_bound(report), measured, fixes)
 
 
-def stairs_of(report: Report, kept: Container[int], pricer: Pricer) -> Stairs | None:
+def stairs_of(report: Report, kept: Container[int], estimator: GainEstimator) -> Stairs | None:
     """The same with some of the fixes, by priority: each saves what it does after those of the kept
     that come before it. One that is left out shows what it would save after all of them."""
     full = stairs(report)
@@ -160,7 +160,7 @@ def stairs_of(report: Report, kept: Container[int], pricer: Pricer) -> Stairs | 
         before = chosen[:done] if is_kept else chosen
         saved = stair.saved_ns
         if done != place or not is_kept:
-            saved = max(0.0, min(left, scale * marginal(finding, before, pricer)))
+            saved = max(0.0, min(left, scale * marginal(finding, before, estimator)))
         left -= saved if is_kept else 0.0
         done += is_kept
         shares = {"saved_share": saved / report.step_ns, "left_share": left / report.step_ns}
@@ -179,7 +179,7 @@ RANK_HEAD: Final = [
     "comes last",
     "others wait",
 ]
-NONE: Final = "–"
+EMPTY_CELL: Final = "–"
 """A cell of what was not measured."""
 
 
@@ -209,5 +209,5 @@ def _rank_cells(line: RankLine) -> list[str]:
         t.format_share(line.last_share),
         t.format_duration(line.caused_wait_ns),
     ]
-    number = NONE if line.rank < 0 else str(line.rank)
-    return [number, *(NONE if cell == t.NOT_MEASURED else cell for cell in cells)]
+    number = EMPTY_CELL if line.rank < 0 else str(line.rank)
+    return [number, *(EMPTY_CELL if cell == t.NOT_MEASURED else cell for cell in cells)]

@@ -35,7 +35,7 @@ from advisor.advise.measured import (
     step_time,
 )
 from advisor.advise.memory import memory_of_rank, memory_verdict, memory_views
-from advisor.advise.views import drawn
+from advisor.advise.views import build_views
 from advisor.core import text as t
 from advisor.core.intervals import intersect, union
 from advisor.core.report import CompileLog, Crash, Report, RuleText
@@ -45,7 +45,7 @@ from advisor.measure.steps.instants import GRAPH_BREAK_CAUSES, graph_breaks, rem
 
 if TYPE_CHECKING:
     from advisor.advise.check import Checked
-    from advisor.advise.impact import Pricer
+    from advisor.advise.impact import GainEstimator
     from advisor.advise.rank import Ranked
     from advisor.core.finding import Finding, HotLine, Rule, SkippedCheck
     from advisor.core.trace import Run
@@ -59,7 +59,7 @@ def write_report(
     analyses: Mapping[int, Analysis],
     checked: Checked,
     ranked: Ranked,
-    pricer: Pricer,
+    estimator: GainEstimator,
     rules: Sequence[Rule],
     hot: Sequence[HotLine] = (),
     problems: Sequence[str] = (),
@@ -85,11 +85,11 @@ def write_report(
         not_checked=_merged(checked.not_measured),
         limits=[
             *limits(a, run),
-            *_why_bounds(pricer, ranked.findings),
+            *_why_bounds(estimator, ranked.findings),
             *problems,
         ],
         ranks=ranks_view(analyses, ranks),
-        replay=pricer.view([edit for finding in ranked.advice for edit in finding.edits]),
+        replay=estimator.view([edit for finding in ranked.advice for edit in finding.edits]),
         step=step_time(a),
         step_durations=step_durations(a),
         crashes=crashes(run),
@@ -99,9 +99,9 @@ def write_report(
         rules=_texts(rules, [*ranked.findings, *ranked.risks, *ranked.notes]),
         memory=memory_views(a),
         memory_ranks=memory_ranks if len(memory_ranks) > 1 else [],
-        kernel_counters=counter_views(a, pricer),
+        kernel_counters=counter_views(a, estimator),
         triton_kernels=triton_views(a),
-        compilation=compilation(a, pricer),
+        compilation=compilation(a, estimator),
         flight=a.flight,
         network=a.trace.meta.network,
         **measure(a),
@@ -110,7 +110,7 @@ def write_report(
         report = replace(report, profile_kernels=list(command))
     status, text = verdict(report, a)
     report = replace(report, status=status, verdict=text)
-    return replace(report, views=drawn(report))
+    return replace(report, views=build_views(report))
 
 
 def _texts(rules: Sequence[Rule], findings: Sequence[Finding]) -> list[RuleText]:
@@ -125,11 +125,11 @@ def _texts(rules: Sequence[Rule], findings: Sequence[Finding]) -> list[RuleText]
     ]
 
 
-def _why_bounds(pricer: Pricer, findings: Sequence[Finding]) -> list[str]:
+def _why_bounds(estimator: GainEstimator, findings: Sequence[Finding]) -> list[str]:
     """Why gains are not replayed, where they are not."""
-    if not findings or not pricer.reason:
+    if not findings or not estimator.reason:
         return []
-    return [f"Gains are exposed time, not replayed: {pricer.reason}."]
+    return [f"Gains are exposed time, not replayed: {estimator.reason}."]
 
 
 def _merged(items: Sequence[SkippedCheck]) -> list[SkippedCheck]:
@@ -196,7 +196,7 @@ MAX_BREAKS = 20
 """Lines of graph breaks whose gain is replayed."""
 
 
-def compilation(a: Analysis, pricer: Pricer) -> CompileLog | None:
+def compilation(a: Analysis, estimator: GainEstimator) -> CompileLog | None:
     """Logs of torch.compile, with what each graph break costs in the trace's steps."""
     log = a.trace.meta.compilation
     if log is None or a.record_only or a.device_id is None:
@@ -220,7 +220,7 @@ def compilation(a: Analysis, pricer: Pricer) -> CompileLog | None:
             each = replace(
                 each,
                 idle_ns=intersect(idle, during).total / a.step_count,
-                gain_ns=pricer.price([remove_breaks(tuple(each.frames))]).gain,
+                gain_ns=estimator.gain_range([remove_breaks(tuple(each.frames))]).gain,
             )
         breaks.append(each)
     return replace(log, breaks=breaks)

@@ -157,7 +157,7 @@ def command(
     if not paths and compile_log is not None:
         paths, compile_log = [str(compile_log)], None
     elif not paths:
-        paths, memory, kernels = beside(memory, kernels)
+        paths, memory, kernels = primary_input(memory, kernels)
     paths = out.newest_run(paths)
     options = o.analysis(
         rank=rank,
@@ -240,7 +240,9 @@ def show_table(
     out.show_document(build(report, RenderOptions(top=top)))
 
 
-def beside(memory: Path | None, kernels: Path | None) -> tuple[list[str], Path | None, Path | None]:
+def primary_input(
+    memory: Path | None, kernels: Path | None
+) -> tuple[list[str], Path | None, Path | None]:
     """What is analysed where no trace is given: the snapshot, else the kernel profiler's report;
     and what is left beside it."""
     if memory is not None:

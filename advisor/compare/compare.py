@@ -177,9 +177,9 @@ def realised(findings: list[Finding], before: AnalysisResult, c: Comparison) -> 
         result.reason = "no finding with an estimated gain was fixed"
         return result
     edits = [edit for finding in fixed for edit in finding.edits]
-    price = before.estimator.price(edits)
-    result.predicted_ns = price.gain
-    result.predicted_low_ns, result.predicted_high_ns = price.low, price.high
+    saved = before.estimator.gain_range(edits)
+    result.predicted_ns = saved.gain
+    result.predicted_low_ns, result.predicted_high_ns = saved.low, saved.high
     result.method = before.estimator.method
     if steps.difference_ns is None or steps.low_ns is None or steps.high_ns is None:
         result.reason = f"step times are not compared: {steps.reason}"

@@ -193,7 +193,7 @@ def find_remaining(
     if any(edit.select.correlation for edit in finding.edits):
         return None  # ids of one trace mean nothing in another
     if own.estimator.method == other.estimator.method:
-        gain = other.estimator.price(finding.edits).gain
+        gain = other.estimator.gain_range(finding.edits).gain
         if gain >= MIN_KEPT * impact.gain_ns:
             return Remaining(round(gain), _why_not_listed(gain, other.main.step_ns))
     edits = [edit for edit in finding.edits if edit.op not in _OPERATIONS_THAT_KEEP_EVENTS]

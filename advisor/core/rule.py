@@ -92,7 +92,7 @@ class Program(NamedTuple):
     """What serves the model: ``vllm``, ``sglang``, ``tensorrt-llm``, ``transformers`` …"""
 
 
-TORCH = "pytorch"
+PYTORCH_URL_PART = "pytorch"
 """In the address of what is to be read by users of PyTorch alone."""
 ANY = "any"
 """In ``Rule.elsewhere``: a framework that has no words of its own there, or none that is known."""
@@ -283,7 +283,9 @@ class Rule:
             rule=self.id,
             category=self.category,
             validation=self.validated,
-            references=[link for link in self.references if advice is None or TORCH not in link],
+            references=[
+                link for link in self.references if advice is None or PYTORCH_URL_PART not in link
+            ],
             title=finding.title or self.title,
             fix=finding.fix or self.fix,
             code=finding.code or ("" if advice is not None else self.code),

@@ -365,7 +365,7 @@ def path_label(name: str, framework: str | None = None) -> str:
     return _own(name, framework) or clean(name)
 
 
-def limits(path: Mapping[str, float], framework: str | None = None) -> str:
+def describe_bottleneck(path: Mapping[str, float], framework: str | None = None) -> str:
     """The one or two largest parts of a critical path (ns), with their shares: ``host (90%) and
     compute (10%)``. A second one of a few per cent limits nothing."""
     total = sum(path.values()) or 1.0

@@ -18,13 +18,6 @@ from advisor.core.kernel_profile import KernelProfiles
 from advisor.core.report import CompileLog
 from advisor.core.run_directory import COMPILE_LOG, is_run, read_recording
 from advisor.core.trace import Run, Trace
-from advisor.read.elsewhere import (
-    as_ranks,
-    named_like_traces,
-    read_source,
-    wanted_traces,
-    without_copies,
-)
 from advisor.read.logs import logs_in, merged_logs, with_logs
 from advisor.read.merged import joined, ranks_in, with_memory
 from advisor.read.reader import ReadOptions
@@ -33,6 +26,13 @@ from advisor.read.readers.kernel_profiler import layout_of, trace_of
 from advisor.read.registry import is_trace_name, read_trace, trace_names, with_window
 from advisor.read.remote.urls import RankFilter, RemoteFile, is_url, local_path, rank_in, shown
 from advisor.read.runs import SeveralRuns, runs_in
+from advisor.read.trace_listing import (
+    as_ranks,
+    named_like_traces,
+    read_source,
+    wanted_traces,
+    without_copies,
+)
 from advisor.read.triton_cache import entries, kernels_in, read_triton_cache
 
 _WINDOW_NAME = re.compile(r"^trace_w(\d{1,6})\.json(?:\.gz|\.zst|\.zstd)?$")

@@ -39,7 +39,7 @@ from advisor.recorder.clock import (
     Clock,
 )
 
-MAX_HELD = 1024
+MAX_HELD_SEGMENTS = 1024
 """Segments kept while it is unknown whether an optimizer will ever step."""
 MAX_ROUNDS = 4096
 """Optimizer steps of a segment that are looked at: between two fetches there may be any number."""
@@ -584,7 +584,7 @@ class StepFinder:
     def _hold(self, segment: StepSegment, optimizer: int = 0) -> None:
         self._held.append(segment)
         self._note_early(segment, optimizer)
-        if len(self._held) > MAX_HELD:
+        if len(self._held) > MAX_HELD_SEGMENTS:
             self.gap += sum(self._held.pop(0).phases)
             if self._first:
                 self._first -= 1

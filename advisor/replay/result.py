@@ -14,8 +14,8 @@ from advisor.measure.ranks.members import host_of
 from advisor.measure.steps.steps import refuse_none
 from advisor.replay.exposed import ExposedTime
 from advisor.replay.language import parse_edit
-from advisor.replay.price import EditGain
 from advisor.replay.trust import Quality
+from advisor.replay.window import WindowReplayer
 
 if TYPE_CHECKING:
     from advisor.core.finding import Edit
@@ -159,7 +159,7 @@ def what_if(
     analyses = {number: Analysis(run.window(number), steps) for number in (rank, *run.ranks)}
     for number, a in analyses.items():
         refuse_none(a.steps, a.trace.meta.path, number, selected=steps is not None)
-    whatif = EditGain(analyses.pop(rank), rank, analyses)
+    whatif = WindowReplayer(analyses.pop(rank), rank, analyses)
     here = whatif.ranks or (rank,)
     for edit in parsed:
         if edit.rank is not None and edit.rank not in here:
@@ -189,7 +189,7 @@ def what_if(
     )
 
 
-def _replays(whatif: EditGain, edits: Sequence[Edit]) -> list[EditResult]:
+def _replays(whatif: WindowReplayer, edits: Sequence[Edit]) -> list[EditResult]:
     """Replayed, each on top of those before it."""
     rows = []
     for number, edit in enumerate(edits):
@@ -209,7 +209,7 @@ def _replays(whatif: EditGain, edits: Sequence[Edit]) -> list[EditResult]:
     return rows
 
 
-def _bounds(whatif: EditGain, edits: Sequence[Edit]) -> list[EditResult]:
+def _bounds(whatif: WindowReplayer, edits: Sequence[Edit]) -> list[EditResult]:
     """By exposed time; instants that an edit before has claimed do not count again."""
     a, bound = whatif.a, ExposedTime(whatif.a)
     rows = []

@@ -123,7 +123,7 @@ def _predict(
         if value < 1 or not seen.main.step_ns:
             return
         edits = [replace(e, workers=value) if e.workers else e for e in finding.edits]
-        result = seen.estimator.price(edits)
+        result = seen.estimator.gain_range(edits)
         traced = seen.main.step_ns
         trial.predicted = result.gain / traced
         trial.predicted_low, trial.predicted_high = (

@@ -233,7 +233,7 @@ def _changes(report: Report) -> list[Any]:
     ranks = report.ranks
     fixes = [
         fold(
-            " · ".join(filter(None, (t.clean(finding.title), facts_of.price(finding)))),
+            " · ".join(filter(None, (t.clean(finding.title), facts_of.describe_gain(finding)))),
             el("P", t.clean(finding.summary)),
             el("P", t.clean(finding.fix)) if finding.fix else None,
         )

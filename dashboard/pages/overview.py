@@ -114,7 +114,7 @@ def figures(report: Report) -> list[tuple[str, str, str]]:
             ("Step", t.format_duration(report.step.ns), "median of the run, outside the profiler")
         ]
         if report.step.window_ns is not None:
-            about = "; ".join(facts.window(report))
+            about = "; ".join(facts.compare_window_with_run(report))
             tiles_.append(("Profiled step", t.format_duration(report.step.window_ns), about))
     busy = "" if report.busy_share is None else t.format_of(unit)
     tiles_.append(("GPU busy", t.format_share(report.busy_share), busy))
@@ -227,7 +227,9 @@ def register(app: dash.Dash, session: DashboardSession) -> None:
             _parts(shown, stair, kept=stair.priority is None or stair.priority in kept)
             for stair in shown.all
         ]
-        outlook = facts.outlook(loaded.report) if kept == known else facts.chosen(shown)
+        outlook = (
+            facts.outlook(loaded.report) if kept == known else facts.describe_chosen_fixes(shown)
+        )
         return [row["run"] for row in rows], [row["then"] for row in rows], outlook
 
 

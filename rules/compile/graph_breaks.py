@@ -37,7 +37,7 @@ from advisor.measure.steps.instants import (
 )
 from advisor.rules.common import column, example_steps, figure, of_step, per, places, rows
 from advisor.rules.host.launch_gaps import REMOVE_LAUNCH_COST
-from advisor.rules.recorded import measure_it, over_the_run
+from advisor.rules.recorded import impact_over_run, impact_without_gain
 from advisor.rules.sources import OURS, SILENT_TRACES
 from advisor.testing import Examples, TraceBuilder
 
@@ -206,7 +206,7 @@ def _not_measured(a: Analysis, breaks: list[GraphBreak]) -> Finding:
         f"{f'; and {more:,} more' if more > 0 else ''}. Their cost is not measured: {why}.",
         evidence=[Evidence("lines that break the graph", len(breaks), "count")],
         where=[_location(each) for each in breaks[:MAX_NAMED]],
-        impact=measure_it(why),
+        impact=impact_without_gain(why),
     )
 
 
@@ -403,7 +403,7 @@ class Recompilation(Rule):
                 Evidence("functions over the limit", len(limit), "count"),
             ],
             where=_functions([*again, *limit]),
-            impact=over_the_run(total, method="time of the recompilations in the log"),
+            impact=impact_over_run(total, method="time of the recompilations in the log"),
         )
 
     def _code_of(self, causes: list[CompileCause]) -> str:
@@ -615,7 +615,7 @@ class CudaGraphsSkipped(Rule):
             evidence=[Evidence("graphs without CUDA graphs", len(causes), "count")],
             where=[_location(each) for each in causes[:MAX_NAMED]],
             edits=[REMOVE_LAUNCH_COST] if measured else [],
-            impact=None if measured else measure_it("no GPU work was recorded"),
+            impact=None if measured else impact_without_gain("no GPU work was recorded"),
         )
 
     @staticmethod

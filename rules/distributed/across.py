@@ -13,7 +13,7 @@ from advisor.measure.ranks.wording import reason, subject
 if TYPE_CHECKING:
     from advisor.core.finding import Per
     from advisor.measure.ranks.outliers import Deviation, Job
-    from advisor.replay.ranks.replay import Gain
+    from advisor.replay.ranks.replay import JobGain
     from advisor.replay.ranks.study import Study
 
 MIN_READ_SHARE = 0.9
@@ -25,7 +25,7 @@ def per_of(study: Study) -> Per:
     return unit_of(study.job.summaries[0].step_source)
 
 
-def finding_of(study: Study, deviation: Deviation, gain: Gain | None, title: str) -> Finding:
+def finding_of(study: Study, deviation: Deviation, gain: JobGain | None, title: str) -> Finding:
     """What is the same for every deviation: evidence, places, edits, and the gain where the ranks
     are not replayed."""
     from advisor.measure.ranks.outliers import edits_of

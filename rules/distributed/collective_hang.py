@@ -7,7 +7,7 @@ from advisor.core.finding import Evidence, Finding, Location, Outcomes, PassedCh
 from advisor.core.flight import FlightCall, FlightDump
 from advisor.measure import Analysis
 from advisor.measure.comm.flight import UNENDED, describe_problem, of_ranks
-from advisor.rules.recorded import measure_it
+from advisor.rules.recorded import impact_without_gain
 from advisor.testing import Examples, TraceBuilder
 
 
@@ -118,7 +118,7 @@ class CollectiveHang(Rule):
             ],
             where=list(dict.fromkeys(places))[:3],
             confidence=0.5 if first.kind == UNENDED else self.confidence,
-            impact=measure_it("the job does not go on until this is mended"),
+            impact=impact_without_gain("the job does not go on until this is mended"),
         )
 
     @staticmethod

@@ -12,7 +12,7 @@ from advisor.core.rule import Evidence, FrameworkAdvice, Rule, Threshold
 from advisor.core.trace import JAX, TENSORFLOW
 from advisor.measure import Analysis
 from advisor.rules.common import example_steps, figure, of_step
-from advisor.rules.elsewhere import FLAGS, OVERLAP_FLAGS, in_any_language
+from advisor.rules.framework_advice import FLAGS, OVERLAP_FLAGS, in_any_language
 from advisor.rules.sources import OURS, TRACELENS, traces
 from advisor.testing import Examples, TraceBuilder
 

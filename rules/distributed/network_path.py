@@ -11,7 +11,7 @@ from advisor.core.finding import Edit, Evidence, Finding, Outcomes, PassedCheck,
 from advisor.core.report import NetworkLog
 from advisor.measure import Analysis
 from advisor.measure.comm.links import Scaled, scale_collectives
-from advisor.rules.recorded import measure_it
+from advisor.rules.recorded import impact_without_gain
 from advisor.rules.sources import CHOSEN, NCCL_OVERHEAD
 from advisor.testing import Examples, TraceBuilder
 
@@ -37,7 +37,7 @@ class NetworkRule(Rule):
         of the faster path is unknown, that."""
         if scaled is None:
             why = "needs a trace with large collectives, and the rate of the faster link"
-            return {"impact": measure_it(why)}
+            return {"impact": impact_without_gain(why)}
         factor, most = scaled.factor, (1 + scaled.factor) / 2
         edit = Edit(op="scale", select=scaled.select, factor=factor, factor_high=most)
         return {"edits": [edit]}
@@ -116,7 +116,7 @@ class NcclSettings(NetworkRule):
             summary=f"{'; '.join(f'{name}: {why}' for name, why in named.items())}.",
             code=f"unset {' '.join(found)}",
             evidence=[Evidence("setting", name) for name in named],
-            impact=measure_it("run once without it: all_reduce_perf shows the bandwidth"),
+            impact=impact_without_gain("run once without it: all_reduce_perf shows the bandwidth"),
         )
 
     @staticmethod
@@ -471,7 +471,7 @@ class NcclNvls(NetworkRule):
                 Evidence("GPUs", log.gpus, "count"),
                 Evidence("NVLS channels", log.nvls_channels, "count"),
             ],
-            impact=measure_it("run all_reduce_perf with and without it"),
+            impact=impact_without_gain("run all_reduce_perf with and without it"),
         )
 
     @staticmethod
@@ -519,7 +519,7 @@ class NcclLimits(NetworkRule):
             title=f"NCCL fails: {next(iter(found))}",
             summary=f"{'; '.join(found)}. NCCL warns: {next(iter(found.values()))}",
             evidence=[Evidence("warning", text) for text in found.values()],
-            impact=measure_it("communication fails or takes a slower path"),
+            impact=impact_without_gain("communication fails or takes a slower path"),
         )
 
     @staticmethod

@@ -14,7 +14,7 @@ from advisor.core.trace import JAX, TENSORFLOW
 from advisor.measure import Analysis
 from advisor.measure.device.copies import compute_stream
 from advisor.rules.common import column, device_places, example_steps, figure, of_step, rows
-from advisor.rules.elsewhere import FLAGS, OVERLAP_FLAGS, in_any_language
+from advisor.rules.framework_advice import FLAGS, OVERLAP_FLAGS, in_any_language
 from advisor.rules.sources import OURS, SILENT_TRACES, TRACELENS, XPROF_LAUNCH
 from advisor.testing import Examples, TraceBuilder
 

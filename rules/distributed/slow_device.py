@@ -11,13 +11,13 @@ from advisor.core.rule import Evidence, Rule, Source
 from advisor.measure.ranks.profile import MIN_KERNELS, compare_devices
 from advisor.measure.ranks.wording import subject
 from advisor.rules.distributed.across import finding_of
-from advisor.rules.elsewhere import in_any_language
+from advisor.rules.framework_advice import in_any_language
 from advisor.rules.sources import CHOSEN
 from advisor.testing import TraceBuilder
 
 if TYPE_CHECKING:
     from advisor.measure.ranks.outliers import Deviation
-    from advisor.replay.ranks.replay import Gain
+    from advisor.replay.ranks.replay import JobGain
     from advisor.replay.ranks.study import Study
 
 
@@ -108,7 +108,7 @@ class SlowDevice(Rule):
                 f"{max(0.0, speed.ratio - 1):.0%} longer for the same {len(speed.kernels)} kernels"
             )
 
-    def _finding(self, study: Study, deviation: Deviation, gain: Gain | None) -> Finding:
+    def _finding(self, study: Study, deviation: Deviation, gain: JobGain | None) -> Finding:
         job = study.job
         at = deviation.who.places
         who = subject(job, deviation)

@@ -15,8 +15,8 @@ from advisor.core.rule import Evidence, FrameworkAdvice, Rule, Threshold
 from advisor.core.trace import JAX, TENSORFLOW
 from advisor.measure import Analysis
 from advisor.rules.common import column, device_places, example_steps, figure, rows, total
-from advisor.rules.elsewhere import in_any_language
-from advisor.rules.recorded import measure_it
+from advisor.rules.framework_advice import in_any_language
+from advisor.rules.recorded import impact_without_gain
 from advisor.rules.sources import ENGINE_FLOOR, NCCL_TESTS, OURS, SILENT_TRACES
 from advisor.testing import Examples, TraceBuilder
 
@@ -263,7 +263,7 @@ class UnbucketedGradients(Rule):
                 figure(a, "time of all-reduces", total(table["dur"])),
             ],
             where=device_places(a, table, "dur"),
-            impact=measure_it("compute hides most of their time here"),
+            impact=impact_without_gain("compute hides most of their time here"),
             severity="warning",
             informational=True,
         )

@@ -12,7 +12,7 @@ from advisor.core.finding import Finding, Outcomes, PassedCheck, Rule, SkippedCh
 from advisor.measure.ranks.members import LATE_SHARE, MAX_LATE_CHANCE, MIN_COLLECTIVES, MIN_LATE
 from advisor.measure.ranks.wording import subject
 from advisor.rules.distributed.across import finding_of, per_of
-from advisor.rules.elsewhere import in_any_language
+from advisor.rules.framework_advice import in_any_language
 from advisor.rules.sources import SIGNIFICANCE, TRACEML
 from advisor.testing import TraceBuilder
 
@@ -22,7 +22,7 @@ PAUSE_TIMES = 3
 
 if TYPE_CHECKING:
     from advisor.measure.ranks.outliers import Deviation
-    from advisor.replay.ranks.replay import Gain
+    from advisor.replay.ranks.replay import JobGain
     from advisor.replay.ranks.study import Study
 
 
@@ -224,7 +224,7 @@ class StragglerRank(Rule):
             )
             return
 
-    def _finding(self, study: Study, deviation: Deviation, gain: Gain | None) -> Finding:
+    def _finding(self, study: Study, deviation: Deviation, gain: JobGain | None) -> Finding:
         who = subject(study.job, deviation)
         finding = finding_of(study, deviation, gain, _title(who, deviation))
         case = "imbalance that moves" if deviation.moves else deviation.kind

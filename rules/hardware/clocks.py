@@ -9,7 +9,7 @@ import numpy as np
 from advisor.core.finding import Evidence, Finding, Impact, Outcomes, Rule, Source, Threshold
 from advisor.core.run_directory import THROTTLE, Gpu
 from advisor.measure import Analysis
-from advisor.rules.recorded import a_step, record, record_example, risk, under_load
+from advisor.rules.recorded import impact_per_step, impact_risk, record, record_example, under_load
 from advisor.rules.sources import CHOSEN
 from advisor.testing import Examples, TraceBuilder
 
@@ -182,7 +182,7 @@ class PowerThrottling(HeldClocks):
                     "share",
                 ),
             ],
-            impact=risk("a fault outside the GPU; speed falls to a fraction"),
+            impact=impact_risk("a fault outside the GPU; speed falls to a fraction"),
             **self.case("a power brake"),
         )
 
@@ -266,7 +266,9 @@ def estimate_full_clock(a: Analysis, share: float, ratio: float | None) -> Impac
     waits for memory or for the host gains less, down to nothing."""
     lost = share * (1 - ratio) if ratio is not None else 0.0
     gain = max(0.0, lost) * (record(a).mean or 0.0)
-    return a_step(a, gain, low=0.0, method="upper bound (clock, share of the time it was low)")
+    return impact_per_step(
+        a, gain, low=0.0, method="upper bound (clock, share of the time it was low)"
+    )
 
 
 def _run(throttle: int | None, clock: int, *, load: int = 98, part: float = 0.9) -> TraceBuilder:

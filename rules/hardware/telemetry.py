@@ -9,7 +9,13 @@ from advisor.core.finding import Edit, Evidence, Finding, Outcomes, Rule, Select
 from advisor.core.run_directory import Gpu
 from advisor.measure import Analysis
 from advisor.rules.memory.device_memory import gpu_capacity
-from advisor.rules.recorded import measure_it, record, record_example, risk, under_load
+from advisor.rules.recorded import (
+    impact_risk,
+    impact_without_gain,
+    record,
+    record_example,
+    under_load,
+)
 from advisor.rules.sources import CHOSEN
 from advisor.testing import Examples, TraceBuilder
 
@@ -102,7 +108,7 @@ class GpuErrors(Rule):
                 Evidence("row remapping pending", str(pending)),
                 Evidence("GPU", recorded.uuid),
             ],
-            impact=risk("wrong results, or the end of the run"),
+            impact=impact_risk("wrong results, or the end of the run"),
             **(self.case("an error of the program") if by_program else {}),
         )
 
@@ -176,7 +182,7 @@ class GpuShared(Rule):
                 ),
                 self.compare("samples with them", share, "min_samples"),
             ],
-            impact=measure_it("how long the other processes computed is not recorded"),
+            impact=impact_without_gain("how long the other processes computed is not recorded"),
         )
 
     @staticmethod
@@ -254,7 +260,7 @@ class PcieDowngraded(Rule):
                 self.compare("samples under load with the slower link", share, "min_share"),
             ],
             edits=[Edit(op="scale", select=copies, factor=ratio)] if traced else [],
-            impact=None if traced else measure_it("how long copies take is not recorded"),
+            impact=None if traced else impact_without_gain("how long copies take is not recorded"),
         )
 
     @staticmethod

@@ -9,7 +9,7 @@ from advisor.core import text as t
 from advisor.core.finding import Evidence, Finding, Outcomes, Rule, Source, Threshold
 from advisor.core.run_directory import Gpu
 from advisor.measure import Analysis
-from advisor.rules.recorded import measure_it, record, record_example
+from advisor.rules.recorded import impact_without_gain, record, record_example
 from advisor.rules.sources import CHOSEN, GPUPROF, TRACELENS
 from advisor.testing import Examples, TraceBuilder
 
@@ -78,7 +78,9 @@ class UtilisationIllusion(Rule):
                 Evidence("tensor cores busy (GPM), %", tensor),
                 self.compare("samples", len(samples), "min_samples", "count"),
             ],
-            impact=measure_it("the findings about kernels say how much of the room can be used"),
+            impact=impact_without_gain(
+                "the findings about kernels say how much of the room can be used"
+            ),
         )
 
     @staticmethod
@@ -148,7 +150,7 @@ class LowMfu(Rule):
                     per=a.per,
                 ),
             ],
-            impact=measure_it("MFU is the sum of causes that have findings of their own"),
+            impact=impact_without_gain("MFU is the sum of causes that have findings of their own"),
             informational=True,
         )
 

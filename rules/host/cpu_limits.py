@@ -6,7 +6,7 @@ from advisor.core import text as t
 from advisor.core.finding import Evidence, Finding, Outcomes, Rule, Source, Threshold
 from advisor.core.run_directory import Host
 from advisor.measure import Analysis
-from advisor.rules.recorded import find_loader, local_ranks, measure_it, record, workers_of
+from advisor.rules.recorded import find_loader, impact_without_gain, local_ranks, record, workers_of
 from advisor.rules.sources import CHOSEN, CURED_RECORDINGS, ENGINE_FLOOR, SAGEMAKER_CPU
 from advisor.testing import Examples, TraceBuilder
 
@@ -66,7 +66,7 @@ class CpuQuota(Rule):
                 Evidence("periods", periods, "count"),
                 Evidence("CPUs that the quota allows", recorded.record.rank.cpus, "count"),
             ],
-            impact=measure_it("the record does not show which steps it delayed"),
+            impact=impact_without_gain("the record does not show which steps it delayed"),
         )
 
     @staticmethod
@@ -124,7 +124,9 @@ class NumaMismatch(Rule):
                 Evidence("NUMA nodes of the process", cpus),
                 Evidence("CPUs of the process", recorded.record.rank.cpus, "count"),
             ],
-            impact=measure_it("only a copy from each node shows how much slower the far one is"),
+            impact=impact_without_gain(
+                "only a copy from each node shows how much slower the far one is"
+            ),
             fix=self.fix.format(node=gpu),
             code=self.code.format(node=gpu),
         )
@@ -226,7 +228,7 @@ class ThreadOversubscription(Rule):
                 self.compare("busy cores", busy, "min_busy"),
                 Evidence("OMP_NUM_THREADS", recorded.record.rank.env.get("OMP_NUM_THREADS")),
             ],
-            impact=measure_it("the record does not show what fewer threads save; try it"),
+            impact=impact_without_gain("the record does not show what fewer threads save; try it"),
             fix=self.fix.format(threads=t.count_noun(best, "thread")),
             code=self.code.format(best=best),
         )

@@ -8,7 +8,7 @@ from advisor.core import text as t
 from advisor.core.finding import Evidence, Finding, Outcomes, Rule, SkippedCheck, Threshold
 from advisor.measure import Analysis
 from advisor.rules.common import figure
-from advisor.rules.elsewhere import (
+from advisor.rules.framework_advice import (
     CAPTURE_CALLS,
     CAPTURE_CODE,
     COMPILE_STEP,

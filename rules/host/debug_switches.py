@@ -10,7 +10,13 @@ from advisor.core import text as t
 from advisor.core.finding import Evidence, Finding, Impact, Outcomes, Rule, SkippedCheck, Threshold
 from advisor.core.intervals import Floats
 from advisor.measure import Analysis
-from advisor.rules.recorded import a_step, device_bound, measure_it, record, steps_seen
+from advisor.rules.recorded import (
+    device_bound,
+    impact_per_step,
+    impact_without_gain,
+    record,
+    steps_seen,
+)
 from advisor.rules.sources import CHOSEN, CURED_RECORDINGS, ENGINE_FLOOR, GPUPROF
 from advisor.testing import Examples, TraceBuilder
 
@@ -107,7 +113,7 @@ class DebugSwitches(Rule):
             summary="; ".join(f"{name}: {why}" for name, why, _ in settings_on) + ".",
             evidence=[Evidence("setting", name) for name, _, _ in settings_on],
             code="\n".join(cure for _, _, cure in settings_on),
-            impact=measure_it("record a run without it to see what it costs"),
+            impact=impact_without_gain("record a run without it to see what it costs"),
         )
 
     @staticmethod
@@ -264,13 +270,13 @@ def _estimate(a: Analysis, pause: Floats, dur: Floats, lost: float) -> Impact:
     square = float(np.square(deviation).sum())
     if count < 3 or square <= count * (MIN_SPREAD * mean) ** 2:
         method = "upper bound (pauses, where the step was longer)"
-        return a_step(a, lost, low=0.0, high=mean, method=method)
+        return impact_per_step(a, lost, low=0.0, high=mean, method=method)
     slope = float((deviation * (dur - dur.mean())).sum()) / square
     residual = dur - dur.mean() - slope * deviation
     error = float(np.sqrt(np.square(deviation * residual).sum() * count / (count - 2))) / square
     margin = max(2 * error, MIN_MARGIN * slope)
     slope = min(1.0, max(0.0, slope))
-    return a_step(
+    return impact_per_step(
         a,
         mean * slope,
         low=mean * max(0.0, slope - margin),

@@ -7,7 +7,7 @@ from advisor.core.finding import Finding, Outcomes, PassedCheck, SkippedCheck
 from advisor.core.rule import Evidence, Rule, Source, Threshold
 from advisor.measure import Analysis
 from advisor.rules.common import figure, of_step, per
-from advisor.rules.elsewhere import (
+from advisor.rules.framework_advice import (
     CAPTURE_CALLS,
     CAPTURE_CODE,
     COMPILE_STEP,

@@ -15,7 +15,7 @@ from advisor.measure.host import stacks
 from advisor.measure.steps.timeline import CODE
 from advisor.rules.common import figure, locate_row, of_step
 from advisor.rules.kernel.facts import match_exactly
-from advisor.rules.recorded import a_step, over_the_run, record, steps_seen
+from advisor.rules.recorded import impact_over_run, impact_per_step, record, steps_seen
 from advisor.rules.sources import CHOSEN, CURED_RECORDINGS, XPROF
 from advisor.testing import Examples, TraceBuilder
 
@@ -200,7 +200,7 @@ class LoopPhases(LoopCode):
                 self.compare("share", ns / step, "min_share", per="step"),
                 steps_seen(recorded),
             ],
-            impact=a_step(a, ns),
+            impact=impact_per_step(a, ns),
         )
 
     @staticmethod
@@ -294,7 +294,7 @@ class TimeBetweenSteps(Rule):
                 Evidence("pauses", times, "count"),
                 steps_seen(recorded),
             ],
-            impact=over_the_run(
+            impact=impact_over_run(
                 self.half * outside,
                 high=outside,
                 method="half of the time between steps",

@@ -14,7 +14,7 @@ from advisor.core.intervals import covered_length, union
 from advisor.measure import Analysis
 from advisor.measure.host.names import name_matches
 from advisor.rules.common import places
-from advisor.rules.recorded import over_the_run
+from advisor.rules.recorded import impact_over_run
 from advisor.rules.sources import GPUPROF, OURS, SILENT_TRACES, STEP_SERIES
 from advisor.testing import Examples, TraceBuilder
 
@@ -130,7 +130,7 @@ class PeriodicStalls(Rule):
                     Evidence("median step", median, "ns"),
                 ],
                 where=places(a, here, a.trace.cpu["dur"].to_numpy()[here].astype(np.int64)),
-                impact=over_the_run(
+                impact=impact_over_run(
                     lost, method="time of the stalled steps beyond the median step"
                 ),
                 **(self.case("saving") if cause.startswith("a checkpoint") else {}),
@@ -219,7 +219,7 @@ class LongStep(Rule):
                 ),
                 Evidence("what is longer in it", what or None),
             ],
-            impact=over_the_run(excess, method="time of this step beyond the median step"),
+            impact=impact_over_run(excess, method="time of this step beyond the median step"),
             **(self.case("saving") if saving else {}),
         )
 

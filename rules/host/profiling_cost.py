@@ -9,8 +9,8 @@ from advisor.core import text as t
 from advisor.core.finding import Evidence, Finding, Outcomes, Rule, Source, Threshold
 from advisor.core.intervals import intersect, union
 from advisor.measure import Analysis
-from advisor.rules.elsewhere import in_any_language
-from advisor.rules.recorded import measure_it, record, steps_seen
+from advisor.rules.framework_advice import in_any_language
+from advisor.rules.recorded import impact_without_gain, record, steps_seen
 from advisor.rules.sources import CHOSEN, OURS, TRACEML, traces
 from advisor.testing import Examples, TraceBuilder
 
@@ -66,7 +66,7 @@ class ObserverEffect(Rule):
                 Evidence("profiled steps", int(recorded.profiled.sum()), "count"),
                 steps_seen(recorded),
             ],
-            impact=measure_it(_NO_GAIN),
+            impact=impact_without_gain(_NO_GAIN),
             informational=True,
         )
 
@@ -157,7 +157,7 @@ class ProfilerOverhead(Rule):
                 Evidence("GPU idle because of it", int(idle), "ns"),
                 Evidence("largest", largest),
             ],
-            impact=measure_it(_NO_GAIN),
+            impact=impact_without_gain(_NO_GAIN),
             informational=True,
         )
 

@@ -15,7 +15,7 @@ from advisor.core.intervals import Floats, Ints
 from advisor.core.run_directory import Host
 from advisor.measure import Analysis
 from advisor.measure.steps.record import StepRecords
-from advisor.rules.recorded import over_the_run, record, steps_seen
+from advisor.rules.recorded import impact_over_run, record, steps_seen
 from advisor.rules.sources import CHOSEN, CURED_RECORDINGS, GPUPROF, STEP_SERIES
 from advisor.testing import Examples, TraceBuilder
 
@@ -151,7 +151,7 @@ class RegularStalls(Rule):
                 Evidence("longest phase in them", phase),
                 steps_seen(recorded),
             ],
-            impact=over_the_run(lost, method="time of the stalled steps beyond the median"),
+            impact=impact_over_run(lost, method="time of the stalled steps beyond the median"),
             fix=fix.format(every=stalls.period),
         )
 
@@ -247,7 +247,7 @@ class StepJitter(Rule):
                 self.compare("CPUs used by other programs", others, "max_others"),
                 steps_seen(recorded),
             ],
-            impact=over_the_run(lost, method="time of the long steps beyond the usual step"),
+            impact=impact_over_run(lost, method="time of the long steps beyond the usual step"),
         )
 
     @staticmethod

@@ -12,7 +12,7 @@ from advisor.core.rule import Evidence, FrameworkAdvice, Rule, Threshold
 from advisor.core.trace import JAX, TENSORFLOW
 from advisor.measure import Analysis
 from advisor.rules.common import figure, of_step, places
-from advisor.rules.elsewhere import JAX_AHEAD, TF_PREFETCH
+from advisor.rules.framework_advice import JAX_AHEAD, TF_PREFETCH
 from advisor.rules.input.loader_waits import (
     SINGLE_PROCESS,
     WORKERS,

@@ -11,11 +11,11 @@ from advisor.core.run_directory import Host
 from advisor.measure import Analysis
 from advisor.rules.input.loader_waits import SINGLE_PROCESS, WORKERS
 from advisor.rules.recorded import (
-    a_step,
     device_bound,
     find_loader,
+    impact_per_step,
+    impact_without_gain,
     local_ranks,
-    measure_it,
     record,
     steps_seen,
     taken_by_training,
@@ -181,7 +181,7 @@ class LoaderWorkers(Rule):
                 steps_seen(recorded),
             ],
             edits=edits,
-            impact=None if edits else a_step(a, gain, low=0.5 * gain),
+            impact=None if edits else impact_per_step(a, gain, low=0.5 * gain),
             fix=self.fix.format(workers=t.count_noun(best, "worker")),
             code=self.code.format(best=best),
             alternatives="loader",
@@ -200,7 +200,7 @@ class LoaderWorkers(Rule):
                 self.compare("workers per core", workers / cores, "many", ""),
                 self.compare("cores in use", busy, "busy_cpus", "", times=cores),
             ],
-            impact=measure_it("the record does not show what fewer workers save; try it"),
+            impact=impact_without_gain("the record does not show what fewer workers save; try it"),
             **self.case("too many", workers=t.count_noun(best, "worker"), best=best),
         )
 
@@ -315,7 +315,7 @@ class CpuBoundTransforms(Rule):
                 self.compare("disk reads", disk, "max_disk", "bytes/s"),
                 steps_seen(recorded),
             ],
-            impact=a_step(a, wait),
+            impact=impact_per_step(a, wait),
         )
 
     @staticmethod

@@ -8,7 +8,7 @@ from advisor.core.finding import Edit, Finding, Impact, Outcomes, Rule, Select, 
 from advisor.measure import Analysis
 from advisor.measure.steps.record import StepRecords
 from advisor.rules.common import scale
-from advisor.rules.recorded import a_step, record, steps_seen
+from advisor.rules.recorded import impact_per_step, record, steps_seen
 from advisor.rules.sources import CHOSEN, CURED_RECORDINGS
 from advisor.testing import Examples, TraceBuilder
 
@@ -103,7 +103,7 @@ class PaddingWaste(Rule):
         )
         gain = mean * model
         method = "share of padding x forward and backward"
-        return [], a_step(a, gain, low=0.5 * gain, method=method)
+        return [], impact_per_step(a, gain, low=0.5 * gain, method=method)
 
     @staticmethod
     def examples() -> Examples:

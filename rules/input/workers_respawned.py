@@ -9,10 +9,10 @@ from advisor.core.finding import Evidence, Finding, Outcomes, Rule, Threshold
 from advisor.core.run_directory import LARGEST
 from advisor.measure import Analysis
 from advisor.rules.recorded import (
-    a_step,
     device_bound,
     find_loader,
-    over_the_run,
+    impact_over_run,
+    impact_per_step,
     record,
     started_at,
     steps_seen,
@@ -128,7 +128,7 @@ class WorkersRespawned(Rule):
                 Evidence("ending and starting workers, median", float(np.median(spawns)), "ns"),
                 self.compare("epochs after the first", len(costs), "min_epochs", "count"),
             ],
-            impact=over_the_run(
+            impact=impact_over_run(
                 lost,
                 low=min(lost, float(np.sum(spawns))),
                 high=max(lost, upper),
@@ -289,7 +289,7 @@ class PrefetchStarved(Rule):
                 Evidence("prefetched batches", workers * factor, "count"),
                 steps_seen(recorded),
             ],
-            impact=a_step(a, lost),
+            impact=impact_per_step(a, lost),
             code=self.code.format(workers=workers, twice=2 * factor),
         )
 

@@ -15,7 +15,7 @@ from advisor.core.trace import JAX, TENSORFLOW
 from advisor.measure import Analysis
 from advisor.measure.host.names import name_matches
 from advisor.rules.common import example_steps, figure
-from advisor.rules.elsewhere import in_any_language
+from advisor.rules.framework_advice import in_any_language
 from advisor.rules.kernel import facts
 from advisor.rules.sources import (
     NCU,

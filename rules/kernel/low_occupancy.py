@@ -10,7 +10,7 @@ from advisor.measure import Analysis
 from advisor.measure.device.occupancy import active_blocks, limiters
 from advisor.measure.host.names import name_matches
 from advisor.rules.common import example_steps, scale
-from advisor.rules.elsewhere import in_any_language
+from advisor.rules.framework_advice import in_any_language
 from advisor.rules.kernel import facts
 from advisor.rules.sources import FOURNEX, NCU, OURS, SILENT_TRACES, SMALL_GRIDS_TRACES, TRACELENS
 from advisor.testing import Examples, TraceBuilder

@@ -13,7 +13,7 @@ from advisor.core.finding import Evidence, Finding, Outcomes, Rule, Select, Sour
 from advisor.measure import Analysis
 from advisor.measure.device.shapes import OpInputs, Tensor
 from advisor.rules.common import example_steps, figure
-from advisor.rules.elsewhere import in_any_language
+from advisor.rules.framework_advice import in_any_language
 from advisor.rules.kernel import facts
 from advisor.rules.sources import (
     ALIGNED_RATE,

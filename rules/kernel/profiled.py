@@ -17,7 +17,7 @@ from advisor.measure.device.kernel_profiles import (
     faster,
     kernel_key,
 )
-from advisor.rules.recorded import measure_it
+from advisor.rules.recorded import impact_without_gain
 from advisor.rules.sources import CHOSEN, NCU
 from advisor.testing import Examples, TraceBuilder
 
@@ -108,7 +108,7 @@ class CounterRule(Rule):
             edits=edits,
             impact=None
             if a.record_only or any(len(k.rows) for k, _ in found)
-            else measure_it("the trace has no launch of these kernels"),
+            else impact_without_gain("the trace has no launch of these kernels"),
         )
 
     def _describe(self, k: ProfiledKernel, saved: CounterSaving) -> str:

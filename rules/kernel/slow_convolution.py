@@ -14,7 +14,7 @@ from advisor.measure.device.shapes import OpInputs
 from advisor.rules.common import example_steps
 from advisor.rules.kernel import facts
 from advisor.rules.kernel.rates import ON_ROCM, BelowRate, Cause
-from advisor.rules.recorded import measure_it, record
+from advisor.rules.recorded import impact_without_gain, record
 from advisor.rules.sources import CHOSEN, OURS, RATES
 from advisor.testing import Examples, TraceBuilder
 
@@ -216,7 +216,7 @@ class CudnnBenchmarkOff(Rule):
                 Evidence("cudnn.benchmark", "False"),
                 Evidence("batches", len(shapes), "count"),
             ],
-            impact=measure_it("only a trial shows the fastest algorithm"),
+            impact=impact_without_gain("only a trial shows the fastest algorithm"),
         )
 
     @staticmethod

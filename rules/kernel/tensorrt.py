@@ -10,7 +10,7 @@ from advisor.core import text as t
 from advisor.core.finding import Finding, Outcomes, Rule, Select, Threshold
 from advisor.measure import Analysis
 from advisor.rules.common import example_steps, figure, of_step
-from advisor.rules.elsewhere import in_any_language
+from advisor.rules.framework_advice import in_any_language
 from advisor.rules.kernel.facts import duration, kernel_rows, locations, scale_kernels
 from advisor.rules.sources import CHOSEN, TENSORRT
 from advisor.testing import Examples, TraceBuilder

@@ -8,7 +8,7 @@ from advisor.core.rule import ANY, Evidence, FrameworkAdvice, Rule, Source, Thre
 from advisor.measure import Analysis
 from advisor.measure.device.kernel_profiles import MatchedKernel
 from advisor.rules.kernel import facts
-from advisor.rules.recorded import measure_it
+from advisor.rules.recorded import impact_without_gain
 from advisor.rules.sources import INDUCTOR_SPILLS, OURS
 from advisor.testing import Examples, TraceBuilder
 
@@ -104,7 +104,9 @@ class TritonSpills(Rule):
                 )
                 for ns, k in found[:MAX_PLACES]
             ],
-            impact=measure_it("the module does not show what the spills cost; time both variants"),
+            impact=impact_without_gain(
+                "the module does not show what the spills cost; time both variants"
+            ),
         )
 
     @staticmethod

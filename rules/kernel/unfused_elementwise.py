@@ -12,7 +12,7 @@ from advisor.measure import Analysis
 from advisor.measure.device.shapes import OpInputs
 from advisor.measure.host.names import name_matches
 from advisor.rules.common import example_steps, figure
-from advisor.rules.elsewhere import TF_COMPILE
+from advisor.rules.framework_advice import TF_COMPILE
 from advisor.rules.kernel import facts
 from advisor.rules.sources import (
     ARITHMETIC,

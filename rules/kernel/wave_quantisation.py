@@ -12,7 +12,7 @@ from advisor.core.text import count_noun
 from advisor.measure import Analysis
 from advisor.measure.host.names import name_matches
 from advisor.rules.common import example_steps, figure
-from advisor.rules.elsewhere import in_any_language
+from advisor.rules.framework_advice import in_any_language
 from advisor.rules.kernel import facts
 from advisor.rules.sources import ARITHMETIC, MATMUL_GUIDE, OURS, SILENT_TRACES, SMALL_GRIDS_TRACES
 from advisor.testing import Examples, TraceBuilder

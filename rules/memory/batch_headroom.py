@@ -8,7 +8,7 @@ from advisor.core import text as t
 from advisor.core.finding import Evidence, Finding, Outcomes, Rule, SkippedCheck, Threshold
 from advisor.measure import Analysis
 from advisor.rules.memory.device_memory import gpu_capacity, last_known
-from advisor.rules.recorded import measure_it, record, steps_seen
+from advisor.rules.recorded import impact_without_gain, record, steps_seen
 from advisor.rules.sources import CHOSEN, GPU_IDLE, SAGEMAKER, TRACEML
 from advisor.testing import Examples, TraceBuilder
 
@@ -99,7 +99,7 @@ class BatchHeadroom(Rule):
                 Evidence("samples per batch", now, "count"),
                 steps_seen(recorded),
             ],
-            impact=measure_it("the recording does not show how fast a larger batch is"),
+            impact=impact_without_gain("the recording does not show how fast a larger batch is"),
             informational=True,
         )
 

@@ -15,7 +15,7 @@ from advisor.core.finding import Edit, Finding, Location, Outcomes, PassedCheck,
 from advisor.core.rule import Evidence, Rule, Threshold
 from advisor.measure import Analysis
 from advisor.rules.common import column, locate_row, places, rows, total
-from advisor.rules.elsewhere import in_any_language
+from advisor.rules.framework_advice import in_any_language
 from advisor.rules.memory.device_memory import run_product
 from advisor.rules.sources import CACHING_ALLOCATOR, OURS, SILENT_TRACES
 from advisor.testing import Examples, TraceBuilder

@@ -16,7 +16,7 @@ from advisor.measure import Analysis
 from advisor.measure.device.families import MATRIX, op_families
 from advisor.measure.host.names import name_matches
 from advisor.rules.common import Rows, figure, of_step, per, places, rows
-from advisor.rules.recorded import record, risk, steps_seen
+from advisor.rules.recorded import impact_risk, record, steps_seen
 from advisor.rules.sources import CURED_RECORDINGS, OURS, REAL_EVAL, REAL_KERNEL, SILENT_TRACES
 from advisor.testing import Examples, TraceBuilder
 
@@ -135,7 +135,9 @@ class EvalWithoutNoGrad(Rule):
                 self.compare("share", lost / a.span_ns, "min_step", per=a.per),
             ],
             where=places(a, here, cpu["dur"].to_numpy()[here].astype(np.int64)),
-            impact=risk("the memory that the graphs hold depends on how long results are kept"),
+            impact=impact_risk(
+                "the memory that the graphs hold depends on how long results are kept"
+            ),
         )
 
     @staticmethod
@@ -230,7 +232,9 @@ class EvaluationGraphs(EvalWithoutNoGrad):
                 self.compare("share of the run", spent / whole, "min_step"),
                 steps_seen(recorded),
             ],
-            impact=risk("the memory that the graphs hold depends on how long results are kept"),
+            impact=impact_risk(
+                "the memory that the graphs hold depends on how long results are kept"
+            ),
         )
 
     @staticmethod

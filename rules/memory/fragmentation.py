@@ -12,7 +12,7 @@ from advisor.core.finding import Evidence, Finding, Outcomes, Rule, Threshold
 from advisor.measure import Analysis
 from advisor.measure.memory.fragments import fragments, placement, repacking
 from advisor.rules.memory.device_memory import EXPANDABLE, GIB, gpu_capacity, last_known
-from advisor.rules.recorded import frees, record
+from advisor.rules.recorded import impact_memory, record
 from advisor.rules.sources import CHOSEN
 from advisor.testing import Examples, TraceBuilder
 
@@ -107,7 +107,9 @@ class Fragmentation(Rule):
                 Evidence("retries after the warm-up", retries, "count"),
                 Evidence("allocator settings", setting),
             ],
-            impact=frees(max(0, round(difference)), "reserved beyond the highest allocated"),
+            impact=impact_memory(
+                max(0, round(difference)), "reserved beyond the highest allocated"
+            ),
         )
 
     def _of_snapshot(self, a: Analysis) -> Iterator[Finding]:
@@ -154,7 +156,9 @@ class Fragmentation(Rule):
                     Evidence("lost to rounding", pieces.rounding, "bytes"),
                     Evidence("allocator settings", settings.get("PYTORCH_CUDA_ALLOC_CONF") or None),
                 ],
-                impact=frees(packed.freed, "history replayed with and without expandable segments"),
+                impact=impact_memory(
+                    packed.freed, "history replayed with and without expandable segments"
+                ),
                 assumptions=[packed.assumes],
                 **case,
             )

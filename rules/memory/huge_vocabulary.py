@@ -17,7 +17,7 @@ from advisor.measure.memory.memory_savings import logits
 from advisor.rules.common import figure, places
 from advisor.rules.kernel import facts
 from advisor.rules.memory.device_memory import at_line, peaks, snapshot_example
-from advisor.rules.recorded import frees
+from advisor.rules.recorded import impact_memory
 from advisor.rules.sources import LLAMA, OURS, PEAKS, SILENT_TRACES
 from advisor.testing import Examples, TraceBuilder
 
@@ -118,7 +118,7 @@ class HugeVocabulary(Rule):
                 Evidence("memory in these blocks", held.bytes, "bytes"),
             ],
             where=at_line(held.where, held.blocks),
-            impact=frees(held.freed, "the snapshot's blocks, less one piece in eight"),
+            impact=impact_memory(held.freed, "the snapshot's blocks, less one piece in eight"),
             **self.case("as a snapshot shows it"),
         )
 
@@ -174,7 +174,7 @@ class HugeVocabulary(Rule):
                 figure(a, "GPU time of the loss", facts.duration(a, under)),
             ],
             where=places(a, calls.astype(np.int64), taken),
-            impact=frees(2 * largest, "log-softmax and one gradient of its size"),
+            impact=impact_memory(2 * largest, "log-softmax and one gradient of its size"),
         )
 
     def _bytes(self, inputs: OpInputs) -> int:

@@ -21,7 +21,7 @@ from advisor.rules.memory.device_memory import (
     last_known,
     snapshot_example,
 )
-from advisor.rules.recorded import frees, record, risk
+from advisor.rules.recorded import impact_memory, impact_risk, record
 from advisor.rules.sources import CHOSEN, TRACEML
 from advisor.testing import Examples, TraceBuilder
 
@@ -87,7 +87,7 @@ class KeptReferences(Rule):
                         Evidence("steps found by", post.step_source),
                     ],
                     where=at_line(saving),
-                    impact=frees(
+                    impact=impact_memory(
                         saving.bytes, "memory of earlier steps at the peak of the snapshot"
                     ),
                     assumptions=[saving.assumes],
@@ -243,7 +243,7 @@ class MemoryLeak(Rule):
                 Evidence("capacity", total, "bytes"),
                 self.compare("steps", steps, "min_steps", "count"),
             ],
-            impact=risk(
+            impact=impact_risk(
                 f"out of memory in {left:,} steps"
                 if left is not None
                 else "the run will run out of memory"
@@ -295,7 +295,7 @@ class MemoryLeak(Rule):
                     for r in table.head(3).iter_rows(named=True)
                     if r["file"] is not None
                 ],
-                impact=risk(f"{t.format_bytes(each)} per step are never freed"),
+                impact=impact_risk(f"{t.format_bytes(each)} per step are never freed"),
                 confidence_notes=["tested on simulated snapshots only"],
                 **self.case("of a snapshot"),
             )
@@ -330,7 +330,7 @@ class MemoryLeak(Rule):
                 for r in table.head(3).iter_rows(named=True)
                 if r["file"] is not None
             ],
-            impact=risk(f"{rate} are never freed"),
+            impact=impact_risk(f"{rate} are never freed"),
             **self.case("of a snapshot"),
         )
 

@@ -20,7 +20,7 @@ from advisor.rules.memory.device_memory import (
     run_product,
     snapshot_example,
 )
-from advisor.rules.recorded import risk
+from advisor.rules.recorded import impact_risk
 from advisor.rules.sources import FOURNEX, GPUPROF, OURS, TENSORBOARD, TRACEML
 from advisor.testing import Examples, TraceBuilder
 
@@ -140,7 +140,7 @@ class MemoryNearCapacity(Rule):
                 self.compare("allocated at its peak, share of reserved", used, "fragmented"),
             ],
             where=[*self._where(a, reserved), *held],
-            impact=risk(f"{1 - share:.0%} of GPU memory is left before the run stops"),
+            impact=impact_risk(f"{1 - share:.0%} of GPU memory is left before the run stops"),
             **(self.case("most of it is reserved, not used") if fragmented else {}),
             **(self.case("all but full") if share >= self.critical_share else {}),
         )

@@ -19,7 +19,7 @@ from advisor.rules.memory.device_memory import (
     locate_holders,
     snapshot_example,
 )
-from advisor.rules.recorded import record, risk
+from advisor.rules.recorded import impact_risk, record
 from advisor.rules.sources import CHOSEN, CURED_RECORDINGS
 from advisor.testing import Examples, TraceBuilder
 
@@ -226,7 +226,7 @@ class OutOfMemory(Rule):
                 self.compare("last batch over the median one", grown, "larger", ""),
                 Evidence("snapshot", None if snapshot is None else str(snapshot)[:200]),
             ],
-            impact=risk(
+            impact=impact_risk(
                 "the run stopped"
                 if reserved is None
                 else f"the run stopped with {t.format_bytes(reserved)} held"
@@ -270,7 +270,7 @@ class OutOfMemory(Rule):
                 ],
             ],
             where=at_line(post.failed_at, op="the request that failed") + locate_holders(post),
-            impact=risk(f"the run stopped with {t.format_bytes(post.reserved)} held"),
+            impact=impact_risk(f"the run stopped with {t.format_bytes(post.reserved)} held"),
             fix=self._name_ways(ways),
             code=self.case((enough or ways)[0].change)["code"] if ways else "",
             confidence=0.85,
@@ -310,7 +310,7 @@ class OutOfMemory(Rule):
                 Evidence("other processes", others, "bytes"),
                 Evidence("free at the driver", text.free, "bytes"),
             ],
-            impact=risk("the run stopped"),
+            impact=impact_risk("the run stopped"),
             **case,
         )
 

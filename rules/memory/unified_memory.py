@@ -11,7 +11,7 @@ from advisor.core.intervals import covered_length, union
 from advisor.measure import Analysis
 from advisor.replay.project.moves import host_rate
 from advisor.rules.common import figure, of_step
-from advisor.rules.elsewhere import in_any_language
+from advisor.rules.framework_advice import in_any_language
 from advisor.rules.kernel.facts import kernel_rows, kernels_named, locations, scale_kernels
 from advisor.rules.sources import CHOSEN, ENGINE_FLOOR
 from advisor.testing import Examples, TraceBuilder

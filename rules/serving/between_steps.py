@@ -7,7 +7,7 @@ from advisor.core.intervals import covered_length
 from advisor.measure import Analysis
 from advisor.measure.steps.instants import between_steps
 from advisor.rules.common import figure, of_step
-from advisor.rules.elsewhere import SGLANG_ARGUMENTS, VLLM_TUNING
+from advisor.rules.framework_advice import SGLANG_ARGUMENTS, VLLM_TUNING
 from advisor.rules.sources import CHOSEN, TENSORBOARD
 from advisor.testing import Examples, TraceBuilder
 

@@ -13,7 +13,7 @@ from advisor.measure import Analysis
 from advisor.measure.serving.annotations import DECODE
 from advisor.measure.serving.work import NARROW, heads
 from advisor.rules.common import figure, of_step, scale
-from advisor.rules.elsewhere import SGLANG_KV, VLLM_KV
+from advisor.rules.framework_advice import SGLANG_KV, VLLM_KV
 from advisor.rules.sources import CHOSEN, TENSORBOARD
 from advisor.testing import Examples, TraceBuilder
 

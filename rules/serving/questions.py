@@ -12,8 +12,8 @@ from advisor.core.finding import Evidence, Finding, FrameworkAdvice, Outcomes, R
 from advisor.core.report import Serving, ServingPhase
 from advisor.measure import Analysis
 from advisor.measure.serving.annotations import DECODE, MIXED, PREFILL
-from advisor.rules.elsewhere import SGLANG_ARGUMENTS, SGLANG_TUNING, VLLM_TUNING
-from advisor.rules.recorded import measure_it
+from advisor.rules.framework_advice import SGLANG_ARGUMENTS, SGLANG_TUNING, VLLM_TUNING
+from advisor.rules.recorded import impact_without_gain
 from advisor.rules.sources import CHOSEN
 from advisor.testing import Examples, TraceBuilder
 
@@ -36,7 +36,10 @@ class _Question(Rule):
         for summary, evidence in self.ask(a, serving, phases):
             why = "the trace does not show how fast the other setting is"
             yield Finding(
-                summary=summary, evidence=evidence, impact=measure_it(why), informational=True
+                summary=summary,
+                evidence=evidence,
+                impact=impact_without_gain(why),
+                informational=True,
             )
 
     def ask(self, a: Analysis, serving: Serving, phases: Phases) -> Asked:

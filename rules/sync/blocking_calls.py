@@ -13,7 +13,7 @@ from advisor.core.text import count_noun
 from advisor.core.trace import JAX, TENSORFLOW
 from advisor.measure import Analysis
 from advisor.rules.common import figure, of_step, per, total
-from advisor.rules.elsewhere import NO_READS, in_any_language
+from advisor.rules.framework_advice import NO_READS, in_any_language
 from advisor.rules.sources import ENGINE_FLOOR, SILENT_TRACES
 from advisor.rules.sync.host_waits import (
     BlockingCalls,

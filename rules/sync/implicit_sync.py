@@ -15,7 +15,7 @@ from advisor.measure import Analysis
 from advisor.measure.host.names import name_matches
 from advisor.measure.host.stacks import nearest, parents
 from advisor.rules.common import column, figure, of_step, per, places, rows, scale, total
-from advisor.rules.elsewhere import READ_SELDOM, in_any_language
+from advisor.rules.framework_advice import READ_SELDOM, in_any_language
 from advisor.rules.host.launch_gaps import LAUNCHING, measure_launch_gaps
 from advisor.rules.sources import (
     ENGINE_FLOOR,

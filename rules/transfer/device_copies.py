@@ -14,7 +14,7 @@ from advisor.measure import Analysis
 from advisor.measure.host.names import name_matches
 from advisor.measure.host.stacks import nearest, parents
 from advisor.rules.common import busy_during, column, device_places, figure, of_step, per, rows
-from advisor.rules.elsewhere import BATCHES_AHEAD, in_any_language
+from advisor.rules.framework_advice import BATCHES_AHEAD, in_any_language
 from advisor.rules.sources import OURS, SILENT_TRACES, TRACELENS, traces
 from advisor.testing import Examples, TraceBuilder
 

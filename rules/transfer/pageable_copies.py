@@ -11,7 +11,7 @@ from advisor.core.rule import Evidence, Rule, Threshold
 from advisor.core.trace import CUDA
 from advisor.measure import Analysis
 from advisor.rules.common import busy_during, device_places, figure, of_step, per, scale, total
-from advisor.rules.elsewhere import BATCHES_AHEAD, in_any_language
+from advisor.rules.framework_advice import BATCHES_AHEAD, in_any_language
 from advisor.rules.sources import ENGINE_FLOOR, PAGEABLE_64K, PINNED_BLOG, SILENT_TRACES, traces
 from advisor.rules.sync.host_waits import make_async, select_blocking_calls
 from advisor.testing import Examples, TraceBuilder

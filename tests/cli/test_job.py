@@ -15,7 +15,7 @@ from typing import Any, cast
 
 import pytest
 
-from advisor.advise.ranks.job import MAX_HELD, RanksDone
+from advisor.advise.ranks.job import MAX_RANKS_IN_MEMORY, RanksDone
 from advisor.cli.analyze import RankProgress, is_hit
 from advisor.cli.output import Progress
 from advisor.core.finding import Finding
@@ -84,11 +84,11 @@ def test_ranks_are_chosen_in_files_whose_names_do_not_have_them(
 def test_many_ranks_are_read_one_by_one_and_one_of_them_alone(
     advisor: Run, ranks: Callable[[int], Path], tmp_path: Path
 ) -> None:
-    folder = ranks(MAX_HELD + 1)
+    folder = ranks(MAX_RANKS_IN_MEMORY + 1)
     out = tmp_path / "job.html"
     code, shown, err = advisor("analyze", folder, "--output", out)
     assert (code, shown, err) == (0, "", "")
-    assert f"rank {MAX_HELD}" in out.read_text()
+    assert f"rank {MAX_RANKS_IN_MEMORY}" in out.read_text()
     code, shown, err = advisor("analyze", folder / "rank3.json", "--format", "json")
     assert (code, err) == (0, "")
     assert json.loads(shown)["ranks"] is None

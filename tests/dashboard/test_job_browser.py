@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from msgspec import structs
 
-from advisor.advise.ranks.job import MAX_HELD
+from advisor.advise.ranks.job import MAX_RANKS_IN_MEMORY
 from advisor.core.errors import AdvisorError
 from advisor.core.ranks import MissingRanks, Outlier, RankLine, Ranks
 from advisor.core.report import Report, Scope
@@ -144,9 +144,13 @@ def test_a_rank_is_chosen_in_the_table_too(tmp_path: Path, served: Any, tab: Any
 
 
 def test_a_folder_of_many_ranks_is_a_job_and_one_of_few_is_not(tmp_path: Path) -> None:
-    many = DashboardSession([str(write_ranks(tmp_path / "many", MAX_HELD + 1))]).load().entries[0]
+    many = (
+        DashboardSession([str(write_ranks(tmp_path / "many", MAX_RANKS_IN_MEMORY + 1))])
+        .load()
+        .entries[0]
+    )
     assert many.job is not None and many.job.ranks is not None and many.loaded is not None
-    assert (many.state, len(many.job.ranks.lines)) == ("ready", MAX_HELD + 1)
+    assert (many.state, len(many.job.ranks.lines)) == ("ready", MAX_RANKS_IN_MEMORY + 1)
     assert list(many.loaded.analyses) == [0]
     few = DashboardSession([str(write_ranks(tmp_path / "few", 2))]).load().entries[0]
     assert few.job is None

@@ -74,7 +74,7 @@ def test_a_fix_that_is_unticked_gives_its_time_back_and_the_others_are_estimated
     page = t.open("/")
     ticks, stairs = page.locator(".stair input"), page.locator(".stair .then")
     ticks.nth(0).uncheck()
-    alone = format_duration(result.estimator.price(second.edits).gain)
+    alone = format_duration(result.estimator.gain_range(second.edits).gain)
     stairs.nth(2).get_by_text(f"−{alone}").wait_for()
     after = format_duration(result.estimator.marginal(first.edits, second.edits))
     assert stairs.nth(1).inner_text().split("\n")[1] == f"(−{after})"

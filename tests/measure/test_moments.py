@@ -77,14 +77,14 @@ def test_a_gap_selector_at_a_moment_is_priced_by_the_part_inside_it() -> None:
                 b.host(199)
     a = b.analysis()
 
-    def price(at: Any) -> int:
+    def idle_ns(at: Any) -> int:
         return exposed(
             a, Edit(op="remove", select=Select(on="gap", cause=("python",), at=at))
         ).total
 
-    assert price("step_start") == 3 * 100_000
-    assert price("") == 3 * 300_000
-    assert price("graph_break") == 0
+    assert idle_ns("step_start") == 3 * 100_000
+    assert idle_ns("") == 3 * 300_000
+    assert idle_ns("graph_break") == 0
 
 
 def test_torch_nests_the_region_after_a_break_in_the_region_before_it(tmp_path: Path) -> None:

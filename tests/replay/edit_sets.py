@@ -13,7 +13,7 @@ import polars as pl
 from msgspec.structs import replace
 
 from advisor import Analysis, Edit
-from advisor.advise.impact import Price, pricer
+from advisor.advise.impact import GainRange, estimator_for
 from advisor.replay.language import BLOCKING, parse_edit, write_edit
 from advisor.replay.selection import selected_gaps, selected_gpu, selected_host
 
@@ -138,15 +138,15 @@ class Laws:
 
     def __init__(self, a: Analysis, seed: str) -> None:
         self.a = a
-        self.estimator = pricer(a)
+        self.estimator = estimator_for(a)
         self.draw = Draw(a, seed)
         self.found: list[Violation] = []
         self.tried: Counter[str] = Counter()
         self._known: dict[tuple[str, ...], float] = {}
 
-    def price(self, lines: Sequence[str]) -> Price:
+    def gain_range(self, lines: Sequence[str]) -> GainRange:
         """What edits save, with its range."""
-        return self.estimator.price([parse_edit(line) for line in lines])
+        return self.estimator.gain_range([parse_edit(line) for line in lines])
 
     def gain(self, lines: Sequence[str]) -> float:
         """The same without the range."""
@@ -182,7 +182,7 @@ class Laws:
         """One random set."""
         draw, rng = self.draw, self.draw.rng
         lines = draw.lines()
-        own = self.price(lines)
+        own = self.gain_range(lines)
         step = self.a.step_ns
         # taking batches over from workers costs what a loop without them does not spend
         saving = not any(line.startswith("parallelize") for line in lines)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from advisor.replay.price import EVENT_COST_NS, MAX_COST, EditGain, event_cost
+from advisor.replay.window import EVENT_COST_NS, MAX_COST, WindowReplayer, event_cost
 from advisor.testing import TraceBuilder
 
 USUAL = EVENT_COST_NS["plain"]
@@ -39,7 +39,7 @@ def test_it_is_what_a_profiled_step_takes_longer_over_its_events() -> None:
 def test_a_profiler_that_costs_nothing_adds_nothing() -> None:
     a = host_bound(median_us=310).analysis()
     assert event_cost(a) == 0.0
-    whatif = EditGain(a)
+    whatif = WindowReplayer(a)
     assert whatif.period((), "plain") == pytest.approx(whatif.base.period, rel=1e-6)
 
 

@@ -6,14 +6,14 @@ import pytest
 
 from advisor.core.run_directory import Host
 from advisor.replay.language import parse_edit
-from advisor.replay.price import EditGain
+from advisor.replay.window import WindowReplayer
 from advisor.testing import TraceBuilder
 
 LOADING, STEP = 6_000.0, 10_000.0
 """Of each step, µs: the loader 6 ms, then 4 ms of the model on the host."""
 
 
-def whatif(*, computed: bool, used: float | None, cpus: int = 2) -> EditGain:
+def whatif(*, computed: bool, used: float | None, cpus: int = 2) -> WindowReplayer:
     """``used``: cores that the process keeps busy, as sampled; ``None``: not recorded."""
     b = TraceBuilder()
     name = "enumerate(DataLoader)#_SingleProcessDataLoaderIter.__next__"
@@ -32,10 +32,10 @@ def whatif(*, computed: bool, used: float | None, cpus: int = 2) -> EditGain:
         r = b.record_of_run(cpus=cpus, cpus_total=cpus)
         r.steps(60, 10)
         r.watch(host=lambda share: Host(process_cpu=100 * used, cpu=100 * used / cpus))
-    return EditGain(b.analysis())
+    return WindowReplayer(b.analysis())
 
 
-def gain(found: EditGain, workers: int = 4) -> float:
+def gain(found: WindowReplayer, workers: int = 4) -> float:
     """Of the step."""
     return found.gain([parse_edit(f"parallelize loader {workers}")]) / found.a.step_ns
 
@@ -98,7 +98,7 @@ def test_taking_a_batch_over_costs_what_the_trace_shows(ready_us: float) -> None
             b.loader_wait(6000, workers=0)
             b.run("aten::mm", "ampere_sgemm_128x64_nn", 3000)
             b.sync()
-    found = EditGain(b.analysis())
+    found = WindowReplayer(b.analysis())
     edit = [parse_edit("parallelize loader 4")]
     assert found.gain(edit) / 1000 == pytest.approx(6000 - ready_us - 600, abs=50)
 
@@ -123,7 +123,7 @@ def test_more_workers_have_the_cores_that_are_free(used: float, cpus: int, left:
     r = b.record_of_run(cpus=cpus, cpus_total=cpus)
     r.steps(60, 9)
     r.watch(host=lambda share: Host(process_cpu=100 * used, cpu=100 * used / cpus))
-    found = EditGain(b.analysis())
+    found = WindowReplayer(b.analysis())
     before = found.base.period
     after = before - found.gain([parse_edit("parallelize loader 2")])
     assert after / before == pytest.approx(left, abs=0.02)

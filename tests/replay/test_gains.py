@@ -45,7 +45,7 @@ from whatif_programs import (
 from advisor.core.finding import Edit, Select
 from advisor.measure import Analysis
 from advisor.read import read_trace
-from advisor.replay.price import EditGain
+from advisor.replay.window import WindowReplayer
 
 WITHIN = 0.05
 """Of the true gain."""
@@ -102,10 +102,10 @@ def loop(shape: Shape) -> Program:
     return training(shape, steps=STEPS, warmup=12 if shape.batch and shape.uneven else 4)
 
 
-def replayed(machine: Machine, folder: Path) -> EditGain:
+def replayed(machine: Machine, folder: Path) -> WindowReplayer:
     path = folder / "trace.json"
     path.write_bytes(machine.json())
-    return EditGain(Analysis(read_trace(str(path))))
+    return WindowReplayer(Analysis(read_trace(str(path))))
 
 
 def loader_rate_is_not_in_the_trace(shape: Shape, slow: float, fast: float) -> bool:

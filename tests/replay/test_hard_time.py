@@ -14,15 +14,15 @@ from rewriting import events, load
 from advisor import Analysis
 from advisor.read import read_trace
 from advisor.replay.graph import NEVER, Edge, Node
-from advisor.replay.price import EditGain
 from advisor.replay.replay import ReplayPlan
+from advisor.replay.window import WindowReplayer
 
 Find = Callable[[str], str]
 
 
 @functools.lru_cache(maxsize=8)
-def replay(path: str) -> EditGain:
-    return EditGain(Analysis(read_trace(path)))
+def replay(path: str) -> WindowReplayer:
+    return WindowReplayer(Analysis(read_trace(path)))
 
 
 def test_a_call_waits_for_the_device_whatever_its_name(shared_trace: Find) -> None:

@@ -28,14 +28,14 @@ from msgspec.structs import replace
 from advisor import Analysis, Edit, Finding
 from advisor.advise import facts
 from advisor.advise.engine import AnalysisResult, examine
-from advisor.advise.impact import REPLAY, pricer
+from advisor.advise.impact import REPLAY, estimator_for
 from advisor.measure.steps.steps import extent
 from advisor.read import read_trace
 from advisor.replay.language import BLOCKING, parse_edit, write_edit
-from advisor.replay.price import EditGain
 from advisor.replay.replay import MIN_STEADY
 from advisor.replay.result import what_if
 from advisor.replay.selection import host_of_layer, selected_gaps, selected_gpu, selected_host
+from advisor.replay.window import WindowReplayer
 from benchmarks.public_traces import trace_names
 
 EDITS = int(os.environ.get("ADVISOR_LAWS", "10"))
@@ -55,8 +55,8 @@ def _found() -> list[str]:
 
 
 @functools.lru_cache(maxsize=4)
-def replay(path: str) -> EditGain:
-    return EditGain(Analysis(read_trace(path)))
+def replay(path: str) -> WindowReplayer:
+    return WindowReplayer(Analysis(read_trace(path)))
 
 
 @functools.lru_cache(maxsize=4)
@@ -91,7 +91,7 @@ def small(path: str) -> str:
 
 
 def trusted(path: str) -> str:
-    method = pricer(replay(path).a).method
+    method = estimator_for(replay(path).a).method
     return "" if method == REPLAY else "the replay is not trusted with these steps"
 
 
@@ -156,7 +156,7 @@ def test_only_laws_that_say_nothing_of_a_file_are_left_out(
     assert now == listed.get(name, {}), "ADVISOR_LAWS_LEFT_OUT=write writes the list anew"
 
 
-def gain(whatif: EditGain, *lines: str) -> float:
+def gain(whatif: WindowReplayer, *lines: str) -> float:
     """What edits save together, as a share of the step."""
     return whatif.gain([parse_edit(line) for line in lines]) / whatif.base.period
 
@@ -257,7 +257,7 @@ def shortening(path: str, count: int) -> Iterator[str]:
         yield (makers[number % len(makers)] if number < len(makers) else rng.choice(makers))()
 
 
-def window(whatif: EditGain) -> tuple[int, int]:
+def window(whatif: WindowReplayer) -> tuple[int, int]:
     """Start and end of the replayed steps, ns of the trace."""
     table = whatif.a.steps.table
     first, last = whatif.quality.steps, whatif.quality.of_steps
@@ -286,8 +286,10 @@ def test_an_edit_of_zero_changes_nothing(path: str) -> None:
 # -- what the file says, not how it says it ------------------------------------------------------
 
 
-def rewritten(path: str, change: Callable[[rewriting.Data], rewriting.Data], to: Path) -> EditGain:
-    return EditGain(Analysis(read_trace(rewriting.save(change(rewriting.load(path)), to))))
+def rewritten(
+    path: str, change: Callable[[rewriting.Data], rewriting.Data], to: Path
+) -> WindowReplayer:
+    return WindowReplayer(Analysis(read_trace(rewriting.save(change(rewriting.load(path)), to))))
 
 
 @law(small)
@@ -434,7 +436,7 @@ def test_everything_twice_as_fast_takes_half_the_time(path: str) -> None:
 # -- no more than there is -----------------------------------------------------------------------
 
 
-def taken(whatif: EditGain, edit: Edit) -> float:
+def taken(whatif: WindowReplayer, edit: Edit) -> float:
     """Time that an edit takes away, ns a step, summed over all threads and streams: what no path
     through the step can become shorter by more than. Work that is moved or removed no longer holds
     up its stream either while it waits itself."""
@@ -526,7 +528,7 @@ def test_no_change_on_the_host_takes_less_time_than_the_device_works(path: str) 
 def test_the_staircase_adds_up_to_all_findings_together(path: str) -> None:
     found = examined(path)
     stairs = [f for f in found.report.findings if f.priority is not None and not f.other_rank]
-    total = EditGain(found.main).gain([e for f in stairs for e in f.edits])
+    total = WindowReplayer(found.main).gain([e for f in stairs for e in f.edits])
     assert sum(f.marginal_gain_ns or 0 for f in stairs) == pytest.approx(
         total, abs=len(stairs) * EXACT_NS
     )

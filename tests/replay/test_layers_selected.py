@@ -10,9 +10,9 @@ from advisor.core.trace import Run
 from advisor.measure.host.layers import work_nodes
 from advisor.replay.language import parse_edit
 from advisor.replay.present import present
-from advisor.replay.price import EditGain
 from advisor.replay.result import what_if
 from advisor.replay.selection import selected_gpu
+from advisor.replay.window import WindowReplayer
 from advisor.testing import TraceBuilder
 
 
@@ -44,7 +44,7 @@ def test_a_kind_selects_all_modules_of_it_with_those_inside() -> None:
 
 
 def test_half_of_the_layers_on_a_busy_device_saves_half_of_their_kernels() -> None:
-    whatif = EditGain(blocks(kernel_us=1000, host_us=5))
+    whatif = WindowReplayer(blocks(kernel_us=1000, host_us=5))
     gain = whatif.gain([parse_edit("scale layer:Block 0.5")])
     assert gain == pytest.approx(3 * 1_000_000 / 2, rel=0.02)
     assert whatif.gain([parse_edit("remove layer:Block_1")]) == pytest.approx(1e6, rel=0.02)
@@ -52,14 +52,14 @@ def test_half_of_the_layers_on_a_busy_device_saves_half_of_their_kernels() -> No
 
 def test_half_of_the_layers_of_a_launch_bound_step_saves_half_of_their_host_time() -> None:
     a = blocks(kernel_us=1, host_us=400)
-    whatif = EditGain(a)
+    whatif = WindowReplayer(a)
     gain = whatif.gain([parse_edit("scale layer:Block 0.5")])
     assert gain == pytest.approx(3 * 400_000 / 2, rel=0.1)
     assert whatif.gain([parse_edit("scale work layer:Block family:gemm 0.5")]) < 10_000
 
 
 def test_both_halves_add_up_and_no_more_than_all_is_saved() -> None:
-    whatif = EditGain(blocks(kernel_us=500, host_us=100))
+    whatif = WindowReplayer(blocks(kernel_us=500, host_us=100))
     edits = [parse_edit(f"scale layer:Block_{n} 0.25") for n in range(3)]
     assert whatif.gain(edits) == pytest.approx(whatif.gain([parse_edit("scale layer:Block 0.25")]))
     step = whatif.a.step_ns

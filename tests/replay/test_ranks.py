@@ -35,8 +35,8 @@ from advisor.measure import Analysis
 from advisor.measure.ranks.skew import align, skew
 from advisor.read import open_run, read_trace
 from advisor.replay.language import parse_edit
-from advisor.replay.price import EditGain
 from advisor.replay.result import what_if
+from advisor.replay.window import WindowReplayer
 
 COMM = Select(on="gpu", family=("communication",))
 CLOCKS = (0.0, 1234.5, -777.25)
@@ -73,7 +73,7 @@ class Case:
         self.period = self.slow.ranks[0].period
         self.true = self.period - self.fast.ranks[0].period
         self.ranks = opened(self.slow, folder)
-        self.whatif = EditGain(self.ranks[0], 0, self.ranks)
+        self.whatif = WindowReplayer(self.ranks[0], 0, self.ranks)
 
     def check(self, *edits: Edit) -> None:
         predicted = self.whatif.gain(edits) / 1e3
@@ -170,7 +170,7 @@ def test_unchanged_steps_of_every_rank_are_replayed(
     cluster = Cluster([loop(shape), loop(late(shape, why))], **machine)
     ranks = opened(cluster, tmp_path)
     for number, a in ranks.items():
-        whatif = EditGain(a, number, ranks)
+        whatif = WindowReplayer(a, number, ranks)
         assert len(whatif.ranks) == 2
         assert whatif.quality.step_error <= 0.02
 
@@ -194,7 +194,7 @@ def test_one_rank_alone_cannot_tell_waiting_from_transfer(tmp_path: Path) -> Non
     edit = slowed(fix, 0)
     assert abs(case.true) < FLOOR * case.period
     case.check(edit)
-    assert EditGain(case.ranks[0]).gain([edit]) / 1e3 > 0.1 * case.period
+    assert WindowReplayer(case.ranks[0]).gain([edit]) / 1e3 > 0.1 * case.period
 
 
 def test_the_late_rank_itself_being_on_time_is_worth_what_the_others_gain(tmp_path: Path) -> None:
@@ -206,7 +206,7 @@ def test_the_late_rank_itself_being_on_time_is_worth_what_the_others_gain(tmp_pa
 def test_ranks_that_share_no_collective_are_replayed_alone(tmp_path: Path) -> None:
     programs = [loop(replace(BASE, comm=0)), loop(replace(BASE, comm=0, device=2500))]
     ranks = opened(Cluster(programs), tmp_path)
-    whatif = EditGain(ranks[0], 0, ranks)
+    whatif = WindowReplayer(ranks[0], 0, ranks)
     assert whatif.ranks == ()
     assert whatif.gain([Edit(op="remove_skew", select=COMM, rank=1)]) == 0
 
@@ -222,7 +222,7 @@ def test_two_ranks_of_a_public_run_come_out_as_measured_together(
     run = open_run(str(tmp_path))
     ranks = {number: Analysis(run.window(number)) for number in run.ranks}
     for number, a in ranks.items():
-        whatif = EditGain(a, number, ranks)
+        whatif = WindowReplayer(a, number, ranks)
         assert sorted(whatif.ranks) == [0, 1]
         assert whatif.quality.step_error <= 0.005
 
@@ -287,7 +287,7 @@ def dlrm(shared_trace: Callable[[str], str]) -> dict[int, Analysis]:
 def test_what_a_rank_waits_for_the_others_is_explained_in_time(dlrm: dict[int, Analysis]) -> None:
     """Eight ranks of a DLRM job: rank 0's collectives last 5.6 ms longer than they need to, by the
     starts of the same collectives on all ranks, on one clock."""
-    whatif = EditGain(dlrm[0], 0, dlrm)
+    whatif = WindowReplayer(dlrm[0], 0, dlrm)
     parts = {part.name: part for part in whatif.quality.hard}
     found = parts["waits for other ranks"]
     waited = skew(dlrm, align(dlrm)).stragglers.filter(pl.col("rank") == 0)["wait_ns"].item()
@@ -299,7 +299,7 @@ def test_a_late_rank_on_time_is_worth_no_more_than_the_step_of_who_never_waits(
     dlrm: dict[int, Analysis],
 ) -> None:
     """Rank 7 of the DLRM job waits for nobody, and takes 12.5 ms; rank 0 takes 14.5."""
-    whatif = EditGain(dlrm[0], 0, dlrm)
+    whatif = WindowReplayer(dlrm[0], 0, dlrm)
     saved = whatif.gain([parse_edit("remove_skew comm rank:7")])
     at_most = dlrm[0].step_ns - dlrm[7].step_ns
     assert 0.8 * at_most < saved <= 1.05 * at_most

@@ -19,7 +19,7 @@ from whatif_by_hand import Job
 from advisor.measure import Analysis
 from advisor.read import read_trace
 from advisor.replay.language import parse_edit
-from advisor.replay.price import EditGain
+from advisor.replay.window import WindowReplayer
 from advisor.testing import TraceBuilder
 
 Find = Callable[[str], str]
@@ -40,11 +40,11 @@ OTHERS = [
 
 
 @functools.lru_cache(maxsize=16)
-def replayed(path: str) -> EditGain:
-    return EditGain(Analysis(read_trace(path)))
+def replayed(path: str) -> WindowReplayer:
+    return WindowReplayer(Analysis(read_trace(path)))
 
 
-def impact(whatif: EditGain, *lines: str) -> float:
+def impact(whatif: WindowReplayer, *lines: str) -> float:
     """What edits save, as a share of the measured step."""
     return whatif.gain([parse_edit(line) for line in lines]) / whatif.measured.period
 
@@ -268,12 +268,12 @@ def test_a_host_that_launches_just_in_time_is_not_what_a_busy_device_hangs_on() 
                 b.host(94.5)
     a = Analysis(b.trace())
     assert a.breakdown.busy.total >= 0.97 * a.span_ns
-    parts = EditGain(a).critical()
+    parts = WindowReplayer(a).critical()
     assert parts["compute"] >= 0.9 * sum(parts.values())
 
 
 def test_a_recording_without_steps_is_replayed_whole(shared_trace: Callable[[str], str]) -> None:
     """Its host waits beyond the device's last work: 5.98 ms, not the 1.98 ms before the wait."""
-    whatif = EditGain(Analysis(read_trace(shared_trace("mi210_gpu_only"))))
+    whatif = WindowReplayer(Analysis(read_trace(shared_trace("mi210_gpu_only"))))
     assert whatif.measured.period == pytest.approx(whatif.a.step_ns, rel=0.01)
     assert whatif.quality.starts == whatif.a.trace.gpu.height

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from advisor.advise.check import Checked, rank_rules
-from advisor.advise.impact import pricer
+from advisor.advise.impact import estimator_for
+from advisor.advise.ranks.estimator import RanksEstimator
 from advisor.advise.ranks.measure import summarise
-from advisor.advise.ranks.pricer import RanksPricer
 from advisor.core.finding import Rule
 from advisor.measure import Analysis
 from advisor.replay.ranks.study import Study, study
@@ -21,6 +21,6 @@ def studied(ranks: dict[int, Analysis]) -> Study:
 def compared(ranks: dict[int, Analysis], rules: list[Rule]) -> Checked:
     """What they find, estimated as in a report of the first rank."""
     main, a = next(iter(ranks.items()))
-    found, own = studied(ranks), pricer(a)
-    estimator = own if found.replay.reason else RanksPricer(own, found, main, [])
+    found, own = studied(ranks), estimator_for(a)
+    estimator = own if found.replay.reason else RanksEstimator(own, found, main, [])
     return rank_rules(found, main, a, rules, estimator)

@@ -10,7 +10,7 @@ from typing import Any, Final
 from weakref import WeakKeyDictionary
 
 import advisor
-from advisor.advise.ranks.task import reason
+from advisor.advise.ranks.task import one_line
 from advisor.advise.ranks.work import RETRIES
 from advisor.core.errors import AdvisorError, install
 from advisor.core.pool import Work, WorkerDied
@@ -42,7 +42,7 @@ class Cluster:
             make: Any = Client  # with its types or without, as the version has it
             self._client: Any = make(address, timeout=patience, set_as_default=False)
         except Exception as error:  # each kind of address fails in its own way
-            why = reason(error) or type(error).__name__
+            why = one_line(error) or type(error).__name__
             raise AdvisorError(f"--cluster {address}: no scheduler answers there ({why})") from None
         try:
             self._check(address)
@@ -77,7 +77,7 @@ class Cluster:
             if isinstance(version, ModuleNotFoundError):
                 why = f"the worker {worker} cannot import {version.name}"
             elif isinstance(version, BaseException):
-                why = f"the worker {worker} does not run advisor ({reason(version)})"
+                why = f"the worker {worker} does not run advisor ({one_line(version)})"
             elif version != advisor.__version__:
                 why = f"the worker {worker} has advisor {version}, this is {advisor.__version__}"
             else:

@@ -21,17 +21,17 @@ from advisor.core.trace import Run
 from advisor.measure.ranks.summary import Summary, Unread, one_run
 from advisor.read import open_run
 from advisor.read.directory import MAX_ELSEWHERE, trace_files
-from advisor.read.elsewhere import read_source
 from advisor.read.logs import is_named_log, logs_in, with_logs
 from advisor.read.registry import with_window
 from advisor.read.remote.urls import RankFilter, RemoteFile, is_url, local_path, rank_in, shown
+from advisor.read.trace_listing import read_source
 
 if TYPE_CHECKING:
     from advisor.advise.options import Options
     from advisor.advise.ranks.cluster import Cluster
     from advisor.core.pool import ProcessPool
 
-MAX_HELD: Final = 16
+MAX_RANKS_IN_MEMORY: Final = 16
 """Ranks up to which all traces are held at once. A trace of 20 MB takes some 0.15 GB while it is
 measured (benchmarks/bench_fleet.py), one of 100 MB some 0.8 GB: sixteen of them are what a machine
 with 16 GB has room for."""
@@ -57,14 +57,17 @@ def ranks_apart(places: Sequence[str], options: Options) -> list[RemoteFile]:
         return []
     if not options.read.urls and any(map(is_url, places)):
         return []
-    if not any(is_url(each) or _is_folder(each) for each in places) and len(places) <= MAX_HELD:
+    if (
+        not any(is_url(each) or _is_folder(each) for each in places)
+        and len(places) <= MAX_RANKS_IN_MEMORY
+    ):
         return []
     try:
         result = _traces(locate(places, chosen))
     except AdvisorError:
         return []  # whoever reads it says why
     elsewhere = sum(is_url(source.at) for source in result)
-    return result if _ranks(result) > MAX_HELD or elsewhere > MAX_ELSEWHERE else []
+    return result if _ranks(result) > MAX_RANKS_IN_MEMORY or elsewhere > MAX_ELSEWHERE else []
 
 
 def _traces(sources: list[RemoteFile]) -> list[RemoteFile]:

@@ -91,15 +91,15 @@ class MeasureTask(Struct, frozen=True, kw_only=True):
 
     def failed(self, why: str) -> Unread:
         """That nothing came of it."""
-        return Unread(rank=self.rank, path=self.source.url, why=reason(why))
+        return Unread(rank=self.rank, path=self.source.url, why=one_line(why))
 
 
-def reason(why: object) -> str:
+def one_line(why: object) -> str:
     """One line of it."""
     return " ".join(str(why).split())[:LONGEST]
 
 
-def perform(order: bytes) -> bytes:
+def run_task(order: bytes) -> bytes:
     """An encoded MeasureTask to an encoded Summary, or Unread with the reason: nothing is raised
     but what ends a process."""
     try:
@@ -121,14 +121,14 @@ def perform(order: bytes) -> bytes:
         except (KeyboardInterrupt, SystemExit):
             raise
         except BaseException as error:  # of native code too, whose panics are no Exception
-            if pause is None or not passing(error):
+            if pause is None or not is_transient(error):
                 return encode(wanted.failed(describe_error(error)))
         gc.collect()
         time.sleep(pause)
     raise AssertionError("the last try returns")
 
 
-def passing(error: BaseException) -> bool:
+def is_transient(error: BaseException) -> bool:
     """It may not happen again."""
     if isinstance(error, FileNotFoundError | PermissionError | IsADirectoryError):
         return False

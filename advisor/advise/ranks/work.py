@@ -12,8 +12,8 @@ from typing import Final, Protocol
 
 import msgspec
 
-from advisor.advise.options import SECONDS
-from advisor.advise.ranks.task import MeasureTask, perform, reason
+from advisor.advise.options import RANK_TIMEOUT_SECONDS
+from advisor.advise.ranks.task import MeasureTask, one_line, run_task
 from advisor.core.errors import AdvisorError
 from advisor.core.pool import ProcessPool, Work, WorkerDied
 from advisor.measure.ranks.summary import MAX_DECODED, Summary, Unread, decode
@@ -58,7 +58,7 @@ def results(
     orders: Sequence[MeasureTask],
     workers: Workers,
     *,
-    seconds: float = SECONDS,
+    seconds: float = RANK_TIMEOUT_SECONDS,
     said: Callable[[int], object] | None = None,
 ) -> Iterator[Summary | Unread]:
     """What comes of each order, as it comes: one for each. ``seconds``: of one file. ``said`` is
@@ -80,7 +80,7 @@ def results(
     def start(place: int) -> None:
         nonlocal number
         number += 1
-        own, answer = number, workers.submit(perform, packed[place])
+        own, answer = number, workers.submit(run_task, packed[place])
         flying[own] = _Flying(place, answer)
         answer.add_done_callback(lambda _: done.put(own))
 
@@ -134,7 +134,7 @@ def results(
 
 def describe_death(why: str, times: int) -> str:
     """Why nothing came of a file that workers died of."""
-    return reason(f"{why}, {times} times: it may need more memory than a worker has")
+    return one_line(f"{why}, {times} times: it may need more memory than a worker has")
 
 
 def _decoded(order: MeasureTask, data: bytes) -> Summary | Unread:

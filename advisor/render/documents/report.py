@@ -107,7 +107,7 @@ def _time(report: Report) -> Iterator[Block]:
         return
     rows = [
         TextField(label, parts, detail=label not in _ON_HOST)
-        for label, parts in facts.figures(report)
+        for label, parts in facts.headline_numbers(report)
     ]
     yield Section(bar.title, [Bar(bar), FieldList(rows)], bar.aside, short=True)
 
@@ -183,7 +183,7 @@ def _card(report: Report, finding: Finding, *, fix: bool = True) -> Card:
         finding.title,
         [FieldList(fields, indent=4), *code],
         number="" if finding.priority is None else str(finding.priority),
-        gain=facts.price(finding),
+        gain=facts.describe_gain(finding),
         place=" · ".join(t.location_names(finding.where[0])[:1]) if finding.where else "",
         tag=finding.severity,
         details=[

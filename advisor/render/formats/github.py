@@ -73,7 +73,7 @@ def _annotation(finding: Finding) -> str:
             properties["file"] = path
             if place.line is not None and place.line > 0:
                 properties["line"] = str(place.line)
-    properties["title"] = f"{t.clean(finding.title)} ({facts.price(finding, alone=True)})"
+    properties["title"] = f"{t.clean(finding.title)} ({facts.describe_gain(finding, alone=True)})"
     lines = [finding.summary, f"Fix: {finding.fix}"]
     if "file" not in properties and finding.where:
         lines.append(f"Where: {' · '.join(t.location_names(finding.where[0]))}")

@@ -123,7 +123,8 @@ def _rule(finding: Finding, known_rule: RuleText | None) -> dict[str, Any]:
 
 
 def _result(finding: Finding, index: int, mark: str, report: Report) -> dict[str, Any]:
-    text = f"{finding.summary} {facts.price(finding, alone=True).capitalize()}. Fix: {finding.fix}"
+    gain = facts.describe_gain(finding, alone=True).capitalize()
+    text = f"{finding.summary} {gain}. Fix: {finding.fix}"
     folded = finding.folded_under is not None
     result: dict[str, Any] = {
         "ruleId": t.clean(finding.rule) or "unknown",

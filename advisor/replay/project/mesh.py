@@ -28,9 +28,9 @@ from advisor.measure.device.matmuls import attention
 from advisor.measure.device.shapes import OpInputs
 from advisor.replay.calibration import mesh_error
 from advisor.replay.graph import Array
-from advisor.replay.price import EditGain
 from advisor.replay.project.moves import shortest
 from advisor.replay.project.replayed import scaled_step
+from advisor.replay.window import WindowReplayer
 
 if TYPE_CHECKING:
     from advisor.core.report import MeshAxis
@@ -173,9 +173,9 @@ class MeshProjector:
         self.node = find_node_size(a, self.machine)
 
     @cached_property
-    def whatif(self) -> EditGain:
+    def whatif(self) -> WindowReplayer:
         """The replay, built once."""
-        return EditGain(self.a)
+        return WindowReplayer(self.a)
 
     @cached_property
     def replayed(self) -> bool:

@@ -17,7 +17,6 @@ from advisor.measure.device.shapes import OpInputs, width_of
 from advisor.measure.host.layers import range_label, work_nodes
 from advisor.measure.host.operators import roofs
 from advisor.replay.graph import Array, Edge, Node
-from advisor.replay.price import EditGain
 from advisor.replay.project.narrower import (
     FORMATS,
     MULTIPLE,
@@ -29,6 +28,7 @@ from advisor.replay.project.narrower import (
     estimate,
     missing_unit,
 )
+from advisor.replay.window import WindowReplayer
 
 if TYPE_CHECKING:
     from advisor.core.gpus import GpuSpec
@@ -159,7 +159,7 @@ class _Conversion:
             for call in known:
                 self._judge(call)
             self._decide(known)
-            whatif = EditGain(a)
+            whatif = WindowReplayer(a)
             replayed = not whatif.unusable
             step = self._step([c for c in known if not c.why], whatif)
             captured = self._step([c for c in known if not c.why], whatif, launching=False)[1]
@@ -300,7 +300,7 @@ class _Conversion:
 
     # -- the step -----------------------------------------------------------------------------
 
-    def _step(self, calls: list[_Call], whatif: EditGain, *, launching: bool = True) -> Three:
+    def _step(self, calls: list[_Call], whatif: WindowReplayer, *, launching: bool = True) -> Three:
         """(best, central, worst) of the step: each product takes what is estimated, and where the
         host launches each kernel (``launching``), those that quantise take a launch more."""
         steps = []
@@ -316,7 +316,7 @@ class _Conversion:
         best, middle, worst = steps
         return min(best, middle) * (1 - miss), middle, max(worst, middle) * (1 + miss)
 
-    def _replay(self, factor: Array, launches: Array, whatif: EditGain) -> float:
+    def _replay(self, factor: Array, launches: Array, whatif: WindowReplayer) -> float:
         a = self.a
         if whatif.unusable:
             busy = a.device_busy(a.in_window).total
@@ -337,7 +337,7 @@ class _Conversion:
         before = whatif.plan.steady()
         return a.step_ns * whatif.plan.steady(weight, dur) / max(before, 1.0)
 
-    def _launch_ns(self, whatif: EditGain) -> float:
+    def _launch_ns(self, whatif: WindowReplayer) -> float:
         """Host time from one launch to the next: the median of these steps."""
         graph = whatif.graph
         between = (graph.edge == Edge.PROGRAM) & (graph.kind[graph.dst] == Node.LAUNCH)

@@ -15,9 +15,9 @@ from advisor.core.errors import AdvisorError
 from advisor.core.gpus import known
 from advisor.replay.calibration import device_error, host_error
 from advisor.replay.graph import Array
-from advisor.replay.price import EditGain
 from advisor.replay.project.moves import CODE, KINDS, Moved, move
 from advisor.replay.project.replayed import scaled_step
+from advisor.replay.window import WindowReplayer
 
 if TYPE_CHECKING:
     from advisor.core.gpus import GpuSpec
@@ -116,9 +116,9 @@ class Projector:
         return int(other.filter(~recorded)["dur"].sum()) / total if total else 0.0
 
     @cached_property
-    def whatif(self) -> EditGain:
+    def whatif(self) -> WindowReplayer:
         """The replay; built once for all targets."""
-        return EditGain(self.a)
+        return WindowReplayer(self.a)
 
     @cached_property
     def replayed(self) -> bool:

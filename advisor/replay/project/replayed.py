@@ -9,13 +9,15 @@ import numpy as np
 from advisor.replay.graph import NEVER, Array, Edge
 
 if TYPE_CHECKING:
-    from advisor.replay.price import EditGain
+    from advisor.replay.window import WindowReplayer
 
 HOST_EDGES = (Edge.PROGRAM, Edge.LOADER, Edge.HANDOVER)
 """What the host's speed decides: its own threads, and the loader's workers."""
 
 
-def scaled_step(whatif: EditGain, factor: Array, *, host: float = 1.0, later: float = 0.0) -> float:
+def scaled_step(
+    whatif: WindowReplayer, factor: Array, *, host: float = 1.0, later: float = 0.0
+) -> float:
     """The measured step, ns, by the ratio of two replays. ``factor``: new duration of each row of
     ``trace.gpu`` over the old one; ``host``: the same of host time; ``later``: ns by which kernels
     start later after their launch."""

@@ -11,7 +11,7 @@ from advisor.core.intervals import Bools, Floats, Ints
 from advisor.measure.ranks.align import medians
 from advisor.measure.ranks.outliers import Deviation, Job
 from advisor.replay.calibration import OTHERS, fault_kind
-from advisor.replay.ranks.replay import Gain, JobChange, RanksReplay
+from advisor.replay.ranks.replay import JobChange, JobGain, RanksReplay
 
 HELD_UP = 0.5
 """Of the last rank's excess in a step: ranks that are as far above hold the step up too."""
@@ -19,7 +19,7 @@ ALL_OVER = 0.01
 """Of the step: where half of the ranks are as far from the median, they differ all over."""
 
 
-def estimate(job: Job, replay: RanksReplay, deviation: Deviation) -> Gain:
+def estimate(job: Job, replay: RanksReplay, deviation: Deviation) -> JobGain:
     """What the job's step gains without a deviation; where a change is not certain, the low end is
     of the part that is."""
     change, certain = without(job, replay, deviation)
@@ -184,12 +184,12 @@ def _all_similar(replay: RanksReplay, usual: TypicalGain) -> JobChange:
     return JobChange(work=work, tail=tail)
 
 
-def no_stragglers(job: Job, replay: RanksReplay) -> Gain:
+def no_stragglers(job: Job, replay: RanksReplay) -> JobGain:
     """Every rank at the median of its part of the work."""
     return replay.gain(_all_similar(replay, usual_work(job, replay, set())))
 
 
-def no_transfers(replay: RanksReplay, kind: str | None = None) -> Gain:
+def no_transfers(replay: RanksReplay, kind: str | None = None) -> JobGain:
     """Transfers (of one kind of collective) hidden as a whole; waits for others stay."""
     took = replay.transfer.copy()
     if kind is None:

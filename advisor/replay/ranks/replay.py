@@ -36,7 +36,7 @@ LAST_NS = 20_000.0
 """At least that long is the last part of a collective."""
 
 
-class Gain(NamedTuple):
+class JobGain(NamedTuple):
     """ns per step."""
 
     gain: float
@@ -320,7 +320,7 @@ class RanksReplay:
         took = self.ends(change) - self.entry
         return float(took[self.whole].mean()) / len(self.columns)
 
-    def gain(self, change: JobChange, kind: str = OTHERS) -> Gain:
+    def gain(self, change: JobChange, kind: str = OTHERS) -> JobGain:
         """What the job's step is shorter by, ns, with its band: as far as predictions of that kind
         (see :func:`job_band`) were off, and by the replay's own error.
 
@@ -331,7 +331,7 @@ class RanksReplay:
         gain = self.base - self.step(change)
         band, error = job_band(kind), min(abs(self.base - self.measured), abs(gain))
         low, high = sorted((gain * min(1.0, band.low), gain * max(1.0, band.high)))
-        return Gain(gain, max(0.0, low - error), max(0.0, high + error))
+        return JobGain(gain, max(0.0, low - error), max(0.0, high + error))
 
     def scaled(self, factor: Floats) -> JobChange:
         """The own work of each rank in each step times ``factor`` (ranks x steps)."""

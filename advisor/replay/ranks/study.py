@@ -27,7 +27,7 @@ from advisor.measure.ranks.profile import CLASSES, profile
 from advisor.measure.ranks.summary import Summary, Unread, one_run
 from advisor.measure.ranks.wording import change, reason
 from advisor.replay.ranks.gains import estimate, no_stragglers, no_transfers
-from advisor.replay.ranks.replay import Gain, RanksReplay
+from advisor.replay.ranks.replay import JobGain, RanksReplay
 
 FEW_RANKS = 16
 """Up to which each is shown by itself."""
@@ -69,12 +69,12 @@ class Study:
         return self.numbers.index(rank) if rank in self.numbers else None
 
     @cached_property
-    def outliers(self) -> list[tuple[Deviation, Gain | None]]:
+    def outliers(self) -> list[tuple[Deviation, JobGain | None]]:
         """Who differs, with what the job's step gains without it (``None``: not replayed); the
         largest gain first."""
         replayed = not self.replay.reason
         result = [*find_outliers(self.job), *slow_links(self.job)]
-        kept: list[tuple[Deviation, Gain | None]] = []
+        kept: list[tuple[Deviation, JobGain | None]] = []
         for deviation in self._merged(result) if replayed else result:
             # a rank that is not replayed (its file is cut off) has no estimate
             there = replayed and self.replay.whole[list(deviation.who.places)].any()
@@ -206,7 +206,7 @@ class Study:
             "wait': mean wait that it causes a peer in them per step, hidden under compute or not."
         )
 
-    def _outlier(self, deviation: Deviation, gain: Gain | None) -> Outlier:
+    def _outlier(self, deviation: Deviation, gain: JobGain | None) -> Outlier:
         index, result = list(deviation.who.places), self.job.waits
         taken, last = int(result.taken[index].sum()), int(result.late[index].sum())
         steps, chance = max(1, len(self.job.own.steps)), deviation.who.chance

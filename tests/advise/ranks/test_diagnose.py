@@ -16,7 +16,7 @@ import pytest
 from msgspec.structs import replace
 
 from advisor.advise.engine import Options, analyze
-from advisor.advise.ranks.pricer import RanksPricer
+from advisor.advise.ranks.estimator import RanksEstimator
 from advisor.advise.ranks.task import summarise_file
 from advisor.core.finding import Edit, Finding, Impact, Select, SkippedCheck
 from advisor.core.ranks import Ranks, numbers
@@ -264,9 +264,9 @@ def test_a_gain_of_ranks_that_wait_anyway_is_worth_nothing_to_the_job() -> None:
         finding = Finding(
             rule="launch-bound", summary="", category="host", edits=[SYNC], impact=own
         )
-        estimator = RanksPricer(cast("Any", SimpleNamespace(**NO_REPLAY)), found, 0, [finding])
+        estimator = RanksEstimator(cast("Any", SimpleNamespace(**NO_REPLAY)), found, 0, [finding])
         assert estimator.counted("launch-bound") == len(who)
-        return estimator.price(finding.edits).gain
+        return estimator.gain_range(finding.edits).gain
 
     assert gain(set(EVERYBODY) - {7}) == pytest.approx(0, abs=0.02 * MS)
     assert gain({7}) == pytest.approx(2 * MS, rel=0.1)

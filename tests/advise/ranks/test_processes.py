@@ -15,8 +15,8 @@ import msgspec
 import pytest
 
 from advisor.advise.engine import Options, analyze
-from advisor.advise.ranks.job import MAX_HELD, RanksDone, ranks_apart
-from advisor.advise.ranks.task import MeasureOptions, MeasureTask, perform
+from advisor.advise.ranks.job import MAX_RANKS_IN_MEMORY, RanksDone, ranks_apart
+from advisor.advise.ranks.task import MeasureOptions, MeasureTask, run_task
 from advisor.advise.ranks.work import processes
 from advisor.core.errors import AdvisorError
 from advisor.core.pool import ProcessPool, WorkerDied
@@ -64,7 +64,7 @@ def test_no_process_is_left_behind_not_even_a_busy_one(fleet: Any) -> None:
     fleet.trap(0, "waits")
     with processes(1) as crew:
         crew.submit(
-            perform,
+            run_task,
             packed(fleet.folder / "rank0.json", MeasureOptions(rules_folder=str(fleet.rules))),
         )
         deadline = time.monotonic() + 60
@@ -79,13 +79,13 @@ def test_no_process_is_left_behind_not_even_a_busy_one(fleet: Any) -> None:
 def test_a_process_that_is_killed_between_two_orders_is_replaced(fleet: Any) -> None:
     with processes(1) as crew:
         assert isinstance(
-            decode(crew.submit(perform, packed(fleet.folder / "rank0.json")).result(60)), Summary
+            decode(crew.submit(run_task, packed(fleet.folder / "rank0.json")).result(60)), Summary
         )
         (pid,) = crew.pids
         os.kill(pid, signal.SIGKILL)
         with suppress(WorkerDied):  # where it was handed over before the end was seen
-            crew.submit(perform, packed(fleet.folder / "rank1.json")).result(60)
-        found = crew.submit(perform, packed(fleet.folder / "rank1.json")).result(60)
+            crew.submit(run_task, packed(fleet.folder / "rank1.json")).result(60)
+        found = crew.submit(run_task, packed(fleet.folder / "rank1.json")).result(60)
         assert isinstance(decode(found), Summary)
         assert pid not in crew.pids
 
@@ -94,7 +94,7 @@ def test_a_process_is_replaced_after_so_many_files(fleet: Any) -> None:
     with ProcessPool(1, recycle=2) as crew:
         seen = []
         for rank in range(4):
-            answer: Future[bytes] = crew.submit(perform, packed(fleet.folder / f"rank{rank}.json"))
+            answer: Future[bytes] = crew.submit(run_task, packed(fleet.folder / f"rank{rank}.json"))
             assert isinstance(decode(answer.result(60)), Summary)
             seen.append(crew.pids)
     first = seen[0][0]
@@ -136,7 +136,7 @@ def test_ranks_are_counted_by_names_and_windows_of_one_rank_are_not(tmp_path: Pa
     for number in range(20):
         (tmp_path / f"trace_{number}.json").write_text("{}")
     assert not ranks_apart([str(tmp_path)], Options())
-    for number in range(MAX_HELD - 1):
+    for number in range(MAX_RANKS_IN_MEMORY - 1):
         for window in range(2):
             (tmp_path / f"host_{number}.{window}.pt.trace.json").write_text("{}")
     assert not ranks_apart([str(tmp_path)], Options())

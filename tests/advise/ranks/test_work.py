@@ -11,7 +11,7 @@ from typing import Any
 
 import msgspec
 
-from advisor.advise.ranks.task import MeasureTask, perform
+from advisor.advise.ranks.task import MeasureTask, run_task
 from advisor.advise.ranks.work import RETRIES, results
 from advisor.core.pool import WorkerDied
 from advisor.measure.ranks.summary import Summary, Unread, encode
@@ -180,8 +180,8 @@ def test_an_answer_that_is_no_summary_is_that_ranks_failure() -> None:
 
 def test_an_order_of_another_version_is_refused_by_the_worker() -> None:
     order = MeasureTask(source=RemoteFile(url="rank3", at="rank3", rank=3), version="0.0.0")
-    told = msgspec.msgpack.decode(perform(msgspec.msgpack.encode(order)))["unread"]
+    told = msgspec.msgpack.decode(run_task(msgspec.msgpack.encode(order)))["unread"]
     assert told["rank"] == 3
     assert "install the same" in told["why"]
-    told = msgspec.msgpack.decode(perform(b"nonsense"))["unread"]
+    told = msgspec.msgpack.decode(run_task(b"nonsense"))["unread"]
     assert "does not know this task" in told["why"]

@@ -75,7 +75,7 @@ def event_cost(a: Analysis) -> float:
     return min(longer * a.step_count / float(events), MAX_COST * usual)
 
 
-class EditGain:
+class WindowReplayer:
     """Replays of one window. All times in ns.
 
     ``others``: the same window of the other ranks, by rank. Where these can be put on one clock
@@ -118,7 +118,7 @@ class EditGain:
         return find_joint_ranks(self.rank, {self.rank: self.a} | self.others)
 
     @cached_property
-    def _joined(self) -> tuple[JointReplay, tuple[EditGain, ...]] | None:
+    def _joined(self) -> tuple[JointReplay, tuple[WindowReplayer, ...]] | None:
         """The replay with other ranks and one of these for each of them; ``None``: alone, also
         where the measured steps come out worse than alone."""
         joint_ranks = self._joint_ranks
@@ -130,7 +130,7 @@ class EditGain:
         for number, a, steps in list(
             zip(joint_ranks.ranks, joint_ranks.analyses, joint_ranks.steps, strict=True)
         )[1:]:
-            member = EditGain(a, number)
+            member = WindowReplayer(a, number)
             member._steps = steps
             members.append(member)
         joint = JointReplay(joint_ranks, [m.graph for m in members])
@@ -273,7 +273,7 @@ class EditGain:
             return self.a.step_ns
         return self._exposed.most(edits, optimistic=optimistic)
 
-    def price(
+    def gain_range(
         self, edits: Sequence[Edit], given: Sequence[Edit] = ()
     ) -> tuple[float, float, float, float, Decides, Decides]:
         """(gain, low, high, most, low_by, high_by): the gain, its range from 0, what the edits
@@ -402,7 +402,7 @@ class EditGain:
 
     @cached_property
     def unusable(self) -> str:
-        """Why it prices nothing; empty: there are steps, and the replay without edits reproduces
+        """Why nothing is estimated; empty: there are steps, and the replay without edits reproduces
         them and explains their waiting."""
         if self.a.steps.used.is_empty() or self.a.span_ns <= 0:
             return "there is no step to replay"

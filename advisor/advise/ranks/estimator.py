@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 from msgspec.structs import replace
 
-from advisor.advise.impact import Price, Pricer
+from advisor.advise.impact import GainEstimator, GainRange
 from advisor.measure.ranks.outliers import edits_of
 from advisor.measure.ranks.summary import unpack_findings
 from advisor.replay.ranks.gains import combined, saving, without
-from advisor.replay.ranks.replay import Gain, JobChange
+from advisor.replay.ranks.replay import JobChange, JobGain
 
 if TYPE_CHECKING:
     from advisor.core.finding import Edit, Finding
@@ -32,19 +32,21 @@ class RankSavings(NamedTuple):
 
     saved: dict[int, float]
     """By place of a rank in the study: ns per step that it saves by itself."""
-    price: Price
+    gain: GainRange
     """Of the rank that it is shown for, alone."""
     own: bool
     """That is the analysed rank."""
     communication: bool
 
 
-class RanksPricer(Pricer):
+class RanksEstimator(GainEstimator):
     """Prices by replaying all ranks. What the analysed rank saves comes from its own replay, what
     the others save by theirs; the job gains what is left of that where ranks wait for each other.
     """
 
-    def __init__(self, own: Pricer, study: Study, rank: int, findings: Sequence[Finding]) -> None:
+    def __init__(
+        self, own: GainEstimator, study: Study, rank: int, findings: Sequence[Finding]
+    ) -> None:
         self.own = own
         self.study = study
         self.place = study.place(rank)
@@ -52,7 +54,7 @@ class RanksPricer(Pricer):
         self.ranks = tuple(study.replayed)
         self.unseen_loader = own.unseen_loader
         self._known: dict[Key, RankSavings] = {}
-        self._deviations: dict[Key, tuple[Deviation, Gain | None]] = {}
+        self._deviations: dict[Key, tuple[Deviation, JobGain | None]] = {}
         self._key_of: dict[Edit, Key] = {}
         self._saved: dict[tuple[Key, ...], float] = {}
         self._changes: dict[Key, JobChange] = {}
@@ -63,15 +65,17 @@ class RanksPricer(Pricer):
             self._name(key)
         counts: Counter[str] = Counter()
         for finding in findings:
-            if (price := _alone(finding)) is not None:
+            if (alone := _alone(finding)) is not None:
                 saved = self._of_rule[finding.rule, counts[finding.rule]]
-                own_saved = {} if self.place is None else {self.place: price.gain}
-                self._learn(finding, {**saved, **own_saved}, price, own=True)
+                own_saved = {} if self.place is None else {self.place: alone.gain}
+                self._learn(finding, {**saved, **own_saved}, alone, own=True)
             counts[finding.rule] += 1
 
-    def _learn(self, finding: Finding, saved: dict[int, float], price: Price, *, own: bool) -> None:
+    def _learn(
+        self, finding: Finding, saved: dict[int, float], gain: GainRange, *, own: bool
+    ) -> None:
         key = tuple(finding.edits)
-        known = RankSavings(saved, price, own, finding.category in COMMUNICATION)
+        known = RankSavings(saved, gain, own, finding.category in COMMUNICATION)
         self._known.setdefault(key, known)
         self._name(key)
 
@@ -95,8 +99,8 @@ class RanksPricer(Pricer):
             finding = next((each for each in details if each.rule == rule), None)
             if finding is None:
                 continue
-            if (price := _alone(finding)) is not None:
-                self._learn(finding, saved, price, own=False)
+            if (gain := _alone(finding)) is not None:
+                self._learn(finding, saved, gain, own=False)
             result.append(replace(finding, other_rank=True))
         return result
 
@@ -104,20 +108,19 @@ class RanksPricer(Pricer):
         """Ranks on which a rule found something."""
         return len(self._of_rule[rule, 0])
 
-    def price(self, edits: Sequence[Edit], given: Sequence[Edit] = ()) -> Price:
-        """See :class:`~advisor.advise.impact.Pricer`: once others are done, the range is as wide as
-        it was alone, by its gain."""
+    def gain_range(self, edits: Sequence[Edit], given: Sequence[Edit] = ()) -> GainRange:
+        """After other fixes the range has the width, relative to the gain, that it had alone."""
         if given:
-            first, left = self.price(edits), max(0.0, self.marginal(edits, given))
+            first, left = self.gain_range(edits), max(0.0, self.marginal(edits, given))
             share = left / first.gain if first.gain > 0 else 0.0
-            return Price(left, first.low * share, max(left, first.high * share))
+            return GainRange(left, first.low * share, max(left, first.high * share))
         key = tuple(edits)
         if key in self._deviations and (gain := self._deviations[key][1]) is not None:
-            return Price(*gain)
+            return GainRange(*gain)
         known = self._known.get(key)
         if known is None:
-            return self.own.price(edits)
-        saved, alone = self._together(edits), known.price
+            return self.own.gain_range(edits)
+        saved, alone = self._together(edits), known.gain
         replay = self.study.replay
         error = min(abs(replay.base - replay.measured), abs(saved))
         low, high = (
@@ -130,19 +133,15 @@ class RanksPricer(Pricer):
         return alone._replace(gain=saved, low=low, high=high)
 
     def is_calibrated(self, edits: Sequence[Edit]) -> bool:
-        """See :class:`~advisor.advise.impact.Pricer`."""
         return tuple(edits) in self._deviations
 
     def marginal(self, edits: Sequence[Edit], given: Sequence[Edit]) -> float:
-        """See :class:`~advisor.advise.impact.Pricer`."""
         return self._together([*given, *edits]) - self._together(given)
 
     def critical_path(self) -> dict[str, float]:
-        """See ``Pricer``."""
         return self.own.critical_path()
 
     def view(self, edits: Sequence[Edit]) -> Replay | None:
-        """See :class:`~advisor.advise.impact.Pricer`."""
         result = self.own.view([e for e in edits if self._key_of.get(e) not in self._deviations])
         if result is None:
             return None
@@ -173,8 +172,8 @@ class RanksPricer(Pricer):
             known = self._known[key]
             share = 1.0  # what is left of it after those before
             if known.own:
-                if given and known.price.gain > 0:
-                    share = self.own.marginal(key, given) / known.price.gain
+                if given and known.gain.gain > 0:
+                    share = self.own.marginal(key, given) / known.gain.gain
                 given += key
             saved = np.zeros(len(job.summaries))
             for place, ns in known.saved.items():
@@ -183,13 +182,13 @@ class RanksPricer(Pricer):
         return changes
 
 
-def _alone(finding: Finding) -> Price | None:
+def _alone(finding: Finding) -> GainRange | None:
     """What a rank's own replay says of it; ``None``: it is not of time per step."""
     impact = finding.impact
     if impact is None or impact.currency != "step_time" or not finding.edits:
         return None
     gain = float(impact.gain_ns or 0)
-    return Price(
+    return GainRange(
         gain,
         float(impact.low_ns or 0),
         gain if impact.high_ns is None else impact.high_ns,

@@ -236,7 +236,7 @@ def headline_numbers(report: Report) -> list[Line]:
         )
     if report.families:
         lines.append(("work", _families(report)))
-    if report.replay is not None:
+    if report.replay is not None and report.time:
         lines.append(("path", path_parts(report.replay.critical, report.scope.framework)))
     if report.host and report.time:
         host = [

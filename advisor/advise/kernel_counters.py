@@ -244,12 +244,13 @@ def profiling_command(report: Report, vendor: str | None) -> tuple[str, str] | N
             + f"  -- {_program(report)}",
             "The program runs some ten times, once per group of counters.",
         )
+    skip, after = (0, "") if report.per == "recording" else (2 * calls, " after two steps")
     sections = "".join(f"  --section {name} \\\n" for name in SECTIONS)
     return (
         f"ncu -k 'regex:^({names})' \\\n"
-        f"  --launch-skip {2 * calls} --launch-count {count} \\\n{sections}"
+        f"  --launch-skip {skip} --launch-count {count} \\\n{sections}"
         f"  -o kernels {_program(report)}",
-        f"{t.count_noun(count, 'launch')} after two steps, each repeated some ten times with "
+        f"{t.count_noun(count, 'launch')}{after}, each repeated some ten times with "
         "memory saved and restored. Then: advisor analyze TRACE --kernels kernels.ncu-rep",
     )
 

@@ -150,7 +150,7 @@ def _no_operators(trace: Trace) -> str:
     return f"No calls in the trace, only ranges. {record_with(ACTIVITIES, trace.meta)}"
 
 
-def _schedule(meta: TraceMeta, before: str, arguments: str, after: str = "") -> str:
+def schedule_of(meta: TraceMeta, before: str, arguments: str, after: str = "") -> str:
     """How PyTorch's profiler gets the steps to record; empty: another tool recorded this."""
     return "" if tool_of(meta) is not None else f"{before}schedule({arguments}){after}"
 
@@ -174,7 +174,7 @@ def _no_device_work(trace: Trace) -> str:
     return (
         f"{lost}the profiler lost the records of all of it, for calls are only recorded together "
         f"with what they launch. {measured[0].upper()}{measured[1:]} Record again, after a warm-up"
-        f"{_schedule(trace.meta, ' (', 'wait=1, warmup=1, active=3', ')')} and without another "
+        f"{schedule_of(trace.meta, ' (', 'wait=1, warmup=1, active=3', ')')} and without another "
         "profiler on the same GPU."
     )
 
@@ -183,10 +183,10 @@ def _window_limits(a: Analysis) -> list[str]:
     """A sentence for each thing that is the recording's and not the steps'."""
     result = []
     if too_little(a):
-        schedule = _schedule(a.trace.meta, ": ", "wait=1, warmup=3, active=5")
+        schedule = schedule_of(a.trace.meta, ": ", "wait=1, warmup=3, active=5")
         result.append(
-            f"The trace holds {events(a):,} pieces of host and device work, too little to tell "
-            f"how the program runs. Record whole steps{schedule}."
+            f"The trace holds {events(a):,} operators, calls and kernels: too few to tell how the "
+            f"program runs. Record whole steps{schedule}."
         )
     result += _earlier(a)
     if a.steps.ahead_ns is not None and a.steps.host_ns is not None:
@@ -341,7 +341,7 @@ def _start_up(a: Analysis) -> list[str]:
     return [
         f"{t.shorten(t.clean(name), 50)} alone takes {t.format_duration(took)} "
         f"({beside}): this is start-up, which later steps do not have. Record after a "
-        f"few steps{_schedule(a.trace.meta, ': ', 'skip_first=10, wait=1, warmup=3, active=5')}."
+        f"few steps{schedule_of(a.trace.meta, ': ', 'skip_first=10, wait=1, warmup=3, active=5')}."
     ]
 
 
@@ -450,7 +450,7 @@ def lost_replays(a: Analysis) -> str:
     """That records of graph replays are missing, and how to get them; empty: they are there."""
     if not a.lost.of_replays:
         return ""
-    schedule = _schedule(a.trace.meta, ", for instance ", "wait=1, warmup=3, active=3")
+    schedule = schedule_of(a.trace.meta, ", for instance ", "wait=1, warmup=3, active=3")
     return (
         f"The profiler lost about {a.lost.replayed:,} of {a.lost.launches:,} kernels of graph "
         f"replays: record fewer steps{schedule}."

@@ -108,7 +108,7 @@ def how_to_record(option: str, meta: TraceMeta, *, recorder: bool = False) -> st
         case "with_stack" if meta.framework in FRAMEWORKS:
             return "ProfilerOptions(python_tracer_level=1)"
         case "with_stack" | "profile_memory":
-            return f"PyTorch's own profiler, with {option}" if torch else ""
+            return f"PyTorch's profiler and {option}" if torch else ""
         case "activities":
             return tool.command
         case "schedule":

@@ -16,12 +16,14 @@ from advisor.advise.kernel_counters import (
     triton_views,
 )
 from advisor.advise.limits import (
+    ACTIVITIES,
     events,
     launches,
     limits,
     lost_records,
     lost_replays,
     one_off_costs,
+    schedule_of,
     too_little,
 )
 from advisor.advise.measured import (
@@ -35,6 +37,7 @@ from advisor.advise.measured import (
     step_time,
 )
 from advisor.advise.memory import memory_of_rank, memory_verdict, memory_views
+from advisor.advise.terms import record_with
 from advisor.advise.views import build_views
 from advisor.core import text as t
 from advisor.core.intervals import intersect, union
@@ -106,7 +109,8 @@ def write_report(
         network=a.trace.meta.network,
         **measure(a),
     )
-    if (command := profiling_command(report, a.trace.meta.vendor)) is not None:
+    command = profiling_command(report, a.trace.meta.vendor)
+    if command is not None and not too_little(a) and one_off_costs(a)[0] < MOSTLY:
         report = replace(report, profile_kernels=list(command))
     status, text = verdict(report, a)
     report = replace(report, status=status, verdict=text)
@@ -162,6 +166,10 @@ MIN_LEFT_SHARE = 0.05
 """Of the step, below the attainable rates, from which a healthy one says where it is."""
 MOSTLY = 0.5
 """Share of what is analysed from which a report without findings begins with one-off costs."""
+MIN_IDLE_SHARE = 0.2
+"""Part of the step from which a second cause of idle time is named."""
+LATER_STEPS = "skip_first=10, wait=1, warmup=3, active=5"
+"""Arguments of the profiler's schedule that leave start-up out."""
 MIN_STEPS = 3
 UNEVEN = 2.0
 """Longest over shortest step from which a mean step cannot be called healthy."""
@@ -278,9 +286,8 @@ def _shortcoming(report: Report, a: Analysis) -> str | None:
         return f"{why} No busy share, idle time or gain is given."
     if report.busy_share is None:
         return None
-    busy = (
-        f"{t.format_share(report.busy_share)} of a {t.format_duration(report.step_ns)} {report.per}"
-    )
+    step = t.with_article(f"{t.format_duration(report.step_ns)} {report.per}")
+    busy = f"{t.format_share(report.busy_share)} of {step}"
     if a.lost.cut:
         return (
             f"The file is cut off. In what is left, the GPU is busy at least {busy}. Idle "
@@ -297,9 +304,10 @@ def _shortcoming(report: Report, a: Analysis) -> str | None:
         lead = f". {_lead(report)}" if report.findings else ""
         return f"The file is cut off. In what is left, the GPU is busy at least {busy}{lead}."
     if too_little(a):
+        schedule = schedule_of(a.trace.meta, ": ", "wait=1, warmup=3, active=5")
         return (
-            f"GPU busy {busy}, but too little was recorded for advice "
-            f"({events(a):,} pieces of host and device work)."
+            f"GPU busy {busy}, but {events(a):,} operators, calls and kernels are too few "
+            f"for advice. Record whole steps{schedule}."
         )
     return None
 
@@ -309,7 +317,6 @@ def _verdict(
 ) -> tuple[Literal["bottlenecks", "healthy", "limited"], str]:
     step = t.format_duration(report.step_ns)
     unit: str = report.per
-    own = report.scope.framework
     if unit == "step" and report.recorded is not None and report.recorded.inference:
         unit = "inference step"
     view = report.step
@@ -317,36 +324,14 @@ def _verdict(
         view is not None and view.window_slowdown is not None and abs(view.window_slowdown) >= APART
     )
     if report.busy_share is None:
-        top = report.host[0] if report.host else None
-        if top is None:
-            what = "run" if report.scope.step_source == "record" else "trace"
-            return "limited", f"Nothing in this {what} can be measured."
-        why = "No GPU work was recorded."
-        ending = "GPU bottlenecks are unknown."
-        if a.trace.meta.truncated:
-            why = "The file is cut off before any GPU work."
-            ending = "Copy it again, or record again."
-        elif launches(a.trace):
-            why = "The profiler lost the records of all GPU work."
-        if report.scope.step_source == "record":
-            why = "No window was profiled."
-        first, rest = (t.host_label(top.name, own), top.share), ""
-        if top.name == "unknown":
-            first, rest = _instead_of_unknown(report)
-        elif profiled:
-            rest = " while profiled"
-        label, share = first
-        text = f"{why} Longest on the host: {label}, "
-        text += f"{t.format_share(share)} of a {step} {unit}{rest}"
-        if report.findings:
-            return "bottlenecks", f"{text}. {_lead(report)}."
-        return "limited", f"{text}. {ending}"
+        return _without_gpu(report, a, t.with_article(f"{step} {unit}"), profiled)
     busy = t.format_share(report.busy_share)
-    busy_of = f"busy {busy} of a {step} {unit}"
+    of_step = t.with_article(f"{step} {unit}")
+    busy_of = f"busy {busy} of {of_step}"
     if report.scope.recorded_ns is not None:
         busy_of = f"busy {busy} of {step}, from its first work to its last"
     if profiled:
-        busy_of = f"busy {busy} while profiled, of a {step} {unit}"
+        busy_of = f"busy {busy} while profiled, of {of_step}"
     text = f"GPU {busy_of}{_alone(report)}"
     if report.findings:
         return "bottlenecks", f"{text}. {_lead(report)}."
@@ -355,19 +340,68 @@ def _verdict(
     if report.busy_share >= BUSY:
         rates = _rates(report)
         return "healthy", f"Healthy: the GPU is {busy_of}. No bottleneck stands out.{rates}"
-    idle = report.idle[0] if report.idle else None
     once, longest = one_off_costs(a)
     if once >= MOSTLY:
+        again = schedule_of(a.trace.meta, ": ", LATER_STEPS)
         return "limited", (
-            f"{text}. One-off costs take {t.format_share(once)} of the {unit}, most of all "
-            f"{longest}. Record after a few steps."
+            f"One-off costs take {t.format_share(once)} of the {unit}, most of all {longest}. "
+            f"Record after a few steps{again}. {text}."
         )
-    if idle is not None:
-        why = f"{t.cause_label(idle.cause, own)} ({t.format_share(idle.share)} of the {unit})"
-        return "limited", (
-            f"{text}. Most of its idle time: {why}. No rule has a fix with a significant gain."
-        )
-    return "limited", f"{text}."
+    return "limited", f"{text}{_idle_without_fix(report, a)}"
+
+
+def _without_gpu(
+    report: Report, a: Analysis, of_step: str, profiled: bool
+) -> tuple[Literal["bottlenecks", "limited"], str]:
+    """Status and verdict where no work of a GPU was recorded: what to record, and what the host
+    does most. ``of_step``: ``a 131 ms step``."""
+    top = report.host[0] if report.host else None
+    if top is None:
+        what = "run" if report.scope.step_source == "record" else "trace"
+        return "limited", f"Nothing in this {what} can be measured."
+    meta = a.trace.meta
+    why = "No GPU work was recorded."
+    action = record_with(ACTIVITIES, meta, " on a machine with a GPU")
+    if meta.truncated:
+        why, action = "The file is cut off before any GPU work.", "Copy it again, or record again."
+    elif launches(a.trace) and a.trace.counters.height:
+        why = "No GPU times were recorded, probably because hardware counters were."
+        action = "Record without counters."
+    elif launches(a.trace):
+        why = "The profiler lost the records of all GPU work."
+        warm = schedule_of(meta, ": ", "wait=1, warmup=1, active=3")
+        action = f"Record again after a warm-up{warm}."
+    if report.scope.step_source == "record":
+        why, action = "No window was profiled.", "GPU bottlenecks are unknown."
+    first, rest = (t.host_label(top.name, report.scope.framework), top.share), ""
+    if top.name == "unknown":
+        first, rest = _instead_of_unknown(report)
+    elif profiled:
+        rest = " while profiled"
+    label, share = first
+    host = f"Longest on the host: {label}, {t.format_share(share)} of {of_step}{rest}."
+    if report.findings:
+        return "bottlenecks", f"{why} {host} {_lead(report)}."
+    return "limited", " ".join(part for part in (why, action, host) if part)
+
+
+def _idle_without_fix(report: Report, a: Analysis) -> str:
+    """Why the GPU idles where no fix is known, and what recording would show more."""
+    causes = [part for part in report.idle if part.share >= MIN_IDLE_SHARE][:2]
+    causes = causes or list(report.idle[:1])
+    if not causes:
+        return "."
+    own, meta = report.scope.framework, a.trace.meta
+    named = [f"{t.cause_label(part.cause, own)} ({t.format_share(part.share)}" for part in causes]
+    named[0] += f" of the {report.per}"
+    actions = []
+    shown = {part.cause for part in causes}
+    if "compile" in shown:
+        actions.append(f"Record after a few steps{schedule_of(meta, ': ', LATER_STEPS)}.")
+    if "unknown" in shown and (how := record_with("with_stack=True", meta)):
+        actions.append(f"{how[:-1]} to see what the host does then.")
+    advice = " ".join(actions) or "No rule has a fix with a significant gain."
+    return f". Most of its idle time: {') and '.join(named)}). {advice}"
 
 
 def _instead_of_unknown(report: Report) -> tuple[tuple[str, float], str]:

@@ -168,6 +168,15 @@ def count_noun(value: float, noun: str, plural: str = "") -> str:
     return f"{format_count(value)} {noun if value == 1 else plural or _plural(noun)}"
 
 
+def with_article(words: str) -> str:
+    """``an 87.1 ms step``, ``a 90 ms step``: the article that the first number is read with."""
+    return f"{'an' if _VOWEL.match(words) else 'a'} {words}"
+
+
+_VOWEL: Final = re.compile(r"8|(11|18)(?!\d)|[aeio]", re.IGNORECASE)
+"""Eight, eighty …; eleven and eighteen, alone or of thousands; words that begin with a vowel."""
+
+
 def _plural(noun: str) -> str:
     if noun.endswith("y") and noun[-2:-1] not in "aeiou":
         return f"{noun[:-1]}ies"

@@ -180,4 +180,4 @@ def test_a_small_trace_bears_no_advice_wherever_it_was_read_from_but_an_example_
             b.sync()
     for trace, told in ((read_bytes(b.json()), True), (b.trace(), False)):
         limits = analyze(Run({(-1, 0): trace}), Options(config={})).limits
-        assert any("too little to tell" in line for line in limits) is told
+        assert any("too few to tell" in line for line in limits) is told

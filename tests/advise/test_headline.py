@@ -12,6 +12,7 @@ from advisor.advise import facts
 from advisor.advise.engine import Options, analyze
 from advisor.core.report import Report
 from advisor.core.run_directory import RankRecord
+from advisor.core.text import with_article
 from advisor.render.formats import REPORTS
 from advisor.testing import TraceBuilder
 from advisor.testing.record import RecordBuilder, write_run
@@ -272,7 +273,7 @@ def test_a_file_cut_off_before_its_gpu_work_says_so_and_promises_nothing(
     report = analyze(path)
     assert not report.time and report.status == "limited"
     assert report.verdict.startswith("The file is cut off before any GPU work.")
-    assert report.verdict.endswith("Copy it again, or record again.")
+    assert "Copy it again, or record again." in report.verdict
     assert report.findings == []
 
 
@@ -305,3 +306,35 @@ def test_a_read_is_counted_once_though_it_copies_and_waits(
     report = analyze(shared_file("pairs/sam_1_fp32_many_syncs.json.gz"))
     found = next(each for each in report.findings if each.rule == "host-reads")
     assert sum(place.count for place in found.where) == 4259
+
+
+@pytest.mark.parametrize(
+    ("name", "action"),
+    [
+        (
+            "a100_kernels_lost",
+            "Record again after a warm-up: schedule(wait=1, warmup=1, active=3).",
+        ),
+        ("cupti_counters", "Record without counters."),
+        ("alexnet", "Record after a few steps: schedule(skip_first=10, "),
+        ("event_sync", "Record whole steps: schedule(wait=1, warmup=3, active=5)."),
+        ("no_gpu_rank", "Record with activities=[CPU, CUDA] on a machine with a GPU."),
+    ],
+)
+def test_a_recording_that_bears_no_advice_says_what_to_record(
+    name: str, action: str, shared_trace: Callable[[str], str]
+) -> None:
+    """The first lines are all that many readers see: they end in what to do."""
+    assert action in analyze(shared_trace(name)).verdict
+
+
+@pytest.mark.parametrize(
+    ("number", "article"),
+    [
+        ("8.4 ms", "an"), ("87.1 ms", "an"), ("800 µs", "an"), ("11 ms", "an"), ("11.8 s", "an"),
+        ("18 ms", "an"), ("18,000 s", "an"), ("110 ms", "a"), ("180 ms", "a"), ("1.8 ms", "a"),
+        ("77 ms", "a"), ("90 ms", "a"), ("<1 ms", "a"),
+    ],
+)  # fmt: skip
+def test_a_number_has_the_article_that_it_is_read_with(number: str, article: str) -> None:
+    assert with_article(number) == f"{article} {number}"

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from advisor.core.finding import SkippedCheck
 from advisor.core.rule import Program
 from advisor.core.trace import CUDA, JAX, KINETO, PYTORCH, TENSORFLOW
+from advisor.measure.serving.annotations import FORWARD, TRANSFORMERS
 
 if TYPE_CHECKING:
     from advisor.core.finding import Rule
@@ -32,7 +33,15 @@ def for_program(rule: Rule, a: Analysis) -> Rule:
     """The rule with the words that fit the program."""
     meta = a.trace.meta
     trains = not (rule.inference and a.forward_only)
-    return rule.for_program(Program(meta.framework, meta.vendor, foreign(meta), trains, a.engine))
+    engine = a.engine
+    if engine == TRANSFORMERS and not _generates(a):
+        engine = None  # its switches are those of generate(): an encoder has no cache
+    return rule.for_program(Program(meta.framework, meta.vendor, foreign(meta), trains, engine))
+
+
+def _generates(a: Analysis) -> bool:
+    """Some pass reads a prompt or decodes tokens."""
+    return a.passes is not None and any(mark.phase != FORWARD for mark in a.passes.marks)
 
 
 def advises(rule: Rule, meta: TraceMeta) -> bool:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from contextlib import nullcontext
+from typing import TYPE_CHECKING, Final
 
 import polars as pl
 
 from advisor.core.finding import Finding, Location, Outcomes, SkippedCheck
 from advisor.core.rule import Evidence, Rule, Threshold
 from advisor.measure import Analysis
+from advisor.measure.serving.annotations import SGLANG, TENSORRT_LLM, VLLM
 from advisor.rules.memory.device_memory import (
     EXPANDABLE,
     GIB,
@@ -38,6 +40,9 @@ class MemoryNearCapacity(Rule):
     setting helps rather than a smaller model. Memory of NCCL, cuBLAS, CUDA graphs' private pools
     and other processes comes on top and is not in the trace.
 
+    A server of language models (vLLM, SGLang, TensorRT-LLM) fills a set part of the memory with its
+    key-value cache when it starts, and nothing grows from then on: the rule is silent there.
+
     The history of a memory snapshot, alone or with a trace, counts too, and the lines that held
     most at the peak are named. A snapshot does not show how much memory the GPU has: the trace or
     the record does. A snapshot whose history ends out of memory belongs to ``out-of-memory``.
@@ -46,7 +51,11 @@ class MemoryNearCapacity(Rule):
     id = "memory-near-capacity"
     title = "GPU memory is almost full"
     reads_snapshot = True
-    silent_in = ("traces/h100_bert_small_inference", "traces/pairs/particle_batch128")
+    silent_in = (
+        "traces/h100_bert_small_inference",
+        "traces/pairs/particle_batch128",
+        "traces/serving/vllm_decode_full/capture",
+    )
     validated_on = ""
     references = (
         "https://pytorch.org/docs/stable/notes/cuda.html#memory-management",
@@ -119,7 +128,7 @@ class MemoryNearCapacity(Rule):
             )
             return
         share = reserved / capacity
-        if share < self.max_share:
+        if share < self.max_share or a.engine in FILLS_MEMORY:
             return
         used = None if allocated is None else allocated / reserved
         fragmented = used is not None and used < self.fragmented
@@ -164,6 +173,10 @@ class MemoryNearCapacity(Rule):
             "tensors": _step(76_000_000_000, 80_000_000_000),
             "fragments": _step(45_000_000_000, 82_000_000_000),
             "a snapshot beside a trace": _snapshot(1340),
+            "a server whose cache fills the memory": (
+                _step(76_000_000_000, 80_000_000_000, mark="step[DECODE bs=64]"),
+                "FILLS_MEMORY",
+            ),
             "half full": (_step(30_000_000_000, 40_000_000_000), "max_share"),
             "not recorded": (_step(None, 0), "reserved is None"),
             "an allocator that does not report what it reserves": (
@@ -177,6 +190,11 @@ class MemoryNearCapacity(Rule):
             ),
             "a snapshot alone, of an unknown GPU": (_snapshot(1340, trace=False), "not capacity"),
         }
+
+
+FILLS_MEMORY: Final = (VLLM, SGLANG, TENSORRT_LLM)
+"""Engines that reserve memory for their cache at start: vLLM's ``gpu_memory_utilization`` (0.9),
+SGLang's ``mem_fraction_static``, TensorRT-LLM's ``free_gpu_memory_fraction``."""
 
 
 def _select_post_mortem(a: Analysis) -> PostMortem | None:
@@ -206,13 +224,15 @@ def _snapshot(mib: int, *, total: int = 80 << 30, trace: bool = True) -> TraceBu
     return snapshot_example(b, total=total, activation=size, logits=size)
 
 
-def _step(allocated: int | None, reserved: int) -> TraceBuilder:
+def _step(allocated: int | None, reserved: int, mark: str | None = None) -> TraceBuilder:
+    """``mark``: a server's range around each step."""
     b = TraceBuilder()
     for _ in b.steps():
-        if allocated is not None:
-            b.memory(1 << 20, allocated, reserved)
-        run_product(b)
-        if allocated is not None:
-            b.memory(-(1 << 20), allocated - (1 << 20), reserved)
-        b.sync()
+        with b.range(mark) if mark else nullcontext():
+            if allocated is not None:
+                b.memory(1 << 20, allocated, reserved)
+            run_product(b)
+            if allocated is not None:
+                b.memory(-(1 << 20), allocated - (1 << 20), reserved)
+            b.sync()
     return b

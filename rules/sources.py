@@ -163,6 +163,7 @@ PUBLIC = {
     "pairs/sam_3_bf16_compiled_sdpa": "the same in bf16, compiled, with fused attention",
     "serving/sglang_prefill/replay": f"15 prompts of 1,024 tokens, SGLang on an MI300X ({TL})",
     "serving/vllm_decode_full/replay": f"a decode step of vLLM in one graph, MI300X ({TL})",
+    "serving/vllm_decode_full/capture": f"the capture of that graph, MI300X ({TL})",
     "two_ranks": f"the same two steps on two ranks ({HTA})",
     "two_ranks_rank0": f"recommender training, rank 0 of 2 ({HTA})",
     "two_ranks_rank1": f"recommender training, rank 1 of 2 ({HTA})",

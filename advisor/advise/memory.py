@@ -12,10 +12,12 @@ from advisor.core.report import (
     MemorySample,
     MemorySaving,
     MemoryView,
+    ModuleMemory,
     Report,
     Scope,
 )
 from advisor.measure.memory.fragments import Placement, fragments, placement
+from advisor.measure.memory.layer_memory import held_by_module
 from advisor.measure.memory.memory_savings import savings
 from advisor.measure.memory.post_mortem import PostMortem, fullest, growing_lines
 
@@ -24,6 +26,7 @@ if TYPE_CHECKING:
 
 MAX_DEVICES = 16
 MAX_LINES = 40
+MAX_MODULES = 400
 MIN_NAMED_SHARE = 0.01
 """Of what is in tensors: a category below it is not named in the verdict."""
 MIN_UNUSED_SHARE = 0.25
@@ -102,6 +105,13 @@ def _view(post: PostMortem) -> MemoryView:
                          function=row["function"], label=row["label"], blocks=row["blocks"],
                          bytes=row["bytes"])
             for row in post.held.head(MAX_LINES).iter_rows(named=True)
+        ],
+        modules=[
+            ModuleMemory(
+                file=each.file, line=each.line, 
+                parent=each.parent, blocks=each.blocks, bytes=each.size, own_bytes=each.own,
+            )
+            for each in held_by_module(post)[:MAX_MODULES]
         ],
         pools=[] if result is None else [
             MemoryPool(

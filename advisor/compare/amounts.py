@@ -56,22 +56,28 @@ def amounts(before: Report, after: Report) -> list[Amount]:
 
 
 def layer_amounts(before: Report, after: Report) -> list[Amount]:
-    """Own time of the modules of each kind in modules of one kind, what changed most first; nothing
-    unless both sides recorded modules, around work of the same processor."""
+    """Modules of each kind in modules of one kind, what changed most first: their own time, and
+    what their calls keep allocated. Nothing unless both sides recorded modules, around work of the
+    same processor."""
     sides = before.layers, after.layers
     if sides[0] is None or sides[1] is None or sides[0].on_device != sides[1].on_device:
         return []
-    times: list[Counter[str]] = []
-    for layers in (sides[0], sides[1]):
-        own: Counter[str] = Counter()
+    times, kept = ([Counter[str](), Counter[str]()] for _ in range(2))
+    for layers, own, bytes_of in zip((sides[0], sides[1]), times, kept, strict=True):
         for layer in layers.layers:
             place = "" if layer.parent is None else f" in {layers.layers[layer.parent].kind}"
             own[layer.kind + place] += layer.own_ns  # type: ignore[assignment]
+            if layer.kept_bytes:
+                bytes_of[layer.kind + place] += layer.kept_bytes  # type: ignore[assignment]
         own["in no module"] += layers.outside_ns  # type: ignore[assignment]
-        times.append(own)
-    change = {name: abs(times[1][name] - times[0][name]) for name in times[0] | times[1]}
+    result = _most_changed(times, "ns", "layers")
+    return result + (_most_changed(kept, "bytes", "memory by layer") if all(kept) else [])
+
+
+def _most_changed(sides: Sequence[Counter[str]], unit: str, group: str) -> list[Amount]:
+    change = {name: abs(sides[1][name] - sides[0][name]) for name in sides[0] | sides[1]}
     order = sorted(change, key=lambda name: (-change[name], name))
-    return [_amount(name, "ns", [own.get(name) for own in times], "layers") for name in order]
+    return [_amount(name, unit, [own.get(name) for own in sides], group) for name in order]
 
 
 def _cost(before: Report, after: Report) -> list[Amount]:

@@ -127,8 +127,8 @@ class Amount(Struct, kw_only=True):
     group: str
     """``time`` (exclusive device time), ``idle`` (by cause), ``host``, ``kernels`` (by family),
     ``memory`` and ``memory by line`` (of snapshots, at the peak), ``phases`` and ``parts`` (of a
-    model that is served, by phase and by part of a layer), ``layers`` (own time by kind of module,
-    what changed most first), or ``figures``."""
+    model that is served, by phase and by part of a layer), ``layers`` and ``memory by layer``
+    (own time and kept memory by kind of module, what changed most first), or ``figures``."""
     name: str
     """Class, cause, family, or what is measured."""
     unit: str

@@ -533,6 +533,14 @@ class Layer(Struct, frozen=True, kw_only=True):
     """``flops`` over ``ns``."""
     bytes_per_s: float | None
     """``bytes`` over ``ns``."""
+    allocated_bytes: float | None = None
+    """What its calls allocate, per step, with the modules inside: the device's memory, without a
+    device the host's. The backward pass is in no call. ``null``: not recorded."""
+    kept_bytes: float | None = None
+    """The same less what its calls release, per step: outputs, and activations for the backward
+    pass. Negative: they release what others allocated."""
+    peak_bytes: int | None = None
+    """The most that one call adds to what was allocated when it began."""
 
 
 class LayerKind(Struct, frozen=True, kw_only=True):
@@ -550,6 +558,10 @@ class LayerKind(Struct, frozen=True, kw_only=True):
     """The part that is in none of the modules inside. Adds up over kinds."""
     share: float
     """``own_ns`` of all work."""
+    kept_bytes: float | None = None
+    """As in ``Layer``; of one inside another of its kind, once."""
+    peak_bytes: int | None = None
+    """As in ``Layer``."""
 
 
 class LayerOutlier(Struct, frozen=True, kw_only=True):
@@ -845,6 +857,24 @@ class MemoryHolder(Struct, frozen=True, kw_only=True):
     """The user's metadata; ``null``: none."""
 
 
+class ModuleMemory(Struct, frozen=True, kw_only=True):
+    """What was held of the allocations inside one module's ``forward``, by their stacks. Modules
+    that are called from the same line are one."""
+
+    file: str
+    """Source file of the ``forward``."""
+    line: int | None
+    """Of the call, in the file of the module around it; ``null``: there is none."""
+    parent: int | None
+    """Place in ``MemoryView.modules`` of the module around it; ``null``: outermost."""
+    blocks: int
+    """How many, with the modules inside."""
+    bytes: int
+    """Asked for, with the modules inside."""
+    own_bytes: int
+    """In none of the modules inside."""
+
+
 class MemorySaving(Struct, frozen=True, kw_only=True):
     """What a change would have freed. Savings overlap."""
 
@@ -1019,6 +1049,9 @@ class MemoryView(Struct, kw_only=True):
     """The same by lifetime: there before the history, made in it and kept to its end, or freed."""
     held: list[MemoryHolder]
     """By line, largest first."""
+    modules: list[ModuleMemory] = field(default_factory=list)
+    """By module, a module before those inside it; at most 400. Empty: no stacks were recorded, or
+    nothing was held of what modules allocated."""
     pools: list[MemoryPool]
     """When the snapshot was taken."""
     placement: str

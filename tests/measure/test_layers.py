@@ -500,3 +500,129 @@ def test_a_recorded_training_has_its_backward_in_its_modules(
     assert linear["calls"].sum() == blocks["calls"].sum() == (12 if checkpoint else 6)
     assert 0 < linear["backward"].sum() < linear["ns"].sum()
     assert blocks["ns"].sum() <= groups["Net_0"]["ns"].sum() <= a.layers.total
+
+
+# -- memory ---------------------------------------------------------------------------------------
+
+
+def shown_memory(a: Analysis) -> dict[str, tuple[float | None, float | None, int | None]]:
+    """Name of a group -> bytes allocated, kept and at the peak of a call."""
+    shown = report_layers(a)
+    assert shown is not None
+    return {
+        layer.name: (layer.allocated_bytes, layer.kept_bytes, layer.peak_bytes)
+        for layer in shown.layers
+    }
+
+
+def test_a_call_keeps_what_it_allocates_and_does_not_release() -> None:
+    """Block: 100 out of Linear, which needs 60 more for a while; 30 are of neither."""
+    b = TraceBuilder()
+    for _ in range(2):
+        with b.step():
+            b.memory(30, 30, 1000)
+            b.host(5)
+            with b.python(module(0)):
+                b.run("aten::mul", "k", 10)
+                with b.python(module(0, "Linear")):
+                    b.memory(60, 90, 1000)
+                    b.memory(100, 190, 1000)
+                    b.run("aten::mm", "k", 10)
+                    b.memory(-60, 130, 1000)
+                    b.host(5)
+                b.host(5)
+                b.memory(7, 137, 1000)
+                b.memory(-7, 130, 1000)
+                b.host(5)
+            b.host(5)
+            b.memory(-130, 0, 1000)
+    a = b.analysis()
+    assert shown_memory(a) == {"Block_0": (167, 100, 160), "Linear_0": (160, 100, 160)}
+
+
+def test_memory_that_was_not_recorded_is_unknown_not_zero() -> None:
+    b = TraceBuilder()
+    with b.step(), b.python(module(0)):
+        b.run("aten::mul", "k", 10)
+    assert shown_memory(b.analysis()) == {"Block_0": (None, None, None)}
+    b.host(5)
+    b.memory(30, 30, 1000)  # recorded, but in no module
+    assert shown_memory(b.analysis()) == {"Block_0": (None, None, None)}
+
+
+WITH_MEMORY = ("h100_qwen_inference", "h100_bert_small_inference", "mi300_timesformer_inference")
+
+
+@pytest.mark.parametrize("name", WITH_MEMORY)
+def test_the_same_memory_comes_out_of_the_json_by_hand(
+    name: str, shared_file: Callable[[str], str]
+) -> None:
+    """Every call of a module against the instant events of its thread between its two ends."""
+    path = shared_file(f"{name}.json.gz")
+    with gzip.open(path) as file:
+        events = json.load(file)["traceEvents"]
+    allocations = [each for each in events if each.get("name") == "[memory]"]
+    allocations = [each for each in allocations if each["args"]["Device Type"] != 0]
+    allocations.sort(key=lambda each: float(each["ts"]))
+    kept: Counter[str] = Counter()
+    made: Counter[str] = Counter()
+    peak: Counter[str] = Counter()
+    for each in events:
+        if not str(each.get("name", "")).startswith("nn.Module: "):
+            continue
+        kind = each["name"].removeprefix("nn.Module: ").rpartition("_")[0]
+        ts, end = float(each["ts"]), float(each["ts"]) + float(each["dur"])
+        own = [
+            memory["args"]["Bytes"]
+            for memory in allocations
+            if memory["tid"] == each["tid"] and ts <= float(memory["ts"]) <= end
+        ]
+        kept[kind] += sum(own)
+        made[kind] += sum(size for size in own if size > 0)
+        peak[kind] = max(peak[kind], int(np.cumsum([0, *own]).max()))
+    a = Analysis(read_trace(path))
+    shown = report_layers(a)
+    assert shown is not None and a.step_count == 1
+    assert len(kept) > 5
+    for row in shown.kinds:
+        assert row.kept_bytes == pytest.approx(kept[row.kind])
+        assert row.peak_bytes == peak[row.kind]
+    for kind in kept:
+        own = [layer for layer in shown.layers if layer.kind == kind]
+        assert sum(layer.allocated_bytes or 0 for layer in own) == pytest.approx(made[kind])
+
+
+@pytest.mark.parametrize("trained", [False, True])
+def test_memory_by_layer_is_what_the_tensors_of_a_recorded_program_take(
+    trained: bool, tmp_path: Path
+) -> None:
+    """PyTorch's own profiler on a CPU: what each call keeps is counted from its tensors."""
+    torch = pytest.importorskip("torch")
+
+    class Mlp(torch.nn.Module):  # type: ignore[misc,name-defined]
+        def __init__(self) -> None:
+            super().__init__()
+            self.up, self.down = torch.nn.Linear(64, 256), torch.nn.Linear(256, 64)
+
+        def forward(self, x: object) -> object:
+            return self.down(torch.relu(self.up(x)))
+
+    model, x = torch.nn.Sequential(Mlp(), Mlp()), torch.randn(512, 64)
+    profiler = torch.profiler.profile(
+        activities=[torch.profiler.ProfilerActivity.CPU], with_stack=True, profile_memory=True
+    )
+    with profiler, torch.set_grad_enabled(trained):
+        y = model(x)
+        if trained:
+            y.sum().backward()
+    profiler.export_chrome_trace(str(tmp_path / "trace.json"))
+    wide, narrow = 4 * 512 * 256, 4 * 512 * 64
+    memory = shown_memory(Analysis(read_trace(str(tmp_path / "trace.json"))))
+    assert memory["Linear_0–3"] == (2 * (wide + narrow), 2 * (wide + narrow), wide)
+    # without gradients the wide activations are released at the end of the call; with them the
+    # output of relu is kept for the backward pass
+    each = wide + narrow if trained else narrow
+    assert memory["Mlp_0–1"][1] == 2 * each
+    assert memory["Sequential_0"][1] == (2 * each if trained else narrow)
+    assert memory["Mlp_0–1"][2] == 2 * wide
+    assert memory["Sequential_0"][0] == 2 * (2 * wide + narrow)

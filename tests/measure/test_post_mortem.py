@@ -4,14 +4,19 @@ from __future__ import annotations
 
 import pickle
 import random
+from collections import Counter
+from collections.abc import Callable
 from typing import Any
 
 import polars as pl
 import pytest
 from polars.testing import assert_frame_equal
 
+import advisor
 from advisor.core.snapshot import SnapshotFrame
+from advisor.measure import Analysis
 from advisor.measure.memory.fragments import fragments, placement, repacking
+from advisor.measure.memory.layer_memory import ModuleCall, held_by_module
 from advisor.measure.memory.memory_origin import origin
 from advisor.measure.memory.memory_savings import savings
 from advisor.measure.memory.post_mortem import PostMortem, post_mortems
@@ -394,3 +399,60 @@ def test_outputs_of_the_step_before_are_worth_letting_go_of() -> None:
     for _ in range(5):
         t.step()
     assert freed(measured(m))["references"] == 256 * MIB
+
+
+# -- by module ------------------------------------------------------------------------------------
+
+
+def test_memory_by_module_is_a_tree_of_the_calls_of_forward() -> None:
+    """Two blocks from one line are one; a line of its own is a module of its own."""
+    m = Allocator()
+    m.alloc(7 * MIB)
+    top, inner = (*CALLED, (MODEL, 20, "forward")), "/app/block.py"
+    for _ in range(2):
+        with m.at((TRAIN, 3, "main"), *top, *CALLED, (inner, 5, "forward")):
+            m.alloc(3 * MIB)
+            with m.at(*CALLED, (f"{TORCH}nn/modules/linear.py", 125, "forward")):
+                m.alloc(2 * MIB)
+    with m.at((TRAIN, 3, "main"), *CALLED, (MODEL, 21, "forward"), *CALLED, (inner, 5, "forward")):
+        m.alloc(4 * MIB)
+    linear = f"{TORCH}nn/modules/linear.py"
+    assert held_by_module(measured(m)) == [
+        ModuleCall(MODEL, None, None, 5, 14 * MIB, 0),
+        ModuleCall(inner, 20, 0, 4, 10 * MIB, 6 * MIB),
+        ModuleCall(linear, 5, 1, 2, 4 * MIB, 4 * MIB),
+        ModuleCall(inner, 21, 0, 1, 4 * MIB, 4 * MIB),
+    ]
+
+
+def test_without_stacks_nothing_is_a_module_s() -> None:
+    m = Allocator()
+    m.alloc(7 * MIB)
+    assert held_by_module(measured(m)) == []
+
+
+@pytest.mark.parametrize("name", ["transformer_training_ctx512", "forward_bf16_autocast"])
+def test_memory_by_module_of_public_snapshots_is_counted_from_their_stacks(
+    name: str, shared_file: Callable[[str], str]
+) -> None:
+    """Each module against all blocks whose frames contain its ``forward``."""
+    run = advisor.open(shared_file(f"memory/{name}.pickle"))
+    post = Analysis(next(iter(run.traces.values()))).post_mortems[0]
+    found = held_by_module(post)
+    lives = post.history.lives
+    by_file: Counter[str] = Counter()
+    for row in post.held_rows.tolist():
+        stack = int(lives.stack[row])
+        frames = post.snapshot.stacks[stack] if stack >= 0 else ()
+        for file in {frame.file for frame in frames if frame.name == "forward"}:
+            by_file[file] += int(lives.size[row])
+    outermost: Counter[str] = Counter()
+    for place, each in enumerate(found):
+        inside = [other for other in found if other.parent == place]
+        assert each.own + sum(other.size for other in inside) == each.size
+        above = each.parent
+        while above is not None and found[above].file != each.file:
+            above = found[above].parent
+        if above is None:
+            outermost[each.file] += each.size
+    assert outermost == by_file and len(found) > 5

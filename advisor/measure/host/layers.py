@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, cast
 
 import numpy as np
 import polars as pl
@@ -27,6 +27,7 @@ from advisor.measure.host.module_sources import (
 )
 from advisor.measure.host.optree import own_time, time_inside
 from advisor.measure.host.stacks import Rows, climb_stack, operators, parents
+from advisor.measure.memory.layer_memory import measure_layer_memory
 from advisor.measure.steps.steps import step_of
 
 if TYPE_CHECKING:
@@ -503,6 +504,12 @@ def report_layers(a: Analysis) -> report.Layers | None:
     groups = equal_layers(layers)
     time = {place: int(nodes["ns"].gather(group.nodes).sum()) for place, group in enumerate(groups)}
     trained = bool(nodes["backward"].sum())
+    memory = measure_layer_memory(a, layers)
+    nodes = nodes.with_columns(
+        allocated=None if memory is None else pl.Series(memory.allocated),
+        kept=None if memory is None else pl.Series(memory.kept),
+        peak=None if memory is None or memory.peak is None else pl.Series(memory.peak),
+    )
     chosen = sorted(sorted(time, key=lambda place: (-time[place], place))[:MAX_GROUPS])
     new = {place: number for number, place in enumerate(chosen)}
     rows = []
@@ -514,7 +521,7 @@ def report_layers(a: Analysis) -> report.Layers | None:
         per_second = {
             name: None if value is None else value / ns * 1e9 for name, value in known.items()
         }
-        calls = _sum_known(own, "calls")
+        calls, allocated, kept = (_sum_known(own, name) for name in ("calls", "allocated", "kept"))
         rows.append(
             report.Layer(
                 name=group.label,
@@ -531,6 +538,9 @@ def report_layers(a: Analysis) -> report.Layers | None:
                 bytes=None if known["moved"] is None else known["moved"] * per_step,
                 flops_per_s=per_second["flops"],
                 bytes_per_s=per_second["moved"],
+                allocated_bytes=None if allocated is None else allocated * per_step,
+                kept_bytes=None if kept is None else kept * per_step,
+                peak_bytes=cast(int | None, own["peak"].max()),
             )
         )
     names = nodes["name"].to_list()
@@ -543,7 +553,7 @@ def report_layers(a: Analysis) -> report.Layers | None:
         outside_kernels=(layers.pieces - int(inside["kernels"].sum())) * per_step,
         layers=rows,
         more=len(groups) - len(rows),
-        kinds=_kinds(layers, per_step),
+        kinds=_kinds(nodes, layers.total, per_step),
         outliers=[
             report.LayerOutlier(
                 name=names[each.node],
@@ -565,20 +575,22 @@ def _sum_known(nodes: pl.DataFrame, name: str) -> float | None:
     return None if unknown.any() or values.is_null().all() else float(values.sum())
 
 
-def _kinds(layers: LayerTable, per_step: float) -> list[report.LayerKind]:
-    kinds, parent = layers.nodes["kind"].to_list(), layers.nodes["parent"].to_list()
+def _kinds(nodes: pl.DataFrame, total: int, per_step: float) -> list[report.LayerKind]:
+    kinds, parent = nodes["kind"].to_list(), nodes["parent"].to_list()
     around_it: list[frozenset[str]] = []
     for up in parent:  # nodes: parents come first
         around_it.append(frozenset() if up is None else around_it[up] | {kinds[up]})
     outer = pl.Series([kind not in names for kind, names in zip(kinds, around_it, strict=True)])
     table = (
-        layers.nodes.with_columns(outer=outer)
+        nodes.with_columns(outer=outer)
         .group_by("kind", maintain_order=True)
         .agg(
             pl.len().alias("modules"),
             pl.col("calls").sum(),
             pl.col("own").sum(),
-            pl.col("ns").filter(pl.col("outer")).sum(),
+            pl.col("ns", "kept").filter(pl.col("outer")).sum(),
+            pl.col("peak").max(),
+            known=pl.col("kept").count(),
         )
         .sort("own", "ns", "kind", descending=[True, True, False])
         .head(MAX_KINDS)
@@ -590,7 +602,9 @@ def _kinds(layers: LayerTable, per_step: float) -> list[report.LayerKind]:
             calls=row["calls"] * per_step if row["calls"] else None,
             ns=row["ns"] * per_step,
             own_ns=row["own"] * per_step,
-            share=row["own"] / max(1, layers.total),
+            share=row["own"] / max(1, total),
+            kept_bytes=row["kept"] * per_step if row["known"] else None,
+            peak_bytes=row["peak"],
         )
         for row in table.iter_rows(named=True)
     ]

@@ -223,7 +223,9 @@ def memory_devices(a: Analysis) -> list[int]:
     return [int(device) for device in devices]
 
 
-def _running(a: Analysis, thread: NDArray[np.int32], ts: NDArray[np.int64]) -> NDArray[np.int32]:
+def find_running(
+    a: Analysis, thread: NDArray[np.int32], ts: NDArray[np.int64]
+) -> NDArray[np.int32]:
     """Innermost host row that is running on a thread at an instant, -1: none."""
     cpu = a.trace.cpu
     result = np.full(len(ts), -1, dtype=np.int32)
@@ -256,7 +258,7 @@ def recorded_snapshot(a: Analysis) -> MemorySnapshot | None:
     events = events.sort("device", "ts", maintain_order=True)
     stacks = _Stacks(a)
     thread = events["thread"].fill_null(-1).to_numpy()
-    rows = _running(a, thread, events["ts"].to_numpy())
+    rows = find_running(a, thread, events["ts"].to_numpy())
     events = events.with_columns(stack=pl.Series([stacks.of(row) for row in rows.tolist()]))
     parts = [_of_device(device) for _, device in events.group_by("device", maintain_order=True)]
     begin = pl.col("ts").cast(pl.Int64) // 1000

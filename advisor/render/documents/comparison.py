@@ -35,6 +35,7 @@ def build(comparison: Comparison, options: RenderOptions = DEFAULT) -> Document:
         return _gate(c, c.decision)
     style, badge = _STYLE.get(c.steps.verdict, ("bold", ""))
     notes = [Paragraph(note, "soft") for note in view.step_notes(c.steps)]
+    kept = view.figures_of(c, ["memory by layer"])
     return Document(
         c.verdict,
         [
@@ -45,6 +46,7 @@ def build(comparison: Comparison, options: RenderOptions = DEFAULT) -> Document:
             *_table("Parts of a layer", "", view.figures_of(c, ["parts"])),
             *_table("Breakdown", "", view.breakdown_lines(c)),
             *_table("Layers", "own time, most changed", view.figures_of(c, ["layers"])[:MAX_LINES]),
+            *_table("Memory by layer", "kept by its calls", kept[:MAX_LINES]),
             *_table("Memory at the peak", "", view.figures_of(c, ["memory"])),
             *_table("Memory by line", "", view.figures_of(c, ["memory by line"])[:MAX_LINES]),
             *_findings(c),

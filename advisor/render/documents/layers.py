@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Final
 
 from advisor.core import text as t
@@ -20,6 +21,7 @@ from advisor.render.document import (
     Section,
     Span,
 )
+from advisor.render.documents import memory
 
 MAX_ROWS: Final = 30
 MAX_KINDS: Final = 10
@@ -31,10 +33,30 @@ _UNKNOWN: Final = "–"
 def build(report: Report, options: RenderOptions = DEFAULT) -> Document:
     """A tree of the ``top`` longest groups of equal modules, then the kinds of modules."""
     layers = report.layers
+    held = _held_memory(report, options.top)
     if layers is None:
-        return Document(_not_recorded(report), [], name="layers", style="")
+        what = "" if held else _not_recorded(report)
+        return Document(what, held, name="layers", style="")
     blocks = sections(layers, report.per, report.scope.steps_used, options.top)
+    blocks += held if report.memory and report.memory[0].source != "trace" else []
     return Document("", blocks, name="layers")
+
+
+def _held_memory(report: Report, top: int | None) -> list[Section]:
+    """What modules held of the fullest device's memory, by the stacks of a snapshot."""
+    if not report.memory or not report.memory[0].modules:
+        return []
+    view = report.memory[0]
+    when = "when it ran out" if view.at == "out of memory" else f"at its {view.at}"
+    table = memory.modules(view, MAX_ROWS if top is None else top)
+    name = f"GPU {view.device}" if view.device >= 0 else "the host"
+    note = "Modules that are called from the same line are one."
+    return [
+        Section(
+            f"Memory of {name} by module, {when}",
+            [replace(table, title=""), Paragraph(note, "soft", indent=0)],
+        )
+    ]
 
 
 def sections(layers: Layers, per: Per, steps: int, top: int | None = None) -> list[Section]:
@@ -65,19 +87,22 @@ def _tree(layers: Layers, most: int) -> list[Block]:
     table = Grid(
         [_HEAD[n] for n in kept],
         [[row[n] for n in kept] for row in rows],
-        optional=[kept.index(n) for n in (_FLOPS, _BYTES) if n in kept],
+        optional=[kept.index(n) for n in (_FLOPS, _BYTES, _BYTES_PER_S) if n in kept],
     )
     notes = ["×: equal modules, summed. The time of a module contains those inside it."]
     if any(layer.flops_per_s or layer.bytes_per_s for layer in layers.layers):
         notes.append("Rates are over all time of a module.")
+    notes.append(_memory_note(layers))
     hidden = len(depth) - len(shown) + layers.more
     if hidden:
         notes.append(f"{t.count_noun(hidden, 'smaller or deeper group')} not shown.")
     return [table, Paragraph(" ".join(notes), "soft", indent=0)]
 
 
-_HEAD: Final = ("layer", "calls", "time", "share", "FLOPs", "bytes", "TFLOP/s", "GB/s")
-_FIXED, _FLOPS, _BYTES = 4, 4, 5
+_HEAD: Final = (
+    "layer", "calls", "time", "share", "FLOPs", "bytes", "TFLOP/s", "GB/s", "kept", "peak",
+)  # fmt: skip
+_FIXED, _FLOPS, _BYTES, _BYTES_PER_S = 4, 4, 5, 7
 
 
 def _row(layer: Layer, depth: int) -> list[Inline]:
@@ -90,10 +115,16 @@ def _row(layer: Layer, depth: int) -> list[Inline]:
         t.format_duration(layer.ns),
         t.format_share(layer.share),
         _UNKNOWN if layer.flops is None else _scaled(layer.flops),
-        _UNKNOWN if layer.bytes is None else t.format_bytes(layer.bytes),
+        _bytes(layer.bytes),
         _rate(layer.flops_per_s, 1e12),
         _rate(layer.bytes_per_s, 1e9),
+        _bytes(layer.kept_bytes),
+        _bytes(layer.peak_bytes),
     ]
+
+
+def _bytes(value: float | None) -> str:
+    return _UNKNOWN if value is None else t.format_bytes(value)
 
 
 def _rate(per_second: float | None, unit: float) -> str:
@@ -116,6 +147,15 @@ def _scaled(flops: float) -> str:
     return f"{t.format_number(flops / 1e6)} M"
 
 
+def _memory_note(layers: Layers) -> str:
+    """What the columns of memory say; without them, that it was not recorded."""
+    if all(layer.kept_bytes is None for layer in layers.layers):
+        return "Memory by layer was not recorded."
+    peak = any(layer.peak_bytes is not None for layer in layers.layers)
+    most = "; peak: the most that one call adds" if peak else ""
+    return f"kept: memory that the calls allocate and do not release{most}."
+
+
 def _kinds(layers: Layers, most: int) -> Grid:
     rows: list[list[Inline]] = [
         [
@@ -125,10 +165,14 @@ def _kinds(layers: Layers, most: int) -> Grid:
             t.format_duration(row.ns),
             t.format_duration(row.own_ns),
             t.format_share(row.share),
+            _bytes(row.kept_bytes),
+            _bytes(row.peak_bytes),
         ]
         for row in layers.kinds[: min(most, MAX_KINDS)]
     ]
-    return Grid(["kind", "modules", "calls", "time", "own time", "own share"], rows)
+    head = ["kind", "modules", "calls", "time", "own time", "own share", "kept", "peak"]
+    known = len(head) if any(row.kept_bytes is not None for row in layers.kinds) else -2
+    return Grid(head[:known], [row[:known] for row in rows], optional=[1])
 
 
 def _outlier(outlier: LayerOutlier, steps: int) -> str:

@@ -2,14 +2,23 @@
 
 from __future__ import annotations
 
+from pathlib import PurePath
 from statistics import median
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 from advisor.core import text as t
-from advisor.render.document import Block, FieldList, Grid, Items, Section, TextField, plain
+from advisor.render.document import (
+    Block,
+    FieldList,
+    Grid,
+    Items,
+    Section,
+    TextField,
+    plain,
+)
 
 if TYPE_CHECKING:
-    from advisor.core.report import MemoryHolder, MemorySample, MemoryView, Report
+    from advisor.core.report import MemoryHolder, MemorySample, MemoryView, ModuleMemory, Report
 
 MAX_ROWS: Final = 25
 """Of a table."""
@@ -46,7 +55,8 @@ def sections(report: Report) -> list[Block]:
             continue
         blocks.append(Section(device.title, [fields, *first], device.aside))
         if rest:
-            counted = "allocations per step, segments and what savings assume"
+            more = "modules, " if view.modules else ""
+            counted = f"{more}allocations per step, segments and what savings assume"
             title = f"{device.title}: details"
             blocks.append(Section(title, rest, folded=True, counted=counted))
     return blocks
@@ -88,7 +98,8 @@ def devices(report: Report, rows: int = MAX_ROWS) -> list[DeviceMemory]:
 
 
 _CHURN, _POOLS = "Allocated and freed within a step", "Segments"
-_FOLDED = (_CHURN, _POOLS)
+_MODULES = "By module, those inside it included"
+_FOLDED = (_MODULES, _CHURN, _POOLS)
 _HEAD = ["line", "per step", "steps"]
 
 
@@ -118,6 +129,7 @@ def device(view: MemoryView, rows: int = MAX_ROWS, *, named: bool = False) -> De
     kept = [(label, [part for part in parts if part]) for label, parts in lines]
     tables = [
         _table("By line", ["line · category", "bytes", "share", "blocks"], _held(view), rows),
+        modules(view, rows),
         _table(
             "Left behind by each step", ["line", "per step", "steps"], _lines(view.growth), rows
         ),
@@ -174,6 +186,37 @@ def _held(view: MemoryView) -> list[list[str]]:
         label = f" · {t.clean(each.label)}" if each.label else ""
         rows.append([row[0] + label, row[1], t.format_share(each.bytes / whole), row[2]])
     return rows
+
+
+def modules(view: MemoryView, most: int = MAX_ROWS) -> Grid:
+    """The ``most`` largest modules as a tree, and what none of them allocated."""
+    depth: list[int] = []
+    for each in view.modules:
+        depth.append(0 if each.parent is None else depth[each.parent] + 1)
+    largest = sorted(range(len(depth)), key=lambda place: (-view.modules[place].bytes, place))
+    outermost = sum(each.bytes for each in view.modules if each.parent is None)
+    whole = max(view.allocated, 1)
+
+    def row(name: str, size: int, own: int, blocks: str) -> list[str]:
+        return [name, *map(t.format_bytes, (size, own)), t.format_share(size / whole), blocks]
+
+    rows = [
+        row("  " * depth[place] + _module_name(each), each.bytes, each.own_bytes,
+            t.format_count(each.blocks))
+        for place in sorted(largest[:most])
+        for each in [view.modules[place]]
+    ]  # fmt: skip
+    if rows:
+        rest = view.allocated - outermost
+        rows.append(row("in no module", rest, rest, "–"))
+    head = ["module", "bytes", "own", "share", "blocks"]
+    return Grid(head, rows, _MODULES, short=rows)
+
+
+def _module_name(each: ModuleMemory) -> str:
+    """The file of its ``forward``, and where it is called."""
+    name = t.clean(PurePath(each.file.replace("\\", "/")).name)
+    return name if each.line is None else f"{name}, called at line {each.line}"
 
 
 def _lines(holders: list[MemoryHolder], *, categories: bool = False) -> list[list[str]]:

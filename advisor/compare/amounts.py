@@ -107,7 +107,7 @@ def _amount(name: str, unit: str, values: Sequence[float | None], group: str = "
 # -- memory snapshots, by category, line and lifetime --------------------------------------------
 
 MEMORY, LINES = "memory", "memory by line"
-LIFETIMES = ("there before the history", "made and kept to its end", "made and freed again")
+LIFETIMES = ("allocated before the history", "still allocated at its end", "allocated and freed")
 MIN_CHANGE = 0.01
 """Of the larger peak: less is no change."""
 WHY = {

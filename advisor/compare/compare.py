@@ -9,6 +9,7 @@ from pathlib import Path
 import advisor
 from advisor.advise.engine import AnalysisResult, Options, examine
 from advisor.advise.impact import REPLAY
+from advisor.advise.terms import mark_steps
 from advisor.compare.amounts import amounts, counters_verdict
 from advisor.compare.comparison import Comparison, RealisedGain, Side, StepTimeChange
 from advisor.compare.findings import Remaining, compare_findings, find_remaining
@@ -24,6 +25,8 @@ from advisor.replay import predictions
 
 MIN_MATCHED = 0.2
 """Share of the device time in work that both have, below which the programs are said to differ."""
+MIN_SAME_OPERATORS = 0.8
+"""Share of the device time in operators that both have, from which only the shapes differ."""
 CLOSE = 0.1
 """Share by which gain and prediction may differ and still agree, however narrow both ranges are: a
 replay that misses the step by that much still estimates gains (``trust.MAX_STEP_ERROR``)."""
@@ -82,6 +85,11 @@ def compare_examined(before: AnalysisResult, after: AnalysisResult) -> Compariso
     comparison.findings = [change for change, _ in changes]
     comparison.work, comparison.work_rest = compare_work(a, b)
     comparison.matched = matched(comparison.work, comparison.work_rest)
+    if comparison.matched is not None and comparison.matched < MIN_MATCHED and by_shape(a, b):
+        work, rest = compare_work(a, b, shapes=False)
+        if (matched(work, rest) or 0.0) >= MIN_SAME_OPERATORS:
+            comparison.other_shapes = True
+            comparison.work, comparison.work_rest = work, rest
     if comparison.same_device is not False:
         comparison.kernels, comparison.kernels_rest = compare_kernels(a, b)
     fixed = [old for change, old in changes if change.change == "fixed" and old is not None]
@@ -182,12 +190,14 @@ def realised(findings: list[Finding], before: AnalysisResult, c: Comparison) -> 
     result.predicted_low_ns, result.predicted_high_ns = saved.low, saved.high
     result.method = before.estimator.method
     if steps.difference_ns is None or steps.low_ns is None or steps.high_ns is None:
-        result.reason = f"step times are not compared: {steps.reason}"
+        result.reason = steps.reason.partition("; ")[0]
         return result
     result.measured_ns = -steps.difference_ns
     result.measured_low_ns, result.measured_high_ns = -steps.high_ns, -steps.low_ns
     if c.same_device is False:
         result.reason = "the GPUs differ, and the prediction is for the one before"
+    elif c.other_shapes:
+        result.reason = "the input shapes differ, and the prediction is for those before"
     elif _other_program(c):
         result.reason = "the device work differs, and the prediction is for the work before"
     elif _other_batch(c):
@@ -208,7 +218,7 @@ def _other_batch(c: Comparison) -> bool:
 
 
 def _other_program(c: Comparison) -> bool:
-    return c.matched is not None and c.matched < MIN_MATCHED
+    return c.matched is not None and c.matched < MIN_MATCHED and not c.other_shapes
 
 
 # -- limits -------------------------------------------------------------------------------------
@@ -234,12 +244,16 @@ def limits(before: Report, after: Report, c: Comparison) -> list[str]:
     for which, report, counterpart in (("before", before, after), ("after", after, before)):
         if not report.time and counterpart.time:
             result.append(f"No GPU work in the trace {which}: device time is not compared.")
-    result += _step_limits(c)
-    if _other_program(c):
+    result += _step_limits(c, before)
+    if c.other_shapes:
+        result.append(
+            "The same operators run on other input shapes: another batch size or sequence length. "
+            "Device work is compared by operator alone. Compare time per sample or token."
+        )
+    elif _other_program(c):
         result.append(
             f"Only {t.format_share(c.matched)} of the device time is in operators and shapes that "
-            "both "
-            "have: these look like different programs."
+            "both have: these look like different programs."
         )
     if _other_batch(c):
         result.append(
@@ -260,15 +274,16 @@ def limits(before: Report, after: Report, c: Comparison) -> list[str]:
     return result
 
 
-def _step_limits(c: Comparison) -> list[str]:
+def _step_limits(c: Comparison, before: Report) -> list[str]:
     """What a step is on either side."""
     sources = {"before": c.before.step_source, "after": c.after.step_source}
     unmarked = [which for which, source in sources.items() if source == "whole trace"]
     result = []
     if whole(c):
+        how = mark_steps(before.inputs[0].format if before.inputs else None)
         result.append(
-            "No steps are marked in either: figures are totals of the whole recordings, and "
-            "comparable only if both did the same amount of work."
+            "No steps are marked in either: figures are totals of the whole recordings. To "
+            f"compare iterations, {how}."
         )
     elif unmarked:
         result.append(

@@ -273,6 +273,8 @@ class Comparison(Struct, kw_only=True):
     """The others, summed; ``null``: none."""
     matched: float | None = None
     """Share of both sides' device time in operators and shapes that both have; ``null``: none."""
+    other_shapes: bool = False
+    """The same operators run on other input shapes: ``work`` is by operator alone."""
     kernels: list[ComparedWork] = field(default_factory=list)
     """Device work by kernel name, the same way; empty when the GPUs differ: their kernels do."""
     kernels_rest: ComparedWork | None = None

@@ -195,7 +195,7 @@ def find_remaining(
     if own.estimator.method == other.estimator.method:
         gain = other.estimator.gain_range(finding.edits).gain
         if gain >= MIN_KEPT * impact.gain_ns:
-            return Remaining(round(gain), _why_not_listed(gain, other.main.step_ns))
+            return Remaining(round(gain), _why_not_listed(gain, other.main))
     edits = [edit for edit in finding.edits if edit.op not in _OPERATIONS_THAT_KEEP_EVENTS]
     here = sum(_selected_time(own.main, edit) for edit in edits)
     there = sum(_selected_time(other.main, edit) for edit in edits)
@@ -204,11 +204,12 @@ def find_remaining(
     return None
 
 
-def _why_not_listed(gain: float, step_ns: float) -> str:
-    """Why a rule does not report a gain of that size."""
-    if gain < MIN_GAIN_SHARE * step_ns:
-        return "its gain is too small a share of the step to report"
-    return f"gain of {gain / step_ns:.0%} of the step, but below the threshold of the rule"
+def _why_not_listed(gain: float, a: Analysis) -> str:
+    """Why a rule does not report a gain of that size, ns per step."""
+    if gain < MIN_GAIN_SHARE * a.step_ns:
+        return f"its gain is too small a share of the {a.per} to report"
+    share = f"{gain / a.step_ns:.0%} of the {a.per}"
+    return f"below a threshold of the rule, though it would save {share}"
 
 
 def _selected_time(a: Analysis, edit: Edit) -> float:

@@ -41,6 +41,7 @@ TITLES = {
 ORDER = ("new", "fixed", "replaced", "remaining", "unchecked", "unchecked before")
 
 
+_BOTH = ("before", "after")
 MORE_IS_BETTER = ("GPU busy", "communication hidden", "MFU")
 """Figures of ``amounts``; of all others, times and bytes, less is better."""
 
@@ -75,12 +76,7 @@ def verdict(comparison: Comparison) -> str:
     if text:
         pass
     elif steps.difference_ns is None or steps.share is None:
-        text = f"Step times are not compared: {steps.reason}"
-        if repeated(comparison) and steps.before is not None and steps.after is not None:
-            every = [t.format_duration(side.mean_ns) for side in (steps.before, steps.after)]
-            text += f". GPU work repeats every {' → '.join(every)}"
-        elif whole := _whole(comparison):
-            text += f". From the first GPU work to the last: {whole}"
+        text = _without_steps(comparison)
     else:
         pair = " → ".join(centers(steps))
         if steps.verdict == "no difference":
@@ -92,18 +88,39 @@ def verdict(comparison: Comparison) -> str:
     parts = [f"{counts[kind]} {kind}" for kind in ("fixed", "new", "remaining") if counts[kind]]
     if counts["replaced"]:
         parts.append(f"{counts['replaced']} gone with a slower replacement")
-    text = f"{text}; findings: {', '.join(parts)}." if parts else f"{text}."
+    text = f"{text}. Findings: {', '.join(parts)}." if parts else f"{text}."
     return " ".join([*_crashes(comparison), text])
 
 
-def _whole(comparison: Comparison) -> str:
-    """Of recordings without steps, how long each is; empty: one has steps, or no device time."""
-    sides = (comparison.before, comparison.after)
+def _without_steps(comparison: Comparison) -> str:
+    """The verdict where step times are not compared: what is known instead comes first."""
+    steps = comparison.steps
+    no_steps = f"step times are not compared: {steps.reason.partition('; ')[0]}"
+    if repeated(comparison) and steps.before is not None and steps.after is not None:
+        every = [t.format_duration(side.mean_ns) for side in (steps.before, steps.after)]
+        return f"GPU work repeats every {' → '.join(every)}, but {no_steps}"
+    if spans := _whole(comparison):
+        before, after = spans
+        text = f"From the first GPU work to the last: {' → '.join(map(t.format_duration, spans))}"
+        if comparison.other_shapes:
+            return f"{text}, but for other input shapes, such as another batch size"
+        how = "longer" if after > before else "shorter"
+        if (share := t.format_share(abs(after / before - 1))) not in ("0%", "<1%"):
+            text += f" ({share} {how})"
+        return f"{text}, if both did the same work"
+    return f"{no_steps[0].upper()}{no_steps[1:]}"
+
+
+def _whole(comparison: Comparison) -> tuple[float, float] | None:
+    """Of recordings without steps, how long each is, ns; ``None``: one has steps, or no device
+    time."""
     times = [each for each in comparison.amounts if each.group == "time"]
-    if not times or any(side.step_source != "whole trace" for side in sides):
-        return ""
-    totals = [sum(getattr(each, side) or 0.0 for each in times) for side in ("before", "after")]
-    return " → ".join(map(t.format_duration, totals))
+    if not times or not whole(comparison):
+        return None
+    before, after = (
+        sum(getattr(each, side) or 0.0 for each in times) for side in ("before", "after")
+    )
+    return (before, after) if before > 0 and after > 0 else None
 
 
 def repeated(comparison: Comparison) -> bool:
@@ -337,7 +354,7 @@ def realised(c: Comparison) -> list[str]:
     if r.predicted_low_ns is not None and r.predicted_high_ns is not None and not bound:
         text += f" ({t.format_range(r.predicted_low_ns, r.predicted_high_ns)})"
     if r.measured_ns is None or r.measured_low_ns is None or r.measured_high_ns is None:
-        return [f"{text}. The measured gain is not compared: {r.reason}."]
+        return [f"{text}. The measured gain is unknown: {r.reason}."]
     what = "became shorter" if r.measured_ns >= 0 else "became longer"
     text += f"; it {what} by {t.format_duration(abs(r.measured_ns))}"
     text += f" ({t.format_range(r.measured_low_ns, r.measured_high_ns)} shorter)."

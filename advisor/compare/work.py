@@ -24,15 +24,15 @@ _KEY = ("op", "shape")
 
 
 def compare_work(
-    before: Analysis, after: Analysis
+    before: Analysis, after: Analysis, *, shapes: bool = True
 ) -> tuple[list[ComparedWork], ComparedWork | None]:
     """Device time per step by operator and shape: (largest differences first, all others summed).
 
     The operator is the innermost around the launch, with its own inputs; work that no operator
-    launched goes by its kernel. By operator alone when only one side has shapes. Kernel names do
-    not matter, so the same program on two GPUs is matched too.
+    launched goes by its kernel. By operator alone when only one side has shapes, or
+    without ``shapes``. Kernel names do not matter, so the same program on two GPUs is matched too.
     """
-    shapes = by_shape(before, after)
+    shapes = shapes and by_shape(before, after)
     sides = [operators(a, shapes=shapes) for a in (before, after)]
     return _joined(sides, _KEY)
 

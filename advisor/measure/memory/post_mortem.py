@@ -154,9 +154,9 @@ class PostMortem:
         old, kept = lives.born[rows] < 0, lives.ended[rows] == self.history.count
         size = lives.size[rows]
         return {
-            "there before the history": int(size[old].sum()),
-            "made and kept to its end": int(size[~old & kept].sum()),
-            "made and freed again": int(size[~old & ~kept].sum()),
+            "allocated before the history": int(size[old].sum()),
+            "still allocated at its end": int(size[~old & kept].sum()),
+            "allocated and freed": int(size[~old & ~kept].sum()),
         }
 
     @cached_property

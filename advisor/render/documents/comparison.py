@@ -41,7 +41,7 @@ def build(comparison: Comparison, options: RenderOptions = DEFAULT) -> Document:
         [
             FieldList([TextField(label, parts) for label, parts in view.sides(c)], indent=0),
             *_limits(c),
-            *_table("Step times", "step time", view.step_lines(c), notes, short=True),
+            *_table(*_times(c), view.step_lines(c), notes, short=True),
             *_table("Inference by phase", "", view.figures_of(c, ["phases"]), short=True),
             *_table("Parts of a layer", "", view.figures_of(c, ["parts"])),
             *_table("Breakdown", "", view.breakdown_lines(c)),
@@ -58,6 +58,13 @@ def build(comparison: Comparison, options: RenderOptions = DEFAULT) -> Document:
         style=style,
         badge=badge,
     )
+
+
+def _times(c: Comparison) -> tuple[str, str]:
+    """Title of the table of durations, and the head of their names."""
+    if view.repeated(c):
+        return "Repetition times", "repetition"
+    return "Step times", "step time"
 
 
 def _limits(c: Comparison) -> Iterator[Block]:

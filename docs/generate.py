@@ -19,6 +19,7 @@ import advisor.core.prices
 import advisor.core.ranks
 import advisor.core.report
 import advisor.core.rule
+import advisor.core.sources
 import advisor.core.views
 import advisor.recorder.options
 from advisor.advise.select import load_rules
@@ -250,6 +251,7 @@ def schema_text() -> str:
     ]
     modules = (
         advisor.core.report,
+        advisor.core.sources,
         advisor.core.ranks,
         advisor.core.views,
         advisor.core.prices,

@@ -191,61 +191,15 @@ def _without_idle(
 
 
 def _applies(rule: Rule, a: Analysis) -> bool:
-    if rule.reads_snapshot and a.snapshot is not None:
+    if any(kind in a.sources for kind in rule.reads):
         return True
-    if rule.reads_log and getattr(a.trace.meta, rule.reads_log):
-        return True
-    if rule.reads_kernel_profiles:
-        return a.trace.meta.kernel_profiles is not None
     return a.record is not None if rule.reads_record else not a.record_only
-
-
-LOGS_ALONE = {
-    "compile log": SkippedCheck(
-        what="steps, idle time, and what graph breaks cost",
-        why="a log of torch.compile says nothing of the steps",
-        record="a profiler trace, or 'advisor record', and the log with --compile-log",
-    ),
-    "network log": SkippedCheck(
-        what="steps, and what communication takes of them",
-        why="a log of NCCL says nothing of the steps",
-        record="a profiler trace, or 'advisor record', in the same folder",
-    ),
-    "flight recorder": SkippedCheck(
-        what="steps and how long they take",
-        why="a flight-recorder dump says nothing of the steps",
-        record="a profiler trace, or 'advisor record', in the same folder",
-    ),
-}
-"""What is not checked where there is nothing but logs."""
 
 
 def _not_run(a: Analysis, rules: list[Rule]) -> list[SkippedCheck]:
     """One line for all the rules that a trace alone, or a record alone, gives nothing to."""
-    if a.log_only is not None:
-        return [LOGS_ALONE[a.log_only]]
-    if a.counters_only:
-        compiled = bool(a.compiled_kernels) and not a.profiled_kernels
-        subject, given = (
-            ("a cache of compiled kernels says", "the cache")
-            if compiled
-            else ("hardware counters of single kernels say", "the report")
-        )
-        return [
-            SkippedCheck(
-                what="steps, idle time, and the gain per step",
-                why=f"{subject} nothing of the program around them",
-                record=f"a profiler trace of the program, and {given} with --kernels",
-            )
-        ]
-    if a.snapshot_only:
-        return [
-            SkippedCheck(
-                what="time: steps, kernels, copies, syncs, and what any of them costs",
-                why="a memory snapshot tells of memory alone",
-                record="a profiler trace, or 'advisor record', and the snapshot with --memory",
-            )
-        ]
+    if a.source is not None:
+        return [a.source.skipped]
     if a.record_only:
         return [
             SkippedCheck(

@@ -199,7 +199,7 @@ def _of_all_ranks(
 
 def _mesh(a: Analysis, rank: int, study: Study | None, options: Options) -> list[MeshAxis]:
     """Communication by axis of the mesh, with the waits where other ranks are here."""
-    if a.device_id is None or a.timeless:
+    if a.device_id is None or a.source:
         return []
     waits, hosts = None, {}
     if study is not None:

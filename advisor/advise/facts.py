@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Final
 from advisor.core import text as t
 from advisor.core.finding import Finding, Location
 from advisor.core.prices import money
+from advisor.core.sources import SOURCE_KINDS
 from advisor.core.trace import KINETO
 
 if TYPE_CHECKING:
@@ -15,11 +16,6 @@ if TYPE_CHECKING:
     from advisor.core.views import Stairs
 
 MAX_NAMES = 6
-LOGS: Final = {
-    "compile log": "a log of torch.compile",
-    "network log": "logs of NCCL",
-    "flight recorder": "dumps of the flight recorder",
-}
 
 Line = tuple[str, list[str]]
 """A label and the parts that follow it."""
@@ -46,20 +42,9 @@ def _trace(report: Report) -> list[str]:
     if shown is None:
         return []
     name = "standard input" if shown.path == "-" else PurePath(shown.path).name or shown.path
-    if report.scope.step_source == "snapshot":
-        parts = [
-            t.shorten_path(name, 60),
-            "a memory snapshot",
-            t.count_noun(shown.events_read, "event"),
-        ]
-    elif report.scope.step_source == "counters":
-        count = t.count_noun(shown.events_read, "kernel")
-        what = f"{count} compiled by Triton"
-        if report.kernel_counters:
-            what = f"hardware counters of {count}"
-        parts = [t.shorten_path(name, 60), what]
-    elif (log := LOGS.get(report.scope.step_source)) is not None:
-        parts = [t.shorten_path(name, 60), log]
+    if (kind := SOURCE_KINDS.get(report.scope.step_source)) is not None:
+        count = t.count_noun(shown.events_read, kind.counted)
+        parts = [t.shorten_path(name, 60), *kind.description.format(count=count).split(", ")]
     elif report.scope.step_source == "record":
         parts = [t.shorten_path(name, 60), "no profiled window"]
     else:

@@ -63,7 +63,7 @@ def weigh_window(finding: Finding, rule: Rule, a: Analysis) -> Finding:
     if rule.validated == "synthetic":
         why = "not proven on real traces, on synthetic examples only"
         finding = less_sure(finding, UNPROVEN, why)
-    if a.trace.meta.example or rule.reads_record or a.timeless:
+    if a.trace.meta.example or rule.reads_record or a.source:
         return finding
     marked = a.steps.source != "whole trace"
     if not marked:

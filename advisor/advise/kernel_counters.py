@@ -12,7 +12,6 @@ from advisor.core.report import (
     KernelCounters,
     KernelLine,
     Report,
-    Scope,
     Status,
     TritonKernel,
 )
@@ -130,23 +129,9 @@ def _compiled(k: MatchedKernel, launches: float | None, ns: float | None) -> Tri
     )
 
 
-def counters_scope(a: Analysis) -> Scope:
-    """Of counters alone: no step has a length."""
-    profiles = a.trace.meta.kernel_profiles
-    names = {k.device for k in profiles.kernels if k.device} if profiles is not None else set()
-    return Scope.without_time(
-        "counters",
-        rank=a.trace.meta.rank,
-        device=0 if names else None,
-        device_name=min(names) if len(names) == 1 else None,
-    )
-
-
 def counters_verdict(report: Report) -> tuple[Status, str]:
     """Status and a sentence or two about counters alone."""
     views = report.kernel_counters
-    if not views:
-        return _compiled_verdict(report)
     kernels = t.count_noun(len(views), "kernel")
     limits = Counter(view.limit for view in views)
     unknown = limits.pop("unknown", 0)
@@ -171,7 +156,7 @@ def counters_verdict(report: Report) -> tuple[Status, str]:
     return ("bottlenecks" if report.notes or report.findings else "limited"), text
 
 
-def _compiled_verdict(report: Report) -> tuple[Status, str]:
+def compiled_verdict(report: Report) -> tuple[Status, str]:
     """Of a cache of Triton alone."""
     views = report.triton_kernels
     text = f"{t.count_noun(len(views), 'kernel')} compiled by Triton"

@@ -47,7 +47,7 @@ def limits(a: Analysis, run: Run) -> list[str]:
     """What this trace cannot tell, and what was left out of it, a sentence each."""
     meta = a.trace.meta
     if a.record_only:
-        own = [] if a.timeless else _record_limits(a)
+        own = [] if a.source else _record_limits(a)
         return [*own, *memory_limits(a), *_profile_limits(a), *run.problems]
     result = []
     if meta.truncated:

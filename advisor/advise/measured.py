@@ -10,9 +10,8 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 import polars as pl
 
-from advisor.advise.kernel_counters import counters_scope
 from advisor.advise.limits import lost_records, lost_replays, window_lines
-from advisor.advise.memory import snapshot_scope
+from advisor.advise.sources import source_scope
 from advisor.core import text as t
 from advisor.core.prices import Cost, EnergyUse, FixCost, Prices, RankEnergy
 from advisor.core.ranks import RankLine, Ranks, numbers
@@ -78,13 +77,8 @@ def inputs(run: Run, analyses: Mapping[int, Analysis]) -> list[Input]:
 
 def measure(a: Analysis) -> dict[str, Any]:
     """The measured fields of a Report."""
-    if a.snapshot_only:
-        return {"scope": snapshot_scope(a)}
-    if a.counters_only:
-        return {"scope": counters_scope(a)}
-    if a.log_only is not None:
-        rank = a.trace.meta.rank
-        return {"scope": Scope.without_time(a.log_only, rank=rank, device=None)}
+    if a.source is not None:
+        return {"scope": source_scope(a, a.source)}
     if a.record_only:
         return {"scope": _recorded_scope(a), "host": _phases(a)}
     fields: dict[str, Any] = {
@@ -396,7 +390,7 @@ FEW_RANKS = 16
 def ranks_view(analyses: Mapping[int, Analysis], study: Study | None) -> Ranks | None:
     """Ranks side by side, those too of which steps alone were recorded; ``None`` for one rank."""
     if study is None:
-        if len(analyses) < 2 or all(a.timeless for a in analyses.values()):
+        if len(analyses) < 2 or all(a.source for a in analyses.values()):
             return None
         note = "Skew between ranks is not measured: fewer than two of them were profiled."
         result = Ranks(lines=[], aligned=False, alignment_error_ns=None, note=note)

@@ -14,7 +14,6 @@ from advisor.core.report import (
     MemoryView,
     ModuleMemory,
     Report,
-    Scope,
 )
 from advisor.measure.memory.fragments import Placement, fragments, placement
 from advisor.measure.memory.layer_memory import held_by_module
@@ -180,17 +179,6 @@ def why_not_placed(placed: Placement) -> str:
         f"{t.format_bytes(placed.usable)} free, in pieces of at most "
         f"{t.format_bytes(placed.largest)}{driver}."
         f"{more}"
-    )
-
-
-def snapshot_scope(a: Analysis) -> Scope:
-    """Of a snapshot alone: no step has a length."""
-    first = a.post_mortems[0]
-    return Scope.without_time(
-        "snapshot",
-        rank=a.trace.meta.rank,
-        device=first.device,
-        devices_seen=len(a.post_mortems),
     )
 
 

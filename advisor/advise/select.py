@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any, get_args
 from advisor.core.errors import AdvisorError
 from advisor.core.files import open_regular, tool_section
 from advisor.core.finding import Category, Rule
+from advisor.core.sources import SNAPSHOT
 from advisor.core.trace import blank_trace
 from advisor.measure import Analysis
 from advisor.measure.memory.post_mortem import in_order
@@ -50,7 +51,7 @@ def choose(
         for number, chosen in _windows(run, window).items()
     }
     for number, a in analyses.items():
-        if a.snapshot_only:
+        if a.source is SNAPSHOT:
             taken = [
                 run.traces[key].meta.snapshot for key in sorted(run.traces) if key[0] == number
             ]

@@ -11,7 +11,6 @@ from msgspec.structs import replace
 import advisor
 from advisor.advise.kernel_counters import (
     counter_views,
-    counters_verdict,
     profiling_command,
     triton_views,
 )
@@ -36,13 +35,14 @@ from advisor.advise.measured import (
     step_durations,
     step_time,
 )
-from advisor.advise.memory import memory_of_rank, memory_verdict, memory_views
+from advisor.advise.memory import memory_of_rank, memory_views
+from advisor.advise.sources import flight_verdict, source_verdict
 from advisor.advise.terms import record_with
 from advisor.advise.views import build_views
 from advisor.core import text as t
 from advisor.core.intervals import intersect, union
-from advisor.core.report import CompileLog, Crash, Report, RuleText
-from advisor.measure.comm.flight import UNENDED, describe_problem, of_ranks
+from advisor.core.report import Crash, Report, RuleText
+from advisor.core.sources import CompileLog
 from advisor.measure.device.families import MATRIX
 from advisor.measure.steps.instants import GRAPH_BREAK_CAUSES, graph_breaks, remove_breaks
 
@@ -179,16 +179,8 @@ def verdict(
     report: Report, a: Analysis
 ) -> tuple[Literal["bottlenecks", "healthy", "limited"], str]:
     """Status and a sentence or two; a crash comes before anything else."""
-    if a.snapshot_only:
-        return memory_verdict(report)
-    if a.counters_only:
-        return counters_verdict(report)
-    if a.log_only == "compile log":
-        return _compilation_verdict(report)
-    if a.log_only == "flight recorder":
-        return flight_verdict(report)
-    if a.log_only == "network log":
-        return network_verdict(report)
+    if a.source is not None:
+        return source_verdict(report, a.source)
     status, text = _verdict(report, a)
     if (short := _shortcoming(report, a)) is not None:
         status, text = "limited", short
@@ -232,50 +224,6 @@ def compilation(a: Analysis, estimator: GainEstimator) -> CompileLog | None:
             )
         breaks.append(each)
     return replace(log, breaks=breaks)
-
-
-def _compilation_verdict(report: Report) -> tuple[Literal["bottlenecks", "limited"], str]:
-    """Status and a sentence about logs of torch.compile alone."""
-    log = report.compilation
-    if log is None:
-        return "limited", ""
-    parts = {
-        "graph break": len(log.breaks),
-        "recompilation": sum(each.count for each in log.recompilations),
-        "uncompiled function": len(log.not_compiled),
-        "skipped CUDA graph": len(log.without_cuda_graphs),
-    }
-    counted = [t.count_noun(count, noun) for noun, count in parts.items() if count]
-    text = f"{t.count_noun(log.compilations, 'compilation')} in {t.format_duration(log.ns)}: "
-    status: Literal["bottlenecks", "limited"] = "bottlenecks" if counted else "limited"
-    return status, f"{text}{', '.join(counted) or 'no graph break, no recompilation'}."
-
-
-def flight_verdict(report: Report) -> tuple[Literal["bottlenecks", "healthy", "limited"], str]:
-    """Status and a sentence or two about flight-recorder dumps."""
-    flight = report.flight
-    if flight is None or not flight.calls:
-        return "limited", "The flight-recorder dumps hold no collective."
-    if flight.problems:
-        first = flight.problems[0]
-        status: Literal["bottlenecks", "limited"] = (
-            "limited" if first.kind == UNENDED else "bottlenecks"
-        )
-        return status, describe_problem(first)
-    of = f"{t.count_noun(flight.calls, 'call')} of {t.count_noun(flight.dumps, 'rank')}"
-    if flight.absent or flight.dumps < 2:
-        who = of_ranks(flight.absent) if flight.absent else "The other ranks"
-        return "limited", f"No collective hangs in {of}. {who} left no dump."
-    return "healthy", f"No collective hangs: {of} match, and all have ended."
-
-
-def network_verdict(report: Report) -> tuple[Literal["bottlenecks", "limited"], str]:
-    """Status and a sentence about logs of NCCL alone: how well the path is used is not in them."""
-    found = [note.title for note in report.notes]
-    if found:
-        more = f" {t.count_noun(len(found) - 1, 'more finding')}." if len(found) > 1 else ""
-        return "bottlenecks", f"{found[0]}.{more}"
-    return "limited", "No fault in the path between GPUs; how much of it is used needs a trace."
 
 
 def _shortcoming(report: Report, a: Analysis) -> str | None:

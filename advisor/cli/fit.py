@@ -12,6 +12,7 @@ from advisor.cli import options as o
 from advisor.cli import output as out
 from advisor.cli.options import Steps, parse_steps, step_ranges
 from advisor.core.errors import AdvisorError
+from advisor.core.sources import SNAPSHOT
 
 if TYPE_CHECKING:
     from advisor.advise.memory_fit import Fit, Way
@@ -93,7 +94,7 @@ def _history(
     analysis = None
     if run.traces:
         made = Analysis(run.window(number), parse_steps(steps), snapshot=snapshot)
-        analysis = None if made.snapshot_only else made
+        analysis = None if made.source is SNAPSHOT else made
         snapshot = made.snapshot
     if analysis is not None:
         posts = [post for post in analysis.memory_histories if post.device >= 0]

@@ -8,11 +8,18 @@ from typing import Any, Literal
 import msgspec
 from msgspec import Struct, field
 
-from advisor.core.finding import Finding, HotLine, Location, PassedCheck, Per, SkippedCheck, unit_of
+from advisor.core.finding import Finding, HotLine, PassedCheck, Per, SkippedCheck, unit_of
 from advisor.core.prices import Cost, EnergyUse
 from advisor.core.ranks import Ranks
 from advisor.core.run_directory import LARGEST
 from advisor.core.saved import decoded, encoded
+from advisor.core.sources import (
+    SOURCE_KINDS,
+    CompileLog,
+    FlightRecord,
+    NetworkLog,
+    SourceKind,
+)
 from advisor.core.views import Views
 
 SCHEMA = "advisor.report/2"
@@ -81,7 +88,8 @@ class Scope(Struct, kw_only=True):
     model that infers, ``ProfilerStep``, ``recorder``, ``optimizer``, ``ranges``,
     ``device sequence`` or ``whole trace``; ``StepTraceAnnotation``, ``step_num`` or ``program`` of
     JAX and TensorFlow; ``record`` when no window was profiled and the figures are the recorder's
-    own; ``snapshot`` of a memory snapshot alone; ``counters`` of hardware counters alone."""
+    own; of a source without a trace ``snapshot``, ``counters``, ``Triton cache``,
+    ``flight recorder``, ``network log`` or ``compile log``."""
     steps_found: int
     """Steps in the trace, or in the range that was asked for."""
     steps_used: int
@@ -116,17 +124,17 @@ class Scope(Struct, kw_only=True):
     @classmethod
     def without_time(
         cls,
-        source: Literal["snapshot", "counters", "compile log", "flight recorder", "network log"],
+        source: SourceKind,
         *,
         rank: int | None,
         device: int | None,
         device_name: str | None = None,
         devices_seen: int = 1,
     ) -> Scope:
-        """Of a memory snapshot, hardware counters or logs alone: no step has a length."""
+        """Of a source without a trace alone: no step has a length."""
         return cls(
             rank=rank,
-            step_source=source,
+            step_source=source.name,
             steps_found=0,
             steps_used=0,
             outliers=[],
@@ -143,10 +151,8 @@ class Scope(Struct, kw_only=True):
 
     @property
     def timeless(self) -> bool:
-        """Of a memory snapshot, hardware counters or logs alone (:meth:`without_time`)."""
-        return self.step_source in (
-            "snapshot", "counters", "compile log", "flight recorder", "network log"
-        )  # fmt: skip
+        """Of a source without a trace alone (:meth:`without_time`)."""
+        return self.step_source in SOURCE_KINDS
 
     @property
     def per(self) -> Per:
@@ -294,211 +300,6 @@ class OperatorRate(Struct, frozen=True, kw_only=True):
     ``null``: not judged."""
     saved_ns: float | None
     """Time per step that the attainable rates would save, ns; ``null``: not judged."""
-
-
-class GraphBreak(Struct, frozen=True, kw_only=True):
-    """A line at which torch.compile ends one graph and begins the next."""
-
-    file: str
-    """Of the user's line."""
-    line: int
-    """In it."""
-    function: str | None
-    """Around it; ``null``: not recorded."""
-    reason: str
-    """What dynamo says: ``Failed to trace builtin operator``."""
-    explanation: str
-    """Its first sentence on it; empty: none."""
-    hint: str
-    """Its first hint on what to change; empty: none."""
-    eager: bool
-    """Nothing of the function is compiled: dynamo cannot go on after the break."""
-    count: int
-    """How often it was met while compiling."""
-    frames: list[str] = field(default_factory=list)
-    """Functions that are compiled from there on, by their numbers in a trace: ``1`` of
-    ``Torch-Compiled Region: 1/0``."""
-    idle_ns: float | None = None
-    """Idle time of the device at it, per step, ns; ``null``: not measured."""
-    gain_ns: float | None = None
-    """What the step gains without that, by its replay, ns; ``null``: not measured."""
-
-
-class CompileCause(Struct, frozen=True, kw_only=True):
-    """Why a function was compiled again, not compiled, or compiled without CUDA graphs."""
-
-    function: str | None
-    """The function; ``null``: not recorded."""
-    file: str | None
-    """Where it begins."""
-    line: int | None
-    """Line there."""
-    reason: str
-    """The guard that failed, or what torch.compile says."""
-    count: int
-    """How often."""
-    ns: float | None
-    """Time of these compilations, ns; ``null``: not recorded."""
-
-
-class FusedKernel(Struct, frozen=True, kw_only=True):
-    """A kernel that inductor generated."""
-
-    name: str
-    """As in a trace."""
-    operators: list[str]
-    """What is fused in it: ``aten.add``."""
-    lines: list[Location]
-    """Of the program, that these operators are from; where a name stands for several kernels, of
-    all of them. Empty: not recorded."""
-    calls: float | None = None
-    """Per step of the trace; ``null``: no trace, or it is not in it."""
-    ns: float | None = None
-    """Its time per step, ns; ``null``: as above."""
-
-
-class CompileLog(Struct, kw_only=True):
-    """What structured logs of torch.compile (``TORCH_TRACE``) tell."""
-
-    logs: int
-    """Files, one a process. Counts and times are those of the process that has most of each."""
-    compilations: int
-    """Frames that were compiled, again or for the first time."""
-    ns: float
-    """Time that took, ns."""
-    inductor_ns: float | None
-    """The part in inductor; ``null``: not recorded."""
-    breaks: list[GraphBreak]
-    """The most frequent first."""
-    recompilations: list[CompileCause]
-    """The longest first."""
-    not_compiled: list[CompileCause]
-    """Functions that run as plain PyTorch."""
-    without_cuda_graphs: list[CompileCause]
-    """Graphs that are launched kernel by kernel."""
-    kernels: list[FusedKernel] = field(default_factory=list)
-    """What inductor generated; beside a trace by time, the largest first."""
-    damaged: int = 0
-    """Records that cannot be read."""
-
-
-class CollectiveCall(Struct, frozen=True, kw_only=True):
-    """A collective as one rank called it."""
-
-    rank: int
-    """The rank."""
-    group: str
-    """Name of the process group, and its description."""
-    operation: str
-    """``all_reduce``; ``send 0->1`` and ``recv 1<-0`` by ranks in the group."""
-    sequence: int
-    """Its number in the group, as torch counts collectives, and sends and receives."""
-    sizes: list[list[int]]
-    """Shapes of its inputs."""
-    dtypes: list[str]
-    """Of its inputs."""
-    state: str
-    """``scheduled``, ``started`` or ``completed``."""
-    where: Location | None
-    """The innermost line outside of libraries; ``null``: no stacks in the dump."""
-
-
-class CollectiveProblem(Struct, frozen=True, kw_only=True):
-    """The first collective of a process group that does not match or does not end."""
-
-    kind: Literal[
-        "not called", "no dump", "operation", "order", "size", "dtype", "deadlock",
-        "unknown members", "unfinished",
-    ]  # fmt: skip
-    """Ranks have not called it; members left no dump; calls differ in operation, order, size or
-    dtype; ranks wait for each other in different groups; some wait in a group whose other members
-    are not recorded; all called it and it has not ended."""
-    ranks: list[int]
-    """Those it is due to; where calls differ, those that differ from most."""
-    waiting: list[int]
-    """Ranks that are in it and have not finished."""
-    calls: list[CollectiveCall]
-    """One for each way in which it was called, the most frequent first."""
-    last: list[CollectiveCall]
-    """What ``ranks`` called last, in any group."""
-
-
-class FlightRecord(Struct, kw_only=True):
-    """Flight-recorder dumps, compared across ranks."""
-
-    dumps: int
-    """Files, one per rank."""
-    ranks: list[int]
-    """Ranks with a dump."""
-    absent: list[int]
-    """Ranks of the job without one."""
-    groups: int
-    """Process groups with calls."""
-    calls: int
-    """Collectives, sends and receives in all dumps."""
-    problems: list[CollectiveProblem]
-    """The cause first: those whose ranks wait nowhere else. Empty: all calls match and ended."""
-    damaged: int = 0
-    """Entries that cannot be read."""
-
-
-class NetworkLog(Struct, frozen=True, kw_only=True):
-    """The path between GPUs, by logs of NCCL or RCCL (``NCCL_DEBUG=INFO``) and topologies."""
-
-    files: int
-    """Logs and topologies."""
-    versions: list[str] = field(default_factory=list)
-    """``NCCL 2.21.5+cuda12.4``."""
-    hosts: int = 0
-    """With lines in the logs; 0: a topology alone."""
-    ranks: int | None = None
-    """Of the largest communicator."""
-    node_ranks: int | None = None
-    """Its ranks on one host."""
-    networks: dict[str, int] = field(default_factory=dict)
-    """``IB``, ``Socket``, a plugin: processes that chose it."""
-    interfaces: list[str] = field(default_factory=list)
-    """IP interfaces that NET/Socket uses."""
-    devices: list[str] = field(default_factory=list)
-    """InfiniBand and RoCE devices: ``mlx5_0:1/IB``."""
-    without_device: int = 0
-    """Processes in which NET/IB found no device."""
-    no_verbs: bool = False
-    """libibverbs could not be opened."""
-    settings: dict[str, str] = field(default_factory=dict)
-    """Environment variables that NCCL reports."""
-    paths: dict[str, int] = field(default_factory=dict)
-    """Connections by transport: ``P2P/CUMEM``, ``SHM``, ``NET/IB/GDRDMA``, ``NET/Socket``."""
-    gdr_enabled: int = 0
-    """Pairs of GPU and adapter, or adapters, with GPUDirect RDMA."""
-    gdr_disabled: dict[str, int] = field(default_factory=dict)
-    """Those without, by reason; empty: none is said."""
-    p2p_disabled: int = 0
-    """Pairs of GPUs whose driver reports that peer access is off."""
-    channels: int | None = None
-    """For collectives, the fewest of any communicator of all ranks."""
-    nvls_channels: int | None = None
-    """For NVLink SHARP."""
-    nvls: bool | None = None
-    """Multicast in the NVSwitch is available."""
-    ring: str | None = None
-    """Types of the links in the ring inside of a node and to the network: ``NVL/PIX``."""
-    ring_gb_per_s: float | None = None
-    """What NCCL expects of the ring."""
-    nic_gb_per_s: float | None = None
-    """Of the adapters of a node together, in one direction."""
-    algorithms: dict[str, int] = field(default_factory=dict)
-    """Chosen for collectives (``NCCL_DEBUG_SUBSYS=TUNING``): ``RING/SIMPLE``."""
-    warnings: dict[str, int] = field(default_factory=dict)
-    """NCCL's warnings, the most frequent first."""
-    gpus: int = 0
-    """In the topology (``nvidia-smi topo -m``, ``rocm-smi --showtopo``)."""
-    gpu_links: dict[str, int] = field(default_factory=dict)
-    """Pairs of GPUs by link: ``NV18``, ``PIX``, ``SYS``, ``XGMI``."""
-    nics: list[str] = field(default_factory=list)
-    """Adapters of the topology."""
-    nic_links: dict[str, int] = field(default_factory=dict)
-    """GPUs by the link to their nearest adapter."""
 
 
 class Layer(Struct, frozen=True, kw_only=True):

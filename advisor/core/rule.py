@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from advisor.core.finding import Category, Finding, Outcomes, Validation
+    from advisor.core.sources import SourceKind
     from advisor.measure import Analysis
     from advisor.replay.ranks.study import Study
     from advisor.testing import Examples
@@ -191,15 +192,9 @@ class Rule:
     reads_record: ClassVar[bool] = False
     """The rule looks at what the recorder wrote (``Analysis.recorded``). It is not run on a trace
     alone, which one line for all such rules says; and it is run when there is no trace at all."""
-    reads_snapshot: ClassVar[bool] = False
-    """The rule has something to say of a memory snapshot (``Analysis.snapshot``): it is run where
-    there is one, with or without a trace or a record."""
-    reads_kernel_profiles: ClassVar[bool] = False
-    """The rule reads hardware counters of single kernels, or what Triton compiled
-    (``TraceMeta.kernel_profiles``): it runs only where there are some, with or without a trace."""
-    reads_log: ClassVar[Literal["", "compilation", "flight", "network"]] = ""
-    """The rule has something to say of logs, those in this field of ``TraceMeta``: it is run where
-    there are some, with or without a trace."""
+    reads: ClassVar[tuple[SourceKind, ...]] = ()
+    """Sources without a trace that the rule has something to say of: it is run where there is one,
+    with or without a trace or a record."""
     of_python: ClassVar[bool] = False
     """Its time is that of Python in the loop: hot lines of a pass under Scalene explain it."""
     across_ranks: ClassVar[bool] = False

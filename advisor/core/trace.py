@@ -13,9 +13,9 @@ if TYPE_CHECKING:
 
     from advisor.core.flight import FlightDump
     from advisor.core.kernel_profile import KernelProfiles
-    from advisor.core.report import CompileLog, NetworkLog
     from advisor.core.run_directory import Recording
     from advisor.core.snapshot import MemorySnapshot
+    from advisor.core.sources import CompileLog, NetworkLog
 
 KINETO = "kineto"
 """PyTorch's profiler, in ``TraceMeta.format``."""

@@ -7,13 +7,14 @@ here holds an opinion or a threshold.
 from __future__ import annotations
 
 from functools import cached_property
-from typing import TYPE_CHECKING, Generic, Literal, TypeVar
+from typing import TYPE_CHECKING, Generic, TypeVar
 
 import polars as pl
 
 from advisor.core.finding import Per, unit_of
 from advisor.core.gpus import find_gpu, lookup
 from advisor.core.intervals import Intervals, covered_length, intersect, union
+from advisor.core.sources import SNAPSHOT, SOURCES
 from advisor.measure.comm.comms import find_collectives
 from advisor.measure.comm.flight import compare_dumps
 from advisor.measure.device.breakdown import break_down
@@ -51,9 +52,9 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from advisor.core.gpus import GpuSpec
-    from advisor.core.report import FlightRecord, FusedKernel
     from advisor.core.run_directory import RankRecord
     from advisor.core.snapshot import MemorySnapshot
+    from advisor.core.sources import FlightRecord, FusedKernel, SourceKind
     from advisor.core.trace import Device, Trace
     from advisor.measure.host.launches import Lost
     from advisor.measure.memory.post_mortem import PostMortem
@@ -123,42 +124,24 @@ class Analysis:
     """The loop does not train, as far as is recorded."""
 
     @cached_property
-    def record_only(self) -> bool:
-        """There is a record, or a memory snapshot, but nothing in the trace: no window was
-        profiled."""
+    def sources(self) -> tuple[SourceKind, ...]:
+        """The sources without a trace that are here, beside one or alone."""
         meta = self.trace.meta
-        known = self.record, self.snapshot, meta.kernel_profiles, meta.compilation
-        return (
-            (any(each is not None for each in known) or bool(meta.flight or meta.network))
-            and self.trace.cpu.is_empty()
-            and self.trace.gpu.is_empty()
-        )
+        given = () if self.snapshot is None else (SNAPSHOT,)
+        return tuple(kind for kind in SOURCES if kind in given or kind.is_in(meta))
+
+    @cached_property
+    def record_only(self) -> bool:
+        """There is a record, or another source, but nothing in the trace: no window was
+        profiled."""
+        known = self.record is not None or bool(self.sources)
+        return known and self.trace.cpu.is_empty() and self.trace.gpu.is_empty()
 
     @property
-    def timeless(self) -> bool:
-        """There is neither a trace nor a record: a memory snapshot, hardware counters, or logs of
-        torch.compile."""
-        return self.record_only and self.record is None
-
-    @property
-    def snapshot_only(self) -> bool:
-        """There is a memory snapshot and nothing else."""
-        return self.timeless and self.snapshot is not None
-
-    @property
-    def counters_only(self) -> bool:
-        """There are hardware counters of single kernels and nothing else."""
-        return self.timeless and self.trace.meta.kernel_profiles is not None
-
-    @property
-    def log_only(self) -> Literal["flight recorder", "network log", "compile log"] | None:
-        """There are logs and nothing else: of which kind, the one with the verdict."""
-        known = self.snapshot, self.trace.meta.kernel_profiles
-        if not self.timeless or any(each is not None for each in known):
-            return None
-        if self.flight is not None:
-            return "flight recorder"
-        return "network log" if self.trace.meta.network is not None else "compile log"
+    def source(self) -> SourceKind | None:
+        """What there is in place of a trace and a record, of several that with the verdict;
+        ``None``: there is a trace or a record."""
+        return self.sources[0] if self.record_only and self.record is None else None
 
     @cached_property
     def flight(self) -> FlightRecord | None:

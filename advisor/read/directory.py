@@ -14,10 +14,8 @@ from typing import Literal
 
 from advisor.core.errors import AdvisorError
 from advisor.core.files import open_regular
-from advisor.core.kernel_profile import KernelProfiles
-from advisor.core.report import CompileLog
 from advisor.core.run_directory import COMPILE_LOG, is_run, read_recording
-from advisor.core.trace import Run, Trace
+from advisor.core.trace import Run, Trace, blank_trace
 from advisor.read.logs import logs_in, merged_logs, with_logs
 from advisor.read.merged import joined, ranks_in, with_memory
 from advisor.read.reader import ReadOptions
@@ -75,15 +73,13 @@ def open_run(
         run = _open_recording(Path(given[0]), options, rank, window, executor)
         found = _recorded_logs(run, options)
         logs = [each for each in found if not isinstance(each, str)]
-        given_log = _given_log(options)
-        fields = merged_logs(logs) | ({} if given_log is None else {"compilation": given_log})
-        known = [
-            replace(trace, meta=replace(trace.meta, **fields))
-            for trace in _with_profiles(list(run.traces.values()), options)
-        ]
+        fields = merged_logs(logs) | merged_logs(_given(options))
         run = replace(
             run,
-            traces=dict(zip(run.traces, known, strict=True)),
+            traces={
+                place: replace(trace, meta=replace(trace.meta, **fields))
+                for place, trace in run.traces.items()
+            },
             logs=fields,
             problems=(*run.problems, *(each for each in found if isinstance(each, str))),
         )
@@ -107,7 +103,7 @@ def open_run(
         none = f"none of the {len(files)} files is a readable trace; first: {problems[0]}"
         raise AdvisorError(f"{_shown(given[0])}: {none}")
     traces = ranks_in(traces[0]) if len(traces) == 1 else as_ranks(traces)
-    traces = with_logs(_with_profiles(traces, options), _given_log(options))
+    traces = with_logs(traces, _given(options))
     traces, memory = joined(traces, {place: _rank(trace) for place, trace in enumerate(traces)})
     by_rank = _group(traces)
     if rank is not None:
@@ -138,26 +134,6 @@ def open_run(
     problems += _several_jobs(by_rank, given[0])
     run = Run(traces=keyed, path=path, problems=tuple(problems), snapshots=snapshots)
     return with_memory(run, options)
-
-
-def _with_profiles(traces: list[Trace], options: ReadOptions | None) -> list[Trace]:
-    """Traces that know the kernel profiles among them, or given beside them; only profiles: one
-    trace that holds them all."""
-    found = [each for trace in traces if (each := trace.meta.kernel_profiles) is not None]
-    found += _given_profiles(options)
-    if not found:
-        return traces
-    from advisor.read.kernel_profiles import merged
-
-    whole = merged(found)
-    plain = [trace for trace in traces if trace.meta.kernel_profiles is None] or traces[:1]
-    return [replace(trace, meta=replace(trace.meta, kernel_profiles=whole)) for trace in plain]
-
-
-def _given_log(options: ReadOptions | None) -> CompileLog | None:
-    """What ``ReadOptions.compile_log`` names. Raises AdvisorError: it is no such log."""
-    given = None if options is None else options.compile_log
-    return None if given is None else read_logs(Path(given), options)
 
 
 def _recorded_logs(run: Run, options: ReadOptions | None) -> list[Trace | str]:
@@ -199,19 +175,23 @@ def profile_files(path: str) -> list[str]:
     return result
 
 
-def _given_profiles(options: ReadOptions | None) -> list[KernelProfiles]:
-    """What ``ReadOptions.kernels`` names, read. Raises AdvisorError: it is something else."""
-    if options is None or options.kernels is None:
+def _given(options: ReadOptions | None) -> list[Trace]:
+    """What ``ReadOptions.kernels`` and ``compile_log`` name, read. Raises AdvisorError: it is
+    something else."""
+    if options is None:
         return []
     result = []
-    for file in profile_files(options.kernels):
+    if options.compile_log is not None:
+        path = Path(options.compile_log)
+        result.append(blank_trace(str(path), compilation=read_logs(path, options)))
+    for file in [] if options.kernels is None else profile_files(options.kernels):
         trace = _read(file, replace(options, kernels=None))
         if trace.meta.kernel_profiles is None:
             raise AdvisorError(
                 f"--kernels {trace.meta.path}: give a report of Nsight Compute or rocprof, or a "
                 "cache of Triton"
             )
-        result.append(trace.meta.kernel_profiles)
+        result.append(trace)
     return result
 
 

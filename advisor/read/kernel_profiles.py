@@ -606,8 +606,6 @@ def read_rocprof_compute(database: Database, path: str) -> KernelProfiles:
 def merged(reports: Sequence[KernelProfiles]) -> KernelProfiles:
     """Several reports as one. rocprof writes times and counters to files of their own: what
     describes the same kernel in the same size becomes one."""
-    if len(reports) == 1:
-        return reports[0]
     kernels: list[KernelProfile] = []
     place: dict[tuple[Any, ...], int] = {}
     dropped: dict[str, int] = {}

@@ -1,29 +1,30 @@
-"""Logs beside traces: of torch.compile, of NCCL, and dumps of the flight recorder."""
+"""Files beside traces that hold none: logs, dumps, kernel profiles (``core/sources.py``)."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import replace
+from functools import cache
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
 from advisor.core.errors import AdvisorError
-from advisor.core.report import CompileLog
 from advisor.core.trace import Trace
-from advisor.read.reader import ReadOptions
-from advisor.read.readers.compile_log import CompileLogReader, merged
-from advisor.read.readers.flight_recorder import FlightRecorderReader
-from advisor.read.readers.network_log import NetworkLogReader, merged_networks
-from advisor.read.registry import is_named_for, read_trace
+from advisor.read.reader import Reader, ReadOptions
+from advisor.read.registry import is_named_for, read_trace, readers
 
-READERS = (CompileLogReader(), FlightRecorderReader(), NetworkLogReader())
 MAX_FILES = 4096
 
 
+@cache
+def _source_readers() -> tuple[Reader, ...]:
+    return tuple(reader for reader in readers() if reader.fills)
+
+
 def is_named_log(path: str) -> bool:
-    """The file is named as such logs are: it is no rank's trace."""
-    return any(is_named_for(reader, Path(path).name) for reader in READERS)
+    """The file is named as such files are: it is no rank's trace."""
+    return any(is_named_for(reader, Path(path).name) for reader in _source_readers())
 
 
 def logs_in(folders: Iterable[Path], options: ReadOptions | None = None) -> list[Trace | str]:
@@ -42,35 +43,25 @@ def logs_in(folders: Iterable[Path], options: ReadOptions | None = None) -> list
     return result
 
 
-def merged_logs(traces: Iterable[Trace], given: CompileLog | None = None) -> dict[str, Any]:
-    """What all logs among traces, and ``given`` beside them, say: fields of TraceMeta; empty: there
-    are none."""
+def merged_logs(traces: Iterable[Trace]) -> dict[str, Any]:
+    """What all such files among traces say: fields of TraceMeta; empty: there are none."""
     metas = [trace.meta for trace in traces]
-    compiled = [meta.compilation for meta in metas if meta.compilation is not None]
-    compiled += [] if given is None else [given]
-    dumps = tuple(dump for meta in metas for dump in meta.flight)
-    fields: dict[str, Any] = {"compilation": merged(compiled)} if compiled else {}
-    if dumps:
-        fields["flight"] = dumps
-    networks = [meta.network for meta in metas if meta.network is not None]
-    if networks:
-        fields["network"] = merged_networks(networks)
-    return fields
+    result = {}
+    for field, merge in {reader.fills: reader.merge for reader in _source_readers()}.items():
+        values = [value for meta in metas if (value := getattr(meta, field))]
+        if values:
+            result[field] = values[0] if len(values) == 1 else merge(values)
+    return result
 
 
-def with_logs(traces: list[Trace], given: CompileLog | None = None) -> list[Trace]:
-    """Traces that know the logs among them, or ``given`` beside them; only logs: one trace that
-    holds them all."""
-    fields = merged_logs(traces, given)
+def with_logs(traces: list[Trace], given: Iterable[Trace] = ()) -> list[Trace]:
+    """Traces that know the logs among them, or those ``given`` beside them in their place; only
+    logs: one trace that holds them all."""
+    fields = merged_logs(traces) | merged_logs(given)
     if not fields:
         return traces
-    plain = [trace for trace in traces if not _is_log(trace)]
+    plain = [trace for trace in traces if not merged_logs([trace])]
     if not plain:
         path = traces[0].meta.path if len(traces) == 1 else str(Path(traces[0].meta.path).parent)
         plain = [replace(traces[0], meta=replace(traces[0].meta, rank=None, path=path))]
     return [replace(trace, meta=replace(trace.meta, **fields)) for trace in plain]
-
-
-def _is_log(trace: Trace) -> bool:
-    meta = trace.meta
-    return any((meta.compilation, meta.flight, meta.network))

@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
 from enum import IntEnum
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from advisor.core.cgroup import available_memory
 from advisor.read.source import DEFAULT_LIMIT, ByteSource
@@ -88,6 +88,13 @@ class Reader(ABC):
     profiler trace (.json, .json.gz or .json.zst)``."""
     suffixes: ClassVar[tuple[str, ...]]
     """Of its files, with the dot and in lower case, without ``.gz`` or ``.zst``."""
+    fills: ClassVar[str] = ""
+    """The field of TraceMeta that its files fill where they hold no trace: beside traces they are
+    joined with :meth:`merge`, and every trace has the result (``core/sources.py``)."""
+
+    def merge(self, values: list[Any]) -> Any:
+        """What several files say, two or more, as one."""
+        raise NotImplementedError
 
     @property
     def patterns(self) -> tuple[str, ...]:

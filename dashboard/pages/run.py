@@ -30,7 +30,7 @@ MAX_WARNINGS = 20
 
 def has_content(view: PageView) -> bool:
     """Whether there is a trace or a record."""
-    return view.entry.loaded is None or not view.analysis.timeless
+    return view.entry.loaded is None or view.analysis.source is None
 
 
 def layout(**query: object) -> Any:

@@ -21,8 +21,8 @@ from advisor.core.finding import (
     SkippedCheck,
 )
 from advisor.core.intervals import covered_length, intersect, union
-from advisor.core.report import CompileCause, CompileLog, GraphBreak
 from advisor.core.rule import Evidence, FrameworkAdvice, Rule, Threshold
+from advisor.core.sources import COMPILE_LOG, CompileCause, CompileLog, GraphBreak
 from advisor.core.text import count_noun
 from advisor.core.trace import JAX, TENSORFLOW
 from advisor.measure import Analysis
@@ -72,7 +72,7 @@ class GraphBreaks(Rule):
         "https://pytorch.org/tutorials/recipes/torch_compile_fullgraph_false_graph_breaks.html",
     )
 
-    reads_log = "compilation"
+    reads = (COMPILE_LOG,)
     min_share = Threshold(0.02, "of the step, idle at the breaks", OURS)
 
     fix = (
@@ -315,7 +315,7 @@ class Recompilation(Rule):
         "https://docs.pytorch.org/docs/stable/torch.compiler_dynamic_shapes.html",
     )
 
-    reads_log = "compilation"
+    reads = (COMPILE_LOG,)
     min_steps = Threshold(2, "steps with compilation: the first time is needed", OURS)
     min_share = Threshold(0.02, "of the recorded steps; as for graph breaks", OURS)
 
@@ -571,7 +571,7 @@ class CudaGraphsSkipped(Rule):
 
     id = "cuda-graphs-skipped"
     title = "torch.compile skips CUDA graphs"
-    reads_log = "compilation"
+    reads = (COMPILE_LOG,)
     references = (
         "https://docs.pytorch.org/docs/stable/torch.compiler_cudagraph_trees.html",
         "https://docs.pytorch.org/tutorials/intermediate/torch_compile_tutorial.html",

@@ -5,6 +5,7 @@ from __future__ import annotations
 from advisor.core import text as t
 from advisor.core.finding import Evidence, Finding, Location, Outcomes, PassedCheck, Rule
 from advisor.core.flight import FlightCall, FlightDump
+from advisor.core.sources import FLIGHT_RECORDER
 from advisor.measure import Analysis
 from advisor.measure.comm.flight import UNENDED, describe_problem, of_ranks
 from advisor.rules.recorded import impact_without_gain
@@ -27,7 +28,7 @@ class CollectiveHang(Rule):
 
     id = "collective-hang"
     title = "Ranks wait in a collective that others have not called"
-    reads_log = "flight"
+    reads = (FLIGHT_RECORDER,)
     validated_on = "dumps of gloo with planted faults, against torch's own analyzer (torchfrtrace)"
     references = (
         "https://docs.pytorch.org/tutorials/unstable/flight_recorder_tutorial.html",

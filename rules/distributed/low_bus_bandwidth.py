@@ -112,7 +112,7 @@ def _all_reduce(
     gb_per_s: float, node: int | None = 8, size: int = 256 << 20, wait: float = 0.0
 ) -> TraceBuilder:
     """Steps with an exposed all-reduce of 8 ranks at this bus bandwidth."""
-    from advisor.core.report import NetworkLog
+    from advisor.core.sources import NetworkLog
 
     us = size * 2 * 7 / 8 / gb_per_s / 1e3
 

@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 
 from advisor.core import text as t
 from advisor.core.finding import Edit, Evidence, Finding, Outcomes, PassedCheck, Rule, Threshold
-from advisor.core.report import NetworkLog
+from advisor.core.sources import NETWORK_LOG, NetworkLog
 from advisor.measure import Analysis
 from advisor.measure.comm.links import Scaled, scale_collectives
 from advisor.rules.recorded import impact_without_gain
@@ -26,7 +26,7 @@ NO_GDR = re.compile(r"GeForce|TITAN|RTX \d")
 class NetworkRule(Rule):
     """What these rules share: they read the log, and say how collectives would be faster."""
 
-    reads_log = "network"
+    reads = (NETWORK_LOG,)
     alternatives = "network-path"
     references = (NCCL_ENV, NCCL_HELP)
     sources = (NCCL_OVERHEAD,)

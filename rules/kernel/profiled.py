@@ -9,6 +9,7 @@ import numpy as np
 from advisor.core import text as t
 from advisor.core.finding import Finding, Location, Outcomes
 from advisor.core.rule import ANY, Evidence, FrameworkAdvice, Rule, Source, Threshold
+from advisor.core.sources import COUNTERS
 from advisor.measure import Analysis
 from advisor.measure.device.kernel_profiles import (
     ONE_LAUNCH,
@@ -47,7 +48,7 @@ class CounterRule(Rule):
     Nsight Compute's is: no kernel gets faster than its busiest unit allows. Beside a trace the
     gain is replayed: what the kernels save together of a step."""
 
-    reads_kernel_profiles = True
+    reads = (COUNTERS,)
     references = (NCU.at,)
     confidence = 0.6
     _label: ClassVar[str] = ""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from advisor.core import text as t
 from advisor.core.finding import Finding, Location, Outcomes
 from advisor.core.rule import ANY, Evidence, FrameworkAdvice, Rule, Source, Threshold
+from advisor.core.sources import TRITON_CACHE
 from advisor.measure import Analysis
 from advisor.measure.device.kernel_profiles import MatchedKernel
 from advisor.rules.kernel import facts
@@ -30,7 +31,7 @@ class TritonSpills(Rule):
 
     id = "triton-register-spills"
     title = "Triton spills registers of a kernel"
-    reads_kernel_profiles = True
+    reads = (TRITON_CACHE,)
     min_spilled = Threshold(16, "registers per thread", INDUCTOR_SPILLS)
     min_spilled_amd = Threshold(32, "registers per thread on AMD GPUs", INDUCTOR_SPILLS)
     min_share = Threshold(0.05, "of kernel time, where there is a trace", OURS)

@@ -9,6 +9,7 @@ import numpy as np
 
 from advisor.core import text as t
 from advisor.core.finding import Evidence, Finding, Outcomes, Rule, Threshold
+from advisor.core.sources import SNAPSHOT
 from advisor.measure import Analysis
 from advisor.measure.memory.fragments import fragments, placement, repacking
 from advisor.rules.memory.device_memory import EXPANDABLE, GIB, gpu_capacity, last_known
@@ -39,7 +40,7 @@ class Fragmentation(Rule):
     title = "GPU memory is fragmented"
     knobs = ("expandable-segments",)
     reads_record = True
-    reads_snapshot = True
+    reads = (SNAPSHOT,)
     references = (
         "https://pytorch.org/docs/stable/notes/cuda.html#optimizing-memory-usage-with-pytorch-cuda-alloc-conf",
     )

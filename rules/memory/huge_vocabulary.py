@@ -10,6 +10,7 @@ from advisor.core import text as t
 from advisor.core.finding import Finding, Outcomes, SkippedCheck
 from advisor.core.intervals import covered_length
 from advisor.core.rule import Evidence, Rule, Threshold
+from advisor.core.sources import SNAPSHOT
 from advisor.measure import Analysis
 from advisor.measure.device.shapes import OpInputs
 from advisor.measure.host.names import name_matches
@@ -51,7 +52,7 @@ class HugeVocabulary(Rule):
 
     id = "huge-vocabulary"
     title = "The loss keeps several copies of the logits in memory"
-    reads_snapshot = True
+    reads = (SNAPSHOT,)
     silent_in = SILENT_TRACES
     validated_on = (
         "operators, shapes, arguments as PyTorch 2.13 records them; has not fired on a real trace"

@@ -10,6 +10,7 @@ from advisor.core import text as t
 from advisor.core.finding import Finding, Location, Outcomes, SkippedCheck
 from advisor.core.intervals import Floats
 from advisor.core.rule import Evidence, Rule, Threshold
+from advisor.core.sources import SNAPSHOT
 from advisor.measure import Analysis
 from advisor.measure.memory.memory_savings import savings
 from advisor.measure.memory.post_mortem import fullest, growing_lines
@@ -39,7 +40,7 @@ class KeptReferences(Rule):
 
     id = "kept-references"
     title = "The peak holds outputs of the previous step"
-    reads_snapshot = True
+    reads = (SNAPSHOT,)
     references = (
         "https://pytorch.org/docs/stable/notes/faq.html#my-model-reports-cuda-runtime-error-2-out-of-memory",
     )
@@ -136,7 +137,7 @@ class MemoryLeak(Rule):
     id = "memory-leak"
     title = "Memory grows from step to step"
     reads_record = True
-    reads_snapshot = True
+    reads = (SNAPSHOT,)
     found_in = ("recorded/leak.slow",)
     silent_in = (
         "recorded/leak.cured",

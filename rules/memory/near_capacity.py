@@ -9,6 +9,7 @@ import polars as pl
 
 from advisor.core.finding import Finding, Location, Outcomes, SkippedCheck
 from advisor.core.rule import Evidence, Rule, Threshold
+from advisor.core.sources import SNAPSHOT
 from advisor.measure import Analysis
 from advisor.measure.serving.annotations import SGLANG, TENSORRT_LLM, VLLM
 from advisor.rules.memory.device_memory import (
@@ -50,7 +51,7 @@ class MemoryNearCapacity(Rule):
 
     id = "memory-near-capacity"
     title = "GPU memory is almost full"
-    reads_snapshot = True
+    reads = (SNAPSHOT,)
     silent_in = (
         "traces/h100_bert_small_inference",
         "traces/pairs/particle_batch128",
@@ -117,7 +118,7 @@ class MemoryNearCapacity(Rule):
             )
             return
         if not capacity:
-            alone = a.snapshot_only
+            alone = a.source is SNAPSHOT
             yield SkippedCheck(
                 what="how full GPU memory is",
                 why=f"the {'snapshot' if alone else 'trace'} does not record how much memory the "

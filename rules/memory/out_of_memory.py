@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from advisor.core import text as t
 from advisor.core.finding import Evidence, Finding, Outcomes, Rule, Threshold
+from advisor.core.sources import SNAPSHOT
 from advisor.measure import Analysis
 from advisor.measure.memory.fragments import placement, repacking
 from advisor.measure.memory.memory_savings import Saving, savings
@@ -53,7 +54,7 @@ class OutOfMemory(Rule):
     id = "out-of-memory"
     title = "The run ran out of GPU memory"
     reads_record = True
-    reads_snapshot = True
+    reads = (SNAPSHOT,)
     silent_in = CURED_RECORDINGS
     references = ("https://pytorch.org/docs/stable/torch_cuda_memory.html",)
 

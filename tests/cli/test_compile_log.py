@@ -14,7 +14,8 @@ import pytest
 from advisor.advise.engine import analyze
 from advisor.core.errors import AdvisorError
 from advisor.core.finding import Finding, Location
-from advisor.core.report import CompileLog, FusedKernel, GraphBreak, Report
+from advisor.core.report import Report
+from advisor.core.sources import CompileLog, FusedKernel, GraphBreak
 from advisor.read.readers.compile_log import MAX_TEXT, merged, read_logs
 from advisor.testing import TraceBuilder
 

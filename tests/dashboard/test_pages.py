@@ -450,7 +450,7 @@ def test_counters_and_compiled_kernels_are_tables_of_the_overview_or_beside_kern
 
 def test_a_generated_kernel_shows_what_is_fused_in_it() -> None:
     from advisor.core.finding import Location
-    from advisor.core.report import FusedKernel
+    from advisor.core.sources import FusedKernel
     from advisor.dashboard.pages import kernels
 
     b = TraceBuilder()

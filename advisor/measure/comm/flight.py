@@ -18,7 +18,7 @@ from msgspec.structs import replace
 from advisor.core import text as t
 from advisor.core.flight import FlightCall, FlightDump
 from advisor.core.ranks import numbers
-from advisor.core.report import CollectiveCall, CollectiveProblem, FlightRecord
+from advisor.core.sources import CollectiveCall, CollectiveProblem, FlightRecord
 
 DEFAULT = "default_pg"
 """How torch describes the group of all ranks."""

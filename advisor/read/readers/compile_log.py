@@ -18,7 +18,7 @@ from msgspec import structs
 
 from advisor.core.errors import AdvisorError
 from advisor.core.finding import Location
-from advisor.core.report import CompileCause, CompileLog, FusedKernel, GraphBreak
+from advisor.core.sources import CompileCause, CompileLog, FusedKernel, GraphBreak
 from advisor.read.reader import Reader, ReaderClaim, ReadOptions
 from advisor.read.source import ByteSource
 
@@ -55,6 +55,7 @@ class CompileLogReader(Reader):
     """The log of one process."""
 
     name = "torch-compile"
+    fills = "compilation"
     reads = "a torch.compile log"
     suffixes = ()
 
@@ -75,6 +76,10 @@ class CompileLogReader(Reader):
         read = source.bytes_read
         return blank_trace(source.path, bytes_read=read, events_read=records, compilation=log)
 
+    def merge(self, values: list[CompileLog]) -> CompileLog:
+        """Of several processes."""
+        return merged(values)
+
 
 def read_logs(path: Path, options: ReadOptions | None = None) -> CompileLog:
     """What a log, or the logs in a folder, tell. Raises AdvisorError: there is none."""
@@ -87,13 +92,11 @@ def read_logs(path: Path, options: ReadOptions | None = None) -> CompileLog:
             logs.append(_read(source.blocks())[0])
     if not logs:
         raise AdvisorError(f"{path}: no log of torch.compile; record one with TORCH_TRACE=FOLDER")
-    return merged(logs)
+    return logs[0] if len(logs) == 1 else merged(logs)
 
 
 def merged(logs: list[CompileLog]) -> CompileLog:
     """Logs of several processes as one: counts and times are the largest of any."""
-    if len(logs) == 1:
-        return logs[0]
     inductor = [log.inductor_ns for log in logs if log.inductor_ns is not None]
     # a number that stands for one function here and another there names neither
     users: dict[str, set[Any]] = {}

@@ -39,6 +39,7 @@ class FlightRecorderReader(Reader):
 
     name = "flight-recorder"
     reads = "a flight-recorder dump"
+    fills = "flight"
     suffixes = ()
 
     @property
@@ -63,6 +64,10 @@ class FlightRecorderReader(Reader):
             events_read=len(dump.calls),
             flight=(dump,),
         )
+
+    def merge(self, values: list[tuple[FlightDump, ...]]) -> tuple[FlightDump, ...]:
+        """Of all ranks."""
+        return tuple(dump for dumps in values for dump in dumps)
 
 
 def _dump(source: ByteSource, limit: int) -> FlightDump:

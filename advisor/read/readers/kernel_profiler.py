@@ -48,7 +48,19 @@ def trace_of(profiles: KernelProfiles, bytes_read: int) -> Trace:
     )
 
 
-class KernelProfilerReader(Reader):
+class _ProfileReader(Reader):
+    """Files of kernels without a trace."""
+
+    fills = "kernel_profiles"
+
+    def merge(self, values: list[KernelProfiles]) -> KernelProfiles:
+        """Times and counters of one kernel together."""
+        from advisor.read.kernel_profiles import merged
+
+        return merged(values)
+
+
+class KernelProfilerReader(_ProfileReader):
     """CSV pages and ``.ncu-rep`` of Nsight Compute, CSV tables of rocprof."""
 
     name = "kernel-profiler"
@@ -71,7 +83,7 @@ class KernelProfilerReader(Reader):
         return trace_of(profiles, source.bytes_read)
 
 
-class RocprofComputeReader(Reader):
+class RocprofComputeReader(_ProfileReader):
     """Analysis databases of rocprof-compute, and kernels of rocprof version 1 (SQLite)."""
 
     name = "rocprof-compute"

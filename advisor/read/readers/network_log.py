@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from advisor.core.credentials import clean_value
 from advisor.core.errors import AdvisorError
-from advisor.core.report import NetworkLog
+from advisor.core.sources import NetworkLog
 from advisor.read.reader import Reader, ReaderClaim, ReadOptions
 from advisor.read.source import ByteSource
 
@@ -58,6 +58,7 @@ class NetworkLogReader(Reader):
 
     name = "nccl-log"
     reads = "an NCCL log or topology"
+    fills = "network"
     suffixes = ()
 
     @property
@@ -94,12 +95,14 @@ class NetworkLogReader(Reader):
             source.path, bytes_read=read, events_read=found.lines, network=found.log()
         )
 
+    def merge(self, values: list[NetworkLog]) -> NetworkLog:
+        """Of several processes and hosts."""
+        return merged_networks(values)
+
 
 def merged_networks(logs: list[NetworkLog]) -> NetworkLog:
     """Files of several processes and hosts as one: counts add up, lists are joined, of the rest the
     worst is kept."""
-    if len(logs) == 1:
-        return logs[0]
     fields: dict[str, Any] = {}
     for name in NetworkLog.__struct_fields__:
         values = [getattr(log, name) for log in logs]

@@ -8,7 +8,8 @@ from typing import Final
 from msgspec.structs import replace
 
 from advisor.core import text as t
-from advisor.core.report import CompileCause, CompileLog, FusedKernel, GraphBreak, Report
+from advisor.core.report import Report
+from advisor.core.sources import CompileCause, CompileLog, FusedKernel, GraphBreak
 from advisor.render.document import Block, Inline, Items, Paragraph, Section, Span
 
 MAX_ROWS: Final = 12

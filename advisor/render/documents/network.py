@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import Final
 
 from advisor.core import text as t
-from advisor.core.report import CollectiveCall, FlightRecord, NetworkLog
+from advisor.core.sources import CollectiveCall, FlightRecord, NetworkLog
 from advisor.measure.comm.flight import describe_call, of_ranks
 from advisor.render.document import (
     Block,

@@ -1,0 +1,92 @@
+"""Reports of a source without a trace alone (``core/sources.py``): their scope and verdict."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Final
+
+from advisor.advise.kernel_counters import compiled_verdict, counters_verdict
+from advisor.advise.memory import memory_verdict
+from advisor.core import text as t
+from advisor.core.report import Report, Scope, Status
+from advisor.core.sources import (
+    COMPILE_LOG,
+    COUNTERS,
+    FLIGHT_RECORDER,
+    SNAPSHOT,
+    TRITON_CACHE,
+    SourceKind,
+)
+from advisor.measure.comm.flight import UNENDED, describe_problem, of_ranks
+
+if TYPE_CHECKING:
+    from advisor.measure import Analysis
+
+Verdict = tuple[Status, str]
+
+
+def source_scope(a: Analysis, kind: SourceKind) -> Scope:
+    """Of such a source: its devices, as far as it names them."""
+    devices = [post.device for post in a.post_mortems]
+    profiles = a.trace.meta.kernel_profiles
+    names = {k.device for k in profiles.kernels if k.device} if profiles is not None else set()
+    return Scope.without_time(
+        kind,
+        rank=a.trace.meta.rank,
+        device=next(iter(devices), 0 if names else None),
+        device_name=min(names) if len(names) == 1 else None,
+        devices_seen=len(devices) or 1,
+    )
+
+
+def source_verdict(report: Report, kind: SourceKind) -> Verdict:
+    """Status and a sentence or two; of a kind without its own, what the rules found."""
+    if kind.name in VERDICTS:
+        return VERDICTS[kind.name](report)
+    found = [note.title for note in report.notes]
+    if not found:
+        return "limited", kind.clear
+    more = f" {t.count_noun(len(found) - 1, 'more finding')}." if len(found) > 1 else ""
+    return "bottlenecks", f"{found[0]}.{more}"
+
+
+def _compilation_verdict(report: Report) -> Verdict:
+    """Status and a sentence about logs of torch.compile alone."""
+    log = report.compilation
+    if log is None:
+        return "limited", ""
+    parts = {
+        "graph break": len(log.breaks),
+        "recompilation": sum(each.count for each in log.recompilations),
+        "uncompiled function": len(log.not_compiled),
+        "skipped CUDA graph": len(log.without_cuda_graphs),
+    }
+    counted = [t.count_noun(count, noun) for noun, count in parts.items() if count]
+    text = f"{t.count_noun(log.compilations, 'compilation')} in {t.format_duration(log.ns)}: "
+    status: Status = "bottlenecks" if counted else "limited"
+    return status, f"{text}{', '.join(counted) or 'no graph break, no recompilation'}."
+
+
+def flight_verdict(report: Report) -> Verdict:
+    """Status and a sentence or two about flight-recorder dumps."""
+    flight = report.flight
+    if flight is None or not flight.calls:
+        return "limited", "The flight-recorder dumps hold no collective."
+    if flight.problems:
+        first = flight.problems[0]
+        status: Status = "limited" if first.kind == UNENDED else "bottlenecks"
+        return status, describe_problem(first)
+    of = f"{t.count_noun(flight.calls, 'call')} of {t.count_noun(flight.dumps, 'rank')}"
+    if flight.absent or flight.dumps < 2:
+        who = of_ranks(flight.absent) if flight.absent else "The other ranks"
+        return "limited", f"No collective hangs in {of}. {who} left no dump."
+    return "healthy", f"No collective hangs: {of} match, and all have ended."
+
+
+VERDICTS: Final[dict[str, Callable[[Report], Verdict]]] = {
+    SNAPSHOT.name: memory_verdict,
+    COUNTERS.name: counters_verdict,
+    TRITON_CACHE.name: compiled_verdict,
+    FLIGHT_RECORDER.name: flight_verdict,
+    COMPILE_LOG.name: _compilation_verdict,
+}

@@ -383,6 +383,8 @@ def _caveat(report: Report, a: Analysis) -> str:
     scope = report.scope
     if slow := _below_rate(report):
         return slow
+    if behind := _phases_behind(report):
+        return behind
     for note in report.notes:
         impact = note.impact
         if impact is not None and impact.currency == "step_time" and impact.share is not None:
@@ -406,6 +408,28 @@ def _caveat(report: Report, a: Analysis) -> str:
     if scope.steps_used > 1 and scope.step_max_ns > UNEVEN * max(scope.step_min_ns, 1):
         return f"steps vary: {t.format_range(scope.step_min_ns, scope.step_max_ns)}"
     return ""
+
+
+def _phases_behind(report: Report) -> str:
+    """Phases of a served model in which the GPU mostly waits for the host, where that is a notable
+    part of the step."""
+    if report.serving is None:
+        return ""
+    waits = {
+        phase.name: (1 - phase.busy_share) * phase.ns * phase.steps
+        for phase in report.serving.phases
+        if phase.limit == "host" and phase.busy_share is not None
+    }
+    total = sum(waits.values()) / report.scope.steps_used
+    if total < HIDDEN_SHARE * report.step_ns:
+        return ""
+    names = " and ".join(t.shorten(t.clean(name), 30) for name in list(waits)[:2])
+    more = f" and {len(waits) - 2} more" if len(waits) > 2 else ""
+    share = t.format_share(total / report.step_ns)
+    return (
+        f"the GPU waits for the host in {names}{more}: "
+        f"{t.format_duration(total)} {t.format_per(report.per)} ({share})"
+    )
 
 
 def _rates(report: Report) -> str:

@@ -80,14 +80,21 @@ def test_a_quarter_of_a_second_of_python_before_the_first_kernel_is_no_launching
     assert 0.9 * before < number(finding, "GPU idle in these functions") < before
 
 
-@pytest.mark.parametrize(
-    ("name", "call", "ms"),
-    [
-        # a copy to the host waits for the whole pass of the device
-        ("mi300_timesformer_inference", "hipMemcpyWithStream", 94.4),
-        (DLRM, "cudaMemcpyAsync", 0.88),
-    ],
-)
+@pytest.mark.parametrize("name", ["mi300_timesformer_inference", "diffusion/flux1_mi300x_xdit"])
+def test_the_last_copy_of_a_recording_fetches_its_result_and_holds_nothing_back(
+    shared_trace: Trace, name: str
+) -> None:
+    """It waits for 94 and 114 ms of device work, and nothing is launched after it."""
+    a = analysis(shared_trace(name))
+    cpu = a.trace.cpu
+    copies = cpu.filter(cpu["name"].cast(pl.String) == "hipMemcpyWithStream")
+    longest = copies.sort("dur")[-1]
+    assert longest["dur"].item() > 90e6
+    assert longest["ts"].item() > cpu.filter(cpu["call"] == "launch")["ts"].max()
+    assert found(a, "implicit-sync") == []
+
+
+@pytest.mark.parametrize(("name", "call", "ms"), [(DLRM, "cudaMemcpyAsync", 0.88)])
 def test_a_read_holds_the_host_as_long_as_its_call_takes(
     shared_trace: Trace, name: str, call: str, ms: float
 ) -> None:

@@ -119,7 +119,10 @@ def _mesh_notes(report: Report) -> Iterator[str]:
     if rated:
         yield "GB/s: bus bandwidth of messages of 1 MiB and more (nccl-tests)."
     if any(axis.waiting_ns is None for axis in report.mesh):
-        yield "Waiting for other ranks is part of the time; how much, only all ranks' traces show."
+        why = "that needs the traces of all ranks"
+        if len(report.inputs) > 1:
+            why = "whether all ranks of these groups are here is not recorded"
+        yield f"Time includes waiting for other ranks. How long is unknown: {why}."
     if any(axis.link is None for axis in rated):
         yield "Which ranks share a node is unknown (--node-size)."
 

@@ -164,7 +164,7 @@ A job of many ranks is diagnosed from each rank's measurements. Whether a diagno
 only be said where the truth is known, so jobs are simulated. `benchmarks/simulation/` plays the
 hosts, the streams and the collectives of every rank. Kernel lengths, launch times and rates of
 collectives are drawn from public traces (`benchmarks/simulation/measured.json` names them).
-Kernels vary by 1 to 3 %, devices by some 0.4 %, clocks by up to 5 ms and 50 ppm. Up to three ranks
+Kernels vary by 1 to 3%, devices by some 0.4%, clocks by up to 5 ms and 50 ppm. Up to three ranks
 are lost or truncated. Layouts: DDP, FSDP, FSDP within hosts, tensor and pipeline
 parallel, experts. The same job with the same noise is then played without the fault: the
 difference is the true gain. Every fault costs at least {MIN_SHARE:.0%} of the step.

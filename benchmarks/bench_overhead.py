@@ -6,7 +6,7 @@ The first table: steps with the recorder's hooks and steps without take turns, i
 is drawn, so that what the machine does besides falls on both. Both call the same functions in the
 same way; one is given those that the recorder has wrapped, the other what they wrap. Measured is
 the CPU time of the training thread (``CLOCK_THREAD_CPUTIME_ID``): the median of the differences
-within pairs and its 95 % interval (bootstrap). For comparison: a control without anything on either
+within pairs and its 95% interval (bootstrap). For comparison: a control without anything on either
 side, functions that do nothing but call what they wrap, and a ``torch.profiler`` that waits.
 
 The second table tells the cost whole, in blocks of four seconds with and without that take turns,
@@ -198,7 +198,7 @@ def compare(loop: Loop, plain: Calls, other: Calls, steps: int, seconds: float) 
 
 
 def interval(values: list[float]) -> tuple[float, float]:
-    """95 % bootstrap interval of the median."""
+    """95% bootstrap interval of the median."""
     rng = np.random.default_rng(0)
     drawn = rng.choice(np.array(values), (1000, len(values)))
     low, high = np.percentile(np.median(drawn, axis=1), [2.5, 97.5])
@@ -354,7 +354,7 @@ def main() -> None:
     given = parser.parse_args()
     torch.set_num_threads(1)
     table = [
-        "| loop | what | plain step, µs | added, µs | 95 % interval, µs | share | pairs |",
+        "| loop | what | plain step, µs | added, µs | 95% interval, µs | share | pairs |",
         "|---|---|---:|---:|---:|---:|---:|",
     ]
     kinds: list[tuple[str, Callable[..., Compared], dict[str, Any]]] = [
@@ -370,7 +370,7 @@ def main() -> None:
             row = measure(make, given.steps, given.seconds, **options)
             table.append(
                 f"| {name} | {what} | {row.plain:.0f} | {row.added:+.1f} | {row.low:+.1f} to"
-                f" {row.high:+.1f} | {100 * row.added / row.plain:+.1f} % | {row.pairs} |"
+                f" {row.high:+.1f} | {100 * row.added / row.plain:+.1f}% | {row.pairs} |"
             )
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else "no GPU"
     where = (

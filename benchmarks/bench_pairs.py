@@ -247,8 +247,8 @@ def one_by_one(*ops: str) -> tuple[Any, ...]:
     )
 
 
-# A100: bf16 tensor cores 312 TFLOP/s, fp32 19.5 (datasheet): 16 times. Real shapes reach 60 % of
-# a ratio of peaks (25 to 86 %): what rules/kernel/fp32_matmul.py assumes, with its sources.
+# A100: bf16 tensor cores 312 TFLOP/s, fp32 19.5 (datasheet): 16 times. Real shapes reach 60% of
+# a ratio of peaks (25 to 86%): what rules/kernel/fp32_matmul.py assumes, with its sources.
 TENSOR_CORES = (1 / (16 * 0.6), 1 / (16 * 0.86), 1 / (16 * 0.25))
 # Half the bytes; fused, a chain of them is read and written once instead of twice.
 HALF_THE_BYTES = (0.5, 0.25, 0.75)

@@ -76,7 +76,7 @@ def run(workload: Workload, device: str, budget: int, folder: Path) -> TrialRepo
 
 def interval(low: float | None, high: float | None) -> str:
     """In per cent of the step."""
-    return "–" if low is None or high is None else f"{100 * low:.0f} to {100 * high:.0f} %"
+    return "–" if low is None or high is None else f"{100 * low:.0f} to {100 * high:.0f}%"
 
 
 def row(workload: Workload, report: TrialReport | str) -> str:

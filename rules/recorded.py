@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from advisor.measure.steps.record import StepRecords
 
 DEVICE_BOUND = 0.90
-"""Busy share of the device from which nothing on the host holds the step up (gpu-idle: 80 %)."""
+"""Busy share of the device from which nothing on the host holds the step up (gpu-idle: 80%)."""
 BUSY_PERCENT = 50
 """NVML utilisation from which a sample counts as one under load: idle GPUs lower clocks and links
 to save power."""

@@ -10,7 +10,7 @@ from advisor.core.rule import Source
 # -- thresholds of other tools ------------------------------------------------------------------
 
 FOURNEX = Source("fournex 0.3.1", "https://pypi.org/project/fournex/")
-GPU_IDLE = Source("gpu-idle 0.1.0 (80 %)", "https://pypi.org/project/gpu-idle/")
+GPU_IDLE = Source("gpu-idle 0.1.0 (80%)", "https://pypi.org/project/gpu-idle/")
 GPUPROF = Source(
     "gpuprof 0.7.1", "https://github.com/peppe-tringali/gpuprof/blob/main/src/gpuprof/insights.py"
 )
@@ -23,7 +23,7 @@ SAGEMAKER = Source(
     "SageMaker Debugger",
     "https://docs.aws.amazon.com/sagemaker/latest/dg/debugger-built-in-profiler-rules.html",
 )
-SAGEMAKER_CPU = Source("SageMaker Debugger (CPUBottleneck: 90 %)", SAGEMAKER.at)
+SAGEMAKER_CPU = Source("SageMaker Debugger (CPUBottleneck: 90%)", SAGEMAKER.at)
 TENSORBOARD = Source("TensorBoard", "https://pypi.org/project/torch-tb-profiler/")
 TRACELENS = Source("TraceLens", "https://github.com/AMD-AGI/TraceLens")
 TRACEML = Source(
@@ -33,7 +33,7 @@ XPROF = Source(
     "XProf",
     "https://github.com/openxla/xprof/blob/main/xprof/convert/op_stats_to_input_pipeline_analysis.cc",
 )
-XPROF_LAUNCH = Source("XProf (3 to 15 %)", XPROF.at)
+XPROF_LAUNCH = Source("XProf (3 to 15%)", XPROF.at)
 
 # -- vendors, papers, documentation -------------------------------------------------------------
 
@@ -46,10 +46,10 @@ CHECKPOINT = Source(
     "https://arxiv.org/abs/1604.06174",
 )
 FLASH_2 = Source(
-    "FlashAttention 2: 50 to 73 % of an A100's peak", "https://arxiv.org/abs/2307.08691"
+    "FlashAttention 2: 50 to 73% of an A100's peak", "https://arxiv.org/abs/2307.08691"
 )
 FLASH_3 = Source(
-    "FlashAttention 3: up to 75 % of an H100's peak", "https://arxiv.org/abs/2407.08608"
+    "FlashAttention 3: up to 75% of an H100's peak", "https://arxiv.org/abs/2407.08608"
 )
 FLASH = Source("FlashAttention: 1.5 to 4 times faster", "https://arxiv.org/abs/2205.14135")
 FOREACH = Source(
@@ -69,7 +69,7 @@ NCCL_TESTS = Source(
     "https://github.com/NVIDIA/nccl-tests/blob/master/doc/PERFORMANCE.md",
 )
 NCCL_OVERHEAD = Source(
-    "NCCL attains 370 of 450 GB/s of NVLink 4: some 20 % are overhead",
+    "NCCL attains 370 of 450 GB/s of NVLink 4: some 20% are overhead",
     "https://github.com/NVIDIA/nccl-tests/issues/212",
 )
 PAGEABLE_64K = Source(
@@ -84,7 +84,7 @@ SAM_PAIR = Source(
     "attention of a public pair of traces, rewritten in 16 bits: 3.8 times as fast",
     "tests/rules/test_rates_on_real_traces.py",
 )
-SIGNIFICANCE = Source("1 % level of a test", "https://en.wikipedia.org/wiki/Binomial_test")
+SIGNIFICANCE = Source("1% level of a test", "https://en.wikipedia.org/wiki/Binomial_test")
 TF32_BLOG = Source(
     "NVIDIA's networks: 2 to 5 times as fast with TF32, of the 8 times that the peaks allow",
     "https://developer.nvidia.com/blog/getting-immediate-speedups-with-a100-tf32/",
@@ -102,7 +102,7 @@ ALIGNED_RATE = Source(
 )
 ARITHMETIC = Source("arithmetic, from the definition")
 ENGINE_FLOOR = Source(
-    "1 % of the step: two profiled runs differ by as much", "advisor/advise/impact.py"
+    "1% of the step: two profiled runs differ by as much", "advisor/advise/impact.py"
 )
 HAND_OVER = Source(
     "measured: 1.5 ms for a ready batch of 8 KiB, 4 ms for 2 MiB", "benchmarks/bench_hand_over.py"
@@ -114,15 +114,15 @@ OURS = Source("our choice, tried on public traces", "docs/thresholds.md")
 CHOSEN = Source("our choice, checked by examples and recordings only", "docs/thresholds.md")
 PEAKS = Source("datasheets of the GPUs", "advisor/core/gpus/gpus.json")
 RATES = Source(
-    "measured on public traces of busy devices: the median product of each reaches 39 to 98 % of "
-    "the rate, the median memory-bound operator 54 to 97 %",
+    "measured on public traces of busy devices: the median product of each reaches 39 to 98% of "
+    "the rate, the median memory-bound operator 54 to 97%",
     "tests/rules/test_rates_on_real_traces.py",
 )
 REAL_EVAL = Source("measured on public traces", "tests/rules/test_real_traces_kernel.py")
 REAL_HOST = Source("measured on public traces", "tests/rules/test_real_traces_host.py")
 REAL_KERNEL = Source("measured on public traces", "tests/rules/test_real_traces_kernel.py")
 SMALL_GRIDS_TRACES = Source(
-    "public traces: 4 to 16 % of the time in small kernels where the GPU is well used, 36 to 78 % "
+    "public traces: 4 to 16% of the time in small kernels where the GPU is well used, 36 to 78% "
     "where it idles",
     "tests/rules/test_real_traces_kernel.py",
 )

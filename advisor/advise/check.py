@@ -15,6 +15,7 @@ from msgspec import structs
 from advisor.advise.impact import GainEstimator, count_ranks, estimate, estimator_for, weigh_window
 from advisor.advise.limits import lost_records
 from advisor.advise.terms import FRAMEWORKS, advises, for_program, how_to_record, left_out
+from advisor.core import text as t
 from advisor.core.errors import AdvisorError, describe_failure
 from advisor.core.finding import (
     Evidence,
@@ -212,11 +213,12 @@ def _not_run(a: Analysis, rules: list[Rule]) -> list[SkippedCheck]:
     if a.record is not None or not missing:
         return []
     recordable = a.trace.meta.framework not in FRAMEWORKS
+    verb = "reads" if len(missing) == 1 else "read"
     return [
         SkippedCheck(
             what="the run around the window: loader settings, threads, pauses, memory over time, "
             "clocks and health of the GPU",
-            why=f"{len(missing)} checks read what our recorder writes"
+            why=f"{t.count_noun(len(missing), 'check')} {verb} what our recorder writes"
             f"{'' if recordable else ', which records PyTorch programs'}",
             record="advisor record" if recordable else "",
             rule=", ".join(missing),

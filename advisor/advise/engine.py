@@ -309,7 +309,7 @@ def apart_report(
             said = str(error)
         lines.append(f"{t.shorten_path(PurePath(trace.meta.path).name, 60)}: {said}")
     if len(each) > MAX_LINES:
-        lines.append(f"{len(each) - MAX_LINES:,} more traces are not looked at.")
+        lines.append(f"Not looked at: {t.count_noun(len(each) - MAX_LINES, 'more trace')}.")
     return Report(
         version=advisor.__version__,
         status="limited",

@@ -291,7 +291,7 @@ def _families(report: Report) -> list[str]:
 
 
 def path_parts(critical: dict[str, float], framework: str | None = None) -> list[str]:
-    """What the critical path consists of, parts of less than 1 % left out."""
+    """What the critical path consists of, parts of less than 1% left out."""
     total = sum(critical.values()) or 1.0
     parts = [
         f"{t.path_label(name, framework)} {t.format_share(ns / total)}"

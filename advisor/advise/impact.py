@@ -35,7 +35,7 @@ MIN_GAIN_SHARE = 0.01
 """Findings that gain less than this share of the step are notes: measurement noise between two
 profiled runs is of that order."""
 CRITICAL_SHARE, WARNING_SHARE = 0.20, 0.05
-"""XProf's bands for input (5 and 20 % of the step), used for every cause."""
+"""XProf's bands for input (5 and 20% of the step), used for every cause."""
 UNSEEN_SHARE = 0.05
 """Gains from this share of the step up may meet the pace of loader workers that keep up."""
 MAX_PROCESSES = 64

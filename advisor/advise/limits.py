@@ -52,7 +52,9 @@ def limits(a: Analysis, run: Run) -> list[str]:
     result = []
     if meta.truncated:
         damage = f" ({meta.damage})" if meta.damage else ""
-        result.append(f"The file is cut off{damage}: {meta.events_read:,} events kept.")
+        result.append(
+            f"The file is cut off{damage}: {t.count_noun(meta.events_read, 'event')} kept."
+        )
     if a.trace.gpu.is_empty():
         result.append(_no_device_work(a.trace))
     result += _window_limits(a)

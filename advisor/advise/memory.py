@@ -253,8 +253,8 @@ def memory_limits(a: Analysis) -> list[str]:
     unmatched = sum(post.history.unmatched for post in a.post_mortems)
     if unmatched:
         result.append(
-            f"{unmatched:,} allocations in the memory history have no end and are not in its "
-            "state: history was switched off, or frees were not recorded."
+            f"Not in the memory history's state: {t.count_noun(unmatched, 'allocation')} without "
+            "an end: history was switched off, or frees were not recorded."
         )
     result += [
         f"Memory snapshot: {count:,} left out: {why}." for why, count in a.snapshot.dropped.items()

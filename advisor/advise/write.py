@@ -153,7 +153,7 @@ def _merged(items: Sequence[SkippedCheck]) -> list[SkippedCheck]:
 WIDE = 0.70
 """A gain whose lower end is below this part of it is shown with its range."""
 BUSY = 0.80
-"""Device-busy share from which a step without findings may be called healthy (gpu-idle: 80 %)."""
+"""Device-busy share from which a step without findings may be called healthy (gpu-idle: 80%)."""
 
 MIN_EXPOSED_SHARE = 0.2
 """Part of the step from which communication, or copies, that nothing hides are said first."""

@@ -71,8 +71,8 @@ Top = Annotated[
 FailOnSeverity = Annotated[
     FailOn | None,
     typer.Option(
-        help="Exit with 1 when a finding is at least this severe: a gain of 5 % of the step "
-        "(warning) or 20 % (critical)."
+        help="Exit with 1 when a finding is at least this severe: a gain of 5% of the step "
+        "(warning) or 20% (critical)."
     ),
 ]
 SnapshotFile = Annotated[

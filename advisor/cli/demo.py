@@ -109,7 +109,7 @@ def _record(folder: Path, device: str | None, steps: int) -> Path:
     run = Setup(device=_usable(device))
     try:
         with Progress() as shown:
-            shown.say(f"recording {steps} steps of a small CNN on the {run.device}")
+            shown.say(f"recording {t.count_noun(steps, 'step')} of a small CNN on the {run.device}")
             return record("simple_cnn", run, folder, steps=steps, memory=False)[0]
     except OSError as error:
         raise AdvisorError(f"{folder}: cannot be written: {error.strerror or error}") from None

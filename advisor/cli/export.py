@@ -13,6 +13,7 @@ from advisor.cli import options as o
 from advisor.cli import output as out
 from advisor.cli.analyze import RedactionNames, examine_with
 from advisor.cli.options import Steps
+from advisor.core import text as t
 from advisor.core.errors import AdvisorError
 from advisor.read.remote import urls
 
@@ -79,9 +80,9 @@ def command(
             limit=options.read.max_bytes,
             progress=lambda _, size: shown.say(f"writing: {size / 1e6:,.0f} MB read"),
         )
-    lines = [f"{perfetto}: {written.events:,} events and {written.added:,} of ours"]
+    lines = [f"{perfetto}: {t.count_noun(written.events, 'event')} and {written.added:,} of ours"]
     if written.lost:
-        lines.append(f"{written.lost:,} elements that are no events were left out")
+        lines.append(f"not an event, left out: {t.count_noun(written.lost, 'element')}")
     if written.repaired:
         lines.append("bytes that are no UTF-8 were replaced")
     if written.truncated:

@@ -55,6 +55,6 @@ def _text(hints: list[Hint], problems: list[str]) -> str:
         page.blank()
     for problem in problems:
         page.wrapped(t.clean(problem), style="yellow")
-    count = "1 hint" if len(hints) == 1 else f"{len(hints)} hints" if hints else "No hints"
+    count = t.count_noun(len(hints), "hint") if hints else "No hints"
     page.wrapped(f"{count}: what they cost, only a recording shows (advisor record).", style="dim")
     return page.getvalue()

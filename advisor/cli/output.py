@@ -257,7 +257,7 @@ PROGRAM = 34
 
 def offer(error: SeveralRuns, arguments: list[str]) -> str:
     """List the runs on stderr, newest first, and return what to type to have one of them."""
-    from advisor.core.text import clean
+    from advisor.core.text import clean, count_noun
     from advisor.read.runs import describe
 
     lines = [describe(path) for path in error.found[:MAX_RUNS]]
@@ -267,7 +267,7 @@ def offer(error: SeveralRuns, arguments: list[str]) -> str:
         print(f"  {clean(line.path):<{wide}}  {_about(line)}".rstrip(), file=sys.stderr)
     more = len(error.found) - len(lines)
     if more:
-        print(f"  and {more:,} older ones", file=sys.stderr)
+        print(f"  and {count_noun(more, 'older run')}", file=sys.stderr)
     chosen = str(lines[0].path)
     words = [chosen if word == error.given else word for word in arguments]
     if chosen not in words:

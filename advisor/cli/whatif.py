@@ -132,7 +132,7 @@ def _precision(
 
 
 def _show_precision(result: PrecisionResult, file: Any) -> None:
-    from advisor.core.text import clean, format_bytes
+    from advisor.core.text import clean, count_noun, format_bytes
 
     what = "training" if result.training else "inference"
     print(f"{result.format} on {result.gpu}, {what}", file=file)
@@ -167,7 +167,7 @@ def _show_precision(result: PrecisionResult, file: Any) -> None:
             if layer.why:
                 print(f"{'':>10}{layer.why}", file=file)
         if len(rows) > MAX_NAMES:
-            print(f"{'':>10}and {len(rows) - MAX_NAMES} more shapes", file=file)
+            print(f"{'':>10}and {count_noun(len(rows) - MAX_NAMES, 'more shape')}", file=file)
     print(file=file)
     for note in result.notes:
         print(textwrap.fill(f"{note[0].upper()}{note[1:]}.", WIDTH), file=file)

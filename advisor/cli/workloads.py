@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import typer
 
 from advisor.cli import output as out
+from advisor.core import text as t
 from advisor.core.errors import AdvisorError, install
 
 if TYPE_CHECKING:
@@ -106,7 +107,9 @@ def run(
             seed=seed,
         )
         with Progress() as shown:
-            shown.say(f"recording {steps or workload.steps} steps of {name}, {variant}")
+            shown.say(
+                f"recording {t.count_noun(steps or workload.steps, 'step')} of {name}, {variant}"
+            )
             written = running.record_run(name, setup, folder, steps=steps)
     except OSError as error:
         raise AdvisorError(f"{folder}: cannot be written: {error.strerror or error}") from None

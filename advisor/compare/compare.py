@@ -157,9 +157,9 @@ def compile_payback(before: Report, after: Report, steps: StepTimeChange) -> lis
     compiling = f"torch.compile took {t.format_duration(log.ns)}"
     if steps.verdict != "faster":
         return [f"{compiling}, and the steps are not shorter: that is not gained again."]
-    count = t.format_count(math.ceil(log.ns / -steps.difference_ns))
+    count = t.count_noun(math.ceil(log.ns / -steps.difference_ns), "step")
     least = math.ceil(log.ns / -(steps.low_ns or steps.difference_ns))
-    text = f"{compiling}, which is gained again after {count} steps"
+    text = f"{compiling}, which is gained again after {count}"
     if steps.high_ns is None or steps.high_ns >= 0:
         return [f"{text}."]
     most = math.ceil(log.ns / -steps.high_ns)

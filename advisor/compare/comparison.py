@@ -110,7 +110,7 @@ class StepTimeChange(Struct, kw_only=True):
     high_ns: float | None = None
     """Upper end, ns."""
     share: float | None = None
-    """The difference as a share of before: 0.1 is 10 % slower."""
+    """The difference as a share of before: 0.1 is 10% slower."""
     share_low: float | None = None
     """Lower end."""
     share_high: float | None = None

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 MIN_KEPT = 0.6
 """Share of a finding's gain, or of the time in the events it would change, from which on it is
-still there. A fix takes away more than 40 %."""
+still there. A fix takes away more than 40%."""
 _OPERATIONS_THAT_KEEP_EVENTS = ("overlap", "make_async", "resize")
 """Operations after which the events are still there, as they should be."""
 NOT_SEARCHED = "a saved report cannot be searched, so it may be gone or only too small to report"

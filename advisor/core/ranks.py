@@ -145,7 +145,7 @@ class Ranks(Struct, kw_only=True):
     missing: list[MissingRanks] = field(default_factory=list)
     """Ranks that were not read."""
     replay_error: float | None = None
-    """By how much the ranks' replay misses the measured step (0.02: 2 %); ``null``: no replay."""
+    """By how much the ranks' replay misses the measured step (0.02: 2%); ``null``: no replay."""
     not_checked: dict[str, str] = field(default_factory=dict)
     """What could not be compared, and why."""
 

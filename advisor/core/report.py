@@ -42,8 +42,10 @@ def bounded(text: str, rest: str) -> str:
     """The first MAX_LINES lines, without the last line end; ``rest``: where the others are."""
     lines = text.rstrip("\n").split("\n")
     if len(lines) > MAX_LINES:
+        from advisor.core.text import count_noun
+
         more = len(lines) - MAX_LINES
-        lines[MAX_LINES:] = [f"… {more:,} more lines; {rest}"]
+        lines[MAX_LINES:] = [f"… {count_noun(more, 'more line')}; {rest}"]
     return "\n".join(lines)
 
 
@@ -205,7 +207,7 @@ class StepTime(Struct, kw_only=True):
     in_warm_up: bool = False
     """The window lies in the steps at the start that do not count."""
     atypical: bool = False
-    """``nearby_ns`` is 10 % or more longer or shorter than ``ns``, and fewer than a quarter of the
+    """``nearby_ns`` is 10% or more longer or shorter than ``ns``, and fewer than a quarter of the
     run's steps are as far off: the window is not typical of the run."""
 
 
@@ -326,10 +328,10 @@ class Layer(Struct, frozen=True, kw_only=True):
     kernels: float
     """Pieces of work per step: kernels, copies and memsets; on the host operators."""
     flops: float | None
-    """Per step; ``null``: known for less than 80 % of the time of its matrix work, or it has
+    """Per step; ``null``: known for less than 80% of the time of its matrix work, or it has
     none."""
     bytes: float | None
-    """Read and written at least, per step; ``null``: known for less than 80 % of the time."""
+    """Read and written at least, per step; ``null``: known for less than 80% of the time."""
     flops_per_s: float | None
     """``flops`` over ``ns``."""
     bytes_per_s: float | None
@@ -506,7 +508,7 @@ class StepVariation(Struct, frozen=True):
     long_ns: float
     """Mean of the longer half."""
     classes: list[StepVariationPart] = field(default_factory=list)
-    """Exclusive classes of the step's time that hold 15 % of the difference or more, largest
+    """Exclusive classes of the step's time that hold 15% of the difference or more, largest
     first."""
     work: list[StepVariationPart] = field(default_factory=list)
     """Device work that does, hidden or not."""

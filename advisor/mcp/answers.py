@@ -152,7 +152,7 @@ class Gained(TypedDict):
 
 
 class Compared(TypedDict):
-    """Two runs. share is the difference of the step: 0.1 is 10 % slower; null: not measured."""
+    """Two runs. share is the difference of the step: 0.1 is 10% slower; null: not measured."""
 
     verdict: str
     before_ns: float | None

@@ -21,7 +21,7 @@ MAX_BYTES = 16 << 20
 do harm takes thirty times its size."""
 MAX_LINES = 20
 MIN_SHARE = 0.01
-"""Lines below 1 % of the samples are left out: a few samples each."""
+"""Lines below 1% of the samples are left out: a few samples each."""
 MAX_TEXT = 200
 
 _TRAINING = re.compile(r"\.backward\(|\.step\(\s*\)|\bfor\b.+\bin\b.+(?:loader|enumerate\()")

@@ -23,6 +23,7 @@ from typing import Any, NoReturn
 
 from advisor.core import run_directory as rundir
 from advisor.core.errors import AdvisorError, install
+from advisor.core.text import count_noun
 from advisor.recorder import injection_status as reach
 from advisor.recorder.finish import say, tell, with_injected
 from advisor.recorder.folder import RUN_DIR, new_run, remove_if_empty
@@ -209,7 +210,7 @@ def under_scalene(program: list[str], steps: int, out: str = "") -> None:
     words += ["-o", str(hidden), program[0], "---", *program[1:]]
     env = environment(run_dir, {})
     env[STOP_AFTER] = str(steps)
-    print(f"advisor: once more under Scalene, {steps} steps", file=sys.stderr)
+    print(f"advisor: once more under Scalene, {count_noun(steps, 'step')}", file=sys.stderr)
     run(words, env)
     if not hidden.is_file():
         raise AdvisorError(f"{program[0]}: Scalene left no profile")

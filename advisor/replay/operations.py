@@ -21,7 +21,7 @@ GRAPH_LAUNCH_NS = 1_000.0
 """Host time a kernel costs inside a CUDA graph, about (NVIDIA, "Constant time launch", 2024:
 a graph's launch costs a few µs plus well under 1 µs a node)."""
 ROOFLINE_SHARE = 0.75
-"""Share of the attainable rate that good kernels reach (TraceLens: 75 % is the low target)."""
+"""Share of the attainable rate that good kernels reach (TraceLens: 75% is the low target)."""
 
 
 def collect(

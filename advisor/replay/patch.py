@@ -242,7 +242,7 @@ def saved_between(
 
 SLOWED_SHARE = {"high": 0.0, "": 0.1, "low": 0.2}
 """Of the loading that is computed: what the rest of the step loses to workers that compute beside
-it, with the same memory and caches. Past gains of workers were 80 to 100 % of a replay without it
+it, with the same memory and caches. Past gains of workers were 80 to 100% of a replay without it
 (``predictions.jsonl``)."""
 
 

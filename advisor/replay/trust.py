@@ -23,7 +23,7 @@ from advisor.replay.graph import NEVER, Array, Edge, Graph, Node
 EXPLAINED_NS = 5_000
 MAX_STEP_ERROR = 0.10
 """A replay that misses the measured steps by more than this prices nothing. Lumos, a replay of
-the same kind of traces, reports 3 % on average."""
+the same kind of traces, reports 3% on average."""
 MIN_EXPLAINED = 0.70
 """Nor does one whose edges explain less than this share of the starts of device work, of the time
 that the host waits, or of the time that the device idles (public traces: 0.75 to 1.0; 0.4 where

@@ -31,7 +31,7 @@ class Check(NamedTuple):
 
     passed: bool
     text: str
-    """In some words: ``equal``, ``within 0.3 %``, ``differs from step 4``."""
+    """In some words: ``equal``, ``within 0.3%``, ``differs from step 4``."""
     again: bool = False
     """Not passed by what rounding does: one more run may say whether the knob does it at all."""
     broken: bool = False

@@ -177,7 +177,7 @@ def interval(low: float | None, high: float | None) -> str:
     if low is None or high is None:
         return t.NOT_MEASURED
     lowest = "below -100" if low < -1 else f"{100 * low:.0f}"  # more than twice as long
-    return f"{lowest} to {100 * high:.0f} %"
+    return f"{lowest} to {100 * high:.0f}%"
 
 
 def runs(report: TrialReport) -> list[str]:
@@ -186,7 +186,7 @@ def runs(report: TrialReport) -> list[str]:
     if report.steps:
         result.append(f"{report.steps} steps timed in each")
     if report.moved:
-        result.append(f"{report.moved} files written to the scratch folder instead")
+        result.append(f"{t.count_noun(report.moved, 'file')} written to the scratch folder instead")
     if report.processes and not report.confined:
         result.append("writes by native code are not redirected on this system")
     return result

@@ -2,7 +2,7 @@
 
 A model and its machines are drawn once; each mesh makes a job of them. How kernels change with
 their size is not what advisor assumes: blocks fill whole waves in part, and smaller products attain
-less by an exponent that is drawn. Links differ between meshes by up to 15 %.
+less by an exponent that is drawn. Links differ between meshes by up to 15%.
 """
 
 from __future__ import annotations

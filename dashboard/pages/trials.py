@@ -61,7 +61,7 @@ def layout(**query: object) -> Any:
                     t.format_duration(None if both is None else both.step_ns),
                     "" if both is None else t.clean(", ".join(map(str, both.knob_settings))),
                 ),
-                ("Saved", saved, "of the mean step, 95 % confidence"),
+                ("Saved", saved, "of the mean step, 95% confidence"),
             ]
         ),
         _table(report.trials) if report.trials else None,

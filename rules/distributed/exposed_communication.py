@@ -35,7 +35,7 @@ class ExposedCommunication(Rule):
     )
     silent_in = traces("b200_eager h100_bert_small_inference mi250_train pairs/particle_batch128")
     validated_on = (
-        "A100 training, 6 steps (NCCL 19 % exposed); two ranks of 128 (27 % exposed); ResNet on an "
+        "A100 training, 6 steps (NCCL 19% exposed); two ranks of 128 (27% exposed); ResNet on an "
         "A100 (13 of 16 ms of all-reduce per step, counted from the intervals)"
     )
     references = (

@@ -55,8 +55,8 @@ class StragglerRank(Rule):
         "workloads/ddp_straggler",
     )
     validated_on = (
-        "CPU recordings, torch 2.13 with gloo: the workload ddp_straggler (predicted 30 %, "
-        "measured 27 %), silent on its cure; dlrm_8ranks (NCCL, V100): rank 7 is last at 5 of 8 "
+        "CPU recordings, torch 2.13 with gloo: the workload ddp_straggler (predicted 30%, "
+        "measured 27%), silent on its cure; dlrm_8ranks (NCCL, V100): rank 7 is last at 5 of 8 "
         "collectives; silent on two_ranks (NCCL)"
     )
     across_ranks = True

@@ -73,15 +73,15 @@ class ThermalThrottling(HeldClocks):
     in a job of several GPUs all of them wait for the hottest.
 
     The driver gives the reason itself: software thermal slowdown, hardware thermal slowdown, or
-    hardware slowdown. Only samples under load count (50 % utilisation or more). The rule fires when
-    at least 5 % of them have the reason.
+    hardware slowdown. Only samples under load count (50% utilisation or more). The rule fires when
+    at least 5% of them have the reason.
 
     A power cap is a different matter and normal under dense load: see power-throttling.
     """
 
     id = "thermal-throttling"
     title = "The GPU is thermal throttling"
-    sources = (Source("under load from 50 % utilisation", "rules/recorded.py"),)
+    sources = (Source("under load from 50% utilisation", "rules/recorded.py"),)
 
     min_share = Threshold(0.05, "of the samples under load", CHOSEN)
 
@@ -123,7 +123,7 @@ class ThermalThrottling(HeldClocks):
 
 class PowerThrottling(HeldClocks):
     """The GPU runs at its power limit, and the driver lowers the clocks. Under dense matrix work at
-    the board's own limit that is normal. It deserves a look when clocks fall below 90 % of the
+    the board's own limit that is normal. It deserves a look when clocks fall below 90% of the
     maximum in half of the samples under load, or when the limit is set below the board's default.
 
     A power brake is different. The machine's power supply or its controller slows the GPU down from
@@ -210,7 +210,7 @@ class ClocksLocked(HeldClocks):
     policy. All computing takes longer in proportion.
 
     The driver names the setting as the reason in at least half of the samples under load, and the
-    clock in them is below 90 % of the maximum. Clocks that the GPU lowers by itself have other
+    clock in them is below 90% of the maximum. Clocks that the GPU lowers by itself have other
     reasons: see thermal-throttling and power-throttling.
     """
 

@@ -132,7 +132,7 @@ class GpuShared(Rule):
     The recorder asks the driver for the processes on the GPU and leaves out its own and its
     children. In a container process ids may belong to another namespace; nothing is known then.
     A context with little memory, such as a display or a monitor, does not count: the other
-    processes together must use 5 % of the device memory.
+    processes together must use 5% of the device memory.
     """
 
     id = "gpu-shared"

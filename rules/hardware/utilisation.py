@@ -16,11 +16,11 @@ from advisor.testing import Examples, TraceBuilder
 
 class UtilisationIllusion(Rule):
     """Monitors show full GPU utilisation, but utilisation is the share of time in which any kernel
-    runs, even one on a single multiprocessor. Where NVML says 90 % or more and less than half of
+    runs, even one on a single multiprocessor. Where NVML says 90% or more and less than half of
     the multiprocessors are active (GPM, Hopper and later), the GPU has room for more work.
 
     Memory-bound work leaves arithmetic units idle and is no illusion: the rule stays silent where
-    GPM shows DRAM busy for 60 % or more of the time.
+    GPM shows DRAM busy for 60% or more of the time.
     """
 
     id = "utilisation-illusion"
@@ -68,7 +68,7 @@ class UtilisationIllusion(Rule):
             return
         yield Finding(
             summary=(
-                f"NVML shows {utilisation:.0f} % utilisation, but only {active:.0f} % of the "
+                f"NVML shows {utilisation:.0f}% utilisation, but only {active:.0f}% of the "
                 "multiprocessors are active. Some kernel nearly always runs, on a part of the GPU."
             ),
             evidence=[
@@ -96,8 +96,8 @@ class UtilisationIllusion(Rule):
 
 class LowMfu(Rule):
     """Model FLOP utilisation (MFU): the step's FLOPs over what the GPU could do in that time at the
-    peak of the data types in use. Below 30 % (gpuprof) there is room; well-tuned training of large
-    models reaches 40 to 55 % (MegaScale: 55 % on 12,288 GPUs).
+    peak of the data types in use. Below 30% (gpuprof) there is room; well-tuned training of large
+    models reaches 40 to 55% (MegaScale: 55% on 12,288 GPUs).
 
     The FLOPs come from the shapes of the profiled window. The time is the recorder's unprofiled
     median where it exists, because the profiler lengthens steps. The rule says that there is room;
@@ -108,9 +108,7 @@ class LowMfu(Rule):
     id = "low-mfu"
     title = "Low MFU: the step reaches a small part of the GPU's peak"
     reads_record = True
-    sources = (
-        Source("MegaScale: 40 to 55 % for large models", "https://arxiv.org/abs/2402.15627"),
-    )
+    sources = (Source("MegaScale: 40 to 55% for large models", "https://arxiv.org/abs/2402.15627"),)
     references = ("https://arxiv.org/abs/2402.15627", "https://arxiv.org/abs/2204.02311")
 
     max_mfu = Threshold(0.30, "of the peak", GPUPROF)

@@ -18,7 +18,7 @@ class CpuQuota(Rule):
     average is low.
 
     The kernel counts how long threads were stopped (``cpu.stat``), summed over CPUs. Reported from
-    1 % of the run's time on.
+    1% of the run's time on.
     """
 
     id = "cpu-quota"
@@ -169,7 +169,7 @@ class ThreadOversubscription(Rule):
     1.5 times the cores that the processes may use, so threads wait for each other at every parallel
     operation.
 
-    Threads that sleep cost nothing, so the cores must be busy as well: at least 90 % of them by
+    Threads that sleep cost nothing, so the cores must be busy as well: at least 90% of them by
     this process and its workers, or of the machine. In a container, PyTorch counts the machine's
     cores and not the quota's. torchrun sets one thread per process unless it is set.
     """

@@ -155,7 +155,7 @@ class GcPauses(Rule):
     the program keeps (above all datasets held as Python lists and dictionaries). In a job of
     several ranks each pause delays all ranks, and they pause at different times.
 
-    Pauses are measured by ``gc.callbacks``. Reported where they take more than 1 % of the steps'
+    Pauses are measured by ``gc.callbacks``. Reported where they take more than 1% of the steps'
     time, or where one step lost more than 50 ms to them. A step that takes twice the median or
     more, and for the most part not because of its pauses, is left out: it compiles, or saves. The
     gain is the pauses times how much steps grow with them (a line through the steps, and twice its

@@ -39,7 +39,7 @@ class LaunchBound(Rule):
     either, because nothing shows that it is Python; the gain is then rather larger than estimated.
 
     Small kernels alone prove nothing: a busy GPU may have thousands of them in its queue (a public
-    V100 trace: 45 % of the kernels below 10 µs at 96 % busy). So the rule is silent while the GPU
+    V100 trace: 45% of the kernels below 10 µs at 96% busy). So the rule is silent while the GPU
     is busy, and where launches are few.
 
     Profiling lengthens host time, with Python stacks most of all: the same step idles less without
@@ -59,16 +59,16 @@ class LaunchBound(Rule):
         "pairs/particle_batch128 mi300_timesformer_inference pairs/sam_3_bf16_compiled_sdpa"
     )
     validated_on = (
-        "fires on h100_bert_small_inference (7 % busy), b200_eager (13 %) and nccl_collectives "
-        "(24 %), where idle time by HTA's definition of host wait bounds it from above, and on "
+        "fires on h100_bert_small_inference (7% busy), b200_eager (13%) and nccl_collectives "
+        "(24%), where idle time by HTA's definition of host wait bounds it from above, and on "
         "DLRM and SAM, where idle time before late launches does; silent on video inference on an "
         "MI300X, whose idle time lies before the first kernel, and on "
-        "A100 and V100 training (84 and 96 % busy, half of the kernels below 10 µs)"
+        "A100 and V100 training (84 and 96% busy, half of the kernels below 10 µs)"
     )
     sources = (
         Source("pieces of at most 200 µs, gaps with 1 ms of them", "rules/host/launch_gaps.py"),
         Source(
-            "a public V100 trace: 45 % of the kernels below 10 µs at 96 % busy",
+            "a public V100 trace: 45% of the kernels below 10 µs at 96% busy",
             "tests/rules/test_numbers.py",
         ),
     )

@@ -23,8 +23,8 @@ MAX_PIECE_NS = 200_000
 Python stacks up to 150 µs (b200_eager). A slow function or an op on the CPU takes longer."""
 MAX_GAP_NS = 1_000_000
 """Nor are many short pieces in one gap: a loop over the pixels of an image is thousands of calls
-before one launch. Where the GPU waits for launches, on public traces 96 % and more of the idle time
-is in gaps with less than this of it (70 % where a job also prepares its data), and 3 % where the
+before one launch. Where the GPU waits for launches, on public traces 96% and more of the idle time
+is in gaps with less than this of it (70% where a job also prepares its data), and 3% where the
 first kernel follows a quarter of a second of Python."""
 
 MAX_NAMED_CAUSES = 3

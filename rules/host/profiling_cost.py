@@ -22,7 +22,7 @@ class ObserverEffect(Rule):
     trace are too long by that much, most where operators are small. GPU times are not.
 
     Compared are the medians of the steps that the window kept and of the unprofiled steps within 20
-    steps of them, so that a run whose speed drifts is compared with itself. Reported from 10 % on.
+    steps of them, so that a run whose speed drifts is compared with itself. Reported from 10% on.
     """
 
     id = "observer-effect"

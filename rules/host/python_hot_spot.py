@@ -52,7 +52,7 @@ class PythonHotSpot(Rule):
     function faster, or moving it off that thread, shortens the step directly.
 
     It needs Python stacks. Of each gap the function is named that holds most of its Python time:
-    the deepest one of the user's code or of an installed library in which no more than 5 % of a
+    the deepest one of the user's code or of an installed library in which no more than 5% of a
     step's device work is launched. So it is what keeps the GPU waiting, and not the call around
     the whole step. Operators, CUDA calls and the DataLoader are not counted. Only GPU
     idle time counts: a slow function costs nothing while the GPU works through its queue. A

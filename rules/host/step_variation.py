@@ -172,7 +172,7 @@ class StepJitter(Rule):
     of each step, so the jitter of one costs all.
 
     Reported where the 99th percentile is at least twice the median (gpuprof) and steps beyond that
-    lose 3 % of the time, from a hundred steps on. Where other programs use a quarter of the
+    lose 3% of the time, from a hundred steps on. Where other programs use a quarter of the
     machine's CPUs, the rule abstains: they are the likelier cause. Steps with an unusual batch
     shape are compared with each other, because sequences of different lengths are no jitter. The
     summary names the phase that is longer in the long steps, and the garbage collection in it.

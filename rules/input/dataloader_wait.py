@@ -101,7 +101,7 @@ class DataLoaderWait(LoaderWaitRule):
     validated_on = (
         "CPU recordings, torch 2.13: fires with 2 workers that need 80 ms per batch (6 workers: "
         "step 102 to 54 ms), silent where only the hand-over shows; silent on A100 and V100 traces "
-        "whose loader keeps up (0.1 % and 0.0 % of the step)"
+        "whose loader keeps up (0.1% and 0.0% of the step)"
     )
     references = (
         "https://pytorch.org/docs/stable/data.html",
@@ -246,9 +246,9 @@ class SingleProcessLoader(LoaderWaitRule):
     silent_in = (*SILENT_TRACES, "workloads/loader_bound")
     validated_on = (
         "public traces of one training with num_workers 0 and 4 (median step 155 to 121 ms); CPU "
-        "recordings, torch 2.13: 80 ms of loading per step, gain estimated at 65 % of the step; "
-        "with 4 workers the unprofiled step went from 169 to 58 ms (65 %); a small CNN that trains "
-        "on both of two cores: no estimated gain, and 26 to 55 % slower with two workers"
+        "recordings, torch 2.13: 80 ms of loading per step, gain estimated at 65% of the step; "
+        "with 4 workers the unprofiled step went from 169 to 58 ms (65%); a small CNN that trains "
+        "on both of two cores: no estimated gain, and 26 to 55% slower with two workers"
     )
     references = (
         "https://pytorch.org/docs/stable/data.html#single-and-multi-process-data-loading",

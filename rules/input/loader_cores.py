@@ -40,8 +40,8 @@ class LoaderWorkers(Rule):
 
     Cores are those that the process may use: its CPU affinity, and the container's quota where that
     is lower (``os.cpu_count()`` knows neither), divided among the training processes of the machine
-    (``LOCAL_WORLD_SIZE``). Too few: workers leave more than 30 % of these cores unused, and the
-    loop spends at least 5 % of the step in the phase ``data``. Too many: more than twice the cores,
+    (``LOCAL_WORLD_SIZE``). Too few: workers leave more than 30% of these cores unused, and the
+    loop spends at least 5% of the step in the phase ``data``. Too many: more than twice the cores,
     whatever the wait, when the CPUs are busy.
 
     With a profiled window the gain is replayed. Without one it follows from the loader being the

@@ -18,7 +18,7 @@ class PaddingWaste(Rule):
     too. The share of padding is the share of the work on tokens that nobody uses.
 
     The recorder samples the share of padding in the batch's mask while that is on the CPU. Masks
-    made on the GPU are not sampled. Reported from 20 % on, from at least three samples.
+    made on the GPU are not sampled. Reported from 20% on, from at least three samples.
 
     The gain counts all GPU work of the model, except the optimizer and communication, as linear in
     the number of tokens. Attention is quadratic, so it gains more; work that does not fill the GPU

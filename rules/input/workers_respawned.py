@@ -35,7 +35,7 @@ class WorkersRespawned(Rule):
 
     The cost of an epoch's start is the measured time to end the old workers and start the new ones,
     and the wait for its first batch beyond the median wait. The first epoch has to start workers in
-    any case; at least one more is needed. Reported from 2 % of the time of the epochs. Ending and
+    any case; at least one more is needed. Reported from 2% of the time of the epochs. Ending and
     starting workers is saved for certain. The first batch still has to be fetched, unless the
     workers can fetch it while the previous epoch ends, so the lower end of the range is without it.
     """
@@ -206,7 +206,7 @@ class PrefetchStarved(Rule):
 
     A step is starved when it waits for data for at least a tenth of the median step. The queue is
     the cause, and not the workers' speed, when the run has stretches in which nothing waits: of all
-    stretches as long as the queue (workers x prefetch_factor, at least eight steps), at least 30 %
+    stretches as long as the queue (workers x prefetch_factor, at least eight steps), at least 30%
     have no starved step. A loader that is too slow throughout waits in each of them.
 
     Needs worker processes. The first batch of an epoch, for which workers are started, is left out:

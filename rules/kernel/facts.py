@@ -19,7 +19,7 @@ Mask = NDArray[np.bool_]
 MIN_BUSY = 0.5
 """Below this busy share of the step the shape of kernels matters little: the device waits for
 something else, and small kernels are a symptom. TensorBoard's plugin and Nsight's
-``gpu_time_util`` call a device idle below 50 %."""
+``gpu_time_util`` call a device idle below 50%."""
 MIN_UNKNOWN_SHARE = 0.20
 """Share of kernel time with unknown rates from which a rule says so."""
 UNIT = {"tf32": 4, "fp32": 4, "fp16": 8, "bf16": 8, "fp8": 16, "int8": 16}

@@ -35,7 +35,7 @@ class FoldableBatchNorm(Rule):
     found_in = ("traces/pairs/particle_batch128",)
     silent_in = SILENT_TRACES
     validated_on = (
-        "particle transformer at batch 128 (inference batch norm after 1x1 convolutions, 5 % of "
+        "particle transformer at batch 128 (inference batch norm after 1x1 convolutions, 5% of "
         "kernel time: fires); ResNet training on MI210 (silent)"
     )
     references = (

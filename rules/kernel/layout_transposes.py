@@ -32,8 +32,8 @@ class LayoutTransposes(Rule):
     found_in = ("traces/mi210_gpu_only",)
     silent_in = SILENT_TRACES
     validated_on = (
-        "MI210 ResNet training (MIOpen transposes, 34 % of convolution time: fires); A100 ResNet "
-        "at 24 % busy (27 % of convolution time, but the device waits for the host: silent)"
+        "MI210 ResNet training (MIOpen transposes, 34% of convolution time: fires); A100 ResNet "
+        "at 24% busy (27% of convolution time, but the device waits for the host: silent)"
     )
     references = (
         "https://pytorch.org/tutorials/intermediate/memory_format_tutorial.html",
@@ -41,7 +41,7 @@ class LayoutTransposes(Rule):
     )
 
     min_share = Threshold(
-        0.10, "of convolution time: consider from 10 %, strongly from 20 %", TRACELENS
+        0.10, "of convolution time: consider from 10%, strongly from 20%", TRACELENS
     )
     min_time = Threshold(
         0.02, "of kernel time: converting a network with one convolution does not pay", OURS

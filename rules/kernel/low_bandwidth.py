@@ -30,8 +30,8 @@ class LowBandwidth(BelowRate):
     silent_in = traces("h100_qwen_inference a100_train_6steps v100_train_copy_heavy")
     validated_on = (
         "A100 training of a particle transformer at batch 128 (layer norm over 128 elements at "
-        "21 % of the rate: fires, with no gain there, because the host is the bottleneck); A100 "
-        "and H100 otherwise (50 to 127 %: silent)"
+        "21% of the rate: fires, with no gain there, because the host is the bottleneck); A100 "
+        "and H100 otherwise (50 to 127%: silent)"
     )
     references = (
         "https://docs.nvidia.com/cuda/cuda-c-best-practices-guide/#coalesced-access-to-global-memory",
@@ -75,7 +75,7 @@ class LowBandwidth(BelowRate):
     @staticmethod
     def examples() -> Examples:
         """A transposed input; a layer norm over short rows: 134 MB take 0.08 ms at the rate. At
-        80 % of the rate; small tensors; beside products; no shapes."""
+        80% of the rate; small tensors; beside products; no shapes."""
         shape = [[4096, 8192], [4096, 8192]]
         return {
             "a transposed input": _step(

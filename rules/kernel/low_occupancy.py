@@ -39,7 +39,7 @@ class LowOccupancy(Rule):
     title = "Low occupancy in memory-bound kernels"
     silent_in = SILENT_TRACES
     validated_on = (
-        "silent where it must be: A100 and V100 training (25 and 21 % of kernel time is below 40 % "
+        "silent where it must be: A100 and V100 training (25 and 21% of kernel time is below 40% "
         "by what the profiler writes); has never fired on a real trace"
     )
     references = (
@@ -116,7 +116,7 @@ class LowOccupancy(Rule):
         yield Finding(
             summary=(
                 f"Memory-bound kernels at low occupancy take {share:.0%} of kernel time. The "
-                f"largest fills {worst['occupancy']:.0f} % of a multiprocessor's threads, limited "
+                f"largest fills {worst['occupancy']:.0f}% of a multiprocessor's threads, limited "
                 f"by {worst['limit']}, and reaches {worst['rate']:.0%} of memory bandwidth."
             ),
             evidence=[

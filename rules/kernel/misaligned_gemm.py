@@ -70,7 +70,7 @@ class MisalignedGemm(Rule):
     found_in = ("traces/a100_train_6steps",)
     silent_in = traces("v100_train_copy_heavy two_ranks_rank0 b200_eager h100_bert_small_inference")
     validated_on = (
-        "A100 training (fires: K or N of 30, 647, 9375 … ran on align1 kernels, 11 % of kernel "
+        "A100 training (fires: K or N of 30, 647, 9375 … ran on align1 kernels, 11% of kernel "
         "time); B200 and H100 in BF16 (73 and 25 products odd in M alone: not flagged; H100's "
         "vocabulary of 30522 is the one that ran on align2); names agree with shapes, see above"
     )
@@ -81,7 +81,7 @@ class MisalignedGemm(Rule):
     )
 
     min_share = Threshold(
-        0.03, "of kernel time; with the factor below that is about 1 % of a busy step", ENGINE_FLOOR
+        0.03, "of kernel time; with the factor below that is about 1% of a busy step", ENGINE_FLOOR
     )
     min_busy = Threshold(facts.MIN_BUSY, "share of the step the device is busy", SMALL_GRIDS_TRACES)
     factor = Threshold(0.6, "new duration over old", ALIGNED_RATE)

@@ -166,7 +166,7 @@ def _of_traffic(k: ProfiledKernel, excess: float, *units: Limit) -> float:
 
 
 class OccupancyLimited(CounterRule):
-    """No unit of the GPU is busy (all below 60 % of their peaks, where Nsight Compute's
+    """No unit of the GPU is busy (all below 60% of their peaks, where Nsight Compute's
     SpeedOfLight rule divides), and registers, shared memory or the block's size admit few resident
     warps: too few to hide the latency of memory and arithmetic. More of them hide more, at best
     until the busiest unit is full."""
@@ -185,7 +185,7 @@ class OccupancyLimited(CounterRule):
     falsified_by = "the same time at a higher occupancy"
     found_in = ("traces/ncu/deepseek_ocr_rtx5090",)
     silent_in = ("traces/ncu/cutlass_a100_s8",)
-    sources = (Source("Nsight Compute's SpeedOfLight rule: 60 %", NCU.at),)
+    sources = (Source("Nsight Compute's SpeedOfLight rule: 60%", NCU.at),)
     validated_on = "20 kernels of a language model on an RTX 5090; silent on full and on tiny grids"
 
     def saving(self, k: ProfiledKernel) -> CounterSaving | None:
@@ -259,7 +259,7 @@ class Uncoalesced(ExcessRule):
     verify = "ncu --section MemoryWorkloadAnalysis_Tables …: sectors per request fall towards 4."
     falsified_by = "as many sectors per request with contiguous inputs"
     found_in = ("traces/ncu/cutlass_a100_s8",)
-    validated_on = "CUTLASS's reference product on an A100: 89 % of its sectors, L1 97 % busy"
+    validated_on = "CUTLASS's reference product on an A100: 89% of its sectors, L1 97% busy"
 
     @staticmethod
     def examples() -> Examples:

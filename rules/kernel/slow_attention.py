@@ -24,7 +24,7 @@ class SlowAttention(BelowRate):
     The rule compares each operator's time with the longer of two: its FLOPs at the rate measured
     for matrix products on such a GPU, and its bytes at the memory's rate. Fused attention cannot
     match a matrix product, because the exponentials and reductions between its two products take
-    time: FlashAttention 2 reaches 50 to 73 % of an A100's peak, FlashAttention 3 up to 75 % of an
+    time: FlashAttention 2 reaches 50 to 73% of an A100's peak, FlashAttention 3 up to 75% of an
     H100's. Below a third of the attainable rate something is in the way.
     """
 
@@ -35,8 +35,8 @@ class SlowAttention(BelowRate):
     silent_in = traces("b200_eager h100_bert_small_inference pairs/sam_3_bf16_compiled_sdpa")
     validated_on = (
         "mask generation on an A100 in FP32 (heads of 16 and 80 in the memory-efficient kernel, 12 "
-        "to 14 % of the rate: fires; the same calls in 16 bits, measured: 163 to 42 ms, predicted "
-        "116 ms less); H100 inference (FlashAttention 2 at 26 %: "
+        "to 14% of the rate: fires; the same calls in 16 bits, measured: 163 to 42 ms, predicted "
+        "116 ms less); H100 inference (FlashAttention 2 at 26%: "
         "fires); B200 inference in FP8 (shapes not recorded: silent)"
     )
     references = (
@@ -122,11 +122,11 @@ class SlowAttention(BelowRate):
 
     @staticmethod
     def examples() -> Examples:
-        """Small heads in FP32; FlashAttention 2 on a Hopper GPU at a tenth of its rate. At 60 %
+        """Small heads in FP32; FlashAttention 2 on a Hopper GPU at a tenth of its rate. At 60%
         of the rate; small beside products; no shapes; an unknown GPU; too short."""
         kernel = "void pytorch_flash::flash_fwd_kernel"
         bf16 = "c10::BFloat16"
-        # 8 x 16 heads, 4096 x 4096 pairs, 2 x 2 x 64 each: 0.55 TFLOP take 3.4 ms at 60 % of 271
+        # 8 x 16 heads, 4096 x 4096 pairs, 2 x 2 x 64 each: 0.55 TFLOP take 3.4 ms at 60% of 271
         return {
             "small heads in FP32": _model(
                 16, 4096, "float", 9000, "fmha_cutlassF_f32_aligned_64x64_rf_sm80"
@@ -134,7 +134,7 @@ class SlowAttention(BelowRate):
             "FlashAttention 2 on Hopper": _model(
                 64, 1024, "c10::BFloat16", 1000, "void pytorch_flash::flash_fwd_kernel", "H100"
             ),
-            "at 60 % of the rate": (_model(64, 4096, bf16, 3400, kernel), "max_efficiency"),
+            "at 60% of the rate": (_model(64, 4096, bf16, 3400, kernel), "max_efficiency"),
             "beside products": (_model(16, 1024, bf16, 300, kernel, products=30_000), "min_share"),
             "no shapes": (_model(16, 4096, None, 9000, kernel), "slow.is_empty()"),
             "an unknown GPU": (_model(16, 4096, bf16, 9000, kernel, None), "slow.is_empty()"),

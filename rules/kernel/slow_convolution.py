@@ -166,8 +166,8 @@ class CudnnBenchmarkOff(Rule):
     the fastest. That pays where shapes stay the same and convolutions matter, and costs time where
     every batch has another shape.
 
-    The rule fires when the switch is off, convolutions take at least 20 % of the kernel time of the
-    profiled window, and at least 95 % of the recorded batches have one shape. Only a trial shows
+    The rule fires when the switch is off, convolutions take at least 20% of the kernel time of the
+    profiled window, and at least 95% of the recorded batches have one shape. Only a trial shows
     the gain. Deterministic runs keep the switch off on purpose.
     """
 

@@ -44,8 +44,8 @@ class SlowGemm(BelowRate):
         "mi300x_kernels_after_steps pairs/sam_3_bf16_compiled_sdpa"
     )
     validated_on = (
-        "A100 training at batch 64 (1.19 rounds of tiles at 31 % of the rate: fires, with no gain "
-        "there, because the host is the bottleneck); silent on H100 inference (81 to 90 % of the "
+        "A100 training at batch 64 (1.19 rounds of tiles at 31% of the rate: fires, with no gain "
+        "there, because the host is the bottleneck); silent on H100 inference (81 to 90% of the "
         "rate), an A100 in fp32, B200 inference (bound by launches), MI300X (unfused attention)"
     )
     references = (
@@ -114,7 +114,7 @@ class SlowGemm(BelowRate):
 
     @staticmethod
     def examples() -> Examples:
-        """At 70 % of the rate; memory-bound and near it; launch-bound; FP32; misaligned."""
+        """At 70% of the rate; memory-bound and near it; launch-bound; FP32; misaligned."""
         return {
             # 4 tiles, 69 GFLOP: 0.25 ms at the rate, and all units could share the sum
             "few tiles, a long sum": _products([256, 524288], [524288, 256], 2500),
@@ -123,7 +123,7 @@ class SlowGemm(BelowRate):
             # 96 MB take 0.06 ms
             "tiny products": _products([65536, 16, 16], [65536, 16, 16], 900, "aten::bmm"),
             # 0.55 TFLOP in 2.9 ms
-            "at 70 % of the rate": (_products([8192, 4096], [4096, 8192], 2900), "max_efficiency"),
+            "at 70% of the rate": (_products([8192, 4096], [4096, 8192], 2900), "max_efficiency"),
             # a vector times 134 MB: 0.1 ms
             "reads its weights at full speed": (
                 _products([1, 8192], [8192, 8192], 100),

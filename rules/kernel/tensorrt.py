@@ -63,7 +63,7 @@ class TensorRTReformat(EngineLayers):
 
     Read from layer times of ``trtexec --exportProfile``. Best with the layer information beside
     it, which names quantize layers that TensorRT runs as reformats. In a public pair of engines of
-    one network, quantizing the residual additions left 42 % of the reformat time.
+    one network, quantizing the residual additions left 42% of the reformat time.
     """
 
     id = "tensorrt-reformat"

@@ -28,7 +28,7 @@ class UnfusedAttention(Rule):
     chip, and its memory grows with tokens, not with their square.
 
     The gain follows from the shapes. Fused kernels need the FLOPs of the two products, in whole
-    tiles of queries and keys, and read queries, keys and values once. They reach some 45 % of the
+    tiles of queries and keys, and read queries, keys and values once. They reach some 45% of the
     attainable rate of 16-bit products or of memory, as in slow-attention. Short sequences fill
     their tiles badly and gain little. In FP32 fused kernels run without the fast formats, and may
     gain nothing. Where shapes are not recorded, the two products are taken to keep their time.
@@ -54,8 +54,8 @@ class UnfusedAttention(Rule):
         "traces/pairs/sam_3_bf16_compiled_sdpa",
     )
     validated_on = (
-        "MI300 video inference (80 % of kernel time in product, softmax, product: fires), SAM in "
-        "FP32 (13 %, gone where its authors used fused attention), a particle transformer (eight "
+        "MI300 video inference (80% of kernel time in product, softmax, product: fires), SAM in "
+        "FP32 (13%, gone where its authors used fused attention), a particle transformer (eight "
         "blocks of baddbmm, softmax, bmm); silent where flash attention "
         "runs and in two-rank training (softmax beside products of embeddings)"
     )

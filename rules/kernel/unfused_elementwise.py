@@ -44,8 +44,8 @@ class UnfusedElementwise(Rule):
 
     The factor comes from bytes. Between two kernels of a chain, the write and the read of the
     tensor go away; the merged kernel takes at least as long as the longest of them. Some of those
-    tensors are kept for the backward pass and still have to be written, so 70 % of the links count
-    (40 to 100 % in the range).
+    tensors are kept for the backward pass and still have to be written, so 70% of the links count
+    (40 to 100% in the range).
     """
 
     id = "unfused-elementwise"
@@ -55,7 +55,7 @@ class UnfusedElementwise(Rule):
     silent_in = SILENT_TRACES
     validated_on = (
         "fires on h100_qwen_inference (RMSNorm and rotary embedding written as pointwise chains, 5 "
-        "kernels long); silent on A100 and V100 training and MI210 ResNet (3, 7 and 11 % of kernel "
+        "kernels long); silent on A100 and V100 training and MI210 ResNet (3, 7 and 11% of kernel "
         "time in chains)"
     )
     references = (
@@ -64,7 +64,7 @@ class UnfusedElementwise(Rule):
     )
 
     min_share = Threshold(
-        0.20, "of kernel time in chains; healthy public traces have 3 to 11 %", REAL_KERNEL
+        0.20, "of kernel time in chains; healthy public traces have 3 to 11%", REAL_KERNEL
     )
     min_chain = Threshold(3, "kernels: shorter runs are what fused operators leave", OURS)
     max_chain = Threshold(15, "kernels that one merged kernel takes in", TRACELENS)

@@ -20,7 +20,7 @@ from advisor.testing import Examples, TraceBuilder
 
 class WaveQuantisation(Rule):
     """A GPU runs a grid in waves of as many blocks as fit at once. A grid of 1.2 waves takes as
-    long as one of 2: the last wave leaves 80 % of the GPU empty.
+    long as one of 2: the last wave leaves 80% of the GPU empty.
 
     Waves are blocks over (multiprocessors x resident blocks per multiprocessor). The waste,
     1 - w / ceil(w), matters below about four waves. Beyond, the tail is small, and blocks no longer
@@ -36,15 +36,15 @@ class WaveQuantisation(Rule):
     silent_in = SILENT_TRACES
     validated_on = (
         "the waves of SAM's kernels on an A100, by blocks, registers and multiprocessors; products "
-        "of 1.48 waves that reach 98 % of the attainable rate there are not counted"
+        "of 1.48 waves that reach 98% of the attainable rate there are not counted"
     )
-    sources = (Source("arithmetic: 1.2 waves take as long as 2, the last of them 80 % empty"),)
+    sources = (Source("arithmetic: 1.2 waves take as long as 2, the last of them 80% empty"),)
     references = (
         "https://docs.nvidia.com/deeplearning/performance/dl-performance-matrix-multiplication/#wave-quant",
     )
 
     min_waste = Threshold(0.20, "of a kernel's time", MATMUL_GUIDE)
-    max_waves = Threshold(4, "waves: above it the tail is below 20 % anyway", ARITHMETIC)
+    max_waves = Threshold(4, "waves: above it the tail is below 20% anyway", ARITHMETIC)
     min_share = Threshold(0.03, "of kernel time, for one kernel name", OURS)
     min_busy = Threshold(facts.MIN_BUSY, "share of the step the device is busy", SMALL_GRIDS_TRACES)
     part = Threshold(0.7, "of the waste that another size or tile wins back", OURS)
@@ -148,7 +148,7 @@ class WaveQuantisation(Rule):
         return {
             "just above one wave": _product(238),
             "just below two waves": (_product(430), "min_waste"),
-            "just above one wave, at 90 % of the rate": (_product(238, us=560), "min_waste"),
+            "just above one wave, at 90% of the rate": (_product(238, us=560), "min_waste"),
             "ten waves and a bit": (_product(2170), "table.is_empty()"),
             "persistent": (_product(238, nvjet), "table.is_empty()"),
             "the device waits": (example_steps(wait), "min_busy"),
@@ -184,7 +184,7 @@ def _run(b: TraceBuilder, size: int, us: float, blocks: int, kernel: str = _KERN
 
 
 def _product(blocks: int, kernel: str = _KERNEL, us: float = 900) -> TraceBuilder:
-    # 0.14 TFLOP: 56 % of the rate, or what 1.1 of 2 waves leave
+    # 0.14 TFLOP: 56% of the rate, or what 1.1 of 2 waves leave
     def body(b: TraceBuilder) -> None:
         for _ in range(5):
             _run(b, 4096, us, blocks, kernel)
@@ -192,7 +192,7 @@ def _product(blocks: int, kernel: str = _KERNEL, us: float = 900) -> TraceBuilde
     return example_steps(body)
 
 
-_WON_BACK = "{part:.0%} of the empty time is won back ({worst_part:.0%} to 100 %)"
+_WON_BACK = "{part:.0%} of the empty time is won back ({worst_part:.0%} to 100%)"
 
 
 class SmallGrids(Rule):
@@ -204,7 +204,7 @@ class SmallGrids(Rule):
     0.07 per multiprocessor). Neither do persistent kernels, which launch at most one block per
     multiprocessor and loop (``nvjet``, stream-K, Blackwell attention). The rule is silent when the
     device idles half of the time: a starved GPU makes kernels look small. In public launch-bound
-    traces, whose bottleneck is the host, 36 to 78 % of kernel time is like that.
+    traces, whose bottleneck is the host, 36 to 78% of kernel time is like that.
     """
 
     id = "small-grids"
@@ -212,8 +212,8 @@ class SmallGrids(Rule):
     found_in = ("traces/dlrm_8ranks",)
     silent_in = SILENT_TRACES
     validated_on = (
-        "silent where it must be: A100 (49 % of kernel time looks small, 19 % of compute time is), "
-        "H100 (65 %, but 7 % busy), B200; fires on DLRM on V100 (84 % of compute time in kernels "
+        "silent where it must be: A100 (49% of kernel time looks small, 19% of compute time is), "
+        "H100 (65%, but 7% busy), B200; fires on DLRM on V100 (84% of compute time in kernels "
         "of fewer than 80 blocks, counted from the grids)"
     )
     references = (
@@ -223,7 +223,7 @@ class SmallGrids(Rule):
 
     min_share = Threshold(
         0.20,
-        "of compute time; public healthy traces have 4 to 16 %, launch-bound ones 36 and more",
+        "of compute time; public healthy traces have 4 to 16%, launch-bound ones 36 and more",
         SMALL_GRIDS_TRACES,
     )
     min_busy = Threshold(facts.MIN_BUSY, "share of the step the device is busy", SMALL_GRIDS_TRACES)

@@ -17,9 +17,9 @@ class BatchHeadroom(Rule):
     """GPU memory is at most half used, and the GPU is not kept busy. A larger batch spreads the
     fixed costs of a step (launches, the optimizer, the all-reduce of gradients) over more samples.
 
-    The GPU counts as not busy where the profiled window shows it idle for 20 % of the step or more.
-    Without a window, it counts where GPM shows less than 70 % of the multiprocessors active, or
-    NVML less than 70 % utilization at its 95th percentile (SageMaker's BatchSize rule). A high
+    The GPU counts as not busy where the profiled window shows it idle for 20% of the step or more.
+    Without a window, it counts where GPM shows less than 70% of the multiprocessors active, or
+    NVML less than 70% utilization at its 95th percentile (SageMaker's BatchSize rule). A high
     NVML utilization alone says nothing.
 
     A larger batch changes the optimization: there are fewer updates per epoch, and the learning
@@ -105,14 +105,14 @@ class BatchHeadroom(Rule):
 
     @staticmethod
     def examples() -> Examples:
-        """A tenth of the memory and 40 % active; an idle GPU in the window. Full; busy;
-        utilization says 100 %; nothing recorded."""
+        """A tenth of the memory and 40% active; an idle GPU in the window. Full; busy;
+        utilization says 100%; nothing recorded."""
         return {
-            "40 % of the multiprocessors": _run(8e9, gpm=40),
+            "40% of the multiprocessors": _run(8e9, gpm=40),
             "an idle GPU in the window": _run(8e9, window=True),
             "full": (_run(70e9, gpm=40), "max_memory"),
             "busy": (_run(8e9, gpm=90), "max_active"),
-            "utilization of 100 %": (_run(8e9, utilisation=100), "max_active"),
+            "utilization of 100%": (_run(8e9, utilisation=100), "max_active"),
             "GPU activity not recorded": (_run(8e9), "active is None"),
             "no GPU": (_run(None), "not total"),
         }

@@ -54,8 +54,8 @@ class EvalWithoutNoGrad(Rule):
     silent_in: ClassVar[tuple[str, ...]] = (*SILENT_TRACES, "workloads/eval_with_grad")
     validated_on = (
         "CPU recordings, torch 2.13: fires on validation with gradients enabled, silent on the "
-        "same under inference_mode; silent on A100, V100 and NCCL trainings (0 to 3 % of the "
-        "operators that make nodes) and on two_ranks (34 %, but 1 % of the step)"
+        "same under inference_mode; silent on A100, V100 and NCCL trainings (0 to 3% of the "
+        "operators that make nodes) and on two_ranks (34%, but 1% of the step)"
     )
     references = (
         "https://docs.pytorch.org/docs/stable/notes/autograd.html#locally-disable-grad-doc",
@@ -65,7 +65,7 @@ class EvalWithoutNoGrad(Rule):
     min_numbers = Threshold(10, "graph nodes per step without a backward pass", OURS)
     min_share = Threshold(
         0.10,
-        "of the forward pass's host time: up to 3 % of the outputs stay unused in real training",
+        "of the forward pass's host time: up to 3% of the outputs stay unused in real training",
         REAL_KERNEL,
     )
     min_step = Threshold(

@@ -32,7 +32,7 @@ class Fragmentation(Rule):
     With a memory snapshot that has a history, the history is replayed in a model of the allocator,
     with expandable segments and without. Reported where a request failed although its pool and
     stream had as much free, but in no single piece, and expandable segments would have met it; or
-    where they would have reserved 5 % and 1 GiB less at the peak. Memory that is free after the
+    where they would have reserved 5% and 1 GiB less at the peak. Memory that is free after the
     step is cache, and no fragmentation. Without a history the two look the same.
     """
 

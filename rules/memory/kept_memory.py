@@ -34,7 +34,7 @@ class KeptReferences(Rule):
 
     Read from a memory snapshot with history: blocks that a module's call or a function of
     ``torch.nn.functional`` allocated before the step of the peak began. Steps are found by
-    annotations or by the optimizer's allocations. Reported from 5 % of the memory in tensors.
+    annotations or by the optimizer's allocations. Reported from 5% of the memory in tensors.
     Memory that grows with each step is a leak, which memory-leak reports.
     """
 
@@ -124,13 +124,13 @@ class MemoryLeak(Rule):
     after the warm-up is cut into eight parts. Their lowest values are compared, so that long
     sequences and caches that fill up do not count. Growth has to go on: at least six of seven parts
     rise, and the second half grows at half the first's rate or more. On the GPU, growth is reported
-    from 100 MB on and from fifty steps on. Resident memory is reported from 200 MB and 2 % of what
+    from 100 MB on and from fifty steps on. Resident memory is reported from 200 MB and 2% of what
     the machine has, because shared pages in DataLoader workers and file caches of libraries also
     grow for a while.
 
     With a memory snapshot: lines that leave something behind in four of five steps, held to the end
     of the history; six full steps or more, without the first and the last two. Where memory ran
-    out, 5 % of the memory in tensors is enough. Of three snapshots or more over a run, lines that
+    out, 5% of the memory in tensors is enough. Of three snapshots or more over a run, lines that
     hold more in each.
     """
 

@@ -59,7 +59,7 @@ class RecomputeWithFreeMemory(Rule):
         "    else:\n"
         "        x = block(x)"
     )
-    verify = "torch.cuda.max_memory_reserved() stays below 90 %, and the step is shorter."
+    verify = "torch.cuda.max_memory_reserved() stays below 90%, and the step is shorter."
     falsified_by = "a larger peak in another phase (evaluation, longer sequences)"
     assumptions = ("the activations fit into the free memory",)
     confidence = 0.75

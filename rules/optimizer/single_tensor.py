@@ -111,8 +111,8 @@ class SingleTensorOptimizer(Rule):
             large = of_optimizer >= self.praise_share * facts.duration(a, facts.kernel_rows(a))
             if share >= 0.5 and large:
                 yield PassedCheck(
-                    text=f"the optimizer updates many parameters per kernel ({count_per_step:.0f} "
-                    f"kernels{per(a)})"
+                    text=f"the optimizer updates many parameters per kernel ("
+                    f"{t.count_noun(round(count_per_step), 'kernel')}{per(a)})"
                 )
             return
         dur = gpu["dur"].to_numpy()[rows]
@@ -127,9 +127,9 @@ class SingleTensorOptimizer(Rule):
         where, optimizer, in_stacks = self._where(a)
         yield Finding(
             summary=(
-                f"{optimizer}.step launches {count_per_step:.0f} kernels{per(a)} of "
-                f"{np.median(dur) / 1e3:.1f} µs each. With the gaps between them it takes "
-                f"{share:.0%} {t.format_of(a.per)}."
+                f"{optimizer}.step launches {t.count_noun(round(count_per_step), 'kernel')}"
+                f"{per(a)} of {np.median(dur) / 1e3:.1f} µs each. With the gaps between them it "
+                f"takes {share:.0%} {t.format_of(a.per)}."
             ),
             evidence=[
                 self.compare(

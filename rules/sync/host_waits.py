@@ -9,6 +9,7 @@ import polars as pl
 from msgspec.structs import replace
 from numpy.typing import NDArray
 
+from advisor.core import text as t
 from advisor.core.finding import Edit, Location, Select
 from advisor.core.intervals import covered_length
 from advisor.measure import Analysis
@@ -76,7 +77,9 @@ def count_causes(a: Analysis, blocking: BlockingCalls) -> str:
         .agg(pl.col("lost").sum(), pl.coalesce("op", "host").n_unique().alias("len"))
         .sort("lost", "len", "cause", descending=[True, True, False])
     )
-    return ", ".join(f"{cause} {count} times" for cause, _, count in by_cause.head(3).iter_rows())
+    return ", ".join(
+        f"{cause} {t.count_noun(count, 'time')}" for cause, _, count in by_cause.head(3).iter_rows()
+    )
 
 
 def make_async(a: Analysis, blocking: BlockingCalls, *candidates: Select) -> Edit:

@@ -89,7 +89,7 @@ class ImplicitSync(Rule):
     )
     validated_on = (
         "A100 and V100 training copy 60 times to the host in 6 steps; that blocks the host for 75 "
-        "and 312 ms, but leaves the GPU idle for 0.7 and 0.6 % of the time only, so both get a "
+        "and 312 ms, but leaves the GPU idle for 0.7 and 0.6% of the time only, so both get a "
         "note; so does one read of 0.9 ms in DLRM; silent on video inference on an MI300X, which "
         "waits 94 ms for its result and launches nothing after it"
     )
@@ -316,7 +316,7 @@ class HostReads(Rule):
     validated_on = (
         "fires on sam_1_fp32_many_syncs (7,023 reads among 26,796 launches), whose authors went "
         "from 2,565 to 1,400 ms by encoding masks together instead of one by one, and on what they "
-        "left (275 reads, 9 %; 201 and 27 % once compiled in bf16); silent on "
+        "left (275 reads, 9%; 201 and 27% once compiled in bf16); silent on "
         "A100 and V100 training with 8 to 10 reads per step"
     )
     references = (

@@ -37,8 +37,8 @@ class DeviceCopies(Rule):
     found_in = ("traces/v100_train_copy_heavy",)
     silent_in = traces("a100_train_6steps two_ranks_rank0 b200_eager h100_bert_small_inference")
     validated_on = (
-        "v100_train_copy_heavy: 774 copies per step, 12 % of it, nearly all at the border of "
-        "CUDA graphs; silent on A100 training (0.6 %) and b200_eager (0.9 %)"
+        "v100_train_copy_heavy: 774 copies per step, 12% of it, nearly all at the border of "
+        "CUDA graphs; silent on A100 training (0.6%) and b200_eager (0.9%)"
     )
     references = (
         "https://pytorch.org/docs/stable/torch.compiler_cudagraph_trees.html",
@@ -180,7 +180,7 @@ class CopiesNotOverlapped(Rule):
     silent_in = SILENT_TRACES
     validated_on = (
         "silent where it should be: A100 and V100 training prefetch on a separate stream and hide "
-        "68 and 80 % of their copies"
+        "68 and 80% of their copies"
     )
     references = (
         "https://pytorch.org/tutorials/intermediate/pinmem_nonblock.html",
@@ -189,7 +189,7 @@ class CopiesNotOverlapped(Rule):
 
     min_share = Threshold(
         0.02,
-        "of the step, exposed: above the noise, below the 5 % from which TraceLens flags copies",
+        "of the step, exposed: above the noise, below the 5% from which TraceLens flags copies",
         TRACELENS,
     )
     max_overlap = Threshold(0.5, "of the copy time is hidden: the copies count as overlapped", OURS)

@@ -15,7 +15,7 @@ def report_of(b: TraceBuilder, tmp_path: Path) -> Report:
 
 
 def work(b: TraceBuilder) -> None:
-    """30 times 0.137 TFLOP, at 88 % of what an A100 attains (271 TFLOP/s)."""
+    """30 times 0.137 TFLOP, at 88% of what an A100 attains (271 TFLOP/s)."""
     shapes = [[4096, 4096], [4096, 4096]]
     for _ in range(30):
         with b.op("aten::mm", shapes, "c10::BFloat16"):
@@ -49,7 +49,7 @@ def test_one_step_of_six_that_saves_a_checkpoint_is_named_with_its_length(tmp_pa
 
 
 def test_attention_at_a_third_of_its_rate_is_not_healthy(tmp_path: Path) -> None:
-    """0.55 TFLOP take 5.8 ms at 35 % of 271 TFLOP/s."""
+    """0.55 TFLOP take 5.8 ms at 35% of 271 TFLOP/s."""
     b = TraceBuilder("A100")
     shape = [8, 4096, 16, 64]
     for _ in range(6):

@@ -50,7 +50,7 @@ def slow_trace(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def busy_trace(tmp_path: Path) -> Path:
-    """Four steps during which the device works all the time, and at 81 % of the rate that matrix
+    """Four steps during which the device works all the time, and at 81% of the rate that matrix
     products reach: 4.4 TFLOP in 20 ms."""
     b = TraceBuilder()
     for _ in range(4):

@@ -154,7 +154,7 @@ def test_bad_input_is_one_line_and_exit_2(
 def test_a_share_must_be_one(text: str) -> None:
     with pytest.raises(AdvisorError):
         parse_share(text)
-    assert parse_share("2.5 %") == 0.025
+    assert parse_share("2.5%") == 0.025
 
 
 # -- saved reports ------------------------------------------------------------------------------

@@ -126,9 +126,9 @@ def test_the_command_line_gathers_several_runs(
     comparison = json.loads(capsys.readouterr().out)
     assert comparison["decision"]["answer"] == "not shown"
     assert comparison["steps"]["before"]["runs"] == 3
-    # by hand: medians of 1,000, 1,080 and 1,040 µs and some; 1,090 µs is 4.8 % more than their mean
+    # by hand: medians of 1,000, 1,080 and 1,040 µs and some; 1,090 µs is 4.8% more than their mean
     assert comparison["steps"]["share"] == pytest.approx(1.048 - 1, abs=0.001)
-    # the first run alone calls the same run 9 % slower for sure
+    # the first run alone calls the same run 9% slower for sure
     assert cli.run(["gate", "a", "d", "--max-slower", "2%", "--format", "json"]) == 1
 
 

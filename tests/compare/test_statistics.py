@@ -101,7 +101,7 @@ def holds(rho: float, count: int, *, naive: bool = False, trials: int = 120) -> 
 def test_intervals_hold_the_truth_about_as_often_as_they_say_for_dependent_steps(
     rho: float, count: int, trials: int
 ) -> None:
-    """95 % is said. Never narrower than to hold 88 %, and not so wide that they hold all."""
+    """95% is said. Never narrower than to hold 88%, and not so wide that they hold all."""
     assert 0.88 <= holds(rho, count, trials=trials) <= 0.98
 
 

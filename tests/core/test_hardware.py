@@ -272,7 +272,7 @@ def test_a_longer_name_is_another_card(name: str, other: str) -> None:
 @by_gpu
 def test_what_was_measured_has_a_source_and_could_be(gpu: GpuSpec) -> None:
     """No benchmark moves more than the memory's pins do; GeForce cards clock above what is
-    published, by some 10 %, and an H200 NVL by 2 %."""
+    published, by some 10%, and an H200 NVL by 2%."""
     for dtype, rate in gpu.measured.matmul.items():
         assert rate.source.url.startswith("https://")
         peak = gpu.peak(dtype)

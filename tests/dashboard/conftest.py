@@ -301,7 +301,7 @@ def playwright_error() -> type[Exception]:
 def truncated(
     shared_trace: Callable[[str], str], tmp_path_factory: pytest.TempPathFactory
 ) -> Callable[[], Path]:
-    """The first 60 % of a real trace, cut in the middle of an event."""
+    """The first 60% of a real trace, cut in the middle of an event."""
 
     @cache
     def make() -> Path:

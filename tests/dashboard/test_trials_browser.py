@@ -69,8 +69,8 @@ def test_trials_are_shown_with_what_to_write_and_names_stay_text(
     body = t.text("body")
     for words in (
         "workers=4: 20 ms → 11 ms",
-        "40 to 60 %",
-        "43 to 47 %",
+        "40 to 60%",
+        "43 to 47%",
         "in range",
         "dropped: out of memory",
         "+DataLoader(x, num_workers=4)",

@@ -35,7 +35,7 @@ RETIRED = {
     "heat": (r"(?<!by )(?<!seating, )\bheats?\b(?! held|.?maps?\b)", "round"),
     "punctual": (r"\bpunctual(?:ly)?\b", "remove_skew"),
     "patiently": (r"\bpatiently\b", "retry"),
-    "surest": (r"\bsurest\b|\bsure by \d", "most certain; 99 % confidence"),
+    "surest": (r"\bsurest\b|\bsure by \d", "most certain; 99% confidence"),
     "farthest": (r"\bfarthest\b", "MAX_ and a noun"),
     "the middle of": (r"\bthe middle of (?:them|these|those)\b", "median"),
     "a step": (rf"\b{_UNITS} an? {_OF}\b", "per step, per rank …"),
@@ -140,6 +140,25 @@ def test_the_code_has_no_more_retired_words_than_before() -> None:
         if number > LIMITS.get(word, {}).get(room, 0)
     ]
     assert more == [], "\n".join(more)
+
+
+_BEFORE_WORDS = r" (?:of|and|or|to|in|is|at|by|for|per|from|more|less|longer|faster|slower|busy)\b"
+SPACED_PERCENT = re.compile(
+    rf"""(?<=[\d}}])[ \u00a0\u202f]%(?:[ ]?["'.,;:)]|\s*$|{_BEFORE_WORDS})"""
+)
+"""``5%``: not the operator, which a name or a number follows."""
+
+
+def test_percent_has_one_style() -> None:
+    """``5%`` in reports, docs and help alike: two styles stood in one line once."""
+    files = [*pages(), *(file for _, file in rooms())]
+    wrong = [
+        f"{file.relative_to(ROOT)}:{number}: {line.strip()}"
+        for file in files
+        for number, line in enumerate(file.read_text(encoding="utf-8").splitlines(), 1)
+        if SPACED_PERCENT.search(line)
+    ]
+    assert wrong == [], "\n".join(wrong)
 
 
 def named() -> set[str]:

@@ -96,7 +96,7 @@ def test_classes_of_a_real_trace_equal_a_sweep_over_its_raw_events(name, shared_
     window = a.span_ns / 1e3
     for what in (*ORDER, "idle", "busy"):
         measured = getattr(parts, what).total / 1e3
-        # 0.1 %, and what rounding to whole nanoseconds can move in a window
+        # 0.1%, and what rounding to whole nanoseconds can move in a window
         tolerance = max(1e-3 * expected[what], 1e-6 * window)
         assert abs(measured - expected[what]) <= tolerance, what
     assert sum(parts.totals().values()) == a.span_ns

@@ -56,8 +56,8 @@ def test_instances_of_a_lambda_are_two_kernels() -> None:
 
 def test_an_author_s_classification_is_reproduced() -> None:
     """By the thresholds that its author gives: 1.3 times or five points between the use of the
-    multiprocessors and of DRAM, balanced where both are below 20 %. One of twenty differs: the
-    first kernel's memory is used to 19.7 %, and its author calls it memory-bound all the same."""
+    multiprocessors and of DRAM, balanced where both are below 20%. One of twenty differs: the
+    first kernel's memory is used to 19.7%, and its author calls it memory-bound all the same."""
     a = Analysis(read_trace(str(path_of(OCR))))
     with path_of("ncu/deepseek_ocr_rtx5090.classification.csv").open() as text:
         said = [row["classification"] for row in csv.DictReader(text)]
@@ -113,7 +113,7 @@ def report_of(b: TraceBuilder) -> Report:
 
 
 def test_a_local_gain_is_replayed_into_the_step() -> None:
-    """A quarter of the warps, the busiest unit at 40 %: at best 60 % of 2 ms, if the step waits for
+    """A quarter of the warps, the busiest unit at 40%: at best 60% of 2 ms, if the step waits for
     it; beside longer communication nothing."""
     report = report_of(step_with(25.0, hidden=False))
     finding = next(f for f in report.findings if f.rule == "kernel-occupancy-limited")

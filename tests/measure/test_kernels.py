@@ -246,7 +246,7 @@ def shares(a: Analysis) -> dict[bool | None, float]:
     [("b200_eager", 1.0), ("h100_bert_small_inference", 1.0), ("v100_train_copy_heavy", 0.0)],
 )
 def test_tensor_core_use_of_public_traces(name: str, on: float, shared_trace) -> None:
-    """A name list of before ``nvjet`` and ``wmma_tensorop`` finds 0 % on B200 and half on H100."""
+    """A name list of before ``nvjet`` and ``wmma_tensorop`` finds 0% on B200 and half on H100."""
     found = shares(Analysis(read_trace(shared_trace(name))))
     assert found[True] == on
     assert found[None] == 0

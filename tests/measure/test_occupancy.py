@@ -57,11 +57,11 @@ def blocks(compute: tuple[int, int], threads: int, registers: int, shared: int =
 
 def test_the_two_examples_of_nvidias_best_practices_guide() -> None:
     """Section "Calculating Occupancy", compute capability 7.0: 37 registers give 12 blocks of 128
-    threads (75 %), but only four of 320 threads (63 %)."""
+    threads (75%), but only four of 320 threads (63%)."""
     assert blocks((7, 0), 128, 37) == 12
     assert 12 * 128 / 2048 == 0.75
     assert blocks((7, 0), 320, 37) == 4
-    assert round(4 * 320 / 2048, 2) == 0.62  # printed there as 63 %
+    assert round(4 * 320 / 2048, 2) == 0.62  # printed there as 63%
 
 
 @pytest.mark.parametrize(

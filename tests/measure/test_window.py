@@ -159,7 +159,7 @@ def test_the_ends_of_a_window_do_not_distort_the_steps(shared_trace: Shared, rew
     a = Analysis(read_trace(path))
     assert a.step_ns == pytest.approx(period, rel=0.005)
     durations = a.steps.used["dur"].to_numpy().astype(float)
-    assert durations.std() / durations.mean() < 0.02  # 14 % by the host's marks
+    assert durations.std() / durations.mean() < 0.02  # 14% by the host's marks
     assert autocorrelation(durations) is not None
     assert any("The host runs ahead" in line for line in analyze(path, OPTIONS).limits)
 

@@ -55,7 +55,7 @@ def test_the_line_that_computes_in_the_dataset_comes_first() -> None:
 
 
 def test_what_runs_once_is_left_out() -> None:
-    # a third of the samples fell on the optimizer's first use, 2 % on a sum after the training
+    # a third of the samples fell on the optimizer's first use, 2% on a sum after the training
     assert not {17, 27} & {item.line for item in read_scalene(REAL)}
 
 

@@ -448,7 +448,7 @@ def test_the_input_bound_resnet_is_told_to_wait_for_its_input(tmp_path: Path) ->
     report = analyze(str(path), Options(config={}))
     steps = _published("input")
     share = sum(of[11] for of in steps) / sum(of[2] for of in steps)
-    assert share == pytest.approx(0.81, abs=0.01)  # "81.4 % of the step time" in its overview
+    assert share == pytest.approx(0.81, abs=0.01)  # "81.4% of the step time" in its overview
     first = report.findings[0]
     assert (first.rule, first.severity) == ("dataloader-wait", "critical")
     assert first.title == "The step waits for tf.data"

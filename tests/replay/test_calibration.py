@@ -79,7 +79,7 @@ def test_no_band_is_without_width_and_none_ends_beyond_the_step(gain: float) -> 
 
 
 def test_a_growing_batch_is_as_uncertain_as_steps_of_two_runs_are() -> None:
-    """From the pairs: 33.6 predicted, 40.3 measured is the largest of four errors; and 1 % more."""
+    """From the pairs: 33.6 predicted, 40.3 measured is the largest of four errors; and 1% more."""
     edit = Edit(op="resize", select=WORK, factor=32)
     low, high = widened_by_kind(0.0, 0.0, 0.0, [edit], 33.6)
     assert low == pytest.approx(-(40.3 - 33.6 + 0.336), rel=0.01)

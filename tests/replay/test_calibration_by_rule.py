@@ -28,7 +28,7 @@ NARROW = Band(9.0, 11.0)
 
 
 def outcome(ratio: float, device: str = "", rule: str = "a-rule", of: str = "") -> Prediction:
-    """A promise of 40 % of the step, and how much of that came."""
+    """A promise of 40% of the step, and how much of that came."""
     return Prediction(rule=rule, device=device, program=of, predicted=0.4, measured=0.4 * ratio)
 
 

@@ -1,10 +1,10 @@
 """Predicted against true gains: programs run on a machine of the tests' own, with and without a
 fix; the replay sees only the trace of the run without.
 
-The bar: a predicted gain is within 5 % of the true gain. Below a floor of 1 % of the step, gains
+The bar: a predicted gain is within 5% of the true gain. Below a floor of 1% of the step, gains
 are as small as what the machine's jitter makes two runs of steps differ by, so there the
 difference itself must stay under the floor: a fix that is worth nothing must be predicted to be
-worth less than that. Host times, kernels and latencies of the machine vary by 3 to 20 %, and
+worth less than that. Host times, kernels and latencies of the machine vary by 3 to 20%, and
 kernels that run at once slow each other down; the replay knows nothing of either.
 """
 

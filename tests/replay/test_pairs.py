@@ -49,7 +49,7 @@ def test_fused_attention_is_estimated_by_its_flops_where_the_host_waits_for_the_
 ) -> None:
     """95 of 119 ms of kernels are attention, and the host waits 94 ms for them. Twelve layers have
     96 heads of 64 over 3,137 tokens, in tiles of 64 3,200, and 37,632 over 8 frames, in tiles 64:
-    3.5 TFLOP, 10 to 26 ms at 20 to 50 % of the 668 TFLOP/s that others attained."""
+    3.5 TFLOP, 10 to 26 ms at 20 to 50% of the 668 TFLOP/s that others attained."""
     flops = 12 * 2 * (64 + 64) * (96 * 3200**2 + 37_632 * 64**2)
     slow, fast = (94.9 - flops / (share * 668e12) * 1e3 for share in (0.2, 0.5))
     found = bench_pairs.findings(Path(shared_trace("mi300_timesformer_inference")))

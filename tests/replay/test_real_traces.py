@@ -133,12 +133,12 @@ def test_a_twin_that_copies_host_times_gets_the_total_right_and_explains_no_hard
 def test_collectives_off_the_path_of_a_host_driven_run_are_worth_less_than_they_are_exposed(
     shared_trace: Find,
 ) -> None:
-    """Collectives are exposed for 13 to 24 % of the steps of this run, and taking that for the
+    """Collectives are exposed for 13 to 24% of the steps of this run, and taking that for the
     gain is the mistake that replaying is there to avoid: the host's own work takes 65 of 77 ms
     (``order="none"``: what is left when it waits for no other stream at all), so that nothing
-    done to collectives can be worth more than 12 to 18 % of a step. And that much only if none of
+    done to collectives can be worth more than 12 to 18% of a step. And that much only if none of
     its waits were for kernels as well: with every order kept that was seen, free collectives are
-    worth 8 %. The replay, which knows nothing of this reckoning, must lie between, step by step
+    worth 8%. The replay, which knows nothing of this reckoning, must lie between, step by step
     near the lower end: its waits are the orders that were seen, but for a few.
     """
     path = shared_trace("a100_train_6steps")

@@ -41,7 +41,7 @@ def steps(*work: Work, **launch: Any) -> TraceBuilder:
 
 
 def test_tf32_takes_the_ratio_of_the_peaks_derated() -> None:
-    """A100: 19.5 and 156 TFLOP/s, an eighth; 60, 86 and 25 % of that ratio."""
+    """A100: 19.5 and 156 TFLOP/s, an eighth; 60, 86 and 25% of that ratio."""
     square = [[4096, 4096], [4096, 4096]]
     (edit,) = edits("fp32-matmul", steps(("aten::mm", square, "float", "ampere_sgemm_nn", 8000)))
     assert edit.factor == pytest.approx(1 / 8 / 0.6)
@@ -51,7 +51,7 @@ def test_tf32_takes_the_ratio_of_the_peaks_derated() -> None:
 
 def test_tf32_cannot_be_faster_than_memory() -> None:
     """64 rows times 16384 x 16384 in fp32: (64 * 16384 * 2 + 16384^2) * 4 = 1.0821e9 bytes, at
-    90 % of 2039 GB/s 590 µs, more than the 417 µs that the peaks would allow."""
+    90% of 2039 GB/s 590 µs, more than the 417 µs that the peaks would allow."""
     wide = [[64, 16384], [16384, 16384]]
     (edit,) = edits("fp32-matmul", steps(("aten::mm", wide, "float", "ampere_sgemm_nn", 2000)))
     moved = (64 * 16384 * 2 + 16384**2) * 4
@@ -125,7 +125,7 @@ def test_empty_multiprocessors_count_by_half() -> None:
 
 def test_the_last_wave_wastes_what_is_missing_to_a_whole_one() -> None:
     """256 threads with 128 registers each: two blocks of 32768 registers fit, 216 on the device;
-    270 blocks are 1.25 waves, which take the time of 2: 37.5 % is empty."""
+    270 blocks are 1.25 waves, which take the time of 2: 37.5% is empty."""
     b = steps(("aten::mm", [[4096, 4096]] * 2, HALF, GEMM, 1000), blocks=270, registers=128)
     (edit,) = edits("wave-quantisation", b)
     assert edit.factor_low == pytest.approx(1 - 0.375, rel=1e-3)
@@ -135,7 +135,7 @@ def test_the_last_wave_wastes_what_is_missing_to_a_whole_one() -> None:
 
 def test_a_merged_chain_moves_only_what_enters_and_leaves() -> None:
     """Four additions of two 64 MiB tensors move 12 tensors; merged, three links save a write and
-    a read each, 6 of 12; 70 % of that count."""
+    a read each, 6 of 12; 70% of that count."""
     shape = [[32, 1024, 1024]] * 2
     b = steps(*[("aten::add", shape, HALF, POINTWISE, 100.0)] * 4)
     (edit,) = edits("unfused-elementwise", b)
@@ -176,7 +176,7 @@ def test_reentrant_checkpointing_keeps_the_backward_inside_its_node() -> None:
 
 
 def _fused_us(batch: int, queries: int, keys: int, widths: int) -> float:
-    """On an A100 by hand: products at 45 % of 271.2 TFLOP/s, and 3 µs of a kernel, likewise."""
+    """On an A100 by hand: products at 45% of 271.2 TFLOP/s, and 3 µs of a kernel, likewise."""
     return (2 * batch * queries * keys * widths / 271.2e12 * 1e6 + 3) / 0.45
 
 
@@ -239,7 +239,7 @@ def test_without_shapes_the_two_products_stay() -> None:
 
 
 def test_memory_share_counts_the_cards_own_capacity() -> None:
-    """80 of 85.09 GB are 94 %; the same 80 GB are not even measured against another card."""
+    """80 of 85.09 GB are 94%; the same 80 GB are not even measured against another card."""
     b = TraceBuilder("A100")
     for _ in range(3):
         with b.step():

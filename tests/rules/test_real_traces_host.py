@@ -423,7 +423,7 @@ def test_waits_without_a_bubble_are_a_note_with_what_replaying_without_them_save
     shared_trace: Find,
 ) -> None:
     """60 blocking copies to the host hold it for 75 of 465 ms; the device idles after them for
-    0.7 % only, but the host, which is late for most launches, loses that much of its lead."""
+    0.7% only, but the host, which is late for most launches, loses that much of its lead."""
     report = analyze(shared_trace("a100_train_6steps"))
     assert [f.rule for f in report.findings] == ["exposed-communication"]
     (note,) = [f for f in report.notes if f.rule == "implicit-sync"]

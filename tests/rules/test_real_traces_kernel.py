@@ -206,7 +206,7 @@ def test_misaligned_tf32_products_of_the_a100_run_are_found(shared_trace: Find) 
 def test_the_two_rank_run_is_misaligned_too_but_waits_for_something_else(
     shared_trace: Find, name: str
 ) -> None:
-    path = shared_trace(name)  # 45 and 47 % busy
+    path = shared_trace(name)  # 45 and 47% busy
     assert not fired(path, "misaligned-gemm")
     found = finding(path, "misaligned-gemm", min_busy=0.0)
     narrow = time_of(kernels(path), r"_align1>")
@@ -221,7 +221,7 @@ def test_of_the_b200s_products_none_is_flagged_for_its_odd_m(shared_trace: Find)
 def test_of_berts_products_only_the_odd_vocabulary_is_misaligned(shared_trace: Find) -> None:
     """26 products, all with 141 tokens; one has 30522 columns and ran on an align2 kernel."""
     path = shared_trace("h100_bert_small_inference")
-    assert not fired(path, "misaligned-gemm")  # 7 % busy: not worth a word
+    assert not fired(path, "misaligned-gemm")  # 7% busy: not worth a word
     found = finding(path, "misaligned-gemm", min_busy=0.0)
     shapes = [e.value for e in found.evidence if e.label == "shape"]
     assert shapes == ["aten::addmm [141, 512] x [512, 30522]: N = 30522"]
@@ -247,7 +247,7 @@ def test_miopens_transposes_are_found_in_a_trace_without_operators(shared_trace:
 
 
 def test_transposes_do_not_matter_while_the_device_waits_for_the_host(shared_trace: Find) -> None:
-    path = shared_trace("nccl_collectives")  # busy 24 %
+    path = shared_trace("nccl_collectives")  # busy 24%
     assert not fired(path, "layout-transposes")
     found = finding(path, "layout-transposes", min_busy=0.0)
     moving = time_of(kernels(path), r"nchwToNhwc|nhwcToNchw")
@@ -266,8 +266,8 @@ def test_a_device_that_waits_gets_no_advice_on_kernels(shared_trace: Find, name:
 
 
 def test_an_all_reduce_is_no_small_grid(shared_trace: Find) -> None:
-    """By the profiler's own figures 49 % of kernel time has less than one block a multiprocessor;
-    without communication it is 19 % of compute time."""
+    """By the profiler's own figures 49% of kernel time has less than one block a multiprocessor;
+    without communication it is 19% of compute time."""
     path = shared_trace("a100_train_6steps")
     compute = [k for k in kernels(path) if not COMMUNICATION.search(k["name"])]
     small = [k for k in compute if k["args"]["blocks per SM"] < 1]
@@ -304,7 +304,7 @@ def test_communication_is_never_called_a_bad_kernel(
 
 def test_healthy_traces_get_no_advice_on_occupancy_waves_or_fusion(shared_trace: Find) -> None:
     """The profiler writes an occupancy of 0 for the A100's tensor-core kernels (48 KiB of shared
-    memory and more), and 25 % of kernel time is below 40 % by what it writes."""
+    memory and more), and 25% of kernel time is below 40% by what it writes."""
     path = shared_trace("a100_train_6steps")
     low = [k for k in kernels(path) if k["args"]["est. achieved occupancy %"] < 40]
     assert time_of(low) / time_of(kernels(path)) > 0.25
@@ -392,7 +392,7 @@ def test_every_finding_of_ours_is_complete_and_inside_its_bounds(public_trace: s
 
 
 def test_rmsnorm_written_as_pointwise_kernels_is_what_is_said_of_qwen(shared_trace: Find) -> None:
-    """A device 92 % busy, more than a third of it in chains of pointwise kernels."""
+    """A device 92% busy, more than a third of it in chains of pointwise kernels."""
     report = analyze(shared_trace("h100_qwen_inference"))
     assert report.status == "bottlenecks"
     assert report.findings[0].rule == "handwritten-operator"

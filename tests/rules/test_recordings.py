@@ -60,7 +60,7 @@ def test_what_garbage_collection_costs_is_what_the_cure_saves() -> None:
         means.append(mean)
     impact = findings("gc_pauses.slow")["gc-pauses"].impact
     assert impact is not None and impact.gain_ns is not None
-    # one run each on a busy machine: 15 % of what was saved is within their spread
+    # one run each on a busy machine: 15% of what was saved is within their spread
     assert impact.gain_ns == pytest.approx(means[0] - means[1], rel=0.15)
 
 

@@ -35,7 +35,7 @@ __all__ = [
 # reports 14.8 (0.92). The nearest different memory size of one chip is 10 of 12 GiB (0.83).
 _MIN_MEMORY, _MAX_MEMORY = 0.88, 1.01
 _SAME_RATES = 0.12
-"""How far the rates of one model's variants may differ (a V100's SXM2 board and PCIe card: 10 %) to
+"""How far the rates of one model's variants may differ (a V100's SXM2 board and PCIe card: 10%) to
 stand for each other where nothing says which it is; then the slowest is taken."""
 _MAX_NAMES = 3
 _NO_MODEL = frozenset("nvidia amd tesla geforce instinct gpu oam hbm2 hbm2e hbm3 hbm3e".split())

@@ -1,7 +1,7 @@
 """The rates that kernels do reach on a GPU: measured, else as GPUs of the same vendor do.
 
 A datasheet's peak is a ceiling that no kernel comes near: the fastest matrix product that anybody
-measured reaches 51 to 108 % of it, a STREAM triad 69 to 89 % of the memory's. What a kernel could
+measured reaches 51 to 108% of it, a STREAM triad 69 to 89% of the memory's. What a kernel could
 save is therefore judged by what others reached.
 """
 

@@ -170,7 +170,7 @@ class MatchedKernel(NamedTuple):
     occupancy: float | None
     """Theoretical, percent; ``None``: registers or the GPU's limits are not known."""
     limiter: str | None
-    """``registers``, ``shared memory`` or ``block sizes``; ``None``: as above, or none (100 %)."""
+    """``registers``, ``shared memory`` or ``block sizes``; ``None``: as above, or none (100%)."""
     rows: NDArray[np.int64]
     """Rows of ``trace.gpu`` in the used steps; empty: none, no trace, or another compilation that
     nothing in the trace distinguishes."""

@@ -126,7 +126,7 @@ def _convolution(op: str, x: OpInputs, c: ConvolutionCall) -> float | None:
 
 ALL_EXPERTS = 4
 """Rows for each expert from which all of them may be taken to be used: with that many spread
-evenly at random 2 % of the experts go without."""
+evenly at random 2% of the experts go without."""
 
 
 def _experts(e: Experts) -> float | None:

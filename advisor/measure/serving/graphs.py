@@ -33,7 +33,7 @@ EDGE_NS = 50_000
 BACK_TO_BACK_NS = 100
 """Gaps below which every hole counts; else their time must be ``HOLE_SHARE``."""
 HOLE_SHARE = 0.1
-"""Of a replay's time. Complete ones of four public traces idle for up to 7 %."""
+"""Of a replay's time. Complete ones of four public traces idle for up to 7%."""
 KEPT = 0.5
 """Part of the time of kernels that a shorter replay lacks by which it must not be shorter, for them
 to have run."""

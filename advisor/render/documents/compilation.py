@@ -42,7 +42,7 @@ def _summary(log: CompileLog, report: Report | None) -> str:
     if log.inductor_ns is not None:
         text += f", {t.format_duration(log.inductor_ns)} of it in inductor"
     if report is not None and report.per == "step" and report.step_ns > 0 < log.ns:
-        text += f": as long as {t.format_count(round(log.ns / report.step_ns))} steps"
+        text += f": as long as {t.count_noun(round(log.ns / report.step_ns), 'step')}"
     if log.logs > 1:
         text += f" (the longest of {log.logs:,} processes)"
     if not (log.breaks or log.recompilations or log.not_compiled or log.without_cuda_graphs):

@@ -57,7 +57,7 @@ def tables(report: Report) -> list[Section]:
         blocks.append(Section("Where warps were sampled", [grid], "share of the kernel's samples"))
     advice = [f"{t.shorten(view.short, 40)}: {text}" for view in views for text in view.advice]
     if advice:
-        count = f"{len(advice)} texts"
+        count = t.count_noun(len(advice), "text")
         items = Items(advice[:MAX_ADVICE])
         blocks.append(
             Section("The kernel profiler's own advice", [items], folded=True, counted=count)

@@ -23,7 +23,7 @@ MAX_ROWS: Final = 20
 _HEAD: Final = ("operator", "time", "calls", "reached", "attains", "of it", "saves", "bound")
 _LEGEND: Final = (
     "reached, attains: of the rate that limits it. of it: time at that rate over time taken "
-    "(above 100 % from caches). saves: what the attainable rate would save. launch: starting "
+    "(above 100% from caches). saves: what the attainable rate would save. launch: starting "
     "the kernel takes longer than its work. –: unknown."
 )
 

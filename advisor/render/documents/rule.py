@@ -15,6 +15,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
 from advisor.core.finding import ANY, Rule, Source, Threshold
+from advisor.core.text import count_noun
 from advisor.core.trace import CUDA, JAX, TENSORFLOW
 from advisor.render.document import (
     Block,
@@ -359,7 +360,8 @@ def build_list(rules: list[Rule], *, disabled: set[str]) -> Document:
             lines.append(Paragraph(title, mark=f" {rule.id}", indent=longest + 4))
         sections.append(Section(CATEGORIES.get(category, category), lines))
     note = (
-        f"{len(rules)} rules; 'advisor rules show ID' says what one looks for and how to change "
-        "its thresholds. Not proven on real traces: its findings have less confidence."
+        f"{count_noun(len(rules), 'rule')}; 'advisor rules show ID' says what one looks for and "
+        "how to change its thresholds. Not proven on real traces: its findings have less "
+        "confidence."
     )
     return Document("", sections, name="rules", notes=[note])

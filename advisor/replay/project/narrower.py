@@ -50,7 +50,7 @@ class Narrow(NamedTuple):
 
 MEAN_RATES: Final = {("NVIDIA B300", "fp4"): 5_093e12}
 """FLOP/s of twelve products of a 5B model together, quantised before (Transformer Engine, "GEMM
-profiling"): 38 % of the datasheet. Not the fastest of a search, so not in the GPU table."""
+profiling"): 38% of the datasheet. Not the fastest of a search, so not in the GPU table."""
 SPARSE: Final = "2:4"
 MULTIPLE: Final = 16
 """Of which both dimensions of a weight must be a multiple in 8 bits and below

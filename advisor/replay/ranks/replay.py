@@ -86,7 +86,7 @@ class RanksReplay:
         self.error = self.base / self.measured - 1 if self.measured > 0 else None
         self._without_the_lost()
         if self.error is None or abs(self.error) > MAX_ERROR:
-            self.reason = "the replay misses the measured step by more than 10 %"
+            self.reason = "the replay misses the measured step by more than 10%"
 
     def _without_the_lost(self) -> None:
         """Collectives with members that are not here: what they took holds the wait for those.

@@ -29,7 +29,7 @@ CLASSES = ["compute", "communication", "copies", "idle"]
 
 
 def job(ranks: int = 512, *, nasty: str = "", slow: int = 7) -> Ranks:
-    """Equal ranks on hosts of eight, of which one computes 20 % longer; steps some 100 ms.
+    """Equal ranks on hosts of eight, of which one computes 20% longer; steps some 100 ms.
     ``nasty`` stands in all names."""
     draw = random.Random(1)
     lines = []

@@ -336,7 +336,7 @@ def test_the_public_job_of_eight_ranks(shared_file: Callable[[str], str]) -> Non
     assert "5 of 8" in outlier.reason
     assert report.alignment_error_ns is not None
     column = {name: place for place, name in enumerate(report.classes)}
-    # the ordinary report of rank 0: 38 % of its step is communication that nothing hides
+    # the ordinary report of rank 0: 38% of its step is communication that nothing hides
     first = report.lines[0]
     exposed = first.time[column["communication"]] + first.time[column["waiting"]]
     assert exposed / first.step_ns == pytest.approx(0.38, abs=0.005)

@@ -114,7 +114,7 @@ def test_the_map_has_a_cell_a_rank_and_class_and_the_odd_one_stands_out(make_job
     page = Page(text)
     assert len(page.shades) == 1024 * 4
     assert len(text) < 2_000_000
-    # rank 7 computes 12 ms longer and waits 12 ms less; the scale ends at 5 % of 100 ms
+    # rank 7 computes 12 ms longer and waits 12 ms less; the scale ends at 5% of 100 ms
     strongest = [look for look in page.shades if look in ("h4", "h-4")]
     assert strongest == ["h4", "h-4"]
     (cell,) = [one for one in page.titles if one.startswith("rank 7 · node-000 · compute")]

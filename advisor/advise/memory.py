@@ -107,7 +107,7 @@ def _view(post: PostMortem) -> MemoryView:
         ],
         modules=[
             ModuleMemory(
-                file=each.file, line=each.line, 
+                file=each.file, line=each.line,
                 parent=each.parent, blocks=each.blocks, bytes=each.size, own_bytes=each.own,
             )
             for each in held_by_module(post)[:MAX_MODULES]

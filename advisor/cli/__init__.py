@@ -10,9 +10,9 @@ from importlib import import_module
 from typing import Annotated, Any, cast
 
 import typer
-from typer.core import TyperGroup
 
 from advisor import __version__
+from advisor.cli.help import CommandHelp, GroupHelp
 from advisor.core.errors import AdvisorError
 
 BAD_INPUT, INTERRUPTED, BROKEN_PIPE = 2, 130, 141
@@ -42,34 +42,27 @@ def _advisor(
 
 COMMANDS = {
     "analyze": ("analyze", "command", "Say what is slow in a trace, and what to do."),
-    "whatif": ("whatif", "command", "Replay a trace with edits that you write."),
-    "fit": ("fit", "command", "Does it fit a GPU's memory, and what makes it fit?"),
+    "whatif": ("whatif", "command", "Replay a trace with your own edits applied."),
+    "fit": ("fit", "command", "Check whether a program fits a GPU, and what makes it fit."),
     "project": ("project", "command", "Predict the step time and its cost on another GPU."),
-    "compare": ("compare", "command", "What differs between two runs."),
-    "report": ("report", "command", "A report as one HTML file, or for other tools."),
-    "export": ("export", "command", "A trace with what was found as extra tracks."),
+    "compare": ("compare", "command", "Compare two runs: what became faster or slower."),
+    "report": ("report", "command", "Write a report as one HTML file, or for other tools."),
+    "export": ("export", "command", "Write a trace again, with the findings as extra tracks."),
     "dashboard": ("dashboard", "command", "Show traces and runs in the browser."),
     "record": ("record", "command", "Run a training program and record it."),
-    "window": ("record", "window", "Profile the next steps of a run that is going on."),
-    "monitor": ("monitor", "command", "What GPUs and host do now, live."),
+    "window": ("record", "window", "Profile the next steps of a run in progress."),
+    "monitor": ("monitor", "command", "Watch the GPUs and the host live."),
     "try": ("try_", "command", "Try the fixes of a program, and measure each."),
-    "lint": ("lint", "command", "Static hints about a training program."),
-    "gate": ("gate", "command", "Is a run slower than a baseline? For CI."),
-    "ledger": ("ledger", "command", "How good past predictions were."),
+    "lint": ("lint", "command", "Check a program's source for what often costs time."),
+    "gate": ("gate", "command", "Fail CI when a run is slower than its baseline."),
+    "ledger": ("ledger", "command", "Compare past predictions with what was measured."),
     "skill": ("agents", "skill", "Teach a coding agent to use advisor (SKILL.md)."),
-    "mcp": ("agents", "mcp", "Tools for a coding agent (Model Context Protocol)."),
+    "mcp": ("agents", "mcp", "Serve tools to a coding agent (Model Context Protocol)."),
     "demo": ("demo", "command", "Show a report of a bundled recording, and what its fix brought."),
     "rules": ("rules", "app", ""),
     "workloads": ("workloads", "app", ""),
 }
 """Subcommand: its module, what of it runs (``app``: commands of its own), its line in the help."""
-GROUPS = {
-    "Analyse": ("analyze", "whatif", "fit", "project", "compare", "report", "export", "dashboard"),
-    "Record": ("record", "window", "monitor", "try", "lint"),
-    "Teams, CI and agents": ("gate", "ledger", "mcp", "skill"),
-    "Learn": ("demo", "rules", "workloads"),
-}
-"""The headings of the help, with their subcommands."""
 
 ANALYSING = ("analyze", "compare", "export", "fit", "gate", "project", "report", "whatif")
 """Commands that read, say what they found, and end. No program of somebody else runs in them."""
@@ -118,29 +111,12 @@ def run(arguments: list[str]) -> int:
     return code if isinstance(code, int) else 0
 
 
-class GroupedHelp(TyperGroup):
-    """The subcommands under headings, where all are there."""
-
-    def format_commands(self, ctx: Any, formatter: Any) -> None:
-        """Write each heading with its subcommands."""
-        if set(self.commands) != set(COMMANDS):
-            super().format_commands(ctx, formatter)
-            return
-        width = formatter.width - 6 - max(map(len, COMMANDS))
-        for heading, names in GROUPS.items():
-            with formatter.section(heading):
-                formatter.write_dl(
-                    [(name, self.commands[name].get_short_help_str(width)) for name in names],
-                    col_max=12,
-                )
-
-
 @cache
 def _command(name: str) -> Any:
     """The command line as far as it is needed: with this subcommand, else with all of them."""
     app = typer.Typer(
         name="advisor",
-        cls=GroupedHelp,
+        cls=GroupHelp,
         rich_markup_mode=None,
         pretty_exceptions_enable=False,
         context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
@@ -153,7 +129,7 @@ def _command(name: str) -> Any:
             app.add_typer(home.app, name=command)
         else:
             settings = getattr(home, "SETTINGS", None) if attribute == "command" else None
-            add = app.command(command, short_help=line, context_settings=settings)
+            add = app.command(command, cls=CommandHelp, short_help=line, context_settings=settings)
             add(getattr(home, attribute))
     return typer.main.get_command(app)
 

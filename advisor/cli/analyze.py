@@ -52,16 +52,14 @@ OperatorTable = Annotated[
     bool,
     typer.Option(
         "--operators",
-        help="Instead of the report, list the operators by shape: rate reached and attainable, "
-        "what bounds them, what could be saved.",
+        help="The same as --by operator.",
     ),
 ]
 TableBy = Annotated[
     Literal["layer", "operator", "mesh"] | None,
     typer.Option(
-        help="Instead of the report, list layers (modules: time, FLOPs, bytes, those longer than "
-        "their equals), operators (as --operators) or axes of the device mesh (data, tensor, "
-        "pipeline …: collectives, bytes, time, waiting, bandwidth, link, bubble)."
+        help="Show a table instead of the report: layers (modules), operators by shape with the "
+        "rate that they reach, or the axes of the device mesh with their collectives."
     ),
 ]
 Top = Annotated[

@@ -44,7 +44,9 @@ def command(
     steps: Annotated[
         int, typer.Option(metavar="N", min=1, max=1000, help="With --record: steps to record.")
     ] = 8,
-    form: Annotated[str, typer.Option("--format", metavar=out.metavar(REPORTS))] = "terminal",
+    form: Annotated[
+        str, typer.Option("--format", metavar="FORMAT", help=out.format_names(REPORTS))
+    ] = "terminal",
 ) -> None:
     """Analyze a real recording of a slow training run, and compare the advice with the fix."""
     if not record:

@@ -39,10 +39,19 @@ MaxSize = Annotated[
 ]
 Redact = Annotated[
     bool,
-    typer.Option("--redact/--no-redact", help="Leave out credentials, users, hosts and folders."),
+    typer.Option(
+        "--redact/--no-redact",
+        show_default=False,
+        help="Leave out credentials, users, hosts and folders.",
+    ),
 ]
 Progress = Annotated[
-    bool, typer.Option("--progress/--no-progress", help="Progress on stderr, on a terminal.")
+    bool,
+    typer.Option(
+        "--progress/--no-progress",
+        show_default=False,
+        help="Show progress on stderr; default: on a terminal.",
+    ),
 ]
 
 
@@ -50,6 +59,7 @@ Details = Annotated[
     bool,
     typer.Option(
         "--details/--no-details",
+        show_default=False,
         help="Show evidence, caveats, verification, skipped checks and limits too.",
     ),
 ]
@@ -62,8 +72,8 @@ def form(formats: Formats) -> typer.models.OptionInfo:
     """``--format``, of one kind of subject."""
     result: typer.models.OptionInfo = typer.Option(
         "--format",
-        metavar=out.metavar(formats),
-        help="Default: by the suffix of --output, else terminal.",
+        metavar="FORMAT",
+        help=f"{out.format_names(formats)}; default: by the suffix of --output, else terminal.",
     )
     return result
 

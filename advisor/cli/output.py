@@ -44,9 +44,10 @@ def chosen(formats: Formats, given: str | None, output: Path | None) -> Renderer
     return formats.renderer(given or "terminal")
 
 
-def metavar(formats: Formats) -> str:
-    """What ``--help`` says after ``--format``: ours, without a look at what is installed."""
-    return f"[{'|'.join(formats.bundled)}]"
+def format_names(formats: Formats) -> str:
+    """What ``--help`` says of ``--format``: ours, without a look at what is installed."""
+    *first, last = formats.bundled
+    return f"{', '.join(first)} or {last}"
 
 
 def deliver(

@@ -13,7 +13,7 @@ from advisor.core.errors import AdvisorError
 if TYPE_CHECKING:
     from advisor.core.finding import Rule
 
-app = typer.Typer(help="Which rules there are, and what each looks for.", rich_markup_mode=None)
+app = typer.Typer(help="List the rules, and what each looks for.", rich_markup_mode=None)
 
 Folder = Annotated[
     Path | None, typer.Option("--rules", metavar="DIR", help="More rules: every *.py in it.")

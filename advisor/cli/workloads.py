@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from advisor.sample_workloads import Workload
 
 app = typer.Typer(
-    help="Small programs, each slow on purpose, and their cures.", rich_markup_mode=None
+    help="Run small programs, each slow on purpose, and their cures.", rich_markup_mode=None
 )
 
 Name = Annotated[str, typer.Argument(metavar="NAME", help="As 'advisor workloads list' has it.")]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import io
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -16,6 +17,7 @@ import pytest
 
 import advisor as package
 from advisor import cli
+from advisor.cli import help as groups
 from advisor.cli import output as out
 from advisor.cli import output as progress_module
 from advisor.cli.output import Progress
@@ -47,9 +49,26 @@ def test_the_help_names_the_commands(advisor: Run, arguments: list[str]) -> None
 
 def test_the_help_has_every_command_under_one_heading(advisor: Run) -> None:
     shown = advisor("--help").out
-    for heading, names in cli.GROUPS.items():
+    for heading, names in groups.GROUPS.items():
         assert f"\n{heading}:\n  {names[0]} " in shown
-    assert sorted(cli.COMMANDS) == sorted(name for names in cli.GROUPS.values() for name in names)
+    assert sorted(cli.COMMANDS) == sorted(n for names in groups.GROUPS.values() for n in names)
+
+
+@pytest.mark.parametrize("command", sorted(groups.OPTIONS))
+def test_the_help_has_every_option_under_one_heading(
+    advisor: Run, command: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    shown = advisor(command, "--help").out
+    sections = dict(re.findall(r"^([A-Z][^\n:]*):\n((?:  .*\n)+)", shown, re.MULTILINE))
+    assert sections["Other"].split() == "-h, --help Show this message and exit.".split()
+    (only,) = cli._command(command).commands.values()
+    own = {name for option in only.params for name in option.opts}
+    listed = [name for names in groups.OPTIONS[command].values() for name in names]
+    shared = {*groups.READ, *(name for names in groups.HARDWARE.values() for name in names)}
+    assert len(listed) == len(set(listed))
+    assert set(listed) - own <= shared
+    assert max(map(len, shown.splitlines())) <= 80
 
 
 @pytest.mark.parametrize(

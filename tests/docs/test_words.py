@@ -146,7 +146,7 @@ _BEFORE_WORDS = r" (?:of|and|or|to|in|is|at|by|for|per|from|more|less|longer|fas
 SPACED_PERCENT = re.compile(
     rf"""(?<=[\d}}])[ \u00a0\u202f]%(?:[ ]?["'.,;:)]|\s*$|{_BEFORE_WORDS})"""
 )
-"""``5%``: not the operator, which a name or a number follows."""
+"""A space before the sign: not the operator, which a name or a number follows."""
 
 
 def test_percent_has_one_style() -> None:

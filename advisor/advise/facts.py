@@ -43,7 +43,8 @@ def _trace(report: Report) -> list[str]:
         return []
     name = "standard input" if shown.path == "-" else PurePath(shown.path).name or shown.path
     if (kind := SOURCE_KINDS.get(report.scope.step_source)) is not None:
-        count = t.count_noun(shown.events_read, kind.counted)
+        several = len(report.kernel_counters) + len(report.triton_kernels)  # of all files given
+        count = t.count_noun(several or shown.events_read, kind.counted)
         parts = [t.shorten_path(name, 60), *kind.description.format(count=count).split(", ")]
     elif report.scope.step_source == "record":
         parts = [t.shorten_path(name, 60), "no profiled window"]

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from advisor.core import text as t
@@ -16,6 +17,7 @@ from advisor.core.report import (
     TritonKernel,
 )
 from advisor.measure.device.kernel_profiles import (
+    ONE_LAUNCH,
     MatchedKernel,
     ProfiledKernel,
     faster,
@@ -24,6 +26,7 @@ from advisor.measure.device.kernel_profiles import (
 
 if TYPE_CHECKING:
     from advisor.advise.impact import GainEstimator
+    from advisor.core.finding import Finding
     from advisor.measure import Analysis
 
 MAX_KERNELS = 200
@@ -61,6 +64,7 @@ def _view(a: Analysis, k: ProfiledKernel, ns: float | None, gain: int | None) ->
         grid=None if profile.grid is None else list(profile.grid),
         block=None if profile.block is None else list(profile.block),
         duration_ns=profile.duration_ns,
+        profiled=profile.launches,
         limit=k.limit,
         use={unit: percent / 100 for unit, percent in k.use.items()},
         occupancy=None if k.occupancy is None else k.occupancy / 100,
@@ -130,30 +134,81 @@ def _compiled(k: MatchedKernel, launches: float | None, ns: float | None) -> Tri
 
 
 def counters_verdict(report: Report) -> tuple[Status, str]:
-    """Status and a sentence or two about counters alone."""
+    """Status and a sentence or two about counters alone: what limits most kernels, the one that
+    takes longest, and the fix that saves most, or what would have to be collected."""
     views = report.kernel_counters
-    kernels = t.count_noun(len(views), "kernel")
-    limits = Counter(view.limit for view in views)
-    unknown = limits.pop("unknown", 0)
-    parts = [f"{count} by {name}" for name, count in limits.most_common()]
-    if parts:
+    limits = Counter(view.limit for view in views if view.limit != "unknown")
+    text = f"{t.count_noun(len(views), 'kernel')}{_counters_of(views)}"
+    if limits:
+        parts = [f"{count} by {name}" for name, count in limits.most_common()]
         verb = "is" if parts[0].startswith("1 ") else "are"
         parts[0] = parts[0].replace(" by ", f" {verb} limited by ")
-    if unknown:
-        parts.append(f"the limit of {unknown} was not collected")
-    text = f"{kernels} with hardware counters: {', '.join(parts)}."
+        left = len(views) - sum(limits.values())
+        parts += [f"the limit of {left} was not collected"] if left else []
+        text += f": {', '.join(parts)}"
+    text += f". {_longest(views)}"
+    if report.notes:
+        return "bottlenecks", f"{text}{_first_fix(report.notes[0])}"
+    if not limits:
+        text += (
+            "What limits it is not recorded: collect it with rocprof-compute profile (AMD) or "
+            "ncu --set full (NVIDIA)."
+        )
+    return ("bottlenecks" if report.findings else "limited"), text.rstrip()
+
+
+def _counters_of(views: Sequence[KernelCounters]) -> str:
+    """What was collected of the kernels, behind their number."""
+    if any(view.use or view.occupancy is not None or view.stalls for view in views):
+        return " with hardware counters"
+    traffic = any(view.dram_bytes is not None for view in views)
+    timed = any(view.duration_ns is not None for view in views)
+    if traffic:
+        return f" with counters of memory traffic{'' if timed else ', without times'}"
+    return " with times, without counters" if timed else ""
+
+
+def _longest(views: Sequence[KernelCounters]) -> str:
+    """A sentence about the kernel that takes most time in all profiled launches, else about the one
+    that moves most bytes."""
     timed = [view for view in views if view.duration_ns is not None]
-    if timed:
-        longest = max(timed, key=lambda view: view.duration_ns or 0.0)
-        name = t.shorten(longest.short, 40)
-        text += f" The longest, {name}, takes {t.format_duration(longest.duration_ns or 0.0)}"
-        use = max(longest.use.values(), default=None)
-        if longest.limit == "latency" and use is not None:
-            text += f": it waits, and no unit is busier than {t.format_share(use)}"
-        elif use is not None:
-            text += f", with {longest.limit} {t.format_share(use)} busy"
-        text += "."
-    return ("bottlenecks" if report.notes or report.findings else "limited"), text
+    if not timed:
+        moved = max(views, key=lambda view: view.dram_bytes or 0.0)
+        if not moved.dram_bytes:
+            return ""
+        name = t.shorten(moved.short, 40)
+        return f"{name} moves most, {t.format_bytes(moved.dram_bytes)} per launch. "
+    longest = max(timed, key=_total)
+    took = t.format_duration(longest.duration_ns or 0.0)
+    name = t.shorten(longest.short, 40)
+    text = f"The longest, {name}, takes {took}"
+    if longest.profiled > 1:
+        share = _total(longest) / (sum(map(_total, timed)) or 1.0)
+        launches = f"{longest.profiled:,} launches of {took}"
+        text = f"{name} takes most time ({t.format_share(share)}, {launches})"
+    use = max(longest.use.values(), default=None)
+    if longest.limit == "latency" and use is not None:
+        text += f": it waits, and no unit is busier than {t.format_share(use)}"
+    elif use is not None:
+        text += f", with {longest.limit} {t.format_share(use)} busy"
+    elif longest.bandwidth is not None:
+        text += f" at {t.format_rate(longest.bandwidth, 'B/s')} of DRAM"
+    return f"{text}. "
+
+
+def _total(view: KernelCounters) -> float:
+    """Time of all its profiled launches, ns."""
+    return (view.duration_ns or 0.0) * view.profiled
+
+
+def _first_fix(note: Finding) -> str:
+    """What the first note names, and what its fix saves."""
+    title = note.title[0].lower() + note.title[1:]
+    saved = sum(float(each.value or 0) for each in note.evidence if each.label == ONE_LAUNCH)
+    each = any(e.label == "kernels with it" and float(e.value or 0) > 1 for e in note.evidence)
+    launch = "one launch of each" if each else "a launch"
+    gain = f" A fix saves up to {t.format_duration(saved)} of {launch}." if saved else ""
+    return f"First: {title}.{gain}"
 
 
 def compiled_verdict(report: Report) -> tuple[Status, str]:

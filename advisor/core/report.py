@@ -736,6 +736,8 @@ class KernelCounters(Struct, kw_only=True):
     """Threads per block."""
     duration_ns: float | None
     """Of one launch while it was profiled, ns; clocks are usually locked then."""
+    profiled: int = 1
+    """Launches that these figures are means of."""
     limit: str
     """The busiest unit (``compute``, ``DRAM``, ``L2``, ``L1``) where it is busy, ``latency`` where
     none is, ``unknown`` where none was measured."""

@@ -57,10 +57,11 @@ def merged_logs(traces: Iterable[Trace]) -> dict[str, Any]:
 def with_logs(traces: list[Trace], given: Iterable[Trace] = ()) -> list[Trace]:
     """Traces that know the logs among them, or those ``given`` beside them in their place; only
     logs: one trace that holds them all."""
-    fields = merged_logs(traces) | merged_logs(given)
+    given = list(given)
+    plain = [trace for trace in traces if not merged_logs([trace])]
+    fields = merged_logs(traces) | merged_logs(given) if plain else merged_logs([*traces, *given])
     if not fields:
         return traces
-    plain = [trace for trace in traces if not merged_logs([trace])]
     if not plain:
         path = traces[0].meta.path if len(traces) == 1 else str(Path(traces[0].meta.path).parent)
         plain = [replace(traces[0], meta=replace(traces[0].meta, rank=None, path=path))]

@@ -3,16 +3,22 @@
 from __future__ import annotations
 
 import csv
+import io
+import tarfile
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
 from advisor import analyze
 from advisor.advise.engine import examine
+from advisor.core.errors import AdvisorError
 from advisor.core.report import Report
 from advisor.core.trace import Run
 from advisor.measure import Analysis
 from advisor.measure.device.kernel_profiles import kernel_key, profiled_kernels
+from advisor.read import open_run
+from advisor.read.reader import ReadOptions
 from advisor.read.registry import read_trace
 from advisor.testing import TraceBuilder
 from benchmarks.public_traces import path_of
@@ -161,3 +167,38 @@ def test_advice_says_when_the_trace_has_none_of_the_kernels() -> None:
     report = examine(Run(traces={(-1, 0): replace(trace, meta=meta)})).report
     note = next(note for note in report.notes if note.rule == "kernel-partial-wave")
     assert note.impact is not None and "no launch of these kernels" in note.impact.reason
+
+
+LAPLACIAN = path_of("rocprof/laplacian")
+
+
+def test_times_alone_are_no_counters_and_counters_given_beside_them_join() -> None:
+    """rocprof writes both to files of their own: 1,001 launches of 2.644 ms, 1,171 GB/s."""
+    times = LAPLACIAN / "kernel1_results.csv.gz"
+    alone = analyze(str(times))
+    assert "with times, without counters" in alone.verdict
+    assert "(100%, 1,001 launches of 2.64 ms)" in alone.verdict
+    assert "collect it with rocprof-compute profile" in alone.verdict
+    assert "not measured" not in str(alone)
+    options = ReadOptions(kernels=str(LAPLACIAN / "kernel1_data_movement.csv.gz"))
+    both = examine(open_run(str(times), options)).report
+    assert "1,171 GB/s" in str(both) and "2.64 ms" in str(both)
+
+
+def test_counters_verdict_names_the_fix_that_saves_most() -> None:
+    report = analyze(str(path_of("ncu/cutlass_a100_s8.ncu-rep.gz")))
+    assert report.verdict.endswith(
+        "First: uncoalesced global memory accesses. A fix saves up to 197 µs of a launch."
+    )
+
+
+def test_members_of_a_tar_are_not_read_as_kernels(tmp_path: Path) -> None:
+    page = b'"ID","Process ID","Kernel Name","Metric Name"\\n"0","1","k","x"\\n'
+    path = tmp_path / "reports.tar"
+    with tarfile.open(path, "w") as archive:
+        for name in ("a.details.csv", "summary.csv"):
+            member = tarfile.TarInfo(name)
+            member.size = len(page)
+            archive.addfile(member, io.BytesIO(page))
+    with pytest.raises(AdvisorError, match="a tar archive; unpack it"):
+        analyze(path)

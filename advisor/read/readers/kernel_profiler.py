@@ -23,6 +23,8 @@ def layout_of(head: bytes) -> Layout | None:
     Nsight Compute and no table of rocprof (version 1 to 3, one row per launch)."""
     if head.startswith(NCU_MAGIC):
         return "ncu-rep"
+    if head[257:262] == b"ustar":
+        return None  # members of other kinds would be read as kernels
     lines = (line.strip() for line in head[: 1 << 16].split(b"\n"))
     line = next((line for line in lines if line and not line.startswith(b"==")), b"")
     if b'"Kernel Name"' in line and b'"ID"' in line:

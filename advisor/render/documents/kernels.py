@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Final
 
 from advisor.core import text as t
@@ -33,14 +34,18 @@ def tables(report: Report) -> list[Section]:
     traced = any(view.step_ns is not None for view in views)
     absent = sum(view.step_ns is None for view in views)
     views = [view for view in views if view.step_ns is not None] if traced else views
-    head = ["kernel", "time", "limited by", "use", "occupancy"]
-    if traced:
-        head = ["kernel", "per step", "gain at most", "limited by", "use", "occupancy"]
-    rows = [_row(view, traced) for view in views[:MAX_ROWS]]
-    grid = _grid(head, rows, "l" + "r" * (len(head) - 1), optional=(len(head) - 1,))
+    short = t.labels_by_name((view.short for view in views), 34)
+    several = any(view.profiled > 1 for view in views)
+    rows = [_row(view, short[view.short], traced, several) for view in views[:MAX_ROWS]]
+    head = [name for name in rows[0] if any(row[name] for row in rows)]
+    cells = [[row[name] or t.NOT_MEASURED for name in head] for row in rows]
+    last = (len(head) - 1,) if head[-1] == "occupancy" else ()
+    grid = _grid(head, cells, "l" + "r" * (len(head) - 1), optional=last)
     aside = _absence(report, absent, len(report.kernel_counters))
     aside = aside if aside or traced else "per launch"
-    blocks = [Section("Kernels with hardware counters", [grid], aside)]
+    counted = any(view.use or view.occupancy is not None or view.dram_bytes for view in views)
+    title = "Kernels with hardware counters" if counted else "Profiled kernels"
+    blocks = [Section(title, [grid], aside)]
     sampled = [
         [
             f"{t.shorten_path(each.file, 34)}:{each.line}",
@@ -57,7 +62,7 @@ def tables(report: Report) -> list[Section]:
         blocks.append(Section("Where warps were sampled", [grid], "share of the kernel's samples"))
     advice = [f"{t.shorten(view.short, 40)}: {text}" for view in views for text in view.advice]
     if advice:
-        count = t.count_noun(len(advice), "text")
+        count = t.count_noun(len(advice), "note") + " of the profiler"
         items = Items(advice[:MAX_ADVICE])
         blocks.append(
             Section("The kernel profiler's own advice", [items], folded=True, counted=count)
@@ -134,20 +139,32 @@ def _size(size: int) -> str:
     return t.format_bytes(size) if size else "none"
 
 
-def _row(view: KernelCounters, traced: bool) -> list[str]:
-    name = t.shorten(view.short, 34)
+def _row(view: KernelCounters, name: str, traced: bool, several: bool) -> dict[str, str]:
+    """Cells by column; empty: not collected. ``several``: some figures are means of launches."""
     busiest = max(view.use.values(), default=None)
-    use = t.NOT_MEASURED if busiest is None else t.format_share(busiest)
-    if busiest is None and view.bandwidth is not None:
-        use = f"{view.bandwidth / 1e9:,.0f} GB/s of DRAM"
-    limit = [
-        view.limit,
-        use,
-        t.NOT_MEASURED if view.occupancy is None else t.format_share(view.occupancy),
-    ]
-    if not traced:
-        return [name, t.format_duration(view.duration_ns), *limit]
-    return [name, t.format_duration(view.step_ns), t.format_duration(view.gain_ns), *limit]
+    rate = "" if view.bandwidth is None else t.format_rate(view.bandwidth, "B/s")
+    times = {
+        "launches": f"{view.profiled:,}" if several else "",
+        "time": _or_empty(view.duration_ns, t.format_duration),
+    }
+    if traced:
+        times = {
+            "per step": t.format_duration(view.step_ns),
+            "gain at most": t.format_duration(view.gain_ns),
+        }
+    return {
+        "kernel": name,
+        **times,
+        "limited by": "" if view.limit == "unknown" else view.limit,
+        "use": _or_empty(busiest, t.format_share),
+        "DRAM bytes": _or_empty(view.dram_bytes, t.format_bytes) if busiest is None else "",
+        "DRAM rate": rate if busiest is None else "",
+        "occupancy": _or_empty(view.occupancy, t.format_share),
+    }
+
+
+def _or_empty(value: float | None, written: Callable[[float], str]) -> str:
+    return "" if value is None else written(value)
 
 
 def _command(report: Report) -> list[Section]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections import Counter
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -39,7 +38,6 @@ from advisor.measure.steps.steps import extent
 
 if TYPE_CHECKING:
     from advisor.core.report import Report
-    from advisor.core.run_directory import RankRecord
     from advisor.core.trace import Run
     from advisor.measure import Analysis
     from advisor.measure.steps.step_variation import StepDifference
@@ -260,19 +258,13 @@ def recorded_view(a: Analysis) -> RecordedSteps | None:
         observer_effect=recorded.observer,
         phases=phases,
         samples_per_second=recorded.samples_per_second,
-        samples_per_step=samples_per_step(recorded.record),
+        samples_per_step=recorded.samples_per_step,
         inference=recorded.inference,
         outside_ns=None if recorded.inference else recorded.outside,
         outside_share=None if recorded.inference or not whole else recorded.outside / whole,
         ended=None if end is None else str(end.get("reason", "finished"))[:100],
         windows=window_lines(recorded.record.of_kind("window")),
     )
-
-
-def samples_per_step(record: RankRecord) -> int | None:
-    """Samples of most steps, gradient accumulation included; ``None``: not recorded."""
-    counts = Counter(s.samples * max(s.micro, 1) for s in record.steps if s.samples is not None)
-    return counts.most_common(1)[0][0] if counts else None
 
 
 def step_durations(a: Analysis) -> list[StepDurations]:

@@ -18,9 +18,12 @@ from advisor.core.errors import AdvisorError
 if TYPE_CHECKING:
     from advisor.core.gpus import GpuSpec
     from advisor.core.prices import Prices
+    from advisor.replay.project.pace import Pace
     from advisor.replay.project.project import Choice, Projection, Projector
 
 WIDTH = 80
+MAX_NAMED = 4
+"""GPUs for which the median rank's step is given."""
 WORDS = {
     "compute": "bound by arithmetic",
     "memory": "bound by memory",
@@ -68,6 +71,14 @@ def command(
     ] = None,
     node_size: o.NodeSize = None,
     network: o.Network = None,
+    epoch_steps: Annotated[
+        int | None,
+        typer.Option(metavar="N", min=1, help="Recorded steps of an epoch, to cost one."),
+    ] = None,
+    epoch_samples: Annotated[
+        int | None,
+        typer.Option(metavar="N", min=1, help="Samples of an epoch, of the whole job."),
+    ] = None,
     same_host: Annotated[
         bool, typer.Option("--same-host", help="The GPU goes into this machine: host time stays.")
     ] = False,
@@ -87,9 +98,8 @@ def command(
         raise AdvisorError("--gpus N is of the recorded GPU: give it without --gpu and --all")
     from advisor.core.gpus import find_gpu
     from advisor.core.prices import read_prices
-    from advisor.measure import Analysis
-    from advisor.measure.steps.steps import refuse_none
     from advisor.read import ReadOptions, open_run
+    from advisor.replay.project.pace import find_epoch, find_pace, read_rank
     from advisor.replay.project.project import Projector, choose
 
     table = read_prices(prices)
@@ -98,30 +108,63 @@ def command(
     run = open_run(path, read, rank=rank, window="first")
     if not run.traces:
         raise AdvisorError(f"{path}: no profiled window, so nothing to project")
-    number = run.ranks[0] if rank is None else rank
-    if len(run.ranks) > 1:
-        notes.append(f"the step is that of rank {number}; the others are taken to move with it")
-    measured = Analysis(run.window(number), chosen)
-    refuse_none(measured.steps, measured.trace.meta.path, number, selected=chosen is not None)
+    pace = find_pace(run, rank, chosen)
+    measured = read_rank(run, pace.slowest, chosen)
+    if len(pace.work) > 1:
+        notes.append(pace.sentence)
+    epoch = find_epoch(measured, epoch_steps, epoch_samples)
     if gpus:
         from advisor.cli.project_splits import show_splits
 
         show_splits(
             measured, gpus, nodes, from_mesh, instance, prices, table, node_size, network,
-            sys.stdout, plain=form == "json",
+            sys.stdout, plain=form == "json", epoch=epoch, notes=notes,
         )  # fmt: skip
         return
-    projector = Projector(
-        measured,
-        same_host=same_host,
-        source=None if source is None else find_gpu(source).gpu,
-    )
-    result = choose(projector, targets)
+    origin = None if source is None else find_gpu(source).gpu
+    projector = Projector(measured, same_host=same_host, source=origin)
+    result = choose(projector, targets, epoch)
+    median = None
+    if pace.median != pace.slowest:
+        median = Projector(read_rank(run, pace.median, chosen), same_host=same_host, source=origin)
+    ranks = _RankSteps(pace, median, result)
     if form == "json":
         plain = _plain(projector, result, notes) | {"currency": table.currency}
+        plain |= {"epoch_steps": epoch} | ranks.plain()
         print(json.dumps(plain, indent=2, allow_nan=False))
     else:
-        _show(projector, result, notes, table.currency, sys.stdout)
+        notes += ranks.sentences()
+        _show(projector, result, notes, table.currency, epoch, sys.stdout)
+
+
+class _RankSteps:
+    """The steps of the median rank, beside those of the slowest."""
+
+    def __init__(self, pace: Pace, median: Projector | None, found: tuple[Choice, ...]) -> None:
+        self.pace, self.found = pace, found
+        from advisor.core.gpus import known
+
+        gpus = {gpu.name: gpu for gpu in known()}
+        self.median = (
+            ()
+            if median is None
+            else tuple(median.on(gpus[choice.projection.gpu]) for choice in found)
+        )
+        self.measured = None if median is None else median.a.step_ns
+
+    def plain(self) -> dict[str, Any]:
+        """The rank of the figures; null: of the median: there is one rank."""
+        ranks = [{"gpu": p.gpu, "step_ns": None if p.refused else p.step_ns} for p in self.median]
+        other = {"rank": self.pace.median, "measured_step_ns": self.measured, "gpus": ranks}
+        return {"rank": self.pace.slowest, "median": other if self.median else None}
+
+    def sentences(self) -> list[str]:
+        """A line for the first GPUs of the table."""
+        steps = [f"{_ms(p.step_ns)} ms on {p.gpu}" for p in self.median if not p.refused]
+        if not steps:
+            return []
+        more = " …" if len(steps) > MAX_NAMED else ""
+        return [f"the step of rank {self.pace.median}: {', '.join(steps[:MAX_NAMED])}{more}"]
 
 
 def _targets(
@@ -177,6 +220,7 @@ def _row(choice: Choice) -> dict[str, Any]:
         "cost_per_million_steps": choice.cost,
         "low_cost": choice.low_cost,
         "high_cost": choice.high_cost,
+        "cost_per_epoch": choice.epoch_cost,
         "memory": p.fit._asdict(),
         "parts": [part._asdict() for part in p.parts],
         "notes": list(p.notes),
@@ -191,7 +235,12 @@ def _ms(ns: float) -> str:
 
 
 def _show(
-    projector: Projector, found: tuple[Choice, ...], notes: list[str], currency: str, file: TextIO
+    projector: Projector,
+    found: tuple[Choice, ...],
+    notes: list[str],
+    currency: str,
+    epoch: float | None,
+    file: TextIO,
 ) -> None:
     """What a person reads, within 80 columns."""
     from advisor.core.text import clean
@@ -208,7 +257,7 @@ def _show(
     per = "of the recording" if a.per == "recording" else "per step"
     print(f"measured on {projector.source.name}: {_ms(a.step_ns)} ms {per}", file=file)
     unit = "ms" if a.per == "recording" else "ms per step"
-    _table(found, unit, currency, file)
+    _table(found, unit, currency, epoch, file)
     if len(found) == 1:
         from advisor.advise.terms import how_to_record
 
@@ -230,11 +279,13 @@ def _show(
     paragraph(f"{RESTS_ON}; {host}. See docs/project.md.")
 
 
-def _table(found: tuple[Choice, ...], unit: str, currency: str, file: TextIO) -> None:
+def _table(
+    found: tuple[Choice, ...], unit: str, currency: str, epoch: float | None, file: TextIO
+) -> None:
     money = any(c.price is not None for c in found)
     name = max(12, min(25 if money else 30, max(len(c.projection.gpu) for c in found)))
     head = f"{'GPU':<{name}} {unit:>9} {'band':>17} {'speed':>7}"
-    cost = f"{currency} a million"
+    cost = f"{currency} a million" if epoch is None else f"{currency} an epoch"
     print(f"\n{head} {cost:>13}" if money else f"\n{head}  memory", file=file)
     for c in found:
         p = c.projection
@@ -244,9 +295,12 @@ def _table(found: tuple[Choice, ...], unit: str, currency: str, file: TextIO) ->
         if not money:
             print(f"{line}  {p.fit.verdict}".rstrip(), file=file)
             continue
-        sum_ = "no price" if c.cost is None else f"{c.cost:,.2f}"
+        paid = c.cost if epoch is None else c.epoch_cost
+        sum_ = "no price" if paid is None else f"{paid:,.2f}"
         mark = "  !" if not c.possible else ""
         print(f"{line} {sum_:>13}{mark}".rstrip(), file=file)
+    if epoch is not None:
+        print(f"an epoch has {epoch:,.0f} recorded steps", file=file)
     if money:
         _cheapest(found, file)
 

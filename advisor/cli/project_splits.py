@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 def show_splits(
     a: Analysis, gpus: list[int], nodes: int | None, from_mesh: str | None,
     instance: str | None, file: Path | None, prices: Prices, node_size: int | None,
-    network: float | None, out: TextIO, *, plain: bool,
+    network: float | None, out: TextIO, *, plain: bool, epoch: float | None, notes: list[str],
 ) -> None:  # fmt: skip
     """Splits of each number of GPUs, as a table or as JSON."""
     from advisor.core.files import read_toml
@@ -33,22 +33,25 @@ def show_splits(
     hourly = None if price is None else price.per_hour
     if nodes is not None and any(count % nodes for count in gpus):
         raise AdvisorError(f"--nodes {nodes}: does not divide --gpus")
-    if nodes is not None and len(gpus) == 1:
-        node_size = gpus[0] // nodes
-    notes = ["each replica keeps its batch: the job's grows with the data-parallel ranks"]
+    notes = [*notes, "each replica keeps its batch: the job's grows with the data-parallel ranks"]
     if instance is not None:
         machine = read_instance({} if file is None else read_toml(file).get("instances"), instance)
         if found is None or find_gpu(machine.gpu).gpu.name != found.name:
             raise AdvisorError(f"{instance} has {machine.gpu}, which was not recorded: see --gpu")
-        node_size, network = machine.gpus, machine.network if network is None else network
+        if nodes is not None and any(count != nodes * machine.gpus for count in gpus):
+            raise AdvisorError(f"--nodes {nodes} of {instance} have {nodes * machine.gpus} GPUs")
+        network = machine.network if network is None else network
         hourly = hourly if machine.price is None else machine.price / machine.gpus
         if machine.cores is not None:
             notes.append(f"{instance} has {machine.cores / machine.gpus:g} cores for each GPU")
     recorded = None if from_mesh is None else parse_mesh(from_mesh)
     projector = MeshProjector(a, recorded, NodeLinks(node_size, network))
-    rows = compare(projector, gpus, hourly)
+    if instance is not None and nodes is None:
+        projector = projector.on_nodes_of(machine.gpus)
+    rows = compare(projector, gpus, hourly, nodes, epoch)
     if plain:
         table = {"schema": 1, "measured": str(projector.measured), "currency": prices.currency}
+        table |= {"epoch_steps": epoch}
         table |= {"splits": [row._asdict() for row in rows], "notes": notes}
         print(json.dumps(table, indent=2, allow_nan=False), file=out)
         return
@@ -74,7 +77,8 @@ def show_splits(
         )
     notes.append("speed: samples of the job per second, over the recorded ones")
     if hourly is not None:
-        notes.append("cost: of the samples of a million recorded steps")
+        many = "a million recorded steps" if epoch is None else f"an epoch, {epoch:,.0f} steps"
+        notes.append(f"cost: of the samples of {many}")
     print(file=out)
     for note in notes:
         print(textwrap.fill(f"{note}.", 80, initial_indent="- ", subsequent_indent="  "), file=out)

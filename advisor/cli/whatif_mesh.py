@@ -25,6 +25,10 @@ def show_mesh(result: MeshResult, file: TextIO, *, plain: bool) -> None:
     print(f"{'batch of the job':22} {'1':>16} {f'{result.batch:.3g}':>16}   times", file=file)
     band = f"{_ms(result.low_ns)} - {_ms(result.high_ns)}"
     _line("step", result.measured_step_ns, result.step_ns, file, band)
+    if (median := result.median) is not None:
+        other = f"{_ms(median.low_ns)} - {_ms(median.high_ns)}"
+        name = f"  of rank {median.rank}"
+        _line(name, median.measured_step_ns, median.step_ns, file, other)
     print(
         f"{'samples a s and GPU':22} {'1':>16} {f'{result.throughput:.3g}':>16}   times", file=file
     )
@@ -51,6 +55,7 @@ def _plain(result: MeshResult) -> dict[str, Any]:
         "measured": result.measured._asdict(),
         "mesh": result.mesh._asdict(),
         "axes": [axis._asdict() for axis in result.axes],
+        "median": None if result.median is None else result.median._asdict(),
     }
 
 

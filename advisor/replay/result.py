@@ -9,8 +9,6 @@ import polars as pl
 
 from advisor.core.errors import AdvisorError
 from advisor.measure import Analysis
-from advisor.measure.comm.links import NodeLinks
-from advisor.measure.ranks.members import host_of
 from advisor.measure.steps.steps import refuse_none
 from advisor.replay.exposed import ExposedTime
 from advisor.replay.language import parse_edit
@@ -130,36 +128,40 @@ def what_if(
     ``mesh`` (``dp=8,tp=4``) on another device mesh.
 
     ``rank`` defaults to the first; the other ranks of the run are replayed with it. ``steps`` is a
-    half-open range of their indices; default: all. With ``mesh``, which is of one rank: see
-    ``MeshProjector``; ``from_mesh`` is the recorded one, ``node_size`` the GPUs of a node,
-    ``network`` GB/s of a GPU across nodes.
+    half-open range of their indices; default: all. With ``mesh`` the default is the rank with most
+    work of its own, and the median one beside it: see ``MeshProjector``. ``from_mesh`` is the
+    recorded one, ``node_size`` the GPUs of a node, ``network`` GB/s of a GPU across nodes.
     Raises AdvisorError: an edit that cannot be read, a run without a profiled window, a rank
     without one, steps that are not there; a mesh that cannot be projected.
     """
     if not run.traces:
         raise AdvisorError(f"{run.path or 'run'}: no profiled window, so nothing to replay")
-    if rank is None:
-        rank = run.ranks[0]
-    elif rank not in run.ranks:
+    chosen, rank = rank, run.ranks[0] if rank is None else rank
+    if rank not in run.ranks:
         have = ", ".join(map(str, run.ranks))
         raise AdvisorError(f"{run.path or 'run'}: no trace of rank {rank} (ranks present: {have})")
     if mesh is not None:
         if edits:
             raise AdvisorError("edits are replayed on the recorded mesh: give edits or a mesh")
-        from advisor.replay.project.mesh import MeshProjector, parse_mesh
+        from advisor.replay.project.pace import project_ranks
 
-        a = Analysis(run.window(rank), steps)
-        refuse_none(a.steps, a.trace.meta.path, rank, selected=steps is not None)
-        names = {number: host_of(run.window(number).meta.path) for number in run.ranks}
-        hosts = {number: host for number, host in names.items() if host}
-        recorded = None if from_mesh is None else parse_mesh(from_mesh)
-        projector = MeshProjector(a, recorded, NodeLinks(node_size, network, hosts))
-        return projector.on(parse_mesh(mesh), same_batch=same_batch, micro_batches=micro_batches)
+        return project_ranks(
+            run, chosen, mesh, steps=steps, from_mesh=from_mesh, node_size=node_size,
+            network=network, same_batch=same_batch, micro_batches=micro_batches,
+        )  # fmt: skip
     parsed = [parse_edit(e) if isinstance(e, str) else e for e in edits]
     analyses = {number: Analysis(run.window(number), steps) for number in (rank, *run.ranks)}
     for number, a in analyses.items():
         refuse_none(a.steps, a.trace.meta.path, number, selected=steps is not None)
     whatif = WindowReplayer(analyses.pop(rank), rank, analyses)
+    notes = [MEASURE] if any(_lighter(edit) for edit in parsed) else []
+    if chosen is None and analyses and not whatif.ranks:
+        from advisor.replay.project.pace import find_pace
+
+        pace = find_pace(run, None, steps)
+        rank = pace.slowest
+        whatif = WindowReplayer(Analysis(run.window(rank), steps), rank)
+        notes.append(f"the ranks are not replayed together: {pace.sentence}")
     here = whatif.ranks or (rank,)
     for edit in parsed:
         if edit.rank is not None and edit.rank not in here:
@@ -184,7 +186,7 @@ def what_if(
         families=tuple(whatif.a.families.sort("dur", descending=True)["family"].cast(pl.String))
         if whatif.a.device_id is not None
         else (),
-        notes=(MEASURE,) if any(_lighter(edit) for edit in parsed) else (),
+        notes=tuple(notes),
         framework=whatif.a.trace.meta.framework,
     )
 

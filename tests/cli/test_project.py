@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from advisor.replay.project.pace import find_epoch
 from advisor.testing import TraceBuilder
 
 Run = Callable[..., Any]
@@ -141,10 +142,54 @@ def test_of_a_run_of_several_ranks_it_says_which_one_it_is(advisor: Run, tmp_pat
     told = ("--gpu", "mi300x", "--rank", "1", "--format", "json")
     found = advisor("project", tmp_path, *told)
     assert found.code == 0, found.err
+    assert (json.loads(found.out)["rank"], json.loads(found.out)["median"]) == (1, None)
 
 
-def test_real_traces_without_a_known_gpu_are_refused_in_a_line(
-    advisor: Run, shared_trace: Callable[[str], str]
+def test_a_job_is_projected_from_its_slowest_rank_with_the_median_beside_it(
+    advisor: Run, tmp_path: Path
 ) -> None:
-    done = advisor("project", shared_trace("two_ranks_rank0"), "--gpu", "h200")
-    assert (done.code, done.out, done.err.count("\n")) == (2, "", 1)
+    """Ranks of 1, 3 and 2 ms: rank 1 sets the pace, and rank 2 is the one in the middle."""
+    for rank, us in enumerate((1_000, 3_000, 2_000)):
+        b = TraceBuilder(rank=rank, world_size=3)
+        for _ in range(4):
+            with b.step():
+                b.launch("softmax_warp_forward", us)
+                b.sync()
+        b.write(tmp_path / f"rank{rank}.json")
+    out = advisor("project", tmp_path, "--gpu", "mi300x").out
+    assert "rank 1 has the most work of 3 ranks, 3 ms per step" in out
+    assert "rank 2, has 2 ms" in out and "the step of rank 2:" in out
+    found = json.loads(advisor("project", tmp_path, "--gpu", "mi300x", "--format", "json").out)
+    (gpu,), (other,) = found["gpus"], found["median"]["gpus"]
+    assert (found["rank"], found["median"]["rank"]) == (1, 2)
+    assert gpu["step_ns"] == pytest.approx(1.5 * other["step_ns"], rel=0.05)
+
+
+def test_an_epoch_costs_its_steps(advisor: Run, trace: Path, tmp_path: Path) -> None:
+    prices = tmp_path / "prices.toml"
+    prices.write_text('[prices]\n"h100 sxm5" = 3.0\n')
+    asked = ("project", trace, "--all", "--prices", prices, "--epoch-steps", "5000")
+    found = json.loads(advisor(*asked, "--format", "json").out)
+    (gpu,) = found["gpus"]
+    assert found["epoch_steps"] == 5000
+    assert gpu["cost_per_epoch"] == pytest.approx(gpu["cost_per_million_steps"] * 5000 / 1e6)
+    out = advisor(*asked).out
+    assert "USD an epoch" in out and "an epoch has 5,000 recorded steps" in out
+    refused = advisor("project", trace, "--gpu", "h200", "--epoch-samples", "10")
+    assert refused.code == 2 and "samples per step were not recorded" in refused.err
+
+
+def test_the_length_of_the_recorded_loader_is_an_epoch() -> None:
+    """1,000 batches of 32, two of them a step: 500 steps of 64 samples."""
+    b = TraceBuilder()
+    record = b.record_of_run()
+    record.event("loader", id=1, length=1000, batch_size=32)
+    record.steps(10, 5.0, fields={"samples": 32, "micro": 2})
+    with b.step():
+        b.launch("k", 10)
+    a = b.analysis()
+    assert find_epoch(a, None, None) == 500
+    assert find_epoch(a, 7, None) == 7
+    assert find_epoch(a, None, 6400) == 100
+    record.event("loader", id=2, length=10)
+    assert find_epoch(b.analysis(), None, None) is None

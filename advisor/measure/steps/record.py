@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
@@ -225,6 +226,25 @@ class StepRecords:
             return None
         time = float(self.dur[self.used][known].sum())
         return float(sizes[known].sum()) * 1e9 / time if time else None
+
+    @cached_property
+    def samples_per_step(self) -> int | None:
+        """Samples of most steps, gradient accumulation included; ``None``: not recorded."""
+        counts = Counter(
+            s.samples * max(s.micro, 1) for s in self.record.steps if s.samples is not None
+        )
+        return counts.most_common(1)[0][0] if counts else None
+
+    @cached_property
+    def epoch_steps(self) -> int | None:
+        """Steps of an epoch: the batches of the one loader that feeds them, over those of a step;
+        ``None``: not recorded, or there are several loaders."""
+        lengths = {loader.get("length") for loader in self.loaders}
+        batches = lengths.pop() if len(lengths) == 1 else None
+        if not isinstance(batches, int) or not 0 < batches < LARGEST or not self.record.steps:
+            return None
+        counts = Counter(max(step.micro, 1) for step in self.record.steps)
+        return max(1, batches // counts.most_common(1)[0][0])
 
     # -- telemetry ----------------------------------------------------------------------------
 

@@ -13,6 +13,7 @@ Kernels and collectives that were recorded are replayed with other lengths. What
 from __future__ import annotations
 
 import math
+from copy import copy
 from functools import cached_property
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -106,6 +107,16 @@ class MeshAxisChange(NamedTuple):
     then_exposed_ns: float
 
 
+class MedianRank(NamedTuple):
+    """The step of another rank, on the same mesh. Times in ns per step."""
+
+    rank: int
+    measured_step_ns: float
+    step_ns: float
+    low_ns: float
+    high_ns: float
+
+
 class MeshResult(NamedTuple):
     """The step on another mesh. Times in ns per step."""
 
@@ -131,6 +142,10 @@ class MeshResult(NamedTuple):
     """Peak of a GPU, from the least to the most, bytes; ``None``: not recorded."""
     replayed: bool
     notes: tuple[str, ...]
+    rank: int | None = None
+    """That it is of: of several, the one with most work of its own; ``None``: the only one."""
+    median: MedianRank | None = None
+    """The same of the rank with the median work; ``None``: one rank was projected."""
 
 
 def recover_mesh(axes: list[MeshAxis], world: int | None) -> Mesh:
@@ -171,6 +186,17 @@ class MeshProjector:
         self.axes = report_mesh(a, self.machine)
         self.measured = measured or recover_mesh(self.axes, a.trace.meta.world_size)
         self.node = find_node_size(a, self.machine)
+        """GPUs of a recorded node; ``None``: unknown."""
+        self.node_there = self.node
+
+    def on_nodes_of(self, gpus: int) -> MeshProjector:
+        """The same recording, projected onto nodes of another size."""
+        result = copy(self)
+        result.node_there = gpus
+        return result
+
+    def _node(self, mesh: Mesh) -> int | None:
+        return self.node if mesh is self.measured else self.node_there
 
     @cached_property
     def whatif(self) -> WindowReplayer:
@@ -203,18 +229,20 @@ class MeshProjector:
     def _local(self, mesh: Mesh, axis: str) -> int:
         """Ranks of a group of an axis in one node; AdvisorError: the size of a node is unknown."""
         size, stride = mesh.extent(axis)
-        if self.node is None:
+        node = self._node(mesh)
+        if node is None:
             raise AdvisorError(
                 "the size of a node is unknown, so which ranks share one: --node-size N"
             )
-        return max(1, min(size, self.node // stride))
+        return max(1, min(size, node // stride))
 
     def crosses(self, mesh: Mesh, axis: str) -> bool:
         """Whether groups of an axis reach over nodes. AdvisorError: unknown, and it matters."""
         size, stride = mesh.extent(axis)
-        if mesh == self.measured and self.node is None:
+        node = self._node(mesh)
+        if mesh == self.measured and node is None:
             return False
-        return self._local(mesh, axis) < size and stride * size > (self.node or 0)
+        return self._local(mesh, axis) < size and stride * size > (node or 0)
 
     @cached_property
     def _node_rates(self) -> tuple[float, float, float]:
@@ -307,6 +335,7 @@ class MeshProjector:
         ``same_batch`` that of the job; micro-batches keep their size unless ``micro_batches`` says
         how many there are. Raises AdvisorError: what is asked is not in the recording."""
         old = self.measured
+        mesh = mesh._replace()  # the recorded mesh on other nodes is another one
         if (mesh.ep > 1) != (old.ep > 1) and mesh.ep > 1:
             raise AdvisorError("no all-to-all of experts was recorded, so ep cannot be projected")
         replica = old.dp / mesh.dp if same_batch else 1.0

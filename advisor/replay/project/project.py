@@ -278,6 +278,8 @@ class Choice(NamedTuple):
     """Money for a million steps."""
     low_cost: float | None
     high_cost: float | None
+    epoch_cost: float | None = None
+    """Money for an epoch; null: its steps are not known."""
 
     @property
     def possible(self) -> bool:
@@ -290,9 +292,9 @@ class Choice(NamedTuple):
         return low is not None and high is not None and low <= high
 
 
-def cost(price: float | None, step_ns: float) -> float | None:
-    """Money for a million steps at ``price`` an hour."""
-    return None if price is None else price * step_ns / HOUR_NS * 1e6
+def cost(price: float | None, step_ns: float, steps: float = 1e6) -> float | None:
+    """Money for so many steps at ``price`` an hour."""
+    return None if price is None else price * step_ns / HOUR_NS * steps
 
 
 def hourly_prices(prices: Prices) -> dict[str, float]:
@@ -309,10 +311,12 @@ def hourly_prices(prices: Prices) -> dict[str, float]:
 
 
 def choose(
-    projector: Projector, gpus: Iterable[tuple[GpuSpec, float | None]]
+    projector: Projector,
+    gpus: Iterable[tuple[GpuSpec, float | None]],
+    epoch: float | None = None,
 ) -> tuple[Choice, ...]:
     """All of them: the cheapest first, then those without a price, the fastest first, then those on
-    which the step cannot run."""
+    which the step cannot run. ``epoch``: its steps."""
     result = []
     for gpu, price in gpus:
         p = projector.on(gpu)
@@ -321,7 +325,8 @@ def choose(
             if p.refused
             else (cost(price, p.step_ns), cost(price, p.low_ns), cost(price, p.high_ns))
         )
-        result.append(Choice(p, price, *costs))
+        paid = None if p.refused or epoch is None else cost(price, p.step_ns, epoch)
+        result.append(Choice(p, price, *costs, paid))
 
     def order(c: Choice) -> tuple[bool, bool, float]:
         figure = c.projection.step_ns if c.cost is None else c.cost

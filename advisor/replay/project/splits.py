@@ -40,7 +40,7 @@ class Split(NamedTuple):
     speed: float | None = None
     """Samples per second of the whole job, over those of the recorded one."""
     cost: float | None = None
-    """Money for the samples of a million recorded steps."""
+    """Money for the samples of a million recorded steps, or of those of an epoch."""
     low_cost: float | None = None
     high_cost: float | None = None
     refused: str = ""
@@ -73,14 +73,24 @@ def meshes(measured: Mesh, gpus: int, node: int | None) -> Iterator[Mesh]:
         tp *= 2
 
 
-def compare(projector: MeshProjector, counts: Iterable[int], price: float | None) -> list[Split]:
-    """All splits: by count, the most samples per second first. ``price``: an hour of one GPU. Each
-    replica keeps its batch, so that the job's grows with the data-parallel ranks."""
+def compare(
+    projector: MeshProjector,
+    counts: Iterable[int],
+    price: float | None,
+    nodes: int | None = None,
+    steps: float | None = None,
+) -> list[Split]:
+    """All splits: by count, the most samples per second first. ``price``: an hour of one GPU;
+    ``nodes``: machines that share each count, which they divide; ``steps``: that the cost is of,
+    else a million. Each replica keeps its batch, so that the job's grows with the data-parallel
+    ranks."""
     result = []
     for gpus in counts:
+        if nodes is not None:
+            projector = projector.on_nodes_of(gpus // nodes)
         rows = [
-            _split(projector, mesh, price)
-            for mesh in meshes(projector.measured, gpus, projector.node)
+            _split(projector, mesh, price, steps or 1e6)
+            for mesh in meshes(projector.measured, gpus, projector.node_there)
         ]
         rows = rows or [
             Split(gpus, "", refused=f"{projector.measured} does not divide {gpus} GPUs")
@@ -89,13 +99,14 @@ def compare(projector: MeshProjector, counts: Iterable[int], price: float | None
     return result
 
 
-def _split(projector: MeshProjector, mesh: Mesh, price: float | None) -> Split:
+def _split(projector: MeshProjector, mesh: Mesh, price: float | None, steps: float) -> Split:
     try:
         there = projector.on(mesh)
     except AdvisorError as error:
         return Split(mesh.world, str(mesh), refused=str(error))
     ends = (there.step_ns, there.low_ns, there.high_ns)
-    costs = [cost(None if price is None else price * mesh.world / there.batch, ns) for ns in ends]
+    hourly = None if price is None else price * mesh.world / there.batch
+    costs = [cost(hourly, ns, steps) for ns in ends]
     return Split(
         mesh.world,
         str(mesh),

@@ -11,7 +11,7 @@ from advisor.core.prices import read_prices
 from advisor.measure import Analysis
 from advisor.measure.comm.links import NodeLinks
 from advisor.read import read_trace
-from advisor.replay.project.mesh import Mesh, MeshProjector
+from advisor.replay.project.mesh import Mesh, MeshProjector, parse_mesh
 from advisor.replay.project.splits import Instance, compare, meshes, read_instance
 from benchmarks.simulation.kineto import trace
 from benchmarks.simulation.meshes import draw_pair, play_mesh
@@ -84,3 +84,37 @@ def test_an_instance_is_read_from_the_price_file(tmp_path: Path) -> None:
 def test_what_is_no_instance_is_refused(entry: object) -> None:
     with pytest.raises(AdvisorError, match="instance"):
         read_instance({"x": entry} if entry is not None else {}, "x")
+
+
+def test_nodes_are_shared_by_each_number_of_gpus(analysis: Analysis) -> None:
+    """Two machines: tensor parallelism stays within half of the GPUs, whatever their number."""
+    projector = MeshProjector(analysis, None, NodeLinks(8, 25.0))
+    rows = compare(projector, [4, 8, 16], None, nodes=2)
+    largest = {
+        count: max(parse_mesh(row.mesh).tp for row in rows if row.gpus == count)
+        for count in (4, 8, 16)
+    }
+    assert largest == {4: 2, 8: 4, 16: 8}
+
+
+def test_the_recorded_mesh_on_more_nodes_sends_over_the_network(analysis: Analysis) -> None:
+    """dp=2,tp=4 of one node of 8 on two nodes of 4: its gradients cross, and nothing else does."""
+    projector = MeshProjector(analysis, None, NodeLinks(8, 5.0))
+    assert projector.measured == Mesh(dp=2, tp=4)
+    apart = projector.on_nodes_of(4)
+    here, there = projector.on(projector.measured), apart.on(apart.measured)
+    assert here.step_ns == pytest.approx(analysis.step_ns)
+    assert there.step_ns > here.step_ns
+    axes = {each.axis: each for each in there.axes}
+    assert axes["dp"].then_ns > 10 * axes["dp"].ns
+    same = next(each for each in here.axes if each.axis == "tp")
+    assert axes["tp"].then_ns == pytest.approx(same.then_ns)
+
+
+def test_an_epoch_costs_its_steps(analysis: Analysis) -> None:
+    projector = MeshProjector(analysis, None, NodeLinks(8, 25.0))
+    million = compare(projector, [8], 2.0)
+    epoch = compare(projector, [8], 2.0, steps=500)
+    assert [row.cost for row in epoch] == [
+        pytest.approx((row.cost or 0.0) * 500 / 1e6) for row in million
+    ]

@@ -108,6 +108,7 @@ PAGES = (
     MenuPage("kernels", "/kernels", "Kernels and ops"),
     MenuPage("memory", "/memory", "Memory"),
     MenuPage("distributed", "/distributed", "Distributed"),
+    MenuPage("network", "/network", "Network"),
     MenuPage("run", "/run", "Run"),
     MenuPage("trials", "/trials", "Trials"),
     MenuPage("gpus", "/gpus", "Cost and GPUs"),

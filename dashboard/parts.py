@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
+from urllib.parse import quote
 
 import dash
 import dash_mantine_components as dmc
 from dash import ClientsideFunction, Input, Output, State, dcc, html
 
 from advisor.core import text as t
+from advisor.core.finding import Location
 from advisor.core.views import Segment, StepBar
 from advisor.render.document import Grid, Items, Paragraph, Section, Span
 
@@ -335,6 +338,16 @@ def external_link(*children: Any, href: str, cls: str = "") -> Any:
 def icon(name: str) -> Any:
     """An icon of assets/icons.css; decoration only, so hidden from screen readers."""
     return el("Span", cls=f"icon icon-{name}", aria_hidden="true")
+
+
+def editor_href(template: str, place: Location) -> str | None:
+    """The address that opens a place in the editor; ``None``: its file is not on this machine."""
+    if not template or not place.file or place.line is None or "\0" in place.file:
+        return None
+    file = Path(place.file).absolute()
+    if file.suffix != ".py" or not file.is_file():
+        return None
+    return template.replace("{file}", quote(str(file))).replace("{line}", str(place.line))
 
 
 def draw_bar(shown: StepBar, links: Mapping[str, str] | None = None) -> Any:

@@ -97,7 +97,8 @@ class CommandHelp(TyperCommand):
 
     def format_options(self, ctx: Any, formatter: Any) -> None:
         """Write the arguments, and each heading with its options."""
-        arguments, options = [], {}
+        arguments: list[tuple[str, str]] = []
+        options: dict[str, tuple[str, str]] = {}
         for parameter in self.get_params(ctx):
             record = parameter.get_help_record(ctx)
             if record is not None and parameter.param_type_name == "argument":
@@ -109,11 +110,13 @@ class CommandHelp(TyperCommand):
             with formatter.section("Arguments"):
                 formatter.write_dl(arguments)
         headings = OPTIONS.get(str(self.name), {})
-        under = [(heading, [options.pop(name, None) for name in names])
-                 for heading, names in headings.items()]  # fmt: skip
+        under: list[tuple[str, list[tuple[str, str] | None]]] = [
+            (heading, [options.get(name) for name in names]) for heading, names in headings.items()
+        ]
         listed = {line for _, lines in under for line in lines}
         rest = list(dict.fromkeys(line for line in options.values() if line not in listed))
-        for heading, lines in [*under, (OTHER if under else "Options", rest)]:
+        under.append((OTHER if under else "Options", [*rest]))
+        for heading, lines in under:
             if shown := [line for line in lines if line is not None]:
                 with formatter.section(heading):
                     formatter.write_dl(shown)

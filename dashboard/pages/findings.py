@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
-from urllib.parse import quote, urlsplit
+from urllib.parse import urlsplit
 
 from advisor.advise import facts
 from advisor.core import text as t
@@ -18,6 +17,7 @@ from advisor.dashboard.parts import (
     card,
     choices,
     code,
+    editor_href,
     el,
     empty,
     external_link,
@@ -39,7 +39,7 @@ def layout(category: object = None, **query: object) -> Any:
     """The page; ``category`` keeps the findings of one."""
     view = current.view(**query)
     report = view.loaded.report
-    ranked = facts.ranked(report)
+    ranked, timeless = facts.ranked(report), report.scope.timeless
     everything = [*ranked, *report.risks, *report.notes]
     if not everything:
         return page(_head(report), _nothing(report))
@@ -54,7 +54,9 @@ def layout(category: object = None, **query: object) -> Any:
         _filters(view, categories, chosen),
         *(finding_card(view, report, finding) for finding in kept(ranked)),
         _section("Memory and risks", view, report, kept(report.risks)),
-        _notes(view, report, kept(report.notes)),
+        # without a step nothing is ranked, and each is a card
+        *(finding_card(view, report, note) for note in kept(report.notes) if timeless),
+        None if timeless else _notes(view, report, kept(report.notes)),
     )
 
 
@@ -203,16 +205,6 @@ def _where(view: PageView, finding: Finding) -> Any:
             )
         )
     return el("Ul", *lines, cls="where-list")
-
-
-def editor_href(template: str, place: Location) -> str | None:
-    """The address that opens a place in the editor; ``None``: its file is not on this machine."""
-    if not template or not place.file or place.line is None or "\0" in place.file:
-        return None
-    file = Path(place.file).absolute()
-    if file.suffix != ".py" or not file.is_file():
-        return None
-    return template.replace("{file}", quote(str(file))).replace("{line}", str(place.line))
 
 
 def _evidence(finding: Finding) -> Any:

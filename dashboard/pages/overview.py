@@ -15,6 +15,7 @@ from advisor.core.report import Report
 from advisor.core.views import Stair, Stairs, StepBar
 from advisor.dashboard import current, parts, snapshot
 from advisor.dashboard.current import PageView
+from advisor.dashboard.pages import network
 from advisor.dashboard.parts import (
     banner,
     card,
@@ -51,15 +52,21 @@ def layout(**query: object) -> Any:
         _head(report),
         banner(report.limits),
         *(snapshot.sections(view)[:1] if timeless else [tiles(figures(report))]),
-        *(map(draw_section, kernels.tables(report)) if timeless else ()),
+        *(_timeless(view, report) if timeless else ()),
         card(bar.heading, draw_bar(bar, _segment_links(view, bar)), tools=png_button("step"))
         if bar is not None
         else None,
         _serving(report),
         _staircase(report),
-        _top(view, report),
+        None if timeless else _top(view, report),
         _rest(report),
     )
+
+
+def _timeless(view: PageView, report: Report) -> list[Any]:
+    """Of counters, logs or dumps alone: what to change, and what they say."""
+    sections = map(draw_section, kernels.tables(report))
+    return [_top(view, report), *network.sections(view), *sections]
 
 
 def _segment_links(view: PageView, bar: StepBar) -> dict[str, str]:
@@ -91,11 +98,17 @@ def _head(report: Report) -> Any:
     ]
     return el(
         "Div",
-        el("Span", STATUS[report.status], cls=f"pill {report.status}"),
+        el("Span", _status(report), cls=f"pill {report.status}"),
         el("H1", t.clean(report.verdict)),
         el("Div", *lines, cls="scope"),
         cls="page-head",
     )
+
+
+def _status(report: Report) -> str:
+    """Logs and dumps show faults, not where the time goes."""
+    fault = report.status == "bottlenecks" and (report.flight or report.network)
+    return "Problems found" if fault and report.scope.timeless else STATUS[report.status]
 
 
 def figures(report: Report) -> list[tuple[str, str, str]]:
@@ -265,7 +278,7 @@ def anchor(finding: Finding) -> str:
 
 
 def _top(view: PageView, report: Report) -> Any:
-    ranked = facts.ranked(report)
+    ranked = report.notes if report.scope.timeless else facts.ranked(report)
     listed = [*ranked[:TOP], *report.risks]
     if not listed:
         return None

@@ -224,10 +224,11 @@ class NcclSockets(NetworkRule):
         }.get(case, "NET/IB found no device." if log.without_device else "")
         known = bool(adapters or case)
         there = f" The node has {', '.join(adapters[:4])}." if adapters else ""
+        there = there if reason else there.lstrip()
+        by = f" ({', '.join(log.interfaces)})" if log.interfaces else ""
         yield Finding(
             summary=f"{t.count_noun(sockets, 'connection')} between nodes "
-            f"{'go' if sockets > 1 else 'goes'} over TCP ({', '.join(log.interfaces) or 'unknown'})"
-            f". {reason}{there}".rstrip(),
+            f"{'go' if sockets > 1 else 'goes'} over TCP{by}. {reason}{there}".rstrip(),
             evidence=[*of_path(log), Evidence("interface", ", ".join(log.interfaces) or None)],
             confidence=self.confidence if known else 0.4,
             confidence_notes=[] if known else ["nothing shows that the node has a faster adapter"],

@@ -30,7 +30,7 @@ from advisor.dashboard.access import Access
 from advisor.dashboard.app import create_app
 from advisor.dashboard.follow import Follower
 from advisor.dashboard.pages import kernels
-from advisor.dashboard.pages.findings import editor_href
+from advisor.dashboard.parts import editor_href
 from advisor.dashboard.session import DashboardSession, newest_windows
 from advisor.testing import TraceBuilder
 

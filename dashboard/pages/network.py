@@ -1,0 +1,193 @@
+"""Network: the path that NCCL chose between the GPUs, and collectives that do not match or end."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Final
+
+from advisor.core import text as t
+from advisor.core.sources import CollectiveCall, CollectiveProblem, FlightRecord, NetworkLog
+from advisor.dashboard import current
+from advisor.dashboard.current import PageView
+from advisor.dashboard.parts import (
+    card,
+    editor_href,
+    el,
+    facts,
+    head,
+    page,
+    table,
+    tiles,
+)
+from advisor.measure.comm.flight import describe_problem, of_ranks
+from advisor.render.document import FieldList
+from advisor.render.documents import network as document
+
+KINDS: Final = {
+    "P2P": "directly between GPUs",
+    "SHM": "through host memory",
+    "NVLS": "NVLink SHARP, in the switch",
+    "NET/Socket": "between nodes, over TCP",
+    "GDRDMA": "between nodes, the adapter reads GPU memory",
+    "NET/": "between nodes, through host memory",
+    "NV": "NVLink",
+    "XGMI": "Infinity Fabric",
+    "PIX": "one PCIe switch",
+    "PXB": "several PCIe switches",
+    "PHB": "through the CPU's PCIe bridge",
+    "NODE": "through several PCIe bridges of one CPU",
+    "SYS": "between CPU sockets",
+}
+"""Part of the name of a transport or a link (NCCL; the legend of ``nvidia-smi topo -m``): what it
+is. The first that fits."""
+MAX_RANKS: Final = 200
+"""Rows of the table of a collective: the ranks that it is due to first."""
+
+
+def has_content(view: PageView) -> bool:
+    """Whether a log of NCCL, a topology or dumps of the flight recorder were read."""
+    if view.entry.loaded is None:
+        return False
+    report = view.loaded.report
+    return report.network is not None or report.flight is not None
+
+
+def layout(**query: object) -> Any:
+    """The page."""
+    view = current.view(**query)
+    return page(head("Network", _lead(view)), *sections(view))
+
+
+def _lead(view: PageView) -> str:
+    report = view.loaded.report
+    if report.flight is not None:
+        return "Collectives as each rank called them, from PyTorch's flight recorder."
+    if report.network is not None:
+        return "The path between the GPUs, as NCCL reported it at its start."
+    return "No log of NCCL, no topology and no dump of the flight recorder was given."
+
+
+def sections(view: PageView) -> list[Any]:
+    """Cards of the dumps and of the logs; empty without both."""
+    report = view.loaded.report
+    parts: list[Any] = []
+    if report.flight is not None:
+        parts += _flight(view, report.flight)
+    if report.network is not None:
+        parts += _path(report.network)
+    return parts
+
+
+def _flight(view: PageView, record: FlightRecord) -> list[Any]:
+    """What was read, and one card for each collective that does not match or end."""
+    absent = of_ranks(record.absent) if record.absent else ""
+    read = tiles(
+        [
+            ("Dumps", f"{record.dumps:,}", f"{absent} left none" if absent else "of all ranks"),
+            ("Calls", f"{record.calls:,}", f"in {t.count_noun(record.groups, 'process group')}"),
+            ("Mismatches", f"{len(record.problems):,}", _healthy(record)),
+        ]
+    )
+    return [read, *(_problem(view, problem) for problem in record.problems)]
+
+
+def _healthy(record: FlightRecord) -> str:
+    if record.damaged:
+        return f"{t.count_noun(record.damaged, 'entry')} could not be read"
+    return "" if record.problems else "all calls match and have ended"
+
+
+def _problem(view: PageView, problem: CollectiveProblem) -> Any:
+    """The ranks that it is due to with their last call, those that wait, and where."""
+    first = problem.calls[0]
+    own = {call.rank: call for call in problem.calls}
+    last = {call.rank: call for call in problem.last}
+    rows = [
+        [
+            f"rank {rank}",
+            _role(problem, rank),
+            *_call(view, own.get(rank, last.get(rank)), last=rank not in own),
+        ]
+        for rank in problem.ranks[:MAX_RANKS]
+    ]
+    waiting = [rank for rank in problem.waiting if rank not in problem.ranks]
+    if waiting:
+        rows.append([of_ranks(waiting).lower(), "waiting", *_call(view, first, last=False)])
+    title = f"{t.clean(first.operation)} {first.sequence} of {t.clean(first.group)}"
+    return card(
+        f"{title}: {problem.kind}",
+        el("P", describe_problem(problem)),
+        table(("Rank", "State", "Call", "Shapes", "Where"), rows, names=(0, 2, 3, 4), stacked=True),
+    )
+
+
+def _role(problem: CollectiveProblem, rank: int) -> str:
+    roles = {"not called": "not called", "deadlock": "not called", "no dump": "no dump"}
+    return roles.get(problem.kind, "waiting" if rank in problem.waiting else "differs")
+
+
+def _call(view: PageView, call: CollectiveCall | None, *, last: bool) -> list[Any]:
+    """Operation, shapes and line of a call; ``last``: it is the last one that the rank made."""
+    if call is None:
+        return ["not recorded", "–", "–"]
+    dtypes = "/".join(dict.fromkeys(map(t.clean, call.dtypes)))
+    shapes = " ".join(map(str, call.sizes[:3])) + ("…" if len(call.sizes) > 3 else "")
+    name = f"{t.clean(call.operation)} {call.sequence}"
+    return [
+        [el("Span", "last call: ", cls="dim"), name] if last else name,
+        f"{shapes} {dtypes}".strip() or "–",
+        _place(view, call),
+    ]
+
+
+def _place(view: PageView, call: CollectiveCall) -> Any:
+    """``train.py:29``, with a link that opens it in the editor."""
+    where = call.where
+    if where is None or not where.file:
+        return "not recorded"
+    text = f"{t.shorten_path(t.clean(where.file), 50)}:{where.line}"
+    source = editor_href(view.session.editor, where)
+    return el("A", text, href=source, title="Open in the editor") if source else text
+
+
+def _path(log: NetworkLog) -> list[Any]:
+    """Figures that are known, connections by transport, and the facts that the terminal lists."""
+    size = f"{log.ranks:,}" if log.ranks else ""
+    hosts = f"on {t.count_noun(log.hosts, 'host')}" if log.hosts else ""
+    ring = f"{log.ring_gb_per_s:.0f} GB/s" if log.ring_gb_per_s else ""
+    nics = f"{log.nic_gb_per_s:.0f} GB/s" if log.nic_gb_per_s else ""
+    known = [
+        ("Ranks", size, hosts),
+        ("Network", t.clean(", ".join(log.networks)), ""),
+        ("Ring", ring, f"{t.clean(log.ring)}, as NCCL expects" if log.ring else ""),
+        ("Adapters", nics, "per node, one direction"),
+    ]
+    rows = [
+        (field.label, t.clean(" · ".join(map(str, field.parts))))
+        for section in document.path(log)
+        for block in getattr(section, "blocks", ())
+        if isinstance(block, FieldList)
+        for field in block.rows
+        if field.label not in ("paths", "links")  # tables of their own
+    ]
+    return [
+        tiles([figure for figure in known if figure[1]]) if any(f[1] for f in known) else None,
+        _counts("Connections between GPUs", "Transport", log.paths),
+        _counts("Links of the topology", "Link", log.gpu_links),
+        card("What the logs say", facts(rows)),
+    ]
+
+
+def _counts(title: str, name: str, counts: Mapping[str, int]) -> Any:
+    """How many there are of each kind of connection, and what that kind is."""
+    if not counts:
+        return None
+    rows = [
+        [
+            t.clean(kind),
+            next((text for part, text in KINDS.items() if part in kind), "–"),
+            f"{count:,}",
+        ]
+        for kind, count in sorted(counts.items(), key=lambda item: -item[1])
+    ]
+    return card(title, table((name, "What it is", "Count"), rows, numbers=(2,), names=(0, 1)))

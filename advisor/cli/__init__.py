@@ -63,6 +63,8 @@ COMMANDS = {
     "workloads": ("workloads", "app", ""),
 }
 """Subcommand: its module, what of it runs (``app``: commands of its own), its line in the help."""
+RETIRED = {("analyze", "--operators"): ("--by", "operator")}
+"""Subcommand and option of an earlier version -> what it is called now."""
 
 ANALYSING = ("analyze", "compare", "export", "fit", "gate", "project", "report", "whatif")
 """Commands that read, say what they found, and end. No program of somebody else runs in them."""
@@ -89,10 +91,10 @@ def main() -> None:
 
 def run(arguments: list[str]) -> int:
     """Run the command line; the exit code."""
+    command = arguments[0] if arguments else ""
+    arguments = [now for each in arguments for now in RETIRED.get((command, each), (each,))]
     try:
-        code = _command(arguments[0] if arguments else "").main(
-            args=arguments, prog_name="advisor", standalone_mode=False
-        )
+        code = _command(command).main(args=arguments, prog_name="advisor", standalone_mode=False)
         sys.stdout.flush()
     except AdvisorError as error:
         code = _complain(_said(error, arguments), error.exit_code)

@@ -14,14 +14,13 @@ import typer
 
 from advisor.cli import options as o
 from advisor.cli import output as out
-from advisor.cli.options import Steps
 from advisor.core.errors import AdvisorError
 from advisor.render.formats import REPORTS
 
 if TYPE_CHECKING:
     from advisor.advise.engine import AnalysisResult
-    from advisor.advise.options import Options
     from advisor.advise.ranks.job import RanksDone
+    from advisor.cli.options import Options
     from advisor.cli.output import Progress
     from advisor.core.report import Report
     from advisor.core.trace import Run
@@ -48,13 +47,6 @@ CsvFolder = Annotated[
         "CSV too.",
     ),
 ]
-OperatorTable = Annotated[
-    bool,
-    typer.Option(
-        "--operators",
-        help="The same as --by operator.",
-    ),
-]
 TableBy = Annotated[
     Literal["layer", "operator", "mesh"] | None,
     typer.Option(
@@ -73,119 +65,30 @@ FailOnSeverity = Annotated[
         "(warning) or 20% (critical)."
     ),
 ]
-SnapshotFile = Annotated[
-    Path | None,
-    typer.Option(
-        metavar="FILE",
-        help="A memory snapshot (torch.cuda.memory._dump_snapshot) of the same program; alone "
-        "it can be a PATH.",
-    ),
-]
-KernelReport = Annotated[
-    Path | None,
-    typer.Option(
-        metavar="PATH",
-        help="A report of Nsight Compute or rocprof (.ncu-rep, .csv), a folder of them, or "
-        "Triton's cache (~/.triton/cache), of the same program; alone it can be a PATH.",
-    ),
-]
-CompileLogs = Annotated[
-    Path | None,
-    typer.Option(
-        metavar="PATH",
-        help="Logs of torch.compile (the folder of TORCH_TRACE, or a file of it) of the same "
-        "program; alone they can be a PATH.",
-    ),
-]
-CaptureFile = Annotated[
-    str | None,
-    typer.Option(
-        metavar="TRACE",
-        help="A trace of the capture of the CUDA or HIP graphs that are replayed: names operators, "
-        "shapes and lines of their kernels.",
-    ),
-]
-RankList = Annotated[
-    str | None,
-    typer.Option(metavar="A-B,C", help="Analyze only these ranks: 0-63,512."),
-]
-Workers = Annotated[
-    int | None,
-    typer.Option(metavar="N", min=1, help="Measure the ranks in N processes."),
-]
-Cluster = Annotated[
-    str | None,
-    typer.Option(metavar="ADDRESS", help="Measure the ranks on a Dask cluster (tcp://host:8786)."),
-]
 
 
+@o.with_options(*o.ANALYSIS)
 def command(
     paths: Paths = None,
     form: Annotated[str | None, o.form(REPORTS)] = None,
     output: o.Output = None,
     csv: CsvFolder = None,
-    operators: OperatorTable = False,
     by: TableBy = None,
-    rank: o.Rank = None,
-    window: o.Window = None,
-    steps: Steps = None,
     top: Top = None,
     details: o.Details = False,
     brief: o.Brief = False,
-    rules: o.Rules = None,
     fail_on: FailOnSeverity = None,
-    memory: SnapshotFile = None,
-    kernels: KernelReport = None,
-    capture: CaptureFile = None,
-    compile_log: CompileLogs = None,
-    max_size: o.MaxSize = None,
     redact: o.Redact = False,
-    ranks: RankList = None,
-    workers: Workers = None,
-    cluster: Cluster = None,
-    price: o.Price = None,
-    prices: o.PriceTable = None,
-    gpus: o.Gpus = None,
-    gpu: o.Gpu = None,
-    node_size: o.NodeSize = None,
-    network: o.Network = None,
+    *,
+    options: o.Options,
     progress: o.Progress = True,
 ) -> None:
     """Say what is slow in a PyTorch profiler trace, why, what to change, and what it saves."""
-    if not paths and compile_log is not None:
-        paths, compile_log = [str(compile_log)], None
-    elif not paths:
-        paths, memory, kernels = primary_input(memory, kernels)
+    if not paths:
+        paths, options = _alone(options)
     paths = out.newest_run(paths)
-    options = o.analysis(
-        rank=rank,
-        window=window,
-        steps=steps,
-        rules=rules,
-        max_size=max_size,
-        gpu=gpu,
-        price=price,
-        prices=prices,
-        gpus=gpus,
-    )
-    check_ranks(paths, rank, workers=workers, cluster=cluster, ranks=ranks)
-    by = by or ("operator" if operators else None)
+    check_ranks(paths, options)
     wanted = choose_output(paths, form, output, csv, table=by is not None)
-    options = replace(
-        options,
-        workers=workers,
-        cluster=cluster,
-        capture=capture,
-        node_size=node_size,
-        network=network,
-    )
-    options = o.reading(
-        options,
-        ranks=ranks or "",
-        memory=None if memory is None else str(memory),
-        kernels=None if kernels is None else str(kernels),
-        compile_log=None if compile_log is None else str(compile_log),
-    )
     names = RedactionNames(redact)
     examined = examine_paths(paths, options, progress, names)
     report = examined.report
@@ -210,9 +113,7 @@ def choose_output(
     cannot be written."""
     wanted = out.chosen(REPORTS, form, output)
     if table and (form not in (None, "terminal") or output is not None):
-        raise AdvisorError(
-            "--operators and --by print to the terminal only; drop --format and --output"
-        )
+        raise AdvisorError("--by prints to the terminal only; drop --format and --output")
     if output is not None:
         out.check(output, paths)
     if csv is not None and csv.exists() and not csv.is_dir():
@@ -238,36 +139,31 @@ def show_table(
     out.show_document(build(report, RenderOptions(top=top)))
 
 
-def primary_input(
-    memory: Path | None, kernels: Path | None
-) -> tuple[list[str], Path | None, Path | None]:
-    """What is analysed where no trace is given: the snapshot, else the kernel profiler's report;
-    and what is left beside it."""
-    if memory is not None:
-        return [str(memory)], None, kernels
-    if kernels is None:
+def _alone(options: Options) -> tuple[list[str], Options]:
+    """What is analysed where no trace is given: the logs of torch.compile, else the snapshot, else
+    the kernel profiler's report; and the options without it."""
+    read = options.read
+    if read.compile_log is not None:
+        return [read.compile_log], o.reading(options, compile_log=None)
+    if read.memory is not None:
+        return [read.memory], o.reading(options, memory=None)
+    if read.kernels is None:
         raise AdvisorError(
             "give a trace, a folder of traces, a run, --memory FILE or --kernels FILE"
         )
     from advisor.read.directory import profile_files
 
-    return profile_files(str(kernels)), None, None
+    return profile_files(read.kernels), o.reading(options, kernels=None)
 
 
-def check_ranks(
-    paths: list[str],
-    rank: int | None,
-    *,
-    workers: int | None,
-    cluster: str | None,
-    ranks: str | None,
-) -> None:
+def check_ranks(paths: list[str], options: Options) -> None:
     """Raise AdvisorError for options about ranks that do not go together."""
+    workers, cluster = options.workers, options.cluster
     if workers is not None and cluster is not None:
         raise AdvisorError("--workers and --cluster: choose one; a cluster has its own workers")
-    given = {"--workers": workers, "--cluster": cluster, "--ranks": ranks}
+    given = {"--workers": workers, "--cluster": cluster, "--ranks": options.read.ranks or None}
     asked = [name for name, value in given.items() if value is not None]
-    if asked and rank is not None:
+    if asked and options.rank is not None:
         raise AdvisorError(
             f"--rank and {asked[0]} cannot be combined; give the trace of that rank alone"
         )

@@ -12,7 +12,6 @@ import typer
 from advisor.cli import options as o
 from advisor.cli import output as out
 from advisor.cli.analyze import RedactionNames
-from advisor.cli.options import Steps
 from advisor.core.errors import AdvisorError
 from advisor.render.formats import COMPARISONS
 
@@ -22,6 +21,7 @@ if TYPE_CHECKING:
     from advisor.render.renderer import Renderer
 
 
+@o.with_options("rank", "window", "steps", "price", "prices", "gpus")
 def command(
     before: Annotated[
         str,
@@ -39,20 +39,13 @@ def command(
             help="Exit with 1 when the whole interval of the slowdown is above this, such as 5%.",
         ),
     ] = None,
-    rank: o.Rank = None,
-    window: o.Window = None,
-    steps: Steps = None,
+    *,
+    options: o.Options,
     redact: o.Redact = False,
-    price: o.Price = None,
-    prices: o.PriceTable = None,
-    gpus: o.Gpus = None,
     progress: o.Progress = True,
 ) -> None:
     """Show what became faster or slower from one run to another, and which findings changed."""
     bound = parse_share(fail_if_slower)
-    options = o.analysis(
-        rank=rank, window=window, steps=steps, price=price, prices=prices, gpus=gpus
-    )
     wanted = out.chosen(COMPARISONS, form, output)
     if output is not None:
         out.check(output, [before, after])

@@ -15,7 +15,6 @@ from urllib.parse import urlsplit
 import typer
 
 from advisor.cli import options as o
-from advisor.cli.options import Steps
 from advisor.core.errors import AdvisorError, install
 
 if TYPE_CHECKING:
@@ -68,6 +67,9 @@ Memory = Annotated[
 ]
 
 
+@o.with_options(
+    "rank", "window", "steps", "rules", "price", "prices", "gpus", "gpu", "max_size", memory=Memory
+)
 def command(
     paths: Paths,
     host: Host = "127.0.0.1",
@@ -78,32 +80,13 @@ def command(
     perfetto_url: PerfettoUrl = PERFETTO,
     editor: Editor = EDITOR,
     live: Live = False,
-    rank: o.Rank = None,
-    window: o.Window = None,
-    steps: Steps = None,
-    rules: o.Rules = None,
-    price: o.Price = None,
-    prices: o.PriceTable = None,
-    gpus: o.Gpus = None,
-    gpu: o.Gpu = None,
-    memory: Memory = None,
-    max_size: o.MaxSize = None,
+    *,
+    options: o.Options,
 ) -> None:
     """Show traces and runs in the browser: the step's time, the fixes, and the timeline.
 
     With several paths the first is compared with each of the others.
     """
-    options = o.analysis(
-        rank=rank,
-        window=window,
-        steps=steps,
-        rules=rules,
-        max_size=max_size,
-        gpu=gpu,
-        price=price,
-        prices=prices,
-        gpus=gpus,
-    )
     token = given_token(token_file, no_token=no_token)
     viewer, sources = parse_perfetto(perfetto_url), parse_editor(editor)
     _check_exist(paths)
@@ -125,7 +108,6 @@ def command(
         if len(paths) > 1 or live:
             raise
         folder, paths = paths[0], list(map(str, error.found[:MAX_RUNS]))
-    options = o.reading(options, memory=None if memory is None else str(memory))
     session = DashboardSession(
         paths, options, live=live, perfetto=viewer, editor=sources, folder=folder
     )

@@ -12,12 +12,12 @@ import typer
 from advisor.cli import options as o
 from advisor.cli import output as out
 from advisor.cli.analyze import RedactionNames, examine_with
-from advisor.cli.options import Steps
 from advisor.core import text as t
 from advisor.core.errors import AdvisorError
 from advisor.read.remote import urls
 
 
+@o.with_options("rank", "window", "steps", "max_size")
 def command(
     path: Annotated[
         str, typer.Argument(metavar="PATH", help="A trace, or a folder of one run (see --rank).")
@@ -38,14 +38,11 @@ def command(
     tracks: Annotated[
         bool, typer.Option("--tracks/--no-tracks", help="Add steps, idle gaps and findings.")
     ] = True,
-    rank: o.Rank = None,
-    window: o.Window = None,
-    steps: Steps = None,
-    max_size: o.MaxSize = None,
+    *,
+    options: o.Options,
     progress: o.Progress = True,
 ) -> None:
     """Write the trace again, with steps, idle gaps by cause and findings as extra tracks."""
-    options = o.analysis(rank=rank, window=window, steps=steps, max_size=max_size)
     if path == "-":
         raise AdvisorError("-: a trace to export is read twice; save it to a file first")
     if urls.is_url(path):

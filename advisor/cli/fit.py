@@ -10,7 +10,6 @@ import typer
 
 from advisor.cli import options as o
 from advisor.cli import output as out
-from advisor.cli.options import Steps, parse_steps, step_ranges
 from advisor.core.errors import AdvisorError
 from advisor.core.sources import SNAPSHOT
 
@@ -21,15 +20,17 @@ if TYPE_CHECKING:
     from advisor.measure.memory.post_mortem import PostMortem
 
 
+Memory = Annotated[
+    Path | None, typer.Option(metavar="FILE", help="A memory snapshot of the same program.")
+]
+
+
+@o.with_options("rank", "steps", memory=Memory)
 def command(
     path: Annotated[
         str,
         typer.Argument(metavar="TRACE", help="A trace or run of the program, or its snapshot."),
     ],
-    memory: Annotated[
-        Path | None,
-        typer.Option(metavar="FILE", help="A memory snapshot of the same program."),
-    ] = None,
     gpu: Annotated[
         str | None, typer.Option(metavar="NAME", help="Where it is to run, as 'rtx 4090'.")
     ] = None,
@@ -46,8 +47,8 @@ def command(
     ranks: Annotated[
         int, typer.Option(metavar="N", min=1, help="GPUs that can share the states (ZeRO, FSDP).")
     ] = 1,
-    rank: o.Rank = None,
-    steps: Steps = None,
+    *,
+    options: o.Options,
     form: Annotated[
         Literal["terminal", "json"], typer.Option("--format", help="How to print it.")
     ] = "terminal",
@@ -60,7 +61,7 @@ def command(
 
     target = None if gpu is None else find_gpu(gpu).gpu
     size = target.memory_bytes if target is not None else parse_bytes(str(capacity))
-    post, analysis, record = _history(path, memory, rank, steps)
+    post, analysis, record = _history(path, options)
     scale = _scale(batch, batch_now, record)
     device = None
     if analysis is not None and analysis.device_id is not None:
@@ -77,23 +78,24 @@ def command(
 
 
 def _history(
-    path: str, memory: Path | None, rank: int | None, steps: str | None
+    path: str, options: o.Options
 ) -> tuple[PostMortem, Analysis | None, RankRecord | None]:
     """The memory's history, the trace that prices time, and what the recorder wrote of the rank.
     Raises AdvisorError: there is no history, or it makes no sense."""
     from advisor.measure import Analysis
     from advisor.measure.memory.post_mortem import post_mortems
-    from advisor.read import ReadOptions, open_run
+    from advisor.read import open_run
 
-    options = ReadOptions(
-        step_ranges=step_ranges(steps), memory=None if memory is None else str(memory)
+    run = open_run(path, options.read, rank=options.rank, window="first")
+    number = (
+        options.rank
+        if options.rank is not None
+        else (run.ranks or sorted(run.snapshots) or [-1])[0]
     )
-    run = open_run(path, options, rank=rank, window="first")
-    number = rank if rank is not None else (run.ranks or sorted(run.snapshots) or [-1])[0]
     snapshot = run.snapshots.get(number)
     analysis = None
     if run.traces:
-        made = Analysis(run.window(number), parse_steps(steps), snapshot=snapshot)
+        made = Analysis(run.window(number), options.steps, snapshot=snapshot)
         analysis = None if made.source is SNAPSHOT else made
         snapshot = made.snapshot
     if analysis is not None:

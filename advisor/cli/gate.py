@@ -12,7 +12,6 @@ import typer
 from advisor.cli import options as o
 from advisor.cli import output as out
 from advisor.cli.compare import parse_share
-from advisor.cli.options import Steps
 from advisor.core.errors import AdvisorError
 from advisor.core.saved import has_schema
 from advisor.core.text import count_noun
@@ -50,6 +49,7 @@ Strict = Annotated[
 ]
 
 
+@o.with_options("rank", "window", "steps", "price", "prices", "gpus", "gpu")
 def command(
     paths: Paths,
     save: Save = None,
@@ -58,13 +58,8 @@ def command(
     strict: Strict = False,
     form: Annotated[str | None, o.form(DECISIONS)] = None,
     output: o.Output = None,
-    rank: o.Rank = None,
-    window: o.Window = None,
-    steps: Steps = None,
-    price: o.Price = None,
-    prices: o.PriceTable = None,
-    gpus: o.Gpus = None,
-    gpu: o.Gpu = None,
+    *,
+    options: o.Options,
     progress: o.Progress = True,
 ) -> None:
     """Compare a run with a baseline. Exit code 0: not slower, or not shown to be; 1: a regression;
@@ -72,9 +67,6 @@ def command(
 
     In GitHub Actions it writes annotations, and appends to the job summary.
     """
-    options = o.analysis(
-        rank=rank, window=window, steps=steps, gpu=gpu, price=price, prices=prices, gpus=gpus
-    )
     if save is not None:
         from advisor.compare.gate import baseline
 

@@ -23,7 +23,7 @@ READ: Final = ("--steps", "--rank", "--window", "--max-size")
 OPTIONS: Final[dict[str, dict[str, tuple[str, ...]]]] = {
     "analyze": {
         "Output": ("--output", "--format", "--csv", "--redact"),
-        "What to show": ("--details", "--brief", "--top", "--by", "--operators", "--rules"),
+        "What to show": ("--details", "--brief", "--top", "--by", "--rules"),
         "Input": (*READ, "--memory", "--kernels", "--compile-log", "--capture"),
         "CI and terminal": ("--fail-on", "--progress"),
         "Ranks and workers": ("--ranks", "--workers", "--cluster"),

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import inspect
 import re
+from collections.abc import Callable
 from dataclasses import replace
+from functools import wraps
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Final
 
 import typer
 
@@ -13,9 +16,11 @@ from advisor.cli import output as out
 from advisor.core.errors import AdvisorError
 
 if TYPE_CHECKING:
-    from advisor.advise.options import Options
+    from advisor.advise.options import Options as Options  # noqa: PLC0414
     from advisor.core.prices import Prices
     from advisor.render.formats import Formats
+else:
+    Options = Any  # commands are given it by with_options, and their other parameters are looked up
 
 Output = Annotated[
     Path | None, typer.Option("--output", "-o", metavar="FILE", help="Write to a file.")
@@ -144,6 +149,51 @@ Steps = Annotated[
         "that are steps.",
     ),
 ]
+SnapshotFile = Annotated[
+    Path | None,
+    typer.Option(
+        metavar="FILE",
+        help="A memory snapshot (torch.cuda.memory._dump_snapshot) of the same program; alone "
+        "it can be a PATH.",
+    ),
+]
+KernelReport = Annotated[
+    Path | None,
+    typer.Option(
+        metavar="PATH",
+        help="A report of Nsight Compute or rocprof (.ncu-rep, .csv), a folder of them, or "
+        "Triton's cache (~/.triton/cache), of the same program; alone it can be a PATH.",
+    ),
+]
+CompileLogs = Annotated[
+    Path | None,
+    typer.Option(
+        metavar="PATH",
+        help="Logs of torch.compile (the folder of TORCH_TRACE, or a file of it) of the same "
+        "program; alone they can be a PATH.",
+    ),
+]
+CaptureFile = Annotated[
+    str | None,
+    typer.Option(
+        metavar="TRACE",
+        help="A trace of the capture of the CUDA or HIP graphs that are replayed: names operators, "
+        "shapes and lines of their kernels.",
+    ),
+]
+RankList = Annotated[
+    str | None,
+    typer.Option(metavar="A-B,C", help="Analyze only these ranks: 0-63,512."),
+]
+Workers = Annotated[
+    int | None,
+    typer.Option(metavar="N", min=1, help="Measure the ranks in N processes."),
+]
+Cluster = Annotated[
+    str | None,
+    typer.Option(metavar="ADDRESS", help="Measure the ranks on a Dask cluster (tcp://host:8786)."),
+]
+
 
 _NUMBERS = re.compile(r"\s*[-+]?\w{0,2}\s*:\s*[-+]?\w{0,2}\s*|[-+\d\s.:]*")
 
@@ -186,35 +236,88 @@ def parse_size(text: str | None) -> int | None:
     return size
 
 
+# -- options of an analysis: a command names those that it has -------------------------------------
+
+ANALYSIS: Final[dict[str, Any]] = {
+    "rank": Rank,
+    "window": Window,
+    "steps": Steps,
+    "rules": Rules,
+    "memory": SnapshotFile,
+    "kernels": KernelReport,
+    "capture": CaptureFile,
+    "compile_log": CompileLogs,
+    "max_size": MaxSize,
+    "ranks": RankList,
+    "workers": Workers,
+    "cluster": Cluster,
+    "price": Price,
+    "prices": PriceTable,
+    "gpus": Gpus,
+    "gpu": Gpu,
+    "node_size": NodeSize,
+    "network": Network,
+}
+"""Name -> how the command line has it. Each is a field of ``Options`` or ``ReadOptions`` of that
+name, but for those that :func:`analysis` translates."""
+
+
+def with_options(*names: str, **own: Any) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Give a command these options of ANALYSIS in place of its parameter ``options``, in the order
+    in which ANALYSIS has them. ``own``: names with a declaration of the command's own."""
+    declared = {name: own.get(name, ANALYSIS[name]) for name in ANALYSIS if name in {*names, *own}}
+
+    def decorate(command: Callable[..., None]) -> Callable[..., None]:
+        @wraps(command)
+        def run(**given: Any) -> None:
+            options = analysis(**{name: given.pop(name) for name in declared})
+            command(options=options, **given)
+
+        parameters: list[inspect.Parameter] = []
+        for each in inspect.signature(command, eval_str=True).parameters.values():
+            if each.name != "options":
+                parameters.append(each)
+                continue
+            parameters += [
+                inspect.Parameter(name, each.kind, default=None, annotation=annotation)
+                for name, annotation in declared.items()
+            ]
+        del run.__wrapped__  # typer looks there
+        run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+        run.__annotations__ = {each.name: each.annotation for each in parameters}
+        return run
+
+    return decorate
+
+
 def analysis(
     *,
-    rank: int | None = None,
-    window: int | None = None,
     steps: str | None = None,
     rules: Path | None = None,
     max_size: str | None = None,
-    gpu: str | None = None,
     price: str | None = None,
     prices: Path | None = None,
-    gpus: int | None = None,
+    **others: Any,
 ) -> Options:
-    """What the options that several commands have ask for. Raises AdvisorError for one that makes
-    no sense."""
+    """What these options ask for; ``others``: those that are fields. Raises AdvisorError for one
+    that makes no sense."""
     chosen, limit = parse_steps(steps), parse_size(max_size)
     paid = chosen_prices(price, prices)
     from advisor.advise.options import Options
     from advisor.read import ReadOptions
-    from advisor.read.source import DEFAULT_LIMIT
 
-    read = ReadOptions(max_bytes=limit or DEFAULT_LIMIT, step_ranges=step_ranges(steps), gpu=gpu)
+    own = {name for name in others if name in Options.__dataclass_fields__}
+    read: dict[str, Any] = {
+        name: str(value) for name, value in others.items() if name not in own and value is not None
+    }
+    if limit is not None:
+        read["max_bytes"] = limit
     return Options(
-        rank=rank,
-        window=window,
         steps=chosen,
         rules_folder=rules,
         prices=paid,
-        gpus=gpus,
-        read=read,
+        read=ReadOptions(step_ranges=step_ranges(steps), **read),
+        **{name: others[name] for name in own},
     )
 
 

@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, TextIO
 import typer
 
 from advisor.cli import options as o
-from advisor.cli.options import Steps, parse_steps, step_ranges
 from advisor.core.errors import AdvisorError
 
 if TYPE_CHECKING:
@@ -36,6 +35,7 @@ WORDS = {
 }
 
 
+@o.with_options("node_size", "network", "rank", "steps")
 def command(
     path: Annotated[
         str, typer.Argument(metavar="TRACE", help="A trace file, a folder of one run, or -.")
@@ -69,8 +69,8 @@ def command(
         str | None,
         typer.Option(metavar="MESH", help="The recorded mesh, where collectives do not show it."),
     ] = None,
-    node_size: o.NodeSize = None,
-    network: o.Network = None,
+    *,
+    options: o.Options,
     epoch_steps: Annotated[
         int | None,
         typer.Option(metavar="N", min=1, help="Recorded steps of an epoch, to cost one."),
@@ -82,8 +82,6 @@ def command(
     same_host: Annotated[
         bool, typer.Option("--same-host", help="The GPU goes into this machine: host time stays.")
     ] = False,
-    rank: o.Rank = None,
-    steps: Steps = None,
     form: Annotated[
         Literal["terminal", "json"], typer.Option("--format", help="How to print it.")
     ] = "terminal",
@@ -98,18 +96,17 @@ def command(
         raise AdvisorError("--gpus N is of the recorded GPU: give it without --gpu and --all")
     from advisor.core.gpus import find_gpu
     from advisor.core.prices import read_prices
-    from advisor.read import ReadOptions, open_run
+    from advisor.read import open_run
     from advisor.replay.project.pace import find_epoch, find_pace, read_rank
     from advisor.replay.project.project import Projector, choose
 
     table = read_prices(prices)
     targets, notes = ([], []) if gpus else _targets(gpu, table, every=every)
-    chosen, read = parse_steps(steps), ReadOptions(step_ranges=step_ranges(steps))
-    run = open_run(path, read, rank=rank, window="first")
+    run = open_run(path, options.read, rank=options.rank, window="first")
     if not run.traces:
         raise AdvisorError(f"{path}: no profiled window, so nothing to project")
-    pace = find_pace(run, rank, chosen)
-    measured = read_rank(run, pace.slowest, chosen)
+    pace = find_pace(run, options.rank, options.steps)
+    measured = read_rank(run, pace.slowest, options.steps)
     if len(pace.work) > 1:
         notes.append(pace.sentence)
     epoch = find_epoch(measured, epoch_steps, epoch_samples)
@@ -117,7 +114,7 @@ def command(
         from advisor.cli.project_splits import show_splits
 
         show_splits(
-            measured, gpus, nodes, from_mesh, instance, prices, table, node_size, network,
+            measured, gpus, nodes, from_mesh, instance, prices, table, options,
             sys.stdout, plain=form == "json", epoch=epoch, notes=notes,
         )  # fmt: skip
         return
@@ -126,7 +123,9 @@ def command(
     result = choose(projector, targets, epoch)
     median = None
     if pace.median != pace.slowest:
-        median = Projector(read_rank(run, pace.median, chosen), same_host=same_host, source=origin)
+        median = Projector(
+            read_rank(run, pace.median, options.steps), same_host=same_host, source=origin
+        )
     ranks = _RankSteps(pace, median, result)
     if form == "json":
         plain = _plain(projector, result, notes) | {"currency": table.currency}

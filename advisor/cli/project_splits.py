@@ -11,14 +11,15 @@ from advisor.core.errors import AdvisorError
 if TYPE_CHECKING:
     from pathlib import Path
 
+    from advisor.advise.options import Options
     from advisor.core.prices import Prices
     from advisor.measure import Analysis
 
 
 def show_splits(
     a: Analysis, gpus: list[int], nodes: int | None, from_mesh: str | None,
-    instance: str | None, file: Path | None, prices: Prices, node_size: int | None,
-    network: float | None, out: TextIO, *, plain: bool, epoch: float | None, notes: list[str],
+    instance: str | None, file: Path | None, prices: Prices, options: Options,
+    out: TextIO, *, plain: bool, epoch: float | None, notes: list[str],
 ) -> None:  # fmt: skip
     """Splits of each number of GPUs, as a table or as JSON."""
     from advisor.core.files import read_toml
@@ -28,6 +29,7 @@ def show_splits(
     from advisor.replay.project.mesh import MeshProjector, parse_mesh
     from advisor.replay.project.splits import compare, read_instance
 
+    node_size, network = options.node_size, options.network
     found = a.hardware
     price = None if found is None else prices.of(found.name)
     hourly = None if price is None else price.per_hour

@@ -10,7 +10,6 @@ import typer
 from advisor.cli import options as o
 from advisor.cli import output as out
 from advisor.cli.analyze import RedactionNames, deliver, examine_paths
-from advisor.cli.options import Steps
 from advisor.core.errors import AdvisorError
 from advisor.render.formats import REPORTS
 
@@ -22,6 +21,7 @@ MAX_REPORT = 16 << 20
 do harm takes forty times its size."""
 
 
+@o.with_options("rank", "window", "steps", "max_size", "price", "prices", "gpus", "gpu")
 def command(
     paths: Annotated[
         list[str],
@@ -38,27 +38,11 @@ def command(
     details: o.Details = False,
     brief: o.Brief = False,
     redact: o.Redact = False,
-    rank: o.Rank = None,
-    window: o.Window = None,
-    steps: Steps = None,
-    max_size: o.MaxSize = None,
-    price: o.Price = None,
-    prices: o.PriceTable = None,
-    gpus: o.Gpus = None,
-    gpu: o.Gpu = None,
+    *,
+    options: o.Options,
     progress: o.Progress = True,
 ) -> None:
     """Write a report: one HTML file, Markdown, SARIF for code scanning, GitHub annotations."""
-    options = o.analysis(
-        rank=rank,
-        window=window,
-        steps=steps,
-        max_size=max_size,
-        gpu=gpu,
-        price=price,
-        prices=prices,
-        gpus=gpus,
-    )
     wanted = out.chosen(REPORTS, form, output)
     for target in (html, output):
         if target is not None:

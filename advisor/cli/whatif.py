@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 
 from advisor.cli import options as o
-from advisor.cli.options import Steps, parse_steps, step_ranges
 from advisor.core.errors import AdvisorError
 
 if TYPE_CHECKING:
@@ -24,6 +23,7 @@ WIDTH = 80
 """Characters of a line: an edit that does not fit beside its figures stands below."""
 
 
+@o.with_options("node_size", "network", "rank", "steps", "gpu")
 def command(
     path: Annotated[
         str, typer.Argument(metavar="TRACE", help="A trace file, a folder of one run, or -.")
@@ -65,11 +65,8 @@ def command(
     micro_batches: Annotated[
         int | None, typer.Option(metavar="N", min=1, help="Micro-batches there; default: as here.")
     ] = None,
-    node_size: o.NodeSize = None,
-    network: o.Network = None,
-    rank: o.Rank = None,
-    steps: Steps = None,
-    gpu: o.Gpu = None,
+    *,
+    options: o.Options,
     form: Annotated[
         Literal["terminal", "json"], typer.Option("--format", help="How to print it.")
     ] = "terminal",
@@ -83,36 +80,36 @@ def command(
     from advisor.replay.result import what_if
 
     edits = [parse_edit(line) for line in edit]
-    from advisor.read import ReadOptions, open_run
+    from advisor.read import open_run
 
-    chosen, read = parse_steps(steps), ReadOptions(step_ranges=step_ranges(steps), gpu=gpu)
-    run = open_run(path, read, rank=rank, window="first")
+    run = open_run(path, options.read, rank=options.rank, window="first")
     if number is not None:
         if edits or mesh is not None:
             raise AdvisorError("whatif: give --precision, --mesh or --edit, not two of them")
-        _precision(run, number, rank, chosen, form)
+        _precision(run, number, options, form)
         return
     if mesh is not None:
         from advisor.cli.whatif_mesh import show_mesh
 
         there = what_if(
-            run, edits, steps=chosen, mesh=mesh, from_mesh=from_mesh, node_size=node_size,
-            network=network, same_batch=same_batch, micro_batches=micro_batches,
+            run, edits, steps=options.steps, mesh=mesh, from_mesh=from_mesh,
+            node_size=options.node_size, network=options.network,
+            same_batch=same_batch, micro_batches=micro_batches,
         )  # fmt: skip
         show_mesh(there, sys.stdout, plain=form == "json")
         return
-    result = what_if(run, edits, steps=chosen)
+    result = what_if(run, edits, steps=options.steps)
     if missed := [i for i, row in enumerate(result.edits) if row.selected == 0]:
-        raise AdvisorError("; ".join(_nothing(run, result, edit[i], i, chosen) for i in missed))
+        raise AdvisorError(
+            "; ".join(_nothing(run, result, edit[i], i, options.steps) for i in missed)
+        )
     if form == "json":
         print(json.dumps(_plain(result, edit), indent=2))
     else:
         _show(_plain(result, edit), sys.stdout)
 
 
-def _precision(
-    run: Run, name: str, rank: int | None, steps: tuple[int | None, int | None] | None, form: str
-) -> None:
+def _precision(run: Run, name: str, options: o.Options, form: str) -> None:
     """``--precision``: which layers to convert, and the step after it."""
     from advisor.measure import Analysis
     from advisor.measure.steps.steps import refuse_none
@@ -120,9 +117,9 @@ def _precision(
 
     if not run.traces:
         raise AdvisorError(f"{run.path or 'run'}: no profiled window, so nothing to replay")
-    number = run.ranks[0] if rank is None else rank
-    a = Analysis(run.window(number), steps)
-    refuse_none(a.steps, a.trace.meta.path, number, selected=steps is not None)
+    number = run.ranks[0] if options.rank is None else options.rank
+    a = Analysis(run.window(number), options.steps)
+    refuse_none(a.steps, a.trace.meta.path, number, selected=options.steps is not None)
     result = precision(a, name)
     if form == "json":
         plain = result._asdict() | {"layers": [row._asdict() for row in result.layers]}

@@ -62,7 +62,7 @@ class LowBandwidth(BelowRate):
         "# or once, where x is made\n"
         "x = x.transpose(1, 2).contiguous()"
     )
-    verify = "Profile again: advisor analyze --operators shows more of the memory's rate."
+    verify = "Profile again: advisor analyze --by operator shows more of the memory's rate."
     falsified_by = "more bytes in Nsight Compute than the kernel's tensors have"
 
     def _unknown(self, a: Analysis) -> Iterator[SkippedCheck]:

@@ -65,7 +65,7 @@ class SlowGemm(BelowRate):
 
     fix = "Let autotuning time the library's kernels and generated ones for this shape."
     code = _COMPILED
-    verify = "Profile again: advisor analyze --operators shows more of the attainable rate."
+    verify = "Profile again: advisor analyze --by operator shows more of the attainable rate."
     falsified_by = "a product that is no faster, timed alone in the proposed form"
     confidence = 0.55
     cases = {

@@ -314,14 +314,15 @@ def test_operators_are_listed_with_their_rates_instead_of_the_report(
                 b.launch("void at::native::vectorized_elementwise_kernel<4>", 500)
             b.sync()
     path = b.write(tmp_path / "trace.json")
-    done = advisor("analyze", path, "--operators")
+    done = advisor("analyze", path, "--by", "operator")
+    assert advisor("analyze", path, "--operators") == done, "the option of 0.2 still works"
     assert done.code == 0
     # 3 x 134 MB in 0.5 ms are 805 GB/s; a triad reaches 1,725 on such an A100
     assert "805 GB/s 1,725 GB/s" in " ".join(done.out.split())
     assert "What to change" not in done.out
-    refused = advisor("analyze", path, "--operators", "--format", "json")
+    refused = advisor("analyze", path, "--by", "operator", "--format", "json")
     assert refused.code == 2
-    assert refused.err.count("\n") == 1 and "--operators" in refused.err
+    assert refused.err.count("\n") == 1 and "--by" in refused.err
 
 
 def test_layers_are_listed_instead_of_the_report(

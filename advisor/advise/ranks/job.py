@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Final
 from msgspec import structs
 
 from advisor.advise.options import RanksDone as RanksDone  # noqa: PLC0414
-from advisor.advise.ranks.task import MeasureOptions, MeasureTask, one_rank
+from advisor.advise.ranks.task import MeasureTask, for_workers, one_rank
 from advisor.advise.ranks.work import processes, results
 from advisor.core.errors import AdvisorError
 from advisor.core.run_directory import is_run, read_recording
@@ -89,7 +89,7 @@ def summarise_apart(
 
     Raises AdvisorError: no cluster, or not one rank could be read.
     """
-    wanted = MeasureOptions.of(options, config)
+    wanted = for_workers(options, config)
     chosen = RankFilter(options.read.ranks) if options.read.ranks else None
     orders = [MeasureTask(source=source, wanted=wanted) for source in _unsure(sources)]
     progress = RanksDone(total=len(orders))

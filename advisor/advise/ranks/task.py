@@ -5,20 +5,20 @@ from __future__ import annotations
 import gc
 import time
 from dataclasses import replace
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
 from msgspec import Struct, field, structs
 
 from advisor import __version__
+from advisor.advise.options import Options
 from advisor.core.errors import AdvisorError
 from advisor.core.run_directory import is_run
 from advisor.measure.ranks.summary import MAX_DECODED, Unread, encode
 from advisor.read.remote.urls import RemoteFile, placed
 
 if TYPE_CHECKING:
-    from advisor.advise.options import Options
     from advisor.core.trace import Run
     from advisor.measure.ranks.summary import Summary
 
@@ -29,58 +29,27 @@ LONGEST: Final = 300
 """Characters of a reason."""
 
 
-class MeasureOptions(Struct, frozen=True, kw_only=True):
-    """How each rank is measured: what of :class:`~advisor.advise.engine.Options` can be sent."""
-
-    steps: tuple[int | None, int | None] | None = None
-    step_ranges: str | None = None
-    gpu: str | None = None
-    window: int | None = None
-    max_bytes: int | None = None
-    rules_folder: str | None = None
-    """A folder that every worker sees."""
-    config: dict[str, dict[str, Any]] = field(default_factory=dict)
-    """Of the user's pyproject.toml; a worker's own folder has another, or none."""
-
-    @classmethod
-    def of(cls, options: Options, config: dict[str, dict[str, Any]]) -> MeasureOptions:
-        """What of the options can be sent."""
-        rules = options.rules_folder
-        return cls(
-            steps=options.steps,
-            step_ranges=options.read.step_ranges,
-            gpu=options.read.gpu,
-            window=options.window,
-            max_bytes=options.read.max_bytes,
-            rules_folder=None if rules is None else str(rules.resolve()),
-            config=config,
-        )
-
-    def options(self) -> Options:
-        """As the engine takes them: one process reads, since there is a worker a core."""
-        from advisor.advise.options import Options
-        from advisor.read import ReadOptions
-        from advisor.read.source import DEFAULT_LIMIT
-
-        return Options(
-            window=self.window,
-            steps=self.steps,
-            rules_folder=None if self.rules_folder is None else Path(self.rules_folder),
-            config=self.config,
-            read=ReadOptions(
-                max_bytes=self.max_bytes or DEFAULT_LIMIT,
-                processes=1,
-                step_ranges=self.step_ranges,
-                gpu=self.gpu,
-            ),
-        )
+def for_workers(options: Options, config: dict[str, dict[str, Any]]) -> Options:
+    """What a worker is to do with each rank, which has nothing to do with the others: one process
+    reads, since there is a worker a core. ``config``: of the user's pyproject.toml; a worker's own
+    folder has another, or none. The folder of rules is one that every worker sees."""
+    rules = options.rules_folder
+    read = replace(
+        options.read, processes=1, progress=None, peek=None, ranks="",
+        memory=None, kernels=None, compile_log=None,
+    )  # fmt: skip
+    return replace(
+        options, read=read, config=config, rules_folder=None if rules is None else rules.resolve(),
+        rank=None, executor=None, workers=None, cluster=None, on_progress=None, capture=None,
+        prices=None,
+    )  # fmt: skip
 
 
 class MeasureTask(Struct, frozen=True, kw_only=True):
     """One file to measure."""
 
     source: RemoteFile
-    wanted: MeasureOptions = field(default_factory=MeasureOptions)
+    wanted: Options = field(default_factory=Options)
     version: str = __version__
     """Of the advisor that asks."""
 
@@ -89,9 +58,25 @@ class MeasureTask(Struct, frozen=True, kw_only=True):
         """As the file's name says; -1: it does not."""
         return -1 if self.source.rank is None else self.source.rank
 
+    def encoded(self) -> bytes:
+        """To be sent."""
+        return msgspec.msgpack.encode(self, enc_hook=_plain)
+
     def failed(self, why: str) -> Unread:
         """That nothing came of it."""
         return Unread(rank=self.rank, path=self.source.url, why=one_line(why))
+
+
+def _plain(value: object) -> str:
+    if not isinstance(value, PurePath):
+        raise TypeError(f"{type(value).__name__} cannot be sent to a worker")
+    return str(value)
+
+
+def _unplain(kind: type, value: object) -> Path:
+    if kind is not Path or not isinstance(value, str):
+        raise ValueError(f"{kind} is not sent to workers")
+    return Path(value)
 
 
 def one_line(why: object) -> str:
@@ -103,7 +88,7 @@ def run_task(order: bytes) -> bytes:
     """An encoded MeasureTask to an encoded Summary, or Unread with the reason: nothing is raised
     but what ends a process."""
     try:
-        wanted = msgspec.msgpack.decode(order, type=MeasureTask)
+        wanted = msgspec.msgpack.decode(order, type=MeasureTask, dec_hook=_unplain)
     except ValueError:
         return encode(
             Unread(
@@ -154,7 +139,7 @@ def _measured(order: MeasureTask) -> bytes:
     source = order.source
     with opened(source, check=refuse_unknown) as path:
         try:
-            summary = summarise_file(str(path), source.rank, order.wanted.options())
+            summary = summarise_file(str(path), source.rank, order.wanted)
         except AdvisorError as error:
             raise AdvisorError(_without(str(error), str(path), source.url)) from None
     if str(path) != source.url:  # a copy, in a folder that says nothing of where it came from

@@ -10,8 +10,6 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from typing import Final, Protocol
 
-import msgspec
-
 from advisor.advise.options import RANK_TIMEOUT_SECONDS
 from advisor.advise.ranks.task import MeasureTask, one_line, run_task
 from advisor.core.errors import AdvisorError
@@ -69,7 +67,7 @@ def results(
     again it is performed once more only if several orders are blamed, one of them perhaps for
     having waited at the worker that another killed.
     """
-    packed = [msgspec.msgpack.encode(order) for order in orders]
+    packed = [order.encoded() for order in orders]
     deaths, why = [0] * len(orders), [""] * len(orders)
     waiting, alone = deque(range(len(orders))), deque[int]()
     blamed: set[int] = set()

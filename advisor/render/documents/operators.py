@@ -1,4 +1,4 @@
-"""The document of ``advisor analyze --operators``: operators by shape."""
+"""The document of ``advisor analyze --by operator``: operators by shape."""
 
 from __future__ import annotations
 

@@ -11,12 +11,11 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import pytest
 
 from advisor.advise.engine import Options, analyze
 from advisor.advise.ranks.job import MAX_RANKS_IN_MEMORY, RanksDone, ranks_apart
-from advisor.advise.ranks.task import MeasureOptions, MeasureTask, run_task
+from advisor.advise.ranks.task import MeasureTask, run_task
 from advisor.advise.ranks.work import processes
 from advisor.core.errors import AdvisorError
 from advisor.core.pool import ProcessPool, WorkerDied
@@ -24,9 +23,9 @@ from advisor.measure.ranks.summary import Summary, decode
 from advisor.read.remote.urls import RemoteFile
 
 
-def packed(path: Path, wanted: MeasureOptions | None = None) -> bytes:
+def packed(path: Path, wanted: Options | None = None) -> bytes:
     source = RemoteFile(url=str(path), at=str(path), rank=0)
-    return msgspec.msgpack.encode(MeasureTask(source=source, wanted=wanted or MeasureOptions()))
+    return MeasureTask(source=source, wanted=wanted or Options()).encoded()
 
 
 def test_a_killed_process_changes_nothing_and_a_damaged_file_fails_alone(fleet: Any) -> None:
@@ -65,7 +64,7 @@ def test_no_process_is_left_behind_not_even_a_busy_one(fleet: Any) -> None:
     with processes(1) as crew:
         crew.submit(
             run_task,
-            packed(fleet.folder / "rank0.json", MeasureOptions(rules_folder=str(fleet.rules))),
+            packed(fleet.folder / "rank0.json", Options(rules_folder=Path(fleet.rules))),
         )
         deadline = time.monotonic() + 60
         while not (pids := crew.pids) and time.monotonic() < deadline:

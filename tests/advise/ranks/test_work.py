@@ -47,7 +47,7 @@ class Crew:
         return self.count
 
     def submit(self, fn: Any, order: bytes, /) -> Future[bytes]:
-        rank = msgspec.msgpack.decode(order, type=MeasureTask).rank
+        rank = msgspec.msgpack.decode(order)["source"]["rank"]
         made: Future[bytes] = Future()
         with self.lock:
             self.times[rank] += 1
@@ -180,7 +180,7 @@ def test_an_answer_that_is_no_summary_is_that_ranks_failure() -> None:
 
 def test_an_order_of_another_version_is_refused_by_the_worker() -> None:
     order = MeasureTask(source=RemoteFile(url="rank3", at="rank3", rank=3), version="0.0.0")
-    told = msgspec.msgpack.decode(run_task(msgspec.msgpack.encode(order)))["unread"]
+    told = msgspec.msgpack.decode(run_task(order.encoded()))["unread"]
     assert told["rank"] == 3
     assert "install the same" in told["why"]
     told = msgspec.msgpack.decode(run_task(b"nonsense"))["unread"]

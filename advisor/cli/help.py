@@ -55,7 +55,7 @@ OPTIONS: Final[dict[str, dict[str, tuple[str, ...]]]] = {
     },
     "project": {
         "Where to": ("--gpu", "--all", "--gpus", "--nodes", "--instance", "--same-host"),
-        "Cost": ("--prices",),
+        "Cost": ("--prices", "--epoch-steps", "--epoch-samples"),
         "Output": ("--format",),
         "Input": (*READ, "--from", "--from-mesh", "--node-size", "--network"),
     },

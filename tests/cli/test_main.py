@@ -12,12 +12,14 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 import advisor as package
 from advisor import cli
 from advisor.cli import help as groups
+from advisor.cli import options as o
 from advisor.cli import output as out
 from advisor.cli import output as progress_module
 from advisor.cli.output import Progress
@@ -256,3 +258,23 @@ def test_every_command_uses_each_of_its_options() -> None:
                 assert arguments <= read, f"{file.name}: {node.name}: {arguments - read}"
                 seen += 1
     assert seen > 10
+
+
+def test_every_shared_option_arrives_in_what_is_analysed() -> None:
+    """Each of ANALYSIS is a field of Options or ReadOptions, or changes one."""
+    given: dict[str, Any] = dict.fromkeys(o.ANALYSIS, 3)
+    given |= {"steps": "1:2", "max_size": "1G", "price": "2/h", "rules": Path("rules")}
+    for name in o.ANALYSIS:
+        if name == "prices":  # a file, in place of --price
+            continue
+        assert o.analysis(**{name: given[name]}) != o.analysis(), name
+
+
+@pytest.mark.parametrize("command", ["whatif", "project", "fit"])
+def test_a_command_that_analyses_by_itself_uses_each_shared_option(command: str) -> None:
+    folder = ROOT / "advisor" / "cli"
+    text = "".join(file.read_text(encoding="utf-8") for file in folder.glob(f"{command}*.py"))
+    names = re.findall(r'"(\w+)"', text[text.index("@o.with_options(") :].partition(")")[0])
+    fields = {"gpu": "read", "memory": "read"}
+    unused = [name for name in names if f"options.{fields.get(name, name)}" not in text]
+    assert len(names) > 1 and not unused

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple, TypeVar
 
 from advisor.advise.engine import AnalysisResult, Options, examine
-from advisor.advise.ranks.job import ranks_apart
+from advisor.advise.ranks.job import files_summarised_apart
 from advisor.core.errors import AdvisorError
 from advisor.core.report import SCHEMA, Report
 from advisor.core.run_directory import STEPS, read_recording
@@ -397,7 +397,7 @@ class DashboardSession:
             entry.doing = "measuring"
 
         options = replace(self.options, read=read, on_progress=progress)
-        if not self.live and not alone and ranks_apart([entry.path], options):
+        if not self.live and not alone and files_summarised_apart([entry.path], options):
             return examine(entry.path, options, measuring)
         run = open_run(entry.path, read, rank=self.options.rank)
         measuring()

@@ -12,9 +12,21 @@ from typing import TYPE_CHECKING, TypeVar
 import msgspec
 from msgspec import structs
 
-from advisor.advise.impact import GainEstimator, count_ranks, estimate, estimator_for, weigh_window
+from advisor.advise.impact import (
+    GainEstimator,
+    count_ranks,
+    estimate_impact,
+    estimator_for,
+    weigh_confidence,
+)
 from advisor.advise.limits import lost_records
-from advisor.advise.terms import FRAMEWORKS, advises, for_program, how_to_record, left_out
+from advisor.advise.terms import (
+    OTHER_FRAMEWORKS,
+    for_program,
+    has_advice_for,
+    how_to_record,
+    skip_foreign_rules,
+)
 from advisor.core import text as t
 from advisor.core.errors import AdvisorError, describe_failure
 from advisor.core.finding import (
@@ -37,7 +49,7 @@ if TYPE_CHECKING:
     from advisor.measure.ranks.summary import Summary
     from advisor.replay.ranks.study import Study
 
-FAILED = "the rule failed"
+RULE_FAILED = "the rule failed"
 MANY_ROWS = 2_000_000
 """From so many on, ranks are examined one after another: threads share one interpreter and gain a
 fifth of this part's time, and what each works with beside the trace is large."""
@@ -45,31 +57,31 @@ Subject = TypeVar("Subject", "Analysis", "Study")
 
 
 @dataclass(frozen=True)
-class Checked:
+class RankFindings:
     """What the rules say of one rank's window, or across ranks."""
 
     rank: int
     findings: list[Finding]
-    good: list[PassedCheck]
-    not_measured: list[SkippedCheck]
+    passed: list[PassedCheck]
+    skipped: list[SkippedCheck]
     estimator: GainEstimator | None = None
     """What estimated the gains; ``None``: in another process, or across ranks."""
     summary: Summary | None = None
     """The rank for comparison with others; ``None``: it is alone, or was not profiled."""
 
-    def and_across(self, across: Checked) -> Checked:
+    def with_findings_across_ranks(self, across: RankFindings) -> RankFindings:
         """With what the rules say across ranks."""
         return replace(
             self,
             findings=self.findings + across.findings,
-            good=self.good + across.good,
-            not_measured=self.not_measured + across.not_measured,
+            passed=self.passed + across.passed,
+            skipped=self.skipped + across.skipped,
         )
 
 
 def run_ranks(
     analyses: dict[int, Analysis], rules: list[Rule], executor: Executor | None
-) -> dict[int, Checked]:
+) -> dict[int, RankFindings]:
     """Run the rules of each rank, and sum each up where there are several."""
     if len(analyses) == 1:
         return {number: run_rules(number, a, rules) for number, a in analyses.items()}
@@ -90,13 +102,13 @@ def run_ranks(
         return {result.rank: result for result in done}
 
 
-def _summed_up(number: int, a: Analysis, rules: list[Rule]) -> Checked:
-    from advisor.advise.ranks.measure import summarise
+def _summed_up(number: int, a: Analysis, rules: list[Rule]) -> RankFindings:
+    from advisor.advise.ranks.measure import summarise_rank
 
     checked = run_rules(number, a, rules)
     if a.record_only:
         return checked
-    return replace(checked, summary=summarise(a, number, checked.findings))
+    return replace(checked, summary=summarise_rank(a, number, checked.findings))
 
 
 def _remote(
@@ -106,18 +118,18 @@ def _remote(
     record: RankRecord | None,
     snapshot: MemorySnapshot | None,
     rules: list[Rule],
-) -> Checked:
+) -> RankFindings:
     checked = _summed_up(number, Analysis(trace, select, record, snapshot), rules)
     return replace(checked, estimator=None)
 
 
-def run_rules(number: int, a: Analysis, rules: list[Rule], prices: bool = True) -> Checked:
+def run_rules(number: int, a: Analysis, rules: list[Rule], prices: bool = True) -> RankFindings:
     """Run the per-rank rules on one window and, unless not asked for, estimate what they find."""
     outcomes: list[Outcome] = []
     unknown = lost_records(a)
     cut = a.trace.meta.truncated
     for rule in rules:
-        if rule.across_ranks or not _applies(rule, a) or not advises(rule, a.trace.meta):
+        if rule.across_ranks or not _applies(rule, a) or not has_advice_for(rule, a.trace.meta):
             continue
         rule = for_program(rule, a)
         before = a.idle_reads
@@ -125,38 +137,40 @@ def run_rules(number: int, a: Analysis, rules: list[Rule], prices: bool = True) 
         if unknown and not rule.reads_record:
             said = _without_idle(rule, said, unknown, of_idle=a.idle_reads > before, cut=cut)
         outcomes += [_completed(outcome, rule, a, number) for outcome in said]
-    outcomes += [*_not_run(a, rules), *left_out(rules, a.trace.meta)]
+    outcomes += [*_not_run(a, rules), *skip_foreign_rules(rules, a.trace.meta)]
     return _sorted(outcomes, number, a, estimator_for(a) if prices else None)
 
 
 def rank_rules(
     study: Study, main: int, a: Analysis, rules: list[Rule], estimator: GainEstimator
-) -> Checked:
+) -> RankFindings:
     """Run the rules that look across ranks; the report is of rank ``main``."""
     outcomes: list[Outcome] = []
     for rule in rules:
-        if rule.across_ranks and advises(rule, a.trace.meta):
+        if rule.across_ranks and has_advice_for(rule, a.trace.meta):
             rule = for_program(rule, a)
             said = _contained(rule, rule.check_run, study)
             outcomes += [_completed(outcome, rule, a, main) for outcome in said]
     return _sorted(outcomes, main, a, estimator)
 
 
-def estimated(checked: Checked, a: Analysis, estimator: GainEstimator) -> Checked:
+def estimate_findings(checked: RankFindings, a: Analysis, estimator: GainEstimator) -> RankFindings:
     """The same with the gains of its findings."""
-    findings, skipped = [], list(checked.not_measured)
+    findings, skipped = [], list(checked.skipped)
     for finding in checked.findings:
         try:
-            findings.append(estimate(finding, a, estimator))
+            findings.append(estimate_impact(finding, a, estimator))
         except AdvisorError:
             raise
         except Exception as error:  # an edit that somebody else's rule made
             why = f"no gain could be estimated ({describe_failure(error)})"[:300]
             skipped.append(SkippedCheck(what=finding.title, why=why, rule=finding.rule))
-    return replace(checked, findings=findings, not_measured=skipped, estimator=estimator)
+    return replace(checked, findings=findings, skipped=skipped, estimator=estimator)
 
 
-def merge_ranks(results: dict[int, Checked], main: int, *, counted: bool = True) -> Checked:
+def merge_ranks(
+    results: dict[int, RankFindings], main: int, *, counted: bool = True
+) -> RankFindings:
     """What was found on the main rank; a finding of the other ranks is counted beside the same one
     of the main rank, and added when new."""
     findings = list(results[main].findings)
@@ -212,7 +226,7 @@ def _not_run(a: Analysis, rules: list[Rule]) -> list[SkippedCheck]:
     missing = [rule.id for rule in rules if rule.reads_record]
     if a.record is not None or not missing:
         return []
-    recordable = a.trace.meta.framework not in FRAMEWORKS
+    recordable = a.trace.meta.framework not in OTHER_FRAMEWORKS
     verb = "reads" if len(missing) == 1 else "read"
     return [
         SkippedCheck(
@@ -239,7 +253,7 @@ def _contained(
     except AdvisorError:
         raise
     except Exception as error:
-        why = f"{FAILED} ({describe_failure(error)})"[:300]
+        why = f"{RULE_FAILED} ({describe_failure(error)})"[:300]
         return [SkippedCheck(what=rule.title or rule.id, why=why)]
 
 
@@ -276,7 +290,7 @@ def _completed(outcome: Outcome, rule: Rule, a: Analysis, number: int) -> Outcom
     if isinstance(outcome, SkippedCheck):
         record = how_to_record(outcome.record, a.trace.meta, recorder=a.record is not None)
         return structs.replace(outcome, rule=rule.id, record=record)
-    finding = weigh_window(rule.complete(outcome), rule, a)
+    finding = weigh_confidence(rule.complete(outcome), rule, a)
     finding = structs.replace(finding, where=[_with_line(place, a) for place in finding.where])
     rank = None if number < 0 else number
     return structs.replace(finding, trace_rank=rank, device=a.device_id)
@@ -297,20 +311,20 @@ def _with_line(place: Location, a: Analysis) -> Location:
 
 def _sorted(
     outcomes: Sequence[Outcome], number: int, a: Analysis, estimator: GainEstimator | None
-) -> Checked:
+) -> RankFindings:
     """Outcomes by kind, the gains of findings estimated where ``estimator`` is given."""
-    checked = Checked(
+    checked = RankFindings(
         number,
         [outcome for outcome in outcomes if isinstance(outcome, Finding)],
         [outcome for outcome in outcomes if isinstance(outcome, PassedCheck)],
         [outcome for outcome in outcomes if isinstance(outcome, SkippedCheck)],
     )
-    return checked if estimator is None else estimated(checked, a, estimator)
+    return checked if estimator is None else estimate_findings(checked, a, estimator)
 
 
 # -- hot lines of Python, from Scalene -------------------------------------------------------------
 
-LIMIT = 3
+MAX_HOT_LINES = 3
 """Lines that a finding gets."""
 _DATA = re.compile(
     r"__getitems?__|__iter__|__next__|collate|transform|augment|decode|load_|read_|preprocess"
@@ -334,7 +348,7 @@ def hot_lines(a: Analysis) -> tuple[list[HotLine], list[str]]:
         return [], [str(error)]
 
 
-def explain(
+def add_hot_lines(
     findings: Iterable[Finding], lines: Sequence[HotLine], rules: Iterable[Rule]
 ) -> list[Finding]:
     """Findings about loading data and about Python in the loop (``Rule.of_python``) with the
@@ -351,7 +365,7 @@ def explain(
 
 
 def _with_lines(finding: Finding, lines: Sequence[HotLine]) -> Finding:
-    chosen = lines[:LIMIT]
+    chosen = lines[:MAX_HOT_LINES]
     known = {(place.file, place.line) for place in finding.where}
     places = [
         Location(file=line.file, line=line.line, function=line.function)

@@ -16,8 +16,8 @@ from msgspec import structs
 
 import advisor
 from advisor.advise.check import (
-    Checked,
-    explain,
+    RankFindings,
+    add_hot_lines,
     hot_lines,
     merge_ranks,
     rank_rules,
@@ -28,16 +28,16 @@ from advisor.advise.impact import (
     GainEstimator,
     count_ranks,
     estimator_for,
-    for_run,
-    share_out,
+    limit_to_cores,
+    scale_to_run,
     with_gain,
 )
-from advisor.advise.measured import cost, inputs, measure, step_durations
+from advisor.advise.measured import cost_per_step, list_inputs, measure_fields, step_durations
 from advisor.advise.options import Options as Options  # noqa: PLC0414
-from advisor.advise.rank import rank
-from advisor.advise.ranks.job import first_rank, ranks_apart, summarise_apart
+from advisor.advise.priority import prioritize
+from advisor.advise.ranks.job import files_summarised_apart, first_rank, summarise_apart
 from advisor.advise.ranks.task import one_line
-from advisor.advise.select import choose, load_rules, read_config
+from advisor.advise.select import choose_windows, load_rules, read_config
 from advisor.advise.write import write_report
 from advisor.core import text as t
 from advisor.core.errors import AdvisorError
@@ -98,7 +98,7 @@ def examine(
     config = read_config() if options.config is None else options.config
     rules = load_rules(options.rules_folder, config)
     places = [] if isinstance(source, Run) else _places(source)
-    sources = ranks_apart(places, options) if places else []
+    sources = files_summarised_apart(places, options) if places else []
     summaries: list[Summary] = []
     unread: list[Unread] = []
     if isinstance(source, Run):
@@ -116,11 +116,11 @@ def examine(
         run = _with_capture(run, options)
     elif run.recording is None and options.window is None:
         run = _with_own_capture(run)
-    analyses = choose(run, options.window, options.steps)
+    analyses = choose_windows(run, options.window, options.steps)
     main = next(iter(analyses))
-    if why := why_apart(run):
+    if why := explain_unrelated(run):
         each = [(trace, partial(_alone, trace, options)) for trace in run.traces.values()]
-        report = apart_report(run, analyses, why, each)
+        report = build_unrelated_report(run, analyses, why, each)
         return AnalysisResult(run, report, analyses, BoundEstimator(analyses[main]))
     results = run_ranks(analyses, rules, options.executor)
     summaries = summaries or [r.summary for r in results.values() if r.summary is not None]
@@ -132,7 +132,7 @@ def examine(
     prices = read_prices() if options.prices is None else options.prices
     report = structs.replace(
         report,
-        cost=cost(run, report, prices, options.gpus),
+        cost=cost_per_step(run, report, prices, options.gpus),
         mesh=_mesh(analyses[main], main, compared, options),
     )
     return AnalysisResult(run, report, analyses, estimator)
@@ -141,7 +141,7 @@ def examine(
 def _advise(
     run: Run,
     analyses: dict[int, Analysis],
-    results: dict[int, Checked],
+    results: dict[int, RankFindings],
     rules: list[Rule],
     compared: Study | None,
     summaries: Sequence[Summary],
@@ -157,22 +157,22 @@ def _advise(
         checked = merge_ranks(alone, main, counted=False)
         checked, estimator = _of_all_ranks(checked, estimator, compared, a, rules)
     hot, problems = hot_lines(a)
-    findings = explain(checked.findings, hot, rules)
-    ranked = rank(findings, a, estimator)
-    ranked = ranked.each(lambda result: for_run(share_out(result, a), a, rules))
+    findings = add_hot_lines(checked.findings, hot, rules)
+    ranked = prioritize(findings, a, estimator)
+    ranked = ranked.each(lambda result: scale_to_run(limit_to_cores(result, a), a, rules))
     report = write_report(
         run, analyses, checked, ranked, estimator, rules, hot, problems, compared, summaries
     )
     return report, estimator
 
 
-EXPOSED = "exposed-communication"
+EXPOSED_COMMUNICATION = "exposed-communication"
 """The rule whose finding says what all ranks have of it."""
 
 
 def _of_all_ranks(
-    checked: Checked, own: GainEstimator, study: Study, a: Analysis, rules: list[Rule]
-) -> tuple[Checked, GainEstimator]:
+    checked: RankFindings, own: GainEstimator, study: Study, a: Analysis, rules: list[Rule]
+) -> tuple[RankFindings, GainEstimator]:
     """What a rank's rules say, with what the other ranks and the comparison of all add: a finding
     of single ranks gets the gain of the job, where the ranks can be replayed."""
     from advisor.advise.ranks.estimator import RanksEstimator
@@ -182,7 +182,9 @@ def _of_all_ranks(
     seen = {finding.rule: estimator.counted(finding.rule) for finding in findings}
     findings = count_ranks(findings, seen, len(study.numbers))
     findings = [
-        structs.replace(f, evidence=[*f.evidence, *study.exposed()]) if f.rule == EXPOSED else f
+        structs.replace(f, evidence=[*f.evidence, *study.exposed()])
+        if f.rule == EXPOSED_COMMUNICATION
+        else f
         for f in findings
     ]
     used: GainEstimator = own if study.replay.reason else estimator
@@ -194,7 +196,7 @@ def _of_all_ranks(
             for f in findings
         ]
     checked = dataclasses.replace(checked, findings=findings)
-    return checked.and_across(rank_rules(study, checked.rank, a, rules, used)), used
+    return checked.with_findings_across_ranks(rank_rules(study, checked.rank, a, rules, used)), used
 
 
 def _mesh(a: Analysis, rank: int, study: Study | None, options: Options) -> list[MeshAxis]:
@@ -258,15 +260,15 @@ def _alone(trace: Trace, options: Options) -> Report:
 
 
 MAX_LINES = 30
-FEW_SHARED = 0.02
+MIN_SHARED_NAMES = 0.02
 """Names of operators and kernels that two windows of one program share at least: its operators are
 the same, even where the kernels are chosen anew."""
-ENOUGH_NAMES = 20
+MIN_NAMES = 20
 """A recording with fewer names may be of anything."""
 MAX_COMPARED = 16
 
 
-def why_apart(run: Run) -> list[str]:
+def explain_unrelated(run: Run) -> list[str]:
     """Why the traces cannot be of one run; empty: nothing speaks against it.
 
     They ran on GPUs of different models, ranks were not recorded at one time, or two of them have
@@ -293,7 +295,7 @@ def why_apart(run: Run) -> list[str]:
     return why
 
 
-def apart_report(
+def build_unrelated_report(
     run: Run,
     analyses: dict[int, Analysis],
     why: list[str],
@@ -315,9 +317,9 @@ def apart_report(
         status="limited",
         verdict=f"These {len(each)} traces do not look like ranks or windows of one run: "
         f"{' and '.join(why)}. Each has a line below; give the files of one run.",
-        inputs=inputs(run, analyses),
+        inputs=list_inputs(run, analyses),
         limits=[*lines, *run.problems],
-        scope=measure(analyses[main])["scope"],
+        scope=measure_fields(analyses[main])["scope"],
         step_durations=step_durations(analyses[main]),
     )
 
@@ -341,7 +343,7 @@ def _names(trace: Trace) -> set[str]:
 def _strange(named: list[set[str]]) -> bool:
     """Two of them, with enough names each, share next to none."""
     return any(
-        len(item & other) < FEW_SHARED * min(len(item), len(other))
+        len(item & other) < MIN_SHARED_NAMES * min(len(item), len(other))
         for item, other in combinations(named, 2)
-        if min(len(item), len(other)) >= ENOUGH_NAMES
+        if min(len(item), len(other)) >= MIN_NAMES
     )

@@ -21,18 +21,18 @@ Line = tuple[str, list[str]]
 """A label and the parts that follow it."""
 
 
-def scope(report: Report) -> list[Line]:
+def describe_scope(report: Report) -> list[Line]:
     """Which traces, device and steps; energy and cost per step."""
     lines = [
         ("trace", _trace(report)),
         ("device", _device(report)),
-        ("run", recorded(report)),
+        ("run", describe_recorded_steps(report)),
         (
             "steps" if report.step is None or report.step.window_slowdown is None else "window",
             _steps(report),
         ),
-        ("energy", energy(report)),
-        ("cost", cost(report)),
+        ("energy", describe_energy(report)),
+        ("cost", describe_cost(report)),
     ]
     return [(label, parts) for label, parts in lines if parts]
 
@@ -83,7 +83,7 @@ def _steps(report: Report) -> list[str]:
             return [f"none marked: the whole recording, {t.format_duration(span)}"]
         what = f"none marked: {t.format_duration(span)} from the first to the last GPU work"
         more = f"{t.format_duration(recorded)} recorded"
-        return [what] if recorded - span < OUTSIDE * recorded else [what, more]
+        return [what] if recorded - span < MIN_OUTSIDE_SHARE * recorded else [what, more]
     source = "recorded" if scope_.step_source == "record" else t.clean(scope_.step_source)
     step = "step" if scope_.steps_found == 1 else "steps"
     source = {"optimizer": f"optimizer {step}", "engine": f"{step} of the engine"}.get(
@@ -99,13 +99,13 @@ def _steps(report: Report) -> list[str]:
         spread = t.format_range(scope_.step_min_ns, scope_.step_max_ns)
         parts = [f"{used} {source}", f"{mean} on average", spread]
     if scope_.outliers:
-        parts.append(f"outliers set aside: {names(scope_.outliers)}")
+        parts.append(f"outliers set aside: {join_names(scope_.outliers)}")
     return [*parts, *compare_window_with_run(report)]
 
 
-OUTSIDE = 0.01
+MIN_OUTSIDE_SHARE = 0.01
 """Share of a run's time from which what lies between its steps is shown."""
-SAME = 0.03
+EQUAL_STEP_SHARE = 0.03
 """Two step times that differ by less are called equal."""
 
 
@@ -114,11 +114,11 @@ def compare_window_with_run(report: Report) -> list[str]:
     step = report.step
     if step is None or step.window_slowdown is None:
         return []
-    if abs(step.window_slowdown) < SAME and not step.atypical:
+    if abs(step.window_slowdown) < EQUAL_STEP_SHARE and not step.atypical:
         return ["as long as the run's"]
     parts = [f"{_longer(step.window_slowdown)} than the run's"]
     why = []
-    if step.profiler_overhead is not None and step.profiler_overhead >= SAME:
+    if step.profiler_overhead is not None and step.profiler_overhead >= EQUAL_STEP_SHARE:
         why.append(f"the profiler adds {t.format_share(step.profiler_overhead)}")
     if step.in_warm_up:
         why.append("they are among the first steps")
@@ -152,14 +152,14 @@ def time_heading(report: Report) -> tuple[str, str]:
         return title, "of what is left of the file"
     if step is None:
         return title, ""
-    if step.window_slowdown is not None and abs(step.window_slowdown) >= SAME:
+    if step.window_slowdown is not None and abs(step.window_slowdown) >= EQUAL_STEP_SHARE:
         return title, f"profiled, {t.format_duration(step.window_ns)} {t.format_per(report.per)}"
-    if step.window_ns is None and abs(step.mean_ns / step.ns - 1) >= SAME:
+    if step.window_ns is None and abs(step.mean_ns / step.ns - 1) >= EQUAL_STEP_SHARE:
         return title, f"mean step, {t.format_duration(step.mean_ns)}"
     return title, ""
 
 
-def recorded(report: Report) -> list[str]:
+def describe_recorded_steps(report: Report) -> list[str]:
     """What the recorder measured of every step, profiled or not."""
     view = report.recorded
     if view is None:
@@ -170,14 +170,14 @@ def recorded(report: Report) -> list[str]:
     if (
         view.mean_ns is not None
         and view.median_ns
-        and abs(view.mean_ns / view.median_ns - 1) > SAME
+        and abs(view.mean_ns / view.median_ns - 1) > EQUAL_STEP_SHARE
     ):
         parts.append(f"mean {t.format_duration(view.mean_ns)}")
     if view.p99_ns is not None:
         parts.append(f"99th percentile {t.format_duration(view.p99_ns)}")
     if view.samples_per_second is not None:
         parts.append(f"{view.samples_per_second:,.0f} samples/s")
-    if view.outside_ns and (view.outside_share or 0.0) >= OUTSIDE:
+    if view.outside_ns and (view.outside_share or 0.0) >= MIN_OUTSIDE_SHARE:
         parts.append(
             f"{t.format_duration(view.outside_ns)} ({t.format_share(view.outside_share)}) between "
             "steps: "
@@ -234,7 +234,7 @@ def headline_numbers(report: Report) -> list[Line]:
     return lines
 
 
-def energy(report: Report) -> list[str]:
+def describe_energy(report: Report) -> list[str]:
     """Energy per step and how it was measured; empty: it was not."""
     use = report.energy
     if use is None:
@@ -262,7 +262,7 @@ COSTED_STEPS = 1000
 """Steps whose cost is shown: that of one has many zeros."""
 
 
-def cost(report: Report) -> list[str]:
+def describe_cost(report: Report) -> list[str]:
     """What the steps cost, now and with the fixes; empty: no price was given."""
     paid = report.cost
     if paid is None:
@@ -318,18 +318,18 @@ def memory_peak(report: Report) -> str:
     return f"{t.format_bytes(peak)} of {t.format_bytes(capacity)}"
 
 
-def names(items: list[str], most: int = 4) -> str:
+def join_names(items: list[str], most: int = 4) -> str:
     """``a, b, c and 12 more``."""
     shown = ", ".join(t.shorten(t.clean(item), 30) for item in items[:most])
     return shown if len(items) <= most else f"{shown} and {len(items) - most} more"
 
 
-def ranked(report: Report) -> list[Finding]:
+def ranked_findings(report: Report) -> list[Finding]:
     """The findings that count, the most valuable first."""
     return [finding for finding in report.findings if finding.folded_under is None]
 
 
-def places(finding: Finding, most: int = 3) -> list[Location]:
+def distinct_places(finding: Finding, most: int = 3) -> list[Location]:
     """Where it is, worst first, places of the same name once."""
     result: dict[object, Location] = {}
     for place in finding.where:
@@ -356,7 +356,7 @@ def named_places(
 ) -> list[tuple[Location, list[str]]]:
     """The same with their names, as :func:`~advisor.core.text.location_names` has them: kernels and
     operators of one finding stay apart however short they are."""
-    result = places(finding, most)
+    result = distinct_places(finding, most)
     short = t.labels_by_name((name for p in result for name in (p.op, p.kernel)), name_width)
     return [
         (place, t.location_names(place, name_width=name_width, path_width=path_width, short=short))
@@ -376,7 +376,7 @@ def hot_lines(report: Report, most: int = 8) -> list[tuple[str, str, str]]:
     ]
 
 
-def folded(report: Report, finding: Finding) -> list[Finding]:
+def folded_findings(report: Report, finding: Finding) -> list[Finding]:
     """Symptoms and alternatives that a finding already covers."""
     return [other for other in report.findings if other.folded_under == finding.rule]
 
@@ -400,11 +400,11 @@ def describe_gain(finding: Finding, *, alone: bool = False) -> str:
 WIDE_LOW, WIDE_HIGH, NO_GAIN = 0.5, 2.0, 0.01
 """Of the gain: ends of its range from which on it is said what decides them; a low end that is no
 gain at all."""
-ABOVE = 1.05
+MAX_BEYOND_EVIDENCE = 1.05
 """Of the time that the evidence shows: a larger gain says where the rest comes from."""
 
 
-def conditions(finding: Finding, report: Report) -> list[str]:
+def gain_conditions(finding: Finding, report: Report) -> list[str]:
     """What the gain depends on: what decides its range, another fix, a rank; and where more than
     the evidence shows comes from."""
     return [*range_reasons(finding), *beyond_evidence(finding), *order_parts(finding, report)]
@@ -456,7 +456,7 @@ def beyond_evidence(finding: Finding) -> list[str]:
     if impact is None or impact.currency != "step_time" or not impact.gain_ns:
         return []
     shown = finding.shown_time
-    if shown is None or impact.gain_ns <= ABOVE * float(shown.value or 0):
+    if shown is None or impact.gain_ns <= MAX_BEYOND_EVIDENCE * float(shown.value or 0):
         return []
     why = "the launches of this work, and the gaps in it, end too"
     operations = [edit.op for edit in finding.edits]
@@ -474,18 +474,18 @@ def order_parts(finding: Finding, report: Report) -> list[str]:
     if finding.pays_after is not None:
         before = next((f.title for f in report.findings if f.rule == finding.pays_after), "")
         before = t.clean(before) or t.clean(finding.pays_after)
-        parts.append(f"gains only after '{before}': then {marginal(finding)}")
+        parts.append(f"gains only after '{before}': then {describe_marginal_gain(finding)}")
     elif own is None or left is None or finding.priority == 1:
         pass
     elif abs(left - own) > 0.05 * own:
         more = "gains more after" if left > own else "after"
-        parts.append(f"{more} the fixes above: {marginal(finding)}")
+        parts.append(f"{more} the fixes above: {describe_marginal_gain(finding)}")
     if finding.other_rank and finding.trace_rank is not None:
         parts.append(f"on rank {finding.trace_rank}")
     return parts
 
 
-def marginal(finding: Finding) -> str:
+def describe_marginal_gain(finding: Finding) -> str:
     """What a finding gains after those before it: ``2.34 ms (1.9–2.5 ms)``."""
     gain = t.format_duration(finding.marginal_gain_ns)
     if finding.marginal_low_ns is None or finding.marginal_high_ns is None:
@@ -497,7 +497,7 @@ def marginal(finding: Finding) -> str:
     return f"{gain} ({ends.replace(' to ', '–')})"
 
 
-def caveats(finding: Finding) -> list[str]:
+def describe_caveats(finding: Finding) -> list[str]:
     """Why a finding may be wrong: what lowered its confidence, what it assumes."""
     result = [*finding.confidence_notes]
     if finding.assumptions:
@@ -535,7 +535,7 @@ def note_gain(finding: Finding) -> str:
     return describe_gain(finding)
 
 
-def abstentions(report: Report) -> list[tuple[str, str]]:
+def describe_skipped_checks(report: Report) -> list[tuple[str, str]]:
     """What could not be checked: (what, why and what to record)."""
     result = []
     for item in report.not_checked:
@@ -553,13 +553,13 @@ def has_upper_bound(report: Report) -> bool:
     )
 
 
-def outlook(report: Report) -> str:
+def describe_all_fixes(report: Report) -> str:
     """What the step comes down to with every ranked fix, and what limits it then. Empty where the
     replay has none of them: their gains come from the record."""
     replay = report.replay
-    if replay is None or not ranked(report):
+    if replay is None or not ranked_findings(report):
         return ""
-    fixes = "all fixes" if len(ranked(report)) > 1 else "this fix"
+    fixes = "all fixes" if len(ranked_findings(report)) > 1 else "this fix"
     scale = report.step_ns / replay.measured_ns if replay.measured_ns else 1.0
     after = replay.step_after_ns * scale
     bound = "up to " * has_upper_bound(report)
@@ -603,7 +603,7 @@ def replay_error(replay: Replay) -> str:
     return "0.1%" if replay.step_error < 0.001 else f"{replay.step_error:.1%}"
 
 
-def definitions(report: Report) -> list[str]:
+def define_gains(report: Report) -> list[str]:
     """How the gains of this report were got, and how far to trust them."""
     result = []
     replay = report.replay
@@ -623,7 +623,12 @@ def definitions(report: Report) -> list[str]:
         )
     step = report.step
     longer = None if step is None else step.window_slowdown
-    if report.findings and step is not None and longer is not None and abs(longer) >= SAME:
+    if (
+        report.findings
+        and step is not None
+        and longer is not None
+        and abs(longer) >= EQUAL_STEP_SHARE
+    ):
         result.append(
             "What is measured in the profiled window is of its "
             f"{t.format_duration(step.window_ns)} step; "

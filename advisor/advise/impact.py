@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from msgspec.structs import replace
 
 from advisor.advise.limits import lost_records
-from advisor.advise.measured import APART, step_time
+from advisor.advise.measured import MIN_APART_SHARE, step_time
 from advisor.core import text as t
 from advisor.core.finding import GUESSED, Edit, Finding, Impact
 from advisor.core.report import HardPart, Replay
@@ -40,16 +40,16 @@ UNSEEN_SHARE = 0.05
 """Gains from this share of the step up may meet the pace of loader workers that keep up."""
 MAX_PROCESSES = 64
 """Processes that are advised at most."""
-UNPROVEN = 0.7
+UNPROVEN_CONFIDENCE = 0.7
 """Of the confidence of a rule that was only ever seen right on synthetic examples; its range is as
 wide as the worst prediction so far was wrong. Such findings compete with the others."""
-UNLIKE_CONFIDENCE = 0.85
+ATYPICAL_WINDOW_CONFIDENCE = 0.85
 """What is left of the confidence in a finding from a window that is not like its run."""
 
 # -- confidence ------------------------------------------------------------------------------------
 
 
-def less_sure(finding: Finding, factor: float, why: str) -> Finding:
+def lower_confidence(finding: Finding, factor: float, why: str) -> Finding:
     """The finding with its confidence lowered, and why."""
     return replace(
         finding,
@@ -58,24 +58,26 @@ def less_sure(finding: Finding, factor: float, why: str) -> Finding:
     )
 
 
-def weigh_window(finding: Finding, rule: Rule, a: Analysis) -> Finding:
+def weigh_confidence(finding: Finding, rule: Rule, a: Analysis) -> Finding:
     """The confidence of its rule, lowered by what the window allows."""
     if rule.validated == "synthetic":
         why = "not proven on real traces, on synthetic examples only"
-        finding = less_sure(finding, UNPROVEN, why)
+        finding = lower_confidence(finding, UNPROVEN_CONFIDENCE, why)
     if a.trace.meta.example or rule.reads_record or a.source:
         return finding
     marked = a.steps.source != "whole trace"
     if not marked:
         why = "no steps in the trace: start-up and shut-down may be inside"
-        finding = less_sure(finding, 0.8, why)
+        finding = lower_confidence(finding, 0.8, why)
     elif a.steps.source in GUESSED:
         why = "steps are where the device's work repeats, nothing marks them"
-        finding = less_sure(finding, 0.9, why)
+        finding = lower_confidence(finding, 0.9, why)
     if marked and a.step_count < 3:
-        finding = less_sure(finding, 0.85, f"only {t.count_noun(a.step_count, 'step')} measured")
+        finding = lower_confidence(
+            finding, 0.85, f"only {t.count_noun(a.step_count, 'step')} measured"
+        )
     if a.trace.meta.truncated:
-        finding = less_sure(finding, 0.9, "the file is truncated")
+        finding = lower_confidence(finding, 0.9, "the file is truncated")
     return finding
 
 
@@ -96,7 +98,7 @@ def count_ranks(findings: Iterable[Finding], seen: Mapping[str, int], ranks: int
 # -- gain and range --------------------------------------------------------------------------------
 
 
-def estimate(finding: Finding, a: Analysis, estimator: GainEstimator) -> Finding:
+def estimate_impact(finding: Finding, a: Analysis, estimator: GainEstimator) -> Finding:
     """The finding with what it gains: the rule's own figure (memory, risk), else what its edits
     save. A rule that names a change of one rank may give a figure that stands in where that rank
     cannot be replayed with the others."""
@@ -108,7 +110,7 @@ def estimate(finding: Finding, a: Analysis, estimator: GainEstimator) -> Finding
             finding = replace(finding, edits=[])
     if own is not None:
         if own.currency == "step_time":
-            finding = replace(finding, severity=severity(own.share))
+            finding = replace(finding, severity=severity_of_share(own.share))
         return finding
     if not finding.edits:
         return _not_estimated(finding, "the rule names no change of the step's events")
@@ -142,11 +144,11 @@ def _of_edits(finding: Finding, a: Analysis, estimator: GainEstimator) -> Findin
             low_by="past" if band.low < saved.low else saved.low_by,
             high_by="past" if band.high > saved.high else saved.high_by,
         )
-        finding = less_sure(finding, 1.0, f"{why}, and the range allows for that")
+        finding = lower_confidence(finding, 1.0, f"{why}, and the range allows for that")
     finding = with_gain(finding, saved, a, estimator.method)
     share = finding.impact.share if finding.impact is not None else None
     if estimator.unseen_loader and (share or 0.0) >= UNSEEN_SHARE:
-        finding = less_sure(
+        finding = lower_confidence(
             finding,
             0.85,
             "the loader's workers keep up with these steps; whether they do with shorter ones is "
@@ -173,10 +175,10 @@ def with_gain(
         high_by=saved.high_by,
         of_job=of_job,
     )
-    return replace(finding, impact=impact, severity=severity(share))
+    return replace(finding, impact=impact, severity=severity_of_share(share))
 
 
-def severity(share: float | None) -> Severity:
+def severity_of_share(share: float | None) -> Severity:
     """critical, warning or info, by the share of the step that the fix gains."""
     if share is None or share < WARNING_SHARE:
         return "info"
@@ -194,7 +196,7 @@ def may_be_nothing(finding: Finding, floor: float) -> bool:
     )
 
 
-OF_THE_DEVICE = ("compute", "communication")
+DEVICE_PARTS = ("compute", "communication")
 
 
 def without_gain(
@@ -210,7 +212,7 @@ def without_gain(
     part, longest = max(path.items(), key=lambda item: item[1])
     share = t.format_share(longest / max(sum(path.values()), 1.0))
     who = t.path_label(part, a.trace.meta.framework)
-    who = f"{'other' if part in OF_THE_DEVICE else 'the'} {who}"
+    who = f"{'other' if part in DEVICE_PARTS else 'the'} {who}"
     for finding in findings:
         if finding.other_rank or not finding.edits:
             continue
@@ -228,7 +230,7 @@ def without_gain(
 # -- work that moves to other processes ----------------------------------------------------------
 
 
-def share_out(findings: Sequence[Finding], a: Analysis) -> list[Finding]:
+def limit_to_cores(findings: Sequence[Finding], a: Analysis) -> list[Finding]:
     """Findings that move work to other processes, with how many of these keep up with the step that
     all fixes leave; where there are fewer cores, with no more gain than these allow."""
     cores = None if a.record is None else a.record.rank.cpus
@@ -276,7 +278,7 @@ def _bounded(finding: Finding, most: float, step_ns: float) -> Finding:
 # -- of the window, of the run ---------------------------------------------------------------------
 
 
-def for_run(findings: Sequence[Finding], a: Analysis, rules: Sequence[Rule]) -> list[Finding]:
+def scale_to_run(findings: Sequence[Finding], a: Analysis, rules: Sequence[Rule]) -> list[Finding]:
     """Gains that were found in a window become gains of the run's own step. What a rule worked out
     from the record is that already."""
     of_record = {rule.id for rule in rules if rule.reads_record}
@@ -310,10 +312,10 @@ def _carry_over(finding: Finding, step: StepTime | None, *, device: bool) -> Fin
         device
         and scale < 1
         and step.profiler_overhead is not None
-        and step.profiler_overhead >= APART
+        and step.profiler_overhead >= MIN_APART_SHARE
     ):
         high = max(high, min(most, step.ns))
-    if scale > 1 + APART:
+    if scale > 1 + MIN_APART_SHARE:
         low = min(low, least)
     finding = replace(
         finding,
@@ -329,7 +331,7 @@ def _carry_over(finding: Finding, step: StepTime | None, *, device: bool) -> Fin
     if not step.atypical:
         return finding
     why = "the profiled window is not like the rest of the run"
-    return less_sure(finding, UNLIKE_CONFIDENCE, why)
+    return lower_confidence(finding, ATYPICAL_WINDOW_CONFIDENCE, why)
 
 
 def _marginal(finding: Finding, change: Callable[[int], int]) -> Finding:
@@ -354,7 +356,7 @@ def _bound_loading(finding: Finding, a: Analysis) -> Finding:
         return finding
     finding = _bounded(finding, most, step)
     why = f"the run's own steps spend {share:.0%} on getting data, less than those of the window"
-    return less_sure(finding, 1.0, why)
+    return lower_confidence(finding, 1.0, why)
 
 
 # -- replayed, or bounded --------------------------------------------------------------------------

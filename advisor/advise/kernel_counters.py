@@ -235,19 +235,19 @@ def compiled_verdict(report: Report) -> tuple[Status, str]:
 
 MIN_SHARE = 0.05
 """Of kernel time, from which a kernel is profiled."""
-FAST = 0.8
+FAST_KERNEL_SHARE = 0.8
 """Share of the attainable rate from which a kernel's counters promise little."""
 MAX_NAMES = 2
 """So that a line of the command fits a terminal: it is to be pasted."""
 MAX_LAUNCHES = 20
-SECTIONS = (
+NCU_SECTIONS = (
     "SpeedOfLight", "LaunchStats", "Occupancy", "MemoryWorkloadAnalysis", "SchedulerStats",
     "WarpStateStats",
     "SourceCounters",
 )  # fmt: skip
 
 
-PROGRAMS = {
+ENGINE_BENCHMARKS = {
     "vllm": "vllm bench latency --model MODEL",
     "sglang": "python -m sglang.bench_one_batch --model-path MODEL",
 }
@@ -259,7 +259,7 @@ https://docs.sglang.io/developer_guide/benchmark_and_profiling.html."""
 def _program(report: Report) -> str:
     if report.serving is None:
         return "python train.py"
-    return PROGRAMS.get(report.serving.engine or "", "python infer.py")
+    return ENGINE_BENCHMARKS.get(report.serving.engine or "", "python infer.py")
 
 
 def profiling_command(report: Report, vendor: str | None) -> tuple[str, str] | None:
@@ -267,7 +267,7 @@ def profiling_command(report: Report, vendor: str | None) -> tuple[str, str] | N
     trace whose longest kernels are not at the attainable rates. ``None``: nothing to profile."""
     chosen: dict[str, float] = {}
     for row in report.rooflines:
-        slow = row.efficiency is None or row.efficiency < FAST
+        slow = row.efficiency is None or row.efficiency < FAST_KERNEL_SHARE
         if slow and row.share >= MIN_SHARE and row.family != "communication" and row.kernel:
             name = re.match(r"[\w$]{1,24}", _base(row.kernel))
             if name is not None and (name[0] in chosen or len(chosen) < MAX_NAMES):
@@ -285,7 +285,7 @@ def profiling_command(report: Report, vendor: str | None) -> tuple[str, str] | N
             "The program runs some ten times, once per group of counters.",
         )
     skip, after = (0, "") if report.per == "recording" else (2 * calls, " after two steps")
-    sections = "".join(f"  --section {name} \\\n" for name in SECTIONS)
+    sections = "".join(f"  --section {name} \\\n" for name in NCU_SECTIONS)
     return (
         f"ncu -k 'regex:^({names})' \\\n"
         f"  --launch-skip {skip} --launch-count {count} \\\n{sections}"

@@ -25,14 +25,14 @@ if TYPE_CHECKING:
 
 ONE_OFF_CALLS = ("other", "free", "malloc", "launch", "module_load")
 """Classes of runtime calls that wait for nothing in a steady step."""
-START_UP = 0.10
+MIN_START_UP_SHARE = 0.10
 """A single one of them that takes this share of the window is start-up (loading modules, creating
 the context: seconds each in public traces of a first iteration)."""
-UNEVEN = 1.5
+UNEVEN_STEP_RATIO = 1.5
 """Longest over shortest step from which the mean stands for neither."""
-ONE_OFF_SHARE = 0.02
+MIN_ONE_OFF_SHARE = 0.02
 """Part of what is analysed from which costs of first calls are reported."""
-LEFT_OUT = 0.01
+MIN_LEFT_OUT_SHARE = 0.01
 """Part of a recording from which what lies before the first or after the last GPU work is said."""
 POSSIBLE_SHARE = 0.5
 """Part of the GPU's work that is launched in ranges that could be the step."""
@@ -43,7 +43,7 @@ MIN_EVENTS = 100
 optimizer are some hundred operators, calls and kernels."""
 
 
-def limits(a: Analysis, run: Run) -> list[str]:
+def list_limits(a: Analysis, run: Run) -> list[str]:
     """What this trace cannot tell, and what was left out of it, a sentence each."""
     meta = a.trace.meta
     if a.record_only:
@@ -67,7 +67,7 @@ def limits(a: Analysis, run: Run) -> list[str]:
         result.append(_no_operators(a.trace))
     result += _start_up(a)
     shortest, longest = _extremes(a)
-    if a.step_count > 1 and longest > UNEVEN * max(1, shortest):
+    if a.step_count > 1 and longest > UNEVEN_STEP_RATIO * max(1, shortest):
         result.append(
             f"The steps differ: {t.format_range(shortest, longest)}. Figures are means over them. "
             f"{longer_steps(a)}"
@@ -128,7 +128,7 @@ def _unmarked(a: Analysis) -> str:
     outside = [
         f"{t.format_duration(ns)} {word} it"
         for ns, word in ((before, "before"), (after, "after"))
-        if ns > LEFT_OUT * (end - start)
+        if ns > MIN_LEFT_OUT_SHARE * (end - start)
     ]
     text = "the time from the first to the last GPU work"
     return f"{text}; {' and '.join(outside)} are no idle time and left out" if outside else text
@@ -161,7 +161,7 @@ def _no_device_work(trace: Trace) -> str:
     measured = "device time, transfers, kernels and idle gaps are not measured."
     if trace.meta.truncated:
         return f"No device work in what is left of the trace: {measured}"
-    calls = launches(trace)
+    calls = count_launches(trace)
     if not calls:
         return (
             f"No device work in the trace: {measured} "
@@ -187,8 +187,8 @@ def _window_limits(a: Analysis) -> list[str]:
     if too_little(a):
         schedule = schedule_of(a.trace.meta, ": ", "wait=1, warmup=3, active=5")
         result.append(
-            f"The trace holds {events(a):,} operators, calls and kernels: too few to tell how the "
-            f"program runs. Record whole steps{schedule}."
+            f"The trace holds {count_events(a):,} operators, calls and kernels: too few to tell "
+            f"how the program runs. Record whole steps{schedule}."
         )
     result += _earlier(a)
     if a.steps.ahead_ns is not None and a.steps.host_ns is not None:
@@ -272,7 +272,7 @@ def _one_off(a: Analysis) -> list[str]:
     end = ts + table["dur"].to_numpy()
     inside = covered_length(ts, end, a.spans)
     whole = intersect(union(ts, end), a.spans).total
-    if not whole or whole < ONE_OFF_SHARE * a.span_ns:
+    if not whole or whole < MIN_ONE_OFF_SHARE * a.span_ns:
         return []
     table = table.with_columns(inside=inside).filter(pl.col("inside") > 0)
     named = [
@@ -318,7 +318,7 @@ def _long_calls(a: Analysis) -> pl.DataFrame:
     ``Trace.cpu``, the longest first."""
     cpu = a.trace.cpu
     once = (cpu["kind"] == "runtime") & cpu["call"].is_in(ONE_OFF_CALLS).fill_null(False)
-    long = cpu["dur"] >= START_UP * a.span_ns
+    long = cpu["dur"] >= MIN_START_UP_SHARE * a.span_ns
     longest = cpu.filter(once & long & (cpu["ts"] < a.spans.end.max(initial=0)))
     ts, dur = longest["ts"].to_numpy(), longest["dur"].to_numpy()
     if longest.height and a.device_id is not None:
@@ -374,15 +374,15 @@ def _record_limits(a: Analysis) -> list[str]:
 def too_little(a: Analysis) -> bool:
     """The file is so small that no advice can rest on it. Traces written as code are examples."""
     engine = a.trace.meta.format == "tensorrt"  # every layer of an inference, by its mean time
-    return events(a) < MIN_EVENTS and not a.trace.meta.example and not engine
+    return count_events(a) < MIN_EVENTS and not a.trace.meta.example and not engine
 
 
-def events(a: Analysis) -> int:
+def count_events(a: Analysis) -> int:
     """Pieces of host and device work, whatever else stands in the file."""
     return a.trace.cpu.height + a.trace.gpu.height
 
 
-ANOTHER_COUNT = 0.25
+MIN_COUNT_CHANGE = 0.25
 """Relative difference of how often work runs from which a longer step is said to run more of it."""
 
 
@@ -426,7 +426,7 @@ def _work(part: StepDifference) -> str:
 
 def _more_calls(part: StepDifference) -> bool:
     few, many = part.short_count or 0.0, part.long_count or 0.0
-    return many - few >= ANOTHER_COUNT * max(many, 1e-9)
+    return many - few >= MIN_COUNT_CHANGE * max(many, 1e-9)
 
 
 def window_lines(events: list[dict[str, Any]]) -> list[str]:
@@ -470,7 +470,7 @@ def lost_records(a: Analysis) -> str:
         )
     if a.device_id is not None and not (a.trace.gpu["kind"] == "kernel").any():
         return "the trace holds copies but no kernel, so when the device computes is not known"
-    if a.device_id is None and launches(a.trace):
+    if a.device_id is None and count_launches(a.trace):
         return (
             "the host launched GPU work of which no record is left, and behind which this may "
             "be hidden"
@@ -478,6 +478,6 @@ def lost_records(a: Analysis) -> str:
     return ""
 
 
-def launches(trace: Trace) -> int:
+def count_launches(trace: Trace) -> int:
     """Calls that launch device work, whether that was recorded or not."""
     return int(trace.cpu["call"].is_in(["launch", "graph_launch"]).sum())

@@ -48,7 +48,7 @@ MAX_DURATIONS = 5000
 """Steps whose durations a report holds, the last ones: neighbours stay neighbours."""
 
 
-def inputs(run: Run, analyses: Mapping[int, Analysis]) -> list[Input]:
+def list_inputs(run: Run, analyses: Mapping[int, Analysis]) -> list[Input]:
     """One entry a rank: the window that is analysed."""
     result = []
     for number, a in analyses.items():
@@ -73,7 +73,7 @@ def inputs(run: Run, analyses: Mapping[int, Analysis]) -> list[Input]:
     return result
 
 
-def measure(a: Analysis) -> dict[str, Any]:
+def measure_fields(a: Analysis) -> dict[str, Any]:
     """The measured fields of a Report."""
     if a.source is not None:
         return {"scope": source_scope(a, a.source)}
@@ -328,7 +328,7 @@ def energy_use(analyses: Mapping[int, Analysis]) -> EnergyUse | None:
     )
 
 
-def cost(run: Run, report: Report, prices: Prices, gpus: int | None = None) -> Cost | None:
+def cost_per_step(run: Run, report: Report, prices: Prices, gpus: int | None = None) -> Cost | None:
     """What a step costs; ``None``: no price is known for this GPU, or no step. ``gpus``: that are
     paid for; ``None``: one a rank."""
     price = prices.of(report.scope.device_name)
@@ -412,10 +412,10 @@ def _rank_line(number: int, a: Analysis) -> RankLine:
 
 MIN_STEPS = 5
 """Unprofiled steps that a median is taken of, as around a window."""
-APART = 0.10
+MIN_APART_SHARE = 0.10
 """From here on two step times differ by more than the profiler usually costs: the bound of the
 rule ``observer-effect``."""
-FEW = 0.25
+MAX_SIMILAR_SHARE = 0.25
 """Of the run's steps that must be as far from its median as those around the window: the quarter
 at either end is what is not usual in a run."""
 
@@ -446,7 +446,9 @@ def step_time(a: Analysis) -> StepTime | None:
         result.profiler_overhead = float(np.median(inside)) / beside - 1
     used = recorded.dur[recorded.used]
     result.share_beyond = float((used >= beside if beside > run else used <= beside).mean())
-    result.atypical = abs(beside / run - 1) >= APART and result.share_beyond < FEW
+    result.atypical = (
+        abs(beside / run - 1) >= MIN_APART_SHARE and result.share_beyond < MAX_SIMILAR_SHARE
+    )
     return result
 
 

@@ -43,7 +43,7 @@ def memory_views(a: Analysis) -> list[MemoryView]:
     if a.snapshot_series and views:
         posts = fullest(a.snapshot_series)
         table, per = growing_lines(posts)
-        views[0].series = [sample(post, PurePath(post.snapshot.path).name) for post in posts]
+        views[0].series = [sample_memory(post, PurePath(post.snapshot.path).name) for post in posts]
         views[0].grows_per = per
         views[0].grows = [
             MemoryHolder(category=row["category"], file=row["file"], line=row["line"],
@@ -55,10 +55,10 @@ def memory_views(a: Analysis) -> list[MemoryView]:
 
 def memory_of_rank(a: Analysis, rank: int) -> MemorySample | None:
     """The fullest device of a rank; ``None``: it has no snapshot."""
-    return None if a.snapshot is None else sample(a.post_mortems[0], f"rank {rank}")
+    return None if a.snapshot is None else sample_memory(a.post_mortems[0], f"rank {rank}")
 
 
-def sample(post: PostMortem, name: str) -> MemorySample:
+def sample_memory(post: PostMortem, name: str) -> MemorySample:
     """What one device held at its moment."""
     return MemorySample(
         name=name, allocated=post.allocated, reserved=post.reserved, categories=_categories(post)

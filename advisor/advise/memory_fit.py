@@ -20,11 +20,11 @@ from advisor.measure.memory.post_mortem import PostMortem
 from advisor.replay.project.moves import host_rate, memory_rate, peer_rate
 from advisor.rules.kernel.facts import launched_under
 
-OUTSIDE = 600 << 20
+CUDA_CONTEXT_BYTES = 600 << 20
 """Bytes of the GPU that the CUDA context and libraries take and the snapshot does not show."""
 MAX_CHANGES = 4
 """Of a set that is looked for."""
-EFFORT = {
+CHANGE_EFFORT = {
     "references": 0, "set_to_none": 0, "fused optimizer": 0, "share graph pools": 0,
     "16-bit weights": 1, "smaller logits": 1, "autocast without cache": 1, "ZeRO 1": 1, "ZeRO 2": 1,
     "16-bit optimizer state": 2, "8-bit optimizer": 2, "checkpointing": 2, "ZeRO 3": 2,
@@ -32,7 +32,7 @@ EFFORT = {
 }  # fmt: skip
 """Of a change, where two cost the same time or none is known: a line, a dependency, other numbers,
 another loop, the link."""
-WHY = {
+CHANGE_EXPLANATIONS = {
     "8-bit optimizer": "less is read and written; other numbers, so compare the loss",
     "16-bit optimizer state": "less is read and written; other numbers, so compare the loss",
     "16-bit weights": "less is read; other numbers, so compare the results",
@@ -41,7 +41,7 @@ WHY = {
     "ZeRO 2": "as much traffic as the all-reduce that it replaces",
 }
 LARGEST_SCALE = 64.0
-MODULE = r"^nn\.Module: "
+MODULE_RANGE = r"^nn\.Module: "
 UNKNOWN_NS = 1e12
 """What an unknown time counts as: more than any that is known."""
 
@@ -66,7 +66,7 @@ class RepeatedLayer(NamedTuple):
     """Device time of its forward pass, which runs again; ``None``: no trace shows it."""
 
 
-class Way(NamedTuple):
+class CostedChange(NamedTuple):
     """A change with its price."""
 
     change: Change
@@ -80,7 +80,7 @@ class Way(NamedTuple):
     """Of checkpointing."""
 
 
-class Fit(NamedTuple):
+class MemoryFit(NamedTuple):
     """Bytes of one device."""
 
     peak: int
@@ -90,9 +90,9 @@ class Fit(NamedTuple):
     capacity: int
     available: int
     """Of the capacity, what the allocator can have."""
-    ways: list[Way]
+    ways: list[CostedChange]
     """All that were found, the cheapest first."""
-    chosen: list[Way]
+    chosen: list[CostedChange]
     """The cheapest set that fits; empty: none is needed, or none does."""
     after: int
     """Reserved with the chosen ones; without any that fits, with the best set."""
@@ -107,7 +107,7 @@ class Fit(NamedTuple):
         return self.after <= self.available
 
 
-def fit(
+def find_fit(
     post: PostMortem,
     a: Analysis | None,
     capacity: int,
@@ -115,7 +115,7 @@ def fit(
     gpu: GpuSpec | None = None,
     ranks: int = 1,
     scale: float = 1.0,
-) -> Fit:
+) -> MemoryFit:
     """Look for the cheapest changes with which a device's history fits.
 
     ``a``: a trace of the same program, which prices time. ``gpu``: where it will run. ``ranks``:
@@ -125,7 +125,7 @@ def fit(
     """
     phases = None if a is None else phase_times(a)
     beside = max(1.0, post.reserved / max(1, post.allocated))
-    available = capacity - OUTSIDE
+    available = capacity - CUDA_CONTEXT_BYTES
     today = needed(post, scale=scale)
     options = [*changes(post), *(sharded(post, ranks) if ranks > 1 else [])]
     ways = []
@@ -135,13 +135,13 @@ def fit(
         layers = _layers(each, post, a)
         if layers and all(layer.ns is not None for layer in layers):
             ns = sum(layer.ns or 0.0 for layer in layers)
-        ways.append(Way(each, freed, ns, why, layers))
+        ways.append(CostedChange(each, freed, ns, why, layers))
     ways.sort(key=lambda way: (_cost([way]), -way.bytes))
 
-    def reserved(made: Sequence[Way]) -> int:
+    def reserved(made: Sequence[CostedChange]) -> int:
         return round(needed(post, [way.change for way in made], scale) * beside)
 
-    chosen: list[Way] = []
+    chosen: list[CostedChange] = []
     after = best = reserved([])
     if after > available:
         for made in sorted(_sets(ways), key=_cost):
@@ -156,17 +156,17 @@ def fit(
     largest = 0.0
     if after <= available:
         largest = _largest(post, chosen, available / beside)
-    return Fit(today, round(today * beside), capacity, available, ways, chosen, after, largest,
-               phases)  # fmt: skip
+    return MemoryFit(today, round(today * beside), capacity, available, ways, chosen, after,
+                     largest, phases)  # fmt: skip
 
 
-def _cost(made: Sequence[Way]) -> tuple[float, int, int]:
+def _cost(made: Sequence[CostedChange]) -> tuple[float, int, int]:
     known = [UNKNOWN_NS if way.ns is None else way.ns for way in made]
-    effort = sum(4 ** EFFORT[way.change.change] for way in made)
+    effort = sum(4 ** CHANGE_EFFORT[way.change.change] for way in made)
     return (round(sum(known), -3), effort, len(made))
 
 
-def _sets(ways: list[Way]) -> list[tuple[Way, ...]]:
+def _sets(ways: list[CostedChange]) -> list[tuple[CostedChange, ...]]:
     """Sets of changes that go together."""
     made = []
     for count in range(1, MAX_CHANGES + 1):
@@ -178,15 +178,18 @@ def _sets(ways: list[Way]) -> list[tuple[Way, ...]]:
 
 
 def _fewest(
-    way: Way, made: Sequence[Way], reserved: Callable[[Sequence[Way]], int], available: int
-) -> Way:
+    way: CostedChange,
+    made: Sequence[CostedChange],
+    reserved: Callable[[Sequence[CostedChange]], int],
+    available: int,
+) -> CostedChange:
     """Checkpointing of as few calls as suffice."""
     if way.change.part is None:
         return way
     low, high = 0, int(way.change.part.max()) + 1
     calls = high
 
-    def partly(count: int) -> Way:
+    def partly(count: int) -> CostedChange:
         share = count / calls
         assumes = f"{count} of {calls} calls keep their output alone"
         times = [layer.ns for layer in way.layers[:count] if layer.ns is not None]
@@ -204,7 +207,7 @@ def _fewest(
     return partly(high)
 
 
-def _largest(post: PostMortem, chosen: Sequence[Way], room: float) -> float:
+def _largest(post: PostMortem, chosen: Sequence[CostedChange], room: float) -> float:
     """Times the recorded batch."""
     made = [way.change for way in chosen]
     low, high = 0.0, LARGEST_SCALE
@@ -255,7 +258,9 @@ def module_times(a: Analysis, calls: int) -> list[float] | None:
     allowed: the last layer's backward pass begins at once. ``None``: the trace has no modules, or
     none is called so often."""
     cpu, parent = a.trace.cpu, parents(a.trace)
-    module = (cpu["kind"] == "python").to_numpy() & name_matches(cpu["name"], MODULE).to_numpy()
+    module = (cpu["kind"] == "python").to_numpy() & name_matches(
+        cpu["name"], MODULE_RANGE
+    ).to_numpy()
     if not module.any() or a.device_id is None:
         return None
     rows = np.flatnonzero(module)
@@ -331,4 +336,4 @@ def _price(
             return None, "weights gathered once more: needs the GPU"
         moved = post.by_category.get("weights", 0) * (ranks - 1) / ranks
         return moved / rate * 1e9, "weights gathered once more, if nothing hides it"
-    return 0.0, WHY.get(each.change, "no work is added")
+    return 0.0, CHANGE_EXPLANATIONS.get(each.change, "no work is added")

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from advisor.core.trace import Run, Trace
 
 
-def choose(
+def choose_windows(
     run: Run,
     window: int | None,
     steps: tuple[int | None, int | None] | None,

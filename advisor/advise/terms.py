@@ -20,11 +20,11 @@ if TYPE_CHECKING:
     from advisor.core.trace import TraceMeta
     from advisor.measure import Analysis
 
-FRAMEWORKS = (TENSORFLOW, JAX)
+OTHER_FRAMEWORKS = (TENSORFLOW, JAX)
 """Whose programs hear nothing of PyTorch at all."""
 
 
-def foreign(meta: TraceMeta) -> bool:
+def is_foreign(meta: TraceMeta) -> bool:
     """The trace is surely of no PyTorch program, or of none that is known to be one."""
     return meta.framework != PYTORCH and (meta.framework is not None or meta.format != KINETO)
 
@@ -36,7 +36,7 @@ def for_program(rule: Rule, a: Analysis) -> Rule:
     engine = a.engine
     if engine == TRANSFORMERS and not _generates(a):
         engine = None  # its switches are those of generate(): an encoder has no cache
-    return rule.for_program(Program(meta.framework, meta.vendor, foreign(meta), trains, engine))
+    return rule.for_program(Program(meta.framework, meta.vendor, is_foreign(meta), trains, engine))
 
 
 def _generates(a: Analysis) -> bool:
@@ -44,16 +44,16 @@ def _generates(a: Analysis) -> bool:
     return a.passes is not None and any(mark.phase != FORWARD for mark in a.passes.marks)
 
 
-def advises(rule: Rule, meta: TraceMeta) -> bool:
+def has_advice_for(rule: Rule, meta: TraceMeta) -> bool:
     """Whether what the rule says is of use for such a program."""
     ours = type(rule).__module__.startswith("advisor.rules.")
     known = rule.advice_for(meta.framework) is not None
-    return not foreign(meta) or not ours or rule.reads_record or known
+    return not is_foreign(meta) or not ours or rule.reads_record or known
 
 
-def left_out(rules: list[Rule], meta: TraceMeta) -> list[SkippedCheck]:
+def skip_foreign_rules(rules: list[Rule], meta: TraceMeta) -> list[SkippedCheck]:
     """One line for all rules that only know PyTorch."""
-    names = [rule.id for rule in rules if not advises(rule, meta)]
+    names = [rule.id for rule in rules if not has_advice_for(rule, meta)]
     if not names:
         return []
     what = {CUDA: "a program without a framework", None: "of no framework that is known"}
@@ -114,7 +114,7 @@ def how_to_record(option: str, meta: TraceMeta, *, recorder: bool = False) -> st
     match option.replace("(", "=").partition("=")[0]:
         case "record_shapes":
             return "torch.autograd.profiler.emit_nvtx(record_shapes=True)" if torch else ""
-        case "with_stack" if meta.framework in FRAMEWORKS:
+        case "with_stack" if meta.framework in OTHER_FRAMEWORKS:
             return "ProfilerOptions(python_tracer_level=1)"
         case "with_stack" | "profile_memory":
             return f"PyTorch's profiler and {option}" if torch else ""

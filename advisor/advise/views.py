@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Final
 from msgspec.structs import replace
 
 from advisor.advise import facts
-from advisor.advise.rank import marginal
+from advisor.advise.priority import marginal_gain
 from advisor.core import palette
 from advisor.core import text as t
 from advisor.core.views import (
@@ -34,19 +34,19 @@ if TYPE_CHECKING:
 
 def build_views(report: Report) -> Views:
     """All that there is to draw of a report."""
-    return Views(step_bar(report), stairs(report), rank_table(report))
+    return Views(build_step_bar(report), build_stairs(report), build_rank_table(report))
 
 
 # -- where the time goes ------------------------------------------------------------------------
 
 MAX_CAUSES = 5
 """Causes with a segment of their own; smaller ones are summed."""
-SMALL = 0.005
+MIN_SEGMENT_SHARE = 0.005
 """Share of the step below which a cause has no segment of its own: it would be less than half a
 cell of a terminal wide."""
 
 
-def step_bar(report: Report) -> StepBar | None:
+def build_step_bar(report: Report) -> StepBar | None:
     """The bar; ``None``: nothing is measured."""
     work = _work(report) if report.time else _host(report)
     idle, total = _idle(report)
@@ -95,7 +95,7 @@ def _host(report: Report) -> list[Segment]:
     return _ranked("host", parts, palette.host, "smaller parts")
 
 
-def phase(name: str, ns: float, share: float) -> Segment:
+def build_phase_segment(name: str, ns: float, share: float) -> Segment:
     """A phase of the step that the recorder measured, as a part of a bar of phases."""
     look = palette.PHASES.get(name, palette.REST)
     return Segment("host", name, t.host_label(name), look, ns, share)
@@ -108,7 +108,7 @@ def _ranked(
     rest: str,
 ) -> list[Segment]:
     parts = sorted((part for part in parts if part[2] > 0), key=lambda part: -part[2])
-    large = [part for part in parts if part[3] >= SMALL]
+    large = [part for part in parts if part[3] >= MIN_SEGMENT_SHARE]
     if len(large) > MAX_CAUSES + 1:
         large = large[:MAX_CAUSES]
     small = parts[len(large) :]
@@ -128,9 +128,9 @@ def _ranked(
 # -- what the step could come down to ------------------------------------------------------------
 
 
-def stairs(report: Report) -> Stairs | None:
+def build_stairs(report: Report) -> Stairs | None:
     """What the step comes down to; ``None``: nothing is ranked, or no step is measured."""
-    result = facts.ranked(report)
+    result = facts.ranked_findings(report)
     whole = report.step_ns
     if not result or whole <= 0:
         return None
@@ -145,14 +145,16 @@ def stairs(report: Report) -> Stairs | None:
     return Stairs(report.per, facts.has_upper_bound(report), measured, fixes)
 
 
-def stairs_of(report: Report, kept: Container[int], estimator: GainEstimator) -> Stairs | None:
+def build_stairs_of_chosen(
+    report: Report, kept: Container[int], estimator: GainEstimator
+) -> Stairs | None:
     """The same with some of the fixes, by priority: each saves what it does after those of the kept
     that come before it. One that is left out shows what it would save after all of them."""
-    full = stairs(report)
+    full = build_stairs(report)
     if full is None:
         return None
     scale = report.step.ns / report.step.window_ns if report.step and report.step.window_ns else 1.0
-    result = facts.ranked(report)
+    result = facts.ranked_findings(report)
     chosen = [finding for finding in result if finding.priority in kept]
     left, done, fixes = full.measured.left_ns, 0, []
     for place, (stair, finding) in enumerate(zip(full.fixes, result, strict=True)):
@@ -160,7 +162,7 @@ def stairs_of(report: Report, kept: Container[int], estimator: GainEstimator) ->
         before = chosen[:done] if is_kept else chosen
         saved = stair.saved_ns
         if done != place or not is_kept:
-            saved = max(0.0, min(left, scale * marginal(finding, before, estimator)))
+            saved = max(0.0, min(left, scale * marginal_gain(finding, before, estimator)))
         left -= saved if is_kept else 0.0
         done += is_kept
         shares = {"saved_share": saved / report.step_ns, "left_share": left / report.step_ns}
@@ -183,7 +185,7 @@ EMPTY_CELL: Final = "–"
 """A cell of what was not measured."""
 
 
-def rank_table(report: Report, most: int = 1024) -> RankTable | None:
+def build_rank_table(report: Report, most: int = 1024) -> RankTable | None:
     """The ranks side by side, the ``most`` that the others wait for longest; ``None``: one rank."""
     if report.ranks is None:
         return None

@@ -16,9 +16,9 @@ from advisor.advise.kernel_counters import (
 )
 from advisor.advise.limits import (
     ACTIVITIES,
-    events,
-    launches,
-    limits,
+    count_events,
+    count_launches,
+    list_limits,
     lost_records,
     lost_replays,
     one_off_costs,
@@ -26,10 +26,10 @@ from advisor.advise.limits import (
     too_little,
 )
 from advisor.advise.measured import (
-    APART,
+    MIN_APART_SHARE,
     energy_use,
-    inputs,
-    measure,
+    list_inputs,
+    measure_fields,
     ranks_view,
     recorded_view,
     step_durations,
@@ -47,9 +47,9 @@ from advisor.measure.device.families import MATRIX
 from advisor.measure.steps.instants import GRAPH_BREAK_CAUSES, graph_breaks, remove_breaks
 
 if TYPE_CHECKING:
-    from advisor.advise.check import Checked
+    from advisor.advise.check import RankFindings
     from advisor.advise.impact import GainEstimator
-    from advisor.advise.rank import Ranked
+    from advisor.advise.priority import PrioritizedFindings
     from advisor.core.finding import Finding, HotLine, Rule, SkippedCheck
     from advisor.core.trace import Run
     from advisor.measure import Analysis
@@ -60,8 +60,8 @@ if TYPE_CHECKING:
 def write_report(
     run: Run,
     analyses: Mapping[int, Analysis],
-    checked: Checked,
-    ranked: Ranked,
+    checked: RankFindings,
+    ranked: PrioritizedFindings,
     estimator: GainEstimator,
     rules: Sequence[Rule],
     hot: Sequence[HotLine] = (),
@@ -80,14 +80,14 @@ def write_report(
         version=advisor.__version__,
         status="limited",
         verdict="",
-        inputs=inputs(run, analyses),
+        inputs=list_inputs(run, analyses),
         findings=ranked.findings,
         notes=ranked.notes,
         risks=ranked.risks,
-        passed=checked.good,
-        not_checked=_merged(checked.not_measured),
+        passed=checked.passed,
+        not_checked=_merged(checked.skipped),
         limits=[
-            *limits(a, run),
+            *list_limits(a, run),
             *_why_bounds(estimator, ranked.findings),
             *problems,
         ],
@@ -95,7 +95,7 @@ def write_report(
         replay=estimator.view([edit for finding in ranked.advice for edit in finding.edits]),
         step=step_time(a),
         step_durations=step_durations(a),
-        crashes=crashes(run),
+        crashes=find_crashes(run),
         recorded=recorded_view(a),
         energy=energy_use(analyses),
         hot_lines=list(hot),
@@ -104,15 +104,15 @@ def write_report(
         memory_ranks=memory_ranks if len(memory_ranks) > 1 else [],
         kernel_counters=counter_views(a, estimator),
         triton_kernels=triton_views(a),
-        compilation=compilation(a, estimator),
+        compilation=build_compile_log(a, estimator),
         flight=a.flight,
         network=a.trace.meta.network,
-        **measure(a),
+        **measure_fields(a),
     )
     command = profiling_command(report, a.trace.meta.vendor)
-    if command is not None and not too_little(a) and one_off_costs(a)[0] < MOSTLY:
+    if command is not None and not too_little(a) and one_off_costs(a)[0] < MOSTLY_ONE_OFF_SHARE:
         report = replace(report, profile_kernels=list(command))
-    status, text = verdict(report, a)
+    status, text = write_verdict(report, a)
     report = replace(report, status=status, verdict=text)
     return replace(report, views=build_views(report))
 
@@ -150,9 +150,9 @@ def _merged(items: Sequence[SkippedCheck]) -> list[SkippedCheck]:
     return list(merged.values())
 
 
-WIDE = 0.70
+WIDE_LOW_END = 0.70
 """A gain whose lower end is below this part of it is shown with its range."""
-BUSY = 0.80
+HEALTHY_BUSY_SHARE = 0.80
 """Device-busy share from which a step without findings may be called healthy (gpu-idle: 80%)."""
 
 MIN_EXPOSED_SHARE = 0.2
@@ -164,18 +164,18 @@ MIN_FAMILY_SHARE, LOW_RATE = 0.10, 0.40
 FlashAttention reaches half and more, matrix products three quarters."""
 MIN_LEFT_SHARE = 0.05
 """Of the step, below the attainable rates, from which a healthy one says where it is."""
-MOSTLY = 0.5
+MOSTLY_ONE_OFF_SHARE = 0.5
 """Share of what is analysed from which a report without findings begins with one-off costs."""
 MIN_IDLE_SHARE = 0.2
 """Part of the step from which a second cause of idle time is named."""
 LATER_STEPS = "skip_first=10, wait=1, warmup=3, active=5"
 """Arguments of the profiler's schedule that leave start-up out."""
 MIN_STEPS = 3
-UNEVEN = 2.0
+MAX_HEALTHY_STEP_RATIO = 2.0
 """Longest over shortest step from which a mean step cannot be called healthy."""
 
 
-def verdict(
+def write_verdict(
     report: Report, a: Analysis
 ) -> tuple[Literal["bottlenecks", "healthy", "limited"], str]:
     """Status and a sentence or two; a crash comes before anything else."""
@@ -196,7 +196,7 @@ MAX_BREAKS = 20
 """Lines of graph breaks whose gain is replayed."""
 
 
-def compilation(a: Analysis, estimator: GainEstimator) -> CompileLog | None:
+def build_compile_log(a: Analysis, estimator: GainEstimator) -> CompileLog | None:
     """Logs of torch.compile, with what each graph break costs in the trace's steps."""
     log = a.trace.meta.compilation
     if log is None or a.record_only or a.device_id is None:
@@ -254,7 +254,7 @@ def _shortcoming(report: Report, a: Analysis) -> str | None:
     if too_little(a):
         schedule = schedule_of(a.trace.meta, ": ", "wait=1, warmup=3, active=5")
         return (
-            f"GPU busy {busy}, but {events(a):,} operators, calls and kernels are too few "
+            f"GPU busy {busy}, but {count_events(a):,} operators, calls and kernels are too few "
             f"for advice. Record whole steps{schedule}."
         )
     return None
@@ -269,7 +269,9 @@ def _verdict(
         unit = "inference step"
     view = report.step
     profiled = (
-        view is not None and view.window_slowdown is not None and abs(view.window_slowdown) >= APART
+        view is not None
+        and view.window_slowdown is not None
+        and abs(view.window_slowdown) >= MIN_APART_SHARE
     )
     if report.busy_share is None:
         return _without_gpu(report, a, t.with_article(f"{step} {unit}"), profiled)
@@ -283,13 +285,13 @@ def _verdict(
     text = f"GPU {busy_of}{_alone(report)}"
     if report.findings:
         return "bottlenecks", f"{text}. {_lead(report)}."
-    if report.busy_share >= BUSY and (reason := _caveat(report, a)):
+    if report.busy_share >= HEALTHY_BUSY_SHARE and (reason := _caveat(report, a)):
         return "limited", f"{text}. No fix is sure to help, but {reason}."
-    if report.busy_share >= BUSY:
+    if report.busy_share >= HEALTHY_BUSY_SHARE:
         rates = _rates(report)
         return "healthy", f"Healthy: the GPU is {busy_of}. No bottleneck stands out.{rates}"
     once, longest = one_off_costs(a)
-    if once >= MOSTLY:
+    if once >= MOSTLY_ONE_OFF_SHARE:
         again = schedule_of(a.trace.meta, ": ", LATER_STEPS)
         return "limited", (
             f"One-off costs take {t.format_share(once)} of the {unit}, most of all {longest}. "
@@ -312,10 +314,10 @@ def _without_gpu(
     action = record_with(ACTIVITIES, meta, " on a machine with a GPU")
     if meta.truncated:
         why, action = "The file is cut off before any GPU work.", "Copy it again, or record again."
-    elif launches(a.trace) and a.trace.counters.height:
+    elif count_launches(a.trace) and a.trace.counters.height:
         why = "No GPU times were recorded, probably because hardware counters were."
         action = "Record without counters."
-    elif launches(a.trace):
+    elif count_launches(a.trace):
         why = "The profiler lost the records of all GPU work."
         warm = schedule_of(meta, ": ", "wait=1, warmup=1, active=3")
         action = f"Record again after a warm-up{warm}."
@@ -396,7 +398,7 @@ def _caveat(report: Report, a: Analysis) -> str:
             return note.title[0].lower() + note.title[1:]
     table = a.steps.table
     steps = table["dur"].filter(table["used"] | table["outlier"]).to_numpy()
-    if len(steps) > MIN_STEPS and steps.max() > UNEVEN * np.median(steps):
+    if len(steps) > MIN_STEPS and steps.max() > MAX_HEALTHY_STEP_RATIO * np.median(steps):
         longest, usual = (t.format_duration(float(ns)) for ns in (steps.max(), np.median(steps)))
         return f"one step takes {longest}, the median {usual}"
     if not scope.device_known:
@@ -405,7 +407,9 @@ def _caveat(report: Report, a: Analysis) -> str:
             "the GPU model is not recorded" if name is None else f"the rates of {name} are unknown"
         )
         return f"{which}, so slow kernels are not recognised: --gpu NAME gives the model"
-    if scope.steps_used > 1 and scope.step_max_ns > UNEVEN * max(scope.step_min_ns, 1):
+    if scope.steps_used > 1 and scope.step_max_ns > MAX_HEALTHY_STEP_RATIO * max(
+        scope.step_min_ns, 1
+    ):
         return f"steps vary: {t.format_range(scope.step_min_ns, scope.step_max_ns)}"
     return ""
 
@@ -436,7 +440,7 @@ def _rates(report: Report) -> str:
     """How near the kernels of a busy GPU come to its rates, and where the rest is."""
     judged = [each for each in report.rooflines if each.efficiency is not None]
     known = sum(each.share for each in judged)
-    if known < MOSTLY:
+    if known < MOSTLY_ONE_OFF_SHARE:
         return " How close most kernels come to the limits of this GPU is unknown."
     left: dict[str, float] = {}
     time: dict[str, float] = {}
@@ -486,13 +490,13 @@ def _lead(report: Report) -> str:
     title = first.title if named else first.title[0].lower() + first.title[1:]
     about = "up to" if t.is_upper_bound(impact) else "about"
     share = t.format_share(impact.share)
-    if impact.low_ns is not None and impact.low_ns < WIDE * impact.gain_ns:
+    if impact.low_ns is not None and impact.low_ns < WIDE_LOW_END * impact.gain_ns:
         high_ns = max(impact.gain_ns, impact.high_ns or 0)
         share += f"; range {t.format_range(impact.low_ns, high_ns)}"
     return f"First: {title}. A fix saves {about} {t.format_duration(impact.gain_ns)} ({share})"
 
 
-def crashes(run: Run) -> list[Crash]:
+def find_crashes(run: Run) -> list[Crash]:
     """Ranks that an exception ended, in the order of time; not those that somebody interrupted."""
     result = []
     for number, record in (run.recording.ranks if run.recording is not None else {}).items():

@@ -14,7 +14,7 @@ from advisor.core.errors import AdvisorError
 from advisor.core.sources import SNAPSHOT
 
 if TYPE_CHECKING:
-    from advisor.advise.memory_fit import Fit, Way
+    from advisor.advise.memory_fit import CostedChange, MemoryFit
     from advisor.core.run_directory import RankRecord
     from advisor.measure import Analysis
     from advisor.measure.memory.post_mortem import PostMortem
@@ -56,7 +56,7 @@ def command(
     """Whether the program fits a GPU, and the cheapest changes with which it does."""
     if (gpu is None) == (capacity is None):
         raise AdvisorError("fit: say which GPU with --gpu NAME, or how much with --capacity SIZE")
-    from advisor.advise.memory_fit import fit
+    from advisor.advise.memory_fit import find_fit
     from advisor.core.gpus import find_gpu, lookup
 
     target = None if gpu is None else find_gpu(gpu).gpu
@@ -67,7 +67,7 @@ def command(
     if analysis is not None and analysis.device_id is not None:
         device = analysis.trace.working_device(analysis.device_id)
     known = target or lookup(None if device is None else device.name)
-    result = fit(post, analysis, size, gpu=known, ranks=ranks, scale=scale)
+    result = find_fit(post, analysis, size, gpu=known, ranks=ranks, scale=scale)
     if form == "json":
         print(json.dumps(_plain(result, scale), indent=2, allow_nan=False))
         return
@@ -143,10 +143,10 @@ def parse_bytes(text: str) -> int:
     return round(decimal * (1024 / 1000) ** power)
 
 
-def _plain(fit: Fit, scale: float) -> dict[str, Any]:
+def _plain(fit: MemoryFit, scale: float) -> dict[str, Any]:
     """As plain data; null: unknown."""
 
-    def plain(way: Way) -> dict[str, Any]:
+    def plain(way: CostedChange) -> dict[str, Any]:
         where = way.change.where
         return {
             "change": way.change.change, "bytes": way.bytes, "ns_per_step": way.ns,

@@ -66,7 +66,7 @@ def tracks(
     yield _meta("process_labels", pid, 0, labels=text(report.verdict, 200))
     yield _meta("process_sort_index", pid, 0, sort_index=-1)
     result = [("steps", _steps(a)), ("idle gaps", _gaps(a, text))]
-    for finding in facts.ranked(report):
+    for finding in facts.ranked_findings(report):
         if not finding.other_rank:
             title = text(finding.title, 80)
             result.append((f"{finding.priority}. {title}", _finding(a, finding, text)))

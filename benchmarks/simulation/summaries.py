@@ -12,7 +12,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from advisor.advise.ranks.measure import MAX_KERNELS, bounded
+from advisor.advise.ranks.measure import MAX_KERNELS, shrink_to_limit
 from advisor.core.intervals import Intervals, covered_length, gaps, intersect, join, subtract, union
 from advisor.measure.host.gaps import LATENCY_NS
 from advisor.measure.ranks.collectives import short_key
@@ -108,7 +108,7 @@ def _summarise(played: Played, rank: int, mine: dict[str, Table]) -> Summary:
             families[kernel.family] = families.get(kernel.family, 0.0) + total / count
     families["communication"] = float((talks["end"] - talks["start"]).sum()) / count
     families["copy"] = float((reads["end"] - reads["start"]).sum()) / count
-    return bounded(
+    return shrink_to_limit(
         Summary(
             rank=rank,
             path=file_name(job, rank),

@@ -221,7 +221,7 @@ def _breakdown(c: Comparison, before: OpenedPath, after: OpenedPath) -> Any:
         if entry.loaded is None:
             continue
         report = entry.loaded.report
-        bar = views.step_bar(report)
+        bar = views.build_step_bar(report)
         if bar is not None and longer_ns:
             made = draw_strip(bar.segments, f"The step {name}", thin=True)
             share = report.scope.step_ns / longer_ns

@@ -133,7 +133,7 @@ def _figures(report: Report) -> Any:
 
 def _lines(view: PageView) -> Any:
     """The table of ranks, as in every report."""
-    shown = views.rank_table(view.loaded.report, MAX_RANKS)
+    shown = views.build_rank_table(view.loaded.report, MAX_RANKS)
     if shown is None:
         return None
     rows = [

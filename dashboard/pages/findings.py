@@ -39,7 +39,7 @@ def layout(category: object = None, **query: object) -> Any:
     """The page; ``category`` keeps the findings of one."""
     view = current.view(**query)
     report = view.loaded.report
-    ranked, timeless = facts.ranked(report), report.scope.timeless
+    ranked, timeless = facts.ranked_findings(report), report.scope.timeless
     everything = [*ranked, *report.risks, *report.notes]
     if not everything:
         return page(_head(report), _nothing(report))
@@ -61,7 +61,7 @@ def layout(category: object = None, **query: object) -> Any:
 
 
 def _head(report: Report) -> Any:
-    count = len(facts.ranked(report))
+    count = len(facts.ranked_findings(report))
     title = "Findings"
     if count:
         lead = "Fix them in this order. Each gain is of its fix alone."
@@ -105,7 +105,7 @@ def _section(title: str, view: PageView, report: Report, findings: list[Finding]
 
 def finding_card(view: PageView, report: Report, finding: Finding) -> Any:
     """A finding with its details."""
-    caveats = facts.caveats(finding)
+    caveats = facts.describe_caveats(finding)
     return el(
         "Article",
         _title(report, finding),
@@ -239,7 +239,9 @@ def _limit(item: Evidence) -> list[Any]:
 
 
 def _folded(report: Report, finding: Finding) -> Any:
-    covered = [facts.covered_line(finding, other) for other in facts.folded(report, finding)]
+    covered = [
+        facts.covered_line(finding, other) for other in facts.folded_findings(report, finding)
+    ]
     if not covered:
         return None
     lines = [el("Li", f"{word} {text}") for word, text in covered]

@@ -6,7 +6,7 @@ from typing import Any
 
 import dash
 
-from advisor.advise.facts import cost, energy
+from advisor.advise.facts import describe_cost, describe_energy
 from advisor.core import text as t
 from advisor.core.errors import AdvisorError
 from advisor.core.prices import Prices, money, read_prices
@@ -37,14 +37,16 @@ def has_content(view: PageView) -> bool:
     if view.entry.loaded is None:
         return True
     report = view.loaded.report
-    return view.analysis.device_id is not None or bool(cost(report) or energy(report))
+    return view.analysis.device_id is not None or bool(
+        describe_cost(report) or describe_energy(report)
+    )
 
 
 def layout(**query: object) -> Any:
     """The page."""
     view = current.view(**query)
     report = view.loaded.report
-    paid, used = cost(report), energy(report)
+    paid, used = describe_cost(report), describe_energy(report)
     try:
         prices = view.session.options.prices or read_prices()
     except AdvisorError as error:

@@ -77,7 +77,7 @@ def layout(**query: object) -> Any:
     ranks = report.ranks
     return page(
         head("Job", t.clean(report.verdict) or None),
-        banner([views.missing(item) for item in ranks.missing[:MAX_SHOWN]]),
+        banner([views.describe_missing(item) for item in ranks.missing[:MAX_SHOWN]]),
         _figures(ranks),
         _map(ranks, entry),
         _outliers(ranks, entry),
@@ -87,7 +87,7 @@ def layout(**query: object) -> Any:
         _ranks(ranks, entry),
         card(
             "What was read",
-            facts([(k, " · ".join(filter(None, v))) for k, v in views.scope(ranks)]),
+            facts([(k, " · ".join(filter(None, v))) for k, v in views.describe_scope(ranks)]),
         ),
         _not_compared(ranks),
     )
@@ -110,7 +110,7 @@ def _figures(ranks: Ranks) -> Any:
     read = len(ranks.lines)
     of = f"of {t.format_count(ranks.world)}" if ranks.world > read else ""
     step = ranks.step
-    between = "" if step is None else f"eight of ten {views.spread(step.low, step.high)}"
+    between = "" if step is None else f"eight of ten {views.format_spread(step.low, step.high)}"
     slowest = t.NOT_MEASURED if step is None else t.format_duration(step.max)
     return tiles(
         [
@@ -128,7 +128,7 @@ def _figures(ranks: Ranks) -> Any:
 
 
 def _map(ranks: Ranks, entry: OpenedPath) -> Any:
-    shown = views.heat_map(ranks)
+    shown = views.build_heat_map(ranks)
     if shown is None:
         return empty("No map", "No rank has steps that were measured.")
     keys = {id(row): _rank_query(entry, i, row.rank) for i, row in enumerate(ranks.lines)}
@@ -150,7 +150,7 @@ def _map(ranks: Ranks, entry: OpenedPath) -> Any:
             about.append([figures.escape_markup(shown.title(row, place)) for row in rows])
             places.append([keys[id(row)] for row in rows])
             start = f"from rank {rows[0].rank}: " if several and place == 0 else ""
-            labels.append(start + views.label(name))
+            labels.append(start + views.class_label(name))
     height = 106 + ROW * len(labels)
     names = None if several else [str(row.rank) for row in shown.lines]
     return card(
@@ -191,8 +191,8 @@ def _outliers(ranks: Ranks, entry: OpenedPath) -> Any:
                 views.outlier_kind(outlier),
                 t.format_duration(outlier.waited_ns),
                 "–" if share is None else t.format_share(share),
-                views.gain(outlier) or "–",
-                views.significance(outlier.significance),
+                views.describe_gain(outlier) or "–",
+                views.format_significance(outlier.significance),
                 t.clean(outlier.reason),
             ]
         )
@@ -204,7 +204,7 @@ def _outliers(ranks: Ranks, entry: OpenedPath) -> Any:
 
 
 def _steps(ranks: Ranks) -> Any:
-    bins = views.histogram(ranks)
+    bins = views.build_histogram(ranks)
     if not bins:
         return None
     made = figures.histogram([item.label for item in bins], [item.ranks for item in bins], "ranks")
@@ -224,7 +224,7 @@ def _steps(ranks: Ranks) -> Any:
 
 def _title(name: str) -> str:
     """A class of time as the head of a column."""
-    label = views.label(name)
+    label = views.class_label(name)
     return label[:1].upper() + label[1:]
 
 
@@ -239,7 +239,10 @@ def _changes(report: Report) -> list[Any]:
         )
         for finding in report.findings[:MAX_SHOWN]
     ]
-    cases = [el("Li", views.what_if(item)) for item in (ranks.what_if if ranks else [])[:MAX_SHOWN]]
+    cases = [
+        el("Li", views.describe_what_if(item))
+        for item in (ranks.what_if if ranks else [])[:MAX_SHOWN]
+    ]
     return [
         *([card("What to change", *fixes)] if fixes else []),
         *([card("What if", el("Ul", *cases))] if cases else []),

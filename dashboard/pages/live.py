@@ -188,7 +188,7 @@ def _phases(record: RankRecord) -> Any:
     for name in recent.phases:
         ns, share = recent.phase(name), recent.share(name)
         if ns is not None and share:
-            parts.append(views.phase(name, float(ns.mean()), share))
+            parts.append(views.build_phase_segment(name, float(ns.mean()), share))
     aside = f"host time, mean of the last {min(RECENT, len(record.steps))} steps"
     return phases_card("Phases", parts, aside)
 
@@ -200,7 +200,7 @@ def _findings(view: PageView) -> Any:
         why = t.clean(entry.why or entry.doing)
         return empty("No findings yet", f"They appear after the first profiled window. {why}")
     report = entry.loaded.report
-    ranked = facts.ranked(report)[:5]
+    ranked = facts.ranked_findings(report)[:5]
     if not ranked:
         return card("Findings", el("P", t.clean(report.verdict)))
     if report.scope.step_source == "record":

@@ -7,7 +7,7 @@ from typing import Any
 
 import polars as pl
 
-from advisor.advise.terms import foreign
+from advisor.advise.terms import is_foreign
 from advisor.core import text as t
 from advisor.dashboard import current, figures, snapshot, theme
 from advisor.dashboard.current import PageView
@@ -41,7 +41,7 @@ def layout(**query: object) -> Any:
     view = current.view(**query)
     a = view.analysis
     known = _is_recorded(a)
-    ours = not foreign(a.trace.meta)
+    ours = not is_foreign(a.trace.meta)
     whose = "PyTorch's allocator counts" if ours else "the allocators of the program count"
     lead = f"GPU memory as {whose} it." if known else ""
     title = head("Memory", lead, rank_choice(view, "/memory"))

@@ -47,7 +47,7 @@ def layout(**query: object) -> Any:
     """The page."""
     view = current.view(**query)
     report = view.loaded.report
-    bar, timeless = views.step_bar(report), report.scope.timeless
+    bar, timeless = views.build_step_bar(report), report.scope.timeless
     return page(
         _head(report),
         banner(report.limits),
@@ -94,7 +94,7 @@ def _around(view: PageView, start: int, end: int) -> str:
 def _head(report: Report) -> Any:
     lines = [
         el("Span", el("B", ", ".join(parts[:1])), " ", " · ".join(parts[1:]))
-        for _, parts in facts.scope(report)
+        for _, parts in facts.describe_scope(report)
     ]
     return el(
         "Div",
@@ -162,7 +162,7 @@ def _serving(report: Report) -> Any:
 def _staircase(report: Report) -> Any:
     """Step time as measured, then after fix 1, after fixes 1 and 2 and so on. Fixes are ticked to
     be in or out."""
-    shown = views.stairs(report)
+    shown = views.build_stairs(report)
     if shown is None:
         return None
     stairs = []
@@ -188,7 +188,7 @@ def _staircase(report: Report) -> Any:
     return card(
         f"{shown.per.capitalize()} time after each fix",
         el("Ol", *stairs, cls="stairs"),
-        el("P", facts.outlook(report), id=OUTLOOK, cls="note-line", role="status"),
+        el("P", facts.describe_all_fixes(report), id=OUTLOOK, cls="note-line", role="status"),
         aside="each row adds one fix to those above; untick a fix to leave it out",
         tools=png_button("gains"),
     )
@@ -225,14 +225,14 @@ def register(app: dash.Dash, session: DashboardSession) -> None:
     )
     def tick(ticks: Any, fixes: Any, search: Any) -> tuple[list[Any], list[Any], str]:
         loaded = current.view(**current.parse_query(search)).loaded
-        full = views.stairs(loaded.report)
+        full = views.build_stairs(loaded.report)
         known = {stair.priority or 0 for stair in full.fixes} if full is not None else set()
         ticked = zip(fixes or (), ticks or (), strict=False)
         on = [fix.get("fix") for fix, is_on in ticked if is_on is True and isinstance(fix, dict)]
         kept = known & set(filter(lambda fix: isinstance(fix, int), on))
         shown = loaded.view(
             ("stairs", frozenset(kept)),
-            lambda: views.stairs_of(loaded.report, kept, loaded.examined.estimator),
+            lambda: views.build_stairs_of_chosen(loaded.report, kept, loaded.examined.estimator),
         )
         if shown is None:
             raise dash.exceptions.PreventUpdate
@@ -241,7 +241,9 @@ def register(app: dash.Dash, session: DashboardSession) -> None:
             for stair in shown.all
         ]
         outlook = (
-            facts.outlook(loaded.report) if kept == known else facts.describe_chosen_fixes(shown)
+            facts.describe_all_fixes(loaded.report)
+            if kept == known
+            else facts.describe_chosen_fixes(shown)
         )
         return [row["run"] for row in rows], [row["then"] for row in rows], outlook
 
@@ -278,7 +280,7 @@ def anchor(finding: Finding) -> str:
 
 
 def _top(view: PageView, report: Report) -> Any:
-    ranked = report.notes if report.scope.timeless else facts.ranked(report)
+    ranked = report.notes if report.scope.timeless else facts.ranked_findings(report)
     listed = [*ranked[:TOP], *report.risks]
     if not listed:
         return None
@@ -298,7 +300,7 @@ def _rest(report: Report) -> Any:
             for good in report.passed
         ]
         cards.append(card("Passed checks", el("Ul", *lines, cls="plain")))
-    missing = facts.abstentions(report)
+    missing = facts.describe_skipped_checks(report)
     if missing:
         lines = [
             el(
@@ -311,7 +313,7 @@ def _rest(report: Report) -> Any:
         cards.append(card("Skipped checks", el("Ul", *lines, cls="plain")))
     if not cards:
         return None
-    definitions = facts.definitions(report)
+    definitions = facts.define_gains(report)
     return el(
         "Div",
         el("Div", *cards, cls="pair") if len(cards) > 1 else cards[0],

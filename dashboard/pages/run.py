@@ -114,7 +114,9 @@ def _phases(view: PageView) -> Any:
     recorded = view.loaded.report.recorded
     if recorded is None or view.rank is not None:
         return None
-    parts = [views.phase(phase.name, phase.ns, phase.share) for phase in recorded.phases]
+    parts = [
+        views.build_phase_segment(phase.name, phase.ns, phase.share) for phase in recorded.phases
+    ]
     return phases_card("Phases of the step", parts, "host time; the GPU runs asynchronously")
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from advisor.advise.check import FAILED, run_rules
+from advisor.advise.check import RULE_FAILED, run_rules
 from advisor.advise.engine import Options, analyze
 from advisor.advise.select import load_rules, read_config
 from advisor.core.errors import AdvisorError
@@ -83,8 +83,8 @@ def test_a_rule_that_fails_is_contained_and_said() -> None:
     from advisor.measure import Analysis
 
     result = run_rules(-1, Analysis(trace), [Broken()])
-    assert [type(n) for n in result.not_measured] == [SkippedCheck]
-    assert result.not_measured[0].why == f"{FAILED} (ZeroDivisionError: oops at test_engine.py:30)"
+    assert [type(n) for n in result.skipped] == [SkippedCheck]
+    assert result.skipped[0].why == f"{RULE_FAILED} (ZeroDivisionError: oops at test_engine.py:30)"
 
 
 def test_findings_are_ordered_by_what_each_adds(monkeypatch: pytest.MonkeyPatch) -> None:

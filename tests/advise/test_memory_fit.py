@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from advisor.advise.memory_fit import OUTSIDE, fit, phase_times
+from advisor.advise.memory_fit import CUDA_CONTEXT_BYTES, find_fit, phase_times
 from advisor.cli import run
 from advisor.core.gpus import find_gpu
 from advisor.measure import Analysis
@@ -55,7 +55,7 @@ def test_time_is_split_by_what_launched_it() -> None:
 
 def test_a_program_that_fits_needs_no_change_and_says_how_much_more_would_fit() -> None:
     post = measured(program())
-    found = fit(post, None, 80 * GIB)
+    found = find_fit(post, None, 80 * GIB)
     assert found.fits and found.chosen == [] and found.after == found.reserved
     # activations grow with the batch, nothing else does
     room = found.available * post.allocated / post.reserved
@@ -65,12 +65,12 @@ def test_a_program_that_fits_needs_no_change_and_says_how_much_more_would_fit() 
 
 def test_the_cheapest_set_is_chosen_and_as_few_calls_as_suffice_are_checkpointed() -> None:
     post, a = measured(program()), trace().analysis()
-    whole = fit(post, a, 80 * GIB).reserved
-    by_name = {way.change.change: way for way in fit(post, a, 80 * GIB).ways}
+    whole = find_fit(post, a, 80 * GIB).reserved
+    by_name = {way.change.change: way for way in find_fit(post, a, 80 * GIB).ways}
     # what costs no time is taken before what does
-    found = fit(post, a, whole + OUTSIDE - by_name["8-bit optimizer"].bytes // 2)
+    found = find_fit(post, a, whole + CUDA_CONTEXT_BYTES - by_name["8-bit optimizer"].bytes // 2)
     assert found.fits and [way.ns for way in found.chosen] == [0.0]
-    found = fit(post, a, whole + OUTSIDE - 2200 * MIB)
+    found = find_fit(post, a, whole + CUDA_CONTEXT_BYTES - 2200 * MIB)
     (checkpointed,) = [way for way in found.chosen if way.change.change == "checkpointing"]
     assert found.fits and checkpointed.ns is not None and 0 < checkpointed.ns <= 4e6
     assert "calls keep their output alone" in checkpointed.change.assumes
@@ -89,7 +89,7 @@ def test_offloading_costs_what_compute_does_not_hide() -> None:
     post, a = measured(program()), trace().analysis()
     gpu = find_gpu("a100 pcie 80gb").gpu
     (way,) = [
-        way for way in fit(post, a, 80 * GIB, gpu=gpu).ways
+        way for way in find_fit(post, a, 80 * GIB, gpu=gpu).ways
         if way.change.change == "offload activations"
     ]  # fmt: skip
     lives = post.history.lives
@@ -102,7 +102,7 @@ def test_offloading_costs_what_compute_does_not_hide() -> None:
 def test_sharding_divides_the_states_and_gathers_weights_for_stage_3() -> None:
     post = measured(program(activation=MIB, logits=MIB))
     gpu = find_gpu("a100 sxm4 80gb").gpu
-    found = fit(post, trace().analysis(), 80 * GIB, gpu=gpu, ranks=4)
+    found = find_fit(post, trace().analysis(), 80 * GIB, gpu=gpu, ranks=4)
     ways = {way.change.change: way for way in found.ways}
     weights = 10 * 32 * MIB
     assert ways["ZeRO 1"].bytes == pytest.approx(2 * weights * 3 / 4, rel=0.1)
@@ -113,7 +113,7 @@ def test_sharding_divides_the_states_and_gathers_weights_for_stage_3() -> None:
 
 
 def test_too_large_a_program_is_said_not_to_fit() -> None:
-    found = fit(measured(program()), None, GIB)
+    found = find_fit(measured(program()), None, GIB)
     assert not found.fits and found.chosen == [] and found.after > found.available
 
 
@@ -184,7 +184,7 @@ def test_checkpointing_has_the_bytes_and_the_time_of_each_layer() -> None:
                 with b.python(f"nn.Module: Block_{layer}"), b.python("nn.Module: Linear_0"):
                     b.launch("gemm", 100 * (layer + 1))
             b.sync()
-    (way,) = [w for w in fit(post, b.analysis(), 80 * GIB).ways if w.layers]
+    (way,) = [w for w in find_fit(post, b.analysis(), 80 * GIB).ways if w.layers]
     assert [layer.ns for layer in way.layers] == pytest.approx(
         [1e5 * (n + 1) for n in range(len(way.layers))]
     )
@@ -192,5 +192,5 @@ def test_checkpointing_has_the_bytes_and_the_time_of_each_layer() -> None:
     # what a layer holds is what the model of the allocator made there, without its output
     assert len({layer.bytes for layer in way.layers}) == 1
     assert way.layers[0].bytes % (96 * MIB) == 0 < way.layers[0].bytes
-    (unknown,) = [w for w in fit(post, trace().analysis(), 80 * GIB).ways if w.layers]
+    (unknown,) = [w for w in find_fit(post, trace().analysis(), 80 * GIB).ways if w.layers]
     assert {layer.ns for layer in unknown.layers} == {None}  # a trace without modules

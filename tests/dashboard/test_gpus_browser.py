@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from advisor.advise.engine import Options
-from advisor.advise.facts import cost
+from advisor.advise.facts import describe_cost
 from advisor.core.prices import NO_PRICES, Prices, parse_price, read_prices
 from advisor.dashboard.session import DashboardSession
 from advisor.replay.project.project import Projector, cheapest, choose, offered
@@ -64,7 +64,7 @@ def test_the_cheapest_gpu_is_that_of_the_projection_and_costs_are_the_reports(
     assert best.startswith("cheapest: ") and best[1:] in body
     for choice in found:
         assert choice.projection.gpu in body
-    for line in cost(loaded.report):
+    for line in describe_cost(loaded.report):
         assert line in body
     assert "€" in body and "not measured: advisor record samples it" in body
 

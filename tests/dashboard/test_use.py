@@ -69,7 +69,7 @@ def test_a_fix_that_is_unticked_gives_its_time_back_and_the_others_are_estimated
 ) -> None:
     shown = show(pair[0])
     result = shown.session.entries[0].loaded.examined
-    first, second = facts.ranked(result.report)[:2]
+    first, second = facts.ranked_findings(result.report)[:2]
     t = tab(shown)
     page = t.open("/")
     ticks, stairs = page.locator(".stair input"), page.locator(".stair .then")

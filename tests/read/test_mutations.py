@@ -325,11 +325,11 @@ def reading(path: Path) -> None:
 
 def analysing(path: Path) -> None:
     """From the file to every form of report."""
-    from advisor.advise.check import FAILED
+    from advisor.advise.check import RULE_FAILED
     from advisor.advise.engine import Options, analyze
 
     report = analyze(str(path), Options(config={}))
-    assert not [note.why for note in report.not_checked if note.why.startswith(FAILED)]
+    assert not [note.why for note in report.not_checked if note.why.startswith(RULE_FAILED)]
     REPORTS.render("terminal", report)
     REPORTS.render("markdown", report)
     json.loads(REPORTS.render("json", report))

@@ -125,7 +125,7 @@ class Words(HTMLParser):
 
 def every_text(made: Report) -> dict[str, str]:
     """What each format and the dashboard say of the step."""
-    bar = views.step_bar(made)
+    bar = views.build_step_bar(made)
     assert bar is not None
     found = {form: REPORTS.render(form, made, width=120) for form in ("terminal", "markdown")}
     for form in ("html", "notebook"):
@@ -154,7 +154,7 @@ def test_every_view_draws_the_same_parts_in_the_same_words(
     }[idle]
     made.time = [type(part)(part.name, part.ns * scale, part.share) for part in made.time]
     made.idle = [IdleCause(part.cause, part.ns * scale, part.share) for part in causes]
-    bar = views.step_bar(made)
+    bar = views.build_step_bar(made)
     assert bar is not None
     assert sum(part.ns for part in bar.segments) == pytest.approx(seconds * 1e9)
     if idle == "many":
@@ -173,7 +173,7 @@ def test_every_view_has_the_same_stairs_and_the_same_ranks(
     report: Make, ranks: Callable[..., Ranks]
 ) -> None:
     made = report(3, ranks=ranks(3))
-    stairs, table = views.stairs(made), views.rank_table(made)
+    stairs, table = views.build_stairs(made), views.build_rank_table(made)
     assert stairs is not None
     assert table is not None
     texts = {

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from hypothesis import given
 from hypothesis import strategies as st
 
-from advisor.advise.views import MAX_CAUSES, step_bar
+from advisor.advise.views import MAX_CAUSES, build_step_bar
 from advisor.cli.output import _ASCII
 from advisor.core import palette
 from advisor.core.report import IdleCause, Report
@@ -20,7 +20,7 @@ from advisor.render.formats import REPORTS
 
 
 def idle_of(made: Report) -> list[Segment]:
-    shown = step_bar(made)
+    shown = build_step_bar(made)
     assert shown is not None
     return shown.idle
 
@@ -43,7 +43,7 @@ def test_shares_that_add_up_to_the_step_fill_the_bar() -> None:
 
 
 def test_segments_add_up_to_the_step(report: Callable[..., Report]) -> None:
-    shown = step_bar(report())
+    shown = build_step_bar(report())
     assert shown is not None
     assert sum(segment.ns for segment in shown.segments) == 400e6
     assert [segment.label for segment in shown.idle] == [

@@ -24,7 +24,7 @@ import pytest
 import zstandard
 
 from advisor import cli
-from advisor.advise.check import FAILED
+from advisor.advise.check import RULE_FAILED
 from advisor.advise.select import read_config
 from advisor.compare import Comparison
 from advisor.core.errors import AdvisorError
@@ -302,7 +302,7 @@ def check(
     except Exception as error:
         raise AssertionError(f"{story}: {type(error).__name__}") from error
     shown, told = capsys.readouterr()
-    assert FAILED not in shown, story  # a rule broke
+    assert RULE_FAILED not in shown, story  # a rule broke
     complaints = [line for line in told.splitlines() if line.startswith("advisor: ")]
     assert "Traceback" not in told, story
     assert len(complaints) <= 1, story

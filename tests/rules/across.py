@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from advisor.advise.check import Checked, rank_rules
+from advisor.advise.check import RankFindings, rank_rules
 from advisor.advise.impact import estimator_for
 from advisor.advise.ranks.estimator import RanksEstimator
-from advisor.advise.ranks.measure import summarise
+from advisor.advise.ranks.measure import summarise_rank
 from advisor.core.finding import Rule
 from advisor.measure import Analysis
 from advisor.replay.ranks.study import Study, study
@@ -13,12 +13,12 @@ from advisor.replay.ranks.study import Study, study
 
 def studied(ranks: dict[int, Analysis]) -> Study:
     """What such rules look at."""
-    found = study([summarise(a, number, []) for number, a in ranks.items()])
+    found = study([summarise_rank(a, number, []) for number, a in ranks.items()])
     assert found is not None
     return found
 
 
-def compared(ranks: dict[int, Analysis], rules: list[Rule]) -> Checked:
+def compared(ranks: dict[int, Analysis], rules: list[Rule]) -> RankFindings:
     """What they find, estimated as in a report of the first rank."""
     main, a = next(iter(ranks.items()))
     found, own = studied(ranks), estimator_for(a)

@@ -9,7 +9,7 @@ import numpy as np
 import polars as pl
 import pytest
 
-from advisor.advise.check import FAILED
+from advisor.advise.check import RULE_FAILED
 from advisor.advise.engine import AnalysisResult, Options, examine
 from advisor.core.finding import Finding
 from advisor.measure import Analysis
@@ -95,7 +95,7 @@ def test_healthy_launch_bound_and_untold_operators_are_not_called_slow(
 ) -> None:
     assert not NEW & set(found(shared_trace(name)))
     failed = [
-        item for item in examined(shared_trace(name)).report.not_checked if FAILED in item.why
+        item for item in examined(shared_trace(name)).report.not_checked if RULE_FAILED in item.why
     ]
     assert failed == []  # silent because it looked, not because it broke
 

@@ -15,10 +15,10 @@ from advisor.advise.ranks.work import RETRIES
 from advisor.core.errors import AdvisorError, install
 from advisor.core.pool import Work, WorkerDied
 
-PATIENCE: Final = 60.0
+SCHEDULER_TIMEOUT_S: Final = 60.0
 """Seconds to wait for a scheduler to answer, and for its first worker; and for one to come back
 when all have gone: a job manager starts a new one within a minute or not at all."""
-LOOK: Final = 1.0
+SLOTS_REFRESH_S: Final = 1.0
 """Seconds that the number of workers is taken to be right."""
 
 
@@ -32,7 +32,7 @@ class Cluster:
     Raises AdvisorError: no such address, no answer, no worker, or workers with another advisor.
     """
 
-    def __init__(self, address: str, *, patience: float = PATIENCE) -> None:
+    def __init__(self, address: str, *, patience: float = SCHEDULER_TIMEOUT_S) -> None:
         try:
             from distributed import Client
         except ModuleNotFoundError as error:
@@ -49,7 +49,7 @@ class Cluster:
         except BaseException:
             self._client.close()
             raise
-        self._slots, self._looked, self._gone = 0, -LOOK, 0.0
+        self._slots, self._looked, self._gone = 0, -SLOTS_REFRESH_S, 0.0
         self._theirs: WeakKeyDictionary[Future[bytes], Future[bytes]] = WeakKeyDictionary()
 
     def __enter__(self) -> Cluster:
@@ -87,7 +87,7 @@ class Cluster:
     def slots(self) -> int:
         """Threads of all workers; 0 when none has been there for ``patience`` seconds."""
         now = time.monotonic()
-        if now - self._looked >= LOOK:
+        if now - self._looked >= SLOTS_REFRESH_S:
             self._looked = now
             result = sum(self._client.nthreads().values())
             if result:

@@ -14,7 +14,7 @@ from msgspec import structs
 
 from advisor.advise.options import RanksDone as RanksDone  # noqa: PLC0414
 from advisor.advise.ranks.task import MeasureTask, for_workers, one_rank
-from advisor.advise.ranks.work import processes, results
+from advisor.advise.ranks.work import iterate_results, start_processes
 from advisor.core.errors import AdvisorError
 from advisor.core.run_directory import is_run, read_recording
 from advisor.core.trace import Run
@@ -37,14 +37,14 @@ measured (benchmarks/bench_fleet.py), one of 100 MB some 0.8 GB: sixteen of them
 with 16 GB has room for."""
 
 
-def cores() -> int:
+def count_usable_cores() -> int:
     """That this process may use."""
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
 
 
-def ranks_apart(places: Sequence[str], options: Options) -> list[RemoteFile]:
+def files_summarised_apart(places: Sequence[str], options: Options) -> list[RemoteFile]:
     """The files of a job whose ranks are measured one by one: because options ask for it, or
     because there are more than are held at once. Empty: they are not.
 
@@ -52,7 +52,7 @@ def ranks_apart(places: Sequence[str], options: Options) -> list[RemoteFile]:
     """
     chosen = options.read.ranks
     if options.workers is not None or options.cluster is not None:
-        return _traces(locate(places, chosen))
+        return _traces(locate_traces(places, chosen))
     if options.rank is not None or "-" in places:
         return []
     if not options.read.urls and any(map(is_url, places)):
@@ -63,7 +63,7 @@ def ranks_apart(places: Sequence[str], options: Options) -> list[RemoteFile]:
     ):
         return []
     try:
-        result = _traces(locate(places, chosen))
+        result = _traces(locate_traces(places, chosen))
     except AdvisorError:
         return []  # whoever reads it says why
     elsewhere = sum(is_url(source.at) for source in result)
@@ -103,7 +103,7 @@ def summarise_apart(
     with _workers(options.workers, options.cluster, len(orders)) as workers:
         progress.dashboard = getattr(workers, "link", "")
         report(progress)
-        for result in results(orders, workers, seconds=options.seconds, said=moved):
+        for result in iterate_results(orders, workers, seconds=options.seconds, said=moved):
             if chosen is not None and result.rank >= 0 and result.rank not in chosen:
                 progress.total -= 1  # its name does not have its rank
             elif isinstance(result, Unread):
@@ -116,10 +116,12 @@ def summarise_apart(
     summaries.sort(key=lambda each: (each.rank, each.path))
     unread.sort(key=lambda each: (each.rank, each.path))
     if not summaries and not unread:
-        raise AdvisorError(f"--ranks {options.read.ranks}: no trace of these in {named(places)}")
+        raise AdvisorError(
+            f"--ranks {options.read.ranks}: no trace of these in {describe_places(places)}"
+        )
     if not summaries:
         raise AdvisorError(
-            f"{named(places)}: none of the {len(unread)} files can be read; first: "
+            f"{describe_places(places)}: none of the {len(unread)} files can be read; first: "
             f"{unread[0].path}: {unread[0].why}"
         )
     return summaries, unread
@@ -165,7 +167,7 @@ def _ranks(result: Sequence[RemoteFile]) -> int:
     return len({source.rank for source in result} - {None}) + len(processes)
 
 
-def named(places: Sequence[str]) -> str:
+def describe_places(places: Sequence[str]) -> str:
     """What is analysed, without credentials."""
     first = shown(places[0]) if places else ""
     return f"{first} and {len(places) - 1} more" if len(places) > 1 else first
@@ -178,10 +180,10 @@ def _workers(
         from advisor.advise.ranks.cluster import Cluster
 
         return Cluster(cluster)
-    return processes(min(count or cores(), orders))
+    return start_processes(min(count or count_usable_cores(), orders))
 
 
-def locate(places: Sequence[str], ranks: str = "") -> list[RemoteFile]:
+def locate_traces(places: Sequence[str], ranks: str = "") -> list[RemoteFile]:
     """The trace files that paths, folders, URLs and globs of URLs stand for, each once, by rank and
     then by name. ``ranks``: only of these, such as ``0-63,512``, by the names of files and folders;
     those whose names have no rank are among them.

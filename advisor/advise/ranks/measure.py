@@ -47,12 +47,12 @@ MAX_STEPS = 2_000
 MAX_FINDINGS = 60
 
 
-def summarise(a: Analysis, rank: int, findings: Sequence[Finding], path: str = "") -> Summary:
+def summarise_rank(a: Analysis, rank: int, findings: Sequence[Finding], path: str = "") -> Summary:
     """One rank, measured, and what the rules found on it with their gains on it alone."""
     meta, figures = a.trace.meta, {} if a.record_only else device_time(a)
     path = path or shown(meta.path)
     run_step, used = step_time(a), a.steps.used.head(MAX_STEPS)
-    return bounded(
+    return shrink_to_limit(
         Summary(
             rank=rank,
             path=path,
@@ -144,7 +144,7 @@ def _damage(a: Analysis) -> str:
     return "cut off before its end" if meta.truncated else ""
 
 
-def bounded(summary: Summary) -> Summary:
+def shrink_to_limit(summary: Summary) -> Summary:
     """The summary within MAX_BYTES: the collectives of whole steps are left out, the last first,
     then texts."""
     from msgspec.structs import replace as changed

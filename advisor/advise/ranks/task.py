@@ -22,10 +22,10 @@ if TYPE_CHECKING:
     from advisor.core.trace import Run
     from advisor.measure.ranks.summary import Summary
 
-PAUSES: Final = (0.5, 2.0)
+RETRY_PAUSES_S: Final = (0.5, 2.0)
 """Seconds before each further try of what may have been the moment's fault: a file system that
 hung, memory that another task held."""
-LONGEST: Final = 300
+MAX_REASON_CHARS: Final = 300
 """Characters of a reason."""
 
 
@@ -81,7 +81,7 @@ def _unplain(kind: type, value: object) -> Path:
 
 def one_line(why: object) -> str:
     """One line of it."""
-    return " ".join(str(why).split())[:LONGEST]
+    return " ".join(str(why).split())[:MAX_REASON_CHARS]
 
 
 def run_task(order: bytes) -> bytes:
@@ -100,7 +100,7 @@ def run_task(order: bytes) -> bytes:
     if wanted.version != __version__:
         why = f"the worker has advisor {__version__}, this is {wanted.version}: install the same"
         return encode(wanted.failed(why))
-    for pause in (*PAUSES, None):
+    for pause in (*RETRY_PAUSES_S, None):
         try:
             return _measured(wanted)
         except (KeyboardInterrupt, SystemExit):
@@ -163,17 +163,17 @@ def summarise_file(path: str, rank: int | None = None, options: Options | None =
     """
     from advisor.advise.check import run_rules
     from advisor.advise.options import Options
-    from advisor.advise.ranks.measure import summarise
-    from advisor.advise.select import choose, load_rules, read_config
+    from advisor.advise.ranks.measure import summarise_rank
+    from advisor.advise.select import choose_windows, load_rules, read_config
     from advisor.read import open_run
 
     options = options or Options()
     config = read_config() if options.config is None else options.config
     whole = open_run(path, options.read, rank=_recorded(path, rank), window=options.which)
     run = one_rank(whole, path, rank)
-    number, a = next(iter(choose(run, options.window, options.steps).items()))
+    number, a = next(iter(choose_windows(run, options.window, options.steps).items()))
     findings = run_rules(number, a, load_rules(options.rules_folder, config)).findings
-    return summarise(a, number if rank is None else rank, findings, path)
+    return summarise_rank(a, number if rank is None else rank, findings, path)
 
 
 def _recorded(path: str, rank: int | None) -> int | None:

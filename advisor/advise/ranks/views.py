@@ -12,20 +12,20 @@ from typing import Final, NamedTuple
 from advisor.core import text as t
 from advisor.core.ranks import MissingRanks, Outlier, RankLine, Ranks, RanksWhatIf
 
-BINS: Final = 8
-EVEN: Final = 0.005
+HISTOGRAM_BINS: Final = 8
+EQUAL_STEPS_SHARE: Final = 0.005
 """Share of the median below which all steps are the same: half of what per step of one rank differs
 by from the next."""
 MIN_SCALE: Final = 0.05
 """Of the median step: the colour's full scale is at least this, so that a job of equal ranks looks
 like one."""
-CLIPPED: Final = 0.98
+SCALE_QUANTILE: Final = 0.98
 """The scale ends at this quantile of the differences; what is beyond has the last colour."""
 FEW_RANKS: Final = 16
 """Up to which a table of the ranks is all that a page needs."""
 MAX_NUMBERS: Final = 60
 """Characters of the numbers of ranks in a line."""
-SURE: Final = 0.99
+MAX_SHOWN_SIGNIFICANCE: Final = 0.99
 """A significance beyond this is shown as more than it."""
 KINDS: Final = {
     "compute": "slower at the same compute",
@@ -52,14 +52,14 @@ class Bin(NamedTuple):
         return t.format_bin(self.low, self.high)
 
 
-def histogram(ranks: Ranks, bins: int = BINS) -> list[Bin]:
+def build_histogram(ranks: Ranks, bins: int = HISTOGRAM_BINS) -> list[Bin]:
     """Ranks by their mean step, in some ``bins`` ranges of an equal and round width; one range
     where they are all similar; empty: no rank has steps."""
     steps = [line.step_ns for line in ranks.lines if line.step_ns > 0]
     if not steps:
         return []
     low, high = min(steps), max(steps)
-    if high - low <= EVEN * median(steps):
+    if high - low <= EQUAL_STEPS_SHARE * median(steps):
         return [Bin(low, high, len(steps))]
     width = _round((high - low) / bins)
     first = math.floor(low / width)
@@ -100,16 +100,16 @@ class HeatMap(NamedTuple):
         """``rank 7 · node-03 · idle 5.1 ms per step, 2.0 ms more than the median rank``."""
         value = line.time[place]
         if value is None:
-            return f"{who(line)} · {label(self.classes[place])} {t.NOT_MEASURED}"
+            return f"{describe_rank(line)} · {class_label(self.classes[place])} {t.NOT_MEASURED}"
         against = value - self.medians[place]
-        result = f"{label(self.classes[place])} {t.format_duration(value)} per step"
+        result = f"{class_label(self.classes[place])} {t.format_duration(value)} per step"
         if against:
             more = "more" if against > 0 else "less"
             result += f", {t.format_duration(abs(against))} {more} than the median rank"
-        return f"{who(line)} · {result}"
+        return f"{describe_rank(line)} · {result}"
 
 
-def heat_map(ranks: Ranks, most: int = MAX_RANKS) -> HeatMap | None:
+def build_heat_map(ranks: Ranks, most: int = MAX_RANKS) -> HeatMap | None:
     """``None``: no rank, or no class that was measured."""
     places = range(len(ranks.classes))
     lines = [line for line in ranks.lines if len(line.time) == len(ranks.classes)]
@@ -119,7 +119,7 @@ def heat_map(ranks: Ranks, most: int = MAX_RANKS) -> HeatMap | None:
     medians = [median(column or [0.0]) for column in columns]
     step = median(line.step_ns for line in lines)
     apart = sorted(abs(v - medians[place]) for place in places for v in columns[place]) or [0.0]
-    scale = max(apart[int(CLIPPED * (len(apart) - 1))], MIN_SCALE * step, 1.0)
+    scale = max(apart[int(SCALE_QUANTILE * (len(apart) - 1))], MIN_SCALE * step, 1.0)
     note = ""
     if len(lines) > most:
         note = (
@@ -131,12 +131,12 @@ def heat_map(ranks: Ranks, most: int = MAX_RANKS) -> HeatMap | None:
     return HeatMap(ranks.classes, lines, medians, scale, note)
 
 
-def who(line: RankLine) -> str:
+def describe_rank(line: RankLine) -> str:
     """``rank 7 · node-03``."""
     return f"rank {line.rank} · {t.clean(line.host)}" if line.host else f"rank {line.rank}"
 
 
-def label(name: str) -> str:
+def class_label(name: str) -> str:
     """A class of time as words: of device time, of idle time by cause, of the host's."""
     for head, labels in (
         ("idle:", t.CAUSE_LABELS),
@@ -149,11 +149,11 @@ def label(name: str) -> str:
     return t.CLASS_LABELS.get(name) or t.clean(name).replace("_", " ")
 
 
-def lists(ranks: Ranks) -> list[tuple[str, str, list[str]]]:
+def build_lists(ranks: Ranks) -> list[tuple[str, str, list[str]]]:
     """(title, aside, lines): what a change gains, what was not read, what was not compared."""
     result = [
-        ("What if", "in the ranks' replay", [what_if(item) for item in ranks.what_if]),
-        ("Ranks that were not read", "", [missing(item) for item in ranks.missing]),
+        ("What if", "in the ranks' replay", [describe_what_if(item) for item in ranks.what_if]),
+        ("Ranks that were not read", "", [describe_missing(item) for item in ranks.missing]),
         (
             "Not compared",
             "",
@@ -163,22 +163,22 @@ def lists(ranks: Ranks) -> list[tuple[str, str, list[str]]]:
     return [item for item in result if item[2]]
 
 
-def what_if(item: RanksWhatIf) -> str:
+def describe_what_if(item: RanksWhatIf) -> str:
     """``rank 7 as fast as the median: 5.1 ms per step (4.8 to 5.5 ms)``."""
-    return f"{t.clean(item.text)}: {gain(item)}"
+    return f"{t.clean(item.text)}: {describe_gain(item)}"
 
 
-def gain(item: RanksWhatIf | Outlier) -> str:
+def describe_gain(item: RanksWhatIf | Outlier) -> str:
     """``5.1 ms per step (4.8 to 5.5 ms)``; empty: not estimated."""
     if item.gain_ns is None:
         return ""
     result = f"{t.format_duration(item.gain_ns)} per step"
     if item.low_ns is not None and item.high_ns is not None:
-        result += f" ({spread(item.low_ns, item.high_ns)})"
+        result += f" ({format_spread(item.low_ns, item.high_ns)})"
     return result
 
 
-def spread(low: float, high: float) -> str:
+def format_spread(low: float, high: float) -> str:
     """``97 to 104 ms``; one figure where both ends read the same."""
     return (
         t.format_duration(low)
@@ -187,7 +187,7 @@ def spread(low: float, high: float) -> str:
     )
 
 
-def missing(item: MissingRanks) -> str:
+def describe_missing(item: MissingRanks) -> str:
     """``3 ranks (5, 9-10): access denied``."""
     names = f" ({shorten_numbers(item.ranks, 40)})" if item.ranks else ""
     return f"{t.count_noun(item.count, 'rank')}{names}: {t.clean(item.why)}"
@@ -212,15 +212,15 @@ def outlier_kind(outlier: Outlier) -> str:
     return f"{result}, a different one from step to step" if outlier.moves else result
 
 
-def significance(share: float | None) -> str:
+def format_significance(share: float | None) -> str:
     """How certain it is that it is not chance."""
     if share is None:
         return t.NOT_MEASURED
-    more = "more than " if share > SURE else ""
-    return f"{more}{t.format_share(min(share, SURE))}"
+    more = "more than " if share > MAX_SHOWN_SIGNIFICANCE else ""
+    return f"{more}{t.format_share(min(share, MAX_SHOWN_SIGNIFICANCE))}"
 
 
-def scope(ranks: Ranks) -> list[tuple[str, list[str]]]:
+def describe_scope(ranks: Ranks) -> list[tuple[str, list[str]]]:
     """What was read: (label, parts)."""
     read = len(ranks.lines)
     of = f" of {t.format_count(ranks.world)}" if ranks.world > read else ""
@@ -230,8 +230,8 @@ def scope(ranks: Ranks) -> list[tuple[str, list[str]]]:
     result = [("ranks", parts)]
     step = ranks.step
     if step is not None:
-        middle = f"eight of ten ranks {spread(step.low, step.high)}"
-        ends = f"all {spread(step.min, step.max)}"
+        middle = f"eight of ten ranks {format_spread(step.low, step.high)}"
+        ends = f"all {format_spread(step.min, step.max)}"
         result.append(
             ("step", [f"{t.format_duration(step.median)} on the median rank", middle, ends])
         )

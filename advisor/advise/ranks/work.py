@@ -18,9 +18,9 @@ from advisor.measure.ranks.summary import MAX_DECODED, Summary, Unread, decode
 
 RETRIES: Final = 2
 """Further tries of a file whose worker died of it, or of something else."""
-RECYCLE: Final = 32
+FILES_PER_PROCESS: Final = 32
 """Files that one process measures."""
-LOOK: Final = 0.5
+POLL_SECONDS: Final = 0.5
 """Seconds between two looks at what takes too long."""
 
 
@@ -37,10 +37,12 @@ class Workers(Protocol):
         """It is waited for no longer; what performs it is ended if that can be."""
 
 
-def processes(count: int) -> ProcessPool:
+def start_processes(count: int) -> ProcessPool:
     """Workers on this machine, which share its cores and are replaced now and then."""
     threads = max(1, (os.cpu_count() or 1) // max(1, count))
-    return ProcessPool(count, recycle=RECYCLE, environ={"POLARS_MAX_THREADS": str(threads)})
+    return ProcessPool(
+        count, recycle=FILES_PER_PROCESS, environ={"POLARS_MAX_THREADS": str(threads)}
+    )
 
 
 class _Flying:
@@ -52,7 +54,7 @@ class _Flying:
         self.since = time.monotonic()
 
 
-def results(
+def iterate_results(
     orders: Sequence[MeasureTask],
     workers: Workers,
     *,
@@ -99,7 +101,7 @@ def results(
                 continue
             start(place)
         try:
-            came = flying.pop(done.get(timeout=LOOK), None)
+            came = flying.pop(done.get(timeout=POLL_SECONDS), None)
         except queue.Empty:
             for own, item in list(flying.items()):
                 if time.monotonic() - item.since > seconds:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from advisor.advise.memory_fit import OUTSIDE, Fit, RepeatedLayer, Way
+from advisor.advise.memory_fit import CUDA_CONTEXT_BYTES, CostedChange, MemoryFit, RepeatedLayer
 from advisor.core import text as t
 from advisor.render.document import Block, Code, Document, FieldList, Grid, Paragraph, TextField
 from advisor.rules.memory.out_of_memory import describe_change
@@ -12,10 +12,11 @@ SAME = 0.05
 """Share by which layers in one row of a table may differ."""
 
 
-def build(fit: Fit, *, gpu: str, batch: str) -> Document:
+def build(fit: MemoryFit, *, gpu: str, batch: str) -> Document:
     """``gpu`` and ``batch``: what was asked for, in words; empty: nothing."""
     name = gpu or t.format_bytes(fit.capacity)
-    room = f"{t.format_bytes(fit.capacity)}, {t.format_bytes(OUTSIDE)} of it for the CUDA context"
+    context = t.format_bytes(CUDA_CONTEXT_BYTES)
+    room = f"{t.format_bytes(fit.capacity)}, {context} of it for the CUDA context"
     fields = [
         TextField("needs", [f"{t.format_bytes(fit.peak)} in tensors",
                             f"{t.format_bytes(fit.reserved)} reserved", batch]),
@@ -41,7 +42,7 @@ def build(fit: Fit, *, gpu: str, batch: str) -> Document:
                     status="healthy" if fit.fits else "bad")  # fmt: skip
 
 
-def _table(title: str, ways: list[Way]) -> Grid:
+def _table(title: str, ways: list[CostedChange]) -> Grid:
     head = ["change", "frees", "adds per step"]
     return Grid(head, [_row(way) for way in ways], title, below=[way.why for way in ways])
 
@@ -70,7 +71,7 @@ def _similar(one: RepeatedLayer, other: RepeatedLayer) -> bool:
     return ns and abs(one.bytes - other.bytes) <= SAME * max(one.bytes, other.bytes)
 
 
-def _headline(fit: Fit, name: str) -> str:
+def _headline(fit: MemoryFit, name: str) -> str:
     left = t.format_bytes(abs(fit.available - fit.after))
     more = ""
     if fit.fits and fit.largest_batch > 0:
@@ -87,7 +88,7 @@ def _headline(fit: Fit, name: str) -> str:
     return f"It does not fit {name}: with the best set of changes, {left} are missing."
 
 
-def _phases(fit: Fit) -> list[str]:
+def _phases(fit: MemoryFit) -> list[str]:
     phases = fit.phases
     assert phases is not None
     named = [("forward", phases.forward), ("backward", phases.backward),
@@ -96,12 +97,12 @@ def _phases(fit: Fit) -> list[str]:
     return [t.format_duration(phases.step), *shown]
 
 
-def _row(way: Way) -> list[str]:
+def _row(way: CostedChange) -> list[str]:
     cost = "unknown" if way.ns is None else t.format_duration(way.ns) if way.ns else "nothing"
     return [way.change.change, t.format_bytes(way.bytes), cost]
 
 
-def _place(way: Way) -> str:
+def _place(way: CostedChange) -> str:
     where = way.change.where
     if where is None or where.file is None:
         return ""

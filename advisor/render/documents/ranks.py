@@ -130,29 +130,29 @@ def _mesh_notes(report: Report) -> Iterator[str]:
 def sections(ranks: Ranks) -> Iterator[Block]:
     """What a table of the ranks does not show; of a few, the map and lists alone."""
     many = len(ranks.lines) > views.FEW_RANKS
-    if many and (bins := views.histogram(ranks)):
+    if many and (bins := views.build_histogram(ranks)):
         figure = Histogram(("mean step", "ranks"), [(each.label, each.ranks) for each in bins])
         yield Section("The ranks' steps", [figure], "mean step, ranks")
     yield from _map(ranks)
     if many:
         yield from groups(ranks)
-    for title, _, lines in views.lists(ranks):
+    for title, _, lines in views.build_lists(ranks):
         yield Section(title, [Items([t.shorten(line, MAX_TEXT) for line in lines], "•")])
 
 
 def _map(ranks: Ranks) -> Iterator[Block]:
-    shown = views.heat_map(ranks)
+    shown = views.build_heat_map(ranks)
     if shown is None:
         return
     rows = [
         [
-            views.who(line),
+            views.describe_rank(line),
             t.format_duration(line.step_ns),
             *(t.format_duration(value) for value in line.time),
         ]
         for line in shown.lines
     ]
-    names = [views.label(name) for name in shown.classes]
+    names = [views.class_label(name) for name in shown.classes]
     figure = RankMap(
         "Time per step by rank and class",
         names,
@@ -184,7 +184,7 @@ def groups(ranks: Ranks) -> Iterator[Section]:
         ]
         for group in ranks.clusters
     ]
-    head = ["group", "ranks", "how many", "step", *map(views.label, ranks.classes)]
+    head = ["group", "ranks", "how many", "step", *map(views.class_label, ranks.classes)]
     smallest = sorted(ranks.classes, key=lambda name: total[name])
     table = Grid(
         head,

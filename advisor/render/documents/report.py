@@ -49,7 +49,9 @@ def build(report: Report, options: RenderOptions = DEFAULT) -> Document:
     return Document(
         report.verdict,
         [
-            FieldList([TextField(label, parts) for label, parts in facts.scope(report)], indent=0),
+            FieldList(
+                [TextField(label, parts) for label, parts in facts.describe_scope(report)], indent=0
+            ),
             *_tiles(report),
             *_time(report),
             *serving.sections(report),
@@ -102,7 +104,7 @@ def _tiles(report: Report) -> Iterator[Block]:
 
 
 def _time(report: Report) -> Iterator[Block]:
-    bar = views.step_bar(report)
+    bar = views.build_step_bar(report)
     if bar is None:
         return
     rows = [
@@ -129,7 +131,7 @@ def _timeline(report: Report, options: RenderOptions) -> Iterator[Block]:
 
 
 def _ranks(report: Report) -> Iterator[Block]:
-    table, short = views.rank_table(report), views.rank_table(report, MAX_RANKS)
+    table, short = views.build_rank_table(report), views.build_rank_table(report, MAX_RANKS)
     if table is not None and short is not None:
         shown = Grid(
             table.head,
@@ -150,14 +152,14 @@ def _ranks(report: Report) -> Iterator[Block]:
 
 
 def _findings(report: Report) -> Iterator[Block]:
-    ranked = facts.ranked(report)
+    ranked = facts.ranked_findings(report)
     if ranked:
-        outlook = facts.outlook(report)
+        outlook = facts.describe_all_fixes(report)
         lead = [Paragraph(outlook, "soft")] if outlook else []
         result = [_card(report, finding) for finding in ranked]
         each = "gain per step" if report.per == "step" else "gain"
         yield Section("What to change", [*lead, *result], each)
-    stairs = views.stairs(report)
+    stairs = views.build_stairs(report)
     if stairs is not None and len(stairs.fixes) > 1:
         title = "Step time after each fix"
         yield Section(title, [Staircase(stairs)], detail=True, counted=title.lower())
@@ -169,7 +171,7 @@ def _findings(report: Report) -> Iterator[Block]:
 def _card(report: Report, finding: Finding, *, fix: bool = True) -> Card:
     """A finding: what, gain, where, why, how; evidence, caveats and verification on demand."""
     fields = [
-        TextField("note", [*facts.conditions(finding, report)], "warn"),
+        TextField("note", [*facts.gain_conditions(finding, report)], "warn"),
         *_where(report, finding),
         TextField("why", [finding.summary], prose=True),
         TextField("fix", [finding.fix], "strong", prose=True),
@@ -178,7 +180,9 @@ def _card(report: Report, finding: Finding, *, fix: bool = True) -> Card:
     confidence = [f"confidence in the cause {t.format_share(finding.confidence)}", finding.severity]
     if finding.validation == "synthetic":
         confidence.append("not proven on real traces")
-    covered = [facts.covered_line(finding, other) for other in facts.folded(report, finding)]
+    covered = [
+        facts.covered_line(finding, other) for other in facts.folded_findings(report, finding)
+    ]
     return Card(
         finding.title,
         [FieldList(fields, indent=4), *code],
@@ -193,7 +197,7 @@ def _card(report: Report, finding: Finding, *, fix: bool = True) -> Card:
                     TextField("cause", [part for part in confidence if part]),
                     *(TextField(label, [text]) for label, text in covered),
                     TextField("verify", [finding.verify]),
-                    TextField("caveats", ["; ".join(facts.caveats(finding))], "soft"),
+                    TextField("caveats", ["; ".join(facts.describe_caveats(finding))], "soft"),
                     *(
                         TextField("" if number else "read", [reference], "soft")
                         for number, reference in enumerate(finding.references)
@@ -256,7 +260,7 @@ def _rest(report: Report) -> Iterator[Block]:
         yield Section("Hot Python lines", [table], aside, folded=True, counted=counted)
     good = [item.text for item in report.passed]
     skipped: list[Inline] = [
-        (f"{what}: ", Span(why, "soft")) for what, why in facts.abstentions(report)
+        (f"{what}: ", Span(why, "soft")) for what, why in facts.describe_skipped_checks(report)
     ]
     for title, items, mark, noun in (
         ("Passed checks", good, "✓", "passed check"),
@@ -266,7 +270,7 @@ def _rest(report: Report) -> Iterator[Block]:
         if items:
             counted = t.count_noun(len(items), noun)
             yield Section(title, [Items(items, mark)], folded=True, counted=counted)
-    closing = facts.definitions(report)
+    closing = facts.define_gains(report)
     if closing:
         paragraphs = [Paragraph(line, "soft") for line in closing]
         yield Section("How gains are estimated", paragraphs, folded=True, counted="evidence")

@@ -97,7 +97,7 @@ def _notifications(report: Report) -> Iterable[str]:
     for device in memory.devices(report):
         for sentence in memory.sentences(device):
             yield _plain(f"{device.title} {device.aside}: {sentence}")
-    for what, why in facts.abstentions(report):
+    for what, why in facts.describe_skipped_checks(report):
         yield _plain(f"Not checked: {what}: {why}")
     for limit in report.limits:
         yield _plain(limit)

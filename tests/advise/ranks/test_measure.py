@@ -11,7 +11,7 @@ import pytest
 from msgspec.structs import replace
 
 from advisor.advise.engine import examine
-from advisor.advise.ranks.measure import bounded
+from advisor.advise.ranks.measure import shrink_to_limit
 from advisor.advise.ranks.task import summarise_file
 from advisor.core.errors import AdvisorError
 from advisor.measure.ranks.members import host_of, racks
@@ -86,7 +86,7 @@ def test_a_summary_is_kept_small_by_leaving_out_whole_steps() -> None:
 
     large = run(1, 60, program).summaries[0]
     assert len(encode(large)) > MAX_BYTES
-    small = bounded(large)
+    small = shrink_to_limit(large)
     assert len(encode(small)) <= MAX_BYTES
     found, whole = small.collectives, large.collectives
     assert found is not None
@@ -107,7 +107,7 @@ def test_even_a_step_that_is_too_large_leaves_a_summary() -> None:
     zeros = pack(np.zeros(count, dtype=np.int64))
     columns = dict.fromkeys(("key", "order", "step", "exposed"), zeros)
     huge = replace(base.collectives, start=wild, end=wild, work=wild, **columns)
-    small = bounded(replace(base, collectives=huge))
+    small = shrink_to_limit(replace(base, collectives=huge))
     assert len(encode(small)) <= MAX_BYTES
     assert small.collectives is None
 

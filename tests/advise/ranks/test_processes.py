@@ -14,9 +14,9 @@ from typing import Any
 import pytest
 
 from advisor.advise.engine import Options, analyze
-from advisor.advise.ranks.job import MAX_RANKS_IN_MEMORY, RanksDone, ranks_apart
+from advisor.advise.ranks.job import MAX_RANKS_IN_MEMORY, RanksDone, files_summarised_apart
 from advisor.advise.ranks.task import MeasureTask, run_task
-from advisor.advise.ranks.work import processes
+from advisor.advise.ranks.work import start_processes
 from advisor.core.errors import AdvisorError
 from advisor.core.pool import ProcessPool, WorkerDied
 from advisor.measure.ranks.summary import Summary, decode
@@ -61,7 +61,7 @@ def test_a_file_that_is_never_done_is_ended(fleet: Any) -> None:
 
 def test_no_process_is_left_behind_not_even_a_busy_one(fleet: Any) -> None:
     fleet.trap(0, "waits")
-    with processes(1) as crew:
+    with start_processes(1) as crew:
         crew.submit(
             run_task,
             packed(fleet.folder / "rank0.json", Options(rules_folder=Path(fleet.rules))),
@@ -76,7 +76,7 @@ def test_no_process_is_left_behind_not_even_a_busy_one(fleet: Any) -> None:
 
 
 def test_a_process_that_is_killed_between_two_orders_is_replaced(fleet: Any) -> None:
-    with processes(1) as crew:
+    with start_processes(1) as crew:
         assert isinstance(
             decode(crew.submit(run_task, packed(fleet.folder / "rank0.json")).result(60)), Summary
         )
@@ -134,23 +134,23 @@ def test_a_fault_of_the_comparison_is_one_line(fleet: Any, monkeypatch: pytest.M
 def test_ranks_are_counted_by_names_and_windows_of_one_rank_are_not(tmp_path: Path) -> None:
     for number in range(20):
         (tmp_path / f"trace_{number}.json").write_text("{}")
-    assert not ranks_apart([str(tmp_path)], Options())
+    assert not files_summarised_apart([str(tmp_path)], Options())
     for number in range(MAX_RANKS_IN_MEMORY - 1):
         for window in range(2):
             (tmp_path / f"host_{number}.{window}.pt.trace.json").write_text("{}")
-    assert not ranks_apart([str(tmp_path)], Options())
+    assert not files_summarised_apart([str(tmp_path)], Options())
     for number in (70, 71):
         (tmp_path / f"rank{number}").mkdir()
         (tmp_path / f"rank{number}" / "trace.json").write_text("{}")
-    assert ranks_apart([str(tmp_path)], Options())
-    assert not ranks_apart([str(tmp_path / "nowhere")], Options())
+    assert files_summarised_apart([str(tmp_path)], Options())
+    assert not files_summarised_apart([str(tmp_path / "nowhere")], Options())
 
 
 def test_more_files_elsewhere_than_are_held_at_once_are_measured_one_by_one(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     there = [RemoteFile(f"s3://b/{n}.json", f"s3://b/{n}.json") for n in range(65)]
-    monkeypatch.setattr("advisor.advise.ranks.job.locate", lambda *_: there)
-    assert ranks_apart(["s3://b/"], Options())
+    monkeypatch.setattr("advisor.advise.ranks.job.locate_traces", lambda *_: there)
+    assert files_summarised_apart(["s3://b/"], Options())
     there.pop()
-    assert not ranks_apart(["s3://b/"], Options())
+    assert not files_summarised_apart(["s3://b/"], Options())

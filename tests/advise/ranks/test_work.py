@@ -12,7 +12,7 @@ from typing import Any
 import msgspec
 
 from advisor.advise.ranks.task import MeasureTask, run_task
-from advisor.advise.ranks.work import RETRIES, results
+from advisor.advise.ranks.work import RETRIES, iterate_results
 from advisor.core.pool import WorkerDied
 from advisor.measure.ranks.summary import Summary, Unread, encode
 from advisor.read.remote.urls import RemoteFile
@@ -77,7 +77,7 @@ class Crew:
 def test_every_order_is_answered_once_and_no_more_are_out_than_there_are_slots() -> None:
     crew = Crew(lambda rank, _: answer(rank))
     moved: list[int] = []
-    found = list(results(orders(20), crew, said=moved.append))
+    found = list(iterate_results(orders(20), crew, said=moved.append))
     assert sorted(one.rank for one in found) == list(range(20))
     assert all(isinstance(one, Summary) for one in found)
     assert set(crew.times.values()) == {1}
@@ -92,7 +92,7 @@ def test_a_worker_that_dies_once_costs_nothing_and_the_order_is_then_performed_a
         return answer(rank)
 
     crew = Crew(act)
-    found = list(results(orders(8), crew))
+    found = list(iterate_results(orders(8), crew))
     assert sorted(one.rank for one in found if isinstance(one, Summary)) == list(range(8))
     assert crew.times[4] == 2
     assert crew.beside[4, 2] == 0
@@ -105,7 +105,7 @@ def test_an_order_that_kills_is_given_up_with_the_reason_and_takes_none_with_it(
         return answer(rank)
 
     crew = Crew(act)
-    found = list(results(orders(6), crew))
+    found = list(iterate_results(orders(6), crew))
     (lost,) = [one for one in found if isinstance(one, Unread)]
     assert (lost.rank, lost.path) == (2, "rank2")
     assert "signal 9, 3 times" in lost.why
@@ -122,7 +122,7 @@ def test_of_several_that_a_cluster_blames_only_the_guilty_one_is_given_up() -> N
         return answer(rank)
 
     crew = Crew(act)
-    found = list(results(orders(5), crew))
+    found = list(iterate_results(orders(5), crew))
     assert [one.rank for one in found if isinstance(one, Unread)] == [1]
     assert crew.times[3] == 2
 
@@ -134,7 +134,7 @@ def test_one_that_a_cluster_alone_blames_kills_no_more_workers() -> None:
         return answer(rank)
 
     crew = Crew(act)
-    found = list(results(orders(5), crew))
+    found = list(iterate_results(orders(5), crew))
     assert [one.rank for one in found if isinstance(one, Unread)] == [1]
     assert crew.times[1] == 1
 
@@ -149,7 +149,7 @@ def test_what_takes_too_long_is_given_up_and_the_others_are_not() -> None:
 
     crew = Crew(act)
     began = time.monotonic()
-    found = list(results(orders(4), crew, seconds=0.5))
+    found = list(iterate_results(orders(4), crew, seconds=0.5))
     assert time.monotonic() - began < 50
     over.set()
     (lost,) = [one for one in found if isinstance(one, Unread)]
@@ -167,14 +167,14 @@ def test_without_any_worker_left_the_rest_is_told_as_unread() -> None:
         return answer(rank)
 
     crew.act = act
-    found = list(results(orders(9), crew))
+    found = list(iterate_results(orders(9), crew))
     assert sorted(one.rank for one in found) == list(range(9))
     assert any(isinstance(one, Unread) and "no worker is left" in one.why for one in found)
 
 
 def test_an_answer_that_is_no_summary_is_that_ranks_failure() -> None:
     crew = Crew(lambda rank, _: b"\xff" if rank == 1 else answer(rank))
-    found = list(results(orders(3), crew))
+    found = list(iterate_results(orders(3), crew))
     assert [one.rank for one in found if isinstance(one, Unread)] == [1]
 
 

@@ -12,7 +12,7 @@ from typing import BinaryIO
 
 import pytest
 
-from advisor.advise.ranks.job import locate
+from advisor.advise.ranks.job import locate_traces
 from advisor.core.errors import AdvisorError
 from advisor.read import open_run
 from advisor.read.remote import archives, fetch
@@ -70,7 +70,7 @@ def test_a_run_is_read_from_an_archive(web: Server, trace_bytes: Made, packing: 
     assert run.ranks == [0, 2]
     shown = f"{kind}://job/rank2/trace.json::{web.url}/a"
     assert run.traces[2, 0].meta.path == shown
-    (one,) = locate([f"{kind}://**/*.json::{web.url}/a"], "2")
+    (one,) = locate_traces([f"{kind}://**/*.json::{web.url}/a"], "2")
     assert (one.url, one.rank, one.size) == (shown, 2, len(trace_bytes(2)))
     with opened(one) as path:
         assert path.read_bytes() == trace_bytes(2)
@@ -79,7 +79,7 @@ def test_a_run_is_read_from_an_archive(web: Server, trace_bytes: Made, packing: 
 def test_a_member_of_a_plain_tar_is_fetched_without_the_rest(web: Server) -> None:
     files = {f"rank{rank}.json": bytes([rank]) * 5_000_000 for rank in range(8)}
     web.state.files["/a.tar"] = tarred(files)
-    (one,) = locate([f"tar://::{web.url}/a.tar"], "6")
+    (one,) = locate_traces([f"tar://::{web.url}/a.tar"], "6")
     web.state.asked.clear()
     with opened(one) as path:
         assert path.read_bytes() == files["rank6.json"]
@@ -90,7 +90,7 @@ def test_a_tar_that_changes_meanwhile_is_not_believed(
     web: Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     web.state.files["/a.tar"] = tarred({"rank0.json": bytes(10_000_000)})
-    (one,) = locate([f"tar://::{web.url}/a.tar"])
+    (one,) = locate_traces([f"tar://::{web.url}/a.tar"])
     write = fetch._Copy._write
 
     def changing(self: fetch._Copy, out: BinaryIO, block: bytes) -> None:
@@ -125,14 +125,14 @@ def test_a_name_leads_out_of_nothing(
         written = [one for one in tmp_path.rglob("[!.]*") if one.is_file()]
         assert written == [path]
     assert "good.json" in [
-        one.at.partition("::")[0][6:] for one in locate([f"{kind}://::{web.url}/a"])
+        one.at.partition("::")[0][6:] for one in locate_traces([f"{kind}://::{web.url}/a"])
     ]
 
 
 def test_links_in_a_tar_are_not_there(web: Server, trace_bytes: Made) -> None:
     made = tarred({"rank0.json": trace_bytes(0)}, links={"rank1.json": "/etc/passwd"})
     web.state.files["/a.tar"] = made
-    assert [one.rank for one in locate([f"tar://::{web.url}/a.tar"])] == [0]
+    assert [one.rank for one in locate_traces([f"tar://::{web.url}/a.tar"])] == [0]
     (one,) = find(f"tar://rank0.json::{web.url}/a.tar", lambda names: names)
     assert one.offset is not None
     with (
@@ -144,7 +144,7 @@ def test_links_in_a_tar_are_not_there(web: Server, trace_bytes: Made) -> None:
 
 def test_a_member_that_unpacks_to_more_than_the_bound_is_refused(web: Server) -> None:
     web.state.files["/a.zip"] = zipped({"bomb.json": bytes(50_000_000)})
-    (one,) = locate([f"zip://::{web.url}/a.zip"])
+    (one,) = locate_traces([f"zip://::{web.url}/a.zip"])
     assert len(web.state.files["/a.zip"]) < 100_000
     with pytest.raises(AdvisorError, match="larger than 10 MB"), opened(one, most=10**7):
         pass
@@ -156,7 +156,7 @@ def test_a_member_that_lies_about_its_size_brings_no_more_than_that(web: Server)
     assert honest.count(size) == 2  # before the member, and in the table of contents
     web.state.files["/a.zip"] = honest.replace(size, struct.pack("<I", 1000))
     with pytest.raises(AdvisorError, match=r"a\.zip: not an archive that can be read"):
-        for one in locate([f"zip://::{web.url}/a.zip"]):
+        for one in locate_traces([f"zip://::{web.url}/a.zip"]):
             with opened(one):
                 pass
 
@@ -240,7 +240,7 @@ def test_the_table_of_contents_is_read_once_for_all_members(
         make(self, *args)
 
     monkeypatch.setattr(archives._Archive, "__init__", counted)
-    found = locate([f"{kind[:3]}://::{web.url}/a"])
+    found = locate_traces([f"{kind[:3]}://::{web.url}/a"])
     for source in reversed(found):
         with opened(source) as path:
             assert path.read_bytes() == f"{source.rank}".encode()

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 import advisor
-from advisor.advise.ranks.job import locate
+from advisor.advise.ranks.job import locate_traces
 from advisor.cli import run as advisor_cli
 from advisor.core.errors import AdvisorError
 from advisor.read import ReadOptions, open_run
@@ -68,13 +68,13 @@ def test_globs_and_ranks_choose_before_anything_is_fetched(
     assert run.ranks == [1, 2, 5]
     fetched = {name for name in s3.state.asked if name.startswith("GET /run/many/")}
     assert fetched == {f"GET /run/many/rank_{rank}/trace.json" for rank in (1, 2, 5)}
-    globbed = locate(["s3://run/many/rank_[03]/*.json"])
+    globbed = locate_traces(["s3://run/many/rank_[03]/*.json"])
     assert [(one.rank, one.url) for one in globbed] == [
         (0, "s3://run/many/rank_0/trace.json"),
         (3, "s3://run/many/rank_3/trace.json"),
     ]
     assert globbed[0].size == len(trace_bytes(0))
-    assert [one.rank for one in locate(["s3://run/many"], "4-99")] == [4, 5]
+    assert [one.rank for one in locate_traces(["s3://run/many"], "4-99")] == [4, 5]
     for pattern, ranks in {
         "many/rank_[03]": [0, 3],
         "many/rank_[03]/": [0, 3],
@@ -84,11 +84,11 @@ def test_globs_and_ranks_choose_before_anything_is_fetched(
         "*/rank_1/*": [1],
         "**/rank_2/*.json": [2],
     }.items():
-        assert [one.rank for one in locate([f"s3://run/{pattern}"])] == ranks, pattern
+        assert [one.rank for one in locate_traces([f"s3://run/{pattern}"])] == ranks, pattern
     with pytest.raises(AdvisorError, match="no trace there"):
-        locate(["s3://run/many/rank_*.json"])
+        locate_traces(["s3://run/many/rank_*.json"])
     with pytest.raises(AdvisorError, match=r"ranks present: 0, 1, 2, 3, 4, 5"):
-        locate(["s3://run/many"], "77")
+        locate_traces(["s3://run/many"], "77")
 
 
 @pytest.mark.parametrize(
@@ -168,7 +168,7 @@ def test_sources_can_be_handed_to_another_process(
     s3: Any, trace_bytes: Callable[[int], bytes]
 ) -> None:
     s3.put("picklable/rank4.json", trace_bytes(4))
-    (source,) = pickle.loads(pickle.dumps(locate(["s3://run/picklable"])))
+    (source,) = pickle.loads(pickle.dumps(locate_traces(["s3://run/picklable"])))
     with opened(source) as path:
         assert path.name == "rank4.json"
         assert path.read_bytes() == trace_bytes(4)

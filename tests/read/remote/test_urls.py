@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from advisor.advise.ranks.job import locate
+from advisor.advise.ranks.job import locate_traces
 from advisor.core.errors import AdvisorError
 from advisor.read import ReadOptions, open_run
 from advisor.read.remote.access import trouble
@@ -131,11 +131,11 @@ def test_what_is_not_installed_is_named(
 def test_places_here_are_sources_too(tmp_path: Path) -> None:
     for rank in (10, 9):
         (tmp_path / f"rank{rank}.json").write_bytes(b"{}")
-    found = locate([str(tmp_path)])
+    found = locate_traces([str(tmp_path)])
     assert [(one.rank, one.size, one.url) for one in found] == [
         (rank, 2, str(tmp_path / f"rank{rank}.json")) for rank in (9, 10)
     ]
-    assert locate([f"file://{tmp_path}"], "10") == found[1:]
+    assert locate_traces([f"file://{tmp_path}"], "10") == found[1:]
 
 
 def test_a_path_like_a_url_is_a_path_where_urls_are_off(tmp_path: Path) -> None:

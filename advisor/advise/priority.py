@@ -27,7 +27,7 @@ FOLD_BELOW = 0.25
 
 
 @dataclass(frozen=True)
-class Ranked:
+class PrioritizedFindings:
     """The findings of a report, each where it is shown."""
 
     findings: list[Finding]
@@ -36,9 +36,9 @@ class Ranked:
     """What costs memory, time over the run, or is a risk; the most certain first."""
     notes: list[Finding]
 
-    def each(self, change: Callable[[list[Finding]], list[Finding]]) -> Ranked:
+    def each(self, change: Callable[[list[Finding]], list[Finding]]) -> PrioritizedFindings:
         """The same with the findings and notes changed."""
-        return Ranked(change(self.findings), self.risks, change(self.notes))
+        return PrioritizedFindings(change(self.findings), self.risks, change(self.notes))
 
     @property
     def advice(self) -> list[Finding]:
@@ -51,7 +51,9 @@ def _of_one_launch(note: Finding) -> float:
     return -sum(float(e.value or 0) for e in note.evidence if e.label == ONE_LAUNCH)
 
 
-def rank(findings: Sequence[Finding], a: Analysis, estimator: GainEstimator) -> Ranked:
+def prioritize(
+    findings: Sequence[Finding], a: Analysis, estimator: GainEstimator
+) -> PrioritizedFindings:
     """The findings in the order to follow them; what gains nothing by a replay although the device
     waits for it becomes a note, and what gains nothing by either reckoning is left out."""
     floor = max(MIN_GAIN_SHARE * a.step_ns, estimator.error)
@@ -76,7 +78,7 @@ def rank(findings: Sequence[Finding], a: Analysis, estimator: GainEstimator) -> 
     ordered, dropped = _order(candidates, estimator, floor)
     notes += without_gain(dropped, estimator, a, floor)
     notes.sort(key=_of_one_launch)
-    return Ranked(ordered, sorted(risks, key=lambda f: -f.confidence), notes)
+    return PrioritizedFindings(ordered, sorted(risks, key=lambda f: -f.confidence), notes)
 
 
 def _order(
@@ -152,11 +154,11 @@ def _best(
         if not again:
             return best, latest[best]
         for index in again:
-            latest[index] = marginal(findings[index], chosen, estimator)
+            latest[index] = marginal_gain(findings[index], chosen, estimator)
             fresh.add(index)
 
 
-def marginal(finding: Finding, chosen: Sequence[Finding], estimator: GainEstimator) -> float:
+def marginal_gain(finding: Finding, chosen: Sequence[Finding], estimator: GainEstimator) -> float:
     """What a finding's fix saves once those of the chosen ones are done, ns per step."""
     if not chosen or not finding.edits or finding.other_rank:
         return _alone(finding)
@@ -178,4 +180,4 @@ def _range_of(
 
 def _taker(finding: Finding, chosen: list[Finding], estimator: GainEstimator) -> Finding:
     """The chosen finding after which this one gains least; the first of equals."""
-    return min(chosen, key=lambda c: marginal(finding, [c], estimator))
+    return min(chosen, key=lambda c: marginal_gain(finding, [c], estimator))

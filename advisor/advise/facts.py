@@ -415,17 +415,25 @@ def range_reasons(finding: Finding) -> list[str]:
     impact = finding.impact
     if impact is None or not impact.gain_ns or impact.low_ns is None:
         return []
-    low, high = impact.low_ns, impact.high_ns or impact.gain_ns
+    ends = (impact.low_ns, impact.high_ns or impact.gain_ns)
+    return _reasons(finding, impact.gain_ns, ends, (impact.low_by, impact.high_by))
+
+
+def _reasons(
+    finding: Finding, gain: int, range_ns: tuple[int, int], decided_by: tuple[str, str]
+) -> list[str]:
+    """What decides the ends of the range of a gain that lie far from it."""
+    low, high = range_ns
     ends = []
-    if low < WIDE_LOW * impact.gain_ns:
-        ends.append(("low end", impact.low_by))
-    if high > WIDE_HIGH * impact.gain_ns:
-        ends.append(("high end", impact.high_by))
+    if low < WIDE_LOW * gain:
+        ends.append(("low end", decided_by[0]))
+    if high > WIDE_HIGH * gain:
+        ends.append(("high end", decided_by[1]))
     if ends and {by for _, by in ends} <= {"assumption", ""} and finding.assumptions:
         # the one that has a range itself, or says what happens at worst
         ranged = (text for text in finding.assumptions if " to " in text or "at worst" in text)
         decides = t.clean(next(ranged, finding.assumptions[0]))
-        lead = "no gain unless" if low < NO_GAIN * impact.gain_ns else "what decides"
+        lead = "no gain unless" if low < NO_GAIN * gain else "what decides"
         return [f"{lead}: {decides}"]
     reasons: dict[str, list[str]] = {}
     for end, by in ends:
@@ -480,6 +488,11 @@ def order_parts(finding: Finding, report: Report) -> list[str]:
     elif abs(left - own) > 0.05 * own:
         more = "gains more after" if left > own else "after"
         parts.append(f"{more} the fixes above: {describe_marginal_gain(finding)}")
+        if finding.marginal_low_ns is not None and finding.marginal_high_ns is not None:
+            ends = (finding.marginal_low_ns, finding.marginal_high_ns)
+            by = (finding.marginal_low_by, finding.marginal_high_by)
+            why = _reasons(finding, left, ends, by)
+            parts[-1] += f"; {'; '.join(why)}" if why and why != range_reasons(finding) else ""
     if finding.other_rank and finding.trace_rank is not None:
         parts.append(f"on rank {finding.trace_rank}")
     return parts

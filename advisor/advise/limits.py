@@ -238,6 +238,13 @@ def _earlier(a: Analysis) -> list[str]:
             plural = "copies and memsets" if what != "kernel" else "kernels"
             time = t.format_duration(int(gpu["dur"].to_numpy()[chosen].sum()))
             parts.append(f"{count:,} {what if count == 1 else plural} ({time})")
+    ts = gpu["ts"].to_numpy()[rows]
+    inside = covered_length(ts, ts + gpu["dur"].to_numpy()[rows], a.spans).sum()
+    if inside:
+        return [
+            f"Work launched before the recording is in the GPU time of the first steps, but in no "
+            f"table of kernels and no gain: {' and '.join(parts)}."
+        ]
     return [f"Work launched before the recording is excluded: {' and '.join(parts)}."]
 
 

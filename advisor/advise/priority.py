@@ -112,17 +112,8 @@ def _order(
         elif gain >= floor:
             after = chosen[-1].rule if alone < floor and chosen else None
             place = len(chosen) + 1
-            low, high = _range_of(best, gain, chosen, estimator)
-            chosen.append(
-                replace(
-                    best,
-                    priority=place,
-                    marginal_gain_ns=round(gain),
-                    marginal_low_ns=low,
-                    marginal_high_ns=high,
-                    pays_after=after,
-                )
-            )
+            ranged = _with_range(best, gain, chosen, estimator)
+            chosen.append(replace(ranged, priority=place, pays_after=after))
             shown.add(index)
     return chosen + folded, [f for index, f in enumerate(findings) if index not in shown]
 
@@ -166,16 +157,31 @@ def marginal_gain(finding: Finding, chosen: Sequence[Finding], estimator: GainEs
     return estimator.marginal(finding.edits, given)
 
 
-def _range_of(
+def _with_range(
     finding: Finding, gain: float, chosen: list[Finding], estimator: GainEstimator
-) -> tuple[int | None, int | None]:
-    """The range of what a finding gains after the chosen ones, ns."""
+) -> Finding:
+    """The finding with what it gains after the chosen ones, and what decides the range of that."""
+    finding = replace(finding, marginal_gain_ns=round(gain))
     given = [edit for c in chosen if not c.other_rank for edit in c.edits]
     if not given or not finding.edits or finding.other_rank:
         impact = finding.impact
-        return (None, None) if impact is None else (impact.low_ns, impact.high_ns)
+        if impact is None:
+            return finding
+        return replace(
+            finding,
+            marginal_low_ns=impact.low_ns,
+            marginal_high_ns=impact.high_ns,
+            marginal_low_by=impact.low_by,
+            marginal_high_by=impact.high_by,
+        )
     saved = estimator.gain_range(finding.edits, given)
-    return round(max(0.0, min(saved.low, gain))), round(max(gain, saved.high))
+    return replace(
+        finding,
+        marginal_low_ns=round(max(0.0, min(saved.low, gain))),
+        marginal_high_ns=round(max(gain, saved.high)),
+        marginal_low_by=saved.low_by,
+        marginal_high_by=saved.high_by,
+    )
 
 
 def _taker(finding: Finding, chosen: list[Finding], estimator: GainEstimator) -> Finding:

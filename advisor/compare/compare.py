@@ -185,9 +185,14 @@ def realised(findings: list[Finding], before: AnalysisResult, c: Comparison) -> 
         result.reason = "no finding with an estimated gain was fixed"
         return result
     edits = [edit for finding in fixed for edit in finding.edits]
-    saved = before.estimator.gain_range(edits)
-    result.predicted_ns = saved.gain
-    result.predicted_low_ns, result.predicted_high_ns = saved.low, saved.high
+    own = fixed[0].impact if len(fixed) == 1 else None
+    if own is not None and own.gain_ns is not None:  # as the report of before has it
+        result.predicted_ns = own.gain_ns
+        result.predicted_low_ns, result.predicted_high_ns = own.low_ns, own.high_ns
+    else:
+        saved = before.estimator.gain_range(edits)
+        result.predicted_ns = saved.gain
+        result.predicted_low_ns, result.predicted_high_ns = saved.low, saved.high
     result.method = before.estimator.method
     if steps.difference_ns is None or steps.low_ns is None or steps.high_ns is None:
         result.reason = steps.reason.partition("; ")[0]

@@ -257,6 +257,10 @@ class Finding(Struct, frozen=True, kw_only=True):
     """Lower end of the range of that, ns."""
     marginal_high_ns: int | None = None
     """Upper end of it, ns."""
+    marginal_low_by: Decides = ""
+    """What decides its lower end, as ``impact.low_by``."""
+    marginal_high_by: Decides = ""
+    """What decides its upper end."""
     pays_after: str | None = None
     """Rule id of the finding that must be fixed first for this one to pay."""
     folded_under: str | None = None

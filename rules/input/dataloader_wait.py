@@ -263,9 +263,9 @@ class SingleProcessLoader(LoaderWaitRule):
     )
 
     fix = (
-        "Set num_workers={workers} to load in worker processes; {needed} should keep up with the "
-        "step. If the whole dataset fits in memory, index tensors one batch at a time, or keep "
-        "them on the GPU."
+        "Set num_workers={workers} to load in worker processes: the step needs {needed} on "
+        "average, and slower batches need more. If the whole dataset fits in memory, index tensors "
+        "one batch at a time, or keep them on the GPU."
     )
     code = (
         "loader = DataLoader(dataset, batch_size=..., num_workers={workers},\n"

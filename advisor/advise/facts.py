@@ -433,7 +433,7 @@ def _reasons(
         # the one that has a range itself, or says what happens at worst
         ranged = (text for text in finding.assumptions if " to " in text or "at worst" in text)
         decides = t.clean(next(ranged, finding.assumptions[0]))
-        lead = "no gain unless" if low < NO_GAIN * gain else "what decides"
+        lead = "no gain unless" if low < NO_GAIN * gain else "the range assumes"
         return [f"{lead}: {decides}"]
     reasons: dict[str, list[str]] = {}
     for end, by in ends:
@@ -444,9 +444,9 @@ def _reasons(
 DECIDED_BY: Final = {
     "": "",
     "assumption": "by what the fix assumes",
-    "profiler": "without the host time that the profiler adds",
+    "profiler": "the host runs faster without the profiler",
     "hand-over": "results are handed over from other processes",
-    "replay error": "the replay of the measured step is off by as much",
+    "replay error": "the replay misses the measured step by as much",
     "past": "past estimates of this kind were off by as much",
     "not proven": "this rule is not proven on real traces",
 }
@@ -471,7 +471,7 @@ def beyond_evidence(finding: Finding) -> list[str]:
     why = next((WHY_MORE[name] for name in WHY_MORE if name in operations), why)
     if impact.of_job:
         why = "other ranks gain too, and wait less for each other"
-    return [f"more than '{shown.label}', {t.format_duration(float(shown.value or 0))}: {why}"]
+    return [f"more than the {t.format_duration(float(shown.value or 0))} of '{shown.label}': {why}"]
 
 
 def order_parts(finding: Finding, report: Report) -> list[str]:

@@ -17,6 +17,7 @@ from advisor.core.report import (
 )
 from advisor.measure.memory.fragments import Placement, fragments, placement
 from advisor.measure.memory.layer_memory import held_by_module
+from advisor.measure.memory.memory_kinds import CATEGORIES, NONE
 from advisor.measure.memory.memory_savings import savings
 from advisor.measure.memory.post_mortem import PostMortem, fullest, growing_lines
 
@@ -26,8 +27,10 @@ if TYPE_CHECKING:
 MAX_DEVICES = 16
 MAX_LINES = 40
 MAX_MODULES = 400
-MIN_NAMED_SHARE = 0.01
-"""Of what is in tensors: a category below it is not named in the verdict."""
+MIN_NAMED_SHARE = 0.1
+"""Of what is in tensors: a category or saving below it is not named in the verdict."""
+UNATTRIBUTED = CATEGORIES[NONE]
+RECORD_HISTORY = "torch.cuda.memory._record_memory_history(max_entries=100_000)"
 MIN_UNUSED_SHARE = 0.25
 """Of what is reserved: unused memory from which the verdict says so."""
 
@@ -187,18 +190,17 @@ def memory_verdict(
 ) -> tuple[Literal["bottlenecks", "healthy", "limited"], str]:
     """Status and a sentence or two about a snapshot alone."""
     view = report.memory[0]
-    held = " and ".join(
-        f"{t.format_bytes(each.bytes)} "
-        f"{'not attributed' if each.category == 'not attributed' else f'of {each.category}'}"
+    known = [
+        f"{t.format_bytes(each.bytes)} of {each.category}"
         for each in view.categories[:2]
-        if each.bytes >= MIN_NAMED_SHARE * view.allocated
-    )
+        if each.category != UNATTRIBUTED and each.bytes >= MIN_NAMED_SHARE * view.allocated
+    ]
     filled = f"{t.format_bytes(view.allocated)} in tensors"
     if view.reserved:
         filled += f" of {t.format_bytes(view.reserved)} reserved"
     if view.reserved and view.reserved - view.allocated >= MIN_UNUSED_SHARE * view.reserved:
         filled += f" ({t.format_bytes(view.reserved - view.allocated)} reserved and unused)"
-    most = f", mainly {held}" if held else ""
+    most = f", mainly {' and '.join(known)}" if known else ""
     if view.reserved and view.allocated > view.reserved:
         return "limited", (
             f"GPU {view.device}: {t.format_bytes(view.allocated)} in tensors and "
@@ -214,8 +216,19 @@ def memory_verdict(
     text += f"{filled}{most}."
     if report.risks:
         return "bottlenecks", text
-    what = "memory timeline" if view.source == "timeline" else "snapshot"
-    return "limited", f"{text} A {what} records memory, not time."
+    return "limited", f"{text} {_memory_action(view)}".rstrip()
+
+
+def _memory_action(view: MemoryView) -> str:
+    """The change that frees most; of a snapshot without a history, how to record one."""
+    most = max(view.savings, key=lambda each: each.bytes, default=None)
+    if most is not None and most.bytes >= MIN_NAMED_SHARE * view.allocated:
+        amount = t.format_bytes(most.bytes)
+        share = t.format_share(most.bytes / view.allocated)
+        return f"Largest saving: {most.change}, {amount} ({share})."
+    if view.at != "peak" and view.source != "timeline":
+        return f"Its peak is unknown: call {RECORD_HISTORY} before the first allocation."
+    return ""
 
 
 def memory_limits(a: Analysis) -> list[str]:
@@ -226,8 +239,7 @@ def memory_limits(a: Analysis) -> list[str]:
     if a.snapshot.events.is_empty():
         result.append(
             "The memory snapshot has no history: peak, churn and growth are unknown. Switch it "
-            "on before the first allocation: "
-            "torch.cuda.memory._record_memory_history(max_entries=100_000)."
+            f"on before the first allocation: {RECORD_HISTORY}."
         )
     elif all(post.history.too_short for post in a.post_mortems):
         count = a.snapshot.events.height

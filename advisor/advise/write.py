@@ -284,7 +284,7 @@ def _verdict(
         busy_of = f"busy {busy} while profiled, of {of_step}"
     text = f"GPU {busy_of}{_alone(report)}"
     if report.findings:
-        return "bottlenecks", f"{text}. {_lead(report)}."
+        return "bottlenecks", f"{text}. {_lead(report)}.{_unexplained(report, a)}"
     if report.busy_share >= HEALTHY_BUSY_SHARE and (reason := _caveat(report, a)):
         return "limited", f"{text}. No fix is sure to help, but {reason}."
     if report.busy_share >= HEALTHY_BUSY_SHARE:
@@ -341,6 +341,8 @@ def _idle_without_fix(report: Report, a: Analysis) -> str:
     causes = causes or list(report.idle[:1])
     if not causes:
         return "."
+    if [part.cause for part in causes] == ["unknown"]:
+        return f". {_not_shown(report, a, causes[0].share)}"
     own, meta = report.scope.framework, a.trace.meta
     named = [f"{t.cause_label(part.cause, own)} ({t.format_share(part.share)}" for part in causes]
     named[0] += f" of the {report.per}"
@@ -352,6 +354,24 @@ def _idle_without_fix(report: Report, a: Analysis) -> str:
         actions.append(f"{how[:-1]} to see what the host does then.")
     advice = " ".join(actions) or "No rule has a fix with a significant gain."
     return f". Most of its idle time: {') and '.join(named)}). {advice}"
+
+
+def _unexplained(report: Report, a: Analysis) -> str:
+    """Where the step consists most of idle time whose cause was not recorded, and the first fix
+    gains less: what recording shows it."""
+    share = sum(part.share for part in report.idle if part.cause == "unknown")
+    first = report.findings[0].impact
+    gain = 0.0 if first is None else first.share or 0.0
+    if share <= max([gain, *(part.share for part in report.time if part.name != "idle")]):
+        return ""
+    return f" {_not_shown(report, a, share)}"
+
+
+def _not_shown(report: Report, a: Analysis, share: float) -> str:
+    """That the trace does not show why the GPU idles for this share, and what to record."""
+    idle = f"The trace does not show why the GPU idles for {t.format_share(share)}"
+    how = record_with("with_stack=True" if report.host else ACTIVITIES, a.trace.meta)
+    return " ".join(part for part in (f"{idle} of the {report.per}.", how) if part)
 
 
 def _instead_of_unknown(report: Report) -> tuple[tuple[str, float], str]:
@@ -457,7 +477,8 @@ def _rates(report: Report) -> str:
         if ns >= MIN_FAMILY_SHARE * total
     ]
     return (
-        f" At the attainable rates its kernels take {t.format_duration(total)} less: "
+        f" At the attainable rates its kernels would take {t.format_duration(total)} "
+        f"({t.format_share(total / report.step_ns)}) less: "
         f"{', '.join(parts)}."
     )
 

@@ -70,9 +70,13 @@ _ELSEWHERE: Final[Mapping[str | None, Mapping[str, str]]] = {"tensorflow": _INPU
 
 
 def shorten_path(file: str, width: int) -> str:
-    """A path in ``width`` characters: from here when it is below, else its end if it is long."""
+    """A path in ``width`` characters: from here when it is below, else its last folders and its
+    name if it is long."""
     file = clean(file.removeprefix(_here()))
-    return file if len(file) <= width else f"…{file[len(file) - width + 1 :]}"
+    if len(file) <= width:
+        return file
+    end = file[len(file) - width + 1 :]
+    return f"…{end[max(0, end.find('/')) :]}"
 
 
 def _here() -> str:

@@ -21,6 +21,23 @@ from advisor.rules.sources import REAL_HOST, SILENT_TRACES, TENSORBOARD, XPROF, 
 from advisor.testing import Examples, TraceBuilder
 
 MAX_NAMES = 20
+_AHEAD = (
+    "class Prepared(torch.utils.data.Dataset):\n"
+    "    def __len__(self):\n"
+    "        return len(batches)\n"
+    "    def __getitem__(self, index):\n"
+    "        return prepare(batches[index])    # in a worker process\n"
+    "loader = DataLoader(Prepared(), batch_size=None, num_workers={workers})\n"
+    "for inputs in loader:\n"
+)
+_OFF_THE_PATH = (
+    "Compute its result once and keep it, vectorize its loops over tensors or lists, or prepare it "
+    "ahead in DataLoader workers. With num_workers={workers} they keep up with the shorter step."
+)
+
+
+def _name(spot: dict[str, Any]) -> str:
+    return str(spot["function"] or spot["name"])
 
 
 def _place(spot: dict[str, Any]) -> str:
@@ -85,22 +102,9 @@ class PythonHotSpot(Rule):
         0.05, "of the step, unexplained GPU idle time: enough to ask for stacks", XPROF
     )
 
-    fix = (
-        "Move the function out of the path to the next kernel launch. Compute its result once and "
-        "keep it, vectorize loops over tensors or lists, or prepare it ahead in the workers of a "
-        "DataLoader: num_workers={workers} keeps up with the shorter step. Log and checkpoint "
-        "every N steps only."
-    )
-    code = (
-        "class Prepared(torch.utils.data.Dataset):\n"
-        "    def __len__(self):\n"
-        "        return len(batches)\n"
-        "    def __getitem__(self, index):\n"
-        "        return prepare(batches[index])    # in a worker process\n"
-        "loader = DataLoader(Prepared(), batch_size=None, num_workers={workers})\n"
-        "for inputs in loader:\n"
-        "    train_step(inputs)"
-    )
+    fix = f"{_OFF_THE_PATH} Log and checkpoint every N steps only."
+    code = f"{_AHEAD}    train_step(inputs)"
+    inference = {"fix": _OFF_THE_PATH, "code": f"{_AHEAD}    outputs = model(inputs)"}
     verify = "Profile again with stacks: the function's idle time is gone or smaller."
     falsified_by = "the same step time when the function returns a precomputed result"
     assumptions = (
@@ -130,6 +134,7 @@ class PythonHotSpot(Rule):
         gaps = gaps.with_columns(name=a.trace.cpu["name"].gather(gaps["frame"]))
         gaps = gaps.filter(pl.col("name").is_in(spots["name"].cast(pl.Categorical).implode()))
         yield Finding(
+            title=f"The function {_name(first)} leaves the GPU idle",
             summary=self._summary(a, spots.rows(named=True)),
             evidence=[
                 figure(a, "GPU idle in these functions", total),
@@ -159,16 +164,19 @@ class PythonHotSpot(Rule):
     @staticmethod
     def _summary(a: Analysis, spots: list[dict[str, Any]]) -> str:
         """How long the GPU idles in the worst function, and in the others."""
-        first, *others = ({**s, "place": _place(s)} for s in spots)
+        names = [_name(spot) for spot in spots]
+        if len(set(names)) < len(names):
+            names = [_place(spot) for spot in spots]
+        first = spots[0]
         calls = count_noun(max(1, round(first["count"] / a.step_count)), "call")
         text = (
-            f"The GPU idles for {of_step(a, first['critical_ns'])} while {first['place']} "
+            f"The GPU idles for {of_step(a, first['critical_ns'])} while {names[0]} "
             f"runs ({calls}{per(a)})"
         )
-        if others:
+        if spots[1:]:
             each = (
-                f"{format_duration(s['critical_ns'] / a.step_count)} in {s['place']}"
-                for s in others
+                f"{format_duration(spot['critical_ns'] / a.step_count)} in {name}"
+                for spot, name in zip(spots[1:], names[1:], strict=True)
             )
             text += f", and for {' and '.join(each)}"
         return f"{text}."

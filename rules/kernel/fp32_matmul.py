@@ -22,7 +22,6 @@ from advisor.rules.sources import (
     OURS,
     PEAKS,
     REAL_KERNEL,
-    SMALL_GRIDS_TRACES,
     TF32_BLOG,
     TF32_NOTES,
     traces,
@@ -95,7 +94,9 @@ class Fp32Matmul(Rule):
     subject = "matrix products"
     title = "GEMMs or convolutions run in FP32 without tensor cores"
     knobs = ("matmul-precision", "autocast")
-    found_in = traces("v100_train_copy_heavy pairs/sam_2_fp32_few_syncs")
+    found_in = traces(
+        "v100_train_copy_heavy pairs/sam_1_fp32_many_syncs pairs/sam_2_fp32_few_syncs"
+    )
     silent_in = traces(
         "a100_train_6steps two_ranks_rank0 b200_eager h100_bert_small_inference "
         "pairs/sam_3_bf16_compiled_sdpa"
@@ -112,7 +113,12 @@ class Fp32Matmul(Rule):
     min_share = Threshold(
         0.05, "of kernel time: below it another rule's finding always saves more", OURS
     )
-    min_busy = Threshold(facts.MIN_BUSY, "share of the step the device is busy", SMALL_GRIDS_TRACES)
+    min_step_share = Threshold(
+        0.025,
+        "of the step: 5% of kernel time on a device that is busy half of it; the replay decides "
+        "the rest",
+        OURS,
+    )
     min_ratio = Threshold(
         1.8, "of the peaks: TF32 has twice FP32's on an A10, eight times on an A100", PEAKS
     )
@@ -242,7 +248,7 @@ class Fp32Matmul(Rule):
             limits = (self.praise_share, self.praise_rate)
             yield from facts.praise_tensor_cores(a, matrix, matrix & on_tensor, *limits)
             return
-        if facts.busy_share(a) < self.min_busy:
+        if facts.duration(a, slow) < self.min_step_share * a.span_ns:
             return  # faster kernels would only wait longer
         if a.trace.meta.vendor == "amd":
             return  # its matrix cores multiply FP32
@@ -376,7 +382,7 @@ class Fp32Matmul(Rule):
             "TF32 is on": (_training("A100", "float", tf32, 1500), few),
             "TF32 is on, an odd shape is left": (example_steps(mixed), few),
             "bound by reading the weights": (example_steps(gemv), "reachable_bandwidth"),
-            "the device is mostly idle": (example_steps(idle), "min_busy"),
+            "the device is mostly idle": (example_steps(idle), "min_step_share"),
         }
 
 

@@ -79,7 +79,8 @@ class PageableCopies(Rule):
     verify = "Profile again: copies read 'Pinned -> Device', and their calls are short."
     falsified_by = "copies that are pinned and take as long"
     assumptions = (
-        "at best compute hides the copy, at worst the copy gets {worst_speedup:g} times as fast",
+        "at best compute hides what fits under it, at worst the copy gets {worst_speedup:g} times "
+        "as fast",
         "the host has memory to pin",
     )
     confidence = 0.8
@@ -152,6 +153,8 @@ class PageableCopies(Rule):
         factor = 1 / self.pinned_speedup
         if speed and pinned:
             factor = min(1.0, speed / pinned)
+        # no more of the copy is hidden than there is other work to hide it under
+        hidden = max(0, a.breakdown.busy.total - exposed) / max(1, alone.total)
         yield Finding(
             summary=(
                 f"{t.count_noun(max(1, round(slow.height / a.step_count)), 'copy')}{per(a)} of "
@@ -171,7 +174,7 @@ class PageableCopies(Rule):
                 scale(
                     Select(on="gpu", kind=("memcpy",), copy=tuple(directions), memory="pageable"),
                     factor,
-                    0.0,
+                    max(0.0, factor - hidden),
                     max(factor, 1 / self.worst_speedup),
                 ),
                 *([make_async(a, blocking, *_CALLS)] if blocking.total else []),

@@ -267,7 +267,7 @@ def _place(each: MemoryHolder) -> str:
     if each.file is None and each.function is not None:
         return t.clean(each.function)
     if each.file is None:
-        return "no line" if each.category else "no line (autograd's thread)"
+        return "line not recorded" if each.category else "line not recorded (autograd's thread)"
     return f"{shorten(each.file)}:{each.line}"
 
 

@@ -144,3 +144,14 @@ def test_ranks_that_are_measured_by_workers_have_their_memory_side_by_side(tmp_p
     held = [each.allocated for each in apart.memory_ranks]
     assert held == [measured(name).allocated for name in names]
     assert here.ranks is None and apart.ranks is None  # a snapshot has no steps to compare
+
+
+def test_weights_in_16_bit_halve_and_leave_autocast_nothing_to_copy() -> None:
+    """The verdict names it as what frees most, to within what the peak moves."""
+    held = measured("forward_bf16_autocast").by_category
+    freed = held["weights"] / 2 + held["autocast copies"]
+    report = advisor.analyze(str(FOLDER / "forward_bf16_autocast.pickle.gz"))
+    (saving,) = report.memory[0].savings
+    assert saving.change == "16-bit weights"
+    assert 0.95 * freed <= saving.bytes <= freed
+    assert "Largest saving: 16-bit weights, 471 MiB (63%)." in report.verdict

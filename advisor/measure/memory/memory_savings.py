@@ -32,8 +32,8 @@ class Change(NamedTuple):
     change: str
     rows: Ints
     """Rows of ``History.lives``; a row may recur, with other times."""
-    keep: float
-    """Of their bytes, what stays."""
+    keep: float | np.ndarray
+    """Of their bytes, what stays; an array: of those of each row."""
     assumes: str
     begin: Ints | None = None
     """Event from which on, and ``end`` until which, the rest is away; ``None``: always."""
@@ -348,12 +348,12 @@ def _autocast(post: PostMortem) -> Change | None:
     if not len(rows):
         return None
     if not _trains(post):
+        weights = np.flatnonzero(_of(post, "weights"))
         return Change(
             "16-bit weights",
-            np.concatenate([rows, np.flatnonzero(_of(post, "weights"))]),
-            0.5,
-            "weights are in fp32 and the model is converted; autocast then keeps no copies, which "
-            "are half as large as the weights",
+            np.concatenate([rows, weights]),
+            np.repeat([0.0, 0.5], [len(rows), len(weights)]),
+            "weights are in fp32 and the model is converted; autocast then makes no copies",
         )
     return Change(
         "autocast without cache",

@@ -12,6 +12,7 @@ from advisor.render.document import (
     FieldList,
     Grid,
     Items,
+    Paragraph,
     Section,
     TextField,
     plain,
@@ -26,6 +27,8 @@ MAX_SHORT: Final = 8
 """Of a table where room is short."""
 MAX_SAVINGS: Final = 6
 MAX_DEVICES: Final = 8
+SAME: Final = 0.01
+"""Two devices whose memory differs by less are shown once."""
 
 
 class DeviceMemory(NamedTuple):
@@ -42,12 +45,18 @@ class DeviceMemory(NamedTuple):
 def sections(report: Report) -> list[Block]:
     """What held each device's memory, and how the allocator laid it out."""
     blocks: list[Block] = [*_ranks(report.memory_ranks)]
+    alike = [view for view in report.memory[1:] if _is_like(view, report.memory[0])]
     for device, view in zip(devices(report), report.memory, strict=False):
+        if view in alike:
+            continue
         fields = FieldList([TextField(label, parts) for label, parts in device.lines])
-        first = [each for each in device.tables if each.title not in _FOLDED]
+        first: list[Block] = [each for each in device.tables if each.title not in _FOLDED]
         rest: list[Block] = [each for each in device.tables if each.title in _FOLDED]
         if view.savings:
             rest.append(Items(assumptions(view), title="What these savings assume"))
+        if view is report.memory[0] and alike:
+            which = t.count_noun(len(alike), "more GPU")
+            first.append(Paragraph(f"{which} held as much of the same, within 1%.", "soft"))
         if view.source == "trace":
             counted = "" if view is not report.memory[0] else "what held the memory at its peak"
             body: list[Block] = [fields, *first, *rest]
@@ -60,6 +69,16 @@ def sections(report: Report) -> list[Block]:
             title = f"{device.title}: details"
             blocks.append(Section(title, rest, folded=True, counted=counted))
     return blocks
+
+
+def _is_like(view: MemoryView, first: MemoryView) -> bool:
+    """Both hold the same categories, and as much to within 1 %."""
+    return (
+        abs(view.allocated - first.allocated) <= SAME * first.allocated
+        and [each.category for each in view.categories]
+        == [each.category for each in first.categories]
+        and (view.at, view.source) == (first.at, first.source)
+    )
 
 
 def _ranks(samples: list[MemorySample]) -> list[Block]:
@@ -267,7 +286,7 @@ def _place(each: MemoryHolder) -> str:
     if each.file is None and each.function is not None:
         return t.clean(each.function)
     if each.file is None:
-        return "line not recorded" if each.category else "line not recorded (autograd's thread)"
+        return "line not recorded"
     return f"{shorten(each.file)}:{each.line}"
 
 

@@ -86,9 +86,12 @@ def _steps(report: Report) -> list[str]:
         return [what] if recorded - span < MIN_OUTSIDE_SHARE * recorded else [what, more]
     source = "recorded" if scope_.step_source == "record" else t.clean(scope_.step_source)
     step = "step" if scope_.steps_found == 1 else "steps"
-    source = {"optimizer": f"optimizer {step}", "engine": f"{step} of the engine"}.get(
-        source, source
-    )
+    runs = "run" if scope_.steps_found == 1 else "runs"
+    source = {
+        "optimizer": f"optimizer {step}",
+        "engine": f"{step} of the engine",
+        "program": f"{runs} of the program",
+    }.get(source, source)
     if scope_.per == "repetition":
         source = "repetitions, steps are not marked"
     used = f"{scope_.steps_used} of {scope_.steps_found}"

@@ -45,17 +45,17 @@ class DeviceMemory(NamedTuple):
 def sections(report: Report) -> list[Block]:
     """What held each device's memory, and how the allocator laid it out."""
     blocks: list[Block] = [*_ranks(report.memory_ranks)]
-    alike = [view for view in report.memory[1:] if _is_like(view, report.memory[0])]
+    similar = [view for view in report.memory[1:] if _is_like(view, report.memory[0])]
     for device, view in zip(devices(report), report.memory, strict=False):
-        if view in alike:
+        if view in similar:
             continue
         fields = FieldList([TextField(label, parts) for label, parts in device.lines])
         first: list[Block] = [each for each in device.tables if each.title not in _FOLDED]
         rest: list[Block] = [each for each in device.tables if each.title in _FOLDED]
         if view.savings:
             rest.append(Items(assumptions(view), title="What these savings assume"))
-        if view is report.memory[0] and alike:
-            which = t.count_noun(len(alike), "more GPU")
+        if view is report.memory[0] and similar:
+            which = t.count_noun(len(similar), "more GPU")
             first.append(Paragraph(f"{which} held as much of the same, within 1%.", "soft"))
         if view.source == "trace":
             counted = "" if view is not report.memory[0] else "what held the memory at its peak"
@@ -72,7 +72,7 @@ def sections(report: Report) -> list[Block]:
 
 
 def _is_like(view: MemoryView, first: MemoryView) -> bool:
-    """Both hold the same categories, and as much to within 1 %."""
+    """Both hold the same categories, and as much to within 1%."""
     return (
         abs(view.allocated - first.allocated) <= SAME * first.allocated
         and [each.category for each in view.categories]

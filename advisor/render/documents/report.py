@@ -33,6 +33,8 @@ from advisor.render.figures import Bar, Staircase, StepTimeline
 
 MAX_RANKS: Final = 8
 """Ranks that a terminal lists, those that the others wait for longest."""
+MIN_POSSIBLE: Final = 0.05
+"""Of the step: a possible gain that is named where notes are only counted."""
 MAX_NOTES: Final = 100
 _STATUS: Final = {
     "bottlenecks": ("bold yellow", "Bottlenecks"),
@@ -240,6 +242,9 @@ def _rest(report: Report) -> Iterator[Block]:
     if report.notes:
         notes = [_note(report, note) for note in report.notes[:MAX_NOTES]]
         counted = t.count_noun(len(report.notes), "possibility")
+        shares = [note.impact.share or 0.0 for note in report.notes if note.impact is not None]
+        if (most := max(shares, default=0.0)) >= MIN_POSSIBLE:
+            counted += f" of up to {t.format_share(most)}"
         if report.scope.timeless:  # without a step nothing is ranked
             shown = [
                 (f"{note.title}. ", Span(f"{note.summary} {note.fix}")) for note in report.notes

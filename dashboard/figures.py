@@ -19,6 +19,9 @@ from advisor.dashboard import theme
 
 INK, GRID = "#4a4a52", "#e6e5e1"
 FONT = 'Inter, -apple-system, "Segoe UI", Roboto, "DejaVu Sans", sans-serif'
+BAR = "#6366d4"
+"""Of bars and lines that stand for no class of time."""
+NO_COMMIT = "no commit"
 SEQUENTIAL = ((0.0, "#eceaf9"), (0.5, "#9d97e0"), (1.0, "#4a3fb0"))
 DIVERGING = (
     (0.0, "#1f5f9e"),
@@ -69,7 +72,7 @@ def run_history(names: Sequence[str], values: Sequence[float], about: Sequence[s
             x=list(range(len(names))),
             y=list(values),
             mode="lines+markers",
-            line={"color": "#6366d4", "width": 2},
+            line={"color": BAR, "width": 2},
             marker={"size": 8},
             customdata=[
                 [escape_markup(name), line] for name, line in zip(names, about, strict=True)
@@ -77,9 +80,13 @@ def run_history(names: Sequence[str], values: Sequence[float], about: Sequence[s
             hovertemplate="%{customdata[0]}<br>%{y:.4g} ms<br>%{customdata[1]}<extra></extra>",
         )
     )
-    step = max(1, len(names) // 8)
+    step = -(-len(names) // 5)
     at = list(range(0, len(names), step))
-    made.update_xaxes(tickvals=at, ticktext=[escape_markup(names[i]) for i in at])
+    labels = [
+        escape_markup(t.shorten(name, 12)) if line.startswith(NO_COMMIT) else line.partition(" ")[0]
+        for name, line in zip(names, about, strict=True)
+    ]
+    made.update_xaxes(tickvals=at, ticktext=[labels[i] for i in at], tickangle=0)
     made.update_yaxes(title_text="median step, ms", rangemode="tozero")
     return made
 
@@ -412,20 +419,22 @@ def rank_class_heatmap(
     return made
 
 
-def histogram(labels: Sequence[str], values: Sequence[int], unit: str) -> Any:
-    """How many there are in each of several ranges, below each other."""
+def histogram(labels: Sequence[str], values: Sequence[float], unit: str) -> Any:
+    """A bar per label, below each other: how many there are in a range, or how long each takes."""
+    counts = all(isinstance(value, int) for value in values)
     made = empty_figure(60 + 24 * len(labels))
     made.add_trace(
         go.Bar(
             x=list(values),
             y=[escape_markup(label) for label in labels],
             orientation="h",
-            marker={"color": theme.CLASSES["compute"]},
-            hovertemplate=f"%{{y}}: %{{x:,}} {unit}<extra></extra>",
+            marker={"color": BAR},
+            hovertemplate=f"%{{y}}: %{{x:,{'' if counts else '.4g'}}} {unit}<extra></extra>",
         )
     )
-    made.update_xaxes(title=unit, rangemode="tozero", showgrid=True, tickformat=",d", nticks=6)
-    made.update_xaxes(**({"dtick": 1} if max(values, default=0) < 6 else {}))
+    made.update_xaxes(title=unit, rangemode="tozero", showgrid=True, nticks=6)
+    if counts:
+        made.update_xaxes(tickformat=",d", **({"dtick": 1} if max(values, default=0) < 6 else {}))
     made.update_yaxes(type="category", autorange="reversed", showgrid=False)
     made.update_layout(bargap=0.15, margin={"l": 150, "t": 4})
     return made

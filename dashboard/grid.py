@@ -99,10 +99,11 @@ def grid(
     """A grid of which one row can be selected (click, or space on the focused row)."""
     make: Any = dash_ag_grid.AgGrid
     search: Any = dcc.Input
+    fixed = any(column.flex is not None for column in columns)  # else all share the room
     made = make(
         id=id,
         rowData=rows,
-        columnDefs=[_definition(column) for column in columns],
+        columnDefs=[_definition(column, fixed=fixed) for column in columns],
         defaultColDef={
             "sortable": True,
             "resizable": True,
@@ -173,13 +174,15 @@ def register_search(app: dash.Dash, id: str) -> None:  # noqa: A002
     )
 
 
-def _definition(column: Column) -> dict[str, Any]:
+def _definition(column: Column, *, fixed: bool) -> dict[str, Any]:
+    """``fixed``: a column with a width keeps it, because others take what is left."""
     made: dict[str, Any] = {"field": column.field, "headerName": column.title}
     if column.flex is not None:  # shares what the others leave
         made |= {"width": 130 * column.flex, "minWidth": 125 * column.flex}
     else:
         width = column.width or 130
-        made |= {"width": width, "minWidth": width, "maxWidth": width, "resizable": False}
+        made |= {"width": width, "minWidth": width}
+        made |= {"maxWidth": width, "resizable": False} if fixed else {}
     if column.number:
         made |= {
             "type": "rightAligned",

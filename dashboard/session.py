@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple, TypeVar
 
 from advisor.advise.engine import AnalysisResult, Options, examine
+from advisor.advise.facts import ranked_findings
 from advisor.advise.ranks.job import files_summarised_apart
 from advisor.core.errors import AdvisorError
 from advisor.core.report import SCHEMA, Report
@@ -163,6 +164,8 @@ class OpenedPath:
     """Of a run in a folder of runs, once its records were read."""
     verdict: str = ""
     """Of its report, also once the run was closed again."""
+    gains: dict[str, float] = field(default_factory=dict)
+    """Likewise: the findings that count by title, with their gain per step in ns, where known."""
 
     @property
     def report(self) -> Report | None:
@@ -377,6 +380,11 @@ class DashboardSession:
             self._fail(entry, "out of memory; analyse one rank or fewer steps at a time")
         else:
             entry.loaded, entry.verdict = loaded, loaded.report.verdict
+            entry.gains = {
+                finding.title: finding.impact.gain_ns
+                for finding in ranked_findings(loaded.report)
+                if finding.impact is not None and finding.impact.gain_ns is not None
+            }
             ranks = loaded.report.ranks
             if ranks is not None and len(ranks.lines) > len(loaded.analyses):
                 entry.job = loaded.report

@@ -36,10 +36,8 @@ def has_content(view: PageView) -> bool:
     """Whether there is GPU work to project, or a cost or energy."""
     if view.entry.loaded is None:
         return True
-    report = view.loaded.report
-    return view.analysis.device_id is not None or bool(
-        describe_cost(report) or describe_energy(report)
-    )
+    report, a = view.loaded.report, view.analysis
+    return a.hardware is not None or bool(describe_cost(report) or describe_energy(report))
 
 
 def layout(**query: object) -> Any:
@@ -64,13 +62,15 @@ def layout(**query: object) -> Any:
     try:
         projector, choices = view.loaded.view(("gpus", view.rank), lambda: _projected(view, prices))
     except AdvisorError as error:
-        why = empty("This step cannot be projected to another GPU", t.clean(str(error)))
+        reason = t.clean(str(error)).removeprefix(f"{t.clean(view.analysis.trace.meta.path)}: ")
+        reason = reason.replace("--from NAME", "advisor dashboard --gpu NAME")
+        why = empty("This step cannot be projected to another GPU", reason[:1].upper() + reason[1:])
         return page(head("Cost and GPUs"), costs, why)
     best = cheapest(choices)
     notes = dict.fromkeys(note for choice in choices for note in choice.projection.notes)
     return page(
         head("Cost and GPUs", t.clean(best[:1].upper() + best[1:])),
-        banner([] if best else [_no_prices(prices)]),
+        banner([_no_other(prices)] if not best and prices.table else []),
         costs,
         _other_gpus(choices, prices),
         card(
@@ -96,21 +96,18 @@ def _projected(view: PageView, prices: Prices) -> tuple[Projector, tuple[Choice,
     return projector, choose(projector, offered(prices))
 
 
-def _no_prices(prices: Prices) -> str:
+def _no_other(prices: Prices) -> str:
     if ANY in prices.table:
         return (
             "--price covers this GPU only. To compare costs, pass --prices FILE or set "
             "[tool.advisor.prices] in pyproject.toml."
         )
-    return (
-        "No GPU has a price, so costs are unknown. Pass --prices FILE or set "
-        "[tool.advisor.prices] in pyproject.toml."
-    )
+    return "None of these GPUs has a price in the given table, so costs are not compared."
 
 
 GRID = "gpu-grid"
 COLUMNS = (
-    Column("gpu", "GPU", 176),
+    Column("gpu", "GPU", 224),
     duration_column("step_ns", "Step", 96),
     duration_column("low_ns", "At best", 96),
     duration_column("high_ns", "At worst", 96),

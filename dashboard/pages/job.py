@@ -43,6 +43,10 @@ MAX_SHOWN = 100
 MAP, RANKS = "job-map", "job-ranks"
 
 
+MAX_BARS = 32
+"""Ranks that get a bar each; of more, how many take how long."""
+
+
 def has_content(view: PageView) -> bool:
     """Whether several ranks are open."""
     report = view.entry.report
@@ -76,7 +80,7 @@ def layout(**query: object) -> Any:
         )
     ranks = report.ranks
     return page(
-        head("Job", t.clean(report.verdict) or None),
+        head("Job", _lead(report)),
         banner([views.describe_missing(item) for item in ranks.missing[:MAX_SHOWN]]),
         _figures(ranks),
         _map(ranks, entry),
@@ -91,6 +95,13 @@ def layout(**query: object) -> Any:
         ),
         _not_compared(ranks),
     )
+
+
+def _lead(report: Report) -> str | None:
+    """The verdict, with the rank that its figures are of: the others' are beside it."""
+    verdict, rank = t.clean(report.verdict), report.scope.rank
+    known = verdict and rank is not None and rank >= 0
+    return f"Rank {rank}: {verdict}" if known else verdict or None
 
 
 def choose(view: PageView) -> Any:
@@ -188,18 +199,17 @@ def _outliers(ranks: Ranks, entry: OpenedPath) -> Any:
         rows.append(
             [
                 name,
-                views.outlier_kind(outlier),
+                [views.outlier_kind(outlier), el("Div", t.clean(outlier.reason), cls="sub")],
                 t.format_duration(outlier.waited_ns),
                 "–" if share is None else t.format_share(share),
                 views.describe_gain(outlier) or "–",
                 views.format_significance(outlier.significance),
-                t.clean(outlier.reason),
             ]
         )
-    header = ("Who", "What", "Others wait per step", "Comes last", "Gain", "Significance", "Why")
+    header = ("Who", "What", "Others wait per step", "Comes last", "Gain", "Significance")
     return card(
         "Outliers",
-        table(header, rows, numbers=(2, 3), names=(0, 1, 4, 5, 6), caption="", stacked=True),
+        table(header, rows, numbers=(2, 3), names=(0, 1, 4, 5), caption="", stacked=True),
     )
 
 
@@ -207,6 +217,8 @@ def _steps(ranks: Ranks) -> Any:
     bins = views.build_histogram(ranks)
     if not bins:
         return None
+    if len(ranks.lines) <= MAX_BARS:
+        return _step_of_each(ranks)
     made = figures.histogram([item.label for item in bins], [item.ranks for item in bins], "ranks")
     description = "; ".join(
         f"{item.label}: {t.format_count(item.ranks)}" for item in bins if item.ranks
@@ -218,6 +230,25 @@ def _steps(ranks: Ranks) -> Any:
             "job-steps",
             height=60 + 24 * len(bins),
             description=f"Ranks by mean step: {description}.",
+        ),
+    )
+
+
+def _step_of_each(ranks: Ranks) -> Any:
+    """A bar for each of a few ranks, the slowest first."""
+    rows = sorted((row for row in ranks.lines if row.step_ns > 0), key=lambda row: -row.step_ns)
+    names = [f"rank {row.rank}" for row in rows]
+    made = figures.histogram(names, [row.step_ns / 1e6 for row in rows], "ms")
+    description = "; ".join(
+        f"{name}: {t.format_duration(row.step_ns)}" for name, row in zip(names, rows, strict=True)
+    )
+    return card(
+        "Step time of each rank",
+        figure(
+            made,
+            "job-steps",
+            height=60 + 24 * len(rows),
+            description=f"Mean step of each rank: {description}.",
         ),
     )
 

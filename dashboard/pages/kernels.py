@@ -146,7 +146,7 @@ KERNELS = (
     share_column("share", "Share", 62),
     share_column("occupancy", "Occupancy", 96),
     Column("flops", "TFLOP/s", width=74, number=TFLOPS, csv="FLOP/s"),
-    Column("bytes", "GB/s", width=62, number=GBPS, csv="Bytes/s"),
+    Column("bytes", "GB/s", width=78, number=GBPS, csv="Bytes/s"),
     share_column("roofline", "Of roofline", 78),
     Column("tensor", "Tensor", width=66),
     Column("op", "Launched by", flex=1, names=True),
@@ -372,7 +372,7 @@ RATE_COLUMNS = (
     duration_column("ns", "Time per step", 84),
     Column("bound", "Bound", width=92),
     Column("flops_per_s", "TFLOP/s", width=74, number=TFLOPS, csv="FLOP/s"),
-    Column("bytes_per_s", "GB/s", width=62, number=GBPS, csv="Bytes/s"),
+    Column("bytes_per_s", "GB/s", width=78, number=GBPS, csv="Bytes/s"),
     share_column("efficiency", "Of attainable", 92),
     duration_column("saved_ns", "Saving per step", 84),
 )

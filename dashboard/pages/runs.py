@@ -11,8 +11,10 @@ from advisor.dashboard.current import PageView
 from advisor.dashboard.parts import card, el, figure, head, link, page, table
 from advisor.dashboard.session import OpenedPath
 
-HEAD = ("Run", "Started", "Commit", "Step", "Steps", "Ranks", "Program", "Verdict")
-MAX_COMMAND, MAX_VERDICT = 60, 140
+HEAD = ("Run", "Started", "Commit", "Step", "Change", "Steps", "Ranks", "Program", "Verdict")
+MAX_COMMAND = 60
+MAX_COLUMNS, MAX_FINDINGS = 7, 12
+"""Runs and findings of the table of findings: the newest, and the largest."""
 
 
 def has_content(view: PageView) -> bool:
@@ -30,13 +32,14 @@ def layout(**query: object) -> Any:
     return page(
         head("Runs", t.clean(session.folder)),
         _history(session.entries),
+        _findings(session.entries),
         card(
             "All runs",
             table(
                 HEAD,
-                [_row(entry, i) for i, entry in enumerate(session.entries)],
-                numbers=(3, 4, 5),
-                names=(0, 6, 7),
+                [_row(session.entries, i) for i in range(len(session.entries))],
+                numbers=(3, 4, 5, 6),
+                names=(0, 7, 8),
                 chosen=place,
                 stacked=True,
             ),
@@ -52,7 +55,10 @@ def _history(entries: list[OpenedPath]) -> Any:
         return None
     names = t.distinct_labels((name for name, _ in shown), 28)
     values = [(summary.median_ns or 0.0) / 1e6 for _, summary in shown]
-    about = [f"{summary.commit or 'no commit'} · {summary.steps:,} steps" for _, summary in shown]
+    about = [
+        f"{summary.commit or figures.NO_COMMIT} · {t.count_noun(summary.steps, 'step')}"
+        for _, summary in shown
+    ]
     return card(
         "Step time, run by run",
         figure(
@@ -65,13 +71,39 @@ def _history(entries: list[OpenedPath]) -> Any:
     )
 
 
-def _row(entry: OpenedPath, place: int) -> list[Any]:
+def _findings(entries: list[OpenedPath]) -> Any:
+    """What each run that was read could gain, finding by finding, oldest run first."""
+    read = [entry for entry in entries if entry.verdict][:MAX_COLUMNS][::-1]
+    largest: dict[str, float] = {}
+    for entry in read:
+        for title, gain in entry.gains.items():
+            largest[title] = max(gain, largest.get(title, 0.0))
+    if len(read) < 2 or not largest:
+        return None
+    titles = sorted(largest, key=lambda title: -largest[title])[:MAX_FINDINGS]
+    names = t.distinct_labels((entry.name for entry in read), 20)
+    rows = [
+        [t.clean(title), *(_gain(entry.gains.get(title)) for entry in read)] for title in titles
+    ]
+    return card(
+        "Findings, run by run",
+        table(("Finding", *names), rows, numbers=range(1, len(read) + 1), stacked=True),
+        aside="gain per step; – means not found in that run",
+    )
+
+
+def _gain(ns: float | None) -> str:
+    return "–" if ns is None else t.format_duration(ns)
+
+
+def _row(entries: list[OpenedPath], place: int) -> list[Any]:
+    entry = entries[place]
     summary = entry.summary
     href = f"/?run={entry.key}" if place else "/"
     name = link(t.shorten(t.clean(entry.name), 48), href=href, title=t.clean(entry.path))
-    verdict: Any = t.shorten(t.clean(entry.verdict), MAX_VERDICT)
+    verdict: Any = t.first_sentence(entry.verdict)
     if entry.state == "failed":
-        verdict = t.shorten(t.clean(entry.why), MAX_VERDICT)
+        verdict = t.first_sentence(entry.why)
     elif not verdict:
         verdict = el("Span", "reading" if entry.state == "loading" else "not read yet", cls="dim")
     if summary is None:
@@ -81,11 +113,21 @@ def _row(entry: OpenedPath, place: int) -> list[Any]:
         started = f"{datetime.fromtimestamp(summary.started_unix_ns / 1e9):%Y-%m-%d %H:%M}"
     return [
         name,
-        started,
+        el("Span", started, cls="nowrap"),
         t.clean(summary.commit) or "–",
         t.format_duration(summary.median_ns),
+        _change(summary.median_ns, entries[place + 1 :]),
         t.format_count(summary.steps),
         t.format_count(summary.ranks),
         t.shorten(t.clean(summary.command), MAX_COMMAND) or "–",
         verdict,
     ]
+
+
+def _change(median_ns: float | None, older: list[OpenedPath]) -> str:
+    """The median step against that of the run before; nothing is said of its significance."""
+    before = older[0].summary if older else None
+    if not median_ns or before is None or not before.median_ns:
+        return "–"
+    change = median_ns / before.median_ns - 1
+    return f"{change:+.1%}".replace("-", "−")

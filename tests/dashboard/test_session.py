@@ -295,9 +295,12 @@ def test_a_page_of_runs_lists_them_with_steps_commits_and_verdicts(
     with served(session) as shown:
         t = tab(shown)
         page = t.open("/runs")
-        rows = page.locator("table.data tbody tr").all_inner_texts()
+        findings, runs = page.locator("table.data").all()
+        assert "The DataLoader has no workers" in findings.inner_text()
+        rows = runs.locator("tbody tr").all_inner_texts()
         assert "3 ms" in rows[0] and "0000000000+" in rows[0]
         assert "4 ms" in rows[1] and session.entries[1].verdict[:20] in rows[1]
+        assert "−25.0%" in rows[0] and "%" not in rows[1].split("4 ms")[1][:4]
         page.locator("td a").nth(1).click()
         page.wait_for_url("**/?run=1")
         page.locator("header .run-name", has_text="2026-11-01").first.wait_for()

@@ -60,11 +60,8 @@ def path(log: NetworkLog | None) -> Iterator[Block]:
     across = ", ".join(f"{name} ({count})" for name, count in log.networks.items())
     rate = f"{log.nic_gb_per_s:.0f} GB/s per node" if log.nic_gb_per_s else ""
     nvls = {None: "", True: "NVLS available", False: "NVLS not available"}[log.nvls]
-    size = (
-        f"{t.count_noun(log.ranks, 'rank')} on {t.count_noun(log.hosts, 'host')}"
-        if log.ranks
-        else ""
-    )
+    on = f"on {t.count_noun(log.hosts, 'host')}"
+    size = f"{t.count_noun(log.ranks, 'rank')} {on}" if log.ranks else ""
     ring = f"{log.ring}, {log.ring_gb_per_s:.0f} GB/s expected" if log.ring_gb_per_s else ""
     channels = "" if log.channels is None else f"{log.channels} for collectives"
     channels += "" if log.nvls_channels is None else f", {log.nvls_channels} for NVLS"

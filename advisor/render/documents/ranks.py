@@ -176,7 +176,7 @@ def groups(ranks: Ranks) -> Iterator[Section]:
             total[name] = total.get(name, 0.0) + ns * group.count
     rows = [
         [
-            t.shorten(t.clean(group.name), 24),
+            t.shorten(t.clean(group.name), 48),
             views.shorten_numbers(group.ranks),
             t.format_count(group.count),
             t.format_duration(group.step_ns),

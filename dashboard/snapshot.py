@@ -91,7 +91,7 @@ def _device(
             if device_view is None
             else [
                 draw_grid(each)
-                for each in memory.device(device_view).tables
+                for each in memory.describe_device(device_view).tables
                 if each.title == "Segments"
             ]
         )
@@ -131,7 +131,7 @@ def _picture(post: PostMortem, shown: MemoryView, table_: pl.DataFrame, named: s
     ]  # fmt: skip
     header = ["Category", "", "Bytes", "Share", "Blocks"]
     body.append(table(header, rows, numbers=(2, 3, 4), stacked=True))
-    lines = [(label, " · ".join(parts)) for label, parts in memory.device(shown).lines
+    lines = [(label, " · ".join(parts)) for label, parts in memory.describe_device(shown).lines
              if label not in ("held", "by")]  # fmt: skip
     if lines:
         body.append(facts(lines))
@@ -141,7 +141,7 @@ def _picture(post: PostMortem, shown: MemoryView, table_: pl.DataFrame, named: s
 def _tables(shown: MemoryView, named: str) -> list[Any]:
     """The rest of a device, a card each; the assumption of a saving below it."""
     cards = []
-    for section in memory.device(shown, MAX_ROWS).tables:
+    for section in memory.describe_device(shown, MAX_ROWS).tables:
         if section.title == "Segments":
             continue
         rows: list[Any] = list(section.rows)

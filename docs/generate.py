@@ -26,7 +26,7 @@ from advisor.advise.select import load_rules
 from advisor.core.finding import Source
 from advisor.render.documents import rule as rule_page
 from advisor.render.documents.rule import RulePage
-from advisor.render.formats.markdown import block, code, escape
+from advisor.render.formats.markdown import code_span, escape, fenced_block
 from advisor.rules.sources import PUBLIC
 from advisor.sample_workloads import Workload, catalogue
 
@@ -61,8 +61,9 @@ def rule_text(page: RulePage) -> str:
     parts += _inference(page)
     parts += _elsewhere(page)
     if page.thresholds:
+        value = rule_page.to_toml
         rows = [
-            f"| `{item.name}` | {code(rule_page.toml(item.value))} | {escape(item.meaning)} | "
+            f"| `{item.name}` | {code_span(value(item.value))} | {escape(item.meaning)} | "
             f"{'; '.join(map(_cited, item.sources))} |"
             for item in page.thresholds
         ]
@@ -70,7 +71,7 @@ def rule_text(page: RulePage) -> str:
         head = ["| name | value | what it is | where it comes from |", "|---|---|---|---|"]
         parts.append("\n".join([*head, *rows]))
     parts.append("In `pyproject.toml`:")
-    parts.append(block(rule_page.override(page), "toml"))
+    parts.append(fenced_block(rule_page.override_lines(page), "toml"))
     parts.append("## How it was tested")
     tested = rule_page.VALIDATION.get(page.validated, page.validated)
     seen = f": {escape(page.validated_on)}" if page.validated_on else ""
@@ -115,7 +116,7 @@ def _advised(title: str, texts: Mapping[str, Any]) -> list[str]:
     if texts.get("fix"):
         parts.append(escape(texts["fix"]))
     if texts.get("code"):
-        parts.append(block(texts["code"], "python"))
+        parts.append(fenced_block(texts["code"], "python"))
     facts = {
         "How to verify": texts.get("verify", ""),
         "Proven wrong by": texts.get("falsified_by", ""),
@@ -131,7 +132,7 @@ def _case(name: str, case: Mapping[str, Any], words: list[str]) -> list[str]:
     if words or "code" in case:
         parts.append(f"**{escape(name[0].upper() + name[1:])}**: {' '.join(words)}".rstrip(": "))
     if "code" in case:
-        parts.append(block(case["code"], "python"))
+        parts.append(fenced_block(case["code"], "python"))
     return parts
 
 
@@ -141,7 +142,7 @@ def _elsewhere(page: RulePage) -> list[str]:
     for advice in page.elsewhere:
         parts.append(f"**{advice.program}**: {escape(advice.words)}".rstrip(": "))
         if advice.code:
-            parts.append(block(advice.code, advice.language))
+            parts.append(fenced_block(advice.code, advice.language))
     return parts
 
 
@@ -204,7 +205,7 @@ def workloads_text() -> str:
         "# Sample workloads",
         f"{len(found)} small programs. Each has one known bottleneck and a cured variant, except "
         "the healthy controls. Run and record one, then analyse it:",
-        block(
+        fenced_block(
             "advisor workloads run pageable_copies --variant slow    # or cured\n"
             "advisor analyze runs/pageable_copies-slow",
             "bash",

@@ -131,13 +131,13 @@ def _decide(comparison: Comparison, bound: float) -> None:
     step times are not compared: a gate that lets through what it did not measure is none."""
     from advisor.compare.comparison import Bounds
     from advisor.compare.gate import decide
-    from advisor.compare.view import interval, signed
+    from advisor.compare.view import format_interval, signed_share
 
     steps = comparison.steps
     if steps.difference_ns is None:
         raise AdvisorError(f"--fail-if-slower: step times are not compared: {steps.reason}")
     decision = decide(comparison, Bounds(slower=bound))
-    measured = f"step time {signed(steps.share)}, {interval(steps)}"
+    measured = f"step time {signed_share(steps.share)}, {format_interval(steps)}"
     print(f"{decision.reasons[0]} ({measured}); exit code {int(decision.failed)}", file=sys.stderr)
     if decision.failed:
         raise typer.Exit(1)

@@ -68,12 +68,12 @@ def command(
     In GitHub Actions it writes annotations, and appends to the job summary.
     """
     if save is not None:
-        from advisor.compare.gate import baseline
+        from advisor.compare.gate import build_baseline
 
         if not paths:
             raise AdvisorError("give a run: advisor gate --save baseline.json RUN")
         out.check(save, paths)
-        kept = baseline([_measure(path, options, progress) for path in paths], paths)
+        kept = build_baseline([_measure(path, options, progress) for path in paths], paths)
         out.write(kept.to_json().decode(), save, paths)
         count = sum(len(steps.durations_ns) for steps in kept.step_durations)
         print(
@@ -84,7 +84,7 @@ def command(
     if len(paths) != 2:
         raise AdvisorError("give a baseline and a run: advisor gate baseline.json RUN")
     from advisor.compare.comparison import Bounds
-    from advisor.compare.gate import gate
+    from advisor.compare.gate import compare_with_baseline
 
     wanted = out.chosen(DECISIONS, form, output)
     if output is not None:
@@ -96,7 +96,7 @@ def command(
         strict=strict,
     )
     before, after = (_report(path, options, progress) for path in paths)
-    comparison = gate(before, after, bounds)
+    comparison = compare_with_baseline(before, after, bounds)
     out.deliver(wanted, comparison, output, paths, details=True)
     _write_to_workflow(comparison, shown=output is None and form == "github")
     if comparison.decision is not None and comparison.decision.failed:

@@ -14,7 +14,7 @@ from advisor.core.report import KernelCounters, MemoryHolder, Report, ServingPha
 HOUR_NS = 3.6e12
 
 
-def amounts(before: Report, after: Report) -> list[Amount]:
+def compare_amounts(before: Report, after: Report) -> list[Amount]:
     """Every figure of the two reports, side by side. What one report lists and the other does not
     is 0 there when the whole list was measured, else not measured."""
     result = []
@@ -110,7 +110,7 @@ MEMORY, LINES = "memory", "memory by line"
 LIFETIMES = ("allocated before the history", "still allocated at its end", "allocated and freed")
 MIN_CHANGE = 0.01
 """Of the larger peak: less is no change."""
-WHY = {
+GROWTH_EXPLANATIONS = {
     "autocast copies": "Autocast keeps a 16-bit copy of each weight until its region ends.",
     "earlier steps": "Outputs of the step before are still there.",
     "optimizer temporaries": "The peak is in the optimizer's step.",
@@ -175,7 +175,11 @@ def memory_verdict(c: Comparison) -> str:
         return f"{text}. What differs: {listed}" if listed else text
     rises = "rises" if change > 0 else "falls"
     share = f"{abs(change) / max(before, 1):.0%}"
-    why = [WHY[row.name] for row in parts if row.name in WHY and _difference(row) > 0][:1]
+    why = [
+        GROWTH_EXPLANATIONS[row.name]
+        for row in parts
+        if row.name in GROWTH_EXPLANATIONS and _difference(row) > 0
+    ][:1]
     text = f"Memory at the peak {rises} by {share}: {pair} ({listed})."
     return " ".join([text, *why]).removesuffix(".")
 
@@ -185,9 +189,9 @@ def memory_verdict(c: Comparison) -> str:
 
 PHASES, PARTS = "phases", "parts"
 PER_TOKEN = ", per token"
-SOURCES = ("engine", "module calls", "vocabulary look-ups")
+PHASE_SOURCES = ("engine", "module calls", "vocabulary look-ups")
 """Steps that are prompts and tokens: a mean over both says nothing."""
-SAME = 0.03
+EQUAL_TIME_SHARE = 0.03
 """Two times per token that differ by less are called the same."""
 
 
@@ -223,7 +227,7 @@ def phase_verdict(comparison: Comparison) -> str:
     """``decode takes 12% less time per token: 336 → 296 µs``, for each phase; empty: none is on
     both sides with its tokens, or others than these are the steps."""
     sentences: list[str] = []
-    if not {comparison.before.step_source, comparison.after.step_source} <= {*SOURCES}:
+    if not {comparison.before.step_source, comparison.after.step_source} <= {*PHASE_SOURCES}:
         return ""
     for amount in comparison.amounts:
         if amount.group != PHASES or not amount.name.endswith(PER_TOKEN):
@@ -232,7 +236,7 @@ def phase_verdict(comparison: Comparison) -> str:
             continue
         share = amount.after / amount.before - 1
         change = f"{t.format_share(abs(share))} {'more' if share > 0 else 'less'}"
-        how = "the same time" if abs(share) < SAME else f"{change} time"
+        how = "the same time" if abs(share) < EQUAL_TIME_SHARE else f"{change} time"
         pair = f"{t.format_duration(amount.before)} → {t.format_duration(amount.after)}"
         sentences.append(f"{amount.name.removesuffix(PER_TOKEN)} takes {how} per token: {pair}")
     text = "; ".join(sentences)
@@ -242,16 +246,16 @@ def phase_verdict(comparison: Comparison) -> str:
 # -- variants of kernels by their hardware counters ------------------------------------------------
 
 COUNTERS = "counters"
-EXPLAINS = 0.05
+EXPLAINED_RATIO = 0.05
 """How far a quantity's ratio may be from that of the times and still explain them."""
-MOVED = 0.02
+MIN_MOVED_SHARE = 0.02
 """Change of time below which there is nothing to explain."""
-STALL = 0.05
+MIN_STALL_CHANGE = 0.05
 """Share of a warp's cycles by which a stall must differ to be listed."""
-SHORT = 24
+MAX_LABEL = 24
 
 
-def paired(before: Report, after: Report) -> list[tuple[KernelCounters, KernelCounters]]:
+def pair_kernels(before: Report, after: Report) -> list[tuple[KernelCounters, KernelCounters]]:
     """Kernels of both by name, else by base name, else the only two that are left; of several of
     one name in their order."""
     pairs: list[tuple[KernelCounters, KernelCounters]] = []
@@ -275,8 +279,8 @@ def _base(k: KernelCounters) -> str:
 def counter_amounts(before: Report, after: Report) -> list[Amount]:
     """Time, traffic, use of each unit, occupancy and stalls of each kernel that both have."""
     result = []
-    for old, new in paired(before, after):
-        name = t.shorten(new.short, SHORT)
+    for old, new in pair_kernels(before, after):
+        name = t.shorten(new.short, MAX_LABEL)
         figures = _quantities(old, new)
         figures += [
             (f"{unit} use", "share", old.use.get(unit), new.use.get(unit))
@@ -294,7 +298,7 @@ def counter_amounts(before: Report, after: Report) -> list[Amount]:
                 new.stalls.get(reason),
             )
             for reason in dict.fromkeys((*old.stalls, *new.stalls))
-            if abs(old.stalls.get(reason, 0.0) - new.stalls.get(reason, 0.0)) >= STALL
+            if abs(old.stalls.get(reason, 0.0) - new.stalls.get(reason, 0.0)) >= MIN_STALL_CHANGE
         ]
         result += [
             _amount(f"{name}: {quantity}", unit, [x, y], COUNTERS)
@@ -318,7 +322,7 @@ def counters_verdict(before: Report, after: Report) -> str:
     """What became of the kernel whose time changed most, and what explains it."""
     pairs = [
         (abs(y.duration_ns - x.duration_ns), x.duration_ns, y.duration_ns, x, y)
-        for x, y in paired(before, after)
+        for x, y in pair_kernels(before, after)
         if x.duration_ns and y.duration_ns
     ]
     if not pairs:
@@ -330,17 +334,17 @@ def counters_verdict(before: Report, after: Report) -> str:
     _, first, second, old, new = max(pairs, key=lambda pair: pair[0])
     ratio = second / first
     times = f"{t.format_duration(first)} → {t.format_duration(second)}"
-    name = t.shorten(new.short, SHORT)
-    if abs(ratio - 1) < MOVED:
+    name = t.shorten(new.short, MAX_LABEL)
+    if abs(ratio - 1) < MIN_MOVED_SHARE:
         return f"{name} takes as long: {times}."
     how = "slower" if ratio > 1 else "faster"
     text = f"{name} is {t.format_share(abs(ratio - 1))} {how}: {times}"
     moved = [
         f"{quantity} {t.format_share(abs(y / x - 1))} {'higher' if y > x else 'lower'}"
         for quantity, _, x, y in _quantities(old, new)[1:]
-        if x and y and abs(y / x - 1) >= MOVED
+        if x and y and abs(y / x - 1) >= MIN_MOVED_SHARE
     ]
     traffic = old.dram_bytes and new.dram_bytes and new.dram_bytes / old.dram_bytes
-    if traffic and abs(traffic - ratio) <= EXPLAINS:
+    if traffic and abs(traffic - ratio) <= EXPLAINED_RATIO:
         return f"{text}. Its DRAM traffic explains that: {moved[0]}." if moved else f"{text}."
     return f"{text}; {', '.join(moved)}." if moved else f"{text}."

@@ -10,12 +10,12 @@ import advisor
 from advisor.advise.engine import AnalysisResult, Options, examine
 from advisor.advise.impact import REPLAY
 from advisor.advise.terms import mark_steps
-from advisor.compare.amounts import amounts, counters_verdict
+from advisor.compare.amounts import compare_amounts, counters_verdict
 from advisor.compare.comparison import Comparison, RealisedGain, Side, StepTimeChange
 from advisor.compare.findings import Remaining, compare_findings, find_remaining
-from advisor.compare.steps import PERIODS, compare_steps
-from advisor.compare.view import repeated, verdict, whole
-from advisor.compare.work import by_shape, compare_kernels, compare_work, matched
+from advisor.compare.steps import UNMARKED_STEPS_NOTE, compare_steps
+from advisor.compare.view import has_guessed_steps, is_of_whole_recordings, write_verdict
+from advisor.compare.work import by_shape, compare_kernels, compare_work, matched_share
 from advisor.core import text as t
 from advisor.core.finding import Finding
 from advisor.core.report import Report
@@ -27,7 +27,7 @@ MIN_MATCHED = 0.2
 """Share of the device time in work that both have, below which the programs are said to differ."""
 MIN_SAME_OPERATORS = 0.8
 """Share of the device time in operators that both have, from which only the shapes differ."""
-CLOSE = 0.1
+AGREEING_SHARE = 0.1
 """Share by which gain and prediction may differ and still agree, however narrow both ranges are: a
 replay that misses the step by that much still estimates gains (``trust.MAX_STEP_ERROR``)."""
 
@@ -59,7 +59,7 @@ def compare_reports(
     changes = compare_findings(before, after, None)
     comparison.findings = [change for change, _ in changes]
     comparison.realised = RealisedGain(rules=[], reason="there is no trace to replay")
-    comparison.limits = limits(before, after, comparison)
+    comparison.limits = list_limits(before, after, comparison)
     if saved:
         which = "both runs" if len(saved) > 1 else f"the run {('before', 'after')[saved[0]]}"
         comparison.limits.insert(
@@ -67,7 +67,7 @@ def compare_reports(
             f"Of {which} there is only a saved report: device work and predicted gains are not "
             "compared, and findings of one side are not checked on the other.",
         )
-    comparison.verdict = verdict(comparison)
+    comparison.verdict = write_verdict(comparison)
     return comparison
 
 
@@ -84,20 +84,20 @@ def compare_examined(before: AnalysisResult, after: AnalysisResult) -> Compariso
     changes = compare_findings(before.report, after.report, search)
     comparison.findings = [change for change, _ in changes]
     comparison.work, comparison.work_rest = compare_work(a, b)
-    comparison.matched = matched(comparison.work, comparison.work_rest)
+    comparison.matched = matched_share(comparison.work, comparison.work_rest)
     if comparison.matched is not None and comparison.matched < MIN_MATCHED and by_shape(a, b):
         work, rest = compare_work(a, b, shapes=False)
-        if (matched(work, rest) or 0.0) >= MIN_SAME_OPERATORS:
+        if (matched_share(work, rest) or 0.0) >= MIN_SAME_OPERATORS:
             comparison.other_shapes = True
             comparison.work, comparison.work_rest = work, rest
     if comparison.same_device is not False:
         comparison.kernels, comparison.kernels_rest = compare_kernels(a, b)
     fixed = [old for change, old in changes if change.change == "fixed" and old is not None]
-    comparison.realised = realised(fixed, before, comparison)
-    comparison.limits = limits(before.report, after.report, comparison)
+    comparison.realised = measure_realised_gain(fixed, before, comparison)
+    comparison.limits = list_limits(before.report, after.report, comparison)
     if not by_shape(a, b) and (comparison.before.record_shapes or comparison.after.record_shapes):
         comparison.limits.append("Only one side has shapes: work is matched by operator alone.")
-    comparison.verdict = verdict(comparison)
+    comparison.verdict = write_verdict(comparison)
     if before.report.scope.step_source == after.report.scope.step_source == "counters":
         comparison.verdict = counters_verdict(before.report, after.report)
     return comparison
@@ -105,7 +105,9 @@ def compare_examined(before: AnalysisResult, after: AnalysisResult) -> Compariso
 
 def _compared(before: Report, after: Report, paths: Sequence[str]) -> Comparison:
     """What two reports alone tell."""
-    sides = [side(report, path) for report, path in zip((before, after), paths, strict=True)]
+    sides = [
+        describe_side(report, path) for report, path in zip((before, after), paths, strict=True)
+    ]
     names = [each.device_name for each in sides]
     steps = compare_steps(before, after)
     steps.notes += compile_payback(before, after, steps)
@@ -116,12 +118,12 @@ def _compared(before: Report, after: Report, paths: Sequence[str]) -> Comparison
         after=sides[1],
         same_device=None if None in names else names[0] == names[1],
         steps=steps,
-        amounts=amounts(before, after),
+        amounts=compare_amounts(before, after),
         realised=RealisedGain(rules=[]),
     )
 
 
-def side(report: Report, path: str = "") -> Side:
+def describe_side(report: Report, path: str = "") -> Side:
     """What one of the two runs is. ``path``: what to call it, else its first trace."""
     first = report.inputs[0] if report.inputs else None
     scope = report.scope
@@ -169,7 +171,9 @@ def compile_payback(before: Report, after: Report, steps: StepTimeChange) -> lis
 # -- predicted and measured gain ----------------------------------------------------------------
 
 
-def realised(findings: list[Finding], before: AnalysisResult, c: Comparison) -> RealisedGain:
+def measure_realised_gain(
+    findings: list[Finding], before: AnalysisResult, c: Comparison
+) -> RealisedGain:
     """What all fixed findings were predicted to save together, and what the step gained."""
     steps = c.steps
     fixed = [
@@ -209,7 +213,7 @@ def realised(findings: list[Finding], before: AnalysisResult, c: Comparison) -> 
         result.reason = "the batch sizes differ, and the prediction is for the one before"
     elif result.method == REPLAY:
         error = abs(result.measured_ns - result.predicted_ns)
-        result.agrees = error <= CLOSE * max(result.measured_ns, result.predicted_ns) or (
+        result.agrees = error <= AGREEING_SHARE * max(result.measured_ns, result.predicted_ns) or (
             result.measured_low_ns <= result.predicted_high_ns
             and result.predicted_low_ns <= result.measured_high_ns
         )
@@ -229,7 +233,7 @@ def _other_program(c: Comparison) -> bool:
 # -- limits -------------------------------------------------------------------------------------
 
 
-def limits(before: Report, after: Report, c: Comparison) -> list[str]:
+def list_limits(before: Report, after: Report, c: Comparison) -> list[str]:
     """What makes the two hard to compare."""
     item, other = c.before, c.after
     result = []
@@ -284,7 +288,7 @@ def _step_limits(c: Comparison, before: Report) -> list[str]:
     sources = {"before": c.before.step_source, "after": c.after.step_source}
     unmarked = [which for which, source in sources.items() if source == "whole trace"]
     result = []
-    if whole(c):
+    if is_of_whole_recordings(c):
         how = mark_steps(before.inputs[0].format if before.inputs else None)
         result.append(
             "No steps are marked in either: figures are totals of the whole recordings. To "
@@ -297,8 +301,8 @@ def _step_limits(c: Comparison, before: Report) -> list[str]:
         )
     elif sources["before"] != sources["after"]:
         result.append(f"A step is {sources['before']} before and {sources['after']} after.")
-    if repeated(c):
-        result.append(PERIODS)
+    if has_guessed_steps(c):
+        result.append(UNMARKED_STEPS_NOTE)
     return result
 
 

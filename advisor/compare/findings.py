@@ -51,7 +51,7 @@ def compare_findings(
     how it was before. ``search`` looks for a finding of the run before (True) or after (False) in
     the other one; ``None``: there are only reports, and what one of them lacks is unchecked."""
     pairs = pair_up(before, after)
-    changes = [(describe(pair, before, after, search), pair[0]) for pair in pairs]
+    changes = [(describe_change(pair, before, after, search), pair[0]) for pair in pairs]
     for change, _ in changes if search is None else ():
         if change.change == "fixed" and not change.reason:
             change.change, change.reason = "unchecked", NOT_SEARCHED
@@ -92,7 +92,9 @@ def _largest_gain(pair: Pair) -> int:
     return max((_gain(f) or 0 for f in pair if f is not None), default=0)
 
 
-def describe(pair: Pair, before: Report, after: Report, search: Search | None) -> FindingChange:
+def describe_change(
+    pair: Pair, before: Report, after: Report, search: Search | None
+) -> FindingChange:
     """What became of one."""
     old, new = pair
     change: Change
@@ -126,7 +128,7 @@ def describe(pair: Pair, before: Report, after: Report, search: Search | None) -
         rule=shown.rule,
         title=shown.title,
         category=shown.category,
-        place=place(shown),
+        place=describe_place(shown),
         same_place=same,
         before_priority=old.priority if old is not None else None,
         after_priority=new.priority if new is not None else None,
@@ -224,7 +226,7 @@ def _selected_time(a: Analysis, edit: Edit) -> float:
     return float(times.sum()) / a.step_count
 
 
-def place(finding: Finding) -> str:
+def describe_place(finding: Finding) -> str:
     """Where it is worst, in a line."""
     return " · ".join(t.location_names(finding.where[0])[:2]) if finding.where else ""
 

@@ -7,23 +7,25 @@ from collections.abc import Sequence
 from msgspec.structs import replace
 
 from advisor.advise.terms import mark_steps
-from advisor.compare.compare import compare_reports, side
+from advisor.compare.compare import compare_reports, describe_side
 from advisor.compare.comparison import Amount, Bounds, Comparison, Decision, GateAnswer, Side
 from advisor.compare.statistics import MIN_DEPENDENT_STEPS
-from advisor.compare.steps import guessed
+from advisor.compare.steps import with_guessed_steps
 from advisor.core.errors import AdvisorError
 from advisor.core.report import Report
 
 TOO_FEW = f"steps cannot tell slower from noise; record at least {MIN_DEPENDENT_STEPS}"
 
 
-def gate(before: Report, after: Report, bounds: Bounds | None = None) -> Comparison:
+def compare_with_baseline(
+    before: Report, after: Report, bounds: Bounds | None = None
+) -> Comparison:
     """Compare a run with its baseline and decide.
 
     Raises AdvisorError where they do not compare: other GPUs, batch sizes or ranks, profiled steps
     on one side only, or too few steps.
     """
-    refuse(side(before), side(after))
+    refuse_incomparable(describe_side(before), describe_side(after))
     check_steps(before, "the baseline")
     check_steps(after, "the run")
     comparison = compare_reports(before, after, saved=())
@@ -36,7 +38,7 @@ def gate(before: Report, after: Report, bounds: Bounds | None = None) -> Compari
     return comparison
 
 
-def baseline(reports: Sequence[Report], paths: Sequence[str]) -> Report:
+def build_baseline(reports: Sequence[Report], paths: Sequence[str]) -> Report:
     """What to keep of one or several runs of a program: the report of the first, with the step
     durations of all. Raises AdvisorError: a run has too few steps, or is not like the first."""
     first = reports[0]
@@ -47,7 +49,7 @@ def baseline(reports: Sequence[Report], paths: Sequence[str]) -> Report:
             if report.step_durations == first.step_durations:
                 raise AdvisorError(f"{path}: has the same steps as {paths[0]}; give another run")
             try:
-                refuse(side(first), side(report))
+                refuse_incomparable(describe_side(first), describe_side(report))
             except AdvisorError as error:
                 raise AdvisorError(f"{path}: {error}") from None
         steps += [replace(each, run=number) for each in report.step_durations]
@@ -62,7 +64,9 @@ def baseline(reports: Sequence[Report], paths: Sequence[str]) -> Report:
 def check_steps(report: Report, name: str) -> None:
     """Raises AdvisorError: the report has too few steps for a gate."""
     counts = [len(steps.durations_ns) for steps in report.step_durations]
-    if guessed([report]) and not any(s.source == "recorder" for s in report.step_durations):
+    if with_guessed_steps([report]) and not any(
+        s.source == "recorder" for s in report.step_durations
+    ):
         trace_format = report.inputs[0].format if report.inputs else None
         raise AdvisorError(f"{name}: nothing marks the steps; {mark_steps(trace_format)}")
     if max(counts, default=0) >= MIN_DEPENDENT_STEPS:
@@ -73,7 +77,7 @@ def check_steps(report: Report, name: str) -> None:
     raise AdvisorError(f"{name}: {max(counts, default=0)} {TOO_FEW}")
 
 
-def refuse(before: Side, after: Side) -> None:
+def refuse_incomparable(before: Side, after: Side) -> None:
     """Raises AdvisorError where a run and its baseline do not compare."""
     again = "save the baseline again"
     devices = {before.device_name, after.device_name} - {None}

@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 
 Sample = NDArray[np.float64]
 
-LEVEL = 0.95
+CONFIDENCE_LEVEL = 0.95
 MIN_STEPS = 3
 """Fewer say nothing about the spread: with two, Welch's interval is that of one difference."""
 MIN_DEPENDENT_STEPS = 5
@@ -57,7 +57,7 @@ class Difference(NamedTuple):
         return self.after - self.before
 
 
-def welch(before: Sample, after: Sample, level: float = LEVEL) -> Difference:
+def welch_interval(before: Sample, after: Sample, level: float = CONFIDENCE_LEVEL) -> Difference:
     """Welch's t interval for the difference of two means with unequal variances."""
     a, b = len(before), len(after)
     va, vb = before.var(ddof=1) / a, after.var(ddof=1) / b
@@ -78,7 +78,7 @@ def welch(before: Sample, after: Sample, level: float = LEVEL) -> Difference:
 
 
 def difference(
-    before: Sample, after: Sample, *, paired: bool = False, level: float = LEVEL
+    before: Sample, after: Sample, *, paired: bool = False, level: float = CONFIDENCE_LEVEL
 ) -> Difference | None:
     """The difference of two series in order of time; ``None``: fewer than five steps on a side.
 
@@ -98,7 +98,7 @@ def difference(
         drawn = _drawn([before, after], blocks[0], statistic, random)
         spread, freedom = _spread(drawn[1] - drawn[0], len(before) / blocks[0])
         if statistic == "mean":
-            spread = max(spread, autoregressive(after - before))
+            spread = max(spread, autoregressive_error(after - before))
     else:
         sides = [
             _standard_error(series, block, statistic, random)
@@ -121,7 +121,7 @@ def difference(
 
 
 def difference_of_runs(
-    before: Sequence[Sample], after: Sequence[Sample], *, level: float = LEVEL
+    before: Sequence[Sample], after: Sequence[Sample], *, level: float = CONFIDENCE_LEVEL
 ) -> Difference:
     """The difference of several runs of one program and one or more of another.
 
@@ -175,7 +175,7 @@ def block_length(series: Sample) -> int:
     return max(1, min(int(length + 0.5), count // 4))
 
 
-def autoregressive(series: Sample) -> float:
+def autoregressive_error(series: Sample) -> float:
     """Standard error of the mean of a first-order autoregression: s² / n (1 + r) / (1 - r), where r
     is the correlation of neighbours, corrected by 1 / n for the mean that was estimated too."""
     count, measured = len(series), autocorrelation(series)
@@ -192,7 +192,7 @@ def _standard_error(
     drawn = _drawn([series], block, statistic, random)[0]
     spread, freedom = _spread(drawn, len(series) / block)
     if statistic == "mean":
-        spread = max(spread, autoregressive(series))
+        spread = max(spread, autoregressive_error(series))
     return spread, freedom
 
 

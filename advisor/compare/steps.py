@@ -10,7 +10,7 @@ import numpy as np
 from advisor.advise.terms import mark_steps
 from advisor.compare.comparison import Distribution, StepTimeChange, Verdict
 from advisor.compare.statistics import (
-    LEVEL,
+    CONFIDENCE_LEVEL,
     MIN_DEPENDENT_STEPS,
     MIN_FOR_MEDIAN,
     MIN_STEPS,
@@ -18,7 +18,7 @@ from advisor.compare.statistics import (
     autocorrelation,
     difference,
     difference_of_runs,
-    welch,
+    welch_interval,
 )
 from advisor.core import text as t
 from advisor.core.finding import GUESSED
@@ -28,9 +28,9 @@ Source = Literal["recorder", "trace"]
 Runs = list[StepDurations]
 
 MAX_SHOWN_DURATIONS = 2000
-CORRELATED = 0.3
+MIN_CORRELATION = 0.3
 """From this correlation of neighbouring steps on, the interval of few steps is called narrow."""
-PERIODS = (
+UNMARKED_STEPS_NOTE = (
     "Nothing marks the steps: a step is where the device's work repeats, which may be a part of an "
     "iteration, such as a layer. Name a range with --steps to compare iterations."
 )
@@ -43,7 +43,7 @@ def compare_steps(before: Report, after: Report) -> StepTimeChange:
     source, sides = common_steps(before, after)
     shapes = [_distribution(runs) for runs in sides]
     shortest = min(len(run.durations_ns) for runs in sides for run in runs) if all(sides) else 0
-    if shortest < MIN_STEPS or (source == "trace" and guessed(reports)):
+    if shortest < MIN_STEPS or (source == "trace" and with_guessed_steps(reports)):
         return StepTimeChange(
             verdict="not measured",
             source=source,
@@ -56,7 +56,7 @@ def compare_steps(before: Report, after: Report) -> StepTimeChange:
     if any(len(runs) > 1 for runs in sides):
         result = difference_of_runs(*samples)
     else:
-        result = difference(samples[0][0], samples[1][0], paired=paired) or welch(
+        result = difference(samples[0][0], samples[1][0], paired=paired) or welch_interval(
             samples[0][0], samples[1][0]
         )
     verdict: Verdict = "no difference"
@@ -71,7 +71,7 @@ def compare_steps(before: Report, after: Report) -> StepTimeChange:
         statistic=result.statistic,
         method=result.method,
         paired=paired,
-        level=LEVEL,
+        level=CONFIDENCE_LEVEL,
         difference_ns=result.amount,
         low_ns=result.low,
         high_ns=result.high,
@@ -92,7 +92,7 @@ def common_steps(before: Report, after: Report) -> tuple[str, tuple[Runs, Runs]]
     return ("trace" if all(sides) else ""), sides
 
 
-def guessed(reports: Sequence[Report]) -> list[Report]:
+def with_guessed_steps(reports: Sequence[Report]) -> list[Report]:
     """Those whose steps are where something repeats, which nothing marks."""
     return [report for report in reports if report.scope.step_source in GUESSED]
 
@@ -137,7 +137,7 @@ def _distribution(runs: Runs) -> Distribution | None:
 
 def _why_not(reports: Sequence[Report], sides: tuple[Runs, Runs]) -> str:
     """Why step times are not compared."""
-    if guesses := guessed(reports):
+    if guesses := with_guessed_steps(reports):
         how = mark_steps(guesses[0].inputs[0].format if guesses[0].inputs else None)
         return f"nothing marks the steps, and what repeats may be a part of one; {how}"
     unmarked, unmarked_format = [], None
@@ -181,7 +181,7 @@ def _notes(
         )
     elif statistic == "mean":
         worst = max((autocorrelation(sample) or 0.0) for sample in samples)
-        much = f" (correlation up to {worst:.2f})" if worst >= CORRELATED else ""
+        much = f" (correlation up to {worst:.2f})" if worst >= MIN_CORRELATION else ""
         result.append(
             f"Few steps: where one depends on the next{much}, the true interval is wider. "
             f"Record {MIN_FOR_MEDIAN} or more."

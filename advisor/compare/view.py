@@ -68,7 +68,7 @@ class ComparedFigure(NamedTuple):
     judged: Judged
 
 
-def verdict(comparison: Comparison) -> str:
+def write_verdict(comparison: Comparison) -> str:
     """One sentence, after one for each run that crashed."""
     steps = comparison.steps
     snapshots = [side.step_source == "snapshot" for side in (comparison.before, comparison.after)]
@@ -78,12 +78,12 @@ def verdict(comparison: Comparison) -> str:
     elif steps.difference_ns is None or steps.share is None:
         text = _without_steps(comparison)
     else:
-        pair = " → ".join(centers(steps))
+        pair = " → ".join(format_step_times(steps))
         if steps.verdict == "no difference":
-            text = f"No difference in step time can be shown: {pair} ({interval(steps)})"
+            text = f"No difference in step time can be shown: {pair} ({format_interval(steps)})"
         else:
             amount = t.format_share(abs(steps.share))
-            text = f"{steps.verdict.capitalize()} by {amount}: {pair} ({interval(steps)})"
+            text = f"{steps.verdict.capitalize()} by {amount}: {pair} ({format_interval(steps)})"
     counts = Counter(item.change for item in comparison.findings)
     parts = [f"{counts[kind]} {kind}" for kind in ("fixed", "new", "remaining") if counts[kind]]
     if counts["replaced"]:
@@ -96,7 +96,7 @@ def _without_steps(comparison: Comparison) -> str:
     """The verdict where step times are not compared: what is known instead comes first."""
     steps = comparison.steps
     no_steps = f"step times are not compared: {steps.reason.partition('; ')[0]}"
-    if repeated(comparison) and steps.before is not None and steps.after is not None:
+    if has_guessed_steps(comparison) and steps.before is not None and steps.after is not None:
         every = [t.format_duration(side.mean_ns) for side in (steps.before, steps.after)]
         return f"GPU work repeats every {' → '.join(every)}, but {no_steps}"
     if spans := _whole(comparison):
@@ -115,7 +115,7 @@ def _whole(comparison: Comparison) -> tuple[float, float] | None:
     """Of recordings without steps, how long each is, ns; ``None``: one has steps, or no device
     time."""
     times = [each for each in comparison.amounts if each.group == "time"]
-    if not times or not whole(comparison):
+    if not times or not is_of_whole_recordings(comparison):
         return None
     before, after = (
         sum(getattr(each, side) or 0.0 for each in times) for side in ("before", "after")
@@ -123,7 +123,7 @@ def _whole(comparison: Comparison) -> tuple[float, float] | None:
     return (before, after) if before > 0 and after > 0 else None
 
 
-def repeated(comparison: Comparison) -> bool:
+def has_guessed_steps(comparison: Comparison) -> bool:
     """The steps are periods of the device's work that nothing marks, perhaps parts of a step."""
     return bool({comparison.before.step_source, comparison.after.step_source} & {*GUESSED})
 
@@ -138,17 +138,17 @@ def _crashes(comparison: Comparison) -> list[str]:
     ]
 
 
-def whole(comparison: Comparison) -> bool:
+def is_of_whole_recordings(comparison: Comparison) -> bool:
     """Neither has marked steps: figures are of the whole recordings."""
     sources = {comparison.before.step_source, comparison.after.step_source}
     return sources == {"whole trace"}
 
 
-def per(comparison: Comparison) -> str:
+def per_suffix(comparison: Comparison) -> str:
     """After a figure: `` per step``, or nothing where figures are totals."""
-    if whole(comparison):
+    if is_of_whole_recordings(comparison):
         return ""
-    return " per repetition" if repeated(comparison) else " per step"
+    return " per repetition" if has_guessed_steps(comparison) else " per step"
 
 
 def _center(steps: StepTimeChange, which: str) -> float | None:
@@ -156,14 +156,15 @@ def _center(steps: StepTimeChange, which: str) -> float | None:
     return None if side is None else side.mean_ns if steps.statistic == "mean" else side.median_ns
 
 
-def interval(steps: StepTimeChange) -> str:
+def format_interval(steps: StepTimeChange) -> str:
     """The interval of the difference: ``95% interval -2.1% to +0.3%``."""
     if steps.share_low is None or steps.share_high is None:
         return t.NOT_MEASURED
-    return f"{steps.level:.0%} interval {signed(steps.share_low)} to {signed(steps.share_high)}"
+    low, high = signed_share(steps.share_low), signed_share(steps.share_high)
+    return f"{steps.level:.0%} interval {low} to {high}"
 
 
-def signed(share: float | None) -> str:
+def signed_share(share: float | None) -> str:
     """A relative difference with its sign: ``+12.3%``; no sign for nothing."""
     if share is None:
         return t.NOT_MEASURED
@@ -171,7 +172,7 @@ def signed(share: float | None) -> str:
     return "0.0%" if text in ("+0.0%", "-0.0%") else text.replace("-", "−")
 
 
-def sides(c: Comparison) -> list[tuple[str, list[str]]]:
+def describe_sides(c: Comparison) -> list[tuple[str, list[str]]]:
     """What the two are: (label, parts)."""
     return [("before", _side(c.before)), ("after", _side(c.after))]
 
@@ -208,7 +209,7 @@ def step_lines(c: Comparison) -> list[ComparedFigure]:
             continue
         before, after = getattr(item, field), getattr(other, field)
         judged = _judged(before, after, 0.0) if shown else ""
-        change = relative(before, after)
+        change = format_relative_change(before, after)
         texts = (t.format_duration(before), t.format_duration(after))
         result.append(ComparedFigure("steps", label, label, before, after, texts, change, judged))
     return result
@@ -232,7 +233,7 @@ def step_notes(steps: StepTimeChange) -> list[str]:
     low, high = t.format_change(steps.low_ns or 0.0), t.format_change(steps.high_ns or 0.0)
     result = [
         f"Difference of the {steps.statistic}s: {t.format_change(steps.difference_ns)}, "
-        f"{interval(steps)} ({low} to {high}; {steps.method})."
+        f"{format_interval(steps)} ({low} to {high}; {steps.method})."
     ]
     return [*result, *steps.notes]
 
@@ -309,12 +310,12 @@ def _change(amount: Amount) -> str:
     return f"{'+' if change > 0 else '−'}{t.format_value(abs(change), amount.unit)}"
 
 
-def relative(before: float, after: float) -> str:
+def format_relative_change(before: float, after: float) -> str:
     """Change as a share of before."""
-    return signed((after - before) / before) if before and after != before else ""
+    return signed_share((after - before) / before) if before and after != before else ""
 
 
-def findings(c: Comparison) -> list[tuple[str, list[FindingChange]]]:
+def group_findings(c: Comparison) -> list[tuple[str, list[FindingChange]]]:
     """Findings by what became of them: (title, findings), new ones first."""
     result = []
     for change in ORDER:
@@ -324,8 +325,8 @@ def findings(c: Comparison) -> list[tuple[str, list[FindingChange]]]:
     return result
 
 
-def finding(item: FindingChange, each: str = " per step") -> list[str]:
-    """One finding: its parts. ``each``: what a gain is of, see ``per``."""
+def describe_finding(item: FindingChange, each: str = " per step") -> list[str]:
+    """One finding: its parts. ``each``: what a gain is of, see ``per_suffix``."""
     parts = [item.title]
     gains = [item.before_gain_ns, item.after_gain_ns]
     if item.change == "remaining" and None not in gains:
@@ -341,7 +342,7 @@ def finding(item: FindingChange, each: str = " per step") -> list[str]:
     return parts
 
 
-def realised(c: Comparison) -> list[str]:
+def describe_realised_gain(c: Comparison) -> list[str]:
     """Predicted against realised gain, in sentences."""
     r = c.realised
     if not r.rules or r.predicted_ns is None:
@@ -349,7 +350,7 @@ def realised(c: Comparison) -> list[str]:
     bound = "up to " if r.method != "replay" else ""
     text = (
         f"Fixing {', '.join(r.rules)} was predicted to save "
-        f"{bound}{t.format_duration(r.predicted_ns)}{per(c)}"
+        f"{bound}{t.format_duration(r.predicted_ns)}{per_suffix(c)}"
     )
     if r.predicted_low_ns is not None and r.predicted_high_ns is not None and not bound:
         text += f" ({t.format_range(r.predicted_low_ns, r.predicted_high_ns)})"
@@ -404,10 +405,10 @@ def work_name(item: ComparedWork) -> str:
     """The operator with the shapes of its inputs, else the kernel."""
     if item.op is None:
         return (item.before_kernels or item.after_kernels or ["unknown"])[0]
-    return f"{t.clean(item.op)} {shape(item.shape)}".rstrip()
+    return f"{t.clean(item.op)} {format_shape(item.shape)}".rstrip()
 
 
-def shape(dims: str | None) -> str:
+def format_shape(dims: str | None) -> str:
     """``[[8, 128], [128, 64], []]`` as ``8×128, 128×64``."""
     if dims is None:
         return ""
@@ -432,15 +433,15 @@ MAX_GATE_FINDINGS = 10
 GATE_FIGURES = ("memory peak", "energy per step", "cost of 1,000 steps", "cost")
 
 
-def headline(c: Comparison) -> str:
+def write_headline(c: Comparison) -> str:
     """``Not slower: 12.1 ms → 12.2 ms per step (+0.8%, 95% interval −0.2% to +1.8%)``."""
     assert c.decision is not None
-    pair = " → ".join(centers(c.steps))
+    pair = " → ".join(format_step_times(c.steps))
     title = HEADLINES[c.decision.answer]
-    return f"{title}: {pair} per step ({signed(c.steps.share)}, {interval(c.steps)})"
+    return f"{title}: {pair} per step ({signed_share(c.steps.share)}, {format_interval(c.steps)})"
 
 
-def centers(steps: StepTimeChange) -> list[str]:
+def format_step_times(steps: StepTimeChange) -> list[str]:
     """The step before and after."""
     return [t.format_duration(_center(steps, side)) for side in ("before", "after")]
 

@@ -55,7 +55,7 @@ def compare_kernels(
     return _joined(sides, ("kernel",))
 
 
-def matched(work: list[ComparedWork], rest: ComparedWork | None) -> float | None:
+def matched_share(work: list[ComparedWork], rest: ComparedWork | None) -> float | None:
     """Share of the device time of both that is in rows which both have; ``None``: no work.
 
     What is left out of the rows is counted as matched: it differs too little to be shown.

@@ -251,7 +251,7 @@ def fact_line(fact: EvidenceRow) -> str:
     return f"{name} {value}, limit {limit}" if limit else f"{name} {value}"
 
 
-def plain(text: Inline) -> str:
+def plain_text(text: Inline) -> str:
     """The text without its meanings."""
     return "".join(part if isinstance(part, str) else part.text for part in spans(text))
 

@@ -14,7 +14,14 @@ from advisor.core import palette
 from advisor.core import text as t
 from advisor.core.views import Segment, Stairs, StepBar
 from advisor.render.document import Figure, Grid
-from advisor.render.html import Markup, colour, join, look, scrolling, tag
+from advisor.render.html import (
+    Markup,
+    colour_class,
+    colour_class_of_segment,
+    join,
+    scrolling_box,
+    tag,
+)
 
 if TYPE_CHECKING:
     from advisor.measure.steps.strip import Strip
@@ -29,7 +36,7 @@ def block_bar(share: float, room: int) -> str:
     return "█" * (max(1, round(min(share, 1.0) * room)) if share > 0 else 0)
 
 
-def cells(shares: Sequence[float], width: int) -> list[int]:
+def share_cells(shares: Sequence[float], width: int) -> list[int]:
     """Whole cells for each share, largest remainders first, so that they add up to what the
     shares add up to (never more than ``width``)."""
     total = sum(shares)
@@ -72,7 +79,7 @@ class Bar(Figure):
             width = max(0.0, min(segment.share, 1.0)) * WIDTH
             title = tag("title", f"{segment.label} {segment.time}, {segment.percent}")
             place = {"x": f"{x:.1f}", "y": 0, "width": f"{width:.1f}", "height": 40}
-            parts.append(tag("rect", title, cls=look(segment), **place))
+            parts.append(tag("rect", title, cls=colour_class_of_segment(segment), **place))
             x += width
         drawn = tag(
             "svg", *parts, cls="bar", viewBox=f"0 0 {WIDTH} 40", preserveAspectRatio="none",
@@ -80,27 +87,31 @@ class Bar(Figure):
         )  # fmt: skip
         if small:
             keys = [
-                tag("li", key(look(segment)), f"{segment.name} {segment.time}, {segment.percent}")
+                tag(
+                    "li",
+                    legend_key(colour_class_of_segment(segment)),
+                    f"{segment.name} {segment.time}, {segment.percent}",
+                )
                 for segment in bar.segments
             ]
             return join(drawn, tag("ul", *keys, cls="keys"))
         rows = [
             tag(
                 "tr",
-                tag("th", key(look(segment)), segment.name, scope="row"),
+                tag("th", legend_key(colour_class_of_segment(segment)), segment.name, scope="row"),
                 tag("td", segment.time),
                 tag("td", segment.percent),
             )
             for segment in bar.segments
         ]
-        head = heads(["", "time", t.format_of(bar.per)])
+        head = table_head(["", "time", t.format_of(bar.per)])
         return join(drawn, tag("table", head, tag("tbody", *rows), cls="legend"))
 
     def lines(self, width: int) -> list[Parts]:
         """The bar; below it work on the left, causes of idle time on the right, or below each
         other on a narrow page."""
         bar = self.bar
-        lengths = cells([segment.share for segment in bar.segments], width)
+        lengths = share_cells([segment.share for segment in bar.segments], width)
         both = zip(bar.segments, lengths, strict=True)
         drawn = [(s.look.glyph * length, s.look.style) for s, length in both if length]
         wide = max(len(segment.time) for segment in bar.segments)
@@ -141,12 +152,12 @@ def _entry(segment: Segment, room: int, wide: int) -> Parts:
     ]
 
 
-def key(cls: str) -> Markup:
+def legend_key(cls: str) -> Markup:
     """A square of a colour, for a legend."""
     return tag("span", cls=f"key {cls}")
 
 
-def heads(names: Sequence[str]) -> Markup:
+def table_head(names: Sequence[str]) -> Markup:
     """The head of a table."""
     return tag("thead", tag("tr", *(tag("th", name, scope="col") for name in names)))
 
@@ -172,7 +183,7 @@ class Staircase(Figure):
     def html(self, *, small: bool = False) -> Markup:
         """A track a fix: what is left of the step, and what this fix takes off it."""
         stairs = self.stairs
-        head = heads(["after fix", "", stairs.per, f"saves {stairs.bound}after those above"])
+        head = table_head(["after fix", "", stairs.per, f"saves {stairs.bound}after those above"])
         rows = []
         for stair in stairs.all:
             left = min(stair.left_share * 100, 100)
@@ -233,7 +244,10 @@ class StepTimeline(Figure):
         ticks = [t.format_duration(shown.dur_ns * part / 4) if part else "0" for part in range(5)]
         axis = tag("div", *(tag("span", tick) for tick in ticks), cls="axis")
         kinds = {run.kind for lane in shown.lanes for run in lane.runs}
-        keys = [tag("li", key(_kind(kind)), self._label(kind)) for kind in sorted(kinds, key=_kind)]
+        keys = [
+            tag("li", legend_key(_kind(kind)), self._label(kind))
+            for kind in sorted(kinds, key=_kind)
+        ]
         more = f"{t.count_noun(shown.more, 'more stream')} with less work." if shown.more else ""
         return join(
             tag("div", *lanes, axis, cls="strips"),
@@ -248,7 +262,7 @@ class StepTimeline(Figure):
 
 
 def _kind(kind: str) -> str:
-    return colour(kind, "work" if kind in palette.CLASSES else "idle")
+    return colour_class(kind, "work" if kind in palette.CLASSES else "idle")
 
 
 # -- many ranks ----------------------------------------------------------------------------------
@@ -297,12 +311,12 @@ class Histogram(Figure):
             )  # fmt: skip
             cells_ = tag("td", t.format_count(count)), tag("td", track, cls="track")
             rows.append(tag("tr", tag("th", name, scope="row"), *cells_))
-        return tag("table", heads([*self.head, ""]), tag("tbody", *rows), cls="stairs")
+        return tag("table", table_head([*self.head, ""]), tag("tbody", *rows), cls="stairs")
 
 
-SHADES: Final = 4
+SHADES_PER_SIDE: Final = 4
 """Colours on either side of the median's."""
-STRIP: Final = 128
+RANKS_PER_STRIP: Final = 128
 """Columns beside each other; of more, strips below each other."""
 MAP_WIDTH, HIGH, LABELS, GAP, TOP = 1024, 15, 132, 10, 14
 """Of the map: width of a full strip, height of a row, room for names, between strips, for the
@@ -333,13 +347,13 @@ class RankMap(Figure):
 
     def html(self, *, small: bool = False) -> Markup:
         """The map, its scale, and its numbers on demand."""
-        wide = min(48.0, MAP_WIDTH / min(STRIP, len(self.columns)))
+        wide = min(48.0, MAP_WIDTH / min(RANKS_PER_STRIP, len(self.columns)))
         every = max(1, round(64 / wide))  # a number of four digits is some 30 wide
         each = TOP + HIGH * len(self.names) + GAP
         drawn: list[Markup] = []
-        for number, first in enumerate(range(0, len(self.columns), STRIP)):
+        for number, first in enumerate(range(0, len(self.columns), RANKS_PER_STRIP)):
             top = number * each
-            count = min(STRIP, len(self.columns) - first)
+            count = min(RANKS_PER_STRIP, len(self.columns) - first)
             for index in range(0, count, every):
                 x = f"{LABELS + index * wide:.6g}"
                 drawn.append(tag("text", self.columns[first + index], x=x, y=top + 10))
@@ -348,28 +362,30 @@ class RankMap(Figure):
                 label = t.shorten(name, 20)
                 drawn.append(tag("text", label, x=LABELS - 6, y=y + HIGH - 4, text_anchor="end"))
                 drawn += [self._cell(first + at, row, at * wide, y, wide) for at in range(count)]
-        strips = -(-len(self.columns) // STRIP)
+        strips = -(-len(self.columns) // RANKS_PER_STRIP)
         height = (strips - 1) * each + TOP + HIGH * len(self.names)
         picture = tag(
             "svg", *drawn, cls="map", viewBox=f"0 0 {LABELS + MAP_WIDTH} {height}", role="img",
             aria_label=f"{self.label}; the table below has the numbers",
         )  # fmt: skip
-        shades = [tag("i", cls=f"h{shade}") for shade in range(-SHADES, SHADES + 1)]
+        shades = [
+            tag("i", cls=f"h{shade}") for shade in range(-SHADES_PER_SIDE, SHADES_PER_SIDE + 1)
+        ]
         rows = [
             tag("tr", tag("th", row[0], scope="row"), *(tag("td", cell) for cell in row[1:]))
             for row in self.numbers.rows
         ]
-        numbers = tag("table", heads(self.numbers.head), tag("tbody", *rows), cls="ranks")
+        numbers = tag("table", table_head(self.numbers.head), tag("tbody", *rows), cls="ranks")
         return join(
             picture,
             tag("p", f"{self.scale} less ", *shades, f" {self.scale} more", cls="scale"),
             tag("p", self.note, cls="soft") if self.note else "",
-            tag("details", tag("summary", "The numbers"), scrolling(self.label, numbers)),
+            tag("details", tag("summary", "The numbers"), scrolling_box(self.label, numbers)),
         )
 
     def _cell(self, column: int, row: int, x: float, y: int, wide: float) -> Markup:
         tint = self.tint(column, row)
-        cls = "hx" if tint is None else f"h{round(tint * SHADES)}"
+        cls = "hx" if tint is None else f"h{round(tint * SHADES_PER_SIDE)}"
         title = tag("title", self.words(column, row))
         place = {"x": f"{LABELS + x:.6g}", "y": y, "width": f"{wide - 0.5:.6g}"}
         return tag("rect", title, cls=cls, height=HIGH - 1, **place)

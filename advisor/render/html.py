@@ -60,17 +60,17 @@ def _span(span: Span) -> Markup:
     return tag("span", span.text, cls=span.style, title=title)
 
 
-def scrolling(label: str, *children: object) -> Markup:
+def scrolling_box(label: str, *children: object) -> Markup:
     """A box that scrolls sideways, with the keyboard too."""
     return tag("div", *children, cls="scroll", tabindex=0, role="region", aria_label=label)
 
 
-def look(segment: Segment) -> str:
+def colour_class_of_segment(segment: Segment) -> str:
     """The class of a part's colour (``palette.css``): never what a trace says."""
-    return colour(segment.key, segment.kind)
+    return colour_class(segment.key, segment.kind)
 
 
-def colour(key: str, kind: str = "work") -> str:
+def colour_class(key: str, kind: str = "work") -> str:
     """The class of a colour, for what has one."""
     prefix, known = {
         "work": ("", palette.CLASSES),

@@ -15,7 +15,7 @@ from rich.text import Text
 
 from advisor.core.text import clean
 
-LABEL = 9
+LABEL_WIDTH = 9
 """Width of the column of field names."""
 MIN_FIRST = 12
 """Width that is left to the first column of a table, however wide the others are."""
@@ -86,11 +86,11 @@ class Page:
         style: str = "",
     ) -> None:
         """A name and parts beside it; a line is broken between parts where that is possible."""
-        room = max(20, self.width - indent - LABEL)
+        room = max(20, self.width - indent - LABEL_WIDTH)
         lines = _flowed([clean(part) for part in parts if part], room, separator)
         for number, text in enumerate(lines):
             first = f"{' ' * indent}{label}" if number == 0 else ""
-            self.wrapped(text, first=first, indent=indent + LABEL, style=style)
+            self.wrapped(text, first=first, indent=indent + LABEL_WIDTH, style=style)
 
     def code(self, label: str, text: str, *, indent: int = 4) -> None:
         """A snippet, its lines kept as they are: beside its name where they fit, else without
@@ -99,8 +99,8 @@ class Page:
         lines = [piece for line in lines for piece in _comment_above(line, self.width - indent - 2)]
         longest = max(map(cell_len, lines))
         lead = " " * indent
-        if longest <= self.width - indent - LABEL - 2:
-            lead = f"{lead}{label}".ljust(indent + LABEL)
+        if longest <= self.width - indent - LABEL_WIDTH - 2:
+            lead = f"{lead}{label}".ljust(indent + LABEL_WIDTH)
         room = max(20, self.width - len(lead) - 2)
         for piece in (piece for line in lines for piece in _folded(line, room)):
             self.line((f"{lead}│ ", "dim"), (piece, "cyan"))

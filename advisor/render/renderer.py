@@ -11,7 +11,7 @@ from advisor.render.document import Document
 from advisor.render.document import RenderOptions as RenderOptions  # noqa: PLC0414
 
 Subject = TypeVar("Subject")
-HOMES: Final = {"Report": "report", "Comparison": "comparison", "TrialReport": "trial"}
+DOCUMENT_MODULES: Final = {"Report": "report", "Comparison": "comparison", "TrialReport": "trial"}
 """Class of a subject -> the file of ``documents/`` whose ``build`` makes its document."""
 
 
@@ -38,7 +38,7 @@ class DocumentRenderer(Renderer[Any]):
     def render(self, subject: Any, options: RenderOptions = DEFAULT) -> str:
         """The subject's Document, drawn."""
         if not isinstance(subject, Document):
-            home = HOMES[type(subject).__name__]
+            home = DOCUMENT_MODULES[type(subject).__name__]
             subject = import_module(f"advisor.render.documents.{home}").build(subject, options)
         return self.draw(subject, options)
 

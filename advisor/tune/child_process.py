@@ -26,12 +26,12 @@ from advisor.tune.overlay import Overlay
 from advisor.tune.spec import GROUP, SO_FAR, TURN, Result, Spec, encode, read_spec
 
 Note = Callable[[str], None]
-LATE = 4.0
+MAX_BLOCK_OVERRUN = 4.0
 """Times its share of the seconds after which a block ends, whatever it has."""
-LEAST = 5
+MIN_RECORDED_STEPS = 5
 """Steps of a recording, however long they take."""
 MAX_LOSSES = 20_000
-NORMS = 6
+NORM_STEPS = 6
 """First steps whose gradients are measured: none that is timed."""
 
 _trial: list[tuple[Spec, Overlay]] = []
@@ -105,7 +105,10 @@ def _record(spec: Spec, note: Note) -> None:
         nonlocal count
         count += 1
         shares = (time.monotonic() - begun) / spec.seconds
-        late = shares > (1 if count >= spec.warmup else LATE / 2) and count >= LEAST
+        late = (
+            shares > (1 if count >= spec.warmup else MAX_BLOCK_OVERRUN / 2)
+            and count >= MIN_RECORDED_STEPS
+        )
         if count >= spec.steps or late:
             raise SystemExit(0)
 
@@ -181,7 +184,7 @@ class Timer:
         _BaseDataLoaderIter.__next__ = __next__
 
     def _norm(self, optimizer: Any, *_: Any) -> None:
-        if len(self.norms) >= NORMS:
+        if len(self.norms) >= NORM_STEPS:
             return
         import torch
 
@@ -343,7 +346,7 @@ class Turns:
 
     def over(self, steps: int, now: int) -> bool:
         """Whether so many steps end the block."""
-        late = now - self.begun > LATE * self.spec.seconds * 1e9 / self.spec.turns
+        late = now - self.begun > MAX_BLOCK_OVERRUN * self.spec.seconds * 1e9 / self.spec.turns
         return steps >= self.block or late
 
 

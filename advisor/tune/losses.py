@@ -11,18 +11,18 @@ from advisor.tune.spec import Result
 
 Numbers = Sequence[float | None]
 
-FIRST = 3
+FIRST_LOSSES = 3
 """Losses before rounding errors have grown by training."""
 EPSILON = {"float32": 2.0**-23, "float64": 2.0**-52, "bfloat16": 2.0**-7, "float16": 2.0**-10}
-SUMS = 256.0
+SUM_ORDER_ULPS = 256.0
 """Times the unit of the last place that another order of sums may make in the first losses: errors
 of n terms in another order grow as √n, and 2¹⁶ terms are a row of the largest products."""
-GROWN = 1000.0
+GROWN_ULPS = 1000.0
 """Times that, in all of the losses: training takes small differences apart."""
 BAND, NORM_BAND = 0.05, 0.25
 """Of the mean loss, and of gradient norms: what ``precision`` may change. Two runs of different
 seeds differ by more."""
-ERRORS = 4.0
+MAX_STANDARD_ERRORS = 4.0
 """Standard errors of the mean difference on top, since losses of single steps scatter."""
 
 
@@ -38,7 +38,7 @@ class Check(NamedTuple):
     """Not passed, whether or not the program repeats its own losses."""
 
 
-def check(
+def check_losses(
     safety: Safety, redraws: bool, baseline: Sequence[Result], tried: Sequence[Result]
 ) -> Check:
     """Hold the losses of each trial against those of the program as it is."""
@@ -85,11 +85,13 @@ def _one(safety: Safety, redraws: bool, steady: bool, before: Result, after: Res
             return Check(True, f"{result.text} ({why})")
         return result
     unit = EPSILON.get(before.loss_dtype, EPSILON["float32"])
-    early = _apart(a[:FIRST], b[:FIRST])
-    if early > SUMS * unit:
-        return Check(False, f"{early:.2g} apart in the first losses, above {SUMS * unit:.2g}")
+    early = _apart(a[:FIRST_LOSSES], b[:FIRST_LOSSES])
+    if early > SUM_ORDER_ULPS * unit:
+        return Check(
+            False, f"{early:.2g} apart in the first losses, above {SUM_ORDER_ULPS * unit:.2g}"
+        )
     whole = _apart(a, b)
-    if whole > SUMS * GROWN * unit:
+    if whole > SUM_ORDER_ULPS * GROWN_ULPS * unit:
         result = _in_band(before, after)
         return (
             result if not result.passed else Check(True, f"{early:.1g} apart, then {result.text}")
@@ -103,7 +105,10 @@ def _rounded(before: Result, after: Result) -> bool:
     if not b or any(value is None for value in b):
         return False
     unit = EPSILON.get(before.loss_dtype, EPSILON["float32"])
-    return _apart(a[:FIRST], b[:FIRST]) <= SUMS * unit and _apart(a, b) <= SUMS * GROWN * unit
+    return (
+        _apart(a[:FIRST_LOSSES], b[:FIRST_LOSSES]) <= SUM_ORDER_ULPS * unit
+        and _apart(a, b) <= SUM_ORDER_ULPS * GROWN_ULPS * unit
+    )
 
 
 def _equal(a: Numbers, b: Numbers) -> bool:
@@ -134,7 +139,7 @@ def _in_band(before: Result, after: Result) -> Check:
     gaps = [y - x for x, y in pairs]
     mean = sum(gaps) / count
     spread = math.sqrt(sum((gap - mean) ** 2 for gap in gaps) / max(1, count - 1) / count)
-    allowed = BAND + ERRORS * spread / scale
+    allowed = BAND + MAX_STANDARD_ERRORS * spread / scale
     share = abs(mean) / scale
     if share > allowed:
         return Check(False, f"loss {mean / scale:+.1%} over {count}, above {allowed:.1%}")

@@ -20,13 +20,13 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from advisor.compare.statistics import LEVEL, t_quantile
+from advisor.compare.statistics import CONFIDENCE_LEVEL, t_quantile
 
-BLOCKS = 6
+BLOCKS_PER_RUN = 6
 """In which the steps of a run are averaged."""
-ALONE = 5
+MIN_OWN_PAIRS = 5
 """Pairs from which on a knob's own scatter is enough."""
-FREEDOM = 3
+MIN_DEGREES_OF_FREEDOM = 3
 """Degrees of freedom below which pairs say nothing."""
 
 
@@ -47,7 +47,7 @@ class MeasuredGain(NamedTuple):
         return (self.high - self.low) / 2
 
 
-def gain(
+def measure_gain(
     before: Sequence[Sequence[int]],
     after: Sequence[Sequence[int]],
     turns: Sequence[Sequence[float]] = (),
@@ -59,7 +59,7 @@ def gain(
         return None
     means = [np.array([run.mean() for run in side]) for side in sides]
     a, b = (float(mean.mean()) for mean in means)
-    pairs = ratios(before, after)
+    pairs = log_ratios(before, after)
     if turns:  # of those that were run side by side, not of all there are
         b = a * math.exp(float(np.mean(pairs)))
     reach = max(_scatter(turns), _scatter([pairs])) if turns else 0.0
@@ -79,7 +79,10 @@ def _within(sides: Sequence[Sequence[NDArray[np.float64]]]) -> float:
     for runs in sides:
         logs = [
             np.log(
-                [block.mean() / run.mean() for block in np.array_split(run, min(BLOCKS, len(run)))]
+                [
+                    block.mean() / run.mean()
+                    for block in np.array_split(run, min(BLOCKS_PER_RUN, len(run)))
+                ]
             )
             for run in runs
         ]
@@ -122,16 +125,16 @@ def by_turns(
     ]
     if len(sides) < 2:
         return []
-    return ratios(*sides)
+    return log_ratios(*sides)
 
 
 def _reach(variance: float, freedom: int) -> float:
     if not freedom or variance <= 0:
         return 0.0
-    return t_quantile(0.5 + LEVEL / 2, freedom) * math.sqrt(variance)
+    return t_quantile(0.5 + CONFIDENCE_LEVEL / 2, freedom) * math.sqrt(variance)
 
 
-def ratios(before: Iterable[Sized], after: Iterable[Sized]) -> list[float]:
+def log_ratios(before: Iterable[Sized], after: Iterable[Sized]) -> list[float]:
     """Logarithms of after over before, of the mean steps of runs that were made in turn."""
     return [
         math.log(float(np.mean(np.asarray(b))) / float(np.mean(np.asarray(a))))
@@ -140,21 +143,23 @@ def ratios(before: Iterable[Sized], after: Iterable[Sized]) -> list[float]:
     ]
 
 
-def paired(
+def measure_paired_gain(
     before: Sequence[Sequence[int]],
     after: Sequence[Sequence[int]],
     others: Sequence[Sequence[float]] = (),
 ) -> MeasuredGain | None:
     """The gain of runs that were made in turn, the first of one side with the first of the other.
     ``others``: ratios of other knobs. ``None``: all of them together are too few."""
-    own = ratios(before, after)
+    own = log_ratios(before, after)
     if not own:
         return None
-    asked = [own] if len(own) >= ALONE else [own, *others]
+    asked = [own] if len(own) >= MIN_OWN_PAIRS else [own, *others]
     freedom = sum(len(logs) - 1 for logs in asked if logs)
-    if freedom < FREEDOM:
+    if freedom < MIN_DEGREES_OF_FREEDOM:
         return None
     squares = sum(float(np.square(np.array(logs) - np.mean(logs)).sum()) for logs in asked if logs)
-    reach = t_quantile(0.5 + LEVEL / 2, freedom) * math.sqrt(squares / freedom / len(own))
+    reach = t_quantile(0.5 + CONFIDENCE_LEVEL / 2, freedom) * math.sqrt(
+        squares / freedom / len(own)
+    )
     first = float(np.mean([np.mean(run) for run in before[: len(after)] if len(run)]))
     return _gain(first, math.exp(float(np.mean(own))), reach, len(own))

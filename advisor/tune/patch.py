@@ -16,7 +16,7 @@ def wrap(owner: Any, name: str, make: Callable[[Any], Any]) -> None:
     setattr(owner, name, functools.wraps(original)(make(original)))
 
 
-def hold(owner: Any, *names: str) -> None:
+def ignore_assignments(owner: Any, *names: str) -> None:
     """Keep attributes of ``torch.backends``: what is assigned to them is passed over."""
     kind: Any = type(owner)
     original = kind.__setattr__

@@ -21,7 +21,7 @@ from advisor.lint.source import Script, keyword, parse
 from advisor.recorder.folder import new_run
 from advisor.replay import predictions
 from advisor.tune.knob import Machine, find_knob
-from advisor.tune.plan import asked_for, plan
+from advisor.tune.plan import asked_for, plan_trials
 from advisor.tune.process import TrialProgram
 from advisor.tune.report import FILE, Trial, TrialReport
 from advisor.tune.rounds import Limits
@@ -70,7 +70,7 @@ def try_program(
     report.dry = wanted.dry
     report.seconds = time.monotonic() - begun
     if not wanted.dry:
-        keep(report, run, remember=wanted.remember)
+        save_trials(report, run, remember=wanted.remember)
     return report, run
 
 
@@ -100,7 +100,7 @@ def _record(program: TrialProgram, root: Path, wanted: TrialRequest, say: Say) -
 
 def _plan(report: TrialReport, run: Path, words: Sequence[str], wanted: TrialRequest) -> None:
     machine = Machine(count_cores(), _on_gpu(run))
-    result = plan(run, machine)
+    result = plan_trials(run, machine)
     report.verdict, report.without = result.verdict, result.without
     report.trials = [
         t
@@ -113,7 +113,7 @@ def _plan(report: TrialReport, run: Path, words: Sequence[str], wanted: TrialReq
             callees, arguments = find_knob(trial.knob_setting.knob).arguments(
                 trial.knob_setting.value
             )
-            trial.diff = diff(script, callees, arguments) if callees else ""
+            trial.diff = write_diff(script, callees, arguments) if callees else ""
     known = predictions.records(predictions.read(predictions.user_file()).predictions)
     rules = dict.fromkeys(trial.rule for trial in report.trials if trial.rule)
     report.remembered = "; ".join(f"{rule}: {known[rule]}" for rule in rules if rule in known)
@@ -124,7 +124,7 @@ def _on_gpu(run: Path) -> bool:
     return any(rank.rank.devices for rank in record.ranks.values())
 
 
-def keep(report: TrialReport, run: Path, *, remember: bool) -> None:
+def save_trials(report: TrialReport, run: Path, *, remember: bool) -> None:
     """The report and the ledger's lines in the run's folder; in the user's ledger if they agree."""
     try:
         (run / FILE).write_bytes(report.to_json())
@@ -181,7 +181,7 @@ def command_of(run: Path) -> list[str]:
 MAX_BYTES = 4 << 20
 
 
-def diff(file: Path, callees: frozenset[str], arguments: Mapping[str, object]) -> str:
+def write_diff(file: Path, callees: frozenset[str], arguments: Mapping[str, object]) -> str:
     """Set keyword arguments of the only call of one of these names; empty: there is none, several,
     or one whose arguments are not all written out."""
     try:

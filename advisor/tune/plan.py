@@ -25,7 +25,7 @@ class TrialPlan(NamedTuple):
     verdict: str
 
 
-def plan(run: Path, machine: Machine) -> TrialPlan:
+def plan_trials(run: Path, machine: Machine) -> TrialPlan:
     """Of a recorded run. Raises AdvisorError: nothing in it can be analysed."""
     seen = examine(run, Options())
     named = {rule.id: rule.knobs for rule in load_rules()}

@@ -48,7 +48,7 @@ MAX_LINES = 12
 BEGIN = "ADVISOR_BEGIN"
 POLL_SECONDS = 0.01
 
-QUIET: Mapping[str, str] = {
+QUIET_ENVIRONMENT: Mapping[str, str] = {
     # nobody hears of a run that is only tried
     "WANDB_MODE": "disabled",
     "CLEARML_OFFLINE_MODE": "1",
@@ -120,7 +120,7 @@ class TrialProgram:
     ) -> dict[str, str]:
         """Variables of the process."""
         env = {k: v for k, v in os.environ.items() if not k.startswith("ADVISOR")}
-        env |= {**QUIET, "MLFLOW_TRACKING_URI": f"file:{scratch}/mlflow"}
+        env |= {**QUIET_ENVIRONMENT, "MLFLOW_TRACKING_URI": f"file:{scratch}/mlflow"}
         env |= {"TMPDIR": str(scratch / "tmp"), SPEC: str(home / "spec.json"), BEGIN: MODULE}
         env["TORCHINDUCTOR_CACHE_DIR"] = str(self.cache / "inductor")
         env["TRITON_CACHE_DIR"] = str(self.cache / "triton")

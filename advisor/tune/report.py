@@ -17,8 +17,8 @@ FILE = "trials.json"
 """In the run's folder."""
 MAX_BYTES = 16 << 20
 Outcome = Literal["gain", "no gain", "slower", "unclear", "dropped", "not run"]
-"""``unclear``: the interval is too wide to say (``KNOWN``)."""
-KNOWN = 0.1
+"""``unclear``: the interval is too wide to say (``MAX_HALF_INTERVAL``)."""
+MAX_HALF_INTERVAL = 0.1
 """Half the interval, of the step, up to which a gain counts as measured."""
 
 
@@ -65,7 +65,7 @@ class Trial(Struct, kw_only=True):
         """Whether the gain is measured well enough to judge a prediction by."""
         if self.gain_low is None or self.gain_high is None:
             return False
-        return (self.gain_high - self.gain_low) / 2 <= KNOWN
+        return (self.gain_high - self.gain_low) / 2 <= MAX_HALF_INTERVAL
 
     @property
     def name(self) -> str:
@@ -142,7 +142,7 @@ class TrialReport(Struct, kw_only=True):
         return decoded(text, cls, "report of trials", SCHEMA, MAX_BYTES)
 
 
-def headline(report: TrialReport) -> str:
+def write_headline(report: TrialReport) -> str:
     """One sentence."""
     count = len(report.trials)
     if not count:
@@ -160,19 +160,21 @@ def headline(report: TrialReport) -> str:
     if both is None:
         if report.winners and report.winners[0].schedule:
             best = report.winners[0]
+            less = f"{format_interval(best.gain_low, best.gain_high)} less time"
             return (
-                f"{how}{best.name}: a sample takes {interval(best.gain_low, best.gain_high)} less "
-                "time. This is another training: check what it does to the schedule."
+                f"{how}{best.name}: a sample takes {less}. "
+                "This is another training: check what it does to the schedule."
             )
         return f"{how}No gain is shown in {t.count_noun(count, 'trial')}."
     names = " and ".join(map(str, both.knob_settings))
+    gain = f"-{t.format_share(both.gain)}, {format_interval(both.gain_low, both.gain_high)}"
     return (
         f"{how}{names}: {t.format_duration(report.step_ns)} → {t.format_duration(both.step_ns)} "
-        f"per step (-{t.format_share(both.gain)}, {interval(both.gain_low, both.gain_high)})."
+        f"per step ({gain})."
     )
 
 
-def interval(low: float | None, high: float | None) -> str:
+def format_interval(low: float | None, high: float | None) -> str:
     """Of shares of the step."""
     if low is None or high is None:
         return t.NOT_MEASURED
@@ -180,7 +182,7 @@ def interval(low: float | None, high: float | None) -> str:
     return f"{lowest} to {100 * high:.0f}%"
 
 
-def runs(report: TrialReport) -> list[str]:
+def describe_runs(report: TrialReport) -> list[str]:
     """How much was run."""
     result = [f"{report.processes} processes, {report.seconds:.0f} s"]
     if report.steps:
@@ -192,7 +194,7 @@ def runs(report: TrialReport) -> list[str]:
     return result
 
 
-def losses(report: TrialReport) -> str:
+def describe_losses(report: TrialReport) -> str:
     """Whether the program repeats itself; empty: unknown."""
     if report.repeats is None:
         return ""
@@ -203,6 +205,6 @@ def losses(report: TrialReport) -> str:
     )
 
 
-def band(trial: Trial) -> str:
+def describe_prediction(trial: Trial) -> str:
     """Whether the measured gain is within the predicted range."""
     return {True: "in range", False: "outside", None: "–"}[trial.inside]

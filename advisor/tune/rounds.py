@@ -18,18 +18,18 @@ from advisor.tune.process import Running, TrialProgram
 from advisor.tune.spec import KnobSetting, Result
 
 KnobSettings = tuple[KnobSetting, ...]
-TURNS = 8
+BLOCKS_PER_PROCESS = 8
 """Blocks of steps that each process has."""
 BLOCK_SECONDS = 0.4
 """Of a block at least: waking up takes some of a millisecond."""
-PATIENCE = 6.0
+MAX_RUN_RATIO = 6.0
 """Times the longest run so far, until a run is ended."""
-ROOM = 0.6
+USABLE_MEMORY_SHARE = 0.6
 """Of the memory that is free, for processes that stand still."""
 CONTEXT_BYTES = 1 << 30
 """Of device memory that a process takes and PyTorch does not count: its context, libraries."""
 MIN_TURNS = 2
-ABREAST = 3
+KNOBS_PER_ROUND = 3
 """Knobs in one round: with more of them a turn is long in coming round."""
 
 
@@ -70,7 +70,7 @@ class Rounds:
     @property
     def turns(self) -> int:
         """Of each process."""
-        return min(TURNS, self.limits.steps // 2)
+        return min(BLOCKS_PER_PROCESS, self.limits.steps // 2)
 
     def affords(self, runs: int = 1) -> bool:
         """Whether so many runs fit into what is left."""
@@ -148,7 +148,7 @@ class Rounds:
         if not live:
             return
         if len(live) > 1:
-            self.say("in turns: " + ", ".join(map(name, live)))
+            self.say("in turns: " + ", ".join(map(join_settings, live)))
         block = self._block(live[first].so_far())
         for turn in range(self.turns):
             late = time.monotonic() > self.end
@@ -169,8 +169,8 @@ class Rounds:
 
     def _start(self, knob_settings: KnobSettings, turns: int) -> Running:
         limits, now = self.limits, time.monotonic()
-        self.say(name(knob_settings))
-        timeout = limits.timeout if not self.longest else max(60.0, self.longest * PATIENCE)
+        self.say(join_settings(knob_settings))
+        timeout = limits.timeout if not self.longest else max(60.0, self.longest * MAX_RUN_RATIO)
         self.processes += 1
         return self.program.start(
             knob_settings,
@@ -200,17 +200,21 @@ class Rounds:
         return min(wanted, fits, max(limits.steps, limits.most) // turns)
 
     def _room(self, item: Running) -> int:
-        """How many more processes like this one there is memory for, at most ``ABREAST``."""
+        """How many more processes like this one fit the memory, at most ``KNOBS_PER_ROUND``."""
         result = item.so_far()
-        free = [ABREAST]
+        free = [KNOBS_PER_ROUND]
         held = _held(item.process.pid)
         if held is None:
             return 0
         available, bytes_ = held
-        free.append(int(ROOM * available / max(bytes_, 1)))
+        free.append(int(USABLE_MEMORY_SHARE * available / max(bytes_, 1)))
         if result.device_free is not None:
             free.append(
-                int(ROOM * result.device_free / ((result.device_bytes or 0) + CONTEXT_BYTES))
+                int(
+                    USABLE_MEMORY_SHARE
+                    * result.device_free
+                    / ((result.device_bytes or 0) + CONTEXT_BYTES)
+                )
             )
         return max(0, min(free))
 
@@ -230,6 +234,6 @@ def _held(pid: int) -> tuple[int, int] | None:
         return None
 
 
-def name(knob_settings: KnobSettings) -> str:
+def join_settings(knob_settings: KnobSettings) -> str:
     """For people."""
     return ", ".join(map(str, knob_settings)) or "as it is"

@@ -13,23 +13,29 @@ from collections.abc import Callable, Sequence
 
 from advisor.core.errors import AdvisorError
 from advisor.tune.knob import find_knob
-from advisor.tune.losses import check
-from advisor.tune.measure import MeasuredGain, by_turns, gain, paired, ratios
+from advisor.tune.losses import check_losses
+from advisor.tune.measure import (
+    MeasuredGain,
+    by_turns,
+    log_ratios,
+    measure_gain,
+    measure_paired_gain,
+)
 from advisor.tune.process import TrialProgram, landlock_version
 from advisor.tune.report import Together, Trial, TrialReport
-from advisor.tune.rounds import ABREAST, Limits, Rounds
+from advisor.tune.rounds import KNOBS_PER_ROUND, Limits, Rounds
 from advisor.tune.spec import KnobSetting, Result
 
 MIN_GAIN = 0.01
 """Share of the step: less is what two runs of one program differ by."""
-NARROW = 0.02
+NARROW_HALF_INTERVAL = 0.02
 """Half the interval, of the step, at which a gain is known …"""
-OF_THE_GAIN = 0.1
+NARROW_SHARE_OF_GAIN = 0.1
 """… or of the gain itself."""
 MIN_PASSES, MAX_PASSES = 2, 6
 MIN_FREED = 0.05
 """Of the peak: less memory than this is what two runs of one program differ by."""
-BEHIND = 0.02
+MIN_SHARE_BEHIND = 0.02
 """A setting surely this much of the step behind another of its knob is out of the race."""
 
 
@@ -84,7 +90,7 @@ class TrialSession:
             raise KeyboardInterrupt
         if self.runs.get(()) and not self.affords(2):
             return []
-        wanted = [(), *sides] if self.rounds.alone else [(), *sides[:ABREAST]]
+        wanted = [(), *sides] if self.rounds.alone else [(), *sides[:KNOBS_PER_ROUND]]
         results = self.rounds.run(wanted)
         self.report.processes = self.rounds.processes
         for knob_settings, result in results.items():
@@ -156,11 +162,13 @@ class TrialSession:
             for key in self.pairs
             if key[0] == before and key[1] != knob_settings and (found := self._ratios(key))
         ]
-        return paired(item, other, others) or gain(item, other, [t for t in turns if t])
+        return measure_paired_gain(item, other, others) or measure_gain(
+            item, other, [t for t in turns if t]
+        )
 
     def _ratios(self, key: tuple[KnobSettings, KnobSettings]) -> list[float]:
         pairs = self.pairs[key]
-        return ratios(
+        return log_ratios(
             [self._steps(key[0], a) for a, _ in pairs], [self._steps(key[1], b) for _, b in pairs]
         )
 
@@ -200,7 +208,7 @@ class TrialSession:
             trial.outcome, trial.why = "dropped", "it ended before a step was timed"
             return
         trial.device_bytes, trial.host_bytes = last.device_bytes, last.host_bytes
-        result = check(item.safety, item.redraws, self.runs[()], runs)
+        result = check_losses(item.safety, item.redraws, self.runs[()], runs)
         trial.losses = result.text
         # before a second run of the program nobody knows whether it repeats its own losses
         once = len(self.runs[()]) < 2 and not result.broken
@@ -264,12 +272,12 @@ class TrialSession:
             return False
         rivals = [t for t in self.report.trials if t.knob_setting.knob == trial.knob_setting.knob]
         best = max((t.gain_low or -1.0 for t in rivals if t is not trial), default=-1.0)
-        if (trial.gain_high or 0.0) + BEHIND < best and trial.predicted is None:
+        if (trial.gain_high or 0.0) + MIN_SHARE_BEHIND < best and trial.predicted is None:
             return False  # another setting is surely better, and nothing was promised of this one
         if passes < MIN_PASSES:
             return True
         half = ((trial.gain_high or 0.0) - (trial.gain_low or 0.0)) / 2
-        return half > max(NARROW, OF_THE_GAIN * abs(trial.gain))
+        return half > max(NARROW_HALF_INTERVAL, NARROW_SHARE_OF_GAIN * abs(trial.gain))
 
     # -- together -------------------------------------------------------------------------------
 
@@ -299,7 +307,7 @@ class TrialSession:
             worst = max((c.safety for c in classes), key=["exact", "reordered", "precision"].index)
             fine = (
                 not any(r.problem for r in self.runs.get(more, []))
-                and check(
+                and check_losses(
                     worst, any(c.redraws for c in classes), self.runs[()], self.runs.get(more, [])
                 ).passed
             )

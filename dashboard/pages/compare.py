@@ -9,7 +9,7 @@ import plotly.graph_objects as go
 from advisor.advise import views
 from advisor.compare import view as words
 from advisor.compare.comparison import Comparison, Distribution, FindingChange
-from advisor.compare.view import ComparedFigure, per
+from advisor.compare.view import ComparedFigure, per_suffix
 from advisor.core import text as t
 from advisor.core.finding import unit_of
 from advisor.dashboard import current, figures, theme
@@ -106,7 +106,7 @@ def _head(c: Comparison, chooser: Any) -> Any:
     look, word = STATUS[c.steps.verdict]
     sides = [
         el("Span", el("B", label), " ", t.clean(" · ".join(parts)))
-        for label, parts in words.sides(c)
+        for label, parts in words.describe_sides(c)
     ]
     return el(
         "Div",
@@ -257,7 +257,7 @@ def _breakdown(c: Comparison, before: OpenedPath, after: OpenedPath) -> Any:
 
 
 def _findings(c: Comparison) -> Any:
-    groups = words.findings(c)
+    groups = words.group_findings(c)
     if not groups:
         return empty("No findings", "Neither run has findings.")
     parts: list[Any] = []
@@ -266,19 +266,19 @@ def _findings(c: Comparison) -> Any:
             el(
                 "Section",
                 el("Span", f"{title} {len(items)}", cls=f"pill {MARKS.get(items[0].change, '')}"),
-                el("Ul", *(_finding(item, per(c)) for item in items), cls="changes"),
+                el("Ul", *(_finding(item, per_suffix(c)) for item in items), cls="changes"),
             )
         )
     return card("Findings", el("Div", *parts, cls="stack"))
 
 
 def _finding(item: FindingChange, unit: str) -> Any:
-    title, *rest = (t.clean(part) for part in words.finding(item, unit))
+    title, *rest = (t.clean(part) for part in words.describe_finding(item, unit))
     return el("Li", el("B", title), el("Span", " · ".join(rest), cls="dim") if rest else None)
 
 
 def _realised(c: Comparison) -> Any:
-    sentences = [t.clean(sentence) for sentence in words.realised(c)]
+    sentences = [t.clean(sentence) for sentence in words.describe_realised_gain(c)]
     if not sentences:
         return None
     return card("Predicted and measured gains", *(el("P", sentence) for sentence in sentences))
@@ -290,7 +290,7 @@ def _work(c: Comparison) -> Any:
         return None
     return card(
         "Operators that differ",
-        _table("GPU work", lines, bars=True, caption=f"GPU time and launches{per(c)}"),
+        _table("GPU work", lines, bars=True, caption=f"GPU time and launches{per_suffix(c)}"),
         aside="matched by operator and shape, also across GPUs",
         cls="compared",
     )

@@ -30,7 +30,7 @@ from advisor.dashboard.parts import (
 from advisor.dashboard.session import LoadedRun
 from advisor.measure.comm.comms import sum_collectives, sum_skew
 from advisor.measure.ranks.skew import align, exposed_by_rank, skew
-from advisor.render.documents.ranks import mesh
+from advisor.render.documents.ranks import build_mesh_sections
 
 MAPS = {
     "step": ("step_ns", "Step time"),
@@ -75,7 +75,7 @@ def layout(show: object = None, **query: object) -> Any:
         _map(view, what) if held else None,
         _skew(view) if held and report.ranks is not None and report.ranks.aligned else None,
         None if several else _only_one(),
-        *map(draw_section, mesh(report, of_one=True)),
+        *map(draw_section, build_mesh_sections(report, of_one=True)),
         result,
     )
 

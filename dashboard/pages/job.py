@@ -32,7 +32,7 @@ from advisor.dashboard.parts import (
     tiles,
 )
 from advisor.dashboard.session import DashboardSession, OpenedPath, key_of, split_key
-from advisor.render.documents.ranks import groups
+from advisor.render.documents.ranks import build_rank_groups
 
 STRIP = 128
 """Ranks beside each other on the map."""
@@ -86,7 +86,7 @@ def layout(**query: object) -> Any:
         _map(ranks, entry),
         _outliers(ranks, entry),
         _steps(ranks),
-        *map(draw_section, groups(ranks)),
+        *map(draw_section, build_rank_groups(ranks)),
         *_changes(report),
         _ranks(ranks, entry),
         card(

@@ -164,7 +164,7 @@ def _path(log: NetworkLog) -> list[Any]:
     ]
     rows = [
         (field.label, t.clean(" · ".join(map(str, field.parts))))
-        for section in document.path(log)
+        for section in document.build_network_path(log)
         for block in getattr(section, "blocks", ())
         if isinstance(block, FieldList)
         for field in block.rows

@@ -153,9 +153,9 @@ def _serving(report: Report) -> Any:
     """Steps of inference by phase."""
     if report.serving is None:
         return None
-    rows = [serving.row(phase) for phase in report.serving.phases]
-    rest = [(label, " · ".join(each)) for label, each, _ in serving.lines(report.serving)]
-    shown = draw_grid(Grid(serving.HEAD, rows))
+    rows = [serving.build_row(phase) for phase in report.serving.phases]
+    rest = [(label, " · ".join(each)) for label, each, _ in serving.describe_lines(report.serving)]
+    shown = draw_grid(Grid(serving.COLUMN_TITLES, rows))
     return card("Inference by phase", shown, parts.facts(rest))
 
 

@@ -16,11 +16,11 @@ from advisor.tune.report import (
     MAX_BYTES,
     Trial,
     TrialReport,
-    band,
-    headline,
-    interval,
-    losses,
-    runs,
+    describe_losses,
+    describe_prediction,
+    describe_runs,
+    format_interval,
+    write_headline,
 )
 
 COLUMNS = ("knob", "rule", "predicted", "measured", "in range", "losses", "memory", "outcome")
@@ -49,10 +49,10 @@ def layout(**query: object) -> Any:
             ),
         )
     both = report.together
-    saved = t.NOT_MEASURED if both is None else interval(both.gain_low, both.gain_high)
+    saved = t.NOT_MEASURED if both is None else format_interval(both.gain_low, both.gain_high)
     return page(
-        head("Trials", t.clean(headline(report))),
-        banner([losses(report)] if report.repeats is False else []),
+        head("Trials", t.clean(write_headline(report))),
+        banner([describe_losses(report)] if report.repeats is False else []),
         tiles(
             [
                 ("Step before", t.format_duration(report.step_ns), f"{report.steps} steps per run"),
@@ -71,8 +71,8 @@ def layout(**query: object) -> Any:
             facts(
                 [
                     ("Program", t.clean(" ".join(report.program))),
-                    ("Runs", t.clean(" · ".join(runs(report)))),
-                    ("Losses", losses(report) or t.NOT_MEASURED),
+                    ("Runs", t.clean(" · ".join(describe_runs(report)))),
+                    ("Losses", describe_losses(report) or t.NOT_MEASURED),
                     ("Past trials", t.clean(report.remembered) or "none for these rules"),
                     ("Needs manual change", t.clean(", ".join(report.without)) or "–"),
                 ]
@@ -94,9 +94,9 @@ def _table(trials: list[Trial]) -> Any:
         [
             t.clean(trial.name),
             t.clean(trial.rule),
-            interval(trial.predicted_low, trial.predicted_high) if trial.predicted else "–",
-            "–" if trial.gain is None else interval(trial.gain_low, trial.gain_high),
-            band(trial),
+            format_interval(trial.predicted_low, trial.predicted_high) if trial.predicted else "–",
+            "–" if trial.gain is None else format_interval(trial.gain_low, trial.gain_high),
+            describe_prediction(trial),
             t.clean(trial.losses) or "–",
             t.format_bytes(trial.device_bytes or trial.host_bytes),
             t.clean(f"{trial.outcome}: {trial.why}" if trial.why else trial.outcome),

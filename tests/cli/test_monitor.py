@@ -14,7 +14,7 @@ import pytest
 
 from advisor.cli import monitor
 from advisor.core.run_directory import Gpu, Host, Sample
-from advisor.render.documents.monitor import build, prometheus, reasons
+from advisor.render.documents.monitor import build, prometheus, throttle_reasons
 from advisor.render.formats.terminal import Terminal
 
 Run = Callable[..., Any]
@@ -114,8 +114,8 @@ def test_costly_fields_stay_until_they_are_asked_again() -> None:
 
 
 def test_an_idle_gpu_is_held_down_by_nothing() -> None:
-    assert reasons(Gpu(throttle=0x1)) == []
-    assert reasons(Gpu(throttle=0x1 | 0x40)) == ["hardware thermal"]
+    assert throttle_reasons(Gpu(throttle=0x1)) == []
+    assert throttle_reasons(Gpu(throttle=0x1 | 0x40)) == ["hardware thermal"]
 
 
 def test_hostile_names_reach_neither_terminal_nor_prometheus() -> None:

@@ -14,7 +14,7 @@ from msgspec.structs import replace
 from advisor.advise.engine import analyze
 from advisor.compare import Comparison, compare
 from advisor.compare.findings import Remaining, compare_findings
-from advisor.compare.view import verdict
+from advisor.compare.view import write_verdict
 from advisor.core.errors import AdvisorError
 from advisor.core.finding import Finding, Location, SkippedCheck
 from advisor.core.report import Report
@@ -438,7 +438,7 @@ def test_recordings_without_steps_have_their_lengths_compared(
     shared_trace: Callable[[str], str],
 ) -> None:
     names = ("pairs/sam_1_fp32_many_syncs", "pairs/sam_2_fp32_few_syncs")
-    text = verdict(compare(*(shared_trace(name) for name in names)))
+    text = write_verdict(compare(*(shared_trace(name) for name in names)))
     assert "From the first GPU work to the last: 2.54 s → 1.38 s" in text
 
 

@@ -11,7 +11,7 @@ import pytest
 
 import advisor
 from advisor.compare import compare
-from advisor.compare.statistics import welch
+from advisor.compare.statistics import welch_interval
 from advisor.core.errors import AdvisorError
 from advisor.core.report import Report
 from advisor.testing import TraceBuilder
@@ -59,7 +59,7 @@ def test_the_interval_is_the_one_of_the_steps(training: Make, tmp_path: Path) ->
     paths = [training(gemm=us, steps=4).write(tmp_path / f"{us}.json") for us in (900.0, 1300.0)]
     reports = [saved(path) for path in paths]
     samples = [np.array(r.step_durations[0].durations_ns, dtype=float) for r in reports]
-    own = welch(*samples)  # four steps: independent ones
+    own = welch_interval(*samples)  # four steps: independent ones
     found = compare(*reports).steps
     assert (found.low_ns, found.high_ns) == (own.low, own.high)
 

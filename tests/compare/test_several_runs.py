@@ -11,7 +11,7 @@ import pytest
 
 from advisor import cli
 from advisor.compare.comparison import Bounds, Comparison
-from advisor.compare.gate import baseline, decide, gate
+from advisor.compare.gate import build_baseline, compare_with_baseline, decide
 from advisor.compare.statistics import Sample, difference_of_runs, t_quantile
 from advisor.core.errors import AdvisorError
 from advisor.core.report import Report, Scope, StepDurations
@@ -62,8 +62,8 @@ def alarms(baseline_runs: int, bounds: Sequence[float], trials: int = 150) -> li
     found = np.zeros(len(bounds))
     for _ in range(trials):
         runs = [a_run(random) for _ in range(baseline_runs)]
-        kept = baseline(runs, ["run"] * baseline_runs)
-        comparison = gate(kept, a_run(random))
+        kept = build_baseline(runs, ["run"] * baseline_runs)
+        comparison = compare_with_baseline(kept, a_run(random))
         found += [decide(comparison, Bounds(slower=bound)).failed for bound in bounds]
     return [float(share) for share in found / trials]
 
@@ -77,8 +77,8 @@ def test_identical_runs_on_a_noisy_machine_seldom_alarm_at_three_runs() -> None:
 
 def test_a_large_slowdown_alarms_and_the_smallest_that_can_is_said() -> None:
     random = np.random.default_rng(7)
-    kept = baseline([a_run(random) for _ in range(3)], ["a", "b", "c"])
-    found: Comparison = gate(kept, a_run(random, slower=1.0))
+    kept = build_baseline([a_run(random) for _ in range(3)], ["a", "b", "c"])
+    found: Comparison = compare_with_baseline(kept, a_run(random, slower=1.0))
     assert found.decision is not None and found.decision.answer == "regression"
     edge = found.decision.detectable
     assert found.steps.share is not None and 0.05 < edge < found.steps.share
@@ -87,7 +87,7 @@ def test_a_large_slowdown_alarms_and_the_smallest_that_can_is_said() -> None:
         steps = found.steps
         assert steps.after is not None
         durations = np.array(steps.after.durations_ns) * base * (1 + edge * scale)
-        decision = gate(kept, report(durations)).decision
+        decision = compare_with_baseline(kept, report(durations)).decision
         assert decision is not None and decision.answer == answer
 
 
@@ -136,9 +136,9 @@ def test_runs_that_do_not_compare_are_no_baseline() -> None:
     random = np.random.default_rng(1)
     one, other = a_run(random), a_run(random)
     with pytest.raises(AdvisorError, match="give another run"):
-        baseline([one, one], ["a", "b"])
+        build_baseline([one, one], ["a", "b"])
     other.scope.device_name, one.scope.device_name = "NVIDIA H100", "NVIDIA A100"
     with pytest.raises(AdvisorError, match=r"b: .*keep a baseline for each GPU"):
-        baseline([one, other], ["a", "b"])
+        build_baseline([one, other], ["a", "b"])
     with pytest.raises(AdvisorError, match="a: 4 steps cannot tell"):
-        baseline([a_run(random, steps=4)], ["a"])
+        build_baseline([a_run(random, steps=4)], ["a"])

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from advisor.compare import statistics as s
-from advisor.compare.statistics import MIN_DEPENDENT_STEPS, block_length, difference, welch
+from advisor.compare.statistics import MIN_DEPENDENT_STEPS, block_length, difference, welch_interval
 
 
 @pytest.mark.parametrize(
@@ -38,7 +38,7 @@ def test_the_distribution_function_has_its_closed_forms() -> None:
 def test_welch_by_hand() -> None:
     before = np.array([8.0, 9.0, 11.0, 12.0])  # variance 10/3
     after = np.array([13.0, 14.0, 14.0, 15.0])  # variance 2/3
-    found = s.welch(before, after)
+    found = s.welch_interval(before, after)
     va, vb = 10 / 3 / 4, 2 / 3 / 4
     freedom = (va + vb) ** 2 / (va**2 / 3 + vb**2 / 3)
     reach = s.t_quantile(0.975, freedom) * math.sqrt(va + vb)
@@ -48,7 +48,7 @@ def test_welch_by_hand() -> None:
 
 
 def test_steps_that_are_all_alike_leave_no_doubt() -> None:
-    found = s.welch(np.full(4, 10.0), np.full(5, 12.0))
+    found = s.welch_interval(np.full(4, 10.0), np.full(5, 12.0))
     assert (found.amount, found.low, found.high) == (2.0, 2.0, 2.0)
 
 
@@ -66,7 +66,7 @@ def test_welch_holds_the_truth_as_often_as_it_says_for_independent_steps() -> No
     random = np.random.default_rng(3)
     rounds, hits = 1000, 0
     for _ in range(rounds):
-        found = s.welch(random.normal(10, 1, 4), random.normal(12, 3, 6))
+        found = s.welch_interval(random.normal(10, 1, 4), random.normal(12, 3, 6))
         hits += found.low <= 2 <= found.high
     assert 0.93 <= hits / rounds <= 0.97
 
@@ -88,7 +88,7 @@ def holds(rho: float, count: int, *, naive: bool = False, trials: int = 120) -> 
     right = 0
     for _ in range(trials):
         pair = [autoregression(random, rho, count) for _ in range(2)]
-        found = welch(*pair) if naive else difference(*pair)
+        found = welch_interval(*pair) if naive else difference(*pair)
         assert found is not None
         right += found.low <= 0 <= found.high
     return right / trials

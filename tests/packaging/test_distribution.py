@@ -16,7 +16,7 @@ from types import SimpleNamespace
 import pytest
 
 from advisor.core import errors
-from advisor.render.formats.sarif import HOME
+from advisor.render.formats.sarif import HOME_PAGE
 
 ROOT = Path(__file__).resolve().parents[2]
 COMMIT = "a" * 40
@@ -53,7 +53,7 @@ def test_the_source_distribution_is_the_repository(tmp_path: Path) -> None:
 
 def test_the_project_says_where_it_lives() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    assert project["urls"]["Homepage"] == HOME
+    assert project["urls"]["Homepage"] == HOME_PAGE
     minors = {int(line.rpartition(".")[2]) for line in project["classifiers"]
               if re.search(r"Python :: 3\.\d", line)}  # fmt: skip
     assert min(minors) == int(project["requires-python"].rpartition(".")[2])

@@ -46,13 +46,13 @@ def test_an_escaped_name_reads_as_it_was_and_does_nothing(name: str) -> None:
 def test_a_code_span_holds_any_name(name: str) -> None:
     if "|" in name:  # escaped for table cells, where the parser takes the backslash away
         return
-    (token,) = [t for t in PARSER.parse(f"x {markdown.code(name)}") if t.type == "inline"]
+    (token,) = [t for t in PARSER.parse(f"x {markdown.code_span(name)}") if t.type == "inline"]
     spans = [child.content for child in token.children or [] if child.type == "code_inline"]
     assert [span.strip() for span in spans] == [name.strip()]
 
 
 def test_a_code_block_cannot_be_ended_by_its_content() -> None:
-    (token,) = PARSER.parse(markdown.block("a\n```\n````\n# not a heading"))
+    (token,) = PARSER.parse(markdown.fenced_block("a\n```\n````\n# not a heading"))
     assert token.type == "fence"
     assert token.content == "a\n```\n````\n# not a heading\n"
 

@@ -34,7 +34,7 @@ class Toy(Renderer):
     suffixes = (".toy",)
 
     def render(self, subject, options=DEFAULT):
-        bar = views.step_bar(subject)
+        bar = views.build_step_bar(subject)
         lines = [f"{part.label}={part.time}" for part in bar.segments]
         return "\\n".join([t.clean(subject.verdict), *lines]) + "\\n"
 '''

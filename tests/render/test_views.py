@@ -15,7 +15,7 @@ from advisor.core.views import Segment
 from advisor.dashboard import theme
 from advisor.measure.host.gaps import CAUSES
 from advisor.measure.steps.timeline import CLASSES
-from advisor.render.figures import cells
+from advisor.render.figures import share_cells
 from advisor.render.formats import REPORTS
 
 
@@ -29,7 +29,7 @@ def idle_of(made: Report) -> list[Segment]:
 def test_cells_never_exceed_the_width_and_follow_the_shares(
     shares: list[float], width: int
 ) -> None:
-    found = cells(shares, width)
+    found = share_cells(shares, width)
     assert sum(found) <= width
     scale = max(1.0, sum(shares))
     for share, size in zip(shares, found, strict=True):
@@ -38,8 +38,8 @@ def test_cells_never_exceed_the_width_and_follow_the_shares(
 
 
 def test_shares_that_add_up_to_the_step_fill_the_bar() -> None:
-    assert cells([0.75, 0.05, 0.025, 0.175], 80) == [60, 4, 2, 14]
-    assert sum(cells([1 / 3, 1 / 3, 1 / 3], 80)) == 80
+    assert share_cells([0.75, 0.05, 0.025, 0.175], 80) == [60, 4, 2, 14]
+    assert sum(share_cells([1 / 3, 1 / 3, 1 / 3], 80)) == 80
 
 
 def test_segments_add_up_to_the_step(report: Callable[..., Report]) -> None:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from advisor.tune.pipeline import diff
+from advisor.tune.pipeline import write_diff
 
 LOADER = frozenset({"torch.utils.data.DataLoader"})
 HEAD = "from torch.utils.data import DataLoader\n"
@@ -15,7 +15,7 @@ HEAD = "from torch.utils.data import DataLoader\n"
 def change(tmp_path: Path, text: str) -> str:
     file = tmp_path / "train.py"
     file.write_text(text)
-    return diff(file, LOADER, {"num_workers": 4})
+    return write_diff(file, LOADER, {"num_workers": 4})
 
 
 @pytest.mark.parametrize(

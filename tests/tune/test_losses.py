@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from advisor.tune.knob import Safety
-from advisor.tune.losses import check
+from advisor.tune.losses import check_losses
 from advisor.tune.spec import Result
 
 BASE = [2.0 / (1 + step) + 0.5 for step in range(40)]
@@ -31,42 +31,42 @@ def scaled(factor: float) -> list[float | None]:
     ],
 )
 def test_each_class_has_its_bar(safety: Safety, factor: float, passed: bool) -> None:
-    assert check(safety, False, [run([*BASE])], [run(scaled(factor))]).passed is passed
+    assert check_losses(safety, False, [run([*BASE])], [run(scaled(factor))]).passed is passed
 
 
 @pytest.mark.parametrize("safety", ["exact", "reordered", "precision"])
 def test_a_loss_that_is_no_number_any_more_is_never_let_through(safety: Safety) -> None:
-    assert not check(safety, False, [run([*BASE])], [run([*BASE[:20], None])]).passed
+    assert not check_losses(safety, False, [run([*BASE])], [run([*BASE[:20], None])]).passed
 
 
 def test_a_single_bad_run_among_good_ones_is_enough() -> None:
     runs = [run([*BASE]), run(scaled(2.0)), run([*BASE])]
-    assert not check("exact", False, [run([*BASE])], runs).passed
+    assert not check_losses("exact", False, [run([*BASE])], runs).passed
 
 
 def test_rounding_in_some_runs_is_the_machine_and_not_the_knob() -> None:
     """A knob that changes the order of sums changes it each time."""
     off = scaled(1 + 2**-22)
-    once = check("exact", False, [run([*BASE])] * 2, [run(off)])
+    once = check_losses("exact", False, [run([*BASE])] * 2, [run(off)])
     assert not once.passed
     assert once.again
-    both = check("exact", False, [run([*BASE])] * 2, [run(off), run([*BASE])])
+    both = check_losses("exact", False, [run([*BASE])] * 2, [run(off), run([*BASE])])
     assert both.passed
     assert both.text.startswith("equal in 1 of 2 runs, else ")
-    assert not check("exact", False, [run([*BASE])] * 2, [run(off), run(off)]).passed
-    assert not check("exact", False, [run([*BASE])] * 2, [run(scaled(1.01))]).again
+    assert not check_losses("exact", False, [run([*BASE])] * 2, [run(off), run(off)]).passed
+    assert not check_losses("exact", False, [run([*BASE])] * 2, [run(scaled(1.01))]).again
 
 
 def test_a_program_that_does_not_repeat_itself_is_held_to_a_band() -> None:
     baseline = [run([*BASE]), run(scaled(1.001))]
-    assert check("exact", False, baseline, [run(scaled(0.999))]).passed
-    assert not check("exact", False, baseline, [run(scaled(1.5))]).passed
+    assert check_losses("exact", False, baseline, [run(scaled(0.999))]).passed
+    assert not check_losses("exact", False, baseline, [run(scaled(1.5))]).passed
 
 
 def test_gradients_that_shrink_are_seen_though_the_losses_are_alike() -> None:
     small: list[float | None] = [0.1] * 5
-    assert not check("precision", False, [run([*BASE])], [run(scaled(1.001), small)]).passed
+    assert not check_losses("precision", False, [run([*BASE])], [run(scaled(1.001), small)]).passed
 
 
 def test_a_trial_without_losses_where_there_were_some_is_refused() -> None:
-    assert not check("exact", False, [run([*BASE])], [run([])]).passed
+    assert not check_losses("exact", False, [run([*BASE])], [run([])]).passed

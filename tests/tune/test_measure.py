@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from advisor.tune.measure import gain, paired
+from advisor.tune.measure import measure_gain, measure_paired_gain
 
 TRUTH = 0.25
 
@@ -31,7 +31,7 @@ def test_nine_of_ten_intervals_hold_the_truth_though_the_machine_is_loaded(drift
         load = list(np.exp(random.normal(0, drift, 4)))
         near = [factor * float(np.exp(random.normal(0, 0.02))) for factor in load]
         before, after = runs(random, 10, load), runs(random, 10 * (1 - TRUTH), near)
-        found = paired(before, after) or gain(before, after)
+        found = measure_paired_gain(before, after) or measure_gain(before, after)
         assert found is not None
         held += found.low <= TRUTH <= found.high
     assert held >= 88
@@ -41,7 +41,7 @@ def test_pairs_take_out_what_changed_for_both() -> None:
     random = np.random.default_rng(7)
     load = [1.0, 2.0, 1.5, 3.0, 1.2]
     before, after = runs(random, 10, load), runs(random, 7.5, load)
-    apart, together = gain(before, after), paired(before, after)
+    apart, together = measure_gain(before, after), measure_paired_gain(before, after)
     assert apart is not None
     assert together is not None
     assert together.half < apart.half / 3
@@ -49,19 +49,19 @@ def test_pairs_take_out_what_changed_for_both() -> None:
 
 def test_the_mean_counts_pauses_that_come_now_and_then() -> None:
     pauses = [[10, 10, 10, 50] * 10] * 2
-    found = gain(pauses, [[10] * 40] * 2)
+    found = measure_gain(pauses, [[10] * 40] * 2)
     assert found is not None
     assert found.share == pytest.approx(0.5)
 
 
 def test_without_steps_on_a_side_nothing_is_measured() -> None:
-    assert gain([[1, 2]], [[]]) is None
-    assert paired([[1], [2]], [[1], [2]]) is None
+    assert measure_gain([[1, 2]], [[]]) is None
+    assert measure_paired_gain([[1], [2]], [[1], [2]]) is None
 
 
 def test_two_pairs_and_what_others_say_of_the_machine_are_enough() -> None:
     before, after = [[10, 10], [11, 11]], [[5, 5], [5, 6]]
-    assert paired(before, after) is None
-    found = paired(before, after, [[0.0, 0.05], [0.02, -0.03], [-0.01, 0.01]])
+    assert measure_paired_gain(before, after) is None
+    found = measure_paired_gain(before, after, [[0.0, 0.05], [0.02, -0.03], [-0.01, 0.01]])
     assert found is not None
     assert 0.4 < found.low < found.share < found.high < 0.6

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from advisor.tune.knob import find_knob
-from advisor.tune.losses import check
+from advisor.tune.losses import check_losses
 from advisor.tune.session import not_tried, why_not
 from advisor.tune.spec import KnobSetting, Result
 
@@ -66,7 +66,7 @@ def test_a_knob_that_changes_the_losses_is_refused(
     assert one.safety == safety
     result = run_once(TRAPS, KnobSetting(name), here=home, steps=8)
     assert result.problem == "" and result.idle == []
-    found = check(one.safety, one.redraws, [unchanged], [result])
+    found = check_losses(one.safety, one.redraws, [unchanged], [result])
     assert not found.passed
     assert why in found.text
 
@@ -83,7 +83,7 @@ def test_an_exact_knob_that_meets_nothing_leaves_the_losses_equal_and_says_so(
 ) -> None:
     result = run_once(TRAPS, KnobSetting("loader-persistent"), here=home, steps=8)
     assert result.idle == ["loader-persistent"]
-    assert check("exact", False, [unchanged], [result]).text == "equal"
+    assert check_losses("exact", False, [unchanged], [result]).text == "equal"
 
 
 NATIVE = """

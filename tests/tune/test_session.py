@@ -12,7 +12,7 @@ from advisor.render.formats import TRIALS
 from advisor.tune.knob import Machine
 from advisor.tune.plan import asked_for
 from advisor.tune.process import Running, TrialProgram
-from advisor.tune.report import TrialReport, headline
+from advisor.tune.report import TrialReport, write_headline
 from advisor.tune.rounds import Limits
 from advisor.tune.session import TrialSession
 from advisor.tune.spec import KnobSetting, Result
@@ -72,7 +72,7 @@ def test_of_another_batch_size_the_time_of_a_sample_is_compared_and_not_the_step
     assert "16 → 64 samples" in trial.schedule and "4 times later" in trial.schedule
     assert trial.losses == "not compared: another training"
     assert report.together is None, "it is another training, not a winner to add others to"
-    assert headline(report).startswith("batch=64: a sample takes ")
+    assert write_headline(report).startswith("batch=64: a sample takes ")
     assert "another training" in TRIALS.render("terminal", report)
 
 

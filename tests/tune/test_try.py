@@ -18,8 +18,8 @@ from advisor.cli.try_ import parse_time
 from advisor.core.errors import AdvisorError
 from advisor.render.formats import TRIALS
 from advisor.replay import predictions
-from advisor.tune.pipeline import keep
-from advisor.tune.report import Trial, TrialReport, headline
+from advisor.tune.pipeline import save_trials
+from advisor.tune.report import Trial, TrialReport, write_headline
 from advisor.tune.spec import KnobSetting
 
 pytest.importorskip("torch")
@@ -128,14 +128,14 @@ def test_what_was_promised_and_measured_is_remembered(
         told(rule="dropped", outcome="dropped"),
     ]
     report = TrialReport(version="1", program=program, trials=trials)
-    keep(report, tmp_path, remember=True)
+    save_trials(report, tmp_path, remember=True)
     lines = predictions.read(tmp_path / predictions.FILE).predictions
     assert [(line.rule, line.predicted, line.measured) for line in lines] == [
         ("single-process-loader", 0.5, 0.48)
     ]
     assert predictions.read(tmp_path / "mine.jsonl").predictions == lines
     assert b"train.py" not in (tmp_path / "mine.jsonl").read_bytes()
-    keep(report, tmp_path, remember=False)
+    save_trials(report, tmp_path, remember=False)
     assert len(predictions.read(tmp_path / "mine.jsonl").predictions) == 1
 
 
@@ -217,5 +217,5 @@ def test_a_budget_that_is_none_is_one_line(text: str) -> None:
 
 def test_without_a_winner_it_is_said() -> None:
     trial = Trial(rule="r", knob_setting=KnobSetting("threads", 2), title="", safety="reordered")
-    assert headline(TrialReport(trials=[trial])) == ("No gain is shown in 1 trial.")
-    assert headline(TrialReport(verdict="All is well.")) == "Nothing to try. All is well."
+    assert write_headline(TrialReport(trials=[trial])) == ("No gain is shown in 1 trial.")
+    assert write_headline(TrialReport(verdict="All is well.")) == "Nothing to try. All is well."

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from advisor.tune import rounds as round_
-from advisor.tune.measure import by_turns, gain
+from advisor.tune.measure import by_turns, measure_gain
 from advisor.tune.process import Running, TrialProgram
 from advisor.tune.rounds import Limits, Rounds
 from advisor.tune.spec import KnobSetting
@@ -261,7 +261,7 @@ def test_turns_hold_the_truth_on_a_machine_that_others_use(drift: float) -> None
                 noise[i] = 0.5 * noise[i - 1] + random.normal(0, 0.05)
             sides.append([int(x) for x in mean * np.repeat(load, 7) * np.exp(noise)])
         turns = by_turns(sides[0], sides[1], [7] * 8, [7] * 8)
-        found = gain([sides[0]], [sides[1]], [turns])
+        found = measure_gain([sides[0]], [sides[1]], [turns])
         assert found is not None
         held += found.low <= truth <= found.high
         widths.append(found.half)

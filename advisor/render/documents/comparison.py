@@ -39,7 +39,9 @@ def build(comparison: Comparison, options: RenderOptions = DEFAULT) -> Document:
     return Document(
         c.verdict,
         [
-            FieldList([TextField(label, parts) for label, parts in view.sides(c)], indent=0),
+            FieldList(
+                [TextField(label, parts) for label, parts in view.describe_sides(c)], indent=0
+            ),
             *_limits(c),
             *_table(*_times(c), view.step_lines(c), notes, short=True),
             *_table("Inference by phase", "", view.figures_of(c, ["phases"]), short=True),
@@ -51,7 +53,7 @@ def build(comparison: Comparison, options: RenderOptions = DEFAULT) -> Document:
             *_table("Memory by line", "", view.figures_of(c, ["memory by line"])[:MAX_LINES]),
             *_findings(c),
             *_predicted(c),
-            *_table("Device work", f"device work{view.per(c)}", view.work_lines(c)),
+            *_table("Device work", f"device work{view.per_suffix(c)}", view.work_lines(c)),
         ],
         name="comparison",
         status={"slower": "critical", "faster": "healthy"}.get(c.steps.verdict, "limited"),
@@ -62,7 +64,7 @@ def build(comparison: Comparison, options: RenderOptions = DEFAULT) -> Document:
 
 def _times(c: Comparison) -> tuple[str, str]:
     """Title of the table of durations, and the head of their names."""
-    if view.repeated(c):
+    if view.has_guessed_steps(c):
         return "Repetition times", "repetition"
     return "Step times", "step time"
 
@@ -89,10 +91,10 @@ def _table(
 
 def _findings(c: Comparison) -> Iterator[Block]:
     lists = []
-    for title, items in view.findings(c):
+    for title, items in view.group_findings(c):
         shown: list[Inline] = [
             (first, Span("".join(f" · {part}" for part in rest), "soft"))
-            for first, *rest in (view.finding(item, view.per(c)) for item in items)
+            for first, *rest in (view.describe_finding(item, view.per_suffix(c)) for item in items)
         ]
         lists.append(Items(shown, "∙", f"{title} ({len(items)})"))
     if lists:
@@ -100,7 +102,7 @@ def _findings(c: Comparison) -> Iterator[Block]:
 
 
 def _predicted(c: Comparison) -> Iterator[Block]:
-    lines = view.realised(c)
+    lines = view.describe_realised_gain(c)
     if lines:
         yield Section("Predicted and measured gain", [Paragraph(line) for line in lines])
 
@@ -114,7 +116,7 @@ def _gate(c: Comparison, decision: Decision) -> Document:
     mark = "❌" if decision.failed else "✅" if passed else "⚠️"
     answer = view.HEADLINES[decision.answer]
     return Document(
-        view.headline(c),
+        view.write_headline(c),
         [
             Items([*decision.reasons, *view.gate_notes(c)], "-"),
             *_limits(c),
@@ -132,14 +134,14 @@ def _gate(c: Comparison, decision: Decision) -> Document:
 
 def _gate_table(c: Comparison) -> Grid:
     steps = c.steps
-    change = f"{view.signed(steps.share)} ({view.interval(steps)})"
-    rows = [[f"step ({steps.statistic})", *view.centers(steps), change]]
+    change = f"{view.signed_share(steps.share)} ({view.format_interval(steps)})"
+    rows = [[f"step ({steps.statistic})", *view.format_step_times(steps), change]]
     for item in view.gate_figures(c):
         share = None
         if item.before and item.after is not None:
             share = item.after / item.before - 1
         sides = format_value(item.before, item.unit), format_value(item.after, item.unit)
-        rows.append([item.name, *sides, view.signed(share)])
+        rows.append([item.name, *sides, view.signed_share(share)])
     return Grid(["", "baseline", "this run", "difference"], rows)
 
 

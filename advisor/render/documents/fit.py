@@ -8,7 +8,7 @@ from advisor.render.document import Block, Code, Document, FieldList, Grid, Para
 from advisor.rules.memory.out_of_memory import describe_change
 
 MAX_LAYERS = 12
-SAME = 0.05
+SIMILAR_LAYER_SHARE = 0.05
 """Share by which layers in one row of a table may differ."""
 
 
@@ -67,8 +67,10 @@ def _layers(layers: tuple[RepeatedLayer, ...]) -> Grid:
 def _similar(one: RepeatedLayer, other: RepeatedLayer) -> bool:
     if (one.ns is None) != (other.ns is None):
         return False
-    ns = abs((one.ns or 0.0) - (other.ns or 0.0)) <= SAME * max(one.ns or 0.0, other.ns or 0.0)
-    return ns and abs(one.bytes - other.bytes) <= SAME * max(one.bytes, other.bytes)
+    ns = abs((one.ns or 0.0) - (other.ns or 0.0)) <= SIMILAR_LAYER_SHARE * max(
+        one.ns or 0.0, other.ns or 0.0
+    )
+    return ns and abs(one.bytes - other.bytes) <= SIMILAR_LAYER_SHARE * max(one.bytes, other.bytes)
 
 
 def _headline(fit: MemoryFit, name: str) -> str:

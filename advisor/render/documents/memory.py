@@ -15,7 +15,7 @@ from advisor.render.document import (
     Paragraph,
     Section,
     TextField,
-    plain,
+    plain_text,
 )
 
 if TYPE_CHECKING:
@@ -46,7 +46,7 @@ def sections(report: Report) -> list[Block]:
     """What held each device's memory, and how the allocator laid it out."""
     blocks: list[Block] = [*_ranks(report.memory_ranks)]
     similar = [view for view in report.memory[1:] if _is_like(view, report.memory[0])]
-    for device, view in zip(devices(report), report.memory, strict=False):
+    for device, view in zip(describe_devices(report), report.memory, strict=False):
         if view in similar:
             continue
         fields = FieldList([TextField(label, parts) for label, parts in device.lines])
@@ -110,10 +110,10 @@ def _differs(own: MemorySample, samples: list[MemorySample]) -> str:
     return f"{name} {t.format_more_bytes(more[name])}"
 
 
-def devices(report: Report, rows: int = MAX_ROWS) -> list[DeviceMemory]:
+def describe_devices(report: Report, rows: int = MAX_ROWS) -> list[DeviceMemory]:
     """One a device of the snapshot."""
     shown = report.memory[:MAX_DEVICES]
-    return [device(view, rows, named=len(report.memory) > 1) for view in shown]
+    return [describe_device(view, rows, named=len(report.memory) > 1) for view in shown]
 
 
 _CHURN, _POOLS = "Allocated and freed within a step", "Segments"
@@ -122,7 +122,7 @@ _FOLDED = (_MODULES, _CHURN, _POOLS)
 _HEAD = ["line", "per step", "steps"]
 
 
-def device(view: MemoryView, rows: int = MAX_ROWS, *, named: bool = False) -> DeviceMemory:
+def describe_device(view: MemoryView, rows: int = MAX_ROWS, *, named: bool = False) -> DeviceMemory:
     """What is shown of one; ``named``: with its number."""
     when = {
         "out of memory": "when it ran out",
@@ -301,9 +301,9 @@ def sentences(device: DeviceMemory) -> list[str]:
     for table in device.tables:
         result.append(f"{table.title}:")
         for row in table.rows:
-            cells = zip(table.head[1:], map(plain, row[1:]), strict=True)
+            cells = zip(table.head[1:], map(plain_text, row[1:]), strict=True)
             result.append(
-                f"- {plain(row[0])}: {', '.join(f'{head} {cell}' for head, cell in cells)}"
+                f"- {plain_text(row[0])}: {', '.join(f'{head} {cell}' for head, cell in cells)}"
             )
     return result
 

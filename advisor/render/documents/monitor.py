@@ -9,7 +9,7 @@ from advisor.core import text as t
 from advisor.core.run_directory import THROTTLE, Gpu, Host, Sample
 from advisor.render.document import Block, Document, FieldList, Grid, Paragraph, Section, TextField
 
-NONE = "–"
+NOT_REPORTED = "–"
 """What the driver does not report."""
 
 
@@ -37,19 +37,21 @@ def _row(number: int, gpu: Gpu) -> list[str]:
     return [
         str(number),
         _percent(gpu.utilisation),
-        NONE
+        NOT_REPORTED
         if gpu.memory_used is None
         else f"{t.format_bytes(gpu.memory_used)} of {t.format_bytes(gpu.memory_total)}",
-        NONE if gpu.sm_clock is None else f"{gpu.sm_clock} of {gpu.sm_clock_max or NONE} MHz",
-        NONE if gpu.power is None else f"{gpu.power / 1e3:.0f} W",
-        NONE if gpu.temperature is None else str(gpu.temperature),
-        NONE if gpu.processes is None else str(gpu.processes),
+        NOT_REPORTED
+        if gpu.sm_clock is None
+        else f"{gpu.sm_clock} of {gpu.sm_clock_max or NOT_REPORTED} MHz",
+        NOT_REPORTED if gpu.power is None else f"{gpu.power / 1e3:.0f} W",
+        NOT_REPORTED if gpu.temperature is None else str(gpu.temperature),
+        NOT_REPORTED if gpu.processes is None else str(gpu.processes),
     ]
 
 
 def _details(gpu: Gpu, name: str | None) -> list[str]:
     parts = [t.clean(name or "model not recorded")]
-    if held := reasons(gpu):
+    if held := throttle_reasons(gpu):
         parts.append(f"limited by: {', '.join(held)}")
     if gpu.gpm:
         known = {"sm_util": "SMs active", "tensor": "tensor cores", "dram": "DRAM"}
@@ -68,7 +70,7 @@ def _details(gpu: Gpu, name: str | None) -> list[str]:
     return parts
 
 
-def reasons(gpu: Gpu) -> list[str]:
+def throttle_reasons(gpu: Gpu) -> list[str]:
     """Why the clocks are not at their highest, as words; idling is no reason to name."""
     value = gpu.throttle or 0
     return [name for name, bit in THROTTLE.items() if value & bit and name != "idle"]
@@ -78,7 +80,7 @@ def _host(sample: Sample) -> list[Block]:
     host = sample.host
     if host is None:
         return []
-    free = NONE if host.memory_available is None else t.format_bytes(host.memory_available)
+    free = NOT_REPORTED if host.memory_available is None else t.format_bytes(host.memory_available)
     parts = [f"CPU {_percent(host.cpu)}", f"memory available {free}"]
     if host.swap_used is not None:
         parts.append(f"swap {t.format_bytes(host.swap_used)}")
@@ -91,7 +93,7 @@ def _host(sample: Sample) -> list[Block]:
 
 
 def _percent(value: float | None) -> str:
-    return NONE if value is None else f"{value:.0f}%"
+    return NOT_REPORTED if value is None else f"{value:.0f}%"
 
 
 # -- Prometheus ---------------------------------------------------------------------------------

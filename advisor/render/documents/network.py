@@ -22,7 +22,7 @@ from advisor.render.document import (
 MAX_ROWS: Final = 12
 
 
-def flight(record: FlightRecord | None) -> Iterator[Block]:
+def build_flight_record(record: FlightRecord | None) -> Iterator[Block]:
     """The calls that hang, with the line of each rank; nothing without dumps."""
     if record is None:
         return
@@ -53,7 +53,7 @@ def _call(call: CollectiveCall, prefix: str) -> Inline:
     )
 
 
-def path(log: NetworkLog | None) -> Iterator[Block]:
+def build_network_path(log: NetworkLog | None) -> Iterator[Block]:
     """What logs of NCCL and topologies say, a line per fact; nothing without."""
     if log is None:
         return

@@ -33,12 +33,12 @@ MAX_TEXT: Final = 400
 def build_mesh(report: Report, options: RenderOptions = DEFAULT) -> Document:
     """The document of ``advisor analyze --by mesh``."""
     del options
-    blocks = list(mesh(report, of_one=True))
+    blocks = list(build_mesh_sections(report, of_one=True))
     lead = "" if blocks else "No collectives of a GPU were recorded."
     return Document(lead, blocks, name="mesh", style="")
 
 
-def mesh(report: Report, *, of_one: bool = False) -> Iterator[Section]:
+def build_mesh_sections(report: Report, *, of_one: bool = False) -> Iterator[Section]:
     """Communication by axis of the device mesh; of a single axis where ``of_one``."""
     if len(report.mesh) <= (0 if of_one else 1):
         return
@@ -135,7 +135,7 @@ def sections(ranks: Ranks) -> Iterator[Block]:
         yield Section("The ranks' steps", [figure], "mean step, ranks")
     yield from _map(ranks)
     if many:
-        yield from groups(ranks)
+        yield from build_rank_groups(ranks)
     for title, _, lines in views.build_lists(ranks):
         yield Section(title, [Items([t.shorten(line, MAX_TEXT) for line in lines], "•")])
 
@@ -166,7 +166,7 @@ def _map(ranks: Ranks) -> Iterator[Block]:
     yield Section("Ranks × classes of time", [figure], "compared with the median rank")
 
 
-def groups(ranks: Ranks) -> Iterator[Section]:
+def build_rank_groups(ranks: Ranks) -> Iterator[Section]:
     """Groups of similar ranks, those with most of them first."""
     if not ranks.clusters:
         return

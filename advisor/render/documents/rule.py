@@ -241,19 +241,19 @@ def _remark(remarks: dict[int, tuple[str, bool]], first: int, last: int) -> str:
     return " ".join([*reversed(above), *inside])
 
 
-def cite(source: Source) -> str:
+def format_source(source: Source) -> str:
     """A source in one line."""
     return f"{source.name} <{source.at}>" if source.at else source.name
 
 
-def override(page: RulePage) -> str:
+def override_lines(page: RulePage) -> str:
     """The lines of pyproject.toml that change a threshold, or switch the rule off."""
     lines = [f"[tool.advisor.rules.{page.id}]"]
-    lines += [f"{item.name} = {toml(item.value)}" for item in page.thresholds[:1]]
+    lines += [f"{item.name} = {to_toml(item.value)}" for item in page.thresholds[:1]]
     return "\n".join([*lines, "enabled = false  # to switch it off"])
 
 
-def toml(value: Any) -> str:
+def to_toml(value: Any) -> str:
     """A value as pyproject.toml writes it."""
     if isinstance(value, bool):
         return "true" if value else "false"
@@ -286,7 +286,7 @@ def build(rule: Rule) -> Document:
         *(_elsewhere_section(advice) for advice in about.elsewhere),
         Section("Thresholds", [line for item in about.thresholds for line in _threshold(item)]),
         Section("How it was tested", [FieldList(tested)]),
-        Section("Change it", [Code(override(about), "toml", "", 0)], "in pyproject.toml"),
+        Section("Change it", [Code(override_lines(about), "toml", "", 0)], "in pyproject.toml"),
         Section("References", [Paragraph(reference) for reference in about.references]),
     ]
     lead = Paragraph(f"{about.id} · {category}", "soft", indent=0)
@@ -299,8 +299,8 @@ def _elsewhere_section(advice: ForeignAdvice) -> Section:
 
 
 def _threshold(item: Option) -> Iterator[Block]:
-    yield Paragraph(f"{item.name} = {toml(item.value)}", "strong")
-    for line in (item.meaning, *map(cite, item.sources)):
+    yield Paragraph(f"{item.name} = {to_toml(item.value)}", "strong")
+    for line in (item.meaning, *map(format_source, item.sources)):
         if line:
             yield Paragraph(line, "soft", indent=6)
 

@@ -12,7 +12,7 @@ from advisor.render.document import Block, FieldList, Grid, Section, TextField
 MAX_ROLES: Final = 6
 MAX_NAME: Final = 40
 """Characters of a phase's name: a model's class, where nothing else tells phases apart."""
-HEAD: Final = (
+COLUMN_TITLES: Final = (
     "phase",
     "steps",
     "batch",
@@ -23,7 +23,7 @@ HEAD: Final = (
     "busy",
     "limit",
 )
-NAMES: Final = {
+ENGINE_NAMES: Final = {
     "vllm": "vLLM",
     "sglang": "SGLang",
     "tensorrt-llm": "TensorRT-LLM",
@@ -38,16 +38,18 @@ def sections(report: Report) -> Iterator[Block]:
     serving = report.serving
     if serving is None:
         return
-    table = Grid(HEAD, [row(phase) for phase in serving.phases], optional=(3, 6))
-    rows = [TextField(label, parts, detail=detail) for label, parts, detail in lines(serving)]
-    engine = NAMES.get(serving.engine or "", serving.engine or "")
+    table = Grid(COLUMN_TITLES, [build_row(phase) for phase in serving.phases], optional=(3, 6))
+    rows = [
+        TextField(label, parts, detail=detail) for label, parts, detail in describe_lines(serving)
+    ]
+    engine = ENGINE_NAMES.get(serving.engine or "", serving.engine or "")
     source = "its own marks" if serving.source == "engine" else serving.source
     aside = " · ".join(part for part in (engine, f"by {source}") if part)
     yield Section("Inference by phase", [table, FieldList(rows)], aside, short=True)
 
 
-def row(phase: ServingPhase) -> list[str]:
-    """The cells of a phase, as ``HEAD`` names them; ``–``: not recorded."""
+def build_row(phase: ServingPhase) -> list[str]:
+    """The cells of a phase, as ``COLUMN_TITLES`` names them; ``–``: not recorded."""
     limit = "–"
     if phase.limit is not None:
         limit = f"{phase.limit} {t.format_share(phase.limit_share)}"
@@ -84,7 +86,7 @@ def _spread(quantiles: Quantiles) -> str:
     return ", ".join(parts)
 
 
-def lines(serving: Serving) -> list[tuple[str, list[str], bool]]:
+def describe_lines(serving: Serving) -> list[tuple[str, list[str], bool]]:
     """(label, parts, whether it is a detail) of what stands below the table."""
     result: list[tuple[str, list[str], bool]] = []
     for phase in serving.phases:

@@ -20,9 +20,17 @@ from advisor.render.document import (
     Style,
     TextField,
 )
-from advisor.tune.report import Trial, TrialReport, band, headline, interval, losses, runs
+from advisor.tune.report import (
+    Trial,
+    TrialReport,
+    describe_losses,
+    describe_prediction,
+    describe_runs,
+    format_interval,
+    write_headline,
+)
 
-NOTHING: Final = (
+NO_TRIAL: Final = (
     "No finding of the recording names a knob. Try one of your choice with --only KNOB: "
     "docs/try.md lists them, and advisor analyze RUN shows what was found."
 )
@@ -33,14 +41,14 @@ def build(report: TrialReport, options: RenderOptions = DEFAULT) -> Document:
     """The document."""
     fields = [
         TextField("program", [" ".join(report.program)]),
-        TextField("runs", runs(report)),
-        TextField("losses", [losses(report)]),
+        TextField("runs", describe_runs(report)),
+        TextField("losses", [describe_losses(report)]),
     ]
     cards = [_card(trial) for trial in report.trials if trial.outcome != "not run" or trial.why]
     shown = Section("Trials", [_table(report)], "share of the step that is saved", short=True)
-    nothing = Paragraph(NOTHING, indent=0)
+    nothing = Paragraph(NO_TRIAL, indent=0)
     return Document(
-        headline(report),
+        write_headline(report),
         [
             FieldList(fields, indent=0),
             shown if report.trials else nothing,
@@ -55,12 +63,14 @@ def build(report: TrialReport, options: RenderOptions = DEFAULT) -> Document:
 def _table(report: TrialReport) -> Grid:
     rows = []
     for trial in report.trials:
-        measured = "–" if trial.gain is None else interval(trial.gain_low, trial.gain_high)
+        measured = "–" if trial.gain is None else format_interval(trial.gain_low, trial.gain_high)
         predicted = "–"
         if trial.predicted is not None:
-            predicted = interval(trial.predicted_low, trial.predicted_high)
+            predicted = format_interval(trial.predicted_low, trial.predicted_high)
         name = t.shorten(t.clean(trial.name), 26)
-        rows.append([name, predicted, measured, band(trial), str(trial.runs), trial.outcome])
+        rows.append(
+            [name, predicted, measured, describe_prediction(trial), str(trial.runs), trial.outcome]
+        )
     return Grid(["knob", "predicted", "measured", "band", "runs", "outcome"], rows)
 
 
@@ -87,7 +97,7 @@ def _together(report: TrialReport) -> Iterator[Block]:
     both = report.together
     if both is None or len(both.knob_settings) + len(both.left_out) < 2:
         return
-    saved = interval(both.gain_low, both.gain_high)
+    saved = format_interval(both.gain_low, both.gain_high)
     fields = [
         TextField("used", [str(knob_setting) for knob_setting in both.knob_settings]),
         TextField("left out", [f"{knob_setting} adds nothing" for knob_setting in both.left_out]),

@@ -44,7 +44,7 @@ def _report(report: Report) -> list[str]:
     level = "error" if report.crashes else "notice"
     lines = [_command(level, {"title": "advisor"}, report.verdict)]
     lines += [_annotation(finding) for finding in shown]
-    return lines + [_held(device) for device in memory.devices(report, MAX_HOLDERS)]
+    return lines + [_held(device) for device in memory.describe_devices(report, MAX_HOLDERS)]
 
 
 def _decision(comparison: Comparison) -> list[str]:
@@ -55,7 +55,7 @@ def _decision(comparison: Comparison) -> list[str]:
     assert decision is not None
     level = "warning" if decision.answer == "not shown" else "notice"
     level = "error" if decision.failed else level
-    text = t.clean(f"{view.headline(comparison)}. {'; '.join(decision.reasons)}.")
+    text = t.clean(f"{view.write_headline(comparison)}. {'; '.join(decision.reasons)}.")
     lines = [f"::{level} title=advisor gate::{escape_data(text)}"]
     for item in dict(view.gate_findings(comparison))["new"]:
         title = escape_property("advisor: new finding")

@@ -10,11 +10,13 @@ from typing import Final
 from advisor.core import palette
 from advisor.core import text as t
 from advisor.render import document as d
-from advisor.render.figures import heads
-from advisor.render.html import Markup, esc, inline, join, scrolling, tag
+from advisor.render.figures import table_head
+from advisor.render.html import Markup, esc, inline, join, scrolling_box, tag
 from advisor.render.renderer import DEFAULT, DocumentRenderer, RenderOptions
 
-POLICY: Final = "default-src 'none'; style-src 'unsafe-inline'; base-uri 'none'; form-action 'none'"
+CONTENT_SECURITY_POLICY: Final = (
+    "default-src 'none'; style-src 'unsafe-inline'; base-uri 'none'; form-action 'none'"
+)
 """Content security policy: styles of the page itself, and nothing else from anywhere."""
 MAX_ITEMS: Final = 200
 """Of one list, or of the cards of one section."""
@@ -32,7 +34,9 @@ class Html(DocumentRenderer):
         head = tag(
             "head",
             Markup('<meta charset="utf-8">'),
-            Markup(f'<meta http-equiv="Content-Security-Policy" content="{POLICY}">'),
+            Markup(
+                f'<meta http-equiv="Content-Security-Policy" content="{CONTENT_SECURITY_POLICY}">'
+            ),
             Markup('<meta name="viewport" content="width=device-width, initial-scale=1">'),
             Markup('<meta name="referrer" content="no-referrer">'),
             tag("title", title),
@@ -96,9 +100,12 @@ def block(part: d.Block, level: int = 2) -> Markup:
                 for row, both in zip(part.rows, cells, strict=True)
             ]
             shown = tag(
-                "table", heads(["evidence", "value", "limit"]), tag("tbody", *rows), cls="evidence"
+                "table",
+                table_head(["evidence", "value", "limit"]),
+                tag("tbody", *rows),
+                cls="evidence",
             )
-            return scrolling("Evidence", shown)
+            return scrolling_box("Evidence", shown)
         case d.Grid():
             return _table(part, level)
         case d.Code():
@@ -167,6 +174,6 @@ def _table(table: d.Grid, level: int) -> Markup:
             for cell, side in zip(row[1:], sides[1:], strict=True)
         ]
         rows.append(tag("tr", first, *rest))
-    shown = tag("table", heads(table.head), tag("tbody", *rows))
+    shown = tag("table", table_head(table.head), tag("tbody", *rows))
     title = tag(f"h{min(level, 6)}", table.title) if table.title else ""
-    return join(title, scrolling(table.title or "Table", shown))
+    return join(title, scrolling_box(table.title or "Table", shown))

@@ -23,7 +23,7 @@ def escape(text: object) -> str:
     return safe.replace("www.", "www<!-- -->.")
 
 
-def code(text: object) -> str:
+def code_span(text: object) -> str:
     """A code span, whatever backticks are inside; its pipes do not end a table cell."""
     safe = t.clean(text).replace("|", "\\|")
     fence = "`" * (_longest_run(safe) + 1)
@@ -33,7 +33,7 @@ def code(text: object) -> str:
     return f"{fence}{blank}{safe}{blank}{fence}"
 
 
-def block(text: str, language: str = "python") -> str:
+def fenced_block(text: str, language: str = "python") -> str:
     """A fenced block that its content cannot end."""
     safe = t.clean(text, lines=True).strip("\n")
     fence = "`" * max(3, _longest_run(safe) + 1)
@@ -102,20 +102,20 @@ class _Page:
             case d.Card():
                 return self.card(part, level)
             case d.Paragraph():
-                text = inline(part.text)
+                text = format_inline(part.text)
                 return [f"*{text}*" if part.style == "soft" and text else text]
             case d.FieldList():
                 return ["\n".join(_rows(part))]
             case d.Items():
                 lead = [f"**{escape(part.title)}**"] if part.title else []
-                return [*lead, "\n".join(f"- {inline(item)}" for item in part.items)]
+                return [*lead, "\n".join(f"- {format_inline(item)}" for item in part.items)]
             case d.EvidenceList():
                 rows = [f"- {escape(d.fact_line(row))}" for row in part.rows]
                 return ["\n".join(rows)]
             case d.Grid():
                 return _table(part)
             case d.Code():
-                return [block(part.text, part.language)]
+                return [fenced_block(part.text, part.language)]
             case d.Figure():
                 numbers = part.table()
                 return [] if numbers is None else _table(numbers)
@@ -138,14 +138,14 @@ def _folded(title: str, parts: list[str]) -> list[str]:
     return [f"<details><summary>{escape(title)}</summary>\n\n{inner}\n\n</details>"]
 
 
-def inline(text: d.Inline) -> str:
+def format_inline(text: d.Inline) -> str:
     """A line of text with its meanings."""
     pieces = []
     for part in d.spans(text):
         if isinstance(part, str):
             pieces.append(escape(part))
         elif part.style == "code":
-            pieces.append(code(part.text))
+            pieces.append(code_span(part.text))
         elif part.style == "strong" and part.text.strip():
             pieces.append(f"**{escape(part.text)}**")
         else:
@@ -157,13 +157,13 @@ def _rows(fields: d.FieldList) -> list[str]:
     """A line a field; one without a label goes on with the one above it."""
     lines = []
     for row in fields.rows:
-        text = " · ".join(inline(part) for part in row.parts if part)
+        text = " · ".join(format_inline(part) for part in row.parts if part)
         if text:
             lines.append(f"- {f'{row.label}: ' if row.label else ''}{text}")
     return lines
 
 
 def _table(given: d.Grid) -> list[str]:
-    rows = [[inline(cell) for cell in row] for row in given.rows]
+    rows = [[format_inline(cell) for cell in row] for row in given.rows]
     title = [f"**{escape(given.title)}**"] if given.title else []
     return [*title, table([escape(name) for name in given.head], given.sides, rows)]

@@ -27,7 +27,7 @@ from advisor.render.renderer import DEFAULT, Renderer, RenderOptions
 SCHEMA = (
     "https://docs.oasis-open.org/sarif/sarif/v2.1.0/errata01/os/schemas/sarif-schema-2.1.0.json"
 )
-HOME = "https://pypi.org/project/gpu-advisor/"
+HOME_PAGE = "https://pypi.org/project/gpu-advisor/"
 LEVELS = {"critical": "error", "warning": "warning", "info": "note"}
 MAX_PLACES = 10
 MAX_RESULTS = 5000
@@ -60,7 +60,7 @@ def _log(report: Report) -> dict[str, Any]:
                     "driver": {
                         "name": "advisor",
                         "version": report.version or "0",
-                        "informationUri": HOME,
+                        "informationUri": HOME_PAGE,
                         "rules": [_rule(rules[name], known.get(name)) for name in order],
                     }
                 },
@@ -94,7 +94,7 @@ def _log(report: Report) -> dict[str, Any]:
 def _notifications(report: Report) -> Iterable[str]:
     """What is true of the run as a whole, and what could not be checked."""
     yield _plain(report.verdict)
-    for device in memory.devices(report):
+    for device in memory.describe_devices(report):
         for sentence in memory.sentences(device):
             yield _plain(f"{device.title} {device.aside}: {sentence}")
     for what, why in facts.describe_skipped_checks(report):

@@ -12,7 +12,7 @@ from advisor.render import document as d
 from advisor.render.page import Page
 from advisor.render.renderer import DEFAULT, DocumentRenderer, RenderOptions
 
-SCREEN: Final = 45
+MAX_SCREEN_LINES: Final = 45
 """Lines of a report that nobody asked details of, where fewer fixes in full make it fit."""
 MAX_FULL: Final = 3
 """Fixes that are shown in full then, and rows of a brief report."""
@@ -20,7 +20,7 @@ MAX_CODE: Final = 6
 """Lines of code of a fix then."""
 MAX_ITEMS: Final = 12
 """Of a list then."""
-NONE: Final = "–"
+EMPTY_CELL: Final = "–"
 """A cell of what was not measured: a column of these is left out first, where there is no room."""
 STYLES: Final = {
     "": "", "strong": "bold", "soft": "dim", "code": "", "good": "green", "bad": "bold red",
@@ -43,7 +43,7 @@ class Terminal(DocumentRenderer):
             return _Screen(document, options, len(cards)).text
         for full in range(min(MAX_FULL, fixes), 0, -1):
             screen = _Screen(document, options, full)
-            if screen.text.count("\n") <= SCREEN:
+            if screen.text.count("\n") <= MAX_SCREEN_LINES:
                 return screen.text
         return _Screen(document, options, min(1, fixes)).text
 
@@ -156,7 +156,7 @@ class _Screen:
         for row in fields.rows:
             if row.detail and not self.details:
                 continue
-            parts = [d.plain(part) for part in row.parts]
+            parts = [d.plain_text(part) for part in row.parts]
             if row.prose and not self.details:
                 parts = [t.first_sentence(part) for part in parts]
             self.page.flow(row.label, parts, indent=indent, style=STYLES[row.style])
@@ -170,7 +170,10 @@ class _Screen:
             case d.Paragraph():
                 first = f" {block.mark} ".ljust(block.indent) if block.mark else ""
                 page.wrapped(
-                    *parts(block.text), first=first, indent=block.indent, style=STYLES[block.style]
+                    *styled_parts(block.text),
+                    first=first,
+                    indent=block.indent,
+                    style=STYLES[block.style],
                 )
             case d.FieldList():
                 self.fields(block, block.indent)
@@ -198,7 +201,7 @@ class _Screen:
             self.page.wrapped(t.clean(block.title), indent=2, style="bold")
         shown = block.items if self.details else block.items[:MAX_ITEMS]
         for item in shown:
-            self.page.wrapped(*parts(item), first=f" {block.mark}  ", indent=4)
+            self.page.wrapped(*styled_parts(item), first=f" {block.mark}  ", indent=4)
         if len(shown) < len(block.items):
             self.page.wrapped(f"and {len(block.items) - len(shown)} more", indent=4, style="dim")
 
@@ -209,9 +212,11 @@ class _Screen:
             self.page.blank()
             self.page.wrapped(t.clean(table.title), indent=2, style="dim")
         kept = list(range(len(table.head)))
-        empty = [n for n in kept[1:] if all(d.plain(row[n]) == NONE for row in rows)]
+        empty = [n for n in kept[1:] if all(d.plain_text(row[n]) == EMPTY_CELL for row in rows)]
         for column in dict.fromkeys((*empty, *table.optional)):
-            wide = (max(cell_len(d.plain(row[n])) for row in (table.head, *rows)) for n in kept)
+            wide = (
+                max(cell_len(d.plain_text(row[n])) for row in (table.head, *rows)) for n in kept
+            )
             if sum(wide) + 2 * len(kept) <= self.page.width:
                 break
             kept.remove(column)
@@ -225,7 +230,7 @@ class _Screen:
             self.page.wrapped(t.clean(table.more), indent=2, style="dim")
 
 
-def parts(text: d.Inline) -> list[str | tuple[str, str]]:
+def styled_parts(text: d.Inline) -> list[str | tuple[str, str]]:
     """A line as :class:`~advisor.render.page.Page` takes it."""
     return [
         t.clean(part) if isinstance(part, str) else (t.clean(part.text), STYLES[part.style])
@@ -234,7 +239,7 @@ def parts(text: d.Inline) -> list[str | tuple[str, str]]:
 
 
 def _cell(text: d.Inline) -> str | tuple[str, str]:
-    return (text.text, STYLES[text.style]) if isinstance(text, d.Span) else d.plain(text)
+    return (text.text, STYLES[text.style]) if isinstance(text, d.Span) else d.plain_text(text)
 
 
 def _shortened(code: str) -> str:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from advisor.tune.knob import Knob, Machine
-from advisor.tune.patch import at_first_forward, hold, wrap
+from advisor.tune.patch import at_first_forward, ignore_assignments, wrap
 from advisor.tune.spec import Value
 
 
@@ -62,8 +62,8 @@ class MatmulPrecision(Knob):
             original("high")
 
         torch.set_float32_matmul_precision = keep
-        hold(torch.backends.cuda.matmul, "allow_tf32", "fp32_precision")
-        hold(torch.backends.cudnn, "allow_tf32", "fp32_precision")
+        ignore_assignments(torch.backends.cuda.matmul, "allow_tf32", "fp32_precision")
+        ignore_assignments(torch.backends.cudnn, "allow_tf32", "fp32_precision")
 
 
 class ChannelsLast(Knob):
@@ -115,7 +115,7 @@ class CudnnBenchmark(Knob):
         if not torch.backends.cudnn.benchmark:
             self.took_effect()
         torch.backends.cudnn.benchmark = True
-        hold(torch.backends.cudnn, "benchmark")
+        ignore_assignments(torch.backends.cudnn, "benchmark")
 
 
 class CompileModel(Knob):

@@ -11,7 +11,7 @@ from advisor.tune.knob import Knob, Machine
 from advisor.tune.patch import around_forwards, loader_arguments, optimizer_arguments, wrap
 from advisor.tune.spec import Value
 
-LARGEST = 1 << 20
+MAX_BATCH = 1 << 20
 """Samples of a batch, and times the program's own."""
 
 
@@ -26,7 +26,7 @@ class BatchSize(Knob):
 
     def parse_setting(self, text: str, machine: Machine) -> Value:
         match = re.fullmatch(r"(x?)([1-9]\d{0,6})", text)
-        if match is None or int(match[2]) > LARGEST:
+        if match is None or int(match[2]) > MAX_BATCH:
             raise AdvisorError(
                 f"batch={text}: give samples, such as batch=64, or times the program's own, such "
                 "as batch=x2"
@@ -87,7 +87,7 @@ class BatchSize(Knob):
         return f"DataLoader(..., batch_size={size})   # and see to the schedule"
 
 
-KNOWN = ("Adam", "AdamW", "SGD", "Adagrad")
+KNOWN_OPTIMIZERS = ("Adam", "AdamW", "SGD", "Adagrad")
 
 
 class FusedOptimizer(Knob):
@@ -113,7 +113,7 @@ class FusedOptimizer(Knob):
         optimizer_arguments(str(value), change)
 
     def arguments(self, value: Value) -> tuple[frozenset[str], dict[str, object]]:
-        return frozenset(f"torch.optim.{name}" for name in KNOWN), {str(value): True}
+        return frozenset(f"torch.optim.{name}" for name in KNOWN_OPTIMIZERS), {str(value): True}
 
 
 class SetToNone(Knob):

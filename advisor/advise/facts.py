@@ -462,19 +462,26 @@ WHY_MORE: Final = {
 
 
 def beyond_evidence(finding: Finding) -> list[str]:
-    """Why the gain is larger than the time that the evidence shows; empty: it is not."""
+    """Why the gain is larger than the time that the evidence shows, or an upper bound far below it;
+    empty: neither."""
     impact = finding.impact
     if impact is None or impact.currency != "step_time" or not impact.gain_ns:
         return []
     shown = finding.shown_time
-    if shown is None or impact.gain_ns <= MAX_BEYOND_EVIDENCE * float(shown.value or 0):
+    if shown is None:
+        return []
+    time = f"the {t.format_duration(float(shown.value or 0))} of '{shown.label}'"
+    operations = [edit.op for edit in finding.edits]
+    little = (impact.high_ns or impact.gain_ns) < WIDE_LOW * float(shown.value or 0)
+    if little and {*operations} == {"overlap"} and t.is_upper_bound(impact):
+        return [f"less than {time}: too little other GPU work is known to hide it under"]
+    if impact.gain_ns <= MAX_BEYOND_EVIDENCE * float(shown.value or 0):
         return []
     why = "the launches of this work, and the gaps in it, end too"
-    operations = [edit.op for edit in finding.edits]
     why = next((WHY_MORE[name] for name in WHY_MORE if name in operations), why)
     if impact.of_job:
         why = "other ranks gain too, and wait less for each other"
-    return [f"more than the {t.format_duration(float(shown.value or 0))} of '{shown.label}': {why}"]
+    return [f"more than {time}: {why}"]
 
 
 def order_parts(finding: Finding, report: Report) -> list[str]:

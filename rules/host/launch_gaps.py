@@ -13,7 +13,7 @@ from advisor.core.intervals import covered_length
 from advisor.measure import Analysis
 from advisor.measure.steps.instants import step_starts
 from advisor.measure.steps.steps import step_of
-from advisor.rules.common import column, places, rows
+from advisor.rules.common import column, ops_around, places, rows
 
 CAUSES = ("dispatch", "launch", "python")
 """Causes of idle gaps that a shorter way to the launch would shorten. Unexplained time (Python
@@ -96,15 +96,19 @@ REMOVE_LAUNCH_COST = Edit(op="drop_launch", select=LAUNCHING, host_ns=1000)
 
 
 def locate_gaps(a: Analysis) -> list[Location]:
-    """Lines, or without stacks ops, behind most of the idle time."""
+    """Lines, or without stacks ops, behind most of the idle time; the kernel that ends the worst
+    gap where that op launched it."""
     gaps = _pieces(a)
+    host, kernel = rows(gaps["host"]), rows(gaps["next"])
+    launched_by = rows(a.trace.gpu["op"].gather(gaps["next"].cast(pl.Int64)))
+    kernel[launched_by != ops_around(a, host)] = -1
     return places(
         a,
-        rows(gaps["host"]),
+        host,
         column(gaps, "dur"),
         ts=column(gaps, "ts"),
         dur=column(gaps, "dur"),
-        kernel=rows(gaps["next"]),
+        kernel=kernel,
         instance=column(gaps, "gap"),
     )
 

@@ -164,8 +164,8 @@ def build_lists(ranks: Ranks) -> list[tuple[str, str, list[str]]]:
 
 
 def describe_what_if(item: RanksWhatIf) -> str:
-    """``rank 7 as fast as the median: 5.1 ms per step (4.8 to 5.5 ms)``."""
-    return f"{t.clean(item.text)}: {describe_gain(item)}"
+    """``rank 7 as fast as the median: saves 5.1 ms per step (4.8 to 5.5 ms)``."""
+    return f"{t.clean(item.text)}: saves {describe_gain(item)}"
 
 
 def describe_gain(item: RanksWhatIf | Outlier) -> str:

@@ -230,7 +230,7 @@ class Study:
         changes = [(change(self.job, each), gain) for each, gain in self.outliers if gain]
         if not self.replay.reason:
             every = no_stragglers(self.job, self.replay)
-            changes.append(("no stragglers: every rank at the median in every step", every))
+            changes.append(("without stragglers, every rank as fast as the median", every))
             for kind in sorted({key.kind for key in self.job.joined.keys}):
                 name = kind.replace("_", "-")
                 hidden = no_transfers(self.replay, kind)

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import json
+from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -12,6 +12,7 @@ from advisor.cli import options as o
 from advisor.cli import output as out
 from advisor.core.errors import AdvisorError
 from advisor.core.sources import SNAPSHOT
+from advisor.render.formats import PREDICTIONS
 
 if TYPE_CHECKING:
     from advisor.advise.memory_fit import CostedChange, MemoryFit
@@ -49,9 +50,8 @@ def command(
     ] = 1,
     *,
     options: o.Options,
-    form: Annotated[
-        Literal["terminal", "json"], typer.Option("--format", help="How to print it.")
-    ] = "terminal",
+    form: Annotated[str | None, o.form(PREDICTIONS)] = None,
+    output: o.Output = None,
 ) -> None:
     """Whether the program fits a GPU, and the cheapest changes with which it does."""
     if (gpu is None) == (capacity is None):
@@ -68,13 +68,13 @@ def command(
         device = analysis.trace.working_device(analysis.device_id)
     known = target or lookup(None if device is None else device.name)
     result = find_fit(post, analysis, size, gpu=known, ranks=ranks, scale=scale)
-    if form == "json":
-        print(json.dumps(_plain(result, scale), indent=2, allow_nan=False))
-        return
     from advisor.render.documents.fit import build
 
     asked = "" if scale == 1 else f"batch {batch:g}, {scale:.3g} times the recorded one"
-    out.show_document(build(result, gpu="" if target is None else target.name, batch=asked))
+    document = build(result, gpu="" if target is None else target.name, batch=asked)
+    wanted = out.chosen(PREDICTIONS, form, output)
+    document = replace(document, data=_plain(result, scale))
+    out.deliver(wanted, document, output, [path], details=True)
 
 
 def _history(
@@ -153,7 +153,7 @@ def _plain(fit: MemoryFit, scale: float) -> dict[str, Any]:
             "made_of": way.why, "assumes": way.change.assumes,
             "file": None if where is None else where.file,
             "line": None if where is None else where.line,
-            "layers": [layer._asdict() for layer in way.layers],
+            "layers": way.layers,
         }  # fmt: skip
 
     return {

@@ -49,19 +49,19 @@ OPTIONS: Final[dict[str, dict[str, tuple[str, ...]]]] = {
     },
     "whatif": {
         "What to change": ("--edit", "--precision", "--mesh", "--same-batch", "--micro-batches"),
-        "Output": ("--format",),
+        "Output": ("--output", "--format"),
         "Input": (*READ, "--from-mesh"),
         **HARDWARE,
     },
     "project": {
         "Where to": ("--gpu", "--all", "--gpus", "--nodes", "--instance", "--same-host"),
         "Cost": ("--prices", "--epoch-steps", "--epoch-samples"),
-        "Output": ("--format",),
+        "Output": ("--output", "--format"),
         "Input": (*READ, "--from", "--from-mesh", "--node-size", "--network"),
     },
     "fit": {
         "Where to": ("--gpu", "--capacity", "--batch", "--batch-now", "--ranks"),
-        "Output": ("--format",),
+        "Output": ("--output", "--format"),
         "Input": ("--memory", *READ),
     },
     "export": {

@@ -2,37 +2,29 @@
 
 from __future__ import annotations
 
-import json
-import math
-import sys
-import textwrap
+from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal, TextIO
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from advisor.cli import options as o
+from advisor.cli import output as out
 from advisor.core.errors import AdvisorError
+from advisor.core.text import format_duration
+from advisor.render.formats import PREDICTIONS
 
 if TYPE_CHECKING:
     from advisor.core.gpus import GpuSpec
     from advisor.core.prices import Prices
+    from advisor.measure import Analysis
+    from advisor.render.document import Document
     from advisor.replay.project.pace import Pace
-    from advisor.replay.project.project import Choice, Projection, Projector
+    from advisor.replay.project.project import Choice, Projector
+    from advisor.replay.project.splits import Instance
 
-WIDTH = 80
 MAX_NAMED = 4
 """GPUs for which the median rank's step is given."""
-WORDS = {
-    "compute": "bound by arithmetic",
-    "memory": "bound by memory",
-    "mixture": "matrix products, shapes not known",
-    "unknown": "kernels of no known kind",
-    "launch": "no longer than the shortest kernel",
-    "copy": "copies from and to the host",
-    "link": "between GPUs",
-    "unchanged": "other, taken to stay",
-}
 
 
 @o.with_options("node_size", "network", "rank", "steps")
@@ -82,9 +74,8 @@ def command(
     same_host: Annotated[
         bool, typer.Option("--same-host", help="The GPU goes into this machine: host time stays.")
     ] = False,
-    form: Annotated[
-        Literal["terminal", "json"], typer.Option("--format", help="How to print it.")
-    ] = "terminal",
+    form: Annotated[str | None, o.form(PREDICTIONS)] = None,
+    output: o.Output = None,
 ) -> None:
     """What the step would take on another GPU, and what it would cost there.
 
@@ -94,11 +85,14 @@ def command(
         raise AdvisorError("project: say which GPU with --gpu NAME, or --all; or --gpus N")
     if gpus and (gpu or every):
         raise AdvisorError("--gpus N is of the recorded GPU: give it without --gpu and --all")
+    from advisor.core.files import read_toml
     from advisor.core.gpus import find_gpu
     from advisor.core.prices import read_prices
     from advisor.read import open_run
+    from advisor.render.documents.project import build
     from advisor.replay.project.pace import find_epoch, find_pace, read_rank
     from advisor.replay.project.project import Projector, choose
+    from advisor.replay.project.splits import read_instance
 
     table = read_prices(prices)
     targets, notes = ([], []) if gpus else _targets(gpu, table, every=every)
@@ -110,30 +104,28 @@ def command(
     if len(pace.work) > 1:
         notes.append(pace.sentence)
     epoch = find_epoch(measured, epoch_steps, epoch_samples)
+    wanted = out.chosen(PREDICTIONS, form, output)
     if gpus:
-        from advisor.cli.project_splits import show_splits
-
-        show_splits(
-            measured, gpus, nodes, from_mesh, instance, prices, table, options,
-            sys.stdout, plain=form == "json", epoch=epoch, notes=notes,
-        )  # fmt: skip
-        return
-    origin = None if source is None else find_gpu(source).gpu
-    projector = Projector(measured, same_host=same_host, source=origin)
-    result = choose(projector, targets, epoch)
-    median = None
-    if pace.median != pace.slowest:
-        median = Projector(
-            read_rank(run, pace.median, options.steps), same_host=same_host, source=origin
-        )
-    ranks = _RankSteps(pace, median, result)
-    if form == "json":
-        plain = _plain(projector, result, notes) | {"currency": table.currency}
-        plain |= {"epoch_steps": epoch} | ranks.plain()
-        print(json.dumps(plain, indent=2, allow_nan=False))
+        machine = None
+        if instance is not None:
+            tables = {} if prices is None else read_toml(prices).get("instances")
+            machine = instance, read_instance(tables, instance)
+        document = _splits(measured, gpus, nodes, from_mesh, machine, table, options, epoch, notes)
     else:
-        notes += ranks.sentences()
-        _show(projector, result, notes, table.currency, epoch, sys.stdout)
+        origin = None if source is None else find_gpu(source).gpu
+        projector = Projector(measured, same_host=same_host, source=origin)
+        result = choose(projector, targets, epoch)
+        median = None
+        if pace.median != pace.slowest:
+            other = read_rank(run, pace.median, options.steps)
+            median = Projector(other, same_host=same_host, source=origin)
+        ranks = _RankSteps(pace, median, result)
+        data = _plain(projector, result, notes) | {"currency": table.currency}
+        data |= {"epoch_steps": epoch} | ranks.plain()
+        notes = [*notes, *ranks.sentences()]
+        document = build(projector, result, notes, table.currency, epoch)
+        document = replace(document, data=data)
+    out.deliver(wanted, document, output, [path], details=True)
 
 
 class _RankSteps:
@@ -159,7 +151,7 @@ class _RankSteps:
 
     def sentences(self) -> list[str]:
         """A line for the first GPUs of the table."""
-        steps = [f"{_ms(p.step_ns)} ms on {p.gpu}" for p in self.median if not p.refused]
+        steps = [f"{format_duration(p.step_ns)} on {p.gpu}" for p in self.median if not p.refused]
         if not steps:
             return []
         more = " …" if len(steps) > MAX_NAMED else ""
@@ -205,139 +197,60 @@ def _plain(projector: Projector, found: tuple[Choice, ...], notes: list[str]) ->
 
 def _row(choice: Choice) -> dict[str, Any]:
     p = choice.projection
-
-    def number(value: float) -> float | None:
-        return value if math.isfinite(value) else None
-
+    kept = {name: v for name, v in p._asdict().items() if name not in ("fit", "measured_ns")}
     return {
-        "gpu": p.gpu,
-        "step_ns": number(p.step_ns),
-        "low_ns": number(p.low_ns),
-        "high_ns": number(p.high_ns),
-        "speedup": number(p.speedup),
+        **kept,
+        "speedup": p.speedup,
         "price_per_hour": choice.price,
         "cost_per_million_steps": choice.cost,
         "low_cost": choice.low_cost,
         "high_cost": choice.high_cost,
         "cost_per_epoch": choice.epoch_cost,
-        "memory": p.fit._asdict(),
-        "parts": [part._asdict() for part in p.parts],
-        "notes": list(p.notes),
+        "memory": p.fit,
         "refused": p.refused or None,
     }
 
 
-def _ms(ns: float) -> str:
-    if not math.isfinite(ns):
-        return "-"
-    return f"{ns / 1e6:,.3f}" if ns < 1e7 else f"{ns / 1e6:,.1f}"
+def _splits(
+    a: Analysis, gpus: list[int], nodes: int | None, from_mesh: str | None,
+    machine: tuple[str, Instance] | None, prices: Prices, options: o.Options,
+    epoch: float | None, notes: list[str],
+) -> Document:  # fmt: skip
+    """Splits of each number of GPUs. ``machine``: its name and what the price file has of it."""
+    from advisor.core.gpus import find_gpu
+    from advisor.measure.comm.links import NodeLinks
+    from advisor.render.documents.project import build_splits
+    from advisor.replay.project.mesh import MeshProjector, parse_mesh
+    from advisor.replay.project.splits import compare
 
-
-def _show(
-    projector: Projector,
-    found: tuple[Choice, ...],
-    notes: list[str],
-    currency: str,
-    epoch: float | None,
-    file: TextIO,
-) -> None:
-    """What a person reads, within 80 columns."""
-    from advisor.core.text import clean
-
-    def paragraph(text: str, first: str = "", then: str = "") -> None:
-        wrapped = textwrap.fill(
-            clean(text), WIDTH, initial_indent=first, subsequent_indent=then, break_on_hyphens=False
-        )
-        print(wrapped, file=file)
-
-    for line in notes:
-        paragraph(f"{line}.")
-    a = projector.a
-    per = "of the recording" if a.per == "recording" else "per step"
-    print(f"measured on {projector.source.name}: {_ms(a.step_ns)} ms {per}", file=file)
-    unit = "ms" if a.per == "recording" else "ms per step"
-    _table(found, unit, currency, epoch, file)
-    if len(found) == 1:
-        from advisor.advise.terms import how_to_record
-
-        _detail(found[0].projection, unit, how_to_record("profile_memory=True", a.trace.meta), file)
-    about_gpus = dict.fromkeys(note for c in found for note in c.projection.notes)
-    print(file=file)
-    for note in about_gpus:
-        paragraph(f"{note}.", "- ", "  ")
-    for choice in found:
-        if choice.projection.refused:
-            paragraph(f"{choice.projection.gpu}: {choice.projection.refused}.", "- ", "  ")
-    host = (
-        "host time is taken as measured (--same-host)"
-        if projector.same_host
-        else "hosts of other machines lie in it too (--same-host: this one)"
-    )
-    from advisor.replay.project.project import RESTS_ON
-
-    paragraph(f"{RESTS_ON}; {host}. See docs/project.md.")
-
-
-def _table(
-    found: tuple[Choice, ...], unit: str, currency: str, epoch: float | None, file: TextIO
-) -> None:
-    money = any(c.price is not None for c in found)
-    name = max(12, min(25 if money else 30, max(len(c.projection.gpu) for c in found)))
-    head = f"{'GPU':<{name}} {unit:>9} {'band':>17} {'speed':>7}"
-    cost = f"{currency} a million" if epoch is None else f"{currency} an epoch"
-    print(f"\n{head} {cost:>13}" if money else f"\n{head}  memory", file=file)
-    for c in found:
-        p = c.projection
-        band = "" if p.refused else f"{_ms(p.low_ns)} - {_ms(p.high_ns)}"
-        speed = "" if p.refused else _times(p.speedup)
-        line = f"{p.gpu[:name]:<{name}} {_ms(p.step_ns):>9} {band:>17} {speed:>7}"
-        if not money:
-            print(f"{line}  {p.fit.verdict}".rstrip(), file=file)
-            continue
-        paid = c.cost if epoch is None else c.epoch_cost
-        sum_ = "no price" if paid is None else f"{paid:,.2f}"
-        mark = "  !" if not c.possible else ""
-        print(f"{line} {sum_:>13}{mark}".rstrip(), file=file)
-    if epoch is not None:
-        print(f"an epoch has {epoch:,.0f} recorded steps", file=file)
-    if money:
-        _cheapest(found, file)
-
-
-def _times(ratio: float) -> str:
-    return f"{ratio:.2f}x" if ratio < 100 else f"{ratio:.0f}x"
-
-
-def _cheapest(found: tuple[Choice, ...], file: TextIO) -> None:
-    """The cheapest, and which could be it as well by the bands."""
-    from advisor.replay.project.project import cheapest
-
-    print("\n" + textwrap.fill(cheapest(found), WIDTH), file=file)
-    if not any(c.possible and c.cost is not None for c in found):
-        return
-    for c in found:
-        if c.projection.fit.verdict == "too small":
-            print(f"! {c.projection.gpu}: too little memory", file=file)
-    if all(c.projection.fit.verdict == "not measured" for c in found):
-        print("memory was not recorded, so whether the step fits is not known", file=file)
-
-
-def _detail(p: Projection, unit: str, record: str, file: TextIO) -> None:
-    """What moves by what, and the memory."""
-    if not p.refused:
-        print(f"\n{'device work by what bounds it':<36} {unit:>9} {'there':>9}", file=file)
-        for part in p.parts:
-            print(f"{WORDS[part.kind]:<36} {_ms(part.ns):>9} {_ms(part.then_ns):>9}", file=file)
-    fit = p.fit
-    gib = 1 << 30
-    if fit.verdict == "not measured":
-        hint = f"; record with {record}" if record else ""
-        capacity = f"the GPU has {fit.capacity / gib:.0f} GiB"
-        print("\n" + textwrap.fill(f"memory: not measured ({capacity}{hint})", WIDTH), file=file)
-        return
-    sizes = [
-        f"{size / gib:.1f} GiB {word}"
-        for size, word in ((fit.allocated, "allocated"), (fit.reserved, "reserved"))
-        if size is not None
-    ]
-    print(f"\nmemory: {fit.verdict}: {', '.join(sizes)} of {fit.capacity / gib:.0f} GiB", file=file)
+    network, found = options.network, a.hardware
+    price = None if found is None else prices.of(found.name)
+    hourly = None if price is None else price.per_hour
+    if nodes is not None and any(count % nodes for count in gpus):
+        raise AdvisorError(f"--nodes {nodes}: does not divide --gpus")
+    notes = [*notes, "each replica keeps its batch: the job's grows with the data-parallel ranks"]
+    if machine is not None:
+        name, each = machine
+        if found is None or find_gpu(each.gpu).gpu.name != found.name:
+            raise AdvisorError(f"{name} has {each.gpu}, which was not recorded: see --gpu")
+        if nodes is not None and any(count != nodes * each.gpus for count in gpus):
+            raise AdvisorError(f"--nodes {nodes} of {name} have {nodes * each.gpus} GPUs")
+        network = each.network if network is None else network
+        hourly = hourly if each.price is None else each.price / each.gpus
+        if each.cores is not None:
+            notes.append(f"{name} has {each.cores / each.gpus:g} cores for each GPU")
+    recorded = None if from_mesh is None else parse_mesh(from_mesh)
+    projector = MeshProjector(a, recorded, NodeLinks(options.node_size, network))
+    if machine is not None and nodes is None:
+        projector = projector.on_nodes_of(machine[1].gpus)
+    rows, measured = compare(projector, gpus, hourly, nodes, epoch), str(projector.measured)
+    data = {
+        "schema": 1, "measured": measured, "currency": prices.currency, "epoch_steps": epoch,
+        "splits": rows, "notes": [*notes],
+    }  # fmt: skip
+    notes.append("speed: samples of the job per second, over the recorded ones")
+    if hourly is not None:
+        many = "a million recorded steps" if epoch is None else f"an epoch, {epoch:,.0f} steps"
+        notes.append(f"cost: of the samples of {many}")
+    document = build_splits(measured, a.step_ns, rows, notes, prices.currency)
+    return replace(document, data=data)

@@ -9,7 +9,9 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
+
+import msgspec
 
 if TYPE_CHECKING:
     from advisor.measure import Analysis
@@ -232,6 +234,21 @@ class Document:
     footer: str = ""
     notes: Sequence[str] = field(default_factory=tuple)
     """Closing lines of a terminal."""
+    data: Any = None
+    """What JSON has of it, where the document itself is the subject: dicts, lists, named tuples."""
+
+    def to_json(self) -> bytes:
+        """``data`` as JSON, indented by two; NaN is null."""
+        return msgspec.json.format(msgspec.json.encode(as_plain(self.data)), indent=2)
+
+
+def as_plain(value: Any) -> Any:
+    """Named tuples as dicts, however deep they lie."""
+    if isinstance(value, tuple) and hasattr(value, "_asdict"):
+        value = value._asdict()
+    if isinstance(value, dict):
+        return {key: as_plain(item) for key, item in value.items()}
+    return [as_plain(item) for item in value] if isinstance(value, list | tuple) else value
 
 
 def cards(blocks: Iterable[Block]) -> list[Card]:

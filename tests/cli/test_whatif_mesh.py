@@ -11,6 +11,7 @@ import pytest
 
 from advisor import open as open_run
 from advisor import whatif
+from advisor.core.text import format_duration
 from benchmarks.simulation.kineto import trace
 from benchmarks.simulation.meshes import draw_pair, play_mesh
 
@@ -31,8 +32,8 @@ def test_the_terminal_json_and_the_library_say_the_same(file: Path, advisor: Run
     result = whatif(open_run(file), mesh="dp=4,tp=2", node_size=8)
     shown = advisor("whatif", str(file), *MESH)
     assert shown.code == 0 and "dp=4,tp=2" in shown.out
-    assert f"{result.step_ns / 1e6:,.1f}" in shown.out
-    assert "memory of a GPU: not recorded" in shown.out
+    assert format_duration(result.step_ns) in shown.out
+    assert "Memory of a GPU: not recorded" in shown.out
     assert max(map(len, shown.out.splitlines())) <= 80
     found = json.loads(advisor("whatif", str(file), *MESH, "--format", "json").out)
     assert found["step_ns"] == pytest.approx(result.step_ns)

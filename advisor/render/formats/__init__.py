@@ -100,3 +100,8 @@ TRIALS: Final = Formats(
     "advisor.trial_renderers",
     without=("agent", "github", "sarif", "notebook"),
 )
+PREDICTIONS: Final = Formats(
+    "a prediction",
+    "advisor.prediction_renderers",
+    without=("agent", "github", "sarif", "notebook"),
+)

@@ -1,0 +1,245 @@
+"""The documents of ``advisor whatif``: a step with edits, in another number format, on a mesh."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Final
+
+from advisor.core import text as t
+from advisor.render.document import (
+    Block,
+    Code,
+    Document,
+    FieldList,
+    Grid,
+    Items,
+    Paragraph,
+    Section,
+    TextField,
+)
+from advisor.replay.project.mesh import MeshResult
+from advisor.replay.project.precision import LayerChange, PrecisionResult
+from advisor.replay.result import WhatIfResult
+
+MAX_EDIT: Final = 30
+"""Characters of an edit in the table; longer ones are listed above it."""
+MAX_SHAPES: Final = 8
+"""Rows that a terminal shows of the layers to convert, and of those to leave."""
+UNSEEN_LOADER: Final = (
+    "The loader's workers keep up with these steps, so how fast they could be is not in the trace: "
+    "the step cannot become shorter than their time per batch."
+)
+AXES: Final = {
+    "dp": "data", "tp": "tensor", "pp": "pipeline", "cp": "context", "ep": "expert"
+}  # fmt: skip
+
+
+def notes(lines: Sequence[str]) -> Items:
+    """Remarks, a sentence each; names such as ``h200`` stay as they are."""
+    shown = [
+        f"{line[:1].upper()}{line[1:]}." if line.split(" ", 1)[0].isalpha() else f"{line}."
+        for line in lines
+    ]
+    return Items(shown, "-", "Notes")
+
+
+# -- edits ----------------------------------------------------------------------------------------
+
+
+def build(result: WhatIfResult, lines: Sequence[str]) -> Document:
+    """The step with edits; ``lines``: these as they were written."""
+    per = "per step" if result.marked else "of the recording"
+    step = t.format_duration(result.measured_step_ns)
+    edited = t.format_duration(result.edited_step_ns)
+    least = "at least " * bool(result.reason)
+    path = {} if result.reason else result.critical_path
+    total = sum(path.values()) or 1.0
+    parts = [
+        f"{t.path_label(name, result.framework)} {ns / total:.0%}"
+        for name, ns in path.items()
+        if ns > 0.005 * total
+    ]
+    fields = [
+        TextField("measured", [f"{step} {per}", *_steps(result)]),
+        TextField("replayed", _replayed(result)),
+        TextField("path", parts or ["the critical path is unknown: the steps are not replayed"]),
+    ]
+    said = [*result.notes]
+    if result.unseen_loader and result.edited_step_ns < 0.95 * result.measured_step_ns:
+        said.insert(0, UNSEEN_LOADER.rstrip("."))
+    return Document(
+        f"{step} → {least}{edited} {per}." if lines else f"{step} {per}.",
+        [FieldList(fields, indent=0), *_edits(result, lines), *([notes(said)] if said else [])],
+        name="whatif",
+    )
+
+
+def _steps(result: WhatIfResult) -> list[str]:
+    """Which steps are replayed, and with which other ranks."""
+    replay = result.replay
+    steps = "no steps are marked"
+    if result.marked:
+        steps = f"{replay.steps} of {replay.of_steps} steps are replayed"
+    ranks = ", ".join(map(str, sorted(result.ranks)))
+    return [steps, *([f"ranks {ranks} together"] if ranks else [])]
+
+
+def _replayed(result: WhatIfResult) -> list[str]:
+    """How good the replay is; where it is not to be trusted, why."""
+    replay = result.replay
+    if result.reason:
+        return ["no: gains are upper bounds", result.reason]
+    explained = "no device work"
+    if replay.explained is not None:
+        explained = f"{replay.explained:.1%} of {replay.starts:,} device starts explained"
+    error = f"error {replay.step_error:.2%}"
+    return [
+        t.format_duration(result.replayed_step_ns),
+        error,
+        explained,
+        *(
+            f"{who} {of:.0%}, {share:.0%} of it explained"
+            for who, of, share in (
+                ("the host waits for the device", replay.waits, replay.waits_explained),
+                ("the device idles", replay.idle, replay.idle_explained),
+            )
+            if share is not None and of >= 0.01
+        ),
+        *(
+            f"{part.name}: {part.cases}, {t.format_duration(part.time_ns)}, "
+            f"{part.explained:.0%} explained"
+            for part in replay.hard
+        ),
+    ]
+
+
+def _edits(result: WhatIfResult, lines: Sequence[str]) -> list[Block]:
+    """What each edit saves, its range, what it saves alone, and the step after it."""
+    if not lines:
+        return []
+    short = all(len(line) <= MAX_EDIT for line in lines)
+    rows = [
+        [
+            line if short else str(number),
+            t.format_duration(row.gain_ns),
+            f"up to {t.format_duration(row.high_ns)}"
+            if result.reason
+            else t.format_range(row.low_ns, row.high_ns),
+            t.format_duration(row.alone_ns),
+            t.format_duration(row.step_then_ns),
+        ]
+        for number, (row, line) in enumerate(zip(result.edits, lines, strict=True), start=1)
+    ]
+    listed = [] if short else [Items([f"{n}. {line}" for n, line in enumerate(lines, 1)], "")]
+    what = "step" if result.marked else "time"
+    return [
+        *listed,
+        Grid(["edit", "saves", "range", "alone", f"{what} after it"], rows, "Saved by each edit"),
+    ]
+
+
+# -- number formats -------------------------------------------------------------------------------
+
+
+def build_precision(result: PrecisionResult) -> Document:
+    """Which layers to convert, which to leave, and the step after it."""
+    what = f"{result.format} on {result.gpu}, {'training' if result.training else 'inference'}"
+    if result.refused:
+        return Document(f"{what}: not estimated. {result.refused}.", [], name="precision")
+    fields = [
+        TextField("step", [f"{t.format_duration(result.all_step_ns)} with all layers converted"])
+    ]
+    if result.freed_bytes:
+        freed = f"{t.format_bytes(result.freed_bytes)} less for weights"
+        fields.append(TextField("memory", [freed]))
+    if result.weight_bytes and result.weight_read_ns is not None:
+        read = (
+            f"reading them once takes {t.format_duration(result.weight_read_ns)} of the step at "
+            "the memory's attainable rate"
+        )
+        fields.append(TextField("weights", [t.format_bytes(result.weight_bytes), read]))
+    tables = [
+        _layers(title, [layer for layer in result.layers if layer.convert == wanted])
+        for title, wanted in (("Convert", True), ("Leave", False))
+    ]
+    return Document(
+        f"{what}: {t.format_duration(result.measured_step_ns)} → "
+        f"{t.format_duration(result.step_ns)} per step "
+        f"({t.format_range(result.low_ns, result.high_ns)}).",
+        [
+            FieldList(fields, indent=0),
+            *(table for table in tables if table is not None),
+            notes(result.notes),
+            Section("How to convert them", [Code(result.snippet)]),
+        ],
+        name="precision",
+    )
+
+
+def _layers(title: str, layers: Sequence[LayerChange]) -> Section | None:
+    """Products of one shape in modules of one kind, with the reason why they stay."""
+    if not layers:
+        return None
+    rows = [
+        [
+            layer.where,
+            layer.shape.replace(" ", ""),
+            f"{layer.calls:.4g}",
+            t.format_duration(layer.ns),
+            t.format_duration(layer.after_ns),
+            t.format_range(layer.low_ns, layer.high_ns),
+        ]
+        for layer in layers
+    ]
+    reasons = dict.fromkeys(f"{layer.shape}: {layer.why}" for layer in layers if layer.why)
+    head = ["layers", "m × n × k", "calls", "now", "then", "range"]
+    more = f"{t.count_noun(len(rows) - MAX_SHAPES, 'more shape')}; JSON has all"
+    grid = Grid(head, rows, align="llrrrr", short=rows[:MAX_SHAPES], more=more,
+                optional=(2,))  # fmt: skip
+    return Section(title, [grid, *([Items(list(reasons)[:MAX_SHAPES], "∙")] if reasons else [])])
+
+
+# -- meshes ---------------------------------------------------------------------------------------
+
+
+def build_mesh(result: MeshResult) -> Document:
+    """The step on another device mesh."""
+    old, new, median = result.measured, result.mesh, result.median
+    rows = [
+        ["mesh", str(old), str(new), ""],
+        ["GPUs", f"{old.world:,}", f"{new.world:,}", ""],
+        ["batch of the job", "1×", f"{result.batch:.3g}×", ""],
+        _times("step", result.measured_step_ns, result.step_ns, (result.low_ns, result.high_ns)),
+    ]
+    if median is not None:
+        name, band = f"  of rank {median.rank}", (median.low_ns, median.high_ns)
+        rows.append(_times(name, median.measured_step_ns, median.step_ns, band))
+    rows += [
+        ["samples per second and GPU", "1×", f"{result.throughput:.3g}×", ""],
+        _times("compute", result.compute_ns, result.then_compute_ns),
+    ]
+    for axis in result.axes:
+        rows.append(_times(f"{AXES[axis.axis]}, transfers", axis.ns, axis.then_ns))
+        rows.append(_times("  exposed", axis.exposed_ns, axis.then_exposed_ns))
+    if old.pp > 1 or new.pp > 1:
+        rows.append(_times("pipeline's bubble", result.bubble_ns, result.then_bubble_ns))
+    held = "not recorded (profile_memory=True)"
+    if result.memory is not None:
+        held = f"{' to '.join(map(t.format_bytes, result.memory))} allocated"
+    return Document(
+        f"{old} → {new}: {t.format_duration(result.measured_step_ns)} → "
+        f"{t.format_duration(result.step_ns)} per step.",
+        [
+            Grid(["per step", "recorded", "there", "range"], rows, "The step there"),
+            Paragraph(f"Memory of a GPU: {held}."),
+            notes(result.notes),
+        ],
+        name="mesh",
+    )
+
+
+def _times(
+    name: str, here: float, there: float, band: tuple[float, float] | None = None
+) -> list[str]:
+    shown = "" if band is None else t.format_range(*band)
+    return [name, t.format_duration(here), t.format_duration(there), shown]

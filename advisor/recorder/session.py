@@ -59,6 +59,7 @@ from advisor.recorder.options import RecordOptions
 from advisor.recorder.reader import TapeReader
 from advisor.recorder.repeats import RepeatedBlock
 from advisor.recorder.slowdown import Pauses, SlowdownWatch
+from advisor.recorder.stack_samples import StackSampler
 from advisor.recorder.steps import FoundStep, StepSegment
 from advisor.recorder.watchers import (
     AllocatorStats,
@@ -183,6 +184,7 @@ class RecordingSession(Listener):
             SlowdownWatch() if options.on_trouble and self.windows.enabled else None
         )
         self._sampler: Any = None
+        self._stack_sampler: StackSampler | None = None
         self._network: NetworkKeeper | None = None
         self._old_signal: Any = None
         self._home = -1
@@ -292,6 +294,8 @@ class RecordingSession(Listener):
             self.loaders.finish()
             if self._sampler is not None:
                 self._sampler.stop()
+            if self._stack_sampler is not None:
+                self._stack_sampler.stop()
             if self._network is not None:
                 self._network.stop()
             self._end(error)
@@ -752,6 +756,12 @@ class RecordingSession(Listener):
 
             self._sampler = Sampler(self.writer.put, hz=self.options.telemetry)
             self._sampler.start()
+        if self.options.stack_samples and not self.over:
+            watched = self.tape.here
+            self._stack_sampler = StackSampler(
+                lambda: watched[THREAD], lambda: self.windows.profiling, self.tell
+            )
+            self._stack_sampler.start()
 
     def _failed(self, problem: str) -> None:
         """The writer's thread could not go on."""
@@ -775,6 +785,8 @@ class RecordingSession(Listener):
             self.windows.place(None)
         if self._sampler is not None and threading.current_thread().name != "advisor telemetry":
             self._sampler.stop()
+        if self._stack_sampler is not None:
+            self._stack_sampler.stop()
 
     def _take_signal(self) -> None:
         name = self.options.signal

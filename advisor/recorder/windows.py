@@ -191,6 +191,11 @@ class Windows:
         self._before.extend(lengths[-BASELINE:])
 
     @property
+    def profiling(self) -> bool:
+        """A window is open."""
+        return self._profiler is not None
+
+    @property
     def waits(self) -> bool:
         """Whether steps must be reported at once when they end: a window is open or due."""
         if self._profiler is not None or self.restarts:

@@ -1,0 +1,142 @@
+"""Where the training thread's Python is, some dozen times a second: call stacks without a profiler.
+
+Waking for a sample takes the interpreter from the training thread for some 50 µs. So samples are
+frequent in the first seconds only, of which a short run consists, and end after some thousand.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+from collections import Counter
+from collections.abc import Callable
+from types import CodeType
+from typing import Any
+
+FAST_SECONDS, FAST_SAMPLES = 0.02, 300
+"""Interval of the first samples, and how many they are."""
+SLOW_SECONDS, MAX_SAMPLES = 0.1, 1_500
+"""Interval of the others, and how many samples there are in all."""
+WRITE_EVERY = 150
+"""Samples that are written together: what is lost of a run that is killed."""
+MAX_DEPTH = 100
+"""Frames of a sample, the innermost."""
+MAX_STACKS = 400
+"""Different stacks that are written together, those with most samples."""
+MAX_NAME = 300
+STOP_SECONDS = 0.5
+_OWN = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
+"""Folder of this package: its frames are nobody's line."""
+_PARTS_OF_FUNCTIONS = (".<listcomp>", ".<genexpr>", ".<dictcomp>", ".<setcomp>", ".<lambda>")
+
+Stack = tuple[tuple[CodeType, int], ...]
+"""Code and line of each frame, the innermost first."""
+
+
+class StackSampler:
+    """Takes the stack of ``thread()`` (-1: of none, for now) from a daemon thread until ``stop``.
+    ``tell`` gets a ``stacks`` event for every ``WRITE_EVERY`` samples and at the end. ``busy()``:
+    no sample now, because a profiler lengthens what it watches.
+
+    Nothing it meets reaches the caller; a failure ends it. In a forked child it is not running.
+    """
+
+    def __init__(
+        self,
+        thread: Callable[[], int],
+        busy: Callable[[], bool],
+        tell: Callable[[str, dict[str, Any]], None],
+    ) -> None:
+        self._watched = thread
+        self._busy = busy
+        self._tell = tell
+        self._over = threading.Event()
+        self._thread: threading.Thread | None = None
+        self._pid: int | None = None
+        self._stacks: Counter[Stack] = Counter()
+        self._texts: dict[tuple[CodeType, int], str] = {}
+
+    def start(self) -> None:
+        """Begin. A second call does nothing."""
+        if self._thread is not None:
+            return
+        self._pid = os.getpid()
+        thread = threading.Thread(target=self._run, name="advisor stacks", daemon=True)
+        try:
+            thread.start()
+        except RuntimeError:  # no more threads, or the interpreter is going down
+            return
+        self._thread = thread
+
+    def stop(self) -> None:
+        """End, once what was sampled is written. May be called at any time."""
+        thread = self._thread
+        if thread is None or os.getpid() != self._pid or thread is threading.current_thread():
+            return
+        self._over.set()
+        thread.join(STOP_SECONDS)
+        self._thread = None
+
+    def _run(self) -> None:
+        try:
+            taken = written = 0
+            while taken < MAX_SAMPLES:
+                if self._over.wait(FAST_SECONDS if taken < FAST_SAMPLES else SLOW_SECONDS):
+                    break
+                if self._busy():
+                    continue
+                taken += self._sample()
+                if taken - written >= WRITE_EVERY:
+                    written = taken
+                    self._write()
+            self._write()
+        except Exception:
+            # A thread of somebody's training process: whatever goes wrong must end here, and what
+            # was written stays.
+            return
+
+    def _sample(self) -> int:
+        """Take one; 0: there was nothing to take."""
+        frame = sys._current_frames().get(self._watched())
+        stack = []
+        while frame is not None and len(stack) < MAX_DEPTH:
+            stack.append((frame.f_code, frame.f_lineno or 0))
+            frame = frame.f_back
+        if not stack or any(code.co_filename.startswith(_OWN) for code, _ in stack[:1]):
+            return 0  # the recorder's own work is no work of the program
+        self._stacks[tuple(stack)] += 1
+        return 1
+
+    def _write(self) -> None:
+        stacks, self._stacks = self._stacks, Counter()
+        if not stacks:
+            return
+        index: dict[str, int] = {}
+        lines: list[list[Any]] = []
+        for stack, count in stacks.most_common(MAX_STACKS):
+            names = [self._text(*place) for place in reversed(stack) if not _is_own(place[0])]
+            lines.append([count, [index.setdefault(name, len(index)) for name in names]])
+        self._tell("stacks", {"frames": list(index), "stacks": lines})
+
+    def _text(self, code: CodeType, line: int) -> str:
+        """``train.py(12): log``, as PyTorch's profiler writes a frame."""
+        known = self._texts.get((code, line))
+        if known is None:
+            function = code.co_qualname.replace(".<locals>", "")
+            for part in _PARTS_OF_FUNCTIONS:
+                function = function.replace(part, "")
+            known = f"{_without_search_path(code.co_filename)}({line}): {function}"[:MAX_NAME]
+            self._texts[code, line] = known
+        return known
+
+
+def _is_own(code: CodeType) -> bool:
+    return code.co_filename.startswith((_OWN, "<frozen runpy>"))
+
+
+def _without_search_path(file: str) -> str:
+    """A file's name without the longest entry of ``sys.path`` in front of it."""
+    entries = (entry for entry in sys.path if entry and file.startswith(entry.rstrip("/") + "/"))
+    longest = max(entries, key=len, default="")
+    return file[len(longest.rstrip("/")) + 1 :] if longest else file

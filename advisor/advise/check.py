@@ -291,7 +291,11 @@ def _completed(outcome: Outcome, rule: Rule, a: Analysis, number: int) -> Outcom
         record = how_to_record(outcome.record, a.trace.meta, recorder=a.record is not None)
         return structs.replace(outcome, rule=rule.id, record=record)
     finding = weigh_confidence(rule.complete(outcome), rule, a)
-    finding = structs.replace(finding, where=[_with_line(place, a) for place in finding.where])
+    where = [_with_line(place, a) for place in finding.where]
+    if rule.sampled_part and a.recorded is not None and not any(place.file for place in where):
+        line = a.recorded.hottest_line(rule.sampled_part)
+        where = where if line is None else [line.location, *where]
+    finding = structs.replace(finding, where=where)
     rank = None if number < 0 else number
     return structs.replace(finding, trace_rank=rank, device=a.device_id)
 

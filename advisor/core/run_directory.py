@@ -303,7 +303,8 @@ class Event(Struct, kw_only=True, omit_defaults=True):
     ``shapes``: index, shapes, dtypes · ``window``: window, reason, steps, state (``open``,
     ``done``, ``stopped``, ``failed``, ``never``, ``dropped``: it lay before the training), file,
     why · ``stacks``: frames (``file(line): function``), stacks (of each: samples since the event
-    before, and its frames as places in ``frames``, the outermost first) · ``warning``: text · ``oom``: message, snapshot, allocated, reserved · ``error``: text ·
+    before, and its frames as places in ``frames``, the outermost first) ·
+    ``warning``: text · ``oom``: message, snapshot, allocated, reserved · ``error``: text ·
     ``end``: steps, reason (``finished``, ``exception``, ``interrupted``, ``disk``: nothing more
     could be written), exception, message
     """

@@ -2,6 +2,10 @@
 
 Waking for a sample takes the interpreter from the training thread for some 50 µs. So samples are
 frequent in the first seconds only, of which a short run consists, and end after some thousand.
+
+A thread that wakes gets the interpreter when the other one gives it up: at once where that waits or
+computes in C, after 5 ms where it runs Python. In between it gets it where short Python code ends
+and the next call into C begins, which had no part in the time; such samples do not count.
 """
 
 from __future__ import annotations
@@ -9,8 +13,10 @@ from __future__ import annotations
 import os
 import sys
 import threading
+import time
 from collections import Counter
 from collections.abc import Callable
+from pathlib import Path
 from types import CodeType
 from typing import Any
 
@@ -20,14 +26,18 @@ SLOW_SECONDS, MAX_SAMPLES = 0.1, 1_500
 """Interval of the others, and how many samples there are in all."""
 WRITE_EVERY = 150
 """Samples that are written together: what is lost of a run that is killed."""
+AT_ONCE, FORCED = 0.0005, 0.9
+"""How late a sample is that interrupted a call into C, seconds; and one that made the thread give
+up, of the interpreter's switch interval."""
+MAX_WAKES = 2 * MAX_SAMPLES
 MAX_DEPTH = 100
 """Frames of a sample, the innermost."""
 MAX_STACKS = 400
 """Different stacks that are written together, those with most samples."""
 MAX_NAME = 300
 STOP_SECONDS = 0.5
-_OWN = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
-"""Folder of this package: its frames are nobody's line."""
+_OWN = str(Path(__file__).absolute().parents[1]) + os.sep
+"""Folder of this package."""
 _PARTS_OF_FUNCTIONS = (".<listcomp>", ".<genexpr>", ".<dictcomp>", ".<setcomp>", ".<lambda>")
 
 Stack = tuple[tuple[CodeType, int], ...]
@@ -80,31 +90,38 @@ class StackSampler:
 
     def _run(self) -> None:
         try:
-            taken = written = 0
-            while taken < MAX_SAMPLES:
-                if self._over.wait(FAST_SECONDS if taken < FAST_SAMPLES else SLOW_SECONDS):
-                    break
-                if self._busy():
-                    continue
-                taken += self._sample()
-                if taken - written >= WRITE_EVERY:
-                    written = taken
-                    self._write()
+            self._loop()
             self._write()
         except Exception:
             # A thread of somebody's training process: whatever goes wrong must end here, and what
             # was written stays.
             return
 
+    def _loop(self) -> None:
+        taken = written = 0
+        for _ in range(MAX_WAKES):
+            pause = FAST_SECONDS if taken < FAST_SAMPLES else SLOW_SECONDS
+            due = time.monotonic() + pause
+            if self._over.wait(pause) or taken >= MAX_SAMPLES:
+                return
+            late = time.monotonic() - due
+            if AT_ONCE < late < FORCED * sys.getswitchinterval() or self._busy():
+                continue
+            taken += self._sample()
+            if taken - written >= WRITE_EVERY:
+                written = taken
+                self._write()
+
     def _sample(self) -> int:
         """Take one; 0: there was nothing to take."""
         frame = sys._current_frames().get(self._watched())
-        stack = []
+        stack: list[tuple[CodeType, int]] = []
         while frame is not None and len(stack) < MAX_DEPTH:
-            stack.append((frame.f_code, frame.f_lineno or 0))
+            if not _is_own(frame.f_code):
+                stack.append((frame.f_code, frame.f_lineno or 0))
             frame = frame.f_back
-        if not stack or any(code.co_filename.startswith(_OWN) for code, _ in stack[:1]):
-            return 0  # the recorder's own work is no work of the program
+        if not stack:
+            return 0
         self._stacks[tuple(stack)] += 1
         return 1
 
@@ -115,7 +132,7 @@ class StackSampler:
         index: dict[str, int] = {}
         lines: list[list[Any]] = []
         for stack, count in stacks.most_common(MAX_STACKS):
-            names = [self._text(*place) for place in reversed(stack) if not _is_own(place[0])]
+            names = [self._text(*place) for place in reversed(stack)]
             lines.append([count, [index.setdefault(name, len(index)) for name in names]])
         self._tell("stacks", {"frames": list(index), "stacks": lines})
 
@@ -132,11 +149,12 @@ class StackSampler:
 
 
 def _is_own(code: CodeType) -> bool:
+    """The recorder's, or what started the program: nobody's line."""
     return code.co_filename.startswith((_OWN, "<frozen runpy>"))
 
 
 def _without_search_path(file: str) -> str:
     """A file's name without the longest entry of ``sys.path`` in front of it."""
-    entries = (entry for entry in sys.path if entry and file.startswith(entry.rstrip("/") + "/"))
-    longest = max(entries, key=len, default="")
-    return file[len(longest.rstrip("/")) + 1 :] if longest else file
+    entries = (os.path.join(entry, "") for entry in sys.path if entry)  # noqa: PTH118
+    longest = max((entry for entry in entries if file.startswith(entry)), key=len, default="")
+    return file.removeprefix(longest)

@@ -12,6 +12,8 @@ from advisor.core.finding import Edit, Evidence, Finding, Outcomes, Rule, Select
 from advisor.core.trace import Trace
 from advisor.measure import Analysis
 from advisor.measure.host import stacks
+from advisor.measure.host.sampled_stacks import LOOP
+from advisor.measure.steps.record import StepRecords
 from advisor.measure.steps.timeline import CODE
 from advisor.rules.common import figure, locate_row, of_step
 from advisor.rules.kernel.facts import match_exactly
@@ -21,6 +23,8 @@ from advisor.testing import Examples, TraceBuilder
 
 OWN_PHASES = ("between steps", "other")
 """Of the recorder: outside loading, forward, backward and optimizer."""
+LOOP_SHARE = 0.20
+"""Of the step: Python of the loop that is reported."""
 
 
 class LoopCode(Rule):
@@ -40,7 +44,9 @@ class LoopCode(Rule):
     validated_on = "a CPU recording with stacks whose samples are chosen in a loop of Python"
     references = ("https://pytorch.org/tutorials/recipes/recipes/profiler_recipe.html",)
 
-    min_share = Threshold(0.20, "of the step; four times what counts where a GPU waits", XPROF)
+    min_share = Threshold(
+        LOOP_SHARE, "of the step; four times what counts where a GPU waits", XPROF
+    )
     min_ms = Threshold(0.5, "ms per step: Python around small models takes as long", CHOSEN)
 
     fix = (
@@ -163,10 +169,11 @@ def _names(a: Analysis, frame: np.ndarray) -> tuple[list[int], list[str]]:
 class LoopPhases(LoopCode):
     """The same from the recorder's phases, where no Python stacks were recorded: ``between steps``
     and ``other`` are neither loading, forward, backward nor optimizer. Evaluation between steps is
-    left out.
+    left out. The Python stacks that the recorder samples outside its windows name the function.
     """
 
     id = "loop-phases"
+    sampled_part = LOOP
     reads_record = True
     found_in = ("recorded/waiting_loop.slow",)
     silent_in = ("recorded/waiting_loop.cured", "recorded/anomaly.cured", "recorded/leak.cured")
@@ -190,7 +197,7 @@ class LoopPhases(LoopCode):
             summary=(
                 f"The loop's own code takes {t.format_duration(ns)} of each step "
                 f"({ns / step:.0%}), outside loading, forward, backward and optimizer. "
-                "advisor record --deep shows its lines."
+                + _most_of_it(recorded)
             ),
             evidence=[
                 *(
@@ -214,6 +221,23 @@ class LoopPhases(LoopCode):
             "a small model": (_recorded(0.6, forward=0.2), "min_ms"),
             "stacks": (stacks, "== 'python').any()"),
         }
+
+
+def usual_loop_time(recorded: StepRecords) -> float:
+    """Time of the loop's own code in a median step, ns."""
+    own = [times for name in OWN_PHASES if (times := recorded.phase(name)) is not None]
+    return sum(float(np.median(times)) for times in own if len(times))
+
+
+def _most_of_it(recorded: StepRecords) -> str:
+    line = recorded.hottest_line(LOOP)
+    if line is None:
+        return "advisor record --deep shows its lines."
+    place, inside = line.location, f", in {line.inside}" if line.inside else ""
+    return (
+        f"{line.share:.0%} of the sampled stacks are in {place.function} "
+        f"({place.file}:{place.line}){inside}."
+    )
 
 
 def _recorded(ms: float = 10, **phases: float) -> TraceBuilder:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from typing import Any, ClassVar
 
 import numpy as np
 import polars as pl
@@ -13,9 +14,19 @@ from advisor.core.finding import GUESSED, Evidence, Finding, Outcomes, Rule, Thr
 from advisor.core.intervals import covered_length, union
 from advisor.measure import Analysis
 from advisor.measure.host.names import name_matches
+from advisor.measure.host.sampled_stacks import hottest_line, share_in
 from advisor.rules.common import places
-from advisor.rules.recorded import impact_over_run
-from advisor.rules.sources import GPUPROF, OURS, SILENT_TRACES, STEP_SERIES
+from advisor.rules.host.loop_time import LOOP_SHARE, OWN_PHASES, usual_loop_time
+from advisor.rules.recorded import impact_over_run, impact_per_step, record, steps_seen
+from advisor.rules.sources import (
+    CHOSEN,
+    CURED_RECORDINGS,
+    GPUPROF,
+    OURS,
+    SILENT_TRACES,
+    STEP_SERIES,
+    XPROF,
+)
 from advisor.testing import Examples, TraceBuilder
 
 _CAUSES = {
@@ -47,8 +58,9 @@ class PeriodicStalls(Rule):
 
     id = "periodic-stalls"
     title = "Some steps stall while the loop saves or logs"
-    found_in = ("workloads/periodic_checkpoint",)
-    silent_in = (*SILENT_TRACES, "workloads/periodic_checkpoint")
+    alternatives = "saving"
+    found_in: ClassVar[tuple[str, ...]] = ("workloads/periodic_checkpoint",)
+    silent_in: ClassVar[tuple[str, ...]] = (*SILENT_TRACES, "workloads/periodic_checkpoint")
     validated_on = "a CPU recording that saves its state; silent with an asynchronous save"
     references = ("https://pytorch.org/tutorials/recipes/distributed_async_checkpoint_recipe.html",)
 
@@ -156,6 +168,92 @@ class PeriodicStalls(Rule):
             "one save": (_training(frame=save, steps=24, every=20), "min_stalls"),
             "in every step": (_training(frame=save, every=1), "not len(rows)"),
         }
+
+
+class SavingTime(PeriodicStalls):
+    """The same over the whole run, where no stacks were recorded, or too few steps: in so many of
+    the Python stacks that the recorder samples, the training thread saves a checkpoint or logs.
+
+    The time is that share of the mean step, and at most what the loop's own code takes besides
+    loading, forward, backward and optimizer. Where every step saves, loop-phases says so.
+    """
+
+    id = "saving-time"
+    title = "Training stops while the loop saves or logs"
+    reads_record = True
+    found_in: ClassVar[tuple[str, ...]] = ("workloads/periodic_checkpoint",)
+    silent_in: ClassVar[tuple[str, ...]] = (*CURED_RECORDINGS, "workloads/periodic_checkpoint")
+    validated_on = "a CPU recording that saves its state; silent with an asynchronous save"
+
+    min_share = Threshold(0.05, "of the sampled stacks", XPROF)
+    min_samples = Threshold(8, "samples in saving or logging", OURS)
+    half = Threshold(0.5, "of the time is gained at least: copying the state remains", CHOSEN)
+
+    verify = "Record again: the mean step is near the median."
+    falsified_by = "the same mean step without saving or logging"
+
+    def check(self, a: Analysis) -> Outcomes:
+        """Samples in which the training thread saves or logs."""
+        recorded = record(a)
+        stacks, mean, median = recorded.stacks, recorded.mean, recorded.median
+        if not mean or not median or usual_loop_time(recorded) >= LOOP_SHARE * median:
+            return
+        own = [times for name in OWN_PHASES if (times := recorded.phase(name)) is not None]
+        loop = sum(float(times.mean()) for times in own) + recorded.outside / recorded.count
+        for cause, pattern in _CAUSES.items():
+            share, saving = share_in(stacks, pattern)
+            samples = sum(stack.samples for stack in saving)
+            if share < self.min_share or samples < self.min_samples:
+                continue
+            line, spent = hottest_line(saving), min(share * mean, loop)
+            yield Finding(
+                summary=(
+                    f"The training thread is stopped for {share:.0%} of the run, because {cause} "
+                    f"in it: {t.format_duration(spent)} per step on average."
+                ),
+                evidence=[
+                    Evidence("time in it", spent, "ns", per="step"),
+                    self.compare("share of the sampled stacks", share, "min_share"),
+                    self.compare("samples in it", samples, "min_samples", "count"),
+                    Evidence("median step", median, "ns"),
+                    Evidence("mean step", mean, "ns"),
+                    steps_seen(recorded),
+                ],
+                where=[] if line is None else [line.location],
+                impact=impact_per_step(
+                    a,
+                    spent,
+                    low=self.half * spent,
+                    method="share of the sampled stacks, of the mean step",
+                ),
+                **(self.case("saving") if cause.startswith("a checkpoint") else {}),
+            )
+
+    @staticmethod
+    def examples() -> Examples:
+        return {
+            "torch.save in every fourth step": _saving(every=4),
+            "few samples": (_saving(every=4, samples=4), "min_samples"),
+            "rarely": (_saving(every=40, samples=1000), "min_share"),
+            "in every step": (_saving(every=1), "usual_loop_time(recorded) >= LOOP_SHARE * median"),
+            "not sampled": (_saving(every=4, samples=0), "share < self.min_share"),
+        }
+
+
+def _saving(*, every: int, samples: int = 100) -> TraceBuilder:
+    b = TraceBuilder(gpu=None)
+    r = b.record_of_run()
+    for n in range(80):
+        save = 12.0 if n % every == every - 1 else 0.0
+        own: dict[str, Any] = {"between steps": save}
+        r.step(20 + save, forward=8, backward=12, **own)
+    inside = round(samples * 12 / (12 + 20 * every))
+    frames = ["train.py(9): main", "train.py(4): save", "torch/serialization.py(1003): save"]
+    if samples:
+        r.event(
+            "stacks", frames=frames, stacks=[[samples - inside, [0]], [max(inside, 1), [0, 1, 2]]]
+        )
+    return b
 
 
 class LongStep(Rule):

@@ -237,6 +237,7 @@ class SingleProcessLoader(LoaderWaitRule):
 
     id = "single-process-loader"
     title = "The DataLoader has no workers and the step waits for it"
+    sampled_part = "data"
     knobs = ("workers",)
     found_in = (
         "traces/pairs/loader_autograd_workers0",

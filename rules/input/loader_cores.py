@@ -55,6 +55,7 @@ class LoaderWorkers(Rule):
 
     id = "loader-workers"
     title = "The number of DataLoader workers does not match the cores"
+    sampled_part = "data"
     knobs = ("workers",)
     reads_record = True
     found_in = ("recorded/workers.slow",)

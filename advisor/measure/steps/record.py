@@ -14,6 +14,7 @@ from advisor.core.run_directory import LARGEST, is_sane
 
 if TYPE_CHECKING:
     from advisor.core.run_directory import Gpu, Host, RankRecord, Step
+    from advisor.measure.host.sampled_stacks import SampledLine, SampledStack
 
 Mask = NDArray[np.bool_]
 
@@ -294,6 +295,20 @@ class StepRecords:
     def gpu(self, name: str) -> Floats:
         """A field of the GPU's samples, where it was measured."""
         return _known([getattr(sample, name) for sample in self.gpus])
+
+    @cached_property
+    def stacks(self) -> list[SampledStack]:
+        """Python stacks of the training thread, sampled outside windows."""
+        from advisor.measure.host.sampled_stacks import read_stacks
+
+        return read_stacks(self.record)
+
+    def hottest_line(self, part: str) -> SampledLine | None:
+        """The line of the user's code behind a part of the step (``data``, ``loop`` …); ``None``:
+        not sampled, or too rarely."""
+        from advisor.measure.host.sampled_stacks import hottest_line
+
+        return hottest_line([stack for stack in self.stacks if stack.part == part])
 
     # -- what is reported once --------------------------------------------------------------------
 

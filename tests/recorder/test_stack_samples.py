@@ -1,0 +1,211 @@
+"""Stacks that the recorder samples: the lines of host time in a recording without stacks."""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from advisor.core.run_directory import Event, Rank, RankRecord, read_recording
+from advisor.measure.host.sampled_stacks import MIN_SAMPLES, hottest_line, read_stacks
+from advisor.measure.steps.record import StepRecords
+from advisor.recorder.stack_samples import MAX_STACKS, StackSampler
+
+PROGRAM = """
+import json, time, torch
+from torch import nn
+
+def write_log(step, net):
+    json.dumps([p.flatten()[:4000].tolist() for p in net.parameters()])
+    time.sleep(0.02)
+
+class Rows(torch.utils.data.Dataset):
+    def __len__(self):
+        return 32 * 60
+
+    def __getitem__(self, index):
+        time.sleep(0.001)
+        return torch.randn(64)
+
+net = nn.Sequential(nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 1))
+optimizer = torch.optim.SGD(net.parameters(), 1e-3)
+for step, rows in enumerate(torch.utils.data.DataLoader(Rows(), batch_size=32)):
+    net(rows).square().mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    write_log(step, net)
+"""
+
+
+def recorded(folder: Path, *options: str, **env: str) -> StepRecords:
+    program = folder / "train.py"
+    program.write_text(PROGRAM)
+    run = folder / "run"
+    subprocess.run(
+        [sys.executable, "-m", "advisor", "record", "--no-report", "-o", run, *options, program],
+        check=True,
+        cwd=folder,
+        env={**os.environ, **env},
+        capture_output=True,
+    )
+    return StepRecords(read_recording(run).ranks[0])
+
+
+def test_lines_of_loading_and_of_the_loop_are_named(tmp_path: Path) -> None:
+    record = recorded(tmp_path)
+    data, loop = record.hottest_line("data"), record.hottest_line("loop")
+    assert data is not None and loop is not None
+    lines = PROGRAM.splitlines()
+    assert data.location.function == "Rows.__getitem__"
+    assert "sleep" in lines[(data.location.line or 0) - 1]
+    assert data.location.file == loop.location.file == "train.py"
+    assert loop.location.function == "write_log"
+    assert not any("advisor/" in frame for stack in record.stacks for frame in stack.frames)
+
+
+def test_it_can_be_switched_off(tmp_path: Path) -> None:
+    record = recorded(tmp_path, ADVISOR_STACK_SAMPLES="0")
+    assert not record.record.of_kind("stacks") and record.hottest_line("data") is None
+
+
+def busy(seconds: float) -> None:
+    until = time.monotonic() + seconds
+    while time.monotonic() < until:
+        sum(range(1000))
+
+
+def sampled(run: Any, **options: Any) -> list[dict[str, Any]]:
+    told: list[dict[str, Any]] = []
+    me = threading.get_ident()
+    given = {"thread": lambda: me, "busy": lambda: False, **options}
+    sampler = StackSampler(given["thread"], given["busy"], lambda _, data: told.append(data))
+    sampler.start()
+    sampler.start()
+    run()
+    sampler.stop()
+    sampler.stop()
+    assert not any(thread.name == "advisor stacks" for thread in threading.enumerate())
+    return told
+
+
+def total(told: list[dict[str, Any]]) -> int:
+    return sum(count for data in told for count, _ in data["stacks"])
+
+
+def test_pure_python_that_never_gives_up_the_interpreter_is_seen() -> None:
+    told = sampled(lambda: busy(1.0))
+    stacks = read_stacks(record_of(*told))
+    assert total(told) >= 10
+    assert sum(s.samples for s in stacks if any("busy" in f for f in s.frames)) >= 0.9 * total(told)
+
+
+def test_nothing_is_sampled_while_a_profiler_works_or_no_thread_trains() -> None:
+    assert not sampled(lambda: busy(0.2), busy=lambda: True)
+    assert not sampled(lambda: busy(0.2), thread=lambda: -1)
+
+
+def test_what_it_meets_stays_with_it() -> None:
+    def broken() -> int:
+        raise RuntimeError
+
+    assert not sampled(lambda: busy(0.1), thread=broken)
+
+
+def test_no_frame_is_kept() -> None:
+    class Big:
+        alive = 0
+
+        def __init__(self) -> None:
+            Big.alive += 1
+
+        def __del__(self) -> None:
+            Big.alive -= 1
+
+    def work() -> None:
+        for _ in range(20):
+            big = Big()
+            time.sleep(0.01)
+            assert Big.alive == 1
+            del big
+
+    gc.disable()
+    try:
+        assert sampled(work)
+        assert Big.alive == 0
+    finally:
+        gc.enable()
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork here")
+@pytest.mark.filterwarnings("ignore:.*multi-threaded.*:DeprecationWarning")
+def test_in_a_forked_child_stop_returns() -> None:
+    me = threading.get_ident()
+    sampler = StackSampler(lambda: me, lambda: False, lambda *_: None)
+    sampler.start()
+    pid = os.fork()
+    if pid == 0:
+        sampler.stop()
+        os._exit(0)
+    assert os.waitpid(pid, 0)[1] == 0
+    sampler.stop()
+
+
+def record_of(*told: dict[str, Any]) -> RankRecord:
+    return RankRecord(rank=Rank(), events=[Event(t=0, kind="stacks", data=data) for data in told])
+
+
+DAMAGED: list[Any] = [
+    {},
+    {"frames": 3, "stacks": []},
+    {"frames": ["a.py(1): f"], "stacks": [[1]]},
+    {"frames": ["a.py(1): f"], "stacks": [[1, [1]], [1, [-1]], [1, [True]], [1, []]]},
+    {"frames": ["a.py(1): f"], "stacks": [[0, [0]], [-5, [0]], [1 << 40, [0]], ["1", [0]]]},
+    {"frames": [7, None], "stacks": [[1, [0]], [1, [1]]]},
+    {"frames": ["a.py(1): f"], "stacks": [5, None, "x", {"0": [0]}]},
+]
+
+
+@pytest.mark.parametrize("data", DAMAGED, ids=[json.dumps(d)[:40] for d in DAMAGED])
+def test_damaged_stacks_are_left_out(data: Any) -> None:
+    good = {"frames": ["a.py(1): f"], "stacks": [[3, [0]]]}
+    assert [s.samples for s in read_stacks(record_of(data, good))] == [3]
+
+
+def line(*stacks: tuple[int, str]) -> Any:
+    frames = sorted({frame for _, text in stacks for frame in text.split("; ")})
+    lines = [[n, [frames.index(f) for f in text.split("; ")]] for n, text in stacks]
+    return hottest_line(read_stacks(record_of({"frames": frames, "stacks": lines})))
+
+
+def test_the_innermost_function_of_the_user_that_covers_half_is_named() -> None:
+    main, log = "train.py(9): main", "train.py(4): log"
+    found = line(
+        (6, f"{main}; {log}; json/__init__.py(231): dumps"), (3, f"{main}; {log}"), (1, main)
+    )
+    assert (found.location.line, found.location.function, found.share) == (4, "log", 0.9)
+    assert found.inside == "dumps (json/__init__.py:231)"
+    assert line((MIN_SAMPLES - 1, main)) is None
+    assert line((20, "torch/functional.py(3): norm")) is None
+    # several lines of the loop itself are no culprit, one is
+    assert line((10, "train.py(9): main"), (10, "train.py(12): main")) is None
+    assert line((18, "train.py(9): main"), (2, "train.py(12): main")).location.line == 9
+
+
+def test_few_stacks_are_written_however_many_there_are() -> None:
+    def work() -> None:
+        code = "def f{0}():\n import time; time.sleep(0.021)\n"
+        space: dict[str, Any] = {}
+        for n in range(30):
+            exec(code.format(n), space)
+            space[f"f{n}"]()
+
+    told = sampled(work)
+    assert all(len(data["stacks"]) <= MAX_STACKS for data in told) and total(told) > 5

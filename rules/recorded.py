@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 from msgspec.structs import replace
 
 from advisor.core.finding import Evidence, Impact
@@ -22,6 +23,10 @@ DEVICE_BOUND = 0.90
 BUSY_PERCENT = 50
 """NVML utilisation from which a sample counts as one under load: idle GPUs lower clocks and links
 to save power."""
+OWN_PHASES = ("between steps", "other")
+"""Of the recorder: the loop's own code, outside loading, forward, backward and optimizer."""
+LOOP_SHARE = 0.20
+"""Of the step: own code that is reported."""
 METHOD = "upper bound (recorded host time)"
 
 
@@ -37,6 +42,12 @@ def device_bound(a: Analysis) -> bool:
     if a.device_id is None or not a.span_ns:
         return False
     return a.breakdown.busy.total / a.span_ns >= DEVICE_BOUND
+
+
+def usual_loop_time(recorded: StepRecords) -> float:
+    """Time of the loop's own code in a median step, ns."""
+    own = [times for name in OWN_PHASES if (times := recorded.phase(name)) is not None]
+    return sum(float(np.median(times)) for times in own if len(times))
 
 
 def local_ranks(a: Analysis) -> int:

@@ -17,14 +17,16 @@ from advisor.measure.steps.record import StepRecords
 from advisor.measure.steps.timeline import CODE
 from advisor.rules.common import figure, locate_row, of_step
 from advisor.rules.kernel.facts import match_exactly
-from advisor.rules.recorded import impact_over_run, impact_per_step, record, steps_seen
+from advisor.rules.recorded import (
+    LOOP_SHARE,
+    OWN_PHASES,
+    impact_over_run,
+    impact_per_step,
+    record,
+    steps_seen,
+)
 from advisor.rules.sources import CHOSEN, CURED_RECORDINGS, XPROF
 from advisor.testing import Examples, TraceBuilder
-
-OWN_PHASES = ("between steps", "other")
-"""Of the recorder: outside loading, forward, backward and optimizer."""
-LOOP_SHARE = 0.20
-"""Of the step: Python of the loop that is reported."""
 
 
 class LoopCode(Rule):
@@ -221,12 +223,6 @@ class LoopPhases(LoopCode):
             "a small model": (_recorded(0.6, forward=0.2), "min_ms"),
             "stacks": (stacks, "== 'python').any()"),
         }
-
-
-def usual_loop_time(recorded: StepRecords) -> float:
-    """Time of the loop's own code in a median step, ns."""
-    own = [times for name in OWN_PHASES if (times := recorded.phase(name)) is not None]
-    return sum(float(np.median(times)) for times in own if len(times))
 
 
 def _most_of_it(recorded: StepRecords) -> str:

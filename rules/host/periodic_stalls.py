@@ -16,8 +16,15 @@ from advisor.measure import Analysis
 from advisor.measure.host.names import name_matches
 from advisor.measure.host.sampled_stacks import hottest_line, share_in
 from advisor.rules.common import places
-from advisor.rules.host.loop_time import LOOP_SHARE, OWN_PHASES, usual_loop_time
-from advisor.rules.recorded import impact_over_run, impact_per_step, record, steps_seen
+from advisor.rules.recorded import (
+    LOOP_SHARE,
+    OWN_PHASES,
+    impact_over_run,
+    impact_per_step,
+    record,
+    steps_seen,
+    usual_loop_time,
+)
 from advisor.rules.sources import (
     CHOSEN,
     CURED_RECORDINGS,

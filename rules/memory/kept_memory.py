@@ -8,7 +8,7 @@ import numpy as np
 
 from advisor.core import text as t
 from advisor.core.finding import Finding, Location, Outcomes, SkippedCheck
-from advisor.core.intervals import Floats
+from advisor.core.intervals import Floats, covered_length, union
 from advisor.core.rule import Evidence, Rule, Threshold
 from advisor.core.sources import SNAPSHOT
 from advisor.measure import Analysis
@@ -341,6 +341,10 @@ class MemoryLeak(Rule):
         rng = np.random.default_rng(0).integers(0, 400, 1000)
         return {
             "on the GPU": _run(lambda n: 10e9 + 2e6 * n),
+            "on the host, in windows of the profiler": (
+                _run(lambda n: 10e9, host=lambda n: 4e9 + 5e8 * (n // 20), window_every=20),
+                "steady",
+            ),
             "on the host": _run(lambda n: 5e9, host=lambda n: 4e9 + 5e6 * n),
             "in a snapshot": snapshot_example(steps=12, leak=16 << 20),
             "steady": (_run(lambda n: 10e9), "steady"),
@@ -362,14 +366,28 @@ class MemoryLeak(Rule):
 
 
 def _resident(recorded: StepRecords) -> Floats:
-    """Resident memory after the warm-up, from steps and telemetry, in order of time."""
+    """Resident memory after the warm-up, from steps and telemetry, in order of time. What it grows
+    by while the recorder profiles and writes a trace is the recorder's, and left out."""
     first, end = recorded.span
     samples = [(s.t, s.rss) for s in recorded.steps if s.rss is not None and s.t >= first]
     samples += [(at, host.rss) for at, host in recorded.hosts if host.rss is not None]
-    return np.array([rss for t_ns, rss in sorted(samples) if t_ns <= end], dtype=np.float64)
+    samples = sorted(sample for sample in samples if sample[0] <= end)
+    if not samples:
+        return np.zeros(0)
+    at, rss = (np.array(column, dtype=np.float64) for column in zip(*samples, strict=True))
+    windows = [
+        (step.t, step.t + step.dur)
+        for step in recorded.steps
+        if step.window is not None or step.exporting
+    ]
+    meanwhile = covered_length(at[:-1], at[1:], union(*np.array(windows or [(0, 0)]).T)) > 0
+    result: Floats = rss[0] + np.append(0.0, np.cumsum(np.where(meanwhile, 0.0, np.diff(rss))))
+    return result
 
 
-def _run(device: object, *, host: object = None, steps: int = 300) -> TraceBuilder:
+def _run(
+    device: object, *, host: object = None, steps: int = 300, window_every: int = 10_000
+) -> TraceBuilder:
     from advisor.core.run_directory import RecordedDevice
 
     assert callable(device)
@@ -379,5 +397,9 @@ def _run(device: object, *, host: object = None, steps: int = 300) -> TraceBuild
         fields = {"allocated": round(device(n))}
         if callable(host) and n % 5 == 0:
             fields["rss"] = round(host(n))
-        r.step(10, fields=fields)
+        r.step(
+            10,
+            fields=fields,
+            window=0 if (n + 2) % window_every < 3 else None,
+        )
     return b

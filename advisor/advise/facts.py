@@ -348,7 +348,7 @@ def line_not_recorded(report: Report, finding: Finding) -> str:
     traced = report.inputs[0] if report.inputs else None
     if traced is None or traced.format != KINETO or traced.with_stack is not False:
         return ""
-    if finding.priority != 1 or any(place.file for place in finding.where):
+    if finding.priority != 1 or finding.known_cost or any(p.file for p in finding.where):
         return ""
     how = "with_stack=True" if report.recorded is None else "advisor record --deep"
     return "" if how in finding.summary + finding.fix else f"line not recorded; {how} shows it"
@@ -391,7 +391,7 @@ def describe_gain(finding: Finding, *, alone: bool = False) -> str:
     if impact is None or impact.gain_ns is None:
         return t.format_gain(finding)
     amount = t.format_saving(impact)
-    if not amount.startswith("up to "):
+    if not amount.startswith(("up to ", "at least ")):
         amount = f"about {amount}"
     unit = "" if impact.unit == "step" and not alone else f" {t.format_per(impact.unit)}"
     spread = t.format_gain_range(finding)

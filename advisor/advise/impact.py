@@ -166,9 +166,11 @@ def with_gain(
         currency="step_time",
         gain_ns=round(saved.gain),
         low_ns=round(min(saved.low, saved.gain)),
-        high_ns=round(max(saved.gain, min(saved.high, saved.most))),
+        high_ns=None
+        if finding.known_cost
+        else round(max(saved.gain, min(saved.high, saved.most))),
         share=share,
-        method=method,
+        method=f"{t.LOWER_BOUND} ({method})" if finding.known_cost else method,
         per=a.per,
         most_ns=round(max(saved.gain, saved.most)) if isfinite(saved.most) else None,
         low_by=saved.low_by,
@@ -268,7 +270,7 @@ def _bounded(finding: Finding, most: float, step_ns: float) -> Finding:
         impact,
         gain_ns=gain,
         low_ns=min(impact.low_ns or 0, most),
-        high_ns=min(impact.high_ns or gain, most),
+        high_ns=None if impact.high_ns is None else min(impact.high_ns, most),
         share=gain / step_ns,
         most_ns=most if impact.most_ns is None else min(impact.most_ns, most),
     )
@@ -323,7 +325,7 @@ def _carry_over(finding: Finding, step: StepTime | None, *, device: bool) -> Fin
             impact,
             gain_ns=round(impact.gain_ns * scale),
             low_ns=round(low),
-            high_ns=round(high),
+            high_ns=None if impact.high_ns is None else round(high),
             most_ns=None if impact.most_ns is None else round(max(high, impact.most_ns * scale)),
         ),
     )

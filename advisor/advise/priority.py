@@ -57,7 +57,7 @@ def prioritize(
     """The findings in the order to follow them; what gains nothing by a replay although the device
     waits for it becomes a note, and what gains nothing by either reckoning is left out."""
     floor = max(MIN_GAIN_SHARE * a.step_ns, estimator.error)
-    candidates, notes, risks = [], [], []
+    candidates, unknown, notes, risks = [], [], [], []
     for finding in findings:
         impact = finding.impact
         timed = impact is not None and impact.currency == "step_time"
@@ -67,18 +67,38 @@ def prioritize(
         elif (
             finding.informational
             or impact is None
-            or impact.currency == "unpriced"
+            or (impact.currency == "unpriced" and not finding.known_cost)
             or may_be_nothing(finding, floor)
         ):
             notes.append(finding)
-        elif not timed:
+        elif not timed and not finding.known_cost:
             risks.append(finding)
-        else:
+        elif timed:
             candidates.append(finding)
+        else:
+            unknown.append(finding)
     ordered, dropped = _order(candidates, estimator, floor)
+    unknown += [finding for finding in dropped if finding.known_cost]
+    dropped = [finding for finding in dropped if not finding.known_cost]
+    ordered = _with_unknown(ordered, unknown)
     notes += without_gain(dropped, estimator, a, floor)
     notes.sort(key=_of_one_launch)
     return PrioritizedFindings(ordered, sorted(risks, key=lambda f: -f.confidence), notes)
+
+
+def _with_unknown(ordered: list[Finding], unknown: list[Finding]) -> list[Finding]:
+    """Ranked findings, with those whose gain is not recorded ahead of the small gains."""
+    if not unknown:
+        return ordered
+    large = [f for f in ordered if f.priority is not None and _share(f) >= WARNING_SHARE]
+    small = [f for f in ordered if f.priority is not None and _share(f) < WARNING_SHARE]
+    placed = [*large, *unknown, *small]
+    ranked = [replace(finding, priority=place) for place, finding in enumerate(placed, 1)]
+    return ranked + [f for f in ordered if f.priority is None]
+
+
+def _share(finding: Finding) -> float:
+    return (finding.impact.share or 0.0) if finding.impact is not None else 0.0
 
 
 def _order(

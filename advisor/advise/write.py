@@ -505,16 +505,18 @@ def _lead(report: Report) -> str:
     first = report.findings[0]
     impact = first.impact
     if impact is None or impact.gain_ns is None or impact.share is None:
-        return f"First: {first.title}"
+        unknown = ". It slows each step, by how much is not recorded"
+        return f"First: {first.title}{unknown if first.known_cost else ''}"
     word = first.title.split(" ", 1)[0]
     named = len(word) > 1 and not word[1].islower()  # "NCCL …", not "A …" nor "The …"
     title = first.title if named else first.title[0].lower() + first.title[1:]
-    about = "up to" if t.is_upper_bound(impact) else "about"
+    saving = t.format_saving(impact)
+    about = "" if saving.startswith(("up to ", "at least ")) else "about "
     share = t.format_share(impact.share)
     if impact.low_ns is not None and impact.low_ns < WIDE_LOW_END * impact.gain_ns:
         high_ns = max(impact.gain_ns, impact.high_ns or 0)
         share += f"; range {t.format_range(impact.low_ns, high_ns)}"
-    return f"First: {title}. A fix saves {about} {t.format_duration(impact.gain_ns)} ({share})"
+    return f"First: {title}. A fix saves {about}{saving} ({share})"
 
 
 def find_crashes(run: Run) -> list[Crash]:

@@ -241,6 +241,9 @@ class Finding(Struct, frozen=True, kw_only=True):
     """What a rule itself can estimate (memory, risk); the engine estimates step time from edits."""
     informational: bool = False
     """Shown among the notes, never ranked, never counted as a bottleneck."""
+    known_cost: bool = False
+    """It slows every step for certain, by more than is recorded: ranked even without a gain, and a
+    gain is a lower bound."""
     # filled in by the engine
     category: str = ""
     """Of the rule."""

@@ -287,12 +287,18 @@ def format_gain(finding: Finding) -> str:
     reason = clean(impact.reason)
     if impact.currency == "risk":
         return f"risk: {reason}" if reason else "risk"
-    return f"no estimated gain: {reason}" if reason else "no estimated gain"
+    missing = "unknown" if finding.known_cost else "no estimated gain"
+    return f"{missing}: {reason}" if reason else missing
+
+
+LOWER_BOUND: Final = "lower bound"
+"""How ``Impact.method`` of a gain begins of which a part is not recorded."""
 
 
 def format_saving(impact: Impact) -> str:
     """The time that a fix saves: ``up to 87.9 ms``."""
     bound = "up to " if is_upper_bound(impact) else ""
+    bound = "at least " if impact.method.startswith(LOWER_BOUND) else bound
     return f"{bound}{format_duration(impact.gain_ns)}"
 
 

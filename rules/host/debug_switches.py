@@ -1,56 +1,187 @@
-"""What Python and PyTorch do besides the step: debug switches, garbage collection."""
+"""Debug settings that are on while a model trains."""
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal, NamedTuple
 
-import numpy as np
+import polars as pl
 
-from advisor.core import text as t
-from advisor.core.finding import Evidence, Finding, Impact, Outcomes, Rule, SkippedCheck, Threshold
-from advisor.core.intervals import Floats
+from advisor.core.finding import Edit, Evidence, Finding, Impact, Outcomes, Rule, Select
 from advisor.measure import Analysis
-from advisor.rules.recorded import (
-    device_bound,
-    impact_per_step,
-    impact_without_gain,
-    record,
-    steps_seen,
-)
-from advisor.rules.sources import CHOSEN, CURED_RECORDINGS, ENGINE_FLOOR, GPUPROF
+from advisor.measure.host.names import name_matches
+from advisor.measure.host.stacks import around
+from advisor.rules.common import figure, of_step
+from advisor.rules.recorded import impact_without_gain
 from advisor.testing import Examples, TraceBuilder
 
-_FLAGS: dict[str, tuple[tuple[Any, ...], str, str]] = {
-    "anomaly_mode": (
-        (True,),
-        "anomaly detection keeps the stack of every operation and checks every gradient for NaN",
-        "torch.autograd.set_detect_anomaly(False)",
-    ),
+Slows = Literal["always", "gpu", "ranks", "perhaps"]
+"""Whom a setting slows for certain: every program, one on a GPU, one of several ranks; or it
+depends on what is not recorded."""
+
+
+class Setting(NamedTuple):
+    """A debug setting that is on."""
+
+    name: str
+    """With its value."""
+    why: str
+    """What it costs."""
+    cure: str
+    slows: Slows
+
+
+ANOMALY = "anomaly_mode"
+_KEEPS_STACKS = "anomaly detection keeps the stack of every operation and checks every gradient"
+_NO_ANOMALY = "torch.autograd.set_detect_anomaly(False)"
+_FLAGS: dict[str, tuple[tuple[Any, ...], str, str, Slows]] = {
+    ANOMALY: ((True,), f"{_KEEPS_STACKS} for NaN", _NO_ANOMALY, "always"),
     "sync_debug_mode": (
         (1, 2),
         "every synchronizing call is checked",
         'torch.cuda.set_sync_debug_mode("default")',
+        "perhaps",
     ),
 }
-_VARIABLES: dict[str, tuple[tuple[str, ...], str]] = {
-    "CUDA_LAUNCH_BLOCKING": (("1",), "the host waits for every kernel"),
+_VARIABLES: dict[str, tuple[tuple[str, ...], str, Slows]] = {
+    "CUDA_LAUNCH_BLOCKING": (("1",), "the host waits for every kernel", "gpu"),
     "PYTORCH_NO_CUDA_MEMORY_CACHING": (
         ("1",),
         "every tensor is a cudaMalloc and a cudaFree, which wait for the GPU",
+        "gpu",
     ),
-    "TORCH_DISTRIBUTED_DEBUG": (("DETAIL",), "every collective is checked across all ranks first"),
-    "NCCL_DEBUG": (("TRACE",), "NCCL logs every call"),
-    "TORCH_SHOW_DISPATCH_TRACE": (("1",), "every operator call is printed"),
-    "TORCH_USE_CUDA_DSA": (("1",), "device-side assertions are collected"),
-    "PYTHONDEVMODE": (("1",), "Python's development mode checks every allocation"),
-    "PYTHONTRACEMALLOC": ((), "Python records the stack of every allocation"),
-    "PYTHONMALLOC": (("debug", "malloc_debug", "pymalloc_debug"), "Python checks allocations"),
-    "PYTHONASYNCIODEBUG": (("1",), "asyncio's debug mode is on"),
-    "PYTORCH_JIT": (("0",), "scripted modules run uncompiled"),
-    "TORCHDYNAMO_DISABLE": (("1",), "torch.compile does nothing"),
-    "TORCH_COMPILE_DISABLE": (("1",), "torch.compile does nothing"),
+    "TORCH_DISTRIBUTED_DEBUG": (
+        ("DETAIL",),
+        "every collective is checked across all ranks first",
+        "ranks",
+    ),
+    "NCCL_DEBUG": (("TRACE",), "NCCL logs every call", "ranks"),
+    "TORCH_SHOW_DISPATCH_TRACE": (("1",), "every operator call is printed", "perhaps"),
+    "TORCH_USE_CUDA_DSA": (("1",), "device-side assertions are collected", "perhaps"),
+    "PYTHONDEVMODE": (("1",), "Python's development mode checks every allocation", "always"),
+    "PYTHONTRACEMALLOC": ((), "Python records the stack of every allocation", "always"),
+    "PYTHONMALLOC": (
+        ("debug", "malloc_debug", "pymalloc_debug"),
+        "Python checks allocations",
+        "always",
+    ),
+    "PYTHONASYNCIODEBUG": (("1",), "asyncio's debug mode is on", "perhaps"),
+    "PYTORCH_JIT": (("0",), "scripted modules run uncompiled", "perhaps"),
+    "TORCHDYNAMO_DISABLE": (("1",), "torch.compile does nothing", "perhaps"),
+    "TORCH_COMPILE_DISABLE": (("1",), "torch.compile does nothing", "perhaps"),
 }
-"""Variable: the values that turn it on (none: any but 0 and empty), and what it costs."""
+"""Variable: the values that turn it on (none: any but 0 and empty), what it costs, and whom."""
+
+
+class AnomalyDetection(Rule):
+    """Anomaly detection is on in a trace: each node of the backward pass is followed by a check of
+    its gradients for NaN (``aten::isnan``, ``aten::_is_any_true`` and a read of the answer, right
+    inside ``autograd::engine::evaluate_function``), and each operator of the forward pass keeps
+    its Python stack. On a GPU each check waits for the device.
+
+    The gain is the time of these checks and, where Python stacks were recorded, of formatting the
+    kept ones. Without stacks the formatting hides inside the operators of the forward pass: the
+    gain is a lower bound. A recorded run also shows the flag: ``debug-switches``.
+    """
+
+    id = "anomaly-detection"
+    title = "Anomaly detection is on"
+    knobs = ("debug-switches-off",)
+    validated_on = (
+        "CPU recordings, torch 2.13, with the mode on and off: 58 ms a step instead of 21"
+    )
+    references = ("https://pytorch.org/docs/stable/autograd.html#anomaly-detection",)
+
+    fix = (
+        "Turn anomaly detection off, and on again only to search for a NaN. Watch the loss or the "
+        "norm of all gradients instead, every N steps."
+    )
+    verify = "Record again: no aten::isnan after the nodes of the backward pass."
+    falsified_by = "the same step time without it"
+    confidence = 0.95
+    code = _NO_ANOMALY
+
+    def check(self, a: Analysis) -> Outcomes:
+        """Time of the checks, and of formatting stacks."""
+        cost = AnomalyCost(a)
+        if a.recorded is not None or not cost.checks:
+            return
+        yield Finding(
+            summary=cost.summary, evidence=cost.evidence, edits=cost.edits, **cost.certainty
+        )
+
+    @staticmethod
+    def examples() -> Examples:
+        by_hand = TraceBuilder(gpu=None)
+        for _ in by_hand.steps():
+            by_hand.on_host("aten::isnan", 400)
+            with by_hand.op(f"{NODE}MmBackward0"):
+                by_hand.on_host("aten::mm", 2000)
+        return {
+            "without stacks": _anomalous(),
+            "with stacks": _anomalous(stacks=True),
+            "the program's own check": (by_hand, "not cost.checks"),
+            "a recorded run": (_recorded({ANOMALY: True}, _anomalous()), "a.recorded is not None"),
+        }
+
+
+NODE = "autograd::engine::evaluate_function: "
+_CHECKS = r"^aten::(?:isnan|_is_any_true|item)$"
+_FORMATS = r"(?:^|/)traceback\.py\(\d+\): format_stack$"
+
+
+class AnomalyCost:
+    """What anomaly detection takes in the analysed steps, as far as the trace shows it."""
+
+    def __init__(self, a: Analysis) -> None:
+        names = a.trace.cpu["name"]
+        checked = name_matches(names, r"^aten::isnan$").to_numpy().nonzero()[0]
+        node = around(a.trace.cpu["parent"].fill_null(-1).to_numpy(), checked)
+        nodes = name_matches(names, f"^{NODE}").to_numpy()
+        self.checks = int((nodes[node] & (node >= 0)).sum()) if len(checked) else 0
+        """Of gradients, in the whole trace."""
+        self.runs_backward = bool(nodes.any())
+        self._a = a
+        stacks = name_matches(names, _FORMATS).to_numpy()
+        self.stacks = float(a.trace.cpu["dur"].filter(pl.Series(stacks)).sum())
+        """Time of formatting stacks in the whole trace, ns; 0: Python stacks were not recorded."""
+
+    @property
+    def edits(self) -> list[Edit]:
+        """The checks end, and so does formatting; recording Python stacks lengthens that."""
+        checks = Select(on="host", kind=("op",), name=_CHECKS, under=f"^{NODE}")
+        result = [Edit(op="remove", select=checks)]
+        if self._a.device_id is not None:
+            kernels = Select(on="gpu", under=r"^aten::(?:isnan|_is_any_true)$")
+            result.append(Edit(op="remove", select=kernels))
+        if self.stacks:
+            select = Select(on="host", kind=("python",), name=_FORMATS)
+            result.append(
+                Edit(op="scale", select=select, factor=0.0, factor_low=0.0, factor_high=0.5)
+            )
+        return result
+
+    @property
+    def certainty(self) -> dict[str, Any]:
+        """Fields of a finding: the gain is a lower bound where formatting is not recorded."""
+        if self.stacks:
+            return {"confidence_notes": ["recording Python stacks lengthens Python time"]}
+        return {"known_cost": True}
+
+    @property
+    def evidence(self) -> list[Evidence]:
+        """What was counted."""
+        shown = [figure(self._a, "checks of gradients for NaN", self.checks, "count")]
+        if self.stacks:
+            shown.append(figure(self._a, "time that formats stacks", self.stacks))
+        return shown
+
+    @property
+    def summary(self) -> str:
+        """What is on, and what it does."""
+        does = f"{_KEEPS_STACKS} for NaN"
+        if not self.stacks:
+            return f"{does}. Without Python stacks in the recording only the checks are measured."
+        return f"{does}. Formatting stacks takes {of_step(self._a, self.stacks)}."
 
 
 class DebugSwitches(Rule):
@@ -59,7 +190,10 @@ class DebugSwitches(Rule):
     ``TORCH_DISTRIBUTED_DEBUG=DETAIL`` adds a collective to every collective, and so on.
 
     Read from the process's flags when its first step began, and from its environment. A setting
-    that is on for part of the program only may be missed, or reported where it is off again.
+    that is on for part of the program only may be missed, or reported where it is off again. What
+    anomaly detection takes is read from the profiled steps, where it is on in them; what other
+    settings take is not recorded. Settings for GPUs and for several ranks count only where there
+    are such.
     """
 
     id = "debug-switches"
@@ -86,45 +220,49 @@ class DebugSwitches(Rule):
     falsified_by = "the same median step without the setting"
     confidence = 0.9
 
-    code = "torch.autograd.set_detect_anomaly(False)"
+    code = _NO_ANOMALY
 
     def check(self, a: Analysis) -> Outcomes:
         """Compare flags and variables with the list."""
-        recorded = record(a)
-        settings_on: list[tuple[str, str, str]] = []
-        for name, (values, why, cure) in _FLAGS.items():
-            value = recorded.flag(name)
-            if type(value) in {bool, int} and value in values:
-                settings_on.append((f"{name} = {value}", why, cure))
-        for name, (settings, why) in _VARIABLES.items():
-            setting = recorded.record.rank.env.get(name, "").strip()
-            on = (
-                setting.upper() in {s.upper() for s in settings}
-                if settings
-                else (setting not in {"", "0"})
-            )
-            if on:
-                settings_on.append((f"{name}={setting}", why, f"unset {name}"))
-        if not settings_on:
+        cost = AnomalyCost(a)
+        settings = [s for s in _settings_on(a, cost) if _concerns(s, a)]
+        if not settings:
             return
-        names = ", ".join(name for name, _, _ in settings_on)
+        names = ", ".join(setting.name for setting in settings)
+        certain = any(setting.slows != "perhaps" for setting in settings)
+        fields: dict[str, Any] = {
+            "impact": impact_without_gain("record a run without it to see what it costs"),
+            "known_cost": certain,
+        }
+        if cost.checks:
+            fields = {"edits": cost.edits, **cost.certainty}
+            if any(s.slows != "perhaps" and not s.name.startswith(ANOMALY) for s in settings):
+                fields["known_cost"] = True
         yield Finding(
             title=f"Debug settings are on: {names}",
-            summary="; ".join(f"{name}: {why}" for name, why, _ in settings_on) + ".",
-            evidence=[Evidence("setting", name) for name, _, _ in settings_on],
-            code="\n".join(cure for _, _, cure in settings_on),
-            impact=impact_without_gain("record a run without it to see what it costs"),
+            summary="; ".join(f"{s.name}: {s.why}" for s in settings) + ".",
+            evidence=[
+                *(Evidence("setting", setting.name) for setting in settings),
+                *(cost.evidence if cost.checks else ()),
+            ],
+            code="\n".join(setting.cure for setting in settings),
+            **fields,
         )
 
     @staticmethod
     def examples() -> Examples:
         return {
-            "anomaly mode": _run({"anomaly_mode": True}),
-            "blocking launches": _run({}, CUDA_LAUNCH_BLOCKING="1"),
-            "several": _run({"sync_debug_mode": 1}, NCCL_DEBUG="TRACE", PYTHONTRACEMALLOC="25"),
-            "all off": (_run({"anomaly_mode": False, "sync_debug_mode": 0}), "not settings_on"),
+            "anomaly mode": _recorded({ANOMALY: True}),
+            "anomaly mode in the trace": _recorded({}, _anomalous()),
+            "blocking launches": _recorded({}, _on_gpu(), CUDA_LAUNCH_BLOCKING="1"),
+            "several": _recorded({"sync_debug_mode": 1}, PYTORCH_JIT="0", PYTHONTRACEMALLOC="25"),
+            "all off": (_recorded({ANOMALY: False, "sync_debug_mode": 0}), "not settings"),
+            "no GPU, one process": (
+                _recorded({}, CUDA_LAUNCH_BLOCKING="1", NCCL_DEBUG="TRACE"),
+                "not settings",
+            ),
             "harmless values": (
-                _run(
+                _recorded(
                     {},
                     CUDA_LAUNCH_BLOCKING="0",
                     NCCL_DEBUG="WARN",
@@ -132,165 +270,70 @@ class DebugSwitches(Rule):
                     PYTHONTRACEMALLOC="0",
                     PYTORCH_JIT="1",
                 ),
-                "not settings_on",
+                "not settings",
             ),
         }
 
 
-def _run(flags: dict[str, Any], **env: str) -> TraceBuilder:
-    b = TraceBuilder()
-    b.record_of_run(flags=flags, env=env).steps(10, 10)
+def _settings_on(a: Analysis, cost: AnomalyCost) -> list[Setting]:
+    """The settings of flags, environment and trace that are on."""
+    result: list[Setting] = []
+    if a.recorded is None:
+        return result
+    for name, (values, why, cure, slows) in _FLAGS.items():
+        value = a.recorded.flag(name)
+        on = type(value) in {bool, int} and value in values
+        if name == ANOMALY and cost.checks:
+            on, value = True, True
+        elif name == ANOMALY and cost.runs_backward:
+            slows = "perhaps"  # the profiled steps do not check: it is off again
+        if on:
+            result.append(Setting(f"{name} = {value}", why, cure, slows))
+    for name, (settings, why, slows) in _VARIABLES.items():
+        setting = a.recorded.record.rank.env.get(name, "").strip()
+        on = (
+            setting.upper() in {s.upper() for s in settings}
+            if settings
+            else (setting not in {"", "0"})
+        )
+        if on:
+            result.append(Setting(f"{name}={setting}", why, f"unset {name}", slows))
+    return result
+
+
+def _concerns(setting: Setting, a: Analysis) -> bool:
+    """Whether the program has what a setting slows."""
+    if setting.slows == "gpu":
+        return not a.trains_on_host
+    if setting.slows == "ranks" and a.recorded is not None:
+        return a.recorded.record.rank.env.get("WORLD_SIZE", "").strip() not in {"", "0", "1"}
+    return True
+
+
+def _anomalous(*, stacks: bool = False) -> TraceBuilder:
+    b = TraceBuilder(gpu=None)
+    for _ in b.steps():
+        with b.op("aten::mm", sequence=1):
+            if stacks:
+                with b.python("torch/fx/traceback.py(497): format_stack"):
+                    b.host(700)
+            b.host(700)
+        with b.op(f"{NODE}MmBackward0", sequence=1):
+            b.on_host("MmBackward0", 1400)
+            b.on_host("aten::isnan", 300)
+            b.on_host("aten::_is_any_true", 200)
+            b.on_host("aten::item", 20)
     return b
 
 
-MIN_SPREAD = 0.2
-"""Of the mean pause: pauses must differ by this much for a line through the steps to mean much."""
-MIN_MARGIN = 0.1
-"""Of the gain: a cured recording gained 84 ms per step where pauses were 80."""
-
-
-class GcPauses(Rule):
-    """Python's cyclic garbage collector runs inside the training loop and pauses it. A full
-    collection looks at every container object of the process, so it takes longer the more of them
-    the program keeps (above all datasets held as Python lists and dictionaries). In a job of
-    several ranks each pause delays all ranks, and they pause at different times.
-
-    Pauses are measured by ``gc.callbacks``. Reported where they take more than 1% of the steps'
-    time, or where one step lost more than 50 ms to them. A step that takes twice the median or
-    more, and for the most part not because of its pauses, is left out: it compiles, or saves. The
-    gain is the pauses times how much steps grow with them (a line through the steps, and twice its
-    error): a pause costs nothing while the GPU works through its queue.
-    """
-
-    id = "gc-pauses"
-    title = "Garbage collection pauses the loop"
-    knobs = ("gc-freeze",)
-    of_python = True
-    reads_record = True
-    found_in = ("recorded/gc_pauses.slow",)
-    silent_in = (*CURED_RECORDINGS, "recorded/threads.cured")
-    validated_on = (
-        "CPU recordings, torch 2.13: the workload gc_pauses (78 ms per step predicted, 108 to 24 "
-        "ms measured) and a loop that collects over 600,000 objects; silent on both cures"
-    )
-    references = (
-        "https://docs.python.org/3/library/gc.html#gc.freeze",
-        "https://arxiv.org/abs/2402.15627",
-    )
-
-    min_share = Threshold(0.01, "of the steps' time", ENGINE_FLOOR)
-    min_pause_ms = Threshold(50.0, "ms lost to pauses in one step", CHOSEN)
-    min_steps = Threshold(20, "steps without a profiler", GPUPROF)
-    max_other = Threshold(
-        2.0, "times its pauses, what a step of two medians or more takes beyond the median", CHOSEN
-    )
-
-    fix = (
-        "Freeze the objects that exist after the first steps, so that collections skip them. Or "
-        "disable the collector and collect young generations every N steps, at the same step on "
-        "all ranks. Keep large datasets in arrays, not in Python objects."
-    )
-    code = (
-        "import gc\n"
-        "for step, batch in enumerate(loader):\n"
-        "    train_step(batch)\n"
-        "    if step == 10:          # what exists now stays\n"
-        "        gc.collect()\n"
-        "        gc.freeze()"
-    )
-    verify = "Record again: the pauses are gone. Watch resident memory: reference cycles stay."
-    falsified_by = "the same step times with gc.disable()"
-    confidence = 0.85
-
-    def check(self, a: Analysis) -> Outcomes:
-        """Add up the pauses and the time that steps lost to them."""
-        recorded = record(a)
-        if recorded.count < self.min_steps or not recorded.median:
-            if recorded.count:
-                yield SkippedCheck(
-                    what="pauses of the garbage collector",
-                    why=f"{t.count_noun(recorded.count, 'step')} without a profiler are too few",
-                    record=f"a run of {2 * self.min_steps} steps or more",
-                )
-            return
-        pause, dur = recorded.column("gc")[recorded.used], recorded.dur[recorded.used]
-        beyond = np.maximum(0.0, dur - recorded.median)
-        # a step that compiles makes many objects, which are collected in it: once
-        usual = (beyond <= self.max_other * pause) | (beyond <= recorded.median)
-        pause, dur, beyond = pause[usual], dur[usual], beyond[usual]
-        share = float(pause.sum()) / float(dur.sum())
-        longest = float(pause.max())
-        if share < self.min_share and longest < self.min_pause_ms * 1e6:
-            return
-        lost = float(np.minimum(pause, beyond).sum()) / len(dur)
-        if device_bound(a) or lost < 0.2 * float(pause.sum()) / len(dur):
-            return  # the GPU had work meanwhile: the steps are no longer
-        yield Finding(
-            summary=(
-                f"Garbage collection pauses the loop for {t.format_duration(float(pause.mean()))} "
-                f"per step on average ({share:.1%}), up to {t.format_duration(longest)} in one "
-                "step. Steps with a pause are that much longer."
-            ),
-            evidence=[
-                Evidence("pauses", float(pause.mean()), "ns", per="step"),
-                self.compare("share of the steps' time", share, "min_share"),
-                self.compare("longest pause in a step", longest, "min_pause_ms", "ns", times=1e6),
-                Evidence("steps with a pause of 1 ms or more", int((pause >= 1e6).sum()), "count"),
-                Evidence("objects frozen (gc.freeze)", recorded.flag("gc_frozen"), "count"),
-                steps_seen(recorded),
-            ],
-            impact=_estimate(a, pause.astype(float), dur.astype(float), lost),
-        )
-
-    @staticmethod
-    def examples() -> Examples:
-        return {
-            "a long pause now and then": _gc_run(every=10, pause=60),
-            "a short pause in every other step": _gc_run(every=2, pause=1),
-            "steps with pauses are no longer": (
-                _gc_run(every=10, pause=4, longer=0),
-                "lost < 0.2 * float(pause.sum()) / len(dur)",
-            ),
-            "in steps that compile": (
-                _gc_run(every=60, pause=400, longer=4000),
-                "longest < self.min_pause_ms * 1000000.0",
-            ),
-            "hardly any": (_gc_run(every=50, pause=1), "min_pause_ms"),
-            "no pauses": (_gc_run(every=10, pause=0), "longest < self.min_pause_ms * 1000000.0"),
-            "few steps": (_gc_run(every=2, pause=60, steps=12), "min_steps"),
-        }
-
-
-def _estimate(a: Analysis, pause: Floats, dur: Floats, lost: float) -> Impact:
-    """The pauses times how much a step grows with them: the slope of a line through the steps, and
-    twice its error (White's, since steps with pauses scatter more). Where all pauses are similar no
-    line can be drawn, and the time lost is an upper bound."""
-    mean, count = float(pause.mean()), len(pause)
-    deviation = pause - mean
-    square = float(np.square(deviation).sum())
-    if count < 3 or square <= count * (MIN_SPREAD * mean) ** 2:
-        method = "upper bound (pauses, where the step was longer)"
-        return impact_per_step(a, lost, low=0.0, high=mean, method=method)
-    slope = float((deviation * (dur - dur.mean())).sum()) / square
-    residual = dur - dur.mean() - slope * deviation
-    error = float(np.sqrt(np.square(deviation * residual).sum() * count / (count - 2))) / square
-    margin = max(2 * error, MIN_MARGIN * slope)
-    slope = min(1.0, max(0.0, slope))
-    return impact_per_step(
-        a,
-        mean * slope,
-        low=mean * max(0.0, slope - margin),
-        high=mean * (slope + margin),
-        method="pauses times how much steps grow with them",
-    )
-
-
-def _gc_run(
-    *, every: int, pause: float, longer: float | None = None, steps: int = 200
-) -> TraceBuilder:
+def _on_gpu() -> TraceBuilder:
     b = TraceBuilder()
-    r = b.record_of_run()
-    for n in range(steps):
-        here = pause if n % every == 0 else 0.0
-        r.step(20 + (here if longer is None else longer * (here > 0)), gc=here, forward=5)
+    for _ in b.steps():
+        b.product(300, wait=True)
+    return b
+
+
+def _recorded(flags: dict[str, Any], b: TraceBuilder | None = None, **env: str) -> TraceBuilder:
+    b = b or TraceBuilder()
+    b.record_of_run(flags=flags, env=env).steps(10, 10)
     return b

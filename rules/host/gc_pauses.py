@@ -1,0 +1,165 @@
+"""Python's garbage collector inside the training loop."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from advisor.core import text as t
+from advisor.core.finding import Evidence, Finding, Impact, Outcomes, Rule, SkippedCheck, Threshold
+from advisor.core.intervals import Floats
+from advisor.measure import Analysis
+from advisor.rules.recorded import device_bound, impact_per_step, record, steps_seen
+from advisor.rules.sources import CHOSEN, CURED_RECORDINGS, ENGINE_FLOOR, GPUPROF
+from advisor.testing import Examples, TraceBuilder
+
+MIN_SPREAD = 0.2
+"""Of the mean pause: pauses must differ by this much for a line through the steps to mean much."""
+MIN_MARGIN = 0.1
+"""Of the gain: a cured recording gained 84 ms per step where pauses were 80."""
+
+
+class GcPauses(Rule):
+    """Python's cyclic garbage collector runs inside the training loop and pauses it. A full
+    collection looks at every container object of the process, so it takes longer the more of them
+    the program keeps (above all datasets held as Python lists and dictionaries). In a job of
+    several ranks each pause delays all ranks, and they pause at different times.
+
+    Pauses are measured by ``gc.callbacks``. Reported where they take more than 1 % of the steps'
+    time, or where one step lost more than 50 ms to them. A step that takes twice the median or
+    more, and for the most part not because of its pauses, is left out: it compiles, or saves. The
+    gain is the pauses times how much steps grow with them (a line through the steps, and twice its
+    error): a pause costs nothing while the GPU works through its queue.
+    """
+
+    id = "gc-pauses"
+    title = "Garbage collection pauses the loop"
+    knobs = ("gc-freeze",)
+    of_python = True
+    reads_record = True
+    found_in = ("recorded/gc_pauses.slow",)
+    silent_in = (*CURED_RECORDINGS, "recorded/threads.cured")
+    validated_on = (
+        "CPU recordings, torch 2.13: the workload gc_pauses (78 ms per step predicted, 108 to 24 "
+        "ms measured) and a loop that collects over 600,000 objects; silent on both cures"
+    )
+    references = (
+        "https://docs.python.org/3/library/gc.html#gc.freeze",
+        "https://arxiv.org/abs/2402.15627",
+    )
+
+    min_share = Threshold(0.01, "of the steps' time", ENGINE_FLOOR)
+    min_pause_ms = Threshold(50.0, "ms lost to pauses in one step", CHOSEN)
+    min_steps = Threshold(20, "steps without a profiler", GPUPROF)
+    max_other = Threshold(
+        2.0, "times its pauses, what a step of two medians or more takes beyond the median", CHOSEN
+    )
+
+    fix = (
+        "Freeze the objects that exist after the first steps, so that collections skip them. Or "
+        "disable the collector and collect young generations every N steps, at the same step on "
+        "all ranks. Keep large datasets in arrays, not in Python objects."
+    )
+    code = (
+        "import gc\n"
+        "for step, batch in enumerate(loader):\n"
+        "    train_step(batch)\n"
+        "    if step == 10:          # what exists now stays\n"
+        "        gc.collect()\n"
+        "        gc.freeze()"
+    )
+    verify = "Record again: the pauses are gone. Watch resident memory: reference cycles stay."
+    falsified_by = "the same step times with gc.disable()"
+    confidence = 0.85
+
+    def check(self, a: Analysis) -> Outcomes:
+        """Add up the pauses and the time that steps lost to them."""
+        recorded = record(a)
+        if recorded.count < self.min_steps or not recorded.median:
+            if recorded.count:
+                yield SkippedCheck(
+                    what="pauses of the garbage collector",
+                    why=f"{t.count_noun(recorded.count, 'step')} without a profiler are too few",
+                    record=f"a run of {2 * self.min_steps} steps or more",
+                )
+            return
+        pause, dur = recorded.column("gc")[recorded.used], recorded.dur[recorded.used]
+        beyond = np.maximum(0.0, dur - recorded.median)
+        # a step that compiles makes many objects, which are collected in it: once
+        usual = (beyond <= self.max_other * pause) | (beyond <= recorded.median)
+        pause, dur, beyond = pause[usual], dur[usual], beyond[usual]
+        share = float(pause.sum()) / float(dur.sum())
+        longest = float(pause.max())
+        if share < self.min_share and longest < self.min_pause_ms * 1e6:
+            return
+        lost = float(np.minimum(pause, beyond).sum()) / len(dur)
+        if device_bound(a) or lost < 0.2 * float(pause.sum()) / len(dur):
+            return  # the GPU had work meanwhile: the steps are no longer
+        yield Finding(
+            summary=(
+                f"Garbage collection pauses the loop for {t.format_duration(float(pause.mean()))} "
+                f"per step on average ({share:.1%}), up to {t.format_duration(longest)} in one "
+                "step. Steps with a pause are that much longer."
+            ),
+            evidence=[
+                Evidence("pauses", float(pause.mean()), "ns", per="step"),
+                self.compare("share of the steps' time", share, "min_share"),
+                self.compare("longest pause in a step", longest, "min_pause_ms", "ns", times=1e6),
+                Evidence("steps with a pause of 1 ms or more", int((pause >= 1e6).sum()), "count"),
+                Evidence("objects frozen (gc.freeze)", recorded.flag("gc_frozen"), "count"),
+                steps_seen(recorded),
+            ],
+            impact=_estimate(a, pause.astype(float), dur.astype(float), lost),
+        )
+
+    @staticmethod
+    def examples() -> Examples:
+        return {
+            "a long pause now and then": _gc_run(every=10, pause=60),
+            "a short pause in every other step": _gc_run(every=2, pause=1),
+            "steps with pauses are no longer": (
+                _gc_run(every=10, pause=4, longer=0),
+                "lost < 0.2 * float(pause.sum()) / len(dur)",
+            ),
+            "in steps that compile": (
+                _gc_run(every=60, pause=400, longer=4000),
+                "longest < self.min_pause_ms * 1000000.0",
+            ),
+            "hardly any": (_gc_run(every=50, pause=1), "min_pause_ms"),
+            "no pauses": (_gc_run(every=10, pause=0), "longest < self.min_pause_ms * 1000000.0"),
+            "few steps": (_gc_run(every=2, pause=60, steps=12), "min_steps"),
+        }
+
+
+def _estimate(a: Analysis, pause: Floats, dur: Floats, lost: float) -> Impact:
+    """The pauses times how much a step grows with them: the slope of a line through the steps, and
+    twice its error (White's, since steps with pauses scatter more). Where all pauses are similar no
+    line can be drawn, and the time lost is an upper bound."""
+    mean, count = float(pause.mean()), len(pause)
+    deviation = pause - mean
+    square = float(np.square(deviation).sum())
+    if count < 3 or square <= count * (MIN_SPREAD * mean) ** 2:
+        method = "upper bound (pauses, where the step was longer)"
+        return impact_per_step(a, lost, low=0.0, high=mean, method=method)
+    slope = float((deviation * (dur - dur.mean())).sum()) / square
+    residual = dur - dur.mean() - slope * deviation
+    error = float(np.sqrt(np.square(deviation * residual).sum() * count / (count - 2))) / square
+    margin = max(2 * error, MIN_MARGIN * slope)
+    slope = min(1.0, max(0.0, slope))
+    return impact_per_step(
+        a,
+        mean * slope,
+        low=mean * max(0.0, slope - margin),
+        high=mean * (slope + margin),
+        method="pauses times how much steps grow with them",
+    )
+
+
+def _gc_run(
+    *, every: int, pause: float, longer: float | None = None, steps: int = 200
+) -> TraceBuilder:
+    b = TraceBuilder()
+    r = b.record_of_run()
+    for n in range(steps):
+        here = pause if n % every == 0 else 0.0
+        r.step(20 + (here if longer is None else longer * (here > 0)), gc=here, forward=5)
+    return b

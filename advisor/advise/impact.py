@@ -166,9 +166,7 @@ def with_gain(
         currency="step_time",
         gain_ns=round(saved.gain),
         low_ns=round(min(saved.low, saved.gain)),
-        high_ns=None
-        if finding.known_cost
-        else round(max(saved.gain, min(saved.high, saved.most))),
+        high_ns=None if finding.known_cost else round(max(saved.gain, min(saved.high, saved.most))),
         share=share,
         method=f"{t.LOWER_BOUND} ({method})" if finding.known_cost else method,
         per=a.per,

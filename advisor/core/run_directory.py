@@ -302,7 +302,8 @@ class Event(Struct, kw_only=True, omit_defaults=True):
     end of its epoch before, ``null``: not seen), evaluation ·
     ``shapes``: index, shapes, dtypes · ``window``: window, reason, steps, state (``open``,
     ``done``, ``stopped``, ``failed``, ``never``, ``dropped``: it lay before the training), file,
-    why · ``stacks``: frames (``file(line): function``), stacks (of each: samples since the event
+    why · ``collect``: file, line, function (asked for a full garbage collection for the first
+    time) · ``stacks``: frames (``file(line): function``), stacks (of each: samples since the event
     before, and its frames as places in ``frames``, the outermost first) ·
     ``warning``: text · ``oom``: message, snapshot, allocated, reserved · ``error``: text ·
     ``end``: steps, reason (``finished``, ``exception``, ``interrupted``, ``disk``: nothing more

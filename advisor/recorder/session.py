@@ -157,7 +157,7 @@ class RecordingSession(Listener):
         self._reading = threading.RLock()
         self.rank, self.world = rank_of(torch)
         self.hooks = Hooks(self)
-        self.pauses = Pauses(self.tape)
+        self.pauses = Pauses(self.tape, self.tell)
         self.allocator = AllocatorStats(torch)
         self.marks = Marks(self.tape, torch, options.cuda_events) if options.cuda_events else None
         self.windows = Windows(

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import gc
+import sys
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from statistics import median
 from threading import get_ident
 from time import perf_counter_ns
@@ -79,12 +80,21 @@ class SlowdownWatch:
         return reason
 
 
-class Pauses:
-    """Notes the collections that run in the watched thread (``gc.callbacks``)."""
+FULL = 2
+"""The oldest generation: a full collection."""
+MAX_PLACES = 8
+"""Lines that ask for full collections, of which so many are told."""
 
-    def __init__(self, tape: Tape) -> None:
+
+class Pauses:
+    """Notes the collections that run in the watched thread (``gc.callbacks``), and once each the
+    lines that ask for full ones. ``tell``: how an event is written."""
+
+    def __init__(self, tape: Tape, tell: Callable[[str, dict[str, Any]], None]) -> None:
         self._tape = tape
+        self._tell = tell
         self._begun = 0
+        self._places: set[tuple[Any, int]] = set()
 
     def install(self) -> None:
         """Listen."""
@@ -99,7 +109,24 @@ class Pauses:
         if get_ident() != self._tape.here[THREAD]:
             return
         if phase == "start":
+            if info.get("generation") == FULL and len(self._places) < MAX_PLACES:
+                self._note_place()
             self._begun = perf_counter_ns()
         elif self._begun:
             self._tape.log.extend((PAUSE, perf_counter_ns() - self._begun))
             self._begun = 0
+
+    def _note_place(self) -> None:
+        """Python collects by itself once the younger generation was collected often enough: a full
+        collection before that was asked for, by the line that runs."""
+        if gc.get_count()[FULL] > gc.get_threshold()[FULL]:
+            return
+        frame = sys._getframe(2)
+        place = frame.f_code, frame.f_lineno
+        if place not in self._places:
+            self._places.add(place)
+            code = frame.f_code
+            self._tell(
+                "collect",
+                {"file": code.co_filename, "line": frame.f_lineno, "function": code.co_qualname},
+            )

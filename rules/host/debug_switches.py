@@ -6,7 +6,7 @@ from typing import Any, Literal, NamedTuple
 
 import polars as pl
 
-from advisor.core.finding import Edit, Evidence, Finding, Impact, Outcomes, Rule, Select
+from advisor.core.finding import Edit, Evidence, Finding, Outcomes, Rule, Select
 from advisor.measure import Analysis
 from advisor.measure.host.names import name_matches
 from advisor.measure.host.stacks import around

@@ -2,12 +2,27 @@
 
 from __future__ import annotations
 
+import re
+from typing import Any
+
 import numpy as np
 
 from advisor.core import text as t
-from advisor.core.finding import Evidence, Finding, Impact, Outcomes, Rule, SkippedCheck, Threshold
+from advisor.core.finding import (
+    Evidence,
+    Finding,
+    Impact,
+    Location,
+    Outcomes,
+    Rule,
+    SkippedCheck,
+    Threshold,
+)
 from advisor.core.intervals import Floats
+from advisor.core.run_directory import RecordedDevice
 from advisor.measure import Analysis
+from advisor.measure.host.names import name_matches
+from advisor.rules.common import locate_row
 from advisor.rules.recorded import device_bound, impact_per_step, record, steps_seen
 from advisor.rules.sources import CHOSEN, CURED_RECORDINGS, ENGINE_FLOOR, GPUPROF
 from advisor.testing import Examples, TraceBuilder
@@ -24,11 +39,16 @@ class GcPauses(Rule):
     the program keeps (above all datasets held as Python lists and dictionaries). In a job of
     several ranks each pause delays all ranks, and they pause at different times.
 
-    Pauses are measured by ``gc.callbacks``. Reported where they take more than 1 % of the steps'
+    Pauses are measured by ``gc.callbacks``. Reported where they take more than 1% of the steps'
     time, or where one step lost more than 50 ms to them. A step that takes twice the median or
     more, and for the most part not because of its pauses, is left out: it compiles, or saves. The
     gain is the pauses times how much steps grow with them (a line through the steps, and twice its
     error): a pause costs nothing while the GPU works through its queue.
+
+    Pauses that are as long in each step leave no line to draw. Where the host computes the steps,
+    they are lost time all the same; where a GPU does, no more of them than it idles in the
+    profiled steps. Python itself does not collect in each step: the program asks for it, with
+    ``gc.collect()``. The recorder notes the lines that ask.
     """
 
     id = "gc-pauses"
@@ -54,6 +74,10 @@ class GcPauses(Rule):
         2.0, "times its pauses, what a step of two medians or more takes beyond the median", CHOSEN
     )
 
+    each_step = Threshold(
+        0.9, "of the steps have at least half of the mean pause: asked for in each", CHOSEN
+    )
+
     fix = (
         "Freeze the objects that exist after the first steps, so that collections skip them. Or "
         "disable the collector and collect young generations every N steps, at the same step on "
@@ -70,6 +94,17 @@ class GcPauses(Rule):
     verify = "Record again: the pauses are gone. Watch resident memory: reference cycles stay."
     falsified_by = "the same step times with gc.disable()"
     confidence = 0.85
+    cases = {
+        "in each step": {
+            "title": "The program asks for a garbage collection in each step",
+            "fix": "Take gc.collect() out of the loop: Python collects by itself, and a tensor is "
+            "freed when its last reference goes. Collect every N steps where reference cycles "
+            "hold much memory.",
+            "code": "if step % 1000 == 0:      # not in each step\n    gc.collect()",
+            "verify": "Record again: the pauses are gone. Watch memory: reference cycles stay.",
+            "confidence": 0.9,
+        }
+    }
 
     def check(self, a: Analysis) -> Outcomes:
         """Add up the pauses and the time that steps lost to them."""
@@ -91,14 +126,21 @@ class GcPauses(Rule):
         longest = float(pause.max())
         if share < self.min_share and longest < self.min_pause_ms * 1e6:
             return
-        lost = float(np.minimum(pause, beyond).sum()) / len(dur)
-        if device_bound(a) or lost < 0.2 * float(pause.sum()) / len(dur):
-            return  # the GPU had work meanwhile: the steps are no longer
+        each = bool((pause >= 0.5 * pause.mean()).mean() >= self.each_step)
+        impact = _lost_in_each(a, float(pause.mean())) if each else None
+        if impact is None:
+            lost = float(np.minimum(pause, beyond).sum()) / len(dur)
+            if device_bound(a) or lost < 0.2 * float(pause.sum()) / len(dur):
+                return  # the GPU had work meanwhile: the steps are no longer
+            impact = _estimate(a, pause.astype(float), dur.astype(float), lost)
+        places = _asked_for(a)
+        asked = self.case("in each step") if each else {}
         yield Finding(
             summary=(
                 f"Garbage collection pauses the loop for {t.format_duration(float(pause.mean()))} "
                 f"per step on average ({share:.1%}), up to {t.format_duration(longest)} in one "
-                "step. Steps with a pause are that much longer."
+                f"step. {'Every' if each else 'A'} step"
+                + (" has such a pause." if each else " with a pause is that much longer.")
             ),
             evidence=[
                 Evidence("pauses", float(pause.mean()), "ns", per="step"),
@@ -108,7 +150,9 @@ class GcPauses(Rule):
                 Evidence("objects frozen (gc.freeze)", recorded.flag("gc_frozen"), "count"),
                 steps_seen(recorded),
             ],
-            impact=_estimate(a, pause.astype(float), dur.astype(float), lost),
+            where=places,
+            impact=impact,
+            **asked,
         )
 
     @staticmethod
@@ -116,6 +160,12 @@ class GcPauses(Rule):
         return {
             "a long pause now and then": _gc_run(every=10, pause=60),
             "a short pause in every other step": _gc_run(every=2, pause=1),
+            "in each step, on the host": _gc_run(every=1, pause=8, b=_window(gpu=False)),
+            "in each step, the GPU waits": _gc_run(every=1, pause=8, b=_window(idle=12_000)),
+            "in each step, behind a GPU's work": (
+                _gc_run(every=1, pause=8, b=_window(idle=100)),
+                "device_bound(a)",
+            ),
             "steps with pauses are no longer": (
                 _gc_run(every=10, pause=4, longer=0),
                 "lost < 0.2 * float(pause.sum()) / len(dur)",
@@ -128,6 +178,44 @@ class GcPauses(Rule):
             "no pauses": (_gc_run(every=10, pause=0), "longest < self.min_pause_ms * 1000000.0"),
             "few steps": (_gc_run(every=2, pause=60, steps=12), "min_steps"),
         }
+
+
+def _lost_in_each(a: Analysis, pause: float) -> Impact | None:
+    """What pauses of one length in each step cost: where the host computes all of them, else no
+    more than the device idles. ``pause``: ns per step. ``None``: unknown."""
+    step = record(a).median or 0.0
+    if a.trains_on_host:
+        method = "pauses of the host, which computes the steps"
+        return impact_per_step(a, pause, low=(1 - MIN_MARGIN) * pause, method=method)
+    if a.device_id is None or device_bound(a) or not a.span_ns:
+        return None
+    idle = step * (1 - a.breakdown.busy.total / a.span_ns)
+    most = min(pause, idle)
+    method = "upper bound (pauses, where the GPU idles)"
+    return impact_per_step(a, most, low=0.0, high=most, method=method)
+
+
+def _asked_for(a: Analysis) -> list[Location]:
+    """Lines that ask for full collections: of the trace's own frames, else as the recorder noted
+    them."""
+    calls = name_matches(a.trace.cpu["name"], r"^<built-in function collect>$").to_numpy().nonzero()
+    if len(calls[0]):
+        return [locate_row(a, int(calls[0][0]), count=len(calls[0]))]
+    return [
+        Location(file=_text(told, "file"), line=_line(told), function=_text(told, "function"))
+        for told in record(a).record.of_kind("collect")[:3]
+        if _text(told, "file") is not None
+    ]
+
+
+def _text(told: dict[str, Any], key: str) -> str | None:
+    value = told.get(key)
+    return re.sub(r"\s+", " ", value)[:1000] if isinstance(value, str) else None
+
+
+def _line(told: dict[str, Any]) -> int | None:
+    value = told.get("line")
+    return value if type(value) is int and 0 < value < 10**9 else None
 
 
 def _estimate(a: Analysis, pause: Floats, dur: Floats, lost: float) -> Impact:
@@ -155,11 +243,28 @@ def _estimate(a: Analysis, pause: Floats, dur: Floats, lost: float) -> Impact:
 
 
 def _gc_run(
-    *, every: int, pause: float, longer: float | None = None, steps: int = 200
+    *,
+    every: int,
+    pause: float,
+    longer: float | None = None,
+    steps: int = 200,
+    b: TraceBuilder | None = None,
 ) -> TraceBuilder:
-    b = TraceBuilder()
-    r = b.record_of_run()
+    b = b or TraceBuilder()
+    r = b.record_of_run(devices=[RecordedDevice()] if b.head["deviceProperties"] else [])
     for n in range(steps):
         here = pause if n % every == 0 else 0.0
         r.step(20 + (here if longer is None else longer * (here > 0)), gc=here, forward=5)
+    return b
+
+
+def _window(*, gpu: bool = True, idle: float = 0.0) -> TraceBuilder:
+    """Steps of 28 ms, on the host or on a GPU that idles so long (µs)."""
+    b = TraceBuilder("A100" if gpu else None)
+    for _ in b.steps():
+        if gpu:
+            b.product(28_000 - idle, wait=True)
+            b.host(idle)
+        else:
+            b.on_host("aten::mm", 28_000)
     return b

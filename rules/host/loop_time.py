@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
+import re
+from collections.abc import Mapping
+from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 import polars as pl
+from numpy.typing import NDArray
 
 from advisor.core import text as t
-from advisor.core.finding import Edit, Evidence, Finding, Outcomes, Rule, Select, Threshold
-from advisor.core.trace import Trace
+from advisor.core.finding import Evidence, Finding, Outcomes, Rule, Select, Threshold
+from advisor.core.intervals import covered_length, intersect, union
 from advisor.measure import Analysis
 from advisor.measure.host import stacks
+from advisor.measure.host.names import name_matches
 from advisor.measure.host.sampled_stacks import LOOP
 from advisor.measure.steps.record import StepRecords
 from advisor.measure.steps.timeline import CODE
-from advisor.rules.common import figure, locate_row, of_step
+from advisor.rules.common import Rows, figure, locate_row, of_step, scale
 from advisor.rules.kernel.facts import match_exactly
 from advisor.rules.recorded import (
     LOOP_SHARE,
@@ -30,12 +34,16 @@ from advisor.testing import Examples, TraceBuilder
 
 
 class LoopCode(Rule):
-    """Where the training computes on the CPU, the loop's own Python code adds to each step: waits
-    (``time.sleep``, a server, a lock), logging, metrics, preparing a batch by hand.
+    """Where the training computes on the CPU, the loop's own code adds to each step: waits
+    (``time.sleep``, a server, a lock), logging, metrics, clipping by hand, preparing a batch.
 
-    It needs Python stacks. The rule names the function of your code with most time on the main
-    thread outside operators, PyTorch's own Python, the loader and waits for other threads. Where a
-    GPU trains, its idle time says what the host's code costs, and other rules look at that.
+    It needs Python stacks. Counted is the main thread outside the loader, calls of modules, the
+    backward pass, the optimizer, operators whose gradient is computed, and waits for other threads.
+    The rule names the deepest function of your code that has most of that time, with what it calls:
+    Python and operators. Of a function that also trains, such as the loop itself, only its own
+    Python counts, not PyTorch's around operators. In programs without modules and without a
+    backward pass operators may be the model: only Python counts there. Where a GPU trains, its idle
+    time says what the host's code costs, and other rules look at that.
     """
 
     id = "loop-code"
@@ -43,13 +51,16 @@ class LoopCode(Rule):
     of_python = True
     found_in: ClassVar[tuple[str, ...]] = ("workloads/python_hot_spot",)
     silent_in: ClassVar[tuple[str, ...]] = ("workloads/python_hot_spot",)
-    validated_on = "a CPU recording with stacks whose samples are chosen in a loop of Python"
+    validated_on = (
+        "CPU recordings with stacks: samples chosen in a loop of Python, a confusion matrix and a "
+        "norm of gradients by hand, a simulated environment"
+    )
     references = ("https://pytorch.org/tutorials/recipes/recipes/profiler_recipe.html",)
 
-    min_share = Threshold(
-        LOOP_SHARE, "of the step; four times what counts where a GPU waits", XPROF
-    )
+    min_share = Threshold(0.10, "of the step; twice what counts where a GPU waits", XPROF)
     min_ms = Threshold(0.5, "ms per step: Python around small models takes as long", CHOSEN)
+    most = Threshold(0.8, "of a function's time in one that it calls: that one is named", CHOSEN)
+    many_operators = Threshold(32, "operators per step in a function: a loop over tensors", CHOSEN)
 
     fix = (
         "Take the code out of the step: do not sleep or wait in it, compute its result once, or "
@@ -60,51 +71,56 @@ class LoopCode(Rule):
     falsified_by = "the same step time without this code"
     assumptions = ("the step can go on without this code's result",)
     confidence = 0.75
+    cases: ClassVar[Mapping[str, Mapping[str, Any]]] = {
+        "many operators": {
+            "title": "A function of the loop runs many small operators in each step",
+            "fix": "Run each operation once on all tensors: torch._foreach_norm and its kin for "
+            "lists of parameters, clip_grad_norm_(foreach=True) to clip, one operator on the whole "
+            "batch for metrics. Read results with .item() once, after the loop, or every N steps.",
+            "code": "torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0, foreach=True)\n"
+            "# metrics: one operator on the batch, such as\n"
+            "torch.bincount(target * n + predicted, minlength=n * n)",
+            "assumptions": ("its work can be done on all tensors at once, or in fewer steps",),
+        }
+    }
 
     def check(self, a: Analysis) -> Outcomes:
-        """Time of the main thread's own Python, by the user's function."""
+        """Time of the main thread's own code, by the user's function."""
         if not a.trains_on_host or not a.span_ns or a.trace.main_thread is None:
             return
-        cpu, spans = a.trace.cpu, a.spans
-        pieces = a.timeline.look(a.trace.main_thread, spans.start, spans.end)
-        own = (pieces.code == CODE["python"]) & (pieces.row >= 0)
-        rows = pieces.row[own]
-        frame = a.user_frame[rows].astype(np.int64)
-        table = (
-            pl.DataFrame({"row": rows, "frame": frame, "ns": (pieces.end - pieces.start)[own]})
-            .filter((frame >= 0) & ~_of_pytorch(a.trace, rows, frame))
-            .with_columns(name=pl.col("frame").replace_strict(*_names(a, frame)))
-            .group_by("name")
-            .agg(
-                pl.col("ns").sum(),
-                pl.col("row", "frame").sort_by("ns").last(),
-                count=pl.col("frame").n_unique(),
-            )
-            .sort("ns", "name", descending=[True, False])
-        )
-        if table.is_empty():
+        code = LoopTime(a)
+        place = code.largest(self.most)
+        if place is None:
             return
-        name, ns, row, frame_row, count = table.row(0)
+        ns, name = place.ns, place.name
         if ns < self.min_share * a.span_ns or ns < self.min_ms * 1e6 * a.step_count:
             return
-        place = locate_row(a, frame_row, op=str(cpu["name"][row]), count=count)
+        many = place.of_tensors and place.operators >= self.many_operators * a.step_count
+        alone = place.inside == t.clean(name)
+        inside = None if alone else place.inside
+        location = locate_row(a, place.row, op=inside, count=place.calls)
+        runs = figure(a, "operators in it", place.operators, "count")
         yield Finding(
             summary=(
-                f"{place.function} ({place.file}:{place.line}) takes {of_step(a, ns)} on the main "
-                f"thread outside operators, most of it in {t.clean(str(cpu['name'][row]))}."
+                f"{location.function} ({location.file}:{location.line}) takes {of_step(a, ns)} on "
+                "the main thread outside loading, forward, backward and optimizer, most of it in "
+                f"{'its own Python' if alone else place.inside}."
+                + (f" It runs {round(place.operators / a.step_count):,} operators." if many else "")
             ),
             evidence=[
-                figure(a, "Python code of this function", ns),
+                figure(a, "time of this function", ns),
                 self.compare("share", ns / a.span_ns, "min_share", per=a.per),
+                *([runs] if place.operators else []),
             ],
-            where=[place],
+            where=[location],
             edits=[
-                Edit(
-                    op="remove",
-                    select=Select(on="host", kind=("python",), name=match_exactly([name])),
+                scale(
+                    Select(on="host", kind=("python",), name=match_exactly([name])),
+                    *(1 - saved * ns / place.held for saved in (0.9, 1.0, 0.5)),
                 )
             ],
             confidence_notes=["recording Python stacks lengthens Python time"],
+            **(self.case("many operators") if many else {}),
         )
 
     @staticmethod
@@ -138,44 +154,234 @@ class LoopCode(Rule):
             with device.python("train.py(30): main"):
                 device.host(3000)
                 device.product(300)
+        clipped, learnt = TraceBuilder(gpu=None), TraceBuilder(gpu=None)
+        for _ in clipped.steps():
+            with clipped.python("train.py(30): main"):
+                with clipped.python("nn.Module: Net_0"):
+                    clipped.on_host("aten::mm", 3000)
+                with clipped.python("train.py(12): clip"):
+                    for _ in range(40):
+                        clipped.on_host("aten::norm", 50)
+        for number in learnt.steps():
+            with learnt.python("train.py(30): main"):
+                with learnt.python("train.py(12): loss"), learnt.op("aten::mm", sequence=number):
+                    learnt.host(3000)
+                node = "autograd::engine::evaluate_function: MmBackward0"
+                with (
+                    learnt.python("torch/_tensor.py(566): backward"),
+                    learnt.op(node, sequence=number),
+                ):
+                    learnt.host(3000)
         return {
             "sleep in the loop": b,
+            "gradients clipped one by one": clipped,
+            "a loss as a function": (learnt, "ns < self.min_share * a.span_ns"),
             "Python around operators": (light, "min_share"),
             "PyTorch around small operators": (modules, "ns < self.min_share * a.span_ns"),
-            "before the steps": (before, "table.is_empty()"),
+            "before the steps": (before, "place is None"),
             "a GPU trains": (device, "not a.trains_on_host"),
             "a small model": (small, "min_ms"),
         }
 
 
-def _of_pytorch(trace: Trace, rows: np.ndarray, frame: np.ndarray) -> np.ndarray:
-    """Which rows are PyTorch's own Python around operators, which no loop can do without; saving
-    and logging are the loop's."""
-    parent, names = stacks.parents(trace), trace.cpu["name"].cast(pl.String)
-    inside, loop = (
-        stacks.nearest(parent, names.str.contains(pattern).to_numpy())[rows]
-        for pattern in (
-            r"(?:^|/)torch/.*\.py\(",
-            r"(?:^|/)torch/(?:serialization|utils/tensorboard)",
+_TRAINS = (
+    r"^nn\.Module: |^(?:Optimizer\.|enumerate\(DataLoader\)|advisor::|autograd::engine)"
+    r"|(?:^|/)torch/(?:nn/modules/module\.py\(\d+\): _(?:wrapped_)?call_impl"
+    r"|autograd/\w+\.py\(\d+\): (?:backward|grad)|_tensor\.py\(\d+\): backward|optim/|utils/data/)"
+)
+"""Rows that load, run a module, go backward or update."""
+_RECORDS = r"(?:^|/)advisor/recorder/|<built-in function collect>"
+"""The recorder's own code; collections of garbage, which another rule looks at."""
+_PYTORCH = r"(?:^|/)torch/.*\.py\("
+_OF_LOOP = r"(?:^|/)torch/(?:serialization|utils/tensorboard)"
+"""Of PyTorch's Python around operators, which no loop can do without, what is the loop's."""
+_NESTED = r"\): <(?:listcomp|setcomp|dictcomp|genexpr|lambda)>"
+"""A comprehension or lambda: a part of the function around it."""
+
+
+class FunctionTime(NamedTuple):
+    """What a function of the user's takes in the analysed steps."""
+
+    name: str
+    """Of its frames."""
+    row: int
+    """One of them."""
+    ns: int
+    """Counted time."""
+    held: int
+    """All time in its frames, ns."""
+    calls: int
+    """How many."""
+    operators: int
+    """That run in it, operators inside operators not counted."""
+    inside: str
+    """The Python or operator with most of the time."""
+    of_tensors: bool
+    """That is an operator, a method of PyTorch, or the function itself: no other library."""
+
+
+class LoopTime:
+    """Time of the main thread outside loading, forward, backward and optimizer, by the functions of
+    the user's code around it."""
+
+    def __init__(self, a: Analysis) -> None:
+        self._a = a
+        trace = a.trace
+        names = trace.cpu["name"]
+        self._names = names
+        self._parent = stacks.parents(trace)
+        own = (stacks.frame_ranks(trace) == 2) & ~name_matches(names, _RECORDS).to_numpy()
+        own &= ~name_matches(names, _NESTED).to_numpy()
+        self._function = stacks.nearest(self._parent, own)
+        """Aligned with ``trace.cpu``: the user's function around a row, -1: none."""
+        trains = name_matches(names, _TRAINS).to_numpy()
+        graph = np.zeros(trace.cpu.height, dtype=bool)
+        graph[a.forward_op[a.forward_op >= 0]] = True
+        unwanted = trains | graph | name_matches(names, _RECORDS).to_numpy()
+        self._left_out = stacks.nearest(self._parent, unwanted) >= 0
+        self._rows = self._counted(bool(trains.any()))
+        training = self._function[np.flatnonzero(trains)]
+        self._trainers = set(self._chains(training[training >= 0])["name"].to_list())
+
+    def _counted(self, trains: bool) -> pl.DataFrame:
+        """The main thread's time by row: ``row``, ``function`` (row around it), ``ns``, ``python``
+        (outside operators and PyTorch's Python)."""
+        a = self._a
+        main = a.trace.main_thread
+        assert main is not None
+        pieces = a.timeline.look(main, a.spans.start, a.spans.end)
+        python, dispatch = CODE["python"], CODE["dispatch"]
+        wanted = (pieces.row >= 0) & np.isin(
+            pieces.code, [python, dispatch] if trains else [python]
         )
-    )
-    within: np.ndarray = (inside > frame) & ~(loop > frame)
-    return within
+        rows = pieces.row[wanted]
+        frame = self._function[rows].astype(np.int64)
+        inside, loop = (
+            stacks.nearest(self._parent, name_matches(self._names, pattern).to_numpy())[rows]
+            for pattern in (_PYTORCH, _OF_LOOP)
+        )
+        own = (pieces.code[wanted] == python) & ~((inside > frame) & ~(loop > frame))
+        return (
+            pl.DataFrame(
+                {
+                    "row": rows.astype(np.int64),
+                    "function": frame,
+                    "ns": (pieces.end - pieces.start)[wanted],
+                    "python": own,
+                }
+            )
+            .filter((pl.col("function") >= 0) & ~pl.Series(self._left_out[rows]))
+            .group_by("row", "function", "python")
+            .agg(pl.col("ns").sum())
+        )
 
+    def _chains(self, functions: Rows) -> pl.DataFrame:
+        """All functions of the user's around these rows: ``function``, ``around``, ``name``."""
+        of = np.unique(functions).astype(np.int64)
+        levels, at = [], of
+        while (at >= 0).any():
+            of, at = of[at >= 0], at[at >= 0]
+            levels.append(pl.DataFrame({"function": of, "around": at}))
+            above = self._parent[at]
+            at = np.where(above >= 0, self._function[np.maximum(above, 0)], -1).astype(np.int64)
+        if not levels:
+            return pl.DataFrame({"function": [], "around": [], "name": []})
+        table = pl.concat(levels)
+        return table.with_columns(name=self._names.gather(table["around"]).cast(pl.String))
 
-def _names(a: Analysis, frame: np.ndarray) -> tuple[list[int], list[str]]:
-    known = np.unique(frame[frame >= 0])
-    return known.tolist(), a.trace.cpu["name"].gather(known).cast(pl.String).to_list()
+    def largest(self, most: float) -> FunctionTime | None:
+        """The deepest function with at least ``most`` of the time of the one that has most; of a
+        function that also trains, its own Python alone counts."""
+        rows = self._rows
+        if rows.is_empty():
+            return None
+        chains = self._chains(rows["function"].to_numpy())
+        helpers = chains.filter(~pl.col("name").is_in(list(self._trainers)))
+        inclusive = (
+            rows.join(helpers.unique(["function", "name"]), on="function")
+            .group_by("name")
+            .agg(pl.col("ns").sum())
+        )
+        named = chains.filter(pl.col("function") == pl.col("around"))
+        alone = rows.filter("python").join(named, on="function")
+        alone = alone.filter(pl.col("name").is_in(list(self._trainers)))
+        alone = alone.group_by("name").agg(pl.col("ns").sum())
+        table = pl.concat([inclusive, alone]).sort("ns", "name", descending=[True, False])
+        if table.is_empty():
+            return None
+        name, ns = table.row(0)
+        own = name in self._trainers
+        if not own:
+            within = helpers.filter(pl.col("name") == name)["function"].unique()
+            below = (
+                rows.filter(pl.col("function").is_in(within.to_list()))
+                .join(helpers.unique(["function", "name"]), on="function")
+                .group_by("name")
+                .agg(pl.col("ns").sum())
+                .filter(pl.col("ns") >= most * ns)
+            )
+            depth = (
+                helpers.with_columns(depth=self._a.trace.cpu["depth"].gather(helpers["around"]))
+                .group_by("name")
+                .agg(pl.col("depth").max())
+            )
+            below = below.join(depth, on="name").sort("depth", "name", descending=[True, False])
+            name, ns = below.row(0)[:2]
+        return self._describe(name, ns, own=own)
+
+    def _describe(self, name: str, ns: int, *, own: bool) -> FunctionTime:
+        cpu = self._a.trace.cpu
+        frames = np.flatnonzero((self._names == name).to_numpy())
+        ts, end = (cpu["ts"].to_numpy()[frames], (cpu["ts"] + cpu["dur"]).to_numpy()[frames])
+        held = intersect(union(ts, end), self._a.spans).total
+        here = np.zeros(cpu.height, dtype=bool)
+        here[frames] = True
+        rows = self._rows.filter("python") if own else self._rows
+        inside = stacks.climb_stack(self._parent, here, rows["row"].to_numpy()) >= 0
+        rows = rows.filter(pl.Series(inside))
+        if own:
+            rows = rows.filter(pl.Series(here[rows["function"].to_numpy()]))
+        called = rows.with_columns(name=self._names.gather(rows["row"]).cast(pl.String))
+        called = called.with_columns(pl.col("name").str.replace(r" of .* at 0x\w+>$", ">"))
+        parts = called.group_by("name").agg(pl.col("ns").sum()).sort("ns", "name")
+        operators = 0 if own else self._operators(here)
+        top = parts["name"][-1]
+        library = stacks.parse_frame(top) is not None and not re.search(_PYTORCH, top)
+        seen = frames[(end > self._a.spans.start.min()) & (ts < self._a.spans.end.max())]
+        return FunctionTime(
+            name=name,
+            row=int(rows.sort("ns")["function"][-1]) if own else int(seen[-1]),
+            ns=int(ns),
+            held=max(int(held), int(ns), 1),
+            calls=len(seen),
+            operators=operators,
+            inside=t.clean(top),
+            of_tensors=top == name or not library,
+        )
+
+    def _operators(self, here: NDArray[np.bool_]) -> int:
+        """Operators in the analysed steps inside these rows, those inside others not counted."""
+        cpu = self._a.trace.cpu
+        op = stacks.operators(self._a.trace)
+        above = np.append(stacks.nearest(self._parent, op), -1)[self._parent]
+        rows = np.flatnonzero(op & (above < 0) & ~self._left_out)
+        ts = cpu["ts"].to_numpy()[rows]
+        rows = rows[covered_length(ts, ts + 1, self._a.spans) > 0]
+        return int((stacks.climb_stack(self._parent, here, rows) >= 0).sum())
 
 
 class LoopPhases(LoopCode):
     """The same from the recorder's phases, where no Python stacks were recorded: ``between steps``
     and ``other`` are neither loading, forward, backward nor optimizer. Evaluation between steps is
-    left out. The Python stacks that the recorder samples outside its windows name the function.
+    left out, and so are pauses for garbage collection. The Python stacks that the recorder samples
+    outside its windows name the function.
     """
 
     id = "loop-phases"
     sampled_part = LOOP
+    min_share = Threshold(
+        LOOP_SHARE, "of the step; four times what counts where a GPU waits", XPROF
+    )
     reads_record = True
     found_in = ("recorded/waiting_loop.slow",)
     silent_in = ("recorded/waiting_loop.cured", "recorded/anomaly.cured", "recorded/leak.cured")
@@ -192,7 +398,8 @@ class LoopPhases(LoopCode):
             for name, own in phases.items()
             if own is not None and len(own)
         }
-        step, ns = recorded.median or 0.0, sum(spent.values())
+        pauses = float(np.median(recorded.column("gc")[recorded.used])) if recorded.count else 0.0
+        step, ns = recorded.median or 0.0, sum(spent.values()) - pauses
         if not step or ns < self.min_share * step or ns < self.min_ms * 1e6:
             return
         yield Finding(

@@ -83,7 +83,7 @@ class SlowdownWatch:
 FULL = 2
 """The oldest generation: a full collection."""
 MAX_PLACES = 8
-"""Lines that ask for full collections, of which so many are told."""
+"""Lines that ask for full collections, of which so many are noted."""
 
 
 class Pauses:

@@ -87,7 +87,7 @@ class AnomalyDetection(Rule):
     title = "Anomaly detection is on"
     knobs = ("debug-switches-off",)
     validated_on = (
-        "CPU recordings, torch 2.13, with the mode on and off: 58 ms a step instead of 21"
+        "CPU recordings, torch 2.13, with the mode on and off: steps of 58 ms instead of 21"
     )
     references = ("https://pytorch.org/docs/stable/autograd.html#anomaly-detection",)
 

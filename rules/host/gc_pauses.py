@@ -202,19 +202,19 @@ def _asked_for(a: Analysis) -> list[Location]:
     if len(calls[0]):
         return [locate_row(a, int(calls[0][0]), count=len(calls[0]))]
     return [
-        Location(file=_text(told, "file"), line=_line(told), function=_text(told, "function"))
-        for told in record(a).record.of_kind("collect")[:3]
-        if _text(told, "file") is not None
+        Location(file=_text(noted, "file"), line=_line(noted), function=_text(noted, "function"))
+        for noted in record(a).record.of_kind("collect")[:3]
+        if _text(noted, "file") is not None
     ]
 
 
-def _text(told: dict[str, Any], key: str) -> str | None:
-    value = told.get(key)
+def _text(noted: dict[str, Any], key: str) -> str | None:
+    value = noted.get(key)
     return re.sub(r"\s+", " ", value)[:1000] if isinstance(value, str) else None
 
 
-def _line(told: dict[str, Any]) -> int | None:
-    value = told.get("line")
+def _line(noted: dict[str, Any]) -> int | None:
+    value = noted.get("line")
     return value if type(value) is int and 0 < value < 10**9 else None
 
 

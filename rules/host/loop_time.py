@@ -74,7 +74,7 @@ class LoopCode(Rule):
     cases: ClassVar[Mapping[str, Mapping[str, Any]]] = {
         "many operators": {
             "title": "A function of the loop runs many small operators in each step",
-            "fix": "Run each operation once on all tensors: torch._foreach_norm and its kin for "
+            "fix": "Run each operation once on all tensors: torch._foreach_norm and the like for "
             "lists of parameters, clip_grad_norm_(foreach=True) to clip, one operator on the whole "
             "batch for metrics. Read results with .item() once, after the loop, or every N steps.",
             "code": "torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0, foreach=True)\n"

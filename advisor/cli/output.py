@@ -63,6 +63,8 @@ def deliver(
 
     if output is not None:
         write(renderer.render(subject, RenderOptions(width=PIPED_WIDTH, **options)), output, inputs)
+        if sys.stderr.isatty():
+            print(f"wrote {output}", file=sys.stderr)
         return
     width, colour = columns(sys.stdout), colourful(sys.stdout)
     show(renderer.render(subject, RenderOptions(width=width, colour=colour, **options)))

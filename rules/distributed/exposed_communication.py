@@ -27,7 +27,7 @@ class ExposedCommunication(Rule):
     """
 
     id = "exposed-communication"
-    title = "Exposed communication: the GPU waits for collectives"
+    title = "The GPU waits for collectives (exposed communication)"
     knobs = ("ddp-bucket-size", "ddp-static-graph")
     found_in = traces(
         "a100_train_6steps dlrm_8ranks two_ranks_rank0 two_ranks_rank1 v100_train_copy_heavy "

@@ -101,6 +101,7 @@ class DeviceCopies(Rule):
         moved = int(copies["bytes"].sum())
         per_step = max(1, round(copies.height / a.step_count))
         yield Finding(
+            title=f"Copies within GPU memory take {t.format_share(share)} of the {a.per}",
             summary=(
                 f"The GPU only copies within its own memory for {of_step(a, exposed)}: "
                 f"{t.count_noun(per_step, 'copy')}{per(a)}, "

@@ -12,64 +12,50 @@ import re
 import shutil
 import socket
 import subprocess
-import threading
 from contextlib import suppress
 from pathlib import Path
 
 from advisor.core.credentials import clean_value
 from advisor.core.run_directory import NCCL_LOG, TOPOLOGY
+from advisor.recorder.background import Background
 
 MAX_BYTES = 4 << 20
 """Of the log: what NCCL says of its path stands at the beginning."""
-EVERY_SECONDS, STOP_SECONDS, ASK_SECONDS = 30.0, 2.0, 30.0
+EVERY_SECONDS, ASK_SECONDS = 30.0, 30.0
 COMMANDS = (("nvidia-smi", "topo", "-m"), ("rocm-smi", "--showtopo"))
 MAX_LINE = 4096
 _OF_NCCL = re.compile(rb"CCL (?:INFO|WARN|version)")
 
 
-class NetworkKeeper:
-    """Copies into a rank's folder until ``stop``. Never raises; in a forked child it does
-    nothing."""
+class NetworkKeeper(Background):
+    """Copies into a rank's folder until ``stop``."""
+
+    name = "network"
+    stop_seconds = 2.0
 
     def __init__(self, folder: Path) -> None:
+        super().__init__()
         self._folder = folder
-        self._pid = os.getpid()
         self._source = log_file(os.environ)
         self._size = -1
-        self._over = threading.Event()
-        self._thread: threading.Thread | None = None
+        self._asks = is_first_of_several(os.environ)
 
     def start(self) -> None:
         """Begin, where there is anything to keep."""
-        asks = is_first_of_several(os.environ)
-        if self._source is None and not asks:
-            return
-        thread = threading.Thread(
-            target=self._run, args=(asks,), name="advisor network", daemon=True
-        )
-        with suppress(RuntimeError):  # no more threads
-            thread.start()
-            self._thread = thread
+        if self._source is not None or self._asks:
+            super().start()
 
-    def stop(self) -> None:
-        """End; what NCCL has written until now is kept."""
-        thread, self._thread = self._thread, None
-        if thread is None or os.getpid() != self._pid:
-            return
-        self._over.set()
-        thread.join(STOP_SECONDS)
-
-    def _run(self, asks: bool) -> None:
-        with suppress(Exception):  # whatever a driver or a disk does ends here
-            topology = ask_topology() if asks else None
+    def work(self) -> None:
+        """Ask once, and copy the log now and then, at last at the end."""
+        with suppress(Exception):
+            topology = ask_topology() if self._asks else None
             if topology is not None:
                 (self._folder / TOPOLOGY).write_bytes(topology)
-        with suppress(Exception):
-            while self._source is not None:
-                over = self._over.wait(EVERY_SECONDS)
-                self._copy(self._source)
-                if over:
-                    return
+        while self._source is not None:
+            over = self.over.wait(EVERY_SECONDS)
+            self._copy(self._source)
+            if over:
+                return
 
     def _copy(self, source: Path) -> None:
         """What the log holds now, if it has grown."""

@@ -12,13 +12,14 @@ from __future__ import annotations
 
 import os
 import sys
-import threading
 import time
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from types import CodeType
 from typing import Any
+
+from advisor.recorder.background import Background
 
 FAST_SECONDS, FAST_SAMPLES = 0.02, 300
 """Interval of the first samples, and how many they are."""
@@ -35,7 +36,6 @@ MAX_DEPTH = 100
 MAX_STACKS = 400
 """Different stacks that are written together, those with most samples."""
 MAX_NAME = 300
-STOP_SECONDS = 0.5
 _OWN = str(Path(__file__).absolute().parents[1]) + os.sep
 """Folder of this package."""
 _PARTS_OF_FUNCTIONS = (".<listcomp>", ".<genexpr>", ".<dictcomp>", ".<setcomp>", ".<lambda>")
@@ -44,13 +44,13 @@ Stack = tuple[tuple[CodeType, int], ...]
 """Code and line of each frame, the innermost first."""
 
 
-class StackSampler:
+class StackSampler(Background):
     """Takes the stack of ``thread()`` (-1: of none, for now) from a daemon thread until ``stop``.
     ``tell`` gets a ``stacks`` event for every ``WRITE_EVERY`` samples and at the end. ``busy()``:
     no sample now, because a profiler lengthens what it watches.
-
-    Nothing it meets reaches the caller; a failure ends it. In a forked child it is not running.
     """
+
+    name = "stacks"
 
     def __init__(
         self,
@@ -58,51 +58,24 @@ class StackSampler:
         busy: Callable[[], bool],
         tell: Callable[[str, dict[str, Any]], None],
     ) -> None:
+        super().__init__()
         self._watched = thread
         self._busy = busy
         self._tell = tell
-        self._over = threading.Event()
-        self._thread: threading.Thread | None = None
-        self._pid: int | None = None
         self._stacks: Counter[Stack] = Counter()
         self._texts: dict[tuple[CodeType, int], str] = {}
 
-    def start(self) -> None:
-        """Begin. A second call does nothing."""
-        if self._thread is not None:
-            return
-        self._pid = os.getpid()
-        thread = threading.Thread(target=self._run, name="advisor stacks", daemon=True)
-        try:
-            thread.start()
-        except RuntimeError:  # no more threads, or the interpreter is going down
-            return
-        self._thread = thread
-
-    def stop(self) -> None:
-        """End, once what was sampled is written. May be called at any time."""
-        thread = self._thread
-        if thread is None or os.getpid() != self._pid or thread is threading.current_thread():
-            return
-        self._over.set()
-        thread.join(STOP_SECONDS)
-        self._thread = None
-
-    def _run(self) -> None:
-        try:
-            self._loop()
-            self._write()
-        except Exception:
-            # A thread of somebody's training process: whatever goes wrong must end here, and what
-            # was written stays.
-            return
+    def work(self) -> None:
+        """Sample until the end; what was not written yet is written then."""
+        self._loop()
+        self._write()
 
     def _loop(self) -> None:
         taken = written = 0
         for _ in range(MAX_WAKES):
             pause = FAST_SECONDS if taken < FAST_SAMPLES else SLOW_SECONDS
             due = time.monotonic() + pause
-            if self._over.wait(pause) or taken >= MAX_SAMPLES:
+            if self.over.wait(pause) or taken >= MAX_SAMPLES:
                 return
             late = time.monotonic() - due
             if AT_ONCE < late < FORCED * sys.getswitchinterval() or self._busy():

@@ -2,30 +2,29 @@
 
 from __future__ import annotations
 
-import os
-import threading
 import time
 from collections.abc import Callable
 
 from advisor.core.run_directory import Gpu, Sample
+from advisor.recorder.background import Background
 from advisor.recorder.host import HostSampler
 from advisor.recorder.nvml import Nvml, NvmlDevice, open_nvml
 
 MAX_HZ = 20.0
 """Faster sampling was seen to slow the training thread (100 Hz: a third), and to hold the driver's
 lock."""
-STOP_SECONDS = 2.0
-"""How long ``stop`` waits for a sample that is being taken."""
 
 
-class Sampler:
+class Sampler(Background):
     """Calls ``write`` with a ``run_directory.Sample`` ``hz`` times a second, from a daemon
     thread, until ``stop``.
 
     Cheap queries are made for every sample, costly ones (processes, ECC, PCIe, children, disk)
-    every ``slow_every_s``. Nothing it meets reaches the caller: the first failure ends the thread
-    and is kept in ``problem``. In a forked child it is not running, and ``stop`` does nothing.
+    every ``slow_every_s``.
     """
+
+    name = "telemetry"
+    stop_seconds = 2.0
 
     def __init__(
         self,
@@ -34,48 +33,18 @@ class Sampler:
         hz: float = 2.0,
         slow_every_s: float = 7.0,
     ) -> None:
+        super().__init__()
         self.write = write
         self.interval = 1 / min(max(hz, 1e-3), MAX_HZ)
         self.slow_every_s = slow_every_s
-        self.problem: str | None = None
-        """What ended the sampling before its time; ``None``: nothing."""
         self.without_gpu: str | None = None
         """Why there are no GPU samples; ``None``: there are, or it has not begun."""
-        self._over = threading.Event()
-        self._thread: threading.Thread | None = None
-        self._pid: int | None = None
 
-    def start(self) -> None:
-        """Begin. A second call does nothing."""
-        if self._thread is not None:
-            return
-        self._pid = os.getpid()
-        thread = threading.Thread(target=self._run, name="advisor telemetry", daemon=True)
-        try:
-            thread.start()
-        except RuntimeError as error:  # no more threads, or the interpreter is going down
-            self.problem = str(error)
-            return
-        self._thread = thread
-
-    def stop(self) -> None:
-        """End, once the sample that is being taken is written. May be called at any time."""
-        thread = self._thread
-        if thread is None or os.getpid() != self._pid or thread is threading.current_thread():
-            return
-        self._over.set()
-        thread.join(STOP_SECONDS)
-        self._thread = None
-
-    def _run(self) -> None:
-        try:
-            with SampleSource() as source:
-                self.without_gpu = source.without_gpu
-                self._loop(source)
-        except Exception as error:
-            # Whatever a driver, /proc or the writer's disk does must end here: this is a thread of
-            # somebody's training process.
-            self.problem = f"{type(error).__name__}: {error}"[:300]
+    def work(self) -> None:
+        """Sample until the end."""
+        with SampleSource() as source:
+            self.without_gpu = source.without_gpu
+            self._loop(source)
 
     def _loop(self, source: SampleSource) -> None:
         begun = time.monotonic()
@@ -89,7 +58,7 @@ class Sampler:
             self.write(source.sample(slow=slow))
             # late ticks are dropped, not made up for
             ticks = max(ticks + 1, int((time.monotonic() - begun) / self.interval) + 1)
-            if self._over.wait(max(0.0, begun + ticks * self.interval - time.monotonic())):
+            if self.over.wait(max(0.0, begun + ticks * self.interval - time.monotonic())):
                 return
 
 

@@ -1,0 +1,58 @@
+"""A thread beside the training that mostly sleeps."""
+
+from __future__ import annotations
+
+import os
+import threading
+from abc import ABC, abstractmethod
+
+
+class Background(ABC):
+    """Does its ``work`` in a daemon thread from ``start`` until ``stop``, which sets ``over``.
+
+    Nothing it meets reaches the caller, whatever a driver, ``/proc`` or a disk does: it is a thread
+    of somebody's training process. A failure ends it. In a forked child it is not running.
+    """
+
+    name: str
+    stop_seconds = 0.5
+    """What ``stop`` waits for it."""
+
+    def __init__(self) -> None:
+        self.problem: str | None = None
+        """What ended it before its time; ``None``: nothing."""
+        self.over = threading.Event()
+        self._thread: threading.Thread | None = None
+        self._pid: int | None = None
+
+    @abstractmethod
+    def work(self) -> None:
+        """Until ``over`` is set."""
+
+    def start(self) -> None:
+        """Begin. A second call does nothing."""
+        if self._thread is not None:
+            return
+        self._pid = os.getpid()
+        thread = threading.Thread(target=self._run, name=f"advisor {self.name}", daemon=True)
+        try:
+            thread.start()
+        except RuntimeError as error:  # no more threads, or the interpreter is going down
+            self.problem = str(error)
+            return
+        self._thread = thread
+
+    def stop(self) -> None:
+        """End, once what is being done is done. May be called at any time."""
+        thread = self._thread
+        if thread is None or os.getpid() != self._pid or thread is threading.current_thread():
+            return
+        self.over.set()
+        thread.join(self.stop_seconds)
+        self._thread = None
+
+    def _run(self) -> None:
+        try:
+            self.work()
+        except Exception as error:
+            self.problem = f"{type(error).__name__}: {error}"[:300]

@@ -112,14 +112,6 @@ CAPTURE_CODE = (
 )
 
 
-VLLM_GRAPHS = Source(
-    "vLLM: CUDA graph modes, default FULL_AND_PIECEWISE from 0.11",
-    "https://docs.vllm.ai/en/latest/design/cuda_graphs/",
-)
-VLLM_SIZES = Source(
-    "vLLM captures up to min(2 × max_num_seqs, 512) tokens",
-    "https://docs.vllm.ai/en/stable/api/vllm/config/compilation/",
-)
 VLLM_TUNING = Source(
     "vLLM: optimization and tuning", "https://docs.vllm.ai/en/stable/configuration/optimization/"
 )
@@ -136,10 +128,6 @@ SGLANG_TUNING = Source(
 )
 SGLANG_KV = Source(
     "SGLang: quantized KV cache", "https://docs.sglang.io/docs/advanced_features/quantized_kv_cache"
-)
-HF_SPEED = Source(
-    "transformers: static cache and torch.compile",
-    "https://huggingface.co/docs/transformers/llm_optims",
 )
 
 GRAPHS_ON = {

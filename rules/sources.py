@@ -51,7 +51,6 @@ FLASH_2 = Source(
 FLASH_3 = Source(
     "FlashAttention 3: up to 75% of an H100's peak", "https://arxiv.org/abs/2407.08608"
 )
-FLASH = Source("FlashAttention: 1.5 to 4 times faster", "https://arxiv.org/abs/2205.14135")
 FOREACH = Source(
     "PyTorch's optimizers: for-loop, foreach, fused", "https://pytorch.org/docs/stable/optim.html"
 )

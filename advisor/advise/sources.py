@@ -30,8 +30,8 @@ def source_scope(a: Analysis, kind: SourceKind) -> Scope:
     devices = [post.device for post in a.post_mortems]
     profiles = a.trace.meta.kernel_profiles
     names = {k.device for k in profiles.kernels if k.device} if profiles is not None else set()
-    return Scope.without_time(
-        kind,
+    return Scope(
+        step_source=kind.name,
         rank=a.trace.meta.rank,
         device=next(iter(devices), 0 if names else None),
         device_name=min(names) if len(names) == 1 else None,

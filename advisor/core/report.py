@@ -18,7 +18,6 @@ from advisor.core.sources import (
     CompileLog,
     FlightRecord,
     NetworkLog,
-    SourceKind,
 )
 from advisor.core.views import Views
 
@@ -92,29 +91,29 @@ class Scope(Struct, kw_only=True):
     JAX and TensorFlow; ``record`` when no window was profiled and the figures are the recorder's
     own; of a source without a trace ``snapshot``, ``counters``, ``Triton cache``,
     ``flight recorder``, ``network log`` or ``compile log``."""
-    steps_found: int
+    steps_found: int = 0
     """Steps in the trace, or in the range that was asked for."""
-    steps_used: int
+    steps_used: int = 0
     """Steps that are measured: whole ones that are no outliers."""
-    outliers: list[str]
+    outliers: list[str] = field(default_factory=list)
     """Names of the steps that were set aside."""
-    span_ns: int
+    span_ns: int = 0
     """Length of the analysed window, ns."""
-    step_ns: float
+    step_ns: float = 0.0
     """Mean duration of the used steps, ns."""
-    step_min_ns: int
+    step_min_ns: int = 0
     """The shortest used step, ns."""
-    step_max_ns: int
+    step_max_ns: int = 0
     """The longest used step, ns."""
-    step_median_ns: float
+    step_median_ns: float = 0.0
     """Of the used steps, ns."""
-    device: int | None
+    device: int | None = None
     """The GPU that is analysed, the one with most work; ``null``: no device work."""
-    device_name: str | None
+    device_name: str | None = None
     """As the trace has it."""
-    device_known: bool
+    device_known: bool = False
     """There is an entry in advisor/core/gpus: rooflines can be measured."""
-    devices_seen: int
+    devices_seen: int = 0
     """GPUs with work in the trace."""
     framework: str | None = None
     """``pytorch``, ``tensorflow``, ``jax``, ``cuda`` (C++ with CUDA or HIP and none of these);
@@ -123,37 +122,9 @@ class Scope(Struct, kw_only=True):
     """Without steps, from the first to the last recorded work of host or GPU, ns: ``span_ns`` is
     the part from the GPU's first work to its last. ``null``: there are steps, or no GPU work."""
 
-    @classmethod
-    def without_time(
-        cls,
-        source: SourceKind,
-        *,
-        rank: int | None,
-        device: int | None,
-        device_name: str | None = None,
-        devices_seen: int = 1,
-    ) -> Scope:
-        """Of a source without a trace alone: no step has a length."""
-        return cls(
-            rank=rank,
-            step_source=source.name,
-            steps_found=0,
-            steps_used=0,
-            outliers=[],
-            span_ns=0,
-            step_ns=0.0,
-            step_min_ns=0,
-            step_max_ns=0,
-            step_median_ns=0.0,
-            device=device,
-            device_name=device_name,
-            device_known=False,
-            devices_seen=devices_seen,
-        )
-
     @property
     def timeless(self) -> bool:
-        """Of a source without a trace alone (:meth:`without_time`)."""
+        """Of a source without a trace alone: no step has a length."""
         return self.step_source in SOURCE_KINDS
 
     @property

@@ -32,6 +32,16 @@ class NetworkRule(Rule):
     sources = (NCCL_OVERHEAD,)
     validated_on = "logs in the formats of public issues (tests/read/nccl); no real job"
 
+    def check(self, a: Analysis) -> Outcomes:
+        """Judge the log, where there is one."""
+        log = a.trace.meta.network
+        if log is not None:
+            yield from self.judge(a, log)
+
+    def judge(self, a: Analysis, log: NetworkLog) -> Outcomes:
+        """What the log says of the path."""
+        raise NotImplementedError
+
     def costs(self, scaled: Scaled | None) -> dict[str, Any]:
         """The edit that a faster path makes, and its evidence; without a trace, or where the rate
         of the faster path is unknown, that."""
@@ -197,10 +207,9 @@ class NcclSockets(NetworkRule):
         },
     }
 
-    def check(self, a: Analysis) -> Outcomes:
+    def judge(self, a: Analysis, log: NetworkLog) -> Outcomes:
         """Which network the log names, and why not a faster one."""
-        log = a.trace.meta.network
-        if log is None or not log.hosts:
+        if not log.hosts:
             return
         network = {path: n for path, n in log.paths.items() if path.startswith("NET/")}
         sockets = network.get("NET/Socket", 0)
@@ -284,11 +293,8 @@ class NcclGpuDirect(NetworkRule):
         }
     }
 
-    def check(self, a: Analysis) -> Outcomes:
+    def judge(self, a: Analysis, log: NetworkLog) -> Outcomes:
         """Connections over adapters without GPUDirect."""
-        log = a.trace.meta.network
-        if log is None:
-            return
         verbs = {
             path: n
             for path, n in log.paths.items()
@@ -377,11 +383,8 @@ class NcclNodePath(NetworkRule):
         }
     }
 
-    def check(self, a: Analysis) -> Outcomes:
+    def judge(self, a: Analysis, log: NetworkLog) -> Outcomes:
         """How GPUs of a node reach each other, and how they could."""
-        log = a.trace.meta.network
-        if log is None:
-            return
         peer = sum(n for path, n in log.paths.items() if path.startswith("P2P"))
         shared = log.paths.get("SHM", 0)
         fast = [link for link in log.gpu_links if re.match(r"NV\d|XGMI", link)]
@@ -454,10 +457,9 @@ class NcclNvls(NetworkRule):
 
     min_gpus = Threshold(4, "GPUs of the node: pairs gain nothing", CHOSEN)
 
-    def check(self, a: Analysis) -> Outcomes:
+    def judge(self, a: Analysis, log: NetworkLog) -> Outcomes:
         """Multicast is said to be missing where the hardware has it."""
-        log = a.trace.meta.network
-        if log is None or log.nvls is None:
+        if log.nvls is None:
             return
         if log.nvls:
             yield PassedCheck(text="NVLink SHARP is available to NCCL")
@@ -503,11 +505,8 @@ class NcclLimits(NetworkRule):
         "too small",
     }
 
-    def check(self, a: Analysis) -> Outcomes:
+    def judge(self, a: Analysis, log: NetworkLog) -> Outcomes:
         """Warnings that name a limit."""
-        log = a.trace.meta.network
-        if log is None:
-            return
         found = {
             meaning: text
             for text in log.warnings

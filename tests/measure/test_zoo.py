@@ -19,7 +19,7 @@ from advisor.core.errors import AdvisorError
 from advisor.measure import Analysis
 from advisor.measure.comm.messages import kernel_kind
 from advisor.measure.device.families import FAMILIES
-from advisor.measure.device.kernel_names import describe, family_of
+from advisor.measure.device.kernel_names import describe
 from advisor.read import read_trace
 from benchmarks.public_traces import trace_names
 from tests.conftest import public_file
@@ -29,6 +29,11 @@ with ZOO.open(encoding="utf-8", newline="") as _file:
     ROWS = list(csv.DictReader(_file, delimiter="\t", quoting=csv.QUOTE_NONE))
 AT_MOST = 0.05
 """Share of kernel time without a family."""
+
+
+def family_of(name: str) -> str:
+    """The family a kernel's name alone tells."""
+    return str(describe(pl.Series([name]))["family"][0])
 
 
 def test_the_zoo_is_large_public_and_of_many_kinds() -> None:

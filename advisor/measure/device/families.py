@@ -208,11 +208,5 @@ def _op_families(names: pl.Series) -> pl.DataFrame:
     return frame.select(family.cast(Family).alias("family"))
 
 
-def op_family(name: str) -> str | None:
-    """The family of one operator."""
-    result = op_families(pl.Series([name]))[0]
-    return None if result is None else str(result)
-
-
 def _lookup(op: str) -> str | None:
     return _BY_NAME.get(op) or _BY_NAME.get(op.removesuffix("_"))

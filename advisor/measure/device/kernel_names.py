@@ -408,11 +408,6 @@ def _families(frame: pl.DataFrame) -> pl.Series:
     return family
 
 
-def family_of(name: str) -> str:
-    """The family a kernel's name alone tells."""
-    return str(describe(pl.Series([name]))["family"][0])
-
-
 def _when(condition: pl.Expr, family: str) -> pl.Expr:
     return pl.when(condition).then(pl.lit(family))
 

@@ -230,7 +230,8 @@ class StragglerRank(Rule):
         case = "imbalance that moves" if deviation.moves else deviation.kind
         text = self.case(case, who=who) if case in self.cases else {}
         if not any(summary.kernels for summary in study.job.summaries):
-            text = self.case("the ranks train on CPUs") | text
+            on_host = self.case("the ranks train on CPUs")
+            text = on_host if case == "compute" else on_host | text
         return replace(finding, **{"fix": self.fix.format(who=who), **text})
 
     @staticmethod

@@ -1,0 +1,170 @@
+"""A loop that generates tokens runs the whole sequence through the model for each new one."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+
+from advisor.core.finding import Edit, Evidence, Finding, Outcomes, Rule, Select, Threshold
+from advisor.measure import Analysis
+from advisor.measure.device.shapes import OpInputs
+from advisor.rules.common import example_steps, figure
+from advisor.rules.sources import CHOSEN
+from advisor.testing import Examples, TraceBuilder
+
+EMBEDDING = "aten::embedding"
+MAX_CALLS = 100_000
+_HOST_WORK = (
+    r"^aten::(?:addmm|mm|bmm|baddbmm|_scaled_dot_product_\w+|native_layer_norm|gelu|silu|mul|add)$"
+)
+
+
+class PrefixRecomputed(Rule):
+    """A loop that generates text passes the whole sequence to the model for each new token. Keys
+    and values of earlier tokens do not change. A KV cache keeps them, and each pass computes one
+    token.
+
+    The inputs of the token embedding show it: the number of tokens grows by one from pass to pass.
+    With a cache each pass has one token, after the prompt's. A training whose sequences grow, or
+    inputs of any length, do not grow by exactly one each time.
+
+    The gain is a pass of one token in place of all. Weights are still read, kernels launched.
+    """
+
+    id = "prefix-recomputed"
+    title = "Each new token computes the whole sequence again: no KV cache"
+    references = (
+        "https://huggingface.co/docs/transformers/kv_cache",
+        "https://huggingface.co/docs/transformers/cache_explanation",
+    )
+
+    min_passes = Threshold(4, "passes in a row that grow by one token: fewer may be chance", CHOSEN)
+    min_tokens = Threshold(
+        8, "tokens of the first of them: of fewer little is computed again", CHOSEN
+    )
+    on_host = Threshold(
+        0.25, "of the operators' time on a CPU remains: weights are read all the same", CHOSEN
+    )
+    most_on_host = Threshold(0.6, "of it remains, at most", CHOSEN)
+
+    fix = (
+        "Keep the keys and values of earlier tokens, and pass only the new token to the model. "
+        "Transformers does it with use_cache=True (model.generate). In your own model, append each "
+        "layer's k and v to tensors that are allocated once."
+    )
+    code = (
+        "out = model(prompt, use_cache=True)\n"
+        "for _ in range(new_tokens):\n"
+        "    token = out.logits[:, -1:].argmax(-1)\n"
+        "    cache = out.past_key_values\n"
+        "    out = model(token, past_key_values=cache, use_cache=True)"
+    )
+    verify = "Profile again: the embedding's input has one token in each pass after the first."
+    falsified_by = "a model whose earlier tokens change with later ones (not causal)"
+    confidence = 0.85
+    assumptions = ("the model is causal: earlier tokens do not depend on later ones",)
+
+    def check(self, a: Analysis) -> Outcomes:
+        """Look for passes whose tokens grow by one each time."""
+        if not a.span_ns or not a.forward_only:
+            return
+        lengths, calls = _growing(a)
+        if len(lengths) < self.min_passes or lengths[0] < self.min_tokens:
+            return
+        tokens = float(np.mean(lengths))
+        yield Finding(
+            summary=(
+                f"Each pass runs the whole sequence: {lengths[0]:,} tokens, then one more each "
+                f"time, {lengths[-1]:,} in the last. All but one were computed before."
+            ),
+            evidence=[
+                self.compare("passes that grow by one token", len(lengths), "min_passes", "count"),
+                self.compare("tokens of the first", lengths[0], "min_tokens", "count"),
+                figure(a, "calls of the token embedding", calls, "count"),
+                Evidence("tokens per pass, mean", tokens, "count"),
+            ],
+            edits=[self._edit(a, tokens)],
+        )
+
+    def _edit(self, a: Analysis, tokens: float) -> Edit:
+        if a.device_id is not None:
+            return Edit(op="resize", select=Select(on="gpu"), factor=1 / tokens)
+        best = 1 / tokens
+        return Edit(
+            op="scale",
+            select=Select(on="host", kind=("op",), name=_HOST_WORK),
+            factor=max(best, self.on_host),
+            factor_low=best,
+            factor_high=max(best, self.most_on_host),
+        )
+
+    @staticmethod
+    def examples() -> Examples:
+        return {
+            "a sequence that grows": _generation(range(100, 108)),
+            "on a CPU": _generation(range(100, 108), gpu=None),
+            "with a cache": (
+                _generation([100, *[1] * 7]),
+                "len(lengths) < self.min_passes",
+            ),
+            "prompts of any length": (_generation([100, 117, 64, 99, 100, 210]), "min_passes"),
+            "the same length": (_generation([128] * 8), "min_passes"),
+            "the first tokens": (_generation(range(1, 8)), "min_tokens"),
+            "training on growing sequences": (
+                _generation(range(100, 108), trains=True),
+                "not a.forward_only",
+            ),
+        }
+
+
+def _growing(a: Analysis) -> tuple[list[int], int]:
+    """Tokens of the longest run of passes that grow by one, and how many passes there are: calls of
+    the embedding of the largest vocabulary in the analysed window."""
+    cpu = a.trace.cpu
+    own = (cpu["kind"] == "op") & (cpu["name"].cast(str) == EMBEDDING) & cpu["inputs"].is_not_null()
+    rows = np.flatnonzero(own.to_numpy())[:MAX_CALLS]
+    ts = cpu["ts"].to_numpy()[rows]
+    begin, end = a.spans.start.min(), a.spans.end.max()
+    rows = rows[(ts >= begin) & (ts < end)]
+    calls: dict[tuple[int, ...], list[tuple[int, int]]] = {}
+    shapes: dict[int, Any] = {}
+    for index, at in zip(cpu["inputs"].gather(rows).to_list(), ts[: len(rows)], strict=True):
+        if index not in shapes:
+            row = a.trace.inputs.row(index, named=True)
+            given = OpInputs(row["dims"], row["types"], row["strides"] or "")
+            shapes[index] = given.tensor(0), given.tensor(1)
+        table, tokens = shapes[index]
+        if table is not None and tokens is not None and len(table.shape) == 2 and tokens.shape:
+            calls.setdefault(table.shape, []).append((int(at), tokens.shape[-1]))
+    if not calls:
+        return [], 0
+    passes = [tokens for _, tokens in sorted(max(calls.items())[1])]
+    best: list[int] = []
+    run = passes[:1]
+    for before, after in pairwise(passes):
+        run = [*run, after] if after == before + 1 else [after]
+        best = max(best, run, key=len)
+    return best, len(passes)
+
+
+def _generation(lengths: Any, *, gpu: str | None = "A100", trains: bool = False) -> TraceBuilder:
+    """One pass a step over so many tokens."""
+    left = list(lengths)
+
+    def body(b: TraceBuilder) -> None:
+        tokens = left.pop(0)
+        with b.op(EMBEDDING, [[50_000, 512], [1, tokens]], ["float", "long int"]):
+            b.host(5)
+        shapes = [[1, tokens, 512], [512, 512]]
+        if gpu is None:
+            with b.op("aten::mm", shapes, host_us=20.0 * tokens):
+                pass
+        else:
+            b.run("aten::mm", "ampere_sgemm_128x64_nn", 10.0 * tokens, shapes)
+        if trains:
+            with b.range("Optimizer.step#SGD.step"), b.op("aten::add_"):
+                b.host(5)
+
+    return example_steps(body, gpu, len(left))

@@ -145,6 +145,8 @@ def counters_verdict(report: Report) -> tuple[Status, str]:
         parts[0] = parts[0].replace(" by ", f" {verb} limited by ")
         left = len(views) - sum(limits.values())
         parts += [f"the limit of {left} was not collected"] if left else []
+        if len(limits) == 1 and not left and len(views) > 1:
+            parts = [f"all are limited by {next(iter(limits))}"]
         text += f": {', '.join(parts)}"
     text += f". {_longest(views)}"
     if report.notes:

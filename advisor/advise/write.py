@@ -45,6 +45,7 @@ from advisor.core.report import Crash, Report, RuleText
 from advisor.core.sources import CompileLog
 from advisor.measure.device.families import MATRIX
 from advisor.measure.steps.instants import GRAPH_BREAK_CAUSES, graph_breaks, remove_breaks
+from advisor.measure.steps.oneoff import CAPTURE
 
 if TYPE_CHECKING:
     from advisor.advise.check import RankFindings
@@ -110,7 +111,10 @@ def write_report(
         **measure_fields(a),
     )
     command = profiling_command(report, a.trace.meta.vendor)
-    if command is not None and not too_little(a) and one_off_costs(a)[0] < MOSTLY_ONE_OFF_SHARE:
+    start_up = not report.findings and one_off_costs(a)[0] >= MOSTLY_ONE_OFF_SHARE
+    if start_up:
+        report = replace(report, serving=None)  # its passes stand for no others
+    if command is not None and not too_little(a) and not start_up:
         report = replace(report, profile_kernels=list(command))
     status, text = write_verdict(report, a)
     report = replace(report, status=status, verdict=text)
@@ -150,7 +154,7 @@ def _merged(items: Sequence[SkippedCheck]) -> list[SkippedCheck]:
     return list(merged.values())
 
 
-WIDE_LOW_END = 0.70
+WIDE_LOW_END, WIDE_HIGH_END = 0.70, 2.0
 """A gain whose lower end is below this part of it is shown with its range."""
 HEALTHY_BUSY_SHARE = 0.80
 """Device-busy share from which a step without findings may be called healthy (gpu-idle: 80%)."""
@@ -293,9 +297,12 @@ def _verdict(
     once, longest = one_off_costs(a)
     if once >= MOSTLY_ONE_OFF_SHARE:
         again = schedule_of(a.trace.meta, ": ", LATER_STEPS)
+        action = f"Record after a few steps{again}."
+        if longest == CAPTURE:
+            action = "Record replays of the graph, and give both files: this one names the kernels."
         return "limited", (
             f"One-off costs take {t.format_share(once)} of the {unit}, most of all {longest}. "
-            f"Record after a few steps{again}. {text}."
+            f"{action} {text}."
         )
     return "limited", f"{text}{_idle_without_fix(report, a)}"
 
@@ -346,13 +353,13 @@ def _idle_without_fix(report: Report, a: Analysis) -> str:
     own, meta = report.scope.framework, a.trace.meta
     named = [f"{t.cause_label(part.cause, own)} ({t.format_share(part.share)}" for part in causes]
     named[0] += f" of the {report.per}"
-    actions = []
     shown = {part.cause for part in causes}
-    if "compile" in shown:
-        actions.append(f"Record after a few steps{schedule_of(meta, ': ', LATER_STEPS)}.")
-    if "unknown" in shown and (how := record_with("with_stack=True", meta)):
-        actions.append(f"{how[:-1]} to see what the host does then.")
-    advice = " ".join(actions) or "No rule has a fix with a significant gain."
+    how = record_with("with_stack=True", meta).removeprefix("Record with ").rstrip(".")
+    later = f" after a few steps{schedule_of(meta, ': ', LATER_STEPS)}" * ("compile" in shown)
+    what = f" with {how}, to see what the host does" if "unknown" in shown and how else ""
+    advice = "No rule has a fix with a significant gain."
+    if later or what:
+        advice = f"Record{later}{',' * bool(later and what)}{what}."
     return f". Most of its idle time: {') and '.join(named)}). {advice}"
 
 
@@ -396,7 +403,7 @@ def _alone(report: Report) -> str:
     for name, word in (("communication", "communication"), ("copies", "copies")):
         share = sum(part.share for part in report.time if part.name == name)
         if share >= MIN_EXPOSED_SHARE:
-            return f", {t.format_share(share)} of it in {word} alone"
+            return f", {t.format_share(share)} of the {report.per} in {word} alone"
     return ""
 
 
@@ -451,7 +458,7 @@ def _phases_behind(report: Report) -> str:
     more = f" and {len(waits) - 2} more" if len(waits) > 2 else ""
     share = t.format_share(total / report.step_ns)
     return (
-        f"the GPU waits for the host in {names}{more}: "
+        f"CUDA graphs or torch.compile may in {names}{more}: there the GPU waits for the host, "
         f"{t.format_duration(total)} {t.format_per(report.per)} ({share})"
     )
 
@@ -513,8 +520,10 @@ def _lead(report: Report) -> str:
     saving = t.format_saving(impact)
     about = "" if saving.startswith(("up to ", "at least ")) else "about "
     share = t.format_share(impact.share)
-    if impact.low_ns is not None and impact.low_ns < WIDE_LOW_END * impact.gain_ns:
-        high_ns = max(impact.gain_ns, impact.high_ns or 0)
+    high_ns = max(impact.gain_ns, impact.high_ns or 0)
+    if impact.low_ns is not None and (
+        impact.low_ns < WIDE_LOW_END * impact.gain_ns or high_ns > WIDE_HIGH_END * impact.gain_ns
+    ):
         share += f"; range {t.format_range(impact.low_ns, high_ns)}"
     return f"First: {title}. A fix saves {about}{saving} ({share})"
 

@@ -52,8 +52,8 @@ PATTERNS = (
         rf"{_CAST}{_SQUARE} {_CAST}mean {_CAST}add {_CAST}"
         rf"(?:{_ROOT}|sqrt(?: reciprocal)?) {_CAST}{_SCALE} {_CAST}(?:mul )?",
         2,
-        "Call F.rms_norm (nn.RMSNorm), which is one kernel from PyTorch 2.9 on; compile it before. "
-        "It computes in FP32 where its input has 16 bits.",
+        "Call F.rms_norm (nn.RMSNorm): one kernel from PyTorch 2.9 on, and with torch.compile "
+        "in older versions. It computes in FP32 where its input has 16 bits.",
         "self.norm = nn.RMSNorm(hidden, eps=1e-6)   # or F.rms_norm(x, (hidden,), weight, eps)\n"
         "y = self.norm(x)\n"
         "# Hugging Face models: Liger Kernel's apply_liger_kernel_to_llama()",
@@ -215,7 +215,8 @@ class HandwrittenOperator(Rule):
         )
         patterns = [PATTERNS[n] for n in by_pattern["pattern"]]
         share = float(table["dur"].sum()) / total
-        names = ", ".join(pattern.name for pattern in patterns)
+        *most, last = [pattern.name for pattern in patterns]
+        names = f"{', '.join(most)} and {last}" if most else last
         verb = "takes" if len(patterns) == 1 else "take"
         fixes = [self.case(pattern.name)["fix"] for pattern in patterns]
         yield Finding(

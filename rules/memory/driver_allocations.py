@@ -59,7 +59,10 @@ class DriverAllocationRule(Rule):
         steps = used.height - 1
         if calls.is_empty():
             if "none" in self.terms and (a.trace.cpu["kind"] == "runtime").any():
-                yield PassedCheck(text=f"{self.terms['none']} in the last {steps} steps")
+                none = self.terms["none"]
+                if a.trace.meta.vendor == "amd":
+                    none = none.replace("cuda", "hip")
+                yield PassedCheck(text=f"{none} in the last {steps} steps")
             return
         rate = calls.height / steps
         if calls["step"].n_unique() < self.min_steps or rate < self.min_a_step:

@@ -201,9 +201,9 @@ class Study:
             return f"Skew between ranks is not measured: {clocks.reason}."
         return (
             f"Ranks put on one clock by the ends of {format_count(clocks.matched)} matched "
-            "collectives, "
-            f"to within {clocks.error_ns / 1e3:.0f} µs. 'Comes last': share of them; 'others "
-            "wait': mean wait that it causes a peer in them per step, hidden under compute or not."
+            f"collectives, to within {clocks.error_ns / 1e3:.0f} µs. 'Comes last': share of the "
+            "collectives that the rank enters last. 'Others wait': how long each of them waits for it per step, "
+            "whether compute hides that or not."
         )
 
     def _outlier(self, deviation: Deviation, gain: JobGain | None) -> Outlier:
@@ -234,7 +234,7 @@ class Study:
             for kind in sorted({key.kind for key in self.job.joined.keys}):
                 name = kind.replace("_", "-")
                 hidden = no_transfers(self.replay, kind)
-                changes.append((f"all {name} transfers hidden under compute", hidden))
+                changes.append((f"every {name} transfer hidden under compute", hidden))
         return [
             RanksWhatIf(text=text, gain_ns=gain.gain, low_ns=gain.low, high_ns=gain.high)
             for text, gain in sorted(changes, key=lambda item: -item[1].gain)

@@ -202,8 +202,8 @@ class Study:
         return (
             f"Ranks put on one clock by the ends of {format_count(clocks.matched)} matched "
             f"collectives, to within {clocks.error_ns / 1e3:.0f} µs. 'Comes last': share of the "
-            "collectives that the rank enters last. 'Others wait': how long each of them waits for it per step, "
-            "whether compute hides that or not."
+            "collectives that the rank enters last. 'Others wait': how long each of them waits for "
+            "it per step, whether compute hides that or not."
         )
 
     def _outlier(self, deviation: Deviation, gain: JobGain | None) -> Outlier:

@@ -15,6 +15,7 @@ from typing import Any
 
 import advisor.compare.comparison
 import advisor.core.finding
+import advisor.core.layers
 import advisor.core.prices
 import advisor.core.ranks
 import advisor.core.report
@@ -253,6 +254,7 @@ def schema_text() -> str:
     modules = (
         advisor.core.report,
         advisor.core.sources,
+        advisor.core.layers,
         advisor.core.ranks,
         advisor.core.views,
         advisor.core.prices,

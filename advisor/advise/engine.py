@@ -41,8 +41,9 @@ from advisor.advise.select import choose_windows, load_rules, read_config
 from advisor.advise.write import write_report
 from advisor.core import text as t
 from advisor.core.errors import AdvisorError
+from advisor.core.layers import MeshAxis
 from advisor.core.prices import read_prices
-from advisor.core.report import MeshAxis, Report
+from advisor.core.report import Report
 from advisor.core.trace import Run
 from advisor.measure.comm.links import NodeLinks
 from advisor.measure.comm.mesh import report_mesh

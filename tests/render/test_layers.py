@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 from rich.cells import cell_len
 
-from advisor.core.report import Layer, LayerKind, LayerOutlier, Layers, Report
+from advisor.core.layers import Layer, LayerKind, LayerOutlier, Layers
+from advisor.core.report import Report
 from advisor.render.documents import layers
 from advisor.render.formats.terminal import Terminal
 from advisor.render.renderer import RenderOptions

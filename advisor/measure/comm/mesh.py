@@ -25,7 +25,7 @@ import numpy as np
 import polars as pl
 from numpy.typing import NDArray
 
-from advisor.core.report import MeshAxis
+from advisor.core.layers import MeshAxis
 from advisor.measure.comm.links import (
     MIN_BYTES,
     UNKNOWN,

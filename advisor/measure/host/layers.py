@@ -14,7 +14,7 @@ import numpy as np
 import polars as pl
 from numpy.typing import NDArray
 
-from advisor.core import report
+from advisor.core import layers as data
 from advisor.core.intervals import covered_length
 from advisor.measure.device.families import MATRIX
 from advisor.measure.host.module_sources import (
@@ -495,7 +495,7 @@ def modules_around(a: Analysis, rows: Rows) -> Around:
 # -- for the report -----------------------------------------------------------
 
 
-def report_layers(a: Analysis) -> report.Layers | None:
+def report_layers(a: Analysis) -> data.Layers | None:
     """``Report.layers``: groups of equal modules, kinds and outliers, per step."""
     layers = a.layers
     if layers is None:
@@ -523,7 +523,7 @@ def report_layers(a: Analysis) -> report.Layers | None:
         }
         calls, allocated, kept = (_sum_known(own, name) for name in ("calls", "allocated", "kept"))
         rows.append(
-            report.Layer(
+            data.Layer(
                 name=group.label,
                 kind=str(own["kind"][0]),
                 parent=None if group.parent is None else new[group.parent],
@@ -545,7 +545,7 @@ def report_layers(a: Analysis) -> report.Layers | None:
         )
     names = nodes["name"].to_list()
     inside = nodes.filter(pl.col("parent").is_null())
-    return report.Layers(
+    return data.Layers(
         source=layers.source,
         on_device=layers.on_device,
         total_ns=layers.total * per_step,
@@ -555,7 +555,7 @@ def report_layers(a: Analysis) -> report.Layers | None:
         more=len(groups) - len(rows),
         kinds=_kinds(nodes, layers.total, per_step),
         outliers=[
-            report.LayerOutlier(
+            data.LayerOutlier(
                 name=names[each.node],
                 path=[names[node] for node in layers.path(each.node)[:-1]],
                 equals=each.equals.label,
@@ -575,7 +575,7 @@ def _sum_known(nodes: pl.DataFrame, name: str) -> float | None:
     return None if unknown.any() or values.is_null().all() else float(values.sum())
 
 
-def _kinds(nodes: pl.DataFrame, total: int, per_step: float) -> list[report.LayerKind]:
+def _kinds(nodes: pl.DataFrame, total: int, per_step: float) -> list[data.LayerKind]:
     kinds, parent = nodes["kind"].to_list(), nodes["parent"].to_list()
     around_it: list[frozenset[str]] = []
     for up in parent:  # nodes: parents come first
@@ -596,7 +596,7 @@ def _kinds(nodes: pl.DataFrame, total: int, per_step: float) -> list[report.Laye
         .head(MAX_KINDS)
     )
     return [
-        report.LayerKind(
+        data.LayerKind(
             kind=row["kind"],
             modules=row["modules"],
             calls=row["calls"] * per_step if row["calls"] else None,

@@ -7,7 +7,8 @@ from typing import Final
 
 from advisor.core import text as t
 from advisor.core.finding import Per
-from advisor.core.report import Layer, LayerOutlier, Layers, Report
+from advisor.core.layers import Layer, LayerOutlier, Layers
+from advisor.core.report import Report
 from advisor.core.trace import CUDA, JAX, TENSORFLOW
 from advisor.render.document import (
     DEFAULT,

@@ -7,8 +7,9 @@ from typing import Final
 
 from advisor.advise.ranks import views
 from advisor.core import text as t
+from advisor.core.layers import MeshAxis
 from advisor.core.ranks import Ranks, numbers
-from advisor.core.report import MeshAxis, Report
+from advisor.core.report import Report
 from advisor.render.document import (
     DEFAULT,
     Block,

@@ -34,7 +34,7 @@ from advisor.replay.project.replayed import scaled_step
 from advisor.replay.window import WindowReplayer
 
 if TYPE_CHECKING:
-    from advisor.core.report import MeshAxis
+    from advisor.core.layers import MeshAxis
     from advisor.measure import Analysis
 
 OF_AXIS = {

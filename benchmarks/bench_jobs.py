@@ -23,8 +23,8 @@ from typing import NamedTuple
 import msgspec
 
 from advisor.replay.calibration import JOB_COVERAGE, fault_kind
-from advisor.replay.predictions import SHIPPED, Prediction, shipped
-from advisor.replay.ranks.study import study
+from advisor.replay.predictions import SHIPPED, Prediction, shipped_predictions
+from advisor.replay.ranks.study import study_ranks
 from benchmarks.simulation.jobs import FAULTS, HEALTHY, Truth
 from benchmarks.simulation.programs import MIN_SHARE, play
 from benchmarks.simulation.score import KIND, Score, judge
@@ -61,7 +61,7 @@ def one(seed: int, ranks: int, kind: str | None) -> Case:
     there = time.perf_counter()
     summaries, unread = summarise_all(played)
     summarised = time.perf_counter()
-    found = study(summaries, unread)
+    found = study_ranks(summaries, unread)
     assert found is not None
     ranks_found = found.ranks
     done = time.perf_counter()
@@ -149,7 +149,7 @@ def _share(values: Iterator[bool] | list[bool]) -> str:
 
 def seeds() -> str:
     """Which jobs the bands come from."""
-    jobs = [row.program for row in shipped() if row.source == "job"]
+    jobs = [row.program for row in shipped_predictions() if row.source == "job"]
     return f"{jobs[0]} to {jobs[-1]}"
 
 
@@ -257,7 +257,7 @@ def single(arguments: argparse.Namespace) -> None:
         print(len(write(played, arguments.files)), "files")
     if arguments.job:
         summaries, unread = summarise_all(played)
-        found = study(summaries, unread)
+        found = study_ranks(summaries, unread)
         assert found is not None
         arguments.job.write_bytes(msgspec.json.encode(found.ranks))
         print(judge(found.ranks, truth, played.job.cut))

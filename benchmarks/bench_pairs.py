@@ -27,8 +27,14 @@ from public_traces import CORPUS
 from table_of_predictions import replace
 
 from advisor.replay import calibration
-from advisor.replay.calibration import ENOUGH, error_of
-from advisor.replay.predictions import SHIPPED, Prediction, experiments, shipped, without
+from advisor.replay.calibration import MIN_ERRORS, error_of
+from advisor.replay.predictions import (
+    SHIPPED,
+    Prediction,
+    shipped_experiments,
+    shipped_predictions,
+    without_program,
+)
 
 NUMBERS = ("predicted", "low", "high", "measured", "measured_low", "measured_high")
 BEGIN, END = "<!-- pairs begin -->", "<!-- pairs end -->"
@@ -359,7 +365,7 @@ def predict(path: Path, edits: Sequence[Any], title: str) -> tuple[Band, Band, f
     whatif = WindowReplayer(a)
     gain = whatif.gain(edits) / 1e6
     bands = [Band(gain, *(end / 1e6 for end in whatif.band(edits)))]
-    with without(title):
+    with without_program(title):
         bands.append(Band(gain, *(end / 1e6 for end in whatif.band(edits))))
     bound = BoundEstimator(a).gain_range(edits)
     return bands[1], bands[0], bound.gain / 1e6
@@ -382,7 +388,7 @@ def row(pair: Pair, traces: Path) -> Row:
     """Prediction and truth of one pair."""
     before, after = (traces / f"{name}.json.gz" for name in (pair.before, pair.after))
     predicted, shown, exposed = predict(before, [edit(e) for e in pair.edits], pair.title)
-    with without(pair.title):
+    with without_program(pair.title):
         found = findings(before).get(pair.rule) if pair.rule else None
     return Row(pair, pair.truth(before, after), predicted, shown, exposed, found)
 
@@ -461,8 +467,8 @@ def measured_here(known: Prediction) -> Outcome:
     """Of a program that was run with and without its fix: its range is as wide as predictions of
     other programs were wrong, by kind of change and by rule."""
     kind = known.kind or KIND_OF_RULE[known.rule]
-    with without(known.program):
-        factor = math.exp(error_of([kind], experiments()))
+    with without_program(known.program):
+        factor = math.exp(error_of([kind], shipped_experiments()))
         band = calibration.Band(known.predicted / factor, known.predicted * factor)
         if known.rule:
             wide = calibration.widened_by_rule
@@ -476,7 +482,7 @@ def measured_here(known: Prediction) -> Outcome:
 def coverage(rows: Sequence[Row]) -> str:
     """By kind of change: how many outcomes are inside the range that all other programs give, and
     half the width of that range, the median."""
-    own_runs = [p for p in shipped() if p.source in ("experiment", "workload")]
+    own_runs = [p for p in shipped_predictions() if p.source in ("experiment", "workload")]
     outcomes = [*map(outcome, rows), *map(measured_here, own_runs)]
     head = "| kind of change | outcomes | programs | inside | median half-width | range from |"
     lines = [head, "|---|---|---|---|---|---|"]
@@ -487,9 +493,11 @@ def coverage(rows: Sequence[Row]) -> str:
         half = statistics.median(each.half for each in own)
         programs = len({each.program for each in own})
         inside = sum(each.inside for each in own)
-        known = [p for p in experiments() if p.kind == name]
+        known = [p for p in shipped_experiments() if p.kind == name]
         few = (
-            f"all kinds: {len(known)} known" if len(known) < ENOUGH else f"{len(known)} of its own"
+            f"all kinds: {len(known)} known"
+            if len(known) < MIN_ERRORS
+            else f"{len(known)} of its own"
         )
         lines.append(
             f"| {name} | {len(own)} | {programs} | {inside} of {len(own)} | {half:.0%} | "

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 from advisor.core.gpus import GpuSpec, attainable, find_gpu
 from advisor.replay.project.moves import memory_rate
-from advisor.replay.project.narrower import FORMATS, Gemm, Role, estimate
+from advisor.replay.project.narrower import FORMATS, Gemm, Role, estimate_product
 
 FILE = Path(__file__).with_name("precision.json")
 BEGIN, END = "<!-- precision begin -->", "<!-- precision end -->"
@@ -50,7 +50,7 @@ def shapes(role: Role, m: int, n: int, k: int) -> tuple[int, int, int]:
 def usual_ns(gpu: GpuSpec, gemm: Gemm) -> float:
     """What a product in the recorded format takes at the attainable rates, ns: where a table gives
     a ratio only."""
-    rate = attainable.matmul(gpu, gemm.dtype)
+    rate = attainable.attainable_matmul(gpu, gemm.dtype)
     assert rate is not None
     moved = gemm.width * (gemm.m * gemm.k + gemm.k * gemm.n + gemm.m * gemm.n)
     return max(2 * gemm.m * gemm.n * gemm.k / rate.rate, moved / memory_rate(gpu)) * 1e9 + 2_000
@@ -72,7 +72,7 @@ def cases() -> list[Case]:
             if old is not None:
                 took = [each * old / sum(took) for each in took]
             found = [
-                estimate(gemm, table["format"], gpu, each)
+                estimate_product(gemm, table["format"], gpu, each)
                 for gemm, each in zip(gemms, took, strict=True)
             ]
             totals = [each.total for each in found if each is not None]

@@ -20,7 +20,7 @@ from statistics import median
 import msgspec
 from table_of_predictions import replace
 
-from advisor.core.gpus import GpuSpec, known
+from advisor.core.gpus import GpuSpec, known_gpus
 from advisor.replay.predictions import SHIPPED, Prediction
 from advisor.replay.project.moves import SHORTEST_NS, matmul_rate, memory_rate
 
@@ -113,7 +113,7 @@ def projected(work: Crossing, source: GpuSpec, target: GpuSpec, source_ns: float
 
 @cache
 def _gpu(name: str) -> GpuSpec:
-    return next(gpu for gpu in known() if gpu.name == name)
+    return next(gpu for gpu in known_gpus() if gpu.name == name)
 
 
 @cache

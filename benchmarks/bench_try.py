@@ -126,7 +126,7 @@ def entries(found: dict[str, TrialReport | str], folder: Path) -> list[predictio
     return [
         msgspec.structs.replace(row, source="workload", program=name)
         for name in found
-        for row in predictions.read(folder / name / predictions.FILE).predictions
+        for row in predictions.read_predictions(folder / name / predictions.FILE).predictions
     ]
 
 

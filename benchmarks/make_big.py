@@ -18,7 +18,7 @@ from pathlib import Path
 from public_traces import find
 
 from advisor.read.source import ByteSource
-from advisor.read.split import scan
+from advisor.read.split import scan_list
 from advisor.testing import TraceBuilder
 
 DEFAULT = "a100_train_6steps"
@@ -103,7 +103,7 @@ def template(text: bytes) -> Template:
     if start is None:
         raise ValueError("no traceEvents")
     body = text[start.end() :]
-    commas, end, _ = scan(body)
+    commas, end, _ = scan_list(body)
     if end is None:
         raise ValueError("the source is truncated")
     events = body[:end]

@@ -19,7 +19,7 @@ import polars as pl
 from numpy.typing import NDArray
 
 from advisor.measure import Analysis
-from advisor.measure.comm.comms import describe
+from advisor.measure.comm.comms import list_collectives
 from advisor.read import open_run
 from benchmarks.public_traces import CORPUS
 
@@ -71,7 +71,7 @@ class Pool:
         for (family,), rows in work.group_by("family"):
             self.kernels.setdefault(str(family), []).append(rows["dur"].to_numpy().astype(float))
         self._launches(a)
-        for kind, size, dur in describe(a).select("collective", "bytes", "dur").iter_rows():
+        for kind, size, dur in list_collectives(a).select("collective", "bytes", "dur").iter_rows():
             if size and dur and size >= MIN_BYTES:
                 self.collectives.setdefault(kind, []).append((size, dur, size / dur))
 

@@ -12,7 +12,7 @@ from typing import NamedTuple
 import numpy as np
 
 from advisor.replay.graph import Edge, Graph
-from advisor.replay.replay import completions
+from advisor.replay.replay import completion_times
 from advisor.replay.trust import EXPLAINED_NS
 
 COMPUTED = ("cross-stream starts",)
@@ -42,8 +42,8 @@ def naive_twin(graph: Graph) -> Twin:
     for node in graph.device.tolist():  # in order: each needs those before it
         start = max((time[a] + w for a, w in edges.get(node, [])), default=0.0)
         time[node] = max(start, 0.0) + graph.dur[node]
-    measured = np.diff(completions(graph, graph.time))
-    error = np.abs(np.diff(completions(graph, time)) - measured).sum()
+    measured = np.diff(completion_times(graph, graph.time))
+    error = np.abs(np.diff(completion_times(graph, time)) - measured).sum()
     device = graph.device
     return Twin(
         step_error=float(error / max(measured.sum(), 1.0)),

@@ -120,7 +120,7 @@ class Access:
         return True
 
 
-def usable(token: str) -> bool:
+def is_usable_token(token: str) -> bool:
     """Whether a token that somebody chose is long enough and can stand in an address as it is."""
     return _TOKEN.fullmatch(token) is not None
 

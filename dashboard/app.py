@@ -24,7 +24,7 @@ from advisor.dashboard import current
 from advisor.dashboard.access import Access, protect
 from advisor.dashboard.current import KEY, PageView, clean_query
 from advisor.dashboard.pages import job
-from advisor.dashboard.parts import el, icon, link, register_rank_choice
+from advisor.dashboard.parts import element, icon, link, register_rank_choice
 from advisor.dashboard.session import DashboardSession
 
 ASSETS = Path(__file__).resolve().parent / "assets"
@@ -64,7 +64,7 @@ def create_app(session: DashboardSession, access: Access | None = None) -> dash.
     app.layout = layout
     app.server.after_request(_unknown_path_is_404)
     app.server.register_error_handler(Exception, _refuse)
-    app.server.register_blueprint(routes(session))
+    app.server.register_blueprint(status_routes(session))
     register_rank_choice(app)
     protect(app, access or Access.to())
     return app
@@ -158,9 +158,11 @@ def _not_found(**query: object) -> Any:
 
 def _message(title: str, text: str) -> Any:
     """A page that says one thing."""
-    back = el("P", link("Back to the overview", href="/"))
-    body = el("Section", el("H1", title), el("P", text, role="alert"), back, cls="card centred")
-    return el("Main", body, id="content")
+    back = element("P", link("Back to the overview", href="/"))
+    body = element(
+        "Section", element("H1", title), element("P", text, role="alert"), back, cls="card centred"
+    )
+    return element("Main", body, id="content")
 
 
 def _unknown_path_is_404(response: flask.Response) -> flask.Response:
@@ -185,21 +187,21 @@ def with_frame(page: MenuPage, inner: Layout) -> Layout:
             body = _failed(view)
         else:
             body = _loading(view)
-        return frame(page, view, body)
+        return page_frame(page, view, body)
 
     return show
 
 
-def frame(page: MenuPage, view: PageView, body: Any) -> Any:
+def page_frame(page: MenuPage, view: PageView, body: Any) -> Any:
     """Header, navigation, and the body."""
-    return el(
+    return element(
         "Div",
-        el("A", "Skip to the content", href="#content", cls="skip"),
+        element("A", "Skip to the content", href="#content", cls="skip"),
         _header(view),
-        el(
+        element(
             "Div",
             _navigation(page, view),
-            el("Main", body, id="content", tabIndex="-1"),
+            element("Main", body, id="content", tabIndex="-1"),
             cls="columns",
         ),
         cls=f"frame page-{page.module}",
@@ -207,11 +209,11 @@ def frame(page: MenuPage, view: PageView, body: Any) -> Any:
 
 
 def _header(view: PageView) -> Any:
-    return el(
+    return element(
         "Header",
-        link(icon("logo"), el("Span", "advisor"), href=view.href("/"), cls="brand"),
-        el("Div", *_runs(view), cls="runs"),
-        el(
+        link(icon("logo"), element("Span", "advisor"), href=view.href("/"), cls="brand"),
+        element("Div", *_runs(view), cls="runs"),
+        element(
             "Button",
             icon("sun"),
             icon("moon"),
@@ -229,7 +231,7 @@ def _runs(view: PageView) -> list[Any]:
     entries = view.session.entries
     if len(entries) == 1 or view.session.folder:
         more = link(f"All {len(entries)} runs", href="/runs", cls="run-name")
-        name = el("Span", t.shorten(t.clean(view.entry.name), 48), cls="run-name")
+        name = element("Span", t.shorten(t.clean(view.entry.name), 48), cls="run-name")
         return [name, more] if view.session.folder else [name]
     names = t.distinct_labels((entry.name for entry in entries), 32)
     return [
@@ -250,11 +252,11 @@ def _navigation(page: MenuPage, view: PageView) -> Any:
         is_current = item.module == page.module
         if not is_current and not has_content(item, view):
             continue
-        to = link(icon(item.module), el("Span", item.name), href=view.href(item.path))
+        to = link(icon(item.module), element("Span", item.name), href=view.href(item.path))
         links.append(
-            el("Li", to, cls=f"to-{item.module} here" if is_current else f"to-{item.module}")
+            element("Li", to, cls=f"to-{item.module} here" if is_current else f"to-{item.module}")
         )
-    return el("Nav", el("Ul", *links), cls="side", aria_label="Pages")
+    return element("Nav", element("Ul", *links), cls="side", aria_label="Pages")
 
 
 def has_content(page: MenuPage, view: PageView) -> bool:
@@ -271,12 +273,12 @@ def _module(page: MenuPage) -> str:
 
 def _loading(view: PageView) -> Any:
     """Shown until the run is read; assets/shell.js keeps it current and then reloads."""
-    return el(
+    return element(
         "Section",
-        el("H1", "Reading the trace"),
-        el("P", t.clean(view.entry.path), cls="path"),
-        el("P", t.clean(view.entry.doing), id="progress-doing", role="status"),
-        el("Div", el("Div", cls="sweep"), cls="progress"),
+        element("H1", "Reading the trace"),
+        element("P", t.clean(view.entry.path), cls="path"),
+        element("P", t.clean(view.entry.doing), id="progress-doing", role="status"),
+        element("Div", element("Div", cls="sweep"), cls="progress"),
         cls="card centred",
         id="progress",
         data_advisor_progress=view.entry.key,
@@ -284,16 +286,16 @@ def _loading(view: PageView) -> Any:
 
 
 def _failed(view: PageView) -> Any:
-    return el(
+    return element(
         "Section",
-        el("H1", "This run cannot be shown"),
-        el("P", t.clean(view.entry.why), role="alert"),
-        el("P", "docs/getting-a-trace.md lists the supported files and how to record them."),
+        element("H1", "This run cannot be shown"),
+        element("P", t.clean(view.entry.why), role="alert"),
+        element("P", "docs/getting-a-trace.md lists the supported files and how to record them."),
         cls="card centred",
     )
 
 
-def routes(session: DashboardSession) -> flask.Blueprint:
+def status_routes(session: DashboardSession) -> flask.Blueprint:
     """``/_advisor/status``: how far each path is, as JSON."""
     blueprint = flask.Blueprint("advisor_status", "advisor.dashboard", url_prefix="/_advisor")
 
@@ -346,20 +348,20 @@ class Application(dash.Dash):
         parts = {"metas": metas, "title": title, "css": css, "config": config}
         parts |= {"scripts": scripts, "app_entry": app_entry, "renderer": renderer}
         timeline = flask.request.path.rstrip("/").endswith(TIMELINE)
-        return document(parts, picture_first=timeline)
+        return build_document(parts, picture_first=timeline)
 
 
-def document(parts: dict[str, str], *, picture_first: bool) -> str:
+def build_document(parts: dict[str, str], *, picture_first: bool) -> str:
     """The HTML. ``parts``: what Dash gives ``interpolate_index``. ``picture_first``: Dash's scripts
     lie in a template, from which ``timeline/last.js`` takes them when there is a picture."""
     fields = {key: parts[key] for key in ("metas", "title", "css", "app_entry", "config")}
     scripts = f"{parts['scripts']}{parts['renderer']}"
     if picture_first:
         scripts = f'<template id="dash-scripts">{scripts}</template>'
-    return HEAD.format(modules=modules(), last=scripts, **fields)
+    return HEAD.format(modules=module_scripts(), last=scripts, **fields)
 
 
-def modules() -> str:
+def module_scripts() -> str:
     """The timeline's scripts: run in the order of their imports, once the document is read."""
     ahead = [f'<link rel="modulepreload" href="{MODULES}/{name}">' for name in FILES]
     return "\n".join([*ahead, f'<script type="module" src="{MODULES}/main.js"></script>'])

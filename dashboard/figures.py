@@ -129,7 +129,7 @@ def roofline(kernels: pl.DataFrame, hardware: GpuSpec, work_ns: int) -> Any:
                 mode="markers",
                 marker={
                     "size": [6 + 30 * math.sqrt(p[4] / largest) for p in points],
-                    "color": theme.colour("kernels", family),
+                    "color": theme.colour_of("kernels", family),
                     "opacity": 0.78,
                     "line": {"width": 1, "color": "#ffffff"},
                 },
@@ -287,7 +287,7 @@ def _shade(name: str) -> str:
 # -- over time ----------------------------------------------------------------------------------
 
 
-def lines(
+def line_chart(
     series: Sequence[tuple[str, Sequence[float], Sequence[Any], str]],
     *,
     x: str,

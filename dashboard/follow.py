@@ -12,7 +12,7 @@ import msgspec
 from advisor.core.errors import AdvisorError
 from advisor.core.files import BLOCK, open_regular, read_regular
 from advisor.core.run_directory import (
-    DAMAGE,
+    DAMAGE_ERRORS,
     EVENTS,
     MAX_JSON_BYTES,
     MAX_LINE_BYTES,
@@ -26,8 +26,8 @@ from advisor.core.run_directory import (
     Sample,
     Step,
     is_sane,
+    memory_weight,
     rank_folders,
-    weight,
 )
 
 MAX_AT_ONCE = 64 << 20
@@ -73,12 +73,12 @@ class _Tail:
                 continue
             try:
                 item = self._decoder.decode(line)
-            except DAMAGE:
+            except DAMAGE_ERRORS:
                 continue  # a damaged line costs itself
             if not is_sane(item):
                 continue
             self.lines.append(item)
-            self._weights.append(weight(item))
+            self._weights.append(memory_weight(item))
         gone, over = max(0, len(self.lines) - MAX_KEPT), sum(self._weights) - ROOM_BYTES
         for heavy in self._weights[:-1]:
             if over <= 0:
@@ -119,7 +119,7 @@ class Follower:
                 )
             if rank not in self._about:
                 # written when the first step begins, so maybe not there yet
-                with contextlib.suppress(OSError, *DAMAGE):
+                with contextlib.suppress(OSError, *DAMAGE_ERRORS):
                     text = read_regular(folder / RANK, MAX_JSON_BYTES)
                     self._about[rank] = msgspec.json.decode(text, type=Rank)
             steps, samples, events = (tail.read() for tail in self._ranks[rank])

@@ -10,7 +10,7 @@ import dash_ag_grid
 from dash import ClientsideFunction, Input, Output, State, dcc
 
 from advisor.core import text as t
-from advisor.dashboard.parts import el
+from advisor.dashboard.parts import element
 
 PARAMS = """{
     backgroundColor: 'var(--card)', foregroundColor: 'var(--text)', borderColor: 'var(--line)',
@@ -132,13 +132,13 @@ def grid(
         # without its cells, until somebody scrolls there
         columnSize="responsiveSizeToFit",
     )
-    return el(
+    return element(
         "Div",
-        el(
+        element(
             "Div",
-            el(
+            element(
                 "Label",
-                el("Span", f"Search: {label}", cls="visually-hidden"),
+                element("Span", f"Search: {label}", cls="visually-hidden"),
                 search(
                     id=f"{id}-search",
                     type="search",
@@ -147,7 +147,7 @@ def grid(
                     className="search",
                 ),
             ),
-            el(
+            element(
                 "Button",
                 "CSV",
                 cls="button save-csv",
@@ -158,7 +158,7 @@ def grid(
             ),
             cls="actions",
         ),
-        el("Div", made, role="region", aria_label=label),
+        element("Div", made, role="region", aria_label=label),
         cls="searched",
     )
 

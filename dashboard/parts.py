@@ -22,25 +22,29 @@ if TYPE_CHECKING:
 
 def page(*parts: Any) -> list[Any]:
     """What a page returns: its parts below each other."""
-    return [el("Div", *[part for part in parts if part is not None], cls="stack")]
+    return [element("Div", *[part for part in parts if part is not None], cls="stack")]
 
 
 def head(title: str, lead: Any = None, *below: Any) -> Any:
     """A page's heading and the sentence under it."""
-    return el(
-        "Div", el("H1", title), el("P", lead, cls="lead") if lead else None, *below, cls="page-head"
+    return element(
+        "Div",
+        element("H1", title),
+        element("P", lead, cls="lead") if lead else None,
+        *below,
+        cls="page-head",
     )
 
 
 def card(title: str, *body: Any, aside: str = "", tools: Any = None, cls: str = "") -> Any:
     """A box with a heading."""
-    return el(
+    return element(
         "Section",
-        el(
+        element(
             "Div",
-            el("H2", title),
-            el("Span", aside, cls="aside") if aside else None,
-            el("Span", tools, cls="tools") if tools is not None else None,
+            element("H2", title),
+            element("Span", aside, cls="aside") if aside else None,
+            element("Span", tools, cls="tools") if tools is not None else None,
             cls="card-head",
         ),
         *body,
@@ -50,7 +54,7 @@ def card(title: str, *body: Any, aside: str = "", tools: Any = None, cls: str = 
 
 def png_button(name: str) -> Any:
     """A button that saves the card it is in as a PNG (assets/picture.js)."""
-    return el(
+    return element(
         "Button",
         icon("image"),
         cls="quiet save-picture",
@@ -63,16 +67,16 @@ def png_button(name: str) -> Any:
 
 def remark(text: str) -> Any:
     """A remark below a figure or a table; ``None`` without one."""
-    return el("P", text, cls="note-line") if text else None
+    return element("P", text, cls="note-line") if text else None
 
 
-def empty(title: str, why: str, how: str = "", *more: Any) -> Any:
+def empty_state(title: str, why: str, how: str = "", *more: Any) -> Any:
     """In place of what was not recorded: what is missing, why, and how to get it."""
-    return el(
+    return element(
         "Section",
-        el("H2", title),
-        el("P", why),
-        el("P", how, cls="how") if how else None,
+        element("H2", title),
+        element("P", why),
+        element("P", how, cls="how") if how else None,
         *more,
         cls="empty",
     )
@@ -84,19 +88,19 @@ def tiles(figures: Sequence[tuple[str, str, str]]) -> Any:
     for name, value, below in figures:
         none = value == t.NOT_MEASURED
         items.append(
-            el(
+            element(
                 "Div",
-                el("Dt", name),
-                el(
+                element("Dt", name),
+                element(
                     "Dd",
                     value,
-                    el("Span", below, cls="sub") if below else None,
+                    element("Span", below, cls="sub") if below else None,
                     cls="none" if none else "",
                 ),
                 cls="tile",
             )
         )
-    return el("Dl", *items, cls="tiles")
+    return element("Dl", *items, cls="tiles")
 
 
 def table(
@@ -124,10 +128,10 @@ def table(
         return "num" if column in right else "name" if column in breaking else ""
 
     lines = [
-        el(
+        element(
             "Tr",
             *(
-                el(
+                element(
                     "Td",
                     cell,
                     cls=kind(i),
@@ -142,14 +146,14 @@ def table(
         for number, row in enumerate(rows)
     ]
     heads = [
-        el("Th", text, cls=kind(i), scope="col", role=roles["columnheader"])
+        element("Th", text, cls=kind(i), scope="col", role=roles["columnheader"])
         for i, text in enumerate(header)
     ]
-    made = el(
+    made = element(
         "Table",
-        el("Caption", caption) if caption else None,
-        el("Thead", el("Tr", *heads, role=roles["row"]), role=roles["rowgroup"]),
-        el("Tbody", *lines, role=roles["rowgroup"]),
+        element("Caption", caption) if caption else None,
+        element("Thead", element("Tr", *heads, role=roles["row"]), role=roles["rowgroup"]),
+        element("Tbody", *lines, role=roles["rowgroup"]),
         cls="data stacked" if stacked else "data",
         role=roles["table"],
     )
@@ -171,7 +175,7 @@ def _cell(cell: Any) -> Any:
     depth = len(text) - len(text.lstrip(" "))
     if not depth:
         return t.clean(text)
-    return el("Span", t.clean(text.strip()), style={"paddingLeft": f"{0.6 * depth:.1f}em"})
+    return element("Span", t.clean(text.strip()), style={"paddingLeft": f"{0.6 * depth:.1f}em"})
 
 
 def draw_section(section: Section) -> Any:
@@ -181,29 +185,29 @@ def draw_section(section: Section) -> Any:
         if isinstance(block, Grid):
             parts.append(draw_grid(block))
         elif isinstance(block, Items):
-            parts.append(el("Ul", *(el("Li", _cell(item)) for item in block.items)))
+            parts.append(element("Ul", *(element("Li", _cell(item)) for item in block.items)))
         elif isinstance(block, Paragraph):
-            parts.append(el("P", _cell(block.text), cls="note-line"))
+            parts.append(element("P", _cell(block.text), cls="note-line"))
     return card(section.title, *parts, aside=section.aside)
 
 
 def scrolling(made: Any, label: str) -> Any:
     """Around a table that may be wider than its place. A region that scrolls must be reachable with
     the keyboard, and then have a name."""
-    return el("Div", made, cls="scroll", tabIndex="0", role="region", aria_label=label)
+    return element("Div", made, cls="scroll", tabIndex="0", role="region", aria_label=label)
 
 
-def facts(rows: Iterable[tuple[str, Any]]) -> Any:
+def fact_list(rows: Iterable[tuple[str, Any]]) -> Any:
     """Names and values."""
     items: list[Any] = []
     for name, value in rows:
-        items += [el("Dt", name), el("Dd", value)]
-    return el("Dl", *items, cls="facts")
+        items += [element("Dt", name), element("Dd", value)]
+    return element("Dl", *items, cls="facts")
 
 
-def fold(summary: str, *body: Any) -> Any:
+def foldable(summary: str, *body: Any) -> Any:
     """What is shown after a click on its summary."""
-    return el("Details", el("Summary", summary), *body, cls="fold")
+    return element("Details", element("Summary", summary), *body, cls="fold")
 
 
 def choices(label: str, options: Iterable[tuple[str, str, bool]]) -> Any:
@@ -211,7 +215,7 @@ def choices(label: str, options: Iterable[tuple[str, str, bool]]) -> Any:
     links = [
         link(text, href=href, cls="chosen" if chosen else "") for text, href, chosen in options
     ]
-    return el("Div", el("Span", label, cls="label"), *links, cls="choices")
+    return element("Div", element("Span", label, cls="label"), *links, cls="choices")
 
 
 def abbreviation(label: str, full: str) -> Any:
@@ -219,26 +223,28 @@ def abbreviation(label: str, full: str) -> Any:
     (assets/shell.js)."""
     if label == full:
         return label
-    return el("Span", label, title=full, data_full=full)
+    return element("Span", label, title=full, data_full=full)
 
 
 def swatch(colour: str) -> Any:
     """A square of a colour, beside the name of what it stands for."""
-    return el("Span", cls="swatch", style={"background": colour}, aria_hidden="true")
+    return element("Span", cls="swatch", style={"background": colour}, aria_hidden="true")
 
 
 def share_bar(share: float, colour: str) -> Any:
     """A bar as long as a share of its cell."""
     width = f"{max(0.0, min(share, 1.0)) * 100:.2f}%"
-    return el("Span", cls="spark", style={"width": width, "background": colour}, aria_hidden="true")
+    return element(
+        "Span", cls="spark", style={"width": width, "background": colour}, aria_hidden="true"
+    )
 
 
 def banner(lines: Sequence[str]) -> Any:
     """What to know before believing the page; ``None`` when there is nothing."""
     if not lines:
         return None
-    items = [el("Li", t.clean(line)) for line in lines]
-    return el("Div", icon("warn"), el("Ul", *items), cls="banner", role="note")
+    items = [element("Li", t.clean(line)) for line in lines]
+    return element("Div", icon("warn"), element("Ul", *items), cls="banner", role="note")
 
 
 _TOKENS = {
@@ -261,20 +267,20 @@ def code(text: str) -> Any:
         name = str(kind).removeprefix("Token.")
         look = next((look for start, look in _TOKENS.items() if name.startswith(start)), "")
         if look:
-            parts.append(el("Span", word, cls=look))
+            parts.append(element("Span", word, cls=look))
         elif parts and isinstance(parts[-1], str):
             parts[-1] += word
         else:
             parts.append(word)
     if parts and isinstance(parts[-1], str):
         parts[-1] = parts[-1].rstrip("\n")
-    return el(
+    return element(
         "Div",
-        el("Pre", el("Code", *parts), tabIndex="0", role="region", aria_label="Code"),
-        el(
+        element("Pre", element("Code", *parts), tabIndex="0", role="region", aria_label="Code"),
+        element(
             "Button",
             icon("copy-text"),
-            el("Span", "Copy", cls="label", aria_live="polite"),
+            element("Span", "Copy", cls="label", aria_live="polite"),
             cls="copy",
             type="button",
         ),
@@ -286,7 +292,7 @@ def figure(made: Any, name: str, *, height: int, description: str, id: Any = Non
     """A plotly figure with what it shows in words, and its PNG under a button."""
     graph: Any = dcc.Graph
     extra = {} if id is None else {"id": id}
-    return el(
+    return element(
         "Figure",
         graph(
             figure=made,
@@ -301,12 +307,12 @@ def figure(made: Any, name: str, *, height: int, description: str, id: Any = Non
             },
             **extra,
         ),
-        el("Figcaption", description, cls="visually-hidden"),
+        element("Figcaption", description, cls="visually-hidden"),
         cls="figure",
     )
 
 
-def el(kind: str, /, *children: Any, cls: str = "", **props: Any) -> Any:
+def element(kind: str, /, *children: Any, cls: str = "", **props: Any) -> Any:
     """A ``dash.html`` element. Children that are None are left out; ``aria_label`` and ``data_x``
     become ``aria-label`` and ``data-x``."""
     make: Any = getattr(html, kind)
@@ -332,12 +338,12 @@ def link(*children: Any, href: str, cls: str = "", **props: Any) -> Any:
 
 def external_link(*children: Any, href: str, cls: str = "") -> Any:
     """A link to elsewhere, which learns nothing of where it was followed."""
-    return el("A", *children, href=href, cls=cls, target="_blank", rel="noopener noreferrer")
+    return element("A", *children, href=href, cls=cls, target="_blank", rel="noopener noreferrer")
 
 
 def icon(name: str) -> Any:
     """An icon of assets/icons.css; decoration only, so hidden from screen readers."""
-    return el("Span", cls=f"icon icon-{name}", aria_hidden="true")
+    return element("Span", cls=f"icon icon-{name}", aria_hidden="true")
 
 
 def editor_href(template: str, place: Location) -> str | None:
@@ -353,10 +359,10 @@ def editor_href(template: str, place: Location) -> str | None:
 def draw_bar(shown: StepBar, links: Mapping[str, str] | None = None) -> Any:
     """The bar and its legend. ``links``: where a part leads, by its key."""
     working = [bar_legend(f"Working, share {t.format_of(shown.per)}", shown.work)]
-    return el(
+    return element(
         "Div",
         draw_strip(shown.segments, f"Where the {shown.per}'s time goes", links=links),
-        el(
+        element(
             "Div",
             *(working if shown.idle_total is not None else two_columns(shown.work)),
             bar_legend(shown.idle_title.capitalize(), shown.idle) if shown.idle else None,
@@ -391,11 +397,11 @@ def draw_strip(
         cls = f"part-{part.key}{' idle' * (part.kind == 'idle')}"
         href = (links or {}).get(part.key)
         if href is None:
-            made.append(el("Span", cls=cls, style=style, title=words))
+            made.append(element("Span", cls=cls, style=style, title=words))
         else:
-            named = el("Span", words, cls="visually-hidden")
+            named = element("Span", words, cls="visually-hidden")
             made.append(link(named, href=href, cls=cls, style=style, title=words))
-    return el(
+    return element(
         "Div",
         *made,
         cls="bar thin" if thin else "bar",
@@ -407,16 +413,16 @@ def draw_strip(
 def bar_legend(title: str, parts: Sequence[Segment]) -> Any:
     """The parts with their figures."""
     rows = [
-        el(
+        element(
             "Tr",
-            el("Th", swatch(part.look.colour), part.label, scope="row"),
-            el("Td", part.time, cls="num"),
-            el("Td", part.percent, cls="num share"),
+            element("Th", swatch(part.look.colour), part.label, scope="row"),
+            element("Td", part.time, cls="num"),
+            element("Td", part.percent, cls="num share"),
             cls=f"part-{part.key}",
         )
         for part in parts
     ]
-    return el("Table", el("Caption", title) if title else None, el("Tbody", *rows))
+    return element("Table", element("Caption", title) if title else None, element("Tbody", *rows))
 
 
 MAX_LINKS = 8
@@ -443,7 +449,7 @@ def rank_choice(view: PageView, path: str) -> Any:
         size="sm",
         **{"aria-label": "Rank"},
     )
-    return el("Div", chosen, cls="choices")
+    return element("Div", chosen, cls="choices")
 
 
 def register_rank_choice(app: dash.Dash) -> None:

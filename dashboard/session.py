@@ -32,7 +32,15 @@ if TYPE_CHECKING:
 LoadState = Literal["unread", "loading", "ready", "failed"]
 T = TypeVar("T")
 
-WARM = ("breakdown", "gaps", "kernels", "hot_kernels", "families", "collectives", "memory")
+WARM_MEASUREMENTS = (
+    "breakdown",
+    "gaps",
+    "kernels",
+    "hot_kernels",
+    "families",
+    "collectives",
+    "memory",
+)
 """Measurements that every page needs, made before the first page is shown."""
 STEPS_BYTES = 256 << 10
 """A run without a window is looked at again when its steps grew by this much: some thousand."""
@@ -368,7 +376,7 @@ class DashboardSession:
             memory = self.options.read.memory if entry is self.entries[0] else None
             read = replace(self.options.read, progress=reading, memory=memory, urls=False)
             loaded = LoadedRun(entry.path, self._examined(entry, read, alone=as_run))
-            for name in WARM:
+            for name in WARM_MEASUREMENTS:
                 entry.doing = f"measuring: {name.replace('_', ' ')}"
                 getattr(loaded.main, name)
             entry.doing = "measuring: tables"

@@ -17,10 +17,10 @@ from advisor.dashboard.current import PageView
 from advisor.dashboard.parts import (
     card,
     draw_grid,
-    el,
-    facts,
+    element,
+    fact_list,
     figure,
-    fold,
+    foldable,
     remark,
     share_bar,
     swatch,
@@ -56,7 +56,7 @@ def warm(loaded: LoadedRun) -> None:
         _timeline_table(loaded, None, post)
 
 
-def sections(view: PageView) -> list[Any]:
+def memory_cards(view: PageView) -> list[Any]:
     """Cards of each device of the rank; empty where no memory was recorded."""
     a = view.analysis
     views = {device_view.device: device_view for device_view in view.loaded.report.memory}
@@ -96,7 +96,7 @@ def _device(
             ]
         )
         title = f"{named}Segments when the snapshot was taken"
-        parts.append(card(title, *pools, fold("Show the map", made, remark(_map_note(post)))))
+        parts.append(card(title, *pools, foldable("Show the map", made, remark(_map_note(post)))))
     return parts
 
 
@@ -121,8 +121,8 @@ def _picture(post: PostMortem, shown: MemoryView, table_: pl.DataFrame, named: s
         body.append(remark("Point at the picture for the largest blocks then, and a stack."))
     rows = [
         [
-            el("Span", swatch(COLOURS[each.category]), f" {each.category}", cls="nowrap"),
-            el("Div", share_bar(each.bytes / max(shown.allocated, 1), COLOURS[each.category]),
+            element("Span", swatch(COLOURS[each.category]), f" {each.category}", cls="nowrap"),
+            element("Div", share_bar(each.bytes / max(shown.allocated, 1), COLOURS[each.category]),
                cls="bar-cell"),
             t.format_bytes(each.bytes), t.format_share(each.bytes / max(shown.allocated, 1)),
             t.format_count(each.blocks),
@@ -134,7 +134,7 @@ def _picture(post: PostMortem, shown: MemoryView, table_: pl.DataFrame, named: s
     lines = [(label, " · ".join(parts)) for label, parts in memory.describe_device(shown).lines
              if label not in ("held", "by")]  # fmt: skip
     if lines:
-        body.append(facts(lines))
+        body.append(fact_list(lines))
     return card(f"{named}What held the memory at {moment}", *body)
 
 
@@ -147,7 +147,7 @@ def _tables(shown: MemoryView, named: str) -> list[Any]:
         rows: list[Any] = list(section.rows)
         if section.title.startswith("What a change frees"):
             rows = [
-                [el("Div", row[0], el("Div", f"{each.assumes}.", cls="sub")), *row[1:]]
+                [element("Div", row[0], element("Div", f"{each.assumes}.", cls="sub")), *row[1:]]
                 for row, each in zip(rows, shown.savings, strict=False)
             ]
         cards.append(card(f"{named}{section.title}", draw_grid(section, rows)))

@@ -40,7 +40,7 @@ FAMILIES: Final = {
 }
 """Kernel families (``analysis.families.FAMILIES``)."""
 
-PLAIN: Final = palette.REST.colour
+PLAIN: Final = palette.OTHER_LOOK.colour
 
 
 GROUPS: Final = {
@@ -54,6 +54,6 @@ GROUPS: Final = {
 kernel families, phases of the step."""
 
 
-def colour(group: str, name: str) -> str:
+def colour_of(group: str, name: str) -> str:
     """Of a member of a group."""
     return GROUPS[group].get(name, PLAIN)

@@ -26,12 +26,12 @@ MAX_CORRELATIONS = 500
 """An Edit names single calls or copies only up to this many, to keep the report small."""
 
 
-def total(values: pl.Series) -> int:
+def sum_column(values: pl.Series) -> int:
     """Sum of a column of integers; nulls do not count."""
     return int(values.sum() or 0)
 
 
-def figure(a: Analysis, label: str, amount: float, unit: str = "ns") -> Evidence:
+def amount_per_step(a: Analysis, label: str, amount: float, unit: str = "ns") -> Evidence:
     """An amount of the analyzed window per step, or of the recording without steps."""
     return Evidence(label, amount / a.step_count, unit, per=a.per)
 
@@ -58,17 +58,17 @@ def stacks_option(a: Analysis) -> str:
     return "with_stack=True" if a.record is None else "advisor record --deep"
 
 
-def per(a: Analysis) -> str:
+def per_step(a: Analysis) -> str:
     """`` per step``, or nothing when the trace has no steps."""
     return " per step" if a.per == "step" else ""
 
 
-def rows(column: pl.Series) -> Rows:
+def row_numbers(column: pl.Series) -> Rows:
     """A column of row numbers, -1 where it is null."""
     return column.fill_null(-1).to_numpy().astype(np.int64)
 
 
-def column(frame: pl.DataFrame, name: str) -> Rows:
+def int_column(frame: pl.DataFrame, name: str) -> Rows:
     """A column of integers, 0 where it is null."""
     return frame[name].fill_null(0).to_numpy().astype(np.int64)
 
@@ -93,7 +93,7 @@ def locate_row(a: Analysis, row: int | None, **fields: Any) -> Location:
     return Location(file=file, line=line, function=function, **fields)
 
 
-def places(
+def costliest_places(
     a: Analysis,
     host: Rows,
     cost: Rows,
@@ -172,13 +172,13 @@ def device_places(
 ) -> list[Location]:
     """The same of rows of device work, with columns ``gpu``, ``ts`` and ``dur``. ``cost``,
     ``host``: a column of theirs, or numbers."""
-    return places(
+    return costliest_places(
         a,
-        rows(work[host]) if isinstance(host, str) else host,
-        column(work, cost) if isinstance(cost, str) else cost,
-        ts=column(work, "ts"),
-        dur=column(work, "dur"),
-        kernel=rows(work["gpu"]),
+        row_numbers(work[host]) if isinstance(host, str) else host,
+        int_column(work, cost) if isinstance(cost, str) else cost,
+        ts=int_column(work, "ts"),
+        dur=int_column(work, "dur"),
+        kernel=row_numbers(work["gpu"]),
     )
 
 
@@ -196,11 +196,11 @@ def example_steps(
 def busy_during(a: Analysis, work: pl.DataFrame) -> Intervals:
     """When any of these rows of device work runs; column ``gpu``: rows of ``trace.gpu``."""
     mask = np.zeros(a.trace.gpu.height, dtype=bool)
-    mask[rows(work["gpu"])] = True
+    mask[row_numbers(work["gpu"])] = True
     return a.device_busy(mask)
 
 
-def scale(select: Select, factor: float, best: float, worst: float) -> Edit:
+def scale_edit(select: Select, factor: float, best: float, worst: float) -> Edit:
     """The selected work takes so much of its time; at best, and at worst."""
     return Edit(op="scale", select=select, factor=factor, factor_low=best, factor_high=worst)
 
@@ -215,7 +215,7 @@ def ops_around(a: Analysis, host: Rows) -> Rows:
     """The innermost op around each of the given rows of ``trace.cpu``, or the row itself when it
     is an op; -1: none."""
     is_op = np.append((a.trace.cpu["kind"] == "op").to_numpy(), True)  # the last entry: no row
-    parent = np.append(rows(a.trace.cpu["parent"]), -1)
+    parent = np.append(row_numbers(a.trace.cpu["parent"]), -1)
     ops = host.copy()
     while True:  # one round a level of nesting, over all rows at once
         climbing = ~is_op[ops]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from advisor.core.finding import ANY, FrameworkAdvice, Source
+from advisor.core.finding import ANY_FRAMEWORK, FrameworkAdvice, Source
 from advisor.core.trace import CUDA, JAX, TENSORFLOW
 
 HIP_NAMES = (
@@ -34,7 +34,7 @@ def in_any_language(
         code=_as_hip(code),
         terms={name: _as_hip(text) for name, text in own.terms.items()},
     )
-    return {ANY: any_language, CUDA: own._replace(amd=hip)}
+    return {ANY_FRAMEWORK: any_language, CUDA: own._replace(amd=hip)}
 
 
 def _as_hip(calls: str) -> str:

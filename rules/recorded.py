@@ -8,7 +8,7 @@ import numpy as np
 from msgspec.structs import replace
 
 from advisor.core.finding import Evidence, Impact
-from advisor.core.run_directory import LARGEST
+from advisor.core.run_directory import MAX_VALUE
 from advisor.testing import TraceBuilder
 
 if TYPE_CHECKING:
@@ -30,7 +30,7 @@ LOOP_SHARE = 0.20
 METHOD = "upper bound (recorded host time)"
 
 
-def record(a: Analysis) -> StepRecords:
+def recorded_steps(a: Analysis) -> StepRecords:
     """The record, which the engine promises to rules with ``reads_record``."""
     if a.recorded is None:
         raise ValueError("this rule needs a recorded run")
@@ -52,7 +52,7 @@ def usual_loop_time(recorded: StepRecords) -> float:
 
 def local_ranks(a: Analysis) -> int:
     """Training processes on this machine, from the launcher's environment; 1 without."""
-    text = record(a).record.rank.env.get("LOCAL_WORLD_SIZE", "")
+    text = recorded_steps(a).record.rank.env.get("LOCAL_WORLD_SIZE", "")
     return int(text) if text.isdecimal() and 0 < int(text) < 1024 else 1
 
 
@@ -60,7 +60,7 @@ def impact_per_step(
     a: Analysis, gain: float, *, low: float = 0.0, high: float | None = None, method: str = METHOD
 ) -> Impact:
     """An impact in time per step, from recorded host times; ns."""
-    mean = record(a).mean or 0.0
+    mean = recorded_steps(a).mean or 0.0
     impact = impact_over_run(gain, low=low, high=high, method=method)
     return replace(impact, currency="step_time", share=gain / mean if mean else None)
 
@@ -126,7 +126,7 @@ def record_example(
 
 def find_loader(a: Analysis) -> dict[str, Any] | None:
     """The loader that feeds the steps: the one iterated most often in training."""
-    recorded = record(a)
+    recorded = recorded_steps(a)
     if not recorded.loaders:
         return None
     iterations = [e.get("id") for e in recorded.record.of_kind("loader_iter")]
@@ -137,7 +137,7 @@ def started_at(event: Event) -> int:
     """When an iterator of a loader was asked for, ns. The event is written once its purpose is
     known, which may be steps later; records of older versions have only the event's time."""
     began = event.data.get("began_ns")
-    known = isinstance(began, int) and not isinstance(began, bool) and abs(began) < LARGEST
+    known = isinstance(began, int) and not isinstance(began, bool) and abs(began) < MAX_VALUE
     return began if known and isinstance(began, int) else event.t
 
 

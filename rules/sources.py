@@ -172,12 +172,12 @@ PUBLIC = {
 project."""
 
 
-def traces(names: str) -> tuple[str, ...]:
+def public_traces(names: str) -> tuple[str, ...]:
     """Public traces by name, as ``found_in`` and ``silent_in`` have them."""
     return tuple(f"traces/{name}" for name in names.split())
 
 
-SILENT_TRACES = traces("a100_train_6steps v100_train_copy_heavy two_ranks_rank0 b200_eager")
+SILENT_TRACES = public_traces("a100_train_6steps v100_train_copy_heavy two_ranks_rank0 b200_eager")
 """Training and inference without what most rules look for: their ``silent_in``."""
 CURED_RECORDINGS = ("recorded/anomaly.cured", "recorded/gc_pauses.cured", "recorded/leak.cured")
 """Recordings of fixed programs, likewise."""

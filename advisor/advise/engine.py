@@ -49,7 +49,7 @@ from advisor.measure.comm.links import NodeLinks
 from advisor.measure.comm.mesh import report_mesh
 from advisor.measure.host.launches import analysed_device
 from advisor.measure.ranks.join import collective_waits
-from advisor.measure.serving.graphs import attach_capture, captured_launches, replays
+from advisor.measure.serving.graphs import attach_capture, captured_launches, find_replays
 from advisor.read import open_run
 
 if TYPE_CHECKING:
@@ -216,10 +216,10 @@ def _compared(summaries: Sequence[Summary], unread: Sequence[Unread]) -> Study |
     """The ranks of a job, studied together; ``None``: there is one, or snapshots alone."""
     if len(summaries) + len(unread) < 2 or not any(each.step_ns for each in summaries):
         return None
-    from advisor.replay.ranks.study import study
+    from advisor.replay.ranks.study import study_ranks
 
     try:
-        return study(summaries, unread)
+        return study_ranks(summaries, unread)
     except (ArithmeticError, LookupError, TypeError, ValueError) as error:  # of damaged summaries
         why = one_line(f"{type(error).__name__}: {error}")
         raise AdvisorError(f"the ranks cannot be compared, a fault of advisor ({why})") from error
@@ -243,7 +243,7 @@ def _with_own_capture(run: Run) -> Run:
         if len(own) < 2:
             continue
         captures = [key for key in own if captured_launches(traces[key])]
-        replaying = [key for key in own if key not in captures and replays(traces[key])]
+        replaying = [key for key in own if key not in captures and find_replays(traces[key])]
         if len(captures) == 1 and replaying:
             capture = traces.pop(captures[0])
             traces |= {key: attach_capture(traces[key], capture) for key in replaying}

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Final
 
 from advisor.core import text as t
 from advisor.core.finding import Finding, Location
-from advisor.core.prices import money
+from advisor.core.prices import format_money
 from advisor.core.sources import SOURCE_KINDS
 from advisor.core.trace import KINETO
 
@@ -273,14 +273,16 @@ def describe_cost(report: Report) -> list[str]:
     whole = report.per == "recording"
     times = 1 if whole else COSTED_STEPS
     each = "the recording" if whole else f"{COSTED_STEPS:,} {report.per}s"
-    parts = [f"{money(paid.step * times, paid.currency)} for {each}"]
+    parts = [f"{format_money(paid.step * times, paid.currency)} for {each}"]
     if paid.step_after is not None:
         least = "at least " if paid.bound else ""
-        parts.append(f"{least}{money(paid.step_after * times, paid.currency)} with the fixes")
+        parts.append(
+            f"{least}{format_money(paid.step_after * times, paid.currency)} with the fixes"
+        )
     if paid.run is not None:
-        parts.append(f"{money(paid.run, paid.currency)} this run")
+        parts.append(f"{format_money(paid.run, paid.currency)} this run")
     gpus = "" if paid.gpus == 1 else f"{paid.gpus} × "
-    return [*parts, f"at {gpus}{money(paid.per_hour, paid.currency)} an hour"]
+    return [*parts, f"at {gpus}{format_money(paid.per_hour, paid.currency)} an hour"]
 
 
 def _families(report: Report) -> list[str]:

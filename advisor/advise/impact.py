@@ -19,7 +19,7 @@ from msgspec.structs import replace
 from advisor.advise.limits import lost_records
 from advisor.advise.measured import MIN_APART_SHARE, step_time
 from advisor.core import text as t
-from advisor.core.finding import GUESSED, Edit, Finding, Impact
+from advisor.core.finding import GUESSED_STEP_SOURCES, Edit, Finding, Impact
 from advisor.core.report import HardPart, Replay
 from advisor.replay.calibration import Band, widened_by_rule, worst_case
 from advisor.replay.exposed import ExposedTime
@@ -69,7 +69,7 @@ def weigh_confidence(finding: Finding, rule: Rule, a: Analysis) -> Finding:
     if not marked:
         why = "no steps in the trace: start-up and shut-down may be inside"
         finding = lower_confidence(finding, 0.8, why)
-    elif a.steps.source in GUESSED:
+    elif a.steps.source in GUESSED_STEP_SOURCES:
         why = "steps are where the device's work repeats, nothing marks them"
         finding = lower_confidence(finding, 0.9, why)
     if marked and a.step_count < 3:

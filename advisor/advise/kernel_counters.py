@@ -20,8 +20,8 @@ from advisor.measure.device.kernel_profiles import (
     ONE_LAUNCH,
     MatchedKernel,
     ProfiledKernel,
-    faster,
     kernel_key,
+    shorten_kernel,
 )
 
 if TYPE_CHECKING:
@@ -48,7 +48,7 @@ def counter_views(a: Analysis, estimator: GainEstimator) -> list[KernelCounters]
     for place, k in enumerate(kernels[:MAX_KERNELS]):
         edit = None
         if k.busiest is not None and place < MAX_REPLAYED:
-            edit = faster(a, k, max(0.0, 1 - k.busiest / 100))
+            edit = shorten_kernel(a, k, max(0.0, 1 - k.busiest / 100))
         gain = None if edit is None else round(max(0.0, estimator.gain_range([edit]).gain))
         views.append(_view(a, k, per_step[id(k)], gain))
     return sorted(

@@ -11,12 +11,12 @@ from advisor.advise.memory import memory_limits
 from advisor.advise.terms import mark_steps, record_with, tool_of
 from advisor.core import labels
 from advisor.core import text as t
-from advisor.core.finding import GUESSED
+from advisor.core.finding import GUESSED_STEP_SOURCES
 from advisor.core.intervals import covered_length, intersect, union
 from advisor.core.trace import ANOTHER_TRACE, JAX
 from advisor.measure.steps.oneoff import MAX_BUSY
 from advisor.measure.steps.repeats import range_groups
-from advisor.measure.steps.steps import extent
+from advisor.measure.steps.steps import recorded_extent
 
 if TYPE_CHECKING:
     from advisor.core.trace import Run, Trace, TraceMeta
@@ -83,13 +83,13 @@ def list_limits(a: Analysis, run: Run) -> list[str]:
             f"Steps were not recorded: the figures are for {_unmarked(a)}. "
             f"{how[0].upper()}{how[1:]} for figures per step."
         )
-    elif a.steps.source in GUESSED:
+    elif a.steps.source in GUESSED_STEP_SOURCES:
         how = mark_steps(meta.format)
         result.append(
             "Nothing marks the steps. A repetition is where the same work comes again; it may be a "
             f"part of an iteration, such as a layer. {how[0].upper()}{how[1:]}."
         )
-    if a.steps.source == "whole trace" or a.steps.source in GUESSED:
+    if a.steps.source == "whole trace" or a.steps.source in GUESSED_STEP_SOURCES:
         result += _possible_steps(a.trace)
     result += memory_limits(a)
     result += _profile_limits(a)
@@ -123,7 +123,7 @@ def _unmarked(a: Analysis) -> str:
     """What figures without steps are of, and what the recording has before and after that."""
     if a.device_id is None:
         return "the whole recording"
-    start, end = extent(a.trace)
+    start, end = recorded_extent(a.trace)
     before, after = int(a.spans.start.min()) - start, end - int(a.spans.end.max())
     outside = [
         f"{t.format_duration(ns)} {word} it"
@@ -395,7 +395,7 @@ MIN_COUNT_CHANGE = 0.25
 
 def longer_steps(a: Analysis) -> str:
     """A sentence or two for steps that differ."""
-    result, own = a.uneven, a.trace.meta.framework
+    result, own = a.step_halves, a.trace.meta.framework
     if result is None:
         return "There are too few steps to say what makes one longer."
     said = f"The longer half takes {t.format_duration(result.difference_ns)} more per step"

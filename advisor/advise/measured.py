@@ -13,7 +13,7 @@ from advisor.advise.limits import lost_records, lost_replays, window_lines
 from advisor.advise.sources import source_scope
 from advisor.core import text as t
 from advisor.core.prices import Cost, EnergyUse, FixCost, Prices, RankEnergy
-from advisor.core.ranks import RankLine, Ranks, numbers
+from advisor.core.ranks import RankLine, Ranks, format_ranks
 from advisor.core.report import (
     Family,
     HostShare,
@@ -31,10 +31,10 @@ from advisor.core.report import (
 )
 from advisor.measure.device.energy import step_energy
 from advisor.measure.host.layers import report_layers
-from advisor.measure.host.operators import attained, rooflines
+from advisor.measure.host.operators import list_attainable_rates, rooflines
 from advisor.measure.host.optree import op_table, range_table
 from advisor.measure.steps.record import MIN_AROUND, MIN_PROFILED
-from advisor.measure.steps.steps import extent
+from advisor.measure.steps.steps import recorded_extent
 
 if TYPE_CHECKING:
     from advisor.core.report import Report
@@ -88,7 +88,7 @@ def measure_fields(a: Analysis) -> dict[str, Any]:
     }
     if a.device_id is not None:
         fields |= device_time(a)
-        fields |= {"rooflines": rooflines(a), "attainable": attained(a), "mfu": a.mfu}
+        fields |= {"rooflines": rooflines(a), "attainable": list_attainable_rates(a), "mfu": a.mfu}
     else:
         fields["operators"] = _operators(a)
     if not (a.trace.cpu["kind"] == "op").any():
@@ -147,7 +147,7 @@ def _recorded(a: Analysis) -> int | None:
     """From the first to the last recorded work, where the figures are of a part of that."""
     if a.per != "recording" or a.device_id is None:
         return None
-    start, end = extent(a.trace)
+    start, end = recorded_extent(a.trace)
     return end - start
 
 
@@ -391,7 +391,7 @@ def ranks_view(analyses: Mapping[int, Analysis], study: Study | None) -> Ranks |
         replayed = study.replayed
         if replayed:
             some = len(replayed) <= FEW_RANKS
-            named = f"ranks {numbers(replayed)}"
+            named = f"ranks {format_ranks(replayed)}"
             who = named if some else t.count_noun(len(replayed), "rank")
             result.note += f" Gains are of {who} replayed together."
     known = {line.rank for line in result.lines}
@@ -454,7 +454,7 @@ def step_time(a: Analysis) -> StepTime | None:
 
 def steps_apart(a: Analysis) -> StepVariation | None:
     """For the report; ``None``: steps are similar, or too few."""
-    result = None if a.record_only else a.uneven
+    result = None if a.record_only else a.step_halves
     if result is None:
         return None
     return StepVariation(

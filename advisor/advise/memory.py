@@ -15,11 +15,11 @@ from advisor.core.report import (
     ModuleMemory,
     Report,
 )
-from advisor.measure.memory.fragments import Placement, fragments, placement
+from advisor.measure.memory.fragments import Placement, explain_placement, measure_fragments
 from advisor.measure.memory.layer_memory import held_by_module
-from advisor.measure.memory.memory_kinds import CATEGORIES, NONE
-from advisor.measure.memory.memory_savings import savings
-from advisor.measure.memory.post_mortem import PostMortem, fullest, growing_lines
+from advisor.measure.memory.memory_kinds import CATEGORIES, NOT_ATTRIBUTED
+from advisor.measure.memory.memory_savings import find_savings
+from advisor.measure.memory.post_mortem import PostMortem, fullest_devices, growing_lines
 
 if TYPE_CHECKING:
     from advisor.measure import Analysis
@@ -29,7 +29,7 @@ MAX_LINES = 40
 MAX_MODULES = 400
 MIN_NAMED_SHARE = 0.1
 """Of what is in tensors: a category or saving below it is not named in the verdict."""
-UNATTRIBUTED = CATEGORIES[NONE]
+UNATTRIBUTED = CATEGORIES[NOT_ATTRIBUTED]
 RECORD_HISTORY = "torch.cuda.memory._record_memory_history(max_entries=100_000)"
 MIN_UNUSED_SHARE = 0.25
 """Of what is reserved: unused memory from which the verdict says so."""
@@ -44,7 +44,7 @@ def memory_views(a: Analysis) -> list[MemoryView]:
     """One a device, the fullest first; of a series of snapshots, with what grows over it."""
     views = [_view(post) for post in shown_histories(a)[:MAX_DEVICES]]
     if a.snapshot_series and views:
-        posts = fullest(a.snapshot_series)
+        posts = fullest_devices(a.snapshot_series)
         table, per = growing_lines(posts)
         views[0].series = [sample_memory(post, PurePath(post.snapshot.path).name) for post in posts]
         views[0].grows_per = per
@@ -85,9 +85,9 @@ def _categories(post: PostMortem) -> list[MemoryHolder]:
 
 def _view(post: PostMortem) -> MemoryView:
     h = post.history
-    result = fragments(post)
+    result = measure_fragments(post)
     at = "out of memory" if h.failed is not None else "snapshot" if h.too_short else "peak"
-    placed = placement(post)
+    placed = explain_placement(post)
     return MemoryView(
         device=post.device,
         source=post.snapshot.source,
@@ -141,7 +141,7 @@ def _view(post: PostMortem) -> MemoryView:
         savings=[
             MemorySaving(change=each.change, bytes=each.bytes, assumes=each.assumes,
                          file=each.file, line=each.line)
-            for each in savings(post)
+            for each in find_savings(post)
         ],
     )  # fmt: skip
 

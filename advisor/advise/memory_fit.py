@@ -14,8 +14,13 @@ from advisor.core import text as t
 from advisor.core.gpus import GpuSpec
 from advisor.measure import Analysis
 from advisor.measure.host.names import name_matches
-from advisor.measure.host.stacks import BACKWARD, nearest, parents
-from advisor.measure.memory.memory_savings import Change, changes, needed, sharded
+from advisor.measure.host.stacks import BACKWARD, innermost_ancestor, parent_rows
+from advisor.measure.memory.memory_savings import (
+    Change,
+    count_needed_bytes,
+    find_changes,
+    shard_changes,
+)
 from advisor.measure.memory.post_mortem import PostMortem
 from advisor.replay.project.moves import host_rate, memory_rate, peer_rate
 from advisor.rules.kernel.facts import launched_under
@@ -126,11 +131,11 @@ def find_fit(
     phases = None if a is None else phase_times(a)
     beside = max(1.0, post.reserved / max(1, post.allocated))
     available = capacity - CUDA_CONTEXT_BYTES
-    today = needed(post, scale=scale)
-    options = [*changes(post), *(sharded(post, ranks) if ranks > 1 else [])]
+    today = count_needed_bytes(post, scale=scale)
+    options = [*find_changes(post), *(shard_changes(post, ranks) if ranks > 1 else [])]
     ways = []
     for each in options:
-        freed = today - needed(post, [each], scale)
+        freed = today - count_needed_bytes(post, [each], scale)
         ns, why = _price(each, post, phases, gpu, ranks, scale)
         layers = _layers(each, post, a)
         if layers and all(layer.ns is not None for layer in layers):
@@ -139,7 +144,7 @@ def find_fit(
     ways.sort(key=lambda way: (_cost([way]), -way.bytes))
 
     def reserved(made: Sequence[CostedChange]) -> int:
-        return round(needed(post, [way.change for way in made], scale) * beside)
+        return round(count_needed_bytes(post, [way.change for way in made], scale) * beside)
 
     chosen: list[CostedChange] = []
     after = best = reserved([])
@@ -213,7 +218,9 @@ def _largest(post: PostMortem, chosen: Sequence[CostedChange], room: float) -> f
     low, high = 0.0, LARGEST_SCALE
     for _ in range(12):
         middle = (low + high) / 2
-        low, high = (middle, high) if needed(post, made, middle) <= room else (low, middle)
+        low, high = (
+            (middle, high) if count_needed_bytes(post, made, middle) <= room else (low, middle)
+        )
     return low
 
 
@@ -257,14 +264,14 @@ def module_times(a: Analysis, calls: int) -> list[float] | None:
     after the other, forward, ns; of several such classes the one with most time. One call more is
     allowed: the last layer's backward pass begins at once. ``None``: the trace has no modules, or
     none is called so often."""
-    cpu, parent = a.trace.cpu, parents(a.trace)
+    cpu, parent = a.trace.cpu, parent_rows(a.trace)
     module = (cpu["kind"] == "python").to_numpy() & name_matches(
         cpu["name"], MODULE_RANGE
     ).to_numpy()
     if not module.any() or a.device_id is None:
         return None
     rows = np.flatnonzero(module)
-    outer = np.append(nearest(parent, module), -1)[parent[rows]]
+    outer = np.append(innermost_ancestor(parent, module), -1)[parent[rows]]
     table = pl.DataFrame({"row": rows, "outer": outer}).with_columns(
         name=cpu["name"].gather(rows).cast(pl.String).str.replace(r"_\d+$", ""),
         ts=cpu["ts"].gather(rows),
@@ -276,7 +283,7 @@ def module_times(a: Analysis, calls: int) -> list[float] | None:
     compute = a.in_window & ~a.kernels["communication"].fill_null(False).to_numpy()
     compute &= a.trace.gpu["launch"].is_not_null().to_numpy()
     launch = a.trace.gpu["launch"].to_numpy()[compute].astype(np.int64)
-    under = nearest(parent, wanted)[launch]
+    under = innermost_ancestor(parent, wanted)[launch]
     ns = np.bincount(under[under >= 0], weights=a.trace.gpu["dur"].to_numpy()[compute][under >= 0],
                      minlength=cpu.height)  # fmt: skip
     table = table.with_columns(

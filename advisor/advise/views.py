@@ -63,7 +63,7 @@ def _work(report: Report) -> list[Segment]:
             "work",
             part.name,
             t.CLASS_LABELS.get(part.name, t.cause_label(part.name, report.scope.framework)),
-            palette.CLASSES.get(part.name, palette.REST),
+            palette.CLASSES.get(part.name, palette.OTHER_LOOK),
             part.ns,
             part.share,
         )
@@ -92,12 +92,12 @@ def _host(report: Report) -> list[Segment]:
     """What the main thread did: the bar of a trace without device work."""
     own = report.scope.framework
     parts = [(item.name, t.host_label(item.name, own), item.ns, item.share) for item in report.host]
-    return _ranked("host", parts, palette.host, "smaller parts")
+    return _ranked("host", parts, palette.host_look, "smaller parts")
 
 
 def build_phase_segment(name: str, ns: float, share: float) -> Segment:
     """A phase of the step that the recorder measured, as a part of a bar of phases."""
-    look = palette.PHASES.get(name, palette.REST)
+    look = palette.PHASES.get(name, palette.OTHER_LOOK)
     return Segment("host", name, t.host_label(name), look, ns, share)
 
 
@@ -115,12 +115,12 @@ def _ranked(
     if len(small) > 1:
         ns, share = sum(part[2] for part in small), sum(part[3] for part in small)
         parts = [*large, ("rest", rest, ns, share)]
-    spare = iter(palette.SPARE)
+    spare = iter(palette.SPARE_GLYPHS)
 
     def drawn(key: str) -> Look:
         if key == "rest":
-            return palette.REST
-        return look(key) or replace(palette.REST, glyph=next(spare, "?"))
+            return palette.OTHER_LOOK
+        return look(key) or replace(palette.OTHER_LOOK, glyph=next(spare, "?"))
 
     return [Segment(kind, key, label, drawn(key), ns, share) for key, label, ns, share in parts]
 

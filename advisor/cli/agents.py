@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from advisor.core.errors import AdvisorError, install
+from advisor.core.errors import AdvisorError, install_command
 
 SKILL = Path(__file__).parents[1] / "mcp" / "skill" / "SKILL.md"
 PLACES = (".claude/skills", ".agents/skills", ".codex/skills")
@@ -34,7 +34,7 @@ def mcp(
 
     allowed = Allowed(folders)
     if find_spec("mcp") is None:
-        raise AdvisorError(f"the Model Context Protocol's SDK is missing: {install('mcp')}")
+        raise AdvisorError(f"the Model Context Protocol's SDK is missing: {install_command('mcp')}")
     from advisor.mcp.server import serve
 
     serve(allowed, allow_run=allow_run)

@@ -193,10 +193,10 @@ class RankProgress:
 
 def write_tables(folder: Path, examined: AnalysisResult, *, redact: set[str] | None) -> None:
     """The tables of the reported rank, a CSV file each."""
-    from advisor.export.csv_tables import tables
+    from advisor.export.csv_tables import build_tables
 
     report = examined.report
-    result = tables(examined.main, report)
+    result = build_tables(examined.main, report)
     if redact is not None:
         from advisor.export.redact import Redactor, names_in
 

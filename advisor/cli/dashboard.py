@@ -15,7 +15,7 @@ from urllib.parse import urlsplit
 import typer
 
 from advisor.cli import options as o
-from advisor.core.errors import AdvisorError, install
+from advisor.core.errors import AdvisorError, install_command
 
 if TYPE_CHECKING:
     from advisor.dashboard.serve import DashboardServer
@@ -93,7 +93,9 @@ def command(
     try:
         from advisor.dashboard.app import create_app
     except ModuleNotFoundError as error:
-        raise AdvisorError(f"the dashboard needs {error.name}: {install('dashboard')}") from None
+        raise AdvisorError(
+            f"the dashboard needs {error.name}: {install_command('dashboard')}"
+        ) from None
     from advisor.dashboard.access import Access
     from advisor.dashboard.serve import bind
     from advisor.dashboard.session import MAX_RUNS, DashboardSession
@@ -126,7 +128,7 @@ def _check_exist(paths: list[str]) -> None:
     for path in paths:
         if urls.is_url(path):
             raise AdvisorError(
-                f"{urls.shown(path)}: the dashboard fetches nothing; download it, or open the "
+                f"{urls.redact_url(path)}: the dashboard fetches nothing; download it, or open the "
                 "report that advisor analyze --format json --output writes of a job"
             )
         if path != "-" and not Path(path).exists():
@@ -165,10 +167,10 @@ def given_token(file: Path | None, *, no_token: bool) -> str | None:
         text, source = _read_token(file), f"--token-file {file}"
     if text is None:
         return None
-    from advisor.dashboard.access import MIN_TOKEN, usable
+    from advisor.dashboard.access import MIN_TOKEN, is_usable_token
 
     text = text.strip()
-    if not usable(text):
+    if not is_usable_token(text):
         raise AdvisorError(
             f"{source}: a token has {MIN_TOKEN} to 512 letters, digits and -._~; for example "
             'python3 -c "import secrets; print(secrets.token_urlsafe())"'

@@ -14,8 +14,8 @@ import typer
 from advisor.cli import output as out
 from advisor.cli.analyze import deliver, examine_paths
 from advisor.core import text as t
-from advisor.core.errors import AdvisorError, install
-from advisor.core.scratch import scratch
+from advisor.core.errors import AdvisorError, install_command
+from advisor.core.scratch import scratch_folder
 from advisor.render.formats import REPORTS
 
 if TYPE_CHECKING:
@@ -55,10 +55,12 @@ def command(
         _show_recording(form)
         return
     if find_spec("torch") is None:
-        raise AdvisorError(f"--record trains a small network and needs PyTorch: {install('torch')}")
+        raise AdvisorError(
+            f"--record trains a small network and needs PyTorch: {install_command('torch')}"
+        )
     with ExitStack() as stack:
         if folder is None:
-            folder = stack.enter_context(scratch())
+            folder = stack.enter_context(scratch_folder())
         trace = _record(folder, device, steps)
         _analyse(trace, form)
 

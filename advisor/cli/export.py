@@ -46,11 +46,10 @@ def command(
     if path == "-":
         raise AdvisorError("-: a trace to export is read twice; save it to a file first")
     if urls.is_url(path):
-        raise AdvisorError(f"{urls.shown(path)}: is read twice for this; download it first")
+        raise AdvisorError(f"{urls.redact_url(path)}: is read twice for this; download it first")
     out.check(perfetto, [path])
 
-    from advisor.export import tracks as our_tracks
-    from advisor.export import write_trace
+    from advisor.export import build_tracks, write_trace
 
     redaction = RedactionNames(redact)
     with out.Progress(progress) as shown:
@@ -71,7 +70,7 @@ def command(
         written = write_trace(
             a.trace,
             perfetto,
-            (lambda head: our_tracks(a, report, head, clean)) if tracks else None,
+            (lambda head: build_tracks(a, report, head, clean)) if tracks else None,
             redacted=redact,
             names=names or (),
             limit=options.read.max_bytes,

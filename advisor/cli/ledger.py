@@ -31,7 +31,7 @@ def command(
     rows: list[Prediction] = [] if files else list(predictions.shipped_trials())
     skipped = 0
     for file in files or [predictions.user_file()]:
-        result = predictions.read(file)
+        result = predictions.read_predictions(file)
         rows += result.predictions
         skipped += result.skipped
     if form == "json":
@@ -52,7 +52,7 @@ def _render(rows: list[Prediction], skipped: int, width: int) -> str:
         )
     for device in sorted({row.device for row in rows}):
         page.section(device or "no GPU")
-        records = predictions.records(row for row in rows if row.device == device)
+        records = predictions.records_by_rule(row for row in rows if row.device == device)
         page.table(
             ["rule", "trials", "in range", "measured / predicted"],
             [

@@ -261,9 +261,9 @@ PROGRAM = 34
 def offer(error: SeveralRuns, arguments: list[str]) -> str:
     """List the runs on stderr, newest first, and return what to type to have one of them."""
     from advisor.core.text import clean, count_noun
-    from advisor.read.runs import describe
+    from advisor.read.runs import describe_run
 
-    lines = [describe(path) for path in error.found[:MAX_RUNS]]
+    lines = [describe_run(path) for path in error.found[:MAX_RUNS]]
     lines.sort(key=lambda line: line.started_unix_ns, reverse=True)
     wide = max(len(clean(line.path)) for line in lines)
     for line in lines:
@@ -283,14 +283,14 @@ def newest_run(paths: list[str]) -> list[str]:
     says which, and how to have another. Anything else stays as it is."""
     from advisor.core.text import clean
     from advisor.read.directory import refuse_several
-    from advisor.read.runs import SeveralRuns, describe
+    from advisor.read.runs import SeveralRuns, describe_run
 
     try:
         if len(paths) == 1:
             refuse_several(paths[0])
     except (OSError, SeveralRuns) as error:
         found = error.found[:MAX_RUNS] if isinstance(error, SeveralRuns) else []
-        lines = sorted(map(describe, found), key=lambda line: -line.started_unix_ns)
+        lines = sorted(map(describe_run, found), key=lambda line: -line.started_unix_ns)
         chosen = next((line for line in lines if _is_complete(line.path)), None)
         if chosen is not None and len(lines) > 1:
             others = [line for line in lines if line is not chosen]

@@ -91,7 +91,7 @@ def command(
     from advisor.read import open_run
     from advisor.render.documents.project import build
     from advisor.replay.project.pace import find_epoch, find_pace, read_rank
-    from advisor.replay.project.project import Projector, choose
+    from advisor.replay.project.project import Projector, choose_gpus
     from advisor.replay.project.splits import read_instance
 
     table = read_prices(prices)
@@ -114,7 +114,7 @@ def command(
     else:
         origin = None if source is None else find_gpu(source).gpu
         projector = Projector(measured, same_host=same_host, source=origin)
-        result = choose(projector, targets, epoch)
+        result = choose_gpus(projector, targets, epoch)
         median = None
         if pace.median != pace.slowest:
             other = read_rank(run, pace.median, options.steps)
@@ -133,9 +133,9 @@ class _RankSteps:
 
     def __init__(self, pace: Pace, median: Projector | None, found: tuple[Choice, ...]) -> None:
         self.pace, self.found = pace, found
-        from advisor.core.gpus import known
+        from advisor.core.gpus import known_gpus
 
-        gpus = {gpu.name: gpu for gpu in known()}
+        gpus = {gpu.name: gpu for gpu in known_gpus()}
         self.median = (
             ()
             if median is None
@@ -162,7 +162,7 @@ def _targets(
     names: list[str], prices: Prices, *, every: bool
 ) -> tuple[list[tuple[GpuSpec, float | None]], list[str]]:
     """The GPUs with their prices, and what a short name was taken for."""
-    from advisor.core.gpus import find_gpu, known
+    from advisor.core.gpus import find_gpu, known_gpus
     from advisor.replay.project.project import hourly_prices
 
     money = hourly_prices(prices)
@@ -174,14 +174,14 @@ def _targets(
             more = ", ".join(result.others[:4]) + (" …" if len(result.others) > 4 else "")
             notes.append(f"{name} is taken for {result.gpu.name}; it could be {more}")
     if every:
-        wanted = [g for g in known() if not money or g.name in money]
+        wanted = [g for g in known_gpus() if not money or g.name in money]
         chosen |= {g.name: g for g in wanted}
     return [(g, money.get(g.name)) for g in chosen.values()], notes
 
 
 def _plain(projector: Projector, found: tuple[Choice, ...], notes: list[str]) -> dict[str, Any]:
     """As plain data; null: the step cannot run there, or no price."""
-    from advisor.replay.calibration import compared
+    from advisor.replay.calibration import count_comparisons
 
     return {
         "schema": 1,
@@ -190,7 +190,7 @@ def _plain(projector: Projector, found: tuple[Choice, ...], notes: list[str]) ->
         "replayed": projector.replayed,
         "same_host": projector.same_host,
         "notes": notes,
-        "rests_on": compared(),
+        "rests_on": count_comparisons(),
         "gpus": [_row(c) for c in found],
     }
 
@@ -221,7 +221,7 @@ def _splits(
     from advisor.measure.comm.links import NodeLinks
     from advisor.render.documents.project import build_splits
     from advisor.replay.project.mesh import MeshProjector, parse_mesh
-    from advisor.replay.project.splits import compare
+    from advisor.replay.project.splits import compare_splits
 
     network, found = options.network, a.hardware
     price = None if found is None else prices.of(found.name)
@@ -243,7 +243,7 @@ def _splits(
     projector = MeshProjector(a, recorded, NodeLinks(options.node_size, network))
     if machine is not None and nodes is None:
         projector = projector.on_nodes_of(machine[1].gpus)
-    rows, measured = compare(projector, gpus, hourly, nodes, epoch), str(projector.measured)
+    rows, measured = compare_splits(projector, gpus, hourly, nodes, epoch), str(projector.measured)
     data = {
         "schema": 1, "measured": measured, "currency": prices.currency, "epoch_steps": epoch,
         "splits": rows, "notes": [*notes],

@@ -99,14 +99,14 @@ def command(
         "report": None if report else False,
     }
     words = launch.command_line(program)
-    if behind := launch.misplaced(program, OPTIONS):
+    if behind := launch.warn_misplaced(program, OPTIONS):
         print(f"advisor: {behind}", file=sys.stderr)
     if switched_off():
-        launch.leave(launch.run(words, os.environ.copy()))
+        launch.exit_like_program(launch.run(words, os.environ.copy()))
     code = launch.record(words, {k: v for k, v in chosen.items() if v is not None})
     if scalene and code == 0:
         launch.under_scalene(program, scalene_steps, out or "")
-    launch.leave(code)
+    launch.exit_like_program(code)
 
 
 def _attached(

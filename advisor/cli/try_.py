@@ -73,7 +73,7 @@ def command(
     from advisor.tune.rounds import Limits
 
     seconds = parse_time(budget)
-    if behind := launch.misplaced(program, OPTIONS):
+    if behind := launch.warn_misplaced(program, OPTIONS):
         print(f"advisor: {behind}", file=sys.stderr)
     for name in only or []:
         find_knob(name.partition("=")[0])

@@ -110,14 +110,14 @@ def _precision(run: Run, name: str, options: o.Options) -> Document:
     from advisor.measure import Analysis
     from advisor.measure.steps.steps import refuse_none
     from advisor.render.documents.whatif import build_precision
-    from advisor.replay.project.precision import precision
+    from advisor.replay.project.precision import project_precision
 
     if not run.traces:
         raise AdvisorError(f"{run.path or 'run'}: no profiled window, so nothing to replay")
     number = run.ranks[0] if options.rank is None else options.rank
     a = Analysis(run.window(number), options.steps)
     refuse_none(a.steps, a.trace.meta.path, number, selected=options.steps is not None)
-    result = precision(a, name)
+    result = project_precision(a, name)
     data = {"schema": 1, **result._asdict()}
     return replace(build_precision(result), data=data)
 
@@ -132,12 +132,12 @@ def _nothing(
     """Why an edit selects nothing, and what could stand in its place."""
     from advisor.core.text import clean, kernel_label
     from advisor.measure import Analysis
-    from advisor.replay.present import present
+    from advisor.replay.present import find_present
 
     made = result.edits[index].edit
     first = result.ranks[0] if result.ranks else run.ranks[0]
     window = run.window(first if made.rank is None else made.rank)
-    there = present(Analysis(window, steps), made.select)
+    there = find_present(Analysis(window, steps), made.select)
     said = f"edit {clean(line.strip())!r} selects nothing in these steps"
     if not there.names:
         return f"{said}: there are no {there.what}"

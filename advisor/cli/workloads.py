@@ -15,7 +15,7 @@ import typer
 
 from advisor.cli import output as out
 from advisor.core import text as t
-from advisor.core.errors import AdvisorError, install
+from advisor.core.errors import AdvisorError, install_command
 
 if TYPE_CHECKING:
     from advisor.sample_workloads import Workload
@@ -89,7 +89,7 @@ def run(
     workload = find(name)
     if find_spec("torch") is None:
         raise AdvisorError(
-            f"workloads are PyTorch programs, and PyTorch is missing: {install('record')}"
+            f"workloads are PyTorch programs, and PyTorch is missing: {install_command('record')}"
         )
     folder = _fresh(output or Path("runs", f"{name}-{variant}"), chosen=output is not None)
     os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # else the profiler logs its stages to stderr

@@ -320,10 +320,10 @@ def append_prediction(comparison: Comparison, *, unix: int) -> bool:
     same = (result.rule, result.predicted, result.measured)
     if any(
         (row.rule, row.predicted, row.measured) == same
-        for row in predictions.read(file).predictions
+        for row in predictions.read_predictions(file).predictions
     ):
         return False  # compared before
-    predictions.append(file, [result])
+    predictions.append_predictions(file, [result])
     return True
 
 

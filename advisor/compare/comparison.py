@@ -7,8 +7,8 @@ from typing import Any, Literal
 import msgspec
 from msgspec import Struct, field
 
-from advisor.core.report import bounded, render
-from advisor.core.saved import decoded, encoded
+from advisor.core.report import limit_lines, render
+from advisor.core.saved import decode_json, encode_json
 
 SCHEMA = "advisor.comparison/2"
 
@@ -291,12 +291,12 @@ class Comparison(Struct, kw_only=True):
 
     def to_json(self) -> bytes:
         """The JSON text, indented by two."""
-        return encoded(self)
+        return encode_json(self)
 
     @classmethod
     def from_json(cls, text: bytes | str) -> Comparison:
         """Read what :meth:`to_json` wrote. Raises AdvisorError for anything else."""
-        return decoded(text, cls, "comparison", SCHEMA)
+        return decode_json(text, cls, "comparison", SCHEMA)
 
     def __repr__(self) -> str:
         """One line: the verdict."""
@@ -306,7 +306,7 @@ class Comparison(Struct, kw_only=True):
 
     def __str__(self) -> str:
         """What ``advisor compare`` prints, for a terminal of 80 columns."""
-        return bounded(render(self, "COMPARISONS", "terminal"), "to_dict() has all")
+        return limit_lines(render(self, "COMPARISONS", "terminal"), "to_dict() has all")
 
     def _repr_html_(self) -> str:
         """What a notebook shows."""

@@ -21,7 +21,7 @@ from advisor.compare.statistics import (
     welch_interval,
 )
 from advisor.core import text as t
-from advisor.core.finding import GUESSED
+from advisor.core.finding import GUESSED_STEP_SOURCES
 from advisor.core.report import Input, Report, StepDurations
 
 Source = Literal["recorder", "trace"]
@@ -94,7 +94,7 @@ def common_steps(before: Report, after: Report) -> tuple[str, tuple[Runs, Runs]]
 
 def with_guessed_steps(reports: Sequence[Report]) -> list[Report]:
     """Those whose steps are where something repeats, which nothing marks."""
-    return [report for report in reports if report.scope.step_source in GUESSED]
+    return [report for report in reports if report.scope.step_source in GUESSED_STEP_SOURCES]
 
 
 def _runs(report: Report, source: Source) -> Runs:

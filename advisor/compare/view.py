@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from advisor.compare.amounts import memory_verdict, phase_verdict
 from advisor.core import text as t
-from advisor.core.finding import GUESSED
+from advisor.core.finding import GUESSED_STEP_SOURCES
 
 if TYPE_CHECKING:
     from advisor.compare.comparison import (
@@ -125,7 +125,9 @@ def _whole(comparison: Comparison) -> tuple[float, float] | None:
 
 def has_guessed_steps(comparison: Comparison) -> bool:
     """The steps are periods of the device's work that nothing marks, perhaps parts of a step."""
-    return bool({comparison.before.step_source, comparison.after.step_source} & {*GUESSED})
+    return bool(
+        {comparison.before.step_source, comparison.after.step_source} & {*GUESSED_STEP_SOURCES}
+    )
 
 
 def _crashes(comparison: Comparison) -> list[str]:

@@ -28,7 +28,7 @@ def describe_failure(error: BaseException) -> str:
     return f"{text} at {file}:{frame.tb_lineno}"
 
 
-def install(extra: str) -> str:
+def install_command(extra: str) -> str:
     """The command that installs an extra from where advisor itself came from:
     ``pip install "gpu-advisor[record]"``, or with the folder, archive or repository."""
     from pathlib import Path

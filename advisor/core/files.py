@@ -56,7 +56,7 @@ def read_regular(path: str | Path, most: int) -> bytes:
     with open_regular(path) as file:
         data = file.read(most + 1)
     if len(data) > most:
-        raise AdvisorError(f"{path}: larger than {size(most)}, too large for such a file")
+        raise AdvisorError(f"{path}: larger than {format_size(most)}, too large for such a file")
     return data
 
 
@@ -84,7 +84,7 @@ def read_lines(file: BinaryIO, most: int, longest: int) -> Iterator[bytes | None
         yield rest
 
 
-def size(count: int) -> str:
+def format_size(count: int) -> str:
     """A bound in words."""
     return f"{count >> 20} MiB" if count >= 1 << 20 else f"{count >> 10} KiB"
 

@@ -7,7 +7,7 @@ from typing import Literal
 
 from msgspec import Struct, field
 
-from advisor.core.rule import ANY as ANY  # noqa: PLC0414
+from advisor.core.rule import ANY_FRAMEWORK as ANY_FRAMEWORK  # noqa: PLC0414
 from advisor.core.rule import Evidence as Evidence  # noqa: PLC0414
 from advisor.core.rule import FrameworkAdvice as FrameworkAdvice  # noqa: PLC0414
 from advisor.core.rule import Per as Per  # noqa: PLC0414
@@ -49,13 +49,13 @@ Operation = Literal[
 ]
 
 
-GUESSED = ("device sequence", "repeating ranges")
+GUESSED_STEP_SOURCES = ("device sequence", "repeating ranges")
 """``Steps.source`` of steps that nothing marks: a part of an iteration may be what repeats."""
 
 
 def unit_of(step_source: str) -> Per:
     """What figures are of, by where their steps come from (``Scope.step_source``)."""
-    if step_source in GUESSED:
+    if step_source in GUESSED_STEP_SOURCES:
         return "repetition"
     return "recording" if step_source == "whole trace" else "step"
 

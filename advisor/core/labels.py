@@ -14,8 +14,8 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable
 from typing import Final
 
-GAP: Final = "…"
-MINIMUM: Final = 8
+ELLIPSIS: Final = "…"
+MIN_DISTINCT_WIDTH: Final = 8
 """From this width up labels of distinct names are distinct, whatever the names are."""
 MAX_WORDS, MAX_LETTERS = 400, 2_000
 """Of one name that are looked at; of a longer one the first three quarters and the last."""
@@ -70,9 +70,9 @@ def shorten(text: str, width: int) -> str:
     if len(text) <= width:
         return text
     if width <= 1:
-        return GAP[:width]
+        return ELLIPSIS[:width]
     tail = (width - 1) // 3
-    return f"{text[: width - 1 - tail]}{GAP}{text[len(text) - tail :] if tail else ''}"
+    return f"{text[: width - 1 - tail]}{ELLIPSIS}{text[len(text) - tail :] if tail else ''}"
 
 
 # -- without what says nothing ------------------------------------------------------------------
@@ -200,8 +200,8 @@ def _numbered(text: str, width: int, number: int, taken: set[str]) -> tuple[str,
     """The last resort, for names that differ in nothing that has room: the text's beginning and a
     number; returns it and the next number."""
     while True:
-        mark = f"{GAP}#{number}"
-        label = (shorten(text, width - len(mark)).rstrip(GAP) + mark)[: max(width, 0)]
+        mark = f"{ELLIPSIS}#{number}"
+        label = (shorten(text, width - len(mark)).rstrip(ELLIPSIS) + mark)[: max(width, 0)]
         number += 1
         if label not in taken or len(mark) > width:
             taken.add(label)
@@ -246,7 +246,7 @@ def _cut(texts: list[str], words: dict[int, list[str]], width: int, share: int) 
 
 def _words(text: str) -> list[str]:
     if len(text) > MAX_LETTERS:
-        text = f"{text[: MAX_LETTERS * 3 // 4]}{GAP}{text[-MAX_LETTERS // 4 :]}"
+        text = f"{text[: MAX_LETTERS * 3 // 4]}{ELLIPSIS}{text[-MAX_LETTERS // 4 :]}"
     result = []
     for word in _WORD.findall(text):
         # UpperCamelCase and digests have no words of their own
@@ -254,7 +254,7 @@ def _words(text: str) -> list[str]:
     if len(result) <= MAX_WORDS:
         return result
     tail = MAX_WORDS // 4
-    return [*result[: MAX_WORDS - tail], GAP, *result[-tail:]]
+    return [*result[: MAX_WORDS - tail], ELLIPSIS, *result[-tail:]]
 
 
 def _head(words: list[str], room: int) -> int:
@@ -355,5 +355,5 @@ def _joined(words: list[str], kept: set[int]) -> str:
     if before != len(words) - 1:
         parts[-1] = parts[-1].rstrip("<(, _:")
         parts.append("")
-    text = GAP.join(parts)
-    return re.sub(f"{GAP}(?:{GAP})+", GAP, text)
+    text = ELLIPSIS.join(parts)
+    return re.sub(f"{ELLIPSIS}(?:{ELLIPSIS})+", ELLIPSIS, text)

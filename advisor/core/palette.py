@@ -55,23 +55,23 @@ PHASES: Final = {
 }
 """The recorder's phases."""
 
-REST: Final = Look("#9a9aa5", "┈", "bright_black")
+OTHER_LOOK: Final = Look("#9a9aa5", "┈", "bright_black")
 """What has no name of its own, summed."""
-SPARE: Final = "○◆■△▽◁▷☆◎●"
+SPARE_GLYPHS: Final = "○◆■△▽◁▷☆◎●"
 """Glyphs of what is in none of the tables."""
 
 
-def host(name: str) -> Look | None:
+def host_look(name: str) -> Look | None:
     """Of a class of host time, or of a phase."""
     return HOST.get(name) or PHASES.get(name)
 
 
-def css() -> str:
+def css_rules() -> str:
     """The tables as classes of a style sheet: ``c-compute``, ``c-idle-sync``, ``c-host-python``."""
     named = {f"c-{key}": look for key, look in CLASSES.items()}
     named |= {f"c-idle-{key}": look for key, look in CAUSES.items()}
     named |= {f"c-host-{key}": look for key, look in {**PHASES, **HOST}.items()}
-    named["c-rest"] = REST
+    named["c-rest"] = OTHER_LOOK
     return "".join(
         f".{name} {{ fill: {look.colour}; background: {look.colour}; }}\n"
         for name, look in named.items()

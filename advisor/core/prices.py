@@ -175,7 +175,7 @@ def _words(name: str) -> frozenset[str]:
     return frozenset(re.findall(r"[a-z0-9]+", name.casefold()))
 
 
-def money(amount: float, currency: str) -> str:
+def format_money(amount: float, currency: str) -> str:
     """An amount with its currency, with three digits at least: ``$0.00125``, ``12.40 CHF``."""
     decimals = 2
     if amount and abs(amount) < 1:

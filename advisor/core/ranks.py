@@ -150,7 +150,7 @@ class Ranks(Struct, kw_only=True):
     """What could not be compared, and why."""
 
 
-def numbers(ranks: list[int]) -> str:
+def format_ranks(ranks: list[int]) -> str:
     """``[0, 1, 2, 7]`` as ``0-2, 7``."""
     parts: list[str] = []
     ordered = sorted(set(ranks))

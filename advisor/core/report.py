@@ -12,8 +12,8 @@ from advisor.core.finding import Finding, HotLine, PassedCheck, Per, SkippedChec
 from advisor.core.layers import Layers, MeshAxis
 from advisor.core.prices import Cost, EnergyUse
 from advisor.core.ranks import Ranks
-from advisor.core.run_directory import LARGEST
-from advisor.core.saved import decoded, encoded
+from advisor.core.run_directory import MAX_VALUE
+from advisor.core.saved import decode_json, encode_json
 from advisor.core.sources import (
     SOURCE_KINDS,
     CompileLog,
@@ -38,7 +38,7 @@ def render(subject: object, formats: str, name: str, **options: Any) -> str:
     return text
 
 
-def bounded(text: str, rest: str) -> str:
+def limit_lines(text: str, rest: str) -> str:
     """The first MAX_LINES lines, without the last line end; ``rest``: where the others are."""
     lines = text.rstrip("\n").split("\n")
     if len(lines) > MAX_LINES:
@@ -149,7 +149,7 @@ class StepDurations(Struct, frozen=True, kw_only=True):
     """ns, in order of time; the last 5,000."""
 
     def __post_init__(self) -> None:
-        if not all(0 <= ns < LARGEST for ns in self.durations_ns):
+        if not all(0 <= ns < MAX_VALUE for ns in self.durations_ns):
             raise ValueError("the duration of a step is not a time")
         if sum(last - first + 1 for first, last in self.numbers) != len(self.durations_ns):
             raise ValueError("steps and their numbers differ in count")
@@ -925,7 +925,7 @@ class Report(Struct, kw_only=True):
 
     def to_json(self) -> bytes:
         """The JSON text, indented by two."""
-        return encoded(self)
+        return encode_json(self)
 
     def __repr__(self) -> str:
         """One line: status, verdict, how many findings."""
@@ -937,7 +937,7 @@ class Report(Struct, kw_only=True):
     def __str__(self) -> str:
         """What ``advisor analyze`` prints, for a terminal of 80 columns: at most MAX_LINES."""
         text = render(self, "REPORTS", "terminal")
-        return bounded(text, "to_dict() has all")
+        return limit_lines(text, "to_dict() has all")
 
     def _repr_html_(self) -> str:
         """What a notebook shows."""
@@ -946,7 +946,7 @@ class Report(Struct, kw_only=True):
     @classmethod
     def from_json(cls, text: bytes | str) -> Report:
         """Read a report written by :meth:`to_json`. Raises AdvisorError for anything else."""
-        return decoded(text, cls, "report", SCHEMA, older={"advisor.report/1": _from_version_1})
+        return decode_json(text, cls, "report", SCHEMA, older={"advisor.report/1": _from_version_1})
 
 
 _ORDER = {"rank": "priority"}

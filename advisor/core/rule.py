@@ -95,7 +95,7 @@ class Program(NamedTuple):
 
 PYTORCH_URL_PART = "pytorch"
 """In the address of what is to be read by users of PyTorch alone."""
-ANY = "any"
+ANY_FRAMEWORK = "any"
 """In ``Rule.elsewhere``: a framework that has no words of its own there, or none that is known."""
 
 
@@ -172,8 +172,9 @@ class Rule:
     advice: FrameworkAdvice | None = None
     """Of ``elsewhere``, for that program; ``None``: what the rule says is for PyTorch."""
     elsewhere: ClassVar[Mapping[str, FrameworkAdvice]] = {}
-    """Framework (``trace.meta.framework``, or :data:`ANY`) -> what is advised there in place of
-    the texts above. A rule without is not run on programs that are surely not PyTorch's."""
+    """Framework (``trace.meta.framework``, or :data:`ANY_FRAMEWORK`) -> what is advised there in
+    place of the texts above. A rule without is not run on programs that are surely not
+    PyTorch's."""
     engines: ClassVar[Mapping[str, FrameworkAdvice]] = {}
     """Inference engine -> what is advised there in place of the texts above: its own switches."""
     found_in: ClassVar[tuple[str, ...]] = ()
@@ -261,7 +262,7 @@ class Rule:
         self, framework: str | None, vendor: str | None = None
     ) -> FrameworkAdvice | None:
         """What is advised programs of a framework that is not PyTorch."""
-        advice = self.elsewhere.get(framework or ANY, self.elsewhere.get(ANY))
+        advice = self.elsewhere.get(framework or ANY_FRAMEWORK, self.elsewhere.get(ANY_FRAMEWORK))
         return advice.amd if advice is not None and vendor == "amd" and advice.amd else advice
 
     def complete(self, finding: Finding) -> Finding:

@@ -34,7 +34,7 @@ import msgspec
 from msgspec import Struct, field
 
 from advisor.core.errors import AdvisorError
-from advisor.core.files import open_regular, read_lines, read_regular, size
+from advisor.core.files import format_size, open_regular, read_lines, read_regular
 
 _T = TypeVar("_T")
 
@@ -61,7 +61,7 @@ MAX_LINE_BYTES = 1 << 20
 ROOM_BYTES, ROOM_FACTOR = 300 << 20, 8
 """Memory that the records of one file may take once decoded: so much, or so many times the file's
 own size. What a run writes takes two or three times its size."""
-LARGEST = 1 << 62
+MAX_VALUE = 1 << 62
 """Times and figures are smaller than this."""
 MAX_GPUS = 64
 """GPUs of one sample. No machine has more."""
@@ -73,7 +73,7 @@ MAX_JSON_BYTES = 4 << 20
 """Manifest and rank.json: some kilobytes are written."""
 
 
-DAMAGE = (msgspec.MsgspecError, UnicodeError, RecursionError, AdvisorError, ValueError)
+DAMAGE_ERRORS = (msgspec.MsgspecError, UnicodeError, RecursionError, AdvisorError, ValueError)
 """What reading a damaged file of JSON raises."""
 
 
@@ -197,7 +197,7 @@ class Step(Struct, kw_only=True, omit_defaults=True, gc=False):
     """Forwards since the step before that built a graph which no backward followed."""
 
 
-THROTTLE = {
+THROTTLE_BITS = {
     "idle": 0x1,
     "application clocks": 0x2,
     "software power cap": 0x4,
@@ -367,7 +367,7 @@ def read_recording(path: str | Path) -> Recording:
         manifest = _decoded(folder / MANIFEST, Manifest)
     except OSError as error:
         raise AdvisorError(f"{folder}: not a run directory ({error.strerror or error})") from None
-    except DAMAGE as error:
+    except DAMAGE_ERRORS as error:
         raise AdvisorError(f"{folder / MANIFEST}: not a manifest ({_short(error)})") from None
     if manifest.schema.split("/")[0] != SCHEMA.split("/", maxsplit=1)[0]:
         shown = manifest.schema[:60]
@@ -405,7 +405,7 @@ def _short(error: Exception) -> str:
 def _read_rank(folder: Path, problems: list[str]) -> RankRecord:
     try:
         rank = _decoded(folder / RANK, Rank)
-    except (OSError, *DAMAGE):
+    except (OSError, *DAMAGE_ERRORS):
         rank = Rank()
         problems.append(f"{folder / RANK}: missing or damaged")
     steps = _expanded(_read_lines(folder / STEPS, Step, problems), folder / STEPS, problems)
@@ -482,7 +482,7 @@ def _read_lines(
     result: list[_T] = []
     held = 0
     for read, item in _lines(file, kind, problems, most):
-        held += weight(item)
+        held += memory_weight(item)
         if held > max(ROOM_BYTES, ROOM_FACTOR * read):
             problems.append(f"{file}: read up to line {len(result):,}: too much for its size")
             break
@@ -499,11 +499,11 @@ def _read_samples(file: Path, problems: list[str]) -> list[Sample]:
         if number % every:
             continue
         samples.append(sample)
-        held += weight(sample)
+        held += memory_weight(sample)
         while held > max(ROOM_BYTES, ROOM_FACTOR * read) and len(samples) > 1:
             every *= 2
             del samples[1::2]
-            held = sum(map(weight, samples))
+            held = sum(map(memory_weight, samples))
     if every > 1:
         problems.append(f"{file}: one sample in {every} kept: too much for its size")
     return samples
@@ -515,13 +515,15 @@ def is_sane(item: object) -> bool:
         lengths = item.dur, item.n, item.gc, *item.phases.values()
         if not 1 <= item.of <= MAX_STEPS:
             return False
-        return -LARGEST < item.t < LARGEST and all(0 <= length < LARGEST for length in lengths)
+        return -MAX_VALUE < item.t < MAX_VALUE and all(
+            0 <= length < MAX_VALUE for length in lengths
+        )
     if isinstance(item, Sample | Event):
-        return -LARGEST < item.t < LARGEST
+        return -MAX_VALUE < item.t < MAX_VALUE
     return True
 
 
-def weight(item: object) -> int:
+def memory_weight(item: object) -> int:
     """About how many bytes a record takes in memory; more GPUs than there can be are dropped."""
     if isinstance(item, Sample):
         del item.gpus[MAX_GPUS:]
@@ -538,7 +540,7 @@ def _lines(file: Path, kind: type[_T], problems: list[str], most: int) -> Iterat
     try:
         with open_regular(file) as opened:
             if os.fstat(opened.fileno()).st_size > most:
-                problems.append(f"{file}: read up to {size(most)}")
+                problems.append(f"{file}: read up to {format_size(most)}")
             for line in read_lines(opened, most, MAX_LINE_BYTES):
                 # what would take long to decode only to be cut down is not decoded
                 if line is None or (kind is not Event and line.count(b"{") > MAX_OBJECTS):
@@ -547,7 +549,7 @@ def _lines(file: Path, kind: type[_T], problems: list[str], most: int) -> Iterat
                 read += len(line)
                 try:
                     item = decoder.decode(line)
-                except DAMAGE:
+                except DAMAGE_ERRORS:
                     bad += 1
                     continue
                 if not is_sane(item):

@@ -12,7 +12,7 @@ import msgspec
 from advisor.core.errors import AdvisorError
 from advisor.core.files import open_regular
 
-HEAD = 200
+HEAD_BYTES = 200
 """Bytes at the beginning of a file that say what it is."""
 _WHOLE_NUMBERS = re.compile(rb"\[\n +-?\d+(?:,\n +-?\d+)*\n +\]")
 
@@ -30,7 +30,7 @@ class Saved(Protocol):
 AnySaved = TypeVar("AnySaved", bound=Saved)
 
 
-def encoded(value: msgspec.Struct) -> bytes:
+def encode_json(value: msgspec.Struct) -> bytes:
     """JSON indented by two, with a list of whole numbers on one line."""
     text = msgspec.json.format(msgspec.json.encode(value), indent=2) + b"\n"
     return _WHOLE_NUMBERS.sub(lambda result: b" ".join(result[0].split()), text)
@@ -40,7 +40,7 @@ class _Head(msgspec.Struct):
     schema: str = ""
 
 
-def decoded(
+def decode_json(
     text: bytes | str,
     kind: type[AnySaved],
     name: str,
@@ -75,7 +75,7 @@ def has_schema(path: str | Path, schema: str) -> bool:
         return False
     try:
         with open_regular(path) as opened:
-            return f'"{schema.rpartition("/")[0]}/'.encode() in opened.read(HEAD)
+            return f'"{schema.rpartition("/")[0]}/'.encode() in opened.read(HEAD_BYTES)
     except (OSError, ValueError):
         return False
 

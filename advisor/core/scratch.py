@@ -19,13 +19,13 @@ from advisor.core.errors import AdvisorError
 
 PREFIX = "advisor-"
 _LOCK = ".lock"
-YOUNG = 60.0
+MIN_AGE_SECONDS = 60.0
 """Seconds for which a folder may not be locked yet."""
 MAX_SWEPT = 1000
 
 
 @contextmanager
-def scratch(folder: str | Path | None = None) -> Iterator[Path]:
+def scratch_folder(folder: str | Path | None = None) -> Iterator[Path]:
     """A new folder (mode 0700), in the system's for temporary files by default. Raises
     AdvisorError: there is no place for one."""
     parent = Path(folder if folder is not None else tempfile.gettempdir())
@@ -67,7 +67,7 @@ def _sweep(parent: Path) -> None:
         ours = (entry for entry in entries if entry.name.startswith(PREFIX))
         for entry in islice(ours, MAX_SWEPT):
             with suppress(OSError):
-                if time.time() - entry.stat(follow_symlinks=False).st_mtime < YOUNG:
+                if time.time() - entry.stat(follow_symlinks=False).st_mtime < MIN_AGE_SECONDS:
                     continue
                 number = _locked(Path(entry.path, _LOCK))
                 if number is not None:

@@ -60,7 +60,7 @@ ANNOTATION_SCHEMA: dict[str, Any] = {
 }
 
 
-def table(schema: dict[str, Any], columns: Mapping[str, Sequence[Any]]) -> pl.DataFrame:
+def typed_table(schema: dict[str, Any], columns: Mapping[str, Sequence[Any]]) -> pl.DataFrame:
     """The rows of one of these tables; columns that are not given are null."""
     count = max(map(len, columns.values()), default=0)
     return pl.DataFrame(

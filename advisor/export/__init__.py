@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING, Any
 from advisor.core.trace import KINETO
 from advisor.export.chrome import write_tables
 from advisor.export.rewrite import Extra, Written, rewrite
-from advisor.export.tracks import tracks
+from advisor.export.tracks import build_tracks
 
 if TYPE_CHECKING:
     from advisor.core.trace import Trace
 
-__all__ = ["Written", "rewrite", "tracks", "write_trace"]
+__all__ = ["Written", "build_tracks", "rewrite", "write_trace"]
 
 
 def write_trace(trace: Trace, target: Path, extra: Extra | None = None, **options: Any) -> Written:

@@ -19,11 +19,11 @@ from advisor.export.rewrite import (
     Progress,
     Written,
     names_of,
-    replacing,
+    replace_when_complete,
     write_events,
     written_head,
 )
-from advisor.export.tracks import microseconds
+from advisor.export.tracks import to_microseconds
 from advisor.read.meta import MAX_CALLS, OURS
 from advisor.read.source import DEFAULT_LIMIT
 from advisor.read.spelling import COMM_FIELDS, Args, call_class, copy_parts
@@ -95,7 +95,7 @@ def write_tables(
     head = head_of(trace)
 
     def texts() -> Iterator[tuple[bytes, int]]:
-        left = events(trace)
+        left = iterate_events(trace)
         while some := list(islice(left, AT_ONCE)):
             text = b",\n".join(map(msgspec.json.encode, some))
             if redactor is not None:
@@ -104,7 +104,7 @@ def write_tables(
             if progress is not None:
                 progress(path, trace.meta.bytes_read)
 
-    with replacing(target) as file:
+    with replace_when_complete(target) as file:
         write_events(file, texts(), lambda: head, extra, redactor, written)
         file.write(written_head(head, redactor))
     return written
@@ -148,7 +148,7 @@ def _calls(trace: Trace) -> list[list[str]]:
     return sorted([name, call] for name, call in item if call_class(name) != call)[:MAX_CALLS]
 
 
-def events(trace: Trace) -> Iterator[Event]:
+def iterate_events(trace: Trace) -> Iterator[Event]:
     """Every row as an event. One by one, because each becomes a text of its own."""
     ids, thread_events = _threads(trace.threads)
     inputs, comms = _shared(trace.inputs, _INPUTS, raw=True), _shared(trace.comms, _COMMS)
@@ -184,7 +184,7 @@ def events(trace: Trace) -> Iterator[Event]:
         on_host = row["device"] is None or row["device"] < 0
         args = _args(row, _MEMORY_ARGS)
         args |= {"Device Type": int(not on_host), "Device Id": -1 if on_host else row["device"]}
-        place = {"pid": pid, "tid": tid, "ts": microseconds(row["ts"])}
+        place = {"pid": pid, "tid": tid, "ts": to_microseconds(row["ts"])}
         return {"ph": "i", "s": "t", "name": "[memory]", **place, "args": args}
 
     def counter(row: Event) -> Event:
@@ -211,8 +211,8 @@ def _slice(row: Event, category: str, name: str, pid: Any, tid: Any, args: Event
         "name": name,
         "pid": pid,
         "tid": tid,
-        "ts": microseconds(row["ts"]),
-        "dur": microseconds(row["dur"]),
+        "ts": to_microseconds(row["ts"]),
+        "dur": to_microseconds(row["dur"]),
         "args": args,
     }
 

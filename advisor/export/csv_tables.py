@@ -48,7 +48,7 @@ class CsvTable:
         )
 
 
-def tables(a: Analysis, report: Report) -> dict[str, CsvTable]:
+def build_tables(a: Analysis, report: Report) -> dict[str, CsvTable]:
     """The tables by name: ``findings``, ``steps``, ``kernels``, ``operators``, ``rooflines``,
     ``idle``. All times in ns. One without rows was not measured, or there was nothing."""
     return {

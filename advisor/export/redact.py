@@ -32,7 +32,7 @@ from advisor.measure.host.stacks import LIBRARIES, TORCH
 
 _S = TypeVar("_S", bound=Struct)
 
-GONE = "[redacted]"
+REDACTED = "[redacted]"
 MAX_REMEMBERED = 200_000
 """Distinct texts of which the outcome is kept: those of a trace repeat massively."""
 MAX_NAMES = 1000
@@ -224,35 +224,35 @@ class Redactor:
         return known
 
     def _redact(self, text: str) -> str:
-        text = hide_known(text, GONE)
-        text = hide_values(text, GONE, _tells)
+        text = hide_known(text, REDACTED)
+        text = hide_values(text, REDACTED, _tells)
         text = _ENTROPY.sub(_unless_random, text)
         if "@" in text:
-            text = _CLONED.sub(GONE, text)
+            text = _CLONED.sub(REDACTED, text)
         if "/" in text or "\\" in text or "~" in text:
             text = _TRACED.sub(lambda result: _path(result[0]), text)
             if (frame := _FRAME.fullmatch(text)) is not None:
                 text = _place(frame[1]) + frame[2]
-            text = _REPOSITORY.sub(GONE, text)
+            text = _REPOSITORY.sub(REDACTED, text)
             text = _URL.sub(_url, text)
-            text = _REMOTE.sub(lambda result: f"{GONE}:{_path(result[1])}", text)
+            text = _REMOTE.sub(lambda result: f"{REDACTED}:{_path(result[1])}", text)
             text = _PATH.sub(lambda result: _path(result[0]), text)
             text = _RELATIVE.sub(_relative, text)
             text = _ESCAPED_PATH.sub(lambda result: _path(result[0].replace("\\", "")), text)
-            text = _HOME.sub(lambda result: result[0].replace(result[1], GONE), text)
+            text = _HOME.sub(lambda result: result[0].replace(result[1], REDACTED), text)
         if "%" in text:
             text = _ENCODED_PATH.sub(_encoded_path, text)
         if "@" in text:
-            text = _EMAIL.sub(GONE, text)
-            text = _LOGIN.sub(GONE, text)
+            text = _EMAIL.sub(REDACTED, text)
+            text = _LOGIN.sub(REDACTED, text)
         if "." in text:
-            text = _ADDRESS.sub(GONE, text)
+            text = _ADDRESS.sub(REDACTED, text)
             text = _HOST.sub(_host, text)
         if ":" in text or "-" in text or "=" in text:
-            text = _SHORT_HOST.sub(GONE, text)
+            text = _SHORT_HOST.sub(REDACTED, text)
             text = _ADDRESS_6.sub(_address_6, text)
-            text = _MAC.sub(GONE, text)
-        return self._names.sub(GONE, text) if self._names is not None else text
+            text = _MAC.sub(REDACTED, text)
+        return self._names.sub(REDACTED, text) if self._names is not None else text
 
     def pattern(self, pattern: str) -> str:
         """A regular expression that finds redacted names as it found the names before, and those
@@ -336,7 +336,7 @@ class Redactor:
         return Raw(msgspec.json.encode(result))
 
 
-_GONE = Raw(msgspec.json.encode(GONE))
+_GONE = Raw(msgspec.json.encode(REDACTED))
 _GONE_INNER = bytes(_GONE)[1:-1]
 _string = msgspec.json.Decoder(str)
 _items = msgspec.json.Decoder(list[Raw])
@@ -469,8 +469,8 @@ def _unless_random(result: re.Match[str]) -> str:
     if text.startswith("_Z"):  # a mangled C++ name
         return text
     if is_random(text):
-        return GONE
-    return _RUN.sub(lambda run: GONE if is_random(run[0]) else run[0], text)
+        return REDACTED
+    return _RUN.sub(lambda run: REDACTED if is_random(run[0]) else run[0], text)
 
 
 def is_random(text: str) -> bool:
@@ -517,7 +517,7 @@ def _url(result: re.Match[str]) -> str:
     scheme, host, rest = result.groups()
     if _PUBLIC.fullmatch(host) and "=" not in rest:
         return result[0]
-    return f"{scheme}{GONE}"
+    return f"{scheme}{REDACTED}"
 
 
 def _host(result: re.Match[str]) -> str:
@@ -526,7 +526,7 @@ def _host(result: re.Match[str]) -> str:
         return name
     if _PUBLIC.fullmatch(name) or _MODULES.fullmatch(name):
         return name
-    return GONE
+    return REDACTED
 
 
 def _address_6(result: re.Match[str]) -> str:
@@ -538,7 +538,7 @@ def _address_6(result: re.Match[str]) -> str:
     except ValueError:
         return text
     groups = sum(map(bool, text.split(":")))
-    return text if address.is_loopback or groups < 2 else GONE
+    return text if address.is_loopback or groups < 2 else REDACTED
 
 
 def _path(path: str) -> str:
@@ -549,7 +549,7 @@ def _path(path: str) -> str:
     if library is not None:
         return path[library.end() :]
     name = re.split(r"[/\\]", path.rstrip("/\\"))[-1]
-    return name if _FILE.search(name) else GONE
+    return name if _FILE.search(name) else REDACTED
 
 
 def _relative(result: re.Match[str]) -> str:
@@ -647,7 +647,7 @@ def _finds_both(text: str, clean: str) -> str:
     result = [] if clean.startswith(text[:1]) else [".*"]
     at = 0
     for word in re.findall(r"\[redacted\]|\w+|\W", clean):
-        place = -1 if word == GONE else text.find(word, at)
+        place = -1 if word == REDACTED else text.find(word, at)
         if place != at and result[-1:] != [".*"]:
             result.append(".*")
         if place >= 0:

@@ -18,7 +18,7 @@ from msgspec import Raw
 
 from advisor.core.errors import AdvisorError
 from advisor.export.redact import HEAD_KEYS, NameMap, Redactor
-from advisor.read.damage import REFUSED, sanitise, segments
+from advisor.read.damage import REFUSED, sanitise, split_objects
 from advisor.read.source import DEFAULT_LIMIT, ByteSource
 from advisor.read.split import Splitter
 
@@ -69,7 +69,7 @@ def rewrite(
     for exact in (False, True):
         splitter = Splitter(ByteSource(path, limit=limit), exact=exact)
         try:
-            with replacing(target) as file:
+            with replace_when_complete(target) as file:
                 written = _write(splitter, file, extra, redactor, progress)
         except _Unsound:
             continue
@@ -168,7 +168,7 @@ def _events(
 
 def _salvaged(piece: bytes, written: Written) -> list[Raw]:
     """Of a damaged piece: the elements that are JSON, repaired if need be."""
-    texts, others = segments(sanitise(piece)[1:-1])
+    texts, others = split_objects(sanitise(piece)[1:-1])
     written.lost += others
     kept = []
     for text in texts:
@@ -193,7 +193,7 @@ def _head(head: dict[str, Any], redactor: Redactor | None) -> dict[str, Any]:
 
 
 @contextmanager
-def replacing(target: Path) -> Iterator[BinaryIO]:
+def replace_when_complete(target: Path) -> Iterator[BinaryIO]:
     """A file that takes the target's place when all is written, and leaves nothing otherwise."""
     beside = target.with_name(f".{target.name[:100]}.{secrets.token_hex(4)}.tmp")
     try:

@@ -14,7 +14,7 @@ from advisor.advise import facts
 from advisor.core import text as t
 from advisor.core.finding import Edit, Finding
 from advisor.core.intervals import EMPTY, Intervals, intersect, join, union
-from advisor.read.meta import whole
+from advisor.read.meta import whole_number
 from advisor.replay.selection import selected_gaps, selected_gpu, selected_host
 
 if TYPE_CHECKING:
@@ -42,7 +42,7 @@ class Slice(NamedTuple):
     args: dict[str, Any]
 
 
-def tracks(
+def build_tracks(
     a: Analysis,
     report: Report,
     head: Mapping[str, Any] | None = None,
@@ -61,7 +61,7 @@ def tracks(
         return t.shorten(t.clean(clean(value)), width)
 
     pid = _free_pid(a)
-    origin = a.trace.meta.start_ns - (whole((head or {}).get("baseTimeNanoseconds")) or 0)
+    origin = a.trace.meta.start_ns - (whole_number((head or {}).get("baseTimeNanoseconds")) or 0)
     yield _meta("process_name", pid, 0, name="advisor")
     yield _meta("process_labels", pid, 0, labels=text(report.verdict, 200))
     yield _meta("process_sort_index", pid, 0, sort_index=-1)
@@ -99,14 +99,14 @@ def _slice(item: Slice, pid: int, tid: int, origin: int, text: Shown) -> bytes:
             "name": text(item.name, 200),
             "pid": pid,
             "tid": tid,
-            "ts": microseconds(origin + item.ts),
-            "dur": microseconds(item.dur),
+            "ts": to_microseconds(origin + item.ts),
+            "dur": to_microseconds(item.dur),
             "args": item.args,
         }
     )
 
 
-def microseconds(ns: int) -> Raw:
+def to_microseconds(ns: int) -> Raw:
     """Microseconds with their decimals, exactly: a float would round Unix times."""
     whole, rest = divmod(abs(ns), 1000)
     sign = "-" if ns < 0 else ""

@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterator
 
 from advisor.core.cgroup import count_cores
-from advisor.lint.source import Hint, Script, is_constant, is_method, keyword, position
+from advisor.lint.source import Hint, Script, find_keyword, hint_position, is_constant, is_method
 
 LOADERS = {"torch.utils.data.DataLoader", "DataLoader", "torch_geometric.loader.DataLoader"}
 MAX_WORKERS = 4
@@ -28,7 +28,7 @@ def check_loader(source: Script) -> Iterator[Hint]:
     loaders = [call for call in source.calls if source.qualified_name(call.func) in LOADERS]
     for call in loaders:
         yield from _arguments(source, call)
-    if any(is_constant(keyword(call, "pin_memory"), True) for call in loaders):
+    if any(is_constant(find_keyword(call, "pin_memory"), True) for call in loaders):
         yield from _blocking(source)
     yield from _epoch(source)
 
@@ -38,7 +38,7 @@ def _arguments(source: Script, call: ast.Call) -> Iterator[Hint]:
         isinstance(item, ast.Starred) for item in call.args
     ):
         return  # **options: the call does not show what they contain
-    workers = keyword(call, "num_workers")
+    workers = find_keyword(call, "num_workers")
     if workers is None and len(call.args) > _WORKERS_POSITION:
         workers = call.args[_WORKERS_POSITION]
     none = workers is None or is_constant(workers, 0)
@@ -46,10 +46,10 @@ def _arguments(source: Script, call: ast.Call) -> Iterator[Hint]:
     missing = []
     if workers is None and not in_memory:
         missing.append(f"num_workers={_suggest_workers()}")
-    if keyword(call, "pin_memory") is None and re.search(r"\bcuda\b", source.text):
+    if find_keyword(call, "pin_memory") is None and re.search(r"\bcuda\b", source.text):
         missing.append("pin_memory=True")
     if (
-        keyword(call, "persistent_workers") is None
+        find_keyword(call, "persistent_workers") is None
         and (workers is None or not none)
         and not in_memory
     ):
@@ -60,7 +60,7 @@ def _arguments(source: Script, call: ast.Call) -> Iterator[Hint]:
     if workers is not None and none and not in_memory:
         missing.append("num_workers above 0")
         wanted.append(f"num_workers={_suggest_workers()}")
-        if keyword(call, "persistent_workers") is None:
+        if find_keyword(call, "persistent_workers") is None:
             wanted.append("persistent_workers=True")
     if missing == ["persistent_workers=True"]:
         why = "workers restart for every epoch, and its first batch waits for them"
@@ -83,12 +83,12 @@ def _arguments(source: Script, call: ast.Call) -> Iterator[Hint]:
         ),
         code=f"DataLoader(..., {', '.join(wanted)})",
         confirmed_by=confirmed,
-        **position(call),
+        **hint_position(call),
     )
 
 
 def _dataset(call: ast.Call) -> ast.expr | None:
-    return call.args[0] if call.args else keyword(call, "dataset")
+    return call.args[0] if call.args else find_keyword(call, "dataset")
 
 
 def is_in_memory(source: Script, node: ast.expr | None, depth: int = 4) -> bool:
@@ -130,7 +130,7 @@ def _trainer_arguments(source: Script) -> Iterator[Hint]:
     for call in source.calls:
         if not _TRAINING_ARGUMENTS.search(source.qualified_name(call.func)):
             continue
-        workers = keyword(call, "dataloader_num_workers")
+        workers = find_keyword(call, "dataloader_num_workers")
         if any(item.arg is None for item in call.keywords) or not (
             workers is None or is_constant(workers, 0)
         ):
@@ -145,7 +145,7 @@ def _trainer_arguments(source: Script) -> Iterator[Hint]:
                 "dataloader_persistent_workers=True)"
             ),
             confirmed_by="single-process-loader",
-            **position(call),
+            **hint_position(call),
         )
 
 
@@ -170,14 +170,14 @@ def _tf_data(source: Script) -> Iterator[Hint]:
             fix="End the pipeline with prefetch.",
             code="dataset = dataset.prefetch(tf.data.AUTOTUNE)",
             confirmed_by="",
-            **position(made[0]),
+            **hint_position(made[0]),
         )
     for call in source.calls:
         if (
             is_method(call, "map")
             and isinstance(call.func, ast.Attribute)
             and len(call.args) == 1
-            and keyword(call, "num_parallel_calls") is None
+            and find_keyword(call, "num_parallel_calls") is None
             and _is_tf_dataset(source, call.func.value)
         ):
             yield Hint(
@@ -187,7 +187,7 @@ def _tf_data(source: Script) -> Iterator[Hint]:
                 fix="Let tf.data choose how many to transform at a time.",
                 code="dataset.map(..., num_parallel_calls=tf.data.AUTOTUNE)",
                 confirmed_by="",
-                **position(call),
+                **hint_position(call),
             )
 
 
@@ -219,7 +219,7 @@ def _suggest_workers() -> int:
 
 def _blocking(source: Script) -> Iterator[Hint]:
     for call in source.calls:
-        if not is_method(call, "to", "cuda") or keyword(call, "non_blocking") is not None:
+        if not is_method(call, "to", "cuda") or find_keyword(call, "non_blocking") is not None:
             continue
         assert isinstance(call.func, ast.Attribute)
         if source.in_training_loop(call) is None:
@@ -233,7 +233,7 @@ def _blocking(source: Script) -> Iterator[Hint]:
             fix="Copy with non_blocking=True.",
             code=f"{_receiver(source, call)}, non_blocking=True)",
             confirmed_by="blocking-pinned-copy",
-            **position(call),
+            **hint_position(call),
         )
 
 
@@ -257,7 +257,7 @@ def _epoch(source: Script) -> Iterator[Hint]:
     for call in source.calls:
         if source.qualified_name(call.func).rsplit(".", 1)[-1] != "DistributedSampler":
             continue
-        if is_constant(keyword(call, "shuffle"), False):
+        if is_constant(find_keyword(call, "shuffle"), False):
             continue
         yield Hint(
             id="sampler-epoch",
@@ -266,5 +266,5 @@ def _epoch(source: Script) -> Iterator[Hint]:
             fix="Call sampler.set_epoch(epoch) at the start of each epoch.",
             code="sampler.set_epoch(epoch)   # before the epoch's loop over the loader",
             confirmed_by="",
-            **position(call),
+            **hint_position(call),
         )

@@ -11,11 +11,11 @@ from advisor.lint.source import (
     Hint,
     Loop,
     Script,
+    find_keyword,
+    hint_position,
     is_constant,
     is_method,
-    keyword,
     names_in,
-    position,
 )
 
 LOG_INTERVAL = 50
@@ -70,7 +70,7 @@ def _costly_call(source: Script, call: ast.Call) -> Iterator[Hint]:
         why=why,
         fix="Move it out of the loop.",
         confirmed_by=rule,
-        **position(call),
+        **hint_position(call),
     )
 
 
@@ -133,7 +133,7 @@ def _sync(source: Script, call: ast.Call, statement: ast.stmt, what: str) -> Hin
         fix=fix,
         code=code,
         confirmed_by="implicit-sync",
-        **position(call),
+        **hint_position(call),
     )
 
 
@@ -173,7 +173,7 @@ def _kept(source: Script, value: ast.Name, title: str) -> Hint:
         fix="Detach it first. .item() works as well, but waits for the GPU.",
         code=f"{value.id}.detach()",
         confirmed_by="memory-leak",
-        **position(value),
+        **hint_position(value),
     )
 
 
@@ -195,7 +195,7 @@ def _backward(source: Script, call: ast.Call) -> Iterator[Hint]:
             "",
         ),
     ):
-        given = keyword(call, name)
+        given = find_keyword(call, name)
         if is_method(call, method) and is_constant(given, value):
             assert given is not None
             yield Hint(
@@ -205,7 +205,7 @@ def _backward(source: Script, call: ast.Call) -> Iterator[Hint]:
                 fix=f"Leave {name} at its default.",
                 code=f"{method}()",
                 confirmed_by=rule,
-                **position(call),
+                **hint_position(call),
             )
 
 
@@ -253,15 +253,15 @@ def _threads(source: Script) -> Iterator[Hint]:
             fix="Leave the number to PyTorch, which takes the cores that the process may use.",
             code="torch.set_num_threads(len(os.sched_getaffinity(0)))",
             confirmed_by="thread-oversubscription",
-            **position(node),
+            **hint_position(node),
         )
 
 
 def _lengths_vary(source: Script) -> bool:
     """Whether the file makes batches as long as their longest sample, or of random lengths."""
     for call in source.calls:
-        padding = keyword(call, "padding")
-        if is_constant(padding, "max_length") or keyword(call, "pad_to_multiple_of"):
+        padding = find_keyword(call, "padding")
+        if is_constant(padding, "max_length") or find_keyword(call, "pad_to_multiple_of"):
             continue
         if _VARIES.search(source.qualified_name(call.func)) or is_constant(
             padding, True, "longest"
@@ -320,9 +320,9 @@ def check_settings(source: Script) -> Iterator[Hint]:
                 why="it keeps the stack of every operation and checks every gradient for NaN",
                 fix="Turn it on only while you look for an error.",
                 confirmed_by="debug-switches",
-                **position(call),
+                **hint_position(call),
             )
-        elif is_constant(keyword(call, "dynamic"), False) and (
+        elif is_constant(find_keyword(call, "dynamic"), False) and (
             name == "torch.compile" or is_method(call, "compile")
         ):
             if _lengths_vary(source):
@@ -333,7 +333,7 @@ def check_settings(source: Script) -> Iterator[Hint]:
                     fix="Leave dynamic at its default, or pad to a few lengths.",
                     code="torch.compile(..., dynamic=None)   # or pad to a multiple of 64",
                     confirmed_by="recompilation",
-                    **position(call),
+                    **hint_position(call),
                 )
         elif name == "torch.compile" and source.in_training_loop(call) is not None:
             yield Hint(
@@ -342,7 +342,7 @@ def check_settings(source: Script) -> Iterator[Hint]:
                 why="each step compiles a new function, which looks up its graph again",
                 fix="Compile once, before the loop.",
                 confirmed_by="recompilation",
-                **position(call),
+                **hint_position(call),
             )
     for node, value in _environment(source, "CUDA_LAUNCH_BLOCKING"):
         if is_constant(value, "1"):
@@ -352,5 +352,5 @@ def check_settings(source: Script) -> Iterator[Hint]:
                 why="the host waits for every kernel, so nothing overlaps",
                 fix="Set it only while you look for an error.",
                 confirmed_by="debug-switches",
-                **position(node),
+                **hint_position(node),
             )

@@ -10,10 +10,10 @@ from advisor.lint.source import (
     Function,
     Hint,
     Script,
+    hint_position,
     is_method,
     is_occasional,
     names_in,
-    position,
 )
 
 _EVAL = re.compile(
@@ -54,7 +54,7 @@ def check_evaluation(source: Script) -> Iterator[Hint]:
             fix="Run it under torch.inference_mode() or torch.no_grad().",
             code=code,
             confirmed_by="eval-without-no-grad",
-            **position(node),
+            **hint_position(node),
         )
 
 
@@ -132,7 +132,7 @@ def check_single_evaluation(source: Script) -> Iterator[Hint]:
             fix="Run it under torch.inference_mode() or torch.no_grad().",
             code=f"with torch.inference_mode():\n    {source.text_of(statement).splitlines()[0]}",
             confirmed_by="eval-without-no-grad",
-            **position(statement),
+            **hint_position(statement),
         )
 
 
@@ -185,7 +185,7 @@ def check_estimators(source: Script) -> Iterator[Hint]:
         fix="Start the program with cuML's accelerator; the code stays as it is.",
         code=f"python -m cuml.accel {source.name.rsplit('/', 1)[-1]}",
         confirmed_by="",
-        **position(there[0][0]),
+        **hint_position(there[0][0]),
     )
 
 
@@ -249,7 +249,7 @@ def _data_parallel(source: Script, call: ast.Call) -> Hint:
         ),
         code=f"DistributedDataParallel({model}, device_ids=[local_rank])",
         confirmed_by="data-parallel",
-        **position(call),
+        **hint_position(call),
     )
 
 
@@ -277,7 +277,7 @@ def _accumulation(source: Script) -> Iterator[Hint]:
                 f"{model}.no_sync():\n    ...   # forward and backward, both"
             ),
             confirmed_by="missing-no-sync",
-            **position(backward[0]),
+            **hint_position(backward[0]),
         )
 
 

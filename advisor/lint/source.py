@@ -39,7 +39,7 @@ class Hint(Struct, kw_only=True):
     """The fix as a line or two to paste; ``null``: ``fix`` is enough."""
 
 
-def position(node: ast.stmt | ast.expr) -> dict[str, Any]:
+def hint_position(node: ast.stmt | ast.expr) -> dict[str, Any]:
     """The position of a node, as fields of a hint."""
     return {"line": node.lineno, "column": node.col_offset, "end_line": node.end_lineno}
 
@@ -227,7 +227,7 @@ def is_method(node: ast.AST, *names: str) -> TypeGuard[ast.Call]:
     )
 
 
-def keyword(call: ast.Call, name: str) -> ast.expr | None:
+def find_keyword(call: ast.Call, name: str) -> ast.expr | None:
     """The value of a keyword argument."""
     return next((item.value for item in call.keywords if item.arg == name), None)
 

@@ -24,24 +24,24 @@ UNTRUSTED = (
 )
 
 
-def name(text: object, most: int = LONGEST_NAME) -> str:
+def bound_name(text: object, most: int = LONGEST_NAME) -> str:
     """A name on one line, control and direction characters out, cut in the middle."""
     return t.shorten(t.clean(text), most)
 
 
-def said(text: object) -> str:
+def bound_text(text: object) -> str:
     """A text with several sentences, in the same way."""
-    return name(text, LONGEST_TEXT)
+    return bound_name(text, LONGEST_TEXT)
 
 
-def taken(kind: Callable[..., _T], source: object, **given: object) -> _T:
+def take_fields(kind: Callable[..., _T], source: object, **given: object) -> _T:
     """An answer of this kind with the fields of ``source`` that are called the same, and those
     that are given."""
     names = kind.__annotations__
     return kind(**{n: given[n] if n in given else getattr(source, n) for n in names})
 
 
-def first(items: Iterable[_T], most: int) -> tuple[list[_T], int]:
+def take_first(items: Iterable[_T], most: int) -> tuple[list[_T], int]:
     """(the first of them, how many more there are)."""
     result = list(items)
     return result[:most], max(0, len(result) - most)

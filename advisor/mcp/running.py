@@ -28,9 +28,9 @@ MIN_BUDGET = 10.0
 OVER_BUDGET, SLACK = 1.5, 60.0
 """Times the budget, and seconds more, after which trials are ended: the budget begins no run, and
 one that it has begun may end."""
-TAIL = 2000
+OUTPUT_TAIL_CHARS = 2000
 """Characters of the program's output, the last ones."""
-GRACE = 10.0
+GRACE_SECONDS = 10.0
 """Seconds to end by itself after the time limit: the recorder writes what it has."""
 
 
@@ -112,9 +112,13 @@ def _run(
         )
         code = _wait(process, seconds)
         output.seek(0, os.SEEK_END)
-        output.seek(max(0, output.tell() - 4 * TAIL))
+        output.seek(max(0, output.tell() - 4 * OUTPUT_TAIL_CHARS))
         tail = output.read().decode("utf-8", "replace")
-    return code, round(time.monotonic() - started, 1), t.clean(tail, lines=True)[-TAIL:]
+    return (
+        code,
+        round(time.monotonic() - started, 1),
+        t.clean(tail, lines=True)[-OUTPUT_TAIL_CHARS:],
+    )
 
 
 def _wait(process: subprocess.Popen[bytes], seconds: float) -> int | None:
@@ -126,7 +130,7 @@ def _wait(process: subprocess.Popen[bytes], seconds: float) -> int | None:
     for number in (signal.SIGTERM, SIGKILL):
         _signal(process, number)
         try:
-            process.wait(GRACE)
+            process.wait(GRACE_SECONDS)
         except subprocess.TimeoutExpired:
             continue
         break
@@ -147,7 +151,7 @@ def tried(
     report: TrialReport | None, path: str, exit_code: int | None, seconds: float, said: str
 ) -> Tried:
     """``None``: there is no report, and ``said`` tells why."""
-    shown, more = b.first([] if report is None else report.trials, b.MAX_TRIALS)
+    shown, more = b.take_first([] if report is None else report.trials, b.MAX_TRIALS)
     cut = report is None or report.interrupted or report.out_of_budget
     return Tried(
         path=path,
@@ -159,22 +163,24 @@ def tried(
         trials=[_line(trial) for trial in shown],
         more_trials=more,
         together=None if report is None else _together(report.together),
-        by_hand=[] if report is None else [b.name(item) for item in report.without[: b.MAX_TRIALS]],
+        by_hand=[]
+        if report is None
+        else [b.bound_name(item) for item in report.without[: b.MAX_TRIALS]],
         untrusted=b.UNTRUSTED,
         from_program=said,
     )
 
 
 def _line(trial: Trial) -> TrialLine:
-    return b.taken(
+    return b.take_fields(
         TrialLine,
         trial,
-        knob=b.name(trial.name),
-        rule=b.name(trial.rule),
-        losses=b.name(trial.losses),
-        schedule=b.said(trial.schedule),
+        knob=b.bound_name(trial.name),
+        rule=b.bound_name(trial.rule),
+        losses=b.bound_name(trial.losses),
+        schedule=b.bound_text(trial.schedule),
         from_program=TrialText(
-            why=b.said(trial.why),
+            why=b.bound_text(trial.why),
             lines=_code(trial.lines),
             diff=_code(trial.diff) if trial.outcome == "gain" else "",
         ),
@@ -188,9 +194,9 @@ def _code(text: str) -> str:
 def _together(both: Together | None) -> TogetherLine | None:
     if both is None:
         return None
-    return b.taken(
+    return b.take_fields(
         TogetherLine,
         both,
-        knobs=[b.name(knob_setting) for knob_setting in both.knob_settings],
-        adds_nothing=[b.name(knob_setting) for knob_setting in both.left_out],
+        knobs=[b.bound_name(knob_setting) for knob_setting in both.knob_settings],
+        adds_nothing=[b.bound_name(knob_setting) for knob_setting in both.left_out],
     )

@@ -33,14 +33,14 @@ class _OneLine(logging.Formatter):
         text = record.getMessage()
         if record.exc_info and record.exc_info[1] is not None:
             text += f" ({describe_failure(record.exc_info[1])})"
-        return f"advisor mcp: {b.said(text)}"
+        return f"advisor mcp: {b.bound_text(text)}"
 
 
 class _Server(MCPServer[Any]):
     """There are no prompts: whoever asks for one is answered in a line."""
 
     async def get_prompt(self, name: str, *_: Any, **__: Any) -> Any:
-        raise MCPError(INVALID_PARAMS, f"Unknown prompt: {b.name(name)}")
+        raise MCPError(INVALID_PARAMS, f"Unknown prompt: {b.bound_name(name)}")
 
 
 def serve(allowed: Allowed, *, allow_run: bool) -> None:

@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from advisor.core.report import OperatorRate
     from advisor.mcp.bounds import Allowed
 
-KEPT = 4
+MAX_KEPT_ANALYSES = 4
 """Analyses that are kept, the last ones: asking about a finding does not read its trace again."""
 MAX_BYTES = 4_000_000_000
 """Uncompressed, of what is read for one call."""
@@ -69,7 +69,7 @@ def one_line(tool: _F) -> _F:
         try:
             return tool(*arguments, **named)
         except AdvisorError as error:
-            raise ToolError(b.said(error)) from None
+            raise ToolError(b.bound_text(error)) from None
         except MemoryError:
             raise ToolError("out of memory: give one rank or a smaller trace") from None
         except Exception as error:
@@ -96,14 +96,14 @@ class Tools:
         named = report.by_id()
         # without a step nothing is ranked: what a snapshot, counters or a log show are notes
         listed = report.notes if report.scope.timeless else report.findings
-        shown, more = b.first(
+        shown, more = b.take_first(
             [(key, f) for key, f in named.items() if f in listed],
             max(0, min(top, b.MAX_FINDINGS)),
         )
         risks = [(key, f) for key, f in named.items() if f in report.risks]
         scope = report.scope
         return Analysed(
-            path=b.name(path),
+            path=b.bound_name(path),
             status=report.status,
             step_ns=report.step_ns,
             steps=scope.steps_used,
@@ -112,13 +112,13 @@ class Tools:
             joules_per_step=None if report.energy is None else report.energy.joules,
             findings=[_line(key, f) for key, f in shown],
             more_findings=more,
-            risks=[_line(key, f) for key, f in b.first(risks, b.MAX_FINDINGS)[0]],
+            risks=[_line(key, f) for key, f in b.take_first(risks, b.MAX_FINDINGS)[0]],
             not_checked=len(report.not_checked),
             untrusted=b.UNTRUSTED,
             from_trace={
-                "gpu": None if scope.device_name is None else b.name(scope.device_name),
-                "verdict": b.said(report.verdict),
-                "limits": [b.said(line) for line in report.limits[:10]],
+                "gpu": None if scope.device_name is None else b.bound_name(scope.device_name),
+                "verdict": b.bound_text(report.verdict),
+                "limits": [b.bound_text(line) for line in report.limits[:10]],
             },
         )
 
@@ -134,7 +134,7 @@ class Tools:
         result = named.get(id)
         if result is None:
             have = ", ".join(list(named)[: b.MAX_FINDINGS]) or "none"
-            raise AdvisorError(f"no finding {b.name(id)!r} in this run; there are: {have}")
+            raise AdvisorError(f"no finding {b.bound_name(id)!r} in this run; there are: {have}")
         return _full(id, result)
 
     def what_if(self, path: Place, edits: Edits, rank: Rank = None) -> ReplayAnswer:
@@ -152,17 +152,17 @@ class Tools:
             result = what_if(run, parsed, rank)
         for line, row in zip(edits, result.edits, strict=True):
             if row.selected == 0:
-                raise AdvisorError(f"edit {b.name(line)!r} selects nothing in these steps")
+                raise AdvisorError(f"edit {b.bound_name(line)!r} selects nothing in these steps")
         return ReplayAnswer(
-            path=b.name(path),
+            path=b.bound_name(path),
             measured_step_ns=result.measured_step_ns,
             step_then_ns=result.edited_step_ns,
             replay_error=result.replay.step_error,
             upper_bound=bool(result.reason),
-            reason=b.said(result.reason),
+            reason=b.bound_text(result.reason),
             edits=[
                 EditLine(
-                    edit=b.name(line, LONGEST_EDIT),
+                    edit=b.bound_name(line, LONGEST_EDIT),
                     events=row.selected,
                     saves_ns=row.gain_ns,
                     low_ns=row.low_ns,
@@ -182,7 +182,7 @@ class Tools:
         sides = [self._examined(path, rank) for path in (before, after)]
         with self._lock:
             c = compare_examined(*sides)
-        changes, more = b.first(c.findings, b.MAX_FINDINGS)
+        changes, more = b.take_first(c.findings, b.MAX_FINDINGS)
         steps, r = c.steps, c.realised
         centers = [
             None
@@ -192,18 +192,18 @@ class Tools:
             else entry.median_ns
             for entry in (steps.before, steps.after)
         ]
-        return b.taken(
+        return b.take_fields(
             Compared,
             steps,
             before_ns=centers[0],
             after_ns=centers[1],
-            gained=b.taken(Gained, r),
+            gained=b.take_fields(Gained, r),
             findings=[_change(item) for item in changes],
             more_findings=more,
             untrusted=b.UNTRUSTED,
             from_trace={
-                "verdict": b.said(c.verdict),
-                "limits": [b.said(line) for line in c.limits[:10]],
+                "verdict": b.bound_text(c.verdict),
+                "limits": [b.bound_text(line) for line in c.limits[:10]],
             },
         )
 
@@ -213,14 +213,14 @@ class Tools:
         """The operators with most device time, by shape: rates reached, what bounds them, what the
         rates that such a GPU attains would save."""
         report = self._examined(path, rank).report
-        shown, more = b.first(report.rooflines, max(0, min(top, 50)))
+        shown, more = b.take_first(report.rooflines, max(0, min(top, 50)))
         device = report.scope.device_name
         return OperatorAnswer(
-            path=b.name(path),
+            path=b.bound_name(path),
             operators=[_operator(item) for item in shown],
             more_operators=more,
             untrusted=b.UNTRUSTED,
-            from_trace={"gpu": None if device is None else b.name(device)},
+            from_trace={"gpu": None if device is None else b.bound_name(device)},
         )
 
     def _examined(self, given: str, rank: int | None) -> AnalysisResult:
@@ -237,7 +237,7 @@ class Tools:
                 # no settings from a folder that a client may write to
                 result = examine(path, Options(rank=rank, read=read, config={}, prices=NO_PRICES))
             self._kept[key] = result
-            while len(self._kept) > KEPT:
+            while len(self._kept) > MAX_KEPT_ANALYSES:
                 self._kept.popitem(last=False)
         return result
 
@@ -256,14 +256,14 @@ def _changed(path: Path) -> int:
 
 
 def _place(finding: Finding) -> str:
-    return b.name(" · ".join(t.location_names(finding.where[0])) if finding.where else "")
+    return b.bound_name(" · ".join(t.location_names(finding.where[0])) if finding.where else "")
 
 
 def _line(key: str, f: Finding) -> FindingLine:
     impact = f.impact
     timed = impact is not None and impact.currency in ("step_time", "run_time")
     gain = impact if timed else None
-    return b.taken(
+    return b.take_fields(
         FindingLine,
         f,
         id=key,
@@ -272,13 +272,13 @@ def _line(key: str, f: Finding) -> FindingLine:
         low_ns=None if gain is None else gain.low_ns,
         high_ns=None if gain is None else gain.high_ns,
         share_of_step=None if impact is None else impact.share,
-        from_trace={"title": b.name(f.title), "place": _place(f)},
+        from_trace={"title": b.bound_name(f.title), "place": _place(f)},
     )
 
 
 def _full(key: str, f: Finding) -> FindingFull:
     impact = f.impact
-    return b.taken(
+    return b.take_fields(
         FindingFull,
         f,
         id=key,
@@ -289,19 +289,20 @@ def _full(key: str, f: Finding) -> FindingFull:
         proven_on=f.validation,
         untrusted=b.UNTRUSTED,
         from_trace={
-            "title": b.name(f.title),
-            "summary": b.said(f.summary),
-            "fix": b.said(f.fix),
+            "title": b.bound_name(f.title),
+            "summary": b.bound_text(f.summary),
+            "fix": b.bound_text(f.fix),
             "code": t.shorten(t.clean(f.code, lines=True), 2 * b.LONGEST_TEXT),
-            "verify": b.said(f.verify),
-            "wrong_if": b.said(f.falsified_by),
-            "assumes": [b.said(line) for line in f.assumptions[:5]],
+            "verify": b.bound_text(f.verify),
+            "wrong_if": b.bound_text(f.falsified_by),
+            "assumes": [b.bound_text(line) for line in f.assumptions[:5]],
             "evidence": [
-                {"label": b.name(t.evidence_label(e)), "value": _value(e), "limit": _limit(e)}
+                {"label": b.bound_name(t.evidence_label(e)), "value": _value(e), "limit": _limit(e)}
                 for e in f.evidence[: b.MAX_EVIDENCE]
             ],
             "places": [
-                b.name(" · ".join(t.location_names(place))) for place in f.where[: b.MAX_PLACES]
+                b.bound_name(" · ".join(t.location_names(place)))
+                for place in f.where[: b.MAX_PLACES]
             ],
             "edits": _edits(f),
         },
@@ -309,11 +310,11 @@ def _full(key: str, f: Finding) -> FindingFull:
 
 
 def _value(e: Evidence) -> str:
-    return b.name(t.format_value(e.value, e.unit))
+    return b.bound_name(t.format_value(e.value, e.unit))
 
 
 def _limit(e: Evidence) -> str | None:
-    return None if e.threshold is None else b.name(t.format_value(e.threshold, e.unit))
+    return None if e.threshold is None else b.bound_name(t.format_value(e.threshold, e.unit))
 
 
 def _edits(f: Finding) -> list[str]:
@@ -332,12 +333,12 @@ def _edits(f: Finding) -> list[str]:
 
 
 def _change(item: FindingChange) -> ChangeLine:
-    titles = {"title": b.name(item.title), "place": b.name(item.place)}
-    return b.taken(ChangeLine, item, from_trace=titles)
+    titles = {"title": b.bound_name(item.title), "place": b.bound_name(item.place)}
+    return b.take_fields(ChangeLine, item, from_trace=titles)
 
 
 def _operator(item: OperatorRate) -> OperatorLine:
-    return b.taken(
+    return b.take_fields(
         OperatorLine,
         item,
         calls_per_step=item.calls,
@@ -345,9 +346,9 @@ def _operator(item: OperatorRate) -> OperatorLine:
         share_of_kernel_time=item.share,
         could_save_ns=item.saved_ns,
         from_trace={
-            "operator": None if item.name is None else b.name(item.name),
-            "shapes": None if item.shapes is None else b.name(item.shapes),
-            "dtype": None if item.dtype is None else b.name(item.dtype),
-            "kernel": b.name(item.kernel),
+            "operator": None if item.name is None else b.bound_name(item.name),
+            "shapes": None if item.shapes is None else b.bound_name(item.shapes),
+            "dtype": None if item.dtype is None else b.bound_name(item.dtype),
+            "kernel": b.bound_name(item.kernel),
         },
     )

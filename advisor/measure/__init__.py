@@ -28,10 +28,15 @@ from advisor.measure.device.kernels import (
 )
 from advisor.measure.host.gaps import idle_gaps
 from advisor.measure.host.host import host_breakdown
-from advisor.measure.host.launches import Lost, analysed_device, earlier, lost_records
+from advisor.measure.host.launches import (
+    Lost,
+    analysed_device,
+    launched_before_recording,
+    lost_records,
+)
 from advisor.measure.host.layers import measure_layers
 from advisor.measure.host.operators import measure_operators
-from advisor.measure.host.stacks import forward_frames, forward_ops, locate, user_frames
+from advisor.measure.host.stacks import forward_frames, forward_ops, locate_row, user_frames
 from advisor.measure.host.syncs import find_syncs
 from advisor.measure.memory.memory import find_allocations, memory_by_step, recorded_snapshot
 from advisor.measure.memory.post_mortem import post_mortems
@@ -41,7 +46,7 @@ from advisor.measure.serving.phases import measure_serving
 from advisor.measure.serving.work import with_attention
 from advisor.measure.steps.oneoff import one_off
 from advisor.measure.steps.record import StepRecords
-from advisor.measure.steps.step_variation import uneven
+from advisor.measure.steps.step_variation import compare_halves
 from advisor.measure.steps.steps import find_steps, forward_only
 from advisor.measure.steps.timeline import build_timeline
 
@@ -254,7 +259,7 @@ class Analysis:
     def earlier(self) -> NDArray[np.bool_]:
         """Aligned with ``trace.gpu``: launched before the recording began (``launches.py``). The
         device is busy with it, but it is not the steps' work."""
-        return earlier(self.trace)
+        return launched_before_recording(self.trace)
 
     @cached_property
     def on_device(self) -> NDArray[np.bool_]:
@@ -283,7 +288,7 @@ class Analysis:
     gaps = _OfIdle(idle_gaps)
     """Idle gaps of the device, with blame."""
 
-    uneven = cached_property(uneven)
+    step_halves = cached_property(compare_halves)
     """What the longer half of the steps has more of."""
 
     syncs = _OfIdle(find_syncs)
@@ -387,4 +392,4 @@ class Analysis:
 
     def location(self, host_row: int | None) -> tuple[str | None, int | None, str | None]:
         """(file, line, function) of the user's code around a host row; Nones: no stacks."""
-        return locate(self, host_row)
+        return locate_row(self, host_row)

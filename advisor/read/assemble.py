@@ -16,7 +16,7 @@ from advisor.core.trace import CPU_SCHEMA, GPU_SCHEMA
 from advisor.read import tables
 from advisor.read.columns import Columns, Piece
 from advisor.read.launches import LaunchTable, classify_calls
-from advisor.read.nesting import nest, release_ranges, separate, stack_order
+from advisor.read.nesting import independent_stretches, nest, release_ranges, stack_order
 from advisor.read.reader import EVENT_BYTES
 from advisor.read.spelling import DEVICE_KINDS, HOST_KINDS
 
@@ -157,7 +157,7 @@ class Assembler:
         texts = self._names.values()
         names = as_names(texts)
         given = AssembledTables(host, device, texts, self._threads.values(), self.thread_names)
-        frames, thread_table = joined(given, names, facts)
+        frames, thread_table = join_tables(given, names, facts)
         frames |= {
             "sync": tables.sync_frame(sync, texts),
             "memory": tables.on_devices(tables.memory_frame(memory, thread_table), frames["gpu"]),
@@ -281,7 +281,7 @@ def as_names(texts: list[str]) -> pl.Series:
     return pl.Series("name", texts, dtype=pl.String).cast(pl.Categorical)
 
 
-def joined(
+def join_tables(
     given: AssembledTables, names: pl.Series, facts: Facts
 ) -> tuple[dict[str, pl.DataFrame], Array]:
     """The frames ``cpu``, ``gpu`` and ``threads`` with all their joins: stacks, launches, the ops
@@ -308,7 +308,7 @@ def _stacks(host: Columns) -> tuple[Array, Array, int]:
     these are cut, in place."""
     parent, depth = (np.empty(len(host["ts"]), dtype=np.int32) for _ in range(2))
     repaired = 0
-    for part in separate(host["thread"], host["ts"], host["dur"]):
+    for part in independent_stretches(host["thread"], host["ts"], host["dur"]):
         kind, thread, start, dur = (host[key][part] for key in ("kind", "thread", "ts", "dur"))
         ends = start + dur
         result = nest(thread, start, release_ranges(kind, thread, start, ends))
@@ -341,7 +341,7 @@ def _exact_ns(us: float) -> int:
 
 # -- memory ----------------------------------------------------------------------------------------
 
-LARGE = 1_000_000
+MIN_ROWS_TO_GIVE_BACK = 1_000_000
 """Rows from which on it pays for the milliseconds."""
 
 
@@ -349,7 +349,7 @@ def give_back(rows: int) -> None:
     """What glibc's malloc keeps of columns that are gone is otherwise not the system's again while
     others are made, and a large file takes half as much memory more. Nothing is done for few
     ``rows``, nor with another malloc."""
-    if rows < LARGE:
+    if rows < MIN_ROWS_TO_GIVE_BACK:
         return
     with suppress(AttributeError, OSError, TypeError):
         ctypes.CDLL(None).malloc_trim(0)

@@ -28,9 +28,9 @@ from advisor.core.trace import (
     Trace,
     TraceMeta,
 )
-from advisor.read.assemble import AssembledTables, Facts, as_names, give_back, joined
+from advisor.read.assemble import AssembledTables, Facts, as_names, give_back, join_tables
 from advisor.read.columns import NAME_LIMIT
-from advisor.read.tables import blank
+from advisor.read.tables import blank_column
 
 DAY_NS = 86_400 * 10**9
 """No profiler window is a day long: durations and distances beyond that are damage."""
@@ -106,7 +106,7 @@ def build_trace(
     )
     give_back(given)
     facts = Facts()
-    frames, _ = joined(rows, as_names(rows.names), facts)
+    frames, _ = join_tables(rows, as_names(rows.names), facts)
     frames |= {
         "sync": timed["sync"].sort("ts", maintain_order=True),
         "memory": timed["memory"].sort("ts", maintain_order=True),
@@ -294,7 +294,7 @@ def _device(frame: pl.DataFrame, origin: int, texts: dict[str, int]) -> Columns:
         "name": _coded(_texts(_taken(frame, "name", count)), texts),
         **{key: frame.drop_in_place(key) for key in _GIVEN if key in frame.columns},
     }
-    columns.setdefault("limits", blank(count, -1, np.int32))
+    columns.setdefault("limits", blank_column(count, -1, np.int32))
     for key in _DEVICE_IDS:
         columns[key] = _ids(_taken(frame, key, count))
     for key in _DEVICE_NUMBERS:
@@ -350,7 +350,7 @@ def _kinds(column: pl.Series, known: tuple[str, ...], dtype: Any) -> NDArray[Any
 def _ids(column: pl.Series) -> NDArray[Any]:
     """-1 for none. Narrow integers stay such."""
     if column.null_count() == len(column):
-        return blank(len(column), -1, np.int64)
+        return blank_column(len(column), -1, np.int64)
     return _of_words(column).fill_null(-1).to_numpy()
 
 

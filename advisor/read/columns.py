@@ -14,7 +14,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from advisor.read.damage import REFUSED, sanitise, segments
+from advisor.read.damage import REFUSED, sanitise, split_objects
 from advisor.read.spelling import (
     ABSENT,
     COMM_FIELDS,
@@ -223,7 +223,7 @@ def _join(parts: list[Columns]) -> Columns:
 # -- numbers ------------------------------------------------------------------------------------
 
 
-def floats(values: list[Any]) -> NDArray[np.float64]:
+def float_column(values: list[Any]) -> NDArray[np.float64]:
     """A float column; what is not a number becomes NaN."""
     try:  # three times as fast as numpy, where all are floats
         return np.frombuffer(struct.pack(f"{len(values)}d", *values), np.float64)
@@ -238,7 +238,7 @@ def _float(value: Any) -> float:
         return math.nan
 
 
-def ints(values: list[Any]) -> NDArray[np.int64]:
+def int_column(values: list[Any]) -> NDArray[np.int64]:
     """An integer column; what is not a sane number becomes MISSING."""
     try:
         return np.fromiter(values, np.int64, len(values))
@@ -258,15 +258,18 @@ def _int(value: Any) -> int:
 
 
 def _external(args: list[Args]) -> NDArray[np.int64]:
-    result = ints([a.external for a in args])
+    result = int_column([a.external for a in args])
     unknown = result == -1
     if unknown.any():
-        result = np.where(unknown, ints([a.external_old for a in args]), result)
+        result = np.where(unknown, int_column([a.external_old for a in args]), result)
     return result
 
 
 def _times(events: list[TraceEvent]) -> Columns:
-    return {"ts": floats([e.ts for e in events]), "dur": floats([e.dur for e in events])}
+    return {
+        "ts": float_column([e.ts for e in events]),
+        "dur": float_column([e.dur for e in events]),
+    }
 
 
 # -- host events --------------------------------------------------------------------------------
@@ -303,9 +306,9 @@ def _host(
         args = [e.args or NO_ARGS for e in events]
         columns["external"] = _external(args)
         if kind == "runtime":
-            columns["correlation"] = ints([a.correlation for a in args])
+            columns["correlation"] = int_column([a.correlation for a in args])
         else:
-            columns["sequence"] = ints([a.sequence for a in args])
+            columns["sequence"] = int_column([a.sequence for a in args])
             columns["inputs"] = _inputs(args, inputs)
             columns["comm"] = _comms(args, comms)
     return columns
@@ -370,11 +373,11 @@ def _device(kind: str, events: list[TraceEvent], names: _Codes, comms: _Codes) -
         **_times(events),
         "kind": np.full(count, DEVICE_KINDS.index(kind), dtype=np.uint8),
         "name": names.of([e.name for e in events]),
-        "device": _or_else(floats([a.device for a in args]), lambda: [e.pid for e in events]),
-        "stream": _or_else(floats([a.stream for a in args]), lambda: [e.tid for e in events]),
-        "correlation": ints([a.correlation for a in args]),
+        "device": _or_else(float_column([a.device for a in args]), lambda: [e.pid for e in events]),
+        "stream": _or_else(float_column([a.stream for a in args]), lambda: [e.tid for e in events]),
+        "correlation": int_column([a.correlation for a in args]),
         "external": _external(args),
-        "graph": floats([a.graph for a in args]),
+        "graph": float_column([a.graph for a in args]),
         "limits": np.full(count, -1, dtype=np.int32),
         "comm": np.full(count, -1, dtype=np.int32),
         **dict.fromkeys(_FLOATS, np.full(count, math.nan)),
@@ -382,21 +385,21 @@ def _device(kind: str, events: list[TraceEvent], names: _Codes, comms: _Codes) -
     if kind == "kernel":
         columns["blocks"], columns["threads"] = _sizes(args)
         for name in ("registers", "shared", "blocks_per_sm", "warps_per_sm", "occupancy"):
-            columns[name] = floats(list(map(attrgetter(name), args)))
+            columns[name] = float_column(list(map(attrgetter(name), args)))
         columns["comm"] = _comms(args, comms)
         if any(a.occupancy_detail is not ABSENT for a in args):
             columns["active_blocks"], columns["limits"] = _occupancies(args, names)
     else:
-        columns["bytes"] = floats([a.bytes for a in args])
+        columns["bytes"] = float_column([a.bytes for a in args])
         columns["gbps"] = _or_else(
-            floats([a.gbps for a in args]), lambda: [a.gbps_old for a in args]
+            float_column([a.gbps for a in args]), lambda: [a.gbps_old for a in args]
         )
     return columns
 
 
 def _or_else(column: NDArray[np.float64], instead: Callable[[], list[Any]]) -> NDArray[np.float64]:
     unknown = np.isnan(column)
-    return np.where(unknown, floats(instead()), column) if unknown.any() else column
+    return np.where(unknown, float_column(instead()), column) if unknown.any() else column
 
 
 def _sizes(args: list[Args]) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
@@ -453,25 +456,25 @@ def _sync(events: list[TraceEvent], names: _Codes) -> Columns:
     return {
         **_times(events),
         "name": names.of([e.name for e in events]),
-        "device": floats([a.device for a in args]),
-        "stream": floats([a.stream for a in args]),
-        "correlation": ints([a.correlation for a in args]),
-        "wait_stream": floats([a.wait_stream for a in args]),
-        "wait_correlation": floats([a.wait_correlation for a in args]),
+        "device": float_column([a.device for a in args]),
+        "stream": float_column([a.stream for a in args]),
+        "correlation": int_column([a.correlation for a in args]),
+        "wait_stream": float_column([a.wait_stream for a in args]),
+        "wait_correlation": float_column([a.wait_correlation for a in args]),
     }
 
 
 def _memory(events: list[TraceEvent], threads: _Codes) -> Columns:
     args = [e.args or NO_ARGS for e in events]
     return {
-        "ts": floats([e.ts for e in events]),
+        "ts": float_column([e.ts for e in events]),
         "thread": _threads(events, threads),
-        "bytes": ints([a.alloc_bytes for a in args]),
-        "address": ints([a.address for a in args]),
-        "allocated": ints([a.allocated for a in args]),
-        "reserved": ints([a.reserved for a in args]),
-        "device_type": floats([a.device_type for a in args]),
-        "device_id": floats([a.device_id for a in args]),
+        "bytes": int_column([a.alloc_bytes for a in args]),
+        "address": int_column([a.address for a in args]),
+        "allocated": int_column([a.allocated for a in args]),
+        "reserved": int_column([a.reserved for a in args]),
+        "device_type": float_column([a.device_type for a in args]),
+        "device_id": float_column([a.device_id for a in args]),
     }
 
 
@@ -479,7 +482,7 @@ def _counters(piece: bytes, names: _Codes) -> Columns:
     """Hardware counters (``cuda_profiler_range``): their argument names are metric names, so
     these few events are decoded a second time, without a type."""
     rows: list[tuple[Any, Any, str, str, float]] = []
-    for text in segments(sanitise(piece)[1:-1])[0]:
+    for text in split_objects(sanitise(piece)[1:-1])[0]:
         if COUNTER_CATEGORY.encode() not in text:
             continue
         try:
@@ -504,9 +507,9 @@ def _counters(piece: bytes, names: _Codes) -> Columns:
     if not rows:
         return {}
     return {
-        "ts": floats([row[0] for row in rows]),
-        "dur": floats([row[1] for row in rows]),
+        "ts": float_column([row[0] for row in rows]),
+        "dur": float_column([row[1] for row in rows]),
         "name": names.of([row[2] for row in rows]),
         "range": names.of([row[3] for row in rows]),
-        "value": floats([row[4] for row in rows]),
+        "value": float_column([row[4] for row in rows]),
     }

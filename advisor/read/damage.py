@@ -28,7 +28,7 @@ _IS_SPACE[list(SPACE)] = True
 _STRETCH = 1 << 20
 
 
-def scan(text: bytes) -> tuple[NDArray[np.intp], int | None, int]:
+def scan_list(text: bytes) -> tuple[NDArray[np.intp], int | None, int]:
     """Follow quotes and brackets over the inside of a JSON list.
 
     Returns the positions of its own commas, the position of the bracket that closes it (``None``:
@@ -86,10 +86,10 @@ class _Follower:
                 yield where, chars, depth
 
 
-def segments(inside: bytes) -> tuple[Iterator[bytes], int]:
+def split_objects(inside: bytes) -> tuple[Iterator[bytes], int]:
     """The objects in the inside of a list as separate texts, whether or not it is sound; and how
     many elements there are that are none."""
-    commas, end, depth = scan(inside)
+    commas, end, depth = scan_list(inside)
     if end is not None or depth != 0:
         result = [match.end(1) for match in EVENT_BOUNDARY.finditer(inside)]
         commas = np.array(result, dtype=np.intp)

@@ -19,7 +19,7 @@ from msgspec import Raw
 
 from advisor.core.pool import ProcessPool, WorkerDied
 from advisor.read.columns import Piece, build_columns
-from advisor.read.damage import REFUSED, sanitise, segments
+from advisor.read.damage import REFUSED, sanitise, split_objects
 from advisor.read.spelling import Args, TraceEvent
 
 event_list = msgspec.json.Decoder(list[TraceEvent])
@@ -57,7 +57,7 @@ def _events(piece: bytes) -> tuple[list[TraceEvent], int, int]:
         pass
     events: list[TraceEvent] = []
     lenient = 0
-    texts, unsound = segments(piece[1:-1])
+    texts, unsound = split_objects(piece[1:-1])
     for text in texts:
         try:
             events.append(_event.decode(text))
@@ -120,7 +120,7 @@ def _fitting(item: Any, name: str) -> str | int | float | None:
 
 # -- several processes -----------------------------------------------------------------------------
 
-AHEAD = 3
+MAX_PIECES_AHEAD = 3
 """Pieces that wait at one worker."""
 
 
@@ -167,10 +167,10 @@ def decode_all(pieces: Iterable[bytes], processes: int) -> Iterator[Piece]:
             lost += 1
             return decode_piece(piece)
 
-    with ProcessPool(workers, depth=AHEAD) as pool:
+    with ProcessPool(workers, depth=MAX_PIECES_AHEAD) as pool:
         for piece in pieces:
             busy = sum(isinstance(at, Future) and not at.done() for _, at in waiting)
-            if lost < workers and busy < workers * AHEAD:
+            if lost < workers and busy < workers * MAX_PIECES_AHEAD:
                 waiting.append((piece, pool.submit(decode_apart, piece)))
             else:
                 waiting.append((b"", decode_piece(piece)))

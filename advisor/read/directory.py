@@ -17,12 +17,12 @@ from advisor.core.files import open_regular
 from advisor.core.run_directory import COMPILE_LOG, is_run, read_recording
 from advisor.core.trace import Run, Trace, blank_trace
 from advisor.read.logs import logs_in, merged_logs, with_logs
-from advisor.read.merged import joined, ranks_in, with_memory
+from advisor.read.merged import join_snapshots, ranks_in, with_memory
 from advisor.read.reader import ReadOptions
 from advisor.read.readers.compile_log import read_logs
 from advisor.read.readers.kernel_profiler import layout_of, trace_of
 from advisor.read.registry import is_trace_name, read_trace, trace_names, with_window
-from advisor.read.remote.urls import RankFilter, RemoteFile, is_url, local_path, rank_in, shown
+from advisor.read.remote.urls import RankFilter, RemoteFile, is_url, local_path, rank_in, redact_url
 from advisor.read.runs import SeveralRuns, runs_in
 from advisor.read.trace_listing import (
     as_ranks,
@@ -31,7 +31,7 @@ from advisor.read.trace_listing import (
     wanted_traces,
     without_copies,
 )
-from advisor.read.triton_cache import entries, kernels_in, read_triton_cache
+from advisor.read.triton_cache import find_entries, kernels_in, read_triton_cache
 
 _WINDOW_NAME = re.compile(r"^trace_w(\d{1,6})\.json(?:\.gz|\.zst|\.zstd)?$")
 MAX_FILES = 4096
@@ -104,7 +104,9 @@ def open_run(
         raise AdvisorError(f"{_shown(given[0])}: {none}")
     traces = ranks_in(traces[0]) if len(traces) == 1 else as_ranks(traces)
     traces = with_logs(traces, _given(options))
-    traces, memory = joined(traces, {place: _rank(trace) for place, trace in enumerate(traces)})
+    traces, memory = join_snapshots(
+        traces, {place: _rank(trace) for place, trace in enumerate(traces)}
+    )
     by_rank = _group(traces)
     if rank is not None:
         if rank not in by_rank:
@@ -165,7 +167,7 @@ def profile_files(path: str) -> list[str]:
                         result.append(str(file))
     except OSError as error:
         raise AdvisorError(f"{path}: cannot be read ({error.strerror or error})") from None
-    if next(entries(path), None) is not None:
+    if next(find_entries(path), None) is not None:
         result.append(path)
     if not result:
         raise AdvisorError(
@@ -279,7 +281,7 @@ def _is_elsewhere(given: str | Path) -> bool:
 
 
 def _shown(given: str | Path) -> str:
-    return shown(given) if isinstance(given, str) else str(given)
+    return redact_url(given) if isinstance(given, str) else str(given)
 
 
 def _of_ranks(
@@ -334,9 +336,9 @@ def trace_files(given: str | Path, one_of_several: bool) -> list[str | RemoteFil
     directory without any, or a path that is not there (the reader says so when it is the only
     one)."""
     if isinstance(given, str) and _is_elsewhere(given):
-        from advisor.read.remote.places import find
+        from advisor.read.remote.places import find_files
 
-        return list(find(given, wanted_traces))
+        return list(find_files(given, wanted_traces))
     return list(_files(str(given), one_of_several))
 
 

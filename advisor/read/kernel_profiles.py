@@ -28,7 +28,7 @@ from advisor.core.kernel_profile import (
 )
 from advisor.read.sampled_lines import LineRow, lines_of_module, sampled_lines
 from advisor.read.sqlite import Database
-from advisor.read.wire import BYTES, FIXED32, FIXED64, VARINT, Damaged, Field, fields
+from advisor.read.wire import BYTES, FIXED32, FIXED64, VARINT, Damaged, Field, iterate_fields
 
 EXPORT = "export it with 'ncu --import FILE --csv --page raw > FILE.csv', and give that"
 NCU, ROCPROF = "Nsight Compute", "rocprof"
@@ -300,7 +300,7 @@ def _messages(data: bytes) -> Iterator[tuple[str, Any]]:
     at = 8 + struct.unpack_from("<I", data, 4)[0]
     while at < len(data):
         at, size = _sized(data, at)
-        head = list(fields(data, at, at + size))
+        head = list(iterate_fields(data, at, at + size))
         at += size
         number = {field.number: field.value for field in head if field.wire == VARINT}
         for field in head:
@@ -314,7 +314,7 @@ def _messages(data: bytes) -> Iterator[tuple[str, Any]]:
             at, size = _sized(data, at)
             if sources > 0:
                 sources -= 1
-                for field in fields(data, at, at + size):
+                for field in iterate_fields(data, at, at + size):
                     if field.wire == BYTES and data[field.start : field.start + 4] == b"\x7fELF":
                         yield "module", data[field.start : field.start + field.value]
             else:
@@ -351,7 +351,7 @@ def _number(field: Field) -> float | None:
 
 
 def _inside(data: bytes, field: Field) -> Iterator[Field]:
-    return fields(data, field.start, field.start + field.value)
+    return iterate_fields(data, field.start, field.start + field.value)
 
 
 def _result(data: bytes, strings: list[str], tables: dict[str, list[LineRow]]) -> KernelProfile:
@@ -360,7 +360,7 @@ def _result(data: bytes, strings: list[str], tables: dict[str, list[LineRow]]) -
     metrics: dict[str, Metric] = {}
     advice: list[ToolAdvice] = []
     by_address: dict[str, dict[int, int]] = {}
-    for field in fields(data, 0, len(data)):
+    for field in iterate_fields(data, 0, len(data)):
         if field.wire != BYTES:
             continue
         if field.number in (5, 6, 7):
@@ -603,7 +603,7 @@ def read_rocprof_compute(database: Database, path: str) -> KernelProfiles:
 # -- several reports, and those that belong to a trace ---------------------------------------------
 
 
-def merged(reports: Sequence[KernelProfiles]) -> KernelProfiles:
+def merge_profiles(reports: Sequence[KernelProfiles]) -> KernelProfiles:
     """Several reports as one. rocprof writes times and counters to files of their own: what
     describes the same kernel in the same size becomes one."""
     kernels: list[KernelProfile] = []

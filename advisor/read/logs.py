@@ -12,14 +12,14 @@ from typing import Any
 from advisor.core.errors import AdvisorError
 from advisor.core.trace import Trace
 from advisor.read.reader import Reader, ReadOptions
-from advisor.read.registry import is_named_for, read_trace, readers
+from advisor.read.registry import all_readers, is_named_for, read_trace
 
 MAX_FILES = 4096
 
 
 @cache
 def _source_readers() -> tuple[Reader, ...]:
-    return tuple(reader for reader in readers() if reader.fills)
+    return tuple(reader for reader in all_readers() if reader.fills)
 
 
 def is_named_log(path: str) -> bool:

@@ -134,7 +134,9 @@ def with_memory(run: Run, options: ReadOptions | None) -> Run:
     return replace(run, snapshots=result, problems=tuple(problems))
 
 
-def joined(traces: list[Trace], rank_of: dict[int, int]) -> tuple[list[Trace], dict[int, Trace]]:
+def join_snapshots(
+    traces: list[Trace], rank_of: dict[int, int]
+) -> tuple[list[Trace], dict[int, Trace]]:
     """Traces, and snapshots by rank: a snapshot that was given with traces is no window of theirs.
     ``rank_of``: of each trace, by its place. A snapshot of no rank is that of the first."""
     plain = [trace for trace in traces if trace.meta.snapshot is None]

@@ -36,7 +36,7 @@ MAX_CALLS = 10_000
 """Names of calls that such a file may tell the class of."""
 
 
-def describe(
+def describe_trace(
     splitter: Splitter, assembler: Assembler, frames: dict[str, pl.DataFrame], facts: Facts
 ) -> TraceMeta:
     """The facts of a trace that has been read."""
@@ -44,7 +44,7 @@ def describe(
     stated = head.get("distributedInfo")
     distributed: dict[str, Any] = stated if isinstance(stated, dict) else {}
     devices = tuple(_devices(head.get("deviceProperties")))
-    start_ns = (whole(head.get("baseTimeNanoseconds")) or 0) + facts.origin_ns
+    start_ns = (whole_number(head.get("baseTimeNanoseconds")) or 0) + facts.origin_ns
     dropped = dict(assembler.dropped)
     if splitter.cut_events:
         dropped["cut off at the end of a truncated file"] = splitter.cut_events
@@ -58,8 +58,8 @@ def describe(
     return TraceMeta(
         path=splitter.source.path,
         **(_written(ours) if isinstance(ours, dict) else {"framework": PYTORCH}),
-        rank=whole(distributed.get("rank")),
-        world_size=whole(distributed.get("world_size")),
+        rank=whole_number(distributed.get("rank")),
+        world_size=whole_number(distributed.get("world_size")),
         backend=_text(distributed.get("backend")),
         devices=devices,
         start_ns=start_ns,
@@ -68,8 +68,8 @@ def describe(
         record_shapes=_flag(head.get("record_shapes"), not frames["inputs"].is_empty()),
         with_stack=_flag(head.get("with_stack"), facts.python_frames),
         profile_memory=_flag(head.get("profile_memory"), not frames["memory"].is_empty()),
-        cuda_runtime=whole(head.get("cuda_runtime_version")),
-        cuda_driver=whole(head.get("cuda_driver_version")),
+        cuda_runtime=whole_number(head.get("cuda_runtime_version")),
+        cuda_driver=whole_number(head.get("cuda_driver_version")),
         vendor=_one_of(ours, "vendor", ("amd", "nvidia"))
         or _vendor(head, devices, facts.runtime_calls),
         events_read=assembler.events,
@@ -117,7 +117,7 @@ def _flag(stated: Any, seen: bool) -> bool:
     return seen or stated in (1, True)
 
 
-def whole(value: Any) -> int | None:
+def whole_number(value: Any) -> int | None:
     if isinstance(value, bool) or not isinstance(value, int | float | str):
         return None
     try:
@@ -128,7 +128,7 @@ def whole(value: Any) -> int | None:
 
 
 def _positive(value: Any) -> int | None:
-    number = whole(value)
+    number = whole_number(value)
     return number if number is not None and 0 < number < _MOST else None
 
 
@@ -138,10 +138,13 @@ def _text(value: Any) -> str | None:
 
 def _devices(properties: Any) -> Iterator[Device]:
     for entry in properties[:1024] if isinstance(properties, list) else ():
-        number = whole(entry.get("id")) if isinstance(entry, dict) else None
+        number = whole_number(entry.get("id")) if isinstance(entry, dict) else None
         if number is None or not 0 <= number < 1 << 31:
             continue
-        major, minor = whole(entry.get("computeMajor")), whole(entry.get("computeMinor"))
+        major, minor = (
+            whole_number(entry.get("computeMajor")),
+            whole_number(entry.get("computeMinor")),
+        )
         shared = entry.get("sharedMemPerMultiprocessor")
         yield Device(
             id=number,

@@ -23,7 +23,7 @@ OPENING_ROWS = 32
 """So many rows before a range may hold the frames that opened it; real traces have about three,
 and what else these frames called."""
 
-PART = 1 << 19
+ROWS_PER_PART = 1 << 19
 """Rows that are ordered and nested at once, where threads and their outermost events end so soon:
 the work needs a hundred bytes per row."""
 
@@ -49,14 +49,14 @@ class Nesting:
 
 def stack_order(thread: Any, start: Ints, dur: Ints, kind: Any) -> NDArray[np.intp]:
     """Order by (thread, start, longest first, outer kind first)."""
-    if len(start) <= PART:
+    if len(start) <= ROWS_PER_PART:
         return _stack_order(thread, start, dur, kind)
     few = int(thread.max()) < 1 << 16  # such are sorted by counting
     order = np.argsort(thread.astype(np.uint16) if few else thread, kind="stable")
     ends = np.cumsum(np.bincount(thread))
     first = 0
     while first < len(order):  # whole threads, so many that it pays
-        last = int(ends[np.searchsorted(ends, min(first + PART, len(order)))])
+        last = int(ends[np.searchsorted(ends, min(first + ROWS_PER_PART, len(order)))])
         rows = order[first:last]
         order[first:last] = rows[_stack_order(thread[rows], start[rows], dur[rows], kind[rows])]
         first = last
@@ -81,17 +81,17 @@ def _stack_order(thread: Any, start: Ints, dur: Ints, kind: Any) -> NDArray[np.i
     return order
 
 
-def separate(thread: Any, start: Ints, dur: Ints) -> Iterator[slice]:
+def independent_stretches(thread: Any, start: Ints, dur: Ints) -> Iterator[slice]:
     """Stretches of rows that nest in nothing of one another, for :func:`release_ranges` and
     :func:`nest`, of some PART rows where there are such. Rows are ordered as for :func:`nest`."""
     first, count = 0, len(start)
     while first < count:
-        cut = first + PART
+        cut = first + ROWS_PER_PART
         if cut < count:
             own = max(first, int(np.searchsorted(thread, thread[cut - 1])))
             latest = int((start[own:cut] + np.maximum(dur[own:cut], 1)).max())
         while cut < count:
-            some = slice(cut, cut + PART)
+            some = slice(cut, cut + ROWS_PER_PART)
             before = start[some] + np.maximum(dur[some], 1)
             last = max(latest, int(before.max()))
             before[1:], before[0] = before[:-1].copy(), latest
@@ -101,7 +101,7 @@ def separate(thread: Any, start: Ints, dur: Ints) -> Iterator[slice]:
             if free[place]:
                 cut += place
                 break
-            latest, cut = last, cut + PART
+            latest, cut = last, cut + ROWS_PER_PART
         yield slice(first, min(cut, count))
         first = cut
 

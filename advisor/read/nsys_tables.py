@@ -13,8 +13,8 @@ import polars as pl
 import polars.selectors as cs
 
 from advisor.core.trace import Copy, CpuKind, Device, GpuKind
-from advisor.read.nvtx import inputs_of, parsed
-from advisor.read.sqlite import Database, Types, looked_up, narrowed, stacked, with_all
+from advisor.read.nvtx import inputs_of, parse_ranges
+from advisor.read.sqlite import Database, Types, looked_up, narrow_integers, stack_frames, with_all
 
 PREFIX = "CUPTI_ACTIVITY_KIND_"
 KERNEL, MEMCPY, MEMSET = (PREFIX + name for name in ("KERNEL", "MEMCPY", "MEMSET"))
@@ -83,7 +83,7 @@ class NsysTables:
 
     def device(self) -> pl.DataFrame:
         """Kernels, copies, memsets and whole graphs, as ``build_trace`` takes them."""
-        return stacked([self._kernels(), self._graphs(), self._copies(), self._memsets()])
+        return stack_frames([self._kernels(), self._graphs(), self._copies(), self._memsets()])
 
     def _work(
         self,
@@ -110,7 +110,7 @@ class NsysTables:
                     correlation=self.processes.correlation(process, rows["correlationId"]),
                 ).drop("start", "end", *_PLACE)
             )
-            return narrowed(done)
+            return narrow_integers(done)
 
         if not self._db.has(table, "start", "end"):
             return pl.DataFrame()
@@ -264,7 +264,7 @@ class NsysTables:
             self._calls(OVERHEAD, "overhead"),
             self._ranges(),
         ]
-        return stacked(parts), self._thread_names()
+        return stack_frames(parts), self._thread_names()
 
     def _calls(self, table: str, kind: str, named: str = "nameId") -> pl.DataFrame:
         columns = {"globalTid": pl.Int64, "correlationId": pl.Int64, named: pl.Int64}
@@ -282,7 +282,7 @@ class NsysTables:
                 correlation=self.processes.correlation(process, rows["correlationId"]),
                 **_thread(),
             )
-            return narrowed(done)
+            return narrow_integers(done)
 
         rows = self._db.read(table, {**_TIMES, **columns}, each=made)
         if not rows.height:
@@ -306,7 +306,7 @@ class NsysTables:
             why = "ranges without an end"
             self.dropped[why] = self.dropped.get(why, 0) + open_ones
         rows = rows.filter(pl.col("end").is_not_null() & pl.col("globalTid").is_not_null())
-        result = parsed(rows["text"].fill_null(self._text(rows, "textId")).fill_null("range"))
+        result = parse_ranges(rows["text"].fill_null(self._text(rows, "textId")).fill_null("range"))
         foreign = pl.Series("domain", [None], dtype=pl.String).new_from_index(0, rows.height)
         if domains:
             domain = rows["domainId"].fill_null(0)
@@ -333,7 +333,7 @@ class NsysTables:
             kept = pl.col("thread").cast(pl.String)
             thread = pl.when(crossing).then(apart).otherwise(kept).cast(pl.Categorical)
             places = places.with_columns(thread=thread)
-        return narrowed(places.hstack(result))
+        return narrow_integers(places.hstack(result))
 
     def _domains(self) -> dict[int, str]:
         columns = {"domainId": pl.Int64, "text": pl.String, "textId": pl.Int64}

@@ -25,7 +25,7 @@ _MAX_SHAPES = 4096
 """Characters of the shapes of one operator."""
 
 
-def parsed(texts: pl.Series) -> pl.DataFrame:
+def parse_ranges(texts: pl.Series) -> pl.DataFrame:
     """Of each range: ``name`` without details, ``kind`` (op or annotation), ``sequence`` (null:
     none) and ``dims`` (JSON text, null: not recorded)."""
     text = pl.col("text").fill_null("")

@@ -27,7 +27,7 @@ Result = TypeVar("Result")
 
 
 @cache
-def bundled() -> tuple[Reader, ...]:
+def bundled_readers() -> tuple[Reader, ...]:
     """Our own, by their files' names."""
     import advisor.read.readers
 
@@ -37,7 +37,7 @@ def bundled() -> tuple[Reader, ...]:
 
 
 @cache
-def installed() -> tuple[Reader, ...]:
+def installed_readers() -> tuple[Reader, ...]:
     """Those of other packages. Raises AdvisorError for one that cannot be loaded."""
     result: dict[type, Reader] = {}
     for point in entry_points(group=ENTRY_POINTS):
@@ -56,20 +56,22 @@ def installed() -> tuple[Reader, ...]:
     return tuple(result.values())
 
 
-def readers() -> tuple[Reader, ...]:
+def all_readers() -> tuple[Reader, ...]:
     """All of them, our own first."""
-    return (*bundled(), *installed())
+    return (*bundled_readers(), *installed_readers())
 
 
 def reader_of(source: ByteSource) -> Reader:
     """The reader that is most certain of a file; of equals the first. Raises AdvisorError: none
     knows it, and then the line says what is read."""
     head = source.head()
-    own = _most_certain(bundled(), head, source.path)
+    own = _most_certain(bundled_readers(), head, source.path)
     if own is not None and own[0] is ReaderClaim.SURE:
         return own[1]  # without a look at what is installed: that takes as long as a small trace
     result = [
-        claim for claim in (own, _most_certain(installed(), head, source.path)) if claim is not None
+        claim
+        for claim in (own, _most_certain(installed_readers(), head, source.path))
+        if claim is not None
     ]
     other = kind_of(head, str(source.path))
     if not result or (
@@ -84,11 +86,11 @@ def reader_of(source: ByteSource) -> Reader:
 
 def _what_is_read(head: bytes) -> str:
     """``give`` and the formats; of a database those that are one. PyTorch's own stand first."""
-    known = (reader.reads for reader in bundled())
+    known = (reader.reads for reader in bundled_readers())
     ours = sorted(known, key=lambda text: "PyTorch profiler" not in text)
     if head.startswith(b"SQLite format 3"):
         ours = [each for each in ours if re.search(r"\.(sqlite|db|rpd)\b", each)]
-    *most, last = dict.fromkeys([*ours, *(reader.reads for reader in installed())])
+    *most, last = dict.fromkeys([*ours, *(reader.reads for reader in installed_readers())])
     return f"give {', '.join(most)}, or {last}" if most else f"give {last}"
 
 
@@ -102,7 +104,7 @@ def refuse_unknown(first: bytes, path: str) -> None:
 
 def is_trace_name(name: str) -> bool:
     """Whether a file of a folder is named like a trace."""
-    return any(is_named_for(reader, name) for reader in readers())
+    return any(is_named_for(reader, name) for reader in all_readers())
 
 
 def is_named_for(reader: Reader, name: str) -> bool:
@@ -114,7 +116,7 @@ def is_named_for(reader: Reader, name: str) -> bool:
 
 def trace_names() -> str:
     """The names that are looked for in a folder, as patterns; compressed files have a suffix."""
-    patterns = dict.fromkeys(each for reader in readers() for each in reader.patterns)
+    patterns = dict.fromkeys(each for reader in all_readers() for each in reader.patterns)
     return ", ".join(patterns)
 
 
@@ -173,14 +175,14 @@ def read_bytes(text: bytes, name: str = "<memory>", options: ReadOptions | None 
 
 def _read(source: ByteSource, options: ReadOptions) -> Trace:
     reader = reader_of(source)
-    if reader in bundled():
+    if reader in bundled_readers():
         trace: object = reader.read(source, options)
     else:
         trace = _contained(reader, source.path, reader.read, source, options)
     if not isinstance(trace, Trace):  # somebody else's
         raise AdvisorError(f"{source.path}: the reader {reader.name!r} failed (it gave no Trace)")
     form = trace.meta.format if reader.name == KINETO else reader.name
-    if form != reader.name and form not in {item.name for item in readers()}:
+    if form != reader.name and form not in {item.name for item in all_readers()}:
         form = reader.name  # it says that we wrote it, from a file of a format that nobody knows
     gpu = None if options.gpu is None else find_gpu(options.gpu).gpu.name
     meta = replace(trace.meta, format=form, step_ranges=options.step_ranges, gpu=gpu)

@@ -11,8 +11,8 @@ import polars as pl
 from advisor.core.errors import AdvisorError
 from advisor.core.trace import Device, Trace, TraceMeta
 from advisor.read.build import build_trace
-from advisor.read.nvtx import framework_of, inputs_of, parsed
-from advisor.read.sqlite import stacked
+from advisor.read.nvtx import framework_of, inputs_of, parse_ranges
+from advisor.read.sqlite import stack_frames
 
 DIRECTIONS = {
     "HOST_TO_DEVICE": "HtoD", "DEVICE_TO_HOST": "DtoH", "DEVICE_TO_DEVICE": "DtoD",
@@ -24,7 +24,7 @@ FILL = r"(?i)fill_?buffer|memset"
 """Kernels by which HIP sets memory, and RPD's name of that."""
 
 
-def direction(names: pl.Series) -> pl.Series:
+def copy_direction(names: pl.Series) -> pl.Series:
     """Direction of copies by their names; ``other`` where it is not recorded."""
     known = {
         name: next((way for word, way in DIRECTIONS.items() if word in name.upper()), "other")
@@ -33,10 +33,10 @@ def direction(names: pl.Series) -> pl.Series:
     return names.replace_strict(known, default="other", return_dtype=pl.String)
 
 
-def ranges(texts: pl.Series) -> tuple[pl.DataFrame, pl.DataFrame | None]:
+def parse_roctx_ranges(texts: pl.Series) -> tuple[pl.DataFrame, pl.DataFrame | None]:
     """``name``, ``kind``, ``sequence`` and ``inputs`` of ROCTX ranges, and the table of inputs:
     PyTorch writes the texts of its operators there as it does with NVTX."""
-    result = parsed(texts)
+    result = parse_ranges(texts)
     number, inputs = inputs_of(result["dims"])
     return result.drop("dims").with_columns(number), inputs
 
@@ -50,7 +50,7 @@ def trace_of(
     counters: pl.DataFrame | None = None,
 ) -> Trace:
     """The trace of these rows, whose lists are emptied. Raises AdvisorError: there are none."""
-    rows = {"host": stacked(host), "device": stacked(device)}
+    rows = {"host": stack_frames(host), "device": stack_frames(device)}
     if not any(part.height for part in rows.values()):
         raise AdvisorError(
             f"{meta.path}: a profile of ROCm without GPU work, calls and ranges; record with "
@@ -67,7 +67,7 @@ def trace_of(
     )
 
 
-def gpu(number: int, facts: Mapping[str, object]) -> Device:
+def build_device(number: int, facts: Mapping[str, object]) -> Device:
     """A device by what is recorded of an agent; what is not is ``None``."""
 
     def text(*keys: str) -> str | None:

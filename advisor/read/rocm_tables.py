@@ -16,8 +16,8 @@ from typing import Any
 import polars as pl
 
 from advisor.core.trace import Copy, CpuKind, Device, GpuKind
-from advisor.read.nvtx import inputs_of, parsed
-from advisor.read.rocm import FILL, direction, gpu
+from advisor.read.nvtx import inputs_of, parse_ranges
+from advisor.read.rocm import FILL, build_device, copy_direction
 from advisor.read.sqlite import (
     Database,
     Keyed,
@@ -25,8 +25,8 @@ from advisor.read.sqlite import (
     Numbered,
     Types,
     looked_up,
-    narrowed,
-    numbered,
+    narrow_integers,
+    read_numbered,
     with_all,
 )
 
@@ -70,7 +70,9 @@ class Rpd:
     def _calls(self, rows: pl.DataFrame, arguments: Keyed) -> pl.DataFrame:
         """Calls, then ranges, without their texts: nearly each of PyTorch's has a number in it."""
         name = self._names.of(rows["apiName_id"]).fill_null("call")
-        self._in_threads.append(narrowed(rows.select("id").filter(name.str.contains(_IN_THREADS))))
+        self._in_threads.append(
+            narrow_integers(rows.select("id").filter(name.str.contains(_IN_THREADS)))
+        )
         marker = pl.any_horizontal(pl.col("name").str.starts_with(word) for word in _MARKERS)
         own = pl.col("name").str.contains("::writeRows", literal=True) | pl.any_horizontal(
             pl.col("name").str.starts_with(word) for word in _OWN
@@ -92,7 +94,7 @@ class Rpd:
         )
         marks = rows.filter("marker")
         if marks.height:
-            marks = marks.with_columns(parsed(marks["text"].fill_null(marks["name"])))
+            marks = marks.with_columns(parse_ranges(marks["text"].fill_null(marks["name"])))
             rows = pl.concat([rows.filter(~pl.col("marker")), marks])
         return _held(rows.drop("marker", "text"), CpuKind)
 
@@ -102,7 +104,7 @@ class Rpd:
             ("id", "gpuId", "queueId", "start", "end", "description_id", "opType_id"), pl.Int64
         )
         ties = {"api_id": pl.Int64, "op_id": pl.Int64}
-        calls = numbered(self._db, "rocpd_api_ops", ties, pl.DataFrame.drop_nulls, key="op_id")
+        calls = read_numbered(self._db, "rocpd_api_ops", ties, pl.DataFrame.drop_nulls, key="op_id")
         none = pl.DataFrame(schema={"id": pl.Int64})
         threaded = pl.concat([*self._in_threads, none], how="vertical_relaxed")
         in_threads = Numbered(threaded.with_columns(in_threads=True), "id")
@@ -144,7 +146,7 @@ class Rpd:
             name=pl.coalesce("what", "type"),
             device=pl.col("gpuId").fill_null(0),
             stream=pl.col("queueId").fill_null(0),
-            copy=pl.when(copy).then(direction(rows["type"])).cast(Copy),
+            copy=pl.when(copy).then(copy_direction(rows["type"])).cast(Copy),
         )
 
     def counters(self) -> pl.DataFrame | None:
@@ -189,7 +191,7 @@ def _of_calls(rows: pl.DataFrame) -> pl.DataFrame:
 def _held(rows: pl.DataFrame, kind: Any) -> pl.DataFrame:
     """Rows that wait for the last, in as little room as they take."""
     texts = pl.col(pl.String).exclude("kind").cast(pl.Categorical)
-    return narrowed(rows.with_columns(texts, pl.col("kind").cast(kind)))
+    return narrow_integers(rows.with_columns(texts, pl.col("kind").cast(kind)))
 
 
 class Rocpd:
@@ -236,9 +238,9 @@ class _Process:
         self._names = NameLookup(db, self._table("string"), "id", "string")
         types = {"id": pl.Int64, "stack_id": pl.Int64, "category_id": pl.Int64,
                  "extdata": pl.String}  # fmt: skip
-        self._events = numbered(db, self._table("event"), types, self._event)
+        self._events = read_numbered(db, self._table("event"), types, self._event)
         stamps = {"id": pl.Int64, "value": pl.Int64}
-        self._stamps = numbered(db, self._table("timestamp"), stamps)
+        self._stamps = read_numbered(db, self._table("timestamp"), stamps)
         self._tracks = Keyed(db, self._table("track"), "id", _PLACE)
         self.devices: dict[int, Device] = {}
         self._agents = self._known_agents()
@@ -249,7 +251,7 @@ class _Process:
         """What events say: whose call it was, and the range that a marker's text names."""
         category = self._names.of(rows["category_id"]).fill_null("")
         message = rows["extdata"].str.extract(r'"message"\s*:\s*"((?:[^"\\]|\\.)*)"', 1)
-        ranges = parsed(message).with_columns(
+        ranges = parse_ranges(message).with_columns(
             pl.when(message.is_not_null()).then(pl.col("name", "kind")),
             pl.col("dims").cast(pl.Categorical),
         )
@@ -291,7 +293,7 @@ class _Process:
             with contextlib.suppress(ValueError, RecursionError):
                 more = json.loads(row["extdata"] or "{}")
             facts = {**(more if isinstance(more, dict) else {}), **row}
-            self.devices[number] = gpu(number, facts)
+            self.devices[number] = build_device(number, facts)
             result[row["id"]] = number
         return result
 
@@ -354,7 +356,7 @@ class _Process:
             unnamed = pl.col("kind").is_null()  # markers whose events are lost or say nothing
             marks = rows.filter(unnamed)
             if marks.height:
-                marks = marks.with_columns(parsed(marks["name"]))
+                marks = marks.with_columns(parse_ranges(marks["name"]))
                 rows = pl.concat([rows.filter(~unnamed), marks])
             return rows
 
@@ -412,7 +414,7 @@ class _Process:
                     pl.lit(0, dtype=pl.Int64),
                 ),
                 stream=pl.coalesce("stream_id", "queue_id").fill_null(0),
-                copy=direction(name).cast(Copy),
+                copy=copy_direction(name).cast(Copy),
                 bytes="size",
                 gbps=pl.when(timed).then(pl.col("size") / pl.col("dur")),
             )

@@ -11,7 +11,7 @@ from msgspec import Struct, field
 
 from advisor.core.errors import AdvisorError
 from advisor.core.trace import Device
-from advisor.read.rocm import direction, gpu, ranges
+from advisor.read.rocm import build_device, copy_direction, parse_roctx_ranges
 
 _CORRELATIONS = 40
 _GPU = 2  # rocprofiler_agent_type_t
@@ -118,7 +118,7 @@ class RocprofDocument(Struct):
     processes: list[Process] = field(name="rocprofiler-sdk-tool", default_factory=list)
 
 
-def decoded(data: bytes, path: str) -> tuple[list[Process], int]:
+def decode_document(data: bytes, path: str) -> tuple[list[Process], int]:
     """The processes of a file, and how many of its parts had values of other types and were left
     out. Raises AdvisorError: it is no JSON to its end, or of another layout."""
     try:
@@ -198,7 +198,7 @@ class Rows:
         marks = [part for part in marks if part.height]
         if marks:
             rows = pl.concat(marks)
-            result, self.inputs = ranges(rows["text"])
+            result, self.inputs = parse_roctx_ranges(rows["text"])
             self.host.append(rows.drop("text").hstack(result))
 
     @property
@@ -213,7 +213,7 @@ class Rows:
             number = agent.logical_node_type_id
             number = number if 0 <= number < 1 << 31 else place
             result[agent.id.handle] = number
-            self._devices[number] = gpu(number, msgspec.structs.asdict(agent))
+            self._devices[number] = build_device(number, msgspec.structs.asdict(agent))
         return result
 
 
@@ -336,7 +336,7 @@ def _copies(process: Process, agents: dict[int, int], first: int) -> pl.DataFram
     timed = (pl.col("bytes") > 0) & (pl.col("dur") > 0)
     return frame.with_columns(
         kind=pl.lit("memcpy"),
-        copy=direction(frame["name"]),
+        copy=copy_direction(frame["name"]),
         gbps=pl.when(timed).then(pl.col("bytes") / pl.col("dur")),
     )
 

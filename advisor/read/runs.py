@@ -72,7 +72,7 @@ def _folders(folder: Path) -> list[Path]:
         return []
 
 
-def describe(run: Path) -> RunLine:
+def describe_run(run: Path) -> RunLine:
     """A run's line. What is damaged or missing is left out of it."""
     manifest = Manifest()
     try:

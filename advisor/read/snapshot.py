@@ -22,7 +22,7 @@ from advisor.core.snapshot import (
     MemorySnapshot,
     SnapshotFrame,
     Stack,
-    table,
+    typed_table,
 )
 from advisor.read.plain_pickle import PickledFields, read_plain
 from advisor.read.reader import memory_budget
@@ -86,7 +86,7 @@ class _Columns:
 
     def frame(self) -> pl.DataFrame:
         columns, self.columns = self.columns, {}
-        return table(self.schema, columns)
+        return typed_table(self.schema, columns)
 
 
 class _Tables:

@@ -16,7 +16,7 @@ import msgspec
 from msgspec import Raw
 
 from advisor.core.errors import AdvisorError
-from advisor.read.damage import EVENT_BOUNDARY, REFUSED, SPACE, object_end, sanitise, scan
+from advisor.read.damage import EVENT_BOUNDARY, REFUSED, SPACE, object_end, sanitise, scan_list
 from advisor.read.reader import PIECE
 from advisor.read.source import ByteSource
 from advisor.read.unknown import kind_of
@@ -71,7 +71,7 @@ class Splitter:
                 continue
             if self.exact:
                 held = [b"".join(held)]
-                commas, end, _ = scan(held[0])
+                commas, end, _ = scan_list(held[0])
                 if end is not None:
                     yield _listed([memoryview(held[0])[:end]])
                     self._read_tail(held[0][end + 1 :], blocks)
@@ -273,7 +273,7 @@ def _value(raw: Raw) -> Any:
 
 def _last_cut(rest: bytes) -> int:
     """Position of the comma before the last event of a list that is cut off; -1: none."""
-    commas, _, _ = scan(rest)
+    commas, _, _ = scan_list(rest)
     cut = int(commas[-1]) if len(commas) else -1
     boundary = _at(last_boundary(rest))
     if boundary > cut:  # inside the last event; or quotes are damaged, and the scan was misled
@@ -343,7 +343,7 @@ def _what_else(start: bytes) -> str:
 def _scanned_end(rest: bytes, _bare: bool) -> int | None:
     """Position of the bracket that closes the event list, by following all others. When quotes
     are damaged the scan is misled: then more events follow what looks like the end."""
-    end = scan(rest)[1]
+    end = scan_list(rest)[1]
     if end is None or not EVENT_BOUNDARY.search(rest, end):
         return end
     return end if _is_json(b"[" + rest[:end] + b"]") else None

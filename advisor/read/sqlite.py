@@ -17,7 +17,7 @@ import polars.selectors as cs
 from numpy.typing import NDArray
 
 from advisor.core.errors import AdvisorError
-from advisor.core.scratch import scratch
+from advisor.core.scratch import scratch_folder
 from advisor.read.reader import EVENT_BYTES, NO_ROOM, ReadOptions, memory_budget
 from advisor.read.source import ByteSource
 
@@ -45,7 +45,7 @@ Types = Mapping[str, Any]
 """Column -> polars type."""
 
 
-def quoted(name: str) -> str:
+def quote_identifier(name: str) -> str:
     """A table's or column's name, whatever it holds, as SQL writes it."""
     return '"' + name.replace('"', '""') + '"'
 
@@ -73,7 +73,7 @@ class Database:
             if isinstance(name, str) and not name.startswith("sqlite_"):
                 self.tables[name] = ()
         for name in self.tables:
-            described = self._rows(f"PRAGMA table_info({quoted(name)})")
+            described = self._rows(f"PRAGMA table_info({quote_identifier(name)})")
             self.tables[name] = tuple(str(row[1]) for row in described)
             keys = [row for row in described if row[5]]
             if len(keys) == 1 and str(keys[0][2]).upper() == "INTEGER":
@@ -106,12 +106,14 @@ class Database:
         if not wanted:
             return pl.DataFrame()
         parts = []
-        columns = ", ".join(map(quoted, wanted))
+        columns = ", ".join(map(quote_identifier, wanted))
         condition = f" WHERE {where}" if where else ""
-        query = f"SELECT {columns} FROM {quoted(table)}{condition} LIMIT {MAX_ROWS}"
+        query = f"SELECT {columns} FROM {quote_identifier(table)}{condition} LIMIT {MAX_ROWS}"
         for rows in self._batches(query, table):
             values = zip(wanted.items(), zip(*rows, strict=True), strict=True)
-            frame = pl.DataFrame([column(name, given, kind) for (name, kind), given in values])
+            frame = pl.DataFrame(
+                [typed_column(name, given, kind) for (name, kind), given in values]
+            )
             del rows
             parts.append(frame if each is None else each(frame))
         return pl.concat(parts, how="vertical_relaxed") if parts else pl.DataFrame(schema=wanted)
@@ -121,7 +123,7 @@ class Database:
         some thousands."""
         if not numbers:
             return pl.DataFrame(schema=types)
-        key, first, last = quoted(self.keys[table]), numbers[0], numbers[-1]
+        key, first, last = quote_identifier(self.keys[table]), numbers[0], numbers[-1]
         if last - first < 1.6 * len(numbers):  # a seek takes as long as two thirds of a row more
             return self.read(table, types, f"{key} BETWEEN {first:d} AND {last:d}")
         return self.read(table, types, f"{key} IN ({', '.join(map(str, numbers))})")
@@ -130,7 +132,8 @@ class Database:
         """A table of numbered texts as a dictionary; empty: it is not there."""
         if not self.has(table, key, value):
             return {}
-        query = f"SELECT {quoted(key)}, {quoted(value)} FROM {quoted(table)} LIMIT {MAX_ROWS}"
+        names = [quote_identifier(each) for each in (key, value, table)]
+        query = "SELECT {}, {} FROM {} LIMIT {}".format(*names, MAX_ROWS)
         result: dict[int, str] = {}
         for rows in self._batches(query, table):
             result.update(
@@ -177,7 +180,7 @@ def _some_at_once(cursor: sqlite3.Cursor) -> Iterator[list[tuple[Any, ...]]]:
         count = min(BATCH, 8 * count, max(1, MAX_AT_ONCE * len(seen) // max(size, 1)))
 
 
-def column(name: str, values: Sequence[Any], kind: Any) -> pl.Series:
+def typed_column(name: str, values: Sequence[Any], kind: Any) -> pl.Series:
     """Values of any types as a column of one; what does not fit is null."""
     try:
         result = pl.Series(name, values, dtype=kind, strict=True)
@@ -195,7 +198,7 @@ def column(name: str, values: Sequence[Any], kind: Any) -> pl.Series:
     return pl.Series(name, kept, dtype=kind, strict=False)
 
 
-def narrowed(rows: pl.DataFrame) -> pl.DataFrame:
+def narrow_integers(rows: pl.DataFrame) -> pl.DataFrame:
     """The rows with their integers in as few bytes as these take: many rows wait for the last.
     Starts stay as they are, since sums of narrow columns do not fit these."""
     narrow = rows.select(cs.signed_integer() - cs.by_name("ts", require_all=False))
@@ -231,7 +234,7 @@ _KNOWN = (
 
 
 @contextmanager
-def opened(source: ByteSource, options: ReadOptions) -> Iterator[Database]:
+def open_database(source: ByteSource, options: ReadOptions) -> Iterator[Database]:
     """A source's tables. A plain file is read where it lies; one that is packed or piped is
     unpacked to a temporary file first. Raises AdvisorError: no database, or over the limit."""
     head = source.head()
@@ -251,7 +254,7 @@ def opened(source: ByteSource, options: ReadOptions) -> Iterator[Database]:
         return
     if not head:
         raise AdvisorError(f"{source.path}: nothing in it could be unpacked; copy it again")
-    with scratch() as folder:
+    with scratch_folder() as folder:
         unpacked = folder / "trace.sqlite"
         with unpacked.open("wb") as file:
             for block in source.blocks():
@@ -372,7 +375,7 @@ class Numbered:
         return rows.select(pl.all().gather(index))
 
 
-def numbered(
+def read_numbered(
     db: Database,
     table: str,
     types: Types,
@@ -383,7 +386,7 @@ def numbered(
     thousands of them takes. Columns that the table has not are null."""
 
     def made(rows: pl.DataFrame) -> pl.DataFrame:
-        return narrowed(each(with_all(rows, types)))
+        return narrow_integers(each(with_all(rows, types)))
 
     read = db.read(table, types, each=made)
     return Numbered(read if read.height else made(pl.DataFrame(schema=dict(types))), key)
@@ -397,7 +400,7 @@ class Keyed:
         self._db, self._table, self._key, self._types = db, table, key, types
         self._read: Types = {key: pl.Int64, **types}
         stored = db.keys.get(table) == key
-        self._whole = None if stored else numbered(db, table, self._read, key=key)
+        self._whole = None if stored else read_numbered(db, table, self._read, key=key)
 
     def at(self, numbers: pl.Series) -> pl.DataFrame:
         """A row for each of these numbers; nulls where there is none. Asked for some thousands at
@@ -435,7 +438,7 @@ def looked_up(numbers: pl.Series, texts: Mapping[int, str | None]) -> pl.Series:
     return numbers.replace_strict(known, default=None, return_dtype=pl.String)
 
 
-def stacked(parts: list[pl.DataFrame]) -> pl.DataFrame:
+def stack_frames(parts: list[pl.DataFrame]) -> pl.DataFrame:
     """All rows of these frames, which are let go of; without a column where there are none."""
     filled = [part for part in parts if part.height]
     parts.clear()

@@ -36,7 +36,7 @@ Array = NDArray[Any]
 _INT_LIMIT = 1 << 62
 
 
-def blank(count: int, value: float, dtype: Any) -> Array:
+def blank_column(count: int, value: float, dtype: Any) -> Array:
     """A column of nothing but one value, which takes no memory: read-only."""
     return np.broadcast_to(np.array(value, dtype=dtype), (count,))
 

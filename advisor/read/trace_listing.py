@@ -41,12 +41,12 @@ def named_like_traces(names: list[str]) -> list[str]:
 def read_source(source: RemoteFile, options: ReadOptions) -> Trace:
     """A trace, wherever it is, under the name that its source is shown by.
 
-    Raises AdvisorError as :func:`read_trace` and :func:`opened` do.
+    Raises AdvisorError as :func:`read_trace` and :func:`open_locally` do.
     """
-    from advisor.read.remote.fetch import opened
+    from advisor.read.remote.fetch import open_locally
 
     say = options.progress
-    with opened(source, most=options.max_bytes, progress=say, check=refuse_unknown) as path:
+    with open_locally(source, most=options.max_bytes, progress=say, check=refuse_unknown) as path:
         copy = str(path)
         if copy == source.at:
             return read_trace(copy, options)

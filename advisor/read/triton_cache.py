@@ -82,7 +82,7 @@ def read_triton_cache(path: str) -> tuple[KernelProfiles, int]:
     dropped: Counter[str] = Counter()
     found: dict[CompiledKernel, list[CompiledKernel]] = {}
     budget = _Budget()
-    for folder, stem in entries(path):
+    for folder, stem in find_entries(path):
         if budget.left <= 0 or len(found) == MAX_KERNELS:
             dropped["kernels in too large a cache"] += 1
         elif (kernel := _kernel(folder, stem, budget)) is None:
@@ -95,7 +95,7 @@ def read_triton_cache(path: str) -> tuple[KernelProfiles, int]:
     return KernelProfiles(path, TRITON, (), dict(dropped), compiled), MAX_BYTES - budget.left
 
 
-def entries(path: str) -> Iterator[tuple[Path, str]]:
+def find_entries(path: str) -> Iterator[tuple[Path, str]]:
     """Folder and name of each kernel in a cache. Links are not followed."""
     for folder, folders, names in islice(os.walk(path), MAX_FOLDERS):
         folders.sort()

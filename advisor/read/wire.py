@@ -84,7 +84,7 @@ def varint(data: bytes | bytearray, at: int, end: int) -> tuple[int, int]:
     raise Damaged
 
 
-def fields(data: bytes | bytearray, at: int, end: int) -> Iterator[Field]:
+def iterate_fields(data: bytes | bytearray, at: int, end: int) -> Iterator[Field]:
     """The fields of one message, in order. Raises Damaged where they stop making sense."""
     while at < end:
         key, at = varint(data, at, end)
@@ -105,7 +105,7 @@ def fields(data: bytes | bytearray, at: int, end: int) -> Iterator[Field]:
         yield Field(key >> 3, wire, value, start, at)
 
 
-def split(
+def split_messages(
     data: bytes | bytearray, at: int, end: int, number: int
 ) -> tuple[list[int], list[int], list[Field], bool]:
     """Starts and ends of the messages in one repeated field, the other fields, and whether all was
@@ -130,7 +130,7 @@ def split(
                     starts.append(start)
                     ends.append(at)
                     continue
-            item = next(fields(data, at, end))
+            item = next(iterate_fields(data, at, end))
             at = item.end
             if item.number == number and item.wire == BYTES:
                 starts.append(item.start)

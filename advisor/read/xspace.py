@@ -24,8 +24,8 @@ from advisor.read.wire import (
     Buffer,
     Damaged,
     Fields,
-    fields,
-    split,
+    iterate_fields,
+    split_messages,
     varint,
 )
 
@@ -115,7 +115,7 @@ class XSpace:
         """Events, lines and planes beyond the most that is read."""
         self.nameless = 0
         """Events that refer to no name."""
-        starts, ends, others, sound = split(data, 0, size, _PLANES)
+        starts, ends, others, sound = split_messages(data, 0, size, _PLANES)
         self.truncated = not sound
         spans = list(zip(starts, ends, strict=True))
         self.left_out += max(len(spans) - MAX_PLANES, 0)
@@ -126,7 +126,7 @@ class XSpace:
 
     def _plane(self, start: int, end: int) -> Plane:
         buffer = self._buffer
-        starts, ends, others, sound = split(buffer.data, start, end, _LINES)
+        starts, ends, others, sound = split_messages(buffer.data, start, end, _LINES)
         spans = [span for span in zip(starts, ends, strict=True) if span[0] < span[1]]
         self.broken += not sound
         if not sound:  # what is left of a line that was cut off
@@ -188,7 +188,7 @@ class XSpace:
             name: str | None = None
             value: int | float | str | None = None
             try:
-                for item in fields(self._buffer.data, start, end):
+                for item in iterate_fields(self._buffer.data, start, end):
                     if item.number == _STAT_META:
                         name = plane.stat_names.get(_signed(item.value))
                     elif item.number == _DOUBLE and item.wire == FIXED64:
@@ -238,7 +238,7 @@ class XSpace:
 
     def _line(self, start: int, end: int) -> tuple[XLine, int, list[int], list[int]]:
         """A line, its time in ns, and where its events begin and end."""
-        starts, ends, others, sound = split(self._buffer.data, start, end, _LINE_EVENTS)
+        starts, ends, others, sound = split_messages(self._buffer.data, start, end, _LINE_EVENTS)
         self.broken += not sound
         values: dict[int, int] = {}
         texts: dict[int, str] = {}

@@ -27,7 +27,12 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, Final, TypeVar, overload
 
 from advisor.recorder.modules import hide_from_warnings
-from advisor.recorder.options import RecordOptions, chosen, switched_off, unsupported
+from advisor.recorder.options import (
+    RecordOptions,
+    explain_unsupported,
+    resolve_options,
+    switched_off,
+)
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -108,7 +113,7 @@ class Recorder:
         """End the recording, write what is left, and say where it is."""
         session, self._session = self._session, None
         if session is not None:
-            conclude(session, error)
+            end_recording(session, error)
 
     @property
     def path(self) -> Path | None:
@@ -130,9 +135,9 @@ class Recorder:
 
     def steps(self, loader: Iterable[_T]) -> Iterator[_T]:
         """Iterate over a loader: each batch is a step, and waiting for it is its phase ``data``."""
-        from advisor.recorder.session import current
+        from advisor.recorder.session import current_session
 
-        session = current()
+        session = current_session()
         if session is None:
             yield from loader
             return
@@ -288,9 +293,9 @@ class PhaseRange:
         self._before = 0
 
     def __enter__(self) -> None:
-        from advisor.recorder.session import current
+        from advisor.recorder.session import current_session
 
-        session = current()
+        session = current_session()
         if session is None or not session.here():
             return
         try:
@@ -311,9 +316,9 @@ class PhaseRange:
 
 def step() -> None:
     """A training step ends here. Does nothing where nothing is recorded."""
-    from advisor.recorder.session import current
+    from advisor.recorder.session import current_session
 
-    session = current()
+    session = current_session()
     if session is not None and session.here() and not session.in_loop:
         _contained(session, session.boundary)
 
@@ -323,14 +328,14 @@ def phase(name: str) -> PhaseRange:
     return PhaseRange(name)
 
 
-def hush() -> None:
+def silence_kineto() -> None:
     """From the first window on. A level that the user has chosen stays. ``os.environ``, which
     programs look at, does not show it."""
     if LEVEL not in os.environ:
         os.putenv(LEVEL, SILENT)
 
 
-def unhush() -> None:
+def restore_kineto_log() -> None:
     """Recording has ended: processes that are started from here on are as they would be."""
     if LEVEL not in os.environ:
         os.unsetenv(LEVEL)
@@ -341,26 +346,26 @@ def open_session(
 ) -> RecordingSession | None:
     """Begin to record; ``None``: not possible, or somebody records already (reported once)."""
     try:
-        from advisor.recorder.session import RecordingSession, current
+        from advisor.recorder.session import RecordingSession, current_session
 
-        other = current()
+        other = current_session()
         if other is not None and isinstance(other.owner, Recorder) and other.owner.is_idle():
             other.owner.close()
-            other = current()
+            other = current_session()
         if other is not None:
             if recorder is not None:
                 recorder._refuse()
             return None
         import torch
 
-        if problem := unsupported(torch.__version__):
+        if problem := explain_unsupported(torch.__version__):
             log.warning("advisor: not recording: %s", problem)
             return None
-        session = RecordingSession(chosen(**keywords), entry, lazy=lazy)
+        session = RecordingSession(resolve_options(**keywords), entry, lazy=lazy)
         session.owner = recorder
         if entry == "command":
             session.anew = lambda: open_session("command", {}, lazy=True)
-        hush()
+        silence_kineto()
         try:
             session.start()
         except BaseException:
@@ -372,20 +377,20 @@ def open_session(
         return None
 
 
-def conclude(session: RecordingSession, error: BaseException | None = None) -> None:
+def end_recording(session: RecordingSession, error: BaseException | None = None) -> None:
     """End a recording and say where it is."""
     session.finish(error)
-    unhush()
+    restore_kineto_log()
     if session.problem is not None and session.rank == 0:
-        from advisor.recorder.finish import tell
+        from advisor.recorder.finish import print_message
 
         run = session.writer.folder
         where = "" if run is None else f" What was recorded until then: {run.parent}"
-        tell(f"recording stopped early: {session.problem}.{where}")
+        print_message(f"recording stopped early: {session.problem}.{where}")
     elif session.writer.folder is not None and session.rank == 0:
-        from advisor.recorder.finish import say
+        from advisor.recorder.finish import print_result
 
-        say(session.writer.folder.parent, analyse=session.options.report and error is None)
+        print_result(session.writer.folder.parent, analyse=session.options.report and error is None)
 
 
 def _begin_loop(session: RecordingSession, loader: Iterable[_T], length: Any) -> Iterator[_T]:

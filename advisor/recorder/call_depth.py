@@ -42,13 +42,13 @@ CALLED_BACK = frozenset(("__torch_function__", "__torch_dispatch__", "__del__"))
 OURS = __name__.rpartition(".")[0]
 
 
-def outermost(torch: Any, *, profiled: bool = False) -> bool:
+def is_outermost(torch: Any, *, profiled: bool = False) -> bool:
     """Whether the calling thread is at its outermost level; ``profiled``: a profiler of ours
     records this thread."""
-    return quiet(torch, profiled=profiled) and _nothing_around(sys._getframe(1))
+    return is_undisturbed(torch, profiled=profiled) and _nothing_around(sys._getframe(1))
 
 
-def quiet(torch: Any, *, profiled: bool = False) -> bool:
+def is_undisturbed(torch: Any, *, profiled: bool = False) -> bool:
     """Whether torch is in nothing that has the thread's state saved, and no profiler is on but
     ours."""
     lowlevel = torch._C

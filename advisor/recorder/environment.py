@@ -66,7 +66,7 @@ ENV = set(
 ENV_PREFIXES = ("NCCL_", "TORCH_NCCL_", "RCCL_")
 
 
-def manifest(options: dict[str, Any], entry: str, run_id: str) -> Manifest:
+def build_manifest(options: dict[str, Any], entry: str, run_id: str) -> Manifest:
     """The run as a whole. ``entry``: ``decorator``, ``context``, ``command`` or ``callback``."""
     commit, dirty = _try(git_state) or (None, None)
     return Manifest(
@@ -77,14 +77,14 @@ def manifest(options: dict[str, Any], entry: str, run_id: str) -> Manifest:
         git_commit=commit,
         git_dirty=dirty,
         world_size=_try(lambda: _of_job("world_size")),
-        versions=_try(versions) or {},
+        versions=_try(list_versions) or {},
         options=options,
     )
 
 
 def rank_info() -> Rank:
     """This process: where it runs, on what, with which flags."""
-    unix, perf = anchors()
+    unix, perf = clock_anchors()
     cgroup = _try(Cgroup)
     return Rank(
         rank=_try(lambda: _of_job("rank")),
@@ -92,18 +92,18 @@ def rank_info() -> Rank:
         pid=os.getpid(),
         anchor_unix_ns=unix,
         anchor_perf_ns=perf,
-        devices=_try(devices) or [],
+        devices=_try(list_devices) or [],
         cpus=_try(lambda: usable_cpus(cgroup)),
         cpus_total=os.cpu_count(),
         memory_bytes=_try(lambda: _memory(cgroup)),
-        flags=_try(flags) or {},
+        flags=_try(read_flags) or {},
         env=_try(environment) or {},
         ulimits=_try(ulimits) or {},
         shm_bytes=_try(_shm),
     )
 
 
-def anchors() -> tuple[int, int]:
+def clock_anchors() -> tuple[int, int]:
     """One instant on the wall clock and on ``perf_counter_ns``, as exact as a few tries get it."""
     best: tuple[int, int, int] | None = None
     for _ in range(5):
@@ -208,7 +208,7 @@ def _is_commit(text: str) -> bool:
     return len(text) in (40, 64) and all(c in "0123456789abcdef" for c in text)
 
 
-def versions() -> dict[str, str]:
+def list_versions() -> dict[str, str]:
     """Versions of what is loaded and of what it was built with."""
     result = {"advisor": __version__, "python": platform.python_version()}
     for name in PACKAGES:
@@ -304,7 +304,7 @@ def cpu_list(text: str) -> set[int]:
     return result
 
 
-def numa(folder: Path = NODES) -> tuple[int | None, list[int] | None]:
+def numa_nodes(folder: Path = NODES) -> tuple[int | None, list[int] | None]:
     """(number of NUMA nodes with CPUs, the nodes that the process's affinity touches)."""
     nodes = {}
     for place in sorted(folder.glob("node[0-9]*")):
@@ -326,9 +326,9 @@ def gpu_node(bus: str, folder: Path = PCI) -> int | None:
 # -- torch --------------------------------------------------------------------------------------
 
 
-def flags() -> dict[str, Any]:
+def read_flags() -> dict[str, Any]:
     """Flags that advice needs, by their torch spelling; what cannot be had is left out."""
-    nodes, own = _try(numa) or (None, None)
+    nodes, own = _try(numa_nodes) or (None, None)
     result: dict[str, Any] = {
         "gc_enabled": gc.isenabled(),
         "gc_threshold": list(gc.get_threshold()),
@@ -424,7 +424,7 @@ def _bus(torch: Any) -> str:
     )
 
 
-def devices() -> list[RecordedDevice]:
+def list_devices() -> list[RecordedDevice]:
     """Visible GPUs, the current one first; none while the process has not initialised CUDA."""
     torch = sys.modules.get("torch")
     if torch is None or not torch.cuda.is_initialized():

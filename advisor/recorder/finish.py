@@ -19,7 +19,7 @@ _INJECTED = str(Path(__file__).parent / "inject")
 """The folder that ``advisor record`` puts on PYTHONPATH."""
 
 
-def tell(*paragraphs: str) -> None:
+def print_message(*paragraphs: str) -> None:
     """Print on stderr (stdout is the training program's), at 80 columns, as one piece."""
     lines: list[str] = []
     for text in paragraphs:
@@ -36,18 +36,18 @@ def tell(*paragraphs: str) -> None:
         return
 
 
-def say(run: Path, *, analyse: bool = True) -> None:
+def print_result(run: Path, *, analyse: bool = True) -> None:
     """Say where a run is, and what was found first in it."""
     shown = _shown(run)
     sentences = [f"recorded in {shown}"]
-    result = outcome(run) if analyse else None
+    result = summarise_findings(run) if analyse else None
     if result:
         sentences += result
     sentences.append(f"More: advisor analyze {shlex.quote(shown)}")
-    tell(*sentences)
+    print_message(*sentences)
 
 
-def outcome(run: Path) -> list[str] | None:
+def summarise_findings(run: Path) -> list[str] | None:
     """Sentences about what was found, the most important first; ``None``: it is unknown."""
     env = {k: v for k, v in os.environ.items() if not k.startswith("ADVISOR")}
     env["ADVISOR"] = "0"

@@ -16,7 +16,7 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-from advisor.recorder.options import unsupported
+from advisor.recorder.options import explain_unsupported
 
 log = logging.getLogger("advisor")
 
@@ -47,7 +47,7 @@ def _begin(note: Note) -> None:
     if session is None:
         import torch
 
-        note(f"problem {unsupported(torch.__version__) or 'it did not begin'}")
+        note(f"problem {explain_unsupported(torch.__version__) or 'it did not begin'}")
         return
     if multiprocessing.parent_process() is not None:
         _leave_workers_alone(session)
@@ -66,7 +66,7 @@ def _end(session: Any, note: Note, process: int) -> None:
 
     error = getattr(sys, "last_exc", None) or getattr(sys, "last_value", None)
     session.finish(error if isinstance(error, BaseException) else None)
-    api.unhush()
+    api.restore_kineto_log()
     if session.problem is not None:
         note(f"problem {session.problem}")
     elif session.writer.folder is None:

@@ -13,8 +13,8 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, Final
 
-from advisor.core.errors import AdvisorError, install
-from advisor.core.scratch import scratch
+from advisor.core.errors import AdvisorError, install_command
+from advisor.core.scratch import scratch_folder
 
 NOTES: Final = "ADVISOR_NOTES"
 """Names the folder of notes to the processes, one file each."""
@@ -29,18 +29,18 @@ DECORATE = "Put @advisor.profile on the function that trains instead: it needs n
 
 
 @contextmanager
-def notes() -> Iterator[Path]:
+def note_folder() -> Iterator[Path]:
     """A folder for the notes of a program's processes, for as long as it runs. An empty path:
     there is no room for one."""
     with ExitStack() as stack:
         try:
-            folder = stack.enter_context(scratch())
+            folder = stack.enter_context(scratch_folder())
         except AdvisorError:
             folder = Path()
         yield folder
 
 
-def unreachable(words: list[str]) -> str:
+def explain_unreachable(words: list[str]) -> str:
     """Why a command cannot be recorded, as far as its words tell; empty: nothing speaks against
     it. A script with a first line (``#!``) is taken for its interpreter."""
     for command in (words, _shebang(words[0])):
@@ -92,7 +92,7 @@ def why_nothing(folder: Path, code: int = 0) -> str:
     """Why nothing was recorded, and what to do about it, from the notes: a few sentences. ``code``:
     the program's exit code."""
     lines = _read(folder)
-    if failed := problems(folder):
+    if failed := list_problems(folder):
         return f"recording stopped by itself: {failed[0]}."
     seen = [result for result in map(_counts, _after(lines, "seen ")) if any(result.values())]
     most = max(seen, key=lambda result: sum(result.values()), default=None)
@@ -109,7 +109,7 @@ def why_nothing(folder: Path, code: int = 0) -> str:
     if without:
         return (
             f"torch was imported by a Python that has no advisor, {without[0]}. Install it there: "
-            f"{install('record')}."
+            f"{install_command('record')}."
         )
     if "torch" in lines:
         return (
@@ -129,7 +129,7 @@ def why_nothing(folder: Path, code: int = 0) -> str:
     )
 
 
-def problems(folder: Path) -> list[str]:
+def list_problems(folder: Path) -> list[str]:
     """Why recording stopped before its time, in any of the processes."""
     return _after(_read(folder), "problem ")
 

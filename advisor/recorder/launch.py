@@ -22,13 +22,13 @@ from types import FrameType
 from typing import Any, NoReturn
 
 from advisor.core import run_directory as rundir
-from advisor.core.errors import AdvisorError, install
+from advisor.core.errors import AdvisorError, install_command
 from advisor.core.text import count_noun
 from advisor.recorder import injection_status as reach
-from advisor.recorder.finish import say, tell, with_injected
+from advisor.recorder.finish import print_message, print_result, with_injected
 from advisor.recorder.folder import RUN_DIR, new_run, remove_if_empty
 from advisor.recorder.injection import STOP_AFTER
-from advisor.recorder.options import chosen
+from advisor.recorder.options import resolve_options
 
 PASSED_ON = ("SIGTERM", "SIGHUP", "SIGUSR1", "SIGUSR2")
 """Signals that are meant for the program and may be sent to us. SIGINT and SIGQUIT come from the
@@ -59,7 +59,7 @@ def command_line(program: list[str]) -> list[str]:
     return [result, *program[1:]]
 
 
-def misplaced(program: list[str], options: Sequence[str]) -> str:
+def warn_misplaced(program: list[str], options: Sequence[str]) -> str:
     """A line about options of ours that stand behind the program, which gets them; empty: there
     are none, or the script's text has them."""
     given = [word.partition("=")[0] for word in program[1:]]
@@ -93,28 +93,28 @@ def _for_python(path: Path) -> bool:
 
 def record(words: list[str], options: Mapping[str, Any]) -> int:
     """Run the program and record it; its exit code. Raises AdvisorError: no run directory."""
-    decided = chosen(**options)
+    decided = resolve_options(**options)
     try:
         run_dir = new_run(decided.out)
     except OSError as error:
         raise AdvisorError(
             f"{decided.out or 'runs'}: no run directory can be made ({error.strerror or error})"
         ) from None
-    reason = reach.unreachable(words)
+    reason = reach.explain_unreachable(words)
     if reason:
-        tell(f"this will not be recorded: {reason}")
-    with reach.notes() as folder:
+        print_message(f"this will not be recorded: {reason}")
+    with reach.note_folder() as folder:
         code = run(words, {**environment(run_dir, options), reach.NOTES: str(folder)})
         parts = _recorded(run_dir)
         if not parts:
             remove_if_empty(run_dir)
-            tell(f"nothing was recorded: {reason or reach.why_nothing(folder, code)}")
+            print_message(f"nothing was recorded: {reason or reach.why_nothing(folder, code)}")
             return code
-        problems = reach.problems(folder)
+        problems = reach.list_problems(folder)
     for part in parts:
-        say(part, analyse=decided.report)
+        print_result(part, analyse=decided.report)
     for problem in problems[:1]:
-        tell(f"recording stopped early: {problem}.")
+        print_message(f"recording stopped early: {problem}.")
     return code
 
 
@@ -176,7 +176,7 @@ def _handle(
         before[number] = signal.signal(number, handler)
 
 
-def leave(code: int) -> NoReturn:
+def exit_like_program(code: int) -> NoReturn:
     """End this process as the program ended: with its exit code, or by the same signal."""
     sys.stdout.flush()
     sys.stderr.flush()
@@ -202,7 +202,7 @@ def under_scalene(program: list[str], steps: int, out: str = "") -> None:
     if not program[0].endswith(".py"):
         raise AdvisorError(f"{program[0]}: Scalene runs scripts (*.py) only")
     if importlib.util.find_spec("scalene") is None:
-        raise AdvisorError(f"Scalene is not installed: {install('scalene')}")
+        raise AdvisorError(f"Scalene is not installed: {install_command('scalene')}")
     run_dir = _newest(out)
     hidden = run_dir / "rank0" / f".{rundir.SCALENE}"
     # cpu-only, no stacks, no async: anything more would start a profiler or cost memory

@@ -37,7 +37,7 @@ class Loaders:
             if len(self._ids) >= MAX_LOADERS:
                 return None
             number = self._ids[id(loader)] = len(self._ids)
-            settings = configuration(loader)
+            settings = loader_configuration(loader)
             self._lengths[number] = settings["length"]
             self._tell("loader", {"id": number, **settings})
         if len(self.numbers) >= MAX_ITERATORS:
@@ -94,7 +94,7 @@ class Loaders:
             self._tell("loader_iter", data)
 
 
-def configuration(loader: Any) -> dict[str, Any]:
+def loader_configuration(loader: Any) -> dict[str, Any]:
     """What advice asks of a DataLoader."""
     dataset = getattr(loader, "dataset", None)
     sampler = getattr(loader, "batch_sampler", None)
@@ -108,13 +108,13 @@ def configuration(loader: Any) -> dict[str, Any]:
         "batch_size": getattr(sampler, "batch_size", None) if size is None else size,
         "drop_last": getattr(loader, "drop_last", None),
         "dataset": type(dataset).__name__ if dataset is not None else None,
-        "length": length(loader),
+        "length": epoch_length(loader),
         "trainer": TRAINER if f"{TRAINER}.trainer" in sys.modules else None,
         "multiprocessing_context": context.get_start_method() if context is not None else None,
     }
 
 
-def length(loader: Any) -> int | None:
+def epoch_length(loader: Any) -> int | None:
     """Batches of an epoch; ``None``: unknown. An iterable dataset is not asked: its length may be
     a guess, and torch warns when it is."""
     if type(loader).__name__ != "DataLoader" and not hasattr(loader, "_dataset_kind"):

@@ -63,7 +63,7 @@ class Nvml:
     def devices(self, *, every: bool = False) -> list[NvmlDevice]:
         """Every GPU, or those that ``CUDA_VISIBLE_DEVICES`` leaves visible."""
         variable = None if every else os.environ.get("CUDA_VISIBLE_DEVICES")
-        return [NvmlDevice(self.module, handle) for handle in visible(variable, self._all())]
+        return [NvmlDevice(self.module, handle) for handle in select_visible(variable, self._all())]
 
     def _all(self) -> list[tuple[str, Any]]:
         """(UUID, handle) of every GPU in NVML's order, MIG slices behind the GPU they are of."""
@@ -100,7 +100,7 @@ class Nvml:
             self._value("nvmlShutdown")
 
 
-def visible(variable: str | None, present: Sequence[tuple[str, _T]]) -> list[_T]:
+def select_visible(variable: str | None, present: Sequence[tuple[str, _T]]) -> list[_T]:
     """The devices that ``CUDA_VISIBLE_DEVICES`` names, of those that are ``present``.
 
     As CUDA reads it: numbers, UUIDs or their beginnings, and nothing after the first entry that
@@ -125,7 +125,7 @@ def visible(variable: str | None, present: Sequence[tuple[str, _T]]) -> list[_T]
     return result
 
 
-def text(value: Any) -> str | None:
+def to_text(value: Any) -> str | None:
     """A string of NVML's, which older bindings give as bytes."""
     if isinstance(value, bytes):
         return value.decode("utf-8", "replace")
@@ -147,8 +147,8 @@ class NvmlDevice:
         self.board = handle if board is None else board
         """The whole GPU: clocks, power and temperature are the board's."""
         self.instance: int | None = self._ask("nvmlDeviceGetGpuInstanceId", handle) if mig else None
-        self.uuid = text(self._ask("nvmlDeviceGetUUID", handle))
-        self.name = text(self._ask("nvmlDeviceGetName", handle))
+        self.uuid = to_text(self._ask("nvmlDeviceGetUUID", handle))
+        self.name = to_text(self._ask("nvmlDeviceGetName", handle))
         self._events = self._watch()
         self._gpm = _Gpm.open(self)
         self._pcie: tuple[int, int, int] | None = None

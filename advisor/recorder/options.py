@@ -111,7 +111,7 @@ class RecordOptions:
         return False
 
 
-def unsupported(version: str) -> str:
+def explain_unsupported(version: str) -> str:
     """Why a version of torch cannot be recorded, in a line; empty: it can."""
     numbers = re.findall(r"\d+", version)[:2]
     if len(numbers) < 2 or tuple(map(int, numbers)) >= OLDEST_TORCH:
@@ -125,7 +125,7 @@ def switched_off() -> bool:
     return os.environ.get(SWITCH, "").strip().lower() in _OFF
 
 
-def chosen(**keywords: Any) -> RecordOptions:
+def resolve_options(**keywords: Any) -> RecordOptions:
     """The options that apply here. Raises TypeError: a keyword that is no option."""
     options = RecordOptions()
     for name, value in (*_from_pyproject().items(), *_from_environment().items()):

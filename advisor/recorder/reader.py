@@ -16,7 +16,7 @@ from advisor.recorder.steps import StepFinder, StepSegment
 
 OPENING = frozenset((FORWARD, tape.BACKWARD, OPTIMIZER))
 """Phases that a step may begin with, besides those of the user's own."""
-BITE = 512
+ENTRIES_PER_READ = 512
 """Entries that are read at a stretch in a thread of our own, a few tenths of a millisecond …"""
 BREATH_SECONDS = 1e-4
 """… until it sleeps so long: else the training thread could wait for the interpreter up to its
@@ -93,7 +93,7 @@ class TapeReader:
         self._repeats.forget()
         together = aside and self._emit_block is not None
         count, entry, size = steps.count, 0, len(values)
-        breath = BITE if aside else size
+        breath = ENTRIES_PER_READ if aside else size
         while entry < size:
             code, value = codes[entry], values[entry]
             entry += 1
@@ -110,7 +110,7 @@ class TapeReader:
                     count = steps.count
             if entry >= breath:
                 time.sleep(BREATH_SECONDS)
-                breath = entry + BITE
+                breath = entry + ENTRIES_PER_READ
 
     def _follow(self, codes: list[int], values: list[Any], entry: int, ended: int) -> int:
         """Read on as far as steps repeat; the entry that comes next."""

@@ -1,6 +1,6 @@
 """One recording of one process: everything that listens, measures and writes, as one object.
 
-There is at most one at a time (``current``). Whatever fails in here ends the recording with one
+There is at most one at a time (``current_session``). A failure in here ends the recording with one
 warning; training goes on as if it had never been there.
 """
 
@@ -66,8 +66,8 @@ from advisor.recorder.watchers import (
     Marks,
     Reading,
     TraceRanges,
-    ranges,
-    usable,
+    is_cuda_initialised,
+    make_ranges,
 )
 from advisor.recorder.windows import Windows
 from advisor.recorder.writer import NO_INFERENCE, NO_STEPS, Writer
@@ -109,7 +109,7 @@ class _Here:
     watches_forks = False
 
 
-def current() -> RecordingSession | None:
+def current_session() -> RecordingSession | None:
     """The recording that is going on in this process."""
     return _Here.session
 
@@ -204,7 +204,7 @@ class RecordingSession(Listener):
         if not _Here.watches_forks:
             os.register_at_fork(after_in_child=_forked)
             _Here.watches_forks = True
-        made = ranges(self.tape) if self.options.nvtx else None
+        made = make_ranges(self.tape) if self.options.nvtx else None
         if made is not None:
             self.tape.watch(made)
         self.writer.start()
@@ -619,7 +619,7 @@ class RecordingSession(Listener):
         changes the answer calls this afterwards."""
         here = self.tape.here
         here[ONLINE] = 0
-        if self.windows.waits or usable(self._torch):
+        if self.windows.waits or is_cuda_initialised(self._torch):
             here[ONLINE] = 1
 
     def _read_in_writer(self) -> None:
@@ -740,7 +740,7 @@ class RecordingSession(Listener):
     def _describe(self, run: str) -> tuple[Manifest, Rank]:
         from advisor.recorder import environment
 
-        manifest = environment.manifest(asdict(self.options), self.entry, run)
+        manifest = environment.build_manifest(asdict(self.options), self.entry, run)
         rank = environment.rank_info()
         rank.rank = self.rank
         return manifest, rank

@@ -90,7 +90,7 @@ def _overheard(torch: Any) -> bool:
     return bool(modes) or lowlevel._get_tracing_state() is not None
 
 
-def ranges(tape: Tape) -> Ranges | None:
+def make_ranges(tape: Tape) -> Ranges | None:
     """What makes ranges of phases; ``None``: nobody would see them."""
     try:
         import nvtx
@@ -152,7 +152,7 @@ class Marks:
                     return
             except RuntimeError:  # the device failed: the training thread will hear of it
                 return
-            reading.times = times(reading.marks, reading.phases)
+            reading.times = phase_times(reading.marks, reading.phases)
             reading.done = True
             asked.popleft()
             # the last one is also the next step's first
@@ -163,7 +163,7 @@ class Marks:
         self.answer()
         self._steps += 1
         place = self._steps % self._every
-        if place == 0 and usable(self._torch):
+        if place == 0 and is_cuda_initialised(self._torch):
             self._tape.watch(self)
         elif place == 2:
             self.end()
@@ -186,7 +186,7 @@ class Marks:
     left = entered  # the phase around the one that ended goes on
 
 
-def times(marks: list[tuple[int, Any]], phases: int) -> list[int] | None:
+def phase_times(marks: list[tuple[int, Any]], phases: int) -> list[int] | None:
     """Device time by phase number, ns: from each event to the next; ``None``: they are of
     several devices or streams that cannot be compared."""
     spent = [0] * phases
@@ -198,7 +198,7 @@ def times(marks: list[tuple[int, Any]], phases: int) -> list[int] | None:
     return spent
 
 
-def usable(torch: Any) -> bool:
+def is_cuda_initialised(torch: Any) -> bool:
     """Whether the process has initialised CUDA itself."""
     return bool(torch.cuda.is_initialized())
 
@@ -213,7 +213,7 @@ class AllocatorStats:
     def sample(self) -> tuple[int, int, int, int] | None:
         """Bytes in tensors, bytes held, most bytes in tensors, retries; ``None``: not now."""
         now = perf_counter_ns()
-        if now - self._last < MEMORY_EVERY_NS or not usable(self._torch):
+        if now - self._last < MEMORY_EVERY_NS or not is_cuda_initialised(self._torch):
             return None
         self._last = now
         stats = self._torch.cuda.memory_stats()

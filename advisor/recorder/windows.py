@@ -25,7 +25,7 @@ from typing import Any
 from weakref import WeakSet
 
 from advisor.core.run_directory import trace_name
-from advisor.recorder.call_depth import outermost, quiet
+from advisor.recorder.call_depth import is_outermost, is_undisturbed
 from advisor.recorder.hooks import Hooks
 from advisor.recorder.modules import hide_from_warnings
 from advisor.recorder.options import RecordOptions
@@ -273,7 +273,7 @@ class Windows:
         import torch
 
         another = bool(self._others) or torch.autograd._profiler_enabled()
-        if not another and not outermost(torch):
+        if not another and not is_outermost(torch):
             self._put_off(number, reason, asked)
             return
         if another:
@@ -338,13 +338,13 @@ class Windows:
         """Whether the profiler may be called here and now."""
         import torch
 
-        return self._in_its_thread() and outermost(torch, profiled=self._recording())
+        return self._in_its_thread() and is_outermost(torch, profiled=self._recording())
 
     def _stoppable(self) -> bool:
         """Whether it can be stopped at all."""
         import torch
 
-        return self._in_its_thread() and quiet(torch, profiled=self._recording())
+        return self._in_its_thread() and is_undisturbed(torch, profiled=self._recording())
 
     def _in_its_thread(self) -> bool:
         return threading.get_ident() == self._thread

@@ -66,7 +66,7 @@ def scrolling_box(label: str, *children: object) -> Markup:
 
 
 def colour_class_of_segment(segment: Segment) -> str:
-    """The class of a part's colour (``palette.css``): never what a trace says."""
+    """The class of a part's colour (``palette.css_rules``): never what a trace says."""
     return colour_class(segment.key, segment.kind)
 
 

@@ -8,18 +8,18 @@ import numpy as np
 import polars as pl
 
 from advisor.measure.host.names import WORKERS, name_matches
-from advisor.measure.steps.steps import OUTLIER_FACTOR, rhythm
+from advisor.measure.steps.steps import OUTLIER_FACTOR, find_rhythm
 from advisor.replay.device import DeviceWork, device_nodes, device_work, stream_edges
-from advisor.replay.graph import NEVER, Array, Edge, EdgeList, Graph, Node, measure
+from advisor.replay.graph import NEVER, Array, Edge, EdgeList, Graph, Node, measure_latencies
 from advisor.replay.language import BLOCKING
 from advisor.replay.points import (
     HAND_BATCH_NS,
     Handover,
     Points,
     find_handovers,
-    launches,
-    loaders,
-    waits,
+    launch_rows,
+    loader_rows,
+    wait_rows,
 )
 from advisor.replay.release import release_edges
 
@@ -65,11 +65,11 @@ def _turn(a: Analysis, first: int, last: int) -> int:
     dur = a.steps.table["dur"].to_numpy()[first:last]
     if not len(dur) or dur.max() <= OUTLIER_FACTOR * dur.min():
         return 1
-    every = rhythm(np.flatnonzero(dur > (dur.min() + dur.max()) / 2), dur)
+    every = find_rhythm(np.flatnonzero(dur > (dur.min() + dur.max()) / 2), dur)
     return every if every is not None and every <= len(dur) else 1
 
 
-def build(a: Analysis, steps: tuple[int, int] | None = None) -> Graph:
+def build_graph(a: Analysis, steps: tuple[int, int] | None = None) -> Graph:
     """The graph of the given steps (rows of the steps table; default: representative ones)."""
     trace = a.trace
     steps = representative_steps(a) if steps is None else steps
@@ -78,9 +78,9 @@ def build(a: Analysis, steps: tuple[int, int] | None = None) -> Graph:
     start, end = int(bounds[0]), int(bounds[-1])
 
     points = Points()
-    waiting = waits(trace, start, end)
-    launching = launches(trace, start, end)
-    loading = loaders(trace, start, end, (end - start) / table.height)
+    waiting = wait_rows(trace, start, end)
+    launching = launch_rows(trace, start, end)
+    loading = loader_rows(trace, start, end, (end - start) / table.height)
     cpu_ts = trace.cpu["ts"].to_numpy()
     cpu_end = cpu_ts + np.maximum(trace.cpu["dur"].to_numpy(), 1)
     cpu_thread = trace.cpu["thread"].to_numpy()
@@ -109,7 +109,7 @@ def build(a: Analysis, steps: tuple[int, int] | None = None) -> Graph:
     team = _working_for(main, handovers)
     work = device_work(trace, start, end, team, waiting)
     graph = _join(trace, thread, time, kind, row, work, start)
-    graph.latencies = measure(work)
+    graph.latencies = measure_latencies(work)
     edges = EdgeList(graph)
     _program(edges, graph)
     release_edges(trace, graph, edges, work)

@@ -14,13 +14,19 @@ from functools import cache
 from typing import NamedTuple
 
 from advisor.core.finding import Edit
-from advisor.replay.predictions import Prediction, experiments, records, shipped, trials
+from advisor.replay.predictions import (
+    Prediction,
+    all_trials,
+    records_by_rule,
+    shipped_experiments,
+    shipped_predictions,
+)
 
 COVERAGE = 0.8
 """Share of the measured gains that an interval is to hold."""
 JOB_COVERAGE = 0.85
 """The same of simulated jobs: more than is promised, since real jobs differ."""
-ENOUGH = round(COVERAGE / (1 - COVERAGE))
+MIN_ERRORS = round(COVERAGE / (1 - COVERAGE))
 """Fewer errors than this say nothing of that share: even the largest may be too small."""
 OF_THE_STEP = ("batch",)
 """Kinds whose errors are of the step, not of the gain."""
@@ -47,7 +53,7 @@ def error_bound(errors: Sequence[float]) -> float:
 # -- by kind of edit ----------------------------------------------------------------------------
 
 
-def kind(edit: Edit) -> str:
+def edit_kind(edit: Edit) -> str:
     """What kind of change an edit is, as far as its errors go."""
     if edit.op == "parallelize":
         return "loader"
@@ -68,7 +74,7 @@ def error_of(kinds: Iterable[str], known: Sequence[Prediction]) -> float:
         own = [row.error for row in known if row.kind == name]
         # an error of a gain says little of one of the step: where only those are known, the worst
         few = max(general) if name in OF_THE_STEP else error_bound(general)
-        bounds.append(error_bound(own) if len(own) >= ENOUGH else few)
+        bounds.append(error_bound(own) if len(own) >= MIN_ERRORS else few)
     return max(bounds, default=error_bound(general))
 
 
@@ -77,7 +83,7 @@ def widened_by_kind(
 ) -> Band:
     """A band (``low`` to ``high``, from the assumptions of the edits) made as wide as predictions
     of these kinds are wrong. All ns per step."""
-    kinds, known = {kind(edit) for edit in edits}, experiments()
+    kinds, known = {edit_kind(edit) for edit in edits}, shipped_experiments()
     floor = MIN_SHARE * step_ns
     of_step = kinds & set(OF_THE_STEP)
     if of_step:
@@ -90,7 +96,7 @@ def widened_by_kind(
 
 def worst_case(low: float, high: float, step_ns: float) -> Band:
     """A band as wide as the worst prediction so far was wrong, ns per step."""
-    factor = math.exp(max(row.error for row in experiments()))
+    factor = math.exp(max(row.error for row in shipped_experiments()))
     return Band(low / factor, min(high * factor, step_ns))
 
 
@@ -107,16 +113,16 @@ class Widened(NamedTuple):
 def widened_by_rule(rule: str, device: str, gain: float, band: Band, step_ns: float) -> Widened:
     """A band, ns per step, widened by what came of this rule's fixes: on the same hardware where
     there are enough of them, else on any. It never becomes narrower by this."""
-    own = [row for row in trials() if row.rule == rule and row.predicted > 0]
+    own = [row for row in all_trials() if row.rule == rule and row.predicted > 0]
     here = [row for row in own if row.device == device]
-    used = here if len(here) >= ENOUGH else own
-    if len(used) < ENOUGH:
+    used = here if len(here) >= MIN_ERRORS else own
+    if len(used) < MIN_ERRORS:
         return Widened(band, "")
     factor = math.exp(error_bound([row.error for row in used]))
     wide = Band(
         min(band.low, gain / factor), min(max(band.high, gain * factor), max(step_ns, band.high))
     )
-    return Widened(wide, str(records(used)[rule]))
+    return Widened(wide, str(records_by_rule(used)[rule]))
 
 
 # -- jobs of many ranks -------------------------------------------------------------------------
@@ -139,7 +145,7 @@ def job_band(kind: str) -> Band:
 def job_bands() -> dict[str, Band]:
     """By kind. Split conformal, as many jobs left out below as above; to whole hundredths."""
     ratios: dict[str, list[float]] = {}
-    for row in shipped():
+    for row in shipped_predictions():
         if row.source == "job":
             for name in (row.kind, OTHERS):
                 ratios.setdefault(name, []).append(row.measured / row.predicted)
@@ -162,7 +168,7 @@ def mesh_error(*, assumed: bool) -> float:
     links or collectives there are ``assumed``, as for published steps of one model on two meshes,
     of which neither was recorded."""
     kinds = ("simulated", "published") if assumed else ("simulated",)
-    rows = [row for row in shipped() if row.source == "mesh"]
+    rows = [row for row in shipped_predictions() if row.source == "mesh"]
     return max(
         error_bound([row.error for row in rows if row.kind == kind] or [0.0]) for kind in kinds
     )
@@ -191,12 +197,12 @@ def host_error() -> float:
     return error_bound(_gpu_errors("host"))
 
 
-def compared() -> dict[str, int]:
+def count_comparisons() -> dict[str, int]:
     """How many comparisons of two GPUs these errors rest on: of the same work, of the efficiency of
     one family of kernels on two vendors, of one operator's time on two hosts."""
     work = {
         frozenset((row.program, row.device, row.target))
-        for row in shipped()
+        for row in shipped_predictions()
         if row.source == "gpus" and row.kind in ("compute", "memory")
     }
     vendors, hosts = len(_gpu_errors("vendor")), len(_gpu_errors("host"))
@@ -204,4 +210,4 @@ def compared() -> dict[str, int]:
 
 
 def _gpu_errors(kind: str) -> list[float]:
-    return [row.error for row in shipped() if row.source == "gpus" and row.kind == kind]
+    return [row.error for row in shipped_predictions() if row.source == "gpus" and row.kind == kind]

@@ -26,7 +26,7 @@ from advisor.core.intervals import (
     union,
 )
 from advisor.measure.host.names import WORKERS, name_matches
-from advisor.measure.steps.instants import instants
+from advisor.measure.steps.instants import select_instants
 from advisor.replay.build import host_end
 from advisor.replay.selection import Mask, host_of_layer, selected_gaps, selected_gpu, selected_host
 
@@ -138,8 +138,8 @@ class Claim(NamedTuple):
     """The central one, that of the pessimistic assumption, that of the optimistic one."""
 
 
-def claim(a: Analysis, edit: Edit) -> Claim:
-    time = exposed(a, edit)
+def claim_time(a: Analysis, edit: Edit) -> Claim:
+    time = exposed_intervals(a, edit)
     if edit.op in ("scale", "merge", "remove_skew") and edit.factor is not None:
         middle = 1 - edit.factor
         low = 1 - (edit.factor_high if edit.factor_high is not None else edit.factor)
@@ -148,7 +148,7 @@ def claim(a: Analysis, edit: Edit) -> Claim:
     return Claim(time, (1.0, 1.0, 1.0))
 
 
-def exposed(a: Analysis, edit: Edit) -> Intervals:
+def exposed_intervals(a: Analysis, edit: Edit) -> Intervals:
     """The instants at which only the selected events keep the step from going on."""
     select = edit.select
     if select.on == "gpu":
@@ -163,7 +163,7 @@ def exposed(a: Analysis, edit: Edit) -> Intervals:
         rows = selected_gaps(a, select)
         ts = a.gaps["ts"].to_numpy()[rows]
         result = union(ts, ts + a.gaps["dur"].to_numpy()[rows])
-        return intersect(result, instants(a, select)) if select.at else result
+        return intersect(result, select_instants(a, select)) if select.at else result
     mask = selected_host(a, select)
     if edit.op == "make_async":
         return _bubbles(a, mask)
@@ -233,7 +233,7 @@ class ExposedTime:
         with the largest of their shares."""
         for edit in edits:
             if edit not in self._claims:
-                self._claims[edit] = claim(self.a, edit)
+                self._claims[edit] = claim_time(self.a, edit)
         parts = [self._claims[edit] for edit in edits]
         steps = max(1, self.a.step_count)
         middle, low, high = (

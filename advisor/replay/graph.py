@@ -66,7 +66,7 @@ def median_or(sample: Array, usual: float) -> float:
     return float(np.median(sample)) if len(sample) >= FEW else usual
 
 
-def measure(work: DeviceWork) -> Latencies:
+def measure_latencies(work: DeviceWork) -> Latencies:
     """The latencies of starts, from starts that had nothing else to wait for."""
     before = work.previous
     ended = np.where(before >= 0, (work.ts + work.dur)[before], np.iinfo(np.int64).min // 2)

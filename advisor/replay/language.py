@@ -83,7 +83,7 @@ VERBS: dict[str, Operation] = {
     "parallelize": "parallelize",
     "remove_skew": "remove_skew",
 }
-FORMER = {"make_async": "async", "spread": "parallelize", "punctual": "remove_skew"}
+FORMER_VERBS = {"make_async": "async", "spread": "parallelize", "punctual": "remove_skew"}
 """Verbs that are accepted too."""
 BLOCKING = ("sync_device", "sync_stream", "sync_event", "memcpy", "memcpy_blocking")
 
@@ -141,7 +141,7 @@ def parse_edit(line: str) -> Edit:
         raise wrong(f"{error}".lower()) from None
     if len(words) < 2:
         raise wrong("write VERB TARGET[:PATTERN] [under:PATTERN] [rank:N] [NUMBER]")
-    verb, rest = FORMER.get(words[0].lower(), words[0].lower()), words[1:]
+    verb, rest = FORMER_VERBS.get(words[0].lower(), words[0].lower()), words[1:]
     if verb not in VERBS:
         raise wrong(f"no verb {words[0]!r}; there are {', '.join(VERBS)}")
     factors: tuple[float | None, float | None, float | None] = (None, None, None)

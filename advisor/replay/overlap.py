@@ -23,7 +23,7 @@ WAITING = (Edge.STREAM, Edge.CROSS, Edge.RELEASE, Edge.QUEUE)
 """Edges out of moved work that something else waits by."""
 
 
-def move(patch: Patch, weight: Array) -> tuple[Graph, Array]:
+def move_to_streams(patch: Patch, weight: Array) -> tuple[Graph, Array]:
     """The graph, and its weights, with the moved work on streams of its own."""
     graph, trace = patch.graph, patch.a.trace
     moved = patch.moved  # what is removed too takes no time, where it goes

@@ -15,7 +15,7 @@ import polars as pl
 
 from advisor.core.intervals import EMPTY, Intervals, covered_length, join, subtract, union
 from advisor.replay.graph import NEVER, Array, Edge, Graph, Node
-from advisor.replay.overlap import move
+from advisor.replay.overlap import move_to_streams
 from advisor.replay.points import hand_over_ns
 from advisor.replay.selection import Selected, selected_gaps, selected_host
 
@@ -140,7 +140,7 @@ class Patch:
         if real_share is not None:
             weight *= real_share
         if (self.moved & ~self.dropped).any():
-            graph, weight = move(self, weight)
+            graph, weight = move_to_streams(self, weight)
         return Patched(graph, weight, dur, np.flatnonzero(gone), np.flatnonzero(self.no_skew))
 
     def _shrink(self, weight: Array) -> None:

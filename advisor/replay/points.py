@@ -82,14 +82,14 @@ class Points:
         return thread[~same], time[~same], kind[~same], row[~same]
 
 
-def launches(trace: Trace, start: int, end: int) -> Array:
+def launch_rows(trace: Trace, start: int, end: int) -> Array:
     """Rows of ``trace.cpu``: calls in [start, end) that put work on a device."""
     rows: Array = trace.gpu["launch"].drop_nulls().unique().sort().to_numpy()
     ts = trace.cpu["ts"].to_numpy()[rows]
     return rows[(ts >= start) & (ts < end)]
 
 
-def waits(trace: Trace, start: int, end: int) -> Array:
+def wait_rows(trace: Trace, start: int, end: int) -> Array:
     """Rows of ``trace.cpu``: calls in [start, end) that may block the host until the device has
     got somewhere: synchronising calls, synchronous copies, copies that held their call whatever
     its name, and long calls that returned as a stream ran empty."""
@@ -102,7 +102,7 @@ def waits(trace: Trace, start: int, end: int) -> Array:
     return rows[(ts >= start) & (ts < end)]
 
 
-def loaders(trace: Trace, start: int, end: int, step_ns: float) -> Array:
+def loader_rows(trace: Trace, start: int, end: int, step_ns: float) -> Array:
     """Rows of ``trace.cpu``: calls for the next batch in [start, end): without worker processes
     the work itself, otherwise those that took long and so were waits for them. ``step_ns``: mean
     time of a step."""

@@ -126,7 +126,7 @@ def user_file() -> Path:
     return Path(base) / "advisor" / FILE
 
 
-def append(path: Path, predictions: Iterable[Prediction]) -> None:
+def append_predictions(path: Path, predictions: Iterable[Prediction]) -> None:
     """Add lines, all or none of them between those of others. Raises AdvisorError."""
     lines = b"".join(msgspec.json.encode(row) + b"\n" for row in predictions)
     if not lines:
@@ -158,7 +158,7 @@ def _locked(descriptor: int) -> Iterator[None]:
         fcntl.flock(descriptor, fcntl.LOCK_UN)
 
 
-def read(path: Path) -> Table:
+def read_predictions(path: Path) -> Table:
     """A file that may not be there, or hold lines of others. Raises AdvisorError."""
     if not path.is_file():
         return Table([], 0)
@@ -166,10 +166,10 @@ def read(path: Path) -> Table:
         data = read_regular(path, MAX_BYTES)
     except OSError as error:
         raise AdvisorError(f"{path}: cannot be read ({error.strerror or error})") from None
-    return decode(data)
+    return decode_predictions(data)
 
 
-def decode(data: bytes) -> Table:
+def decode_predictions(data: bytes) -> Table:
     """Lines of a file."""
     rows, skipped = [], 0
     for line in data.splitlines():
@@ -198,11 +198,11 @@ left_out: ContextVar[str] = ContextVar("left_out", default="")
 
 
 @contextmanager
-def without(program: str) -> Iterator[None]:
+def without_program(program: str) -> Iterator[None]:
     """Intervals as if a pair or a workload had never been measured, nor any other of its program
     (``Prediction.group``), so that a prediction of it is not compared with an interval that it
     widened itself."""
-    group = next((row.group for row in shipped() if row.program == program), "")
+    group = next((row.group for row in shipped_predictions() if row.program == program), "")
     token = left_out.set(group or program)
     try:
         yield
@@ -211,25 +211,27 @@ def without(program: str) -> Iterator[None]:
 
 
 @cache
-def shipped() -> tuple[Prediction, ...]:
+def shipped_predictions() -> tuple[Prediction, ...]:
     """Ours, as the benchmarks wrote them."""
-    return tuple(decode(SHIPPED.read_bytes()).predictions)
+    return tuple(decode_predictions(SHIPPED.read_bytes()).predictions)
 
 
 def shipped_trials() -> tuple[Prediction, ...]:
     """Those of ours in which a rule's fix was tried."""
-    return tuple(row for row in shipped() if row.rule)
+    return tuple(row for row in shipped_predictions() if row.rule)
 
 
-def trials() -> tuple[Prediction, ...]:
+def all_trials() -> tuple[Prediction, ...]:
     """All trials of rules' fixes: ours, and those of the user."""
     return tuple(row for row in (*shipped_trials(), *_users()) if _counts(row))
 
 
-def experiments() -> tuple[Prediction, ...]:
+def shipped_experiments() -> tuple[Prediction, ...]:
     """Ours in which the kind of change is known: public pairs and experiments."""
     wanted = ("pair", "experiment")
-    return tuple(row for row in shipped() if row.source in wanted and row.kind and _counts(row))
+    return tuple(
+        row for row in shipped_predictions() if row.source in wanted and row.kind and _counts(row)
+    )
 
 
 def _counts(row: Prediction) -> bool:
@@ -248,12 +250,12 @@ def _users() -> tuple[Prediction, ...]:
 @cache
 def _read_once(path: Path, changed: int, size: int) -> tuple[Prediction, ...]:
     try:
-        return tuple(read(path).predictions)
+        return tuple(read_predictions(path).predictions)
     except AdvisorError:  # too large, or not to be read: as if there were none
         return ()
 
 
-def records(predictions: Iterable[Prediction]) -> dict[str, Record]:
+def records_by_rule(predictions: Iterable[Prediction]) -> dict[str, Record]:
     """By rule, in the order of their names."""
     by_rule: dict[str, list[Prediction]] = {}
     for row in predictions:

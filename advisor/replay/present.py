@@ -46,7 +46,7 @@ class Present(NamedTuple):
     """The part of the selector that nothing fits; empty: there is nothing of the kind."""
 
 
-def present(a: Analysis, select: Select) -> Present:
+def find_present(a: Analysis, select: Select) -> Present:
     """What the steps have of the kind that a selector is about.
 
     One part of the selector at a time is left out, from ``under`` on: what then selects something

@@ -61,7 +61,7 @@ class ReplayPlan:
 
     def run(self, weight: Array | None = None, dur: Array | None = None) -> Array:
         """Replayed time of each node, with other weights or durations if given."""
-        return replay(self.lay_out(weight, dur))
+        return replay_layout(self.lay_out(weight, dur))
 
     def steady(self, weight: Array | None = None, dur: Array | None = None) -> float:
         """Steady-state time of one step, ns.
@@ -72,26 +72,26 @@ class ReplayPlan:
         """
         steps = len(self.graph.starts) - 1
         layout = self.lay_out(weight, dur)
-        time = replay(layout)
-        complete = completions(self.graph, time)
+        time = replay_layout(layout)
+        complete = completion_times(self.graph, time)
         if steps < MIN_STEADY or self.graph.starts[-1] == 0:
             return ReplayedSteps(time, complete, self.graph.turn).period
         weights = self.graph.weight if weight is None else weight
 
         def ended() -> tuple[float, float]:
-            return float(completions(self.graph, time)[-1]), float(time[self.graph.starts[-1]])
+            return float(completion_times(self.graph, time)[-1]), float(time[self.graph.starts[-1]])
 
         def again(idle: bool) -> tuple[float, float]:
             nonlocal time
             host = float(time[self.graph.starts[-1]])
             state = self._carry.over(time, host, weights, idle=idle)
-            time = replay(layout.begun([state]))
+            time = replay_layout(layout.begun([state]))
             return ended()
 
-        return settled(steps, ended(), again)
+        return settled_period(steps, ended(), again)
 
     def lay_out(self, weight: Array | None, dur: Array | None) -> Layout:
-        """In the lists that :func:`replay` goes through, with other numbers if given."""
+        """In the lists that :func:`replay_layout` goes through, with other numbers if given."""
         g = self.graph
         weight = g.weight if weight is None else weight
         dur = g.dur if dur is None else dur
@@ -161,7 +161,7 @@ class Layout(NamedTuple):
         return Layout(first, first_weight, second, second_weight, dur, more)
 
 
-def settled(
+def settled_period(
     steps: int, ended: tuple[float, float], again: Callable[[bool], tuple[float, float]]
 ) -> float:
     """Time of one step once a window that is replayed over and over takes no other time, ns.
@@ -185,7 +185,7 @@ def settled(
     return period
 
 
-def replay(layout: Layout) -> Array:
+def replay_layout(layout: Layout) -> Array:
     """One pass: the time of each node."""
     first, first_weight, second, second_weight, dur, more = layout
     time = [0.0] * len(first)
@@ -299,7 +299,7 @@ class Carry:
         return State(given, floor)
 
 
-def completions(graph: Graph, time: Array) -> Array:
+def completion_times(graph: Graph, time: Array) -> Array:
     """When each step was complete: its end on the host, or its last device work if later."""
     host = time[graph.starts].astype(float)
     done = host.copy()

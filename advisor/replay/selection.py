@@ -17,8 +17,8 @@ from advisor.core.finding import Select
 from advisor.core.intervals import Intervals, covered_length, union
 from advisor.measure.host.layers import matching_nodes, modules_around, work_nodes
 from advisor.measure.host.names import name_matches
-from advisor.measure.host.stacks import Rows, climb_stack, operators, parents
-from advisor.measure.steps.instants import instants
+from advisor.measure.host.stacks import Rows, climb_stack, is_operator, parent_rows
+from advisor.measure.steps.instants import select_instants
 from advisor.replay.graph import Array, Edge, Graph, Node
 
 if TYPE_CHECKING:
@@ -130,7 +130,7 @@ def selected_gaps(a: Analysis, select: Select) -> Mask:
         mask &= (gaps["dur"] <= select.max_ns).to_numpy()
     if select.at:
         ts = gaps["ts"].to_numpy()
-        mask &= covered_length(ts, ts + gaps["dur"].to_numpy(), instants(a, select)) > 0
+        mask &= covered_length(ts, ts + gaps["dur"].to_numpy(), select_instants(a, select)) > 0
     return mask
 
 
@@ -303,7 +303,7 @@ class Selected:
         from the window's start."""
         trace = self.a.trace
         cpu = trace.cpu
-        outermost = climb_stack(parents(trace), operators(trace), rows, top=True)
+        outermost = climb_stack(parent_rows(trace), is_operator(trace), rows, top=True)
         result = np.where(outermost >= 0, outermost, rows)
         begin = cpu["ts"].to_numpy()[result] - self.graph.origin
         return begin, begin + cpu["dur"].to_numpy()[result]

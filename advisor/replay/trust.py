@@ -28,7 +28,7 @@ MIN_EXPLAINED = 0.70
 """Nor does one whose edges explain less than this share of the starts of device work, of the time
 that the host waits, or of the time that the device idles (public traces: 0.75 to 1.0; 0.4 where
 synchronising calls and part of the kernels were filtered out)."""
-MATTERS = 0.05
+MIN_RELEVANT_SHARE = 0.05
 """Share of the steps below which waiting or idling decides nothing."""
 
 
@@ -86,7 +86,7 @@ class Quality(NamedTuple):
             ("the host waits for the device", self.waits, self.waits_explained),
             ("the device idles", self.idle, self.idle_explained),
         ):
-            if share > MATTERS and explained is not None and explained < MIN_EXPLAINED:
+            if share > MIN_RELEVANT_SHARE and explained is not None and explained < MIN_EXPLAINED:
                 return (
                     f"{what} {share:.0%} of the time, and a replay explains "
                     f"{explained:.0%} of that (at least {MIN_EXPLAINED:.0%} is asked)"
@@ -109,7 +109,7 @@ class Waiting(NamedTuple):
         return float(self.explained.sum()) / total if total > 0 else None
 
 
-def waiting(graph: Graph, nodes: Array, time: Array, kinds: tuple[Edge, ...]) -> Waiting:
+def explain_waits(graph: Graph, nodes: Array, time: Array, kinds: tuple[Edge, ...]) -> Waiting:
     """How the ends (or starts, of device work) at ``nodes`` of waits that took ``time`` are
     explained by edges of these kinds."""
     base = graph.time[graph.src] - np.where(graph.from_start, graph.dur[graph.src], 0)
@@ -129,9 +129,9 @@ def host_waits(graph: Graph) -> Waiting:
     since = np.array([begin.get(row, np.inf) for row in graph.row[done].tolist()])
     took = graph.time[done] - since - graph.latencies.call
     real = took > 0
-    calls = waiting(graph, done[real], took[real], (Edge.RELEASE,))
+    calls = explain_waits(graph, done[real], took[real], (Edge.RELEASE,))
     full, time = graph.hard.get("queue-blocked launches", _NOTHING)
-    queue = waiting(graph, full, time, (Edge.QUEUE,))
+    queue = explain_waits(graph, full, time, (Edge.QUEUE,))
     return Waiting(*(np.concatenate(pair) for pair in zip(calls, queue, strict=True)))
 
 
@@ -144,7 +144,7 @@ def device_idle(graph: Graph, lanes: Array) -> Waiting:
     before = np.maximum.accumulate(np.append(0.0, graph.time[device]))[:-1]
     gap = start - before
     idle = gap > 0
-    return waiting(graph, device[idle], gap[idle], _STARTS)
+    return explain_waits(graph, device[idle], gap[idle], _STARTS)
 
 
 def hard_parts(graph: Graph) -> tuple[PartQuality, ...]:
@@ -152,7 +152,7 @@ def hard_parts(graph: Graph) -> tuple[PartQuality, ...]:
     result = []
     for name, (nodes, time) in graph.hard.items():
         if len(nodes):
-            part = waiting(graph, nodes, time, _EDGES.get(name, _STARTS))
+            part = explain_waits(graph, nodes, time, _EDGES.get(name, _STARTS))
             share, error = part.share, float(np.median(np.abs(part.error)))
             result.append(
                 PartQuality(
@@ -251,7 +251,7 @@ def _binding(graph: Graph, time: Array, weight: Array, dur: Array) -> tuple[Arra
     return binding, stream
 
 
-def composition(
+def path_composition(
     graph: Graph, time: Array, weight: Array, dur: Array, communication: pl.Series
 ) -> dict[str, float]:
     """Critical path summed by what it consists of, ns: ``host``, ``compute``, ``communication``,

@@ -9,22 +9,22 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from advisor.measure.host.names import WORKERS, name_matches
-from advisor.replay.build import build
+from advisor.replay.build import build_graph
 from advisor.replay.calibration import widened_by_kind
 from advisor.replay.exposed import ExposedTime
 from advisor.replay.graph import NEVER, Array, Edge, Graph
 from advisor.replay.operations import collect
 from advisor.replay.patch import Patch, Patched
-from advisor.replay.replay import ReplayedSteps, ReplayPlan, completions
+from advisor.replay.replay import ReplayedSteps, ReplayPlan, completion_times
 from advisor.replay.selection import Selected
 from advisor.replay.trust import (
     EXPLAINED_NS,
     PartQuality,
     Quality,
-    composition,
     device_idle,
     hard_parts,
     host_waits,
+    path_composition,
 )
 
 if TYPE_CHECKING:
@@ -97,7 +97,7 @@ class WindowReplayer:
         """The dependency graph of the representative steps."""
         if self._steps is None and self._joint_ranks is not None:
             self._steps = self._joint_ranks.steps[0]
-        return build(self.a, self._steps)
+        return build_graph(self.a, self._steps)
 
     @cached_property
     def plan(self) -> ReplayPlan:
@@ -166,18 +166,18 @@ class WindowReplayer:
     def measured(self) -> ReplayedSteps:
         """The same moments, as measured."""
         return ReplayedSteps(
-            self.graph.time, completions(self.graph, self.graph.time), self.graph.turn
+            self.graph.time, completion_times(self.graph, self.graph.time), self.graph.turn
         )
 
     def _step_error(self, time: Array) -> float:
-        measured = np.diff(completions(self.graph, self.graph.time))
-        replayed = np.diff(completions(self.graph, time))
+        measured = np.diff(completion_times(self.graph, self.graph.time))
+        replayed = np.diff(completion_times(self.graph, time))
         return float(np.abs(replayed - measured).sum()) / max(float(measured.sum()), 1.0)
 
     def step_times(self, edits: Sequence[Edit], assumption: str = "") -> ReplayedSteps:
         """Replay with edits applied."""
         time, _, own = self._replay(edits, assumption)
-        return ReplayedSteps(time, completions(own.graph, time), self.graph.turn)
+        return ReplayedSteps(time, completion_times(own.graph, time), self.graph.turn)
 
     def _replay(self, edits: Sequence[Edit], assumption: str = "") -> tuple[Array, Array, Patched]:
         """Times of the nodes, what work took (waiting for other ranks included), and the graph."""
@@ -351,7 +351,7 @@ class WindowReplayer:
     def critical(self, edits: Sequence[Edit] = ()) -> dict[str, float]:
         """What the critical path consists of with edits applied, ns per step, largest first."""
         time, dur, own = self._replay(edits)
-        parts = composition(own.graph, time, own.weight, dur, self.a.kernels["communication"])
+        parts = path_composition(own.graph, time, own.weight, dur, self.a.kernels["communication"])
         steps = max(1, len(self.graph.starts) - 1)
         return {k: v / steps for k, v in sorted(parts.items(), key=lambda item: -item[1])}
 

@@ -16,8 +16,8 @@ from advisor.core import run_directory as rundir
 from advisor.core.cgroup import count_cores
 from advisor.core.credentials import HIDDEN, clean_command
 from advisor.core.errors import AdvisorError
-from advisor.core.scratch import scratch
-from advisor.lint.source import Script, keyword, parse
+from advisor.core.scratch import scratch_folder
+from advisor.lint.source import Script, find_keyword, parse
 from advisor.recorder.folder import new_run
 from advisor.replay import predictions
 from advisor.tune.knob import Machine, find_knob
@@ -60,7 +60,7 @@ def try_program(
     begun = time.monotonic()
     end = begun + wanted.limits.budget
     report = TrialReport(version=advisor.__version__, program=clean_command(list(words)))
-    with scratch() as folder:
+    with scratch_folder() as folder:
         root = folder.resolve()
         program = TrialProgram(words, root, allowed=wanted.allowed)
         run = recorded if recorded is not None else _record(program, root, wanted, say)
@@ -114,7 +114,9 @@ def _plan(report: TrialReport, run: Path, words: Sequence[str], wanted: TrialReq
                 trial.knob_setting.value
             )
             trial.diff = write_diff(script, callees, arguments) if callees else ""
-    known = predictions.records(predictions.read(predictions.user_file()).predictions)
+    known = predictions.records_by_rule(
+        predictions.read_predictions(predictions.user_file()).predictions
+    )
     rules = dict.fromkeys(trial.rule for trial in report.trials if trial.rule)
     report.remembered = "; ".join(f"{rule}: {known[rule]}" for rule in rules if rule in known)
 
@@ -131,9 +133,9 @@ def save_trials(report: TrialReport, run: Path, *, remember: bool) -> None:
     except OSError as error:
         raise AdvisorError(f"{run}: cannot be written to ({error.strerror or error})") from None
     entries = list(filter(None, (_entry(report, trial) for trial in report.trials)))
-    predictions.append(run / predictions.FILE, entries)
+    predictions.append_predictions(run / predictions.FILE, entries)
     if remember:
-        predictions.append(predictions.user_file(), entries)
+        predictions.append_predictions(predictions.user_file(), entries)
 
 
 def _entry(report: TrialReport, trial: Trial) -> predictions.Prediction | None:
@@ -224,7 +226,7 @@ def _with(script: Script, text: str, call: ast.Call, arguments: Mapping[str, obj
     edits: list[tuple[int, int, str]] = []
     more = []
     for name, value in arguments.items():
-        there = keyword(call, name)
+        there = find_keyword(call, name)
         if there is None:
             more.append(f"{name}={value!r}")
         else:

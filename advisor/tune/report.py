@@ -8,7 +8,7 @@ import msgspec
 from msgspec import Struct, field
 
 from advisor.core import text as t
-from advisor.core.saved import decoded
+from advisor.core.saved import decode_json
 from advisor.tune.knob import Safety
 from advisor.tune.spec import KnobSetting
 
@@ -139,7 +139,7 @@ class TrialReport(Struct, kw_only=True):
     @classmethod
     def from_json(cls, text: bytes | str) -> TrialReport:
         """Read what :meth:`to_json` wrote. Raises AdvisorError for anything else."""
-        return decoded(text, cls, "report of trials", SCHEMA, MAX_BYTES)
+        return decode_json(text, cls, "report of trials", SCHEMA, MAX_BYTES)
 
 
 def write_headline(report: TrialReport) -> str:

@@ -20,8 +20,8 @@ from advisor.dashboard.parts import (
     card,
     choices,
     draw_strip,
-    el,
-    empty,
+    element,
+    empty_state,
     figure,
     head,
     page,
@@ -56,7 +56,7 @@ def layout(other: object = None, **query: object) -> Any:
     if not pairs:
         return page(
             head("Compare"),
-            empty(
+            empty_state(
                 "One run is open",
                 "A comparison needs two runs.",
                 "Start advisor dashboard BEFORE AFTER, or use advisor compare.",
@@ -76,7 +76,7 @@ def layout(other: object = None, **query: object) -> Any:
             else "The comparison is being computed. Reload in a moment."
         )
         title = "These cannot be compared" if comparison else "Not yet"
-        return page(head("Compare", None, chooser), empty(title, why))
+        return page(head("Compare", None, chooser), empty_state(title, why))
     return page(
         _head(comparison, chooser),
         banner(comparison.limits),
@@ -105,14 +105,14 @@ def _chooser(view: PageView, keys: list[str], after: OpenedPath) -> Any:
 def _head(c: Comparison, chooser: Any) -> Any:
     look, word = STATUS[c.steps.verdict]
     sides = [
-        el("Span", el("B", label), " ", t.clean(" · ".join(parts)))
+        element("Span", element("B", label), " ", t.clean(" · ".join(parts)))
         for label, parts in words.describe_sides(c)
     ]
-    return el(
+    return element(
         "Div",
-        el("Span", word, cls=f"pill {look}"),
-        el("H1", t.clean(c.verdict)),
-        el("Div", *sides, cls="scope"),
+        element("Span", word, cls=f"pill {look}"),
+        element("H1", t.clean(c.verdict)),
+        element("Div", *sides, cls="scope"),
         chooser,
         cls="page-head",
     )
@@ -120,7 +120,7 @@ def _head(c: Comparison, chooser: Any) -> Any:
 
 def _steps(c: Comparison) -> Any:
     if c.steps.before is None or c.steps.after is None:
-        return empty("Step times are not compared", t.clean(c.steps.reason))
+        return empty_state("Step times are not compared", t.clean(c.steps.reason))
     notes = [t.clean(note) for note in words.step_notes(c.steps)]
     return card(
         "Step times",
@@ -171,14 +171,14 @@ MARKS_OF = {
 def _change(line: ComparedFigure) -> Any:
     """A difference: an arrow for its direction, its sign, and a word for what that means."""
     if not line.change:
-        return el("Span", "–", cls="dim")
+        return element("Span", "–", cls="dim")
     arrow = "▲" if line.change.startswith("+") else "▼"
     look, word = MARKS_OF.get(line.judged, ("dim", ""))
-    return el(
+    return element(
         "Span",
-        el("Span", arrow, cls="arrow", aria_hidden="true"),
-        el("Span", t.clean(line.change)),
-        el("Span", word, cls="word") if word else None,
+        element("Span", arrow, cls="arrow", aria_hidden="true"),
+        element("Span", t.clean(line.change)),
+        element("Span", word, cls="word") if word else None,
         cls=f"change {look}",
     )
 
@@ -192,11 +192,11 @@ def _table(
     rows = []
     for line in lines:
         # as in the bars above, and on the other pages
-        colour = theme.colour(line.group, line.name) if line.group in theme.GROUPS else None
+        colour = theme.colour_of(line.group, line.name) if line.group in theme.GROUPS else None
         label: Any = line.name if line.group == "kernels" else line.label
         if line.group == "work":
             label = abbreviation(line.label, line.name)
-        first = el(
+        first = element(
             "Span", swatch(colour) if colour else None, label, cls="nowrap" if colour else ""
         )
         pair = [_pair(line, largest)] if bars else []
@@ -207,10 +207,10 @@ def _table(
 
 def _pair(line: ComparedFigure, largest: float) -> Any:
     bars = [
-        el("I", cls=look, style={"width": f"{(value or 0.0) / (largest or 1.0):.4%}"})
+        element("I", cls=look, style={"width": f"{(value or 0.0) / (largest or 1.0):.4%}"})
         for look, value in (("was", line.before), ("is", line.after))
     ]
-    return el("Span", *bars, cls="two-bars", aria_hidden="true")
+    return element("Span", *bars, cls="two-bars", aria_hidden="true")
 
 
 def _breakdown(c: Comparison, before: OpenedPath, after: OpenedPath) -> Any:
@@ -226,11 +226,13 @@ def _breakdown(c: Comparison, before: OpenedPath, after: OpenedPath) -> Any:
             made = draw_strip(bar.segments, f"The step {name}", thin=True)
             share = report.scope.step_ns / longer_ns
             strips.append(
-                el(
+                element(
                     "Div",
-                    el("Span", name, cls="dim"),
-                    el("Div", el("Div", made, style={"width": f"{share:.4%}"}), cls="track"),
-                    el("Span", t.format_duration(report.scope.step_ns), cls="num"),
+                    element("Span", name, cls="dim"),
+                    element(
+                        "Div", element("Div", made, style={"width": f"{share:.4%}"}), cls="track"
+                    ),
+                    element("Span", t.format_duration(report.scope.step_ns), cls="num"),
                     cls="strip-line",
                 )
             )
@@ -244,7 +246,7 @@ def _breakdown(c: Comparison, before: OpenedPath, after: OpenedPath) -> Any:
     figures_ = [li for li in lines if li.group == "figures"]
     return card(
         "Where the time goes",
-        el("Div", *strips, cls="strips") if strips else None,
+        element("Div", *strips, cls="strips") if strips else None,
         *(
             _table(title, part, bars=True, caption=f"{title}, {unit}, all bars on one scale")
             for title, part in groups
@@ -259,29 +261,33 @@ def _breakdown(c: Comparison, before: OpenedPath, after: OpenedPath) -> Any:
 def _findings(c: Comparison) -> Any:
     groups = words.group_findings(c)
     if not groups:
-        return empty("No findings", "Neither run has findings.")
+        return empty_state("No findings", "Neither run has findings.")
     parts: list[Any] = []
     for title, items in groups:
         parts.append(
-            el(
+            element(
                 "Section",
-                el("Span", f"{title} {len(items)}", cls=f"pill {MARKS.get(items[0].change, '')}"),
-                el("Ul", *(_finding(item, per_suffix(c)) for item in items), cls="changes"),
+                element(
+                    "Span", f"{title} {len(items)}", cls=f"pill {MARKS.get(items[0].change, '')}"
+                ),
+                element("Ul", *(_finding(item, per_suffix(c)) for item in items), cls="changes"),
             )
         )
-    return card("Findings", el("Div", *parts, cls="stack"))
+    return card("Findings", element("Div", *parts, cls="stack"))
 
 
 def _finding(item: FindingChange, unit: str) -> Any:
     title, *rest = (t.clean(part) for part in words.describe_finding(item, unit))
-    return el("Li", el("B", title), el("Span", " · ".join(rest), cls="dim") if rest else None)
+    return element(
+        "Li", element("B", title), element("Span", " · ".join(rest), cls="dim") if rest else None
+    )
 
 
 def _realised(c: Comparison) -> Any:
     sentences = [t.clean(sentence) for sentence in words.describe_realised_gain(c)]
     if not sentences:
         return None
-    return card("Predicted and measured gains", *(el("P", sentence) for sentence in sentences))
+    return card("Predicted and measured gains", *(element("P", sentence) for sentence in sentences))
 
 
 def _work(c: Comparison) -> Any:

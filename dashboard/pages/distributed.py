@@ -17,8 +17,8 @@ from advisor.dashboard.parts import (
     card,
     choices,
     draw_section,
-    el,
-    empty,
+    element,
+    empty_state,
     figure,
     head,
     link,
@@ -29,7 +29,7 @@ from advisor.dashboard.parts import (
 )
 from advisor.dashboard.session import LoadedRun
 from advisor.measure.comm.comms import sum_collectives, sum_skew
-from advisor.measure.ranks.skew import align, exposed_by_rank, skew
+from advisor.measure.ranks.skew import align_ranks, exposed_by_rank, measure_skew
 from advisor.render.documents.ranks import build_mesh_sections
 
 MAPS = {
@@ -62,7 +62,7 @@ def layout(show: object = None, **query: object) -> Any:
     if not several and result is None:
         return page(
             title,
-            empty(
+            empty_state(
                 "One rank, no collectives",
                 "This recording has one process, which does not communicate.",
                 "Open a folder with the traces of several ranks to compare them.",
@@ -100,7 +100,7 @@ def warm(loaded: LoadedRun) -> None:
 
 
 def _only_one() -> Any:
-    return empty(
+    return empty_state(
         "Skew is not measured",
         "Only one rank's trace is open, so late ranks are unknown: a rank that waits looks as "
         "if it communicated.",
@@ -151,8 +151,8 @@ def _lines(view: PageView) -> Any:
             caption="Per step, by rank",
             stacked=True,
         ),
-        el("P", shown.note, cls="note-line", style={"marginTop": "12px"}),
-        el("P", shown.more, cls="note-line") if shown.more else None,
+        element("P", shown.note, cls="note-line", style={"marginTop": "12px"}),
+        element("P", shown.more, cls="note-line") if shown.more else None,
     )
 
 
@@ -164,7 +164,7 @@ def _map(view: PageView, what: str) -> Any:
     """Ranks × steps."""
     rows = view.loaded.view("exposed_by_rank", lambda: exposed_by_rank(view.loaded.analyses))
     if rows.is_empty():
-        return empty("No map", "No rank has GPU work in its steps.")
+        return empty_state("No map", "No rank has GPU work in its steps.")
     column, name = MAPS[what]
     wide = rows.pivot("step", index="rank", values=column, aggregate_function="first")
     steps = wide.columns[1:]
@@ -193,7 +193,7 @@ def _map(view: PageView, what: str) -> Any:
 
 def _skew_table(loaded: LoadedRun) -> pl.DataFrame:
     analyses = loaded.analyses
-    return sum_skew(skew(analyses, align(analyses)))
+    return sum_skew(measure_skew(analyses, align_ranks(analyses)))
 
 
 class CollectiveColumn(NamedTuple):
@@ -219,7 +219,7 @@ def _collective_table(
         for row in shown.iter_rows(named=True)
     ]
     if rest.height:
-        others = el("Span", f"{t.format_count(rest.height)} other kinds", cls="dim")
+        others = element("Span", f"{t.format_count(rest.height)} other kinds", cls="dim")
         rows.append([others, *(column.summed(rest) for column in columns)])
     header = ["Collective", *(column.title for column in columns)]
     return table(header, rows, numbers=range(1, len(header)), caption=caption, stacked=True)
@@ -286,11 +286,11 @@ def _sum(table_: pl.DataFrame, column: str) -> float:
 
 def _named(collective: str, annotation: str | None, short: dict[str, str]) -> Any:
     note = abbreviation(short[annotation], annotation) if annotation else None
-    return el(
+    return element(
         "Span",
         collective.replace("_", " "),
-        el("Br") if note else None,
-        el("Span", note, cls="dim") if note else None,
+        element("Br") if note else None,
+        element("Span", note, cls="dim") if note else None,
     )
 
 
@@ -344,6 +344,6 @@ def _collectives(view: PageView) -> Any:
         "Collectives",
         rank_choice(view, "/distributed"),
         _collective_table(shown, rest, columns, "By kind and message size"),
-        el("P", " ".join(notes), cls="note-line", style={"marginTop": "12px"}),
+        element("P", " ".join(notes), cls="note-line", style={"marginTop": "12px"}),
         aside=f"of rank {number}" if number >= 0 else "",
     )

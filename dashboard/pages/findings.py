@@ -18,8 +18,8 @@ from advisor.dashboard.parts import (
     choices,
     code,
     editor_href,
-    el,
-    empty,
+    element,
+    empty_state,
     external_link,
     head,
     icon,
@@ -74,14 +74,14 @@ def _head(report: Report) -> Any:
 
 def _nothing(report: Report) -> Any:
     checked = [
-        el("Li", el("Span", "✓", cls="mark good", aria_hidden="true"), t.clean(good.text))
+        element("Li", element("Span", "✓", cls="mark good", aria_hidden="true"), t.clean(good.text))
         for good in report.passed
     ]
-    return empty(
+    return empty_state(
         "Nothing to fix" if report.status == "healthy" else "No fix with an estimated gain",
         t.clean(report.verdict),
         "",
-        el("Ul", *checked, cls="plain", style={"marginTop": "10px"}) if checked else None,
+        element("Ul", *checked, cls="plain", style={"marginTop": "10px"}) if checked else None,
     )
 
 
@@ -100,22 +100,24 @@ def _section(title: str, view: PageView, report: Report, findings: list[Finding]
     if not findings:
         return None
     cards = [finding_card(view, report, finding) for finding in findings]
-    return el("Div", el("H2", title), *cards, cls="stack")
+    return element("Div", element("H2", title), *cards, cls="stack")
 
 
 def finding_card(view: PageView, report: Report, finding: Finding) -> Any:
     """A finding with its details."""
     caveats = facts.describe_caveats(finding)
-    return el(
+    return element(
         "Article",
         _title(report, finding),
-        el(
+        element(
             "Div",
-            el("P", t.clean(finding.summary), cls="summary"),
+            element("P", t.clean(finding.summary), cls="summary"),
             _block("Where", _where(view, finding)),
-            _block("What to change", el("P", t.clean(finding.fix), cls="fix")),
+            _block("What to change", element("P", t.clean(finding.fix), cls="fix")),
             code(finding.code) if finding.code else None,
-            _block("How to verify", el("P", t.clean(finding.verify)) if finding.verify else None),
+            _block(
+                "How to verify", element("P", t.clean(finding.verify)) if finding.verify else None
+            ),
             _block("Evidence", _evidence(finding)),
             _block("Caveats", _lines(caveats)),
             _folded(report, finding),
@@ -129,25 +131,27 @@ def finding_card(view: PageView, report: Report, finding: Finding) -> Any:
 
 
 def _title(report: Report, finding: Finding) -> Any:
-    parts = [el("Span", finding.category, cls="tag") if finding.category else None]
-    parts += [el("Span", part) for part in facts.order_parts(finding, report)]
+    parts = [element("Span", finding.category, cls="tag") if finding.category else None]
+    parts += [element("Span", part) for part in facts.order_parts(finding, report)]
     parts.append(_confidence(finding))
-    return el(
+    return element(
         "Header",
-        el("Span", str(finding.priority) if finding.priority is not None else "∙", cls="number"),
-        el("H2", t.clean(finding.title)),
+        element(
+            "Span", str(finding.priority) if finding.priority is not None else "∙", cls="number"
+        ),
+        element("H2", t.clean(finding.title)),
         _gain(report, finding),
-        el("Div", *parts, cls="meta"),
+        element("Div", *parts, cls="meta"),
         cls="head",
     )
 
 
 def _confidence(finding: Finding) -> Any:
     share = max(0.0, min(1.0, finding.confidence))
-    return el(
+    return element(
         "Span",
         "confidence",
-        el("I", el("B", style={"width": f"{share:.0%}"}), aria_hidden="true"),
+        element("I", element("B", style={"width": f"{share:.0%}"}), aria_hidden="true"),
         t.format_share(finding.confidence),
         cls="meter",
     )
@@ -158,7 +162,11 @@ def _gain(report: Report, finding: Finding) -> Any:
     impact = finding.impact
     if impact is None or impact.gain_ns is None:
         text = t.format_gain(finding)
-        return el("Div", el("Strong", text, cls="text"), cls="saving") if len(text) < 40 else None
+        return (
+            element("Div", element("Strong", text, cls="text"), cls="saving")
+            if len(text) < 40
+            else None
+        )
     per = t.format_per(impact.unit)
     if impact.share is not None and impact.currency == "step_time":
         per = f"{t.format_share(impact.share)} {t.format_of(impact.unit)}"
@@ -167,21 +175,21 @@ def _gain(report: Report, finding: Finding) -> Any:
     if impact.currency == "step_time" and 0 < impact.gain_ns < step and not finding.other_rank:
         times = f" · {step / (step - impact.gain_ns):.2f}×"
     spread = t.format_gain_range(finding)
-    return el(
+    return element(
         "Div",
-        el("Strong", t.format_saving(impact)),
-        el("Span", f"{per}{times}"),
-        el("Span", spread) if spread else None,
+        element("Strong", t.format_saving(impact)),
+        element("Span", f"{per}{times}"),
+        element("Span", spread) if spread else None,
         cls="saving",
     )
 
 
 def _block(title: str, body: Any) -> Any:
-    return None if body is None else el("Section", el("H3", title), body)
+    return None if body is None else element("Section", element("H3", title), body)
 
 
 def _lines(lines: list[str]) -> Any:
-    return el("Ul", *(el("Li", line) for line in lines), cls="more") if lines else None
+    return element("Ul", *(element("Li", line) for line in lines), cls="more") if lines else None
 
 
 def _where(view: PageView, finding: Finding) -> Any:
@@ -191,20 +199,22 @@ def _where(view: PageView, finding: Finding) -> Any:
     lines = []
     for place, texts in places:
         full_names = t.location_names(place, name_width=2000, path_width=2000)
-        names = [el("Code", abbreviation(*pair)) for pair in zip(texts, full_names, strict=True)]
+        names = [
+            element("Code", abbreviation(*pair)) for pair in zip(texts, full_names, strict=True)
+        ]
         figures = " · ".join(t.location_figures(place))
         href = timeline_href(view, finding, place)
         source = editor_href(view.session.editor, place)
         lines.append(
-            el(
+            element(
                 "Li",
                 *names,
-                el("Span", figures, cls="dim") if figures else None,
+                element("Span", figures, cls="dim") if figures else None,
                 link("show", href=href) if href else None,
-                el("A", "edit", href=source, title="Open in the editor") if source else None,
+                element("A", "edit", href=source, title="Open in the editor") if source else None,
             )
         )
-    return el("Ul", *lines, cls="where-list")
+    return element("Ul", *lines, cls="where-list")
 
 
 def _evidence(finding: Finding) -> Any:
@@ -214,16 +224,24 @@ def _evidence(finding: Finding) -> Any:
     lines = []
     for item in finding.evidence:
         shown = t.format_value(item.value, item.unit)
-        cells = [el("Th", t.evidence_label(item), scope="row", cls="name")]
+        cells = [element("Th", t.evidence_label(item), scope="row", cls="name")]
         if isinstance(item.value, str):  # words, which need the room of the limit as well
-            cells.append(el("Td", shown, colSpan=2 if limits else 1, cls="words"))
+            cells.append(element("Td", shown, colSpan=2 if limits else 1, cls="words"))
         else:
-            cells.append(el("Td", shown, cls="num"))
-            cells += [el("Td", *_limit(item), cls="limit")] if limits else []
-        lines.append(el("Tr", *cells))
-    heads = [el("Th", "Measurement", scope="col"), el("Th", "Value", scope="col", cls="num")]
-    heads += [el("Th", "Threshold", scope="col", cls="limit")] if limits else []
-    made = el("Table", el("Thead", el("Tr", *heads)), el("Tbody", *lines), cls="data evidence")
+            cells.append(element("Td", shown, cls="num"))
+            cells += [element("Td", *_limit(item), cls="limit")] if limits else []
+        lines.append(element("Tr", *cells))
+    heads = [
+        element("Th", "Measurement", scope="col"),
+        element("Th", "Value", scope="col", cls="num"),
+    ]
+    heads += [element("Th", "Threshold", scope="col", cls="limit")] if limits else []
+    made = element(
+        "Table",
+        element("Thead", element("Tr", *heads)),
+        element("Tbody", *lines),
+        cls="data evidence",
+    )
     return scrolling(made, "Evidence")
 
 
@@ -234,7 +252,7 @@ def _limit(item: Evidence) -> list[Any]:
     source = t.clean(item.source)
     return [
         t.format_value(item.threshold, item.unit),
-        el("Span", source, cls="dim") if source else None,
+        element("Span", source, cls="dim") if source else None,
     ]
 
 
@@ -244,8 +262,10 @@ def _folded(report: Report, finding: Finding) -> Any:
     ]
     if not covered:
         return None
-    lines = [el("Li", f"{word} {text}") for word, text in covered]
-    return el("Section", el("H3", "Also fixed by this"), el("Ul", *lines, cls="folded"))
+    lines = [element("Li", f"{word} {text}") for word, text in covered]
+    return element(
+        "Section", element("H3", "Also fixed by this"), element("Ul", *lines, cls="folded")
+    )
 
 
 def timeline_href(view: PageView, finding: Finding, place: Location) -> str | None:
@@ -274,8 +294,8 @@ def _actions(view: PageView, finding: Finding) -> Any:
         if parts.scheme in ("http", "https"):
             buttons.append(external_link(t.clean(_short(reference)), href=reference))
         else:
-            buttons.append(el("Span", t.clean(reference), cls="dim"))
-    return el("Div", *buttons, cls="actions") if buttons else None
+            buttons.append(element("Span", t.clean(reference), cls="dim"))
+    return element("Div", *buttons, cls="actions") if buttons else None
 
 
 def _short(address: str) -> str:
@@ -294,13 +314,13 @@ def _notes(view: PageView, report: Report, notes: list[Finding]) -> Any:
             (href for p in finding.where if (href := timeline_href(view, finding, p))), None
         )
         lines.append(
-            el(
+            element(
                 "Li",
-                el("Span", "∙", cls="rank", aria_hidden="true"),
-                el(
+                element("Span", "∙", cls="rank", aria_hidden="true"),
+                element(
                     "Span",
-                    el("Span", t.clean(finding.title), cls="title"),
-                    el("Span", f" ({reason})", cls="dim") if reason else None,
+                    element("Span", t.clean(finding.title), cls="title"),
+                    element("Span", f" ({reason})", cls="dim") if reason else None,
                     remark(t.clean(finding.summary)),
                     remark(t.clean(finding.fix)),
                     link("show", href=target) if target else None,
@@ -309,16 +329,16 @@ def _notes(view: PageView, report: Report, notes: list[Finding]) -> Any:
                 id=anchor(finding),
             )
         )
-    return card("Notes", el("Ul", *lines, cls="lines"), aside="not ranked; each says why")
+    return card("Notes", element("Ul", *lines, cls="lines"), aside="not ranked; each says why")
 
 
 def _note_gain(finding: Finding) -> Any:
     impact = finding.impact
     if not facts.note_gain(finding) or impact is None:
         return None
-    return el(
+    return element(
         "Span",
         t.format_saving(impact),
-        el("Small", f"{t.format_share(impact.share)} {t.format_of(impact.unit)}, uncertain"),
+        element("Small", f"{t.format_share(impact.share)} {t.format_of(impact.unit)}, uncertain"),
         cls="saving uncertain",
     )

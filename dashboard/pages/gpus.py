@@ -9,20 +9,29 @@ import dash
 from advisor.advise.facts import describe_cost, describe_energy
 from advisor.core import text as t
 from advisor.core.errors import AdvisorError
-from advisor.core.prices import Prices, money, read_prices
+from advisor.core.prices import Prices, format_money, read_prices
 from advisor.dashboard import current
 from advisor.dashboard.current import PageView
 from advisor.dashboard.grid import Column, duration_column, grid, grid_rows, register_search
-from advisor.dashboard.parts import banner, card, el, empty, facts, fold, head, page
+from advisor.dashboard.parts import (
+    banner,
+    card,
+    element,
+    empty_state,
+    fact_list,
+    foldable,
+    head,
+    page,
+)
 from advisor.dashboard.session import DashboardSession
 from advisor.replay.project.project import (
     ANY,
     RESTS_ON,
     Choice,
     Projector,
-    cheapest,
-    choose,
-    offered,
+    choose_gpus,
+    describe_cheapest,
+    offered_gpus,
 )
 
 SHOWN_PX = 480
@@ -48,11 +57,13 @@ def layout(**query: object) -> Any:
     try:
         prices = view.session.options.prices or read_prices()
     except AdvisorError as error:
-        return page(head("Cost and GPUs"), empty("The prices cannot be read", t.clean(str(error))))
+        return page(
+            head("Cost and GPUs"), empty_state("The prices cannot be read", t.clean(str(error)))
+        )
     unpaid = NOT_THIS_GPU if prices.table else NO_PRICE
     costs = card(
         "This run",
-        facts(
+        fact_list(
             [
                 ("Cost", t.clean(" · ".join(paid)) if paid else unpaid),
                 ("Energy", t.clean(" · ".join(used)) if used else f"{t.NOT_MEASURED}: {NO_ENERGY}"),
@@ -64,9 +75,11 @@ def layout(**query: object) -> Any:
     except AdvisorError as error:
         reason = t.clean(str(error)).removeprefix(f"{t.clean(view.analysis.trace.meta.path)}: ")
         reason = reason.replace("--from NAME", "advisor dashboard --gpu NAME")
-        why = empty("This step cannot be projected to another GPU", reason[:1].upper() + reason[1:])
+        why = empty_state(
+            "This step cannot be projected to another GPU", reason[:1].upper() + reason[1:]
+        )
         return page(head("Cost and GPUs"), costs, why)
-    best = cheapest(choices)
+    best = describe_cheapest(choices)
     notes = dict.fromkeys(note for choice in choices for note in choice.projection.notes)
     return page(
         head("Cost and GPUs", t.clean(best[:1].upper() + best[1:])),
@@ -75,15 +88,15 @@ def layout(**query: object) -> Any:
         _other_gpus(choices, prices),
         card(
             "How the ranges are estimated",
-            el(
+            element(
                 "P",
                 f"Measured on {t.clean(projector.source.name)}: "
                 f"{t.format_duration(projector.a.step_ns)} per "
                 f"step. {RESTS_ON}. Other hosts add to the range (docs/project.md).",
             ),
-            fold(
+            foldable(
                 f"{t.count_noun(len(notes), 'note')} on single GPUs",
-                el("Ul", *(el("Li", t.clean(note)) for note in notes)),
+                element("Ul", *(element("Li", t.clean(note)) for note in notes)),
             )
             if notes
             else None,
@@ -93,7 +106,7 @@ def layout(**query: object) -> Any:
 
 def _projected(view: PageView, prices: Prices) -> tuple[Projector, tuple[Choice, ...]]:
     projector = Projector(view.analysis)
-    return projector, choose(projector, offered(prices))
+    return projector, choose_gpus(projector, offered_gpus(prices))
 
 
 def _no_other(prices: Prices) -> str:
@@ -134,7 +147,7 @@ def _cost_columns(prices: Prices) -> list[Column]:
     """Columns of money: an hour, and a million steps with their range."""
 
     def write(amount: float | None) -> str:
-        return "–" if amount is None else money(amount, prices.currency)
+        return "–" if amount is None else format_money(amount, prices.currency)
 
     titles = {
         "price": "Per hour",

@@ -20,11 +20,11 @@ from advisor.dashboard.parts import (
     banner,
     card,
     draw_section,
-    el,
-    empty,
-    facts,
+    element,
+    empty_state,
+    fact_list,
     figure,
-    fold,
+    foldable,
     head,
     link,
     page,
@@ -71,7 +71,7 @@ def layout(**query: object) -> Any:
     if report is None or report.ranks is None:
         return page(
             head("Job"),
-            empty(
+            empty_state(
                 "One run is open",
                 "This page compares the ranks of a job: outliers, and groups of similar ranks.",
                 "Open a folder with the traces of several ranks, or the JSON that advisor analyze "
@@ -91,7 +91,7 @@ def layout(**query: object) -> Any:
         _ranks(ranks, entry),
         card(
             "What was read",
-            facts([(k, " · ".join(filter(None, v))) for k, v in views.describe_scope(ranks)]),
+            fact_list([(k, " · ".join(filter(None, v))) for k, v in views.describe_scope(ranks)]),
         ),
         _not_compared(ranks),
     )
@@ -108,7 +108,7 @@ def choose(view: PageView) -> Any:
     """In place of a page that is of one rank."""
     return page(
         head("Choose a rank"),
-        empty(
+        empty_state(
             "This page is of one rank",
             "A job is open; the traces of its ranks are read one by one, when they are asked for.",
             "",
@@ -141,7 +141,7 @@ def _figures(ranks: Ranks) -> Any:
 def _map(ranks: Ranks, entry: OpenedPath) -> Any:
     shown = views.build_heat_map(ranks)
     if shown is None:
-        return empty("No map", "No rank has steps that were measured.")
+        return empty_state("No map", "No rank has steps that were measured.")
     keys = {id(row): _rank_query(entry, i, row.rank) for i, row in enumerate(ranks.lines)}
     values: list[list[float | None]] = []
     about: list[list[str | None]] = []
@@ -176,7 +176,7 @@ def _map(ranks: Ranks, entry: OpenedPath) -> Any:
             description="Each rank's time per step by class, compared with the median rank's. The "
             "table of ranks below has the numbers.",
         ),
-        el(
+        element(
             "P",
             "Per step: red is longer, blue is shorter. Click on a rank to open its timeline. ",
             shown.note,
@@ -199,7 +199,7 @@ def _outliers(ranks: Ranks, entry: OpenedPath) -> Any:
         rows.append(
             [
                 name,
-                [views.outlier_kind(outlier), el("Div", t.clean(outlier.reason), cls="sub")],
+                [views.outlier_kind(outlier), element("Div", t.clean(outlier.reason), cls="sub")],
                 t.format_duration(outlier.waited_ns),
                 "–" if share is None else t.format_share(share),
                 views.describe_gain(outlier) or "–",
@@ -263,20 +263,20 @@ def _changes(report: Report) -> list[Any]:
     """Fixes, opened on demand, and what other changes would gain."""
     ranks = report.ranks
     fixes = [
-        fold(
+        foldable(
             " · ".join(filter(None, (t.clean(finding.title), facts_of.describe_gain(finding)))),
-            el("P", t.clean(finding.summary)),
-            el("P", t.clean(finding.fix)) if finding.fix else None,
+            element("P", t.clean(finding.summary)),
+            element("P", t.clean(finding.fix)) if finding.fix else None,
         )
         for finding in report.findings[:MAX_SHOWN]
     ]
     cases = [
-        el("Li", views.describe_what_if(item))
+        element("Li", views.describe_what_if(item))
         for item in (ranks.what_if if ranks else [])[:MAX_SHOWN]
     ]
     return [
         *([card("What to change", *fixes)] if fixes else []),
-        *([card("What if", el("Ul", *cases))] if cases else []),
+        *([card("What if", element("Ul", *cases))] if cases else []),
     ]
 
 
@@ -305,7 +305,7 @@ def _ranks(ranks: Ranks, entry: OpenedPath) -> Any:
     return card(
         "Ranks",
         grid(RANKS, columns, rows, height=420, label="Ranks"),
-        el("P", "Choose a rank to open its timeline.", cls="note-line"),
+        element("P", "Choose a rank to open its timeline.", cls="note-line"),
     )
 
 
@@ -313,7 +313,7 @@ def _not_compared(ranks: Ranks) -> Any:
     if not ranks.not_checked:
         return None
     lines = [(t.clean(name), t.clean(why)) for name, why in ranks.not_checked.items()]
-    return card("Not compared", facts(lines[:MAX_SHOWN]))
+    return card("Not compared", fact_list(lines[:MAX_SHOWN]))
 
 
 def register(app: dash.Dash, session: DashboardSession) -> None:

@@ -25,9 +25,9 @@ from advisor.dashboard.grid import (
 from advisor.dashboard.parts import (
     card,
     draw_section,
-    el,
-    empty,
-    facts,
+    element,
+    empty_state,
+    fact_list,
     figure,
     head,
     icon,
@@ -42,7 +42,7 @@ from advisor.dashboard.parts import (
 from advisor.dashboard.session import DashboardSession, LoadedRun
 from advisor.measure import Analysis
 from advisor.measure.host.layers import report_layers
-from advisor.measure.host.operators import attained, rooflines
+from advisor.measure.host.operators import list_attainable_rates, rooflines
 from advisor.measure.host.optree import op_table, op_tree
 from advisor.render.documents import kernels as counters
 from advisor.render.documents import layers
@@ -65,7 +65,9 @@ def layout(**query: object) -> Any:
     if a.device_id is None:
         why = "The trace has no GPU work, so kernels, occupancy and rooflines are not measured."
         how = record_with("activities=[CPU, CUDA]", a.trace.meta, " on a machine with a GPU")
-        return page(title, empty("No kernels", why, how), *_layers(view), _tree(view), _ops(view))
+        return page(
+            title, empty_state("No kernels", why, how), *_layers(view), _tree(view), _ops(view)
+        )
     return page(
         title,
         _families(a),
@@ -104,8 +106,10 @@ def _families(a: Analysis) -> Any:
     work_ns = _device_work(a)
     lines = [
         [
-            el("Span", swatch(theme.colour("kernels", name)), name, cls="nowrap"),
-            el("Div", share_bar(dur / largest, theme.colour("kernels", name)), cls="bar-cell"),
+            element("Span", swatch(theme.colour_of("kernels", name)), name, cls="nowrap"),
+            element(
+                "Div", share_bar(dur / largest, theme.colour_of("kernels", name)), cls="bar-cell"
+            ),
             t.format_duration(dur / a.step_count),
             t.format_share(dur / work_ns),
             t.format_count(count / a.step_count),
@@ -179,7 +183,7 @@ def _kernels(view: PageView) -> Any:
         "Kernels",
         grid("kernel-grid", KERNELS, rows, height=460, label="Kernels"),
         remark(f"{t.format_count(more)} smaller kernels are not listed.") if more else None,
-        el("Div", id="kernel-detail", aria_live="polite"),
+        element("Div", id="kernel-detail", aria_live="polite"),
         aside=aside,
     )
 
@@ -195,9 +199,9 @@ def _roofline(view: PageView) -> Any:
             if a.device is not None and a.device.name
             else "The trace does not name its GPU."
         )
-        return empty("No roofline", why)
+        return empty_state("No roofline", why)
     if known.is_empty():
-        return empty(
+        return empty_state(
             "No roofline",
             "FLOPs and bytes of a kernel need the input shapes of its operator.",
             record_with("record_shapes=True", a.trace.meta),
@@ -233,7 +237,7 @@ def _tree(view: PageView) -> Any:
     a = view.analysis
     tree = view.loaded.view(("op_tree", view.rank), lambda: op_tree(a))
     if tree.is_empty():
-        return empty(
+        return empty_state(
             "No modules or operators",
             "The trace has no operators, so launches cannot be attributed.",
             record_with("activities=[CPU, CUDA]", a.trace.meta),
@@ -330,7 +334,7 @@ def _detail(view: PageView, number: int) -> Any:
         focus=longest["ts"],
     )
     launch = [
-        ("Name", el("Code", t.clean(name))),
+        ("Name", element("Code", t.clean(name))),
         ("Longest", t.format_duration(longest["dur"])),
         ("Grid", _launched(longest)),
         ("Stream", str(longest["stream"])),
@@ -339,14 +343,14 @@ def _detail(view: PageView, number: int) -> Any:
     if fused is not None:
         launch.append(("Fused operators", ", ".join(map(t.clean, fused.operators))))
         lines = "; ".join(f"{t.shorten_path(at.file or '', 60)}:{at.line}" for at in fused.lines)
-        launch += [("From", el("Code", lines))] if lines else []
+        launch += [("From", element("Code", lines))] if lines else []
     where = a.location(longest["launch"])
     if where[0] is not None:
-        launch.append(("Line", el("Code", f"{t.shorten_path(where[0], 90)}:{where[1]}")))
-    return el(
+        launch.append(("Line", element("Code", f"{t.shorten_path(where[0], 90)}:{where[1]}")))
+    return element(
         "Div",
-        facts(launch),
-        el(
+        fact_list(launch),
+        element(
             "Div",
             link(icon("show"), "Longest instance on the timeline", href=href, cls="button main"),
             cls="actions",
@@ -392,7 +396,7 @@ def operator_rates(view: PageView) -> Any:
     a = view.analysis
     rows = view.loaded.view(("rate_rows", view.rank), lambda: rate_rows(a))
     if not rows:
-        return empty("No operators by shape", "These steps run no compute kernel.")
+        return empty_state("No operators by shape", "These steps run no compute kernel.")
     return card(
         "Operators by shape",
         grid(RATES, RATE_COLUMNS, rows, height=420, label="Operators by shape"),
@@ -404,7 +408,7 @@ def operator_rates(view: PageView) -> Any:
 def _rate_note(a: Analysis) -> str:
     """The attainable rates and their sources."""
     sources = []
-    for rate in attained(a):
+    for rate in list_attainable_rates(a):
         memory = rate.of == "memory"
         unit = "GB/s" if memory else "TFLOP/s"
         shown = f"{t.format_number(rate.rate / (1e9 if memory else 1e12))} {unit}"

@@ -10,7 +10,7 @@ from dash import Input, Output, State, dcc
 
 from advisor.advise import facts, views
 from advisor.core import text as t
-from advisor.core.run_directory import THROTTLE, Gpu, Host, RankRecord, Step
+from advisor.core.run_directory import THROTTLE_BITS, Gpu, Host, RankRecord, Step
 from advisor.core.views import Segment
 from advisor.dashboard import current, figures, theme
 from advisor.dashboard.current import PageView, parse_query
@@ -19,8 +19,8 @@ from advisor.dashboard.parts import (
     card,
     choices,
     draw_strip,
-    el,
-    empty,
+    element,
+    empty_state,
     figure,
     head,
     link,
@@ -33,7 +33,7 @@ from advisor.dashboard.session import DashboardSession
 from advisor.measure.steps.record import StepRecords
 
 SHOWN_STEPS, SHOWN_SAMPLES = 400, 600
-RECENT = 50
+RECENT_STEPS = 50
 """Steps that the figures of merit are of."""
 
 
@@ -49,7 +49,7 @@ def layout(rank: object = None, **query: object) -> Any:
     if not session.live or session.follower is None:
         return page(
             head("Live"),
-            empty(
+            empty_state(
                 "Not following a run",
                 "This page follows steps, phases and telemetry during training.",
                 "Start advisor dashboard RUN --live, where RUN is the folder that advisor record "
@@ -60,7 +60,9 @@ def layout(rank: object = None, **query: object) -> Any:
     return [
         *page(
             head("Live", t.clean(session.entries[0].path)),
-            el("Div", *body(view, _number(rank)), id="live-body", cls="stack", aria_live="off"),
+            element(
+                "Div", *body(view, _number(rank)), id="live-body", cls="stack", aria_live="off"
+            ),
         ),
         interval(id="live-tick", interval=1000),
     ]
@@ -104,7 +106,9 @@ def body(view: PageView, rank: int | None) -> list[Any]:
     """All that changes while the run goes on."""
     record = _record(view, rank)
     if record is None or not record.steps:
-        return [empty("Waiting for the first step", "Nothing was recorded in this folder yet.")]
+        return [
+            empty_state("Waiting for the first step", "Nothing was recorded in this folder yet.")
+        ]
     follower = view.session.follower
     ranks = follower.ranks() if follower is not None else []
     chosen = rank if rank in ranks else ranks[0]
@@ -123,7 +127,7 @@ def body(view: PageView, rank: int | None) -> list[Any]:
 
 def _recent(record: RankRecord) -> StepRecords:
     """Measurements of the latest steps alone."""
-    steps = record.steps[-RECENT:]
+    steps = record.steps[-RECENT_STEPS:]
     return StepRecords(RankRecord(rank=record.rank, steps=steps))
 
 
@@ -146,7 +150,7 @@ def _figures(record: RankRecord) -> Any:
             (
                 "Median",
                 t.format_duration(recent.median),
-                f"of the last {min(RECENT, len(record.steps))}",
+                f"of the last {min(RECENT_STEPS, len(record.steps))}",
             ),
             (
                 "Throughput",
@@ -169,7 +173,7 @@ def steps_card(steps: Sequence[Step], aside: str = "") -> Any:
         values = [s.dur / 1e6 if (s.window is not None) is profiled else None for s in steps]
         if not profiled or any(value is not None for value in values):
             series.append((name, *figures.downsample(numbers, values), colour))
-    drawn = figures.lines(series, x="step", y="ms", height=220)
+    drawn = figures.line_chart(series, x="step", y="ms", height=220)
     description = f"Duration of each of {len(steps)} recorded steps, in ms."
     return card("Steps", figure(drawn, "steps", height=220, description=description), aside=aside)
 
@@ -178,7 +182,7 @@ def phases_card(title: str, parts: Sequence[Segment], aside: str) -> Any:
     """A bar of the step's phases with its legend; ``None`` without any."""
     if not parts:
         return None
-    legend = el("Div", *two_columns(parts), cls="legend")
+    legend = element("Div", *two_columns(parts), cls="legend")
     return card(title, draw_strip(parts, title), legend, aside=aside)
 
 
@@ -189,7 +193,7 @@ def _phases(record: RankRecord) -> Any:
         ns, share = recent.phase(name), recent.share(name)
         if ns is not None and share:
             parts.append(views.build_phase_segment(name, float(ns.mean()), share))
-    aside = f"host time, mean of the last {min(RECENT, len(record.steps))} steps"
+    aside = f"host time, mean of the last {min(RECENT_STEPS, len(record.steps))} steps"
     return phases_card("Phases", parts, aside)
 
 
@@ -198,18 +202,18 @@ def _findings(view: PageView) -> Any:
     entry = view.session.entries[0]
     if entry.loaded is None:
         why = t.clean(entry.why or entry.doing)
-        return empty("No findings yet", f"They appear after the first profiled window. {why}")
+        return empty_state("No findings yet", f"They appear after the first profiled window. {why}")
     report = entry.loaded.report
     ranked = facts.ranked_findings(report)[:5]
     if not ranked:
-        return card("Findings", el("P", t.clean(report.verdict)))
+        return card("Findings", element("P", t.clean(report.verdict)))
     if report.scope.step_source == "record":
         basis = "from recorded steps only, until a window is profiled"
     else:
         basis = f"of window {next((item.window for item in report.inputs), 0)}"
     return card(
         "Findings",
-        el("Ol", *(finding_line(view, report, finding) for finding in ranked), cls="lines"),
+        element("Ol", *(finding_line(view, report, finding) for finding in ranked), cls="lines"),
         tools=link("All", href=view.href("/findings")),
         aside=f"{basis}; {t.clean(entry.why)}" if entry.why else basis,
     )
@@ -245,7 +249,7 @@ def telemetry_cards(record: RankRecord, *, last: int | None = None) -> list[Any]
     samples = record.samples[-last:] if last else record.samples
     if not samples:
         return [
-            empty(
+            empty_state(
                 "No telemetry",
                 "Clocks, power, temperature and host load were not recorded.",
                 "Record with advisor record, which samples once per second.",
@@ -264,7 +268,7 @@ def telemetry_cards(record: RankRecord, *, last: int | None = None) -> list[Any]
     if made:
         cards.append(card("GPU", figure_grid(made), aside="over the run, in seconds"))
     elif record.rank.devices:
-        cards.append(empty("No GPU telemetry", "The driver reported no samples."))
+        cards.append(empty_state("No GPU telemetry", "The driver reported no samples."))
     spans = throttle_spans(gpus, start)
     if spans:
         cards.append(_throttled(spans))
@@ -295,11 +299,11 @@ def _figure(
             series.append((label, *figures.downsample(seconds, shown), colour))
     if not series:
         return None
-    return el(
+    return element(
         "Div",
-        el("H3", f"{name}, {unit}"),
+        element("H3", f"{name}, {unit}"),
         figure(
-            figures.lines(series, x="", y="", height=150),
+            figures.line_chart(series, x="", y="", height=150),
             f"telemetry-{name.lower().replace(' ', '-')}",
             height=150,
             description=f"{name} over time, in {unit}.",
@@ -309,7 +313,7 @@ def _figure(
 
 def figure_grid(parts: list[Any]) -> Any:
     """Small figures side by side."""
-    return el("Div", *parts, cls="multiples")
+    return element("Div", *parts, cls="multiples")
 
 
 def throttle_spans(gpus: list[tuple[int, Gpu]], start: int) -> list[tuple[str, float, float, int]]:
@@ -318,7 +322,9 @@ def throttle_spans(gpus: list[tuple[int, Gpu]], start: int) -> list[tuple[str, f
     before = ""
     for when, gpu in gpus:
         bits = gpu.throttle or 0
-        names = ", ".join(name for name, bit in THROTTLE.items() if bits & bit and name != "idle")
+        names = ", ".join(
+            name for name, bit in THROTTLE_BITS.items() if bits & bit and name != "idle"
+        )
         second = (when - start) / 1e9
         if names and names == before:
             spans[-1] = (names, spans[-1][1], second, spans[-1][3] + 1)

@@ -13,8 +13,8 @@ from advisor.dashboard import current, figures, snapshot, theme
 from advisor.dashboard.current import PageView
 from advisor.dashboard.parts import (
     card,
-    el,
-    empty,
+    element,
+    empty_state,
     figure,
     head,
     page,
@@ -46,11 +46,11 @@ def layout(**query: object) -> Any:
     lead = f"GPU memory as {whose} it." if known else ""
     title = head("Memory", lead, rank_choice(view, "/memory"))
     ooms = _out_of_memory(a)
-    parts = snapshot.sections(view)
+    parts = snapshot.memory_cards(view)
     recorded = _recorded(a)
     if not known and not parts:
         parts.append(
-            empty(
+            empty_state(
                 "No device memory",
                 "The trace has no allocator events, so memory over time is not measured.",
                 "Record on a GPU with profile_memory=True, or use advisor record, which samples "
@@ -90,7 +90,7 @@ def _recorded(a: Analysis) -> Any:
     if series:
         made.append(
             figure(
-                figures.lines(series, x="step", y="GiB", height=230, step=True),
+                figures.line_chart(series, x="step", y="GiB", height=230, step=True),
                 "memory-by-step",
                 height=230,
                 description="Device memory at the end of each recorded step.",
@@ -113,7 +113,7 @@ def _recorded(a: Analysis) -> Any:
         ]
         made.append(
             figure(
-                figures.lines(hosts, x="step", y="host, GiB", height=170),
+                figures.line_chart(hosts, x="step", y="host, GiB", height=170),
                 "host-memory-by-step",
                 height=170,
                 description="Resident memory over the recorded steps: of the process and of its "
@@ -139,7 +139,7 @@ def _out_of_memory(a: Analysis) -> Any:
         rows.append(("snapshot", t.clean(snapshot)))
     return card(
         "Out of memory",
-        el("P", t.clean(last.get("message", "")), cls="mono"),
+        element("P", t.clean(last.get("message", "")), cls="mono"),
         table(["At the failure", ""], rows, numbers=()),
         aside=f"{t.format_count(len(events))}×",
         cls="alarm",

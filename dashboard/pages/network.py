@@ -12,8 +12,8 @@ from advisor.dashboard.current import PageView
 from advisor.dashboard.parts import (
     card,
     editor_href,
-    el,
-    facts,
+    element,
+    fact_list,
     head,
     page,
     table,
@@ -116,7 +116,7 @@ def _problem(view: PageView, problem: CollectiveProblem) -> Any:
     title = f"{t.clean(first.operation)} {first.sequence} of {t.clean(first.group)}"
     return card(
         f"{title}: {problem.kind}",
-        el("P", describe_problem(problem)),
+        element("P", describe_problem(problem)),
         table(("Rank", "State", "Call", "Shapes", "Where"), rows, names=(0, 2, 3, 4), stacked=True),
     )
 
@@ -134,7 +134,7 @@ def _call(view: PageView, call: CollectiveCall | None, *, last: bool) -> list[An
     shapes = " ".join(map(str, call.sizes[:3])) + ("…" if len(call.sizes) > 3 else "")
     name = f"{t.clean(call.operation)} {call.sequence}"
     return [
-        [el("Span", "last call: ", cls="dim"), name] if last else name,
+        [element("Span", "last call: ", cls="dim"), name] if last else name,
         f"{shapes} {dtypes}".strip() or "–",
         _place(view, call),
     ]
@@ -147,7 +147,7 @@ def _place(view: PageView, call: CollectiveCall) -> Any:
         return "not recorded"
     text = f"{t.shorten_path(t.clean(where.file), 50)}:{where.line}"
     source = editor_href(view.session.editor, where)
-    return el("A", text, href=source, title="Open in the editor") if source else text
+    return element("A", text, href=source, title="Open in the editor") if source else text
 
 
 def _path(log: NetworkLog) -> list[Any]:
@@ -174,7 +174,7 @@ def _path(log: NetworkLog) -> list[Any]:
         tiles([figure for figure in known if figure[1]]) if any(f[1] for f in known) else None,
         _counts("Connections between GPUs", "Transport", log.paths),
         _counts("Links of the topology", "Link", log.gpu_links),
-        card("What the logs say", facts(rows)),
+        card("What the logs say", fact_list(rows)),
     ]
 
 

@@ -22,7 +22,7 @@ from advisor.dashboard.parts import (
     draw_bar,
     draw_grid,
     draw_section,
-    el,
+    element,
     link,
     page,
     png_button,
@@ -39,7 +39,7 @@ STATUS = {
     "limited": "Limited data",
 }
 OUTLOOK = "outlook"
-TOP = 5
+MAX_LISTED_FINDINGS = 5
 """Findings listed; the others are a click away."""
 
 
@@ -51,7 +51,7 @@ def layout(**query: object) -> Any:
     return page(
         _head(report),
         banner(report.limits),
-        *(snapshot.sections(view)[:1] if timeless else [tiles(figures(report))]),
+        *(snapshot.memory_cards(view)[:1] if timeless else [tiles(figures(report))]),
         *(_timeless(view, report) if timeless else ()),
         card(bar.heading, draw_bar(bar, _segment_links(view, bar)), tools=png_button("step"))
         if bar is not None
@@ -93,14 +93,14 @@ def _around(view: PageView, start: int, end: int) -> str:
 
 def _head(report: Report) -> Any:
     lines = [
-        el("Span", el("B", ", ".join(parts[:1])), " ", " · ".join(parts[1:]))
+        element("Span", element("B", ", ".join(parts[:1])), " ", " · ".join(parts[1:]))
         for _, parts in facts.describe_scope(report)
     ]
-    return el(
+    return element(
         "Div",
-        el("Span", _status(report), cls=f"pill {report.status}"),
-        el("H1", t.clean(report.verdict)),
-        el("Div", *lines, cls="scope"),
+        element("Span", _status(report), cls=f"pill {report.status}"),
+        element("H1", t.clean(report.verdict)),
+        element("Div", *lines, cls="scope"),
         cls="page-head",
     )
 
@@ -156,7 +156,7 @@ def _serving(report: Report) -> Any:
     rows = [serving.build_row(phase) for phase in report.serving.phases]
     rest = [(label, " · ".join(each)) for label, each, _ in serving.describe_lines(report.serving)]
     shown = draw_grid(Grid(serving.COLUMN_TITLES, rows))
-    return card("Inference by phase", shown, parts.facts(rest))
+    return card("Inference by phase", shown, parts.fact_list(rest))
 
 
 def _staircase(report: Report) -> Any:
@@ -175,11 +175,11 @@ def _staircase(report: Report) -> Any:
             else what
         )
         stairs.append(
-            el(
+            element(
                 "Li",
-                el("Span", label, cls="what", title=what),
+                element("Span", label, cls="what", title=what),
                 *(
-                    el("Span", made, id={"of": stair.number, "part": part}, cls=part)
+                    element("Span", made, id={"of": stair.number, "part": part}, cls=part)
                     for part, made in _parts(shown, stair, kept=True).items()
                 ),
                 cls="stair",
@@ -187,8 +187,8 @@ def _staircase(report: Report) -> Any:
         )
     return card(
         f"{shown.per.capitalize()} time after each fix",
-        el("Ol", *stairs, cls="stairs"),
-        el("P", facts.describe_all_fixes(report), id=OUTLOOK, cls="note-line", role="status"),
+        element("Ol", *stairs, cls="stairs"),
+        element("P", facts.describe_all_fixes(report), id=OUTLOOK, cls="note-line", role="status"),
         aside="each row adds one fix to those above; untick a fix to leave it out",
         tools=png_button("gains"),
     )
@@ -200,14 +200,14 @@ def _parts(stairs: Stairs, stair: Stair, *, kept: bool) -> dict[str, Any]:
     start = left if kept else f"{max(0.0, stair.left_share - stair.saved_share):.4%}"
     gain = f"{stairs.bound}−{stair.saved}" if stair.saved else ""
     gain = gain if kept or not gain else f"({gain})"
-    bar = el(
+    bar = element(
         "Span",
-        el("Span", cls="left", style={"width": left}),
-        el("Span", cls="saved", style={"left": start, "width": saved if kept else "0%"}),
+        element("Span", cls="left", style={"width": left}),
+        element("Span", cls="saved", style={"left": start, "width": saved if kept else "0%"}),
         cls="bars",
         aria_hidden="true",
     )
-    figures = el("Span", stair.left, el("Span", gain, cls="gain" if kept else "gain out"))
+    figures = element("Span", stair.left, element("Span", gain, cls="gain" if kept else "gain out"))
     return {"run": bar, "then": figures}
 
 
@@ -255,21 +255,21 @@ def finding_line(view: PageView, report: Report, finding: Finding) -> Any:
     places = " · ".join(where[0][1]) if where else ""
     amount: Any = None
     if impact is not None and impact.gain_ns is not None:
-        amount = el(
+        amount = element(
             "Span",
             t.format_saving(impact),
-            el("Small", f"{t.format_share(impact.share)} {t.format_of(impact.unit)}"),
+            element("Small", f"{t.format_share(impact.share)} {t.format_of(impact.unit)}"),
             cls="saving",
         )
-    return el(
+    return element(
         "Li",
-        el("Span", str(finding.priority or "∙"), cls="rank"),
+        element("Span", str(finding.priority or "∙"), cls="rank"),
         link(
             t.clean(finding.title), href=f"{view.href('/findings')}#{anchor(finding)}", cls="title"
         ),
         amount,
-        el("Span", t.first_sentence(finding.fix), cls="fix"),
-        el("Span", places, cls="where") if places else None,
+        element("Span", t.first_sentence(finding.fix), cls="fix"),
+        element("Span", places, cls="where") if places else None,
     )
 
 
@@ -281,13 +281,13 @@ def anchor(finding: Finding) -> str:
 
 def _top(view: PageView, report: Report) -> Any:
     ranked = report.notes if report.scope.timeless else facts.ranked_findings(report)
-    listed = [*ranked[:TOP], *report.risks]
+    listed = [*ranked[:MAX_LISTED_FINDINGS], *report.risks]
     if not listed:
         return None
-    more = len(ranked) - TOP
+    more = len(ranked) - MAX_LISTED_FINDINGS
     return card(
         "What to fix first" if ranked else "Memory and risks",
-        el("Ol", *(finding_line(view, report, finding) for finding in listed), cls="lines"),
+        element("Ol", *(finding_line(view, report, finding) for finding in listed), cls="lines"),
         tools=link(f"All {len(ranked)}" if more > 0 else "Details", href=view.href("/findings")),
     )
 
@@ -296,27 +296,29 @@ def _rest(report: Report) -> Any:
     cards = []
     if report.passed:
         lines = [
-            el("Li", el("Span", "✓", cls="mark good", aria_hidden="true"), t.clean(good.text))
+            element(
+                "Li", element("Span", "✓", cls="mark good", aria_hidden="true"), t.clean(good.text)
+            )
             for good in report.passed
         ]
-        cards.append(card("Passed checks", el("Ul", *lines, cls="plain")))
+        cards.append(card("Passed checks", element("Ul", *lines, cls="plain")))
     missing = facts.describe_skipped_checks(report)
     if missing:
         lines = [
-            el(
+            element(
                 "Li",
-                el("Span", "?", cls="mark", aria_hidden="true"),
-                el("Span", what, ": ", el("Span", why, cls="dim")),
+                element("Span", "?", cls="mark", aria_hidden="true"),
+                element("Span", what, ": ", element("Span", why, cls="dim")),
             )
             for what, why in missing
         ]
-        cards.append(card("Skipped checks", el("Ul", *lines, cls="plain")))
+        cards.append(card("Skipped checks", element("Ul", *lines, cls="plain")))
     if not cards:
         return None
     definitions = facts.define_gains(report)
-    return el(
+    return element(
         "Div",
-        el("Div", *cards, cls="pair") if len(cards) > 1 else cards[0],
+        element("Div", *cards, cls="pair") if len(cards) > 1 else cards[0],
         remark(" ".join(definitions)),
         cls="stack",
     )

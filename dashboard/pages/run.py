@@ -13,9 +13,9 @@ from advisor.dashboard.current import PageView
 from advisor.dashboard.pages.live import phases_card, steps_card, telemetry_cards
 from advisor.dashboard.parts import (
     card,
-    el,
-    empty,
-    facts,
+    element,
+    empty_state,
+    fact_list,
     head,
     page,
     rank_choice,
@@ -52,9 +52,9 @@ def layout(**query: object) -> Any:
         _events(record),
         _lines(view) if view.rank is None else None,
         _loaders(a),
-        el(
+        element(
             "Div",
-            el("Div", _environment(manifest, record), _trace(a), cls="stack"),
+            element("Div", _environment(manifest, record), _trace(a), cls="stack"),
             _flags(record),
             cls="pair wide-first",
         ),
@@ -62,7 +62,7 @@ def layout(**query: object) -> Any:
 
 
 def _no_record() -> Any:
-    return empty(
+    return empty_state(
         "No run record",
         "Only a profiler trace was recorded. Steps outside its window, phases, GPU clocks, power, "
         "temperature, flags and loader settings are unknown.",
@@ -125,10 +125,12 @@ def _environment(manifest: Manifest | None, record: RankRecord) -> Any:
     rows: list[tuple[str, Any]] = []
     if manifest is not None:
         if manifest.command:
-            rows.append(("command", el("Code", t.clean(" ".join(manifest.command)))))
+            rows.append(("command", element("Code", t.clean(" ".join(manifest.command)))))
         if manifest.git_commit:
             dirty = ", with uncommitted changes" if manifest.git_dirty else ""
-            rows.append(("commit", el("Span", el("Code", t.clean(manifest.git_commit)), dirty)))
+            rows.append(
+                ("commit", element("Span", element("Code", t.clean(manifest.git_commit)), dirty))
+            )
         rows += _known(("ranks", manifest.world_size, t.format_count))
     for device in rank.devices[:8]:
         parts = [t.clean(device.name or "GPU"), t.format_bytes(device.total_bytes)]
@@ -145,7 +147,7 @@ def _environment(manifest: Manifest | None, record: RankRecord) -> Any:
     )
     versions = {} if manifest is None else manifest.versions
     rows += [(t.clean(name), t.clean(value)) for name, value in sorted(versions.items())]
-    return card("Environment", facts(rows)) if rows else None
+    return card("Environment", fact_list(rows)) if rows else None
 
 
 def _known(*rows: tuple[str, Any, Callable[[Any], str]]) -> list[tuple[str, Any]]:
@@ -156,17 +158,18 @@ def _known(*rows: tuple[str, Any, Callable[[Any], str]]) -> list[tuple[str, Any]
 def _flags(record: RankRecord) -> Any:
     rank = record.rank
     rows = [
-        (el("Code", t.clean(name)), _shown(value)) for name, value in sorted(rank.flags.items())
+        (element("Code", t.clean(name)), _shown(value))
+        for name, value in sorted(rank.flags.items())
     ]
     rows += [
-        (el("Code", t.clean(name)), el("Code", t.clean(value)))
+        (element("Code", t.clean(name)), element("Code", t.clean(value)))
         for name, value in sorted(rank.env.items())
     ]
     rows += [
-        (el("Code", f"ulimit {t.clean(name)}"), t.format_count(value))
+        (element("Code", f"ulimit {t.clean(name)}"), t.format_count(value))
         for name, value in sorted(rank.ulimits.items())
     ]
-    return card("Flags and variables", facts(rows)) if rows else None
+    return card("Flags and variables", fact_list(rows)) if rows else None
 
 
 def _shown(value: object) -> str:
@@ -221,23 +224,23 @@ def _events(record: RankRecord) -> Any:
         lines += [f"{kind}: {t.clean(data.get('text', ''))}" for data in record.of_kind(kind)]
     if not lines:
         return None
-    shown = [el("Li", line) for line in lines[:MAX_WARNINGS]]
-    return card("Events", el("Ul", *shown, cls="more"))
+    shown = [element("Li", line) for line in lines[:MAX_WARNINGS]]
+    return card("Events", element("Ul", *shown, cls="more"))
 
 
 def _lines(view: PageView) -> Any:
     """Scalene's hot lines."""
     hot_lines = view.loaded.report.hot_lines
     if not hot_lines:
-        return empty(
+        return empty_state(
             "No Python lines",
             "Host time by line of Python was not sampled.",
             "Record with advisor record --scalene, which adds a separate pass.",
         )
     rows = [
         [
-            el("Code", f"{t.shorten_path(hot.file, 60)}:{hot.line}"),
-            el("Code", t.shorten(t.clean(hot.text), 80)),
+            element("Code", f"{t.shorten_path(hot.file, 60)}:{hot.line}"),
+            element("Code", t.shorten(t.clean(hot.text), 80)),
             t.format_share(hot.share),
             t.format_share(hot.python),
             t.format_share(hot.native),
@@ -290,7 +293,7 @@ def _trace(a: Analysis) -> Any:
         rows.append(
             (f"GPU {device.id}", f"{t.clean(device.name)} · {t.format_bytes(device.memory_bytes)}")
         )
-    return card("Trace", facts(rows))
+    return card("Trace", fact_list(rows))
 
 
 def _yes(value: bool | None) -> str:

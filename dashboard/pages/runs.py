@@ -8,7 +8,7 @@ from typing import Any
 from advisor.core import text as t
 from advisor.dashboard import current, figures
 from advisor.dashboard.current import PageView
-from advisor.dashboard.parts import card, el, figure, head, link, page, table
+from advisor.dashboard.parts import card, element, figure, head, link, page, table
 from advisor.dashboard.session import OpenedPath
 
 HEAD = ("Run", "Started", "Commit", "Step", "Change", "Steps", "Ranks", "Program", "Verdict")
@@ -105,7 +105,9 @@ def _row(entries: list[OpenedPath], place: int) -> list[Any]:
     if entry.state == "failed":
         verdict = t.first_sentence(entry.why)
     elif not verdict:
-        verdict = el("Span", "reading" if entry.state == "loading" else "not read yet", cls="dim")
+        verdict = element(
+            "Span", "reading" if entry.state == "loading" else "not read yet", cls="dim"
+        )
     if summary is None:
         return [name, *["–"] * (len(HEAD) - 2), verdict]
     started = "–"
@@ -113,7 +115,7 @@ def _row(entries: list[OpenedPath], place: int) -> list[Any]:
         started = f"{datetime.fromtimestamp(summary.started_unix_ns / 1e9):%Y-%m-%d %H:%M}"
     return [
         name,
-        el("Span", started, cls="nowrap"),
+        element("Span", started, cls="nowrap"),
         t.clean(summary.commit) or "–",
         t.format_duration(summary.median_ns),
         _change(summary.median_ns, entries[place + 1 :]),

@@ -14,10 +14,10 @@ import flask
 
 from advisor.core import text as t
 from advisor.core.errors import AdvisorError
-from advisor.core.scratch import scratch
+from advisor.core.scratch import scratch_folder
 from advisor.dashboard import current
 from advisor.dashboard.current import PageView, clean_query
-from advisor.dashboard.parts import el, icon
+from advisor.dashboard.parts import element, icon
 from advisor.dashboard.session import DashboardSession
 from advisor.dashboard.timeline.routes import routes, warm_first
 
@@ -31,10 +31,10 @@ def layout(**query: object) -> Any:
     """The page. What it shows is in the address (``x0``, ``x1``, ns; ``rank``; ``focus``), which
     the script reads and keeps up to date."""
     view = current.view(**query)
-    return el(
+    return element(
         "Div",
-        el("H1", "Timeline", cls="visually-hidden"),
-        el("Div", id="timeline", data_run=view.entry.key, data_advisor_timeline="1"),
+        element("H1", "Timeline", cls="visually-hidden"),
+        element("Div", id="timeline", data_run=view.entry.key, data_advisor_timeline="1"),
         trace_buttons(view),
         cls="wide timeline-page",
     )
@@ -66,7 +66,7 @@ class TraceFiles:
 
     def file(self, view: PageView) -> Path:
         """The file of a view. One is made at a time: it takes as long as reading did."""
-        from advisor.export import tracks, write_trace
+        from advisor.export import build_tracks, write_trace
 
         a, report = view.analysis, view.loaded.report
         key = (view.entry.key, -1 if view.rank is None else view.rank, view.entry.version)
@@ -80,10 +80,10 @@ class TraceFiles:
                     "a trace from standard input is not kept; save it to a file first"
                 )
             if self._folder is None:
-                self._folder = self._closing.enter_context(scratch())
+                self._folder = self._closing.enter_context(scratch_folder())
             target = self._folder / f"{next(self._number)}.json.gz"
             limit = view.session.options.read.max_bytes
-            write_trace(a.trace, target, lambda head: tracks(a, report, head), limit=limit)
+            write_trace(a.trace, target, lambda head: build_tracks(a, report, head), limit=limit)
             while len(self._made) >= MAX_KEPT:
                 self._made.pop(next(iter(self._made))).unlink(missing_ok=True)
             self._made[key] = target
@@ -135,7 +135,7 @@ def trace_buttons(view: PageView) -> Any:
     if a.record_only or a.trace.meta.path == "-":
         return None
     address = view.href(ADDRESS, rank=view.rank)
-    save = el(
+    save = element(
         "A",
         "Save the trace with advisor's tracks",
         href=address,
@@ -144,11 +144,11 @@ def trace_buttons(view: PageView) -> Any:
     )
     viewer = view.session.perfetto
     if viewer is None:
-        return el("Div", save, cls="actions trace-file")
-    return el(
+        return element("Div", save, cls="actions trace-file")
+    return element(
         "Div",
         save,
-        el("Button", icon("show"), "Open in Perfetto …", id="perfetto-ask", cls="button"),
+        element("Button", icon("show"), "Open in Perfetto …", id="perfetto-ask", cls="button"),
         _explanation(viewer, address, file_name(view)),
         cls="actions trace-file",
     )
@@ -156,21 +156,21 @@ def trace_buttons(view: PageView) -> Any:
 
 def _explanation(viewer: str, address: str, title: str) -> Any:
     """Shown by the first click; assets/perfetto.js does what it says at the second."""
-    return el(
+    return element(
         "Section",
-        el("H2", "Open in Perfetto"),
-        el(
+        element("H2", "Open in Perfetto"),
+        element(
             "P",
             "This opens ",
-            el("Code", viewer),
+            element("Code", viewer),
             " in a new tab, which is a request to that site, and passes the trace to it inside "
             "your browser. Nothing was sent there before. It states that it uploads a trace only "
             "when you share it; advisor cannot check that. A trace contains names of your code, "
             "files and machines.",
         ),
-        el(
+        element(
             "Div",
-            el(
+            element(
                 "Button",
                 "Open",
                 id="perfetto-open",
@@ -179,10 +179,10 @@ def _explanation(viewer: str, address: str, title: str) -> Any:
                 data_trace=address,
                 data_title=title,
             ),
-            el("Button", "Cancel", id="perfetto-leave", cls="button"),
+            element("Button", "Cancel", id="perfetto-leave", cls="button"),
             cls="actions",
         ),
-        el("P", "", id="perfetto-state", role="status", cls="note-line"),
+        element("P", "", id="perfetto-state", role="status", cls="note-line"),
         id="perfetto",
         cls="card",
         hidden=True,

@@ -10,7 +10,17 @@ from advisor.core.errors import AdvisorError
 from advisor.core.files import read_regular
 from advisor.dashboard import current
 from advisor.dashboard.current import PageView
-from advisor.dashboard.parts import banner, card, el, empty, facts, head, page, table, tiles
+from advisor.dashboard.parts import (
+    banner,
+    card,
+    element,
+    empty_state,
+    fact_list,
+    head,
+    page,
+    table,
+    tiles,
+)
 from advisor.tune.report import (
     FILE,
     MAX_BYTES,
@@ -37,11 +47,11 @@ def layout(**query: object) -> Any:
     try:
         report = read(view.entry.path)
     except (AdvisorError, OSError) as error:
-        return page(head("Trials"), empty("These trials cannot be read", t.clean(str(error))))
+        return page(head("Trials"), empty_state("These trials cannot be read", t.clean(str(error))))
     if report is None:
         return page(
             head("Trials"),
-            empty(
+            empty_state(
                 "No trials",
                 "This page shows the measured gain of each fix and whether losses changed.",
                 "Run advisor try RUN. It reruns the recorded program with and without each fix "
@@ -68,7 +78,7 @@ def layout(**query: object) -> Any:
         *[_changes(trial) for trial in report.winners],
         card(
             "How it was measured",
-            facts(
+            fact_list(
                 [
                     ("Program", t.clean(" ".join(report.program))),
                     ("Runs", t.clean(" · ".join(describe_runs(report)))),
@@ -112,7 +122,7 @@ def _table(trials: list[Trial]) -> Any:
 def _changes(trial: Trial) -> Any:
     return card(
         t.clean(trial.title),
-        el("P", t.clean(f"Measured per sample. {trial.schedule}")) if trial.schedule else None,
-        el("Pre", el("Code", t.clean(trial.diff or trial.lines, lines=True))),
+        element("P", t.clean(f"Measured per sample. {trial.schedule}")) if trial.schedule else None,
+        element("Pre", element("Code", t.clean(trial.diff or trial.lines, lines=True))),
         aside=t.clean(trial.name),
     )

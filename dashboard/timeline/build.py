@@ -26,7 +26,7 @@ from advisor.dashboard.timeline.counters import counter_series
 from advisor.dashboard.timeline.index import CategorySet, IndexBuilder, TimelineIndex
 from advisor.measure.host.gaps import CAUSES
 from advisor.measure.host.names import map_names, name_matches
-from advisor.measure.host.stacks import frame_rank, parents
+from advisor.measure.host.stacks import frame_rank, parent_rows
 from advisor.measure.steps.steps import plain_step
 from advisor.measure.steps.timeline import CLASSES, CODE
 
@@ -393,7 +393,7 @@ def library_frames(a: Analysis) -> NDArray[np.bool_]:
 
 def depth_without(a: Analysis, hidden: NDArray[np.bool_]) -> NDArray[np.int64]:
     """Aligned with ``trace.cpu``: how deep each row is when rows of the mask are not there."""
-    parent = parents(a.trace)
+    parent = parent_rows(a.trace)
     depth = a.trace.cpu["depth"].to_numpy().astype(np.int64)
     above = np.zeros(len(depth), dtype=np.int64)
     order = np.argsort(depth, kind="stable")

@@ -26,12 +26,14 @@ STEPS = (
     Category("step-aside", "step not analysed", "#b5b5bd"),
 )
 PHASES = tuple(
-    Category(f"phase-{name}", name, theme.colour("phases", name)) for name in theme.PHASES
+    Category(f"phase-{name}", name, theme.colour_of("phases", name)) for name in theme.PHASES
 )
 IDLE = tuple(
-    Category(f"idle-{name}", cause_label(name), theme.colour("idle", name)) for name in CAUSES
+    Category(f"idle-{name}", cause_label(name), theme.colour_of("idle", name)) for name in CAUSES
 )
-KERNELS = tuple(Category(f"gpu-{name}", name, theme.colour("kernels", name)) for name in FAMILIES)
+KERNELS = tuple(
+    Category(f"gpu-{name}", name, theme.colour_of("kernels", name)) for name in FAMILIES
+)
 COPIES = (
     Category("copy-htod", "host to device", theme.CLASSES["copies"]),
     Category("copy-htod-pageable", "host to device, pageable", "#d98a3d"),
@@ -43,25 +45,25 @@ COPIES = (
     Category("copy-memset", "memset", theme.CLASSES["memset"]),
 )
 SYNCS = tuple(
-    Category(f"sync-{name}", f"{name.replace('_', ' ')} sync", theme.colour("idle", "sync"))
+    Category(f"sync-{name}", f"{name.replace('_', ' ')} sync", theme.colour_of("idle", "sync"))
     for name in SYNC_KINDS
 )
 ACTIVITY = tuple(
-    Category(f"act-{name}", host_label(name), theme.colour("host", name)) for name in CLASSES
+    Category(f"act-{name}", host_label(name), theme.colour_of("host", name)) for name in CLASSES
 )
 HOST = (
-    Category("host-op", "operator", theme.colour("host", "dispatch")),
+    Category("host-op", "operator", theme.colour_of("host", "dispatch")),
     Category("host-range", "range", "#7f8aa3"),
     Category("host-python", "Python, libraries", "#c9b78a"),
-    Category("host-user", "Python, your code", theme.colour("host", "python")),
-    Category("host-launch", "launch", theme.colour("host", "launch")),
-    Category("host-sync", "sync", theme.colour("host", "sync")),
-    Category("host-copy", "copy call", theme.colour("host", "copy")),
-    Category("host-allocation", "allocation", theme.colour("host", "allocation")),
-    Category("host-load", "code loading", theme.colour("host", "compile")),
+    Category("host-user", "Python, your code", theme.colour_of("host", "python")),
+    Category("host-launch", "launch", theme.colour_of("host", "launch")),
+    Category("host-sync", "sync", theme.colour_of("host", "sync")),
+    Category("host-copy", "copy call", theme.colour_of("host", "copy")),
+    Category("host-allocation", "allocation", theme.colour_of("host", "allocation")),
+    Category("host-load", "code loading", theme.colour_of("host", "compile")),
     Category("host-call", "other runtime call", "#94a35a"),
-    Category("host-loader", "data loader", theme.colour("host", "loader")),
-    Category("host-overhead", "profiler overhead", theme.colour("host", "profiler")),
+    Category("host-loader", "data loader", theme.colour_of("host", "loader")),
+    Category("host-overhead", "profiler overhead", theme.colour_of("host", "profiler")),
 )
 
 ALL = (*STEPS, *PHASES, *IDLE, *KERNELS, *COPIES, *SYNCS, *ACTIVITY, *HOST)

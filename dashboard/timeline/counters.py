@@ -10,7 +10,7 @@ import polars as pl
 from numpy.typing import NDArray
 
 from advisor.core.intervals import Ints
-from advisor.measure.steps.record import finite
+from advisor.measure.steps.record import finite_or_nan
 
 if TYPE_CHECKING:
     from advisor.core.run_directory import Gpu, Host, RankRecord
@@ -119,7 +119,7 @@ def _ordinal(record: RankRecord, place: int) -> int:
 
 
 def _sampled(key: str, label: str, unit: str, ts: Ints, values: list[Any]) -> CounterSeries:
-    value = np.array([finite(v) for v in values], dtype=np.float64)
+    value = np.array([finite_or_nan(v) for v in values], dtype=np.float64)
     there = ~np.isnan(value)
     times = ts[there]
     period = float(np.median(np.diff(times))) if len(times) > 1 else 1e9
@@ -174,7 +174,7 @@ def _hardware(a: Analysis) -> list[CounterSeries]:
     return all_series
 
 
-def sample(counter: CounterSeries, x0: int, x1: int, px: int) -> NDArray[np.float32]:
+def sample_counter(counter: CounterSeries, x0: int, x1: int, px: int) -> NDArray[np.float32]:
     """Least and largest value in each pixel, as two rows; NaN: no value there.
 
     Pixel i is [cut(i), cut(i + 1)) with ``cut(i) = x0 + ceil(i (x1 - x0) / px)``.

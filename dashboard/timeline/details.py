@@ -10,7 +10,7 @@ import polars as pl
 from numpy.typing import NDArray
 
 from advisor.core.text import cause_label
-from advisor.dashboard.timeline.search import locate
+from advisor.dashboard.timeline.search import locate_slice
 
 if TYPE_CHECKING:
     from advisor.dashboard.timeline.index import TimelineIndex
@@ -31,7 +31,7 @@ def describe_slice(a: Analysis, index: TimelineIndex, position: int) -> dict[str
     row = int(index.row[position])
     group = index.groups[lane.group]
     details: dict[str, Any] = {
-        **locate(index, position),
+        **locate_slice(index, position),
         "name": index.names[int(index.name[position])][:MAX_TEXT],
         "group": group.label,
         "category": index.category(position),
@@ -71,9 +71,9 @@ def _text(value: Any) -> Any:
 def _links(index: TimelineIndex, table: str, kind: str, rows: list[int]) -> list[dict[str, Any]]:
     places = index.place[table]
     positions = [int(places[row]) for row in rows if 0 <= row < len(places)]
-    return [{"kind": kind, **locate(index, position)} for position in positions if position >= 0][
-        :MAX_LINKS
-    ]
+    return [
+        {"kind": kind, **locate_slice(index, position)} for position in positions if position >= 0
+    ][:MAX_LINKS]
 
 
 def _line(a: Analysis, host_row: int | None) -> dict[str, Any] | None:
@@ -268,4 +268,4 @@ def slice_near(index: TimelineIndex, lane: int, t: int, reach: int) -> dict[str,
     if hi <= lo:
         return None
     position = lo + int(np.argmax(index.end[lo:hi] - index.start[lo:hi]))
-    return {**locate(index, position), "count": hi - lo, "category": index.category(position)}
+    return {**locate_slice(index, position), "count": hi - lo, "category": index.category(position)}

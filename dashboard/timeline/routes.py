@@ -24,19 +24,19 @@ from advisor.dashboard.timeline.search import (
     step_through,
 )
 from advisor.dashboard.timeline.state import RankTimeline, time_offset
-from advisor.dashboard.timeline.wire import encode
+from advisor.dashboard.timeline.wire import encode_view
 
 if TYPE_CHECKING:
     from advisor.dashboard.session import DashboardSession, LoadedRun, OpenedPath
 
-PAGE = 4096
+NAMES_PER_PAGE = 4096
 """Names of one page of the name table."""
 MAX_SHOWN = 300
 """Characters of a name in the table; details have it in full."""
 TABLE_ROWS = 100
 LINK, ROW, WIDE_ROW = 60, 20, 52
 """Characters of a name in the lists of the panel, in its table, in the table of what is in view."""
-RUN = 24
+MAX_RUN_NAME = 24
 """Characters of a run's name beside its picture."""
 
 Reply = flask.Response
@@ -138,7 +138,7 @@ def _ranks(session: DashboardSession, args: Any) -> list[int]:
 def _runs(session: DashboardSession) -> list[dict[str, Any]]:
     """The runs that are read, to put one beside another."""
     ready = [(e, e.loaded) for e in session.entries if e.loaded is not None]
-    names = distinct_labels((e.name for e, _ in ready), RUN)
+    names = distinct_labels((e.name for e, _ in ready), MAX_RUN_NAME)
     return [
         {"key": e.key, "name": name, "ranks": sorted(loaded.analyses)}
         for (e, loaded), name in zip(ready, names, strict=True)
@@ -207,7 +207,7 @@ def _info(line: RankTimeline, args: Any) -> Reply:
                 for c in index.counters
             ],
             "names": len(index.names),
-            "page": PAGE,
+            "page": NAMES_PER_PAGE,
             "notes": list(index.notes),
             "findings": [finding_summary(k, f) for k, f in keyed_findings(line.report)],
         }
@@ -217,9 +217,9 @@ def _info(line: RankTimeline, args: Any) -> Reply:
 def _names(line: RankTimeline, args: Any) -> Reply:
     """One page of the name table: ``names``, and a label for each that fits into a slice."""
     page = read_number(args, "page", 0, 10**6, default=0)
-    names = line.index.names[page * PAGE : (page + 1) * PAGE]
+    names = line.index.names[page * NAMES_PER_PAGE : (page + 1) * NAMES_PER_PAGE]
     return flask.jsonify(
-        {"names": [name[:MAX_SHOWN] for name in names], "labels": line.labels(page, PAGE)}
+        {"names": [name[:MAX_SHOWN] for name in names], "labels": line.labels(page, NAMES_PER_PAGE)}
     )
 
 
@@ -234,7 +234,7 @@ def _view(line: RankTimeline, args: Any) -> Reply:
     flags = line.flags(read_text(args, "focus"), read_text(args, "q"))
     view = level_of_detail(index, lanes, x0, x1, px, flags)
     ms = (time.perf_counter() - began) * 1e3
-    data = encode(index, view, (x0, x1), px, counters, flags, ms, line.version)
+    data = encode_view(index, view, (x0, x1), px, counters, flags, ms, line.version)
     response = flask.Response(data, mimetype="application/octet-stream")
     spent = (time.perf_counter() - began) * 1e3
     response.headers["Server-Timing"] = f"view;dur={spent:.2f}"

@@ -78,10 +78,10 @@ def step_through(
         place = int(np.searchsorted(start, since, side="left"))
         place = (place - 1 if back else place) % total
     position = int(hits.order[place])
-    return answer | {"at": place, **locate(index, position)}
+    return answer | {"at": place, **locate_slice(index, position)}
 
 
-def locate(index: TimelineIndex, position: int) -> dict[str, Any]:
+def locate_slice(index: TimelineIndex, position: int) -> dict[str, Any]:
     """Where a slice is."""
     return {
         "id": position,
@@ -113,7 +113,7 @@ def slice_starting(index: TimelineIndex, t: int, dur: int | None) -> dict[str, A
         order = (other, _FIRST.index(kind) if kind in _FIRST else len(_FIRST), -lane.depth)
         if best is None or order < best[0]:
             best = order, position
-    return None if best is None else locate(index, best[1])
+    return None if best is None else locate_slice(index, best[1])
 
 
 MAX_PLACES = 20
@@ -303,7 +303,7 @@ def longest_slices(
         lane = index.lanes[index.lane_of(position)]
         rows.append(
             {
-                **locate(index, position),
+                **locate_slice(index, position),
                 "group": index.groups[lane.group].label,
                 "category": index.category(position),
             }

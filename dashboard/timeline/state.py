@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from advisor.core.labels import distinct_labels
 from advisor.dashboard.timeline.build import build_index
 from advisor.dashboard.timeline.search import SearchHits, affected_slices, find_finding, search
-from advisor.measure.ranks.skew import align
+from advisor.measure.ranks.skew import align_ranks
 
 if TYPE_CHECKING:
     from advisor.core.report import Report
@@ -82,9 +82,9 @@ class RankTimeline:
         return affected_slices(self.analysis, self.index, finding)
 
 
-CLOCK = "on one clock, by their collectives"
-STEP = "each from its first analysed step"
-BEGIN = "each from its first event"
+ON_ONE_CLOCK = "on one clock, by their collectives"
+FROM_FIRST_STEP = "each from its first analysed step"
+FROM_FIRST_EVENT = "each from its first event"
 
 
 class TimeOffset(NamedTuple):
@@ -103,14 +103,14 @@ def time_offset(here: tuple[LoadedRun, int], there: tuple[LoadedRun, int]) -> Ti
     """
     (run, a), (other_run, b) = here, there
     if run is other_run and a != b:
-        alignment = run.view("alignment", lambda: align(run.analyses))
+        alignment = run.view("alignment", lambda: align_ranks(run.analyses))
         known = alignment.shift_ns
         if alignment.error_ns is not None and a in known and b in known:
-            return TimeOffset(round(known[a] - known[b]), CLOCK)
+            return TimeOffset(round(known[a] - known[b]), ON_ONE_CLOCK)
     first = [_first_step(r.analyses[rank]) for r, rank in (here, there)]
     if None not in first:
-        return TimeOffset((first[1] or 0) - (first[0] or 0), STEP)
-    return TimeOffset(0, BEGIN)
+        return TimeOffset((first[1] or 0) - (first[0] or 0), FROM_FIRST_STEP)
+    return TimeOffset(0, FROM_FIRST_EVENT)
 
 
 def _first_step(a: Analysis) -> int | None:

@@ -32,7 +32,7 @@ import struct
 import numpy as np
 from numpy.typing import NDArray
 
-from advisor.dashboard.timeline.counters import sample
+from advisor.dashboard.timeline.counters import sample_counter
 from advisor.dashboard.timeline.detail_levels import VisibleSlices
 from advisor.dashboard.timeline.index import TimelineIndex
 
@@ -45,7 +45,7 @@ _RUNS = ("<u2", "<u4", "<u2", "u1", "u1")
 _FLAGGED = ("<u2", "<u4", "<u2", "u1")
 
 
-def encode(
+def encode_view(
     index: TimelineIndex,
     view: VisibleSlices,
     span: tuple[int, int],
@@ -75,7 +75,7 @@ def encode(
         slice_flags,
     )
     runs = view.runs
-    sampled = [sample(index.counters[i], x0, x1, px) for i in counters]
+    sampled = [sample_counter(index.counters[i], x0, x1, px) for i in counters]
     both = np.stack(sampled) if sampled else np.zeros((0, 2, px))
     head = HEADER.pack(
         MAGIC,

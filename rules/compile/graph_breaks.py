@@ -35,7 +35,15 @@ from advisor.measure.steps.instants import (
     graph_breaks,
     remove_breaks,
 )
-from advisor.rules.common import column, example_steps, figure, of_step, per, places, rows
+from advisor.rules.common import (
+    amount_per_step,
+    costliest_places,
+    example_steps,
+    int_column,
+    of_step,
+    per_step,
+    row_numbers,
+)
 from advisor.rules.host.launch_gaps import REMOVE_LAUNCH_COST
 from advisor.rules.recorded import impact_over_run, impact_without_gain
 from advisor.rules.sources import OURS, SILENT_TRACES
@@ -108,8 +116,8 @@ class GraphBreaks(Rule):
             yield PassedCheck(text=f"no graph breaks in {count_noun(regions, 'compiled region')}")
             return
         gaps = a.gaps.filter(pl.col("cause").is_in(GRAPH_BREAK_CAUSES))
-        start = column(gaps, "ts")
-        end = start + column(gaps, "dur")
+        start = int_column(gaps, "ts")
+        end = start + int_column(gaps, "dur")
         between = graph_breaks(a)
         idle = intersect(union(start, end), between)
         share = idle.total / a.span_ns
@@ -130,29 +138,32 @@ class GraphBreaks(Rule):
         count = len(broken) / a.step_count
         yield Finding(
             summary=(
-                f"{count_noun(max(1, round(count)), 'graph break')}{per(a)} leave the device idle "
-                f"for {of_step(a, idle.total)}, while Python runs between two compiled graphs."
+                f"{count_noun(max(1, round(count)), 'graph break')}{per_step(a)} leave the device "
+                f"idle for {of_step(a, idle.total)}, while Python runs between two compiled graphs."
                 f"{first}"
             ),
             evidence=[
                 Evidence("graph breaks", count, "count", per=a.per),
-                figure(a, "idle at graph breaks", idle.total),
+                amount_per_step(a, "idle at graph breaks", idle.total),
                 self.compare("share", share, "min_share", per=a.per),
                 Evidence("idle time per break", idle.total / len(broken), "ns"),
-                *(figure(a, f"idle at {_reason(each)}", ns) for ns, each in costs[:MAX_NAMED]),
+                *(
+                    amount_per_step(a, f"idle at {_reason(each)}", ns)
+                    for ns, each in costs[:MAX_NAMED]
+                ),
                 Evidence(
                     "where the graph breaks",
                     ", ".join(f"{place.file}:{place.line}" for place in lines[:3]) or None,
                 ),
             ],
             where=lines
-            or places(
+            or costliest_places(
                 a,
-                rows(gaps["host"]),
+                row_numbers(gaps["host"]),
                 covered_length(start, end, between),
                 ts=start,
                 dur=end - start,
-                instance=column(gaps, "gap"),
+                instance=int_column(gaps, "gap"),
             ),
             edits=[remove_breaks()],
         )
@@ -449,14 +460,14 @@ class Recompilation(Rule):
             fix=_fix_of(again),
             code=self._code_of(again),
             evidence=[
-                figure(a, "compilation", compiling.total),
+                amount_per_step(a, "compilation", compiling.total),
                 self.compare("share", share, "min_share", per=a.per),
                 self.compare("steps with compilation", compiling_steps, "min_steps", "count"),
                 Evidence("compilations", len(in_window), "count"),
                 Evidence("longest compilation", int(cost.max()) if len(cost) else None, "ns"),
                 *_guards(again),
             ],
-            where=_functions(again) or places(a, in_window, cost),
+            where=_functions(again) or costliest_places(a, in_window, cost),
             edits=[Edit(op="remove", select=Select(on="host", name=COMPILING))],
         )
 

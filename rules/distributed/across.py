@@ -8,7 +8,7 @@ import numpy as np
 
 from advisor.core import text as t
 from advisor.core.finding import Evidence, Finding, Impact, Location, unit_of
-from advisor.measure.ranks.wording import reason, subject
+from advisor.measure.ranks.wording import describe_reason, describe_subject
 
 if TYPE_CHECKING:
     from advisor.core.finding import Per
@@ -32,7 +32,7 @@ def finding_of(study: Study, deviation: Deviation, gain: JobGain | None, title: 
 
     job, result, per = study.job, study.job.waits, per_of(study)
     index, steps = list(deviation.who.places), max(1, len(job.own.steps))
-    who = subject(job, deviation)
+    who = describe_subject(job, deviation)
     taken, last = int(result.taken[index].sum()), int(result.late[index].sum())
     waited = float(result.caused_exposed[index].sum()) / steps
     error = job.joined.clocks.error_ns
@@ -72,7 +72,7 @@ def finding_of(study: Study, deviation: Deviation, gain: JobGain | None, title: 
         )
     return Finding(
         title=title,
-        summary=f"{who[0].upper()}{who[1:]}: {reason(job, deviation)}.",
+        summary=f"{who[0].upper()}{who[1:]}: {describe_reason(job, deviation)}.",
         evidence=evidence,
         where=_places(job, index),
         edits=edits_of(job, deviation),

@@ -10,7 +10,7 @@ from advisor.core.finding import Edit, Evidence, Finding, Outcomes, Rule, Select
 from advisor.core.intervals import intersect, union
 from advisor.measure import Analysis
 from advisor.measure.host.names import name_matches
-from advisor.rules.common import figure, per, places
+from advisor.rules.common import amount_per_step, costliest_places, per_step
 from advisor.rules.sources import SILENT_TRACES
 from advisor.testing import Examples, TraceBuilder
 
@@ -77,19 +77,19 @@ class DataParallel(Rule):
             summary=(
                 f"nn.DataParallel drives {devices} devices from one process. It copies model and "
                 f"batch to them in each forward pass: {t.format_duration(host / a.step_count)} of "
-                f"host time{per(a)}."
+                f"host time{per_step(a)}."
             ),
             evidence=[
-                figure(a, "DataParallel.forward calls", len(forward), "count"),
+                amount_per_step(a, "DataParallel.forward calls", len(forward), "count"),
                 Evidence("devices with work", devices, "count"),
-                figure(a, "host time in broadcast, scatter and gather", host),
+                amount_per_step(a, "host time in broadcast, scatter and gather", host),
                 Evidence(
                     "most and least device time",
                     f"{t.format_duration(max(busy.values()))}, "
                     f"{t.format_duration(min(busy.values()))}",
                 ),
             ],
-            where=places(a, forward.astype(np.int64), dur[forward].astype(np.int64)),
+            where=costliest_places(a, forward.astype(np.int64), dur[forward].astype(np.int64)),
             edits=[
                 Edit(op="remove", select=Select(on="gpu", under=EXTRA)),
                 Edit(op="remove", select=Select(on="host", kind=("op",), name=EXTRA)),

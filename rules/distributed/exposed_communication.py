@@ -11,9 +11,9 @@ from advisor.core.finding import Edit, Finding, Location, Outcomes, PassedCheck,
 from advisor.core.rule import Evidence, FrameworkAdvice, Rule, Threshold
 from advisor.core.trace import JAX, TENSORFLOW
 from advisor.measure import Analysis
-from advisor.rules.common import example_steps, figure, of_step
+from advisor.rules.common import amount_per_step, example_steps, of_step
 from advisor.rules.framework_advice import FLAGS, OVERLAP_FLAGS, in_any_language
-from advisor.rules.sources import OURS, TRACELENS, traces
+from advisor.rules.sources import OURS, TRACELENS, public_traces
 from advisor.testing import Examples, TraceBuilder
 
 
@@ -29,11 +29,13 @@ class ExposedCommunication(Rule):
     id = "exposed-communication"
     title = "The GPU waits for collectives (exposed communication)"
     knobs = ("ddp-bucket-size", "ddp-static-graph")
-    found_in = traces(
+    found_in = public_traces(
         "a100_train_6steps dlrm_8ranks two_ranks_rank0 two_ranks_rank1 v100_train_copy_heavy "
         "nccl_collectives"
     )
-    silent_in = traces("b200_eager h100_bert_small_inference mi250_train pairs/particle_batch128")
+    silent_in = public_traces(
+        "b200_eager h100_bert_small_inference mi250_train pairs/particle_batch128"
+    )
     validated_on = (
         "A100 training, 6 steps (NCCL 19% exposed); two ranks of 128 (27% exposed); ResNet on an "
         "A100 (13 of 16 ms of all-reduce per step, counted from the intervals)"
@@ -215,9 +217,9 @@ class ExposedCommunication(Rule):
                 f"{overlap:.0%} of communication."
             ),
             evidence=[
-                figure(a, "exposed communication", exposed),
+                amount_per_step(a, "exposed communication", exposed),
                 self.compare("share", share, "min_share", per=a.per),
-                figure(a, "all communication", total),
+                amount_per_step(a, "all communication", total),
                 Evidence("hidden under compute", overlap, "share"),
                 Evidence("largest exposed", "; ".join(kinds)),
             ],

@@ -5,7 +5,7 @@ from __future__ import annotations
 from advisor.core.finding import Edit, Finding, Outcomes, PassedCheck, SkippedCheck
 from advisor.core.rule import Evidence, Rule, Threshold
 from advisor.measure import Analysis
-from advisor.measure.comm.links import LARGE, scale_collectives
+from advisor.measure.comm.links import LARGE_MESSAGE_BYTES, scale_collectives
 from advisor.rules.common import example_steps
 from advisor.rules.sources import CHOSEN, ENGINE_FLOOR, NCCL_OVERHEAD
 from advisor.testing import Examples, TraceBuilder
@@ -77,8 +77,8 @@ class LowBusBandwidth(Rule):
             return
         yield Finding(
             summary=(
-                f"The fastest of the collectives of {LARGE >> 20} MiB and more reaches "
-                f"{scaled.measured:.0f} GB/s of bus bandwidth, {share:.0%} of the "
+                f"The fastest of the collectives of {LARGE_MESSAGE_BYTES >> 20} MiB and more "
+                f"reaches {scaled.measured:.0f} GB/s of bus bandwidth, {share:.0%} of the "
                 f"{scaled.attainable:.0f} GB/s that NCCL attains of the link."
             ),
             evidence=[

@@ -12,10 +12,10 @@ from advisor.core import text as t
 from advisor.core.finding import Edit, Finding, Outcomes, PassedCheck, Select, SkippedCheck
 from advisor.core.rule import Evidence, Rule, Threshold
 from advisor.measure import Analysis
-from advisor.measure.comm.comms import describe
+from advisor.measure.comm.comms import list_collectives
 from advisor.measure.host.names import name_matches
-from advisor.measure.host.stacks import climb_stack, parents
-from advisor.rules.common import Rows, device_places, figure, rows
+from advisor.measure.host.stacks import climb_stack, parent_rows
+from advisor.rules.common import Rows, amount_per_step, device_places, row_numbers
 from advisor.rules.sources import OURS, SILENT_TRACES
 from advisor.testing import Examples, TraceBuilder
 
@@ -144,7 +144,7 @@ class MissingNoSync(Rule):
                 self.compare("optimizer steps that show it", len(steps), "min_steps", "count"),
                 Evidence("gradients reduced per optimizer step", sent, "bytes"),
                 Evidence("gradients of one pass", once, "bytes"),
-                figure(a, "needless reductions", needless.height, "count"),
+                amount_per_step(a, "needless reductions", needless.height, "count"),
                 Evidence("their time", time, "ns", per=a.per),
             ],
             where=device_places(a, needless, "dur"),
@@ -194,13 +194,13 @@ def find_passes(a: Analysis) -> SyncPasses | None:
     complete = counts.copy()
     complete[[0, len(start)]] = 0  # cut off by the ends of the trace
     usual = int(complete.max())
-    reductions = describe(a).filter(
+    reductions = list_collectives(a).filter(
         (pl.col("collective") == "all_reduce") & pl.col("launch_ts").is_not_null()
     )
-    launch = rows(a.trace.gpu["launch"].gather(reductions["gpu"]))
+    launch = row_numbers(a.trace.gpu["launch"].gather(reductions["gpu"]))
     hooks = (cpu["kind"] == "op").to_numpy() & name_matches(cpu["name"], _HOOK).to_numpy()
     reductions = reductions.filter(
-        pl.Series(climb_stack(parents(a.trace), hooks, launch) >= 0, dtype=pl.Boolean)
+        pl.Series(climb_stack(parent_rows(a.trace), hooks, launch) >= 0, dtype=pl.Boolean)
     )
     pass_index = np.searchsorted(forward, reductions["launch_ts"].to_numpy(), side="right") - 1
     of = pass_index - first[pass_index]

@@ -59,7 +59,7 @@ def of_path(log: NetworkLog) -> list[Evidence]:
     return [Evidence("connections", named)] if named else []
 
 
-def rates(scaled: Scaled | None) -> list[Evidence]:
+def bandwidth_evidence(scaled: Scaled | None) -> list[Evidence]:
     """Measured and attainable bus bandwidth."""
     if scaled is None:
         return []
@@ -320,7 +320,7 @@ class NcclGpuDirect(NetworkRule):
             evidence=[
                 *of_path(log),
                 *(Evidence("disabled", f"{why} ({n}×)") for why, n in log.gdr_disabled.items()),
-                *rates(scaled),
+                *bandwidth_evidence(scaled),
             ],
             **(self.case("far") if reason.startswith("distance") else {}),
             **self.costs(scaled),
@@ -410,7 +410,11 @@ class NcclNodePath(NetworkRule):
                 f"{'go' if shared > 1 else 'goes'} through host memory (SHM)."
                 f"{off if log.p2p_disabled else ''}"
             ),
-            evidence=[*of_path(log), Evidence("links of GPU pairs", links or None), *rates(scaled)],
+            evidence=[
+                *of_path(log),
+                Evidence("links of GPU pairs", links or None),
+                *bandwidth_evidence(scaled),
+            ],
             **(self.case("no NVLink") if missing else {}),
             **self.costs(scaled),
         )

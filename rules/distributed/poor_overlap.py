@@ -13,7 +13,14 @@ from advisor.core.finding import Edit, Finding, FrameworkAdvice, Outcomes, Rule,
 from advisor.core.trace import JAX, TENSORFLOW
 from advisor.measure import Analysis
 from advisor.measure.device.copies import compute_stream
-from advisor.rules.common import column, device_places, example_steps, figure, of_step, rows
+from advisor.rules.common import (
+    amount_per_step,
+    device_places,
+    example_steps,
+    int_column,
+    of_step,
+    row_numbers,
+)
 from advisor.rules.framework_advice import FLAGS, OVERLAP_FLAGS, in_any_language
 from advisor.rules.sources import OURS, SILENT_TRACES, TRACELENS, XPROF_LAUNCH
 from advisor.testing import Examples, TraceBuilder
@@ -96,12 +103,12 @@ class PoorOverlap(Rule):
         if overlap >= self.max_overlap or share < self.min_share:
             return
         table = a.collectives
-        cost = column(table, "exposed")
+        cost = int_column(table, "exposed")
         stream = compute_stream(a)
         if stream is None or table.is_empty():
             return
         same = (table["stream"] == stream).to_numpy()
-        at_once = _waited_at_once(a, rows(table["gpu"]), stream) & ~same
+        at_once = _waited_at_once(a, row_numbers(table["gpu"]), stream) & ~same
         on_stream, waited = int(cost[same].sum()), int(cost[at_once].sum())
         if on_stream + waited < self.min_explained * int(cost.sum()):
             return
@@ -119,11 +126,11 @@ class PoorOverlap(Rule):
             evidence=[
                 self.compare("hidden under compute", overlap, "max_overlap"),
                 self.compare("share", share, "min_share", per=a.per),
-                figure(a, "exposed on the compute stream", on_stream),
-                figure(a, "exposed and waited for at once", waited),
-                figure(a, "such collectives", int(chosen.sum()), "count"),
+                amount_per_step(a, "exposed on the compute stream", on_stream),
+                amount_per_step(a, "exposed and waited for at once", waited),
+                amount_per_step(a, "such collectives", int(chosen.sum()), "count"),
             ],
-            where=device_places(a, table, cost, np.where(chosen, rows(table["op"]), -1)),
+            where=device_places(a, table, cost, np.where(chosen, row_numbers(table["op"]), -1)),
             edits=[_edit(table, chosen)],
         )
 
@@ -176,7 +183,7 @@ def _waited_at_once(a: Analysis, kernels: NDArray[np.int64], stream: int) -> NDA
     gpu, cpu = a.trace.gpu, a.trace.cpu
     compute = (gpu["kind"] == "kernel").to_numpy() & ~a.kernels["communication"].to_numpy()
     compute &= (gpu["stream"] == stream).to_numpy() & (gpu["device"] == a.device_id).to_numpy()
-    launch = rows(gpu["launch"])
+    launch = row_numbers(gpu["launch"])
     compute &= launch >= 0
     following = np.flatnonzero(compute)
     if not len(following):

@@ -10,7 +10,7 @@ from advisor.core.finding import Edit, Finding, Outcomes, Select
 from advisor.core.rule import Evidence, Rule, Threshold
 from advisor.measure import Analysis
 from advisor.measure.comm.mesh import forward_passes
-from advisor.rules.common import Rows, device_places, figure, total
+from advisor.rules.common import Rows, amount_per_step, device_places, sum_column
 from advisor.rules.sources import FULLY_SHARD, SILENT_TRACES, TRACELENS
 from advisor.testing import Examples, TraceBuilder
 
@@ -84,24 +84,24 @@ class RepeatedGathers(Rule):
         ):
             return
         again = table.filter(pl.col("pass") > 0)
-        share = total(again["exposed"]) / a.span_ns
+        share = sum_column(again["exposed"]) / a.span_ns
         if share < self.min_share:
             return
         size = float(first["first"].to_numpy().mean())
-        time = total(again["dur"])
+        time = sum_column(again["dur"])
         yield Finding(
             summary=(
                 f"Each of {passes} micro-batches gathers {t.format_bytes(size)} of parameters. "
                 f"The repeated all-gathers are exposed for "
-                f"{t.format_duration(total(again['exposed']) / a.step_count)} "
+                f"{t.format_duration(sum_column(again['exposed']) / a.step_count)} "
                 f"{t.format_per(a.per)}."
             ),
             evidence=[
                 self.compare("passes", passes, "min_passes", "count"),
                 Evidence("gathered in each pass", size, "bytes"),
-                figure(a, "repeated all-gathers", again.height, "count"),
-                figure(a, "their time", time),
-                figure(a, "exposed", total(again["exposed"])),
+                amount_per_step(a, "repeated all-gathers", again.height, "count"),
+                amount_per_step(a, "their time", time),
+                amount_per_step(a, "exposed", sum_column(again["exposed"])),
                 self.compare("share", share, "min_share", "share"),
             ],
             where=device_places(a, again, "exposed"),
@@ -139,7 +139,7 @@ def _edit(a: Analysis, again: pl.DataFrame) -> Edit:
         select = Select(on="gpu", kind=("kernel",), correlation=tuple(ids.to_list()))
         return Edit(op="remove", select=select)
     every = a.trace.gpu["dur"].to_numpy()[a.in_window & a.kernels["communication"].to_numpy()]
-    keep = 1 - total(again["dur"]) / max(1, int(every.sum()))
+    keep = 1 - sum_column(again["dur"]) / max(1, int(every.sum()))
     select = Select(on="gpu", kind=("kernel",), family=("communication",))
     return Edit(op="scale", select=select, factor=max(0.0, keep))
 

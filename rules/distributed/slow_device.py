@@ -9,7 +9,7 @@ from msgspec.structs import replace
 from advisor.core.finding import Finding, Outcomes, PassedCheck, SkippedCheck
 from advisor.core.rule import Evidence, Rule, Source
 from advisor.measure.ranks.profile import MIN_KERNELS, compare_devices
-from advisor.measure.ranks.wording import subject
+from advisor.measure.ranks.wording import describe_subject
 from advisor.rules.distributed.across import finding_of
 from advisor.rules.framework_advice import in_any_language
 from advisor.rules.sources import CHOSEN
@@ -111,7 +111,7 @@ class SlowDevice(Rule):
     def _finding(self, study: Study, deviation: Deviation, gain: JobGain | None) -> Finding:
         job = study.job
         at = deviation.who.places
-        who = subject(job, deviation)
+        who = describe_subject(job, deviation)
         slow, ratio = job.summaries[at[0]], deviation.device or 1.0
         mixed = len({s.device for s in job.summaries if s.device}) > 1
         finding = finding_of(study, deviation, gain, self._title(study, deviation))
@@ -139,7 +139,7 @@ class SlowDevice(Rule):
 
     @staticmethod
     def _title(study: Study, deviation: Deviation) -> str:
-        who = subject(study.job, deviation)
+        who = describe_subject(study.job, deviation)
         several = len(deviation.who.places) > 1
         return f"The GPU{'s' if several else ''} of {who} {'are' if several else 'is'} slow"
 

@@ -14,7 +14,14 @@ from advisor.core.finding import Edit, Finding, Outcomes, Select
 from advisor.core.rule import Evidence, FrameworkAdvice, Rule, Threshold
 from advisor.core.trace import JAX, TENSORFLOW
 from advisor.measure import Analysis
-from advisor.rules.common import column, device_places, example_steps, figure, rows, total
+from advisor.rules.common import (
+    amount_per_step,
+    device_places,
+    example_steps,
+    int_column,
+    row_numbers,
+    sum_column,
+)
 from advisor.rules.framework_advice import in_any_language
 from advisor.rules.recorded import impact_without_gain
 from advisor.rules.sources import ENGINE_FLOOR, NCCL_TESTS, OURS, SILENT_TRACES
@@ -101,11 +108,11 @@ class SmallCollectives(Rule):
         table = a.collectives
         runs = self._runs(a, table)
         count = int(runs.member.sum()) / a.step_count
-        cost = np.where(runs.member, column(table, "exposed"), 0)
+        cost = np.where(runs.member, int_column(table, "exposed"), 0)
         share = float(cost.sum()) / a.span_ns
         if count < self.min_count or share < self.min_share:
             return
-        dur = column(table, "dur")[runs.member]
+        dur = int_column(table, "dur")[runs.member]
         latency, longest = int(dur.min()), int(dur.max())
         run_count = len(np.unique(runs.number))
         merged = int((dur - latency).sum()) + latency * run_count
@@ -114,7 +121,7 @@ class SmallCollectives(Rule):
         short &= (a.trace.gpu["dur"] <= longest).to_numpy()
         total = int(a.trace.gpu["dur"].to_numpy()[short].sum())
         keep = 1 - (int(dur.sum()) - merged) / max(1, total)
-        median = float(np.median(column(table, "bytes")[runs.member]))
+        median = float(np.median(int_column(table, "bytes")[runs.member]))
         groups = max(1, round(run_count / a.step_count))
         yield Finding(
             summary=(
@@ -125,10 +132,10 @@ class SmallCollectives(Rule):
             evidence=[
                 self.compare("small collectives in runs", count, "min_count", "count", per=a.per),
                 self.compare("median message", median, "max_bytes", "bytes"),
-                figure(a, "exposed", float(cost.sum())),
+                amount_per_step(a, "exposed", float(cost.sum())),
                 self.compare("share", share, "min_share", per=a.per),
                 Evidence("shortest collective", latency, "ns"),
-                figure(a, "time of these collectives", int(dur.sum())),
+                amount_per_step(a, "time of these collectives", int(dur.sum())),
                 Evidence("time if merged (estimate)", merged / a.step_count, "ns"),
             ],
             where=device_places(a, table, cost),
@@ -144,12 +151,12 @@ class SmallCollectives(Rule):
     def _runs(self, a: Analysis, table: pl.DataFrame) -> _Runs:
         """Runs of three or more, in order of launch."""
         gpu, cpu = a.trace.gpu, a.trace.cpu
-        launch = rows(gpu["launch"].gather(table["gpu"]))
+        launch = row_numbers(gpu["launch"].gather(table["gpu"]))
         order = np.argsort(launch, kind="stable")
         size_known = table["bytes"].is_not_null().to_numpy()
-        small = size_known & (column(table, "bytes") < self.max_bytes) & (launch >= 0)
+        small = size_known & (int_column(table, "bytes") < self.max_bytes) & (launch >= 0)
         compute = (gpu["kind"] == "kernel").to_numpy() & ~a.kernels["communication"].to_numpy()
-        launches = np.sort(rows(gpu["launch"])[compute])
+        launches = np.sort(row_numbers(gpu["launch"])[compute])
         before = np.searchsorted(launches, launch)
         thread = np.append(cpu["thread"].to_numpy(), -1)[launch]
         kind = (
@@ -243,10 +250,10 @@ class UnbucketedGradients(Rule):
         count = table.height / a.step_count
         if count < self.min_count:
             return
-        exposed = total(table["exposed"]) / max(1, total(table["dur"]))
+        exposed = sum_column(table["exposed"]) / max(1, sum_column(table["dur"]))
         if exposed > self.max_exposed:
             return
-        size = None if table["bytes"].null_count() else total(table["bytes"]) / table.height
+        size = None if table["bytes"].null_count() else sum_column(table["bytes"]) / table.height
         if size is not None and size > self.max_bytes:
             return
         each = "" if size is None else f" of {t.format_bytes(size)} on average"
@@ -260,7 +267,7 @@ class UnbucketedGradients(Rule):
                 self.compare("all-reduces", count, "min_count", "count", per=a.per),
                 self.compare("mean message", size, "max_bytes", "bytes"),
                 self.compare("exposed part", exposed, "max_exposed"),
-                figure(a, "time of all-reduces", total(table["dur"])),
+                amount_per_step(a, "time of all-reduces", sum_column(table["dur"])),
             ],
             where=device_places(a, table, "dur"),
             impact=impact_without_gain("compute hides most of their time here"),

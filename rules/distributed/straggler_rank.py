@@ -10,7 +10,7 @@ from msgspec.structs import replace
 from advisor.core import text as t
 from advisor.core.finding import Finding, Outcomes, PassedCheck, Rule, SkippedCheck, Threshold
 from advisor.measure.ranks.members import LATE_SHARE, MAX_LATE_CHANCE, MIN_COLLECTIVES, MIN_LATE
-from advisor.measure.ranks.wording import subject
+from advisor.measure.ranks.wording import describe_subject
 from advisor.rules.distributed.across import finding_of, per_of
 from advisor.rules.framework_advice import in_any_language
 from advisor.rules.sources import SIGNIFICANCE, TRACEML
@@ -225,7 +225,7 @@ class StragglerRank(Rule):
             return
 
     def _finding(self, study: Study, deviation: Deviation, gain: JobGain | None) -> Finding:
-        who = subject(study.job, deviation)
+        who = describe_subject(study.job, deviation)
         finding = finding_of(study, deviation, gain, _title(who, deviation))
         case = "imbalance that moves" if deviation.moves else deviation.kind
         text = self.case(case, who=who) if case in self.cases else {}

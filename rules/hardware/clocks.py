@@ -7,9 +7,15 @@ from typing import ClassVar
 import numpy as np
 
 from advisor.core.finding import Evidence, Finding, Impact, Outcomes, Rule, Source, Threshold
-from advisor.core.run_directory import THROTTLE, Gpu
+from advisor.core.run_directory import THROTTLE_BITS, Gpu
 from advisor.measure import Analysis
-from advisor.rules.recorded import impact_per_step, impact_risk, record, record_example, under_load
+from advisor.rules.recorded import (
+    impact_per_step,
+    impact_risk,
+    record_example,
+    recorded_steps,
+    under_load,
+)
 from advisor.rules.sources import CHOSEN
 from advisor.testing import Examples, TraceBuilder
 
@@ -29,7 +35,7 @@ class HeldClocks(Rule):
 
     min_share: ClassVar[Threshold[float]]
     _reasons: ClassVar[tuple[str, ...]]
-    """Keys of ``THROTTLE``: what the driver may give as the reason."""
+    """Keys of ``THROTTLE_BITS``: what the driver may give as the reason."""
     _label: ClassVar[str]
     """Evidence label of the samples with the reason."""
     _summary: ClassVar[str]
@@ -38,7 +44,7 @@ class HeldClocks(Rule):
 
     def check(self, a: Analysis) -> Outcomes:
         """Count the samples under load with the reason, and average their clock."""
-        samples = under_load(record(a))
+        samples = under_load(recorded_steps(a))
         share = share_of_samples(samples, *self._reasons)
         if share is None or share < self.min_share:
             return
@@ -102,8 +108,8 @@ class ThermalThrottling(HeldClocks):
     _summary = "Heat held the clock down{clock} in {share} of the samples under load."
 
     def _details(self, a: Analysis) -> list[Evidence]:
-        reached = record(a).gpu("temperature")
-        slowdown = record(a).gpu("temperature_slowdown")
+        reached = recorded_steps(a).gpu("temperature")
+        slowdown = recorded_steps(a).gpu("temperature_slowdown")
         return [
             Evidence("peak temperature, °C", float(reached.max()) if len(reached) else None),
             Evidence("slowdown temperature, °C", float(slowdown.max()) if len(slowdown) else None),
@@ -164,7 +170,7 @@ class PowerThrottling(HeldClocks):
 
     def check(self, a: Analysis) -> Outcomes:
         """Look for a power brake first, then for the power cap."""
-        samples = under_load(record(a))
+        samples = under_load(recorded_steps(a))
         brake = share_of_samples(samples, "power brake")
         if not brake:
             yield from super().check(a)
@@ -187,7 +193,7 @@ class PowerThrottling(HeldClocks):
         )
 
     def _details(self, a: Analysis) -> list[Evidence]:
-        power, limit = record(a).gpu("power"), record(a).gpu("power_limit")
+        power, limit = recorded_steps(a).gpu("power"), recorded_steps(a).gpu("power_limit")
         return [
             Evidence("power, W", float(power.mean()) / 1e3 if len(power) else None),
             Evidence("power limit, W", float(limit.mean()) / 1e3 if len(limit) else None),
@@ -245,14 +251,14 @@ def share_of_samples(samples: list[Gpu], *reasons: str) -> float | None:
     recorded = [gpu.throttle for gpu in samples if gpu.throttle is not None]
     if len(recorded) < MIN_SAMPLES:
         return None
-    bits = sum(THROTTLE[reason] for reason in reasons)
+    bits = sum(THROTTLE_BITS[reason] for reason in reasons)
     return float(np.mean([(value & bits) != 0 for value in recorded]))
 
 
 def mean_clock(samples: list[Gpu], *reasons: str) -> float | None:
     """Mean clock over the maximum in the samples with one of the reasons; ``None``: not
     recorded."""
-    bits = sum(THROTTLE[reason] for reason in reasons)
+    bits = sum(THROTTLE_BITS[reason] for reason in reasons)
     ratios = [
         gpu.sm_clock / gpu.sm_clock_max
         for gpu in samples
@@ -265,7 +271,7 @@ def estimate_full_clock(a: Analysis, share: float, ratio: float | None) -> Impac
     """What full clocks save at most: the step scales with the clock while it was low. Work that
     waits for memory or for the host gains less, down to nothing."""
     lost = share * (1 - ratio) if ratio is not None else 0.0
-    gain = max(0.0, lost) * (record(a).mean or 0.0)
+    gain = max(0.0, lost) * (recorded_steps(a).mean or 0.0)
     return impact_per_step(
         a, gain, low=0.0, method="upper bound (clock, share of the time it was low)"
     )

@@ -12,8 +12,8 @@ from advisor.rules.memory.device_memory import gpu_capacity
 from advisor.rules.recorded import (
     impact_risk,
     impact_without_gain,
-    record,
     record_example,
+    recorded_steps,
     under_load,
 )
 from advisor.rules.sources import CHOSEN
@@ -80,7 +80,7 @@ class GpuErrors(Rule):
 
     def check(self, a: Analysis) -> Outcomes:
         """Look for errors on the rank's GPU, warm-up included."""
-        recorded = record(a)
+        recorded = recorded_steps(a)
         samples = [
             gpu for s in recorded.record.samples for gpu in s.gpus if gpu.uuid == recorded.uuid
         ]
@@ -156,7 +156,7 @@ class GpuShared(Rule):
 
     def check(self, a: Analysis) -> Outcomes:
         """Compare the memory of other processes with the device's."""
-        samples = [gpu for gpu in record(a).gpus if gpu.processes is not None]
+        samples = [gpu for gpu in recorded_steps(a).gpus if gpu.processes is not None]
         total = gpu_capacity(a)
         if not samples or not total:
             return
@@ -231,7 +231,7 @@ class PcieDowngraded(Rule):
         """Compare the link under load with its maximum."""
         links = [
             (gpu.pcie_gen, gpu.pcie_width, gpu.pcie_gen_max, gpu.pcie_width_max)
-            for gpu in under_load(record(a))
+            for gpu in under_load(recorded_steps(a))
             if gpu.pcie_gen and gpu.pcie_width and gpu.pcie_gen_max and gpu.pcie_width_max
         ]
         if len(links) < self.min_samples:

@@ -9,7 +9,7 @@ from advisor.core import text as t
 from advisor.core.finding import Evidence, Finding, Outcomes, Rule, Source, Threshold
 from advisor.core.run_directory import Gpu
 from advisor.measure import Analysis
-from advisor.rules.recorded import impact_without_gain, record, record_example
+from advisor.rules.recorded import impact_without_gain, record_example, recorded_steps
 from advisor.rules.sources import CHOSEN, GPUPROF, TRACELENS
 from advisor.testing import Examples, TraceBuilder
 
@@ -48,7 +48,7 @@ class UtilisationIllusion(Rule):
         """Compare utilisation with the activity of multiprocessors and DRAM."""
         samples = [
             (gpu.utilisation, gpu.gpm)
-            for gpu in record(a).gpus
+            for gpu in recorded_steps(a).gpus
             if gpu.utilisation is not None and gpu.gpm and "sm_util" in gpu.gpm
         ]
         if len(samples) < self.min_samples:
@@ -123,7 +123,7 @@ class LowMfu(Rule):
         """Divide the window's FLOPs by what the GPU could do in the unprofiled step."""
         if a.device_id is None or a.mfu is None or not a.step_ns:
             return
-        recorded = record(a)
+        recorded = recorded_steps(a)
         matrix_families = pl.col("family").is_in(["gemm", "convolution", "attention"])
         matrix = float(a.families.filter(matrix_families)["share"].sum() or 0.0)
         step = a.step_ns

@@ -6,7 +6,13 @@ from advisor.core import text as t
 from advisor.core.finding import Evidence, Finding, Outcomes, Rule, Source, Threshold
 from advisor.core.run_directory import Host
 from advisor.measure import Analysis
-from advisor.rules.recorded import find_loader, impact_without_gain, local_ranks, record, workers_of
+from advisor.rules.recorded import (
+    find_loader,
+    impact_without_gain,
+    local_ranks,
+    recorded_steps,
+    workers_of,
+)
 from advisor.rules.sources import CHOSEN, CURED_RECORDINGS, ENGINE_FLOOR, SAGEMAKER_CPU
 from advisor.testing import Examples, TraceBuilder
 
@@ -45,7 +51,7 @@ class CpuQuota(Rule):
 
     def check(self, a: Analysis) -> Outcomes:
         """Compare the kernel's counter with the run's time."""
-        recorded = record(a)
+        recorded = recorded_steps(a)
         samples = [(ns, host) for ns, host in recorded.hosts if host.throttled is not None]
         if len(samples) < 2 or samples[-1][0] <= samples[0][0]:
             return
@@ -109,7 +115,7 @@ class NumaMismatch(Rule):
 
     def check(self, a: Analysis) -> Outcomes:
         """Compare the two nodes."""
-        recorded = record(a)
+        recorded = recorded_steps(a)
         gpu, own = recorded.flag("numa_node_gpu"), recorded.flag("numa_node_cpus")
         if not isinstance(gpu, int) or not isinstance(own, list) or not own or gpu in own:
             return
@@ -195,7 +201,7 @@ class ThreadOversubscription(Rule):
 
     def check(self, a: Analysis) -> Outcomes:
         """Compare threads and workers with cores."""
-        recorded = record(a)
+        recorded = recorded_steps(a)
         threads, cpus = recorded.flag("num_threads"), recorded.record.rank.cpus
         if not isinstance(threads, int) or threads < 2 or not cpus:
             return

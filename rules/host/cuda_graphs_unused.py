@@ -7,7 +7,7 @@ import polars as pl
 from advisor.core import text as t
 from advisor.core.finding import Evidence, Finding, Outcomes, Rule, SkippedCheck, Threshold
 from advisor.measure import Analysis
-from advisor.rules.common import figure
+from advisor.rules.common import amount_per_step
 from advisor.rules.framework_advice import (
     CAPTURE_CALLS,
     CAPTURE_CODE,
@@ -22,7 +22,7 @@ from advisor.rules.host.launch_gaps import (
     measure_launch_gaps,
     repeats_kernels,
 )
-from advisor.rules.sources import GPU_IDLE, OURS, XPROF_LAUNCH, traces
+from advisor.rules.sources import GPU_IDLE, OURS, XPROF_LAUNCH, public_traces
 from advisor.testing import Examples, TraceBuilder
 
 
@@ -41,7 +41,7 @@ class CudaGraphsUnused(Rule):
     title = "Every step repeats the same launches without CUDA graphs"
     knobs = ("compile",)
     found_in = ("traces/linear_2080ti_launch_bound", "traces/nccl_collectives")
-    silent_in = traces("a100_train_6steps v100_train_copy_heavy two_ranks_rank0 mi250_train")
+    silent_in = public_traces("a100_train_6steps v100_train_copy_heavy two_ranks_rank0 mi250_train")
     validated_on = (
         "fires on nccl_collectives (3 steps, 1,258 pieces of work each, the same kernels in the "
         "same order); silent on A100 and V100 training"
@@ -160,7 +160,7 @@ class CudaGraphsUnused(Rule):
                 f"({gaps.idle / a.span_ns:.0%}) meanwhile."
             ),
             evidence=[
-                figure(a, "idle for launches", gaps.idle),
+                amount_per_step(a, "idle for launches", gaps.idle),
                 self.compare("share", share, "min_share", per=a.per),
                 self.compare("launch calls", gaps.calls, "min_launches", "count", per=a.per),
                 Evidence("steps with the same kernels", a.step_count, "count"),

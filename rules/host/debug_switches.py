@@ -9,8 +9,8 @@ import polars as pl
 from advisor.core.finding import Edit, Evidence, Finding, Outcomes, Rule, Select
 from advisor.measure import Analysis
 from advisor.measure.host.names import name_matches
-from advisor.measure.host.stacks import around
-from advisor.rules.common import figure, of_step
+from advisor.measure.host.stacks import rows_around
+from advisor.rules.common import amount_per_step, of_step
 from advisor.rules.recorded import impact_without_gain
 from advisor.testing import Examples, TraceBuilder
 
@@ -135,7 +135,7 @@ class AnomalyCost:
     def __init__(self, a: Analysis) -> None:
         names = a.trace.cpu["name"]
         checked = name_matches(names, r"^aten::isnan$").to_numpy().nonzero()[0]
-        node = around(a.trace.cpu["parent"].fill_null(-1).to_numpy(), checked)
+        node = rows_around(a.trace.cpu["parent"].fill_null(-1).to_numpy(), checked)
         nodes = name_matches(names, f"^{NODE}").to_numpy()
         self.checks = int((nodes[node] & (node >= 0)).sum()) if len(checked) else 0
         """Of gradients, in the whole trace."""
@@ -170,9 +170,9 @@ class AnomalyCost:
     @property
     def evidence(self) -> list[Evidence]:
         """What was counted."""
-        shown = [figure(self._a, "checks of gradients for NaN", self.checks, "count")]
+        shown = [amount_per_step(self._a, "checks of gradients for NaN", self.checks, "count")]
         if self.stacks:
-            shown.append(figure(self._a, "time that formats stacks", self.stacks))
+            shown.append(amount_per_step(self._a, "time that formats stacks", self.stacks))
         return shown
 
     @property

@@ -23,7 +23,7 @@ from advisor.core.run_directory import RecordedDevice
 from advisor.measure import Analysis
 from advisor.measure.host.names import name_matches
 from advisor.rules.common import locate_row
-from advisor.rules.recorded import device_bound, impact_per_step, record, steps_seen
+from advisor.rules.recorded import device_bound, impact_per_step, recorded_steps, steps_seen
 from advisor.rules.sources import CHOSEN, CURED_RECORDINGS, ENGINE_FLOOR, GPUPROF
 from advisor.testing import Examples, TraceBuilder
 
@@ -108,7 +108,7 @@ class GcPauses(Rule):
 
     def check(self, a: Analysis) -> Outcomes:
         """Add up the pauses and the time that steps lost to them."""
-        recorded = record(a)
+        recorded = recorded_steps(a)
         if recorded.count < self.min_steps or not recorded.median:
             if recorded.count:
                 yield SkippedCheck(
@@ -183,7 +183,7 @@ class GcPauses(Rule):
 def _lost_in_each(a: Analysis, pause: float) -> Impact | None:
     """What pauses of one length in each step cost: where the host computes all of them, else no
     more than the device idles. ``pause``: ns per step. ``None``: unknown."""
-    step = record(a).median or 0.0
+    step = recorded_steps(a).median or 0.0
     if a.trains_on_host:
         method = "pauses of the host, which computes the steps"
         return impact_per_step(a, pause, low=(1 - MIN_MARGIN) * pause, method=method)
@@ -203,7 +203,7 @@ def _asked_for(a: Analysis) -> list[Location]:
         return [locate_row(a, int(calls[0][0]), count=len(calls[0]))]
     return [
         Location(file=_text(noted, "file"), line=_line(noted), function=_text(noted, "function"))
-        for noted in record(a).record.of_kind("collect")[:3]
+        for noted in recorded_steps(a).record.of_kind("collect")[:3]
         if _text(noted, "file") is not None
     ]
 

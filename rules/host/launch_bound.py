@@ -6,7 +6,7 @@ from advisor.core import text as t
 from advisor.core.finding import Finding, Outcomes, PassedCheck, SkippedCheck
 from advisor.core.rule import Evidence, Rule, Source, Threshold
 from advisor.measure import Analysis
-from advisor.rules.common import figure, of_step, per
+from advisor.rules.common import amount_per_step, of_step, per_step
 from advisor.rules.framework_advice import (
     CAPTURE_CALLS,
     CAPTURE_CODE,
@@ -23,7 +23,7 @@ from advisor.rules.host.launch_gaps import (
     measure_launch_gaps,
     repeats_kernels,
 )
-from advisor.rules.sources import GPU_IDLE, OURS, XPROF, XPROF_LAUNCH, traces
+from advisor.rules.sources import GPU_IDLE, OURS, XPROF, XPROF_LAUNCH, public_traces
 from advisor.testing import Examples, TraceBuilder
 
 
@@ -50,11 +50,11 @@ class LaunchBound(Rule):
     title = "The GPU waits for kernel launches"
     knobs = ("compile",)
     of_python = True
-    found_in = traces(
+    found_in = public_traces(
         "b200_eager h100_bert_small_inference linear_2080ti_launch_bound nccl_collectives "
         "pairs/particle_batch2 pairs/particle_batch32 pairs/particle_batch64 dlrm_8ranks"
     )
-    silent_in = traces(
+    silent_in = public_traces(
         "pairs/sam_1_fp32_many_syncs a100_train_6steps v100_train_copy_heavy mi250_train "
         "pairs/particle_batch128 mi300_timesformer_inference pairs/sam_3_bf16_compiled_sdpa"
     )
@@ -184,13 +184,14 @@ class LaunchBound(Rule):
         yield Finding(
             summary=(
                 f"The GPU idles for {of_step(a, gaps.idle)} until the host launches more. Each "
-                f"of {gaps.calls:,.0f} launches{per(a)} costs {t.format_duration(gaps.per_launch)} "
-                f"of idle time; the median kernel takes {t.format_duration(gaps.kernel_ns)}."
+                f"of {gaps.calls:,.0f} launches{per_step(a)} costs "
+                f"{t.format_duration(gaps.per_launch)} of idle time; the median kernel takes "
+                f"{t.format_duration(gaps.kernel_ns)}."
             ),
             evidence=[
-                figure(a, "idle for launches", gaps.idle),
+                amount_per_step(a, "idle for launches", gaps.idle),
                 self.compare("share", share, "min_share", per=a.per),
-                figure(a, "idle in slower calls, or before the first launch", gaps.longer),
+                amount_per_step(a, "idle in slower calls, or before the first launch", gaps.longer),
                 self.compare("GPU busy", gaps.busy_share, "max_busy"),
                 self.compare("launches", gaps.calls, "min_launches", "count", per=a.per),
                 Evidence("median kernel", gaps.kernel_ns, "ns"),
@@ -233,7 +234,7 @@ class LaunchBound(Rule):
             fix = self.case("the same kernels in every step")["fix"]
         remove = ""
         if waits.per_step and not gaps.graph_launches:
-            count = t.count_noun(waits.per_step, "wait") + per(a)
+            count = t.count_noun(waits.per_step, "wait") + per_step(a)
             remove = self.case("something waits", waits=count, names=waits.names)["fix"]
         return " ".join(filter(None, [fix, remove, self.case("in every case")["fix"]]))
 

@@ -13,7 +13,7 @@ from advisor.core.intervals import covered_length
 from advisor.measure import Analysis
 from advisor.measure.steps.instants import step_starts
 from advisor.measure.steps.steps import step_of
-from advisor.rules.common import column, ops_around, places, rows
+from advisor.rules.common import costliest_places, int_column, ops_around, row_numbers
 
 CAUSES = ("dispatch", "launch", "python")
 """Causes of idle gaps that a shorter way to the launch would shorten. Unexplained time (Python
@@ -85,8 +85,8 @@ def _pieces(a: Analysis) -> pl.DataFrame:
     """Rows of ``Analysis.gaps`` in which a launch is prepared, without a step's first launch: other
     rules look at what comes before that."""
     short = a.gaps.filter(pl.col("cause").is_in(CAUSES) & (pl.col("dur") <= MAX_PIECE_NS))
-    ts = column(short, "ts")
-    before_the_first = covered_length(ts, ts + column(short, "dur"), step_starts(a)) > 0
+    ts = int_column(short, "ts")
+    before_the_first = covered_length(ts, ts + int_column(short, "dur"), step_starts(a)) > 0
     return short.filter(pl.Series(~before_the_first))
 
 
@@ -99,17 +99,17 @@ def locate_gaps(a: Analysis) -> list[Location]:
     """Lines, or without stacks ops, behind most of the idle time; the kernel that ends the worst
     gap where that op launched it."""
     gaps = _pieces(a)
-    host, kernel = rows(gaps["host"]), rows(gaps["next"])
-    launched_by = rows(a.trace.gpu["op"].gather(gaps["next"].cast(pl.Int64)))
+    host, kernel = row_numbers(gaps["host"]), row_numbers(gaps["next"])
+    launched_by = row_numbers(a.trace.gpu["op"].gather(gaps["next"].cast(pl.Int64)))
     kernel[launched_by != ops_around(a, host)] = -1
-    return places(
+    return costliest_places(
         a,
         host,
-        column(gaps, "dur"),
-        ts=column(gaps, "ts"),
-        dur=column(gaps, "dur"),
+        int_column(gaps, "dur"),
+        ts=int_column(gaps, "ts"),
+        dur=int_column(gaps, "dur"),
         kernel=kernel,
-        instance=column(gaps, "gap"),
+        instance=int_column(gaps, "gap"),
     )
 
 
@@ -128,7 +128,7 @@ def repeats_kernels(a: Analysis) -> bool | None:
     inside = steps.is_not_null()
     work, launched = work.filter(inside), launched[inside.to_numpy()]
     step = steps.drop_nulls().to_numpy()
-    index = column(used, "index")
+    index = int_column(used, "index")
     launches = np.bincount(step, minlength=index[-1] + 1)[index]
     if launches[0] == 0 or (launches != launches[0]).any():
         return False

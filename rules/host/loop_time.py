@@ -19,14 +19,14 @@ from advisor.measure.host.names import name_matches
 from advisor.measure.host.sampled_stacks import LOOP
 from advisor.measure.steps.record import StepRecords
 from advisor.measure.steps.timeline import CODE
-from advisor.rules.common import Rows, figure, locate_row, of_step, scale
+from advisor.rules.common import Rows, amount_per_step, locate_row, of_step, scale_edit
 from advisor.rules.kernel.facts import match_exactly
 from advisor.rules.recorded import (
     LOOP_SHARE,
     OWN_PHASES,
     impact_over_run,
     impact_per_step,
-    record,
+    recorded_steps,
     steps_seen,
 )
 from advisor.rules.sources import CHOSEN, CURED_RECORDINGS, XPROF
@@ -99,7 +99,7 @@ class LoopCode(Rule):
         alone = place.inside == t.clean(name)
         inside = None if alone else place.inside
         location = locate_row(a, place.row, op=inside, count=place.calls)
-        runs = figure(a, "operators in it", place.operators, "count")
+        runs = amount_per_step(a, "operators in it", place.operators, "count")
         yield Finding(
             summary=(
                 f"{location.function} ({location.file}:{location.line}) takes {of_step(a, ns)} on "
@@ -108,13 +108,13 @@ class LoopCode(Rule):
                 + (f" It runs {round(place.operators / a.step_count):,} operators." if many else "")
             ),
             evidence=[
-                figure(a, "time of this function", ns),
+                amount_per_step(a, "time of this function", ns),
                 self.compare("share", ns / a.span_ns, "min_share", per=a.per),
                 *([runs] if place.operators else []),
             ],
             where=[location],
             edits=[
-                scale(
+                scale_edit(
                     Select(on="host", kind=("python",), name=match_exactly([name])),
                     *(1 - saved * ns / place.held for saved in (0.9, 1.0, 0.5)),
                 )
@@ -229,16 +229,16 @@ class LoopTime:
         trace = a.trace
         names = trace.cpu["name"]
         self._names = names
-        self._parent = stacks.parents(trace)
+        self._parent = stacks.parent_rows(trace)
         own = (stacks.frame_ranks(trace) == 2) & ~name_matches(names, _RECORDS).to_numpy()
         own &= ~name_matches(names, _NESTED).to_numpy()
-        self._function = stacks.nearest(self._parent, own)
+        self._function = stacks.innermost_ancestor(self._parent, own)
         """Aligned with ``trace.cpu``: the user's function around a row, -1: none."""
         trains = name_matches(names, _TRAINS).to_numpy()
         graph = np.zeros(trace.cpu.height, dtype=bool)
         graph[a.forward_op[a.forward_op >= 0]] = True
         unwanted = trains | graph | name_matches(names, _RECORDS).to_numpy()
-        self._left_out = stacks.nearest(self._parent, unwanted) >= 0
+        self._left_out = stacks.innermost_ancestor(self._parent, unwanted) >= 0
         self._rows = self._counted(bool(trains.any()))
         training = self._function[np.flatnonzero(trains)]
         self._trainers = set(self._chains(training[training >= 0])["name"].to_list())
@@ -257,7 +257,9 @@ class LoopTime:
         rows = pieces.row[wanted]
         frame = self._function[rows].astype(np.int64)
         inside, loop = (
-            stacks.nearest(self._parent, name_matches(self._names, pattern).to_numpy())[rows]
+            stacks.innermost_ancestor(self._parent, name_matches(self._names, pattern).to_numpy())[
+                rows
+            ]
             for pattern in (_PYTORCH, _OF_LOOP)
         )
         own = (pieces.code[wanted] == python) & ~((inside > frame) & ~(loop > frame))
@@ -362,8 +364,8 @@ class LoopTime:
     def _operators(self, here: NDArray[np.bool_]) -> int:
         """Operators in the analysed steps inside these rows, those inside others not counted."""
         cpu = self._a.trace.cpu
-        op = stacks.operators(self._a.trace)
-        above = np.append(stacks.nearest(self._parent, op), -1)[self._parent]
+        op = stacks.is_operator(self._a.trace)
+        above = np.append(stacks.innermost_ancestor(self._parent, op), -1)[self._parent]
         rows = np.flatnonzero(op & (above < 0) & ~self._left_out)
         ts = cpu["ts"].to_numpy()[rows]
         rows = rows[covered_length(ts, ts + 1, self._a.spans) > 0]
@@ -389,7 +391,7 @@ class LoopPhases(LoopCode):
 
     def check(self, a: Analysis) -> Outcomes:
         """Time of the step in phases of the loop's own code."""
-        recorded = record(a)
+        recorded = recorded_steps(a)
         if not a.trains_on_host or (a.trace.cpu["kind"] == "python").any():
             return
         phases = {name: recorded.phase(name) for name in OWN_PHASES}
@@ -499,7 +501,7 @@ class TimeBetweenSteps(Rule):
 
     def check(self, a: Analysis) -> Outcomes:
         """Compare the time between steps with that of the steps."""
-        recorded = record(a)
+        recorded = recorded_steps(a)
         begin, end = recorded.span
         outside = recorded.outside
         if recorded.count < self.min_steps or recorded.inference or end <= begin:

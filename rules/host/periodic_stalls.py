@@ -10,18 +10,18 @@ import polars as pl
 from numpy.typing import NDArray
 
 from advisor.core import text as t
-from advisor.core.finding import GUESSED, Evidence, Finding, Outcomes, Rule, Threshold
+from advisor.core.finding import GUESSED_STEP_SOURCES, Evidence, Finding, Outcomes, Rule, Threshold
 from advisor.core.intervals import covered_length, union
 from advisor.measure import Analysis
 from advisor.measure.host.names import name_matches
 from advisor.measure.host.sampled_stacks import hottest_line, share_in
-from advisor.rules.common import places
+from advisor.rules.common import costliest_places
 from advisor.rules.recorded import (
     LOOP_SHARE,
     OWN_PHASES,
     impact_over_run,
     impact_per_step,
-    record,
+    recorded_steps,
     steps_seen,
     usual_loop_time,
 )
@@ -148,7 +148,9 @@ class PeriodicStalls(Rule):
                     self.compare("steps", steps.height, "min_steps", "count"),
                     Evidence("median step", median, "ns"),
                 ],
-                where=places(a, here, a.trace.cpu["dur"].to_numpy()[here].astype(np.int64)),
+                where=costliest_places(
+                    a, here, a.trace.cpu["dur"].to_numpy()[here].astype(np.int64)
+                ),
                 impact=impact_over_run(
                     lost, method="time of the stalled steps beyond the median step"
                 ),
@@ -201,7 +203,7 @@ class SavingTime(PeriodicStalls):
 
     def check(self, a: Analysis) -> Outcomes:
         """Samples in which the training thread saves or logs."""
-        recorded = record(a)
+        recorded = recorded_steps(a)
         stacks, mean, median = recorded.stacks, recorded.mean, recorded.median
         if not mean or not median or usual_loop_time(recorded) >= LOOP_SHARE * median:
             return
@@ -296,7 +298,10 @@ class LongStep(Rule):
     def check(self, a: Analysis) -> Outcomes:
         """Find the longest step, and what is longer in it."""
         steps = a.steps.table.filter(pl.col("used") | pl.col("outlier")).sort("ts").slice(1)
-        if a.steps.source in (*GUESSED, "whole trace") or steps.height < self.min_steps:
+        if (
+            a.steps.source in (*GUESSED_STEP_SOURCES, "whole trace")
+            or steps.height < self.min_steps
+        ):
             return
         dur = steps["dur"].to_numpy()
         median, longest = float(np.median(dur)), int(dur.argmax())

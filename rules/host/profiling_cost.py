@@ -10,8 +10,8 @@ from advisor.core.finding import Evidence, Finding, Outcomes, Rule, Source, Thre
 from advisor.core.intervals import intersect, union
 from advisor.measure import Analysis
 from advisor.rules.framework_advice import in_any_language
-from advisor.rules.recorded import impact_without_gain, record, steps_seen
-from advisor.rules.sources import CHOSEN, OURS, TRACEML, traces
+from advisor.rules.recorded import impact_without_gain, recorded_steps, steps_seen
+from advisor.rules.sources import CHOSEN, OURS, TRACEML, public_traces
 from advisor.testing import Examples, TraceBuilder
 
 _NO_GAIN = "it slows the recording, not the program"
@@ -47,7 +47,7 @@ class ObserverEffect(Rule):
 
     def check(self, a: Analysis) -> Outcomes:
         """Compare the two medians."""
-        recorded = record(a)
+        recorded = recorded_steps(a)
         effect = recorded.observer
         if effect is None or effect < self.min_effect or recorded.count < self.min_steps:
             return
@@ -95,7 +95,7 @@ class ProfilerOverhead(Rule):
     id = "profiler-overhead"
     title = "Profiling took a notable part of the window"
     found_in = ("traces/b200_eager",)
-    silent_in = traces(
+    silent_in = public_traces(
         "a100_train_6steps v100_train_copy_heavy two_ranks_rank0 h100_bert_small_inference"
     )
     validated_on = (

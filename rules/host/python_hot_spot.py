@@ -16,8 +16,16 @@ from advisor.core.text import count_noun, format_duration
 from advisor.measure import Analysis
 from advisor.measure.host.host import python_gaps, python_hot_spots
 from advisor.measure.steps.instants import step_starts
-from advisor.rules.common import column, figure, of_step, per, places, rows, stacks_option
-from advisor.rules.sources import REAL_HOST, SILENT_TRACES, TENSORBOARD, XPROF, traces
+from advisor.rules.common import (
+    amount_per_step,
+    costliest_places,
+    int_column,
+    of_step,
+    per_step,
+    row_numbers,
+    stacks_option,
+)
+from advisor.rules.sources import REAL_HOST, SILENT_TRACES, TENSORBOARD, XPROF, public_traces
 from advisor.testing import Examples, TraceBuilder
 
 MAX_NAMES = 20
@@ -84,7 +92,7 @@ class PythonHotSpot(Rule):
     title = "A Python function leaves the GPU idle"
     of_python = True
     found_in = ("traces/b200_eager", "traces/mi300_timesformer_inference")
-    silent_in = traces(
+    silent_in = public_traces(
         "a100_train_6steps v100_train_copy_heavy h100_bert_small_inference pairs/particle_batch128"
     )
     validated_on = (
@@ -137,7 +145,7 @@ class PythonHotSpot(Rule):
             title=f"The function {_name(first)} leaves the GPU idle",
             summary=self._summary(a, spots.rows(named=True)),
             evidence=[
-                figure(a, "GPU idle in these functions", total),
+                amount_per_step(a, "GPU idle in these functions", total),
                 self.compare("share", total / a.span_ns, "min_share", per=a.per),
                 *(
                     Evidence(
@@ -171,7 +179,7 @@ class PythonHotSpot(Rule):
         calls = count_noun(max(1, round(first["count"] / a.step_count)), "call")
         text = (
             f"The GPU idles for {of_step(a, first['critical_ns'])} while {names[0]} "
-            f"runs ({calls}{per(a)})"
+            f"runs ({calls}{per_step(a)})"
         )
         if spots[1:]:
             each = (
@@ -202,8 +210,8 @@ class PythonHotSpot(Rule):
         """Time in these functions, hidden or not, ns."""
         cpu = a.trace.cpu
         frames = cpu.filter(cpu["name"].is_in(names.cast(pl.Categorical).implode()))
-        ts = column(frames, "ts")
-        return intersect(union(ts, ts + column(frames, "dur")), a.spans).total
+        ts = int_column(frames, "ts")
+        return intersect(union(ts, ts + int_column(frames, "dur")), a.spans).total
 
     @staticmethod
     def _edit(a: Analysis, gaps: pl.DataFrame, frame: str) -> Edit:
@@ -322,7 +330,7 @@ class CpuBeforeFirstKernel(Rule):
         if not len(lead):
             return
         gaps = a.gaps.filter(pl.col("cause").is_in(CAUSES))
-        ts, dur = column(gaps, "ts"), column(gaps, "dur")
+        ts, dur = int_column(gaps, "ts"), int_column(gaps, "dur")
         idle = intersect(union(ts, ts + dur), lead)
         used = a.steps.used
         by_step = covered_length(used["ts"].to_numpy(), used["end"].to_numpy(), idle)
@@ -351,7 +359,7 @@ class CpuBeforeFirstKernel(Rule):
                 + ("Python." if stacks else "Python or other code outside operators.")
             ),
             evidence=[
-                figure(a, "GPU idle before the first launch", idle.total),
+                amount_per_step(a, "GPU idle before the first launch", idle.total),
                 self.compare("share", share, "min_share", per=a.per),
                 self.compare(
                     "median of the steps", float(np.median(by_step)), "min_ms", "ns", times=1e6
@@ -360,7 +368,9 @@ class CpuBeforeFirstKernel(Rule):
                 Evidence("of it in Python", by_cause["python"] if stacks else None, "ns"),
                 Evidence("of it unexplained", by_cause["unknown"], "ns"),
             ],
-            where=places(a, rows(gaps["host"]), cost, ts=ts, dur=dur, instance=column(gaps, "gap")),
+            where=costliest_places(
+                a, row_numbers(gaps["host"]), cost, ts=ts, dur=dur, instance=int_column(gaps, "gap")
+            ),
             edits=[Edit(op="remove", select=Select(on="gap", cause=CAUSES, at="step_start"))],
             moved_ns=idle.total / a.step_count,
             confidence_notes=[]

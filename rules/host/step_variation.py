@@ -15,7 +15,7 @@ from advisor.core.intervals import Floats, Ints
 from advisor.core.run_directory import Host
 from advisor.measure import Analysis
 from advisor.measure.steps.record import StepRecords
-from advisor.rules.recorded import impact_over_run, record, steps_seen
+from advisor.rules.recorded import impact_over_run, recorded_steps, steps_seen
 from advisor.rules.sources import CHOSEN, CURED_RECORDINGS, GPUPROF, STEP_SERIES
 from advisor.testing import Examples, TraceBuilder
 
@@ -124,7 +124,7 @@ class RegularStalls(Rule):
 
     def check(self, a: Analysis) -> Outcomes:
         """Look for long steps at regular distances."""
-        recorded = record(a)
+        recorded = recorded_steps(a)
         if recorded.count < self.min_steps or not recorded.median:
             return
         stalls = find_long_steps(recorded)
@@ -208,7 +208,7 @@ class StepJitter(Rule):
 
     def check(self, a: Analysis) -> Outcomes:
         """Compare the slowest steps with the median."""
-        recorded = record(a)
+        recorded = recorded_steps(a)
         if recorded.count < self.min_steps or not recorded.median:
             return
         used = recorded.used

@@ -11,7 +11,7 @@ from advisor.core.finding import Edit, Finding, Outcomes, PassedCheck, Select, S
 from advisor.core.rule import Evidence, FrameworkAdvice, Rule, Threshold
 from advisor.core.trace import JAX, TENSORFLOW
 from advisor.measure import Analysis
-from advisor.rules.common import figure, of_step, places
+from advisor.rules.common import amount_per_step, costliest_places, of_step
 from advisor.rules.framework_advice import JAX_AHEAD, TF_PREFETCH
 from advisor.rules.input.loader_waits import (
     SINGLE_PROCESS,
@@ -20,7 +20,7 @@ from advisor.rules.input.loader_waits import (
     find_loading_calls,
     find_waits,
     in_one_step,
-    recurs,
+    is_recurring,
 )
 from advisor.rules.recorded import taken_by_training
 from advisor.rules.sources import (
@@ -64,7 +64,7 @@ class LoaderWaitRule(Rule):
         if share < self.min_share or batch < self.min_batch_ms * 1e6:
             yield from self._praise(a, share)
             return
-        if not recurs(waits, self.min_share * a.step_ns):
+        if not is_recurring(waits, self.min_share * a.step_ns):
             yield in_one_step(waits, _loader_name(a))
             return
         yield self._finding(a, waits, share, batch)
@@ -182,15 +182,15 @@ class DataLoaderWait(LoaderWaitRule):
                 f"more slowly than the step uses them.{calls.summary}"
             ),
             evidence=[
-                figure(a, "exposed wait", waits.exposed),
+                amount_per_step(a, "exposed wait", waits.exposed),
                 self.compare("share", share, "min_share", per=a.per),
-                figure(a, "wait", waits.total),
+                amount_per_step(a, "wait", waits.total),
                 self.compare("mean wait for a batch", batch, "min_batch_ms", "ns", times=1e6),
                 Evidence("steps that wait", float(np.mean(waits.by_step > 0)), "share"),
                 Evidence("longest wait of a step", int(waits.by_step.max()), "ns"),
                 *calls.evidence,
             ],
-            where=[*calls.where, *places(a, waits.host, waits.each)],
+            where=[*calls.where, *costliest_places(a, waits.host, waits.each)],
             edits=[
                 Edit(op="parallelize", select=Select(on="host", name=WORKERS), workers=self.more)
             ],
@@ -331,7 +331,7 @@ class SingleProcessLoader(LoaderWaitRule):
                 f"{of_step(a, waits.exposed)}.{calls.summary}"
             ),
             evidence=[
-                figure(a, "exposed loading", waits.exposed),
+                amount_per_step(a, "exposed loading", waits.exposed),
                 self.compare("share", share, "min_share", per=a.per),
                 self.compare("mean time of one batch", batch, "min_batch_ms", "ns", times=1e6),
                 Evidence("workers that would keep up", needed, "count"),
@@ -342,7 +342,7 @@ class SingleProcessLoader(LoaderWaitRule):
                 ),
                 *calls.evidence,
             ],
-            where=[*calls.where, *places(a, waits.host, waits.each)],
+            where=[*calls.where, *costliest_places(a, waits.host, waits.each)],
             edits=[
                 Edit(
                     op="parallelize",

@@ -16,7 +16,7 @@ from advisor.rules.recorded import (
     impact_per_step,
     impact_without_gain,
     local_ranks,
-    record,
+    recorded_steps,
     steps_seen,
     taken_by_training,
     workers_of,
@@ -108,7 +108,7 @@ class LoaderWorkers(Rule):
 
     def check(self, a: Analysis) -> Outcomes:
         """Compare workers with cores and with the wait."""
-        recorded = record(a)
+        recorded = recorded_steps(a)
         feed = find_loader(a)
         cpus = recorded.record.rank.cpus
         if feed is None:
@@ -143,13 +143,13 @@ class LoaderWorkers(Rule):
         """Whether this process computes on the cores that more workers would need."""
         if not workers:
             return (taken_by_training(a, share) or 0.0) > self.max_taken
-        busy, cores = record(a).used_cores, record(a).record.rank.cpus
+        busy, cores = recorded_steps(a).used_cores, recorded_steps(a).record.rank.cpus
         return bool(a.trains_on_host and busy and cores and busy > self.busy_cpus * cores)
 
     def _too_few(
         self, a: Analysis, workers: int, cores: float, wait: float, share: float
     ) -> Finding:
-        recorded = record(a)
+        recorded = recorded_steps(a)
         step = recorded.mean or 0.0
         best = max(1, int(cores) - (0 if cores < 2 else 1)) if workers else max(1, int(cores) - 1)
         best = max(best, workers + 1)
@@ -282,7 +282,7 @@ class CpuBoundTransforms(Rule):
 
     def check(self, a: Analysis) -> Outcomes:
         """Compare the wait for data with the CPU use."""
-        recorded = record(a)
+        recorded = recorded_steps(a)
         feed = find_loader(a)
         share = recorded.share("data")
         if feed is None or not workers_of(feed) or share is None or share < self.min_wait:

@@ -16,8 +16,8 @@ from advisor.core.intervals import covered_length, intersect, union
 from advisor.measure import Analysis
 from advisor.measure.host.names import name_matches
 from advisor.measure.host.stacks import parse_frame
-from advisor.measure.steps.contents import contents
-from advisor.rules.common import figure, locate_row, of_pytorch, rows, stacks_option
+from advisor.measure.steps.contents import measure_contents
+from advisor.rules.common import amount_per_step, locate_row, of_pytorch, row_numbers, stacks_option
 
 SINGLE_PROCESS = r"^enumerate\(Data(?:Loader|Pipe)\)#_SingleProcessDataLoaderIter\b"
 """The iterator PyTorch names when ``num_workers=0``."""
@@ -51,7 +51,7 @@ def find_waits(a: Analysis, pattern: str) -> Waits | None:
     if not len(ranges):
         return None
     # a nested loader's range lies inside another one's: the outer one has its time already
-    nested = np.isin(rows(cpu["parent"])[ranges], ranges)
+    nested = np.isin(row_numbers(cpu["parent"])[ranges], ranges)
     ranges = ranges[~nested]
     ts = cpu["ts"].to_numpy()[ranges]
     end = ts + cpu["dur"].to_numpy()[ranges]
@@ -63,7 +63,7 @@ def find_waits(a: Analysis, pattern: str) -> Waits | None:
     exposed = wait
     if a.device_id is not None:
         gaps = a.gaps.filter(pl.col("cause") == "loader")
-        blamed = np.isin(rows(gaps["host"]), ranges)
+        blamed = np.isin(row_numbers(gaps["host"]), ranges)
         start = gaps["ts"].to_numpy()[blamed]
         exposed = intersect(union(start, start + gaps["dur"].to_numpy()[blamed]), a.spans)
     used = a.steps.used
@@ -71,7 +71,7 @@ def find_waits(a: Analysis, pattern: str) -> Waits | None:
     return Waits(ranges, wait.total, exposed.total, covered_length(ts, end, exposed), by_step)
 
 
-def recurs(waits: Waits, minimum: float) -> bool:
+def is_recurring(waits: Waits, minimum: float) -> bool:
     """The wait is more than one step's accident: without the worst step, the others still lose
     ``minimum`` ns on average. With fewer than three steps there is nothing to compare."""
     if len(waits.by_step) < 3:
@@ -111,12 +111,12 @@ def find_loading_calls(a: Analysis, waits: Waits) -> LoadingCalls:
     """The calls inside the loading that take its time, with the user's lines that make them."""
     evidence: list[Evidence] = []
     where: list[Location] = []
-    calls = contents(a, waits.host)
+    calls = measure_contents(a, waits.host)
     summary = ""
     listed = calls.filter(pl.col("ns") >= MIN_LISTED_SHARE * waits.total).head(3)
     for row in listed.iter_rows(named=True):
         text = _describe(a, row)
-        evidence.append(figure(a, f"loading: {text}", row["ns"]))
+        evidence.append(amount_per_step(a, f"loading: {text}", row["ns"]))
         share = row["ns"] / waits.total
         if not summary and share >= MIN_SUMMARY_SHARE:
             summary = f" {text} takes {share:.0%} of the loading."
@@ -137,7 +137,7 @@ def find_loading_calls(a: Analysis, waits: Waits) -> LoadingCalls:
     if not stacks and not calls.is_empty() and unexplained >= MIN_LISTED_SHARE * waits.total:
         hint = f" ({stacks_option(a)} shows what)" if of_pytorch(a) else ""
         label = f"loading: outside operators{hint}"
-        evidence.append(figure(a, label, unexplained))
+        evidence.append(amount_per_step(a, label, unexplained))
     return LoadingCalls(evidence, where, summary)
 
 

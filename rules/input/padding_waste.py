@@ -7,8 +7,8 @@ import numpy as np
 from advisor.core.finding import Edit, Finding, Impact, Outcomes, Rule, Select, Threshold
 from advisor.measure import Analysis
 from advisor.measure.steps.record import StepRecords
-from advisor.rules.common import scale
-from advisor.rules.recorded import impact_per_step, record, steps_seen
+from advisor.rules.common import scale_edit
+from advisor.rules.recorded import impact_per_step, recorded_steps, steps_seen
 from advisor.rules.sources import CHOSEN, CURED_RECORDINGS
 from advisor.testing import Examples, TraceBuilder
 
@@ -59,7 +59,7 @@ class PaddingWaste(Rule):
 
     def check(self, a: Analysis) -> Outcomes:
         """Average the sampled share of padding."""
-        recorded = record(a)
+        recorded = recorded_steps(a)
         padding = recorded.column("padding")
         padding = padding[recorded.settled & ~np.isnan(padding)]
         if len(padding) < self.min_samples:
@@ -89,7 +89,7 @@ class PaddingWaste(Rule):
         """Less work of the kernels that the tokens pass through; without a device, less time in the
         model."""
         if a.device_id is not None:
-            edit = scale(
+            edit = scale_edit(
                 Select(on="gpu", kind=("kernel",), family=_TOKENS),
                 1 - mean,
                 (1 - mean) ** 2,

@@ -6,14 +6,14 @@ import numpy as np
 
 from advisor.core import text as t
 from advisor.core.finding import Evidence, Finding, Outcomes, Rule, Threshold
-from advisor.core.run_directory import LARGEST
+from advisor.core.run_directory import MAX_VALUE
 from advisor.measure import Analysis
 from advisor.rules.recorded import (
     device_bound,
     find_loader,
     impact_over_run,
     impact_per_step,
-    record,
+    recorded_steps,
     started_at,
     steps_seen,
     workers_of,
@@ -72,7 +72,7 @@ class WorkersRespawned(Rule):
 
     def check(self, a: Analysis) -> Outcomes:
         """Add up the cost of the starts of epochs."""
-        recorded = record(a)
+        recorded = recorded_steps(a)
         feed = find_loader(a)
         if feed is None or not workers_of(feed) or feed.get("persistent_workers") is not False:
             return
@@ -160,7 +160,7 @@ class WorkersRespawned(Rule):
 
 def _duration(value: object) -> float:
     """A measured duration, ns; 0 for anything else."""
-    known = isinstance(value, int | float) and 0 <= value < LARGEST
+    known = isinstance(value, int | float) and 0 <= value < MAX_VALUE
     return float(value) if known and isinstance(value, int | float) else 0.0
 
 
@@ -244,7 +244,7 @@ class PrefetchStarved(Rule):
 
     def check(self, a: Analysis) -> Outcomes:
         """Look for steps that wait among stretches that do not."""
-        recorded = record(a)
+        recorded = recorded_steps(a)
         feed = find_loader(a)
         wait = recorded.phase("data")
         if feed is None or wait is None or len(wait) < self.min_steps or not recorded.median:
@@ -312,7 +312,7 @@ class PrefetchStarved(Rule):
 
 def _steps_at_start(a: Analysis) -> np.ndarray:
     """Steps in which, or right before which, an iterator of a loader begins."""
-    recorded = record(a)
+    recorded = recorded_steps(a)
     starts = np.array(
         sorted(started_at(e) for e in recorded.record.events if e.kind == "loader_iter"),
         dtype=np.int64,

@@ -12,10 +12,10 @@ from numpy.typing import NDArray
 
 from advisor.core.finding import Threshold
 from advisor.measure import Analysis
-from advisor.measure.device.matmuls import product
+from advisor.measure.device.matmuls import parse_product
 from advisor.measure.device.shapes import OpInputs, width_of
 from advisor.measure.host.names import name_matches
-from advisor.measure.host.operators import KERNEL_NS, roofs
+from advisor.measure.host.operators import KERNEL_NS, attainable_roofs
 from advisor.rules.kernel import facts
 from advisor.rules.sources import FLASH_2, FLASH_3
 
@@ -63,12 +63,12 @@ class Fused(NamedTuple):
     """Inputs of some have more than 16 bits."""
 
 
-def fallback(a: Analysis) -> facts.Mask:
+def is_fallback_kernel(a: Analysis) -> facts.Mask:
     """Aligned with ``trace.gpu``: kernels of PyTorch's own fallback."""
     return facts.launched_under(a, MATH) & facts.compute_rows(a)
 
 
-def unfused(a: Analysis) -> facts.Mask:
+def is_unfused_attention(a: Analysis) -> facts.Mask:
     """Aligned with ``trace.gpu``: forward kernels of unfused attention. Their rates are low for
     that reason, and no other bottleneck."""
     return find_blocks(a).rows
@@ -107,10 +107,10 @@ def find_blocks(a: Analysis, max_between: int = MAX_BETWEEN) -> Blocks:
     np.add.at(edge, begin, 1)
     np.add.at(edge, end + 1, -1)
     found[index[np.cumsum(edge)[:-1] > 0]] = True
-    return Blocks(found | fallback(a), found, index[begin], index[middle], index[end])
+    return Blocks(found | is_fallback_kernel(a), found, index[begin], index[middle], index[end])
 
 
-def fuse(a: Analysis, blocks: Blocks) -> Fused | None:
+def estimate_fused_time(a: Analysis, blocks: Blocks) -> Fused | None:
     """How long fused kernels take for the same forward passes at the attainable rate: for the FLOPs
     of whole tiles, or for the bytes of queries, keys, values and results, whichever takes longer.
     ``None``: shapes or rates are not known.
@@ -119,7 +119,7 @@ def fuse(a: Analysis, blocks: Blocks) -> Fused | None:
     to 4,096 tokens and heads of 16 to 80): 15 to 24 TFLOP/s of whole tiles, of 15 attainable; by
     the FLOPs of the shapes alone 0.1 to 14.
     """
-    limits = roofs(a.hardware)
+    limits = attainable_roofs(a.hardware)
     half, full = (limits.matmul.get(name) for name in ("fp16", "fp32"))
     if half is None or full is None or limits.memory is None:
         return None
@@ -141,7 +141,7 @@ def fuse(a: Analysis, blocks: Blocks) -> Fused | None:
         return None
     # blocks without shapes, and the rest of the fallback, are taken to be like the others
     more = len(blocks.first) / known
-    more *= facts.duration(a, blocks.rows) / max(1, facts.duration(a, blocks.found))
+    more *= facts.summed_duration(a, blocks.rows) / max(1, facts.summed_duration(a, blocks.found))
     return Fused(in_half * more, in_full * more, tokens, wide)
 
 
@@ -170,7 +170,7 @@ def _sizes(a: Analysis, blocks: Blocks) -> Iterator[tuple[_Size, int]]:
         inputs = [read_inputs(a, row) for row in calls[1::2]]
         scores = inputs[1] and inputs[1].tensor(0)
         first, last = (
-            None if (given := inputs[n]) is None else product(calls[2 * n] or "", given)
+            None if (given := inputs[n]) is None else parse_product(calls[2 * n] or "", given)
             for n in (0, 2)
         )
         if not scores or len(scores.shape) < 2 or not scores.elements or not last:

@@ -53,7 +53,7 @@ def launched_under(a: Analysis, pattern: str) -> Mask:
     return rows
 
 
-def duration(a: Analysis, rows: Mask) -> int:
+def summed_duration(a: Analysis, rows: Mask) -> int:
     """Summed duration of rows, ns (work that runs side by side counts twice)."""
     return int(a.trace.gpu["dur"].to_numpy()[rows].sum())
 
@@ -99,8 +99,8 @@ def praise_tensor_cores(
 ) -> Iterator[PassedCheck]:
     """Says that matrix work runs on tensor cores, where ``min_share`` of its time does and it
     reaches ``min_rate`` of the attainable rate; where no rate is known, where its format is."""
-    total = duration(a, matrix)
-    used = duration(a, on_tensor) / total
+    total = summed_duration(a, matrix)
+    used = summed_duration(a, on_tensor) / total
     if used < min_share:
         return
     table = a.rooflines.filter(pl.col("family").cast(pl.String).is_in(["gemm", "convolution"]))
@@ -125,7 +125,7 @@ def scale_kernels(
     An Edit selects events by what they are (a family, an op), so that it means the same in
     another window. Where only some of them change, the others keep their time.
     """
-    total = duration(a, rows)
+    total = summed_duration(a, rows)
     expected, best, worst = (min(1.0, max(0.0, 1 - ns / total)) if total else 1.0 for ns in saved)
     return Edit(op=op, select=select, factor=expected, factor_low=best, factor_high=worst)
 
@@ -140,7 +140,7 @@ def match_exactly(names: Iterable[str]) -> str:
     return "^(?:" + "|".join(re.escape(name) for name in names) + ")$"
 
 
-def locations(a: Analysis, rows: Mask, limit: int = 3) -> list[Location]:
+def kernel_locations(a: Analysis, rows: Mask, limit: int = 3) -> list[Location]:
     """The kernels with most time among ``rows``, by op and kernel name: the longest of each."""
     gpu = a.trace.gpu
     where = np.flatnonzero(rows)

@@ -8,8 +8,8 @@ import polars as pl
 from advisor.core.finding import Finding, Outcomes, Rule, Select, Threshold
 from advisor.measure import Analysis
 from advisor.measure.host.names import name_matches
-from advisor.measure.host.stacks import climb_stack, operators, parents
-from advisor.rules.common import example_steps, figure
+from advisor.measure.host.stacks import climb_stack, is_operator, parent_rows
+from advisor.rules.common import amount_per_step, example_steps
 from advisor.rules.kernel import facts
 from advisor.rules.sources import OURS, SILENT_TRACES, SMALL_GRIDS_TRACES
 from advisor.testing import Examples, TraceBuilder
@@ -67,7 +67,7 @@ class FoldableBatchNorm(Rule):
             return
         named = facts.compute_rows(a) & name_matches(a.trace.gpu["name"], INFERENCE).to_numpy()
         rows = named & _follows_convolution(a, named)
-        ns, total = facts.duration(a, rows), facts.duration(a, facts.kernel_rows(a))
+        ns, total = facts.summed_duration(a, rows), facts.summed_duration(a, facts.kernel_rows(a))
         if not ns or ns < self.min_share * total:
             return
         if facts.busy_share(a) < self.min_busy:
@@ -80,10 +80,14 @@ class FoldableBatchNorm(Rule):
             ),
             evidence=[
                 self.compare("batch norm after convolutions, kernel time", ns / total, "min_share"),
-                figure(a, "batch norms", int(rows.sum()), "count"),
-                *([figure(a, "read and written by them", int(moved), "bytes")] if moved else []),
+                amount_per_step(a, "batch norms", int(rows.sum()), "count"),
+                *(
+                    [amount_per_step(a, "read and written by them", int(moved), "bytes")]
+                    if moved
+                    else []
+                ),
             ],
-            where=facts.locations(a, rows),
+            where=facts.kernel_locations(a, rows),
             edits=[
                 facts.scale_kernels(
                     a, named, (ns, ns, ns), Select(on="gpu", kind=("kernel",), name=INFERENCE)
@@ -109,12 +113,12 @@ def _follows_convolution(a: Analysis, rows: facts.Mask) -> facts.Mask:
     """Aligned with ``trace.gpu``: which of the rows the next operator after a convolution
     launched."""
     trace, at = a.trace, np.flatnonzero(rows)
-    is_op = operators(trace)
+    is_op = is_operator(trace)
     every = np.flatnonzero(is_op)
-    top = climb_stack(parents(trace), is_op, every, top=True)
+    top = climb_stack(parent_rows(trace), is_op, every, top=True)
     outer = np.unique(np.where(top >= 0, top, every))  # rows are in order of thread and time
     own = trace.gpu["op"].gather(at).fill_null(-1).to_numpy()
-    own = np.where(own >= 0, climb_stack(parents(trace), is_op, own, top=True), -1)
+    own = np.where(own >= 0, climb_stack(parent_rows(trace), is_op, own, top=True), -1)
     place = np.searchsorted(outer, own) - 1
     before = outer[np.maximum(place, 0)]
     thread = trace.cpu["thread"].to_numpy()

@@ -14,7 +14,7 @@ from advisor.core.rule import Evidence, FrameworkAdvice, Rule, Threshold
 from advisor.core.trace import JAX, TENSORFLOW
 from advisor.measure import Analysis
 from advisor.measure.host.names import name_matches
-from advisor.rules.common import example_steps, figure
+from advisor.rules.common import amount_per_step, example_steps
 from advisor.rules.framework_advice import in_any_language
 from advisor.rules.kernel import facts
 from advisor.rules.sources import (
@@ -24,7 +24,7 @@ from advisor.rules.sources import (
     REAL_KERNEL,
     TF32_BLOG,
     TF32_NOTES,
-    traces,
+    public_traces,
 )
 from advisor.testing import Examples, TraceBuilder
 
@@ -94,10 +94,10 @@ class Fp32Matmul(Rule):
     subject = "matrix products"
     title = "GEMMs or convolutions run in FP32 without tensor cores"
     knobs = ("matmul-precision", "autocast")
-    found_in = traces(
+    found_in = public_traces(
         "v100_train_copy_heavy pairs/sam_1_fp32_many_syncs pairs/sam_2_fp32_few_syncs"
     )
-    silent_in = traces(
+    silent_in = public_traces(
         "a100_train_6steps two_ranks_rank0 b200_eager h100_bert_small_inference "
         "pairs/sam_3_bf16_compiled_sdpa"
     )
@@ -230,8 +230,8 @@ class Fp32Matmul(Rule):
         if a.device_id is None:
             return
         matrix = facts.compute_rows(a) & facts.of_family(a, *FAMILIES)
-        total = facts.duration(a, facts.kernel_rows(a))
-        matrix_ns = facts.duration(a, matrix)
+        total = facts.summed_duration(a, facts.kernel_rows(a))
+        matrix_ns = facts.summed_duration(a, matrix)
         if not matrix_ns or matrix_ns < self.min_share * total:
             return
         on_tensor = a.kernels["tensor_core"].fill_null(False).to_numpy()
@@ -243,12 +243,12 @@ class Fp32Matmul(Rule):
             kind = matrix & facts.of_family(a, family)
             if not (kind & fp32 & on_tensor).any():  # else TF32 is on and shapes decide
                 slow |= kind & fp32 & off_tensor & ~self._bandwidth_bound(a)
-        share = facts.duration(a, slow) / total
+        share = facts.summed_duration(a, slow) / total
         if share < self.min_share:
             limits = (self.praise_share, self.praise_rate)
             yield from facts.praise_tensor_cores(a, matrix, matrix & on_tensor, *limits)
             return
-        if facts.duration(a, slow) < self.min_step_share * a.span_ns:
+        if facts.summed_duration(a, slow) < self.min_step_share * a.span_ns:
             return  # faster kernels would only wait longer
         if a.trace.meta.vendor == "amd":
             return  # its matrix cores multiply FP32
@@ -314,12 +314,12 @@ class Fp32Matmul(Rule):
             ),
             evidence=[
                 self.compare("FP32 matrix time, share of kernel time", share, "min_share"),
-                figure(a, "FP32 matrix time", facts.duration(a, slow)),
+                amount_per_step(a, "FP32 matrix time", facts.summed_duration(a, slow)),
                 Evidence("peak in FP32", target.fp32, "FLOP/s"),
                 Evidence(f"peak in {target.format.upper()}", target.peak, "FLOP/s"),
                 *_switches(a),
             ],
-            where=facts.locations(a, slow),
+            where=facts.kernel_locations(a, slow),
             edits=[facts.scale_kernels(a, rows, saved, select)],
             confidence_notes=[]
             if known

@@ -15,10 +15,10 @@ from advisor.core.finding import Evidence, Finding, Outcomes, Rule, Select, Thre
 from advisor.measure import Analysis
 from advisor.measure.device.shapes import OpInputs
 from advisor.measure.host.names import name_matches
-from advisor.measure.host.operators import KERNEL_NS, roofs
-from advisor.rules.common import example_steps, figure, per
+from advisor.measure.host.operators import KERNEL_NS, attainable_roofs
+from advisor.rules.common import amount_per_step, example_steps, per_step
 from advisor.rules.kernel import facts
-from advisor.rules.sources import OURS, traces
+from advisor.rules.sources import OURS, public_traces
 from advisor.testing import Examples, TraceBuilder
 
 
@@ -144,7 +144,7 @@ class HandwrittenOperator(Rule):
     id = "handwritten-operator"
     title = "Hand-written operator runs as unfused pointwise kernels"
     found_in = ("traces/h100_qwen_inference",)
-    silent_in = traces(
+    silent_in = public_traces(
         "a100_train_6steps v100_train_copy_heavy mi300_timesformer_inference b200_eager "
         "pairs/sam_3_bf16_compiled_sdpa"
     )
@@ -183,11 +183,11 @@ class HandwrittenOperator(Rule):
         """Time of such chains as a share of kernel time."""
         if not facts.is_busy(a, self.min_busy):
             return
-        total = facts.duration(a, facts.kernel_rows(a))
+        total = facts.summed_duration(a, facts.kernel_rows(a))
         table = self._chains(a)
         if table.is_empty() or table["dur"].sum() < self.min_share * total:
             return
-        memory = roofs(a.hardware).memory
+        memory = attainable_roofs(a.hardware).memory
         if memory is None or table["bytes"].sum() <= 0:
             return
         rows = np.zeros(a.trace.gpu.height, dtype=np.bool_)
@@ -227,19 +227,19 @@ class HandwrittenOperator(Rule):
             ),
             evidence=[
                 self.compare("hand-written operators, share of kernel time", share, "min_share"),
-                figure(a, "hand-written operators", float(table["dur"].sum())),
+                amount_per_step(a, "hand-written operators", float(table["dur"].sum())),
                 *(
                     Evidence(
                         pattern.name,
-                        f"{count / a.step_count:,.0f}{per(a)} of {length:.0f} kernels each, "
-                        f"{t.format_duration(dur / a.step_count)}{per(a)}",
+                        f"{count / a.step_count:,.0f}{per_step(a)} of {length:.0f} kernels each, "
+                        f"{t.format_duration(dur / a.step_count)}{per_step(a)}",
                     )
                     for pattern, (_, count, dur, length) in zip(
                         patterns, by_pattern.iter_rows(), strict=True
                     )
                 ),
             ],
-            where=facts.locations(a, rows),
+            where=facts.kernel_locations(a, rows),
             fix=" ".join([*fixes, "Compiling the model fuses such chains too."]),
             code="\n".join(self.case(pattern.name)["code"] for pattern in patterns),
             edits=[change],

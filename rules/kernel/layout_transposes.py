@@ -6,7 +6,7 @@ from advisor.core import text as t
 from advisor.core.finding import Edit, Finding, Outcomes, PassedCheck, Rule, Select, Threshold
 from advisor.measure import Analysis
 from advisor.measure.host.names import name_matches
-from advisor.rules.common import example_steps, figure
+from advisor.rules.common import amount_per_step, example_steps
 from advisor.rules.kernel import facts
 from advisor.rules.sources import OURS, SILENT_TRACES, SMALL_GRIDS_TRACES, TRACELENS
 from advisor.testing import Examples, TraceBuilder
@@ -85,8 +85,8 @@ class LayoutTransposes(Rule):
         rows = facts.compute_rows(a)
         moving = rows & name_matches(a.trace.gpu["name"], TRANSPOSES).to_numpy()
         convolving = (rows & facts.of_family(a, "convolution")) | moving
-        total = facts.duration(a, facts.kernel_rows(a))
-        conv_ns, moved_ns = facts.duration(a, convolving), facts.duration(a, moving)
+        total = facts.summed_duration(a, facts.kernel_rows(a))
+        conv_ns, moved_ns = facts.summed_duration(a, convolving), facts.summed_duration(a, moving)
         if not conv_ns:
             return
         share = moved_ns / conv_ns
@@ -94,7 +94,7 @@ class LayoutTransposes(Rule):
             tensor = a.kernels["tensor_core"].fill_null(False).to_numpy()
             if (
                 moved_ns < 0.01 * conv_ns
-                and facts.duration(a, convolving & tensor) >= self.praise_conv * total
+                and facts.summed_duration(a, convolving & tensor) >= self.praise_conv * total
             ):
                 yield PassedCheck(text="convolutions run on tensor cores without layout transposes")
             return
@@ -108,10 +108,10 @@ class LayoutTransposes(Rule):
             ),
             evidence=[
                 self.compare("layout transposes, share of convolution time", share, "min_share"),
-                figure(a, "layout transposes", moved_ns),
-                figure(a, "transposes", int(moving.sum()), "count"),
+                amount_per_step(a, "layout transposes", moved_ns),
+                amount_per_step(a, "transposes", int(moving.sum()), "count"),
             ],
-            where=facts.locations(a, moving),
+            where=facts.kernel_locations(a, moving),
             edits=[Edit(op="remove", select=Select(on="gpu", kind=("kernel",), name=TRANSPOSES))],
             **(self.case("on ROCm") if amd else {}),
         )

@@ -9,7 +9,7 @@ from advisor.core.finding import SkippedCheck, Threshold
 from advisor.measure import Analysis
 from advisor.measure.device.shapes import OpInputs
 from advisor.rules.kernel.rates import BelowRate, Cause
-from advisor.rules.sources import RATES, traces
+from advisor.rules.sources import RATES, public_traces
 from advisor.testing import Examples, TraceBuilder
 
 
@@ -26,8 +26,8 @@ class LowBandwidth(BelowRate):
 
     id = "low-bandwidth"
     title = "Memory-bound operators use a third of the memory bandwidth or less"
-    found_in = traces("pairs/particle_batch128 pairs/particle_batch64")
-    silent_in = traces("h100_qwen_inference a100_train_6steps v100_train_copy_heavy")
+    found_in = public_traces("pairs/particle_batch128 pairs/particle_batch64")
+    silent_in = public_traces("h100_qwen_inference a100_train_6steps v100_train_copy_heavy")
     validated_on = (
         "A100 training of a particle transformer at batch 128 (layer norm over 128 elements at "
         "21% of the rate: fires, with no gain there, because the host is the bottleneck); A100 "

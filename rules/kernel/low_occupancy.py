@@ -7,9 +7,9 @@ import polars as pl
 
 from advisor.core.finding import Evidence, Finding, Outcomes, Rule, Threshold
 from advisor.measure import Analysis
-from advisor.measure.device.occupancy import active_blocks, limiters
+from advisor.measure.device.occupancy import active_blocks, find_limiters
 from advisor.measure.host.names import name_matches
-from advisor.rules.common import example_steps, scale
+from advisor.rules.common import example_steps, scale_edit
 from advisor.rules.framework_advice import in_any_language
 from advisor.rules.kernel import facts
 from advisor.rules.sources import FOURNEX, NCU, OURS, SILENT_TRACES, SMALL_GRIDS_TRACES, TRACELENS
@@ -85,8 +85,8 @@ class LowOccupancy(Rule):
             return
         rows = facts.compute_rows(a) & facts.of_family(a, *MEMORY_BOUND)
         rows &= ~a.kernels["tensor_core"].fill_null(False).to_numpy()
-        total = facts.duration(a, facts.kernel_rows(a))
-        if facts.duration(a, rows) < self.min_share * total:
+        total = facts.summed_duration(a, facts.kernel_rows(a))
+        if facts.summed_duration(a, rows) < self.min_share * total:
             return
         low = self._low(a, rows, total)
         if low.is_empty():
@@ -127,8 +127,8 @@ class LowOccupancy(Rule):
                 self.compare("bandwidth reached, share of peak", worst["rate"], "max_bandwidth"),
                 self.compare("such kernels, share of kernel time", share, "min_share"),
             ],
-            where=facts.locations(a, chosen),
-            edits=[scale(select, expected, best, worst_factor)],
+            where=facts.kernel_locations(a, chosen),
+            edits=[scale_edit(select, expected, best, worst_factor)],
         )
 
     def _low(self, a: Analysis, rows: facts.Mask, total: int) -> pl.DataFrame:
@@ -146,7 +146,7 @@ class LowOccupancy(Rule):
         fit = active_blocks(threads, registers, shared, device, amd=amd)
         if fit is None:
             return pl.DataFrame()
-        limit = limiters(fit, threads, registers, shared, device)
+        limit = find_limiters(fit, threads, registers, shared, device)
         allowed = 100 * fit * threads / device.max_threads_per_sm
         achieved = a.kernels["occupancy"].gather(index).fill_null(100.0).to_numpy()
         table = pl.DataFrame(
@@ -189,7 +189,7 @@ class LowOccupancy(Rule):
             "a small grid": (_kernel(32, 600, blocks=16), "max_occupancy"),
             "a tensor-core kernel": (
                 example_steps(product),
-                "facts.duration(a, rows) < self.min_share * total",
+                "facts.summed_duration(a, rows) < self.min_share * total",
             ),
         }
 

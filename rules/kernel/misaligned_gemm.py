@@ -12,7 +12,7 @@ import polars as pl
 from advisor.core.finding import Evidence, Finding, Outcomes, Rule, Select, Source, Threshold
 from advisor.measure import Analysis
 from advisor.measure.device.shapes import OpInputs, Tensor
-from advisor.rules.common import example_steps, figure
+from advisor.rules.common import amount_per_step, example_steps
 from advisor.rules.framework_advice import in_any_language
 from advisor.rules.kernel import facts
 from advisor.rules.sources import (
@@ -20,7 +20,7 @@ from advisor.rules.sources import (
     ENGINE_FLOOR,
     MATMUL_GUIDE,
     SMALL_GRIDS_TRACES,
-    traces,
+    public_traces,
 )
 from advisor.testing import Examples, TraceBuilder
 
@@ -68,7 +68,9 @@ class MisalignedGemm(Rule):
     subject = "matrix products"
     title = "GEMM dimensions are not aligned for tensor cores"
     found_in = ("traces/a100_train_6steps",)
-    silent_in = traces("v100_train_copy_heavy two_ranks_rank0 b200_eager h100_bert_small_inference")
+    silent_in = public_traces(
+        "v100_train_copy_heavy two_ranks_rank0 b200_eager h100_bert_small_inference"
+    )
     validated_on = (
         "A100 training (fires: K or N of 30, 647, 9375 … ran on align1 kernels, 11% of kernel "
         "time); B200 and H100 in BF16 (73 and 25 products odd in M alone: not flagged; H100's "
@@ -125,13 +127,16 @@ class MisalignedGemm(Rule):
         if not facts.is_busy(a, self.min_busy):
             return
         rows = facts.compute_rows(a) & facts.of_family(a, "gemm")
-        total = facts.duration(a, facts.kernel_rows(a))
-        if facts.duration(a, rows) < self.min_share * total:
+        total = facts.summed_duration(a, facts.kernel_rows(a))
+        if facts.summed_duration(a, rows) < self.min_share * total:
             return
         misaligned, undecided, cases = self._judge(a, rows)
-        spent = facts.duration(a, misaligned)
+        spent = facts.summed_duration(a, misaligned)
         share = spent / total
-        if facts.duration(a, undecided) > 0.5 * facts.duration(a, rows) and share < self.min_share:
+        if (
+            facts.summed_duration(a, undecided) > 0.5 * facts.summed_duration(a, rows)
+            and share < self.min_share
+        ):
             yield facts.no_shapes(a, "alignment of matrix dimensions")
             return
         if share < self.min_share:
@@ -147,14 +152,14 @@ class MisalignedGemm(Rule):
             ),
             evidence=[
                 self.compare("misaligned products, share of kernel time", share, "min_share"),
-                figure(a, "misaligned products", spent),
+                amount_per_step(a, "misaligned products", spent),
                 *(
                     Evidence("shape", f"{case.op} {case.dims}: {case.padding}")
                     for case in cases[:3]
                     if case.padding
                 ),
             ],
-            where=facts.locations(a, misaligned),
+            where=facts.kernel_locations(a, misaligned),
             edits=[facts.scale_kernels(a, rows, saved, select)],
         )
 

@@ -8,15 +8,15 @@ import numpy as np
 
 from advisor.core import text as t
 from advisor.core.finding import Finding, Location, Outcomes
-from advisor.core.rule import ANY, Evidence, FrameworkAdvice, Rule, Source, Threshold
+from advisor.core.rule import ANY_FRAMEWORK, Evidence, FrameworkAdvice, Rule, Source, Threshold
 from advisor.core.sources import COUNTERS
 from advisor.measure import Analysis
 from advisor.measure.device.kernel_profiles import (
     ONE_LAUNCH,
     Limit,
     ProfiledKernel,
-    faster,
     kernel_key,
+    shorten_kernel,
 )
 from advisor.rules.recorded import impact_without_gain
 from advisor.rules.sources import CHOSEN, NCU
@@ -61,7 +61,9 @@ class CounterRule(Rule):
 
     def __init_subclass__(cls) -> None:
         super().__init_subclass__()
-        cls.elsewhere = {ANY: FrameworkAdvice(cls.fix, cls.code)}  # kernels are of no framework
+        cls.elsewhere = {
+            ANY_FRAMEWORK: FrameworkAdvice(cls.fix, cls.code)
+        }  # kernels are of no framework
 
     def saving(self, k: ProfiledKernel) -> CounterSaving | None:
         """What the fix could save of a kernel; ``None``: it is none of its problems."""
@@ -76,7 +78,9 @@ class CounterRule(Rule):
     def _finding(self, a: Analysis, found: list[tuple[ProfiledKernel, CounterSaving]]) -> Finding:
         """Of the kernels that have it, the worst first."""
         k, saved = found[0]
-        edits = [edit for k, saved in found if (edit := faster(a, k, saved.share)) is not None]
+        edits = [
+            edit for k, saved in found if (edit := shorten_kernel(a, k, saved.share)) is not None
+        ]
         saving: list[Evidence] = []
         more = t.count_noun(len(found) - 1, "more profiled kernel")
         verb = "has" if len(found) == 2 else "have"

@@ -15,9 +15,9 @@ from advisor.measure import Analysis
 from advisor.measure.device.shapes import OpInputs
 from advisor.measure.host.names import name_matches
 from advisor.measure.host.operators import rows_of, shape_text, share_in
-from advisor.rules.common import figure
+from advisor.rules.common import amount_per_step
 from advisor.rules.kernel import facts
-from advisor.rules.kernel.attention import read_inputs, unfused
+from advisor.rules.kernel.attention import is_unfused_attention, read_inputs
 from advisor.rules.sources import OURS, SAM_PAIR
 
 MIN_UNFUSED_SHARE = 0.5
@@ -99,7 +99,7 @@ class BelowRate(Rule):
                 f"{format_share(worst['efficiency'])} of {self._rate}: {why}."
             ),
             evidence=self._evidence(a, slow),
-            where=facts.locations(a, rows),
+            where=facts.kernel_locations(a, rows),
             edits=[change],
             **self._advise([cause.case for cause in causes if cause.case]),
         )
@@ -133,7 +133,7 @@ class BelowRate(Rule):
         reached = float((slow["dur"] * slow["efficiency"]).sum() / max(dur, 1))
         lines = [
             self.compare("slow operators, share of kernel time", share, "min_share"),
-            figure(a, "slow operators", dur),
+            amount_per_step(a, "slow operators", dur),
             self.compare(f"share of {self._rate}", reached, "max_efficiency"),
         ]
         for row in slow.sort("saved", descending=True).head(3).iter_rows(named=True):
@@ -186,7 +186,7 @@ def find_slow(
     if slow.is_empty():
         return slow
     # unfused attention is slow because it is unfused: once fused, these operators are gone
-    part = share_in(a, unfused(a))
+    part = share_in(a, is_unfused_attention(a))
     return (
         slow.join(part, on=["op", "inputs"], how="left", nulls_equal=True)
         .filter(pl.col("part").fill_null(0.0) < MIN_UNFUSED_SHARE)

@@ -6,11 +6,11 @@ from typing import Any
 
 from advisor.core.finding import Threshold
 from advisor.measure import Analysis
-from advisor.measure.device.matmuls import attention
+from advisor.measure.device.matmuls import parse_attention
 from advisor.measure.device.shapes import OpInputs
 from advisor.rules.kernel.attention import BEST_REACH, REACH
 from advisor.rules.kernel.rates import BelowRate, Cause
-from advisor.rules.sources import FLASH_2, FLASH_3, traces
+from advisor.rules.sources import FLASH_2, FLASH_3, public_traces
 from advisor.testing import Examples, TraceBuilder
 
 HOPPER = (9, 0)
@@ -32,7 +32,7 @@ class SlowAttention(BelowRate):
     subject = "attention"
     title = "Fused attention runs far below the GPU's rate"
     found_in = ("traces/pairs/sam_2_fp32_few_syncs", "traces/h100_qwen_inference")
-    silent_in = traces("b200_eager h100_bert_small_inference pairs/sam_3_bf16_compiled_sdpa")
+    silent_in = public_traces("b200_eager h100_bert_small_inference pairs/sam_3_bf16_compiled_sdpa")
     validated_on = (
         "mask generation on an A100 in FP32 (heads of 16 and 80 in the memory-efficient kernel, 12 "
         "to 14% of the rate: fires; the same calls in 16 bits, measured: 163 to 42 ms, predicted "
@@ -94,7 +94,7 @@ class SlowAttention(BelowRate):
     }
 
     def _causes(self, a: Analysis, worst: dict[str, Any], inputs: OpInputs | None) -> list[Cause]:
-        shape = None if inputs is None else attention(worst["op"], inputs)
+        shape = None if inputs is None else parse_attention(worst["op"], inputs)
         kernel = str(worst["kernel"])
         causes = []
         wide = worst["dtype"] in ("fp32", "tf32", "fp64")

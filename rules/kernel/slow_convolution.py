@@ -9,12 +9,12 @@ import numpy as np
 
 from advisor.core.finding import Evidence, Finding, Outcomes, Rule, Threshold
 from advisor.measure import Analysis
-from advisor.measure.device.matmuls import convolution
+from advisor.measure.device.matmuls import parse_convolution
 from advisor.measure.device.shapes import OpInputs
 from advisor.rules.common import example_steps
 from advisor.rules.kernel import facts
 from advisor.rules.kernel.rates import ON_ROCM, BelowRate, Cause
-from advisor.rules.recorded import impact_without_gain, record
+from advisor.rules.recorded import impact_without_gain, recorded_steps
 from advisor.rules.sources import CHOSEN, OURS, RATES
 from advisor.testing import Examples, TraceBuilder
 
@@ -82,7 +82,7 @@ class SlowConvolution(BelowRate):
     }
 
     def _causes(self, a: Analysis, worst: dict[str, Any], inputs: OpInputs | None) -> list[Cause]:
-        shape = None if inputs is None else convolution(worst["op"], inputs)
+        shape = None if inputs is None else parse_convolution(worst["op"], inputs)
         amd = a.trace.meta.vendor == "amd"
         causes = []
         vector = worst["tensor_core"] is False or VECTOR.search(str(worst["kernel"])) is not None
@@ -190,14 +190,16 @@ class CudnnBenchmarkOff(Rule):
 
     def check(self, a: Analysis) -> Outcomes:
         """Look at the switch, the kernels and the batches."""
-        recorded = record(a)
+        recorded = recorded_steps(a)
         if recorded.flag("cudnn.benchmark") is not False or a.device_id is None:
             return
         if recorded.flag("cudnn.deterministic") or recorded.flag("deterministic_algorithms"):
             return
         kernels = facts.kernel_rows(a)
-        total = facts.duration(a, kernels)
-        share = facts.duration(a, kernels & facts.of_family(a, "convolution")) / max(total, 1)
+        total = facts.summed_duration(a, kernels)
+        share = facts.summed_duration(a, kernels & facts.of_family(a, "convolution")) / max(
+            total, 1
+        )
         shapes = recorded.column("shapes")
         shapes = shapes[~np.isnan(shapes)]
         if share < self.min_share or len(shapes) < 10:

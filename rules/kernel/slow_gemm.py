@@ -9,12 +9,12 @@ import polars as pl
 
 from advisor.core.finding import Threshold
 from advisor.measure import Analysis
-from advisor.measure.device.matmuls import MatrixProduct, product
+from advisor.measure.device.matmuls import MatrixProduct, parse_product
 from advisor.measure.device.shapes import OpInputs
 from advisor.rules.kernel import facts
 from advisor.rules.kernel.attention import read_inputs
 from advisor.rules.kernel.rates import ON_ROCM, BelowRate, Cause
-from advisor.rules.sources import RATES, traces
+from advisor.rules.sources import RATES, public_traces
 from advisor.testing import Examples, TraceBuilder
 
 TILE = 128
@@ -39,7 +39,7 @@ class SlowGemm(BelowRate):
     id = "slow-gemm"
     subject = "matrix products"
     title = "GEMM shapes leave most of the GPU idle"
-    silent_in = traces(
+    silent_in = public_traces(
         "h100_qwen_inference pairs/sam_2_fp32_few_syncs b200_eager mi300_timesformer_inference "
         "mi300x_kernels_after_steps pairs/sam_3_bf16_compiled_sdpa"
     )
@@ -107,7 +107,7 @@ class SlowGemm(BelowRate):
         return slow.filter(pl.Series(aligned, dtype=pl.Boolean))
 
     def _causes(self, a: Analysis, worst: dict[str, Any], inputs: OpInputs | None) -> list[Cause]:
-        shape = None if inputs is None else product(worst["op"], inputs)
+        shape = None if inputs is None else parse_product(worst["op"], inputs)
         assert shape is not None  # of all that are suitable
         units = a.device.sms if a.device is not None else None
         return causes_of(shape, units, amd=a.trace.meta.vendor == "amd")
@@ -142,7 +142,7 @@ class SlowGemm(BelowRate):
 
 def _aligned(row: dict[str, Any], inputs: OpInputs | None) -> bool:
     """The product's shape is recorded, and its rows are on 16-byte boundaries."""
-    shape = None if inputs is None else product(row["op"], inputs)
+    shape = None if inputs is None else parse_product(row["op"], inputs)
     unit = facts.UNIT.get(row["dtype"] or "")
     if shape is None or unit is None:
         return False

@@ -9,9 +9,9 @@ import polars as pl
 from advisor.core import text as t
 from advisor.core.finding import Finding, Outcomes, Rule, Select, Threshold
 from advisor.measure import Analysis
-from advisor.rules.common import example_steps, figure, of_step
+from advisor.rules.common import amount_per_step, example_steps, of_step
 from advisor.rules.framework_advice import in_any_language
-from advisor.rules.kernel.facts import duration, kernel_rows, locations, scale_kernels
+from advisor.rules.kernel.facts import kernel_locations, kernel_rows, scale_kernels, summed_duration
 from advisor.rules.sources import CHOSEN, TENSORRT
 from advisor.testing import Examples, TraceBuilder
 
@@ -35,7 +35,7 @@ class EngineLayers(Rule):
         """Add up the layers whose names fit."""
         names = a.trace.gpu["name"].cast(pl.String)
         rows = kernel_rows(a) & names.str.contains(self._pattern).to_numpy()
-        ns = duration(a, rows)
+        ns = summed_duration(a, rows)
         if not rows.any():
             return
         if ns < self.min_share * a.span_ns:
@@ -43,10 +43,10 @@ class EngineLayers(Rule):
         yield Finding(
             summary=f"{t.count_noun(int(rows.sum()), self._layer)} take {of_step(a, ns)}.",
             evidence=[
-                figure(a, f"{self._layer}s", ns),
+                amount_per_step(a, f"{self._layer}s", ns),
                 self.compare("share", ns / a.span_ns, "min_share", per=a.per),
             ],
-            where=locations(a, rows),
+            where=kernel_locations(a, rows),
             edits=[
                 scale_kernels(
                     a, rows, ((1 - left) * ns for left in (self.left, self.best, self.worst)),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from advisor.core import text as t
 from advisor.core.finding import Finding, Location, Outcomes
-from advisor.core.rule import ANY, Evidence, FrameworkAdvice, Rule, Source, Threshold
+from advisor.core.rule import ANY_FRAMEWORK, Evidence, FrameworkAdvice, Rule, Source, Threshold
 from advisor.core.sources import TRITON_CACHE
 from advisor.measure import Analysis
 from advisor.measure.device.kernel_profiles import MatchedKernel
@@ -48,7 +48,7 @@ class TritonSpills(Rule):
     verify = "The compiled kernel's n_spills is 0 in the variant that is faster."
     falsified_by = "a configuration without spills that is slower"
     assumptions = ("loads and stores of spilled registers slow the kernel down",)
-    elsewhere = {ANY: FrameworkAdvice(fix, code)}  # kernels are of no framework
+    elsewhere = {ANY_FRAMEWORK: FrameworkAdvice(fix, code)}  # kernels are of no framework
     references = (
         "https://triton-lang.org/main/python-api/generated/triton.Config.html",
         "https://docs.nvidia.com/cuda/cuda-c-programming-guide/#device-memory-accesses",
@@ -62,7 +62,7 @@ class TritonSpills(Rule):
         """The kernels that spill most, weighed by their time where there is a trace."""
         traced = not a.record_only
         dur = a.trace.gpu["dur"].to_numpy()
-        total = facts.duration(a, facts.kernel_rows(a)) if traced else 0
+        total = facts.summed_duration(a, facts.kernel_rows(a)) if traced else 0
         found: list[tuple[float, MatchedKernel]] = []
         for k in a.compiled_kernels:
             if not k.kernel.spilled or (traced and not len(k.rows)):

@@ -11,9 +11,9 @@ from advisor.core.rule import Evidence, FrameworkAdvice, Rule, Threshold
 from advisor.core.trace import JAX, TENSORFLOW
 from advisor.measure import Analysis
 from advisor.measure.host.names import name_matches
-from advisor.rules.common import example_steps, figure
+from advisor.rules.common import amount_per_step, example_steps
 from advisor.rules.kernel import attention, facts
-from advisor.rules.sources import CHOSEN, OURS, SAM_PAIR, SILENT_TRACES, traces
+from advisor.rules.sources import CHOSEN, OURS, SAM_PAIR, SILENT_TRACES, public_traces
 from advisor.testing import Examples, TraceBuilder
 
 SOFTMAX = r"^aten::(_softmax|_softmax_backward_data|_masked_softmax|_safe_softmax)$"
@@ -45,7 +45,7 @@ class UnfusedAttention(Rule):
     id = "unfused-attention"
     subject = "attention"
     title = "Attention is not fused"
-    found_in = traces(
+    found_in = public_traces(
         "mi300_timesformer_inference pairs/sam_1_fp32_many_syncs pairs/particle_batch2 "
         "pairs/particle_batch32 pairs/particle_batch64 pairs/particle_batch128"
     )
@@ -140,19 +140,19 @@ class UnfusedAttention(Rule):
         """Time of attention in separate kernels as a share of kernel time."""
         if a.device_id is None:
             return
-        total = facts.duration(a, facts.kernel_rows(a))
+        total = facts.summed_duration(a, facts.kernel_rows(a))
         if not total:
             return
         rows = facts.compute_rows(a)
         blocks = attention.find_blocks(a, self.max_between)
         backward = self._backward(a, rows, blocks.rows)
-        spent = facts.duration(a, blocks.rows) + backward
+        spent = facts.summed_duration(a, blocks.rows) + backward
         share = spent / total
         if share < self.min_share:
             yield from self._healthy(a, rows, total, share)
             return
-        fallback = facts.duration(a, attention.fallback(a))
-        fused = attention.fuse(a, blocks)
+        fallback = facts.summed_duration(a, attention.is_fallback_kernel(a))
+        fused = attention.estimate_fused_time(a, blocks)
         case = "shapes or rates not known"
         if fused is not None:
             case = "inputs of 32 bits" if fused.wide else ""
@@ -164,22 +164,22 @@ class UnfusedAttention(Rule):
             ),
             evidence=[
                 self.compare("unfused attention, share of kernel time", share, "min_share"),
-                figure(a, "unfused attention", spent),
+                amount_per_step(a, "unfused attention", spent),
                 Evidence("under the math fallback", fallback / total, "share"),
                 Evidence("tokens per sequence", fused and fused.tokens, "count"),
             ],
-            where=facts.locations(a, blocks.rows),
+            where=facts.kernel_locations(a, blocks.rows),
             edits=[self._edit(a, rows, blocks, backward, fused)],
             confidence_notes=[] if fused else ["shapes, or what the GPU attains, are not known"],
             **(self.case(case) if case else {}),
         )
 
     def _healthy(self, a: Analysis, rows: facts.Mask, total: int, share: float) -> Outcomes:
-        fused = facts.duration(a, rows & facts.of_family(a, "attention"))
+        fused = facts.summed_duration(a, rows & facts.of_family(a, "attention"))
         if fused >= self.praise_share * total and share < 0.01:
             yield PassedCheck(text=f"attention runs fused ({fused / total:.0%} of kernel time)")
         unknown = rows & facts.of_family(a, "softmax") & a.kernels["op_name"].is_null().to_numpy()
-        if facts.duration(a, unknown) >= 0.02 * total:
+        if facts.summed_duration(a, unknown) >= 0.02 * total:
             yield SkippedCheck(
                 what="whether softmax kernels belong to unfused attention",
                 why="the kernels were launched outside the window or by a CUDA graph",
@@ -194,11 +194,11 @@ class UnfusedAttention(Rule):
         op = a.kernels["op_name"]
         products = rows & name_matches(op, attention.FORWARD).to_numpy()
         in_backward = facts.launched_under(a, r"^autograd::engine::evaluate_function")
-        in_forward = facts.duration(a, products & ~in_backward)
-        part = facts.duration(a, products & forward) / max(1, in_forward)
+        in_forward = facts.summed_duration(a, products & ~in_backward)
+        part = facts.summed_duration(a, products & forward) / max(1, in_forward)
         gradients = rows & in_backward & name_matches(op, GRADIENT).to_numpy()
-        spent = facts.duration(a, gradients & ~forward)
-        return spent + part * facts.duration(a, products & in_backward & ~forward)
+        spent = facts.summed_duration(a, gradients & ~forward)
+        return spent + part * facts.summed_duration(a, products & in_backward & ~forward)
 
     def _edit(
         self,
@@ -219,11 +219,11 @@ class UnfusedAttention(Rule):
         )
         own = share.filter(pl.col("part") >= MIN_PART)["op"].drop_nulls().cast(pl.String).to_list()
         under = [rf"{attention.FORWARD}|{SOFTMAX}", facts.match_exactly(sorted(own))]
-        if attention.fallback(a).any():
+        if attention.is_fallback_kernel(a).any():
             under.append(attention.MATH)
         select = Select(on="gpu", kind=("kernel",), under="|".join(under))
         chosen = facts.launched_under(a, select.under) & rows
-        touched = facts.duration(a, blocks.rows & chosen) + backward
+        touched = facts.summed_duration(a, blocks.rows & chosen) + backward
         left = self._fused_time(a, blocks, fused, training=backward > 0)
         saved = [max(0.0, touched - ns) for ns in left]
         return facts.scale_kernels(a, chosen, saved, select, "merge")
@@ -241,7 +241,7 @@ class UnfusedAttention(Rule):
         if fused is None:
             op = a.kernels["op_name"]
             products = blocks.rows & name_matches(op, attention.FORWARD).to_numpy()
-            own = facts.duration(a, products) * passes
+            own = facts.summed_duration(a, products) * passes
             return own * self.products, own * self.best_products, own * self.worst_products
         half = fused.half_ns * passes
         worst = half / self.worst_reach

@@ -11,7 +11,7 @@ from advisor.core.trace import JAX, TENSORFLOW
 from advisor.measure import Analysis
 from advisor.measure.device.shapes import OpInputs
 from advisor.measure.host.names import name_matches
-from advisor.rules.common import example_steps, figure
+from advisor.rules.common import amount_per_step, example_steps
 from advisor.rules.framework_advice import TF_COMPILE
 from advisor.rules.kernel import facts
 from advisor.rules.sources import (
@@ -127,15 +127,15 @@ class UnfusedElementwise(Rule):
         """Time of chains as a share of kernel time."""
         if not facts.is_busy(a, self.min_busy):
             return
-        total = facts.duration(a, facts.kernel_rows(a))
+        total = facts.summed_duration(a, facts.kernel_rows(a))
         rows = facts.compute_rows(a)
         fusible = rows & facts.of_family(a, *FUSIBLE)
-        if facts.duration(a, fusible) < self.min_share * total:
+        if facts.summed_duration(a, fusible) < self.min_share * total:
             return
         fusible &= ~name_matches(a.trace.gpu["name"], ALREADY).to_numpy()
         fusible &= ~facts.launched_under(a, r"^Optimizer\.step#")
         in_chain, chains, known = self._chains(a, rows, fusible)
-        share = facts.duration(a, in_chain) / total
+        share = facts.summed_duration(a, in_chain) / total
         if share < self.min_share:
             return
         selected = rows & facts.of_family(a, *FUSIBLE)
@@ -158,11 +158,11 @@ class UnfusedElementwise(Rule):
                 self.compare(
                     "chains of pointwise kernels, share of kernel time", share, "min_share"
                 ),
-                figure(a, "kernels in chains", int(in_chain.sum()), "count"),
-                figure(a, "chains", chains.height, "count"),
-                figure(a, "saving if all links merge", saved),
+                amount_per_step(a, "kernels in chains", int(in_chain.sum()), "count"),
+                amount_per_step(a, "chains", chains.height, "count"),
+                amount_per_step(a, "saving if all links merge", saved),
             ],
-            where=facts.locations(a, in_chain),
+            where=facts.kernel_locations(a, in_chain),
             edits=[change],
             confidence_notes=[]
             if known >= 0.5

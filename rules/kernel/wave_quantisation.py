@@ -11,7 +11,7 @@ from advisor.core.rule import Evidence, Rule, Source, Threshold
 from advisor.core.text import count_noun
 from advisor.measure import Analysis
 from advisor.measure.host.names import name_matches
-from advisor.rules.common import example_steps, figure
+from advisor.rules.common import amount_per_step, example_steps
 from advisor.rules.framework_advice import in_any_language
 from advisor.rules.kernel import facts
 from advisor.rules.sources import ARITHMETIC, MATMUL_GUIDE, OURS, SILENT_TRACES, SMALL_GRIDS_TRACES
@@ -73,9 +73,9 @@ class WaveQuantisation(Rule):
         """Kernels, by name, whose last waves waste time."""
         if not facts.is_busy(a, self.min_busy):
             return
-        total = facts.duration(a, facts.kernel_rows(a))
+        total = facts.summed_duration(a, facts.kernel_rows(a))
         heavy = facts.compute_rows(a) & facts.of_family(a, "gemm", "convolution", "attention")
-        if facts.duration(a, heavy) < self.min_share * total:
+        if facts.summed_duration(a, heavy) < self.min_share * total:
             return
         heavy_known = heavy & a.kernels["waves"].is_not_null().to_numpy()
         if not heavy_known.any():
@@ -103,9 +103,9 @@ class WaveQuantisation(Rule):
             evidence=[
                 self.compare("waste in these kernels", lost / spent, "min_waste"),
                 self.compare("waves of the largest", table["waves"][0], "max_waves", ""),
-                figure(a, "time of these kernels", spent),
+                amount_per_step(a, "time of these kernels", spent),
             ],
-            where=facts.locations(a, rows),
+            where=facts.kernel_locations(a, rows),
             edits=[facts.scale_kernels(a, rows, (lost * self.part, lost, 0.0), select)],
         )
 
@@ -274,10 +274,10 @@ class SmallGrids(Rule):
         rows = facts.compute_rows(a)
         blocks = gpu["blocks_per_sm"].fill_null(np.inf).to_numpy()
         small = rows & (blocks < 1) & ~name_matches(gpu["name"], facts.PERSISTENT).to_numpy()
-        total = facts.duration(a, rows)
+        total = facts.summed_duration(a, rows)
         if not total:
             return
-        share = facts.duration(a, small) / total
+        share = facts.summed_duration(a, small) / total
         if share < self.min_share:
             return
         dur = gpu["dur"].to_numpy()[small]
@@ -295,10 +295,10 @@ class SmallGrids(Rule):
             evidence=[
                 self.compare("small kernels, share of compute time", share, "min_share"),
                 Evidence("of the GPU empty meanwhile", empty_share, "share"),
-                figure(a, "small kernels", int(small.sum()), "count"),
+                amount_per_step(a, "small kernels", int(small.sum()), "count"),
                 self.compare("device busy", facts.busy_share(a), "min_busy"),
             ],
-            where=facts.locations(a, small),
+            where=facts.kernel_locations(a, small),
             edits=[facts.scale_kernels(a, selected, saved, select)],
         )
 

@@ -8,7 +8,7 @@ from advisor.core import text as t
 from advisor.core.finding import Evidence, Finding, Outcomes, Rule, SkippedCheck, Threshold
 from advisor.measure import Analysis
 from advisor.rules.memory.device_memory import gpu_capacity, last_known
-from advisor.rules.recorded import impact_without_gain, record, steps_seen
+from advisor.rules.recorded import impact_without_gain, recorded_steps, steps_seen
 from advisor.rules.sources import CHOSEN, GPU_IDLE, SAGEMAKER, TRACEML
 from advisor.testing import Examples, TraceBuilder
 
@@ -63,7 +63,7 @@ class BatchHeadroom(Rule):
 
     def check(self, a: Analysis) -> Outcomes:
         """Compare memory and activity with what the GPU has."""
-        recorded = record(a)
+        recorded = recorded_steps(a)
         total = gpu_capacity(a)
         peak = last_known(recorded.column("peak"))
         reserved = recorded.column("reserved")
@@ -122,7 +122,7 @@ def _activity(a: Analysis) -> tuple[str, float, str] | None:
     """(label, share, kind) of the best measure of how busy the GPU is."""
     if a.device_id is not None and a.span_ns:
         return "GPU busy, share of the step", a.breakdown.busy.total / a.span_ns, "busy"
-    recorded = record(a)
+    recorded = recorded_steps(a)
     active = [gpu.gpm["sm_util"] for gpu in recorded.gpus if gpu.gpm and "sm_util" in gpu.gpm]
     if len(active) >= 5:
         return "multiprocessors active", float(np.mean(active)) / 100, "active"

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from advisor.core.finding import Location
-from advisor.rules.recorded import record
+from advisor.rules.recorded import recorded_steps
 from advisor.testing import TraceBuilder
 
 if TYPE_CHECKING:
@@ -43,7 +43,7 @@ class Peaks(NamedTuple):
     """Memory of the GPU."""
 
 
-def peaks(a: Analysis) -> Peaks:
+def measure_peaks(a: Analysis) -> Peaks:
     """The largest values of any used step."""
     if a.device_id is None:
         return Peaks(None, None, None)
@@ -73,7 +73,7 @@ def at_line(place: Any, count: int | None = None, op: str | None = None) -> list
 
 def gpu_capacity(a: Analysis) -> int | None:
     """Memory of the rank's GPU, bytes; ``None``: not recorded."""
-    recorded = record(a)
+    recorded = recorded_steps(a)
     device = next(iter(recorded.record.rank.devices), None)
     if device is not None and device.total_bytes:
         return device.total_bytes
@@ -87,7 +87,7 @@ def last_known(values: Floats) -> float | None:
     return float(known[-1]) if len(known) else None
 
 
-def growth(values: Floats) -> tuple[float, bool]:
+def measure_growth(values: Floats) -> tuple[float, bool]:
     """(what a series grows by over its length, whether it grows steadily).
 
     By the lowest values of eight equal blocks (four of a short series), so that peaks of long

@@ -14,7 +14,7 @@ from advisor.core import text as t
 from advisor.core.finding import Edit, Finding, Location, Outcomes, PassedCheck, Select
 from advisor.core.rule import Evidence, Rule, Threshold
 from advisor.measure import Analysis
-from advisor.rules.common import column, locate_row, places, rows, total
+from advisor.rules.common import costliest_places, int_column, locate_row, row_numbers, sum_column
 from advisor.rules.framework_advice import in_any_language
 from advisor.rules.memory.device_memory import run_product
 from advisor.rules.sources import CACHING_ALLOCATOR, OURS, SILENT_TRACES
@@ -47,7 +47,7 @@ class DriverAllocationRule(Rule):
         raise NotImplementedError
 
     def _places(self, a: Analysis, calls: pl.DataFrame) -> list[Location]:
-        return places(a, rows(calls["host"]), column(calls, "dur"))
+        return costliest_places(a, row_numbers(calls["host"]), int_column(calls, "dur"))
 
     def check(self, a: Analysis) -> Outcomes:
         """Count such calls in the steps after the first."""
@@ -74,7 +74,9 @@ class DriverAllocationRule(Rule):
                 self.compare(
                     "steps with such calls", calls["step"].n_unique(), "min_steps", "count"
                 ),
-                Evidence("host time in these calls", total(calls["dur"]) / steps, "ns", per=a.per),
+                Evidence(
+                    "host time in these calls", sum_column(calls["dur"]) / steps, "ns", per=a.per
+                ),
             ],
             where=self._places(a, calls),
             edits=[Edit(op="remove", select=self._select)],
@@ -271,7 +273,7 @@ class PinnedAllocationInLoop(DriverAllocationRule):
         count = t.count_noun(round(calls.height / steps), "allocation")
         return (
             f"The loop makes {count} of pinned host memory per step after the warm-up. Each takes "
-            f"{t.format_duration(total(calls['dur']) / calls.height)}."
+            f"{t.format_duration(sum_column(calls['dur']) / calls.height)}."
         )
 
     @staticmethod

@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 from advisor.core.finding import Edit, Evidence, Finding, Outcomes, Rule, Select, Threshold
 from advisor.measure import Analysis
 from advisor.replay.selection import under_names
-from advisor.rules.common import figure, locate_row
+from advisor.rules.common import amount_per_step, locate_row
 from advisor.rules.memory.device_memory import run_product
 from advisor.rules.sources import OURS, SILENT_TRACES
 from advisor.testing import Examples, TraceBuilder
@@ -88,8 +88,8 @@ class EmptyCacheInLoop(Rule):
             evidence=[
                 self.compare("steps with the call", frees["step"].n_unique(), "min_steps", "count"),
                 Evidence("cudaFree", bursts, "count", per=a.per),
-                figure(a, "cudaMalloc", mallocs.height, "count"),
-                figure(a, "host time in both", int(calls["dur"].sum())),
+                amount_per_step(a, "cudaMalloc", mallocs.height, "count"),
+                amount_per_step(a, "host time in both", int(calls["dur"].sum())),
             ],
             where=[
                 locate_row(

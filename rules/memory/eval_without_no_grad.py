@@ -11,12 +11,19 @@ from numpy.typing import NDArray
 from advisor.core import text as t
 from advisor.core.finding import Evidence, Finding, Outcomes, Rule, Threshold
 from advisor.core.intervals import Intervals, covered_length, intersect, union
-from advisor.core.run_directory import LARGEST
+from advisor.core.run_directory import MAX_VALUE
 from advisor.measure import Analysis
 from advisor.measure.device.families import MATRIX, op_families
 from advisor.measure.host.names import name_matches
-from advisor.rules.common import Rows, figure, of_step, per, places, rows
-from advisor.rules.recorded import impact_risk, record, steps_seen
+from advisor.rules.common import (
+    Rows,
+    amount_per_step,
+    costliest_places,
+    of_step,
+    per_step,
+    row_numbers,
+)
+from advisor.rules.recorded import impact_risk, recorded_steps, steps_seen
 from advisor.rules.sources import CURED_RECORDINGS, OURS, REAL_EVAL, REAL_KERNEL, SILENT_TRACES
 from advisor.testing import Examples, TraceBuilder
 
@@ -90,7 +97,7 @@ class EvalWithoutNoGrad(Rule):
     def check(self, a: Analysis) -> Outcomes:
         """Compare node numbers of the forward pass with those of the backward pass."""
         cpu = a.trace.cpu
-        number = rows(cpu["sequence"])
+        number = row_numbers(cpu["sequence"])
         nodes = name_matches(cpu["name"], NODE).to_numpy() & (number >= 0)
         if not nodes.any():
             return
@@ -124,17 +131,17 @@ class EvalWithoutNoGrad(Rule):
         yield Finding(
             summary=(
                 f"Operators with gradients enabled and no backward pass take {of_step(a, lost)}. "
-                f"They keep the activations of {t.count_noun(count, 'graph node')}{per(a)}."
+                f"They keep the activations of {t.count_noun(count, 'graph node')}{per_step(a)}."
             ),
             evidence=[
                 self.compare(
                     "graph nodes without a backward pass", count, "min_numbers", "count", per=a.per
                 ),
-                figure(a, "host time in them", lost),
+                amount_per_step(a, "host time in them", lost),
                 self.compare("share of the forward pass", share, "min_share"),
                 self.compare("share", lost / a.span_ns, "min_step", per=a.per),
             ],
-            where=places(a, here, cpu["dur"].to_numpy()[here].astype(np.int64)),
+            where=costliest_places(a, here, cpu["dur"].to_numpy()[here].astype(np.int64)),
             impact=impact_risk(
                 "the memory that the graphs hold depends on how long results are kept"
             ),
@@ -149,7 +156,7 @@ class EvalWithoutNoGrad(Rule):
         if a.trace.main_thread is not None:
             chosen &= (cpu["thread"] == a.trace.main_thread).to_numpy()
         operators = np.flatnonzero(chosen)
-        parent = rows(cpu["parent"])[operators]
+        parent = row_numbers(cpu["parent"])[operators]
         outer = (parent < 0) | (number[parent] < 0)
         operators = operators[outer]
         backward = np.flatnonzero(name_matches(cpu["name"], NODE).to_numpy())
@@ -196,7 +203,7 @@ class EvaluationGraphs(EvalWithoutNoGrad):
     def check(self, a: Analysis) -> Outcomes:
         """Sum up what was counted after the first step. Between a loader's batches, forwards over
         data in memory are part of the step before."""
-        recorded = record(a)
+        recorded = recorded_steps(a)
         infers = recorded.inference  # then all of the run is the evaluation
         after = zip(recorded.steps, recorded.steps[0 if infers else 1 :], strict=False)
         pairs = [(before, step) for before, step in after if step.unused_graphs > 0]
@@ -206,7 +213,7 @@ class EvaluationGraphs(EvalWithoutNoGrad):
         forward = recorded.phase("forward")
         usual = 0.0 if forward is None or infers else float(np.median(forward))
         spent = sum(
-            min(max(step.evaluation or before.phases.get("forward", 0) - usual, 0), LARGEST)
+            min(max(step.evaluation or before.phases.get("forward", 0) - usual, 0), MAX_VALUE)
             for before, step in pairs
         )
         whole = recorded.outside + float(recorded.dur.sum())

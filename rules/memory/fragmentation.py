@@ -11,9 +11,9 @@ from advisor.core import text as t
 from advisor.core.finding import Evidence, Finding, Outcomes, Rule, Threshold
 from advisor.core.sources import SNAPSHOT
 from advisor.measure import Analysis
-from advisor.measure.memory.fragments import fragments, placement, repacking
+from advisor.measure.memory.fragments import explain_placement, measure_fragments, measure_repacking
 from advisor.rules.memory.device_memory import EXPANDABLE, GIB, gpu_capacity, last_known
-from advisor.rules.recorded import impact_memory, record
+from advisor.rules.recorded import impact_memory, recorded_steps
 from advisor.rules.sources import CHOSEN
 from advisor.testing import Examples, TraceBuilder
 
@@ -74,7 +74,7 @@ class Fragmentation(Rule):
         yield from findings
         if findings or a.recorded is None:
             return
-        recorded = record(a)
+        recorded = recorded_steps(a)
         used = recorded.settled
         reserved = last_known(recorded.column("reserved")[used])
         peak = last_known(recorded.column("peak")[used])
@@ -117,7 +117,11 @@ class Fragmentation(Rule):
         """Free memory that a failed request could not use because it is in pieces; or, where none
         failed, what the peak had reserved in pieces that no request could use."""
         for post in a.post_mortems:
-            pieces, placed, packed = fragments(post), placement(post), repacking(post)
+            pieces, placed, packed = (
+                measure_fragments(post),
+                explain_placement(post),
+                measure_repacking(post),
+            )
             if pieces is None or packed is None:
                 continue
             failed = placed is not None and placed.scattered and packed.helps

@@ -14,10 +14,10 @@ from advisor.core.sources import SNAPSHOT
 from advisor.measure import Analysis
 from advisor.measure.device.shapes import OpInputs
 from advisor.measure.host.names import name_matches
-from advisor.measure.memory.memory_savings import logits
-from advisor.rules.common import figure, places
+from advisor.measure.memory.memory_savings import find_logits
+from advisor.rules.common import amount_per_step, costliest_places
 from advisor.rules.kernel import facts
-from advisor.rules.memory.device_memory import at_line, peaks, snapshot_example
+from advisor.rules.memory.device_memory import at_line, measure_peaks, snapshot_example
 from advisor.rules.recorded import impact_memory
 from advisor.rules.sources import LLAMA, OURS, PEAKS, SILENT_TRACES
 from advisor.testing import Examples, TraceBuilder
@@ -101,7 +101,7 @@ class HugeVocabulary(Rule):
         yield from [finding for finding in snapshots if finding is not None] or outcomes
 
     def _of_snapshot(self, post: PostMortem) -> Finding | None:
-        held = logits(post)
+        held = find_logits(post)
         if held is None or held.largest < self.min_memory * max(post.allocated, 1):
             return None
         share = held.largest / max(post.allocated, 1)
@@ -150,7 +150,7 @@ class HugeVocabulary(Rule):
         largest = int(taken.max())
         if not largest:
             return
-        reserved, allocated, _ = peaks(a)
+        reserved, allocated, _ = measure_peaks(a)
         capacity = allocated or reserved or (a.device.memory_bytes if a.device else None)
         if not capacity or largest < self.min_memory * capacity:
             return
@@ -172,9 +172,9 @@ class HugeVocabulary(Rule):
                     "min_vocabulary",
                     "count",
                 ),
-                figure(a, "GPU time of the loss", facts.duration(a, under)),
+                amount_per_step(a, "GPU time of the loss", facts.summed_duration(a, under)),
             ],
-            where=places(a, calls.astype(np.int64), taken),
+            where=costliest_places(a, calls.astype(np.int64), taken),
             impact=impact_memory(2 * largest, "log-softmax and one gradient of its size"),
         )
 

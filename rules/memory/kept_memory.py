@@ -12,17 +12,17 @@ from advisor.core.intervals import Floats, covered_length, union
 from advisor.core.rule import Evidence, Rule, Threshold
 from advisor.core.sources import SNAPSHOT
 from advisor.measure import Analysis
-from advisor.measure.memory.memory_savings import savings
-from advisor.measure.memory.post_mortem import fullest, growing_lines
+from advisor.measure.memory.memory_savings import find_savings
+from advisor.measure.memory.post_mortem import fullest_devices, growing_lines
 from advisor.measure.steps.record import StepRecords
 from advisor.rules.memory.device_memory import (
     at_line,
     gpu_capacity,
-    growth,
     last_known,
+    measure_growth,
     snapshot_example,
 )
-from advisor.rules.recorded import impact_memory, impact_risk, record
+from advisor.rules.recorded import impact_memory, impact_risk, recorded_steps
 from advisor.rules.sources import CHOSEN, TRACEML
 from advisor.testing import Examples, TraceBuilder
 
@@ -70,7 +70,7 @@ class KeptReferences(Rule):
         for post in a.post_mortems:
             if not post.growth.is_empty():
                 continue
-            for saving in savings(post):
+            for saving in find_savings(post):
                 if saving.change != "references" or saving.bytes < self.least * post.allocated:
                     continue
                 yield Finding(
@@ -200,7 +200,7 @@ class MemoryLeak(Rule):
         yield from in_snapshot
         if a.recorded is None:
             return
-        recorded = record(a)
+        recorded = recorded_steps(a)
         used = recorded.settled
         if int(used.sum()) < self.min_steps:
             yield SkippedCheck(
@@ -210,11 +210,11 @@ class MemoryLeak(Rule):
             )
             return
         device = recorded.column("allocated")[used]
-        grown, steady = growth(device)
+        grown, steady = measure_growth(device)
         if steady and grown >= self.min_growth and not in_snapshot:
             yield self._finding(a, "GPU memory in tensors", device, grown, gpu_capacity(a))
         host = _resident(recorded)
-        grown, steady = growth(host)
+        grown, steady = measure_growth(host)
         total = recorded.record.rank.memory_bytes
         limit = max(self.min_host_growth, self.min_host_share * (total or 0))
         if steady and grown >= limit:
@@ -223,7 +223,7 @@ class MemoryLeak(Rule):
     def _finding(
         self, a: Analysis, what: str, values: np.ndarray, grown: float, total: int | None
     ) -> Finding:
-        recorded = record(a)
+        recorded = recorded_steps(a)
         steps = int(recorded.settled.sum())
         each = grown / steps
         now = last_known(values)
@@ -305,7 +305,7 @@ class MemoryLeak(Rule):
         """Lines that hold more in each of several snapshots over a run."""
         if not a.snapshot_series:
             return
-        posts = fullest(a.snapshot_series)
+        posts = fullest_devices(a.snapshot_series)
         table, per = growing_lines(posts)
         grown = int((table["last"] - table["first"]).sum())
         if grown < self.min_growth:

@@ -19,7 +19,7 @@ from advisor.rules.memory.device_memory import (
     LOWER_PEAK_INFERENCE,
     gpu_capacity,
     locate_holders,
-    peaks,
+    measure_peaks,
     run_product,
     snapshot_example,
 )
@@ -99,7 +99,7 @@ class MemoryNearCapacity(Rule):
         post = _select_post_mortem(a)
         if a.device_id is None and post is None:
             return
-        reserved, allocated, capacity = peaks(a)
+        reserved, allocated, capacity = measure_peaks(a)
         reserved = allocated if reserved is None else reserved  # it is at least what tensors hold
         held: list[Location] = []
         if post is not None:

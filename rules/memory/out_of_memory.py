@@ -9,8 +9,8 @@ from advisor.core import text as t
 from advisor.core.finding import Evidence, Finding, Outcomes, Rule, Threshold
 from advisor.core.sources import SNAPSHOT
 from advisor.measure import Analysis
-from advisor.measure.memory.fragments import placement, repacking
-from advisor.measure.memory.memory_savings import Saving, savings
+from advisor.measure.memory.fragments import explain_placement, measure_repacking
+from advisor.measure.memory.memory_savings import Saving, find_savings
 from advisor.rules.memory.device_memory import (
     EXPANDABLE,
     LOWER_PEAK,
@@ -20,7 +20,7 @@ from advisor.rules.memory.device_memory import (
     locate_holders,
     snapshot_example,
 )
-from advisor.rules.recorded import impact_risk, record
+from advisor.rules.recorded import impact_risk, recorded_steps
 from advisor.rules.sources import CHOSEN, CURED_RECORDINGS
 from advisor.testing import Examples, TraceBuilder
 
@@ -90,7 +90,7 @@ class OutOfMemory(Rule):
             "torch.cuda.memory._dump_snapshot('oom.pickle')",
             "confidence": 0.6,
         },
-        # what would have freed memory, from a snapshot: the changes of ``savings``
+        # what would have freed memory, from a snapshot: the changes of ``find_savings``
         "checkpointing": {
             "fix": "Checkpoint the blocks called there",
             "code": "from torch.utils.checkpoint import checkpoint\n"
@@ -192,7 +192,7 @@ class OutOfMemory(Rule):
         if text is None and post is not None and post.request is not None:
             yield self._of_snapshot(post, post.request)
             return
-        recorded = None if a.recorded is None else record(a)
+        recorded = None if a.recorded is None else recorded_steps(a)
         sizes = [] if recorded is None else [size for size in recorded.column("bytes") if size > 0]
         grown = float(sizes[-1] / median(sizes)) if len(sizes) >= MIN_BATCHES else None
         batch = grown is not None and grown >= self.larger
@@ -243,7 +243,11 @@ class OutOfMemory(Rule):
 
     def _of_snapshot(self, post: PostMortem, request: int) -> Finding:
         """The request that failed, what was held then, and what would have freed enough."""
-        placed, packed, ways = placement(post), repacking(post), list(savings(post))
+        placed, packed, ways = (
+            explain_placement(post),
+            measure_repacking(post),
+            list(find_savings(post)),
+        )
         scattered = placed is not None and placed.scattered and packed is not None and packed.helps
         if scattered:  # the fix for fragments first
             ways.sort(key=lambda way: (way.change != "expandable segments", -way.bytes))
@@ -350,7 +354,7 @@ class OutOfMemory(Rule):
 
 
 def describe_change(change: str) -> tuple[str, str]:
-    """What to do for one of ``memory_savings.changes``, and the code."""
+    """What to do for one of ``memory_savings.find_changes``, and the code."""
     case = OutOfMemory.cases.get(change) or SHARDING
     return str(case["fix"]), str(case["code"])
 

@@ -8,12 +8,12 @@ from advisor.core.finding import Edit, Finding, Location, Outcomes, Select, Skip
 from advisor.core.rule import Evidence, Rule, Threshold
 from advisor.measure import Analysis
 from advisor.measure.host.names import name_matches
-from advisor.measure.memory.memory import recompute
+from advisor.measure.memory.memory import find_recompute
 from advisor.replay.selection import under_names
-from advisor.rules.common import figure, locate_row, of_each
+from advisor.rules.common import amount_per_step, locate_row, of_each
 from advisor.rules.kernel import facts
-from advisor.rules.memory.device_memory import GIB, peaks, run_product
-from advisor.rules.sources import CHECKPOINT, OURS, traces
+from advisor.rules.memory.device_memory import GIB, measure_peaks, run_product
+from advisor.rules.sources import CHECKPOINT, OURS, public_traces
 from advisor.testing import Examples, TraceBuilder
 
 RECOMPUTE = r"torch/utils/checkpoint\.py\(\d+\): (\w+\.)*recompute_fn\b"
@@ -35,7 +35,7 @@ class RecomputeWithFreeMemory(Rule):
 
     id = "recompute-with-free-memory"
     title = "Activation checkpointing recomputes although memory is free"
-    silent_in = traces("b200_eager h100_bert_small_inference pairs/particle_batch128")
+    silent_in = public_traces("b200_eager h100_bert_small_inference pairs/particle_batch128")
     validated_on = "frames and operator as PyTorch 2.13 records them; has not fired on a real trace"
     references = (
         "https://pytorch.org/docs/stable/checkpoint.html",
@@ -71,7 +71,7 @@ class RecomputeWithFreeMemory(Rule):
         training = name_matches(a.trace.cpu["name"], BACKWARD).any()
         if not training:
             return  # nothing to recompute for
-        table = recompute(a)
+        table = find_recompute(a)
         if table is None:
             yield SkippedCheck(
                 what="activation recomputation",
@@ -83,7 +83,7 @@ class RecomputeWithFreeMemory(Rule):
         share = recomputed / a.span_ns
         if share < self.min_share:
             return
-        reserved, _, capacity = peaks(a)
+        reserved, _, capacity = measure_peaks(a)
         if reserved is None or not capacity:
             yield SkippedCheck(
                 what=f"whether free memory could save recomputation ({share:.0%} of the step)",
@@ -105,7 +105,7 @@ class RecomputeWithFreeMemory(Rule):
             ),
             evidence=[
                 self.compare("recomputation, share", share, "min_share", per=a.per),
-                figure(a, "recomputation", recomputed),
+                amount_per_step(a, "recomputation", recomputed),
                 Evidence("peak reserved", reserved, "bytes"),
                 self.compare("peak reserved, share of capacity", full, "max_reserved"),
             ],
@@ -121,8 +121,8 @@ class RecomputeWithFreeMemory(Rule):
         """The recomputed kernels; and, where the op holds backward work too, what stays of it."""
         if (facts.launched_under(a, RECOMPUTE) & facts.kernel_rows(a)).any():
             return Select(on="gpu", under=RECOMPUTE), None
-        total = facts.duration(a, facts.launched_under(a, REENTRANT) & a.in_window)
-        table = recompute(a)
+        total = facts.summed_duration(a, facts.launched_under(a, REENTRANT) & a.in_window)
+        table = find_recompute(a)
         again = 0 if table is None else int(table["dur"].sum())
         return Select(on="gpu", under=REENTRANT), max(0.0, 1 - again / max(1, total))
 

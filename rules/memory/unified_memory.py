@@ -10,9 +10,9 @@ from advisor.core.finding import Evidence, Finding, Outcomes, Rule, Threshold
 from advisor.core.intervals import covered_length, union
 from advisor.measure import Analysis
 from advisor.replay.project.moves import host_rate
-from advisor.rules.common import figure, of_step
+from advisor.rules.common import amount_per_step, of_step
 from advisor.rules.framework_advice import in_any_language
-from advisor.rules.kernel.facts import kernel_rows, kernels_named, locations, scale_kernels
+from advisor.rules.kernel.facts import kernel_locations, kernel_rows, kernels_named, scale_kernels
 from advisor.rules.sources import CHOSEN, ENGINE_FLOOR
 from advisor.testing import Examples, TraceBuilder
 
@@ -122,16 +122,16 @@ class UnifiedMemory(Rule):
                 f"{t.format_bytes(size['DtoH'] / a.step_count)} back."
             ),
             evidence=[
-                figure(a, "kernels beside migrations", waits),
+                amount_per_step(a, "kernels beside migrations", waits),
                 self.compare("share", waits / a.span_ns, "min_share", per=a.per),
-                figure(a, "bytes to the GPU on demand", size["HtoD"], "bytes"),
-                figure(a, "bytes back on demand", size["DtoH"], "bytes"),
-                figure(a, "the same bytes over the link", link_ns),
-                figure(a, "evictions", evicted.height, "count"),
+                amount_per_step(a, "bytes to the GPU on demand", size["HtoD"], "bytes"),
+                amount_per_step(a, "bytes back on demand", size["DtoH"], "bytes"),
+                amount_per_step(a, "the same bytes over the link", link_ns),
+                amount_per_step(a, "evictions", evicted.height, "count"),
                 Evidence("GPU page faults in the recording",
                          None if faults.is_empty() else float(faults["value"].sum()), "count"),
             ],
-            where=locations(a, slowed),
+            where=kernel_locations(a, slowed),
             edits=[
                 scale_kernels(
                     a,

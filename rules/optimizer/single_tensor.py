@@ -12,7 +12,7 @@ from advisor.core.rule import Evidence, Rule, Threshold
 from advisor.measure import Analysis
 from advisor.measure.host.names import name_matches
 from advisor.replay.selection import under_names
-from advisor.rules.common import example_steps, per, scale
+from advisor.rules.common import example_steps, per_step, scale_edit
 from advisor.rules.kernel import facts
 from advisor.rules.sources import FOREACH, OURS, SILENT_TRACES
 from advisor.testing import Examples, TraceBuilder
@@ -106,13 +106,15 @@ class SingleTensorOptimizer(Rule):
         multi_tensor = rows & name_matches(gpu["name"], FUSED).to_numpy()
         count_per_step = count / a.step_count
         if multi_tensor.any():
-            of_optimizer = facts.duration(a, rows)
-            share = facts.duration(a, multi_tensor) / max(1, of_optimizer)
-            large = of_optimizer >= self.praise_share * facts.duration(a, facts.kernel_rows(a))
+            of_optimizer = facts.summed_duration(a, rows)
+            share = facts.summed_duration(a, multi_tensor) / max(1, of_optimizer)
+            large = of_optimizer >= self.praise_share * facts.summed_duration(
+                a, facts.kernel_rows(a)
+            )
             if share >= 0.5 and large:
                 yield PassedCheck(
                     text=f"the optimizer updates many parameters per kernel ("
-                    f"{t.count_noun(round(count_per_step), 'kernel')}{per(a)})"
+                    f"{t.count_noun(round(count_per_step), 'kernel')}{per_step(a)})"
                 )
             return
         dur = gpu["dur"].to_numpy()[rows]
@@ -128,8 +130,8 @@ class SingleTensorOptimizer(Rule):
         yield Finding(
             summary=(
                 f"{optimizer}.step launches {t.count_noun(round(count_per_step), 'kernel')}"
-                f"{per(a)} of {np.median(dur) / 1e3:.1f} µs each. With the gaps between them it "
-                f"takes {share:.0%} {t.format_of(a.per)}."
+                f"{per_step(a)} of {np.median(dur) / 1e3:.1f} µs each. With the gaps between them "
+                f"it takes {share:.0%} {t.format_of(a.per)}."
             ),
             evidence=[
                 self.compare(
@@ -142,8 +144,10 @@ class SingleTensorOptimizer(Rule):
             ],
             where=where,
             edits=[
-                scale(Select(on="gap", under=STEP), self.gap_factor, self.gap_best, self.gap_worst),
-                scale(
+                scale_edit(
+                    Select(on="gap", under=STEP), self.gap_factor, self.gap_best, self.gap_worst
+                ),
+                scale_edit(
                     Select(on="gpu", kind=("kernel",), under=STEP),
                     self.kernel_factor,
                     self.kernel_best,

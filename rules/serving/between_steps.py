@@ -6,7 +6,7 @@ from advisor.core.finding import Edit, Finding, FrameworkAdvice, Outcomes, Rule,
 from advisor.core.intervals import covered_length
 from advisor.measure import Analysis
 from advisor.measure.steps.instants import between_steps
-from advisor.rules.common import figure, of_step
+from advisor.rules.common import amount_per_step, of_step
 from advisor.rules.framework_advice import SGLANG_ARGUMENTS, VLLM_TUNING
 from advisor.rules.sources import CHOSEN, TENSORBOARD
 from advisor.testing import Examples, TraceBuilder
@@ -75,7 +75,7 @@ class EngineIdleBetweenSteps(Rule):
         yield Finding(
             summary=f"The GPU idles for {of_step(a, idle)} between two steps of the engine.",
             evidence=[
-                figure(a, "idle between steps", idle),
+                amount_per_step(a, "idle between steps", idle),
                 self.compare("share", share, "min_share", per=a.per),
                 self.compare("steps", len(passes.marks), "min_steps", "count"),
             ],

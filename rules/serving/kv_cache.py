@@ -11,8 +11,8 @@ from advisor.core import text as t
 from advisor.core.finding import Finding, FrameworkAdvice, Outcomes, Rule, Select, Threshold
 from advisor.measure import Analysis
 from advisor.measure.serving.annotations import DECODE
-from advisor.measure.serving.work import NARROW, heads
-from advisor.rules.common import figure, of_step, scale
+from advisor.measure.serving.work import NARROW, read_heads
+from advisor.rules.common import amount_per_step, of_step, scale_edit
 from advisor.rules.framework_advice import SGLANG_KV, VLLM_KV
 from advisor.rules.sources import CHOSEN, TENSORBOARD
 from advisor.testing import Examples, TraceBuilder
@@ -66,7 +66,7 @@ class KvCacheIn16Bits(Rule):
         names = gpu["name"].gather(rows).cast(pl.String).to_list()
         ops = kernels["op_row"].gather(rows).to_list()
         wide = [
-            (shape := None if op is None else heads(a.trace, op)) is not None
+            (shape := None if op is None else read_heads(a.trace, op)) is not None
             and shape.width >= BYTES
             and not re.search(NARROW, name)
             for op, name in zip(ops, names, strict=True)
@@ -84,12 +84,12 @@ class KvCacheIn16Bits(Rule):
             summary=f"Attention reads {t.format_bytes(moved / a.step_count)} of keys and values in "
             f"16 bits and takes {of_step(a, dur)}.",
             evidence=[
-                figure(a, "attention", dur),
+                amount_per_step(a, "attention", dur),
                 self.compare("share", share, "min_share", per=a.per),
                 self.compare("of the memory's bandwidth", rate, "min_rate"),
             ],
             edits=[
-                scale(
+                scale_edit(
                     Select(on="gpu", name=f"^(?:{'|'.join(map(re.escape, own))})$"),
                     self.factor,
                     0.5,

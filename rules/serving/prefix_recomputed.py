@@ -10,7 +10,7 @@ import numpy as np
 from advisor.core.finding import Edit, Evidence, Finding, Outcomes, Rule, Select, Threshold
 from advisor.measure import Analysis
 from advisor.measure.device.shapes import OpInputs
-from advisor.rules.common import example_steps, figure
+from advisor.rules.common import amount_per_step, example_steps
 from advisor.rules.sources import CHOSEN
 from advisor.testing import Examples, TraceBuilder
 
@@ -82,7 +82,7 @@ class PrefixRecomputed(Rule):
             evidence=[
                 self.compare("passes that grow by one token", len(lengths), "min_passes", "count"),
                 self.compare("tokens of the first", lengths[0], "min_tokens", "count"),
-                figure(a, "calls of the token embedding", calls, "count"),
+                amount_per_step(a, "calls of the token embedding", calls, "count"),
                 Evidence("tokens per pass, mean", tokens, "count"),
             ],
             edits=[self._edit(a, tokens)],

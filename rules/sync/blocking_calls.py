@@ -12,13 +12,13 @@ from advisor.core.rule import Evidence, FrameworkAdvice, Rule, Threshold
 from advisor.core.text import count_noun
 from advisor.core.trace import JAX, TENSORFLOW
 from advisor.measure import Analysis
-from advisor.rules.common import figure, of_step, per, total
+from advisor.rules.common import amount_per_step, of_step, per_step, sum_column
 from advisor.rules.framework_advice import NO_READS, in_any_language
 from advisor.rules.sources import ENGINE_FLOOR, SILENT_TRACES
 from advisor.rules.sync.host_waits import (
     BlockingCalls,
     count_causes,
-    locate,
+    locate_blocking,
     make_async,
     select_blocking_calls,
 )
@@ -43,8 +43,8 @@ class BlockingRule(Rule):
 
     def _details(self, a: Analysis, blocking: BlockingCalls) -> list[Evidence]:
         return [
-            figure(a, "calls before idle time", int((blocking.idle > 0).sum()), "count"),
-            figure(a, "host blocked in these calls", total(blocking.table["waited"])),
+            amount_per_step(a, "calls before idle time", int((blocking.idle > 0).sum()), "count"),
+            amount_per_step(a, "host blocked in these calls", sum_column(blocking.table["waited"])),
             Evidence("calls", count_causes(a, blocking)),
         ]
 
@@ -59,11 +59,11 @@ class BlockingRule(Rule):
         yield Finding(
             summary=f"The GPU idles for {of_step(a, blocking.total)} {self._reason(a, blocking)}",
             evidence=[
-                figure(a, "GPU idle after these calls", blocking.total),
+                amount_per_step(a, "GPU idle after these calls", blocking.total),
                 self.compare("share", share, "min_share", per=a.per),
                 *self._details(a, blocking),
             ],
-            where=locate(a, blocking),
+            where=locate_blocking(a, blocking),
             edits=[make_async(a, blocking, *self._sync_selects)],
         )
 
@@ -139,7 +139,7 @@ class ExplicitSynchronize(BlockingRule):
 
     def _reason(self, a: Analysis, blocking: BlockingCalls) -> str:
         calls = count_noun(blocking.per_step(a), "explicit wait")
-        return f"after {calls}{per(a)}. The host launches nothing while it waits."
+        return f"after {calls}{per_step(a)}. The host launches nothing while it waits."
 
     @staticmethod
     def examples() -> Examples:
@@ -216,7 +216,7 @@ class DataDependentShapes(BlockingRule):
 
     def _reason(self, a: Analysis, blocking: BlockingCalls) -> str:
         operators = count_noun(blocking.per_step(a), "operator")
-        return f"after {operators}{per(a)} whose output size the host has to read back."
+        return f"after {operators}{per_step(a)} whose output size the host has to read back."
 
     @staticmethod
     def examples() -> Examples:
@@ -295,14 +295,14 @@ class BlockingPinnedCopy(BlockingRule):
 
     def _reason(self, a: Analysis, blocking: BlockingCalls) -> str:
         copies = count_noun(max(1, round(blocking.table.height / a.step_count)), "copy")
-        return f"after {copies}{per(a)} from pinned memory that the host waited for."
+        return f"after {copies}{per_step(a)} from pinned memory that the host waited for."
 
     def _details(self, a: Analysis, blocking: BlockingCalls) -> list[Evidence]:
-        moved = total(a.trace.gpu["bytes"].gather(blocking.table["copy"]))
+        moved = sum_column(a.trace.gpu["bytes"].gather(blocking.table["copy"]))
         return [
-            figure(a, "copies", blocking.table.height, "count"),
-            figure(a, "host blocked in these calls", total(blocking.table["waited"])),
-            figure(a, "bytes", moved, "bytes"),
+            amount_per_step(a, "copies", blocking.table.height, "count"),
+            amount_per_step(a, "host blocked in these calls", sum_column(blocking.table["waited"])),
+            amount_per_step(a, "bytes", moved, "bytes"),
         ]
 
     @staticmethod

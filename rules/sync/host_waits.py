@@ -14,7 +14,13 @@ from advisor.core.finding import Edit, Location, Select
 from advisor.core.intervals import covered_length
 from advisor.measure import Analysis
 from advisor.replay.selection import selected_host
-from advisor.rules.common import MAX_CORRELATIONS, column, of_pytorch, places, rows
+from advisor.rules.common import (
+    MAX_CORRELATIONS,
+    costliest_places,
+    int_column,
+    of_pytorch,
+    row_numbers,
+)
 
 
 class BlockingCalls(NamedTuple):
@@ -49,20 +55,22 @@ def select_blocking_calls(a: Analysis, condition: pl.Expr) -> BlockingCalls:
         memory=pl.when(pl.col("copy") == "HtoD").then("src").otherwise("dst").cast(pl.String),
     )
     table = a.syncs.hstack(copies).filter(condition & ~pl.col("profiler"))
-    end = column(table, "bubble_end")
-    start = np.maximum(column(table, "bubble_ts"), end - column(table, "waited"))
+    end = int_column(table, "bubble_end")
+    start = np.maximum(int_column(table, "bubble_ts"), end - int_column(table, "waited"))
     return BlockingCalls(table, covered_length(start, end, a.breakdown.idle))
 
 
-def locate(a: Analysis, blocking: BlockingCalls) -> list[Location]:
+def locate_blocking(a: Analysis, blocking: BlockingCalls) -> list[Location]:
     """The places that lose most; the worst instance is the call that blocked."""
-    instance = instances(blocking.table)
-    return places(a, rows(blocking.table["host"]), blocking.idle, instance=instance)
+    instance = number_reads(blocking.table)
+    return costliest_places(
+        a, row_numbers(blocking.table["host"]), blocking.idle, instance=instance
+    )
 
 
-def instances(syncs: pl.DataFrame) -> NDArray[np.int64]:
+def number_reads(syncs: pl.DataFrame) -> NDArray[np.int64]:
     """Which read each of these calls belongs to: a copy and the wait for it are one."""
-    return rows(syncs.select(pl.coalesce("op", "host")).to_series())
+    return row_numbers(syncs.select(pl.coalesce("op", "host")).to_series())
 
 
 def count_causes(a: Analysis, blocking: BlockingCalls) -> str:
@@ -70,7 +78,7 @@ def count_causes(a: Analysis, blocking: BlockingCalls) -> str:
     names where the program is not written with PyTorch."""
     table = blocking.table.with_columns(lost=pl.Series(blocking.idle))
     if not of_pytorch(a):
-        names = a.trace.cpu["name"].gather(rows(table["host"])).cast(pl.String)
+        names = a.trace.cpu["name"].gather(row_numbers(table["host"])).cast(pl.String)
         table = table.with_columns(cause=names)
     by_cause = (
         table.group_by("cause")
@@ -86,9 +94,9 @@ def make_async(a: Analysis, blocking: BlockingCalls, *candidates: Select) -> Edi
     """Make these calls asynchronous: with the first candidate that selects every costly one and no
     other costly call, else call by call. Where all wait for copies in one direction, no others."""
     costly = a.syncs.filter((pl.col("bubble") > 0) & ~pl.col("profiler"))
-    calls = rows(blocking.table["host"])
+    calls = row_numbers(blocking.table["host"])
     wanted = calls[blocking.idle > 0]
-    others = np.setdiff1d(rows(costly["host"]), wanted)
+    others = np.setdiff1d(row_numbers(costly["host"]), wanted)
     directions = blocking.table["direction"].unique().to_list()
     for select in candidates:
         if len(directions) == 1 and directions[0] is not None:

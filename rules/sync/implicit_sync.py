@@ -13,8 +13,17 @@ from advisor.core.rule import Evidence, Rule, Threshold
 from advisor.core.text import count_noun
 from advisor.measure import Analysis
 from advisor.measure.host.names import name_matches
-from advisor.measure.host.stacks import nearest, parents
-from advisor.rules.common import column, figure, of_step, per, places, rows, scale, total
+from advisor.measure.host.stacks import innermost_ancestor, parent_rows
+from advisor.rules.common import (
+    amount_per_step,
+    costliest_places,
+    int_column,
+    of_step,
+    per_step,
+    row_numbers,
+    scale_edit,
+    sum_column,
+)
 from advisor.rules.framework_advice import READ_SELDOM, in_any_language
 from advisor.rules.host.launch_gaps import LAUNCHING, measure_launch_gaps
 from advisor.rules.sources import (
@@ -24,15 +33,15 @@ from advisor.rules.sources import (
     SILENT_TRACES,
     TENSORBOARD,
     XPROF,
-    traces,
+    public_traces,
 )
 from advisor.rules.sync.host_waits import (
     BlockingCalls,
     count_causes,
-    instances,
-    locate,
+    locate_blocking,
     make_async,
     make_calls_async,
+    number_reads,
     select_blocking_calls,
 )
 from advisor.testing import Examples, TraceBuilder
@@ -82,8 +91,8 @@ class ImplicitSync(Rule):
 
     id = "implicit-sync"
     title = "Reading GPU values leaves the GPU idle"
-    found_in = traces("a100_train_6steps dlrm_8ranks v100_train_copy_heavy")
-    silent_in = traces(
+    found_in = public_traces("a100_train_6steps dlrm_8ranks v100_train_copy_heavy")
+    silent_in = public_traces(
         "b200_eager h100_bert_small_inference nccl_collectives mi250_train "
         "mi300_timesformer_inference"
     )
@@ -172,10 +181,10 @@ class ImplicitSync(Rule):
         reads = int((blocking.idle > 0).sum())
         in_optimizer = self._in_optimizer(a, blocking)
         evidence = [
-            figure(a, "GPU idle after these calls", blocking.total),
+            amount_per_step(a, "GPU idle after these calls", blocking.total),
             self.compare("share", share, "min_share", per=a.per),
-            figure(a, "calls before idle time", reads, "count"),
-            figure(a, "host blocked in these calls", total(blocking.table["waited"])),
+            amount_per_step(a, "calls before idle time", reads, "count"),
+            amount_per_step(a, "host blocked in these calls", sum_column(blocking.table["waited"])),
             Evidence("calls", count_causes(a, blocking)),
         ]
         if in_optimizer:
@@ -184,11 +193,11 @@ class ImplicitSync(Rule):
         yield Finding(
             summary=(
                 f"The GPU idles for {of_step(a, blocking.total)} after "
-                f"{count_noun(blocking.per_step(a), 'read')} of GPU values{per(a)}. The host waits "
-                "for the result and only then launches the next work."
+                f"{count_noun(blocking.per_step(a), 'read')} of GPU values{per_step(a)}. The host "
+                "waits for the result and only then launches the next work."
             ),
             evidence=evidence,
-            where=locate(a, blocking),
+            where=locate_blocking(a, blocking),
             edits=[
                 make_async(a, blocking, Select(on="host", kind=("runtime",), under=_VALUE), copies)
             ],
@@ -201,19 +210,19 @@ class ImplicitSync(Rule):
         launch = a.trace.cpu["call"].is_in(["launch", "graph_launch"])
         last = a.trace.cpu["ts"].filter(launch).max() or 0
         blocking = select_blocking_calls(a, self._reads() & (pl.col("ts") < last))
-        waited = column(blocking.table, "waited")
+        waited = int_column(blocking.table, "waited")
         if waited.sum() < self.min_waited * a.span_ns:
             return
-        calls = rows(blocking.table["host"])
+        calls = row_numbers(blocking.table["host"])
         reads = blocking.table.select(pl.coalesce("op", "host").n_unique()).item()
         yield Finding(
             summary=(
                 f"The host waits for {of_step(a, int(waited.sum()))} in "
-                f"{count_noun(-(-reads // a.step_count), 'read')}{per(a)} of GPU values. The GPU "
-                "has work meanwhile, but the next launches come later."
+                f"{count_noun(-(-reads // a.step_count), 'read')}{per_step(a)} of GPU values. The "
+                "GPU has work meanwhile, but the next launches come later."
             ),
             evidence=[Evidence("calls", count_causes(a, blocking))],
-            where=places(a, calls, waited, instance=instances(blocking.table)),
+            where=costliest_places(a, calls, waited, instance=number_reads(blocking.table)),
             edits=[make_calls_async(a, calls[np.argsort(-waited, kind="stable")])],
             informational=True,
             **self.case("the GPU has other work meanwhile"),
@@ -228,8 +237,10 @@ class ImplicitSync(Rule):
     @staticmethod
     def _in_optimizer(a: Analysis, blocking: BlockingCalls) -> float:
         """GPU idle time per step, ns, after reads in ``Optimizer.step``, clipping or a scaler."""
-        around = nearest(parents(a.trace), name_matches(a.trace.cpu["name"], _STEP).to_numpy())
-        inside = around[rows(blocking.table["host"])] >= 0
+        around = innermost_ancestor(
+            parent_rows(a.trace), name_matches(a.trace.cpu["name"], _STEP).to_numpy()
+        )
+        inside = around[row_numbers(blocking.table["host"])] >= 0
         return float(blocking.idle[inside].sum()) / a.step_count
 
     @staticmethod
@@ -309,7 +320,7 @@ class HostReads(Rule):
 
     id = "host-reads"
     title = "Frequent reads of GPU values make host and GPU take turns"
-    found_in = traces(
+    found_in = public_traces(
         "pairs/sam_1_fp32_many_syncs pairs/sam_2_fp32_few_syncs pairs/sam_3_bf16_compiled_sdpa"
     )
     silent_in = SILENT_TRACES
@@ -395,12 +406,12 @@ class HostReads(Rule):
         copy_ns = a.trace.gpu["dur"].gather(fetches.table["copy"]).fill_null(0)
         is_value = (copy_ns < self.bulk_us * 1000) | (copy_ns < self.bulk * fetches.table["waited"])
         reads = BlockingCalls(fetches.table.filter(is_value), fetches.idle[is_value.to_numpy()])
-        calls = rows(reads.table["host"])
+        calls = row_numbers(reads.table["host"])
         launches = a.trace.gpu["launch"].filter(pl.Series(a.in_window)).n_unique()
         copies = fetches.table["copy"].n_unique()
         if not len(calls) or launches > self.max_apart * copies:
             return
-        waited = column(reads.table, "waited")
+        waited = int_column(reads.table, "waited")
         wait, idle = float(waited.sum()), float(a.breakdown.idle.total)
         share = min(wait, idle) / a.span_ns
         if share < self.min_share:
@@ -410,18 +421,18 @@ class HostReads(Rule):
             summary=(
                 f"The host waits for {of_step(a, int(wait))} in "
                 f"{count_noun(max(1, round(copies / a.step_count)), 'read')} of GPU "
-                f"values{per(a)}, one every {launches / copies:.0f} launches. The GPU idles for "
-                f"{of_step(a, int(idle))}."
+                f"values{per_step(a)}, one every {launches / copies:.0f} launches. The GPU idles "
+                f"for {of_step(a, int(idle))}."
             ),
             evidence=[
-                figure(a, "host blocked in reads", wait),
-                figure(a, "GPU idle", idle),
+                amount_per_step(a, "host blocked in reads", wait),
+                amount_per_step(a, "GPU idle", idle),
                 self.compare("smaller of the two, share", share, "min_share", per=a.per),
-                figure(a, "reads", copies, "count"),
+                amount_per_step(a, "reads", copies, "count"),
                 self.compare("launches between reads", launches / copies, "max_apart", "count"),
                 Evidence("calls", count_causes(a, reads)),
             ],
-            where=places(a, calls, waited + 1, instance=instances(reads.table)),
+            where=costliest_places(a, calls, waited + 1, instance=number_reads(reads.table)),
             edits=[Edit(op="make_async", select=READING_CALLS), *launches_saved],
             **(self.case("launches of single items") if launches_saved else {}),
         )
@@ -435,7 +446,7 @@ class HostReads(Rule):
         select = structs.replace(LAUNCHING, max_ns=round(self.longest_ms * 1e6))
         if not (a.trace.cpu["kind"] == "python").any():  # the loop's own code is not recorded
             select = structs.replace(select, cause=(*select.cause, "unknown"))
-        return [scale(select, self.launches_left, self.fewest_left, 1.0)]
+        return [scale_edit(select, self.launches_left, self.fewest_left, 1.0)]
 
     @staticmethod
     def examples() -> Examples:

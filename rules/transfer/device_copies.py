@@ -12,10 +12,18 @@ from advisor.core.rule import Evidence, FrameworkAdvice, Rule, Threshold
 from advisor.core.trace import JAX
 from advisor.measure import Analysis
 from advisor.measure.host.names import name_matches
-from advisor.measure.host.stacks import nearest, parents
-from advisor.rules.common import busy_during, column, device_places, figure, of_step, per, rows
+from advisor.measure.host.stacks import innermost_ancestor, parent_rows
+from advisor.rules.common import (
+    amount_per_step,
+    busy_during,
+    device_places,
+    int_column,
+    of_step,
+    per_step,
+    row_numbers,
+)
 from advisor.rules.framework_advice import BATCHES_AHEAD, in_any_language
-from advisor.rules.sources import OURS, SILENT_TRACES, TRACELENS, traces
+from advisor.rules.sources import OURS, SILENT_TRACES, TRACELENS, public_traces
 from advisor.testing import Examples, TraceBuilder
 
 _COMPILED = r"^CompiledFunction|^(?:## )?Call CompiledFxGraph|^Torch-Compiled Region"
@@ -35,7 +43,9 @@ class DeviceCopies(Rule):
     id = "device-copies"
     title = "Copies within GPU memory take part of the step"
     found_in = ("traces/v100_train_copy_heavy",)
-    silent_in = traces("a100_train_6steps two_ranks_rank0 b200_eager h100_bert_small_inference")
+    silent_in = public_traces(
+        "a100_train_6steps two_ranks_rank0 b200_eager h100_bert_small_inference"
+    )
     validated_on = (
         "v100_train_copy_heavy: 774 copies per step, 12% of it, nearly all at the border of "
         "CUDA graphs; silent on A100 training (0.6%) and b200_eager (0.9%)"
@@ -99,22 +109,22 @@ class DeviceCopies(Rule):
         border = self._under_compiled(a, copies) if graphs else 0
         of_graphs = border > 0.5 * int(copies["exposed"].sum())
         moved = int(copies["bytes"].sum())
-        per_step = max(1, round(copies.height / a.step_count))
+        copies_per_step = max(1, round(copies.height / a.step_count))
         yield Finding(
             title=f"Copies within GPU memory take {t.format_share(share)} of the {a.per}",
             summary=(
                 f"The GPU only copies within its own memory for {of_step(a, exposed)}: "
-                f"{t.count_noun(per_step, 'copy')}{per(a)}, "
+                f"{t.count_noun(copies_per_step, 'copy')}{per_step(a)}, "
                 f"{t.format_bytes(moved / a.step_count)} in all"
                 + (", most into and out of CUDA graph buffers." if of_graphs else ".")
             ),
             evidence=[
-                figure(a, "exposed copy time within the GPU", exposed),
+                amount_per_step(a, "exposed copy time within the GPU", exposed),
                 self.compare("share", share, "min_share", per=a.per),
-                figure(a, "copies", copies.height, "count"),
-                figure(a, "bytes", moved, "bytes"),
-                figure(a, "inside compiled functions", border),
-                figure(a, "graph launches", graphs, "count"),
+                amount_per_step(a, "copies", copies.height, "count"),
+                amount_per_step(a, "bytes", moved, "bytes"),
+                amount_per_step(a, "inside compiled functions", border),
+                amount_per_step(a, "graph launches", graphs, "count"),
             ],
             where=device_places(a, copies),
             edits=[Edit(op="remove", select=Select(on="gpu", kind=("memcpy",), copy=("DtoD",)))],
@@ -125,8 +135,8 @@ class DeviceCopies(Rule):
     def _under_compiled(a: Analysis, copies: pl.DataFrame) -> int:
         """Exposed time of copies that compiled functions launch, ns (the graphs' own included)."""
         named = name_matches(a.trace.cpu["name"], _COMPILED).to_numpy()
-        around = np.append(nearest(parents(a.trace), named), -1)
-        return int(column(copies, "exposed")[around[rows(copies["op"])] >= 0].sum())
+        around = np.append(innermost_ancestor(parent_rows(a.trace), named), -1)
+        return int(int_column(copies, "exposed")[around[row_numbers(copies["op"])] >= 0].sum())
 
     @staticmethod
     def examples() -> Examples:
@@ -249,7 +259,7 @@ class CopiesNotOverlapped(Rule):
             if overlap >= self.max_overlap and busy.total >= self.min_share * a.span_ns:
                 yield PassedCheck(
                     text=f"compute hides {overlap:.0%} of the copy time between host and GPU "
-                    f"({t.format_duration(busy.total / a.step_count)}{per(a)})"
+                    f"({t.format_duration(busy.total / a.step_count)}{per_step(a)})"
                 )
             return
         same = copies.filter("same_stream")
@@ -258,15 +268,16 @@ class CopiesNotOverlapped(Rule):
         yield Finding(
             summary=(
                 f"The GPU only copies for {of_step(a, exposed)}: "
-                f"{t.format_bytes(moved / a.step_count)}{per(a)}, {overlap:.0%} of the copy time "
-                "hidden" + (". The copies run on the compute stream." if on_compute > 0.5 else ".")
+                f"{t.format_bytes(moved / a.step_count)}{per_step(a)}, {overlap:.0%} of the copy "
+                "time hidden"
+                + (". The copies run on the compute stream." if on_compute > 0.5 else ".")
             ),
             evidence=[
-                figure(a, "exposed copy time", exposed),
+                amount_per_step(a, "exposed copy time", exposed),
                 self.compare("share", share, "min_share", per=a.per),
                 self.compare("hidden by compute", overlap, "max_overlap"),
                 Evidence("exposed on the compute stream", on_compute, "share"),
-                figure(a, "bytes", moved, "bytes"),
+                amount_per_step(a, "bytes", moved, "bytes"),
                 Evidence("bandwidth", moved / max(1, int(copies["dur"].sum())), "GB/s"),
             ],
             where=device_places(a, copies),

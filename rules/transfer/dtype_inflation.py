@@ -8,11 +8,19 @@ import polars as pl
 from advisor.core import text as t
 from advisor.core.finding import Edit, Evidence, Finding, Outcomes, Rule, SkippedCheck, Threshold
 from advisor.measure import Analysis
-from advisor.measure.device.shapes import OpInputs, bare
+from advisor.measure.device.shapes import OpInputs, bare_type_name
 from advisor.measure.host.names import map_names, name_matches
-from advisor.measure.host.stacks import climb_stack, frame_rank, parents
+from advisor.measure.host.stacks import climb_stack, frame_rank, parent_rows
 from advisor.measure.steps.steps import step_of
-from advisor.rules.common import device_places, figure, of_step, per, rows, select_copies, total
+from advisor.rules.common import (
+    amount_per_step,
+    device_places,
+    of_step,
+    per_step,
+    row_numbers,
+    select_copies,
+    sum_column,
+)
 from advisor.rules.sources import ENGINE_FLOOR, OURS, PAGEABLE_64K, SILENT_TRACES, TRACELENS
 from advisor.rules.sync.host_waits import make_calls_async
 from advisor.testing import Examples, TraceBuilder
@@ -80,7 +88,7 @@ class DtypeInflation(Rule):
             & (pl.col("bytes") >= self.min_bytes)
             & pl.col("step").is_not_null()
         )
-        exposed = total(copies["exposed"])
+        exposed = sum_column(copies["exposed"])
         if not exposed:
             return
         if a.trace.inputs.is_empty():
@@ -99,10 +107,10 @@ class DtypeInflation(Rule):
             pl.len().over("step", "bytes") <= pl.col("conversions")
         )
         steps = inflated["step"].n_unique()
-        cost = total(inflated["exposed"])
+        cost = sum_column(inflated["exposed"])
         if steps < self.min_steps_share * a.step_count or cost < self.min_share * a.span_ns:
             return
-        moved = total(inflated["bytes"])
+        moved = sum_column(inflated["bytes"])
         needed = int((inflated["bytes"] // inflated["width"]).sum())
         yield Finding(
             summary=(
@@ -111,10 +119,10 @@ class DtypeInflation(Rule):
                 f"They were {t.format_bytes(needed / a.step_count)} before the host converted them."
             ),
             evidence=[
-                figure(a, "exposed copy time", cost),
+                amount_per_step(a, "exposed copy time", cost),
                 self.compare("share", cost / a.span_ns, "min_share", per=a.per),
-                figure(a, "bytes sent", moved, "bytes"),
-                figure(a, "bytes before the conversion", needed, "bytes"),
+                amount_per_step(a, "bytes sent", moved, "bytes"),
+                amount_per_step(a, "bytes before the conversion", needed, "bytes"),
                 Evidence("steps with such a copy", steps, "count"),
             ],
             where=device_places(a, inflated, "exposed", "made"),
@@ -143,7 +151,7 @@ class DtypeInflation(Rule):
             elif (
                 second is not None
                 and second.dtype == "unsigned char"
-                and bare(first.dtype) in _FLOATS
+                and bare_type_name(first.dtype) in _FLOATS
                 and first.width is not None
                 and first.width > 1
                 and first.elements == second.elements
@@ -156,7 +164,7 @@ class DtypeInflation(Rule):
         candidate = converts.to_numpy()
         launch = trace.gpu["launch"].drop_nulls().to_numpy().astype(np.int64)
         on_device = np.zeros(cpu.height, dtype=bool)
-        around = climb_stack(parents(trace), candidate, launch)
+        around = climb_stack(parent_rows(trace), candidate, launch)
         on_device[around[around >= 0]] = True
         on_host = np.flatnonzero(candidate & ~on_device)
         made = pl.DataFrame(
@@ -293,7 +301,7 @@ class PingPong(Rule):
         if copies.is_empty():
             return
         if not (a.trace.cpu["kind"] == "python").any():
-            if total(copies["exposed"]) >= self.worth_asking * a.span_ns:
+            if sum_column(copies["exposed"]) >= self.worth_asking * a.span_ns:
                 yield SkippedCheck(
                     what="whether data makes a round trip through the host",
                     why="the trace has no Python stacks",
@@ -309,23 +317,24 @@ class PingPong(Rule):
         waits = a.syncs.filter(pl.col("copy").is_in(both["gpu"].implode()))
         edits = [Edit(op="remove", select=select_copies(a, both["gpu"]))]
         if waits.height:
-            edits.append(make_calls_async(a, rows(waits["host"])))
+            edits.append(make_calls_async(a, row_numbers(waits["host"])))
         rate = table.height / a.step_count
-        cost = total(both["exposed"])
+        cost = sum_column(both["exposed"])
         yield Finding(
             summary=(
-                f"The same function copies {t.format_bytes(total(table['bytes']) / table.height)} "
-                f"to the host and back, {t.count_noun(max(1, round(rate)), 'time')}{per(a)}. The "
-                f"copies take {of_step(a, cost)}, and the host waits for the first."
+                "The same function copies "
+                f"{t.format_bytes(sum_column(table['bytes']) / table.height)} to the host and "
+                f"back, {t.count_noun(max(1, round(rate)), 'time')}{per_step(a)}. The copies take "
+                f"{of_step(a, cost)}, and the host waits for the first."
             ),
             evidence=[
                 Evidence("round trips", rate, "count", per=a.per),
                 self.compare(
                     "steps with a round trip", table["step"].n_unique(), "min_steps", "count"
                 ),
-                figure(a, "bytes to the host", total(table["bytes"]), "bytes"),
-                figure(a, "exposed copy time", cost),
-                figure(a, "host waits for these copies", waits.height, "count"),
+                amount_per_step(a, "bytes to the host", sum_column(table["bytes"]), "bytes"),
+                amount_per_step(a, "exposed copy time", cost),
+                amount_per_step(a, "host waits for these copies", waits.height, "count"),
             ],
             where=device_places(a, table, "bytes", "launch"),
             edits=edits,
@@ -338,11 +347,11 @@ class PingPong(Rule):
         cpu = a.trace.cpu
         python = (cpu["kind"] == "python").to_numpy()
         rank = map_names(cpu["name"], frame_rank, pl.Int8).fill_null(0).to_numpy()
-        parent = parents(a.trace)
+        parent = parent_rows(a.trace)
         copies = copies.with_columns(
             launch=a.trace.gpu["launch"].gather(copies["gpu"]).cast(pl.Int64)
         ).filter(pl.col("launch").is_not_null() & pl.col("step").is_not_null())
-        launch = rows(copies["launch"])
+        launch = row_numbers(copies["launch"])
         # the function that called: the innermost frame that is not PyTorch's or Python's own
         frame = climb_stack(parent, python & (rank > 0), launch)
         offloaded = (

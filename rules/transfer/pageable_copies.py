@@ -10,9 +10,23 @@ from advisor.core.intervals import intersect
 from advisor.core.rule import Evidence, Rule, Threshold
 from advisor.core.trace import CUDA
 from advisor.measure import Analysis
-from advisor.rules.common import busy_during, device_places, figure, of_step, per, scale, total
+from advisor.rules.common import (
+    amount_per_step,
+    busy_during,
+    device_places,
+    of_step,
+    per_step,
+    scale_edit,
+    sum_column,
+)
 from advisor.rules.framework_advice import BATCHES_AHEAD, in_any_language
-from advisor.rules.sources import ENGINE_FLOOR, PAGEABLE_64K, PINNED_BLOG, SILENT_TRACES, traces
+from advisor.rules.sources import (
+    ENGINE_FLOOR,
+    PAGEABLE_64K,
+    PINNED_BLOG,
+    SILENT_TRACES,
+    public_traces,
+)
 from advisor.rules.sync.host_waits import make_async, select_blocking_calls
 from advisor.testing import Examples, TraceBuilder
 
@@ -38,7 +52,7 @@ class PageableCopies(Rule):
     id = "pageable-copies"
     title = "Copies from pageable memory leave the GPU waiting"
     knobs = ("loader-pinning",)
-    found_in = traces(
+    found_in = public_traces(
         "pairs/loader_autograd_workers0 pairs/loader_autograd_workers4 "
         "pairs/loader_profiler_workers0 pairs/loader_profiler_workers4"
     )
@@ -136,7 +150,7 @@ class PageableCopies(Rule):
                 yield PassedCheck(
                     text="copies to the GPU come from pinned memory "
                     f"({t.count_noun(up.height, 'larger copy')}, "
-                    f"{t.format_bytes(total(up['bytes']))})"
+                    f"{t.format_bytes(sum_column(up['bytes']))})"
                 )
             return
         # the host needs what it fetches: it would wait for it from pinned memory too
@@ -157,21 +171,21 @@ class PageableCopies(Rule):
         hidden = max(0, a.breakdown.busy.total - exposed) / max(1, alone.total)
         yield Finding(
             summary=(
-                f"{t.count_noun(max(1, round(slow.height / a.step_count)), 'copy')}{per(a)} of "
-                f"{t.format_bytes(total(slow['bytes']) / a.step_count)} through pageable memory "
-                f"cost {of_step(a, exposed + blocking.total)}."
+                f"{t.count_noun(max(1, round(slow.height / a.step_count)), 'copy')}{per_step(a)} "
+                f"of {t.format_bytes(sum_column(slow['bytes']) / a.step_count)} through pageable "
+                f"memory cost {of_step(a, exposed + blocking.total)}."
             ),
             evidence=[
-                figure(a, "exposed copy time", exposed),
-                figure(a, "GPU idle after these calls", blocking.total),
+                amount_per_step(a, "exposed copy time", exposed),
+                amount_per_step(a, "GPU idle after these calls", blocking.total),
                 self.compare("share", share, "min_share", per=a.per),
                 Evidence("bandwidth of these copies", speed, "GB/s"),
                 Evidence("bandwidth of pinned copies in this trace", pinned, "GB/s"),
-                figure(a, "bytes", total(slow["bytes"]), "bytes"),
+                amount_per_step(a, "bytes", sum_column(slow["bytes"]), "bytes"),
             ],
             where=device_places(a, slow),
             edits=[
-                scale(
+                scale_edit(
                     Select(on="gpu", kind=("memcpy",), copy=tuple(directions), memory="pageable"),
                     factor,
                     max(0.0, factor - hidden),
@@ -213,4 +227,4 @@ class PageableCopies(Rule):
 def _speed(copies: pl.DataFrame) -> float | None:
     """Bytes over time of copies, GB/s; ``None``: none with known size."""
     known = copies.filter(pl.col("bytes").is_not_null() & (pl.col("dur") > 0))
-    return None if known.is_empty() else total(known["bytes"]) / total(known["dur"])
+    return None if known.is_empty() else sum_column(known["bytes"]) / sum_column(known["dur"])

@@ -12,7 +12,7 @@ from advisor.advise.memory_fit import CUDA_CONTEXT_BYTES, find_fit, phase_times
 from advisor.cli import run
 from advisor.core.gpus import find_gpu
 from advisor.measure import Analysis
-from advisor.measure.memory.memory_savings import needed
+from advisor.measure.memory.memory_savings import count_needed_bytes
 from advisor.measure.memory.post_mortem import PostMortem
 from advisor.read.snapshot import read_snapshot
 from advisor.testing import TraceBuilder
@@ -59,8 +59,8 @@ def test_a_program_that_fits_needs_no_change_and_says_how_much_more_would_fit() 
     assert found.fits and found.chosen == [] and found.after == found.reserved
     # activations grow with the batch, nothing else does
     room = found.available * post.allocated / post.reserved
-    assert needed(post, scale=found.largest_batch) <= room
-    assert needed(post, scale=found.largest_batch * 1.01) > room
+    assert count_needed_bytes(post, scale=found.largest_batch) <= room
+    assert count_needed_bytes(post, scale=found.largest_batch * 1.01) > room
 
 
 def test_the_cheapest_set_is_chosen_and_as_few_calls_as_suffice_are_checkpointed() -> None:
@@ -82,7 +82,7 @@ def test_the_cheapest_set_is_chosen_and_as_few_calls_as_suffice_are_checkpointed
         way.change.of_parts(int(part.max())) if way is checkpointed else way.change
         for way in found.chosen
     ]
-    assert needed(post, fewer) * post.reserved / post.allocated > found.available
+    assert count_needed_bytes(post, fewer) * post.reserved / post.allocated > found.available
 
 
 def test_offloading_costs_what_compute_does_not_hide() -> None:

@@ -16,7 +16,7 @@ from advisor.core.errors import AdvisorError
 from advisor.core.finding import Finding, Location
 from advisor.core.report import Report
 from advisor.core.sources import CompileLog, FusedKernel, GraphBreak
-from advisor.read.readers.compile_log import MAX_TEXT, merged, read_logs
+from advisor.read.readers.compile_log import MAX_TEXT, merge_logs, read_logs
 from advisor.testing import TraceBuilder
 
 LOGS: dict[str, list[str]] = json.loads(
@@ -364,7 +364,7 @@ def test_processes_that_number_functions_otherwise_name_none() -> None:
         )
         for line in (1, 2)
     )  # fmt: skip
-    assert [each.frames for each in merged([one, other]).breaks] == [["1"], ["2"]]
+    assert [each.frames for each in merge_logs([one, other]).breaks] == [["1"], ["2"]]
 
 
 # -- on the command line ------------------------------------------------------------------------

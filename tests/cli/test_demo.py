@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from advisor.cli import demo
-from advisor.core.errors import install
+from advisor.core.errors import install_command
 from advisor.core.report import Report
 
 pytestmark = pytest.mark.timed
@@ -25,7 +25,7 @@ def test_without_torch_it_says_how_to_install_it(
     code, out, err = advisor("demo", "--record")
     assert (code, out) == (2, "")
     assert err.count("\n") == 1
-    assert install("torch") in err
+    assert install_command("torch") in err
 
 
 def test_it_shows_a_real_gpu_and_what_the_fix_brought_without_torch(

@@ -41,7 +41,7 @@ def runs(recorded: Record) -> tuple[Path, Path]:
 
 
 def lines(run: Path) -> list[predictions.Prediction]:
-    return predictions.read(run / predictions.FILE).predictions
+    return predictions.read_predictions(run / predictions.FILE).predictions
 
 
 def test_a_fix_that_was_priced_is_a_line_in_the_folder_of_the_later_run(

@@ -18,7 +18,7 @@ from advisor.advise import facts
 from advisor.advise.engine import Options
 from advisor.compare import compare
 from advisor.core.errors import AdvisorError
-from advisor.core.prices import Prices, money, parse_price, read_prices
+from advisor.core.prices import Prices, format_money, parse_price, read_prices
 from advisor.core.run_directory import Gpu, Manifest, Rank, RankRecord, RecordedDevice, Sample, Step
 from advisor.dashboard.pages import overview
 from advisor.measure.device.energy import step_energy
@@ -284,6 +284,6 @@ def test_what_is_no_price_is_refused(text: str) -> None:
     [(12.4, "$12.40"), (0.00012345, "$0.000123"), (0.0, "$0.00"), (1234.5, "$1,234.50")],
 )
 def test_small_amounts_keep_three_digits(amount: float, told: str) -> None:
-    assert money(amount, "USD") == told
-    assert money(amount, "CHF") == f"{told[1:]} CHF"
+    assert format_money(amount, "USD") == told
+    assert format_money(amount, "CHF") == f"{told[1:]} CHF"
     assert math.isfinite(amount)

@@ -21,8 +21,8 @@ from advisor.core.run_directory import (
     RANK,
     STEPS,
     TELEMETRY,
+    memory_weight,
     read_recording,
-    weight,
 )
 from advisor.export import rewrite
 from advisor.read import read_trace
@@ -130,7 +130,7 @@ def test_telemetry_of_many_trifles_takes_bounded_room(
     samples = recording.ranks[0].samples
     assert time.process_time() - begin < 5
     assert len(samples) > 30 and all(len(sample.gpus) == 60 for sample in samples)
-    assert sum(map(weight, samples)) <= 8 << 20
+    assert sum(map(memory_weight, samples)) <= 8 << 20
     assert any("4 damaged lines left out" in line for line in recording.problems)
 
 

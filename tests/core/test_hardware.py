@@ -11,7 +11,7 @@ from advisor.core import gpus as hardware
 from advisor.core.errors import AdvisorError
 from advisor.core.gpus import GpuSpec, lookup
 
-GPUS = hardware.known()
+GPUS = hardware.known_gpus()
 by_gpu = pytest.mark.parametrize("gpu", GPUS, ids=lambda gpu: gpu.name)
 GiB = 2**30
 

@@ -13,7 +13,7 @@ from advisor.advise.engine import Options
 from advisor.advise.facts import describe_cost
 from advisor.core.prices import NO_PRICES, Prices, parse_price, read_prices
 from advisor.dashboard.session import DashboardSession
-from advisor.replay.project.project import Projector, cheapest, choose, offered
+from advisor.replay.project.project import Projector, choose_gpus, describe_cheapest, offered_gpus
 from advisor.testing import TraceBuilder
 
 
@@ -59,8 +59,8 @@ def test_the_cheapest_gpu_is_that_of_the_projection_and_costs_are_the_reports(
     session = DashboardSession([str(path)], Options(prices=prices)).load()
     loaded = session.entries[0].loaded
     assert loaded is not None
-    found = choose(Projector(loaded.main), offered(prices))
-    best = cheapest(found)
+    found = choose_gpus(Projector(loaded.main), offered_gpus(prices))
+    best = describe_cheapest(found)
     assert best.startswith("cheapest: ") and best[1:] in body
     for choice in found:
         assert choice.projection.gpu in body

@@ -150,7 +150,7 @@ def test_files_made_for_a_session_go_with_it(trace: Path, monkeypatch: pytest.Mo
     made: list[Path] = []
     from advisor.dashboard.pages import timeline
 
-    kept = timeline.scratch
+    kept = timeline.scratch_folder
 
     @contextmanager
     def scratch() -> Iterator[Path]:
@@ -158,7 +158,7 @@ def test_files_made_for_a_session_go_with_it(trace: Path, monkeypatch: pytest.Mo
             made.append(folder)
             yield folder
 
-    monkeypatch.setattr(timeline, "scratch", scratch)
+    monkeypatch.setattr(timeline, "scratch_folder", scratch)
     session = DashboardSession([str(trace)] * 3).load()
     client = create_app(session, Access()).server.test_client()
     for key in ("0", "1", "2", "2", "1", "0"):

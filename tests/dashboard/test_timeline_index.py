@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from advisor.core.run_directory import Gpu, Rank, RankRecord, Sample
 from advisor.dashboard.timeline.build import build_index
 from advisor.dashboard.timeline.categories import ALL
-from advisor.dashboard.timeline.counters import CounterSeries, counter_series, sample
+from advisor.dashboard.timeline.counters import CounterSeries, counter_series, sample_counter
 from advisor.dashboard.timeline.details import describe_slice
 from advisor.dashboard.timeline.index import assign_tracks
 from advisor.dashboard.timeline.search import (
@@ -135,7 +135,7 @@ def test_a_pixel_tells_the_least_and_largest_value_and_nothing_before_the_first(
     counter = CounterSeries(
         "c", "c", "%", np.array([10, 20, 21, 22]), np.array([5.0, 7, 1, 3]), None
     )
-    low, high = sample(counter, 0, 40, 8)
+    low, high = sample_counter(counter, 0, 40, 8)
     assert np.isnan(low[:2]).all()
     # pixels of 5 ns: [10,15) has 5, [15,20) holds it, [20,25) began with 5 and saw 7, 1, 3
     assert low[2:].tolist() == [5, 5, 1, 3, 3, 3]
@@ -144,7 +144,7 @@ def test_a_pixel_tells_the_least_and_largest_value_and_nothing_before_the_first(
 
 def test_a_sample_is_not_shown_longer_than_it_holds():
     counter = CounterSeries("c", "c", "%", np.array([0, 100]), np.array([50.0, 60]), 30)
-    low, _ = sample(counter, 0, 200, 20)
+    low, _ = sample_counter(counter, 0, 200, 20)
     assert low[:4].tolist() == [50, 50, 50, 50]
     assert np.isnan(low[4:10]).all()
     assert low[10:14].tolist() == [60, 60, 60, 60]
@@ -162,7 +162,7 @@ def test_counters_agree_with_a_look_at_every_instant(samples, x0, span, px):
     samples.sort(key=lambda s: s[0])
     ts = np.array([s[0] for s in samples], dtype=np.int64)
     counter = CounterSeries("c", "c", "", ts, np.array([float(s[1]) for s in samples]), None)
-    low, high = sample(counter, x0, x0 + span, px)
+    low, high = sample_counter(counter, x0, x0 + span, px)
     cut = [x0 + -(-i * span // px) for i in range(px + 1)]
     for i in range(px):
         inside = [v for t, v in samples if cut[i] <= t < cut[i + 1]]

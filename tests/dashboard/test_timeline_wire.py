@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from advisor.dashboard.timeline.build import build_index
 from advisor.dashboard.timeline.detail_levels import level_of_detail
-from advisor.dashboard.timeline.wire import encode
+from advisor.dashboard.timeline.wire import encode_view
 from advisor.measure import Analysis
 from advisor.testing import TraceBuilder
 
@@ -32,7 +32,7 @@ def answer(index, x0: int, x1: int, px: int, flags=None):
     lanes = list(range(len(index.lanes)))
     view = level_of_detail(index, lanes, x0, x1, px, flags)
     counters = list(range(len(index.counters)))
-    return view, encode(index, view, (x0, x1), px, counters, flags, 1.5, 7)
+    return view, encode_view(index, view, (x0, x1), px, counters, flags, 1.5, 7)
 
 
 @settings(max_examples=60, deadline=None)

@@ -51,7 +51,7 @@ def test_links_between_pages_lead_somewhere() -> None:
 
 def test_what_is_said_of_installing_advisor_is_what_works() -> None:
     """One way, kept in ``core/errors.py``: no page and no message has another."""
-    from advisor.core.errors import install
+    from advisor.core.errors import install_command
 
     package = re.escape(".")  # pages are read beside the source
     files = [ROOT / "README.md", *(ROOT / "docs").glob("*.md")]
@@ -65,7 +65,7 @@ def test_what_is_said_of_installing_advisor_is_what_works() -> None:
             r"pip install\b.*(gpu-advisor|\[(record|dashboard|all|cluster)\]|install \.)", line
         )
     ]
-    assert lines and install("record").startswith("pip install ")
+    assert lines and install_command("record").startswith("pip install ")
     good = re.compile(rf'pip install (?:"{package}\[\w+\]"|{package}(?:\s|$|`))')
     wrong = [(file, line) for file, line in lines if not good.search(line)]
     assert [entry for entry in wrong if entry[0] != "advisor/core/errors.py"] == []

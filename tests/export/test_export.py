@@ -15,7 +15,7 @@ import zstandard
 
 from advisor.advise.engine import AnalysisResult, analyze, examine
 from advisor.core.errors import AdvisorError
-from advisor.export import rewrite, tracks
+from advisor.export import build_tracks, rewrite
 from advisor.testing import TraceBuilder
 
 
@@ -33,7 +33,7 @@ def load(path: Path | str) -> dict[str, Any]:
 def export(path: str | Path, target: Path) -> tuple[AnalysisResult, dict[str, Any], dict[str, Any]]:
     """(analysis, original, exported)."""
     found = examine(path)
-    rewrite(str(path), target, lambda head: tracks(found.main, found.report, head))
+    rewrite(str(path), target, lambda head: build_tracks(found.main, found.report, head))
     return found, load(path), load(target)
 
 
@@ -149,7 +149,7 @@ def test_a_truncated_trace_is_exported_up_to_the_cut_and_whole(slow: Path, tmp_p
     cut.write_bytes(text[: len(text) * 3 // 4])
     found = examine(str(cut))
     written = rewrite(
-        str(cut), tmp_path / "out.json", lambda head: tracks(found.main, found.report, head)
+        str(cut), tmp_path / "out.json", lambda head: build_tracks(found.main, found.report, head)
     )
     assert written.truncated
     exported = load(tmp_path / "out.json")["traceEvents"]

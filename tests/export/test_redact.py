@@ -24,7 +24,7 @@ from advisor.core.credentials import clean_value
 from advisor.core.finding import Edit
 from advisor.core.report import Report
 from advisor.export import rewrite
-from advisor.export.redact import GONE, Redactor, is_random, names_in, redact
+from advisor.export.redact import REDACTED, Redactor, is_random, names_in, redact
 from advisor.measure import Analysis
 from advisor.render.formats import REPORTS
 from advisor.replay.selection import selected_gaps, selected_gpu, selected_host
@@ -207,7 +207,7 @@ def test_a_secret_that_is_spelled_with_escapes_does_not_come_out(tmp_path: Path)
     text = target.read_text()
     assert escaped not in text
     assert SECRETS[0] not in json.loads(text)["traceEvents"][0]["name"]
-    assert GONE in text
+    assert REDACTED in text
 
 
 @pytest.mark.parametrize(("form", "private"), IN_CONTEXT)
@@ -336,7 +336,7 @@ def test_no_folder_host_or_user_comes_out_in_any_spelling(word: str) -> None:
 
 @pytest.mark.parametrize("secret", SECRETS)
 def test_credentials_go_and_the_text_around_them_stays(secret: str) -> None:
-    assert Redactor().text(f"load({secret}) of 3") == f"load({GONE}) of 3"
+    assert Redactor().text(f"load({secret}) of 3") == f"load({REDACTED}) of 3"
 
 
 def test_a_user_told_in_one_place_goes_everywhere(tmp_path: Path) -> None:
@@ -417,7 +417,7 @@ def test_files_keep_their_name_or_their_place_in_a_library() -> None:
     )
     assert r.text("/home/j/proj/train.py(12): step") == "train.py(12): step"
     assert r.text("D:\\work\\proj\\train.py(12): step") == "train.py(12): step"
-    assert r.text("/home/j/proj") == GONE
+    assert r.text("/home/j/proj") == REDACTED
 
 
 @pytest.mark.parametrize("length", [32, 40, 64])

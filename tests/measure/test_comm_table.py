@@ -9,7 +9,7 @@ import polars as pl
 
 from advisor.measure import Analysis
 from advisor.measure.comm.comms import sum_collectives, sum_skew
-from advisor.measure.ranks.skew import align, skew
+from advisor.measure.ranks.skew import align_ranks, measure_skew
 from advisor.read import open_run, read_trace
 
 
@@ -40,7 +40,7 @@ def test_skew_is_the_mean_over_the_collectives_of_a_kind(
     paths = [Path(shared_trace(f"two_ranks_rank{n}")) for n in (0, 1)]
     run = open_run(paths)
     ranks = {number: Analysis(run.window(number)) for number in run.ranks}
-    found = skew(ranks, align(ranks))
+    found = measure_skew(ranks, align_ranks(ranks))
     table = sum_skew(found)
     assert table["count"].sum() == found.collectives.height
     for row in table.iter_rows(named=True):
@@ -68,5 +68,5 @@ def test_a_row_has_the_name_that_was_recorded(shared_file: Callable[[str], str])
         [Path(shared_file(f"dlrm_8ranks/worker{rank}.pt.trace.json.gz")) for rank in range(8)]
     )
     ranks = {number: Analysis(run.window(number)) for number in run.ranks}
-    names = sum_skew(skew(ranks, align(ranks)))["annotation"].drop_nulls().to_list()
+    names = sum_skew(measure_skew(ranks, align_ranks(ranks)))["annotation"].drop_nulls().to_list()
     assert any("all2all" in name for name in names) and not any("all#all" in n for n in names)

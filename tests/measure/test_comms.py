@@ -17,10 +17,10 @@ from advisor.measure import Analysis
 from advisor.measure.comm.comms import SCHEMA, step_at
 from advisor.measure.comm.messages import (
     bus_factor,
+    element_bytes,
     kernel_kind,
     kind_of,
     message_elements,
-    width,
 )
 from advisor.read import read_trace
 from advisor.testing import TraceBuilder
@@ -240,9 +240,9 @@ def test_hostile_arguments_are_harmless(comm: Any) -> None:
 def test_both_spellings_of_a_dtype_have_one_width() -> None:
     pairs = {"BFloat16": "c10::BFloat16", "Float": "float", "Long": "long int", "Bool": "bool"}
     for argument, shape in pairs.items():
-        assert width(argument) == width(shape) is not None
-    assert [width(d) for d in ("Double", "Float", "Half", "Float8_e4m3fn")] == [8, 4, 2, 1]
-    assert width("Object") is None and width(None) is None
+        assert element_bytes(argument) == element_bytes(shape) is not None
+    assert [element_bytes(d) for d in ("Double", "Float", "Half", "Float8_e4m3fn")] == [8, 4, 2, 1]
+    assert element_bytes("Object") is None and element_bytes(None) is None
 
 
 def test_widths_are_those_of_torch() -> None:
@@ -264,7 +264,7 @@ def test_widths_are_those_of_torch() -> None:
         "Float8_e4m3fn": torch.float8_e4m3fn,
         "Float8_e5m2": torch.float8_e5m2,
     }
-    assert {n: width(n) for n in names} == {n: t.itemsize for n, t in names.items()}
+    assert {n: element_bytes(n) for n in names} == {n: t.itemsize for n, t in names.items()}
 
 
 @given(n=st.integers(2, 4096))

@@ -12,7 +12,7 @@ import polars as pl
 import pytest
 
 from advisor.measure import Analysis
-from advisor.measure.steps.contents import contents
+from advisor.measure.steps.contents import measure_contents
 from advisor.read import read_trace
 from advisor.testing import TraceBuilder
 
@@ -30,7 +30,7 @@ def told(a: Analysis) -> list[tuple[str | None, str, str, float]]:
     names = [None if n is None else str(n) for n in a.trace.cpu["name"]]
     return [
         (None if frame is None else names[frame], names[callee], names[leaf], ns / 1e6)
-        for frame, callee, leaf, ns in contents(a, fetches(a))
+        for frame, callee, leaf, ns in measure_contents(a, fetches(a))
         .select("frame", "callee", "leaf", "ns")
         .iter_rows()
     ]

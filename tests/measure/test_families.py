@@ -10,7 +10,7 @@ import pytest
 
 from advisor.measure import Analysis
 from advisor.measure.device.families import FAMILIES, op_family
-from advisor.measure.device.kernel_names import describe, family_of
+from advisor.measure.device.kernel_names import describe_kernels, family_of
 from advisor.read import read_trace
 from advisor.testing import TraceBuilder
 
@@ -183,7 +183,7 @@ def test_hostile_names_are_looked_at_in_linear_time() -> None:
     names = pl.Series(
         ["(" * 50_000, "<" * 50_000, "a::" * 20_000, "\x00\ud7ff" * 10, "void <", "a" * 200_000]
     )
-    assert describe(names).height == len(names)
+    assert describe_kernels(names).height == len(names)
 
 
 @pytest.mark.parametrize(

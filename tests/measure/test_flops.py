@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from advisor.measure.device.flops import flops
+from advisor.measure.device.flops import count_flops
 from advisor.measure.device.shapes import OpInputs
-from advisor.measure.device.traffic import moved
+from advisor.measure.device.traffic import count_bytes
 
 BF16 = "c10::BFloat16"
 
@@ -47,41 +47,43 @@ def inputs(
 
 def test_mm_multiplies_and_adds_once_a_result_and_inner_element() -> None:
     x = inputs([[128, 512], [512, 64]])
-    assert flops("aten::mm", x) == 2 * 128 * 64 * 512 == 8_388_608
-    assert moved("aten::mm", x) == 4 * (128 * 512 + 512 * 64 + 128 * 64) == 425_984
+    assert count_flops("aten::mm", x) == 2 * 128 * 64 * 512 == 8_388_608
+    assert count_bytes("aten::mm", x) == 4 * (128 * 512 + 512 * 64 + 128 * 64) == 425_984
 
 
 def test_addmm_counts_its_product_and_reads_its_bias() -> None:
     x = inputs([[256], [1024, 2880], [2880, 256], None, None], BF16, {3: "1", 4: "1"})
-    assert flops("aten::addmm", x) == 2 * 1024 * 256 * 2880 == 1_509_949_440
-    assert moved("aten::addmm", x) == 2 * (256 + 1024 * 2880 + 2880 * 256 + 1024 * 256)
+    assert count_flops("aten::addmm", x) == 2 * 1024 * 256 * 2880 == 1_509_949_440
+    assert count_bytes("aten::addmm", x) == 2 * (256 + 1024 * 2880 + 2880 * 256 + 1024 * 256)
 
 
 def test_a_bias_broadcast_by_stride_zero_is_read_once() -> None:
     dims = [[8, 4], [8, 2], [2, 4]]
-    full = moved("aten::addmm", inputs(dims, strides=[[4, 1], [2, 1], [4, 1]]))
-    bias = moved("aten::addmm", inputs(dims, strides=[[0, 1], [2, 1], [4, 1]]))
+    full = count_bytes("aten::addmm", inputs(dims, strides=[[4, 1], [2, 1], [4, 1]]))
+    bias = count_bytes("aten::addmm", inputs(dims, strides=[[0, 1], [2, 1], [4, 1]]))
     assert (full, bias) == (4 * (32 + 16 + 8 + 32), 4 * (4 + 16 + 8 + 32))
 
 
 def test_batches_multiply() -> None:
-    assert flops("aten::bmm", inputs([[16, 50, 96], [16, 96, 8]])) == 16 * 2 * 50 * 8 * 96
+    assert count_flops("aten::bmm", inputs([[16, 50, 96], [16, 96, 8]])) == 16 * 2 * 50 * 8 * 96
     x = inputs([[16, 50, 8], [16, 50, 96], [16, 96, 8]])
-    assert flops("aten::baddbmm", x) == 16 * 2 * 50 * 8 * 96
+    assert count_flops("aten::baddbmm", x) == 16 * 2 * 50 * 8 * 96
 
 
 def test_linear_and_matmul_with_many_dimensions_and_vectors() -> None:
-    assert flops("aten::linear", inputs([[2, 3, 5, 7], [11, 7], [11]])) == 2 * 30 * 11 * 7
-    assert flops("aten::matmul", inputs([[4, 1, 5, 7], [3, 7, 2]])) == 2 * 12 * 5 * 2 * 7
-    assert flops("aten::matmul", inputs([[7], [7, 9]])) == 2 * 9 * 7
-    assert flops("aten::mv", inputs([[5, 7], [7]])) == 2 * 5 * 7
-    assert flops("aten::dot", inputs([[7], [7]])) == 2 * 7
+    assert count_flops("aten::linear", inputs([[2, 3, 5, 7], [11, 7], [11]])) == 2 * 30 * 11 * 7
+    assert count_flops("aten::matmul", inputs([[4, 1, 5, 7], [3, 7, 2]])) == 2 * 12 * 5 * 2 * 7
+    assert count_flops("aten::matmul", inputs([[7], [7, 9]])) == 2 * 9 * 7
+    assert count_flops("aten::mv", inputs([[5, 7], [7]])) == 2 * 5 * 7
+    assert count_flops("aten::dot", inputs([[7], [7]])) == 2 * 7
 
 
 def test_grouped_products_depend_only_on_the_summed_rows() -> None:
-    assert flops("aten::_grouped_mm", inputs([[100, 32], [4, 32, 16]])) == 2 * 100 * 32 * 16
-    assert flops("aten::_grouped_mm", inputs([[8, 100], [100, 16]])) == 2 * 8 * 100 * 16
-    assert moved("aten::_grouped_mm", inputs([[8, 100], [100, 16]])) is None  # groups not told
+    assert count_flops("aten::_grouped_mm", inputs([[100, 32], [4, 32, 16]])) == 2 * 100 * 32 * 16
+    assert count_flops("aten::_grouped_mm", inputs([[8, 100], [100, 16]])) == 2 * 8 * 100 * 16
+    assert (
+        count_bytes("aten::_grouped_mm", inputs([[8, 100], [100, 16]])) is None
+    )  # groups not told
 
 
 def test_a_scaled_product_writes_the_dtype_it_was_asked_for() -> None:
@@ -89,16 +91,16 @@ def test_a_scaled_product_writes_the_dtype_it_was_asked_for() -> None:
     dims: list[Any] = [[16, 64], [64, 32], [], [], None, None, None]
     kinds = [fp8, fp8, "float", "float"]
     x = inputs(dims, kinds, {6: "15"})
-    assert flops("aten::_scaled_mm", x) == 2 * 16 * 64 * 32
-    assert moved("aten::_scaled_mm", x) == 16 * 64 + 64 * 32 + 2 * 16 * 32
-    assert moved("aten::_scaled_mm", inputs(dims, kinds)) is None
+    assert count_flops("aten::_scaled_mm", x) == 2 * 16 * 64 * 32
+    assert count_bytes("aten::_scaled_mm", x) == 16 * 64 + 64 * 32 + 2 * 16 * 32
+    assert count_bytes("aten::_scaled_mm", inputs(dims, kinds)) is None
 
 
 def test_shapes_that_do_not_fit_give_nothing() -> None:
     for dims in ([[2, 3], [4, 5]], [[2, 3]], [], [[2], []]):
-        assert flops("aten::mm", inputs(dims)) is None
-    assert flops("aten::bmm", inputs([[2, 3, 4], [5, 4, 6]])) is None
-    assert flops("aten::linear", inputs([[2, 3], [7, 4]])) is None
+        assert count_flops("aten::mm", inputs(dims)) is None
+    assert count_flops("aten::bmm", inputs([[2, 3, 4], [5, 4, 6]])) is None
+    assert count_flops("aten::linear", inputs([[2, 3], [7, 4]])) is None
 
 
 # -- convolutions ---------------------------------------------------------------------------
@@ -115,8 +117,8 @@ def test_resnets_first_convolution_is_236_megaflops_an_image() -> None:
     """(224 + 2 * 3 - 7) // 2 + 1 = 112: the published 118 M multiply-adds an image."""
     per_image = 2 * 64 * 112 * 112 * 3 * 7 * 7
     assert per_image == 236_027_904
-    assert flops("aten::conv2d", conv2d()) == 32 * per_image
-    assert moved("aten::conv2d", conv2d()) == 2 * (
+    assert count_flops("aten::conv2d", conv2d()) == 32 * per_image
+    assert count_bytes("aten::conv2d", conv2d()) == 2 * (
         32 * 3 * 224 * 224 + 64 * 3 * 7 * 7 + 32 * 64 * 112 * 112
     )
 
@@ -126,12 +128,12 @@ def test_every_backend_has_its_arguments_in_its_own_places() -> None:
     expected = 2 * 4 * 8 * (9 * 15) * 3 * 3 * 5  # (17+2-3)//2+1 = 9, (19+4-2*4-1)//1+1 = 15
     stride, padding, dilation = "[2, 1]", "[1, 2]", "[1, 2]"
     cudnn = inputs([*shapes], "float", {2: padding, 3: stride, 4: dilation, 5: "2"})
-    assert flops("aten::cudnn_convolution", cudnn) == expected
+    assert count_flops("aten::cudnn_convolution", cudnn) == expected
     miopen = inputs([*shapes], "float", {2: "", 3: padding, 4: stride, 5: dilation, 6: "2"})
-    assert flops("aten::miopen_convolution", miopen) == expected
+    assert count_flops("aten::miopen_convolution", miopen) == expected
     both = {2: "", 3: stride, 4: padding, 5: dilation, 6: "False", 7: "[0, 0]", 8: "2"}
-    assert flops("aten::convolution", inputs([*shapes], "float", both)) == expected
-    assert flops("aten::_convolution", inputs([*shapes], "float", both)) == expected
+    assert count_flops("aten::convolution", inputs([*shapes], "float", both)) == expected
+    assert count_flops("aten::_convolution", inputs([*shapes], "float", both)) == expected
 
 
 def test_a_transposed_convolution_spreads_each_input_point() -> None:
@@ -140,14 +142,14 @@ def test_a_transposed_convolution_spreads_each_input_point() -> None:
         "float",
         {2: "", 3: "[2]", 4: "[0]", 5: "[1]", 6: "True", 7: "[0]", 8: "1"},
     )
-    assert flops("aten::convolution", x) == 2 * 2 * 9 * 6 * 4 * 3
+    assert count_flops("aten::convolution", x) == 2 * 2 * 9 * 6 * 4 * 3
 
 
 def test_a_convolution_without_recorded_stride_is_not_guessed() -> None:
-    assert flops("aten::conv2d", conv2d(concrete=False)) is None
-    assert moved("aten::conv2d", conv2d(concrete=False)) is None
-    assert flops("aten::conv2d", conv2d(stride="[0, 0]")) is None
-    assert flops("aten::conv2d", conv2d(padding="same")) is None
+    assert count_flops("aten::conv2d", conv2d(concrete=False)) is None
+    assert count_bytes("aten::conv2d", conv2d(concrete=False)) is None
+    assert count_flops("aten::conv2d", conv2d(stride="[0, 0]")) is None
+    assert count_flops("aten::conv2d", conv2d(padding="same")) is None
 
 
 def backward(mask: str, concrete: bool = True) -> OpInputs:
@@ -168,13 +170,13 @@ def backward(mask: str, concrete: bool = True) -> OpInputs:
 def test_convolution_backward_counts_the_gradients_it_was_asked_for() -> None:
     forward = 32 * 236_027_904
     op = "aten::convolution_backward"
-    assert flops(op, backward("[False, True, False]")) == forward  # a network's first layer
-    assert flops(op, backward("[True, True, True]")) == 2 * forward
-    assert flops(op, backward("[True, True]")) is None
-    assert flops(op, backward("", concrete=False)) is None
+    assert count_flops(op, backward("[False, True, False]")) == forward  # a network's first layer
+    assert count_flops(op, backward("[True, True, True]")) == 2 * forward
+    assert count_flops(op, backward("[True, True]")) is None
+    assert count_flops(op, backward("", concrete=False)) is None
     x, w, y = 32 * 3 * 224 * 224, 64 * 3 * 49, 32 * 64 * 112 * 112
-    assert moved(op, backward("[False, True, False]")) == 2 * (y + x + w)
-    assert moved(op, backward("[True, True, False]")) == 2 * (y + (w + x) + (x + w))
+    assert count_bytes(op, backward("[False, True, False]")) == 2 * (y + x + w)
+    assert count_bytes(op, backward("[True, True, False]")) == 2 * (y + (w + x) + (x + w))
 
 
 # -- attention ------------------------------------------------------------------------------
@@ -193,34 +195,34 @@ def flash(causal: str, dims: list[Any] = QKV, **more: str) -> OpInputs:
 def test_flash_attention_forward_is_two_products_and_causal_only_the_lower_half() -> None:
     op = "aten::_flash_attention_forward"
     assert FULL == 1_099_511_627_776
-    assert flops(op, flash("False")) == FULL
-    assert flops(op, flash("True")) == 4 * 8 * 16 * PAIRS * 128
-    assert moved(op, flash("True")) == 4 * 2 * 8 * 4096 * 16 * 128
-    assert flops(op, flash("")) is None  # causal or not makes a factor of two
+    assert count_flops(op, flash("False")) == FULL
+    assert count_flops(op, flash("True")) == 4 * 8 * 16 * PAIRS * 128
+    assert count_bytes(op, flash("True")) == 4 * 2 * 8 * 4096 * 16 * 128
+    assert count_flops(op, flash("")) is None  # causal or not makes a factor of two
 
 
 def test_grouped_queries_and_other_key_lengths() -> None:
     dims = [[2, 10, 8, 64], [2, 30, 2, 64], [2, 30, 2, 32]]
     expected = 2 * 2 * 8 * 10 * 30 * (64 + 32)
-    assert flops("aten::_flash_attention_forward", flash("False", dims)) == expected
+    assert count_flops("aten::_flash_attention_forward", flash("False", dims)) == expected
     # Query i sees keys 0 … i: 1 + 2 + … + 10 pairs.
-    assert flops("aten::_flash_attention_forward", flash("True", dims)) == 2 * 16 * 55 * 96
+    assert count_flops("aten::_flash_attention_forward", flash("True", dims)) == 2 * 16 * 55 * 96
 
 
 def test_packed_sequences_and_sliding_windows_are_not_guessed() -> None:
     packed = inputs([[100, 16, 128]] * 3 + [[5], [5]], [BF16] * 3 + ["int"] * 2, {8: "True"})
-    assert flops("aten::_flash_attention_forward", packed) is None
-    assert flops("aten::_flash_attention_forward", flash("True", a11="256")) is None
+    assert count_flops("aten::_flash_attention_forward", packed) is None
+    assert count_flops("aten::_flash_attention_forward", flash("True", a11="256")) is None
 
 
 def test_attention_backward_is_five_products() -> None:
     dims = [*[[8, 4096, 16, 128]] * 5, [8, 16, 4096]]
     kinds = [BF16] * 5 + ["float"]
     x = inputs(dims, kinds, {6: "", 7: "", 8: "4096", 9: "4096", 10: "0.", 11: "False"})
-    assert flops("aten::_flash_attention_backward", x) == FULL / 2 * 5
+    assert count_flops("aten::_flash_attention_backward", x) == FULL / 2 * 5
     tensor = 2 * 8 * 4096 * 16 * 128
     # Read: query, key, value, output, its gradient, row sums; written: three gradients.
-    assert moved("aten::_flash_attention_backward", x) == 8 * tensor + 4 * 8 * 16 * 4096
+    assert count_bytes("aten::_flash_attention_backward", x) == 8 * tensor + 4 * 8 * 16 * 4096
 
 
 def test_efficient_attention_finds_its_mask_argument_in_old_and_new_signatures() -> None:
@@ -228,15 +230,15 @@ def test_efficient_attention_finds_its_mask_argument_in_old_and_new_signatures()
     old = {3: "", 4: "", 5: "", 6: "4096", 7: "0.", 8: "1", 9: "True"}
     none = {**new, 9: "0"}
     op = "aten::_efficient_attention_forward"
-    assert flops(op, inputs(QKV, BF16, new)) == 4 * 8 * 16 * PAIRS * 128
-    assert flops(op, inputs(QKV, BF16, old)) == 4 * 8 * 16 * PAIRS * 128
-    assert flops(op, inputs(QKV, BF16, none)) == FULL
+    assert count_flops(op, inputs(QKV, BF16, new)) == 4 * 8 * 16 * PAIRS * 128
+    assert count_flops(op, inputs(QKV, BF16, old)) == 4 * 8 * 16 * PAIRS * 128
+    assert count_flops(op, inputs(QKV, BF16, none)) == FULL
 
 
 def test_cudnn_attention_has_heads_before_the_sequence() -> None:
     dims = [[8, 16, 4096, 128]] * 3
     x = inputs(dims, BF16, {3: "", 4: "False", 5: "0.", 6: "True", 7: "False"})
-    assert flops("aten::_scaled_dot_product_cudnn_attention", x) == 4 * 8 * 16 * PAIRS * 128
+    assert count_flops("aten::_scaled_dot_product_cudnn_attention", x) == 4 * 8 * 16 * PAIRS * 128
 
 
 # -- bound by memory ------------------------------------------------------------------------
@@ -335,7 +337,7 @@ def test_cudnn_attention_has_heads_before_the_sequence() -> None:
     ],
 )
 def test_memory_bound_operators(op: str, x: OpInputs, work: float, size: float) -> None:
-    assert (flops(op, x), moved(op, x)) == (work, size)
+    assert (count_flops(op, x), count_bytes(op, x)) == (work, size)
 
 
 @pytest.mark.parametrize(
@@ -351,14 +353,14 @@ def test_memory_bound_operators(op: str, x: OpInputs, work: float, size: float) 
     ],
 )
 def test_what_was_not_recorded_is_not_guessed(op: str, x: OpInputs) -> None:
-    assert moved(op, x) is None
+    assert count_bytes(op, x) is None
 
 
 def test_a_fused_triton_kernel_moves_its_arguments_unless_it_may_touch_a_part() -> None:
     x = inputs([[8, 64], [64], [8, 64], None], BF16, {3: "512"})
-    assert moved("triton_poi_fused_add_mul_0", x) == 2 * (512 + 64 + 512)
-    assert moved("triton_poi_fused_embedding_add_0", x) is None
-    assert moved("triton_tem_fused_mm_0", x) is None
+    assert count_bytes("triton_poi_fused_add_mul_0", x) == 2 * (512 + 64 + 512)
+    assert count_bytes("triton_poi_fused_embedding_add_0", x) is None
+    assert count_bytes("triton_tem_fused_mm_0", x) is None
 
 
 # -- against PyTorch ------------------------------------------------------------------------
@@ -379,9 +381,9 @@ def registered() -> dict[str, Any]:
 def test_products_agree_with_pytorchs_flop_counter(b: int, m: int, n: int, k: int) -> None:
     torch_flops = registered()
     mm = inputs([[m, k], [k, n]])
-    assert flops("aten::mm", mm) == torch_flops["mm"]((m, k), (k, n), out_val=None)
+    assert count_flops("aten::mm", mm) == torch_flops["mm"]((m, k), (k, n), out_val=None)
     bmm = inputs([[b, m, k], [b, k, n]])
-    assert flops("aten::bmm", bmm) == torch_flops["bmm"]((b, m, k), (b, k, n), out_val=None)
+    assert count_flops("aten::bmm", bmm) == torch_flops["bmm"]((b, m, k), (b, k, n), out_val=None)
 
 
 @settings(max_examples=60, deadline=None)
@@ -416,7 +418,9 @@ def test_convolutions_agree_with_the_shapes_pytorch_makes(
         7: str([0] * rank),
         8: str(groups),
     }
-    mine = flops("aten::convolution", inputs([list(x.shape), list(w.shape)], "float", arguments))
+    mine = count_flops(
+        "aten::convolution", inputs([list(x.shape), list(w.shape)], "float", arguments)
+    )
     from torch.utils.flop_counter import conv_flop_count
 
     assert mine == conv_flop_count(list(x.shape), list(w.shape), list(out.shape))
@@ -446,7 +450,7 @@ def test_convolutions_agree_with_the_shapes_pytorch_makes(
             [True, True, False],
             out_val=(x, w, None),
         )
-        assert flops("aten::convolution_backward", inputs(shapes, "float", back)) == theirs
+        assert count_flops("aten::convolution_backward", inputs(shapes, "float", back)) == theirs
 
 
 @settings(max_examples=40, deadline=None)
@@ -461,10 +465,10 @@ def test_attention_agrees_with_pytorchs_flop_counter(
     go = (b, kv * repeat, sq, dv)
     dims = [list(q), list(k), list(v)]
     x = inputs(dims, BF16, {3: "0.", 4: "False", 5: "False"})
-    assert flops("aten::_scaled_dot_product_flash_attention", x) == sdpa_flop_count(q, k, v)
+    assert count_flops("aten::_scaled_dot_product_flash_attention", x) == sdpa_flop_count(q, k, v)
     x = inputs([list(go), *dims, list(go)], BF16, {10: "0.", 11: "False"})
     op = "aten::_scaled_dot_product_flash_attention_backward"
-    assert flops(op, x) == sdpa_backward_flop_count(go, q, k, v)
+    assert count_flops(op, x) == sdpa_backward_flop_count(go, q, k, v)
 
 
 def test_argument_positions_are_those_of_pytorchs_own_schemas() -> None:
@@ -555,7 +559,7 @@ def test_any_recorded_text_gives_a_figure_or_nothing(
     op: str, dims: list[Any], types: list[Any], concrete: list[Any]
 ) -> None:
     x = OpInputs(json.dumps(dims), json.dumps(types), json.dumps(dims), json.dumps(concrete))
-    for figure in (flops(op, x), moved(op, x)):
+    for figure in (count_flops(op, x), count_bytes(op, x)):
         assert figure is None or (isinstance(figure, float) and figure >= 0)
 
 
@@ -563,7 +567,7 @@ def test_damaged_and_absurd_text_gives_nothing() -> None:
     huge = 10**18
     deep = "[" * 100_000
     for dims in ("", "nonsense", deep, "{}", "[[-1, 2], [2, 3]]", f"[[{huge}, {huge}], [2, 3]]"):
-        assert flops("aten::mm", OpInputs(dims, '["float", "float"]')) is None
+        assert count_flops("aten::mm", OpInputs(dims, '["float", "float"]')) is None
     long_number = "9" * 10_000
     assert inputs([[2]], "float", {1: long_number}).argument(1) is None
 
@@ -602,8 +606,8 @@ def test_transposed_convolutions_agree_with_the_shapes_pytorch_makes(
     size_in_all = 4 * (x.numel() + w.numel() + out.numel())
     for op, arguments in ((f"conv_transpose{rank}d", own), ("convolution", general)):
         seen = inputs([list(x.shape), list(w.shape)], "float", arguments)
-        assert flops(f"aten::{op}", seen) == counted, told
-        assert moved(f"aten::{op}", seen) == size_in_all, told
+        assert count_flops(f"aten::{op}", seen) == counted, told
+        assert count_bytes(f"aten::{op}", seen) == size_in_all, told
 
 
 def experts(tokens: int, top: int, count: int = 8, gate: int = 2) -> OpInputs:
@@ -615,10 +619,10 @@ def experts(tokens: int, top: int, count: int = 8, gate: int = 2) -> OpInputs:
 @pytest.mark.parametrize("op", ["vllm::outplace_fused_experts", "vllm::inplace_fused_experts"])
 def test_fused_experts_multiply_each_token_by_those_it_is_sent_to(op: str) -> None:
     # 100 tokens to 2 experts each: 200 rows through [64 x 64] and [32 x 64]
-    assert flops(op, experts(100, 2)) == 2 * 200 * (64 * 64 + 32 * 64) == 2_457_600
+    assert count_flops(op, experts(100, 2)) == 2 * 200 * (64 * 64 + 32 * 64) == 2_457_600
     # tokens in and out, all eight experts' weights, routing weights and numbers
     weights = 2 * 8 * (64 * 64 + 64 * 32)
-    assert moved(op, experts(100, 2)) == 2 * 2 * 100 * 64 + weights + 200 * 4 + 200 * 4
+    assert count_bytes(op, experts(100, 2)) == 2 * 2 * 100 * 64 + weights + 200 * 4 + 200 * 4
 
 
 def test_a_brute_force_walk_over_tokens_counts_the_same_products() -> None:
@@ -628,23 +632,23 @@ def test_a_brute_force_walk_over_tokens_counts_the_same_products() -> None:
             for _expert in range(top):
                 work += sum(2 for _row in range(32 * gate) for _inner in range(64))
                 work += sum(2 for _row in range(64) for _inner in range(32))
-        assert flops("vllm::outplace_fused_experts", experts(tokens, top, gate=gate)) == work
+        assert count_flops("vllm::outplace_fused_experts", experts(tokens, top, gate=gate)) == work
 
 
 def test_of_few_tokens_it_is_not_told_which_experts_are_read() -> None:
-    assert flops("vllm::outplace_fused_experts", experts(3, 2)) is not None
-    assert moved("vllm::outplace_fused_experts", experts(3, 2)) is None  # 6 rows, 8 experts
+    assert count_flops("vllm::outplace_fused_experts", experts(3, 2)) is not None
+    assert count_bytes("vllm::outplace_fused_experts", experts(3, 2)) is None  # 6 rows, 8 experts
 
 
 def test_experts_without_routing_or_of_other_shapes_are_not_guessed() -> None:
     shapes = [[100, 64], [8, 64, 64], [8, 64, 32], [100, 8]]
-    assert flops("vllm::fused_moe", inputs(shapes, BF16)) is None
-    assert flops("mine::fused_experts", inputs([[4, 4]] * 5, BF16)) is None
-    assert flops("aten::fused_experts", experts(100, 2)) is None
+    assert count_flops("vllm::fused_moe", inputs(shapes, BF16)) is None
+    assert count_flops("mine::fused_experts", inputs([[4, 4]] * 5, BF16)) is None
+    assert count_flops("aten::fused_experts", experts(100, 2)) is None
 
 
 def test_grouped_products_of_two_matrices_write_one_result_a_group() -> None:
     # weight gradients of 8 experts: [64 x 1000] times [1000 x 32], split along the 1000
     x = inputs([[64, 1000], [1000, 32], [8]], [BF16, BF16, "int"])
-    assert moved("aten::_grouped_mm", x) == 2 * (64 * 1000 + 1000 * 32 + 8 * 64 * 32)
-    assert moved("aten::_grouped_mm", inputs([[64, 1000], [1000, 32]], BF16)) is None
+    assert count_bytes("aten::_grouped_mm", x) == 2 * (64 * 1000 + 1000 * 32 + 8 * 64 * 32)
+    assert count_bytes("aten::_grouped_mm", inputs([[64, 1000], [1000, 32]], BF16)) is None

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from advisor.core.trace import Trace
 from advisor.measure import Analysis
 from advisor.measure.comm.comms import describe_on_host, has_host_collectives, host_work
-from advisor.measure.ranks.skew import align, skew
+from advisor.measure.ranks.skew import align_ranks, measure_skew
 from advisor.testing import TraceBuilder
 
 TRANSFER = 40
@@ -112,9 +112,9 @@ def test_waits_of_any_job_are_those_of_a_walk(
     work: list[list[list[int]]], offsets: list[int]
 ) -> None:
     ranks, truth = simulate(work, offsets[: len(work)])
-    alignment = align(ranks)
+    alignment = align_ranks(ranks)
     assert alignment.error_ns == pytest.approx(0, abs=1e-3)
-    found = skew(ranks, alignment)
+    found = measure_skew(ranks, alignment)
     waits = found.arrivals.pivot("rank", index="row", values="wait_ns").sort("row")
     exposed = found.arrivals.pivot("rank", index="row", values="exposed_wait_ns").sort("row")
     # steps much longer than the others are set aside
@@ -130,7 +130,7 @@ def test_waits_of_any_job_are_those_of_a_walk(
 def test_waits_never_count_twice() -> None:
     """Both threads of the quick process wait at once."""
     ranks, truth = simulate([[[10, 10]] * 4, [[300, 100]] * 4], [0, 0])
-    table = skew(ranks, align(ranks)).stragglers
+    table = measure_skew(ranks, align_ranks(ranks)).stragglers
     late = table.row(1, named=True)
     assert late["last_share"] == 1
     step = ranks[0].step_ns
@@ -166,10 +166,12 @@ def test_without_gloo_there_are_none() -> None:
 
 def test_a_group_is_complete_when_all_of_the_job_are_here() -> None:
     ranks, _ = simulate([[[10]] * 4, [[300]] * 4], [0, 0])
-    complete = skew(ranks, align(ranks)).collectives["complete"]
+    complete = measure_skew(ranks, align_ranks(ranks)).collectives["complete"]
     assert complete.to_list() == [True] * 4
     larger = {n: Analysis(_of_three(a), None, None) for n, a in ranks.items()}
-    assert skew(larger, align(larger)).collectives["complete"].to_list() == [False] * 4
+    assert (
+        measure_skew(larger, align_ranks(larger)).collectives["complete"].to_list() == [False] * 4
+    )
 
 
 def _of_three(a: Analysis) -> Trace:

@@ -11,7 +11,7 @@ import pytest
 
 from advisor.core.gpus import lookup
 from advisor.measure import Analysis
-from advisor.measure.device.kernel_names import describe
+from advisor.measure.device.kernel_names import describe_kernels
 from advisor.measure.host.stacks import climb_stack
 from advisor.read import read_trace
 from advisor.testing import TraceBuilder
@@ -214,7 +214,7 @@ def test_what_is_no_matrix_work_is_neither_on_tensor_cores_nor_eligible() -> Non
     ],
 )
 def test_a_name_tells_the_dtype_only_when_it_is_unambiguous(name: str, dtype: str | None) -> None:
-    assert describe(pl.Series([name]))["dtype"].to_list() == [dtype]
+    assert describe_kernels(pl.Series([name]))["dtype"].to_list() == [dtype]
 
 
 def test_amds_matrix_cores_do_fp32_itself(shared_trace) -> None:

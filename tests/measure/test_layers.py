@@ -26,9 +26,9 @@ from advisor.measure.host.layers import (
     find_outliers,
     report_layers,
 )
-from advisor.measure.host.module_sources import MAX_DEPTH, dotted, op_path
+from advisor.measure.host.module_sources import MAX_DEPTH, op_path, split_modules
 from advisor.read import read_trace
-from advisor.rules.common import places
+from advisor.rules.common import costliest_places
 from advisor.testing import TraceBuilder
 
 US = 1000
@@ -305,7 +305,7 @@ def test_the_name_of_an_operator_of_xla_holds_its_modules(name: str, path: str) 
 
 def test_wrappers_are_no_layers_and_a_number_belongs_to_the_name_before_it() -> None:
     path = "module._orig_mod.model.layers.11._checkpoint_wrapped_module.mlp"
-    assert dotted(path) == ("model", "layers.11", "mlp")
+    assert split_modules(path) == ("model", "layers.11", "mlp")
 
 
 def test_on_a_cpu_the_layers_have_the_own_time_of_their_operators() -> None:
@@ -443,7 +443,7 @@ def test_a_place_names_the_modules_in_place_of_a_line_outside_of_them(
 ) -> None:
     a = harness(own_lines).analysis()
     hosts = a.trace.gpu["launch"].to_numpy().astype(np.int64)
-    (place,) = places(a, hosts, np.ones(len(hosts), dtype=np.int64))
+    (place,) = costliest_places(a, hosts, np.ones(len(hosts), dtype=np.int64))
     expected = [name.replace("3 Block in Model", "Block_0–2") for name in names]
     assert location_names(place) == expected and place.count == 6
     assert place.file is not None and place.around_layer == (not own_lines)

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from advisor.measure import Analysis
-from advisor.measure.memory.memory import ALLOCATIONS_SCHEMA, MEMORY_SCHEMA, recompute
+from advisor.measure.memory.memory import ALLOCATIONS_SCHEMA, MEMORY_SCHEMA, find_recompute
 from advisor.read import read_trace
 from advisor.testing import TraceBuilder
 
@@ -232,19 +232,19 @@ def checkpointed(*, reentrant: bool, steps: int = 2, stacks: bool = True) -> Tra
 
 @pytest.mark.parametrize("reentrant", [True, False])
 def test_recomputation_is_the_forward_work_inside_backward(reentrant: bool) -> None:
-    table = recompute(checkpointed(reentrant=reentrant).analysis())
+    table = find_recompute(checkpointed(reentrant=reentrant).analysis())
     assert table is not None
     assert table.rows() == [(0, 1, 100_000, 100_000), (1, 1, 100_000, 100_000)]
 
 
 def test_reentrant_recomputation_needs_no_stacks() -> None:
-    table = recompute(checkpointed(reentrant=True, stacks=False).analysis())
+    table = find_recompute(checkpointed(reentrant=True, stacks=False).analysis())
     assert table is not None
     assert table["dur"].to_list() == [100_000, 100_000]
 
 
 def test_without_stacks_the_other_form_cannot_be_told() -> None:
-    assert recompute(checkpointed(reentrant=False, stacks=False).analysis()) is None
+    assert find_recompute(checkpointed(reentrant=False, stacks=False).analysis()) is None
 
 
 def test_a_checkpoint_whose_backward_thread_has_no_frames_cannot_be_told() -> None:
@@ -255,7 +255,7 @@ def test_a_checkpoint_whose_backward_thread_has_no_frames_cannot_be_told() -> No
         with b.thread(2000), b.op(NODE):
             forward(b)
         b.sync()
-    assert recompute(b.analysis()) is None
+    assert find_recompute(b.analysis()) is None
 
 
 def test_with_stacks_and_no_checkpoint_nothing_is_recomputed() -> None:
@@ -264,7 +264,7 @@ def test_with_stacks_and_no_checkpoint_nothing_is_recomputed() -> None:
         with b.python("train.py(3): step"):
             forward(b)
         b.sync()
-    table = recompute(b.analysis())
+    table = find_recompute(b.analysis())
     assert table is not None
     assert table["dur"].to_list() == [0]
 
@@ -279,7 +279,7 @@ def test_backward_of_a_nested_checkpoint_is_recomputed_once() -> None:
                 with b.op(NODE):
                     b.launch("threshold_backward", 30)
         b.sync()
-    table = recompute(b.analysis())
+    table = find_recompute(b.analysis())
     assert table is not None
     assert table.row(0)[1:3] == (2, 90_000)
 
@@ -291,7 +291,7 @@ def test_a_collective_during_recomputation_is_not_compute() -> None:
             forward(b)
             b.collective("_allgather_base", 1 << 20, 500)
         b.sync()
-    table = recompute(b.analysis())
+    table = find_recompute(b.analysis())
     assert table is not None
     assert table["dur"].to_list() == [100_000]
 
@@ -302,7 +302,7 @@ def test_a_users_function_of_that_name_is_not_recomputation() -> None:
         with b.python("my/checkpoint.py(3): recompute_fn"):
             forward(b)
         b.sync()
-    table = recompute(b.analysis())
+    table = find_recompute(b.analysis())
     assert table is not None
     assert table["dur"].to_list() == [0]
 
@@ -330,7 +330,7 @@ def test_frames_of_a_recording_are_those_that_are_looked_for(tmp_path: Path) -> 
             kernel = {**e, "cat": "kernel", "name": "gemm", "dur": 3.0}
             text["traceEvents"] += [{**launch, "args": args}, {**kernel, "args": args}]
         path.write_text(json.dumps(text))
-        table = recompute(Analysis(read_trace(str(path))))
+        table = find_recompute(Analysis(read_trace(str(path))))
         assert table is not None
         assert table["kernels"].sum() == 1
 
@@ -355,7 +355,7 @@ def test_a_healthy_real_training_step_allocates_nothing(shared_trace) -> None:  
     a = Analysis(read_trace(shared_trace("a100_train_6steps")))
     assert a.allocations.is_empty()
     assert a.memory.is_empty()
-    assert recompute(a) is None
+    assert find_recompute(a) is None
 
 
 def test_the_first_steps_of_a_real_script_allocate(shared_trace) -> None:  # type: ignore[no-untyped-def]

@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 
 import advisor
-from advisor.measure.memory.allocator_replay import replay
-from advisor.measure.memory.memory_savings import needed, savings
+from advisor.measure.memory.allocator_replay import replay_allocator
+from advisor.measure.memory.memory_savings import count_needed_bytes, find_savings
 from advisor.measure.memory.post_mortem import PostMortem
 from advisor.read.snapshot import read_snapshot
 
@@ -57,13 +57,13 @@ def test_peaks_and_categories_are_the_sums_of_the_events(name: str) -> None:
     post = measured(name)
     assert (post.allocated, post.reserved) == (most, then)
     assert sum(post.by_category.values()) == sum(post.bases.values()) == most
-    assert int(post.held["bytes"].sum()) == needed(post) == most
+    assert int(post.held["bytes"].sum()) == count_needed_bytes(post) == most
 
 
 @pytest.mark.parametrize("name", [n for n in NAMES if "synthetic" not in n])
 def test_the_replayed_allocator_reserves_what_was_recorded(name: str) -> None:
     h = measured(name).history
-    replayed = replay(h, expandable=False).reserved
+    replayed = replay_allocator(h, expandable=False).reserved
     assert np.abs(replayed - h.reserved).max() <= 0.02 * h.reserved.max()
 
 
@@ -96,7 +96,7 @@ def test_what_each_program_held_is_found_with_and_without_modules_and_stacks() -
 
 
 def test_a_remedy_frees_no_more_than_what_it_touches() -> None:
-    freed = {name: {s.change: s.bytes for s in savings(measured(name))} for name in NAMES}
+    freed = {name: {s.change: s.bytes for s in find_savings(measured(name))} for name in NAMES}
     for name in ("opt13b_weights", "stable_diffusion_no_history", "forward_fp32"):
         assert "half the batch" not in freed[name]
     for name, changes in freed.items():

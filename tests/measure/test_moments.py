@@ -11,7 +11,7 @@ from advisor.core.finding import Edit, Select
 from advisor.measure import Analysis
 from advisor.measure.steps.instants import broken_regions, graph_breaks, step_starts
 from advisor.read import read_trace
-from advisor.replay.exposed import exposed
+from advisor.replay.exposed import exposed_intervals
 from advisor.testing import TraceBuilder
 
 
@@ -78,7 +78,7 @@ def test_a_gap_selector_at_a_moment_is_priced_by_the_part_inside_it() -> None:
     a = b.analysis()
 
     def idle_ns(at: Any) -> int:
-        return exposed(
+        return exposed_intervals(
             a, Edit(op="remove", select=Select(on="gap", cause=("python",), at=at))
         ).total
 

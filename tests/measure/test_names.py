@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from advisor.measure.host import names as under_test
-from advisor.measure.host.names import distinct_names, map_names, name_matches, remembered
+from advisor.measure.host.names import cache_by_name, distinct_names, map_names, name_matches
 
 
 @pytest.mark.parametrize("dtype", [pl.Categorical, pl.String])
@@ -21,9 +21,9 @@ def test_few_names_and_many_are_matched_alike(
         ("nothing", [False] * 6),
         ("^$", [False] * 5 + [True]),
     ):
-        monkeypatch.setattr(under_test, "FEW", len(column) + 1)
+        monkeypatch.setattr(under_test, "MIN_NAMES_TO_DEDUPLICATE", len(column) + 1)
         few = name_matches(column, pattern)
-        monkeypatch.setattr(under_test, "FEW", 0)
+        monkeypatch.setattr(under_test, "MIN_NAMES_TO_DEDUPLICATE", 0)
         if dtype == pl.Categorical:  # as name columns are
             assert name_matches(column, pattern).to_list() == expected
         assert few.to_list() == expected
@@ -35,7 +35,7 @@ def test_what_was_told_of_a_name_is_not_asked_again(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(under_test, "MAX_REMEMBERED", 4)
     asked: list[list[str | None]] = []
 
-    @remembered
+    @cache_by_name
     def lengths(names: pl.Series) -> pl.DataFrame:
         asked.append(names.to_list())
         return pl.DataFrame({"length": names.str.len_chars()})
@@ -68,6 +68,6 @@ def test_each_row_gets_what_its_name_gets(given_names: list[str | None]) -> None
         lengths = [None if name is None else len(name) for name in given_names]
         assert map_names(names, len, pl.Int64).to_list() == lengths
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(under_test, "FEW", 0)
+            patch.setattr(under_test, "MIN_NAMES_TO_DEDUPLICATE", 0)
             found = name_matches(names, "m$").to_list()
         assert found == [name is not None and name.endswith("m") for name in given_names]

@@ -21,7 +21,7 @@ from advisor.core.errors import AdvisorError
 from advisor.core.trace import blank_trace
 from advisor.measure import Analysis
 from advisor.measure.memory.memory import memory_devices
-from advisor.measure.memory.memory_savings import savings
+from advisor.measure.memory.memory_savings import find_savings
 from advisor.read import read_trace
 from advisor.testing import TraceBuilder
 from tests.read import profiler_files
@@ -143,7 +143,7 @@ def test_a_trace_with_memory_events_has_the_tables_of_a_snapshot(
     assert post.by_category["optimizer state"] == 2 * weights + 12 * 4
     assert post.by_category["activations"] >= 6 * 2 * 512 * 64 * 4
     assert post.step_source == "annotations"
-    changes = {saving.change for saving in savings(post)}
+    changes = {saving.change for saving in find_savings(post)}
     assert {"half the batch", "offload optimizer state"} <= changes
     assert "expandable segments" not in changes  # a trace does not show segments
     assert not a.post_mortems  # rules read snapshots

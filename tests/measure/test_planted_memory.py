@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 
 import pytest
 
-from advisor.measure.memory.memory_savings import MINIMUM, STATE_8_BIT, savings
+from advisor.measure.memory.memory_savings import MIN_SAVING_SHARE, STATE_8_BIT, find_savings
 from advisor.measure.memory.post_mortem import PostMortem
 from advisor.read.snapshot import read_snapshot
 from advisor.testing.allocator import (
@@ -156,11 +156,11 @@ def test_a_change_frees_what_the_changed_program_holds_less(seed: int) -> None:
     m, most = run(program)
     post = PostMortem(read_snapshot([m.pickled()], "x"), 0)
     assert post.allocated == most
-    said = {each.change: each.bytes for each in savings(post)}
+    said = {each.change: each.bytes for each in find_savings(post)}
     for change, how in CHANGED.items():
         freed = most - run(replace(program, **how))[1]  # type: ignore[arg-type]
         if change not in said:
-            assert freed <= 1.1 * MINIMUM * most + MIB, (change, program)
+            assert freed <= 1.1 * MIN_SAVING_SHARE * most + MIB, (change, program)
         else:
             assert said[change] == pytest.approx(freed, rel=0.1, abs=0.01 * most), (change, program)
     # what nothing keeps is in no remedy
@@ -169,7 +169,7 @@ def test_a_change_frees_what_the_changed_program_holds_less(seed: int) -> None:
     else:
         freed = most - run(replace(program, leak=0, kept_outputs=False))[1]
         own = program.leak + program.kept_outputs * 0  # the last step's own stays
-        if freed > (MINIMUM + 0.02) * most:
+        if freed > (MIN_SAVING_SHARE + 0.02) * most:
             assert said["references"] == pytest.approx(freed - own, rel=0.1, abs=0.02 * most)
     known = {*CHANGED, "references", "offload activations", "expandable segments"}
     assert set(said) <= known, program

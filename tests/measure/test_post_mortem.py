@@ -15,10 +15,10 @@ from polars.testing import assert_frame_equal
 import advisor
 from advisor.core.snapshot import SnapshotFrame
 from advisor.measure import Analysis
-from advisor.measure.memory.fragments import fragments, placement, repacking
+from advisor.measure.memory.fragments import explain_placement, measure_fragments, measure_repacking
 from advisor.measure.memory.layer_memory import ModuleCall, held_by_module
-from advisor.measure.memory.memory_origin import origin
-from advisor.measure.memory.memory_savings import savings
+from advisor.measure.memory.memory_origin import find_origin
+from advisor.measure.memory.memory_savings import find_savings
 from advisor.measure.memory.post_mortem import PostMortem, post_mortems
 from advisor.read.snapshot import read_snapshot
 from advisor.testing.allocator import (
@@ -41,7 +41,7 @@ def measured(m: Allocator, device: int = 0) -> PostMortem:
 
 
 def freed(post: PostMortem) -> dict[str, int]:
-    return {each.change: each.bytes for each in savings(post)}
+    return {each.change: each.bytes for each in find_savings(post)}
 
 
 # -- categories ---------------------------------------------------------------------------------
@@ -118,12 +118,12 @@ FRAMES: dict[str, tuple[str, list[tuple[str, int, str]]]] = {
 @pytest.mark.parametrize("name", FRAMES)
 def test_a_stack_tells_what_an_allocation_was_for(name: str) -> None:
     role, frames = FRAMES[name]
-    assert origin(tuple(SnapshotFrame(*frame) for frame in frames)).role == role
+    assert find_origin(tuple(SnapshotFrame(*frame) for frame in frames)).role == role
 
 
 def test_the_line_is_the_users_innermost_one() -> None:
     _, frames = FRAMES["a trainer's batch"]
-    found = origin(tuple(SnapshotFrame(*frame) for frame in frames))
+    found = find_origin(tuple(SnapshotFrame(*frame) for frame in frames))
     assert (found.file, found.line, found.function) == (TRAIN, 3, "main")
 
 
@@ -289,7 +289,11 @@ def in_pieces(pieces: int, hole: int, total: int) -> Allocator:
 def test_a_request_beside_enough_free_memory_in_pieces_is_told_as_such() -> None:
     m = in_pieces(8, 30 * MIB, 8 * 64 * MIB)
     post = measured(m)
-    found, placed, packed = fragments(post), placement(post), repacking(post)
+    found, placed, packed = (
+        measure_fragments(post),
+        explain_placement(post),
+        measure_repacking(post),
+    )
     assert found is not None and placed is not None and post.failed_at is not None
     assert (placed.request, placed.usable, placed.largest) == (60 * MIB, 480 * MIB, 30 * MIB)
     assert placed.scattered and placed.driver == 0
@@ -310,7 +314,7 @@ def test_holes_below_a_page_are_not_won_by_expandable_segments() -> None:
         with pytest.raises(DeviceFull):
             m.alloc(17 * MIB)
     post = measured(m)
-    placed, packed = placement(post), repacking(post)
+    placed, packed = explain_placement(post), measure_repacking(post)
     assert placed is not None and placed.scattered
     assert packed is not None and not packed.helps
     assert "expandable segments" not in freed(post)
@@ -326,7 +330,7 @@ def test_free_memory_of_another_stream_or_pool_is_elsewhere() -> None:
         # 2 MiB of each are in other segments, which stay
         with pytest.raises(DeviceFull):
             m.alloc(190 * MIB)
-    placed = placement(measured(m))
+    placed = explain_placement(measured(m))
     assert placed is not None and tails
     assert placed.usable == 0 and placed.elsewhere > 0 and not placed.scattered
 
@@ -340,7 +344,7 @@ def test_a_snapshot_that_was_taken_after_things_were_let_go_of_tells_no_placemen
         m.free(first)
     post = measured(m)
     assert post.allocated == 900 * MIB and post.request == 400 * MIB
-    assert placement(post) is None
+    assert explain_placement(post) is None
 
 
 # -- what a fix frees ---------------------------------------------------------------------------
@@ -359,7 +363,7 @@ def at_the_end_of_forward(**how: Any) -> tuple[Allocator, Training]:
 
 def test_checkpointing_keeps_the_last_block_of_each_call_and_one_call_whole() -> None:
     m, _ = at_the_end_of_forward(layers=30, activation=96 * MIB, logits=MIB)
-    each = next(s for s in savings(measured(m)) if s.change == "checkpointing")
+    each = next(s for s in find_savings(measured(m)) if s.change == "checkpointing")
     call, kept = (96 + 96 + 24) * MIB, 24 * MIB
     assert each.bytes == 30 * call - 30 * kept - (call - kept)
     assert (each.file, each.line) == (MODEL, 62)

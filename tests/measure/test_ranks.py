@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from advisor.measure import Analysis
-from advisor.measure.ranks.skew import align, exposed_by_rank, skew
+from advisor.measure.ranks.skew import align_ranks, exposed_by_rank, measure_skew
 from advisor.read import read_trace
 from advisor.testing import TraceBuilder
 
@@ -115,7 +115,7 @@ def simple(
 @pytest.mark.parametrize("ahead", [0.0, 37.0, -4_000.0, 2_500_000.0])
 def test_a_known_clock_offset_is_found(ahead: float) -> None:
     ranks = simple([0.0, ahead], [[1000, 3000], [2500, 900], [1000, 1100], [1200, 1000]])
-    found = align(ranks)
+    found = align_ranks(ranks)
     assert found.reason == ""
     assert found.matched == 4
     # rank 1's clock is ahead, so that much is taken off it; timestamps have 0.25 µs at this date
@@ -127,7 +127,7 @@ def test_a_known_clock_offset_is_found(ahead: float) -> None:
 
 def test_clocks_that_are_no_date_are_aligned_too() -> None:
     ranks = simple([0.0, 9e9], [[1000, 3000], [2500, 900], [1000, 1100]], base=5000.0)
-    found = align(ranks)
+    found = align_ranks(ranks)
     assert found.offset_ns[1] == pytest.approx(-9e12, abs=600)
 
 
@@ -141,14 +141,14 @@ def test_ends_that_differ_give_the_error() -> None:
             job.meet(late_ends=ends)
 
         job.step(inside)
-    found = align(job.analyses())
+    found = align_ranks(job.analyses())
     # differences of ends, rank 1 - rank 0: 40 -30 20 -50 10: median 10, distances 30 40 10 60 0
     assert found.offset_ns[1] == pytest.approx(-(700 + 10) * 1000, abs=600)
     assert found.error_ns == pytest.approx(30_000, abs=1000)
 
 
 def test_one_rank_is_not_aligned() -> None:
-    found = align({0: simple([0.0, 0.0], [[10, 10]])[0]})
+    found = align_ranks({0: simple([0.0, 0.0], [[10, 10]])[0]})
     assert found.error_ns is None
     assert "one rank" in found.reason
 
@@ -156,11 +156,11 @@ def test_one_rank_is_not_aligned() -> None:
 def test_ranks_without_collectives_are_not_aligned() -> None:
     job = Job([0.0, 0.0])
     job.step(lambda: job.compute([100, 100]))
-    found = align(job.analyses())
+    found = align_ranks(job.analyses())
     assert (found.error_ns, found.matched, found.unaligned) == (None, 0, (0, 1))
     assert "no collectives" in found.reason
     with pytest.raises(ValueError, match="not measured"):
-        skew(job.analyses(), found)
+        measure_skew(job.analyses(), found)
 
 
 def test_a_rank_that_used_no_device_is_left_out() -> None:
@@ -168,16 +168,16 @@ def test_a_rank_that_used_no_device_is_left_out() -> None:
     with idle.step(), idle.op("aten::add"):
         idle.host(10)
     ranks = simple([0.0, 5.0], [[100, 200], [200, 100], [100, 100]])
-    found = align({**ranks, 2: idle.analysis()})
+    found = align_ranks({**ranks, 2: idle.analysis()})
     assert found.unaligned == (2,)
     assert set(found.offset_ns) == {0, 1}
-    alone = align({0: ranks[0], 2: idle.analysis()})
+    alone = align_ranks({0: ranks[0], 2: idle.analysis()})
     assert alone.error_ns is None and "device" in alone.reason
 
 
 @pytest.mark.parametrize("steps", [1, 2])
 def test_too_few_collectives_cannot_tell_their_own_error(steps: int) -> None:
-    found = align(simple([0.0, 40.0], [[100, 200]] * steps))
+    found = align_ranks(simple([0.0, 40.0], [[100, 200]] * steps))
     assert found.error_ns is None
     assert "more than 2 collectives" in found.reason
 
@@ -191,7 +191,7 @@ def test_a_rank_that_shares_too_few_is_left_out() -> None:
             job.meet(members=[0, 1, 2] if number < 2 else [0, 1], group=f"{number < 2}")
 
         job.step(inside)
-    found = align(job.analyses())
+    found = align_ranks(job.analyses())
     assert found.unaligned == (2,)
     assert found.matched == 5
 
@@ -200,20 +200,20 @@ def test_a_rank_that_shares_too_few_is_left_out() -> None:
 def test_collectives_that_a_rank_may_leave_early_are_not_used(kind: str) -> None:
     ranks = simple([0.0, 0.0], [[100, 200]] * 3, kind=kind)
     assert ranks[0].collectives.height == 3
-    assert align(ranks).error_ns is None
+    assert align_ranks(ranks).error_ns is None
 
 
 def test_two_jobs_of_one_script_are_not_one_run() -> None:
     rng = np.random.default_rng(7)
     one = simple([0.0], rng.uniform(500, 60_000, (12, 1)).tolist())
     two = simple([0.0], rng.uniform(500, 60_000, (12, 1)).tolist())
-    found = align({0: one[0], 1: two[0]})
+    found = align_ranks({0: one[0], 1: two[0]})
     assert found.error_ns is None
     assert "cannot be" in found.reason
 
 
 def test_traces_recorded_minutes_apart_are_not_one_run() -> None:
-    found = align(simple([0.0, 120e6], [[1000, 1000]] * 4))
+    found = align_ranks(simple([0.0, 120e6], [[1000, 1000]] * 4))
     assert found.error_ns is None
     assert "120 s apart" in found.reason
 
@@ -228,7 +228,7 @@ def test_pairs_that_share_nothing_leave_one_pair_aligned() -> None:
             job.meet(members=[2, 3], group="2")
 
         job.step(inside)
-    found = align(job.analyses())
+    found = align_ranks(job.analyses())
     assert set(found.offset_ns) == {0, 1}
     assert found.unaligned == (2, 3)
     assert found.matched == 4
@@ -250,7 +250,7 @@ def test_a_trace_that_begins_earlier_does_not_shift_the_matching() -> None:
             job.meet()
 
         job.step(inside)
-    found = align(job.analyses())
+    found = align_ranks(job.analyses())
     assert found.matched == 3
     assert found.offset_ns[1] == pytest.approx(-800_000, abs=600)
 
@@ -267,8 +267,8 @@ def test_steps_that_only_one_rank_recorded_are_not_matched() -> None:
         if number == 3:
             builder.builders[1]._steps = 90  # a restarted counter
         builder.step(inside)
-    assert align(ranks).matched == 5
-    assert align(builder.analyses()).matched == 3
+    assert align_ranks(ranks).matched == 5
+    assert align_ranks(builder.analyses()).matched == 3
 
 
 def test_a_lost_kernel_spoils_its_step_but_not_the_others() -> None:
@@ -281,7 +281,7 @@ def test_a_lost_kernel_spoils_its_step_but_not_the_others() -> None:
                 job.meet(lost_on=[1] if (number, meeting) == (2, 0) else [])
 
         job.step(inside)
-    found = align(job.analyses())
+    found = align_ranks(job.analyses())
     assert found.matched == 9
     assert found.error_ns is not None and found.error_ns < 1000
 
@@ -297,7 +297,7 @@ def test_recorded_sequence_numbers_survive_a_lost_kernel() -> None:
                 job.meet(sequence=True, lost_on=lost)
 
         job.step(inside)
-    found = align(job.analyses())
+    found = align_ranks(job.analyses())
     assert found.matched == 11
     assert found.offset_ns[1] == pytest.approx(-300_000, abs=600)
 
@@ -311,7 +311,7 @@ def test_sizes_and_groups_keep_collectives_apart() -> None:
             job.meet(size=size, group=group)
 
     job.step(inside)
-    found = align(job.analyses())
+    found = align_ranks(job.analyses())
     assert (
         found.cells is not None
         and found.joined is not None
@@ -333,7 +333,7 @@ def test_ranks_of_different_groups_are_joined_by_those_between() -> None:
             job.meet(members=[2, 3], group="a")  # a name that another group has, too
 
         job.step(inside)
-    found = align(job.analyses())
+    found = align_ranks(job.analyses())
     assert found.unaligned == (4,)
     assert found.matched == 9
     clocks = {r: -ns / 1000 + offsets[0] for r, ns in found.offset_ns.items()}
@@ -348,7 +348,7 @@ def test_ranks_of_different_groups_are_joined_by_those_between() -> None:
 def test_a_straggler_is_last_everywhere_and_costs_what_it_is_late() -> None:
     compute = [[1000, 1000, 1300, 1000]] * 5
     ranks = simple([0.0, 5000.0, -3000.0, 100.0], compute)
-    result = skew(ranks, align(ranks))
+    result = measure_skew(ranks, align_ranks(ranks))
     assert result.steps == 5
     rows = {r["rank"]: r for r in result.stragglers.iter_rows(named=True)}
     assert rows[2]["last_share"] == 1.0
@@ -365,7 +365,7 @@ def test_a_straggler_is_last_everywhere_and_costs_what_it_is_late() -> None:
 
 def test_equal_ranks_have_no_straggler() -> None:
     ranks = simple([0.0, 5000.0, -3000.0], [[1000, 1000, 1000]] * 6)
-    result = skew(ranks, align(ranks))
+    result = measure_skew(ranks, align_ranks(ranks))
     assert result.stragglers["last"].to_list() == [0, 0, 0]
     assert result.stragglers["caused_wait_ns"].to_list() == [0.0, 0.0, 0.0]
     assert result.collectives["last"].null_count() == 6
@@ -381,9 +381,9 @@ def test_lateness_within_the_alignment_error_is_nobodys() -> None:
 
         job.step(inside)
     ranks = job.analyses()
-    found = align(ranks)
+    found = align_ranks(ranks)
     assert found.error_ns is not None and found.error_ns > 60_000
-    assert skew(ranks, found).stragglers["last"].to_list() == [0, 0]
+    assert measure_skew(ranks, found).stragglers["last"].to_list() == [0, 0]
 
 
 def test_a_wait_under_compute_is_not_exposed() -> None:
@@ -396,7 +396,7 @@ def test_a_wait_under_compute_is_not_exposed() -> None:
 
         job.step(inside)
     ranks = job.analyses()
-    row = skew(ranks, align(ranks)).stragglers.row(1, named=True)
+    row = measure_skew(ranks, align_ranks(ranks)).stragglers.row(1, named=True)
     assert row["caused_wait_ns"] == pytest.approx(1_000_000, abs=1500)
     assert row["caused_exposed_ns"] == pytest.approx(300_000, abs=1500)
 
@@ -405,7 +405,7 @@ def test_only_used_steps_count() -> None:
     compute = [[1000, 9000]] + [[1000, 1200]] * 6  # the first step is an outlier on both ranks
     ranks = simple([0.0, 0.0], compute)
     assert ranks[0].steps.table["outlier"].to_list() == [True] + [False] * 6
-    result = skew(ranks, align(ranks))
+    result = measure_skew(ranks, align_ranks(ranks))
     assert (result.steps, result.collectives.height) == (6, 6)
     assert result.stragglers["caused_wait_ns"][1] == pytest.approx(200_000, abs=1500)
 
@@ -413,7 +413,7 @@ def test_only_used_steps_count() -> None:
 def test_members_that_are_not_here_are_told() -> None:
     ranks = simple([0.0, 0.0, 0.0], [[100, 200, 900]] * 3)
     pair = {0: ranks[0], 1: ranks[1]}
-    result = skew(pair, align(pair))
+    result = measure_skew(pair, align_ranks(pair))
     assert result.collectives["complete"].to_list() == [False] * 3
     assert result.stragglers["last_share"].to_list() == [0.0, 1.0]  # among those that are here
 
@@ -432,13 +432,13 @@ def test_figures_equal_those_of_the_job_that_was_simulated(data: st.DataObject) 
         )
     )
     ranks = simple([float(o) for o in offsets], compute, base=5_000_000.0)
-    found = align(ranks)
+    found = align_ranks(ranks)
     for rank, offset in enumerate(offsets):
         # the reference may be any rank; the differences are what is measured
         assert found.offset_ns[0] - found.offset_ns[rank] == (offset - offsets[0]) * 1000
     if not all(a.steps.table["used"].all() for a in ranks.values()):
         return  # one is an outlier, or so short at the end that the profiler stopped inside it
-    result = skew(ranks, found)
+    result = measure_skew(ranks, found)
     for rank in range(count):
         last = caused = waited = 0.0
         for row in compute:  # a rank that computes longer comes as much later
@@ -474,7 +474,7 @@ def test_the_public_pair_has_one_clock_and_its_collectives_end_together(shared_t
     within the error. Both files keep only a part of their rows."""
     paths = [shared_trace(f"two_ranks_rank{r}") for r in (0, 1)]
     ranks = {r: Analysis(read_trace(path)) for r, path in enumerate(paths)}
-    found = align(ranks)
+    found = align_ranks(ranks)
     assert found.error_ns is not None
     assert found.error_ns < 200_000
     assert abs(found.offset_ns[1]) <= found.error_ns

@@ -14,8 +14,8 @@ from advisor.measure.host.stacks import (
     climb_stack,
     forward_ops,
     frame_rank,
-    nearest,
-    outermost,
+    innermost_ancestor,
+    outermost_ancestor,
     parse_frame,
 )
 from advisor.read import read_trace
@@ -49,8 +49,8 @@ def test_nearest_and_outermost_equal_a_walk_up_the_tree(forest):
     inner = [found[0] if found else -1 for found in walks]
     outer = [found[-1] if found else -1 for found in walks]
     rows = np.arange(len(parent))
-    assert nearest(parent, wanted).tolist() == inner
-    assert outermost(parent, wanted).tolist() == outer
+    assert innermost_ancestor(parent, wanted).tolist() == inner
+    assert outermost_ancestor(parent, wanted).tolist() == outer
     assert climb_stack(parent, wanted, rows).tolist() == inner
     assert climb_stack(parent, wanted, rows, top=True).tolist() == outer
 
@@ -59,7 +59,7 @@ def test_a_stack_of_a_thousand_frames_settles():
     parent = np.arange(-1, 999, dtype=np.int32)
     wanted = np.zeros(1000, dtype=bool)
     wanted[0] = True
-    assert (nearest(parent, wanted) == 0).all()
+    assert (innermost_ancestor(parent, wanted) == 0).all()
 
 
 # -- whose code --------------------------------------------------------------------------------

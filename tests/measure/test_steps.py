@@ -8,11 +8,11 @@ import numpy as np
 import polars as pl
 import pytest
 
-from advisor.core.finding import GUESSED
+from advisor.core.finding import GUESSED_STEP_SOURCES
 from advisor.core.trace import Trace
 from advisor.measure import Analysis
 from advisor.measure.steps.repeats import range_groups
-from advisor.measure.steps.steps import extent, find_steps, step_of
+from advisor.measure.steps.steps import find_steps, recorded_extent, step_of
 from advisor.read import read_trace
 from advisor.testing import TraceBuilder
 
@@ -145,7 +145,7 @@ def test_without_steps_the_devices_own_span_counts():
     with b.op("aten::mm", host_us=10):
         b.launch("gemm", 50)  # 515 .. 565 after a call at 510; the op ends at 515.5
     trace = b.trace()
-    assert extent(trace) == (500_000, 568_000)
+    assert recorded_extent(trace) == (500_000, 568_000)
     assert find_steps(trace).spans.total == 50_000
 
 
@@ -248,7 +248,7 @@ def unmarked(b: TraceBuilder) -> Trace:
 
 def test_a_start_up_fragment_is_no_step():
     steps = find_steps(unmarked(program()))
-    assert steps.source in GUESSED
+    assert steps.source in GUESSED_STEP_SOURCES
     used = steps.used["dur"].to_numpy() / 1e3
     assert 9 <= len(used) <= 10  # of the last one, nothing says when the next would have begun
     assert used == pytest.approx(np.full(len(used), np.median(used)), rel=0.05)

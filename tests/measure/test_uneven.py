@@ -13,7 +13,7 @@ import pytest
 from advisor.advise.engine import Options, analyze
 from advisor.advise.limits import longer_steps
 from advisor.measure import Analysis
-from advisor.measure.steps.step_variation import uneven
+from advisor.measure.steps.step_variation import compare_halves
 from advisor.read import read_trace
 from advisor.testing import TraceBuilder
 
@@ -36,7 +36,7 @@ def steps(*loads: float, kernels: tuple[int, ...] | None = None) -> TraceBuilder
 
 def test_the_difference_of_the_halves_is_told_by_cause():
     a = steps(0, 2000, 100, 2500, 0, 3000).analysis()
-    found = uneven(a)
+    found = compare_halves(a)
     assert found is not None
     # halves: 0, 100, 0 and 2000, 2500, 3000
     assert found.difference_ns == pytest.approx(1e3 * (7500 - 100) / 3, rel=0.01)
@@ -51,7 +51,7 @@ def test_the_difference_of_the_halves_is_told_by_cause():
 
 def test_steps_that_run_more_work_are_told_so():
     a = steps(0, 0, 0, 0, kernels=(1, 3, 1, 3)).analysis()
-    found = uneven(a)
+    found = compare_halves(a)
     assert found is not None
     (product,) = found.work
     assert (product.name, product.short_count, product.long_count) == ("gemm", 1, 3)
@@ -66,7 +66,7 @@ def test_without_a_device_it_is_the_main_threads_time():
             b.loader_wait(load)
             with b.op("aten::mul", host_us=mul):
                 pass
-    found = uneven(b.analysis())
+    found = compare_halves(b.analysis())
     assert found is not None
     assert [part.name for part in found.classes] == ["host: loader", "host: dispatch"]
     assert found.classes[0].ns == pytest.approx(3e6, rel=0.01)
@@ -77,7 +77,7 @@ def test_without_a_device_it_is_the_main_threads_time():
 
 @pytest.mark.parametrize("loads", [(0, 0, 0, 0, 0), (100, 150, 120, 90), (0, 3000, 0)])
 def test_even_steps_and_few_steps_have_no_halves(loads: tuple[float, ...]):
-    assert uneven(steps(*loads).analysis()) is None
+    assert compare_halves(steps(*loads).analysis()) is None
 
 
 def test_a_real_recording_says_what_its_long_steps_have_more_of(shared_trace: Shared):

@@ -19,7 +19,7 @@ from advisor.core.errors import AdvisorError
 from advisor.measure import Analysis
 from advisor.measure.comm.messages import kernel_kind
 from advisor.measure.device.families import FAMILIES
-from advisor.measure.device.kernel_names import describe
+from advisor.measure.device.kernel_names import describe_kernels
 from advisor.read import read_trace
 from benchmarks.public_traces import trace_names
 from tests.conftest import public_file
@@ -33,7 +33,7 @@ AT_MOST = 0.05
 
 def family_of(name: str) -> str:
     """The family a kernel's name alone tells."""
-    return str(describe(pl.Series([name]))["family"][0])
+    return str(describe_kernels(pl.Series([name]))["family"][0])
 
 
 def test_the_zoo_is_large_public_and_of_many_kinds() -> None:
@@ -47,7 +47,7 @@ def test_the_zoo_is_large_public_and_of_many_kinds() -> None:
 
 
 def test_every_name_in_the_zoo_tells_its_family() -> None:
-    told = describe(pl.Series([row["name"] for row in ROWS]))["family"].cast(pl.String)
+    told = describe_kernels(pl.Series([row["name"] for row in ROWS]))["family"].cast(pl.String)
     wrong = [
         f"{row['name'][:80]}: {found}, is {row['family']}"
         for row, found in zip(ROWS, told, strict=True)

@@ -87,7 +87,7 @@ def test_an_extra_is_installed_from_where_advisor_came(
     text = None if origin is None else json.dumps(origin)
     found = SimpleNamespace(read_text=lambda name: text)
     monkeypatch.setattr(importlib.metadata, "distribution", lambda name: found)
-    assert errors.install("record") == expected
+    assert errors.install_command("record") == expected
 
 
 def test_without_having_been_installed_it_is_the_folder(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -95,4 +95,4 @@ def test_without_having_been_installed_it_is_the_folder(monkeypatch: pytest.Monk
         raise importlib.metadata.PackageNotFoundError(name)
 
     monkeypatch.setattr(importlib.metadata, "distribution", missing)
-    assert errors.install("mcp") == f'pip install "{ROOT}[mcp]"'
+    assert errors.install_command("mcp") == f'pip install "{ROOT}[mcp]"'

@@ -32,7 +32,7 @@ def trapped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def test_the_lines_at_the_end_of_a_recording(trapped: Path) -> None:
     with contextlib.suppress(AdvisorError):
-        finish.outcome(trapped)
+        finish.summarise_findings(trapped)
     assert not (trapped / "executed").exists()
 
 

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from advisor.read import decode as pieces
-from advisor.read.columns import MISSING, NAME_LIMIT, RAW_LIMIT, Piece, floats, ints
+from advisor.read.columns import MISSING, NAME_LIMIT, RAW_LIMIT, Piece, float_column, int_column
 from advisor.read.decode import decode_piece
 from advisor.read.spelling import Args, TraceEvent
 
@@ -416,12 +416,12 @@ numbers: st.SearchStrategy[Any] = (
 
 @given(st.lists(numbers, max_size=20))
 def test_columns_of_numbers(values: list[Any]) -> None:
-    for value, found in zip(values, floats(values).tolist(), strict=True):
+    for value, found in zip(values, float_column(values).tolist(), strict=True):
         try:
             assert found == float(value) or math.isnan(found) == math.isnan(float(value))
         except (TypeError, ValueError):
             assert math.isnan(found)
-    for value, found in zip(values, ints(values).tolist(), strict=True):
+    for value, found in zip(values, int_column(values).tolist(), strict=True):
         if isinstance(value, int) and abs(value) < 1 << 60:
             assert found == value
         elif isinstance(value, float) and abs(value) < 2**60:

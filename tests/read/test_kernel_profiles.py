@@ -23,7 +23,7 @@ from advisor.read import open_run
 from advisor.read.kernel_profiles import _advice, read_kernel_profiles
 from advisor.read.registry import read_bytes, read_trace
 from advisor.read.sampled_lines import lines_of_module
-from advisor.read.wire import fields
+from advisor.read.wire import iterate_fields
 from benchmarks.public_traces import path_of
 
 REPORTS = ("cutlass_a100_s4", "cutlass_a100_s8", "sparse_matmul_a10g")
@@ -222,7 +222,7 @@ def test_an_estimate_inside_of_a_report_is_read_where_the_layout_has_one() -> No
     body += b"\x52" + bytes([len(speedup)]) + speedup  # item 10
     items = b"\x0a" + bytes([len(body)]) + body
     rule = b"\x0a\x04Rule\x1a" + bytes([len(items)]) + items
-    (field,) = fields(b"\x9a\x01" + bytes([len(rule)]) + rule, 0, len(rule) + 3)
+    (field,) = iterate_fields(b"\x9a\x01" + bytes([len(rule)]) + rule, 0, len(rule) + 3)
     said = _advice(b"\x9a\x01" + bytes([len(rule)]) + rule, field)
     assert said == ToolAdvice("Rule", "slow", "global", 0.25)
     # files of 2022 and 2024 have none, and none is made up

@@ -11,7 +11,7 @@ import pytest
 
 from advisor.read.reader import ReadOptions
 from advisor.read.source import ByteSource
-from advisor.read.sqlite import Keyed, NameLookup, Numbered, numbered, opened
+from advisor.read.sqlite import Keyed, NameLookup, Numbered, open_database, read_numbered
 
 EXTREMES = [-(2**63), 2**63 - 1]
 
@@ -45,7 +45,7 @@ def test_a_stored_table_says_the_same_however_its_rows_are_kept(tmp_path: Path, 
     whole = dict(rows) if "TEXT" not in key else {}  # numbers that are texts are none
     wanted = pl.Series([7, 8, None, 49_998, 50_000, *EXTREMES, *range(0, 20_000, 6)])
     expected = [whole.get(n) for n in wanted.to_list()]
-    with opened(ByteSource(str(path)), ReadOptions()) as db:
+    with open_database(ByteSource(str(path)), ReadOptions()) as db:
         table = Keyed(db, "texts", "id", {"text": pl.String, "other": pl.Int64})
         found = table.at(wanted)
         assert found["text"].to_list() == expected
@@ -67,13 +67,13 @@ def test_a_table_that_is_kept_as_a_whole_says_the_same_and_one_that_is_not_there
     types = {"id": pl.Int64, "value": pl.Int64, "other": pl.String}
     wanted = pl.Series([2, None, 0, 49_999, 50_000, *EXTREMES])
     expected = [2 * 10**12, None, None, 49_999 * 10**12, None, None, None]
-    with opened(ByteSource(str(path)), ReadOptions()) as db:
-        table = numbered(db, "stamps", types, lambda batch: batch.with_columns(twice="value"))
+    with open_database(ByteSource(str(path)), ReadOptions()) as db:
+        table = read_numbered(db, "stamps", types, lambda batch: batch.with_columns(twice="value"))
         found = table.at(wanted)
         assert found["value"].to_list() == found["twice"].to_list() == expected
         assert found["other"].null_count() == len(wanted)
         assert table.at(wanted, ["value"]).columns == ["value"]
-        lost = numbered(db, "nowhere", types, lambda batch: batch.with_columns(twice="value"))
+        lost = read_numbered(db, "nowhere", types, lambda batch: batch.with_columns(twice="value"))
         assert lost.at(wanted, ["twice"])["twice"].null_count() == len(wanted)
 
 
@@ -82,6 +82,6 @@ def test_a_table_without_rows_has_the_columns_that_are_made_of_rows(tmp_path: Pa
     with sqlite3.connect(path) as db:
         db.execute("CREATE TABLE stamps (id INTEGER PRIMARY KEY, value)")
     types = {"id": pl.Int64, "value": pl.Int64}
-    with opened(ByteSource(str(path)), ReadOptions()) as db:
-        made = numbered(db, "stamps", types, lambda batch: batch.with_columns(twice="value"))
+    with open_database(ByteSource(str(path)), ReadOptions()) as db:
+        made = read_numbered(db, "stamps", types, lambda batch: batch.with_columns(twice="value"))
         assert made.at(pl.Series([1]), ["twice"]).to_dicts() == [{"twice": None}]

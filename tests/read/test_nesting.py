@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from advisor.core.trace import CPU_KINDS
 from advisor.read import nesting
-from advisor.read.nesting import MAX_DEPTH, nest, separate, stack_order
+from advisor.read.nesting import MAX_DEPTH, independent_stretches, nest, stack_order
 from advisor.read.spelling import HOST_KINDS
 
 Row = tuple[int, int, int]
@@ -205,8 +205,8 @@ def test_stretches_nest_as_the_whole_does(part: int, rows: list[Row]) -> None:
     thread, start, dur = arrays(rows)
     parents, depths, ends, cut = [], [], [], 0
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(nesting, "PART", part)
-        stretches = list(separate(thread, start, dur))
+        patch.setattr(nesting, "ROWS_PER_PART", part)
+        stretches = list(independent_stretches(thread, start, dur))
     for one in stretches:
         found = nest(thread[one], start[one], start[one] + dur[one])
         parents += [p if p < 0 else p + one.start for p in found.parent.tolist()]
@@ -222,8 +222,8 @@ def test_a_stretch_ends_where_nothing_is_open() -> None:
     one = [(10 * (n // 2) + n % 2, 5 - 4 * (n % 2)) for n in range(60)]
     thread, start, dur = arrays([(t, at, length) for t in (0, 1) for at, length in one])
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(nesting, "PART", 9)
-        found = list(separate(thread, start, dur))
+        patch.setattr(nesting, "ROWS_PER_PART", 9)
+        found = list(independent_stretches(thread, start, dur))
     assert [len(range(*each.indices(120))) for each in found[:5]] == [10] * 5
     assert all(each.start % 2 == 0 for each in found)
 
@@ -238,5 +238,5 @@ def test_threads_are_ordered_by_groups_as_all_at_once(rows: list[Row], seed: Any
     kind = np.arange(len(rows)) % len(HOST_KINDS)
     whole = stack_order(thread, start, dur, kind).tolist()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(nesting, "PART", 5)
+        patch.setattr(nesting, "ROWS_PER_PART", 5)
         assert stack_order(thread, start, dur, kind).tolist() == whole

@@ -23,7 +23,7 @@ from advisor.core.finding import Finding
 from advisor.core.trace import Trace
 from advisor.measure import Analysis
 from advisor.read import ReadOptions, open_run, read_trace
-from advisor.read.nvtx import framework_of, parsed
+from advisor.read.nvtx import framework_of, parse_ranges
 from advisor.read.registry import read_bytes
 from advisor.rules.memory.unified_memory import UnifiedMemory
 
@@ -239,7 +239,7 @@ def test_ranges_of_pytorch_are_operators(
     text: str, name: str, kind: str, sequence: int | None, dims: str | None
 ) -> None:
     """The texts are those of ``getNvtxStr`` in PyTorch's torch/csrc/profiler/util.cpp."""
-    assert parsed(pl.Series([text, None, text])).row(2) == (name, kind, sequence, dims)
+    assert parse_ranges(pl.Series([text, None, text])).row(2) == (name, kind, sequence, dims)
 
 
 @pytest.mark.parametrize(

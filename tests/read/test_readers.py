@@ -92,9 +92,9 @@ def toy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     (info / "entry_points.txt").write_text("[advisor.readers]\ntoy = toy_reader:Toy\n")
     monkeypatch.syspath_prepend(str(site))
     importlib.invalidate_caches()
-    registry.installed.cache_clear()
+    registry.installed_readers.cache_clear()
     yield
-    registry.installed.cache_clear()
+    registry.installed_readers.cache_clear()
     sys.modules.pop("toy_reader", None)
 
 
@@ -194,7 +194,7 @@ def test_what_nobody_reads_gets_one_line_that_lists_what_is_read(toy: None) -> N
     assert said.startswith("picture.csv: of no format that is known; give ")
     assert "a PyTorch profiler trace (.json, .json.gz or .json.zst), " in said
     assert said.endswith(", or a toy table (.csv)")
-    assert [one.reads in said for one in registry.readers()].count(False) == 0
+    assert [one.reads in said for one in registry.all_readers()].count(False) == 0
     with pytest.raises(AdvisorError, match=r"^x: an SQLite file .*; give .* toy table") as caught:
         read_bytes(b"SQLite format 3\0", "x")
     assert "an Nsight Systems export" in str(caught.value)

@@ -19,7 +19,7 @@ from advisor.core.errors import AdvisorError
 from advisor.core.trace import ANOTHER_TRACE
 from advisor.read import source as source_module
 from advisor.read import split as split_module
-from advisor.read.damage import sanitise, scan, segments
+from advisor.read.damage import sanitise, scan_list, split_objects
 from advisor.read.decode import decode_piece
 from advisor.read.reader import ReadOptions
 from advisor.read.readers.kineto import Kineto
@@ -384,12 +384,12 @@ def test_the_scanner_finds_the_commas_of_json(elements: list[Any], indent: int |
         at += len(part) + 1
         expected.append(at)
         at += 2
-    commas, end, depth = scan(inside + b" ] , [ tail")
+    commas, end, depth = scan_list(inside + b" ] , [ tail")
     assert commas.tolist() == expected
     assert end == len(inside) + 1
-    commas, end, depth = scan(inside)
+    commas, end, depth = scan_list(inside)
     assert (commas.tolist(), end, depth) == (expected, None, 0)
-    texts, others = segments(inside)
+    texts, others = split_objects(inside)
     assert [text.strip() for text in texts] == [part for part in parts if part[:1] == b"{"]
     assert others == sum(part[:1] != b"{" for part in parts)
 
@@ -397,9 +397,9 @@ def test_the_scanner_finds_the_commas_of_json(elements: list[Any], indent: int |
 @settings(max_examples=300, deadline=None)
 @given(st.binary(max_size=300))
 def test_any_bytes_can_be_scanned_split_and_repaired(data: bytes) -> None:
-    scan(data)
+    scan_list(data)
     last_boundary(data)
-    list(segments(data)[0])
+    list(split_objects(data)[0])
     sanitise(data).decode()
     for text in (b'{"traceEvents":[' + data, b"[{" + data, b"{" + data):
         for exact in (False, True):

@@ -80,7 +80,7 @@ def recorded(tmp_path: Path) -> Iterator[Callable[..., RankRecord]]:
         return record
 
     yield run
-    left = session.current()
+    left = session.current_session()
     if left is not None:
         left.finish()
 

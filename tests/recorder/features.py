@@ -729,9 +729,9 @@ def main() -> None:
         print(json.dumps(["steps", "second", train(12)]))
         look("after")
     if len(sys.argv) > 1:
-        from advisor.recorder.session import current
+        from advisor.recorder.session import current_session
 
-        assert current() is None and recorded._session is None
+        assert current_session() is None and recorded._session is None
     print(json.dumps(["end", "steps", "19"]), flush=True)
     os._exit(0)  # process groups and compilers are not waited for
 

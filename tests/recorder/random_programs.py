@@ -521,8 +521,10 @@ def batch(numbers: range, folder: Path, compiling: bool) -> int:
 def main() -> None:
     folder, first, last = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
     torch.set_num_threads(1)
-    described = environment.manifest({}, "context", "run")  # git and versions once, not each time
-    environment.manifest = lambda *_: described
+    described = environment.build_manifest(
+        {}, "context", "run"
+    )  # git and versions once, not each time
+    environment.build_manifest = lambda *_: described
     for begin in range(first, last, BATCH):
         numbers = range(begin, min(begin + BATCH, last))
         compiling = (begin // BATCH) % 8 == 7

@@ -19,7 +19,7 @@ from recording_checks import check_sums, only_rank
 import advisor
 from advisor.recorder import session as sessions
 from advisor.recorder.api import Recorder
-from advisor.recorder.options import RecordOptions, chosen
+from advisor.recorder.options import RecordOptions, resolve_options
 
 torch = pytest.importorskip("torch")
 
@@ -58,8 +58,8 @@ def test_a_train_function_is_told_by_the_loop_in_it(
     assert train.__doc__ == "Trains."
     assert train(2, sign=-1) == -2
     # its loop is over: what follows is not recorded
-    assert sessions.current() is not None
-    assert not sessions.current().listening
+    assert sessions.current_session() is not None
+    assert not sessions.current_session().listening
     for _ in range(3):
         training.learn(BATCH)
     assert train(1) == 1
@@ -126,7 +126,7 @@ def test_generators_are_recorded_while_they_run(
         return "done"
 
     made = losses(4)
-    assert sessions.current() is None  # nothing has run yet
+    assert sessions.current_session() is None  # nothing has run yet
     assert next(made) is None
     assert made.send("a") == "a"
     assert made.send("b") == "b"
@@ -267,7 +267,7 @@ def test_options_come_from_keywords_environment_and_pyproject(
     monkeypatch.setenv("ADVISOR_ACTIVE", "8")
     monkeypatch.setenv("ADVISOR_DEEP", "yes")
     monkeypatch.setenv("ADVISOR_WINDOWS", "-1")
-    options = chosen(ranks="all", skip=None)
+    options = resolve_options(ranks="all", skip=None)
     default = RecordOptions()
     assert (options.skip, options.active, options.shapes) == (20, 8, False)
     assert (options.deep, options.ranks) == (True, "all")

@@ -22,7 +22,7 @@ SECRET = "s3cr3tvalue0123456789"
 
 
 def test_a_manifest_and_a_rank_survive_the_disk() -> None:
-    manifest = environment.manifest({"active": 5}, "context", "ab12")
+    manifest = environment.build_manifest({"active": 5}, "context", "ab12")
     assert msgspec.json.decode(msgspec.json.encode(manifest), type=Manifest) == manifest
     rank = environment.rank_info()
     assert msgspec.json.decode(msgspec.json.encode(rank), type=Rank) == rank
@@ -99,7 +99,7 @@ def test_names_are_judged_by_their_last_words() -> None:
 
 
 def test_the_two_anchors_are_one_instant() -> None:
-    unix, perf = environment.anchors()
+    unix, perf = environment.clock_anchors()
     offset = time.time_ns() - time.perf_counter_ns()
     assert abs((unix - perf) - offset) < 50_000_000
 
@@ -121,13 +121,13 @@ def test_flags_of_torch_are_as_torch_has_them() -> None:
     try:
         torch.backends.cudnn.benchmark = True
         with torch.autograd.set_detect_anomaly(True), torch.autocast("cpu", torch.bfloat16):
-            flags = environment.flags()
+            flags = environment.read_flags()
     finally:
         torch.backends.cudnn.benchmark = before[0]
     assert flags["cudnn.benchmark"] is True and flags["anomaly_mode"] is True
     assert flags["autocast"] == "bfloat16"
     assert flags["num_threads"] == torch.get_num_threads()
-    assert "autocast" not in environment.flags()
+    assert "autocast" not in environment.read_flags()
 
 
 def test_a_torch_that_objects_to_every_question_costs_only_its_flags(
@@ -140,7 +140,7 @@ def test_a_torch_that_objects_to_every_question_costs_only_its_flags(
     monkeypatch.setitem(sys.modules, "torch", Broken())
     rank = environment.rank_info()
     assert rank.devices == [] and rank.pid == os.getpid()
-    assert "python" in environment.manifest({}, "context", "x").versions
+    assert "python" in environment.build_manifest({}, "context", "x").versions
     assert "gc_enabled" in rank.flags
 
 
@@ -285,7 +285,7 @@ def test_numa_nodes_without_cpus_do_not_count(tmp_path: Path) -> None:
     for name, cpus in (("node0", f"{mine}"), ("node1", "100000-100007"), ("node2", "")):
         (tmp_path / name).mkdir()
         (tmp_path / name / "cpulist").write_text(cpus)
-    assert environment.numa(tmp_path) == (2, [0])
+    assert environment.numa_nodes(tmp_path) == (2, [0])
 
 
 def test_a_gpu_on_no_known_node_has_none(tmp_path: Path) -> None:

@@ -217,7 +217,7 @@ def test_a_directory_that_cannot_be_written_costs_one_warning(
             time.sleep(0.01)
     assert len(caplog.messages) == 1
     assert "training goes on" in caplog.messages[0]
-    assert sessions.current() is None
+    assert sessions.current_session() is None
 
 
 @pytest.mark.parametrize("code", [errno.ENOSPC, errno.EDQUOT, errno.EIO])
@@ -310,7 +310,7 @@ def test_a_child_forked_in_a_window_is_not_recorded(training: Any, tmp_path: Pat
                     code = 1
                     try:
                         training.learn(batch)
-                        code = 0 if sessions.current() is None else 2
+                        code = 0 if sessions.current_session() is None else 2
                     finally:
                         os._exit(code)
                 assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0

@@ -163,7 +163,7 @@ def test_what_is_no_loop_of_a_model_is_no_step(program: Any, record: Any) -> Non
 def validated_first(t: Any) -> None:
     for _ in range(2):
         t.validate(t.loader(20))
-        ours = session.current()
+        ours = session.current_session()
         assert ours is not None
         if ours.windows._export is not None:
             ours.windows._export.join()  # one trace is written at a time; these steps are short

@@ -218,7 +218,7 @@ def test_what_kept_a_program_from_being_recorded_is_said(tmp_path: Path) -> None
     ],
 )
 def test_options_that_keep_a_python_from_being_recorded(words: str, option: str) -> None:
-    told = reach.unreachable(words.split())
+    told = reach.explain_unreachable(words.split())
     assert (f"python {option} skips" in told) == bool(option)
     assert bool(told) == bool(option)
 
@@ -423,9 +423,9 @@ def test_a_program_that_fails_before_it_trains_is_not_told_to_mark_steps(
 
 
 def test_paths_are_quoted_for_a_shell(tmp_path: Path, capfd: Any) -> None:
-    from advisor.recorder.finish import say
+    from advisor.recorder.finish import print_result
 
-    say(tmp_path / "my runs" / "a", analyse=False)
+    print_result(tmp_path / "my runs" / "a", analyse=False)
     assert "'" + str(tmp_path / "my runs" / "a") + "'" in "".join(
         capfd.readouterr().err.replace("\n         ", " ")
     )
@@ -457,14 +457,14 @@ def test_options_behind_the_program_are_pointed_out(
     words: list[str], expected: str, tmp_path: Path
 ) -> None:
     from advisor.cli.record import OPTIONS
-    from advisor.recorder.launch import misplaced
+    from advisor.recorder.launch import warn_misplaced
 
     (tmp_path / "train.py").write_text(
         "parser.add_argument('--warmup', '--epochs')\ndef main(signal, layout): ...\n"
     )
     words[0] = str(tmp_path / "train.py")
-    assert misplaced(words, OPTIONS).startswith(expected)
-    assert bool(misplaced(words, OPTIONS)) == bool(expected)
+    assert warn_misplaced(words, OPTIONS).startswith(expected)
+    assert bool(warn_misplaced(words, OPTIONS)) == bool(expected)
 
 
 def test_a_report_of_a_recording_names_the_option_that_shows_lines() -> None:

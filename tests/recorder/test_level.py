@@ -11,7 +11,7 @@ import pytest
 from recording_checks import check_sums, only_rank
 
 from advisor.recorder.api import Recorder
-from advisor.recorder.call_depth import outermost
+from advisor.recorder.call_depth import is_outermost
 
 torch = pytest.importorskip("torch")
 
@@ -147,15 +147,15 @@ def places(ask: Callable[[], None]) -> dict[str, Callable[[], None]]:
 @pytest.mark.parametrize("place", sorted(places(lambda: None)))
 def test_inside_of_torch_is_not_outermost(place: str) -> None:
     said: list[bool] = []
-    places(lambda: said.append(outermost(torch)))[place]()
+    places(lambda: said.append(is_outermost(torch)))[place]()
     assert said and not any(said)
-    assert outermost(torch)
+    assert is_outermost(torch)
 
 
 def test_users_code_of_any_kind_is_outermost() -> None:
     class Loop:
         def __call__(self) -> bool:
-            return next(outermost(torch) for _ in range(1))
+            return next(is_outermost(torch) for _ in range(1))
 
     said = [Loop()(), torch.no_grad()(Loop())(), all(Loop()() for _ in range(2))]
     thread = threading.Thread(target=lambda: said.append(Loop()()))

@@ -12,7 +12,7 @@ from types import SimpleNamespace
 import pytest
 
 from advisor.recorder import nvml as subject
-from advisor.recorder.nvml import Nvml, NvmlDevice, open_nvml, visible
+from advisor.recorder.nvml import Nvml, NvmlDevice, open_nvml, select_visible
 
 _spec = importlib.util.spec_from_file_location(
     "fake_nvml", Path(__file__).with_name("fake_nvml.py")
@@ -192,7 +192,7 @@ def test_visible_devices_are_read_as_cuda_reads_them(
     variable: str | None, expected: list[str]
 ) -> None:
     present = [("GPU-a1", "a1"), ("GPU-a2", "a2"), ("MIG-x1", "x1"), ("GPU-b1", "b1")]
-    assert visible(variable, present) == expected
+    assert select_visible(variable, present) == expected
 
 
 def test_visible_devices_come_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:

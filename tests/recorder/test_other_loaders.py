@@ -103,10 +103,10 @@ def test_a_loader_of_hugging_faces_trainer_is_known(monkeypatch: pytest.MonkeyPa
     import sys
     import types
 
-    from advisor.recorder.loaders import configuration
+    from advisor.recorder.loaders import loader_configuration
 
     loader = pytest.importorskip("torch.utils.data").DataLoader([1, 2, 3])
     monkeypatch.delitem(sys.modules, "transformers.trainer", raising=False)
-    assert configuration(loader)["trainer"] is None
+    assert loader_configuration(loader)["trainer"] is None
     monkeypatch.setitem(sys.modules, "transformers.trainer", types.ModuleType("trainer"))
-    assert configuration(loader)["trainer"] == "transformers"
+    assert loader_configuration(loader)["trainer"] == "transformers"

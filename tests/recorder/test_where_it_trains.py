@@ -274,9 +274,9 @@ def test_a_decorated_generator_keeps_its_steps(training: Any, tmp_path: Path) ->
     for _ in range(4):
         next(first)
     first.close()
-    from advisor.recorder.session import current
+    from advisor.recorder.session import current_session
 
-    session = current()
+    session = current_session()
     assert session is not None
     session.finish()
     steps = read_recording(tmp_path / "run").ranks[0].steps

@@ -36,7 +36,7 @@ NAMES = st.lists(
 
 
 @settings(max_examples=300, deadline=None)
-@given(NAMES, st.integers(min_value=labels.MINIMUM, max_value=70))
+@given(NAMES, st.integers(min_value=labels.MIN_DISTINCT_WIDTH, max_value=70))
 def test_distinct_names_get_distinct_labels_that_fit(names: list[str], width: int) -> None:
     shown = labels.distinct_labels(names, width)
     assert len(set(shown)) == len(set(names))
@@ -47,7 +47,7 @@ def test_distinct_names_get_distinct_labels_that_fit(names: list[str], width: in
 
 
 @settings(deadline=None)
-@given(NAMES, st.integers(min_value=labels.MINIMUM, max_value=70))
+@given(NAMES, st.integers(min_value=labels.MIN_DISTINCT_WIDTH, max_value=70))
 def test_what_fits_stays_as_it_is_and_labels_are_their_own(names: list[str], width: int) -> None:
     shown = labels.distinct_labels(names, width)
     assert labels.distinct_labels(shown, width) == shown
@@ -75,7 +75,7 @@ def test_on_real_traces_no_kernel_needs_a_number(
         shown = labels.distinct_labels(names, width)
         assert len(set(shown)) == len(set(names))
         assert max(map(len, shown)) <= width
-        assert not any(label.rpartition("#")[0].endswith(labels.GAP) for label in shown)
+        assert not any(label.rpartition("#")[0].endswith(labels.ELLIPSIS) for label in shown)
 
 
 def functor(name: str, number: str = "4") -> str:

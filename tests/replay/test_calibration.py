@@ -10,12 +10,12 @@ from advisor.core.finding import Edit, Select
 from advisor.replay.calibration import (
     COVERAGE,
     OF_THE_STEP,
+    edit_kind,
     error_bound,
     error_of,
-    kind,
     widened_by_kind,
 )
-from advisor.replay.predictions import experiments, without
+from advisor.replay.predictions import shipped_experiments, without_program
 
 WORK = Select(on="gpu")
 
@@ -29,14 +29,14 @@ def test_the_place_of_the_error_is_the_conformal_one() -> None:
 
 def test_what_is_left_out_lies_inside_the_band_of_the_others() -> None:
     """Of the predictions that are known, each against the band that the others give."""
-    known = [p for p in experiments() if p.kind not in OF_THE_STEP]
+    known = [p for p in shipped_experiments() if p.kind not in OF_THE_STEP]
     inside = [p.error <= error_bound([q.error for q in known if q is not p]) for p in known]
     assert sum(inside) / len(inside) >= COVERAGE
 
 
 def test_outcomes_of_a_program_lie_inside_the_range_that_other_programs_give() -> None:
     """Several changes of one program are one program: all of its outcomes are left out."""
-    known = [p for p in experiments() if p.kind not in OF_THE_STEP]
+    known = [p for p in shipped_experiments() if p.kind not in OF_THE_STEP]
     inside = [
         p.error <= error_of([p.kind], [q for q in known if not p.group or q.group != p.group])
         for p in known
@@ -45,14 +45,14 @@ def test_outcomes_of_a_program_lie_inside_the_range_that_other_programs_give() -
 
 
 def test_leaving_out_one_change_of_a_program_leaves_out_the_others() -> None:
-    with without("SAM, bf16"):
-        assert not [p for p in experiments() if p.group == "segment-anything"]
-    assert len([p for p in experiments() if p.group == "segment-anything"]) == 2
+    with without_program("SAM, bf16"):
+        assert not [p for p in shipped_experiments() if p.group == "segment-anything"]
+    assert len([p for p in shipped_experiments() if p.group == "segment-anything"]) == 2
 
 
 def test_every_kind_of_edit_has_errors_to_go_by() -> None:
     for name in ("loader", "waits", "host", "device", "ranks", "batch"):
-        assert 0 < error_of([name], experiments()) < math.log(2)
+        assert 0 < error_of([name], shipped_experiments()) < math.log(2)
 
 
 @pytest.mark.parametrize(
@@ -67,7 +67,7 @@ def test_every_kind_of_edit_has_errors_to_go_by() -> None:
     ],
 )
 def test_an_edit_is_of_the_kind_of_what_it_changes(edit: Edit, expected: str) -> None:
-    assert kind(edit) == expected
+    assert edit_kind(edit) == expected
 
 
 @pytest.mark.parametrize("gain", [0.0, 1.0, 13.1, 60.0])

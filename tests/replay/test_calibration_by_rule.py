@@ -15,11 +15,11 @@ from advisor.replay import predictions
 from advisor.replay.calibration import Band, widened_by_rule
 from advisor.replay.predictions import (
     Prediction,
-    experiments,
-    shipped,
+    all_trials,
+    shipped_experiments,
+    shipped_predictions,
     shipped_trials,
-    trials,
-    without,
+    without_program,
 )
 from advisor.testing import TraceBuilder
 
@@ -46,55 +46,57 @@ def band(device: str = "", before: Band = NARROW) -> Band:
 
 
 def test_fewer_than_four_outcomes_change_nothing(mine: Path) -> None:
-    predictions.append(mine, [outcome(0.5)] * 3 + [outcome(0.1, rule="other")] * 9)
+    predictions.append_predictions(mine, [outcome(0.5)] * 3 + [outcome(0.1, rule="other")] * 9)
     assert widened_by_rule("a-rule", "", GAIN, NARROW, STEP) == (NARROW, "")
 
 
 def test_four_of_five_of_the_past_errors_would_have_been_inside(mine: Path) -> None:
     """By hand: of these four, the one in place ⌈0.8 · 5⌉ = 4 is a factor of two, either way."""
-    predictions.append(mine, [outcome(ratio) for ratio in (1.0, 0.5, 1.25, 0.8)])
+    predictions.append_predictions(mine, [outcome(ratio) for ratio in (1.0, 0.5, 1.25, 0.8)])
     found = widened_by_rule("a-rule", "", GAIN, NARROW, STEP)
     assert found.band == pytest.approx((5.0, 20.0))
     assert found.note == "in 4 measured cases the real gain was 50–125% of the estimate"
 
 
 def test_with_nine_outcomes_the_worst_one_is_left_outside(mine: Path) -> None:
-    predictions.append(mine, [outcome(0.05), outcome(0.5), *([outcome(1.0)] * 7)])
+    predictions.append_predictions(mine, [outcome(0.05), outcome(0.5), *([outcome(1.0)] * 7)])
     assert band() == pytest.approx((5.0, 20.0))
 
 
 def test_good_outcomes_make_no_band_narrower(mine: Path) -> None:
-    predictions.append(mine, [outcome(1.0)] * 20)
+    predictions.append_predictions(mine, [outcome(1.0)] * 20)
     assert band() == NARROW
     assert band(before=Band(2.0, 60.0)) == (2.0, 60.0)
 
 
 def test_no_band_ends_beyond_the_step_by_what_was_learnt(mine: Path) -> None:
-    predictions.append(mine, [outcome(0.05)] * 4)
+    predictions.append_predictions(mine, [outcome(0.05)] * 4)
     assert band() == pytest.approx((0.5, STEP))
 
 
 def test_outcomes_of_the_same_hardware_go_before_others(mine: Path) -> None:
-    predictions.append(mine, [outcome(1.0, "A100")] * 4 + [outcome(0.5, "H100")] * 3)
+    predictions.append_predictions(mine, [outcome(1.0, "A100")] * 4 + [outcome(0.5, "H100")] * 3)
     assert band("A100") == NARROW
     # too few of the H100 alone: all seven, of which the one in place ⌈0.8 · 8⌉ = 7 is a half
     assert band("H100") == pytest.approx((5.0, 20.0))
 
 
 def test_a_promise_of_nothing_says_nothing(mine: Path) -> None:
-    predictions.append(mine, [Prediction(rule="a-rule", predicted=0.0, measured=0.3)] * 9)
+    predictions.append_predictions(
+        mine, [Prediction(rule="a-rule", predicted=0.0, measured=0.3)] * 9
+    )
     assert band() == NARROW
 
 
 @pytest.mark.parametrize("content", [b"{", b"\xff" * 100, b"x" * (predictions.MAX_BYTES + 1)])
 def test_a_ledger_that_cannot_be_read_is_as_none(mine: Path, content: bytes) -> None:
     mine.write_bytes(content)
-    assert trials() == () and band() == NARROW
+    assert all_trials() == () and band() == NARROW
 
 
 def test_what_was_appended_since_is_known(mine: Path) -> None:
     assert band() == NARROW
-    predictions.append(mine, [outcome(0.5)] * 4)
+    predictions.append_predictions(mine, [outcome(0.5)] * 4)
     assert band() == pytest.approx((5.0, 20.0))
 
 
@@ -108,7 +110,7 @@ def test_a_finding_says_what_its_band_allows_for(mine: Path, tmp_path: Path) -> 
             b.sync()
     path = b.write(tmp_path / "t.json")
     (before,) = [f for f in analyze(path).findings if f.rule == "single-process-loader"]
-    predictions.append(mine, [outcome(0.25, rule="single-process-loader")] * 4)
+    predictions.append_predictions(mine, [outcome(0.25, rule="single-process-loader")] * 4)
     (after,) = [f for f in analyze(path).findings if f.rule == "single-process-loader"]
     assert before.impact is not None and after.impact is not None
     assert after.impact.gain_ns == before.impact.gain_ns
@@ -141,7 +143,7 @@ def test_lines_of_pairs_are_what_the_script_writes(shared_trace: object, tmp_pat
     pair = bench_pairs.PAIRS[1]
     found = bench_pairs.entry(bench_pairs.row(pair, traces), traces)
     assert found is not None
-    (line,) = [one for one in shipped() if one.program == pair.title]
+    (line,) = [one for one in shipped_predictions() if one.program == pair.title]
     for name in ("predicted", "low", "high", "measured", "measured_low", "measured_high"):
         assert getattr(found, name) == pytest.approx(getattr(line, name), abs=0.2), (
             name
@@ -152,12 +154,12 @@ def test_lines_of_pairs_are_what_the_script_writes(shared_trace: object, tmp_pat
 def test_what_a_pair_came_to_is_known_but_for_the_table_that_holds_it_against_its_band() -> None:
     titles = [pair.title for pair in bench_pairs.PAIRS]
     assert len(set(titles)) == len(titles)
-    named = {one.program for one in experiments() if one.source == "pair"}
+    named = {one.program for one in shipped_experiments() if one.source == "pair"}
     assert named == {p.title for p in bench_pairs.PAIRS if p.after}
     for title in named:
-        with without(title):
-            assert title not in {one.program for one in (*experiments(), *trials())}
-        assert title in {one.program for one in experiments()}
+        with without_program(title):
+            assert title not in {one.program for one in (*shipped_experiments(), *all_trials())}
+        assert title in {one.program for one in shipped_experiments()}
 
 
 def test_no_pair_widens_its_own_prediction(
@@ -173,9 +175,9 @@ def test_no_pair_widens_its_own_prediction(
         msgspec.structs.replace(one, measured=3 * one.predicted)
         if one.program == pair.title
         else one
-        for one in shipped()
+        for one in shipped_predictions()
     ]
-    monkeypatch.setattr(predictions, "shipped", lambda: tuple(wrong))
+    monkeypatch.setattr(predictions, "shipped_predictions", lambda: tuple(wrong))
     after = bench_pairs.predict(path, edits, pair.title)
     assert after[0] == before[0]
     assert after[1].low < before[1].low

@@ -29,7 +29,7 @@ from advisor import Analysis, Edit, Finding
 from advisor.advise import facts
 from advisor.advise.engine import AnalysisResult, examine
 from advisor.advise.impact import REPLAY, estimator_for
-from advisor.measure.steps.steps import extent
+from advisor.measure.steps.steps import recorded_extent
 from advisor.read import read_trace
 from advisor.replay.language import BLOCKING, parse_edit, write_edit
 from advisor.replay.replay import MIN_STEADY
@@ -101,7 +101,7 @@ def repeatable(path: str) -> str:
     table, gpu = a.steps.table, a.trace.gpu
     if table.height != a.steps.used.height:
         return "a step at the edge of one recording is in the middle of four"
-    begin, end = extent(a.trace)
+    begin, end = recorded_extent(a.trace)
     recorded = end - begin
     if float(table["end"].max() - table["ts"].min()) < 0.8 * recorded:
         return "what comes before the first step of one recording is in the middle of four"

@@ -9,7 +9,7 @@ from advisor.core.finding import Select
 from advisor.core.trace import Run
 from advisor.measure.host.layers import work_nodes
 from advisor.replay.language import parse_edit
-from advisor.replay.present import present
+from advisor.replay.present import find_present
 from advisor.replay.result import what_if
 from advisor.replay.selection import selected_gpu
 from advisor.replay.window import WindowReplayer
@@ -74,10 +74,10 @@ def test_the_word_on_accuracy_goes_with_lighter_models_only() -> None:
 
 
 def test_what_selects_nothing_is_answered_with_the_modules_there() -> None:
-    there = present(blocks(kernel_us=100, host_us=5), Select(on="gpu", layer="blok"))
+    there = find_present(blocks(kernel_us=100, host_us=5), Select(on="gpu", layer="blok"))
     assert there.what == "modules"
     assert "Block" in there.names[:4]
     t = TraceBuilder()
     with t.step():
         t.run("aten::mm", "gemm", 100)
-    assert present(t.analysis(), Select(on="gpu", layer="Block")).names == ()
+    assert find_present(t.analysis(), Select(on="gpu", layer="Block")).names == ()

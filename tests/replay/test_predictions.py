@@ -29,18 +29,18 @@ def test_lines_of_many_writers_stay_whole(tmp_path: Path) -> None:
 
     def write() -> None:
         for _ in range(20):
-            predictions.append(file, [entry(0.4), entry(0.2)])
+            predictions.append_predictions(file, [entry(0.4), entry(0.2)])
 
     writers = [threading.Thread(target=write) for _ in range(8)]
     for writer in writers:
         writer.start()
     for writer in writers:
         writer.join()
-    assert predictions.read(file) == (([entry(0.4), entry(0.2)] * 160), 0)
+    assert predictions.read_predictions(file) == (([entry(0.4), entry(0.2)] * 160), 0)
 
 
 def test_a_rule_is_told_by_what_became_of_its_promises() -> None:
-    found = predictions.records([entry(0.4), entry(0.32), entry(0.6), entry(0.1, "other")])
+    found = predictions.records_by_rule([entry(0.4), entry(0.32), entry(0.6), entry(0.1, "other")])
     one = found["a-rule"]
     assert (one.trials, one.inside) == (3, 2)
     assert str(one) == "in 3 measured cases the real gain was 80–150% of the estimate"
@@ -55,12 +55,12 @@ def test_a_line_that_is_none_of_ours_is_passed_over_and_counted(line: bytes) -> 
     import msgspec
 
     good = msgspec.json.encode(entry(0.4))
-    assert predictions.decode(b"\n".join([good, line, good])) == ([entry(0.4)] * 2, 1)
+    assert predictions.decode_predictions(b"\n".join([good, line, good])) == ([entry(0.4)] * 2, 1)
 
 
 def test_lines_of_earlier_versions_are_read() -> None:
     line = b'{"source":"workload","of":"gc","rule":"r","knob":"w=2","predicted":0.4,"measured":0.2}'
-    (row,) = predictions.decode(line).predictions
+    (row,) = predictions.decode_predictions(line).predictions
     assert (row.program, row.knob, row.ratio) == ("gc", "w=2", 0.5)
 
 
@@ -71,4 +71,4 @@ def test_a_gain_that_never_came_counts_as_little_not_as_nothing() -> None:
 def test_a_ledger_that_cannot_be_written_is_one_line(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(AdvisorError, match="cannot be written"):
-        predictions.append(tmp_path / "file" / "ledger.jsonl", [entry(0.4)])
+        predictions.append_predictions(tmp_path / "file" / "ledger.jsonl", [entry(0.4)])

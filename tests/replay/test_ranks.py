@@ -32,7 +32,7 @@ from advisor.advise.engine import analyze
 from advisor.core.errors import AdvisorError
 from advisor.core.finding import Edit, Select
 from advisor.measure import Analysis
-from advisor.measure.ranks.skew import align, skew
+from advisor.measure.ranks.skew import align_ranks, measure_skew
 from advisor.read import open_run, read_trace
 from advisor.replay.language import parse_edit
 from advisor.replay.result import what_if
@@ -290,7 +290,11 @@ def test_what_a_rank_waits_for_the_others_is_explained_in_time(dlrm: dict[int, A
     whatif = WindowReplayer(dlrm[0], 0, dlrm)
     parts = {part.name: part for part in whatif.quality.hard}
     found = parts["waits for other ranks"]
-    waited = skew(dlrm, align(dlrm)).stragglers.filter(pl.col("rank") == 0)["wait_ns"].item()
+    waited = (
+        measure_skew(dlrm, align_ranks(dlrm))
+        .stragglers.filter(pl.col("rank") == 0)["wait_ns"]
+        .item()
+    )
     assert found.time_ns == pytest.approx(waited, rel=0.02)
     assert found.explained > 0.95
 

@@ -111,7 +111,7 @@ def test_a_ratio_of_the_ledger_is_a_number(
     file = tmp_path / "ledger.jsonl"
     text = "".join(json.dumps({"schema": predictions.SCHEMA, **line}) + "\n" for line in lines)
     file.write_text(text + '{"schema": "advisor.ledger/1", "measured_high": 1e999}\n')
-    table = predictions.read(file)
+    table = predictions.read_predictions(file)
     assert ([row.ratio for row in table.predictions], table.skipped) == ([0.5], 3)
     for form in ("terminal", "json"):
         assert cli.run(["ledger", str(file), "--format", form]) == 0
@@ -142,17 +142,17 @@ def test_what_a_killed_process_left_goes_and_what_others_use_stays(
 ) -> None:
     (tmp_path / "advisor-of-somebody").mkdir()  # no lock in it: not ours to judge
     env = {**os.environ, "TMPDIR": str(tmp_path)}
-    monkeypatch.setattr(scratch, "YOUNG", 0.0)
+    monkeypatch.setattr(scratch, "MIN_AGE_SECONDS", 0.0)
     with subprocess.Popen(
         [sys.executable, "-c", HELD], env=env, stdout=subprocess.PIPE, text=True
     ) as program:
         assert program.stdout is not None
         left = Path(program.stdout.readline().strip())
         assert left.stat().st_mode & 0o777 == 0o700
-        with scratch.scratch(tmp_path):
+        with scratch.scratch_folder(tmp_path):
             assert left.exists()
         program.kill()
         program.wait(60)
     time.sleep(0.01)
-    with scratch.scratch(tmp_path) as mine:
+    with scratch.scratch_folder(tmp_path) as mine:
         assert {file.name for file in tmp_path.iterdir()} == {mine.name, "advisor-of-somebody"}

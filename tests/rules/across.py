@@ -8,12 +8,12 @@ from advisor.advise.ranks.estimator import RanksEstimator
 from advisor.advise.ranks.measure import summarise_rank
 from advisor.core.finding import Rule
 from advisor.measure import Analysis
-from advisor.replay.ranks.study import Study, study
+from advisor.replay.ranks.study import Study, study_ranks
 
 
 def studied(ranks: dict[int, Analysis]) -> Study:
     """What such rules look at."""
-    found = study([summarise_rank(a, number, []) for number, a in ranks.items()])
+    found = study_ranks([summarise_rank(a, number, []) for number, a in ranks.items()])
     assert found is not None
     return found
 

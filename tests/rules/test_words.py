@@ -11,7 +11,7 @@ import pytest
 
 from advisor.advise.check import run_rules
 from advisor.advise.select import load_rules
-from advisor.core.finding import ANY, Finding, Rule
+from advisor.core.finding import ANY_FRAMEWORK, Finding, Rule
 from advisor.core.rule import Program
 from advisor.core.trace import CUDA, JAX, TENSORFLOW
 from advisor.testing import TraceBuilder
@@ -109,7 +109,7 @@ def test_the_same_finding_is_worded_for_what_the_loop_does() -> None:
 
 @pytest.mark.parametrize("rule", [r for r in RULES if r.elsewhere], ids=lambda rule: rule.id)
 def test_advice_for_other_programs_names_nothing_of_pytorch(rule: Rule) -> None:
-    assert set(rule.elsewhere) <= {ANY, CUDA, TENSORFLOW, JAX}
+    assert set(rule.elsewhere) <= {ANY_FRAMEWORK, CUDA, TENSORFLOW, JAX}
     for advice in rule.elsewhere.values():
         texts = (advice.fix, advice.code, advice.verify, advice.title, advice.falsified_by)
         assert advice.fix and not any(map(TORCH.search, texts))

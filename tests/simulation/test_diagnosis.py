@@ -6,7 +6,7 @@ import msgspec
 import pytest
 
 from advisor.core.ranks import Ranks
-from advisor.replay.ranks.study import study
+from advisor.replay.ranks.study import study_ranks
 from benchmarks.simulation.jobs import FAULTS, HEALTHY
 from benchmarks.simulation.programs import play
 from benchmarks.simulation.score import Score, judge
@@ -18,7 +18,7 @@ RANKS = 32
 def diagnosed(seed: int, kind: str) -> Score:
     """A small job, held against its truth; its report survives being sent."""
     played, truth = play(seed, RANKS, kind)
-    found = study(*summarise_all(played))
+    found = study_ranks(*summarise_all(played))
     assert found is not None
     ranks = found.ranks
     assert ranks.world == RANKS and len(ranks.lines) == RANKS - len(played.job.lost)
@@ -37,7 +37,7 @@ def test_nearly_all_faults_are_told_for_what_they_are_and_where() -> None:
 def test_what_a_fault_costs_is_told_about_right() -> None:
     for seed, kind in ((0, "slow_device"), (5, "slow_input"), (3, "slow_host")):
         played, truth = play(seed, RANKS, kind)
-        found = study(*summarise_all(played))
+        found = study_ranks(*summarise_all(played))
         assert found is not None
         score = judge(found.ranks, truth)
         assert score.gain_ns == pytest.approx(truth.gain_ns, rel=0.3)

@@ -7,8 +7,8 @@ from collections import Counter
 import pytest
 
 from advisor.replay.calibration import OTHERS, fault_kind, job_band, job_bands
-from advisor.replay.predictions import shipped
-from advisor.replay.ranks.study import study
+from advisor.replay.predictions import shipped_predictions
+from advisor.replay.ranks.study import study_ranks
 from benchmarks.simulation.programs import play
 from benchmarks.simulation.score import KIND, judge
 from benchmarks.simulation.summaries import summarise_all
@@ -26,7 +26,7 @@ from benchmarks.simulation.summaries import summarise_all
 )
 def test_predicted_is_true(kind: str, seed: int) -> None:
     played, truth = play(seed, 64, kind)
-    found = study(*summarise_all(played))
+    found = study_ranks(*summarise_all(played))
     assert found is not None
     assert found.ranks.replay_error == pytest.approx(0, abs=0.01)
     score = judge(found.ranks, truth, played.job.cut)
@@ -38,7 +38,7 @@ def test_bands_are_of_many_jobs_and_hold_what_is_predicted_right() -> None:
     assert job_band("no such kind") == job_bands()[OTHERS]
     names = {fault_kind(kind, moves=fault == "moving") for fault, kind in KIND.items()}
     assert set(job_bands()) <= names | {OTHERS}
-    jobs = Counter(row.kind for row in shipped() if row.source == "job")
+    jobs = Counter(row.kind for row in shipped_predictions() if row.source == "job")
     for kind, band in job_bands().items():
         assert kind == OTHERS or jobs[kind] >= 9
         assert 0 < band.low < band.high < 3

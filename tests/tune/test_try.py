@@ -84,10 +84,10 @@ def test_the_cure_wins_within_what_was_promised_and_is_remembered(tmp_path: Path
     assert "+    for batch in DataLoader(Items(), batch_size=16, num_workers=" in best.diff
     assert report.repeats is True
     assert (tmp_path / "train.py").read_text() == SLOW
-    lines = predictions.read(tmp_path / "run" / predictions.FILE).predictions
+    lines = predictions.read_predictions(tmp_path / "run" / predictions.FILE).predictions
     measured = best.is_known and best.runs > 1 and best.predicted is not None
     assert {line.rule for line in lines} == ({"single-process-loader"} if measured else set())
-    assert predictions.read(tmp_path / "mine.jsonl").predictions == lines
+    assert predictions.read_predictions(tmp_path / "mine.jsonl").predictions == lines
     if lines:
         assert b"train" not in (tmp_path / "mine.jsonl").read_bytes()
     for width in (60, 80, 120):
@@ -129,14 +129,14 @@ def test_what_was_promised_and_measured_is_remembered(
     ]
     report = TrialReport(version="1", program=program, trials=trials)
     save_trials(report, tmp_path, remember=True)
-    lines = predictions.read(tmp_path / predictions.FILE).predictions
+    lines = predictions.read_predictions(tmp_path / predictions.FILE).predictions
     assert [(line.rule, line.predicted, line.measured) for line in lines] == [
         ("single-process-loader", 0.5, 0.48)
     ]
-    assert predictions.read(tmp_path / "mine.jsonl").predictions == lines
+    assert predictions.read_predictions(tmp_path / "mine.jsonl").predictions == lines
     assert b"train.py" not in (tmp_path / "mine.jsonl").read_bytes()
     save_trials(report, tmp_path, remember=False)
-    assert len(predictions.read(tmp_path / "mine.jsonl").predictions) == 1
+    assert len(predictions.read_predictions(tmp_path / "mine.jsonl").predictions) == 1
 
 
 def test_interrupted_it_leaves_what_is_known(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ from weakref import WeakKeyDictionary
 import advisor
 from advisor.advise.ranks.task import one_line
 from advisor.advise.ranks.work import RETRIES
-from advisor.core.errors import AdvisorError, install
+from advisor.core.errors import AdvisorError, install_command
 from advisor.core.pool import Work, WorkerDied
 
 SCHEDULER_TIMEOUT_S: Final = 60.0
@@ -36,7 +36,9 @@ class Cluster:
         try:
             from distributed import Client
         except ModuleNotFoundError as error:
-            raise AdvisorError(f"--cluster needs {error.name}: {install('cluster')}") from None
+            raise AdvisorError(
+                f"--cluster needs {error.name}: {install_command('cluster')}"
+            ) from None
         self._patience = patience
         try:
             make: Any = Client  # with its types or without, as the version has it

@@ -12,7 +12,7 @@ from msgspec.structs import replace
 from advisor.advise.impact import GainEstimator, GainRange
 from advisor.measure.ranks.outliers import edits_of
 from advisor.measure.ranks.summary import unpack_findings
-from advisor.replay.ranks.gains import combined, saving, without
+from advisor.replay.ranks.gains import change_without, combine_changes, saving_change
 from advisor.replay.ranks.replay import JobChange, JobGain
 
 if TYPE_CHECKING:
@@ -155,7 +155,7 @@ class RanksEstimator(GainEstimator):
             return 0.0
         if keys not in self._saved:
             replay = self.study.replay
-            change = combined(replay, self._changes_of(keys))
+            change = combine_changes(replay, self._changes_of(keys))
             self._saved[keys] = replay.base - replay.step(change)
         return self._saved[keys]
 
@@ -166,7 +166,7 @@ class RanksEstimator(GainEstimator):
         for key in keys:
             if key in self._deviations:
                 if key not in self._changes:
-                    self._changes[key] = without(job, replay, self._deviations[key][0])[0]
+                    self._changes[key] = change_without(job, replay, self._deviations[key][0])[0]
                 changes.append(self._changes[key])
                 continue
             known = self._known[key]
@@ -178,7 +178,7 @@ class RanksEstimator(GainEstimator):
             saved = np.zeros(len(job.summaries))
             for place, ns in known.saved.items():
                 saved[place] = max(0.0, ns * share)
-            changes.append(saving(replay, saved, communication=known.communication))
+            changes.append(saving_change(replay, saved, communication=known.communication))
         return changes
 
 

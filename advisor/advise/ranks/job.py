@@ -23,7 +23,7 @@ from advisor.read import open_run
 from advisor.read.directory import MAX_ELSEWHERE, trace_files
 from advisor.read.logs import is_named_log, logs_in, with_logs
 from advisor.read.registry import with_window
-from advisor.read.remote.urls import RankFilter, RemoteFile, is_url, local_path, rank_in, shown
+from advisor.read.remote.urls import RankFilter, RemoteFile, is_url, local_path, rank_in, redact_url
 from advisor.read.trace_listing import read_source
 
 if TYPE_CHECKING:
@@ -169,7 +169,7 @@ def _ranks(result: Sequence[RemoteFile]) -> int:
 
 def describe_places(places: Sequence[str]) -> str:
     """What is analysed, without credentials."""
-    first = shown(places[0]) if places else ""
+    first = redact_url(places[0]) if places else ""
     return f"{first} and {len(places) - 1} more" if len(places) > 1 else first
 
 

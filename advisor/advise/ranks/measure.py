@@ -19,7 +19,7 @@ from advisor.measure.ranks.collectives import (
     collective_table,
     pack_collectives,
     step_summaries,
-    waiting,
+    waiting_intervals,
 )
 from advisor.measure.ranks.members import host_of
 from advisor.measure.ranks.summary import (
@@ -34,7 +34,7 @@ from advisor.measure.ranks.summary import (
     pack_findings,
 )
 from advisor.measure.steps.timeline import CLASSES as HOST_CLASSES
-from advisor.read.remote.urls import shown
+from advisor.read.remote.urls import redact_url
 
 if TYPE_CHECKING:
     from advisor.core.finding import Finding
@@ -50,7 +50,7 @@ MAX_FINDINGS = 60
 def summarise_rank(a: Analysis, rank: int, findings: Sequence[Finding], path: str = "") -> Summary:
     """One rank, measured, and what the rules found on it with their gains on it alone."""
     meta, figures = a.trace.meta, {} if a.record_only else device_time(a)
-    path = path or shown(meta.path)
+    path = path or redact_url(meta.path)
     run_step, used = step_time(a), a.steps.used.head(MAX_STEPS)
     return shrink_to_limit(
         Summary(
@@ -119,7 +119,7 @@ def _per_step(a: Analysis) -> dict[str, Packed]:
                 start, end, union(ts, ts + rows["dur"].to_numpy())
             )
     else:
-        columns = {"communication": covered_length(start, end, waiting(a))}
+        columns = {"communication": covered_length(start, end, waiting_intervals(a))}
         if a.trace.main_thread is not None:
             line = a.timeline
             own = line.thread == a.trace.main_thread

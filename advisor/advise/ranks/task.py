@@ -16,7 +16,7 @@ from advisor.advise.options import Options
 from advisor.core.errors import AdvisorError
 from advisor.core.run_directory import is_run
 from advisor.measure.ranks.summary import MAX_DECODED, Unread, encode
-from advisor.read.remote.urls import RemoteFile, placed
+from advisor.read.remote.urls import RemoteFile, location_of_url
 
 if TYPE_CHECKING:
     from advisor.core.trace import Run
@@ -134,16 +134,18 @@ def describe_error(error: BaseException) -> str:
 def _measured(order: MeasureTask) -> bytes:
     from advisor.measure.ranks.members import host_of
     from advisor.read.registry import refuse_unknown
-    from advisor.read.remote.fetch import opened
+    from advisor.read.remote.fetch import open_locally
 
     source = order.source
-    with opened(source, check=refuse_unknown) as path:
+    with open_locally(source, check=refuse_unknown) as path:
         try:
             summary = summarise_file(str(path), source.rank, order.wanted)
         except AdvisorError as error:
             raise AdvisorError(_without(str(error), str(path), source.url)) from None
     if str(path) != source.url:  # a copy, in a folder that says nothing of where it came from
-        summary = structs.replace(summary, path=source.url, host=host_of(placed(source.url)))
+        summary = structs.replace(
+            summary, path=source.url, host=host_of(location_of_url(source.url))
+        )
     data = encode(summary)
     if len(data) > MAX_DECODED:
         raise AdvisorError("its summary is too large to be sent")

@@ -27,7 +27,7 @@ __all__ = [
     "PeakRates",
     "canonical_dtype",
     "find_gpu",
-    "known",
+    "known_gpus",
     "lookup",
 ]
 
@@ -45,7 +45,7 @@ _MEMORY = re.compile(r"(\d+)gb?")
 
 
 @cache
-def known() -> tuple[GpuSpec, ...]:
+def known_gpus() -> tuple[GpuSpec, ...]:
     """All GPUs of the data file, in its order."""
     data = files(__name__).joinpath("gpus.json").read_bytes()
     return msgspec.json.decode(data, type=tuple[GpuSpec, ...])
@@ -77,7 +77,7 @@ def lookup(
         if key:
             candidates += by_generic_name.get(key, ())
         else:  # a driver that gives no name gives such a device none
-            candidates = tuple(gpu for gpu in known() if gpu.generic_names and gpu.names)
+            candidates = tuple(gpu for gpu in known_gpus() if gpu.generic_names and gpu.names)
     if key and not candidates:
         candidates = _of_model(key)
     return _slowest([gpu for gpu in candidates if _fits(gpu, sms, memory_bytes, compute)])
@@ -98,12 +98,14 @@ def find_gpu(name: str) -> GpuMatch:
     AdvisorError: none has.
     """
     wanted = _words(name)
-    called = [gpu for gpu in known() if name.strip().casefold() in map(str.casefold, gpu.names)]
+    called = [
+        gpu for gpu in known_gpus() if name.strip().casefold() in map(str.casefold, gpu.names)
+    ]
     if len(called) == 1:
         return GpuMatch(called[0], ())
-    fitting = [gpu for gpu in known() if wanted and wanted <= _words(gpu.name)]
+    fitting = [gpu for gpu in known_gpus() if wanted and wanted <= _words(gpu.name)]
     if not fitting:
-        near = sorted(known(), key=lambda gpu: -_closeness(wanted, _words(gpu.name)))
+        near = sorted(known_gpus(), key=lambda gpu: -_closeness(wanted, _words(gpu.name)))
         names = [gpu.name for gpu in near[:_MAX_NAMES]]
         raise AdvisorError(f"no GPU {name!r} is known; did you mean {', '.join(names)}?")
     exact = [gpu for gpu in fitting if _words(gpu.name) - {"nvidia", "amd"} == wanted]
@@ -137,7 +139,9 @@ def _of_model(name: str) -> tuple[GpuSpec, ...]:
     """GPUs of the model that a name's words say; a board or a memory size in it must be theirs."""
     words = _words(name)
     model, form, memory = _model(words)
-    result = [gpu for gpu in known() if model and any(model == _model(n)[0] for n in _named(gpu))]
+    result = [
+        gpu for gpu in known_gpus() if model and any(model == _model(n)[0] for n in _named(gpu))
+    ]
     if memory is not None:
         result = [gpu for gpu in result if round(gpu.memory_bytes / 2**30) == memory]
     forms = [(gpu, {_model(n)[1] for n in _named(gpu)} - {None}) for gpu in result]
@@ -182,7 +186,7 @@ def _index() -> tuple[dict[str, tuple[GpuSpec, ...]], dict[str, tuple[GpuSpec, .
     """GPUs by their own names, and by the names they share with other devices."""
     by_name: dict[str, tuple[GpuSpec, ...]] = {}
     by_generic_name: dict[str, tuple[GpuSpec, ...]] = {}
-    for gpu in known():
+    for gpu in known_gpus():
         for index, names in ((by_name, gpu.names), (by_generic_name, gpu.generic_names)):
             # The vendor is dropped from names, so two spellings may come to the same key.
             for key in {_key(name) for name in names}:

@@ -11,7 +11,7 @@ from functools import cache
 from statistics import median_low
 from typing import NamedTuple
 
-from advisor.core.gpus import GpuSpec, GpuTable, known
+from advisor.core.gpus import GpuSpec, GpuTable, known_gpus
 
 
 class Attainable(NamedTuple):
@@ -23,7 +23,7 @@ class Attainable(NamedTuple):
     the vendor's other GPUs reach of theirs (the lower median)."""
 
 
-def matmul(gpu: GpuSpec, dtype: str) -> Attainable | None:
+def attainable_matmul(gpu: GpuSpec, dtype: str) -> Attainable | None:
     """Of matrix products with inputs in ``dtype``; ``None``: the GPU has no peak for the format."""
     measured = gpu.measured_matmul(dtype)
     if measured is not None:
@@ -33,7 +33,7 @@ def matmul(gpu: GpuSpec, dtype: str) -> Attainable | None:
     return None if peak is None or share is None else Attainable(peak * share, None)
 
 
-def memory(gpu: GpuSpec) -> Attainable | None:
+def attainable_bandwidth(gpu: GpuSpec) -> Attainable | None:
     """Of the GPU's own memory, read and written together."""
     measured = gpu.measured.memory
     if measured is not None:
@@ -46,7 +46,7 @@ def memory(gpu: GpuSpec) -> Attainable | None:
 def _usual(vendor: str) -> tuple[float | None, float | None]:
     """What a vendor's GPUs reach of their peaks, in matrix products and in memory."""
     products, memories = set(), set()
-    for gpu in known():
+    for gpu in known_gpus():
         if gpu.vendor != vendor:
             continue
         for dtype, rate in gpu.measured.matmul.items():

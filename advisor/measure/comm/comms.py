@@ -66,7 +66,7 @@ def find_collectives(a: Analysis) -> pl.DataFrame:
     """
     if a.device_id is None:
         return pl.DataFrame(schema=SCHEMA)
-    table = describe(a)
+    table = list_collectives(a)
     table = table.hstack(find_axes(a, table))
     table = table.filter(pl.Series(a.in_window)[table["gpu"]])
     if table.is_empty():
@@ -109,7 +109,7 @@ def _hidden_by(a: Analysis, ts: NDArray[np.int64], end: NDArray[np.int64]) -> pl
     return pl.Series(names, dtype=pl.String).gather(which)
 
 
-def describe(a: Analysis) -> pl.DataFrame:
+def list_collectives(a: Analysis) -> pl.DataFrame:
     """Every collective of the whole trace on the analysed device, by device start.
 
     Columns: those of :data:`SCHEMA` that need no window, and ``launch_ts`` (ns; null: launched
@@ -176,9 +176,9 @@ def sum_skew(skew: Skew) -> pl.DataFrame:
     )
 
 
-WORK = r"^gloo:"
+GLOO_WORK = r"^gloo:"
 """How PyTorch begins the names of the ranges around gloo's work (ProcessGroupGloo.cpp)."""
-WAITS = r"^(_?c10d|gloo:)"
+COLLECTIVE_WAITS = r"^(_?c10d|gloo:)"
 """Operators that start a collective or wait for one: a thread in them does not work."""
 
 
@@ -190,7 +190,7 @@ def has_host_collectives(a: Analysis) -> bool:
 def describe_on_host(a: Analysis) -> pl.DataFrame:
     """Every collective of gloo in the whole trace, by start; of a trace without device work.
 
-    Columns, as far as ``comms.describe`` has them: ``collective``, ``ts`` and
+    Columns, as far as ``comms.list_collectives`` has them: ``collective``, ``ts`` and
     ``dur`` (ns), ``launch_ts``, ``group_size`` (all of the job; null: not recorded). ``bytes``,
     ``group``, ``ranks``, ``sequence`` and ``annotation`` are null: gloo's ranges tell none of it.
 
@@ -224,7 +224,7 @@ def host_work(a: Analysis) -> Intervals:
     """When operators run on any thread of the host, inside ``spans``; not those that start a
     collective or wait for one, and what runs inside of those."""
     cpu = a.trace.cpu
-    rows = ((cpu["kind"] == "op") & ~name_matches(cpu["name"], WAITS)).to_numpy()
+    rows = ((cpu["kind"] == "op") & ~name_matches(cpu["name"], COLLECTIVE_WAITS)).to_numpy()
     ts = cpu["ts"].to_numpy()[rows]
     return intersect(union(ts, ts + cpu["dur"].to_numpy()[rows]), a.spans)
 
@@ -232,5 +232,5 @@ def host_work(a: Analysis) -> Intervals:
 def _rows(a: Analysis) -> NDArray[np.int64]:
     cpu = a.trace.cpu
     return np.flatnonzero(
-        ((cpu["kind"] == "annotation") & name_matches(cpu["name"], WORK)).to_numpy()
+        ((cpu["kind"] == "annotation") & name_matches(cpu["name"], GLOO_WORK)).to_numpy()
     )

@@ -17,12 +17,12 @@ from msgspec.structs import replace
 
 from advisor.core import text as t
 from advisor.core.flight import FlightCall, FlightDump
-from advisor.core.ranks import numbers
+from advisor.core.ranks import format_ranks
 from advisor.core.sources import CollectiveCall, CollectiveProblem, FlightRecord
 
-DEFAULT = "default_pg"
+DEFAULT_GROUP = "default_pg"
 """How torch describes the group of all ranks."""
-UNEVEN = ("all_to_all", "coalesced", "_v")
+UNEVEN_COLLECTIVES = ("all_to_all", "coalesced", "_v")
 """In names of collectives whose sizes may differ between ranks."""
 MAX_PROBLEMS, MAX_CALLS = 20, 8
 Kind = Literal[
@@ -78,8 +78,8 @@ def _groups(by_rank: dict[int, FlightDump], world: list[int]) -> list[_Group]:
     groups: dict[Any, _Group] = {}
     for (name, description, members), ranks in seen.items():
         shown = description if description not in ("", "undefined") else f"group {name}"
-        everyone = tuple(world) if description == DEFAULT else tuple(sorted(ranks))
-        known = members is not None or description == DEFAULT
+        everyone = tuple(world) if description == DEFAULT_GROUP else tuple(sorted(ranks))
+        known = members is not None or description == DEFAULT_GROUP
         groups[name, description, members] = _Group(shown, members or everyone, known)
     for rank, dump in by_rank.items():
         for call in dump.calls:
@@ -189,7 +189,7 @@ def _operation(call: FlightCall) -> str:
 
 def _size(call: FlightCall) -> int:
     """Elements that must be the same on all ranks; 0: none must."""
-    if any(part in call.operation for part in UNEVEN):
+    if any(part in call.operation for part in UNEVEN_COLLECTIVES):
         return 0
     return _numel(call.outputs if call.operation == "scatter" else call.inputs)
 
@@ -297,4 +297,4 @@ def describe_call(call: CollectiveCall) -> str:
 
 def of_ranks(ranks: list[int]) -> str:
     """``Rank 3``, ``Ranks 0-2, 5``."""
-    return f"Rank{'s' if len(ranks) > 1 else ''} {t.shorten(numbers(ranks), 80)}"
+    return f"Rank{'s' if len(ranks) > 1 else ''} {t.shorten(format_ranks(ranks), 80)}"

@@ -30,7 +30,7 @@ class NodeLinks(NamedTuple):
     """Host of each rank."""
 
 
-UNKNOWN = NodeLinks()
+UNKNOWN_LINKS = NodeLinks()
 
 
 class AxisLink(NamedTuple):
@@ -104,11 +104,11 @@ def bubble_share(stages: int, slots: int) -> float:
     return (stages - 1) / (slots + stages - 1)
 
 
-ATTAINED = 0.8
+ATTAINED_SHARE = 0.8
 """Of a link's rate that NCCL attains: 370 of 450 GB/s over NVLink 4, by a maintainer of NCCL
 (https://github.com/NVIDIA/nccl-tests/issues/212)."""
 MAX_IDS = 500
-LARGE = 16 << 20
+LARGE_MESSAGE_BYTES = 16 << 20
 """Bytes of messages that fill any link (nccl-tests)."""
 
 
@@ -133,7 +133,7 @@ class Scaled(NamedTuple):
     """The slowest tenth over the fastest: near 1 the link decides, else waits do."""
 
 
-def machine_of(a: Analysis, given: NodeLinks = UNKNOWN) -> NodeLinks:
+def machine_of(a: Analysis, given: NodeLinks = UNKNOWN_LINKS) -> NodeLinks:
     """The machine as ``given``; what is unknown, as NCCL's log and the topology say."""
     log = a.trace.meta.network
     if log is None:
@@ -157,7 +157,9 @@ def scale_collectives(a: Analysis, *, across: bool) -> Scaled | None:
     bandwidth. ``None``: there are none, no rate of their link is known, or they attain it."""
     if a.device_id is None:
         return None
-    table = a.collectives.filter(pl.col("bus_gbps").is_not_null() & (pl.col("bytes") >= LARGE))
+    table = a.collectives.filter(
+        pl.col("bus_gbps").is_not_null() & (pl.col("bytes") >= LARGE_MESSAGE_BYTES)
+    )
     machine = machine_of(a)
     rows, rate = [], 0.0
     for (ranks, size), own in table.group_by("ranks", "group_size", maintain_order=True):
@@ -170,14 +172,14 @@ def scale_collectives(a: Analysis, *, across: bool) -> Scaled | None:
         return None
     own = pl.concat(rows)
     best = cast(float, own["bus_gbps"].max())
-    if best >= ATTAINED * rate:
+    if best >= ATTAINED_SHARE * rate:
         return None
     ids = a.trace.gpu["correlation"].gather(own["gpu"]).drop_nulls().unique().sort()
     select = Select(on="gpu", family=("communication",))
     if len(ids) <= MAX_IDS:
         select = Select(on="gpu", correlation=tuple(ids))
     sent = float((own["bus_gbps"] * own["dur"]).sum())
-    saved = sent * (1 / best - 1 / (ATTAINED * rate))
+    saved = sent * (1 / best - 1 / (ATTAINED_SHARE * rate))
     slow = cast(float, own["bus_gbps"].quantile(0.1))
     factor = 1 - saved / float(own["dur"].sum())
-    return Scaled(select, best, ATTAINED * rate, factor, own.height, slow / best)
+    return Scaled(select, best, ATTAINED_SHARE * rate, factor, own.height, slow / best)

@@ -28,7 +28,7 @@ from numpy.typing import NDArray
 from advisor.core.layers import MeshAxis
 from advisor.measure.comm.links import (
     MIN_BYTES,
-    UNKNOWN,
+    UNKNOWN_LINKS,
     NodeLinks,
     bubble_share,
     count_slots,
@@ -47,7 +47,7 @@ AXES: Final = (
 )  # fmt: skip
 MIN_RATE_BYTES: Final = 1 << 20
 """Smaller messages do not fill a link (nccl-tests reach their plateau from about 1 MiB on)."""
-FORWARD: Final = 0.25
+MIN_FORWARD_SHARE: Final = 0.25
 """Share of the bytes that are sent in the forward pass, from which on it is part of it."""
 _WORDS: Final = {
     "tensor": {"tp", "tensor"},
@@ -63,7 +63,7 @@ _SCHEMA: Final[dict[str, Any]] = {"axis": pl.Enum(AXES), "axis_named": pl.Boolea
 
 def find_axes(a: Analysis, collectives: pl.DataFrame) -> pl.DataFrame:
     """``axis`` (one of AXES) and ``axis_named`` (its group's description says so) of each row of
-    ``comms.describe``."""
+    ``comms.list_collectives``."""
     if collectives.is_empty():
         return pl.DataFrame(schema=_SCHEMA)
     table = collectives.select(
@@ -113,16 +113,16 @@ def _of_traffic(family: str, rows: pl.DataFrame, rank: int | None) -> str:
     if large.is_empty() or large["forward"].null_count():
         return "unknown"
     if family == "all_reduce":
-        return "tensor" if _forward_share(large) >= FORWARD else "data"
+        return "tensor" if _forward_share(large) >= MIN_FORWARD_SHARE else "data"
     if family != "all_gather":
         return "unknown"
     scatters = large.filter(pl.col("collective") == "reduce_scatter")
     if scatters.height:
-        return "tensor" if _forward_share(scatters) >= FORWARD else "sharded data"
+        return "tensor" if _forward_share(scatters) >= MIN_FORWARD_SHARE else "sharded data"
     forward = _forward_share(large)
     if forward == 1:
         return "tensor"
-    return "sharded data" if forward >= FORWARD else "unknown"
+    return "sharded data" if forward >= MIN_FORWARD_SHARE else "unknown"
 
 
 def _sum(values: pl.Series) -> int:
@@ -200,7 +200,7 @@ def _inside(nodes: pl.DataFrame, thread: pl.Series, at: NDArray[np.int64]) -> ND
 
 
 def report_mesh(
-    a: Analysis, machine: NodeLinks = UNKNOWN, waits: pl.DataFrame | None = None
+    a: Analysis, machine: NodeLinks = UNKNOWN_LINKS, waits: pl.DataFrame | None = None
 ) -> list[MeshAxis]:
     """One entry for each axis and the ranks that talk along it, the most exposed first. ``waits``:
     of ``axis_waits.collective_waits``, where the traces of other ranks are here."""

@@ -10,9 +10,9 @@ import numpy as np
 import polars as pl
 from numpy.typing import NDArray
 
-from advisor.measure.device.shapes import OpInputs, bare, width_of
+from advisor.measure.device.shapes import OpInputs, bare_type_name, width_of
 from advisor.measure.host.names import map_names, name_matches
-from advisor.measure.host.stacks import chains, parents
+from advisor.measure.host.stacks import ancestor_chains, parent_rows
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -149,7 +149,7 @@ def collective_facts(trace: Trace, gpu: pl.DataFrame, by_name: pl.Series) -> pl.
     """
     start = gpu["launch"].fill_null(-1).to_numpy().copy()
     start[start < 0] = gpu["op"].fill_null(-1).to_numpy()[start < 0]
-    stacks = chains(parents(trace), start)
+    stacks = ancestor_chains(parent_rows(trace), start)
     hosts = np.unique(stacks[stacks >= 0])
     place = np.where(stacks >= 0, np.searchsorted(hosts, stacks), -1)
     around = _Around(trace, hosts)
@@ -188,7 +188,7 @@ def _sized(result: pl.DataFrame) -> pl.DataFrame:
     size: list[int | None] = []
     factor: list[float | None] = []
     for kind, given, out, ranks, dtype, even in distinct.iter_rows():
-        elements, element = message_elements(kind, given, out, ranks), width(dtype)
+        elements, element = message_elements(kind, given, out, ranks), element_bytes(dtype)
         known = elements is not None and element is not None and elements < 1 << 56
         size.append(elements * element if known else None)  # type: ignore[operator]
         factor.append(None if even is False else bus_factor(kind, ranks))
@@ -198,9 +198,9 @@ def _sized(result: pl.DataFrame) -> pl.DataFrame:
     return result.join(distinct, on=keys, how="left", nulls_equal=True, maintain_order="left")
 
 
-def width(dtype: str | None) -> int | None:
+def element_bytes(dtype: str | None) -> int | None:
     """Bytes of what is counted as an element: of FP4 two of them."""
-    packed = dtype is not None and bare(dtype) == "float4_e2m1fn_x2"
+    packed = dtype is not None and bare_type_name(dtype) == "float4_e2m1fn_x2"
     return 1 if packed else width_of(dtype or "")
 
 

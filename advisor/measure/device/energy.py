@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from advisor.core.intervals import Floats, Ints
-from advisor.measure.steps.record import StepRecords, finite
+from advisor.measure.steps.record import StepRecords, finite_or_nan
 
 MIN_SAMPLES = 4
 """Fewer tell no course of time."""
@@ -57,7 +57,7 @@ def step_energy(recorded: StepRecords) -> StepEnergy | None:
 def _known(recorded: StepRecords, name: str) -> tuple[Ints, Floats] | None:
     """Times, ns, and a figure of the GPU's samples, where it was measured."""
     times = np.array([t for t, _ in recorded.timed_gpus], dtype=np.int64)
-    values = np.array([finite(getattr(gpu, name)) for _, gpu in recorded.timed_gpus])
+    values = np.array([finite_or_nan(getattr(gpu, name)) for _, gpu in recorded.timed_gpus])
     known = ~np.isnan(values) if len(values) else np.zeros(0, dtype=bool)
     times, values = times[known], values[known]
     if len(times) < MIN_SAMPLES or bool((np.diff(times) <= 0).any()):

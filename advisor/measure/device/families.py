@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import polars as pl
 
-from advisor.measure.host.names import remembered
+from advisor.measure.host.names import cache_by_name
 
 FAMILIES = (
     "gemm",  # matrix multiplications, with their split-K reductions and epilogues
@@ -192,7 +192,7 @@ def op_families(names: pl.Series) -> pl.Series:
     return _op_families(names)["family"]
 
 
-@remembered
+@cache_by_name
 def _op_families(names: pl.Series) -> pl.DataFrame:
     known = names.str.strip_prefix("aten::")
     aten = names.str.starts_with("aten::")

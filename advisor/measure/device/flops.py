@@ -11,7 +11,13 @@ from __future__ import annotations
 
 from math import prod
 
-from advisor.measure.device.matmuls import attention, broadcast, convolution, experts, product
+from advisor.measure.device.matmuls import (
+    broadcast_shapes,
+    parse_attention,
+    parse_convolution,
+    parse_experts,
+    parse_product,
+)
 from advisor.measure.device.shapes import OpInputs
 
 SOFTMAX, SOFTMAX_BACKWARD = 5, 4
@@ -53,13 +59,13 @@ _BATCH_NORM = {"cudnn_batch_norm": 5, "miopen_batch_norm": 5, "native_batch_norm
 """Operator -> position of the ``training`` argument."""
 
 
-def words(text: str) -> list[str]:
+def split_words(text: str) -> list[str]:
     """A list of names, written as prose."""
     return text.split()
 
 
 _MOVES = frozenset(
-    words("""
+    split_words("""
     copy_ clone cat fill_ zero_ contiguous embedding index_select gather index_copy_ scatter_
     index constant_pad_nd flip roll repeat tril triu""")
 )
@@ -67,7 +73,7 @@ _MOVES = frozenset(
 
 ELEMENTWISE: dict[str, int] = (
     dict.fromkeys(
-        words("""
+        split_words("""
     neg abs exp exp2 expm1 log log2 log10 log1p sqrt rsqrt square reciprocal sign sin cos tan
     tanh sigmoid relu silu gelu hardswish hardsigmoid hardtanh elu leaky_relu softplus floor ceil
     round trunc erf logit clamp clamp_min clamp_max logical_not bitwise_not isnan isinf isfinite
@@ -75,7 +81,7 @@ ELEMENTWISE: dict[str, int] = (
         1,
     )
     | dict.fromkeys(
-        words("""
+        split_words("""
     add sub rsub mul div true_divide pow remainder fmod floor_divide eq ne lt le gt ge maximum
     minimum fmax fmin logical_and logical_or logical_xor bitwise_and bitwise_or bitwise_xor atan2
     masked_fill threshold_backward sigmoid_backward tanh_backward gelu_backward silu_backward
@@ -83,21 +89,21 @@ ELEMENTWISE: dict[str, int] = (
     softplus_backward mish_backward logit_backward native_dropout_backward"""),
         2,
     )
-    | dict.fromkeys(words("where addcmul addcdiv lerp"), 3)
+    | dict.fromkeys(split_words("where addcmul addcdiv lerp"), 3)
 )
 """Elementwise operators -> the most tensors they read (fewer when the others are numbers)."""
 
 
-def flops(op: str, x: OpInputs) -> float | None:
+def count_flops(op: str, x: OpInputs) -> float | None:
     """Floating-point operations of one call; ``None``: no formula, or inputs not recorded."""
-    result = product(op, x)
+    result = parse_product(op, x)
     if result is not None:
         return 2.0 * result.batch * result.m * result.n * result.k
-    conv = convolution(op, x)
+    conv = parse_convolution(op, x)
     if conv is not None:
         once = 2.0 * conv.batch * conv.points * prod(conv.weight.shape)
         return once * (conv.output_mask[0] + conv.output_mask[1]) if conv.backward else once
-    sdpa = attention(op, x)
+    sdpa = parse_attention(op, x)
     if sdpa is not None:
         # Forward: scores (width) and output (value width). Backward: scores again, their
         # gradient and that of the values (value width), those of queries and keys (width).
@@ -107,7 +113,7 @@ def flops(op: str, x: OpInputs) -> float | None:
             else sdpa.width + sdpa.value_width
         )
         return 2.0 * sdpa.batch * sdpa.heads * sdpa.pairs * widths
-    moe = experts(op, x)
+    moe = parse_experts(op, x)
     if moe is not None:
         return 2.0 * moe.rows * (prod(moe.up.shape[1:]) + prod(moe.down.shape[1:]))
     return _per_element(op, x)
@@ -133,5 +139,5 @@ def _per_element(op: str, x: OpInputs) -> float | None:
     count = ELEMENTWISE.get(name, ELEMENTWISE.get(name.removesuffix("_")))
     if count is None:
         return None
-    shape = broadcast(*(tensor.shape for tensor in tensors[:count]))
+    shape = broadcast_shapes(*(tensor.shape for tensor in tensors[:count]))
     return None if shape is None else float(prod(shape))

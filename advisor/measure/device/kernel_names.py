@@ -13,7 +13,7 @@ import polars as pl
 
 from advisor.measure.device.families import MATRIX, Family
 from advisor.measure.device.shapes import Format
-from advisor.measure.host.names import remembered
+from advisor.measure.host.names import cache_by_name
 
 _COMMUNICATION = (
     r"(?i)nccl|rccl|msccl|nvshmem|multimem|deep_ep(::|_)|(^|:)ep::|userbuffers|lamport"
@@ -306,7 +306,7 @@ _FORMAT_MARKS: dict[str, str] = {
 }
 
 
-def head(name: pl.Expr) -> pl.Expr:
+def function_name(name: pl.Expr) -> pl.Expr:
     """The function's own name: without return type, template arguments and parameters."""
     return (
         name.str.replace_all("(anonymous namespace)::", "", literal=True)
@@ -333,8 +333,8 @@ def _snake(short: pl.Expr) -> pl.Expr:
     return pl.concat_str(pl.lit("_"), words.str.replace_all(r"::|\.", "_").str.to_lowercase())
 
 
-@remembered
-def describe(names: pl.Series) -> pl.DataFrame:
+@cache_by_name
+def describe_kernels(names: pl.Series) -> pl.DataFrame:
     """One row a name (strings): what it tells.
 
     Columns: ``family`` (``other``: the name tells nothing), ``communication`` (bool), ``moving``
@@ -344,7 +344,9 @@ def describe(names: pl.Series) -> pl.DataFrame:
     have 16 bits or less), ``direction`` (convolution backward: 1 input, 2 weight gradient, 0 not
     known), ``dtype`` (one of FORMATS; null: not recorded, or several).
     """
-    frame = pl.DataFrame({"name": names.cast(pl.String)}).with_columns(head(pl.col("name")))
+    frame = pl.DataFrame({"name": names.cast(pl.String)}).with_columns(
+        function_name(pl.col("name"))
+    )
     frame = frame.rename({"name": "head"}).with_columns(names.cast(pl.String).alias("name"))
     text, short = pl.col("name"), pl.col("head")
     communication = short.str.contains(_COMMUNICATION)

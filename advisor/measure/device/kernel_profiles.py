@@ -17,15 +17,15 @@ from advisor.core.trace import Device
 from advisor.measure.device.occupancy import (
     RESERVED_SHARED,
     active_blocks,
-    limiters,
-    multiprocessor,
+    find_limiters,
+    multiprocessor_limits,
 )
 
 if TYPE_CHECKING:
     from advisor.measure import Analysis
 
 Limit = Literal["compute", "DRAM", "L2", "L1", "latency", "unknown"]
-BUSY = 60.0
+BUSY_PERCENT = 60.0
 """Percent of a unit's peak from which it limits a kernel; below it, latency does. Nsight Compute's
 SpeedOfLight rule divides at the same figure."""
 
@@ -114,7 +114,7 @@ def profiled_kernels(a: Analysis) -> list[ProfiledKernel]:
     return [_measured(each, own) for each, own in zip(profiles.kernels, rows, strict=True)]
 
 
-def faster(a: Analysis, k: ProfiledKernel, share: float) -> Edit | None:
+def shorten_kernel(a: Analysis, k: ProfiledKernel, share: float) -> Edit | None:
     """The edit that shortens a kernel's launches in the trace by ``share`` at best, and not at all
     at worst; ``None``: the trace has none of them, or they cannot be named."""
     if not len(k.rows):
@@ -139,7 +139,7 @@ def _measured(profile: KernelProfile, rows: NDArray[np.int64]) -> ProfiledKernel
     limit: Limit = "unknown"
     if use:
         unit = max(use, key=use.__getitem__)
-        limit = unit if use[unit] >= BUSY else "latency"
+        limit = unit if use[unit] >= BUSY_PERCENT else "latency"
     blocks = {
         what: admitted
         for what, name in LIMITERS.items()
@@ -195,7 +195,7 @@ def _theoretical(k: CompiledKernel, device: Device | None) -> tuple[float | None
     if compute is None or k.registers is None:
         return None, None
     if device is None or device.compute != compute:
-        device = multiprocessor(compute)
+        device = multiprocessor_limits(compute)
     if device is None or not device.max_threads_per_sm:
         return None, None
     threads, registers, shared = (
@@ -206,7 +206,7 @@ def _theoretical(k: CompiledKernel, device: Device | None) -> tuple[float | None
         return None, None
     percent = float(100 * blocks[0] * k.threads / device.max_threads_per_sm)
     return percent, None if percent >= 100 else str(
-        limiters(blocks, threads, registers, shared, device)[0]
+        find_limiters(blocks, threads, registers, shared, device)[0]
     )
 
 

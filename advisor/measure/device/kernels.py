@@ -11,14 +11,14 @@ from numpy.typing import NDArray
 from advisor.core.intervals import Bools, Floats
 from advisor.core.trace import Trace
 from advisor.measure.device.families import CODE, MATRIX, Family
-from advisor.measure.device.flops import flops
-from advisor.measure.device.kernel_names import describe
-from advisor.measure.device.matmuls import convolution, product
-from advisor.measure.device.occupancy import residency
+from advisor.measure.device.flops import count_flops
+from advisor.measure.device.kernel_names import describe_kernels
+from advisor.measure.device.matmuls import parse_convolution, parse_product
+from advisor.measure.device.occupancy import measure_residency
 from advisor.measure.device.roofline import model_flop_utilisation, sum_families, sum_kernels
 from advisor.measure.device.shapes import FORMATS, Format, OpInputs, main_dtype
-from advisor.measure.device.traffic import moved
-from advisor.measure.host.launches import NONE, Launches, Rows, find_launches
+from advisor.measure.device.traffic import count_bytes
+from advisor.measure.host.launches import NO_ROW, Launches, Rows, find_launches
 from advisor.measure.host.names import distinct_names, name_matches
 from advisor.measure.host.stacks import climb_stack
 
@@ -40,7 +40,8 @@ _NARROW = [FORMATS.index(name) for name in ("fp16", "bf16", "fp8", "int8")]
 
 
 class _Names(NamedTuple):
-    """What the kernels' names tell, aligned with ``trace.gpu`` (see ``kernel_names.describe``)."""
+    """What the kernels' names tell, aligned with ``trace.gpu`` (see "
+    "``kernel_names.describe_kernels``)."""
 
     family: Codes
     communication: Bools
@@ -81,19 +82,19 @@ def measure_kernels(a: Analysis) -> pl.DataFrame:
     family[(gpu["kind"] == "memset").to_numpy() & ~communication] = CODE["memset"]
 
     own = kernel & ~communication & (cost_op >= 0)
-    own &= (base == launches.family) | (launches.family == NONE)  # it does its operator's work
+    own &= (base == launches.family) | (launches.family == NO_ROW)  # it does its operator's work
     matrix = np.isin(family, _MATRIX_CODES)
     vendor = trace.meta.vendor
     compute = a.device.compute if a.device is not None and vendor != "amd" else None
     dtype = np.where(own & (cost.dtype[cost_of] >= 0), cost.dtype[cost_of], names.dtype)
-    dtype[~kernel] = NONE
+    dtype[~kernel] = NO_ROW
     tensor_core = _tensor_core(family, matrix, names, dtype, compute)
     # Tensor cores of NVIDIA have no fp32: what they do with fp32 inputs is TF32.
     on_tensor = matrix & (tensor_core == _TRUE) & (vendor != "amd")
     dtype[on_tensor & (dtype == FORMATS.index("fp32"))] = FORMATS.index("tf32")
     flops, moved = _share_out(gpu, own, names, cost_of, cost)
     moved = np.where(kernel, moved, _memory_operations(gpu))
-    resident = residency(trace)
+    resident = measure_residency(trace)
     eligible = _eligible(
         family, matrix, names, dtype, tensor_core, own & cost.vector[cost_of], compute
     )
@@ -110,7 +111,7 @@ def measure_kernels(a: Analysis) -> pl.DataFrame:
             "occupancy": resident.occupancy,
             "op_name": _op_names(trace, launches),
             "op_row": _rows(np.where(cost_op >= 0, cost_op, _responsible(launches))),
-            "sdpa": pl.Series(launches.sdpa, dtype=pl.Int32).replace(NONE, None),
+            "sdpa": pl.Series(launches.sdpa, dtype=pl.Int32).replace(NO_ROW, None),
         }
     )
 
@@ -121,10 +122,10 @@ def _look_at_names(trace: Trace, kernel: Bools) -> _Names:
     index = np.flatnonzero(kernel)
     column = gpu["name"].gather(index)
     texts, which = distinct_names(column)
-    described = describe(texts)
+    described = describe_kernels(texts)
 
     missing: dict[str, int | bool] = dict.fromkeys(_Names._fields, False)
-    missing |= {"family": CODE["other"], "matrix_unit": _UNKNOWN, "direction": 0, "dtype": NONE}
+    missing |= {"family": CODE["other"], "matrix_unit": _UNKNOWN, "direction": 0, "dtype": NO_ROW}
     described = described.with_columns(
         pl.col("family", "dtype").to_physical().cast(pl.Int8),
         pl.col("matrix_unit").cast(pl.Int8),
@@ -145,7 +146,7 @@ def _operators(trace: Trace, launches: Launches) -> tuple[Rows, Rows, Costs]:
     An operator without recorded shapes gives way to the one around it when that is of the same
     family (``aten::mm`` inside ``aten::matmul``).
     """
-    inputs = trace.cpu["inputs"].fill_null(NONE).to_numpy()
+    inputs = trace.cpu["inputs"].fill_null(NO_ROW).to_numpy()
     described = np.append(inputs >= 0, False)  # the last entry is that of row -1
     op = launches.op
     up = ~described[op] & described[launches.outer] & (launches.family == launches.outer_family)
@@ -153,15 +154,15 @@ def _operators(trace: Trace, launches: Launches) -> tuple[Rows, Rows, Costs]:
     triton = _is_triton(trace, launches.inner)
     op = np.where((op < 0) & triton, launches.inner, op)
     distinct, place = np.unique(op, return_inverse=True)
-    result = costs(trace, distinct)
+    result = sum_costs(trace, distinct)
     # When an operator and one inside it both have a formula for the same work, the inner counts.
-    family = np.full(len(distinct), NONE, dtype=np.int8)
+    family = np.full(len(distinct), NO_ROW, dtype=np.int8)
     family[place] = launches.family
     counted = np.isin(family, _MATRIX_CODES) & (distinct >= 0) & ~np.isnan(result.flops)
     if counted.any():
         wanted = np.zeros(trace.cpu.height, dtype=np.bool_)
         wanted[distinct[counted]] = True
-        parent = trace.cpu["parent"].fill_null(NONE).cast(pl.Int64).to_numpy()
+        parent = trace.cpu["parent"].fill_null(NO_ROW).cast(pl.Int64).to_numpy()
         around = climb_stack(parent, wanted, parent[distinct[counted]])
         twice = np.isin(distinct, around[around >= 0])
         result.flops[twice] = np.nan
@@ -220,7 +221,7 @@ def _eligible(
 ) -> Codes:
     """Whether matrix units could do a kernel's work with 16-bit or TF32 inputs."""
     result = np.where(family == CODE["other"], _UNKNOWN, _FALSE)
-    possible = (dtype != NONE) & (dtype != FORMATS.index("fp64"))
+    possible = (dtype != NO_ROW) & (dtype != FORMATS.index("fp64"))
     result[matrix] = np.where(possible | (tensor_core == _TRUE), _TRUE, _UNKNOWN)[matrix]
     result[matrix & (dtype == FORMATS.index("fp64"))] = _FALSE
     result[matrix & (names.gemv | vector) & (tensor_core != _TRUE)] = _FALSE
@@ -287,7 +288,7 @@ def _op_names(trace: Trace, launches: Launches) -> pl.Series:
 
 
 def _enum(codes: Codes, dtype: pl.Enum) -> pl.Series:
-    physical = pl.Series(codes, dtype=pl.Int16).replace(NONE, None).cast(pl.UInt8)
+    physical = pl.Series(codes, dtype=pl.Int16).replace(NO_ROW, None).cast(pl.UInt8)
     names = pl.Series(dtype.categories, dtype=dtype)
     return names.gather(physical.cast(pl.Int64))
 
@@ -312,14 +313,14 @@ class Costs(NamedTuple):
     """Convolution backward: how many of the input's and the weight's gradient it computes."""
 
 
-def costs(trace: Trace, ops: Rows) -> Costs:
+def sum_costs(trace: Trace, ops: Rows) -> Costs:
     """Costs of rows of ``trace.cpu`` (-1 gives nothing)."""
     count = len(ops)
-    inputs = np.full(count, NONE, dtype=np.int64)
+    inputs = np.full(count, NO_ROW, dtype=np.int64)
     names = np.zeros(count, dtype=np.int64)
     there = np.flatnonzero(ops >= 0)
     if len(there):
-        inputs[there] = trace.cpu["inputs"].gather(ops[there]).fill_null(NONE).to_numpy()
+        inputs[there] = trace.cpu["inputs"].gather(ops[there]).fill_null(NO_ROW).to_numpy()
         physical = trace.cpu["name"].gather(ops[there]).to_physical()
         names[there] = physical.fill_null(0).to_numpy()
     known = np.flatnonzero(inputs >= 0)
@@ -327,7 +328,7 @@ def costs(trace: Trace, ops: Rows) -> Costs:
     result = Costs(
         np.full(count, np.nan),
         np.full(count, np.nan),
-        np.full(count, NONE, dtype=np.int8),
+        np.full(count, NO_ROW, dtype=np.int8),
         np.zeros(count, dtype=np.bool_),
         np.zeros(count, dtype=np.bool_),
         np.zeros(count, dtype=np.int8),
@@ -350,13 +351,13 @@ def costs(trace: Trace, ops: Rows) -> Costs:
 
 
 def _cost(name: str, x: OpInputs) -> tuple[float, float, int, bool, bool, int]:
-    work, traffic, dtype = flops(name, x), moved(name, x), main_dtype(name, x)
-    matrix = product(name, x)
-    conv = convolution(name, x)
+    work, traffic, dtype = count_flops(name, x), count_bytes(name, x), main_dtype(name, x)
+    matrix = parse_product(name, x)
+    conv = parse_convolution(name, x)
     return (
         np.nan if work is None else work,
         np.nan if traffic is None else traffic,
-        NONE if dtype is None else FORMATS.index(dtype),
+        NO_ROW if dtype is None else FORMATS.index(dtype),
         matrix is not None and matrix.vector,
         name == "aten::copy_" and _relayout(x),
         sum(conv.output_mask[:2]) if conv is not None and conv.backward else 0,

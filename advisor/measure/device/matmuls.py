@@ -64,7 +64,7 @@ class AttentionCall(NamedTuple):
     backward: bool
 
 
-def product(op: str, x: OpInputs) -> MatrixProduct | None:
+def parse_product(op: str, x: OpInputs) -> MatrixProduct | None:
     """The matrix product of an operator; ``None``: not one, or shapes that do not fit."""
     name = op.removeprefix("aten::").removesuffix("_")
     at = _PRODUCTS.get(name)
@@ -107,7 +107,7 @@ def _matmul(a: Tensor, b: Tensor, added: Tensor | None) -> MatrixProduct | None:
     right = b.shape if len(b.shape) > 1 else (*b.shape, 1)
     if left[-1] != right[-2]:
         return None
-    batch = broadcast(left[:-2], right[:-2])
+    batch = broadcast_shapes(left[:-2], right[:-2])
     if batch is None:
         return None
     return MatrixProduct(prod(batch), left[-2], right[-1], left[-1], a, b, added)
@@ -128,7 +128,8 @@ def _grouped(a: Tensor, b: Tensor) -> MatrixProduct | None:
 
 class Experts(NamedTuple):
     """A layer of experts in one call: each of ``rows`` goes through the two products of one of
-    ``experts``, [width] x [width, inner] (gate and up together) and [hidden] x [hidden, width]."""
+    ``parse_experts``, [width] x [width, inner] (gate and up together) and [hidden] x [hidden,
+    width]."""
 
     tokens: Tensor
     up: Tensor
@@ -145,7 +146,7 @@ _EXPERTS = re.compile(r"(?:^|::)(?:inplace_|outplace_|grouped_)?fused_(?:experts
 """vLLM's ``vllm::inplace_fused_experts`` and ``outplace_…``, and SGLang's of the same names."""
 
 
-def experts(op: str, x: OpInputs) -> Experts | None:
+def parse_experts(op: str, x: OpInputs) -> Experts | None:
     """The experts of an operator; ``None``: not one, or its inputs are not the ones known: tokens,
     the two weights, the routing weights and numbers, in this order (``fused_experts``), or routing
     scores instead (``fused_moe``), which do not tell how many experts a token is sent to."""
@@ -166,7 +167,7 @@ def experts(op: str, x: OpInputs) -> Experts | None:
     return Experts(tokens, up, down, numbers.elements, (weights, numbers))
 
 
-def broadcast(*shapes: tuple[int, ...]) -> tuple[int, ...] | None:
+def broadcast_shapes(*shapes: tuple[int, ...]) -> tuple[int, ...] | None:
     """The shape that all broadcast to; ``None``: they do not."""
     rank = max((len(shape) for shape in shapes), default=0)
     result = []
@@ -216,7 +217,7 @@ _CONVOLUTIONS: dict[str, _Layout] = {
 }
 
 
-def convolution(op: str, x: OpInputs) -> ConvolutionCall | None:
+def parse_convolution(op: str, x: OpInputs) -> ConvolutionCall | None:
     """The convolution of an operator; ``None``: not one, or stride, padding or the output mask
     were not recorded and the shapes alone do not tell."""
     name = op.removeprefix("aten::")
@@ -361,7 +362,7 @@ _ATTENTION: dict[str, _MatrixCall] = {
 }
 
 
-def attention(op: str, x: OpInputs) -> AttentionCall | None:
+def parse_attention(op: str, x: OpInputs) -> AttentionCall | None:
     """The attention of an operator; ``None``: not one, packed sequences of unknown length, a
     sliding window, or the causal argument was not recorded."""
     name = op.removeprefix("aten::")

@@ -43,7 +43,7 @@ _REGISTERS = 65_536
 """Of an SM, from compute capability 5.0 on (the same table)."""
 
 
-def multiprocessor(compute: tuple[int, int]) -> Device | None:
+def multiprocessor_limits(compute: tuple[int, int]) -> Device | None:
     """What an SM of a compute capability holds; ``None``: not known."""
     if (sizes := _SIZES.get(compute)) is None:
         return None
@@ -57,7 +57,7 @@ def multiprocessor(compute: tuple[int, int]) -> Device | None:
     )
 
 
-def limiters(
+def find_limiters(
     blocks: Floats, threads: Ints, registers: Ints, shared: Ints, device: Device
 ) -> NDArray[np.object_]:
     """What bounds :func:`active_blocks`: without it more would fit."""
@@ -117,7 +117,7 @@ class Residency(NamedTuple):
     average, of the warps it can hold (Kineto's formula, not rounded)."""
 
 
-def residency(trace: Trace) -> Residency:
+def measure_residency(trace: Trace) -> Residency:
     """Waves and occupancy of every kernel.
 
     Active blocks are the profiler's own where the file has them, else :func:`active_blocks`.

@@ -230,7 +230,7 @@ _SCALAR_TYPES = {
 """``c10::ScalarType`` numbers, as ``Concrete Inputs`` write a dtype argument."""
 
 
-def bare(dtype: str) -> str:
+def bare_type_name(dtype: str) -> str:
     """A type name without namespace, in lower case."""
     return dtype.strip().casefold().removeprefix("c10::").removeprefix("torch.")
 
@@ -238,7 +238,7 @@ def bare(dtype: str) -> str:
 @lru_cache(maxsize=256)
 def width_of(dtype: str) -> int | None:
     """Bytes an element; ``None``: not a tensor type, or not known."""
-    return _WIDTHS.get(bare(dtype))
+    return _WIDTHS.get(bare_type_name(dtype))
 
 
 def scalar_type(number: object) -> str | None:
@@ -248,7 +248,7 @@ def scalar_type(number: object) -> str | None:
 
 def type_order(dtype: str) -> int:
     """0 bool, 1 integer, 2 floating point, 3 complex: the order of type promotion."""
-    name = bare(dtype)
+    name = bare_type_name(dtype)
     if name == "bool":
         return 0
     if name.startswith("complex"):

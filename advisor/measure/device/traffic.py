@@ -8,36 +8,43 @@ from __future__ import annotations
 
 from math import prod
 
-from advisor.measure.device.flops import ELEMENTWISE, words
+from advisor.measure.device.flops import ELEMENTWISE, split_words
 from advisor.measure.device.matmuls import (
     AttentionCall,
     ConvolutionCall,
     Experts,
     MatrixProduct,
-    attention,
-    broadcast,
-    convolution,
-    experts,
-    product,
+    broadcast_shapes,
+    parse_attention,
+    parse_convolution,
+    parse_experts,
+    parse_product,
 )
-from advisor.measure.device.shapes import OpInputs, Tensor, bare, scalar_type, type_order, width_of
+from advisor.measure.device.shapes import (
+    OpInputs,
+    Tensor,
+    bare_type_name,
+    scalar_type,
+    type_order,
+    width_of,
+)
 
 _BOOLEAN = frozenset(
-    words("""
+    split_words("""
     eq ne lt le gt ge logical_not logical_and logical_or logical_xor isnan isinf
     isfinite""")
 )
 """Elementwise operators whose output is bool."""
 
 _FLOAT_FROM_INTEGER = frozenset(
-    words("""
+    split_words("""
     exp exp2 expm1 log log2 log10 log1p sqrt rsqrt reciprocal sin cos tan tanh sigmoid erf div
     true_divide logit""")
 )
 """Elementwise operators that turn integers into float."""
 
 _REDUCTIONS: dict[str, tuple[int, int]] = {
-    **dict.fromkeys(words("sum nansum mean prod amax amin all any var std"), (1, 0)),
+    **dict.fromkeys(split_words("sum nansum mean prod amax amin all any var std"), (1, 0)),
     **dict.fromkeys(("argmax", "argmin"), (1, 8)),
     **dict.fromkeys(("linalg_vector_norm", "norm"), (2, 0)),
 }
@@ -47,18 +54,18 @@ _TRITON_PARTIAL = ("embedding", "index", "gather", "scatter", "slice", "select",
 """Words in a fused Triton kernel's name after which it may touch only a part of an argument."""
 
 
-def moved(op: str, x: OpInputs) -> float | None:
+def count_bytes(op: str, x: OpInputs) -> float | None:
     """Bytes that one call reads and writes at least; ``None``: no formula, or not recorded."""
-    result = product(op, x)
+    result = parse_product(op, x)
     if result is not None:
         return _product(op, x, result)
-    conv = convolution(op, x)
+    conv = parse_convolution(op, x)
     if conv is not None:
         return _convolution(op, x, conv)
-    sdpa = attention(op, x)
+    sdpa = parse_attention(op, x)
     if sdpa is not None:
         return _attention(sdpa)
-    moe = experts(op, x)
+    moe = parse_experts(op, x)
     if moe is not None:
         return _experts(moe)
     if op.startswith("triton_"):
@@ -177,13 +184,13 @@ def _softmax(name: str, x: OpInputs) -> float | None:
 
 _NORM_OUTPUTS = {
     **dict.fromkeys(
-        words("""
+        split_words("""
     native_layer_norm native_group_norm native_batch_norm cudnn_batch_norm miopen_batch_norm
     rms_norm _fused_rms_norm _C::rms_norm"""),
         1,
     ),
     **dict.fromkeys(
-        words("""
+        split_words("""
     native_layer_norm_backward native_group_norm_backward native_batch_norm_backward
     cudnn_batch_norm_backward miopen_batch_norm_backward _fused_rms_norm_backward
     _C::fused_add_rms_norm"""),
@@ -283,7 +290,7 @@ def _elementwise(name: str, x: OpInputs) -> float | None:
     if count is None:
         return None
     read, out = x.tensors[:count], x.tensors[count:]
-    shape = broadcast(*(tensor.shape for tensor in read))
+    shape = broadcast_shapes(*(tensor.shape for tensor in read))
     if shape is None:
         return None
     if out and out[0].shape == shape:
@@ -313,7 +320,7 @@ def _promoted(tensors: list[Tensor], name: str) -> int | None:
     widths = [tensor.width for tensor in pool]
     if None in widths:
         return None
-    formats = {bare(tensor.dtype) for tensor in pool}
+    formats = {bare_type_name(tensor.dtype) for tensor in pool}
     if formats >= {"half", "bfloat16"}:
         return 4
     return max(width for width in widths if width is not None)

@@ -10,9 +10,9 @@ import polars as pl
 from numpy.typing import NDArray
 
 from advisor.core.intervals import Intervals, Ints, intersect, union
-from advisor.measure.host.stacks import nullable
+from advisor.measure.host.stacks import nullable_rows
 from advisor.measure.steps.steps import step_of
-from advisor.measure.steps.timeline import CLASSES, CODE, LOADING, Pieces, spread
+from advisor.measure.steps.timeline import CLASSES, CODE, LOADING, Pieces, cut_at_points
 
 if TYPE_CHECKING:
     from advisor.measure import Analysis
@@ -119,10 +119,10 @@ def idle_gaps(a: Analysis) -> pl.DataFrame:
             "dur": blame.end[last] - blame.start[first],
             "step": step_of(a.steps, blame.start[first]),
             "cause": pl.Series(CAUSES, dtype=Cause).gather(blame.cause[first]),
-            "thread": nullable(blame.thread[first]),
-            "host": nullable(host),
-            "line": nullable(_frames(a, host)),
-            "next": nullable(ended_by[which]),
+            "thread": nullable_rows(blame.thread[first]),
+            "host": nullable_rows(host),
+            "line": nullable_rows(_frames(a, host)),
+            "next": nullable_rows(ended_by[which]),
             "gap": gap[which],
         },
         schema=GAPS_SCHEMA,
@@ -259,7 +259,7 @@ def _under(
     # cut at both ends of each: the parts after an even point lie inside one
     low = min(int(blame.start.min()), int(spans.start[0])) - 1
     key = np.concatenate([[low], np.stack([spans.start, spans.end], axis=1).ravel()])
-    which, at, begin, finish = spread(key, blame.start, blame.end)
+    which, at, begin, finish = cut_at_points(key, blame.start, blame.end)
     blame = blame.take(which)
     hit = (at % 2 == 1) & np.isin(blame.cause, [_CAUSE[name] for name in over])
     order = np.argsort(ts, kind="stable")

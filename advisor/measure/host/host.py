@@ -12,11 +12,11 @@ from advisor.core.intervals import covered_length, union
 from advisor.measure.host.names import name_matches
 from advisor.measure.host.stacks import (
     BACKWARD,
-    chains,
+    ancestor_chains,
     frame_ranks,
-    nearest,
-    nullable,
-    parents,
+    innermost_ancestor,
+    nullable_rows,
+    parent_rows,
     parse_frame,
 )
 from advisor.measure.steps.timeline import CLASSES, CODE
@@ -43,11 +43,11 @@ HOT_SCHEMA: dict[str, Any] = {
     "count": pl.Int64,
     "gaps": pl.Int64,
 }
-HOLDS = 0.5
+MIN_FRAME_SHARE = 0.5
 """Part of a gap's Python time that a frame must hold to be blamed for it."""
 MAX_CULPRITS = 3
 """Frames that may share the blame of one gap."""
-ENCLOSED = 0.05
+MAX_ENCLOSED_SHARE = 0.05
 """Part of a step's device work that is launched in calls that are more than a preparation."""
 
 
@@ -126,13 +126,13 @@ def python_gaps(a: Analysis) -> pl.DataFrame:
         left = np.flatnonzero(frame < 0)
         if len(left):
             frame[left] = _most_of_each(a, table[left], wanted)
-    return table.with_columns(frame=nullable(frame))
+    return table.with_columns(frame=nullable_rows(frame))
 
 
 def _most_of_each(a: Analysis, table: pl.DataFrame, wanted: NDArray[np.bool_]) -> NDArray[np.int64]:
     """For each piece of a gap the wanted row to blame, -1: none. See :func:`python_gaps`."""
-    cpu, parent = a.trace.cpu, parents(a.trace)
-    above = chains(parent, nearest(parent, wanted)[table["host"].to_numpy()])
+    cpu, parent = a.trace.cpu, parent_rows(a.trace)
+    above = ancestor_chains(parent, innermost_ancestor(parent, wanted)[table["host"].to_numpy()])
     piece, level = np.nonzero(above >= 0)
     rows = above[piece, level]
     piece, rows = piece[wanted[rows]], rows[wanted[rows]]
@@ -152,7 +152,7 @@ def _most_of_each(a: Analysis, table: pl.DataFrame, wanted: NDArray[np.bool_]) -
         held = pl.col("dur").sum()
         left = around.unique("piece").group_by("gap").agg(held.alias("left"))
         each = around.group_by("gap", "name").agg(held.alias("held"), pl.col("depth").max())
-        most = each.join(left, on="gap").filter(pl.col("held") >= HOLDS * pl.col("left"))
+        most = each.join(left, on="gap").filter(pl.col("held") >= MIN_FRAME_SHARE * pl.col("left"))
         deepest = most.sort("depth", "held").unique("gap", keep="last", maintain_order=True)
         blamed = around.join(deepest.select("gap", "name"), on=["gap", "name"])
         if blamed.is_empty():
@@ -176,7 +176,7 @@ def _launching(a: Analysis) -> NDArray[np.bool_]:
     key = thread[launch] * stride + ts[launch] - low
     until = np.searchsorted(key, thread * stride + end - low)
     inside = work[until] - work[np.searchsorted(key, thread * stride + ts - low)]
-    result: NDArray[np.bool_] = inside > ENCLOSED * a.breakdown.busy.total / a.step_count
+    result: NDArray[np.bool_] = inside > MAX_ENCLOSED_SHARE * a.breakdown.busy.total / a.step_count
     return result
 
 

@@ -13,10 +13,10 @@ from advisor.core.intervals import covered_length, union
 from advisor.core.trace import Trace
 from advisor.measure.device.families import CODE, SDPA, op_families
 from advisor.measure.host.names import distinct_names, name_matches
-from advisor.measure.host.stacks import around, climb_stack
+from advisor.measure.host.stacks import climb_stack, rows_around
 
 Rows = NDArray[np.int64]
-NONE = -1
+NO_ROW = -1
 
 _OPTIMIZER = r"^Optimizer\.step"
 
@@ -54,14 +54,14 @@ def find_launches(trace: Trace) -> Launches:
     if graph.any():
         of_graph = (launch >= 0) & graph[np.maximum(launch, 0)]
         captured = cpu.height if trace.meta.capture is None else trace.meta.capture.row
-        inner = np.where(of_graph & (inner < captured), NONE, inner)
+        inner = np.where(of_graph & (inner < captured), NO_ROW, inner)
     parent = _rows(cpu["parent"])
     codes = _family_codes(cpu)
     start, back = np.unique(np.where(inner >= 0, inner, launch), return_inverse=True)
     ops, op_back = np.unique(inner, return_inverse=True)
     has_family = codes >= 0
     op = climb_stack(parent, has_family, ops)
-    outer = climb_stack(parent, has_family, around(parent, op))
+    outer = climb_stack(parent, has_family, rows_around(parent, op))
     op, outer = op[op_back], outer[op_back]
     return Launches(
         inner=inner,
@@ -75,14 +75,14 @@ def find_launches(trace: Trace) -> Launches:
 
 
 def _rows(column: pl.Series) -> Rows:
-    rows: Rows = column.fill_null(NONE).cast(pl.Int64).to_numpy()
+    rows: Rows = column.fill_null(NO_ROW).cast(pl.Int64).to_numpy()
     return rows
 
 
 def _at(codes: NDArray[np.int8], rows: Rows) -> NDArray[np.int8]:
     if not len(codes):
-        return np.full(len(rows), NONE, dtype=np.int8)
-    return np.where(rows >= 0, codes[np.maximum(rows, 0)], NONE).astype(np.int8)
+        return np.full(len(rows), NO_ROW, dtype=np.int8)
+    return np.where(rows >= 0, codes[np.maximum(rows, 0)], NO_ROW).astype(np.int8)
 
 
 def _around(cpu: pl.DataFrame, parent: Rows, rows: Rows, kind: str, pattern: str) -> Rows:
@@ -90,7 +90,7 @@ def _around(cpu: pl.DataFrame, parent: Rows, rows: Rows, kind: str, pattern: str
     where = np.flatnonzero((cpu["kind"] == kind).to_numpy())
     named = name_matches(cpu["name"].gather(where), pattern).to_numpy()
     if not named.any():
-        return np.full(len(rows), NONE, dtype=np.int64)
+        return np.full(len(rows), NO_ROW, dtype=np.int64)
     wanted = np.zeros(cpu.height, dtype=np.bool_)
     wanted[where[named]] = True
     return climb_stack(parent, wanted, rows)
@@ -98,13 +98,13 @@ def _around(cpu: pl.DataFrame, parent: Rows, rows: Rows, kind: str, pattern: str
 
 def _family_codes(cpu: pl.DataFrame) -> NDArray[np.int8]:
     """Aligned with ``trace.cpu``: family code of an operator, -1: not an operator, or none."""
-    codes = np.full(cpu.height, NONE, dtype=np.int8)
+    codes = np.full(cpu.height, NO_ROW, dtype=np.int8)
     where = np.flatnonzero((cpu["kind"] == "op").to_numpy())
     texts, which = distinct_names(cpu["name"].gather(where))
     if texts.is_empty():
         return codes
-    of_name = op_families(texts).replace_strict(CODE, default=NONE, return_dtype=pl.Int8)
-    codes[where] = np.append(of_name.fill_null(NONE).to_numpy(), np.int8(NONE))[which]
+    of_name = op_families(texts).replace_strict(CODE, default=NO_ROW, return_dtype=pl.Int8)
+    codes[where] = np.append(of_name.fill_null(NO_ROW).to_numpy(), np.int8(NO_ROW))[which]
     return codes
 
 
@@ -172,7 +172,7 @@ def lost_records(trace: Trace) -> Lost:
     found = np.searchsorted(ids, kernels).clip(max=max(len(ids) - 1, 0))
     kernels_of = np.bincount(found[ids[found] == kernels], minlength=len(ids)) if len(ids) else ids
     there |= (launches[of_id] > 1) & (kernels_of >= launches)[of_id]
-    untied = int((gpu["launch"].is_null().to_numpy() & ~earlier(trace)).sum())
+    untied = int((gpu["launch"].is_null().to_numpy() & ~launched_before_recording(trace)).sum())
     return Lost(len(rows), max(0, int((~there).sum()) - untied))
 
 
@@ -225,7 +225,7 @@ def analysed_device(trace: Trace) -> int | None:
     return int(totals["device"][-1])
 
 
-def earlier(trace: Trace) -> NDArray[np.bool_]:
+def launched_before_recording(trace: Trace) -> NDArray[np.bool_]:
     """Aligned with ``trace.gpu``: launched before the recording began.
 
     Its launch is not in the file, though calls of the host are, and it ran before the first work
@@ -292,13 +292,13 @@ def device_steps(trace: Trace, start: Times, end: Times, *, closed: bool) -> Que
     return queue
 
 
-def drained(trace: Trace, start: int, end: int, *, held: bool = False) -> int | None:
+def find_drain_time(trace: Trace, start: int, end: int, *, held: bool = False) -> int | None:
     """When the analysed device was done with work launched before the recording, and its own work
     of [start, end) could begin. ``None``: that was not what it was busy with from ``start`` on.
 
     ``held``: only if the host did nothing but wait for that: from ``start`` on it launched nothing
     before, and a call of it that waits for the device spans that moment."""
-    rows = earlier(trace)
+    rows = launched_before_recording(trace)
     if not rows.any():
         return None
     gpu = trace.gpu

@@ -26,22 +26,22 @@ from advisor.measure.host.module_sources import (
     split_number,
 )
 from advisor.measure.host.optree import own_time, time_inside
-from advisor.measure.host.stacks import Rows, climb_stack, operators, parents
+from advisor.measure.host.stacks import Rows, climb_stack, is_operator, parent_rows
 from advisor.measure.memory.layer_memory import measure_layer_memory
 from advisor.measure.steps.steps import step_of
 
 if TYPE_CHECKING:
     from advisor.measure import Analysis
 
-ENOUGH: Final = 0.5
+ENOUGH_TIME_SHARE: Final = 0.5
 """Share of the time with a module at which no other source is looked at."""
-KNOWN: Final = 0.8
+MIN_KNOWN_SHARE: Final = 0.8
 """Share of a module's time whose FLOPs or bytes must be known for its rate."""
 MIN_EQUALS: Final = 4
 """Equal modules from which on one can be longer than the others."""
-TIGHT: Final = 0.25
+MAX_EQUALS_SPREAD: Final = 0.25
 """Range of the others, as a share of their median, up to which they are equals."""
-LONGER: Final = 0.1
+MIN_LONGER_SHARE: Final = 0.1
 """Share of the median by which one must be longer."""
 
 MAX_GROUPS, MAX_KINDS, MAX_OUTLIERS = 400, 100, 20
@@ -118,7 +118,7 @@ def measure_layers(a: Analysis) -> LayerTable | None:
         known = int(work["ns"].to_numpy()[node >= 0].sum())
         if known and (best is None or known > best[0]):
             best = known, name, tree, source, node, backward
-        if known >= ENOUGH * max(1, int(work["ns"].sum())):
+        if known >= ENOUGH_TIME_SHARE * max(1, int(work["ns"].sum())):
             break
     if best is None or work is None:
         return None
@@ -144,7 +144,7 @@ def _work(a: Analysis) -> pl.DataFrame:
     none), ``ns`` (inside the spans), ``ts``, and of device work ``gpu`` (its row)."""
     trace = a.trace
     if a.device_id is None:
-        rows = np.flatnonzero(operators(trace))
+        rows = np.flatnonzero(is_operator(trace))
         ns = np.maximum(own_time(a, time_inside(a))[rows], 0)
         rows, ns = rows[ns > 0], ns[ns > 0]
         none = np.full(len(rows), -1)
@@ -281,8 +281,12 @@ def _sums(
     }
     if known:
         matrix, sure, moved = (known[each][kept] for each in ("matrix", "sure", "moved_ns"))
-        data["flops"] = np.where((matrix > 0) & (sure >= KNOWN * matrix), known["flops"][kept], -1)
-        data["moved"] = np.where((time > 0) & (moved >= KNOWN * time), known["moved"][kept], -1)
+        data["flops"] = np.where(
+            (matrix > 0) & (sure >= MIN_KNOWN_SHARE * matrix), known["flops"][kept], -1
+        )
+        data["moved"] = np.where(
+            (time > 0) & (moved >= MIN_KNOWN_SHARE * time), known["moved"][kept], -1
+        )
     frame = pl.DataFrame(data).select(
         pl.col(name).cast(kind) for name, kind in NODES_SCHEMA.items()
     )
@@ -413,9 +417,9 @@ def find_outliers(layers: LayerTable, groups: list[Equals]) -> list[UnequalLayer
         longest = int(np.argmax(own))
         others = np.delete(own, longest)
         usual, spread = float(np.median(others)), float(np.ptp(others))
-        if usual <= 0 or spread > TIGHT * usual:
+        if usual <= 0 or spread > MAX_EQUALS_SPREAD * usual:
             continue
-        if own[longest] <= max(others.max() + spread, (1 + LONGER) * usual):
+        if own[longest] <= max(others.max() + spread, (1 + MIN_LONGER_SHARE) * usual):
             continue
         node = group.nodes[longest]
         inside: list[Counter[str]] = []
@@ -481,7 +485,7 @@ def modules_around(a: Analysis, rows: Rows) -> Around:
         node = layers.find(start)
     begin = none
     if len(layers.scopes):
-        begin = climb_stack(parents(a.trace), layers.scopes >= 0, start)
+        begin = climb_stack(parent_rows(a.trace), layers.scopes >= 0, start)
     frame = np.where(start >= 0, a.user_frame[np.maximum(start, 0)], -1)
     kinds: dict[tuple[int, str], int] = {}
     group: list[int] = []

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from advisor.core.trace import JAX, TENSORFLOW, Trace
 from advisor.measure.host.names import distinct_names, name_matches
 from advisor.measure.host.optree import MODULE
-from advisor.measure.host.stacks import Rows, around, climb_stack, parents
+from advisor.measure.host.stacks import Rows, climb_stack, parent_rows, rows_around
 
 MAX_NODES: Final = 20_000
 """Modules of one recording; what is in others belongs to the module around them."""
@@ -124,7 +124,7 @@ def split_number(name: str) -> tuple[str, str, int | None]:
     return result[1], result[2], int(result[3])
 
 
-def dotted(path: str) -> tuple[str, ...]:
+def split_modules(path: str) -> tuple[str, ...]:
     """The modules of ``model.layers.0.mlp``, outermost first: a number belongs to the name before
     it, and wrappers are left out."""
     result: list[str] = []
@@ -164,10 +164,10 @@ def _nested(
 ) -> Source:
     """Modules that are host rows with others inside them. ``in_order``: rows of one name in one
     call are different modules, numbered in order of time."""
-    parent = parents(trace)
+    parent = parent_rows(trace)
     scope = np.zeros(len(parent), dtype=np.bool_)
     scope[rows] = True
-    above = climb_stack(parent, scope, around(parent, rows))
+    above = climb_stack(parent, scope, rows_around(parent, rows))
     texts, which = distinct_names(trace.cpu["name"].gather(rows))
     known = [names(text) for text in texts]
     number = np.zeros(len(rows), dtype=np.int64)
@@ -221,7 +221,9 @@ def _ranges(trace: Trace, tree: Tree) -> Source | None:
         return None
     texts, which = distinct_names(names)
     marks = [re.search(_MODULE_MARK, text) for text in texts]
-    paths = [dotted(mark[1] if mark else text) for text, mark in zip(texts, marks, strict=True)]
+    paths = [
+        split_modules(mark[1] if mark else text) for text, mark in zip(texts, marks, strict=True)
+    ]
     layer = np.zeros(len(texts) + 1, dtype=np.bool_)
     layer[which[found]] = True
     tops = {paths[i][0] for i in np.flatnonzero(layer[:-1]) if len(paths[i]) > 1}
@@ -251,7 +253,7 @@ def _marked(trace: Trace, tree: Tree) -> Source | None:
         which, name = text[row]
         stack = open_calls.setdefault(int(thread[row]), [])
         if which == "pre":
-            node[row] = tree.insert(-1, dotted(name))
+            node[row] = tree.insert(-1, split_modules(name))
             stack.append((name, int(node[row])))
             instant = int(ts[row])
         elif any(name == other for other, _ in stack):
@@ -292,7 +294,7 @@ def _frames(trace: Trace, tree: Tree) -> Source | None:
     cpu = trace.cpu
     frames = np.flatnonzero((cpu["kind"] == "python").to_numpy())
     rows = frames[name_matches(cpu["name"].gather(frames), _FORWARD).to_numpy()]
-    above = around(parents(trace), rows)
+    above = rows_around(parent_rows(trace), rows)
     rows, above = rows[above >= 0], above[above >= 0]
     rows = rows[name_matches(cpu["name"].gather(above), _CALL).to_numpy()]
     if not len(rows):

@@ -14,12 +14,12 @@ from numpy.typing import NDArray
 Codes = NDArray[np.intp]
 WORKERS = r"^enumerate\(Data(Loader|Pipe)\)#_MultiProcessing"
 """PyTorch's range around a call for the next batch where worker processes prepare them."""
-FEW = 5_000
+MIN_NAMES_TO_DEDUPLICATE = 5_000
 """With fewer names, to find the distinct ones takes longer than to look at all."""
 MAX_REMEMBERED = 4_096
 
 
-def remembered(
+def cache_by_name(
     describe: Callable[[pl.Series], pl.DataFrame],
 ) -> Callable[[pl.Series], pl.DataFrame]:
     """What a function tells of names, one row a name, is kept for when they come again: in another
@@ -51,7 +51,7 @@ def remembered(
 
 def name_matches(names: pl.Series, pattern: str) -> pl.Series:
     """Boolean column: the name contains the regular expression (null names: false)."""
-    if len(names) < FEW:
+    if len(names) < MIN_NAMES_TO_DEDUPLICATE:
         # as one query: on a small trace it is queries, not rows, that take the time
         result = pl.col(names.name).cast(pl.String).str.contains(pattern).fill_null(False)
         return names.to_frame().select(matches=result).to_series()

@@ -64,13 +64,13 @@ class Roofs(NamedTuple):
     memory: attainable.Attainable | None
 
 
-def roofs(hardware: GpuSpec | None) -> Roofs:
+def attainable_roofs(hardware: GpuSpec | None) -> Roofs:
     """What is attained on a GPU, by format and in its memory."""
     if hardware is None:
         return Roofs({}, None)
-    result = {dtype: attainable.matmul(hardware, dtype) for dtype in FORMATS}
+    result = {dtype: attainable.attainable_matmul(hardware, dtype) for dtype in FORMATS}
     rates = {dtype: rate for dtype, rate in result.items() if rate is not None}
-    return Roofs(rates, attainable.memory(hardware))
+    return Roofs(rates, attainable.attainable_bandwidth(hardware))
 
 
 def measure_operators(a: Analysis) -> pl.DataFrame:
@@ -124,7 +124,7 @@ def measure_operators(a: Analysis) -> pl.DataFrame:
         share=pl.col("dur") / max(total, 1), flops_per_s=_rate("flops"), bytes_per_s=_rate("moved")
     )
     return (
-        _against_roofs(table, _reached(table, roofs(a.hardware), a.hardware))
+        _against_roofs(table, _reached(table, attainable_roofs(a.hardware), a.hardware))
         .sort("dur", "op", "kernel", "inputs", descending=[True, False, False, False])
         .select(pl.col(name).cast(kind) for name, kind in SCHEMA.items())
     )
@@ -248,9 +248,9 @@ def rooflines(a: Analysis, most: int | None = MAX_ROWS) -> list[OperatorRate]:
     return result
 
 
-def attained(a: Analysis) -> list[AttainableRate]:
+def list_attainable_rates(a: Analysis) -> list[AttainableRate]:
     """The rates behind the table, of the formats that occur in it, and of memory."""
-    limits = roofs(a.hardware)
+    limits = attainable_roofs(a.hardware)
     held = (
         a.rooflines.filter(pl.col("attainable_flops_per_s").is_not_null())
         .select(pl.col("dtype").cast(pl.String), "attainable_flops_per_s")

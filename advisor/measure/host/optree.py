@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from advisor.core.intervals import covered_length
 from advisor.measure.host.names import map_names, name_matches
-from advisor.measure.host.stacks import nearest, operators, parents
+from advisor.measure.host.stacks import innermost_ancestor, is_operator, parent_rows
 
 if TYPE_CHECKING:
     from advisor.measure import Analysis
@@ -45,7 +45,7 @@ def op_table(a: Analysis) -> pl.DataFrame:
     analysed device, inside the spans), ``host`` (its own host time, ns, inside the spans: without
     the events inside it); largest ``device``, then ``host`` first."""
     cpu = a.trace.cpu
-    is_op = operators(a.trace)
+    is_op = is_operator(a.trace)
     rows = np.flatnonzero(is_op)
     if not len(rows):
         return pl.DataFrame(schema=TABLE_SCHEMA)
@@ -109,14 +109,14 @@ def op_tree(a: Analysis, most: int = MAX_NODES) -> pl.DataFrame:
     called ``(rest)``. Largest first among siblings; a parent precedes its children.
     """
     cpu = a.trace.cpu
-    kept = operators(a.trace) | (cpu["kind"] == "annotation").to_numpy()
+    kept = is_operator(a.trace) | (cpu["kind"] == "annotation").to_numpy()
     kept |= (cpu["kind"] == "python").to_numpy() & name_matches(
         cpu["name"], f"^{MODULE}"
     ).to_numpy()
     if not kept.any():
         return pl.DataFrame(schema=TREE_SCHEMA)
-    parent = parents(a.trace)
-    near = nearest(parent, kept)
+    parent = parent_rows(a.trace)
+    near = innermost_ancestor(parent, kept)
     above = np.where(parent >= 0, near[np.maximum(parent, 0)], -1)
     weight = np.zeros(cpu.height, dtype=np.int64)
     index, ns = _device_rows(a, "launch")
@@ -154,7 +154,7 @@ def time_inside(a: Analysis) -> NDArray[np.int64]:
 def own_time(a: Analysis, inside: NDArray[np.int64]) -> NDArray[np.int64]:
     """That without the events inside the row."""
     own = inside.copy()
-    parent = parents(a.trace)
+    parent = parent_rows(a.trace)
     below = parent >= 0
     np.subtract.at(own, parent[below], inside[below])
     return own

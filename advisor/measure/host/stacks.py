@@ -52,12 +52,12 @@ user's that is called like one of them is taken for JAX's."""
 # -- ancestors ---------------------------------------------------------------------------------
 
 
-def parents(trace: Trace) -> Rows:
+def parent_rows(trace: Trace) -> Rows:
     """Aligned with ``trace.cpu``: row of the event around each row, -1: none."""
     return trace.cpu["parent"].fill_null(-1).to_numpy().astype(np.int32, copy=False)
 
 
-def nearest(parent: Rows, wanted: Mask) -> Rows:
+def innermost_ancestor(parent: Rows, wanted: Mask) -> Rows:
     """For each row the innermost wanted row among itself and its ancestors, -1: none.
 
     Every row points at itself when it is wanted, else at its parent; following all pointers
@@ -76,22 +76,22 @@ def nearest(parent: Rows, wanted: Mask) -> Rows:
     return np.where(result == count, np.int32(-1), result)
 
 
-def outermost(parent: Rows, wanted: Mask) -> Rows:
+def outermost_ancestor(parent: Rows, wanted: Mask) -> Rows:
     """For each row the outermost wanted row among itself and its ancestors, -1: none."""
-    near = nearest(parent, wanted)
+    near = innermost_ancestor(parent, wanted)
     above = np.where(parent < 0, np.int32(-1), near[np.maximum(parent, 0)])
-    return nearest(parent, wanted & (above < 0))
+    return innermost_ancestor(parent, wanted & (above < 0))
 
 
-def operators(trace: Trace) -> Mask:
+def is_operator(trace: Trace) -> Mask:
     """Aligned with ``trace.cpu``: operators."""
     result: Mask = (trace.cpu["kind"] == "op").to_numpy()
     return result
 
 
 def climb_stack(parent: Rows, wanted: Mask, rows: Rows, *, top: bool = False) -> Rows:
-    """:func:`nearest` (with ``top``: :func:`outermost`) for a few rows only (-1: none): as many
-    rounds as their stacks are deep."""
+    """:func:`innermost_ancestor` (with ``top``: :func:`outermost_ancestor`) for a few rows only
+    (-1: none): as many rounds as their stacks are deep."""
     result = np.full(len(rows), -1, dtype=parent.dtype)
     index = np.flatnonzero(rows >= 0)
     row = rows[index]
@@ -114,18 +114,18 @@ def climb_stack(parent: Rows, wanted: Mask, rows: Rows, *, top: bool = False) ->
     return result
 
 
-def around(parent: Rows, rows: Rows) -> Rows:
+def rows_around(parent: Rows, rows: Rows) -> Rows:
     """The row around each of these (-1: none)."""
     if not len(parent):
         return np.full(len(rows), -1, dtype=parent.dtype)
     return np.where(rows >= 0, parent[np.maximum(rows, 0)], parent.dtype.type(-1))
 
 
-def chains(parent: Rows, rows: Rows) -> NDArray[np.int64]:
+def ancestor_chains(parent: Rows, rows: Rows) -> NDArray[np.int64]:
     """Each of these rows and those around it, from the inside: a line a row, padded with -1."""
     levels = [rows.astype(np.int64)]
     while (levels[-1] >= 0).any():
-        levels.append(around(parent, levels[-1]).astype(np.int64))
+        levels.append(rows_around(parent, levels[-1]).astype(np.int64))
     return np.stack(levels, axis=1)
 
 
@@ -199,14 +199,14 @@ def user_frames(trace: Trace) -> Rows:
     rank = frame_ranks(trace)
     if not rank.any():
         return np.full(trace.cpu.height, -1, dtype=np.int32)
-    parent = parents(trace)
-    own = nearest(parent, rank == 2)
+    parent = parent_rows(trace)
+    own = innermost_ancestor(parent, rank == 2)
     if (rank == 1).any():
-        own = np.where(own >= 0, own, nearest(parent, rank == 1))
+        own = np.where(own >= 0, own, innermost_ancestor(parent, rank == 1))
     return own
 
 
-def nullable(rows: Rows) -> pl.Series:
+def nullable_rows(rows: Rows) -> pl.Series:
     """Rows of a table as a column: null in place of -1."""
     column = pl.Series(rows, dtype=pl.Int32)
     return column.set(column < 0, None)
@@ -217,10 +217,10 @@ def frame_of(a: Analysis, rows: pl.Series) -> pl.Series:
     index = rows.fill_null(-1).to_numpy()
     if not a.trace.cpu.height:
         return pl.Series([None], dtype=pl.Int32).new_from_index(0, len(index))
-    return nullable(np.where(index >= 0, a.user_frame[np.maximum(index, 0)], -1))
+    return nullable_rows(np.where(index >= 0, a.user_frame[np.maximum(index, 0)], -1))
 
 
-def locate(a: Analysis, row: int | None) -> tuple[str | None, int | None, str | None]:
+def locate_row(a: Analysis, row: int | None) -> tuple[str | None, int | None, str | None]:
     """See ``Analysis.location``. An operator of the backward pass, which runs on a thread without
     Python frames, is located at the line that called its forward operator."""
     if row is None or row < 0:
@@ -254,9 +254,9 @@ def forward_ops(trace: Trace) -> Rows:
     numbered = sequence >= 0
     if not numbered.any():
         return none
-    parent = parents(trace)
+    parent = parent_rows(trace)
     backward = name_matches(cpu["name"], BACKWARD).to_numpy() & numbered
-    around = nearest(parent, backward)
+    around = innermost_ancestor(parent, backward)
     thread = cpu["thread"].to_numpy()
     forward = np.flatnonzero(numbered & (around < 0) & (cpu["kind"] == "op").to_numpy())
     inside = np.flatnonzero(around >= 0)

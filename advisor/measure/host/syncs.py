@@ -15,9 +15,9 @@ from advisor.measure.host.names import map_names, name_matches
 from advisor.measure.host.stacks import (
     climb_stack,
     frame_of,
-    nullable,
-    operators,
-    parents,
+    is_operator,
+    nullable_rows,
+    parent_rows,
     parse_frame,
 )
 
@@ -97,7 +97,7 @@ def find_syncs(a: Analysis) -> pl.DataFrame:
     end = ts + dur
     work = _SyncWork.of(a)
     thread = cpu["thread"].to_numpy()
-    parent, is_op = parents(trace), operators(trace)
+    parent, is_op = parent_rows(trace), is_operator(trace)
     op = climb_stack(parent, is_op, rows)
     copy = np.where(copy >= 0, copy, _copy_before(trace, work, rows, op))
     released = _released(trace, work, rows, kind, copy, ts, end)
@@ -116,9 +116,9 @@ def find_syncs(a: Analysis) -> pl.DataFrame:
             "bubble": bubble,
             "bubble_ts": pl.Series(begin).set(pl.Series(bubble == 0), None),
             "bubble_end": pl.Series(until).set(pl.Series(bubble == 0), None),
-            "op": nullable(op),
+            "op": nullable_rows(op),
             "cause": _causes(trace, rows, kind, op),
-            "copy": nullable(copy),
+            "copy": nullable_rows(copy),
             "line": frame_of(a, pl.Series(rows)),
             "step": step_of(a.steps, ts),
             "profiler": profiler,
@@ -140,7 +140,7 @@ def profiler_syncs(trace: Trace) -> NDArray[np.int64]:
     if not len(rows):
         return rows
     python = (cpu["kind"] == "python").to_numpy()
-    parent = parents(trace)
+    parent = parent_rows(trace)
     around = climb_stack(parent, python, rows)
     own = np.zeros(len(rows), dtype=bool)
     if (around >= 0).any():
@@ -240,7 +240,7 @@ def _copy_before(
     index = np.maximum(last, 0)
     is_copy = gpu["copy"].is_in(["HtoD", "DtoH"]).fill_null(False).to_numpy()[index]
     launch = gpu["launch"].fill_null(-1).to_numpy()[index].astype(np.int64)
-    same = climb_stack(parents(trace), operators(trace), launch) == op
+    same = climb_stack(parent_rows(trace), is_operator(trace), launch) == op
     return np.where((last >= 0) & is_copy & same, last, -1)
 
 
@@ -362,8 +362,8 @@ def _causes(
     cpu = trace.cpu
     if not len(rows):
         return pl.Series([], dtype=pl.String)
-    parent = parents(trace)
-    is_op = operators(trace)
+    parent = parent_rows(trace)
+    is_op = is_operator(trace)
     telling = climb_stack(
         parent, is_op & name_matches(cpu["name"], _TELLING).to_numpy(), rows, top=True
     )

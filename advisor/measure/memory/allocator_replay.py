@@ -209,7 +209,7 @@ def _order(entry: tuple[int, int, _Block]) -> tuple[int, int]:
     return entry[:2]
 
 
-def replay(h: History, *, expandable: bool, until: int | None = None) -> Replayed:
+def replay_allocator(h: History, *, expandable: bool, until: int | None = None) -> Replayed:
     """A device's history, up to and with event ``until``, in the model.
 
     Without expandable segments it begins with the segments and blocks that the recording began

@@ -6,16 +6,16 @@ from typing import NamedTuple
 
 import polars as pl
 
-from advisor.measure.memory.allocator_replay import replay
-from advisor.measure.memory.post_mortem import PostMortem, once
+from advisor.measure.memory.allocator_replay import replay_allocator
+from advisor.measure.memory.post_mortem import PostMortem, measured_once
 
 SMALL_REQUEST = 1 << 20
 """Requests up to this are served from the small pool (``kSmallSize`` of CUDACachingAllocator)."""
-ROUND = 512
+ROUNDING_BYTES = 512
 """Requests are rounded up to this (``kMinBlockSize``)."""
 MIN_SLACK = 0.05
 """Of what is reserved: with less beside tensors, there is nothing to pack."""
-NEAR = 0.05
+MAX_STATE_DIFFERENCE = 0.05
 """The state is that of the failure where as many bytes are in tensors, up to this share."""
 
 
@@ -68,8 +68,8 @@ class Repacking(NamedTuple):
     assumes: str
 
 
-@once
-def repacking(post: PostMortem) -> Repacking | None:
+@measured_once
+def measure_repacking(post: PostMortem) -> Repacking | None:
     """The history replayed in the allocator, with expandable segments and without, up to the
     moment; caches that a request could have back are no fragments. ``None``: no history, segments
     that are expandable, figures that contradict each other, or too little beside tensors."""
@@ -81,8 +81,8 @@ def repacking(post: PostMortem) -> Repacking | None:
         return None
     if h.too_short or h.segments.is_empty() or expandable or post.contradicts or lost:
         return None
-    fixed = replay(h, expandable=False, until=post.moment)
-    grown = replay(h, expandable=True, until=post.moment)
+    fixed = replay_allocator(h, expandable=False, until=post.moment)
+    grown = replay_allocator(h, expandable=True, until=post.moment)
     helps = False
     if h.failed is not None and post.request is not None:
         room = post.reserved + (post.device_free or 0)
@@ -94,7 +94,7 @@ def repacking(post: PostMortem) -> Repacking | None:
     return Repacking(slack, freed, helps, assumes)
 
 
-def fragments(post: PostMortem) -> Fragments | None:
+def measure_fragments(post: PostMortem) -> Fragments | None:
     """The state that the snapshot was taken of; ``None``: no segments in it."""
     h = post.history
     known = post.snapshot.exception is None and post.snapshot.source == "allocator"
@@ -141,16 +141,16 @@ def fragments(post: PostMortem) -> Fragments | None:
     )
 
 
-def placement(post: PostMortem) -> Placement | None:
+def explain_placement(post: PostMortem) -> Placement | None:
     """Why the request that failed could not be placed; ``None``: none failed, or the snapshot was
     taken so much later that its state is another."""
-    h, result = post.history, fragments(post)
+    h, result = post.history, measure_fragments(post)
     if post.request is None or result is None or h.failed is None:
         return None
     now = int(h.allocated[-1])
-    if abs(now - post.allocated) > NEAR * max(post.allocated, 1):
+    if abs(now - post.allocated) > MAX_STATE_DIFFERENCE * max(post.allocated, 1):
         return None
-    request = -(-max(post.request, 1) // ROUND) * ROUND
+    request = -(-max(post.request, 1) // ROUNDING_BYTES) * ROUNDING_BYTES
     event = h.events.row(h.failed, named=True)
     small = request <= SMALL_REQUEST
     own_part = (pl.col("large").is_null() | (pl.col("large") == (not small))) & (

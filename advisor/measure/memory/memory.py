@@ -23,12 +23,12 @@ from advisor.core.snapshot import (
 from advisor.measure.comm.comms import step_at
 from advisor.measure.host.names import name_matches
 from advisor.measure.host.stacks import (
-    around,
     climb_stack,
-    nearest,
-    nullable,
-    operators,
-    parents,
+    innermost_ancestor,
+    is_operator,
+    nullable_rows,
+    parent_rows,
+    rows_around,
 )
 
 if TYPE_CHECKING:
@@ -61,7 +61,7 @@ RECOMPUTE_SCHEMA: dict[str, Any] = {
     "dur": pl.Int64,
     "busy": pl.Int64,
 }
-"""Columns of :func:`recompute`."""
+"""Columns of :func:`find_recompute`."""
 
 _CHECKPOINT = r"torch/utils/checkpoint\.py\(\d+\): "
 _RECOMPUTE = _CHECKPOINT + r"(\w+\.)*recompute_fn\b"
@@ -143,8 +143,8 @@ def find_allocations(a: Analysis) -> pl.DataFrame:
             "ts": ts,
             "dur": dur,
             "step": step_at(a, ts),
-            "line": nullable(frame),
-            "op": nullable(op),
+            "line": nullable_rows(frame),
+            "op": nullable_rows(op),
         },
         schema_overrides=ALLOCATIONS_SCHEMA,
     )
@@ -152,11 +152,11 @@ def find_allocations(a: Analysis) -> pl.DataFrame:
 
 def _op_around(trace: Trace, rows: NDArray[np.int64]) -> NDArray[np.int64]:
     """Innermost op around each of a few host rows, -1: none."""
-    parent = parents(trace)
-    return climb_stack(parent, operators(trace), around(parent, rows))
+    parent = parent_rows(trace)
+    return climb_stack(parent, is_operator(trace), rows_around(parent, rows))
 
 
-def recompute(a: Analysis) -> pl.DataFrame | None:
+def find_recompute(a: Analysis) -> pl.DataFrame | None:
     """Forward work that activation checkpointing runs a second time during backward.
 
     A row a used step: ``step``, ``kernels`` (launched by recomputation, not communication, that
@@ -182,7 +182,9 @@ def recompute(a: Analysis) -> pl.DataFrame | None:
         if not stacks or name_matches(cpu["name"], _CHECKPOINT + "checkpoint$").any():
             return None
     barrier = again | (op & name_matches(cpu["name"], _BACKWARD).to_numpy())
-    around = nearest(parents(trace), barrier) if again.any() else np.full(cpu.height, -1)
+    around = (
+        innermost_ancestor(parent_rows(trace), barrier) if again.any() else np.full(cpu.height, -1)
+    )
     inner = (around >= 0) & again[np.maximum(around, 0)]
     launch = trace.gpu["launch"].fill_null(-1).to_numpy()
     rows = (launch >= 0) & inner[np.maximum(launch, 0)] & a.in_window
@@ -328,7 +330,7 @@ class _Stacks:
 
     def __init__(self, a: Analysis) -> None:
         cpu = a.trace.cpu
-        self._parent = parents(a.trace)
+        self._parent = parent_rows(a.trace)
         self._names = cpu["name"]
         self._kind = cpu["kind"].cast(pl.String).to_numpy()
         self._recorded = cpu["sequence"].is_not_null().to_numpy()

@@ -10,7 +10,7 @@ import polars as pl
 from numpy.typing import NDArray
 
 from advisor.core.snapshot import MemorySnapshot
-from advisor.measure.memory.memory_origin import ROLES, Origin, origin
+from advisor.measure.memory.memory_origin import ROLES, Origin, find_origin
 
 PHASES = ("", "forward", "backward", "optimizer")
 """Of a step, by what allocates; empty: before the first of them."""
@@ -67,7 +67,7 @@ class History:
     @cached_property
     def origins(self) -> list[Origin]:
         """Of each stack of the snapshot; the last is of no stack at all."""
-        return [*(origin(stack) for stack in self.snapshot.stacks), origin(None)]
+        return [*(find_origin(stack) for stack in self.snapshot.stacks), find_origin(None)]
 
     @cached_property
     def event_stack(self) -> Ints:

@@ -37,7 +37,7 @@ MIN_SET = 10
 """Blocks that look like the weights of a model: fewer may be anything."""
 MAX_SINGLE = 0.5
 """Of a set of weights, in one block: a larger one may be data."""
-NONE = CATEGORIES.index("not attributed")
+NOT_ATTRIBUTED = CATEGORIES.index("not attributed")
 
 
 class Kinds(NamedTuple):
@@ -61,7 +61,7 @@ def classify(h: History, moment: int) -> Kinds:
     state = np.array([o.state for o in h.origins])[lives.stack]
     released = np.array([o.released for o in h.origins])[lives.release]
     known = lives.born >= 0
-    kind = np.full(len(lives), NONE, dtype=np.int8)
+    kind = np.full(len(lives), NOT_ATTRIBUTED, dtype=np.int8)
     basis = np.full(len(lives), BASES.index("none"), dtype=np.int8)
 
     def is_(*names: str) -> Mask:
@@ -73,7 +73,11 @@ def classify(h: History, moment: int) -> Kinds:
 
     if h.snapshot.categories:
         for number, name in enumerate(h.snapshot.categories):
-            put(lives.stack == number, name, "none" if name == CATEGORIES[NONE] else "the file")
+            put(
+                lives.stack == number,
+                name,
+                "none" if name == CATEGORIES[NOT_ATTRIBUTED] else "the file",
+            )
         return Kinds(kind, basis)
     leaves = _leaves_phase(h)
     sizes = np.unique(lives.size[is_("parameter")])
@@ -97,14 +101,14 @@ def classify(h: History, moment: int) -> Kinds:
     own = is_("own") & known
     put(own & (dies == PHASES.index("backward")), "activations", "lifetime")
     put(own & _spans_step(h), "inputs", "lifetime")
-    old = is_("nothing") & ~known & (kind == NONE)
+    old = is_("nothing") & ~known & (kind == NOT_ATTRIBUTED)
     put(old & (dies == PHASES.index("backward")), "activations", "lifetime")
     like = np.isin(lives.size, np.unique(lives.size[kind <= CATEGORIES.index("gradients")]))
     updated = (released == "optimizer") | (like & (dies == PHASES.index("optimizer")))
     put(old & updated, "optimizer state", "lifetime")
     put(old & (released == "gradient"), "gradients", "call path")
-    put(old & (kind == NONE) & _replaced_outputs(h, kind), "earlier steps", "lifetime")
-    _by_sizes(h, kind, basis, old & (kind == NONE) & (lives.ended == h.count))
+    put(old & (kind == NOT_ATTRIBUTED) & _replaced_outputs(h, kind), "earlier steps", "lifetime")
+    _by_sizes(h, kind, basis, old & (kind == NOT_ATTRIBUTED) & (lives.ended == h.count))
     cast = np.array([o.cast for o in h.origins])[lives.stack] & known
     put(_weight_copies(h, kind, cast), "autocast copies", "size pattern")
     put((released == "autocast") & is_("forward"), "autocast copies")
@@ -198,7 +202,7 @@ def _by_sizes(h: History, kind: NDArray[np.int8], basis: NDArray[np.int8], rows:
     """Blocks older than the history that nothing frees: weights, and copies of them."""
     lives = h.lives
     # the same is left behind in the history, for no known purpose
-    left = (lives.born >= 0) & (lives.ended == h.count) & (kind == NONE)
+    left = (lives.born >= 0) & (lives.ended == h.count) & (kind == NOT_ATTRIBUTED)
     unknown = np.flatnonzero(rows & ~np.isin(lives.size, np.unique(lives.size[left])))
     if len(unknown) < MIN_SET:
         return
@@ -230,7 +234,7 @@ def _by_sizes(h: History, kind: NDArray[np.int8], basis: NDArray[np.int8], rows:
         if copies == 4 or (copies == 3 and backward):
             _split_gradients(h, unknown, sizes, values, have // copies, kind, basis)
     for value, (name, why, count), other in zip(values, plan, rest, strict=True):
-        own = unknown[(sizes == value) & (kind[unknown] == NONE)]
+        own = unknown[(sizes == value) & (kind[unknown] == NOT_ATTRIBUTED)]
         for chosen, label, ground in (
             (own[:count], name, why),
             (own[count:], other, "size pattern"),

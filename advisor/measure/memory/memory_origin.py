@@ -107,7 +107,7 @@ class Origin(NamedTuple):
     """Module calls in it."""
 
 
-def origin(stack: Stack | None) -> Origin:
+def find_origin(stack: Stack | None) -> Origin:
     """What an allocation with this stack (innermost frame first) was for.
 
     From the innermost frame outwards the first that tells decides: a file and function of PyTorch
@@ -126,7 +126,8 @@ def origin(stack: Stack | None) -> Origin:
         _outermost_operator(stack) if own is None else own.name,
         state=state,
         loss=any(
-            _LOSS_FILE.search(f.file) or (_LOSS.search(f.name) and whose(f) < 2) for f in stack
+            _LOSS_FILE.search(f.file) or (_LOSS.search(f.name) and frame_owner(f) < 2)
+            for f in stack
         ),
         backward_begins=any(
             f.name == "_make_grads" and _BACKWARD_FILE.search(_slashes(f.file)) for f in stack
@@ -159,7 +160,7 @@ def _slashes(file: str) -> str:
 
 def _calls_module(frame: SnapshotFrame) -> bool:
     """A module's ``forward``: stacks of C++ and Python together may lack ``_call_impl``."""
-    return frame.name == "forward" and frame.line > 0 and whose(frame) >= 1
+    return frame.name == "forward" and frame.line > 0 and frame_owner(frame) >= 1
 
 
 def _role(stack: Stack, own: SnapshotFrame | None) -> tuple[str, bool]:
@@ -190,7 +191,7 @@ def _role(stack: Stack, own: SnapshotFrame | None) -> tuple[str, bool]:
             (MODULE.search(file) and name in CALLS)
             or _FUNCTIONAL.search(file)
             or _calls_module(frame)
-            or (_LOSS.search(name) and whose(frame) == 2)
+            or (_LOSS.search(name) and frame_owner(frame) == 2)
         ):
             result = "forward"
         elif frame is own and name in _BUILT:
@@ -236,7 +237,7 @@ def _own(stack: Stack) -> SnapshotFrame | None:
     """The innermost frame of the user's code, else of an installed library's."""
     library = None
     for frame in stack:
-        rank = whose(frame)
+        rank = frame_owner(frame)
         if rank == 2:
             return frame
         if rank == 1 and library is None:
@@ -244,7 +245,7 @@ def _own(stack: Stack) -> SnapshotFrame | None:
     return library
 
 
-def whose(frame: SnapshotFrame) -> int:
+def frame_owner(frame: SnapshotFrame) -> int:
     """Whose code it is, as ``stacks.frame_rank``; of C++ code nobody's."""
     if _CPP.search(frame.file) or frame.line <= 0:
         return 0

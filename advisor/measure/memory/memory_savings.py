@@ -9,15 +9,15 @@ from typing import NamedTuple
 
 import numpy as np
 
-from advisor.measure.memory.fragments import repacking
+from advisor.measure.memory.fragments import measure_repacking
 from advisor.measure.memory.memory_history import PHASES, Ints, Mask
 from advisor.measure.memory.memory_kinds import CATEGORIES
-from advisor.measure.memory.memory_origin import CALLS, MODULE, Origin, whose
-from advisor.measure.memory.post_mortem import PostMortem, once
+from advisor.measure.memory.memory_origin import CALLS, MODULE, Origin, frame_owner
+from advisor.measure.memory.post_mortem import PostMortem, measured_once
 
-MINIMUM = 0.05
+MIN_SAVING_SHARE = 0.05
 """Of the highest point: smaller savings are not recorded."""
-CHUNKS = 8
+LOSS_CHUNKS = 8
 """Into so many pieces a loss over classes is cut, as fused ones cut it or finer."""
 STATE_8_BIT = (1 + 4 / 256) / 4
 """Bytes of an 8-bit state over those in fp32: a scale in fp32 for each 256 elements
@@ -61,7 +61,7 @@ class Saving(NamedTuple):
     """What one change frees."""
 
     change: str
-    """One of those of ``changes``, or ``expandable segments``."""
+    """One of those of ``find_changes``, or ``expandable segments``."""
     bytes: int
     """By which the highest point of the history falls; of expandable segments, what is reserved
     there."""
@@ -72,7 +72,7 @@ class Saving(NamedTuple):
     function: str | None = None
 
 
-def needed(post: PostMortem, made: Sequence[Change] = (), scale: float = 1.0) -> int:
+def count_needed_bytes(post: PostMortem, made: Sequence[Change] = (), scale: float = 1.0) -> int:
     """Most bytes in tensors at once, the request that failed among them, after changes.
 
     ``scale``: of the batch, in proportion to which the blocks of ``batch_rows`` grow.
@@ -107,15 +107,19 @@ def _add(curve: np.ndarray, begin: Ints, end: Ints, size: np.ndarray) -> None:
     curve += np.cumsum(total)[:count]
 
 
-@once
-def savings(post: PostMortem) -> list[Saving]:
+@measured_once
+def find_savings(post: PostMortem) -> list[Saving]:
     """What would lower the highest point most, largest first. They overlap: not to be added up."""
-    before = needed(post)
-    result = [_saving(each, before - needed(post, [each])) for each in changes(post)]
-    least = MINIMUM * max(before, 1)
+    before = count_needed_bytes(post)
+    result = [
+        _saving(each, before - count_needed_bytes(post, [each])) for each in find_changes(post)
+    ]
+    least = MIN_SAVING_SHARE * max(before, 1)
     kept = [each for each in result if each.bytes >= least]
-    repacked = repacking(post)
-    if repacked is not None and (repacked.helps or repacked.freed >= MINIMUM * post.reserved):
+    repacked = measure_repacking(post)
+    if repacked is not None and (
+        repacked.helps or repacked.freed >= MIN_SAVING_SHARE * post.reserved
+    ):
         kept.append(Saving("expandable segments", repacked.freed, repacked.assumes))
     return sorted(kept, key=lambda each: -each.bytes)
 
@@ -126,8 +130,8 @@ def _saving(each: Change, freed: int) -> Saving:
     return Saving(each.change, freed, each.assumes, *place)
 
 
-@once
-def changes(post: PostMortem) -> list[Change]:
+@measured_once
+def find_changes(post: PostMortem) -> list[Change]:
     """Those whose blocks are in the history; a change without any is left out."""
     if post.snapshot.exception is not None:
         return []
@@ -163,10 +167,10 @@ def _checkpointing(post: PostMortem) -> Change | None:
         for place in set(_callers(post, stack)):
             places.setdefault(place, []).append(stack)
     best: Change | None = None
-    least = needed(post)
+    least = count_needed_bytes(post)
     for place, of_place in places.items():
         made = _checkpointed(post, rows[np.isin(stacks, of_place)], place)
-        after = least if made is None else needed(post, [made])
+        after = least if made is None else count_needed_bytes(post, [made])
         if after < least:
             best, least = made, after
     return best
@@ -237,7 +241,7 @@ def _callers(post: PostMortem, stack: int) -> list[tuple[str, int, str]]:
         for index, outer in enumerate(frames[1:], start=1)
         if called[index - 1]
         and outer.name not in CALLS
-        and whose(outer) >= 1
+        and frame_owner(outer) >= 1
         and any(called[index:])
     ]
 
@@ -298,16 +302,16 @@ class Logits(NamedTuple):
     @property
     def freed(self) -> int:
         """Were they made in CHUNKS pieces, one at a time."""
-        return self.bytes - self.bytes // CHUNKS
+        return self.bytes - self.bytes // LOSS_CHUNKS
 
 
-def logits(post: PostMortem) -> Logits | None:
+def find_logits(post: PostMortem) -> Logits | None:
     """``None``: no loss held anything large at the moment."""
     h, lives = post.history, post.history.lives
     loss = np.array([o.loss for o in h.origins])[lives.stack]
     of_pass = _of(post, "activations", "earlier steps", "backward temporaries")
     here = lives.at(post.moment)
-    large = lives.size >= MINIMUM * max(post.allocated, 1) / 4
+    large = lives.size >= MIN_SAVING_SHARE * max(post.allocated, 1) / 4
     first = np.flatnonzero(loss & large & here & of_pass)
     if not len(first):
         return None
@@ -327,14 +331,14 @@ def logits(post: PostMortem) -> Logits | None:
 
 
 def _logits(post: PostMortem) -> Change | None:
-    result = logits(post)
+    result = find_logits(post)
     if result is None:
         return None
     return Change(
         "smaller logits",
         result.rows,
-        1 / CHUNKS,
-        f"the {result.blocks} blocks of the loss and of the logits' size are made in {CHUNKS} "
+        1 / LOSS_CHUNKS,
+        f"the {result.blocks} blocks of the loss and of the logits' size are made in {LOSS_CHUNKS} "
         "pieces, one at a time",
         where=result.where,
     )
@@ -452,7 +456,7 @@ def _optimizer(post: PostMortem) -> list[Change]:
     ]  # fmt: skip
 
 
-def sharded(post: PostMortem, ranks: int) -> list[Change]:
+def shard_changes(post: PostMortem, ranks: int) -> list[Change]:
     """ZeRO 1 to 3 (FSDP), over so many ranks that hold the same today. Stage 3 keeps the largest
     two weights gathered."""
     lives = post.history.lives

@@ -341,7 +341,7 @@ class PostMortem:
         return pl.DataFrame(columns)
 
 
-def once(measure: Callable[[PostMortem], T]) -> Callable[[PostMortem], T]:
+def measured_once(measure: Callable[[PostMortem], T]) -> Callable[[PostMortem], T]:
     """A measurement of a PostMortem that is made once, and kept as long as that is."""
     made: WeakKeyDictionary[PostMortem, T] = WeakKeyDictionary()
 
@@ -398,7 +398,7 @@ def _numbers(path: str) -> list[tuple[int, str]]:
     return [(int(part), "") if part.isdigit() else (-1, part) for part in parts]
 
 
-def fullest(snapshots: Sequence[MemorySnapshot]) -> list[PostMortem]:
+def fullest_devices(snapshots: Sequence[MemorySnapshot]) -> list[PostMortem]:
     """The fullest device of each."""
     return [post_mortems(each)[0] for each in snapshots]
 

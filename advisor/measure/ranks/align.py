@@ -41,7 +41,7 @@ class Clocks:
     """By row: it cannot be one collective."""
 
 
-def medians(values: Floats, first: Ints) -> Floats:
+def group_medians(values: Floats, first: Ints) -> Floats:
     """Median of each stretch between neighbours of ``first`` (none is empty)."""
     size = np.diff(first)
     result = np.empty(len(size))
@@ -193,11 +193,11 @@ class _Part:
         moved = ends + shift[self.rank] + drift[self.rank] * ends
         there = np.isfinite(moved)
         if there.all():
-            return np.asarray(medians(moved, self.at)[self.which] - moved)
+            return np.asarray(group_medians(moved, self.at)[self.which] - moved)
         middle = np.full(len(self.rows), np.nan)
         kept = np.flatnonzero(there)
         rows, begin = np.unique(self.which[kept], return_index=True)
-        middle[rows] = medians(moved[kept], np.append(begin, len(kept)))
+        middle[rows] = group_medians(moved[kept], np.append(begin, len(kept)))
         return np.asarray(middle[self.which] - moved)
 
     def _place(

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from advisor.core.intervals import Floats, Ints
-from advisor.core.ranks import RankCluster, numbers
+from advisor.core.ranks import RankCluster, format_ranks
 from advisor.measure.ranks.summary import Summary
 
 MAX_CLUSTERS = 8
@@ -46,7 +46,7 @@ def find_clusters(
         result.append(
             RankCluster(
                 name=_name(own - middle, classes, scale, len(groups), stage[places], several),
-                ranks=numbers([summaries[place].rank for place in places.tolist()]),
+                ranks=format_ranks([summaries[place].rank for place in places.tolist()]),
                 count=len(places),
                 step_ns=float(np.median(step[places])),
                 time=dict(zip(classes, own.tolist(), strict=True)),

@@ -10,7 +10,12 @@ import numpy as np
 import polars as pl
 
 from advisor.core.intervals import EMPTY, Intervals, covered_length, intersect, subtract, union
-from advisor.measure.comm.comms import describe, describe_on_host, has_host_collectives, host_work
+from advisor.measure.comm.comms import (
+    describe_on_host,
+    has_host_collectives,
+    host_work,
+    list_collectives,
+)
 from advisor.measure.comm.messages import COLLECTIVES
 from advisor.measure.host.names import map_names
 from advisor.measure.ranks.summary import Collectives, StepSummary, pack
@@ -23,18 +28,18 @@ if TYPE_CHECKING:
 SYNCHRONISING = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all")
 """No rank can leave one of these before every rank of its group has entered it. (A rank can leave
 a broadcast, a reduce or a send before the others have come.)"""
-EVERY = (*SYNCHRONISING, *(kind for kind in COLLECTIVES if kind not in SYNCHRONISING))
+ALL_KINDS = (*SYNCHRONISING, *(kind for kind in COLLECTIVES if kind not in SYNCHRONISING))
 _KEY = ("group", "ranks", "collective", "bytes", "annotation", "source", "target")
 _PAIR = pl.col("source").is_not_null() & pl.col("target").is_not_null()
 _DIGITS = re.compile(r"\d+")
 
 
-def working(a: Analysis) -> Intervals:
+def working_intervals(a: Analysis) -> Intervals:
     """When a rank computes: kernels on its device, operators on a host without one."""
     return host_work(a) if a.device_id is None else a.breakdown.compute
 
 
-def waiting(a: Analysis) -> Intervals:
+def waiting_intervals(a: Analysis) -> Intervals:
     """When a rank communicates and does nothing else."""
     if a.device_id is not None:
         return a.breakdown.communication
@@ -43,7 +48,7 @@ def waiting(a: Analysis) -> Intervals:
     table = describe_on_host(a)
     ts = table["ts"].to_numpy()
     every = intersect(union(ts, ts + table["dur"].to_numpy()), a.spans)
-    return subtract(every, working(a))
+    return subtract(every, working_intervals(a))
 
 
 def step_summaries(a: Analysis, steps: pl.DataFrame) -> list[StepSummary]:
@@ -56,7 +61,7 @@ def step_summaries(a: Analysis, steps: pl.DataFrame) -> list[StepSummary]:
 
 
 def collective_table(
-    a: Analysis, steps: pl.DataFrame, kinds: Sequence[str] = EVERY
+    a: Analysis, steps: pl.DataFrame, kinds: Sequence[str] = ALL_KINDS
 ) -> pl.DataFrame:
     """Collectives of some steps (rows of the steps table), by their start. A collective of one rank
     is that of another when group, kind, message size, annotation (digits apart) and place agree:
@@ -72,7 +77,7 @@ def collective_table(
     ``start``, ``end`` (ns of the trace), ``amount`` (elements that the rank gives or gets in an
     all-to-all, whichever are more; 0: another kind, or not known), ``gpu`` (row of ``trace.gpu``).
     """
-    table = describe_on_host(a) if a.device_id is None else describe(a)
+    table = describe_on_host(a) if a.device_id is None else list_collectives(a)
     if a.device_id is None:
         table = table.with_columns(gpu=pl.lit(-1))
     table = table.filter(pl.col("collective").is_in(kinds))
@@ -134,7 +139,7 @@ def pack_collectives(a: Analysis, table: pl.DataFrame, steps: pl.DataFrame) -> C
     if table.is_empty():
         return None
     start, end, step = (table[name].to_numpy() for name in ("start", "end", "at"))
-    idle, begin = waiting(a), steps["ts"].to_numpy()
+    idle, begin = waiting_intervals(a), steps["ts"].to_numpy()
     before = np.concatenate([start[:1], start[:-1]])
     first = np.concatenate([[True], step[1:] != step[:-1]])
     before[first] = np.minimum(begin[step[first]], start[first])

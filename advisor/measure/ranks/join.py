@@ -13,7 +13,7 @@ import polars as pl
 
 from advisor.core.errors import AdvisorError
 from advisor.core.intervals import Bools, Floats, Ints
-from advisor.measure.ranks.align import Clocks, align_cells, medians
+from advisor.measure.ranks.align import Clocks, align_cells, group_medians
 from advisor.measure.ranks.summary import Collectives, Summary, unpack
 
 COLUMNS = ("key", "order", "step", "start", "end", "exposed", "work")
@@ -137,7 +137,7 @@ class CollectiveWaits:
     """By place: its exposed part."""
 
 
-def join(summaries: Sequence[Summary]) -> Joined:
+def join_ranks(summaries: Sequence[Summary]) -> Joined:
     """Match the collectives of all ranks and put them on one clock.
 
     Raises AdvisorError: a summary's columns do not belong together.
@@ -289,7 +289,7 @@ def _split(row: Ints, cells: dict[str, Ints], keys: list[Key]) -> Ints:
     return split
 
 
-def waits(
+def measure_waits(
     joined: Joined,
     wanted: Bools | None = None,
     exposed_of: Callable[[Ints, Floats], Floats] | None = None,
@@ -330,7 +330,7 @@ def waits(
     mean_wait = np.where(decided, np.add.reduceat(wait, at[:-1]) / others, 0.0)
     mean_exposed = np.add.reduceat(np.where(chosen, 0.0, exposed), at[:-1]) / others
     known = last >= 0
-    transfer = np.maximum(medians(end, at) - latest, 0.0)
+    transfer = np.maximum(group_medians(end, at) - latest, 0.0)
     return CollectiveWaits(
         row=rows,
         last=last,

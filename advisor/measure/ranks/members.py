@@ -40,7 +40,7 @@ def host_of(path: str) -> str:
     return ""
 
 
-def racks(hosts: Iterable[str]) -> dict[str, str]:
+def find_racks(hosts: Iterable[str]) -> dict[str, str]:
     """Host -> rack, where the names tell racks: what ends with the number before the last. Empty:
     there are not several racks of several hosts."""
     result: dict[str, list[str]] = defaultdict(list)
@@ -79,7 +79,7 @@ class Places:
                 of_host[summary.host].append(place)
         self.hosts = {name: tuple(places) for name, places in sorted(of_host.items())}
         of_rack: dict[str, list[str]] = defaultdict(list)
-        for host, rack in racks(self.hosts).items():
+        for host, rack in find_racks(self.hosts).items():
             of_rack[rack].append(host)
         self.racks = dict(sorted(of_rack.items()))
 
@@ -189,7 +189,7 @@ def _extreme(units: dict[str, Floats], limit: float) -> dict[str, float]:
         return {}
     means = np.array([float(units[name].mean()) for name in names])
     if len(names) >= 4:
-        chance = p_values(residuals(means, np.zeros(len(names), dtype=np.int64)))
+        chance = p_values(group_residuals(means, np.zeros(len(names), dtype=np.int64)))
         return {n: float(p) for n, p in zip(names, chance, strict=True) if p < limit}
     kept = list(units.values())
     degrees = sum(len(values) - 1 for values in kept)
@@ -303,7 +303,7 @@ def binomial_tail(hits: int, tries: int, chance: float) -> float:
     return min(1.0, total)
 
 
-def residuals(values: Floats, group: Ints) -> Floats:
+def group_residuals(values: Floats, group: Ints) -> Floats:
     """Each value less the median of its group; NaN in a group of fewer than three, where nobody
     differ from the others."""
     left = np.full(len(values), np.nan)

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from advisor.core.intervals import Floats, Ints
-from advisor.core.ranks import numbers
-from advisor.measure.ranks.align import medians
+from advisor.core.ranks import format_ranks
+from advisor.measure.ranks.align import group_medians
 from advisor.measure.ranks.members import Members, find_members
 from advisor.measure.ranks.outliers import MAX_CHANCE, MIN_SHARE, Deviation
 
@@ -39,7 +39,7 @@ def transfer_excess(job: Job, without: frozenset[int] = frozenset()) -> list[Flo
             continue
         order = np.argsort(inverse, kind="stable")
         first = np.searchsorted(inverse[order], np.arange(len(groups) + 1))
-        middles = medians(waits.transfer[rows][order], first)
+        middles = group_medians(waits.transfer[rows][order], first)
         excess[rows] = middles[inverse] - np.median(middles)
     known = np.isfinite(excess)
     result = []
@@ -105,5 +105,5 @@ def _same(job: Job, who: list[Members], excess: Floats) -> Members:
     places = tuple(sorted(place for w in similar for place in w.places))
     if len(places) == 1:
         return worst
-    name = numbers([job.places.ranks[place] for place in places])
+    name = format_ranks([job.places.ranks[place] for place in places])
     return Members("rank", name, places, worst.chance)

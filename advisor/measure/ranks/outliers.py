@@ -10,7 +10,7 @@ from msgspec import structs
 
 from advisor.core.finding import Edit, Select
 from advisor.core.intervals import Floats, Ints
-from advisor.core.ranks import numbers
+from advisor.core.ranks import format_ranks
 from advisor.measure.device.families import FAMILIES
 from advisor.measure.ranks.join import CollectiveWaits, Joined
 from advisor.measure.ranks.members import (
@@ -22,10 +22,10 @@ from advisor.measure.ranks.members import (
     Places,
     binomial_tail,
     find_members,
+    group_residuals,
     means_over,
     medians_over,
     p_values,
-    residuals,
 )
 from advisor.measure.ranks.profile import (
     MIN_KERNELS,
@@ -106,19 +106,19 @@ class Job:
 
 def find_outliers(job: Job) -> list[Deviation]:
     """All searches; what one explains another does not tell again."""
-    result = persistent(job)
+    result = find_persistent(job)
     blamed = {place for deviation in result for place in deviation.who.places}
-    result += stages(job)
-    result += moving(job, blamed)
+    result += find_long_stages(job)
+    result += find_moving(job, blamed)
     if not result:
-        result += late(job)
+        result += find_late(job)
     return result
 
 
 # -- the same ranks in every step -------------------------------------------------------------
 
 
-def persistent(job: Job) -> list[Deviation]:
+def find_persistent(job: Job) -> list[Deviation]:
     """Ranks, hosts and racks with more work of their own than those that have the same part."""
     own, step = job.own, job.step_ns
     if step <= 0:
@@ -142,7 +142,7 @@ def persistent(job: Job) -> list[Deviation]:
 
 def _middle(by_step: Floats, stage: Ints) -> Floats:
     """By rank: median over the steps of how much it is above the ranks of its stage."""
-    left = np.stack([residuals(column, stage) for column in by_step.T], axis=1)
+    left = np.stack([group_residuals(column, stage) for column in by_step.T], axis=1)
     return medians_over(left, axis=1)
 
 
@@ -228,14 +228,14 @@ def _merge_imbalances(job: Job, result: list[Deviation]) -> list[Deviation]:
         return result
     return [
         *(deviation for deviation in result if deviation.kind != "imbalance"),
-        merge(job, uneven),
+        merge_outliers(job, uneven),
     ]
 
 
-def merge(job: Job, result: Sequence[Deviation]) -> Deviation:
+def merge_outliers(job: Job, result: Sequence[Deviation]) -> Deviation:
     """Several outliers of the same kind, as one: the figures are of the largest."""
     places = tuple(sorted({place for deviation in result for place in deviation.who.places}))
-    name = numbers([job.places.ranks[place] for place in places])
+    name = format_ranks([job.places.ranks[place] for place in places])
     who = Members("rank", name, places, min(deviation.who.chance for deviation in result))
     return replace(max(result, key=lambda deviation: deviation.excess_ns), who=who)
 
@@ -243,7 +243,7 @@ def merge(job: Job, result: Sequence[Deviation]) -> Deviation:
 # -- parts of a pipeline ----------------------------------------------------------------------
 
 
-def stages(job: Job) -> list[Deviation]:
+def find_long_stages(job: Job) -> list[Deviation]:
     """The longest stage of a pipeline, where the others wait for it."""
     names = np.unique(job.stage)
     if len(names) < 2 or job.step_ns <= 0:
@@ -281,7 +281,7 @@ def stages(job: Job) -> list[Deviation]:
 # -- another rank from step to step -----------------------------------------------------------
 
 
-def moving(job: Job, blamed: set[int]) -> list[Deviation]:
+def find_moving(job: Job, blamed: set[int]) -> list[Deviation]:
     """Steps that are held up by one rank each, and not by the same."""
     own = job.own.own_by_step
     if own.shape[1] < MIN_STEPS or job.step_ns <= 0:
@@ -290,7 +290,7 @@ def moving(job: Job, blamed: set[int]) -> list[Deviation]:
     own[sorted(blamed)] = np.nan
     # what a rank has in every step is no part of what moves
     usual = medians_over(own, axis=1)[:, None]
-    left = np.stack([residuals(column, job.stage) for column in (own - usual).T], axis=1)
+    left = np.stack([group_residuals(column, job.stage) for column in (own - usual).T], axis=1)
     steps = np.flatnonzero(np.isfinite(left).sum(axis=0) >= 4)
     if len(steps) < MIN_STEPS:
         return []
@@ -332,7 +332,7 @@ def moving(job: Job, blamed: set[int]) -> list[Deviation]:
 # -- late, and nothing of its own says why ----------------------------------------------------
 
 
-def late(job: Job) -> list[Deviation]:
+def find_late(job: Job) -> list[Deviation]:
     """The rank that arrives last at most collectives, where own work in these steps does not say
     why: few ranks have no scatter to compare with, and a window of a step or two shows a delay
     that began before it."""

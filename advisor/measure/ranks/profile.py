@@ -52,7 +52,7 @@ class Profile:
         return total
 
 
-def profile(summaries: Sequence[Summary]) -> Profile:
+def profile_ranks(summaries: Sequence[Summary]) -> Profile:
     """Own time of all ranks, from what each tells of its steps."""
     values = np.full((len(summaries), len(CLASSES)), np.nan)
     counts: Counter[str] = Counter()

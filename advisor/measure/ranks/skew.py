@@ -15,9 +15,9 @@ from advisor.measure.ranks.collectives import (
     collective_table,
     pack_collectives,
     step_summaries,
-    working,
+    working_intervals,
 )
-from advisor.measure.ranks.join import Joined, join, waits
+from advisor.measure.ranks.join import Joined, join_ranks, measure_waits
 from advisor.measure.ranks.summary import Summary
 
 if TYPE_CHECKING:
@@ -53,7 +53,7 @@ class Alignment(NamedTuple):
         return 0 if self.joined is None else int(self.joined.matched.sum())
 
 
-def align(ranks: Mapping[int, Analysis]) -> Alignment:
+def align_ranks(ranks: Mapping[int, Analysis]) -> Alignment:
     """Put ranks on one clock by the ends of matched collectives: all ranks leave one together.
 
     All steps take part, those that are not used too, and collectives that no rank can leave before
@@ -80,7 +80,7 @@ def align(ranks: Mapping[int, Analysis]) -> Alignment:
                     collectives=pack_collectives(a, tables[-1], steps),
                 )
             )
-        joined = join(summaries)
+        joined = join_ranks(summaries)
         placed = np.isfinite(joined.clocks.shift)
         reason = joined.clocks.reason
         if reason or not placed.any():
@@ -145,7 +145,7 @@ class Skew(NamedTuple):
     """Steps over which the figures per step are taken: used ones that all ranks have, by name."""
 
 
-def skew(ranks: Mapping[int, Analysis], alignment: Alignment) -> Skew:
+def measure_skew(ranks: Mapping[int, Analysis], alignment: Alignment) -> Skew:
     """How late each rank comes to the collectives, and what that costs the others.
 
     Raises ValueError when ``alignment`` says that the ranks could not be aligned: then skew is
@@ -167,10 +167,10 @@ def skew(ranks: Mapping[int, Analysis], alignment: Alignment) -> Skew:
             own = np.flatnonzero(joined.rank[rows] == place)
             begin = cells["start"].to_numpy()[rows[own]]
             until = begin + np.rint(wait[own]).astype(np.int64)
-            result[own] = covered_length(begin, until, subtract(a.spans, working(a)))
+            result[own] = covered_length(begin, until, subtract(a.spans, working_intervals(a)))
         return result
 
-    found = waits(joined, np.logical_and.reduceat(inside, joined.first[:-1]), exposed)
+    found = measure_waits(joined, np.logical_and.reduceat(inside, joined.first[:-1]), exposed)
     names = [set(a.steps.used["name"].to_list()) for a in analyses]
     steps = max(1, len(set.intersection(*names)))
     who = pl.Series([*numbers, None], dtype=pl.Int64)

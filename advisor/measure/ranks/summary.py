@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from advisor.core import text as t
 from advisor.core.errors import AdvisorError
 from advisor.core.finding import Finding
-from advisor.core.ranks import numbers
+from advisor.core.ranks import format_ranks
 from advisor.core.report import MemorySample
 
 SCHEMA = "advisor.rank/1"
@@ -261,7 +261,7 @@ def one_run(summaries: Sequence[Summary]) -> OneRun:
         else:
             best[summary.rank] = summary
     if again:
-        notes["further files of the same ranks"] = f"of ranks {numbers(again)}"
+        notes["further files of the same ranks"] = f"of ranks {format_ranks(again)}"
     return OneRun([best[rank] for rank in sorted(best)], [*others, *apart], notes)
 
 

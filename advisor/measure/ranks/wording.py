@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from advisor.core.ranks import numbers
+from advisor.core.ranks import format_ranks
 from advisor.core.text import format_duration, format_share
 
 if TYPE_CHECKING:
@@ -13,9 +13,9 @@ if TYPE_CHECKING:
 _PARTS = {"compute": "compute", "input": "waiting for input", "host": "host time"}
 
 
-def subject(job: Job, deviation: Deviation) -> str:
+def describe_subject(job: Job, deviation: Deviation) -> str:
     """``rank 7``, ``host node-03 (ranks 24-31)``, ``a different rank in each step``."""
-    ranks = numbers([job.places.ranks[place] for place in deviation.who.places])
+    ranks = format_ranks([job.places.ranks[place] for place in deviation.who.places])
     if deviation.moves:
         return "a different rank in each step"
     if deviation.who.unit == "rank":
@@ -23,7 +23,7 @@ def subject(job: Job, deviation: Deviation) -> str:
     return f"{deviation.who.unit} {deviation.who.name} (ranks {ranks})"
 
 
-def reason(job: Job, deviation: Deviation) -> str:
+def describe_reason(job: Job, deviation: Deviation) -> str:
     """The measurement, without its subject: ``5.1 ms more own work per step than the others …``."""
     more, excess = deviation.more, format_duration(deviation.excess_ns)
     share = format_share(deviation.excess_ns / job.step_ns) if job.step_ns else ""
@@ -66,9 +66,9 @@ def reason(job: Job, deviation: Deviation) -> str:
     return f"{text}; {deviation.note}" if deviation.note else text
 
 
-def change(job: Job, deviation: Deviation) -> str:
+def describe_change(job: Job, deviation: Deviation) -> str:
     """What the replay changes to estimate the gain."""
-    who = subject(job, deviation)
+    who = describe_subject(job, deviation)
     if deviation.kind == "network":
         return f"collectives of {who} as fast as the others'"
     if deviation.kind == "pipeline":

@@ -209,7 +209,7 @@ PLAIN = (
 """Looked for where none of the others is there: they tell less."""
 
 
-def parse(name: str) -> Mark | None:
+def parse_mark(name: str) -> Mark | None:
     """What a name tells as a mark of an engine; ``None``: it is none."""
     return _read(name, PATTERNS)
 

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from advisor.core.intervals import gaps, union
 from advisor.core.trace import Capture, Trace
 from advisor.measure.device.families import op_families
-from advisor.measure.device.kernel_names import describe
+from advisor.measure.device.kernel_names import describe_kernels
 from advisor.measure.host.stacks import climb_stack
 
 HOLE_NS, USUAL_NS = 1_000, 2_000
@@ -56,7 +56,7 @@ class GraphReplay(NamedTuple):
     """Of them, in which any of its work runs, ns."""
 
 
-def replays(trace: Trace) -> list[GraphReplay]:
+def find_replays(trace: Trace) -> list[GraphReplay]:
     """Every replay in the order of the calls, those without records too."""
     cpu, gpu = trace.cpu, trace.gpu
     calls = np.flatnonzero((cpu["call"] == "graph_launch").fill_null(False).to_numpy())
@@ -87,7 +87,7 @@ def missing_records(trace: Trace) -> tuple[int, int]:
     length as fit there. Calls after the last one that is recorded with its work may have been
     cut off by the end of the recording.
     """
-    found = replays(trace)
+    found = find_replays(trace)
     called, recorded = trace.cpu["ts"], trace.gpu["launch"].drop_nulls()
     last = int(called.gather(recorded).max() or 0) if len(recorded) else 0  # type: ignore[arg-type]
     if any(len(one.rows) for one in found):
@@ -191,7 +191,7 @@ def attach_capture(trace: Trace, capture: Trace) -> Trace:
     kinds = [_launch_kinds(capture, rows) for rows in graphs]
     work: list[Numbers] = [np.zeros(0, dtype=np.int64)]
     launch: list[Numbers] = [np.zeros(0, dtype=np.int64)]
-    found = replays(trace)
+    found = find_replays(trace)
     known: dict[bytes, tuple[Numbers, Numbers]] = {}
     for replay in found:
         key = replay.names.tobytes()
@@ -261,7 +261,7 @@ def _stacks(
 
 def _work_kinds(names: pl.Series) -> list[str]:
     """Family of each kernel, by its name; copies by theirs."""
-    described = describe(names)
+    described = describe_kernels(names)
     return [str(family) for family in described["family"].cast(pl.String)]
 
 
@@ -273,7 +273,9 @@ def _launch_kinds(capture: Trace, rows: Numbers) -> list[str]:
     names = cpu["name"].gather(ops).cast(pl.String)
     by_op = op_families(names).cast(pl.String)
     # Inductor's wrapper records a kernel as an operator of the kernel's name
-    by_kernel = describe(names)["family"].cast(pl.String).set(~names.str.contains("^triton_"), None)
+    by_kernel = (
+        describe_kernels(names)["family"].cast(pl.String).set(~names.str.contains("^triton_"), None)
+    )
     family = by_op.zip_with(by_op.is_not_null(), by_kernel).fill_null("")
     known = np.zeros(cpu.height, dtype=np.bool_)
     known[ops] = (family != "").to_numpy()

@@ -96,7 +96,7 @@ class Passes:
         return start.to_numpy(), last.to_numpy()
 
 
-def learns(trace: Trace) -> bool:
+def has_training_rows(trace: Trace) -> bool:
     """There are rows of a backward pass or of an optimizer."""
     cpu = trace.cpu  # frames tell nothing: ``get_backward_compatible_…``
     return bool((name_matches(cpu["name"], LEARNING) & (cpu["kind"] != "python")).any())
@@ -129,7 +129,7 @@ def find_passes(trace: Trace) -> Passes | None:
         inner = _module_calls(trace)  # its parts are of more use: encoders, steps, decoder
         marks = marks if inner.is_empty() else []
     if not marks:
-        if trace.cpu.is_empty() or learns(trace):
+        if trace.cpu.is_empty() or has_training_rows(trace):
             return None
         rows, source = _module_calls(trace), MODULES
         if rows.is_empty():

@@ -13,10 +13,10 @@ from advisor.core.intervals import covered_length, union
 from advisor.core.report import GraphReplays, Quantiles, Serving, ServingPhase
 from advisor.measure.device.families import MATRIX
 from advisor.measure.device.shapes import FORMATS
-from advisor.measure.host.names import map_names, remembered
-from advisor.measure.host.operators import KERNEL_NS, roofs
+from advisor.measure.host.names import cache_by_name, map_names
+from advisor.measure.host.operators import KERNEL_NS, attainable_roofs
 from advisor.measure.serving.annotations import FORWARD, Mark
-from advisor.measure.serving.graphs import replays
+from advisor.measure.serving.graphs import find_replays
 
 if TYPE_CHECKING:
     from advisor.measure import Analysis
@@ -160,9 +160,9 @@ class _Kernels:
         ts = gpu["ts"].to_numpy()
         own = (gpu["device"] == a.device_id).to_numpy()
         self.busy = union(ts[own], (ts + gpu["dur"].to_numpy())[own])
-        self.role = roles(a)
+        self.role = find_roles(a)
         self.communication = measured["communication"].to_numpy()
-        limits = roofs(a.hardware)
+        limits = attainable_roofs(a.hardware)
         flops = measured["flops"].fill_null(np.nan).to_numpy().astype(np.float64)
         moved = measured["moved"].fill_null(np.nan).to_numpy().astype(np.float64)
         rate = np.full(len(FORMATS) + 1, np.nan)
@@ -218,7 +218,7 @@ def _most_reuse(mark: Mark) -> float:
 
 
 def _graphs(a: Analysis, passes: Passes, used: Numbers) -> GraphReplays | None:
-    found = replays(a.trace)
+    found = find_replays(a.trace)
     if not found:
         return None
     rows = np.concatenate([replay.rows for replay in found])
@@ -277,14 +277,14 @@ _OF_FAMILY = {
 }
 
 
-@remembered
+@cache_by_name
 def _by_name(names: pl.Series) -> pl.DataFrame:
     column = pl.col("name")
     fits = [pl.when(column.str.contains(pattern)).then(pl.lit(r)) for r, pattern in ROLES]
     return names.alias("name").to_frame().select(role=pl.coalesce(*fits))
 
 
-def roles(a: Analysis) -> pl.Series:
+def find_roles(a: Analysis) -> pl.Series:
     """Aligned with ``trace.gpu``: the part of a layer, by the kernel's name, then its operator's,
     then its family. Matrix products that are no expert's are ``dense gemm``."""
     measured = a.kernels

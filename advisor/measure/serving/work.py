@@ -45,7 +45,7 @@ class Heads(NamedTuple):
     """Bytes an element."""
 
 
-def heads(trace: Trace, row: int) -> Heads | None:
+def read_heads(trace: Trace, row: int) -> Heads | None:
     """Heads of an operator whose inputs are (tokens, heads, size): queries, keys, values. ``None``:
     not recorded so."""
     inputs = trace.cpu["inputs"][row]
@@ -63,17 +63,17 @@ def heads(trace: Trace, row: int) -> Heads | None:
     return Heads(query.shape[1], keys, key.shape[-1], size or key.shape[-1], wide)
 
 
-def pairs(sums: Sums) -> float:
+def count_pairs(sums: Sums) -> float:
     """Pairs of a new token and one that it attends to, of all requests."""
     return sums.qk - (sums.qq - sums.q) / 2
 
 
-def attention(mark: Mark, shape: Heads, *, narrow: bool) -> tuple[float, float] | None:
+def attention_cost(mark: Mark, shape: Heads, *, narrow: bool) -> tuple[float, float] | None:
     """FLOPs and bytes of one attention operator in a step; ``None``: the mark has no sums."""
     kinds = [sums for sums in (mark.prefill, mark.decode) if sums is not None]
     if not kinds:
         return None
-    flops = sum(2.0 * shape.queries * (shape.size + shape.value) * pairs(s) for s in kinds)
+    flops = sum(2.0 * shape.queries * (shape.size + shape.value) * count_pairs(s) for s in kinds)
     cached = shape.size if shape.size == LATENT else shape.keys * (shape.size + shape.value)
     width = 1 if narrow else shape.width
     moved = sum(
@@ -109,12 +109,12 @@ def with_attention(a: Analysis, measured: pl.DataFrame) -> pl.DataFrame:
     for row, op, name, ns in zip(rows.tolist(), ops, texts, dur, strict=True):
         place = trace.cpu["inputs"][op]
         if place not in shapes:
-            shapes[place] = heads(trace, op)
+            shapes[place] = read_heads(trace, op)
         shape = shapes[place]
         if shape is None or re.search(f"{WINDOWED}|{HELPERS}", name):
             continue
         narrow = re.search(NARROW, name) is not None
-        work = attention(passes.marks[owner[row]], shape, narrow=narrow)
+        work = attention_cost(passes.marks[owner[row]], shape, narrow=narrow)
         if work is not None and work[1] * 1e9 <= bandwidth * max(ns, 1):
             flops[row], moved[row] = work
     return measured.with_columns(

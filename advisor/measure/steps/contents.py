@@ -9,7 +9,14 @@ import polars as pl
 from numpy.typing import NDArray
 
 from advisor.measure.host.optree import own_time, time_inside
-from advisor.measure.host.stacks import Rows, frame_ranks, nearest, operators, outermost, parents
+from advisor.measure.host.stacks import (
+    Rows,
+    frame_ranks,
+    innermost_ancestor,
+    is_operator,
+    outermost_ancestor,
+    parent_rows,
+)
 
 if TYPE_CHECKING:
     from advisor.measure import Analysis
@@ -27,7 +34,7 @@ HOLDS = 0.5
 """A call is followed into the one below it while that holds at least half of its time."""
 
 
-def contents(a: Analysis, ranges: NDArray[np.int64]) -> pl.DataFrame:
+def measure_contents(a: Analysis, ranges: NDArray[np.int64]) -> pl.DataFrame:
     """What takes the time of some host rows: the columns of CONTENTS_SCHEMA, most ``ns`` first.
 
     Each instant of the ranges belongs to the innermost frame of the user's code that runs inside
@@ -42,16 +49,16 @@ def contents(a: Analysis, ranges: NDArray[np.int64]) -> pl.DataFrame:
     empty = pl.DataFrame(schema=CONTENTS_SCHEMA)
     if not len(ranges):
         return empty
-    parent = parents(a.trace)
+    parent = parent_rows(a.trace)
     is_range = np.zeros(cpu.height, dtype=bool)
     is_range[ranges] = True
-    top = nearest(parent, is_range)
+    top = innermost_ancestor(parent, is_range)
     below = (top >= 0) & ~is_range
     rows = np.flatnonzero(below)
     if not len(rows):
         return empty
     rank = np.where(below, frame_ranks(a.trace), 0).astype(np.int8)
-    frame = nearest(parent, is_range | (rank == 2))
+    frame = innermost_ancestor(parent, is_range | (rank == 2))
     frame = np.where((frame >= 0) & ~is_range[np.maximum(frame, 0)], frame, -1).astype(np.int32)
     callee = _called(a, parent, frame, rank, below)
     own = own_time(a, np.where(below, time_inside(a), 0))
@@ -105,14 +112,14 @@ def _names(names: pl.Series) -> pl.Series:
 def _called(
     a: Analysis, parent: Rows, frame: Rows, rank: NDArray[np.int8], below: NDArray[np.bool_]
 ) -> Rows:
-    """For each row what the user's frame around it has called; see :func:`contents`."""
+    """For each row what the user's frame around it has called; see :func:`measure_contents`."""
     here = np.arange(len(parent), dtype=np.int32)
     direct = (frame >= 0) & ((frame == here) | (frame == parent))
-    alone = outermost(parent, operators(a.trace) & below)
+    alone = outermost_ancestor(parent, is_operator(a.trace) & below)
     if (rank == 1).any():
-        library = outermost(parent, rank == 1)
+        library = outermost_ancestor(parent, rank == 1)
         alone = np.where(library >= 0, library, alone)
-    return np.where(frame >= 0, nearest(parent, direct), alone).astype(np.int32)
+    return np.where(frame >= 0, innermost_ancestor(parent, direct), alone).astype(np.int32)
 
 
 def _leaf(a: Analysis, parent: Rows, calls: NDArray[np.int64], frame: Rows) -> tuple[int, int]:

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from advisor.core.finding import Edit, Select
 from advisor.core.intervals import EMPTY, Intervals, intersect, union
 from advisor.measure.host.names import name_matches
-from advisor.measure.host.stacks import nearest, parents
+from advisor.measure.host.stacks import innermost_ancestor, parent_rows
 from advisor.measure.serving.passes import ENGINE
 
 if TYPE_CHECKING:
@@ -66,8 +66,8 @@ def broken_regions(a: Analysis) -> NDArray[np.int64]:
     region = name_matches(a.trace.cpu["name"], REGION).to_numpy()
     if not region.any():
         return np.zeros(0, dtype=np.int64)
-    parent = parents(a.trace)
-    around = nearest(parent, region)
+    parent = parent_rows(a.trace)
+    around = innermost_ancestor(parent, region)
     rows = np.flatnonzero(region & (parent >= 0))
     return rows[around[parent[rows]] >= 0]
 
@@ -87,8 +87,8 @@ def graph_breaks(a: Analysis, regions: tuple[str, ...] = ()) -> Intervals:
         return EMPTY
     graph = np.flatnonzero(name_matches(cpu["name"], GRAPH).to_numpy())
     region = name_matches(cpu["name"], REGION).to_numpy()
-    parent = parents(a.trace)
-    outer = nearest(parent, region)[parent[rows]]
+    parent = parent_rows(a.trace)
+    outer = innermost_ancestor(parent, region)[parent[rows]]
     ts = cpu["ts"].to_numpy()
     end = ts + cpu["dur"].to_numpy()
     begin, finish = ts[outer].copy(), ts[rows].copy()
@@ -120,7 +120,7 @@ def between_steps(a: Analysis) -> Intervals:
     return intersect(union(begin[near], np.maximum(begin, end)[near]), a.spans)
 
 
-def instants(a: Analysis, select: Select) -> Intervals:
+def select_instants(a: Analysis, select: Select) -> Intervals:
     """What ``Select.at`` stands for."""
     if select.at == "graph_break":
         return graph_breaks(a, select.region)

@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from advisor.core.intervals import Floats, Ints
-from advisor.core.run_directory import LARGEST, is_sane
+from advisor.core.run_directory import MAX_VALUE, is_sane
 
 if TYPE_CHECKING:
     from advisor.core.run_directory import Gpu, Host, RankRecord, Step
@@ -99,7 +99,7 @@ class StepRecords:
         """Time between the steps that went into validation, checkpoints and the like, ns. Before
         the first step lie imports, the making of the model and the like: not between steps."""
         lengths = (step.evaluation for step in self.steps if step.n)
-        return sum(length for length in lengths if 0 <= length < LARGEST)
+        return sum(length for length in lengths if 0 <= length < MAX_VALUE)
 
     @cached_property
     def count(self) -> int:
@@ -135,7 +135,7 @@ class StepRecords:
                 continue
             if not isinstance(steps, list) or len(steps) != 2:
                 continue
-            if all(isinstance(end, int) and abs(end) < LARGEST for end in steps):
+            if all(isinstance(end, int) and abs(end) < MAX_VALUE for end in steps):
                 own = window == which
                 result[own] = ((number >= steps[0]) & (number <= steps[1]))[own]
         return result
@@ -189,7 +189,7 @@ class StepRecords:
         """Host time of each step by phase, the largest first; they add up to ``dur``."""
         names = sorted({name for step in self.steps for name in step.phases})
         result = {
-            name: np.array([finite(step.phases.get(name, 0)) for step in self.steps])
+            name: np.array([finite_or_nan(step.phases.get(name, 0)) for step in self.steps])
             for name in names
         }
         return dict(sorted(result.items(), key=lambda item: -item[1][self.used].sum()))
@@ -208,7 +208,9 @@ class StepRecords:
 
     def column(self, name: str) -> Floats:
         """A field of every step; NaN where it was not measured."""
-        return np.array([finite(getattr(step, name)) for step in self.steps], dtype=np.float64)
+        return np.array(
+            [finite_or_nan(getattr(step, name)) for step in self.steps], dtype=np.float64
+        )
 
     @cached_property
     def span(self) -> tuple[int, int]:
@@ -242,7 +244,7 @@ class StepRecords:
         ``None``: not recorded, or there are several loaders."""
         lengths = {loader.get("length") for loader in self.loaders}
         batches = lengths.pop() if len(lengths) == 1 else None
-        if not isinstance(batches, int) or not 0 < batches < LARGEST or not self.record.steps:
+        if not isinstance(batches, int) or not 0 < batches < MAX_VALUE or not self.record.steps:
             return None
         counts = Counter(max(step.micro, 1) for step in self.record.steps)
         return max(1, batches // counts.most_common(1)[0][0])
@@ -386,11 +388,11 @@ class StepRecords:
         ]
 
 
-def finite(value: float | None) -> float:
+def finite_or_nan(value: float | None) -> float:
     """A figure as a column has it: NaN where it is missing, or larger than any that is written."""
-    return float(value) if value is not None and -LARGEST < value < LARGEST else np.nan
+    return float(value) if value is not None and -MAX_VALUE < value < MAX_VALUE else np.nan
 
 
 def _known(values: list[float | None]) -> Floats:
-    result = np.array([finite(value) for value in values], dtype=np.float64)
+    result = np.array([finite_or_nan(value) for value in values], dtype=np.float64)
     return result[~np.isnan(result)]

@@ -11,7 +11,7 @@ import numpy as np
 import polars as pl
 from numpy.typing import NDArray
 
-from advisor.core.finding import GUESSED
+from advisor.core.finding import GUESSED_STEP_SOURCES
 from advisor.core.trace import JAX, TENSORFLOW, Trace
 from advisor.measure.host.launches import analysed_device
 
@@ -55,7 +55,7 @@ class RangeGroup(NamedTuple):
         return bool(self.marks["name"].str.contains(_NAMED).any())
 
 
-def repeats(trace: Trace) -> tuple[pl.DataFrame, str] | None:
+def find_repeats(trace: Trace) -> tuple[pl.DataFrame, str] | None:
     """Marks of the steps (``name``, ``ts``, ``dur``, in time's order) and what they are: ``ranges``
     that are called steps, or one of GUESSED. ``None``: nothing repeats."""
     device = analysed_device(trace)
@@ -69,10 +69,10 @@ def repeats(trace: Trace) -> tuple[pl.DataFrame, str] | None:
     )
     if group is not None:
         marks = group.marks.select("name", "ts", "dur")
-        return marks, "ranges" if group.named else GUESSED[1]
+        return marks, "ranges" if group.named else GUESSED_STEP_SOURCES[1]
     rows = trace.gpu.filter(pl.col("device") == device)
     marks = _sequence(rows, _called(trace, rows))
-    return None if marks is None else (marks, GUESSED[0])
+    return None if marks is None else (marks, GUESSED_STEP_SOURCES[0])
 
 
 def _called(trace: Trace, rows: pl.DataFrame) -> Numbers:

@@ -55,7 +55,7 @@ class StepHalves(NamedTuple):
         return self.long_ns - self.short_ns
 
 
-def uneven(a: Analysis) -> StepHalves | None:
+def compare_halves(a: Analysis) -> StepHalves | None:
     """What the longer half of the used steps has more of than the shorter one. ``None``: the steps
     are similar, or too few. Without device work it
     is the main thread's time, by its classes, and operators by the time in them alone."""

@@ -11,19 +11,19 @@ import numpy as np
 import polars as pl
 
 from advisor.core.errors import AdvisorError
-from advisor.core.finding import GUESSED
+from advisor.core.finding import GUESSED_STEP_SOURCES
 from advisor.core.intervals import Intervals, union
 from advisor.core.trace import KINETO, LOADER, STEP_MARKS, Trace
 from advisor.measure.host.launches import (
     AHEAD_SHARE,
     analysed_device,
     device_steps,
-    drained,
-    earlier,
+    find_drain_time,
+    launched_before_recording,
 )
 from advisor.measure.host.names import name_matches
-from advisor.measure.serving.passes import ENGINE, Passes, find_passes, learns
-from advisor.measure.steps.repeats import SIMILAR_TIME, repeats, without_fragments
+from advisor.measure.serving.passes import ENGINE, Passes, find_passes, has_training_rows
+from advisor.measure.steps.repeats import SIMILAR_TIME, find_repeats, without_fragments
 
 if TYPE_CHECKING:
     from advisor.measure import Analysis
@@ -177,7 +177,7 @@ def find_steps(trace: Trace, select: tuple[int | None, int | None] | None = None
     if passes is not None and passes.loop:
         return _of_passes(passes, select)
     if trace.meta.format != KINETO:
-        repeated = repeats(trace)
+        repeated = find_repeats(trace)
         if repeated is not None:
             return _finish(trace, *repeated, select)
     start, end = own_span(trace)
@@ -185,7 +185,7 @@ def find_steps(trace: Trace, select: tuple[int | None, int | None] | None = None
     return _finish(trace, whole, "whole trace", None)
 
 
-def extent(trace: Trace) -> tuple[int, int]:
+def recorded_extent(trace: Trace) -> tuple[int, int]:
     """First start and last end of the work in the trace, ns, without the profiler's overhead
     rows."""
     frames = [
@@ -201,7 +201,7 @@ def extent(trace: Trace) -> tuple[int, int]:
 
 def own_span(trace: Trace) -> tuple[int, int]:
     """From the first work of the analysed device to the end of its last, ns; without device work
-    the ``extent``.
+    the ``recorded_extent``.
 
     The device is not idle before and after it: the recording only began earlier or ended later.
     Work launched before the recording is not in it. Neither is what little work comes before a
@@ -209,8 +209,10 @@ def own_span(trace: Trace) -> tuple[int, int]:
     """
     device = analysed_device(trace)
     if device is None:
-        return extent(trace)
-    own = (trace.gpu["device"] == device).fill_null(False).to_numpy() & ~earlier(trace)
+        return recorded_extent(trace)
+    own = (trace.gpu["device"] == device).fill_null(False).to_numpy() & ~launched_before_recording(
+        trace
+    )
     rows = trace.gpu.filter(own) if own.any() else trace.gpu
     rows = rows.sort("ts")
     ts, dur = rows["ts"].to_numpy(), rows["dur"].to_numpy()
@@ -225,7 +227,7 @@ def own_span(trace: Trace) -> tuple[int, int]:
     holes = np.flatnonzero((waits > HOLE_NS) & (before <= LEAD_SHARE * dur.sum()))
     first = int(holes[-1]) + 1 if len(holes) else 0
     if until[-1] <= ts[first]:
-        return extent(trace)
+        return recorded_extent(trace)
     return int(ts[first]), int(until[-1])
 
 
@@ -296,7 +298,7 @@ def _finish(
             end[-1] = max(int(end[-1]), launched)
         # one of several steps ran on beside that work, unless the host did nothing but wait for it
         held = count >= MIN_STEPS_LEFT
-        waited_until = drained(trace, int(ts[0]), int(end[0]), held=held)
+        waited_until = find_drain_time(trace, int(ts[0]), int(end[0]), held=held)
         if waited_until is not None:
             ts[0] = waited_until
     dur = end - ts
@@ -305,7 +307,7 @@ def _finish(
     marked = dur if launched_in is None else end - launched_in["ts"].to_numpy()
     if count > 1 and chosen[:-1].any() and marked[-1] < PARTIAL_SHARE * np.median(dur[:-1]):
         chosen[-1] = False  # the profiler stopped inside it
-    if source in GUESSED:
+    if source in GUESSED_STEP_SOURCES:
         whole = np.zeros(count, dtype=bool)
         whole[without_fragments(dur >= SIMILAR_TIME * np.median(dur))] = True
         chosen &= whole
@@ -376,7 +378,7 @@ def _outliers(dur: np.ndarray, chosen: np.ndarray, waits: np.ndarray) -> np.ndar
     mad = float(np.median(np.abs(values - median)))
     limit = max(OUTLIER_FACTOR * median, median + OUTLIER_MADS * mad)
     candidates = np.flatnonzero(chosen & (dur > limit))
-    if rhythm(np.flatnonzero(values > limit), values):
+    if find_rhythm(np.flatnonzero(values > limit), values):
         return outlier
     fed_late = candidates[dur[candidates] - waits[candidates] <= limit]
     if len(fed_late) > 1:
@@ -386,7 +388,7 @@ def _outliers(dur: np.ndarray, chosen: np.ndarray, waits: np.ndarray) -> np.ndar
     return outlier
 
 
-def rhythm(long: np.ndarray, dur: np.ndarray) -> int | None:
+def find_rhythm(long: np.ndarray, dur: np.ndarray) -> int | None:
     """Every how many steps a long one comes, ``None`` if they do not come back evenly.
 
     Long steps (places in ``dur``) at even distances all through the window, all about as long,
@@ -420,4 +422,4 @@ def forward_only(a: Analysis) -> bool:
     cpu = a.trace.cpu
     if not name_matches(cpu["name"], r"^aten::").any():
         return False
-    return not learns(a.trace)
+    return not has_training_rows(a.trace)

@@ -47,7 +47,7 @@ class Strip(NamedTuple):
     """Streams with work that are left out."""
 
 
-def strip(a: Analysis) -> Strip | None:
+def build_strip(a: Analysis) -> Strip | None:
     """The used step that is closest to their median; ``None``: no device work in it."""
     used = a.steps.used
     if used.is_empty() or a.device_id is None:

@@ -12,7 +12,12 @@ from advisor.core.intervals import Ints
 from advisor.core.trace import CALLS, LOADER, PYTORCH, Trace
 from advisor.measure.device.copies import held_by_copy
 from advisor.measure.host.names import distinct_names
-from advisor.measure.host.stacks import nearest, operators, outermost, parents
+from advisor.measure.host.stacks import (
+    innermost_ancestor,
+    is_operator,
+    outermost_ancestor,
+    parent_rows,
+)
 from advisor.measure.host.syncs import profiler_syncs
 
 if TYPE_CHECKING:
@@ -157,7 +162,7 @@ class Timeline(NamedTuple):
         known = (owner >= 0) & (owner < self.threads) & (finish > begin)
         ask = np.flatnonzero(known)
         base = owner[ask] * self.stride - self.origin
-        which, index, low, high = spread(self.key, begin[ask] + base, finish[ask] + base)
+        which, index, low, high = cut_at_points(self.key, begin[ask] + base, finish[ask] + base)
         other = np.flatnonzero(~known & (finish > begin))
         pieces = Pieces(
             np.concatenate([ask[which], other]),
@@ -172,7 +177,7 @@ class Timeline(NamedTuple):
         return Pieces._make(column[order] for column in pieces)
 
 
-def spread(
+def cut_at_points(
     key: Ints, start: Ints, end: Ints
 ) -> tuple[NDArray[np.int64], NDArray[np.int64], Ints, Ints]:
     """Cut intervals at the sorted points ``key``: (interval, point before, start, end) a piece.
@@ -213,7 +218,7 @@ def classify(trace: Trace) -> Classified:
         _match_names(cpu["name"], *patterns)
     )
     code = np.full(cpu.height, -1, dtype=np.int8)
-    named = operators(trace)
+    named = is_operator(trace)
     code[named] = CODE["dispatch"]
     code[(is_annotation | is_op) & (compiled | collective)] = CODE["dispatch"]
     code[is_python] = CODE["python"]
@@ -238,14 +243,14 @@ def classify(trace: Trace) -> Classified:
     code[compiling] = CODE["compile"]
     profiling &= is_python
     code[profiling] = CODE["profiler"]
-    parent = parents(trace)
-    row = nearest(parent, code >= 0)
+    parent = parent_rows(trace)
+    row = innermost_ancestor(parent, code >= 0)
     swallows |= compiling | profiling
     if swallows.any():
-        top = outermost(parent, swallows)
+        top = outermost_ancestor(parent, swallows)
         row = np.where(top >= 0, top, row)
     result = np.where(row >= 0, code[np.maximum(row, 0)], CODE["unknown"]).astype(np.int8)
-    return Classified(row, result, nearest(parent, is_annotation | (is_op & ~named)))
+    return Classified(row, result, innermost_ancestor(parent, is_annotation | (is_op & ~named)))
 
 
 def build_timeline(a: Analysis) -> Timeline:
@@ -276,7 +281,7 @@ def build_timeline(a: Analysis) -> Timeline:
     backwards = np.argsort(ends[::-1], kind="stable")
     closing = rows[::-1][backwards]
     key = np.concatenate([np.arange(threads) * stride, ends[::-1][backwards], starts])
-    label = np.concatenate([np.full(threads, -1), parents(trace)[closing], rows])
+    label = np.concatenate([np.full(threads, -1), parent_rows(trace)[closing], rows])
     order = np.argsort(key, kind="stable")
     key = key[order]
     last = np.ones(len(key), dtype=bool)
@@ -295,7 +300,7 @@ def _nested_ends(trace: Trace) -> tuple[Ints, Ints, NDArray[np.int32]]:
     cpu = trace.cpu
     ts = cpu["ts"].to_numpy()
     end = ts + cpu["dur"].to_numpy()
-    parent = parents(trace)
+    parent = parent_rows(trace)
     inner = np.flatnonzero(parent >= 0)
     for _ in range(1000):  # MAX_DEPTH of the nesting; one round settles nearly every trace
         late = inner[end[inner] > end[parent[inner]]]

@@ -78,7 +78,7 @@ class CompileLogReader(Reader):
 
     def merge(self, values: list[CompileLog]) -> CompileLog:
         """Of several processes."""
-        return merged(values)
+        return merge_logs(values)
 
 
 def read_logs(path: Path, options: ReadOptions | None = None) -> CompileLog:
@@ -92,10 +92,10 @@ def read_logs(path: Path, options: ReadOptions | None = None) -> CompileLog:
             logs.append(_read(source.blocks())[0])
     if not logs:
         raise AdvisorError(f"{path}: no log of torch.compile; record one with TORCH_TRACE=FOLDER")
-    return logs[0] if len(logs) == 1 else merged(logs)
+    return logs[0] if len(logs) == 1 else merge_logs(logs)
 
 
-def merged(logs: list[CompileLog]) -> CompileLog:
+def merge_logs(logs: list[CompileLog]) -> CompileLog:
     """Logs of several processes as one: counts and times are the largest of any."""
     inductor = [log.inductor_ns for log in logs if log.inductor_ns is not None]
     # a number that stands for one function here and another there names neither

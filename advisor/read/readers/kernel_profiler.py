@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from advisor.read.reader import Reader, ReaderClaim, ReadOptions
 from advisor.read.source import ByteSource
-from advisor.read.sqlite import opened, table_names
+from advisor.read.sqlite import open_database, table_names
 
 if TYPE_CHECKING:
     from advisor.core.kernel_profile import KernelProfiles
@@ -57,9 +57,9 @@ class _ProfileReader(Reader):
 
     def merge(self, values: list[KernelProfiles]) -> KernelProfiles:
         """Times and counters of one kernel together."""
-        from advisor.read.kernel_profiles import merged
+        from advisor.read.kernel_profiles import merge_profiles
 
-        return merged(values)
+        return merge_profiles(values)
 
 
 class KernelProfilerReader(_ProfileReader):
@@ -101,6 +101,6 @@ class RocprofComputeReader(_ProfileReader):
         """A trace that holds kernel profiles and nothing else."""
         from advisor.read.kernel_profiles import read_rocprof_compute, read_rocprof_kernels
 
-        with opened(source, options) as database:
+        with open_database(source, options) as database:
             read = read_rocprof_kernels if database.has(_KERNELS) else read_rocprof_compute
             return trace_of(read(database, source.path), source.bytes_read)

@@ -12,7 +12,7 @@ from advisor.core.trace import KINETO, Trace
 from advisor.read.assemble import Assembler
 from advisor.read.columns import Piece
 from advisor.read.decode import decode_all, decode_piece
-from advisor.read.meta import describe, given_calls
+from advisor.read.meta import describe_trace, given_calls
 from advisor.read.reader import NO_ROOM, Reader, ReaderClaim, ReadOptions, memory_budget
 from advisor.read.source import ByteSource
 from advisor.read.split import Splitter, without_mark
@@ -127,7 +127,7 @@ def _finish(splitter: Splitter, assembler: Assembler) -> Trace:
     frames, facts = assembler.build(given_calls(splitter.head))
     if all(frames[key].is_empty() for key in ("cpu", "gpu", "sync", "memory", "counters")):
         raise AdvisorError(f"{source.path}: {_nothing(splitter, assembler)}")
-    return Trace(**frames, meta=describe(splitter, assembler, frames, facts))
+    return Trace(**frames, meta=describe_trace(splitter, assembler, frames, facts))
 
 
 def _nothing(splitter: Splitter, assembler: Assembler) -> str:

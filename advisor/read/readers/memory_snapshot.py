@@ -16,7 +16,7 @@ from advisor.core.snapshot import (
     EVENT_SCHEMA,
     SEGMENT_SCHEMA,
     MemorySnapshot,
-    table,
+    typed_table,
 )
 from advisor.read.plain_pickle import looks_like_pickle
 from advisor.read.reader import Reader, ReaderClaim, ReadOptions
@@ -124,10 +124,10 @@ def read_memory_timeline(data: bytes, path: str) -> MemorySnapshot:
     }  # fmt: skip
     return MemorySnapshot(
         path=path,
-        segments=table(SEGMENT_SCHEMA, {}),
-        blocks=table(BLOCK_SCHEMA, blocks),
-        events=table(EVENT_SCHEMA, events),
-        annotations=table(ANNOTATION_SCHEMA, {}),
+        segments=typed_table(SEGMENT_SCHEMA, {}),
+        blocks=typed_table(BLOCK_SCHEMA, blocks),
+        events=typed_table(EVENT_SCHEMA, events),
+        annotations=typed_table(ANNOTATION_SCHEMA, {}),
         stacks=((),) * len(CATEGORIES),
         dropped={"frees of what was never allocated": dropped} if dropped else {},
         source="timeline",

@@ -177,7 +177,7 @@ class _Found:
     def _channel(self, text: str, host: str, process: str) -> None:
         found = _CHANNEL.match(text)
         if found is not None and found[3] != "receive":
-            path = transport(found[4])
+            path = transport_name(found[4])
             if self._once(f"{found[1]}->{found[2]} {path}", process):
                 self._count("paths", path)
 
@@ -357,7 +357,7 @@ _READERS: tuple[tuple[str, Callable[[_Found, str, str, str], None]], ...] = (
 """What a line must contain, and what is then read of it."""
 
 
-def transport(text: str) -> str:
+def transport_name(text: str) -> str:
     """``NET/IB/0(7)/GDRDMA/Shared`` as ``NET/IB/GDRDMA``, ``P2P/CUMEM/read`` as ``P2P/CUMEM``."""
     text = re.split(r" comm 0x| \[", text)[0].strip()
     kind, _, rest = text.partition("/")

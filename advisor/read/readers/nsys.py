@@ -8,11 +8,11 @@ from dataclasses import replace
 from pathlib import Path
 
 from advisor.core.errors import AdvisorError
-from advisor.core.scratch import scratch
+from advisor.core.scratch import scratch_folder
 from advisor.core.trace import Trace, TraceMeta
 from advisor.read.reader import Reader, ReaderClaim, ReadOptions
 from advisor.read.source import ByteSource
-from advisor.read.sqlite import MAGIC, opened, table_names
+from advisor.read.sqlite import MAGIC, open_database, table_names
 
 REPORTS = (".nsys-rep", ".qdrep")
 _SIGNS = frozenset({"StringIds", "NVTX_EVENTS", "CUPTI_ACTIVITY_KIND", "TARGET_INFO"})
@@ -48,7 +48,7 @@ class Nsys(Reader):
 
         if not source.head().startswith(MAGIC):
             return _exported(source, options)
-        with opened(source, options) as db:
+        with open_database(source, options) as db:
             tables = NsysTables(db)
             host, threads = tables.host()
             device = tables.device()
@@ -103,7 +103,7 @@ def _exported(source: ByteSource, options: ReadOptions) -> Trace:
             f"{source.path}: a report of Nsight Systems, and nsys is not installed here; where it "
             f"is, run: nsys export --type sqlite {shown}   and give the .sqlite file"
         )
-    with scratch() as folder:
+    with scratch_folder() as folder:
         report = Path(source.path)
         if source.given is not None or not report.is_file():
             report = folder / "report.nsys-rep"

@@ -115,10 +115,10 @@ def _snapshot(noted: OutOfMemoryText, device: int, path: str) -> MemorySnapshot:
     event |= {"size": [noted.request], "device_free": [noted.free]}
     return s.MemorySnapshot(
         path=path,
-        segments=s.table(s.SEGMENT_SCHEMA, segment),
-        blocks=s.table(s.BLOCK_SCHEMA, block),
-        events=s.table(s.EVENT_SCHEMA, event),
-        annotations=s.table(s.ANNOTATION_SCHEMA, {}),
+        segments=s.typed_table(s.SEGMENT_SCHEMA, segment),
+        blocks=s.typed_table(s.BLOCK_SCHEMA, block),
+        events=s.typed_table(s.EVENT_SCHEMA, event),
+        annotations=s.typed_table(s.ANNOTATION_SCHEMA, {}),
         stacks=(),
         exception=noted,
     )

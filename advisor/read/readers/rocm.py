@@ -7,7 +7,7 @@ from dataclasses import replace
 from advisor.core.trace import Trace, TraceMeta
 from advisor.read.reader import Reader, ReaderClaim, ReadOptions, memory_budget
 from advisor.read.source import ByteSource
-from advisor.read.sqlite import MAGIC, Database, opened, table_names
+from advisor.read.sqlite import MAGIC, Database, open_database, table_names
 
 MARK = b'"rocprofiler-sdk-tool"'
 MAX_JSON = 4 << 30
@@ -32,7 +32,7 @@ class RpdReader(Reader):
         from advisor.read.rocm import trace_of
         from advisor.read.rocm_tables import Rpd
 
-        with opened(source, options) as db:
+        with open_database(source, options) as db:
             if not db.has("rocpd_api") and not db.has("rocpd_op"):
                 return _rocpd(source, db)
             rpd = Rpd(db)
@@ -55,7 +55,7 @@ class RocpdReader(Reader):
 
     def read(self, source: ByteSource, options: ReadOptions) -> Trace:
         """Tables of each process."""
-        with opened(source, options) as db:
+        with open_database(source, options) as db:
             return _rocpd(source, db)
 
 
@@ -73,14 +73,14 @@ class RocprofJson(Reader):
     def read(self, source: ByteSource, options: ReadOptions) -> Trace:
         """All of it at once."""
         from advisor.read.rocm import trace_of
-        from advisor.read.rocprof_json import Rows, decoded
+        from advisor.read.rocprof_json import Rows, decode_document
 
         most = min(MAX_JSON, memory_budget() // JSON_MEMORY)
         advice = (
             f"more than {most / 1e9:.1f} GB of JSON, for which there is no memory; record with "
             "--output-format rocpd"
         )
-        processes, left = decoded(source.whole(most, advice), source.path)
+        processes, left = decode_document(source.whole(most, advice), source.path)
         rows = Rows(processes)
         meta = TraceMeta(
             path=source.path,

@@ -12,7 +12,7 @@ import numpy as np
 import polars as pl
 
 from advisor.core.errors import AdvisorError
-from advisor.core.gpus import known
+from advisor.core.gpus import known_gpus
 from advisor.core.trace import GPU_KINDS, Device, Trace, TraceMeta
 from advisor.read.build import build_trace
 from advisor.read.reader import Reader, ReaderClaim, ReadOptions
@@ -226,7 +226,7 @@ def _device(number: int, plane: Plane) -> Device:
     name = details if isinstance(details, str) else None
     fitting = [
         gpu
-        for gpu in known()
+        for gpu in known_gpus()
         if gpu.compute == compute and gpu.sms == sms and memory is not None
         and 0.88 <= memory / gpu.memory_bytes <= 1.01
     ]  # fmt: skip

@@ -17,8 +17,8 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple, TypeVar
 
-from advisor.core.errors import AdvisorError, install
-from advisor.read.remote.urls import LONGEST_URL, WEB, is_url, scheme, shown
+from advisor.core.errors import AdvisorError, install_command
+from advisor.read.remote.urls import LONGEST_URL, WEB, is_url, redact_url, scheme
 
 SCHEMES = frozenset(
     """
@@ -55,21 +55,23 @@ def file_system(url: str) -> tuple[Any, str]:
         from fsspec import get_filesystem_class
         from fsspec.core import url_to_fs
     except ModuleNotFoundError:
-        raise AdvisorError(f"{scheme(url)}:// needs fsspec: {install('remote')}") from None
+        raise AdvisorError(f"{scheme(url)}:// needs fsspec: {install_command('remote')}") from None
     parts = url.split("::")
     names = [scheme(part) if is_url(part) or "/" not in part else "file" for part in parts]
     for name in names:
         if name not in SCHEMES:
             raise AdvisorError(
-                f"{shown(url)[:200]}: {name}:// is not read; give http, s3, gs, az, hdfs, sftp, "
-                "file, zip or tar, or download it"
+                f"{redact_url(url)[:200]}: {name}:// is not read; give http, s3, gs, az, hdfs, "
+                "sftp, file, zip or tar, or download it"
             )
         try:
             get_filesystem_class(name)
         except ImportError as error:
             raise _not_installed(name, error) from None
         except ValueError:  # of an older fsspec
-            raise AdvisorError(f"{name}:// needs a newer fsspec: {install('remote')}") from None
+            raise AdvisorError(
+                f"{name}:// needs a newer fsspec: {install_command('remote')}"
+            ) from None
     # fsspec takes them by scheme where there are several, by name where there is one
     ours = {name: _web() for name in names if name in WEB}
     options = ours if len(names) > 1 else ours.get(names[0], {})
@@ -78,7 +80,9 @@ def file_system(url: str) -> tuple[Any, str]:
     except AdvisorError:
         raise
     except Exception as error:  # whatever the library raises for a URL that it cannot make out
-        raise AdvisorError(f"{shown(url)[:200]}: not understood ({type(error).__name__})") from None
+        raise AdvisorError(
+            f"{redact_url(url)[:200]}: not understood ({type(error).__name__})"
+        ) from None
     return system, str(path)
 
 
@@ -126,7 +130,7 @@ class Trouble(NamedTuple):
     """Another attempt may succeed."""
 
 
-def trouble(error: BaseException, place: str) -> Trouble:
+def explain_error(error: BaseException, place: str) -> Trouble:
     """What an error means. ``place``: the URL, of which only the scheme counts."""
     chain = list(_chain(error))
     names = {cls.__name__ for item in chain for cls in type(item).__mro__}
@@ -261,11 +265,11 @@ def retry(place: str, call: Callable[[], _T], timeout: float | None = None) -> _
 
 def give_up_or_wait(error: Exception, place: str, failures: int) -> None:
     """Wait before the next attempt. Raises AdvisorError: it cannot help, or there were enough."""
-    what = trouble(error, place)
+    what = explain_error(error, place)
     if not what.passing:
-        raise AdvisorError(f"{shown(place)}: {what.said}") from None
+        raise AdvisorError(f"{redact_url(place)}: {what.said}") from None
     if failures >= ATTEMPTS:
         often = f" ({failures} attempts)" if failures > 1 else ""
-        raise AdvisorError(f"{shown(place)}: {what.said}{often}") from None
+        raise AdvisorError(f"{redact_url(place)}: {what.said}{often}") from None
     wait = min(FIRST_WAIT * 2 ** (failures - 1), LONGEST_WAIT)
     time.sleep(wait * random.uniform(0.5, 1.0))  # not all of many processes at once

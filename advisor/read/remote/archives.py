@@ -21,7 +21,7 @@ from typing import Any, BinaryIO, NamedTuple, cast
 
 from advisor.core.errors import AdvisorError
 from advisor.read.remote.access import ROOM_LEFT, can_seek, file_system, version_of
-from advisor.read.remote.urls import shown
+from advisor.read.remote.urls import redact_url
 
 KINDS = ("zip", "tar")
 MAX_MEMBERS = 100_000
@@ -42,7 +42,7 @@ class Member(NamedTuple):
     """Where its bytes begin in the archive, if they are there as they are."""
 
 
-def split(url: str) -> tuple[str, str, str] | None:
+def split_url(url: str) -> tuple[str, str, str] | None:
     """``zip://a/*.json::s3://b/c.zip`` as ``("zip", "a/*.json", "s3://b/c.zip")``; ``None``: not in
     an archive."""
     first, sep, rest = url.partition("::")
@@ -52,7 +52,7 @@ def split(url: str) -> tuple[str, str, str] | None:
     return kind.lower(), path, rest
 
 
-def members(kind: str, archive: str) -> list[Member]:
+def list_members(kind: str, archive: str) -> list[Member]:
     """The regular files of an archive. Raises AdvisorError: too many, or no such archive; and what
     its file system raises."""
     with _open(kind, archive) as opened:
@@ -60,7 +60,7 @@ def members(kind: str, archive: str) -> list[Member]:
 
 
 @contextmanager
-def member(kind: str, archive: str, name: str) -> Iterator[tuple[BinaryIO, int]]:
+def open_member(kind: str, archive: str, name: str) -> Iterator[tuple[BinaryIO, int]]:
     """A member's bytes, unpacked as they are read, and how many there are. Raises as above, and
     FileNotFoundError."""
     with _open(kind, archive) as opened:
@@ -121,12 +121,12 @@ class _Archive:
         if isinstance(info, tarfile.TarInfo):
             return cast(BinaryIO, self._tar.extractfile(info))
         if info.flag_bits & 1:
-            raise AdvisorError(f"{shown(self._archive)}: needs a password; unpack it first")
+            raise AdvisorError(f"{redact_url(self._archive)}: needs a password; unpack it first")
         if info.compress_type not in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED):
             # zipfile unpacks whole blocks of these: kilobytes become gigabytes in memory
             method = _OTHER_METHODS.get(info.compress_type, "an unknown method")
             raise AdvisorError(
-                f"{shown(self._archive)}: a member packed with {method}; pack it with deflate"
+                f"{redact_url(self._archive)}: a member packed with {method}; pack it with deflate"
             )
         return cast(BinaryIO, self._zip.open(info))
 
@@ -173,7 +173,8 @@ def _unpack(packed: Any, plain: Any, archive: str) -> None:
     while block := packed.read(_UNPACKED):
         if shutil.disk_usage(folder).free < ROOM_LEFT:
             raise AdvisorError(
-                f"{shown(archive)}: {folder} has no room to unpack it; name a larger disk in TMPDIR"
+                f"{redact_url(archive)}: {folder} has no room to unpack it; "
+                "name a larger disk in TMPDIR"
             )
         plain.write(block)
     plain.seek(0)
@@ -191,12 +192,12 @@ class _Bounded:
         wanted = MAX_AT_ONCE + 1 if size < 0 else size
         data = cast(bytes, self._file.read(wanted)) if size <= MAX_AT_ONCE else None
         if data is None or len(data) > MAX_AT_ONCE:
-            raise AdvisorError(f"{shown(self._archive)}: its table of contents is too long")
+            raise AdvisorError(f"{redact_url(self._archive)}: its table of contents is too long")
         return data
 
     def seek(self, offset: int, whence: int = 0) -> int:
         if whence == 0 and offset > MAX_OFFSET:
-            raise AdvisorError(f"{shown(self._archive)}: its members are too long")
+            raise AdvisorError(f"{redact_url(self._archive)}: its members are too long")
         return cast(int, self._file.seek(offset, whence))
 
     def tell(self) -> int:
@@ -219,7 +220,7 @@ def _file(archive: str, kind: str) -> Iterator[Any]:
     file = system.open(path, "rb", block_size=block, cache_type="readahead")
     try:
         if not can_seek(file, 0):
-            raise AdvisorError(f"{shown(archive)}: cannot be read in parts; download it first")
+            raise AdvisorError(f"{redact_url(archive)}: cannot be read in parts; download it first")
         yield file
     finally:
         file.close()
@@ -244,7 +245,7 @@ def _sane(archive: str) -> Iterator[None]:
         yield
     except _DAMAGE as error:
         why = f"not an archive that can be read ({type(error).__name__})"
-        raise AdvisorError(f"{shown(archive)}: {why}; pack it again") from None
+        raise AdvisorError(f"{redact_url(archive)}: {why}; pack it again") from None
 
 
 _PACKED: dict[bytes, Callable[..., Any]] = {
@@ -256,4 +257,4 @@ _PACKED: dict[bytes, Callable[..., Any]] = {
 
 def _refuse_many(count: int, archive: str) -> None:
     if count > MAX_MEMBERS:
-        raise AdvisorError(f"{shown(archive)}: an archive of more than {MAX_MEMBERS:,} files")
+        raise AdvisorError(f"{redact_url(archive)}: an archive of more than {MAX_MEMBERS:,} files")

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from advisor.core.errors import AdvisorError
-from advisor.core.scratch import scratch
+from advisor.core.scratch import scratch_folder
 from advisor.read.remote import access, archives
 from advisor.read.remote.access import (
     ROOM_LEFT,
@@ -37,7 +37,7 @@ LIMIT = 64 << 30
 
 
 @contextmanager
-def opened(
+def open_locally(
     source: RemoteFile,
     *,
     folder: str | Path | None = None,
@@ -63,7 +63,7 @@ def opened(
         yield Path(source.at)
         return
     seconds = access.TIMEOUT if timeout is None else timeout
-    with scratch(folder) as inside:
+    with scratch_folder(folder) as inside:
         copy = inside / file_name(source.at)
         _Copy(source, copy, most, seconds, progress, check).make()
         yield copy
@@ -102,7 +102,7 @@ class _Copy:
                     give_up_or_wait(error, self._source.at, failures)
 
     def _attempt(self, out: BinaryIO) -> None:
-        in_archive = archives.split(self._source.at)
+        in_archive = archives.split_url(self._source.at)
         if in_archive is None:
             self._plain(self._source.at, out)
         elif self._source.offset is not None:
@@ -180,7 +180,7 @@ class _Copy:
 
     def _member(self, kind: str, name: str, archive: str, out: BinaryIO) -> None:
         self._from_start(out)
-        opened_member = archives.member(kind, archive, name)
+        opened_member = archives.open_member(kind, archive, name)
         file, size = call_within(max(self._timeout, LISTING), opened_member.__enter__)
         try:
             self._refuse_large(size, size)

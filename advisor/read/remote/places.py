@@ -10,7 +10,7 @@ from typing import Any
 from advisor.core.errors import AdvisorError
 from advisor.read.remote import archives
 from advisor.read.remote.access import file_system, retry
-from advisor.read.remote.urls import RemoteFile, is_web, rank_in, shown
+from advisor.read.remote.urls import RemoteFile, is_web, rank_in, redact_url
 
 MAX_LISTED = 200_000
 """Files of a folder and those in it."""
@@ -23,14 +23,14 @@ Choose = Callable[[list[str]], list[str]]
 """Which of the names of a folder, relative to it, are wanted."""
 
 
-def find(url: str, choose: Choose) -> list[RemoteFile]:
+def find_files(url: str, choose: Choose) -> list[RemoteFile]:
     """The files that a URL stands for. A file is itself, whatever its name; of a folder and of a
     glob those that ``choose`` wants, in the order of their names.
 
     One file that cannot be asked for is there, with its ``problem``. Raises AdvisorError: a folder
     that cannot be listed, has too many files, or none that is wanted; a scheme that nobody reads.
     """
-    if archives.split(url) is not None:
+    if archives.split_url(url) is not None:
         result = _in_archive(url, choose)
     else:
         system, path = file_system(url)
@@ -42,7 +42,7 @@ def find(url: str, choose: Choose) -> list[RemoteFile]:
         else:
             return _one_or_folder(system, path, url, choose)
     if not result:
-        raise AdvisorError(f"{shown(url)}: no trace there; check the URL")
+        raise AdvisorError(f"{redact_url(url)}: no trace there; check the URL")
     return result
 
 
@@ -52,13 +52,13 @@ def _one_or_folder(system: Any, path: str, url: str, choose: Choose) -> list[Rem
     except AdvisorError as error:
         if url.endswith("/"):
             raise
-        return [RemoteFile(url=shown(url), at=url, rank=rank_in(url), problem=str(error))]
+        return [RemoteFile(url=redact_url(url), at=url, rank=rank_in(url), problem=str(error))]
     if info.get("type") != "directory":
-        return [RemoteFile(url=shown(url), at=url, rank=rank_in(url), size=_size(info))]
+        return [RemoteFile(url=redact_url(url), at=url, rank=rank_in(url), size=_size(info))]
     listed = retry(url, lambda: system.find(path, detail=True), LISTING)
     result = _sources(url, _relative(listed, path), choose)
     if not result:
-        raise AdvisorError(f"{shown(url)}: a folder without traces")
+        raise AdvisorError(f"{redact_url(url)}: a folder without traces")
     return result
 
 
@@ -77,13 +77,13 @@ def _sources(url: str, sizes: dict[str, int | None], choose: Choose) -> list[Rem
     """What is wanted below a folder's URL."""
     if len(sizes) > MAX_LISTED:
         raise AdvisorError(
-            f"{shown(url)}: more than {MAX_LISTED:,} files; give a folder with fewer"
+            f"{redact_url(url)}: more than {MAX_LISTED:,} files; give a folder with fewer"
         )
     before, bearing, after = _bearing(url)
     wanted = sorted(choose([name for name in sizes if not _hidden(name)]))
     root = bearing if bearing.endswith("/") else f"{bearing}/"
     made = ((f"{before}{root}{name}{after}", sizes[name]) for name in wanted)
-    return [RemoteFile(url=shown(at), at=at, rank=rank_in(at), size=size) for at, size in made]
+    return [RemoteFile(url=redact_url(at), at=at, rank=rank_in(at), size=size) for at, size in made]
 
 
 def _bearing(url: str) -> tuple[str, str, str]:
@@ -187,11 +187,11 @@ def _links(system: Any, folder: str) -> Iterator[tuple[str, bool]]:
 
 
 def _in_archive(url: str, choose: Choose) -> list[RemoteFile]:
-    split = archives.split(url)
+    split = archives.split_url(url)
     if split is None:
         return []
     kind, path, archive = split
-    inside = retry(url, lambda: archives.members(kind, archive), LISTING)
+    inside = retry(url, lambda: archives.list_members(kind, archive), LISTING)
     named = {item.name: item for item in inside}
     if path in named:
         return [_member(kind, archive, named[path])]
@@ -207,7 +207,7 @@ def _in_archive(url: str, choose: Choose) -> list[RemoteFile]:
 def _member(kind: str, archive: str, member: archives.Member) -> RemoteFile:
     at = f"{kind}://{member.name}::{archive}"
     return RemoteFile(
-        url=shown(at), at=at, rank=rank_in(at), size=member.size, offset=member.offset
+        url=redact_url(at), at=at, rank=rank_in(at), size=member.size, offset=member.offset
     )
 
 

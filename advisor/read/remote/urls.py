@@ -48,7 +48,7 @@ def local_path(url: str) -> str | None:
     return url.partition("://")[2] or "/"
 
 
-def shown(url: str) -> str:
+def redact_url(url: str) -> str:
     """A URL for everybody's eyes: without who logs in, and without its query, which holds the
     signature of one that was signed. A path is shown as it is."""
     return "::".join(map(_shown, url.split("::"))) if is_url(url) else url
@@ -69,14 +69,14 @@ def _shown(part: str) -> str:
     return f"{before}://{host}{slash}{hide_known(path, HIDDEN)}"
 
 
-def placed(url: str) -> str:
+def location_of_url(url: str) -> str:
     """A path that says where a URL's file lies: that of a member below its archive's."""
-    return "/".join(reversed(shown(url).split("::"))) if is_url(url) else url
+    return "/".join(reversed(redact_url(url).split("::"))) if is_url(url) else url
 
 
 def rank_in(place: str) -> int | None:
     """The number behind ``rank`` in a file's name, else in the nearest folder that has one."""
-    for part in reversed(Path(placed(place)).parts):
+    for part in reversed(Path(location_of_url(place)).parts):
         if found := _RANK.findall(part):
             return int(found[-1])
     return None

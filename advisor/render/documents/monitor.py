@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Final
 
 from advisor.core import text as t
-from advisor.core.run_directory import THROTTLE, Gpu, Host, Sample
+from advisor.core.run_directory import THROTTLE_BITS, Gpu, Host, Sample
 from advisor.render.document import Block, Document, FieldList, Grid, Paragraph, Section, TextField
 
 NOT_REPORTED = "–"
@@ -73,7 +73,7 @@ def _details(gpu: Gpu, name: str | None) -> list[str]:
 def throttle_reasons(gpu: Gpu) -> list[str]:
     """Why the clocks are not at their highest, as words; idling is no reason to name."""
     value = gpu.throttle or 0
-    return [name for name, bit in THROTTLE.items() if value & bit and name != "idle"]
+    return [name for name, bit in THROTTLE_BITS.items() if value & bit and name != "idle"]
 
 
 def _host(sample: Sample) -> list[Block]:

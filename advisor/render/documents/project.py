@@ -7,7 +7,7 @@ from typing import Final
 
 from advisor.advise.terms import how_to_record
 from advisor.core import text as t
-from advisor.core.prices import money
+from advisor.core.prices import format_money
 from advisor.render.document import Block, Document, FieldList, Grid, Items, TextField
 from advisor.render.documents.whatif import notes
 from advisor.replay.project.project import (
@@ -16,7 +16,7 @@ from advisor.replay.project.project import (
     ProjectedMemory,
     Projection,
     Projector,
-    cheapest,
+    describe_cheapest,
 )
 from advisor.replay.project.splits import Split
 
@@ -71,7 +71,7 @@ def build(
 
 
 def _headline(found: tuple[Choice, ...], per: str) -> str:
-    if best := cheapest(found):
+    if best := describe_cheapest(found):
         return f"{best[:1].upper()}{best[1:]}."
     if len(found) > 1:
         return f"The step on {len(found)} GPUs."
@@ -143,7 +143,7 @@ def build_splits(
             t.format_range(row.low_ns or 0.0, row.high_ns or 0.0),
             t.format_duration(row.exposed_ns),
             f"{row.speed or 0.0:.2f}×",
-            "–" if row.cost is None else money(row.cost, currency),
+            "–" if row.cost is None else format_money(row.cost, currency),
         ]
         for row in able
     ]

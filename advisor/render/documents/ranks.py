@@ -8,7 +8,7 @@ from typing import Final
 from advisor.advise.ranks import views
 from advisor.core import text as t
 from advisor.core.layers import MeshAxis
-from advisor.core.ranks import Ranks, numbers
+from advisor.core.ranks import Ranks, format_ranks
 from advisor.core.report import Report
 from advisor.render.document import (
     DEFAULT,
@@ -64,7 +64,7 @@ def _axis(axis: MeshAxis) -> list[Inline]:
         f"{t.format_number(axis.calls * count / total)} {name.replace('_', '-')}"
         for name, count in axis.collectives.items()
     ]
-    members = numbers(axis.ranks)
+    members = format_ranks(axis.ranks)
     if axis.ranks and len(members) > MAX_MEMBERS:
         stride = axis.ranks[1] - axis.ranks[0]
         members = f"{axis.ranks[0]}, {axis.ranks[0] + stride} … {axis.ranks[-1]}"

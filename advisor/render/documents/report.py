@@ -120,9 +120,9 @@ def _timeline(report: Report, options: RenderOptions) -> Iterator[Block]:
     """One step, a lane a stream; nothing where only the report is here."""
     if options.analysis is None:
         return
-    from advisor.measure.steps.strip import strip
+    from advisor.measure.steps.strip import build_strip
 
-    shown = strip(options.analysis)
+    shown = build_strip(options.analysis)
     if shown is None:
         return
     title = "The recording"

@@ -14,7 +14,7 @@ import tokenize
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
-from advisor.core.finding import ANY, Rule, Source, Threshold
+from advisor.core.finding import ANY_FRAMEWORK, Rule, Source, Threshold
 from advisor.core.text import count_noun
 from advisor.core.trace import CUDA, JAX, TENSORFLOW
 from advisor.render.document import (
@@ -43,7 +43,7 @@ CATEGORIES = {
     "inference": "Inference",
 }
 FRAMEWORKS = {
-    ANY: ("In any language", "text"),
+    ANY_FRAMEWORK: ("In any language", "text"),
     CUDA: ("C++ with CUDA", "cpp"),
     TENSORFLOW: ("TensorFlow", "python"),
     JAX: ("JAX", "python"),
@@ -171,7 +171,7 @@ def _opened(texts: Any) -> Any:
 
 
 def _elsewhere(cls: type[Rule]) -> Iterator[ForeignAdvice]:
-    common = cls.elsewhere.get(ANY)
+    common = cls.elsewhere.get(ANY_FRAMEWORK)
     for framework, advice in cls.elsewhere.items():
         words = " ".join(filter(None, (advice.fix, advice.verify)))
         if common is not None and advice is not common:

@@ -66,7 +66,7 @@ class Html(DocumentRenderer):
 def style() -> str:
     """The page's style sheet."""
     sheet = files("advisor.render").joinpath("page.css").read_text(encoding="utf-8")
-    return f"{sheet}{palette.css()}"
+    return f"{sheet}{palette.css_rules()}"
 
 
 def block(part: d.Block, level: int = 2) -> Markup:

@@ -98,7 +98,7 @@ def _fold(card: d.Card, *, opened: bool) -> Markup:
 
 @cache
 def _colours() -> dict[str, str]:
-    return dict(re.findall(r"\.([\w-]+) \{ ([^}]*) \}", palette.css()))
+    return dict(re.findall(r"\.([\w-]+) \{ ([^}]*) \}", palette.css_rules()))
 
 
 def styled(markup: str) -> str:

@@ -21,15 +21,15 @@ import numpy as np
 import polars as pl
 
 from advisor.core.errors import AdvisorError
-from advisor.measure.comm.links import UNKNOWN, NodeLinks, find_node_size
+from advisor.measure.comm.links import UNKNOWN_LINKS, NodeLinks, find_node_size
 from advisor.measure.comm.mesh import count_passes, report_mesh
 from advisor.measure.comm.messages import bus_factor
 from advisor.measure.device.families import MATRIX
-from advisor.measure.device.matmuls import attention
+from advisor.measure.device.matmuls import parse_attention
 from advisor.measure.device.shapes import OpInputs
 from advisor.replay.calibration import mesh_error
 from advisor.replay.graph import Array
-from advisor.replay.project.moves import shortest
+from advisor.replay.project.moves import shortest_kernel
 from advisor.replay.project.replayed import scaled_step
 from advisor.replay.window import WindowReplayer
 
@@ -176,7 +176,7 @@ class MeshProjector:
     """Projections of one rank's steps. Raises AdvisorError: there is no device work or step."""
 
     def __init__(
-        self, a: Analysis, measured: Mesh | None = None, machine: NodeLinks = UNKNOWN
+        self, a: Analysis, measured: Mesh | None = None, machine: NodeLinks = UNKNOWN_LINKS
     ) -> None:
         path = a.trace.meta.path or "trace"
         if a.device_id is None or a.steps.used.is_empty() or a.span_ns <= 0:
@@ -475,7 +475,7 @@ class _Work:
         self.split = old.tp / mesh.tp
         vendor = a.trace.meta.vendor or "nvidia"
         known = {"nvidia", "amd"} & {vendor}
-        self.base = shortest(self.dur[self.kernel], vendor if known else "nvidia")
+        self.base = shortest_kernel(self.dur[self.kernel], vendor if known else "nvidia")
         sharded = any(axis.axis == "sharded data" for axis in of.axes)
         self.parameters = self.layers * self.split * (old.dp / mesh.dp if sharded else 1.0)
         """Of a rank there over here, as its optimizer has them."""
@@ -619,7 +619,7 @@ def _query_bytes(a: Analysis) -> list[float]:
     for name, inputs in ops.select(pl.col("name").cast(pl.String), "inputs").iter_rows():
         if (name, inputs) not in sizes:  # a few distinct ones, whatever the length
             texts = a.trace.inputs.row(inputs)
-            call = attention(name, OpInputs(*(text or "" for text in texts)))
+            call = parse_attention(name, OpInputs(*(text or "" for text in texts)))
             forward = call is not None and not call.backward
             sizes[name, inputs] = call.query.bytes if call is not None and forward else None
         size = sizes[name, inputs]

@@ -54,7 +54,7 @@ class Moved(NamedTuple):
     """Formats, and in what the GPU computes them."""
 
 
-def shortest(durations: Array, vendor: str) -> float:
+def shortest_kernel(durations: Array, vendor: str) -> float:
     """What the shortest kernels of this trace take, ns."""
     if not len(durations):
         return SHORTEST_NS[vendor]
@@ -62,7 +62,7 @@ def shortest(durations: Array, vendor: str) -> float:
     return result if result <= MAX_SHORTEST_NS else SHORTEST_NS[vendor]
 
 
-def move(a: Analysis, source: GpuSpec, target: GpuSpec) -> Moved:
+def move_device_work(a: Analysis, source: GpuSpec, target: GpuSpec) -> Moved:
     """Factors of all device work of a trace that was recorded on ``source``."""
     gpu, kernels = a.trace.gpu, a.kernels
     size = gpu.height
@@ -97,7 +97,7 @@ def move(a: Analysis, source: GpuSpec, target: GpuSpec) -> Moved:
     high[computing] = np.maximum(high, high * fill)[computing]
     work[computing] = (work * np.where(matrix, np.sqrt(fill), fill))[computing]
 
-    base = shortest(dur[computing], source.vendor)
+    base = shortest_kernel(dur[computing], source.vendor)
     other = base + SHORTEST_NS[target.vendor] - SHORTEST_NS[source.vendor]
     fixed = np.minimum(dur, base)
     then = np.maximum(other, 0.0) * fixed / base
@@ -121,7 +121,7 @@ def _formats(
         pl.col("dtype").cast(pl.String), convolves=pl.col("family") == "convolution"
     )
     for dtype, convolves in used.drop_nulls().unique().iter_rows():
-        new = computed_in(target, then(dtype, convolves, source, target))
+        new = computed_in(target, format_on_target(dtype, convolves, source, target))
         if new is None:
             missing.add(dtype)
         elif new != computed_in(source, dtype):
@@ -141,7 +141,10 @@ class _Ratios:
         convolves = kernels["family"].cast(pl.String) == "convolution"
         works = list(zip(formats, half, convolves.fill_null(value=False), strict=True))
         rates = {
-            (d, h, c): (_rate(source, d, h), _rate(target, then(d, c, source, target), h))
+            (d, h, c): (
+                _rate(source, d, h),
+                _rate(target, format_on_target(d, c, source, target), h),
+            )
             for d, h, c in set(works)
         }
         of = [rates[work] for work in works]
@@ -161,7 +164,7 @@ class _Ratios:
         self.known = np.isfinite(self.roofline) & (self.roofline > 0)
 
 
-def then(dtype: str, convolves: bool, source: GpuSpec, target: GpuSpec) -> str:
+def format_on_target(dtype: str, convolves: bool, source: GpuSpec, target: GpuSpec) -> str:
     """The format of the same work there. PyTorch's convolutions in fp32 are computed in TF32 where
     there is a unit for it (``torch.backends.cudnn.allow_tf32`` is on by default; matrix products'
     is not)."""
@@ -275,7 +278,7 @@ def matmul_rate(gpu: GpuSpec, dtype: str, *, half_sums: bool = False) -> float |
     """FLOP/s that matrix products attain. ``half_sums``: summed in fp16 too, at which GeForce cards
     are twice as fast; ``None``: the GPU cannot."""
     used = computed_in(gpu, dtype)
-    result = attainable.matmul(gpu, used) if used is not None else None
+    result = attainable.attainable_matmul(gpu, used) if used is not None else None
     if result is None:
         return None
     twice = half_sums and used == "fp16" and "GeForce" in gpu.name
@@ -284,7 +287,7 @@ def matmul_rate(gpu: GpuSpec, dtype: str, *, half_sums: bool = False) -> float |
 
 def memory_rate(gpu: GpuSpec) -> float:
     """Bytes/s that the GPU's own memory attains."""
-    result = attainable.memory(gpu)
+    result = attainable.attainable_bandwidth(gpu)
     return gpu.bandwidth if result is None else result.rate
 
 

@@ -127,17 +127,17 @@ def missing_unit(name: str, gpu: GpuSpec, *, training: bool) -> str:
     return ""
 
 
-def estimate(gemm: Gemm, name: str, gpu: GpuSpec, old_ns: float) -> Estimate | None:
+def estimate_product(gemm: Gemm, name: str, gpu: GpuSpec, old_ns: float) -> Estimate | None:
     """A product that took ``old_ns``, in a narrower format; ``None``: the rate of the recorded
     format is not known, or it is narrow already."""
     narrow = FORMATS[name]
     used = computed_in(gpu, gemm.dtype)
-    rate = attainable.matmul(gpu, used) if used is not None else None
+    rate = attainable.attainable_matmul(gpu, used) if used is not None else None
     if rate is None or gemm.dtype in ("fp8", "int8"):
         return None
     new_rate = rate.rate * (2.0 if name == SPARSE else 1.0)
     if narrow.unit is not None:
-        result = attainable.matmul(gpu, narrow.unit)
+        result = attainable.attainable_matmul(gpu, narrow.unit)
         assert result is not None
         new_rate = MEAN_RATES.get((gpu.name, narrow.unit), result.rate)
     flops = 2.0 * gemm.m * gemm.n * gemm.k

@@ -12,10 +12,10 @@ import polars as pl
 from numpy.typing import NDArray
 
 from advisor.core.errors import AdvisorError
-from advisor.measure.device.matmuls import product
+from advisor.measure.device.matmuls import parse_product
 from advisor.measure.device.shapes import OpInputs, width_of
 from advisor.measure.host.layers import range_label, work_nodes
-from advisor.measure.host.operators import roofs
+from advisor.measure.host.operators import attainable_roofs
 from advisor.replay.graph import Array, Edge, Node
 from advisor.replay.project.narrower import (
     FORMATS,
@@ -25,7 +25,7 @@ from advisor.replay.project.narrower import (
     Gemm,
     Role,
     Three,
-    estimate,
+    estimate_product,
     missing_unit,
 )
 from advisor.replay.window import WindowReplayer
@@ -117,7 +117,7 @@ class _Call:
     why: str = ""
 
 
-def precision(a: Analysis, name: str, *, source: GpuSpec | None = None) -> PrecisionResult:
+def project_precision(a: Analysis, name: str, *, source: GpuSpec | None = None) -> PrecisionResult:
     """The step with its linear layers in ``name``, one of ``FORMATS``. ``source``: the recorded
     GPU, where the recording does not name one that is known.
 
@@ -170,7 +170,7 @@ class _Conversion:
         freed = None
         if not self.training and not refused:
             freed = self._freed([c for c in known if not c.why])
-        memory = roofs(self.gpu).memory
+        memory = attainable_roofs(self.gpu).memory
         return PrecisionResult(
             format=self.name,
             gpu=self.gpu.name,
@@ -240,7 +240,7 @@ class _Conversion:
 
     def _gemm(self, name: str, row: int, dtype: str) -> Gemm | None:
         texts = self.a.trace.inputs.select("dims", "types").row(row)
-        found = product(name, OpInputs(*(text or "" for text in texts)))
+        found = parse_product(name, OpInputs(*(text or "" for text in texts)))
         size = width_of(found.a.dtype) if found is not None else None
         if found is None or size is None or found.batch != 1:
             return None
@@ -266,12 +266,12 @@ class _Conversion:
         if any(size % MULTIPLE for size in (gemm.n, gemm.k)) and self.name != SPARSE:
             call.why = f"n or k is no multiple of {MULTIPLE}"
             return
-        call.estimate = estimate(gemm, self.name, self.gpu, call.ns)
+        call.estimate = estimate_product(gemm, self.name, self.gpu, call.ns)
         if call.estimate is None:
             call.why = "the rate of its format is not known"
             return
         if call.fused:
-            memory = roofs(self.gpu).memory
+            memory = attainable_roofs(self.gpu).memory
             extra = 2 * gemm.m * gemm.n * gemm.width / memory.rate * 1e9 if memory else 0.0
             best, middle, worst = call.estimate.quantise
             call.estimate = call.estimate._replace(quantise=(best, middle + extra, worst + extra))
@@ -463,10 +463,12 @@ class _Conversion:
 
     def _snippet(self, layers: tuple[LayerChange, ...]) -> str:
         left = sorted({x.where for x in layers if not x.convert and " > " in x.where})
-        return snippet(self.name, training=self.training, engine=self.a.engine, leave=left)
+        return conversion_snippet(
+            self.name, training=self.training, engine=self.a.engine, leave=left
+        )
 
 
-def snippet(name: str, *, training: bool, engine: str | None, leave: list[str]) -> str:
+def conversion_snippet(name: str, *, training: bool, engine: str | None, leave: list[str]) -> str:
     """The lines that convert a PyTorch model, with the versions that they were read in."""
     if engine in SERVERS and name in SERVED:
         return f"# {SERVERS[engine][1]}\n{SERVERS[engine][0].format(SERVED[name])}"

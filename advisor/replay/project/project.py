@@ -12,10 +12,10 @@ import numpy as np
 import polars as pl
 
 from advisor.core.errors import AdvisorError
-from advisor.core.gpus import known
+from advisor.core.gpus import known_gpus
 from advisor.replay.calibration import device_error, host_error
 from advisor.replay.graph import Array
-from advisor.replay.project.moves import CODE, KINDS, Moved, move
+from advisor.replay.project.moves import CODE, KINDS, Moved, move_device_work
 from advisor.replay.project.replayed import scaled_step
 from advisor.replay.window import WindowReplayer
 
@@ -127,8 +127,8 @@ class Projector:
 
     def on(self, target: GpuSpec) -> Projection:
         """The step on another GPU."""
-        moved = move(self.a, self.source, target)
-        fitting = fit(self.a, target)
+        moved = move_device_work(self.a, self.source, target)
+        fitting = project_memory(self.a, target)
         parts = self._parts(moved)
         if moved.missing:
             formats = ", ".join(moved.missing)
@@ -214,7 +214,7 @@ class Projector:
         return notes
 
 
-USABLE = 0.92
+USABLE_MEMORY_SHARE = 0.92
 """Share of the memory as sold that a driver hands out, at least: a T4's 16 GiB are 14.8."""
 CONTEXT_BYTES = 600 << 20
 """What the driver and the libraries take beside the allocator, about: a CUDA context with cuBLAS
@@ -231,10 +231,10 @@ class ProjectedMemory(NamedTuple):
     capacity: int
 
 
-def fit(a: Analysis, target: GpuSpec) -> ProjectedMemory:
+def project_memory(a: Analysis, target: GpuSpec) -> ProjectedMemory:
     """The largest peak on the analysed device, with what the driver takes beside: of the steps by
     the allocator's events, else of the run by the recorder's samples."""
-    usable = int(target.memory_bytes * USABLE)
+    usable = int(target.memory_bytes * USABLE_MEMORY_SHARE)
     own = a.memory.filter(pl.col("device") == a.device_id)
     peaks: list[int | None] = []
     for name in ("peak_allocated", "peak_reserved"):
@@ -292,7 +292,7 @@ class Choice(NamedTuple):
         return low is not None and high is not None and low <= high
 
 
-def cost(price: float | None, step_ns: float, steps: float = 1e6) -> float | None:
+def cost_of_steps(price: float | None, step_ns: float, steps: float = 1e6) -> float | None:
     """Money for so many steps at ``price`` an hour."""
     return None if price is None else price * step_ns / HOUR_NS * steps
 
@@ -301,7 +301,7 @@ def hourly_prices(prices: Prices) -> dict[str, float]:
     """What an hour of each known GPU costs, by its name in ours. AdvisorError: the table has names,
     and none of them is that of a GPU that is known."""
     result = {}
-    for gpu in known():
+    for gpu in known_gpus():
         price = next(filter(None, map(prices.of, (gpu.name, *gpu.names))), None)
         if price is not None:
             result[gpu.name] = price.per_hour
@@ -310,7 +310,7 @@ def hourly_prices(prices: Prices) -> dict[str, float]:
     return result
 
 
-def choose(
+def choose_gpus(
     projector: Projector,
     gpus: Iterable[tuple[GpuSpec, float | None]],
     epoch: float | None = None,
@@ -323,9 +323,13 @@ def choose(
         costs = (
             (None, None, None)
             if p.refused
-            else (cost(price, p.step_ns), cost(price, p.low_ns), cost(price, p.high_ns))
+            else (
+                cost_of_steps(price, p.step_ns),
+                cost_of_steps(price, p.low_ns),
+                cost_of_steps(price, p.high_ns),
+            )
         )
-        paid = None if p.refused or epoch is None else cost(price, p.step_ns, epoch)
+        paid = None if p.refused or epoch is None else cost_of_steps(price, p.step_ns, epoch)
         result.append(Choice(p, price, *costs, paid))
 
     def order(c: Choice) -> tuple[bool, bool, float]:
@@ -335,14 +339,14 @@ def choose(
     return tuple(sorted(result, key=order))
 
 
-def offered(prices: Prices) -> list[tuple[GpuSpec, float | None]]:
+def offered_gpus(prices: Prices) -> list[tuple[GpuSpec, float | None]]:
     """All known GPUs that have a price, with it; all that are known where no price is
     given by name. Raises AdvisorError as ``hourly_prices``."""
     money = {} if ANY in prices.table else hourly_prices(prices)
-    return [(gpu, money.get(gpu.name)) for gpu in known() if not money or gpu.name in money]
+    return [(gpu, money.get(gpu.name)) for gpu in known_gpus() if not money or gpu.name in money]
 
 
-def cheapest(result: tuple[Choice, ...]) -> str:
+def describe_cheapest(result: tuple[Choice, ...]) -> str:
     """In words, with those that could be it as well by the bands; empty: no GPU has a price."""
     if all(c.price is None for c in result):
         return ""

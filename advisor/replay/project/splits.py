@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from advisor.core.errors import AdvisorError
 from advisor.replay.project.mesh import Mesh, MeshProjector
-from advisor.replay.project.project import cost
+from advisor.replay.project.project import cost_of_steps
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
@@ -61,7 +61,7 @@ def read_instance(tables: Any, name: str) -> Instance:
     raise AdvisorError(f"instance {name}: {fields}: a GPU's name, its count, and numbers")
 
 
-def meshes(measured: Mesh, gpus: int, node: int | None) -> Iterator[Mesh]:
+def candidate_meshes(measured: Mesh, gpus: int, node: int | None) -> Iterator[Mesh]:
     """The splits of a number of GPUs: tensor-parallel in powers of two within a node, the recorded
     pipeline and context, the rest data-parallel."""
     fixed, tp = measured.pp * measured.cp, 1
@@ -73,7 +73,7 @@ def meshes(measured: Mesh, gpus: int, node: int | None) -> Iterator[Mesh]:
         tp *= 2
 
 
-def compare(
+def compare_splits(
     projector: MeshProjector,
     counts: Iterable[int],
     price: float | None,
@@ -90,7 +90,7 @@ def compare(
             projector = projector.on_nodes_of(gpus // nodes)
         rows = [
             _split(projector, mesh, price, steps or 1e6)
-            for mesh in meshes(projector.measured, gpus, projector.node_there)
+            for mesh in candidate_meshes(projector.measured, gpus, projector.node_there)
         ]
         rows = rows or [
             Split(gpus, "", refused=f"{projector.measured} does not divide {gpus} GPUs")
@@ -106,7 +106,7 @@ def _split(projector: MeshProjector, mesh: Mesh, price: float | None, steps: flo
         return Split(mesh.world, str(mesh), refused=str(error))
     ends = (there.step_ns, there.low_ns, there.high_ns)
     hourly = None if price is None else price * mesh.world / there.batch
-    costs = [cost(hourly, ns, steps) for ns in ends]
+    costs = [cost_of_steps(hourly, ns, steps) for ns in ends]
     return Split(
         mesh.world,
         str(mesh),

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import numpy as np
 
 from advisor.core.intervals import Bools, Floats, Ints
-from advisor.measure.ranks.align import medians
+from advisor.measure.ranks.align import group_medians
 from advisor.measure.ranks.outliers import Deviation, Job
 from advisor.replay.calibration import OTHERS, fault_kind
 from advisor.replay.ranks.replay import JobChange, JobGain, RanksReplay
@@ -19,10 +19,10 @@ ALL_OVER = 0.01
 """Of the step: where half of the ranks are as far from the median, they differ all over."""
 
 
-def estimate(job: Job, replay: RanksReplay, deviation: Deviation) -> JobGain:
+def estimate_gain(job: Job, replay: RanksReplay, deviation: Deviation) -> JobGain:
     """What the job's step gains without a deviation; where a change is not certain, the low end is
     of the part that is."""
-    change, certain = without(job, replay, deviation)
+    change, certain = change_without(job, replay, deviation)
     kind = fault_kind(deviation.kind, moves=deviation.moves)
     gain = replay.gain(change, OTHERS if deviation.late else kind)
     if certain is None:
@@ -30,7 +30,7 @@ def estimate(job: Job, replay: RanksReplay, deviation: Deviation) -> JobGain:
     return gain._replace(low=min(gain.low, replay.gain(certain, kind).low))
 
 
-def without(
+def change_without(
     job: Job, replay: RanksReplay, deviation: Deviation
 ) -> tuple[JobChange, JobChange | None]:
     """The job without a deviation: the rank like the others, the work spread evenly, the link as
@@ -53,7 +53,7 @@ def without(
     return change, None
 
 
-def combined(replay: RanksReplay, changes: Sequence[JobChange]) -> JobChange:
+def combine_changes(replay: RanksReplay, changes: Sequence[JobChange]) -> JobChange:
     """Several changes at once: what each takes away is gone, as far as there is anything."""
 
     def less(name: str, measured: Floats) -> Floats:
@@ -69,7 +69,7 @@ def combined(replay: RanksReplay, changes: Sequence[JobChange]) -> JobChange:
     )
 
 
-def saving(replay: RanksReplay, saved: Floats, *, communication: bool) -> JobChange:
+def saving_change(replay: RanksReplay, saved: Floats, *, communication: bool) -> JobChange:
     """Ranks that save some of their own time, ns per step each: a rank with less work of its own is
     earlier at the next collective, which gains what the others waited for it. Of ``communication``
     the transfers are hidden, not the waits."""
@@ -101,7 +101,7 @@ def usual_work(job: Job, replay: RanksReplay, without: set[int]) -> TypicalGain:
     order = np.flatnonzero(kept)[np.argsort(code[kept], kind="stable")]
     if len(order):
         names, first = np.unique(code[order], return_index=True)
-        middle = medians(replay.work[order], np.append(first, len(order)))
+        middle = group_medians(replay.work[order], np.append(first, len(order)))
         where = np.minimum(np.searchsorted(names, code), len(names) - 1)
         known = (names[where] == code) & replay.same_program(job.stage)
         work[known] = middle[where[known]]

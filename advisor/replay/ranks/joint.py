@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from advisor.measure.ranks.join import waits
-from advisor.measure.ranks.skew import Alignment, align
+from advisor.measure.ranks.join import measure_waits
+from advisor.measure.ranks.skew import Alignment, align_ranks
 from advisor.replay.build import MAX_NODES, representative_steps
 from advisor.replay.device import SLACK_NS
 from advisor.replay.graph import NEVER, Array, Edge, Graph, Node
@@ -26,9 +26,9 @@ from advisor.replay.replay import (
     ReplayedSteps,
     ReplayPlan,
     State,
-    completions,
-    replay,
-    settled,
+    completion_times,
+    replay_layout,
+    settled_period,
 )
 
 if TYPE_CHECKING:
@@ -62,7 +62,7 @@ def find_joint_ranks(rank: int, ranks: Mapping[int, Analysis]) -> JointRanks | N
     cannot be put on one clock, or they do not have the same steps."""
     if len(ranks) < 2 or ranks[rank].steps.used.is_empty() or ranks[rank].device_id is None:
         return None
-    alignment = align(ranks)
+    alignment = align_ranks(ranks)
     if alignment.joined is None or rank not in alignment.shift_ns:
         return None
     chosen = _latest(rank, alignment)
@@ -90,7 +90,7 @@ def find_joint_ranks(rank: int, ranks: Mapping[int, Analysis]) -> JointRanks | N
 def _latest(rank: int, alignment: Alignment) -> list[int]:
     """The rank itself, then those for which the others wait longest, at most MAX_RANKS."""
     assert alignment.joined is not None
-    found, numbers = waits(alignment.joined), list(alignment.shift_ns)
+    found, numbers = measure_waits(alignment.joined), list(alignment.shift_ns)
     late = found.last >= 0
     caused = np.bincount(found.last[late], found.skew[late], len(numbers))
     order = sorted(zip(-caused, numbers, strict=True))
@@ -248,17 +248,17 @@ class JointReplay:
 
     def run(self, ranks: Sequence[Patched]) -> list[JointReplayed]:
         """Replay once, from the state that was measured."""
-        return self._split(replay(self._lay_out(ranks)), self.offset)
+        return self._split(replay_layout(self._lay_out(ranks)), self.offset)
 
     def steady(self, ranks: Sequence[Patched], of: int = 0) -> float:
         """Steady-state time of one step of one rank, ns. See ``Plan.steady``: the state in which
         all ranks ended is the one in which they begin again."""
         layout = self._lay_out(ranks)
         offset = self.offset
-        done = self._split(replay(layout), offset)
+        done = self._split(replay_layout(layout), offset)
         graph = ranks[of].graph
         steps = len(graph.starts) - 1
-        complete = completions(graph, done[of].time)
+        complete = completion_times(graph, done[of].time)
         if steps < MIN_STEADY or graph.starts[-1] == 0:
             return ReplayedSteps(done[of].time, complete, graph.turn).period
         carries = [
@@ -270,7 +270,7 @@ class JointReplay:
             return np.array([d.time[g.starts[-1]] for d, g in zip(done, self.graphs, strict=True)])
 
         def ended() -> tuple[float, float]:
-            return float(completions(graph, done[of].time)[-1]), float(hosts()[of])
+            return float(completion_times(graph, done[of].time)[-1]), float(hosts()[of])
 
         def again(idle: bool) -> tuple[float, float]:
             nonlocal done, offset
@@ -283,10 +283,10 @@ class JointReplay:
             begun = layout.begun(states)
             for rank, at in enumerate(offset.tolist()):
                 begun.dur[int(self.slot[rank][0])] = at
-            done = self._split(replay(begun), offset)
+            done = self._split(replay_layout(begun), offset)
             return ended()
 
-        return settled(steps, ended(), again)
+        return settled_period(steps, ended(), again)
 
     @cached_property
     def carries(self) -> list[Carry]:

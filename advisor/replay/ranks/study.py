@@ -16,17 +16,17 @@ import numpy as np
 from advisor.core.finding import Evidence
 from advisor.core.intervals import Floats
 from advisor.core.ranks import MissingRanks, Outlier, RankLine, Ranks, RanksWhatIf, StepSpread
-from advisor.core.ranks import numbers as rank_numbers
+from advisor.core.ranks import format_ranks as rank_numbers
 from advisor.core.text import format_count, format_share
 from advisor.measure.ranks.clusters import find_clusters
-from advisor.measure.ranks.join import join, waits
+from advisor.measure.ranks.join import join_ranks, measure_waits
 from advisor.measure.ranks.members import Places, find_stages
 from advisor.measure.ranks.network import slow_links
-from advisor.measure.ranks.outliers import Deviation, Job, find_outliers, merge
-from advisor.measure.ranks.profile import CLASSES, profile
+from advisor.measure.ranks.outliers import Deviation, Job, find_outliers, merge_outliers
+from advisor.measure.ranks.profile import CLASSES, profile_ranks
 from advisor.measure.ranks.summary import Summary, Unread, one_run
-from advisor.measure.ranks.wording import change, reason
-from advisor.replay.ranks.gains import estimate, no_stragglers, no_transfers
+from advisor.measure.ranks.wording import describe_change, describe_reason
+from advisor.replay.ranks.gains import estimate_gain, no_stragglers, no_transfers
 from advisor.replay.ranks.replay import JobGain, RanksReplay
 
 FEW_RANKS = 16
@@ -48,7 +48,7 @@ class Study:
 
     job: Job
     replay: RanksReplay
-    """Where its ``reason`` is not empty, nothing is replayed."""
+    """Where its ``describe_reason`` is not empty, nothing is replayed."""
     missing: tuple[MissingRanks, ...]
     notes: dict[str, str]
 
@@ -78,7 +78,7 @@ class Study:
         for deviation in self._merged(result) if replayed else result:
             # a rank that is not replayed (its file is cut off) has no estimate
             there = replayed and self.replay.whole[list(deviation.who.places)].any()
-            gain = estimate(self.job, self.replay, deviation) if there else None
+            gain = estimate_gain(self.job, self.replay, deviation) if there else None
             if gain is None or gain.gain >= MIN_GAIN_SHARE * self.job.step_ns:
                 kept.append((deviation, gain))
         kept.sort(key=lambda item: -(item[0].excess_ns if item[1] is None else item[1].gain))
@@ -92,10 +92,10 @@ class Study:
             same = [each for each in result if each.kind == kind]
             single = [each for each in same if each.who.unit == "rank" and not each.moves]
             if kind != "network" and len(single) > 1 and not any(each.late for each in single):
-                joint = merge(self.job, single)
-                gains = [estimate(self.job, self.replay, each).gain for each in single]
+                joint = merge_outliers(self.job, single)
+                gains = [estimate_gain(self.job, self.replay, each).gain for each in single]
                 alone = sum(max(0.0, gain) for gain in gains)
-                if alone < ALONE_SHARE * estimate(self.job, self.replay, joint).gain:
+                if alone < ALONE_SHARE * estimate_gain(self.job, self.replay, joint).gain:
                     same = [joint, *(each for each in same if each not in single)]
             kept += same
         return kept
@@ -217,7 +217,7 @@ class Study:
             kind=deviation.kind,
             moves=deviation.moves,
             excess_ns=deviation.excess_ns,
-            reason=reason(self.job, deviation),
+            reason=describe_reason(self.job, deviation),
             waited_ns=float(result.caused[index].sum()) / steps if len(result.row) else None,
             last_share=last / taken if taken else None,
             significance=None if chance >= 1 else min(MAX_SIGNIFICANCE, 1 - chance),
@@ -227,7 +227,7 @@ class Study:
         )
 
     def _what_if(self) -> list[RanksWhatIf]:
-        changes = [(change(self.job, each), gain) for each, gain in self.outliers if gain]
+        changes = [(describe_change(self.job, each), gain) for each, gain in self.outliers if gain]
         if not self.replay.reason:
             every = no_stragglers(self.job, self.replay)
             changes.append(("without stragglers, every rank as fast as the median", every))
@@ -259,7 +259,7 @@ class Study:
         return result
 
 
-def study(summaries: Sequence[Summary], unread: Sequence[Unread] = ()) -> Study | None:
+def study_ranks(summaries: Sequence[Summary], unread: Sequence[Unread] = ()) -> Study | None:
     """What the ranks of one job say together; ``None``: there is no rank.
 
     Raises AdvisorError: a summary's columns do not belong together.
@@ -267,9 +267,9 @@ def study(summaries: Sequence[Summary], unread: Sequence[Unread] = ()) -> Study 
     ordered, others, notes = one_run(summaries)
     if not ordered:
         return None
-    joined, own = join(ordered), profile(ordered)
+    joined, own = join_ranks(ordered), profile_ranks(ordered)
     stage = find_stages(joined, len(ordered), len(own.steps))
-    job = Job(ordered, own, joined, waits(joined), stage, Places(ordered))
+    job = Job(ordered, own, joined, measure_waits(joined), stage, Places(ordered))
     return Study(job, RanksReplay(ordered, own, joined), _missing([*unread, *others]), notes)
 
 

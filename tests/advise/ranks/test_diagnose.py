@@ -19,9 +19,9 @@ from advisor.advise.engine import Options, analyze
 from advisor.advise.ranks.estimator import RanksEstimator
 from advisor.advise.ranks.task import summarise_file
 from advisor.core.finding import Edit, Finding, Impact, Select, SkippedCheck
-from advisor.core.ranks import Ranks, numbers
+from advisor.core.ranks import Ranks, format_ranks
 from advisor.measure.ranks.summary import Advice, Kernel, StepSummary, Summary, Unread, pack, unpack
-from advisor.replay.ranks.study import study
+from advisor.replay.ranks.study import study_ranks
 from advisor.rules.distributed.straggler_rank import StragglerRank
 
 sys.path.insert(0, str(Path(__file__).parent))
@@ -58,7 +58,7 @@ def nothing(rank: int, step: int, piece: int) -> list[Item]:
 
 def diagnose(summaries: Sequence[Summary], unread: Sequence[Unread] = ()) -> Ranks:
     """What is said of these ranks."""
-    found = study(summaries, unread)
+    found = study_ranks(summaries, unread)
     assert found is not None
     return found.ranks
 
@@ -146,7 +146,7 @@ def test_another_rank_in_each_step_is_told_as_moving() -> None:
     report, gain = told(lambda r, s, p: [Work(0.4 * MS)] if r == order[s] else [])
     (outlier,) = report.outliers
     assert (outlier.kind, outlier.moves) == ("imbalance", True)
-    assert outlier.ranks == numbers(order[:STEPS].tolist())
+    assert outlier.ranks == format_ranks(order[:STEPS].tolist())
     assert outlier.gain_ns == pytest.approx(gain, rel=0.1)
 
 
@@ -225,7 +225,7 @@ def test_a_pause_of_one_rank_in_one_step_is_named_and_nobody_is_blamed() -> None
         return [Work(40 * MS, "idle: python")] if (rank, step, piece) == (5, 2, 0) else []
 
     def said(extra: Extra) -> list[str]:
-        found = study(run(RANKS, STEPS, data_parallel(extra)).summaries)
+        found = study_ranks(run(RANKS, STEPS, data_parallel(extra)).summaries)
         assert found is not None and not found.outliers
         outcomes = StragglerRank().check_run(found)
         skipped = [item for item in outcomes if isinstance(item, SkippedCheck)]
@@ -238,7 +238,7 @@ def test_a_pause_of_one_rank_in_one_step_is_named_and_nobody_is_blamed() -> None
 
 
 def test_the_gain_of_a_pipeline_is_said_to_be_of_rebalanced_stages() -> None:
-    found = study(pipeline(0.4).summaries)
+    found = study_ranks(pipeline(0.4).summaries)
     assert found is not None
     (finding,) = StragglerRank().check_run(found)
     assert isinstance(finding, Finding)
@@ -258,7 +258,7 @@ def test_a_gain_of_ranks_that_wait_anyway_is_worth_nothing_to_the_job() -> None:
             data_parallel(slow),
             findings=lambda rank: [advice] if rank in who else [],
         )
-        found = study(ran.summaries)
+        found = study_ranks(ran.summaries)
         assert found is not None
         own = Impact(currency="step_time", gain_ns=round(2 * MS * (0 in who)))
         finding = Finding(
@@ -311,7 +311,7 @@ def test_a_rank_counts_once_however_many_files_it_has() -> None:
 
 
 def test_no_rank_at_all_and_one_without_collectives() -> None:
-    assert study([]) is None
+    assert study_ranks([]) is None
     lone = Summary(rank=0, path="a.json", step_ns=0.0)
     report = diagnose([lone])
     assert report.step is None

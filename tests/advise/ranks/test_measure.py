@@ -14,7 +14,7 @@ from advisor.advise.engine import examine
 from advisor.advise.ranks.measure import shrink_to_limit
 from advisor.advise.ranks.task import summarise_file
 from advisor.core.errors import AdvisorError
-from advisor.measure.ranks.members import host_of, racks
+from advisor.measure.ranks.members import find_racks, host_of
 from advisor.measure.ranks.summary import MAX_BYTES, decode, encode, pack, unpack
 from advisor.testing import TraceBuilder
 
@@ -129,8 +129,8 @@ def test_hosts_are_told_by_names(path: str, host: str) -> None:
 
 def test_racks_are_what_names_share_before_the_last_number() -> None:
     names = [f"rack{rack}-node{node:02d}" for rack in range(3) for node in range(4)]
-    assert set(racks(names).values()) == {"rack0", "rack1", "rack2"}
-    assert racks(["node-01", "node-02"]) == {}
+    assert set(find_racks(names).values()) == {"rack0", "rack1", "rack2"}
+    assert find_racks(["node-01", "node-02"]) == {}
 
 
 def test_what_the_shared_pair_says_fits_too(shared_file: Callable[[str], str]) -> None:

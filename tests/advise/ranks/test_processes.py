@@ -126,7 +126,7 @@ def test_a_fault_of_the_comparison_is_one_line(fleet: Any, monkeypatch: pytest.M
     def study(*_: object, **__: object) -> None:
         raise ValueError("zero-size\narray")
 
-    monkeypatch.setattr("advisor.replay.ranks.study.study", study)
+    monkeypatch.setattr("advisor.replay.ranks.study.study_ranks", study)
     with pytest.raises(AdvisorError, match=r"cannot be compared, .*ValueError: zero-size array"):
         fleet.analyze("0-1", workers=1)
 

@@ -8,8 +8,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from advisor.measure.ranks.join import join
-from advisor.measure.ranks.profile import profile
+from advisor.measure.ranks.join import join_ranks
+from advisor.measure.ranks.profile import profile_ranks
 from advisor.replay.ranks.replay import JobChange, RanksReplay
 
 sys.path.insert(0, str(Path(__file__).parent))
@@ -41,7 +41,7 @@ def random_job(seed: int, *, factor: float = 1.0, link: float = 1.0) -> Program:
 @pytest.mark.parametrize("seed", range(5))
 def test_unchanged_it_is_the_measured_step(seed: int) -> None:
     ran = run(12, 4, random_job(seed), shift=lambda rank: 2.0 * MS * (rank % 3))
-    replay = RanksReplay(ran.summaries, profile(ran.summaries), join(ran.summaries))
+    replay = RanksReplay(ran.summaries, profile_ranks(ran.summaries), join_ranks(ran.summaries))
     assert replay.reason == ""
     assert replay.error == pytest.approx(0, abs=1e-4)
     assert replay.base == pytest.approx(ran.step_ns, rel=1e-4)
@@ -50,7 +50,7 @@ def test_unchanged_it_is_the_measured_step(seed: int) -> None:
 @pytest.mark.parametrize("seed", range(5))
 def test_a_rank_made_faster_is_worth_what_the_job_run_so_says(seed: int) -> None:
     ran = run(12, 4, random_job(seed, factor=2.0))
-    replay = RanksReplay(ran.summaries, profile(ran.summaries), join(ran.summaries))
+    replay = RanksReplay(ran.summaries, profile_ranks(ran.summaries), join_ranks(ran.summaries))
     factor = np.ones((12, 4))
     factor[5] = 0.5
     again = run(12, 4, random_job(seed, factor=1.0)).step_ns
@@ -63,7 +63,7 @@ def test_a_rank_made_faster_is_worth_what_the_job_run_so_says(seed: int) -> None
 @pytest.mark.parametrize("seed", range(5))
 def test_faster_links_are_worth_what_the_job_run_so_says(seed: int) -> None:
     ran = run(12, 4, random_job(seed, link=3.0))
-    replay = RanksReplay(ran.summaries, profile(ran.summaries), join(ran.summaries))
+    replay = RanksReplay(ran.summaries, profile_ranks(ran.summaries), join_ranks(ran.summaries))
     again = run(12, 4, random_job(seed)).step_ns
     gain = replay.gain(JobChange(transfer=replay.transfer / 3))
     assert gain.gain == pytest.approx(ran.step_ns - again, rel=0.01)
@@ -74,7 +74,7 @@ def test_what_is_not_on_one_clock_is_not_replayed() -> None:
         return [Work(MS), Meet("world", (0, 1), 10_000)] * 5
 
     ran = run(2, 1, program, shift=lambda rank: rank * 300e9)
-    replay = RanksReplay(ran.summaries, profile(ran.summaries), join(ran.summaries))
+    replay = RanksReplay(ran.summaries, profile_ranks(ran.summaries), join_ranks(ran.summaries))
     assert "apart" in replay.reason
     with pytest.raises(ValueError, match="apart"):
         replay.gain(JobChange())

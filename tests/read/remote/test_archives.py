@@ -16,8 +16,8 @@ from advisor.advise.ranks.job import locate_traces
 from advisor.core.errors import AdvisorError
 from advisor.read import open_run
 from advisor.read.remote import archives, fetch
-from advisor.read.remote.fetch import opened
-from advisor.read.remote.places import find
+from advisor.read.remote.fetch import open_locally
+from advisor.read.remote.places import find_files
 from advisor.read.remote.urls import RemoteFile
 from tests.read.remote.faulty import Fault, Server
 
@@ -72,7 +72,7 @@ def test_a_run_is_read_from_an_archive(web: Server, trace_bytes: Made, packing: 
     assert run.traces[2, 0].meta.path == shown
     (one,) = locate_traces([f"{kind}://**/*.json::{web.url}/a"], "2")
     assert (one.url, one.rank, one.size) == (shown, 2, len(trace_bytes(2)))
-    with opened(one) as path:
+    with open_locally(one) as path:
         assert path.read_bytes() == trace_bytes(2)
 
 
@@ -81,7 +81,7 @@ def test_a_member_of_a_plain_tar_is_fetched_without_the_rest(web: Server) -> Non
     web.state.files["/a.tar"] = tarred(files)
     (one,) = locate_traces([f"tar://::{web.url}/a.tar"], "6")
     web.state.asked.clear()
-    with opened(one) as path:
+    with open_locally(one) as path:
         assert path.read_bytes() == files["rank6.json"]
     assert web.state.asked["GET /a.tar"] == 2  # blocks of 4 MiB
 
@@ -98,7 +98,7 @@ def test_a_tar_that_changes_meanwhile_is_not_believed(
         write(self, out, block)
 
     monkeypatch.setattr(fetch._Copy, "_write", changing)
-    with pytest.raises(AdvisorError, match="changed while it was read"), opened(one):
+    with pytest.raises(AdvisorError, match="changed while it was read"), open_locally(one):
         pass
 
 
@@ -118,7 +118,7 @@ def test_a_name_leads_out_of_nothing(
     source = RemoteFile(url="shown", at=f"{kind}://{name}::{web.url}/a")
     inside = tmp_path / "a" / "b" / "c"
     inside.mkdir(parents=True)
-    with opened(source, folder=inside) as path:
+    with open_locally(source, folder=inside) as path:
         assert path.name == "evil.json"
         assert path.resolve().is_relative_to(inside)
         assert path.read_bytes() == trace_bytes(0)
@@ -133,11 +133,11 @@ def test_links_in_a_tar_are_not_there(web: Server, trace_bytes: Made) -> None:
     made = tarred({"rank0.json": trace_bytes(0)}, links={"rank1.json": "/etc/passwd"})
     web.state.files["/a.tar"] = made
     assert [one.rank for one in locate_traces([f"tar://::{web.url}/a.tar"])] == [0]
-    (one,) = find(f"tar://rank0.json::{web.url}/a.tar", lambda names: names)
+    (one,) = find_files(f"tar://rank0.json::{web.url}/a.tar", lambda names: names)
     assert one.offset is not None
     with (
         pytest.raises(AdvisorError, match="no such file"),
-        opened(RemoteFile(url="u", at=f"tar://rank1.json::{web.url}/a.tar")),
+        open_locally(RemoteFile(url="u", at=f"tar://rank1.json::{web.url}/a.tar")),
     ):
         pass
 
@@ -146,7 +146,7 @@ def test_a_member_that_unpacks_to_more_than_the_bound_is_refused(web: Server) ->
     web.state.files["/a.zip"] = zipped({"bomb.json": bytes(50_000_000)})
     (one,) = locate_traces([f"zip://::{web.url}/a.zip"])
     assert len(web.state.files["/a.zip"]) < 100_000
-    with pytest.raises(AdvisorError, match="larger than 10 MB"), opened(one, most=10**7):
+    with pytest.raises(AdvisorError, match="larger than 10 MB"), open_locally(one, most=10**7):
         pass
 
 
@@ -157,7 +157,7 @@ def test_a_member_that_lies_about_its_size_brings_no_more_than_that(web: Server)
     web.state.files["/a.zip"] = honest.replace(size, struct.pack("<I", 1000))
     with pytest.raises(AdvisorError, match=r"a\.zip: not an archive that can be read"):
         for one in locate_traces([f"zip://::{web.url}/a.zip"]):
-            with opened(one):
+            with open_locally(one):
                 pass
 
 
@@ -242,13 +242,13 @@ def test_the_table_of_contents_is_read_once_for_all_members(
     monkeypatch.setattr(archives._Archive, "__init__", counted)
     found = locate_traces([f"{kind[:3]}://::{web.url}/a"])
     for source in reversed(found):
-        with opened(source) as path:
+        with open_locally(source) as path:
             assert path.read_bytes() == f"{source.rank}".encode()
     assert tables == 1
     web.state.files["/a"] = (
         zipped({"rank7.json": b"new"}) if kind == "zip" else tarred({"rank7.json": b"new"}, "w:gz")
     )
-    with opened(found[7]) as path:
+    with open_locally(found[7]) as path:
         assert path.read_bytes() == b"new"
     assert tables == 2
 

@@ -19,7 +19,7 @@ from advisor.cli import run as advisor_cli
 from advisor.core.errors import AdvisorError
 from advisor.read import ReadOptions, open_run
 from advisor.read.remote import access
-from advisor.read.remote.fetch import opened
+from advisor.read.remote.fetch import open_locally
 from tests.read.remote.faulty import Fault
 
 
@@ -169,7 +169,7 @@ def test_sources_can_be_handed_to_another_process(
 ) -> None:
     s3.put("picklable/rank4.json", trace_bytes(4))
     (source,) = pickle.loads(pickle.dumps(locate_traces(["s3://run/picklable"])))
-    with opened(source) as path:
+    with open_locally(source) as path:
         assert path.name == "rank4.json"
         assert path.read_bytes() == trace_bytes(4)
     assert not path.exists()

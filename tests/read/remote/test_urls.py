@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from advisor.advise.ranks.job import locate_traces
 from advisor.core.errors import AdvisorError
 from advisor.read import ReadOptions, open_run
-from advisor.read.remote.access import trouble
-from advisor.read.remote.urls import RankFilter, file_name, is_url, rank_in, shown
+from advisor.read.remote.access import explain_error
+from advisor.read.remote.urls import RankFilter, file_name, is_url, rank_in, redact_url
 
 
 @pytest.mark.parametrize(
@@ -52,7 +52,7 @@ def test_urls_are_told_from_paths(text: str, expected: bool) -> None:
     ],
 )
 def test_what_is_shown_has_no_credentials(url: str, expected: str) -> None:
-    assert shown(url) == expected
+    assert redact_url(url) == expected
 
 
 @pytest.mark.parametrize(
@@ -168,7 +168,7 @@ class ClientError(Exception):
 def test_what_libraries_raise_is_told_in_our_words(
     error: Exception, said: str, passing: bool
 ) -> None:
-    what = trouble(error, "s3://bucket/a")
+    what = explain_error(error, "s3://bucket/a")
     assert said in what.said
     assert what.passing is passing
     assert "Signature" not in what.said
@@ -177,4 +177,4 @@ def test_what_libraries_raise_is_told_in_our_words(
 def test_a_missing_file_that_could_not_be_asked_for_is_not_called_missing() -> None:
     error = FileNotFoundError("https://host/a")
     error.__cause__ = ClientError(status=503)
-    assert trouble(error, "https://host/a").passing
+    assert explain_error(error, "https://host/a").passing

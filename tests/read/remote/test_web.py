@@ -18,8 +18,8 @@ import advisor
 from advisor.core.errors import AdvisorError
 from advisor.read import open_run
 from advisor.read.remote import access, fetch
-from advisor.read.remote.fetch import opened
-from advisor.read.remote.places import find
+from advisor.read.remote.fetch import open_locally
+from advisor.read.remote.places import find_files
 from advisor.read.remote.urls import RemoteFile
 from tests.read.remote.faulty import Fault, Server
 
@@ -33,8 +33,8 @@ def everything(names: list[str]) -> list[str]:
 
 
 def read(url: str, **options: float) -> bytes:
-    (source,) = find(url, everything)
-    with opened(source, **options) as path:  # type: ignore[arg-type]
+    (source,) = find_files(url, everything)
+    with open_locally(source, **options) as path:  # type: ignore[arg-type]
         return path.read_bytes()
 
 
@@ -156,7 +156,7 @@ def test_a_file_that_changes_meanwhile_is_not_believed(
     web: Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     web.state.files["/a.json"] = BIG
-    (source,) = find(f"{web.url}/a.json", everything)
+    (source,) = find_files(f"{web.url}/a.json", everything)
     write = fetch._Copy._write
 
     def changing(self: object, out: object, block: bytes) -> None:
@@ -164,7 +164,7 @@ def test_a_file_that_changes_meanwhile_is_not_believed(
         write(self, out, block)  # type: ignore[arg-type]
 
     monkeypatch.setattr(fetch._Copy, "_write", changing)
-    with pytest.raises(AdvisorError, match="changed while it was read"), opened(source):
+    with pytest.raises(AdvisorError, match="changed while it was read"), open_locally(source):
         pass
 
 
@@ -177,11 +177,11 @@ def test_only_what_is_below_a_listed_folder_is_looked_at(web: Server) -> None:
         "/run/sub/": b'<a href="b.json">b</a> <a href="../">up</a> <a href="/">top</a>',
         "/secret.json": b"{}",
     }
-    found = find(f"{web.url}/run/", everything)
+    found = find_files(f"{web.url}/run/", everything)
     assert [one.url for one in found] == [f"{web.url}/run/a.json", f"{web.url}/run/sub/b.json"]
     assert not any("secret" in asked for asked in web.state.asked)
     for pattern in ("*/*.json", "s*", "s*/"):
-        (deep,) = find(f"{web.url}/run/{pattern}", everything)
+        (deep,) = find_files(f"{web.url}/run/{pattern}", everything)
         assert deep.url == f"{web.url}/run/sub/b.json"
 
 
@@ -210,7 +210,7 @@ def test_a_signature_is_never_shown(
     told = capsys.readouterr()
     assert web.url in told.err
     assert re.search("abcdef|pass1234|Signature", report.to_json().decode() + "".join(told)) is None
-    assert "abcdef" not in repr(find(signed, everything))
+    assert "abcdef" not in repr(find_files(signed, everything))
 
 
 def test_a_file_over_the_bound_is_refused_before_it_is_fetched(web: Server) -> None:
@@ -230,7 +230,7 @@ def test_a_full_disk_is_told(web: Server, monkeypatch: pytest.MonkeyPatch) -> No
 def test_nothing_is_left_after_an_error_in_the_reader(web: Server, tmp_path: Path) -> None:
     web.state.files["/a.json"] = b"{}"
     source = RemoteFile(url="a", at=f"{web.url}/a.json")
-    with pytest.raises(ZeroDivisionError), opened(source, folder=tmp_path) as path:
+    with pytest.raises(ZeroDivisionError), open_locally(source, folder=tmp_path) as path:
         assert path.parent.parent == tmp_path
         raise ZeroDivisionError
     assert list(tmp_path.iterdir()) == []
@@ -271,14 +271,14 @@ def test_what_a_killed_process_left_goes_next_time(
         while not web.state.asked["GET /a.json"] and time.monotonic() < end:
             time.sleep(0.05)
         (left,) = tmp_path.iterdir()
-        monkeypatch.setattr("advisor.core.scratch.YOUNG", 0.0)
+        monkeypatch.setattr("advisor.core.scratch.MIN_AGE_SECONDS", 0.0)
         source = RemoteFile(url="b", at=f"{web.url}/b.json")
-        with opened(source, folder=tmp_path):
+        with open_locally(source, folder=tmp_path):
             assert left.exists()  # its process is there
     finally:
         program.kill()
         program.wait(DEADLINE)
-    with opened(source, folder=tmp_path) as path:
+    with open_locally(source, folder=tmp_path) as path:
         assert list(tmp_path.iterdir()) == [path.parent]
 
 

@@ -20,7 +20,7 @@ from advisor.core.gpus import find_gpu
 from advisor.measure import Analysis
 from advisor.read import open_run
 from advisor.replay.calibration import COVERAGE, device_error, host_error
-from advisor.replay.predictions import shipped
+from advisor.replay.predictions import shipped_predictions
 
 
 def test_a_pair_by_hand() -> None:
@@ -74,7 +74,9 @@ def test_every_gpu_of_the_pairs_is_known_and_every_figure_sane() -> None:
 
 def test_the_table_holds_what_the_arithmetic_of_today_projects() -> None:
     """A change of a GPU's rates or of the projection must be written into the table."""
-    table = {(p.program, p.device, p.target): p for p in shipped() if p.source == "gpus"}
+    table = {
+        (p.program, p.device, p.target): p for p in shipped_predictions() if p.source == "gpus"
+    }
     rows = bench_project.predictions()
     assert len(rows) == len(table)
     for row in rows:

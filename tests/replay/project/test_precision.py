@@ -11,8 +11,8 @@ from advisor.core.gpus import find_gpu
 from advisor.measure.host.operators import KERNEL_NS
 from advisor.read import read_trace
 from advisor.replay.project.moves import matmul_rate, memory_rate
-from advisor.replay.project.narrower import FORMATS, Gemm, estimate, missing_unit
-from advisor.replay.project.precision import precision
+from advisor.replay.project.narrower import FORMATS, Gemm, estimate_product, missing_unit
+from advisor.replay.project.precision import project_precision
 from advisor.testing import TraceBuilder
 from benchmarks.bench_precision import cases
 
@@ -37,7 +37,7 @@ def model(
 def test_a_product_bound_by_arithmetic_by_hand() -> None:
     """8192 cubed in 1.9 ms: the kernel beyond its start and end by the ratio of the attainable
     rates, and one kernel that reads two bytes and writes one for each of 8192 x 8192 inputs."""
-    found = estimate(Gemm(*LARGE, "bf16", 2, "inference"), "fp8", H100, 1.9e6)
+    found = estimate_product(Gemm(*LARGE, "bf16", 2, "inference"), "fp8", H100, 1.9e6)
     assert found is not None
     rates = [matmul_rate(H100, dtype) or 0.0 for dtype in ("bf16", "fp8")]
     ratio = rates[0] / rates[1] * FORMATS["fp8"].compute[1]
@@ -50,7 +50,7 @@ def test_a_product_bound_by_arithmetic_by_hand() -> None:
 def test_weights_of_four_bits_read_a_quarter_of_the_bytes() -> None:
     """One row: bytes of weights are all there is."""
     gemm = Gemm(1, 4096, 4096, "bf16", 2, "inference")
-    found = estimate(gemm, "int4-weights", H100, 20_000)
+    found = estimate_product(gemm, "int4-weights", H100, 20_000)
     assert found is not None
     share = (0.5 + 4 / 128) / 2
     beyond = (found.kernel[0] - KERNEL_NS) / (20_000 - KERNEL_NS)
@@ -62,9 +62,9 @@ def test_training_quantises_each_tensor_as_torchao_counts_it() -> None:
     """Input 6 bytes an element, gradient 6, weight 5 forward and 3 backward: two bytes to find the
     maximum, two to read and one for each layout that is written."""
     m, n, k = 16384, 8192, 8192
-    forward = estimate(Gemm(m, n, k, "bf16", 2, "forward"), "fp8", H100, 5e6)
-    gradient = estimate(Gemm(m, k, n, "bf16", 2, "input gradient"), "fp8", H100, 5e6)
-    weight = estimate(Gemm(n, k, m, "bf16", 2, "weight gradient"), "fp8", H100, 5e6)
+    forward = estimate_product(Gemm(m, n, k, "bf16", 2, "forward"), "fp8", H100, 5e6)
+    gradient = estimate_product(Gemm(m, k, n, "bf16", 2, "input gradient"), "fp8", H100, 5e6)
+    weight = estimate_product(Gemm(n, k, m, "bf16", 2, "weight gradient"), "fp8", H100, 5e6)
     assert forward is not None and gradient is not None and weight is not None
     band = memory_rate(H100) / 1e9
     assert forward.quantise[1] == pytest.approx((6 * m * k + 5 * k * n) / band)
@@ -96,7 +96,7 @@ def test_where_there_is_no_unit_or_no_source_nothing_is_said(
 
 
 def test_large_layers_are_converted_and_their_memory_is_halved() -> None:
-    result = precision(model("H100", *LARGE, 1900.0), "fp8")
+    result = project_precision(model("H100", *LARGE, 1900.0), "fp8")
     (layer,) = result.layers
     assert layer.convert and layer.calls == 4 and layer.where == "Linear_0–3"
     assert result.step_ns < 0.75 * result.measured_step_ns
@@ -108,7 +108,7 @@ def test_large_layers_are_converted_and_their_memory_is_halved() -> None:
 
 
 def test_small_layers_are_left_and_converting_them_would_cost() -> None:
-    result = precision(model("H100", 128, 512, 512, 6.0), "fp8")
+    result = project_precision(model("H100", 128, 512, 512, 6.0), "fp8")
     assert [layer.convert for layer in result.layers] == [False]
     assert result.step_ns == result.measured_step_ns and result.freed_bytes == 0
     assert result.all_step_ns > result.measured_step_ns
@@ -132,7 +132,7 @@ def training(m: int, n: int, k: int, us: float) -> Analysis:
 
 def test_the_three_products_of_a_layer_are_converted_or_left_together() -> None:
     for m, n, k, us, wanted in ((16384, 8192, 4096, 1600, True), (1024, 256, 512, 6, False)):
-        result = precision(training(m, n, k, us), "fp8")
+        result = project_precision(training(m, n, k, us), "fp8")
         assert result.training and result.freed_bytes is None
         roles = {layer.role for layer in result.layers}
         assert roles == {"forward", "input gradient", "weight gradient"}
@@ -141,7 +141,7 @@ def test_the_three_products_of_a_layer_are_converted_or_left_together() -> None:
 
 
 def test_dimensions_that_no_narrow_kernel_takes_are_left() -> None:
-    (layer,) = precision(model("H100", 8192, 30522, 512, 900.0), "fp8").layers
+    (layer,) = project_precision(model("H100", 8192, 30522, 512, 900.0), "fp8").layers
     assert not layer.convert and "multiple of 16" in layer.why
 
 
@@ -150,23 +150,23 @@ def test_products_of_activations_and_those_without_shapes_stay() -> None:
     with t.step():
         t.run("aten::bmm", "nvjet_bmm_gemm", 900, [[8, 512, 64], [8, 64, 512]], "c10::BFloat16")
         t.run("aten::mm", "nvjet_gemm", 900)
-    result = precision(t.analysis(), "fp8")
+    result = project_precision(t.analysis(), "fp8")
     assert "record_shapes" in result.refused and not result.layers
     assert result.unknown_ns == 900_000
 
 
 def test_an_unknown_format_and_an_unknown_gpu_are_errors() -> None:
     with pytest.raises(AdvisorError, match="fp9"):
-        precision(model("H100", *LARGE, 1900.0), "fp9")
+        project_precision(model("H100", *LARGE, 1900.0), "fp9")
 
 
 def test_training_on_an_a100_has_no_fp8(shared_trace: Callable[[str], str]) -> None:
-    result = precision(Analysis(read_trace(shared_trace("a100_train_6steps"))), "fp8")
+    result = project_precision(Analysis(read_trace(shared_trace("a100_train_6steps"))), "fp8")
     assert "no unit for FP8" in result.refused and result.step_ns == result.measured_step_ns
 
 
 def test_a_server_s_step_gets_the_server_s_option(shared_trace: Callable[[str], str]) -> None:
-    result = precision(Analysis(read_trace(shared_trace("b200_eager"))), "fp8")
+    result = project_precision(Analysis(read_trace(shared_trace("b200_eager"))), "fp8")
     assert "vllm serve" in result.snippet
     assert result.narrow_ns > result.layers[0].ns  # its experts are narrow already
 

@@ -12,7 +12,7 @@ from advisor.core.gpus import find_gpu
 from advisor.core.prices import Prices
 from advisor.measure import Analysis
 from advisor.read import open_run
-from advisor.replay.project.project import Projector, choose, cost, hourly_prices
+from advisor.replay.project.project import Projector, choose_gpus, cost_of_steps, hourly_prices
 from advisor.testing import TraceBuilder
 
 SGEMM = "sm80_xmma_gemm_bf16bf16_bf16f32_f32_tn_n_tilesize128x128x32"
@@ -190,7 +190,7 @@ def test_a_gpu_without_the_format_is_refused_for_itself_alone() -> None:
             b.launch("sm90_xmma_gemm_e4m3bf16_e4m3f32_f32_tn_n", 1_000, blocks=4096)
 
     projector = Projector(trace(eight, "H100"))
-    found = choose(
+    found = choose_gpus(
         projector, [(find_gpu("a100 pcie 80gb").gpu, 0.1), (find_gpu("h200 sxm").gpu, 3.0)]
     )
     assert [c.possible for c in found] == [True, False]
@@ -200,15 +200,15 @@ def test_a_gpu_without_the_format_is_refused_for_itself_alone() -> None:
 
 def test_money_is_price_times_time() -> None:
     """A million steps of 18 ms are 5 hours."""
-    assert cost(2.0, 18e6) == pytest.approx(10.0)
-    assert cost(None, 18e6) is None
+    assert cost_of_steps(2.0, 18e6) == pytest.approx(10.0)
+    assert cost_of_steps(None, 18e6) is None
 
 
 def test_the_cheapest_comes_first_and_the_fastest_may_not() -> None:
     """By hand: an H100 is 2.93 times an A100 in products; at 5 times the price it costs more."""
     prices = hourly_prices(Prices({"a100 sxm4 80gb": 1.0, "h100 sxm5": 5.0}, "USD", "here"))
     gpus = [(find_gpu(name).gpu, price) for name, price in prices.items()]
-    found = choose(Projector(trace(product)), gpus)
+    found = choose_gpus(Projector(trace(product)), gpus)
     assert [c.projection.gpu for c in found] == [
         "NVIDIA A100 SXM4 80GB",
         "NVIDIA H100 SXM5 80GB",

@@ -12,7 +12,7 @@ from advisor.measure import Analysis
 from advisor.measure.comm.links import NodeLinks
 from advisor.read import read_trace
 from advisor.replay.project.mesh import Mesh, MeshProjector, parse_mesh
-from advisor.replay.project.splits import Instance, compare, meshes, read_instance
+from advisor.replay.project.splits import Instance, candidate_meshes, compare_splits, read_instance
 from benchmarks.simulation.kineto import trace
 from benchmarks.simulation.meshes import draw_pair, play_mesh
 
@@ -27,19 +27,19 @@ def analysis(tmp_path_factory: pytest.TempPathFactory) -> Analysis:
 
 
 def test_splits_keep_the_pipeline_and_stay_inside_a_node() -> None:
-    found = list(meshes(Mesh(dp=2, tp=2, pp=2), 32, 8))
+    found = list(candidate_meshes(Mesh(dp=2, tp=2, pp=2), 32, 8))
     assert found == [
         Mesh(dp=16, tp=1, pp=2), Mesh(dp=8, tp=2, pp=2), Mesh(dp=4, tp=4, pp=2),
         Mesh(dp=2, tp=8, pp=2),
     ]  # fmt: skip
     assert all(mesh.world == 32 for mesh in found)
-    assert list(meshes(Mesh(pp=3), 8, 8)) == []
+    assert list(candidate_meshes(Mesh(pp=3), 8, 8)) == []
 
 
 def test_cost_is_of_the_same_samples_by_hand(analysis: Analysis) -> None:
     """At 2 an hour and GPU: GPUs x time x price, over how many more samples a step has."""
     projector = MeshProjector(analysis, None, NodeLinks(8, 25.0))
-    rows = compare(projector, [8, 16], 2.0)
+    rows = compare_splits(projector, [8, 16], 2.0)
     same = next(row for row in rows if row.mesh == str(projector.measured))
     assert same.speed == pytest.approx(1.0)
     assert same.cost == pytest.approx(8 * 2.0 * analysis.step_ns / 3.6e12 * 1e6)
@@ -50,7 +50,7 @@ def test_cost_is_of_the_same_samples_by_hand(analysis: Analysis) -> None:
         assert row.low_ns is not None and row.high_ns is not None and row.cost is not None
         assert row.low_ns <= row.step_ns <= row.high_ns
         there = projector.on(
-            next(m for m in meshes(projector.measured, row.gpus, 8) if str(m) == row.mesh)
+            next(m for m in candidate_meshes(projector.measured, row.gpus, 8) if str(m) == row.mesh)
         )
         assert row.cost == pytest.approx(row.gpus * 2.0 * row.step_ns / 3.6e6 / there.batch)
     for count in (8, 16):
@@ -59,9 +59,9 @@ def test_cost_is_of_the_same_samples_by_hand(analysis: Analysis) -> None:
 
 
 def test_what_crosses_an_unknown_network_is_refused(analysis: Analysis) -> None:
-    rows = compare(MeshProjector(analysis, None, NodeLinks(8)), [16], None)
+    rows = compare_splits(MeshProjector(analysis, None, NodeLinks(8)), [16], None)
     assert rows and all("--network" in row.refused for row in rows)
-    (row,) = compare(MeshProjector(analysis, Mesh(pp=8), NodeLinks(8)), [12], None)
+    (row,) = compare_splits(MeshProjector(analysis, Mesh(pp=8), NodeLinks(8)), [12], None)
     assert "does not divide" in row.refused
 
 
@@ -89,7 +89,7 @@ def test_what_is_no_instance_is_refused(entry: object) -> None:
 def test_nodes_are_shared_by_each_number_of_gpus(analysis: Analysis) -> None:
     """Two machines: tensor parallelism stays within half of the GPUs, whatever their number."""
     projector = MeshProjector(analysis, None, NodeLinks(8, 25.0))
-    rows = compare(projector, [4, 8, 16], None, nodes=2)
+    rows = compare_splits(projector, [4, 8, 16], None, nodes=2)
     largest = {
         count: max(parse_mesh(row.mesh).tp for row in rows if row.gpus == count)
         for count in (4, 8, 16)
@@ -113,8 +113,8 @@ def test_the_recorded_mesh_on_more_nodes_sends_over_the_network(analysis: Analys
 
 def test_an_epoch_costs_its_steps(analysis: Analysis) -> None:
     projector = MeshProjector(analysis, None, NodeLinks(8, 25.0))
-    million = compare(projector, [8], 2.0)
-    epoch = compare(projector, [8], 2.0, steps=500)
+    million = compare_splits(projector, [8], 2.0)
+    epoch = compare_splits(projector, [8], 2.0, steps=500)
     assert [row.cost for row in epoch] == [
         pytest.approx((row.cost or 0.0) * 500 / 1e6) for row in million
     ]

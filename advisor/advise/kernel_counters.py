@@ -151,7 +151,9 @@ def counters_verdict(report: Report) -> tuple[Status, str]:
     text += f". {_longest(views)}"
     if report.notes:
         return "bottlenecks", f"{text}{_first_fix(report.notes[0])}"
-    if not limits:
+    if not limits and all(view.duration_ns is None for view in views):
+        text += "Give the file of their times with it: the bandwidth needs both."
+    elif not limits:
         text += (
             "What limits it is not recorded: collect it with rocprof-compute profile (AMD) or "
             "ncu --set full (NVIDIA)."

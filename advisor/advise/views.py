@@ -92,7 +92,25 @@ def _host(report: Report) -> list[Segment]:
     """What the main thread did: the bar of a trace without device work."""
     own = report.scope.framework
     parts = [(item.name, t.host_label(item.name, own), item.ns, item.share) for item in report.host]
-    return _ranked("host", parts, palette.host_look, "smaller parts")
+    return _ranked("host", _in_ranges(report, parts), palette.host_look, "smaller parts")
+
+
+def _in_ranges(
+    report: Report, parts: list[tuple[str, str, float, float]]
+) -> list[tuple[str, str, float, float]]:
+    """The parts with the program's own ranges in place of what lies outside operators, where that
+    is most of the time and the ranges fit in it."""
+    largest = max(parts, key=lambda part: part[2], default=None)
+    named = sum(item.ns for item in report.ranges)
+    if largest is None or largest[0] != "unknown" or not 0 < named <= largest[2]:
+        return parts
+    key, label, ns, share = largest
+    inside = [
+        (f"range {item.name}", t.shorten(t.clean(item.name), 30), item.ns, item.share)
+        for item in report.ranges
+    ]
+    left = (key, label, ns - named, share - sum(item.share for item in report.ranges))
+    return [*inside, left, *(part for part in parts if part is not largest)]
 
 
 def build_phase_segment(name: str, ns: float, share: float) -> Segment:

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from advisor import analyze
 from advisor.advise.views import MAX_CAUSES, build_step_bar
 from advisor.cli.output import _ASCII
 from advisor.core import palette
@@ -107,3 +110,13 @@ def test_a_cause_has_one_colour_wherever_it_is_shown(report: Callable[..., Repor
         assert theme.colour_of("idle", "loader") in made._repr_html_()
         looks = {segment.key: segment.look for segment in idle_of(made)}
         assert looks["sync"] == palette.CAUSES["sync"]
+
+
+def test_without_operators_the_bar_is_of_the_programs_ranges() -> None:
+    """98% of it would be one grey block: the ranges and the rest add up to the same step."""
+    corpus = Path(__file__).parents[1] / "corpus"
+    report = analyze(str(corpus / "nsys/209de58_baseline.sqlite"))
+    assert report.views is not None and report.views.bar is not None
+    bar = report.views.bar.work
+    assert [part.label for part in bar[:2]] == ["find_centers", "transformer_forward"]
+    assert sum(part.share for part in bar) == pytest.approx(1.0, abs=0.01)

@@ -334,6 +334,23 @@ def ranked_findings(report: Report) -> list[Finding]:
     return [finding for finding in report.findings if finding.folded_under is None]
 
 
+SMALL_SHARE: Final = 0.02
+"""Of the step: a gain below explains no step. Two runs of one program differ by as much."""
+
+
+def is_small(finding: Finding) -> bool:
+    """It gains too little to be what to change first."""
+    impact = finding.impact
+    if impact is None or impact.currency != "step_time" or finding.known_cost:
+        return False
+    return impact.share is not None and impact.share < SMALL_SHARE
+
+
+def has_large_gain(report: Report) -> bool:
+    """Something that was found explains a part of the step."""
+    return any(not is_small(finding) for finding in ranked_findings(report))
+
+
 def distinct_places(finding: Finding, most: int = 3) -> list[Location]:
     """Where it is, worst first, places of the same name once."""
     result: dict[object, Location] = {}
@@ -587,9 +604,16 @@ def describe_all_fixes(report: Report) -> str:
     fixes = "all fixes" if len(ranked_findings(report)) > 1 else "this fix"
     scale = report.step_ns / replay.measured_ns if replay.measured_ns else 1.0
     after = replay.step_after_ns * scale
+    saved = sum(
+        f.marginal_gain_ns or 0 for f in ranked_findings(report) if f.edits and not f.other_rank
+    )
+    if saved > (1 + EQUAL_STEP_SHARE) * (
+        report.step_ns - after
+    ):  # more than in the profiled window
+        after = max(0.0, report.step_ns - saved)
     bound = "up to " * has_upper_bound(report)
     ratio = report.step_ns / after if after > 0 else 1.0
-    if ratio <= 1:
+    if ratio - 1 < SMALL_SHARE or t.format_duration(report.step_ns) == t.format_duration(after):
         return ""
     times = f"{ratio:.1f}" if ratio >= 2 else f"{ratio:.2f}"
     faster = f" ({bound}{times}× faster)"

@@ -14,12 +14,13 @@ from functools import cached_property
 from math import ceil, isfinite
 from typing import TYPE_CHECKING, NamedTuple
 
+import polars as pl
 from msgspec.structs import replace
 
 from advisor.advise.limits import lost_records
 from advisor.advise.measured import MIN_APART_SHARE, step_time
 from advisor.core import text as t
-from advisor.core.finding import GUESSED_STEP_SOURCES, Edit, Finding, Impact
+from advisor.core.finding import GUESSED_STEP_SOURCES, Edit, Evidence, Finding, Impact
 from advisor.core.report import HardPart, Replay
 from advisor.replay.calibration import Band, widened_by_rule, worst_case
 from advisor.replay.exposed import ExposedTime
@@ -287,7 +288,7 @@ def scale_to_run(findings: Sequence[Finding], a: Analysis, rules: Sequence[Rule]
     for finding in findings:
         if finding.edits or finding.rule not in of_record:
             finding = _carry_over(finding, step, device=a.device_id is not None)
-            finding = _bound_loading(finding, a)
+            finding = _match_loading(finding, a)
         result.append(finding)
     return result
 
@@ -341,9 +342,15 @@ def _marginal(finding: Finding, change: Callable[[int], int]) -> Finding:
     return replace(finding, **{n: change(ns) for n, ns in given.items() if ns is not None})
 
 
-def _bound_loading(finding: Finding, a: Analysis) -> Finding:
-    """A fix of the loader saves no more than what the run's own steps spend on getting data,
-    whatever share of a profiled window that is."""
+MORE_LOADING = 1.25
+"""How much more of their time the run's steps spend on getting data than those of the window, for
+the gain of a loader to be of the run's."""
+
+
+def _match_loading(finding: Finding, a: Analysis) -> Finding:
+    """A fix of the loader saves of what the run's own steps spend on getting data, not of what the
+    few steps of a profiled window do: where those spend less of their time on it, its share of
+    that; and never more than all."""
     impact, recorded = finding.impact, a.recorded
     share = None if recorded is None else recorded.share("data")
     if recorded is None or share is None or not any(e.op == "parallelize" for e in finding.edits):
@@ -351,12 +358,52 @@ def _bound_loading(finding: Finding, a: Analysis) -> Finding:
     if impact is None or impact.currency != "step_time" or impact.gain_ns is None:
         return finding
     step = recorded.median or 0.0
+    if not step:
+        return finding
     most = round(share * step)
-    if impact.gain_ns <= most or not step:
+    inside = _loading_share(a)
+    if inside and share > MORE_LOADING * inside and recorded.count >= MIN_RUN_STEPS:
+        finding = _scaled(finding, share / inside)
+        loading = Evidence("getting data, in the run's own steps", share * step, "ns", per="step")
+        finding = replace(finding, evidence=[loading, *finding.evidence])
+        why = f"the run's own steps spend {share:.0%} on getting data, those of the window "
+        finding = lower_confidence(finding, 1.0, f"{why}{inside:.0%}: the gain is of the run's")
+        return _bounded(finding, most, step)
+    if impact.gain_ns <= most:
         return finding
     finding = _bounded(finding, most, step)
     why = f"the run's own steps spend {share:.0%} on getting data, less than those of the window"
     return lower_confidence(finding, 1.0, why)
+
+
+MIN_RUN_STEPS = 20
+"""Steps of a run from which its mean loading says more than the window's."""
+
+
+def _loading_share(a: Analysis) -> float:
+    """Share of the analysed steps that the main thread is in a loader."""
+    loading = a.host.filter(
+        (pl.col("thread") == a.trace.main_thread) & (pl.col("class") == "loader")
+    )
+    return float(loading["ns"].sum()) / max(a.span_ns, 1) if a.trace.main_thread is not None else 0
+
+
+def _scaled(finding: Finding, times: float) -> Finding:
+    """The finding with that many times the gain; the low end of its range stays."""
+    impact = finding.impact
+    if impact is None or impact.gain_ns is None:
+        return finding
+    return replace(
+        _marginal(finding, lambda ns: round(ns * times)),
+        impact=replace(
+            impact,
+            gain_ns=round(impact.gain_ns * times),
+            high_ns=None if impact.high_ns is None else round(impact.high_ns * times),
+            most_ns=None if impact.most_ns is None else round(impact.most_ns * times),
+            share=None if impact.share is None else impact.share * times,
+        ),
+        severity=severity_of_share(None if impact.share is None else impact.share * times),
+    )
 
 
 # -- replayed, or bounded --------------------------------------------------------------------------

@@ -9,6 +9,7 @@ import numpy as np
 from msgspec.structs import replace
 
 import advisor
+from advisor.advise.facts import has_large_gain
 from advisor.advise.kernel_counters import (
     counter_views,
     profiling_command,
@@ -287,13 +288,14 @@ def _verdict(
     if profiled:
         busy_of = f"busy {busy} while profiled, of {of_step}"
     text = f"GPU {busy_of}{_alone(report)}"
-    if report.findings:
+    if has_large_gain(report):
         return "bottlenecks", f"{text}. {_lead(report)}.{_unexplained(report, a)}"
+    small = _largest_of_small(report)
     if report.busy_share >= HEALTHY_BUSY_SHARE and (reason := _caveat(report, a)):
-        return "limited", f"{text}. No fix is sure to help, but {reason}."
+        return "limited", f"{text}. No fix is sure to help, but {reason}.{small}"
     if report.busy_share >= HEALTHY_BUSY_SHARE:
         rates = _rates(report)
-        return "healthy", f"Healthy: the GPU is {busy_of}. No bottleneck stands out.{rates}"
+        return "healthy", f"Healthy: the GPU is {busy_of}. No bottleneck stands out.{rates}{small}"
     once, longest = one_off_costs(a)
     if once >= MOSTLY_ONE_OFF_SHARE:
         again = schedule_of(a.trace.meta, ": ", LATER_STEPS)
@@ -302,9 +304,9 @@ def _verdict(
             action = "Record replays of the graph, and give both files: this one names the kernels."
         return "limited", (
             f"One-off costs take {t.format_share(once)} of the {unit}, most of all {longest}. "
-            f"{action} {text}."
+            f"{action} {text}.{small}"
         )
-    return "limited", f"{text}{_idle_without_fix(report, a)}"
+    return "limited", f"{text}{_idle_without_fix(report, a)}{small}"
 
 
 def _without_gpu(
@@ -337,9 +339,56 @@ def _without_gpu(
         rest = " while profiled"
     label, share = first
     host = f"Longest on the host: {label}, {t.format_share(share)} of {of_step}{rest}."
-    if report.findings:
+    if has_large_gain(report):
         return "bottlenecks", f"{why} {host} {_lead(report)}."
-    return "limited", " ".join(part for part in (why, action, host) if part)
+    small = _largest_of_small(report)
+    if a.record is not None and a.trains_on_host and not meta.truncated:
+        return "limited", f"{_nothing_on_host(report, a, of_step)}{small}"
+    return "limited", " ".join(part for part in (why, action, host) if part) + small
+
+
+CHECKED_ON_HOST = {
+    "loading data": ("dataloader-wait", "single-process-loader", "loader-workers"),
+    "the loop's own code": ("loop-phases", "loop-code"),
+    "saving": ("saving-time",),
+    "garbage collection": ("gc-pauses",),
+    "debug settings": ("debug-switches",),
+    "threads": ("thread-oversubscription",),
+    "CPU limits": ("cpu-quota",),
+    "slow steps": ("periodic-stalls", "regular-stalls", "step-jitter"),
+}
+"""What is looked at where the host computes the steps, and the rules that do."""
+
+
+def _nothing_on_host(report: Report, a: Analysis, of_step: str) -> str:
+    """Where the host computes the steps and no fix gains much: what takes the time, and what was
+    looked at."""
+    top = report.host[0]
+    label = t.host_label(top.name, report.scope.framework)
+    does = "runs" if report.recorded is not None and report.recorded.inference else "trains"
+    its = of_step.split(" ", 1)[-1]
+    text = f"The program {does} on the CPU, and no finding explains its {its}."
+    if report.scope.step_source != "record" and top.name != "unknown":
+        text += f" Most of it: {label} {t.format_share(top.share)}"
+        first = report.operators[0] if report.operators and top.name == "dispatch" else None
+        above = "" if first is None else f", above all {t.clean(first.name)}"
+        text += f"{above}."
+    if report.recorded is not None and report.recorded.phases:
+        phases = report.recorded.phases[:2]
+        shown = " and ".join(f"{t.clean(p.name)} {t.format_share(p.share)}" for p in phases)
+        text += f" Longest phases: {shown}."
+    skipped = {rule for each in report.not_checked for rule in each.rule.split(", ")}
+    looked = [what for what, rules in CHECKED_ON_HOST.items() if not skipped.issuperset(rules)]
+    return f"{text} Looked at: {', '.join(looked)}." if looked else text
+
+
+def _largest_of_small(report: Report) -> str:
+    """The largest of the gains where all are small."""
+    gains = [f.impact for f in report.findings if f.impact is not None and f.impact.share]
+    if not gains:
+        return ""
+    first = max(gains, key=lambda impact: impact.share or 0.0)
+    return f" The largest gain found is {t.format_saving(first)} ({t.format_share(first.share)})."
 
 
 def _idle_without_fix(report: Report, a: Analysis) -> str:

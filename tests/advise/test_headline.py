@@ -11,7 +11,7 @@ import pytest
 from advisor.advise import facts
 from advisor.advise.engine import Options, analyze
 from advisor.core.report import Report
-from advisor.core.run_directory import RankRecord
+from advisor.core.run_directory import Host, Rank, RankRecord
 from advisor.core.text import with_article
 from advisor.render.formats import REPORTS
 from advisor.testing import TraceBuilder
@@ -338,3 +338,50 @@ def test_a_recording_that_bears_no_advice_says_what_to_record(
 )  # fmt: skip
 def test_a_number_has_the_article_that_it_is_read_with(number: str, article: str) -> None:
     assert with_article(number) == f"{article} {number}"
+
+
+def of_host(folder: Path, *, loading: float, steps: int = 60, gc: float = 0.0) -> Report:
+    """A run that trains on the CPU: 10 ms a step, of them so many ms of loading in the run, and
+    3 ms in the profiled window."""
+    b = TraceBuilder(gpu=None)
+    for _ in b.steps():
+        b.loader_wait(3000, workers=0)
+        b.on_host("aten::mm", 7000)
+    r = RecordBuilder(Rank(cpus=4, cpus_total=4))
+    r.watch(host=Host(cpu=25.0, process_cpu=100.0))
+    r.event("loader", id=0, workers=0)
+    r.event("loader_iter", id=0)
+    r.steps(steps, 10, data=loading, forward=6 - loading, backward=4, gc=gc)
+    write_run(folder, {0: r.build()})
+    (folder / "rank0" / "trace_w0.json.gz").write_bytes(gzip.compress(b.json()))
+    return analyze(folder, OPTIONS)
+
+
+def test_a_healthy_run_on_the_cpu_says_what_takes_the_time_and_what_was_looked_at(
+    tmp_path: Path,
+) -> None:
+    report = of_host(tmp_path / "run", loading=0.1)
+    assert report.status == "limited"
+    assert report.verdict.startswith("The program trains on the CPU, and no finding explains its")
+    assert "above all aten::mm" in report.verdict
+    assert "Looked at: loading data, the loop's own code" in report.verdict
+    assert "GPU" not in report.verdict
+
+
+def test_small_gains_do_not_lead(tmp_path: Path) -> None:
+    report = of_host(tmp_path / "run", loading=0.1, gc=0.12)
+    assert "gc-pauses" in [f.rule for f in report.findings]
+    assert "no finding explains" in report.verdict
+    assert report.verdict.endswith("The largest gain found is 120 µs (1%).")
+
+
+def test_a_loader_gains_of_what_the_run_loads_and_not_the_few_steps_of_its_window(
+    tmp_path: Path,
+) -> None:
+    short, long = (
+        next(f for f in report.findings if f.category == "input")
+        for report in (of_host(tmp_path / f"{ms}", loading=ms) for ms in (3.1, 5.5))
+    )
+    assert short.impact is not None and long.impact is not None
+    assert 1.6 < (long.impact.gain_ns or 0) / (short.impact.gain_ns or 1) < 2
+    assert (long.impact.high_ns or 0) <= 5.5 * MS

@@ -120,12 +120,12 @@ def test_a_gain_that_may_be_none_says_what_it_depends_on(
     report: Make, finding: Callable[..., Finding]
 ) -> None:
     impact = Impact(
-        currency="step_time", gain_ns=5_400_000, low_ns=0, high_ns=5_400_000, share=0.0135,
+        currency="step_time", gain_ns=10_800_000, low_ns=0, high_ns=10_800_000, share=0.027,
         method="replay",
     )  # fmt: skip
     one = finding(1, impact=impact, assumptions=["two CPU cores are free"])
     shown = REPORTS.render("terminal", report(findings=[one]))
-    assert "about 5.4 ms (0–5.4 ms), 1%" in shown
+    assert "about 10.8 ms (0–10.8 ms), 3%" in shown
     assert "no gain unless: two CPU cores are free" in shown
 
 
@@ -309,8 +309,35 @@ def test_one_finding_needs_no_index(report: Make) -> None:
 def test_top_hides_details_says_so_and_keeps_the_index(report: Make) -> None:
     shown = section(REPORTS.render("terminal", report(12), top=3), "What to change")
     assert shown.count("    fix ") == 3
-    assert "9 more in detail (--top 12)" in shown
+    assert "2 more in detail (--top 5)" in shown  # the others gain less than 2% of the step
     assert all(f"\n{number:>2}  Finding number {number} " in shown for number in range(1, 13))
+
+
+def test_gains_below_two_percent_are_lines_under_their_own_heading(
+    report: Make, finding: Callable[..., Finding]
+) -> None:
+    small = [finding(number) for number in (6, 7)]
+    shown = REPORTS.render("terminal", report(findings=small))
+    assert "What to change" not in shown
+    lines = section(shown, "Small gains")
+    assert "    fix " not in lines
+    assert all(f"\n{number:>2}  Finding number {number} " in lines for number in (6, 7))
+    assert "    fix " in REPORTS.render("terminal", report(findings=small), details=True)
+
+
+def test_a_known_cost_is_shown_in_full_with_a_gain_that_is_unknown_or_a_lower_bound(
+    report: Make, finding: Callable[..., Finding]
+) -> None:
+    unknown = Impact(currency="unpriced", reason="record a run without it")
+    least = Impact(
+        currency="step_time", gain_ns=4_000_000, low_ns=0, share=0.01,
+        method="lower bound (replay)",
+    )  # fmt: skip
+    for impact, text in ((unknown, "unknown: record a run"), (least, "at least 4 ms, 1%")):
+        one = finding(1, impact=impact, known_cost=True)
+        shown = section(REPORTS.render("terminal", report(findings=[one])), "What to change")
+        assert text in shown
+        assert "    fix " in shown
 
 
 def test_a_symptom_stands_under_its_cause_and_is_not_numbered(

@@ -158,9 +158,10 @@ def _findings(report: Report) -> Iterator[Block]:
     if ranked:
         outlook = facts.describe_all_fixes(report)
         lead = [Paragraph(outlook, "soft")] if outlook else []
-        result = [_card(report, finding) for finding in ranked]
+        result = [_card(report, finding, fix=not facts.is_small(finding)) for finding in ranked]
         each = "gain per step" if report.per == "step" else "gain"
-        yield Section("What to change", [*lead, *result], each)
+        title = "What to change" if facts.has_large_gain(report) else "Small gains"
+        yield Section(title, [*lead, *result], each)
     stairs = views.build_stairs(report)
     if stairs is not None and len(stairs.fixes) > 1:
         title = "Step time after each fix"

@@ -111,6 +111,8 @@ class _Screen:
         for place, block in enumerate(blocks):
             match block:
                 case d.Card() if not (block.fix or block.full or self.details):
+                    if isinstance(before, d.Card) and before.fix and not self.rows:
+                        self.page.blank()
                     _row(self.page, block)
                 case d.Card() if block.fix and self.full <= 0:
                     if not self.rows:

@@ -237,6 +237,39 @@ def headline_numbers(report: Report) -> list[Line]:
     return lines
 
 
+def figures_of_merit(report: Report) -> list[tuple[str, str, str]]:
+    """Of a page, at its top: name, value, and a note on it."""
+    scope, unit = report.scope, report.per
+    spread = ""
+    if scope.steps_used > 1:
+        over = t.count_noun(scope.steps_used, "step")
+        spread = f"{t.format_range(scope.step_min_ns, scope.step_max_ns)} over {over}"
+    elif unit == "step":
+        spread = "one step measured"
+    tiles = [(unit.capitalize(), t.format_duration(report.step_ns), spread)]
+    if report.step is not None:
+        median = t.format_duration(report.step.ns)
+        tiles = [("Step", median, "median of the run, outside the profiler")]
+        if report.step.window_ns is not None:
+            about = "; ".join(compare_window_with_run(report))
+            tiles.append(("Profiled step", t.format_duration(report.step.window_ns), about))
+    busy = "" if report.busy_share is None else t.format_of(unit)
+    tiles.append(("GPU busy", t.format_share(report.busy_share), busy))
+    tiles.append(("MFU", t.format_share(report.mfu), "of the device's peak" if report.mfu else ""))
+    capacity, peak = report.memory_capacity_bytes, report.memory_peak_bytes
+    note = f"reserved, of {t.format_bytes(capacity)}" if capacity is not None else "reserved"
+    if peak is None:
+        peak, note = held_at_peak(report), "in tensors"
+    tiles.append(("Memory peak", t.format_bytes(peak), note if peak is not None else ""))
+    if report.communication_ns is not None:
+        hidden = f"{t.format_share(report.communication_overlap)} hidden under compute"
+        tiles.append(("Communication", t.format_duration(report.communication_ns), hidden))
+    error = t.NOT_MEASURED, "gains are upper bounds"
+    if report.replay is not None:
+        error = replay_error(report.replay), "gains come from this replay"
+    return [*tiles, ("Replay error", *error)]
+
+
 def describe_energy(report: Report) -> list[str]:
     """Energy per step and how it was measured; empty: it was not."""
     use = report.energy

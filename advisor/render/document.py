@@ -151,9 +151,9 @@ class Code(Block):
 
 @dataclass(frozen=True)
 class Tiles(Block):
-    """Figures of merit on a page: (value, what it is). Text in lines has them elsewhere."""
+    """Figures of merit on a page: (name, value, note). Text in lines has them elsewhere."""
 
-    rows: Sequence[tuple[str, str]]
+    rows: Sequence[tuple[str, str, str]]
 
 
 class Figure(Block):

@@ -51,7 +51,7 @@ def layout(**query: object) -> Any:
     return page(
         _head(report),
         banner(report.limits),
-        *(snapshot.memory_cards(view)[:1] if timeless else [tiles(figures(report))]),
+        *(snapshot.memory_cards(view)[:1] if timeless else [tiles(facts.figures_of_merit(report))]),
         *(_timeless(view, report) if timeless else ()),
         card(bar.heading, draw_bar(bar, _segment_links(view, bar)), tools=png_button("step"))
         if bar is not None
@@ -109,44 +109,6 @@ def _status(report: Report) -> str:
     """Logs and dumps show faults, not where the time goes."""
     fault = report.status == "bottlenecks" and (report.flight or report.network)
     return "Problems found" if fault and report.scope.timeless else STATUS[report.status]
-
-
-def figures(report: Report) -> list[tuple[str, str, str]]:
-    """The headline figures: name, value, and a note on it."""
-    scope, replay = report.scope, report.replay
-    unit = report.per
-    spread = ""
-    if scope.steps_used > 1:
-        over = t.count_noun(scope.steps_used, "step")
-        spread = f"{t.format_range(scope.step_min_ns, scope.step_max_ns)} over {over}"
-    elif unit == "step":
-        spread = "one step measured"
-    tiles_ = [(unit.capitalize(), t.format_duration(report.step_ns), spread)]
-    if report.step is not None:
-        tiles_ = [
-            ("Step", t.format_duration(report.step.ns), "median of the run, outside the profiler")
-        ]
-        if report.step.window_ns is not None:
-            about = "; ".join(facts.compare_window_with_run(report))
-            tiles_.append(("Profiled step", t.format_duration(report.step.window_ns), about))
-    busy = "" if report.busy_share is None else t.format_of(unit)
-    tiles_.append(("GPU busy", t.format_share(report.busy_share), busy))
-    tiles_.append(("MFU", t.format_share(report.mfu), "of the device's peak" if report.mfu else ""))
-    capacity = report.memory_capacity_bytes
-    peak = report.memory_peak_bytes
-    note = f"reserved, of {t.format_bytes(capacity)}" if capacity is not None else "reserved"
-    if peak is None:
-        peak, note = facts.held_at_peak(report), "in tensors"
-    tiles_.append(("Memory peak", t.format_bytes(peak), note if peak is not None else ""))
-    if report.communication_ns is not None:
-        hidden = f"{t.format_share(report.communication_overlap)} hidden under compute"
-        tiles_.append(("Communication", t.format_duration(report.communication_ns), hidden))
-    if replay is None:
-        tiles_.append(("Replay error", t.NOT_MEASURED, "gains are upper bounds"))
-    else:
-        error = facts.replay_error(replay)
-        tiles_.append(("Replay error", error, "gains come from this replay"))
-    return tiles_
 
 
 def _serving(report: Report) -> Any:

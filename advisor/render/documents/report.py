@@ -83,26 +83,8 @@ def _tiles(report: Report) -> Iterator[Block]:
     """Figures of merit, for a page."""
     if report.scope.timeless:
         return
-    average = "mean step" if report.per == "step" else report.per
-    tiles: list[tuple[str, str]] = [(t.format_duration(report.step_ns), average)]
-    if report.step is not None:
-        tiles = [
-            (t.format_duration(report.step.ns), "step: the run's median, without the profiler")
-        ]
-        if report.step.window_ns is not None:
-            tiles.append((t.format_duration(report.step.window_ns), "mean step while profiled"))
-    if report.time:
-        tiles += [
-            (t.format_share(report.busy_share), "GPU busy"),
-            (t.format_share(report.mfu), "MFU: of the GPU's peak FLOP/s"),
-            (facts.memory_peak(report), "memory peak"),
-        ]
-        if report.communication_ns is not None:
-            tiles.append((t.format_share(report.communication_overlap), "communication hidden"))
-        replay = report.replay
-        error = t.NOT_MEASURED if replay is None else facts.replay_error(replay)
-        tiles.append((error, "replay error"))
-    yield Tiles(tiles)
+    known = [each for each in facts.figures_of_merit(report) if each[1] != t.NOT_MEASURED]
+    yield Tiles(facts.figures_of_merit(report) if report.time else known)
 
 
 def _time(report: Report) -> Iterator[Block]:

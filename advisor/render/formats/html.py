@@ -114,8 +114,8 @@ def block(part: d.Block, level: int = 2) -> Markup:
         case d.Tiles():
             tiles = [
                 tag("div", tag("b", value, cls="none" * (value == t.NOT_MEASURED)),
-                    tag("span", label), cls="tile")
-                for value, label in part.rows
+                    tag("span", name), tag("small", note) if note else "", cls="tile")
+                for name, value, note in part.rows
             ]  # fmt: skip
             return tag("div", *tiles, cls="tiles")
         case d.Figure():

@@ -151,7 +151,7 @@ def roofline(kernels: pl.DataFrame, hardware: GpuSpec, work_ns: int) -> Any:
         type="log",
         range=[math.log10(low), math.log10(high)],
         showgrid=True,
-        dtick=1,
+        dtick=2 if high / low > 1e5 else 1,  # on a telephone each decade's label would not fit
         exponentformat="power",
         title="FLOP per byte moved",
     )

@@ -27,6 +27,9 @@ LENGTHS: Final = (14, 30, 44, 66)
 """Characters of the labels of a name; assets/parts.css shows the longest that fits the column."""
 
 
+NARROW: Final = 76
+"""Pixels that a duration needs."""
+
 Formatter = Callable[[float | None], str]
 
 
@@ -181,7 +184,7 @@ def _definition(column: Column, *, fixed: bool) -> dict[str, Any]:
         made |= {"width": 130 * column.flex, "minWidth": 125 * column.flex}
     else:
         width = column.width or 130
-        made |= {"width": width, "minWidth": width}
+        made |= {"width": width, "minWidth": width if fixed else min(width, NARROW)}
         made |= {"maxWidth": width, "resizable": False} if fixed else {}
     if column.number:
         made |= {

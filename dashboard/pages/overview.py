@@ -242,7 +242,8 @@ def anchor(finding: Finding) -> str:
 
 
 def _top(view: PageView, report: Report) -> Any:
-    ranked = report.notes if report.scope.timeless else facts.ranked_findings(report)
+    timeless = report.scope.timeless
+    ranked = report.notes if timeless else facts.ranked_findings(report)
     listed = [*ranked[:MAX_LISTED_FINDINGS], *report.risks]
     if not listed:
         return None
@@ -250,6 +251,7 @@ def _top(view: PageView, report: Report) -> Any:
     return card(
         "What to fix first" if ranked else "Memory and risks",
         element("Ol", *(finding_line(view, report, finding) for finding in listed), cls="lines"),
+        aside="each gain is of that fix alone" if len(ranked) > 1 and not timeless else "",
         tools=link(f"All {len(ranked)}" if more > 0 else "Details", href=view.href("/findings")),
     )
 

@@ -290,7 +290,15 @@ class LongStep(Rule):
         "Find what the loop does in this step. Do it less often, in another thread, or outside the "
         "steps."
     )
-    cases = {"saving": PeriodicStalls.cases["saving"]}
+    cases = {
+        "saving": PeriodicStalls.cases["saving"],
+        "compiling": {
+            "fix": "Compile before the loop, with every shape that comes: run each once, or pad to "
+            "a few. Mark a dimension that varies as dynamic (torch._dynamo.mark_dynamic). If the "
+            "step compiles once for all, leave it out of what you measure.",
+            "falsified_by": "a recording of later steps in which one of them takes as long",
+        },
+    }
     verify = "Profile as many steps again: none stands out."
     falsified_by = "another recording in which no step stands out"
     confidence = 0.6
@@ -311,8 +319,14 @@ class LongStep(Rule):
             return
         step = steps.row(longest, named=True)
         what, took = _what_ran(a, steps, longest, self.min_explained * excess)
+        compiling = _compiling_time(a, step)
+        if compiling < self.min_explained * excess:
+            compiling = took if re.search(_COMPILERS, what) else 0.0
         because = f", {t.format_duration(took)} of it in {t.clean(what)}" if what else ""
+        if compiling:
+            because = f", {t.format_duration(compiling)} of it compiling or loading code"
         saving = any(re.search(pattern, what) for pattern in list(_CAUSES.values())[:1])
+        case = "compiling" if compiling else "saving" if saving else ""
         yield Finding(
             title=f"{step['name']} takes {dur[longest] / median:.0f} times as long as the others",
             summary=(
@@ -330,20 +344,39 @@ class LongStep(Rule):
                 Evidence("what is longer in it", what or None),
             ],
             impact=impact_over_run(excess, method="time of this step beyond the median step"),
-            **(self.case("saving") if saving else {}),
+            **(self.case(case) if case else {}),
         )
 
     @staticmethod
     def examples() -> Examples:
         save = "torch/serialization.py(900): save"
+        compiles = "torch/_dynamo/convert_frame.py(900): _compile"
         twice = TraceBuilder()
         for n in twice.steps(8):
             twice.product(5000 if n == 5 else 2000, wait=True)
         return {
             "a checkpoint": _training(frame=save, steps=8, every=6),
+            "a new shape is compiled": _training(frame=compiles, steps=8, every=6),
             "twice as long": (twice, "factor"),
             "three steps": (_training(frame=save, steps=4, every=3), "min_steps"),
         }
+
+
+_COMPILERS = (
+    r"torch/_(?:dynamo|inductor|functorch)/|^Torch-Compiled|triton/.*: compile$|CachingAutotuner"
+    r"|nvrtcCompileProgram|^(?:cu|hip)(?:Module|Library)Load"
+)
+"""Frames and calls of a compiler, or of loading what it made."""
+
+
+def _compiling_time(a: Analysis, step: dict[str, Any]) -> float:
+    """Time of a step in which the device idles because the host compiles or loads code, ns."""
+    if a.device_id is None:
+        return 0.0
+    gaps = a.gaps.filter(pl.col("cause") == "compile")
+    ts = gaps["ts"].to_numpy()
+    begin, end = np.array([step["ts"]]), np.array([step["end"]])
+    return float(covered_length(begin, end, union(ts, ts + gaps["dur"].to_numpy()))[0])
 
 
 def _what_ran(a: Analysis, steps: pl.DataFrame, index: int, least: float) -> tuple[str, float]:

@@ -15,6 +15,8 @@ from advisor.advise.select import load_rules
 from advisor.core.finding import Finding
 from advisor.measure import Analysis
 from advisor.read import read_trace
+from advisor.rules.host.periodic_stalls import LongStep
+from advisor.testing import TraceBuilder
 
 Trace = Callable[[str], str]
 RULES = {rule.id: rule for rule in load_rules(config={})}
@@ -230,3 +232,17 @@ def test_layer_norm_over_short_rows_moves_its_tensor_at_a_sixth_of_the_memorys_r
     (finding,) = found(a, "low-bandwidth")
     told = [e.value for e in finding.evidence if e.label == "operator"]
     assert f": {rate:,.0f} of " in str(told[0])
+
+
+def test_a_long_step_that_compiles_is_advised_to_compile_before_the_loop() -> None:
+    """Not to do "it" in another thread, as a checkpoint could be."""
+    examples = LongStep.examples()
+    fixes = {}
+    for name in ("a new shape is compiled", "a checkpoint"):
+        trace = examples[name]
+        assert isinstance(trace, TraceBuilder)
+        (finding,) = found(Analysis(trace.trace()), "long-step")
+        fixes[name] = finding.fix
+        assert ("compiling or loading code" in finding.summary) == (name != "a checkpoint")
+    assert fixes["a new shape is compiled"].startswith("Compile before the loop")
+    assert "torch._dynamo" not in fixes["a checkpoint"]

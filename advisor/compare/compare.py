@@ -190,9 +190,10 @@ def measure_realised_gain(
         return result
     edits = [edit for finding in fixed for edit in finding.edits]
     own = fixed[0].impact if len(fixed) == 1 else None
-    if own is not None and own.gain_ns is not None:  # as the report of before has it
-        result.predicted_ns = own.gain_ns
-        result.predicted_low_ns, result.predicted_high_ns = own.low_ns, own.high_ns
+    result.predicted_ns = None if own is None else own.gain_ns  # as the report of before has it
+    low, high = (None, None) if own is None else (own.low_ns, own.high_ns)
+    if result.predicted_ns is not None and low is not None and high is not None:
+        result.predicted_low_ns, result.predicted_high_ns = low, high
     else:
         saved = before.estimator.gain_range(edits)
         result.predicted_ns = saved.gain

@@ -16,8 +16,7 @@ from advisor.core.intervals import covered_length, intersect, union
 from advisor.measure import Analysis
 from advisor.measure.host import stacks
 from advisor.measure.host.names import name_matches
-from advisor.measure.host.sampled_stacks import LOOP
-from advisor.measure.steps.record import StepRecords
+from advisor.measure.host.sampled_stacks import LOOP, SampledLine
 from advisor.measure.steps.timeline import CODE
 from advisor.rules.common import Rows, amount_per_step, locate_row, of_step, scale_edit
 from advisor.rules.kernel.facts import match_exactly
@@ -404,21 +403,32 @@ class LoopPhases(LoopCode):
         step, ns = recorded.median or 0.0, sum(spent.values()) - pauses
         if not step or ns < self.min_share * step or ns < self.min_ms * 1e6:
             return
+        line, operators = recorded.hottest_line(LOOP), operators_beside_training(a)
+        many = line is not None and line.inside is None and operators >= self.many_operators
+        gain = impact_per_step(a, ns)
+        if line is not None:
+            own = line.share * ns
+            gain = impact_per_step(
+                a, 0.9 * own, low=0.5 * own, high=own, method="recorded host time of this function"
+            )
         yield Finding(
             summary=(
                 f"The loop's own code takes {t.format_duration(ns)} of each step "
                 f"({ns / step:.0%}), outside loading, forward, backward and optimizer. "
-                + _most_of_it(recorded)
+                + _most_of_it(line)
             ),
             evidence=[
+                Evidence("the loop's own code", ns, "ns", per="step"),
                 *(
                     Evidence(f"phase '{name}'", own, "ns", per="step")
                     for name, own in spent.items()
                 ),
                 self.compare("share", ns / step, "min_share", per="step"),
+                *([Evidence("operators in it", operators, "count", per="step")] if many else []),
                 steps_seen(recorded),
             ],
-            impact=impact_per_step(a, ns),
+            impact=gain,
+            **(self.case("many operators") if many else {}),
         )
 
     @staticmethod
@@ -428,14 +438,29 @@ class LoopPhases(LoopCode):
             stacks.host(300)
         return {
             "a wait between steps": _recorded(forward=2, backward=2, **{"between steps": 6}),
+            "stacks were sampled": _recorded(sampled=20, forward=2, backward=2),
             "evaluation": (_recorded(evaluation=20, forward=3.5, backward=6), "min_share"),
             "a small model": (_recorded(0.6, forward=0.2), "min_ms"),
             "stacks": (stacks, "== 'python').any()"),
         }
 
 
-def _most_of_it(recorded: StepRecords) -> str:
-    line = recorded.hottest_line(LOOP)
+def operators_beside_training(a: Analysis) -> float:
+    """Operators per step on the main thread outside modules, loading, the backward pass and the
+    optimizer; 0: nothing tells them apart."""
+    cpu, parent = a.trace.cpu, stacks.parents(a.trace)
+    trains = name_matches(cpu["name"], _TRAINS).to_numpy()
+    if a.trace.main_thread is None or not trains.any():
+        return 0.0
+    op = stacks.operators(a.trace)
+    above = np.append(stacks.nearest(parent, op), -1)[parent]
+    beside = op & (above < 0) & (stacks.nearest(parent, trains) < 0)
+    beside &= (cpu["thread"] == a.trace.main_thread).to_numpy()
+    ts = cpu["ts"].to_numpy()[beside]
+    return float((covered_length(ts, ts + 1, a.spans) > 0).sum()) / a.step_count
+
+
+def _most_of_it(line: SampledLine | None) -> str:
     if line is None:
         return "advisor record --deep shows its lines."
     place, inside = line.location, f", in {line.inside}" if line.inside else ""
@@ -445,9 +470,13 @@ def _most_of_it(recorded: StepRecords) -> str:
     )
 
 
-def _recorded(ms: float = 10, **phases: float) -> TraceBuilder:
+def _recorded(ms: float = 10, sampled: int = 0, **phases: float) -> TraceBuilder:
     b = TraceBuilder(gpu=None)
-    b.record_of_run().steps(60, ms, **phases)
+    run = b.record_of_run()
+    run.steps(60, ms, **phases)
+    if sampled:
+        frames = ["train.py(30): main", "train.py(12): log"]
+        run.event("stacks", frames=frames, stacks=[[sampled, [0, 1]]])
     return b
 
 

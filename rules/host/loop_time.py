@@ -448,13 +448,13 @@ class LoopPhases(LoopCode):
 def operators_beside_training(a: Analysis) -> float:
     """Operators per step on the main thread outside modules, loading, the backward pass and the
     optimizer; 0: nothing tells them apart."""
-    cpu, parent = a.trace.cpu, stacks.parents(a.trace)
+    cpu, parent = a.trace.cpu, stacks.parent_rows(a.trace)
     trains = name_matches(cpu["name"], _TRAINS).to_numpy()
     if a.trace.main_thread is None or not trains.any():
         return 0.0
-    op = stacks.operators(a.trace)
-    above = np.append(stacks.nearest(parent, op), -1)[parent]
-    beside = op & (above < 0) & (stacks.nearest(parent, trains) < 0)
+    op = stacks.is_operator(a.trace)
+    above = np.append(stacks.innermost_ancestor(parent, op), -1)[parent]
+    beside = op & (above < 0) & (stacks.innermost_ancestor(parent, trains) < 0)
     beside &= (cpu["thread"] == a.trace.main_thread).to_numpy()
     ts = cpu["ts"].to_numpy()[beside]
     return float((covered_length(ts, ts + 1, a.spans) > 0).sum()) / a.step_count

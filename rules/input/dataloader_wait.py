@@ -220,7 +220,7 @@ class DataLoaderWait(LoaderWaitRule):
             "training on the CPU": host_only,
             "hidden behind GPU work": (hidden, "share < self.min_share"),
             "no workers": (single, "waits is None"),
-            "first batch": (first, "not recurs("),
+            "first batch": (first, "not is_recurring("),
         }
 
 

@@ -59,9 +59,8 @@ class DriverAllocationRule(Rule):
         steps = used.height - 1
         if calls.is_empty():
             if "none" in self.terms and (a.trace.cpu["kind"] == "runtime").any():
-                none = self.terms["none"]
-                if a.trace.meta.vendor == "amd":
-                    none = none.replace("cuda", "hip")
+                amd = a.trace.meta.vendor == "amd"
+                none = self.terms["none"].replace("cuda", "hip" if amd else "cuda")
                 yield PassedCheck(text=f"{none} in the last {steps} steps")
             return
         rate = calls.height / steps

@@ -66,7 +66,7 @@ class Calls(NamedTuple):
     """What the loop calls when a step is over."""
 
     @classmethod
-    def present(cls, model: nn.Module) -> Calls:
+    def present(cls) -> Calls:
         """As they are at this moment."""
         return cls(
             dataloader._BaseDataLoaderIter.__next__,
@@ -208,13 +208,13 @@ def interval(values: list[float]) -> tuple[float, float]:
 def recorded(make: Callable[[], Loop], steps: int, seconds: float, **options: Any) -> Compared:
     """With all that a recording does outside of windows."""
     loop = make()
-    plain = Calls.present(loop.model)
+    plain = Calls.present()
     with tempfile.TemporaryDirectory() as folder:
         chosen = RecordOptions(out=f"{folder}/run", active=0, report=False).with_changes(**options)
         session = RecordingSession(chosen, "context")
         session.start()
         loop.train(WARM)
-        ours = Calls.present(loop.model)
+        ours = Calls.present()
         found = compare(loop, plain, ours, steps, seconds)
         loop.use(ours)
         if session.problem:
@@ -229,7 +229,7 @@ def recorded(make: Callable[[], Loop], steps: int, seconds: float, **options: An
 def control(make: Callable[[], Loop], steps: int, seconds: float) -> Compared:
     """With nothing on either side."""
     loop = make()
-    plain = Calls.present(loop.model)
+    plain = Calls.present()
     return compare(loop, plain, plain, steps, seconds)
 
 
@@ -246,7 +246,7 @@ def wrapped(make: Callable[[], Loop], steps: int, seconds: float) -> Compared:
         pass
 
     loop = make()
-    plain = Calls.present(loop.model)
+    plain = Calls.present()
     functions = [bare(function) for function in plain[:4]]
     other = Calls(*functions, {0: nothing}, {0: nothing})
     return compare(loop, plain, other, steps, seconds)
@@ -255,7 +255,7 @@ def wrapped(make: Callable[[], Loop], steps: int, seconds: float) -> Compared:
 def idle_profiler(make: Callable[[], Loop], steps: int, seconds: float) -> Compared:
     """With ``torch.profiler`` waiting for a window that never comes, told of each step."""
     loop = make()
-    plain = Calls.present(loop.model)
+    plain = Calls.present()
     never = profiler.schedule(wait=1 << 40, warmup=1, active=1)
     with profiler.profile(activities=[profiler.ProfilerActivity.CPU], schedule=never) as waiting:
         return compare(loop, plain, plain._replace(then=waiting.step), steps, seconds)
@@ -296,7 +296,7 @@ def unserved() -> float:
 def whole(make: Callable[[], Loop], blocks: int, record: bool) -> Whole:
     """Blocks with and without a recording in turns; without ``record`` nothing on either side."""
     loop = make()
-    plain = Calls.present(loop.model)
+    plain = Calls.present()
     with tempfile.TemporaryDirectory() as folder:
         session = None
         ours = plain
@@ -306,7 +306,7 @@ def whole(make: Callable[[], Loop], blocks: int, record: bool) -> Whole:
             )
             session.start()
             loop.train(WARM)
-            ours = Calls.present(loop.model)
+            ours = Calls.present()
         loop.use(plain)
         begin = time.perf_counter()
         for _ in range(WARM):

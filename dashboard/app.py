@@ -152,7 +152,7 @@ def _broken() -> Any:
     return _message("This page failed", "This is a bug in advisor. Its terminal shows the error.")
 
 
-def _not_found(**query: object) -> Any:
+def _not_found(**_query: object) -> Any:
     return _message("Page not found", "The dashboard has no page at this address.")
 
 

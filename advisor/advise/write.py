@@ -343,7 +343,7 @@ def _without_gpu(
         return "bottlenecks", f"{why} {host} {_lead(report)}."
     small = _largest_of_small(report)
     if a.record is not None and a.trains_on_host and not meta.truncated:
-        return "limited", f"{_nothing_on_host(report, a, of_step)}{small}"
+        return "limited", f"{_nothing_on_host(report, of_step)}{small}"
     return "limited", " ".join(part for part in (why, action, host) if part) + small
 
 
@@ -360,7 +360,7 @@ CHECKED_ON_HOST = {
 """What is looked at where the host computes the steps, and the rules that do."""
 
 
-def _nothing_on_host(report: Report, a: Analysis, of_step: str) -> str:
+def _nothing_on_host(report: Report, of_step: str) -> str:
     """Where the host computes the steps and no fix gains much: what takes the time, and what was
     looked at."""
     top = report.host[0]

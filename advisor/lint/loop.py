@@ -48,11 +48,11 @@ def check_loop(source: Script) -> Iterator[Hint]:
             continue
         yield from _costly_call(source, call)
         statement = source.statement(call)
-        what = _reads_device(source, call, loop)
+        what = _reads_device(call, loop)
         if what and statement is not None and statement not in reported:
             reported.add(statement)
             yield _sync(source, call, statement, what)
-        yield from _backward(source, call)
+        yield from _backward(call)
         yield from _append(source, call, loop)
     for node in ast.walk(source.tree):
         if isinstance(node, ast.AugAssign) and isinstance(node.op, ast.Add):
@@ -77,7 +77,7 @@ def _costly_call(source: Script, call: ast.Call) -> Iterator[Hint]:
 # -- reads of GPU values ------------------------------------------------------------------------
 
 
-def _reads_device(source: Script, call: ast.Call, loop: Loop) -> str:
+def _reads_device(call: ast.Call, loop: Loop) -> str:
     """How a call waits for a GPU value; empty: it does not, as far as the source shows."""
     if is_method(call, "item", "tolist", "numpy", "cpu") and not call.args:
         assert isinstance(call.func, ast.Attribute)
@@ -154,7 +154,7 @@ def _sum(source: Script, node: ast.AugAssign) -> Iterator[Hint]:
         plain = next((s for s in sides if s.id in tensors), None)
     if plain is None or plain.id not in tensors:
         return
-    yield _kept(source, plain, f"{source.text_of(node)[:60]} keeps the graph of every step alive")
+    yield _kept(plain, f"{source.text_of(node)[:60]} keeps the graph of every step alive")
 
 
 def _append(source: Script, call: ast.Call, loop: Loop) -> Iterator[Hint]:
@@ -162,10 +162,10 @@ def _append(source: Script, call: ast.Call, loop: Loop) -> Iterator[Hint]:
         value = call.args[0]
         if isinstance(value, ast.Name) and value.id in _losses(loop):
             title = f"{source.text_of(call)[:60]} keeps the graph of every step alive"
-            yield _kept(source, value, title)
+            yield _kept(value, title)
 
 
-def _kept(source: Script, value: ast.Name, title: str) -> Hint:
+def _kept(value: ast.Name, title: str) -> Hint:
     return Hint(
         id="loss-keeps-graph",
         title=title,
@@ -177,7 +177,7 @@ def _kept(source: Script, value: ast.Name, title: str) -> Hint:
     )
 
 
-def _backward(source: Script, call: ast.Call) -> Iterator[Hint]:
+def _backward(call: ast.Call) -> Iterator[Hint]:
     """``backward(retain_graph=True)`` and ``zero_grad(set_to_none=False)``."""
     for method, name, value, why, rule in (
         (

@@ -130,7 +130,7 @@ def _enc(value: Any) -> Any:
     raise TypeError(type(value).__name__)
 
 
-def _dec(kind: type, value: Any) -> Any:
+def _dec(_kind: type, value: Any) -> Any:
     dtype, data = value
     return np.frombuffer(data, dtype=np.dtype(dtype))
 

@@ -108,7 +108,7 @@ def build_graph(a: Analysis, steps: tuple[int, int] | None = None) -> Graph:
 
     team = _working_for(main, handovers)
     work = device_work(trace, start, end, team, waiting)
-    graph = _join(trace, thread, time, kind, row, work, start)
+    graph = _join(thread, time, kind, row, work, start)
     graph.latencies = measure_latencies(work)
     edges = EdgeList(graph)
     _program(edges, graph)
@@ -154,7 +154,7 @@ def host_end(a: Analysis, table: pl.DataFrame) -> int:
 
 
 def _join(
-    trace: Trace, thread: Array, time: Array, kind: Array, row: Array, work: DeviceWork, start: int
+    thread: Array, time: Array, kind: Array, row: Array, work: DeviceWork, start: int
 ) -> Graph:
     """One list of nodes in order of measured time (device nodes: of their start)."""
     hosts, devices = len(time), len(work.row)

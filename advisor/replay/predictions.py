@@ -248,7 +248,7 @@ def _users() -> tuple[Prediction, ...]:
 
 
 @cache
-def _read_once(path: Path, changed: int, size: int) -> tuple[Prediction, ...]:
+def _read_once(path: Path, _changed: int, _size: int) -> tuple[Prediction, ...]:
     try:
         return tuple(read_predictions(path).predictions)
     except AdvisorError:  # too large, or not to be read: as if there were none

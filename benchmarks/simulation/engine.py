@@ -252,8 +252,8 @@ class Engine:
             members, ns, groups.stream, spec, key, row, given_all, out_all, wait, after=after
         )
 
-    def send(self, senders: Ranks, takers: Ranks, *, back: bool) -> None:
-        """Activations (``back``: gradients) to the next stage; the taker waits for them."""
+    def send(self, senders: Ranks, takers: Ranks) -> None:
+        """Activations or gradients to the neighbouring stage; the taker waits for them."""
         members = np.stack([senders, takers], axis=1)
         whole = int(self.job.message["pp"]) // DTYPE_BYTES
         ns = ALPHA_NS + whole * DTYPE_BYTES / self.job.rate["pp"] * self._link(members)

@@ -118,7 +118,7 @@ def _passes(engine: Engine, stages: list[Ranks], together: int) -> None:
     for _ in range(together):
         for number, ranks in enumerate(stages):
             if number:
-                engine.send(stages[number - 1], ranks, back=False)
+                engine.send(stages[number - 1], ranks)
             if not number:
                 engine.work(ranks, job.head)
             for _ in range(job.layers):
@@ -129,7 +129,7 @@ def _passes(engine: Engine, stages: list[Ranks], together: int) -> None:
         for number in range(job.pp - 1, -1, -1):
             ranks = stages[number]
             if number < job.pp - 1:
-                engine.send(stages[number + 1], ranks, back=True)
+                engine.send(stages[number + 1], ranks)
             _more(engine, ranks, number, job.backward)
             for _ in range(job.layers):
                 _layer(engine, ranks, job.backward, backward=True)

@@ -56,7 +56,7 @@ def layout(category: object = None, **query: object) -> Any:
         _section("Memory and risks", view, report, kept(report.risks)),
         # without a step nothing is ranked, and each is a card
         *(finding_card(view, report, note) for note in kept(report.notes) if timeless),
-        None if timeless else _notes(view, report, kept(report.notes)),
+        None if timeless else _notes(view, kept(report.notes)),
     )
 
 
@@ -304,7 +304,7 @@ def _short(address: str) -> str:
     return t.shorten(f"{parts.netloc.removeprefix('www.')} … {last}" if last else parts.netloc, 60)
 
 
-def _notes(view: PageView, report: Report, notes: list[Finding]) -> Any:
+def _notes(view: PageView, notes: list[Finding]) -> Any:
     if not notes:
         return None
     lines = []

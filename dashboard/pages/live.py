@@ -213,7 +213,7 @@ def _findings(view: PageView) -> Any:
         basis = f"of window {next((item.window for item in report.inputs), 0)}"
     return card(
         "Findings",
-        element("Ol", *(finding_line(view, report, finding) for finding in ranked), cls="lines"),
+        element("Ol", *(finding_line(view, finding) for finding in ranked), cls="lines"),
         tools=link("All", href=view.href("/findings")),
         aside=f"{basis}; {t.clean(entry.why)}" if entry.why else basis,
     )

@@ -210,7 +210,7 @@ def register(app: dash.Dash, session: DashboardSession) -> None:
         return [row["run"] for row in rows], [row["then"] for row in rows], outlook
 
 
-def finding_line(view: PageView, report: Report, finding: Finding) -> Any:
+def finding_line(view: PageView, finding: Finding) -> Any:
     """A finding in two lines, linked to its details."""
     impact = finding.impact
     where = facts.named_places(finding, 1)
@@ -250,7 +250,7 @@ def _top(view: PageView, report: Report) -> Any:
     more = len(ranked) - MAX_LISTED_FINDINGS
     return card(
         "What to fix first" if ranked else "Memory and risks",
-        element("Ol", *(finding_line(view, report, finding) for finding in listed), cls="lines"),
+        element("Ol", *(finding_line(view, finding) for finding in listed), cls="lines"),
         aside="each gain is of that fix alone" if len(ranked) > 1 and not timeless else "",
         tools=link(f"All {len(ranked)}" if more > 0 else "Details", href=view.href("/findings")),
     )

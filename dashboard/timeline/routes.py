@@ -145,7 +145,7 @@ def _runs(session: DashboardSession) -> list[dict[str, Any]]:
     ]
 
 
-def _beside(line: RankTimeline, args: Any) -> Reply:
+def _beside(_line: RankTimeline, args: Any) -> Reply:
     """How far the times of another rank or run (``other_run``, ``other_rank``) are apart."""
     session = flask.current_app.config["ADVISOR_SESSION"]
     here, there = (

@@ -301,7 +301,7 @@ class PrefetchStarved(Rule):
                 _prefetch_run(lambda n: n % 3 == 0),
                 "float(np.mean(stretches)) > 1 - self.free",
             ),
-            "no waits": (_prefetch_run(lambda n: False), "starved.mean() < self.min_starved"),
+            "no waits": (_prefetch_run(lambda _: False), "starved.mean() < self.min_starved"),
             "no workers": (_prefetch_run(lambda n: n % 30 < 3, workers=0), "not workers"),
             "the first batch of an epoch": (
                 _prefetch_run(lambda n: n % 15 == 0, epochs=15),

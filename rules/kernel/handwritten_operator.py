@@ -101,13 +101,13 @@ _SAME_NAME = (
     "square pow mul mean add rsqrt sqrt reciprocal div sub var exp sum amax max neg cat tanh copy "
     "to std erf"
 )
-_NAMES = {name: name for name in _SAME_NAME.split()} | {
+PATTERN_NAMES = {name: name for name in _SAME_NAME.split()} | {
     "multiply": "mul",
     "rsub": "sub",
     "true_divide": "div",
 }
 """Operator -> its name in the patterns."""
-STEPS = "^aten::(?:" + "|".join(sorted(_NAMES)) + ")_?$"
+STEPS = "^aten::(?:" + "|".join(sorted(PATTERN_NAMES)) + ")_?$"
 ALREADY = r"^triton_|multi_tensor_|foreach|jit::"
 MAX_SIZE_RATIO = 4.0
 """Elements of the largest over those of the smallest full tensor in a chain: a half that is
@@ -121,11 +121,6 @@ def chains_in(text: str) -> Iterator[tuple[int, int, int]]:
         # a match starts at the begin of a name: a blank, or nothing, is before it
         for match in re.finditer(rf"(?<![a-z_|]){pattern.chain}", text):
             yield number, match.start(), match.end()
-
-
-def pattern_name(op: str) -> str:
-    """The name of an operator in such a text; ``_`` for one that no chain has."""
-    return _NAMES.get(op.removeprefix("aten::").removesuffix("_"), "_")
 
 
 class HandwrittenOperator(Rule):
@@ -260,7 +255,7 @@ class HandwrittenOperator(Rule):
             ops.cast(pl.String)
             .str.strip_prefix("aten::")
             .str.strip_suffix("_")
-            .replace_strict(_NAMES, default="_", return_dtype=pl.String)
+            .replace_strict(PATTERN_NAMES, default="_", return_dtype=pl.String)
         )
         names = [name if ok else "_" for name, ok in zip(bare, able, strict=True)]
         stream = gpu["stream"].to_numpy()[index]

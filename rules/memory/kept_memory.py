@@ -342,16 +342,16 @@ class MemoryLeak(Rule):
         return {
             "on the GPU": _run(lambda n: 10e9 + 2e6 * n),
             "on the host, in windows of the profiler": (
-                _run(lambda n: 10e9, host=lambda n: 4e9 + 5e8 * (n // 20), window_every=20),
+                _run(lambda _: 10e9, host=lambda n: 4e9 + 5e8 * (n // 20), window_every=20),
                 "steady",
             ),
-            "on the host": _run(lambda n: 5e9, host=lambda n: 4e9 + 5e6 * n),
+            "on the host": _run(lambda _: 5e9, host=lambda n: 4e9 + 5e6 * n),
             "in a snapshot": snapshot_example(steps=12, leak=16 << 20),
-            "steady": (_run(lambda n: 10e9), "steady"),
+            "steady": (_run(lambda _: 10e9), "steady"),
             "sequences of random length": (_run(lambda n: 10e9 + 1e7 * rng[n]), "steady"),
             "a cache that fills up": (_run(lambda n: 10e9 + 5e8 * (1 - 0.97**n)), "steady"),
             "a little on the host": (
-                _run(lambda n: 10e9, host=lambda n: 4e9 + 1e5 * n),
+                _run(lambda _: 10e9, host=lambda n: 4e9 + 1e5 * n),
                 "grown >= limit",
             ),
             "a short run": (

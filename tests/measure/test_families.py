@@ -9,8 +9,8 @@ import polars as pl
 import pytest
 
 from advisor.measure import Analysis
-from advisor.measure.device.families import FAMILIES, op_family
-from advisor.measure.device.kernel_names import describe_kernels, family_of
+from advisor.measure.device.families import FAMILIES, op_families
+from advisor.measure.device.kernel_names import describe_kernels
 from advisor.read import read_trace
 from advisor.testing import TraceBuilder
 
@@ -171,12 +171,12 @@ def test_the_list_of_real_names_is_long_enough_to_mean_something() -> None:
 
 @pytest.mark.parametrize(("family", "name"), CASES, ids=[name[:60] for _, name in CASES])
 def test_a_kernel_name_tells_its_family(family: str, name: str) -> None:
-    assert family_of(name) == family
+    assert describe_kernels(pl.Series([name]))["family"][0] == family
 
 
 def test_a_gemm_templated_on_a_communicator_computes() -> None:
     name = "void cutlass::device_kernel<cutlass::gemm::GemmUniversal<NvshmemEpilogue<x>>>(y)"
-    assert family_of(name) == "gemm"
+    assert describe_kernels(pl.Series([name]))["family"][0] == "gemm"
 
 
 def test_hostile_names_are_looked_at_in_linear_time() -> None:
@@ -221,7 +221,7 @@ def test_hostile_names_are_looked_at_in_linear_time() -> None:
     ],
 )
 def test_an_operator_tells_the_family_of_its_own_work(op: str, family: str | None) -> None:
-    assert op_family(op) == family
+    assert op_families(pl.Series([op]))[0] == family
 
 
 def families(b: TraceBuilder) -> list[str]:

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from advisor.rules.kernel.handwritten_operator import PATTERNS, chains_in, pattern_name
+from advisor.rules.kernel.handwritten_operator import PATTERN_NAMES, PATTERNS, chains_in
 
 torch = pytest.importorskip("torch")
 
@@ -27,7 +27,8 @@ def run(function: Callable[..., Any], *tensors: Any) -> str:
             views = ("view", "slice", "unsqueeze", "expand", "t", "transpose", "split", "detach",
                      "select", "_unsafe_view", "alias", "permute")  # fmt: skip
             if name not in views:
-                words.append(pattern_name("copy" if name == "_to_copy" else name))
+                own = "copy" if name == "_to_copy" else name.removesuffix("_")
+                words.append(PATTERN_NAMES.get(own, "_"))
             return result
 
     with torch.no_grad(), Log():

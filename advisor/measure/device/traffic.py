@@ -61,7 +61,7 @@ def count_bytes(op: str, x: OpInputs) -> float | None:
         return _product(op, x, result)
     conv = parse_convolution(op, x)
     if conv is not None:
-        return _convolution(op, x, conv)
+        return _convolution(x, conv)
     sdpa = parse_attention(op, x)
     if sdpa is not None:
         return _attention(sdpa)
@@ -116,7 +116,7 @@ def _product(op: str, x: OpInputs, p: MatrixProduct) -> float | None:
     return _total(p.a.bytes, p.b.bytes, _given(p.added), _size(batch * p.m * p.n, width))
 
 
-def _convolution(op: str, x: OpInputs, c: ConvolutionCall) -> float | None:
+def _convolution(x: OpInputs, c: ConvolutionCall) -> float | None:
     width, batch = c.input.width, c.batch
     if c.out_spatial is None:
         return None

@@ -232,7 +232,7 @@ def _by_sizes(h: History, kind: NDArray[np.int8], basis: NDArray[np.int8], rows:
         plan = [("weights", why, max(1, int(n) // copies)) for n in have]
         rest = [names] * len(values)
         if copies == 4 or (copies == 3 and backward):
-            _split_gradients(h, unknown, sizes, values, have // copies, kind, basis)
+            _split_gradients(unknown, sizes, values, have // copies, kind, basis)
     for value, (name, why, count), other in zip(values, plan, rest, strict=True):
         own = unknown[(sizes == value) & (kind[unknown] == NOT_ATTRIBUTED)]
         for chosen, label, ground in (
@@ -255,7 +255,7 @@ def _copies(values: Ints, have: Ints) -> int:
 
 
 def _split_gradients(
-    h: History, unknown: Ints, sizes: Ints, values: Ints, each: Ints,
+    unknown: Ints, sizes: Ints, values: Ints, each: Ints,
     kind: NDArray[np.int8], basis: NDArray[np.int8],
 ) -> None:  # fmt: skip
     """The last of the copies are gradients, where a backward pass adds to what is there."""

@@ -197,7 +197,7 @@ PATTERNS = (
 PLAIN = (
     MarkPattern(
         re.compile(r"^(?:v2_)?gpu_model_runner: forward$"),
-        lambda match: Mark(VLLM, FORWARD),
+        lambda _: Mark(VLLM, FORWARD),
         "vllm/v1/worker/gpu_model_runner.py, VLLM_CUSTOM_SCOPES_FOR_PROFILING=1",
     ),
     MarkPattern(
@@ -209,12 +209,8 @@ PLAIN = (
 """Looked for where none of the others is there: they tell less."""
 
 
-def parse_mark(name: str) -> Mark | None:
+def parse_mark(name: str, patterns: tuple[MarkPattern, ...] = PATTERNS) -> Mark | None:
     """What a name tells as a mark of an engine; ``None``: it is none."""
-    return _read(name, PATTERNS)
-
-
-def _read(name: str, patterns: tuple[MarkPattern, ...]) -> Mark | None:
     for pattern in patterns:
         match = pattern.regex.search(name)
         if match is not None:
@@ -229,7 +225,7 @@ def engine_marks(trace: Trace) -> tuple[pl.DataFrame, list[Mark]]:
     ranges = trace.cpu.filter(pl.col("kind") == "annotation")
     for patterns in (PATTERNS, PLAIN):
         unique = ranges["name"].unique().cast(pl.String).drop_nulls()
-        read = {name: mark for name in unique if (mark := _read(name, patterns)) is not None}
+        read = {name: mark for name in unique if (mark := parse_mark(name, patterns)) is not None}
         if not read:
             continue
         rows = ranges.filter(pl.col("name").cast(pl.String).is_in(list(read))).sort("ts", "depth")

@@ -223,7 +223,7 @@ def _fact(item: Evidence) -> EvidenceRow:
 
 def _rest(report: Report) -> Iterator[Block]:
     if report.notes:
-        notes = [_note(report, note) for note in report.notes[:MAX_NOTES]]
+        notes = [_note(note) for note in report.notes[:MAX_NOTES]]
         counted = t.count_noun(len(report.notes), "possibility")
         shares = [note.impact.share or 0.0 for note in report.notes if note.impact is not None]
         if (most := max(shares, default=0.0)) >= MIN_POSSIBLE:
@@ -264,7 +264,7 @@ def _rest(report: Report) -> Iterator[Block]:
         yield Section("How gains are estimated", paragraphs, folded=True, counted="evidence")
 
 
-def _note(report: Report, finding: Finding) -> Card:
+def _note(finding: Finding) -> Card:
     """A possibility: why it is not ranked, and what it could gain."""
     fields = [
         TextField("note", [facts.why_note(finding)]),

@@ -365,7 +365,7 @@ class MeshProjector:
             then_compute_ns=work.compute(here=False),
             bubble_ns=sum(axis.idle_ns or 0.0 for axis in self.axes),
             then_bubble_ns=then_bubble,
-            axes=self._axis_changes(mesh, work, exposed),
+            axes=self._axis_changes(work, exposed),
             memory=self._memory(mesh, size, slots),
             replayed=self.replayed,
             notes=tuple(self._notes(mesh, size)),
@@ -393,9 +393,7 @@ class MeshProjector:
         mean = float((dur * factor).sum() / max(dur.sum(), 1))
         return (busy * mean + (a.span_ns - busy) * launches) / a.step_count
 
-    def _axis_changes(
-        self, mesh: Mesh, work: _Work, added: dict[str, float]
-    ) -> tuple[MeshAxisChange, ...]:
+    def _axis_changes(self, work: _Work, added: dict[str, float]) -> tuple[MeshAxisChange, ...]:
         factor, steps = work.factors(MIDDLE), self.a.step_count
         result = []
         for axis in ("dp", "tp", "pp", "cp", "ep"):

@@ -199,7 +199,7 @@ class RanksReplay:
         )
         self.before = np.clip(seen, first[rank], here) + rank
         """Slot whose delay each collective begins with."""
-        self._level(row, rank, first, ranks)
+        self._level(row, first)
 
     def _measured_progress(
         self, joined: Joined, cells: Ints, rank: Ints, step: Ints
@@ -227,7 +227,7 @@ class RanksReplay:
         """All of it by rank."""
         return np.asarray(np.bincount(self.rank, work, len(tail)) + tail)
 
-    def _level(self, row: Ints, rank: Ints, first: Ints, ranks: int) -> None:
+    def _level(self, row: Ints, first: Ints) -> None:
         """Which collectives can be done at once: all whose members have done theirs before."""
         size = np.bincount(row)
         waiting = np.zeros(len(size), dtype=np.int64)

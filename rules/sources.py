@@ -58,10 +58,26 @@ FULLY_SHARD = Source(
     "PyTorch's fully_shard: set_reshard_after_backward",
     "https://docs.pytorch.org/docs/stable/distributed.fsdp.fully_shard.html",
 )
+INTERLEAVED = Source(
+    "Narayanan et al. 2021: the bubble of a schedule, and of v stages on each rank",
+    "https://arxiv.org/abs/2104.04473",
+)
 LLAMA = Source("LLaMA's vocabulary", "https://arxiv.org/abs/2302.13971")
+GPIPE = Source(
+    "GPipe: the bubble is negligible from four micro-batches per stage on",
+    "https://arxiv.org/abs/1811.06965",
+)
+MEGATRON = Source(
+    "Megatron-LM: tensor parallelism within a server, pipeline parallelism across (takeaway 1)",
+    "https://arxiv.org/abs/2104.04473",
+)
 MATMUL_GUIDE = Source(
     "NVIDIA's guide to matrix products",
     "https://docs.nvidia.com/deeplearning/performance/dl-performance-matrix-multiplication/",
+)
+NCCL_TUNING = Source(
+    "NCCL's own model of latency, by protocol, ranks and nodes",
+    "https://github.com/NVIDIA/nccl/blob/master/src/graph/tuning.cc",
 )
 NCCL_TESTS = Source(
     "NCCL's bus bandwidth over message size",

@@ -49,6 +49,7 @@ from advisor.measure.comm.links import NodeLinks
 from advisor.measure.comm.mesh import report_mesh
 from advisor.measure.host.launches import analysed_device
 from advisor.measure.ranks.join import collective_waits
+from advisor.measure.ranks.members import host_of
 from advisor.measure.serving.graphs import attach_capture, captured_launches, find_replays
 from advisor.read import open_run
 
@@ -118,6 +119,7 @@ def examine(
     elif run.recording is None and options.window is None:
         run = _with_own_capture(run)
     analyses = choose_windows(run, options.window, options.steps)
+    _tell_machine(analyses, options)
     main = next(iter(analyses))
     if why := explain_unrelated(run):
         each = [(trace, partial(_alone, trace, options)) for trace in run.traces.values()]
@@ -134,7 +136,7 @@ def examine(
     report = structs.replace(
         report,
         cost=cost_per_step(run, report, prices, options.gpus),
-        mesh=_mesh(analyses[main], main, compared, options),
+        mesh=_mesh(analyses[main], main, compared),
     )
     return AnalysisResult(run, report, analyses, estimator)
 
@@ -200,16 +202,25 @@ def _of_all_ranks(
     return checked.with_findings_across_ranks(rank_rules(study, checked.rank, a, rules, used)), used
 
 
-def _mesh(a: Analysis, rank: int, study: Study | None, options: Options) -> list[MeshAxis]:
+def _tell_machine(analyses: dict[int, Analysis], options: Options) -> None:
+    """What options and the names of the files say of the machines."""
+    names = {number: host_of(a.trace.meta.path) for number, a in analyses.items()}
+    hosts = {number: name for number, name in names.items() if name} if len(names) > 1 else {}
+    for a in analyses.values():
+        a.machine = NodeLinks(options.node_size, options.network, hosts)
+
+
+def _mesh(a: Analysis, rank: int, study: Study | None) -> list[MeshAxis]:
     """Communication by axis of the mesh, with the waits where other ranks are here."""
     if a.device_id is None or a.source:
         return []
-    waits, hosts = None, {}
+    waits = None
     if study is not None:
         place = study.place(rank)
         waits = None if place is None else collective_waits(study.job.joined, place)
         hosts = {each.rank: each.host for each in study.job.summaries if each.host}
-    return report_mesh(a, NodeLinks(options.node_size, options.network, hosts), waits)
+        a.machine = a.machine._replace(hosts=hosts)
+    return report_mesh(a, waits=waits)
 
 
 def _compared(summaries: Sequence[Summary], unread: Sequence[Unread]) -> Study | None:

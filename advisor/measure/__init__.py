@@ -17,6 +17,7 @@ from advisor.core.intervals import Intervals, covered_length, intersect, union
 from advisor.core.sources import SNAPSHOT, SOURCES
 from advisor.measure.comm.comms import find_collectives
 from advisor.measure.comm.flight import compare_dumps
+from advisor.measure.comm.links import UNKNOWN_LINKS
 from advisor.measure.device.breakdown import break_down
 from advisor.measure.device.copies import find_copies
 from advisor.measure.device.kernel_profiles import compiled_kernels, profiled_kernels
@@ -114,6 +115,8 @@ class Analysis:
         """The allocator's snapshot of this rank; None: none was given."""
         self.snapshot_series: tuple[MemorySnapshot, ...] = ()
         """Snapshots of this rank over the run, in order of time, where there are several."""
+        self.machine = UNKNOWN_LINKS
+        """What is known of the machines beyond the trace."""
         self.idle_reads = 0
         """How often a measurement was asked for that rests on when the device was idle."""
 

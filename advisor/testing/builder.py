@@ -344,10 +344,13 @@ class TraceBuilder:
         group: str = "0",
         arguments: bool = True,
         wait: bool = False,
+        ranks: Sequence[int] = (),
+        ends: tuple[int, int] | None = None,
     ) -> None:
         """An NCCL collective (``allreduce``, ``_allgather_base``, ``all_to_all``, …) of ``size``
         bytes that starts when the compute stream has got this far; ``wait``: the compute stream
-        waits for its end."""
+        waits for its end; ``ranks``: of the group, else the first ``group_size``; ``ends``: from
+        and to which rank (``send``, ``recv``)."""
         width = {"Float": 4, "BFloat16": 2, "Half": 2}.get(dtype, 4)
         args = {
             "Collective name": kind,
@@ -356,8 +359,10 @@ class TraceBuilder:
             "Group size": group_size,
             "dtype": dtype,
             "Process Group Name": group,
-            "Process Group Ranks": list(range(group_size)),
+            "Process Group Ranks": list(ranks) or list(range(group_size)),
         }
+        if ends is not None:
+            args |= {"Src Rank": ends[0], "Dst Rank": ends[1]}
         kernel = {
             "allreduce": "ncclDevKernel_AllReduce_Sum_f32_RING_LL(...)",
             "_allgather_base": "ncclDevKernel_AllGather_RING_LL(...)",

@@ -144,8 +144,9 @@ def _meshes(rng: Generator, style: str, micro: int) -> tuple[Mesh, Mesh]:
     return found[0], found[1]
 
 
-def job_on(model: Model, mesh: Mesh) -> Job:
-    """The job of a model on a mesh."""
+def job_on(model: Model, mesh: Mesh, *, tensor_inside: bool = True) -> Job:
+    """The job of a model on a mesh; without ``tensor_inside`` data-parallel ranks are neighbours,
+    and tensor-parallel ones lie apart."""
     rng = np.random.default_rng([model.seed, 8, *mesh])
     known = measured()
     noise = np.random.default_rng([model.seed, 9])
@@ -172,7 +173,11 @@ def job_on(model: Model, mesh: Mesh) -> Job:
         call_ns=known.host(noise, "call", 0.1, 0.5),
         load_ns=noise.uniform(30e3, 200e3),
     )
-    return _with_groups(rng, model, mesh, job)
+    every = np.arange(mesh.world)
+    grid = every.reshape(mesh.pp, mesh.dp, mesh.cp, mesh.tp)
+    if not tensor_inside:
+        grid = every.reshape(mesh.pp, mesh.tp, mesh.cp, mesh.dp).transpose(0, 3, 2, 1)
+    return _with_groups(rng, model, mesh, job, grid)
 
 
 def _scaled(model: Model, kernels: tuple[Kernel, ...], mesh: Mesh) -> tuple[Kernel, ...]:
@@ -193,9 +198,8 @@ def _scaled(model: Model, kernels: tuple[Kernel, ...], mesh: Mesh) -> tuple[Kern
     return tuple(result)
 
 
-def _with_groups(rng: Generator, model: Model, mesh: Mesh, job: Job) -> Job:
+def _with_groups(rng: Generator, model: Model, mesh: Mesh, job: Job, grid: Ranks) -> Job:
     every = np.arange(mesh.world)
-    grid = every.reshape(mesh.pp, mesh.dp, mesh.cp, mesh.tp)
     acts = model.activations / mesh.cp
     found: list[tuple[str, Ranks, float]] = []
     if model.layout != "parallel":

@@ -28,6 +28,7 @@ OF_TRAINING = {
     "evaluation-graphs",
     "huge-vocabulary",
     "missing-no-sync",
+    "pipeline-bubble",
     "recompute-with-free-memory",
     "repeated-gathers",
     "single-tensor-optimizer",

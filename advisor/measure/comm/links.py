@@ -104,6 +104,21 @@ def bubble_share(stages: int, slots: int) -> float:
     return (stages - 1) / (slots + stages - 1)
 
 
+BASE_NS = (6_600.0, 14_000.0, 8_400.0)
+NODE_HOP_NS = (600.0, 1_900.0, 3_400.0)
+NETWORK_HOP_NS = (2_700.0, 4_000.0, 14_000.0)
+"""Latency of a ring by protocol (LL, LL128, Simple): NCCL, src/graph/tuning.cc."""
+
+
+def ring_latency(kind: str, size: int, local: int, protocol: int) -> float:
+    """Of a collective of ``size`` ranks, ``local`` of them on a node: its base, and a hop for each
+    step from rank to rank, ns. ``protocol``: place in ``BASE_NS``."""
+    hops = 1 if kind == "send_recv" else (2 if kind == "all_reduce" else 1) * (size - 1)
+    nodes = 0 if local >= size else max(1, hops // max(1, local))
+    near = (hops - nodes) * NODE_HOP_NS[protocol]
+    return BASE_NS[protocol] + near + nodes * NETWORK_HOP_NS[protocol]
+
+
 ATTAINED_SHARE = 0.8
 """Of a link's rate that NCCL attains: 370 of 450 GB/s over NVLink 4, by a maintainer of NCCL
 (https://github.com/NVIDIA/nccl-tests/issues/212)."""
@@ -112,10 +127,25 @@ LARGE_MESSAGE_BYTES = 16 << 20
 """Bytes of messages that fill any link (nccl-tests)."""
 
 
-def _on_a_node(ranks: Sequence[int], machine: NodeLinks) -> int:
+def count_local(ranks: Sequence[int], machine: NodeLinks) -> int:
     """Ranks of a group on the node with most: their adapters carry its ring together."""
+    if ranks and all(rank in machine.hosts for rank in ranks):
+        return max(Counter(machine.hosts[rank] for rank in ranks).values())
     counts = Counter(rank // machine.node_size for rank in ranks) if machine.node_size else {}
     return max(counts.values(), default=1)
+
+
+def select_collectives(a: Analysis, rows: pl.DataFrame) -> tuple[Select, float]:
+    """What selects these rows of ``Analysis.collectives``, and their share of the time that it
+    selects: one by one, else by the streams that they are on."""
+    gpu = a.trace.gpu
+    ids = gpu["correlation"].gather(rows["gpu"]).drop_nulls().unique().sort()
+    if len(ids) <= MAX_IDS:
+        return Select(on="gpu", family=("communication",), correlation=tuple(ids)), 1.0
+    streams = rows["stream"].unique().sort()
+    beside = a.collectives.filter(pl.col("stream").is_in(streams.implode()))
+    share = float(rows["dur"].sum()) / max(1, int(beside["dur"].sum()))
+    return Select(on="gpu", family=("communication",), stream=tuple(streams)), share
 
 
 class Scaled(NamedTuple):
@@ -133,8 +163,9 @@ class Scaled(NamedTuple):
     """The slowest tenth over the fastest: near 1 the link decides, else waits do."""
 
 
-def machine_of(a: Analysis, given: NodeLinks = UNKNOWN_LINKS) -> NodeLinks:
-    """The machine as ``given``; what is unknown, as NCCL's log and the topology say."""
+def machine_of(a: Analysis, given: NodeLinks | None = None) -> NodeLinks:
+    """The machine as it was given; what is unknown, as NCCL's log and the topology say."""
+    given = given or a.machine
     log = a.trace.meta.network
     if log is None:
         return given
@@ -167,19 +198,16 @@ def scale_collectives(a: Analysis, *, across: bool) -> Scaled | None:
         link = find_link(a, members, cast(int | None, size), machine)
         if link is not None and link.crosses == across and link.gb_per_s:
             rows.append(own)
-            rate = link.gb_per_s * (_on_a_node(members, machine) if across else 1)
+            rate = link.gb_per_s * (count_local(members, machine) if across else 1)
     if not rows:
         return None
     own = pl.concat(rows)
     best = cast(float, own["bus_gbps"].max())
     if best >= ATTAINED_SHARE * rate:
         return None
-    ids = a.trace.gpu["correlation"].gather(own["gpu"]).drop_nulls().unique().sort()
-    select = Select(on="gpu", family=("communication",))
-    if len(ids) <= MAX_IDS:
-        select = Select(on="gpu", correlation=tuple(ids))
+    select, part = select_collectives(a, own)
     sent = float((own["bus_gbps"] * own["dur"]).sum())
     saved = sent * (1 / best - 1 / (ATTAINED_SHARE * rate))
     slow = cast(float, own["bus_gbps"].quantile(0.1))
-    factor = 1 - saved / float(own["dur"].sum())
+    factor = 1 - part * saved / float(own["dur"].sum())
     return Scaled(select, best, ATTAINED_SHARE * rate, factor, own.height, slow / best)

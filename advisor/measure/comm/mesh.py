@@ -28,7 +28,6 @@ from numpy.typing import NDArray
 from advisor.core.layers import MeshAxis
 from advisor.measure.comm.links import (
     MIN_BYTES,
-    UNKNOWN_LINKS,
     NodeLinks,
     bubble_share,
     count_slots,
@@ -200,7 +199,7 @@ def _inside(nodes: pl.DataFrame, thread: pl.Series, at: NDArray[np.int64]) -> ND
 
 
 def report_mesh(
-    a: Analysis, machine: NodeLinks = UNKNOWN_LINKS, waits: pl.DataFrame | None = None
+    a: Analysis, machine: NodeLinks | None = None, waits: pl.DataFrame | None = None
 ) -> list[MeshAxis]:
     """One entry for each axis and the ranks that talk along it, the most exposed first. ``waits``:
     of ``axis_waits.collective_waits``, where the traces of other ranks are here."""
@@ -235,7 +234,7 @@ def _report_axis(
         waiting = float(own["wait"].sum()) / max(1, own["step"].n_unique())
         rate = _transfer_rate(own) or rate
     link = find_link(a, members, size, machine)
-    slots = count_slots(_with_peers(a, rows)) if axis == "pipeline" else None
+    slots = count_micro_batches(a, rows) if axis == "pipeline" else None
     exposed = _sum(rows["exposed"]) / steps
     return MeshAxis(
         axis=axis,
@@ -254,7 +253,7 @@ def _report_axis(
         link_gb_per_s=None if link is None else link.gb_per_s,
         micro_batches=slots,
         bubble=bubble_share(size, slots) if slots and size else None,
-        idle_ns=_pipeline_wait(rows) / steps if axis == "pipeline" else None,
+        idle_ns=pipeline_wait(rows) / steps if axis == "pipeline" else None,
     )
 
 
@@ -283,6 +282,11 @@ def _transfer_rate(own: pl.DataFrame) -> float | None:
     return float(np.median(rates)) if rates else None
 
 
+def count_micro_batches(a: Analysis, rows: pl.DataFrame) -> int | None:
+    """See ``links.count_slots``; ``rows``: of a pipeline's axis."""
+    return count_slots(_with_peers(a, rows))
+
+
 def _with_peers(a: Analysis, rows: pl.DataFrame) -> pl.DataFrame:
     """``peer``: the other end of a send or receive; ``sends``: this rank is the source."""
     own = pl.lit(a.trace.meta.rank, dtype=pl.Int64)
@@ -290,7 +294,7 @@ def _with_peers(a: Analysis, rows: pl.DataFrame) -> pl.DataFrame:
     return rows.with_columns(sends=sends, peer=pl.when(sends).then("target").otherwise("source"))
 
 
-def _pipeline_wait(rows: pl.DataFrame) -> float:
+def pipeline_wait(rows: pl.DataFrame) -> float:
     """Exposed time of sends and receives beyond the shortest of each size, ns: a pipeline's bubble
     is spent in them. Other waits are in it too."""
     shortest = pl.col("dur").min().over("bytes")

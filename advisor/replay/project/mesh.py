@@ -21,7 +21,7 @@ import numpy as np
 import polars as pl
 
 from advisor.core.errors import AdvisorError
-from advisor.measure.comm.links import UNKNOWN_LINKS, NodeLinks, find_node_size
+from advisor.measure.comm.links import NodeLinks, find_node_size, ring_latency
 from advisor.measure.comm.mesh import count_passes, report_mesh
 from advisor.measure.comm.messages import bus_factor
 from advisor.measure.device.families import MATRIX
@@ -45,12 +45,8 @@ ATTAINED = (0.67, 0.82, 1.07)
 """Bus bandwidth over the links' datasheet, where none was recorded: 0.82 by NCCL's protocol
 (maintainer, NVIDIA/nccl-tests issue 212: 370 of 450 GB/s); from 0.67 (200 of 300 GB/s on A100,
 issue 149) to 1.07 (480 of 450 with NVLink SHARP, issue 212)."""
-BASE_NS = (6_600.0, 14_000.0, 8_400.0)
-NODE_HOP_NS = (600.0, 1_900.0, 3_400.0)
-NETWORK_HOP_NS = (2_700.0, 4_000.0, 14_000.0)
-"""Latency of a ring by protocol (LL, LL128, Simple): NCCL, src/graph/tuning.cc. A prediction takes
-the middle one, its range the others."""
 LOW, MIDDLE, HIGH = 0, 1, 2
+"""Of a range. A ring's latency is that of the protocol in this place (``links.BASE_NS``)."""
 
 
 class Mesh(NamedTuple):
@@ -176,13 +172,13 @@ class MeshProjector:
     """Projections of one rank's steps. Raises AdvisorError: there is no device work or step."""
 
     def __init__(
-        self, a: Analysis, measured: Mesh | None = None, machine: NodeLinks = UNKNOWN_LINKS
+        self, a: Analysis, measured: Mesh | None = None, machine: NodeLinks | None = None
     ) -> None:
         path = a.trace.meta.path or "trace"
         if a.device_id is None or a.steps.used.is_empty() or a.span_ns <= 0:
             raise AdvisorError(f"{path}: no steps with device work, so nothing to project")
         self.a = a
-        self.machine = machine
+        self.machine = machine or a.machine
         self.axes = report_mesh(a, self.machine)
         self.measured = measured or recover_mesh(self.axes, a.trace.meta.world_size)
         self.node = find_node_size(a, self.machine)
@@ -300,15 +296,8 @@ class MeshProjector:
     def latency(self, mesh: Mesh, axis: str, kind: str, protocol: int) -> float:
         """Of a ring: its base, and a hop for each step from rank to rank, ns."""
         size, _ = mesh.extent(axis)
-        if kind == "send_recv":
-            hops = 1
-        else:
-            hops = (2 if kind == "all_reduce" else 1) * (size - 1)
-        nodes = 0
-        if self.crosses(mesh, axis):
-            nodes = max(1, hops // self._local(mesh, axis))
-        near = (hops - nodes) * NODE_HOP_NS[protocol]
-        return BASE_NS[protocol] + near + nodes * NETWORK_HOP_NS[protocol]
+        local = self._local(mesh, axis) if self.crosses(mesh, axis) else size
+        return ring_latency(kind, size, local, protocol)
 
     def transfer(self, mesh: Mesh, axis: str, kind: str, size: float, which: int) -> float:
         """What one collective takes along an axis of a mesh once all are there, ns. ``which``:

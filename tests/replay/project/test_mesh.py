@@ -8,13 +8,10 @@ import pytest
 
 from advisor.core.errors import AdvisorError
 from advisor.measure import Analysis
-from advisor.measure.comm.links import NodeLinks
+from advisor.measure.comm.links import BASE_NS, NETWORK_HOP_NS, NODE_HOP_NS, NodeLinks
 from advisor.read import read_trace
 from advisor.replay.project.mesh import (
-    BASE_NS,
     MIDDLE,
-    NETWORK_HOP_NS,
-    NODE_HOP_NS,
     Mesh,
     MeshProjector,
     parse_mesh,

@@ -1,0 +1,194 @@
+"""FSDP gathers its parameters in many small pieces: its units are small."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+import polars as pl
+
+from advisor.core import text as t
+from advisor.core.finding import Finding, Outcomes
+from advisor.core.rule import Evidence, Rule, Threshold
+from advisor.measure import Analysis
+from advisor.measure.comm.links import (
+    ATTAINED_SHARE,
+    count_local,
+    find_link,
+    group_ranks,
+    machine_of,
+    ring_latency,
+    select_collectives,
+)
+from advisor.measure.comm.messages import bus_factor
+from advisor.rules.common import (
+    amount_per_step,
+    device_places,
+    example_steps,
+    of_step,
+    scale_edit,
+    sum_column,
+)
+from advisor.rules.sources import (
+    CHOSEN,
+    ENGINE_FLOOR,
+    NCCL_OVERHEAD,
+    NCCL_TUNING,
+    OURS,
+    SILENT_TRACES,
+)
+from advisor.testing import Examples, TraceBuilder
+
+WORST = 0.2
+"""Of the gain, that is left if the first gather of a pass, which nothing hides, becomes longer."""
+SIMPLE = 2
+"""NCCL's protocol with the most latency (``links.BASE_NS``)."""
+
+
+class SmallGathers(Rule):
+    """FSDP gathers the parameters of each unit that it wraps, and scatters its gradients. Each
+    collective pays the latency of a ring over all ranks. Small units pay it often, and the step
+    waits for it. Larger units send the same bytes in fewer collectives.
+
+    A gather is small if less than half of its shortest time is transfer: its bytes at 0.8 of the
+    link's datasheet rate, or of ``--network`` across nodes. The rest counts as latency, up to what
+    NCCL's own model gives for as many ranks. The rule abstains where no rate is known, or which
+    ranks share a node. The gain is of units that are so large that latency is a fifth of a gather.
+    """
+
+    id = "small-gathers"
+    title = "FSDP gathers many small units"
+    alternatives = "small-messages"
+    silent_in = SILENT_TRACES
+    references = (
+        "https://docs.pytorch.org/docs/stable/distributed.fsdp.fully_shard.html",
+        "https://docs.pytorch.org/docs/stable/fsdp.html",
+    )
+    sources = (NCCL_TUNING, NCCL_OVERHEAD)
+
+    min_count = Threshold(20.0, "small gathers per step", OURS)
+    max_transfer = Threshold(0.5, "of a gather's shortest time that its bytes take", CHOSEN)
+    min_share = Threshold(0.01, "of the step, exposed in small gathers and scatters", ENGINE_FLOOR)
+    target = Threshold(0.2, "of a gather's time that is latency in larger units", CHOSEN)
+
+    fix = (
+        "Wrap larger units, about {units} times as large as these, so that a gather has some "
+        "{size}: whole transformer blocks, or several of them together, and not single layers. "
+        "The parameters of one more unit are then gathered at once."
+    )
+    code = (
+        "# FSDP2: one group for several blocks; wrap nothing inside of them\n"
+        "for i in range(0, len(model.layers), n):\n"
+        "    fully_shard(list(model.layers[i:i + n]))\n"
+        "fully_shard(model)\n\n"
+        "# FSDP1\n"
+        "policy = functools.partial(size_based_auto_wrap_policy,\n"
+        "                           min_num_params=100_000_000)\n"
+        "model = FSDP(model, auto_wrap_policy=policy)"
+    )
+    verify = "Profile again: fewer all-gathers per step, each of more bytes."
+    falsified_by = "all_gather_perf of nccl-tests with the same size at the link's bandwidth"
+    assumptions = ("the parameters of a larger unit fit into the memory",)
+    confidence = 0.7
+
+    def check(self, a: Analysis) -> Outcomes:
+        """Find gathers and scatters of sharded parameters that are mostly latency."""
+        if a.device_id is None or not a.breakdown.all_communication.total:
+            return
+        table = a.collectives.filter(
+            pl.col("axis") == "sharded data",
+            pl.col("collective").is_in(["all_gather", "reduce_scatter"]),
+        )
+        if table.is_empty() or table["bytes"].null_count():
+            return
+        table = _with_latency(a, table)
+        small = table.filter(pl.col("transfer") < self.max_transfer * pl.col("shortest"))
+        count = small.filter(pl.col("collective") == "all_gather").height / a.step_count
+        if count < self.min_count:
+            return
+        share = sum_column(small["exposed"]) / a.span_ns
+        if share < self.min_share:
+            return
+        latency = float(small["latency"].mean())  # type: ignore[arg-type]
+        transfer = float(small["transfer"].mean())  # type: ignore[arg-type]
+        size = float(small["bytes"].median())  # type: ignore[arg-type]
+        # n of them in one: latency / (latency + n transfer) is the target
+        units = max(2, math.ceil(latency * (1 / self.target - 1) / max(transfer, 1.0)))
+        units = min(units, max(2, round(count)))
+        saved = float(small["latency"].sum()) * (1 - 1 / units)
+        select, part = select_collectives(a, small)
+        then = 1 - part * saved / max(1, sum_column(small["dur"]))
+        yield Finding(
+            summary=(
+                f"{count:.0f} gathers {t.format_per(a.per)} have a median of "
+                f"{t.format_bytes(size)}. {latency / (latency + transfer):.0%} of the shortest "
+                f"ones' time is latency, and they are exposed for "
+                f"{of_step(a, sum_column(small['exposed']))}."
+            ),
+            evidence=[
+                self.compare("small gathers", count, "min_count", "count", per=a.per),
+                Evidence("median gather", size, "bytes"),
+                self.compare("transfer", transfer / (latency + transfer), "max_transfer", "share"),
+                amount_per_step(a, "latency of these", float(small["latency"].sum())),
+                amount_per_step(a, "exposed", sum_column(small["exposed"])),
+                self.compare("share", share, "min_share"),
+            ],
+            where=device_places(a, small, "exposed"),
+            edits=[scale_edit(select, then, then, 1 - (1 - then) * WORST)],
+            fix=self.fix.format(units=units, size=t.format_bytes(units * size)),
+        )
+
+    @staticmethod
+    def examples() -> Examples:
+        return {
+            "a unit a layer": _units(60, 1 << 20, 60),
+            "large units": (_units(30, 128 << 20, 700), "count < self.min_count"),
+            "few units": (_units(8, 1 << 20, 60), "count < self.min_count"),
+            "hidden": (_units(60, 1 << 20, 60, compute=800), "min_share"),
+            "nodes unknown": (_units(60, 1 << 20, 60, node=0), "count < self.min_count"),
+        }
+
+
+def _with_latency(a: Analysis, table: pl.DataFrame) -> pl.DataFrame:
+    """``shortest`` of each kind, size and group, ``transfer`` of its bytes, and ``latency``, ns;
+    without those of groups whose link or rate is unknown."""
+    machine = machine_of(a)
+    keys = ["collective", "bytes", "group_size", "ranks"]
+    sums = table.group_by(keys).agg(pl.col("dur").quantile(0.1).alias("shortest"))
+    rows = []
+    for kind, size, group, ranks, shortest in sums.iter_rows():
+        members = group_ranks(ranks)
+        link = find_link(a, members, group, machine)
+        factor = bus_factor(kind, group)
+        if link is None or not link.gb_per_s or factor is None:
+            continue
+        local = count_local(members, machine) if link.crosses else group
+        rate = ATTAINED_SHARE * link.gb_per_s * (local if link.crosses else 1)
+        transfer = size * factor / rate
+        most = ring_latency(kind, group, local, SIMPLE)
+        rows.append((kind, size, group, ranks, shortest, transfer,
+                     float(np.clip(shortest - transfer, 0.0, most))))  # fmt: skip
+    schema: dict[str, Any] = {**sums.schema, "transfer": pl.Float64, "latency": pl.Float64}
+    found = pl.DataFrame(rows, schema=schema, orient="row")
+    return table.join(found, on=keys, how="inner", nulls_equal=True)
+
+
+def _units(count: int, size: int, us: float, *, compute: float = 40, node: int = 8) -> TraceBuilder:
+    """FSDP over so many units: gathers in front of each, gradients scattered behind it."""
+    from advisor.core.sources import NetworkLog
+
+    def body(b: TraceBuilder) -> None:
+        for _ in range(count):
+            b.collective("_allgather_base", size, us, wait=compute < us)
+            b.run("aten::mm", "ampere_sgemm_128x64_nn", compute)
+        for _ in range(count):
+            with b.op("autograd::engine::evaluate_function: MmBackward0"):
+                b.launch("ampere_sgemm_128x64_nn", 2 * compute)
+                b.collective("_reduce_scatter_base", size, us)
+        b.wait_stream(7, 20)
+
+    b = example_steps(body)
+    if node:
+        b.logs["network"] = NetworkLog(files=1, hosts=1, ranks=node, node_ranks=node)
+    return b

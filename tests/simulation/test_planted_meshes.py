@@ -1,0 +1,60 @@
+"""Rules about the device mesh on jobs with planted faults; ``benchmarks.bench_mesh_rules`` draws
+more of them."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from benchmarks.bench_mesh_rules import find, judge
+from benchmarks.simulation.planted import FAULTS, few_micro_batches
+from benchmarks.simulation.programs import simulate
+from tests.measure.test_mesh import LAYOUTS, job_of
+
+SEEDS = {
+    "tensor-across-nodes": (12, 20, 34, 42),
+    "small-gathers": (44, 59, 63, 72),
+    "pipeline-bubble": (3, 19, 20, 28),
+}
+
+
+@pytest.mark.parametrize("rule", FAULTS)
+def test_the_gain_of_a_planted_fault_is_what_the_cured_job_is_faster_by(
+    rule: str, tmp_path: Path
+) -> None:
+    found = []
+    for seed in SEEDS[rule]:
+        planted = FAULTS[rule](seed)
+        assert planted is not None
+        found.append(judge(rule, planted, tmp_path))
+    assert sum(each.covered for each in found) >= 0.8 * len(found), found
+    assert all(each.truth > 0 for each in found)
+    if rule != "pipeline-bubble":
+        assert all(each.cured for each in found)
+
+
+@pytest.mark.parametrize("seed", [35, 69])
+def test_ranks_stay_where_they_are_if_others_would_send_more(seed: int, tmp_path: Path) -> None:
+    """Tensor parallelism crosses nodes, but the gradients or the experts would cross instead."""
+    planted = FAULTS["tensor-across-nodes"](seed)
+    assert planted is not None
+    result = judge("tensor-across-nodes", planted, tmp_path)
+    assert result.truth < 0 and result.gain is None
+
+
+def test_many_micro_batches_leave_no_bubble_to_report(tmp_path: Path) -> None:
+    planted = few_micro_batches(3)
+    assert planted is not None
+    stages = planted.faulty.pp
+    filled = replace(planted.cured, micro_batches=4 * stages)
+    assert find("pipeline-bubble", simulate(filled), None, tmp_path) is None
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_healthy_jobs_have_no_fault_of_their_mesh(layout: str, tmp_path: Path) -> None:
+    """Their pipelines have few micro-batches, which is no fault of the simulation."""
+    played = simulate(job_of(LAYOUTS[layout][0]))
+    for rule in ("tensor-across-nodes", "small-gathers"):
+        assert find(rule, played, None, tmp_path) is None

@@ -79,7 +79,7 @@ class Access:
 
     @property
     def here_only(self) -> bool:
-        """Only this machine can reach it."""
+        """Whether only this machine can reach the server."""
         return self.host in LOCAL
 
     def answers(self, header: str | None) -> bool:

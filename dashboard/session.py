@@ -402,7 +402,7 @@ class DashboardSession:
         self._seen = windows
 
     def _examined(self, entry: OpenedPath, read: ReadOptions, *, alone: bool) -> AnalysisResult:
-        """``alone``: one rank that a job has."""
+        """Analyse a path, with progress in ``entry.doing``; ``alone``: one rank of a job."""
 
         def progress(done: RanksDone) -> None:
             if self._stop.is_set():

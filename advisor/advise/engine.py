@@ -75,7 +75,7 @@ class AnalysisResult:
 
     @property
     def main(self) -> Analysis:
-        """The rank that the report is of."""
+        """The rank that the report is about."""
         return next(iter(self.analyses.values()))
 
 

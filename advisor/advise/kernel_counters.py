@@ -216,7 +216,7 @@ def _first_fix(note: Finding) -> str:
 
 
 def compiled_verdict(report: Report) -> tuple[Status, str]:
-    """Of a cache of Triton alone."""
+    """Status and sentence for a cache of Triton that came without a trace."""
     views = report.triton_kernels
     text = f"{t.count_noun(len(views), 'kernel')} compiled by Triton"
     known = [view for view in views if view.spilled_bytes is not None]

@@ -213,7 +213,7 @@ def _fewest(
 
 
 def _largest(post: PostMortem, chosen: Sequence[CostedChange], room: float) -> float:
-    """Times the recorded batch."""
+    """The largest batch that fits ``room`` with the chosen changes, times the recorded one."""
     made = [way.change for way in chosen]
     low, high = 0.0, LARGEST_SCALE
     for _ in range(12):

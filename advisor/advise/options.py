@@ -19,7 +19,7 @@ one core, without the network."""
 
 
 class RanksDone(Struct):
-    """How far the work is."""
+    """Progress of measuring the ranks of a job: counts of ranks."""
 
     total: int
     read: int = 0

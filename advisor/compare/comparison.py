@@ -140,7 +140,7 @@ class Amount(Struct, kw_only=True):
 
 
 class FindingChange(Struct, kw_only=True):
-    """What became of a finding."""
+    """A finding and whether it is new, fixed, kept or replaced."""
 
     change: Change
     """``fixed``: the rule ran and no longer finds it. ``replaced``: so too, but what does the work

@@ -99,7 +99,7 @@ def covered_length(start: ArrayLike, end: ArrayLike, by: Intervals) -> Ints:
 
 
 def _before(t: Ints, by: Intervals) -> Ints:
-    """Length of the set before each instant."""
+    """Length of the set ``by`` before each instant of ``t``, ns."""
     lengths = by.end - by.start
     upto = np.concatenate([[0], np.cumsum(lengths)])
     place = np.searchsorted(by.start, t, side="right") - 1

@@ -95,7 +95,7 @@ class GpuPrice(NamedTuple):
 
 
 class Prices(NamedTuple):
-    """Prices of GPUs by name; or one of any."""
+    """Prices per GPU-hour: by GPU name, or one for any GPU."""
 
     table: Mapping[str, float]
     """Name, or its words -> an hour of one."""

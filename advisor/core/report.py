@@ -130,7 +130,7 @@ class Scope(Struct, kw_only=True):
 
     @property
     def per(self) -> Per:
-        """What the figures are of."""
+        """The unit of the figures: a step, a recording."""
         return unit_of(self.step_source)
 
 

@@ -83,7 +83,7 @@ class StepBar(Struct, frozen=True):
 
     @property
     def idle_title(self) -> str:
-        """What the idle parts are parts of."""
+        """Heading of the idle parts: ``idle 3 ms, 12%, by cause``."""
         total = self.idle_total
         if total is None or [segment.key for segment in self.idle] == ["idle"]:
             return "idle"

@@ -30,7 +30,7 @@ Extra = Callable[[dict[str, Any]], Iterable[bytes]]
 
 @dataclass
 class Written:
-    """What was written."""
+    """Counts of the events that were written, added, lost and repaired."""
 
     events: int = 0
     """Of the trace."""

@@ -83,7 +83,7 @@ class Script:
 
     @cached_property
     def calls(self) -> list[ast.Call]:
-        """Every call."""
+        """All calls of the script."""
         return [node for node in ast.walk(self.tree) if isinstance(node, ast.Call)]
 
     @cached_property

@@ -89,7 +89,7 @@ class Details(TypedDict):
 
 
 class FindingFull(TypedDict):
-    """A finding with its fix and evidence."""
+    """A finding with its fix, evidence, places and edits."""
 
     id: str
     rule: str
@@ -185,7 +185,7 @@ class OperatorLine(TypedDict):
 
 
 class OperatorAnswer(TypedDict):
-    """Operators with most device time first."""
+    """The operators with most device time first, and how many more there are."""
 
     path: str
     operators: list[OperatorLine]

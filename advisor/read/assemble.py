@@ -322,7 +322,7 @@ def _stacks(host: Columns) -> tuple[Array, Array, int]:
 
 
 def _reorder(columns: dict[str, Any], order: Array) -> None:
-    """In place, column by column."""
+    """Put the rows of ``columns`` into ``order``, in place, one column at a time to save memory."""
     index = None
     for key, column in columns.items():
         if isinstance(column, np.ndarray):

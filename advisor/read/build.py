@@ -252,7 +252,7 @@ def _taken(frame: pl.DataFrame, column: str, count: int) -> pl.Series:
 
 
 def _owned(column: pl.Series) -> NDArray[Any]:
-    """The values, to be changed."""
+    """The column's values as an array that may be written to."""
     values = _of_words(column).to_numpy()
     return values if values.flags.writeable else values.copy()
 

@@ -78,7 +78,7 @@ _DAMAGE = (
 
 
 class Plain(NamedTuple):
-    """What was in a pickle."""
+    """The content of a pickle of plain values, and its size."""
 
     value: Any
     """Lists (of them those that were dicts: keys and values in turn), tuples, numbers, strings."""

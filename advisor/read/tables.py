@@ -289,7 +289,7 @@ def _real(values: Array | pl.Series) -> pl.Series:
 
 
 def _decode(codes: Array, values: tuple[str, ...], dtype: Any) -> pl.Series:
-    """Codes to an enumeration, -1 to null."""
+    """Codes as an enumeration; -1 becomes null."""
     return _gather(pl.Series(values, dtype=dtype), codes)
 
 

@@ -71,7 +71,7 @@ class Events:
         return result
 
     def has(self, name: str) -> NDArray[np.bool_]:
-        """Which events have a stat."""
+        """Mask of the events that have this stat."""
         result = np.zeros(len(self.ts), dtype=bool)
         for kept in (self.numbers, self.texts):
             if name in kept:

@@ -152,7 +152,7 @@ def attach(
 
 
 class _Refused(Exception):
-    """The server said that it does not profile."""
+    """The server does not profile."""
 
 
 def _start(server: Server, engine: str, body: dict[str, Any] | None) -> None:

@@ -87,7 +87,7 @@ class Tape:
         self.here[WATCHED] = 1
 
     def unwatch(self, watcher: Any) -> bool:
-        """No more; whether it listened until now."""
+        """Tell ``watcher`` no further phases; whether it listened until now."""
         was = watcher in self.watched
         if was:
             self.watched.remove(watcher)

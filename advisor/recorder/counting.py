@@ -50,7 +50,7 @@ class CallCounter(Listener):
         self.tape.here[THREAD] = threading.get_ident()
 
     def stop(self) -> None:
-        """No more."""
+        """Count no further calls."""
         self.tape.here[THREAD] = -1
 
     def _emit(self, segment: StepSegment, micro: int, gap: int) -> None:

@@ -267,7 +267,7 @@ class Inference:
         self._clock.rest()
 
     def _close(self, now: int) -> None:
-        """Work on a batch has ended."""
+        """Work on a batch has ended, and with it a step."""
         parts, self._parts = self._parts, []
         self._usual = max(self._usual, len(parts))
         parts.append(InferencePart(self._begun, now, self._clock.cut(now), 0, 0))

@@ -70,7 +70,7 @@ class RepeatedBlock(NamedTuple):
 
 
 class CallPattern(NamedTuple):
-    """Entries of a step."""
+    """The tape entries that repeat with every step."""
 
     codes: list[int]
     intervals: list[tuple[int, list[tuple[int, int]]]]

@@ -468,7 +468,7 @@ class RecordingSession(Listener):
             return self.steps.count + self.steps.complete() or self.inference.count
 
     def want(self, reason: str, asked: bool) -> None:
-        """Open a window at the next boundary."""
+        """Request a window at the next step boundary."""
         if asked:
             self.windows.asked = reason
         else:
@@ -476,7 +476,7 @@ class RecordingSession(Listener):
         self._settle()
 
     def tell(self, kind: str, data: dict[str, Any]) -> None:
-        """Write an event."""
+        """Write an event into the run's record."""
         self.writer.put(Event(t=time.perf_counter_ns(), kind=kind, data=data))
 
     # -- inside ---------------------------------------------------------------------------------

@@ -80,7 +80,7 @@ class SampleSource:
                 self.without_gpu = "no GPU is visible to this process"
 
     def sample(self, *, slow: bool) -> Sample:
-        """What GPUs and host do now."""
+        """One sample of GPUs and host."""
         now = time.perf_counter_ns()
         host = self.host.sample(slow=slow)
         gpus: list[Gpu] = []

@@ -39,7 +39,7 @@ class Ranges:
         self._domain.push_range(attributes[phase])
 
     def left(self, phase: int) -> None:
-        """A phase has ended."""
+        """A phase has ended: close its range."""
         self._domain.pop_range()
 
 

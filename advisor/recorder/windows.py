@@ -411,7 +411,7 @@ class Windows:
         self._guards.append(("__exit__", exits))
 
     def unguard(self) -> None:
-        """No more."""
+        """Give ``torch.autograd.profiler.profile`` its own methods back."""
         if self._guards:
             from torch.autograd.profiler import profile
 

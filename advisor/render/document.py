@@ -23,7 +23,7 @@ Style = Literal["", "strong", "soft", "code", "good", "bad", "warn"]
 
 @dataclass(frozen=True)
 class Span:
-    """A piece of text with a meaning."""
+    """A piece of text with a style."""
 
     text: str
     style: Style = ""
@@ -96,7 +96,7 @@ class FieldList(Block):
 
 @dataclass(frozen=True)
 class Items(Block):
-    """A list."""
+    """A list of lines of text with a mark before each."""
 
     items: Sequence[Inline]
     mark: str = "•"
@@ -110,7 +110,7 @@ EvidenceRow = tuple[str, str, str]
 
 @dataclass(frozen=True)
 class EvidenceList(Block):
-    """Measured values."""
+    """Measured values with their thresholds and sources."""
 
     rows: Sequence[EvidenceRow]
 

@@ -190,7 +190,7 @@ class Graph:
 
     @property
     def device(self) -> Array:
-        """Device nodes."""
+        """Mask of the nodes that are device work."""
         return np.flatnonzero(self.kind == Node.DEVICE)
 
     def steps_of_launch(self) -> Array:

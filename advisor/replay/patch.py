@@ -38,7 +38,7 @@ class Patched(NamedTuple):
 
 @dataclass
 class HostTime:
-    """What edits leave of one thread's time."""
+    """Host time of one thread that is left after the edits."""
 
     parts: list[tuple[Intervals, float]] = field(default_factory=list)
     """Instants, and the share of them that stays."""

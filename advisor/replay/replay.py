@@ -119,7 +119,7 @@ class ReplayPlan:
 
 
 class State(NamedTuple):
-    """How a window begins."""
+    """What a replayed window takes over from the one before."""
 
     given: dict[int, float]
     """Nodes whose time is known, ns from the window's start."""

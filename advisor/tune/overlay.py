@@ -326,7 +326,7 @@ class Overlay:
 
 
 class _Entries:
-    """What ``os.scandir`` gives, of a list."""
+    """The entries of a folder, as ``os.scandir`` gives them, from a list."""
 
     def __init__(self, entries: list[Any]) -> None:
         self._entries = iter(entries)

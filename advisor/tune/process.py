@@ -135,7 +135,7 @@ class TrialProgram:
 
 
 class Running:
-    """A program that has been started."""
+    """A program of a trial that has been started."""
 
     def __init__(
         self,

@@ -34,7 +34,7 @@ UNKNOWN_LINKS = NodeLinks()
 
 
 class AxisLink(NamedTuple):
-    """What the ranks of a group send over."""
+    """The link that the ranks of a group send over."""
 
     crosses: bool
     """Across nodes; otherwise inside of one."""

@@ -312,7 +312,7 @@ def _arguments(trace: Trace) -> pl.DataFrame:
 
 
 def _members(ranks: str | None) -> int | None:
-    """Length of a complete list of ranks."""
+    """Number of ranks in a JSON list of them; ``None``: no list, or not complete."""
     try:
         members = msgspec.json.decode(ranks or "null")
     except (msgspec.DecodeError, RecursionError):

@@ -184,7 +184,7 @@ def _time_with(name: str) -> pl.Expr:
 
 
 def _ratio(part: pl.Expr, whole: pl.Expr) -> pl.Expr:
-    """Null instead of a division by zero."""
+    """``part / whole``; null where ``whole`` is not positive."""
     return pl.when(whole > 0).then(part / whole)
 
 

@@ -60,7 +60,7 @@ class Tensor(NamedTuple):
 
     @property
     def width(self) -> int | None:
-        """Bytes an element."""
+        """Bytes per element; ``None``: the type is not known."""
         return width_of(self.dtype)
 
     @property

@@ -71,7 +71,7 @@ class _Blame(NamedTuple):
     host: NDArray[np.int32]
 
     def take(self, rows: NDArray[Any]) -> _Blame:
-        """Some pieces, or all in another order."""
+        """The pieces at ``rows``, in that order."""
         return _Blame._make(column[rows] for column in self)
 
     def join(self, other: _Blame) -> _Blame:

@@ -131,7 +131,7 @@ class Lost(NamedTuple):
 
     @property
     def of_replays(self) -> bool:
-        """So many of graph replays."""
+        """Whether enough records of graph replays are lost to report it."""
         return self.reported and self.replayed > 0
 
 

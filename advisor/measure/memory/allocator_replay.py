@@ -24,7 +24,7 @@ LARGE_BUFFER, MIN_LARGE, ROUND_LARGE = 20 << 20, 10 << 20, 2 << 20
 
 
 class Replayed(NamedTuple):
-    """What the model did. Bytes."""
+    """Outcome of the replayed history, bytes."""
 
     reserved: Ints
     """In segments before the first event and after each that was replayed."""

@@ -82,7 +82,7 @@ _OPERATOR = re.compile(r"[a-z]\w*::\w+")
 
 
 class Origin(NamedTuple):
-    """What a stack says."""
+    """What an allocation was for, as its stack shows."""
 
     role: str
     """One of ROLES."""
@@ -139,7 +139,7 @@ def find_origin(stack: Stack | None) -> Origin:
 
 
 def _outermost_operator(stack: Stack) -> str | None:
-    """Of a trace without Python stacks."""
+    """The outermost operator of a stack without Python frames; ``None``: it has none."""
     return next((f.name for f in reversed(stack) if _OPERATOR.fullmatch(f.name)), None)
 
 

@@ -136,7 +136,7 @@ class PostMortem:
 
     @cached_property
     def held_rows(self) -> Ints:
-        """Lives held at the moment."""
+        """Rows of ``lives`` that are allocated at the moment."""
         return np.flatnonzero(self.history.lives.at(self.moment))
 
     @cached_property

@@ -21,7 +21,7 @@ COLUMNS = ("key", "order", "step", "start", "end", "exposed", "work")
 
 @dataclass(frozen=True)
 class Key:
-    """What the collectives of one key are."""
+    """What all collectives with one key have in common."""
 
     kind: str
     group: str
@@ -71,7 +71,7 @@ class Joined:
 
     @property
     def seen(self) -> Ints:
-        """By row: ranks that have it."""
+        """Number of ranks that have each row."""
         return np.diff(self.first)
 
     @property

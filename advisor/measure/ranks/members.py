@@ -325,7 +325,7 @@ def medians_over(values: Floats, axis: int) -> Floats:
 
 
 def means_over(values: Floats, axis: int) -> Floats:
-    """Mean likewise."""
+    """Mean over an axis of a table of what is known; NaN where nothing is."""
     table = values if axis == 1 else values.T
     there = np.isfinite(table)
     count = there.sum(axis=1)

@@ -150,7 +150,7 @@ MIN_COMPARED_SHARE = 0.3
 
 
 class Speed(NamedTuple):
-    """How some ranks run what others run too."""
+    """How fast some ranks run the kernels that others run too."""
 
     slower: bool
     """The device is slower; else there is more work."""

@@ -237,7 +237,7 @@ SHOWN = 3
 
 
 class OneRun(NamedTuple):
-    """What belongs together."""
+    """The ranks of one run, and what was sorted out because it is of another."""
 
     summaries: list[Summary]
     """By rank, each once."""

@@ -121,7 +121,7 @@ def between_steps(a: Analysis) -> Intervals:
 
 
 def select_instants(a: Analysis, select: Select) -> Intervals:
-    """What ``Select.at`` stands for."""
+    """The instants that ``Select.at`` names, as intervals."""
     if select.at == "graph_break":
         return graph_breaks(a, select.region)
     return step_starts(a) if select.at == "step_start" else between_steps(a)

@@ -103,7 +103,7 @@ class StepRecords:
 
     @cached_property
     def count(self) -> int:
-        """How many steps count."""
+        """Number of steps that the figures use."""
         return int(self.used.sum())
 
     # -- how long -----------------------------------------------------------------------------

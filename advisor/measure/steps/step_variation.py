@@ -51,7 +51,7 @@ class StepHalves(NamedTuple):
 
     @property
     def difference_ns(self) -> float:
-        """How much longer the longer half is, a step."""
+        """How much longer the mean step of the longer half is, ns."""
         return self.long_ns - self.short_ns
 
 

@@ -21,7 +21,7 @@ class AdvisorCallback(TrainerCallback):
         self.recorder = Recorder(out, **options)
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Begin."""
+        """Start recording."""
         self.recorder.begin("callback")
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:

@@ -126,7 +126,7 @@ class Projector:
         return not self.whatif.unusable
 
     def on(self, target: GpuSpec) -> Projection:
-        """The step on another GPU."""
+        """Project the step on another GPU."""
         moved = move_device_work(self.a, self.source, target)
         fitting = project_memory(self.a, target)
         parts = self._parts(moved)

@@ -31,7 +31,7 @@ class DoublePrecision(Rule):
     id = "double-precision"
     title = "The step computes in double precision (float64)"
     validated_on = (
-        "CPU recordings, torch 2.13: two layers on an array of NumPy, steps of 21 ms in float64 and "
+        "CPU recordings, torch 2.13: two layers on a NumPy array, steps of 21 ms in float64 and "
         "8.8 ms in float32; silent in float32"
     )
     references: ClassVar[tuple[str, ...]] = (

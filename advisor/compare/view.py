@@ -108,7 +108,7 @@ def _without_steps(comparison: Comparison) -> str:
         if (share := t.format_share(abs(after / before - 1))) not in ("0%", "<1%"):
             text += f" ({share} {how})"
         return f"{text}, if both did the same work"
-    return f"{no_steps[0].upper()}{no_steps[1:]}"
+    return f"Step times are not compared: {steps.reason}"
 
 
 def _whole(comparison: Comparison) -> tuple[float, float] | None:

@@ -24,6 +24,7 @@ TRAINING = re.compile(
 )
 OF_TRAINING = {
     # what they look for is only there where something is trained, or would be
+    "anomaly-detection",
     "eval-without-no-grad",
     "evaluation-graphs",
     "huge-vocabulary",

@@ -1,0 +1,245 @@
+"""A model that is called once per sample, where one call with all of them would do."""
+
+from __future__ import annotations
+
+import re
+from typing import ClassVar
+
+import msgspec
+import numpy as np
+import polars as pl
+
+from advisor.core import text as t
+from advisor.core.finding import Finding, Outcomes, Rule, Select, Threshold
+from advisor.core.intervals import covered_length
+from advisor.measure import Analysis
+from advisor.measure.device.shapes import OpInputs
+from advisor.measure.host import stacks
+from advisor.rules.common import amount_per_step, costliest_places, of_step, scale_edit
+from advisor.rules.kernel.facts import match_exactly
+from advisor.rules.sources import CHOSEN, XPROF
+from advisor.testing import Examples, TraceBuilder
+
+_PRODUCTS = re.compile(r"^aten::(?:linear|addmm|mm|matmul|mv|conv[123]d|convolution)$")
+_DEPENDS = re.compile(
+    r"^aten::(?:item|_local_scalar_dense|is_nonzero|multinomial|bernoulli|argmax|max|topk|cat|add"
+    r"|add_|mul|lift_fresh|detach_|index_put_|copy_|\w*cell|lstm|gru|rnn_\w+"
+    r"|scaled_dot_product_attention)$|^autograd::|^Optimizer"
+)
+"""What may carry a result of one call into the next: reading and sampling it, joining two
+activations, cells of recurrent networks, keys and values; or an update of the weights."""
+_COLLECTS = ("aten::stack", "aten::cat")
+_SUPPLIES = ("aten::select", "aten::slice", "aten::index", "aten::narrow")
+_TAKES_APART = ("aten::unbind", "aten::split", "aten::chunk")
+_NODE = "autograd::engine::evaluate_function: "
+
+
+class UnbatchedCalls(Rule):
+    """A model is called once per sample (``torch.stack([net(x) for x in batch])``): each call costs
+    the host its operators, and the backward pass as many nodes, for arithmetic that a single call
+    with the whole batch does in hardly more time than one sample.
+
+    Looked for are products with the input of one sample (a vector, or a first dimension of 1) that
+    come again 16 times or more in each step with equal shapes, between operators that take samples
+    out of a batch or join as many results. The rule is silent where a call may need the result of
+    the one before: where something between the calls reads or samples a result, joins two
+    activations (recurrent cells, residuals, keys and values), or goes backward. A loop over equal
+    layers takes nothing out of a batch and joins nothing.
+    """
+
+    id = "unbatched-calls"
+    title = "The model is called once per sample"
+    validated_on = (
+        "CPU recordings, torch 2.13: 64 calls per step, 5.2 ms instead of 0.6 with one; silent on "
+        "layers of one size, a recurrent loop and rollouts"
+    )
+    references: ClassVar[tuple[str, ...]] = (
+        "https://docs.pytorch.org/docs/stable/generated/torch.vmap.html",
+    )
+
+    min_calls = Threshold(16, "calls per step with equal shapes", CHOSEN)
+    min_share = Threshold(0.10, "of the step in these calls and their backward", XPROF)
+    nearly = Threshold(0.9, "of the calls", CHOSEN)
+    factor = Threshold(0.15, "of the time in one call", CHOSEN)
+    least, longest = (
+        Threshold(0.03, "of the time in one call, where a sample is hardly any work", CHOSEN),
+        Threshold(0.5, "of the time in one call, where a sample is work of its own", CHOSEN),
+    )
+
+    fix = (
+        "Call the model once with the whole batch: modules take a first dimension of samples. "
+        "Where the code is written for one sample, torch.vmap does the same. Pad samples of "
+        "different lengths, or sort them into groups of one length."
+    )
+    code = "out = net(batch)                  # not torch.stack([net(x) for x in batch])"
+    verify = "Record again: the operators of the model come once per step."
+    falsified_by = "calls that need the result of the call before"
+    assumptions = ("the calls do not need each other's results",)
+    confidence = 0.7
+
+    def check(self, a: Analysis) -> Outcomes:
+        """The product that comes most often with one sample, and what is around it."""
+        if not a.span_ns or a.trace.inputs.is_empty() or a.steps.source == "whole trace":
+            return
+        table = _outermost(a)
+        products = table.filter(pl.col("name").str.contains(_PRODUCTS.pattern))
+        counted = products.group_by("name", "inputs").agg(pl.len()).sort("len", "name", "inputs")
+        least = self.min_calls * a.step_count
+        single = [
+            row
+            for row in counted.filter(pl.col("len") >= least).iter_rows()
+            if _one_sample(a, row[1])
+        ]
+        if not single:
+            return
+        name, inputs, count = single[-1]
+        calls = table.filter((pl.col("name") == name) & (pl.col("inputs") == inputs))["row"]
+        between = table.filter(pl.col("row").is_between(calls.min(), calls.max()))
+        between = between.with_columns(step=_step_of(a, between["ts"].to_numpy()))
+        first = between.filter(pl.col("row").is_in(calls.implode()))
+        first = first.group_by("step").agg(
+            pl.col("ts").min().alias("begin"), pl.col("ts").max().alias("end")
+        )
+        between = between.join(first, on="step").filter(
+            (pl.col("ts") >= pl.col("begin")) & (pl.col("ts") <= pl.col("end"))
+        )
+        joins = between.filter(pl.col("name").str.contains(_DEPENDS.pattern))
+        depends = any(not _is_scalar(a, index) for index in joins["inputs"].to_list())
+        if depends:
+            return
+        if not _of_batch(a, table, count, self.nearly):
+            return
+        names = between.group_by("name").agg(pl.len()).filter(pl.col("len") >= self.nearly * count)
+        nodes = table.filter(pl.col("name").str.starts_with(_NODE)).group_by("name").agg(pl.len())
+        nodes = nodes.filter(pl.col("len") >= self.nearly * count)
+        chosen = [*names["name"].to_list(), *nodes["name"].to_list()]
+        work = table.filter(pl.col("name").is_in(chosen))
+        ns = int(work["ns"].sum())
+        if ns < self.min_share * a.span_ns:
+            return
+        each = round(count / a.step_count)
+        yield Finding(
+            summary=(
+                f"{t.clean(name)} runs {each} times per step on one sample each, with equal "
+                f"shapes. These calls and their backward take {of_step(a, ns)}."
+            ),
+            evidence=[
+                amount_per_step(a, "calls and their backward", ns),
+                self.compare("calls on one sample", each, "min_calls", "count", per=a.per),
+                self.compare("share", ns / a.span_ns, "min_share", per=a.per),
+            ],
+            where=costliest_places(a, calls.to_numpy(), np.ones(len(calls), dtype=np.int64), top=1),
+            edits=[
+                scale_edit(
+                    Select(on="host", kind=("op",), name=match_exactly(chosen)),
+                    self.factor,
+                    self.least,
+                    self.longest,
+                )
+            ],
+        )
+
+    @staticmethod
+    def examples() -> Examples:
+        return {
+            "one sample at a time": _calls(),
+            "a recurrent loop": (_calls("aten::add"), "depends"),
+            "a rollout": (_calls("aten::item"), "depends"),
+            "layers of one size": (_calls(batch=False), "not _of_batch"),
+            "a batch in each call": (_calls(rows=8), "not single"),
+            "a few calls": (_calls(count=6), "min_calls"),
+            "small beside the rest": (_calls(rest=200_000), "min_share"),
+        }
+
+
+def _outermost(a: Analysis) -> pl.DataFrame:
+    """Operators in no other one that begin in the analysed steps: ``row``, ``name``, ``ts``,
+    ``ns``, ``inputs``."""
+    cpu = a.trace.cpu
+    op = stacks.is_operator(a.trace)
+    parent = stacks.parent_rows(a.trace)
+    above = np.append(stacks.innermost_ancestor(parent, op), -1)[parent]
+    ts = cpu["ts"].to_numpy()
+    rows = np.flatnonzero(op & (above < 0))
+    rows = rows[covered_length(ts[rows], ts[rows] + 1, a.spans) > 0]
+    return pl.DataFrame(
+        {
+            "row": rows,
+            "name": cpu["name"].gather(rows).cast(pl.String),
+            "ts": ts[rows],
+            "ns": cpu["dur"].gather(rows),
+            "inputs": cpu["inputs"].gather(rows),
+        }
+    )
+
+
+def _step_of(a: Analysis, ts: np.ndarray) -> np.ndarray:
+    """Which analysed step an instant is in."""
+    step: np.ndarray = np.searchsorted(a.steps.used["ts"].to_numpy(), ts, side="right")
+    return step
+
+
+def _inputs(a: Analysis, index: int) -> OpInputs:
+    return OpInputs(*a.trace.inputs.select("dims", "types").row(index))
+
+
+def _one_sample(a: Analysis, index: int | None) -> bool:
+    """The first input is of one sample: a vector, or a first dimension of 1."""
+    tensor = None if index is None else _inputs(a, index).tensor(0)
+    if tensor is None or tensor.elements < 2:
+        return False
+    return len(tensor.shape) == 1 or tensor.shape[0] == 1
+
+
+def _is_scalar(a: Analysis, index: int | None) -> bool:
+    """All tensors are numbers, such as a sum of losses."""
+    tensors = [] if index is None else _inputs(a, index).tensors
+    return bool(tensors) and all(tensor.elements <= 1 for tensor in tensors)
+
+
+def _of_batch(a: Analysis, table: pl.DataFrame, count: int, nearly: float) -> bool:
+    """Whether samples are taken out of a batch, or as many results joined."""
+    each = nearly * count / a.step_count
+    taken = table.filter(pl.col("name").is_in(_SUPPLIES))
+    if len(taken) >= nearly * count:
+        return True
+    unbound = table.filter(pl.col("name").is_in(_TAKES_APART))["inputs"].drop_nulls().unique()
+    for index in unbound.to_list():
+        tensor = _inputs(a, index).tensor(0)
+        if tensor is not None and any(each <= size <= 2 * each for size in tensor.shape):
+            return True
+    joined = table.filter(pl.col("name").is_in(_COLLECTS))["inputs"].drop_nulls().unique()
+    return any(_list_length(a, index) >= each for index in joined.to_list())
+
+
+def _list_length(a: Analysis, index: int) -> int:
+    """Tensors in the list that is the first input; 0: it is none."""
+    try:
+        dims = msgspec.json.decode(a.trace.inputs["dims"][index])
+    except (msgspec.DecodeError, RecursionError):
+        return 0
+    first = dims[0] if isinstance(dims, list) and dims else None
+    return len(first) if isinstance(first, list) and all(isinstance(x, list) for x in first) else 0
+
+
+def _calls(
+    also: str = "", *, batch: bool = True, rows: int = 0, count: int = 32, rest: float = 1000
+) -> TraceBuilder:
+    b = TraceBuilder(gpu=None)
+    shape = [rows, 128] if rows else [128]
+    for _ in b.steps():
+        for _ in range(count):
+            with b.op("aten::linear", [shape, [256, 128], [256]], host_us=60):
+                pass
+            with b.op("aten::relu", [[256]], host_us=10):
+                pass
+            if also:
+                with b.op(also, [[256], [256]]):
+                    pass
+        if batch:
+            with b.op("aten::stack", [[[256]] * count], host_us=20):  # type: ignore[list-item]
+                pass
+        for _ in range(count):
+            b.on_host(f"{_NODE}AddmmBackward0", 80)
+        b.on_host("aten::lerp_", rest)
+    return b

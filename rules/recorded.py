@@ -66,15 +66,16 @@ def impact_per_step(
 
 
 def impact_over_run(
-    gain: float, *, low: float = 0.0, high: float | None = None, method: str
+    gain: float, *, low: float = 0.0, high: float | None = None, method: str, of: float = 0.0
 ) -> Impact:
-    """An impact in time over the recorded run, ns."""
+    """An impact in time over the recorded run, ns; ``of``: the time that it is a share of."""
     return Impact(
         currency="run_time",
         gain_ns=round(gain),
         low_ns=round(low),
         high_ns=round(gain if high is None else high),
         method=method,
+        share=gain / of if of else None,
     )
 
 

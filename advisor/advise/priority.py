@@ -71,7 +71,7 @@ def prioritize(
             or may_be_nothing(finding, floor)
         ):
             notes.append(finding)
-        elif not timed and not finding.known_cost:
+        elif not timed and not finding.known_cost and not _counts_in_run(finding):
             risks.append(finding)
         elif timed:
             candidates.append(finding)
@@ -86,13 +86,24 @@ def prioritize(
     return PrioritizedFindings(ordered, sorted(risks, key=lambda f: -f.confidence), notes)
 
 
-def _with_unknown(ordered: list[Finding], unknown: list[Finding]) -> list[Finding]:
-    """Ranked findings, with those whose gain is not recorded ahead of the small gains."""
-    if not unknown:
+def _counts_in_run(finding: Finding) -> bool:
+    """Whether it surely saves much of the run, though not of each step."""
+    impact = finding.impact
+    if impact is None or impact.currency != "run_time" or not impact.gain_ns:
+        return False
+    return _share(finding) * (impact.low_ns or 0) / impact.gain_ns >= WARNING_SHARE
+
+
+def _with_unknown(ordered: list[Finding], others: list[Finding]) -> list[Finding]:
+    """Ranked findings, with those that no replay orders: gains over the run by their share, and
+    gains that are not recorded ahead of the small ones."""
+    if not others:
         return ordered
-    large = [f for f in ordered if f.priority is not None and _share(f) >= WARNING_SHARE]
-    small = [f for f in ordered if f.priority is not None and _share(f) < WARNING_SHARE]
-    placed = [*large, *unknown, *small]
+    placed = [f for f in ordered if f.priority is not None]
+    for finding in sorted(others, key=_share):
+        share = _share(finding) or WARNING_SHARE
+        index = next((n for n, other in enumerate(placed) if _share(other) < share), len(placed))
+        placed.insert(index, finding)
     ranked = [replace(finding, priority=place) for place, finding in enumerate(placed, 1)]
     return ranked + [f for f in ordered if f.priority is None]
 

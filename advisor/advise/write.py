@@ -564,10 +564,11 @@ def _lead(report: Report) -> str:
         unknown = ". It slows each step, by how much is not recorded"
         return f"First: {first.title}{unknown if first.known_cost else ''}"
     word = first.title.split(" ", 1)[0]
-    named = len(word) > 1 and not word[1].islower()  # "NCCL …", not "A …" nor "The …"
+    named = word[1:] != word[1:].lower()  # "NCCL …", "DataLoader …", not "The …"
     title = first.title if named else first.title[0].lower() + first.title[1:]
     saving = t.format_saving(impact)
     about = "" if saving.startswith(("up to ", "at least ")) else "about "
+    saving += "" if impact.currency == "step_time" else f" {t.format_per(impact.unit)}"
     share = t.format_share(impact.share)
     high_ns = max(impact.gain_ns, impact.high_ns or 0)
     if impact.low_ns is not None and (

@@ -148,7 +148,7 @@ class Impact(Struct, frozen=True, kw_only=True):
     high_ns: int | None = None
     """Upper end of the band, ns."""
     share: float | None = None
-    """``gain_ns`` as a share of the measured step (0 to 1)."""
+    """``gain_ns`` as a share of the measured step, or of the run (0 to 1)."""
     freed_bytes: int | None = None
     """``memory``: device memory freed, bytes."""
     method: str = ""

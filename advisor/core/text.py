@@ -184,7 +184,8 @@ _VOWEL: Final = re.compile(r"8|(11|18)(?!\d)|[aeio]", re.IGNORECASE)
 def _plural(noun: str) -> str:
     if noun.endswith("y") and noun[-2:-1] not in "aeiou":
         return f"{noun[:-1]}ies"
-    return f"{noun}{'es' if noun.endswith(('s', 'x', 'ch', 'sh')) else 's'}"
+    hissing = noun.endswith(("s", "x", "ch", "sh")) and not noun.endswith("epoch")
+    return f"{noun}{'es' if hissing else 's'}"
 
 
 def format_number(value: float) -> str:

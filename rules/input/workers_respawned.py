@@ -133,6 +133,7 @@ class WorkersRespawned(Rule):
                 low=min(lost, float(np.sum(spawns))),
                 high=max(lost, upper),
                 method="time of the first batches of epochs beyond the others",
+                of=time,
             ),
         )
 

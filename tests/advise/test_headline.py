@@ -10,6 +10,7 @@ import pytest
 
 from advisor.advise import facts
 from advisor.advise.engine import Options, analyze
+from advisor.advise.facts import describe_gain
 from advisor.core.report import Report
 from advisor.core.run_directory import Host, Rank, RankRecord
 from advisor.core.text import with_article
@@ -385,3 +386,26 @@ def test_a_loader_gains_of_what_the_run_loads_and_not_the_few_steps_of_its_windo
     assert short.impact is not None and long.impact is not None
     assert 1.6 < (long.impact.gain_ns or 0) / (short.impact.gain_ns or 1) < 2
     assert (long.impact.high_ns or 0) <= 5.5 * MS
+
+
+def test_what_surely_costs_much_of_the_run_leads_though_no_median_step_has_it(
+    tmp_path: Path,
+) -> None:
+    r = RecordBuilder()
+    r.event("loader", id=1, workers=4, persistent_workers=False)
+    for epoch in range(4):
+        r.event("loader_iter", id=1, workers_started_ns=600 * MS, evaluation=False)
+        if epoch == 1:
+            r.event("window", window=0, state="open", reason="schedule")
+            r.steps(4, 12, window=0)
+            r.event("window", window=0, state="done", steps=[50, 53], file="trace_w0.json.gz")
+        r.step(1020, data=1000)
+        r.steps(49, 20, data=0.2)
+    r.event("end", steps=204, reason="finished")
+    report = report_of(tmp_path / "run", r.build())
+    first = report.findings[0]
+    assert (first.rule, first.priority) == ("workers-respawned", 1)
+    assert [f.priority for f in report.findings if f.folded_under is None][:2] == [1, 2]
+    assert first.impact is not None and first.impact.currency == "run_time"
+    assert 0.4 < (first.impact.share or 0) < 0.8
+    assert "over the run" in describe_gain(first)

@@ -38,7 +38,8 @@ MAX_STACKS = 400
 MAX_NAME = 300
 _OWN = str(Path(__file__).absolute().parents[1]) + os.sep
 """Folder of this package."""
-_PARTS_OF_FUNCTIONS = (".<listcomp>", ".<genexpr>", ".<dictcomp>", ".<setcomp>", ".<lambda>")
+_PARTS_OF_FUNCTIONS = ("<listcomp>", "<genexpr>", "<dictcomp>", "<setcomp>", "<lambda>")
+"""Written as the function around them."""
 
 Stack = tuple[tuple[CodeType, int], ...]
 """Code and line of each frame, the innermost first."""
@@ -115,7 +116,7 @@ class StackSampler(Background):
         if known is None:
             function = code.co_qualname.replace(".<locals>", "")
             for part in _PARTS_OF_FUNCTIONS:
-                function = function.replace(part, "")
+                function = function.replace(f".{part}", "").replace(part, "<module>")
             known = f"{_without_search_path(code.co_filename)}({line}): {function}"[:MAX_NAME]
             self._texts[code, line] = known
         return known

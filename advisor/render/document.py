@@ -213,6 +213,8 @@ class Card(Block):
     """Counts among those of which a terminal shows the first ones in full."""
     full: bool = False
     """Always shown in full."""
+    brief: bool = False
+    """In a terminal a line, unless details are asked for."""
 
 
 @dataclass(frozen=True)

@@ -309,7 +309,7 @@ def test_one_finding_needs_no_index(report: Make) -> None:
 def test_top_hides_details_says_so_and_keeps_the_index(report: Make) -> None:
     shown = section(REPORTS.render("terminal", report(12), top=3), "What to change")
     assert shown.count("    fix ") == 3
-    assert "2 more in detail (--top 5)" in shown  # the others gain less than 2% of the step
+    assert "9 more in detail (--top 12)" in shown
     assert all(f"\n{number:>2}  Finding number {number} " in shown for number in range(1, 13))
 
 

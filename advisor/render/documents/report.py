@@ -140,7 +140,7 @@ def _findings(report: Report) -> Iterator[Block]:
     if ranked:
         outlook = facts.describe_all_fixes(report)
         lead = [Paragraph(outlook, "soft")] if outlook else []
-        result = [_card(report, finding, fix=not facts.is_small(finding)) for finding in ranked]
+        result = [_card(report, finding) for finding in ranked]
         each = "gain per step" if report.per == "step" else "gain"
         title = "What to change" if facts.has_large_gain(report) else "Small gains"
         yield Section(title, [*lead, *result], each)
@@ -192,6 +192,7 @@ def _card(report: Report, finding: Finding, *, fix: bool = True) -> Card:
             ),
         ],
         fix=fix,
+        brief=fix and facts.is_small(finding),
     )
 
 

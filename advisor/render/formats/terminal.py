@@ -111,10 +111,8 @@ class _Screen:
         for place, block in enumerate(blocks):
             match block:
                 case d.Card() if not (block.fix or block.full or self.details):
-                    if isinstance(before, d.Card) and before.fix and not self.rows:
-                        self.page.blank()
                     _row(self.page, block)
-                case d.Card() if block.fix and self.full <= 0:
+                case d.Card() if block.fix and (self.full <= 0 or self._is_brief(block)):
                     if not self.rows:
                         self.page.blank()
                     self.rows += 1
@@ -131,6 +129,9 @@ class _Screen:
                         self.page.blank()
                     self.block(block)
             before = block
+
+    def _is_brief(self, card: d.Card) -> bool:
+        return card.brief and not self.details
 
     def section(self, section: d.Section) -> None:
         """A heading and what is below it, or that it is left out."""

@@ -1,0 +1,45 @@
+"""The recorder notes the lines that ask for full garbage collections, and none that Python runs."""
+
+from __future__ import annotations
+
+import gc
+import threading
+from typing import Any
+
+import pytest
+
+from advisor.recorder.clock import THREAD, Tape
+from advisor.recorder.slowdown import MAX_PLACES, Pauses
+
+
+@pytest.fixture
+def noted() -> Any:
+    tape, result = Tape(), []
+    tape.here[THREAD] = threading.get_ident()
+    pauses = Pauses(tape, lambda kind, data: result.append((kind, data)))
+    pauses.install()
+    yield result
+    pauses.remove()
+
+
+def test_a_line_that_collects_is_noted_once(noted: list[tuple[str, dict[str, Any]]]) -> None:
+    for _ in range(3):
+        gc.collect()
+    ((kind, data),) = noted
+    assert kind == "collect"
+    assert data["file"] == __file__
+    assert data["function"].endswith("test_a_line_that_collects_is_noted_once")
+
+
+def test_young_generations_and_other_threads_are_not(noted: list[Any]) -> None:
+    gc.collect(0)
+    gc.collect(1)
+    other = threading.Thread(target=gc.collect)
+    other.start()
+    other.join()
+    assert noted == []
+
+
+def test_a_program_with_many_such_lines_is_noted_within_bounds(noted: list[Any]) -> None:
+    exec("\n".join(["gc.collect()"] * (2 * MAX_PLACES)), {"gc": gc})
+    assert len(noted) == MAX_PLACES

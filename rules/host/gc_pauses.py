@@ -127,7 +127,7 @@ class GcPauses(Rule):
         if share < self.min_share and longest < self.min_pause_ms * 1e6:
             return
         each = bool((pause >= 0.5 * pause.mean()).mean() >= self.each_step)
-        impact = _lost_in_each(a, float(pause.mean())) if each else None
+        impact = _lost_in_each(a, float(np.median(pause))) if each else None
         if impact is None:
             lost = float(np.minimum(pause, beyond).sum()) / len(dur)
             if device_bound(a) or lost < 0.2 * float(pause.sum()) / len(dur):

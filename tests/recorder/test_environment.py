@@ -107,8 +107,8 @@ def test_the_two_anchors_are_one_instant() -> None:
 def test_nothing_is_imported_and_cuda_is_not_initialised() -> None:
     code = (
         "import sys\n"
-        "from advisor.recorder.environment import manifest, rank_info\n"
-        "rank_info(); manifest({}, 'context', 'x')\n"
+        "from advisor.recorder.environment import build_manifest, rank_info\n"
+        "rank_info(); build_manifest({}, 'context', 'x')\n"
         "print('torch' in sys.modules, 'polars' in sys.modules, 'pynvml' in sys.modules)"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

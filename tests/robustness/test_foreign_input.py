@@ -130,8 +130,8 @@ def test_no_cell_is_a_formula(first: str) -> None:
 
 HELD = """
 import sys, time
-from advisor.core.scratch import scratch
-with scratch() as folder:
+from advisor.core.scratch import scratch_folder
+with scratch_folder() as folder:
     print(folder, flush=True)
     time.sleep(600)
 """

@@ -284,11 +284,11 @@ def test_what_a_killed_process_left_goes_next_time(
 
 FETCH = """
 import resource, sys, json
-from advisor.read.remote.fetch import opened
-from advisor.read.remote.places import find
+from advisor.read.remote.fetch import open_locally
+from advisor.read.remote.places import find_files
 def get(url):
-    (source,) = find(url, lambda names: names)
-    with opened(source) as path:
+    (source,) = find_files(url, lambda names: names)
+    with open_locally(source) as path:
         return path.stat().st_size
 def peak():
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024

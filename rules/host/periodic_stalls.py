@@ -190,9 +190,9 @@ class SavingTime(PeriodicStalls):
     id = "saving-time"
     title = "Training stops while the loop saves or logs"
     reads_record = True
-    found_in: ClassVar[tuple[str, ...]] = ("workloads/periodic_checkpoint",)
-    silent_in: ClassVar[tuple[str, ...]] = (*CURED_RECORDINGS, "workloads/periodic_checkpoint")
-    validated_on = "a CPU recording that saves its state; silent with an asynchronous save"
+    found_in = ("recorded/saving.slow",)
+    silent_in = ("recorded/saving.cured", *CURED_RECORDINGS)
+    validated_on = "a CPU recording that saves in every fourth step; silent without"
 
     min_share = Threshold(0.05, "of the sampled stacks", XPROF)
     min_samples = Threshold(8, "samples in saving or logging", OURS)

@@ -172,7 +172,9 @@ def test_unchanged_steps_of_every_rank_are_replayed(
     for number, a in ranks.items():
         whatif = WindowReplayer(a, number, ranks)
         assert len(whatif.ranks) == 2
-        assert whatif.quality.step_error <= 0.02
+        # a host that launched all steps before the first one's work began shows no order of
+        # streams in them: then no gain is estimated
+        assert whatif.quality.step_error <= 0.02 or whatif.quality.unusable
 
 
 def test_of_three_ranks_the_second_slowest_is_waited_for_once_the_slowest_is_on_time(

@@ -25,6 +25,7 @@ CASES = {
     "workers": "loader-workers",
     "waiting_loop": "loop-phases",
     "evaluation_graphs": "evaluation-graphs",
+    "saving": "saving-time",
 }
 
 

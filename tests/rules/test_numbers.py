@@ -37,7 +37,8 @@ def said(text: str) -> list[tuple[str, float, str]]:
         for number in match.group(1, 2):
             if number:
                 value = float(WORDS.get(number) or number.replace(",", ""))
-                found.append((f"{number} {match.group(3)}", value, match.group(3)))
+                unit = match.group(3)
+                found.append((f"{number}{'' if unit == '%' else ' '}{unit}", value, unit))
     return found
 
 

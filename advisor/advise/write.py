@@ -169,6 +169,8 @@ MIN_FAMILY_SHARE, LOW_RATE = 0.10, 0.40
 FlashAttention reaches half and more, matrix products three quarters."""
 MIN_LEFT_SHARE = 0.05
 """Of the step, below the attainable rates, from which a healthy one says where it is."""
+FAR_SHARE = 0.2
+"""The same from which a step is not called healthy."""
 MOSTLY_ONE_OFF_SHARE = 0.5
 """Share of what is analysed from which a report without findings begins with one-off costs."""
 MIN_IDLE_SHARE = 0.2
@@ -294,7 +296,9 @@ def _verdict(
     if report.busy_share >= HEALTHY_BUSY_SHARE and (reason := _caveat(report, a)):
         return "limited", f"{text}. No fix is sure to help, but {reason}.{small}"
     if report.busy_share >= HEALTHY_BUSY_SHARE:
-        rates = _rates(report)
+        rates, near = _rates(report)
+        if not near:
+            return "limited", f"{text}. No bottleneck stands out.{rates}{small}"
         return "healthy", f"Healthy: the GPU is {busy_of}. No bottleneck stands out.{rates}{small}"
     once, longest = one_off_costs(a)
     if once >= MOSTLY_ONE_OFF_SHARE:
@@ -512,12 +516,13 @@ def _phases_behind(report: Report) -> str:
     )
 
 
-def _rates(report: Report) -> str:
-    """How near the kernels of a busy GPU come to its rates, and where the rest is."""
+def _rates(report: Report) -> tuple[str, bool]:
+    """How near the kernels of a busy GPU come to its rates, and where the rest is; and whether they
+    are known to be near."""
     judged = [each for each in report.rooflines if each.efficiency is not None]
     known = sum(each.share for each in judged)
     if known < MOSTLY_ONE_OFF_SHARE:
-        return " How close most kernels come to the limits of this GPU is unknown."
+        return " How close most kernels come to the limits of this GPU is unknown.", False
     left: dict[str, float] = {}
     time: dict[str, float] = {}
     for each in judged:
@@ -526,7 +531,7 @@ def _rates(report: Report) -> str:
         left[each.family] = left.get(each.family, 0.0) + rest
     total = sum(left.values())
     if total < MIN_LEFT_SHARE * report.step_ns:
-        return ""
+        return "", True
     parts = [
         f"{family} {t.format_duration(ns)} (it reaches {t.format_share(1 - ns / time[family])})"
         for family, ns in sorted(left.items(), key=lambda item: -item[1])[:2]
@@ -534,9 +539,8 @@ def _rates(report: Report) -> str:
     ]
     return (
         f" At the attainable rates its kernels would take {t.format_duration(total)} "
-        f"({t.format_share(total / report.step_ns)}) less: "
-        f"{', '.join(parts)}."
-    )
+        f"({t.format_share(total / report.step_ns)}) less: {', '.join(parts)}."
+    ), total < FAR_SHARE * report.step_ns
 
 
 def _below_rate(report: Report) -> str:

@@ -115,9 +115,12 @@ def test_of_alternatives_only_one_is_ranked(monkeypatch: pytest.MonkeyPatch) -> 
     ]
 
 
-def test_a_busy_device_without_findings_is_healthy(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_busy_device_whose_rates_are_unknown_is_not_called_healthy(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     made = report(two_kernels(), [], monkeypatch)
-    assert made.status == "healthy"  # type: ignore[attr-defined]
+    assert made.status == "limited"  # type: ignore[attr-defined]
+    assert "No bottleneck stands out" in made.verdict  # type: ignore[attr-defined]
 
 
 def test_a_user_can_switch_a_rule_off_and_move_its_threshold(tmp_path: Path) -> None:

@@ -39,7 +39,7 @@ def command(
         str | None, typer.Option(metavar="SIZE", help="Memory of the GPU, as 24GiB or 24G.")
     ] = None,
     batch: Annotated[
-        float | None, typer.Option(metavar="N", min=0, help="Samples per step that it is to have.")
+        float | None, typer.Option(metavar="N", min=0, help="Target samples per step.")
     ] = None,
     batch_now: Annotated[
         float | None,

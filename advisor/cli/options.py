@@ -162,7 +162,7 @@ KernelReport = Annotated[
     typer.Option(
         metavar="PATH",
         help="A report of Nsight Compute or rocprof (.ncu-rep, .csv), a folder of them, or "
-        "Triton's cache (~/.triton/cache), of the same program; alone it can be a PATH.",
+        "Triton's cache (~/.triton/cache), of the same program; also a PATH of its own.",
     ),
 ]
 CompileLogs = Annotated[
@@ -308,7 +308,9 @@ def analysis(
 
     own = {name for name in others if name in Options.__dataclass_fields__}
     read: dict[str, Any] = {
-        name: str(value) for name, value in others.items() if name not in own and value is not None
+        name: str(value) if isinstance(value, Path) else value
+        for name, value in others.items()
+        if name not in own and value is not None
     }
     if limit is not None:
         read["max_bytes"] = limit

@@ -36,11 +36,11 @@ class GraphBreak(Struct, frozen=True, kw_only=True):
     """A line at which torch.compile ends one graph and begins the next."""
 
     file: str
-    """Of the user's line."""
+    """File of the user's line."""
     line: int
-    """In it."""
+    """Line number in the file."""
     function: str | None
-    """Around it; ``null``: not recorded."""
+    """Function around the line; ``null``: not recorded."""
     reason: str
     """What dynamo says: ``Failed to trace builtin operator``."""
     explanation: str
@@ -66,9 +66,9 @@ class CompileCause(Struct, frozen=True, kw_only=True):
     function: str | None
     """The function; ``null``: not recorded."""
     file: str | None
-    """Where it begins."""
+    """File in which the function begins."""
     line: int | None
-    """Line there."""
+    """Line at which it begins."""
     reason: str
     """The guard that failed, or what torch.compile says."""
     count: int

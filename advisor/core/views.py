@@ -31,7 +31,7 @@ class Segment(Struct, frozen=True):
     key: str
     """Class, cause, or class of host time; ``rest``: several of them."""
     label: str
-    """In words."""
+    """Name of the part, for the legend."""
     look: Look
     """How it is drawn."""
     ns: float
@@ -120,12 +120,12 @@ class Stair(Struct, frozen=True):
 
     @property
     def saved(self) -> str:
-        """In words; empty: nothing."""
+        """The time saved as text; empty: nothing."""
         return t.format_duration(self.saved_ns) if self.saved_ns else ""
 
     @property
     def left(self) -> str:
-        """In words."""
+        """The step time left as text."""
         return t.format_duration(self.left_ns)
 
     @property

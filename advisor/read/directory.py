@@ -296,9 +296,8 @@ def _of_ranks(
     ]
     if sum(isinstance(file, RemoteFile) for file in kept) > MAX_ELSEWHERE:
         raise AdvisorError(
-            f"{len(kept)} traces elsewhere, more than {MAX_ELSEWHERE} to hold at once; have them "
-            "measured one by one (advisor analyze --workers N), or choose "
-            "some, as with --ranks 0-7"
+            f"{len(kept)} remote traces, more than {MAX_ELSEWHERE} to hold at once; measure them "
+            "one by one (advisor analyze --workers N), or choose some, as with --ranks 0-7"
         )
     if not kept:
         have = ", ".join(str(file.rank) for file in files[:20] if isinstance(file, RemoteFile))

@@ -184,7 +184,9 @@ class _Checked:
             self.seen += end
             rest = data[end:]
             if self.containers > max(MAX_CONTAINERS, (self.seen + len(rest)) // BYTES_A_CONTAINER):
-                raise AdvisorError(f"{self._path}: {self.containers:,} containers: no snapshot")
+                raise AdvisorError(
+                    f"{self._path}: not a memory snapshot: {self.containers:,} containers"
+                )
             body = b"".join(parts)
             if body:
                 yield b"\x95" + len(body).to_bytes(8, "little") + body

@@ -79,7 +79,7 @@ def reader_of(source: ByteSource) -> Reader:
         and other[1] is not None  # a cure: it is another tool's file, and no reader's after all
         and max(claim for claim, _ in result) is not ReaderClaim.SURE
     ):
-        what, cure = other or ("of no format that is known", None)
+        what, cure = other or ("unknown format", None)
         raise AdvisorError(f"{source.path}: {what}; {cure or _what_is_read(head)}")
     return max(result, key=lambda claim: claim[0])[1]
 

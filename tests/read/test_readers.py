@@ -191,7 +191,7 @@ def test_what_nobody_reads_gets_one_line_that_lists_what_is_read(toy: None) -> N
     with pytest.raises(AdvisorError) as caught:
         read_bytes(b"GIF89a...", "picture.csv")
     said = str(caught.value)
-    assert said.startswith("picture.csv: of no format that is known; give ")
+    assert said.startswith("picture.csv: unknown format; give ")
     assert "a PyTorch profiler trace (.json, .json.gz or .json.zst), " in said
     assert said.endswith(", or a toy table (.csv)")
     assert [one.reads in said for one in registry.all_readers()].count(False) == 0

@@ -16,7 +16,7 @@ from advisor.core.intervals import covered_length, intersect, union
 from advisor.measure import Analysis
 from advisor.measure.host import stacks
 from advisor.measure.host.names import name_matches
-from advisor.measure.host.sampled_stacks import LOOP, SampledLine
+from advisor.measure.host.sampled_stacks import LOOP, HottestLine
 from advisor.measure.steps.timeline import CODE
 from advisor.rules.common import Rows, amount_per_step, locate_row, of_step, scale_edit
 from advisor.rules.kernel.facts import match_exactly
@@ -460,7 +460,7 @@ def operators_beside_training(a: Analysis) -> float:
     return float((covered_length(ts, ts + 1, a.spans) > 0).sum()) / a.step_count
 
 
-def _most_of_it(line: SampledLine | None) -> str:
+def _most_of_it(line: HottestLine | None) -> str:
     if line is None:
         return "advisor record --deep shows its lines."
     place, inside = line.location, f", in {line.inside}" if line.inside else ""

@@ -54,7 +54,7 @@ class SampledStack(NamedTuple):
         return LOOP
 
 
-class SampledLine(NamedTuple):
+class HottestLine(NamedTuple):
     """A line of the user's code and how many samples of a part lie in or below it."""
 
     location: Location
@@ -109,7 +109,7 @@ def share_in(stacks: Sequence[SampledStack], pattern: str) -> tuple[float, list[
     return sum(stack.samples for stack in own) / max(total, 1), own
 
 
-def hottest_line(stacks: Sequence[SampledStack]) -> SampledLine | None:
+def hottest_line(stacks: Sequence[SampledStack]) -> HottestLine | None:
     """The innermost function of the user's code that half of the samples are in or below, and its
     line of most samples; where there is no such function, that of most. ``None``: too few samples,
     no such code, or several lines of the loop itself."""
@@ -143,7 +143,7 @@ def hottest_line(stacks: Sequence[SampledStack]) -> SampledLine | None:
         return None
     leaf, count = leaves[function].most_common(1)[0]
     inside = parse_frame(leaf) if 2 * count >= covered[function] else None
-    return SampledLine(
+    return HottestLine(
         Location(file=line.file, line=line.line, function=line.function),
         covered[function] / total,
         None if inside is None else f"{inside.function} ({inside.file}:{inside.line})",

@@ -14,7 +14,7 @@ from advisor.core.run_directory import MAX_VALUE, is_sane
 
 if TYPE_CHECKING:
     from advisor.core.run_directory import Gpu, Host, RankRecord, Step
-    from advisor.measure.host.sampled_stacks import SampledLine, SampledStack
+    from advisor.measure.host.sampled_stacks import HottestLine, SampledStack
 
 Mask = NDArray[np.bool_]
 
@@ -305,7 +305,7 @@ class StepRecords:
 
         return read_stacks(self.record)
 
-    def hottest_line(self, part: str) -> SampledLine | None:
+    def hottest_line(self, part: str) -> HottestLine | None:
         """The line of the user's code behind a part of the step (``data``, ``loop`` …); ``None``:
         not sampled, or too rarely."""
         from advisor.measure.host.sampled_stacks import hottest_line

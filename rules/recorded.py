@@ -57,12 +57,21 @@ def local_ranks(a: Analysis) -> int:
 
 
 def impact_per_step(
-    a: Analysis, gain: float, *, low: float = 0.0, high: float | None = None, method: str = METHOD
+    a: Analysis,
+    gain: float,
+    *,
+    low: float = 0.0,
+    high: float | None = None,
+    method: str = METHOD,
+    of_median: bool = False,
 ) -> Impact:
-    """An impact in time per step, from recorded host times; ns."""
-    mean = recorded_steps(a).mean or 0.0
-    impact = impact_over_run(gain, low=low, high=high, method=method)
-    return replace(impact, currency="step_time", share=gain / mean if mean else None)
+    """An impact in time per step, from recorded host times, ns: of the mean step, or
+    ``of_median``."""
+    recorded = recorded_steps(a)
+    step = (recorded.median if of_median else recorded.mean) or 0.0
+    of = step if gain <= step else 0.0
+    impact = impact_over_run(gain, low=low, high=high, method=method, of=of)
+    return replace(impact, currency="step_time")
 
 
 def impact_over_run(

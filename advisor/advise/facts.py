@@ -400,7 +400,7 @@ def line_not_recorded(report: Report, finding: Finding) -> str:
     traced = report.inputs[0] if report.inputs else None
     if traced is None or traced.format != KINETO or traced.with_stack is not False:
         return ""
-    if finding.priority != 1 or finding.known_cost or any(p.file for p in finding.where):
+    if finding.priority != 1 or not finding.where or any(p.file for p in finding.where):
         return ""
     how = "with_stack=True" if report.recorded is None else "advisor record --deep"
     return "" if how in finding.summary + finding.fix else f"line not recorded; {how} shows it"
@@ -689,7 +689,7 @@ def define_gains(report: Report) -> list[str]:
     """How the gains of this report were got, and how far to trust them."""
     result = []
     replay = report.replay
-    if report.findings and replay is not None:
+    if any(finding.edits for finding in report.findings) and replay is not None:
         steps, unit = f"the {report.per}", str(report.per)
         if replay.steps > 1:
             steps, unit = t.count_noun(replay.steps, unit), f"{unit}s"

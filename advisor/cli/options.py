@@ -301,7 +301,11 @@ def analysis(
 ) -> Options:
     """What these options ask for; ``others``: those that are fields. Raises AdvisorError for one
     that makes no sense."""
+    from advisor.core.gpus import find_gpu
+
     chosen, limit = parse_steps(steps), parse_size(max_size)
+    if others.get("gpu"):
+        find_gpu(others["gpu"])  # an unknown one ends here, not in one of several files
     paid = chosen_prices(price, prices)
     from advisor.advise.options import Options
     from advisor.read import ReadOptions

@@ -46,7 +46,7 @@ class LoopCode(Rule):
     """
 
     id = "loop-code"
-    title = "The loop's own Python code takes much of the step"
+    title = "The loop's own code takes much of the step"
     of_python = True
     found_in: ClassVar[tuple[str, ...]] = ("workloads/python_hot_spot",)
     silent_in: ClassVar[tuple[str, ...]] = ("workloads/python_hot_spot",)
@@ -405,11 +405,16 @@ class LoopPhases(LoopCode):
             return
         line, operators = recorded.hottest_line(LOOP), operators_beside_training(a)
         many = line is not None and line.inside is None and operators >= self.many_operators
-        gain = impact_per_step(a, ns)
+        gain = impact_per_step(a, ns, of_median=True)
         if line is not None:
             own = line.share * ns
             gain = impact_per_step(
-                a, 0.9 * own, low=0.5 * own, high=own, method="recorded host time of this function"
+                a,
+                0.9 * own,
+                low=0.5 * own,
+                high=own,
+                method="recorded host time of this function",
+                of_median=True,
             )
         yield Finding(
             summary=(

@@ -32,7 +32,7 @@ class PaddingWaste(Rule):
     silent_in = (*CURED_RECORDINGS, "workloads/padding_waste")
     validated_on = "a CPU recording of batches padded to one length; silent with buckets"
     references = (
-        "https://huggingface.co/docs/transformers/main_classes/trainer#transformers.TrainingArguments.group_by_length",
+        "https://huggingface.co/docs/transformers/main_classes/trainer#transformers.TrainingArguments",
         "https://pytorch.org/docs/stable/nested.html",
     )
 
@@ -44,7 +44,9 @@ class PaddingWaste(Rule):
         "length. Or pack several sequences into one, with an attention mask between them."
     )
     code = (
-        "# Hugging Face: TrainingArguments(group_by_length=True)\n"
+        "# Hugging Face Trainer:\n"
+        '# TrainingArguments(train_sampling_strategy="group_by_length"),\n'
+        "# before Transformers 5: group_by_length=True\n"
         "order = sorted(range(len(dataset)), key=lengths.__getitem__)\n"
         "starts = range(0, len(order), batch_size)\n"
         "batches = [order[i : i + batch_size] for i in starts]\n"
@@ -97,13 +99,13 @@ class PaddingWaste(Rule):
             )
             return [edit], None
         model = sum(
-            float(values.mean())
+            float(np.median(values))
             for name in ("forward", "backward")
             if (values := recorded.phase(name)) is not None
         )
         gain = mean * model
         method = "share of padding x forward and backward"
-        return [], impact_per_step(a, gain, low=0.5 * gain, method=method)
+        return [], impact_per_step(a, gain, low=0.5 * gain, method=method, of_median=True)
 
     @staticmethod
     def examples() -> Examples:

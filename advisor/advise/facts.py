@@ -367,6 +367,11 @@ def ranked_findings(report: Report) -> list[Finding]:
     return [finding for finding in report.findings if finding.folded_under is None]
 
 
+def _is_replayed(finding: Finding) -> bool:
+    """Its gain was estimated by a replay of its edits."""
+    return bool(finding.edits) or (finding.impact is not None and "replay" in finding.impact.method)
+
+
 SMALL_SHARE: Final = 0.02
 """Of the step: a gain below explains no step. Two runs of one program differ by as much."""
 
@@ -689,7 +694,7 @@ def define_gains(report: Report) -> list[str]:
     """How the gains of this report were got, and how far to trust them."""
     result = []
     replay = report.replay
-    if any(finding.edits for finding in report.findings) and replay is not None:
+    if replay is not None and any(map(_is_replayed, report.findings)):
         steps, unit = f"the {report.per}", str(report.per)
         if replay.steps > 1:
             steps, unit = t.count_noun(replay.steps, unit), f"{unit}s"

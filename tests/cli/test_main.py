@@ -264,6 +264,7 @@ def test_every_shared_option_arrives_in_what_is_analysed() -> None:
     """Each of ANALYSIS is a field of Options or ReadOptions, or changes one."""
     given: dict[str, Any] = dict.fromkeys(o.ANALYSIS, 3)
     given |= {"steps": "1:2", "max_size": "1G", "price": "2/h", "rules": Path("rules")}
+    given["gpu"] = "h100"
     for name in o.ANALYSIS:
         if name == "prices":  # a file, in place of --price
             continue

@@ -115,7 +115,7 @@ def test_what_is_in_the_list_is_harmless_and_damaged_runs_are_in_it(
     done = advisor("analyze", "runs")
     lines = done.err.splitlines()
     assert done.code == 2 and len(lines) == 22
-    assert "and 22 older ones" in lines[-2]
+    assert "and 22 older runs" in lines[-2]
     assert "give one: advisor analyze runs/2026-11-21_b" in lines[-1]
 
 

@@ -106,7 +106,7 @@ def shown(path: str) -> set[str]:
     ],
 )
 def test_nobody_is_told_to_use_tensor_cores_they_use(shared_trace: Find, name: str) -> None:
-    assert not fired(shared_trace(name), "fp32-matmul", min_busy=0.0)
+    assert not fired(shared_trace(name), "fp32-matmul", min_step_share=0.0)
 
 
 def test_tensor_cores_at_a_small_part_of_their_rate_are_not_praised(shared_trace: Find) -> None:

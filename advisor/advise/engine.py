@@ -48,7 +48,7 @@ from advisor.core.trace import Run
 from advisor.measure.comm.links import NodeLinks
 from advisor.measure.comm.mesh import report_mesh
 from advisor.measure.host.launches import analysed_device
-from advisor.measure.ranks.join import collective_waits, waiting_instants
+from advisor.measure.ranks.join import collective_waits
 from advisor.measure.ranks.members import host_of
 from advisor.measure.serving.graphs import attach_capture, captured_launches, find_replays
 from advisor.read import open_run
@@ -178,7 +178,7 @@ def _of_all_ranks(
 ) -> tuple[RankFindings, GainEstimator]:
     """What a rank's rules say, with what the other ranks and the comparison of all add: a finding
     of single ranks gets the gain of the job, where the ranks can be replayed."""
-    from advisor.advise.ranks.estimator import COMMUNICATION, RanksEstimator
+    from advisor.advise.ranks.estimator import RanksEstimator
 
     estimator = RanksEstimator(own, study, checked.rank, checked.findings)
     findings = [*checked.findings, *estimator.others({f.rule for f in checked.findings})]
@@ -191,16 +191,6 @@ def _of_all_ranks(
         for f in findings
     ]
     used: GainEstimator = own if study.replay.reason else estimator
-    place = study.place(checked.rank)
-    if used is own and place is not None:
-        # nothing computes what is left of a wait when the others are faster: it stays
-        own.leave_out(waiting_instants(study.job.joined, place, a.trace.meta.start_ns))
-        findings = [
-            with_gain(f, own.gain_range(f.edits), a, own.method)
-            if f.category in COMMUNICATION and estimator.knows(f)
-            else f
-            for f in findings
-        ]
     if used is estimator:
         findings = [
             with_gain(f, estimator.gain_range(f.edits), a, estimator.method, of_job=True)

@@ -29,7 +29,6 @@ from advisor.replay.window import WindowReplayer
 
 if TYPE_CHECKING:
     from advisor.core.finding import Decides, Rule, Severity
-    from advisor.core.intervals import Intervals
     from advisor.core.report import StepTime
     from advisor.measure import Analysis
 
@@ -434,9 +433,6 @@ class GainEstimator:
     ranks: tuple[int, ...] = ()
     """Ranks that are replayed together; empty: this one alone."""
 
-    def leave_out(self, waiting: Intervals) -> None:
-        """Instants at which collectives wait for other ranks are in no gain of this one's work."""
-
     @cached_property
     def error(self) -> float:
         """Gains below this are lost in the method's own error, ns per step."""
@@ -485,9 +481,6 @@ class ReplayEstimator(GainEstimator):
     def __init__(self, a: Analysis, rank: int = 0) -> None:
         self.whatif = WindowReplayer(a, rank)
 
-    def leave_out(self, waiting: Intervals) -> None:
-        self.whatif.leave_out(waiting)
-
     @cached_property
     def error(self) -> float:
         """How far the replayed step is from the measured one, ns."""
@@ -535,9 +528,6 @@ class BoundEstimator(GainEstimator):
     def __init__(self, a: Analysis, reason: str = "") -> None:
         self.reason = reason
         self._exposed = ExposedTime(a)
-
-    def leave_out(self, waiting: Intervals) -> None:
-        self._exposed.leave_out(waiting)
 
     def gain_range(self, edits: Sequence[Edit], given: Sequence[Edit] = ()) -> GainRange:
         """Instants that ``given`` edits have claimed do not count again."""

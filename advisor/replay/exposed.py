@@ -53,7 +53,7 @@ class Touched(NamedTuple):
     host: float
 
 
-def _touched(a: Analysis, edit: Edit, waiting: Intervals, *, optimistic: bool) -> Touched:
+def _touched(a: Analysis, edit: Edit, *, optimistic: bool) -> Touched:
     select = edit.select
     factor = edit.factor_low if optimistic and edit.factor_low is not None else edit.factor
     share = 1.0
@@ -69,8 +69,7 @@ def _touched(a: Analysis, edit: Edit, waiting: Intervals, *, optimistic: bool) -
     own = selected_gpu(a, select, anywhere=True) & _launched_inside(a)
     ts, dur = (a.trace.gpu[name].to_numpy()[own] for name in ("ts", "dur"))
     # a device that is behind runs the work of these steps after them
-    busy = subtract(a.device_busy(mask), waiting)
-    work = float(max(busy.total, subtract(union(ts, ts + dur), waiting).total))
+    work = float(max(a.device_busy(mask).total, union(ts, ts + dur).total))
     mask = own if own.sum() > mask.sum() else mask
     layer = host_of_layer(select) if edit.op in ("scale", "remove") else None
     around = float(_host_time(a, selected_host(a, layer)).total) if layer is not None else 0.0
@@ -192,16 +191,8 @@ class ExposedTime:
 
     def __init__(self, a: Analysis) -> None:
         self.a = a
-        self._waiting = EMPTY
         self._claims: dict[Edit, Claim] = {}
         self._touched: dict[tuple[Edit, bool], Touched] = {}
-
-    def leave_out(self, waiting: Intervals) -> None:
-        """Instants at which collectives only wait for other ranks: no edit of this rank's device
-        work saves them."""
-        self._waiting = waiting
-        self._claims.clear()
-        self._touched.clear()
 
     @cached_property
     def _idle(self) -> tuple[float, float]:
@@ -227,7 +218,7 @@ class ExposedTime:
         for edit in dict.fromkeys(edits):
             key = edit, optimistic
             if key not in self._touched:
-                self._touched[key] = _touched(self.a, edit, self._waiting, optimistic=optimistic)
+                self._touched[key] = _touched(self.a, edit, optimistic=optimistic)
             own = self._touched[key]
             device += own.device
             if edit.op == "drop_launch":
@@ -242,10 +233,7 @@ class ExposedTime:
         with the largest of their shares."""
         for edit in edits:
             if edit not in self._claims:
-                claim = claim_time(self.a, edit)
-                if edit.select.on == "gpu" and edit.op != "remove_skew":
-                    claim = claim._replace(time=subtract(claim.time, self._waiting))
-                self._claims[edit] = claim
+                self._claims[edit] = claim_time(self.a, edit)
         parts = [self._claims[edit] for edit in edits]
         steps = max(1, self.a.step_count)
         middle, low, high = (

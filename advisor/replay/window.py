@@ -29,7 +29,6 @@ from advisor.replay.trust import (
 
 if TYPE_CHECKING:
     from advisor.core.finding import Decides, Edit
-    from advisor.core.intervals import Intervals
     from advisor.measure import Analysis
     from advisor.replay.ranks.joint import JointRanks, JointReplay
 
@@ -92,10 +91,6 @@ class WindowReplayer:
         self.others = {number: other for number, other in (others or {}).items() if number != rank}
         self._steps: tuple[int, int] | None = None
         self._exposed = ExposedTime(a)
-
-    def leave_out(self, waiting: Intervals) -> None:
-        """See ``ExposedTime.leave_out``."""
-        self._exposed.leave_out(waiting)
 
     @cached_property
     def graph(self) -> Graph:

@@ -12,7 +12,7 @@ import numpy as np
 import polars as pl
 
 from advisor.core.errors import AdvisorError
-from advisor.core.intervals import EMPTY, Bools, Floats, Intervals, Ints, union
+from advisor.core.intervals import Bools, Floats, Ints
 from advisor.measure.ranks.align import Clocks, align_cells, group_medians
 from advisor.measure.ranks.summary import Collectives, Summary, unpack
 
@@ -392,21 +392,3 @@ def collective_waits(joined: Joined, place: int) -> pl.DataFrame:
         },
         schema=schema,
     )
-
-
-def waiting_instants(joined: Joined, place: int, start_ns: int) -> Intervals:
-    """When collectives of one rank wait for a later one, on the clock of its own trace, whose 0 is
-    at ``start_ns``. What ranks that are not here add to it is not in it; empty: the ranks are not
-    on one clock."""
-    if not joined.rows or not np.isfinite(joined.clocks.shift[place]):
-        return EMPTY
-    aligned = np.isfinite(joined.clocks.shift)[joined.rank]
-    latest = np.maximum.reduceat(np.where(aligned, joined.start, -np.inf), joined.first[:-1])
-    row = np.repeat(np.arange(joined.rows), joined.seen)
-    known = (joined.rank == place) & (joined.step >= 0) & ~joined.clocks.broken[row]
-    cells = np.flatnonzero(known)
-    start, end = joined.start[cells], joined.end[cells]
-    shift, rate = joined.clocks.shift[place], 1.0 + joined.clocks.drift[place]
-    arrived = np.clip(latest[row[cells]], start, end)
-    own = [np.rint((time - shift) / rate).astype(np.int64) for time in (start, arrived)]
-    return union(*(time + (joined.origin - start_ns) for time in own))

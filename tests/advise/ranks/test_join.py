@@ -12,7 +12,6 @@ import numpy as np
 import pytest
 from msgspec.structs import replace
 
-from advisor.advise.engine import examine
 from advisor.advise.ranks.task import summarise_file
 from advisor.core.errors import AdvisorError
 from advisor.measure import Analysis
@@ -195,24 +194,3 @@ def test_a_thousand_ranks_with_a_thousand_collectives_each_fit_in_memory() -> No
     assert joined.clocks.shift[8] - joined.clocks.shift[0] == pytest.approx(-8_000, abs=10)
     assert peak < 1 << 30
     assert took < 60, "seconds of CPU; some 3 where nothing else runs and memory is not traced"
-
-
-def test_waits_for_a_later_rank_are_in_no_gain_where_ranks_are_not_replayed_together(
-    shared_file: Callable[[str], str],
-) -> None:
-    """Two processes without common steps. Both leave a collective together, so its transfer is the
-    shorter of the two times; the rest of the longer one is the wait."""
-    result = examine(shared_file("nsys/mfu_2gpu_before.sqlite"))
-    own, other = (a.collectives for a in result.analyses.values())
-    a = next(iter(result.analyses.values()))
-    assert a.breakdown.communication.total == pytest.approx(own["dur"].sum(), rel=0.01)
-    both = own.join(other, on=["order", "collective"])
-    assert both.height == own.height
-    transfer = sum(map(min, zip(both["dur"], both["dur_right"], strict=True))) / a.step_count
-    exposed = a.breakdown.communication.total / a.step_count
-    found = {each.rule: each.impact for each in result.report.findings}
-    for rule in ("exposed-communication", "poor-overlap"):
-        impact = found[rule]
-        assert impact is not None and impact.method.startswith("upper bound")
-        assert impact.gain_ns == pytest.approx(transfer, rel=0.1)
-        assert impact.gain_ns < 0.5 * exposed

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 from msgspec.structs import replace
 
 from advisor.core.finding import Evidence, Impact
@@ -14,6 +13,7 @@ from advisor.testing import TraceBuilder
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from advisor.core.intervals import Floats
     from advisor.core.run_directory import Event, Gpu
     from advisor.measure import Analysis
     from advisor.measure.steps.record import StepRecords
@@ -44,10 +44,10 @@ def device_bound(a: Analysis) -> bool:
     return a.breakdown.busy.total / a.span_ns >= DEVICE_BOUND
 
 
-def usual_loop_time(recorded: StepRecords) -> float:
-    """Time of the loop's own code in a median step, ns."""
-    own = [times for name in OWN_PHASES if (times := recorded.phase(name)) is not None]
-    return sum(float(np.median(times)) for times in own if len(times))
+def own_phases(recorded: StepRecords) -> dict[str, Floats]:
+    """Times of the loop's own code in each step that counts, by phase, ns."""
+    times = {name: recorded.phase(name) for name in OWN_PHASES}
+    return {name: own for name, own in times.items() if own is not None}
 
 
 def local_ranks(a: Analysis) -> int:

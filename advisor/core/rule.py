@@ -197,7 +197,7 @@ class Rule:
     """Sources without a trace that the rule has something to say of: it is run where there is one,
     with or without a trace or a record."""
     sampled_part: ClassVar[str] = ""
-    """The part of the step (``data``, ``loop``) whose sampled Python stacks name its line, where
+    """The part of the step (``data``, ``forward``) whose sampled Python stacks name its line, where
     the trace has no stacks; empty: none does."""
     of_python: ClassVar[bool] = False
     """Its time is that of Python in the loop: hot lines of a pass under Scalene explain it."""

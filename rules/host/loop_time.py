@@ -22,9 +22,9 @@ from advisor.rules.common import Rows, amount_per_step, locate_row, of_step, sca
 from advisor.rules.kernel.facts import match_exactly
 from advisor.rules.recorded import (
     LOOP_SHARE,
-    OWN_PHASES,
     impact_over_run,
     impact_per_step,
+    own_phases,
     recorded_steps,
     steps_seen,
 )
@@ -362,12 +362,7 @@ class LoopTime:
 
     def _operators(self, here: NDArray[np.bool_]) -> int:
         """Operators in the analysed steps inside these rows, those inside others not counted."""
-        cpu = self._a.trace.cpu
-        op = stacks.is_operator(self._a.trace)
-        above = np.append(stacks.innermost_ancestor(self._parent, op), -1)[self._parent]
-        rows = np.flatnonzero(op & (above < 0) & ~self._left_out)
-        ts = cpu["ts"].to_numpy()[rows]
-        rows = rows[covered_length(ts, ts + 1, self._a.spans) > 0]
+        rows = _outermost_operators(self._a, self._parent, self._left_out)
         return int((stacks.climb_stack(self._parent, here, rows) >= 0).sum())
 
 
@@ -379,7 +374,6 @@ class LoopPhases(LoopCode):
     """
 
     id = "loop-phases"
-    sampled_part = LOOP
     min_share = Threshold(
         LOOP_SHARE, "of the step; four times what counts where a GPU waits", XPROF
     )
@@ -393,12 +387,7 @@ class LoopPhases(LoopCode):
         recorded = recorded_steps(a)
         if not a.trains_on_host or (a.trace.cpu["kind"] == "python").any():
             return
-        phases = {name: recorded.phase(name) for name in OWN_PHASES}
-        spent = {
-            name: float(np.median(own))
-            for name, own in phases.items()
-            if own is not None and len(own)
-        }
+        spent = {name: float(np.median(own)) for name, own in own_phases(recorded).items()}
         pauses = float(np.median(recorded.column("gc")[recorded.used])) if recorded.count else 0.0
         step, ns = recorded.median or 0.0, sum(spent.values()) - pauses
         if not step or ns < self.min_share * step or ns < self.min_ms * 1e6:
@@ -432,6 +421,7 @@ class LoopPhases(LoopCode):
                 *([Evidence("operators in it", operators, "count", per="step")] if many else []),
                 steps_seen(recorded),
             ],
+            where=[] if line is None else [line.location],
             impact=gain,
             **(self.case("many operators") if many else {}),
         )
@@ -457,12 +447,17 @@ def operators_beside_training(a: Analysis) -> float:
     trains = name_matches(cpu["name"], _TRAINS).to_numpy()
     if a.trace.main_thread is None or not trains.any():
         return 0.0
-    op = stacks.is_operator(a.trace)
-    above = np.append(stacks.innermost_ancestor(parent, op), -1)[parent]
-    beside = op & (above < 0) & (stacks.innermost_ancestor(parent, trains) < 0)
-    beside &= (cpu["thread"] == a.trace.main_thread).to_numpy()
-    ts = cpu["ts"].to_numpy()[beside]
-    return float((covered_length(ts, ts + 1, a.spans) > 0).sum()) / a.step_count
+    left_out = stacks.innermost_ancestor(parent, trains) >= 0
+    left_out |= (cpu["thread"] != a.trace.main_thread).to_numpy()
+    return len(_outermost_operators(a, parent, left_out)) / a.step_count
+
+
+def _outermost_operators(a: Analysis, parent: Rows, left_out: NDArray[np.bool_]) -> Rows:
+    """Operators that begin in the analysed steps, without those inside others and some rows."""
+    outermost = stacks.outermost_ancestor(parent, stacks.is_operator(a.trace))
+    rows = np.flatnonzero((outermost == np.arange(len(parent))) & ~left_out)
+    ts = a.trace.cpu["ts"].to_numpy()[rows]
+    return rows[covered_length(ts, ts + 1, a.spans) > 0]
 
 
 def _most_of_it(line: HottestLine | None) -> str:

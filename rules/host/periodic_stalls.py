@@ -18,12 +18,11 @@ from advisor.measure.host.sampled_stacks import hottest_line, share_in
 from advisor.rules.common import costliest_places
 from advisor.rules.recorded import (
     LOOP_SHARE,
-    OWN_PHASES,
     impact_over_run,
     impact_per_step,
+    own_phases,
     recorded_steps,
     steps_seen,
-    usual_loop_time,
 )
 from advisor.rules.sources import (
     CHOSEN,
@@ -205,9 +204,10 @@ class SavingTime(PeriodicStalls):
         """Samples in which the training thread saves or logs."""
         recorded = recorded_steps(a)
         stacks, mean, median = recorded.stacks, recorded.mean, recorded.median
-        if not mean or not median or usual_loop_time(recorded) >= LOOP_SHARE * median:
+        own = own_phases(recorded).values()
+        usual = sum(float(np.median(times)) for times in own)
+        if not mean or not median or usual >= LOOP_SHARE * median:
             return
-        own = [times for name in OWN_PHASES if (times := recorded.phase(name)) is not None]
         loop = sum(float(times.mean()) for times in own) + recorded.outside / recorded.count
         for cause, pattern in _CAUSES.items():
             share, saving = share_in(stacks, pattern)
@@ -244,7 +244,7 @@ class SavingTime(PeriodicStalls):
             "torch.save in every fourth step": _saving(every=4),
             "few samples": (_saving(every=4, samples=4), "min_samples"),
             "rarely": (_saving(every=40, samples=1000), "min_share"),
-            "in every step": (_saving(every=1), "usual_loop_time(recorded) >= LOOP_SHARE * median"),
+            "in every step": (_saving(every=1), "usual >= LOOP_SHARE * median"),
             "not sampled": (_saving(every=4, samples=0), "share < self.min_share"),
         }
 

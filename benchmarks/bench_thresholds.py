@@ -15,7 +15,8 @@ from public_traces import CORPUS
 
 from advisor.advise.select import load_rules
 from advisor.core.errors import AdvisorError
-from advisor.core.finding import Finding, Rule
+from advisor.core.finding import Finding
+from advisor.core.rule import Rule
 from advisor.measure import Analysis
 from advisor.read import read_trace
 

@@ -18,7 +18,7 @@ import dash_mantine_components as dmc
 import flask
 from werkzeug.exceptions import HTTPException
 
-from advisor.core import text as t
+from advisor.core import labels
 from advisor.core.errors import describe_failure
 from advisor.dashboard import current
 from advisor.dashboard.access import Access, protect
@@ -132,7 +132,7 @@ def layout() -> Any:
 def on_error(error: Exception) -> Any:
     """A page that fails says so in its place; what happened is for the terminal, not for the
     browser."""
-    print(f"advisor dashboard: {t.clean(describe_failure(error))}", file=sys.stderr)
+    print(f"advisor dashboard: {labels.clean(describe_failure(error))}", file=sys.stderr)
     outputs = dash.ctx.outputs_list
     if isinstance(outputs, list) and outputs and outputs[0].get("id") == "_pages_content":
         return _broken(), {"title": "advisor"}
@@ -144,7 +144,7 @@ def _refuse(error: Exception) -> Any:
     component has."""
     if isinstance(error, HTTPException):
         return error
-    print(f"advisor dashboard: {t.clean(describe_failure(error))}", file=sys.stderr)
+    print(f"advisor dashboard: {labels.clean(describe_failure(error))}", file=sys.stderr)
     return flask.Response("not a request of this dashboard\n", 400, mimetype="text/plain")
 
 
@@ -231,15 +231,15 @@ def _runs(view: PageView) -> list[Any]:
     entries = view.session.entries
     if len(entries) == 1 or view.session.folder:
         more = link(f"All {len(entries)} runs", href="/runs", cls="run-name")
-        name = element("Span", t.shorten(t.clean(view.entry.name), 48), cls="run-name")
+        name = element("Span", labels.shorten(labels.clean(view.entry.name), 48), cls="run-name")
         return [name, more] if view.session.folder else [name]
-    names = t.distinct_labels((entry.name for entry in entries), 32)
+    names = labels.distinct_labels((entry.name for entry in entries), 32)
     return [
         link(
             name,
             href=f"?run={entry.key}",
             cls="run-name chosen" if entry.key == view.entry.key else "run-name",
-            title=t.clean(entry.path),
+            title=labels.clean(entry.path),
         )
         for entry, name in zip(entries, names, strict=True)
     ]
@@ -276,8 +276,8 @@ def _loading(view: PageView) -> Any:
     return element(
         "Section",
         element("H1", "Reading the trace"),
-        element("P", t.clean(view.entry.path), cls="path"),
-        element("P", t.clean(view.entry.doing), id="progress-doing", role="status"),
+        element("P", labels.clean(view.entry.path), cls="path"),
+        element("P", labels.clean(view.entry.doing), id="progress-doing", role="status"),
         element("Div", element("Div", cls="sweep"), cls="progress"),
         cls="card centred",
         id="progress",
@@ -289,7 +289,7 @@ def _failed(view: PageView) -> Any:
     return element(
         "Section",
         element("H1", "This run cannot be shown"),
-        element("P", t.clean(view.entry.why), role="alert"),
+        element("P", labels.clean(view.entry.why), role="alert"),
         element("P", "docs/getting-a-trace.md lists the supported files and how to record them."),
         cls="card centred",
     )

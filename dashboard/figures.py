@@ -15,6 +15,7 @@ import polars as pl
 
 from advisor.core import text as t
 from advisor.core.gpus import GpuSpec
+from advisor.core.labels import clean, kernel_label, shorten
 from advisor.dashboard import theme
 
 INK, GRID = "#4a4a52", "#e6e5e1"
@@ -83,7 +84,7 @@ def run_history(names: Sequence[str], values: Sequence[float], about: Sequence[s
     step = -(-len(names) // 5)
     at = list(range(0, len(names), step))
     labels = [
-        escape_markup(t.shorten(name, 12)) if line.startswith(NO_COMMIT) else line.partition(" ")[0]
+        escape_markup(shorten(name, 12)) if line.startswith(NO_COMMIT) else line.partition(" ")[0]
         for name, line in zip(names, about, strict=True)
     ]
     made.update_xaxes(tickvals=at, ticktext=[labels[i] for i in at], tickangle=0)
@@ -135,7 +136,7 @@ def roofline(kernels: pl.DataFrame, hardware: GpuSpec, work_ns: int) -> Any:
                 },
                 customdata=[
                     [
-                        escape_markup(t.kernel_label(p[2], 70)),
+                        escape_markup(kernel_label(p[2], 70)),
                         t.format_share(p[5]),
                         t.format_share(p[6]),
                     ]
@@ -233,9 +234,9 @@ def icicle(tree: pl.DataFrame, root: str) -> Any:
     ids = [str(node) for node in tree["node"]]
     parents = ["all" if parent is None else str(parent) for parent in tree["parent"]]
     values = tree["ns"].to_list()
-    full = [escape_markup(t.shorten(t.clean(name), 90)) for name in tree["name"]]
+    full = [escape_markup(shorten(clean(name), 90)) for name in tree["name"]]
     names = [
-        escape_markup(t.shorten(t.clean(_bare(name)), max(9, int(ns / max(total, 1) * 190))))
+        escape_markup(shorten(clean(_bare(name)), max(9, int(ns / max(total, 1) * 190))))
         for name, ns in zip(tree["name"], values, strict=True)
     ]
     made.add_trace(
@@ -345,7 +346,7 @@ def rank_step_heatmap(
 
 def escape_markup(text: str) -> str:
     """Text for plotly, which reads a few tags: none of it is one."""
-    text = t.clean(text)
+    text = clean(text)
     return text.replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")
 
 

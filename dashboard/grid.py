@@ -10,6 +10,7 @@ import dash_ag_grid
 from dash import ClientsideFunction, Input, Output, State, dcc
 
 from advisor.core import text as t
+from advisor.core.labels import clean, distinct_labels
 from advisor.dashboard.parts import element
 
 PARAMS = """{
@@ -74,7 +75,7 @@ def grid_rows(
                 text = column.number(value)
                 row[f"{column.field}_text"] = "–" if text == t.NOT_MEASURED else text
             else:
-                row[column.field] = "–" if value is None else t.clean(value)
+                row[column.field] = "–" if value is None else clean(value)
         rows.append(row)
     for column in columns:
         if column.names:
@@ -85,9 +86,7 @@ def grid_rows(
 def add_labels(rows: list[dict[str, Any]], field: str) -> None:
     """Labels of the names in a column, ``field_short``: no two names of the table under one."""
     names = [row[field] for row in rows]
-    for row, *labels in zip(
-        rows, *(t.distinct_labels(names, size) for size in LENGTHS), strict=True
-    ):
+    for row, *labels in zip(rows, *(distinct_labels(names, size) for size in LENGTHS), strict=True):
         row[f"{field}_short"] = labels
 
 

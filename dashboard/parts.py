@@ -11,6 +11,7 @@ import dash
 import dash_mantine_components as dmc
 from dash import ClientsideFunction, Input, Output, State, dcc, html
 
+from advisor.core import labels
 from advisor.core import text as t
 from advisor.core.finding import Location
 from advisor.core.views import Segment, StepBar
@@ -174,8 +175,10 @@ def _cell(cell: Any) -> Any:
     text = cell if isinstance(cell, str) else cell.text
     depth = len(text) - len(text.lstrip(" "))
     if not depth:
-        return t.clean(text)
-    return element("Span", t.clean(text.strip()), style={"paddingLeft": f"{0.6 * depth:.1f}em"})
+        return labels.clean(text)
+    return element(
+        "Span", labels.clean(text.strip()), style={"paddingLeft": f"{0.6 * depth:.1f}em"}
+    )
 
 
 def draw_section(section: Section) -> Any:
@@ -243,7 +246,7 @@ def banner(lines: Sequence[str]) -> Any:
     """What to know before believing the page; ``None`` when there is nothing."""
     if not lines:
         return None
-    items = [element("Li", t.clean(line)) for line in lines]
+    items = [element("Li", labels.clean(line)) for line in lines]
     return element("Div", icon("warn"), element("Ul", *items), cls="banner", role="note")
 
 
@@ -263,7 +266,7 @@ def code(text: str) -> Any:
     from pygments.lexers.python import PythonLexer
 
     parts: list[Any] = []
-    for kind, word in PythonLexer(stripnl=True).get_tokens(t.clean(text, lines=True)):
+    for kind, word in PythonLexer(stripnl=True).get_tokens(labels.clean(text, lines=True)):
         name = str(kind).removeprefix("Token.")
         look = next((look for start, look in _TOKENS.items() if name.startswith(start)), "")
         if look:

@@ -10,6 +10,7 @@ import plotly.graph_objects as go
 import polars as pl
 
 from advisor.advise.memory import memory_views, shown_histories
+from advisor.core import labels
 from advisor.core import text as t
 from advisor.core.report import MemoryView
 from advisor.dashboard import figures
@@ -248,7 +249,7 @@ def _block_stack(post: PostMortem, row: int) -> str:
     shown = [f"{f.name} at {memory.shorten(f.file)}:{f.line}" for f in frames if f.line > 0]
     first = f"largest block: {t.format_bytes(int(lives.size[row]))}"
     lines = [first, *shown[:MAX_FRAMES]] if shown else [f"{first}, no stack"]
-    return "".join(f"<br>{figures.escape_markup(t.clean(line))}" for line in lines)
+    return "".join(f"<br>{figures.escape_markup(labels.clean(line))}" for line in lines)
 
 
 def _map_rows(post: PostMortem) -> pl.DataFrame:
@@ -350,10 +351,12 @@ def _block_words(post: PostMortem, block: dict[str, Any], life: int | None) -> t
         if times[born] is not None and times[h.count - 1] is not None:
             age += f", {t.format_duration((times[h.count - 1] - times[born]) * 1e3)}"
     label = (
-        "" if block["label"] is None else f"<br>{figures.escape_markup(t.clean(block['label']))}"
+        ""
+        if block["label"] is None
+        else f"<br>{figures.escape_markup(labels.clean(block['label']))}"
     )
     said = (
         f"{t.format_bytes(block['requested'])} "
-        f"{kind}<br>{figures.escape_markup(t.clean(where))}<br>{age}"
+        f"{kind}<br>{figures.escape_markup(labels.clean(where))}<br>{age}"
     )
     return kind, f"{said}{label}"

@@ -24,7 +24,7 @@ import advisor.core.sources
 import advisor.core.views
 import advisor.recorder.options
 from advisor.advise.select import load_rules
-from advisor.core.finding import Source
+from advisor.core.rule import Source
 from advisor.render.documents import rule as rule_page
 from advisor.render.documents.rule import RulePage
 from advisor.render.formats.markdown import code_span, escape, fenced_block

@@ -9,8 +9,9 @@ import polars as pl
 from numpy.typing import NDArray
 
 from advisor.core import text as t
-from advisor.core.finding import Edit, Evidence, Location, Select
+from advisor.core.finding import Edit, Location, Select
 from advisor.core.intervals import Intervals
+from advisor.core.rule import Evidence
 from advisor.core.trace import KINETO, PYTORCH
 from advisor.measure.host.layers import describe_nodes, modules_around
 from advisor.testing import TraceBuilder

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from advisor.core.finding import ANY_FRAMEWORK, FrameworkAdvice, Source
+from advisor.core.rule import ANY_FRAMEWORK, FrameworkAdvice, Source
 from advisor.core.trace import CUDA, JAX, TENSORFLOW
 
 HIP_NAMES = (

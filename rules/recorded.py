@@ -6,7 +6,8 @@ from typing import TYPE_CHECKING, Any
 
 from msgspec.structs import replace
 
-from advisor.core.finding import Evidence, Impact
+from advisor.core.finding import Impact
+from advisor.core.rule import Evidence
 from advisor.core.run_directory import MAX_VALUE
 from advisor.testing import TraceBuilder
 

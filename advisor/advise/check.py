@@ -29,15 +29,8 @@ from advisor.advise.terms import (
 )
 from advisor.core import text as t
 from advisor.core.errors import AdvisorError, describe_failure
-from advisor.core.finding import (
-    Evidence,
-    Finding,
-    Location,
-    Outcome,
-    PassedCheck,
-    Rule,
-    SkippedCheck,
-)
+from advisor.core.finding import Finding, Location, Outcome, PassedCheck, SkippedCheck
+from advisor.core.rule import Evidence, Rule
 from advisor.core.run_directory import SCALENE
 from advisor.measure import Analysis
 

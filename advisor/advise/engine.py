@@ -39,6 +39,7 @@ from advisor.advise.ranks.job import files_summarised_apart, first_rank, summari
 from advisor.advise.ranks.task import one_line
 from advisor.advise.select import choose_windows, load_rules, read_config
 from advisor.advise.write import write_report
+from advisor.core import labels
 from advisor.core import text as t
 from advisor.core.errors import AdvisorError
 from advisor.core.layers import MeshAxis
@@ -54,7 +55,7 @@ from advisor.measure.serving.graphs import attach_capture, captured_launches, fi
 from advisor.read import open_run
 
 if TYPE_CHECKING:
-    from advisor.core.finding import Rule
+    from advisor.core.rule import Rule
     from advisor.core.trace import Trace
     from advisor.measure import Analysis
     from advisor.measure.ranks.summary import Summary, Unread
@@ -292,7 +293,7 @@ def explain_unrelated(run: Run) -> list[str]:
     why = []
     names = sorted({name for trace in traces if (name := _model(trace))})
     if len(names) > 1:
-        shown = [t.shorten(t.clean(name), 40) for name in names[:4]]
+        shown = [labels.shorten(labels.clean(name), 40) for name in names[:4]]
         more = [f"{len(names) - 4} more"] if len(names) > 4 else []
         why.append(f"they ran on {' and '.join([*shown, *more])}")
     firsts = [run.window(number).meta for number in run.ranks]

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import PurePath
 from typing import TYPE_CHECKING, Final
 
+from advisor.core import labels
 from advisor.core import text as t
 from advisor.core.finding import Finding, Location
 from advisor.core.prices import format_money
@@ -66,8 +67,8 @@ def _device(report: Report) -> list[str]:
     scope_ = report.scope
     if scope_.device is None:
         return []
-    name = "model not recorded" if scope_.device_name is None else t.clean(scope_.device_name)
-    parts = [f"GPU {scope_.device}: {t.shorten(name, 50)}"]
+    name = "model not recorded" if scope_.device_name is None else labels.clean(scope_.device_name)
+    parts = [f"GPU {scope_.device}: {labels.shorten(name, 50)}"]
     if scope_.devices_seen > 1:
         parts.append(f"of {scope_.devices_seen} in the trace, the one with most work")
     return parts
@@ -84,7 +85,7 @@ def _steps(report: Report) -> list[str]:
         what = f"none marked: {t.format_duration(span)} from the first to the last GPU work"
         more = f"{t.format_duration(recorded)} recorded"
         return [what] if recorded - span < MIN_OUTSIDE_SHARE * recorded else [what, more]
-    source = "recorded" if scope_.step_source == "record" else t.clean(scope_.step_source)
+    source = "recorded" if scope_.step_source == "record" else labels.clean(scope_.step_source)
     step = "step" if scope_.steps_found == 1 else "steps"
     runs = "run" if scope_.steps_found == 1 else "runs"
     source = {
@@ -197,7 +198,7 @@ def describe_recorded_steps(report: Report) -> list[str]:
     elif view.ended == "disk":
         parts.append("the disk was full: later steps are not recorded")
     elif view.ended != "finished":
-        parts.append(f"ended by {t.clean(view.ended)}")
+        parts.append(f"ended by {labels.clean(view.ended)}")
     return parts
 
 
@@ -215,11 +216,11 @@ def headline_numbers(report: Report) -> list[Line]:
         lines.append(("GPU", busy))
     if report.operators:
         shown = report.operators[:MAX_NAMES]
-        short = t.labels_by_name((op.name for op in shown), 40)
+        short = labels.labels_by_name((op.name for op in shown), 40)
         lines.append(("ops", [f"{short[op.name]} {t.format_share(op.share)}" for op in shown]))
     if report.ranges:
         shown = report.ranges[:MAX_NAMES]
-        short = t.labels_by_name((item.name for item in shown), 40)
+        short = labels.labels_by_name((item.name for item in shown), 40)
         lines.append(
             ("ranges", [f"{short[item.name]} {t.format_share(item.share)}" for item in shown])
         )
@@ -321,7 +322,7 @@ def describe_cost(report: Report) -> list[str]:
 def _families(report: Report) -> list[str]:
     """Device work by kind, as shares of all of it."""
     parts = sorted(report.families, key=lambda family: -family.ns)
-    shown = [f"{t.clean(f.name)} {t.format_share(f.share)}" for f in parts[:MAX_NAMES]]
+    shown = [f"{labels.clean(f.name)} {t.format_share(f.share)}" for f in parts[:MAX_NAMES]]
     if shown:
         shown[0] += " of device work"
     total = round(sum(family.count for family in report.families))
@@ -358,7 +359,7 @@ def memory_peak(report: Report) -> str:
 
 def join_names(items: list[str], most: int = 4) -> str:
     """``a, b, c and 12 more``."""
-    shown = ", ".join(t.shorten(t.clean(item), 30) for item in items[:most])
+    shown = ", ".join(labels.shorten(labels.clean(item), 30) for item in items[:most])
     return shown if len(items) <= most else f"{shown} and {len(items) - most} more"
 
 
@@ -417,7 +418,7 @@ def named_places(
     """The same with their names, as :func:`~advisor.core.text.location_names` has them: kernels and
     operators of one finding stay apart however short they are."""
     result = distinct_places(finding, most)
-    short = t.labels_by_name((name for p in result for name in (p.op, p.kernel)), name_width)
+    short = labels.labels_by_name((name for p in result for name in (p.op, p.kernel)), name_width)
     return [
         (place, t.location_names(place, name_width=name_width, path_width=path_width, short=short))
         for place in result
@@ -430,7 +431,7 @@ def hot_lines(report: Report, most: int = 8) -> list[tuple[str, str, str]]:
         (
             t.format_share(line.share),
             f"{t.shorten_path(line.file, 50)}:{line.line}",
-            t.shorten(t.clean(line.text), 80),
+            labels.shorten(labels.clean(line.text), 80),
         )
         for line in report.hot_lines[:most]
     ]
@@ -492,7 +493,7 @@ def _reasons(
     if ends and {by for _, by in ends} <= {"assumption", ""} and finding.assumptions:
         # the one that has a range itself, or says what happens at worst
         ranged = (text for text in finding.assumptions if " to " in text or "at worst" in text)
-        decides = t.clean(next(ranged, finding.assumptions[0]))
+        decides = labels.clean(next(ranged, finding.assumptions[0]))
         lead = "no gain unless" if low < NO_GAIN * gain else "the range assumes"
         return [f"{lead}: {decides}"]
     reasons: dict[str, list[str]] = {}
@@ -548,7 +549,7 @@ def order_parts(finding: Finding, report: Report) -> list[str]:
     left = finding.marginal_gain_ns
     if finding.pays_after is not None:
         before = next((f.title for f in report.findings if f.rule == finding.pays_after), "")
-        before = t.clean(before) or t.clean(finding.pays_after)
+        before = labels.clean(before) or labels.clean(finding.pays_after)
         parts.append(f"gains only after '{before}': then {describe_marginal_gain(finding)}")
     elif own is None or left is None or finding.priority == 1:
         pass
@@ -584,13 +585,13 @@ def describe_caveats(finding: Finding) -> list[str]:
         result.append(f"assumes: {'; '.join(finding.assumptions)}")
     if finding.falsified_by:
         result.append(f"wrong if you see: {finding.falsified_by}")
-    return [t.clean(caveat) for caveat in result]
+    return [labels.clean(caveat) for caveat in result]
 
 
 def covered_line(finding: Finding, other: Finding) -> tuple[str, str]:
     """How to name a folded finding: (``or``, …) for an alternative, (``also``, …) for a symptom."""
     alternative = bool(finding.alternatives) and finding.alternatives == other.alternatives
-    title = t.clean(other.title)
+    title = labels.clean(other.title)
     if alternative:
         return "or", f"{title}: {describe_gain(other)}, instead of this fix"
     return "also", f"{title}: {describe_gain(other)} on its own"
@@ -600,7 +601,7 @@ def why_note(finding: Finding) -> str:
     """Why a finding is a note and not ranked."""
     impact = finding.impact
     if impact is not None and impact.currency == "unpriced":
-        return t.clean(impact.reason)
+        return labels.clean(impact.reason)
     if finding.validation == "synthetic":
         return "not proven on real traces, and may gain nothing"
     # a rule may say so itself of what it sees: a chance, and nothing that is wrong
@@ -619,9 +620,9 @@ def describe_skipped_checks(report: Report) -> list[tuple[str, str]]:
     """What could not be checked: (what, why and what to record)."""
     result = []
     for item in report.not_checked:
-        why = t.clean(item.why).rstrip(".")
-        record = f". Record with {t.clean(item.record)}" if item.record else ""
-        result.append((t.clean(item.what), f"{why}{record}."))
+        why = labels.clean(item.why).rstrip(".")
+        record = f". Record with {labels.clean(item.record)}" if item.record else ""
+        result.append((labels.clean(item.what), f"{why}{record}."))
     return result
 
 

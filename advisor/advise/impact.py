@@ -20,16 +20,18 @@ from msgspec.structs import replace
 from advisor.advise.limits import lost_records
 from advisor.advise.measured import MIN_APART_SHARE, step_time
 from advisor.core import text as t
-from advisor.core.finding import GUESSED_STEP_SOURCES, Edit, Evidence, Finding, Impact
+from advisor.core.finding import GUESSED_STEP_SOURCES, Edit, Finding, Impact
 from advisor.core.report import HardPart, Replay
+from advisor.core.rule import Evidence
 from advisor.replay.calibration import Band, widened_by_rule, worst_case
 from advisor.replay.exposed import ExposedTime
 from advisor.replay.points import hand_over_ns
 from advisor.replay.window import WindowReplayer
 
 if TYPE_CHECKING:
-    from advisor.core.finding import Decides, Rule, Severity
+    from advisor.core.finding import Decides, Severity
     from advisor.core.report import StepTime
+    from advisor.core.rule import Rule
     from advisor.measure import Analysis
 
 MIN_GAIN_SHARE = 0.01

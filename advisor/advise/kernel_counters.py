@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from advisor.core import labels
 from advisor.core import text as t
 from advisor.core.report import (
     KernelCounters,
@@ -59,8 +60,8 @@ def counter_views(a: Analysis, estimator: GainEstimator) -> list[KernelCounters]
 def _view(a: Analysis, k: ProfiledKernel, ns: float | None, gain: int | None) -> KernelCounters:
     profile = k.profile
     return KernelCounters(
-        name=t.clean(profile.name),
-        short=t.clean(kernel_key(profile.name)),
+        name=labels.clean(profile.name),
+        short=labels.clean(kernel_key(profile.name)),
         grid=None if profile.grid is None else list(profile.grid),
         block=None if profile.block is None else list(profile.block),
         duration_ns=profile.duration_ns,
@@ -78,13 +79,13 @@ def _view(a: Analysis, k: ProfiledKernel, ns: float | None, gain: int | None) ->
         step_ns=ns,
         gain_ns=gain,
         advice=[
-            t.clean(said.text)
+            labels.clean(said.text)
             + (f" (estimated: {said.saved:.0%} {said.scope})" if said.saved is not None else "")
             for said in profile.advice
         ],
         lines=[
             KernelLine(
-                file=t.clean(each.file),
+                file=labels.clean(each.file),
                 line=each.line,
                 share=each.samples / (profile.samples or 1),
                 stall=each.stall.replace("_", " "),
@@ -115,10 +116,10 @@ def triton_views(a: Analysis) -> list[TritonKernel]:
 def _compiled(k: MatchedKernel, launches: float | None, ns: float | None) -> TritonKernel:
     own = k.kernel
     return TritonKernel(
-        name=t.clean(own.name),
-        file=None if own.place is None else t.clean(own.place[0]),
+        name=labels.clean(own.name),
+        file=None if own.place is None else labels.clean(own.place[0]),
         line=None if own.place is None else own.place[1],
-        target=t.clean(own.target),
+        target=labels.clean(own.target),
         num_warps=own.num_warps,
         num_stages=list(own.num_stages),
         registers=own.registers,
@@ -180,11 +181,11 @@ def _longest(views: Sequence[KernelCounters]) -> str:
         moved = max(views, key=lambda view: view.dram_bytes or 0.0)
         if not moved.dram_bytes:
             return ""
-        name = t.shorten(moved.short, 40)
+        name = labels.shorten(moved.short, 40)
         return f"{name} moves most, {t.format_bytes(moved.dram_bytes)} per launch. "
     longest = max(timed, key=_total)
     took = t.format_duration(longest.duration_ns or 0.0)
-    name = t.shorten(longest.short, 40)
+    name = labels.shorten(longest.short, 40)
     text = f"The longest, {name}, takes {took}"
     if longest.profiled > 1:
         share = _total(longest) / (sum(map(_total, timed)) or 1.0)
@@ -223,7 +224,7 @@ def compiled_verdict(report: Report) -> tuple[Status, str]:
     spills = [view for view in known if view.spilled_bytes]
     if spills:
         most = max(spills, key=lambda view: view.spilled_bytes or 0)
-        name, size = t.shorten(most.name, 40), t.format_bytes(most.spilled_bytes or 0)
+        name, size = labels.shorten(most.name, 40), t.format_bytes(most.spilled_bytes or 0)
         if len(spills) > 1:
             text += f": {len(spills)} spill registers. {name} spills most, {size} per thread."
         else:

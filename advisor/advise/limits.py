@@ -111,7 +111,7 @@ def _possible_steps(trace: Trace) -> list[str]:
     groups = [g for g in range_groups(trace) if g.share >= POSSIBLE_SHARE]
     groups.sort(key=lambda g: (not g.named, -g.share, g.marks.height))
     named = [
-        f"{t.shorten(t.clean(g.name), 50)!r} ({g.marks.height:,}×, "
+        f"{labels.shorten(labels.clean(g.name), 50)!r} ({g.marks.height:,}×, "
         f"{t.format_duration(float(g.marks['dur'].mean()))}, "  # type: ignore[arg-type]
         f"{t.format_share(g.share)} of GPU work)"
         for g in groups[:MAX_NAMED]
@@ -283,7 +283,7 @@ def _one_off(a: Analysis) -> list[str]:
         return []
     table = table.with_columns(inside=inside).filter(pl.col("inside") > 0)
     named = [
-        f"{t.shorten(t.clean(row['name']), 50)} {t.format_duration(row['inside'])} "
+        f"{labels.shorten(labels.clean(row['name']), 50)} {t.format_duration(row['inside'])} "
         + (
             ("(its only call)" if row["count"] == 1 else f"(one of {row['count']:,})")
             if row["usual"] is None
@@ -317,7 +317,7 @@ def one_off_costs(a: Analysis) -> tuple[float, str]:
     end = ts + calls["dur"].to_numpy()
     longest = calls["name"][int(covered_length(ts, end, a.spans).argmax())]
     share = intersect(union(ts, end), a.spans).total / a.span_ns
-    return float(share), t.shorten(t.clean(longest), 50)
+    return float(share), labels.shorten(labels.clean(longest), 50)
 
 
 def _long_calls(a: Analysis) -> pl.DataFrame:
@@ -348,7 +348,7 @@ def _start_up(a: Analysis) -> list[str]:
         else f"before or beside the {t.format_duration(a.span_ns)} that are analysed"
     )
     return [
-        f"{t.shorten(t.clean(name), 50)} alone takes {t.format_duration(took)} "
+        f"{labels.shorten(labels.clean(name), 50)} alone takes {t.format_duration(took)} "
         f"({beside}): this is start-up, which later steps do not have. Record after a "
         f"few steps{schedule_of(a.trace.meta, ': ', 'skip_first=10, wait=1, warmup=3, active=5')}."
     ]

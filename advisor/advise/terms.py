@@ -16,7 +16,7 @@ from advisor.core.trace import CUDA, JAX, KINETO, PYTORCH, TENSORFLOW
 from advisor.measure.serving.annotations import FORWARD, TRANSFORMERS
 
 if TYPE_CHECKING:
-    from advisor.core.finding import Rule
+    from advisor.core.rule import Rule
     from advisor.core.trace import TraceMeta
     from advisor.measure import Analysis
 

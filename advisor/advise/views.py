@@ -12,7 +12,7 @@ from msgspec.structs import replace
 
 from advisor.advise import facts
 from advisor.advise.priority import marginal_gain
-from advisor.core import palette
+from advisor.core import labels, palette
 from advisor.core import text as t
 from advisor.core.views import (
     Kind,
@@ -106,7 +106,7 @@ def _in_ranges(
         return parts
     key, label, ns, share = largest
     inside = [
-        (f"range {item.name}", t.shorten(t.clean(item.name), 30), item.ns, item.share)
+        (f"range {item.name}", labels.shorten(labels.clean(item.name), 30), item.ns, item.share)
         for item in report.ranges
     ]
     left = (key, label, ns - named, share - sum(item.share for item in report.ranges))
@@ -157,7 +157,7 @@ def build_stairs(report: Report) -> Stairs | None:
     for finding in result:
         saved = float(max(0, finding.marginal_gain_ns or 0))
         left = max(0.0, left - saved)
-        named = (finding.priority, finding.severity, t.clean(finding.title))
+        named = (finding.priority, finding.severity, labels.clean(finding.title))
         fixes.append(Stair(*named, saved, left, saved / whole, left / whole))
     measured = Stair(None, "info", "as measured", 0.0, whole, 0.0, 1.0)
     return Stairs(report.per, facts.has_upper_bound(report), measured, fixes)
@@ -213,7 +213,7 @@ def build_rank_table(report: Report, most: int = 1024) -> RankTable | None:
         RankRow(line.rank, _rank_cells(line), line is latest)
         for line in sorted(lines[:most], key=lambda line: line.rank)
     ]
-    return RankTable(RANK_HEAD, rows, len(lines), t.clean(report.ranks.note))
+    return RankTable(RANK_HEAD, rows, len(lines), labels.clean(report.ranks.note))
 
 
 def _slowness(line: RankLine) -> tuple[float, float]:

@@ -40,6 +40,7 @@ from advisor.advise.memory import memory_of_rank, memory_views
 from advisor.advise.sources import flight_verdict, source_verdict
 from advisor.advise.terms import record_with
 from advisor.advise.views import build_views
+from advisor.core import labels
 from advisor.core import text as t
 from advisor.core.intervals import intersect, union
 from advisor.core.report import Crash, Report, RuleText
@@ -52,7 +53,8 @@ if TYPE_CHECKING:
     from advisor.advise.check import RankFindings
     from advisor.advise.impact import GainEstimator
     from advisor.advise.priority import PrioritizedFindings
-    from advisor.core.finding import Finding, HotLine, Rule, SkippedCheck
+    from advisor.core.finding import Finding, HotLine, SkippedCheck
+    from advisor.core.rule import Rule
     from advisor.core.trace import Run
     from advisor.measure import Analysis
     from advisor.measure.ranks.summary import Summary
@@ -375,11 +377,11 @@ def _nothing_on_host(report: Report, of_step: str) -> str:
     if report.scope.step_source != "record" and top.name != "unknown":
         text += f" Most of it: {label} {t.format_share(top.share)}"
         first = report.operators[0] if report.operators and top.name == "dispatch" else None
-        above = "" if first is None else f", above all {t.clean(first.name)}"
+        above = "" if first is None else f", above all {labels.clean(first.name)}"
         text += f"{above}."
     if report.recorded is not None and report.recorded.phases:
         phases = report.recorded.phases[:2]
-        shown = " and ".join(f"{t.clean(p.name)} {t.format_share(p.share)}" for p in phases)
+        shown = " and ".join(f"{labels.clean(p.name)} {t.format_share(p.share)}" for p in phases)
         text += f" Longest phases: {shown}."
     skipped = {rule for each in report.not_checked for rule in each.rule.split(", ")}
     looked = [what for what, rules in CHECKED_ON_HOST.items() if not skipped.issuperset(rules)]
@@ -442,7 +444,7 @@ def _instead_of_unknown(report: Report) -> tuple[tuple[str, float], str]:
         return (phase.name, phase.share), ""
     if report.ranges:
         most = report.ranges[0]
-        return (t.shorten(t.clean(most.name), 40), most.share), ""
+        return (labels.shorten(labels.clean(most.name), 40), most.share), ""
     own = report.scope.framework
     known = [part for part in report.host if part.name != "unknown"]
     part = (known or report.host)[0]
@@ -507,7 +509,7 @@ def _phases_behind(report: Report) -> str:
     total = sum(waits.values()) / report.scope.steps_used
     if total < HIDDEN_SHARE * report.step_ns:
         return ""
-    names = " and ".join(t.shorten(t.clean(name), 30) for name in list(waits)[:2])
+    names = " and ".join(labels.shorten(labels.clean(name), 30) for name in list(waits)[:2])
     more = f" and {len(waits) - 2} more" if len(waits) > 2 else ""
     share = t.format_share(total / report.step_ns)
     return (

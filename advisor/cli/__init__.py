@@ -157,7 +157,7 @@ def _usage(error: Exception) -> str:
 
 
 def _complain(message: str, code: int) -> int:
-    from advisor.core.text import clean
+    from advisor.core.labels import clean
 
     try:
         print(f"advisor: {clean(message)}", file=sys.stderr)

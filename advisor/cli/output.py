@@ -260,7 +260,8 @@ PROGRAM = 34
 
 def offer(error: SeveralRuns, arguments: list[str]) -> str:
     """List the runs on stderr, newest first, and return what to type to have one of them."""
-    from advisor.core.text import clean, count_noun
+    from advisor.core.labels import clean
+    from advisor.core.text import count_noun
     from advisor.read.runs import describe_run
 
     lines = [describe_run(path) for path in error.found[:MAX_RUNS]]
@@ -281,7 +282,7 @@ def offer(error: SeveralRuns, arguments: list[str]) -> str:
 def newest_run(paths: list[str]) -> list[str]:
     """A folder of several runs stands for its newest complete recording that is no trial; stderr
     says which, and how to have another. Anything else stays as it is."""
-    from advisor.core.text import clean
+    from advisor.core.labels import clean
     from advisor.read.directory import refuse_several
     from advisor.read.runs import SeveralRuns, describe_run
 
@@ -321,6 +322,7 @@ def _typed(words: list[str]) -> str:
 
 def _about(line: RunLine) -> str:
     """``2026-11-21 16:00  1,024 steps  2 ranks  train.py --epochs 1``."""
+    from advisor.core import labels
     from advisor.core import text as t
 
     parts = []
@@ -337,5 +339,5 @@ def _about(line: RunLine) -> str:
         head, *rest = line.command
         name = PurePath(head).name
         words = rest if rest and name.startswith("python") else [name, *rest]
-        parts.append(t.shorten(t.clean(shlex.join(words)), PROGRAM))
+        parts.append(labels.shorten(labels.clean(shlex.join(words)), PROGRAM))
     return "  ".join(parts)

@@ -11,7 +11,7 @@ from advisor.cli import output as out
 from advisor.core.errors import AdvisorError
 
 if TYPE_CHECKING:
-    from advisor.core.finding import Rule
+    from advisor.core.rule import Rule
 
 app = typer.Typer(help="List the rules, and what each looks for.", rich_markup_mode=None)
 

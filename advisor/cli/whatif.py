@@ -130,7 +130,7 @@ def _nothing(
     steps: tuple[int | None, int | None] | None,
 ) -> str:
     """Why an edit selects nothing, and what could stand in its place."""
-    from advisor.core.text import clean, kernel_label
+    from advisor.core.labels import clean, kernel_label
     from advisor.measure import Analysis
     from advisor.replay.present import find_present
 

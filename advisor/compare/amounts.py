@@ -8,6 +8,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from operator import attrgetter
 
 from advisor.compare.comparison import Amount, Comparison
+from advisor.core import labels
 from advisor.core import text as t
 from advisor.core.report import KernelCounters, MemoryHolder, Report, ServingPhase
 
@@ -146,7 +147,7 @@ def _sums(holders: Iterable[MemoryHolder]) -> dict[str, int]:
     for each in holders:
         name = each.category
         if each.file is not None:
-            path = t.clean(each.file).replace(chr(92), "/")
+            path = labels.clean(each.file).replace(chr(92), "/")
             name = f"{t.shorten_path(path, 24)}:{each.line} {each.category}"
         sums[name] = sums.get(name, 0) + each.bytes
     return sums
@@ -280,7 +281,7 @@ def counter_amounts(before: Report, after: Report) -> list[Amount]:
     """Time, traffic, use of each unit, occupancy and stalls of each kernel that both have."""
     result = []
     for old, new in pair_kernels(before, after):
-        name = t.shorten(new.short, MAX_LABEL)
+        name = labels.shorten(new.short, MAX_LABEL)
         figures = _quantities(old, new)
         figures += [
             (f"{unit} use", "share", old.use.get(unit), new.use.get(unit))
@@ -334,7 +335,7 @@ def counters_verdict(before: Report, after: Report) -> str:
     _, first, second, old, new = max(pairs, key=lambda pair: pair[0])
     ratio = second / first
     times = f"{t.format_duration(first)} → {t.format_duration(second)}"
-    name = t.shorten(new.short, MAX_LABEL)
+    name = labels.shorten(new.short, MAX_LABEL)
     if abs(ratio - 1) < MIN_MOVED_SHARE:
         return f"{name} takes as long: {times}."
     how = "slower" if ratio > 1 else "faster"

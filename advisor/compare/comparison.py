@@ -300,7 +300,7 @@ class Comparison(Struct, kw_only=True):
 
     def __repr__(self) -> str:
         """One line: the verdict."""
-        from advisor.core.text import clean, shorten
+        from advisor.core.labels import clean, shorten
 
         return f"<Comparison: {shorten(clean(self.verdict), 180)}>"
 

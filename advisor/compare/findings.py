@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from advisor.advise.impact import MIN_GAIN_SHARE
 from advisor.compare.comparison import Change, FindingChange
+from advisor.core import labels
 from advisor.core import text as t
 from advisor.replay.selection import selected_gaps, selected_gpu, selected_host
 
@@ -258,4 +259,4 @@ def _op(location: Location) -> str | None:
 
 
 def _kernel(location: Location) -> str | None:
-    return t.kernel_label(location.kernel, 80) if location.kernel else None
+    return labels.kernel_label(location.kernel, 80) if location.kernel else None

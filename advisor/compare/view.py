@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from advisor.compare.amounts import memory_verdict, phase_verdict
+from advisor.core import labels
 from advisor.core import text as t
 from advisor.core.finding import GUESSED_STEP_SOURCES
 
@@ -395,7 +396,9 @@ def work_lines(c: Comparison, most: int = MAX_WORK, width: int = WIDTH) -> list[
             t.format_change(item.after_ns - item.before_ns),
             _judged(item.before_ns, item.after_ns, MIN_WORK_SHARE * whole),
         )
-        for item, name, label in zip(items, names, t.distinct_labels(names, width), strict=True)
+        for item, name, label in zip(
+            items, names, labels.distinct_labels(names, width), strict=True
+        )
     ]
 
 
@@ -407,7 +410,7 @@ def work_name(item: ComparedWork) -> str:
     """The operator with the shapes of its inputs, else the kernel."""
     if item.op is None:
         return (item.before_kernels or item.after_kernels or ["unknown"])[0]
-    return f"{t.clean(item.op)} {format_shape(item.shape)}".rstrip()
+    return f"{labels.clean(item.op)} {format_shape(item.shape)}".rstrip()
 
 
 def format_shape(dims: str | None) -> str:

@@ -9,7 +9,7 @@ import polars as pl
 
 from advisor.compare.comparison import ComparedWork
 from advisor.core.intervals import covered_length
-from advisor.core.text import shorten
+from advisor.core.labels import shorten
 
 if TYPE_CHECKING:
     from advisor.measure import Analysis

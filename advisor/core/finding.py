@@ -7,13 +7,7 @@ from typing import Literal
 
 from msgspec import Struct, field
 
-from advisor.core.rule import ANY_FRAMEWORK as ANY_FRAMEWORK  # noqa: PLC0414
-from advisor.core.rule import Evidence as Evidence  # noqa: PLC0414
-from advisor.core.rule import FrameworkAdvice as FrameworkAdvice  # noqa: PLC0414
-from advisor.core.rule import Per as Per  # noqa: PLC0414
-from advisor.core.rule import Rule as Rule  # noqa: PLC0414 - handed out with the words it needs
-from advisor.core.rule import Source as Source  # noqa: PLC0414
-from advisor.core.rule import Threshold as Threshold  # noqa: PLC0414
+from advisor.core.rule import Evidence, Per
 
 Severity = Literal["info", "warning", "critical"]
 Category = Literal[

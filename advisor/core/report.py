@@ -8,10 +8,11 @@ from typing import Any, Literal
 import msgspec
 from msgspec import Struct, field
 
-from advisor.core.finding import Finding, HotLine, PassedCheck, Per, SkippedCheck, unit_of
+from advisor.core.finding import Finding, HotLine, PassedCheck, SkippedCheck, unit_of
 from advisor.core.layers import Layers, MeshAxis
 from advisor.core.prices import Cost, EnergyUse
 from advisor.core.ranks import Ranks
+from advisor.core.rule import Per
 from advisor.core.run_directory import MAX_VALUE
 from advisor.core.saved import decode_json, encode_json
 from advisor.core.sources import (
@@ -929,7 +930,8 @@ class Report(Struct, kw_only=True):
 
     def __repr__(self) -> str:
         """One line: status, verdict, how many findings."""
-        from advisor.core.text import clean, count_noun, shorten
+        from advisor.core.labels import clean, shorten
+        from advisor.core.text import count_noun
 
         result = count_noun(len(self.findings), "finding")
         return f"<Report {self.status}, {result}: {shorten(clean(self.verdict), 160)}>"

@@ -12,15 +12,12 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
-from advisor.core import labels
-
-clean, sanitize, shorten = labels.clean, labels.sanitize, labels.shorten
-kernel_label, distinct_labels = labels.kernel_label, labels.distinct_labels
-labels_by_name = labels.labels_by_name
+from advisor.core.labels import clean, kernel_label, shorten
 
 if TYPE_CHECKING:
-    from advisor.core.finding import Evidence, Finding, Impact, Location, Per
+    from advisor.core.finding import Finding, Impact, Location
     from advisor.core.report import Crash
+    from advisor.core.rule import Evidence, Per
 
 MIN_LIMIT = 0.05
 """Of the critical path: what takes less does not limit the step."""

@@ -7,7 +7,8 @@ from typing import Literal
 from msgspec import Struct
 
 from advisor.core import text as t
-from advisor.core.finding import Per, Severity
+from advisor.core.finding import Severity
+from advisor.core.rule import Per
 
 Kind = Literal["work", "idle", "host"]
 

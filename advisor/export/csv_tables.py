@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import polars as pl
 
-from advisor.core import text as t
+from advisor.core import labels
 
 if TYPE_CHECKING:
     from advisor.core.finding import Finding
@@ -64,7 +64,7 @@ def build_tables(a: Analysis, report: Report) -> dict[str, CsvTable]:
 def _cell(value: Cell) -> Cell:
     if not isinstance(value, str):
         return value
-    shown = t.clean(value, lines=True)
+    shown = labels.clean(value, lines=True)
     first = unicodedata.normalize("NFKC", shown.lstrip()[:1])
     formula = first in FORMULA or shown.startswith(("\t", "\r", "\n"))
     return f"'{shown}" if formula else shown

@@ -11,6 +11,7 @@ from msgspec import Raw
 from numpy.typing import NDArray
 
 from advisor.advise import facts
+from advisor.core import labels
 from advisor.core import text as t
 from advisor.core.finding import Edit, Finding
 from advisor.core.intervals import EMPTY, Intervals, intersect, join, union
@@ -58,7 +59,7 @@ def build_tracks(
     """
 
     def text(value: str, width: int) -> str:
-        return t.shorten(t.clean(clean(value)), width)
+        return labels.shorten(labels.clean(clean(value)), width)
 
     pid = _free_pid(a)
     origin = a.trace.meta.start_ns - (whole_number((head or {}).get("baseTimeNanoseconds")) or 0)

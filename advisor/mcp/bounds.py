@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import TypeVar
 
-from advisor.core import text as t
+from advisor.core import labels
 from advisor.core.errors import AdvisorError
 
 _T = TypeVar("_T")
@@ -26,7 +26,7 @@ UNTRUSTED = (
 
 def bound_name(text: object, most: int = LONGEST_NAME) -> str:
     """A name on one line, control and direction characters out, cut in the middle."""
-    return t.shorten(t.clean(text), most)
+    return labels.shorten(labels.clean(text), most)
 
 
 def bound_text(text: object) -> str:

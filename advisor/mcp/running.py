@@ -11,7 +11,7 @@ import time
 from contextlib import suppress
 from pathlib import Path
 
-from advisor.core import text as t
+from advisor.core import labels
 from advisor.core.errors import AdvisorError
 from advisor.core.files import read_regular
 from advisor.mcp import bounds as b
@@ -117,7 +117,7 @@ def _run(
     return (
         code,
         round(time.monotonic() - started, 1),
-        t.clean(tail, lines=True)[-OUTPUT_TAIL_CHARS:],
+        labels.clean(tail, lines=True)[-OUTPUT_TAIL_CHARS:],
     )
 
 
@@ -188,7 +188,7 @@ def _line(trial: Trial) -> TrialLine:
 
 
 def _code(text: str) -> str:
-    return t.shorten(t.clean(text, lines=True), 2 * b.LONGEST_TEXT)
+    return labels.shorten(labels.clean(text, lines=True), 2 * b.LONGEST_TEXT)
 
 
 def _together(both: Together | None) -> TogetherLine | None:

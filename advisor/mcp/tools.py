@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 from mcp.server.mcpserver.exceptions import ToolError
 from pydantic import Field
 
+from advisor.core import labels
 from advisor.core import text as t
 from advisor.core.errors import AdvisorError
 from advisor.mcp import bounds as b
@@ -33,8 +34,9 @@ from advisor.mcp.answers import (
 if TYPE_CHECKING:
     from advisor.advise.engine import AnalysisResult
     from advisor.compare.comparison import FindingChange
-    from advisor.core.finding import Evidence, Finding
+    from advisor.core.finding import Finding
     from advisor.core.report import OperatorRate
+    from advisor.core.rule import Evidence
     from advisor.mcp.bounds import Allowed
 
 MAX_KEPT_ANALYSES = 4
@@ -292,7 +294,7 @@ def _full(key: str, f: Finding) -> FindingFull:
             "title": b.bound_name(f.title),
             "summary": b.bound_text(f.summary),
             "fix": b.bound_text(f.fix),
-            "code": t.shorten(t.clean(f.code, lines=True), 2 * b.LONGEST_TEXT),
+            "code": labels.shorten(labels.clean(f.code, lines=True), 2 * b.LONGEST_TEXT),
             "verify": b.bound_text(f.verify),
             "wrong_if": b.bound_text(f.falsified_by),
             "assumes": [b.bound_text(line) for line in f.assumptions[:5]],
@@ -326,7 +328,7 @@ def _edits(f: Finding) -> list[str]:
             line = write_edit(edit)
         except AdvisorError:
             return []
-        if len(line) > LONGEST_EDIT or line != t.clean(line):
+        if len(line) > LONGEST_EDIT or line != labels.clean(line):
             return []  # cut or cleaned it would say something else
         lines.append(line)
     return lines

@@ -11,9 +11,10 @@ from typing import TYPE_CHECKING, Generic, TypeVar
 
 import polars as pl
 
-from advisor.core.finding import Per, unit_of
+from advisor.core.finding import unit_of
 from advisor.core.gpus import find_gpu, lookup
 from advisor.core.intervals import Intervals, covered_length, intersect, union
+from advisor.core.rule import Per
 from advisor.core.sources import SNAPSHOT, SOURCES
 from advisor.measure.comm.comms import find_collectives
 from advisor.measure.comm.flight import compare_dumps

@@ -70,6 +70,7 @@ def summarise_findings(run: Path) -> list[str] | None:
 
 
 def _outcome(text: bytes) -> list[str]:
+    from advisor.core import labels
     from advisor.core import text as t
     from advisor.core.report import Report
 
@@ -85,10 +86,10 @@ def _outcome(text: bytes) -> list[str]:
     if report.crashes:
         sentences.append(t.describe_crashes(report.crashes))
     for finding in (*report.findings, *report.risks):
-        return [*sentences, f"First finding: {t.clean(finding.title)}"]
+        return [*sentences, f"First finding: {labels.clean(finding.title)}"]
     if report.crashes:
         return sentences
-    return [*sentences, t.clean(report.verdict)]
+    return [*sentences, labels.clean(report.verdict)]
 
 
 def _shown(run: Path) -> str:

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
-from advisor.core import palette
+from advisor.core import labels, palette
 from advisor.core import text as t
 from advisor.core.views import Segment, Stairs, StepBar
 from advisor.render.document import Figure, Grid
@@ -144,7 +144,7 @@ def _row(segment: Segment, label: str) -> list[str]:
 
 
 def _entry(segment: Segment, room: int, wide: int) -> Parts:
-    label = t.shorten(segment.label, room)
+    label = labels.shorten(segment.label, room)
     return [
         (f"  {segment.look.glyph} ", segment.look.style),
         (f"{label:<{room}}  ", ""),
@@ -359,7 +359,7 @@ class RankMap(Figure):
                 drawn.append(tag("text", self.columns[first + index], x=x, y=top + 10))
             for row, name in enumerate(self.names):
                 y = top + TOP + HIGH * row
-                label = t.shorten(name, 20)
+                label = labels.shorten(name, 20)
                 drawn.append(tag("text", label, x=LABELS - 6, y=y + HIGH - 4, text_anchor="end"))
                 drawn += [self._cell(first + at, row, at * wide, y, wide) for at in range(count)]
         strips = -(-len(self.columns) // RANKS_PER_STRIP)

@@ -5,8 +5,7 @@ from __future__ import annotations
 from html import escape
 from typing import Final
 
-from advisor.core import palette
-from advisor.core import text as t
+from advisor.core import labels, palette
 from advisor.core.views import Segment
 from advisor.render.document import Inline, Span, spans
 
@@ -22,7 +21,7 @@ class Markup(str):
 
 def esc(text: object, *, lines: bool = False) -> str:
     """Text that HTML and SVG show as it is, in elements and in quoted attributes."""
-    return escape(t.shorten(t.clean(text, lines=lines), MAX_TEXT), quote=True)
+    return escape(labels.shorten(labels.clean(text, lines=lines), MAX_TEXT), quote=True)
 
 
 def tag(name: str, *children: object, cls: str = "", **attributes: object) -> Markup:

@@ -1,7 +1,7 @@
 """A page of terminal text: wrapped to its width, styled or plain, never interpreting what it shows.
 
 Everything goes through :class:`rich.text.Text` objects, so nothing in a name is read as markup,
-and through :func:`~advisor.core.text.clean`, so nothing in it reaches the terminal as a command.
+and through :func:`~advisor.core.labels.clean`, so nothing in it reaches the terminal as a command.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from rich.cells import cell_len, chop_cells
 from rich.console import Console
 from rich.text import Text
 
-from advisor.core.text import clean
+from advisor.core.labels import clean
 
 LABEL_WIDTH = 9
 """Width of the column of field names."""

@@ -22,7 +22,7 @@ from typing import Any
 import msgspec
 
 from advisor.core.errors import AdvisorError
-from advisor.core.text import clean
+from advisor.core.labels import clean
 from advisor.recorder.finish import with_injected
 from advisor.recorder.folder import RUN_DIR
 from advisor.tune.knob import find_knob

@@ -10,6 +10,7 @@ from advisor.advise import views
 from advisor.compare import view as words
 from advisor.compare.comparison import Comparison, Distribution, FindingChange
 from advisor.compare.view import ComparedFigure, per_suffix
+from advisor.core import labels
 from advisor.core import text as t
 from advisor.core.finding import unit_of
 from advisor.dashboard import current, figures, theme
@@ -71,7 +72,7 @@ def layout(other: object = None, **query: object) -> Any:
     chooser = _chooser(view, keys, after)
     if comparison is None or isinstance(comparison, str):
         why = (
-            t.clean(comparison)
+            labels.clean(comparison)
             if comparison
             else "The comparison is being computed. Reload in a moment."
         )
@@ -92,7 +93,7 @@ def _chooser(view: PageView, keys: list[str], after: OpenedPath) -> Any:
     if len(keys) < 2:
         return None
     entries = [view.session.entry(key) for key in keys]
-    names = t.distinct_labels((entry.name for entry in entries), 40)
+    names = labels.distinct_labels((entry.name for entry in entries), 40)
     return choices(
         "With",
         [
@@ -105,13 +106,13 @@ def _chooser(view: PageView, keys: list[str], after: OpenedPath) -> Any:
 def _head(c: Comparison, chooser: Any) -> Any:
     look, word = STATUS[c.steps.verdict]
     sides = [
-        element("Span", element("B", label), " ", t.clean(" · ".join(parts)))
+        element("Span", element("B", label), " ", labels.clean(" · ".join(parts)))
         for label, parts in words.describe_sides(c)
     ]
     return element(
         "Div",
         element("Span", word, cls=f"pill {look}"),
-        element("H1", t.clean(c.verdict)),
+        element("H1", labels.clean(c.verdict)),
         element("Div", *sides, cls="scope"),
         chooser,
         cls="page-head",
@@ -120,8 +121,8 @@ def _head(c: Comparison, chooser: Any) -> Any:
 
 def _steps(c: Comparison) -> Any:
     if c.steps.before is None or c.steps.after is None:
-        return empty_state("Step times are not compared", t.clean(c.steps.reason))
-    notes = [t.clean(note) for note in words.step_notes(c.steps)]
+        return empty_state("Step times are not compared", labels.clean(c.steps.reason))
+    notes = [labels.clean(note) for note in words.step_notes(c.steps)]
     return card(
         "Step times",
         figure(
@@ -177,7 +178,7 @@ def _change(line: ComparedFigure) -> Any:
     return element(
         "Span",
         element("Span", arrow, cls="arrow", aria_hidden="true"),
-        element("Span", t.clean(line.change)),
+        element("Span", labels.clean(line.change)),
         element("Span", word, cls="word") if word else None,
         cls=f"change {look}",
     )
@@ -277,14 +278,14 @@ def _findings(c: Comparison) -> Any:
 
 
 def _finding(item: FindingChange, unit: str) -> Any:
-    title, *rest = (t.clean(part) for part in words.describe_finding(item, unit))
+    title, *rest = (labels.clean(part) for part in words.describe_finding(item, unit))
     return element(
         "Li", element("B", title), element("Span", " · ".join(rest), cls="dim") if rest else None
     )
 
 
 def _realised(c: Comparison) -> Any:
-    sentences = [t.clean(sentence) for sentence in words.describe_realised_gain(c)]
+    sentences = [labels.clean(sentence) for sentence in words.describe_realised_gain(c)]
     if not sentences:
         return None
     return card("Predicted and measured gains", *(element("P", sentence) for sentence in sentences))

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import polars as pl
 
 from advisor.advise import views
+from advisor.core import labels
 from advisor.core import text as t
 from advisor.core.report import Report
 from advisor.dashboard import current, figures
@@ -210,7 +211,7 @@ def _collective_table(
     shown: pl.DataFrame, rest: pl.DataFrame, columns: Sequence[CollectiveColumn], caption: str
 ) -> Any:
     """A row a kind of collective, then one for the others."""
-    short = t.labels_by_name(shown["annotation"], ANNOTATION)
+    short = labels.labels_by_name(shown["annotation"], ANNOTATION)
     rows = [
         [
             _named(row["collective"], row["annotation"], short),

@@ -6,9 +6,11 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from advisor.advise import facts
+from advisor.core import labels
 from advisor.core import text as t
-from advisor.core.finding import Evidence, Finding, Location
+from advisor.core.finding import Finding, Location
 from advisor.core.report import Report
+from advisor.core.rule import Evidence
 from advisor.dashboard import current
 from advisor.dashboard.current import PageView
 from advisor.dashboard.pages.overview import anchor
@@ -74,12 +76,14 @@ def _head(report: Report) -> Any:
 
 def _nothing(report: Report) -> Any:
     checked = [
-        element("Li", element("Span", "✓", cls="mark good", aria_hidden="true"), t.clean(good.text))
+        element(
+            "Li", element("Span", "✓", cls="mark good", aria_hidden="true"), labels.clean(good.text)
+        )
         for good in report.passed
     ]
     return empty_state(
         "Nothing to fix" if report.status == "healthy" else "No fix with an estimated gain",
-        t.clean(report.verdict),
+        labels.clean(report.verdict),
         "",
         element("Ul", *checked, cls="plain", style={"marginTop": "10px"}) if checked else None,
     )
@@ -111,12 +115,13 @@ def finding_card(view: PageView, report: Report, finding: Finding) -> Any:
         _title(report, finding),
         element(
             "Div",
-            element("P", t.clean(finding.summary), cls="summary"),
+            element("P", labels.clean(finding.summary), cls="summary"),
             _block("Where", _where(view, finding)),
-            _block("What to change", element("P", t.clean(finding.fix), cls="fix")),
+            _block("What to change", element("P", labels.clean(finding.fix), cls="fix")),
             code(finding.code) if finding.code else None,
             _block(
-                "How to verify", element("P", t.clean(finding.verify)) if finding.verify else None
+                "How to verify",
+                element("P", labels.clean(finding.verify)) if finding.verify else None,
             ),
             _block("Evidence", _evidence(finding)),
             _block("Caveats", _lines(caveats)),
@@ -139,7 +144,7 @@ def _title(report: Report, finding: Finding) -> Any:
         element(
             "Span", str(finding.priority) if finding.priority is not None else "∙", cls="number"
         ),
-        element("H2", t.clean(finding.title)),
+        element("H2", labels.clean(finding.title)),
         _gain(report, finding),
         element("Div", *parts, cls="meta"),
         cls="head",
@@ -249,7 +254,7 @@ def _limit(item: Evidence) -> list[Any]:
     """The threshold and its source."""
     if item.threshold is None:
         return []
-    source = t.clean(item.source)
+    source = labels.clean(item.source)
     return [
         t.format_value(item.threshold, item.unit),
         element("Span", source, cls="dim") if source else None,
@@ -292,16 +297,18 @@ def _actions(view: PageView, finding: Finding) -> Any:
     for reference in finding.references:
         parts = urlsplit(reference)
         if parts.scheme in ("http", "https"):
-            buttons.append(external_link(t.clean(_short(reference)), href=reference))
+            buttons.append(external_link(labels.clean(_short(reference)), href=reference))
         else:
-            buttons.append(element("Span", t.clean(reference), cls="dim"))
+            buttons.append(element("Span", labels.clean(reference), cls="dim"))
     return element("Div", *buttons, cls="actions") if buttons else None
 
 
 def _short(address: str) -> str:
     parts = urlsplit(address)
     last = parts.path.rstrip("/").rpartition("/")[2].removesuffix(".html")
-    return t.shorten(f"{parts.netloc.removeprefix('www.')} … {last}" if last else parts.netloc, 60)
+    return labels.shorten(
+        f"{parts.netloc.removeprefix('www.')} … {last}" if last else parts.netloc, 60
+    )
 
 
 def _notes(view: PageView, notes: list[Finding]) -> Any:
@@ -319,10 +326,10 @@ def _notes(view: PageView, notes: list[Finding]) -> Any:
                 element("Span", "∙", cls="rank", aria_hidden="true"),
                 element(
                     "Span",
-                    element("Span", t.clean(finding.title), cls="title"),
+                    element("Span", labels.clean(finding.title), cls="title"),
                     element("Span", f" ({reason})", cls="dim") if reason else None,
-                    remark(t.clean(finding.summary)),
-                    remark(t.clean(finding.fix)),
+                    remark(labels.clean(finding.summary)),
+                    remark(labels.clean(finding.fix)),
                     link("show", href=target) if target else None,
                 ),
                 _note_gain(finding),

@@ -7,6 +7,7 @@ from typing import Any
 import dash
 
 from advisor.advise.facts import describe_cost, describe_energy
+from advisor.core import labels
 from advisor.core import text as t
 from advisor.core.errors import AdvisorError
 from advisor.core.prices import Prices, format_money, read_prices
@@ -58,22 +59,28 @@ def layout(**query: object) -> Any:
         prices = view.session.options.prices or read_prices()
     except AdvisorError as error:
         return page(
-            head("Cost and GPUs"), empty_state("The prices cannot be read", t.clean(str(error)))
+            head("Cost and GPUs"),
+            empty_state("The prices cannot be read", labels.clean(str(error))),
         )
     unpaid = NOT_THIS_GPU if prices.table else NO_PRICE
     costs = card(
         "This run",
         fact_list(
             [
-                ("Cost", t.clean(" · ".join(paid)) if paid else unpaid),
-                ("Energy", t.clean(" · ".join(used)) if used else f"{t.NOT_MEASURED}: {NO_ENERGY}"),
+                ("Cost", labels.clean(" · ".join(paid)) if paid else unpaid),
+                (
+                    "Energy",
+                    labels.clean(" · ".join(used)) if used else f"{t.NOT_MEASURED}: {NO_ENERGY}",
+                ),
             ]
         ),
     )
     try:
         projector, choices = view.loaded.view(("gpus", view.rank), lambda: _projected(view, prices))
     except AdvisorError as error:
-        reason = t.clean(str(error)).removeprefix(f"{t.clean(view.analysis.trace.meta.path)}: ")
+        reason = labels.clean(str(error)).removeprefix(
+            f"{labels.clean(view.analysis.trace.meta.path)}: "
+        )
         reason = reason.replace("--from NAME", "advisor dashboard --gpu NAME")
         why = empty_state(
             "This step cannot be projected to another GPU", reason[:1].upper() + reason[1:]
@@ -82,7 +89,7 @@ def layout(**query: object) -> Any:
     best = describe_cheapest(choices)
     notes = dict.fromkeys(note for choice in choices for note in choice.projection.notes)
     return page(
-        head("Cost and GPUs", t.clean(best[:1].upper() + best[1:])),
+        head("Cost and GPUs", labels.clean(best[:1].upper() + best[1:])),
         banner([_no_other(prices)] if not best and prices.table else []),
         costs,
         _other_gpus(choices, prices),
@@ -90,13 +97,13 @@ def layout(**query: object) -> Any:
             "How the ranges are estimated",
             element(
                 "P",
-                f"Measured on {t.clean(projector.source.name)}: "
+                f"Measured on {labels.clean(projector.source.name)}: "
                 f"{t.format_duration(projector.a.step_ns)} per "
                 f"step. {RESTS_ON}. Other hosts add to the range (docs/project.md).",
             ),
             foldable(
                 f"{t.count_noun(len(notes), 'note')} on single GPUs",
-                element("Ul", *(element("Li", t.clean(note)) for note in notes)),
+                element("Ul", *(element("Li", labels.clean(note)) for note in notes)),
             )
             if notes
             else None,

@@ -11,6 +11,7 @@ from dash import ClientsideFunction, Input, Output
 from advisor.advise import facts as facts_of
 from advisor.advise.ranks import views
 from advisor.core import text as t
+from advisor.core.labels import clean, shorten
 from advisor.core.ranks import Ranks
 from advisor.core.report import Report
 from advisor.dashboard import current, figures
@@ -99,7 +100,7 @@ def layout(**query: object) -> Any:
 
 def _lead(report: Report) -> str | None:
     """The verdict, with the rank that its figures are of: the others' are beside it."""
-    verdict, rank = t.clean(report.verdict), report.scope.rank
+    verdict, rank = clean(report.verdict), report.scope.rank
     known = verdict and rank is not None and rank >= 0
     return f"Rank {rank}: {verdict}" if known else verdict or None
 
@@ -199,7 +200,7 @@ def _outliers(ranks: Ranks, entry: OpenedPath) -> Any:
         rows.append(
             [
                 name,
-                [views.outlier_kind(outlier), element("Div", t.clean(outlier.reason), cls="sub")],
+                [views.outlier_kind(outlier), element("Div", clean(outlier.reason), cls="sub")],
                 t.format_duration(outlier.waited_ns),
                 "–" if share is None else t.format_share(share),
                 views.describe_gain(outlier) or "–",
@@ -264,9 +265,9 @@ def _changes(report: Report) -> list[Any]:
     ranks = report.ranks
     fixes = [
         foldable(
-            " · ".join(filter(None, (t.clean(finding.title), facts_of.describe_gain(finding)))),
-            element("P", t.clean(finding.summary)),
-            element("P", t.clean(finding.fix)) if finding.fix else None,
+            " · ".join(filter(None, (clean(finding.title), facts_of.describe_gain(finding)))),
+            element("P", clean(finding.summary)),
+            element("P", clean(finding.fix)) if finding.fix else None,
         )
         for finding in report.findings[:MAX_SHOWN]
     ]
@@ -289,7 +290,7 @@ def _ranks(ranks: Ranks, entry: OpenedPath) -> Any:
             "query": _rank_query(entry, place, row.rank),
             "rank": row.rank,
             "rank_text": str(row.rank),
-            "host": t.shorten(t.clean(row.host), 80),
+            "host": shorten(clean(row.host), 80),
             "step": row.step_ns,
             "step_text": t.format_duration(row.step_ns),
         }
@@ -312,7 +313,7 @@ def _ranks(ranks: Ranks, entry: OpenedPath) -> Any:
 def _not_compared(ranks: Ranks) -> Any:
     if not ranks.not_checked:
         return None
-    lines = [(t.clean(name), t.clean(why)) for name, why in ranks.not_checked.items()]
+    lines = [(clean(name), clean(why)) for name, why in ranks.not_checked.items()]
     return card("Not compared", fact_list(lines[:MAX_SHOWN]))
 
 

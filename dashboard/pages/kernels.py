@@ -10,6 +10,7 @@ from dash import Input, Output, State
 from msgspec.structs import asdict
 
 from advisor.advise.terms import record_with
+from advisor.core import labels
 from advisor.core import text as t
 from advisor.dashboard import current, figures, theme
 from advisor.dashboard.current import PageView, parse_query
@@ -195,7 +196,7 @@ def _roofline(view: PageView) -> Any:
     )
     if a.hardware is None:
         why = (
-            f"advisor has no peak figures for {t.clean(a.device.name)}."
+            f"advisor has no peak figures for {labels.clean(a.device.name)}."
             if a.device is not None and a.device.name
             else "The trace does not name its GPU."
         )
@@ -334,14 +335,14 @@ def _detail(view: PageView, number: int) -> Any:
         focus=longest["ts"],
     )
     launch = [
-        ("Name", element("Code", t.clean(name))),
+        ("Name", element("Code", labels.clean(name))),
         ("Longest", t.format_duration(longest["dur"])),
         ("Grid", _launched(longest)),
         ("Stream", str(longest["stream"])),
     ]
     fused = a.fused_kernels.get(name)
     if fused is not None:
-        launch.append(("Fused operators", ", ".join(map(t.clean, fused.operators))))
+        launch.append(("Fused operators", ", ".join(map(labels.clean, fused.operators))))
         lines = "; ".join(f"{t.shorten_path(at.file or '', 60)}:{at.line}" for at in fused.lines)
         launch += [("From", element("Code", lines))] if lines else []
     where = a.location(longest["launch"])
@@ -412,7 +413,7 @@ def _rate_note(a: Analysis) -> str:
         memory = rate.of == "memory"
         unit = "GB/s" if memory else "TFLOP/s"
         shown = f"{t.format_number(rate.rate / (1e9 if memory else 1e12))} {unit}"
-        where = "estimated from similar GPUs" if rate.source is None else t.clean(rate.source)
+        where = "estimated from similar GPUs" if rate.source is None else labels.clean(rate.source)
         sources.append(f"{rate.of} {shown} ({where})")
     rates = (
         f"Attainable: {', '.join(sources)}. "

@@ -9,6 +9,7 @@ import dash
 from dash import Input, Output, State, dcc
 
 from advisor.advise import facts, views
+from advisor.core import labels
 from advisor.core import text as t
 from advisor.core.run_directory import THROTTLE_BITS, Gpu, Host, RankRecord, Step
 from advisor.core.views import Segment
@@ -59,7 +60,7 @@ def layout(rank: object = None, **query: object) -> Any:
     interval: Any = dcc.Interval
     return [
         *page(
-            head("Live", t.clean(session.entries[0].path)),
+            head("Live", labels.clean(session.entries[0].path)),
             element(
                 "Div", *body(view, _number(rank)), id="live-body", cls="stack", aria_live="off"
             ),
@@ -138,7 +139,7 @@ def _figures(record: RankRecord) -> Any:
     ends = record.of_kind("end")
     state = "running"
     if ends:
-        state = f"ended: {t.clean(ends[-1].get('reason', ''))}"
+        state = f"ended: {labels.clean(ends[-1].get('reason', ''))}"
     return tiles(
         [
             ("Steps", t.format_count(len(record.steps)), state),
@@ -201,12 +202,12 @@ def _findings(view: PageView) -> Any:
     """Findings of the last window."""
     entry = view.session.entries[0]
     if entry.loaded is None:
-        why = t.clean(entry.why or entry.doing)
+        why = labels.clean(entry.why or entry.doing)
         return empty_state("No findings yet", f"They appear after the first profiled window. {why}")
     report = entry.loaded.report
     ranked = facts.ranked_findings(report)[:5]
     if not ranked:
-        return card("Findings", element("P", t.clean(report.verdict)))
+        return card("Findings", element("P", labels.clean(report.verdict)))
     if report.scope.step_source == "record":
         basis = "from recorded steps only, until a window is profiled"
     else:
@@ -215,7 +216,7 @@ def _findings(view: PageView) -> Any:
         "Findings",
         element("Ol", *(finding_line(view, finding) for finding in ranked), cls="lines"),
         tools=link("All", href=view.href("/findings")),
-        aside=f"{basis}; {t.clean(entry.why)}" if entry.why else basis,
+        aside=f"{basis}; {labels.clean(entry.why)}" if entry.why else basis,
     )
 
 

@@ -9,6 +9,7 @@ import polars as pl
 
 from advisor.advise.terms import is_foreign
 from advisor.core import text as t
+from advisor.core.labels import clean
 from advisor.dashboard import current, figures, snapshot, theme
 from advisor.dashboard.current import PageView
 from advisor.dashboard.parts import (
@@ -136,10 +137,10 @@ def _out_of_memory(a: Analysis) -> Any:
     ]
     snapshot = last.get("snapshot")
     if snapshot:
-        rows.append(("snapshot", t.clean(snapshot)))
+        rows.append(("snapshot", clean(snapshot)))
     return card(
         "Out of memory",
-        element("P", t.clean(last.get("message", "")), cls="mono"),
+        element("P", clean(last.get("message", "")), cls="mono"),
         table(["At the failure", ""], rows, numbers=()),
         aside=f"{t.format_count(len(events))}×",
         cls="alarm",

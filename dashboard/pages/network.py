@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Final
 
+from advisor.core import labels
 from advisor.core import text as t
 from advisor.core.sources import CollectiveCall, CollectiveProblem, FlightRecord, NetworkLog
 from advisor.dashboard import current
@@ -113,7 +114,7 @@ def _problem(view: PageView, problem: CollectiveProblem) -> Any:
     waiting = [rank for rank in problem.waiting if rank not in problem.ranks]
     if waiting:
         rows.append([of_ranks(waiting).lower(), "waiting", *_call(view, first, last=False)])
-    title = f"{t.clean(first.operation)} {first.sequence} of {t.clean(first.group)}"
+    title = f"{labels.clean(first.operation)} {first.sequence} of {labels.clean(first.group)}"
     return card(
         f"{title}: {problem.kind}",
         element("P", describe_problem(problem)),
@@ -130,9 +131,9 @@ def _call(view: PageView, call: CollectiveCall | None, *, last: bool) -> list[An
     """Operation, shapes and line of a call; ``last``: it is the last one that the rank made."""
     if call is None:
         return ["not recorded", "–", "–"]
-    dtypes = "/".join(dict.fromkeys(map(t.clean, call.dtypes)))
+    dtypes = "/".join(dict.fromkeys(map(labels.clean, call.dtypes)))
     shapes = " ".join(map(str, call.sizes[:3])) + ("…" if len(call.sizes) > 3 else "")
-    name = f"{t.clean(call.operation)} {call.sequence}"
+    name = f"{labels.clean(call.operation)} {call.sequence}"
     return [
         [element("Span", "last call: ", cls="dim"), name] if last else name,
         f"{shapes} {dtypes}".strip() or "–",
@@ -145,7 +146,7 @@ def _place(view: PageView, call: CollectiveCall) -> Any:
     where = call.where
     if where is None or not where.file:
         return "not recorded"
-    text = f"{t.shorten_path(t.clean(where.file), 50)}:{where.line}"
+    text = f"{t.shorten_path(labels.clean(where.file), 50)}:{where.line}"
     source = editor_href(view.session.editor, where)
     return element("A", text, href=source, title="Open in the editor") if source else text
 
@@ -158,12 +159,12 @@ def _path(log: NetworkLog) -> list[Any]:
     nics = f"{log.nic_gb_per_s:.0f} GB/s" if log.nic_gb_per_s else ""
     known = [
         ("Ranks", size, hosts),
-        ("Network", t.clean(", ".join(log.networks)), ""),
-        ("Ring", ring, f"{t.clean(log.ring)}, as NCCL expects" if log.ring else ""),
+        ("Network", labels.clean(", ".join(log.networks)), ""),
+        ("Ring", ring, f"{labels.clean(log.ring)}, as NCCL expects" if log.ring else ""),
         ("Adapters", nics, "per node, one direction"),
     ]
     rows = [
-        (field.label, t.clean(" · ".join(map(str, field.parts))))
+        (field.label, labels.clean(" · ".join(map(str, field.parts))))
         for section in document.build_network_path(log)
         for block in getattr(section, "blocks", ())
         if isinstance(block, FieldList)
@@ -184,7 +185,7 @@ def _counts(title: str, name: str, counts: Mapping[str, int]) -> Any:
         return None
     rows = [
         [
-            t.clean(kind),
+            labels.clean(kind),
             next((text for part, text in KINDS.items() if part in kind), "–"),
             f"{count:,}",
         ]

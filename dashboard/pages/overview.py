@@ -9,6 +9,7 @@ import dash_mantine_components as dmc
 from dash import Input, Output, State
 
 from advisor.advise import facts, views
+from advisor.core import labels
 from advisor.core import text as t
 from advisor.core.finding import Finding
 from advisor.core.report import Report
@@ -99,7 +100,7 @@ def _head(report: Report) -> Any:
     return element(
         "Div",
         element("Span", _status(report), cls=f"pill {report.status}"),
-        element("H1", t.clean(report.verdict)),
+        element("H1", labels.clean(report.verdict)),
         element("Div", *lines, cls="scope"),
         cls="page-head",
     )
@@ -227,7 +228,9 @@ def finding_line(view: PageView, finding: Finding) -> Any:
         "Li",
         element("Span", str(finding.priority or "∙"), cls="rank"),
         link(
-            t.clean(finding.title), href=f"{view.href('/findings')}#{anchor(finding)}", cls="title"
+            labels.clean(finding.title),
+            href=f"{view.href('/findings')}#{anchor(finding)}",
+            cls="title",
         ),
         amount,
         element("Span", t.first_sentence(finding.fix), cls="fix"),
@@ -261,7 +264,9 @@ def _rest(report: Report) -> Any:
     if report.passed:
         lines = [
             element(
-                "Li", element("Span", "✓", cls="mark good", aria_hidden="true"), t.clean(good.text)
+                "Li",
+                element("Span", "✓", cls="mark good", aria_hidden="true"),
+                labels.clean(good.text),
             )
             for good in report.passed
         ]

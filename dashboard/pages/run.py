@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from advisor.advise import views
+from advisor.core import labels
 from advisor.core import text as t
 from advisor.core.run_directory import Manifest, RankRecord
 from advisor.dashboard import current
@@ -38,7 +39,7 @@ def layout(**query: object) -> Any:
     view = current.view(**query)
     a = view.analysis
     record = a.record
-    title = head("Run", t.clean(view.entry.path), rank_choice(view, "/run"))
+    title = head("Run", labels.clean(view.entry.path), rank_choice(view, "/run"))
     recording = view.loaded.run.recording
     manifest = recording.manifest if recording is not None else None
     if record is None:
@@ -76,13 +77,13 @@ def _figures(view: PageView) -> Any:
         return None
     effect = recorded.observer_effect
     rate = recorded.samples_per_second
-    ended = t.clean(recorded.ended) if recorded.ended else "killed or still running"
+    ended = labels.clean(recorded.ended) if recorded.ended else "killed or still running"
     return tiles(
         [
             (
                 "Steps",
                 t.format_count(recorded.steps),
-                f"{t.format_count(recorded.used)} analysed · {t.clean(ended)}",
+                f"{t.format_count(recorded.used)} analysed · {labels.clean(ended)}",
             ),
             ("Median step", t.format_duration(recorded.median_ns), "outside the profiler"),
             (
@@ -125,17 +126,20 @@ def _environment(manifest: Manifest | None, record: RankRecord) -> Any:
     rows: list[tuple[str, Any]] = []
     if manifest is not None:
         if manifest.command:
-            rows.append(("command", element("Code", t.clean(" ".join(manifest.command)))))
+            rows.append(("command", element("Code", labels.clean(" ".join(manifest.command)))))
         if manifest.git_commit:
             dirty = ", with uncommitted changes" if manifest.git_dirty else ""
             rows.append(
-                ("commit", element("Span", element("Code", t.clean(manifest.git_commit)), dirty))
+                (
+                    "commit",
+                    element("Span", element("Code", labels.clean(manifest.git_commit)), dirty),
+                )
             )
         rows += _known(("ranks", manifest.world_size, t.format_count))
     for device in rank.devices[:8]:
-        parts = [t.clean(device.name or "GPU"), t.format_bytes(device.total_bytes)]
+        parts = [labels.clean(device.name or "GPU"), t.format_bytes(device.total_bytes)]
         if device.driver:
-            parts.append(f"driver {t.clean(device.driver)}")
+            parts.append(f"driver {labels.clean(device.driver)}")
         rows.append(("GPU", " · ".join(parts)))
     of_all = ""
     if rank.cpus_total not in (None, rank.cpus):
@@ -146,7 +150,7 @@ def _environment(manifest: Manifest | None, record: RankRecord) -> Any:
         ("/dev/shm", rank.shm_bytes, t.format_bytes),
     )
     versions = {} if manifest is None else manifest.versions
-    rows += [(t.clean(name), t.clean(value)) for name, value in sorted(versions.items())]
+    rows += [(labels.clean(name), labels.clean(value)) for name, value in sorted(versions.items())]
     return card("Environment", fact_list(rows)) if rows else None
 
 
@@ -158,15 +162,15 @@ def _known(*rows: tuple[str, Any, Callable[[Any], str]]) -> list[tuple[str, Any]
 def _flags(record: RankRecord) -> Any:
     rank = record.rank
     rows = [
-        (element("Code", t.clean(name)), _shown(value))
+        (element("Code", labels.clean(name)), _shown(value))
         for name, value in sorted(rank.flags.items())
     ]
     rows += [
-        (element("Code", t.clean(name)), element("Code", t.clean(value)))
+        (element("Code", labels.clean(name)), element("Code", labels.clean(value)))
         for name, value in sorted(rank.env.items())
     ]
     rows += [
-        (element("Code", f"ulimit {t.clean(name)}"), t.format_count(value))
+        (element("Code", f"ulimit {labels.clean(name)}"), t.format_count(value))
         for name, value in sorted(rank.ulimits.items())
     ]
     return card("Flags and variables", fact_list(rows)) if rows else None
@@ -177,7 +181,7 @@ def _shown(value: object) -> str:
         return "none"
     if isinstance(value, bool):
         return "on" if value else "off"
-    return t.shorten(t.clean(value), 200)
+    return labels.shorten(labels.clean(value), 200)
 
 
 STATES = {"done": "recorded", "never": "never opened"}
@@ -215,13 +219,13 @@ def _events(record: RankRecord) -> Any:
     """Warnings, errors, and the state of each profiled window."""
     lines = []
     for data in record.of_kind("window"):
-        state, why = t.clean(data.get("state", "")), t.clean(data.get("why", "") or "")
+        state, why = labels.clean(data.get("state", "")), labels.clean(data.get("why", "") or "")
         if state != "open":
-            number = t.clean(data.get("window", "?"))
+            number = labels.clean(data.get("window", "?"))
             said = STATES.get(state, state)
             lines.append(f"profiled window {number}: {said}{f', {why}' if why else ''}")
     for kind in ("warning", "error"):
-        lines += [f"{kind}: {t.clean(data.get('text', ''))}" for data in record.of_kind(kind)]
+        lines += [f"{kind}: {labels.clean(data.get('text', ''))}" for data in record.of_kind(kind)]
     if not lines:
         return None
     shown = [element("Li", line) for line in lines[:MAX_WARNINGS]]
@@ -240,7 +244,7 @@ def _lines(view: PageView) -> Any:
     rows = [
         [
             element("Code", f"{t.shorten_path(hot.file, 60)}:{hot.line}"),
-            element("Code", t.shorten(t.clean(hot.text), 80)),
+            element("Code", labels.shorten(labels.clean(hot.text), 80)),
             t.format_share(hot.share),
             t.format_share(hot.python),
             t.format_share(hot.native),
@@ -272,9 +276,9 @@ def _trace(a: Analysis) -> Any:
         ("length", t.format_duration(meta.end_ns)),
     ]
     if meta.truncated:
-        rows.append(("truncated", t.clean(meta.damage or "the file ends early")))
+        rows.append(("truncated", labels.clean(meta.damage or "the file ends early")))
     rows += [
-        (f"excluded: {t.clean(reason)}", t.format_count(count))
+        (f"excluded: {labels.clean(reason)}", t.format_count(count))
         for reason, count in meta.events_dropped.items()
     ]
     rows += [
@@ -285,13 +289,16 @@ def _trace(a: Analysis) -> Any:
     ]
     rows += _known(
         ("ranks", meta.world_size, t.format_count),
-        ("backend", meta.backend or None, t.clean),
+        ("backend", meta.backend or None, labels.clean),
         ("CUDA runtime", meta.cuda_runtime, _version),
         ("CUDA driver", meta.cuda_driver, _version),
     )
     for device in meta.devices[:8]:
         rows.append(
-            (f"GPU {device.id}", f"{t.clean(device.name)} · {t.format_bytes(device.memory_bytes)}")
+            (
+                f"GPU {device.id}",
+                f"{labels.clean(device.name)} · {t.format_bytes(device.memory_bytes)}",
+            )
         )
     return card("Trace", fact_list(rows))
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from datetime import datetime
 from typing import Any
 
+from advisor.core import labels
 from advisor.core import text as t
 from advisor.dashboard import current, figures
 from advisor.dashboard.current import PageView
@@ -30,7 +31,7 @@ def layout(**query: object) -> Any:
         return page(head("Runs", "Open a folder of runs: advisor dashboard runs/"))
     place = next((i for i, e in enumerate(session.entries) if e is view.entry), 0)
     return page(
-        head("Runs", t.clean(session.folder)),
+        head("Runs", labels.clean(session.folder)),
         _history(session.entries),
         _findings(session.entries),
         card(
@@ -53,7 +54,7 @@ def _history(entries: list[OpenedPath]) -> Any:
     shown = [(e.name, e.summary) for e in reversed(entries) if e.summary and e.summary.median_ns]
     if len(shown) < 2:
         return None
-    names = t.distinct_labels((name for name, _ in shown), 28)
+    names = labels.distinct_labels((name for name, _ in shown), 28)
     values = [(summary.median_ns or 0.0) / 1e6 for _, summary in shown]
     about = [
         f"{summary.commit or figures.NO_COMMIT} · {t.count_noun(summary.steps, 'step')}"
@@ -81,9 +82,10 @@ def _findings(entries: list[OpenedPath]) -> Any:
     if len(read) < 2 or not largest:
         return None
     titles = sorted(largest, key=lambda title: -largest[title])[:MAX_FINDINGS]
-    names = t.distinct_labels((entry.name for entry in read), 20)
+    names = labels.distinct_labels((entry.name for entry in read), 20)
     rows = [
-        [t.clean(title), *(_gain(entry.gains.get(title)) for entry in read)] for title in titles
+        [labels.clean(title), *(_gain(entry.gains.get(title)) for entry in read)]
+        for title in titles
     ]
     return card(
         "Findings, run by run",
@@ -100,7 +102,9 @@ def _row(entries: list[OpenedPath], place: int) -> list[Any]:
     entry = entries[place]
     summary = entry.summary
     href = f"/?run={entry.key}" if place else "/"
-    name = link(t.shorten(t.clean(entry.name), 48), href=href, title=t.clean(entry.path))
+    name = link(
+        labels.shorten(labels.clean(entry.name), 48), href=href, title=labels.clean(entry.path)
+    )
     verdict: Any = t.first_sentence(entry.verdict)
     if entry.state == "failed":
         verdict = t.first_sentence(entry.why)
@@ -116,12 +120,12 @@ def _row(entries: list[OpenedPath], place: int) -> list[Any]:
     return [
         name,
         element("Span", started, cls="nowrap"),
-        t.clean(summary.commit) or "–",
+        labels.clean(summary.commit) or "–",
         t.format_duration(summary.median_ns),
         _change(summary.median_ns, entries[place + 1 :]),
         t.format_count(summary.steps),
         t.format_count(summary.ranks),
-        t.shorten(t.clean(summary.command), MAX_COMMAND) or "–",
+        labels.shorten(labels.clean(summary.command), MAX_COMMAND) or "–",
         verdict,
     ]
 

@@ -12,7 +12,7 @@ from typing import Any
 import dash
 import flask
 
-from advisor.core import text as t
+from advisor.core import labels
 from advisor.core.errors import AdvisorError
 from advisor.core.scratch import scratch_folder
 from advisor.dashboard import current
@@ -112,7 +112,7 @@ def trace_routes(session: DashboardSession) -> flask.Blueprint:
         try:
             file = files.file(view)
         except AdvisorError as error:
-            return flask.Response(f"{t.clean(str(error))}\n", 409, mimetype="text/plain")
+            return flask.Response(f"{labels.clean(str(error))}\n", 409, mimetype="text/plain")
         return flask.send_file(
             file, mimetype="application/gzip", as_attachment=True, download_name=file_name(view)
         )

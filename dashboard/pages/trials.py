@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from advisor.core import labels
 from advisor.core import text as t
 from advisor.core.errors import AdvisorError
 from advisor.core.files import read_regular
@@ -47,7 +48,9 @@ def layout(**query: object) -> Any:
     try:
         report = read(view.entry.path)
     except (AdvisorError, OSError) as error:
-        return page(head("Trials"), empty_state("These trials cannot be read", t.clean(str(error))))
+        return page(
+            head("Trials"), empty_state("These trials cannot be read", labels.clean(str(error)))
+        )
     if report is None:
         return page(
             head("Trials"),
@@ -61,7 +64,7 @@ def layout(**query: object) -> Any:
     both = report.together
     saved = t.NOT_MEASURED if both is None else format_interval(both.gain_low, both.gain_high)
     return page(
-        head("Trials", t.clean(write_headline(report))),
+        head("Trials", labels.clean(write_headline(report))),
         banner([describe_losses(report)] if report.repeats is False else []),
         tiles(
             [
@@ -69,7 +72,7 @@ def layout(**query: object) -> Any:
                 (
                     "Step with all winning changes",
                     t.format_duration(None if both is None else both.step_ns),
-                    "" if both is None else t.clean(", ".join(map(str, both.knob_settings))),
+                    "" if both is None else labels.clean(", ".join(map(str, both.knob_settings))),
                 ),
                 ("Saved", saved, "of the mean step, 95% confidence"),
             ]
@@ -80,11 +83,11 @@ def layout(**query: object) -> Any:
             "How it was measured",
             fact_list(
                 [
-                    ("Program", t.clean(" ".join(report.program))),
-                    ("Runs", t.clean(" · ".join(describe_runs(report)))),
+                    ("Program", labels.clean(" ".join(report.program))),
+                    ("Runs", labels.clean(" · ".join(describe_runs(report)))),
                     ("Losses", describe_losses(report) or t.NOT_MEASURED),
-                    ("Past trials", t.clean(report.remembered) or "none for these rules"),
-                    ("Needs manual change", t.clean(", ".join(report.without)) or "–"),
+                    ("Past trials", labels.clean(report.remembered) or "none for these rules"),
+                    ("Needs manual change", labels.clean(", ".join(report.without)) or "–"),
                 ]
             ),
         ),
@@ -102,14 +105,14 @@ def read(path: str) -> TrialReport | None:
 def _table(trials: list[Trial]) -> Any:
     rows = [
         [
-            t.clean(trial.name),
-            t.clean(trial.rule),
+            labels.clean(trial.name),
+            labels.clean(trial.rule),
             format_interval(trial.predicted_low, trial.predicted_high) if trial.predicted else "–",
             "–" if trial.gain is None else format_interval(trial.gain_low, trial.gain_high),
             describe_prediction(trial),
-            t.clean(trial.losses) or "–",
+            labels.clean(trial.losses) or "–",
             t.format_bytes(trial.device_bytes or trial.host_bytes),
-            t.clean(f"{trial.outcome}: {trial.why}" if trial.why else trial.outcome),
+            labels.clean(f"{trial.outcome}: {trial.why}" if trial.why else trial.outcome),
         ]
         for trial in trials
     ]
@@ -121,8 +124,10 @@ def _table(trials: list[Trial]) -> Any:
 
 def _changes(trial: Trial) -> Any:
     return card(
-        t.clean(trial.title),
-        element("P", t.clean(f"Measured per sample. {trial.schedule}")) if trial.schedule else None,
-        element("Pre", element("Code", t.clean(trial.diff or trial.lines, lines=True))),
-        aside=t.clean(trial.name),
+        labels.clean(trial.title),
+        element("P", labels.clean(f"Measured per sample. {trial.schedule}"))
+        if trial.schedule
+        else None,
+        element("Pre", element("Code", labels.clean(trial.diff or trial.lines, lines=True))),
+        aside=labels.clean(trial.name),
     )

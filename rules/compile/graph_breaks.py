@@ -10,6 +10,7 @@ import numpy as np
 import polars as pl
 from msgspec.structs import replace
 
+from advisor.core import labels
 from advisor.core import text as t
 from advisor.core.finding import (
     Edit,
@@ -196,7 +197,7 @@ class GraphBreaks(Rule):
 
 
 def _reason(item: GraphBreak) -> str:
-    return f"{t.shorten_path(t.clean(item.file), 40)}:{item.line}, {t.clean(item.reason)}"
+    return f"{t.shorten_path(labels.clean(item.file), 40)}:{item.line}, {labels.clean(item.reason)}"
 
 
 def _location(item: GraphBreak | CompileCause) -> Location:
@@ -399,7 +400,7 @@ class Recompilation(Rule):
             summary = f"Functions were compiled again {count:,}×"
             summary += f", {t.format_duration(total)} in all. The longest: {_guarded(again[0])}."
         if limit:
-            summary += f" {t.clean(limit[0].function or 'A function')} then runs without "
+            summary += f" {labels.clean(limit[0].function or 'A function')} then runs without "
             summary += "torch.compile: it was compiled too often."
         yield Finding(
             title="torch.compile compiles functions again",
@@ -549,10 +550,10 @@ def _fix_of(causes: list[CompileCause]) -> str:
 
 def _guarded(cause: CompileCause) -> str:
     """A function, its line, the guard and what it costs."""
-    place = f"{t.clean(cause.function or 'a function')}"
+    place = f"{labels.clean(cause.function or 'a function')}"
     if cause.file is not None:
-        place += f" ({t.shorten_path(t.clean(cause.file), 40)}:{cause.line})"
-    return f"{place}, {t.clean(cause.reason)}"
+        place += f" ({t.shorten_path(labels.clean(cause.file), 40)}:{cause.line})"
+    return f"{place}, {labels.clean(cause.reason)}"
 
 
 def _functions(causes: list[CompileCause]) -> list[Location]:

@@ -6,12 +6,13 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from advisor.core import text as t
-from advisor.core.finding import Evidence, Finding, Impact, Location, unit_of
+from advisor.core import labels
+from advisor.core.finding import Finding, Impact, Location, unit_of
+from advisor.core.rule import Evidence
 from advisor.measure.ranks.wording import describe_reason, describe_subject
 
 if TYPE_CHECKING:
-    from advisor.core.finding import Per
+    from advisor.core.rule import Per
     from advisor.measure.ranks.outliers import Deviation, Job
     from advisor.replay.ranks.replay import JobGain
     from advisor.replay.ranks.study import Study
@@ -105,7 +106,7 @@ def _places(job: Job, at: list[int]) -> list[Location]:
         summary, step = job.summaries[job.joined.rank[cell]], int(job.joined.step[cell])
         places.append(
             Location(
-                op=t.clean(key.kind).replace("_", "-"),
+                op=labels.clean(key.kind).replace("_", "-"),
                 step=summary.steps[step].name if 0 <= step < len(summary.steps) else None,
                 dur_ns=round(float(result.mean_wait[row])),
             )

@@ -6,8 +6,9 @@ import numpy as np
 import polars as pl
 
 from advisor.core import text as t
-from advisor.core.finding import Edit, Evidence, Finding, Outcomes, Rule, Select
+from advisor.core.finding import Edit, Finding, Outcomes, Select
 from advisor.core.intervals import intersect, union
+from advisor.core.rule import Evidence, Rule
 from advisor.measure import Analysis
 from advisor.measure.host.names import name_matches
 from advisor.rules.common import amount_per_step, costliest_places, per_step

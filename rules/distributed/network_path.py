@@ -7,7 +7,8 @@ from collections.abc import Mapping
 from typing import Any, ClassVar
 
 from advisor.core import text as t
-from advisor.core.finding import Edit, Evidence, Finding, Outcomes, PassedCheck, Rule, Threshold
+from advisor.core.finding import Edit, Finding, Outcomes, PassedCheck
+from advisor.core.rule import Evidence, Rule, Threshold
 from advisor.core.sources import NETWORK_LOG, NetworkLog
 from advisor.measure import Analysis
 from advisor.measure.comm.links import Scaled, scale_collectives

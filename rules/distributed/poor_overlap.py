@@ -9,7 +9,8 @@ import polars as pl
 from numpy.typing import NDArray
 
 from advisor.core import text as t
-from advisor.core.finding import Edit, Finding, FrameworkAdvice, Outcomes, Rule, Select, Threshold
+from advisor.core.finding import Edit, Finding, Outcomes, Select
+from advisor.core.rule import FrameworkAdvice, Rule, Threshold
 from advisor.core.trace import JAX, TENSORFLOW
 from advisor.measure import Analysis
 from advisor.measure.device.copies import compute_stream

@@ -8,7 +8,8 @@ import numpy as np
 from msgspec.structs import replace
 
 from advisor.core import text as t
-from advisor.core.finding import Finding, Outcomes, PassedCheck, Rule, SkippedCheck, Threshold
+from advisor.core.finding import Finding, Outcomes, PassedCheck, SkippedCheck
+from advisor.core.rule import Rule, Threshold
 from advisor.measure.ranks.members import LATE_SHARE, MAX_LATE_CHANCE, MIN_COLLECTIVES, MIN_LATE
 from advisor.measure.ranks.wording import describe_subject
 from advisor.rules.distributed.across import finding_of, per_of

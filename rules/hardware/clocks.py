@@ -6,7 +6,8 @@ from typing import ClassVar
 
 import numpy as np
 
-from advisor.core.finding import Evidence, Finding, Impact, Outcomes, Rule, Source, Threshold
+from advisor.core.finding import Finding, Impact, Outcomes
+from advisor.core.rule import Evidence, Rule, Source, Threshold
 from advisor.core.run_directory import THROTTLE_BITS, Gpu
 from advisor.measure import Analysis
 from advisor.rules.recorded import (

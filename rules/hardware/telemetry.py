@@ -5,7 +5,8 @@ from __future__ import annotations
 import numpy as np
 
 from advisor.core import text as t
-from advisor.core.finding import Edit, Evidence, Finding, Outcomes, Rule, Select, Threshold
+from advisor.core.finding import Edit, Finding, Outcomes, Select
+from advisor.core.rule import Evidence, Rule, Threshold
 from advisor.core.run_directory import Gpu
 from advisor.measure import Analysis
 from advisor.rules.memory.device_memory import gpu_capacity

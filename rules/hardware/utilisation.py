@@ -6,7 +6,8 @@ import numpy as np
 import polars as pl
 
 from advisor.core import text as t
-from advisor.core.finding import Evidence, Finding, Outcomes, Rule, Source, Threshold
+from advisor.core.finding import Finding, Outcomes
+from advisor.core.rule import Evidence, Rule, Source, Threshold
 from advisor.core.run_directory import Gpu
 from advisor.measure import Analysis
 from advisor.rules.recorded import impact_without_gain, record_example, recorded_steps

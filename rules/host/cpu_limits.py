@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from advisor.core import text as t
-from advisor.core.finding import Evidence, Finding, Outcomes, Rule, Source, Threshold
+from advisor.core.finding import Finding, Outcomes
+from advisor.core.rule import Evidence, Rule, Source, Threshold
 from advisor.core.run_directory import Host
 from advisor.measure import Analysis
 from advisor.rules.recorded import (

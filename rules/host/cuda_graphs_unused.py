@@ -5,7 +5,8 @@ from __future__ import annotations
 import polars as pl
 
 from advisor.core import text as t
-from advisor.core.finding import Evidence, Finding, Outcomes, Rule, SkippedCheck, Threshold
+from advisor.core.finding import Finding, Outcomes, SkippedCheck
+from advisor.core.rule import Evidence, Rule, Threshold
 from advisor.measure import Analysis
 from advisor.rules.common import amount_per_step
 from advisor.rules.framework_advice import (

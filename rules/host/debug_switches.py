@@ -6,7 +6,8 @@ from typing import Any, Literal, NamedTuple
 
 import polars as pl
 
-from advisor.core.finding import Edit, Evidence, Finding, Outcomes, Rule, Select
+from advisor.core.finding import Edit, Finding, Outcomes, Select
+from advisor.core.rule import Evidence, Rule
 from advisor.measure import Analysis
 from advisor.measure.host.names import name_matches
 from advisor.measure.host.stacks import rows_around

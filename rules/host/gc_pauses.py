@@ -8,17 +8,9 @@ from typing import Any
 import numpy as np
 
 from advisor.core import text as t
-from advisor.core.finding import (
-    Evidence,
-    Finding,
-    Impact,
-    Location,
-    Outcomes,
-    Rule,
-    SkippedCheck,
-    Threshold,
-)
+from advisor.core.finding import Finding, Impact, Location, Outcomes, SkippedCheck
 from advisor.core.intervals import Floats
+from advisor.core.rule import Evidence, Rule, Threshold
 from advisor.core.run_directory import RecordedDevice
 from advisor.measure import Analysis
 from advisor.measure.host.names import name_matches

@@ -10,9 +10,11 @@ import numpy as np
 import polars as pl
 from numpy.typing import NDArray
 
+from advisor.core import labels
 from advisor.core import text as t
-from advisor.core.finding import Evidence, Finding, Outcomes, Rule, Select, Threshold
+from advisor.core.finding import Finding, Outcomes, Select
 from advisor.core.intervals import covered_length, intersect, union
+from advisor.core.rule import Evidence, Rule, Threshold
 from advisor.measure import Analysis
 from advisor.measure.host import stacks
 from advisor.measure.host.names import name_matches
@@ -95,7 +97,7 @@ class LoopCode(Rule):
         if ns < self.min_share * a.span_ns or ns < self.min_ms * 1e6 * a.step_count:
             return
         many = place.of_tensors and place.operators >= self.many_operators * a.step_count
-        alone = place.inside == t.clean(name)
+        alone = place.inside == labels.clean(name)
         inside = None if alone else place.inside
         location = locate_row(a, place.row, op=inside, count=place.calls)
         runs = amount_per_step(a, "operators in it", place.operators, "count")
@@ -356,7 +358,7 @@ class LoopTime:
             held=max(int(held), int(ns), 1),
             calls=len(seen),
             operators=operators,
-            inside=t.clean(top),
+            inside=labels.clean(top),
             of_tensors=top == name or not library,
         )
 

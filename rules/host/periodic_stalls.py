@@ -9,9 +9,11 @@ import numpy as np
 import polars as pl
 from numpy.typing import NDArray
 
+from advisor.core import labels
 from advisor.core import text as t
-from advisor.core.finding import GUESSED_STEP_SOURCES, Evidence, Finding, Outcomes, Rule, Threshold
+from advisor.core.finding import GUESSED_STEP_SOURCES, Finding, Outcomes
 from advisor.core.intervals import covered_length, union
+from advisor.core.rule import Evidence, Rule, Threshold
 from advisor.measure import Analysis
 from advisor.measure.host.names import name_matches
 from advisor.measure.host.sampled_stacks import hottest_line, share_in
@@ -322,7 +324,7 @@ class LongStep(Rule):
         compiling = _compiling_time(a, step)
         if compiling < self.min_explained * excess:
             compiling = took if re.search(_COMPILERS, what) else 0.0
-        because = f", {t.format_duration(took)} of it in {t.clean(what)}" if what else ""
+        because = f", {t.format_duration(took)} of it in {labels.clean(what)}" if what else ""
         if compiling:
             because = f", {t.format_duration(compiling)} of it compiling or loading code"
         saving = any(re.search(pattern, what) for pattern in list(_CAUSES.values())[:1])

@@ -6,8 +6,9 @@ import numpy as np
 import polars as pl
 
 from advisor.core import text as t
-from advisor.core.finding import Evidence, Finding, Outcomes, Rule, Source, Threshold
+from advisor.core.finding import Finding, Outcomes
 from advisor.core.intervals import intersect, union
+from advisor.core.rule import Evidence, Rule, Source, Threshold
 from advisor.measure import Analysis
 from advisor.rules.framework_advice import in_any_language
 from advisor.rules.recorded import impact_without_gain, recorded_steps, steps_seen

@@ -10,8 +10,9 @@ from typing import NamedTuple
 import numpy as np
 
 from advisor.core import text as t
-from advisor.core.finding import Evidence, Finding, Outcomes, Rule, SkippedCheck, Threshold
+from advisor.core.finding import Finding, Outcomes, SkippedCheck
 from advisor.core.intervals import Floats, Ints
+from advisor.core.rule import Evidence, Rule, Threshold
 from advisor.core.run_directory import Host
 from advisor.measure import Analysis
 from advisor.measure.steps.record import StepRecords

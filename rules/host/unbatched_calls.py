@@ -9,9 +9,10 @@ import msgspec
 import numpy as np
 import polars as pl
 
-from advisor.core import text as t
-from advisor.core.finding import Finding, Outcomes, Rule, Select, Threshold
+from advisor.core import labels
+from advisor.core.finding import Finding, Outcomes, Select
 from advisor.core.intervals import covered_length
+from advisor.core.rule import Rule, Threshold
 from advisor.measure import Analysis
 from advisor.measure.device.shapes import OpInputs
 from advisor.measure.host import stacks
@@ -121,7 +122,7 @@ class UnbatchedCalls(Rule):
         each = round(count / a.step_count)
         yield Finding(
             summary=(
-                f"{t.clean(name)} runs {each} times per step on one sample each, with equal "
+                f"{labels.clean(name)} runs {each} times per step on one sample each, with equal "
                 f"shapes. These calls and their backward take {of_step(a, ns)}."
             ),
             evidence=[

@@ -11,8 +11,9 @@ import polars as pl
 from numpy.typing import NDArray
 
 from advisor.core import text as t
-from advisor.core.finding import Evidence, Location, SkippedCheck
+from advisor.core.finding import Location, SkippedCheck
 from advisor.core.intervals import covered_length, intersect, union
+from advisor.core.rule import Evidence
 from advisor.measure import Analysis
 from advisor.measure.host.names import name_matches
 from advisor.measure.host.stacks import parse_frame

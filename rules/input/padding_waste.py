@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from advisor.core.finding import Edit, Finding, Impact, Outcomes, Rule, Select, Threshold
+from advisor.core.finding import Edit, Finding, Impact, Outcomes, Select
+from advisor.core.rule import Rule, Threshold
 from advisor.measure import Analysis
 from advisor.measure.steps.record import StepRecords
 from advisor.rules.common import scale_edit

@@ -5,7 +5,8 @@ from __future__ import annotations
 import numpy as np
 
 from advisor.core import text as t
-from advisor.core.finding import Evidence, Finding, Outcomes, Rule, Threshold
+from advisor.core.finding import Finding, Outcomes
+from advisor.core.rule import Evidence, Rule, Threshold
 from advisor.core.run_directory import MAX_VALUE
 from advisor.measure import Analysis
 from advisor.rules.recorded import (

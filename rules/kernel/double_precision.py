@@ -7,7 +7,8 @@ from typing import ClassVar
 import numpy as np
 import polars as pl
 
-from advisor.core.finding import Finding, Outcomes, Rule, Select, SkippedCheck, Threshold
+from advisor.core.finding import Finding, Outcomes, Select, SkippedCheck
+from advisor.core.rule import Rule, Threshold
 from advisor.measure import Analysis
 from advisor.measure.host.optree import own_time, time_inside
 from advisor.measure.host.stacks import is_operator

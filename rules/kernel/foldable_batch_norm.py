@@ -5,7 +5,8 @@ from __future__ import annotations
 import numpy as np
 import polars as pl
 
-from advisor.core.finding import Finding, Outcomes, Rule, Select, Threshold
+from advisor.core.finding import Finding, Outcomes, Select
+from advisor.core.rule import Rule, Threshold
 from advisor.measure import Analysis
 from advisor.measure.host.names import name_matches
 from advisor.measure.host.stacks import climb_stack, is_operator, parent_rows

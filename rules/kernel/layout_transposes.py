@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from advisor.core import text as t
-from advisor.core.finding import Edit, Finding, Outcomes, PassedCheck, Rule, Select, Threshold
+from advisor.core.finding import Edit, Finding, Outcomes, PassedCheck, Select
+from advisor.core.rule import Rule, Threshold
 from advisor.measure import Analysis
 from advisor.measure.host.names import name_matches
 from advisor.rules.common import amount_per_step, example_steps

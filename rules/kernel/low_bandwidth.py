@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from advisor.core.finding import SkippedCheck, Threshold
+from advisor.core.finding import SkippedCheck
+from advisor.core.rule import Threshold
 from advisor.measure import Analysis
 from advisor.measure.device.shapes import OpInputs
 from advisor.rules.kernel.rates import BelowRate, Cause

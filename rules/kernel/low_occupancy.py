@@ -5,7 +5,8 @@ from __future__ import annotations
 import numpy as np
 import polars as pl
 
-from advisor.core.finding import Evidence, Finding, Outcomes, Rule, Threshold
+from advisor.core.finding import Finding, Outcomes
+from advisor.core.rule import Evidence, Rule, Threshold
 from advisor.measure import Analysis
 from advisor.measure.device.occupancy import active_blocks, find_limiters
 from advisor.measure.host.names import name_matches

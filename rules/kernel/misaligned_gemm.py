@@ -9,7 +9,8 @@ from typing import NamedTuple
 import numpy as np
 import polars as pl
 
-from advisor.core.finding import Evidence, Finding, Outcomes, Rule, Select, Source, Threshold
+from advisor.core.finding import Finding, Outcomes, Select
+from advisor.core.rule import Evidence, Rule, Source, Threshold
 from advisor.measure import Analysis
 from advisor.measure.device.shapes import OpInputs, Tensor
 from advisor.rules.common import amount_per_step, example_steps

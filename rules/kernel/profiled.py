@@ -6,6 +6,7 @@ from typing import ClassVar, NamedTuple
 
 import numpy as np
 
+from advisor.core import labels
 from advisor.core import text as t
 from advisor.core.finding import Finding, Location, Outcomes
 from advisor.core.rule import ANY_FRAMEWORK, Evidence, FrameworkAdvice, Rule, Source, Threshold
@@ -131,7 +132,7 @@ def _sampled_at(k: ProfiledKernel) -> str:
     if at is None:
         return ""
     share = t.format_share(at.samples / (k.profile.samples or 1))
-    return f" {share} of its samples are at {t.shorten_path(t.clean(at.file), 40)}:{at.line}."
+    return f" {share} of its samples are at {t.shorten_path(labels.clean(at.file), 40)}:{at.line}."
 
 
 def _time(a: Analysis, k: ProfiledKernel) -> float:
@@ -142,7 +143,7 @@ def _time(a: Analysis, k: ProfiledKernel) -> float:
 
 
 def _short(k: ProfiledKernel) -> str:
-    return t.shorten(t.clean(kernel_key(k.profile.name)), 48)
+    return labels.shorten(labels.clean(kernel_key(k.profile.name)), 48)
 
 
 def _facts(k: ProfiledKernel) -> list[Evidence]:

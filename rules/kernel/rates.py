@@ -9,7 +9,8 @@ from typing import Any, ClassVar, NamedTuple
 import numpy as np
 import polars as pl
 
-from advisor.core.finding import Edit, Evidence, Finding, Outcomes, Rule, SkippedCheck, Threshold
+from advisor.core.finding import Edit, Finding, Outcomes, SkippedCheck
+from advisor.core.rule import Evidence, Rule, Threshold
 from advisor.core.text import format_share
 from advisor.measure import Analysis
 from advisor.measure.device.shapes import OpInputs

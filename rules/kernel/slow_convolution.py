@@ -7,7 +7,8 @@ from typing import Any
 
 import numpy as np
 
-from advisor.core.finding import Evidence, Finding, Outcomes, Rule, Threshold
+from advisor.core.finding import Finding, Outcomes
+from advisor.core.rule import Evidence, Rule, Threshold
 from advisor.measure import Analysis
 from advisor.measure.device.matmuls import parse_convolution
 from advisor.measure.device.shapes import OpInputs

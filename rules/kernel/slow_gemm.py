@@ -7,7 +7,7 @@ from typing import Any
 
 import polars as pl
 
-from advisor.core.finding import Threshold
+from advisor.core.rule import Threshold
 from advisor.measure import Analysis
 from advisor.measure.device.matmuls import MatrixProduct, parse_product
 from advisor.measure.device.shapes import OpInputs

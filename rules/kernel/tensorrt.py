@@ -7,7 +7,8 @@ from typing import ClassVar
 import polars as pl
 
 from advisor.core import text as t
-from advisor.core.finding import Finding, Outcomes, Rule, Select, Threshold
+from advisor.core.finding import Finding, Outcomes, Select
+from advisor.core.rule import Rule, Threshold
 from advisor.measure import Analysis
 from advisor.rules.common import amount_per_step, example_steps, of_step
 from advisor.rules.framework_advice import in_any_language

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from advisor.core import labels
 from advisor.core import text as t
 from advisor.core.finding import Finding, Location, Outcomes
 from advisor.core.rule import ANY_FRAMEWORK, Evidence, FrameworkAdvice, Rule, Source, Threshold
@@ -80,7 +81,9 @@ class TritonSpills(Rule):
     def _finding(self, found: list[tuple[float, MatchedKernel]], total: float) -> Finding:
         ns, worst = found[0][0], found[0][1].kernel
         size = t.format_bytes(worst.spilled or 0)
-        text = f"{t.shorten(t.clean(worst.name), 48)} spills {size} of registers per thread"
+        text = (
+            f"{labels.shorten(labels.clean(worst.name), 48)} spills {size} of registers per thread"
+        )
         evidence = [
             Evidence("spilled registers per thread", (worst.spilled or 0) / REGISTER, "count"),
             Evidence("registers per thread", worst.registers, "count"),

@@ -5,7 +5,8 @@ from __future__ import annotations
 import numpy as np
 
 from advisor.core import text as t
-from advisor.core.finding import Evidence, Finding, Outcomes, Rule, SkippedCheck, Threshold
+from advisor.core.finding import Finding, Outcomes, SkippedCheck
+from advisor.core.rule import Evidence, Rule, Threshold
 from advisor.measure import Analysis
 from advisor.rules.memory.device_memory import gpu_capacity, last_known
 from advisor.rules.recorded import impact_without_gain, recorded_steps, steps_seen

@@ -6,7 +6,8 @@ import numpy as np
 import polars as pl
 from numpy.typing import NDArray
 
-from advisor.core.finding import Edit, Evidence, Finding, Outcomes, Rule, Select, Threshold
+from advisor.core.finding import Edit, Finding, Outcomes, Select
+from advisor.core.rule import Evidence, Rule, Threshold
 from advisor.measure import Analysis
 from advisor.replay.selection import under_names
 from advisor.rules.common import amount_per_step, locate_row

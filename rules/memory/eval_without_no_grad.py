@@ -9,8 +9,9 @@ import polars as pl
 from numpy.typing import NDArray
 
 from advisor.core import text as t
-from advisor.core.finding import Evidence, Finding, Outcomes, Rule, Threshold
+from advisor.core.finding import Finding, Outcomes
 from advisor.core.intervals import Intervals, covered_length, intersect, union
+from advisor.core.rule import Evidence, Rule, Threshold
 from advisor.core.run_directory import MAX_VALUE
 from advisor.measure import Analysis
 from advisor.measure.device.families import MATRIX, op_families

@@ -6,8 +6,9 @@ import numpy as np
 import polars as pl
 
 from advisor.core import text as t
-from advisor.core.finding import Evidence, Finding, Outcomes, Rule, Threshold
+from advisor.core.finding import Finding, Outcomes
 from advisor.core.intervals import covered_length, union
+from advisor.core.rule import Evidence, Rule, Threshold
 from advisor.measure import Analysis
 from advisor.replay.project.moves import host_rate
 from advisor.rules.common import amount_per_step, of_step

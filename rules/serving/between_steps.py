@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from advisor.core.finding import Edit, Finding, FrameworkAdvice, Outcomes, Rule, Select, Threshold
+from advisor.core.finding import Edit, Finding, Outcomes, Select
 from advisor.core.intervals import covered_length
+from advisor.core.rule import FrameworkAdvice, Rule, Threshold
 from advisor.measure import Analysis
 from advisor.measure.steps.instants import between_steps
 from advisor.rules.common import amount_per_step, of_step

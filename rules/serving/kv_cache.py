@@ -8,7 +8,8 @@ import numpy as np
 import polars as pl
 
 from advisor.core import text as t
-from advisor.core.finding import Finding, FrameworkAdvice, Outcomes, Rule, Select, Threshold
+from advisor.core.finding import Finding, Outcomes, Select
+from advisor.core.rule import FrameworkAdvice, Rule, Threshold
 from advisor.measure import Analysis
 from advisor.measure.serving.annotations import DECODE
 from advisor.measure.serving.work import NARROW, read_heads

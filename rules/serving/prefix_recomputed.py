@@ -7,7 +7,8 @@ from typing import Any
 
 import numpy as np
 
-from advisor.core.finding import Edit, Evidence, Finding, Outcomes, Rule, Select, Threshold
+from advisor.core.finding import Edit, Finding, Outcomes, Select
+from advisor.core.rule import Evidence, Rule, Threshold
 from advisor.measure import Analysis
 from advisor.measure.device.shapes import OpInputs
 from advisor.rules.common import amount_per_step, example_steps

@@ -8,8 +8,9 @@ import numpy as np
 import polars as pl
 
 from advisor.core import text as t
-from advisor.core.finding import Evidence, Finding, FrameworkAdvice, Outcomes, Rule, Threshold
+from advisor.core.finding import Finding, Outcomes
 from advisor.core.report import Serving, ServingPhase
+from advisor.core.rule import Evidence, FrameworkAdvice, Rule, Threshold
 from advisor.measure import Analysis
 from advisor.measure.serving.annotations import DECODE, MIXED, PREFILL
 from advisor.rules.framework_advice import SGLANG_ARGUMENTS, SGLANG_TUNING, VLLM_TUNING

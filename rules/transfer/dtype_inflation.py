@@ -6,7 +6,8 @@ import numpy as np
 import polars as pl
 
 from advisor.core import text as t
-from advisor.core.finding import Edit, Evidence, Finding, Outcomes, Rule, SkippedCheck, Threshold
+from advisor.core.finding import Edit, Finding, Outcomes, SkippedCheck
+from advisor.core.rule import Evidence, Rule, Threshold
 from advisor.measure import Analysis
 from advisor.measure.device.shapes import OpInputs, bare_type_name
 from advisor.measure.host.names import map_names, name_matches

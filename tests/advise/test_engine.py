@@ -11,7 +11,8 @@ from advisor.advise.check import RULE_FAILED, run_rules
 from advisor.advise.engine import Options, analyze
 from advisor.advise.select import load_rules, read_config
 from advisor.core.errors import AdvisorError
-from advisor.core.finding import Edit, Evidence, Finding, Outcome, Rule, Select, SkippedCheck
+from advisor.core.finding import Edit, Finding, Outcome, Select, SkippedCheck
+from advisor.core.rule import Evidence, Rule
 from advisor.core.trace import Run
 from advisor.read.registry import read_bytes
 from advisor.render.formats import REPORTS

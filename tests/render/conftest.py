@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from advisor.core.finding import Evidence, Finding, Impact, Location, PassedCheck, SkippedCheck
+from advisor.core.finding import Finding, Impact, Location, PassedCheck, SkippedCheck
 from advisor.core.ranks import RankLine, Ranks
 from advisor.core.report import (
     Family,
@@ -20,6 +20,7 @@ from advisor.core.report import (
     Scope,
     TimeShare,
 )
+from advisor.core.rule import Evidence
 
 MS = 1_000_000
 

@@ -23,7 +23,7 @@ from advisor.render import formats
 from advisor.render.formats import COMPARISONS, REPORTS
 
 TOY = '''
-from advisor.core import text as t
+from advisor.core import labels
 from advisor.advise import views
 from advisor.render.renderer import DEFAULT, Renderer
 
@@ -36,7 +36,7 @@ class Toy(Renderer):
     def render(self, subject, options=DEFAULT):
         bar = views.build_step_bar(subject)
         lines = [f"{part.label}={part.time}" for part in bar.segments]
-        return "\\n".join([t.clean(subject.verdict), *lines]) + "\\n"
+        return "\\n".join([labels.clean(subject.verdict), *lines]) + "\\n"
 '''
 Make = Callable[..., Report]
 

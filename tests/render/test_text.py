@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from advisor.core import labels
 from advisor.core import text as t
 from advisor.core.finding import Finding, Impact
 
@@ -126,20 +127,20 @@ def test_a_gain_says_its_currency() -> None:
 
 @given(st.text())
 def test_clean_text_holds_nothing_that_a_terminal_obeys(text: str) -> None:
-    for shown in (t.clean(text), t.clean(text, lines=True).replace("\n", "")):
+    for shown in (labels.clean(text), labels.clean(text, lines=True).replace("\n", "")):
         assert not any(unicodedata.category(c) in {"Cc", "Cf", "Cs", "Zl", "Zp"} for c in shown)
         shown.encode()
 
 
 @given(st.text(alphabet=st.characters(min_codepoint=32, max_codepoint=126)))
 def test_ordinary_text_stays_as_it_is(text: str) -> None:
-    assert t.clean(text) == text
+    assert labels.clean(text) == text
 
 
 @given(st.text(), st.integers(min_value=0, max_value=80))
 def test_shortened_text_fits(text: str, width: int) -> None:
-    assert len(t.shorten(text, width)) <= width
-    assert len(t.kernel_label(text, width)) <= width
+    assert len(labels.shorten(text, width)) <= width
+    assert len(labels.kernel_label(text, width)) <= width
     assert len(t.shorten_path(text, max(1, width))) <= max(1, width)
 
 

@@ -8,7 +8,8 @@ import sys
 from functools import cache
 from typing import Any
 
-from advisor.core.finding import Finding, Rule
+from advisor.core.finding import Finding
+from advisor.core.rule import Rule
 
 WORTH = "worth"
 """The rule fires, and the engine finds the finding worth nothing."""

@@ -10,7 +10,8 @@ import pytest
 from advisor.advise.check import RULE_FAILED, run_rules
 from advisor.advise.impact import MIN_GAIN_SHARE
 from advisor.advise.select import load_rules
-from advisor.core.finding import Finding, Impact, Rule
+from advisor.core.finding import Finding, Impact
+from advisor.core.rule import Rule
 from advisor.measure import Analysis
 from advisor.testing import TraceBuilder
 from tests.rules.across import compared, studied

@@ -12,7 +12,7 @@ import polars as pl
 import pytest
 
 from advisor.advise.select import load_rules
-from advisor.core.finding import Rule, Source, Threshold
+from advisor.core.rule import Rule, Source, Threshold
 from advisor.measure import Analysis
 from advisor.read import read_trace
 

@@ -20,8 +20,9 @@ from advisor.advise.check import run_rules
 from advisor.advise.engine import Options, analyze
 from advisor.advise.select import load_rules
 from advisor.core import text as t
-from advisor.core.finding import Evidence, Finding, Outcome, PassedCheck
+from advisor.core.finding import Finding, Outcome, PassedCheck
 from advisor.core.report import Report
+from advisor.core.rule import Evidence
 from advisor.measure import Analysis
 from advisor.measure.device.shapes import Tensor
 from advisor.read import read_trace

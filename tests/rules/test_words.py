@@ -11,8 +11,8 @@ import pytest
 
 from advisor.advise.check import run_rules
 from advisor.advise.select import load_rules
-from advisor.core.finding import ANY_FRAMEWORK, Finding, Rule
-from advisor.core.rule import Program
+from advisor.core.finding import Finding
+from advisor.core.rule import ANY_FRAMEWORK, Program, Rule
 from advisor.core.trace import CUDA, JAX, TENSORFLOW
 from advisor.testing import TraceBuilder
 

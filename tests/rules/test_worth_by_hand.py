@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 
 from advisor.advise.check import run_rules
-from advisor.core.finding import Finding, Rule
+from advisor.core.finding import Finding
+from advisor.core.rule import Rule
 from advisor.rules.distributed.missing_no_sync import MissingNoSync
 from advisor.rules.distributed.slow_device import SlowDevice
 from advisor.rules.host.periodic_stalls import PeriodicStalls

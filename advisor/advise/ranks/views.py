@@ -10,6 +10,7 @@ from statistics import median
 from typing import Final, NamedTuple
 
 from advisor.core import text as t
+from advisor.core.labels import clean, shorten
 from advisor.core.ranks import MissingRanks, Outlier, RankLine, Ranks, RanksWhatIf
 
 HISTOGRAM_BINS: Final = 8
@@ -133,7 +134,7 @@ def build_heat_map(ranks: Ranks, most: int = MAX_RANKS) -> HeatMap | None:
 
 def describe_rank(line: RankLine) -> str:
     """``rank 7 · node-03``."""
-    return f"rank {line.rank} · {t.clean(line.host)}" if line.host else f"rank {line.rank}"
+    return f"rank {line.rank} · {clean(line.host)}" if line.host else f"rank {line.rank}"
 
 
 def class_label(name: str) -> str:
@@ -145,8 +146,8 @@ def class_label(name: str) -> str:
     ):
         if name.startswith(head):
             rest = name.removeprefix(head)
-            return f"{head[:-1]}: {labels.get(rest, t.clean(rest))}"
-    return t.CLASS_LABELS.get(name) or t.clean(name).replace("_", " ")
+            return f"{head[:-1]}: {labels.get(rest, clean(rest))}"
+    return t.CLASS_LABELS.get(name) or clean(name).replace("_", " ")
 
 
 def build_lists(ranks: Ranks) -> list[tuple[str, str, list[str]]]:
@@ -157,7 +158,7 @@ def build_lists(ranks: Ranks) -> list[tuple[str, str, list[str]]]:
         (
             "Not compared",
             "",
-            [f"{t.clean(name)}: {t.clean(why)}" for name, why in ranks.not_checked.items()],
+            [f"{clean(name)}: {clean(why)}" for name, why in ranks.not_checked.items()],
         ),
     ]
     return [item for item in result if item[2]]
@@ -165,7 +166,7 @@ def build_lists(ranks: Ranks) -> list[tuple[str, str, list[str]]]:
 
 def describe_what_if(item: RanksWhatIf) -> str:
     """``rank 7 as fast as the median: saves 5.1 ms per step (4.8 to 5.5 ms)``."""
-    return f"{t.clean(item.text)}: saves {describe_gain(item)}"
+    return f"{clean(item.text)}: saves {describe_gain(item)}"
 
 
 def describe_gain(item: RanksWhatIf | Outlier) -> str:
@@ -190,17 +191,17 @@ def format_spread(low: float, high: float) -> str:
 def describe_missing(item: MissingRanks) -> str:
     """``3 ranks (5, 9-10): access denied``."""
     names = f" ({shorten_numbers(item.ranks, 40)})" if item.ranks else ""
-    return f"{t.count_noun(item.count, 'rank')}{names}: {t.clean(item.why)}"
+    return f"{t.count_noun(item.count, 'rank')}{names}: {clean(item.why)}"
 
 
 def shorten_numbers(numbers: str, most: int = MAX_NUMBERS) -> str:
     """Numbers of ranks, not endless."""
-    return t.shorten(t.clean(numbers), most)
+    return shorten(clean(numbers), most)
 
 
 def outlier_name(outlier: Outlier) -> str:
     """``rank 7``, ``host node-03 (ranks 24-31)``."""
-    name = f"{t.clean(outlier.unit)} {t.clean(outlier.name)}"
+    name = f"{clean(outlier.unit)} {clean(outlier.name)}"
     if outlier.unit == "rank" or not outlier.ranks:
         return name
     return f"{name} (ranks {shorten_numbers(outlier.ranks, 30)})"
@@ -208,7 +209,7 @@ def outlier_name(outlier: Outlier) -> str:
 
 def outlier_kind(outlier: Outlier) -> str:
     """What is wrong with it."""
-    result = KINDS.get(outlier.kind, t.clean(outlier.kind))
+    result = KINDS.get(outlier.kind, clean(outlier.kind))
     return f"{result}, a different one from step to step" if outlier.moves else result
 
 
@@ -235,7 +236,7 @@ def describe_scope(ranks: Ranks) -> list[tuple[str, list[str]]]:
         result.append(
             ("step", [f"{t.format_duration(step.median)} on the median rank", middle, ends])
         )
-    result.append(("clocks", [t.clean(ranks.note)]))
+    result.append(("clocks", [clean(ranks.note)]))
     if ranks.replay_error is not None:
         miss = f"misses the measured step by {t.format_share(abs(ranks.replay_error))}"
         result.append(("replay", [miss]))

@@ -15,6 +15,7 @@ from typing import Any, Literal
 
 from msgspec.structs import replace
 
+from advisor.core import labels
 from advisor.core import text as t
 from advisor.core.flight import FlightCall, FlightDump
 from advisor.core.ranks import format_ranks
@@ -266,7 +267,7 @@ def describe_problem(problem: CollectiveProblem) -> str:
     """A problem in a sentence or two."""
     first = problem.calls[0]
     ranks = of_ranks(problem.ranks)
-    call = f"{describe_call(first)} of {t.clean(first.group)}"
+    call = f"{describe_call(first)} of {labels.clean(first.group)}"
     waiting = [rank for rank in problem.waiting if rank not in problem.ranks]
     waits = f"{of_ranks(waiting).lower()} {'wait' if len(waiting) > 1 else 'waits'} in it"
     has = "have" if len(problem.ranks) > 1 else "has"
@@ -288,13 +289,13 @@ def describe_call(call: CollectiveCall) -> str:
     """``all_reduce 7 with [1024, 8] Float at train.py:12``."""
     sizes = ", ".join(map(str, call.sizes[:3]))
     more = "…" if len(call.sizes) > 3 else ""
-    dtypes = "/".join(dict.fromkeys(map(t.clean, call.dtypes)))
+    dtypes = "/".join(dict.fromkeys(map(labels.clean, call.dtypes)))
     what = f" with {sizes}{more} {dtypes}".rstrip() if sizes else ""
     at = call.where
     place = f" at {t.shorten_path(at.file or '', 50)}:{at.line}" if at is not None else ""
-    return f"{t.clean(call.operation)} {call.sequence}{what}{place}"
+    return f"{labels.clean(call.operation)} {call.sequence}{what}{place}"
 
 
 def of_ranks(ranks: list[int]) -> str:
     """``Rank 3``, ``Ranks 0-2, 5``."""
-    return f"Rank{'s' if len(ranks) > 1 else ''} {t.shorten(format_ranks(ranks), 80)}"
+    return f"Rank{'s' if len(ranks) > 1 else ''} {labels.shorten(format_ranks(ranks), 80)}"

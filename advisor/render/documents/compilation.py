@@ -7,6 +7,7 @@ from typing import Final
 
 from msgspec.structs import replace
 
+from advisor.core import labels
 from advisor.core import text as t
 from advisor.core.report import Report
 from advisor.core.sources import CompileCause, CompileLog, FusedKernel, GraphBreak
@@ -53,7 +54,7 @@ def _summary(log: CompileLog, report: Report | None) -> str:
 
 def _break(item: GraphBreak) -> Inline:
     place = f"{t.shorten_path(item.file, 60)}:{item.line}"
-    inside = f" in {t.shorten(t.clean(item.function), 40)}" if item.function else ""
+    inside = f" in {labels.shorten(labels.clean(item.function), 40)}" if item.function else ""
     count = f", {item.count:,}×" if item.count > 1 else ""
     cost = ""
     if item.idle_ns is not None:
@@ -71,7 +72,7 @@ def _break(item: GraphBreak) -> Inline:
 
 def _kernel(item: FusedKernel) -> Inline:
     """Its time, what is fused in it, and the lines that is from."""
-    operators = ", ".join(t.clean(name).removeprefix("aten.") for name in item.operators)
+    operators = ", ".join(labels.clean(name).removeprefix("aten.") for name in item.operators)
     places: dict[str, list[int]] = {}
     for each in item.lines:
         if each.file is not None and each.line is not None:
@@ -79,7 +80,7 @@ def _kernel(item: FusedKernel) -> Inline:
     at = "; ".join(f"{file}:{', '.join(map(str, lines))}" for file, lines in places.items())
     time = f", {t.format_duration(item.ns or 0.0)} per step"
     return (
-        Span(t.shorten(t.clean(item.name), 50), "code"),
+        Span(labels.shorten(labels.clean(item.name), 50), "code"),
         f"{time}: {operators or 'operators not recorded'}",
         Span(f" {at}" if at else "", "soft"),
     )
@@ -107,7 +108,7 @@ def _again(causes: list[CompileCause]) -> Inline:
 def _cause(item: CompileCause) -> Inline:
     known = item.file is not None
     place = f"{t.shorten_path(item.file or '', 60)}:{item.line}" if known else "unknown line"
-    inside = f" in {t.shorten(t.clean(item.function), 40)}" if item.function else ""
+    inside = f" in {labels.shorten(labels.clean(item.function), 40)}" if item.function else ""
     time = "" if item.ns is None else f", {t.format_duration(item.ns)}"
     count = f", {item.count:,}×" if item.count > 1 else ""
     return (Span(place, "code"), f"{inside}{count}{time}: {item.reason}")

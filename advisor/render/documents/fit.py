@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from advisor.advise.memory_fit import CUDA_CONTEXT_BYTES, CostedChange, MemoryFit, RepeatedLayer
+from advisor.core import labels
 from advisor.core import text as t
 from advisor.render.document import Block, Code, Document, FieldList, Grid, Paragraph, TextField
 from advisor.rules.memory.out_of_memory import describe_change
@@ -108,4 +109,4 @@ def _place(way: CostedChange) -> str:
     where = way.change.where
     if where is None or where.file is None:
         return ""
-    return f" ({t.shorten_path(t.clean(where.file).replace(chr(92), '/'), 40)}:{where.line})"
+    return f" ({t.shorten_path(labels.clean(where.file).replace(chr(92), '/'), 40)}:{where.line})"

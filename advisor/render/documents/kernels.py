@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Final
 
+from advisor.core import labels
 from advisor.core import text as t
 from advisor.render.document import Block, Code, Grid, Items, Paragraph, Section
 
@@ -34,7 +35,7 @@ def tables(report: Report) -> list[Section]:
     traced = any(view.step_ns is not None for view in views)
     absent = sum(view.step_ns is None for view in views)
     views = [view for view in views if view.step_ns is not None] if traced else views
-    short = t.labels_by_name((view.short for view in views), 34)
+    short = labels.labels_by_name((view.short for view in views), 34)
     several = any(view.profiled > 1 for view in views)
     rows = [_row(view, short[view.short], traced, several) for view in views[:MAX_ROWS]]
     head = [name for name in rows[0] if any(row[name] for row in rows)]
@@ -51,7 +52,7 @@ def tables(report: Report) -> list[Section]:
             f"{t.shorten_path(each.file, 34)}:{each.line}",
             t.format_share(each.share),
             "issuing" if each.stall == "selected" else each.stall,
-            t.shorten(view.short, 26),
+            labels.shorten(view.short, 26),
         ]
         for view in views[:MAX_SHORT]
         for each in view.lines[:MAX_LINES]
@@ -60,7 +61,7 @@ def tables(report: Report) -> list[Section]:
     if sampled:
         grid = Grid(["line", "samples", "most wait for", "kernel"], sampled, align="lrll")
         blocks.append(Section("Where warps were sampled", [grid], "share of the kernel's samples"))
-    advice = [f"{t.shorten(view.short, 40)}: {text}" for view in views for text in view.advice]
+    advice = [f"{labels.shorten(view.short, 40)}: {text}" for view in views for text in view.advice]
     if advice:
         count = t.count_noun(len(advice), "note") + " of the profiler"
         items = Items(advice[:MAX_ADVICE])
@@ -88,7 +89,7 @@ def _triton(report: Report) -> list[Section]:
     grid = _grid(head, rows, "l" + "r" * (len(head) - 2) + "l", optional=(len(head) - 1,))
     places = {
         (view.name, view.file, view.line): [
-            t.shorten(view.name, 34),
+            labels.shorten(view.name, 34),
             f"{t.shorten_path(view.file, 42)}:{view.line}",
         ]
         for view in shown[:MAX_ROWS]
@@ -122,7 +123,7 @@ def _triton_row(view: TritonKernel, head: list[str]) -> list[str]:
     spilled, occupancy = view.spilled_bytes, view.occupancy
     by = f", {view.occupancy_limiter}" if view.occupancy_limiter else ""
     cells = {
-        "kernel": t.shorten(view.name, 26),
+        "kernel": labels.shorten(view.name, 26),
         "per step": t.format_duration(view.step_ns or 0.0),
         "spills": t.NOT_MEASURED if spilled is None else _size(spilled),
         "registers": t.NOT_MEASURED if view.registers is None else str(view.registers),

@@ -5,10 +5,11 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Final
 
+from advisor.core import labels
 from advisor.core import text as t
-from advisor.core.finding import Per
 from advisor.core.layers import Layer, LayerOutlier, Layers
 from advisor.core.report import Report
+from advisor.core.rule import Per
 from advisor.core.trace import CUDA, JAX, TENSORFLOW
 from advisor.render.document import (
     DEFAULT,
@@ -179,10 +180,10 @@ def _kinds(layers: Layers, most: int) -> Grid:
 def _outlier(outlier: LayerOutlier, steps: int) -> str:
     more = t.format_share(outlier.ns / outlier.usual_ns - 1)
     time = f"{t.format_duration(outlier.ns)}, {more} longer than its equals"
-    part = f"; most of it in {t.clean(outlier.part)}" if outlier.part else ""
+    part = f"; most of it in {labels.clean(outlier.part)}" if outlier.part else ""
     seen = "in the one step that was measured" if steps <= 1 else f"median of {steps} steps"
     return (
-        f"{t.clean(outlier.name)} takes {time} in {t.clean(outlier.equals)} "
+        f"{labels.clean(outlier.name)} takes {time} in {labels.clean(outlier.equals)} "
         f"({t.format_duration(outlier.usual_ns)}){part}: {seen}."
     )
 

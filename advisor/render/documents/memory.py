@@ -6,6 +6,7 @@ from pathlib import PurePath
 from statistics import median
 from typing import TYPE_CHECKING, Final, NamedTuple
 
+from advisor.core import labels
 from advisor.core import text as t
 from advisor.render.document import (
     Block,
@@ -156,7 +157,11 @@ def describe_device(view: MemoryView, rows: int = MAX_ROWS, *, named: bool = Fal
             "Over the run",
             ["snapshot", "in tensors", "reserved"],
             [
-                [t.clean(each.name), t.format_bytes(each.allocated), t.format_bytes(each.reserved)]
+                [
+                    labels.clean(each.name),
+                    t.format_bytes(each.allocated),
+                    t.format_bytes(each.reserved),
+                ]
                 for each in view.series
             ],
             rows,
@@ -202,7 +207,7 @@ def _held(view: MemoryView) -> list[list[str]]:
     whole = max(view.allocated, 1)
     rows = []
     for each, row in zip(view.held, _lines(view.held, categories=True), strict=True):
-        label = f" · {t.clean(each.label)}" if each.label else ""
+        label = f" · {labels.clean(each.label)}" if each.label else ""
         rows.append([row[0] + label, row[1], t.format_share(each.bytes / whole), row[2]])
     return rows
 
@@ -234,7 +239,7 @@ def modules(view: MemoryView, most: int = MAX_ROWS) -> Grid:
 
 def _module_name(each: ModuleMemory) -> str:
     """The file of its ``forward``, and where it is called."""
-    name = t.clean(PurePath(each.file.replace("\\", "/")).name)
+    name = labels.clean(PurePath(each.file.replace("\\", "/")).name)
     return name if each.line is None else f"{name}, called at line {each.line}"
 
 
@@ -284,7 +289,7 @@ def _steps(view: MemoryView) -> list[str]:
 
 def _place(each: MemoryHolder) -> str:
     if each.file is None and each.function is not None:
-        return t.clean(each.function)
+        return labels.clean(each.function)
     if each.file is None:
         return "line not recorded"
     return f"{shorten(each.file)}:{each.line}"
@@ -292,7 +297,7 @@ def _place(each: MemoryHolder) -> str:
 
 def shorten(file: str) -> str:
     """The end of a path, with slashes."""
-    return t.shorten_path(t.clean(file).replace("\\", "/"), 32)
+    return t.shorten_path(labels.clean(file).replace("\\", "/"), 32)
 
 
 def sentences(device: DeviceMemory) -> list[str]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Final
 
+from advisor.core import labels
 from advisor.core import text as t
 from advisor.core.run_directory import THROTTLE_BITS, Gpu, Host, Sample
 from advisor.render.document import Block, Document, FieldList, Grid, Paragraph, Section, TextField
@@ -50,7 +51,7 @@ def _row(number: int, gpu: Gpu) -> list[str]:
 
 
 def _details(gpu: Gpu, name: str | None) -> list[str]:
-    parts = [t.clean(name or "model not recorded")]
+    parts = [labels.clean(name or "model not recorded")]
     if held := throttle_reasons(gpu):
         parts.append(f"limited by: {', '.join(held)}")
     if gpu.gpm:
@@ -160,5 +161,5 @@ def prometheus(sample: Sample, names: Mapping[str | None, str | None]) -> str:
 
 
 def _quoted(text: str) -> str:
-    escaped = t.clean(text).replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n")
+    escaped = labels.clean(text).replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n")
     return f'"{escaped}"'

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Final
 
+from advisor.core import labels
 from advisor.core import text as t
 from advisor.core.sources import CollectiveCall, FlightRecord, NetworkLog
 from advisor.measure.comm.flight import describe_call, of_ranks
@@ -36,7 +37,7 @@ def build_flight_record(record: FlightRecord | None) -> Iterator[Block]:
         rows = [_call(each, "") for each in problem.calls]
         rows += [_call(each, "last call of ") for each in problem.last]
         first = problem.calls[0]
-        title = f"{t.clean(first.operation)} {first.sequence} of {t.clean(first.group)}"
+        title = f"{labels.clean(first.operation)} {first.sequence} of {labels.clean(first.group)}"
         blocks.append(Items(rows[:MAX_ROWS], "∙", f"{title}: {problem.kind}"))
     yield Section("Collectives (flight recorder)", blocks)
 
@@ -44,12 +45,12 @@ def build_flight_record(record: FlightRecord | None) -> Iterator[Block]:
 def _call(call: CollectiveCall, prefix: str) -> Inline:
     """Who, what, in which state, where."""
     function = call.where.function if call.where is not None else None
-    inside = f" in {t.shorten(t.clean(function), 40)}" if function else ""
-    group = t.shorten(t.clean(call.group), 40)
+    inside = f" in {labels.shorten(labels.clean(function), 40)}" if function else ""
+    group = labels.shorten(labels.clean(call.group), 40)
     return (
         f"{prefix}rank {call.rank}: ",
         Span(describe_call(call), "code"),
-        Span(f"{inside}, {group}, {t.clean(call.state)}", "soft"),
+        Span(f"{inside}, {group}, {labels.clean(call.state)}", "soft"),
     )
 
 
@@ -81,7 +82,7 @@ def build_network_path(log: NetworkLog | None) -> Iterator[Block]:
         "warnings": [f"{text} ({count}×)" for text, count in log.warnings.items()][:3],
     }
     rows = [
-        TextField(label, [t.clean(part) for part in parts if part])
+        TextField(label, [labels.clean(part) for part in parts if part])
         for label, parts in facts.items()
         if any(parts)
     ]

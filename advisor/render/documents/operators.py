@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final
 
+from advisor.core import labels
 from advisor.core import text as t
 from advisor.render.document import (
     DEFAULT,
@@ -81,7 +82,7 @@ def _notes(report: Report, rows: list[OperatorRate]) -> list[str]:
     if not report.attainable:
         name = report.scope.device_name
         notes.append(
-            f"advisor has no attainable rates of {t.clean(name)}."
+            f"advisor has no attainable rates of {labels.clean(name)}."
             if name
             else "The GPU's model was not recorded."
         )
@@ -95,5 +96,5 @@ def _source(rate: AttainableRate) -> str:
     shown = _short(rate.rate, "G" if rate.of == "memory" else "T")
     if rate.source is None:
         return f"{what}: {shown}, estimated: the peak times what other GPUs of its maker attain"
-    where = f", {t.clean(rate.url)}" if rate.url else ""
-    return f"{what}: {shown}, measured: {t.clean(rate.source)}{where}"
+    where = f", {labels.clean(rate.url)}" if rate.url else ""
+    return f"{what}: {shown}, measured: {labels.clean(rate.source)}{where}"

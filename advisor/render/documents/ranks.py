@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from typing import Final
 
 from advisor.advise.ranks import views
+from advisor.core import labels
 from advisor.core import text as t
 from advisor.core.layers import MeshAxis
 from advisor.core.ranks import Ranks, format_ranks
@@ -138,7 +139,7 @@ def sections(ranks: Ranks) -> Iterator[Block]:
     if many:
         yield from build_rank_groups(ranks)
     for title, _, lines in views.build_lists(ranks):
-        yield Section(title, [Items([t.shorten(line, MAX_TEXT) for line in lines], "•")])
+        yield Section(title, [Items([labels.shorten(line, MAX_TEXT) for line in lines], "•")])
 
 
 def _map(ranks: Ranks) -> Iterator[Block]:
@@ -177,7 +178,7 @@ def build_rank_groups(ranks: Ranks) -> Iterator[Section]:
             total[name] = total.get(name, 0.0) + ns * group.count
     rows = [
         [
-            t.shorten(t.clean(group.name), 48),
+            labels.shorten(labels.clean(group.name), 48),
             views.shorten_numbers(group.ranks),
             t.format_count(group.count),
             t.format_duration(group.step_ns),

@@ -6,9 +6,11 @@ from collections.abc import Iterator, Sequence
 from typing import Final
 
 from advisor.advise import facts, views
+from advisor.core import labels
 from advisor.core import text as t
-from advisor.core.finding import Evidence, Finding
+from advisor.core.finding import Finding
 from advisor.core.report import Report
+from advisor.core.rule import Evidence
 from advisor.render.document import (
     DEFAULT,
     Block,
@@ -214,7 +216,7 @@ def _where(report: Report, finding: Finding) -> Iterator[TextField]:
 def _fact(item: Evidence) -> EvidenceRow:
     limit = ""
     if item.threshold is not None:
-        source = f" ({t.clean(item.source)})" if item.source else ""
+        source = f" ({labels.clean(item.source)})" if item.source else ""
         limit = f"{t.format_value(item.threshold, item.unit)}{source}"
     return t.evidence_label(item), t.format_value(item.value, item.unit), limit
 

@@ -14,7 +14,7 @@ import tokenize
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
-from advisor.core.finding import ANY_FRAMEWORK, Rule, Source, Threshold
+from advisor.core.rule import ANY_FRAMEWORK, Rule, Source, Threshold
 from advisor.core.text import count_noun
 from advisor.core.trace import CUDA, JAX, TENSORFLOW
 from advisor.render.document import (

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Final
 
+from advisor.core import labels
 from advisor.core import text as t
 from advisor.core.report import Quantiles, Report, Serving, ServingPhase
 from advisor.render.document import Block, FieldList, Grid, Section, TextField
@@ -54,7 +55,7 @@ def build_row(phase: ServingPhase) -> list[str]:
     if phase.limit is not None:
         limit = f"{phase.limit} {t.format_share(phase.limit_share)}"
     return [
-        t.shorten(t.clean(phase.name), MAX_NAME),
+        labels.shorten(labels.clean(phase.name), MAX_NAME),
         f"{phase.steps:,}",
         _count(phase.requests),
         _count(phase.tokens),
@@ -90,7 +91,7 @@ def describe_lines(serving: Serving) -> list[tuple[str, list[str], bool]]:
     """(label, parts, whether it is a detail) of what stands below the table."""
     result: list[tuple[str, list[str], bool]] = []
     for phase in serving.phases:
-        own = t.shorten(t.clean(phase.name), MAX_NAME)
+        own = labels.shorten(labels.clean(phase.name), MAX_NAME)
         if phase.attainable_ns is not None and phase.attainable_ns < phase.ns:
             ratio = phase.ns / phase.attainable_ns if phase.attainable_ns else 1.0
             known = f"{t.format_share(phase.known_share)} of its kernel time could be compared"

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Final
 
+from advisor.core import labels
 from advisor.core import text as t
 from advisor.render.document import (
     DEFAULT,
@@ -67,7 +68,7 @@ def _table(report: TrialReport) -> Grid:
         predicted = "–"
         if trial.predicted is not None:
             predicted = format_interval(trial.predicted_low, trial.predicted_high)
-        name = t.shorten(t.clean(trial.name), 26)
+        name = labels.shorten(labels.clean(trial.name), 26)
         rows.append(
             [name, predicted, measured, describe_prediction(trial), str(trial.runs), trial.outcome]
         )

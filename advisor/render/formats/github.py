@@ -12,6 +12,7 @@ from pathlib import Path, PurePath
 from typing import TYPE_CHECKING, Any, Final
 
 from advisor.advise import facts
+from advisor.core import labels
 from advisor.core import text as t
 from advisor.core.finding import Finding, Location
 from advisor.core.report import Report
@@ -55,12 +56,12 @@ def _decision(comparison: Comparison) -> list[str]:
     assert decision is not None
     level = "warning" if decision.answer == "not shown" else "notice"
     level = "error" if decision.failed else level
-    text = t.clean(f"{view.write_headline(comparison)}. {'; '.join(decision.reasons)}.")
+    text = labels.clean(f"{view.write_headline(comparison)}. {'; '.join(decision.reasons)}.")
     lines = [f"::{level} title=advisor gate::{escape_data(text)}"]
     for item in dict(view.gate_findings(comparison))["new"]:
         title = escape_property("advisor: new finding")
         place = f" ({item.place})" if item.place else ""
-        lines.append(f"::warning title={title}::{escape_data(t.clean(item.title + place))}")
+        lines.append(f"::warning title={title}::{escape_data(labels.clean(item.title + place))}")
     return lines
 
 
@@ -73,11 +74,13 @@ def _annotation(finding: Finding) -> str:
             properties["file"] = path
             if place.line is not None and place.line > 0:
                 properties["line"] = str(place.line)
-    properties["title"] = f"{t.clean(finding.title)} ({facts.describe_gain(finding, alone=True)})"
+    properties["title"] = (
+        f"{labels.clean(finding.title)} ({facts.describe_gain(finding, alone=True)})"
+    )
     lines = [finding.summary, f"Fix: {finding.fix}"]
     if "file" not in properties and finding.where:
         lines.append(f"Where: {' · '.join(t.location_names(finding.where[0]))}")
-    text = "\n".join(t.clean(line) for line in lines if line)
+    text = "\n".join(labels.clean(line) for line in lines if line)
     return _command(COMMANDS[finding.severity], properties, text, lines=True)
 
 
@@ -89,7 +92,8 @@ def _held(device: memory.DeviceMemory) -> str:
 
 def _command(name: str, properties: dict[str, str], text: str, *, lines: bool = False) -> str:
     given = ",".join(f"{key}={escape_property(value)}" for key, value in properties.items())
-    return f"::{name} {given}::{escape_data(t.shorten(t.clean(text, lines=lines), MAX_MESSAGE))}"
+    message = labels.shorten(labels.clean(text, lines=lines), MAX_MESSAGE)
+    return f"::{name} {given}::{escape_data(message)}"
 
 
 def escape_data(text: str) -> str:
@@ -99,7 +103,7 @@ def escape_data(text: str) -> str:
 
 def escape_property(text: str) -> str:
     """The value of a property."""
-    safe = escape_data(t.shorten(t.clean(text), 1000))
+    safe = escape_data(labels.shorten(labels.clean(text), 1000))
     return safe.replace(":", "%3A").replace(",", "%2C")
 
 
@@ -119,7 +123,7 @@ def relative(file: str) -> tuple[str, bool]:
     A path below the working folder becomes relative to it, as CI expects; one that was recorded
     relative (profilers cut a common beginning off) stays so.
     """
-    file = t.clean(file)
+    file = labels.clean(file)
     with suppress(ValueError, OSError):
         file = str(PurePath(file).relative_to(Path.cwd()))
     shown = file.replace("\\", "/")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from advisor.core.text import sanitize
+from advisor.core.labels import sanitize
 from advisor.render.renderer import DEFAULT, Renderer, RenderOptions
 
 

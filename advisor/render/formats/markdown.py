@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Sequence
 
-from advisor.core import text as t
+from advisor.core import labels
 from advisor.render import document as d
 from advisor.render.renderer import DEFAULT, DocumentRenderer, RenderOptions
 
@@ -15,7 +15,7 @@ _LIST = re.compile(r"^(\s*)([-+=#]|\d+(?=[.)](?:\s|$)))")
 
 def escape(text: object) -> str:
     """Text that Markdown, HTML and GitHub's own syntax (mentions, issue numbers) leave alone."""
-    safe = t.clean(text).replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")
+    safe = labels.clean(text).replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")
     safe = _SPECIAL.sub(r"\\\g<0>", safe)
     safe = _LIST.sub(lambda m: f"{m[1]}{m[2]}\\" if m[2].isdigit() else f"{m[1]}\\{m[2]}", safe)
     # An empty comment keeps the two apart: nobody is notified, no issue or address is linked.
@@ -25,7 +25,7 @@ def escape(text: object) -> str:
 
 def code_span(text: object) -> str:
     """A code span, whatever backticks are inside; its pipes do not end a table cell."""
-    safe = t.clean(text).replace("|", "\\|")
+    safe = labels.clean(text).replace("|", "\\|")
     fence = "`" * (_longest_run(safe) + 1)
     if not safe.strip():
         return f"{fence} {safe} {fence}" if safe else ""
@@ -35,7 +35,7 @@ def code_span(text: object) -> str:
 
 def fenced_block(text: str, language: str = "python") -> str:
     """A fenced block that its content cannot end."""
-    safe = t.clean(text, lines=True).strip("\n")
+    safe = labels.clean(text, lines=True).strip("\n")
     fence = "`" * max(3, _longest_run(safe) + 1)
     return f"{fence}{language}\n{safe}\n{fence}"
 

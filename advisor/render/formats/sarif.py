@@ -17,7 +17,7 @@ from urllib.parse import quote
 import msgspec
 
 from advisor.advise import facts
-from advisor.core import text as t
+from advisor.core import labels
 from advisor.core.finding import Finding, Location
 from advisor.core.report import Report, RuleText
 from advisor.render.documents import memory
@@ -42,7 +42,7 @@ class Sarif(Renderer[Report]):
     def render(self, subject: Report, options: RenderOptions = DEFAULT) -> str:
         """A result for every finding, risk and note."""
         log = json.dumps(_log(subject), indent=2, ensure_ascii=False)
-        return t.sanitize(log.encode("utf-8") + b"\n")
+        return labels.sanitize(log.encode("utf-8") + b"\n")
 
 
 def _log(report: Report) -> dict[str, Any]:
@@ -111,7 +111,7 @@ def _rule(finding: Finding, known_rule: RuleText | None) -> dict[str, Any]:
     links = [item for item in finding.references if item.startswith("https://")]
     uris = [quote(link, safe=":/?#[]@!$&'()*+,;=%~") for link in links]
     rule: dict[str, Any] = {
-        "id": t.clean(finding.rule) or "unknown",
+        "id": labels.clean(finding.rule) or "unknown",
         "shortDescription": {"text": _plain(title) or "unknown"},
         "fullDescription": {"text": _plain(about) or "unknown"},
         "help": {"text": _plain("\n\n".join([about, *uris]), lines=True) or "unknown"},
@@ -127,7 +127,7 @@ def _result(finding: Finding, index: int, mark: str, report: Report) -> dict[str
     text = f"{finding.summary} {gain}. Fix: {finding.fix}"
     folded = finding.folded_under is not None
     result: dict[str, Any] = {
-        "ruleId": t.clean(finding.rule) or "unknown",
+        "ruleId": labels.clean(finding.rule) or "unknown",
         "ruleIndex": index,
         "level": "note" if folded or finding.informational else LEVELS[finding.severity],
         "message": {"text": _plain(f"{finding.title}: {text}")},
@@ -188,7 +188,7 @@ def _location(place: Location) -> dict[str, Any]:
         "physicalLocation": {"artifactLocation": artifact, "region": {"startLine": line}}
     }
     logical = [
-        {"fullyQualifiedName": t.shorten(t.clean(name), 1000), "kind": kind}
+        {"fullyQualifiedName": labels.shorten(labels.clean(name), 1000), "kind": kind}
         for name, kind in (
             (place.function, "function"),
             (place.op, "member"),
@@ -220,12 +220,12 @@ def _fingerprint(finding: Finding) -> str:
         where += [relative(place.file)[0], place.function or ""]
     elif finding.where:
         where += [finding.where[0].op or finding.where[0].kernel or ""]
-    return hashlib.sha256("\0".join(map(t.clean, where)).encode("utf-8", "replace")).hexdigest()[
-        :32
-    ]
+    return hashlib.sha256(
+        "\0".join(map(labels.clean, where)).encode("utf-8", "replace")
+    ).hexdigest()[:32]
 
 
 def _plain(text: object, *, lines: bool = False) -> str:
     """Plain text: SARIF reads brackets in messages as links and braces as placeholders."""
-    safe = t.shorten(t.clean(text, lines=lines), 4000)
+    safe = labels.shorten(labels.clean(text, lines=lines), 4000)
     return safe.replace("[", "\\[").replace("]", "\\]").replace("{", "{{").replace("}", "}}")

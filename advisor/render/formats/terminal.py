@@ -8,6 +8,7 @@ from typing import Final
 
 from rich.cells import cell_len
 
+from advisor.core import labels
 from advisor.core import text as t
 from advisor.render import document as d
 from advisor.render.page import Page
@@ -53,7 +54,7 @@ class Terminal(DocumentRenderer):
 
 def _brief(document: d.Document, cards: Sequence[d.Card], options: RenderOptions) -> str:
     page = Page(options.width, colour=options.colour)
-    page.wrapped(t.clean(document.headline), style=document.style)
+    page.wrapped(labels.clean(document.headline), style=document.style)
     shown = cards[:MAX_FULL]
     for card in shown:
         _row(page, card)
@@ -64,10 +65,10 @@ def _brief(document: d.Document, cards: Sequence[d.Card], options: RenderOptions
 
 def _row(page: Page, card: d.Card) -> None:
     """One line a fix: what it is and what it brings."""
-    gain = t.clean(card.gain)
-    if len(t.clean(card.title)) > page.width - len(gain) - 6:  # a whole title before the range
+    gain = labels.clean(card.gain)
+    if len(labels.clean(card.title)) > page.width - len(gain) - 6:  # a whole title before the range
         gain = _RANGE.sub("", gain, count=1)
-    name = t.shorten(t.clean(card.title), max(page.width - len(gain) - 6, 12))
+    name = labels.shorten(labels.clean(card.title), max(page.width - len(gain) - 6, 12))
     blanks = " " * max(2, page.width - 4 - len(name) - len(gain))
     page.line((f"{card.number:>2}  ", STYLES.get(card.tag, "")), name, (f"{blanks}{gain}", "green"))
 
@@ -83,12 +84,12 @@ class _Screen:
         self.rows = 0
         page = self.page
         if document.headline:
-            page.wrapped(t.clean(document.headline), style=document.style)
+            page.wrapped(labels.clean(document.headline), style=document.style)
             page.blank()
         self.blocks(document.blocks)
         for note in document.notes:
             page.blank()
-            page.wrapped(t.clean(note), style="dim")
+            page.wrapped(labels.clean(note), style="dim")
         self._rest(options)
         self.text = page.getvalue()
 
@@ -137,7 +138,7 @@ class _Screen:
         """A heading and what is below it, or that it is left out."""
         if (section.folded or section.detail) and not self.details:
             if section.counted:
-                self.left_out.append(t.clean(section.counted))
+                self.left_out.append(labels.clean(section.counted))
             return
         if not section.in_lines:
             return
@@ -148,7 +149,7 @@ class _Screen:
         """A fix in full."""
         page = self.page
         number = f"{card.number:>2}" if card.number else " ∙"
-        page.wrapped(t.clean(card.title), first=f"{number}  ", indent=4, style="bold")
+        page.wrapped(labels.clean(card.title), first=f"{number}  ", indent=4, style="bold")
         if card.gain:
             page.flow("gain", [card.gain], style="green")
         asked, self.details = self.details, self.details or card.full
@@ -206,7 +207,7 @@ class _Screen:
         """A list, a mark before each."""
         if block.title:
             self.page.blank()
-            self.page.wrapped(t.clean(block.title), indent=2, style="bold")
+            self.page.wrapped(labels.clean(block.title), indent=2, style="bold")
         shown = block.items if self.details else block.items[:MAX_ITEMS]
         for item in shown:
             self.page.wrapped(*styled_parts(item), first=f" {block.mark}  ", indent=4)
@@ -218,7 +219,7 @@ class _Screen:
         rows = table.rows if table.short is None else table.short
         if table.title:
             self.page.blank()
-            self.page.wrapped(t.clean(table.title), indent=2, style="dim")
+            self.page.wrapped(labels.clean(table.title), indent=2, style="dim")
         kept = list(range(len(table.head)))
         empty = [n for n in kept[1:] if all(d.plain_text(row[n]) == EMPTY_CELL for row in rows)]
         for column in dict.fromkeys((*empty, *table.optional)):
@@ -235,13 +236,15 @@ class _Screen:
             below=table.below,
         )
         if table.more and len(rows) < len(table.rows):
-            self.page.wrapped(t.clean(table.more), indent=2, style="dim")
+            self.page.wrapped(labels.clean(table.more), indent=2, style="dim")
 
 
 def styled_parts(text: d.Inline) -> list[str | tuple[str, str]]:
     """A line as :class:`~advisor.render.page.Page` takes it."""
     return [
-        t.clean(part) if isinstance(part, str) else (t.clean(part.text), STYLES[part.style])
+        labels.clean(part)
+        if isinstance(part, str)
+        else (labels.clean(part.text), STYLES[part.style])
         for part in d.spans(text)
     ]
 

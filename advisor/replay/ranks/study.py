@@ -13,10 +13,10 @@ from functools import cached_property
 
 import numpy as np
 
-from advisor.core.finding import Evidence
 from advisor.core.intervals import Floats
 from advisor.core.ranks import MissingRanks, Outlier, RankLine, Ranks, RanksWhatIf, StepSpread
 from advisor.core.ranks import format_ranks as rank_numbers
+from advisor.core.rule import Evidence
 from advisor.core.text import format_count, format_share
 from advisor.measure.ranks.clusters import find_clusters
 from advisor.measure.ranks.join import join_ranks, measure_waits

@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from advisor.core.gpus import GpuSpec, attainable, find_gpu
-from advisor.replay.project.moves import memory_rate
-from advisor.replay.project.narrower import FORMATS, Gemm, Role, estimate_product
+from advisor.replay.project.device_scaling import memory_rate
+from advisor.replay.project.matmul_formats import FORMATS, Gemm, Role, estimate_product
 
 FILE = Path(__file__).with_name("precision.json")
 BEGIN, END = "<!-- precision begin -->", "<!-- precision end -->"

@@ -22,7 +22,7 @@ from table_of_predictions import replace
 
 from advisor.core.gpus import GpuSpec, known_gpus
 from advisor.replay.predictions import SHIPPED, Prediction
-from advisor.replay.project.moves import SHORTEST_NS, matmul_rate, memory_rate
+from advisor.replay.project.device_scaling import SHORTEST_NS, matmul_rate, memory_rate
 
 BEGIN, END = "<!-- crossings begin -->", "<!-- crossings end -->"
 PAIRS = Path(__file__).with_name("gpu_pairs.json")

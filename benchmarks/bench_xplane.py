@@ -77,8 +77,8 @@ def best(work: Callable[[], object], runs: int = 3) -> float:
 
 def main() -> None:
     """Measure and print a table."""
+    from advisor.read.protobuf import PADDING
     from advisor.read.registry import read_bytes
-    from advisor.read.wire import PADDING
     from advisor.read.xla_host import STATS
     from advisor.read.xspace import XSpace
 

@@ -20,11 +20,11 @@ from werkzeug.exceptions import HTTPException
 
 from advisor.core import labels
 from advisor.core.errors import describe_failure
-from advisor.dashboard import current
+from advisor.dashboard import page_view
 from advisor.dashboard.access import Access, protect
-from advisor.dashboard.current import KEY, PageView, clean_query
+from advisor.dashboard.components import element, icon, link, register_rank_choice
+from advisor.dashboard.page_view import KEY, PageView, clean_query
 from advisor.dashboard.pages import job
-from advisor.dashboard.parts import element, icon, link, register_rank_choice
 from advisor.dashboard.session import DashboardSession
 
 ASSETS = Path(__file__).resolve().parent / "assets"
@@ -178,7 +178,7 @@ def with_frame(page: MenuPage, inner: Layout) -> Layout:
 
     def show(**given: object) -> Any:
         query: dict[str, Any] = clean_query(given)
-        view = current.view(**query)
+        view = page_view.view(**query)
         if page.module in ("live", "runs") or view.entry.loaded is not None:
             body = inner(**query)
         elif view.entry.job is not None:

@@ -11,7 +11,7 @@ from dash import ClientsideFunction, Input, Output, State, dcc
 
 from advisor.core import text as t
 from advisor.core.labels import clean, distinct_labels
-from advisor.dashboard.parts import element
+from advisor.dashboard.components import element
 
 PARAMS = """{
     backgroundColor: 'var(--card)', foregroundColor: 'var(--text)', borderColor: 'var(--line)',

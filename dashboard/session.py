@@ -12,16 +12,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple, TypeVar
 
 from advisor.advise.engine import AnalysisResult, Options, examine
-from advisor.advise.facts import ranked_findings
 from advisor.advise.ranks.job import files_summarised_apart
+from advisor.advise.report_text import ranked_findings
 from advisor.core.errors import AdvisorError
 from advisor.core.report import SCHEMA, Report
+from advisor.core.report_file import read_saved
 from advisor.core.run_directory import STEPS, read_recording
-from advisor.core.saved import read_saved
 from advisor.core.trace import Run
 from advisor.dashboard.follow import Follower
 from advisor.measure import Analysis
-from advisor.measure.steps.record import StepRecords
+from advisor.measure.steps.step_records import StepRecords
 from advisor.read import open_run
 
 if TYPE_CHECKING:

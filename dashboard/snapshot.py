@@ -13,9 +13,8 @@ from advisor.advise.memory import memory_views, shown_histories
 from advisor.core import labels
 from advisor.core import text as t
 from advisor.core.report import MemoryView
-from advisor.dashboard import figures
-from advisor.dashboard.current import PageView
-from advisor.dashboard.parts import (
+from advisor.dashboard import plotly_figures
+from advisor.dashboard.components import (
     card,
     draw_grid,
     element,
@@ -28,6 +27,7 @@ from advisor.dashboard.parts import (
     table,
     tiles,
 )
+from advisor.dashboard.page_view import PageView
 from advisor.dashboard.session import LoadedRun
 from advisor.measure import Analysis
 from advisor.measure.memory.memory_kinds import CATEGORIES
@@ -161,7 +161,7 @@ def _timeline_table(loaded: LoadedRun, rank: int | None, post: PostMortem) -> pl
 
 
 def _timeline(post: PostMortem, table_: pl.DataFrame) -> Any:
-    made = figures.empty_figure(320)
+    made = plotly_figures.empty_figure(320)
     timed = not table_["time_us"].is_null().any()
     x = (table_["time_us"] / 1e3).to_list() if timed else table_["event"].to_list()
     names = [name for name in CATEGORIES if name in table_.columns]
@@ -236,7 +236,7 @@ def _block_line(post: PostMortem, row: int) -> str:
     origin = post.history.origins[int(lives.stack[row])]
     where = "" if origin.file is None else f" at {memory.shorten(origin.file)}:{origin.line}"
     shown = f" · largest {t.format_bytes(int(lives.size[row]))}{where}"
-    return figures.escape_markup(shown)
+    return plotly_figures.escape_markup(shown)
 
 
 def _block_stack(post: PostMortem, row: int) -> str:
@@ -249,7 +249,7 @@ def _block_stack(post: PostMortem, row: int) -> str:
     shown = [f"{f.name} at {memory.shorten(f.file)}:{f.line}" for f in frames if f.line > 0]
     first = f"largest block: {t.format_bytes(int(lives.size[row]))}"
     lines = [first, *shown[:MAX_FRAMES]] if shown else [f"{first}, no stack"]
-    return "".join(f"<br>{figures.escape_markup(labels.clean(line))}" for line in lines)
+    return "".join(f"<br>{plotly_figures.escape_markup(labels.clean(line))}" for line in lines)
 
 
 def _map_rows(post: PostMortem) -> pl.DataFrame:
@@ -300,7 +300,7 @@ def _segments(post: PostMortem) -> Any:
                 said,
             )
         )
-    made = figures.empty_figure(_map_height(post))
+    made = plotly_figures.empty_figure(_map_height(post))
     for kind in (*CATEGORIES, "pending", "free"):
         bars = drawn.get(kind)
         if not bars:
@@ -353,10 +353,10 @@ def _block_words(post: PostMortem, block: dict[str, Any], life: int | None) -> t
     label = (
         ""
         if block["label"] is None
-        else f"<br>{figures.escape_markup(labels.clean(block['label']))}"
+        else f"<br>{plotly_figures.escape_markup(labels.clean(block['label']))}"
     )
     said = (
         f"{t.format_bytes(block['requested'])} "
-        f"{kind}<br>{figures.escape_markup(labels.clean(where))}<br>{age}"
+        f"{kind}<br>{plotly_figures.escape_markup(labels.clean(where))}<br>{age}"
     )
     return kind, f"{said}{label}"

@@ -14,21 +14,21 @@ from pathlib import Path
 from typing import Any
 
 import advisor.compare.comparison
+import advisor.core.auxiliary_inputs
+import advisor.core.charts
 import advisor.core.finding
 import advisor.core.layers
 import advisor.core.prices
 import advisor.core.ranks
 import advisor.core.report
 import advisor.core.rule
-import advisor.core.sources
-import advisor.core.views
 import advisor.recorder.options
 from advisor.advise.select import load_rules
 from advisor.core.rule import Source
 from advisor.render.documents import rule as rule_page
 from advisor.render.documents.rule import RulePage
 from advisor.render.formats.markdown import code_span, escape, fenced_block
-from advisor.rules.sources import PUBLIC
+from advisor.rules.citations import PUBLIC
 from advisor.sample_workloads import Workload, catalogue
 
 DOCS = Path(__file__).parent
@@ -253,10 +253,10 @@ def schema_text() -> str:
     ]
     modules = (
         advisor.core.report,
-        advisor.core.sources,
+        advisor.core.auxiliary_inputs,
         advisor.core.layers,
         advisor.core.ranks,
-        advisor.core.views,
+        advisor.core.charts,
         advisor.core.prices,
         advisor.core.rule,
         advisor.core.finding,

@@ -96,7 +96,7 @@ def run_ranks(
 
 
 def _summed_up(number: int, a: Analysis, rules: list[Rule]) -> RankFindings:
-    from advisor.advise.ranks.measure import summarise_rank
+    from advisor.advise.ranks.rank_summary import summarise_rank
 
     checked = run_rules(number, a, rules)
     if a.record_only:

@@ -32,11 +32,11 @@ from advisor.advise.impact import (
     scale_to_run,
     with_gain,
 )
-from advisor.advise.measured import cost_per_step, list_inputs, measure_fields, step_durations
 from advisor.advise.options import Options as Options  # noqa: PLC0414
 from advisor.advise.priority import prioritize
 from advisor.advise.ranks.job import files_summarised_apart, first_rank, summarise_apart
 from advisor.advise.ranks.task import one_line
+from advisor.advise.report_fields import cost_per_step, list_inputs, measure_fields, step_durations
 from advisor.advise.select import choose_windows, load_rules, read_config
 from advisor.advise.write import write_report
 from advisor.core import labels

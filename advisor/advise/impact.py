@@ -18,14 +18,14 @@ import polars as pl
 from msgspec.structs import replace
 
 from advisor.advise.limits import lost_records
-from advisor.advise.measured import MIN_APART_SHARE, step_time
+from advisor.advise.report_fields import MIN_APART_SHARE, step_time
 from advisor.core import text as t
 from advisor.core.finding import GUESSED_STEP_SOURCES, Edit, Finding, Impact
 from advisor.core.report import HardPart, Replay
 from advisor.core.rule import Evidence
 from advisor.replay.calibration import Band, widened_by_rule, worst_case
 from advisor.replay.exposed import ExposedTime
-from advisor.replay.points import hand_over_ns
+from advisor.replay.host_nodes import hand_over_ns
 from advisor.replay.window import WindowReplayer
 
 if TYPE_CHECKING:

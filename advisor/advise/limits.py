@@ -15,8 +15,8 @@ from advisor.core.finding import GUESSED_STEP_SOURCES
 from advisor.core.intervals import covered_length, intersect, union
 from advisor.core.trace import ANOTHER_TRACE, JAX
 from advisor.measure.steps.oneoff import MAX_BUSY
-from advisor.measure.steps.repeats import range_groups
 from advisor.measure.steps.steps import recorded_extent
+from advisor.measure.steps.unmarked_steps import range_groups
 
 if TYPE_CHECKING:
     from advisor.core.trace import Run, Trace, TraceMeta

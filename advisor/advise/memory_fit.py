@@ -22,8 +22,8 @@ from advisor.measure.memory.memory_savings import (
     shard_changes,
 )
 from advisor.measure.memory.post_mortem import PostMortem
-from advisor.replay.project.moves import host_rate, memory_rate, peer_rate
-from advisor.rules.kernel.facts import launched_under
+from advisor.replay.project.device_scaling import host_rate, memory_rate, peer_rate
+from advisor.rules.kernel.kernel_common import launched_under
 
 CUDA_CONTEXT_BYTES = 600 << 20
 """Bytes of the GPU that the CUDA context and libraries take and the snapshot does not show."""

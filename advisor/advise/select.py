@@ -17,11 +17,11 @@ from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, get_args
 
+from advisor.core.auxiliary_inputs import SNAPSHOT
 from advisor.core.errors import AdvisorError
 from advisor.core.files import open_regular, tool_section
 from advisor.core.finding import Category
 from advisor.core.rule import Rule
-from advisor.core.sources import SNAPSHOT
 from advisor.core.trace import blank_trace
 from advisor.measure import Analysis
 from advisor.measure.memory.post_mortem import in_order

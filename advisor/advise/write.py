@@ -9,7 +9,7 @@ import numpy as np
 from msgspec.structs import replace
 
 import advisor
-from advisor.advise.facts import has_large_gain
+from advisor.advise.auxiliary_report import flight_verdict, source_verdict
 from advisor.advise.kernel_counters import (
     counter_views,
     profiling_command,
@@ -26,7 +26,9 @@ from advisor.advise.limits import (
     schedule_of,
     too_little,
 )
-from advisor.advise.measured import (
+from advisor.advise.memory import memory_of_rank, memory_views
+from advisor.advise.report_charts import build_views
+from advisor.advise.report_fields import (
     MIN_APART_SHARE,
     energy_use,
     list_inputs,
@@ -36,17 +38,15 @@ from advisor.advise.measured import (
     step_durations,
     step_time,
 )
-from advisor.advise.memory import memory_of_rank, memory_views
-from advisor.advise.sources import flight_verdict, source_verdict
+from advisor.advise.report_text import has_large_gain
 from advisor.advise.terms import record_with
-from advisor.advise.views import build_views
 from advisor.core import labels
 from advisor.core import text as t
+from advisor.core.auxiliary_inputs import CompileLog
 from advisor.core.intervals import intersect, union
 from advisor.core.report import Crash, Report, RuleText
-from advisor.core.sources import CompileLog
 from advisor.measure.device.families import MATRIX
-from advisor.measure.steps.instants import GRAPH_BREAK_CAUSES, graph_breaks, remove_breaks
+from advisor.measure.steps.named_intervals import GRAPH_BREAK_CAUSES, graph_breaks, remove_breaks
 from advisor.measure.steps.oneoff import CAPTURE
 
 if TYPE_CHECKING:

@@ -130,8 +130,8 @@ def _decide(comparison: Comparison, bound: float) -> None:
     """Say on stderr whether the run is slower, and exit with 1 if it is. Raises AdvisorError where
     step times are not compared: a gate that lets through what it did not measure is none."""
     from advisor.compare.comparison import Bounds
+    from advisor.compare.comparison_text import format_interval, signed_share
     from advisor.compare.gate import decide
-    from advisor.compare.view import format_interval, signed_share
 
     steps = comparison.steps
     if steps.difference_ns is None:

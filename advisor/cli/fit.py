@@ -10,8 +10,8 @@ import typer
 
 from advisor.cli import options as o
 from advisor.cli import output as out
+from advisor.core.auxiliary_inputs import SNAPSHOT
 from advisor.core.errors import AdvisorError
-from advisor.core.sources import SNAPSHOT
 from advisor.render.formats import PREDICTIONS
 
 if TYPE_CHECKING:

@@ -13,7 +13,7 @@ from advisor.cli import options as o
 from advisor.cli import output as out
 from advisor.cli.compare import parse_share
 from advisor.core.errors import AdvisorError
-from advisor.core.saved import has_schema
+from advisor.core.report_file import has_schema
 from advisor.core.text import count_noun
 from advisor.render.formats import DECISIONS
 

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from advisor.core.prices import Prices
     from advisor.measure import Analysis
     from advisor.render.document import Document
-    from advisor.replay.project.pace import Pace
+    from advisor.replay.project.pacing_rank import Pace
     from advisor.replay.project.project import Choice, Projector
     from advisor.replay.project.splits import Instance
 
@@ -90,7 +90,7 @@ def command(
     from advisor.core.prices import read_prices
     from advisor.read import open_run
     from advisor.render.documents.project import build
-    from advisor.replay.project.pace import find_epoch, find_pace, read_rank
+    from advisor.replay.project.pacing_rank import find_epoch, find_pace, read_rank
     from advisor.replay.project.project import Projector, choose_gpus
     from advisor.replay.project.splits import read_instance
 

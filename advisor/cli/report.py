@@ -71,7 +71,7 @@ def command(
 
 def read_saved(path: str) -> Report | None:
     """A report that ``analyze --format json`` wrote; ``None``: it is something else."""
-    from advisor.core import saved
+    from advisor.core import report_file
     from advisor.core.report import SCHEMA, Report
 
-    return saved.read_saved(path, Report, SCHEMA, MAX_REPORT)
+    return report_file.read_saved(path, Report, SCHEMA, MAX_REPORT)

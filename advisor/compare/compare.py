@@ -12,10 +12,10 @@ from advisor.advise.impact import REPLAY
 from advisor.advise.terms import mark_steps
 from advisor.compare.amounts import compare_amounts, counters_verdict
 from advisor.compare.comparison import Comparison, RealisedGain, Side, StepTimeChange
+from advisor.compare.comparison_text import has_guessed_steps, is_of_whole_recordings, write_verdict
+from advisor.compare.device_work import by_shape, compare_kernels, compare_work, matched_share
 from advisor.compare.findings import Remaining, compare_findings, find_remaining
 from advisor.compare.steps import UNMARKED_STEPS_NOTE, compare_steps
-from advisor.compare.view import has_guessed_steps, is_of_whole_recordings, write_verdict
-from advisor.compare.work import by_shape, compare_kernels, compare_work, matched_share
 from advisor.core import text as t
 from advisor.core.finding import Finding
 from advisor.core.report import Report

@@ -8,7 +8,7 @@ import msgspec
 from msgspec import Struct, field
 
 from advisor.core.report import limit_lines, render
-from advisor.core.saved import decode_json, encode_json
+from advisor.core.report_file import decode_json, encode_json
 
 SCHEMA = "advisor.comparison/2"
 

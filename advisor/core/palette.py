@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import Final
 
-from advisor.core.views import Look
+from advisor.core.charts import Look
 
 CLASSES: Final = {
     "compute": Look("#2f9e6e", "█", "green"),

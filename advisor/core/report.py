@@ -8,20 +8,20 @@ from typing import Any, Literal
 import msgspec
 from msgspec import Struct, field
 
-from advisor.core.finding import Finding, HotLine, PassedCheck, SkippedCheck, unit_of
-from advisor.core.layers import Layers, MeshAxis
-from advisor.core.prices import Cost, EnergyUse
-from advisor.core.ranks import Ranks
-from advisor.core.rule import Per
-from advisor.core.run_directory import MAX_VALUE
-from advisor.core.saved import decode_json, encode_json
-from advisor.core.sources import (
+from advisor.core.auxiliary_inputs import (
     SOURCE_KINDS,
     CompileLog,
     FlightRecord,
     NetworkLog,
 )
-from advisor.core.views import Views
+from advisor.core.charts import Views
+from advisor.core.finding import Finding, HotLine, PassedCheck, SkippedCheck, unit_of
+from advisor.core.layers import Layers, MeshAxis
+from advisor.core.prices import Cost, EnergyUse
+from advisor.core.ranks import Ranks
+from advisor.core.report_file import decode_json, encode_json
+from advisor.core.rule import Per
+from advisor.core.run_directory import MAX_VALUE
 
 SCHEMA = "advisor.report/2"
 

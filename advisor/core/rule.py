@@ -22,8 +22,8 @@ from msgspec.structs import replace
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
+    from advisor.core.auxiliary_inputs import SourceKind
     from advisor.core.finding import Category, Finding, Outcomes, Validation
-    from advisor.core.sources import SourceKind
     from advisor.measure import Analysis
     from advisor.replay.ranks.study import Study
     from advisor.testing import Examples

@@ -26,7 +26,7 @@ from advisor.export.rewrite import (
 from advisor.export.tracks import to_microseconds
 from advisor.read.meta import MAX_CALLS, OURS
 from advisor.read.source import DEFAULT_LIMIT
-from advisor.read.spelling import COMM_FIELDS, Args, call_class, copy_parts
+from advisor.read.trace_events import COMM_FIELDS, Args, call_class, copy_parts
 
 AT_ONCE = 5_000
 """Events that are encoded, and redacted, at a time."""

@@ -20,7 +20,7 @@ from advisor.lint.model import (
     check_parallel,
     check_single_evaluation,
 )
-from advisor.lint.source import Hint, parse
+from advisor.lint.script import Hint, parse
 
 __all__ = ["Hint", "lint_paths", "lint_text"]
 

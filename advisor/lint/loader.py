@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterator
 
 from advisor.core.cgroup import count_cores
-from advisor.lint.source import Hint, Script, find_keyword, hint_position, is_constant, is_method
+from advisor.lint.script import Hint, Script, find_keyword, hint_position, is_constant, is_method
 
 LOADERS = {"torch.utils.data.DataLoader", "DataLoader", "torch_geometric.loader.DataLoader"}
 MAX_WORKERS = 4

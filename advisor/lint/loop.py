@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterator
 
 from advisor.core.cgroup import count_cores
-from advisor.lint.source import (
+from advisor.lint.script import (
     Hint,
     Loop,
     Script,

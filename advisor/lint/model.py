@@ -6,7 +6,7 @@ import ast
 import re
 from collections.abc import Iterator
 
-from advisor.lint.source import (
+from advisor.lint.script import (
     Function,
     Hint,
     Script,

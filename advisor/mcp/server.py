@@ -13,7 +13,7 @@ from pydantic import Field
 import advisor
 from advisor.core.errors import describe_failure
 from advisor.mcp import bounds as b
-from advisor.mcp import running
+from advisor.mcp import programs
 from advisor.mcp.answers import Ran, Tried
 from advisor.mcp.bounds import Allowed
 from advisor.mcp.tools import Place, Tools, one_line
@@ -77,12 +77,12 @@ def _add_running(server: MCPServer[Any], allowed: Allowed) -> None:
     def record(
         script: Place,
         out: Place,
-        arguments: Annotated[list[str], Field(max_length=running.MAX_ARGUMENTS)] = [],  # noqa: B006
-        timeout_s: Annotated[float, Field(ge=1, le=running.MAX_SECONDS)] = 600,
+        arguments: Annotated[list[str], Field(max_length=programs.MAX_ARGUMENTS)] = [],  # noqa: B006
+        timeout_s: Annotated[float, Field(ge=1, le=programs.MAX_SECONDS)] = 600,
     ) -> Ran:
         """Run a Python training script in its folder and record it into a new run directory,
         for analyze and compare. The script runs with the user's rights."""
-        return running.record(allowed, script, list(arguments), out, timeout_s)
+        return programs.record(allowed, script, list(arguments), out, timeout_s)
 
     @server.tool(
         name="try", annotations=ToolAnnotations(read_only_hint=False, destructive_hint=True)
@@ -91,19 +91,19 @@ def _add_running(server: MCPServer[Any], allowed: Allowed) -> None:
     def try_knobs(
         script: Place,
         out: Place,
-        arguments: Annotated[list[str], Field(max_length=running.MAX_ARGUMENTS)] = [],  # noqa: B006
+        arguments: Annotated[list[str], Field(max_length=programs.MAX_ARGUMENTS)] = [],  # noqa: B006
         only: Annotated[
-            list[Annotated[str, Field(max_length=running.LONGEST_KNOB)]],
+            list[Annotated[str, Field(max_length=programs.LONGEST_KNOB)]],
             Field(
-                max_length=running.MAX_KNOBS,
+                max_length=programs.MAX_KNOBS,
                 description="Knobs, such as 'workers' or 'workers=2'; none: those that the "
                 "findings name.",
             ),
         ] = [],  # noqa: B006
-        budget_s: Annotated[float, Field(ge=running.MIN_BUDGET, le=running.MAX_SECONDS)] = 300,
+        budget_s: Annotated[float, Field(ge=programs.MIN_BUDGET, le=programs.MAX_SECONDS)] = 300,
     ) -> Tried:
         """Run a Python training script again and again for some steps, as it is and with each
         fix that needs no edit (loader workers, precision, compiling, ...), and measure what
         each brings, with a check of the losses. What the script writes goes to a scratch
         folder; else it runs with the user's rights."""
-        return running.try_knobs(allowed, script, list(arguments), out, list(only), budget_s)
+        return programs.try_knobs(allowed, script, list(arguments), out, list(only), budget_s)

@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING, Generic, TypeVar
 
 import polars as pl
 
+from advisor.core.auxiliary_inputs import SNAPSHOT, SOURCES
 from advisor.core.finding import unit_of
 from advisor.core.gpus import find_gpu, lookup
 from advisor.core.intervals import Intervals, covered_length, intersect, union
 from advisor.core.rule import Per
-from advisor.core.sources import SNAPSHOT, SOURCES
 from advisor.measure.comm.comms import find_collectives
 from advisor.measure.comm.flight import compare_dumps
 from advisor.measure.comm.links import UNKNOWN_LINKS
@@ -29,7 +29,7 @@ from advisor.measure.device.kernels import (
     sum_kernels,
 )
 from advisor.measure.host.gaps import idle_gaps
-from advisor.measure.host.host import host_breakdown
+from advisor.measure.host.host_time import host_breakdown
 from advisor.measure.host.launches import (
     Lost,
     analysed_device,
@@ -40,14 +40,14 @@ from advisor.measure.host.layers import measure_layers
 from advisor.measure.host.operators import measure_operators
 from advisor.measure.host.stacks import forward_frames, forward_ops, locate_row, user_frames
 from advisor.measure.host.syncs import find_syncs
-from advisor.measure.memory.memory import find_allocations, memory_by_step, recorded_snapshot
 from advisor.measure.memory.post_mortem import post_mortems
+from advisor.measure.memory.trace_memory import find_allocations, memory_by_step, recorded_snapshot
+from advisor.measure.serving.attention_cost import with_attention
 from advisor.measure.serving.graphs import missing_records
 from advisor.measure.serving.passes import find_engine, find_passes
 from advisor.measure.serving.phases import measure_serving
-from advisor.measure.serving.work import with_attention
 from advisor.measure.steps.oneoff import one_off
-from advisor.measure.steps.record import StepRecords
+from advisor.measure.steps.step_records import StepRecords
 from advisor.measure.steps.step_variation import compare_halves
 from advisor.measure.steps.steps import find_steps, forward_only
 from advisor.measure.steps.timeline import build_timeline
@@ -58,10 +58,10 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
+    from advisor.core.auxiliary_inputs import FlightRecord, FusedKernel, SourceKind
     from advisor.core.gpus import GpuSpec
     from advisor.core.run_directory import RankRecord
     from advisor.core.snapshot import MemorySnapshot
-    from advisor.core.sources import FlightRecord, FusedKernel, SourceKind
     from advisor.core.trace import Device, Trace
     from advisor.measure.host.launches import Lost
     from advisor.measure.memory.post_mortem import PostMortem
@@ -125,8 +125,7 @@ class Analysis:
 
     @cached_property
     def recorded(self) -> StepRecords | None:
-        """The recorder's steps and samples of this rank (``record.py``); ``None``: a trace
-        alone."""
+        """The recorder's steps and samples of this rank; ``None``: a trace alone."""
         return None if self.record is None else StepRecords(self.record)
 
     forward_only = cached_property(forward_only)

@@ -18,7 +18,7 @@ from advisor.read.columns import Columns, Piece
 from advisor.read.launches import LaunchTable, classify_calls
 from advisor.read.nesting import independent_stretches, nest, release_ranges, stack_order
 from advisor.read.reader import EVENT_BYTES
-from advisor.read.spelling import DEVICE_KINDS, HOST_KINDS
+from advisor.read.trace_events import DEVICE_KINDS, HOST_KINDS
 
 Array = NDArray[Any]
 DAY_US = 86_400e6

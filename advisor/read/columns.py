@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from advisor.read.damage import REFUSED, sanitise, split_objects
-from advisor.read.spelling import (
+from advisor.read.trace_events import (
     ABSENT,
     COMM_FIELDS,
     COUNTER_CATEGORY,

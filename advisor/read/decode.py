@@ -20,7 +20,7 @@ from msgspec import Raw
 from advisor.core.pool import ProcessPool, WorkerDied
 from advisor.read.columns import Piece, build_columns
 from advisor.read.damage import REFUSED, sanitise, split_objects
-from advisor.read.spelling import Args, TraceEvent
+from advisor.read.trace_events import Args, TraceEvent
 
 event_list = msgspec.json.Decoder(list[TraceEvent])
 """What the bulk of the work is: a piece of JSON to a list of events."""

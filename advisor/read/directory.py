@@ -17,7 +17,8 @@ from advisor.core.files import open_regular
 from advisor.core.run_directory import COMPILE_LOG, is_run, read_recording
 from advisor.core.trace import Run, Trace, blank_trace
 from advisor.read.logs import logs_in, merged_logs, with_logs
-from advisor.read.merged import join_snapshots, ranks_in, with_memory
+from advisor.read.merged_ranks import ranks_in
+from advisor.read.rank_snapshots import join_snapshots, with_memory
 from advisor.read.reader import ReadOptions
 from advisor.read.readers.compile_log import read_logs
 from advisor.read.readers.kernel_profiler import layout_of, trace_of
@@ -55,7 +56,7 @@ def open_run(
 
     A file's rank is the one in its ``distributedInfo``, else the number after ``rank`` in its
     name or the nearest folder that has one, else -1; one file may hold several ranks that were
-    merged into it (``merged.py``). Files of one rank are its windows, in order
+    merged into it (``merged_ranks.py``). Files of one rank are its windows, in order
     of time; ones that overlap in time are an error, because two recordings of one rank cannot.
     A run directory of the recorder is opened with all that was recorded, with or without traces.
     ``rank`` keeps one rank only, ``options.ranks`` several. ``window``: of a run directory,

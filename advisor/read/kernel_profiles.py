@@ -26,9 +26,9 @@ from advisor.core.kernel_profile import (
     SampledLine,
     ToolAdvice,
 )
+from advisor.read.protobuf import BYTES, FIXED32, FIXED64, VARINT, Damaged, Field, iterate_fields
 from advisor.read.sampled_lines import LineRow, lines_of_module, sampled_lines
 from advisor.read.sqlite import Database
-from advisor.read.wire import BYTES, FIXED32, FIXED64, VARINT, Damaged, Field, iterate_fields
 
 EXPORT = "export it with 'ncu --import FILE --csv --page raw > FILE.csv', and give that"
 NCU, ROCPROF = "Nsight Compute", "rocprof"

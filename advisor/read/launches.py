@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 
 from advisor.core.trace import CALLS
 from advisor.read.columns import Columns
-from advisor.read.spelling import DEVICE_KINDS, HOST_KINDS, call_class
+from advisor.read.trace_events import DEVICE_KINDS, HOST_KINDS, call_class
 
 Array = NDArray[Any]
 

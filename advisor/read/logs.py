@@ -1,4 +1,4 @@
-"""Files beside traces that hold none: logs, dumps, kernel profiles (``core/sources.py``)."""
+"""Auxiliary files beside traces: logs, dumps, kernel profiles (``core/auxiliary_inputs.py``)."""
 
 from __future__ import annotations
 

@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from advisor.core.intervals import Ints
-from advisor.read.spelling import HOST_KINDS
+from advisor.read.trace_events import HOST_KINDS
 
 MAX_DEPTH = 1000
 """Events nested deeper than this get the ancestor at this depth as their parent."""

@@ -90,7 +90,7 @@ class Reader(ABC):
     """Of its files, with the dot and in lower case, without ``.gz`` or ``.zst``."""
     fills: ClassVar[str] = ""
     """The field of TraceMeta that its files fill where they hold no trace: beside traces they are
-    joined with :meth:`merge`, and every trace has the result (``core/sources.py``)."""
+    joined with :meth:`merge`, and every trace has the result (``core/auxiliary_inputs.py``)."""
 
     def merge(self, values: list[Any]) -> Any:
         """What several files say, two or more, as one."""

@@ -15,7 +15,7 @@ from pathlib import PurePosixPath
 from typing import NamedTuple
 
 from advisor.core.kernel_profile import SampledLine
-from advisor.read.wire import Damaged, varint
+from advisor.read.protobuf import Damaged, varint
 
 MAX_LINES = 12
 """Lines of a kernel, those with most samples."""

@@ -30,7 +30,7 @@ from advisor.core.trace import (
 )
 from advisor.read.columns import MISSING, Columns
 from advisor.read.damage import REFUSED
-from advisor.read.spelling import DEVICE_KINDS, copy_parts, sync_kind
+from advisor.read.trace_events import DEVICE_KINDS, copy_parts, sync_kind
 
 Array = NDArray[Any]
 _INT_LIMIT = 1 << 62

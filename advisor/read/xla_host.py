@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from advisor.core.intervals import Intervals, Ints, union
 from advisor.core.trace import CALLS, CPU_KINDS, JAX, PYTORCH, TENSORFLOW, TF_DATA
-from advisor.read.spelling import call_class
+from advisor.read.trace_events import call_class
 from advisor.read.xspace import Events, Plane, XLine
 
 STATS = frozenset(

@@ -16,8 +16,7 @@ from numpy.typing import NDArray
 
 from advisor.core.intervals import Ints
 from advisor.read.columns import NAME_LIMIT
-from advisor.read.reader import EVENT_BYTES, memory_budget
-from advisor.read.wire import (
+from advisor.read.protobuf import (
     BYTES,
     FIXED64,
     VARINT,
@@ -28,6 +27,7 @@ from advisor.read.wire import (
     split_messages,
     varint,
 )
+from advisor.read.reader import EVENT_BYTES, memory_budget
 
 MAX_EVENTS = 30_000_000
 """Events of one file; beyond, lines are left out and counted. A profiler keeps fewer."""

@@ -11,8 +11,8 @@ from typing import Any
 from advisor.recorder.clock import ONLINE, THREAD, Tape
 from advisor.recorder.hooks import Hooks, Listener
 from advisor.recorder.loaders import Loaders
-from advisor.recorder.reader import TapeReader
 from advisor.recorder.steps import StepSegment
+from advisor.recorder.tape_reader import TapeReader
 
 log = logging.getLogger("advisor")
 

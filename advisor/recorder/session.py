@@ -56,11 +56,11 @@ from advisor.recorder.loaders import Loaders
 from advisor.recorder.network import NetworkKeeper
 from advisor.recorder.oom import OutOfMemoryHook
 from advisor.recorder.options import RecordOptions
-from advisor.recorder.reader import TapeReader
-from advisor.recorder.repeats import RepeatedBlock
+from advisor.recorder.repeated_steps import RepeatedBlock
 from advisor.recorder.slowdown import Pauses, SlowdownWatch
 from advisor.recorder.stack_samples import StackSampler
 from advisor.recorder.steps import FoundStep, StepSegment
+from advisor.recorder.tape_reader import TapeReader
 from advisor.recorder.watchers import (
     AllocatorStats,
     Marks,

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 from advisor.core.run_directory import Gpu, Sample
 from advisor.recorder.background import Background
-from advisor.recorder.host import HostSampler
+from advisor.recorder.host_sampler import HostSampler
 from advisor.recorder.nvml import Nvml, NvmlDevice, open_nvml
 
 MAX_HZ = 20.0

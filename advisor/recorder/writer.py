@@ -32,7 +32,7 @@ from advisor.recorder.batch import Batch
 from advisor.recorder.compile_log import CompileRecord
 from advisor.recorder.folder import rank_folder, write_once
 from advisor.recorder.inference import Inferred
-from advisor.recorder.repeats import RepeatedBlock
+from advisor.recorder.repeated_steps import RepeatedBlock
 from advisor.recorder.slowdown import SlowdownWatch
 from advisor.recorder.steps import FoundStep
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Final
 
 from advisor.core import labels, palette
 from advisor.core import text as t
-from advisor.core.views import Segment, Stairs, StepBar
+from advisor.core.charts import Segment, Stairs, StepBar
 from advisor.render.document import Figure, Grid
 from advisor.render.html import (
     Markup,
@@ -24,7 +24,7 @@ from advisor.render.html import (
 )
 
 if TYPE_CHECKING:
-    from advisor.measure.steps.strip import Strip
+    from advisor.measure.steps.step_lanes import Strip
 
 WIDTH: Final = 1000
 """Units across a bar on a page."""
@@ -223,7 +223,7 @@ class StepTimeline(Figure):
 
     def html(self, *, small: bool = False) -> Markup:
         """The lanes over a common axis."""
-        from advisor.measure.steps.strip import CELLS
+        from advisor.measure.steps.step_lanes import CELLS
 
         shown = self.strip
         lanes = []

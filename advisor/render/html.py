@@ -6,7 +6,7 @@ from html import escape
 from typing import Final
 
 from advisor.core import labels, palette
-from advisor.core.views import Segment
+from advisor.core.charts import Segment
 from advisor.render.document import Inline, Span, spans
 
 MAX_TEXT: Final = 2000

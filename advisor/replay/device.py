@@ -8,7 +8,7 @@ import numpy as np
 import polars as pl
 
 from advisor.replay.graph import REACH_NS, Array, Edge, Graph, Node, median_or
-from advisor.replay.points import SLOW_LAUNCH_NS
+from advisor.replay.host_nodes import SLOW_LAUNCH_NS
 
 if TYPE_CHECKING:
     from advisor.core.trace import Trace

@@ -26,8 +26,8 @@ from advisor.core.intervals import (
     union,
 )
 from advisor.measure.host.names import WORKERS, name_matches
-from advisor.measure.steps.instants import select_instants
-from advisor.replay.build import host_end
+from advisor.measure.steps.named_intervals import select_instants
+from advisor.replay.graph_builder import host_end
 from advisor.replay.selection import Mask, host_of_layer, selected_gaps, selected_gpu, selected_host
 
 if TYPE_CHECKING:

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 import polars as pl
 
+from advisor.replay.edited_graph import Patch
 from advisor.replay.graph import NEVER, Edge, Node
-from advisor.replay.patch import Patch
 from advisor.replay.selection import host_of_layer
 
 if TYPE_CHECKING:
@@ -141,7 +141,7 @@ def drop_launch(patch: Patch, edit: Edit, factor: float | None) -> None:
 
 
 def parallelize(patch: Patch, edit: Edit, factor: float | None) -> None:
-    """Loader work moves to worker processes: see ``patch.py``."""
+    """Loader work moves to worker processes: see ``edited_graph.py``."""
     loaded = np.flatnonzero(patch.graph.kind == Node.LOADED)
     chosen = patch.selected.rows(edit.select)[patch.graph.row[loaded]]
     patch.workers.append((max(1, edit.workers or 1), loaded[chosen]))

@@ -17,7 +17,7 @@ import polars as pl
 from advisor.replay.graph import NEVER, Array, Edge, Graph, Node, with_edges
 
 if TYPE_CHECKING:
-    from advisor.replay.patch import Patch
+    from advisor.replay.edited_graph import Patch
 
 WAITING = (Edge.STREAM, Edge.CROSS, Edge.RELEASE, Edge.QUEUE)
 """Edges out of moved work that something else waits by."""

@@ -18,7 +18,7 @@ from advisor.core.intervals import Intervals, covered_length, union
 from advisor.measure.host.layers import matching_nodes, modules_around, work_nodes
 from advisor.measure.host.names import name_matches
 from advisor.measure.host.stacks import Rows, climb_stack, is_operator, parent_rows
-from advisor.measure.steps.instants import select_instants
+from advisor.measure.steps.named_intervals import select_instants
 from advisor.replay.graph import Array, Edge, Graph, Node
 
 if TYPE_CHECKING:

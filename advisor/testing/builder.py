@@ -483,7 +483,7 @@ class TraceBuilder:
     ) -> None:
         """Logs of torch.compile: (file, line, reason) of graph breaks with the numbers of the
         functions that follow, and of the other lists of ``CompileLog`` with their time, ns."""
-        from advisor.core.sources import CompileCause, CompileLog, GraphBreak
+        from advisor.core.auxiliary_inputs import CompileCause, CompileLog, GraphBreak
 
         others = {
             name: [

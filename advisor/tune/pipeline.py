@@ -17,7 +17,7 @@ from advisor.core.cgroup import count_cores
 from advisor.core.credentials import HIDDEN, clean_command
 from advisor.core.errors import AdvisorError
 from advisor.core.scratch import scratch_folder
-from advisor.lint.source import Script, find_keyword, parse
+from advisor.lint.script import Script, find_keyword, parse
 from advisor.recorder.folder import new_run
 from advisor.replay import predictions
 from advisor.tune.knob import Machine, find_knob

@@ -8,7 +8,7 @@ import msgspec
 from msgspec import Struct, field
 
 from advisor.core import text as t
-from advisor.core.saved import decode_json
+from advisor.core.report_file import decode_json
 from advisor.tune.knob import Safety
 from advisor.tune.spec import KnobSetting
 

@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from advisor.core.errors import AdvisorError
 from advisor.tune.knob import find_knob
 from advisor.tune.losses import check_losses
-from advisor.tune.measure import (
+from advisor.tune.measured_gain import (
     MeasuredGain,
     by_turns,
     log_ratios,

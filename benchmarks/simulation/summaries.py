@@ -12,7 +12,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from advisor.advise.ranks.measure import MAX_KERNELS, shrink_to_limit
+from advisor.advise.ranks.rank_summary import MAX_KERNELS, shrink_to_limit
 from advisor.core.intervals import Intervals, covered_length, gaps, intersect, join, subtract, union
 from advisor.measure.host.gaps import LATENCY_NS
 from advisor.measure.ranks.collectives import short_key

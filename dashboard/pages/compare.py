@@ -6,16 +6,15 @@ from typing import Any
 
 import plotly.graph_objects as go
 
-from advisor.advise import views
-from advisor.compare import view as words
+from advisor.advise import report_charts
+from advisor.compare import comparison_text as words
 from advisor.compare.comparison import Comparison, Distribution, FindingChange
-from advisor.compare.view import ComparedFigure, per_suffix
+from advisor.compare.comparison_text import ComparedFigure, per_suffix
 from advisor.core import labels
 from advisor.core import text as t
 from advisor.core.finding import unit_of
-from advisor.dashboard import current, figures, theme
-from advisor.dashboard.current import PageView
-from advisor.dashboard.parts import (
+from advisor.dashboard import page_view, plotly_figures, theme
+from advisor.dashboard.components import (
     abbreviation,
     banner,
     card,
@@ -30,6 +29,7 @@ from advisor.dashboard.parts import (
     swatch,
     table,
 )
+from advisor.dashboard.page_view import PageView
 from advisor.dashboard.session import OpenedPath
 
 BEFORE, AFTER = "#9a9aa5", theme.ACCENT
@@ -52,7 +52,7 @@ def has_content(view: PageView) -> bool:
 
 def layout(other: object = None, **query: object) -> Any:
     """The page; ``other`` is the run that the first is compared with."""
-    view = current.view(**query)
+    view = page_view.view(**query)
     pairs = view.session.pairs
     if not pairs:
         return page(
@@ -138,11 +138,11 @@ def _steps(c: Comparison) -> Any:
 
 def _distribution(before: Distribution, after: Distribution) -> Any:
     """Both as cumulative shares: no bins to choose, every step is in it."""
-    made = figures.empty_figure(230)
+    made = plotly_figures.empty_figure(230)
     for name, side, colour in (("before", before, BEFORE), ("after", after, AFTER)):
         durations = sorted(side.durations_ns)
         shares = [(i + 1) / len(durations) for i in range(len(durations))]
-        x, y = figures.downsample([ns / 1e6 for ns in durations], shares)
+        x, y = plotly_figures.downsample([ns / 1e6 for ns in durations], shares)
         made.add_trace(
             go.Scatter(
                 x=x,
@@ -222,7 +222,7 @@ def _breakdown(c: Comparison, before: OpenedPath, after: OpenedPath) -> Any:
         if entry.loaded is None:
             continue
         report = entry.loaded.report
-        bar = views.build_step_bar(report)
+        bar = report_charts.build_step_bar(report)
         if bar is not None and longer_ns:
             made = draw_strip(bar.segments, f"The step {name}", thin=True)
             share = report.scope.step_ns / longer_ns

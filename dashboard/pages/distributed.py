@@ -7,13 +7,12 @@ from typing import Any, NamedTuple
 
 import polars as pl
 
-from advisor.advise import views
+from advisor.advise import report_charts
 from advisor.core import labels
 from advisor.core import text as t
 from advisor.core.report import Report
-from advisor.dashboard import current, figures
-from advisor.dashboard.current import PageView
-from advisor.dashboard.parts import (
+from advisor.dashboard import page_view, plotly_figures
+from advisor.dashboard.components import (
     abbreviation,
     card,
     choices,
@@ -28,6 +27,7 @@ from advisor.dashboard.parts import (
     table,
     tiles,
 )
+from advisor.dashboard.page_view import PageView
 from advisor.dashboard.session import LoadedRun
 from advisor.measure.comm.comms import sum_collectives, sum_skew
 from advisor.measure.ranks.skew import align_ranks, exposed_by_rank, measure_skew
@@ -53,7 +53,7 @@ def has_content(view: PageView) -> bool:
 
 def layout(show: object = None, **query: object) -> Any:
     """The page; ``show`` is what the map is of."""
-    view = current.view(**query)
+    view = page_view.view(**query)
     report = view.loaded.report
     several = report.ranks is not None
     held = len(view.loaded.analyses) > 1
@@ -134,7 +134,7 @@ def _figures(report: Report) -> Any:
 
 def _lines(view: PageView) -> Any:
     """The table of ranks, as in every report."""
-    shown = views.build_rank_table(view.loaded.report, MAX_RANKS)
+    shown = report_charts.build_rank_table(view.loaded.report, MAX_RANKS)
     if shown is None:
         return None
     rows = [
@@ -184,7 +184,7 @@ def _map(view: PageView, what: str) -> Any:
             ],
         ),
         figure(
-            figures.rank_step_heatmap(values, numbers, steps, "ms"),
+            plotly_figures.rank_step_heatmap(values, numbers, steps, "ms"),
             f"ranks-{what}",
             height=max(150, 60 + 26 * len(numbers)),
             description=words,

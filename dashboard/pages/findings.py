@@ -5,16 +5,14 @@ from __future__ import annotations
 from typing import Any
 from urllib.parse import urlsplit
 
-from advisor.advise import facts
+from advisor.advise import report_text
 from advisor.core import labels
 from advisor.core import text as t
 from advisor.core.finding import Finding, Location
 from advisor.core.report import Report
 from advisor.core.rule import Evidence
-from advisor.dashboard import current
-from advisor.dashboard.current import PageView
-from advisor.dashboard.pages.overview import anchor
-from advisor.dashboard.parts import (
+from advisor.dashboard import page_view
+from advisor.dashboard.components import (
     abbreviation,
     card,
     choices,
@@ -30,6 +28,8 @@ from advisor.dashboard.parts import (
     remark,
     scrolling,
 )
+from advisor.dashboard.page_view import PageView
+from advisor.dashboard.pages.overview import anchor
 
 MARGIN = 1.0
 """The timeline shows this many durations of the worst instance on both sides of it."""
@@ -39,9 +39,9 @@ MIN_NS = 50_000
 
 def layout(category: object = None, **query: object) -> Any:
     """The page; ``category`` keeps the findings of one."""
-    view = current.view(**query)
+    view = page_view.view(**query)
     report = view.loaded.report
-    ranked, timeless = facts.ranked_findings(report), report.scope.timeless
+    ranked, timeless = report_text.ranked_findings(report), report.scope.timeless
     everything = [*ranked, *report.risks, *report.notes]
     if not everything:
         return page(_head(report), _nothing(report))
@@ -63,7 +63,7 @@ def layout(category: object = None, **query: object) -> Any:
 
 
 def _head(report: Report) -> Any:
-    count = len(facts.ranked_findings(report))
+    count = len(report_text.ranked_findings(report))
     title = "Findings"
     if count:
         lead = "Fix them in this order. Each gain is of its fix alone."
@@ -109,7 +109,7 @@ def _section(title: str, view: PageView, report: Report, findings: list[Finding]
 
 def finding_card(view: PageView, report: Report, finding: Finding) -> Any:
     """A finding with its details."""
-    caveats = facts.describe_caveats(finding)
+    caveats = report_text.describe_caveats(finding)
     return element(
         "Article",
         _title(report, finding),
@@ -137,7 +137,7 @@ def finding_card(view: PageView, report: Report, finding: Finding) -> Any:
 
 def _title(report: Report, finding: Finding) -> Any:
     parts = [element("Span", finding.category, cls="tag") if finding.category else None]
-    parts += [element("Span", part) for part in facts.order_parts(finding, report)]
+    parts += [element("Span", part) for part in report_text.order_parts(finding, report)]
     parts.append(_confidence(finding))
     return element(
         "Header",
@@ -198,7 +198,7 @@ def _lines(lines: list[str]) -> Any:
 
 
 def _where(view: PageView, finding: Finding) -> Any:
-    places = facts.named_places(finding, 5, name_width=90, path_width=90)
+    places = report_text.named_places(finding, 5, name_width=90, path_width=90)
     if not places:
         return None
     lines = []
@@ -263,7 +263,8 @@ def _limit(item: Evidence) -> list[Any]:
 
 def _folded(report: Report, finding: Finding) -> Any:
     covered = [
-        facts.covered_line(finding, other) for other in facts.folded_findings(report, finding)
+        report_text.covered_line(finding, other)
+        for other in report_text.folded_findings(report, finding)
     ]
     if not covered:
         return None
@@ -316,7 +317,7 @@ def _notes(view: PageView, notes: list[Finding]) -> Any:
         return None
     lines = []
     for finding in notes:
-        reason = facts.why_note(finding)
+        reason = report_text.why_note(finding)
         target = next(
             (href for p in finding.where if (href := timeline_href(view, finding, p))), None
         )
@@ -341,7 +342,7 @@ def _notes(view: PageView, notes: list[Finding]) -> Any:
 
 def _note_gain(finding: Finding) -> Any:
     impact = finding.impact
-    if not facts.note_gain(finding) or impact is None:
+    if not report_text.note_gain(finding) or impact is None:
         return None
     return element(
         "Span",

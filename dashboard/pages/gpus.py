@@ -6,15 +6,13 @@ from typing import Any
 
 import dash
 
-from advisor.advise.facts import describe_cost, describe_energy
+from advisor.advise.report_text import describe_cost, describe_energy
 from advisor.core import labels
 from advisor.core import text as t
 from advisor.core.errors import AdvisorError
 from advisor.core.prices import Prices, format_money, read_prices
-from advisor.dashboard import current
-from advisor.dashboard.current import PageView
-from advisor.dashboard.grid import Column, duration_column, grid, grid_rows, register_search
-from advisor.dashboard.parts import (
+from advisor.dashboard import page_view
+from advisor.dashboard.components import (
     banner,
     card,
     element,
@@ -24,6 +22,8 @@ from advisor.dashboard.parts import (
     head,
     page,
 )
+from advisor.dashboard.grid import Column, duration_column, grid, grid_rows, register_search
+from advisor.dashboard.page_view import PageView
 from advisor.dashboard.session import DashboardSession
 from advisor.replay.project.project import (
     ANY,
@@ -52,7 +52,7 @@ def has_content(view: PageView) -> bool:
 
 def layout(**query: object) -> Any:
     """The page."""
-    view = current.view(**query)
+    view = page_view.view(**query)
     report = view.loaded.report
     paid, used = describe_cost(report), describe_energy(report)
     try:

@@ -8,16 +8,14 @@ from urllib.parse import urlencode
 import dash
 from dash import ClientsideFunction, Input, Output
 
-from advisor.advise import facts as facts_of
-from advisor.advise.ranks import views
+from advisor.advise import report_text as facts_of
+from advisor.advise.ranks import rank_charts
 from advisor.core import text as t
 from advisor.core.labels import clean, shorten
 from advisor.core.ranks import Ranks
 from advisor.core.report import Report
-from advisor.dashboard import current, figures
-from advisor.dashboard.current import PageView
-from advisor.dashboard.grid import Column, grid, register_search
-from advisor.dashboard.parts import (
+from advisor.dashboard import page_view, plotly_figures
+from advisor.dashboard.components import (
     banner,
     card,
     draw_section,
@@ -32,6 +30,8 @@ from advisor.dashboard.parts import (
     table,
     tiles,
 )
+from advisor.dashboard.grid import Column, grid, register_search
+from advisor.dashboard.page_view import PageView
 from advisor.dashboard.session import DashboardSession, OpenedPath, key_of, split_key
 from advisor.render.documents.ranks import build_rank_groups
 
@@ -65,7 +65,7 @@ def _rank_query(entry: OpenedPath, place: int, rank: int) -> str:
 
 def layout(**query: object) -> Any:
     """The page; of a rank that was opened, the page of its job."""
-    view = current.view(**query)
+    view = page_view.view(**query)
     asked = split_key(view.entry.key)
     entry = view.session.entry(asked[0]) if asked else view.entry
     report = entry.report
@@ -82,7 +82,7 @@ def layout(**query: object) -> Any:
     ranks = report.ranks
     return page(
         head("Job", _lead(report)),
-        banner([views.describe_missing(item) for item in ranks.missing[:MAX_SHOWN]]),
+        banner([rank_charts.describe_missing(item) for item in ranks.missing[:MAX_SHOWN]]),
         _figures(ranks),
         _map(ranks, entry),
         _outliers(ranks, entry),
@@ -92,7 +92,9 @@ def layout(**query: object) -> Any:
         _ranks(ranks, entry),
         card(
             "What was read",
-            fact_list([(k, " · ".join(filter(None, v))) for k, v in views.describe_scope(ranks)]),
+            fact_list(
+                [(k, " · ".join(filter(None, v))) for k, v in rank_charts.describe_scope(ranks)]
+            ),
         ),
         _not_compared(ranks),
     )
@@ -122,7 +124,9 @@ def _figures(ranks: Ranks) -> Any:
     read = len(ranks.lines)
     of = f"of {t.format_count(ranks.world)}" if ranks.world > read else ""
     step = ranks.step
-    between = "" if step is None else f"eight of ten {views.format_spread(step.low, step.high)}"
+    between = (
+        "" if step is None else f"eight of ten {rank_charts.format_spread(step.low, step.high)}"
+    )
     slowest = t.NOT_MEASURED if step is None else t.format_duration(step.max)
     return tiles(
         [
@@ -140,7 +144,7 @@ def _figures(ranks: Ranks) -> Any:
 
 
 def _map(ranks: Ranks, entry: OpenedPath) -> Any:
-    shown = views.build_heat_map(ranks)
+    shown = rank_charts.build_heat_map(ranks)
     if shown is None:
         return empty_state("No map", "No rank has steps that were measured.")
     keys = {id(row): _rank_query(entry, i, row.rank) for i, row in enumerate(ranks.lines)}
@@ -159,16 +163,16 @@ def _map(ranks: Ranks, entry: OpenedPath) -> Any:
         for place, name in enumerate(shown.classes):
             tints = [shown.tint(row, place) for row in rows]
             values.append([None if x is None else x * shown.scale_ns / 1e6 for x in tints])
-            about.append([figures.escape_markup(shown.title(row, place)) for row in rows])
+            about.append([plotly_figures.escape_markup(shown.title(row, place)) for row in rows])
             places.append([keys[id(row)] for row in rows])
             start = f"from rank {rows[0].rank}: " if several and place == 0 else ""
-            labels.append(start + views.class_label(name))
+            labels.append(start + rank_charts.class_label(name))
     height = 106 + ROW * len(labels)
     names = None if several else [str(row.rank) for row in shown.lines]
     return card(
         "Time of each rank, compared with the median rank",
         figure(
-            figures.rank_class_heatmap(
+            plotly_figures.rank_class_heatmap(
                 values, about, places, labels, names, shown.scale_ns / 1e6, height
             ),
             "job",
@@ -192,7 +196,7 @@ def _outliers(ranks: Ranks, entry: OpenedPath) -> Any:
     places = {str(row.rank): place for place, row in reversed(list(enumerate(ranks.lines)))}
     rows = []
     for outlier in ranks.outliers[:MAX_SHOWN]:
-        name: Any = views.outlier_name(outlier)
+        name: Any = rank_charts.outlier_name(outlier)
         if outlier.unit == "rank" and outlier.name in places:
             query = _rank_query(entry, places[outlier.name], int(outlier.name))
             name = link(name, href=f"/timeline?{query}")
@@ -200,11 +204,14 @@ def _outliers(ranks: Ranks, entry: OpenedPath) -> Any:
         rows.append(
             [
                 name,
-                [views.outlier_kind(outlier), element("Div", clean(outlier.reason), cls="sub")],
+                [
+                    rank_charts.outlier_kind(outlier),
+                    element("Div", clean(outlier.reason), cls="sub"),
+                ],
                 t.format_duration(outlier.waited_ns),
                 "–" if share is None else t.format_share(share),
-                views.describe_gain(outlier) or "–",
-                views.format_significance(outlier.significance),
+                rank_charts.describe_gain(outlier) or "–",
+                rank_charts.format_significance(outlier.significance),
             ]
         )
     header = ("Who", "What", "Others wait per step", "Comes last", "Gain", "Significance")
@@ -215,12 +222,14 @@ def _outliers(ranks: Ranks, entry: OpenedPath) -> Any:
 
 
 def _steps(ranks: Ranks) -> Any:
-    bins = views.build_histogram(ranks)
+    bins = rank_charts.build_histogram(ranks)
     if not bins:
         return None
     if len(ranks.lines) <= MAX_BARS:
         return _step_of_each(ranks)
-    made = figures.histogram([item.label for item in bins], [item.ranks for item in bins], "ranks")
+    made = plotly_figures.histogram(
+        [item.label for item in bins], [item.ranks for item in bins], "ranks"
+    )
     description = "; ".join(
         f"{item.label}: {t.format_count(item.ranks)}" for item in bins if item.ranks
     )
@@ -239,7 +248,7 @@ def _step_of_each(ranks: Ranks) -> Any:
     """A bar for each of a few ranks, the slowest first."""
     rows = sorted((row for row in ranks.lines if row.step_ns > 0), key=lambda row: -row.step_ns)
     names = [f"rank {row.rank}" for row in rows]
-    made = figures.histogram(names, [row.step_ns / 1e6 for row in rows], "ms")
+    made = plotly_figures.histogram(names, [row.step_ns / 1e6 for row in rows], "ms")
     description = "; ".join(
         f"{name}: {t.format_duration(row.step_ns)}" for name, row in zip(names, rows, strict=True)
     )
@@ -256,7 +265,7 @@ def _step_of_each(ranks: Ranks) -> Any:
 
 def _title(name: str) -> str:
     """A class of time as the head of a column."""
-    label = views.class_label(name)
+    label = rank_charts.class_label(name)
     return label[:1].upper() + label[1:]
 
 
@@ -272,7 +281,7 @@ def _changes(report: Report) -> list[Any]:
         for finding in report.findings[:MAX_SHOWN]
     ]
     cases = [
-        element("Li", views.describe_what_if(item))
+        element("Li", rank_charts.describe_what_if(item))
         for item in (ranks.what_if if ranks else [])[:MAX_SHOWN]
     ]
     return [

@@ -12,18 +12,8 @@ from msgspec.structs import asdict
 from advisor.advise.terms import record_with
 from advisor.core import labels
 from advisor.core import text as t
-from advisor.dashboard import current, figures, theme
-from advisor.dashboard.current import PageView, parse_query
-from advisor.dashboard.grid import (
-    Column,
-    Formatter,
-    duration_column,
-    grid,
-    grid_rows,
-    register_search,
-    share_column,
-)
-from advisor.dashboard.parts import (
+from advisor.dashboard import page_view, plotly_figures, theme
+from advisor.dashboard.components import (
     card,
     draw_section,
     element,
@@ -40,6 +30,16 @@ from advisor.dashboard.parts import (
     swatch,
     table,
 )
+from advisor.dashboard.grid import (
+    Column,
+    Formatter,
+    duration_column,
+    grid,
+    grid_rows,
+    register_search,
+    share_column,
+)
+from advisor.dashboard.page_view import PageView, parse_query
 from advisor.dashboard.session import DashboardSession, LoadedRun
 from advisor.measure import Analysis
 from advisor.measure.host.layers import report_layers
@@ -60,7 +60,7 @@ def has_content(view: PageView) -> bool:
 
 def layout(**query: object) -> Any:
     """The page."""
-    view = current.view(**query)
+    view = page_view.view(**query)
     a = view.analysis
     title = head("Kernels and ops", _lead(a), rank_choice(view, "/kernels"))
     if a.device_id is None:
@@ -216,7 +216,7 @@ def _roofline(view: PageView) -> Any:
     return card(
         "Roofline",
         figure(
-            figures.roofline(known, a.hardware, _device_work(a)),
+            plotly_figures.roofline(known, a.hardware, _device_work(a)),
             "roofline",
             height=420,
             description=description,
@@ -248,7 +248,7 @@ def _tree(view: PageView) -> Any:
     return card(
         f"{what[0].upper()}{what[1:]} by module and operator",
         figure(
-            figures.icicle(tree, f"all {what}"),
+            plotly_figures.icicle(tree, f"all {what}"),
             "modules-and-ops",
             height=460,
             description=description,
@@ -307,7 +307,7 @@ def register(app: dash.Dash, session: DashboardSession) -> None:
     )
     def show(selected: object, search: object) -> Any:
         query: dict[str, Any] = parse_query(search)
-        view = current.view(**query)
+        view = page_view.view(**query)
         if not isinstance(selected, list) or not selected or not isinstance(selected[0], dict):
             return None
         number = str(selected[0].get("id", ""))

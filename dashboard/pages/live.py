@@ -8,15 +8,13 @@ from typing import Any
 import dash
 from dash import Input, Output, State, dcc
 
-from advisor.advise import facts, views
+from advisor.advise import report_charts, report_text
 from advisor.core import labels
 from advisor.core import text as t
+from advisor.core.charts import Segment
 from advisor.core.run_directory import THROTTLE_BITS, Gpu, Host, RankRecord, Step
-from advisor.core.views import Segment
-from advisor.dashboard import current, figures, theme
-from advisor.dashboard.current import PageView, parse_query
-from advisor.dashboard.pages.overview import finding_line
-from advisor.dashboard.parts import (
+from advisor.dashboard import page_view, plotly_figures, theme
+from advisor.dashboard.components import (
     card,
     choices,
     draw_strip,
@@ -30,8 +28,10 @@ from advisor.dashboard.parts import (
     tiles,
     two_columns,
 )
+from advisor.dashboard.page_view import PageView, parse_query
+from advisor.dashboard.pages.overview import finding_line
 from advisor.dashboard.session import DashboardSession
-from advisor.measure.steps.record import StepRecords
+from advisor.measure.steps.step_records import StepRecords
 
 SHOWN_STEPS, SHOWN_SAMPLES = 400, 600
 RECENT_STEPS = 50
@@ -45,7 +45,7 @@ def has_content(view: PageView) -> bool:
 
 def layout(rank: object = None, **query: object) -> Any:
     """The page."""
-    view = current.view(**query)
+    view = page_view.view(**query)
     session = view.session
     if not session.live or session.follower is None:
         return page(
@@ -83,7 +83,7 @@ def register(app: dash.Dash, session: DashboardSession) -> None:
     )
     def tick(_: object, search: object) -> Any:
         query = parse_query(search)
-        view = current.view()
+        view = page_view.view()
         record = _record(view, _number(query.get("rank")))
         return body(view, _number(query.get("rank"))), record is not None and record.ended
 
@@ -173,8 +173,8 @@ def steps_card(steps: Sequence[Step], aside: str = "") -> Any:
     ):
         values = [s.dur / 1e6 if (s.window is not None) is profiled else None for s in steps]
         if not profiled or any(value is not None for value in values):
-            series.append((name, *figures.downsample(numbers, values), colour))
-    drawn = figures.line_chart(series, x="step", y="ms", height=220)
+            series.append((name, *plotly_figures.downsample(numbers, values), colour))
+    drawn = plotly_figures.line_chart(series, x="step", y="ms", height=220)
     description = f"Duration of each of {len(steps)} recorded steps, in ms."
     return card("Steps", figure(drawn, "steps", height=220, description=description), aside=aside)
 
@@ -193,7 +193,7 @@ def _phases(record: RankRecord) -> Any:
     for name in recent.phases:
         ns, share = recent.phase(name), recent.share(name)
         if ns is not None and share:
-            parts.append(views.build_phase_segment(name, float(ns.mean()), share))
+            parts.append(report_charts.build_phase_segment(name, float(ns.mean()), share))
     aside = f"host time, mean of the last {min(RECENT_STEPS, len(record.steps))} steps"
     return phases_card("Phases", parts, aside)
 
@@ -205,7 +205,7 @@ def _findings(view: PageView) -> Any:
         why = labels.clean(entry.why or entry.doing)
         return empty_state("No findings yet", f"They appear after the first profiled window. {why}")
     report = entry.loaded.report
-    ranked = facts.ranked_findings(report)[:5]
+    ranked = report_text.ranked_findings(report)[:5]
     if not ranked:
         return card("Findings", element("P", labels.clean(report.verdict)))
     if report.scope.step_source == "record":
@@ -297,14 +297,14 @@ def _figure(
         if any(value is not None for value in values):
             seconds = [(when - start) / 1e9 for when, _ in samples]
             shown = [None if value is None else value / scale for value in values]
-            series.append((label, *figures.downsample(seconds, shown), colour))
+            series.append((label, *plotly_figures.downsample(seconds, shown), colour))
     if not series:
         return None
     return element(
         "Div",
         element("H3", f"{name}, {unit}"),
         figure(
-            figures.line_chart(series, x="", y="", height=150),
+            plotly_figures.line_chart(series, x="", y="", height=150),
             f"telemetry-{name.lower().replace(' ', '-')}",
             height=150,
             description=f"{name} over time, in {unit}.",

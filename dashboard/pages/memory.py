@@ -10,9 +10,8 @@ import polars as pl
 from advisor.advise.terms import is_foreign
 from advisor.core import text as t
 from advisor.core.labels import clean
-from advisor.dashboard import current, figures, snapshot, theme
-from advisor.dashboard.current import PageView
-from advisor.dashboard.parts import (
+from advisor.dashboard import page_view, plotly_figures, snapshot, theme
+from advisor.dashboard.components import (
     card,
     element,
     empty_state,
@@ -22,8 +21,9 @@ from advisor.dashboard.parts import (
     rank_choice,
     table,
 )
+from advisor.dashboard.page_view import PageView
 from advisor.measure import Analysis
-from advisor.measure.memory.memory import memory_devices
+from advisor.measure.memory.trace_memory import memory_devices
 
 warm = snapshot.warm
 ALLOCATED, RESERVED = theme.CLASSES["compute"], "#9a9aa5"
@@ -39,7 +39,7 @@ def has_content(view: PageView) -> bool:
 
 def layout(**query: object) -> Any:
     """The page."""
-    view = current.view(**query)
+    view = page_view.view(**query)
     a = view.analysis
     known = _is_recorded(a)
     ours = not is_foreign(a.trace.meta)
@@ -85,13 +85,13 @@ def _recorded(a: Analysis) -> Any:
         values = [getattr(step, field) for step in steps.steps]
         if any(value is not None for value in values):
             shown = [None if value is None else value / (1 << 30) for value in values]
-            series.append((name, *figures.downsample(numbers, shown), colour))
+            series.append((name, *plotly_figures.downsample(numbers, shown), colour))
     rss = [(float(s.n), s.rss) for s in steps.steps if s.rss is not None]
     made = []
     if series:
         made.append(
             figure(
-                figures.line_chart(series, x="step", y="GiB", height=230, step=True),
+                plotly_figures.line_chart(series, x="step", y="GiB", height=230, step=True),
                 "memory-by-step",
                 height=230,
                 description="Device memory at the end of each recorded step.",
@@ -114,7 +114,7 @@ def _recorded(a: Analysis) -> Any:
         ]
         made.append(
             figure(
-                figures.line_chart(hosts, x="step", y="host, GiB", height=170),
+                plotly_figures.line_chart(hosts, x="step", y="host, GiB", height=170),
                 "host-memory-by-step",
                 height=170,
                 description="Resident memory over the recorded steps: of the process and of its "

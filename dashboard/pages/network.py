@@ -7,10 +7,14 @@ from typing import Any, Final
 
 from advisor.core import labels
 from advisor.core import text as t
-from advisor.core.sources import CollectiveCall, CollectiveProblem, FlightRecord, NetworkLog
-from advisor.dashboard import current
-from advisor.dashboard.current import PageView
-from advisor.dashboard.parts import (
+from advisor.core.auxiliary_inputs import (
+    CollectiveCall,
+    CollectiveProblem,
+    FlightRecord,
+    NetworkLog,
+)
+from advisor.dashboard import page_view
+from advisor.dashboard.components import (
     card,
     editor_href,
     element,
@@ -20,6 +24,7 @@ from advisor.dashboard.parts import (
     table,
     tiles,
 )
+from advisor.dashboard.page_view import PageView
 from advisor.measure.comm.flight import describe_problem, of_ranks
 from advisor.render.document import FieldList
 from advisor.render.documents import network as document
@@ -55,7 +60,7 @@ def has_content(view: PageView) -> bool:
 
 def layout(**query: object) -> Any:
     """The page."""
-    view = current.view(**query)
+    view = page_view.view(**query)
     return page(head("Network", _lead(view)), *sections(view))
 
 

@@ -8,16 +8,14 @@ import dash
 import dash_mantine_components as dmc
 from dash import Input, Output, State
 
-from advisor.advise import facts, views
+from advisor.advise import report_charts, report_text
 from advisor.core import labels
 from advisor.core import text as t
+from advisor.core.charts import Stair, Stairs, StepBar
 from advisor.core.finding import Finding
 from advisor.core.report import Report
-from advisor.core.views import Stair, Stairs, StepBar
-from advisor.dashboard import current, parts, snapshot
-from advisor.dashboard.current import PageView
-from advisor.dashboard.pages import network
-from advisor.dashboard.parts import (
+from advisor.dashboard import components, page_view, snapshot
+from advisor.dashboard.components import (
     banner,
     card,
     draw_bar,
@@ -30,6 +28,8 @@ from advisor.dashboard.parts import (
     remark,
     tiles,
 )
+from advisor.dashboard.page_view import PageView
+from advisor.dashboard.pages import network
 from advisor.dashboard.session import DashboardSession
 from advisor.render.document import Grid
 from advisor.render.documents import kernels, serving
@@ -46,13 +46,17 @@ MAX_LISTED_FINDINGS = 5
 
 def layout(**query: object) -> Any:
     """The page."""
-    view = current.view(**query)
+    view = page_view.view(**query)
     report = view.loaded.report
-    bar, timeless = views.build_step_bar(report), report.scope.timeless
+    bar, timeless = report_charts.build_step_bar(report), report.scope.timeless
     return page(
         _head(report),
         banner(report.limits),
-        *(snapshot.memory_cards(view)[:1] if timeless else [tiles(facts.figures_of_merit(report))]),
+        *(
+            snapshot.memory_cards(view)[:1]
+            if timeless
+            else [tiles(report_text.figures_of_merit(report))]
+        ),
         *(_timeless(view, report) if timeless else ()),
         card(bar.heading, draw_bar(bar, _segment_links(view, bar)), tools=png_button("step"))
         if bar is not None
@@ -95,7 +99,7 @@ def _around(view: PageView, start: int, end: int) -> str:
 def _head(report: Report) -> Any:
     lines = [
         element("Span", element("B", ", ".join(parts[:1])), " ", " · ".join(parts[1:]))
-        for _, parts in facts.describe_scope(report)
+        for _, parts in report_text.describe_scope(report)
     ]
     return element(
         "Div",
@@ -119,13 +123,13 @@ def _serving(report: Report) -> Any:
     rows = [serving.build_row(phase) for phase in report.serving.phases]
     rest = [(label, " · ".join(each)) for label, each, _ in serving.describe_lines(report.serving)]
     shown = draw_grid(Grid(serving.COLUMN_TITLES, rows))
-    return card("Inference by phase", shown, parts.fact_list(rest))
+    return card("Inference by phase", shown, components.fact_list(rest))
 
 
 def _staircase(report: Report) -> Any:
     """Step time as measured, then after fix 1, after fixes 1 and 2 and so on. Fixes are ticked to
     be in or out."""
-    shown = views.build_stairs(report)
+    shown = report_charts.build_stairs(report)
     if shown is None:
         return None
     stairs = []
@@ -151,7 +155,9 @@ def _staircase(report: Report) -> Any:
     return card(
         f"{shown.per.capitalize()} time after each fix",
         element("Ol", *stairs, cls="stairs"),
-        element("P", facts.describe_all_fixes(report), id=OUTLOOK, cls="note-line", role="status"),
+        element(
+            "P", report_text.describe_all_fixes(report), id=OUTLOOK, cls="note-line", role="status"
+        ),
         aside="each row adds one fix to those above; untick a fix to leave it out",
         tools=png_button("gains"),
     )
@@ -187,15 +193,17 @@ def register(app: dash.Dash, session: DashboardSession) -> None:
         prevent_initial_call=True,
     )
     def tick(ticks: Any, fixes: Any, search: Any) -> tuple[list[Any], list[Any], str]:
-        loaded = current.view(**current.parse_query(search)).loaded
-        full = views.build_stairs(loaded.report)
+        loaded = page_view.view(**page_view.parse_query(search)).loaded
+        full = report_charts.build_stairs(loaded.report)
         known = {stair.priority or 0 for stair in full.fixes} if full is not None else set()
         ticked = zip(fixes or (), ticks or (), strict=False)
         on = [fix.get("fix") for fix, is_on in ticked if is_on is True and isinstance(fix, dict)]
         kept = known & set(filter(lambda fix: isinstance(fix, int), on))
         shown = loaded.view(
             ("stairs", frozenset(kept)),
-            lambda: views.build_stairs_of_chosen(loaded.report, kept, loaded.examined.estimator),
+            lambda: report_charts.build_stairs_of_chosen(
+                loaded.report, kept, loaded.examined.estimator
+            ),
         )
         if shown is None:
             raise dash.exceptions.PreventUpdate
@@ -204,9 +212,9 @@ def register(app: dash.Dash, session: DashboardSession) -> None:
             for stair in shown.all
         ]
         outlook = (
-            facts.describe_all_fixes(loaded.report)
+            report_text.describe_all_fixes(loaded.report)
             if kept == known
-            else facts.describe_chosen_fixes(shown)
+            else report_text.describe_chosen_fixes(shown)
         )
         return [row["run"] for row in rows], [row["then"] for row in rows], outlook
 
@@ -214,7 +222,7 @@ def register(app: dash.Dash, session: DashboardSession) -> None:
 def finding_line(view: PageView, finding: Finding) -> Any:
     """A finding in two lines, linked to its details."""
     impact = finding.impact
-    where = facts.named_places(finding, 1)
+    where = report_text.named_places(finding, 1)
     places = " · ".join(where[0][1]) if where else ""
     amount: Any = None
     if impact is not None and impact.gain_ns is not None:
@@ -246,7 +254,7 @@ def anchor(finding: Finding) -> str:
 
 def _top(view: PageView, report: Report) -> Any:
     timeless = report.scope.timeless
-    ranked = report.notes if timeless else facts.ranked_findings(report)
+    ranked = report.notes if timeless else report_text.ranked_findings(report)
     listed = [*ranked[:MAX_LISTED_FINDINGS], *report.risks]
     if not listed:
         return None
@@ -271,7 +279,7 @@ def _rest(report: Report) -> Any:
             for good in report.passed
         ]
         cards.append(card("Passed checks", element("Ul", *lines, cls="plain")))
-    missing = facts.describe_skipped_checks(report)
+    missing = report_text.describe_skipped_checks(report)
     if missing:
         lines = [
             element(
@@ -284,7 +292,7 @@ def _rest(report: Report) -> Any:
         cards.append(card("Skipped checks", element("Ul", *lines, cls="plain")))
     if not cards:
         return None
-    definitions = facts.define_gains(report)
+    definitions = report_text.define_gains(report)
     return element(
         "Div",
         element("Div", *cards, cls="pair") if len(cards) > 1 else cards[0],

@@ -5,14 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from advisor.advise import views
+from advisor.advise import report_charts
 from advisor.core import labels
 from advisor.core import text as t
 from advisor.core.run_directory import Manifest, RankRecord
-from advisor.dashboard import current
-from advisor.dashboard.current import PageView
-from advisor.dashboard.pages.live import phases_card, steps_card, telemetry_cards
-from advisor.dashboard.parts import (
+from advisor.dashboard import page_view
+from advisor.dashboard.components import (
     card,
     element,
     empty_state,
@@ -23,6 +21,8 @@ from advisor.dashboard.parts import (
     table,
     tiles,
 )
+from advisor.dashboard.page_view import PageView
+from advisor.dashboard.pages.live import phases_card, steps_card, telemetry_cards
 from advisor.measure import Analysis
 
 MAX_LINES = 30
@@ -36,7 +36,7 @@ def has_content(view: PageView) -> bool:
 
 def layout(**query: object) -> Any:
     """The page."""
-    view = current.view(**query)
+    view = page_view.view(**query)
     a = view.analysis
     record = a.record
     title = head("Run", labels.clean(view.entry.path), rank_choice(view, "/run"))
@@ -116,7 +116,8 @@ def _phases(view: PageView) -> Any:
     if recorded is None or view.rank is not None:
         return None
     parts = [
-        views.build_phase_segment(phase.name, phase.ns, phase.share) for phase in recorded.phases
+        report_charts.build_phase_segment(phase.name, phase.ns, phase.share)
+        for phase in recorded.phases
     ]
     return phases_card("Phases of the step", parts, "host time; the GPU runs asynchronously")
 

@@ -7,9 +7,9 @@ from typing import Any
 
 from advisor.core import labels
 from advisor.core import text as t
-from advisor.dashboard import current, figures
-from advisor.dashboard.current import PageView
-from advisor.dashboard.parts import card, element, figure, head, link, page, table
+from advisor.dashboard import page_view, plotly_figures
+from advisor.dashboard.components import card, element, figure, head, link, page, table
+from advisor.dashboard.page_view import PageView
 from advisor.dashboard.session import OpenedPath
 
 HEAD = ("Run", "Started", "Commit", "Step", "Change", "Steps", "Ranks", "Program", "Verdict")
@@ -25,7 +25,7 @@ def has_content(view: PageView) -> bool:
 
 def layout(**query: object) -> Any:
     """The page."""
-    view = current.view(**query)
+    view = page_view.view(**query)
     session = view.session
     if not session.folder:
         return page(head("Runs", "Open a folder of runs: advisor dashboard runs/"))
@@ -57,13 +57,15 @@ def _history(entries: list[OpenedPath]) -> Any:
     names = labels.distinct_labels((name for name, _ in shown), 28)
     values = [(summary.median_ns or 0.0) / 1e6 for _, summary in shown]
     about = [
-        f"{summary.commit or figures.NO_COMMIT} · {t.count_noun(summary.steps, 'step')}"
+        f"{summary.commit or plotly_figures.NO_COMMIT} · {t.count_noun(summary.steps, 'step')}"
         for _, summary in shown
     ]
     return card(
         "Step time, run by run",
         figure(
-            figures.run_history(names, values, list(map(figures.escape_markup, about))),
+            plotly_figures.run_history(
+                names, values, list(map(plotly_figures.escape_markup, about))
+            ),
             "runs",
             height=280,
             description="The median step of each run; the table below has the numbers.",

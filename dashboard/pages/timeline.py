@@ -15,9 +15,9 @@ import flask
 from advisor.core import labels
 from advisor.core.errors import AdvisorError
 from advisor.core.scratch import scratch_folder
-from advisor.dashboard import current
-from advisor.dashboard.current import PageView, clean_query
-from advisor.dashboard.parts import element, icon
+from advisor.dashboard import page_view
+from advisor.dashboard.components import element, icon
+from advisor.dashboard.page_view import PageView, clean_query
 from advisor.dashboard.session import DashboardSession
 from advisor.dashboard.timeline.routes import routes, warm_first
 
@@ -30,7 +30,7 @@ def has_content(view: PageView) -> bool:
 def layout(**query: object) -> Any:
     """The page. What it shows is in the address (``x0``, ``x1``, ns; ``rank``; ``focus``), which
     the script reads and keeps up to date."""
-    view = current.view(**query)
+    view = page_view.view(**query)
     return element(
         "Div",
         element("H1", "Timeline", cls="visually-hidden"),
@@ -106,7 +106,7 @@ def trace_routes(session: DashboardSession) -> flask.Blueprint:
     @blueprint.get("")
     def trace() -> flask.typing.ResponseReturnValue:
         given: dict[str, Any] = clean_query(flask.request.args.to_dict(flat=False))
-        view = current.view(**given)
+        view = page_view.view(**given)
         if view.entry.loaded is None:
             return flask.Response(f"{view.entry.why or 'Not read yet.'}\n", 409)
         try:

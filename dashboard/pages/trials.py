@@ -9,9 +9,8 @@ from advisor.core import labels
 from advisor.core import text as t
 from advisor.core.errors import AdvisorError
 from advisor.core.files import read_regular
-from advisor.dashboard import current
-from advisor.dashboard.current import PageView
-from advisor.dashboard.parts import (
+from advisor.dashboard import page_view
+from advisor.dashboard.components import (
     banner,
     card,
     element,
@@ -22,6 +21,7 @@ from advisor.dashboard.parts import (
     table,
     tiles,
 )
+from advisor.dashboard.page_view import PageView
 from advisor.tune.report import (
     FILE,
     MAX_BYTES,
@@ -44,7 +44,7 @@ def has_content(view: PageView) -> bool:
 
 def layout(**query: object) -> Any:
     """The page."""
-    view = current.view(**query)
+    view = page_view.view(**query)
     try:
         report = read(view.entry.path)
     except (AdvisorError, OSError) as error:

@@ -10,7 +10,7 @@ import polars as pl
 from numpy.typing import NDArray
 
 from advisor.core.intervals import Ints
-from advisor.measure.steps.record import finite_or_nan
+from advisor.measure.steps.step_records import finite_or_nan
 
 if TYPE_CHECKING:
     from advisor.core.run_directory import Gpu, Host, RankRecord

@@ -10,10 +10,11 @@ from typing import TYPE_CHECKING, Any
 import flask
 
 from advisor.core.labels import distinct_labels
-from advisor.dashboard.current import clean_query
+from advisor.dashboard.page_view import clean_query
 from advisor.dashboard.timeline.categories import ALL, BASE, TITLES, category_label
 from advisor.dashboard.timeline.detail_levels import level_of_detail
 from advisor.dashboard.timeline.details import describe_slice, slice_near
+from advisor.dashboard.timeline.encoding import encode_view
 from advisor.dashboard.timeline.index import TimelineIndex
 from advisor.dashboard.timeline.search import (
     finding_summary,
@@ -24,7 +25,6 @@ from advisor.dashboard.timeline.search import (
     step_through,
 )
 from advisor.dashboard.timeline.state import RankTimeline, time_offset
-from advisor.dashboard.timeline.wire import encode_view
 
 if TYPE_CHECKING:
     from advisor.dashboard.session import DashboardSession, LoadedRun, OpenedPath
@@ -224,7 +224,7 @@ def _names(line: RankTimeline, args: Any) -> Reply:
 
 
 def _view(line: RankTimeline, args: Any) -> Reply:
-    """Slices, cells and counters of a view: see ``wire.py``."""
+    """Slices, cells and counters of a view: see ``encoding.py``."""
     began = time.perf_counter()
     index = line.index
     x0, x1 = read_span(args, index)

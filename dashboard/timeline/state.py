@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from advisor.core.labels import distinct_labels
-from advisor.dashboard.timeline.build import build_index
+from advisor.dashboard.timeline.index_builder import build_index
 from advisor.dashboard.timeline.search import SearchHits, affected_slices, find_finding, search
 from advisor.measure.ranks.skew import align_ranks
 

@@ -12,6 +12,7 @@ from msgspec.structs import replace
 
 from advisor.core import labels
 from advisor.core import text as t
+from advisor.core.auxiliary_inputs import COMPILE_LOG, CompileCause, CompileLog, GraphBreak
 from advisor.core.finding import (
     Edit,
     Finding,
@@ -23,19 +24,19 @@ from advisor.core.finding import (
 )
 from advisor.core.intervals import covered_length, intersect, union
 from advisor.core.rule import Evidence, FrameworkAdvice, Rule, Threshold
-from advisor.core.sources import COMPILE_LOG, CompileCause, CompileLog, GraphBreak
 from advisor.core.text import count_noun
 from advisor.core.trace import JAX, TENSORFLOW
 from advisor.measure import Analysis
 from advisor.measure.host.names import name_matches
 from advisor.measure.host.stacks import parse_frame
-from advisor.measure.steps.instants import (
+from advisor.measure.steps.named_intervals import (
     GRAPH_BREAK_CAUSES,
     RESUME,
     broken_regions,
     graph_breaks,
     remove_breaks,
 )
+from advisor.rules.citations import OURS, SILENT_TRACES
 from advisor.rules.common import (
     amount_per_step,
     costliest_places,
@@ -46,8 +47,7 @@ from advisor.rules.common import (
     row_numbers,
 )
 from advisor.rules.host.launch_gaps import REMOVE_LAUNCH_COST
-from advisor.rules.recorded import impact_over_run, impact_without_gain
-from advisor.rules.sources import OURS, SILENT_TRACES
+from advisor.rules.record_common import impact_over_run, impact_without_gain
 from advisor.testing import Examples, TraceBuilder
 
 MAX_NAMED = 5

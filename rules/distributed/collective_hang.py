@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from advisor.core import text as t
+from advisor.core.auxiliary_inputs import FLIGHT_RECORDER
 from advisor.core.finding import Finding, Location, Outcomes, PassedCheck
 from advisor.core.flight import FlightCall, FlightDump
 from advisor.core.rule import Evidence, Rule
-from advisor.core.sources import FLIGHT_RECORDER
 from advisor.measure import Analysis
 from advisor.measure.comm.flight import UNENDED, describe_problem, of_ranks
-from advisor.rules.recorded import impact_without_gain
+from advisor.rules.record_common import impact_without_gain
 from advisor.testing import Examples, TraceBuilder
 
 

@@ -11,9 +11,9 @@ from advisor.core.finding import Edit, Finding, Location, Outcomes, PassedCheck,
 from advisor.core.rule import Evidence, FrameworkAdvice, Rule, Threshold
 from advisor.core.trace import JAX, TENSORFLOW
 from advisor.measure import Analysis
+from advisor.rules.citations import OURS, TRACELENS, public_traces
 from advisor.rules.common import amount_per_step, example_steps, of_step
 from advisor.rules.framework_advice import FLAGS, OVERLAP_FLAGS, in_any_language
-from advisor.rules.sources import OURS, TRACELENS, public_traces
 from advisor.testing import Examples, TraceBuilder
 
 

@@ -6,8 +6,8 @@ from advisor.core.finding import Edit, Finding, Outcomes, PassedCheck, SkippedCh
 from advisor.core.rule import Evidence, Rule, Threshold
 from advisor.measure import Analysis
 from advisor.measure.comm.links import LARGE_MESSAGE_BYTES, scale_collectives
+from advisor.rules.citations import CHOSEN, ENGINE_FLOOR, NCCL_OVERHEAD
 from advisor.rules.common import example_steps
-from advisor.rules.sources import CHOSEN, ENGINE_FLOOR, NCCL_OVERHEAD
 from advisor.testing import Examples, TraceBuilder
 
 
@@ -112,7 +112,7 @@ def _all_reduce(
     gb_per_s: float, node: int | None = 8, size: int = 256 << 20, wait: float = 0.0
 ) -> TraceBuilder:
     """Steps with an exposed all-reduce of 8 ranks at this bus bandwidth."""
-    from advisor.core.sources import NetworkLog
+    from advisor.core.auxiliary_inputs import NetworkLog
 
     us = size * 2 * 7 / 8 / gb_per_s / 1e3
 

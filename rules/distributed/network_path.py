@@ -7,13 +7,13 @@ from collections.abc import Mapping
 from typing import Any, ClassVar
 
 from advisor.core import text as t
+from advisor.core.auxiliary_inputs import NETWORK_LOG, NetworkLog
 from advisor.core.finding import Edit, Finding, Outcomes, PassedCheck
 from advisor.core.rule import Evidence, Rule, Threshold
-from advisor.core.sources import NETWORK_LOG, NetworkLog
 from advisor.measure import Analysis
 from advisor.measure.comm.links import Scaled, scale_collectives
-from advisor.rules.recorded import impact_without_gain
-from advisor.rules.sources import CHOSEN, NCCL_OVERHEAD
+from advisor.rules.citations import CHOSEN, NCCL_OVERHEAD
+from advisor.rules.record_common import impact_without_gain
 from advisor.testing import Examples, TraceBuilder
 
 NCCL_ENV = "https://docs.nvidia.com/deeplearning/nccl/user-guide/docs/env.html"

@@ -14,6 +14,7 @@ from advisor.core.rule import FrameworkAdvice, Rule, Threshold
 from advisor.core.trace import JAX, TENSORFLOW
 from advisor.measure import Analysis
 from advisor.measure.device.copies import compute_stream
+from advisor.rules.citations import OURS, SILENT_TRACES, TRACELENS, XPROF_LAUNCH
 from advisor.rules.common import (
     amount_per_step,
     device_places,
@@ -23,7 +24,6 @@ from advisor.rules.common import (
     row_numbers,
 )
 from advisor.rules.framework_advice import FLAGS, OVERLAP_FLAGS, in_any_language
-from advisor.rules.sources import OURS, SILENT_TRACES, TRACELENS, XPROF_LAUNCH
 from advisor.testing import Examples, TraceBuilder
 
 READY_NS = 20_000

@@ -10,14 +10,14 @@ from advisor.core.finding import Finding, Outcomes, PassedCheck, SkippedCheck
 from advisor.core.rule import Evidence, Rule, Source
 from advisor.measure.ranks.profile import MIN_KERNELS, compare_devices
 from advisor.measure.ranks.wording import describe_subject
-from advisor.rules.distributed.across import finding_of
+from advisor.rules.citations import CHOSEN
+from advisor.rules.distributed.across_ranks import finding_of
 from advisor.rules.framework_advice import in_any_language
-from advisor.rules.sources import CHOSEN
 from advisor.testing import TraceBuilder
 
 if TYPE_CHECKING:
     from advisor.measure.ranks.outliers import Deviation
-    from advisor.replay.ranks.replay import JobGain
+    from advisor.replay.ranks.ranks_replay import JobGain
     from advisor.replay.ranks.study import Study
 
 

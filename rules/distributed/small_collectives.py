@@ -14,6 +14,7 @@ from advisor.core.finding import Edit, Finding, Outcomes, Select
 from advisor.core.rule import Evidence, FrameworkAdvice, Rule, Threshold
 from advisor.core.trace import JAX, TENSORFLOW
 from advisor.measure import Analysis
+from advisor.rules.citations import ENGINE_FLOOR, NCCL_TESTS, OURS, SILENT_TRACES
 from advisor.rules.common import (
     amount_per_step,
     device_places,
@@ -23,8 +24,7 @@ from advisor.rules.common import (
     sum_column,
 )
 from advisor.rules.framework_advice import in_any_language
-from advisor.rules.recorded import impact_without_gain
-from advisor.rules.sources import ENGINE_FLOOR, NCCL_TESTS, OURS, SILENT_TRACES
+from advisor.rules.record_common import impact_without_gain
 from advisor.testing import Examples, TraceBuilder
 
 

@@ -22,6 +22,14 @@ from advisor.measure.comm.links import (
     select_collectives,
 )
 from advisor.measure.comm.messages import bus_factor
+from advisor.rules.citations import (
+    CHOSEN,
+    ENGINE_FLOOR,
+    NCCL_OVERHEAD,
+    NCCL_TUNING,
+    OURS,
+    SILENT_TRACES,
+)
 from advisor.rules.common import (
     amount_per_step,
     device_places,
@@ -29,14 +37,6 @@ from advisor.rules.common import (
     of_step,
     scale_edit,
     sum_column,
-)
-from advisor.rules.sources import (
-    CHOSEN,
-    ENGINE_FLOOR,
-    NCCL_OVERHEAD,
-    NCCL_TUNING,
-    OURS,
-    SILENT_TRACES,
 )
 from advisor.testing import Examples, TraceBuilder
 
@@ -176,7 +176,7 @@ def _with_latency(a: Analysis, table: pl.DataFrame) -> pl.DataFrame:
 
 def _units(count: int, size: int, us: float, *, compute: float = 40, node: int = 8) -> TraceBuilder:
     """FSDP over so many units: gathers in front of each, gradients scattered behind it."""
-    from advisor.core.sources import NetworkLog
+    from advisor.core.auxiliary_inputs import NetworkLog
 
     def body(b: TraceBuilder) -> None:
         for _ in range(count):

@@ -12,9 +12,9 @@ from advisor.core.finding import Finding, Outcomes, PassedCheck, SkippedCheck
 from advisor.core.rule import Rule, Threshold
 from advisor.measure.ranks.members import LATE_SHARE, MAX_LATE_CHANCE, MIN_COLLECTIVES, MIN_LATE
 from advisor.measure.ranks.wording import describe_subject
-from advisor.rules.distributed.across import finding_of, per_of
+from advisor.rules.citations import SIGNIFICANCE, TRACEML
+from advisor.rules.distributed.across_ranks import finding_of, per_of
 from advisor.rules.framework_advice import in_any_language
-from advisor.rules.sources import SIGNIFICANCE, TRACEML
 from advisor.testing import TraceBuilder
 
 MIN_PAUSE_STEPS = 4
@@ -23,7 +23,7 @@ PAUSE_TIMES = 3
 
 if TYPE_CHECKING:
     from advisor.measure.ranks.outliers import Deviation
-    from advisor.replay.ranks.replay import JobGain
+    from advisor.replay.ranks.ranks_replay import JobGain
     from advisor.replay.ranks.study import Study
 
 

@@ -7,9 +7,9 @@ from advisor.core.rule import Evidence, Rule, Threshold
 from advisor.measure import Analysis
 from advisor.measure.comm.links import select_collectives
 from advisor.measure.comm.placement import Placement, find_placement
+from advisor.rules.citations import MEGATRON, NCCL_OVERHEAD, SILENT_TRACES, TRACELENS
 from advisor.rules.common import amount_per_step, device_places, of_step, scale_edit, sum_column
-from advisor.rules.recorded import impact_without_gain
-from advisor.rules.sources import MEGATRON, NCCL_OVERHEAD, SILENT_TRACES, TRACELENS
+from advisor.rules.record_common import impact_without_gain
 from advisor.testing import Examples, TraceBuilder
 
 
@@ -120,7 +120,7 @@ def _edits(a: Analysis, placed: Placement) -> list[Edit]:
 
 def _training(ranks: list[int], node: int = 8, us: float = 400) -> TraceBuilder:
     """Layers with an all-reduce of 16 MiB among these ranks, in both passes."""
-    from advisor.core.sources import NetworkLog
+    from advisor.core.auxiliary_inputs import NetworkLog
 
     b = TraceBuilder(rank=0, world_size=16)
     if node:

@@ -9,15 +9,15 @@ from advisor.core.finding import Edit, Finding, Outcomes, Select
 from advisor.core.rule import Evidence, Rule, Threshold
 from advisor.core.run_directory import Gpu
 from advisor.measure import Analysis
+from advisor.rules.citations import CHOSEN
 from advisor.rules.memory.device_memory import gpu_capacity
-from advisor.rules.recorded import (
+from advisor.rules.record_common import (
     impact_risk,
     impact_without_gain,
     record_example,
     recorded_steps,
     under_load,
 )
-from advisor.rules.sources import CHOSEN
 from advisor.testing import Examples, TraceBuilder
 
 XID_ERRORS = {

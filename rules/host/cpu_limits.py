@@ -7,14 +7,14 @@ from advisor.core.finding import Finding, Outcomes
 from advisor.core.rule import Evidence, Rule, Source, Threshold
 from advisor.core.run_directory import Host
 from advisor.measure import Analysis
-from advisor.rules.recorded import (
+from advisor.rules.citations import CHOSEN, CURED_RECORDINGS, ENGINE_FLOOR, SAGEMAKER_CPU
+from advisor.rules.record_common import (
     find_loader,
     impact_without_gain,
     local_ranks,
     recorded_steps,
     workers_of,
 )
-from advisor.rules.sources import CHOSEN, CURED_RECORDINGS, ENGINE_FLOOR, SAGEMAKER_CPU
 from advisor.testing import Examples, TraceBuilder
 
 

@@ -12,7 +12,7 @@ from advisor.measure import Analysis
 from advisor.measure.host.names import name_matches
 from advisor.measure.host.stacks import rows_around
 from advisor.rules.common import amount_per_step, of_step
-from advisor.rules.recorded import impact_without_gain
+from advisor.rules.record_common import impact_without_gain
 from advisor.testing import Examples, TraceBuilder
 
 Slows = Literal["always", "gpu", "ranks", "perhaps"]

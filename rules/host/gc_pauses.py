@@ -14,9 +14,9 @@ from advisor.core.rule import Evidence, Rule, Threshold
 from advisor.core.run_directory import RecordedDevice
 from advisor.measure import Analysis
 from advisor.measure.host.names import name_matches
+from advisor.rules.citations import CHOSEN, CURED_RECORDINGS, ENGINE_FLOOR, GPUPROF
 from advisor.rules.common import locate_row
-from advisor.rules.recorded import device_bound, impact_per_step, recorded_steps, steps_seen
-from advisor.rules.sources import CHOSEN, CURED_RECORDINGS, ENGINE_FLOOR, GPUPROF
+from advisor.rules.record_common import device_bound, impact_per_step, recorded_steps, steps_seen
 from advisor.testing import Examples, TraceBuilder
 
 MIN_SPREAD = 0.2

@@ -6,6 +6,7 @@ from advisor.core import text as t
 from advisor.core.finding import Finding, Outcomes, PassedCheck, SkippedCheck
 from advisor.core.rule import Evidence, Rule, Source, Threshold
 from advisor.measure import Analysis
+from advisor.rules.citations import GPU_IDLE, OURS, XPROF, XPROF_LAUNCH, public_traces
 from advisor.rules.common import amount_per_step, of_step, per_step
 from advisor.rules.framework_advice import (
     CAPTURE_CALLS,
@@ -23,7 +24,6 @@ from advisor.rules.host.launch_gaps import (
     measure_launch_gaps,
     repeats_kernels,
 )
-from advisor.rules.sources import GPU_IDLE, OURS, XPROF, XPROF_LAUNCH, public_traces
 from advisor.testing import Examples, TraceBuilder
 
 

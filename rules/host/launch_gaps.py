@@ -11,7 +11,7 @@ import polars as pl
 from advisor.core.finding import Edit, Location, Select
 from advisor.core.intervals import covered_length
 from advisor.measure import Analysis
-from advisor.measure.steps.instants import step_starts
+from advisor.measure.steps.named_intervals import step_starts
 from advisor.measure.steps.steps import step_of
 from advisor.rules.common import costliest_places, int_column, ops_around, row_numbers
 

@@ -20,9 +20,10 @@ from advisor.measure.host import stacks
 from advisor.measure.host.names import name_matches
 from advisor.measure.host.sampled_stacks import LOOP, HottestLine
 from advisor.measure.steps.timeline import CODE
+from advisor.rules.citations import CHOSEN, CURED_RECORDINGS, XPROF
 from advisor.rules.common import Rows, amount_per_step, locate_row, of_step, scale_edit
-from advisor.rules.kernel.facts import match_exactly
-from advisor.rules.recorded import (
+from advisor.rules.kernel.kernel_common import match_exactly
+from advisor.rules.record_common import (
     LOOP_SHARE,
     impact_over_run,
     impact_per_step,
@@ -30,7 +31,6 @@ from advisor.rules.recorded import (
     recorded_steps,
     steps_seen,
 )
-from advisor.rules.sources import CHOSEN, CURED_RECORDINGS, XPROF
 from advisor.testing import Examples, TraceBuilder
 
 

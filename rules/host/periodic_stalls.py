@@ -17,16 +17,7 @@ from advisor.core.rule import Evidence, Rule, Threshold
 from advisor.measure import Analysis
 from advisor.measure.host.names import name_matches
 from advisor.measure.host.sampled_stacks import hottest_line, share_in
-from advisor.rules.common import costliest_places
-from advisor.rules.recorded import (
-    LOOP_SHARE,
-    impact_over_run,
-    impact_per_step,
-    own_phases,
-    recorded_steps,
-    steps_seen,
-)
-from advisor.rules.sources import (
+from advisor.rules.citations import (
     CHOSEN,
     CURED_RECORDINGS,
     GPUPROF,
@@ -34,6 +25,15 @@ from advisor.rules.sources import (
     SILENT_TRACES,
     STEP_SERIES,
     XPROF,
+)
+from advisor.rules.common import costliest_places
+from advisor.rules.record_common import (
+    LOOP_SHARE,
+    impact_over_run,
+    impact_per_step,
+    own_phases,
+    recorded_steps,
+    steps_seen,
 )
 from advisor.testing import Examples, TraceBuilder
 

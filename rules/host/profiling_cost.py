@@ -10,9 +10,9 @@ from advisor.core.finding import Finding, Outcomes
 from advisor.core.intervals import intersect, union
 from advisor.core.rule import Evidence, Rule, Source, Threshold
 from advisor.measure import Analysis
+from advisor.rules.citations import CHOSEN, OURS, TRACEML, public_traces
 from advisor.rules.framework_advice import in_any_language
-from advisor.rules.recorded import impact_without_gain, recorded_steps, steps_seen
-from advisor.rules.sources import CHOSEN, OURS, TRACEML, public_traces
+from advisor.rules.record_common import impact_without_gain, recorded_steps, steps_seen
 from advisor.testing import Examples, TraceBuilder
 
 _NO_GAIN = "it slows the recording, not the program"
@@ -32,7 +32,7 @@ class ObserverEffect(Rule):
     found_in = ("recorded/anomaly.slow", "recorded/gc_pauses.slow")
     silent_in = ("recorded/leak.slow",)
     validated_on = "CPU recordings: windows whose steps are longer than those around them"
-    sources = (Source("unprofiled steps within 20 steps", "advisor/measure/steps/record.py"),)
+    sources = (Source("unprofiled steps within 20 steps", "advisor/measure/steps/step_records.py"),)
     references = ("https://github.com/pytorch/pytorch/issues/144455",)
 
     min_effect = Threshold(0.10, "longer step in the window", TRACEML)

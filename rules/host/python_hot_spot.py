@@ -14,8 +14,9 @@ from advisor.core.intervals import covered_length, intersect, union
 from advisor.core.rule import Evidence, Rule, Threshold
 from advisor.core.text import count_noun, format_duration
 from advisor.measure import Analysis
-from advisor.measure.host.host import python_gaps, python_hot_spots
-from advisor.measure.steps.instants import step_starts
+from advisor.measure.host.host_time import python_gaps, python_hot_spots
+from advisor.measure.steps.named_intervals import step_starts
+from advisor.rules.citations import REAL_HOST, SILENT_TRACES, TENSORBOARD, XPROF, public_traces
 from advisor.rules.common import (
     amount_per_step,
     costliest_places,
@@ -25,7 +26,6 @@ from advisor.rules.common import (
     row_numbers,
     stacks_option,
 )
-from advisor.rules.sources import REAL_HOST, SILENT_TRACES, TENSORBOARD, XPROF, public_traces
 from advisor.testing import Examples, TraceBuilder
 
 MAX_NAMES = 20

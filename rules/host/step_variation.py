@@ -15,9 +15,9 @@ from advisor.core.intervals import Floats, Ints
 from advisor.core.rule import Evidence, Rule, Threshold
 from advisor.core.run_directory import Host
 from advisor.measure import Analysis
-from advisor.measure.steps.record import StepRecords
-from advisor.rules.recorded import impact_over_run, recorded_steps, steps_seen
-from advisor.rules.sources import CHOSEN, CURED_RECORDINGS, GPUPROF, STEP_SERIES
+from advisor.measure.steps.step_records import StepRecords
+from advisor.rules.citations import CHOSEN, CURED_RECORDINGS, GPUPROF, STEP_SERIES
+from advisor.rules.record_common import impact_over_run, recorded_steps, steps_seen
 from advisor.testing import Examples, TraceBuilder
 
 FACTOR, MADS = 1.5, 5.0

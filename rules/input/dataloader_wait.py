@@ -11,6 +11,15 @@ from advisor.core.finding import Edit, Finding, Outcomes, PassedCheck, Select, S
 from advisor.core.rule import Evidence, FrameworkAdvice, Rule, Threshold
 from advisor.core.trace import JAX, TENSORFLOW
 from advisor.measure import Analysis
+from advisor.rules.citations import (
+    CHOSEN,
+    ENGINE_FLOOR,
+    HAND_OVER,
+    OURS,
+    SILENT_TRACES,
+    TENSORBOARD,
+    XPROF,
+)
 from advisor.rules.common import amount_per_step, costliest_places, of_step
 from advisor.rules.framework_advice import JAX_AHEAD, TF_PREFETCH
 from advisor.rules.input.loader_waits import (
@@ -22,16 +31,7 @@ from advisor.rules.input.loader_waits import (
     in_one_step,
     is_recurring,
 )
-from advisor.rules.recorded import taken_by_training
-from advisor.rules.sources import (
-    CHOSEN,
-    ENGINE_FLOOR,
-    HAND_OVER,
-    OURS,
-    SILENT_TRACES,
-    TENSORBOARD,
-    XPROF,
-)
+from advisor.rules.record_common import taken_by_training
 from advisor.testing import Examples, TraceBuilder
 
 

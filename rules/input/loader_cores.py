@@ -9,8 +9,18 @@ from advisor.core.finding import Edit, Finding, Outcomes, Select, SkippedCheck
 from advisor.core.rule import Evidence, Rule, Threshold
 from advisor.core.run_directory import Host
 from advisor.measure import Analysis
+from advisor.rules.citations import (
+    CHOSEN,
+    CURED_RECORDINGS,
+    GPUPROF,
+    HAND_OVER,
+    SAGEMAKER,
+    SAGEMAKER_CPU,
+    TENSORBOARD,
+    XPROF,
+)
 from advisor.rules.input.loader_waits import SINGLE_PROCESS, WORKERS
-from advisor.rules.recorded import (
+from advisor.rules.record_common import (
     device_bound,
     find_loader,
     impact_per_step,
@@ -20,16 +30,6 @@ from advisor.rules.recorded import (
     steps_seen,
     taken_by_training,
     workers_of,
-)
-from advisor.rules.sources import (
-    CHOSEN,
-    CURED_RECORDINGS,
-    GPUPROF,
-    HAND_OVER,
-    SAGEMAKER,
-    SAGEMAKER_CPU,
-    TENSORBOARD,
-    XPROF,
 )
 from advisor.testing import Examples, TraceBuilder
 

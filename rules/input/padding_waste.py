@@ -7,10 +7,10 @@ import numpy as np
 from advisor.core.finding import Edit, Finding, Impact, Outcomes, Select
 from advisor.core.rule import Rule, Threshold
 from advisor.measure import Analysis
-from advisor.measure.steps.record import StepRecords
+from advisor.measure.steps.step_records import StepRecords
+from advisor.rules.citations import CHOSEN, CURED_RECORDINGS
 from advisor.rules.common import scale_edit
-from advisor.rules.recorded import impact_per_step, recorded_steps, steps_seen
-from advisor.rules.sources import CHOSEN, CURED_RECORDINGS
+from advisor.rules.record_common import impact_per_step, recorded_steps, steps_seen
 from advisor.testing import Examples, TraceBuilder
 
 

@@ -9,7 +9,8 @@ from advisor.core.finding import Finding, Outcomes
 from advisor.core.rule import Evidence, Rule, Threshold
 from advisor.core.run_directory import MAX_VALUE
 from advisor.measure import Analysis
-from advisor.rules.recorded import (
+from advisor.rules.citations import CHOSEN, GPUPROF, TENSORBOARD, TRACEML
+from advisor.rules.record_common import (
     device_bound,
     find_loader,
     impact_over_run,
@@ -19,7 +20,6 @@ from advisor.rules.recorded import (
     steps_seen,
     workers_of,
 )
-from advisor.rules.sources import CHOSEN, GPUPROF, TENSORBOARD, TRACEML
 from advisor.testing import Examples, TraceBuilder
 
 BEST_WAIT = 0.25

@@ -16,8 +16,8 @@ from advisor.measure.device.matmuls import parse_product
 from advisor.measure.device.shapes import OpInputs, width_of
 from advisor.measure.host.names import name_matches
 from advisor.measure.host.operators import KERNEL_NS, attainable_roofs
-from advisor.rules.kernel import facts
-from advisor.rules.sources import FLASH_2, FLASH_3
+from advisor.rules.citations import FLASH_2, FLASH_3
+from advisor.rules.kernel import kernel_common
 
 MATH = r"^aten::_scaled_dot_product_attention_math"
 BETWEEN = ("elementwise", "copy", "layout", "random", "reduction")
@@ -40,9 +40,9 @@ BACKWARD = 2.5
 class Blocks(NamedTuple):
     """Unfused attention's forward passes."""
 
-    rows: facts.Mask
+    rows: kernel_common.Mask
     """Aligned with ``trace.gpu``: their kernels, those of PyTorch's own fallback included."""
-    found: facts.Mask
+    found: kernel_common.Mask
     """Those of product, softmax, product, and what is in between."""
     first: NDArray[np.int64]
     """Rows of ``trace.gpu``: the product before each softmax, the softmax, the product after it."""
@@ -63,12 +63,12 @@ class Fused(NamedTuple):
     """Inputs of some have more than 16 bits."""
 
 
-def is_fallback_kernel(a: Analysis) -> facts.Mask:
+def is_fallback_kernel(a: Analysis) -> kernel_common.Mask:
     """Aligned with ``trace.gpu``: kernels of PyTorch's own fallback."""
-    return facts.launched_under(a, MATH) & facts.compute_rows(a)
+    return kernel_common.launched_under(a, MATH) & kernel_common.compute_rows(a)
 
 
-def is_unfused_attention(a: Analysis) -> facts.Mask:
+def is_unfused_attention(a: Analysis) -> kernel_common.Mask:
     """Aligned with ``trace.gpu``: forward kernels of unfused attention. Their rates are low for
     that reason, and no other bottleneck."""
     return find_blocks(a).rows
@@ -77,7 +77,7 @@ def is_unfused_attention(a: Analysis) -> facts.Mask:
 def find_blocks(a: Analysis, max_between: int = MAX_BETWEEN) -> Blocks:
     """Product, softmax, product on one stream, with at most ``max_between`` kernels of scaling,
     mask, casts and dropout on each side of the softmax."""
-    gpu, rows = a.trace.gpu, facts.compute_rows(a)
+    gpu, rows = a.trace.gpu, kernel_common.compute_rows(a)
     index = np.flatnonzero(rows)
     index = index[np.lexsort((gpu["ts"].to_numpy()[index], gpu["stream"].to_numpy()[index]))]
     found = np.zeros(len(rows), dtype=bool)
@@ -141,7 +141,9 @@ def estimate_fused_time(a: Analysis, blocks: Blocks) -> Fused | None:
         return None
     # blocks without shapes, and the rest of the fallback, are taken to be like the others
     more = len(blocks.first) / known
-    more *= facts.summed_duration(a, blocks.rows) / max(1, facts.summed_duration(a, blocks.found))
+    more *= kernel_common.summed_duration(a, blocks.rows) / max(
+        1, kernel_common.summed_duration(a, blocks.found)
+    )
     return Fused(in_half * more, in_full * more, tokens, wide)
 
 

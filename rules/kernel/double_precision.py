@@ -12,9 +12,9 @@ from advisor.core.rule import Rule, Threshold
 from advisor.measure import Analysis
 from advisor.measure.host.optree import own_time, time_inside
 from advisor.measure.host.stacks import is_operator
+from advisor.rules.citations import CHOSEN, XPROF
 from advisor.rules.common import amount_per_step, costliest_places, of_step, scale_edit
-from advisor.rules.kernel.facts import match_exactly
-from advisor.rules.sources import CHOSEN, XPROF
+from advisor.rules.kernel.kernel_common import match_exactly
 from advisor.testing import Examples, TraceBuilder
 
 

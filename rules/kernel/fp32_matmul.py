@@ -14,10 +14,7 @@ from advisor.core.rule import Evidence, FrameworkAdvice, Rule, Threshold
 from advisor.core.trace import JAX, TENSORFLOW
 from advisor.measure import Analysis
 from advisor.measure.host.names import name_matches
-from advisor.rules.common import amount_per_step, example_steps
-from advisor.rules.framework_advice import in_any_language
-from advisor.rules.kernel import facts
-from advisor.rules.sources import (
+from advisor.rules.citations import (
     NCU,
     OURS,
     PEAKS,
@@ -26,6 +23,9 @@ from advisor.rules.sources import (
     TF32_NOTES,
     public_traces,
 )
+from advisor.rules.common import amount_per_step, example_steps
+from advisor.rules.framework_advice import in_any_language
+from advisor.rules.kernel import kernel_common
 from advisor.testing import Examples, TraceBuilder
 
 FP32_NAMES = r"sgemm|scudnn|_f32f32_f32f32_f32_"
@@ -229,9 +229,9 @@ class Fp32Matmul(Rule):
         """Time of FP32 matrix kernels on CUDA cores as a share of all kernel time."""
         if a.device_id is None:
             return
-        matrix = facts.compute_rows(a) & facts.of_family(a, *FAMILIES)
-        total = facts.summed_duration(a, facts.kernel_rows(a))
-        matrix_ns = facts.summed_duration(a, matrix)
+        matrix = kernel_common.compute_rows(a) & kernel_common.of_family(a, *FAMILIES)
+        total = kernel_common.summed_duration(a, kernel_common.kernel_rows(a))
+        matrix_ns = kernel_common.summed_duration(a, matrix)
         if not matrix_ns or matrix_ns < self.min_share * total:
             return
         on_tensor = a.kernels["tensor_core"].fill_null(False).to_numpy()
@@ -240,15 +240,15 @@ class Fp32Matmul(Rule):
         fp32 = _fp32_rows(a)
         slow = np.zeros(len(matrix), dtype=bool)
         for family in FAMILIES:
-            kind = matrix & facts.of_family(a, family)
+            kind = matrix & kernel_common.of_family(a, family)
             if not (kind & fp32 & on_tensor).any():  # else TF32 is on and shapes decide
                 slow |= kind & fp32 & off_tensor & ~self._bandwidth_bound(a)
-        share = facts.summed_duration(a, slow) / total
+        share = kernel_common.summed_duration(a, slow) / total
         if share < self.min_share:
             limits = (self.praise_share, self.praise_rate)
-            yield from facts.praise_tensor_cores(a, matrix, matrix & on_tensor, *limits)
+            yield from kernel_common.praise_tensor_cores(a, matrix, matrix & on_tensor, *limits)
             return
-        if facts.summed_duration(a, slow) < self.min_step_share * a.span_ns:
+        if kernel_common.summed_duration(a, slow) < self.min_step_share * a.span_ns:
             return  # faster kernels would only wait longer
         if a.trace.meta.vendor == "amd":
             return  # its matrix cores multiply FP32
@@ -276,7 +276,7 @@ class Fp32Matmul(Rule):
                 return Target(name, fp32, peak)
         return None
 
-    def _bandwidth_bound(self, a: Analysis) -> facts.Mask:
+    def _bandwidth_bound(self, a: Analysis) -> kernel_common.Mask:
         """Kernels that could not be a tenth faster: their bytes take as long as they do."""
         if a.hardware is None:
             return np.zeros(a.trace.gpu.height, dtype=bool)
@@ -290,9 +290,11 @@ class Fp32Matmul(Rule):
             return np.zeros(len(index))
         return moved / (a.hardware.bandwidth * self.reachable_bandwidth) * 1e9
 
-    def _finding(self, a: Analysis, slow: facts.Mask, share: float, target: Target) -> Finding:
-        families = [name for name in FAMILIES if (slow & facts.of_family(a, name)).any()]
-        rows = facts.compute_rows(a) & facts.of_family(a, *families)
+    def _finding(
+        self, a: Analysis, slow: kernel_common.Mask, share: float, target: Target
+    ) -> Finding:
+        families = [name for name in FAMILIES if (slow & kernel_common.of_family(a, name)).any()]
+        rows = kernel_common.compute_rows(a) & kernel_common.of_family(a, *families)
         saved = (
             self._saved(a, slow, target, derating, blind)
             for derating, blind in (
@@ -314,13 +316,13 @@ class Fp32Matmul(Rule):
             ),
             evidence=[
                 self.compare("FP32 matrix time, share of kernel time", share, "min_share"),
-                amount_per_step(a, "FP32 matrix time", facts.summed_duration(a, slow)),
+                amount_per_step(a, "FP32 matrix time", kernel_common.summed_duration(a, slow)),
                 Evidence("peak in FP32", target.fp32, "FLOP/s"),
                 Evidence(f"peak in {target.format.upper()}", target.peak, "FLOP/s"),
                 *_switches(a),
             ],
-            where=facts.kernel_locations(a, slow),
-            edits=[facts.scale_kernels(a, rows, saved, select)],
+            where=kernel_common.kernel_locations(a, slow),
+            edits=[kernel_common.scale_kernels(a, rows, saved, select)],
             confidence_notes=[]
             if known
             else ["shapes are not recorded: memory-bound matrices gain less"],
@@ -331,7 +333,7 @@ class Fp32Matmul(Rule):
     def _saved(
         self,
         a: Analysis,
-        slow: facts.Mask,
+        slow: kernel_common.Mask,
         target: Target,
         derating: float,
         blind: float,
@@ -386,12 +388,12 @@ class Fp32Matmul(Rule):
         }
 
 
-def _fp32_rows(a: Analysis) -> facts.Mask:
+def _fp32_rows(a: Analysis) -> kernel_common.Mask:
     """Rows whose inputs are FP32: by the op's types, else by the kernel's name."""
     dtype = a.kernels["dtype"]
-    typed: facts.Mask = dtype.is_in(["fp32", "tf32"]).fill_null(False).to_numpy()
-    named: facts.Mask = name_matches(a.trace.gpu["name"], FP32_NAMES).to_numpy()
-    unknown: facts.Mask = dtype.is_null().to_numpy()
+    typed: kernel_common.Mask = dtype.is_in(["fp32", "tf32"]).fill_null(False).to_numpy()
+    named: kernel_common.Mask = name_matches(a.trace.gpu["name"], FP32_NAMES).to_numpy()
+    unknown: kernel_common.Mask = dtype.is_null().to_numpy()
     return typed | (unknown & named)
 
 

@@ -17,9 +17,9 @@ from advisor.measure import Analysis
 from advisor.measure.device.shapes import OpInputs
 from advisor.measure.host.names import name_matches
 from advisor.measure.host.operators import KERNEL_NS, attainable_roofs
+from advisor.rules.citations import OURS, public_traces
 from advisor.rules.common import amount_per_step, example_steps, per_step
-from advisor.rules.kernel import facts
-from advisor.rules.sources import OURS, public_traces
+from advisor.rules.kernel import kernel_common
 from advisor.testing import Examples, TraceBuilder
 
 
@@ -177,9 +177,9 @@ class HandwrittenOperator(Rule):
 
     def check(self, a: Analysis) -> Outcomes:
         """Time of such chains as a share of kernel time."""
-        if not facts.is_busy(a, self.min_busy):
+        if not kernel_common.is_busy(a, self.min_busy):
             return
-        total = facts.summed_duration(a, facts.kernel_rows(a))
+        total = kernel_common.summed_duration(a, kernel_common.kernel_rows(a))
         table = self._chains(a)
         if table.is_empty() or table["dur"].sum() < self.min_share * total:
             return
@@ -189,14 +189,14 @@ class HandwrittenOperator(Rule):
         rows = np.zeros(a.trace.gpu.height, dtype=np.bool_)
         rows[table["rows"].explode().to_numpy()] = True
         ops = a.kernels["op_name"].gather(np.flatnonzero(rows)).cast(pl.String).unique().sort()
-        under = facts.match_exactly(ops.to_list())
-        selected = facts.compute_rows(a) & facts.launched_under(a, under)
+        under = kernel_common.match_exactly(ops.to_list())
+        selected = kernel_common.compute_rows(a) & kernel_common.launched_under(a, under)
         ideal = pl.col("bytes") / memory.rate * 1e9 + KERNEL_NS
         saved = (
             float(table.select((pl.col("dur") - slower * ideal).clip(lower_bound=0).sum()).item())
             for slower in (self.slower, self.slower_best, self.slower_worst)
         )
-        change = facts.scale_kernels(
+        change = kernel_common.scale_kernels(
             a,
             selected,
             saved,
@@ -235,7 +235,7 @@ class HandwrittenOperator(Rule):
                     )
                 ),
             ],
-            where=facts.kernel_locations(a, rows),
+            where=kernel_common.kernel_locations(a, rows),
             fix=" ".join([*fixes, "Compiling the model fuses such chains too."]),
             code="\n".join(self.case(pattern.name)["code"] for pattern in patterns),
             edits=[change],
@@ -245,7 +245,7 @@ class HandwrittenOperator(Rule):
         """A row per chain: ``pattern`` (index in PATTERNS), ``length`` (kernels), ``dur`` (ns),
         ``bytes`` (of the fused kernel), ``rows`` (of ``trace.gpu``)."""
         gpu, kernels = a.trace.gpu, a.kernels
-        index = np.flatnonzero(facts.compute_rows(a))
+        index = np.flatnonzero(kernel_common.compute_rows(a))
         index = index[np.lexsort((gpu["ts"].to_numpy()[index], gpu["stream"].to_numpy()[index]))]
         ops = kernels["op_name"].gather(index)
         able = name_matches(ops, STEPS).to_numpy()

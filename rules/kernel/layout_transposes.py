@@ -7,9 +7,9 @@ from advisor.core.finding import Edit, Finding, Outcomes, PassedCheck, Select
 from advisor.core.rule import Rule, Threshold
 from advisor.measure import Analysis
 from advisor.measure.host.names import name_matches
+from advisor.rules.citations import OURS, SILENT_TRACES, SMALL_GRIDS_TRACES, TRACELENS
 from advisor.rules.common import amount_per_step, example_steps
-from advisor.rules.kernel import facts
-from advisor.rules.sources import OURS, SILENT_TRACES, SMALL_GRIDS_TRACES, TRACELENS
+from advisor.rules.kernel import kernel_common
 from advisor.testing import Examples, TraceBuilder
 
 TRANSPOSES = r"(?i)nchwToNhwc|nhwcToNchw|nchwToFolded|foldedNhwcToNchw|^batched_transpose_"
@@ -47,7 +47,9 @@ class LayoutTransposes(Rule):
     min_time = Threshold(
         0.02, "of kernel time: converting a network with one convolution does not pay", OURS
     )
-    min_busy = Threshold(facts.MIN_BUSY, "share of the step the device is busy", SMALL_GRIDS_TRACES)
+    min_busy = Threshold(
+        kernel_common.MIN_BUSY, "share of the step the device is busy", SMALL_GRIDS_TRACES
+    )
     praise_conv = Threshold(
         0.2,
         "of kernel time in convolutions without transposes, from which the report says so",
@@ -83,11 +85,14 @@ class LayoutTransposes(Rule):
         """Time of layout transposes as a share of convolution time."""
         if a.device_id is None:
             return
-        rows = facts.compute_rows(a)
+        rows = kernel_common.compute_rows(a)
         moving = rows & name_matches(a.trace.gpu["name"], TRANSPOSES).to_numpy()
-        convolving = (rows & facts.of_family(a, "convolution")) | moving
-        total = facts.summed_duration(a, facts.kernel_rows(a))
-        conv_ns, moved_ns = facts.summed_duration(a, convolving), facts.summed_duration(a, moving)
+        convolving = (rows & kernel_common.of_family(a, "convolution")) | moving
+        total = kernel_common.summed_duration(a, kernel_common.kernel_rows(a))
+        conv_ns, moved_ns = (
+            kernel_common.summed_duration(a, convolving),
+            kernel_common.summed_duration(a, moving),
+        )
         if not conv_ns:
             return
         share = moved_ns / conv_ns
@@ -95,11 +100,12 @@ class LayoutTransposes(Rule):
             tensor = a.kernels["tensor_core"].fill_null(False).to_numpy()
             if (
                 moved_ns < 0.01 * conv_ns
-                and facts.summed_duration(a, convolving & tensor) >= self.praise_conv * total
+                and kernel_common.summed_duration(a, convolving & tensor)
+                >= self.praise_conv * total
             ):
                 yield PassedCheck(text="convolutions run on tensor cores without layout transposes")
             return
-        if facts.busy_share(a) < self.min_busy:
+        if kernel_common.busy_share(a) < self.min_busy:
             return
         amd = a.trace.meta.vendor == "amd"
         yield Finding(
@@ -112,7 +118,7 @@ class LayoutTransposes(Rule):
                 amount_per_step(a, "layout transposes", moved_ns),
                 amount_per_step(a, "transposes", int(moving.sum()), "count"),
             ],
-            where=facts.kernel_locations(a, moving),
+            where=kernel_common.kernel_locations(a, moving),
             edits=[Edit(op="remove", select=Select(on="gpu", kind=("kernel",), name=TRANSPOSES))],
             **(self.case("on ROCm") if amd else {}),
         )

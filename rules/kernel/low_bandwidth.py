@@ -9,8 +9,8 @@ from advisor.core.finding import SkippedCheck
 from advisor.core.rule import Threshold
 from advisor.measure import Analysis
 from advisor.measure.device.shapes import OpInputs
+from advisor.rules.citations import RATES, public_traces
 from advisor.rules.kernel.rates import BelowRate, Cause
-from advisor.rules.sources import RATES, public_traces
 from advisor.testing import Examples, TraceBuilder
 
 

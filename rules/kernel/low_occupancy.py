@@ -10,10 +10,10 @@ from advisor.core.rule import Evidence, Rule, Threshold
 from advisor.measure import Analysis
 from advisor.measure.device.occupancy import active_blocks, find_limiters
 from advisor.measure.host.names import name_matches
+from advisor.rules.citations import FOURNEX, NCU, OURS, SILENT_TRACES, SMALL_GRIDS_TRACES, TRACELENS
 from advisor.rules.common import example_steps, scale_edit
 from advisor.rules.framework_advice import in_any_language
-from advisor.rules.kernel import facts
-from advisor.rules.sources import FOURNEX, NCU, OURS, SILENT_TRACES, SMALL_GRIDS_TRACES, TRACELENS
+from advisor.rules.kernel import kernel_common
 from advisor.testing import Examples, TraceBuilder
 
 MEMORY_BOUND = (
@@ -54,7 +54,9 @@ class LowOccupancy(Rule):
     reachable = Threshold(0.75, "of peak bandwidth, for the merged estimate", TRACELENS)
     best_reachable = Threshold(0.875, "of peak bandwidth, at best", TRACELENS)
     worst_reachable = Threshold(0.6, "of peak bandwidth, at worst", TRACELENS)
-    min_busy = Threshold(facts.MIN_BUSY, "share of the step the device is busy", SMALL_GRIDS_TRACES)
+    min_busy = Threshold(
+        kernel_common.MIN_BUSY, "share of the step the device is busy", SMALL_GRIDS_TRACES
+    )
 
     fix = (
         "Use fewer registers per thread, less shared memory per block, or blocks of 128 to 256 "
@@ -82,12 +84,12 @@ class LowOccupancy(Rule):
 
     def check(self, a: Analysis) -> Outcomes:
         """Memory-bound kernels by name with low occupancy and low bandwidth."""
-        if not facts.is_busy(a, self.min_busy):
+        if not kernel_common.is_busy(a, self.min_busy):
             return
-        rows = facts.compute_rows(a) & facts.of_family(a, *MEMORY_BOUND)
+        rows = kernel_common.compute_rows(a) & kernel_common.of_family(a, *MEMORY_BOUND)
         rows &= ~a.kernels["tensor_core"].fill_null(False).to_numpy()
-        total = facts.summed_duration(a, facts.kernel_rows(a))
-        if facts.summed_duration(a, rows) < self.min_share * total:
+        total = kernel_common.summed_duration(a, kernel_common.kernel_rows(a))
+        if kernel_common.summed_duration(a, rows) < self.min_share * total:
             return
         low = self._low(a, rows, total)
         if low.is_empty():
@@ -95,7 +97,7 @@ class LowOccupancy(Rule):
         blind = low.filter(pl.col("moved").is_null())
         if blind.height == low.height:
             part = f"{blind['dur'].sum() / total:.0%}"
-            yield facts.no_shapes(
+            yield kernel_common.no_shapes(
                 a, f"whether {part} of kernel time at low occupancy reaches memory bandwidth"
             )
         if a.hardware is None:
@@ -105,7 +107,7 @@ class LowOccupancy(Rule):
         low = low.filter(pl.col("rate") < self.max_bandwidth)
         if low.is_empty():
             return
-        select = facts.kernels_named(low["name"].cast(pl.String).to_list())
+        select = kernel_common.kernels_named(low["name"].cast(pl.String).to_list())
         chosen = rows & name_matches(a.trace.gpu["name"], select.name).to_numpy()
         worst = low.row(0, named=True)
         share = float(low["dur"].sum()) / total
@@ -128,11 +130,11 @@ class LowOccupancy(Rule):
                 self.compare("bandwidth reached, share of peak", worst["rate"], "max_bandwidth"),
                 self.compare("such kernels, share of kernel time", share, "min_share"),
             ],
-            where=facts.kernel_locations(a, chosen),
+            where=kernel_common.kernel_locations(a, chosen),
             edits=[scale_edit(select, expected, best, worst_factor)],
         )
 
-    def _low(self, a: Analysis, rows: facts.Mask, total: int) -> pl.DataFrame:
+    def _low(self, a: Analysis, rows: kernel_common.Mask, total: int) -> pl.DataFrame:
         """By kernel name, longest first: ``dur``, ``moved`` (null: not known), ``occupancy``,
         ``limit``; only those whose resources allow too few threads."""
         gpu, device = a.trace.gpu, a.device

@@ -13,16 +13,16 @@ from advisor.core.finding import Finding, Outcomes, Select
 from advisor.core.rule import Evidence, Rule, Source, Threshold
 from advisor.measure import Analysis
 from advisor.measure.device.shapes import OpInputs, Tensor
-from advisor.rules.common import amount_per_step, example_steps
-from advisor.rules.framework_advice import in_any_language
-from advisor.rules.kernel import facts
-from advisor.rules.sources import (
+from advisor.rules.citations import (
     ALIGNED_RATE,
     ENGINE_FLOOR,
     MATMUL_GUIDE,
     SMALL_GRIDS_TRACES,
     public_traces,
 )
+from advisor.rules.common import amount_per_step, example_steps
+from advisor.rules.framework_advice import in_any_language
+from advisor.rules.kernel import kernel_common
 from advisor.testing import Examples, TraceBuilder
 
 PRODUCTS = {"aten::mm": 0, "aten::bmm": 0, "aten::addmm": 1, "aten::baddbmm": 1}
@@ -86,7 +86,9 @@ class MisalignedGemm(Rule):
     min_share = Threshold(
         0.03, "of kernel time; with the factor below that is about 1% of a busy step", ENGINE_FLOOR
     )
-    min_busy = Threshold(facts.MIN_BUSY, "share of the step the device is busy", SMALL_GRIDS_TRACES)
+    min_busy = Threshold(
+        kernel_common.MIN_BUSY, "share of the step the device is busy", SMALL_GRIDS_TRACES
+    )
     factor = Threshold(0.6, "new duration over old", ALIGNED_RATE)
     best_factor = Threshold(0.5, "new duration over old, at best", ALIGNED_RATE)
     worst_factor = Threshold(0.85, "new duration over old, at worst", MATMUL_GUIDE)
@@ -125,20 +127,21 @@ class MisalignedGemm(Rule):
 
     def check(self, a: Analysis) -> Outcomes:
         """Time of misaligned products as a share of all kernel time."""
-        if not facts.is_busy(a, self.min_busy):
+        if not kernel_common.is_busy(a, self.min_busy):
             return
-        rows = facts.compute_rows(a) & facts.of_family(a, "gemm")
-        total = facts.summed_duration(a, facts.kernel_rows(a))
-        if facts.summed_duration(a, rows) < self.min_share * total:
+        rows = kernel_common.compute_rows(a) & kernel_common.of_family(a, "gemm")
+        total = kernel_common.summed_duration(a, kernel_common.kernel_rows(a))
+        if kernel_common.summed_duration(a, rows) < self.min_share * total:
             return
         misaligned, undecided, cases = self._judge(a, rows)
-        spent = facts.summed_duration(a, misaligned)
+        spent = kernel_common.summed_duration(a, misaligned)
         share = spent / total
         if (
-            facts.summed_duration(a, undecided) > 0.5 * facts.summed_duration(a, rows)
+            kernel_common.summed_duration(a, undecided)
+            > 0.5 * kernel_common.summed_duration(a, rows)
             and share < self.min_share
         ):
-            yield facts.no_shapes(a, "alignment of matrix dimensions")
+            yield kernel_common.no_shapes(a, "alignment of matrix dimensions")
             return
         if share < self.min_share:
             return
@@ -160,13 +163,13 @@ class MisalignedGemm(Rule):
                     if case.padding
                 ),
             ],
-            where=facts.kernel_locations(a, misaligned),
-            edits=[facts.scale_kernels(a, rows, saved, select)],
+            where=kernel_common.kernel_locations(a, misaligned),
+            edits=[kernel_common.scale_kernels(a, rows, saved, select)],
         )
 
     def _judge(
-        self, a: Analysis, rows: facts.Mask
-    ) -> tuple[facts.Mask, facts.Mask, list[Misaligned]]:
+        self, a: Analysis, rows: kernel_common.Mask
+    ) -> tuple[kernel_common.Mask, kernel_common.Mask, list[Misaligned]]:
         """Rows that are misaligned, rows of unknown alignment, and the misaligned products by
         time."""
         gpu, kernels = a.trace.gpu, a.kernels
@@ -193,7 +196,7 @@ class MisalignedGemm(Rule):
         cases = []
         # a loop over distinct (kernel, shape) pairs, hundreds at most, not over kernels
         for name, inputs, op, dtype, tensor, members, dur in groups.iter_rows():
-            unit = facts.UNIT.get(str(dtype)) if dtype is not None else None
+            unit = kernel_common.UNIT.get(str(dtype)) if dtype is not None else None
             if str(dtype) == "fp32" and not tensor and not tf32:
                 continue  # full FP32: alignment decides nothing
             shape = self._shape(a, inputs, op)

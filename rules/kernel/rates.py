@@ -16,10 +16,10 @@ from advisor.measure import Analysis
 from advisor.measure.device.shapes import OpInputs
 from advisor.measure.host.names import name_matches
 from advisor.measure.host.operators import rows_of, shape_text, share_in
+from advisor.rules.citations import OURS, SAM_PAIR
 from advisor.rules.common import amount_per_step
-from advisor.rules.kernel import facts
+from advisor.rules.kernel import kernel_common
 from advisor.rules.kernel.attention import is_unfused_attention, read_inputs
-from advisor.rules.sources import OURS, SAM_PAIR
 
 MIN_UNFUSED_SHARE = 0.5
 """Share of an operator's time in unfused attention from which it is that rule's finding."""
@@ -80,7 +80,7 @@ class BelowRate(Rule):
 
     def check(self, a: Analysis) -> Outcomes:
         """Operators below ``max_efficiency``, and their share of kernel time."""
-        if not facts.is_busy(a, self.min_busy):
+        if not kernel_common.is_busy(a, self.min_busy):
             return
         slow = self._suitable(
             a, find_slow(a, self.families, self.max_efficiency, self._matrix_work)
@@ -100,14 +100,14 @@ class BelowRate(Rule):
                 f"{format_share(worst['efficiency'])} of {self._rate}: {why}."
             ),
             evidence=self._evidence(a, slow),
-            where=facts.kernel_locations(a, rows),
+            where=kernel_common.kernel_locations(a, rows),
             edits=[change],
             **self._advise([cause.case for cause in causes if cause.case]),
         )
 
     def _unknown(self, a: Analysis) -> Iterator[SkippedCheck]:
         """Where the rates of much of its work are unknown."""
-        return facts.report_unknown_rates(a, self.families, self._work)
+        return kernel_common.report_unknown_rates(a, self.families, self._work)
 
     def _suitable(self, a: Analysis, slow: pl.DataFrame) -> pl.DataFrame:
         """Of the slow operators, those that are this rule's."""
@@ -150,14 +150,16 @@ class BelowRate(Rule):
             )
         return lines
 
-    def _edit(self, a: Analysis, slow: pl.DataFrame) -> tuple[Edit, facts.Mask]:
+    def _edit(self, a: Analysis, slow: pl.DataFrame) -> tuple[Edit, kernel_common.Mask]:
         """Brings the operators' kernels to an efficiency; and which kernels these are.
 
         Kernels are named: where another operator runs the same ones, its time stays."""
-        rows = rows_of(a, slow) & facts.compute_rows(a)
+        rows = rows_of(a, slow) & kernel_common.compute_rows(a)
         names = a.trace.gpu["name"].gather(np.flatnonzero(rows)).cast(pl.String).unique().sort()
-        select = facts.kernels_named(names.to_list())
-        selected = facts.kernel_rows(a) & name_matches(a.trace.gpu["name"], select.name).to_numpy()
+        select = kernel_common.kernels_named(names.to_list())
+        selected = (
+            kernel_common.kernel_rows(a) & name_matches(a.trace.gpu["name"], select.name).to_numpy()
+        )
         saved = (
             saved_time(slow, efficiency, faster)
             for efficiency, faster in (
@@ -166,7 +168,7 @@ class BelowRate(Rule):
                 (self.worst_reach, self.worst_faster),
             )
         )
-        return facts.scale_kernels(a, selected, saved, select), rows
+        return kernel_common.scale_kernels(a, selected, saved, select), rows
 
 
 def find_slow(

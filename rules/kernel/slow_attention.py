@@ -8,9 +8,9 @@ from advisor.core.rule import Threshold
 from advisor.measure import Analysis
 from advisor.measure.device.matmuls import parse_attention
 from advisor.measure.device.shapes import OpInputs
+from advisor.rules.citations import FLASH_2, FLASH_3, public_traces
 from advisor.rules.kernel.attention import BEST_REACH, REACH
 from advisor.rules.kernel.rates import BelowRate, Cause
-from advisor.rules.sources import FLASH_2, FLASH_3, public_traces
 from advisor.testing import Examples, TraceBuilder
 
 HOPPER = (9, 0)

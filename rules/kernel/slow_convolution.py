@@ -12,11 +12,11 @@ from advisor.core.rule import Evidence, Rule, Threshold
 from advisor.measure import Analysis
 from advisor.measure.device.matmuls import parse_convolution
 from advisor.measure.device.shapes import OpInputs
+from advisor.rules.citations import CHOSEN, OURS, RATES
 from advisor.rules.common import example_steps
-from advisor.rules.kernel import facts
+from advisor.rules.kernel import kernel_common
 from advisor.rules.kernel.rates import ON_ROCM, BelowRate, Cause
-from advisor.rules.recorded import impact_without_gain, recorded_steps
-from advisor.rules.sources import CHOSEN, OURS, RATES
+from advisor.rules.record_common import impact_without_gain, recorded_steps
 from advisor.testing import Examples, TraceBuilder
 
 VECTOR = re.compile(r"_dot2_|naive_conv|implicit_convolve_sgemm|Sp3AsmConv")
@@ -196,11 +196,11 @@ class CudnnBenchmarkOff(Rule):
             return
         if recorded.flag("cudnn.deterministic") or recorded.flag("deterministic_algorithms"):
             return
-        kernels = facts.kernel_rows(a)
-        total = facts.summed_duration(a, kernels)
-        share = facts.summed_duration(a, kernels & facts.of_family(a, "convolution")) / max(
-            total, 1
-        )
+        kernels = kernel_common.kernel_rows(a)
+        total = kernel_common.summed_duration(a, kernels)
+        share = kernel_common.summed_duration(
+            a, kernels & kernel_common.of_family(a, "convolution")
+        ) / max(total, 1)
         shapes = recorded.column("shapes")
         shapes = shapes[~np.isnan(shapes)]
         if share < self.min_share or len(shapes) < 10:

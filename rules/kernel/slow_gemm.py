@@ -11,10 +11,10 @@ from advisor.core.rule import Threshold
 from advisor.measure import Analysis
 from advisor.measure.device.matmuls import MatrixProduct, parse_product
 from advisor.measure.device.shapes import OpInputs
-from advisor.rules.kernel import facts
+from advisor.rules.citations import RATES, public_traces
+from advisor.rules.kernel import kernel_common
 from advisor.rules.kernel.attention import read_inputs
 from advisor.rules.kernel.rates import ON_ROCM, BelowRate, Cause
-from advisor.rules.sources import RATES, public_traces
 from advisor.testing import Examples, TraceBuilder
 
 TILE = 128
@@ -143,7 +143,7 @@ class SlowGemm(BelowRate):
 def _aligned(row: dict[str, Any], inputs: OpInputs | None) -> bool:
     """The product's shape is recorded, and its rows are on 16-byte boundaries."""
     shape = None if inputs is None else parse_product(row["op"], inputs)
-    unit = facts.UNIT.get(row["dtype"] or "")
+    unit = kernel_common.UNIT.get(row["dtype"] or "")
     if shape is None or unit is None:
         return False
     return all(size < unit or not size % unit for size in (shape.n, shape.k))

@@ -10,10 +10,15 @@ from advisor.core import text as t
 from advisor.core.finding import Finding, Outcomes, Select
 from advisor.core.rule import Rule, Threshold
 from advisor.measure import Analysis
+from advisor.rules.citations import CHOSEN, TENSORRT
 from advisor.rules.common import amount_per_step, example_steps, of_step
 from advisor.rules.framework_advice import in_any_language
-from advisor.rules.kernel.facts import kernel_locations, kernel_rows, scale_kernels, summed_duration
-from advisor.rules.sources import CHOSEN, TENSORRT
+from advisor.rules.kernel.kernel_common import (
+    kernel_locations,
+    kernel_rows,
+    scale_kernels,
+    summed_duration,
+)
 from advisor.testing import Examples, TraceBuilder
 
 

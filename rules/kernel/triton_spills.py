@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from advisor.core import labels
 from advisor.core import text as t
+from advisor.core.auxiliary_inputs import TRITON_CACHE
 from advisor.core.finding import Finding, Location, Outcomes
 from advisor.core.rule import ANY_FRAMEWORK, Evidence, FrameworkAdvice, Rule, Source, Threshold
-from advisor.core.sources import TRITON_CACHE
 from advisor.measure import Analysis
 from advisor.measure.device.kernel_profiles import MatchedKernel
-from advisor.rules.kernel import facts
-from advisor.rules.recorded import impact_without_gain
-from advisor.rules.sources import INDUCTOR_SPILLS, OURS
+from advisor.rules.citations import INDUCTOR_SPILLS, OURS
+from advisor.rules.kernel import kernel_common
+from advisor.rules.record_common import impact_without_gain
 from advisor.testing import Examples, TraceBuilder
 
 MAX_PLACES = 5
@@ -63,7 +63,7 @@ class TritonSpills(Rule):
         """The kernels that spill most, weighed by their time where there is a trace."""
         traced = not a.record_only
         dur = a.trace.gpu["dur"].to_numpy()
-        total = facts.summed_duration(a, facts.kernel_rows(a)) if traced else 0
+        total = kernel_common.summed_duration(a, kernel_common.kernel_rows(a)) if traced else 0
         found: list[tuple[float, MatchedKernel]] = []
         for k in a.compiled_kernels:
             if not k.kernel.spilled or (traced and not len(k.rows)):

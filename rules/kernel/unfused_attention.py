@@ -11,9 +11,9 @@ from advisor.core.rule import Evidence, FrameworkAdvice, Rule, Threshold
 from advisor.core.trace import JAX, TENSORFLOW
 from advisor.measure import Analysis
 from advisor.measure.host.names import name_matches
+from advisor.rules.citations import CHOSEN, OURS, SAM_PAIR, SILENT_TRACES, public_traces
 from advisor.rules.common import amount_per_step, example_steps
-from advisor.rules.kernel import attention, facts
-from advisor.rules.sources import CHOSEN, OURS, SAM_PAIR, SILENT_TRACES, public_traces
+from advisor.rules.kernel import attention, kernel_common
 from advisor.testing import Examples, TraceBuilder
 
 SOFTMAX = r"^aten::(_softmax|_softmax_backward_data|_masked_softmax|_safe_softmax)$"
@@ -140,18 +140,18 @@ class UnfusedAttention(Rule):
         """Time of attention in separate kernels as a share of kernel time."""
         if a.device_id is None:
             return
-        total = facts.summed_duration(a, facts.kernel_rows(a))
+        total = kernel_common.summed_duration(a, kernel_common.kernel_rows(a))
         if not total:
             return
-        rows = facts.compute_rows(a)
+        rows = kernel_common.compute_rows(a)
         blocks = attention.find_blocks(a, self.max_between)
         backward = self._backward(a, rows, blocks.rows)
-        spent = facts.summed_duration(a, blocks.rows) + backward
+        spent = kernel_common.summed_duration(a, blocks.rows) + backward
         share = spent / total
         if share < self.min_share:
             yield from self._healthy(a, rows, total, share)
             return
-        fallback = facts.summed_duration(a, attention.is_fallback_kernel(a))
+        fallback = kernel_common.summed_duration(a, attention.is_fallback_kernel(a))
         fused = attention.estimate_fused_time(a, blocks)
         case = "shapes or rates not known"
         if fused is not None:
@@ -168,42 +168,46 @@ class UnfusedAttention(Rule):
                 Evidence("under the math fallback", fallback / total, "share"),
                 Evidence("tokens per sequence", fused and fused.tokens, "count"),
             ],
-            where=facts.kernel_locations(a, blocks.rows),
+            where=kernel_common.kernel_locations(a, blocks.rows),
             edits=[self._edit(a, rows, blocks, backward, fused)],
             confidence_notes=[] if fused else ["shapes, or what the GPU attains, are not known"],
             **(self.case(case) if case else {}),
         )
 
-    def _healthy(self, a: Analysis, rows: facts.Mask, total: int, share: float) -> Outcomes:
-        fused = facts.summed_duration(a, rows & facts.of_family(a, "attention"))
+    def _healthy(self, a: Analysis, rows: kernel_common.Mask, total: int, share: float) -> Outcomes:
+        fused = kernel_common.summed_duration(a, rows & kernel_common.of_family(a, "attention"))
         if fused >= self.praise_share * total and share < 0.01:
             yield PassedCheck(text=f"attention runs fused ({fused / total:.0%} of kernel time)")
-        unknown = rows & facts.of_family(a, "softmax") & a.kernels["op_name"].is_null().to_numpy()
-        if facts.summed_duration(a, unknown) >= 0.02 * total:
+        unknown = (
+            rows & kernel_common.of_family(a, "softmax") & a.kernels["op_name"].is_null().to_numpy()
+        )
+        if kernel_common.summed_duration(a, unknown) >= 0.02 * total:
             yield SkippedCheck(
                 what="whether softmax kernels belong to unfused attention",
                 why="the kernels were launched outside the window or by a CUDA graph",
                 record="a window in which the model runs eagerly",
             )
 
-    def _backward(self, a: Analysis, rows: facts.Mask, forward: facts.Mask) -> float:
+    def _backward(
+        self, a: Analysis, rows: kernel_common.Mask, forward: kernel_common.Mask
+    ) -> float:
         """Time of attention's backward pass, ns: softmax gradients, and of the batched products in
         the backward pass as large a part as of those in the forward pass."""
         if not forward.any():
             return 0.0
         op = a.kernels["op_name"]
         products = rows & name_matches(op, attention.FORWARD).to_numpy()
-        in_backward = facts.launched_under(a, r"^autograd::engine::evaluate_function")
-        in_forward = facts.summed_duration(a, products & ~in_backward)
-        part = facts.summed_duration(a, products & forward) / max(1, in_forward)
+        in_backward = kernel_common.launched_under(a, r"^autograd::engine::evaluate_function")
+        in_forward = kernel_common.summed_duration(a, products & ~in_backward)
+        part = kernel_common.summed_duration(a, products & forward) / max(1, in_forward)
         gradients = rows & in_backward & name_matches(op, GRADIENT).to_numpy()
-        spent = facts.summed_duration(a, gradients & ~forward)
-        return spent + part * facts.summed_duration(a, products & in_backward & ~forward)
+        spent = kernel_common.summed_duration(a, gradients & ~forward)
+        return spent + part * kernel_common.summed_duration(a, products & in_backward & ~forward)
 
     def _edit(
         self,
         a: Analysis,
-        rows: facts.Mask,
+        rows: kernel_common.Mask,
         blocks: attention.Blocks,
         backward: float,
         fused: attention.Fused | None,
@@ -218,15 +222,15 @@ class UnfusedAttention(Rule):
             .agg(part=pl.col("dur").filter(pl.col("block")).sum() / pl.col("dur").sum())
         )
         own = share.filter(pl.col("part") >= MIN_PART)["op"].drop_nulls().cast(pl.String).to_list()
-        under = [rf"{attention.FORWARD}|{SOFTMAX}", facts.match_exactly(sorted(own))]
+        under = [rf"{attention.FORWARD}|{SOFTMAX}", kernel_common.match_exactly(sorted(own))]
         if attention.is_fallback_kernel(a).any():
             under.append(attention.MATH)
         select = Select(on="gpu", kind=("kernel",), under="|".join(under))
-        chosen = facts.launched_under(a, select.under) & rows
-        touched = facts.summed_duration(a, blocks.rows & chosen) + backward
+        chosen = kernel_common.launched_under(a, select.under) & rows
+        touched = kernel_common.summed_duration(a, blocks.rows & chosen) + backward
         left = self._fused_time(a, blocks, fused, training=backward > 0)
         saved = [max(0.0, touched - ns) for ns in left]
-        return facts.scale_kernels(a, chosen, saved, select, "merge")
+        return kernel_common.scale_kernels(a, chosen, saved, select, "merge")
 
     def _fused_time(
         self,
@@ -241,7 +245,7 @@ class UnfusedAttention(Rule):
         if fused is None:
             op = a.kernels["op_name"]
             products = blocks.rows & name_matches(op, attention.FORWARD).to_numpy()
-            own = facts.summed_duration(a, products) * passes
+            own = kernel_common.summed_duration(a, products) * passes
             return own * self.products, own * self.best_products, own * self.worst_products
         half = fused.half_ns * passes
         worst = half / self.worst_reach

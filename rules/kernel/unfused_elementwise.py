@@ -12,10 +12,7 @@ from advisor.core.trace import JAX, TENSORFLOW
 from advisor.measure import Analysis
 from advisor.measure.device.shapes import OpInputs
 from advisor.measure.host.names import name_matches
-from advisor.rules.common import amount_per_step, example_steps
-from advisor.rules.framework_advice import TF_COMPILE
-from advisor.rules.kernel import facts
-from advisor.rules.sources import (
+from advisor.rules.citations import (
     ARITHMETIC,
     OURS,
     REAL_KERNEL,
@@ -23,6 +20,9 @@ from advisor.rules.sources import (
     SMALL_GRIDS_TRACES,
     TRACELENS,
 )
+from advisor.rules.common import amount_per_step, example_steps
+from advisor.rules.framework_advice import TF_COMPILE
+from advisor.rules.kernel import kernel_common
 from advisor.testing import Examples, TraceBuilder
 
 FUSIBLE = ("elementwise", "reduction", "copy", "random")
@@ -69,7 +69,9 @@ class UnfusedElementwise(Rule):
     )
     min_chain = Threshold(3, "kernels: shorter runs are what fused operators leave", OURS)
     max_chain = Threshold(15, "kernels that one merged kernel takes in", TRACELENS)
-    min_busy = Threshold(facts.MIN_BUSY, "share of the step the device is busy", SMALL_GRIDS_TRACES)
+    min_busy = Threshold(
+        kernel_common.MIN_BUSY, "share of the step the device is busy", SMALL_GRIDS_TRACES
+    )
     kept = Threshold(0.7, "of the links whose tensor is no longer written", OURS)
     kept_high = Threshold(1.0, "of the links, at best", OURS)
     kept_low = Threshold(0.4, "of the links, at worst", OURS)
@@ -126,22 +128,22 @@ class UnfusedElementwise(Rule):
 
     def check(self, a: Analysis) -> Outcomes:
         """Time of chains as a share of kernel time."""
-        if not facts.is_busy(a, self.min_busy):
+        if not kernel_common.is_busy(a, self.min_busy):
             return
-        total = facts.summed_duration(a, facts.kernel_rows(a))
-        rows = facts.compute_rows(a)
-        fusible = rows & facts.of_family(a, *FUSIBLE)
-        if facts.summed_duration(a, fusible) < self.min_share * total:
+        total = kernel_common.summed_duration(a, kernel_common.kernel_rows(a))
+        rows = kernel_common.compute_rows(a)
+        fusible = rows & kernel_common.of_family(a, *FUSIBLE)
+        if kernel_common.summed_duration(a, fusible) < self.min_share * total:
             return
         fusible &= ~name_matches(a.trace.gpu["name"], ALREADY).to_numpy()
-        fusible &= ~facts.launched_under(a, r"^Optimizer\.step#")
+        fusible &= ~kernel_common.launched_under(a, r"^Optimizer\.step#")
         in_chain, chains, known = self._chains(a, rows, fusible)
-        share = facts.summed_duration(a, in_chain) / total
+        share = kernel_common.summed_duration(a, in_chain) / total
         if share < self.min_share:
             return
-        selected = rows & facts.of_family(a, *FUSIBLE)
+        selected = rows & kernel_common.of_family(a, *FUSIBLE)
         saved = float(chains["saved"].sum())
-        change = facts.scale_kernels(
+        change = kernel_common.scale_kernels(
             a,
             selected,
             (saved * kept for kept in (self.kept, self.kept_high, self.kept_low)),
@@ -163,7 +165,7 @@ class UnfusedElementwise(Rule):
                 amount_per_step(a, "chains", chains.height, "count"),
                 amount_per_step(a, "saving if all links merge", saved),
             ],
-            where=facts.kernel_locations(a, in_chain),
+            where=kernel_common.kernel_locations(a, in_chain),
             edits=[change],
             confidence_notes=[]
             if known >= 0.5
@@ -172,8 +174,8 @@ class UnfusedElementwise(Rule):
         )
 
     def _chains(
-        self, a: Analysis, rows: facts.Mask, fusible: facts.Mask
-    ) -> tuple[facts.Mask, pl.DataFrame, float]:
+        self, a: Analysis, rows: kernel_common.Mask, fusible: kernel_common.Mask
+    ) -> tuple[kernel_common.Mask, pl.DataFrame, float]:
         """Rows in chains; a row a chain with ``count``, ``dur`` and ``saved`` (ns, if the tensor
         of every link stayed on the chip); the share of chain kernels whose shapes are known."""
         gpu = a.trace.gpu

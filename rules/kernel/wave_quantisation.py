@@ -11,10 +11,16 @@ from advisor.core.rule import Evidence, Rule, Source, Threshold
 from advisor.core.text import count_noun
 from advisor.measure import Analysis
 from advisor.measure.host.names import name_matches
+from advisor.rules.citations import (
+    ARITHMETIC,
+    MATMUL_GUIDE,
+    OURS,
+    SILENT_TRACES,
+    SMALL_GRIDS_TRACES,
+)
 from advisor.rules.common import amount_per_step, example_steps
 from advisor.rules.framework_advice import in_any_language
-from advisor.rules.kernel import facts
-from advisor.rules.sources import ARITHMETIC, MATMUL_GUIDE, OURS, SILENT_TRACES, SMALL_GRIDS_TRACES
+from advisor.rules.kernel import kernel_common
 from advisor.testing import Examples, TraceBuilder
 
 
@@ -46,7 +52,9 @@ class WaveQuantisation(Rule):
     min_waste = Threshold(0.20, "of a kernel's time", MATMUL_GUIDE)
     max_waves = Threshold(4, "waves: above it the tail is below 20% anyway", ARITHMETIC)
     min_share = Threshold(0.03, "of kernel time, for one kernel name", OURS)
-    min_busy = Threshold(facts.MIN_BUSY, "share of the step the device is busy", SMALL_GRIDS_TRACES)
+    min_busy = Threshold(
+        kernel_common.MIN_BUSY, "share of the step the device is busy", SMALL_GRIDS_TRACES
+    )
     part = Threshold(0.7, "of the waste that another size or tile wins back", OURS)
 
     fix = (
@@ -71,11 +79,13 @@ class WaveQuantisation(Rule):
 
     def check(self, a: Analysis) -> Outcomes:
         """Kernels, by name, whose last waves waste time."""
-        if not facts.is_busy(a, self.min_busy):
+        if not kernel_common.is_busy(a, self.min_busy):
             return
-        total = facts.summed_duration(a, facts.kernel_rows(a))
-        heavy = facts.compute_rows(a) & facts.of_family(a, "gemm", "convolution", "attention")
-        if facts.summed_duration(a, heavy) < self.min_share * total:
+        total = kernel_common.summed_duration(a, kernel_common.kernel_rows(a))
+        heavy = kernel_common.compute_rows(a) & kernel_common.of_family(
+            a, "gemm", "convolution", "attention"
+        )
+        if kernel_common.summed_duration(a, heavy) < self.min_share * total:
             return
         heavy_known = heavy & a.kernels["waves"].is_not_null().to_numpy()
         if not heavy_known.any():
@@ -91,8 +101,11 @@ class WaveQuantisation(Rule):
         table = self._wasteful(a, heavy_known, total)
         if table.is_empty():
             return
-        select = facts.kernels_named(table["name"].cast(pl.String).to_list())
-        rows = facts.compute_rows(a) & name_matches(a.trace.gpu["name"], select.name).to_numpy()
+        select = kernel_common.kernels_named(table["name"].cast(pl.String).to_list())
+        rows = (
+            kernel_common.compute_rows(a)
+            & name_matches(a.trace.gpu["name"], select.name).to_numpy()
+        )
         lost, spent = float(table["lost"].sum()), float(table["dur"].sum())
         yield Finding(
             summary=(
@@ -105,11 +118,11 @@ class WaveQuantisation(Rule):
                 self.compare("waves of the largest", table["waves"][0], "max_waves", ""),
                 amount_per_step(a, "time of these kernels", spent),
             ],
-            where=facts.kernel_locations(a, rows),
-            edits=[facts.scale_kernels(a, rows, (lost * self.part, lost, 0.0), select)],
+            where=kernel_common.kernel_locations(a, rows),
+            edits=[kernel_common.scale_kernels(a, rows, (lost * self.part, lost, 0.0), select)],
         )
 
-    def _wasteful(self, a: Analysis, rows: facts.Mask, total: int) -> pl.DataFrame:
+    def _wasteful(self, a: Analysis, rows: kernel_common.Mask, total: int) -> pl.DataFrame:
         """By kernel name, most ``lost`` first: ``dur`` and ``lost`` (ns), ``waves`` (mean)."""
         name = a.trace.gpu["name"]
         waves = a.kernels["waves"].fill_null(0.0).to_numpy()
@@ -117,7 +130,7 @@ class WaveQuantisation(Rule):
             rows
             & (waves >= 1)
             & (waves < self.max_waves)
-            & ~name_matches(name, facts.PERSISTENT).to_numpy()
+            & ~name_matches(name, kernel_common.PERSISTENT).to_numpy()
         )
         waves, dur = waves[index], a.trace.gpu["dur"].to_numpy()[index]
         waste = np.minimum(1 - waves / np.maximum(np.ceil(waves), 1), _headroom(a, index))
@@ -226,7 +239,9 @@ class SmallGrids(Rule):
         "of compute time; public healthy traces have 4 to 16%, launch-bound ones 36 and more",
         SMALL_GRIDS_TRACES,
     )
-    min_busy = Threshold(facts.MIN_BUSY, "share of the step the device is busy", SMALL_GRIDS_TRACES)
+    min_busy = Threshold(
+        kernel_common.MIN_BUSY, "share of the step the device is busy", SMALL_GRIDS_TRACES
+    )
     part = Threshold(0.5, "of the empty multiprocessors' time that a larger grid wins back", OURS)
     worst_part = Threshold(
         0.2,
@@ -268,23 +283,25 @@ class SmallGrids(Rule):
 
     def check(self, a: Analysis) -> Outcomes:
         """Time of compute kernels with less than one block per multiprocessor."""
-        if not facts.is_busy(a, self.min_busy):
+        if not kernel_common.is_busy(a, self.min_busy):
             return
         gpu = a.trace.gpu
-        rows = facts.compute_rows(a)
+        rows = kernel_common.compute_rows(a)
         blocks = gpu["blocks_per_sm"].fill_null(np.inf).to_numpy()
-        small = rows & (blocks < 1) & ~name_matches(gpu["name"], facts.PERSISTENT).to_numpy()
-        total = facts.summed_duration(a, rows)
+        small = (
+            rows & (blocks < 1) & ~name_matches(gpu["name"], kernel_common.PERSISTENT).to_numpy()
+        )
+        total = kernel_common.summed_duration(a, rows)
         if not total:
             return
-        share = facts.summed_duration(a, small) / total
+        share = kernel_common.summed_duration(a, small) / total
         if share < self.min_share:
             return
         dur = gpu["dur"].to_numpy()[small]
         empty = float((dur * (1 - blocks[small])).sum())
         empty_share = empty / float(dur.sum())
         families = sorted(set(a.kernels["family"].filter(small).drop_nulls().to_list()))
-        selected = rows & facts.of_family(a, *families)
+        selected = rows & kernel_common.of_family(a, *families)
         saved = (empty * part for part in (self.part, 1.0, self.worst_part))
         select = Select(on="gpu", kind=("kernel",), family=tuple(families))
         yield Finding(
@@ -296,10 +313,10 @@ class SmallGrids(Rule):
                 self.compare("small kernels, share of compute time", share, "min_share"),
                 Evidence("of the GPU empty meanwhile", empty_share, "share"),
                 amount_per_step(a, "small kernels", int(small.sum()), "count"),
-                self.compare("device busy", facts.busy_share(a), "min_busy"),
+                self.compare("device busy", kernel_common.busy_share(a), "min_busy"),
             ],
-            where=facts.kernel_locations(a, small),
-            edits=[facts.scale_kernels(a, selected, saved, select)],
+            where=kernel_common.kernel_locations(a, small),
+            edits=[kernel_common.scale_kernels(a, selected, saved, select)],
         )
 
     @staticmethod

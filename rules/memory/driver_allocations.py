@@ -14,10 +14,10 @@ from advisor.core import text as t
 from advisor.core.finding import Edit, Finding, Location, Outcomes, PassedCheck, Select
 from advisor.core.rule import Evidence, Rule, Threshold
 from advisor.measure import Analysis
+from advisor.rules.citations import CACHING_ALLOCATOR, OURS, SILENT_TRACES
 from advisor.rules.common import costliest_places, int_column, locate_row, row_numbers, sum_column
 from advisor.rules.framework_advice import in_any_language
 from advisor.rules.memory.device_memory import run_product
-from advisor.rules.sources import CACHING_ALLOCATOR, OURS, SILENT_TRACES
 from advisor.testing import Examples, TraceBuilder
 
 

@@ -10,9 +10,9 @@ from advisor.core.finding import Edit, Finding, Outcomes, Select
 from advisor.core.rule import Evidence, Rule, Threshold
 from advisor.measure import Analysis
 from advisor.replay.selection import under_names
+from advisor.rules.citations import OURS, SILENT_TRACES
 from advisor.rules.common import amount_per_step, locate_row
 from advisor.rules.memory.device_memory import run_product
-from advisor.rules.sources import OURS, SILENT_TRACES
 from advisor.testing import Examples, TraceBuilder
 
 FRAME = r"\bempty_?[cC]ache\b"

@@ -16,6 +16,7 @@ from advisor.core.run_directory import MAX_VALUE
 from advisor.measure import Analysis
 from advisor.measure.device.families import MATRIX, op_families
 from advisor.measure.host.names import name_matches
+from advisor.rules.citations import CURED_RECORDINGS, OURS, REAL_EVAL, REAL_KERNEL, SILENT_TRACES
 from advisor.rules.common import (
     Rows,
     amount_per_step,
@@ -24,8 +25,7 @@ from advisor.rules.common import (
     per_step,
     row_numbers,
 )
-from advisor.rules.recorded import impact_risk, recorded_steps, steps_seen
-from advisor.rules.sources import CURED_RECORDINGS, OURS, REAL_EVAL, REAL_KERNEL, SILENT_TRACES
+from advisor.rules.record_common import impact_risk, recorded_steps, steps_seen
 from advisor.testing import Examples, TraceBuilder
 
 NODE = r"^autograd::engine::evaluate_function"

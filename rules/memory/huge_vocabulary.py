@@ -7,19 +7,19 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from advisor.core import text as t
+from advisor.core.auxiliary_inputs import SNAPSHOT
 from advisor.core.finding import Finding, Outcomes, SkippedCheck
 from advisor.core.intervals import covered_length
 from advisor.core.rule import Evidence, Rule, Threshold
-from advisor.core.sources import SNAPSHOT
 from advisor.measure import Analysis
 from advisor.measure.device.shapes import OpInputs
 from advisor.measure.host.names import name_matches
 from advisor.measure.memory.memory_savings import find_logits
+from advisor.rules.citations import LLAMA, OURS, PEAKS, SILENT_TRACES
 from advisor.rules.common import amount_per_step, costliest_places
-from advisor.rules.kernel import facts
+from advisor.rules.kernel import kernel_common
 from advisor.rules.memory.device_memory import at_line, measure_peaks, snapshot_example
-from advisor.rules.recorded import impact_memory
-from advisor.rules.sources import LLAMA, OURS, PEAKS, SILENT_TRACES
+from advisor.rules.record_common import impact_memory
 from advisor.testing import Examples, TraceBuilder
 
 if TYPE_CHECKING:
@@ -134,7 +134,7 @@ class HugeVocabulary(Rule):
             return
         described = cpu["inputs"].gather(calls)
         if described.null_count() == len(calls):
-            kernels = facts.launched_under(a, _FORWARD) & a.in_window
+            kernels = kernel_common.launched_under(a, _FORWARD) & a.in_window
             if (a.trace.gpu["dur"].to_numpy()[kernels] >= self.worth_asking_ns).any():
                 yield SkippedCheck(
                     what="how much memory the loss over the vocabulary takes",
@@ -157,7 +157,7 @@ class HugeVocabulary(Rule):
         source = "of the peak" if allocated or reserved else "of the GPU's memory"
         tensor = OpInputs(*a.trace.inputs.row(int(described[int(taken.argmax())]))).tensor(0)
         shape = " x ".join(f"{n:,}" for n in tensor.shape) if tensor else ""
-        under = facts.launched_under(a, _LOSS) & a.in_window
+        under = kernel_common.launched_under(a, _LOSS) & a.in_window
         yield Finding(
             summary=(
                 f"The log-softmax of {shape} takes {t.format_bytes(largest)} "
@@ -172,7 +172,7 @@ class HugeVocabulary(Rule):
                     "min_vocabulary",
                     "count",
                 ),
-                amount_per_step(a, "GPU time of the loss", facts.summed_duration(a, under)),
+                amount_per_step(a, "GPU time of the loss", kernel_common.summed_duration(a, under)),
             ],
             where=costliest_places(a, calls.astype(np.int64), taken),
             impact=impact_memory(2 * largest, "log-softmax and one gradient of its size"),

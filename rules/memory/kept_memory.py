@@ -7,14 +7,15 @@ from collections.abc import Iterator
 import numpy as np
 
 from advisor.core import text as t
+from advisor.core.auxiliary_inputs import SNAPSHOT
 from advisor.core.finding import Finding, Location, Outcomes, SkippedCheck
 from advisor.core.intervals import Floats, covered_length, union
 from advisor.core.rule import Evidence, Rule, Threshold
-from advisor.core.sources import SNAPSHOT
 from advisor.measure import Analysis
 from advisor.measure.memory.memory_savings import find_savings
 from advisor.measure.memory.post_mortem import fullest_devices, growing_lines
-from advisor.measure.steps.record import StepRecords
+from advisor.measure.steps.step_records import StepRecords
+from advisor.rules.citations import CHOSEN, TRACEML
 from advisor.rules.memory.device_memory import (
     at_line,
     gpu_capacity,
@@ -22,8 +23,7 @@ from advisor.rules.memory.device_memory import (
     measure_growth,
     snapshot_example,
 )
-from advisor.rules.recorded import impact_memory, impact_risk, recorded_steps
-from advisor.rules.sources import CHOSEN, TRACEML
+from advisor.rules.record_common import impact_memory, impact_risk, recorded_steps
 from advisor.testing import Examples, TraceBuilder
 
 

@@ -7,11 +7,12 @@ from typing import TYPE_CHECKING, Final
 
 import polars as pl
 
+from advisor.core.auxiliary_inputs import SNAPSHOT
 from advisor.core.finding import Finding, Location, Outcomes, SkippedCheck
 from advisor.core.rule import Evidence, Rule, Threshold
-from advisor.core.sources import SNAPSHOT
 from advisor.measure import Analysis
 from advisor.measure.serving.annotations import SGLANG, TENSORRT_LLM, VLLM
+from advisor.rules.citations import FOURNEX, GPUPROF, OURS, TENSORBOARD, TRACEML
 from advisor.rules.memory.device_memory import (
     EXPANDABLE,
     GIB,
@@ -23,8 +24,7 @@ from advisor.rules.memory.device_memory import (
     run_product,
     snapshot_example,
 )
-from advisor.rules.recorded import impact_risk
-from advisor.rules.sources import FOURNEX, GPUPROF, OURS, TENSORBOARD, TRACEML
+from advisor.rules.record_common import impact_risk
 from advisor.testing import Examples, TraceBuilder
 
 if TYPE_CHECKING:

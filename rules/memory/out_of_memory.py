@@ -6,12 +6,13 @@ from statistics import median
 from typing import TYPE_CHECKING
 
 from advisor.core import text as t
+from advisor.core.auxiliary_inputs import SNAPSHOT
 from advisor.core.finding import Finding, Outcomes
 from advisor.core.rule import Evidence, Rule, Threshold
-from advisor.core.sources import SNAPSHOT
 from advisor.measure import Analysis
 from advisor.measure.memory.fragments import explain_placement, measure_repacking
 from advisor.measure.memory.memory_savings import Saving, find_savings
+from advisor.rules.citations import CHOSEN, CURED_RECORDINGS
 from advisor.rules.memory.device_memory import (
     EXPANDABLE,
     LOWER_PEAK,
@@ -21,8 +22,7 @@ from advisor.rules.memory.device_memory import (
     locate_holders,
     snapshot_example,
 )
-from advisor.rules.recorded import impact_risk, recorded_steps
-from advisor.rules.sources import CHOSEN, CURED_RECORDINGS
+from advisor.rules.record_common import impact_risk, recorded_steps
 from advisor.testing import Examples, TraceBuilder
 
 if TYPE_CHECKING:

@@ -8,12 +8,12 @@ from advisor.core.finding import Edit, Finding, Location, Outcomes, Select, Skip
 from advisor.core.rule import Evidence, Rule, Threshold
 from advisor.measure import Analysis
 from advisor.measure.host.names import name_matches
-from advisor.measure.memory.memory import find_recompute
+from advisor.measure.memory.trace_memory import find_recompute
 from advisor.replay.selection import under_names
+from advisor.rules.citations import CHECKPOINT, OURS, public_traces
 from advisor.rules.common import amount_per_step, locate_row, of_each
-from advisor.rules.kernel import facts
+from advisor.rules.kernel import kernel_common
 from advisor.rules.memory.device_memory import GIB, measure_peaks, run_product
-from advisor.rules.sources import CHECKPOINT, OURS, public_traces
 from advisor.testing import Examples, TraceBuilder
 
 RECOMPUTE = r"torch/utils/checkpoint\.py\(\d+\): (\w+\.)*recompute_fn\b"
@@ -119,9 +119,11 @@ class RecomputeWithFreeMemory(Rule):
 
     def _select(self, a: Analysis) -> tuple[Select, float | None]:
         """The recomputed kernels; and, where the op holds backward work too, what stays of it."""
-        if (facts.launched_under(a, RECOMPUTE) & facts.kernel_rows(a)).any():
+        if (kernel_common.launched_under(a, RECOMPUTE) & kernel_common.kernel_rows(a)).any():
             return Select(on="gpu", under=RECOMPUTE), None
-        total = facts.summed_duration(a, facts.launched_under(a, REENTRANT) & a.in_window)
+        total = kernel_common.summed_duration(
+            a, kernel_common.launched_under(a, REENTRANT) & a.in_window
+        )
         table = find_recompute(a)
         again = 0 if table is None else int(table["dur"].sum())
         return Select(on="gpu", under=REENTRANT), max(0.0, 1 - again / max(1, total))

@@ -10,11 +10,16 @@ from advisor.core.finding import Finding, Outcomes
 from advisor.core.intervals import covered_length, union
 from advisor.core.rule import Evidence, Rule, Threshold
 from advisor.measure import Analysis
-from advisor.replay.project.moves import host_rate
+from advisor.replay.project.device_scaling import host_rate
+from advisor.rules.citations import CHOSEN, ENGINE_FLOOR
 from advisor.rules.common import amount_per_step, of_step
 from advisor.rules.framework_advice import in_any_language
-from advisor.rules.kernel.facts import kernel_locations, kernel_rows, kernels_named, scale_kernels
-from advisor.rules.sources import CHOSEN, ENGINE_FLOOR
+from advisor.rules.kernel.kernel_common import (
+    kernel_locations,
+    kernel_rows,
+    kernels_named,
+    scale_kernels,
+)
 from advisor.testing import Examples, TraceBuilder
 
 MIGRATION = r"^Memcpy \w+ \((?:Managed -> |\w+ -> Managed)"

@@ -12,9 +12,9 @@ from advisor.core.rule import Evidence, Rule, Threshold
 from advisor.measure import Analysis
 from advisor.measure.host.names import name_matches
 from advisor.replay.selection import under_names
+from advisor.rules.citations import FOREACH, OURS, SILENT_TRACES
 from advisor.rules.common import example_steps, per_step, scale_edit
-from advisor.rules.kernel import facts
-from advisor.rules.sources import FOREACH, OURS, SILENT_TRACES
+from advisor.rules.kernel import kernel_common
 from advisor.testing import Examples, TraceBuilder
 
 STEP = r"^Optimizer\.step#"
@@ -99,17 +99,17 @@ class SingleTensorOptimizer(Rule):
             return
         gpu = a.trace.gpu
         under = under_names(a, STEP)
-        rows = facts.compute_rows(a) & facts.launched_under(a, STEP)
+        rows = kernel_common.compute_rows(a) & kernel_common.launched_under(a, STEP)
         count = int(rows.sum())
         if not count:
             return
         multi_tensor = rows & name_matches(gpu["name"], FUSED).to_numpy()
         count_per_step = count / a.step_count
         if multi_tensor.any():
-            of_optimizer = facts.summed_duration(a, rows)
-            share = facts.summed_duration(a, multi_tensor) / max(1, of_optimizer)
-            large = of_optimizer >= self.praise_share * facts.summed_duration(
-                a, facts.kernel_rows(a)
+            of_optimizer = kernel_common.summed_duration(a, rows)
+            share = kernel_common.summed_duration(a, multi_tensor) / max(1, of_optimizer)
+            large = of_optimizer >= self.praise_share * kernel_common.summed_duration(
+                a, kernel_common.kernel_rows(a)
             )
             if share >= 0.5 and large:
                 yield PassedCheck(

@@ -6,10 +6,10 @@ from advisor.core.finding import Edit, Finding, Outcomes, Select
 from advisor.core.intervals import covered_length
 from advisor.core.rule import FrameworkAdvice, Rule, Threshold
 from advisor.measure import Analysis
-from advisor.measure.steps.instants import between_steps
+from advisor.measure.steps.named_intervals import between_steps
+from advisor.rules.citations import CHOSEN, TENSORBOARD
 from advisor.rules.common import amount_per_step, of_step
 from advisor.rules.framework_advice import SGLANG_ARGUMENTS, VLLM_TUNING
-from advisor.rules.sources import CHOSEN, TENSORBOARD
 from advisor.testing import Examples, TraceBuilder
 
 

@@ -11,8 +11,8 @@ from advisor.core.finding import Edit, Finding, Outcomes, Select
 from advisor.core.rule import Evidence, Rule, Threshold
 from advisor.measure import Analysis
 from advisor.measure.device.shapes import OpInputs
+from advisor.rules.citations import CHOSEN
 from advisor.rules.common import amount_per_step, example_steps
-from advisor.rules.sources import CHOSEN
 from advisor.testing import Examples, TraceBuilder
 
 EMBEDDING = "aten::embedding"

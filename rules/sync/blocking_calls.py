@@ -12,9 +12,9 @@ from advisor.core.rule import Evidence, FrameworkAdvice, Rule, Threshold
 from advisor.core.text import count_noun
 from advisor.core.trace import JAX, TENSORFLOW
 from advisor.measure import Analysis
+from advisor.rules.citations import ENGINE_FLOOR, SILENT_TRACES
 from advisor.rules.common import amount_per_step, of_step, per_step, sum_column
 from advisor.rules.framework_advice import NO_READS, in_any_language
-from advisor.rules.sources import ENGINE_FLOOR, SILENT_TRACES
 from advisor.rules.sync.host_waits import (
     BlockingCalls,
     count_causes,

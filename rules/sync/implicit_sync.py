@@ -14,6 +14,15 @@ from advisor.core.text import count_noun
 from advisor.measure import Analysis
 from advisor.measure.host.names import name_matches
 from advisor.measure.host.stacks import innermost_ancestor, parent_rows
+from advisor.rules.citations import (
+    ENGINE_FLOOR,
+    OURS,
+    SAM_PAIR,
+    SILENT_TRACES,
+    TENSORBOARD,
+    XPROF,
+    public_traces,
+)
 from advisor.rules.common import (
     amount_per_step,
     costliest_places,
@@ -26,15 +35,6 @@ from advisor.rules.common import (
 )
 from advisor.rules.framework_advice import READ_SELDOM, in_any_language
 from advisor.rules.host.launch_gaps import LAUNCHING, measure_launch_gaps
-from advisor.rules.sources import (
-    ENGINE_FLOOR,
-    OURS,
-    SAM_PAIR,
-    SILENT_TRACES,
-    TENSORBOARD,
-    XPROF,
-    public_traces,
-)
 from advisor.rules.sync.host_waits import (
     BlockingCalls,
     count_causes,

@@ -13,6 +13,7 @@ from advisor.core.trace import JAX
 from advisor.measure import Analysis
 from advisor.measure.host.names import name_matches
 from advisor.measure.host.stacks import innermost_ancestor, parent_rows
+from advisor.rules.citations import OURS, SILENT_TRACES, TRACELENS, public_traces
 from advisor.rules.common import (
     amount_per_step,
     busy_during,
@@ -23,7 +24,6 @@ from advisor.rules.common import (
     row_numbers,
 )
 from advisor.rules.framework_advice import BATCHES_AHEAD, in_any_language
-from advisor.rules.sources import OURS, SILENT_TRACES, TRACELENS, public_traces
 from advisor.testing import Examples, TraceBuilder
 
 _COMPILED = r"^CompiledFunction|^(?:## )?Call CompiledFxGraph|^Torch-Compiled Region"

@@ -13,6 +13,7 @@ from advisor.measure.device.shapes import OpInputs, bare_type_name
 from advisor.measure.host.names import map_names, name_matches
 from advisor.measure.host.stacks import climb_stack, frame_rank, parent_rows
 from advisor.measure.steps.steps import step_of
+from advisor.rules.citations import ENGINE_FLOOR, OURS, PAGEABLE_64K, SILENT_TRACES, TRACELENS
 from advisor.rules.common import (
     amount_per_step,
     device_places,
@@ -22,7 +23,6 @@ from advisor.rules.common import (
     select_copies,
     sum_column,
 )
-from advisor.rules.sources import ENGINE_FLOOR, OURS, PAGEABLE_64K, SILENT_TRACES, TRACELENS
 from advisor.rules.sync.host_waits import make_calls_async
 from advisor.testing import Examples, TraceBuilder
 

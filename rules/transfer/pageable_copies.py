@@ -10,6 +10,13 @@ from advisor.core.intervals import intersect
 from advisor.core.rule import Evidence, Rule, Threshold
 from advisor.core.trace import CUDA
 from advisor.measure import Analysis
+from advisor.rules.citations import (
+    ENGINE_FLOOR,
+    PAGEABLE_64K,
+    PINNED_BLOG,
+    SILENT_TRACES,
+    public_traces,
+)
 from advisor.rules.common import (
     amount_per_step,
     busy_during,
@@ -20,13 +27,6 @@ from advisor.rules.common import (
     sum_column,
 )
 from advisor.rules.framework_advice import BATCHES_AHEAD, in_any_language
-from advisor.rules.sources import (
-    ENGINE_FLOOR,
-    PAGEABLE_64K,
-    PINNED_BLOG,
-    SILENT_TRACES,
-    public_traces,
-)
 from advisor.rules.sync.host_waits import make_async, select_blocking_calls
 from advisor.testing import Examples, TraceBuilder
 

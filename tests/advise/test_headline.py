@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from advisor.advise import facts
+from advisor.advise import report_text
 from advisor.advise.engine import Options, analyze
-from advisor.advise.facts import describe_gain
+from advisor.advise.report_text import describe_gain
 from advisor.core.report import Report
 from advisor.core.run_directory import Host, Rank, RankRecord
 from advisor.core.text import with_article
@@ -288,7 +288,7 @@ def test_the_memory_peak_is_that_of_the_device_beside_it(shared_file: Callable[[
     """Three GPUs have work in it; the one with most holds 5.78 GiB."""
     report = analyze(shared_file("xla/tf_gpu_multi_worker.xplane.pb"))
     assert report.scope.device == 6
-    assert facts.memory_peak(report) == "5.78 GiB in tensors"
+    assert report_text.memory_peak(report) == "5.78 GiB in tensors"
 
 
 def test_a_long_call_before_the_first_step_is_no_part_of_the_steps(

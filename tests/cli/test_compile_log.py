@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 
 from advisor.advise.engine import analyze
+from advisor.core.auxiliary_inputs import CompileLog, FusedKernel, GraphBreak
 from advisor.core.errors import AdvisorError
 from advisor.core.finding import Finding, Location
 from advisor.core.report import Report
-from advisor.core.sources import CompileLog, FusedKernel, GraphBreak
 from advisor.read.readers.compile_log import MAX_TEXT, merge_logs, read_logs
 from advisor.testing import TraceBuilder
 

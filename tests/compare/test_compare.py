@@ -13,8 +13,8 @@ from msgspec.structs import replace
 
 from advisor.advise.engine import analyze
 from advisor.compare import Comparison, compare
+from advisor.compare.comparison_text import write_verdict
 from advisor.compare.findings import Remaining, compare_findings
-from advisor.compare.view import write_verdict
 from advisor.core.errors import AdvisorError
 from advisor.core.finding import Finding, Location, SkippedCheck
 from advisor.core.report import Report

@@ -14,7 +14,7 @@ import pytest
 
 import advisor
 from advisor import cli
-from advisor.advise import facts
+from advisor.advise import report_text
 from advisor.advise.engine import Options
 from advisor.compare import compare
 from advisor.core.errors import AdvisorError
@@ -22,7 +22,7 @@ from advisor.core.prices import Prices, format_money, parse_price, read_prices
 from advisor.core.run_directory import Gpu, Manifest, Rank, RankRecord, RecordedDevice, Sample, Step
 from advisor.dashboard.pages import overview
 from advisor.measure.device.energy import step_energy
-from advisor.measure.steps.record import StepRecords
+from advisor.measure.steps.step_records import StepRecords
 from advisor.testing import TraceBuilder
 from advisor.testing.record import write_run
 
@@ -145,16 +145,16 @@ def test_a_step_costs_its_time_at_the_price_of_all_gpus(tmp_path: Path) -> None:
     assert (cost.gpus, cost.currency, cost.per_hour) == (2, "USD", 3.6)
     assert cost.step == pytest.approx(2 * 0.001 * 0.1)  # 3.60 an hour is 0.1 cents a second
     assert cost.run == pytest.approx(2 * 0.001 * 6.0)
-    assert facts.describe_cost(report)[0] == "$0.200 for 1,000 steps"
-    assert "at 2 × $3.60 an hour" in facts.describe_cost(report)
+    assert report_text.describe_cost(report)[0] == "$0.200 for 1,000 steps"
+    assert "at 2 × $3.60 an hour" in report_text.describe_cost(report)
     # the two ranks share a GPU
-    assert facts.describe_energy(report) == ["30 J per step", "300 W", "the driver's counter"]
+    assert report_text.describe_energy(report) == ["30 J per step", "300 W", "the driver's counter"]
     for line in ("energy   30 J per step", "cost     $0.200 for 1,000 steps"):
         assert line in str(report)
     view = str(overview._head(report))
     assert "30 J per step" in view and "$0.200 for 1,000 steps" in view
     unpriced = analysed(tmp_path / "c", record(counter=False, power=False))
-    assert {"energy", "cost"}.isdisjoint(label for label, _ in facts.describe_scope(unpriced))
+    assert {"energy", "cost"}.isdisjoint(label for label, _ in report_text.describe_scope(unpriced))
     other = analysed(tmp_path / "b", record(), gpus=8, prices=paid.prices).cost
     assert other is not None and other.step == pytest.approx(8 * 0.001 * 0.1)
 

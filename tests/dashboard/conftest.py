@@ -26,7 +26,7 @@ from advisor.dashboard.access import Access
 from advisor.dashboard.app import PAGES, create_app
 from advisor.dashboard.serve import bind
 from advisor.dashboard.session import DashboardSession
-from advisor.dashboard.timeline import wire
+from advisor.dashboard.timeline import encoding
 
 REQUIRED = "ADVISOR_REQUIRE_BROWSER"
 ARGUMENTS = [
@@ -451,10 +451,10 @@ REPLY_FIELDS = """
 
 def decode_reply(data: bytes) -> ViewReply:
     """The binary answer to a view, in columns. Raises ValueError for anything else."""
-    if len(data) < wire.HEADER.size or data[:4] != wire.MAGIC:
+    if len(data) < encoding.HEADER.size or data[:4] != encoding.MAGIC:
         raise ValueError("not an answer")
-    head = dict(zip(REPLY_FIELDS, wire.HEADER.unpack_from(data), strict=True))
-    place = wire.HEADER.size
+    head = dict(zip(REPLY_FIELDS, encoding.HEADER.unpack_from(data), strict=True))
+    place = encoding.HEADER.size
 
     def column(kind: str, count: int) -> NDArray[Any]:
         nonlocal place
@@ -465,9 +465,9 @@ def decode_reply(data: bytes) -> ViewReply:
         place += size + -size % 8
         return values
 
-    slices = tuple(column(kind, head["slices"]) for kind in wire._SLICES)
-    runs = tuple(column(kind, head["runs"]) for kind in wire._RUNS)
-    flagged = tuple(column(kind, head["flagged"]) for kind in wire._FLAGGED)
+    slices = tuple(column(kind, head["slices"]) for kind in encoding._SLICES)
+    runs = tuple(column(kind, head["runs"]) for kind in encoding._RUNS)
+    flagged = tuple(column(kind, head["flagged"]) for kind in encoding._FLAGGED)
     size = head["counters"] * head["px"]
     counters = tuple(column("<f4", size) for _ in range(2))
     if place != len(data):

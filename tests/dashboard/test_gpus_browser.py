@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from advisor.advise.engine import Options
-from advisor.advise.facts import describe_cost
+from advisor.advise.report_text import describe_cost
 from advisor.core.prices import NO_PRICES, Prices, parse_price, read_prices
 from advisor.dashboard.session import DashboardSession
 from advisor.replay.project.project import Projector, choose_gpus, describe_cheapest, offered_gpus

@@ -372,7 +372,7 @@ def test_small_collectives_are_summed_and_nothing_is_lost() -> None:
 
 def test_the_memory_page_draws_a_snapshot_as_the_report_tells_it(tmp_path: Path) -> None:
     """Bytes by category at the moment, and the blocks of the segments, add up to the report's."""
-    from advisor.dashboard import current, snapshot
+    from advisor.dashboard import page_view, snapshot
     from advisor.dashboard.access import Access
     from advisor.dashboard.app import create_app, has_content
     from advisor.dashboard.pages import memory as page
@@ -404,7 +404,7 @@ def test_the_memory_page_draws_a_snapshot_as_the_report_tells_it(tmp_path: Path)
     app = create_app(session, Access.to("127.0.0.1", "t" * 20))
     with app.server.test_request_context("/memory"):
         assert "Left behind by each step" in str(page.layout())
-        shown = [item.module for item in PAGES if has_content(item, current.view())]
+        shown = [item.module for item in PAGES if has_content(item, page_view.view())]
         assert shown == ["overview", "findings", "memory"]
     with app.server.test_request_context("/"):
         first = str(overview.layout())
@@ -449,8 +449,8 @@ def test_counters_and_compiled_kernels_are_tables_of_the_overview_or_beside_kern
 
 
 def test_a_generated_kernel_shows_what_is_fused_in_it() -> None:
+    from advisor.core.auxiliary_inputs import FusedKernel
     from advisor.core.finding import Location
-    from advisor.core.sources import FusedKernel
     from advisor.dashboard.pages import kernels
 
     b = TraceBuilder()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from advisor.dashboard.timeline.build import build_index, depth_without, library_frames
+from advisor.dashboard.timeline.index_builder import build_index, depth_without, library_frames
 from advisor.measure import Analysis
 from advisor.testing import TraceBuilder
 

@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from advisor.dashboard.timeline.build import build_index
 from advisor.dashboard.timeline.detail_levels import level_of_detail
-from advisor.dashboard.timeline.wire import encode_view
+from advisor.dashboard.timeline.encoding import encode_view
+from advisor.dashboard.timeline.index_builder import build_index
 from advisor.measure import Analysis
 from advisor.testing import TraceBuilder
 

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from advisor.measure import Analysis
-from advisor.measure.host.host import HOST_SCHEMA, HOT_SCHEMA, python_gaps, python_hot_spots
+from advisor.measure.host.host_time import HOST_SCHEMA, HOT_SCHEMA, python_gaps, python_hot_spots
 from advisor.measure.steps.timeline import CLASSES
 from advisor.read import read_trace
 from advisor.testing import TraceBuilder

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from advisor.measure import Analysis
-from advisor.measure.memory.memory import ALLOCATIONS_SCHEMA, MEMORY_SCHEMA, find_recompute
+from advisor.measure.memory.trace_memory import ALLOCATIONS_SCHEMA, MEMORY_SCHEMA, find_recompute
 from advisor.read import read_trace
 from advisor.testing import TraceBuilder
 

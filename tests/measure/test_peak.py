@@ -20,8 +20,8 @@ import advisor
 from advisor.core.errors import AdvisorError
 from advisor.core.trace import blank_trace
 from advisor.measure import Analysis
-from advisor.measure.memory.memory import memory_devices
 from advisor.measure.memory.memory_savings import find_savings
+from advisor.measure.memory.trace_memory import memory_devices
 from advisor.read import read_trace
 from advisor.testing import TraceBuilder
 from tests.read import profiler_files

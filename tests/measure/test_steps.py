@@ -11,8 +11,8 @@ import pytest
 from advisor.core.finding import GUESSED_STEP_SOURCES
 from advisor.core.trace import Trace
 from advisor.measure import Analysis
-from advisor.measure.steps.repeats import range_groups
 from advisor.measure.steps.steps import find_steps, recorded_extent, step_of
+from advisor.measure.steps.unmarked_steps import range_groups
 from advisor.read import read_trace
 from advisor.testing import TraceBuilder
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from advisor.core.errors import AdvisorError
-from advisor.mcp import running
+from advisor.mcp import programs
 from advisor.recorder import finish
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -37,7 +37,7 @@ def test_the_lines_at_the_end_of_a_recording(trapped: Path) -> None:
 
 
 def test_programs_that_an_agent_records(trapped: Path) -> None:
-    code, _, said = running._run(["--version"], trapped, 60.0)
+    code, _, said = programs._run(["--version"], trapped, 60.0)
     assert (code, said.split()[0]) == (0, "advisor")
     assert not (trapped / "executed").exists()
 

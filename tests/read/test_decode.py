@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from advisor.read import decode as pieces
 from advisor.read.columns import MISSING, NAME_LIMIT, RAW_LIMIT, Piece, float_column, int_column
 from advisor.read.decode import decode_piece
-from advisor.read.spelling import Args, TraceEvent
+from advisor.read.trace_events import Args, TraceEvent
 
 
 def op(name: str = "aten::mm", **fields: Any) -> dict[str, Any]:

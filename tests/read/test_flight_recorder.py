@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 
 from advisor import analyze, cli
+from advisor.core.auxiliary_inputs import FlightRecord
 from advisor.core.report import Report
-from advisor.core.sources import FlightRecord
 
 CASES = Path(__file__).parent / "flight"
 

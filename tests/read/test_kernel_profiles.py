@@ -21,9 +21,9 @@ from advisor.core.errors import AdvisorError
 from advisor.core.kernel_profile import KernelProfiles, ToolAdvice
 from advisor.read import open_run
 from advisor.read.kernel_profiles import _advice, read_kernel_profiles
+from advisor.read.protobuf import iterate_fields
 from advisor.read.registry import read_bytes, read_trace
 from advisor.read.sampled_lines import lines_of_module
-from advisor.read.wire import iterate_fields
 from benchmarks.public_traces import path_of
 
 REPORTS = ("cutlass_a100_s4", "cutlass_a100_s8", "sparse_matmul_a10g")

@@ -31,7 +31,7 @@ from advisor.read import ReadOptions, read_trace, reader
 from advisor.read.columns import Piece
 from advisor.read.readers import kineto
 from advisor.read.registry import read_bytes
-from advisor.read.spelling import DEVICE_KINDS, HOST_KINDS, call_class, copy_parts, sync_kind
+from advisor.read.trace_events import DEVICE_KINDS, HOST_KINDS, call_class, copy_parts, sync_kind
 from advisor.testing import TraceBuilder
 
 FRAMES = ("cpu", "gpu", "sync", "memory", "counters", "inputs", "comms", "threads")

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from advisor.core.trace import CPU_KINDS
 from advisor.read import nesting
 from advisor.read.nesting import MAX_DEPTH, independent_stretches, nest, stack_order
-from advisor.read.spelling import HOST_KINDS
+from advisor.read.trace_events import HOST_KINDS
 
 Row = tuple[int, int, int]
 """Thread, start, duration."""

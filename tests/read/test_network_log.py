@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from advisor import analyze, cli
+from advisor.core.auxiliary_inputs import NetworkLog
 from advisor.core.report import Report
-from advisor.core.sources import NetworkLog
 from advisor.testing import TraceBuilder
 
 _SPEC = importlib.util.spec_from_file_location("nccl_logs", Path(__file__).parent / "nccl/logs.py")

@@ -25,10 +25,10 @@ from advisor import cli
 from advisor.advise.engine import Options, analyze, examine
 from advisor.core.errors import AdvisorError
 from advisor.measure import Analysis
-from advisor.measure.host.host import python_hot_spots
+from advisor.measure.host.host_time import python_hot_spots
 from advisor.read import open_run, read_trace
+from advisor.read.protobuf import PADDING, Buffer
 from advisor.read.registry import read_bytes
-from advisor.read.wire import PADDING, Buffer
 from advisor.render.formats import REPORTS
 from tests.conftest import public_file
 
@@ -515,8 +515,8 @@ def test_steps_and_the_input_pipeline_have_the_frameworks_own_names(
 
 def test_the_timeline_names_the_input_pipeline(tmp_path: Path) -> None:
     pytest.importorskip("dash", reason="the dashboard's packages are not installed")
-    from advisor.dashboard.timeline.build import build_index
     from advisor.dashboard.timeline.categories import ALL, category_label
+    from advisor.dashboard.timeline.index_builder import build_index
 
     path = tmp_path / "input.xplane.pb"
     path.write_bytes(_resnet("input"))
@@ -553,7 +553,7 @@ def test_the_dashboard_shows_it(jax_file: Path) -> None:
     dash = pytest.importorskip("dash", reason="the dashboard's packages are not installed")
     from advisor.dashboard.app import create_app
     from advisor.dashboard.session import DashboardSession
-    from advisor.dashboard.timeline.build import build_index
+    from advisor.dashboard.timeline.index_builder import build_index
 
     session = DashboardSession([str(jax_file)]).load()
     assert session.entries[0].loaded is not None

@@ -13,7 +13,7 @@ import pytest
 from advisor.core.run_directory import STEPS, Step, read_recording
 from advisor.recorder import writer as writing
 from advisor.recorder.clock import MAX_PHASES, PHASES
-from advisor.recorder.repeats import RepeatedBlock
+from advisor.recorder.repeated_steps import RepeatedBlock
 from advisor.recorder.steps import FoundStep
 from advisor.recorder.writer import StepLines, Writer
 

@@ -16,7 +16,7 @@ import pytest
 
 from advisor.core.run_directory import Event, Rank, RankRecord, read_recording
 from advisor.measure.host.sampled_stacks import MIN_SAMPLES, hottest_line, read_stacks
-from advisor.measure.steps.record import StepRecords
+from advisor.measure.steps.step_records import StepRecords
 from advisor.recorder.stack_samples import MAX_STACKS, StackSampler
 
 PROGRAM = """

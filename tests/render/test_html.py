@@ -14,7 +14,7 @@ from msgspec.structs import replace
 from advisor.advise.engine import examine
 from advisor.core.finding import Finding
 from advisor.core.report import HotLine, Report
-from advisor.measure.steps.strip import CELLS, build_strip
+from advisor.measure.steps.step_lanes import CELLS, build_strip
 from advisor.render.formats import REPORTS
 from advisor.render.formats.html import style
 from advisor.render.html import esc

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from advisor import analyze
-from advisor.advise.views import build_views
+from advisor.advise.report_charts import build_views
 from advisor.core.errors import AdvisorError
 from advisor.core.ranks import Ranks
 from advisor.core.report import SCHEMA, Replay, Report

@@ -13,18 +13,18 @@ from pathlib import Path
 
 import pytest
 
-from advisor.advise import views
+from advisor.advise import report_charts
 from advisor.cli import run
 from advisor.core.errors import AdvisorError
 from advisor.core.ranks import Ranks
 from advisor.core.report import IdleCause, Report
-from advisor.dashboard import parts
+from advisor.dashboard import components
 from advisor.render import formats
 from advisor.render.formats import COMPARISONS, REPORTS
 
 TOY = '''
 from advisor.core import labels
-from advisor.advise import views
+from advisor.advise import report_charts
 from advisor.render.renderer import DEFAULT, Renderer
 
 
@@ -34,7 +34,7 @@ class Toy(Renderer):
     suffixes = (".toy",)
 
     def render(self, subject, options=DEFAULT):
-        bar = views.build_step_bar(subject)
+        bar = report_charts.build_step_bar(subject)
         lines = [f"{part.label}={part.time}" for part in bar.segments]
         return "\\n".join([labels.clean(subject.verdict), *lines]) + "\\n"
 '''
@@ -125,12 +125,12 @@ class Words(HTMLParser):
 
 def every_text(made: Report) -> dict[str, str]:
     """What each format and the dashboard say of the step."""
-    bar = views.build_step_bar(made)
+    bar = report_charts.build_step_bar(made)
     assert bar is not None
     found = {form: REPORTS.render(form, made, width=120) for form in ("terminal", "markdown")}
     for form in ("html", "notebook"):
         found[form] = " ".join(Words(REPORTS.render(form, made)).parts)
-    drawn = parts.draw_bar(bar).to_plotly_json()
+    drawn = components.draw_bar(bar).to_plotly_json()
     found["dashboard"] = json.dumps(drawn, default=_plain, ensure_ascii=False)
     return {form: re.sub(r"[\s|]+", " ", text) for form, text in found.items()}
 
@@ -154,7 +154,7 @@ def test_every_view_draws_the_same_parts_in_the_same_words(
     }[idle]
     made.time = [type(part)(part.name, part.ns * scale, part.share) for part in made.time]
     made.idle = [IdleCause(part.cause, part.ns * scale, part.share) for part in causes]
-    bar = views.build_step_bar(made)
+    bar = report_charts.build_step_bar(made)
     assert bar is not None
     assert sum(part.ns for part in bar.segments) == pytest.approx(seconds * 1e9)
     if idle == "many":
@@ -173,7 +173,7 @@ def test_every_view_has_the_same_stairs_and_the_same_ranks(
     report: Make, ranks: Callable[..., Ranks]
 ) -> None:
     made = report(3, ranks=ranks(3))
-    stairs, table = views.build_stairs(made), views.build_rank_table(made)
+    stairs, table = report_charts.build_stairs(made), report_charts.build_rank_table(made)
     assert stairs is not None
     assert table is not None
     texts = {

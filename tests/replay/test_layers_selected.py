@@ -9,7 +9,7 @@ from advisor.core.finding import Select
 from advisor.core.trace import Run
 from advisor.measure.host.layers import work_nodes
 from advisor.replay.language import parse_edit
-from advisor.replay.present import find_present
+from advisor.replay.near_matches import find_present
 from advisor.replay.result import what_if
 from advisor.replay.selection import selected_gpu
 from advisor.replay.window import WindowReplayer

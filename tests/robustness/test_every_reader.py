@@ -261,10 +261,10 @@ def dashboard(path: Path) -> None:
     """Reads the path, then makes all that is shown of it, without a browser."""
     import dash
 
-    from advisor.dashboard.current import KEY
     from advisor.dashboard.follow import Follower
+    from advisor.dashboard.page_view import KEY
     from advisor.dashboard.session import DashboardSession
-    from advisor.dashboard.timeline.build import build_index
+    from advisor.dashboard.timeline.index_builder import build_index
 
     app = application()
     session = DashboardSession([str(path)])

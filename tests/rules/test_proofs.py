@@ -12,7 +12,7 @@ from advisor.advise.check import run_rules
 from advisor.advise.select import load_rules
 from advisor.measure import Analysis
 from advisor.read import open_run
-from advisor.rules.sources import PUBLIC
+from advisor.rules.citations import PUBLIC
 from advisor.sample_workloads import catalogue
 from tests.conftest import public_file
 from tests.rules.across import compared

@@ -12,7 +12,7 @@ import pytest
 
 from advisor.advise.engine import Options, analyze
 from advisor.core.finding import Finding
-from advisor.measure.steps.record import StepRecords
+from advisor.measure.steps.step_records import StepRecords
 from advisor.read import open_run
 
 RECORDED = Path(__file__).parents[1] / "data" / "recorded"

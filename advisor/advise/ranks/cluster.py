@@ -11,7 +11,7 @@ from weakref import WeakKeyDictionary
 
 import advisor
 from advisor.advise.ranks.task import one_line
-from advisor.advise.ranks.work import RETRIES
+from advisor.advise.ranks.worker_pool import RETRIES
 from advisor.core.errors import AdvisorError, install_command
 from advisor.core.pool import Work, WorkerDied
 

@@ -13,7 +13,7 @@ from advisor.advise.impact import GainEstimator, GainRange
 from advisor.measure.ranks.outliers import edits_of
 from advisor.measure.ranks.summary import unpack_findings
 from advisor.replay.ranks.gains import change_without, combine_changes, saving_change
-from advisor.replay.ranks.replay import JobChange, JobGain
+from advisor.replay.ranks.ranks_replay import JobChange, JobGain
 
 if TYPE_CHECKING:
     from advisor.core.finding import Edit, Finding

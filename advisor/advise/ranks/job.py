@@ -14,7 +14,7 @@ from msgspec import structs
 
 from advisor.advise.options import RanksDone as RanksDone  # noqa: PLC0414
 from advisor.advise.ranks.task import MeasureTask, for_workers, one_rank
-from advisor.advise.ranks.work import iterate_results, start_processes
+from advisor.advise.ranks.worker_pool import iterate_results, start_processes
 from advisor.core.errors import AdvisorError
 from advisor.core.run_directory import is_run, read_recording
 from advisor.core.trace import Run

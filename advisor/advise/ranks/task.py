@@ -165,7 +165,7 @@ def summarise_file(path: str, rank: int | None = None, options: Options | None =
     """
     from advisor.advise.check import run_rules
     from advisor.advise.options import Options
-    from advisor.advise.ranks.measure import summarise_rank
+    from advisor.advise.ranks.rank_summary import summarise_rank
     from advisor.advise.select import choose_windows, load_rules, read_config
     from advisor.read import open_run
 

@@ -17,9 +17,9 @@ from msgspec.structs import replace
 
 from advisor.core import labels
 from advisor.core import text as t
+from advisor.core.auxiliary_inputs import CollectiveCall, CollectiveProblem, FlightRecord
 from advisor.core.flight import FlightCall, FlightDump
 from advisor.core.ranks import format_ranks
-from advisor.core.sources import CollectiveCall, CollectiveProblem, FlightRecord
 
 DEFAULT_GROUP = "default_pg"
 """How torch describes the group of all ranks."""

@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from advisor.core.intervals import Floats, Ints
-from advisor.measure.steps.record import StepRecords, finite_or_nan
+from advisor.measure.steps.step_records import StepRecords, finite_or_nan
 
 MIN_SAMPLES = 4
 """Fewer tell no course of time."""

@@ -10,7 +10,7 @@ import polars as pl
 from numpy.typing import NDArray
 
 from advisor.core.intervals import covered_length
-from advisor.measure.memory.memory import find_running
+from advisor.measure.memory.trace_memory import find_running
 
 if TYPE_CHECKING:
     from advisor.measure import Analysis

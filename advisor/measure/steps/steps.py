@@ -23,7 +23,7 @@ from advisor.measure.host.launches import (
 )
 from advisor.measure.host.names import name_matches
 from advisor.measure.serving.passes import ENGINE, Passes, find_passes, has_training_rows
-from advisor.measure.steps.repeats import SIMILAR_TIME, find_repeats, without_fragments
+from advisor.measure.steps.unmarked_steps import SIMILAR_TIME, find_repeats, without_fragments
 
 if TYPE_CHECKING:
     from advisor.measure import Analysis

@@ -16,9 +16,9 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 from msgspec import structs
 
+from advisor.core.auxiliary_inputs import CompileCause, CompileLog, FusedKernel, GraphBreak
 from advisor.core.errors import AdvisorError
 from advisor.core.finding import Location
-from advisor.core.sources import CompileCause, CompileLog, FusedKernel, GraphBreak
 from advisor.read.reader import Reader, ReaderClaim, ReadOptions
 from advisor.read.source import ByteSource
 

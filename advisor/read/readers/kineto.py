@@ -16,7 +16,7 @@ from advisor.read.meta import describe_trace, given_calls
 from advisor.read.reader import NO_ROOM, Reader, ReaderClaim, ReadOptions, memory_budget
 from advisor.read.source import ByteSource
 from advisor.read.split import Splitter, without_mark
-from advisor.read.unknown import PROFILE
+from advisor.read.unknown_format import PROFILE
 
 GIVE_UP = 256 << 20
 """Uncompressed bytes without a single event after which a file is no trace."""

@@ -12,9 +12,9 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from advisor.core.auxiliary_inputs import NetworkLog
 from advisor.core.credentials import clean_value
 from advisor.core.errors import AdvisorError
-from advisor.core.sources import NetworkLog
 from advisor.read.reader import Reader, ReaderClaim, ReadOptions
 from advisor.read.source import ByteSource
 

@@ -15,10 +15,10 @@ from advisor.core.errors import AdvisorError
 from advisor.core.gpus import known_gpus
 from advisor.core.trace import GPU_KINDS, Device, Trace, TraceMeta
 from advisor.read.build import build_trace
+from advisor.read.protobuf import PADDING, Damaged, varint
 from advisor.read.reader import Reader, ReaderClaim, ReadOptions
 from advisor.read.source import ByteSource
-from advisor.read.spelling import copy_parts
-from advisor.read.wire import PADDING, Damaged, varint
+from advisor.read.trace_events import copy_parts
 
 if TYPE_CHECKING:
     from advisor.read.xla_host import XlaHost

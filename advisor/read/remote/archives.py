@@ -20,7 +20,7 @@ from contextlib import ExitStack, contextmanager, suppress
 from typing import Any, BinaryIO, NamedTuple, cast
 
 from advisor.core.errors import AdvisorError
-from advisor.read.remote.access import ROOM_LEFT, can_seek, file_system, version_of
+from advisor.read.remote.filesystem import ROOM_LEFT, can_seek, file_system, version_of
 from advisor.read.remote.urls import redact_url
 
 KINDS = ("zip", "tar")

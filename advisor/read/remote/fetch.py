@@ -16,8 +16,8 @@ from typing import Any, BinaryIO
 
 from advisor.core.errors import AdvisorError
 from advisor.core.scratch import scratch_folder
-from advisor.read.remote import access, archives
-from advisor.read.remote.access import (
+from advisor.read.remote import archives, filesystem
+from advisor.read.remote.filesystem import (
     ROOM_LEFT,
     CutOffError,
     call_within,
@@ -50,7 +50,7 @@ def open_locally(
     copy of the same name in a folder of its own, gone afterwards.
 
     ``folder``: for the copy; default: the system's for temporary files. ``most``: bytes that it may
-    have. ``timeout``: seconds that a block may take; default ``access.TIMEOUT``. ``progress``:
+    have. ``timeout``: seconds that a block may take; default ``filesystem.TIMEOUT``. ``progress``:
     called with (shown URL, bytes so far) after each block. ``check``: called with the first block
     and the copy's path before more is fetched; what it raises ends that.
 
@@ -62,7 +62,7 @@ def open_locally(
     if not is_url(source.at):
         yield Path(source.at)
         return
-    seconds = access.TIMEOUT if timeout is None else timeout
+    seconds = filesystem.TIMEOUT if timeout is None else timeout
     with scratch_folder(folder) as inside:
         copy = inside / file_name(source.at)
         _Copy(source, copy, most, seconds, progress, check).make()

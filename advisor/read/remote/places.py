@@ -9,7 +9,7 @@ from typing import Any
 
 from advisor.core.errors import AdvisorError
 from advisor.read.remote import archives
-from advisor.read.remote.access import file_system, retry
+from advisor.read.remote.filesystem import file_system, retry
 from advisor.read.remote.urls import RemoteFile, is_web, rank_in, redact_url
 
 MAX_LISTED = 200_000

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Final
 
-from advisor.compare import view
+from advisor.compare import comparison_text
 from advisor.compare.comparison import Comparison, Decision
 from advisor.core.text import format_value
 from advisor.render.document import (
@@ -34,26 +34,39 @@ def build(comparison: Comparison, options: RenderOptions = DEFAULT) -> Document:
     if c.decision is not None:
         return _gate(c, c.decision)
     style, badge = _STYLE.get(c.steps.verdict, ("bold", ""))
-    notes = [Paragraph(note, "soft") for note in view.step_notes(c.steps)]
-    kept = view.figures_of(c, ["memory by layer"])
+    notes = [Paragraph(note, "soft") for note in comparison_text.step_notes(c.steps)]
+    kept = comparison_text.figures_of(c, ["memory by layer"])
     return Document(
         c.verdict,
         [
             FieldList(
-                [TextField(label, parts) for label, parts in view.describe_sides(c)], indent=0
+                [TextField(label, parts) for label, parts in comparison_text.describe_sides(c)],
+                indent=0,
             ),
             *_limits(c),
-            *_table(*_times(c), view.step_lines(c), notes, short=True),
-            *_table("Inference by phase", "", view.figures_of(c, ["phases"]), short=True),
-            *_table("Parts of a layer", "", view.figures_of(c, ["parts"])),
-            *_table("Breakdown", "", view.breakdown_lines(c)),
-            *_table("Layers", "own time, most changed", view.figures_of(c, ["layers"])[:MAX_LINES]),
+            *_table(*_times(c), comparison_text.step_lines(c), notes, short=True),
+            *_table(
+                "Inference by phase", "", comparison_text.figures_of(c, ["phases"]), short=True
+            ),
+            *_table("Parts of a layer", "", comparison_text.figures_of(c, ["parts"])),
+            *_table("Breakdown", "", comparison_text.breakdown_lines(c)),
+            *_table(
+                "Layers",
+                "own time, most changed",
+                comparison_text.figures_of(c, ["layers"])[:MAX_LINES],
+            ),
             *_table("Memory by layer", "kept by its calls", kept[:MAX_LINES]),
-            *_table("Memory at the peak", "", view.figures_of(c, ["memory"])),
-            *_table("Memory by line", "", view.figures_of(c, ["memory by line"])[:MAX_LINES]),
+            *_table("Memory at the peak", "", comparison_text.figures_of(c, ["memory"])),
+            *_table(
+                "Memory by line", "", comparison_text.figures_of(c, ["memory by line"])[:MAX_LINES]
+            ),
             *_findings(c),
             *_predicted(c),
-            *_table("Device work", f"device work{view.per_suffix(c)}", view.work_lines(c)),
+            *_table(
+                "Device work",
+                f"device work{comparison_text.per_suffix(c)}",
+                comparison_text.work_lines(c),
+            ),
         ],
         name="comparison",
         status={"slower": "critical", "faster": "healthy"}.get(c.steps.verdict, "limited"),
@@ -64,7 +77,7 @@ def build(comparison: Comparison, options: RenderOptions = DEFAULT) -> Document:
 
 def _times(c: Comparison) -> tuple[str, str]:
     """Title of the table of durations, and the head of their names."""
-    if view.has_guessed_steps(c):
+    if comparison_text.has_guessed_steps(c):
         return "Repetition times", "repetition"
     return "Step times", "step time"
 
@@ -77,7 +90,7 @@ def _limits(c: Comparison) -> Iterator[Block]:
 def _table(
     title: str,
     first: str,
-    lines: list[view.ComparedFigure],
+    lines: list[comparison_text.ComparedFigure],
     notes: Sequence[Paragraph] = (),
     *,
     short: bool = False,
@@ -91,10 +104,13 @@ def _table(
 
 def _findings(c: Comparison) -> Iterator[Block]:
     lists = []
-    for title, items in view.group_findings(c):
+    for title, items in comparison_text.group_findings(c):
         shown: list[Inline] = [
             (first, Span("".join(f" · {part}" for part in rest), "soft"))
-            for first, *rest in (view.describe_finding(item, view.per_suffix(c)) for item in items)
+            for first, *rest in (
+                comparison_text.describe_finding(item, comparison_text.per_suffix(c))
+                for item in items
+            )
         ]
         lists.append(Items(shown, "∙", f"{title} ({len(items)})"))
     if lists:
@@ -102,7 +118,7 @@ def _findings(c: Comparison) -> Iterator[Block]:
 
 
 def _predicted(c: Comparison) -> Iterator[Block]:
-    lines = view.describe_realised_gain(c)
+    lines = comparison_text.describe_realised_gain(c)
     if lines:
         yield Section("Predicted and measured gain", [Paragraph(line) for line in lines])
 
@@ -114,11 +130,11 @@ def _gate(c: Comparison, decision: Decision) -> Document:
     """The answer first, then why."""
     passed = decision.answer == "passed"
     mark = "❌" if decision.failed else "✅" if passed else "⚠️"
-    answer = view.HEADLINES[decision.answer]
+    answer = comparison_text.HEADLINES[decision.answer]
     return Document(
-        view.write_headline(c),
+        comparison_text.write_headline(c),
         [
-            Items([*decision.reasons, *view.gate_notes(c)], "-"),
+            Items([*decision.reasons, *comparison_text.gate_notes(c)], "-"),
             *_limits(c),
             _gate_table(c),
             *_gate_findings(c),
@@ -134,19 +150,21 @@ def _gate(c: Comparison, decision: Decision) -> Document:
 
 def _gate_table(c: Comparison) -> Grid:
     steps = c.steps
-    change = f"{view.signed_share(steps.share)} ({view.format_interval(steps)})"
-    rows = [[f"step ({steps.statistic})", *view.format_step_times(steps), change]]
-    for item in view.gate_figures(c):
+    change = (
+        f"{comparison_text.signed_share(steps.share)} ({comparison_text.format_interval(steps)})"
+    )
+    rows = [[f"step ({steps.statistic})", *comparison_text.format_step_times(steps), change]]
+    for item in comparison_text.gate_figures(c):
         share = None
         if item.before and item.after is not None:
             share = item.after / item.before - 1
         sides = format_value(item.before, item.unit), format_value(item.after, item.unit)
-        rows.append([item.name, *sides, view.signed_share(share)])
+        rows.append([item.name, *sides, comparison_text.signed_share(share)])
     return Grid(["", "baseline", "this run", "difference"], rows)
 
 
 def _gate_findings(c: Comparison) -> Iterator[Block]:
-    for what, items in view.gate_findings(c):
+    for what, items in comparison_text.gate_findings(c):
         shown: list[Inline] = [
             (item.title, f" ({item.place})" if item.place else "", " ", Span(item.rule, "code"))
             for item in items

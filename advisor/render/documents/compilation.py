@@ -9,8 +9,8 @@ from msgspec.structs import replace
 
 from advisor.core import labels
 from advisor.core import text as t
+from advisor.core.auxiliary_inputs import CompileCause, CompileLog, FusedKernel, GraphBreak
 from advisor.core.report import Report
-from advisor.core.sources import CompileCause, CompileLog, FusedKernel, GraphBreak
 from advisor.render.document import Block, Inline, Items, Paragraph, Section, Span
 
 MAX_ROWS: Final = 12

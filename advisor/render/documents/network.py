@@ -7,7 +7,7 @@ from typing import Final
 
 from advisor.core import labels
 from advisor.core import text as t
-from advisor.core.sources import CollectiveCall, FlightRecord, NetworkLog
+from advisor.core.auxiliary_inputs import CollectiveCall, FlightRecord, NetworkLog
 from advisor.measure.comm.flight import describe_call, of_ranks
 from advisor.render.document import (
     Block,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Final
 
-from advisor.advise.ranks import views
+from advisor.advise.ranks import rank_charts
 from advisor.core import labels
 from advisor.core import text as t
 from advisor.core.layers import MeshAxis
@@ -131,30 +131,30 @@ def _mesh_notes(report: Report) -> Iterator[str]:
 
 def sections(ranks: Ranks) -> Iterator[Block]:
     """What a table of the ranks does not show; of a few, the map and lists alone."""
-    many = len(ranks.lines) > views.FEW_RANKS
-    if many and (bins := views.build_histogram(ranks)):
+    many = len(ranks.lines) > rank_charts.FEW_RANKS
+    if many and (bins := rank_charts.build_histogram(ranks)):
         figure = Histogram(("mean step", "ranks"), [(each.label, each.ranks) for each in bins])
         yield Section("The ranks' steps", [figure], "mean step, ranks")
     yield from _map(ranks)
     if many:
         yield from build_rank_groups(ranks)
-    for title, _, lines in views.build_lists(ranks):
+    for title, _, lines in rank_charts.build_lists(ranks):
         yield Section(title, [Items([labels.shorten(line, MAX_TEXT) for line in lines], "•")])
 
 
 def _map(ranks: Ranks) -> Iterator[Block]:
-    shown = views.build_heat_map(ranks)
+    shown = rank_charts.build_heat_map(ranks)
     if shown is None:
         return
     rows = [
         [
-            views.describe_rank(line),
+            rank_charts.describe_rank(line),
             t.format_duration(line.step_ns),
             *(t.format_duration(value) for value in line.time),
         ]
         for line in shown.lines
     ]
-    names = [views.class_label(name) for name in shown.classes]
+    names = [rank_charts.class_label(name) for name in shown.classes]
     figure = RankMap(
         "Time per step by rank and class",
         names,
@@ -179,14 +179,14 @@ def build_rank_groups(ranks: Ranks) -> Iterator[Section]:
     rows = [
         [
             labels.shorten(labels.clean(group.name), 48),
-            views.shorten_numbers(group.ranks),
+            rank_charts.shorten_numbers(group.ranks),
             t.format_count(group.count),
             t.format_duration(group.step_ns),
             *(t.format_duration(group.time.get(name)) for name in ranks.classes),
         ]
         for group in ranks.clusters
     ]
-    head = ["group", "ranks", "how many", "step", *map(views.class_label, ranks.classes)]
+    head = ["group", "ranks", "how many", "step", *map(rank_charts.class_label, ranks.classes)]
     smallest = sorted(ranks.classes, key=lambda name: total[name])
     table = Grid(
         head,

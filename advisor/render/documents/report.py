@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Final
 
-from advisor.advise import facts, views
+from advisor.advise import report_charts, report_text
 from advisor.core import labels
 from advisor.core import text as t
 from advisor.core.finding import Finding
@@ -54,7 +54,8 @@ def build(report: Report, options: RenderOptions = DEFAULT) -> Document:
         report.verdict,
         [
             FieldList(
-                [TextField(label, parts) for label, parts in facts.describe_scope(report)], indent=0
+                [TextField(label, parts) for label, parts in report_text.describe_scope(report)],
+                indent=0,
             ),
             *_tiles(report),
             *_time(report),
@@ -85,17 +86,17 @@ def _tiles(report: Report) -> Iterator[Block]:
     """Figures of merit, for a page."""
     if report.scope.timeless:
         return
-    known = [each for each in facts.figures_of_merit(report) if each[1] != t.NOT_MEASURED]
-    yield Tiles(facts.figures_of_merit(report) if report.time else known)
+    known = [each for each in report_text.figures_of_merit(report) if each[1] != t.NOT_MEASURED]
+    yield Tiles(report_text.figures_of_merit(report) if report.time else known)
 
 
 def _time(report: Report) -> Iterator[Block]:
-    bar = views.build_step_bar(report)
+    bar = report_charts.build_step_bar(report)
     if bar is None:
         return
     rows = [
         TextField(label, parts, detail=label not in _ON_HOST)
-        for label, parts in facts.headline_numbers(report)
+        for label, parts in report_text.headline_numbers(report)
     ]
     yield Section(bar.title, [Bar(bar), FieldList(rows)], bar.aside, short=True)
 
@@ -104,7 +105,7 @@ def _timeline(report: Report, options: RenderOptions) -> Iterator[Block]:
     """One step, a lane a stream; nothing where only the report is here."""
     if options.analysis is None:
         return
-    from advisor.measure.steps.strip import build_strip
+    from advisor.measure.steps.step_lanes import build_strip
 
     shown = build_strip(options.analysis)
     if shown is None:
@@ -117,7 +118,10 @@ def _timeline(report: Report, options: RenderOptions) -> Iterator[Block]:
 
 
 def _ranks(report: Report) -> Iterator[Block]:
-    table, short = views.build_rank_table(report), views.build_rank_table(report, MAX_RANKS)
+    table, short = (
+        report_charts.build_rank_table(report),
+        report_charts.build_rank_table(report, MAX_RANKS),
+    )
     if table is not None and short is not None:
         shown = Grid(
             table.head,
@@ -138,15 +142,15 @@ def _ranks(report: Report) -> Iterator[Block]:
 
 
 def _findings(report: Report) -> Iterator[Block]:
-    ranked = facts.ranked_findings(report)
+    ranked = report_text.ranked_findings(report)
     if ranked:
-        outlook = facts.describe_all_fixes(report)
+        outlook = report_text.describe_all_fixes(report)
         lead = [Paragraph(outlook, "soft")] if outlook else []
         result = [_card(report, finding) for finding in ranked]
         each = "gain per step" if report.per == "step" else "gain"
-        title = "What to change" if facts.has_large_gain(report) else "Small gains"
+        title = "What to change" if report_text.has_large_gain(report) else "Small gains"
         yield Section(title, [*lead, *result], each)
-    stairs = views.build_stairs(report)
+    stairs = report_charts.build_stairs(report)
     if stairs is not None and len(stairs.fixes) > 1:
         title = "Step time after each fix"
         yield Section(title, [Staircase(stairs)], detail=True, counted=title.lower())
@@ -158,7 +162,7 @@ def _findings(report: Report) -> Iterator[Block]:
 def _card(report: Report, finding: Finding, *, fix: bool = True) -> Card:
     """A finding: what, gain, where, why, how; evidence, caveats and verification on demand."""
     fields = [
-        TextField("note", [*facts.gain_conditions(finding, report)], "warn"),
+        TextField("note", [*report_text.gain_conditions(finding, report)], "warn"),
         *_where(report, finding),
         TextField("why", [finding.summary], prose=True),
         TextField("fix", [finding.fix], "strong", prose=True),
@@ -168,13 +172,14 @@ def _card(report: Report, finding: Finding, *, fix: bool = True) -> Card:
     if finding.validation == "synthetic":
         confidence.append("not proven on real traces")
     covered = [
-        facts.covered_line(finding, other) for other in facts.folded_findings(report, finding)
+        report_text.covered_line(finding, other)
+        for other in report_text.folded_findings(report, finding)
     ]
     return Card(
         finding.title,
         [FieldList(fields, indent=4), *code],
         number="" if finding.priority is None else str(finding.priority),
-        gain=facts.describe_gain(finding),
+        gain=report_text.describe_gain(finding),
         place=" · ".join(t.location_names(finding.where[0])[:1]) if finding.where else "",
         tag=finding.severity,
         details=[
@@ -184,7 +189,9 @@ def _card(report: Report, finding: Finding, *, fix: bool = True) -> Card:
                     TextField("cause", [part for part in confidence if part]),
                     *(TextField(label, [text]) for label, text in covered),
                     TextField("verify", [finding.verify]),
-                    TextField("caveats", ["; ".join(facts.describe_caveats(finding))], "soft"),
+                    TextField(
+                        "caveats", ["; ".join(report_text.describe_caveats(finding))], "soft"
+                    ),
                     *(
                         TextField("" if number else "read", [reference], "soft")
                         for number, reference in enumerate(finding.references)
@@ -194,13 +201,13 @@ def _card(report: Report, finding: Finding, *, fix: bool = True) -> Card:
             ),
         ],
         fix=fix,
-        brief=fix and facts.is_small(finding),
+        brief=fix and report_text.is_small(finding),
     )
 
 
 def _where(report: Report, finding: Finding) -> Iterator[TextField]:
     """The places, worst first, a line each; what would record the first one's line."""
-    shown = facts.named_places(finding)
+    shown = report_text.named_places(finding)
     for number, (location, names) in enumerate(shown):
         whole = t.location_names(location, name_width=2000, path_width=2000)
         parts: list[Inline] = [
@@ -209,7 +216,7 @@ def _where(report: Report, finding: Finding) -> Iterator[TextField]:
         parts += t.location_figures(location)
         if parts:
             yield TextField("" if number else "where", parts, detail=number > 0)
-    if missing := facts.line_not_recorded(report, finding):
+    if missing := report_text.line_not_recorded(report, finding):
         yield TextField("" if shown else "where", [missing], "soft")
 
 
@@ -243,7 +250,7 @@ def _rest(report: Report) -> Iterator[Block]:
     if report.hot_lines:
         rows: list[Sequence[Inline]] = [
             [Span(place, "code"), share, Span(text, "code")]
-            for share, place, text in facts.hot_lines(report)
+            for share, place, text in report_text.hot_lines(report)
         ]
         table = Grid(["line", "CPU time", ""], rows, align="lrl")
         counted = t.count_noun(len(rows), "hot Python line")
@@ -251,7 +258,8 @@ def _rest(report: Report) -> Iterator[Block]:
         yield Section("Hot Python lines", [table], aside, folded=True, counted=counted)
     good = [item.text for item in report.passed]
     skipped: list[Inline] = [
-        (f"{what}: ", Span(why, "soft")) for what, why in facts.describe_skipped_checks(report)
+        (f"{what}: ", Span(why, "soft"))
+        for what, why in report_text.describe_skipped_checks(report)
     ]
     for title, items, mark, noun in (
         ("Passed checks", good, "✓", "passed check"),
@@ -261,7 +269,7 @@ def _rest(report: Report) -> Iterator[Block]:
         if items:
             counted = t.count_noun(len(items), noun)
             yield Section(title, [Items(items, mark)], folded=True, counted=counted)
-    closing = facts.define_gains(report)
+    closing = report_text.define_gains(report)
     if closing:
         paragraphs = [Paragraph(line, "soft") for line in closing]
         yield Section("How gains are estimated", paragraphs, folded=True, counted="evidence")
@@ -270,9 +278,9 @@ def _rest(report: Report) -> Iterator[Block]:
 def _note(finding: Finding) -> Card:
     """A possibility: why it is not ranked, and what it could gain."""
     fields = [
-        TextField("note", [facts.why_note(finding)]),
+        TextField("note", [report_text.why_note(finding)]),
         TextField("why", [finding.summary]),
-        TextField("gain", [facts.note_gain(finding)]),
+        TextField("gain", [report_text.note_gain(finding)]),
         TextField("fix", [finding.fix]),
     ]
     return Card(finding.title, [FieldList([f for f in fields if f.parts[0]], indent=4)], fix=False)

@@ -11,7 +11,7 @@ from contextlib import suppress
 from pathlib import Path, PurePath
 from typing import TYPE_CHECKING, Any, Final
 
-from advisor.advise import facts
+from advisor.advise import report_text
 from advisor.core import labels
 from advisor.core import text as t
 from advisor.core.finding import Finding, Location
@@ -50,15 +50,17 @@ def _report(report: Report) -> list[str]:
 
 def _decision(comparison: Comparison) -> list[str]:
     """One for a gate's decision, and a warning for each new finding."""
-    from advisor.compare import view
+    from advisor.compare import comparison_text
 
     decision = comparison.decision
     assert decision is not None
     level = "warning" if decision.answer == "not shown" else "notice"
     level = "error" if decision.failed else level
-    text = labels.clean(f"{view.write_headline(comparison)}. {'; '.join(decision.reasons)}.")
+    text = labels.clean(
+        f"{comparison_text.write_headline(comparison)}. {'; '.join(decision.reasons)}."
+    )
     lines = [f"::{level} title=advisor gate::{escape_data(text)}"]
-    for item in dict(view.gate_findings(comparison))["new"]:
+    for item in dict(comparison_text.gate_findings(comparison))["new"]:
         title = escape_property("advisor: new finding")
         place = f" ({item.place})" if item.place else ""
         lines.append(f"::warning title={title}::{escape_data(labels.clean(item.title + place))}")
@@ -75,7 +77,7 @@ def _annotation(finding: Finding) -> str:
             if place.line is not None and place.line > 0:
                 properties["line"] = str(place.line)
     properties["title"] = (
-        f"{labels.clean(finding.title)} ({facts.describe_gain(finding, alone=True)})"
+        f"{labels.clean(finding.title)} ({report_text.describe_gain(finding, alone=True)})"
     )
     lines = [finding.summary, f"Fix: {finding.fix}"]
     if "file" not in properties and finding.where:

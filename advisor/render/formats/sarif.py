@@ -16,7 +16,7 @@ from urllib.parse import quote
 
 import msgspec
 
-from advisor.advise import facts
+from advisor.advise import report_text
 from advisor.core import labels
 from advisor.core.finding import Finding, Location
 from advisor.core.report import Report, RuleText
@@ -97,7 +97,7 @@ def _notifications(report: Report) -> Iterable[str]:
     for device in memory.describe_devices(report):
         for sentence in memory.sentences(device):
             yield _plain(f"{device.title} {device.aside}: {sentence}")
-    for what, why in facts.describe_skipped_checks(report):
+    for what, why in report_text.describe_skipped_checks(report):
         yield _plain(f"Not checked: {what}: {why}")
     for limit in report.limits:
         yield _plain(limit)
@@ -123,7 +123,7 @@ def _rule(finding: Finding, known_rule: RuleText | None) -> dict[str, Any]:
 
 
 def _result(finding: Finding, index: int, mark: str, report: Report) -> dict[str, Any]:
-    gain = facts.describe_gain(finding, alone=True).capitalize()
+    gain = report_text.describe_gain(finding, alone=True).capitalize()
     text = f"{finding.summary} {gain}. Fix: {finding.fix}"
     folded = finding.folded_under is not None
     result: dict[str, Any] = {

@@ -29,8 +29,8 @@ from advisor.measure.device.matmuls import parse_attention
 from advisor.measure.device.shapes import OpInputs
 from advisor.replay.calibration import mesh_error
 from advisor.replay.graph import Array
-from advisor.replay.project.moves import shortest_kernel
-from advisor.replay.project.replayed import scaled_step
+from advisor.replay.project.device_scaling import shortest_kernel
+from advisor.replay.project.scaled_step import scaled_step
 from advisor.replay.window import WindowReplayer
 
 if TYPE_CHECKING:

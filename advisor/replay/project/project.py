@@ -15,8 +15,8 @@ from advisor.core.errors import AdvisorError
 from advisor.core.gpus import known_gpus
 from advisor.replay.calibration import device_error, host_error
 from advisor.replay.graph import Array
-from advisor.replay.project.moves import CODE, KINDS, Moved, move_device_work
-from advisor.replay.project.replayed import scaled_step
+from advisor.replay.project.device_scaling import CODE, KINDS, Moved, move_device_work
+from advisor.replay.project.scaled_step import scaled_step
 from advisor.replay.window import WindowReplayer
 
 if TYPE_CHECKING:

@@ -11,7 +11,7 @@ from advisor.core.intervals import Bools, Floats, Ints
 from advisor.measure.ranks.align import group_medians
 from advisor.measure.ranks.outliers import Deviation, Job
 from advisor.replay.calibration import OTHERS, fault_kind
-from advisor.replay.ranks.replay import JobChange, JobGain, RanksReplay
+from advisor.replay.ranks.ranks_replay import JobChange, JobGain, RanksReplay
 
 HELD_UP = 0.5
 """Of the last rank's excess in a step: ranks that are as far above hold the step up too."""

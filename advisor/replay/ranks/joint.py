@@ -16,9 +16,9 @@ import numpy as np
 
 from advisor.measure.ranks.join import measure_waits
 from advisor.measure.ranks.skew import Alignment, align_ranks
-from advisor.replay.build import MAX_NODES, representative_steps
 from advisor.replay.device import SLACK_NS
 from advisor.replay.graph import NEVER, Array, Edge, Graph, Node
+from advisor.replay.graph_builder import MAX_NODES, representative_steps
 from advisor.replay.replay import (
     MIN_STEADY,
     Carry,
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from advisor.measure import Analysis
-    from advisor.replay.patch import Patched
+    from advisor.replay.edited_graph import Patched
 
 MAX_RANKS = 4
 """Ranks that are replayed together: the analysed one, and those that are last most often. What

@@ -27,7 +27,7 @@ from advisor.measure.ranks.profile import CLASSES, profile_ranks
 from advisor.measure.ranks.summary import Summary, Unread, one_run
 from advisor.measure.ranks.wording import describe_change, describe_reason
 from advisor.replay.ranks.gains import estimate_gain, no_stragglers, no_transfers
-from advisor.replay.ranks.replay import JobGain, RanksReplay
+from advisor.replay.ranks.ranks_replay import JobGain, RanksReplay
 
 FEW_RANKS = 16
 """Up to which each is shown by itself."""

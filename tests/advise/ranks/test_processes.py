@@ -16,7 +16,7 @@ import pytest
 from advisor.advise.engine import Options, analyze
 from advisor.advise.ranks.job import MAX_RANKS_IN_MEMORY, RanksDone, files_summarised_apart
 from advisor.advise.ranks.task import MeasureTask, run_task
-from advisor.advise.ranks.work import start_processes
+from advisor.advise.ranks.worker_pool import start_processes
 from advisor.core.errors import AdvisorError
 from advisor.core.pool import ProcessPool, WorkerDied
 from advisor.measure.ranks.summary import Summary, decode

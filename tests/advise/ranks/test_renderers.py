@@ -9,7 +9,7 @@ from html.parser import HTMLParser
 import msgspec
 import pytest
 
-from advisor.advise.ranks import views
+from advisor.advise.ranks import rank_charts
 from advisor.core import text as t
 from advisor.core.errors import AdvisorError
 from advisor.core.ranks import RankLine, Ranks
@@ -129,7 +129,7 @@ def test_of_very_many_ranks_the_map_shows_those_that_differ_most(
 ) -> None:
     report = make_job(100)
     report.lines[40] = make_line(40, 150e6, [110e6, 30e6, 2e6, 8e6])
-    heat = views.build_heat_map(report, most=10)
+    heat = rank_charts.build_heat_map(report, most=10)
     assert heat is not None
     assert len(heat.lines) == 10
     assert 40 in [row.rank for row in heat.lines]
@@ -140,7 +140,7 @@ def test_of_very_many_ranks_the_map_shows_those_that_differ_most(
 def test_what_a_rank_did_not_measure_has_no_colour_and_says_so(make_job: Make) -> None:
     report = make_job(20)
     report.lines[3].time[0] = None
-    heat = views.build_heat_map(report)
+    heat = rank_charts.build_heat_map(report)
     assert heat is not None
     assert heat.tint(report.lines[3], 0) is None
     assert heat.title(report.lines[3], 0).endswith(f"compute {t.NOT_MEASURED}")
@@ -165,7 +165,7 @@ def steps(make_line: Callable[..., RankLine], *ms: float) -> Ranks:
 def test_every_rank_is_in_one_range_of_the_histogram(
     make_line: Callable[..., RankLine],
 ) -> None:
-    bins = views.build_histogram(steps(make_line, 98.1, 98.4, 98.5, 99.0, 101.9, 102.0))
+    bins = rank_charts.build_histogram(steps(make_line, 98.1, 98.4, 98.5, 99.0, 101.9, 102.0))
     # 3.9 ms in some eight ranges: of 0.5 ms each, from 98.0
     assert [(one.low / 1e6, one.ranks) for one in bins if one.ranks] == [
         (98.0, 2),
@@ -184,7 +184,7 @@ def test_every_rank_is_in_one_range_of_the_histogram(
 def test_ranks_that_are_all_equal_are_one_range(
     make_line: Callable[..., RankLine], ms: tuple[float, ...], words: list[str]
 ) -> None:
-    assert [one.label for one in views.build_histogram(steps(make_line, *ms))] == words
+    assert [one.label for one in rank_charts.build_histogram(steps(make_line, *ms))] == words
 
 
 @pytest.mark.parametrize(
@@ -205,9 +205,9 @@ def test_the_edges_of_a_range_differ_where_its_ranks_do(
 
 
 def test_certainty_is_not_told_as_more_than_it_is() -> None:
-    assert views.format_significance(0.95) == "95%"
-    assert views.format_significance(1.0) == "more than 99%"
-    assert views.format_significance(None) == t.NOT_MEASURED
+    assert rank_charts.format_significance(0.95) == "95%"
+    assert rank_charts.format_significance(1.0) == "more than 99%"
+    assert rank_charts.format_significance(None) == t.NOT_MEASURED
 
 
 def test_ranks_of_which_nothing_is_said_are_no_traceback(
@@ -222,7 +222,7 @@ def test_lines_that_do_not_fit_their_classes_are_left_out(make_job: Make) -> Non
     data = msgspec.to_builtins(ranks)
     data["lines"][1]["time"] = [1.0]
     damaged = msgspec.convert(data, Ranks)
-    heat = views.build_heat_map(damaged)
+    heat = rank_charts.build_heat_map(damaged)
     assert heat is not None
     assert [line.rank for line in heat.lines] == [0, 2, 3]
     assert render("html", damaged)

@@ -10,7 +10,7 @@ import pytest
 
 from advisor.measure.ranks.join import join_ranks
 from advisor.measure.ranks.profile import profile_ranks
-from advisor.replay.ranks.replay import JobChange, RanksReplay
+from advisor.replay.ranks.ranks_replay import JobChange, RanksReplay
 
 sys.path.insert(0, str(Path(__file__).parent))
 from job_by_hand import MS, Item, Meet, Program, Work, run

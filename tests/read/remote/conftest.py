@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from advisor.read.remote import access
+from advisor.read.remote import filesystem
 from advisor.testing import TraceBuilder
 from tests.read.remote.faulty import Server, State
 
@@ -17,7 +17,7 @@ NOON = 1_700_000_000_000_000.0  # µs of Unix time
 @pytest.fixture(autouse=True)
 def _impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     """Waits between attempts are short; what an answer may take stays long: machines are busy."""
-    monkeypatch.setattr(access, "FIRST_WAIT", 0.01)
+    monkeypatch.setattr(filesystem, "FIRST_WAIT", 0.01)
     monkeypatch.setenv("AWS_MAX_ATTEMPTS", "1")
     for name in ("http_proxy", "https_proxy", "HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY"):
         monkeypatch.delenv(name, raising=False)

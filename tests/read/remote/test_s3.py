@@ -18,7 +18,7 @@ from advisor.advise.ranks.job import locate_traces
 from advisor.cli import run as advisor_cli
 from advisor.core.errors import AdvisorError
 from advisor.read import ReadOptions, open_run
-from advisor.read.remote import access
+from advisor.read.remote import filesystem
 from advisor.read.remote.fetch import open_locally
 from tests.read.remote.faulty import Fault
 
@@ -109,7 +109,7 @@ def test_a_rank_that_cannot_be_read_is_told_and_the_rest_stands(
     fault: Fault,
     said: str,
 ) -> None:
-    monkeypatch.setattr(access, "ATTEMPTS", 2)
+    monkeypatch.setattr(filesystem, "ATTEMPTS", 2)
     for rank in range(3):
         s3.put(f"hurt/rank{rank}.json", trace_bytes(rank))
     s3.state.faults["hurt/rank1.json"] = fault

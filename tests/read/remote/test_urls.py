@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from advisor.advise.ranks.job import locate_traces
 from advisor.core.errors import AdvisorError
 from advisor.read import ReadOptions, open_run
-from advisor.read.remote.access import explain_error
+from advisor.read.remote.filesystem import explain_error
 from advisor.read.remote.urls import RankFilter, file_name, is_url, rank_in, redact_url
 
 

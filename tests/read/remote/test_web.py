@@ -17,7 +17,7 @@ import pytest
 import advisor
 from advisor.core.errors import AdvisorError
 from advisor.read import open_run
-from advisor.read.remote import access, fetch
+from advisor.read.remote import fetch, filesystem
 from advisor.read.remote.fetch import open_locally
 from advisor.read.remote.places import find_files
 from advisor.read.remote.urls import RemoteFile
@@ -56,7 +56,7 @@ def test_a_trace_is_read_from_a_web_server(web: Server, trace_bytes: Made) -> No
 def test_one_that_comes_byte_by_byte_is_given_up(
     web: Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(access, "ATTEMPTS", 1)
+    monkeypatch.setattr(filesystem, "ATTEMPTS", 1)
     web.state.files["/a.json"] = b"{}" * 10_000
     web.state.faults["a.json"] = Fault(drip=True, heads=False)
     for web.state.ranges in (True, False):
@@ -119,7 +119,7 @@ def test_what_breaks_off_without_ranges_begins_again(web: Server) -> None:
 def test_each_trouble_is_one_line(
     web: Server, monkeypatch: pytest.MonkeyPatch, fault: Fault, said: str
 ) -> None:
-    monkeypatch.setattr(access, "ATTEMPTS", 2)
+    monkeypatch.setattr(filesystem, "ATTEMPTS", 2)
     web.state.files["/a.json"] = b"{}" * 1000
     web.state.faults["a.json"] = fault
     seconds = {"timeout": 1.0} if fault.hang else {}
@@ -130,8 +130,8 @@ def test_each_trouble_is_one_line(
 def test_a_slow_rank_is_told_and_the_rest_stands(
     web: Server, trace_bytes: Made, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(access, "ATTEMPTS", 1)
-    monkeypatch.setattr(access, "TIMEOUT", 8.0)  # the other ranks are read on a busy machine
+    monkeypatch.setattr(filesystem, "ATTEMPTS", 1)
+    monkeypatch.setattr(filesystem, "TIMEOUT", 8.0)  # the other ranks are read on a busy machine
     for rank in range(3):
         web.state.files[f"/run/rank{rank}.json"] = trace_bytes(rank)
     links = "".join(f'<a href="rank{rank}.json">{rank}</a>' for rank in range(3))
@@ -145,7 +145,7 @@ def test_a_slow_rank_is_told_and_the_rest_stands(
 
 
 def test_nobody_there_is_told(monkeypatch: pytest.MonkeyPatch, web: Server) -> None:
-    monkeypatch.setattr(access, "ATTEMPTS", 2)
+    monkeypatch.setattr(filesystem, "ATTEMPTS", 2)
     with Server(web.state) as other:
         url = other.url
     web.state.over.clear()

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from advisor.core.gpus import GpuSpec, find_gpu
-from advisor.replay.project.moves import KINDS, Moved, move_device_work
+from advisor.replay.project.device_scaling import KINDS, Moved, move_device_work
 from advisor.testing import TraceBuilder
 
 SGEMM = "sm80_xmma_gemm_bf16bf16_bf16f32_f32_tn_n_tilesize128x128x32"

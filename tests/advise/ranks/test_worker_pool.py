@@ -12,7 +12,7 @@ from typing import Any
 import msgspec
 
 from advisor.advise.ranks.task import MeasureTask, run_task
-from advisor.advise.ranks.work import RETRIES, iterate_results
+from advisor.advise.ranks.worker_pool import RETRIES, iterate_results
 from advisor.core.pool import WorkerDied
 from advisor.measure.ranks.summary import Summary, Unread, encode
 from advisor.read.remote.urls import RemoteFile

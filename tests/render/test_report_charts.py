@@ -10,11 +10,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from advisor import analyze
-from advisor.advise.views import MAX_CAUSES, build_step_bar
+from advisor.advise.report_charts import MAX_CAUSES, build_step_bar
 from advisor.cli.output import _ASCII
 from advisor.core import palette
+from advisor.core.charts import Segment
 from advisor.core.report import IdleCause, Report
-from advisor.core.views import Segment
 from advisor.dashboard import theme
 from advisor.measure.host.gaps import CAUSES
 from advisor.measure.steps.timeline import CLASSES

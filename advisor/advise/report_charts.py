@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING, Final
 
 from msgspec.structs import replace
 
-from advisor.advise import facts
+from advisor.advise import report_text
 from advisor.advise.priority import marginal_gain
 from advisor.core import labels, palette
 from advisor.core import text as t
-from advisor.core.views import (
+from advisor.core.charts import (
     Kind,
     Look,
     RankRow,
@@ -52,7 +52,7 @@ def build_step_bar(report: Report) -> StepBar | None:
     idle, total = _idle(report)
     if not work and not idle:
         return None
-    title, aside = facts.time_heading(report)
+    title, aside = report_text.time_heading(report)
     return StepBar(title, aside, report.per, work, idle, total)
 
 
@@ -148,7 +148,7 @@ def _ranked(
 
 def build_stairs(report: Report) -> Stairs | None:
     """What the step comes down to; ``None``: nothing is ranked, or no step is measured."""
-    result = facts.ranked_findings(report)
+    result = report_text.ranked_findings(report)
     whole = report.step_ns
     if not result or whole <= 0:
         return None
@@ -160,7 +160,7 @@ def build_stairs(report: Report) -> Stairs | None:
         named = (finding.priority, finding.severity, labels.clean(finding.title))
         fixes.append(Stair(*named, saved, left, saved / whole, left / whole))
     measured = Stair(None, "info", "as measured", 0.0, whole, 0.0, 1.0)
-    return Stairs(report.per, facts.has_upper_bound(report), measured, fixes)
+    return Stairs(report.per, report_text.has_upper_bound(report), measured, fixes)
 
 
 def build_stairs_of_chosen(
@@ -172,7 +172,7 @@ def build_stairs_of_chosen(
     if full is None:
         return None
     scale = report.step.ns / report.step.window_ns if report.step and report.step.window_ns else 1.0
-    result = facts.ranked_findings(report)
+    result = report_text.ranked_findings(report)
     chosen = [finding for finding in result if finding.priority in kept]
     left, done, fixes = full.measured.left_ns, 0, []
     for place, (stair, finding) in enumerate(zip(full.fixes, result, strict=True)):

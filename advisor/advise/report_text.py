@@ -7,14 +7,14 @@ from typing import TYPE_CHECKING, Final
 
 from advisor.core import labels
 from advisor.core import text as t
+from advisor.core.auxiliary_inputs import SOURCE_KINDS
 from advisor.core.finding import Finding, Location
 from advisor.core.prices import format_money
-from advisor.core.sources import SOURCE_KINDS
 from advisor.core.trace import KINETO
 
 if TYPE_CHECKING:
+    from advisor.core.charts import Stairs
     from advisor.core.report import Replay, Report
-    from advisor.core.views import Stairs
 
 MAX_NAMES = 6
 

@@ -1,4 +1,4 @@
-"""Reports of a source without a trace alone (``core/sources.py``): their scope and verdict."""
+"""Reports of an auxiliary input alone (``core/auxiliary_inputs.py``): their scope and verdict."""
 
 from __future__ import annotations
 
@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING, Final
 from advisor.advise.kernel_counters import compiled_verdict, counters_verdict
 from advisor.advise.memory import memory_verdict
 from advisor.core import text as t
-from advisor.core.report import Report, Scope, Status
-from advisor.core.sources import (
+from advisor.core.auxiliary_inputs import (
     COMPILE_LOG,
     COUNTERS,
     FLIGHT_RECORDER,
@@ -17,6 +16,7 @@ from advisor.core.sources import (
     TRITON_CACHE,
     SourceKind,
 )
+from advisor.core.report import Report, Scope, Status
 from advisor.measure.comm.flight import UNENDED, describe_problem, of_ranks
 
 if TYPE_CHECKING:

@@ -12,7 +12,7 @@ from advisor.measure.host.names import name_matches
 from advisor.measure.host.syncs import clocks_apart, recorded_waits
 from advisor.replay.device import SLACK_NS, DeviceWork, device_nodes
 from advisor.replay.graph import CALL_NS, FEW, Array, Edge, Graph, Latencies, Node, median_or
-from advisor.replay.points import SLOW_LAUNCH_NS
+from advisor.replay.host_nodes import SLOW_LAUNCH_NS
 
 if TYPE_CHECKING:
     from advisor.core.trace import Trace

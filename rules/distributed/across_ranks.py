@@ -14,7 +14,7 @@ from advisor.measure.ranks.wording import describe_reason, describe_subject
 if TYPE_CHECKING:
     from advisor.core.rule import Per
     from advisor.measure.ranks.outliers import Deviation, Job
-    from advisor.replay.ranks.replay import JobGain
+    from advisor.replay.ranks.ranks_replay import JobGain
     from advisor.replay.ranks.study import Study
 
 MIN_READ_SHARE = 0.9

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from advisor.core.intervals import Floats
     from advisor.core.run_directory import Event, Gpu
     from advisor.measure import Analysis
-    from advisor.measure.steps.record import StepRecords
+    from advisor.measure.steps.step_records import StepRecords
 
 DEVICE_BOUND = 0.90
 """Busy share of the device from which nothing on the host holds the step up (gpu-idle: 80%)."""

@@ -1,4 +1,4 @@
-"""What is drawn of a report, as data: made by ``views.py``, part of the JSON."""
+"""Charts of a report, as data: built by ``advise/report_charts.py``, part of the JSON."""
 
 from __future__ import annotations
 

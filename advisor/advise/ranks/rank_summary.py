@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 import polars as pl
 
-from advisor.advise.measured import device_time, host_time, step_time
 from advisor.advise.memory import memory_of_rank
+from advisor.advise.report_fields import device_time, host_time, step_time
 from advisor.core.intervals import Ints, covered_length, union
 from advisor.measure.ranks.collectives import (
     collective_table,

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 import polars as pl
 
+from advisor.advise.auxiliary_report import source_scope
 from advisor.advise.limits import lost_records, lost_replays, window_lines
-from advisor.advise.sources import source_scope
 from advisor.core import text as t
 from advisor.core.prices import Cost, EnergyUse, FixCost, Prices, RankEnergy
 from advisor.core.ranks import RankLine, Ranks, format_ranks
@@ -33,7 +33,7 @@ from advisor.measure.device.energy import step_energy
 from advisor.measure.host.layers import report_layers
 from advisor.measure.host.operators import list_attainable_rates, rooflines
 from advisor.measure.host.optree import op_table, range_table
-from advisor.measure.steps.record import MIN_AROUND, MIN_PROFILED
+from advisor.measure.steps.step_records import MIN_AROUND, MIN_PROFILED
 from advisor.measure.steps.steps import recorded_extent
 
 if TYPE_CHECKING:
@@ -366,7 +366,7 @@ def _took(run: Run, report: Report) -> float | None:
     """From the first step to the end of the last, of the reported rank, ns."""
     if run.recording is None:
         return None
-    from advisor.measure.steps.record import StepRecords
+    from advisor.measure.steps.step_records import StepRecords
 
     record = run.recording.ranks.get(report.scope.rank or 0)
     recorded = None if record is None else StepRecords(record)

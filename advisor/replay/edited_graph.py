@@ -15,8 +15,8 @@ import polars as pl
 
 from advisor.core.intervals import EMPTY, Intervals, covered_length, join, subtract, union
 from advisor.replay.graph import NEVER, Array, Edge, Graph, Node
+from advisor.replay.host_nodes import hand_over_ns
 from advisor.replay.overlap import move_to_streams
-from advisor.replay.points import hand_over_ns
 from advisor.replay.selection import Selected, selected_gaps, selected_host
 
 if TYPE_CHECKING:

@@ -8,9 +8,9 @@ import numpy as np
 
 from advisor.core import labels
 from advisor.core import text as t
+from advisor.core.auxiliary_inputs import COUNTERS
 from advisor.core.finding import Finding, Location, Outcomes
 from advisor.core.rule import ANY_FRAMEWORK, Evidence, FrameworkAdvice, Rule, Source, Threshold
-from advisor.core.sources import COUNTERS
 from advisor.measure import Analysis
 from advisor.measure.device.kernel_profiles import (
     ONE_LAUNCH,
@@ -19,8 +19,8 @@ from advisor.measure.device.kernel_profiles import (
     kernel_key,
     shorten_kernel,
 )
-from advisor.rules.recorded import impact_without_gain
-from advisor.rules.sources import CHOSEN, NCU
+from advisor.rules.citations import CHOSEN, NCU
+from advisor.rules.record_common import impact_without_gain
 from advisor.testing import Examples, TraceBuilder
 
 MAX_PLACES = 5

@@ -13,12 +13,12 @@ from dash import ClientsideFunction, Input, Output, State, dcc, html
 
 from advisor.core import labels
 from advisor.core import text as t
+from advisor.core.charts import Segment, StepBar
 from advisor.core.finding import Location
-from advisor.core.views import Segment, StepBar
 from advisor.render.document import Grid, Items, Paragraph, Section, Span
 
 if TYPE_CHECKING:
-    from advisor.dashboard.current import PageView
+    from advisor.dashboard.page_view import PageView
 
 
 def page(*parts: Any) -> list[Any]:

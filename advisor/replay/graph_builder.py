@@ -11,8 +11,7 @@ from advisor.measure.host.names import WORKERS, name_matches
 from advisor.measure.steps.steps import OUTLIER_FACTOR, find_rhythm
 from advisor.replay.device import DeviceWork, device_nodes, device_work, stream_edges
 from advisor.replay.graph import NEVER, Array, Edge, EdgeList, Graph, Node, measure_latencies
-from advisor.replay.language import BLOCKING
-from advisor.replay.points import (
+from advisor.replay.host_nodes import (
     HAND_BATCH_NS,
     Handover,
     Points,
@@ -21,7 +20,8 @@ from advisor.replay.points import (
     loader_rows,
     wait_rows,
 )
-from advisor.replay.release import release_edges
+from advisor.replay.language import BLOCKING
+from advisor.replay.sync_edges import release_edges
 
 if TYPE_CHECKING:
     from advisor.core.trace import Trace

@@ -11,7 +11,7 @@ from advisor.recorder import clock as tape
 from advisor.recorder.clock import DATA, FORWARD, MAX_PHASES, OPTIMIZER, Clock
 from advisor.recorder.inference import Inference
 from advisor.recorder.loaders import Loaders
-from advisor.recorder.repeats import RepeatedBlock, Repeats
+from advisor.recorder.repeated_steps import RepeatedBlock, Repeats
 from advisor.recorder.steps import StepFinder, StepSegment
 
 OPENING = frozenset((FORWARD, tape.BACKWARD, OPTIMIZER))

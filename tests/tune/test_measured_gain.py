@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from advisor.tune.measure import measure_gain, measure_paired_gain
+from advisor.tune.measured_gain import measure_gain, measure_paired_gain
 
 TRUTH = 0.25
 

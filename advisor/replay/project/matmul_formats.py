@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Final, Literal, NamedTuple
 
 from advisor.core.gpus import attainable
 from advisor.measure.host.operators import KERNEL_NS
-from advisor.replay.project.moves import computed_in, memory_rate
+from advisor.replay.project.device_scaling import computed_in, memory_rate
 
 if TYPE_CHECKING:
     from advisor.core.gpus import GpuSpec

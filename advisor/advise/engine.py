@@ -55,6 +55,8 @@ from advisor.measure.serving.graphs import attach_capture, captured_launches, fi
 from advisor.read import open_run
 
 if TYPE_CHECKING:
+    from advisor.advise.ranks.estimator import Saving
+    from advisor.core.finding import Edit
     from advisor.core.rule import Rule
     from advisor.core.trace import Trace
     from advisor.measure import Analysis
@@ -159,7 +161,8 @@ def _advise(
     else:
         alone = {n: each for n, each in results.items() if n == main or each.summary is None}
         checked = merge_ranks(alone, main, counted=False)
-        checked, estimator = _of_all_ranks(checked, estimator, compared, a, rules)
+        saving = partial(_saved_alone, analyses, results, {})
+        checked, estimator = _of_all_ranks(checked, estimator, compared, a, rules, saving)
     hot, problems = hot_lines(a)
     findings = add_hot_lines(checked.findings, hot, rules)
     ranked = prioritize(findings, a, estimator)
@@ -174,14 +177,36 @@ EXPOSED_COMMUNICATION = "exposed-communication"
 """The rule whose finding says what all ranks have of it."""
 
 
+def _saved_alone(
+    analyses: dict[int, Analysis],
+    results: dict[int, RankFindings],
+    made: dict[int, GainEstimator],
+    rank: int,
+    edits: tuple[Edit, ...],
+) -> float | None:
+    """What edits save on a rank by itself, ns per step; ``None``: its trace is not here.
+    ``made``: estimators of ranks that were measured in other processes."""
+    if rank not in analyses or analyses[rank].record_only:
+        return None
+    own = results[rank].estimator or made.get(rank)
+    if own is None:
+        own = made[rank] = estimator_for(analyses[rank], rank)
+    return own.marginal(edits, ())
+
+
 def _of_all_ranks(
-    checked: RankFindings, own: GainEstimator, study: Study, a: Analysis, rules: list[Rule]
+    checked: RankFindings,
+    own: GainEstimator,
+    study: Study,
+    a: Analysis,
+    rules: list[Rule],
+    saving: Saving,
 ) -> tuple[RankFindings, GainEstimator]:
     """What a rank's rules say, with what the other ranks and the comparison of all add: a finding
     of single ranks gets the gain of the job, where the ranks can be replayed."""
     from advisor.advise.ranks.estimator import RanksEstimator
 
-    estimator = RanksEstimator(own, study, checked.rank, checked.findings)
+    estimator = RanksEstimator(own, study, checked.rank, checked.findings, saving)
     findings = [*checked.findings, *estimator.others({f.rule for f in checked.findings})]
     seen = {finding.rule: estimator.counted(finding.rule) for finding in findings}
     findings = count_ranks(findings, seen, len(study.numbers))

@@ -8,6 +8,7 @@ import numpy as np
 import polars as pl
 
 from advisor.measure.host.names import WORKERS, name_matches
+from advisor.measure.host.syncs import past_return
 from advisor.measure.steps.steps import OUTLIER_FACTOR, find_rhythm
 from advisor.replay.device import DeviceWork, device_nodes, device_work, stream_edges
 from advisor.replay.graph import NEVER, Array, Edge, EdgeList, Graph, Node, measure_latencies
@@ -105,10 +106,11 @@ def build_graph(a: Analysis, steps: tuple[int, int] | None = None) -> Graph:
     thread, time, kind, row = points.arrays()
     inside = (time >= start) & (time <= end)
     thread, time, kind, row = (c[inside] for c in (thread, time, kind, row))
+    place = _behind_awaited_work(trace, thread, time, kind, row)
 
     team = _working_for(main, handovers)
     work = device_work(trace, start, end, team, waiting)
-    graph = _join(thread, time, kind, row, work, start)
+    graph = _join(thread, time, kind, row, place, work, start)
     graph.latencies = measure_latencies(work)
     edges = EdgeList(graph)
     _program(edges, graph)
@@ -153,14 +155,35 @@ def host_end(a: Analysis, table: pl.DataFrame) -> int:
     return min([end, *ends[-1:]])
 
 
+def _behind_awaited_work(
+    trace: Trace, thread: Array, time: Array, kind: Array, row: Array
+) -> Array:
+    """The times of the points, but none before the end of work that its thread has waited for:
+    where the clocks of the trace disagree, a wait may seem to end sooner. Every edge leads forward
+    in this order."""
+    result = time.copy()
+    back = np.flatnonzero(kind == Node.RELEASED)
+    result[back] += past_return(trace, row[back])
+    for owner in np.unique(thread[back]):
+        own = thread == owner
+        result[own] = np.maximum.accumulate(result[own])
+    return result
+
+
 def _join(
-    thread: Array, time: Array, kind: Array, row: Array, work: DeviceWork, start: int
+    thread: Array,
+    time: Array,
+    kind: Array,
+    row: Array,
+    place: Array,
+    work: DeviceWork,
+    start: int,
 ) -> Graph:
-    """One list of nodes in order of measured time (device nodes: of their start)."""
+    """One list of nodes in order of time: host points by ``place``, device work by its start."""
     hosts, devices = len(time), len(work.row)
     # work that runs when the window begins counts from there
     begin = np.maximum(work.ts, start)
-    when = np.concatenate([[start - 1], time, begin])
+    when = np.concatenate([[start - 1], place, begin])
     tie = np.concatenate([[0], np.ones(hosts), np.full(devices, 2)])
     # host points keep their order on a thread when several share an instant
     inner = np.concatenate([[0], np.arange(hosts), np.arange(devices)])

@@ -9,7 +9,7 @@ import polars as pl
 
 from advisor.core.intervals import union
 from advisor.measure.host.names import name_matches
-from advisor.measure.host.syncs import clocks_apart, recorded_waits
+from advisor.measure.host.syncs import clocks_apart, past_return, recorded_waits
 from advisor.replay.device import SLACK_NS, DeviceWork, device_nodes
 from advisor.replay.graph import CALL_NS, FEW, Array, Edge, Graph, Latencies, Node, median_or
 from advisor.replay.host_nodes import SLOW_LAUNCH_NS
@@ -42,7 +42,7 @@ def release_edges(trace: Trace, graph: Graph, edges: EdgeList, work: DeviceWork)
     called = graph.time[begin] + graph.origin
     ended = graph.time[done] + graph.origin
     own = _own_work(work)
-    apart = clocks_apart(trace)
+    apart = np.maximum(clocks_apart(trace), past_return(trace, row))
     awaited = _awaited(trace, work, row, call, called, ended, own, apart)
     last = np.array(
         [max(((work.ts + work.dur)[w].max(initial=0)), 0) if len(w) else 0 for w in awaited]
@@ -112,7 +112,7 @@ def _awaited(
     called: Array,
     ended: Array,
     own: dict[int, Array],
-    apart: int,
+    apart: Array,
 ) -> list[Array]:
     """Device work (indices) that each blocking call waits for: the last of each stream concerned
     that was launched before the call (a copy: itself)."""
@@ -146,7 +146,7 @@ def _awaited(
             if place >= 0:
                 last.append(int(lane[place]))
         candidates = np.array(last, dtype=np.int64)
-        possible = candidates[ends[candidates] <= end + apart]
+        possible = candidates[ends[candidates] <= end + apart[number]]
         # what other threads launch on their own comes before the call by chance: it counts only
         # where nothing else explains the wait
         near = ends[possible] > max(begin, end - MAX_RELEASE_NS)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -12,10 +13,12 @@ from hard_time import SHORT_NS, hard_time, idle, waits
 from rewriting import events, load
 
 from advisor import Analysis
+from advisor.core.finding import Edit, Select
 from advisor.read import read_trace
 from advisor.replay.graph import NEVER, Edge, Node
 from advisor.replay.replay import ReplayPlan
 from advisor.replay.window import WindowReplayer
+from advisor.testing import TraceBuilder
 
 Find = Callable[[str], str]
 
@@ -94,3 +97,30 @@ def test_idle_time_that_stays_when_the_host_takes_none_is_not_explained(
     between_kernels = float(gap[gap <= SHORT_NS].sum() / gap.sum())
     assert between_kernels < 0.1
     assert found.idle_explained == pytest.approx(between_kernels, abs=0.01)
+
+
+@pytest.mark.parametrize("ahead_us", [0.0, 6.0])
+def test_a_wait_that_seems_to_end_before_its_work_is_a_wait(
+    tmp_path: Path, ahead_us: float
+) -> None:
+    """Nsight Systems may put device work 7 µs later than the host's clock has it: then the call
+    returns before the short copy even begins that it waited for."""
+    b = TraceBuilder(cuda_sync_rows=True)
+    for _ in b.steps(5):
+        for _ in range(20):
+            b.launch("gemm", 400)
+        b.copy("HtoD", 8, 0.8, pinned=True)
+        b.sync("cudaStreamSynchronize", stream=7)
+        b.host(300)
+    on_device = ("kernel", "gpu_memcpy", "gpu_memset")
+    for event in b.events:
+        if event.get("cat") in on_device:
+            event["ts"] += ahead_us
+    whatif = replay(str(b.write(tmp_path / "trace.json")))
+    quality = whatif.quality
+    assert not whatif.unusable
+    assert quality.step_error < 0.01
+    assert quality.waits > 0.8
+    assert quality.waits_explained is not None and quality.waits_explained > 0.99
+    halved = Edit(op="scale", select=Select(on="gpu", name="gemm"), factor=0.5)
+    assert whatif.gain([halved]) == pytest.approx(20 * 200e3, rel=0.02)

@@ -4,9 +4,11 @@ wait for the last rank; the bar is that of test_gains."""
 from __future__ import annotations
 
 import shutil
+import sqlite3
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -227,6 +229,32 @@ def test_two_ranks_of_a_public_run_come_out_as_measured_together(
         whatif = WindowReplayer(a, number, ranks)
         assert sorted(whatif.ranks) == [0, 1]
         assert whatif.quality.step_error <= 0.005
+
+
+def test_hiding_sends_gains_a_public_job_no_more_than_its_busier_gpu_sends(
+    shared_file: Callable[[str], str],
+) -> None:
+    """Both GPUs take as long for a block of the model; so none gets faster than the one that sends
+    and receives for less of it, waits included. From the database, in SQL: time in
+    ``ncclDevKernel_SendRecv``, all of it alone on its stream, by attention (two a block)."""
+    path = shared_file("nsys/mfu_2gpu_before.sqlite")
+    query = (
+        "SELECT SUM((k.end - k.start) * (s.value LIKE 'nccl%')) "
+        "/ (SUM(s.value LIKE 'flash_fwd%') / 2.0) FROM CUPTI_ACTIVITY_KIND_KERNEL k "
+        "JOIN StringIds s ON s.id = k.shortName GROUP BY k.deviceId"
+    )
+    with closing(sqlite3.connect(f"file:{path}?mode=ro", uri=True)) as db:
+        sending = [ns for (ns,) in db.execute(query)]
+    assert min(sending) < 0.6 * max(sending)
+    report = analyze(path)
+    found = {each.rule: each.impact for each in report.findings}
+    impact = found["exposed-communication"]
+    assert impact is not None and impact.of_job and impact.method == "replay"
+    assert impact.low_ns and impact.gain_ns and impact.high_ns
+    assert 0.3 * min(sending) < impact.low_ns < impact.gain_ns < impact.high_ns
+    assert impact.high_ns < 1.05 * min(sending)
+    fused = found["unfused-elementwise"]  # of the other GPU it has 19.9%, below its threshold
+    assert fused is not None and fused.of_job and (fused.gain_ns or 0) > max(sending)
 
 
 def test_a_folder_of_ranks_is_replayed_together_and_a_file_alone(tmp_path: Path) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
@@ -25,6 +25,8 @@ COMMUNICATION = ("distributed", "communication")
 """Categories whose findings save transfers: what a rank waits for the others stays."""
 Key = tuple["Edit", ...]
 """All edits of one finding."""
+Saving = Callable[[int, "Key"], float | None]
+"""What edits save on a rank by itself, ns per step; ``None``: its trace is not here."""
 
 
 class RankSavings(NamedTuple):
@@ -42,14 +44,23 @@ class RankSavings(NamedTuple):
 class RanksEstimator(GainEstimator):
     """Prices by replaying all ranks. What the analysed rank saves comes from its own replay, what
     the others save by theirs; the job gains what is left of that where ranks wait for each other.
+
+    A change to a program is one on all ranks. Where a rule found nothing on a rank, what it looks
+    for may be below its threshold there: then the rank saves what ``saving`` says, else nothing.
     """
 
     def __init__(
-        self, own: GainEstimator, study: Study, rank: int, findings: Sequence[Finding]
+        self,
+        own: GainEstimator,
+        study: Study,
+        rank: int,
+        findings: Sequence[Finding],
+        saving: Saving | None = None,
     ) -> None:
         self.own = own
         self.study = study
         self.place = study.place(rank)
+        self._saving = saving
         self.method, self.error, self.reason = own.method, own.error, own.reason
         self.ranks = tuple(study.replayed)
         self.unseen_loader = own.unseen_loader
@@ -75,6 +86,13 @@ class RanksEstimator(GainEstimator):
         self, finding: Finding, saved: dict[int, float], gain: GainRange, *, own: bool
     ) -> None:
         key = tuple(finding.edits)
+        of_program = all(
+            e.rank is None and not (e.select.correlation or e.select.stream) for e in key
+        )
+        if self._saving is not None and of_program:
+            silent = (each for each in enumerate(self.study.numbers) if each[0] not in saved)
+            each = {place: self._saving(number, key) for place, number in silent}
+            saved = saved | {place: ns for place, ns in each.items() if ns is not None}
         known = RankSavings(saved, gain, own, finding.category in COMMUNICATION)
         self._known.setdefault(key, known)
         self._name(key)
@@ -97,8 +115,8 @@ class RanksEstimator(GainEstimator):
             place = sorted(saved, key=lambda index: (saved[index], index))[len(saved) // 2]
             details = unpack_findings(self.study.job.summaries[place].details)
             finding = next((each for each in details if each.rule == rule), None)
-            if finding is None:
-                continue
+            if finding is None or tuple(finding.edits) in self._known:
+                continue  # the same change under another name
             if (gain := _alone(finding)) is not None:
                 self._learn(finding, saved, gain, own=False)
             result.append(replace(finding, other_rank=True))
@@ -129,6 +147,13 @@ class RanksEstimator(GainEstimator):
         )
         low, high = max(0.0, min(saved, low) - error), max(saved, high) + error
         saved = max(0.0, saved)
+        if known.communication:
+            # work that is issued ahead also takes up waits, as far as every rank has some: none
+            # gets faster than its own work
+            ranks = np.flatnonzero(replay.whole).tolist()
+            absorbed = min(known.saved.get(place, 0.0) for place in ranks)
+            if absorbed > high:
+                high, alone = absorbed, alone._replace(high_by="assumption")
         high = max(saved, min(high, alone.high))
         return alone._replace(gain=saved, low=low, high=high)
 

@@ -114,6 +114,7 @@ class RanksReplay:
         column = _columns(summaries, own)
         of = column[joined.rank, joined.step]
         good = (of >= 0) & aligned[joined.rank] & (joined.step >= 0)
+        good &= np.isin(of, _in_common(np.isfinite(own.own_by_step) & aligned[:, None]))
         chosen = _chosen(of[good], len(own.steps))
         good &= np.isin(of, chosen)
         if not good.any():
@@ -452,6 +453,15 @@ def _columns(summaries: Sequence[Summary], own: Profile) -> Ints:
         names = [at.get(step.name, -1) for step in summary.steps]
         result[place, : len(names)] = names
     return result
+
+
+def _in_common(there: Bools) -> Ints:
+    """Steps (columns) that many ranks (rows) have: those with the most steps of ranks that have
+    them all. A rank whose recording ends sooner shortens the replay or is left out of it."""
+    have = there.sum(axis=0)
+    sets = [np.flatnonzero(have >= least) for least in np.unique(have[have > 1])]
+    whole = [len(steps) * int(there[:, steps].all(axis=1).sum()) for steps in sets]
+    return sets[int(np.argmax(whole))] if sets else np.flatnonzero(have)
 
 
 def _chosen(of: Ints, steps: int) -> Ints:

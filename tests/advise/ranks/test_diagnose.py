@@ -273,6 +273,70 @@ def test_a_gain_of_ranks_that_wait_anyway_is_worth_nothing_to_the_job() -> None:
     assert gain(set(EVERYBODY)) == pytest.approx(2 * MS, rel=0.1)
 
 
+def test_a_rule_that_stays_silent_on_some_ranks_still_changes_their_program() -> None:
+    """What it looks for is just below its threshold there. Each rank saves 2 ms, so the job does;
+    had the silent ranks saved nothing, the others would wait for them."""
+    advice = Advice("launch-bound", "host", 2 * MS)
+    ran = run(
+        RANKS,
+        STEPS,
+        data_parallel(nothing),
+        findings=lambda rank: [advice] if rank % 2 == 0 else [],
+    )
+    found = study_ranks(ran.summaries)
+    assert found is not None
+    own = Impact(currency="step_time", gain_ns=2 * MS)
+
+    def gain(edit: Edit, saving: Callable[[int, tuple[Edit, ...]], float | None]) -> float:
+        finding = Finding(
+            rule="launch-bound", summary="", category="host", edits=[edit], impact=own
+        )
+        alone = cast("Any", SimpleNamespace(**NO_REPLAY))
+        return RanksEstimator(alone, found, 0, [finding], saving).gain_range([edit]).gain
+
+    of_trace = replace(SYNC, select=Select(on="gpu", correlation=(3,)))
+    of_rank = replace(SYNC, rank=0)
+    assert gain(SYNC, lambda rank, edits: 2 * MS) == pytest.approx(2 * MS, rel=0.1)
+    assert gain(SYNC, lambda rank, edits: None) == pytest.approx(0, abs=0.1 * MS)
+    for edit in (of_trace, of_rank):
+        assert gain(edit, lambda rank, edits: 2 * MS) == pytest.approx(0, abs=0.1 * MS)
+
+
+def test_hidden_communication_gains_no_more_than_the_rank_with_least_of_it_has() -> None:
+    """Rank 7 comes last in every collective and waits for nobody. Without the transfers it is as
+    late, so the job gains these; if its own wait could be hidden too, it has none."""
+    slow = data_parallel(lambda r, s, p: [Work(0.5 * MS)] if r == 7 else [], noise=0)
+    uneven = data_parallel(nothing, noise=0.3)
+    for program, waits in ((slow, False), (uneven, True)):
+        ran = run(RANKS, STEPS, program)
+        found = study_ranks(ran.summaries)
+        assert found is not None
+        exposed = {place: s.time["communication"] for place, s in enumerate(ran.summaries)}
+        alone = Impact(currency="step_time", gain_ns=round(exposed[0]), high_ns=round(exposed[0]))
+        edit = Edit(op="overlap", select=Select(on="gpu", family=("communication",)))
+        finding = Finding(
+            rule="exposed-communication",
+            summary="",
+            category="distributed",
+            edits=[edit],
+            impact=alone,
+        )
+        estimator = RanksEstimator(
+            cast("Any", SimpleNamespace(**NO_REPLAY)),
+            found,
+            0,
+            [finding],
+            lambda rank, edits, of=exposed: of[rank],
+        )
+        gain = estimator.gain_range([edit])
+        transfers = PIECES * 0.2 * MS
+        assert gain.gain == pytest.approx(transfers, rel=0.02)
+        assert gain.high <= min(exposed.values()) * 1.01 + 2 * abs(
+            found.replay.base - found.replay.measured
+        )
+        assert (gain.high > 1.2 * transfers) == waits
+
+
 def test_ranks_that_are_not_there_are_told_and_the_rest_stands() -> None:
     ran = run(RANKS, STEPS, data_parallel(lambda r, s, p: [Work(0.3 * MS)] if r == 7 else []))
     left = [summary for summary in ran.summaries if summary.rank not in (4, 5, 20)]

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from msgspec.structs import replace
 
 from advisor.measure.ranks.join import join_ranks
 from advisor.measure.ranks.profile import profile_ranks
@@ -67,6 +68,31 @@ def test_faster_links_are_worth_what_the_job_run_so_says(seed: int) -> None:
     again = run(12, 4, random_job(seed)).step_ns
     gain = replay.gain(JobChange(transfer=replay.transfer / 3))
     assert gain.gain == pytest.approx(ran.step_ns - again, rel=0.01)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "cut", "steps", "replayed"),
+    [(2, 1, 3, 2), (12, 1, 4, 11), (12, 8, 3, 12)],
+    ids=["of two", "one of many", "most of many"],
+)
+def test_ranks_that_end_sooner_shorten_the_replay_or_are_left_out(
+    ranks: int, cut: int, steps: int, replayed: int
+) -> None:
+    """The last step of some ranks is not in their recordings. What keeps the most steps of ranks is
+    replayed: 2 x 3 of two; 11 x 4, more than 12 x 3; and 12 x 3, more than 4 x 4."""
+
+    def program(rank: int, step: int) -> list[Item]:
+        return [Work(MS * (1 + rank)), Meet("world", tuple(range(ranks)), 0.1 * MS)] * 3
+
+    summaries = list(run(ranks, 4, program).summaries)
+    for place in range(cut):
+        lines = summaries[place].steps
+        other = replace(lines[-1], name="cut off")
+        summaries[place] = replace(summaries[place], steps=[*lines[:-1], other])
+    replay = RanksReplay(summaries, profile_ranks(summaries), join_ranks(summaries))
+    assert replay.reason == ""
+    assert (len(replay.columns), int(replay.whole.sum())) == (steps, replayed)
+    assert replay.base == pytest.approx(3 * (ranks + 0.1) * MS, rel=0.01)
 
 
 def test_what_is_not_on_one_clock_is_not_replayed() -> None:

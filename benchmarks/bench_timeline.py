@@ -27,7 +27,7 @@ import json, os, sys, threading, time
 from advisor.measure import Analysis
 from advisor.dashboard.access import Access
 from advisor.dashboard.app import create_app
-from advisor.dashboard.serve import bind
+from advisor.dashboard.access import bind
 from advisor.dashboard.session import DashboardSession
 from advisor.dashboard.timeline.routes import rank_timeline
 

@@ -1,6 +1,6 @@
 """Colours: one for each class of time, the same on every page, in every figure and in the timeline.
 
-Those of classes of time are the reports' (``advisor.core.palette``). Each reads on a light and on
+Those of classes of time are the reports' (``advisor.core.charts``). Each reads on a light and on
 a dark ground. No meaning depends on colour alone.
 """
 
@@ -8,14 +8,14 @@ from __future__ import annotations
 
 from typing import Final
 
-from advisor.core import palette
+from advisor.core import charts
 
 ACCENT: Final = "#5b5bd6"
 
-CLASSES: Final = {name: look.colour for name, look in palette.CLASSES.items()}
-CAUSES: Final = {name: look.colour for name, look in palette.CAUSES.items()}
-HOST: Final = {name: look.colour for name, look in palette.HOST.items()}
-PHASES: Final = {name: look.colour for name, look in palette.PHASES.items()}
+CLASSES: Final = {name: look.colour for name, look in charts.CLASSES.items()}
+CAUSES: Final = {name: look.colour for name, look in charts.CAUSES.items()}
+HOST: Final = {name: look.colour for name, look in charts.HOST.items()}
+PHASES: Final = {name: look.colour for name, look in charts.PHASES.items()}
 
 FAMILIES: Final = {
     "gemm": "#2f9e6e",
@@ -40,7 +40,7 @@ FAMILIES: Final = {
 }
 """Kernel families (``analysis.families.FAMILIES``)."""
 
-PLAIN: Final = palette.OTHER_LOOK.colour
+PLAIN: Final = charts.OTHER_LOOK.colour
 
 
 GROUPS: Final = {

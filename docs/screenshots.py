@@ -15,9 +15,8 @@ from typing import Any
 
 from playwright.sync_api import sync_playwright
 
-from advisor.dashboard.access import Access
+from advisor.dashboard.access import Access, DashboardServer, bind
 from advisor.dashboard.app import PAGES, create_app
-from advisor.dashboard.serve import DashboardServer, bind
 from advisor.dashboard.session import DashboardSession
 
 SHOWN = (

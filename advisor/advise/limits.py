@@ -21,7 +21,7 @@ from advisor.measure.steps.unmarked_steps import range_groups
 if TYPE_CHECKING:
     from advisor.core.trace import Run, Trace, TraceMeta
     from advisor.measure import Analysis
-    from advisor.measure.steps.step_variation import StepDifference
+    from advisor.measure.steps.oneoff import StepDifference
 
 ONE_OFF_CALLS = ("other", "free", "malloc", "launch", "module_load")
 """Classes of runtime calls that wait for nothing in a steady step."""

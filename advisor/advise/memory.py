@@ -15,7 +15,7 @@ from advisor.core.report import (
     ModuleMemory,
     Report,
 )
-from advisor.measure.memory.fragments import Placement, explain_placement, measure_fragments
+from advisor.measure.memory.allocator_replay import Placement, explain_placement, measure_fragments
 from advisor.measure.memory.layer_memory import held_by_module
 from advisor.measure.memory.memory_kinds import CATEGORIES, NOT_ATTRIBUTED
 from advisor.measure.memory.memory_savings import find_savings

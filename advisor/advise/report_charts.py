@@ -12,7 +12,7 @@ from msgspec.structs import replace
 
 from advisor.advise import report_text
 from advisor.advise.priority import marginal_gain
-from advisor.core import labels, palette
+from advisor.core import charts, labels
 from advisor.core import text as t
 from advisor.core.charts import (
     Kind,
@@ -63,7 +63,7 @@ def _work(report: Report) -> list[Segment]:
             "work",
             part.name,
             t.CLASS_LABELS.get(part.name, t.cause_label(part.name, report.scope.framework)),
-            palette.CLASSES.get(part.name, palette.OTHER_LOOK),
+            charts.CLASSES.get(part.name, charts.OTHER_LOOK),
             part.ns,
             part.share,
         )
@@ -78,21 +78,21 @@ def _idle(report: Report) -> tuple[list[Segment], Segment | None]:
     if part is None:
         return [], None
     label = t.CLASS_LABELS["idle"] if report.idle else "idle or not recorded"
-    total = Segment("idle", "idle", label, palette.CLASSES["idle"], part.ns, part.share)
+    total = Segment("idle", "idle", label, charts.CLASSES["idle"], part.ns, part.share)
     if not report.idle:
         return [total] if part.ns > 0 else [], total
     own = report.scope.framework
     causes = [
         (item.cause, t.cause_label(item.cause, own), item.ns, item.share) for item in report.idle
     ]
-    return _ranked("idle", causes, palette.CAUSES.get, "other causes"), total
+    return _ranked("idle", causes, charts.CAUSES.get, "other causes"), total
 
 
 def _host(report: Report) -> list[Segment]:
     """What the main thread did: the bar of a trace without device work."""
     own = report.scope.framework
     parts = [(item.name, t.host_label(item.name, own), item.ns, item.share) for item in report.host]
-    return _ranked("host", _in_ranges(report, parts), palette.host_look, "smaller parts")
+    return _ranked("host", _in_ranges(report, parts), charts.host_look, "smaller parts")
 
 
 def _in_ranges(
@@ -115,7 +115,7 @@ def _in_ranges(
 
 def build_phase_segment(name: str, ns: float, share: float) -> Segment:
     """A phase of the step that the recorder measured, as a part of a bar of phases."""
-    look = palette.PHASES.get(name, palette.OTHER_LOOK)
+    look = charts.PHASES.get(name, charts.OTHER_LOOK)
     return Segment("host", name, t.host_label(name), look, ns, share)
 
 
@@ -133,12 +133,12 @@ def _ranked(
     if len(small) > 1:
         ns, share = sum(part[2] for part in small), sum(part[3] for part in small)
         parts = [*large, ("rest", rest, ns, share)]
-    spare = iter(palette.SPARE_GLYPHS)
+    spare = iter(charts.SPARE_GLYPHS)
 
     def drawn(key: str) -> Look:
         if key == "rest":
-            return palette.OTHER_LOOK
-        return look(key) or replace(palette.OTHER_LOOK, glyph=next(spare, "?"))
+            return charts.OTHER_LOOK
+        return look(key) or replace(charts.OTHER_LOOK, glyph=next(spare, "?"))
 
     return [Segment(kind, key, label, drawn(key), ns, share) for key, label, ns, share in parts]
 

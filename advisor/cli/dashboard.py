@@ -18,7 +18,7 @@ from advisor.cli import options as o
 from advisor.core.errors import AdvisorError, install_command
 
 if TYPE_CHECKING:
-    from advisor.dashboard.serve import DashboardServer
+    from advisor.dashboard.access import DashboardServer
     from advisor.dashboard.session import DashboardSession
 
 TOKEN = "ADVISOR_DASHBOARD_TOKEN"
@@ -96,8 +96,7 @@ def command(
         raise AdvisorError(
             f"the dashboard needs {error.name}: {install_command('dashboard')}"
         ) from None
-    from advisor.dashboard.access import Access
-    from advisor.dashboard.serve import bind
+    from advisor.dashboard.access import Access, bind
     from advisor.dashboard.session import MAX_RUNS, DashboardSession
     from advisor.read.directory import refuse_several
     from advisor.read.runs import SeveralRuns
@@ -137,7 +136,7 @@ def _check_exist(paths: list[str]) -> None:
 
 def _serve(server: DashboardServer, session: DashboardSession, *, browser: bool) -> None:
     """Load the session and serve it until interrupted; then remove what the browser needed."""
-    from advisor.dashboard.serve import open_browser
+    from advisor.dashboard.access import open_browser
 
     session.start()
     # a kill, too, removes what was made for the browser

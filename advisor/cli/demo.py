@@ -15,7 +15,7 @@ from advisor.cli import output as out
 from advisor.cli.analyze import deliver, examine_paths
 from advisor.core import text as t
 from advisor.core.errors import AdvisorError, install_command
-from advisor.core.scratch import scratch_folder
+from advisor.core.files import scratch_folder
 from advisor.render.formats import REPORTS
 
 if TYPE_CHECKING:

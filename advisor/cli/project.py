@@ -19,9 +19,8 @@ if TYPE_CHECKING:
     from advisor.core.prices import Prices
     from advisor.measure import Analysis
     from advisor.render.document import Document
-    from advisor.replay.project.pacing_rank import Pace
     from advisor.replay.project.project import Choice, Projector
-    from advisor.replay.project.splits import Instance
+    from advisor.replay.project.splits import Instance, Pace
 
 MAX_NAMED = 4
 """GPUs for which the median rank's step is given."""
@@ -90,9 +89,8 @@ def command(
     from advisor.core.prices import read_prices
     from advisor.read import open_run
     from advisor.render.documents.project import build
-    from advisor.replay.project.pacing_rank import find_epoch, find_pace, read_rank
     from advisor.replay.project.project import Projector, choose_gpus
-    from advisor.replay.project.splits import read_instance
+    from advisor.replay.project.splits import find_epoch, find_pace, read_instance, read_rank
 
     table = read_prices(prices)
     targets, notes = ([], []) if gpus else _targets(gpu, table, every=every)

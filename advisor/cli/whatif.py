@@ -132,7 +132,7 @@ def _nothing(
     """Why an edit selects nothing, and what could stand in its place."""
     from advisor.core.labels import clean, kernel_label
     from advisor.measure import Analysis
-    from advisor.replay.near_matches import find_present
+    from advisor.replay.selection import find_present
 
     made = result.edits[index].edit
     first = result.ranks[0] if result.ranks else run.ranks[0]

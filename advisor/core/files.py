@@ -1,17 +1,26 @@
-"""Files that somebody else wrote, opened so that they can neither block nor fill the memory.
+"""Files that somebody else wrote, opened so that they can neither block nor fill the memory; and
+private folders for temporary files.
 
 A name in a folder that was sent to us may be a pipe that nobody writes to, a link to ``/dev/zero``,
 a folder, or a file of any size. Only regular files are opened, and no more than a bound is read.
 Imports the standard library alone: the recorder's files are read through it too.
+
+A temporary folder is gone afterwards, that of a killed process too: each has a file that its
+process keeps locked. Whoever makes the next one removes those whose lock is free.
 """
 
 from __future__ import annotations
 
 import errno
 import os
+import shutil
 import stat
+import tempfile
+import time
 import tomllib
 from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from itertools import islice
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -120,3 +129,61 @@ def tool_section(name: str, start: Path | None = None) -> tuple[Path | None, Any
         section = tool.get("advisor", {}) if isinstance(tool, dict) else {}
         return file, section.get(name, {}) if isinstance(section, dict) else {}
     return None, {}
+
+
+PREFIX = "advisor-"
+_LOCK = ".lock"
+MIN_AGE_SECONDS = 60.0
+"""Seconds for which a folder may not be locked yet."""
+MAX_SWEPT = 1000
+
+
+@contextmanager
+def scratch_folder(folder: str | Path | None = None) -> Iterator[Path]:
+    """A new folder (mode 0700), in the system's for temporary files by default. Raises
+    AdvisorError: there is no place for one."""
+    parent = Path(folder if folder is not None else tempfile.gettempdir())
+    try:
+        _sweep(parent)
+        inside = tempfile.TemporaryDirectory(prefix=PREFIX, dir=parent, ignore_cleanup_errors=True)
+    except OSError as error:
+        raise AdvisorError(f"{parent}: no temporary files there ({error.strerror})") from None
+    with inside as made:
+        number = _locked(Path(made, _LOCK), os.O_CREAT)
+        try:
+            yield Path(made)
+        finally:
+            if number is not None:
+                os.close(number)
+
+
+def _locked(file: Path, flags: int = 0) -> int | None:
+    """An open file that nobody else holds, which ends with the process at the latest; ``None``:
+    somebody does, or this system has no locks."""
+    try:
+        import fcntl
+    except ImportError:  # Windows, where a file in use stays in any case
+        return None
+    number = -1
+    try:
+        number = os.open(file, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW | flags, 0o600)
+        fcntl.flock(number, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        if number >= 0:
+            os.close(number)
+        return None
+    return number
+
+
+def _sweep(parent: Path) -> None:
+    """Remove folders whose process is gone."""
+    with os.scandir(parent) as entries:
+        ours = (entry for entry in entries if entry.name.startswith(PREFIX))
+        for entry in islice(ours, MAX_SWEPT):
+            with suppress(OSError):
+                if time.time() - entry.stat(follow_symlinks=False).st_mtime < MIN_AGE_SECONDS:
+                    continue
+                number = _locked(Path(entry.path, _LOCK))
+                if number is not None:
+                    shutil.rmtree(entry.path, ignore_errors=True)
+                    os.close(number)

@@ -6,9 +6,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from advisor.core.trace import KINETO
-from advisor.export.chrome import write_tables
+from advisor.export.chrome import build_tracks, write_tables
 from advisor.export.rewrite import Extra, Written, rewrite
-from advisor.export.tracks import build_tracks
 
 if TYPE_CHECKING:
     from advisor.core.trace import Trace

@@ -14,9 +14,8 @@ from pathlib import Path
 from advisor.core import labels
 from advisor.core.errors import AdvisorError
 from advisor.core.files import read_regular
-from advisor.mcp import bounds as b
-from advisor.mcp.answers import Ran, TogetherLine, TrialLine, TrialText, Tried
-from advisor.mcp.bounds import Allowed
+from advisor.mcp import answers as b
+from advisor.mcp.answers import Allowed, Ran, TogetherLine, TrialLine, TrialText, Tried
 from advisor.tune.knob import find_knob
 from advisor.tune.report import FILE, MAX_BYTES, Together, Trial, TrialReport
 

@@ -19,8 +19,8 @@ from advisor.core.rule import Per
 from advisor.measure.comm.comms import find_collectives
 from advisor.measure.comm.flight import compare_dumps
 from advisor.measure.comm.links import UNKNOWN_LINKS
-from advisor.measure.device.breakdown import break_down
 from advisor.measure.device.copies import find_copies
+from advisor.measure.device.families import break_down
 from advisor.measure.device.kernel_profiles import compiled_kernels, profiled_kernels
 from advisor.measure.device.kernels import (
     measure_kernels,
@@ -42,13 +42,11 @@ from advisor.measure.host.stacks import forward_frames, forward_ops, locate_row,
 from advisor.measure.host.syncs import find_syncs
 from advisor.measure.memory.post_mortem import post_mortems
 from advisor.measure.memory.trace_memory import find_allocations, memory_by_step, recorded_snapshot
-from advisor.measure.serving.attention_cost import with_attention
 from advisor.measure.serving.graphs import missing_records
-from advisor.measure.serving.passes import find_engine, find_passes
+from advisor.measure.serving.passes import find_engine, find_passes, with_attention
 from advisor.measure.serving.phases import measure_serving
-from advisor.measure.steps.oneoff import one_off
+from advisor.measure.steps.oneoff import compare_halves, one_off
 from advisor.measure.steps.step_records import StepRecords
-from advisor.measure.steps.step_variation import compare_halves
 from advisor.measure.steps.steps import find_steps, forward_only
 from advisor.measure.steps.timeline import build_timeline
 

@@ -16,19 +16,25 @@ from advisor.core.errors import AdvisorError
 from advisor.core.files import open_regular
 from advisor.core.run_directory import COMPILE_LOG, is_run, read_recording
 from advisor.core.trace import Run, Trace, blank_trace
-from advisor.read.logs import logs_in, merged_logs, with_logs
+from advisor.read.auxiliary_files import (
+    join_snapshots,
+    logs_in,
+    merged_logs,
+    with_logs,
+    with_memory,
+)
 from advisor.read.merged_ranks import ranks_in
-from advisor.read.rank_snapshots import join_snapshots, with_memory
 from advisor.read.reader import ReadOptions
 from advisor.read.readers.compile_log import read_logs
 from advisor.read.readers.kernel_profiler import layout_of, trace_of
 from advisor.read.registry import is_trace_name, read_trace, trace_names, with_window
 from advisor.read.remote.urls import RankFilter, RemoteFile, is_url, local_path, rank_in, redact_url
-from advisor.read.runs import SeveralRuns, runs_in
-from advisor.read.trace_listing import (
+from advisor.read.runs import (
+    SeveralRuns,
     as_ranks,
     named_like_traces,
     read_source,
+    runs_in,
     wanted_traces,
     without_copies,
 )

@@ -1,8 +1,10 @@
-"""A folder of runs: what is in it, to choose one."""
+"""What a folder or a URL holds: runs to choose from, traces, and a trace read from one."""
 
 from __future__ import annotations
 
 import os
+from collections import defaultdict
+from dataclasses import replace
 from itertools import islice
 from pathlib import Path
 from typing import NamedTuple
@@ -10,7 +12,12 @@ from typing import NamedTuple
 import msgspec
 
 from advisor.core.errors import AdvisorError
-from advisor.core.run_directory import MANIFEST, STEPS, Manifest, is_run
+from advisor.core.run_directory import MANIFEST, RANK, SCALENE, STEPS, Manifest, is_run
+from advisor.core.trace import Trace
+from advisor.read.reader import ReadOptions
+from advisor.read.registry import is_trace_name, read_trace, refuse_unknown
+from advisor.read.remote.urls import RemoteFile
+from advisor.read.source import PACKINGS
 
 MAX_FOLDERS = 2_000
 """Folders that are looked into."""
@@ -105,3 +112,100 @@ def _lines(file: Path) -> int | None:
     except OSError:
         return 0
     return None if len(data) > MAX_COUNTED else data.count(b"\n")
+
+
+def wanted_traces(names: list[str]) -> list[str]:
+    """Those of a listing, relative to its folder, that are traces by their names. What the recorder
+    writes besides them is left out."""
+    traces = named_like_traces(names)
+    if any(name.rpartition("/")[2] == MANIFEST for name in names):
+        own = (MANIFEST, RANK, SCALENE)
+        traces = [name for name in traces if name.rpartition("/")[2] not in own]
+    return without_copies(traces)
+
+
+def named_like_traces(names: list[str]) -> list[str]:
+    """Files named like traces. Hidden ones are left out: what is there are editors' copies."""
+    exported = {name.removesuffix(".sqlite") for name in names if name.endswith(".sqlite")}
+    result = []
+    for name in names:
+        if name.endswith((".nsys-rep", ".qdrep")) and name.rpartition(".")[0] in exported:
+            continue  # nsys leaves a report beside its export
+        last = name.rpartition("/")[2]
+        if is_trace_name(last) and not last.startswith("."):
+            result.append(name)
+    return result
+
+
+def read_source(source: RemoteFile, options: ReadOptions) -> Trace:
+    """A trace, wherever it is, under the name that its source is shown by.
+
+    Raises AdvisorError as :func:`read_trace` and :func:`open_locally` do.
+    """
+    from advisor.read.remote.fetch import open_locally
+
+    say = options.progress
+    with open_locally(source, most=options.max_bytes, progress=say, check=refuse_unknown) as path:
+        copy = str(path)
+        if copy == source.at:
+            return read_trace(copy, options)
+        if say is not None:
+            options = replace(options, progress=lambda _, size: say(source.url, size))
+        try:
+            trace = read_trace(copy, options)
+        except AdvisorError as error:
+            raise AdvisorError(str(error).replace(copy, source.url)) from None
+    snapshot = trace.meta.snapshot
+    if snapshot is not None and snapshot.path == copy:
+        snapshot = replace(snapshot, path=source.url)
+    return replace(trace, meta=replace(trace.meta, path=source.url, snapshot=snapshot))
+
+
+# -- log directories of TensorFlow and JAX ---------------------------------------------------------
+
+XPLANE = ".xplane.pb"
+_TIMELINE = ".trace.json"
+_PERFETTO = "perfetto_trace.json"
+
+
+def without_copies(files: list[str]) -> list[str]:
+    """Without the timelines of folders in which XPlane files lie: TensorFlow and JAX write
+    ``<host>.trace.json.gz`` and ``perfetto_trace.json.gz`` from those, and leave out what would
+    make them long. PyTorch's own (``.pt.trace.json``) stay."""
+    recorded = {Path(file).parent for file in files if _bare(file).endswith(XPLANE)}
+
+    def is_copy(file: str) -> bool:
+        bare = _bare(file)
+        timeline = bare.endswith(_TIMELINE) and not bare.endswith(".pt.trace.json")
+        return Path(file).parent in recorded and (timeline or Path(bare).name == _PERFETTO)
+
+    return [file for file in files if not is_copy(file)]
+
+
+def as_ranks(traces: list[Trace]) -> list[Trace]:
+    """Each host of one recording (files beside each other, which none gives a rank) as a rank, in
+    the order of their names. A second recording of the same hosts has the same ranks again."""
+    beside: dict[Path, list[Trace]] = defaultdict(list)
+    for trace in traces:
+        beside[Path(trace.meta.path).parent].append(trace)
+    numbers: dict[str, int] = {}
+    for group in beside.values():
+        hosts = [trace for trace in group if _is_host(trace)]
+        if len(hosts) > 1:
+            for name in sorted(Path(trace.meta.path).name for trace in hosts):
+                numbers.setdefault(name, len(numbers))
+    ranked = []
+    for trace in traces:
+        number = numbers.get(Path(trace.meta.path).name) if _is_host(trace) else None
+        ranked.append(
+            trace if number is None else replace(trace, meta=replace(trace.meta, rank=number))
+        )
+    return ranked
+
+
+def _is_host(trace: Trace) -> bool:
+    return trace.meta.format == "xplane" and trace.meta.rank is None
+
+
+def _bare(file: str) -> str:
+    return next((file.removesuffix(end) for end in PACKINGS if file.endswith(end)), file)

@@ -17,7 +17,7 @@ import polars.selectors as cs
 from numpy.typing import NDArray
 
 from advisor.core.errors import AdvisorError
-from advisor.core.scratch import scratch_folder
+from advisor.core.files import scratch_folder
 from advisor.read.reader import EVENT_BYTES, NO_ROOM, ReadOptions, memory_budget
 from advisor.read.source import ByteSource
 

@@ -3,6 +3,8 @@
 ``advisor record`` sets ``PYTHONPATH`` to a folder with a sitecustomize that notices it and calls
 ``begin``; so the processes that torchrun or a script starts are watched too. A directory is only
 made by one that trains: helpers and DataLoader workers leave nothing but a note of what was seen.
+Each process notes how far it came (``inject/sitecustomize.py``), and that is read here, for what is
+said if nothing was recorded. Imports no torch.
 """
 
 from __future__ import annotations
@@ -12,10 +14,15 @@ import json
 import logging
 import multiprocessing
 import os
+import re
 import sys
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any, Final
 
+from advisor.core.errors import AdvisorError, install_command
+from advisor.core.files import scratch_folder
 from advisor.recorder.options import explain_unsupported
 
 log = logging.getLogger("advisor")
@@ -97,3 +104,184 @@ def _leave_after(limit: int) -> None:
 
     counter = CallCounter(ended)
     counter.start()
+
+
+NOTES: Final = "ADVISOR_NOTES"
+"""Names the folder of notes to the processes, one file each."""
+MAX_FILES, MAX_BYTES = 10_000, 64_000
+"""Of the notes that are read: a program may start any number of processes."""
+
+_PYTHON = re.compile(r"(python|pypy)[\d.]*(\.exe)?", re.IGNORECASE)
+_WITH_VALUE = "cmWX"
+"""Options of the interpreter whose value follows; what comes after the first two is the program's
+own."""
+DECORATE = "Put @advisor.profile on the function that trains instead: it needs no start-up file."
+
+
+@contextmanager
+def note_folder() -> Iterator[Path]:
+    """A folder for the notes of a program's processes, for as long as it runs. An empty path:
+    there is no room for one."""
+    with ExitStack() as stack:
+        try:
+            folder = stack.enter_context(scratch_folder())
+        except AdvisorError:
+            folder = Path()
+        yield folder
+
+
+def explain_unreachable(words: list[str]) -> str:
+    """Why a command cannot be recorded, as far as its words tell; empty: nothing speaks against
+    it. A script with a first line (``#!``) is taken for its interpreter."""
+    for command in (words, _shebang(words[0])):
+        option = _isolating(command)
+        if option:
+            return (
+                f"python {option} skips the start-up file by which recording begins: run it "
+                f"without {option}, or put @advisor.profile on the function that trains."
+            )
+    return ""
+
+
+def _shebang(file: str) -> list[str]:
+    try:
+        with Path(file).open("rb") as program:
+            first = program.read(256).split(b"\n", 1)[0]
+    except OSError:
+        return []
+    words = first[2:].decode("utf-8", "replace").split() if first.startswith(b"#!") else []
+    if words and Path(words[0]).name == "env":
+        words = [word for word in words[1:] if word != "-S" and "=" not in word]
+    return words
+
+
+def _isolating(words: list[str]) -> str:
+    """The option of a Python command that keeps it from reading PYTHONPATH or from start-up
+    files: ``-I``, ``-E`` or ``-S``."""
+    if not words or not _PYTHON.fullmatch(Path(words[0]).name):
+        return ""
+    rest = iter(words[1:])
+    for word in rest:
+        if word == "--" or not word.startswith("-") or word == "-":
+            return ""
+        if word.startswith("--"):
+            continue
+        for place, letter in enumerate(word[1:], 1):
+            if letter in "IES":
+                return f"-{letter}"
+            if letter in _WITH_VALUE:
+                if letter in "cm":
+                    return ""
+                if place == len(word) - 1:
+                    next(rest, None)
+                break
+    return ""
+
+
+def why_nothing(folder: Path, code: int = 0) -> str:
+    """Why nothing was recorded, and what to do about it, from the notes: a few sentences. ``code``:
+    the program's exit code."""
+    lines = _read(folder)
+    if failed := list_problems(folder):
+        return f"recording stopped by itself: {failed[0]}."
+    seen = [result for result in map(_counts, _after(lines, "seen ")) if any(result.values())]
+    most = max(seen, key=lambda result: sum(result.values()), default=None)
+    if code and not any(result["optimized"] for result in seen):
+        how = f"signal {-code}" if code < 0 else f"exit code {code}"
+        ended = f"the program ended with {how} before a training step was seen"
+        if not most:
+            return f"{ended}."
+        crashed = code < 0 or code == 1 or code > 128  # 1: an exception that nobody caught
+        return f"{ended}, only {_what(most)}" + ("" if crashed else f" {_advice(most)}")
+    if most:
+        return f"no training step was seen, only {_what(most)} {_advice(most)}"
+    without = _after(lines, "without ")
+    if without:
+        return (
+            f"torch was imported by a Python that has no advisor, {without[0]}. Install it there: "
+            f"{install_command('record')}."
+        )
+    if "torch" in lines:
+        return (
+            "torch was imported, but no batch, forward, backward or optimizer's step was seen. "
+            "End each step with advisor.step() where that happens in a way of its own."
+        )
+    if lines:
+        count = sum(line.startswith("python ") for line in lines)
+        return (
+            f"none of the program's Python processes imported torch ({count:,} ran). One that is "
+            "started without the program's environment is not seen."
+        )
+    return (
+        "no Python of the program read the start-up file by which recording begins. That is so "
+        "with python -I, -E or -S, where the environment is emptied (env -i, sudo) or PYTHONPATH "
+        f"is set anew, and in containers and on other machines. {DECORATE}"
+    )
+
+
+def list_problems(folder: Path) -> list[str]:
+    """Why recording stopped before its time, in any of the processes."""
+    return _after(_read(folder), "problem ")
+
+
+def _what(seen: dict[str, int]) -> str:
+    names = (
+        ("fetched", "a DataLoader's batch", "batches of a DataLoader"),
+        ("forwards", "forward", "forwards"),
+        ("backwards", "backward", "backwards"),
+        ("optimized", "optimizer's step", "optimizer's steps"),
+    )
+    there = [
+        f"{seen[key]:,} {item if seen[key] == 1 else many}"
+        for key, item, many in names
+        if seen[key]
+    ]
+    missing = [item for key, item, _ in names[1:] if not seen[key]]
+    text = ", ".join(there).replace("1 a ", "1 ")
+    return f"{text} (no {', no '.join(missing)})." if missing else f"{text}."
+
+
+def _advice(seen: dict[str, int]) -> str:
+    if seen["backwards"]:
+        return (
+            "If the weights are updated by hand, say where a step ends: advisor.step() after the "
+            "update."
+        )
+    if seen["fetched"] or seen["forwards"]:
+        return (
+            "A loop that does not train (inference, generate) is found from three forwards of a "
+            "model on; where they are not seen (in another thread, compiled whole), say where a "
+            "step ends: 'import advisor', and advisor.step() at the end of each iteration."
+        )
+    return "End each step with advisor.step()."
+
+
+def _read(folder: Path) -> list[str]:
+    lines: list[str] = []
+    if folder == Path():
+        return lines
+    try:
+        files = sorted(folder.glob("[!.]*"))[:MAX_FILES]
+    except OSError:
+        return lines
+    for note in files:
+        try:
+            with note.open("rb") as file:
+                lines += file.read(MAX_BYTES).decode("utf-8", "replace").splitlines()
+        except OSError:
+            continue
+    return [line.rstrip(".") if line.startswith("problem ") else line for line in lines]
+
+
+def _after(lines: list[str], word: str) -> list[str]:
+    return [line[len(word) :][:300] for line in lines if line.startswith(word)]
+
+
+def _counts(text: str) -> dict[str, int]:
+    try:
+        result: Any = json.loads(text)
+    except ValueError:
+        result = {}
+    result = result if isinstance(result, dict) else {}
+    keys = ("fetched", "forwards", "backwards", "optimized")
+    return {key: result[key] if isinstance(result.get(key), int) else 0 for key in keys}

@@ -23,7 +23,6 @@ from typing import Any, TypeVar
 
 from advisor.core.credentials import clean_value
 from advisor.core.run_directory import Event, Manifest, Rank
-from advisor.recorder.batch import Batches
 from advisor.recorder.call_depth import in_backward
 from advisor.recorder.clock import (
     ABANDON,
@@ -52,7 +51,7 @@ from advisor.recorder.clock import (
 from advisor.recorder.compile_log import CompileLogHandler
 from advisor.recorder.hooks import GENERATION, Hooks, Listener
 from advisor.recorder.inference import Inference, Inferred
-from advisor.recorder.loaders import Loaders
+from advisor.recorder.loaders import Batches, Loaders
 from advisor.recorder.network import NetworkKeeper
 from advisor.recorder.oom import OutOfMemoryHook
 from advisor.recorder.options import RecordOptions

@@ -1,13 +1,19 @@
-"""The sampler: a quiet thread that writes what GPU and host do, a few times a second."""
+"""The sampler: a thread that writes what GPU and host do, a few times a second. Of the host: CPU,
+memory, swap, disk, and how long the CPU quota stopped us.
+"""
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+from typing import Any
 
-from advisor.core.run_directory import Gpu, Sample
+from advisor.core.cgroup import Cgroup
+from advisor.core.run_directory import Gpu, Host, Sample
 from advisor.recorder.background import Background
-from advisor.recorder.host_sampler import HostSampler
 from advisor.recorder.nvml import Nvml, NvmlDevice, open_nvml
 
 MAX_HZ = 20.0
@@ -105,3 +111,142 @@ class SampleSource:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+class HostSampler:
+    """Samples of the host and of this process with its children. psutil is optional: without it
+    only the container's own figures are there.
+
+    Listing children means looking at every process of the machine where the kernel keeps no list
+    of them, so it is done for slow samples only.
+    """
+
+    def __init__(self) -> None:
+        self.psutil = _psutil()
+        self.cgroup = Cgroup()
+        self.limit = self.cgroup.memory_limit()
+        self._process = self.psutil.Process() if self.psutil is not None else None
+        self._children: dict[int, Any] = {}
+        self._spent: dict[int, float] = {}
+        self._at: float | None = None
+        self._cpu: tuple[float, float] | None = None
+
+    @property
+    def pids(self) -> set[int]:
+        """This process and its children, as of the last slow sample."""
+        return {os.getpid(), *self._children}
+
+    def sample(self, *, slow: bool) -> Host:
+        """What the host does now. Shares of CPU are since the sample before."""
+        host = Host()
+        throttled = self.cgroup.throttled()
+        if throttled is not None:
+            host.throttled_periods, host.throttled = throttled
+        psutil, process = self.psutil, self._process
+        if psutil is None or process is None:
+            return host
+        try:
+            if slow:
+                self._children = self._find_children()
+                host.children_rss = self._resident()
+                host.swap_used = int(psutil.swap_memory().used)
+                disk = psutil.disk_io_counters()
+                if disk is not None:
+                    host.disk_read, host.disk_write = int(disk.read_bytes), int(disk.write_bytes)
+            host.cpu = self._machine()
+            host.process_cpu = self._own()
+            host.rss = int(process.memory_info().rss)
+            host.memory_available = self._available()
+        except (OSError, RuntimeError, ValueError, psutil.Error):
+            return host  # what was read before stays; containers hide much of /proc
+        return host
+
+    def _machine(self) -> float | None:
+        """Use of all CPUs, %."""
+        times = self.psutil.cpu_times()  # type: ignore[union-attr]
+        # guest time is inside user time already
+        total = sum(times) - getattr(times, "guest", 0.0) - getattr(times, "guest_nice", 0.0)
+        idle = times.idle + getattr(times, "iowait", 0.0)
+        before, self._cpu = self._cpu, (total, idle)
+        if before is None or total <= before[0]:
+            return None
+        share = float(1 - (idle - before[1]) / (total - before[0]))
+        return round(100 * min(1.0, max(0.0, share)), 1)
+
+    def _own(self) -> float | None:
+        """Use by the process and its children, % of one CPU."""
+        now = time.perf_counter()
+        used = 0.0
+        spent: dict[int, float] = {}
+        for pid, process in {os.getpid(): self._process, **self._children}.items():
+            try:
+                times = process.cpu_times()
+            except (OSError, self.psutil.Error):  # type: ignore[union-attr]
+                continue  # a worker that has ended since
+            spent[pid] = times.user + times.system
+            used += max(0.0, spent[pid] - self._spent.get(pid, spent[pid]))
+        before, self._at, self._spent = self._at, now, spent
+        if before is None or now <= before:
+            return None
+        return round(100 * used / (now - before), 1)
+
+    def _resident(self) -> int | None:
+        """Memory of the children; none while there are none."""
+        sizes = []
+        for child in self._children.values():
+            try:
+                sizes.append(int(child.memory_info().rss))
+            except (OSError, self.psutil.Error):  # type: ignore[union-attr]
+                continue
+        return sum(sizes) if sizes else None
+
+    def _available(self) -> int:
+        """Bytes that can be had without swapping, inside the container's limit."""
+        free = int(self.psutil.virtual_memory().available)  # type: ignore[union-attr]
+        used = self.cgroup.memory_used() if self.limit is not None else None
+        if self.limit is None or used is None:
+            return free
+        return max(0, min(free, self.limit - used))
+
+    def _find_children(self) -> dict[int, Any]:
+        """All descendants; from the kernel's own lists where it keeps them."""
+        psutil = self.psutil
+        assert psutil is not None
+        result: dict[int, Any] = {}
+        waiting = [os.getpid()]
+        while waiting:
+            pid = waiting.pop()
+            children = _children(pid)
+            if children is None:
+                every = self._process.children(recursive=True)  # type: ignore[union-attr]
+                return {child.pid: self._children.get(child.pid, child) for child in every}
+            for child in children:
+                if child not in result:
+                    waiting.append(child)
+                    try:
+                        result[child] = self._children.get(child) or psutil.Process(child)
+                    except psutil.Error:
+                        continue
+        return result
+
+
+def _children(pid: int) -> list[int] | None:
+    """Child processes by ``/proc``; ``None``: the kernel keeps no list."""
+    tasks = Path(f"/proc/{pid}/task")
+    result = []
+    try:
+        for task in tasks.iterdir():
+            result += [int(x) for x in (task / "children").read_text(encoding="ascii").split()]
+    except FileNotFoundError:
+        return None if tasks.is_dir() else []  # not there at all, or the process has ended
+    except OSError:
+        return []
+    return result
+
+
+def _psutil() -> ModuleType | None:
+    try:
+        import psutil
+    except ImportError:
+        return None
+    return psutil  # type: ignore[no-any-return]

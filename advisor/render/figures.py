@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
-from advisor.core import labels, palette
+from advisor.core import charts, labels
 from advisor.core import text as t
 from advisor.core.charts import Segment, Stairs, StepBar
 from advisor.render.document import Figure, Grid
@@ -256,13 +256,13 @@ class StepTimeline(Figure):
         )
 
     def _label(self, kind: str) -> str:
-        if kind in palette.CLASSES:
+        if kind in charts.CLASSES:
             return kind
         return f"idle: {t.cause_label(kind, self.framework)}"
 
 
 def _kind(kind: str) -> str:
-    return colour_class(kind, "work" if kind in palette.CLASSES else "idle")
+    return colour_class(kind, "work" if kind in charts.CLASSES else "idle")
 
 
 # -- many ranks ----------------------------------------------------------------------------------

@@ -5,7 +5,7 @@ from __future__ import annotations
 from html import escape
 from typing import Final
 
-from advisor.core import labels, palette
+from advisor.core import charts, labels
 from advisor.core.charts import Segment
 from advisor.render.document import Inline, Span, spans
 
@@ -65,16 +65,16 @@ def scrolling_box(label: str, *children: object) -> Markup:
 
 
 def colour_class_of_segment(segment: Segment) -> str:
-    """The class of a part's colour (``palette.css_rules``): never what a trace says."""
+    """The class of a part's colour (``charts.css_rules``): never what a trace says."""
     return colour_class(segment.key, segment.kind)
 
 
 def colour_class(key: str, kind: str = "work") -> str:
     """The class of a colour, for what has one."""
     prefix, known = {
-        "work": ("", palette.CLASSES),
-        "idle": ("idle-", palette.CAUSES),
-        "host": ("host-", palette.HOST | palette.PHASES),
+        "work": ("", charts.CLASSES),
+        "idle": ("idle-", charts.CAUSES),
+        "host": ("host-", charts.HOST | charts.PHASES),
     }[kind]
     if key in known:
         return f"c-{prefix}{key}"

@@ -143,7 +143,7 @@ def what_if(
     if mesh is not None:
         if edits:
             raise AdvisorError("edits are replayed on the recorded mesh: give edits or a mesh")
-        from advisor.replay.project.pacing_rank import project_ranks
+        from advisor.replay.project.splits import project_ranks
 
         return project_ranks(
             run, chosen, mesh, steps=steps, from_mesh=from_mesh, node_size=node_size,
@@ -156,7 +156,7 @@ def what_if(
     whatif = WindowReplayer(analyses.pop(rank), rank, analyses)
     notes = [MEASURE] if any(_lighter(edit) for edit in parsed) else []
     if chosen is None and analyses and not whatif.ranks:
-        from advisor.replay.project.pacing_rank import find_pace
+        from advisor.replay.project.splits import find_pace
 
         pace = find_pace(run, None, steps)
         rank = pace.slowest

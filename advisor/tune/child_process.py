@@ -167,7 +167,7 @@ class Timer:
         from torch import is_grad_enabled
         from torch.utils.data.dataloader import _BaseDataLoaderIter
 
-        from advisor.recorder.batch import samples_of
+        from advisor.recorder.loaders import samples_of
 
         original = _BaseDataLoaderIter.__next__
 

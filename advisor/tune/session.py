@@ -13,10 +13,10 @@ from collections.abc import Callable, Sequence
 
 from advisor.core.errors import AdvisorError
 from advisor.tune.knob import find_knob
-from advisor.tune.losses import check_losses
 from advisor.tune.measured_gain import (
     MeasuredGain,
     by_turns,
+    check_losses,
     log_ratios,
     measure_gain,
     measure_paired_gain,

@@ -14,7 +14,7 @@ import flask
 
 from advisor.core import labels
 from advisor.core.errors import AdvisorError
-from advisor.core.scratch import scratch_folder
+from advisor.core.files import scratch_folder
 from advisor.dashboard import page_view
 from advisor.dashboard.components import element, icon
 from advisor.dashboard.page_view import PageView, clean_query

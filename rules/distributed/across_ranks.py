@@ -9,7 +9,7 @@ import numpy as np
 from advisor.core import labels
 from advisor.core.finding import Finding, Impact, Location, unit_of
 from advisor.core.rule import Evidence
-from advisor.measure.ranks.wording import describe_reason, describe_subject
+from advisor.measure.ranks.outliers import describe_reason, describe_subject
 
 if TYPE_CHECKING:
     from advisor.core.rule import Per

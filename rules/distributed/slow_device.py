@@ -8,8 +8,8 @@ from msgspec.structs import replace
 
 from advisor.core.finding import Finding, Outcomes, PassedCheck, SkippedCheck
 from advisor.core.rule import Evidence, Rule, Source
+from advisor.measure.ranks.outliers import describe_subject
 from advisor.measure.ranks.profile import MIN_KERNELS, compare_devices
-from advisor.measure.ranks.wording import describe_subject
 from advisor.rules.citations import CHOSEN
 from advisor.rules.distributed.across_ranks import finding_of
 from advisor.rules.framework_advice import in_any_language

@@ -11,7 +11,7 @@ from advisor.core import text as t
 from advisor.core.finding import Finding, Outcomes, PassedCheck, SkippedCheck
 from advisor.core.rule import Rule, Threshold
 from advisor.measure.ranks.members import LATE_SHARE, MAX_LATE_CHANCE, MIN_COLLECTIVES, MIN_LATE
-from advisor.measure.ranks.wording import describe_subject
+from advisor.measure.ranks.outliers import describe_subject
 from advisor.rules.citations import SIGNIFICANCE, TRACEML
 from advisor.rules.distributed.across_ranks import finding_of, per_of
 from advisor.rules.framework_advice import in_any_language

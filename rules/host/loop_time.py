@@ -18,7 +18,7 @@ from advisor.core.rule import Evidence, Rule, Threshold
 from advisor.measure import Analysis
 from advisor.measure.host import stacks
 from advisor.measure.host.names import name_matches
-from advisor.measure.host.sampled_stacks import LOOP, HottestLine
+from advisor.measure.host.stacks import LOOP, HottestLine
 from advisor.measure.steps.timeline import CODE
 from advisor.rules.citations import CHOSEN, CURED_RECORDINGS, XPROF
 from advisor.rules.common import Rows, amount_per_step, locate_row, of_step, scale_edit

@@ -16,7 +16,7 @@ from advisor.core.intervals import covered_length, union
 from advisor.core.rule import Evidence, Rule, Threshold
 from advisor.measure import Analysis
 from advisor.measure.host.names import name_matches
-from advisor.measure.host.sampled_stacks import hottest_line, share_in
+from advisor.measure.host.stacks import hottest_line, share_in
 from advisor.rules.citations import (
     CHOSEN,
     CURED_RECORDINGS,

@@ -12,7 +12,11 @@ from advisor.core.auxiliary_inputs import SNAPSHOT
 from advisor.core.finding import Finding, Outcomes
 from advisor.core.rule import Evidence, Rule, Threshold
 from advisor.measure import Analysis
-from advisor.measure.memory.fragments import explain_placement, measure_fragments, measure_repacking
+from advisor.measure.memory.allocator_replay import (
+    explain_placement,
+    measure_fragments,
+    measure_repacking,
+)
 from advisor.rules.citations import CHOSEN
 from advisor.rules.memory.device_memory import EXPANDABLE, GIB, gpu_capacity, last_known
 from advisor.rules.record_common import impact_memory, recorded_steps

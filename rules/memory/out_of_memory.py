@@ -10,7 +10,7 @@ from advisor.core.auxiliary_inputs import SNAPSHOT
 from advisor.core.finding import Finding, Outcomes
 from advisor.core.rule import Evidence, Rule, Threshold
 from advisor.measure import Analysis
-from advisor.measure.memory.fragments import explain_placement, measure_repacking
+from advisor.measure.memory.allocator_replay import explain_placement, measure_repacking
 from advisor.measure.memory.memory_savings import Saving, find_savings
 from advisor.rules.citations import CHOSEN, CURED_RECORDINGS
 from advisor.rules.memory.device_memory import (

@@ -12,7 +12,7 @@ from advisor.core.finding import Finding, Outcomes, Select
 from advisor.core.rule import FrameworkAdvice, Rule, Threshold
 from advisor.measure import Analysis
 from advisor.measure.serving.annotations import DECODE
-from advisor.measure.serving.attention_cost import NARROW, read_heads
+from advisor.measure.serving.passes import NARROW, read_heads
 from advisor.rules.citations import CHOSEN, TENSORBOARD
 from advisor.rules.common import amount_per_step, of_step, scale_edit
 from advisor.rules.framework_advice import SGLANG_KV, VLLM_KV

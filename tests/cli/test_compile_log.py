@@ -412,7 +412,7 @@ def test_a_wrong_path_of_logs_is_one_line(advisor: Callable[..., Any], tmp_path:
 
 def test_agents_and_the_python_interface_read_logs_too(tmp_path: Path) -> None:
     import advisor as package
-    from advisor.mcp.bounds import Allowed
+    from advisor.mcp.answers import Allowed
     from advisor.mcp.tools import Tools
 
     write(tmp_path, "break_print", "recompile_dtype")

@@ -37,7 +37,7 @@ def doors(folder: Path, advisor: Run) -> dict[str, list[Any]]:
     assert entry.report is not None
     found["dashboard"] = gains(entry.report)
     pytest.importorskip("mcp", reason="the mcp extra is not installed")
-    from advisor.mcp.bounds import Allowed
+    from advisor.mcp.answers import Allowed
     from advisor.mcp.tools import Tools
 
     found["agent"] = gains(Tools(Allowed([folder]))._examined(str(folder), None).report)

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from advisor.replay.project.pacing_rank import find_epoch
+from advisor.replay.project.splits import find_epoch
 from advisor.testing import TraceBuilder
 
 Run = Callable[..., Any]

@@ -22,9 +22,8 @@ from numpy.typing import NDArray
 
 pytest.importorskip("dash", reason="the dashboard's packages are not installed")
 
-from advisor.dashboard.access import Access
+from advisor.dashboard.access import Access, bind
 from advisor.dashboard.app import PAGES, create_app
-from advisor.dashboard.serve import bind
 from advisor.dashboard.session import DashboardSession
 from advisor.dashboard.timeline import encoding
 

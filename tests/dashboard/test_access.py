@@ -15,10 +15,9 @@ from hypothesis import strategies as st
 pytest.importorskip("dash")
 
 from advisor.core.errors import AdvisorError
-from advisor.dashboard.access import COOKIE, Access, local_address
+from advisor.dashboard.access import COOKIE, Access, bind, listen, local_address
 from advisor.dashboard.app import PAGES, create_app
 from advisor.dashboard.page_view import clean_query, parse_query
-from advisor.dashboard.serve import bind, listen
 from advisor.dashboard.session import DashboardSession
 from advisor.testing import TraceBuilder
 

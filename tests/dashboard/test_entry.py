@@ -18,9 +18,8 @@ import pytest
 
 pytest.importorskip("dash")
 
-from advisor.dashboard.access import Access
+from advisor.dashboard.access import Access, DashboardServer, bind, open_browser, redirect_file
 from advisor.dashboard.app import create_app
-from advisor.dashboard.serve import DashboardServer, bind, open_browser, redirect_file
 from advisor.dashboard.session import DashboardSession
 from advisor.testing import TraceBuilder
 

@@ -18,9 +18,9 @@ from mcp import Client, StdioServerParameters
 
 from advisor import cli
 from advisor.core.errors import AdvisorError
-from advisor.mcp.bounds import LONGEST_NAME, MAX_TRIALS, UNTRUSTED, Allowed
+from advisor.mcp.answers import LONGEST_NAME, MAX_TRIALS, UNTRUSTED, Allowed
 from advisor.mcp.programs import tried
-from advisor.mcp.server import build
+from advisor.mcp.tools import build
 from advisor.testing import TraceBuilder
 from advisor.tune.report import Trial, TrialReport
 from advisor.tune.spec import KnobSetting

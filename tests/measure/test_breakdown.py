@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from advisor.measure import Analysis
-from advisor.measure.device.breakdown import CLASSES
+from advisor.measure.device.families import CLASSES
 from advisor.read import read_trace
 from advisor.testing import TraceBuilder
 

@@ -15,7 +15,11 @@ from polars.testing import assert_frame_equal
 import advisor
 from advisor.core.snapshot import SnapshotFrame
 from advisor.measure import Analysis
-from advisor.measure.memory.fragments import explain_placement, measure_fragments, measure_repacking
+from advisor.measure.memory.allocator_replay import (
+    explain_placement,
+    measure_fragments,
+    measure_repacking,
+)
 from advisor.measure.memory.layer_memory import ModuleCall, held_by_module
 from advisor.measure.memory.memory_origin import find_origin
 from advisor.measure.memory.memory_savings import find_savings

@@ -20,8 +20,8 @@ from advisor.core.errors import AdvisorError
 from advisor.core.report import Report, Serving
 from advisor.measure import Analysis
 from advisor.measure.serving.annotations import Mark, Sums, parse_mark
-from advisor.measure.serving.attention_cost import Heads, attention_cost
 from advisor.measure.serving.graphs import attach_capture, missing_records
+from advisor.measure.serving.passes import Heads, attention_cost
 from advisor.measure.serving.phases import measure_serving
 from advisor.read import open_run
 from advisor.render.formats import REPORTS

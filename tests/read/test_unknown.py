@@ -13,7 +13,7 @@ import pytest
 
 from advisor.core.errors import AdvisorError
 from advisor.read import open_run, read_trace
-from advisor.read.trace_listing import without_copies
+from advisor.read.runs import without_copies
 
 CORPUS = Path(__file__).resolve().parents[1] / "corpus"
 

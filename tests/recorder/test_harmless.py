@@ -18,7 +18,7 @@ import pytest
 from recording_checks import check_sums, only_rank
 
 from advisor.core.run_directory import read_recording
-from advisor.recorder import batch as batch_module
+from advisor.recorder import loaders as batch_module
 from advisor.recorder import session as sessions
 from advisor.recorder.api import Recorder
 

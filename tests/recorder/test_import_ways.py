@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from advisor.recorder.finish import with_injected
-from advisor.recorder.injection_status import NOTES
+from advisor.recorder.injection import NOTES
 
 TORCH = """
 import os, pathlib

@@ -15,7 +15,7 @@ import pytest
 from recording_checks import only_rank
 
 from advisor.core.run_directory import read_recording
-from advisor.recorder import injection_status as reach
+from advisor.recorder import injection as reach
 
 pytest.importorskip("torch")
 

@@ -15,8 +15,7 @@ pytest.importorskip("torch")
 from advisor.core.run_directory import Manifest, Rank, Step
 from advisor.recorder import clock as tape
 from advisor.recorder import tape_reader as reading
-from advisor.recorder.batch import Batch
-from advisor.recorder.loaders import Loaders
+from advisor.recorder.loaders import Batch, Loaders
 from advisor.recorder.repeated_steps import RepeatedBlock
 from advisor.recorder.steps import FoundStep
 from advisor.recorder.tape_reader import TapeReader

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from advisor.core.run_directory import Event, Rank, RankRecord, read_recording
-from advisor.measure.host.sampled_stacks import MIN_SAMPLES, hottest_line, read_stacks
+from advisor.measure.host.stacks import MIN_SAMPLES, hottest_line, read_stacks
 from advisor.measure.steps.step_records import StepRecords
 from advisor.recorder.stack_samples import MAX_STACKS, StackSampler
 

@@ -12,8 +12,7 @@ from pathlib import Path
 import pytest
 
 from advisor.core.run_directory import Sample
-from advisor.recorder.host_sampler import HostSampler
-from advisor.recorder.telemetry import MAX_HZ, Sampler, SampleSource
+from advisor.recorder.telemetry import MAX_HZ, HostSampler, Sampler, SampleSource
 
 pytestmark = pytest.mark.timed
 

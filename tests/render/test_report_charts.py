@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from advisor import analyze
 from advisor.advise.report_charts import MAX_CAUSES, build_step_bar
 from advisor.cli.output import _ASCII
-from advisor.core import palette
+from advisor.core import charts
 from advisor.core.charts import Segment
 from advisor.core.report import IdleCause, Report
 from advisor.dashboard import theme
@@ -84,7 +84,7 @@ def test_idle_time_without_causes_is_one_segment(report: Callable[..., Report]) 
 
 
 def test_every_class_of_one_bar_has_a_glyph_and_a_colour_of_its_own() -> None:
-    bars = {"work": palette.CLASSES, "idle": palette.CAUSES, "host": palette.HOST}
+    bars = {"work": charts.CLASSES, "idle": charts.CAUSES, "host": charts.HOST}
     for name, looks in bars.items():
         for what in ("glyph", "colour"):
             shown = [getattr(look, what) for key, look in looks.items() if key != "idle"]
@@ -93,11 +93,11 @@ def test_every_class_of_one_bar_has_a_glyph_and_a_colour_of_its_own() -> None:
                 name,
                 what,
             )
-    fallback = [look.glyph.translate(_ASCII) for look in palette.CAUSES.values()]
+    fallback = [look.glyph.translate(_ASCII) for look in charts.CAUSES.values()]
     assert len(set(fallback)) == len(fallback)
     assert all(glyph.isascii() for glyph in fallback)
-    assert set(palette.CAUSES) == set(CAUSES)
-    assert set(CLASSES) <= set(palette.HOST)
+    assert set(charts.CAUSES) == set(CAUSES)
+    assert set(CLASSES) <= set(charts.HOST)
 
 
 def test_a_cause_has_one_colour_wherever_it_is_shown(report: Callable[..., Report]) -> None:
@@ -109,7 +109,7 @@ def test_a_cause_has_one_colour_wherever_it_is_shown(report: Callable[..., Repor
         assert f".c-idle-sync {{ fill: {theme.colour_of('idle', 'sync')};" in page
         assert theme.colour_of("idle", "loader") in made._repr_html_()
         looks = {segment.key: segment.look for segment in idle_of(made)}
-        assert looks["sync"] == palette.CAUSES["sync"]
+        assert looks["sync"] == charts.CAUSES["sync"]
 
 
 def test_without_operators_the_bar_is_of_the_programs_ranges() -> None:

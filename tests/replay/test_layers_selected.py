@@ -9,9 +9,8 @@ from advisor.core.finding import Select
 from advisor.core.trace import Run
 from advisor.measure.host.layers import work_nodes
 from advisor.replay.language import parse_edit
-from advisor.replay.near_matches import find_present
 from advisor.replay.result import what_if
-from advisor.replay.selection import selected_gpu
+from advisor.replay.selection import find_present, selected_gpu
 from advisor.replay.window import WindowReplayer
 from advisor.testing import TraceBuilder
 

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from advisor import cli
-from advisor.core import scratch
+from advisor.core import files
 from advisor.export.csv_tables import CsvTable
 from advisor.replay import predictions
 from advisor.testing import TraceBuilder
@@ -130,7 +130,7 @@ def test_no_cell_is_a_formula(first: str) -> None:
 
 HELD = """
 import sys, time
-from advisor.core.scratch import scratch_folder
+from advisor.core.files import scratch_folder
 with scratch_folder() as folder:
     print(folder, flush=True)
     time.sleep(600)
@@ -142,17 +142,17 @@ def test_what_a_killed_process_left_goes_and_what_others_use_stays(
 ) -> None:
     (tmp_path / "advisor-of-somebody").mkdir()  # no lock in it: not ours to judge
     env = {**os.environ, "TMPDIR": str(tmp_path)}
-    monkeypatch.setattr(scratch, "MIN_AGE_SECONDS", 0.0)
+    monkeypatch.setattr(files, "MIN_AGE_SECONDS", 0.0)
     with subprocess.Popen(
         [sys.executable, "-c", HELD], env=env, stdout=subprocess.PIPE, text=True
     ) as program:
         assert program.stdout is not None
         left = Path(program.stdout.readline().strip())
         assert left.stat().st_mode & 0o777 == 0o700
-        with scratch.scratch_folder(tmp_path):
+        with files.scratch_folder(tmp_path):
             assert left.exists()
         program.kill()
         program.wait(60)
     time.sleep(0.01)
-    with scratch.scratch_folder(tmp_path) as mine:
+    with files.scratch_folder(tmp_path) as mine:
         assert {file.name for file in tmp_path.iterdir()} == {mine.name, "advisor-of-somebody"}

@@ -15,7 +15,7 @@ import pytest
 from advisor.core.errors import AdvisorError
 from advisor.tune.knob import Machine, all_knobs, find_knob
 from advisor.tune.knobs import host as affinity
-from advisor.tune.losses import check_losses
+from advisor.tune.measured_gain import check_losses
 from advisor.tune.spec import KnobSetting, Result
 
 pytest.importorskip("torch")

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from advisor.tune.knob import find_knob
-from advisor.tune.losses import check_losses
+from advisor.tune.measured_gain import check_losses
 from advisor.tune.session import not_tried, why_not
 from advisor.tune.spec import KnobSetting, Result
 

@@ -10,7 +10,7 @@ import pytest
 from advisor.core.errors import AdvisorError
 from advisor.render.formats import TRIALS
 from advisor.tune.knob import Machine
-from advisor.tune.plan import asked_for
+from advisor.tune.pipeline import asked_for
 from advisor.tune.process import Running, TrialProgram
 from advisor.tune.report import TrialReport, write_headline
 from advisor.tune.rounds import Limits

@@ -20,15 +20,15 @@ from advisor.core.run_directory import is_run, read_recording
 from advisor.core.trace import Run
 from advisor.measure.ranks.summary import Summary, Unread, one_run
 from advisor.read import open_run
+from advisor.read.auxiliary_files import is_named_log, logs_in, with_logs
 from advisor.read.directory import MAX_ELSEWHERE, trace_files
-from advisor.read.logs import is_named_log, logs_in, with_logs
 from advisor.read.registry import with_window
 from advisor.read.remote.urls import RankFilter, RemoteFile, is_url, local_path, rank_in, redact_url
-from advisor.read.trace_listing import read_source
+from advisor.read.runs import read_source
 
 if TYPE_CHECKING:
     from advisor.advise.options import Options
-    from advisor.advise.ranks.cluster import Cluster
+    from advisor.advise.ranks.worker_pool import Cluster
     from advisor.core.pool import ProcessPool
 
 MAX_RANKS_IN_MEMORY: Final = 16
@@ -177,7 +177,7 @@ def _workers(
     count: int | None, cluster: str | None, orders: int
 ) -> AbstractContextManager[ProcessPool | Cluster]:
     if cluster is not None:
-        from advisor.advise.ranks.cluster import Cluster
+        from advisor.advise.ranks.worker_pool import Cluster
 
         return Cluster(cluster)
     return start_processes(min(count or count_usable_cores(), orders))

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from advisor.measure.memory.fragments import measure_repacking
+from advisor.measure.memory.allocator_replay import measure_repacking
 from advisor.measure.memory.memory_history import PHASES, Ints, Mask
 from advisor.measure.memory.memory_kinds import CATEGORIES
 from advisor.measure.memory.memory_origin import CALLS, MODULE, Origin, frame_owner

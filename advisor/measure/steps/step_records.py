@@ -14,7 +14,7 @@ from advisor.core.run_directory import MAX_VALUE, is_sane
 
 if TYPE_CHECKING:
     from advisor.core.run_directory import Gpu, Host, RankRecord, Step
-    from advisor.measure.host.sampled_stacks import HottestLine, SampledStack
+    from advisor.measure.host.stacks import HottestLine, SampledStack
 
 Mask = NDArray[np.bool_]
 
@@ -301,14 +301,14 @@ class StepRecords:
     @cached_property
     def stacks(self) -> list[SampledStack]:
         """Python stacks of the training thread, sampled outside windows."""
-        from advisor.measure.host.sampled_stacks import read_stacks
+        from advisor.measure.host.stacks import read_stacks
 
         return read_stacks(self.record)
 
     def hottest_line(self, part: str) -> HottestLine | None:
         """The line of the user's code behind a part of the step (``data``, ``loop`` …); ``None``:
         not sampled, or too rarely."""
-        from advisor.measure.host.sampled_stacks import hottest_line
+        from advisor.measure.host.stacks import hottest_line
 
         return hottest_line([stack for stack in self.stacks if stack.part == part])
 

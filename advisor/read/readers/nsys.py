@@ -8,7 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from advisor.core.errors import AdvisorError
-from advisor.core.scratch import scratch_folder
+from advisor.core.files import scratch_folder
 from advisor.core.trace import Trace, TraceMeta
 from advisor.read.reader import Reader, ReaderClaim, ReadOptions
 from advisor.read.source import ByteSource

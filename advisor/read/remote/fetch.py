@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from advisor.core.errors import AdvisorError
-from advisor.core.scratch import scratch_folder
+from advisor.core.files import scratch_folder
 from advisor.read.remote import archives, filesystem
 from advisor.read.remote.filesystem import (
     ROOM_LEFT,

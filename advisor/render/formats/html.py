@@ -7,7 +7,7 @@ from functools import cache
 from importlib.resources import files
 from typing import Final
 
-from advisor.core import palette
+from advisor.core import charts
 from advisor.core import text as t
 from advisor.render import document as d
 from advisor.render.figures import table_head
@@ -66,7 +66,7 @@ class Html(DocumentRenderer):
 def style() -> str:
     """The page's style sheet."""
     sheet = files("advisor.render").joinpath("page.css").read_text(encoding="utf-8")
-    return f"{sheet}{palette.css_rules()}"
+    return f"{sheet}{charts.css_rules()}"
 
 
 def block(part: d.Block, level: int = 2) -> Markup:

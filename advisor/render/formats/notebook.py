@@ -9,7 +9,7 @@ import re
 from functools import cache
 from typing import Final
 
-from advisor.core import palette
+from advisor.core import charts
 from advisor.core import text as t
 from advisor.render import document as d
 from advisor.render.formats.html import block
@@ -98,7 +98,7 @@ def _fold(card: d.Card, *, opened: bool) -> Markup:
 
 @cache
 def _colours() -> dict[str, str]:
-    return dict(re.findall(r"\.([\w-]+) \{ ([^}]*) \}", palette.css_rules()))
+    return dict(re.findall(r"\.([\w-]+) \{ ([^}]*) \}", charts.css_rules()))
 
 
 def styled(markup: str) -> str:

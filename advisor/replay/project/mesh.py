@@ -30,7 +30,7 @@ from advisor.measure.device.shapes import OpInputs
 from advisor.replay.calibration import mesh_error
 from advisor.replay.graph import Array
 from advisor.replay.project.device_scaling import shortest_kernel
-from advisor.replay.project.scaled_step import scaled_step
+from advisor.replay.project.project import scaled_step
 from advisor.replay.window import WindowReplayer
 
 if TYPE_CHECKING:

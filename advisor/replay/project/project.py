@@ -1,5 +1,6 @@
 """A measured step on another GPU: replayed with its device work moved, its band, and whether its
-memory fits; and which GPU is the cheapest."""
+memory fits; and which GPU is the cheapest.
+"""
 
 from __future__ import annotations
 
@@ -14,15 +15,16 @@ import polars as pl
 from advisor.core.errors import AdvisorError
 from advisor.core.gpus import known_gpus
 from advisor.replay.calibration import device_error, host_error
-from advisor.replay.graph import Array
+from advisor.replay.graph import NEVER, Array, Edge
 from advisor.replay.project.device_scaling import CODE, KINDS, Moved, move_device_work
-from advisor.replay.project.scaled_step import scaled_step
 from advisor.replay.window import WindowReplayer
 
 if TYPE_CHECKING:
     from advisor.core.gpus import GpuSpec
     from advisor.core.prices import Prices
     from advisor.measure import Analysis
+    from advisor.replay.window import WindowReplayer
+
 
 MAX_UNKNOWN = 0.5
 """Share of kernel time of kernels of no known family from which nothing is projected."""
@@ -361,3 +363,23 @@ def describe_cheapest(result: tuple[Choice, ...]) -> str:
         more = " …" if len(also) > MAX_NAMES else ""
         text += f"; within the bands it could be {names}{more}"
     return text
+
+
+HOST_EDGES = (Edge.PROGRAM, Edge.LOADER, Edge.HANDOVER)
+"""What the host's speed decides: its own threads, and the loader's workers."""
+
+
+def scaled_step(
+    whatif: WindowReplayer, factor: Array, *, host: float = 1.0, later: float = 0.0
+) -> float:
+    """The measured step, ns, by the ratio of two replays. ``factor``: new duration of each row of
+    ``trace.gpu`` over the old one; ``host``: the same of host time; ``later``: ns by which kernels
+    start later after their launch."""
+    graph = whatif.graph
+    dur, weight = graph.dur.copy(), graph.weight.copy()
+    device = graph.device
+    dur[device] *= factor[graph.row[device]]
+    weight[np.isin(graph.edge, HOST_EDGES) & (weight > 0)] *= host
+    launch = (graph.edge == Edge.LAUNCH) & (weight > NEVER)
+    weight[launch] = np.maximum(weight[launch] + later, np.minimum(weight[launch], 0.0))
+    return whatif.a.step_ns * whatif.plan.steady(weight, dur) / max(whatif.steady_ns, 1.0)

@@ -18,14 +18,19 @@ from advisor.core.ranks import MissingRanks, Outlier, RankLine, Ranks, RanksWhat
 from advisor.core.ranks import format_ranks as rank_numbers
 from advisor.core.rule import Evidence
 from advisor.core.text import format_count, format_share
-from advisor.measure.ranks.clusters import find_clusters
+from advisor.measure.ranks.collectives import slow_links
 from advisor.measure.ranks.join import join_ranks, measure_waits
 from advisor.measure.ranks.members import Places, find_stages
-from advisor.measure.ranks.network import slow_links
-from advisor.measure.ranks.outliers import Deviation, Job, find_outliers, merge_outliers
+from advisor.measure.ranks.outliers import (
+    Deviation,
+    Job,
+    describe_change,
+    describe_reason,
+    find_outliers,
+    merge_outliers,
+)
 from advisor.measure.ranks.profile import CLASSES, profile_ranks
-from advisor.measure.ranks.summary import Summary, Unread, one_run
-from advisor.measure.ranks.wording import describe_change, describe_reason
+from advisor.measure.ranks.summary import Summary, Unread, find_clusters, one_run
 from advisor.replay.ranks.gains import estimate_gain, no_stragglers, no_transfers
 from advisor.replay.ranks.ranks_replay import JobGain, RanksReplay
 

@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from advisor.advise.ranks import cluster as home
-from advisor.advise.ranks.cluster import Cluster
+from advisor.advise.ranks import worker_pool as home
 from advisor.advise.ranks.job import RanksDone
+from advisor.advise.ranks.worker_pool import Cluster
 from advisor.core.errors import AdvisorError
 
 

@@ -271,7 +271,7 @@ def test_what_a_killed_process_left_goes_next_time(
         while not web.state.asked["GET /a.json"] and time.monotonic() < end:
             time.sleep(0.05)
         (left,) = tmp_path.iterdir()
-        monkeypatch.setattr("advisor.core.scratch.MIN_AGE_SECONDS", 0.0)
+        monkeypatch.setattr("advisor.core.files.MIN_AGE_SECONDS", 0.0)
         source = RemoteFile(url="b", at=f"{web.url}/b.json")
         with open_locally(source, folder=tmp_path):
             assert left.exists()  # its process is there
@@ -322,7 +322,7 @@ def test_a_path_like_a_url_is_not_fetched_where_paths_are_given(
     web: Server, trace_bytes: Made, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from advisor.dashboard.session import DashboardSession
-    from advisor.mcp.bounds import Allowed
+    from advisor.mcp.answers import Allowed
     from advisor.mcp.tools import Tools
 
     web.state.files["/rank0.json"] = trace_bytes(0)

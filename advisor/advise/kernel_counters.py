@@ -22,6 +22,7 @@ from advisor.measure.device.kernel_profiles import (
     MatchedKernel,
     ProfiledKernel,
     kernel_key,
+    label_kernels,
     shorten_kernel,
 )
 
@@ -151,15 +152,37 @@ def counters_verdict(report: Report) -> tuple[Status, str]:
         text += f": {', '.join(parts)}"
     text += f". {_longest(views)}"
     if report.notes:
-        return "bottlenecks", f"{text}{_first_fix(report.notes[0])}"
-    if not limits and all(view.duration_ns is None for view in views):
-        text += "Give the file of their times with it: the bandwidth needs both."
-    elif not limits:
+        return "bottlenecks", f"{text}{_first_fix(report.notes[0], views)}"
+    if limits:
+        text += _raise_occupancy(views)
+    elif all(view.duration_ns is None for view in views):
+        text += "Give the file of their times with it (--kernels FILE): the bandwidth needs both."
+    else:
         text += (
             "What limits it is not recorded: collect it with rocprof-compute profile (AMD) or "
             "ncu --set full (NVIDIA)."
         )
     return ("bottlenecks" if report.findings else "limited"), text.rstrip()
+
+
+LOW_OCCUPANCY = 0.25
+"""Achieved, below which a kernel that waits is advised more resident warps."""
+
+
+def _raise_occupancy(views: Sequence[KernelCounters]) -> str:
+    """What to do about the kernel that takes most time, where it waits and few warps are resident,
+    and no rule knows why."""
+    timed = [view for view in views if view.duration_ns is not None]
+    longest = max(timed, key=_total, default=None)
+    if longest is None or longest.limit != "latency" or longest.occupancy is None:
+        return ""
+    if longest.occupancy >= LOW_OCCUPANCY:
+        return ""
+    return (
+        f"Its occupancy is {t.format_share(longest.occupancy)}: too little runs at once to hide "
+        "the waits. Give it more work per launch, or use fewer registers and less shared memory "
+        "per block."
+    )
 
 
 def _counters_of(views: Sequence[KernelCounters]) -> str:
@@ -176,16 +199,16 @@ def _counters_of(views: Sequence[KernelCounters]) -> str:
 def _longest(views: Sequence[KernelCounters]) -> str:
     """A sentence about the kernel that takes most time in all profiled launches, else about the one
     that moves most bytes."""
+    short = label_kernels(view.short for view in views)
     timed = [view for view in views if view.duration_ns is not None]
     if not timed:
         moved = max(views, key=lambda view: view.dram_bytes or 0.0)
         if not moved.dram_bytes:
             return ""
-        name = labels.shorten(moved.short, 40)
-        return f"{name} moves most, {t.format_bytes(moved.dram_bytes)} per launch. "
+        return f"{short[moved.short]} moves most, {t.format_bytes(moved.dram_bytes)} per launch. "
     longest = max(timed, key=_total)
     took = t.format_duration(longest.duration_ns or 0.0)
-    name = labels.shorten(longest.short, 40)
+    name = short[longest.short]
     text = f"The longest, {name}, takes {took}"
     if longest.profiled > 1:
         share = _total(longest) / (sum(map(_total, timed)) or 1.0)
@@ -206,14 +229,18 @@ def _total(view: KernelCounters) -> float:
     return (view.duration_ns or 0.0) * view.profiled
 
 
-def _first_fix(note: Finding) -> str:
-    """What the first note names, and what its fix saves."""
+def _first_fix(note: Finding, views: Sequence[KernelCounters]) -> str:
+    """What the first note names, in which kernel, and what its fix saves."""
     title = note.title[0].lower() + note.title[1:]
     saved = sum(float(each.value or 0) for each in note.evidence if each.label == ONE_LAUNCH)
-    each = any(e.label == "kernels with it" and float(e.value or 0) > 1 for e in note.evidence)
-    launch = "one launch of each" if each else "a launch"
-    gain = f" A fix saves up to {t.format_duration(saved)} of {launch}." if saved else ""
-    return f"First: {title}.{gain}"
+    count = sum(int(e.value or 0) for e in note.evidence if e.label == "kernels with it")
+    short = label_kernels(view.short for view in views)
+    names = [short.get(labels.clean(kernel_key(place.kernel or ""))) for place in note.where[:1]]
+    more = f" and {count - 1} more" if count > 1 else ""
+    which = "".join(f" ({name}{more})" for name in names if name)
+    when = f"if each of the {count} is launched once" if count > 1 else "per launch"
+    gain = f" A fix saves up to {t.format_duration(saved)} {when}." if saved else ""
+    return f"First: {title}{which}.{gain}"
 
 
 def compiled_verdict(report: Report) -> tuple[Status, str]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import PurePath
 from typing import TYPE_CHECKING, Final
 
+from advisor.advise.terms import ask_to_record
 from advisor.core import labels
 from advisor.core import text as t
 from advisor.core.auxiliary_inputs import SOURCE_KINDS
@@ -134,7 +135,9 @@ def compare_window_with_run(report: Report) -> list[str]:
             f"{'long' if step.nearby_ns > step.ns else 'short'}"
         )
     elif step.profiler_overhead is not None and not why and step.nearby_ns is not None:
-        why.append(f"so are those around the window ({t.format_duration(step.nearby_ns)})")
+        same = (step.nearby_ns - step.ns) * step.window_slowdown > 0
+        which = "so are" if same else "unlike"
+        why.append(f"{which} those around the window ({t.format_duration(step.nearby_ns)})")
     return [f"{parts[0]}: {'; '.join(why)}" if why else parts[0]]
 
 
@@ -157,7 +160,7 @@ def time_heading(report: Report) -> tuple[str, str]:
     if step is None:
         return title, ""
     if step.window_slowdown is not None and abs(step.window_slowdown) >= EQUAL_STEP_SHARE:
-        return title, f"profiled, {t.format_duration(step.window_ns)} {t.format_per(report.per)}"
+        return title, f"profiled {report.per}, {t.format_duration(step.window_ns)}"
     if step.window_ns is None and abs(step.mean_ns / step.ns - 1) >= EQUAL_STEP_SHARE:
         return title, f"mean step, {t.format_duration(step.mean_ns)}"
     return title, ""
@@ -621,7 +624,7 @@ def describe_skipped_checks(report: Report) -> list[tuple[str, str]]:
     result = []
     for item in report.not_checked:
         why = labels.clean(item.why).rstrip(".")
-        record = f". Record with {labels.clean(item.record)}" if item.record else ""
+        record = f". {ask_to_record(labels.clean(item.record))}" if item.record else ""
         result.append((labels.clean(item.what), f"{why}{record}."))
     return result
 

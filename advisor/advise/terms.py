@@ -8,6 +8,7 @@ have to be recorded.
 
 from __future__ import annotations
 
+import re
 from typing import TYPE_CHECKING, NamedTuple
 
 from advisor.core.finding import SkippedCheck
@@ -77,17 +78,25 @@ class Tool(NamedTuple):
     """Records everything."""
     step: str
     """Marks a step."""
+    host: str
+    """Shows what the host does in a program without PyTorch."""
 
 
-_ROCTX = "a ROCTX range around each iteration"
+_ROCTX = ("a ROCTX range around each iteration", "ROCTX ranges around the host's work")
 _TOOLS = {
-    "nsys": Tool("nsys profile --trace=cuda,nvtx,osrt", "an NVTX range around each iteration"),
-    "rocpd": Tool("rocprofv3 --sys-trace", _ROCTX),
-    "rpd": Tool("runTracer.sh", _ROCTX),
-    "rocprofv3": Tool("rocprofv3 --sys-trace", _ROCTX),
+    "nsys": Tool(
+        "nsys profile --trace=cuda,nvtx,osrt",
+        "an NVTX range around each iteration",
+        "NVTX ranges around the host's work (or nsys profile --sample=process-tree, and read its "
+        "samples in Nsight Systems)",
+    ),
+    "rocpd": Tool("rocprofv3 --sys-trace", *_ROCTX),
+    "rpd": Tool("runTracer.sh", *_ROCTX),
+    "rocprofv3": Tool("rocprofv3 --sys-trace", *_ROCTX),
     "xplane": Tool(
         "TensorFlow's or JAX's profiler",
         "jax.profiler.StepTraceAnnotation (or tf.profiler.experimental.Trace) around each step",
+        "ProfilerOptions(python_tracer_level=1)",
     ),
 }
 _TOOLS["xla-timeline"] = _TOOLS["xplane"]
@@ -114,10 +123,12 @@ def how_to_record(option: str, meta: TraceMeta, *, recorder: bool = False) -> st
     match option.replace("(", "=").partition("=")[0]:
         case "record_shapes":
             return "torch.autograd.profiler.emit_nvtx(record_shapes=True)" if torch else ""
-        case "with_stack" if meta.framework in OTHER_FRAMEWORKS:
-            return "ProfilerOptions(python_tracer_level=1)"
-        case "with_stack" | "profile_memory":
-            return f"PyTorch's profiler and {option}" if torch else ""
+        case "with_stack" | "profile_memory" if torch:
+            return f"PyTorch's profiler and {option}"
+        case "with_stack":
+            return tool.host
+        case "profile_memory":
+            return ""
         case "activities":
             return tool.command
         case "schedule":
@@ -128,7 +139,18 @@ def how_to_record(option: str, meta: TraceMeta, *, recorder: bool = False) -> st
 def record_with(option: str, meta: TraceMeta, more: str = "") -> str:
     """A sentence that asks to record so, ``more`` at its end; ``""`` where that cannot be."""
     how = how_to_record(option, meta)
-    return f"Record with {how}{more}." if how else ""
+    return f"{ask_to_record(how)}{more}." if how else ""
+
+
+_RECORDING = re.compile(r"(?:an? (?!profiler that)|the |more |all |stacks )")
+
+
+def ask_to_record(how: str) -> str:
+    """A request to record: what (``more steps``), or with which option (``profile_memory=True``);
+    without a full stop."""
+    if how.startswith("with_stack"):
+        return f"Record stacks ({how})"
+    return f"Record {how}" if _RECORDING.match(how) else f"Record with {how}"
 
 
 def mark_steps(trace_format: str | None) -> str:

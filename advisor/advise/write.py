@@ -39,7 +39,7 @@ from advisor.advise.report_fields import (
     step_time,
 )
 from advisor.advise.report_text import has_large_gain
-from advisor.advise.terms import record_with
+from advisor.advise.terms import how_to_record, record_with
 from advisor.core import labels
 from advisor.core import text as t
 from advisor.core.auxiliary_inputs import CompileLog
@@ -53,7 +53,8 @@ if TYPE_CHECKING:
     from advisor.advise.check import RankFindings
     from advisor.advise.impact import GainEstimator
     from advisor.advise.priority import PrioritizedFindings
-    from advisor.core.finding import Finding, HotLine, SkippedCheck
+    from advisor.core.finding import Finding, HotLine, Impact, SkippedCheck
+    from advisor.core.report import HostShare, StepTime
     from advisor.core.rule import Rule
     from advisor.core.trace import Run
     from advisor.measure import Analysis
@@ -195,6 +196,10 @@ def write_verdict(
         status, text = "limited", short
     if report.flight is not None and report.flight.problems:
         status, text = "bottlenecks", f"{flight_verdict(report)[1]} {text}"
+    step = report.step
+    if step is not None and step.window_ns is not None and _varies(step):
+        mean, median = t.format_duration(step.mean_ns), t.format_duration(step.ns)
+        text = f"{text} The run's steps vary: median {median}, mean {mean}."
     crash = t.describe_crashes(report.crashes)
     if not crash:
         return status, text
@@ -243,8 +248,7 @@ def _shortcoming(report: Report, a: Analysis) -> str | None:
         return f"{why} No busy share, idle time or gain is given."
     if report.busy_share is None:
         return None
-    step = t.with_article(f"{t.format_duration(report.step_ns)} {report.per}")
-    busy = f"{t.format_share(report.busy_share)} of {step}"
+    busy = f"{t.format_share(report.busy_share)} of {_name_step(report)}"
     if a.lost.cut:
         return (
             f"The file is cut off. In what is left, the GPU is busy at least {busy}. Idle "
@@ -272,25 +276,14 @@ def _shortcoming(report: Report, a: Analysis) -> str | None:
 def _verdict(
     report: Report, a: Analysis
 ) -> tuple[Literal["bottlenecks", "healthy", "limited"], str]:
-    step = t.format_duration(report.step_ns)
-    unit: str = report.per
-    if unit == "step" and report.recorded is not None and report.recorded.inference:
-        unit = "inference step"
-    view = report.step
-    profiled = (
-        view is not None
-        and view.window_slowdown is not None
-        and abs(view.window_slowdown) >= MIN_APART_SHARE
-    )
+    of_step = _name_step(report)
     if report.busy_share is None:
-        return _without_gpu(report, a, t.with_article(f"{step} {unit}"), profiled)
-    busy = t.format_share(report.busy_share)
-    of_step = t.with_article(f"{step} {unit}")
-    busy_of = f"busy {busy} of {of_step}"
+        return _without_gpu(report, a, of_step)
+    busy_of = f"busy {t.format_share(report.busy_share)} of {of_step}"
     if report.scope.recorded_ns is not None:
-        busy_of = f"busy {busy} of {step}, from its first work to its last"
-    if profiled:
-        busy_of = f"busy {busy} while profiled, of {of_step}"
+        between = "between its first and its last work"
+        span = t.format_duration(report.step_ns)
+        busy_of = f"busy {t.format_share(report.busy_share)} of the {span} {between}"
     text = f"GPU {busy_of}{_alone(report)}"
     if has_large_gain(report):
         return "bottlenecks", f"{text}. {_lead(report)}.{_unexplained(report, a)}"
@@ -300,7 +293,9 @@ def _verdict(
     if report.busy_share >= HEALTHY_BUSY_SHARE:
         rates, near = _rates(report)
         if not near:
-            return "limited", f"{text}. No bottleneck stands out.{rates}{small}"
+            profile = " Profile them: --details has the command." * bool(report.profile_kernels)
+            left = "Its time is in the kernels, not in waits."
+            return "limited", f"{text}. {left}{rates}{profile}{small}"
         return "healthy", f"Healthy: the GPU is {busy_of}. No bottleneck stands out.{rates}{small}"
     once, longest = one_off_costs(a)
     if once >= MOSTLY_ONE_OFF_SHARE:
@@ -309,14 +304,41 @@ def _verdict(
         if longest == CAPTURE:
             action = "Record replays of the graph, and give both files: this one names the kernels."
         return "limited", (
-            f"One-off costs take {t.format_share(once)} of the {unit}, most of all {longest}. "
-            f"{action} {text}.{small}"
+            f"One-off costs take {t.format_share(once)} of the {report.per}, most of all "
+            f"{longest}. {action} {text}.{small}"
         )
     return "limited", f"{text}{_idle_without_fix(report, a)}{small}"
 
 
+def _name_step(report: Report) -> str:
+    """The step that the shares of a verdict are of: ``a 77.5 ms step``. Where it is that of the
+    profiled window, or a mean far from the median, that is said, and the other beside it."""
+    unit: str = report.per
+    if unit == "step" and report.recorded is not None and report.recorded.inference:
+        unit = "inference step"
+    step = report.step
+    if step is not None and step.window_ns is not None:
+        if abs(step.window_slowdown or 0.0) >= MIN_APART_SHARE:
+            profiled = t.format_duration(step.window_ns)
+            return f"a profiled {unit} of {profiled} ({t.format_duration(step.ns)} unprofiled)"
+    elif step is not None and _varies(step):
+        return _name_mean_step(step)
+    return t.with_article(f"{t.format_duration(report.step_ns)} {unit}")
+
+
+def _name_mean_step(step: StepTime) -> str:
+    """The same of the recorder's phases, whose shares are of the mean of the run's own steps."""
+    mean, median = t.format_duration(step.mean_ns), t.format_duration(step.ns)
+    return f"a mean step of {mean} (median {median})" if _varies(step) else f"a step of {mean}"
+
+
+def _varies(step: StepTime) -> bool:
+    """A few steps are much longer than most: the mean tells another story than the median."""
+    return abs(step.mean_ns / step.ns - 1) >= MIN_APART_SHARE
+
+
 def _without_gpu(
-    report: Report, a: Analysis, of_step: str, profiled: bool
+    report: Report, a: Analysis, of_step: str
 ) -> tuple[Literal["bottlenecks", "limited"], str]:
     """Status and verdict where no work of a GPU was recorded: what to record, and what the host
     does most. ``of_step``: ``a 131 ms step``."""
@@ -336,19 +358,16 @@ def _without_gpu(
         why = "The profiler lost the records of all GPU work."
         warm = schedule_of(meta, ": ", "wait=1, warmup=1, active=3")
         action = f"Record again after a warm-up{warm}."
-    if report.scope.step_source == "record":
+    on_host = a.record is not None and a.trains_on_host and not meta.truncated
+    if on_host:
+        why = f"The program {_does(report)} on the CPU."
+    elif report.scope.step_source == "record":
         why, action = "No window was profiled.", "GPU bottlenecks are unknown."
-    first, rest = (t.host_label(top.name, report.scope.framework), top.share), ""
-    if top.name == "unknown":
-        first, rest = _instead_of_unknown(report)
-    elif profiled:
-        rest = " while profiled"
-    label, share = first
-    host = f"Longest on the host: {label}, {t.format_share(share)} of {of_step}{rest}."
+    host = f"Longest on the host: {_longest_on_host(report, top, of_step)}."
     if has_large_gain(report):
         return "bottlenecks", f"{why} {host} {_lead(report)}."
     small = _largest_of_small(report)
-    if a.record is not None and a.trains_on_host and not meta.truncated:
+    if on_host:
         return "limited", f"{_nothing_on_host(report, of_step)}{small}"
     return "limited", " ".join(part for part in (why, action, host) if part) + small
 
@@ -366,14 +385,17 @@ CHECKED_ON_HOST = {
 """What is looked at where the host computes the steps, and the rules that do."""
 
 
+def _does(report: Report) -> str:
+    return "runs" if report.recorded is not None and report.recorded.inference else "trains"
+
+
 def _nothing_on_host(report: Report, of_step: str) -> str:
     """Where the host computes the steps and no fix gains much: what takes the time, and what was
     looked at."""
     top = report.host[0]
     label = t.host_label(top.name, report.scope.framework)
-    does = "runs" if report.recorded is not None and report.recorded.inference else "trains"
     its = of_step.split(" ", 1)[-1]
-    text = f"The program {does} on the CPU, and no finding explains its {its}."
+    text = f"The program {_does(report)} on the CPU, and no finding explains its {its}."
     if report.scope.step_source != "record" and top.name != "unknown":
         text += f" Most of it: {label} {t.format_share(top.share)}"
         first = report.operators[0] if report.operators and top.name == "dispatch" else None
@@ -381,8 +403,9 @@ def _nothing_on_host(report: Report, of_step: str) -> str:
         text += f"{above}."
     if report.recorded is not None and report.recorded.phases:
         phases = report.recorded.phases[:2]
-        shown = " and ".join(f"{labels.clean(p.name)} {t.format_share(p.share)}" for p in phases)
-        text += f" Longest phases: {shown}."
+        shown = " and ".join(f"{_name_phase(p.name)} {t.format_share(p.share)}" for p in phases)
+        of_run = " of the run's steps" * (report.scope.step_source != "record")
+        text += f" Longest phases{of_run}: {shown}."
     skipped = {rule for each in report.not_checked for rule in each.rule.split(", ")}
     looked = [what for what, rules in CHECKED_ON_HOST.items() if not skipped.issuperset(rules)]
     return f"{text} Looked at: {', '.join(looked)}." if looked else text
@@ -409,7 +432,7 @@ def _idle_without_fix(report: Report, a: Analysis) -> str:
     named = [f"{t.cause_label(part.cause, own)} ({t.format_share(part.share)}" for part in causes]
     named[0] += f" of the {report.per}"
     shown = {part.cause for part in causes}
-    how = record_with("with_stack=True", meta).removeprefix("Record with ").rstrip(".")
+    how = how_to_record("with_stack=True", meta)
     later = f" after a few steps{schedule_of(meta, ': ', LATER_STEPS)}" * ("compile" in shown)
     what = f" with {how}, to see what the host does" if "unknown" in shown and how else ""
     advice = "No rule has a fix with a significant gain."
@@ -436,20 +459,42 @@ def _not_shown(report: Report, a: Analysis, share: float) -> str:
     return " ".join(part for part in (f"{idle} of the {report.per}.", how) if part)
 
 
-def _instead_of_unknown(report: Report) -> tuple[tuple[str, float], str]:
-    """What the host does most, where the trace does not show it: by recorded phase, by range, by
-    the largest class that is known. Its name and share, and what is to be said behind them."""
-    if report.recorded is not None and report.recorded.phases:
-        phase = report.recorded.phases[0]
-        return (phase.name, phase.share), ""
-    if report.ranges:
-        most = report.ranges[0]
-        return (labels.shorten(labels.clean(most.name), 40), most.share), ""
-    own = report.scope.framework
-    known = [part for part in report.host if part.name != "unknown"]
-    part = (known or report.host)[0]
-    rest = "; the rest is not recorded" if known else ""
-    return (t.host_label(part.name, own), part.share), f"{rest} (with_stack=True shows it)"
+def _longest_on_host(report: Report, top: HostShare, of_step: str) -> str:
+    """What the host does most, with its share of the step; where the trace does not show it, by
+    recorded phase, by range, or the largest class that is known."""
+    own, rest = report.scope.framework, ""
+    label, share = t.host_label(top.name, own), top.share
+    recorded = report.recorded
+    if report.scope.step_source == "record":
+        label = _name_phase(top.name)
+    elif top.name != "unknown":
+        pass
+    elif recorded is not None and recorded.phases and report.step is not None:
+        label, share = _name_phase(recorded.phases[0].name), recorded.phases[0].share
+        of_step = _name_mean_step(report.step)
+    elif report.ranges:
+        label, share = (
+            labels.shorten(labels.clean(report.ranges[0].name), 40),
+            report.ranges[0].share,
+        )
+    else:
+        known = [part for part in report.host if part.name != "unknown"]
+        part = (known or report.host)[0]
+        label, share = t.host_label(part.name, own), part.share
+        rest = "; the rest is not recorded" * bool(known) + " (with_stack=True shows it)"
+    return f"{label}, {t.format_share(share)} of {of_step}{rest}"
+
+
+_PHASES = {
+    "data": "loading data",
+    "other": "code outside loading, forward, backward and optimizer",
+    "between steps": "code between the steps",
+}
+
+
+def _name_phase(name: str) -> str:
+    """A phase of the recorder in a sentence."""
+    return _PHASES.get(name, t.host_label(name))
 
 
 def _alone(report: Report) -> str:
@@ -535,12 +580,13 @@ def _rates(report: Report) -> tuple[str, bool]:
     if total < MIN_LEFT_SHARE * report.step_ns:
         return "", True
     parts = [
-        f"{family} {t.format_duration(ns)} (it reaches {t.format_share(1 - ns / time[family])})"
+        f"{family} {t.format_duration(ns)} (it reaches {t.format_share(1 - ns / time[family])} of "
+        "its rate)"
         for family, ns in sorted(left.items(), key=lambda item: -item[1])[:2]
         if ns >= MIN_FAMILY_SHARE * total
     ]
     return (
-        f" At the attainable rates its kernels would take {t.format_duration(total)} "
+        f" At the attainable rates of this GPU its kernels would take {t.format_duration(total)} "
         f"({t.format_share(total / report.step_ns)}) less: {', '.join(parts)}."
     ), total < FAR_SHARE * report.step_ns
 
@@ -566,22 +612,32 @@ def _lead(report: Report) -> str:
     """The first finding and its gain: a point, with the range where that is wide."""
     first = report.findings[0]
     impact = first.impact
-    if impact is None or impact.gain_ns is None or impact.share is None:
-        unknown = ". It slows each step, by how much is not recorded"
-        return f"First: {first.title}{unknown if first.known_cost else ''}"
     word = first.title.split(" ", 1)[0]
     named = word[1:] != word[1:].lower()  # "NCCL …", "DataLoader …", not "The …"
     title = first.title if named else first.title[0].lower() + first.title[1:]
+    if impact is None or impact.gain_ns is None or impact.share is None:
+        unknown = ". It slows each step, by how much is not recorded"
+        return f"First: {title}{unknown if first.known_cost else ''}"
     saving = t.format_saving(impact)
     about = "" if saving.startswith(("up to ", "at least ")) else "about "
     saving += "" if impact.currency == "step_time" else f" {t.format_per(impact.unit)}"
-    share = t.format_share(impact.share)
+    share = f"{t.format_share(impact.share)}{_of_which(report.step, impact)}"
     high_ns = max(impact.gain_ns, impact.high_ns or 0)
     if impact.low_ns is not None and (
         impact.low_ns < WIDE_LOW_END * impact.gain_ns or high_ns > WIDE_HIGH_END * impact.gain_ns
     ):
         share += f"; range {t.format_range(impact.low_ns, high_ns)}"
     return f"First: {title}. A fix saves {about}{saving} ({share})"
+
+
+def _of_which(step: StepTime | None, impact: Impact) -> str:
+    """Of which step time a gain is a share, where a verdict gives the mean and the median."""
+    if step is None or step.window_ns is not None or not _varies(step):
+        return ""
+    if impact.currency != "step_time" or not impact.gain_ns or not impact.share:
+        return ""
+    whole = impact.gain_ns / impact.share
+    return f" of the {'median' if abs(whole - step.ns) < abs(whole - step.mean_ns) else 'mean'}"
 
 
 def find_crashes(run: Run) -> list[Crash]:

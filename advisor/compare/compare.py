@@ -255,6 +255,13 @@ def list_limits(before: Report, after: Report, c: Comparison) -> list[str]:
         if not report.time and counterpart.time:
             result.append(f"No GPU work in the trace {which}: device time is not compared.")
     result += _step_limits(c, before)
+    earlier = [each.scope.earlier_ns for each in (before, after)]
+    if any(earlier):
+        shown = [t.format_duration(ns) if ns else "none" for ns in earlier]
+        result.append(
+            f"GPU work that was launched before the recording is left out: {shown[0]} before, "
+            f"{shown[1]} after."
+        )
     if c.other_shapes:
         result.append(
             "The same operators run on other input shapes: another batch size or sequence length. "

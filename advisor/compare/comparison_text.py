@@ -234,9 +234,14 @@ def step_notes(steps: StepTimeChange) -> list[str]:
     if steps.difference_ns is None:
         return []
     low, high = t.format_change(steps.low_ns or 0.0), t.format_change(steps.high_ns or 0.0)
+    became = "shorter" if steps.difference_ns < 0 else "longer"
+    shares = ""
+    if steps.share_low is not None and steps.share_high is not None:
+        shares = f" ({signed_share(steps.share_low)} to {signed_share(steps.share_high)})"
     result = [
-        f"Difference of the {steps.statistic}s: {t.format_change(steps.difference_ns)}, "
-        f"{format_interval(steps)} ({low} to {high}; {steps.method})."
+        f"The {steps.statistic} step became {t.format_duration(abs(steps.difference_ns))} "
+        f"{became}. With {steps.level:.0%} confidence the change is between {low} and {high}"
+        f"{shares}: {steps.method}."
     ]
     return [*result, *steps.notes]
 

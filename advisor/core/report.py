@@ -123,6 +123,9 @@ class Scope(Struct, kw_only=True):
     recorded_ns: int | None = None
     """Without steps, from the first to the last recorded work of host or GPU, ns: ``span_ns`` is
     the part from the GPU's first work to its last. ``null``: there are steps, or no GPU work."""
+    earlier_ns: int = 0
+    """GPU work that was launched before the recording and ran in it, ns: in no table of kernels and
+    no gain."""
 
     @property
     def timeless(self) -> bool:

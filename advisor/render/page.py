@@ -70,11 +70,15 @@ class Page:
             self._console.print(line.append_text(piece), no_wrap=True, crop=True)
 
     def section(self, title: str, aside: str = "") -> None:
-        """A heading with a thin line after it."""
+        """A heading with a thin line after it; an aside that does not fit beside it goes below."""
         self.blank()
         note = f" · {clean(aside)}" if aside else ""
-        dashes = "─" * max(0, self.width - cell_len(title) - cell_len(note) - 1)
-        self.line((clean(title), "bold"), (note, "dim"), (f" {dashes}", "dim"))
+        left = self.width - cell_len(clean(title)) - cell_len(note)
+        beside, below = (note, "") if left >= 0 else ("", aside)
+        dashes = "─" * max(0, (left if beside else left + cell_len(note)) - 1)
+        self.line((clean(title), "bold"), (beside, "dim"), (f" {dashes}", "dim"))
+        if below:
+            self.wrapped(clean(below), indent=2, style="dim")
 
     def flow(
         self,
@@ -93,14 +97,18 @@ class Page:
             self.wrapped(text, first=first, indent=indent + LABEL_WIDTH, style=style)
 
     def code(self, label: str, text: str, *, indent: int = 4) -> None:
-        """A snippet, its lines kept as they are: beside its name where they fit, else without
-        it and further left, with comments above their line, else folded."""
-        lines = clean(text, lines=True).strip("\n").split("\n")
-        lines = [piece for line in lines for piece in _comment_above(line, self.width - indent - 2)]
-        longest = max(map(cell_len, lines))
+        """A snippet, its lines kept as they are: beside its name where they fit, with comments
+        above their line if need be, else below it and further left, folded."""
+        given = clean(text, lines=True).strip("\n").split("\n")
         lead = " " * indent
-        if longest <= self.width - indent - LABEL_WIDTH - 2:
+        for width in (self.width - indent - LABEL_WIDTH - 2, self.width - indent - 2):
+            lines = [piece for line in given for piece in _comment_above(line, width)]
+            if max(map(cell_len, lines)) <= width:
+                break
+        if max(map(cell_len, lines)) <= self.width - indent - LABEL_WIDTH - 2:
             lead = f"{lead}{label}".ljust(indent + LABEL_WIDTH)
+        elif label:
+            self.line(f"{lead}{label}")
         room = max(20, self.width - len(lead) - 2)
         for piece in (piece for line in lines for piece in _folded(line, room)):
             self.line((f"{lead}│ ", "dim"), (piece, "cyan"))

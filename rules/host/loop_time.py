@@ -64,8 +64,9 @@ class LoopCode(Rule):
     many_operators = Threshold(32, "operators per step in a function: a loop over tensors", CHOSEN)
 
     fix = (
-        "Take the code out of the step: do not sleep or wait in it, compute its result once, or "
-        "prepare it in a DataLoader worker. Log and save every N steps only."
+        "Take this code out of the step: run it every N steps, compute its result once, or prepare "
+        "it in a DataLoader worker. Where it waits (a sleep, a server, a lock), wait in another "
+        "thread."
     )
     code = "if step % 100 == 0:       # not in every step\n    log(metrics)"
     verify = "Record again: the step is shorter by this code's time."

@@ -16,7 +16,6 @@ from advisor.measure.device.kernel_profiles import (
     ONE_LAUNCH,
     Limit,
     ProfiledKernel,
-    kernel_key,
     shorten_kernel,
 )
 from advisor.rules.citations import CHOSEN, NCU
@@ -95,7 +94,7 @@ class CounterRule(Rule):
             summary=f"{self._describe(k, saved)}{_sampled_at(k)}{also}",
             evidence=[
                 self.compare(
-                    f"{self._label} of {_short(k)}", saved.measured, self._limit_name, self._unit
+                    f"{self._label} of {k.label}", saved.measured, self._limit_name, self._unit
                 ),
                 *_facts(k),
                 *saving,
@@ -121,7 +120,7 @@ class CounterRule(Rule):
         value = t.format_share(saved.measured) if self._unit == "share" else f"{saved.measured:.3g}"
         limit: Threshold[float] = getattr(type(self), self._limit_name)
         return (
-            f"{_short(k)}: {self._label} {self._verb} {value} {limit.meaning}. A fix saves up to "
+            f"{k.label}: {self._label} {self._verb} {value} {limit.meaning}. A fix saves up to "
             f"{t.format_share(saved.share)} of the kernel's time."
         )
 
@@ -140,10 +139,6 @@ def _time(a: Analysis, k: ProfiledKernel) -> float:
     if len(k.rows):
         return float(a.trace.gpu["dur"].to_numpy()[k.rows].sum())
     return k.profile.duration_ns or 0.0
-
-
-def _short(k: ProfiledKernel) -> str:
-    return labels.shorten(labels.clean(kernel_key(k.profile.name)), 48)
 
 
 def _facts(k: ProfiledKernel) -> list[Evidence]:
@@ -206,7 +201,7 @@ class OccupancyLimited(CounterRule):
     def _describe(self, k: ProfiledKernel, saved: CounterSaving) -> str:
         by = f", limited by {k.limiter}" if k.limiter else ""
         return (
-            f"{_short(k)} has {t.format_share(saved.measured)} theoretical occupancy{by}, and no "
+            f"{k.label} has {t.format_share(saved.measured)} theoretical occupancy{by}, and no "
             f"unit is busier than {t.format_share((k.busiest or 0) / 100)}. More resident warps "
             f"save up to {t.format_share(saved.share)} of its time."
         )
@@ -458,7 +453,7 @@ class WarpStalls(CounterRule):
         name = next(iter(k.stalls))
         cure = self.cures.get(name, name.replace("_", " "))
         return (
-            f"{_short(k)} waits {t.format_share(saved.measured)} of its cycles for {cure}. Curing "
+            f"{k.label} waits {t.format_share(saved.measured)} of its cycles for {cure}. Curing "
             f"that saves up to {t.format_share(saved.share)} of its time."
         )
 

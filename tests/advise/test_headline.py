@@ -13,7 +13,7 @@ from advisor.advise.engine import Options, analyze
 from advisor.advise.report_text import describe_gain
 from advisor.core.report import Report
 from advisor.core.run_directory import Host, Rank, RankRecord
-from advisor.core.text import with_article
+from advisor.core.text import format_duration, with_article
 from advisor.render.formats import REPORTS
 from advisor.testing import TraceBuilder
 from advisor.testing.record import RecordBuilder, write_run
@@ -79,6 +79,35 @@ def test_a_trace_alone_leads_with_its_own_step(trace_alone: Report) -> None:
     assert trace_alone.step_ns == trace_alone.scope.step_ns > 0
 
 
+RECORDED = sorted((Path(__file__).parents[1] / "data" / "recorded").iterdir())
+
+
+@pytest.mark.parametrize("folder", RECORDED, ids=lambda folder: folder.name)
+def test_shares_and_gains_of_a_verdict_are_of_a_step_that_it_names(folder: Path) -> None:
+    """Shares of phases are of the mean step; the median is named beside it where it is another."""
+    report = analyze(folder, OPTIONS)
+    step = report.step
+    assert step is not None and step.window_ns is None
+    mean, median = format_duration(step.mean_ns), format_duration(step.ns)
+    apart = abs(step.mean_ns / step.ns - 1) >= 0.1
+    assert (f"mean step of {mean} (median {median})" in report.verdict) == apart
+    assert apart or f"{median} step" in report.verdict
+    impact = report.findings[0].impact if report.findings else None
+    if impact is not None and impact.currency == "step_time" and impact.gain_ns and impact.share:
+        named = {"mean": step.mean_ns, "median": step.ns}
+        which = [name for name in named if f"% of the {name}" in report.verdict]
+        assert len(which) == apart
+        assert all(impact.gain_ns / named[name] == pytest.approx(impact.share) for name in which)
+
+
+def test_a_verdict_says_that_a_runs_steps_vary(tmp_path: Path, trace_alone: Report) -> None:
+    profiled = trace_alone.scope.step_ns / MS
+    even = report_of(tmp_path / "even", run_of((40, 6), profiled=profiled, rest=(40, 6)))
+    assert "vary" not in even.verdict
+    late = report_of(tmp_path / "late", run_of((40, 6), (10, 60), profiled=profiled, rest=(40, 6)))
+    assert "The run's steps vary: median 6 ms, mean 12.8 ms." in late.verdict
+
+
 def test_all_renderers_lead_with_the_runs_own_step(tmp_path: Path, trace_alone: Report) -> None:
     profiled = trace_alone.scope.step_ns
     report = report_of(tmp_path / "run", run_of((40, 6), profiled=profiled / MS, rest=(40, 6)))
@@ -87,7 +116,7 @@ def test_all_renderers_lead_with_the_runs_own_step(tmp_path: Path, trace_alone: 
     assert report.step.window_ns == report.scope.step_ns == profiled
     assert report.step.window_slowdown == pytest.approx(profiled / (6 * MS) - 1)
     for name, text in texts(report).items():
-        assert "6 ms step" in text, name
+        assert "(6 ms unprofiled)" in text, name
         if name in ("terminal", "markdown", "html"):
             assert f"{profiled / 6e6 - 1:.0%} longer than the run" in text, name
 

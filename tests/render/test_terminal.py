@@ -67,6 +67,26 @@ def test_a_row_is_as_wide_as_its_own_gain_allows(report: Make) -> None:
     assert "Some steps take much longer" in shown
 
 
+def test_a_title_that_is_too_long_beside_its_gain_is_whole(report: Make) -> None:
+    title = "Resident memory of the process grows from step to step"
+    risk = Finding(
+        summary="why", title=title, impact=Impact(currency="risk", reason="out in 4,030 steps")
+    )
+    lines = REPORTS.render("terminal", replace(report(3), risks=[risk]), width=80).split("\n")
+    row = next(number for number, line in enumerate(lines) if line.strip() == title)
+    assert lines[row + 1] == "risk: out in 4,030 steps".rjust(80)
+
+
+def test_a_heading_is_whole_and_its_aside_goes_below_where_it_does_not_fit() -> None:
+    page = Page(60, colour=False)
+    page.section("Where the step's time goes on the main thread", "profiled step, 92.2 ms")
+    page.section("Where the time goes", "profiled step, 92.2 ms")
+    _, head, aside, _, beside = page.getvalue().split("\n")[:5]
+    assert head.startswith("Where the step's time goes on the main thread ──")
+    assert aside == "  profiled step, 92.2 ms"
+    assert beside.startswith("Where the time goes · profiled step, 92.2 ms ──")
+
+
 @pytest.mark.parametrize("stacks", [False, True])
 def test_the_first_finding_has_a_line_or_the_option_that_records_it(
     stacks: bool, tmp_path: Path
@@ -247,7 +267,7 @@ def test_code_that_does_not_fit_beside_its_name_moves_left_before_it_is_folded(
 ) -> None:
     line = "x" * 70
     shown = REPORTS.render("terminal", report(1, findings=[finding(1, code=f"a = 1\n{line}")]))
-    assert f"\n    │ a = 1\n    │ {line}\n" in shown
+    assert f"\n    code\n    │ a = 1\n    │ {line}\n" in shown
     shown = REPORTS.render("terminal", report(1, findings=[finding(1, code="y" * 90)]))
     assert "y" * 90 in "".join(re.findall(r"│ +(y+)$", shown, re.MULTILINE))
 

@@ -4,6 +4,7 @@ them a trace has."""
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
 from functools import cache
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
@@ -11,6 +12,7 @@ import numpy as np
 import polars as pl
 from numpy.typing import NDArray
 
+from advisor.core import labels
 from advisor.core.finding import Edit, Select
 from advisor.core.kernel_profile import CompiledKernel, KernelProfile
 from advisor.core.trace import Device
@@ -69,10 +71,15 @@ NO_STALLS = ("selected", "not_selected")
 """Warp states in which nothing is waited for."""
 
 
+LABEL_WIDTH = 34
+
+
 class ProfiledKernel(NamedTuple):
     """One kernel with its counters. Shares are percent of a peak; ``None``: not collected."""
 
     profile: KernelProfile
+    label: str
+    """Its name in sentences and tables."""
     limit: Limit
     """The busiest unit; ``latency``: no unit is busy; ``unknown``: none was measured."""
     use: dict[Limit, float]
@@ -111,7 +118,17 @@ def profiled_kernels(a: Analysis) -> list[ProfiledKernel]:
     if profiles is None:
         return []
     rows = _launches(a, profiles.kernels)
-    return [_measured(each, own) for each, own in zip(profiles.kernels, rows, strict=True)]
+    keys = [labels.clean(kernel_key(each.name)) for each in profiles.kernels]
+    labels = label_kernels(keys)
+    return [
+        _measured(each, labels[key], own)
+        for each, key, own in zip(profiles.kernels, keys, rows, strict=True)
+    ]
+
+
+def label_kernels(keys: Iterable[str]) -> dict[str, str]:
+    """Short names of the kernels of a report by their keys, the same in all its parts."""
+    return labels.labels_by_name(sorted(set(keys)), LABEL_WIDTH)
 
 
 def shorten_kernel(a: Analysis, k: ProfiledKernel, share: float) -> Edit | None:
@@ -130,7 +147,7 @@ def shorten_kernel(a: Analysis, k: ProfiledKernel, share: float) -> Edit | None:
     return Edit(op="scale", select=select, factor=1 - share, factor_low=1 - share, factor_high=1.0)
 
 
-def _measured(profile: KernelProfile, rows: NDArray[np.int64]) -> ProfiledKernel:
+def _measured(profile: KernelProfile, label: str, rows: NDArray[np.int64]) -> ProfiledKernel:
     use = {
         unit: max(known)
         for unit, names in UNITS.items()
@@ -147,6 +164,7 @@ def _measured(profile: KernelProfile, rows: NDArray[np.int64]) -> ProfiledKernel
     }
     return ProfiledKernel(
         profile,
+        label,
         limit,
         use,
         occupancy=_first(

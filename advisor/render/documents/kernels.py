@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Final
 
 from advisor.core import labels
 from advisor.core import text as t
+from advisor.measure.device.kernel_profiles import label_kernels
 from advisor.render.document import Block, Code, Grid, Items, Paragraph, Section
 
 if TYPE_CHECKING:
@@ -35,7 +36,7 @@ def tables(report: Report) -> list[Section]:
     traced = any(view.step_ns is not None for view in views)
     absent = sum(view.step_ns is None for view in views)
     views = [view for view in views if view.step_ns is not None] if traced else views
-    short = labels.labels_by_name((view.short for view in views), 34)
+    short = label_kernels(view.short for view in report.kernel_counters)
     several = any(view.profiled > 1 for view in views)
     rows = [_row(view, short[view.short], traced, several) for view in views[:MAX_ROWS]]
     head = [name for name in rows[0] if any(row[name] for row in rows)]
@@ -49,10 +50,10 @@ def tables(report: Report) -> list[Section]:
     blocks = [Section(title, [grid], aside)]
     sampled = [
         [
-            f"{t.shorten_path(each.file, 34)}:{each.line}",
+            f"{t.shorten_path(each.file, 28)}:{each.line}",
             t.format_share(each.share),
             "issuing" if each.stall == "selected" else each.stall,
-            labels.shorten(view.short, 26),
+            short[view.short],
         ]
         for view in views[:MAX_SHORT]
         for each in view.lines[:MAX_LINES]
@@ -61,7 +62,7 @@ def tables(report: Report) -> list[Section]:
     if sampled:
         grid = Grid(["line", "samples", "most wait for", "kernel"], sampled, align="lrll")
         blocks.append(Section("Where warps were sampled", [grid], "share of the kernel's samples"))
-    advice = [f"{labels.shorten(view.short, 40)}: {text}" for view in views for text in view.advice]
+    advice = [f"{short[view.short]}: {text}" for view in views for text in view.advice]
     if advice:
         count = t.count_noun(len(advice), "note") + " of the profiler"
         items = Items(advice[:MAX_ADVICE])

@@ -199,4 +199,4 @@ def _not_recorded(report: Report) -> str:
         return f"{lead}Put an NVTX or ROCTX range named layers.<number> around each layer{torch}."
     if first is not None and first.with_stack:
         return "No layers were recorded: the stacks show no call of a torch.nn.Module."
-    return f"{lead}Record with with_stack=True: PyTorch's profiler then records each module's call."
+    return f"{lead}Record stacks (with_stack=True): the profiler then records the calls of modules."

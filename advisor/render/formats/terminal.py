@@ -64,11 +64,14 @@ def _brief(document: d.Document, cards: Sequence[d.Card], options: RenderOptions
 
 
 def _row(page: Page, card: d.Card) -> None:
-    """One line a fix: what it is and what it brings."""
-    gain = labels.clean(card.gain)
-    if len(labels.clean(card.title)) > page.width - len(gain) - 6:  # a whole title before the range
+    """One line a fix: what it is and what it brings; two where the title is long."""
+    gain, name = labels.clean(card.gain), labels.clean(card.title)
+    if len(name) > page.width - len(gain) - 6:  # a whole title before the range
         gain = _RANGE.sub("", gain, count=1)
-    name = labels.shorten(labels.clean(card.title), max(page.width - len(gain) - 6, 12))
+    if len(name) > page.width - len(gain) - 6:
+        page.wrapped(name, first=f"{card.number:>2}  ", indent=4)
+        page.wrapped(gain.rjust(page.width - 4), indent=4, style="green")
+        return
     blanks = " " * max(2, page.width - 4 - len(name) - len(gain))
     page.line((f"{card.number:>2}  ", STYLES.get(card.tag, "")), name, (f"{blanks}{gain}", "green"))
 
@@ -113,6 +116,10 @@ class _Screen:
             match block:
                 case d.Card() if not (block.fix or block.full or self.details):
                     _row(self.page, block)
+                case d.FieldList() if not any(
+                    row.parts and (self.details or not row.detail) for row in block.rows
+                ):
+                    continue
                 case d.Card() if block.fix and (self.full <= 0 or self._is_brief(block)):
                     if not self.rows:
                         self.page.blank()

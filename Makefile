@@ -13,7 +13,7 @@ TYPESCRIPT := 5.9.3
 PRETTIER   := 3.10.1
 TORCH  := $(shell sed -n '/^torch==/p' constraints.txt)
 
-.PHONY: help demo demo-record test lint fmt docs docs-site lock bench record-h200 clean
+.PHONY: help demo demo-record test coverage lint fmt docs docs-site lock bench record-h200 clean
 .DEFAULT_GOAL := help
 
 help: ## Show this list
@@ -30,6 +30,12 @@ test: export PYTHONDONTWRITEBYTECODE =
 # worksteal: a worker that is done takes over tests from one that got the long ones.
 test: $(STAMP) ## Run the tests on all cores (ARGS="-k name" is passed to pytest)
 	$(BIN)/pytest -n auto --dist worksteal $(ARGS)
+
+# A report is made of failed tests too: what they executed, they executed.
+coverage: $(STAMP) ## Run the tests as test does, and list the lines that none executes
+	$(BIN)/coverage erase
+	status=0; $(BIN)/coverage run -m pytest -n auto --dist worksteal $(ARGS) || status=$$?; \
+	  $(BIN)/coverage combine --quiet && $(BIN)/coverage report && exit $$status
 
 lint: $(STAMP) ## Check style, formatting and types
 	$(BIN)/ruff check .

@@ -1,6 +1,7 @@
 """What recording costs a process: its training thread, its other threads, and waiting.
 
     python benchmarks/bench_overhead.py [--steps 4000] [--seconds 30] [--blocks 12] [--write]
+    python benchmarks/bench_overhead.py --stack-samples [--write]
 
 The first table: steps with the recorder's hooks and steps without take turns, in pairs whose order
 is drawn, so that what the machine does besides falls on both. Both call the same functions in the
@@ -15,6 +16,10 @@ with the recorder's threads at work meanwhile: CPU time of the training thread, 
 thread slept: wall time less its CPU time less the time that it was ready to run and had no core
 (``schedstat``, which is where other programs show). The loop itself never sleeps, so that is what
 it waits for the interpreter's lock; the control says so. Linux only.
+
+``--stack-samples`` measures these alone: the CPU time of the sampler's thread, waking included, for
+as many samples as it takes at its first rate, of a thread that trains below 40 frames. Its wait for
+the interpreter is no CPU time; what that costs the training thread is in the second table.
 
 ``--write`` puts the tables into docs/overhead.md.
 """
@@ -44,11 +49,21 @@ from torch.utils.data import DataLoader, TensorDataset, dataloader
 
 from advisor.recorder.options import RecordOptions
 from advisor.recorder.session import RecordingSession
+from advisor.recorder.stack_samples import (
+    FAST_SAMPLES,
+    FAST_SECONDS,
+    MAX_SAMPLES,
+    SLOW_SECONDS,
+    StackSampler,
+)
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "overhead.md"
 WARM = 300
 """Steps before any is measured: caches, allocators, CPython's specialised code."""
-BEGIN, END = "<!-- bench_overhead: begin -->", "<!-- bench_overhead: end -->"
+TABLES, SAMPLES = "bench_overhead", "bench_overhead samples"
+"""What the page's comments around each measured part are called by."""
+FRAMES = 40
+"""Of the stack that is sampled: a training function below a trainer of some library."""
 
 
 class Calls(NamedTuple):
@@ -342,17 +357,69 @@ def whole(make: Callable[[], Loop], blocks: int, record: bool) -> Whole:
     return Whole(statistics.median(row[0] for row in taken[False]), *medians, spread)
 
 
-def main() -> None:
-    """Measure, print, and with ``--write`` keep."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+class TimedSampler(StackSampler):
+    """A sampler that notes the CPU time of its thread at the end, and counts its samples."""
+
+    def __init__(self, thread: int) -> None:
+        super().__init__(lambda: thread, lambda: False, self._count)
+        self.cpu = 0.0
+        """Seconds of the whole thread."""
+        self.count = 0
+        self.deepest = 0
+        """Frames of the deepest stack."""
+
+    def work(self) -> None:
+        super().work()
+        self.cpu = time.thread_time()
+
+    def _count(self, _: str, fields: dict[str, Any]) -> None:
+        self.count += sum(count for count, _ in fields["stacks"])
+        self.deepest = max(self.deepest, *(len(stack) for _, stack in fields["stacks"]))
+
+
+def stack_samples() -> list[str]:
+    """What a sample costs, and the share of a core that this is at each rate."""
+    loop = mlp()
+    sampler = TimedSampler(threading.get_ident())
+
+    def below(frames: int) -> None:
+        if frames:
+            below(frames - 1)
+            return
+        loop.train(WARM)
+        sampler.start()
+        while sampler.count < FAST_SAMPLES - 1 and sampler.problem is None:
+            loop.train(10)
+
+    below(FRAMES)
+    sampler.stop()
+    if sampler.problem is not None or not sampler.cpu:
+        sys.exit(f"sampling stopped: {sampler.problem}")
+    cost = sampler.cpu / sampler.count
+    rates = [1 / FAST_SECONDS, 1 / SLOW_SECONDS]
+    fast, slow = (f"{100 * rate * cost:.2f}%" for rate in rates)
+    return [
+        f"A sample of a thread {sampler.deepest} frames deep took {1e6 * cost:.0f} µs of CPU time"
+        f" (mean of {sampler.count}).",
+        f"At {rates[0]:.0f} samples per second that is {fast} of a core, at {rates[1]:.0f} per"
+        f" second {slow}.",
+        f"The {MAX_SAMPLES:,} samples of a long run take {1e3 * MAX_SAMPLES * cost:.0f} ms in all.",
+        "",
+        where(),
+    ]
+
+
+def where() -> str:
+    """The machine, in a line."""
+    device = torch.cuda.get_device_name() if torch.cuda.is_available() else "no GPU"
+    return (
+        f"torch {torch.__version__}, Python {platform.python_version()}, {os.cpu_count()} cores,"
+        f" {device}. One call of an empty Python function took {call():.0f} ns."
     )
-    parser.add_argument("--steps", type=int, default=4000, help="pairs of steps a row")
-    parser.add_argument("--seconds", type=float, default=60, help="at most so long a row")
-    parser.add_argument("--blocks", type=int, default=12, help="pairs of blocks a row")
-    parser.add_argument("--write", action="store_true", help="put the table into docs/overhead.md")
-    given = parser.parse_args()
-    torch.set_num_threads(1)
+
+
+def tables(steps: int, seconds: float, blocks: int) -> list[str]:
+    """Both tables, as lines."""
     table = [
         "| loop | what | plain step, µs | added, µs | 95% interval, µs | share | pairs |",
         "|---|---|---:|---:|---:|---:|---:|",
@@ -367,16 +434,11 @@ def main() -> None:
     for name, make in (("MLP, 5 modules", mlp), ("160 small modules", deep)):
         for what, measure, options in kinds:
             print(f"{name}: {what} …", file=sys.stderr, flush=True)
-            row = measure(make, given.steps, given.seconds, **options)
+            row = measure(make, steps, seconds, **options)
             table.append(
                 f"| {name} | {what} | {row.plain:.0f} | {row.added:+.1f} | {row.low:+.1f} to"
                 f" {row.high:+.1f} | {100 * row.added / row.plain:+.1f}% | {row.pairs} |"
             )
-    device = torch.cuda.get_device_name() if torch.cuda.is_available() else "no GPU"
-    where = (
-        f"torch {torch.__version__}, Python {platform.python_version()}, {os.cpu_count()} cores,"
-        f" {device}. One call of an empty Python function took {call():.0f} ns."
-    )
     told = [
         "| loop | what | plain step, µs | training thread, µs | process CPU, µs | blocked, µs"
         " | ± | together, µs |",
@@ -385,12 +447,12 @@ def main() -> None:
     for name, make in (("MLP, 5 modules", mlp), ("160 small modules", deep)):
         for what, record in (("nothing (control)", False), ("recorded, telemetry at 2 Hz", True)):
             print(f"{name}: {what}, whole …", file=sys.stderr, flush=True)
-            cost = whole(make, given.blocks, record)
+            cost = whole(make, blocks, record)
             told.append(
                 f"| {name} | {what} | {cost.plain:.0f} | {cost.thread:+.1f} | {cost.process:+.1f}"
                 f" | {cost.blocked:+.1f} | {cost.spread:.1f} | {cost.process + cost.blocked:+.1f} |"
             )
-    lines = [
+    return [
         "Training thread, its CPU time:",
         "",
         *table,
@@ -399,14 +461,33 @@ def main() -> None:
         "",
         *told,
         "",
-        where,
+        where(),
     ]
+
+
+def main() -> None:
+    """Measure, print, and with ``--write`` keep."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
+    parser.add_argument("--steps", type=int, default=4000, help="pairs of steps a row")
+    parser.add_argument("--seconds", type=float, default=60, help="at most so long a row")
+    parser.add_argument("--blocks", type=int, default=12, help="pairs of blocks a row")
+    parser.add_argument("--stack-samples", action="store_true", help="only what these cost")
+    parser.add_argument("--write", action="store_true", help="put the table into docs/overhead.md")
+    given = parser.parse_args()
+    torch.set_num_threads(1)
+    part, lines = (
+        (SAMPLES, stack_samples())
+        if given.stack_samples
+        else (TABLES, tables(given.steps, given.seconds, given.blocks))
+    )
     print("\n".join(lines))
     if given.write:
-        text = PAGE.read_text("utf-8")
-        before, rest = text.split(BEGIN)
-        tail = rest.split(END)[1]
-        PAGE.write_text("\n".join([before + BEGIN, *lines, END + tail]), "utf-8")
+        begin, end = f"<!-- {part}: begin -->", f"<!-- {part}: end -->"
+        before, rest = PAGE.read_text("utf-8").split(begin)
+        tail = rest.split(end)[1]
+        PAGE.write_text("\n".join([before + begin, *lines, end + tail]), "utf-8")
 
 
 if __name__ == "__main__":

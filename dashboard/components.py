@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -35,6 +36,20 @@ def head(title: str, lead: Any = None, *below: Any) -> Any:
         *below,
         cls="page-head",
     )
+
+
+MAX_VERDICT = 180
+"""Characters of a verdict that are a heading: three lines of a page."""
+
+
+def verdict_head(verdict: str) -> list[Any]:
+    """A verdict as heading: its first sentence, with those after it that have room. The others
+    are the paragraph under it."""
+    first, *others = re.split(r"(?<=[a-z)`%\d]\.)\s+(?=[A-Z])", labels.clean(verdict))
+    while others and len(first) + 1 + len(others[0]) <= MAX_VERDICT:
+        first = f"{first} {others.pop(0)}"
+    lead = element("P", " ".join(others), cls="lead") if others else None
+    return [element("H1", first), lead]
 
 
 def card(title: str, *body: Any, aside: str = "", tools: Any = None, cls: str = "") -> Any:

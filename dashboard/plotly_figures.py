@@ -7,6 +7,7 @@ PNG has, on white.
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
@@ -244,20 +245,17 @@ def icicle(tree: pl.DataFrame, root: str) -> Any:
             ids=["all", *ids],
             parents=["", *parents],
             labels=[root, *names],
-            values=[total, *values],
+            values=_containing(tree, total),
             branchvalues="total",
             sort=False,
             tiling={"orientation": "v", "pad": 1},
             marker={"colors": ["#dedcf6", *(_shade(name) for name in tree["name"])]},
             textfont={"size": 12, "color": "#1c1c1f"},
             customdata=[
-                [root, t.format_duration(total)],
-                *(
-                    [name, t.format_duration(value)]
-                    for name, value in zip(full, values, strict=True)
-                ),
+                [name, t.format_duration(value), t.format_share(value / max(total, 1))]
+                for name, value in zip([root, *full], [total, *values], strict=True)
             ],
-            hovertemplate="%{customdata[0]}<br>%{customdata[1]}, %{percentRoot:.1%}<extra></extra>",
+            hovertemplate="%{customdata[0]}<br>%{customdata[1]}, %{customdata[2]}<extra></extra>",
             pathbar={"visible": True, "thickness": 22},
             maxdepth=9,
             leaf={"opacity": 1},
@@ -267,6 +265,16 @@ def icicle(tree: pl.DataFrame, root: str) -> Any:
         margin={"l": 0, "r": 0, "t": 24, "b": 0}, uniformtext={"minsize": 9, "mode": "hide"}
     )
     return made
+
+
+def _containing(tree: pl.DataFrame, total: int) -> list[int]:
+    """Areas of the root and of each node, none smaller than its children together. Host ranges may
+    overlap (a phase and the loader's own), and plotly draws nothing where they do not fit."""
+    areas, inside = dict(zip(tree["node"], tree["ns"], strict=True)), Counter[int | None]()
+    for node, parent in zip(reversed(tree["node"]), reversed(tree["parent"]), strict=True):
+        areas[node] = max(areas[node], inside[node])
+        inside[parent] += areas[node]
+    return [max(total, inside[None]), *areas.values()]
 
 
 def _bare(name: str) -> str:

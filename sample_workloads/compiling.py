@@ -36,8 +36,8 @@ class BrokenBlock(nn.Module):
 def graph_breaks(run: Setup) -> Iterator[Any]:
     """A compiled model with values that are read in the middle of it.
 
-    ``.item()`` in each block asks whether activations have run away; the compiler cannot follow a
-    decision that depends on a value, so it ends one graph there and begins another.
+    ``.item()`` in each block asks whether activations have run away. The compiler cannot follow a
+    decision that depends on a value. So it ends one graph there and begins another.
 
     The cure: ``torch.clamp``, which needs no decision; ``fullgraph=True`` makes sure. (On a CPU the
     model is traced but not compiled, so that no C++ compiler is needed.)
@@ -58,8 +58,8 @@ def graph_breaks(run: Setup) -> Iterator[Any]:
 def recompilation(run: Setup) -> Iterator[Any]:
     """A compiled model that meets a new shape in every step.
 
-    Compiled for fixed shapes (``dynamic=False``), each new length is compiled anew, which takes
-    seconds where a step takes milliseconds; after eight of them ``torch.compile`` gives up and runs
+    With fixed shapes (``dynamic=False``) each new length is compiled anew. That takes seconds,
+    where a step takes milliseconds. After eight of them ``torch.compile`` gives up and runs
     eagerly.
 
     Here the limit is lifted, as it often is.
@@ -102,7 +102,7 @@ def unfused_pointwise(run: Setup) -> Iterator[Any]:
     """An activation function written as a chain of elementwise operators.
 
     Each operator is a kernel that reads its inputs from memory and writes its result back for the
-    next one to read: the arithmetic is free, the traffic is not.
+    next one to read. The arithmetic is free, the traffic is not.
 
     The cure: ``torch.compile`` for the function, which makes one kernel of the chain. (On a CPU it
     is traced but not compiled, so that no C++ compiler is needed.)

@@ -25,7 +25,7 @@ from advisor.sample_workloads.training import layers, sgd, train
 def batch1_inference(run: Setup) -> Iterator[Any]:
     """A transformer that answers one request at a time, in fp32.
 
-    A batch of one gives the GPU kernels of a few microseconds, which the host cannot launch fast
+    A batch of one gives the GPU kernels of a few microseconds. The host cannot launch them fast
     enough, and fp32 leaves the tensor cores idle.
 
     The cure: requests gathered into batches of 32, in bf16 (on a GPU; a CPU stays with fp32).

@@ -83,7 +83,7 @@ def nchw_convolution(run: Setup) -> Iterator[Any]:
 def small_batch(run: Setup) -> Iterator[Any]:
     """A batch too small to fill the GPU: a few very long rows, one thread block each.
 
-    Normalisation and softmax of a row run in one block, on one multiprocessor, and a batch of eight
+    Normalisation and softmax of a row run in one block, on one multiprocessor. A batch of eight
     recordings of half a million samples leaves all others without work, for milliseconds.
 
     The cure: sixteen times the batch, which takes hardly longer. (The learning rate would have to

@@ -50,8 +50,8 @@ class Photos(Dataset):
 def cpu_transforms(run: Setup) -> Iterator[Any]:
     """Image transforms that keep the loader's workers busy longer than the step takes.
 
-    Two workers decode 512x512 images, convert them to float, jitter and normalise all of it, and
-    throw most of it away in the crop at the end. They cannot keep up, and what they produce is four
+    Two workers decode 512x512 images, convert them to float, and jitter and normalise all of it.
+    The crop at the end throws most of it away. They cannot keep up, and what they produce is four
     times as large on the way to the GPU as the bytes it came from.
 
     The cure: crop first, hand over bytes, and do the arithmetic on the device for the whole batch
@@ -253,8 +253,8 @@ def batches(run: Setup, width: int) -> Iterator[Any]:
 def pageable_copies(run: Setup) -> Iterator[Any]:
     """Large batches copied to the GPU from ordinary, pageable memory.
 
-    The driver has to stage such a copy through a pinned buffer, piece by piece, and the host thread
-    stands still meanwhile: nothing can be launched, and copy and compute cannot overlap.
+    The driver has to stage such a copy through a pinned buffer, piece by piece. The host thread
+    stands still meanwhile. Nothing can be launched, and copy and compute cannot overlap.
 
     The cure: pinned memory, ``non_blocking=True``, and a stream of its own on which the next batch
     is copied while the present one is computed.
@@ -283,8 +283,8 @@ def pageable_copies(run: Setup) -> Iterator[Any]:
 def worker_respawn(run: Setup) -> Iterator[Any]:
     """Short epochs that start their loader's workers anew each time.
 
-    An epoch has four batches, and without ``persistent_workers`` each begins with new processes:
-    import of modules, a copy of the data set, the first batch without anything prefetched.
+    An epoch has four batches, and without ``persistent_workers`` each begins with new processes.
+    They import modules and copy the data set, and nothing of the first batch is prefetched.
 
     The cure: ``persistent_workers=True``.
     """

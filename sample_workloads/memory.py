@@ -22,7 +22,7 @@ def eval_with_grad(run: Setup) -> Iterator[Any]:
     """Validation that builds a graph nobody uses.
 
     Without ``torch.no_grad()`` every validation batch keeps its activations for a backward pass
-    that never comes, and here its outputs are kept until the metric is computed, and the graphs
+    that never comes. Here its outputs are kept until the metric is computed, and the graphs
     with them.
 
     The cure: ``torch.inference_mode()`` around validation.
@@ -53,8 +53,8 @@ ROUND = 512
 def fragmentation(run: Setup) -> Iterator[Any]:
     """Sequences that are a little longer in every batch.
 
-    No block that the allocator holds is large enough for the next batch, so it asks the driver for
-    more in every step, waits for it, and the memory it has already lies idle in pieces.
+    No block that the allocator holds is large enough for the next batch. So it asks the driver for
+    more in every step and waits for it. The memory it has already lies idle in pieces.
 
     The cure: lengths rounded up to a multiple of 512, so that blocks fit again. (Positions beyond
     the length are masked, the results are the same.)
@@ -92,8 +92,8 @@ def loss_of(hidden: Any, head: Any, targets: Any) -> Any:
 def huge_vocabulary(run: Setup) -> Iterator[Any]:
     """Cross entropy over 128,000 words, for all tokens at once.
 
-    Logits, their log-softmax and their gradient, each tokens x vocabulary, are the largest tensors
-    of the whole step and decide how large the batch can be.
+    Logits, their log-softmax and their gradient are each tokens x vocabulary. They are the largest
+    tensors of the step and decide how large the batch can be.
 
     The cure: the loss in chunks of tokens, each recomputed in its backward pass, so that no tensor
     of the full size exists. It costs one more product of the last layer and frees gigabytes.
@@ -177,7 +177,7 @@ def memory_pressure(run: Setup) -> Iterator[Any]:
     """A batch chosen as large as the GPU's memory allows.
 
     Activations fill nearly all of it. The next longer sequence, an evaluation step or fragmentation
-    ends the run; before that the allocator hands memory back and takes it again, waiting for the
+    ends the run. Before that the allocator hands memory back and takes it again, and waits for the
     device each time.
 
     The cure: half the batch, with gradients of two of them added up where the larger one is needed.

@@ -74,9 +74,9 @@ def build_model() -> nn.Sequential:
 def simple_cnn(run: Setup) -> Iterator[Any]:
     """The textbook training loop: a small CNN on 32x32 images, fed by one process.
 
-    Slow on purpose, the way most first training scripts are: the DataLoader has ``num_workers=0``,
-    so every image is prepared by the training process itself while the GPU waits; each batch is
-    copied with ``.to(device)`` from pageable memory, which blocks the host; ``loss.item()`` in each
+    Slow on purpose, the way most first training scripts are. The DataLoader has ``num_workers=0``:
+    the training process prepares every image itself while the GPU waits. Each batch is copied
+    with ``.to(device)`` from pageable memory, which blocks the host. ``loss.item()`` in each
     step makes the host wait for the GPU before it may launch the next one.
 
     The cure: loader workers, pinned memory with ``non_blocking=True`` copies, and losses that stay

@@ -191,7 +191,7 @@ def _without_idle(
         SkippedCheck(
             what=name[:1].lower() + name[1:],
             why=why,
-            record="the window again, and copy the whole file"
+            record="the window again, from a whole file"
             if cut
             else "a shorter window, so that the profiler's buffers hold it, with all activities",
         )

@@ -125,10 +125,10 @@ class Amount(Struct, kw_only=True):
     """One figure on both sides."""
 
     group: str
-    """``time`` (exclusive device time), ``idle`` (by cause), ``host``, ``kernels`` (by family),
-    ``memory`` and ``memory by line`` (of snapshots, at the peak), ``phases`` and ``parts`` (of a
-    model that is served, by phase and by part of a layer), ``layers`` and ``memory by layer``
-    (own time and kept memory by kind of module, what changed most first), or ``figures``."""
+    """``time`` (exclusive device time), ``idle`` (by cause), ``host``, ``kernels`` (by family). Of
+    snapshots, at the peak: ``memory`` and ``memory by line``. Of a model that is served:
+    ``phases`` and ``parts`` of a layer. By kind of module, what changed most first: ``layers``
+    (own time) and ``memory by layer`` (kept). Else ``figures``."""
     name: str
     """Class, cause, family, or what is measured."""
     unit: str
@@ -188,8 +188,8 @@ class RealisedGain(Struct, kw_only=True):
     measured_high_ns: float | None = None
     """Upper end."""
     agrees: bool | None = None
-    """The interval and the range overlap, or the two differ by a tenth at most; for an upper bound:
-    the measured gain may be within it; ``null``: not compared."""
+    """The interval and the range overlap, or the two differ by a tenth at most. For an upper bound:
+    the measured gain may be within it. ``null``: not compared."""
     reason: str = ""
     """Why they are not compared."""
 

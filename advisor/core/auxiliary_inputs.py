@@ -146,9 +146,10 @@ class CollectiveProblem(Struct, frozen=True, kw_only=True):
         "not called", "no dump", "operation", "order", "size", "dtype", "deadlock",
         "unknown members", "unfinished",
     ]  # fmt: skip
-    """Ranks have not called it; members left no dump; calls differ in operation, order, size or
-    dtype; ranks wait for each other in different groups; some wait in a group whose other members
-    are not recorded; all called it and it has not ended."""
+    """What is wrong, in the order of these values. Ranks have not called it. Members left no dump.
+    Calls differ in operation, order, size or dtype. Ranks wait for each other in different
+    groups. Some wait in a group whose other members are not recorded. All called it and it has
+    not ended."""
     ranks: list[int]
     """Those it is due to; where calls differ, those that differ from most."""
     waiting: list[int]

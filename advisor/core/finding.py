@@ -57,8 +57,8 @@ def unit_of(step_source: str) -> Per:
 class Select(Struct, frozen=True, kw_only=True, omit_defaults=True):
     """Which events an :class:`Edit` touches: every field that is given must match.
 
-    Selectors name events by what they are, never by row number, so that an Edit can be written
-    by a person, stored, and applied to another window of the same job.
+    Selectors name events by what they are, never by row number. So a person can write an Edit,
+    store it, and apply it to another window of the same job.
     """
 
     on: Literal["gpu", "host", "gap"]
@@ -68,11 +68,12 @@ class Select(Struct, frozen=True, kw_only=True, omit_defaults=True):
     name: str = ""
     """Regular expression searched in the event's own name."""
     under: str = ""
-    """Regular expression searched in the names of the host events around it: for device work,
-    those around its launch; for a gap, the event that is blamed."""
+    """Regular expression searched in the names of the host events around it. For device work
+    these are around its launch; for a gap it is the event that is blamed."""
     layer: str = ""
-    """A module by its name, its kind or its path, ``*`` and ``?`` as in file names: device work of
-    it and of the modules in it. Without more, ``remove`` and ``scale`` change its host time too."""
+    """Device work of a module and of the modules in it. The module is given by its name, its kind
+    or its path, with ``*`` and ``?`` as in file names. Without more, ``remove`` and
+    ``scale`` change its host time too."""
     family: tuple[str, ...] = ()
     """Kernel families, as in ``Analysis.kernels`` (``gemm``, ``softmax``, ``communication`` …)."""
     copy: tuple[str, ...] = ()
@@ -85,9 +86,10 @@ class Select(Struct, frozen=True, kw_only=True, omit_defaults=True):
     cause: tuple[str, ...] = ()
     """Idle-gap causes, as in ``Analysis.gaps``."""
     at: Literal["", "step_start", "graph_break", "between_steps"] = ""
-    """``gap``: only instants before the first device work of their step, on the way from one
-    compiled graph to the next across a graph break, or from the end of an inference engine's step
-    to the first work of the next (``measure/steps/instants.py``)."""
+    """``gap``: only some instants (``measure/steps/instants.py``). ``step_start``: before the first
+    device work of their step. ``graph_break``: from one compiled graph to the next across a
+    break. ``between_steps``: from the end of an inference engine's step to the first work of the
+    next."""
     region: tuple[str, ...] = ()
     """``graph_break``: only breaks that lead into these compiled functions, by their numbers
     (``1`` of ``Torch-Compiled Region: 1/0``)."""
@@ -122,7 +124,7 @@ class Edit(Struct, frozen=True, kw_only=True, omit_defaults=True):
     host_ns: int | None = None
     """``drop_launch``: host time that remains for each launch."""
     ahead: bool = False
-    """``overlap``: it is also issued earlier, so that it is done when the host waits for the whole
+    """``overlap``: it is also issued earlier. So it is done when the host waits for the whole
     device, as far as the work beside it lasts. Not under the pessimistic assumption."""
     rank: int | None = None
     """Where several ranks are replayed together: the only one that is changed; ``None``: each in

@@ -143,9 +143,9 @@ class MeshAxis(Struct, frozen=True, kw_only=True):
     """The part of ``ns`` before the last rank of the group arrives; ``null``: needs the traces of
     all its ranks."""
     bus_gb_per_s: float | None
-    """Bus bandwidth of the messages of 1 MiB and more, as nccl-tests define it: where waiting is
-    known the median without it, else what a tenth of them exceed (waits lower it). ``null``: there
-    are none, or their sizes were not recorded."""
+    """Bus bandwidth of the messages of 1 MiB and more, as nccl-tests define it. Where waiting is
+    known it is the median without it, else what a tenth of them exceed (waits lower it).
+    ``null``: there are none, or their sizes were not recorded."""
     link: Literal["node", "network"] | None = None
     """All ranks of the group share a node, or it spans several; ``null``: unknown."""
     link_name: str | None = None

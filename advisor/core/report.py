@@ -91,7 +91,7 @@ class Scope(Struct, kw_only=True):
     model that infers, ``ProfilerStep``, ``recorder``, ``optimizer``, ``ranges``,
     ``device sequence`` or ``whole trace``; ``StepTraceAnnotation``, ``step_num`` or ``program`` of
     JAX and TensorFlow; ``record`` when no window was profiled and the figures are the recorder's
-    own; of a source without a trace ``snapshot``, ``counters``, ``Triton cache``,
+    own. Of a source without a trace it is ``snapshot``, ``counters``, ``Triton cache``,
     ``flight recorder``, ``network log`` or ``compile log``."""
     steps_found: int = 0
     """Steps in the trace, or in the range that was asked for."""
@@ -173,18 +173,18 @@ class StepTime(Struct, kw_only=True):
     window_slowdown: float | None = None
     """How much longer the window's mean step is than ``ns``, as a share of it."""
     profiler_overhead: float | None = None
-    """What the profiler adds: the median of the window's steps compared with that of the unprofiled
-    ones within 20 steps of them, as a share of those; ``null``: too few of either."""
+    """What the profiler adds, as a share: the median of the window's steps compared with that of
+    the unprofiled steps within 20 of them. ``null``: too few of either."""
     nearby_ns: float | None = None
     """The latter median, ns."""
     share_beyond: float | None = None
-    """Share of the run's steps that are at least as long as ``nearby_ns`` where that is longer than
-    ``ns``, at most as long where it is shorter."""
+    """Share of the run's steps that are at least as long as ``nearby_ns``; where that is shorter
+    than ``ns``, at most as long."""
     in_warm_up: bool = False
     """The window lies in the steps at the start that do not count."""
     atypical: bool = False
-    """``nearby_ns`` is 10% or more longer or shorter than ``ns``, and fewer than a quarter of the
-    run's steps are as far off: the window is not typical of the run."""
+    """The window is not typical of the run: ``nearby_ns`` differs from ``ns`` by 10% or more, and
+    fewer than a quarter of the run's steps are as far off."""
 
 
 class Crash(Struct, kw_only=True):
@@ -727,8 +727,8 @@ class ServingPhase(Struct, frozen=True, kw_only=True):
     tokens: float | None
     """New tokens that a step computes, mean; ``null``: not recorded."""
     ns: float
-    """Mean of a step: from its first device work to its last, and from the host's start where the
-    device waited for it; without device work the host's time, ns."""
+    """Mean of a step, ns: from its first device work to its last, and from the host's start where
+    the device waited for it. Without device work it is the host's time."""
     quantiles: Quantiles
     """Of the steps."""
     ns_per_token: float | None
@@ -826,8 +826,8 @@ class Report(Struct, kw_only=True):
     operators: list[OperatorTime] = field(default_factory=list)
     """Without device work in the trace: the operators that take most host time, at most ten."""
     ranges: list[OperatorTime] = field(default_factory=list)
-    """Without operators: the program's ranges on the thread that drives the step, none that is a
-    step itself, that take most of its time, at most ten; shares are of the step."""
+    """Without operators: ranges of the program on the thread that drives the step, those with
+    most time, at most ten. None is a step itself; shares are of the step."""
     families: list[Family] = field(default_factory=list)
     """Kernel time by kind, largest first."""
     rooflines: list[OperatorRate] = field(default_factory=list)

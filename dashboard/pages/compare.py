@@ -28,6 +28,7 @@ from advisor.dashboard.components import (
     remark,
     swatch,
     table,
+    verdict_head,
 )
 from advisor.dashboard.page_view import PageView
 from advisor.dashboard.session import OpenedPath
@@ -112,7 +113,7 @@ def _head(c: Comparison, chooser: Any) -> Any:
     return element(
         "Div",
         element("Span", word, cls=f"pill {look}"),
-        element("H1", labels.clean(c.verdict)),
+        *verdict_head(c.verdict),
         element("Div", *sides, cls="scope"),
         chooser,
         cls="page-head",

@@ -215,7 +215,7 @@ def _where(view: PageView, finding: Finding) -> Any:
                 "Li",
                 *names,
                 element("Span", figures, cls="dim") if figures else None,
-                link("show", href=href) if href else None,
+                link("timeline", href=href, title="Show on the timeline") if href else None,
                 element("A", "edit", href=source, title="Open in the editor") if source else None,
             )
         )
@@ -331,7 +331,7 @@ def _notes(view: PageView, notes: list[Finding]) -> Any:
                     element("Span", f" ({reason})", cls="dim") if reason else None,
                     remark(labels.clean(finding.summary)),
                     remark(labels.clean(finding.fix)),
-                    link("show", href=target) if target else None,
+                    link("Show on the timeline", href=target) if target else None,
                 ),
                 _note_gain(finding),
                 id=anchor(finding),

@@ -265,8 +265,11 @@ def _step_of_each(ranks: Ranks) -> Any:
 
 def _title(name: str) -> str:
     """A class of time as the head of a column."""
-    label = rank_charts.class_label(name)
-    return label[:1].upper() + label[1:]
+    return _capitalized(rank_charts.class_label(name))
+
+
+def _capitalized(text: str) -> str:
+    return text[:1].upper() + text[1:]
 
 
 def _changes(report: Report) -> list[Any]:
@@ -281,7 +284,7 @@ def _changes(report: Report) -> list[Any]:
         for finding in report.findings[:MAX_SHOWN]
     ]
     cases = [
-        element("Li", rank_charts.describe_what_if(item))
+        element("Li", _capitalized(rank_charts.describe_what_if(item)))
         for item in (ranks.what_if if ranks else [])[:MAX_SHOWN]
     ]
     return [

@@ -27,6 +27,7 @@ from advisor.dashboard.components import (
     png_button,
     remark,
     tiles,
+    verdict_head,
 )
 from advisor.dashboard.page_view import PageView
 from advisor.dashboard.pages import network
@@ -104,7 +105,7 @@ def _head(report: Report) -> Any:
     return element(
         "Div",
         element("Span", _status(report), cls=f"pill {report.status}"),
-        element("H1", labels.clean(report.verdict)),
+        *verdict_head(report.verdict),
         element("Div", *lines, cls="scope"),
         cls="page-head",
     )

@@ -98,9 +98,7 @@ def _figures(view: PageView) -> Any:
                 else "none measured"
                 if effect <= 0
                 else f"{effect:+.0%}",
-                f"{t.format_duration(step.window_ns)} per step in the window"
-                if (step := view.loaded.report.step) is not None and step.window_ns is not None
-                else "",
+                "all windows, compared with the steps around them" if effect is not None else "",
             ),
             (
                 "Throughput",

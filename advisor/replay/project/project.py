@@ -263,8 +263,8 @@ def project_memory(a: Analysis, target: GpuSpec) -> ProjectedMemory:
 HOUR_NS = 3.6e12
 MAX_NAMES = 4
 RESTS_ON = (
-    "The band is as wide as the same work, measured on two GPUs, differed most from its "
-    "projection; it was not compared with a whole step on two GPUs"
+    "The range is as wide as the largest error of a projection, measured with the same work on "
+    "two GPUs. No whole step was measured on two GPUs"
 )
 ANY = ""
 """The name under which one price for any GPU stands in a table."""

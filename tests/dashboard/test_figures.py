@@ -1,0 +1,44 @@
+"""Figures that plotly would draw nothing of, were they not as it wants them."""
+
+from __future__ import annotations
+
+import polars as pl
+import pytest
+
+pytest.importorskip("plotly")
+
+from advisor.dashboard.plotly_figures import icicle
+
+
+def test_ranges_that_overlap_fit_into_what_contains_them_and_keep_their_times() -> None:
+    tree = pl.DataFrame(
+        {
+            "node": [0, 1, 2, 3, 4],
+            "parent": [None, 0, 0, 2, 2],
+            "name": ["ProfilerStep", "loader", "phase", "aten::mm", "aten::add"],
+            "count": [1, 1, 1, 1, 1],
+            "ns": [100, 60, 50, 40, 30],
+        }
+    )
+    trace = icicle(tree, "all host time").data[0]
+    areas = dict(zip(trace.ids, trace.values, strict=True))
+    inside: dict[str, int] = {}
+    for node, parent in zip(trace.ids, trace.parents, strict=True):
+        inside[parent] = inside.get(parent, 0) + areas[node]
+    assert all(areas[node] >= held for node, held in inside.items() if node)
+    assert [areas[node] for node in ("1", "3", "4")] == [60, 40, 30]  # none is smaller than it is
+    shown = [(text, share) for _, text, share in trace.customdata]
+    assert shown[:4] == [("100 ns", "100%"), ("100 ns", "100%"), ("60 ns", "60%"), ("50 ns", "50%")]
+
+
+def test_a_tree_that_fits_is_drawn_as_it_is() -> None:
+    tree = pl.DataFrame(
+        {
+            "node": [0, 1, 2],
+            "parent": [None, 0, None],
+            "name": ["a", "b", "c"],
+            "count": [1, 1, 1],
+            "ns": [70, 50, 30],
+        }
+    )
+    assert list(icicle(tree, "all GPU time").data[0].values) == [100, 70, 50, 30]

@@ -158,7 +158,7 @@ def page(text: str, arguments: argparse.Namespace) -> str:
     kinds = "\n".join(f"| {fault.replace('_', ' ')} | {KIND[fault]} |" for fault in FAULTS)
     return f"""# Accuracy of job diagnoses
 
-This page shows how often `advisor` finds the right cause and the right ranks in a job.
+After this page you know how often `advisor` finds the right cause and the right ranks in a job.
 
 A job of many ranks is diagnosed from each rank's measurements. Whether a diagnosis is right can
 only be said where the truth is known, so jobs are simulated. `benchmarks/simulation/` plays the

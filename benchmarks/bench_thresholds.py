@@ -23,7 +23,8 @@ from advisor.read import read_trace
 HEAD = """\
 # How sensitive rules are to their thresholds
 
-Each threshold of the [rules](rules/README.md) names its source. For those that we chose,
+After this page you know how much the advice depends on each threshold. Each
+threshold of the [rules](rules/README.md) names its source. For those that we chose,
 `benchmarks/bench_thresholds.py` measures what the choice changes. It halves and doubles every
 threshold of the rules that read one trace, on {count} public traces. It counts the traces on which
 the rule changes its answer (fires instead of silent, or the reverse). A dash: no trace changes.

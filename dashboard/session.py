@@ -292,7 +292,7 @@ class DashboardSession:
             try:
                 self._load(entry, as_run=True)
                 if self.folder:
-                    self._compare(self.entries[0].key, entry.key)
+                    self._compare(*self._in_order(self.entries[0].key, entry.key))
             finally:
                 if entry.state == "loading":
                     entry.state, entry.why = "failed", "the analysis failed; see the terminal"
@@ -303,19 +303,21 @@ class DashboardSession:
 
     @property
     def pairs(self) -> list[tuple[str, str]]:
-        """The comparisons that are made: the first path with each of the others. Jobs, and ranks
-        that were opened of one, are not compared."""
+        """The comparisons that are made, as (before, after): the first path with each of the
+        others. In a folder the first is the newest run, and so the one after. Jobs, and ranks that
+        were opened of one, are not compared."""
         first, *others = self.entries
         if first.job is not None:
             return []
-        runs = (
-            entry
+        runs = [
+            self._in_order(first.key, entry.key)
             for entry in others
-            if entry.job is None
-            and split_key(entry.key) is None
-            and (not self.folder or (first.key, entry.key) in self._comparisons)
-        )
-        return [(first.key, entry.key) for entry in runs]
+            if entry.job is None and split_key(entry.key) is None
+        ]
+        return [pair for pair in runs if not self.folder or pair in self._comparisons]
+
+    def _in_order(self, first: str, other: str) -> tuple[str, str]:
+        return (other, first) if self.folder else (first, other)
 
     def status(self) -> dict[str, Any]:
         """How far each entry is, as the progress page asks for it."""

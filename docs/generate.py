@@ -204,6 +204,7 @@ def workloads_text() -> str:
     found = catalogue()
     parts = [
         "# Sample workloads",
+        "After this page you can try `advisor` on a program whose bottleneck is known. There are "
         f"{len(found)} small programs. Each has one known bottleneck and a cured variant, except "
         "the healthy controls. Run and record one, then analyse it:",
         fenced_block(
@@ -243,6 +244,7 @@ def schema_text() -> str:
     schema = advisor.core.report.SCHEMA
     parts = [
         "# The report as JSON",
+        "After this page you can read a report by program.",
         f"`advisor analyze --format json` writes one object, a `Report`; its `schema` is "
         f"`{schema}`. The number grows when a field is removed or changes its meaning; new fields "
         "may appear at any time. `Report.from_json` of `advisor.core.report` reads it back.",
@@ -269,6 +271,7 @@ def comparison_text() -> str:
     schema = advisor.compare.comparison.SCHEMA
     parts = [
         "# A comparison as JSON",
+        "After this page you can read a comparison by program.",
         f"`advisor compare --format json` writes one object, a `Comparison`; its `schema` is "
         f"`{schema}`. The number grows when a field is removed or changes its meaning; new fields "
         "may appear at any time. `Comparison.from_json` of `advisor.compare` reads it back.",

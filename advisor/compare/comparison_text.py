@@ -364,9 +364,11 @@ def describe_realised_gain(c: Comparison) -> list[str]:
         text += f" ({t.format_range(r.predicted_low_ns, r.predicted_high_ns)})"
     if r.measured_ns is None or r.measured_low_ns is None or r.measured_high_ns is None:
         return [f"{text}. The measured gain is unknown: {r.reason}."]
-    what = "shorter" if r.measured_ns >= 0 else "longer"
+    what, low, high = "shorter", r.measured_low_ns, r.measured_high_ns
+    if r.measured_ns < 0:
+        what, low, high = "longer", -high, -low
     text += f". The step became {t.format_duration(abs(r.measured_ns))} {what}"
-    text += f" (95% interval: {t.format_range(r.measured_low_ns, r.measured_high_ns)} shorter)."
+    text += f" (95% interval: {t.format_range(low, high)} {what})."
     if r.agrees is None:
         return [text, f"Prediction and gain are not compared: {r.reason}."]
     if r.agrees:

@@ -27,7 +27,7 @@ from advisor.read.merged_ranks import ranks_in
 from advisor.read.reader import ReadOptions
 from advisor.read.readers.compile_log import read_logs
 from advisor.read.readers.kernel_profiler import layout_of, trace_of
-from advisor.read.registry import is_trace_name, read_trace, trace_names, with_window
+from advisor.read.registry import is_trace_name, read_trace, trace_suffixes, with_window
 from advisor.read.remote.urls import RankFilter, RemoteFile, is_url, local_path, rank_in, redact_url
 from advisor.read.runs import (
     SeveralRuns,
@@ -117,7 +117,7 @@ def open_run(
     by_rank = _group(traces)
     if rank is not None:
         if rank not in by_rank:
-            have = ", ".join(map(str, sorted(by_rank)))
+            have = _ranks(by_rank)
             raise AdvisorError(
                 f"{_shown(given[0])}: no trace of rank {rank} (ranks present: {have})"
             )
@@ -125,7 +125,7 @@ def open_run(
     elif ranks is not None:
         kept = {number: windows for number, windows in by_rank.items() if number in ranks}
         if not kept:
-            have = ", ".join(map(str, sorted(by_rank)[:20]))
+            have = _ranks(by_rank)
             raise AdvisorError(f"--ranks {ranks.text}: no trace of these (ranks present: {have})")
         by_rank = kept
     keyed = {}
@@ -291,6 +291,12 @@ def _shown(given: str | Path) -> str:
     return redact_url(given) if isinstance(given, str) else str(given)
 
 
+def _ranks(numbers: Iterable[int]) -> str:
+    """Ranks in an error; -1 is one whose number is not in its trace."""
+    shown = ("not recorded" if number < 0 else str(number) for number in sorted(numbers)[:20])
+    return ", ".join(shown)
+
+
 def _of_ranks(
     files: list[str | RemoteFile], ranks: RankFilter | range | None
 ) -> list[str | RemoteFile]:
@@ -366,9 +372,11 @@ def _files(path: str, one_of_several: bool) -> list[str]:
     except OSError as error:
         raise AdvisorError(f"{path}: cannot be read ({error.strerror or error})") from None
     if not result:
+        if not any(Path(path).iterdir()):
+            raise AdvisorError(f"{path}: an empty directory; give one with traces, or a file")
         raise AdvisorError(
-            f"{path}: a directory without traces ({trace_names()}; also .gz, .zst); give a file of "
-            "another name itself"
+            f"{path}: a directory without traces ({', '.join(trace_suffixes())}; also .gz, .zst); "
+            "give a file of another name itself"
         )
     if len(result) > MAX_FILES:
         raise AdvisorError(f"{path}: more than {MAX_FILES} traces; give a directory with fewer")

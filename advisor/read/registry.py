@@ -114,10 +114,10 @@ def is_named_for(reader: Reader, name: str) -> bool:
     return any(fnmatchcase(bare, each) for each in reader.patterns)
 
 
-def trace_names() -> str:
-    """The names that are looked for in a folder, as patterns; compressed files have a suffix."""
+def trace_suffixes() -> list[str]:
+    """The suffixes that are looked for in a folder, as patterns; other names are looked for too."""
     patterns = dict.fromkeys(each for reader in all_readers() for each in reader.patterns)
-    return ", ".join(patterns)
+    return [each for each in patterns if each.startswith("*.") and "*" not in each[1:]]
 
 
 def _most_certain(

@@ -64,13 +64,14 @@ def layout(other: object = None, **query: object) -> Any:
                 "Start advisor dashboard BEFORE AFTER, or use advisor compare.",
             ),
         )
-    keys = [after for _, after in pairs]
+    first = view.session.entries[0].key
+    by_key = {before if after == first else after: (before, after) for before, after in pairs}
     # the chosen run, unless it is the first, which all others are compared with
-    wanted = str(other) if str(other) in keys else view.entry.key
-    after = view.session.entry(wanted if wanted in keys else keys[0])
-    before = view.session.entry(pairs[0][0])
+    wanted = str(other) if str(other) in by_key else view.entry.key
+    chosen = wanted if wanted in by_key else next(iter(by_key))
+    before, after = map(view.session.entry, by_key[chosen])
     comparison = view.session.comparison(before.key, after.key)
-    chooser = _chooser(view, keys, after)
+    chooser = _chooser(view, list(by_key), chosen)
     if comparison is None or isinstance(comparison, str):
         why = (
             labels.clean(comparison)
@@ -90,7 +91,7 @@ def layout(other: object = None, **query: object) -> Any:
     )
 
 
-def _chooser(view: PageView, keys: list[str], after: OpenedPath) -> Any:
+def _chooser(view: PageView, keys: list[str], chosen: str) -> Any:
     if len(keys) < 2:
         return None
     entries = [view.session.entry(key) for key in keys]
@@ -98,7 +99,7 @@ def _chooser(view: PageView, keys: list[str], after: OpenedPath) -> Any:
     return choices(
         "With",
         [
-            (name, view.href("/compare", other=entry.key), entry is after)
+            (name, view.href("/compare", other=entry.key), entry.key == chosen)
             for entry, name in zip(entries, names, strict=True)
         ],
     )

@@ -8,12 +8,22 @@ from typing import Any
 from advisor.core import labels
 from advisor.core import text as t
 from advisor.dashboard import page_view, plotly_figures
-from advisor.dashboard.components import card, element, figure, head, link, page, table
+from advisor.dashboard.components import (
+    card,
+    element,
+    figure,
+    head,
+    link,
+    page,
+    split_verdict,
+    table,
+)
 from advisor.dashboard.page_view import PageView
 from advisor.dashboard.session import OpenedPath
 
 HEAD = ("Run", "Started", "Commit", "Step", "Change", "Steps", "Ranks", "Program", "Verdict")
-MAX_COMMAND = 60
+MAX_COMMAND, MAX_VERDICT = 60, 110
+"""Characters; of a verdict its first sentence at least, if that has room in twice as many."""
 MAX_COLUMNS, MAX_FINDINGS = 7, 12
 """Runs and findings of the table of findings: the newest, and the largest."""
 
@@ -44,7 +54,7 @@ def layout(**query: object) -> Any:
                 chosen=place,
                 stacked=True,
             ),
-            aside="a run is read when you open it; the newest is compared with each that was read",
+            aside="a run is read when you open it; each that was read is compared with the newest",
         ),
     )
 
@@ -104,10 +114,9 @@ def _row(entries: list[OpenedPath], place: int) -> list[Any]:
     entry = entries[place]
     summary = entry.summary
     href = f"/?run={entry.key}" if place else "/"
-    name = link(
-        labels.shorten(labels.clean(entry.name), 48), href=href, title=labels.clean(entry.path)
-    )
-    verdict: Any = t.first_sentence(entry.verdict)
+    shown = labels.shorten(labels.clean(entry.name), 48)
+    name = link(shown, href=href, title=labels.clean(entry.path), cls="nowrap")
+    verdict: Any = labels.shorten(split_verdict(entry.verdict, MAX_VERDICT)[0], 2 * MAX_VERDICT)
     if entry.state == "failed":
         verdict = t.first_sentence(entry.why)
     elif not verdict:

@@ -39,7 +39,7 @@ def commands(page: str) -> dict[str, list[str]]:
         shown: list[str] = []
         for line in block.splitlines():
             if line.startswith("$ "):
-                shown = found.setdefault(line[2:].split("   # ")[0], [])
+                shown = found.setdefault(line[2:].split("   # ")[0].rstrip(), [])
             elif line.strip() not in ("", "..."):
                 shown.append(line)
     return {command: shown for command, shown in found.items() if command.startswith("advisor")}

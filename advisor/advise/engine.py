@@ -354,7 +354,7 @@ def build_unrelated_report(
         version=advisor.__version__,
         status="limited",
         verdict=f"These {len(each)} traces do not look like ranks or windows of one run: "
-        f"{' and '.join(why)}. Each has a line below; give the files of one run.",
+        f"{' and '.join(why)}. Give the files of one run. --details has a line for each.",
         inputs=list_inputs(run, analyses),
         limits=[*lines, *run.problems],
         scope=measure_fields(analyses[main])["scope"],

@@ -122,6 +122,7 @@ def _view(post: PostMortem) -> MemoryView:
             )
             for row in result.table.head(MAX_LINES).iter_rows(named=True)
         ],
+        returnable=None if result is None or at != "snapshot" else result.returnable,
         placement="" if placed is None else why_not_placed(placed),
         step_source=post.step_source,
         steps=max(0, len(post.whole_steps) - 1),
@@ -199,7 +200,7 @@ def memory_verdict(
     if view.reserved:
         filled += f" of {t.format_bytes(view.reserved)} reserved"
     if view.reserved and view.reserved - view.allocated >= MIN_UNUSED_SHARE * view.reserved:
-        filled += f" ({t.format_bytes(view.reserved - view.allocated)} reserved and unused)"
+        filled += f" ({_unused(view)})"
     most = f", mainly {' and '.join(known)}" if known else ""
     if view.reserved and view.allocated > view.reserved:
         return "limited", (
@@ -217,6 +218,24 @@ def memory_verdict(
     if report.risks:
         return "bottlenecks", text
     return "limited", f"{text} {_memory_action(view)}".rstrip()
+
+
+NEXT_TO_NONE = 0.05
+"""Of the unused memory: what is less is called almost none."""
+
+
+def _unused(view: MemoryView) -> str:
+    """What is reserved and in no tensor, and whether it can be given back."""
+    unused = view.reserved - view.allocated
+    text = f"{t.format_bytes(unused)} reserved and unused"
+    given = "torch.cuda.empty_cache()"
+    if view.returnable is None:
+        return f"{text}; whether {given} returns it is not known"
+    if view.returnable >= (1 - NEXT_TO_NONE) * unused:
+        return f"{text}; {given} returns it"
+    if view.returnable <= NEXT_TO_NONE * unused:
+        return f"{text}; {given} returns almost none of it: tensors lie in the same segments"
+    return f"{text}; {given} returns {t.format_bytes(view.returnable)} of it"
 
 
 def _memory_action(view: MemoryView) -> str:

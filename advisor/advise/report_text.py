@@ -341,7 +341,7 @@ def path_parts(critical: dict[str, float], framework: str | None = None) -> list
         for name, ns in critical.items()
         if ns >= 0.01 * total
     ]
-    return ["critical: " + parts[0], *parts[1:MAX_NAMES]] if parts else []
+    return ["critical path: " + parts[0], *parts[1:MAX_NAMES]] if parts else []
 
 
 def held_at_peak(report: Report) -> int | None:
@@ -660,10 +660,21 @@ def describe_all_fixes(report: Report) -> str:
     times = f"{ratio:.1f}" if ratio >= 2 else f"{ratio:.2f}"
     faster = f" ({bound}{times}× faster)"
     limit = t.describe_bottleneck(replay.critical_after, report.scope.framework)
+    slowed = " Without the profiler the host takes less." * _limited_by_profiled_host(report)
     return (
         f"With {fixes}: {t.format_duration(report.step_ns)} → "
         f"{t.format_duration(after)}{faster}{f', then limited by {limit}' if limit else ''}."
+        f"{slowed}"
     )
+
+
+def _limited_by_profiled_host(report: Report) -> bool:
+    """The host limits the step after the fixes, and its times are those under a profiler."""
+    after = report.replay.critical_after if report.replay is not None else {}
+    if not report.host or after.get("host", 0.0) <= 0.5 * sum(after.values()):
+        return False
+    overhead = None if report.step is None else report.step.profiler_overhead
+    return overhead is None or overhead >= EQUAL_STEP_SHARE
 
 
 def describe_chosen_fixes(stairs: Stairs) -> str:

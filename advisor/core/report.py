@@ -655,6 +655,10 @@ class MemoryView(Struct, kw_only=True):
     """In tensors then."""
     reserved: int
     """In segments then; 0: not recorded."""
+    returnable: int | None = None
+    """Of ``reserved``, what ``torch.cuda.empty_cache()`` would give back to the driver: segments
+    that hold no tensor and are of no CUDA graph. ``null``: unknown, as it is for the peak, whose
+    segments are not recorded."""
     peak: int
     """Most in tensors over the history."""
     request: int | None

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gzip
 import json
+import pickle
 from pathlib import Path
 
 import pytest
@@ -29,6 +31,37 @@ def report(tmp_path: Path) -> Report:
     for _ in range(8):
         training.step()
     return advisor.analyze(str(m.write(tmp_path / "memory.pickle")))
+
+
+CORPUS = Path(__file__).parents[1] / "corpus" / "memory"
+
+
+@pytest.mark.parametrize("name", ["opt13b_weights", "stable_diffusion_no_history"])
+def test_unused_memory_says_what_emptying_the_cache_returns(name: str) -> None:
+    """Those segments whose blocks are all inactive, added up from the file itself."""
+    file = CORPUS / f"{name}.pickle.gz"
+    segments = pickle.loads(gzip.decompress(file.read_bytes()))["segments"]
+    whole = [
+        each["total_size"]
+        for each in segments
+        if all(block["state"] == "inactive" for block in each["blocks"])
+    ]
+    report = advisor.analyze(file)
+    assert report.memory[0].returnable == sum(whole) > 0
+    returned = f"torch.cuda.empty_cache() returns {t.format_bytes(sum(whole))} of it"
+    assert returned in report.verdict
+
+
+def test_what_was_unused_at_a_peak_is_not_said_to_be_returned() -> None:
+    report = advisor.analyze(CORPUS / "windows_training.pickle.gz")
+    assert report.memory[0].at == "peak" and report.memory[0].returnable is None
+
+
+def test_the_largest_saving_of_a_snapshot_has_its_code() -> None:
+    report = advisor.analyze(CORPUS / "windows_training.pickle.gz")
+    shown = REPORTS.render("terminal", report, width=80)
+    assert "Largest saving: offload activations" in report.verdict
+    assert "with torch.autograd.graph.save_on_cpu(pin_memory=True):" in shown
 
 
 def test_markdown_has_the_tables(report: Report) -> None:

@@ -230,7 +230,7 @@ def test_a_replay_says_what_the_step_hangs_on_and_how_good_it_is(
     full = report(findings=[finding(1, impact=impact)], replay=replay())
     shown = REPORTS.render("terminal", full, details=True)
     # By hand: 300 of 401 ms are 75%, 101 are 25%.
-    assert "critical: host 75% · compute 25%" in shown
+    assert "critical path: host 75% · compute 25%" in shown
     # 400 / 343.3 is 1.165
     after = "With this fix: 400 ms → 343 ms (1.17× faster), then limited by compute (100%)."
     assert after in " ".join(shown.split())

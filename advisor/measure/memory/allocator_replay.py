@@ -326,6 +326,9 @@ class Fragments(NamedTuple):
     """Lost to rounding inside the blocks in use."""
     pending: int
     """Freed, and waiting for another stream."""
+    returnable: int | None
+    """In segments that hold no tensor and are of no graph: ``torch.cuda.empty_cache()`` gives them
+    back to the driver. ``None``: unknown, as expandable segments give back pages."""
     table: pl.DataFrame
     """By ``pool`` (null: the common one), ``stream``, ``large``, ``expandable``: ``segments``,
     ``reserved``, ``allocated``, ``free``, ``largest`` (bytes); most reserved first."""
@@ -427,6 +430,9 @@ def measure_fragments(post: PostMortem) -> Fragments | None:
         largest=int(free.max(initial=0)),
         split=int(free[busy].sum()),
         whole=int(free[~busy].sum()),
+        returnable=None
+        if joined["expandable"].fill_null(False).any()
+        else int(free[~busy & joined["pool"].is_null().to_numpy()].sum()),
         rounding=_total(joined["used"]) - _total(joined["asked"]),
         pending=_total(joined["waits"]),
         table=sums,

@@ -176,4 +176,8 @@ def _command(report: Report) -> list[Section]:
     command, cost = report.profile_kernels
     blocks: list[Block] = [Code(command, "console", "run"), Paragraph(cost, "soft")]
     title = "Hardware counters of the slow kernels"
-    return [Section(title, blocks, "what limits each of them", folded=True, counted="command")]
+    return [
+        Section(
+            title, blocks, "what limits each of them", folded=True, counted="command for counters"
+        )
+    ]

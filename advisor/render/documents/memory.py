@@ -10,6 +10,7 @@ from advisor.core import labels
 from advisor.core import text as t
 from advisor.render.document import (
     Block,
+    Code,
     FieldList,
     Grid,
     Items,
@@ -18,6 +19,7 @@ from advisor.render.document import (
     TextField,
     plain_text,
 )
+from advisor.rules.memory.out_of_memory import describe_change
 
 if TYPE_CHECKING:
     from advisor.core.report import MemoryHolder, MemorySample, MemoryView, ModuleMemory, Report
@@ -50,10 +52,13 @@ def sections(report: Report) -> list[Block]:
     for device, view in zip(describe_devices(report), report.memory, strict=False):
         if view in similar:
             continue
-        fields = FieldList([TextField(label, parts) for label, parts in device.lines])
+        fields = FieldList(
+            [TextField(label, parts, detail=label == _BASIS) for label, parts in device.lines]
+        )
         first: list[Block] = [each for each in device.tables if each.title not in _FOLDED]
         rest: list[Block] = [each for each in device.tables if each.title in _FOLDED]
         if view.savings:
+            first += _largest_saving(view)
             rest.append(Items(assumptions(view), title="What these savings assume"))
         if view is report.memory[0] and similar:
             which = t.count_noun(len(similar), "more GPU")
@@ -70,6 +75,13 @@ def sections(report: Report) -> list[Block]:
             title = f"{device.title}: details"
             blocks.append(Section(title, rest, folded=True, counted=counted))
     return blocks
+
+
+def _largest_saving(view: MemoryView) -> list[Block]:
+    """How to make the change that frees most."""
+    most = max(view.savings, key=lambda each: each.bytes)
+    text, code = describe_change(most.change)
+    return [FieldList([TextField("fix", [text], "strong")]), Code(code, indent=2)]
 
 
 def _is_like(view: MemoryView, first: MemoryView) -> bool:
@@ -120,6 +132,7 @@ def describe_devices(report: Report, rows: int = MAX_ROWS) -> list[DeviceMemory]
 _CHURN, _POOLS = "Allocated and freed within a step", "Segments"
 _MODULES = "By module, those inside it included"
 _FOLDED = (_MODULES, _CHURN, _POOLS)
+_BASIS = "known by"
 _HEAD = ["line", "per step", "steps"]
 
 
@@ -144,7 +157,7 @@ def describe_device(view: MemoryView, rows: int = MAX_ROWS, *, named: bool = Fal
         f"{t.format_bytes(view.reserved)} reserved" if view.reserved else "",
         peak,
     ]
-    lines = [("held", held), ("by", by), ("basis", _bases(view)), ("failed", [view.placement]),
+    lines = [("held", held), ("by", by), (_BASIS, _bases(view)), ("failed", [view.placement]),
              ("steps", _steps(view))]  # fmt: skip
     kept = [(label, [part for part in parts if part]) for label, parts in lines]
     tables = [

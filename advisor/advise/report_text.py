@@ -471,7 +471,11 @@ MAX_BEYOND_EVIDENCE = 1.05
 def gain_conditions(finding: Finding, report: Report) -> list[str]:
     """What the gain depends on: what decides its range, another fix, a rank; and where more than
     the evidence shows comes from."""
-    return [*range_reasons(finding), *beyond_evidence(finding), *order_parts(finding, report)]
+    return [
+        *range_reasons(finding),
+        *beyond_evidence(finding, report),
+        *order_parts(finding, report),
+    ]
 
 
 def range_reasons(finding: Finding) -> list[str]:
@@ -522,7 +526,7 @@ WHY_MORE: Final = {
 }
 
 
-def beyond_evidence(finding: Finding) -> list[str]:
+def beyond_evidence(finding: Finding, report: Report) -> list[str]:
     """Why the gain is larger than the time that the evidence shows, or an upper bound far below it;
     empty: neither."""
     impact = finding.impact
@@ -538,6 +542,8 @@ def beyond_evidence(finding: Finding) -> list[str]:
         return [f"less than {time}: too little other GPU work is known to hide it under"]
     if impact.gain_ns <= MAX_BEYOND_EVIDENCE * float(shown.value or 0):
         return []
+    if report.scope.device is None and not impact.of_job:
+        return [f"more than {time}: a step of the run is longer than a profiled one"]
     why = "the launches of this work, and the gaps in it, end too"
     why = next((WHY_MORE[name] for name in WHY_MORE if name in operations), why)
     if impact.of_job:

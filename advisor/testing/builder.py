@@ -146,7 +146,7 @@ class TraceBuilder:
     def op(
         self,
         name: str,
-        shapes: Sequence[Sequence[int]] | None = None,
+        shapes: Sequence[Sequence[Any]] | None = None,
         dtypes: str | Sequence[str] = "float",
         *,
         strides: Sequence[Sequence[int]] | None = None,

@@ -239,7 +239,7 @@ def _calls(
                 with b.op(also, [[256], [256]]):
                     pass
         if batch:
-            with b.op("aten::stack", [[[256]] * count], host_us=20):  # type: ignore[list-item]
+            with b.op("aten::stack", [[[256]] * count], host_us=20):
                 pass
         for _ in range(count):
             b.on_host(f"{_NODE}AddmmBackward0", 80)

@@ -25,6 +25,7 @@ TRAINING = re.compile(
 OF_TRAINING = {
     # what they look for is only there where something is trained, or would be
     "anomaly-detection",
+    "dense-embedding-gradient",
     "eval-without-no-grad",
     "evaluation-graphs",
     "huge-vocabulary",
@@ -33,6 +34,7 @@ OF_TRAINING = {
     "recompute-with-free-memory",
     "repeated-gathers",
     "single-tensor-optimizer",
+    "slice-gradients",
 }
 OF_TRAINED_STATE = (
     "set_to_none",

@@ -16,6 +16,8 @@ from advisor.core.gpus import canonical_dtype
 
 MAX_ELEMENTS = 1 << 60
 """No tensor has more; larger figures are damage."""
+MAX_LIST = 100_000
+"""Tensors of a list that are read."""
 
 _MAIN_INPUT = {
     "aten::addmm": 1,
@@ -114,6 +116,13 @@ class OpInputs:
         result = (self.tensor(at) for at in range(len(self._dims)))
         return [tensor for tensor in result if tensor is not None]
 
+    def shapes(self, at: int) -> list[tuple[int, ...]]:
+        """Shapes of a list of tensors; empty: no such list is recorded there."""
+        if at >= len(self._dims) or at >= len(self._types) or self._types[at] != "TensorList":
+            return []
+        found = [_shape(sizes) for sizes in _listed(self._dims[at])]
+        return [shape for shape in found if shape is not None]
+
     def absent(self, at: int) -> bool:
         """Whether an optional tensor was recorded as not given."""
         return at < len(self._types) and self._types[at] == ""
@@ -167,6 +176,10 @@ def _list(text: str) -> list[Any]:
     except (msgspec.DecodeError, RecursionError, ValueError):
         return []
     return result if isinstance(result, list) else []
+
+
+def _listed(value: Any) -> list[Any]:
+    return value[:MAX_LIST] if isinstance(value, list) else []
 
 
 def _sizes(value: Any) -> tuple[int, ...] | None:

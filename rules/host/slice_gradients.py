@@ -1,0 +1,169 @@
+"""Slices of one tensor, taken one by one in a loop, each have a gradient of the whole size."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+import polars as pl
+
+from advisor.core.finding import Finding, Outcomes, Select
+from advisor.core.intervals import covered_length
+from advisor.core.rule import Rule, Threshold
+from advisor.measure import Analysis
+from advisor.measure.device.shapes import OpInputs
+from advisor.measure.host.names import name_matches
+from advisor.rules.citations import CHOSEN, XPROF
+from advisor.rules.common import (
+    Rows,
+    amount_per_step,
+    costliest_places,
+    of_step,
+    scale_edit,
+    sum_column,
+)
+from advisor.rules.kernel.kernel_common import launched_under, summed_duration
+from advisor.testing import Examples, TraceBuilder
+
+BACKWARD = r"^aten::(?:select|slice)_backward$"
+NODE = r"^autograd::engine::evaluate_function: (?:Select|Slice)Backward0$"
+
+
+class SliceGradients(Rule):
+    """A loop takes slices of one tensor by index (``x[:, t]``). In the backward pass each slice has
+    a gradient as large as the whole tensor: it is filled with zeros, the slice is written, and all
+    of them are added up. For ``n`` slices this is ``n`` times the tensor. ``unbind`` and ``split``
+    have one gradient for all slices.
+
+    Counted are ``aten::select_backward`` and ``aten::slice_backward`` with equal sizes in a step.
+
+    The gain is the time of these nodes of the backward pass, less one pass over the tensor.
+    """
+
+    id = "slice-gradients"
+    title = "Slices taken in a loop have a gradient of the whole tensor each"
+    references = (
+        "https://docs.pytorch.org/docs/stable/generated/torch.unbind.html",
+        "https://docs.pytorch.org/docs/stable/generated/torch.nn.LSTM.html",
+    )
+
+    min_slices = Threshold(16, "slices of one tensor per step", CHOSEN)
+    min_share = Threshold(0.05, "of the step in their gradients", XPROF)
+    worst = Threshold(0.3, "of the time remains at most: adding up and launches", CHOSEN)
+
+    fix = (
+        "Take the slices with one call of unbind (or split for parts of several entries) before "
+        "the loop. Where the loop is a recurrent cell, nn.LSTM or nn.GRU run all of it in one call."
+    )
+    code = (
+        "for x_t in x.unbind(dim=1):        # not for t in range(x.shape[1]): x_t = x[:, t]\n"
+        "    state = cell(x_t, state)"
+    )
+    verify = "Profile again: no aten::select_backward per slice; one aten::stack."
+    falsified_by = "slices that overlap, which unbind and split cannot give"
+    confidence = 0.85
+
+    def check(self, a: Analysis) -> Outcomes:
+        """Find the tensor of which most slices have a gradient."""
+        if not a.span_ns or not a.step_count:
+            return
+        kinds = [kind for kind in _kinds(a) if len(kind.rows) >= self.min_slices * a.step_count]
+        if not kinds:
+            return
+        rows = np.sort(np.concatenate([kind.rows for kind in kinds]))
+        on_gpu = a.device_id is not None
+        nodes = np.flatnonzero(name_matches(a.trace.cpu["name"], NODE).to_numpy())
+        ts = a.trace.cpu["ts"].to_numpy()[nodes]
+        nodes = nodes[covered_length(ts, ts + 1, a.spans) > 0]
+        ns = (
+            summed_duration(a, launched_under(a, NODE) & a.in_window)
+            if on_gpu
+            else sum_column(a.trace.cpu["dur"].gather(nodes))
+        )
+        if ns < self.min_share * a.span_ns:
+            return
+        most = max(kinds, key=lambda kind: len(kind.rows))
+        slices = len(most.rows) / a.step_count
+        remains = 1 / slices
+        yield Finding(
+            summary=(
+                f"{slices:.0f} slices per step of a tensor of {most.sizes} each have a gradient "
+                f"of the tensor's size. Their backward takes {of_step(a, ns)}."
+            ),
+            evidence=[
+                amount_per_step(a, "gradients of slices", len(rows), "count"),
+                amount_per_step(a, "time of these nodes", ns),
+                self.compare("slices of one tensor", slices, "min_slices", "count", per=a.per),
+                self.compare("share", ns / a.span_ns, "min_share", per=a.per),
+            ],
+            where=costliest_places(a, rows, np.ones(len(rows), dtype=int), top=1),
+            edits=[
+                scale_edit(select, remains, remains, max(self.worst, remains))
+                for select in (
+                    *([Select(on="gpu", under=NODE)] if on_gpu else []),
+                    Select(on="host", kind=("op",), name=NODE),
+                )
+            ],
+        )
+
+    @staticmethod
+    def examples() -> Examples:
+        return {
+            "a loop over time": _loop(),
+            "on a CPU": _loop(gpu=None),
+            "a few slices": (_loop(count=3), "min_slices"),
+            "slices of different tensors": (_loop(alike=False), "not kinds"),
+            "hardly any time": (_loop(us=1), "min_share"),
+        }
+
+
+class _Kind(NamedTuple):
+    sizes: str
+    rows: Rows
+
+
+def _kinds(a: Analysis) -> list[_Kind]:
+    """Gradients of slices in the analysed window, by the size of the whole tensor."""
+    cpu = a.trace.cpu
+    rows = np.flatnonzero(name_matches(cpu["name"], BACKWARD).to_numpy())
+    ts = cpu["ts"].to_numpy()[rows]
+    rows = rows[covered_length(ts, ts + 1, a.spans) > 0]
+    calls = pl.DataFrame({"row": rows, "inputs": cpu["inputs"].gather(rows)}).drop_nulls()
+    sizes = {index: _sizes(a, index) for index in calls["inputs"].unique().sort()}
+    by_size: dict[str, list[int]] = {}
+    for row, index in calls.iter_rows():
+        if sizes[index]:
+            by_size.setdefault(sizes[index], []).append(row)
+    return [_Kind(size, np.array(own, dtype=np.int64)) for size, own in by_size.items()]
+
+
+def _sizes(a: Analysis, index: int) -> str:
+    """The size of the whole tensor, as ``16 × 80 × 64``; empty: it was not recorded."""
+    inputs = OpInputs(*a.trace.inputs.select("dims", "types", "strides", "concrete").row(index))
+    return " × ".join(str(size) for size in inputs.integers(1) or [])
+
+
+def _loop(
+    *, gpu: str | None = "A100", count: int = 64, alike: bool = True, us: float = 40
+) -> TraceBuilder:
+    b = TraceBuilder(gpu=gpu)
+    for _ in b.steps(5):
+        with b.op("aten::linear", host_us=20 if gpu else 2000):
+            if gpu:
+                b.launch("ampere_sgemm_128x64_nn", 2000)
+        for step in range(count):
+            whole = f"[16, {80 if alike else 80 + step}, 64]"
+            concrete = ["", whole, "1", str(step)]
+            with (
+                b.op("autograd::engine::evaluate_function: SelectBackward0"),
+                b.op(
+                    "aten::select_backward",
+                    [[16, 64], [], [], []],
+                    ["float", "ScalarList", "Scalar", "Scalar"],
+                    concrete=concrete,
+                    host_us=4 if gpu else us,
+                ),
+            ):
+                if gpu:
+                    b.launch("at::native::vectorized_elementwise_kernel", us)
+    return b

@@ -1,0 +1,212 @@
+"""A tensor that grows by concatenation is copied whole each time."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import NamedTuple
+
+import numpy as np
+
+from advisor.core import text as t
+from advisor.core.finding import Finding, Outcomes, Select
+from advisor.core.intervals import covered_length
+from advisor.core.rule import Rule, Threshold
+from advisor.measure import Analysis
+from advisor.measure.device.shapes import OpInputs
+from advisor.measure.host import stacks
+from advisor.measure.host.names import name_matches
+from advisor.rules.citations import CHOSEN, XPROF
+from advisor.rules.common import (
+    Rows,
+    amount_per_step,
+    costliest_places,
+    of_step,
+    scale_edit,
+    sum_column,
+)
+from advisor.rules.kernel.kernel_common import launched_under, summed_duration
+from advisor.testing import Examples, TraceBuilder
+
+CAT = r"^aten::cat$"
+MAX_CALLS = 100_000
+
+
+class GrowingConcatenation(Rule):
+    """A tensor grows by ``torch.cat`` in each pass: keys and values of a cache, a list of results.
+    Each call allocates the whole tensor again and copies all that was there before, so the cost
+    grows with the length. A tensor allocated once takes the new part by index.
+
+    The recorded shapes show it: concatenations of two tensors whose first is longer by just the
+    second each time, and equal in all other dimensions.
+
+    The gain is the time of these concatenations in the recorded passes. It is larger later in the
+    sequence.
+    """
+
+    id = "growing-concatenation"
+    title = "A tensor grows by concatenation and is copied whole each time"
+    references = (
+        "https://huggingface.co/docs/transformers/kv_cache#fixed-size-cache",
+        "https://docs.pytorch.org/docs/stable/generated/torch.cat.html",
+    )
+
+    min_lengths = Threshold(3, "lengths in a row, each longer by what was appended", CHOSEN)
+    min_share = Threshold(0.05, "of the step in these concatenations", XPROF)
+    factor = Threshold(0.1, "of their time, to copy the new part alone", CHOSEN)
+    worst = Threshold(0.5, "of it, where launches or allocations are most of it", CHOSEN)
+
+    fix = (
+        "Allocate the tensor once with its largest length, and write each new part at its place. "
+        "Read the part that is filled."
+    )
+    code = (
+        "cache = k.new_empty(batch, heads, max_length, head_size)   # once\n"
+        "cache[:, :, length : length + 1] = k   # not torch.cat([cache, k], dim=2)\n"
+        "length += 1\n"
+        "keys = cache[:, :, :length]"
+    )
+    verify = "Profile again late in the sequence: aten::cat takes no share of the step."
+    falsified_by = "the same time per pass at ten times the length"
+    assumptions = ("the largest length is known when the loop begins",)
+    confidence = 0.8
+
+    def check(self, a: Analysis) -> Outcomes:
+        """Look for concatenations whose first input grows by the second."""
+        if not a.span_ns or a.trace.inputs.is_empty():
+            return
+        found = [one for one in _appends(a) if len(one.lengths) >= self.min_lengths]
+        if not found:
+            return
+        calls = np.sort(np.concatenate([one.calls for one in found]))
+        on_gpu = a.device_id is not None
+        ns, of_all = _device_time(a, calls) if on_gpu else _host_time(a, calls)
+        if ns < self.min_share * a.span_ns:
+            return
+        most = max(found, key=lambda one: len(one.calls))
+        yield Finding(
+            summary=(
+                f"torch.cat appends to {t.count_noun(len(found), 'kind')} of tensor in each pass: "
+                f"{most.lengths[0]:,} entries in the first recorded one, {most.lengths[-1]:,} in "
+                f"the last, each time copied whole. This takes {of_step(a, ns)}."
+            ),
+            evidence=[
+                amount_per_step(a, "such concatenations", len(calls), "count"),
+                amount_per_step(a, "time in them", ns),
+                self.compare("lengths in a row", len(most.lengths), "min_lengths", "count"),
+                self.compare("share", ns / a.span_ns, "min_share", per=a.per),
+            ],
+            where=costliest_places(a, calls, a.trace.cpu["dur"].to_numpy()[calls].astype(int)),
+            edits=[
+                scale_edit(
+                    Select(on="gpu", under=CAT)
+                    if on_gpu
+                    else Select(on="host", kind=("op",), name=CAT),
+                    1 - of_all * (1 - self.factor),
+                    1 - of_all,
+                    1 - of_all * (1 - self.worst),
+                )
+            ],
+        )
+
+    @staticmethod
+    def examples() -> Examples:
+        return {
+            "keys and values": _cache(range(100, 105)),
+            "on a CPU": _cache(range(100, 105), gpu=None),
+            "a cache of one length": (_cache([100] * 5), "not found"),
+            "two outputs joined": (_cache([100, 90, 104, 88]), "not found"),
+            "two passes": (_cache([100, 101]), "not found"),
+            "hardly any time": (_cache(range(100, 105), us=4), "min_share"),
+        }
+
+
+def _device_time(a: Analysis, calls: Rows) -> tuple[int, float]:
+    """Device time of these calls, ns, and its share of all concatenations'."""
+    chosen = np.zeros(len(a.trace.cpu), dtype=bool)
+    chosen[calls] = True
+    parent = stacks.parent_rows(a.trace)
+    inside = np.append(stacks.innermost_ancestor(parent, chosen) >= 0, False)
+    own = inside[a.trace.gpu["launch"].fill_null(-1).to_numpy()] & a.in_window
+    ns, whole = (summed_duration(a, rows) for rows in (own, launched_under(a, CAT) & a.in_window))
+    return ns, ns / max(whole, 1)
+
+
+def _host_time(a: Analysis, calls: Rows) -> tuple[int, float]:
+    """Host time of these calls, ns, and its share of all concatenations'."""
+    cpu = a.trace.cpu
+    cats = np.flatnonzero(name_matches(cpu["name"], CAT).to_numpy())
+    ts = cpu["ts"].to_numpy()[cats]
+    cats = cats[covered_length(ts, ts + 1, a.spans) > 0]
+    ns, whole = (sum_column(cpu["dur"].gather(rows)) for rows in (calls, cats))
+    return ns, ns / max(whole, 1)
+
+
+class _Kind(NamedTuple):
+    """Concatenations that may append to one tensor."""
+
+    axis: int
+    others: tuple[int, ...]
+    """All dimensions; that of the axis: 0."""
+    appended: int
+
+
+class _Appends(NamedTuple):
+    lengths: list[int]
+    calls: Rows
+
+
+def _appends(a: Analysis) -> list[_Appends]:
+    """Concatenations in the analysed window whose first input grows by the second."""
+    cpu = a.trace.cpu
+    calls = np.flatnonzero(name_matches(cpu["name"], CAT).to_numpy())[:MAX_CALLS]
+    ts = cpu["ts"].to_numpy()[calls]
+    calls = calls[covered_length(ts, ts + 1, a.spans) > 0]
+    described: dict[int, list[tuple[int, ...]]] = {}
+    kinds: dict[_Kind, list[tuple[int, int]]] = defaultdict(list)
+    for row, index in zip(calls.tolist(), cpu["inputs"].gather(calls).to_list(), strict=True):
+        if index is None:
+            continue
+        if index not in described:
+            inputs = OpInputs(*a.trace.inputs.select("dims", "types").row(index))
+            described[index] = inputs.shapes(0)
+        shapes = described[index]
+        if len(shapes) != 2 or len(shapes[0]) != len(shapes[1]):
+            continue
+        apart = [axis for axis, (x, y) in enumerate(zip(*shapes, strict=True)) if x != y]
+        if len(apart) != 1:
+            continue
+        axis = apart[0]
+        length, appended = shapes[0][axis], shapes[1][axis]
+        if 0 < appended < length:
+            others = (*shapes[0][:axis], 0, *shapes[0][axis + 1 :])
+            kinds[_Kind(axis, others, appended)].append((row, length))
+    return [_longest_run(kind.appended, rows) for kind, rows in kinds.items()]
+
+
+def _longest_run(appended: int, rows: list[tuple[int, int]]) -> _Appends:
+    """The run of most lengths, in order of time, each equal to the one before or longer by what is
+    appended."""
+    runs: list[list[tuple[int, int]]] = [rows[:1]]
+    for before, (row, length) in pairwise(rows):
+        if length - before[1] not in (0, appended):
+            runs.append([])
+        runs[-1].append((row, length))
+    best = max(runs, key=lambda run: len({length for _, length in run}))
+    lengths = sorted({length for _, length in best})
+    return _Appends(lengths, np.array([row for row, _ in best], dtype=np.int64))
+
+
+def _cache(lengths: Sequence[int], *, gpu: str | None = "A100", us: float = 400) -> TraceBuilder:
+    b = TraceBuilder(gpu=gpu)
+    for _, length in zip(b.steps(len(lengths)), lengths, strict=False):
+        for _ in range(4):
+            with b.op("aten::linear", host_us=20 if gpu else 300):
+                if gpu:
+                    b.launch("ampere_sgemm_128x64_nn", 300)
+            lists = [[[8, 16, length, 64], [8, 16, 1, 64]], []]
+            with b.op("aten::cat", lists, ["TensorList", "Scalar"], host_us=20 if gpu else us):
+                if gpu:
+                    b.launch("CatArrayBatchedCopy", us)
+    return b

@@ -1,0 +1,254 @@
+"""The gradient of an embedding is a whole table, of which a step uses few rows."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+import polars as pl
+
+from advisor.core.finding import Edit, Finding, Outcomes, Select
+from advisor.core.intervals import covered_length
+from advisor.core.rule import Evidence, Rule, Threshold
+from advisor.measure import Analysis
+from advisor.measure.device.shapes import OpInputs
+from advisor.measure.host import stacks
+from advisor.measure.host.names import name_matches
+from advisor.replay.selection import under_names
+from advisor.rules.citations import CHOSEN, XPROF
+from advisor.rules.common import amount_per_step, costliest_places, of_step, scale_edit
+from advisor.testing import Examples, TraceBuilder
+
+LOOKUP = r"^aten::embedding(?:_bag|_renorm_)?$"
+BACKWARD = r"^aten::embedding_dense_backward$"
+_MULTIPLIES = r"^aten::(?:mm|addmm|matmul|linear)$"
+PARTS = (BACKWARD, r"^torch::autograd::AccumulateGrad$", r"^Optimizer\.step#")
+"""What works on whole tables is in one of these."""
+MAX_DESCRIBED = 20_000
+
+
+class DenseEmbeddingGradient(Rule):
+    """The backward pass of ``nn.Embedding`` fills a gradient as large as the table with zeros and
+    adds the rows that the batch looked up. The optimizer then reads and writes the whole table and
+    its state. With ``sparse=True`` the gradient holds the looked-up rows alone, and SparseAdam,
+    Adagrad and SGD touch no others.
+
+    Reported where a step looks up less than a tenth of the rows, and where this work takes a good
+    part of the step. Not reported for a table that is also multiplied (an output layer with tied
+    weights): its gradient is dense anyway.
+
+    The gain is the time of the backward operator, and of operators of the optimizer and of gradient
+    accumulation whose input has the table's shape, less the share of rows in use.
+    """
+
+    id = "dense-embedding-gradient"
+    title = "The whole embedding table is updated for a few rows"
+    references = (
+        "https://docs.pytorch.org/docs/stable/generated/torch.nn.Embedding.html",
+        "https://docs.pytorch.org/docs/stable/generated/torch.optim.SparseAdam.html",
+    )
+
+    min_ratio = Threshold(10, "rows of the table for each row that a step looks up", CHOSEN)
+    min_share = Threshold(0.05, "of the step in this work", XPROF)
+    worst = Threshold(
+        0.5, "of the time remains at most: other sparse kernels take its place", CHOSEN
+    )
+
+    fix = (
+        "Make the gradient sparse, and give the table an optimizer of its own: SparseAdam, Adagrad "
+        "or SGD. The other parameters keep theirs. SparseAdam updates the moments of looked-up "
+        "rows only: compare the loss."
+    )
+    code = (
+        "table = torch.nn.Embedding(rows, size, sparse=True)\n"
+        "optimizers = [\n"
+        "    torch.optim.SparseAdam(table.parameters(), lr=1e-3),\n"
+        "    torch.optim.Adam(other_parameters, lr=1e-3),\n"
+        "]"
+    )
+    verify = "Record again: no operator of the optimizer has the table's shape."
+    falsified_by = "weight decay or clipping that needs the gradient of every row"
+    assumptions = ("the optimizer may leave rows alone that a step does not use",)
+    confidence = 0.8
+
+    def check(self, a: Analysis) -> Outcomes:
+        """Find tables of which a step uses few rows, and sum up what works on all of them."""
+        if not a.span_ns or a.trace.inputs.is_empty():
+            return
+        if not name_matches(a.trace.cpu["name"], BACKWARD).any():
+            return
+        tables = [one for one in _tables(a) if one.rows >= self.min_ratio * one.used]
+        if not tables:
+            return
+        work = _TableWork(a, tables)
+        if work.ns < self.min_share * a.span_ns:
+            return
+        largest = max(tables, key=lambda one: one.rows * one.size)
+        yield Finding(
+            summary=(
+                f"A step looks up at most {largest.used:,} of the {largest.rows:,} rows of an "
+                f"embedding, and its gradient and update work on all of them: "
+                f"{of_step(a, work.ns)}."
+            ),
+            evidence=[
+                self.compare(
+                    "rows of the table per row in use", largest.rows / largest.used, "min_ratio"
+                ),
+                Evidence(
+                    "size of the table's gradient, values", largest.rows * largest.size, "count"
+                ),
+                amount_per_step(a, "time of work on whole tables", work.ns),
+                self.compare("share", work.ns / a.span_ns, "min_share", per=a.per),
+            ],
+            where=costliest_places(a, work.backward, np.ones(len(work.backward), dtype=int), top=1),
+            edits=work.edits(largest.used / largest.rows, self.worst),
+        )
+
+    @staticmethod
+    def examples() -> Examples:
+        return {
+            "few rows of many": _recommender(),
+            "on a CPU": _recommender(gpu=None),
+            "a small vocabulary": (_recommender(rows=2000), "not tables"),
+            "tied weights": (_recommender(tied=True), "not tables"),
+            "a sparse gradient": (_recommender(sparse=True), "name_matches"),
+            "hardly any time": (_recommender(us=2), "min_share"),
+        }
+
+
+class _Table(NamedTuple):
+    rows: int
+    size: int
+    used: int
+    """Rows that a step looks up, at most: the same row may come twice."""
+
+
+def _tables(a: Analysis) -> list[_Table]:
+    """Embedding tables that the analysed window looks rows up in, and that nothing multiplies."""
+    cpu = a.trace.cpu
+    chosen = name_matches(cpu["name"], LOOKUP).to_numpy()
+    ts = cpu["ts"].to_numpy()
+    chosen &= covered_length(ts, ts + 1, a.spans) > 0
+    calls = pl.DataFrame({"inputs": cpu["inputs"].gather(np.flatnonzero(chosen)).drop_nulls()})
+    used: dict[tuple[int, ...], int] = {}
+    for index, count in calls.group_by("inputs").len().sort("inputs").iter_rows():
+        table, indices = (_inputs(a, index).tensor(at) for at in (0, 1))
+        if table is not None and indices is not None and len(table.shape) == 2:
+            used[table.shape] = used.get(table.shape, 0) + indices.elements * count
+    multiplied = _multiplied(a)
+    return [
+        _Table(rows, size, max(1, round(number / a.step_count)))
+        for (rows, size), number in used.items()
+        if not {(rows, size), (size, rows)} & multiplied
+    ]
+
+
+def _multiplied(a: Analysis) -> set[tuple[int, ...]]:
+    cpu = a.trace.cpu
+    chosen = name_matches(cpu["name"], _MULTIPLIES).to_numpy()
+    inputs = cpu["inputs"].filter(pl.Series(chosen)).drop_nulls().unique().sort()
+    return {
+        tensor.shape for index in inputs[:MAX_DESCRIBED] for tensor in _inputs(a, index).tensors
+    }
+
+
+def _inputs(a: Analysis, index: int) -> OpInputs:
+    return OpInputs(*a.trace.inputs.select("dims", "types").row(index))
+
+
+class _TableWork:
+    """Work on whole tables in the analysed window: the backward operator, accumulation of its
+    gradient, and the optimizer's operators."""
+
+    def __init__(self, a: Analysis, tables: list[_Table]) -> None:
+        cpu = a.trace.cpu
+        self._on_gpu = a.device_id is not None
+        ts = cpu["ts"].to_numpy()
+        window = covered_length(ts, ts + 1, a.spans) > 0
+        share = self._shares(a, {(one.rows, one.size) for one in tables})
+        backward = name_matches(cpu["name"], BACKWARD).to_numpy()
+        share[backward] = 1.0
+        self.backward = np.flatnonzero(backward & window).astype(np.int64)
+        self._parts: list[tuple[Select, float]] = []
+        self.ns = 0.0
+        for pattern in PARTS:
+            inside = under_names(a, pattern)[:-1] & window
+            own, whole = self._spent(a, inside, share)
+            self.ns += own
+            if own:
+                self._parts.append((self._select(pattern), own / whole))
+
+    @staticmethod
+    def _shares(a: Analysis, shapes: set[tuple[int, int]]) -> np.ndarray:
+        """Of each operator's values, those of the tables: aligned with ``trace.cpu``."""
+        known = a.trace.cpu["inputs"].drop_nulls().unique().sort()[:MAX_DESCRIBED]
+        share = np.zeros(len(a.trace.inputs) + 1)
+        for index in known:
+            inputs = _inputs(a, index)
+            lists = [shape for at in range(len(inputs)) for shape in inputs.shapes(at)]
+            found = [tensor.shape for tensor in inputs.tensors] + lists
+            sizes = [float(np.prod(shape)) for shape in found]
+            own = sum(size for shape, size in zip(found, sizes, strict=True) if shape in shapes)
+            share[index] = own / max(sum(sizes), 1.0)
+        result: np.ndarray = share[a.trace.cpu["inputs"].fill_null(-1).to_numpy()]
+        return result
+
+    def _spent(self, a: Analysis, inside: np.ndarray, share: np.ndarray) -> tuple[float, float]:
+        """Time on the tables, and of all work there, ns."""
+        ops = stacks.is_operator(a.trace) & inside
+        if self._on_gpu:
+            launch = a.trace.gpu["launch"].fill_null(-1).to_numpy()
+            around = stacks.innermost_ancestor(stacks.parent_rows(a.trace), ops & (share > 0))
+            chosen = np.append(inside, False)[launch] & a.in_window
+            weight = np.append(share, 0.0)[np.append(around, -1)[launch]]
+            dur = a.trace.gpu["dur"].to_numpy()
+        else:
+            chosen = ops & ~np.append(ops, False)[stacks.parent_rows(a.trace)]
+            weight, dur = share, a.trace.cpu["dur"].to_numpy()
+        return float((dur * weight)[chosen].sum()), float(dur[chosen].sum())
+
+    def _select(self, pattern: str) -> Select:
+        if self._on_gpu:
+            return Select(on="gpu", under=pattern)
+        if pattern == BACKWARD:
+            return Select(on="host", kind=("op",), name=BACKWARD)
+        return Select(on="host", kind=("op",), under=pattern)
+
+    def edits(self, remains: float, worst: float) -> list[Edit]:
+        """Of the time on whole tables, so much remains."""
+        return [
+            scale_edit(
+                select,
+                1 - share * (1 - remains),
+                1 - share,
+                1 - share * (1 - max(worst, remains)),
+            )
+            for select, share in self._parts
+        ]
+
+
+def _recommender(
+    *,
+    gpu: str | None = "A100",
+    rows: int = 400_000,
+    tied: bool = False,
+    sparse: bool = False,
+    us: float = 900,
+) -> TraceBuilder:
+    b = TraceBuilder(gpu=gpu)
+    table = [rows, 32]
+
+    def work(name: str, shapes: list[list[int]], us: float) -> None:
+        with b.op(name, shapes, host_us=10 if gpu else us):
+            if gpu:
+                b.launch("at::native::vectorized_elementwise_kernel", us)
+
+    for _ in b.steps(5):
+        work("aten::embedding", [table, [512]], 20)
+        work("aten::mm", [[512, 32], [32, rows] if tied else [32, 64]], 200)
+        if not sparse:
+            work("aten::embedding_dense_backward", [[512, 32], [512], [], [], []], us)
+            with b.range("Optimizer.step#Adam.step"):
+                work("aten::lerp_", [table, table, []], us)
+                work("aten::lerp_", [[32, 64], [32, 64], []], 10)
+    return b

@@ -1,0 +1,129 @@
+"""A model that does not train runs in training mode: its dropout layers are active."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from advisor.core import text as t
+from advisor.core.finding import Edit, Finding, Outcomes, Select
+from advisor.core.intervals import covered_length
+from advisor.core.rule import Rule, Threshold
+from advisor.measure import Analysis
+from advisor.measure.host import stacks
+from advisor.measure.host.names import name_matches
+from advisor.rules.citations import CHOSEN
+from advisor.rules.common import Rows, amount_per_step, costliest_places, of_step
+from advisor.testing import Examples, TraceBuilder
+
+DROPOUT = r"^aten::(?:feature_|alpha_|feature_alpha_)?dropout_?$"
+"""The operator of a dropout layer. In evaluation mode it returns its input and calls nothing."""
+_DRAWS = r"^aten::(?:bernoulli_|native_dropout|_fused_dropout)$"
+"""What it calls in training mode."""
+
+
+class TrainingMode(Rule):
+    """Dropout layers are active in a program that learns nothing: no backward pass and no
+    optimizer in the whole recording. ``model.eval()`` is missing. Results change from call to call,
+    and random numbers are drawn for each activation. Some modules also take a fused path in
+    evaluation mode only (``nn.TransformerEncoderLayer``).
+
+    In evaluation mode ``aten::dropout`` calls no other operator; in training mode it draws numbers
+    (``aten::native_dropout``, ``aten::bernoulli_``).
+
+    The gain is the time of these operators. What a fused path and a graph that is not built save
+    beside it is not recorded.
+    """
+
+    id = "training-mode"
+    title = "The model runs in training mode, and nothing trains"
+    references = (
+        "https://docs.pytorch.org/docs/stable/generated/torch.nn.Module.html#torch.nn.Module.eval",
+        "https://docs.pytorch.org/docs/stable/notes/autograd.html#evaluation-mode-nn-module-eval",
+    )
+
+    min_steps = Threshold(3, "steps or passes: fewer may be a part of a training", CHOSEN)
+
+    fix = (
+        "Call model.eval() once before the loop, and run the loop under torch.inference_mode(). "
+        "Dropout then returns its input, and no graph is built."
+    )
+    code = "model.eval()\nwith torch.inference_mode():\n    output = model(batch)"
+    verify = "Two calls with equal inputs give equal outputs. aten::dropout calls nothing."
+    falsified_by = "dropout that is meant to be active, as for Monte Carlo estimates"
+    confidence = 0.9
+    assumptions = ("dropout is not meant to be active (Monte Carlo estimates)",)
+
+    def check(self, a: Analysis) -> Outcomes:
+        """Look for dropout that draws numbers."""
+        if not a.span_ns or not a.forward_only or a.steps.source == "whole trace":
+            return
+        layers = _active(a)
+        if not len(layers) or a.step_count < self.min_steps:
+            return
+        ns = int(a.trace.cpu["dur"].gather(layers).sum())
+        on_gpu = a.device_id is not None
+        calls = round(len(layers) / a.step_count)
+        yield Finding(
+            summary=(
+                f"{t.count_noun(calls, 'dropout layer')} per step drop values at random, and no "
+                "backward pass or optimizer was recorded. Equal inputs give different results."
+                + ("" if on_gpu else f" Dropout takes {of_step(a, ns)}.")
+            ),
+            evidence=[
+                amount_per_step(a, "active dropout layers", len(layers), "count"),
+                amount_per_step(a, "host time in them", ns),
+                self.compare("steps", a.step_count, "min_steps", "count"),
+            ],
+            where=costliest_places(a, layers, a.trace.cpu["dur"].to_numpy()[layers].astype(int)),
+            known_cost=True,
+            edits=[
+                Edit(op="remove", select=Select(on="host", kind=("op",), name=DROPOUT)),
+                *([Edit(op="remove", select=Select(on="gpu", under=DROPOUT))] if on_gpu else []),
+            ],
+        )
+
+    @staticmethod
+    def examples() -> Examples:
+        return {
+            "on a GPU": _model(),
+            "on a CPU": _model(gpu=None),
+            "evaluation mode": (_model(active=False), "not len(layers)"),
+            "a training": (_model(trains=True), "not a.forward_only"),
+            "a single pass": (_model(steps=2), "min_steps"),
+        }
+
+
+def _active(a: Analysis) -> Rows:
+    """Dropout layers in the analysed window that draw numbers: rows of ``trace.cpu``."""
+    cpu = a.trace.cpu
+    layer = name_matches(cpu["name"], DROPOUT).to_numpy()
+    if not layer.any():
+        return np.empty(0, dtype=np.int64)
+    draws = np.flatnonzero(name_matches(cpu["name"], _DRAWS).to_numpy())
+    above = np.append(stacks.innermost_ancestor(stacks.parent_rows(a.trace), layer), -1)
+    rows = np.unique(above[stacks.parent_rows(a.trace)[draws]])
+    rows = rows[rows >= 0]
+    ts = cpu["ts"].to_numpy()[rows]
+    inside: Rows = rows[covered_length(ts, ts + 1, a.spans) > 0].astype(np.int64)
+    return inside
+
+
+def _model(
+    *, gpu: str | None = "A100", active: bool = True, trains: bool = False, steps: int = 5
+) -> TraceBuilder:
+    b = TraceBuilder(gpu=gpu)
+
+    def work(name: str, kernel: str, us: int) -> None:
+        with b.op(name, host_us=20 if gpu else us):
+            if gpu:
+                b.launch(kernel, us)
+
+    for _ in b.steps(steps):
+        for _ in range(6):
+            work("aten::linear", "ampere_sgemm_128x64_nn", 400)
+            with b.op("aten::dropout", host_us=2):
+                if active:
+                    work("aten::native_dropout", "fused_dropout_kernel_vec", 200)
+        if trains:
+            work("autograd::engine::evaluate_function: AddmmBackward0", "ampere_sgemm", 800)
+    return b

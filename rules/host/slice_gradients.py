@@ -112,7 +112,7 @@ class SliceGradients(Rule):
             "a loop over time": _loop(),
             "on a CPU": _loop(gpu=None),
             "a few slices": (_loop(count=3), "min_slices"),
-            "slices of different tensors": (_loop(alike=False), "not kinds"),
+            "slices of different tensors": (_loop(one_tensor=False), "not kinds"),
             "hardly any time": (_loop(us=1), "min_share"),
         }
 
@@ -144,7 +144,7 @@ def _sizes(a: Analysis, index: int) -> str:
 
 
 def _loop(
-    *, gpu: str | None = "A100", count: int = 64, alike: bool = True, us: float = 40
+    *, gpu: str | None = "A100", count: int = 64, one_tensor: bool = True, us: float = 40
 ) -> TraceBuilder:
     b = TraceBuilder(gpu=gpu)
     for _ in b.steps(5):
@@ -152,7 +152,7 @@ def _loop(
             if gpu:
                 b.launch("ampere_sgemm_128x64_nn", 2000)
         for step in range(count):
-            whole = f"[16, {80 if alike else 80 + step}, 64]"
+            whole = f"[16, {80 if one_tensor else 80 + step}, 64]"
             concrete = ["", whole, "1", str(step)]
             with (
                 b.op("autograd::engine::evaluate_function: SelectBackward0"),

@@ -22,8 +22,13 @@ from typing import NamedTuple
 
 import msgspec
 
-from advisor.replay.calibration import JOB_COVERAGE, fault_kind
-from advisor.replay.predictions import SHIPPED, Prediction, shipped_predictions
+from advisor.replay.predictions import (
+    JOB_COVERAGE,
+    SHIPPED,
+    Prediction,
+    fault_kind,
+    shipped_predictions,
+)
 from advisor.replay.ranks.study import study_ranks
 from benchmarks.simulation.jobs import FAULTS, HEALTHY, Truth
 from benchmarks.simulation.programs import MIN_SHARE, play

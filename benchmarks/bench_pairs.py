@@ -26,11 +26,12 @@ from typing import Any, NamedTuple
 from public_traces import CORPUS
 from table_of_predictions import replace
 
-from advisor.replay import calibration
-from advisor.replay.calibration import MIN_ERRORS, error_of
+from advisor.replay import predictions
 from advisor.replay.predictions import (
+    MIN_ERRORS,
     SHIPPED,
     Prediction,
+    error_of,
     shipped_experiments,
     shipped_predictions,
     without_program,
@@ -207,7 +208,7 @@ class Pair:
     """Lines of the edit language, or ``Edit`` as keywords, where factors have a band."""
     truth: Callable[[Path, Path], Truth]
     kind: str
-    """Of the change, as far as its errors go: see ``advisor/replay/calibration.py``."""
+    """Of the change, as far as its errors go: see ``advisor/replay/predictions.py``."""
     group: str = ""
     """The program, where other pairs are of it too: its outcomes are left out together."""
     rule: str = ""
@@ -469,9 +470,9 @@ def measured_here(known: Prediction) -> Outcome:
     kind = known.kind or KIND_OF_RULE[known.rule]
     with without_program(known.program):
         factor = math.exp(error_of([kind], shipped_experiments()))
-        band = calibration.Band(known.predicted / factor, known.predicted * factor)
+        band = predictions.Band(known.predicted / factor, known.predicted * factor)
         if known.rule:
-            wide = calibration.widened_by_rule
+            wide = predictions.widened_by_rule
             band = wide(known.rule, known.device, known.predicted, band, float("inf")).band
     low, high = known.measured_low or known.measured, known.measured_high or known.measured
     inside = low <= band.high and high >= band.low

@@ -12,7 +12,8 @@ import re
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from advisor.core.gpus import GpuSpec, attainable, find_gpu
+from advisor.core import gpus
+from advisor.core.gpus import GpuSpec, find_gpu
 from advisor.replay.project.device_scaling import memory_rate
 from advisor.replay.project.matmul_formats import FORMATS, Gemm, Role, estimate_product
 
@@ -50,7 +51,7 @@ def shapes(role: Role, m: int, n: int, k: int) -> tuple[int, int, int]:
 def usual_ns(gpu: GpuSpec, gemm: Gemm) -> float:
     """What a product in the recorded format takes at the attainable rates, ns: where a table gives
     a ratio only."""
-    rate = attainable.attainable_matmul(gpu, gemm.dtype)
+    rate = gpus.attainable_matmul(gpu, gemm.dtype)
     assert rate is not None
     moved = gemm.width * (gemm.m * gemm.k + gemm.k * gemm.n + gemm.m * gemm.n)
     return max(2 * gemm.m * gemm.n * gemm.k / rate.rate, moved / memory_rate(gpu)) * 1e9 + 2_000

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from advisor.sample_workloads import Setup, workload
-from advisor.sample_workloads.training import sgd, train
+from advisor.sample_workloads.running import sgd, train
 
 LIMIT = 100.0
 

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from advisor.sample_workloads import Setup, workload
-from advisor.sample_workloads.training import layers, sgd, train
+from advisor.sample_workloads.running import layers, sgd, train
 
 MICRO = 4  # micro-batches an optimizer step
 

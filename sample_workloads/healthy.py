@@ -10,7 +10,7 @@ from torch import nn
 from torch.nn.functional import cross_entropy, scaled_dot_product_attention
 
 from advisor.sample_workloads import Setup, workload
-from advisor.sample_workloads.training import train
+from advisor.sample_workloads.running import train
 
 LAYERS, HEAD = 6, 64
 VOCABULARY = 8192

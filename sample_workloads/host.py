@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from advisor.sample_workloads import Setup, workload
-from advisor.sample_workloads.training import layers, sgd, train
+from advisor.sample_workloads.running import layers, sgd, train
 
 
 @workload(

@@ -10,7 +10,7 @@ from torch import nn
 from torch.nn.functional import layer_norm, log_softmax, scaled_dot_product_attention
 
 from advisor.sample_workloads import Setup, workload
-from advisor.sample_workloads.training import layers, sgd, train
+from advisor.sample_workloads.running import layers, sgd, train
 
 HEADS, HEAD = 16, 64
 

@@ -12,7 +12,7 @@ from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 from advisor.sample_workloads import Setup, workload
-from advisor.sample_workloads.training import sgd, wide_block
+from advisor.sample_workloads.running import sgd, wide_block
 
 FULL, CROP = 512, 64
 MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)

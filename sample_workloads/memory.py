@@ -12,7 +12,7 @@ from torch.nn.functional import cross_entropy
 from torch.utils.checkpoint import checkpoint
 
 from advisor.sample_workloads import Setup, workload
-from advisor.sample_workloads.training import layers, sgd, train, wide_block
+from advisor.sample_workloads.running import layers, sgd, train, wide_block
 
 BATCHES = 8  # of validation a step
 

@@ -23,9 +23,9 @@ from advisor.core import text as t
 from advisor.core.finding import GUESSED_STEP_SOURCES, Edit, Finding, Impact
 from advisor.core.report import HardPart, Replay
 from advisor.core.rule import Evidence
-from advisor.replay.calibration import Band, widened_by_rule, worst_case
 from advisor.replay.exposed import ExposedTime
 from advisor.replay.host_nodes import hand_over_ns
+from advisor.replay.predictions import Band, widened_by_rule, worst_case
 from advisor.replay.window import WindowReplayer
 
 if TYPE_CHECKING:

@@ -16,8 +16,8 @@ from advisor.core.report import (
     Report,
 )
 from advisor.measure.memory.allocator_replay import Placement, explain_placement, measure_fragments
-from advisor.measure.memory.layer_memory import held_by_module
 from advisor.measure.memory.memory_kinds import CATEGORIES, NOT_ATTRIBUTED
+from advisor.measure.memory.memory_origin import held_by_module
 from advisor.measure.memory.memory_savings import find_savings
 from advisor.measure.memory.post_mortem import PostMortem, fullest_devices, growing_lines
 

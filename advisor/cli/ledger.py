@@ -41,7 +41,7 @@ def command(
 
 
 def _render(rows: list[Prediction], skipped: int, width: int) -> str:
-    from advisor.render.page import Page
+    from advisor.render.formats.terminal import Page
     from advisor.replay import predictions
 
     page = Page(width, colour=False)

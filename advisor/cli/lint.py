@@ -41,7 +41,7 @@ def command(
 def _text(hints: list[Hint], problems: list[str]) -> str:
     from advisor.core import labels
     from advisor.core import text as t
-    from advisor.render.page import Page
+    from advisor.render.formats.terminal import Page
 
     page = Page(out.columns(sys.stdout), colour=out.colourful(sys.stdout))
     for hint in hints:

@@ -179,7 +179,7 @@ def _targets(
 
 def _plain(projector: Projector, found: tuple[Choice, ...], notes: list[str]) -> dict[str, Any]:
     """As plain data; null: the step cannot run there, or no price."""
-    from advisor.replay.calibration import count_comparisons
+    from advisor.replay.predictions import count_comparisons
 
     return {
         "schema": 1,

@@ -32,7 +32,7 @@ from advisor.export.rewrite import (
     write_events,
     written_head,
 )
-from advisor.read.meta import MAX_CALLS, OURS, whole_number
+from advisor.read.readers.kineto import MAX_CALLS, OURS, whole_number
 from advisor.read.source import DEFAULT_LIMIT
 from advisor.read.trace_events import COMM_FIELDS, Args, call_class, copy_parts
 from advisor.replay.selection import selected_gaps, selected_gpu, selected_host

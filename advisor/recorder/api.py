@@ -382,13 +382,13 @@ def end_recording(session: RecordingSession, error: BaseException | None = None)
     session.finish(error)
     restore_kineto_log()
     if session.problem is not None and session.rank == 0:
-        from advisor.recorder.finish import print_message
+        from advisor.recorder.folder import print_message
 
         run = session.writer.folder
         where = "" if run is None else f" What was recorded until then: {run.parent}"
         print_message(f"recording stopped early: {session.problem}.{where}")
     elif session.writer.folder is not None and session.rank == 0:
-        from advisor.recorder.finish import print_result
+        from advisor.recorder.folder import print_result
 
         print_result(session.writer.folder.parent, analyse=session.options.report and error is None)
 

@@ -25,8 +25,14 @@ from advisor.core import run_directory as rundir
 from advisor.core.errors import AdvisorError, install_command
 from advisor.core.text import count_noun
 from advisor.recorder import injection as reach
-from advisor.recorder.finish import print_message, print_result, with_injected
-from advisor.recorder.folder import RUN_DIR, new_run, remove_if_empty
+from advisor.recorder.folder import (
+    RUN_DIR,
+    new_run,
+    print_message,
+    print_result,
+    remove_if_empty,
+    with_injected,
+)
 from advisor.recorder.injection import STOP_AFTER
 from advisor.recorder.options import resolve_options
 

@@ -48,11 +48,10 @@ from advisor.recorder.clock import (
     THREAD,
     Tape,
 )
-from advisor.recorder.compile_log import CompileLogHandler
+from advisor.recorder.framework_logs import CompileLogHandler, NetworkKeeper
 from advisor.recorder.hooks import GENERATION, Hooks, Listener
 from advisor.recorder.inference import Inference, Inferred
 from advisor.recorder.loaders import Batches, Loaders
-from advisor.recorder.network import NetworkKeeper
 from advisor.recorder.oom import OutOfMemoryHook
 from advisor.recorder.options import RecordOptions
 from advisor.recorder.repeated_steps import RepeatedBlock

@@ -28,8 +28,8 @@ import msgspec
 
 from advisor.core import run_directory as rundir
 from advisor.core.cgroup import resident_memory
-from advisor.recorder.compile_log import CompileRecord
 from advisor.recorder.folder import rank_folder, write_once
+from advisor.recorder.framework_logs import CompileRecord
 from advisor.recorder.inference import Inferred
 from advisor.recorder.loaders import Batch
 from advisor.recorder.repeated_steps import RepeatedBlock

@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from advisor.measure.host.names import WORKERS, name_matches
-from advisor.replay.calibration import widened_by_kind
 from advisor.replay.edited_graph import Patch, Patched
 from advisor.replay.exposed import ExposedTime
 from advisor.replay.graph import NEVER, Array, Edge, Graph
 from advisor.replay.graph_builder import build_graph
 from advisor.replay.operations import collect
+from advisor.replay.predictions import widened_by_kind
 from advisor.replay.replay import ReplayedSteps, ReplayPlan, completion_times
 from advisor.replay.selection import Selected
 from advisor.replay.trust import (

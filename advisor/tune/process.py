@@ -23,8 +23,7 @@ import msgspec
 
 from advisor.core.errors import AdvisorError
 from advisor.core.labels import clean
-from advisor.recorder.finish import with_injected
-from advisor.recorder.folder import RUN_DIR
+from advisor.recorder.folder import RUN_DIR, with_injected
 from advisor.tune.knob import find_knob
 from advisor.tune.spec import (
     GROUP,

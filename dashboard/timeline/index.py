@@ -11,9 +11,16 @@ import polars as pl
 from numpy.typing import NDArray
 
 from advisor.core.intervals import Ints
-from advisor.dashboard.timeline.categories import ALL, BASE, Category, category_label
 from advisor.dashboard.timeline.counters import CounterSeries
-from advisor.dashboard.timeline.detail_levels import BLOCK, DetailLevel, build_pyramid
+from advisor.dashboard.timeline.detail_levels import (
+    ALL,
+    BASE,
+    BLOCK,
+    Category,
+    DetailLevel,
+    build_pyramid,
+    category_label,
+)
 
 LaneSource = Literal["steps", "cpu", "gpu", "gaps", "sync", "activity", "recorded"]
 """Table that a lane's rows are rows of: those of the trace, ``Analysis.steps.table``,

@@ -12,7 +12,8 @@ from numpy.typing import NDArray
 
 from advisor.core.text import cause_label, host_label
 from advisor.core.trace import CALLS, LOADER
-from advisor.dashboard.timeline.categories import (
+from advisor.dashboard.timeline.counters import counter_series
+from advisor.dashboard.timeline.detail_levels import (
     ACTIVITY,
     COPIES,
     HOST,
@@ -22,7 +23,6 @@ from advisor.dashboard.timeline.categories import (
     STEPS,
     SYNCS,
 )
-from advisor.dashboard.timeline.counters import counter_series
 from advisor.dashboard.timeline.index import CategorySet, IndexBuilder, TimelineIndex
 from advisor.measure.host.gaps import CAUSES
 from advisor.measure.host.names import map_names, name_matches

@@ -11,8 +11,13 @@ import flask
 
 from advisor.core.labels import distinct_labels
 from advisor.dashboard.page_view import clean_query
-from advisor.dashboard.timeline.categories import ALL, BASE, TITLES, category_label
-from advisor.dashboard.timeline.detail_levels import level_of_detail
+from advisor.dashboard.timeline.detail_levels import (
+    ALL,
+    BASE,
+    TITLES,
+    category_label,
+    level_of_detail,
+)
 from advisor.dashboard.timeline.details import describe_slice, slice_near
 from advisor.dashboard.timeline.encoding import encode_view
 from advisor.dashboard.timeline.index import TimelineIndex

@@ -12,7 +12,7 @@ from advisor.core.errors import AdvisorError
 from advisor.core.intervals import Intervals, intersect
 from advisor.core.labels import labels_by_name
 from advisor.core.text import cause_label
-from advisor.dashboard.timeline.categories import ALL
+from advisor.dashboard.timeline.detail_levels import ALL
 from advisor.dashboard.timeline.index import TimelineIndex
 from advisor.measure.host.gaps import CAUSES
 from advisor.replay.selection import selected_gaps, selected_gpu, selected_host

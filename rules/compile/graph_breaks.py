@@ -41,13 +41,14 @@ from advisor.rules.common import (
     amount_per_step,
     costliest_places,
     example_steps,
+    impact_over_run,
+    impact_without_gain,
     int_column,
     of_step,
     per_step,
     row_numbers,
 )
 from advisor.rules.host.launch_gaps import REMOVE_LAUNCH_COST
-from advisor.rules.record_common import impact_over_run, impact_without_gain
 from advisor.testing import Examples, TraceBuilder
 
 MAX_NAMED = 5

@@ -9,7 +9,7 @@ from advisor.core.flight import FlightCall, FlightDump
 from advisor.core.rule import Evidence, Rule
 from advisor.measure import Analysis
 from advisor.measure.comm.flight import UNENDED, describe_problem, of_ranks
-from advisor.rules.record_common import impact_without_gain
+from advisor.rules.common import impact_without_gain
 from advisor.testing import Examples, TraceBuilder
 
 

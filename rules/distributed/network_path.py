@@ -13,7 +13,7 @@ from advisor.core.rule import Evidence, Rule, Threshold
 from advisor.measure import Analysis
 from advisor.measure.comm.links import Scaled, scale_collectives
 from advisor.rules.citations import CHOSEN, NCCL_OVERHEAD
-from advisor.rules.record_common import impact_without_gain
+from advisor.rules.common import impact_without_gain
 from advisor.testing import Examples, TraceBuilder
 
 NCCL_ENV = "https://docs.nvidia.com/deeplearning/nccl/user-guide/docs/env.html"

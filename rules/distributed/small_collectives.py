@@ -19,12 +19,12 @@ from advisor.rules.common import (
     amount_per_step,
     device_places,
     example_steps,
+    impact_without_gain,
     int_column,
     row_numbers,
     sum_column,
 )
 from advisor.rules.framework_advice import in_any_language
-from advisor.rules.record_common import impact_without_gain
 from advisor.testing import Examples, TraceBuilder
 
 

@@ -8,8 +8,14 @@ from advisor.measure import Analysis
 from advisor.measure.comm.links import select_collectives
 from advisor.measure.comm.placement import Placement, find_placement
 from advisor.rules.citations import MEGATRON, NCCL_OVERHEAD, SILENT_TRACES, TRACELENS
-from advisor.rules.common import amount_per_step, device_places, of_step, scale_edit, sum_column
-from advisor.rules.record_common import impact_without_gain
+from advisor.rules.common import (
+    amount_per_step,
+    device_places,
+    impact_without_gain,
+    of_step,
+    scale_edit,
+    sum_column,
+)
 from advisor.testing import Examples, TraceBuilder
 
 

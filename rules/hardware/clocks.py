@@ -11,7 +11,7 @@ from advisor.core.rule import Evidence, Rule, Source, Threshold
 from advisor.core.run_directory import THROTTLE_BITS, Gpu
 from advisor.measure import Analysis
 from advisor.rules.citations import CHOSEN
-from advisor.rules.record_common import (
+from advisor.rules.common import (
     impact_per_step,
     impact_risk,
     record_example,
@@ -88,7 +88,7 @@ class ThermalThrottling(HeldClocks):
 
     id = "thermal-throttling"
     title = "The GPU is thermal throttling"
-    sources = (Source("under load from 50% utilisation", "rules/record_common.py"),)
+    sources = (Source("under load from 50% utilisation", "rules/common.py"),)
 
     min_share = Threshold(0.05, "of the samples under load", CHOSEN)
 

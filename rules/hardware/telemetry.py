@@ -10,14 +10,14 @@ from advisor.core.rule import Evidence, Rule, Threshold
 from advisor.core.run_directory import Gpu
 from advisor.measure import Analysis
 from advisor.rules.citations import CHOSEN
-from advisor.rules.memory.device_memory import gpu_capacity
-from advisor.rules.record_common import (
+from advisor.rules.common import (
     impact_risk,
     impact_without_gain,
     record_example,
     recorded_steps,
     under_load,
 )
+from advisor.rules.memory.device_memory import gpu_capacity
 from advisor.testing import Examples, TraceBuilder
 
 XID_ERRORS = {

@@ -11,7 +11,7 @@ from advisor.core.rule import Evidence, Rule, Source, Threshold
 from advisor.core.run_directory import Gpu
 from advisor.measure import Analysis
 from advisor.rules.citations import CHOSEN, GPUPROF, TRACELENS
-from advisor.rules.record_common import impact_without_gain, record_example, recorded_steps
+from advisor.rules.common import impact_without_gain, record_example, recorded_steps
 from advisor.testing import Examples, TraceBuilder
 
 

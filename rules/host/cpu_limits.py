@@ -8,7 +8,7 @@ from advisor.core.rule import Evidence, Rule, Source, Threshold
 from advisor.core.run_directory import Host
 from advisor.measure import Analysis
 from advisor.rules.citations import CHOSEN, CURED_RECORDINGS, ENGINE_FLOOR, SAGEMAKER_CPU
-from advisor.rules.record_common import (
+from advisor.rules.common import (
     find_loader,
     impact_without_gain,
     local_ranks,

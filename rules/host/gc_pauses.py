@@ -15,8 +15,13 @@ from advisor.core.run_directory import RecordedDevice
 from advisor.measure import Analysis
 from advisor.measure.host.names import name_matches
 from advisor.rules.citations import CHOSEN, CURED_RECORDINGS, ENGINE_FLOOR, GPUPROF
-from advisor.rules.common import locate_row
-from advisor.rules.record_common import device_bound, impact_per_step, recorded_steps, steps_seen
+from advisor.rules.common import (
+    device_bound,
+    impact_per_step,
+    locate_row,
+    recorded_steps,
+    steps_seen,
+)
 from advisor.testing import Examples, TraceBuilder
 
 MIN_SPREAD = 0.2

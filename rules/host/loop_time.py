@@ -21,16 +21,20 @@ from advisor.measure.host.names import name_matches
 from advisor.measure.host.stacks import LOOP, HottestLine
 from advisor.measure.steps.timeline import CODE
 from advisor.rules.citations import CHOSEN, CURED_RECORDINGS, XPROF
-from advisor.rules.common import Rows, amount_per_step, locate_row, of_step, scale_edit
-from advisor.rules.kernel.kernel_common import match_exactly
-from advisor.rules.record_common import (
+from advisor.rules.common import (
     LOOP_SHARE,
+    Rows,
+    amount_per_step,
     impact_over_run,
     impact_per_step,
+    locate_row,
+    of_step,
     own_phases,
     recorded_steps,
+    scale_edit,
     steps_seen,
 )
+from advisor.rules.kernel.kernel_common import match_exactly
 from advisor.testing import Examples, TraceBuilder
 
 

@@ -26,9 +26,9 @@ from advisor.rules.citations import (
     STEP_SERIES,
     XPROF,
 )
-from advisor.rules.common import costliest_places
-from advisor.rules.record_common import (
+from advisor.rules.common import (
     LOOP_SHARE,
+    costliest_places,
     impact_over_run,
     impact_per_step,
     own_phases,

@@ -11,8 +11,8 @@ from advisor.core.intervals import intersect, union
 from advisor.core.rule import Evidence, Rule, Source, Threshold
 from advisor.measure import Analysis
 from advisor.rules.citations import CHOSEN, OURS, TRACEML, public_traces
+from advisor.rules.common import impact_without_gain, recorded_steps, steps_seen
 from advisor.rules.framework_advice import in_any_language
-from advisor.rules.record_common import impact_without_gain, recorded_steps, steps_seen
 from advisor.testing import Examples, TraceBuilder
 
 _NO_GAIN = "it slows the recording, not the program"

@@ -17,7 +17,7 @@ from advisor.core.run_directory import Host
 from advisor.measure import Analysis
 from advisor.measure.steps.step_records import StepRecords
 from advisor.rules.citations import CHOSEN, CURED_RECORDINGS, GPUPROF, STEP_SERIES
-from advisor.rules.record_common import impact_over_run, recorded_steps, steps_seen
+from advisor.rules.common import impact_over_run, recorded_steps, steps_seen
 from advisor.testing import Examples, TraceBuilder
 
 FACTOR, MADS = 1.5, 5.0

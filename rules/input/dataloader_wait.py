@@ -20,7 +20,7 @@ from advisor.rules.citations import (
     TENSORBOARD,
     XPROF,
 )
-from advisor.rules.common import amount_per_step, costliest_places, of_step
+from advisor.rules.common import amount_per_step, costliest_places, of_step, taken_by_training
 from advisor.rules.framework_advice import JAX_AHEAD, TF_PREFETCH
 from advisor.rules.input.loader_waits import (
     SINGLE_PROCESS,
@@ -31,7 +31,6 @@ from advisor.rules.input.loader_waits import (
     in_one_step,
     is_recurring,
 )
-from advisor.rules.record_common import taken_by_training
 from advisor.testing import Examples, TraceBuilder
 
 

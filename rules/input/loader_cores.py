@@ -19,8 +19,7 @@ from advisor.rules.citations import (
     TENSORBOARD,
     XPROF,
 )
-from advisor.rules.input.loader_waits import SINGLE_PROCESS, WORKERS
-from advisor.rules.record_common import (
+from advisor.rules.common import (
     device_bound,
     find_loader,
     impact_per_step,
@@ -31,6 +30,7 @@ from advisor.rules.record_common import (
     taken_by_training,
     workers_of,
 )
+from advisor.rules.input.loader_waits import SINGLE_PROCESS, WORKERS
 from advisor.testing import Examples, TraceBuilder
 
 

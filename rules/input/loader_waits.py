@@ -17,7 +17,7 @@ from advisor.core.rule import Evidence
 from advisor.measure import Analysis
 from advisor.measure.host.names import name_matches
 from advisor.measure.host.stacks import parse_frame
-from advisor.measure.steps.range_contents import measure_contents
+from advisor.measure.steps.named_intervals import measure_contents
 from advisor.rules.common import amount_per_step, locate_row, of_pytorch, row_numbers, stacks_option
 
 SINGLE_PROCESS = r"^enumerate\(Data(?:Loader|Pipe)\)#_SingleProcessDataLoaderIter\b"

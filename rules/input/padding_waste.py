@@ -9,8 +9,7 @@ from advisor.core.rule import Rule, Threshold
 from advisor.measure import Analysis
 from advisor.measure.steps.step_records import StepRecords
 from advisor.rules.citations import CHOSEN, CURED_RECORDINGS
-from advisor.rules.common import scale_edit
-from advisor.rules.record_common import impact_per_step, recorded_steps, steps_seen
+from advisor.rules.common import impact_per_step, recorded_steps, scale_edit, steps_seen
 from advisor.testing import Examples, TraceBuilder
 
 

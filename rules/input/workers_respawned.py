@@ -10,7 +10,7 @@ from advisor.core.rule import Evidence, Rule, Threshold
 from advisor.core.run_directory import MAX_VALUE
 from advisor.measure import Analysis
 from advisor.rules.citations import CHOSEN, GPUPROF, TENSORBOARD, TRACEML
-from advisor.rules.record_common import (
+from advisor.rules.common import (
     device_bound,
     find_loader,
     impact_over_run,

@@ -19,7 +19,7 @@ from advisor.measure.device.kernel_profiles import (
     shorten_kernel,
 )
 from advisor.rules.citations import CHOSEN, NCU
-from advisor.rules.record_common import impact_without_gain
+from advisor.rules.common import impact_without_gain
 from advisor.testing import Examples, TraceBuilder
 
 MAX_PLACES = 5

@@ -8,7 +8,7 @@ import polars as pl
 from advisor.core.finding import Finding, Outcomes
 from advisor.core.rule import Evidence, Rule, Threshold
 from advisor.measure import Analysis
-from advisor.measure.device.occupancy import active_blocks, find_limiters
+from advisor.measure.device.roofline import active_blocks, find_limiters
 from advisor.measure.host.names import name_matches
 from advisor.rules.citations import FOURNEX, NCU, OURS, SILENT_TRACES, SMALL_GRIDS_TRACES, TRACELENS
 from advisor.rules.common import example_steps, scale_edit

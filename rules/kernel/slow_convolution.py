@@ -13,10 +13,9 @@ from advisor.measure import Analysis
 from advisor.measure.device.matmuls import parse_convolution
 from advisor.measure.device.shapes import OpInputs
 from advisor.rules.citations import CHOSEN, OURS, RATES
-from advisor.rules.common import example_steps
+from advisor.rules.common import example_steps, impact_without_gain, recorded_steps
 from advisor.rules.kernel import kernel_common
 from advisor.rules.kernel.rates import ON_ROCM, BelowRate, Cause
-from advisor.rules.record_common import impact_without_gain, recorded_steps
 from advisor.testing import Examples, TraceBuilder
 
 VECTOR = re.compile(r"_dot2_|naive_conv|implicit_convolve_sgemm|Sp3AsmConv")

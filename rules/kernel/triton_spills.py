@@ -10,8 +10,8 @@ from advisor.core.rule import ANY_FRAMEWORK, Evidence, FrameworkAdvice, Rule, So
 from advisor.measure import Analysis
 from advisor.measure.device.kernel_profiles import MatchedKernel
 from advisor.rules.citations import INDUCTOR_SPILLS, OURS
+from advisor.rules.common import impact_without_gain
 from advisor.rules.kernel import kernel_common
-from advisor.rules.record_common import impact_without_gain
 from advisor.testing import Examples, TraceBuilder
 
 MAX_PLACES = 5

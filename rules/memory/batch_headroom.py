@@ -9,8 +9,8 @@ from advisor.core.finding import Finding, Outcomes, SkippedCheck
 from advisor.core.rule import Evidence, Rule, Threshold
 from advisor.measure import Analysis
 from advisor.rules.citations import CHOSEN, GPU_IDLE, SAGEMAKER, TRACEML
+from advisor.rules.common import impact_without_gain, recorded_steps, steps_seen
 from advisor.rules.memory.device_memory import gpu_capacity, last_known
-from advisor.rules.record_common import impact_without_gain, recorded_steps, steps_seen
 from advisor.testing import Examples, TraceBuilder
 
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from advisor.core.finding import Location
-from advisor.rules.record_common import recorded_steps
+from advisor.rules.common import recorded_steps
 from advisor.testing import TraceBuilder
 
 if TYPE_CHECKING:

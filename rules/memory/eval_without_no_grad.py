@@ -21,11 +21,13 @@ from advisor.rules.common import (
     Rows,
     amount_per_step,
     costliest_places,
+    impact_risk,
     of_step,
     per_step,
+    recorded_steps,
     row_numbers,
+    steps_seen,
 )
-from advisor.rules.record_common import impact_risk, recorded_steps, steps_seen
 from advisor.testing import Examples, TraceBuilder
 
 NODE = r"^autograd::engine::evaluate_function"

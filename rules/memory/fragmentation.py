@@ -18,8 +18,8 @@ from advisor.measure.memory.allocator_replay import (
     measure_repacking,
 )
 from advisor.rules.citations import CHOSEN
+from advisor.rules.common import impact_memory, recorded_steps
 from advisor.rules.memory.device_memory import EXPANDABLE, GIB, gpu_capacity, last_known
-from advisor.rules.record_common import impact_memory, recorded_steps
 from advisor.testing import Examples, TraceBuilder
 
 

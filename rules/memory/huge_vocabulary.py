@@ -16,10 +16,9 @@ from advisor.measure.device.shapes import OpInputs
 from advisor.measure.host.names import name_matches
 from advisor.measure.memory.memory_savings import find_logits
 from advisor.rules.citations import LLAMA, OURS, PEAKS, SILENT_TRACES
-from advisor.rules.common import amount_per_step, costliest_places
+from advisor.rules.common import amount_per_step, costliest_places, impact_memory
 from advisor.rules.kernel import kernel_common
 from advisor.rules.memory.device_memory import at_line, measure_peaks, snapshot_example
-from advisor.rules.record_common import impact_memory
 from advisor.testing import Examples, TraceBuilder
 
 if TYPE_CHECKING:

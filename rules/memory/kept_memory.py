@@ -16,6 +16,7 @@ from advisor.measure.memory.memory_savings import find_savings
 from advisor.measure.memory.post_mortem import fullest_devices, growing_lines
 from advisor.measure.steps.step_records import StepRecords
 from advisor.rules.citations import CHOSEN, TRACEML
+from advisor.rules.common import impact_memory, impact_risk, recorded_steps
 from advisor.rules.memory.device_memory import (
     at_line,
     gpu_capacity,
@@ -23,7 +24,6 @@ from advisor.rules.memory.device_memory import (
     measure_growth,
     snapshot_example,
 )
-from advisor.rules.record_common import impact_memory, impact_risk, recorded_steps
 from advisor.testing import Examples, TraceBuilder
 
 

@@ -13,6 +13,7 @@ from advisor.core.rule import Evidence, Rule, Threshold
 from advisor.measure import Analysis
 from advisor.measure.serving.annotations import SGLANG, TENSORRT_LLM, VLLM
 from advisor.rules.citations import FOURNEX, GPUPROF, OURS, TENSORBOARD, TRACEML
+from advisor.rules.common import impact_risk
 from advisor.rules.memory.device_memory import (
     EXPANDABLE,
     GIB,
@@ -24,7 +25,6 @@ from advisor.rules.memory.device_memory import (
     run_product,
     snapshot_example,
 )
-from advisor.rules.record_common import impact_risk
 from advisor.testing import Examples, TraceBuilder
 
 if TYPE_CHECKING:

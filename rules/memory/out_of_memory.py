@@ -13,6 +13,7 @@ from advisor.measure import Analysis
 from advisor.measure.memory.allocator_replay import explain_placement, measure_repacking
 from advisor.measure.memory.memory_savings import Saving, find_savings
 from advisor.rules.citations import CHOSEN, CURED_RECORDINGS
+from advisor.rules.common import impact_risk, recorded_steps
 from advisor.rules.memory.device_memory import (
     EXPANDABLE,
     LOWER_PEAK,
@@ -22,7 +23,6 @@ from advisor.rules.memory.device_memory import (
     locate_holders,
     snapshot_example,
 )
-from advisor.rules.record_common import impact_risk, recorded_steps
 from advisor.testing import Examples, TraceBuilder
 
 if TYPE_CHECKING:

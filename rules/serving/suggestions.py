@@ -14,8 +14,8 @@ from advisor.core.rule import Evidence, FrameworkAdvice, Rule, Threshold
 from advisor.measure import Analysis
 from advisor.measure.serving.annotations import DECODE, MIXED, PREFILL
 from advisor.rules.citations import CHOSEN
+from advisor.rules.common import impact_without_gain
 from advisor.rules.framework_advice import SGLANG_ARGUMENTS, SGLANG_TUNING, VLLM_TUNING
-from advisor.rules.record_common import impact_without_gain
 from advisor.testing import Examples, TraceBuilder
 
 Phases = dict[str, ServingPhase]

@@ -290,7 +290,7 @@ V1123 20:55:20.489000 8996 torch/_inductor/graph.py:2745] {"inductor_output_code
 
 @pytest.mark.parametrize("trimmed", [False, True])
 def test_a_generated_kernel_has_its_operators_and_lines(trimmed: bool, tmp_path: Path) -> None:
-    from advisor.recorder.compile_log import _KEPT
+    from advisor.recorder.framework_logs import _KEPT
 
     text = TRITON
     if trimmed:  # as the recorder keeps it

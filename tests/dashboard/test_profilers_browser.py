@@ -14,7 +14,7 @@ import pytest
 
 pytest.importorskip("dash")
 
-from advisor.dashboard.timeline.categories import ALL
+from advisor.dashboard.timeline.detail_levels import ALL
 from advisor.testing.allocator import GIB, MIB, Allocator, Training
 
 

@@ -10,7 +10,7 @@ from urllib.parse import parse_qs, urlsplit
 
 import pytest
 
-from advisor.dashboard.timeline.categories import ALL
+from advisor.dashboard.timeline.detail_levels import ALL
 from advisor.testing import TraceBuilder
 
 HOSTILE = "<img src=x onerror=document.title='owned'><b>"

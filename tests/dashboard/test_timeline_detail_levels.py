@@ -9,8 +9,15 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from advisor.dashboard.timeline.categories import ALL, BASE, HOST, KERNELS
-from advisor.dashboard.timeline.detail_levels import COVER_STEP, level_of_detail, stored_levels
+from advisor.dashboard.timeline.detail_levels import (
+    ALL,
+    BASE,
+    COVER_STEP,
+    HOST,
+    KERNELS,
+    level_of_detail,
+    stored_levels,
+)
 from advisor.dashboard.timeline.index import IndexBuilder, TimelineIndex
 
 Slice = tuple[int, int, int]

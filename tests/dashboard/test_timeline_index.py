@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from advisor.core.run_directory import Gpu, Rank, RankRecord, Sample
-from advisor.dashboard.timeline.categories import ALL
 from advisor.dashboard.timeline.counters import CounterSeries, counter_series, sample_counter
+from advisor.dashboard.timeline.detail_levels import ALL
 from advisor.dashboard.timeline.details import describe_slice
 from advisor.dashboard.timeline.index import assign_tracks
 from advisor.dashboard.timeline.index_builder import build_index

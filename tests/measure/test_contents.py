@@ -12,7 +12,7 @@ import polars as pl
 import pytest
 
 from advisor.measure import Analysis
-from advisor.measure.steps.range_contents import measure_contents
+from advisor.measure.steps.named_intervals import measure_contents
 from advisor.read import read_trace
 from advisor.testing import TraceBuilder
 

@@ -9,9 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from advisor.measure.device.flops import count_flops
 from advisor.measure.device.shapes import OpInputs
-from advisor.measure.device.traffic import count_bytes
+from advisor.measure.device.traffic import count_bytes, count_flops
 
 BF16 = "c10::BFloat16"
 

@@ -14,7 +14,7 @@ import pytest
 
 from advisor.core.trace import Device
 from advisor.measure import Analysis
-from advisor.measure.device.occupancy import active_blocks
+from advisor.measure.device.roofline import active_blocks
 from advisor.read import read_trace
 from advisor.testing import TraceBuilder
 

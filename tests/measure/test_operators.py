@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from advisor.core.gpus import attainable, lookup
+from advisor.core import gpus
+from advisor.core.gpus import lookup
 from advisor.measure import Analysis
 from advisor.measure.host.operators import KERNEL_NS, rows_of
 from advisor.read import open_run
@@ -119,7 +120,7 @@ def test_experts_in_one_call_are_held_against_products_in_their_weights_format()
 def test_a_rate_that_nobody_measured_is_raised_to_what_the_recording_reaches() -> None:
     a100 = lookup("NVIDIA A100-SXM4-80GB")
     assert a100 is not None
-    estimated = attainable.attainable_matmul(a100, "fp32")
+    estimated = gpus.attainable_matmul(a100, "fp32")
     assert estimated is not None and estimated.source is None
     assert estimated.rate < 19e12
     # 2 x 8192 x 8192 x 8192 in 57.9 ms: 19 TFLOP/s
@@ -132,11 +133,11 @@ def test_a_rate_that_nobody_measured_is_raised_to_what_the_recording_reaches() -
 def test_attainable_rates_are_measured_or_the_peak_times_what_kin_reach() -> None:
     h100 = lookup("NVIDIA H100 80GB HBM3")
     assert h100 is not None
-    bf16, memory = attainable.attainable_matmul(h100, "bf16"), attainable.attainable_bandwidth(h100)
+    bf16, memory = gpus.attainable_matmul(h100, "bf16"), gpus.attainable_bandwidth(h100)
     assert bf16 is not None and bf16.rate == 794.5e12 and bf16.source is not None
     assert memory is not None and memory.source is None
     assert 0.68 * 3350e9 < memory.rate < 0.89 * 3350e9  # of a T4, and of an A100
-    assert attainable.attainable_matmul(h100, "long int") is None
+    assert gpus.attainable_matmul(h100, "long int") is None
 
 
 @pytest.mark.parametrize("name", ["h100_qwen_inference", "mi300_timesformer_inference"])

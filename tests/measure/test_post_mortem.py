@@ -20,8 +20,7 @@ from advisor.measure.memory.allocator_replay import (
     measure_fragments,
     measure_repacking,
 )
-from advisor.measure.memory.layer_memory import ModuleCall, held_by_module
-from advisor.measure.memory.memory_origin import find_origin
+from advisor.measure.memory.memory_origin import ModuleCall, find_origin, held_by_module
 from advisor.measure.memory.memory_savings import find_savings
 from advisor.measure.memory.post_mortem import PostMortem, post_mortems
 from advisor.read.snapshot import read_snapshot

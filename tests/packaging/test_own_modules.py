@@ -12,7 +12,7 @@ import pytest
 
 from advisor.core.errors import AdvisorError
 from advisor.mcp import programs
-from advisor.recorder import finish
+from advisor.recorder import folder
 
 ROOT = Path(__file__).resolve().parents[2]
 TRAP = (
@@ -32,7 +32,7 @@ def trapped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def test_the_lines_at_the_end_of_a_recording(trapped: Path) -> None:
     with contextlib.suppress(AdvisorError):
-        finish.summarise_findings(trapped)
+        folder.summarise_findings(trapped)
     assert not (trapped / "executed").exists()
 
 

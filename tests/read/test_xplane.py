@@ -515,7 +515,7 @@ def test_steps_and_the_input_pipeline_have_the_frameworks_own_names(
 
 def test_the_timeline_names_the_input_pipeline(tmp_path: Path) -> None:
     pytest.importorskip("dash", reason="the dashboard's packages are not installed")
-    from advisor.dashboard.timeline.categories import ALL, category_label
+    from advisor.dashboard.timeline.detail_levels import ALL, category_label
     from advisor.dashboard.timeline.index_builder import build_index
 
     path = tmp_path / "input.xplane.pb"

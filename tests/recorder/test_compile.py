@@ -12,7 +12,7 @@ from recording_checks import check_sums, only_rank
 
 from advisor.core.run_directory import COMPILE_LOG
 from advisor.recorder.api import Recorder
-from advisor.recorder.compile_log import LOGGER, CompileLogHandler, CompileRecord
+from advisor.recorder.framework_logs import LOGGER, CompileLogHandler, CompileRecord
 
 torch = pytest.importorskip("torch")
 
@@ -275,7 +275,7 @@ def test_records_that_are_not_kept_are_not_made(unset: None) -> None:
 
 
 def test_a_log_is_bounded_and_no_error_leaves_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("advisor.recorder.compile_log.MAX_BYTES", 1 << 20)
+    monkeypatch.setattr("advisor.recorder.framework_logs.MAX_BYTES", 1 << 20)
     kept: list[CompileRecord] = []
     handler = CompileLogHandler(kept.append)
     long = logging.makeLogRecord(

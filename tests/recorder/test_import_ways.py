@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from advisor.recorder.finish import with_injected
+from advisor.recorder.folder import with_injected
 from advisor.recorder.injection import NOTES
 
 TORCH = """

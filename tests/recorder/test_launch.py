@@ -423,7 +423,7 @@ def test_a_program_that_fails_before_it_trains_is_not_told_to_mark_steps(
 
 
 def test_paths_are_quoted_for_a_shell(tmp_path: Path, capfd: Any) -> None:
-    from advisor.recorder.finish import print_result
+    from advisor.recorder.folder import print_result
 
     print_result(tmp_path / "my runs" / "a", analyse=False)
     assert "'" + str(tmp_path / "my runs" / "a") + "'" in "".join(

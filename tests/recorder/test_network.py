@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from advisor.core.run_directory import NCCL_LOG, TOPOLOGY
-from advisor.recorder import network
+from advisor.recorder import framework_logs
 from advisor.recorder.api import Recorder
 from tests.read.test_network_log import logs
 
@@ -88,7 +88,7 @@ def test_nothing_is_kept_where_nothing_was_asked_for(
 def test_a_tool_that_fails_or_hangs_delays_nobody(
     script: str, training: Any, tools: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(network, "ASK_SECONDS", 1.0)
+    monkeypatch.setattr(framework_logs, "ASK_SECONDS", 1.0)
     tool(tools, "nvidia-smi", script)
     folder = record(training, tmp_path / "run")
     assert not (folder / TOPOLOGY).exists()
@@ -103,7 +103,7 @@ def test_a_log_that_cannot_be_kept_costs_the_log_alone(
 
 
 def test_the_file_is_the_one_that_nccl_names() -> None:
-    name = network.log_file({"NCCL_DEBUG": "info", "NCCL_DEBUG_FILE": "/x/%h-%p.%%.log"})
+    name = framework_logs.log_file({"NCCL_DEBUG": "info", "NCCL_DEBUG_FILE": "/x/%h-%p.%%.log"})
     assert name == Path(f"/x/{socket.gethostname()}-{os.getpid()}.%.log")
     for env in (
         {"NCCL_DEBUG": "INFO"},
@@ -111,4 +111,4 @@ def test_the_file_is_the_one_that_nccl_names() -> None:
         {"NCCL_DEBUG": "VERSION", "NCCL_DEBUG_FILE": "/x/log"},
         {"NCCL_DEBUG": "INFO", "NCCL_DEBUG_FILE": "/dev/stderr"},
     ):
-        assert network.log_file(env) is None
+        assert framework_logs.log_file(env) is None

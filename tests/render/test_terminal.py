@@ -21,8 +21,7 @@ from advisor.core.ranks import Ranks
 from advisor.core.report import Family, Replay, Report
 from advisor.render.document import Document, Grid, RenderOptions
 from advisor.render.formats import REPORTS
-from advisor.render.formats.terminal import Terminal
-from advisor.render.page import Page
+from advisor.render.formats.terminal import Page, Terminal
 from advisor.testing import TraceBuilder
 
 ANSI = re.compile(r"\x1b\[[0-9;]*m")

@@ -7,15 +7,16 @@ import math
 import pytest
 
 from advisor.core.finding import Edit, Select
-from advisor.replay.calibration import (
+from advisor.replay.predictions import (
     COVERAGE,
     OF_THE_STEP,
     edit_kind,
     error_bound,
     error_of,
+    shipped_experiments,
     widened_by_kind,
+    without_program,
 )
-from advisor.replay.predictions import shipped_experiments, without_program
 
 WORK = Select(on="gpu")
 

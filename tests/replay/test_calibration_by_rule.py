@@ -12,13 +12,14 @@ import pytest
 from advisor import analyze
 from advisor.advise.select import load_rules
 from advisor.replay import predictions
-from advisor.replay.calibration import Band, widened_by_rule
 from advisor.replay.predictions import (
+    Band,
     Prediction,
     all_trials,
     shipped_experiments,
     shipped_predictions,
     shipped_trials,
+    widened_by_rule,
     without_program,
 )
 from advisor.testing import TraceBuilder

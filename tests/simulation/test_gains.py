@@ -6,8 +6,7 @@ from collections import Counter
 
 import pytest
 
-from advisor.replay.calibration import OTHERS, fault_kind, job_band, job_bands
-from advisor.replay.predictions import shipped_predictions
+from advisor.replay.predictions import OTHERS, fault_kind, job_band, job_bands, shipped_predictions
 from advisor.replay.ranks.study import study_ranks
 from benchmarks.simulation.programs import play
 from benchmarks.simulation.score import KIND, judge

@@ -16,7 +16,7 @@ from advisor.core import labels
 from advisor.core.finding import Edit, Select
 from advisor.core.kernel_profile import CompiledKernel, KernelProfile
 from advisor.core.trace import Device
-from advisor.measure.device.occupancy import (
+from advisor.measure.device.roofline import (
     RESERVED_SHARED,
     active_blocks,
     find_limiters,

@@ -11,13 +11,16 @@ from numpy.typing import NDArray
 from advisor.core.intervals import Bools, Floats
 from advisor.core.trace import Trace
 from advisor.measure.device.families import CODE, MATRIX, Family
-from advisor.measure.device.flops import count_flops
 from advisor.measure.device.kernel_names import describe_kernels
 from advisor.measure.device.matmuls import parse_convolution, parse_product
-from advisor.measure.device.occupancy import measure_residency
-from advisor.measure.device.roofline import model_flop_utilisation, sum_families, sum_kernels
+from advisor.measure.device.roofline import (
+    measure_residency,
+    model_flop_utilisation,
+    sum_families,
+    sum_kernels,
+)
 from advisor.measure.device.shapes import FORMATS, Format, OpInputs, main_dtype
-from advisor.measure.device.traffic import count_bytes
+from advisor.measure.device.traffic import count_bytes, count_flops
 from advisor.measure.host.launches import NO_ROW, Launches, Rows, find_launches
 from advisor.measure.host.names import distinct_names, name_matches
 from advisor.measure.host.stacks import climb_stack

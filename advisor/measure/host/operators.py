@@ -9,15 +9,14 @@ import numpy as np
 import polars as pl
 from numpy.typing import NDArray
 
-from advisor.core.gpus import attainable
+from advisor.core import gpus
 from advisor.core.report import AttainableRate, OperatorRate
 from advisor.measure.device.families import MATRIX, Family
 from advisor.measure.device.roofline import in_spans
 from advisor.measure.device.shapes import FORMATS, Format
 
 if TYPE_CHECKING:
-    from advisor.core.gpus import GpuSpec
-    from advisor.core.gpus.attainable import Attainable
+    from advisor.core.gpus import Attainable, GpuSpec
     from advisor.measure import Analysis
 
 KERNEL_NS = 3_000
@@ -59,18 +58,18 @@ SCHEMA: dict[str, Any] = {
 class Roofs(NamedTuple):
     """What the device attains; empty and None: not known."""
 
-    matmul: dict[str, attainable.Attainable]
+    matmul: dict[str, gpus.Attainable]
     """By format."""
-    memory: attainable.Attainable | None
+    memory: gpus.Attainable | None
 
 
 def attainable_roofs(hardware: GpuSpec | None) -> Roofs:
     """What is attained on a GPU, by format and in its memory."""
     if hardware is None:
         return Roofs({}, None)
-    result = {dtype: attainable.attainable_matmul(hardware, dtype) for dtype in FORMATS}
+    result = {dtype: gpus.attainable_matmul(hardware, dtype) for dtype in FORMATS}
     rates = {dtype: rate for dtype, rate in result.items() if rate is not None}
-    return Roofs(rates, attainable.attainable_bandwidth(hardware))
+    return Roofs(rates, gpus.attainable_bandwidth(hardware))
 
 
 def measure_operators(a: Analysis) -> pl.DataFrame:

@@ -1,9 +1,11 @@
-"""Stretches of the step that selectors and rules call by name."""
+"""Stretches of the step that selectors and rules call by name; and what runs inside given host
+ranges, a loader's fetches say: the calls that take their time.
+"""
 
 from __future__ import annotations
 
 import re
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import polars as pl
@@ -12,11 +14,20 @@ from numpy.typing import NDArray
 from advisor.core.finding import Edit, Select
 from advisor.core.intervals import EMPTY, Intervals, intersect, union
 from advisor.measure.host.names import name_matches
-from advisor.measure.host.stacks import innermost_ancestor, parent_rows
+from advisor.measure.host.optree import own_time, time_inside
+from advisor.measure.host.stacks import (
+    Rows,
+    frame_ranks,
+    innermost_ancestor,
+    is_operator,
+    outermost_ancestor,
+    parent_rows,
+)
 from advisor.measure.serving.passes import ENGINE
 
 if TYPE_CHECKING:
     from advisor.measure import Analysis
+
 
 REGION = r"^Torch-Compiled Region"
 """Execution of a function that torch.compile rewrote, all of it: graph, bytecode, and what the
@@ -125,3 +136,129 @@ def select_instants(a: Analysis, select: Select) -> Intervals:
     if select.at == "graph_break":
         return graph_breaks(a, select.region)
     return step_starts(a) if select.at == "step_start" else between_steps(a)
+
+
+CONTENTS_SCHEMA: dict[str, Any] = {
+    "frame": pl.Int32,  # row of trace.cpu: innermost frame of user code inside, null: none
+    "callee": pl.Int32,  # what that frame calls (or, without one, the outermost call inside)
+    "leaf": pl.Int32,  # the call below it that holds most of its time
+    "ns": pl.Int64,
+    "leaf_ns": pl.Int64,
+    "count": pl.Int64,  # calls of the callee
+}
+LIMIT = 50
+HOLDS = 0.5
+"""A call is followed into the one below it while that holds at least half of its time."""
+
+
+def measure_contents(a: Analysis, ranges: NDArray[np.int64]) -> pl.DataFrame:
+    """What takes the time of some host rows: the columns of CONTENTS_SCHEMA, most ``ns`` first.
+
+    Each instant of the ranges belongs to the innermost frame of the user's code that runs inside
+    the range then, and to what that frame has called: a library's function, a built-in, an
+    operator, or itself (``callee`` = ``frame``). Where no user code is recorded inside, it belongs
+    to the outermost installed library's frame, without stacks to the outermost operator. Instants
+    in which nothing inside is recorded are not in the table. ``ns`` counts what lies inside the
+    used steps; rows are the longest calls of their kind; at most LIMIT kinds are listed, and
+    their times add up to no more than the ranges'.
+    """
+    cpu = a.trace.cpu
+    empty = pl.DataFrame(schema=CONTENTS_SCHEMA)
+    if not len(ranges):
+        return empty
+    parent = parent_rows(a.trace)
+    is_range = np.zeros(cpu.height, dtype=bool)
+    is_range[ranges] = True
+    top = innermost_ancestor(parent, is_range)
+    below = (top >= 0) & ~is_range
+    rows = np.flatnonzero(below)
+    if not len(rows):
+        return empty
+    rank = np.where(below, frame_ranks(a.trace), 0).astype(np.int8)
+    frame = innermost_ancestor(parent, is_range | (rank == 2))
+    frame = np.where((frame >= 0) & ~is_range[np.maximum(frame, 0)], frame, -1).astype(np.int32)
+    callee = _called(a, parent, frame, rank, below)
+    own = own_time(a, np.where(below, time_inside(a), 0))
+    known = rows[(callee[rows] >= 0) & (own[rows] > 0)]
+    if not len(known):
+        return empty
+    name = cpu["name"].to_physical().to_numpy()
+    table = pl.DataFrame(
+        {
+            "frame": frame[known],
+            "callee": callee[known],
+            "frame_name": np.where(frame[known] >= 0, name[frame[known]].astype(np.int64), -1),
+            "callee_name": _names(cpu["name"].gather(callee[known])),
+            "ns": own[known],
+        }
+    )
+    kinds = (
+        table.group_by("frame_name", "callee_name")
+        .agg(
+            pl.col("frame").first(),
+            pl.col("callee"),
+            pl.col("ns").sum(),
+        )
+        .sort("ns", "callee_name", descending=[True, False])
+        .head(LIMIT)
+    )
+    result = []
+    for row in kinds.iter_rows(named=True):
+        calls = np.unique(np.asarray(row["callee"], dtype=np.int64))
+        longest = int(calls[np.argmax(cpu["dur"].to_numpy()[calls])])
+        itself = frame[longest] == longest
+        leaf, leaf_ns = (-1, 0) if itself else _leaf(a, parent, calls, frame)
+        result.append(
+            {
+                "frame": None if row["frame"] < 0 else int(frame[longest]),
+                "callee": longest,
+                "leaf": leaf if leaf >= 0 else longest,
+                "ns": row["ns"],
+                "leaf_ns": leaf_ns if leaf >= 0 else row["ns"],
+                "count": len(calls),
+            }
+        )
+    return pl.DataFrame(result, schema=CONTENTS_SCHEMA)
+
+
+def _names(names: pl.Series) -> pl.Series:
+    """Without the addresses of objects: a method of two tensors is one thing."""
+    return names.cast(pl.String).str.replace(r" object at 0x[0-9a-fA-F]+", "")
+
+
+def _called(
+    a: Analysis, parent: Rows, frame: Rows, rank: NDArray[np.int8], below: NDArray[np.bool_]
+) -> Rows:
+    """For each row what the user's frame around it has called; see :func:`measure_contents`."""
+    here = np.arange(len(parent), dtype=np.int32)
+    direct = (frame >= 0) & ((frame == here) | (frame == parent))
+    alone = outermost_ancestor(parent, is_operator(a.trace) & below)
+    if (rank == 1).any():
+        library = outermost_ancestor(parent, rank == 1)
+        alone = np.where(library >= 0, library, alone)
+    return np.where(frame >= 0, innermost_ancestor(parent, direct), alone).astype(np.int32)
+
+
+def _leaf(a: Analysis, parent: Rows, calls: NDArray[np.int64], frame: Rows) -> tuple[int, int]:
+    """Below some calls of one kind: the deepest call that holds at least HOLDS of their time,
+    going down by the heaviest name each time, and its time (its user frame stays the same)."""
+    cpu = a.trace.cpu
+    dur = cpu["dur"].to_numpy()
+    order = np.argsort(parent, kind="stable")
+    above = parent[order]
+    index, held, best, best_ns = calls, int(dur[calls].sum()), -1, 0
+    for _ in range(200):
+        low = np.searchsorted(above, index, side="left")
+        high = np.searchsorted(above, index, side="right")
+        children = order[np.concatenate([np.arange(x, y) for x, y in zip(low, high, strict=True)])]
+        children = children[frame[children] != children]
+        if not len(children):
+            break
+        which = _names(cpu["name"].gather(children)).rank("dense").to_numpy() - 1
+        spent = np.bincount(which, weights=dur[children])
+        heaviest = int(np.argmax(spent))
+        if spent[heaviest] < HOLDS * held:
+            break
+        index = children[which == heaviest]
+        best, best_ns = int(index[np.argmax(dur[index])]), int(spent[heaviest])
+    return best, best_ns

@@ -1,18 +1,34 @@
-"""PyTorch profiler (Kineto) traces."""
+"""PyTorch profiler (Kineto) traces, and what one says about itself: the keys beside its events, to
+a TraceMeta.
+"""
 
 from __future__ import annotations
 
 import re
 import time
 from collections.abc import Iterator
+from typing import Any
+
+import polars as pl
 
 from advisor.core.cgroup import count_cores
 from advisor.core.errors import AdvisorError
-from advisor.core.trace import KINETO, Trace
-from advisor.read.assemble import Assembler
+from advisor.core.trace import (
+    ANOTHER_TRACE,
+    CALLS,
+    CUDA,
+    JAX,
+    KINETO,
+    PYTORCH,
+    STEP_MARKS,
+    TENSORFLOW,
+    Device,
+    Trace,
+    TraceMeta,
+)
+from advisor.read.assemble import Assembler, Facts
 from advisor.read.columns import Piece
 from advisor.read.decode import decode_all, decode_piece
-from advisor.read.meta import describe_trace, given_calls
 from advisor.read.reader import NO_ROOM, Reader, ReaderClaim, ReadOptions, memory_budget
 from advisor.read.source import ByteSource
 from advisor.read.split import Splitter, without_mark
@@ -147,3 +163,160 @@ def _nothing(splitter: Splitter, assembler: Assembler) -> str:
         f"none of the trace's {assembler.events} events can be used; "
         "record it with activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]"
     )
+
+
+OURS = "advisor"
+"""Key of a trace that we wrote from another profiler's file: which one's, and what it stated."""
+_UNIX = range(10**18, 4 * 10**18)  # 2001 to 2096
+_MOST = 1 << 53  # of anything that a device has: beyond that floats are not exact
+_AMD = re.compile(r"\bamd\b|radeon|instinct|\bgfx\d|\bmi\d{2,3}", re.IGNORECASE)
+_NVIDIA = re.compile(
+    r"nvidia|tesla|geforce|quadro|titan|\b[rg]tx\b|^[abghlptv]{1,2}\d{1,3}[a-z]?\b", re.IGNORECASE
+)
+
+MAX_CALLS = 10_000
+"""Names of calls that such a file may tell the class of."""
+
+
+def describe_trace(
+    splitter: Splitter, assembler: Assembler, frames: dict[str, pl.DataFrame], facts: Facts
+) -> TraceMeta:
+    """The facts of a trace that has been read."""
+    head = splitter.head
+    stated = head.get("distributedInfo")
+    distributed: dict[str, Any] = stated if isinstance(stated, dict) else {}
+    devices = tuple(_devices(head.get("deviceProperties")))
+    start_ns = (whole_number(head.get("baseTimeNanoseconds")) or 0) + facts.origin_ns
+    dropped = dict(assembler.dropped)
+    if splitter.cut_events:
+        dropped["cut off at the end of a truncated file"] = splitter.cut_events
+    if splitter.followed:
+        dropped[ANOTHER_TRACE] = 1
+    if splitter.skipped:
+        dropped["stretches without events"] = splitter.skipped
+    for label, count in assembler.ignored.items():
+        dropped[f"not used: {label}"] = count
+    ours = head.get(OURS)
+    return TraceMeta(
+        path=splitter.source.path,
+        **(_written(ours) if isinstance(ours, dict) else {"framework": PYTORCH}),
+        rank=whole_number(distributed.get("rank")),
+        world_size=whole_number(distributed.get("world_size")),
+        backend=_text(distributed.get("backend")),
+        devices=devices,
+        start_ns=start_ns,
+        clock="unix" if start_ns in _UNIX else "arbitrary",
+        end_ns=facts.end_ns,
+        record_shapes=_flag(head.get("record_shapes"), not frames["inputs"].is_empty()),
+        with_stack=_flag(head.get("with_stack"), facts.python_frames),
+        profile_memory=_flag(head.get("profile_memory"), not frames["memory"].is_empty()),
+        cuda_runtime=whole_number(head.get("cuda_runtime_version")),
+        cuda_driver=whole_number(head.get("cuda_driver_version")),
+        vendor=_one_of(ours, "vendor", ("amd", "nvidia"))
+        or _vendor(head, devices, facts.runtime_calls),
+        events_read=assembler.events,
+        events_dropped=dropped,
+        truncated=splitter.truncated or splitter.source.truncated,
+        damage=splitter.source.damage,
+        bytes_read=splitter.source.bytes_read,
+        sync_events=not frames["sync"].is_empty(),
+        nesting_repaired=facts.nesting_repaired,
+    )
+
+
+def _written(ours: dict[str, Any]) -> dict[str, str | None]:
+    """What a file that we wrote says of the one that it was made from."""
+    return {
+        "format": (_text(ours.get("format")) or KINETO)[:40],
+        "framework": _one_of(ours, "framework", (PYTORCH, TENSORFLOW, JAX, CUDA)),
+        "step_marks": _one_of(ours, "step_marks", STEP_MARKS),
+    }
+
+
+def given_calls(head: dict[str, Any]) -> dict[str, str]:
+    """Name -> class (one of CALLS) of the calls that are not known by their names, in a file that
+    we wrote."""
+    ours = head.get(OURS)
+    stated = ours.get("calls") if isinstance(ours, dict) else None
+    pairs = stated[:MAX_CALLS] if isinstance(stated, list) else []
+    return {
+        pair[0]: pair[1]
+        for pair in pairs
+        if isinstance(pair, list)
+        and len(pair) == 2
+        and isinstance(pair[0], str)
+        and pair[1] in CALLS
+    }
+
+
+def _one_of(stated: Any, key: str, known: tuple[str, ...]) -> str | None:
+    value = stated.get(key) if isinstance(stated, dict) else None
+    return next((item for item in known if item == value), None)
+
+
+def _flag(stated: Any, seen: bool) -> bool:
+    """A recording option: what was recorded decides; the file's word counts only as a yes."""
+    return seen or stated in (1, True)
+
+
+def whole_number(value: Any) -> int | None:
+    if isinstance(value, bool) or not isinstance(value, int | float | str):
+        return None
+    try:
+        number = int(value)
+    except (ValueError, OverflowError):
+        return None
+    return number if abs(number) < 1 << 62 else None
+
+
+def _positive(value: Any) -> int | None:
+    number = whole_number(value)
+    return number if number is not None and 0 < number < _MOST else None
+
+
+def _text(value: Any) -> str | None:
+    return value[:200] if isinstance(value, str) else None
+
+
+def _devices(properties: Any) -> Iterator[Device]:
+    for entry in properties[:1024] if isinstance(properties, list) else ():
+        number = whole_number(entry.get("id")) if isinstance(entry, dict) else None
+        if number is None or not 0 <= number < 1 << 31:
+            continue
+        major, minor = (
+            whole_number(entry.get("computeMajor")),
+            whole_number(entry.get("computeMinor")),
+        )
+        shared = entry.get("sharedMemPerMultiprocessor")
+        yield Device(
+            id=number,
+            name=_text(entry.get("name")) or None,
+            memory_bytes=_positive(entry.get("totalGlobalMem")),
+            sms=_positive(entry.get("numSms")),
+            compute=(major, minor) if major is not None and minor is not None else None,
+            max_threads_per_sm=_positive(entry.get("maxThreadsPerMultiprocessor")),
+            registers_per_sm=_positive(entry.get("regsPerMultiprocessor")),
+            shared_per_sm=_positive(
+                entry.get("maxSharedMemoryPerMultiProcessor") if shared is None else shared
+            ),
+            shared_per_block_optin=_positive(entry.get("sharedMemPerBlockOptin")),
+            warp_size=_positive(entry.get("warpSize")),
+        )
+
+
+def _vendor(
+    head: dict[str, Any], devices: tuple[Device, ...], runtime_calls: list[str]
+) -> str | None:
+    """``amd``, ``nvidia`` or ``None``: by the profiler's keys, the device's name, the API used."""
+    if any(key.startswith(("hip_", "roctracer", "rocprofiler")) for key in head):
+        return "amd"
+    for device in devices:
+        if device.name and _AMD.search(device.name):
+            return "amd"
+        if device.name and _NVIDIA.search(device.name):
+            return "nvidia"
+    if any(name.startswith("hip") for name in runtime_calls):
+        return "amd"
+    if any(key.startswith(("cuda_", "cupti_")) for key in head):
+        return "nvidia"
+    return "nvidia" if any(name.startswith("cu") for name in runtime_calls) else None

@@ -14,7 +14,8 @@ import numpy as np
 import polars as pl
 from numpy.typing import NDArray
 
-from advisor.core.gpus import GpuSpec, attainable
+from advisor.core import gpus
+from advisor.core.gpus import GpuSpec
 from advisor.measure.device.families import MATRIX
 
 if TYPE_CHECKING:
@@ -278,7 +279,7 @@ def matmul_rate(gpu: GpuSpec, dtype: str, *, half_sums: bool = False) -> float |
     """FLOP/s that matrix products attain. ``half_sums``: summed in fp16 too, at which GeForce cards
     are twice as fast; ``None``: the GPU cannot."""
     used = computed_in(gpu, dtype)
-    result = attainable.attainable_matmul(gpu, used) if used is not None else None
+    result = gpus.attainable_matmul(gpu, used) if used is not None else None
     if result is None:
         return None
     twice = half_sums and used == "fp16" and "GeForce" in gpu.name
@@ -287,7 +288,7 @@ def matmul_rate(gpu: GpuSpec, dtype: str, *, half_sums: bool = False) -> float |
 
 def memory_rate(gpu: GpuSpec) -> float:
     """Bytes/s that the GPU's own memory attains."""
-    result = attainable.attainable_bandwidth(gpu)
+    result = gpus.attainable_bandwidth(gpu)
     return gpu.bandwidth if result is None else result.rate
 
 

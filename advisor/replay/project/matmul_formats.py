@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final, Literal, NamedTuple
 
-from advisor.core.gpus import attainable
+from advisor.core import gpus
 from advisor.measure.host.operators import KERNEL_NS
 from advisor.replay.project.device_scaling import computed_in, memory_rate
 
@@ -132,12 +132,12 @@ def estimate_product(gemm: Gemm, name: str, gpu: GpuSpec, old_ns: float) -> Esti
     format is not known, or it is narrow already."""
     narrow = FORMATS[name]
     used = computed_in(gpu, gemm.dtype)
-    rate = attainable.attainable_matmul(gpu, used) if used is not None else None
+    rate = gpus.attainable_matmul(gpu, used) if used is not None else None
     if rate is None or gemm.dtype in ("fp8", "int8"):
         return None
     new_rate = rate.rate * (2.0 if name == SPARSE else 1.0)
     if narrow.unit is not None:
-        result = attainable.attainable_matmul(gpu, narrow.unit)
+        result = gpus.attainable_matmul(gpu, narrow.unit)
         assert result is not None
         new_rate = MEAN_RATES.get((gpu.name, narrow.unit), result.rate)
     flops = 2.0 * gemm.m * gemm.n * gemm.k

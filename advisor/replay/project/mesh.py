@@ -27,8 +27,8 @@ from advisor.measure.comm.messages import bus_factor
 from advisor.measure.device.families import MATRIX
 from advisor.measure.device.matmuls import parse_attention
 from advisor.measure.device.shapes import OpInputs
-from advisor.replay.calibration import mesh_error
 from advisor.replay.graph import Array
+from advisor.replay.predictions import mesh_error
 from advisor.replay.project.device_scaling import shortest_kernel
 from advisor.replay.project.project import scaled_step
 from advisor.replay.window import WindowReplayer

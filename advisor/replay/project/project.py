@@ -14,8 +14,8 @@ import polars as pl
 
 from advisor.core.errors import AdvisorError
 from advisor.core.gpus import known_gpus
-from advisor.replay.calibration import device_error, host_error
 from advisor.replay.graph import NEVER, Array, Edge
+from advisor.replay.predictions import device_error, host_error
 from advisor.replay.project.device_scaling import CODE, KINDS, Moved, move_device_work
 from advisor.replay.window import WindowReplayer
 

@@ -10,7 +10,7 @@ import numpy as np
 from advisor.core.intervals import Bools, Floats, Ints
 from advisor.measure.ranks.align import group_medians
 from advisor.measure.ranks.outliers import Deviation, Job
-from advisor.replay.calibration import OTHERS, fault_kind
+from advisor.replay.predictions import OTHERS, fault_kind
 from advisor.replay.ranks.ranks_replay import JobChange, JobGain, RanksReplay
 
 HELD_UP = 0.5

@@ -16,7 +16,7 @@ from advisor.core.intervals import Bools, Floats, Ints
 from advisor.measure.ranks.join import Joined
 from advisor.measure.ranks.profile import Profile
 from advisor.measure.ranks.summary import Summary
-from advisor.replay.calibration import OTHERS, job_band
+from advisor.replay.predictions import OTHERS, job_band
 
 MAX_CELLS = 400_000
 """Collectives of all ranks that are replayed: fewer steps of more ranks."""

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from typing import Any, ClassVar
 
-from advisor.tune.knob import Knob, Safety
-from advisor.tune.patch import wrap
+from advisor.tune.knob import Knob, Safety, wrap
 from advisor.tune.spec import Value
 
 

@@ -8,8 +8,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from advisor.recorder.environment import NODES, cpu_list
-from advisor.tune.knob import Knob, Machine
-from advisor.tune.patch import wrap
+from advisor.tune.knob import Knob, Machine, wrap
 from advisor.tune.spec import Value
 
 SETTING = "expandable_segments:True"

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from advisor.tune.knob import Knob, Machine
-from advisor.tune.patch import LOADERS, loader_arguments, wrap
+from advisor.tune.knob import LOADERS, Knob, Machine, loader_arguments, wrap
 from advisor.tune.spec import Value
 
 

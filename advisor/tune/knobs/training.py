@@ -7,8 +7,14 @@ import re
 from typing import Any
 
 from advisor.core.errors import AdvisorError
-from advisor.tune.knob import Knob, Machine
-from advisor.tune.patch import around_forwards, loader_arguments, optimizer_arguments, wrap
+from advisor.tune.knob import (
+    Knob,
+    Machine,
+    around_forwards,
+    loader_arguments,
+    optimizer_arguments,
+    wrap,
+)
 from advisor.tune.spec import Value
 
 MAX_BATCH = 1 << 20

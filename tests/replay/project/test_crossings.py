@@ -19,8 +19,7 @@ from bench_project import Crossing, measurements
 from advisor.core.gpus import find_gpu
 from advisor.measure import Analysis
 from advisor.read import open_run
-from advisor.replay.calibration import COVERAGE, device_error, host_error
-from advisor.replay.predictions import shipped_predictions
+from advisor.replay.predictions import COVERAGE, device_error, host_error, shipped_predictions
 
 
 def test_a_pair_by_hand() -> None:

@@ -59,15 +59,19 @@ def device_work(
     held: Array,
 ) -> DeviceWork:
     """Device rows launched in [start, end), or running in it when their launch is not known or
-    lies before. ``threads``: see ``DeviceWork.ours``. ``held``: rows of ``trace.cpu`` that may
-    block the host."""
+    lies before; running after it too, if something that was launched in it comes later on their
+    stream, as where the host is far ahead. ``threads``: see ``DeviceWork.ours``. ``held``: rows of
+    ``trace.cpu`` that may block the host."""
     gpu = trace.gpu.with_row_index("row").with_columns(pl.col("row").cast(pl.Int64))
     launch = gpu["launch"].fill_null(-1).to_numpy()
     ts, dur = gpu["ts"].to_numpy(), gpu["dur"].to_numpy()
     launch_ts = np.full(len(ts), np.iinfo(np.int64).min)
     known = launch >= 0
     launch_ts[known] = trace.cpu["ts"].to_numpy()[launch[known]]
-    inside = np.where(launch_ts >= start, launch_ts < end, (ts + dur > start) & (ts < end))
+    own = (launch_ts >= start) & (launch_ts < end)
+    last = gpu.with_columns(last=pl.Series(np.where(own, ts, end)))
+    until = last.select(pl.col("last").max().over("device", "stream")).to_series().to_numpy()
+    inside = own | ((launch_ts < start) & (ts + dur > start) & (ts < until))
     gpu = gpu.filter(pl.Series(inside))
     row = gpu["row"].to_numpy()
     launch, launch_ts = launch[row], launch_ts[row]

@@ -136,14 +136,16 @@ def host_waits(graph: Graph) -> Waiting:
 
 
 def device_idle(graph: Graph, lanes: Array) -> Waiting:
-    """Stretches in which no work runs on these lanes, ended by the start of some."""
+    """Stretches in which no work runs on these lanes, ended by the start of some. Before work that
+    was launched before the window the device may have run what is not in the trace: no stretch."""
     device = graph.device[np.isin(graph.lane[graph.device], lanes)]
     start = (graph.time - graph.dur)[device]
     order = np.argsort(start, kind="stable")
     device, start = device[order], start[order]
     before = np.maximum.accumulate(np.append(0.0, graph.time[device]))[:-1]
     gap = start - before
-    idle = gap > 0
+    adrift = graph.dst[(graph.edge == Edge.LAUNCH) & (graph.src == 0)]
+    idle = (gap > 0) & ~np.isin(device, adrift)
     return explain_waits(graph, device[idle], gap[idle], _STARTS)
 
 

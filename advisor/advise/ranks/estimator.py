@@ -115,8 +115,8 @@ class RanksEstimator(GainEstimator):
             place = sorted(saved, key=lambda index: (saved[index], index))[len(saved) // 2]
             details = unpack_findings(self.study.job.summaries[place].details)
             finding = next((each for each in details if each.rule == rule), None)
-            if finding is None or tuple(finding.edits) in self._known:
-                continue  # the same change under another name
+            if finding is None:
+                continue
             if (gain := _alone(finding)) is not None:
                 self._learn(finding, saved, gain, own=False)
             result.append(replace(finding, other_rank=True))

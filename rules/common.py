@@ -18,6 +18,7 @@ from advisor.core.rule import Evidence
 from advisor.core.run_directory import MAX_VALUE
 from advisor.core.trace import KINETO, PYTORCH
 from advisor.measure.host.layers import describe_nodes, modules_around
+from advisor.measure.host.stacks import MIN_SAMPLES, read_stacks, share_in
 from advisor.testing import TraceBuilder
 
 if TYPE_CHECKING:
@@ -263,6 +264,35 @@ def own_phases(recorded: StepRecords) -> dict[str, Floats]:
     """Times of the loop's own code in each step that counts, by phase, ns."""
     times = {name: recorded.phase(name) for name in OWN_PHASES}
     return {name: own for name, own in times.items() if own is not None}
+
+
+COMPILERS = (
+    r"torch/_dynamo/convert_frame\.py\(|torch/_inductor/compile_fx\.py\(\d+\): \w*compile"
+    r"|triton/.*: compile$|CachingAutotuner"
+)
+"""Frames of a compiler at work: a compiled function that only runs has none of them."""
+COMPILING = {
+    "fix": "Compile before the loop, with every shape that comes: run each once, or pad to a few. "
+    "Mark a dimension that varies as dynamic (torch._dynamo.mark_dynamic). If the step compiles "
+    "once for all, leave it out of what you measure.",
+    "falsified_by": "a recording of later steps in which one of them takes as long",
+}
+"""What to do about steps that are long because they compile."""
+MOSTLY_COMPILING = 0.5
+"""Of the time that long steps lose, from which compiling is their cause."""
+
+
+def time_compiling(recorded: StepRecords) -> float:
+    """Time after the warm-up in which the training thread compiled, by the stacks that the
+    recorder sampled then, ns; 0: too few samples of it."""
+    settled = np.flatnonzero(recorded.settled)
+    if not len(settled):
+        return 0.0
+    stacks = read_stacks(recorded.record, since=recorded.steps[settled[0]].t)
+    share, own = share_in(stacks, COMPILERS)
+    if sum(stack.samples for stack in own) < MIN_SAMPLES:
+        return 0.0
+    return share * float(recorded.dur[recorded.used].sum())
 
 
 def local_ranks(a: Analysis) -> int:

@@ -27,6 +27,7 @@ from advisor.rules.citations import (
     XPROF,
 )
 from advisor.rules.common import (
+    COMPILING,
     LOOP_SHARE,
     costliest_places,
     impact_over_run,
@@ -294,12 +295,7 @@ class LongStep(Rule):
     )
     cases = {
         "saving": PeriodicStalls.cases["saving"],
-        "compiling": {
-            "fix": "Compile before the loop, with every shape that comes: run each once, or pad to "
-            "a few. Mark a dimension that varies as dynamic (torch._dynamo.mark_dynamic). If the "
-            "step compiles once for all, leave it out of what you measure.",
-            "falsified_by": "a recording of later steps in which one of them takes as long",
-        },
+        "compiling": COMPILING,
     }
     verify = "Profile as many steps again: none stands out."
     falsified_by = "another recording in which no step stands out"

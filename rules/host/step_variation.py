@@ -17,7 +17,14 @@ from advisor.core.run_directory import Host
 from advisor.measure import Analysis
 from advisor.measure.steps.step_records import StepRecords
 from advisor.rules.citations import CHOSEN, CURED_RECORDINGS, GPUPROF, STEP_SERIES
-from advisor.rules.common import impact_over_run, recorded_steps, steps_seen
+from advisor.rules.common import (
+    COMPILING,
+    MOSTLY_COMPILING,
+    impact_over_run,
+    recorded_steps,
+    steps_seen,
+    time_compiling,
+)
 from advisor.testing import Examples, TraceBuilder
 
 FACTOR, MADS = 1.5, 5.0
@@ -79,6 +86,15 @@ def find_causes(recorded: StepRecords, long_steps: LongSteps) -> list[tuple[str,
     return sorted(causes, key=lambda item: -item[1])
 
 
+def _compiling(recorded: StepRecords, lost: float) -> str:
+    """A sentence where compiling explains the time that long steps lose; empty: it does not, or no
+    stacks were sampled."""
+    spent = time_compiling(recorded)
+    if not lost or spent < MOSTLY_COMPILING * lost:
+        return ""
+    return f"The sampled stacks show {t.format_duration(spent)} of compiling after the warm-up. "
+
+
 def _list_causes(causes: list[tuple[str, float]]) -> str:
     """``other 3 ms, garbage collection 1 ms``."""
     return ", ".join(f"{name} {t.format_duration(ns)}" for name, ns in causes[:3] if ns > 0)
@@ -120,7 +136,8 @@ class RegularStalls(Rule):
         "while data is fetched": {
             "fix": "Find what the loop does every {every} steps while it fetches data: it may open "
             "a shard or shuffle a buffer."
-        }
+        },
+        "compiling": COMPILING,
     }
 
     def check(self, a: Analysis) -> Outcomes:
@@ -135,14 +152,17 @@ class RegularStalls(Rule):
             return
         causes = find_causes(recorded, stalls)
         phase = causes[0][0] if causes else "other"
-        fix = self.case("while data is fetched")["fix"] if phase == "data" else self.fix
+        compiling = _compiling(recorded, lost)
+        case = "compiling" if compiling else "while data is fetched" if phase == "data" else ""
+        texts = {"fix": self.fix, **(self.case(case) if case else {})}
+        texts["fix"] = texts["fix"].format(every=stalls.period)
         yield Finding(
             title=f"Every {stalls.period}th step stalls",
             summary=(
                 f"{t.count_noun(len(stalls.rows), 'step')}, {stalls.period} steps apart, take "
                 f"{t.format_duration(float(stalls.excess.mean()))} more than the median of "
                 f"{t.format_duration(recorded.median)}. They lose {t.format_duration(lost)} of the "
-                f"run ({lost / total:.1%}). Longer phases: {_list_causes(causes)}."
+                f"run ({lost / total:.1%}). {compiling}Longer phases: {_list_causes(causes)}."
             ),
             evidence=[
                 Evidence("time in stalls", lost, "ns"),
@@ -153,7 +173,7 @@ class RegularStalls(Rule):
                 steps_seen(recorded),
             ],
             impact=impact_over_run(lost, method="time of the stalled steps beyond the median"),
-            fix=fix.format(every=stalls.period),
+            **texts,
         )
 
     @staticmethod
@@ -203,6 +223,7 @@ class StepJitter(Rule):
         "collection to fixed steps. A longer 'forward' with new shapes is recompilation or "
         "autotuning."
     )
+    cases = {"compiling": COMPILING}
     verify = "Record again: the 99th percentile comes closer to the median."
     falsified_by = "a longer run with steps of equal length"
     confidence = 0.6
@@ -233,11 +254,12 @@ class StepJitter(Rule):
                 record="a run on a machine without other load",
             )
             return
+        compiling = _compiling(recorded, lost)
         yield Finding(
             summary=(
                 f"One step in a hundred takes {ratio:.1f} times the median of "
                 f"{t.format_duration(recorded.median)} or more. The long steps lose "
-                f"{t.format_duration(lost)} together. "
+                f"{t.format_duration(lost)} together. {compiling}"
                 f"Longer phases: {_list_causes(causes) or 'not recorded'}."
             ),
             evidence=[
@@ -249,12 +271,14 @@ class StepJitter(Rule):
                 steps_seen(recorded),
             ],
             impact=impact_over_run(lost, method="time of the long steps beyond the usual step"),
+            **(self.case("compiling") if compiling else {}),
         )
 
     @staticmethod
     def examples() -> Examples:
         return {
             "irregular long steps": _irregular(lambda n: 50 if n in _LONG else 10),
+            "steps that compile": _irregular(lambda n: 50 if n in _LONG else 10, compiles=True),
             "even steps": (_irregular(lambda n: 10 + n % 3), "ratio < self.min_ratio"),
             "at regular distances": (
                 _irregular(lambda n: 60 if n % 20 == 19 else 10),
@@ -309,7 +333,12 @@ def _expect(dur: Floats, shapes: Floats, samples: Floats) -> Floats:
 
 
 def _irregular(
-    ms: object, *, shapes: bool = False, steps: int = 300, machine: float = 20
+    ms: object,
+    *,
+    shapes: bool = False,
+    steps: int = 300,
+    machine: float = 20,
+    compiles: bool = False,
 ) -> TraceBuilder:
     assert callable(ms)
     b = TraceBuilder()
@@ -318,5 +347,8 @@ def _irregular(
         length = float(ms(n))
         fields = {"shapes": int(length > 20)} if shapes else {}
         r.step(length, forward=5, fields=fields)
+        if compiles and n in (20, steps - 1):  # the second stretch compiles in a quarter of it
+            frames = ["train.py(9): main", "torch/_dynamo/convert_frame.py(900): _compile"]
+            r.event("stacks", frames=frames, stacks=[[75, [0]], [25, [0, 1]]])
     r.watch(host=Host(cpu=machine, process_cpu=100))
     return b

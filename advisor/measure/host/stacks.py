@@ -346,13 +346,17 @@ class HottestLine(NamedTuple):
     """The function of a library below it in which most of them are; ``None``: in itself."""
 
 
-def read_stacks(record: RankRecord) -> list[SampledStack]:
-    """The stacks of a rank, without those in which a profiler started or stopped. Damaged lines
-    are left out."""
+def read_stacks(record: RankRecord, since: int | None = None) -> list[SampledStack]:
+    """The stacks of a rank, without those in which a profiler started or stopped; ``since``: of
+    the stretches that surely begin after this moment (ns). Damaged lines are left out."""
     result: list[SampledStack] = []
     room = MAX_FRAMES
-    for event in record.of_kind("stacks"):
-        names, stacks = event.get("frames"), event.get("stacks")
+    before: int | None = None
+    for event in (each for each in record.events if each.kind == "stacks"):
+        names, stacks = event.data.get("frames"), event.data.get("stacks")
+        begin, before = before, event.t
+        if since is not None and (begin is None or begin < since):
+            continue
         if not isinstance(names, list) or not isinstance(stacks, list):
             continue
         for line in stacks:

@@ -18,8 +18,8 @@ thread slept: wall time less its CPU time less the time that it was ready to run
 it waits for the interpreter's lock; the control says so. Linux only.
 
 ``--stack-samples`` measures these alone: the CPU time of the sampler's thread, waking included, for
-as many samples as it takes at its first rate, of a thread that trains below 40 frames. Its wait for
-the interpreter is no CPU time; what that costs the training thread is in the second table.
+as many samples as it takes at its first rate, of a thread that trains below 40 frames. Beside it
+is a sample without waking, many in a row. What the training thread waits meanwhile is not measured.
 
 ``--write`` puts the tables into docs/overhead.md.
 """
@@ -62,6 +62,7 @@ WARM = 300
 """Steps before any is measured: caches, allocators, CPython's specialised code."""
 TABLES, SAMPLES = "bench_overhead", "bench_overhead samples"
 """What the page's comments around each measured part are called by."""
+IN_A_ROW = 3000
 FRAMES = 40
 """Of the stack that is sampled: a training function below a trainer of some library."""
 
@@ -368,9 +369,15 @@ class TimedSampler(StackSampler):
         self.deepest = 0
         """Frames of the deepest stack."""
 
+        self.in_a_row = 0.0
+        """CPU seconds of a sample where one follows the other."""
+
     def work(self) -> None:
         super().work()
         self.cpu = time.thread_time()
+        for _ in range(IN_A_ROW):
+            self._sample()
+        self.in_a_row = (time.thread_time() - self.cpu) / IN_A_ROW
 
     def _count(self, _: str, fields: dict[str, Any]) -> None:
         self.count += sum(count for count, _ in fields["stacks"])
@@ -390,22 +397,24 @@ def stack_samples() -> list[str]:
         sampler.start()
         while sampler.count < FAST_SAMPLES - 1 and sampler.problem is None:
             loop.train(10)
+        sampler.stop_seconds = 10
+        sampler.stop()  # the samples in a row are of this stack too
 
     below(FRAMES)
-    sampler.stop()
-    if sampler.problem is not None or not sampler.cpu:
+    if sampler.problem is not None or not sampler.in_a_row:
         sys.exit(f"sampling stopped: {sampler.problem}")
     cost = sampler.cpu / sampler.count
     rates = [1 / FAST_SECONDS, 1 / SLOW_SECONDS]
     fast, slow = (f"{100 * rate * cost:.2f}%" for rate in rates)
     return [
         f"A sample of a thread {sampler.deepest} frames deep took {1e6 * cost:.0f} µs of CPU time"
-        f" (mean of {sampler.count}).",
+        f" (mean of {sampler.count}). In a row, without waking, it took"
+        f" {1e6 * sampler.in_a_row:.0f} µs: waking and cold caches are the rest.",
         f"At {rates[0]:.0f} samples per second that is {fast} of a core, at {rates[1]:.0f} per"
         f" second {slow}.",
         f"The {MAX_SAMPLES:,} samples of a long run take {1e3 * MAX_SAMPLES * cost:.0f} ms in all.",
         "",
-        where(),
+        f"{where()} The machine's load was {os.getloadavg()[0]:.0f}.",
     ]
 
 

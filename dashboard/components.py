@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -45,16 +44,8 @@ MAX_VERDICT = 180
 def verdict_head(verdict: str) -> list[Any]:
     """A verdict as heading: its first sentence, with those after it that have room. The others
     are the paragraph under it."""
-    first, rest = split_verdict(verdict, MAX_VERDICT)
+    first, rest = t.split_sentences(verdict, MAX_VERDICT)
     return [element("H1", first), element("P", rest, cls="lead") if rest else None]
-
-
-def split_verdict(verdict: str, room: int) -> tuple[str, str]:
-    """As many of a verdict's sentences as have room, one at least, and the others."""
-    first, *others = re.split(r"(?<=[a-z)`%\d]\.)\s+(?=[A-Z])", labels.clean(verdict))
-    while others and len(first) + 1 + len(others[0]) <= room:
-        first = f"{first} {others.pop(0)}"
-    return first, " ".join(others)
 
 
 def card(title: str, *body: Any, aside: str = "", tools: Any = None, cls: str = "") -> Any:

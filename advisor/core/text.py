@@ -337,6 +337,14 @@ _MAX_SENTENCE: Final = 200
 """Characters: two lines of an overview."""
 
 
+def split_sentences(text: str, room: int) -> tuple[str, str]:
+    """As many of a text's sentences as have room, one at least, and the others."""
+    first, *others = re.split(r"(?<=[a-z)`%\d]\.)\s+(?=[A-Z])", clean(text))
+    while others and len(first) + 1 + len(others[0]) <= room:
+        first = f"{first} {others.pop(0)}"
+    return first, " ".join(others)
+
+
 def first_sentence(text: str) -> str:
     """A text in one sentence: its first, or as many of its words as have room."""
     text = clean(text).strip()

@@ -75,7 +75,8 @@ Edits = Annotated[
 
 
 def one_line(tool: _F) -> _F:
-    """Errors as one line for the client; what nobody foresaw goes to the log, not to the client."""
+    """Errors and the description as one line for the client; what nobody foresaw goes to the log,
+    not to the client."""
 
     @functools.wraps(tool)
     def wrapped(*arguments: Any, **named: Any) -> Any:
@@ -89,6 +90,7 @@ def one_line(tool: _F) -> _F:
             log.exception("%s failed", tool.__name__)
             raise ToolError(f"{tool.__name__} failed ({type(error).__name__})") from None
 
+    wrapped.__doc__ = " ".join((tool.__doc__ or "").split())  # what the client is told
     return wrapped  # type: ignore[return-value]
 
 
@@ -370,7 +372,7 @@ def _operator(item: OperatorRate) -> OperatorLine:
 INSTRUCTIONS = f"""Says why a GPU program's training step is slow, what to change and what the
 change saves. Call analyze on a trace or a run directory, finding for the fix with its code and
 evidence, what_if to estimate a change of your own, compare to verify what you changed. Times are
-nanoseconds per step. Null means not measured, never zero. A finding's gain has a band (low_ns to
+nanoseconds per step. Null means not measured, never zero. A finding's gain has a range (low_ns to
 high_ns). {b.UNTRUSTED}""".replace("\n", " ")
 
 

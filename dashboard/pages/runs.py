@@ -15,7 +15,6 @@ from advisor.dashboard.components import (
     head,
     link,
     page,
-    split_verdict,
     table,
 )
 from advisor.dashboard.page_view import PageView
@@ -116,7 +115,7 @@ def _row(entries: list[OpenedPath], place: int) -> list[Any]:
     href = f"/?run={entry.key}" if place else "/"
     shown = labels.shorten(labels.clean(entry.name), 48)
     name = link(shown, href=href, title=labels.clean(entry.path), cls="nowrap")
-    verdict: Any = labels.shorten(split_verdict(entry.verdict, MAX_VERDICT)[0], 2 * MAX_VERDICT)
+    verdict: Any = labels.shorten(t.split_sentences(entry.verdict, MAX_VERDICT)[0], 2 * MAX_VERDICT)
     if entry.state == "failed":
         verdict = t.first_sentence(entry.why)
     elif not verdict:

@@ -82,11 +82,13 @@ def _block(key: str, finding: Finding) -> list[str]:
     if finding.where:
         lines.append(f"where: {labels.clean(' · '.join(t.location_names(finding.where[0])))}")
     lines += [
-        f"{name}: {labels.shorten(labels.clean(text), MAX_TEXT)}"
+        f"{name}: {labels.shorten(t.split_sentences(text, MAX_TEXT)[0], MAX_TEXT)}"
         for name in ("summary", "fix", "verify", "falsified_by")
         if (text := getattr(finding, name))
     ]
     if finding.code:
-        code = labels.clean(finding.code, lines=True)[:MAX_CODE].rstrip()
+        code = labels.clean(finding.code, lines=True).rstrip()
+        if len(code) > MAX_CODE:  # whole lines, where there is more than one
+            code = code[:MAX_CODE].rpartition("\n")[0] or code[:MAX_CODE]
         lines += ["code:", *(f"    {line}" for line in code.splitlines())]
     return lines

@@ -23,6 +23,7 @@ export class Input {
       { passive: false },
     );
     this.on(t.overlay, "pointerdown", (e) => {
+      t.point(null, null); // the card is of what was under the pointer before
       self.down(e);
     });
     this.on(t.overlay, "pointermove", (e) => {

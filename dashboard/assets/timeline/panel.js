@@ -666,9 +666,7 @@ export class Panel {
         ]),
         ui.el("p", {
           cls: "dim",
-          text:
-            slice.label +
-            (slice.count > 1 ? " · the longest of " + ui.formatCount(slice.count) + " here" : ""),
+          text: slice.count > 1 ? "the longest of " + ui.formatCount(slice.count) + " here" : "",
         }),
       );
     }

@@ -89,7 +89,11 @@ export function formatCount(n) {
 }
 
 export function formatShare(part, whole) {
-  return whole > 0 ? ((100 * part) / whole).toFixed(1) + " %" : "–";
+  if (!(whole > 0)) {
+    return "–";
+  }
+  const share = ((100 * part) / whole).toFixed(1);
+  return part > 0 && share === "0.0" ? "<0.1%" : share + "%";
 }
 
 const PREFIX = ["", "k", "M", "G", "T", "P"];
@@ -131,7 +135,10 @@ export function formatQuantity(value, unit) {
     );
   }
   const text = Number.isInteger(value) ? formatCount(value) : digits(value);
-  return unit && unit !== "count" ? text + " " + unit : text;
+  if (!unit || unit === "count") {
+    return text;
+  }
+  return text + (unit === "%" ? "" : " ") + unit;
 }
 
 export function prefersReducedMotion() {

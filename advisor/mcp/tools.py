@@ -90,7 +90,7 @@ def one_line(tool: _F) -> _F:
             log.exception("%s failed", tool.__name__)
             raise ToolError(f"{tool.__name__} failed ({type(error).__name__})") from None
 
-    wrapped.__doc__ = " ".join((tool.__doc__ or "").split())  # what the client is told
+    wrapped.__doc__ = " ".join((tool.__doc__ or "").split())  # as the client reads it
     return wrapped  # type: ignore[return-value]
 
 

@@ -14,8 +14,7 @@ from typing import Any, NamedTuple
 
 from advisor.core import gpus
 from advisor.core.gpus import GpuSpec, find_gpu
-from advisor.replay.project.device_scaling import memory_rate
-from advisor.replay.project.matmul_formats import FORMATS, Gemm, Role, estimate_product
+from advisor.replay.project.device_scaling import FORMATS, Gemm, Role, estimate_product, memory_rate
 
 FILE = Path(__file__).with_name("precision.json")
 BEGIN, END = "<!-- precision begin -->", "<!-- precision end -->"

@@ -129,13 +129,13 @@ def show_table(
 ) -> None:
     """The table of operators by shape, of layers or of the mesh, on the terminal."""
     from advisor.render.document import RenderOptions
-    from advisor.render.documents import layers, operators, ranks
+    from advisor.render.documents import layers, ranks
 
     if redact is not None:
         from advisor.export.redact import redact_with
 
         report, _ = redact_with(report, redact)
-    build = {"layer": layers.build, "mesh": ranks.build_mesh}.get(by, operators.build)
+    build = {"layer": layers.build, "mesh": ranks.build_mesh}.get(by, layers.build_operators)
     out.show_document(build(report, RenderOptions(top=top)))
 
 

@@ -1,4 +1,6 @@
-"""Sources without a trace: what logs tell, as data, and one :class:`SourceKind` for each source."""
+"""Sources without a trace: what logs and dumps tell, as data, and one :class:`SourceKind` for each
+source.
+"""
 
 from __future__ import annotations
 
@@ -308,3 +310,36 @@ COMPILE_LOG: Final = SourceKind(
 SOURCES: Final = (SNAPSHOT, COUNTERS, TRITON_CACHE, FLIGHT_RECORDER, NETWORK_LOG, COMPILE_LOG)
 """Of several in one folder the first has the verdict."""
 SOURCE_KINDS: Final = {kind.name: kind for kind in SOURCES}
+
+
+class FlightCall(Struct, frozen=True, kw_only=True):
+    """An entry of the recorder's ring buffer."""
+
+    group: str
+    """Name of the process group."""
+    description: str
+    """Its description, ``default_pg``."""
+    operation: str
+    """Without the backend: ``all_reduce``, ``send 0->1``."""
+    sequence: int
+    p2p: bool
+    inputs: tuple[tuple[int, ...], ...]
+    outputs: tuple[tuple[int, ...], ...]
+    dtypes: tuple[str, ...]
+    state: str
+    """``scheduled``, ``started`` or ``completed``."""
+    created_ns: int
+    where: Location | None
+
+
+class FlightDump(Struct, frozen=True, kw_only=True):
+    """A file."""
+
+    path: str
+    rank: int | None
+    """By the file's name; ``None``: it has no number."""
+    calls: tuple[FlightCall, ...]
+    """In the order in which they were called."""
+    members: dict[str, tuple[int, ...]]
+    """Global ranks of the process groups, by name, as far as the backend keeps them."""
+    damaged: int

@@ -11,8 +11,7 @@ import polars as pl
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from advisor.core.auxiliary_inputs import CompileLog, NetworkLog
-    from advisor.core.flight import FlightDump
+    from advisor.core.auxiliary_inputs import CompileLog, FlightDump, NetworkLog
     from advisor.core.kernel_profile import KernelProfiles
     from advisor.core.run_directory import Recording
     from advisor.core.snapshot import MemorySnapshot

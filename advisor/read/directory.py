@@ -20,10 +20,10 @@ from advisor.read.auxiliary_files import (
     join_snapshots,
     logs_in,
     merged_logs,
+    ranks_in,
     with_logs,
     with_memory,
 )
-from advisor.read.merged_ranks import ranks_in
 from advisor.read.reader import ReadOptions
 from advisor.read.readers.compile_log import read_logs
 from advisor.read.readers.kernel_profiler import layout_of, trace_of

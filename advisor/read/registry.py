@@ -18,8 +18,7 @@ from advisor.core.errors import AdvisorError
 from advisor.core.gpus import find_gpu
 from advisor.core.trace import KINETO, Trace
 from advisor.read.reader import Reader, ReaderClaim, ReadOptions
-from advisor.read.source import PACKINGS, ByteSource
-from advisor.read.unknown_format import kind_of
+from advisor.read.source import PACKINGS, ByteSource, kind_of
 
 ENTRY_POINTS = "advisor.readers"
 P = ParamSpec("P")

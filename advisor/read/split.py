@@ -18,8 +18,7 @@ from msgspec import Raw
 from advisor.core.errors import AdvisorError
 from advisor.read.damage import EVENT_BOUNDARY, REFUSED, SPACE, object_end, sanitise, scan_list
 from advisor.read.reader import PIECE
-from advisor.read.source import ByteSource
-from advisor.read.unknown_format import kind_of
+from advisor.read.source import ByteSource, kind_of
 
 HEAD_LIMIT = 64 << 20
 """Bytes before ``traceEvents`` that are searched for it."""

@@ -95,7 +95,7 @@ def _leave_workers_alone(session: Any) -> None:
 
 def _leave_after(limit: int) -> None:
     """End the process once it has made so many steps. Nothing is recorded."""
-    from advisor.recorder.counting import CallCounter
+    from advisor.recorder.tape_reader import CallCounter
 
     def ended(count: int) -> None:
         if count >= limit:

@@ -52,7 +52,6 @@ from advisor.recorder.framework_logs import CompileLogHandler, NetworkKeeper
 from advisor.recorder.hooks import GENERATION, Hooks, Listener
 from advisor.recorder.inference import Inference, Inferred
 from advisor.recorder.loaders import Batches, Loaders
-from advisor.recorder.oom import OutOfMemoryHook
 from advisor.recorder.options import RecordOptions
 from advisor.recorder.repeated_steps import RepeatedBlock
 from advisor.recorder.slowdown import Pauses, SlowdownWatch
@@ -62,6 +61,7 @@ from advisor.recorder.tape_reader import TapeReader
 from advisor.recorder.watchers import (
     AllocatorStats,
     Marks,
+    OutOfMemoryHook,
     Reading,
     TraceRanges,
     is_cuda_initialised,

@@ -22,8 +22,8 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
 
+from advisor.tune.knob import GROUP, SO_FAR, TURN, Result, Spec, encode, read_spec
 from advisor.tune.overlay import Overlay
-from advisor.tune.spec import GROUP, SO_FAR, TURN, Result, Spec, encode, read_spec
 
 Note = Callable[[str], None]
 MAX_BLOCK_OVERRUN = 4.0
@@ -119,7 +119,7 @@ class Timer:
     """Times steps, and keeps losses and the norms of the first gradients as tensors to the end."""
 
     def __init__(self, spec: Spec, overlay: Overlay, applied: list[Any], note: Note) -> None:
-        from advisor.recorder.counting import CallCounter
+        from advisor.recorder.tape_reader import CallCounter
 
         self.spec, self.overlay, self.applied, self.note = spec, overlay, applied, note
         self.process = os.getpid()

@@ -22,8 +22,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from advisor.compare.statistics import CONFIDENCE_LEVEL, t_quantile
-from advisor.tune.knob import Safety
-from advisor.tune.spec import Result
+from advisor.tune.knob import Result, Safety
 
 BLOCKS_PER_RUN = 6
 """In which the steps of a run are averaged."""

@@ -29,12 +29,11 @@ from advisor.core.finding import Finding
 from advisor.lint.script import Script, find_keyword, parse
 from advisor.recorder.folder import new_run
 from advisor.replay import predictions
-from advisor.tune.knob import Knob, Machine, find_knob
+from advisor.tune.knob import Knob, KnobSetting, Machine, Value, find_knob
 from advisor.tune.process import TrialProgram
 from advisor.tune.report import FILE, Trial, TrialReport
 from advisor.tune.rounds import Limits
 from advisor.tune.session import TrialSession, not_tried, why_not
-from advisor.tune.spec import KnobSetting, Value
 
 RECORDED_STEPS, RECORDED_LEAST = 90, 40
 """Of the recording: a profiled window and as many around it; fewer where they take long."""

@@ -24,8 +24,7 @@ import msgspec
 from advisor.core.errors import AdvisorError
 from advisor.core.labels import clean
 from advisor.recorder.folder import RUN_DIR, with_injected
-from advisor.tune.knob import find_knob
-from advisor.tune.spec import (
+from advisor.tune.knob import (
     GROUP,
     MODULE,
     SO_FAR,
@@ -35,6 +34,7 @@ from advisor.tune.spec import (
     Result,
     Spec,
     encode,
+    find_knob,
     read_result,
 )
 

@@ -9,8 +9,7 @@ from msgspec import Struct, field
 
 from advisor.core import text as t
 from advisor.core.report_file import decode_json
-from advisor.tune.knob import Safety
-from advisor.tune.spec import KnobSetting
+from advisor.tune.knob import KnobSetting, Safety
 
 SCHEMA = "advisor.trials/1"
 FILE = "trials.json"

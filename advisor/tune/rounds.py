@@ -14,8 +14,8 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from advisor.tune.knob import KnobSetting, Result
 from advisor.tune.process import Running, TrialProgram
-from advisor.tune.spec import KnobSetting, Result
 
 KnobSettings = tuple[KnobSetting, ...]
 BLOCKS_PER_PROCESS = 8

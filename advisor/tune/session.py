@@ -12,7 +12,7 @@ import textwrap
 from collections.abc import Callable, Sequence
 
 from advisor.core.errors import AdvisorError
-from advisor.tune.knob import find_knob
+from advisor.tune.knob import KnobSetting, Result, find_knob
 from advisor.tune.measured_gain import (
     MeasuredGain,
     by_turns,
@@ -24,7 +24,6 @@ from advisor.tune.measured_gain import (
 from advisor.tune.process import TrialProgram, landlock_version
 from advisor.tune.report import Together, Trial, TrialReport
 from advisor.tune.rounds import KNOBS_PER_ROUND, Limits, Rounds
-from advisor.tune.spec import KnobSetting, Result
 
 MIN_GAIN = 0.01
 """Share of the step: less is what two runs of one program differ by."""

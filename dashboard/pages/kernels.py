@@ -45,8 +45,7 @@ from advisor.measure import Analysis
 from advisor.measure.host.layers import report_layers
 from advisor.measure.host.operators import list_attainable_rates, rooflines
 from advisor.measure.host.optree import op_table, op_tree
-from advisor.render.documents import kernels as counters
-from advisor.render.documents import layers
+from advisor.render.documents import auxiliary_sections, layers
 
 MAX_ROWS = 2_000
 """Kernels in the grid; a line below counts the others."""
@@ -72,7 +71,7 @@ def layout(**query: object) -> Any:
     return page(
         title,
         _families(a),
-        *map(draw_section, counters.tables(view.loaded.report)),
+        *map(draw_section, auxiliary_sections.kernel_tables(view.loaded.report)),
         _kernels(view),
         operator_rates(view),
         _roofline(view),

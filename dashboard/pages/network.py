@@ -27,7 +27,7 @@ from advisor.dashboard.components import (
 from advisor.dashboard.page_view import PageView
 from advisor.measure.comm.flight import describe_problem, of_ranks
 from advisor.render.document import FieldList
-from advisor.render.documents import network as document
+from advisor.render.documents import auxiliary_sections
 
 KINDS: Final = {
     "P2P": "directly between GPUs",
@@ -170,7 +170,7 @@ def _path(log: NetworkLog) -> list[Any]:
     ]
     rows = [
         (field.label, labels.clean(" · ".join(map(str, field.parts))))
-        for section in document.build_network_path(log)
+        for section in auxiliary_sections.build_network_path(log)
         for block in getattr(section, "blocks", ())
         if isinstance(block, FieldList)
         for field in block.rows

@@ -33,7 +33,7 @@ from advisor.dashboard.page_view import PageView
 from advisor.dashboard.pages import network
 from advisor.dashboard.session import DashboardSession
 from advisor.render.document import Grid
-from advisor.render.documents import kernels, serving
+from advisor.render.documents import auxiliary_sections, serving
 
 STATUS = {
     "bottlenecks": "Bottlenecks found",
@@ -71,7 +71,7 @@ def layout(**query: object) -> Any:
 
 def _timeless(view: PageView, report: Report) -> list[Any]:
     """Of counters, logs or dumps alone: what to change, and what they say."""
-    sections = map(draw_section, kernels.tables(report))
+    sections = map(draw_section, auxiliary_sections.kernel_tables(report))
     return [_top(view, report), *network.sections(view), *sections]
 
 

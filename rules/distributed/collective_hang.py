@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from advisor.core import text as t
-from advisor.core.auxiliary_inputs import FLIGHT_RECORDER
+from advisor.core.auxiliary_inputs import FLIGHT_RECORDER, FlightCall, FlightDump
 from advisor.core.finding import Finding, Location, Outcomes, PassedCheck
-from advisor.core.flight import FlightCall, FlightDump
 from advisor.core.rule import Evidence, Rule
 from advisor.measure import Analysis
 from advisor.measure.comm.flight import UNENDED, describe_problem, of_ranks

@@ -19,7 +19,7 @@ from advisor.measure.host.operators import rows_of, shape_text, share_in
 from advisor.rules.citations import OURS, SAM_PAIR
 from advisor.rules.common import amount_per_step
 from advisor.rules.kernel import kernel_common
-from advisor.rules.kernel.attention import is_unfused_attention, read_inputs
+from advisor.rules.kernel.kernel_common import is_unfused_attention, read_inputs
 
 MIN_UNFUSED_SHARE = 0.5
 """Share of an operator's time in unfused attention from which it is that rule's finding."""

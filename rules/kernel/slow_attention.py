@@ -9,7 +9,7 @@ from advisor.measure import Analysis
 from advisor.measure.device.matmuls import parse_attention
 from advisor.measure.device.shapes import OpInputs
 from advisor.rules.citations import FLASH_2, FLASH_3, public_traces
-from advisor.rules.kernel.attention import BEST_REACH, REACH
+from advisor.rules.kernel.kernel_common import BEST_REACH, REACH
 from advisor.rules.kernel.rates import BelowRate, Cause
 from advisor.testing import Examples, TraceBuilder
 

@@ -13,7 +13,7 @@ from advisor.measure.device.matmuls import MatrixProduct, parse_product
 from advisor.measure.device.shapes import OpInputs
 from advisor.rules.citations import RATES, public_traces
 from advisor.rules.kernel import kernel_common
-from advisor.rules.kernel.attention import read_inputs
+from advisor.rules.kernel.kernel_common import read_inputs
 from advisor.rules.kernel.rates import ON_ROCM, BelowRate, Cause
 from advisor.testing import Examples, TraceBuilder
 

@@ -13,7 +13,7 @@ from advisor.measure import Analysis
 from advisor.measure.host.names import name_matches
 from advisor.rules.citations import CHOSEN, OURS, SAM_PAIR, SILENT_TRACES, public_traces
 from advisor.rules.common import amount_per_step, example_steps
-from advisor.rules.kernel import attention, kernel_common
+from advisor.rules.kernel import kernel_common
 from advisor.testing import Examples, TraceBuilder
 
 SOFTMAX = r"^aten::(_softmax|_softmax_backward_data|_masked_softmax|_safe_softmax)$"
@@ -66,12 +66,12 @@ class UnfusedAttention(Rule):
 
     min_share = Threshold(0.05, "of kernel time", OURS)
     max_between = Threshold(
-        attention.MAX_BETWEEN,
+        kernel_common.MAX_BETWEEN,
         "kernels between product and softmax: scale, mask, casts, dropout",
         OURS,
     )
-    reach = attention.REACH
-    best_reach = attention.BEST_REACH
+    reach = kernel_common.REACH
+    best_reach = kernel_common.BEST_REACH
     worst_reach = Threshold(
         0.2, "of the attainable rate, at worst: the memory-efficient kernel with a mask", SAM_PAIR
     )
@@ -144,15 +144,15 @@ class UnfusedAttention(Rule):
         if not total:
             return
         rows = kernel_common.compute_rows(a)
-        blocks = attention.find_blocks(a, self.max_between)
+        blocks = kernel_common.find_blocks(a, self.max_between)
         backward = self._backward(a, rows, blocks.rows)
         spent = kernel_common.summed_duration(a, blocks.rows) + backward
         share = spent / total
         if share < self.min_share:
             yield from self._healthy(a, rows, total, share)
             return
-        fallback = kernel_common.summed_duration(a, attention.is_fallback_kernel(a))
-        fused = attention.estimate_fused_time(a, blocks)
+        fallback = kernel_common.summed_duration(a, kernel_common.is_fallback_kernel(a))
+        fused = kernel_common.estimate_fused_time(a, blocks)
         case = "shapes or rates not known"
         if fused is not None:
             case = "inputs of 32 bits" if fused.wide else ""
@@ -196,7 +196,7 @@ class UnfusedAttention(Rule):
         if not forward.any():
             return 0.0
         op = a.kernels["op_name"]
-        products = rows & name_matches(op, attention.FORWARD).to_numpy()
+        products = rows & name_matches(op, kernel_common.FORWARD).to_numpy()
         in_backward = kernel_common.launched_under(a, r"^autograd::engine::evaluate_function")
         in_forward = kernel_common.summed_duration(a, products & ~in_backward)
         part = kernel_common.summed_duration(a, products & forward) / max(1, in_forward)
@@ -208,9 +208,9 @@ class UnfusedAttention(Rule):
         self,
         a: Analysis,
         rows: kernel_common.Mask,
-        blocks: attention.Blocks,
+        blocks: kernel_common.Blocks,
         backward: float,
-        fused: attention.Fused | None,
+        fused: kernel_common.Fused | None,
     ) -> Edit:
         """Merges the kernels of these blocks. Operators whose time is mostly outside the blocks
         (additions, casts) stay as they are; of the others, what is outside keeps its time."""
@@ -222,9 +222,9 @@ class UnfusedAttention(Rule):
             .agg(part=pl.col("dur").filter(pl.col("block")).sum() / pl.col("dur").sum())
         )
         own = share.filter(pl.col("part") >= MIN_PART)["op"].drop_nulls().cast(pl.String).to_list()
-        under = [rf"{attention.FORWARD}|{SOFTMAX}", kernel_common.match_exactly(sorted(own))]
-        if attention.is_fallback_kernel(a).any():
-            under.append(attention.MATH)
+        under = [rf"{kernel_common.FORWARD}|{SOFTMAX}", kernel_common.match_exactly(sorted(own))]
+        if kernel_common.is_fallback_kernel(a).any():
+            under.append(kernel_common.MATH)
         select = Select(on="gpu", kind=("kernel",), under="|".join(under))
         chosen = kernel_common.launched_under(a, select.under) & rows
         touched = kernel_common.summed_duration(a, blocks.rows & chosen) + backward
@@ -235,16 +235,16 @@ class UnfusedAttention(Rule):
     def _fused_time(
         self,
         a: Analysis,
-        blocks: attention.Blocks,
-        fused: attention.Fused | None,
+        blocks: kernel_common.Blocks,
+        fused: kernel_common.Fused | None,
         *,
         training: bool,
     ) -> tuple[float, float, float]:
         """What the fused kernels take, ns: expected, at best, at worst."""
-        passes = 1 + attention.BACKWARD * training
+        passes = 1 + kernel_common.BACKWARD * training
         if fused is None:
             op = a.kernels["op_name"]
-            products = blocks.rows & name_matches(op, attention.FORWARD).to_numpy()
+            products = blocks.rows & name_matches(op, kernel_common.FORWARD).to_numpy()
             own = kernel_common.summed_duration(a, products) * passes
             return own * self.products, own * self.best_products, own * self.worst_products
         half = fused.half_ns * passes

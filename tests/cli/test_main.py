@@ -18,7 +18,7 @@ import pytest
 
 import advisor as package
 from advisor import cli
-from advisor.cli import help as groups
+from advisor import cli as groups
 from advisor.cli import options as o
 from advisor.cli import output as out
 from advisor.cli import output as progress_module

@@ -7,8 +7,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from advisor.tune.knob import KnobSetting
 from advisor.tune.report import FILE, Together, Trial, TrialReport
-from advisor.tune.spec import KnobSetting
 
 NASTY = '<img src=x onerror="window.hit=1">'
 

@@ -22,8 +22,8 @@ from advisor.mcp.answers import LONGEST_NAME, MAX_TRIALS, UNTRUSTED, Allowed
 from advisor.mcp.programs import tried
 from advisor.mcp.tools import build
 from advisor.testing import TraceBuilder
+from advisor.tune.knob import KnobSetting
 from advisor.tune.report import Trial, TrialReport
-from advisor.tune.spec import KnobSetting
 
 pytestmark = pytest.mark.timed
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from advisor.core.run_directory import SNAPSHOT
-from advisor.recorder.oom import MAX_ENTRIES, OutOfMemoryHook
+from advisor.recorder.watchers import MAX_ENTRIES, OutOfMemoryHook
 from advisor.testing.allocator import MIB, Allocator
 
 pytestmark = pytest.mark.timed

@@ -11,7 +11,7 @@ from rich.cells import cell_len
 
 from advisor.core.report import AttainableRate, OperatorRate, Report
 from advisor.measure.host.operators import shape_text
-from advisor.render.documents import operators
+from advisor.render.documents import layers
 from advisor.render.formats.terminal import Terminal
 from advisor.render.renderer import RenderOptions
 
@@ -41,7 +41,7 @@ def shown(make: Make, *rows: OperatorRate, width: int = 80, **more: Any) -> str:
         AttainableRate(of="memory", rate=2791e9, source=None, url=None),
     ]
     options = RenderOptions(width=width, details=True, **more)
-    return Terminal().draw(operators.build(report, options), options)
+    return Terminal().draw(layers.build_operators(report, options), options)
 
 
 @pytest.mark.parametrize("width", [40, 80, 120])
@@ -83,7 +83,7 @@ def test_without_kernels_it_says_so(report: Make) -> None:
 
 def test_only_so_many_are_shown(report: Make) -> None:
     rows = [rate(name=f"aten::op{n}") for n in range(30)]
-    assert shown(report, *rows).count("aten::op") == operators.MAX_ROWS
+    assert shown(report, *rows).count("aten::op") == layers.MAX_OPERATORS
     assert shown(report, *rows, top=3).count("aten::op") == 3
 
 

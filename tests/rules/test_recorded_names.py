@@ -12,7 +12,7 @@ import polars as pl
 import pytest
 
 from advisor.read import read_trace
-from advisor.rules.kernel import attention
+from advisor.rules.kernel import kernel_common
 from advisor.rules.memory import empty_cache_in_loop, recompute
 from advisor.rules.optimizer import single_tensor
 
@@ -51,10 +51,10 @@ def test_attention_by_hand_is_two_batched_products_around_a_softmax(
 
     names = recorded(work, tmp_path)
     forward = names[: names.index("autograd::engine::evaluate_function: SumBackward0")]
-    kept = [n for n in forward if re.search(f"{attention.FORWARD}|{SOFTMAX}", n)]
+    kept = [n for n in forward if re.search(f"{kernel_common.FORWARD}|{SOFTMAX}", n)]
     assert kept == ["aten::bmm", "aten::_softmax", "aten::bmm"]
     backward = names[len(forward) :]
-    assert count(attention.FORWARD, backward) == 4  # two gradients of two products
+    assert count(kernel_common.FORWARD, backward) == 4  # two gradients of two products
     assert count(SOFTMAX, backward) == 1
 
 
@@ -65,14 +65,14 @@ def test_the_math_fallback_of_sdpa_has_its_own_operator(heads: Any, tmp_path: Pa
         with sdpa_kernel([SDPBackend.MATH]):
             torch.nn.functional.scaled_dot_product_attention(*heads)
 
-    assert count(attention.MATH, recorded(work, tmp_path)) == 1
+    assert count(kernel_common.MATH, recorded(work, tmp_path)) == 1
 
     def fused() -> None:
         with sdpa_kernel([SDPBackend.FLASH_ATTENTION]):
             torch.nn.functional.scaled_dot_product_attention(*heads)
 
     names = recorded(fused, tmp_path)
-    assert count(attention.MATH, names) == 0
+    assert count(kernel_common.MATH, names) == 0
     assert count(SOFTMAX, names) == 0
 
 

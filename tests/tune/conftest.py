@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from advisor.tune.knob import KnobSetting, Result
 from advisor.tune.process import TrialProgram
-from advisor.tune.spec import KnobSetting, Result
 
 TRAPS = '''
 import gc, os, resource, sys

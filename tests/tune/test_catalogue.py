@@ -6,8 +6,7 @@ import pytest
 
 from advisor.advise.select import load_rules
 from advisor.core.errors import AdvisorError
-from advisor.tune.knob import Machine, all_knobs, find_knob
-from advisor.tune.spec import KnobSetting
+from advisor.tune.knob import KnobSetting, Machine, all_knobs, find_knob
 
 
 def test_each_knob_that_a_rule_names_exists() -> None:

@@ -13,10 +13,9 @@ from pathlib import Path
 import pytest
 
 from advisor.core.errors import AdvisorError
-from advisor.tune.knob import Machine, all_knobs, find_knob
+from advisor.tune.knob import KnobSetting, Machine, Result, all_knobs, find_knob
 from advisor.tune.knobs import host as affinity
 from advisor.tune.measured_gain import check_losses
-from advisor.tune.spec import KnobSetting, Result
 
 pytest.importorskip("torch")
 Run = Callable[..., Result]

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from advisor.tune.knob import Safety
+from advisor.tune.knob import Result, Safety
 from advisor.tune.measured_gain import check_losses
-from advisor.tune.spec import Result
 
 BASE = [2.0 / (1 + step) + 0.5 for step in range(40)]
 

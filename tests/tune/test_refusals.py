@@ -7,10 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from advisor.tune.knob import find_knob
+from advisor.tune.knob import KnobSetting, Result, find_knob
 from advisor.tune.measured_gain import check_losses
 from advisor.tune.session import not_tried, why_not
-from advisor.tune.spec import KnobSetting, Result
 
 from .conftest import TRAPS
 

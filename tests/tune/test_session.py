@@ -9,13 +9,12 @@ import pytest
 
 from advisor.core.errors import AdvisorError
 from advisor.render.formats import TRIALS
-from advisor.tune.knob import Machine
+from advisor.tune.knob import KnobSetting, Machine, Result
 from advisor.tune.pipeline import asked_for
 from advisor.tune.process import Running, TrialProgram
 from advisor.tune.report import TrialReport, write_headline
 from advisor.tune.rounds import Limits
 from advisor.tune.session import TrialSession
-from advisor.tune.spec import KnobSetting, Result
 
 
 class Run(Running):

@@ -18,9 +18,9 @@ from advisor.cli.try_ import parse_time
 from advisor.core.errors import AdvisorError
 from advisor.render.formats import TRIALS
 from advisor.replay import predictions
+from advisor.tune.knob import KnobSetting
 from advisor.tune.pipeline import save_trials
 from advisor.tune.report import Trial, TrialReport, write_headline
-from advisor.tune.spec import KnobSetting
 
 pytest.importorskip("torch")
 

@@ -15,10 +15,10 @@ import numpy as np
 import pytest
 
 from advisor.tune import rounds as round_
+from advisor.tune.knob import KnobSetting
 from advisor.tune.measured_gain import by_turns, measure_gain
 from advisor.tune.process import Running, TrialProgram
 from advisor.tune.rounds import Limits, Rounds
-from advisor.tune.spec import KnobSetting
 
 pytest.importorskip("torch")
 

@@ -17,8 +17,13 @@ from msgspec.structs import replace
 
 from advisor.core import labels
 from advisor.core import text as t
-from advisor.core.auxiliary_inputs import CollectiveCall, CollectiveProblem, FlightRecord
-from advisor.core.flight import FlightCall, FlightDump
+from advisor.core.auxiliary_inputs import (
+    CollectiveCall,
+    CollectiveProblem,
+    FlightCall,
+    FlightDump,
+    FlightRecord,
+)
 from advisor.core.ranks import format_ranks
 
 DEFAULT_GROUP = "default_pg"

@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
+from advisor.core.auxiliary_inputs import FlightCall, FlightDump
 from advisor.core.errors import AdvisorError
 from advisor.core.finding import Location
-from advisor.core.flight import FlightCall, FlightDump
 from advisor.read.plain_pickle import PickledFields, looks_like_pickle, read_plain
 from advisor.read.reader import Reader, ReaderClaim, ReadOptions
 from advisor.read.readers.compile_log import LIBRARY

@@ -30,9 +30,8 @@ from advisor.read.assemble import Assembler, Facts
 from advisor.read.columns import Piece
 from advisor.read.decode import decode_all, decode_piece
 from advisor.read.reader import NO_ROOM, Reader, ReaderClaim, ReadOptions, memory_budget
-from advisor.read.source import ByteSource
+from advisor.read.source import PROFILE, ByteSource
 from advisor.read.split import Splitter, without_mark
-from advisor.read.unknown_format import PROFILE
 
 GIVE_UP = 256 << 20
 """Uncompressed bytes without a single event after which a file is no trace."""

@@ -30,7 +30,7 @@ from advisor.render.document import (
     TextField,
     Tiles,
 )
-from advisor.render.documents import compilation, kernels, memory, network, ranks, serving
+from advisor.render.documents import auxiliary_sections, memory, ranks, serving
 from advisor.render.figures import Bar, Staircase, StepTimeline
 
 MAX_RANKS: Final = 8
@@ -64,10 +64,10 @@ def build(report: Report, options: RenderOptions = DEFAULT) -> Document:
             *_ranks(report),
             *ranks.build_mesh_sections(report),
             *memory.sections(report),
-            *kernels.sections(report),
-            *compilation.sections(report.compilation, report),
-            *network.build_flight_record(report.flight),
-            *network.build_network_path(report.network),
+            *auxiliary_sections.build_kernel_sections(report),
+            *auxiliary_sections.build_compilation(report.compilation, report),
+            *auxiliary_sections.build_flight_record(report.flight),
+            *auxiliary_sections.build_network_path(report.network),
             *_findings(report),
             *_rest(report),
         ],

@@ -17,7 +17,7 @@ from advisor.measure.device.shapes import OpInputs, width_of
 from advisor.measure.host.layers import range_label, work_nodes
 from advisor.measure.host.operators import attainable_roofs
 from advisor.replay.graph import Array, Edge, Node
-from advisor.replay.project.matmul_formats import (
+from advisor.replay.project.device_scaling import (
     FORMATS,
     MULTIPLE,
     SPARSE,

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from typing import Any, ClassVar
 
-from advisor.tune.knob import Knob, Safety, wrap
-from advisor.tune.spec import Value
+from advisor.tune.knob import Knob, Safety, Value, wrap
 
 
 class _Ddp(Knob):

@@ -8,8 +8,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from advisor.recorder.environment import NODES, cpu_list
-from advisor.tune.knob import Knob, Machine, wrap
-from advisor.tune.spec import Value
+from advisor.tune.knob import Knob, Machine, Value, wrap
 
 SETTING = "expandable_segments:True"
 BEFORE, EVERY = 3, 500

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from advisor.tune.knob import LOADERS, Knob, Machine, loader_arguments, wrap
-from advisor.tune.spec import Value
+from advisor.tune.knob import LOADERS, Knob, Machine, Value, loader_arguments, wrap
 
 
 class _Loaders(Knob):

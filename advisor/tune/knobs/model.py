@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from advisor.tune.knob import Knob, Machine, at_first_forward, ignore_assignments, wrap
-from advisor.tune.spec import Value
+from advisor.tune.knob import Knob, Machine, Value, at_first_forward, ignore_assignments, wrap
 
 
 class Autocast(Knob):

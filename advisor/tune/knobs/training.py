@@ -10,12 +10,12 @@ from advisor.core.errors import AdvisorError
 from advisor.tune.knob import (
     Knob,
     Machine,
+    Value,
     around_forwards,
     loader_arguments,
     optimizer_arguments,
     wrap,
 )
-from advisor.tune.spec import Value
 
 MAX_BATCH = 1 << 20
 """Samples of a batch, and times the program's own."""

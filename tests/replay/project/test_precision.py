@@ -10,8 +10,14 @@ from advisor import AdvisorError, Analysis
 from advisor.core.gpus import find_gpu
 from advisor.measure.host.operators import KERNEL_NS
 from advisor.read import read_trace
-from advisor.replay.project.device_scaling import matmul_rate, memory_rate
-from advisor.replay.project.matmul_formats import FORMATS, Gemm, estimate_product, missing_unit
+from advisor.replay.project.device_scaling import (
+    FORMATS,
+    Gemm,
+    estimate_product,
+    matmul_rate,
+    memory_rate,
+    missing_unit,
+)
 from advisor.replay.project.precision import project_precision
 from advisor.testing import TraceBuilder
 from benchmarks.bench_precision import cases

@@ -1,0 +1,385 @@
+"""What auxiliary inputs show. Logs of torch.compile: graph breaks, recompilations, graphs without
+CUDA graphs. Hardware counters and Triton's cache, a row per kernel. Between the ranks: the path
+that NCCL chose, and calls that do not match or end.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Final
+
+from msgspec.structs import replace
+
+from advisor.core import labels
+from advisor.core import text as t
+from advisor.core.auxiliary_inputs import (
+    CollectiveCall,
+    CompileCause,
+    CompileLog,
+    FlightRecord,
+    FusedKernel,
+    GraphBreak,
+    NetworkLog,
+)
+from advisor.core.report import Report
+from advisor.measure.comm.flight import describe_call, of_ranks
+from advisor.measure.device.kernel_profiles import label_kernels
+from advisor.render.document import (
+    Block,
+    Code,
+    FieldList,
+    Grid,
+    Inline,
+    Items,
+    Paragraph,
+    Section,
+    Span,
+    TextField,
+)
+
+if TYPE_CHECKING:
+    from advisor.core.report import KernelCounters, Report, TritonKernel
+
+
+MAX_ROWS: Final = 12
+
+
+def build_compilation(log: CompileLog | None, report: Report | None = None) -> Iterator[Block]:
+    """The causes, with their lines; nothing without logs."""
+    if log is None:
+        return
+    lists: list[Block] = [Paragraph(_summary(log, report), indent=2)]
+    for title, rows in (
+        ("Graph breaks", [_break(each) for each in log.breaks]),
+        ("Recompilations", [_again(causes) for causes in _by_place(log.recompilations)]),
+        ("Not compiled", [_cause(each) for each in log.not_compiled]),
+        ("Without CUDA graphs", [_cause(each) for each in log.without_cuda_graphs]),
+        ("Generated kernels", [_kernel(each) for each in log.kernels if each.ns is not None]),
+    ):
+        if rows:
+            more = len(rows) - MAX_ROWS
+            shown = rows[:MAX_ROWS]
+            if more > 0:
+                shown.append(Span(f"{more:,} more; JSON has all", "soft"))
+            lists.append(Items(shown, "∙", f"{title} ({len(rows)})"))
+    yield Section("torch.compile", lists)
+
+
+def _summary(log: CompileLog, report: Report | None) -> str:
+    """Counts and time; with a trace, the time as a number of its steps."""
+    text = f"{t.count_noun(log.compilations, 'compilation')} took {t.format_duration(log.ns)}"
+    if log.inductor_ns is not None:
+        text += f", {t.format_duration(log.inductor_ns)} of it in inductor"
+    if report is not None and report.per == "step" and report.step_ns > 0 < log.ns:
+        text += f": as long as {t.count_noun(round(log.ns / report.step_ns), 'step')}"
+    if log.logs > 1:
+        text += f" (the longest of {log.logs:,} processes)"
+    if not (log.breaks or log.recompilations or log.not_compiled or log.without_cuda_graphs):
+        text += ". No graph breaks, no recompilations"
+    damaged = f" {t.count_noun(log.damaged, 'record')} could not be read." if log.damaged else ""
+    return f"{text}.{damaged}"
+
+
+def _break(item: GraphBreak) -> Inline:
+    place = f"{t.shorten_path(item.file, 60)}:{item.line}"
+    inside = f" in {labels.shorten(labels.clean(item.function), 40)}" if item.function else ""
+    count = f", {item.count:,}×" if item.count > 1 else ""
+    cost = ""
+    if item.idle_ns is not None:
+        cost = f", the GPU idles {t.format_duration(item.idle_ns)} per step"
+    if item.gain_ns:
+        cost += f" ({t.format_duration(item.gain_ns)} faster without it)"
+    eager = " The whole function runs as plain PyTorch." if item.eager else ""
+    hint = f" {item.hint or item.explanation}"
+    return (
+        Span(place, "code"),
+        f"{inside}{count}{cost}: {item.reason}.{eager}",
+        Span(hint, "soft"),
+    )
+
+
+def _kernel(item: FusedKernel) -> Inline:
+    """Its time, what is fused in it, and the lines that is from."""
+    operators = ", ".join(labels.clean(name).removeprefix("aten.") for name in item.operators)
+    places: dict[str, list[int]] = {}
+    for each in item.lines:
+        if each.file is not None and each.line is not None:
+            places.setdefault(t.shorten_path(each.file, 40), []).append(each.line)
+    at = "; ".join(f"{file}:{', '.join(map(str, lines))}" for file, lines in places.items())
+    time = f", {t.format_duration(item.ns or 0.0)} per step"
+    return (
+        Span(labels.shorten(labels.clean(item.name), 50), "code"),
+        f"{time}: {operators or 'operators not recorded'}",
+        Span(f" {at}" if at else "", "soft"),
+    )
+
+
+def _by_place(causes: list[CompileCause]) -> list[list[CompileCause]]:
+    """Recompilations of one function together."""
+    result: dict[tuple[str | None, int | None], list[CompileCause]] = {}
+    for cause in causes:
+        result.setdefault((cause.file, cause.line), []).append(cause)
+    return sorted(result.values(), key=lambda group: -sum(each.ns or 0 for each in group))
+
+
+def _again(causes: list[CompileCause]) -> Inline:
+    """The first guard stands for those of its function."""
+    others = len(causes) - 1
+    more = f", and {t.count_noun(others, 'other guard')}" if others else ""
+    known = [each.ns for each in causes if each.ns is not None]
+    count = sum(each.count for each in causes)
+    reason = f"{causes[0].reason}{more}"
+    merged = {"reason": reason, "count": count, "ns": sum(known) if known else None}
+    return _cause(replace(causes[0], **merged))
+
+
+def _cause(item: CompileCause) -> Inline:
+    known = item.file is not None
+    place = f"{t.shorten_path(item.file or '', 60)}:{item.line}" if known else "unknown line"
+    inside = f" in {labels.shorten(labels.clean(item.function), 40)}" if item.function else ""
+    time = "" if item.ns is None else f", {t.format_duration(item.ns)}"
+    count = f", {item.count:,}×" if item.count > 1 else ""
+    return (Span(place, "code"), f"{inside}{count}{time}: {item.reason}")
+
+
+MAX_KERNELS: Final = 50
+MAX_SHORT: Final = 10
+MAX_ADVICE: Final = 12
+MAX_LINES: Final = 3
+"""Of a kernel."""
+MIN_SHARE: Final = 0.05
+"""Of its samples."""
+
+
+def build_kernel_sections(report: Report) -> list[Section]:
+    """The tables, else what to run for the counters."""
+    return kernel_tables(report) + _command(report)
+
+
+def kernel_tables(report: Report) -> list[Section]:
+    """The kernels with their limits, what the profiler's own rules say of them, and what Triton
+    compiled."""
+    views = report.kernel_counters
+    if not views:
+        return _triton(report)
+    traced = any(view.step_ns is not None for view in views)
+    absent = sum(view.step_ns is None for view in views)
+    views = [view for view in views if view.step_ns is not None] if traced else views
+    short = label_kernels(view.short for view in report.kernel_counters)
+    several = any(view.profiled > 1 for view in views)
+    rows = [_row(view, short[view.short], traced, several) for view in views[:MAX_KERNELS]]
+    head = [name for name in rows[0] if any(row[name] for row in rows)]
+    cells = [[row[name] or t.NOT_MEASURED for name in head] for row in rows]
+    last = (len(head) - 1,) if head[-1] == "occupancy" else ()
+    grid = _grid(head, cells, "l" + "r" * (len(head) - 1), optional=last)
+    aside = _absence(report, absent, len(report.kernel_counters))
+    aside = aside if aside or traced else "per launch"
+    counted = any(view.use or view.occupancy is not None or view.dram_bytes for view in views)
+    title = "Kernels with hardware counters" if counted else "Profiled kernels"
+    blocks = [Section(title, [grid], aside)]
+    sampled = [
+        [
+            f"{t.shorten_path(each.file, 28)}:{each.line}",
+            t.format_share(each.share),
+            "issuing" if each.stall == "selected" else each.stall,
+            short[view.short],
+        ]
+        for view in views[:MAX_SHORT]
+        for each in view.lines[:MAX_LINES]
+        if each.share >= MIN_SHARE
+    ]
+    if sampled:
+        grid = Grid(["line", "samples", "most wait for", "kernel"], sampled, align="lrll")
+        blocks.append(Section("Where warps were sampled", [grid], "share of the kernel's samples"))
+    advice = [f"{short[view.short]}: {text}" for view in views for text in view.advice]
+    if advice:
+        count = t.count_noun(len(advice), "note") + " of the profiler"
+        items = Items(advice[:MAX_ADVICE])
+        blocks.append(
+            Section("The kernel profiler's own advice", [items], folded=True, counted=count)
+        )
+    return [*blocks, *_triton(report)]
+
+
+def _triton(report: Report) -> list[Section]:
+    """The kernels of Triton's cache; beside a trace those that it has, and their functions."""
+    views = report.triton_kernels
+    if not views:
+        return []
+    timed = [view for view in views if view.step_ns is not None]
+    shown = timed or views
+    targets = sorted({view.target for view in shown if view.target})
+    head = ["kernel", "spills", "registers", "shared", "warps", "stages"]
+    head[1:1] = ["per step"] if timed else []
+    head += ["target"] if len(targets) > 1 else []
+    head += ["occupancy"]
+    rows = [_triton_row(view, head) for view in shown[:MAX_KERNELS]]
+    absence = _absence(report, len(views) - len(timed), len(views))
+    aside = " · ".join(filter(None, [absence, *(targets if len(targets) == 1 else [])]))
+    grid = _grid(head, rows, "l" + "r" * (len(head) - 2) + "l", optional=(len(head) - 1,))
+    places = {
+        (view.name, view.file, view.line): [
+            labels.shorten(view.name, 34),
+            f"{t.shorten_path(view.file, 42)}:{view.line}",
+        ]
+        for view in shown[:MAX_KERNELS]
+        if view.file is not None
+    }
+    blocks: list[Block] = [grid]
+    if places:
+        blocks.append(_grid(["function", "source"], list(places.values()), "ll"))
+    text = "Spills: registers of a thread that are kept in local memory, in bytes."
+    return [Section("Kernels compiled by Triton", [*blocks, Paragraph(text, "soft")], aside)]
+
+
+def _absence(report: Report, absent: int, count: int) -> str:
+    """How many of so many kernels a trace has not; empty: there is no trace, or it has all."""
+    if report.scope.timeless or not absent:
+        return ""
+    if absent == count:
+        return "none is in this trace"
+    return f"{absent} more {'is' if absent == 1 else 'are'} not in this trace"
+
+
+def _grid(
+    head: list[str], rows: list[list[str]], align: str, optional: tuple[int, ...] = ()
+) -> Grid:
+    """Where room is short, the first rows."""
+    more = t.count_noun(len(rows) - MAX_SHORT, f"more {head[0]}")
+    return Grid(head, rows, short=rows[:MAX_SHORT], more=more, align=align, optional=optional)
+
+
+def _triton_row(view: TritonKernel, head: list[str]) -> list[str]:
+    spilled, occupancy = view.spilled_bytes, view.occupancy
+    by = f", {view.occupancy_limiter}" if view.occupancy_limiter else ""
+    cells = {
+        "kernel": labels.shorten(view.name, 26),
+        "per step": t.format_duration(view.step_ns or 0.0),
+        "spills": t.NOT_MEASURED if spilled is None else _size(spilled),
+        "registers": t.NOT_MEASURED if view.registers is None else str(view.registers),
+        "shared": _size(view.shared_bytes),
+        "warps": str(view.num_warps),
+        "stages": ", ".join(map(str, view.num_stages)),
+        "target": view.target,
+        "occupancy": t.NOT_MEASURED if occupancy is None else f"{t.format_share(occupancy)}{by}",
+    }
+    return [cells[name] for name in head]
+
+
+def _size(size: int) -> str:
+    return t.format_bytes(size) if size else "none"
+
+
+def _row(view: KernelCounters, name: str, traced: bool, several: bool) -> dict[str, str]:
+    """Cells by column; empty: not collected. ``several``: some figures are means of launches."""
+    busiest = max(view.use.values(), default=None)
+    rate = "" if view.bandwidth is None else t.format_rate(view.bandwidth, "B/s")
+    times = {
+        "launches": f"{view.profiled:,}" if several else "",
+        "time": _or_empty(view.duration_ns, t.format_duration),
+    }
+    if traced:
+        times = {
+            "per step": t.format_duration(view.step_ns),
+            "gain at most": t.format_duration(view.gain_ns),
+        }
+    return {
+        "kernel": name,
+        **times,
+        "limited by": "" if view.limit == "unknown" else view.limit,
+        "use": _or_empty(busiest, t.format_share),
+        "DRAM bytes": _or_empty(view.dram_bytes, t.format_bytes) if busiest is None else "",
+        "DRAM rate": rate if busiest is None else "",
+        "occupancy": _or_empty(view.occupancy, t.format_share),
+    }
+
+
+def _or_empty(value: float | None, written: Callable[[float], str]) -> str:
+    return "" if value is None else written(value)
+
+
+def _command(report: Report) -> list[Section]:
+    """What to run for the counters of the kernels that matter."""
+    if not report.profile_kernels:
+        return []
+    command, cost = report.profile_kernels
+    blocks: list[Block] = [Code(command, "console", "run"), Paragraph(cost, "soft")]
+    title = "Hardware counters of the slow kernels"
+    return [
+        Section(
+            title, blocks, "what limits each of them", folded=True, counted="command for counters"
+        )
+    ]
+
+
+MAX_CALLS: Final = 12
+
+
+def build_flight_record(record: FlightRecord | None) -> Iterator[Block]:
+    """The calls that hang, with the line of each rank; nothing without dumps."""
+    if record is None:
+        return
+    counted = f"{t.count_noun(record.calls, 'call')} in {t.count_noun(record.groups, 'group')}, "
+    counted += t.count_noun(record.dumps, "dump")
+    missing = f". {of_ranks(record.absent)} left none" if record.absent else ""
+    damaged = t.count_noun(record.damaged, "entry")
+    damage = f". {damaged} could not be read" if record.damaged else ""
+    blocks: list[Block] = [Paragraph(f"{counted}{missing}{damage}", indent=2)]
+    for problem in record.problems:
+        rows = [_call(each, "") for each in problem.calls]
+        rows += [_call(each, "last call of ") for each in problem.last]
+        first = problem.calls[0]
+        title = f"{labels.clean(first.operation)} {first.sequence} of {labels.clean(first.group)}"
+        blocks.append(Items(rows[:MAX_CALLS], "∙", f"{title}: {problem.kind}"))
+    yield Section("Collectives (flight recorder)", blocks)
+
+
+def _call(call: CollectiveCall, prefix: str) -> Inline:
+    """Who, what, in which state, where."""
+    function = call.where.function if call.where is not None else None
+    inside = f" in {labels.shorten(labels.clean(function), 40)}" if function else ""
+    group = labels.shorten(labels.clean(call.group), 40)
+    return (
+        f"{prefix}rank {call.rank}: ",
+        Span(describe_call(call), "code"),
+        Span(f"{inside}, {group}, {labels.clean(call.state)}", "soft"),
+    )
+
+
+def build_network_path(log: NetworkLog | None) -> Iterator[Block]:
+    """What logs of NCCL and topologies say, a line per fact; nothing without."""
+    if log is None:
+        return
+    across = ", ".join(f"{name} ({count})" for name, count in log.networks.items())
+    rate = f"{log.nic_gb_per_s:.0f} GB/s per node" if log.nic_gb_per_s else ""
+    nvls = {None: "", True: "NVLS available", False: "NVLS not available"}[log.nvls]
+    on = f"on {t.count_noun(log.hosts, 'host')}"
+    size = f"{t.count_noun(log.ranks, 'rank')} {on}" if log.ranks else ""
+    ring = f"{log.ring}, {log.ring_gb_per_s:.0f} GB/s expected" if log.ring_gb_per_s else ""
+    channels = "" if log.channels is None else f"{log.channels} for collectives"
+    channels += "" if log.nvls_channels is None else f", {log.nvls_channels} for NVLS"
+    gdr = [f"{log.gdr_enabled} enabled"] if log.gdr_enabled else []
+    near = [f"{t.count_noun(count, 'GPU')} {link}" for link, count in log.nic_links.items()]
+    facts = {
+        "library": [*log.versions, size],
+        "network": [across, ", ".join(log.devices or log.interfaces), rate],
+        "paths": _counted(log.paths),
+        "GDR": gdr + [f"{n} disabled ({why})" for why, n in log.gdr_disabled.items()],
+        "ring": [ring],
+        "channels": [channels, nvls],
+        "chosen": _counted(log.algorithms),
+        "links": _counted(log.gpu_links),
+        "adapters": [", ".join(log.nics), *near],
+        "settings": [f"{name}={value}" for name, value in log.settings.items()][:MAX_CALLS],
+        "warnings": [f"{text} ({count}×)" for text, count in log.warnings.items()][:3],
+    }
+    rows = [
+        TextField(label, [labels.clean(part) for part in parts if part])
+        for label, parts in facts.items()
+        if any(parts)
+    ]
+    yield Section("Network path (NCCL)", [FieldList(rows)])
+
+
+def _counted(counts: dict[str, int]) -> list[str]:
+    return [f"{name} {count:,}" for name, count in list(counts.items())[:MAX_CALLS]]

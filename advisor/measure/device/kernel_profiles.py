@@ -119,9 +119,9 @@ def profiled_kernels(a: Analysis) -> list[ProfiledKernel]:
         return []
     rows = _launches(a, profiles.kernels)
     keys = [labels.clean(kernel_key(each.name)) for each in profiles.kernels]
-    labels = label_kernels(keys)
+    named = label_kernels(keys)
     return [
-        _measured(each, labels[key], own)
+        _measured(each, named[key], own)
         for each, key, own in zip(profiles.kernels, keys, rows, strict=True)
     ]
 

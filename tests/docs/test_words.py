@@ -83,6 +83,33 @@ def test_the_docs_use_the_words_of_the_field() -> None:
     assert wrong == [], "\n".join(wrong)
 
 
+MAX_WORDS = 25
+"""Of a sentence. 20 are better (CONTRIBUTING.md)."""
+_MADE = re.compile(r"```.*?```|<!-- ([\w -]*?):? ?begin -->.*?<!-- \1:? ?end -->", re.DOTALL)
+"""Code, and what programs write into a page."""
+_ITEM = re.compile(r"^\s*(?:[-*]|\d+\.)\s+", re.MULTILINE)
+_LINK, _CODE = re.compile(r"\[([^\]]*)\]\([^)]*\)"), re.compile(r"`[^`]*`")
+_SENTENCE_END = re.compile(r"(?<=[.!?:;])[*\"')]*\s+(?=[A-Z*`\"0-9(])|\n\s*\n|\|")
+
+
+def sentences(text: str) -> Iterator[str]:
+    """Of a page's prose, its lists and tables; a name in code is one word."""
+    text = _CODE.sub("Code", _LINK.sub(r"\1", _MADE.sub("\n\n", text)))
+    text = re.sub(r"^#.*$", "", text, flags=re.MULTILINE)
+    yield from _SENTENCE_END.split(_ITEM.sub("\n\n", text))
+
+
+def test_sentences_of_the_docs_are_short() -> None:
+    written = {ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").glob("*.md")}
+    long = [
+        f"{page.relative_to(ROOT)}: {len(words)} words: {' '.join(words)}"
+        for page in sorted(each for each in written if not each.is_symlink())
+        for sentence in sentences(page.read_text(encoding="utf-8"))
+        if len(words := [w for w in sentence.split() if re.search(r"\w", w)]) > MAX_WORDS
+    ]
+    assert long == [], "\n".join(long)
+
+
 def rooms() -> Iterator[tuple[str, Path]]:
     """Each file of the product, with the folder that it belongs to."""
     for file in sorted((ROOT / "advisor").glob("*.py")):

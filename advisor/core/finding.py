@@ -75,7 +75,8 @@ class Select(Struct, frozen=True, kw_only=True, omit_defaults=True):
     or its path, with ``*`` and ``?`` as in file names. Without more, ``remove`` and
     ``scale`` change its host time too."""
     family: tuple[str, ...] = ()
-    """Kernel families, as in ``Analysis.kernels`` (``gemm``, ``softmax``, ``communication`` …)."""
+    """Kernel families, as in ``Analysis.kernels`` (``gemm``, ``softmax``, ``communication`` …).
+    ``communication`` in a trace without a device: gloo's collectives, and the waits for them."""
     copy: tuple[str, ...] = ()
     """Copy directions: HtoD, DtoH, DtoD, PtoP, HtoH; of host calls, those that copy so or wait for
     such a copy."""
@@ -97,6 +98,8 @@ class Select(Struct, frozen=True, kw_only=True, omit_defaults=True):
     """CUDA streams."""
     max_ns: int | None = None
     """Only events of at most this duration."""
+    max_bytes: int | None = None
+    """Only collectives whose message has at most so many bytes."""
     correlation: tuple[int, ...] = ()
     """CUDA correlation ids: the identity of a launch and its device work inside one trace."""
 

@@ -17,7 +17,12 @@ from advisor.core.intervals import EMPTY, Intervals, covered_length, join, subtr
 from advisor.replay.graph import NEVER, Array, Edge, Graph, Node
 from advisor.replay.host_nodes import hand_over_ns
 from advisor.replay.overlap import move_to_streams
-from advisor.replay.selection import Selected, selected_gaps, selected_host
+from advisor.replay.selection import (
+    Selected,
+    collectives_on_host,
+    selected_gaps,
+    selected_host,
+)
 
 if TYPE_CHECKING:
     from advisor.core.finding import Edit
@@ -86,9 +91,12 @@ class Patch:
     def count(self, edit: Edit) -> int:
         """How many events of the replayed steps an edit selects."""
         graph = self.graph
+        first, last = graph.origin, graph.origin + float(graph.time[graph.starts[-1]])
+        if (table := collectives_on_host(self.a, edit.select)) is not None:
+            ts = table["launch_ts"].to_numpy()
+            return int(((ts >= first) & (ts < last)).sum())
         if edit.select.on == "gpu":
             return len(self.selected.work(edit.select))
-        first, last = graph.origin, graph.origin + float(graph.time[graph.starts[-1]])
         if edit.select.on == "gap":
             ts = self.a.gaps["ts"].to_numpy()[selected_gaps(self.a, edit.select)]
         else:

@@ -28,7 +28,14 @@ from advisor.core.intervals import (
 from advisor.measure.host.names import WORKERS, name_matches
 from advisor.measure.steps.named_intervals import select_instants
 from advisor.replay.graph_builder import host_end
-from advisor.replay.selection import Mask, host_of_layer, selected_gaps, selected_gpu, selected_host
+from advisor.replay.selection import (
+    Mask,
+    host_of_layer,
+    selected_gaps,
+    selected_gpu,
+    selected_host,
+    waits_on_host,
+)
 
 if TYPE_CHECKING:
     from advisor.core.finding import Edit
@@ -59,6 +66,8 @@ def _touched(a: Analysis, edit: Edit, *, optimistic: bool) -> Touched:
     share = 1.0
     if edit.op in ("scale", "merge") and factor is not None:
         share = max(0.0, 1.0 - factor)
+    if (waits := waits_on_host(a, select)) is not None:
+        return Touched(0.0, share * float(waits.total))
     if select.on == "gap":
         return Touched(0.0, share * float(a.gaps["dur"].filter(selected_gaps(a, select)).sum()))
     if select.on == "host":
@@ -151,6 +160,8 @@ def claim_time(a: Analysis, edit: Edit) -> Claim:
 def exposed_intervals(a: Analysis, edit: Edit) -> Intervals:
     """The instants at which only the selected events keep the step from going on."""
     select = edit.select
+    if (waits := waits_on_host(a, select)) is not None:
+        return waits
     if select.on == "gpu":
         mask = selected_gpu(a, select)
         rest = a.device_busy(a.in_window & ~mask)

@@ -52,7 +52,8 @@ a run with the traces of several; without it a change is made on all ranks.
 
 More words narrow the target down, as the findings' own edits do: ``kind:``, ``family:``, ``copy:``,
 ``memory:``, ``call:``, ``cause:``, ``stream:``, ``id:`` (correlation) take one or more values with
-commas between them, ``max:`` a duration in ns, ``at:`` a moment, ``region:`` the compiled functions
+commas between them, ``max:`` a duration in ns, ``bytes:`` the largest message of collectives,
+``at:`` a moment, ``region:`` the compiled functions
 that follow a graph break, ``name:`` the event that a gap is blamed on; ``ahead`` is for
 ``overlap``. A factor may have a band, ``0.25..0.4..0.67``: the optimistic one, the central one,
 the pessimistic one. :func:`write_edit` writes any Edit as such a line.
@@ -115,9 +116,10 @@ TARGETS: dict[str, Callable[[str], Select]] = {
 }
 WORDS = ("layer", "kind", "family", "copy", "memory", "call", "cause", "at", "region")
 NUMBERS = ("stream", "id")
-QUALIFIERS = ("under", "name", "rank", "max", *WORDS, *NUMBERS)
-_FIELD = {"id": "correlation", "max": "max_ns"}
-_SINGLE = ("memory", "at", "max", "layer")
+LIMITS = ("max", "bytes")
+QUALIFIERS = ("under", "name", "rank", *LIMITS, *WORDS, *NUMBERS)
+_FIELD = {"id": "correlation", "max": "max_ns", "bytes": "max_bytes"}
+_SINGLE = ("memory", "at", "layer", *LIMITS)
 HOST_ONLY = {
     "async": ("sync", "loader", "host", "op", "python", "range"),
     "parallelize": ("loader",),
@@ -229,7 +231,7 @@ def _narrowed(
         if key == "layer" and select.layer:
             raise wrong("layer: the target says it already")
         values = text.split(",")
-        if key in NUMBERS or key == "max":
+        if key in NUMBERS or key in LIMITS:
             if not all(re.fullmatch(r"-?\d{1,18}", value) for value in values):
                 raise wrong(f"{word}: whole numbers, please")
             given[field] = tuple(int(value) for value in values)
@@ -238,7 +240,7 @@ def _narrowed(
         if key in _SINGLE:
             if len(values) != 1:
                 raise wrong(f"{word}: one value, please")
-            given[field] = int(text) if key == "max" else text
+            given[field] = int(text) if key in LIMITS else text
     for name, known in _VALUES.items():
         value = given.get(name, ())
         for item in (value,) if isinstance(value, str) else value:  # type: ignore[attr-defined]
@@ -272,7 +274,7 @@ def write_edit(edit: Edit) -> str:
     words = [verb, f"{target}:{pattern}" if pattern else target]
     words += [f"under:{s.under}"] if s.under else []
     words += [f"name:{s.name}"] if s.on == "gap" and s.name else []
-    for key in (*WORDS, *NUMBERS, "max"):
+    for key in (*WORDS, *NUMBERS, *LIMITS):
         field = _FIELD.get(key, key)
         value = getattr(s, field)
         if field not in covered and value not in ((), "", None):

@@ -10,10 +10,10 @@ import polars as pl
 
 from advisor.replay.edited_graph import Patch
 from advisor.replay.graph import NEVER, Edge, Node
-from advisor.replay.selection import host_of_layer
+from advisor.replay.selection import collectives_on_host, host_of_layer
 
 if TYPE_CHECKING:
-    from advisor.core.finding import Edit, Operation
+    from advisor.core.finding import Edit, Operation, Select
     from advisor.replay.graph import Array
     from advisor.replay.selection import Selected
 
@@ -40,8 +40,15 @@ def collect(
     return result
 
 
+def of_device(patch: Patch, select: Select) -> bool:
+    """Not collectives that run on the host, because there is no device."""
+    return collectives_on_host(patch.a, select) is None
+
+
 def remove(patch: Patch, edit: Edit, factor: float | None) -> None:
-    if edit.select.on == "gpu":
+    if not of_device(patch, edit.select):
+        patch.shrink_host(patch.selected.host_time(edit.select), 0.0)
+    elif edit.select.on == "gpu":
         patch.dropped[patch.selected.work(edit.select)] = True
         if (host := host_of_layer(edit.select)) is not None:
             patch.shrink_host(patch.selected.host_time(host), 0.0)
@@ -53,7 +60,9 @@ def remove(patch: Patch, edit: Edit, factor: float | None) -> None:
 
 def scale(patch: Patch, edit: Edit, factor: float | None) -> None:
     factor = 1.0 if factor is None else factor
-    if edit.select.on == "gpu":
+    if not of_device(patch, edit.select):
+        patch.shrink_host(patch.selected.host_time(edit.select), factor)
+    elif edit.select.on == "gpu":
         patch.share[patch.selected.work(edit.select)] *= factor
         if (host := host_of_layer(edit.select)) is not None:
             patch.shrink_host(patch.selected.host_time(host), factor)
@@ -98,7 +107,14 @@ def remove_skew(patch: Patch, edit: Edit, factor: float | None) -> None:
 
 
 def overlap(patch: Patch, edit: Edit, factor: float | None) -> None:
-    """The work moves to a stream of its own: see ``overlap.py``."""
+    """The work moves to a stream of its own: see ``overlap.py``. Collectives of the host hide under
+    the other work of the steps, as far as it lasts and there are cores for both: not under the
+    pessimistic assumption."""
+    if not of_device(patch, edit.select):
+        hidden = patch.selected.hidden_on_host(edit.select)
+        share = {"low": 0.0, "high": 1.0}.get(patch.assumption, 0.5) if edit.ahead else 1.0
+        patch.shrink_host(patch.selected.host_time(edit.select), 1.0 - share * hidden)
+        return
     nodes = patch.selected.work(edit.select)
     patch.moved[nodes] = True
     if edit.ahead and patch.assumption != "low":
@@ -114,6 +130,9 @@ def merge(patch: Patch, edit: Edit, factor: float | None) -> None:
     """Neighbours on a stream become one kernel that takes ``factor`` of their time; the
     launches and operators of all but the first go. Not across a step's end, nor across a
     moment that the host or another stream waits for: what comes after it may depend on that."""
+    if not of_device(patch, edit.select):
+        patch.shrink_host(patch.selected.host_time(edit.select), 1.0 if factor is None else factor)
+        return
     graph = patch.graph
     chosen = np.zeros(len(graph), dtype=bool)
     chosen[patch.selected.work(edit.select)] = True

@@ -17,7 +17,9 @@ from numpy.typing import NDArray
 
 from advisor.core.errors import AdvisorError
 from advisor.core.finding import Select
-from advisor.core.intervals import Intervals, covered_length, union
+from advisor.core.intervals import Intervals, covered_length, intersect, union
+from advisor.measure.comm.comms import list_collectives
+from advisor.measure.comm.host import host_work, list_on_host, time_on_host
 from advisor.measure.host.layers import matching_nodes, modules_around, work_nodes
 from advisor.measure.host.names import name_matches
 from advisor.measure.host.stacks import Rows, climb_stack, is_operator, parent_rows
@@ -56,6 +58,10 @@ def selected_gpu(a: Analysis, select: Select, *, anywhere: bool = False) -> Mask
         mask &= gpu["stream"].is_in(list(select.stream)).to_numpy()
     if select.max_ns is not None:
         mask &= (gpu["dur"] <= select.max_ns).to_numpy()
+    if select.max_bytes is not None:
+        table = list_collectives(a)
+        rows = table.filter(pl.col("bytes") <= select.max_bytes)["gpu"].to_numpy()
+        mask &= np.isin(np.arange(len(mask)), rows)
     if select.correlation:
         mask &= gpu["correlation"].is_in(list(select.correlation)).fill_null(False).to_numpy()
     if select.layer:
@@ -68,6 +74,32 @@ def selected_gpu(a: Analysis, select: Select, *, anywhere: bool = False) -> Mask
             launch >= 0, under[launch], False
         )
     return mask
+
+
+def collectives_on_host(a: Analysis, select: Select) -> pl.DataFrame | None:
+    """Rows of ``comm.host.list_on_host``, where a selector of communication is about these: there
+    is no device; ``None``: it is not. ``under``: around the operator that started them."""
+    if a.device_id is not None or select.on != "gpu" or "communication" not in select.family:
+        return None
+    table = list_on_host(a)
+    mask = np.ones(table.height, dtype=bool)
+    if select.name:
+        names = a.trace.cpu["name"].gather(table["host"])
+        mask &= name_matches(names, _checked(select.name)).to_numpy()
+    if select.under:
+        mask &= under_names(a, select.under)[table["op"].fill_null(-1).to_numpy()]
+    if select.max_ns is not None:
+        mask &= (table["dur"] <= select.max_ns).to_numpy()
+    if select.max_bytes is not None:
+        mask &= (table["bytes"] <= select.max_bytes).fill_null(False).to_numpy()
+    return table.filter(pl.Series(mask))
+
+
+def waits_on_host(a: Analysis, select: Select) -> Intervals | None:
+    """When a process waits for such collectives and computes nothing, inside the used steps;
+    ``None``: the selector is not about them."""
+    table = collectives_on_host(a, select)
+    return None if table is None else time_on_host(a, table)[1]
 
 
 def selected_host(a: Analysis, select: Select) -> Mask:
@@ -209,12 +241,16 @@ class Selected:
         return done[self.rows(select)[self.graph.row[done]]]
 
     def host_time(self, select: Select) -> dict[int, Intervals]:
-        """Host time by thread, ns from the window's start: of host events, or of idle gaps (what
-        the launching thread did meanwhile)."""
+        """Host time by thread, ns from the window's start: of host events, of idle gaps (what
+        the launching thread did meanwhile), or of the main thread's waits for collectives where
+        there is no device."""
         result: dict[int, Intervals] = self._once("host", select, self._find_host_time)
         return result
 
     def _find_host_time(self, select: Select) -> dict[int, Intervals]:
+        if (waits := waits_on_host(self.a, select)) is not None:
+            main = np.full(len(waits), self.a.trace.main_thread or 0)
+            return self.by_thread(main, waits.start, waits.end - waits.start)
         if select.on == "gap":
             rows = np.flatnonzero(selected_gaps(self.a, select))
             table, thread = self.a.gaps, self.a.gaps["thread"].fill_null(-1).to_numpy()[rows]
@@ -272,6 +308,15 @@ class Selected:
             family.cast(pl.String).is_in(["communication", "optimizer"]).fill_null(False)
         )
         return result
+
+    def hidden_on_host(self, select: Select) -> float:
+        """Of the waits for collectives without a device, the share that the rest of the steps'
+        work could hide."""
+        waits = waits_on_host(self.a, select)
+        if waits is None or not waits.total:
+            return 0.0
+        beside = intersect(host_work(self.a), self.a.breakdown.all_communication).total
+        return min(1.0, (host_work(self.a).total - beside) / waits.total)
 
     def around_launches(self, nodes: Array) -> dict[int, Intervals]:
         """Host time that goes when the launches of this work become part of a CUDA graph: from

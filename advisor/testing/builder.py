@@ -66,6 +66,8 @@ DEVICES: dict[str, dict[str, Any]] = {
 
 MAIN = 1000
 """Process and main thread id."""
+GLOO = 1077
+"""Thread of gloo, where there is one."""
 
 
 class TraceBuilder:
@@ -384,6 +386,25 @@ class TraceBuilder:
             )
         if wait:
             self.wait_stream(7, stream)
+
+    def host_collective(
+        self, kind: str, size: int, us: float, *, dtype: str = "float", wait: bool = False
+    ) -> None:
+        """A collective of gloo (``allreduce``, ``barrier``, ``allgather``, …) that takes ``us`` in
+        a thread of its own, of ``size`` bytes on this rank; ``wait``: the caller goes on when it
+        has ended."""
+        shape = [size // {"unsigned char": 1, "long int": 8}.get(dtype, 4)]
+        with self.op(f"c10d::{kind}{'' if kind == 'barrier' else '_'}"):
+            pass
+        end = max(self.now, self._free.get(GLOO, 0.0)) + us
+        args: dict[str, Any] = {"External id": self._next()}
+        if kind != "barrier":
+            args |= {"Input Dims": [shape], "Input type": [dtype]}
+        name = kind if kind == "barrier" else kind.replace("all", "all_")
+        self._emit("user_annotation", f"gloo:{name}", end - us, us, MAIN, GLOO, args)
+        self._free[GLOO] = end
+        if wait:
+            self.now = end
 
     def record(self, event: int, stream: int = 7) -> None:
         """``cudaEventRecord``."""

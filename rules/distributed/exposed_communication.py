@@ -11,6 +11,7 @@ from advisor.core.finding import Edit, Finding, Location, Outcomes, PassedCheck,
 from advisor.core.rule import Evidence, FrameworkAdvice, Rule, Threshold
 from advisor.core.trace import JAX, TENSORFLOW
 from advisor.measure import Analysis
+from advisor.measure.host.stacks import COMMUNICATION
 from advisor.rules.citations import OURS, TRACELENS, public_traces
 from advisor.rules.common import amount_per_step, example_steps, of_step
 from advisor.rules.framework_advice import FLAGS, OVERLAP_FLAGS, in_any_language
@@ -24,6 +25,10 @@ class ExposedCommunication(Rule):
     under compute costs nothing here, however long the collectives are. A collective also waits for
     the slowest rank inside its kernel. One rank's trace cannot tell that wait from transfer: where
     the figure is large, record the traces of all ranks.
+
+    Where ranks train on CPUs, the collectives are gloo's, which run in threads of the host. Exposed
+    is what of them runs while no thread is in an operator. Half of what the other work could hide
+    counts as the gain: gloo needs cores too.
     """
 
     id = "exposed-communication"
@@ -117,6 +122,15 @@ class ExposedCommunication(Rule):
             "code": "from torch.distributed.pipelining import ScheduleInterleaved1F1B\n"
             "schedule = ScheduleInterleaved1F1B(stages, n_microbatches=4 * len(stages))",
         },
+        "the ranks train on CPUs": {
+            "title": "The ranks wait for collectives (exposed communication)",
+            "verify": "Record again: less time in collectives, and a shorter step.",
+            "confidence": 0.5,
+            "assumptions": (
+                "the cores that compute leave room for gloo's threads",
+                "independent compute is left to hide the communication under",
+            ),
+        },
         "tensor": {
             "fix": "Merge the tensor-parallel collectives with the products beside them (async "
             "tensor parallelism), so that pieces are sent while others are computed; shard "
@@ -138,6 +152,7 @@ class ExposedCommunication(Rule):
     }
     """What to do, by the kind of collective with most of the exposed time, or by its axis of the
     mesh where that says more."""
+    sampled_part = COMMUNICATION
 
     inference = {
         "fix": "Overlap collectives with compute: prefetch FSDP all-gathers, start all-to-alls "
@@ -189,7 +204,7 @@ class ExposedCommunication(Rule):
 
     def check(self, a: Analysis) -> Outcomes:
         """Compare exposed communication with the step."""
-        if a.device_id is None or not a.breakdown.all_communication.total:
+        if not a.breakdown.all_communication.total:
             return
         exposed = a.breakdown.communication.total
         total = a.breakdown.all_communication.total
@@ -205,6 +220,9 @@ class ExposedCommunication(Rule):
             .agg(pl.col("exposed").sum(), pl.len())
             .sort("exposed", descending=True)
         )
+        subject = "The GPU only communicates for"
+        if a.device_id is None:
+            subject = "The rank waits for collectives for"
         kinds = [
             f"{kind}{'' if axis == 'unknown' else f' ({axis})'} "
             f"{t.format_duration(ns / a.step_count)} in "
@@ -213,8 +231,7 @@ class ExposedCommunication(Rule):
         ]
         yield Finding(
             summary=(
-                f"The GPU only communicates for {of_step(a, exposed)}. Compute hides "
-                f"{overlap:.0%} of communication."
+                f"{subject} {of_step(a, exposed)}. Compute hides {overlap:.0%} of communication."
             ),
             evidence=[
                 amount_per_step(a, "exposed communication", exposed),
@@ -227,15 +244,16 @@ class ExposedCommunication(Rule):
             edits=[
                 Edit(op="overlap", select=Select(on="gpu", family=("communication",)), ahead=True)
             ],
-            **self._advice(by_kind),
+            **(self.case("the ranks train on CPUs") if a.device_id is None else {}),
+            **self._advice(by_kind, axes=a.device_id is not None),
         )
 
-    def _advice(self, by_kind: pl.DataFrame) -> dict[str, Any]:
-        """For the kind of collective with most of the exposed time, or its axis; where that has no
-        advice of its own, for all of them."""
+    def _advice(self, by_kind: pl.DataFrame, *, axes: bool) -> dict[str, Any]:
+        """For the kind of collective with most of the exposed time, or (``axes``) its axis; where
+        that has no advice of its own, for all of them."""
         kind = str(by_kind["collective"][0]) if by_kind.height else ""
         axis = str(by_kind["axis"][0]) if by_kind.height else ""
-        if axis in self.cases and self.program.trains:
+        if axes and axis in self.cases and self.program.trains:
             return self.case(axis)
         kind = {"send": "send_recv", "recv": "send_recv"}.get(kind, kind)
         return self.case(kind) if kind in self.cases else {}
@@ -251,7 +269,7 @@ class ExposedCommunication(Rule):
                     line=line,
                     function=function,
                     op=row["annotation"] or row["collective"],
-                    kernel=str(a.trace.gpu["name"][row["gpu"]]),
+                    kernel=None if row["gpu"] is None else str(a.trace.gpu["name"][row["gpu"]]),
                     ts_ns=row["ts"],
                     dur_ns=row["dur"],
                 )
@@ -271,11 +289,23 @@ class ExposedCommunication(Rule):
         return {
             "all-reduce after backward": example_steps(body),
             "hidden under compute": (example_steps(hidden), "min_share"),
+            "on CPUs": _on_cpus(exposed=True),
+            "on CPUs, hidden": (_on_cpus(exposed=False), "min_share"),
             "no communication": (
                 example_steps(_compute),
                 "not a.breakdown.all_communication.total",
             ),
         }
+
+
+def _on_cpus(*, exposed: bool) -> TraceBuilder:
+    b = TraceBuilder(None, rank=0, world_size=2)
+    for _ in b.steps():
+        b.on_host("aten::mm", 3000)
+        b.host_collective("allreduce", 1 << 20, 1000, wait=exposed)
+        b.host(20)
+        b.on_host("aten::mm", 3000)
+    return b
 
 
 def _compute(b: TraceBuilder) -> None:

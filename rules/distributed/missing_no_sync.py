@@ -12,7 +12,7 @@ from advisor.core import text as t
 from advisor.core.finding import Edit, Finding, Outcomes, PassedCheck, Select, SkippedCheck
 from advisor.core.rule import Evidence, Rule, Threshold
 from advisor.measure import Analysis
-from advisor.measure.comm.comms import list_collectives
+from advisor.measure.comm.comms import in_window, list_collectives
 from advisor.measure.host.names import name_matches
 from advisor.measure.host.stacks import climb_stack, parent_rows
 from advisor.rules.citations import OURS, SILENT_TRACES
@@ -22,6 +22,7 @@ from advisor.testing import Examples, TraceBuilder
 _FORWARD = r"^DistributedDataParallel\.forward$"
 _OPTIMIZER = r"^Optimizer\.step#"
 _HOOK = r"^autograd::engine::evaluate_function: torch::autograd::AccumulateGrad"
+_COPY = r"^torch\.distributed\.ddp\.reducer::"
 MAX_CORRELATIONS = 500
 """An Edit names at most so many collectives one by one."""
 
@@ -30,9 +31,9 @@ class SyncPasses(NamedTuple):
     """The passes (forward and backward) that make optimizer steps, and what each reduces."""
 
     table: pl.DataFrame
-    """All-reduces of gradients, in order of launch: ``gpu``, ``bytes``, ``dur``, ``op``, ``unit``
-    (number of the optimizer step), ``of`` (number of the pass in it), ``last`` (that pass is the
-    last before the optimizer)."""
+    """All-reduces of gradients, in order of launch: ``gpu``, ``bytes``, ``dur``, ``op``, ``inside``
+    (it runs in the used steps), ``unit`` (number of the optimizer step), ``of`` (number of the pass
+    in it), ``last`` (that pass is the last before the optimizer)."""
     counts: Rows
     """Passes of each optimizer step that lies completely in the trace; those of others are 0."""
 
@@ -101,8 +102,6 @@ class MissingNoSync(Rule):
 
     def check(self, a: Analysis) -> Outcomes:
         """Compare what the passes of one optimizer step reduce."""
-        if a.device_id is None:
-            return
         passes = find_passes(a)
         if passes is None:
             return
@@ -127,7 +126,7 @@ class MissingNoSync(Rule):
         if any(not step[0] or any(sizes != step[0] for sizes in step) for step in steps):
             return
         needless = table.filter(~pl.col("last"))
-        needless = needless.filter(pl.Series(a.in_window).gather(needless["gpu"]))
+        needless = needless.filter("inside")
         if needless.is_empty():
             return
         once = sum(size * count for size, count in steps[0][0].items() if size is not None)
@@ -148,7 +147,7 @@ class MissingNoSync(Rule):
                 Evidence("their time", time, "ns", per=a.per),
             ],
             where=device_places(a, needless, "dur"),
-            edits=[_edit(a, table, needless)],
+            edits=[_edit(a, table, needless), *_copies(a, k)],
             code=self.code.format(passes=k),
         )
 
@@ -157,6 +156,7 @@ class MissingNoSync(Rule):
         return {
             "two passes, each reduced": _training([[8, 25], [8, 25]]),
             "four passes, a profiler step each": _training([[25, 25]] * 4, profiled="pass"),
+            "two passes on CPUs": _training([[8, 25], [8, 25]], gpu=None),
             "no_sync is used": (
                 _training([[], [8, 25]]),
                 "all((not sizes for step in steps for sizes in step[:-1]))",
@@ -197,7 +197,9 @@ def find_passes(a: Analysis) -> SyncPasses | None:
     reductions = list_collectives(a).filter(
         (pl.col("collective") == "all_reduce") & pl.col("launch_ts").is_not_null()
     )
-    launch = row_numbers(a.trace.gpu["launch"].gather(reductions["gpu"]))
+    launch = row_numbers(reductions["op"])
+    if a.device_id is not None:
+        launch = row_numbers(a.trace.gpu["launch"].gather(reductions["gpu"]))
     hooks = (cpu["kind"] == "op").to_numpy() & name_matches(cpu["name"], _HOOK).to_numpy()
     reductions = reductions.filter(
         pl.Series(climb_stack(parent_rows(a.trace), hooks, launch) >= 0, dtype=pl.Boolean)
@@ -207,7 +209,8 @@ def find_passes(a: Analysis) -> SyncPasses | None:
     own_unit = unit[pass_index]
     left = counts[own_unit] - 1 - of
     last = np.where(own_unit == len(start), of >= usual - 1, left == 0)
-    table = reductions.select("gpu", "ts", "dur", "bytes", "op", "launch_ts").with_columns(
+    columns = ("gpu", "ts", "dur", "bytes", "op", "launch_ts")
+    table = reductions.select(*columns, inside=in_window(a, reductions)).with_columns(
         unit=pl.Series(own_unit), of=pl.Series(of), last=pl.Series(last)
     )
     return SyncPasses(table.filter(pl.Series(pass_index >= 0)).sort("launch_ts"), complete)
@@ -237,13 +240,21 @@ def _bytes(step: list[Counter[int | None]]) -> int:
 def _edit(a: Analysis, table: pl.DataFrame, needless: pl.DataFrame) -> Edit:
     """Remove these collectives; where they are too many to name, their share of the time."""
     ids = a.trace.gpu["correlation"].gather(needless["gpu"]).drop_nulls().unique().sort()
-    if len(ids) <= MAX_CORRELATIONS:
+    if a.device_id is not None and len(ids) <= MAX_CORRELATIONS:
         select = Select(on="gpu", kind=("kernel",), correlation=tuple(ids.to_list()))
         return Edit(op="remove", select=select)
     select = Select(on="gpu", kind=("kernel",), family=("communication",), under=_HOOK)
-    inside = table.filter(pl.Series(a.in_window).gather(table["gpu"]))
+    inside = table.filter("inside")
     keep = 1 - int(needless["dur"].sum()) / max(1, int(inside["dur"].sum()))
     return Edit(op="scale", select=select, factor=max(0.0, keep))
+
+
+def _copies(a: Analysis, passes: int) -> list[Edit]:
+    """Where the host computes, copies of gradients into buckets and out of them are its work."""
+    if a.device_id is not None:
+        return []
+    select = Select(on="host", kind=("op",), name=_COPY)
+    return [Edit(op="scale", select=select, factor=1 / passes)]
 
 
 def _training(
@@ -253,29 +264,43 @@ def _training(
     tensor: int = 0,
     optimizers: int = 1,
     arguments: bool = True,
+    gpu: str | None = "A100",
 ) -> TraceBuilder:
     """Passes that reduce buckets of so many MiB; ``tensor``: MiB that each layer reduces too."""
-    b = TraceBuilder()
+    b = TraceBuilder(gpu)
+
+    def compute(us: float) -> None:
+        if gpu is None:
+            b.host(us)
+        else:
+            b.launch("ampere_sgemm_128x64_nn", us)
 
     def run_pass(buckets: list[int]) -> None:
         with b.range("DistributedDataParallel.forward"), b.op("aten::mm"):
-            b.launch("ampere_sgemm_128x64_nn", 800)
+            compute(800)
             if tensor:
                 b.collective("allreduce", tensor << 20, 100, group="tp")
         with b.op("autograd::engine::evaluate_function: MmBackward0"):
-            b.launch("ampere_sgemm_128x64_nn", 1000)
+            compute(1000)
             if tensor:
                 b.collective("allreduce", tensor << 20, 100, group="tp")
         for mib in buckets:
             with b.op("autograd::engine::evaluate_function: torch::autograd::AccumulateGrad"):
-                b.collective("allreduce", mib << 20, mib * 60, arguments=arguments)
-        b.wait_stream(7, 20)
+                if gpu is None:
+                    b.host_collective("allreduce", mib << 20, mib * 60)
+                else:
+                    b.collective("allreduce", mib << 20, mib * 60, arguments=arguments)
+        if gpu is None:
+            b.host(sum(buckets) * 60)
+        else:
+            b.wait_stream(7, 20)
 
     def finish() -> None:
         for _ in range(optimizers):
             with b.range("Optimizer.step#AdamW.step"), b.op("aten::_fused_adamw_"):
-                b.launch("multi_tensor_apply_kernel", 300)
-        b.sync()
+                compute(300)
+        if gpu is not None:
+            b.sync()
 
     for _ in range(5):
         if profiled == "step":

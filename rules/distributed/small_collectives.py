@@ -14,6 +14,9 @@ from advisor.core.finding import Edit, Finding, Outcomes, Select
 from advisor.core.rule import Evidence, FrameworkAdvice, Rule, Threshold
 from advisor.core.trace import JAX, TENSORFLOW
 from advisor.measure import Analysis
+from advisor.measure.comm.host import COLLECTIVE_WAITS
+from advisor.measure.host.names import name_matches
+from advisor.measure.host.stacks import COMMUNICATION, is_operator, outermost_ancestor, parent_rows
 from advisor.rules.citations import ENGINE_FLOOR, NCCL_TESTS, OURS, SILENT_TRACES
 from advisor.rules.common import (
     amount_per_step,
@@ -43,12 +46,16 @@ class SmallCollectives(Rule):
     1 MiB, launched by one thread with hardly any compute launched in between. Small collectives
     between the layers of a model (tensor parallelism) are no run: each result is needed before the
     next can start, so they cannot be merged. The estimate of the merged
-    duration is one latency (the shortest collective) and what each takes beyond it.
+    duration is one latency (the shortest collective) and what each takes beyond it. Where ranks
+    train on CPUs, the collectives are gloo's, and operators stand for launches. Threads that have
+    to be woken make the latency vary: it is the median of the smaller messages, and what the
+    largest take beyond it is their transfer.
     """
 
     id = "small-collectives"
     title = "Many small collectives that could be one bucket"
     knobs = ("ddp-bucket-size",)
+    sampled_part = COMMUNICATION
     silent_in = SILENT_TRACES
     references = (
         "https://pytorch.org/docs/stable/generated/torch.nn.parallel.DistributedDataParallel.html",
@@ -103,7 +110,7 @@ class SmallCollectives(Rule):
 
     def check(self, a: Analysis) -> Outcomes:
         """Find runs of small collectives with exposed time."""
-        if a.device_id is None or not a.breakdown.all_communication.total:
+        if not a.breakdown.all_communication.total:
             return
         table = a.collectives
         runs = self._runs(a, table)
@@ -112,16 +119,19 @@ class SmallCollectives(Rule):
         share = float(cost.sum()) / a.span_ns
         if count < self.min_count or share < self.min_share:
             return
-        dur = int_column(table, "dur")[runs.member]
+        dur, size = (int_column(table, name)[runs.member] for name in ("dur", "bytes"))
         latency, longest = int(dur.min()), int(dur.max())
         run_count = len(np.unique(runs.number))
         merged = int((dur - latency).sum()) + latency * run_count
         # the edit selects by what events are: short communication, of which these may be a part
-        short = a.in_window & a.kernels["communication"].to_numpy()
-        short &= (a.trace.gpu["dur"] <= longest).to_numpy()
-        total = int(a.trace.gpu["dur"].to_numpy()[short].sum())
-        keep = 1 - (int(dur.sum()) - merged) / max(1, total)
-        median = float(np.median(int_column(table, "bytes")[runs.member]))
+        select = Select(on="gpu", family=("communication",), max_ns=longest)
+        part = table.filter(pl.col("dur") <= longest)
+        if a.device_id is None:
+            select = Select(on="gpu", family=("communication",), max_bytes=int(size.max()))
+            part = table.filter(pl.col("bytes") <= int(size.max()))
+            latency, merged = _one_for_all(dur, size, run_count, merged)
+        keep = 1 - (int(dur.sum()) - merged) / max(1, sum_column(part["dur"]))
+        median = float(np.median(size))
         groups = max(1, round(run_count / a.step_count))
         yield Finding(
             summary=(
@@ -139,24 +149,22 @@ class SmallCollectives(Rule):
                 Evidence("time if merged (estimate)", merged / a.step_count, "ns"),
             ],
             where=device_places(a, table, cost),
-            edits=[
-                Edit(
-                    op="merge",
-                    select=Select(on="gpu", family=("communication",), max_ns=longest),
-                    factor=max(0.0, min(1.0, keep)),
-                )
-            ],
+            edits=[Edit(op="merge", select=select, factor=max(0.0, min(1.0, keep)))],
         )
 
     def _runs(self, a: Analysis, table: pl.DataFrame) -> _Runs:
         """Runs of three or more, in order of launch."""
         gpu, cpu = a.trace.gpu, a.trace.cpu
-        launch = row_numbers(gpu["launch"].gather(table["gpu"]))
+        on_host = a.device_id is None
+        launch = row_numbers(table["op"] if on_host else gpu["launch"].gather(table["gpu"]))
         order = np.argsort(launch, kind="stable")
         size_known = table["bytes"].is_not_null().to_numpy()
         small = size_known & (int_column(table, "bytes") < self.max_bytes) & (launch >= 0)
-        compute = (gpu["kind"] == "kernel").to_numpy() & ~a.kernels["communication"].to_numpy()
-        launches = np.sort(row_numbers(gpu["launch"])[compute])
+        if on_host:
+            launches = _outermost_operators(a)
+        else:
+            compute = (gpu["kind"] == "kernel").to_numpy() & ~a.kernels["communication"].to_numpy()
+            launches = np.sort(row_numbers(gpu["launch"])[compute])
         before = np.searchsorted(launches, launch)
         thread = np.append(cpu["thread"].to_numpy(), -1)[launch]
         kind = (
@@ -201,10 +209,41 @@ class SmallCollectives(Rule):
 
         return {
             "each gradient alone": example_steps(body),
+            "each gradient alone, on CPUs": _on_cpus(60),
             "between layers": (example_steps(layers), "max_between"),
             "large buckets": (example_steps(buckets), "count < self.min_count"),
             "hidden": (example_steps(hidden), "share < self.min_share"),
         }
+
+
+def _one_for_all(
+    dur: NDArray[np.int64], size: NDArray[np.int64], runs: int, most: int
+) -> tuple[int, int]:
+    """(latency, time of one collective a run in place of all), ns, from the medians of the smaller
+    messages and of the largest; no more than ``most``."""
+    smaller = size <= np.median(size)
+    least, large = float(np.median(dur[smaller])), float(np.median(dur[size == size.max()]))
+    rate = max(0.0, large - least) / max(1, int(size.max() - size[smaller].max()))
+    return round(least), min(most, round(least * runs + rate * float(size.sum())))
+
+
+def _outermost_operators(a: Analysis) -> NDArray[np.int64]:
+    """Operators that lie in no other, without those that start a collective or wait for one."""
+    cpu = a.trace.cpu
+    outermost = outermost_ancestor(parent_rows(a.trace), is_operator(a.trace))
+    rows = np.flatnonzero(outermost == np.arange(cpu.height))
+    work: NDArray[np.int64] = rows[~name_matches(cpu["name"], COLLECTIVE_WAITS).to_numpy()[rows]]
+    return work
+
+
+def _on_cpus(count: int) -> TraceBuilder:
+    b = TraceBuilder(None, rank=0, world_size=2)
+    for _ in b.steps():
+        b.on_host("aten::mm", 3000)
+        for _ in range(count):
+            b.host_collective("allreduce", 40_000, 200, wait=True)
+            b.on_host("aten::div_", 3)
+    return b
 
 
 class UnbucketedGradients(Rule):

@@ -31,6 +31,7 @@ from advisor.rules.common import (
     of_step,
     own_phases,
     recorded_steps,
+    row_numbers,
     scale_edit,
     steps_seen,
 )
@@ -193,9 +194,10 @@ class LoopCode(Rule):
 _TRAINS = (
     r"^nn\.Module: |^(?:Optimizer\.|enumerate\(DataLoader\)|advisor::|autograd::engine)"
     r"|(?:^|/)torch/(?:nn/modules/module\.py\(\d+\): _(?:wrapped_)?call_impl"
+    r"|distributed/distributed_c10d\.py\("
     r"|autograd/\w+\.py\(\d+\): (?:backward|grad)|_tensor\.py\(\d+\): backward|optim/|utils/data/)"
 )
-"""Rows that load, run a module, go backward or update."""
+"""Rows that load, run a module, go backward, update or wait for other ranks."""
 _RECORDS = r"(?:^|/)advisor/recorder/|<built-in function collect>"
 """The recorder's own code; collections of garbage, which another rule looks at."""
 _PYTORCH = r"(?:^|/)torch/.*\.py\("
@@ -377,7 +379,8 @@ class LoopPhases(LoopCode):
     """The same from the recorder's phases, where no Python stacks were recorded: ``between steps``
     and ``other`` are neither loading, forward, backward nor optimizer. Evaluation between steps is
     left out, and so are pauses for garbage collection. The Python stacks that the recorder samples
-    outside its windows name the function.
+    outside its windows name the function; the share of them in calls of torch.distributed is no
+    code of the loop but a wait for other ranks, and left out too.
     """
 
     id = "loop-phases"
@@ -397,6 +400,7 @@ class LoopPhases(LoopCode):
         spent = {name: float(np.median(own)) for name, own in own_phases(recorded).items()}
         pauses = float(np.median(recorded.column("gc")[recorded.used])) if recorded.count else 0.0
         step, ns = recorded.median or 0.0, sum(spent.values()) - pauses
+        ns = ns * recorded.loop_share if recorded.loop_share is not None else ns - _waits(a, step)
         if not step or ns < self.min_share * step or ns < self.min_ms * 1e6:
             return
         line, operators = recorded.hottest_line(LOOP), operators_beside_training(a)
@@ -465,6 +469,17 @@ def _outermost_operators(a: Analysis, parent: Rows, left_out: NDArray[np.bool_])
     rows = np.flatnonzero((outermost == np.arange(len(parent))) & ~left_out)
     ts = a.trace.cpu["ts"].to_numpy()[rows]
     return rows[covered_length(ts, ts + 1, a.spans) > 0]
+
+
+def _waits(a: Analysis, step: float) -> float:
+    """Waits per step for collectives that the loop itself calls, by the window, ns of the run."""
+    table = a.collectives
+    if a.device_id is not None or table.is_empty() or not a.step_ns:
+        return 0.0
+    trains = name_matches(a.trace.cpu["name"], _TRAINS).to_numpy()
+    of_loop = stacks.climb_stack(stacks.parent_rows(a.trace), trains, row_numbers(table["op"])) < 0
+    waits = table.filter(pl.Series(of_loop))["exposed"].to_numpy().sum()
+    return float(waits) / a.step_count * step / a.step_ns
 
 
 def _most_of_it(line: HottestLine | None) -> str:

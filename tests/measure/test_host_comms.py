@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from advisor.core.trace import Trace
 from advisor.measure import Analysis
-from advisor.measure.comm.comms import describe_on_host, has_host_collectives, host_work
+from advisor.measure.comm.host import has_host_collectives, host_work, list_on_host
 from advisor.measure.ranks.skew import align_ranks, measure_skew
 from advisor.testing import TraceBuilder
 
@@ -155,7 +155,7 @@ def test_without_gloo_there_are_none() -> None:
     with b.step(), b.op("aten::mm"):
         pass
     assert not has_host_collectives(b.analysis())
-    assert describe_on_host(b.analysis()).is_empty()
+    assert list_on_host(b.analysis()).is_empty()
     gpu = TraceBuilder()
     with gpu.step(), gpu.op("aten::mm"):
         gpu.launch("gemm", 10)
@@ -184,5 +184,66 @@ def test_names_of_other_collectives() -> None:
         for name in ("all_gather", "reduce_scatter", "broadcast", "send", "barrier"):
             with b.range(f"gloo:{name}"):
                 b.now += 10
-    kinds = describe_on_host(b.analysis())["collective"].cast(pl.String).to_list()
+    kinds = list_on_host(b.analysis())["collective"].cast(pl.String).to_list()
     assert kinds == ["all_gather", "reduce_scatter", "broadcast", "send_recv", "all_reduce"]
+
+
+def test_a_collective_of_the_host_begins_when_it_is_called() -> None:
+    """gloo's thread is woken 30 us after the call, and takes 200 us."""
+    b = TraceBuilder(None, rank=0, world_size=2)
+    with b.step():
+        b.on_host("aten::mm", 100)
+        called = b.now
+        with b.op("c10d::allreduce_"):
+            pass
+        with b.thread(50):
+            b.now = called + 30
+            with b.range("gloo:all_reduce"):
+                b.now += 200
+    row = list_on_host(b.analysis()).row(0, named=True)
+    assert row["dur"] == 230_000
+    assert row["ts"] == row["launch_ts"]
+
+
+def test_each_range_is_of_the_call_of_its_kind_and_what_is_left_of_any() -> None:
+    """gloo's reduce-scatter is an all-reduce; a range before the first call has none."""
+    b = TraceBuilder(None, rank=0, world_size=2)
+    with b.step():
+        with b.thread(50), b.range("gloo:all_reduce"):
+            b.now += 10
+        b.host_collective("allreduce", 400, 100)
+        b.host_collective("barrier", 0, 100)
+        b.host_collective("allgather", 800, 100, dtype="long int")
+        with b.op("c10d::_reduce_scatter_base_"):
+            pass
+        with b.thread(50):
+            b.now += 500
+            with b.range("gloo:all_reduce"):
+                b.now += 10
+    a = b.analysis()
+    table = list_on_host(a)
+    names = a.trace.cpu["name"].gather(table["op"]).cast(pl.String).to_list()
+    assert names == [
+        None,
+        "c10d::allreduce_",
+        "c10d::barrier",
+        "c10d::allgather_",
+        "c10d::_reduce_scatter_base_",
+    ]
+    assert table["bytes"].to_list() == [None, 400, 0, 1600, None]  # gathered from both
+
+
+def test_collectives_of_the_host_are_those_of_the_window_with_what_nothing_hides() -> None:
+    b = TraceBuilder(None, rank=0, world_size=2)
+    for _ in b.steps():
+        b.on_host("aten::mm", 1000)
+        b.host_collective("allreduce", 4 << 20, 400)
+        b.on_host("aten::mm", 100)  # the first quarter runs beside it
+        b.host(400)
+    a = b.analysis()
+    assert a.collectives.height == 4
+    assert a.collectives["bytes"].unique().to_list() == [4 << 20]
+    # 400 us, and the 2.5 us of the call; less the 100.5 us of the operator
+    assert a.collectives["exposed"].to_list() == pytest.approx([302_000] * 4, abs=1_000)
+    assert a.breakdown.communication.total == int(a.collectives["exposed"].to_numpy().sum())
+    assert a.breakdown.communication_overlap == pytest.approx(0.25, abs=0.01)

@@ -12,7 +12,12 @@ from msgspec.structs import replace
 from advisor.advise.impact import GainEstimator, GainRange
 from advisor.measure.ranks.outliers import edits_of
 from advisor.measure.ranks.summary import unpack_findings
-from advisor.replay.ranks.gains import change_without, combine_changes, saving_change
+from advisor.replay.ranks.gains import (
+    change_without,
+    combine_changes,
+    saving_change,
+    without_collectives,
+)
 from advisor.replay.ranks.ranks_replay import JobChange, JobGain
 
 if TYPE_CHECKING:
@@ -195,6 +200,9 @@ class RanksEstimator(GainEstimator):
                 changes.append(self._changes[key])
                 continue
             known = self._known[key]
+            if (without := self._without(key)) is not None:
+                changes.append(without)
+                continue
             share = 1.0  # what is left of it after those before
             if known.own:
                 if given and known.gain.gain > 0:
@@ -205,6 +213,14 @@ class RanksEstimator(GainEstimator):
                 saved[place] = max(0.0, ns * share)
             changes.append(saving_change(replay, saved, communication=known.communication))
         return changes
+
+    def _without(self, key: Key) -> JobChange | None:
+        """The job without the collectives that all edits of a finding take away; ``None``: they
+        are about something else."""
+        parts = [without_collectives(self.study.replay, edit) for edit in key]
+        if not parts or None in parts:
+            return None
+        return combine_changes(self.study.replay, [part for part in parts if part is not None])
 
 
 def _alone(finding: Finding) -> GainRange | None:

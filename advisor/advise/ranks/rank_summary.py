@@ -19,7 +19,6 @@ from advisor.measure.ranks.collectives import (
     collective_table,
     pack_collectives,
     step_summaries,
-    waiting_intervals,
 )
 from advisor.measure.ranks.members import host_of
 from advisor.measure.ranks.summary import (
@@ -119,7 +118,7 @@ def _per_step(a: Analysis) -> dict[str, Packed]:
                 start, end, union(ts, ts + rows["dur"].to_numpy())
             )
     else:
-        columns = {"communication": covered_length(start, end, waiting_intervals(a))}
+        columns = {"communication": covered_length(start, end, a.breakdown.communication)}
         if a.trace.main_thread is not None:
             line = a.timeline
             own = line.thread == a.trace.main_thread

@@ -8,17 +8,19 @@ import numpy as np
 import polars as pl
 from numpy.typing import NDArray
 
-from advisor.core.intervals import Intervals, covered_length, intersect, subtract, union
+from advisor.core.intervals import covered_length, subtract
+from advisor.measure.comm.host import has_host_collectives, host_work, list_on_host
 from advisor.measure.comm.mesh import AXES, find_axes
-from advisor.measure.comm.messages import COLLECTIVES, collective_facts, kernel_kind, kind_of
-from advisor.measure.host.names import map_names, name_matches
+from advisor.measure.comm.messages import COLLECTIVES, collective_facts, kernel_kind
+from advisor.measure.host.names import map_names
 
 if TYPE_CHECKING:
     from advisor.measure import Analysis
     from advisor.measure.ranks.skew import Skew
 
 SCHEMA: dict[str, Any] = {
-    "gpu": pl.Int32,  # row of Trace.gpu
+    "gpu": pl.Int32,  # row of Trace.gpu; null: gloo's, on the host
+    "host": pl.Int32,  # row of Trace.cpu: gloo's range; null: on a device
     "ts": pl.Int64,
     "dur": pl.Int64,
     "collective": pl.Enum(COLLECTIVES),
@@ -46,14 +48,17 @@ SCHEMA: dict[str, Any] = {
 def find_collectives(a: Analysis) -> pl.DataFrame:
     """Collectives inside ``spans``; columns as in :data:`SCHEMA`.
 
+    Without a device they are gloo's, in threads of the host (``comm/host.py``).
+
     - ``dur``: the kernel's, ns, not clipped. It contains the wait for the last rank to arrive.
     - ``bytes``: the message S of nccl-tests (``messages.message_elements``), from the collective's
       arguments, else from the shapes of the tensors it was called with. Null: neither recorded.
     - ``dtype``: as the file spells it (``BFloat16``, ``c10::BFloat16``; ``shapes.width_of``).
     - ``bus_gbps``: bytes x ``messages.bus_factor`` / dur, GB/s. Because dur contains waiting, it
       is a lower bound of what the wire did. Null for an all-to-all with uneven splits.
-    - ``exposed``: ns inside ``spans`` with no compute kernel running. Two collectives that run
-      at once both count it: the sum can exceed ``breakdown.communication``.
+    - ``exposed``: ns inside ``spans`` with no compute kernel running; without a device, with no
+      operator. Two collectives that run at once both count it: the sum can exceed
+      ``breakdown.communication``.
     - ``hidden_by``: the kernel family that ran longest beside it; null: none did.
     - ``annotation``: nearest annotation around the launch that is neither the backend's own
       (``nccl:all_reduce``) nor ``ProfilerStep``.
@@ -64,21 +69,31 @@ def find_collectives(a: Analysis) -> pl.DataFrame:
     - ``order``: 0, 1, … among those of its (group, collective) on this device, over the whole
       trace, so that it does not depend on which steps are used.
     """
-    if a.device_id is None:
+    on_host = has_host_collectives(a)
+    if a.device_id is None and not on_host:
         return pl.DataFrame(schema=SCHEMA)
     table = list_collectives(a)
     table = table.hstack(find_axes(a, table))
-    table = table.filter(pl.Series(a.in_window)[table["gpu"]])
+    table = table.filter(in_window(a, table))
     if table.is_empty():
         return pl.DataFrame(schema=SCHEMA)
     ts = table["ts"].to_numpy()
     end = ts + table["dur"].to_numpy()
+    work = host_work(a) if on_host else a.breakdown.compute
     table = table.with_columns(
-        exposed=covered_length(ts, end, subtract(a.spans, a.breakdown.compute)),
+        exposed=covered_length(ts, end, subtract(a.spans, work)),
         hidden_by=_hidden_by(a, ts, end),
         step=step_at(a, ts),
     )
     return table.select(pl.col(name).cast(dtype) for name, dtype in SCHEMA.items())
+
+
+def in_window(a: Analysis, table: pl.DataFrame) -> pl.Series:
+    """Which rows of :func:`list_collectives` run in the used steps."""
+    if a.device_id is not None:
+        return pl.Series(a.in_window).gather(table["gpu"])
+    ts = table["ts"].to_numpy()
+    return pl.Series(covered_length(ts, ts + table["dur"].to_numpy().clip(1), a.spans) > 0)
 
 
 def step_at(a: Analysis, ts: NDArray[np.int64]) -> NDArray[np.int32]:
@@ -110,28 +125,45 @@ def _hidden_by(a: Analysis, ts: NDArray[np.int64], end: NDArray[np.int64]) -> pl
 
 
 def list_collectives(a: Analysis) -> pl.DataFrame:
-    """Every collective of the whole trace on the analysed device, by device start.
+    """Every collective of the whole trace on the analysed device, by device start; without a
+    device, gloo's.
 
     Columns: those of :data:`SCHEMA` that need no window, and ``launch_ts`` (ns; null: launched
     outside the trace), ``ranks`` (JSON text; null: not recorded), ``sequence`` (``Seq``; null),
     ``source`` and ``target`` (of a send or receive; null).
     """
     trace = a.trace
+    if a.device_id is None:
+        return _ordered(
+            list_on_host(a).with_columns(
+                gpu=pl.lit(None, dtype=pl.Int32), stream=pl.lit(None, dtype=pl.Int64)
+            )
+        )
     own = a.kernels["communication"].to_numpy() & (trace.gpu["device"] == a.device_id).to_numpy()
     rows = np.flatnonzero(own)
     gpu = trace.gpu[rows]
     result = collective_facts(trace, gpu, map_names(gpu["name"], kernel_kind, pl.String))
-    ns = gpu["dur"].cast(pl.Float64)
-    algorithm = result["bytes"].cast(pl.Float64) / ns.set(ns == 0, None)
-    return result.with_columns(
-        gpu=pl.Series(rows, dtype=pl.Int32),
-        ts=gpu["ts"],
-        dur=gpu["dur"],
-        bus_gbps=algorithm.set((algorithm == 0).fill_null(False), None) * result["factor"],
-        stream=gpu["stream"],
-        op=gpu["op"],
-        launch_ts=trace.cpu["ts"].gather(gpu["launch"]),
-    ).with_columns(order=pl.int_range(pl.len(), dtype=pl.Int32).over("group", "collective"))
+    return _ordered(
+        result.with_columns(
+            gpu=pl.Series(rows, dtype=pl.Int32),
+            host=pl.lit(None, dtype=pl.Int32),
+            ts=gpu["ts"],
+            dur=gpu["dur"],
+            stream=gpu["stream"],
+            op=gpu["op"],
+            launch_ts=trace.cpu["ts"].gather(gpu["launch"]),
+        )
+    )
+
+
+def _ordered(table: pl.DataFrame) -> pl.DataFrame:
+    """With ``bus_gbps`` and ``order``."""
+    ns = table["dur"].cast(pl.Float64)
+    algorithm = table["bytes"].cast(pl.Float64) / ns.set(ns == 0, None)
+    return table.with_columns(
+        bus_gbps=algorithm.set((algorithm == 0).fill_null(False), None) * table["factor"],
+        order=pl.int_range(pl.len(), dtype=pl.Int32).over("group", "collective"),
+    )
 
 
 def sum_collectives(a: Analysis) -> pl.DataFrame:
@@ -173,64 +205,4 @@ def sum_skew(skew: Skew) -> pl.DataFrame:
         .with_columns(annotation=pl.when("one").then("label").otherwise("annotation"))
         .drop("one", "label")
         .sort("wait_ns", "skew_ns", "collective", descending=[True, True, False])
-    )
-
-
-GLOO_WORK = r"^gloo:"
-"""How PyTorch begins the names of the ranges around gloo's work (ProcessGroupGloo.cpp)."""
-COLLECTIVE_WAITS = r"^(_?c10d|gloo:)"
-"""Operators that start a collective or wait for one: a thread in them does not work."""
-
-
-def has_host_collectives(a: Analysis) -> bool:
-    """Whether there is no device, and gloo has run."""
-    return a.device_id is None and bool(_rows(a).size)
-
-
-def describe_on_host(a: Analysis) -> pl.DataFrame:
-    """Every collective of gloo in the whole trace, by start; of a trace without device work.
-
-    Columns, as far as ``comms.list_collectives`` has them: ``collective``, ``ts`` and
-    ``dur`` (ns), ``launch_ts``, ``group_size`` (all of the job; null: not recorded). ``bytes``,
-    ``group``, ``ranks``, ``sequence`` and ``annotation`` are null: gloo's ranges tell none of it.
-
-    Several threads work at a queue of collectives, and all of them may wait for the same process.
-    So that no wait counts twice, a collective begins when the one before it has ended, as it does
-    on a device's stream.
-    """
-    cpu = a.trace.cpu[_rows(a)].sort("ts")
-    ts = cpu["ts"].to_numpy()
-    end = np.maximum.accumulate(ts + cpu["dur"].to_numpy()) if len(ts) else ts
-    start = ts.copy()
-    start[1:] = np.maximum(ts[1:], end[:-1])
-    nothing = pl.lit(None)
-    return pl.DataFrame({"ts": start, "dur": np.maximum(end - start, 0), "launch_ts": ts}).select(
-        pl.all(),
-        collective=map_names(cpu["name"], kind_of, pl.String).cast(
-            pl.Enum(COLLECTIVES), strict=False
-        ),
-        bytes=nothing.cast(pl.Int64),
-        group=nothing.cast(pl.String),
-        group_size=pl.lit(a.trace.meta.world_size, dtype=pl.Int64),
-        ranks=nothing.cast(pl.String),
-        sequence=nothing.cast(pl.Int64),
-        source=nothing.cast(pl.Int64),
-        target=nothing.cast(pl.Int64),
-        annotation=nothing.cast(pl.String),
-    )
-
-
-def host_work(a: Analysis) -> Intervals:
-    """When operators run on any thread of the host, inside ``spans``; not those that start a
-    collective or wait for one, and what runs inside of those."""
-    cpu = a.trace.cpu
-    rows = ((cpu["kind"] == "op") & ~name_matches(cpu["name"], COLLECTIVE_WAITS)).to_numpy()
-    ts = cpu["ts"].to_numpy()[rows]
-    return intersect(union(ts, ts + cpu["dur"].to_numpy()[rows]), a.spans)
-
-
-def _rows(a: Analysis) -> NDArray[np.int64]:
-    cpu = a.trace.cpu
-    return np.flatnonzero(
-        ((cpu["kind"] == "annotation") & name_matches(cpu["name"], GLOO_WORK)).to_numpy()
     )

@@ -139,8 +139,7 @@ def forward_passes(a: Analysis) -> NDArray[np.int64]:
     gpu = a.trace.gpu.select("launch").with_row_index("gpu").filter(pl.Series(a.in_window))
     gpu = gpu.with_columns(launch_ts=a.trace.cpu["ts"].gather(gpu["launch"]), ts=0)
     gpu = gpu.drop_nulls("launch_ts").sort("launch_ts")
-    forward = _in_forward(a, gpu)
-    if gpu.is_empty() or forward.null_count():
+    if gpu.is_empty() or (forward := _in_forward(a, gpu)).null_count():
         return np.zeros(0, dtype=np.int64)
     flags = forward.to_numpy()
     begins = flags & ~np.concatenate([[False], flags[:-1]])
@@ -163,7 +162,10 @@ def _in_forward(a: Analysis, collectives: pl.DataFrame) -> pl.Series:
     if nodes.is_empty():
         forward = True if a.forward_only else None
         return pl.Series([forward] * collectives.height, dtype=pl.Boolean)
-    launch = a.trace.gpu["launch"].gather(collectives["gpu"])
+    if a.device_id is None:
+        launch = collectives["op"]
+    else:
+        launch = a.trace.gpu["launch"].gather(collectives["gpu"])
     at = collectives["launch_ts"].fill_null(collectives["ts"]).to_numpy()
     thread = cpu["thread"].gather(launch)
     own = _drives(a, nodes)

@@ -134,13 +134,15 @@ _SOURCE: dict[str, Any] = {
 }
 
 
-def collective_facts(trace: Trace, gpu: pl.DataFrame, by_name: pl.Series) -> pl.DataFrame:
+def collective_facts(
+    trace: Trace, gpu: pl.DataFrame, by_name: pl.Series, group_size: int | None = None
+) -> pl.DataFrame:
     """What is known of each collective kernel (the rows ``gpu`` of ``trace.gpu``).
 
     Arguments on the kernel win, then arguments of a host row around its launch
     (``record_param_comms``), then the backend's annotation with the tensors it was given, then
     an op that all-reduces by itself (``symm_mem::multimem_all_reduce_``), then the kernel's name
-    (``by_name``: the kind it tells).
+    (``by_name``: the kind it tells). ``group_size``: where nothing else tells it.
 
     Columns: ``collective`` (one of COLLECTIVES), ``bytes`` (null), ``factor`` (of
     :func:`bus_factor`; null, also for an all-to-all with uneven parts), ``group_size``,
@@ -173,7 +175,9 @@ def collective_facts(trace: Trace, gpu: pl.DataFrame, by_name: pl.Series) -> pl.
     return _sized(
         result.with_columns(
             collective=pl.coalesce("collective", by_name).fill_null("other"),
-            group_size=pl.coalesce("group_size", base.set(base == 0, None)),
+            group_size=pl.coalesce(
+                "group_size", base.set(base == 0, None), pl.lit(group_size, dtype=pl.Int64)
+            ),
             annotation=pl.Series([*around.names, None], dtype=pl.String).gather(
                 np.where(annotation >= 0, annotation, len(hosts))
             ),
@@ -276,6 +280,16 @@ def _tensors(trace: Trace, code: int) -> list[tuple[int, str]]:
     """Elements and dtype of each tensor of an input description, in order."""
     inputs = OpInputs(trace.inputs["dims"][code] or "", trace.inputs["types"][code] or "")
     return [(tensor.elements, tensor.dtype) for tensor in inputs.tensors]
+
+
+def bytes_of(trace: Trace, code: int) -> int | None:
+    """Bytes of all tensors of an input description; ``None``: a dtype is not known, or none is
+    recorded."""
+    sizes = [(count, element_bytes(dtype)) for count, dtype in _tensors(trace, code)]
+    if not sizes or any(width is None for _, width in sizes):
+        return None
+    total = sum(count * (width or 0) for count, width in sizes)
+    return total if total < 1 << 56 else None
 
 
 def _arguments(trace: Trace) -> pl.DataFrame:

@@ -13,6 +13,7 @@ import numpy as np
 import polars as pl
 
 from advisor.core.intervals import EMPTY, Intervals, covered_length, gaps, intersect, join, subtract
+from advisor.measure.comm.host import time_on_host
 from advisor.measure.host.names import cache_by_name
 
 if TYPE_CHECKING:
@@ -233,8 +234,9 @@ class Breakdown(NamedTuple):
     device is busy with it. ``per_step`` has a row a used step: ``step`` and one column a
     class, ns, clipped to the step's own span.
 
-    Without device work in the trace nothing is measured: all sets are empty, ``idle`` too, and
-    the columns of ``per_step`` are null.
+    Without device work in the trace all sets are empty, ``idle`` too, and the columns of
+    ``per_step`` are null; but for communication, which is gloo's then, exposed where no operator
+    runs.
     """
 
     compute: Intervals
@@ -297,6 +299,8 @@ def _not_measured(a: Analysis) -> Breakdown:
     step = a.steps.used.select(pl.col("index").alias("step"))
     nulls = [pl.lit(None, dtype=pl.Int64).alias(name) for name in CLASSES]
     sets = dict.fromkeys((*CLASSES, "busy", "all_communication", "all_copies"), EMPTY)
+    every, exposed = time_on_host(a)
+    sets |= {"communication": exposed, "all_communication": every}
     return Breakdown(**sets, per_step=step.with_columns(nulls))
 
 

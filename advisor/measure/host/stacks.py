@@ -311,9 +311,10 @@ _PARTS = {
     "forward": re.compile(r"^torch/nn/modules/module\.py\("),
     "backward": re.compile(r"^torch/(?:_tensor|autograd/__init__)\.py\(\d+\): (?:\w+\.)?backward$"),
     "optimizer": re.compile(r"^torch/(?:optim/|amp/grad_scaler)"),
+    "communication": re.compile(r"^torch/distributed/distributed_c10d\.py\("),
 }
-LOOP = "loop"
-"""The part of what is in none of these."""
+LOOP, COMMUNICATION = "loop", "communication"
+"""The part of what is in none of these; and that of collectives that the loop itself calls."""
 _CLASS = re.compile(r": (?:\w+\.)+(?=\w+$)")
 _PROFILER = re.compile(r"^torch/profiler/")
 
@@ -327,8 +328,8 @@ class SampledStack(NamedTuple):
 
     @property
     def part(self) -> str:
-        """Part of the step: ``data``, ``forward``, ``backward``, ``optimizer`` or ``loop``, by the
-        outermost frame that is of one."""
+        """Part of the step: ``data``, ``forward``, ``backward``, ``optimizer``, ``communication``
+        or ``loop``, by the outermost frame that is of one."""
         for frame in self.frames:
             for part, pattern in _PARTS.items():
                 if pattern.search(frame):

@@ -11,23 +11,10 @@ from typing import TYPE_CHECKING
 import numpy as np
 import polars as pl
 
-from advisor.core.intervals import (
-    EMPTY,
-    Floats,
-    Intervals,
-    Ints,
-    covered_length,
-    intersect,
-    subtract,
-    union,
-)
+from advisor.core.intervals import Floats, Intervals, Ints, covered_length
 from advisor.core.ranks import format_ranks
-from advisor.measure.comm.comms import (
-    describe_on_host,
-    has_host_collectives,
-    host_work,
-    list_collectives,
-)
+from advisor.measure.comm.comms import list_collectives
+from advisor.measure.comm.host import host_work
 from advisor.measure.comm.messages import COLLECTIVES
 from advisor.measure.host.names import map_names
 from advisor.measure.ranks.align import group_medians
@@ -56,18 +43,6 @@ def working_intervals(a: Analysis) -> Intervals:
     return host_work(a) if a.device_id is None else a.breakdown.compute
 
 
-def waiting_intervals(a: Analysis) -> Intervals:
-    """When a rank communicates and does nothing else."""
-    if a.device_id is not None:
-        return a.breakdown.communication
-    if not has_host_collectives(a):
-        return EMPTY
-    table = describe_on_host(a)
-    ts = table["ts"].to_numpy()
-    every = intersect(union(ts, ts + table["dur"].to_numpy()), a.spans)
-    return subtract(every, working_intervals(a))
-
-
 def step_summaries(a: Analysis, steps: pl.DataFrame) -> list[StepSummary]:
     """Rows of the steps table on the trace's own clock."""
     begin = a.trace.meta.start_ns
@@ -94,9 +69,7 @@ def collective_table(
     ``start``, ``end`` (ns of the trace), ``amount`` (elements that the rank gives or gets in an
     all-to-all, whichever are more; 0: another kind, or not known), ``gpu`` (row of ``trace.gpu``).
     """
-    table = describe_on_host(a) if a.device_id is None else list_collectives(a)
-    if a.device_id is None:
-        table = table.with_columns(gpu=pl.lit(-1))
+    table = list_collectives(a)
     table = table.filter(pl.col("collective").is_in(kinds))
     marks, stepped = a.steps.marks, a.steps.numbered
     name = pl.Series([None], dtype=pl.String).new_from_index(0, table.height)
@@ -128,7 +101,7 @@ def collective_table(
         start="ts",
         end=pl.col("ts") + pl.col("dur"),
         amount=pl.when(own_amount).then(amount).otherwise(0),
-        gpu="gpu",
+        gpu=pl.col("gpu").fill_null(-1),
     )
     if stepped:  # the traces may begin at different ones of those launched before the first step
         table = table.filter(pl.col("step").is_not_null() | pl.col("sequence").is_not_null())
@@ -156,7 +129,7 @@ def pack_collectives(a: Analysis, table: pl.DataFrame, steps: pl.DataFrame) -> C
     if table.is_empty():
         return None
     start, end, step = (table[name].to_numpy() for name in ("start", "end", "at"))
-    idle, begin = waiting_intervals(a), steps["ts"].to_numpy()
+    idle, begin = a.breakdown.communication, steps["ts"].to_numpy()
     before = np.concatenate([start[:1], start[:-1]])
     first = np.concatenate([[True], step[1:] != step[:-1]])
     before[first] = np.minimum(begin[step[first]], start[first])

@@ -29,6 +29,7 @@ from advisor.measure.ranks.members import (
     means_over,
     medians_over,
     p_values,
+    upper_tail,
 )
 from advisor.measure.ranks.profile import (
     MIN_KERNELS,
@@ -372,12 +373,32 @@ def find_late(job: Job) -> list[Deviation]:
 
 
 def late_chance(job: Job, place: int) -> float:
-    """Bound of the probability that any of similar ranks arrives last as often as this one."""
+    """Bound of the probability that any of similar ranks arrives last as often as this one, or
+    keeps the others waiting as long in step after step."""
     waits = job.waits
     sizes = job.joined.seen[waits.row]
     similar = len(waits.taken[waits.taken > 0])
     taken, last = int(waits.taken[place]), int(waits.late[place])
-    return min(1.0, similar * binomial_tail(last, taken, 1 / float(np.median(sizes))))
+    chance = min(
+        binomial_tail(last, taken, 1 / float(np.median(sizes))), _chance_of_delay(job, place)
+    )
+    return min(1.0, similar * chance)
+
+
+def _chance_of_delay(job: Job, place: int) -> float:
+    """Student's t of what a rank makes the others wait by step, less what others make it wait: of
+    similar ranks that is as often below zero as above."""
+    waits, joined = job.waits, job.joined
+    step = joined.step[joined.first[waits.row]]
+    sign = np.where(waits.last == place, 1.0, np.where(waits.last >= 0, -1.0, 0.0))
+    delay = np.bincount(step[step >= 0], (waits.mean_wait * sign)[step >= 0])
+    delay = delay[np.unique(step[step >= 0])]
+    if len(delay) < MIN_STEPS:
+        return 1.0
+    error = float(delay.std(ddof=1)) / len(delay) ** 0.5
+    if error <= 0:
+        return 1.0 if delay.mean() <= 0 else 0.0
+    return upper_tail(float(delay.mean()) / error, len(delay) - 1)
 
 
 # -- what would change it ---------------------------------------------------------------------

@@ -9,7 +9,7 @@ import numpy as np
 import polars as pl
 
 from advisor.core.intervals import Floats, Ints, covered_length, subtract
-from advisor.measure.comm.comms import has_host_collectives
+from advisor.measure.comm.host import has_host_collectives
 from advisor.measure.ranks.collectives import (
     SYNCHRONISING,
     collective_table,

@@ -305,6 +305,19 @@ class StepRecords:
 
         return read_stacks(self.record)
 
+    @cached_property
+    def loop_share(self) -> float | None:
+        """Of the sampled time outside loading, forward, backward and optimizer: the part in the
+        loop's own code and not in collectives that it calls; ``None``: too little was sampled."""
+        from advisor.measure.host.stacks import COMMUNICATION, LOOP, MIN_SAMPLES
+
+        seen = {LOOP: 0, COMMUNICATION: 0}
+        for stack in self.stacks:
+            if stack.part in seen:
+                seen[stack.part] += stack.samples
+        total = sum(seen.values())
+        return seen[LOOP] / total if total >= MIN_SAMPLES else None
+
     def hottest_line(self, part: str) -> HottestLine | None:
         """The line of the user's code behind a part of the step (``data``, ``loop`` …); ``None``:
         not sampled, or too rarely."""

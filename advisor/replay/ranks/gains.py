@@ -7,7 +7,9 @@ from typing import NamedTuple
 
 import numpy as np
 
+from advisor.core.finding import Edit
 from advisor.core.intervals import Bools, Floats, Ints
+from advisor.measure.comm.messages import kind_of
 from advisor.measure.ranks.align import group_medians
 from advisor.measure.ranks.outliers import Deviation, Job
 from advisor.replay.predictions import OTHERS, fault_kind
@@ -60,11 +62,13 @@ def combine_changes(replay: RanksReplay, changes: Sequence[JobChange]) -> JobCha
         deltas = [v - measured for c in changes if (v := getattr(c, name)) is not None]
         return np.maximum(0.0, measured + sum(deltas)) if deltas else measured
 
+    gone = [c.gone for c in changes if c.gone is not None]
     entries = [replay.entry, *(c.entry for c in changes if c.entry is not None)]
     return JobChange(
         work=less("work", replay.work),
         tail=less("tail", replay.tail),
         transfer=less("transfer", replay.transfer),
+        gone=np.logical_or.reduce(gone) if gone else None,
         entry=np.minimum.reduce(entries),
     )
 
@@ -78,6 +82,21 @@ def saving_change(replay: RanksReplay, saved: Floats, *, communication: bool) ->
     own = np.nanmean(np.where(replay.whole[:, None], replay.own, 0.0), axis=1)
     share = np.divide(saved, own, out=np.zeros_like(own), where=own > 0)
     return replay.scaled(_repeated(np.maximum(0.0, 1 - share), replay))
+
+
+def without_collectives(replay: RanksReplay, edit: Edit) -> JobChange | None:
+    """The job without collectives up to a size (``Select.max_bytes``), of the kind that their name
+    tells, but for what the edit leaves of their transfers; ``None``: it is not of such."""
+    select = edit.select
+    if select.max_bytes is None:
+        return None
+    kind = (kind_of(select.name) or "other") if select.name else None
+    gone = np.array(
+        [key.kind == (kind or key.kind) and key.message <= select.max_bytes for key in replay.keys],
+        dtype=np.bool_,
+    )[replay.key]
+    left = replay.transfer * (edit.factor or 0.0)
+    return JobChange(gone=gone, transfer=np.where(gone, left, replay.transfer))
 
 
 class TypicalGain(NamedTuple):

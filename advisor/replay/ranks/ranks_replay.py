@@ -53,6 +53,8 @@ class JobChange(NamedTuple):
     """By rank, ns: own work after the last collective."""
     transfer: Floats | None = None
     """By collective (cell), ns."""
+    gone: Bools | None = None
+    """By collective (cell): it is not made any more, so nobody waits for anybody there."""
     entry: Floats | None = None
     """By rank: when it begins, ns on the common clock."""
 
@@ -164,6 +166,7 @@ class RanksReplay:
         self.tail[there] -= progress[first[1:][there] - 1]
         self.flight = np.maximum(end - start - joined.exposed[cells], 0.0)
         self.transfer = transfer
+        self.keys = joined.keys
         self.kinds = [key.kind for key in joined.keys]
         self.key = joined.key[joined.row[cells]]
         self.row = joined.row[cells]
@@ -289,11 +292,14 @@ class RanksReplay:
         before, slot = self.before[cells], slot[cells]
         follows, same = self.follows[cells], self.same[cells]
         free = np.where(self.unwaited[cells], np.inf, 0.0)
+        gone = None if change.gone is None else change.gone[cells]
         for begin, end, rows, which in self.levels:
             part = slice(begin, end)
             ready = np.maximum(progress[part] + delay[before[part]], done[follows[part]])
             ready = np.maximum(ready, done[same[part]])
             over = np.maximum.reduceat(ready, rows)[which] + took[part]
+            if gone is not None:
+                over = np.where(gone[part], ready + took[part], over)
             done[cells[part]] = over
             here = slot[part]
             delay[here] = np.maximum(delay[here - 1], over - until[part] - free[part])

@@ -1,0 +1,295 @@
+"""Collectives in each step that training does not need: metrics, barriers, Python objects."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from typing import Any, ClassVar, NamedTuple
+
+import numpy as np
+import polars as pl
+
+from advisor.core import text as t
+from advisor.core.finding import Edit, Finding, Location, Outcomes, Select
+from advisor.core.rule import Evidence, Rule, Threshold
+from advisor.measure import Analysis
+from advisor.measure.host.names import name_matches
+from advisor.measure.host.stacks import climb_stack, hottest_line, parent_rows, share_in
+from advisor.rules.citations import CHOSEN
+from advisor.rules.common import (
+    Rows,
+    amount_per_step,
+    costliest_places,
+    int_column,
+    of_step,
+    row_numbers,
+    sum_column,
+)
+from advisor.testing import Examples, TraceBuilder
+
+_NODE = r"^autograd::engine::evaluate_function"
+_OPTIMIZER = r"^Optimizer\.step#"
+_FORWARD = r"^DistributedDataParallel\.forward$"
+_FUNCTION = r"^torch/distributed/distributed_c10d\.py\(\d+\): (?:{})$"
+_BYTES = r"^(?:unsigned char|u?int8(?:_t)?|Byte|Char)$"
+
+
+class _Kind(NamedTuple):
+    """One kind of needless collective."""
+
+    what: str
+    """What they are called in a sentence, in the singular."""
+    calls: str
+    """Functions of torch.distributed that make it."""
+    left: tuple[float, float, float]
+    """Of the waits, with the fix: usual, at best, at worst."""
+
+
+_KINDS = {
+    "metrics": _Kind("all-reduce of metrics", "all_reduce|reduce", (0.1, 0.0, 0.5)),
+    "barriers": _Kind("barrier", "barrier|monitored_barrier", (0.0, 0.0, 0.5)),
+    "objects": _Kind("exchange of Python objects", r"\w+_object(?:_list)?", (0.1, 0.0, 0.5)),
+    "whole tensors": _Kind("gather of whole tensors", "gather", (0.1, 0.0, 0.5)),
+    "buffers": _Kind("broadcast of buffers", "broadcast", (0.0, 0.0, 0.5)),
+}
+
+
+class StepCollectives(Rule):
+    """In each step the ranks wait for collectives that training can do without: all-reduces of
+    single numbers, barriers, Python objects, whole tensors gathered on one rank, and buffers that
+    DistributedDataParallel sends in each forward pass. Each costs its latency, and makes
+    the ranks wait for the slowest one once more.
+
+    The rule looks at gloo, where ranks train on CPUs: its collectives hold the process that calls
+    them. With GPUs, reads of their results show it (implicit-sync). All-reduces of up to 1 KiB
+    outside the backward pass are *metrics*; between it and the optimizer, where programs reduce
+    gradients by hand, only those of up to 16 bytes. An all-gather or broadcast of
+    bytes carries pickled *objects*, with an all-gather of their lengths before it. *Whole tensors*
+    go to one rank with ``gather``. *Buffers* are broadcasts in the forward pass of
+    DistributedDataParallel: with ``broadcast_buffers=False`` each rank keeps its own, which is the
+    same for constants, and makes the running statistics of BatchNorm differ between ranks.
+
+    Counted is the time in which no operator runs on the rank. The gain is what the replay of all
+    ranks saves without these collectives.
+    """
+
+    id = "collectives-in-step"
+    title = "Each step waits for collectives that training does not need"
+    references = (
+        "https://pytorch.org/docs/stable/distributed.html#collective-functions",
+        "https://pytorch.org/docs/stable/generated/torch.nn.parallel.DistributedDataParallel.html",
+    )
+
+    min_share = Threshold(0.05, "of the step, in which the rank waits for them", CHOSEN)
+    max_bytes = Threshold(1024, "bytes of an all-reduce: some numbers, no gradients", CHOSEN)
+    max_number = Threshold(16, "bytes of one between backward pass and optimizer", CHOSEN)
+
+    fix = (
+        "Add the numbers up on each rank, and all-reduce them together every N steps or once per "
+        "epoch. Log the local value in between."
+    )
+    code = (
+        "total += loss.detach()                  # on this rank, without .item()\n"
+        "if step % 100 == 99:\n"
+        "    dist.all_reduce(total)              # several numbers: one tensor\n"
+        "    print(total.item() / (100 * dist.get_world_size()))\n"
+        "    total.zero_()"
+    )
+    verify = "Record again: fewer collectives per step, and a shorter step."
+    falsified_by = "a step that needs their result, such as early stopping on a global loss"
+    assumptions = ("the step can go on without their result",)
+    confidence = 0.8
+    cases: ClassVar[dict[str, dict[str, Any]]] = {
+        "barriers": {
+            "title": "Each step waits at barriers",
+            "fix": "Remove the barriers from the step. Collectives order the ranks by themselves: "
+            "the all-reduce of the gradients waits for all of them. Keep a barrier only where "
+            "ranks share something else, such as a file.",
+            "code": "# no dist.barrier() in the step; once, where rank 0 prepares data:\n"
+            "if dist.get_rank() == 0:\n"
+            "    prepare_dataset()\n"
+            "dist.barrier()",
+            "falsified_by": "ranks that exchange something beside torch.distributed in each step",
+            "assumptions": ("nothing but collectives passes between the ranks in a step",),
+        },
+        "objects": {
+            "title": "Each step sends Python objects between ranks",
+            "fix": "Collect the objects on each rank and gather them every N steps, or once per "
+            "epoch. Send numbers as one tensor: objects are pickled, and take two all-gathers.",
+            "code": "history.append(stats)                   # on this rank\n"
+            "if step % 100 == 99:\n"
+            "    parts = [None] * dist.get_world_size()\n"
+            "    dist.all_gather_object(parts, history)\n"
+            "    history.clear()",
+        },
+        "whole tensors": {
+            "title": "Each step gathers whole tensors on one rank",
+            "fix": "Compute the metric's counts on each rank, and all-reduce these few numbers "
+            "every N steps. Gather whole tensors only where the metric needs all of them at once, "
+            "and at evaluation.",
+            "code": "hits += (logits.argmax(1) == target).sum()   # on each rank\n"
+            "if step % 100 == 99:\n"
+            "    dist.all_reduce(hits)",
+        },
+        "buffers": {
+            "title": "DistributedDataParallel broadcasts buffers in each forward pass",
+            "fix": "Set broadcast_buffers=False where buffers are constants, or where each rank "
+            "may keep its own BatchNorm statistics. Or convert BatchNorm to SyncBatchNorm, or "
+            "make constants plain attributes.",
+            "code": "model = DDP(model, broadcast_buffers=False)",
+            "falsified_by": "buffers that ranks change in different ways, and must agree on",
+            "assumptions": ("ranks need not agree on the buffers in each step",),
+        },
+    }
+    inference: ClassVar[dict[str, Any]] = {
+        "title": "Each step waits for collectives that inference does not need",
+        "fix": "Add the numbers up on each rank, and all-reduce them together at the end.",
+        "falsified_by": "a step that needs their result",
+    }
+
+    def check(self, a: Analysis) -> Outcomes:
+        """Sort the collectives of the loop, and compare what the rank waits for each kind."""
+        if a.device_id is not None or not a.breakdown.all_communication.total:
+            return
+        for kind, table in self._kinds(a):
+            exposed = sum_column(table["exposed"])
+            if exposed < self.min_share * a.span_ns:
+                continue
+            count = table.height / a.step_count
+            size = sum_column(table["bytes"]) / table.height
+            number = max(1, round(count))
+            noun, _, rest = _KINDS[kind].what.partition(" ")
+            what = " ".join([t.count_noun(number, noun), *([rest] if rest else [])])
+            yield Finding(
+                summary=(
+                    f"Waiting for {what} takes {of_step(a, exposed)}."
+                    + (f" Each sends {t.format_bytes(size)}." if size else "")
+                ),
+                evidence=[
+                    amount_per_step(a, "collectives", table.height, "count"),
+                    amount_per_step(a, "waiting for them", exposed),
+                    self.compare("share", exposed / a.span_ns, "min_share", per=a.per),
+                    Evidence("mean message", size, "bytes"),
+                ],
+                where=_where(a, kind, table),
+                edits=list(_edits(kind, table)),
+                **(self.case(kind) if kind in self.cases else {}),
+            )
+
+    def _kinds(self, a: Analysis) -> Iterator[tuple[str, pl.DataFrame]]:
+        """The needless collectives in the used steps, by kind."""
+        table = a.collectives
+        parent, names = parent_rows(a.trace), a.trace.cpu["name"]
+        op = row_numbers(table["op"])
+        inside = {
+            pattern: climb_stack(parent, name_matches(names, pattern).to_numpy(), op) >= 0
+            for pattern in (_NODE, _FORWARD)
+        }
+        table = table.with_columns(
+            name=names.gather(table["host"]).cast(pl.String),
+            backward=pl.Series(inside[_NODE], dtype=pl.Boolean),
+            gradients=_after_backward(a, op),
+            forward=pl.Series(inside[_FORWARD], dtype=pl.Boolean),
+            pickled=pl.col("dtype").str.contains(_BYTES).fill_null(False),
+        ).filter(~pl.col("backward"))
+        barrier = pl.col("name").str.contains("barrier")
+        kind = pl.col("collective").cast(pl.String)
+        lengths = (kind == "all_gather") & (pl.col("dtype") == "long int") & pl.col("pickled").any()
+        most = pl.when("gradients").then(self.max_number).otherwise(self.max_bytes)
+        small = (pl.col("bytes") <= most).fill_null(False)
+        table = table.with_columns(
+            needless=pl.when(barrier)
+            .then(pl.lit("barriers"))
+            .when(pl.col("pickled") | (lengths & small))
+            .then(pl.lit("objects"))
+            .when((kind == "broadcast") & pl.col("forward"))
+            .then(pl.lit("buffers"))
+            .when(pl.col("name").str.contains(r":gather$"))
+            .then(pl.lit("whole tensors"))
+            .when(kind.is_in(["all_reduce", "reduce"]) & small)
+            .then(pl.lit("metrics"))
+        )
+        for name in _KINDS:
+            own = table.filter(pl.col("needless") == name)
+            if own.height:
+                yield name, own
+
+    @staticmethod
+    def examples() -> Examples:
+        return {
+            "a loss in each step": _steps(("allreduce", 4, "float"), count=8),
+            "barriers": _steps(("barrier", 0, "float"), count=3),
+            "objects": _steps(("allgather", 8, "long int"), ("allgather", 9000, "unsigned char")),
+            "logits on rank 0": _steps(("gather", 1 << 20, "float")),
+            "buffers": _steps(("broadcast", 1 << 20, "float"), forward=True),
+            "gradients": (_steps(("allreduce", 1 << 20, "float")), "own.height"),
+            "gradients by hand": (
+                _steps(("allreduce", 400, "float"), by_hand=True),
+                "own.height",
+            ),
+            "a short metric": (_steps(("allreduce", 4, "float"), us=100), "min_share"),
+        }
+
+
+def _after_backward(a: Analysis, op: Rows) -> pl.Series:
+    """Which of these rows come between a backward pass and the optimizer's step after it: nothing
+    of forward pass or optimizer lies between the last node of autograd and the row, and the next of
+    the three is the optimizer."""
+    cpu = a.trace.cpu
+    marks = [np.flatnonzero(name_matches(cpu["name"], each)) for each in (_NODE, _OPTIMIZER)]
+    rows = np.concatenate(marks)
+    of = np.repeat([0, 1], [len(each) for each in marks])
+    ts = cpu["ts"].to_numpy()
+    order = np.argsort(ts[rows], kind="stable")
+    place = np.searchsorted(ts[rows][order], np.append(ts, 0)[op])
+    around = np.concatenate([[-1], of[order], [-1]])
+    return pl.Series((around[place] == 0) & (around[place + 1] == 1) & (op >= 0))
+
+
+def _where(a: Analysis, kind: str, table: pl.DataFrame) -> list[Location]:
+    """The user's lines that call them: from stacks of the window, else from sampled ones."""
+    places = costliest_places(a, row_numbers(table["op"]), int_column(table, "exposed"))
+    if a.recorded is None or any(place.file for place in places):
+        return places
+    calls = _FUNCTION.format(_KINDS[kind].calls)
+    line = hottest_line(share_in(a.recorded.stacks, calls)[1])
+    return places if line is None else [line.location, *places]
+
+
+def _edits(kind: str, table: pl.DataFrame) -> Iterator[Edit]:
+    """Less of these collectives, which are selected by their name and the largest message."""
+    left, best, worst = _KINDS[kind].left
+    for name, rows in table.group_by("name", maintain_order=True):
+        select = Select(
+            on="gpu",
+            family=("communication",),
+            name=f"^{re.escape(str(name[0]))}$",
+            under=_FORWARD if kind == "buffers" else "",
+            max_bytes=int(np.max(int_column(rows, "bytes"))),
+        )
+        yield Edit(op="scale", select=select, factor=left, factor_low=best, factor_high=worst)
+
+
+def _steps(
+    *kinds: tuple[str, int, str],
+    count: int = 1,
+    us: float = 800,
+    forward: bool = False,
+    by_hand: bool = False,
+) -> TraceBuilder:
+    b = TraceBuilder(None, rank=0, world_size=2)
+    for _ in b.steps():
+        if forward:
+            with b.range("DistributedDataParallel.forward"):
+                b.host_collective(*kinds[0][:2], us, dtype=kinds[0][2], wait=True)
+        b.on_host("aten::mm", 3000)
+        with b.op("autograd::engine::evaluate_function: torch::autograd::AccumulateGrad"):
+            b.host_collective("allreduce", 1 << 20, 500)
+        b.on_host("aten::mm", 3000)
+        for _ in range(0 if forward else count):
+            for kind, size, dtype in kinds:
+                b.host_collective(kind, size, us, dtype=dtype, wait=True)
+        if by_hand:
+            with b.range("Optimizer.step#SGD.step"):
+                b.on_host("aten::add_", 100)
+    return b

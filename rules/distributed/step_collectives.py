@@ -47,7 +47,7 @@ class _Kind(NamedTuple):
 
 _KINDS = {
     "metrics": _Kind("all-reduce of metrics", "all_reduce|reduce", (0.1, 0.0, 0.5)),
-    "barriers": _Kind("barrier", "barrier|monitored_barrier", (0.0, 0.0, 0.5)),
+    "barriers": _Kind("barrier", "barrier|monitored_barrier", (0.5, 0.0, 0.9)),
     "objects": _Kind("exchange of Python objects", r"\w+_object(?:_list)?", (0.1, 0.0, 0.5)),
     "whole tensors": _Kind("gather of whole tensors", "gather", (0.1, 0.0, 0.5)),
     "buffers": _Kind("broadcast of buffers", "broadcast", (0.0, 0.0, 0.5)),
@@ -70,7 +70,8 @@ class StepCollectives(Rule):
     same for constants, and makes the running statistics of BatchNorm differ between ranks.
 
     Counted is the time in which no operator runs on the rank. The gain is what the replay of all
-    ranks saves without these collectives.
+    ranks saves without these collectives. Of one rank alone, half of the time at barriers counts:
+    the rest is waiting for ranks that come later to the next collective too.
     """
 
     id = "collectives-in-step"
@@ -145,6 +146,9 @@ class StepCollectives(Rule):
         "title": "Each step waits for collectives that inference does not need",
         "fix": "Add the numbers up on each rank, and all-reduce them together at the end.",
         "falsified_by": "a step that needs their result",
+        "code": "total += scores.sum()                    # on this rank, without .item()\n"
+        "...\n"
+        "dist.all_reduce(total)                  # once, at the end",
     }
 
     def check(self, a: Analysis) -> Outcomes:
@@ -163,13 +167,13 @@ class StepCollectives(Rule):
             yield Finding(
                 summary=(
                     f"Waiting for {what} takes {of_step(a, exposed)}."
-                    + (f" Each sends {t.format_bytes(size)}." if size else "")
+                    + (f" Each sends {t.format_bytes(size)}." if kind != "barriers" else "")
                 ),
                 evidence=[
                     amount_per_step(a, "collectives", table.height, "count"),
                     amount_per_step(a, "waiting for them", exposed),
                     self.compare("share", exposed / a.span_ns, "min_share", per=a.per),
-                    Evidence("mean message", size, "bytes"),
+                    *([Evidence("mean message", size, "bytes")] if kind != "barriers" else []),
                 ],
                 where=_where(a, kind, table),
                 edits=list(_edits(kind, table)),

@@ -22,6 +22,8 @@ PAUSE_TIMES = 3
 """Times the next longest step, from which on one step is a pause."""
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from advisor.measure.ranks.outliers import Deviation
     from advisor.replay.ranks.ranks_replay import JobGain
     from advisor.replay.ranks.study import Study
@@ -110,6 +112,13 @@ class StragglerRank(Rule):
         "imbalance": {
             "fix": "Give the ranks equal work: balance experts (auxiliary loss, capacity), "
             "embedding tables by cost, or sequence lengths."
+        },
+        "other shapes": {
+            "fix": "Give the ranks equal work: the operators of {who} get larger inputs. Deal out "
+            "samples by length, with batches of as many tokens on each rank, and split a data set "
+            "by its size and not by its files.",
+            "code": "order = sorted(range(len(dataset)), key=lengths.__getitem__)\n"
+            "mine = order[dist.get_rank()::dist.get_world_size()]   # similar lengths everywhere",
         },
         "imbalance that moves": {
             "fix": "Give the ranks equal work: batches by tokens and not by samples, sorted or "
@@ -233,6 +242,8 @@ class StragglerRank(Rule):
         if not any(summary.kernels for summary in study.job.summaries):
             on_host = self.case("the ranks train on CPUs")
             text = on_host if case == "compute" else on_host | text
+            if case == "imbalance":
+                text |= self.case("other shapes", who=who)
         return replace(finding, **{"fix": self.fix.format(who=who), **text})
 
     @staticmethod
@@ -240,6 +251,8 @@ class StragglerRank(Rule):
         return {
             "a slow rank": _ranks([2000.0, 2000.0, 3000.0]),
             "a slow process on a CPU": _processes([20e3, 60e3]),
+            "longer sequences on a CPU": _processes([20e3, 60e3], [64, 192]),
+            "late in each of four steps": _ranks([2000.0, 2000.0], late=(1, 1, 1, 1)),
             "equal ranks": (_ranks([2000.0, 2000.0, 2000.0]), "lost < self.min_share"),
             "hardly late": (_ranks([2000.0, 2000.0, 2040.0]), "lost < self.min_share"),
             "taking turns": (
@@ -288,15 +301,18 @@ def _ranks(
     return builders
 
 
-def _processes(compute: list[float]) -> list[TraceBuilder]:
-    """Processes that compute so long, start two all-reduces of gloo, and wait for both."""
+def _processes(compute: list[float], lengths: Sequence[int] = ()) -> list[TraceBuilder]:
+    """Processes that compute so long, start two all-reduces of gloo, and wait for both.
+    ``lengths``: of the sequences that each of them gets."""
     builders = [TraceBuilder(None, rank=n, world_size=len(compute)) for n in range(len(compute))]
     for _ in range(6):
-        for b, us in zip(builders, compute, strict=True):
+        for rank, (b, us) in enumerate(zip(builders, compute, strict=True)):
+            shapes = [[lengths[rank], 64]] if lengths else None
             with b.step():
                 begin = b.now
                 for part, bucket in ((0.75, 1), (0.25, 2)):
-                    b.on_host("aten::mm", us * part)
+                    with b.op("aten::mm", shapes, host_us=us * part):
+                        pass
                     with b.op("c10d::allreduce_"):
                         started = b.now
                     # two threads: both wait for the slowest process at once

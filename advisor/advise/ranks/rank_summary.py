@@ -15,6 +15,8 @@ import polars as pl
 from advisor.advise.memory import memory_of_rank
 from advisor.advise.report_fields import device_time, host_time, step_time
 from advisor.core.intervals import Ints, covered_length, union
+from advisor.measure.host.names import name_matches
+from advisor.measure.host.stacks import outermost_ancestor, parent_rows
 from advisor.measure.ranks.collectives import (
     collective_table,
     pack_collectives,
@@ -72,6 +74,7 @@ def summarise_rank(a: Analysis, rank: int, findings: Sequence[Finding], path: st
             families={family.name: float(family.ns) for family in figures.get("families", ())},
             communication=float(figures.get("communication_ns") or 0.0),
             kernels=_kernels(a),
+            operators=_operators(a),
             per_step=_per_step(a),
             collectives=pack_collectives(a, collective_table(a, used), used),
             findings=[_advice(finding) for finding in findings[:MAX_FINDINGS]],
@@ -92,11 +95,37 @@ def _kernels(a: Analysis) -> dict[str, Kernel]:
         .group_by("name", "blocks", "threads")
         .agg(pl.len(), pl.col("dur").sum(), pl.col("dur").median().alias("median"))
         .sort("dur", "name", "blocks", "threads", descending=[True, False, False, False])
-        .head(MAX_KERNELS)
     )
+    return _by_digest(a, table)
+
+
+def _operators(a: Analysis) -> dict[str, Kernel]:
+    """Outermost operators of ATen in the used steps, by name and shapes; empty: a device works, or
+    no shapes were recorded."""
+    cpu = a.trace.cpu
+    aten = ((cpu["kind"] == "op") & name_matches(cpu["name"], "^aten::")).to_numpy()
+    if a.device_id is not None or not aten.any():
+        return {}
+    ts = cpu["ts"].to_numpy()
+    own = outermost_ancestor(parent_rows(a.trace), aten) == np.arange(len(ts))
+    own &= covered_length(ts, ts + 1, a.spans) > 0
+    rows = cpu.filter(pl.Series(own)).filter(pl.col("inputs").is_not_null())
+    table = (
+        rows.select("name", "dur", dims=a.trace.inputs["dims"].gather(rows["inputs"]))
+        .group_by("name", "dims")
+        .agg(pl.len(), pl.col("dur").sum(), pl.col("dur").median().alias("median"))
+        .with_columns(pl.col("name").cast(pl.String))
+        .sort("dur", "name", "dims", descending=[True, False, False])
+    )
+    return _by_digest(a, table)
+
+
+def _by_digest(a: Analysis, table: pl.DataFrame) -> dict[str, Kernel]:
+    """Rows of a name, what tells it from others of the same name, and count, sum and median of its
+    duration (ns, in all steps): the first ones."""
     result = {}
-    for name, blocks, threads, count, total, median in table.iter_rows():
-        text = f"{name}|{blocks}|{threads}"
+    for name, *more, count, total, median in table.head(MAX_KERNELS).iter_rows():
+        text = "|".join(map(str, [name, *more]))
         digest = hashlib.blake2s(text.encode("utf-8", "replace"), digest_size=6).hexdigest()
         result[f"{str(name)[:40]}#{digest}"] = Kernel(count, total / a.step_count, float(median))
     return result
@@ -160,7 +189,7 @@ def shrink_to_limit(summary: Summary) -> Summary:
         summary = changed(summary, findings=[], per_step={})
         data = len(encode(summary))
     if data > MAX_BYTES:
-        summary = changed(summary, steps=summary.steps[:100], kernels={}, families={})
+        summary = changed(summary, steps=summary.steps[:100], kernels={}, operators={}, families={})
     return summary
 
 

@@ -37,7 +37,7 @@ def list_on_host(a: Analysis) -> pl.DataFrame:
 
     Columns: those of ``messages.collective_facts``, ``host`` (row of ``trace.cpu``: gloo's range),
     ``op`` (row of the operator that started it; null: it is not in the trace), ``ts``, ``dur`` and
-    ``launch_ts`` (ns). A barrier is an all-reduce of no bytes. ``group`` and ``ranks`` are null,
+    ``launch_ts`` (ns). A barrier is an all-reduce of one byte. ``group`` and ``ranks`` are null,
     ``group_size`` is that of the job: gloo's ranges do not say whose they are.
 
     A collective begins when it is called, because waking gloo's thread is part of what it costs.
@@ -99,14 +99,14 @@ def _ranges(a: Analysis) -> Rows:
 
 
 def _sent(a: Analysis, ranges: Rows) -> pl.Series:
-    """Bytes that each range was given: of kinds without a message of their own (a gather), and 0
+    """Bytes that each range was given: of kinds without a message of their own (a gather), and 1
     of a barrier; null: not recorded."""
     inputs = a.trace.cpu["inputs"].gather(ranges)
     sent = {code: bytes_of(a.trace, code) for code in inputs.drop_nulls().unique().to_list()}
     barrier = name_matches(a.trace.cpu["name"].gather(ranges), "barrier").to_list()
     return pl.Series(
         [
-            0 if idle else sent.get(code)
+            1 if idle else sent.get(code)
             for code, idle in zip(inputs.to_list(), barrier, strict=True)
         ],
         dtype=pl.Int64,

@@ -36,6 +36,7 @@ from advisor.measure.ranks.profile import (
     OWN,
     Profile,
     compare_devices,
+    have_other_inputs,
     longer_families,
 )
 from advisor.measure.ranks.summary import Summary
@@ -205,7 +206,8 @@ def _classified(job: Job, deviation: Deviation, like: list[int]) -> Deviation:
     others = [_of_whole_steps(job, place) for place in like]
     speed = compare_devices(slow, others)
     if speed is None:
-        return replace(deviation, kind="compute")
+        more_work = have_other_inputs(slow, others)
+        return replace(deviation, kind="imbalance" if more_work else "compute")
     if speed.slower:
         return replace(deviation, kind="compute", device=speed.ratio, kernels=len(speed.kernels))
     return replace(deviation, kind="imbalance", families=longer_families(slow, others))

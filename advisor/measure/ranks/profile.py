@@ -194,6 +194,28 @@ def compare_devices(slow: Sequence[Summary], others: Sequence[Summary]) -> Speed
     return Speed(slower >= MIN_SLOWER_SHARE * total, middle, names)
 
 
+MIN_OTHER_SHARE = 0.5
+"""Of what ranks have more of: from which share on, in operators that the others do not run, their
+batches are what differs."""
+
+
+def have_other_inputs(slow: Sequence[Summary], others: Sequence[Summary]) -> bool:
+    """Whether ranks without a device have more work because their operators get other shapes than
+    those of the others."""
+    mine, theirs = (set().union(*(s.operators for s in group)) for group in (slow, others))
+    if not mine or not theirs:
+        return False
+
+    def spent(group: Sequence[Summary], names: set[str]) -> float:
+        return _mean(
+            [sum(op.total_ns for name, op in s.operators.items() if name in names) for s in group]
+        )
+
+    apart = spent(slow, mine - theirs) - spent(others, theirs - mine)
+    more = spent(slow, mine) - spent(others, theirs)
+    return more > 0 and apart >= MIN_OTHER_SHARE * more
+
+
 def _kernels(
     slow: Sequence[Summary], others: Sequence[Summary]
 ) -> list[tuple[str, float, float, int]]:

@@ -161,6 +161,9 @@ class Summary(Struct, frozen=True, kw_only=True):
     kernels: dict[str, Kernel] = field(default_factory=dict)
     """Compute kernels with most time, by the start of their name and a digest of name and launch
     size: the same on every rank that runs the same."""
+    operators: dict[str, Kernel] = field(default_factory=dict)
+    """Where no device works: outermost operators of ATen with most time, by name and a digest of
+    name and shapes."""
     per_step: dict[str, Packed] = field(default_factory=dict)
     """``time`` (with ``idle: <cause>`` for idle) of each of ``steps``, ns; where no device works
     ``host_time`` and ``communication``."""

@@ -90,9 +90,13 @@ def without_collectives(replay: RanksReplay, edit: Edit) -> JobChange | None:
     select = edit.select
     if select.max_bytes is None:
         return None
-    kind = (kind_of(select.name) or "other") if select.name else None
+    name = select.name.strip("^$")
+    kind = (kind_of(name) or "other") if name else None
     gone = np.array(
-        [key.kind == (kind or key.kind) and key.message <= select.max_bytes for key in replay.keys],
+        [
+            key.kind == (kind or key.kind) and 0 < key.message <= select.max_bytes
+            for key in replay.keys
+        ],
         dtype=np.bool_,
     )[replay.key]
     left = replay.transfer * (edit.factor or 0.0)

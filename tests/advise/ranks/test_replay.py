@@ -9,12 +9,45 @@ import numpy as np
 import pytest
 from msgspec.structs import replace
 
+from advisor.core.finding import Edit, Select
 from advisor.measure.ranks.join import join_ranks
 from advisor.measure.ranks.profile import profile_ranks
+from advisor.replay.ranks.gains import without_collectives
 from advisor.replay.ranks.ranks_replay import JobChange, RanksReplay
 
 sys.path.insert(0, str(Path(__file__).parent))
 from job_by_hand import MS, Item, Meet, Program, Work, run
+
+
+def stepped(seed: int, barriers: int) -> Program:
+    """Three ranks with six pieces of uneven work a step; barriers after so many of them, and the
+    gradients' all-reduce at the end."""
+    work = np.random.default_rng(seed).uniform(0.2, 2.0, (3, 5, 6))
+
+    def program(rank: int, step: int) -> list[Item]:
+        items: list[Item] = []
+        for n in range(6):
+            items.append(Work(MS * work[rank, step, n]))
+            if n < barriers:
+                items.append(Meet("world", (0, 1, 2), 0.05 * MS, message=1))
+        return [*items, Meet("world", (0, 1, 2), 0.4 * MS)]
+
+    return program
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_without_barriers_the_ranks_wait_for_each_other_at_the_end_alone(seed: int) -> None:
+    """The sum of the slowest pieces becomes the slowest sum: less than the waits at barriers."""
+    ran, without = run(3, 5, stepped(seed, 5)), run(3, 5, stepped(seed, 0))
+    replay = RanksReplay(ran.summaries, profile_ranks(ran.summaries), join_ranks(ran.summaries))
+    barriers = Select(on="gpu", family=("communication",), name="^gloo:barrier$", max_bytes=1)
+    change = without_collectives(replay, Edit(op="scale", select=barriers, factor=0.0))
+    assert change is not None and change.gone is not None
+    assert change.gone.sum() == 3 * 5 * 5
+    gain = replay.base - replay.step(change)
+    assert gain == pytest.approx(ran.step_ns - without.step_ns, rel=0.01)
+    # edits that say nothing of a message are of transfers alone
+    assert without_collectives(replay, Edit(op="remove", select=Select(on="gpu"))) is None
 
 
 def random_job(seed: int, *, factor: float = 1.0, link: float = 1.0) -> Program:

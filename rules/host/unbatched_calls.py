@@ -22,11 +22,12 @@ from advisor.rules.kernel.kernel_common import match_exactly
 from advisor.testing import Examples, TraceBuilder
 
 _PRODUCTS = re.compile(r"^aten::(?:linear|addmm|mm|matmul|mv|conv[123]d|convolution)$")
-_DEPENDS = re.compile(
-    r"^aten::(?:item|_local_scalar_dense|is_nonzero|multinomial|bernoulli|argmax|max|topk|cat|add"
-    r"|add_|mul|lift_fresh|detach_|index_put_|copy_|\w*cell|lstm|gru|rnn_\w+"
-    r"|scaled_dot_product_attention)$|^autograd::|^Optimizer"
+_RESULTS = (
+    "item|_local_scalar_dense|is_nonzero|multinomial|bernoulli|argmax|max|topk|cat|add|add_|mul"
+    r"|index_put_|copy_|\w*cell|lstm|gru|rnn_\w+|scaled_dot_product_attention"
 )
+_DEPENDS = re.compile(rf"^aten::(?:{_RESULTS}|lift_fresh|detach_)$|^autograd::|^Optimizer")
+CARRIES_RESULTS = re.compile(rf"^aten::(?:{_RESULTS})$")
 """What may carry a result of one call into the next: reading and sampling it, joining two
 activations, cells of recurrent networks, keys and values; or an update of the weights."""
 _COLLECTS = ("aten::stack", "aten::cat")
@@ -83,7 +84,7 @@ class UnbatchedCalls(Rule):
         """The product that comes most often with one sample, and what is around it."""
         if not a.span_ns or a.trace.inputs.is_empty() or a.steps.source == "whole trace":
             return
-        table = _outermost(a)
+        table = outermost_operators(a)
         products = table.filter(pl.col("name").str.contains(_PRODUCTS.pattern))
         counted = products.group_by("name", "inputs").agg(pl.len()).sort("len", "name", "inputs")
         least = self.min_calls * a.step_count
@@ -106,7 +107,7 @@ class UnbatchedCalls(Rule):
             (pl.col("ts") >= pl.col("begin")) & (pl.col("ts") <= pl.col("end"))
         )
         joins = between.filter(pl.col("name").str.contains(_DEPENDS.pattern))
-        depends = any(not _is_scalar(a, index) for index in joins["inputs"].to_list())
+        depends = any(not is_scalar(a, index) for index in joins["inputs"].to_list())
         if depends:
             return
         if not _of_batch(a, table, count, self.nearly):
@@ -154,7 +155,7 @@ class UnbatchedCalls(Rule):
         }
 
 
-def _outermost(a: Analysis) -> pl.DataFrame:
+def outermost_operators(a: Analysis) -> pl.DataFrame:
     """Operators in no other one that begin in the analysed steps: ``row``, ``name``, ``ts``,
     ``ns``, ``inputs``."""
     cpu = a.trace.cpu
@@ -193,7 +194,7 @@ def _one_sample(a: Analysis, index: int | None) -> bool:
     return len(tensor.shape) == 1 or tensor.shape[0] == 1
 
 
-def _is_scalar(a: Analysis, index: int | None) -> bool:
+def is_scalar(a: Analysis, index: int | None) -> bool:
     """All tensors are numbers, such as a sum of losses."""
     tensors = [] if index is None else _inputs(a, index).tensors
     return bool(tensors) and all(tensor.elements <= 1 for tensor in tensors)

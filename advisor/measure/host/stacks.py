@@ -12,6 +12,7 @@ import re
 import sys
 from collections import Counter
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -317,6 +318,10 @@ LOOP, COMMUNICATION = "loop", "communication"
 """The part of what is in none of these; and that of collectives that the loop itself calls."""
 _CLASS = re.compile(r": (?:\w+\.)+(?=\w+$)")
 _PROFILER = re.compile(r"^torch/profiler/")
+_CALLS_HOOKS = re.compile(
+    r"^torch/(?:nn/modules/module\.py\(\d+\): (?:Module\.)?_call_impl(?:\.(?:<locals>\.)?inner)?"
+    r"|utils/hooks\.py\(\d+\): .*|autograd/graph\.py\(\d+\): _engine_run_backward)$"
+)
 
 
 class SampledStack(NamedTuple):
@@ -394,6 +399,18 @@ def share_in(stacks: Sequence[SampledStack], pattern: str) -> tuple[float, list[
     ]
     total = sum(stack.samples for stack in stacks)
     return sum(stack.samples for stack in own) / max(total, 1), own
+
+
+def hook_of(stack: SampledStack) -> str | None:
+    """The frame of a hook that the stack is in: PyTorch calls it where a module's ``forward`` ends,
+    or from the engine of the backward pass. ``None``: in none."""
+    for caller, frame in pairwise(stack.frames):
+        called = parse_frame(frame)
+        if called is None or frame.startswith("torch/") or "forward" in called.function.lower():
+            continue
+        if _CALLS_HOOKS.search(caller):
+            return frame
+    return None
 
 
 def hottest_line(stacks: Sequence[SampledStack]) -> HottestLine | None:

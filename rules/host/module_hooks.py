@@ -1,0 +1,116 @@
+"""Hooks on modules or gradients take much of the step."""
+
+from __future__ import annotations
+
+from advisor.core import text as t
+from advisor.core.finding import Finding, Outcomes
+from advisor.core.rule import Evidence, Rule, Threshold
+from advisor.measure import Analysis
+from advisor.measure.host.stacks import hook_of, hottest_line
+from advisor.rules.citations import CHOSEN, OURS, XPROF
+from advisor.rules.record_common import impact_per_step, recorded_steps, steps_seen
+from advisor.testing import Examples, TraceBuilder
+
+
+class ModuleHooks(Rule):
+    """Hooks that watch activations or gradients (``register_forward_hook``,
+    ``register_full_backward_hook``, ``Tensor.register_hook``, ``wandb.watch``) run in every step
+    and at every layer. What they compute and read is part of the forward or the backward pass.
+
+    The Python stacks that the recorder samples show it: a function that PyTorch calls where a
+    module's ``forward`` ends, or from the engine of the backward pass. Its time is its share of the
+    samples, of the mean step. Where a GPU trains, that time may be hidden behind the device, and
+    other rules look at what waits.
+    """
+
+    id = "module-hooks"
+    title = "Hooks on modules or gradients take much of the step"
+    reads_record = True
+    references = (
+        "https://docs.pytorch.org/docs/stable/generated/torch.nn.Module.html#torch.nn.Module.register_forward_hook",
+    )
+
+    min_share = Threshold(0.05, "of the sampled stacks", XPROF)
+    min_samples = Threshold(8, "samples in hooks", OURS)
+    least = Threshold(0.5, "of the time is gained at least: some may have to stay", CHOSEN)
+
+    fix = (
+        "Compute in the hook only every N steps, or register it for one step and remove it. Keep "
+        "results as tensors and read them together, not with .item() at each layer."
+    )
+    code = (
+        "def hook(module, inputs, output):\n"
+        "    if step % 100 == 0:       # not in every step\n"
+        "        stats[module].append(output.detach().mean())   # .item() later"
+    )
+    verify = "Record again: fewer sampled stacks are in the hook, and the step is shorter."
+    falsified_by = "the same step time without the hooks"
+    assumptions = ("the hooks only watch: the model's results do not need them",)
+    confidence = 0.8
+
+    def check(self, a: Analysis) -> Outcomes:
+        """Samples in hooks."""
+        recorded = recorded_steps(a)
+        mean, stacks = recorded.mean, recorded.stacks
+        if not a.trains_on_host or not mean:
+            return
+        hooks = [stack for stack in stacks if hook_of(stack) is not None]
+        samples = sum(stack.samples for stack in hooks)
+        share = samples / max(1, sum(stack.samples for stack in stacks))
+        if not hooks or share < self.min_share or samples < self.min_samples:
+            return
+        line, spent = hottest_line(hooks), share * mean
+        yield Finding(
+            summary=(
+                f"{share:.0%} of the sampled Python stacks are in hooks: "
+                f"{t.format_duration(spent)} of each step on average."
+            ),
+            evidence=[
+                Evidence("time in hooks", spent, "ns", per="step"),
+                self.compare("share of the sampled stacks", share, "min_share"),
+                self.compare("samples in hooks", samples, "min_samples", "count"),
+                steps_seen(recorded),
+            ],
+            where=[] if line is None else [line.location],
+            impact=impact_per_step(
+                a,
+                0.9 * spent,
+                low=self.least * spent,
+                high=spent,
+                method="share of the sampled stacks, of the mean step",
+            ),
+        )
+
+    @staticmethod
+    def examples() -> Examples:
+        engine = ["torch/_tensor.py(623): Tensor.backward", f"{_GRAPH}: _engine_run_backward"]
+        return {
+            "a hook after forward": _run([_CALL, f"{_MODULE}: Module._call_impl.inner", _HOOK]),
+            "a hook of a gradient": _run([*engine, _HOOK]),
+            "a model's own function": (
+                _run([_CALL, "model.py(9): Net.forward", "model.py(20): attend"]),
+                "not hooks",
+            ),
+            "forward under another name": (
+                _run([_CALL, "peft/lora.py(9): lora_forward"]),
+                "not hooks",
+            ),
+            "a few samples": (_run([_CALL, _HOOK], samples=4), "min_samples"),
+        }
+
+
+_MODULE = "torch/nn/modules/module.py(1845)"
+_GRAPH = "torch/autograd/graph.py(979)"
+_CALL = f"{_MODULE}: Module._call_impl"
+_HOOK = "train.py(7): watch.hook"
+
+
+def _run(frames: list[str], samples: int = 30) -> TraceBuilder:
+    b = TraceBuilder(gpu=None)
+    run = b.record_of_run()
+    run.steps(60, 10, forward=6, backward=4)
+    rest = 40 if samples > 8 else 20
+    told = ["train.py(30): main", _CALL, "torch/nn/modules/linear.py(134): Linear.forward", *frames]
+    own = [0, *range(3, len(told))]
+    run.event("stacks", frames=told, stacks=[[rest, [0, 1, 2]], [samples, own]])
+    return b

@@ -8,7 +8,7 @@ from advisor.core.rule import Evidence, Rule, Threshold
 from advisor.measure import Analysis
 from advisor.measure.host.stacks import hook_of, hottest_line
 from advisor.rules.citations import CHOSEN, OURS, XPROF
-from advisor.rules.record_common import impact_per_step, recorded_steps, steps_seen
+from advisor.rules.common import impact_per_step, recorded_steps, steps_seen
 from advisor.testing import Examples, TraceBuilder
 
 

@@ -110,7 +110,12 @@ def _run(frames: list[str], samples: int = 30) -> TraceBuilder:
     run = b.record_of_run()
     run.steps(60, 10, forward=6, backward=4)
     rest = 40 if samples > 8 else 20
-    names = ["train.py(30): main", _CALL, "torch/nn/modules/linear.py(134): Linear.forward", *frames]
+    names = [
+        "train.py(30): main",
+        _CALL,
+        "torch/nn/modules/linear.py(134): Linear.forward",
+        *frames,
+    ]
     own = [0, *range(3, len(names))]
     run.event("stacks", frames=names, stacks=[[rest, [0, 1, 2]], [samples, own]])
     return b

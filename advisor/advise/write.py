@@ -438,6 +438,13 @@ def _idle_without_fix(report: Report, a: Analysis) -> str:
     advice = "No rule has a fix with a significant gain."
     if later or what:
         advice = f"Record{later}{',' * bool(later and what)}{what}."
+    scope = report.scope
+    if "compile" in shown and scope.step_max_ns > MAX_HEALTHY_STEP_RATIO * scope.step_min_ns > 0:
+        shortest, steps = (
+            t.format_duration(scope.step_min_ns),
+            t.count_noun(scope.steps_used, "step"),
+        )
+        advice = f"Some of the {steps} compile: the shortest takes {shortest}. {advice}"
     return f". Most of its idle time: {') and '.join(named)}). {advice}"
 
 

@@ -86,3 +86,16 @@ def test_it_is_short_and_its_ids_are_the_report_s(name: str) -> None:
 def test_ids_are_numbered_from_the_second_of_a_rule_on() -> None:
     made = report("v100_train_copy_heavy")
     assert list(made.by_id())[: len(made.findings)] == [f.rule for f in made.findings]
+
+
+@pytest.mark.parametrize(
+    ("name", "says"),
+    [
+        ("memory/windows_training.pickle.gz", "saving: offload activations frees 118"),
+        ("ncu/sparse_matmul_a10g.ncu-rep.gz", "fix: Choose a grid of whole waves"),
+        ("mi300_torch_compile.json.gz", "next: measure the slow kernels: rocprof-compute profile"),
+    ],
+)
+def test_an_agent_hears_of_the_action_that_a_terminal_shows(name: str, says: str) -> None:
+    text = REPORTS.render("agent", analyze(str(path_of(name))))
+    assert says in text and "do not invent a fix" not in text

@@ -81,6 +81,8 @@ def _largest_saving(view: MemoryView) -> list[Block]:
     """How to make the change that frees most."""
     most = max(view.savings, key=lambda each: each.bytes)
     text, code = describe_change(most.change)
+    if most.file is not None:
+        text += f": {shorten(most.file)}:{most.line}"
     return [FieldList([TextField("fix", [text], "strong")]), Code(code, indent=2)]
 
 

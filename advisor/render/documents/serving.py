@@ -98,8 +98,9 @@ def describe_lines(serving: Serving) -> list[tuple[str, list[str], bool]]:
             text = f"{own} {t.format_duration(phase.attainable_ns)}; it takes {ratio:.1f}× as long"
             result.append(("at best", [text, known], False))
         elif phase.attainable_ns is None and phase.known_share is not None:
-            unknown = f"the work of {t.format_share(1 - phase.known_share)} of its kernel time"
-            result.append(("at best", [f"{own}: {unknown} was not recorded"], False))
+            share = t.format_share(1 - phase.known_share)
+            unknown = f"unknown, as FLOPs and bytes of {share} of its kernel time are not recorded"
+            result.append(("at best", [f"{own}: {unknown}"], False))
         if phase.steps > 1:
             parts = [f"{own} {_spread(phase.quantiles)}", *([phase.jitter] if phase.jitter else [])]
             result.append(("spread", parts, not phase.jitter))

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Final
 from advisor.core import labels
 from advisor.core import text as t
 from advisor.render.renderer import DEFAULT, Renderer, RenderOptions
+from advisor.rules.memory.out_of_memory import describe_change
 
 if TYPE_CHECKING:
     from advisor.core.finding import Finding
@@ -57,19 +58,31 @@ def _lines(report: Report) -> list[str]:
     parts += [f"idle by {cause.cause} {cause.share:.3f}" for cause in report.idle]
     if parts:
         lines.append(f"time_shares: {', '.join(parts)}")
-    for key, finding in ranked[:MAX_FINDINGS]:
+    shown = ranked[:MAX_FINDINGS]
+    if scope.timeless:  # without a step nothing is ranked
+        shown, rest = rest[:MAX_FINDINGS], rest[MAX_FINDINGS:]
+    for key, finding in shown:
         lines += _block(key, finding)
+    savings = report.memory[0].savings[:MAX_LINES] if scope.timeless and report.memory else []
+    lines += [
+        f"saving: {each.change} frees {each.bytes} bytes - {describe_change(each.change)[0]}"
+        + (f": {labels.clean(each.file)}:{each.line}" if each.file is not None else "")
+        for each in savings
+    ]
     for title, items in (("also", ranked[MAX_FINDINGS:]), ("risk", risks), ("note", rest)):
         lines += [f"{title}: {key} - {labels.clean(f.title)}" for key, f in items[:MAX_LINES]]
     skipped = [labels.clean(check.record) for check in report.not_checked if check.record]
     if skipped:
         lines.append(f"to_measure_more: {'; '.join(dict.fromkeys(skipped[:3]))}")
-    lines.append(
-        f"next: apply one fix, record again, then: advisor compare {labels.clean(path)} AFTER"
-        if ranked
-        else "next: nothing to change by this report; do not invent a fix"
-    )
-    return lines
+    if ranked or (scope.timeless and (shown or savings)):
+        what = "fix" if shown else "saving, if memory is short"
+        action = f"apply one {what}, record again, then: advisor compare {labels.clean(path)} AFTER"
+    elif report.profile_kernels:
+        command = report.profile_kernels[0].replace("\\\n", " ")
+        action = f"measure the slow kernels: {' '.join(labels.clean(command).split())}"
+    else:
+        action = "nothing to change by this report; do not invent a fix"
+    return [*lines, f"next: {action}"]
 
 
 def _block(key: str, finding: Finding) -> list[str]:

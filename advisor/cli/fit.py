@@ -68,10 +68,10 @@ def command(
         device = analysis.trace.working_device(analysis.device_id)
     known = target or lookup(None if device is None else device.name)
     result = find_fit(post, analysis, size, gpu=known, ranks=ranks, scale=scale)
-    from advisor.render.documents.fit import build
+    from advisor.render.documents.project import build_fit
 
     asked = "" if scale == 1 else f"batch {batch:g}, {scale:.3g} times the recorded one"
-    document = build(result, gpu="" if target is None else target.name, batch=asked)
+    document = build_fit(result, gpu="" if target is None else target.name, batch=asked)
     wanted = out.chosen(PREDICTIONS, form, output)
     document = replace(document, data=_plain(result, scale))
     out.deliver(wanted, document, output, [path], details=True)

@@ -23,8 +23,8 @@ from advisor.core.finding import Finding
 from advisor.core.trace import Trace
 from advisor.measure import Analysis
 from advisor.read import ReadOptions, open_run, read_trace
+from advisor.read.nvtx import framework_of, parse_ranges
 from advisor.read.registry import read_bytes
-from advisor.read.rocm import framework_of, parse_ranges
 from advisor.rules.memory.unified_memory import UnifiedMemory
 
 Found = Callable[[str], str]

@@ -371,14 +371,14 @@ MAX_RATES = 500
 RATE_COLUMNS = (
     Column("name", "Operator", flex=2, names=True),
     Column("shapes", "Shapes", flex=2, names=True),
-    Column("dtype", "Format", width=74),
+    Column("dtype", "dtype", width=66),
     Column("calls", "Calls", width=58, number=t.format_count, csv="Calls per step"),
-    duration_column("ns", "Time per step", 84),
-    Column("bound", "Bound", width=92),
+    duration_column("ns", "Time per step", 80),
+    Column("bound", "Bound", width=86),
     Column("flops_per_s", "TFLOP/s", width=74, number=TFLOPS, csv="FLOP/s"),
-    Column("bytes_per_s", "GB/s", width=78, number=GBPS, csv="Bytes/s"),
-    share_column("efficiency", "Of attainable", 92),
-    duration_column("saved_ns", "Saving per step", 84),
+    Column("bytes_per_s", "GB/s", width=70, number=GBPS, csv="Bytes/s"),
+    share_column("efficiency", "Of attainable", 86),
+    duration_column("saved_ns", "Saving per step", 80),
 )
 
 

@@ -200,10 +200,24 @@ def write_verdict(
     if step is not None and step.window_ns is not None and _varies(step):
         mean, median = t.format_duration(step.mean_ns), t.format_duration(step.ns)
         text = f"{text} The run's steps vary: median {median}, mean {mean}."
+    if between := _time_between_steps(report):
+        status, text = "limited" if status == "healthy" else status, f"{between} {text}"
     crash = t.describe_crashes(report.crashes)
     if not crash:
         return status, text
     return "limited" if status == "healthy" else status, f"{crash} {text}"
+
+
+def _time_between_steps(report: Report) -> str:
+    """Where much of the run lies between its steps, and more than the first fix gains."""
+    share = None if report.recorded is None else report.recorded.outside_share
+    if share is None or all(risk.rule != "time-between-steps" for risk in report.risks):
+        return ""
+    first = report.findings[0].impact if report.findings else None
+    if first is not None and (first.share or 0.0) * (1 - share) >= share:
+        return ""
+    where = "evaluation, checkpoints and the like"
+    return f"{t.format_share(share)} of the run lies between the training steps: {where}."
 
 
 MAX_BREAKS = 20

@@ -88,7 +88,7 @@ class LoopCode(Rule):
             "# metrics: one operator on the batch, such as\n"
             "torch.bincount(target * n + predicted, minlength=n * n)",
             "assumptions": ("its work can be done on all tensors at once, or in fewer steps",),
-        }
+        },
     }
 
     def check(self, a: Analysis) -> Outcomes:
@@ -384,6 +384,22 @@ class LoopPhases(LoopCode):
     """
 
     id = "loop-phases"
+    cases: ClassVar[Mapping[str, Mapping[str, Any]]] = {
+        **LoopCode.cases,
+        "the loss": {
+            "title": "Operators beside the model, such as the loss, take much of the step",
+            "fix": "Use PyTorch's own loss: cross_entropy takes logits and class numbers, in place "
+            "of softmax, logarithm and one-hot vectors; binary_cross_entropy_with_logits in place "
+            "of sigmoid and logarithm. torch.compile fuses what has no such function.",
+            "code": "loss = F.cross_entropy(logits, target)\n"
+            "# not -(F.one_hot(target) * logits.softmax(-1).log()).sum(-1).mean()",
+            "assumptions": ("one function of PyTorch, or a compiled one, computes the same",),
+            "falsified_by": "the same step time with that function",
+        },
+    }
+    of_loss = Threshold(
+        1 / 3, "of this time the backward pass goes through: it is the loss", CHOSEN
+    )
     min_share = Threshold(
         LOOP_SHARE, "of the step; four times what counts where a GPU waits", XPROF
     )
@@ -401,6 +417,9 @@ class LoopPhases(LoopCode):
         pauses = float(np.median(recorded.column("gc")[recorded.used])) if recorded.count else 0.0
         step, ns = recorded.median or 0.0, sum(spent.values()) - pauses
         ns = ns * recorded.loop_share if recorded.loop_share is not None else ns - _waits(a, step)
+        learnt = min(ns, _learnt(a) * step / max(a.step_ns, 1))
+        loss = learnt >= self.of_loss * ns
+        ns -= 0 if loss else learnt
         if not step or ns < self.min_share * step or ns < self.min_ms * 1e6:
             return
         line, operators = recorded.hottest_line(LOOP), operators_beside_training(a)
@@ -410,16 +429,18 @@ class LoopPhases(LoopCode):
             own = line.share * ns
             gain = impact_per_step(
                 a,
-                0.9 * own,
-                low=0.5 * own,
+                (0.4 if loss else 0.9) * own,
+                low=0 if loss else 0.5 * own,
                 high=own,
                 method="recorded host time of this function",
                 of_median=True,
             )
+        case = "the loss" if loss else "many operators" if many else ""
         yield Finding(
             summary=(
                 f"The loop's own code takes {t.format_duration(ns)} of each step "
                 f"({ns / step:.0%}), outside loading, forward, backward and optimizer. "
+                + "The backward pass goes through much of it. " * loss
                 + _most_of_it(line)
             ),
             evidence=[
@@ -434,7 +455,7 @@ class LoopPhases(LoopCode):
             ],
             where=[] if line is None else [line.location],
             impact=gain,
-            **(self.case("many operators") if many else {}),
+            **(self.case(case) if case else {}),
         )
 
     @staticmethod
@@ -442,13 +463,40 @@ class LoopPhases(LoopCode):
         stacks = _recorded(forward=2, backward=2)
         with stacks.step(), stacks.python("train.py(30): main"):
             stacks.host(300)
+        loss, counts = _recorded(forward=2, backward=2), _recorded(forward=2, backward=2)
+        for b, learnt in ((loss, True), (counts, False)):
+            for number in b.steps():
+                with b.range("advisor::forward"), b.op("aten::linear", host_us=2000):
+                    pass
+                with b.op("aten::log", sequence=number if learnt else None, host_us=6000):
+                    pass
+                node = "autograd::engine::evaluate_function: LogBackward0"
+                with b.op(node, sequence=number if learnt else None, host_us=2000):
+                    pass
         return {
+            "a loss by hand": loss,
+            "metrics by hand": counts,
             "a wait between steps": _recorded(forward=2, backward=2, **{"between steps": 6}),
             "stacks were sampled": _recorded(sampled=20, forward=2, backward=2),
             "evaluation": (_recorded(evaluation=20, forward=3.5, backward=6), "min_share"),
             "a small model": (_recorded(0.6, forward=0.2), "min_ms"),
             "stacks": (stacks, "== 'python').any()"),
         }
+
+
+def _learnt(a: Analysis) -> float:
+    """Time per profiled step of operators outside modules that the backward pass goes through, such
+    as a loss that is computed by hand, ns; 0: nothing tells them apart."""
+    cpu, parent = a.trace.cpu, stacks.parent_rows(a.trace)
+    trains = name_matches(cpu["name"], _TRAINS).to_numpy()
+    if a.trace.main_thread is None or not trains.any():
+        return 0.0
+    left_out = stacks.innermost_ancestor(parent, trains) >= 0
+    left_out |= (cpu["thread"] != a.trace.main_thread).to_numpy()
+    outermost = stacks.outermost_ancestor(parent, stacks.is_operator(a.trace))
+    graph = np.unique(outermost[a.forward_op[a.forward_op >= 0]])
+    rows = _outermost_operators(a, parent, left_out)
+    return float(cpu["dur"].gather(rows[np.isin(rows, graph)]).sum()) / max(a.step_count, 1)
 
 
 def operators_beside_training(a: Analysis) -> float:

@@ -48,6 +48,7 @@ OF_TRAINED_STATE = (
 )
 OF_OPTIMIZERS = {
     ("implicit-sync", "inside the optimizer"),
+    ("loop-phases", "the loss"),
     *(("out-of-memory", case) for case in OF_TRAINED_STATE),
 }
 """Cases that need an optimizer, or a backward pass, in the recording."""

@@ -56,7 +56,9 @@ class SmallCollectives(Rule):
     title = "Many small collectives that could be one bucket"
     knobs = ("ddp-bucket-size",)
     sampled_part = COMMUNICATION
-    silent_in = SILENT_TRACES
+    found_in = ("recorded/gloo_parameters.slow",)
+    silent_in = (*SILENT_TRACES, "recorded/gloo_parameters.cured")
+    validated_on = "CPU recordings of two ranks that reduce each gradient alone, and all as one"
     references = (
         "https://pytorch.org/docs/stable/generated/torch.nn.parallel.DistributedDataParallel.html",
     )

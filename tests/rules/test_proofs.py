@@ -53,12 +53,14 @@ def fired(*paths: str) -> frozenset[str]:
 
 @cache
 def fired_on_recording(name: str) -> frozenset[str]:
-    """Rules that read the record, with a finding on a recording."""
+    """Rules with a finding on the first rank of a recording; on its record alone, where it has no
+    window."""
     from advisor.core.trace import blank_trace
 
-    recording = open_run(str(RECORDED / name)).recording
-    assert recording is not None
-    a = Analysis(blank_trace("<record>", 0), None, recording.ranks[0])
+    run = open_run(str(RECORDED / name))
+    assert run.recording is not None
+    trace = run.window(0) if run.traces else blank_trace("<record>", 0)
+    a = Analysis(trace, None, run.recording.ranks[0])
     return frozenset(finding.rule for finding in run_rules(0, a, list(RULES.values())).findings)
 
 

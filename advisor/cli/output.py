@@ -36,11 +36,19 @@ _ASCII: dict[int, int | str] = {
 """What stands in for the characters of a report where the encoding lacks them."""
 
 
+PLAIN = (".txt", ".text", ".log", ".out")
+"""Suffixes of files that get the terminal's report."""
+
+
 def chosen(formats: Formats, given: str | None, output: Path | None) -> Renderer[Any]:
     """The renderer of ``--format``, else what the suffix of ``--output`` says, else the terminal's.
     Raises AdvisorError for a format that there is not."""
     if given is None and output is not None:
         given = formats.of_file(output)
+        suffix = output.suffix.lower()
+        if given is None and suffix[1:].isalpha() and suffix not in PLAIN:
+            names = format_names(formats)
+            raise AdvisorError(f"{output.name}: no format has this suffix. --format is {names}.")
     return formats.renderer(given or "terminal")
 
 

@@ -64,6 +64,14 @@ def test_the_format_follows_the_suffix_of_the_output(
     assert sorted(p.name for p in tmp_path.iterdir()) == sorted([name, "slow.json"])
 
 
+def test_a_suffix_of_no_format_writes_nothing(
+    advisor: Run, slow_trace: Path, tmp_path: Path
+) -> None:
+    code, _, err = advisor("analyze", slow_trace, "-o", tmp_path / "r.docx")
+    assert code == 2 and err.startswith("advisor: r.docx: no format has this suffix")
+    assert not (tmp_path / "r.docx").exists()
+
+
 def test_a_named_format_wins_over_the_suffix(
     advisor: Run, slow_trace: Path, tmp_path: Path
 ) -> None:

@@ -311,11 +311,12 @@ def impact_per_step(
     of_median: bool = False,
 ) -> Impact:
     """An impact in time per step, from recorded host times, ns: of the mean step, or
-    ``of_median``."""
+    ``of_median``. No fix saves more than that step, whatever other steps take."""
     recorded = recorded_steps(a)
     step = (recorded.median if of_median else recorded.mean) or 0.0
-    of = step if gain <= step else 0.0
-    impact = impact_over_run(gain, low=low, high=high, method=method, of=of)
+    if step:
+        gain, high = min(gain, step), min(gain if high is None else high, step)
+    impact = impact_over_run(gain, low=min(low, gain), high=high, method=method, of=step)
     return replace(impact, currency="step_time")
 
 

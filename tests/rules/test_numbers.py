@@ -15,6 +15,8 @@ from advisor.advise.select import load_rules
 from advisor.core.rule import Rule, Source, Threshold
 from advisor.measure import Analysis
 from advisor.read import read_trace
+from advisor.rules.common import impact_per_step
+from advisor.testing import TraceBuilder
 
 ROOT = Path(__file__).parents[2]
 RULES = load_rules(config={})
@@ -122,3 +124,22 @@ def test_the_v100s_short_kernels_are_as_many_as_launch_bound_says(
     short = (kernels["dur"] < 10_000).mean()
     busy = a.breakdown.busy.total / a.span_ns
     assert (short, busy) == (pytest.approx(0.45, abs=0.005), pytest.approx(0.96, abs=0.005))
+
+
+@pytest.mark.parametrize("of_median", [False, True])
+def test_no_gain_from_a_record_exceeds_its_step(of_median: bool) -> None:
+    """Steps of 10 ms, every fifth of 60: about 20 ms on average without the first ones, 10 in the
+    middle. A pause of 25 ms per step, worked out from other steps, cannot go out of either."""
+    b = TraceBuilder()
+    record = b.record_of_run()
+    for number in range(40):
+        record.steps(1, 60.0 if number % 5 == 4 else 10.0)
+    for _ in b.steps(4):
+        b.product(100)
+    step = pytest.approx(10e6 if of_median else 20e6, rel=0.05)
+    impact = impact_per_step(b.analysis(), 25e6, low=22e6, high=40e6, of_median=of_median)
+    assert impact.gain_ns == impact.high_ns == impact.low_ns == step
+    assert impact.share == 1.0
+    within = impact_per_step(b.analysis(), 8e6, low=4e6, of_median=of_median)
+    assert (within.low_ns, within.gain_ns, within.high_ns) == (4e6, 8e6, 8e6)
+    assert within.share == pytest.approx(0.8 if of_median else 0.4, rel=0.05)

@@ -59,3 +59,19 @@ def test_behind_a_busy_device_the_cost_cannot_be_seen() -> None:
     r.steps(40, 3.0)
     r.steps(5, 3.0, window=0)
     assert event_cost(b.analysis()) == USUAL
+
+
+def test_a_python_frame_costs_less_than_an_operator() -> None:
+    """1,000 frames beside 100 operators: 0.5 µs each, and no more in the stretch that they fill."""
+    b = TraceBuilder(gpu=None)
+    for _ in b.steps(4):
+        for _ in range(250):
+            with b.python("model.py(3): forward"):
+                pass
+        for _ in range(25):
+            with b.op("aten::add", host_us=10.0):
+                pass
+    whatif = WindowReplayer(b.analysis())
+    taken = whatif.base.period - whatif.period((), "plain")
+    frames, others = 250 * EVENT_COST_NS["python"], 25 * USUAL
+    assert taken == pytest.approx(frames + others, rel=0.05)

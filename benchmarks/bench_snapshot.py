@@ -54,9 +54,9 @@ WAYS: dict[str, Callable[[str], int]] = {"pickle.load": unpickle, "read": read, 
 
 def make(path: Path, size: int) -> None:
     """A snapshot of about so many bytes."""
-    from advisor.testing.allocator import GIB, Allocator, Training
+    from advisor.testing.allocator import GIB, FakeAllocator, Training
 
-    m = Allocator(total=80 * GIB)
+    m = FakeAllocator(total=80 * GIB)
     training = Training(m, layers=24)
     while len(m.events) * 86 < size:
         training.step()

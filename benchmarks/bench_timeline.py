@@ -68,7 +68,7 @@ TIMED = """async ([moves, kind]) => {
     await wait();
     const began = performance.now();
     t.setView(at, at + span);
-    await t.settled();
+    await t.after_warmup();
     out.push([performance.now() - began, t.answer.ms, t.answer.slices.n, t.answer.runs.n]);
   }
   return out; }"""
@@ -104,7 +104,7 @@ def measure(browser: Any, trace: Path, moves: int) -> dict[str, float]:
             page = browser.new_page(viewport={"width": 1440, "height": 900})
             page.goto(f"{address}/timeline")
             page.locator(".tl-canvas").wait_for(state="attached")
-            page.evaluate("() => advisorTimeline.current.settled()")
+            page.evaluate("() => advisorTimeline.current.after_warmup()")
             page.locator("#content #timeline .tl-canvas").wait_for(state="attached")
             firsts.append(page.evaluate(MARK, "advisor-timeline-painted"))
             frames_at.append(page.evaluate(MARK, "advisor-frame-there"))

@@ -125,7 +125,7 @@ def record_all(options: argparse.Namespace) -> None:
         entry: Results = entries.setdefault(name, {})
         for variant in VARIANTS:
             done = entry.get(variant, {})
-            if done.get("recorded") and not options.again:
+            if done.get("recorded") and not options.reopen:
                 continue
             left = deadline - time.monotonic()
             if left < 20:
@@ -228,14 +228,14 @@ def all_on_trial() -> Iterator[None]:
     trial, and the controls are one for all of them."""
     from advisor.advise.select import load_rules
 
-    kinds = {type(rule) for rule in load_rules(config={}) if rule.validated == "synthetic"}
+    kinds = {type(rule) for rule in load_rules(config={}) if rule.validation == "synthetic"}
     try:
         for kind in kinds:
-            kind.validated = "recordings"
+            kind.validation = "recordings"
         yield
     finally:
         for kind in kinds:
-            kind.validated = "synthetic"
+            kind.validation = "synthetic"
 
 
 def advice(folder: Path) -> Results:

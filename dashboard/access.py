@@ -92,11 +92,11 @@ class Access:
         )
 
     @property
-    def here_only(self) -> bool:
+    def is_local_only(self) -> bool:
         """Whether only this machine can reach the server."""
         return self.host in LOCAL
 
-    def answers(self, header: str | None) -> bool:
+    def is_allowed_host(self, header: str | None) -> bool:
         """Whether a request with this Host header is meant for us. Any port: tunnels change it.
 
         A page elsewhere can make its own name point here, never an address, so addresses are
@@ -111,19 +111,19 @@ class Access:
             return match["name"] is not None and match["name"].lower() in self.names
         if (address.version == 6) != (match["v6"] is not None):
             return False
-        return str(address) in self.names or not self.here_only
+        return str(address) in self.names or not self.is_local_only
 
-    def knows(self, token: str | None) -> bool:
+    def is_valid_token(self, token: str | None) -> bool:
         """Whether the token is right, in constant time."""
         if self.token is None:
             return True
         return token is not None and hmac.compare_digest(_bytes(token), _bytes(self.token))
 
-    def pass_for(self) -> str:
+    def make_cookie(self) -> str:
         """What a cookie holds for one who had the token: random, and signed."""
         return self.signer.sign(secrets.token_urlsafe(12)).decode()
 
-    def accepts(self, cookie: str | None) -> bool:
+    def is_valid_cookie(self, cookie: str | None) -> bool:
         """Whether a cookie is one of ours, in constant time."""
         if self.token is None:
             return True
@@ -153,7 +153,7 @@ def protect(app: dash.Dash, access: Access) -> None:
 
     def check() -> flask.typing.ResponseReturnValue | None:
         request = flask.request
-        if not access.answers(request.headers.get("Host")):
+        if not access.is_allowed_host(request.headers.get("Host")):
             return _refuse(403, "This dashboard does not answer to that host name.")
         if request.method not in ("GET", "HEAD") and not (
             request.method == "POST" and request.path == CALLBACKS
@@ -184,10 +184,10 @@ def _let_in(access: Access) -> flask.typing.ResponseReturnValue | None:
     request = flask.request
     header = request.headers.get("Host")
     cookie = request.cookies.get(cookie_name(header))
-    accepted = access.accepts(cookie)
+    accepted = access.is_valid_cookie(cookie)
     given = request.args.get("token")
     if given is not None and request.method in ("GET", "HEAD"):
-        knows = access.token is not None and access.knows(given)
+        knows = access.token is not None and access.is_valid_token(given)
         if knows or accepted:
             return _without_token(access, fresh=knows)
     if accepted:
@@ -213,7 +213,7 @@ def _without_token(access: Access, *, fresh: bool) -> flask.Response:
     if fresh:
         header = request.headers.get("Host")
         response.set_cookie(
-            cookie_name(header), access.pass_for(), path="/", httponly=True, samesite="Strict"
+            cookie_name(header), access.make_cookie(), path="/", httponly=True, samesite="Strict"
         )
         _mark(response)
         access.admitted.set()

@@ -114,7 +114,7 @@ def _picture(post: PostMortem, shown: MemoryView, table_: pl.DataFrame, named: s
         ]
     )  # fmt: skip
     body: list[Any] = [figures_]
-    if not post.history.too_short:
+    if not post.history.is_too_short:
         description = f"Bytes in tensors by category over {post.history.count:,} allocator events."
         made = _timeline(post, table_)
         name = f"memory-snapshot-gpu{post.device}"
@@ -166,7 +166,7 @@ def _timeline(post: PostMortem, table_: pl.DataFrame) -> Any:
     x = (table_["time_us"] / 1e3).to_list() if timed else table_["event"].to_list()
     names = [name for name in CATEGORIES if name in table_.columns]
     largest = {name: _largest_blocks(post, name, table_["event"].to_numpy()) for name in names}
-    sizes = np.append(post.history.lives.size, 0)
+    sizes = np.append(post.history.block_lifetimes.size, 0)
     total = table_.select(pl.sum_horizontal(*names)).to_series()
     unit, scale = (
         ("GiB", 1 << 30) if total.to_numpy().max(initial=0) >= 1 << 30 else ("MiB", 1 << 20)
@@ -200,8 +200,8 @@ def _timeline(post: PostMortem, table_: pl.DataFrame) -> Any:
             hovertemplate=f"{line} %{{y:.3g}} {unit}%{{text}}<extra></extra>",
         )
     )
-    row = int(np.searchsorted(table_["event"].to_numpy(), post.moment))
-    label = "out of memory" if post.history.failed is not None else "peak"
+    row = int(np.searchsorted(table_["event"].to_numpy(), post.event))
+    label = "out of memory" if post.history.failed_event is not None else "peak"
     made.add_annotation(
         x=x[row], y=post.allocated / scale, text=f"{label} {t.format_bytes(post.allocated)}",
         showarrow=True, arrowhead=0, arrowcolor=RESERVED, ax=0, ay=-34, font={"size": 12},
@@ -217,12 +217,13 @@ def _timeline(post: PostMortem, table_: pl.DataFrame) -> Any:
 
 def _largest_blocks(post: PostMortem, category: str, events: Any) -> Any:
     """Of a category, the life of its largest block at each event; -1: it holds none then."""
-    lives = post.history.lives
-    rows = np.flatnonzero(post.kinds == CATEGORIES.index(category))
+    lives = post.history.block_lifetimes
+    rows = np.flatnonzero(post.category_codes == CATEGORIES.index(category))
     rows = rows[np.argsort(-lives.size[rows], kind="stable")[:MAX_BLOCKS]]
     largest = np.full(len(events), -1)
     for row in rows.tolist():  # the largest first: a few cover everything
-        largest[(largest < 0) & (events >= lives.born[row]) & (events < lives.ended[row])] = row
+        lived = (events >= lives.start_event[row]) & (events < lives.end_event[row])
+        largest[(largest < 0) & lived] = row
         if (largest >= 0).all():
             break
     return largest
@@ -232,7 +233,7 @@ def _block_line(post: PostMortem, row: int) -> str:
     """Size and line of a category's largest block, for a tooltip."""
     if row < 0:
         return ""
-    lives = post.history.lives
+    lives = post.history.block_lifetimes
     origin = post.history.origins[int(lives.stack[row])]
     where = "" if origin.file is None else f" at {memory.shorten(origin.file)}:{origin.line}"
     shown = f" · largest {t.format_bytes(int(lives.size[row]))}{where}"
@@ -243,7 +244,7 @@ def _block_stack(post: PostMortem, row: int) -> str:
     """The largest block of all, with the innermost frames of its stack that have a line."""
     if row < 0:
         return ""
-    lives = post.history.lives
+    lives = post.history.block_lifetimes
     stack = int(lives.stack[row])
     frames = post.snapshot.stacks[stack] if stack >= 0 else ()
     shown = [f"{f.name} at {memory.shorten(f.file)}:{f.line}" for f in frames if f.line > 0]
@@ -276,8 +277,8 @@ def _map_note(post: PostMortem) -> str:
 
 def _segments(post: PostMortem) -> Any:
     """One bar per segment with its blocks; the tooltip gives size, category, line and age."""
-    h, lives = post.history, post.history.lives
-    alive = np.flatnonzero(lives.ended == h.count)
+    h, lives = post.history, post.history.block_lifetimes
+    alive = np.flatnonzero(lives.end_event == h.count)
     live = dict(zip(lives.address[alive].tolist(), alive.tolist(), strict=True))
     rows = _map_rows(post)
     place = {row: n for n, row in enumerate(rows["row"].to_list())}
@@ -336,14 +337,14 @@ def _block_words(post: PostMortem, block: dict[str, Any], life: int | None) -> t
     if block["state"] == "pending":
         return "pending", f"{t.format_bytes(block['size'])}, freed; another stream still uses it"
     h = post.history
-    kind = CATEGORIES[int(post.kinds[life])] if life is not None else "unknown"
+    kind = CATEGORIES[int(post.category_codes[life])] if life is not None else "unknown"
     origin = h.origins[-1 if block["stack"] is None else block["stack"]]
     where = (
         "line unknown"
         if origin.file is None
         else f"{t.shorten_path(origin.file, 50)}:{origin.line}"
     )
-    born = -1 if life is None else int(h.lives.born[life])
+    born = -1 if life is None else int(h.block_lifetimes.start_event[life])
     age = "allocated before the history"
     if born >= 0:
         age = f"{h.count - born:,} events old"

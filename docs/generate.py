@@ -24,7 +24,7 @@ import advisor.core.report
 import advisor.core.rule
 import advisor.recorder.options
 from advisor.advise.select import load_rules
-from advisor.core.rule import Source
+from advisor.core.rule import Citation
 from advisor.render.documents import rule as rule_page
 from advisor.render.documents.rule import RulePage
 from advisor.render.formats.markdown import code_span, escape, fenced_block
@@ -147,9 +147,9 @@ def _elsewhere(page: RulePage) -> list[str]:
     return parts
 
 
-def _cited(source: Source) -> str:
-    at = source.at if source.at.startswith("http") else f"../../{source.at}"
-    return f"[{escape(source.name)}]({at})" if source.at else escape(source.name)
+def _cited(source: Citation) -> str:
+    at = source.address if source.address.startswith("http") else f"../../{source.address}"
+    return f"[{escape(source.name)}]({at})" if source.address else escape(source.name)
 
 
 def _proof(name: str, *, cured: bool = False) -> str:

@@ -5,143 +5,143 @@
 
 from __future__ import annotations
 
-from advisor.core.rule import Source
+from advisor.core.rule import Citation
 
 # -- thresholds of other tools ------------------------------------------------------------------
 
-FOURNEX = Source("fournex 0.3.1", "https://pypi.org/project/fournex/")
-GPU_IDLE = Source("gpu-idle 0.1.0 (80%)", "https://pypi.org/project/gpu-idle/")
-GPUPROF = Source(
+FOURNEX = Citation("fournex 0.3.1", "https://pypi.org/project/fournex/")
+GPU_IDLE = Citation("gpu-idle 0.1.0 (80%)", "https://pypi.org/project/gpu-idle/")
+GPUPROF = Citation(
     "gpuprof 0.7.1", "https://github.com/peppe-tringali/gpuprof/blob/main/src/gpuprof/insights.py"
 )
-NCU = Source("Nsight Compute", "https://docs.nvidia.com/nsight-compute/ProfilingGuide/index.html")
-INDUCTOR_SPILLS = Source(
+NCU = Citation("Nsight Compute", "https://docs.nvidia.com/nsight-compute/ProfilingGuide/index.html")
+INDUCTOR_SPILLS = Citation(
     "TorchInductor's spill_threshold: 16 registers, on ROCm 32",
     "https://github.com/pytorch/pytorch/blob/main/torch/_inductor/config.py",
 )
-SAGEMAKER = Source(
+SAGEMAKER = Citation(
     "SageMaker Debugger",
     "https://docs.aws.amazon.com/sagemaker/latest/dg/debugger-built-in-profiler-rules.html",
 )
-SAGEMAKER_CPU = Source("SageMaker Debugger (CPUBottleneck: 90%)", SAGEMAKER.at)
-TENSORBOARD = Source("TensorBoard", "https://pypi.org/project/torch-tb-profiler/")
-TRACELENS = Source("TraceLens", "https://github.com/AMD-AGI/TraceLens")
-TRACEML = Source(
+SAGEMAKER_CPU = Citation("SageMaker Debugger (CPUBottleneck: 90%)", SAGEMAKER.address)
+TENSORBOARD = Citation("TensorBoard", "https://pypi.org/project/torch-tb-profiler/")
+TRACELENS = Citation("TraceLens", "https://github.com/AMD-AGI/TraceLens")
+TRACEML = Citation(
     "TraceML", "https://github.com/traceopt-ai/traceml/tree/main/src/traceml/diagnostics"
 )
-XPROF = Source(
+XPROF = Citation(
     "XProf",
     "https://github.com/openxla/xprof/blob/main/xprof/convert/op_stats_to_input_pipeline_analysis.cc",
 )
-XPROF_LAUNCH = Source("XProf (3 to 15%)", XPROF.at)
+XPROF_LAUNCH = Citation("XProf (3 to 15%)", XPROF.address)
 
 # -- vendors, papers, documentation -------------------------------------------------------------
 
-CACHING_ALLOCATOR = Source(
+CACHING_ALLOCATOR = Citation(
     "PyTorch's caching allocator reuses blocks",
     "https://pytorch.org/docs/stable/notes/cuda.html#memory-management",
 )
-CHECKPOINT = Source(
+CHECKPOINT = Citation(
     "one more forward pass: a quarter of forward, backward and forward again",
     "https://arxiv.org/abs/1604.06174",
 )
-FLASH_2 = Source(
+FLASH_2 = Citation(
     "FlashAttention 2: 50 to 73% of an A100's peak", "https://arxiv.org/abs/2307.08691"
 )
-FLASH_3 = Source(
+FLASH_3 = Citation(
     "FlashAttention 3: up to 75% of an H100's peak", "https://arxiv.org/abs/2407.08608"
 )
-FOREACH = Source(
+FOREACH = Citation(
     "PyTorch's optimizers: for-loop, foreach, fused", "https://pytorch.org/docs/stable/optim.html"
 )
-FULLY_SHARD = Source(
+FULLY_SHARD = Citation(
     "PyTorch's fully_shard: set_reshard_after_backward",
     "https://docs.pytorch.org/docs/stable/distributed.fsdp.fully_shard.html",
 )
-INTERLEAVED = Source(
+INTERLEAVED = Citation(
     "Narayanan et al. 2021: the bubble of a schedule, and of v stages on each rank",
     "https://arxiv.org/abs/2104.04473",
 )
-LLAMA = Source("LLaMA's vocabulary", "https://arxiv.org/abs/2302.13971")
-GPIPE = Source(
+LLAMA = Citation("LLaMA's vocabulary", "https://arxiv.org/abs/2302.13971")
+GPIPE = Citation(
     "GPipe: the bubble is negligible from four micro-batches per stage on",
     "https://arxiv.org/abs/1811.06965",
 )
-MEGATRON = Source(
+MEGATRON = Citation(
     "Megatron-LM: tensor parallelism within a server, pipeline parallelism across (takeaway 1)",
     "https://arxiv.org/abs/2104.04473",
 )
-MATMUL_GUIDE = Source(
+MATMUL_GUIDE = Citation(
     "NVIDIA's guide to matrix products",
     "https://docs.nvidia.com/deeplearning/performance/dl-performance-matrix-multiplication/",
 )
-NCCL_TUNING = Source(
+NCCL_TUNING = Citation(
     "NCCL's own model of latency, by protocol, ranks and nodes",
     "https://github.com/NVIDIA/nccl/blob/master/src/graph/tuning.cc",
 )
-NCCL_TESTS = Source(
+NCCL_TESTS = Citation(
     "NCCL's bus bandwidth over message size",
     "https://github.com/NVIDIA/nccl-tests/blob/master/doc/PERFORMANCE.md",
 )
-NCCL_OVERHEAD = Source(
+NCCL_OVERHEAD = Citation(
     "NCCL attains 370 of 450 GB/s of NVLink 4: some 20% are overhead",
     "https://github.com/NVIDIA/nccl-tests/issues/212",
 )
-PAGEABLE_64K = Source(
+PAGEABLE_64K = Citation(
     "CUDA programming guide (64 KB)",
     "https://docs.nvidia.com/cuda/cuda-c-programming-guide/#concurrent-execution-between-host-and-device",
 )
-PINNED_BLOG = Source(
+PINNED_BLOG = Citation(
     "NVIDIA's blog: 2.5 times as fast on a laptop, 1.15 times on a desktop with a fast CPU",
     "https://developer.nvidia.com/blog/how-optimize-data-transfers-cuda-cc/",
 )
-SAM_PAIR = Source(
+SAM_PAIR = Citation(
     "attention of a public pair of traces, rewritten in 16 bits: 3.8 times as fast",
     "tests/rules/test_rates_on_real_traces.py",
 )
-SIGNIFICANCE = Source("1% level of a test", "https://en.wikipedia.org/wiki/Binomial_test")
-TF32_BLOG = Source(
+SIGNIFICANCE = Citation("1% level of a test", "https://en.wikipedia.org/wiki/Binomial_test")
+TF32_BLOG = Citation(
     "NVIDIA's networks: 2 to 5 times as fast with TF32, of the 8 times that the peaks allow",
     "https://developer.nvidia.com/blog/getting-immediate-speedups-with-a100-tf32/",
 )
-TF32_NOTES = Source(
+TF32_NOTES = Citation(
     "PyTorch's notes on TF32",
     "https://pytorch.org/docs/stable/notes/cuda.html#tensorfloat-32-tf32-on-ampere-and-later-devices",
 )
 
 # -- this repository ----------------------------------------------------------------------------
 
-ALIGNED_RATE = Source(
+ALIGNED_RATE = Citation(
     "measured on public traces: 0.56 to 0.70 of the FLOP rate",
     "tests/rules/test_real_traces_kernel.py",
 )
-ARITHMETIC = Source("arithmetic, from the definition")
-ENGINE_FLOOR = Source(
+ARITHMETIC = Citation("arithmetic, from the definition")
+ENGINE_FLOOR = Citation(
     "1% of the step: two profiled runs differ by as much", "advisor/advise/impact.py"
 )
-HAND_OVER = Source(
+HAND_OVER = Citation(
     "measured: 1.5 ms for a ready batch of 8 KiB, 4 ms for 2 MiB", "benchmarks/bench_hand_over.py"
 )
-TENSORRT = Source(
+TENSORRT = Citation(
     "layer times of NVIDIA's public engines of ResNet-50", "tests/read/test_tensorrt.py"
 )
-OURS = Source("our choice, tried on public traces", "docs/thresholds.md")
-CHOSEN = Source("our choice, checked by examples and recordings only", "docs/thresholds.md")
-PEAKS = Source("datasheets of the GPUs", "advisor/core/gpus/gpus.json")
-RATES = Source(
+OURS = Citation("our choice, tried on public traces", "docs/thresholds.md")
+CHOSEN = Citation("our choice, checked by examples and recordings only", "docs/thresholds.md")
+PEAKS = Citation("datasheets of the GPUs", "advisor/core/gpus/gpus.json")
+RATES = Citation(
     "measured on public traces of busy devices: the median product of each reaches 39 to 98% of "
     "the rate, the median memory-bound operator 54 to 97%",
     "tests/rules/test_rates_on_real_traces.py",
 )
-REAL_EVAL = Source("measured on public traces", "tests/rules/test_real_traces_kernel.py")
-REAL_HOST = Source("measured on public traces", "tests/rules/test_real_traces_host.py")
-REAL_KERNEL = Source("measured on public traces", "tests/rules/test_real_traces_kernel.py")
-SMALL_GRIDS_TRACES = Source(
+REAL_EVAL = Citation("measured on public traces", "tests/rules/test_real_traces_kernel.py")
+REAL_HOST = Citation("measured on public traces", "tests/rules/test_real_traces_host.py")
+REAL_KERNEL = Citation("measured on public traces", "tests/rules/test_real_traces_kernel.py")
+SMALL_GRIDS_TRACES = Citation(
     "public traces: 4 to 16% of the time in small kernels where the GPU is well used, 36 to 78% "
     "where it idles",
     "tests/rules/test_real_traces_kernel.py",
 )
-STEP_SERIES = Source(
+STEP_SERIES = Citation(
     "as the step series sets steps aside: beyond 1.5 times the median",
     "advisor/measure/steps/steps.py",
 )

@@ -49,15 +49,17 @@ def amount_per_step(a: Analysis, label: str, amount: float, unit: str = "ns") ->
 def of_step(a: Analysis, ns: float) -> str:
     """Time in the analyzed window: ``3 ms of each step (12%)``, or ``of the recording`` when the
     trace has no steps."""
-    return f"{t.format_duration(ns / a.step_count)} {of_each(a)} ({ns / max(a.span_ns, 1):.0%})"
+    return (
+        f"{t.format_duration(ns / a.step_count)} {of_each_step(a)} ({ns / max(a.span_ns, 1):.0%})"
+    )
 
 
-def of_each(a: Analysis) -> str:
+def of_each_step(a: Analysis) -> str:
     """``of each step``, or ``of the recording`` when the trace has no steps."""
     return "of each step" if a.per == "step" else t.format_of(a.per)
 
 
-def of_pytorch(a: Analysis) -> bool:
+def is_pytorch(a: Analysis) -> bool:
     """The program is written with PyTorch, as far as the trace shows."""
     meta = a.trace.meta
     return meta.framework == PYTORCH or (meta.framework is None and meta.format == KINETO)
@@ -83,7 +85,7 @@ def int_column(frame: pl.DataFrame, name: str) -> Rows:
     return frame[name].fill_null(0).to_numpy().astype(np.int64)
 
 
-def in_layers(a: Analysis, host: Rows) -> dict[str, Rows]:
+def layer_columns(a: Analysis, host: Rows) -> dict[str, Rows]:
     """Columns of host rows: ``node``, the module around (-1: none), and ``layer``, equal for
     modules of the same kind where the user's line is outside of them, else -1."""
     around = modules_around(a, host)
@@ -131,7 +133,7 @@ def costliest_places(
     op = ops_around(a, hosts)
     op_of = dict(zip(known.tolist(), op.tolist(), strict=True))
     named = np.where(frame >= 0, frame, np.where(op >= 0, op, hosts))
-    layers = in_layers(a, hosts)
+    layers = layer_columns(a, hosts)
     table = (
         pl.DataFrame(
             {
@@ -203,7 +205,7 @@ def example_steps(
     return b
 
 
-def busy_during(a: Analysis, work: pl.DataFrame) -> Intervals:
+def busy_intervals(a: Analysis, work: pl.DataFrame) -> Intervals:
     """When any of these rows of device work runs; column ``gpu``: rows of ``trace.gpu``."""
     mask = np.zeros(a.trace.gpu.height, dtype=bool)
     mask[row_numbers(work["gpu"])] = True
@@ -285,7 +287,7 @@ MOSTLY_COMPILING = 0.5
 def time_compiling(recorded: StepRecords) -> float:
     """Time after the warm-up in which the training thread compiled, by the stacks that the
     recorder sampled then, ns; 0: too few samples of it."""
-    settled = np.flatnonzero(recorded.settled)
+    settled = np.flatnonzero(recorded.after_warmup)
     if not len(settled):
         return 0.0
     stacks = read_stacks(recorded.record, since=recorded.steps[settled[0]].t)
@@ -340,7 +342,7 @@ def taken_by_training(a: Analysis, loading: float) -> float | None:
     share of the step. ``None``: a GPU trains, or CPU use was not recorded."""
     if a.recorded is None or not a.trains_on_host:
         return None
-    computed = a.recorded.computed(loading, on_host=True)
+    computed = a.recorded.computing_share(loading, on_host=True)
     return None if computed is None else a.recorded.taken(loading, computed)
 
 

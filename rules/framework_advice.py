@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from advisor.core.rule import ANY_FRAMEWORK, FrameworkAdvice, Source
+from advisor.core.rule import ANY_FRAMEWORK, Citation, FrameworkAdvice
 from advisor.core.trace import CUDA, JAX, TENSORFLOW
 
 HIP_NAMES = (
@@ -25,8 +25,8 @@ def in_any_language(
     falsified_by: str = "",
     terms: Mapping[str, str] | None = None,
 ) -> dict[str, FrameworkAdvice]:
-    """Entries of ``Rule.elsewhere``: ``fix`` in any language, and in C++ with CUDA or HIP what to
-    call and ``code`` too."""
+    """Entries of ``Rule.framework_advice``: ``fix`` in any language, and in C++ with CUDA or HIP
+    what to call and ``code`` too."""
     any_language = FrameworkAdvice(fix, "", verify, title, falsified_by, terms or {})
     own = any_language._replace(fix=f"{fix} {cuda}".strip(), code=code)
     hip = own._replace(
@@ -112,21 +112,21 @@ CAPTURE_CODE = (
 )
 
 
-VLLM_TUNING = Source(
+VLLM_TUNING = Citation(
     "vLLM: optimization and tuning", "https://docs.vllm.ai/en/stable/configuration/optimization/"
 )
-VLLM_KV = Source(
+VLLM_KV = Citation(
     "vLLM: quantized KV cache",
     "https://docs.vllm.ai/en/latest/features/quantization/quantized_kvcache/",
 )
-SGLANG_ARGUMENTS = Source(
+SGLANG_ARGUMENTS = Citation(
     "SGLang: server arguments", "https://docs.sglang.io/advanced_features/server_arguments.html"
 )
-SGLANG_TUNING = Source(
+SGLANG_TUNING = Citation(
     "SGLang: hyperparameter tuning",
     "https://docs.sglang.io/advanced_features/hyperparameter_tuning.html",
 )
-SGLANG_KV = Source(
+SGLANG_KV = Citation(
     "SGLang: quantized KV cache", "https://docs.sglang.io/docs/advanced_features/quantized_kv_cache"
 )
 

@@ -14,7 +14,7 @@ from advisor.core.auxiliary_inputs import (
     FLIGHT_RECORDER,
     SNAPSHOT,
     TRITON_CACHE,
-    SourceKind,
+    AuxiliaryInput,
 )
 from advisor.core.report import Report, Scope, Status
 from advisor.measure.comm.flight import UNENDED, describe_problem, of_ranks
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 Verdict = tuple[Status, str]
 
 
-def source_scope(a: Analysis, kind: SourceKind) -> Scope:
+def source_scope(a: Analysis, kind: AuxiliaryInput) -> Scope:
     """Of such a source: its devices, as far as it names them."""
     devices = [post.device for post in a.post_mortems]
     profiles = a.trace.meta.kernel_profiles
@@ -39,7 +39,7 @@ def source_scope(a: Analysis, kind: SourceKind) -> Scope:
     )
 
 
-def source_verdict(report: Report, kind: SourceKind) -> Verdict:
+def source_verdict(report: Report, kind: AuxiliaryInput) -> Verdict:
     """Status and a sentence or two; of a kind without its own, what the rules found."""
     if kind.name in VERDICTS:
         return VERDICTS[kind.name](report)

@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from advisor.core.run_directory import RankRecord
     from advisor.core.snapshot import MemorySnapshot
     from advisor.core.trace import Trace
-    from advisor.measure.ranks.summary import Summary
+    from advisor.measure.ranks.summary import RankSummary
     from advisor.replay.ranks.study import Study
 
 RULE_FAILED = "the rule failed"
@@ -59,7 +59,7 @@ class RankFindings:
     skipped: list[SkippedCheck]
     estimator: GainEstimator | None = None
     """What estimated the gains; ``None``: in another process, or across ranks."""
-    summary: Summary | None = None
+    summary: RankSummary | None = None
     """The rank for comparison with others; ``None``: it is alone, or was not profiled."""
 
     def with_findings_across_ranks(self, across: RankFindings) -> RankFindings:
@@ -199,7 +199,7 @@ def _without_idle(
 
 
 def _applies(rule: Rule, a: Analysis) -> bool:
-    if any(kind in a.sources for kind in rule.reads):
+    if any(kind in a.sources for kind in rule.auxiliary_inputs):
         return True
     return a.record is not None if rule.reads_record else not a.record_only
 
@@ -348,9 +348,9 @@ def hot_lines(a: Analysis) -> tuple[list[HotLine], list[str]]:
 def add_hot_lines(
     findings: Iterable[Finding], lines: Sequence[HotLine], rules: Iterable[Rule]
 ) -> list[Finding]:
-    """Findings about loading data and about Python in the loop (``Rule.of_python``) with the
+    """Findings about loading data and about Python in the loop (``Rule.is_python_time``) with the
     hottest lines of Python. Those that already name a line of the user's code keep it in front."""
-    python = {rule.id for rule in rules if rule.of_python}
+    python = {rule.id for rule in rules if rule.is_python_time}
     data = [line for line in lines if _DATA.search(line.function or "")]
     rest = [line for line in lines if line not in data]
     return [

@@ -60,7 +60,7 @@ if TYPE_CHECKING:
     from advisor.core.rule import Rule
     from advisor.core.trace import Trace
     from advisor.measure import Analysis
-    from advisor.measure.ranks.summary import Summary, Unread
+    from advisor.measure.ranks.summary import RankSummary, UnreadRank
     from advisor.replay.ranks.study import Study
 
 
@@ -104,8 +104,8 @@ def examine(
     rules = load_rules(options.rules_folder, config)
     places = [] if isinstance(source, Run) else _places(source)
     sources = files_summarised_apart(places, options) if places else []
-    summaries: list[Summary] = []
-    unread: list[Unread] = []
+    summaries: list[RankSummary] = []
+    unread: list[UnreadRank] = []
     if isinstance(source, Run):
         run = source
     elif sources:
@@ -150,7 +150,7 @@ def _advise(
     results: dict[int, RankFindings],
     rules: list[Rule],
     compared: Study | None,
-    summaries: Sequence[Summary],
+    summaries: Sequence[RankSummary],
 ) -> tuple[Report, GainEstimator]:
     """From what the rules found on each rank to the report of the first, and what its gains are
     estimated by."""
@@ -249,7 +249,7 @@ def _mesh(a: Analysis, rank: int, study: Study | None) -> list[MeshAxis]:
     return report_mesh(a, waits=waits)
 
 
-def _compared(summaries: Sequence[Summary], unread: Sequence[Unread]) -> Study | None:
+def _compared(summaries: Sequence[RankSummary], unread: Sequence[UnreadRank]) -> Study | None:
     """The ranks of a job, studied together; ``None``: there is one, or snapshots alone."""
     if len(summaries) + len(unread) < 2 or not any(each.step_ns for each in summaries):
         return None

@@ -2,10 +2,9 @@
 module that computes any of these.
 
 A gain is a replay of the steps with the finding's edits in it. Where a window cannot be replayed
-well (``WhatIf.unusable``), an upper bound stands in for it and says so: the exposed time of the
-events that the edits touch, that is device work that nothing else covers, or host time during which
-the device is idle.
-"""
+well (``WhatIf.unusable_reason``), an upper bound stands in for it and says so: the exposed time of
+the events that the edits touch, that is device work that nothing else covers, or host time during
+which the device is idle."""
 
 from __future__ import annotations
 
@@ -24,7 +23,7 @@ from advisor.core.finding import GUESSED_STEP_SOURCES, Edit, Finding, Impact
 from advisor.core.report import HardPart, Replay
 from advisor.core.rule import Evidence
 from advisor.replay.exposed import ExposedTime
-from advisor.replay.host_nodes import hand_over_ns
+from advisor.replay.host_nodes import ready_batch_ns
 from advisor.replay.predictions import Band, widened_by_rule, worst_case
 from advisor.replay.window import WindowReplayer
 
@@ -63,7 +62,7 @@ def lower_confidence(finding: Finding, factor: float, why: str) -> Finding:
 
 def weigh_confidence(finding: Finding, rule: Rule, a: Analysis) -> Finding:
     """The confidence of its rule, lowered by what the window allows."""
-    if rule.validated == "synthetic":
+    if rule.validation == "synthetic":
         why = "not proven on real traces, on synthetic examples only"
         finding = lower_confidence(finding, UNPROVEN_CONFIDENCE, why)
     if a.trace.meta.example or rule.reads_record or a.source:
@@ -130,7 +129,7 @@ def _of_edits(finding: Finding, a: Analysis, estimator: GainEstimator) -> Findin
     """The gain of a finding's edits, its range widened by what is known of past predictions."""
     saved = estimator.gain_range(finding.edits)
     if finding.moved_ns is not None:
-        hand_over = hand_over_ns(a.trace, a.step_ns, "low")
+        hand_over = ready_batch_ns(a.trace, a.step_ns, "low")
         most_of_it = saved.gain - saved.low < hand_over
         low_by: Decides = "hand-over" if most_of_it else saved.low_by
         saved = saved._replace(low=max(0.0, saved.low - hand_over), low_by=low_by)
@@ -471,7 +470,7 @@ def estimator_for(a: Analysis, rank: int = 0) -> GainEstimator:
     if a.lost.reported:
         return BoundEstimator(a, "records of device work are lost")
     replay = ReplayEstimator(a, rank)
-    why = replay.whatif.unusable
+    why = replay.whatif.unusable_reason
     return BoundEstimator(a, why) if why else replay
 
 

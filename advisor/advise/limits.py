@@ -224,7 +224,7 @@ def _window_limits(a: Analysis) -> list[str]:
 
 
 def _earlier(a: Analysis) -> list[str]:
-    rows = a.earlier
+    rows = a.launched_before
     if not rows.any():
         return []
     gpu = a.trace.gpu
@@ -274,7 +274,7 @@ def _behind(a: Analysis) -> list[str]:
 
 def _one_off(a: Analysis) -> list[str]:
     """First calls inside the used steps that did something once."""
-    table = a.one_off
+    table = a.one_off_costs
     ts = table["ts"].to_numpy()
     end = ts + table["dur"].to_numpy()
     inside = covered_length(ts, end, a.spans)
@@ -308,7 +308,7 @@ def one_off_costs(a: Analysis) -> tuple[float, str]:
     take, 0 to 1, and the longest of them."""
     tables = [
         table.select(pl.col("name").cast(pl.String), "ts", "dur")
-        for table in (a.one_off, _long_calls(a))
+        for table in (a.one_off_costs, _long_calls(a))
     ]
     calls = pl.concat(tables)
     if calls.is_empty() or not a.span_ns:
@@ -457,7 +457,7 @@ def window_lines(events: list[dict[str, Any]]) -> list[str]:
 
 def lost_replays(a: Analysis) -> str:
     """That records of graph replays are missing, and how to get them; empty: they are there."""
-    if not a.lost.of_replays:
+    if not a.lost.has_lost_replays:
         return ""
     schedule = schedule_of(a.trace.meta, ", for instance ", "wait=1, warmup=3, active=3")
     return (

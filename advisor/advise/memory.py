@@ -86,7 +86,7 @@ def _categories(post: PostMortem) -> list[MemoryHolder]:
 def _view(post: PostMortem) -> MemoryView:
     h = post.history
     result = measure_fragments(post)
-    at = "out of memory" if h.failed is not None else "snapshot" if h.too_short else "peak"
+    at = "out of memory" if h.failed_event is not None else "snapshot" if h.is_too_short else "peak"
     placed = explain_placement(post)
     return MemoryView(
         device=post.device,
@@ -173,9 +173,9 @@ def why_not_placed(placed: Placement) -> str:
             f"{t.format_bytes(placed.largest)}{driver}."
         )
     more = ""
-    if placed.elsewhere >= placed.request:
+    if placed.free_elsewhere >= placed.request:
         more = (
-            f" {t.format_bytes(placed.elsewhere)} more were free in other pools or of other "
+            f" {t.format_bytes(placed.free_elsewhere)} more were free in other pools or of other "
             "streams."
         )
     return (
@@ -260,7 +260,7 @@ def memory_limits(a: Analysis) -> list[str]:
             "The memory snapshot has no history: peak, churn and growth are unknown. Switch it "
             f"on before the first allocation: {RECORD_HISTORY}."
         )
-    elif all(post.history.too_short for post in a.post_mortems):
+    elif all(post.history.is_too_short for post in a.post_mortems):
         count = a.snapshot.events.height
         result.append(
             f"The memory snapshot has a history of {t.count_noun(count, 'event')}: peak, churn and "

@@ -23,7 +23,7 @@ from advisor.measure.memory.memory_savings import (
 )
 from advisor.measure.memory.post_mortem import PostMortem
 from advisor.replay.project.device_scaling import host_rate, memory_rate, peer_rate
-from advisor.rules.kernel.kernel_common import launched_under
+from advisor.rules.kernel.kernel_common import rows_launched_under
 
 CUDA_CONTEXT_BYTES = 600 << 20
 """Bytes of the GPU that the CUDA context and libraries take and the snapshot does not show."""
@@ -200,7 +200,7 @@ def _fewest(
         times = [layer.ns for layer in way.layers[:count] if layer.ns is not None]
         again = None if way.ns is None else way.ns * share
         return way._replace(
-            change=way.change.of_parts(count)._replace(assumes=assumes),
+            change=way.change.for_calls(count)._replace(assumes=assumes),
             ns=sum(times) if len(times) == count else again,
             bytes=round(way.bytes * share),
         )
@@ -233,8 +233,8 @@ def phase_times(a: Analysis) -> PhaseTimes | None:
         return None
     dur = a.trace.gpu["dur"].to_numpy()
     compute = a.in_window & ~a.kernels["communication"].fill_null(False).to_numpy()
-    optimizer = launched_under(a, r"^Optimizer\.step") & compute
-    backward = launched_under(a, BACKWARD) & compute & ~optimizer
+    optimizer = rows_launched_under(a, r"^Optimizer\.step") & compute
+    backward = rows_launched_under(a, BACKWARD) & compute & ~optimizer
     rest = compute & ~optimizer & ~backward
     waits = pl.col("class").cast(pl.String).is_in(["sync", "unrecorded", "loader"])
     threads = a.host.filter(~waits).group_by("thread").agg(pl.col("ns").sum())["ns"].to_list()
@@ -248,10 +248,10 @@ def _layers(each: Change, post: PostMortem, a: Analysis | None) -> tuple[Repeate
     if each.part is None:
         return ()
     calls = int(each.part.max()) + 1
-    here = post.history.lives.at(post.moment)[each.rows]
+    here = post.history.block_lifetimes.at(post.event)[each.rows]
     rows, first = np.unique(each.rows[here], return_index=True)
     held = np.bincount(
-        each.part[here][first], weights=post.history.lives.size[rows], minlength=calls
+        each.part[here][first], weights=post.history.block_lifetimes.size[rows], minlength=calls
     )
     times = None if a is None else module_times(a, calls)
     return tuple(
@@ -303,8 +303,8 @@ def _price(
     scale: float,
 ) -> tuple[float | None, str]:  # fmt: skip
     """Nanoseconds added per step, and what they are made of."""
-    lives = post.history.lives
-    here = each.rows[lives.at(post.moment)[each.rows]]
+    lives = post.history.block_lifetimes
+    here = each.rows[lives.at(post.event)[each.rows]]
     held = int(lives.size[np.unique(here)].sum())
     link = None if gpu is None else host_rate(gpu)
     if each.change == "checkpointing":

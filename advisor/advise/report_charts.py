@@ -15,8 +15,8 @@ from advisor.advise.priority import marginal_gain
 from advisor.core import charts, labels
 from advisor.core import text as t
 from advisor.core.charts import (
+    Appearance,
     Kind,
-    Look,
     RankRow,
     RankTable,
     Segment,
@@ -122,7 +122,7 @@ def build_phase_segment(name: str, ns: float, share: float) -> Segment:
 def _ranked(
     kind: Kind,
     parts: list[tuple[str, str, float, float]],
-    look: Callable[[str], Look | None],
+    look: Callable[[str], Appearance | None],
     rest: str,
 ) -> list[Segment]:
     parts = sorted((part for part in parts if part[2] > 0), key=lambda part: -part[2])
@@ -135,7 +135,7 @@ def _ranked(
         parts = [*large, ("rest", rest, ns, share)]
     spare = iter(charts.SPARE_GLYPHS)
 
-    def drawn(key: str) -> Look:
+    def drawn(key: str) -> Appearance:
         if key == "rest":
             return charts.OTHER_LOOK
         return look(key) or replace(charts.OTHER_LOOK, glyph=next(spare, "?"))

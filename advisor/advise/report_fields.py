@@ -134,7 +134,7 @@ def _scope(a: Analysis) -> Scope:
         step_min_ns=_whole(used["dur"].min()),
         step_max_ns=_whole(used["dur"].max()),
         recorded_ns=_recorded(a),
-        earlier_ns=int(a.trace.gpu["dur"].to_numpy()[a.earlier].sum()),
+        earlier_ns=int(a.trace.gpu["dur"].to_numpy()[a.launched_before].sum()),
         step_median_ns=float(used["dur"].median() or 0),  # type: ignore[arg-type]
         device=a.device_id,
         device_name=a.device_name,
@@ -256,7 +256,7 @@ def recorded_view(a: Analysis) -> RecordedSteps | None:
         p99_ns=recorded.quantile(0.99) if recorded.count >= 100 else None,
         profiled_steps=int(recorded.profiled.sum()),
         profiled_median_ns=recorded.profiled_median,
-        observer_effect=recorded.observer,
+        observer_effect=recorded.observer_effect,
         phases=phases,
         samples_per_second=recorded.samples_per_second,
         samples_per_step=recorded.samples_per_step,
@@ -333,7 +333,7 @@ def cost_per_step(run: Run, report: Report, prices: Prices, gpus: int | None = N
     """What a step costs; ``None``: no price is known for this GPU, or no step. ``gpus``: that are
     paid for; ``None``: one a rank."""
     price = prices.of(report.scope.device_name)
-    if price is None or report.step_ns <= 0 or report.scope.timeless:
+    if price is None or report.step_ns <= 0 or report.scope.has_no_step_time:
         return None
     count = gpus or _gpus(run, report)
     a_ns = price.per_hour * count / HOUR_NS
@@ -436,7 +436,7 @@ def step_time(a: Analysis) -> StepTime | None:
     result.window_slowdown = a.step_ns / run - 1
     kept = recorded.kept(a.trace.meta.window)
     inside, around = recorded.dur[kept], recorded.around(kept)
-    result.in_warm_up = bool(kept.any()) and not recorded.settled[kept].any()
+    result.in_warm_up = bool(kept.any()) and not recorded.after_warmup[kept].any()
     if len(around) < MIN_AROUND:
         return result
     beside = float(np.median(around))

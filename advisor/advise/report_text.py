@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Final
 from advisor.advise.terms import ask_to_record
 from advisor.core import labels
 from advisor.core import text as t
-from advisor.core.auxiliary_inputs import SOURCE_KINDS
+from advisor.core.auxiliary_inputs import AUXILIARY_INPUTS_BY_NAME
 from advisor.core.finding import Finding, Location
 from advisor.core.prices import format_money
 from advisor.core.trace import KINETO
@@ -44,7 +44,7 @@ def _trace(report: Report) -> list[str]:
     if shown is None:
         return []
     name = "standard input" if shown.path == "-" else PurePath(shown.path).name or shown.path
-    if (kind := SOURCE_KINDS.get(report.scope.step_source)) is not None:
+    if (kind := AUXILIARY_INPUTS_BY_NAME.get(report.scope.step_source)) is not None:
         several = len(report.kernel_counters) + len(report.triton_kernels)  # of all files given
         count = t.count_noun(several or shown.events_read, kind.counted)
         parts = [t.shorten_path(name, 60), *kind.description.format(count=count).split(", ")]
@@ -77,7 +77,7 @@ def _device(report: Report) -> list[str]:
 
 def _steps(report: Report) -> list[str]:
     scope_ = report.scope
-    if scope_.timeless:
+    if scope_.has_no_step_time:
         return []
     if scope_.per == "recording":
         span, recorded = scope_.span_ns, scope_.recorded_ns

@@ -1,10 +1,9 @@
 """Which words fit the program: rules speak of PyTorch, its profiler and CUDA.
 
 Where a trace says that the program is not written with PyTorch, a rule of ours either has other
-words (``Rule.elsewhere``) or does not run: nobody who writes C++ is advised to set a switch of a
-DataLoader. Rules of others are left as they are. ``how_to_record`` does the same for what would
-have to be recorded.
-"""
+words (``Rule.framework_advice``) or does not run: nobody who writes C++ is advised to set a switch
+of a DataLoader. Rules of others are left as they are. ``how_to_record`` does the same for what
+would have to be recorded."""
 
 from __future__ import annotations
 

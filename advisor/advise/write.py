@@ -58,7 +58,7 @@ if TYPE_CHECKING:
     from advisor.core.rule import Rule
     from advisor.core.trace import Run
     from advisor.measure import Analysis
-    from advisor.measure.ranks.summary import Summary
+    from advisor.measure.ranks.summary import RankSummary
     from advisor.replay.ranks.study import Study
 
 
@@ -72,7 +72,7 @@ def write_report(
     hot: Sequence[HotLine] = (),
     problems: Sequence[str] = (),
     ranks: Study | None = None,
-    summaries: Sequence[Summary] = (),
+    summaries: Sequence[RankSummary] = (),
 ) -> Report:
     """The Report of the first rank, with what was found on the others and across them. ``hot``:
     the hottest lines of Python; ``problems``: with files beside the traces; ``ranks``: all of them

@@ -30,9 +30,9 @@ def mcp(
 ) -> None:
     """Serve a coding agent (Model Context Protocol, stdio): what is slow, what a fix saves,
     what-if, compare. Reads below the folders, writes nothing."""
-    from advisor.mcp.answers import Allowed
+    from advisor.mcp.answers import AllowedFolders
 
-    allowed = Allowed(folders)
+    allowed = AllowedFolders(folders)
     if find_spec("mcp") is None:
         raise AdvisorError(f"the Model Context Protocol's SDK is missing: {install_command('mcp')}")
     from advisor.mcp.tools import serve

@@ -201,7 +201,7 @@ def write_tables(folder: Path, examined: AnalysisResult, *, redact: set[str] | N
         from advisor.export.redact import Redactor, names_in
 
         redactor = Redactor(redact | names_in(report.to_json()))
-        result = {name: table.redacted(redactor.text) for name, table in result.items()}
+        result = {name: table.redact(redactor.text) for name, table in result.items()}
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -225,7 +225,7 @@ class RedactionNames:
     @property
     def peek(self) -> Callable[[bytes], None] | None:
         """What a reader calls with all that it reads; ``None``: nothing is left out."""
-        return None if self._names is None else self._names.look
+        return None if self._names is None else self._names.scan
 
     def of(self, *runs: Run) -> set[str] | None:
         """The names that were given, also in what a run's recorder wrote; ``None``: nothing is to
@@ -234,7 +234,7 @@ class RedactionNames:
             return None
         for run in runs:
             if run.recording is not None:
-                self._names.look_at_run(run.recording.path)
+                self._names.scan_run(run.recording.path)
         return self._names.found
 
 

@@ -231,6 +231,6 @@ def _announce(server: DashboardServer, port: int) -> None:
         print("Anybody with the token in this address can connect. Ctrl-C stops the server.")
     else:
         print("Ctrl-C stops the server.")
-        who = "every user of this machine" if server.access.here_only else "everybody"
+        who = "every user of this machine" if server.access.is_local_only else "everybody"
         print(f"No token: {who} who can reach the address can connect.", file=sys.stderr)
     sys.stdout.flush()

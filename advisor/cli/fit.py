@@ -108,12 +108,12 @@ def _history(
             "record with profile_memory=True"
         )
     post = posts[0]
-    if post.contradicts:
+    if post.is_contradictory:
         raise AdvisorError(
             f"{post.snapshot.path}: more bytes in tensors than reserved: its figures contradict "
             "each other"
         )
-    if post.history.too_short:
+    if post.history.is_too_short:
         raise AdvisorError(
             f"{post.snapshot.path}: no history, so the peak is unknown; record one with "
             "torch.cuda.memory._record_memory_history"

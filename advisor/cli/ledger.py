@@ -46,7 +46,7 @@ def _render(rows: list[Prediction], skipped: int, width: int) -> str:
 
     page = Page(width, colour=False)
     if not rows:
-        page.wrapped(
+        page.wrap(
             "No trials yet: `advisor try --remember train.py` adds to your ledger, "
             "and each tried run has one of its own."
         )
@@ -61,5 +61,5 @@ def _render(rows: list[Prediction], skipped: int, width: int) -> str:
             ],
         )
     if skipped:
-        page.wrapped(f"{skipped} lines could not be read and were skipped.")
+        page.wrap(f"{skipped} lines could not be read and were skipped.")
     return page.getvalue()

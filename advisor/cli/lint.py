@@ -46,16 +46,16 @@ def _text(hints: list[Hint], problems: list[str]) -> str:
     page = Page(out.columns(sys.stdout), colour=out.colourful(sys.stdout))
     for hint in hints:
         place = f"{t.shorten_path(hint.file, 60)}:{hint.line}"
-        page.wrapped((f"{place}  ", "bold"), labels.clean(hint.title), indent=4)
+        page.wrap((f"{place}  ", "bold"), labels.clean(hint.title), indent=4)
         page.flow("why", [labels.clean(hint.why)])
         page.flow("fix", [labels.clean(hint.fix)], style="bold")
         if hint.confirmed_by:
             page.flow("check", [f"a recording: rule {hint.confirmed_by}"], style="dim")
         if hint.code:
             page.code("code", hint.code)
-        page.blank()
+        page.blank_line()
     for problem in problems:
-        page.wrapped(labels.clean(problem), style="yellow")
+        page.wrap(labels.clean(problem), style="yellow")
     count = t.count_noun(len(hints), "hint") if hints else "No hints"
-    page.wrapped(f"{count}: what they cost, only a recording shows (advisor record).", style="dim")
+    page.wrap(f"{count}: what they cost, only a recording shows (advisor record).", style="dim")
     return page.getvalue()

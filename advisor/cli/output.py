@@ -44,7 +44,7 @@ def chosen(formats: Formats, given: str | None, output: Path | None) -> Renderer
     """The renderer of ``--format``, else what the suffix of ``--output`` says, else the terminal's.
     Raises AdvisorError for a format that there is not."""
     if given is None and output is not None:
-        given = formats.of_file(output)
+        given = formats.by_suffix(output)
         suffix = output.suffix.lower()
         if given is None and suffix[1:].isalpha() and suffix not in PLAIN:
             names = format_names(formats)

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from advisor.measure import Analysis
     from advisor.render.document import Document
     from advisor.replay.project.project import Choice, Projector
-    from advisor.replay.project.splits import Instance, Pace
+    from advisor.replay.project.splits import Instance, PacingRank
 
 MAX_NAMED = 4
 """GPUs for which the median rank's step is given."""
@@ -90,14 +90,14 @@ def command(
     from advisor.read import open_run
     from advisor.render.documents.project import build
     from advisor.replay.project.project import Projector, choose_gpus
-    from advisor.replay.project.splits import find_epoch, find_pace, read_instance, read_rank
+    from advisor.replay.project.splits import find_epoch, find_pacing_rank, read_instance, read_rank
 
     table = read_prices(prices)
     targets, notes = ([], []) if gpus else _targets(gpu, table, every=every)
     run = open_run(path, options.read, rank=options.rank, window="first")
     if not run.traces:
         raise AdvisorError(f"{path}: no profiled window, so nothing to project")
-    pace = find_pace(run, options.rank, options.steps)
+    pace = find_pacing_rank(run, options.rank, options.steps)
     measured = read_rank(run, pace.slowest, options.steps)
     if len(pace.work) > 1:
         notes.append(pace.sentence)
@@ -129,7 +129,9 @@ def command(
 class _RankSteps:
     """The steps of the median rank, beside those of the slowest."""
 
-    def __init__(self, pace: Pace, median: Projector | None, found: tuple[Choice, ...]) -> None:
+    def __init__(
+        self, pace: PacingRank, median: Projector | None, found: tuple[Choice, ...]
+    ) -> None:
         self.pace, self.found = pace, found
         from advisor.core.gpus import known_gpus
 
@@ -240,7 +242,7 @@ def _splits(
     recorded = None if from_mesh is None else parse_mesh(from_mesh)
     projector = MeshProjector(a, recorded, NodeLinks(options.node_size, network))
     if machine is not None and nodes is None:
-        projector = projector.on_nodes_of(machine[1].gpus)
+        projector = projector.with_node_size(machine[1].gpus)
     rows, measured = compare_splits(projector, gpus, hourly, nodes, epoch), str(projector.measured)
     data = {
         "schema": 1, "measured": measured, "currency": prices.currency, "epoch_steps": epoch,

@@ -70,7 +70,7 @@ def command(
     from advisor.recorder import launch
     from advisor.tune.knob import find_knob
     from advisor.tune.pipeline import TrialRequest, command_of, try_program
-    from advisor.tune.rounds import Limits
+    from advisor.tune.rounds import TrialLimits
 
     seconds = parse_time(budget)
     if behind := launch.warn_misplaced(program, OPTIONS):
@@ -84,9 +84,9 @@ def command(
     if recorded is not None and program[1:]:
         raise AdvisorError(f"options stand before the run: advisor try {' '.join(program[1:])} …")
     words = command_of(recorded) if recorded is not None else launch.command_line(program)
-    limits = Limits(budget=seconds, warmup=warmup, timeout=max(60.0, seconds / 2))
+    limits = TrialLimits(budget=seconds, warmup=warmup, timeout=max(60.0, seconds / 2))
     if steps is not None:
-        limits = replace(limits, steps=steps, most=steps)
+        limits = replace(limits, steps=steps, max_runs=steps)
     wanted = TrialRequest(
         limits=limits,
         only=tuple(only or ()),

@@ -132,12 +132,12 @@ def _nothing(
     """Why an edit selects nothing, and what could stand in its place."""
     from advisor.core.labels import clean, kernel_label
     from advisor.measure import Analysis
-    from advisor.replay.selection import find_present
+    from advisor.replay.selection import find_near_matches
 
     made = result.edits[index].edit
     first = result.ranks[0] if result.ranks else run.ranks[0]
     window = run.window(first if made.rank is None else made.rank)
-    there = find_present(Analysis(window, steps), made.select)
+    there = find_near_matches(Analysis(window, steps), made.select)
     said = f"edit {clean(line.strip())!r} selects nothing in these steps"
     if not there.names:
         return f"{said}: there are no {there.what}"

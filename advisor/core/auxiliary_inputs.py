@@ -1,6 +1,5 @@
-"""Sources without a trace: what logs and dumps tell, as data, and one :class:`SourceKind` for each
-source.
-"""
+"""Sources without a trace: what logs and dumps tell, as data, and one :class:`AuxiliaryInput` for
+each source."""
 
 from __future__ import annotations
 
@@ -12,7 +11,7 @@ from msgspec import Struct, field
 from advisor.core.finding import Location, SkippedCheck
 
 
-class SourceKind(Struct, frozen=True, kw_only=True):
+class AuxiliaryInput(Struct, frozen=True, kw_only=True):
     """A kind of file that a report can be made of alone, and in which no step has a length."""
 
     name: str
@@ -243,7 +242,7 @@ class NetworkLog(Struct, frozen=True, kw_only=True):
 RECORD_TRACE: Final = "a profiler trace, or 'advisor record', "
 BESIDE: Final = RECORD_TRACE + "in the same folder"
 
-SNAPSHOT: Final = SourceKind(
+SNAPSHOT: Final = AuxiliaryInput(
     name="snapshot",
     field="snapshot",
     description="a memory snapshot, {count}",
@@ -254,7 +253,7 @@ SNAPSHOT: Final = SourceKind(
         record=RECORD_TRACE + "and the snapshot with --memory",
     ),
 )
-COUNTERS: Final = SourceKind(
+COUNTERS: Final = AuxiliaryInput(
     name="counters",
     field="kernel_profiles.kernels",
     description="a kernel profile of {count}",
@@ -265,7 +264,7 @@ COUNTERS: Final = SourceKind(
         record="a profiler trace of the program, and the report with --kernels",
     ),
 )
-TRITON_CACHE: Final = SourceKind(
+TRITON_CACHE: Final = AuxiliaryInput(
     name="Triton cache",
     field="kernel_profiles.compiled",
     description="{count} compiled by Triton",
@@ -276,7 +275,7 @@ TRITON_CACHE: Final = SourceKind(
         record="a profiler trace of the program, and the cache with --kernels",
     ),
 )
-FLIGHT_RECORDER: Final = SourceKind(
+FLIGHT_RECORDER: Final = AuxiliaryInput(
     name="flight recorder",
     field="flight",
     description="dumps of the flight recorder",
@@ -286,7 +285,7 @@ FLIGHT_RECORDER: Final = SourceKind(
         record=BESIDE,
     ),
 )
-NETWORK_LOG: Final = SourceKind(
+NETWORK_LOG: Final = AuxiliaryInput(
     name="network log",
     field="network",
     description="logs of NCCL",
@@ -297,7 +296,7 @@ NETWORK_LOG: Final = SourceKind(
         record=BESIDE,
     ),
 )
-COMPILE_LOG: Final = SourceKind(
+COMPILE_LOG: Final = AuxiliaryInput(
     name="compile log",
     field="compilation",
     description="a log of torch.compile",
@@ -309,7 +308,7 @@ COMPILE_LOG: Final = SourceKind(
 )
 SOURCES: Final = (SNAPSHOT, COUNTERS, TRITON_CACHE, FLIGHT_RECORDER, NETWORK_LOG, COMPILE_LOG)
 """Of several in one folder the first has the verdict."""
-SOURCE_KINDS: Final = {kind.name: kind for kind in SOURCES}
+AUXILIARY_INPUTS_BY_NAME: Final = {kind.name: kind for kind in SOURCES}
 
 
 class FlightCall(Struct, frozen=True, kw_only=True):

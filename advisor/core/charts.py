@@ -19,7 +19,7 @@ from advisor.core.rule import Per
 Kind = Literal["work", "idle", "host"]
 
 
-class Look(Struct, frozen=True):
+class Appearance(Struct, frozen=True):
     """How one class of time is drawn."""
 
     colour: str
@@ -39,7 +39,7 @@ class Segment(Struct, frozen=True):
     """Class, cause, or class of host time; ``rest``: several of them."""
     label: str
     """Name of the part, for the legend."""
-    look: Look
+    look: Appearance
     """How it is drawn."""
     ns: float
     """How long it takes, ns."""
@@ -208,36 +208,36 @@ class Views(Struct, frozen=True):
 
 
 CLASSES: Final = {
-    "compute": Look("#2f9e6e", "█", "green"),
-    "communication": Look("#b14bb8", "▓", "magenta"),
-    "copies": Look("#3b82c4", "▒", "blue"),
-    "memset": Look("#22a3b5", "▚", "cyan"),
-    "idle": Look("#e8604c", "░", "red"),
+    "compute": Appearance("#2f9e6e", "█", "green"),
+    "communication": Appearance("#b14bb8", "▓", "magenta"),
+    "copies": Appearance("#3b82c4", "▒", "blue"),
+    "memset": Appearance("#22a3b5", "▚", "cyan"),
+    "idle": Appearance("#e8604c", "░", "red"),
 }
 """Exclusive classes of device time (``Report.time``)."""
 
 CAUSES: Final = {
-    "loader": Look("#d6457a", "░", "bright_magenta"),
-    "sync": Look("#d93a3a", "╱", "red"),
-    "copy": Look("#b8572e", "╲", "red"),
-    "dispatch": Look("#ec7a35", "∙", "yellow"),
-    "python": Look("#e3a72f", "┄", "bright_yellow"),
-    "launch": Look("#e8604c", "╳", "bright_red"),
-    "compile": Look("#9c6b3f", "◇", "yellow"),
-    "allocation": Look("#c98a5e", "□", "yellow"),
-    "profiler": Look("#8f8f99", "◌", "bright_black"),
-    "stream": Look("#7f8aa3", "≡", "bright_blue"),
-    "other_thread": Look("#b9a046", "‡", "bright_yellow"),
-    "end": Look("#b5b5bd", "┆", "bright_black"),
-    "unknown": Look("#a3a3ad", "?", "bright_black"),
+    "loader": Appearance("#d6457a", "░", "bright_magenta"),
+    "sync": Appearance("#d93a3a", "╱", "red"),
+    "copy": Appearance("#b8572e", "╲", "red"),
+    "dispatch": Appearance("#ec7a35", "∙", "yellow"),
+    "python": Appearance("#e3a72f", "┄", "bright_yellow"),
+    "launch": Appearance("#e8604c", "╳", "bright_red"),
+    "compile": Appearance("#9c6b3f", "◇", "yellow"),
+    "allocation": Appearance("#c98a5e", "□", "yellow"),
+    "profiler": Appearance("#8f8f99", "◌", "bright_black"),
+    "stream": Appearance("#7f8aa3", "≡", "bright_blue"),
+    "other_thread": Appearance("#b9a046", "‡", "bright_yellow"),
+    "end": Appearance("#b5b5bd", "┆", "bright_black"),
+    "unknown": Appearance("#a3a3ad", "?", "bright_black"),
 }
 """Causes of idle time (``measure.host.gaps.CAUSES``)."""
 
 HOST: Final = {
     **CAUSES,
-    "dispatch": Look("#3b82c4", "█", "blue"),
-    "unrecorded": Look("#c4c4cc", "┆", "bright_black"),
-    "autograd": Look("#1f7a55", "▓", "green"),
+    "dispatch": Appearance("#3b82c4", "█", "blue"),
+    "unrecorded": Appearance("#c4c4cc", "┆", "bright_black"),
+    "autograd": Appearance("#1f7a55", "▓", "green"),
 }
 """Classes of host time (``measure.steps.timeline.CLASSES``): operators are work there."""
 
@@ -245,19 +245,19 @@ PHASES: Final = {
     "data": CAUSES["loader"],
     "h2d": CLASSES["copies"],
     "forward": CLASSES["compute"],
-    "backward": Look("#1f7a55", "▓", "green"),
-    "optimizer": Look("#c9793f", "▚", "yellow"),
-    "other": Look("#a3a3ad", "?", "bright_black"),
+    "backward": Appearance("#1f7a55", "▓", "green"),
+    "optimizer": Appearance("#c9793f", "▚", "yellow"),
+    "other": Appearance("#a3a3ad", "?", "bright_black"),
 }
 """The recorder's phases."""
 
-OTHER_LOOK: Final = Look("#9a9aa5", "┈", "bright_black")
+OTHER_LOOK: Final = Appearance("#9a9aa5", "┈", "bright_black")
 """What has no name of its own, summed."""
 SPARE_GLYPHS: Final = "○◆■△▽◁▷☆◎●"
 """Glyphs of what is in none of the tables."""
 
 
-def host_look(name: str) -> Look | None:
+def host_look(name: str) -> Appearance | None:
     """Of a class of host time, or of a phase."""
     return HOST.get(name) or PHASES.get(name)
 

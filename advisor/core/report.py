@@ -9,7 +9,7 @@ import msgspec
 from msgspec import Struct, field
 
 from advisor.core.auxiliary_inputs import (
-    SOURCE_KINDS,
+    AUXILIARY_INPUTS_BY_NAME,
     CompileLog,
     FlightRecord,
     NetworkLog,
@@ -128,9 +128,9 @@ class Scope(Struct, kw_only=True):
     no gain."""
 
     @property
-    def timeless(self) -> bool:
+    def has_no_step_time(self) -> bool:
         """Of a source without a trace alone: no step has a length."""
-        return self.step_source in SOURCE_KINDS
+        return self.step_source in AUXILIARY_INPUTS_BY_NAME
 
     @property
     def per(self) -> Per:

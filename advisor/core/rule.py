@@ -22,7 +22,7 @@ from msgspec.structs import replace
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from advisor.core.auxiliary_inputs import SourceKind
+    from advisor.core.auxiliary_inputs import AuxiliaryInput
     from advisor.core.finding import Category, Finding, Outcomes, Validation
     from advisor.measure import Analysis
     from advisor.replay.ranks.study import Study
@@ -54,12 +54,12 @@ class Evidence(Struct, frozen=True):
     """What the value is of, where it is of the whole; ``null``: as the label says."""
 
 
-class Source(NamedTuple):
+class Citation(NamedTuple):
     """Where a number comes from."""
 
     name: str
     """What is cited, in a few words."""
-    at: str = ""
+    address: str = ""
     """Its public address, or the file of this repository in which it is measured or chosen."""
 
 
@@ -96,7 +96,8 @@ class Program(NamedTuple):
 PYTORCH_URL_PART = "pytorch"
 """In the address of what is to be read by users of PyTorch alone."""
 ANY_FRAMEWORK = "any"
-"""In ``Rule.elsewhere``: a framework that has no words of its own there, or none that is known."""
+"""In ``Rule.framework_advice``: a framework that has no words of its own there, or none that is
+known."""
 
 
 class Threshold(Generic[T]):
@@ -106,7 +107,7 @@ class Threshold(Generic[T]):
     ``[tool.advisor.rules.<id>]``, and ``Class.min_share`` the Threshold with its sources.
     """
 
-    def __init__(self, value: T, meaning: str, *sources: Source) -> None:
+    def __init__(self, value: T, meaning: str, *sources: Citation) -> None:
         self.value = value
         self.meaning = meaning
         """What it is of, and its unit."""
@@ -120,7 +121,7 @@ class Threshold(Generic[T]):
         return self if rule is None else self.value
 
     @property
-    def stated(self) -> str:
+    def source_names(self) -> str:
         """The names of the sources, as evidence cites them."""
         return ", ".join(source.name for source in self.sources)
 
@@ -171,11 +172,11 @@ class Rule:
     """What it looks at, as far as words depend on that; put in by :meth:`for_program`."""
     advice: FrameworkAdvice | None = None
     """Of ``elsewhere``, for that program; ``None``: what the rule says is for PyTorch."""
-    elsewhere: ClassVar[Mapping[str, FrameworkAdvice]] = {}
+    framework_advice: ClassVar[Mapping[str, FrameworkAdvice]] = {}
     """Framework (``trace.meta.framework``, or :data:`ANY_FRAMEWORK`) -> what is advised there in
     place of the texts above. A rule without is not run on programs that are surely not
     PyTorch's."""
-    engines: ClassVar[Mapping[str, FrameworkAdvice]] = {}
+    engine_advice: ClassVar[Mapping[str, FrameworkAdvice]] = {}
     """Inference engine -> what is advised there in place of the texts above: its own switches."""
     found_in: ClassVar[tuple[str, ...]] = ()
     """Where it found what is really there: ``traces/…``, a public trace; ``recorded/…``, a
@@ -183,23 +184,23 @@ class Rule:
     silent_in: ClassVar[tuple[str, ...]] = ()
     """Where nothing of the kind is, and it said nothing; named likewise. A workload's is its
     cured variant."""
-    validated: ClassVar[Validation] = "synthetic"
+    validation: ClassVar[Validation] = "synthetic"
     """What follows from ``found_in``; ``synthetic`` rules are said to be not proven."""
-    validated_on: ClassVar[str] = ""
+    validation_note: ClassVar[str] = ""
     """What was seen there, in words."""
-    sources: ClassVar[tuple[Source, ...]] = ()
+    sources: ClassVar[tuple[Citation, ...]] = ()
     """Where the numbers of the docstring come from that are no thresholds."""
     references: ClassVar[tuple[str, ...]] = ()
     reads_record: ClassVar[bool] = False
     """The rule looks at what the recorder wrote (``Analysis.recorded``). It is not run on a trace
     alone, which one line for all such rules says; and it is run when there is no trace at all."""
-    reads: ClassVar[tuple[SourceKind, ...]] = ()
+    auxiliary_inputs: ClassVar[tuple[AuxiliaryInput, ...]] = ()
     """Sources without a trace that the rule has something to say of: it is run where there is one,
     with or without a trace or a record."""
     sampled_part: ClassVar[str] = ""
     """The part of the step (``data``, ``forward``) whose sampled Python stacks name its line, where
     the trace has no stacks; empty: none does."""
-    of_python: ClassVar[bool] = False
+    is_python_time: ClassVar[bool] = False
     """Its time is that of Python in the loop: hot lines of a pass under Scalene explain it."""
     across_ranks: ClassVar[bool] = False
     """The rule looks at the whole run (``check_run``), not at one rank's window."""
@@ -208,7 +209,7 @@ class Rule:
         super().__init_subclass__()
         if "found_in" in vars(cls):
             public = any(name.startswith("traces/") for name in cls.found_in)
-            cls.validated = "real traces" if public else "recordings"
+            cls.validation = "real traces" if public else "recordings"
         package, _, folder = cls.__module__.rpartition(".")[0].rpartition(".")
         if package == "advisor.rules" and "category" not in vars(cls):
             cls.category = cast("Category", {"serving": "inference"}.get(folder, folder))
@@ -245,7 +246,7 @@ class Rule:
         them: ``inference`` where nothing is trained, ``elsewhere`` where PyTorch is not used."""
         other = {} if program.trains else dict(self.inference)
         advice = self.advice_for(program.framework, program.vendor) if program.foreign else None
-        advice = self.engines.get(program.engine or "", advice)
+        advice = self.engine_advice.get(program.engine or "", advice)
         twin = copy.copy(self)
         if advice is not None:
             other["terms"] = {**self.terms, **advice.terms}
@@ -262,7 +263,9 @@ class Rule:
         self, framework: str | None, vendor: str | None = None
     ) -> FrameworkAdvice | None:
         """What is advised programs of a framework that is not PyTorch."""
-        advice = self.elsewhere.get(framework or ANY_FRAMEWORK, self.elsewhere.get(ANY_FRAMEWORK))
+        advice = self.framework_advice.get(
+            framework or ANY_FRAMEWORK, self.framework_advice.get(ANY_FRAMEWORK)
+        )
         return advice.amd if advice is not None and vendor == "amd" and advice.amd else advice
 
     def complete(self, finding: Finding) -> Finding:
@@ -281,7 +284,7 @@ class Rule:
             finding,
             rule=self.id,
             category=self.category,
-            validation=self.validated,
+            validation=self.validation,
             references=[
                 link for link in self.references if advice is None or PYTORCH_URL_PART not in link
             ],
@@ -290,7 +293,7 @@ class Rule:
             code=finding.code or ("" if advice is not None else self.code),
             verify=finding.verify or self.verify,
             falsified_by=finding.falsified_by or self.falsified_by,
-            assumptions=finding.assumptions or self.filled(self.assumptions),
+            assumptions=finding.assumptions or self.fill_thresholds(self.assumptions),
             confidence=finding.confidence or self.confidence,
             alternatives=finding.alternatives or self.alternatives,
             subject=self.subject,
@@ -301,12 +304,12 @@ class Rule:
         result: dict[str, Any] = {}
         for key, text in self.cases[name].items():
             if key == "assumptions":
-                result[key] = self.filled(text)
+                result[key] = self.fill_thresholds(text)
             else:
                 result[key] = text.format(**values) if values and isinstance(text, str) else text
         return result
 
-    def filled(self, assumptions: tuple[str, ...]) -> list[str]:
+    def fill_thresholds(self, assumptions: tuple[str, ...]) -> list[str]:
         """Assumptions with the thresholds that they name. Workers are known once all fixes are."""
         values = {name: getattr(self, name) for name in self.options()}
         values["workers"] = "{workers}"
@@ -328,7 +331,7 @@ class Rule:
         allowed = getattr(self, limit)
         if times != 1:
             allowed *= times
-        return Evidence(label, value, unit, allowed, own.stated, per)
+        return Evidence(label, value, unit, allowed, own.source_names, per)
 
     @classmethod
     def paragraphs(cls) -> list[str]:

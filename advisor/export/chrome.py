@@ -34,7 +34,7 @@ from advisor.export.rewrite import (
 )
 from advisor.read.readers.kineto import MAX_CALLS, OURS, whole_number
 from advisor.read.source import DEFAULT_LIMIT
-from advisor.read.trace_events import COMM_FIELDS, Args, call_class, copy_parts
+from advisor.read.trace_events import COMM_FIELDS, EventArgs, call_class, copy_parts
 from advisor.replay.selection import selected_gaps, selected_gpu, selected_host
 
 if TYPE_CHECKING:
@@ -59,7 +59,7 @@ _SYNCS = {
     "event": "Event Sync",
     "stream_wait": "Stream Wait Event",
 }
-_SPELLED = {field.name: field.encode_name for field in msgspec.structs.fields(Args)}
+_SPELLED = {field.name: field.encode_name for field in msgspec.structs.fields(EventArgs)}
 """How the reader of such files knows the arguments of an event."""
 
 

@@ -40,7 +40,7 @@ class CsvTable:
         writer.writerows([_cell(value) for value in row] for row in lines)
         return made.getvalue()
 
-    def redacted(self, text: Callable[[str], str]) -> CsvTable:
+    def redact(self, text: Callable[[str], str]) -> CsvTable:
         """With each text as ``text`` makes it."""
         return CsvTable(
             self.head,

@@ -410,19 +410,19 @@ class NameMap:
         self.found: set[str] = set()
         self._tail = b""
 
-    def look(self, block: bytes) -> None:
+    def scan(self, block: bytes) -> None:
         """The next block of the text."""
         if len(self.found) < MAX_FOUND:
             self.found |= names_in(self._tail + block)
         self._tail = block[-256:]
 
-    def look_at_run(self, folder: str | Path) -> None:
+    def scan_run(self, folder: str | Path) -> None:
         """The same of a run directory's own files, besides its traces."""
         for file in (MANIFEST, f"rank*/{RANK}", f"rank*/{EVENTS}"):
             for place in sorted(Path(folder).glob(file))[:MAX_NAMES]:
                 with suppress(OSError, ValueError), open_regular(place) as opened:
                     while block := opened.read(BLOCK):
-                        self.look(block)
+                        self.scan(block)
 
 
 def redact(value: _S, names: Iterable[str] = ()) -> _S:

@@ -81,7 +81,7 @@ def names_of(path: str, limit: int) -> set[str]:
     """Users and hosts that the trace tells anywhere: they are to go everywhere."""
     names = NameMap()
     for block in ByteSource(path, limit=limit).blocks():
-        names.look(block)
+        names.scan(block)
     return names.found
 
 

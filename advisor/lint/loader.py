@@ -107,7 +107,7 @@ def is_in_memory(source: Script, node: ast.expr | None, depth: int = 4) -> bool:
             return is_in_memory(source, node.args[0] if node.args else None, depth - 1)
         return _only_indexes(source, name)
     if isinstance(node, ast.Name | ast.Attribute):
-        values = source.assigned(node)
+        values = source.assignments_to(node)
         return bool(values) and all(is_in_memory(source, value, depth - 1) for value in values)
     return isinstance(node, ast.Subscript) and is_in_memory(source, node.value, depth - 1)
 
@@ -203,7 +203,7 @@ def _is_tf_dataset(source: Script, node: ast.expr, depth: int = 8) -> bool:
             source, node.func.value, depth - 1
         )
     if isinstance(node, ast.Name):
-        values = source.assigned(node)
+        values = source.assignments_to(node)
         return any(
             _is_tf_dataset(source, value, depth - 1)
             for value in values

@@ -289,7 +289,7 @@ def _varies(source: Script, size: ast.expr | None, depth: int = 3) -> bool:
             if name in _RANDOM or is_method(node, "max") or (name == "max" and _measures(node)):
                 return True
         elif isinstance(node, ast.Name) and any(
-            _varies(source, value, depth - 1) for value in source.assigned(node)
+            _varies(source, value, depth - 1) for value in source.assignments_to(node)
         ):
             return True
     return False

@@ -134,7 +134,7 @@ class Script:
                         result.setdefault(name, []).append(value)
         return result
 
-    def assigned(self, node: ast.expr) -> list[ast.expr]:
+    def assignments_to(self, node: ast.expr) -> list[ast.expr]:
         """What the file assigns to a name or an attribute (a tuple's parts: all of it)."""
         return self._assignments.get(self.qualified_name(node), [])
 

@@ -315,7 +315,7 @@ MAX_ENTRIES = 20_000
 LONGEST_PATH = 4096
 
 
-class Allowed:
+class AllowedFolders:
     """Folders that were given, with links resolved."""
 
     def __init__(self, folders: Iterable[str | Path]) -> None:
@@ -343,7 +343,7 @@ class Allowed:
             self._look_through(real, given)
         return real
 
-    def new(self, given: str) -> Path:
+    def new_path(self, given: str) -> Path:
         """A path at which there is nothing yet, in a folder that is there. Raises AdvisorError."""
         real = self._inside(given)
         if real.exists():
@@ -358,12 +358,12 @@ class Allowed:
         candidates = [folder / given for folder in self.folders]  # an absolute one stays itself
         # realpath, so that `..` behind a link goes where the system would go
         real = [Path(os.path.realpath(candidate)) for candidate in candidates]
-        inside = [item for item in real if self.holds(item)]
+        inside = [item for item in real if self.contains(item)]
         if not inside:
             raise AdvisorError(f"{given}: outside the folders that may be read")
         return next((item for item in inside if item.exists()), inside[0])
 
-    def holds(self, real: Path) -> bool:
+    def contains(self, real: Path) -> bool:
         """Whether a path without links is one of the folders or below one."""
         return any(real == folder or folder in real.parents for folder in self.folders)
 
@@ -371,7 +371,7 @@ class Allowed:
         for count, entry in enumerate(_entries(folder)):
             if count >= MAX_ENTRIES:
                 raise AdvisorError(f"{given}: more than {MAX_ENTRIES:,} files; give one run")
-            if entry.is_symlink() and not self.holds(Path(os.path.realpath(entry.path))):
+            if entry.is_symlink() and not self.contains(Path(os.path.realpath(entry.path))):
                 raise AdvisorError(f"{given}: a link in it leads outside what may be read")
 
 

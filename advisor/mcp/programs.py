@@ -15,7 +15,7 @@ from advisor.core import labels
 from advisor.core.errors import AdvisorError
 from advisor.core.files import read_regular
 from advisor.mcp import answers as b
-from advisor.mcp.answers import Allowed, Ran, TogetherLine, TrialLine, TrialText, Tried
+from advisor.mcp.answers import AllowedFolders, Ran, TogetherLine, TrialLine, TrialText, Tried
 from advisor.tune.knob import find_knob
 from advisor.tune.report import FILE, MAX_BYTES, Together, Trial, TrialReport
 
@@ -33,7 +33,9 @@ GRACE_SECONDS = 10.0
 """Seconds to end by itself after the time limit: the recorder writes what it has."""
 
 
-def record(allowed: Allowed, script: str, arguments: list[str], out: str, timeout_s: float) -> Ran:
+def record(
+    allowed: AllowedFolders, script: str, arguments: list[str], out: str, timeout_s: float
+) -> Ran:
     """``advisor record`` of a script, in its own folder, into a new run directory.
 
     Raises AdvisorError: the script is outside, or the run directory is there already.
@@ -53,7 +55,7 @@ def record(allowed: Allowed, script: str, arguments: list[str], out: str, timeou
 
 
 def try_knobs(
-    allowed: Allowed,
+    allowed: AllowedFolders,
     script: str,
     arguments: list[str],
     out: str,
@@ -80,9 +82,11 @@ def try_knobs(
     )
 
 
-def _asked(allowed: Allowed, script: str, arguments: list[str], out: str) -> tuple[Path, Path]:
+def _asked(
+    allowed: AllowedFolders, script: str, arguments: list[str], out: str
+) -> tuple[Path, Path]:
     """The script and the run directory that is to be made. Raises AdvisorError."""
-    program, folder = allowed.path(script), allowed.new(out)
+    program, folder = allowed.path(script), allowed.new_path(out)
     if not program.is_file():
         raise AdvisorError(f"{script}: not a file; give a Python script")
     if len(arguments) > MAX_ARGUMENTS or any(len(a) > LONGEST_ARGUMENT for a in arguments):

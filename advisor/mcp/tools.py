@@ -26,7 +26,7 @@ from advisor.core.errors import AdvisorError, describe_failure
 from advisor.mcp import answers as b
 from advisor.mcp import programs
 from advisor.mcp.answers import (
-    Allowed,
+    AllowedFolders,
     Analysed,
     ChangeLine,
     Compared,
@@ -47,7 +47,7 @@ if TYPE_CHECKING:
     from advisor.core.finding import Finding
     from advisor.core.report import OperatorRate
     from advisor.core.rule import Evidence
-    from advisor.mcp.answers import Allowed
+    from advisor.mcp.answers import AllowedFolders
 
 
 MAX_KEPT_ANALYSES = 4
@@ -97,7 +97,7 @@ def one_line(tool: _F) -> _F:
 class Tools:
     """The tools, for one client. One analysis at a time: it uses all cores by itself."""
 
-    def __init__(self, allowed: Allowed) -> None:
+    def __init__(self, allowed: AllowedFolders) -> None:
         self.allowed = allowed
         self._kept: OrderedDict[Key, AnalysisResult] = OrderedDict()
         self._lock = Lock()
@@ -110,7 +110,7 @@ class Tools:
         report = self._examined(path, rank).report
         named = report.by_id()
         # without a step nothing is ranked: what a snapshot, counters or a log show are notes
-        listed = report.notes if report.scope.timeless else report.findings
+        listed = report.notes if report.scope.has_no_step_time else report.findings
         shown, more = b.take_first(
             [(key, f) for key, f in named.items() if f in listed],
             max(0, min(top, b.MAX_FINDINGS)),
@@ -394,7 +394,7 @@ class _Server(MCPServer[Any]):
         raise MCPError(INVALID_PARAMS, f"Unknown prompt: {b.bound_name(name)}")
 
 
-def serve(allowed: Allowed, *, allow_run: bool) -> None:
+def serve(allowed: AllowedFolders, *, allow_run: bool) -> None:
     """Answer a client over standard input and output until it ends."""
     handler = logging.StreamHandler()
     handler.setFormatter(_OneLine())
@@ -402,7 +402,7 @@ def serve(allowed: Allowed, *, allow_run: bool) -> None:
     build(allowed, allow_run=allow_run).run("stdio")
 
 
-def build(allowed: Allowed, *, allow_run: bool = False) -> MCPServer[Any]:
+def build(allowed: AllowedFolders, *, allow_run: bool = False) -> MCPServer[Any]:
     """A server whose tools read below the allowed folders; ``allow_run``: and run programs."""
     server = _Server(
         "advisor",
@@ -420,7 +420,7 @@ def build(allowed: Allowed, *, allow_run: bool = False) -> MCPServer[Any]:
     return server
 
 
-def _add_running(server: MCPServer[Any], allowed: Allowed) -> None:
+def _add_running(server: MCPServer[Any], allowed: AllowedFolders) -> None:
     """The tools that run programs."""
 
     @server.tool(annotations=ToolAnnotations(read_only_hint=False, destructive_hint=True))

@@ -31,7 +31,7 @@ from advisor.measure.device.kernels import (
 from advisor.measure.host.gaps import idle_gaps
 from advisor.measure.host.host_time import host_breakdown
 from advisor.measure.host.launches import (
-    Lost,
+    LostRecords,
     analysed_device,
     launched_before_recording,
     lost_records,
@@ -56,21 +56,21 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
-    from advisor.core.auxiliary_inputs import FlightRecord, FusedKernel, SourceKind
+    from advisor.core.auxiliary_inputs import AuxiliaryInput, FlightRecord, FusedKernel
     from advisor.core.gpus import GpuSpec
     from advisor.core.run_directory import RankRecord
     from advisor.core.snapshot import MemorySnapshot
     from advisor.core.trace import Device, Trace
-    from advisor.measure.host.launches import Lost
+    from advisor.measure.host.launches import LostRecords
     from advisor.measure.memory.post_mortem import PostMortem
-    from advisor.measure.serving.passes import Passes
+    from advisor.measure.serving.passes import ForwardPasses
     from advisor.measure.steps.steps import Steps
 
 
 Measured = TypeVar("Measured")
 
 
-class _OfIdle(Generic[Measured]):
+class _IdleMeasurement(Generic[Measured]):
     """A cached measurement that takes the device for idle where no work is recorded. That it was
     asked for is counted: where records are lost, nothing may be concluded from it."""
 
@@ -130,7 +130,7 @@ class Analysis:
     """The loop does not train, as far as is recorded."""
 
     @cached_property
-    def sources(self) -> tuple[SourceKind, ...]:
+    def sources(self) -> tuple[AuxiliaryInput, ...]:
         """The sources without a trace that are here, beside one or alone."""
         meta = self.trace.meta
         given = () if self.snapshot is None else (SNAPSHOT,)
@@ -144,7 +144,7 @@ class Analysis:
         return known and self.trace.cpu.is_empty() and self.trace.gpu.is_empty()
 
     @property
-    def source(self) -> SourceKind | None:
+    def source(self) -> AuxiliaryInput | None:
         """What there is in place of a trace and a record, of several that with the verdict;
         ``None``: there is a trace or a record."""
         return self.sources[0] if self.record_only and self.record is None else None
@@ -161,7 +161,7 @@ class Analysis:
         return find_steps(self.trace, self.selection)
 
     @cached_property
-    def passes(self) -> Passes | None:
+    def passes(self) -> ForwardPasses | None:
         """Steps of inference (``serving/passes.py``); ``None``: the program trains, or nothing
         marks them."""
         return find_passes(self.trace)
@@ -242,22 +242,22 @@ class Analysis:
     def in_window(self) -> NDArray[np.bool_]:
         """Aligned with ``trace.gpu``: on the analysed device, touching ``spans``, and not launched
         before the recording began."""
-        return self.on_device & ~self.earlier
+        return self.on_device & ~self.launched_before
 
     @cached_property
-    def lost(self) -> Lost:
+    def lost(self) -> LostRecords:
         """Launches whose device work the profiler lost (``host/launches.py``), and work of graph
         replays that is not in the recording (``serving/graphs.py``)."""
         calls, graphs = lost_records(self.trace), missing_records(self.trace)
         both = calls.launches + graphs[0], calls.lost + graphs[1]
         cut = self.trace.meta.truncated and not self.trace.cpu.is_empty()
-        return Lost(*both, graphs[1], cut)
+        return LostRecords(*both, graphs[1], cut)
 
-    one_off = cached_property(one_off)
+    one_off_costs = cached_property(one_off)
     """First calls that later ones do in a fraction of the time."""
 
     @cached_property
-    def earlier(self) -> NDArray[np.bool_]:
+    def launched_before(self) -> NDArray[np.bool_]:
         """Aligned with ``trace.gpu``: launched before the recording began (``launches.py``). The
         device is busy with it, but it is not the steps' work."""
         return launched_before_recording(self.trace)
@@ -283,19 +283,19 @@ class Analysis:
 
     # -- time -------------------------------------------------------------------------------
 
-    breakdown = _OfIdle(break_down)
+    breakdown = _IdleMeasurement(break_down)
     """The step's device time in exclusive classes."""
 
-    gaps = _OfIdle(idle_gaps)
+    gaps = _IdleMeasurement(idle_gaps)
     """Idle gaps of the device, with blame."""
 
     step_halves = cached_property(compare_halves)
     """What the longer half of the steps has more of."""
 
-    syncs = _OfIdle(find_syncs)
+    syncs = _IdleMeasurement(find_syncs)
     """Host waits for the device."""
 
-    copies = _OfIdle(find_copies)
+    copies = _IdleMeasurement(find_copies)
     """Copies: direction, bandwidth, what hid them."""
 
     host = cached_property(host_breakdown)
@@ -341,7 +341,7 @@ class Analysis:
     mfu = cached_property(model_flop_utilisation)
     """Model FLOP utilisation, 0 to 1."""
 
-    collectives = _OfIdle(find_collectives)
+    collectives = _IdleMeasurement(find_collectives)
     """Collectives: bytes, rates, what hid them."""
 
     # -- memory -----------------------------------------------------------------------------

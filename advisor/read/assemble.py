@@ -272,7 +272,7 @@ class Assembler:
         _, process = np.unique([pid for pid, _ in threads], return_inverse=True)
         launches = LaunchTable(host, process)
         launch = launches.find(device)
-        launches.name_unknown(launch, device["kind"])
+        launches.classify_unknown_calls(launch, device["kind"])
         return launch, launches.op_around(launch, device)
 
 

@@ -30,7 +30,7 @@ MAX_FILES = 4096
 
 @cache
 def _source_readers() -> tuple[Reader, ...]:
-    return tuple(reader for reader in all_readers() if reader.fills)
+    return tuple(reader for reader in all_readers() if reader.meta_field)
 
 
 def is_named_log(path: str) -> bool:
@@ -58,7 +58,7 @@ def merged_logs(traces: Iterable[Trace]) -> dict[str, Any]:
     """What all such files among traces say: fields of TraceMeta; empty: there are none."""
     metas = [trace.meta for trace in traces]
     result = {}
-    for field, merge in {reader.fills: reader.merge for reader in _source_readers()}.items():
+    for field, merge in {reader.meta_field: reader.merge for reader in _source_readers()}.items():
         values = [value for meta in metas if (value := getattr(meta, field))]
         if values:
             result[field] = values[0] if len(values) == 1 else merge(values)

@@ -26,7 +26,7 @@ from advisor.read.trace_events import (
     IGNORED_CATEGORIES,
     NO_ARGS,
     SYNC_CATEGORY,
-    Args,
+    EventArgs,
     TraceEvent,
     is_range,
 )
@@ -257,7 +257,7 @@ def _int(value: Any) -> int:
     return number if -_BIG < number < _BIG else MISSING
 
 
-def _external(args: list[Args]) -> NDArray[np.int64]:
+def _external(args: list[EventArgs]) -> NDArray[np.int64]:
     result = int_column([a.external for a in args])
     unknown = result == -1
     if unknown.any():
@@ -323,7 +323,7 @@ def _threads(events: list[TraceEvent], codes: _Codes) -> NDArray[np.int32]:
     return codes.of([(pids[0], tid) for tid in tids])[column]
 
 
-def _inputs(args: list[Args], codes: _Codes) -> NDArray[np.int32]:
+def _inputs(args: list[EventArgs], codes: _Codes) -> NDArray[np.int32]:
     result = np.fromiter(
         [
             codes[_joined((a.dims, a.types))]
@@ -351,7 +351,7 @@ def _inputs(args: list[Args], codes: _Codes) -> NDArray[np.int32]:
 _collective = attrgetter(*COMM_FIELDS)
 
 
-def _comms(args: list[Args], codes: _Codes) -> NDArray[np.int32]:
+def _comms(args: list[EventArgs], codes: _Codes) -> NDArray[np.int32]:
     result = np.full(len(args), -1, dtype=np.int32)
     for row in [row for row, a in enumerate(args) if a.collective is not ABSENT]:
         key = _joined(_collective(args[row]))
@@ -402,7 +402,7 @@ def _or_else(column: NDArray[np.float64], instead: Callable[[], list[Any]]) -> N
     return np.where(unknown, float_column(instead()), column) if unknown.any() else column
 
 
-def _sizes(args: list[Args]) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+def _sizes(args: list[EventArgs]) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
     """Blocks of the grid and threads of the block; NaN where there is none."""
     codes = _Codes()
     column = codes.of([_joined((a.grid, a.block)) for a in args])
@@ -432,7 +432,9 @@ class _Occupancy(msgspec.Struct):
     limitingFactors: str | None = None
 
 
-def _occupancies(args: list[Args], names: _Codes) -> tuple[NDArray[np.float64], NDArray[np.int32]]:
+def _occupancies(
+    args: list[EventArgs], names: _Codes
+) -> tuple[NDArray[np.float64], NDArray[np.int32]]:
     """Active blocks a multiprocessor and code of the limiting factors, from newer profilers."""
     codes = _Codes()
     column = codes.of([bytes(a.occupancy_detail) for a in args])

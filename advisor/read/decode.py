@@ -20,7 +20,7 @@ from msgspec import Raw
 from advisor.core.pool import ProcessPool, WorkerDied
 from advisor.read.columns import Piece, build_columns
 from advisor.read.damage import REFUSED, sanitise, split_objects
-from advisor.read.trace_events import Args, TraceEvent
+from advisor.read.trace_events import EventArgs, TraceEvent
 
 event_list = msgspec.json.Decoder(list[TraceEvent])
 """What the bulk of the work is: a piece of JSON to a list of events."""
@@ -95,9 +95,9 @@ def _coerce(value: Any) -> TraceEvent | None:
     return TraceEvent(**fields)
 
 
-def _coerce_args(value: dict[str, Any]) -> Args:
+def _coerce_args(value: dict[str, Any]) -> EventArgs:
     given: dict[str, Any] = {}
-    for spec in _fields(Args):
+    for spec in _fields(EventArgs):
         if spec.encode_name not in value:
             continue
         item = value[spec.encode_name]
@@ -105,7 +105,7 @@ def _coerce_args(value: dict[str, Any]) -> Args:
             given[spec.name] = Raw(msgspec.json.encode(item))
         elif (fitting := _fitting(item, spec.name)) is not None:
             given[spec.name] = fitting
-    return Args(**given)
+    return EventArgs(**given)
 
 
 def _fitting(item: Any, name: str) -> str | int | float | None:

@@ -26,7 +26,15 @@ from advisor.core.kernel_profile import (
     SampledLine,
     ToolAdvice,
 )
-from advisor.read.protobuf import BYTES, FIXED32, FIXED64, VARINT, Damaged, Field, iterate_fields
+from advisor.read.protobuf import (
+    BYTES,
+    FIXED32,
+    FIXED64,
+    VARINT,
+    Field,
+    MalformedMessage,
+    iterate_fields,
+)
 from advisor.read.sampled_lines import LineRow, lines_of_module, sampled_lines
 from advisor.read.sqlite import Database
 
@@ -287,7 +295,7 @@ def _ncu_report(data: bytes, path: str, dropped: dict[str, int]) -> Iterator[Ker
                 done += 1
                 if done == MAX_KERNELS:
                     return
-    except (Damaged, IndexError, struct.error, ValueError, KeyError):
+    except (MalformedMessage, IndexError, struct.error, ValueError, KeyError):
         if not done:
             raise AdvisorError(
                 f"{path}: a report of Nsight Compute whose layout is not known; {EXPORT}"
@@ -308,7 +316,7 @@ def _messages(data: bytes) -> Iterator[tuple[str, Any]]:
                 yield "strings", [_text(data, each) for each in _inside(data, field)]
         end = at + number.get(5, 0)
         if end > len(data):
-            raise Damaged
+            raise MalformedMessage
         sources = number.get(1, 0)
         while at < end:
             at, size = _sized(data, at)
@@ -325,7 +333,7 @@ def _messages(data: bytes) -> Iterator[tuple[str, Any]]:
 def _sized(data: bytes, at: int) -> tuple[int, int]:
     size = struct.unpack_from("<I", data, at)[0]
     if at + 4 + size > len(data):
-        raise Damaged
+        raise MalformedMessage
     return at + 4, size
 
 

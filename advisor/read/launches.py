@@ -136,7 +136,7 @@ class LaunchTable:
             result[rows] = np.where(real, call, -1)
         return result
 
-    def name_unknown(self, launch: Array, kind: Array) -> None:
+    def classify_unknown_calls(self, launch: Array, kind: Array) -> None:
         """Calls whose name is unknown ("INVALID" for an API newer than the profiler) but that
         caused device work are what they caused. Changes the ``call`` column."""
         rows = launch[launch >= 0]

@@ -29,7 +29,7 @@ _WORD = np.dtype("<u8")
 Words = NDArray[np.uint64]
 
 
-class Damaged(Exception):
+class MalformedMessage(Exception):
     """The bytes are no message."""
 
 
@@ -81,7 +81,7 @@ def varint(data: bytes | bytearray, at: int, end: int) -> tuple[int, int]:
         if byte < 0x80:
             return value & 0xFFFF_FFFF_FFFF_FFFF, at
         shift += 7
-    raise Damaged
+    raise MalformedMessage
 
 
 def iterate_fields(data: bytes | bytearray, at: int, end: int) -> Iterator[Field]:
@@ -99,9 +99,9 @@ def iterate_fields(data: bytes | bytearray, at: int, end: int) -> Iterator[Field
             at += 8 if wire == FIXED64 else 4
             value = int.from_bytes(data[start:at], "little")
         else:
-            raise Damaged
+            raise MalformedMessage
         if at > end or key < 8:
-            raise Damaged
+            raise MalformedMessage
         yield Field(key >> 3, wire, value, start, at)
 
 
@@ -137,7 +137,7 @@ def split_messages(
                 ends.append(item.end)
             else:
                 others.append(item)
-    except Damaged:
+    except MalformedMessage:
         return starts, ends, others, False
     return starts, ends, others, True
 

@@ -83,12 +83,12 @@ class Reader(ABC):
 
     name: ClassVar[str]
     """One word; what ``TraceMeta.format`` says."""
-    reads: ClassVar[str]
+    description: ClassVar[str]
     """What it reads, with an article and suffixes, for whoever gave something else: ``a PyTorch
     profiler trace (.json, .json.gz or .json.zst)``."""
     suffixes: ClassVar[tuple[str, ...]]
     """Of its files, with the dot and in lower case, without ``.gz`` or ``.zst``."""
-    fills: ClassVar[str] = ""
+    meta_field: ClassVar[str] = ""
     """The field of TraceMeta that its files fill where they hold no trace: beside traces they are
     joined with :meth:`merge`, and every trace has the result (``core/auxiliary_inputs.py``)."""
 

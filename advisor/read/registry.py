@@ -85,11 +85,11 @@ def reader_of(source: ByteSource) -> Reader:
 
 def _what_is_read(head: bytes) -> str:
     """``give`` and the formats; of a database those that are one. PyTorch's own stand first."""
-    known = (reader.reads for reader in bundled_readers())
+    known = (reader.description for reader in bundled_readers())
     ours = sorted(known, key=lambda text: "PyTorch profiler" not in text)
     if head.startswith(b"SQLite format 3"):
         ours = [each for each in ours if re.search(r"\.(sqlite|db|rpd)\b", each)]
-    *most, last = dict.fromkeys([*ours, *(reader.reads for reader in installed_readers())])
+    *most, last = dict.fromkeys([*ours, *(reader.description for reader in installed_readers())])
     return f"give {', '.join(most)}, or {last}" if most else f"give {last}"
 
 

@@ -20,7 +20,7 @@ from advisor.read.nvtx import inputs_of, parse_ranges
 from advisor.read.rocm import FILL, build_device, copy_direction
 from advisor.read.sqlite import (
     Database,
-    Keyed,
+    KeyedTable,
     NameLookup,
     Numbered,
     Types,
@@ -58,7 +58,7 @@ class Rpd:
         )
         texts = self._names.rows
         if self._db.has("rocpd_ustring", "id", "string"):
-            texts = Keyed(self._db, "rocpd_ustring", "id", {"string": pl.String})
+            texts = KeyedTable(self._db, "rocpd_ustring", "id", {"string": pl.String})
         rows = self._db.read(
             "rocpd_api", types, each=lambda batch: self._calls(with_all(batch, types), texts)
         )
@@ -67,7 +67,7 @@ class Rpd:
         number, self.inputs = inputs_of(rows["dims"])
         return rows.drop("dims").with_columns(number)
 
-    def _calls(self, rows: pl.DataFrame, arguments: Keyed) -> pl.DataFrame:
+    def _calls(self, rows: pl.DataFrame, arguments: KeyedTable) -> pl.DataFrame:
         """Calls, then ranges, without their texts: nearly each of PyTorch's has a number in it."""
         name = self._names.of(rows["apiName_id"]).fill_null("call")
         self._in_threads.append(
@@ -109,11 +109,11 @@ class Rpd:
         threaded = pl.concat([*self._in_threads, none], how="vertical_relaxed")
         in_threads = Numbered(threaded.with_columns(in_threads=True), "id")
         sizes = ("gridX", "gridY", "gridZ", "workgroupX", "workgroupY", "workgroupZ")
-        launches = Keyed(
+        launches = KeyedTable(
             self._db, "rocpd_kernelapi", "api_ptr_id",
             dict.fromkeys((*sizes, "groupSegmentSize"), pl.Int64),
         )  # fmt: skip
-        copies = Keyed(
+        copies = KeyedTable(
             self._db, "rocpd_copyapi", "api_ptr_id", {"size": pl.Int64, "pinned": pl.Int64}
         )
 
@@ -241,7 +241,7 @@ class _Process:
         self._events = read_numbered(db, self._table("event"), types, self._event)
         stamps = {"id": pl.Int64, "value": pl.Int64}
         self._stamps = read_numbered(db, self._table("timestamp"), stamps)
-        self._tracks = Keyed(db, self._table("track"), "id", _PLACE)
+        self._tracks = KeyedTable(db, self._table("track"), "id", _PLACE)
         self.devices: dict[int, Device] = {}
         self._agents = self._known_agents()
         self._pids = self._numbers("info_process", "pid")
@@ -371,7 +371,7 @@ class _Process:
         table = self._table("info_kernel_symbol")
         names = self._db.texts(table, "id", "kernel_name")
         names |= self._db.texts(table, "id", "display_name")
-        symbols = Keyed(self._db, table, "id", {"arch_vgpr_count": pl.Int64})
+        symbols = KeyedTable(self._db, table, "id", {"arch_vgpr_count": pl.Int64})
         group, grid = (
             pl.col(f"{size}_x") * pl.col(f"{size}_y") * pl.col(f"{size}_z") for size in sizes
         )

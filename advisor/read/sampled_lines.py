@@ -15,7 +15,7 @@ from pathlib import PurePosixPath
 from typing import NamedTuple
 
 from advisor.core.kernel_profile import SampledLine
-from advisor.read.protobuf import Damaged, varint
+from advisor.read.protobuf import MalformedMessage, varint
 
 MAX_LINES = 12
 """Lines of a kernel, those with most samples."""
@@ -67,7 +67,14 @@ def lines_of_module(elf: bytes) -> dict[str, list[LineRow]]:
     known."""
     try:
         return _tables(elf)
-    except (struct.error, IndexError, ValueError, OverflowError, ZeroDivisionError, Damaged):
+    except (
+        struct.error,
+        IndexError,
+        ValueError,
+        OverflowError,
+        ZeroDivisionError,
+        MalformedMessage,
+    ):
         return {}
 
 

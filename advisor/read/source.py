@@ -84,7 +84,7 @@ class ByteSource:
         (first, rest), self._begun = self._begun, None
         return chain([first] if first else [], rest)
 
-    def whole(self, most: int, advice: str) -> bytes:
+    def read_all(self, most: int, advice: str) -> bytes:
         """All of it at once. Raises AdvisorError, with the advice: it has more bytes than that."""
         data = bytearray()
         for block in self.blocks():
@@ -129,7 +129,7 @@ class ByteSource:
             if self.path != "-" or self.given is not None:
                 file.close()
 
-    def again(self) -> ByteSource | None:
+    def reopen(self) -> ByteSource | None:
         """The same bytes from their start; ``None``: standard input that was too long to keep."""
         if self.given is not None or self.path != "-":
             return ByteSource(self.path, limit=self.limit, given=self.given)

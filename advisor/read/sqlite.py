@@ -118,7 +118,7 @@ class Database:
             parts.append(frame if each is None else each(frame))
         return pl.concat(parts, how="vertical_relaxed") if parts else pl.DataFrame(schema=wanted)
 
-    def read_some(self, table: str, types: Types, numbers: Sequence[int]) -> pl.DataFrame:
+    def read_keys(self, table: str, types: Types, numbers: Sequence[int]) -> pl.DataFrame:
         """As :meth:`read`, the rows whose key is one of these numbers, which are in order and
         some thousands."""
         if not numbers:
@@ -392,7 +392,7 @@ def read_numbered(
     return Numbered(read if read.height else made(pl.DataFrame(schema=dict(types))), key)
 
 
-class Keyed:
+class KeyedTable:
     """Rows of a stored table by their number: looked up in the file where that is the key by which
     its rows are stored, else read once. Columns that the table has not are null."""
 
@@ -408,7 +408,7 @@ class Keyed:
         if self._whole is not None:
             return self._whole.at(numbers).cast(pl.Schema(self._types))
         wanted = numbers.drop_nulls().unique().sort().to_list()
-        result = self._db.read_some(self._table, self._read, wanted)
+        result = self._db.read_keys(self._table, self._read, wanted)
         return Numbered(with_all(result, self._read), self._key).at(numbers)
 
 
@@ -416,7 +416,7 @@ class NameLookup:
     """Numbered texts of which few are distinct: each is looked up once."""
 
     def __init__(self, db: Database, table: str, key: str, value: str) -> None:
-        self.rows = Keyed(db, table, key, {value: pl.String})
+        self.rows = KeyedTable(db, table, key, {value: pl.String})
         """The table itself, for texts that are nearly all distinct."""
         self._known: dict[int, str | None] = {}
 

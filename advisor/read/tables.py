@@ -56,7 +56,7 @@ def cpu_frame(host: Columns, names: pl.Series) -> pl.DataFrame:
     }
     columns, nothing = {}, _Nothing(len(host["ts"]))
     for name, dtype in CPU_SCHEMA.items():
-        columns[name] = nothing.instead(made.get(name, _or_null)(host.pop(name)), dtype)
+        columns[name] = nothing.as_type(made.get(name, _or_null)(host.pop(name)), dtype)
     return pl.DataFrame(columns)
 
 
@@ -87,7 +87,7 @@ def gpu_frame(
     }
     for key in (*wholes, *reals):  # each in its own type before the next one is made
         number = _real(device.pop(key)) if key in reals else _whole(device.pop(key))
-        columns[key] = nothing.instead(number, GPU_SCHEMA[key])
+        columns[key] = nothing.as_type(number, GPU_SCHEMA[key])
     for key, column in ready.items():
         own = column.dtype == GPU_SCHEMA[key]
         columns[key] = column if own else column.cast(pl.String)
@@ -311,7 +311,7 @@ class _Nothing:
         self._count = count
         self._of: dict[Any, pl.Series] = {}
 
-    def instead(self, series: pl.Series, dtype: Any) -> pl.Series:
+    def as_type(self, series: pl.Series, dtype: Any) -> pl.Series:
         """The series as one of that type."""
         if series.null_count() < self._count or not self._count:
             return series if series.dtype == dtype else series.cast(dtype, strict=False)
@@ -323,5 +323,5 @@ class _Nothing:
 def _conform(columns: dict[str, pl.Series], schema: dict[str, Any]) -> pl.DataFrame:
     nothing = _Nothing(len(next(iter(columns.values()))))
     return pl.DataFrame(
-        {name: nothing.instead(columns.pop(name), dtype) for name, dtype in schema.items()}
+        {name: nothing.as_type(columns.pop(name), dtype) for name, dtype in schema.items()}
     )

@@ -199,7 +199,7 @@ ABSENT = Raw()
 _NAN = math.nan  # absent numbers become NaN in float columns without a look at each
 
 
-class Args(Struct, gc=False):
+class EventArgs(Struct, gc=False):
     """The arguments that analysis uses. Nested values stay undecoded: they repeat massively, so
     the distinct ones are decoded once, later."""
 
@@ -251,7 +251,7 @@ class Args(Struct, gc=False):
 
 
 COMM_FIELDS = tuple(
-    name for name in Args.__struct_fields__ if name == "collective" or name.startswith("comm_")
+    name for name in EventArgs.__struct_fields__ if name == "collective" or name.startswith("comm_")
 )
 """Of a collective, in the order of ``core.trace.COMMS_SCHEMA``."""
 
@@ -266,7 +266,7 @@ class TraceEvent(Struct, gc=False):
     tid: Whole = None
     ts: Real = _NAN
     dur: Real = _NAN
-    args: Args | None = None
+    args: EventArgs | None = None
 
 
-NO_ARGS = Args()
+NO_ARGS = EventArgs()

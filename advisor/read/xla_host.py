@@ -68,7 +68,7 @@ class XlaHost:
     step_marks: str | None = None
     """As in ``TraceMeta``; ``None``: no steps are known."""
 
-    def shown_threads(self, main: str | None) -> dict[tuple[str, str], str]:
+    def thread_names_by_id(self, main: str | None) -> dict[tuple[str, str], str]:
         """Names of threads by process and thread, as :func:`all_rows` has them."""
         return {(p, p if t == main else t): name for (p, t), name in self.thread_names.items()}
 

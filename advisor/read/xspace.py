@@ -21,8 +21,8 @@ from advisor.read.protobuf import (
     FIXED64,
     VARINT,
     Buffer,
-    Damaged,
     Fields,
+    MalformedMessage,
     iterate_fields,
     split_messages,
     varint,
@@ -201,7 +201,7 @@ class XSpace:
                         )
                     elif item.number == _REFERENCE:
                         value = plane.stat_names.get(_signed(item.value))
-            except Damaged:
+            except MalformedMessage:
                 self.broken += 1
             if name is not None and value is not None:
                 yield name, value
@@ -336,7 +336,7 @@ def _cut_off(data: bytes | bytearray, at: int, end: int, number: int) -> tuple[i
         if key != number << 3 | BYTES:
             return None
         _, at = varint(data, at, end)
-    except Damaged:
+    except MalformedMessage:
         return None
     return (at, end) if at < end else None
 

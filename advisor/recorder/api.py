@@ -154,7 +154,7 @@ class Recorder:
             except GeneratorExit:  # the loop was left by break: after a whole step, or before
                 _contained(session, lambda: session.end_loop(broken_off=True))
                 raise
-            _contained(session, session.boundary)
+            _contained(session, session.on_step_end)
 
     # -- as a decorator -------------------------------------------------------------------------
 
@@ -264,10 +264,10 @@ class _Call:
         if not self._ours or session is None:
             return
         if error is not None and not isinstance(error, GeneratorExit | StopIteration):
-            session.failed(error)  # who catches it may call again
+            session.on_exception(error)  # who catches it may call again
             return
         if recorder._step:
-            _contained(session, session.boundary)
+            _contained(session, session.on_step_end)
         elif self._first:
             _contained(session, lambda: self._tell_apart(session))
 
@@ -320,7 +320,7 @@ def step() -> None:
 
     session = current_session()
     if session is not None and session.here() and not session.in_loop:
-        _contained(session, session.boundary)
+        _contained(session, session.on_step_end)
 
 
 def phase(name: str) -> PhaseRange:
@@ -398,7 +398,7 @@ def _begin_loop(session: RecordingSession, loader: Iterable[_T], length: Any) ->
         try:
             session.begin_loop()
             if length is not None:
-                session.windows.fit(length())
+                session.windows.fit_to_loader(length())
         except Exception as error:
             session.broken(error)
     return iter(loader)

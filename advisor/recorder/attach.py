@@ -140,7 +140,7 @@ def attach(
             threading.Event().wait(seconds)
         except KeyboardInterrupt:
             interrupted = True
-        except _Refused as error:
+        except AttachRefused as error:
             raise AdvisorError(str(error)) from None
         except BaseException:
             _stop(server)
@@ -151,7 +151,7 @@ def attach(
     return AttachedRecording(known, took, interrupted, sorted(_files(folder) - before))
 
 
-class _Refused(Exception):
+class AttachRefused(Exception):
     """The server does not profile."""
 
 
@@ -163,7 +163,9 @@ def _start(server: Server, engine: str, body: dict[str, Any] | None) -> None:
             f"{_name(server)}: no answer to /start_profile ({_why(error)}); it was asked to stop"
         ) from None
     if status in (404, 405, 501):
-        raise _Refused(f"{_name(server)}: it has no profiler on; {HOW_TO_ENABLE.get(engine, '')}")
+        raise AttachRefused(
+            f"{_name(server)}: it has no profiler on; {HOW_TO_ENABLE.get(engine, '')}"
+        )
     if status >= 300:
         raise AdvisorError(
             f"{_name(server)}: /start_profile answered {status} ({' '.join(text.split())[:100]}); "

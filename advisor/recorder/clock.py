@@ -80,13 +80,13 @@ class Tape:
         """Those that listen to phases at once (NVTX, CUDA events)."""
         self.names = list(PHASES)
 
-    def watch(self, watcher: Any) -> None:
+    def add_watcher(self, watcher: Any) -> None:
         """Tell ``watcher`` of phases from now on."""
         if watcher not in self.watched:
             self.watched.append(watcher)
         self.here[WATCHED] = 1
 
-    def unwatch(self, watcher: Any) -> bool:
+    def remove_watcher(self, watcher: Any) -> bool:
         """Tell ``watcher`` no further phases; whether it listened until now."""
         was = watcher in self.watched
         if was:

@@ -72,32 +72,32 @@ class Listener:
     glance: Callable[[Any], Any] = staticmethod(lambda batch: None)
     """Notes what a batch is made of."""
 
-    def entered(self, phase: int) -> None:
+    def on_enter(self, phase: int) -> None:
         """A phase is about to begin; called while somebody watches. Contained, as the next ones."""
 
     def left(self, phase: int) -> None:
         """A phase has ended, this one goes on."""
 
-    def stepped(self) -> None:
+    def on_optimizer_step(self) -> None:
         """An optimizer has stepped."""
 
-    def forwarded(self, module: Any) -> None:
+    def on_forward(self, module: Any) -> None:
         """The forward of an outermost module has ended, where nothing was learnt so far."""
 
-    def generating(self) -> None:
+    def on_generate_start(self) -> None:
         """A call of ``generate`` is about to begin, where nothing was learnt so far …"""
 
-    def generated(self) -> None:
+    def on_generate_end(self) -> None:
         """… and has ended."""
 
-    def learning(self) -> None:
+    def on_first_backward(self) -> None:
         """The first backward begins."""
 
     def elsewhere(self, *, updates: bool) -> None:
         """A backward or an optimizer's step (``updates``) begins in a thread that is not watched;
         it may become the one that is."""
 
-    def drain(self) -> None:
+    def read_tape(self) -> None:
         """Read the tape, if it is to be read in this thread."""
 
     def broken(self, error: BaseException) -> None:
@@ -236,7 +236,7 @@ class Hooks:
                     delattr(owner, name)
         self._patches.clear()
 
-    def lift(self) -> None:
+    def suspend_module_calls(self) -> None:
         """Give ``Module.__call__`` its own code until ``lower``, before a profiler with Python
         stacks starts: torch's tracer recognises modules by it, as it is when the first tracer of
         the process starts."""
@@ -284,12 +284,12 @@ def _next(on: Listener) -> Callable[[Any], Any]:
             if before == OPTIMIZER:  # one that raised: its hook for the end was not called
                 before = OTHER
             if here[2]:
-                on.entered(DATA)
+                on.on_enter(DATA)
             put((FETCH, now()))
             here[1] = DATA
             try:
                 if here[3]:
-                    on.drain()
+                    on.read_tape()
                 batch = original(self)
             except BaseException as raised:
                 here[1] = before
@@ -339,7 +339,7 @@ def _iter(on: Listener) -> Callable[[Any], Any]:
             put((ITERATE, begin))
             iterator = original(self)
             try:
-                data = on.loaders.iterated(self, iterator, begin, now() - begin)
+                data = on.loaders.on_iterator(self, iterator, begin, now() - begin)
                 if data is not None:
                     put((ITERATED, data))
             except Exception as error:
@@ -378,7 +378,7 @@ def _timed(
                 return original(*args, **kwargs)
             before = here[1]
             if here[2]:
-                on.entered(phase)
+                on.on_enter(phase)
             here[1] = phase
             put((phase, now()))
             code = LEAVE
@@ -391,7 +391,7 @@ def _timed(
                 if here[2]:
                     on.left(before)
             if end == OPTIMIZER_END and here[3]:
-                on.drain()
+                on.read_tape()
             return result
 
         return timed
@@ -414,9 +414,9 @@ def _forward(
         nonlocal evaluated
         before, result = here[1], None
         if here[3] and here[6] and not here[5]:
-            on.drain()  # of an optimizer that is not seen, a step's end is known by now
+            on.read_tape()  # of an optimizer that is not seen, a step's end is known by now
         if here[2]:
-            on.entered(FORWARD)
+            on.on_enter(FORWARD)
         here[1] = FORWARD
         put((FORWARD, now()))
         try:
@@ -441,7 +441,7 @@ def _forward(
             if here[2]:
                 on.left(before)
             if not here[6]:
-                on.forwarded(module)
+                on.on_forward(module)
 
     return forward
 
@@ -456,13 +456,13 @@ def _generate(on: Listener) -> Callable[[Any], Any]:
         def generate(*args: Any, **kwargs: Any) -> Any:
             if compiling() or here[6] or get_ident() != here[0] or here[1] in PART_OF_GRADIENTS:
                 return original(*args, **kwargs)
-            on.generating()
+            on.on_generate_start()
             put((GENERATE, now()))
             try:
                 return original(*args, **kwargs)
             finally:
                 put((GENERATED, now()))
-                on.generated()
+                on.on_generate_end()
 
         return generate
 
@@ -531,11 +531,11 @@ def _backward(on: Listener) -> Callable[[Any], Any]:
                 return original(*args, **kwargs)
             if not here[5]:
                 if not here[6]:
-                    on.learning()
-                if witness.touched(args):
+                    on.on_first_backward()
+                if witness.has_update(args):
                     put((APPLIED, now()))
             if here[2]:
-                on.entered(BACKWARD)
+                on.on_enter(BACKWARD)
             here[1] = BACKWARD
             put((BACKWARD, now()))
             code = LEAVE
@@ -601,7 +601,7 @@ def _around_step(on: Listener, opened: Opened) -> tuple[Callable[..., None], Cal
         caller = sys._getframe(1)
         opened.append((id(optimizer), phase, (id(caller), caller.f_code)))
         if here[2]:
-            on.entered(OPTIMIZER)
+            on.on_enter(OPTIMIZER)
         here[1] = OPTIMIZER
         put((OPTIMIZER, now()))
 
@@ -614,8 +614,8 @@ def _around_step(on: Listener, opened: Opened) -> tuple[Callable[..., None], Cal
         put((OPTIMIZED_BY, number, OPTIMIZER_END, now()))
         here[5] = 1
         if here[3] or len(log) > MAX_TAPE:
-            on.stepped()
-            on.drain()
+            on.on_optimizer_step()
+            on.read_tape()
 
     return before, after
 
@@ -687,7 +687,7 @@ class UpdateProbe:
         self._shape: Any = None
         self._state: Any = None
 
-    def touched(self, args: tuple[Any, ...]) -> bool:
+    def has_update(self, args: tuple[Any, ...]) -> bool:
         """A backward begins, of the tensors in the first argument: whether anything was changed
         since the last one ended."""
         try:

@@ -31,7 +31,7 @@ class Loaders:
         self.last: int | None = None
         """The loader whose batch is being worked on."""
 
-    def iterated(
+    def on_iterator(
         self, loader: Any, iterator: Any, began: int, took_ns: int
     ) -> dict[str, Any] | None:
         """A loader handed out an iterator, for which it was asked at ``began`` (clock of the steps,
@@ -55,13 +55,13 @@ class Loaders:
             "evaluation": True,
         }
 
-    def began(self, data: dict[str, Any]) -> None:
+    def on_epoch(self, data: dict[str, Any]) -> None:
         """An epoch of a loader began."""
         self._settle(data["id"])
         data["workers_ended_ns"] = self._ended.pop(data["id"], None)
         self._open[data["id"]] = data
 
-    def fetching_from(self, number: int) -> None:
+    def on_fetch_from(self, number: int) -> None:
         """Batches come from this loader now."""
         self.last = number
 
@@ -71,17 +71,17 @@ class Loaders:
         return None if self.last is None else self._lengths.get(self.last)
 
     @property
-    def unsettled(self) -> bool:
+    def is_undecided(self) -> bool:
         """Whether it is unknown what the batch that is being worked on is for."""
         return self.last is not None and self.last in self._open
 
-    def trained(self) -> None:
+    def on_training(self) -> None:
         """Something was learnt from the batch."""
         if self.last is not None and self.last in self._open:
             self._open[self.last]["evaluation"] = False
             self._settle(self.last)
 
-    def exhausted(self, took_ns: int) -> None:
+    def on_exhausted(self, took_ns: int) -> None:
         """The loader that is being worked on has no more batches. ``took_ns``: to find that out,
         which is when workers that do not outlive the epoch are ended."""
         if self.last is not None:

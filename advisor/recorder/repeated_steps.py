@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 from advisor.recorder import clock as tape
 from advisor.recorder.clock import DATA, MAX_PHASES, Clock
-from advisor.recorder.steps import FoundStep, StepFinder, StepSegment
+from advisor.recorder.steps import RecordedStep, StepFinder, StepSegment
 
 LIMIT = 128
 """Steps of a stretch: what is worked out of them takes about half a millisecond, in which the
@@ -54,7 +54,7 @@ class RepeatedBlock(NamedTuple):
     batches: list[list[Any]]
     """What was noted of each step's batches."""
 
-    def steps(self) -> list[FoundStep]:
+    def steps(self) -> list[RecordedStep]:
         """The same, one by one."""
         result = []
         for index, (begin, end) in enumerate(zip(self.begins, self.ends, strict=True)):
@@ -64,7 +64,7 @@ class RepeatedBlock(NamedTuple):
             batch = self.batches[index] if self.batches else []
             number = self.n + index
             result.append(
-                FoundStep(number, begin, end, phases, self.micro, 0, None, 0, batch, None, None)
+                RecordedStep(number, begin, end, phases, self.micro, 0, None, 0, batch, None, None)
             )
         return result
 
@@ -86,7 +86,7 @@ class CallPattern(NamedTuple):
     """What a step adds to ``StepFinder.seen``."""
 
 
-class Repeats:
+class StepMatcher:
     """The patterns of one tape."""
 
     def __init__(self, clock: Clock, steps: StepFinder) -> None:
@@ -131,7 +131,7 @@ class Repeats:
         if len(self._patterns) > MAX_STATES:
             self._patterns.clear()
 
-    def follow(
+    def match(
         self, state: Hashable, codes: list[int], values: list[Any], entry: int
     ) -> tuple[RepeatedBlock, dict[str, int], int] | None:
         """Steps from ``entry`` on that repeat a pattern, what each of them adds to
@@ -186,7 +186,7 @@ class Repeats:
         batches: list[list[Any]] = []
         if pattern.batches:
             noted = [values[entry + at : stop : size] for at in pattern.batches]
-            stock = self._steps.turn([*chain.from_iterable(zip(*noted, strict=True))])
+            stock = self._steps.swap_batches([*chain.from_iterable(zip(*noted, strict=True))])
             micro = len(pattern.batches)
             batches = [stock[i : i + micro] for i in range(0, len(stock), micro)]
         return RepeatedBlock(self._steps.count, begins, ends, phases, pattern.micro, batches)

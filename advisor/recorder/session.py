@@ -56,13 +56,13 @@ from advisor.recorder.options import RecordOptions
 from advisor.recorder.repeated_steps import RepeatedBlock
 from advisor.recorder.slowdown import Pauses, SlowdownWatch
 from advisor.recorder.stack_samples import StackSampler
-from advisor.recorder.steps import FoundStep, StepSegment
+from advisor.recorder.steps import RecordedStep, StepSegment
 from advisor.recorder.tape_reader import TapeReader
 from advisor.recorder.watchers import (
     AllocatorStats,
+    EventTimes,
     Marks,
     OutOfMemoryHook,
-    Reading,
     TraceRanges,
     is_cuda_initialised,
     make_ranges,
@@ -100,7 +100,7 @@ def _innermost_frames(thread: int) -> list[tuple[Any, str]]:
     return names
 
 
-class _Here:
+class _ThreadState:
     """What there is one of in a process."""
 
     session: RecordingSession | None = None
@@ -109,7 +109,7 @@ class _Here:
 
 def current_session() -> RecordingSession | None:
     """The recording that is going on in this process."""
-    return _Here.session
+    return _ThreadState.session
 
 
 class RecordingSession(Listener):
@@ -176,7 +176,7 @@ class RecordingSession(Listener):
         self.compile_log = CompileLogHandler(self.writer.put)
         self.writer.resolve = self.batches.resolve
         self.writer.opened = self._opened
-        self.writer.wanted = self.want
+        self.writer.wanted = self.request_window
         self.writer.read = self._read_in_writer
         self.writer.slowdown = (
             SlowdownWatch() if options.on_trouble and self.windows.enabled else None
@@ -198,13 +198,13 @@ class RecordingSession(Listener):
 
     def start(self) -> None:
         """Begin to record in the calling thread."""
-        _Here.session = self
-        if not _Here.watches_forks:
+        _ThreadState.session = self
+        if not _ThreadState.watches_forks:
             os.register_at_fork(after_in_child=_forked)
-            _Here.watches_forks = True
+            _ThreadState.watches_forks = True
         made = make_ranges(self.tape) if self.options.nvtx else None
         if made is not None:
-            self.tape.watch(made)
+            self.tape.add_watcher(made)
         self.writer.start()
         if not self._lazy:
             self.writer.open()
@@ -251,22 +251,22 @@ class RecordingSession(Listener):
         with self._reading:
             self.reader.read(self.tape.take())
             self.steps.finish(now)
-            self.steps.abandon(now)
+            self.steps.drop_step(now)
             if self.reader.inference is not None:
                 self.inference.finish()
             if self.over:
                 self.windows.finish(self.recorded)
             else:
                 self.windows.stop("recording was paused")
-        self.windows.unguard()
+        self.windows.unwatch_profilers()
         if self.marks is not None:
             self.marks.answer()
         self._end(error)
 
-    def failed(self, error: BaseException) -> None:
+    def on_exception(self, error: BaseException) -> None:
         """Training raised: perhaps for good."""
         try:
-            self.oom.raised(error)
+            self.oom.on_exception(error)
             self.pause(error)
         except Exception as problem:
             self.broken(problem)
@@ -281,12 +281,12 @@ class RecordingSession(Listener):
             if self.over or os.getpid() != self._pid:
                 return
             self.over = True
-        if _Here.session is self:
-            _Here.session = None
+        if _ThreadState.session is self:
+            _ThreadState.session = None
         try:
             self._give_signal_back()
             if error is not None:
-                self.oom.raised(error)
+                self.oom.on_exception(error)
             self.pause(error)
             self.oom.close()
             self.loaders.finish()
@@ -311,11 +311,11 @@ class RecordingSession(Listener):
 
     # -- what hooks call ------------------------------------------------------------------------
 
-    def entered(self, phase: int) -> None:
+    def on_enter(self, phase: int) -> None:
         """A phase is about to begin."""
         try:
             for watcher in self.tape.watched:
-                watcher.entered(phase)
+                watcher.on_enter(phase)
         except Exception as error:
             self.broken(error)
 
@@ -327,21 +327,21 @@ class RecordingSession(Listener):
         except Exception as error:
             self.broken(error)
 
-    def stepped(self) -> None:
+    def on_optimizer_step(self) -> None:
         """An optimizer has stepped."""
         try:
             counters = self.allocator.sample()
             if counters is not None:
                 self.tape.log.extend((MEMORY, counters))
             if self.marks is not None:
-                self.marks.stepped()
+                self.marks.on_optimizer_step()
             if len(self.tape.log) > MAX_TAPE:
                 self.tape.log.clear()
                 raise RuntimeError("the recorder's thread does not keep up")
         except Exception as error:
             self.broken(error)
 
-    def forwarded(self, module: Any) -> None:
+    def on_forward(self, module: Any) -> None:
         """The forward of an outermost module has ended, where nothing was learnt so far."""
         try:
             put = self.tape.log.extend
@@ -355,20 +355,20 @@ class RecordingSession(Listener):
         except Exception as error:
             self.broken(error)
 
-    def generating(self) -> None:
+    def on_generate_start(self) -> None:
         """A call of ``generate`` is about to begin, where nothing was learnt so far."""
         if self._generate is not None:
             self._generate = None
             self.tape.log.extend((GENERATED, time.perf_counter_ns()))
 
-    def generated(self) -> None:
+    def on_generate_end(self) -> None:
         """It has ended."""
         try:
             self._inferred()
         except Exception as error:
             self.broken(error)
 
-    def learning(self) -> None:
+    def on_first_backward(self) -> None:
         """The first backward begins: what was found before it may have to go, at once."""
         self.tape.here[LEARNT] = 1
         if self.inference.count and self.windows.enabled:
@@ -394,9 +394,9 @@ class RecordingSession(Listener):
         except Exception as error:
             self.broken(error)
 
-    def drain(self) -> None:
+    def read_tape(self) -> None:
         """Read the tape in the training thread, while a window is open or due."""
-        if not self.windows.waits or not self._reading.acquire(blocking=False):
+        if not self.windows.needs_step_ends or not self._reading.acquire(blocking=False):
             return  # the writer is at it; the next boundary will do
         try:
             self.reader.read(self.tape.take())
@@ -412,7 +412,7 @@ class RecordingSession(Listener):
 
     # -- what the user says ---------------------------------------------------------------------
 
-    def boundary(self) -> None:
+    def on_step_end(self) -> None:
         """A step ends here."""
         self._say(BOUNDARY)
 
@@ -432,7 +432,7 @@ class RecordingSession(Listener):
         tape = self.tape
         before = tape.here[PHASE]
         if tape.watched:
-            self.entered(phase)
+            self.on_enter(phase)
         tape.here[PHASE] = phase
         tape.log.extend((phase, time.perf_counter_ns()))
         return before
@@ -465,7 +465,7 @@ class RecordingSession(Listener):
             self.reader.read(self.tape.take())
             return self.steps.count + self.steps.complete() or self.inference.count
 
-    def want(self, reason: str, asked: bool) -> None:
+    def request_window(self, reason: str, asked: bool) -> None:
         """Request a window at the next step boundary."""
         if asked:
             self.windows.asked = reason
@@ -552,7 +552,7 @@ class RecordingSession(Listener):
             counters = self.allocator.sample()
             if counters is not None:
                 tape.log.extend((MEMORY, counters))
-            self.drain()
+            self.read_tape()
 
     def _meet_generate(self, frame: FrameType | None) -> None:
         """Listen to ``generate``, if it came since the last look; the first call of it may be going
@@ -573,7 +573,7 @@ class RecordingSession(Listener):
             if (id(frame), frame.f_code) == self._generate:
                 return
             frame = frame.f_back
-        self.generating()
+        self.on_generate_start()
 
     def _learnt(self) -> None:
         """A backward or the like: from now on no steps of another loop are looked for."""
@@ -584,7 +584,7 @@ class RecordingSession(Listener):
         """In a forked child that trains: it gets a recording of its own, under the command."""
         self.tape.here[THREAD] = -1
         self.hooks.remove()
-        self.windows.unguard()
+        self.windows.unwatch_profilers()
         self.pauses.remove()
         if self.anew is not None:
             session = self.anew()
@@ -607,17 +607,17 @@ class RecordingSession(Listener):
 
     def _say(self, code: int) -> None:
         if self.marks is not None and self.marks in self.tape.watched:
-            self.marks.entered(self.tape.here[PHASE])
+            self.marks.on_enter(self.tape.here[PHASE])
         self.tape.log.extend((code, time.perf_counter_ns()))
         if self.tape.here[ONLINE]:
-            self.drain()
+            self.read_tape()
 
     def _settle(self) -> None:
         """Work out whether hooks must call when an optimizer has stepped. In any thread: whatever
         changes the answer calls this afterwards."""
         here = self.tape.here
         here[ONLINE] = 0
-        if self.windows.waits or is_cuda_initialised(self._torch):
+        if self.windows.needs_step_ends or is_cuda_initialised(self._torch):
             here[ONLINE] = 1
 
     def _read_in_writer(self) -> None:
@@ -641,10 +641,10 @@ class RecordingSession(Listener):
         memory, paused = reader.memory, reader.paused
         reader.memory, reader.paused = None, 0
         batch, self.steps.used = self.steps.used, []
-        window = windows.during(segment.t, segment.end)
+        window = windows.window_of(segment.t, segment.end)
         exporting = window is None and windows.exporting(segment.t, segment.end)
         self.writer.put(
-            FoundStep(
+            RecordedStep(
                 number,
                 segment.t,
                 segment.end,
@@ -665,10 +665,10 @@ class RecordingSession(Listener):
         duration = segment.end - segment.t
         slowed = window is not None or exporting
         if self.steps.late or not self.here():
-            windows.note(slowed, duration)
+            windows.add_step(slowed, duration)
         else:
             # without an optimizer, a step is known to have ended when the next one is nearly over
-            windows.step(number + 1 + self.steps.undecided, slowed, duration)
+            windows.step(number + 1 + self.steps.is_undecided, slowed, duration)
             self._settle()
 
     def _begin_steps_anew(self) -> None:
@@ -679,21 +679,21 @@ class RecordingSession(Listener):
 
     def _emit_inferred(self, step: Inferred) -> None:
         windows = self.windows
-        window = windows.during(step.t, step.end)
+        window = windows.window_of(step.t, step.end)
         exporting = window is None and windows.exporting(step.t, step.end)
         self.writer.put(
-            FoundStep(step.n, step.t, step.end, step.phases, max(1, len(step.batches)), 0, window,
-                  step.gc, step.batches, step.memory, None, trains=False, exporting=exporting,
-                  unused_graphs=step.graphs)
+            RecordedStep(step.n, step.t, step.end, step.phases, max(1, len(step.batches)), 0,
+            window, step.gc, step.batches, step.memory, None, trains=False, exporting=exporting,
+            unused_graphs=step.graphs)
         )  # fmt: skip
         if step.n == 0:
             self._first(1)
-            windows.fit_forwards(step.forwards)
+            windows.fit_to_forwards(step.forwards)
         windows.unaided = step.unaided
         duration = step.end - step.t
         slowed = window is not None or exporting
         if step.late or not self.here():
-            windows.note(slowed, duration)
+            windows.add_step(slowed, duration)
         else:
             windows.step(step.n + 1, slowed, duration)
             self._settle()
@@ -702,17 +702,17 @@ class RecordingSession(Listener):
         """Steps that were read together, in the writer's thread."""
         windows = self.windows
         whole = block.begins[0], block.ends[-1]
-        if windows.during(*whole) is None and not windows.exporting(*whole):
+        if windows.window_of(*whole) is None and not windows.exporting(*whole):
             self.writer.put(block)
-            windows.note_all(list(map(sub, block.ends, block.begins)))
+            windows.add_steps(list(map(sub, block.ends, block.begins)))
             return
         for step in block.steps():
-            window = windows.during(step.t, step.end)
+            window = windows.window_of(step.t, step.end)
             exporting = window is None and windows.exporting(step.t, step.end)
             self.writer.put(step._replace(window=window, exporting=exporting))
-            windows.note(window is not None or exporting, step.end - step.t)
+            windows.add_step(window is not None or exporting, step.end - step.t)
 
-    def _reading_of(self, marks: Any) -> Reading | None:
+    def _reading_of(self, marks: Any) -> EventTimes | None:
         if self.marks is None or not marks:
             return None
         return self.marks.ask(marks, len(self.tape.names))
@@ -720,7 +720,7 @@ class RecordingSession(Listener):
     def _first(self, micro: int) -> None:
         """The first step has ended: this process does train."""
         if self.loaders.length is not None:
-            self.windows.fit(self.loaders.length // micro)
+            self.windows.fit_to_loader(self.loaders.length // micro)
         self._where()  # a window may open before the writer's thread has asked
         self.writer.open()
         self.oom.install()
@@ -798,7 +798,7 @@ class RecordingSession(Listener):
             if signal.getsignal(number) is not signal.SIG_DFL:
                 log.warning("advisor: %s has a handler already; it is left alone", name)
                 return
-            signal.signal(number, lambda *_: self.want(f"{name} received", True))
+            signal.signal(number, lambda *_: self.request_window(f"{name} received", True))
             self._old_signal = number
         except (ValueError, OSError) as error:  # not the main thread, or not to be caught
             log.warning("advisor: %s cannot be taken: %s", name, error)
@@ -831,7 +831,7 @@ def rank_of(torch: Any) -> tuple[int, int]:
 
 def _forked() -> None:
     """In a forked child: the recording is the parent's."""
-    session, _Here.session = _Here.session, None
+    session, _ThreadState.session = _ThreadState.session, None
     if session is not None:
         session.tape.here[THREAD] = -1
         session.windows.forget()

@@ -51,7 +51,7 @@ PERIODS = 4
 """Times its usual interval after which an optimizer that ended steps is taken to have gone."""
 
 
-class FoundStep(NamedTuple):
+class RecordedStep(NamedTuple):
     """A step that was found; the writer makes a record of it."""
 
     n: int
@@ -65,7 +65,7 @@ class FoundStep(NamedTuple):
     batch: Any
     memory: Any
     marks: Any
-    """A ``watchers.Reading``; ``None``: no events."""
+    """A ``watchers.EventTimes``; ``None``: no events."""
     trains: bool = True
     """False: of a loop that does not (``inference``)."""
     exporting: bool = False
@@ -171,7 +171,7 @@ class StepFinder:
 
     # -- what hooks report ----------------------------------------------------------------------
 
-    def fetching(self, now: int) -> None:
+    def on_fetch(self, now: int) -> None:
         """A loader is asked for a batch: the segment before ends here."""
         if self.explicit:
             return
@@ -184,7 +184,7 @@ class StepFinder:
         self.outside = False
         self.open = True
 
-    def fetched(self) -> None:
+    def on_batch(self) -> None:
         """The loader gave a batch."""
         self.seen["fetched"] += 1
         self._batches += 1
@@ -195,7 +195,7 @@ class StepFinder:
         if self._stock:
             self._stock[-1] = glance
 
-    def exhausted(self, now: int) -> None:
+    def on_exhausted(self, now: int) -> None:
         """The loader has no more: what comes is no longer work on its batches."""
         if self.explicit:
             return
@@ -205,7 +205,7 @@ class StepFinder:
             self._drop_ahead()
         self._outside()
 
-    def iterating(self, now: int) -> None:
+    def on_iterate(self, now: int) -> None:
         """A loader is iterated anew, for another epoch or a validation."""
         if self.explicit:
             return
@@ -216,7 +216,7 @@ class StepFinder:
         self._trained_here = False
         self._outside()
 
-    def saving(self, now: int) -> None:
+    def on_checkpoint(self, now: int) -> None:
         """A checkpoint is written: no part of a step that is complete."""
         if not self.explicit and self._stepped and not self.clock.stack:
             self._close(now)
@@ -230,7 +230,7 @@ class StepFinder:
                 self.gap += before
             self.open = True
 
-    def forwarded(self, code: int, now: int) -> None:
+    def on_forward(self, code: int, now: int) -> None:
         """The outermost module returned, in one of the ways that the tape has."""
         self.seen["forwards"] += 1
         self._forwards += 1
@@ -259,9 +259,9 @@ class StepFinder:
             self.begun, phases = self._evaluation
             self.clock.acc = list(map(sub, self.clock.acc, phases))
             self.gap += sum(phases)
-            self.unmarked()
+            self.without_events()
 
-    def backwarded(self, now: int) -> None:
+    def on_backward(self, now: int) -> None:
         """A backward ended."""
         self.seen["backwards"] += 1
         self._backwards += 1
@@ -275,7 +275,7 @@ class StepFinder:
         elif not self._outer_steps:  # it stepped in the backward
             self._end_round(0, now)
 
-    def optimized(self, optimizer: int, now: int) -> None:
+    def on_optimizer_step(self, optimizer: int, now: int) -> None:
         """An optimizer stepped, or its scaler skipped it."""
         self.seen["optimized"] += 1
         anew = self._choose_primary(optimizer)
@@ -365,14 +365,14 @@ class StepFinder:
         self.open = True
         self.clock.rest()
 
-    def applied(self, now: int) -> None:
+    def on_update(self, now: int) -> None:
         """A backward begins, and weights or gradients were changed since the last one."""
-        if not self.undecided or self.clock.stack:
+        if not self.is_undecided or self.clock.stack:
             return
-        self.parted(now)
+        self.on_forward_start(now)
         self._applied()
 
-    def parted(self, now: int) -> None:
+    def on_forward_start(self, now: int) -> None:
         """A forward begins: without a loader, what was learnt before is a part of its own."""
         if self.outside and self._backwards and not self._stepped and not self.clock.stack:
             self._close(now)
@@ -380,7 +380,7 @@ class StepFinder:
 
     # -- what the user says ---------------------------------------------------------------------
 
-    def boundary(self, now: int) -> None:
+    def on_step_end(self, now: int) -> None:
         """A step ends here."""
         if not self.explicit:
             self.explicit = True
@@ -403,12 +403,12 @@ class StepFinder:
         self._leave_out(now)
         self.open = True
 
-    def break_off(self, now: int) -> None:
+    def stop(self, now: int) -> None:
         """The loop was left in the middle: after a whole step, if anything was learnt in it."""
         if self._stepped or self._backwards or self._primary is None:
-            self.boundary(now)
+            self.on_step_end(now)
         else:
-            self.abandon(now)
+            self.drop_step(now)
 
     def complete(self) -> int:
         """1 if what is open would be a step if it ended now."""
@@ -416,11 +416,11 @@ class StepFinder:
         return int(bool(self._stepped or unseen))
 
     @property
-    def undecided(self) -> bool:
+    def is_undecided(self) -> bool:
         """No optimizer was seen, and the user did not say where steps end."""
         return self._primary is None and not self.explicit
 
-    def abandon(self, now: int) -> None:
+    def drop_step(self, now: int) -> None:
         """What was begun is no step."""
         self._held.clear()
         self._cut(now)
@@ -434,7 +434,7 @@ class StepFinder:
             (now, phases), self._rest = self._rest, None
             self.clock.last, self.clock.cur = now, OTHER
             self.clock.acc = phases
-            self.unmarked()
+            self.without_events()
         if self.open and (self._stepped or (self._first is not None and self._backwards)):
             self._close(now)
         if self._first is not None:
@@ -447,11 +447,11 @@ class StepFinder:
                 self._hand_on([self._cut(now)], self._micro_steps(1))
         self._held.clear()
 
-    def mark(self, mark: Any) -> None:
+    def add_event(self, mark: Any) -> None:
         """A CUDA event was made."""
         self.marks.append(mark)
 
-    def unmarked(self) -> None:
+    def without_events(self) -> None:
         """There will be no CUDA events for a while."""
         self.marks = []
         self._marks_whole = False
@@ -472,13 +472,13 @@ class StepFinder:
             (self._period, *self._since.items()),
         )
 
-    def turn(self, batches: list[Any]) -> list[Any]:
+    def swap_batches(self, batches: list[Any]) -> list[Any]:
         """Batches come in, and as many that came before them go out: those of the next steps."""
         stock = [*self._stock, *batches]
         self._stock = stock[len(batches) :]
         return stock[: len(batches)]
 
-    def repeated(self, count: int, end: int, seen: dict[str, int]) -> None:
+    def on_repeats(self, count: int, end: int, seen: dict[str, int]) -> None:
         """So many steps followed, up to ``end``; each did what ``seen`` says."""
         self.count += count
         self.begun = end

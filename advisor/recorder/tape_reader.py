@@ -17,7 +17,7 @@ from advisor.recorder.clock import DATA, FORWARD, MAX_PHASES, ONLINE, OPTIMIZER,
 from advisor.recorder.hooks import Hooks, Listener
 from advisor.recorder.inference import Inference
 from advisor.recorder.loaders import Loaders
-from advisor.recorder.repeated_steps import RepeatedBlock, Repeats
+from advisor.recorder.repeated_steps import RepeatedBlock, StepMatcher
 from advisor.recorder.steps import StepFinder, StepSegment
 
 OPENING = frozenset((FORWARD, tape.BACKWARD, OPTIMIZER))
@@ -43,7 +43,7 @@ class TapeReader:
         self._emit = emit
         self._emit_block = emit_block
         self.steps = StepFinder(self.clock, self._ended)
-        self._repeats = Repeats(self.clock, self.steps)
+        self._repeats = StepMatcher(self.clock, self.steps)
         self._found: tuple[StepSegment, int] | None = None
         """The step that ended last, if it is one that may be a pattern."""
         self.loaders = loaders
@@ -61,27 +61,27 @@ class TapeReader:
             tape.LEAVE: self.clock.leave,
             tape.FETCH: self._fetch,
             tape.FETCHED: self._fetched,
-            tape.FETCHED_INSIDE: lambda now: self.steps.fetched(),
+            tape.FETCHED_INSIDE: lambda now: self.steps.on_batch(),
             tape.EXHAUSTED: self._exhausted,
-            tape.ITERATE: self.steps.iterating,
-            tape.ITERATED: self.loaders.began,
-            tape.LOADER: self.loaders.fetching_from,
+            tape.ITERATE: self.steps.on_iterate,
+            tape.ITERATED: self.loaders.on_epoch,
+            tape.LOADER: self.loaders.on_fetch_from,
             tape.BATCH: self.steps.batch,
             **{code: partial(self._forward_end, code) for code in tape.FORWARDED},
             tape.BACKWARD_END: self._backward_end,
             tape.OPTIMIZED_BY: self._optimized_by,
             tape.OPTIMIZER_END: self._optimizer_end,
-            tape.SAVE: self.steps.saving,
-            tape.APPLIED: self.steps.applied,
-            tape.BOUNDARY: self.steps.boundary,
+            tape.SAVE: self.steps.on_checkpoint,
+            tape.APPLIED: self.steps.on_update,
+            tape.BOUNDARY: self.steps.on_step_end,
             tape.BEGIN: self.steps.begin,
-            tape.BREAK_OFF: self.steps.break_off,
-            tape.ABANDON: self.steps.abandon,
+            tape.BREAK_OFF: self.steps.stop,
+            tape.ABANDON: self.steps.drop_step,
             tape.RESET: self.clock.leave_all,
             tape.PAUSE: self._pause,
             tape.MEMORY: self._memory,
-            tape.MARK: self.steps.mark,
-            tape.MARKS_END: lambda _: self.steps.unmarked(),
+            tape.MARK: self.steps.add_event,
+            tape.MARKS_END: lambda _: self.steps.without_events(),
             tape.FORWARD_OF: _pass,
             tape.GENERATE: _pass,
             tape.GENERATED: _pass,
@@ -104,8 +104,8 @@ class TapeReader:
             code, value = codes[entry], values[entry]
             entry += 1
             if code < MAX_PHASES:
-                if code == FORWARD and steps.undecided:
-                    steps.parted(value)
+                if code == FORWARD and steps.is_undecided:
+                    steps.on_forward_start(value)
                 if not steps.open and (code in OPENING or code > OPTIMIZER):
                     steps.active(value)
                 clock.enter(code, value)
@@ -124,14 +124,14 @@ class TapeReader:
         state = self._state(values[entry - 1])
         repeats.ended(state, codes, values, entry, self._found if ended == 1 else None)
         while state is not None:
-            result = repeats.follow(state, codes, values, entry)
+            result = repeats.match(state, codes, values, entry)
             if result is None:
                 break
             block, seen, entry = result
             assert self._emit_block is not None
             self._emit_block(block)
             clock.last = block.ends[-1]
-            steps.repeated(len(block.ends), block.ends[-1], seen)
+            steps.on_repeats(len(block.ends), block.ends[-1], seen)
             repeats.resume(entry)
             time.sleep(BREATH_SECONDS)
         return entry
@@ -143,7 +143,7 @@ class TapeReader:
         of_steps = self.steps.state(now)
         if of_steps is None or clock.last != now or self.memory is not None or self.paused:
             return None
-        return of_steps, clock.cur, *clock.stack, loaders.last, loaders.unsettled
+        return of_steps, clock.cur, *clock.stack, loaders.last, loaders.is_undecided
 
     def _ended(self, segment: StepSegment, micro: int, gap: int) -> None:
         noted = gap or self.steps.unused_graphs or self.paused or segment.marks
@@ -153,26 +153,26 @@ class TapeReader:
 
     def _fetch(self, now: int) -> None:
         self._fetch_began = now
-        self.steps.fetching(now)
+        self.steps.on_fetch(now)
         self.clock.enter(DATA, now)
 
     def _fetched(self, now: int) -> None:
         self.clock.leave(now)
-        self.steps.fetched()
+        self.steps.on_batch()
 
     def _exhausted(self, now: int) -> None:
         self.clock.leave(now)
-        self.steps.exhausted(now)
-        self.loaders.exhausted(now - self._fetch_began)
+        self.steps.on_exhausted(now)
+        self.loaders.on_exhausted(now - self._fetch_began)
 
     def _forward_end(self, code: int, now: int) -> None:
         self.clock.leave(now)
-        self.steps.forwarded(code, now)
+        self.steps.on_forward(code, now)
 
     def _backward_end(self, now: int) -> None:
         self.clock.leave(now)
-        self.steps.backwarded(now)
-        self.loaders.trained()
+        self.steps.on_backward(now)
+        self.loaders.on_training()
 
     def _optimized_by(self, optimizer: int) -> None:
         self._optimizer = optimizer
@@ -180,7 +180,7 @@ class TapeReader:
     def _optimizer_end(self, now: int) -> None:
         self.clock.leave(now)
         if self.clock.cur != OPTIMIZER:  # else a scaler or another optimizer is around it
-            self.steps.optimized(self._optimizer, now)
+            self.steps.on_optimizer_step(self._optimizer, now)
 
     def _pause(self, length: int) -> None:
         self.paused += length
@@ -211,7 +211,7 @@ class CallCounter(Listener):
         self.reader = TapeReader(self.loaders, self._emit)
         self.hooks = Hooks(self)
 
-    def drain(self) -> None:
+    def read_tape(self) -> None:
         """Read the tape."""
         try:
             self.reader.read(self.tape.take())

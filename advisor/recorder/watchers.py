@@ -36,7 +36,7 @@ class Ranges:
         self._domain = domain
         self._attributes: list[Any] = []
 
-    def entered(self, phase: int) -> None:
+    def on_enter(self, phase: int) -> None:
         """A phase begins."""
         attributes = self._attributes
         while len(attributes) <= phase:
@@ -58,15 +58,15 @@ class TraceRanges:
 
     def begin(self) -> None:
         """A profiler has started."""
-        self._tape.watch(self)
+        self._tape.add_watcher(self)
 
     def end(self) -> None:
         """It is about to stop."""
-        self._tape.unwatch(self)
+        self._tape.remove_watcher(self)
         while self._open:
             self._close()
 
-    def entered(self, phase: int) -> None:
+    def on_enter(self, phase: int) -> None:
         """A phase begins. A mode or a trace would take the range for one of the program's calls."""
         import torch
         from torch.profiler import record_function
@@ -112,7 +112,7 @@ MAX_POOL = 1024
 """Events kept for use again."""
 
 
-class Reading:
+class EventTimes:
     """Device times that somebody wants to know: the events of a step, and what they say."""
 
     __slots__ = ("done", "marks", "phases", "times")
@@ -137,12 +137,12 @@ class Marks:
         self._torch = torch
         self._every = max(every, 3)
         self._pool: deque[Any] = deque(maxlen=MAX_POOL)
-        self._asked: deque[Reading] = deque()
+        self._asked: deque[EventTimes] = deque()
         self._steps = 0
 
-    def ask(self, marks: list[tuple[int, Any]], phases: int) -> Reading:
+    def ask(self, marks: list[tuple[int, Any]], phases: int) -> EventTimes:
         """Have the events of a step read. In any thread."""
-        reading = Reading(marks, phases)
+        reading = EventTimes(marks, phases)
         self._asked.append(reading)
         return reading
 
@@ -164,22 +164,22 @@ class Marks:
             # the last one is also the next step's first
             self._pool.extend(event for _, event in reading.marks[:-1])
 
-    def stepped(self) -> None:
+    def on_optimizer_step(self) -> None:
         """An optimizer has stepped."""
         self.answer()
         self._steps += 1
         place = self._steps % self._every
         if place == 0 and is_cuda_initialised(self._torch):
-            self._tape.watch(self)
+            self._tape.add_watcher(self)
         elif place == 2:
             self.end()
 
     def end(self) -> None:
         """No more events for now."""
-        if self._tape.unwatch(self):
+        if self._tape.remove_watcher(self):
             self._tape.log.extend((MARKS_END, 0))
 
-    def entered(self, phase: int) -> None:
+    def on_enter(self, phase: int) -> None:
         """A phase begins."""
         if self._torch._C._cuda_isCurrentStreamCapturing():
             self.end()
@@ -189,7 +189,7 @@ class Marks:
         event.record()
         self._tape.log.extend((MARK, (phase, event)))
 
-    left = entered  # the phase around the one that ended goes on
+    on_leave = on_enter  # the phase around the one that ended goes on
 
 
 def phase_times(marks: list[tuple[int, Any]], phases: int) -> list[int] | None:
@@ -285,7 +285,7 @@ class OutOfMemoryHook:
         except (RuntimeError, AttributeError, TypeError) as error:
             log.warning("advisor: memory history stays on: %s", error)
 
-    def raised(self, error: BaseException) -> None:
+    def on_exception(self, error: BaseException) -> None:
         """An exception is on its way out of training."""
         if not is_out_of_memory(error):
             return

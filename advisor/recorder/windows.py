@@ -128,7 +128,7 @@ class Windows:
         self._folder = folder
         self._placed.set()
 
-    def fit(self, length: int | None) -> None:
+    def fit_to_loader(self, length: int | None) -> None:
         """A loader of so many batches is begun: a short loop gets an earlier window."""
         total = self.at + self._warmup + self._active
         if not self._first_due or length is None or length >= total + 1:
@@ -137,7 +137,7 @@ class Windows:
         self._warmup = min(self._warmup, max(1, spare // 2))
         self.at = max(1, min(self.at, spare - self._warmup))
 
-    def fit_forwards(self, forwards: int) -> None:
+    def fit_to_forwards(self, forwards: int) -> None:
         """A step calls the model so often (``generate``): a few of them are a long trace already,
         and there may not be many."""
         if forwards > FORWARDS:
@@ -165,7 +165,7 @@ class Windows:
         """No window was opened yet."""
         return self._number <= self._dropped
 
-    def during(self, begin: int, end: int) -> int | None:
+    def window_of(self, begin: int, end: int) -> int | None:
         """The window that was open in a step."""
         return self._span(begin, end, 1)
 
@@ -180,13 +180,13 @@ class Windows:
                 return number
         return None
 
-    def note(self, slowed: bool, dur: int) -> None:
+    def add_step(self, slowed: bool, dur: int) -> None:
         """A step has ended, and was read too late for a window to open after it. ``slowed``: by a
         window, or while a trace was written."""
         if not slowed:
             self._before.append(dur)
 
-    def note_all(self, lengths: list[int]) -> None:
+    def add_steps(self, lengths: list[int]) -> None:
         """The same of steps outside of windows."""
         self._before.extend(lengths[-BASELINE:])
 
@@ -196,7 +196,7 @@ class Windows:
         return self._profiler is not None
 
     @property
-    def waits(self) -> bool:
+    def needs_step_ends(self) -> bool:
         """Whether steps must be reported at once when they end: a window is open or due."""
         if self._profiler is not None or self.restarts:
             return True
@@ -211,7 +211,7 @@ class Windows:
             elif self._ending is None:
                 self._ending = f"step {number - 1} ended {INSIDE}"
         else:
-            self.note(slowed, dur)
+            self.add_step(slowed, dur)
             first = self._first_due and number >= self.at
             if self.enabled and (first or self.asked is not None or self.wanted is not None):
                 self._consider(number)
@@ -303,7 +303,7 @@ class Windows:
         if hasattr(profiler, "step_num"):
             profiler.step_num = number  # ProfilerStep#n is our step n
         if self._stacks:
-            self._hooks.lift()
+            self._hooks.suspend_module_calls()
         self._spans.append([perf_counter_ns(), None, None])
         self._thread = threading.get_ident()
         self._ending = None
@@ -410,7 +410,7 @@ class Windows:
         profile.__exit__ = leave
         self._guards.append(("__exit__", exits))
 
-    def unguard(self) -> None:
+    def unwatch_profilers(self) -> None:
         """Give ``torch.autograd.profiler.profile`` its own methods back."""
         if self._guards:
             from torch.autograd.profiler import profile
@@ -429,7 +429,7 @@ class Windows:
             self._others.add(other)
             if getattr(other, "with_stack", True) or getattr(other, "with_modules", True):
                 self._lifting.add(other)
-                self._hooks.lift()
+                self._hooks.suspend_module_calls()
         except Exception as error:  # called inside torch, on the user's behalf
             log.warning("advisor: the window was not ended: %s", error)
 

@@ -34,7 +34,7 @@ from advisor.recorder.inference import Inferred
 from advisor.recorder.loaders import Batch
 from advisor.recorder.repeated_steps import RepeatedBlock
 from advisor.recorder.slowdown import SlowdownWatch
-from advisor.recorder.steps import FoundStep
+from advisor.recorder.steps import RecordedStep
 
 log = logging.getLogger("advisor")
 
@@ -82,7 +82,7 @@ class Writer:
         self._describe = describe
         self._failed = failed
         self._queue: deque[Any] = deque(maxlen=MAX_QUEUE)
-        self._waiting: deque[FoundStep | RepeatedBlock] = deque()
+        self._waiting: deque[RecordedStep | RepeatedBlock] = deque()
         self._open_wanted = threading.Event()
         self._wake = threading.Event()
         self._over = False
@@ -115,7 +115,7 @@ class Writer:
 
     def put(
         self,
-        record: FoundStep
+        record: RecordedStep
         | RepeatedBlock
         | rundir.Sample
         | rundir.Event
@@ -164,7 +164,7 @@ class Writer:
 
     def _say_why(self, error: OSError) -> None:
         """The last event, on a disk that may be full: some of the last steps make room for it."""
-        steps, events = self._files.get(FoundStep), self._files.get(rundir.Event)
+        steps, events = self._files.get(RecordedStep), self._files.get(rundir.Event)
         if events is None or not isinstance(steps, StepLines):
             return
         end = {"steps": steps.written, "reason": "disk", "message": error.strerror or str(error)}
@@ -189,14 +189,14 @@ class Writer:
         waiters: list[threading.Event] = []
         for _ in range(len(self._queue)):
             record = self._queue.popleft()
-            if isinstance(record, FoundStep | RepeatedBlock):
+            if isinstance(record, RecordedStep | RepeatedBlock):
                 self._waiting.append(record)
             elif record is NO_INFERENCE or record is NO_STEPS:
                 trains = record is NO_INFERENCE
                 self._waiting = deque(
                     f for f in self._waiting if isinstance(f, RepeatedBlock) or f.trains is trains
                 )
-                self._files[Inferred if trains else FoundStep].remove()
+                self._files[Inferred if trains else RecordedStep].remove()
                 self.slowdown = None if self.slowdown is None else SlowdownWatch()
             elif isinstance(record, threading.Event):
                 waiters.append(record)
@@ -228,7 +228,7 @@ class Writer:
         write_once(folder.parent / rundir.MANIFEST, manifest)
         write_once(folder / rundir.RANK, rank)
         self._files = {
-            FoundStep: StepLines(folder / rundir.STEPS),
+            RecordedStep: StepLines(folder / rundir.STEPS),
             Inferred: StepLines(folder / rundir.INFERENCE),
             rundir.Sample: Lines(folder / rundir.TELEMETRY),
             rundir.Event: Lines(folder / rundir.EVENTS),
@@ -258,7 +258,7 @@ class Writer:
             step = self._record(result)
             if not self._waiting:
                 step.rss = resident
-            self._files[FoundStep if result.trains else Inferred].add(step)
+            self._files[RecordedStep if result.trains else Inferred].add(step)
             if result.window is None and not result.exporting:
                 self._watch([step.dur])
 
@@ -271,7 +271,7 @@ class Writer:
 
     def _block(self, block: RepeatedBlock, resident: int | None) -> None:
         """Write steps that were read together: the lines of ``_record``, by one format."""
-        steps = self._files[FoundStep]
+        steps = self._files[RecordedStep]
         assert isinstance(steps, StepLines)
         uniform = (
             block.batches.count(block.batches[0]) == len(block.ends) if block.batches else True
@@ -281,7 +281,7 @@ class Writer:
             return
         if steps.every > 1 or any(0 in column for _, column in block.phases if any(column)):
             for step in block.steps():
-                self._files[FoundStep].add(self._record(step))
+                self._files[RecordedStep].add(self._record(step))
             self._watch([end - begin for begin, end in zip(block.begins, block.ends, strict=True)])
             return
         phases = [(phase, column) for phase, column in block.phases if column[0]]
@@ -330,7 +330,7 @@ class Writer:
         values = [(name, getattr(step, name)) for name in ("samples", "bytes", "shapes", "padding")]
         return "".join(f',"{name}":{value}' for name, value in values if value is not None)
 
-    def _record(self, result: FoundStep) -> rundir.Step:
+    def _record(self, result: RecordedStep) -> rundir.Step:
         names = self._names
         phases = {names[i]: ns for i, ns in enumerate(result.phases) if ns}
         step = rundir.Step(

@@ -189,7 +189,7 @@ class Section(Block):
     """A notebook's cell shows it too."""
 
     @property
-    def in_lines(self) -> bool:
+    def has_lines(self) -> bool:
         """Whether there is anything in it for text in lines, which has no pictures."""
         return not all(isinstance(b, Figure) and b.table() is None for b in self.blocks)
 

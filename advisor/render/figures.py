@@ -24,7 +24,7 @@ from advisor.render.html import (
 )
 
 if TYPE_CHECKING:
-    from advisor.measure.steps.step_lanes import Strip
+    from advisor.measure.steps.step_lanes import StepLanes
 
 WIDTH: Final = 1000
 """Units across a bar on a page."""
@@ -213,7 +213,7 @@ def _rect(cls: str, x: float, width: float) -> Markup:
 class StepTimeline(Figure):
     """A lane a stream of one step, and when the device was idle for which cause."""
 
-    strip: Strip
+    strip: StepLanes
     framework: str | None
     of: str
     """``of the step``."""

@@ -183,7 +183,7 @@ def _previous(work: DeviceWork) -> Array:
     return result
 
 
-def stream_edges(trace: Trace, graph: Graph, edges: EdgeList, work: DeviceWork) -> None:
+def add_stream_edges(trace: Trace, graph: Graph, edges: EdgeList, work: DeviceWork) -> None:
     """Launch, stream-order and cross-stream edges into all device nodes."""
     if not len(work.row):
         return

@@ -15,10 +15,10 @@ import polars as pl
 
 from advisor.core.intervals import EMPTY, Intervals, covered_length, join, subtract, union
 from advisor.replay.graph import NEVER, Array, Edge, Graph, Node
-from advisor.replay.host_nodes import hand_over_ns
+from advisor.replay.host_nodes import ready_batch_ns
 from advisor.replay.overlap import move_to_streams
 from advisor.replay.selection import (
-    Selected,
+    Selection,
     collectives_on_host,
     selected_gaps,
     selected_host,
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from advisor.core.finding import Edit
 
 
-class Patched(NamedTuple):
+class EditedGraph(NamedTuple):
     """One rank's graph with edits in it."""
 
     graph: Graph
@@ -51,10 +51,10 @@ class HostTime:
     """Instants that go, but for so many ns an edge: what a node of a CUDA graph costs."""
 
 
-class Patch:
+class GraphEdits:
     """What edits take away from a graph, collected; :meth:`made` puts it into a copy."""
 
-    def __init__(self, selected: Selected, assumption: str = "", dur: Array | None = None) -> None:
+    def __init__(self, selected: Selection, assumption: str = "", dur: Array | None = None) -> None:
         """``assumption``: ``low`` or ``high`` takes the factors that make the gain small or large.
         ``dur``: what work takes instead, where collectives are replayed with other ranks: without
         the wait for these."""
@@ -117,7 +117,7 @@ class Patch:
 
     # -- all at once ------------------------------------------------------------------------
 
-    def made(self, real_share: Array | None = None) -> Patched:
+    def made(self, real_share: Array | None = None) -> EditedGraph:
         """The graph with all edits in it. ``real_share``: of each edge's time, that would be there
         without a profiler."""
         graph, weight = self.graph, self.graph.weight.copy()
@@ -149,7 +149,7 @@ class Patch:
             weight *= real_share
         if (self.moved & ~self.dropped).any():
             graph, weight = move_to_streams(self, weight)
-        return Patched(graph, weight, dur, np.flatnonzero(gone), np.flatnonzero(self.no_skew))
+        return EditedGraph(graph, weight, dur, np.flatnonzero(gone), np.flatnonzero(self.no_skew))
 
     def _shrink(self, weight: Array) -> None:
         graph = self.graph
@@ -211,7 +211,7 @@ class Patch:
         operator = np.setdiff1d(calls("op", np.flatnonzero(self.merged)), calls("op", stays))
         rows = np.union1d(launch, operator)
         rows = rows[rows >= 0]
-        return self.selected.by_thread(
+        return self.selected.thread_intervals(
             *(cpu[column].to_numpy()[rows] for column in ("thread", "ts", "dur"))
         )
 
@@ -254,7 +254,7 @@ it, with the same memory and caches. Past gains of workers were 80 to 100% of a 
 (``predictions.jsonl``)."""
 
 
-def more_workers(patch: Patch, weight: Array) -> None:
+def more_workers(patch: GraphEdits, weight: Array) -> None:
     """Changes the weights. Of edits about the same batches the one with most workers counts."""
     left = np.ones(len(patch.graph), dtype=bool)
     for workers, loaded in sorted(patch.workers, key=lambda edit: -edit[0]):
@@ -262,7 +262,7 @@ def more_workers(patch: Patch, weight: Array) -> None:
         left[loaded] = False
 
 
-def _parallelize(patch: Patch, weight: Array, workers: int, loaded: Array) -> None:
+def _parallelize(patch: GraphEdits, weight: Array, workers: int, loaded: Array) -> None:
     """``workers`` processes load (where there are some: that many times as many): batches come at
     their rate instead, uneven ones evened out by the queue. Their mean is known from those of the
     window, to twice its standard error."""
@@ -271,7 +271,7 @@ def _parallelize(patch: Patch, weight: Array, workers: int, loaded: Array) -> No
     program = np.flatnonzero(into & (graph.edge == Edge.PROGRAM))
     cost = np.zeros(len(graph))
     cost[graph.dst[program]] = weight[program]
-    hand = hand_over_ns(patch.a.trace, patch.a.step_ns, patch.assumption)
+    hand = ready_batch_ns(patch.a.trace, patch.a.step_ns, patch.assumption)
     weight[program] = np.minimum(weight[program], hand)
     rate = np.flatnonzero(into & (graph.edge == Edge.LOADER))
     multi = rate[weight[rate] > NEVER]
@@ -295,7 +295,7 @@ def _parallelize(patch: Patch, weight: Array, workers: int, loaded: Array) -> No
         weight[own] = np.minimum(batch, hand) + left * batch
 
 
-def _computed(patch: Patch, loaded: Array, share: float) -> float:
+def _computed(patch: GraphEdits, loaded: Array, share: float) -> float:
     """Share of the loading that is computed, and needs a core wherever it is done. What was waited
     for (storage, a sleep) needs none. Which is which follows from the operators recorded in there;
     under the pessimistic assumption all of it is, as far as the CPU time of the process allows.
@@ -314,14 +314,18 @@ def _computed(patch: Patch, loaded: Array, share: float) -> float:
     return at_work / max(1, int((end - begin).sum()))
 
 
-def _computed_at_most(patch: Patch, share: float) -> float:
+def _computed_at_most(patch: GraphEdits, share: float) -> float:
     """The same as far as the CPU time of the process allows; not recorded: all of it."""
     recorded = patch.a.recorded
-    known = None if recorded is None else recorded.computed(share, on_host=patch.a.trains_on_host)
+    known = (
+        None
+        if recorded is None
+        else recorded.computing_share(share, on_host=patch.a.trains_on_host)
+    )
     return 1.0 if known is None else known
 
 
-def _slower(patch: Patch, computed: float, share: float, workers: int) -> float:
+def _slower(patch: GraphEdits, computed: float, share: float, workers: int) -> float:
     """What a batch takes with so many workers, as a share of what it took before: what is computed
     has the cores that are free, and the main thread's while that loads no longer."""
     recorded = patch.a.recorded
@@ -332,7 +336,7 @@ def _slower(patch: Patch, computed: float, share: float, workers: int) -> float:
     return computed / cores + (1 - computed) / workers
 
 
-def _more(patch: Patch, times: int) -> float:
+def _more(patch: GraphEdits, times: int) -> float:
     """What a batch takes with so many times the workers, as a share of what it took before. What
     the workers compute gets the cores that they have and those that are free; the main thread has
     one (or PyTorch's threads, where the step computes on the host), under the pessimistic
@@ -346,7 +350,7 @@ def _more(patch: Patch, times: int) -> float:
     return max(1 / times, own / max(own + recorded.free_cores, 1e-9))
 
 
-def _taken(patch: Patch, computed: float, share: float) -> float:
+def _taken(patch: GraphEdits, computed: float, share: float) -> float:
     """Share of the loading that the step goes on to take where it is computed on the host, on the
     cores that workers would need. Under the optimistic assumption all cores share the loss. Without
     a recording nobody knows the cores: all or none."""

@@ -53,27 +53,29 @@ that the process loads itself are such work of the host too: launching less, it 
 # -- bounds ----------------------------------------------------------------------------------------
 
 
-class Touched(NamedTuple):
+class SelectedWork(NamedTuple):
     """Time that an edit can take away, ns in all steps."""
 
     device: float
     host: float
 
 
-def _touched(a: Analysis, edit: Edit, *, optimistic: bool) -> Touched:
+def _touched(a: Analysis, edit: Edit, *, optimistic: bool) -> SelectedWork:
     select = edit.select
     factor = edit.factor_low if optimistic and edit.factor_low is not None else edit.factor
     share = 1.0
     if edit.op in ("scale", "merge") and factor is not None:
         share = max(0.0, 1.0 - factor)
     if (waits := waits_on_host(a, select)) is not None:
-        return Touched(0.0, share * float(waits.total))
+        return SelectedWork(0.0, share * float(waits.total))
     if select.on == "gap":
-        return Touched(0.0, share * float(a.gaps["dur"].filter(selected_gaps(a, select)).sum()))
+        return SelectedWork(
+            0.0, share * float(a.gaps["dur"].filter(selected_gaps(a, select)).sum())
+        )
     if select.on == "host":
-        return Touched(0.0, share * _host_time(a, selected_host(a, select)).total)
+        return SelectedWork(0.0, share * _host_time(a, selected_host(a, select)).total)
     if edit.op == "drop_launch":
-        return Touched(0.0, float(a.spans.total))
+        return SelectedWork(0.0, float(a.spans.total))
     mask = selected_gpu(a, select)
     own = selected_gpu(a, select, anywhere=True) & _launched_inside(a)
     ts, dur = (a.trace.gpu[name].to_numpy()[own] for name in ("ts", "dur"))
@@ -83,16 +85,16 @@ def _touched(a: Analysis, edit: Edit, *, optimistic: bool) -> Touched:
     layer = host_of_layer(select) if edit.op in ("scale", "remove") else None
     around = float(_host_time(a, selected_host(a, layer)).total) if layer is not None else 0.0
     if edit.op in ("scale", "roofline"):
-        return Touched(share * work, share * around)
+        return SelectedWork(share * work, share * around)
     if edit.op == "overlap":
-        return Touched(min(work, _hidden(a, mask)) + _latency(a, mask), 0.0)
+        return SelectedWork(min(work, _hidden(a, mask)) + _latency(a, mask), 0.0)
     gpu = a.trace.gpu.filter(pl.Series(mask))
     names = ("launch",) if edit.op == "remove" else ("launch", "op")
     rows = pl.concat([gpu[name] for name in names]).drop_nulls().unique().to_numpy()
     called = np.zeros(a.trace.cpu.height, dtype=bool)
     called[rows] = True
     host = float(_host_time(a, called).total)
-    return Touched(share * work + _latency(a, mask), max(host, around))
+    return SelectedWork(share * work + _latency(a, mask), max(host, around))
 
 
 def _launched_inside(a: Analysis) -> Mask:
@@ -139,7 +141,7 @@ def _hidden(a: Analysis, mask: Mask) -> float:
 # -- the estimate where there is no replay ---------------------------------------------------------
 
 
-class Claim(NamedTuple):
+class GainClaim(NamedTuple):
     """Instants of the window that a fix would save, and which share of them."""
 
     time: Intervals
@@ -147,14 +149,14 @@ class Claim(NamedTuple):
     """The central one, that of the pessimistic assumption, that of the optimistic one."""
 
 
-def claim_time(a: Analysis, edit: Edit) -> Claim:
+def claim_time(a: Analysis, edit: Edit) -> GainClaim:
     time = exposed_intervals(a, edit)
     if edit.op in ("scale", "merge", "remove_skew") and edit.factor is not None:
         middle = 1 - edit.factor
         low = 1 - (edit.factor_high if edit.factor_high is not None else edit.factor)
         high = 1 - (edit.factor_low if edit.factor_low is not None else edit.factor)
-        return Claim(time, (max(0.0, middle), max(0.0, low), max(0.0, high)))
-    return Claim(time, (1.0, 1.0, 1.0))
+        return GainClaim(time, (max(0.0, middle), max(0.0, low), max(0.0, high)))
+    return GainClaim(time, (1.0, 1.0, 1.0))
 
 
 def exposed_intervals(a: Analysis, edit: Edit) -> Intervals:
@@ -202,8 +204,8 @@ class ExposedTime:
 
     def __init__(self, a: Analysis) -> None:
         self.a = a
-        self._claims: dict[Edit, Claim] = {}
-        self._touched: dict[tuple[Edit, bool], Touched] = {}
+        self._claims: dict[Edit, GainClaim] = {}
+        self._touched: dict[tuple[Edit, bool], SelectedWork] = {}
 
     @cached_property
     def _idle(self) -> tuple[float, float]:

@@ -136,7 +136,7 @@ class Edge(IntEnum):
     CROSS = 3  # a stream waits for another one's event
     RELEASE = 4  # device work -> host call that waited for it
     QUEUE = 5  # start of device work -> launch that found the queue full
-    HANDOVER = 6  # one host thread wakes another
+    HANDOFF = 6  # one host thread wakes another
     LOADER = 7  # the loader's workers produce at their own rate
     CONTENTION = 8  # a kernel that fills the device -> work that waits for room
     MEETING = 9  # ranks that come to a collective -> all of them go on
@@ -202,7 +202,7 @@ class Graph:
         step[self.dst[launch]] = step[self.src[launch]]
         return step
 
-    def local_start(self) -> Array:
+    def earliest_time(self) -> Array:
         """For each node, when its edges allow it, given that all others happen as measured."""
         base = self.time[self.src] - np.where(self.from_start, self.dur[self.src], 0)
         allowed = np.full(len(self), NEVER)
@@ -263,7 +263,7 @@ class EdgeList:
         g.src, g.dst, g.weight, g.edge, g.from_start = (c[order] for c in columns)
 
 
-def with_edges(
+def add_edges(
     graph: Graph, weight: Array, more: list[tuple[int, int, float, int]], **changed: object
 ) -> tuple[Graph, Array]:
     """The graph with further edges (source, target, weight, kind) and with fields changed."""

@@ -10,19 +10,19 @@ import polars as pl
 from advisor.measure.host.names import WORKERS, name_matches
 from advisor.measure.host.syncs import past_return
 from advisor.measure.steps.steps import OUTLIER_FACTOR, find_rhythm
-from advisor.replay.device import DeviceWork, device_nodes, device_work, stream_edges
+from advisor.replay.device import DeviceWork, add_stream_edges, device_nodes, device_work
 from advisor.replay.graph import NEVER, Array, Edge, EdgeList, Graph, Node, measure_latencies
 from advisor.replay.host_nodes import (
-    HAND_BATCH_NS,
-    Handover,
-    Points,
-    find_handovers,
+    READY_BATCH_NS,
+    Handoff,
+    HostNodes,
+    find_handoffs,
     launch_rows,
     loader_rows,
     wait_rows,
 )
 from advisor.replay.language import BLOCKING
-from advisor.replay.sync_edges import release_edges
+from advisor.replay.sync_edges import add_sync_edges
 
 if TYPE_CHECKING:
     from advisor.core.trace import Trace
@@ -78,7 +78,7 @@ def build_graph(a: Analysis, steps: tuple[int, int] | None = None) -> Graph:
     bounds = np.append(table["ts"].to_numpy(), host_end(a, table)).astype(np.int64)
     start, end = int(bounds[0]), int(bounds[-1])
 
-    points = Points()
+    points = HostNodes()
     waiting = wait_rows(trace, start, end)
     launching = launch_rows(trace, start, end)
     loading = loader_rows(trace, start, end, (end - start) / table.height)
@@ -95,15 +95,15 @@ def build_graph(a: Analysis, steps: tuple[int, int] | None = None) -> Graph:
     threads = np.unique(cpu_thread[np.concatenate([launching, waiting, loading])])
     if main is not None and main not in threads:
         threads = np.append(threads, main)
-    handovers = find_handovers(trace, threads, start, end, loading)
+    handovers = find_handoffs(trace, threads, start, end, loading)
     for owner, time in (
         (handovers.waiter, handovers.left),
         (handovers.worker, handovers.began),
         (handovers.worker, handovers.done),
-        (handovers.waiter, handovers.back),
+        (handovers.waiter, handovers.wait_end),
     ):
         points.add(owner, time, Node.MARK)
-    thread, time, kind, row = points.arrays()
+    thread, time, kind, row = points.columns()
     inside = (time >= start) & (time <= end)
     thread, time, kind, row = (c[inside] for c in (thread, time, kind, row))
     place = _behind_awaited_work(trace, thread, time, kind, row)
@@ -114,10 +114,10 @@ def build_graph(a: Analysis, steps: tuple[int, int] | None = None) -> Graph:
     graph.latencies = measure_latencies(work)
     edges = EdgeList(graph)
     _program(edges, graph)
-    release_edges(trace, graph, edges, work)
+    add_sync_edges(trace, graph, edges, work)
     _loader(edges, graph, trace)
     _handover(edges, graph, handovers, start)
-    stream_edges(trace, graph, edges, work)
+    add_stream_edges(trace, graph, edges, work)
     edges.store()
     graph.steps = steps
     graph.turn = _turn(a, *steps)
@@ -246,13 +246,13 @@ def _loader(edges: EdgeList, graph: Graph, trace: Trace) -> None:
     fed = loaded[workers]
     edges.drop_program(fed)
     wait = graph.time[fed] - graph.time[start[workers]]
-    edges.add(start[workers], fed, np.minimum(wait, HAND_BATCH_NS[""]), Edge.PROGRAM)
+    edges.add(start[workers], fed, np.minimum(wait, READY_BATCH_NS[""]), Edge.PROGRAM)
     before = np.append(0, loaded[:-1])
     rate = np.where(workers, graph.time[loaded] - graph.time[before], NEVER)
     edges.add(before, loaded, rate, Edge.LOADER)
 
 
-def _handover(edges: EdgeList, graph: Graph, result: Handover, start: int) -> None:
+def _handover(edges: EdgeList, graph: Graph, result: Handoff, start: int) -> None:
     marks = np.flatnonzero(graph.kind == Node.MARK)
     at = {
         (int(lane), round(time)): int(node)
@@ -266,14 +266,14 @@ def _handover(edges: EdgeList, graph: Graph, result: Handover, start: int) -> No
         )
 
     left, began = nodes(result.waiter, result.left), nodes(result.worker, result.began)
-    done, back = nodes(result.worker, result.done), nodes(result.waiter, result.back)
+    done, back = nodes(result.worker, result.done), nodes(result.waiter, result.wait_end)
     pairs_of = [(left, began), (done, back)]
     forward = [(src > 0) & (src < dst) for src, dst in pairs_of]
     woken = np.concatenate([dst[good] for (_, dst), good in zip(pairs_of, forward, strict=True)])
     edges.drop_program(woken)
     for (src, dst), real in zip(pairs_of, forward, strict=True):
         pairs = np.unique(np.stack([src[real], dst[real]]), axis=1)
-        edges.add(pairs[0], pairs[1], graph.time[pairs[1]] - graph.time[pairs[0]], Edge.HANDOVER)
+        edges.add(pairs[0], pairs[1], graph.time[pairs[1]] - graph.time[pairs[0]], Edge.HANDOFF)
     silent = np.zeros(len(graph))
     silent[back[forward[1]]] = (graph.time[back] - graph.time[left])[forward[1]]
     woken = np.unique(woken)
@@ -300,7 +300,7 @@ def _early(graph: Graph, work: DeviceWork) -> Array:
     return device_nodes(graph, work)[early]
 
 
-def _working_for(main: int | None, handovers: Handover) -> list[int]:
+def _working_for(main: int | None, handovers: Handoff) -> list[int]:
     """The main thread and those it works with in turns."""
     if main is None:
         return []

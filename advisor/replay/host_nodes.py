@@ -30,7 +30,7 @@ STARVED_NS, STARVED_SHARE = 500_000, 0.05
 """A call of a loader with workers that takes longer than this, and than this share of the step,
 waited for them. Handing over a batch that is ready takes less; and that workers fall short of a
 step by so little that the wait decides nothing would be chance."""
-HAND_BATCH_NS = {"high": 200_000.0, "": 1_500_000.0, "low": 4_000_000.0}
+READY_BATCH_NS = {"high": 200_000.0, "": 1_500_000.0, "low": 4_000_000.0}
 """Taking over a batch that a loader worker has ready, by assumption: 0.1 to 0.3 ms in public A100
 traces, 1.4 to 1.7 ms in the pairs of traces with four workers, 1.5 ms for 8 KiB and 4 ms for 2 MiB
 on two busy cores (``benchmarks/bench_hand_over.py``)."""
@@ -53,7 +53,7 @@ _AT_ONE_INSTANT = np.array([_ORDER.get(kind, 0) for kind in Node])
 
 
 @dataclass
-class Points:
+class HostNodes:
     """Columns of host points, unordered until :meth:`arrays`."""
 
     parts: list[tuple[Array, Array, Array, Array]] = field(default_factory=list)
@@ -64,7 +64,7 @@ class Points:
         rows = np.full(len(time), -1) if row is None else np.asarray(row)
         self.parts.append((owner, np.asarray(time), np.full(len(time), kind), rows))
 
-    def arrays(self) -> tuple[Array, Array, Array, Array]:
+    def columns(self) -> tuple[Array, Array, Array, Array]:
         """(thread, time, kind, row) ordered by thread and time; duplicates removed."""
         thread, time, kind, row = (
             np.concatenate(column).astype(np.int64) for column in zip(*self.parts, strict=True)
@@ -113,13 +113,13 @@ def loader_rows(trace: Trace, start: int, end: int, step_ns: float) -> Array:
     return rows[(ts >= start) & (ts < end)]
 
 
-def hand_over_ns(trace: Trace, step_ns: float, assumption: str) -> float:
+def ready_batch_ns(trace: Trace, step_ns: float, assumption: str) -> float:
     """What taking over a batch costs that a worker has ready: what the trace shows of such batches,
     else what it was measured to. ``assumption``: ``low`` or ``high``, of the gain."""
     cpu = trace.cpu
     ready = cpu.filter(name_matches(cpu["name"], WORKERS) & ~_long_wait(trace, step_ns))
     if ready.height < MIN_READY:
-        return HAND_BATCH_NS[assumption]
+        return READY_BATCH_NS[assumption]
     return float(ready["dur"].median() or 0.0)  # type: ignore[arg-type]
 
 
@@ -145,7 +145,7 @@ OVERRUN_SHARE = 0.05
 """Of the silence: how far the work of the other thread may reach across its borders."""
 
 
-class Handover(NamedTuple):
+class Handoff(NamedTuple):
     """``waiter`` fell silent at ``left``; ``worker`` worked from ``began`` (-1: it was at work
     already) to ``done``; ``waiter`` went on at ``back``. All columns, times in ns."""
 
@@ -154,10 +154,10 @@ class Handover(NamedTuple):
     left: Array
     began: Array
     done: Array
-    back: Array
+    wait_end: Array
 
 
-def find_handovers(trace: Trace, threads: Array, start: int, end: int, waiting: Array) -> Handover:
+def find_handoffs(trace: Trace, threads: Array, start: int, end: int, waiting: Array) -> Handoff:
     """Hand-overs among ``threads`` inside [start, end). ``waiting``: rows of ``trace.cpu`` that
     explain a silence otherwise (waits for the data loader)."""
     active = {int(t): _active(trace, int(t), start, end, waiting) for t in threads}
@@ -209,7 +209,7 @@ def find_handovers(trace: Trace, threads: Array, start: int, end: int, waiting: 
                     rows[row[-1]] = int(rest[i]), row
         result += [row for _, row in rows.values()]
     table = _one_waker(np.array(result, dtype=np.int64).reshape(-1, 6))
-    return Handover(*(table[:, i] for i in range(6)))
+    return Handoff(*(table[:, i] for i in range(6)))
 
 
 def _one_waker(table: Array) -> Array:

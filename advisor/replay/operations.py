@@ -8,14 +8,14 @@ from typing import TYPE_CHECKING
 import numpy as np
 import polars as pl
 
-from advisor.replay.edited_graph import Patch
+from advisor.replay.edited_graph import GraphEdits
 from advisor.replay.graph import NEVER, Edge, Node
 from advisor.replay.selection import collectives_on_host, host_of_layer
 
 if TYPE_CHECKING:
     from advisor.core.finding import Edit, Operation, Select
     from advisor.replay.graph import Array
-    from advisor.replay.selection import Selected
+    from advisor.replay.selection import Selection
 
 GRAPH_LAUNCH_NS = 1_000.0
 """Host time a kernel costs inside a CUDA graph, about (NVIDIA, "Constant time launch", 2024:
@@ -25,10 +25,11 @@ ROOFLINE_SHARE = 0.75
 
 
 def collect(
-    selected: Selected, edits: Sequence[Edit], assumption: str = "", dur: Array | None = None
-) -> Patch:
-    """What edits take away together, each once. ``assumption`` and ``dur``: see :class:`Patch`."""
-    result = Patch(selected, assumption, dur)
+    selected: Selection, edits: Sequence[Edit], assumption: str = "", dur: Array | None = None
+) -> GraphEdits:
+    """What edits take away together, each once. ``assumption`` and ``dur``: see
+    :class:`GraphEdits`."""
+    result = GraphEdits(selected, assumption, dur)
     # merging looks at which waits are left
     for edit in sorted(dict.fromkeys(edits), key=lambda edit: edit.op == "merge"):
         factor = edit.factor
@@ -40,12 +41,12 @@ def collect(
     return result
 
 
-def of_device(patch: Patch, select: Select) -> bool:
+def of_device(patch: GraphEdits, select: Select) -> bool:
     """Not collectives that run on the host, because there is no device."""
     return collectives_on_host(patch.a, select) is None
 
 
-def remove(patch: Patch, edit: Edit, factor: float | None) -> None:
+def remove(patch: GraphEdits, edit: Edit, factor: float | None) -> None:
     if not of_device(patch, edit.select):
         patch.shrink_host(patch.selected.host_time(edit.select), 0.0)
     elif edit.select.on == "gpu":
@@ -58,7 +59,7 @@ def remove(patch: Patch, edit: Edit, factor: float | None) -> None:
             patch.unblocked[patch.selected.waits(edit.select)] = True
 
 
-def scale(patch: Patch, edit: Edit, factor: float | None) -> None:
+def scale(patch: GraphEdits, edit: Edit, factor: float | None) -> None:
     factor = 1.0 if factor is None else factor
     if not of_device(patch, edit.select):
         patch.shrink_host(patch.selected.host_time(edit.select), factor)
@@ -70,14 +71,14 @@ def scale(patch: Patch, edit: Edit, factor: float | None) -> None:
         patch.shrink_host(patch.selected.host_time(edit.select), factor)
 
 
-def roofline(patch: Patch, edit: Edit, factor: float | None) -> None:
+def roofline(patch: GraphEdits, edit: Edit, factor: float | None) -> None:
     """Kernels that reach less than ``factor`` of their attainable rate come to reach it."""
     nodes = patch.selected.work(edit.select)
     target = patch.selected.bound[nodes] / (ROOFLINE_SHARE if factor is None else max(factor, 1e-3))
     patch.most[nodes] = np.fmin(patch.most[nodes], target)
 
 
-def resize(patch: Patch, edit: Edit, factor: float | None) -> None:
+def resize(patch: GraphEdits, edit: Edit, factor: float | None) -> None:
     """Another batch size. Work that fills the device grows with it; work that leaves part of
     it empty grows once it is full, or once its FLOPs and bytes take as long; copies grow with it;
     collectives of gradients and the optimizer stay. Host time stays, but for the loader's. Steps
@@ -96,7 +97,7 @@ def resize(patch: Patch, edit: Edit, factor: float | None) -> None:
     patch.batch *= factor
 
 
-def remove_skew(patch: Patch, edit: Edit, factor: float | None) -> None:
+def remove_skew(patch: GraphEdits, edit: Edit, factor: float | None) -> None:
     """A rank that keeps nobody waiting. Without the other ranks' replay: ``factor`` of the
     collectives' time remains, if that is given."""
     nodes = patch.selected.work(edit.select)
@@ -106,7 +107,7 @@ def remove_skew(patch: Patch, edit: Edit, factor: float | None) -> None:
         patch.share[nodes] *= factor
 
 
-def overlap(patch: Patch, edit: Edit, factor: float | None) -> None:
+def overlap(patch: GraphEdits, edit: Edit, factor: float | None) -> None:
     """The work moves to a stream of its own: see ``overlap.py``. Collectives of the host hide under
     the other work of the steps, as far as it lasts and there are cores for both: not under the
     pessimistic assumption."""
@@ -121,12 +122,12 @@ def overlap(patch: Patch, edit: Edit, factor: float | None) -> None:
         patch.ahead[nodes] = True
 
 
-def make_async(patch: Patch, edit: Edit, factor: float | None) -> None:
+def make_async(patch: GraphEdits, edit: Edit, factor: float | None) -> None:
     """Blocking calls no longer wait: they cost what a call costs."""
     patch.unblocked[patch.selected.waits(edit.select)] = True
 
 
-def merge(patch: Patch, edit: Edit, factor: float | None) -> None:
+def merge(patch: GraphEdits, edit: Edit, factor: float | None) -> None:
     """Neighbours on a stream become one kernel that takes ``factor`` of their time; the
     launches and operators of all but the first go. Not across a step's end, nor across a
     moment that the host or another stream waits for: what comes after it may depend on that."""
@@ -149,24 +150,24 @@ def merge(patch: Patch, edit: Edit, factor: float | None) -> None:
     patch.share[chosen] *= 1.0 if factor is None else factor
 
 
-def drop_launch(patch: Patch, edit: Edit, factor: float | None) -> None:
+def drop_launch(patch: GraphEdits, edit: Edit, factor: float | None) -> None:
     """Host time around launches goes, but for what a graph's node costs."""
     cost = GRAPH_LAUNCH_NS if edit.host_ns is None else float(edit.host_ns)
     if edit.select.on != "gpu":
         patch.capture(patch.selected.host_time(edit.select), cost)
     else:
         nodes = patch.selected.work(edit.select)
-        patch.capture(patch.selected.around_launches(nodes), cost)
+        patch.capture(patch.selected.launch_time(nodes), cost)
 
 
-def parallelize(patch: Patch, edit: Edit, factor: float | None) -> None:
+def parallelize(patch: GraphEdits, edit: Edit, factor: float | None) -> None:
     """Loader work moves to worker processes: see ``edited_graph.py``."""
     loaded = np.flatnonzero(patch.graph.kind == Node.LOADED)
     chosen = patch.selected.rows(edit.select)[patch.graph.row[loaded]]
     patch.workers.append((max(1, edit.workers or 1), loaded[chosen]))
 
 
-OPERATIONS: dict[Operation, Callable[[Patch, Edit, float | None], None]] = {
+OPERATIONS: dict[Operation, Callable[[GraphEdits, Edit, float | None], None]] = {
     "remove": remove,
     "scale": scale,
     "roofline": roofline,

@@ -14,16 +14,16 @@ from typing import TYPE_CHECKING
 import numpy as np
 import polars as pl
 
-from advisor.replay.graph import NEVER, Array, Edge, Graph, Node, with_edges
+from advisor.replay.graph import NEVER, Array, Edge, Graph, Node, add_edges
 
 if TYPE_CHECKING:
-    from advisor.replay.edited_graph import Patch
+    from advisor.replay.edited_graph import GraphEdits
 
 WAITING = (Edge.STREAM, Edge.CROSS, Edge.RELEASE, Edge.QUEUE)
 """Edges out of moved work that something else waits by."""
 
 
-def move_to_streams(patch: Patch, weight: Array) -> tuple[Graph, Array]:
+def move_to_streams(patch: GraphEdits, weight: Array) -> tuple[Graph, Array]:
     """The graph, and its weights, with the moved work on streams of its own."""
     graph, trace = patch.graph, patch.a.trace
     moved = patch.moved  # what is removed too takes no time, where it goes
@@ -86,10 +86,10 @@ def move_to_streams(patch: Patch, weight: Array) -> tuple[Graph, Array]:
     weight[moved[graph.dst] & np.isin(graph.edge, [Edge.CONTENTION, Edge.STREAM])] = NEVER
     more += _awaited_by_device_syncs(patch, nodes, group)
     lanes = np.where(moved, int(graph.lane.max()) + 1 + group, graph.lane)
-    return with_edges(graph, weight, more, lane=lanes, last=_with_moved(graph, nodes, group))
+    return add_edges(graph, weight, more, lane=lanes, last=_with_moved(graph, nodes, group))
 
 
-def _groups(patch: Patch) -> Array:
+def _groups(patch: GraphEdits) -> Array:
     """Number of the stream that each piece of work would get: by its stream and its name."""
     graph = patch.graph
     device = graph.device
@@ -132,7 +132,7 @@ def _earlier(graph: Graph, group: Array, step: Array, *, marked: bool) -> Array:
 
 
 def _awaited_by_device_syncs(
-    patch: Patch, nodes: Array, group: Array
+    patch: GraphEdits, nodes: Array, group: Array
 ) -> list[tuple[int, int, float, int]]:
     """Waits for the whole device, for the last moved work of each name that they waited for."""
     graph = patch.graph

@@ -360,26 +360,28 @@ def worst_case(low: float, high: float, step_ns: float) -> Band:
 # -- by rule ------------------------------------------------------------------------------------
 
 
-class Widened(NamedTuple):
+class WidenedRange(NamedTuple):
     """A band, and what it comes from; empty: too little is known of the rule."""
 
     band: Band
     note: str
 
 
-def widened_by_rule(rule: str, device: str, gain: float, band: Band, step_ns: float) -> Widened:
+def widened_by_rule(
+    rule: str, device: str, gain: float, band: Band, step_ns: float
+) -> WidenedRange:
     """A band, ns per step, widened by what came of this rule's fixes: on the same hardware where
     there are enough of them, else on any. It never becomes narrower by this."""
     own = [row for row in all_trials() if row.rule == rule and row.predicted > 0]
     here = [row for row in own if row.device == device]
     used = here if len(here) >= MIN_ERRORS else own
     if len(used) < MIN_ERRORS:
-        return Widened(band, "")
+        return WidenedRange(band, "")
     factor = math.exp(error_bound([row.error for row in used]))
     wide = Band(
         min(band.low, gain / factor), min(max(band.high, gain * factor), max(step_ns, band.high))
     )
-    return Widened(wide, str(records_by_rule(used)[rule]))
+    return WidenedRange(wide, str(records_by_rule(used)[rule]))
 
 
 # -- jobs of many ranks -------------------------------------------------------------------------

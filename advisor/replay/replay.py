@@ -56,14 +56,14 @@ class ReplayPlan:
         self._more = order[self._slot[order] >= 2]
 
     @cached_property
-    def _carry(self) -> Carry:
-        return Carry(self.graph)
+    def _carry(self) -> CarriedState:
+        return CarriedState(self.graph)
 
     def run(self, weight: Array | None = None, dur: Array | None = None) -> Array:
         """Replayed time of each node, with other weights or durations if given."""
         return replay_layout(self.lay_out(weight, dur))
 
-    def steady(self, weight: Array | None = None, dur: Array | None = None) -> float:
+    def steady_step(self, weight: Array | None = None, dur: Array | None = None) -> float:
         """Steady-state time of one step, ns.
 
         The window begins with the host as far ahead of the device as it was when measured, which
@@ -88,7 +88,7 @@ class ReplayPlan:
             time = replay_layout(layout.begun([state]))
             return ended()
 
-        return settled_period(steps, ended(), again)
+        return steady_period(steps, ended(), again)
 
     def lay_out(self, weight: Array | None, dur: Array | None) -> Layout:
         """In the lists that :func:`replay_layout` goes through, with other numbers if given."""
@@ -161,7 +161,7 @@ class Layout(NamedTuple):
         return Layout(first, first_weight, second, second_weight, dur, more)
 
 
-def settled_period(
+def steady_period(
     steps: int, ended: tuple[float, float], again: Callable[[bool], tuple[float, float]]
 ) -> float:
     """Time of one step once a window that is replayed over and over takes no other time, ns.
@@ -206,7 +206,7 @@ def replay_layout(layout: Layout) -> Array:
     return np.array(time)
 
 
-class Carry:
+class CarriedState:
     """How the state at the end of a window becomes the state at its start: what was launched
     last stands for what was launched before."""
 
@@ -237,7 +237,7 @@ class Carry:
         step came before the first: nodes at the same place of their thread or stream."""
         graph = self.graph
         step = graph.steps_of_launch()
-        crossing = np.isin(graph.edge, [Edge.CROSS, Edge.RELEASE, Edge.HANDOVER])
+        crossing = np.isin(graph.edge, [Edge.CROSS, Edge.RELEASE, Edge.HANDOFF])
         crossing &= (step[graph.src] == 0) & (step[graph.dst] == 1)
         self.between = np.flatnonzero(crossing)
         key = len(Node) * graph.lane.astype(np.int64) + graph.kind

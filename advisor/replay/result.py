@@ -12,7 +12,7 @@ from advisor.measure import Analysis
 from advisor.measure.steps.steps import refuse_none
 from advisor.replay.exposed import ExposedTime
 from advisor.replay.language import parse_edit
-from advisor.replay.trust import Quality
+from advisor.replay.trust import ReplayQuality
 from advisor.replay.window import WindowReplayer
 
 if TYPE_CHECKING:
@@ -48,7 +48,7 @@ class WhatIfResult(NamedTuple):
     edits: tuple[EditResult, ...]
     critical_path: dict[str, float]
     """What the critical path consists of with all edits, ns per step."""
-    replay: Quality
+    replay: ReplayQuality
     reason: str
     """Why the steps are not replayed; then what is saved is exposed time, and at most that. Empty:
     they are."""
@@ -156,9 +156,9 @@ def what_if(
     whatif = WindowReplayer(analyses.pop(rank), rank, analyses)
     notes = [MEASURE] if any(_lighter(edit) for edit in parsed) else []
     if chosen is None and analyses and not whatif.ranks:
-        from advisor.replay.project.splits import find_pace
+        from advisor.replay.project.splits import find_pacing_rank
 
-        pace = find_pace(run, None, steps)
+        pace = find_pacing_rank(run, None, steps)
         rank = pace.slowest
         whatif = WindowReplayer(Analysis(run.window(rank), steps), rank)
         notes.append(f"the ranks are not replayed together: {pace.sentence}")
@@ -169,7 +169,7 @@ def what_if(
                 f"rank:{edit.rank}: only {counted_ranks(here)} replayed here; give a folder with "
                 "the traces of all ranks"
             )
-    reason = whatif.unusable
+    reason = whatif.unusable_reason
     rows = (_bounds if reason else _replays)(whatif, parsed)
     saved = sum(row.gain_ns for row in rows) if reason else whatif.gain(parsed)
     return WhatIfResult(

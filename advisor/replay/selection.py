@@ -67,7 +67,7 @@ def selected_gpu(a: Analysis, select: Select, *, anywhere: bool = False) -> Mask
     if select.layer:
         mask &= _in_layer(a, select.layer, work_nodes(a))
     if select.under:
-        under = under_names(a, select.under)
+        under = rows_under(a, select.under)
         start = gpu["op"].fill_null(-1).to_numpy()
         launch = gpu["launch"].fill_null(-1).to_numpy()
         mask &= np.where(start >= 0, under[start], False) | np.where(
@@ -87,7 +87,7 @@ def collectives_on_host(a: Analysis, select: Select) -> pl.DataFrame | None:
         names = a.trace.cpu["name"].gather(table["host"])
         mask &= name_matches(names, _checked(select.name)).to_numpy()
     if select.under:
-        mask &= under_names(a, select.under)[table["op"].fill_null(-1).to_numpy()]
+        mask &= rows_under(a, select.under)[table["op"].fill_null(-1).to_numpy()]
     if select.max_ns is not None:
         mask &= (table["dur"] <= select.max_ns).to_numpy()
     if select.max_bytes is not None:
@@ -115,7 +115,7 @@ def selected_host(a: Analysis, select: Select) -> Mask:
     if select.copy:
         mask &= _for_copies(a, select.copy)
     if select.under:
-        mask &= under_names(a, select.under)[:-1]
+        mask &= rows_under(a, select.under)[:-1]
     if select.layer:
         mask &= _in_layer(a, select.layer, modules_around(a, np.arange(cpu.height)).node)
     if select.max_ns is not None:
@@ -158,7 +158,7 @@ def selected_gaps(a: Analysis, select: Select) -> Mask:
         mask &= gaps["cause"].is_in(list(select.cause)).to_numpy()
     if select.under:
         host = gaps["host"].fill_null(-1).to_numpy()
-        mask &= under_names(a, select.under)[host]
+        mask &= rows_under(a, select.under)[host]
     if select.name:
         named = name_matches(a.trace.cpu["name"], _checked(select.name)).to_numpy()
         host = gaps["host"].fill_null(-1).to_numpy()
@@ -171,7 +171,7 @@ def selected_gaps(a: Analysis, select: Select) -> Mask:
     return mask
 
 
-def under_names(a: Analysis, pattern: str) -> Mask:
+def rows_under(a: Analysis, pattern: str) -> Mask:
     """Aligned with ``trace.cpu`` plus a last False: the row or a row around it has the name."""
     cpu = a.trace.cpu
     named = name_matches(cpu["name"], _checked(pattern)).to_numpy()
@@ -204,7 +204,7 @@ def _checked(pattern: str) -> str:
 # -- what selectors pick out of a graph ------------------------------------------------------------
 
 
-class Selected:
+class Selection:
     """What selectors pick out of a graph, each looked up once however often it is replayed."""
 
     def __init__(self, a: Analysis, graph: Graph) -> None:
@@ -250,16 +250,18 @@ class Selected:
     def _find_host_time(self, select: Select) -> dict[int, Intervals]:
         if (waits := waits_on_host(self.a, select)) is not None:
             main = np.full(len(waits), self.a.trace.main_thread or 0)
-            return self.by_thread(main, waits.start, waits.end - waits.start)
+            return self.thread_intervals(main, waits.start, waits.end - waits.start)
         if select.on == "gap":
             rows = np.flatnonzero(selected_gaps(self.a, select))
             table, thread = self.a.gaps, self.a.gaps["thread"].fill_null(-1).to_numpy()[rows]
         else:
             rows = np.flatnonzero(self.rows(select)[:-1])
             table, thread = self.a.trace.cpu, self.a.trace.cpu["thread"].to_numpy()[rows]
-        return self.by_thread(thread, table["ts"].to_numpy()[rows], table["dur"].to_numpy()[rows])
+        return self.thread_intervals(
+            thread, table["ts"].to_numpy()[rows], table["dur"].to_numpy()[rows]
+        )
 
-    def by_thread(self, thread: Array, ts: Array, dur: Array) -> dict[int, Intervals]:
+    def thread_intervals(self, thread: Array, ts: Array, dur: Array) -> dict[int, Intervals]:
         """Intervals of each thread, ns from the window's start, inside the window."""
         start = ts - self.graph.origin
         inside = (start + dur > 0) & (start < float(self.graph.time.max()))
@@ -318,7 +320,7 @@ class Selected:
         beside = intersect(host_work(self.a), self.a.breakdown.all_communication).total
         return min(1.0, (host_work(self.a).total - beside) / waits.total)
 
-    def around_launches(self, nodes: Array) -> dict[int, Intervals]:
+    def launch_time(self, nodes: Array) -> dict[int, Intervals]:
         """Host time that goes when the launches of this work become part of a CUDA graph: from
         each launch to the next one of them in its step if nothing else happens between them; on
         the way to the first and after the last, their outermost operator only."""
@@ -376,7 +378,7 @@ _KINDS = {
 }
 
 
-class Present(NamedTuple):
+class NearMatches(NamedTuple):
     """Names of one kind."""
 
     what: str
@@ -387,7 +389,7 @@ class Present(NamedTuple):
     """The part of the selector that nothing fits; empty: there is nothing of the kind."""
 
 
-def find_present(a: Analysis, select: Select) -> Present:
+def find_near_matches(a: Analysis, select: Select) -> NearMatches:
     """What the steps have of the kind that a selector is about.
 
     One part of the selector at a time is left out, from ``under`` on: what then selects something
@@ -396,7 +398,7 @@ def find_present(a: Analysis, select: Select) -> Present:
     if select.under and _weights(a, wide := replace(select, under="")):
         around = _around(a, wide)
         what = "operators, ranges and Python frames around it"
-        return Present(what, _nearest(around, select.under), f"under:{select.under}")
+        return NearMatches(what, _nearest(around, select.under), f"under:{select.under}")
     select = replace(select, under="")
     if select.layer:
         layers = a.layers
@@ -405,16 +407,20 @@ def find_present(a: Analysis, select: Select) -> Present:
             if layers is None
             else {**dict(layers.nodes.select("name", "ns").iter_rows()), **_kinds(layers)}
         )
-        return Present("modules", _nearest(times, select.layer), f"layer:{select.layer}")
+        return NearMatches("modules", _nearest(times, select.layer), f"layer:{select.layer}")
     what = _what(select)
     if select.on == "gap":
-        return Present(what, _nearest(_causes(a), " ".join(select.cause)), " ".join(select.cause))
+        return NearMatches(
+            what, _nearest(_causes(a), " ".join(select.cause)), " ".join(select.cause)
+        )
     if select.copy:
-        return Present("copy directions", _nearest(_copies(a), select.copy[0]), select.copy[0])
+        return NearMatches("copy directions", _nearest(_copies(a), select.copy[0]), select.copy[0])
     if select.family and not select.name:
         name = " ".join(select.family)
-        return Present("kernel families", _nearest(_families(a), name), name)
-    return Present(what, _nearest(_weights(a, replace(select, name="")), select.name), select.name)
+        return NearMatches("kernel families", _nearest(_families(a), name), name)
+    return NearMatches(
+        what, _nearest(_weights(a, replace(select, name="")), select.name), select.name
+    )
 
 
 def _kinds(layers: LayerTable) -> dict[str, float]:

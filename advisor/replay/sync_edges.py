@@ -25,12 +25,12 @@ MAX_RELEASE_NS = 100_000
 """A call that returns later than this after some work ended did not wait for it."""
 
 
-def release_edges(trace: Trace, graph: Graph, edges: EdgeList, work: DeviceWork) -> None:
+def add_sync_edges(trace: Trace, graph: Graph, edges: EdgeList, work: DeviceWork) -> None:
     """Edges into the ends of blocking calls, which replace their measured ends."""
     begin = np.flatnonzero(graph.kind == Node.WAIT)
     done = np.flatnonzero(graph.kind == Node.RELEASED)
     node = device_nodes(graph, work) if len(work.row) else np.zeros(0, dtype=np.int64)
-    queue_edges(trace, graph, edges, work, node)
+    add_queue_edges(trace, graph, edges, work, node)
     if not len(done):
         return
     start_of = {int(r): int(n) for r, n in zip(graph.row[begin], begin, strict=True)}
@@ -138,7 +138,7 @@ def _awaited(
             result.append(own[which])
             continue
         if call[number] == "sync_event":
-            result.append(events.awaited(which, begin, end))
+            result.append(events.awaited_work(which, begin, end))
             continue
         last = []
         for lane, ts in zip(by_lane, launch_ts, strict=True):
@@ -223,7 +223,7 @@ class _Events:
             if len(before):
                 self.recorded[int(row[at])] = int(before[np.argmax(work.launch_ts[before])])
 
-    def awaited(self, which: int, begin: float, end: float) -> Array:
+    def awaited_work(self, which: int, begin: float, end: float) -> Array:
         """As recorded; else, when it took long, the recorded work that ended last before it
         returned.
         A call that did not wait does not show what for."""
@@ -267,7 +267,7 @@ class _Lane(NamedTuple):
     """A launch waits until the entry this far before it has started."""
 
 
-def queue_edges(
+def add_queue_edges(
     trace: Trace,
     graph: Graph,
     edges: EdgeList,

@@ -45,7 +45,7 @@ class PartQuality(NamedTuple):
     """How long was waited there, in all replayed steps."""
 
 
-class Quality(NamedTuple):
+class ReplayQuality(NamedTuple):
     """How far the replay can be trusted."""
 
     step_error: float
@@ -70,7 +70,7 @@ class Quality(NamedTuple):
     """Share of that time that is explained; ``None``: it never idles."""
 
     @property
-    def unusable(self) -> str:
+    def unusable_reason(self) -> str:
         """Why it prices nothing; empty: it reproduces the steps and explains their waiting."""
         if not self.step_error <= MAX_STEP_ERROR:
             return (
@@ -94,7 +94,7 @@ class Quality(NamedTuple):
         return ""
 
 
-class Waiting(NamedTuple):
+class WaitTimes(NamedTuple):
     """Waits and how much of each is explained, in columns of ns."""
 
     time: Array
@@ -109,7 +109,7 @@ class Waiting(NamedTuple):
         return float(self.explained.sum()) / total if total > 0 else None
 
 
-def explain_waits(graph: Graph, nodes: Array, time: Array, kinds: tuple[Edge, ...]) -> Waiting:
+def explain_waits(graph: Graph, nodes: Array, time: Array, kinds: tuple[Edge, ...]) -> WaitTimes:
     """How the ends (or starts, of device work) at ``nodes`` of waits that took ``time`` are
     explained by edges of these kinds."""
     base = graph.time[graph.src] - np.where(graph.from_start, graph.dur[graph.src], 0)
@@ -118,10 +118,10 @@ def explain_waits(graph: Graph, nodes: Array, time: Array, kinds: tuple[Edge, ..
     np.maximum.at(allowed, graph.dst[own], (base + graph.weight)[own])
     error = allowed[nodes] - (graph.time - graph.dur)[nodes]
     explained = np.clip(time - np.abs(error), 0.0, None)
-    return Waiting(time.astype(float), explained, error)
+    return WaitTimes(time.astype(float), explained, error)
 
 
-def host_waits(graph: Graph) -> Waiting:
+def host_waits(graph: Graph) -> WaitTimes:
     """Waits of the host for the device: blocking calls, and launches that found the queue full."""
     begun = np.flatnonzero(graph.kind == Node.WAIT)
     done = np.flatnonzero(graph.kind == Node.RELEASED)
@@ -132,10 +132,10 @@ def host_waits(graph: Graph) -> Waiting:
     calls = explain_waits(graph, done[real], took[real], (Edge.RELEASE,))
     full, time = graph.hard.get("queue-blocked launches", _NOTHING)
     queue = explain_waits(graph, full, time, (Edge.QUEUE,))
-    return Waiting(*(np.concatenate(pair) for pair in zip(calls, queue, strict=True)))
+    return WaitTimes(*(np.concatenate(pair) for pair in zip(calls, queue, strict=True)))
 
 
-def device_idle(graph: Graph, lanes: Array) -> Waiting:
+def device_idle(graph: Graph, lanes: Array) -> WaitTimes:
     """Stretches in which no work runs on these lanes, ended by the start of some. Before work that
     was launched before the window the device may have run what is not in the trace: no stretch."""
     device = graph.device[np.isin(graph.lane[graph.device], lanes)]
@@ -169,7 +169,7 @@ _STARTS = (Edge.LAUNCH, Edge.STREAM, Edge.CROSS, Edge.CONTENTION)
 _EDGES = {
     "syncs that waited": (Edge.RELEASE,),
     "queue-blocked launches": (Edge.QUEUE,),
-    "thread hand-overs": (Edge.HANDOVER,),
+    "thread hand-overs": (Edge.HANDOFF,),
 }
 
 
@@ -263,7 +263,7 @@ def path_composition(
     kind = np.where(own, Edge.LAUNCH.value, graph.edge[np.maximum(path.edge, 0)])
     row = np.where(own, graph.row[path.node], 0)
     talks = communication.to_numpy()[row] & own if len(communication) else np.zeros_like(own)
-    host = ~own & np.isin(kind, [Edge.PROGRAM.value, Edge.HANDOVER.value])
+    host = ~own & np.isin(kind, [Edge.PROGRAM.value, Edge.HANDOFF.value])
     fed = (~own & (kind == Edge.LOADER.value)) | (
         host & (graph.kind[path.node] == Node.LOADED.value)
     )

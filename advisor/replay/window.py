@@ -9,18 +9,18 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from advisor.measure.host.names import WORKERS, name_matches
-from advisor.replay.edited_graph import Patch, Patched
+from advisor.replay.edited_graph import EditedGraph, GraphEdits
 from advisor.replay.exposed import ExposedTime
 from advisor.replay.graph import NEVER, Array, Edge, Graph
 from advisor.replay.graph_builder import build_graph
 from advisor.replay.operations import collect
 from advisor.replay.predictions import widened_by_kind
 from advisor.replay.replay import ReplayedSteps, ReplayPlan, completion_times
-from advisor.replay.selection import Selected
+from advisor.replay.selection import Selection
 from advisor.replay.trust import (
     EXPLAINED_NS,
     PartQuality,
-    Quality,
+    ReplayQuality,
     device_idle,
     hard_parts,
     host_waits,
@@ -59,7 +59,7 @@ def event_cost(a: Analysis) -> float:
     recorded = a.recorded
     if recorded is None or recorded.profiled_median is None or a.trace.main_thread is None:
         return usual
-    if recorded.around_windows is None:
+    if recorded.unprofiled_median is None:
         return usual
     if a.device_id is not None and a.breakdown.busy.total > VISIBLE * a.span_ns:
         return usual
@@ -70,7 +70,7 @@ def event_cost(a: Analysis) -> float:
     events = (np.searchsorted(starts, end) - np.searchsorted(starts, begin)).sum()
     if not events:
         return usual
-    longer = max(0.0, recorded.profiled_median - recorded.around_windows)
+    longer = max(0.0, recorded.profiled_median - recorded.unprofiled_median)
     return min(longer * a.step_count / float(events), MAX_COST * usual)
 
 
@@ -120,7 +120,7 @@ class WindowReplayer:
     @cached_property
     def steady_ns(self) -> float:
         """The replayed step without any change, by itself."""
-        return self.plan.steady()
+        return self.plan.steady_step()
 
     @cached_property
     def _joint_ranks(self) -> JointRanks | None:
@@ -150,7 +150,7 @@ class WindowReplayer:
         if not len(joint.node):
             return None
         patched = [
-            Patch(m._selected, dur=dur).made()
+            GraphEdits(m._selected, dur=dur).made()
             for m, dur in zip(members, joint.transfer, strict=True)
         ]
         with_others = joint.run(patched)[0].time
@@ -167,8 +167,8 @@ class WindowReplayer:
         return {}
 
     @cached_property
-    def _selected(self) -> Selected:
-        return Selected(self.a, self.graph)
+    def _selected(self) -> Selection:
+        return Selection(self.a, self.graph)
 
     @cached_property
     def base(self) -> ReplayedSteps:
@@ -192,7 +192,9 @@ class WindowReplayer:
         time, _, own = self._replay(edits, assumption)
         return ReplayedSteps(time, completion_times(own.graph, time), self.graph.turn)
 
-    def _replay(self, edits: Sequence[Edit], assumption: str = "") -> tuple[Array, Array, Patched]:
+    def _replay(
+        self, edits: Sequence[Edit], assumption: str = ""
+    ) -> tuple[Array, Array, EditedGraph]:
         """Times of the nodes, what work took (waiting for other ranks included), and the graph."""
         if self._joined is not None:
             joint = self._joined[0]
@@ -206,7 +208,7 @@ class WindowReplayer:
 
     def _patches(
         self, edits: Sequence[Edit], assumption: str = "", *, plain: bool = False
-    ) -> list[Patched]:
+    ) -> list[EditedGraph]:
         """Each rank's graph with the edits that apply to it. Correlation ids select events of one
         trace."""
         assert self._joined is not None
@@ -247,10 +249,10 @@ class WindowReplayer:
         plain = assumption == "plain"
         assumption = "" if plain else assumption
         if self._joined is not None:
-            return self._joined[0].steady(self._patches(edits, assumption, plain=plain), of)
+            return self._joined[0].steady_step(self._patches(edits, assumption, plain=plain), of)
         real = self._real_share if plain else None
         own = collect(self._selected, self._own(edits), assumption).made(real)
-        return self._plan(own.graph).steady(own.weight, own.dur)
+        return self._plan(own.graph).steady_step(own.weight, own.dur)
 
     def _of(self, edits: Sequence[Edit]) -> int:
         """The rank whose step tells what edits save: this one; another one where this one is
@@ -361,7 +363,7 @@ class WindowReplayer:
 
     def selected(self, edit: Edit) -> int:
         """How many events an edit selects in the replayed steps."""
-        return Patch(self._selected).count(edit)
+        return GraphEdits(self._selected).count(edit)
 
     def critical(self, edits: Sequence[Edit] = ()) -> dict[str, float]:
         """What the critical path consists of with edits applied, ns per step, largest first."""
@@ -371,16 +373,16 @@ class WindowReplayer:
         return {k: v / steps for k, v in sorted(parts.items(), key=lambda item: -item[1])}
 
     @cached_property
-    def quality(self) -> Quality:
+    def quality(self) -> ReplayQuality:
         """How well the replay without edits reproduces what was measured."""
         graph = self.graph
         measured, replayed = (np.diff(o.complete) for o in (self.measured, self.base))
         whole = max(float(measured.sum()), 1.0)
         device = graph.device
-        error = graph.local_start() - (graph.time - graph.dur)
+        error = graph.earliest_time() - (graph.time - graph.dur)
         own = [n for n, (d, _) in enumerate(graph.lanes) if d == self.a.device_id]
         waits, idle = host_waits(graph), device_idle(graph, np.array(own, dtype=np.int64))
-        return Quality(
+        return ReplayQuality(
             step_error=self._step_error(self.base.time),
             total_error=float(replayed.sum() - measured.sum()) / whole,
             explained=float((np.abs(error[device]) <= EXPLAINED_NS).mean())
@@ -416,9 +418,9 @@ class WindowReplayer:
         )
 
     @cached_property
-    def unusable(self) -> str:
+    def unusable_reason(self) -> str:
         """Why nothing is estimated; empty: there are steps, and the replay without edits reproduces
         them and explains their waiting."""
         if self.a.steps.used.is_empty() or self.a.span_ns <= 0:
             return "there is no step to replay"
-        return self.quality.unusable
+        return self.quality.unusable_reason

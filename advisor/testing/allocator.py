@@ -77,7 +77,7 @@ class _Segment:
     blocks: list[_Block] = field(default_factory=list)
 
 
-class Allocator:
+class FakeAllocator:
     """One device.
 
     >>> m = Allocator(total=80 * GIB)
@@ -316,7 +316,7 @@ class Allocator:
         return self.events if self.max_entries is None else self.events[-self.max_entries :]
 
 
-def merged(devices: Sequence[Allocator]) -> dict[str, Any]:
+def merged(devices: Sequence[FakeAllocator]) -> dict[str, Any]:
     """One snapshot of several devices, in order of their numbers."""
     traces: list[list[dict[str, Any]]] = [[] for _ in range(max(d.device for d in devices) + 1)]
     for item in devices:
@@ -346,8 +346,8 @@ LINEAR = (f"{TORCH}nn/modules/linear.py", 125, "forward")
 
 
 class Training:
-    """A small transformer that trains in an :class:`Allocator`: who allocates what, where, until
-    when, as PyTorch's eager mode does.
+    """A small transformer that trains in an :class:`FakeAllocator`: who allocates what, where,
+    until when, as PyTorch's eager mode does.
 
     ``leak``: each step's loss is kept with its graph's last ``leak`` bytes. ``kept_outputs``: the
     logits of a step are held until the next step ends. ``late_zero``: gradients are let go
@@ -356,7 +356,7 @@ class Training:
 
     def __init__(
         self,
-        m: Allocator,
+        m: FakeAllocator,
         *,
         layers: int = 4,
         weights: int = 24 * MIB,

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from advisor.core.kernel_profile import CompiledKernel, KernelProfile
     from advisor.core.trace import Trace
     from advisor.measure import Analysis
-    from advisor.testing.allocator import Allocator
+    from advisor.testing.allocator import FakeAllocator
     from advisor.testing.record import RecordBuilder
 
 _LIMITS: dict[str, Any] = {
@@ -469,7 +469,7 @@ class TraceBuilder:
             self._record = RecordBuilder(Rank(**rank))
         return self._record
 
-    def memory_snapshot(self, allocator: Allocator) -> None:
+    def memory_snapshot(self, allocator: FakeAllocator) -> None:
         """The allocator's snapshot, as it is now."""
         self._snapshot = allocator.pickled()
 

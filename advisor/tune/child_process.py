@@ -46,7 +46,7 @@ def before() -> None:
         return
     overlay = Overlay(spec.scratch, (spec.root, *spec.allowed))
     overlay.install()
-    overlay.lead_native()
+    overlay.redirect_native()
     overlay.watch()
     _trial.append((spec, overlay))
     # a program that never imports torch, or ends before
@@ -76,7 +76,7 @@ def _begin(spec: Spec, overlay: Overlay, note: Note) -> None:
 
     from advisor.tune.knob import find_knob
 
-    overlay.lead_torch()
+    overlay.redirect_torch_save()
     random.seed(spec.seed)
     torch.manual_seed(spec.seed)
     numpy = sys.modules.get("numpy")
@@ -126,7 +126,7 @@ class Timer:
         self.steps_ns: list[int] = []
         self.blocks: list[int] = []
         self.warm: list[int] = []
-        self.turns = Turns(spec) if spec.turns else None
+        self.turns = PauseControl(spec) if spec.turns else None
         self.last = self.begun = 0
         self.losses: list[Any] = []
         self.norms: list[Any] = []
@@ -239,7 +239,7 @@ class Timer:
         """Wait for a turn, where there are any, with nothing left to do for the device."""
         _synchronize()
         if self.turns:
-            if self.turns.can():
+            if self.turns.can_pause():
                 _write(self.spec.out + SO_FAR, self.result("", ""))
                 self.turns.wait()
             else:
@@ -300,7 +300,7 @@ class Timer:
         )
 
 
-class Turns:
+class PauseControl:
     """Stops the process group of the trial before each block of steps: all threads and workers with
     it, so that nobody works ahead. Who started it lets it go on (``advisor/tune/process.py``)."""
 
@@ -313,7 +313,7 @@ class Turns:
             _die_with_parent()
             os.register_at_fork(after_in_child=_die_with_parent)
 
-    def can(self) -> bool:
+    def can_pause(self) -> bool:
         """Whether this process is one that may be stopped: alone, and of the group that whoever
         lets it go knows of."""
         if not hasattr(os, "getpgrp") or os.environ.get("WORLD_SIZE", "1") not in ("", "1"):

@@ -243,7 +243,7 @@ SPEC: Final = "ADVISOR_TRIAL"
 MODULE: Final = "advisor.tune.child_process"
 """What begins in them once torch is imported, in the recorder's place."""
 MAX_RESULT_BYTES = 64 << 20
-SO_FAR = ".so_far"
+SO_FAR = ".partial_result"
 """After the name of the result's file: what is known while the program waits for its turn."""
 GROUP, TURN = "group", "turn"
 """Files beside the result's, of programs that take turns: the process group that is stopped and

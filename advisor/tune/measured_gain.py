@@ -184,24 +184,24 @@ MAX_STANDARD_ERRORS = 4.0
 """Standard errors of the mean difference on top, since losses of single steps scatter."""
 
 
-class Check(NamedTuple):
+class LossCheck(NamedTuple):
     """What came of it."""
 
     passed: bool
     text: str
     """In some words: ``equal``, ``within 0.3%``, ``differs from step 4``."""
-    again: bool = False
+    needs_rerun: bool = False
     """Not passed by what rounding does: one more run may say whether the knob does it at all."""
-    broken: bool = False
+    failed: bool = False
     """Not passed, whether or not the program repeats its own losses."""
 
 
 def check_losses(
     safety: Safety, redraws: bool, baseline: Sequence[Result], tried: Sequence[Result]
-) -> Check:
+) -> LossCheck:
     """Hold the losses of each trial against those of the program as it is."""
     if not baseline or not baseline[0].losses:
-        return Check(True, "no losses seen")
+        return LossCheck(True, "no losses seen")
     before = baseline[0]
     steady = all(_equal(before.losses, other.losses) for other in baseline[1:])
     if safety == "exact" and steady and not redraws and len(tried) > 1:
@@ -210,51 +210,53 @@ def check_losses(
         if any(same) and others and all(_rounded(before, other) for other in others):
             apart = max(_apart(before.losses, other.losses) for other in others)
             text = f"equal in {sum(same)} of {len(tried)} runs, else {apart:.1g} apart"
-            return Check(True, text)
-    worst: Check | None = None
+            return LossCheck(True, text)
+    worst: LossCheck | None = None
     for result in tried:
         results = _one(safety, redraws, steady, before, result)
         if worst is None or not results.passed:
             worst = results
         if not results.passed:
             break
-    return worst or Check(True, "not run")
+    return worst or LossCheck(True, "not run")
 
 
-def _one(safety: Safety, redraws: bool, steady: bool, before: Result, after: Result) -> Check:
+def _one(safety: Safety, redraws: bool, steady: bool, before: Result, after: Result) -> LossCheck:
     a, b = before.losses, after.losses
     if not b:
-        return Check(False, "no loss was seen", broken=True)
+        return LossCheck(False, "no loss was seen", failed=True)
     bad = next((i for i, value in enumerate(b) if value is None), None)
     if bad is not None and (bad >= len(a) or a[bad] is not None):
-        return Check(False, f"not finite from loss {bad + 1} on", broken=True)
+        return LossCheck(False, f"not finite from loss {bad + 1} on", failed=True)
     if safety == "learning":
-        return Check(True, "not compared: another training")
+        return LossCheck(True, "not compared: another training")
     if _equal(a, b):
-        return Check(True, "equal")
+        return LossCheck(True, "equal")
     first = next(i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y) + 1
     if safety == "exact" and steady and not redraws:
         text = f"differs from loss {first} on, and must not"
-        return Check(False, text, again=_rounded(before, after))
+        return LossCheck(False, text, needs_rerun=_rounded(before, after))
     if safety == "precision" or redraws or (safety == "exact" and not steady):
         result = _in_band(before, after)
         if safety != "precision" and result.passed:
             why = "other random numbers" if steady else "as its own runs"
-            return Check(True, f"{result.text} ({why})")
+            return LossCheck(True, f"{result.text} ({why})")
         return result
     unit = EPSILON.get(before.loss_dtype, EPSILON["float32"])
     early = _apart(a[:FIRST_LOSSES], b[:FIRST_LOSSES])
     if early > SUM_ORDER_ULPS * unit:
-        return Check(
+        return LossCheck(
             False, f"{early:.2g} apart in the first losses, above {SUM_ORDER_ULPS * unit:.2g}"
         )
     whole = _apart(a, b)
     if whole > SUM_ORDER_ULPS * GROWN_ULPS * unit:
         result = _in_band(before, after)
         return (
-            result if not result.passed else Check(True, f"{early:.1g} apart, then {result.text}")
+            result
+            if not result.passed
+            else LossCheck(True, f"{early:.1g} apart, then {result.text}")
         )
-    return Check(True, f"{whole:.1g} apart")
+    return LossCheck(True, f"{whole:.1g} apart")
 
 
 def _rounded(before: Result, after: Result) -> bool:
@@ -288,10 +290,10 @@ def _apart(a: Numbers, b: Numbers) -> float:
     return max(abs(x - y) / (max(abs(x), mean) or 1.0) for x, y in pairs)
 
 
-def _in_band(before: Result, after: Result) -> Check:
+def _in_band(before: Result, after: Result) -> LossCheck:
     pairs = _pairs(before.losses, after.losses)
     if not pairs:
-        return Check(False, "no loss to compare")
+        return LossCheck(False, "no loss to compare")
     count = len(pairs)
     scale = sum(abs(x) for x, _ in pairs) / count or 1.0
     gaps = [y - x for x, y in pairs]
@@ -300,10 +302,10 @@ def _in_band(before: Result, after: Result) -> Check:
     allowed = BAND + MAX_STANDARD_ERRORS * spread / scale
     share = abs(mean) / scale
     if share > allowed:
-        return Check(False, f"loss {mean / scale:+.1%} over {count}, above {allowed:.1%}")
+        return LossCheck(False, f"loss {mean / scale:+.1%} over {count}, above {allowed:.1%}")
     norms = [(x, y) for x, y in _pairs(before.norms, after.norms) if x > 0]
     if norms:
         factor = math.exp(sum(math.log(max(y, 1e-30) / x) for x, y in norms) / len(norms))
         if not 1 / (1 + NORM_BAND) <= factor <= 1 + NORM_BAND:
-            return Check(False, f"gradient norms ×{factor:.2g}")
-    return Check(True, f"loss {mean / scale:+.1%} over {count}")
+            return LossCheck(False, f"gradient norms ×{factor:.2g}")
+    return LossCheck(True, f"loss {mean / scale:+.1%} over {count}")

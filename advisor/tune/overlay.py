@@ -66,12 +66,12 @@ class Overlay:
             return False
         return True
 
-    def reading(self, path: Any) -> Any:
+    def read_path(self, path: Any) -> Any:
         """Where to look for it."""
         plain = self._kept(path)
         return self.files + plain if plain and self._there(self.files + plain) else path
 
-    def writing(self, path: Any, *, keep: bool = False) -> Any:
+    def write_path(self, path: Any, *, keep: bool = False) -> Any:
         """Where to write it. ``keep``: what is there is changed, so it is copied first."""
         plain = self._kept(path)
         if plain is None:
@@ -121,7 +121,7 @@ class Overlay:
             self.refused.append(f"{what}: {path}")
         raise PermissionError(errno.EACCES, "not while it is only tried (advisor try)", path)
 
-    def listing(self, listdir: Callable[[Any], list[Any]]) -> Callable[[Any], list[Any]]:
+    def merged_listing(self, listdir: Callable[[Any], list[Any]]) -> Callable[[Any], list[Any]]:
         """``os.listdir`` of both."""
 
         @functools.wraps(listdir)
@@ -166,9 +166,9 @@ class Overlay:
         def open_(file: Any, mode: Any = "r", *args: Any, **kwargs: Any) -> Any:
             if isinstance(mode, str) and isinstance(file, str | bytes | os.PathLike):
                 if set(mode) & set("wax+"):
-                    file = self.writing(file, keep="a" in mode or "r" in mode)
+                    file = self.write_path(file, keep="a" in mode or "r" in mode)
                 else:
-                    file = self.reading(file)
+                    file = self.read_path(file)
             return original(file, mode, *args, **kwargs)
 
         builtins.open = io.open = open_
@@ -179,21 +179,21 @@ class Overlay:
             if dir_fd is None:
                 changes = flags & _WRITES
                 keep = not flags & os.O_TRUNC
-                path = self.writing(path, keep=keep) if changes else self.reading(path)
+                path = self.write_path(path, keep=keep) if changes else self.read_path(path)
             return os_open(path, flags, mode, dir_fd=dir_fd)
 
         os.open = low
         for name in ("stat", "lstat", "access", "readlink"):
-            self._lead(name, self.reading)
+            self._lead(name, self.read_path)
         for name in ("mkdir", "mkfifo"):
-            self._lead(name, self.writing)
+            self._lead(name, self.write_path)
         for name in ("chmod", "utime", "truncate"):
-            self._lead(name, functools.partial(self.writing, keep=True))
+            self._lead(name, functools.partial(self.write_path, keep=True))
         for name in ("remove", "unlink", "rmdir"):
             self._lead(name, self.removing)
         for name in ("rename", "replace"):
             self._lead_both(name)
-        for name, both in (("listdir", self.listing), ("scandir", self.scanning)):
+        for name, both in (("listdir", self.merged_listing), ("scandir", self.scanning)):
             setattr(os, name, both(getattr(os, name)))
 
     def _lead(self, name: str, to: Callable[[Any], Any]) -> None:
@@ -219,11 +219,11 @@ class Overlay:
 
         @functools.wraps(original)
         def led(src: Any, dst: Any, **kwargs: Any) -> Any:
-            return original(self.removing(src), self.writing(dst), **kwargs)
+            return original(self.removing(src), self.write_path(dst), **kwargs)
 
         setattr(os, name, led)
 
-    def lead_native(self) -> None:
+    def redirect_native(self) -> None:
         """Those of ``NATIVE``, of modules that are there, and of others once they are imported."""
         missing = {name for name in NATIVE if not self._lead_module(name)}
         if not missing:
@@ -270,7 +270,7 @@ class Overlay:
         return True
 
     def _led_native(self, original: Any, name: str, position: int, keyword: str) -> Any:
-        to = self.reading if name in _READS else functools.partial(self.writing, keep=True)
+        to = self.read_path if name in _READS else functools.partial(self.write_path, keep=True)
 
         @functools.wraps(original)
         def led(*args: Any, **kwargs: Any) -> Any:
@@ -286,7 +286,7 @@ class Overlay:
                 self._os["stat"](plain).st_size > MAX_COPIED
             )  # fmt: skip
             reads = (name == "__init__" and mode in (None, "r")) or large
-            path = str(self.reading(given) if reads else to(given))
+            path = str(self.read_path(given) if reads else to(given))
             if len(args) > position:
                 args = (*args[:position], path, *args[position + 1 :])
             else:
@@ -295,7 +295,7 @@ class Overlay:
 
         return led
 
-    def lead_torch(self) -> None:
+    def redirect_torch_save(self) -> None:
         """``torch.save`` to a name is native."""
         import torch
 
@@ -303,7 +303,7 @@ class Overlay:
 
         @functools.wraps(original)
         def save(obj: Any, f: Any, *args: Any, **kwargs: Any) -> Any:
-            return original(obj, self.writing(f) if _plain(f) else f, *args, **kwargs)
+            return original(obj, self.write_path(f) if _plain(f) else f, *args, **kwargs)
 
         torch.save = torch.serialization.save = save
 

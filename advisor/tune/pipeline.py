@@ -32,7 +32,7 @@ from advisor.replay import predictions
 from advisor.tune.knob import Knob, KnobSetting, Machine, Value, find_knob
 from advisor.tune.process import TrialProgram
 from advisor.tune.report import FILE, Trial, TrialReport
-from advisor.tune.rounds import Limits
+from advisor.tune.rounds import TrialLimits
 from advisor.tune.session import TrialSession, not_tried, why_not
 
 RECORDED_STEPS, RECORDED_LEAST = 90, 40
@@ -45,7 +45,7 @@ RECORDED_SHARE = 0.2
 class TrialRequest:
     """What is asked for."""
 
-    limits: Limits
+    limits: TrialLimits
     only: tuple[str, ...] = ()
     """Knobs, by id or with a setting (``workers=2``); empty: all that the findings name."""
     dry: bool = False

@@ -89,7 +89,7 @@ class TrialProgram:
         timeout: float,
         record: Path | None = None,
         **limits: Any,
-    ) -> Running:
+    ) -> RunningTrial:
         """One process. ``timeout``: seconds until it is ended, whatever it does; its ``turns``
         count each by itself. ``limits``: fields of :class:`Spec`. Raises AdvisorError: it cannot be
         started."""
@@ -112,7 +112,7 @@ class TrialProgram:
         if record is not None:
             env[RUN_DIR] = str(record)
             env["ADVISOR_REPORT"] = "0"
-        return Running(self.words, home, env, [self.root, *map(Path, self.allowed)], timeout)
+        return RunningTrial(self.words, home, env, [self.root, *map(Path, self.allowed)], timeout)
 
     def environment(
         self, home: Path, scratch: Path, knob_settings: tuple[KnobSetting, ...]
@@ -133,7 +133,7 @@ class TrialProgram:
         return env
 
 
-class Running:
+class RunningTrial:
     """A program of a trial that has been started."""
 
     def __init__(
@@ -208,7 +208,7 @@ class Running:
         _end(self.process)
         shutil.rmtree(self.home / "scratch", ignore_errors=True)
 
-    def so_far(self) -> Result:
+    def partial_result(self) -> Result:
         """What it measured before it stopped."""
         return self._read(Path(f"{self.out}{SO_FAR}")) or Result()
 
@@ -221,7 +221,7 @@ class Running:
     def result(self) -> Result:
         """What it measured, once it has been ended."""
         process = self.process
-        result = self._read(self.out) or (self.so_far() if self.paused else Result())
+        result = self._read(self.out) or (self.partial_result() if self.paused else Result())
         lines = _output(self.home / "output")
         said = _error(lines)
         if not result.ended and not result.problem:
@@ -284,7 +284,7 @@ class _Ruleset(ctypes.Structure):
     _fields_ = (("handled_access_fs", ctypes.c_uint64),)
 
 
-class _Beneath(ctypes.Structure):
+class _DescendantProcesses(ctypes.Structure):
     _pack_ = 1
     _layout_ = "ms"
     _fields_ = (("allowed_access", ctypes.c_uint64), ("parent_fd", ctypes.c_int32))
@@ -318,7 +318,7 @@ def confinement(folders: Iterable[Path]) -> Callable[[], None] | None:
         if ruleset < 0:
             raise OSError(ctypes.get_errno(), "Landlock")
         for path in paths:
-            beneath = _Beneath(access, os.open(path, os.O_PATH | os.O_CLOEXEC))
+            beneath = _DescendantProcesses(access, os.open(path, os.O_PATH | os.O_CLOEXEC))
             if libc.syscall(_ADD, ruleset, 1, ctypes.byref(beneath), ctypes.c_uint32(0)) < 0:
                 raise OSError(ctypes.get_errno(), "Landlock")
             os.close(beneath.parent_fd)

@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from advisor.tune.knob import KnobSetting, Result
-from advisor.tune.process import Running, TrialProgram
+from advisor.tune.process import RunningTrial, TrialProgram
 
 KnobSettings = tuple[KnobSetting, ...]
 BLOCKS_PER_PROCESS = 8
@@ -34,7 +34,7 @@ KNOBS_PER_ROUND = 3
 
 
 @dataclass(frozen=True, kw_only=True)
-class Limits:
+class TrialLimits:
     """How long it may take."""
 
     budget: float = 600.0
@@ -42,7 +42,7 @@ class Limits:
     warmup: int = 10
     steps: int = 60
     """Of a run that are timed …"""
-    most: int = 3000
+    max_runs: int = 3000
     """… and as many where they take next to no time."""
     seconds: float = 12.0
     """Of timed steps in one run."""
@@ -55,11 +55,11 @@ class Rounds:
     """Rounds of one program."""
 
     program: TrialProgram
-    limits: Limits
+    limits: TrialLimits
     end: float
     """When the budget is spent, by ``time.monotonic``."""
-    say: Callable[[str], None]
-    alone: bool = False
+    report: Callable[[str], None]
+    one_at_a_time: bool = False
     """One process at a time: there is no room for two, or they cannot be stopped."""
     longest: float = 0.0
     """Seconds of a run, without those in which it stood still."""
@@ -72,7 +72,7 @@ class Rounds:
         """Of each process."""
         return min(BLOCKS_PER_PROCESS, self.limits.steps // 2)
 
-    def affords(self, runs: int = 1) -> bool:
+    def has_budget_for(self, runs: int = 1) -> bool:
         """Whether so many runs fit into what is left."""
         return time.monotonic() + runs * self.longest < self.end
 
@@ -80,13 +80,13 @@ class Rounds:
         """The first of the sides against each other: those that were run, all but the first maybe
         left for another round. Raises AdvisorError: none can be started."""
         result: dict[KnobSettings, Result] = {}
-        live: dict[KnobSettings, Running] = {}
+        live: dict[KnobSettings, RunningTrial] = {}
         try:
-            if self.alone:
+            if self.one_at_a_time:
                 return self._one_by_one(sides, result)
             room = len(sides)
             for number, knob_settings in enumerate(sides):
-                if number > room or (number and not self.affords(number + 1)):
+                if number > room or (number and not self.has_budget_for(number + 1)):
                     break
                 item = self._start(knob_settings, turns=self.turns)
                 live[knob_settings] = item
@@ -100,24 +100,24 @@ class Rounds:
                     if self._crowded(result[knob_settings]):
                         del result[knob_settings]
                     continue
-                self.alone = (
+                self.one_at_a_time = (
                     bool(result[knob_settings].steps_ns) and not result[knob_settings].problem
                 )
-                return self._one_by_one(sides, result) if self.alone else result
+                return self._one_by_one(sides, result) if self.one_at_a_time else result
             if not room and len(sides) > 1:
-                self.alone = True
+                self.one_at_a_time = True
             self._take_turns(sides[0], live, result)
         except KeyboardInterrupt:
             self.interrupted = True
             for knob_settings, item in live.items():
                 item.end()
-                if (known := item.so_far()).steps_ns:
+                if (known := item.partial_result()).steps_ns:
                     result[knob_settings] = known
             return result
         finally:
             for item in live.values():
                 item.end()
-        return self._one_by_one(sides, result) if self.alone else result
+        return self._one_by_one(sides, result) if self.one_at_a_time else result
 
     def _one_by_one(
         self, sides: Sequence[KnobSettings], result: dict[KnobSettings, Result]
@@ -126,7 +126,7 @@ class Rounds:
         for number, knob_settings in enumerate(sides):
             if knob_settings in result:
                 continue
-            if number and not self.affords():
+            if number and not self.has_budget_for():
                 break
             item = self._start(knob_settings, turns=0)
             try:
@@ -141,15 +141,15 @@ class Rounds:
     def _take_turns(
         self,
         first: KnobSettings,
-        live: dict[KnobSettings, Running],
+        live: dict[KnobSettings, RunningTrial],
         results: dict[KnobSettings, Result],
     ) -> None:
         """Block by block, until all have had theirs, the first has ended, or time is up."""
         if not live:
             return
         if len(live) > 1:
-            self.say("in turns: " + ", ".join(map(join_settings, live)))
-        block = self._block(live[first].so_far())
+            self.report("in turns: " + ", ".join(map(join_settings, live)))
+        block = self._block(live[first].partial_result())
         for turn in range(self.turns):
             late = time.monotonic() > self.end
             if first not in live or (late and turn >= MIN_TURNS):
@@ -164,12 +164,12 @@ class Rounds:
 
     def _crowded(self, result: Result) -> bool:
         """Whether it ran out of memory that others held: it is to be run by itself."""
-        self.alone |= result.kind == "memory"
+        self.one_at_a_time |= result.kind == "memory"
         return result.kind == "memory"
 
-    def _start(self, knob_settings: KnobSettings, turns: int) -> Running:
+    def _start(self, knob_settings: KnobSettings, turns: int) -> RunningTrial:
         limits, now = self.limits, time.monotonic()
-        self.say(join_settings(knob_settings))
+        self.report(join_settings(knob_settings))
         timeout = limits.timeout if not self.longest else max(60.0, self.longest * MAX_RUN_RATIO)
         self.processes += 1
         return self.program.start(
@@ -181,7 +181,7 @@ class Rounds:
             turns=turns,
         )
 
-    def _ended(self, item: Running) -> Result:
+    def _ended(self, item: RunningTrial) -> Result:
         item.end()
         result = item.result()
         if not result.problem:
@@ -197,11 +197,11 @@ class Rounds:
         step = first.warm_ns / 1e9
         wanted = max(least, math.ceil(BLOCK_SECONDS / step))
         fits = max(2, int(limits.seconds / turns / step))
-        return min(wanted, fits, max(limits.steps, limits.most) // turns)
+        return min(wanted, fits, max(limits.steps, limits.max_runs) // turns)
 
-    def _room(self, item: Running) -> int:
+    def _room(self, item: RunningTrial) -> int:
         """How many more processes like this one fit the memory, at most ``KNOBS_PER_ROUND``."""
-        result = item.so_far()
+        result = item.partial_result()
         free = [KNOBS_PER_ROUND]
         held = _held(item.process.pid)
         if held is None:

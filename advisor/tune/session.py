@@ -23,7 +23,7 @@ from advisor.tune.measured_gain import (
 )
 from advisor.tune.process import TrialProgram, landlock_version
 from advisor.tune.report import Together, Trial, TrialReport
-from advisor.tune.rounds import KNOBS_PER_ROUND, Limits, Rounds
+from advisor.tune.rounds import KNOBS_PER_ROUND, Rounds, TrialLimits
 
 MIN_GAIN = 0.01
 """Share of the step: less is what two runs of one program differ by."""
@@ -52,7 +52,7 @@ class TrialSession:
     """One program and its trials; ``report`` is right at any moment, also after Ctrl-C."""
 
     def __init__(
-        self, program: TrialProgram, report: TrialReport, limits: Limits, end: float, say: Say
+        self, program: TrialProgram, report: TrialReport, limits: TrialLimits, end: float, say: Say
     ) -> None:
         self.report, self.limits = report, limits
         self.rounds = Rounds(program, limits, end, say)
@@ -75,9 +75,9 @@ class TrialSession:
             self.report.interrupted |= self.rounds.interrupted
             self._settle()
 
-    def affords(self, runs: int = 1) -> bool:
+    def has_budget_for(self, runs: int = 1) -> bool:
         """Whether so many more runs fit into what is left."""
-        fits = self.rounds.affords(runs)
+        fits = self.rounds.has_budget_for(runs)
         if not fits:
             self.report.out_of_budget = True
         return fits
@@ -87,9 +87,9 @@ class TrialSession:
         run. Raises AdvisorError: the program cannot be tried."""
         if self.rounds.interrupted:
             raise KeyboardInterrupt
-        if self.runs.get(()) and not self.affords(2):
+        if self.runs.get(()) and not self.has_budget_for(2):
             return []
-        wanted = [(), *sides] if self.rounds.alone else [(), *sides[:KNOBS_PER_ROUND]]
+        wanted = [(), *sides] if self.rounds.one_at_a_time else [(), *sides[:KNOBS_PER_ROUND]]
         results = self.rounds.run(wanted)
         self.report.processes = self.rounds.processes
         for knob_settings, result in results.items():
@@ -102,7 +102,7 @@ class TrialSession:
         for item, other in itertools.permutations(good, 2):
             self.pairs.setdefault((item, other), []).append((good[item], good[other]))
         if len(results) < len(wanted):
-            self.affords()
+            self.has_budget_for()
         return [knob_settings for knob_settings in results if knob_settings]
 
     # -- one by one -----------------------------------------------------------------------------
@@ -210,9 +210,9 @@ class TrialSession:
         result = check_losses(item.safety, item.redraws, self.runs[()], runs)
         trial.losses = result.text
         # before a second run of the program nobody knows whether it repeats its own losses
-        once = len(self.runs[()]) < 2 and not result.broken
+        once = len(self.runs[()]) < 2 and not result.failed
         if not result.passed:
-            again = once or (result.again and len(runs) < 2)
+            again = once or (result.needs_rerun and len(runs) < 2)
             (self.doubtful.add if again else self.doubtful.discard)(trial.knob_setting)
             trial.outcome = "unclear" if again else "dropped"
             trial.why = f"losses: {result.text}"

@@ -16,7 +16,14 @@ from advisor.advise.ranks.rank_summary import MAX_KERNELS, shrink_to_limit
 from advisor.core.intervals import Intervals, covered_length, gaps, intersect, join, subtract, union
 from advisor.measure.host.gaps import LATENCY_NS
 from advisor.measure.ranks.collectives import short_key
-from advisor.measure.ranks.summary import Collectives, Kernel, StepSummary, Summary, Unread, pack
+from advisor.measure.ranks.summary import (
+    Collectives,
+    Kernel,
+    RankSummary,
+    StepSummary,
+    UnreadRank,
+    pack,
+)
 from advisor.testing.builder import DEVICES
 from benchmarks.simulation.engine import BACKWARD, COMPUTE_STREAM, DTYPE_BYTES, MAIN, Played, Table
 from benchmarks.simulation.kineto import DEVICE, file_name, told_ranks
@@ -33,7 +40,7 @@ _KIND = {
 _SYNCHRONISING = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all")
 
 
-def summarise_all(played: Played) -> tuple[list[Summary], list[Unread]]:
+def summarise_all(played: Played) -> tuple[list[RankSummary], list[UnreadRank]]:
     """Of every rank that has a file. Those that are cut off tell of half of their events; lost
     ones of nothing, and nobody was told of them either."""
     offsets = {
@@ -76,7 +83,7 @@ class _Device(NamedTuple):
     held: NDArray[np.bool_]
 
 
-def _summarise(played: Played, rank: int, mine: dict[str, Table]) -> Summary:
+def _summarise(played: Played, rank: int, mine: dict[str, Table]) -> RankSummary:
     job = played.job
     whole = mine
     if rank in job.cut:
@@ -109,7 +116,7 @@ def _summarise(played: Played, rank: int, mine: dict[str, Table]) -> Summary:
     families["communication"] = float((talks["end"] - talks["start"]).sum()) / count
     families["copy"] = float((reads["end"] - reads["start"]).sum()) / count
     return shrink_to_limit(
-        Summary(
+        RankSummary(
             rank=rank,
             path=file_name(job, rank),
             host=job.host_name(rank),

@@ -41,7 +41,7 @@ def layout(category: object = None, **query: object) -> Any:
     """The page; ``category`` keeps the findings of one."""
     view = page_view.view(**query)
     report = view.loaded.report
-    ranked, timeless = report_text.ranked_findings(report), report.scope.timeless
+    ranked, timeless = report_text.ranked_findings(report), report.scope.has_no_step_time
     everything = [*ranked, *report.risks, *report.notes]
     if not everything:
         return page(_head(report), _nothing(report))

@@ -49,7 +49,7 @@ def layout(**query: object) -> Any:
     """The page."""
     view = page_view.view(**query)
     report = view.loaded.report
-    bar, timeless = report_charts.build_step_bar(report), report.scope.timeless
+    bar, timeless = report_charts.build_step_bar(report), report.scope.has_no_step_time
     return page(
         _head(report),
         banner(report.limits),
@@ -114,7 +114,7 @@ def _head(report: Report) -> Any:
 def _status(report: Report) -> str:
     """Logs and dumps show faults, not where the time goes."""
     fault = report.status == "bottlenecks" and (report.flight or report.network)
-    return "Problems found" if fault and report.scope.timeless else STATUS[report.status]
+    return "Problems found" if fault and report.scope.has_no_step_time else STATUS[report.status]
 
 
 def _serving(report: Report) -> Any:
@@ -254,7 +254,7 @@ def anchor(finding: Finding) -> str:
 
 
 def _top(view: PageView, report: Report) -> Any:
-    timeless = report.scope.timeless
+    timeless = report.scope.has_no_step_time
     ranked = report.notes if timeless else report_text.ranked_findings(report)
     listed = [*ranked[:MAX_LISTED_FINDINGS], *report.risks]
     if not listed:

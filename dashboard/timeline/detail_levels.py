@@ -49,7 +49,7 @@ class VisibleSlices(NamedTuple):
     runs: CellRuns
     """Cells of the shorter ones."""
     flagged: FlaggedRuns
-    seen: int
+    slice_count: int
     """Slices in view, drawn either way."""
 
 

@@ -85,7 +85,7 @@ def encode_view(
         len(counters),
         px,
         view.k,
-        min(view.seen, 2**32 - 1),
+        min(view.slice_count, 2**32 - 1),
         x0,
         x1,
         index.begin + (low << view.k),

@@ -207,7 +207,7 @@ class IndexBuilder:
             for i, kind in enumerate((np.int64, np.int64, np.uint32, np.uint8, np.int32))
         )
         self.columns.clear()
-        name, names = self.names.by_time(name, end - start)
+        name, names = self.names.sort_by_time(name, end - start)
         begin = int(start.min()) if len(start) else 0
         finish = max(int(end.max()) if len(end) else 0, begin + 1)
         bounds = [(lane.lo, lane.hi) for lane in self.lanes]
@@ -264,7 +264,7 @@ class NameTable:
         numbers: NDArray[np.uint32] = table[names.to_physical().fill_null(missing).to_numpy()]
         return numbers
 
-    def by_time(
+    def sort_by_time(
         self, name: NDArray[np.uint32], duration: Ints
     ) -> tuple[NDArray[np.uint32], list[str]]:
         """The numbers renewed so that names with most time come first, and the names."""

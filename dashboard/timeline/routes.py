@@ -273,7 +273,7 @@ def _search(line: RankTimeline, args: Any) -> Reply:
     since = read_number(args, "t", -MAX_NS, MAX_NS, default=line.index.begin)
     back = read_number(args, "back", 0, 1, default=0)
     match = step_through(
-        line.index, line.hits(query), None if position < 0 else position, since, back=bool(back)
+        line.index, line.search(query), None if position < 0 else position, since, back=bool(back)
     )
     return flask.jsonify(match)
 

@@ -55,7 +55,7 @@ class RankTimeline:
         names = self.index.names[page * size : (page + 1) * size]
         return distinct_labels(names, LABEL, always_tidy=True)
 
-    def hits(self, query: str) -> SearchHits:
+    def search(self, query: str) -> SearchHits:
         """Slices whose name contains the text."""
         return self._found(query.strip().lower())
 
@@ -71,7 +71,7 @@ class RankTimeline:
         if focus:
             flags[self.outline(focus)] |= FOCUS
         if query:
-            flags[self.hits(query).position] |= FOUND
+            flags[self.search(query).position] |= FOUND
         return flags if flags.any() else None
 
     def _outline(self, focus: str) -> NDArray[np.bool_]:

@@ -82,7 +82,7 @@ class GraphBreaks(Rule):
         "https://pytorch.org/tutorials/recipes/torch_compile_fullgraph_false_graph_breaks.html",
     )
 
-    reads = (COMPILE_LOG,)
+    auxiliary_inputs = (COMPILE_LOG,)
     min_share = Threshold(0.02, "of the step, idle at the breaks", OURS)
 
     fix = (
@@ -319,7 +319,7 @@ class Recompilation(Rule):
         *SILENT_TRACES,
         "workloads/recompilation",
     )
-    validated_on = (
+    validation_note = (
         "CPU recordings, torch 2.13: a length that is new in every step, compiled with dynamic="
         "False, fires; with dynamic=True it is silent"
     )
@@ -328,7 +328,7 @@ class Recompilation(Rule):
         "https://docs.pytorch.org/docs/stable/torch.compiler_dynamic_shapes.html",
     )
 
-    reads = (COMPILE_LOG,)
+    auxiliary_inputs = (COMPILE_LOG,)
     min_steps = Threshold(2, "steps with compilation: the first time is needed", OURS)
     min_share = Threshold(0.02, "of the recorded steps; as for graph breaks", OURS)
 
@@ -349,7 +349,7 @@ class Recompilation(Rule):
     confidence = 0.9
 
     terms: Mapping[str, str] = {"again": "torch.compile recompiles"}
-    elsewhere = {
+    framework_advice = {
         TENSORFLOW: FrameworkAdvice(
             "Keep the kinds of a tf.function's arguments: tensors in place of Python numbers (each "
             "new number is a new graph), None in the signature for a dimension that varies. "
@@ -584,7 +584,7 @@ class CudaGraphsSkipped(Rule):
 
     id = "cuda-graphs-skipped"
     title = "torch.compile skips CUDA graphs"
-    reads = (COMPILE_LOG,)
+    auxiliary_inputs = (COMPILE_LOG,)
     references = (
         "https://docs.pytorch.org/docs/stable/torch.compiler_cudagraph_trees.html",
         "https://docs.pytorch.org/tutorials/intermediate/torch_compile_tutorial.html",

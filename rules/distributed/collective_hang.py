@@ -28,8 +28,10 @@ class CollectiveHang(Rule):
 
     id = "collective-hang"
     title = "Ranks wait in a collective that others have not called"
-    reads = (FLIGHT_RECORDER,)
-    validated_on = "dumps of gloo with planted faults, against torch's own analyzer (torchfrtrace)"
+    auxiliary_inputs = (FLIGHT_RECORDER,)
+    validation_note = (
+        "dumps of gloo with planted faults, against torch's own analyzer (torchfrtrace)"
+    )
     references = (
         "https://docs.pytorch.org/tutorials/unstable/flight_recorder_tutorial.html",
         "https://docs.pytorch.org/docs/stable/distributed.html#torch.distributed.monitored_barrier",

@@ -41,7 +41,7 @@ class ExposedCommunication(Rule):
     silent_in = public_traces(
         "b200_eager h100_bert_small_inference mi250_train pairs/particle_batch128"
     )
-    validated_on = (
+    validation_note = (
         "A100 training, 6 steps (NCCL 19% exposed); two ranks of 128 (27% exposed); ResNet on an "
         "A100 (13 of 16 ms of all-reduce per step, counted from the intervals)"
     )
@@ -193,7 +193,7 @@ class ExposedCommunication(Rule):
             },
         },
     }
-    elsewhere = {
+    framework_advice = {
         **in_any_language(
             "Start collectives before independent work, on a stream of their own, and wait for "
             "them as late as possible. Then send fewer bytes."

@@ -59,7 +59,7 @@ class MissingNoSync(Rule):
     title = "Gradient accumulation without no_sync: DDP reduces gradients in every pass"
     found_in = ("recorded/gloo_accumulation.slow",)
     silent_in = (*SILENT_TRACES, "recorded/gloo_accumulation.cured")
-    validated_on = (
+    validation_note = (
         "CPU recordings of two ranks that accumulate four passes, without no_sync and with it; "
         "silent on the A100, V100 and nccl_collectives trainings and on two_ranks (one pass a "
         "step); in the A100 training with every second optimizer range renamed it finds the 3 of 6 "

@@ -11,7 +11,7 @@ from advisor.core.auxiliary_inputs import NETWORK_LOG, NetworkLog
 from advisor.core.finding import Edit, Finding, Outcomes, PassedCheck
 from advisor.core.rule import Evidence, Rule, Threshold
 from advisor.measure import Analysis
-from advisor.measure.comm.links import Scaled, scale_collectives
+from advisor.measure.comm.links import ScaledCollectives, scale_collectives
 from advisor.rules.citations import CHOSEN, NCCL_OVERHEAD
 from advisor.rules.common import impact_without_gain
 from advisor.testing import Examples, TraceBuilder
@@ -27,11 +27,11 @@ NO_GDR = re.compile(r"GeForce|TITAN|RTX \d")
 class NetworkRule(Rule):
     """What these rules share: they read the log, and say how collectives would be faster."""
 
-    reads = (NETWORK_LOG,)
+    auxiliary_inputs = (NETWORK_LOG,)
     alternatives = "network-path"
     references = (NCCL_ENV, NCCL_HELP)
     sources = (NCCL_OVERHEAD,)
-    validated_on = "logs in the formats of public issues (tests/read/nccl); no real job"
+    validation_note = "logs in the formats of public issues (tests/read/nccl); no real job"
 
     def check(self, a: Analysis) -> Outcomes:
         """Judge the log, where there is one."""
@@ -43,7 +43,7 @@ class NetworkRule(Rule):
         """What the log says of the path."""
         raise NotImplementedError
 
-    def costs(self, scaled: Scaled | None) -> dict[str, Any]:
+    def estimate(self, scaled: ScaledCollectives | None) -> dict[str, Any]:
         """The edit that a faster path makes, and its evidence; without a trace, or where the rate
         of the faster path is unknown, that."""
         if scaled is None:
@@ -60,7 +60,7 @@ def of_path(log: NetworkLog) -> list[Evidence]:
     return [Evidence("connections", named)] if named else []
 
 
-def bandwidth_evidence(scaled: Scaled | None) -> list[Evidence]:
+def bandwidth_evidence(scaled: ScaledCollectives | None) -> list[Evidence]:
     """Measured and attainable bus bandwidth."""
     if scaled is None:
         return []
@@ -243,7 +243,7 @@ class NcclSockets(NetworkRule):
             confidence=self.confidence if known else 0.4,
             confidence_notes=[] if known else ["nothing shows that the node has a faster adapter"],
             **(self.case(case) if case else {}),
-            **self.costs(scale_collectives(a, across=True) if log.devices else None),
+            **self.estimate(scale_collectives(a, across=True) if log.devices else None),
         )
 
     @staticmethod
@@ -324,7 +324,7 @@ class NcclGpuDirect(NetworkRule):
                 *bandwidth_evidence(scaled),
             ],
             **(self.case("far") if reason.startswith("distance") else {}),
-            **self.costs(scaled),
+            **self.estimate(scaled),
         )
 
     @staticmethod
@@ -417,7 +417,7 @@ class NcclNodePath(NetworkRule):
                 *bandwidth_evidence(scaled),
             ],
             **(self.case("no NVLink") if missing else {}),
-            **self.costs(scaled),
+            **self.estimate(scaled),
         )
 
     @staticmethod

@@ -55,7 +55,7 @@ class PoorOverlap(Rule):
     found_in = ("traces/dlrm_8ranks",)
     knobs = ("ddp-bucket-size", "ddp-bucket-view")
     silent_in = SILENT_TRACES
-    validated_on = (
+    validation_note = (
         "DLRM on 8 V100: an all-reduce of 0.8 ms that runs alone; the next kernel is launched "
         "meanwhile, and starts when it ends"
     )
@@ -85,7 +85,7 @@ class PoorOverlap(Rule):
     assumptions = ("some compute does not depend on the result",)
     confidence = 0.7
 
-    elsewhere = {
+    framework_advice = {
         **in_any_language(
             "Issue collectives on a stream of their own, so that kernels which do not need their "
             "result can run meanwhile."

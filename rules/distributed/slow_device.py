@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 from msgspec.structs import replace
 
 from advisor.core.finding import Finding, Outcomes, PassedCheck, SkippedCheck
-from advisor.core.rule import Evidence, Rule, Source
+from advisor.core.rule import Citation, Evidence, Rule
 from advisor.measure.ranks.outliers import describe_subject
 from advisor.measure.ranks.profile import MIN_KERNELS, compare_devices
 from advisor.rules.citations import CHOSEN
@@ -38,11 +38,11 @@ class SlowDevice(Rule):
 
     id = "slow-device"
     title = "One GPU is slower than the others"
-    validated_on = (
+    validation_note = (
         "simulated jobs (docs/fleet-accuracy.md); silent on two_ranks; "
         "never seen to fire on a real slow device"
     )
-    sources = (Source("five kernels, 20 times each", "advisor/measure/ranks/profile.py"),)
+    sources = (Citation("five kernels, 20 times each", "advisor/measure/ranks/profile.py"),)
     across_ranks = True
     references = (
         "https://arxiv.org/abs/2410.12588",
@@ -75,7 +75,7 @@ class SlowDevice(Rule):
 
     confidence = 0.7
 
-    elsewhere = in_any_language(
+    framework_advice = in_any_language(
         "Look at the clocks, temperature and neighbours of the slower device; give it less work "
         "or leave it out."
     )

@@ -58,7 +58,7 @@ class SmallCollectives(Rule):
     sampled_part = COMMUNICATION
     found_in = ("recorded/gloo_parameters.slow",)
     silent_in = (*SILENT_TRACES, "recorded/gloo_parameters.cured")
-    validated_on = "CPU recordings of two ranks that reduce each gradient alone, and all as one"
+    validation_note = "CPU recordings of two ranks that reduce each gradient alone, and all as one"
     references = (
         "https://pytorch.org/docs/stable/generated/torch.nn.parallel.DistributedDataParallel.html",
     )
@@ -93,7 +93,7 @@ class SmallCollectives(Rule):
         "dist.all_reduce(flat)\n"
         "parts = torch._utils._unflatten_dense_tensors(flat, parts)",
     }
-    elsewhere = {
+    framework_advice = {
         **in_any_language(
             "Send many small messages as one: pack buffers, or group the calls.",
             cuda="ncclGroupStart and ncclGroupEnd around calls of NCCL.",
@@ -279,7 +279,7 @@ class UnbucketedGradients(Rule):
     verify = "Profile again: fewer all-reduces per step, each of some MiB."
     falsified_by = SmallCollectives.falsified_by
     confidence = 0.7
-    elsewhere = SmallCollectives.elsewhere
+    framework_advice = SmallCollectives.framework_advice
 
     def check(self, a: Analysis) -> Outcomes:
         """Count all-reduces and their size."""

@@ -87,7 +87,7 @@ class StepCollectives(Rule):
         "recorded/gloo_accumulation.cured",
         "recorded/gloo_parameters.cured",
     )
-    validated_on = (
+    validation_note = (
         "CPU recordings of two ranks: eight metrics reduced in each step; silent where that is "
         "done every 20 steps, and on gradients reduced by DDP and by hand"
     )

@@ -57,7 +57,7 @@ class StragglerRank(Rule):
         "traces/two_ranks",
         "workloads/ddp_straggler",
     )
-    validated_on = (
+    validation_note = (
         "CPU recordings, torch 2.13 with gloo: the workload ddp_straggler (predicted 30%, "
         "measured 27%), silent on its cure; dlrm_8ranks (NCCL, V100): rank 7 is last at 5 of 8 "
         "collectives; silent on two_ranks (NCCL)"
@@ -155,7 +155,7 @@ class StragglerRank(Rule):
 
     confidence = 0.8
 
-    elsewhere = in_any_language(
+    framework_advice = in_any_language(
         "Find out what the rank that comes last does longer than the others, and give all ranks "
         "equal work."
     )
@@ -181,7 +181,7 @@ class StragglerRank(Rule):
     def _pause(self, study: Study) -> Outcomes:
         """One step of one rank that took far longer than its others, and than those of all ranks:
         no straggler, and its cause is another."""
-        own = study.job.own.own_by_step
+        own = study.job.own.own_ns_by_step
         if own.shape[1] < MIN_PAUSE_STEPS or not np.isfinite(own).any() or not study.job.step_ns:
             return
         excess = own - np.nanmedian(own, axis=1, keepdims=True)

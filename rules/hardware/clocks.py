@@ -7,7 +7,7 @@ from typing import ClassVar
 import numpy as np
 
 from advisor.core.finding import Finding, Impact, Outcomes
-from advisor.core.rule import Evidence, Rule, Source, Threshold
+from advisor.core.rule import Citation, Evidence, Rule, Threshold
 from advisor.core.run_directory import THROTTLE_BITS, Gpu
 from advisor.measure import Analysis
 from advisor.rules.citations import CHOSEN
@@ -88,7 +88,7 @@ class ThermalThrottling(HeldClocks):
 
     id = "thermal-throttling"
     title = "The GPU is thermal throttling"
-    sources = (Source("under load from 50% utilisation", "rules/common.py"),)
+    sources = (Citation("under load from 50% utilisation", "rules/common.py"),)
 
     min_share = Threshold(0.05, "of the samples under load", CHOSEN)
 

@@ -7,7 +7,7 @@ import polars as pl
 
 from advisor.core import text as t
 from advisor.core.finding import Finding, Outcomes
-from advisor.core.rule import Evidence, Rule, Source, Threshold
+from advisor.core.rule import Citation, Evidence, Rule, Threshold
 from advisor.core.run_directory import Gpu
 from advisor.measure import Analysis
 from advisor.rules.citations import CHOSEN, GPUPROF, TRACELENS
@@ -109,7 +109,9 @@ class LowMfu(Rule):
     id = "low-mfu"
     title = "Low MFU: the step reaches a small part of the GPU's peak"
     reads_record = True
-    sources = (Source("MegaScale: 40 to 55% for large models", "https://arxiv.org/abs/2402.15627"),)
+    sources = (
+        Citation("MegaScale: 40 to 55% for large models", "https://arxiv.org/abs/2402.15627"),
+    )
     references = ("https://arxiv.org/abs/2402.15627", "https://arxiv.org/abs/2204.02311")
 
     max_mfu = Threshold(0.30, "of the peak", GPUPROF)

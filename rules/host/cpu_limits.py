@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from advisor.core import text as t
 from advisor.core.finding import Finding, Outcomes
-from advisor.core.rule import Evidence, Rule, Source, Threshold
+from advisor.core.rule import Citation, Evidence, Rule, Threshold
 from advisor.core.run_directory import Host
 from advisor.measure import Analysis
 from advisor.rules.citations import CHOSEN, CURED_RECORDINGS, ENGINE_FLOOR, SAGEMAKER_CPU
@@ -32,7 +32,7 @@ class CpuQuota(Rule):
     title = "The container's CPU quota throttles the process"
     reads_record = True
     sources = (
-        Source(
+        Citation(
             "kernel documentation: a period of 100 ms",
             "https://docs.kernel.org/scheduler/sched-bwc.html",
         ),
@@ -187,7 +187,7 @@ class ThreadOversubscription(Rule):
     reads_record = True
     found_in = ("recorded/threads.slow",)
     silent_in = ("recorded/threads.cured", *CURED_RECORDINGS)
-    validated_on = "CPU recordings on two busy cores: fires with 16 threads, silent with one"
+    validation_note = "CPU recordings on two busy cores: fires with 16 threads, silent with one"
     references = ("https://pytorch.org/docs/stable/notes/cpu_threading_torchscript_inference.html",)
 
     max_ratio = Threshold(1.5, "threads per core", CHOSEN)

@@ -43,7 +43,7 @@ class CudaGraphsUnused(Rule):
     knobs = ("compile",)
     found_in = ("traces/linear_2080ti_launch_bound", "traces/nccl_collectives")
     silent_in = public_traces("a100_train_6steps v100_train_copy_heavy two_ranks_rank0 mi250_train")
-    validated_on = (
+    validation_note = (
         "fires on nccl_collectives (3 steps, 1,258 pieces of work each, the same kernels in the "
         "same order); silent on A100 and V100 training"
     )
@@ -109,8 +109,8 @@ class CudaGraphsUnused(Rule):
             }
         },
     }
-    engines = GRAPHS_ON
-    elsewhere = {
+    engine_advice = GRAPHS_ON
+    framework_advice = {
         **in_any_language(
             "Capture the sequence of launches as a graph, and launch that: it is the same each "
             "time.",

@@ -86,7 +86,7 @@ class AnomalyDetection(Rule):
     id = "anomaly-detection"
     title = "Anomaly detection is on"
     knobs = ("debug-switches-off",)
-    validated_on = (
+    validation_note = (
         "CPU recordings, torch 2.13, with the mode on and off: steps of 58 ms instead of 21"
     )
     references = ("https://pytorch.org/docs/stable/autograd.html#anomaly-detection",)
@@ -207,7 +207,7 @@ class DebugSwitches(Rule):
         "recorded/leak.cured",
         "recorded/threads.cured",
     )
-    validated_on = (
+    validation_note = (
         "a CPU recording with anomaly detection (median step 23 ms, 10 ms without); silent without"
     )
     references = (

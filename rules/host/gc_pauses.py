@@ -51,11 +51,11 @@ class GcPauses(Rule):
     id = "gc-pauses"
     title = "Garbage collection pauses the loop"
     knobs = ("gc-freeze",)
-    of_python = True
+    is_python_time = True
     reads_record = True
     found_in = ("recorded/gc_pauses.slow",)
     silent_in = (*CURED_RECORDINGS, "recorded/threads.cured")
-    validated_on = (
+    validation_note = (
         "CPU recordings, torch 2.13: the workload gc_pauses (78 ms per step predicted, 108 to 24 "
         "ms measured) and a loop that collects over 600,000 objects; silent on both cures"
     )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from advisor.core import text as t
 from advisor.core.finding import Finding, Outcomes, PassedCheck, SkippedCheck
-from advisor.core.rule import Evidence, Rule, Source, Threshold
+from advisor.core.rule import Citation, Evidence, Rule, Threshold
 from advisor.measure import Analysis
 from advisor.rules.citations import GPU_IDLE, OURS, XPROF, XPROF_LAUNCH, public_traces
 from advisor.rules.common import amount_per_step, of_step, per_step
@@ -49,7 +49,7 @@ class LaunchBound(Rule):
     id = "launch-bound"
     title = "The GPU waits for kernel launches"
     knobs = ("compile",)
-    of_python = True
+    is_python_time = True
     found_in = public_traces(
         "b200_eager h100_bert_small_inference linear_2080ti_launch_bound nccl_collectives "
         "pairs/particle_batch2 pairs/particle_batch32 pairs/particle_batch64 dlrm_8ranks"
@@ -58,7 +58,7 @@ class LaunchBound(Rule):
         "pairs/sam_1_fp32_many_syncs a100_train_6steps v100_train_copy_heavy mi250_train "
         "pairs/particle_batch128 mi300_timesformer_inference pairs/sam_3_bf16_compiled_sdpa"
     )
-    validated_on = (
+    validation_note = (
         "fires on h100_bert_small_inference (7% busy), b200_eager (13%) and nccl_collectives "
         "(24%), where idle time by HTA's definition of host wait bounds it from above, and on "
         "DLRM and SAM, where idle time before late launches does; silent on video inference on an "
@@ -66,8 +66,8 @@ class LaunchBound(Rule):
         "A100 and V100 training (84 and 96% busy, half of the kernels below 10 µs)"
     )
     sources = (
-        Source("pieces of at most 200 µs, gaps with 1 ms of them", "rules/host/launch_gaps.py"),
-        Source(
+        Citation("pieces of at most 200 µs, gaps with 1 ms of them", "rules/host/launch_gaps.py"),
+        Citation(
             "a public V100 trace: 45% of the kernels below 10 µs at 96% busy",
             "tests/rules/test_numbers.py",
         ),
@@ -141,8 +141,8 @@ class LaunchBound(Rule):
             }
         }
     }
-    engines = GRAPHS_ON
-    elsewhere = {
+    engine_advice = GRAPHS_ON
+    framework_advice = {
         **in_any_language(
             "Launch less: fuse kernels that follow each other, or work on larger batches. Or "
             "capture the sequence of launches as a graph and launch that.",

@@ -35,7 +35,7 @@ from advisor.rules.common import (
     scale_edit,
     steps_seen,
 )
-from advisor.rules.kernel.kernel_common import match_exactly
+from advisor.rules.kernel.kernel_common import exact_pattern
 from advisor.testing import Examples, TraceBuilder
 
 
@@ -54,10 +54,10 @@ class LoopCode(Rule):
 
     id = "loop-code"
     title = "The loop's own code takes much of the step"
-    of_python = True
+    is_python_time = True
     found_in: ClassVar[tuple[str, ...]] = ("workloads/python_hot_spot",)
     silent_in: ClassVar[tuple[str, ...]] = ("workloads/python_hot_spot",)
-    validated_on = (
+    validation_note = (
         "CPU recordings with stacks: samples chosen in a loop of Python, a confusion matrix and a "
         "norm of gradients by hand, a simulated environment"
     )
@@ -122,7 +122,7 @@ class LoopCode(Rule):
             where=[location],
             edits=[
                 scale_edit(
-                    Select(on="host", kind=("python",), name=match_exactly([name])),
+                    Select(on="host", kind=("python",), name=exact_pattern([name])),
                     *(1 - saved * ns / place.held for saved in (0.9, 1.0, 0.5)),
                 )
             ],
@@ -406,7 +406,7 @@ class LoopPhases(LoopCode):
     reads_record = True
     found_in = ("recorded/waiting_loop.slow",)
     silent_in = ("recorded/waiting_loop.cured", "recorded/anomaly.cured", "recorded/leak.cured")
-    validated_on = "a CPU recording that sleeps 0.1 s in each step; silent without"
+    validation_note = "a CPU recording that sleeps 0.1 s in each step; silent without"
 
     def check(self, a: Analysis) -> Outcomes:
         """Time of the step in phases of the loop's own code."""
@@ -564,7 +564,7 @@ class TimeBetweenSteps(Rule):
     reads_record = True
     found_in = ("recorded/waiting_loop.slow",)
     silent_in = ("recorded/waiting_loop.cured", *CURED_RECORDINGS)
-    validated_on = "a CPU recording that evaluates every twenty steps on much data"
+    validation_note = "a CPU recording that evaluates every twenty steps on much data"
     references = (
         "https://docs.pytorch.org/docs/stable/generated/torch.autograd.grad_mode.inference_mode.html",
     )

@@ -70,7 +70,7 @@ class PeriodicStalls(Rule):
     alternatives = "saving"
     found_in: ClassVar[tuple[str, ...]] = ("workloads/periodic_checkpoint",)
     silent_in: ClassVar[tuple[str, ...]] = (*SILENT_TRACES, "workloads/periodic_checkpoint")
-    validated_on = "a CPU recording that saves its state; silent with an asynchronous save"
+    validation_note = "a CPU recording that saves its state; silent with an asynchronous save"
     references = ("https://pytorch.org/tutorials/recipes/distributed_async_checkpoint_recipe.html",)
 
     min_steps = Threshold(20, "steps: fewer do not show what is usual", GPUPROF)
@@ -194,7 +194,7 @@ class SavingTime(PeriodicStalls):
     reads_record = True
     found_in = ("recorded/saving.slow",)
     silent_in = ("recorded/saving.cured", *CURED_RECORDINGS)
-    validated_on = "a CPU recording that saves in every fourth step; silent without"
+    validation_note = "a CPU recording that saves in every fourth step; silent without"
 
     min_share = Threshold(0.05, "of the sampled stacks", XPROF)
     min_samples = Threshold(8, "samples in saving or logging", OURS)

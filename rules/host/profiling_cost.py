@@ -8,7 +8,7 @@ import polars as pl
 from advisor.core import text as t
 from advisor.core.finding import Finding, Outcomes
 from advisor.core.intervals import intersect, union
-from advisor.core.rule import Evidence, Rule, Source, Threshold
+from advisor.core.rule import Citation, Evidence, Rule, Threshold
 from advisor.measure import Analysis
 from advisor.rules.citations import CHOSEN, OURS, TRACEML, public_traces
 from advisor.rules.common import impact_without_gain, recorded_steps, steps_seen
@@ -31,8 +31,10 @@ class ObserverEffect(Rule):
     reads_record = True
     found_in = ("recorded/anomaly.slow", "recorded/gc_pauses.slow")
     silent_in = ("recorded/leak.slow",)
-    validated_on = "CPU recordings: windows whose steps are longer than those around them"
-    sources = (Source("unprofiled steps within 20 steps", "advisor/measure/steps/step_records.py"),)
+    validation_note = "CPU recordings: windows whose steps are longer than those around them"
+    sources = (
+        Citation("unprofiled steps within 20 steps", "advisor/measure/steps/step_records.py"),
+    )
     references = ("https://github.com/pytorch/pytorch/issues/144455",)
 
     min_effect = Threshold(0.10, "longer step in the window", TRACEML)
@@ -49,10 +51,10 @@ class ObserverEffect(Rule):
     def check(self, a: Analysis) -> Outcomes:
         """Compare the two medians."""
         recorded = recorded_steps(a)
-        effect = recorded.observer
+        effect = recorded.observer_effect
         if effect is None or effect < self.min_effect or recorded.count < self.min_steps:
             return
-        around, profiled = recorded.around_windows, recorded.profiled_median
+        around, profiled = recorded.unprofiled_median, recorded.profiled_median
         assert around is not None and profiled is not None
         yield Finding(
             summary=(
@@ -99,7 +101,7 @@ class ProfilerOverhead(Rule):
     silent_in = public_traces(
         "a100_train_6steps v100_train_copy_heavy two_ranks_rank0 h100_bert_small_inference"
     )
-    validated_on = (
+    validation_note = (
         "b200_eager: the profiler asks for memory in the engine's step, before its first kernel"
     )
     references = ("https://pytorch.org/docs/stable/profiler.html#torch.profiler.schedule",)
@@ -121,7 +123,7 @@ class ProfilerOverhead(Rule):
     falsified_by = "the same step time with and without the profiler"
     confidence = 0.9
 
-    elsewhere = in_any_language(
+    framework_advice = in_any_language(
         "Record fewer things at a time and a shorter span, after the program has warmed up."
     )
 

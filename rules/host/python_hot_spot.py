@@ -90,12 +90,12 @@ class PythonHotSpot(Rule):
 
     id = "python-hot-spot"
     title = "A Python function leaves the GPU idle"
-    of_python = True
+    is_python_time = True
     found_in = ("traces/b200_eager", "traces/mi300_timesformer_inference")
     silent_in = public_traces(
         "a100_train_6steps v100_train_copy_heavy h100_bert_small_inference pairs/particle_batch128"
     )
-    validated_on = (
+    validation_note = (
         "b200_eager: MXFP4 quantisation in Python, 12 of 87 ms; video inference on an MI300X: "
         "images prepared in Python, a quarter of a second before the first kernel; silent on "
         "h100_bert_small_inference, whose Python is spread over all launches"
@@ -286,7 +286,7 @@ class CpuBeforeFirstKernel(Rule):
 
     id = "cpu-before-first-kernel"
     title = "Host work delays the first launch of each step"
-    of_python = True
+    is_python_time = True
     silent_in = SILENT_TRACES
     references = ("https://pytorch.org/docs/stable/data.html#working-with-collate-fn",)
 

@@ -22,7 +22,7 @@ from advisor.rules.common import (
     scale_edit,
     sum_column,
 )
-from advisor.rules.kernel.kernel_common import launched_under, summed_duration
+from advisor.rules.kernel.kernel_common import rows_launched_under, summed_duration
 from advisor.testing import Examples, TraceBuilder
 
 BACKWARD = r"^aten::(?:select|slice)_backward$"
@@ -76,7 +76,7 @@ class SliceGradients(Rule):
         ts = a.trace.cpu["ts"].to_numpy()[nodes]
         nodes = nodes[covered_length(ts, ts + 1, a.spans) > 0]
         ns = (
-            summed_duration(a, launched_under(a, NODE) & a.in_window)
+            summed_duration(a, rows_launched_under(a, NODE) & a.in_window)
             if on_gpu
             else sum_column(a.trace.cpu["dur"].gather(nodes))
         )

@@ -17,10 +17,10 @@ from advisor.core.rule import Rule, Threshold
 from advisor.measure import Analysis
 from advisor.measure.device.shapes import OpInputs
 from advisor.measure.host import stacks
-from advisor.replay.selection import under_names
+from advisor.replay.selection import rows_under
 from advisor.rules.citations import CHOSEN, XPROF
 from advisor.rules.common import amount_per_step, costliest_places, of_step, scale_edit
-from advisor.rules.kernel.kernel_common import match_exactly
+from advisor.rules.kernel.kernel_common import exact_pattern
 from advisor.testing import Examples, TraceBuilder
 
 _PRODUCTS = re.compile(r"^aten::(?:linear|addmm|mm|matmul|mv|conv[123]d|convolution)$")
@@ -61,7 +61,7 @@ class UnbatchedCalls(Rule):
     id = "unbatched-calls"
     sampled_part = "forward"
     title = "The model is called once per sample"
-    validated_on = (
+    validation_note = (
         "CPU recordings, torch 2.13: 64 calls per step, 5.2 ms instead of 0.6 with one; silent on "
         "layers of one size, a recurrent loop and rollouts"
     )
@@ -143,7 +143,7 @@ class UnbatchedCalls(Rule):
             where=costliest_places(a, calls.to_numpy(), np.ones(len(calls), dtype=np.int64), top=1),
             edits=[
                 scale_edit(
-                    Select(on="host", kind=("op",), name=match_exactly(chosen)),
+                    Select(on="host", kind=("op",), name=exact_pattern(chosen)),
                     self.factor,
                     self.least,
                     self.longest,
@@ -180,7 +180,7 @@ class LoopedOperators(Rule):
     id = "looped-operators"
     title = "A Python loop runs operators on one element at a time"
     sampled_part = "forward"
-    validated_on = (
+    validation_note = (
         "CPU recordings, torch 2.13: a mean over neighbours by node, 63 ms per step instead of 9"
     )
     references: ClassVar[tuple[str, ...]] = (
@@ -247,7 +247,7 @@ class LoopedOperators(Rule):
             known_cost=True,
             edits=[
                 scale_edit(
-                    Select(on="host", kind=("op",), name=match_exactly(chosen)),
+                    Select(on="host", kind=("op",), name=exact_pattern(chosen)),
                     self.factor,
                     self.factor / 2,
                     self.worst,
@@ -381,7 +381,7 @@ def _carries_results(a: Analysis, often: pl.DataFrame) -> bool:
 
 
 def _in_loader(a: Analysis, rows: np.ndarray) -> np.ndarray:
-    inside: np.ndarray = under_names(a, _LOADS)[rows]
+    inside: np.ndarray = rows_under(a, _LOADS)[rows]
     return inside
 
 

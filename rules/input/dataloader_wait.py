@@ -25,7 +25,7 @@ from advisor.rules.framework_advice import JAX_AHEAD, TF_PREFETCH
 from advisor.rules.input.loader_waits import (
     SINGLE_PROCESS,
     WORKERS,
-    Waits,
+    LoaderWaits,
     find_loading_calls,
     find_waits,
     in_one_step,
@@ -47,7 +47,7 @@ class LoaderWaitRule(Rule):
 
     _ranges: ClassVar[str]
 
-    def _finding(self, a: Analysis, waits: Waits, share: float, batch: float) -> Finding:
+    def _finding(self, a: Analysis, waits: LoaderWaits, share: float, batch: float) -> Finding:
         raise NotImplementedError
 
     def _praise(self, a: Analysis, share: float) -> Outcomes:
@@ -97,7 +97,7 @@ class DataLoaderWait(LoaderWaitRule):
     knobs = ("workers", "loader-prefetch")
     found_in = ("workloads/cpu_transforms",)
     silent_in = (*SILENT_TRACES, "workloads/cpu_transforms")
-    validated_on = (
+    validation_note = (
         "CPU recordings, torch 2.13: fires with 2 workers that need 80 ms per batch (6 workers: "
         "step 102 to 54 ms), silent where only the hand-over shows; silent on A100 and V100 traces "
         "whose loader keeps up (0.1% and 0.0% of the step)"
@@ -132,7 +132,7 @@ class DataLoaderWait(LoaderWaitRule):
     )
     assumptions = ("cores and storage bandwidth are free for more workers",)
 
-    elsewhere = {
+    framework_advice = {
         TENSORFLOW: FrameworkAdvice(
             "Let tf.data work ahead of the step. Prefetch last, map and interleave in parallel "
             "with AUTOTUNE, and batch before cheap maps so that they are vectorized. Cache what "
@@ -170,7 +170,7 @@ class DataLoaderWait(LoaderWaitRule):
                 text=f"{_loader_name(a)} keeps up: the GPU waits {share:.1%} {t.format_of(a.per)}"
             )
 
-    def _finding(self, a: Analysis, waits: Waits, share: float, batch: float) -> Finding:
+    def _finding(self, a: Analysis, waits: LoaderWaits, share: float, batch: float) -> Finding:
         calls = find_loading_calls(a, waits)
         source = _loader_name(a)
         source = source if source == "tf.data" else "the loader's workers"
@@ -244,7 +244,7 @@ class SingleProcessLoader(LoaderWaitRule):
         "workloads/loader_bound",
     )
     silent_in = (*SILENT_TRACES, "workloads/loader_bound")
-    validated_on = (
+    validation_note = (
         "public traces of one training with num_workers 0 and 4 (median step 155 to 121 ms); CPU "
         "recordings, torch 2.13: 80 ms of loading per step, gain estimated at 65% of the step; "
         "with 4 workers the unprofiled step went from 169 to 58 ms (65%); a small CNN that trains "
@@ -305,7 +305,7 @@ class SingleProcessLoader(LoaderWaitRule):
 
     _ranges = SINGLE_PROCESS
 
-    def _finding(self, a: Analysis, waits: Waits, share: float, batch: float) -> Finding:
+    def _finding(self, a: Analysis, waits: LoaderWaits, share: float, batch: float) -> Finding:
         per_step = waits.exposed / a.step_count
         calls = find_loading_calls(a, waits)
         rest = a.step_ns - per_step

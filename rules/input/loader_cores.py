@@ -60,7 +60,7 @@ class LoaderWorkers(Rule):
     reads_record = True
     found_in = ("recorded/workers.slow",)
     silent_in = ("recorded/workers.cured", *CURED_RECORDINGS)
-    validated_on = (
+    validation_note = (
         "CPU recordings on two cores, torch 2.13, a dataset that sleeps: fires with no workers and "
         "with one, silent with two"
     )

@@ -18,7 +18,7 @@ from advisor.measure import Analysis
 from advisor.measure.host.names import name_matches
 from advisor.measure.host.stacks import parse_frame
 from advisor.measure.steps.named_intervals import measure_contents
-from advisor.rules.common import amount_per_step, locate_row, of_pytorch, row_numbers, stacks_option
+from advisor.rules.common import amount_per_step, is_pytorch, locate_row, row_numbers, stacks_option
 
 SINGLE_PROCESS = r"^enumerate\(Data(?:Loader|Pipe)\)#_SingleProcessDataLoaderIter\b"
 """The iterator PyTorch names when ``num_workers=0``."""
@@ -26,7 +26,7 @@ WORKERS = r"^enumerate\(Data(?:Loader|Pipe)\)#(?:[^_]|_[^S]|_S[^i])|^tf\.data::"
 """Every other iterator: worker processes, a DataPipe, or tf.data."""
 
 
-class Waits(NamedTuple):
+class LoaderWaits(NamedTuple):
     """Waits of the thread that drives the step, inside the used steps."""
 
     host: NDArray[np.int64]
@@ -42,7 +42,7 @@ class Waits(NamedTuple):
     """Exposed part in each used step, ns."""
 
 
-def find_waits(a: Analysis, pattern: str) -> Waits | None:
+def find_waits(a: Analysis, pattern: str) -> LoaderWaits | None:
     """Waits whose range matches ``pattern``; ``None``: there are none in the used steps."""
     cpu = a.trace.cpu
     named = name_matches(cpu["name"], pattern) & cpu["kind"].is_in(["annotation", "op"])
@@ -69,10 +69,10 @@ def find_waits(a: Analysis, pattern: str) -> Waits | None:
         exposed = intersect(union(start, start + gaps["dur"].to_numpy()[blamed]), a.spans)
     used = a.steps.used
     by_step = covered_length(used["ts"].to_numpy(), used["end"].to_numpy(), exposed)
-    return Waits(ranges, wait.total, exposed.total, covered_length(ts, end, exposed), by_step)
+    return LoaderWaits(ranges, wait.total, exposed.total, covered_length(ts, end, exposed), by_step)
 
 
-def is_recurring(waits: Waits, minimum: float) -> bool:
+def is_recurring(waits: LoaderWaits, minimum: float) -> bool:
     """The wait is more than one step's accident: without the worst step, the others still lose
     ``minimum`` ns on average. With fewer than three steps there is nothing to compare."""
     if len(waits.by_step) < 3:
@@ -81,7 +81,7 @@ def is_recurring(waits: Waits, minimum: float) -> bool:
     return bool(rest / (len(waits.by_step) - 1) >= minimum)
 
 
-def in_one_step(waits: Waits, loader: str) -> SkippedCheck:
+def in_one_step(waits: LoaderWaits, loader: str) -> SkippedCheck:
     """What to say of a wait that does not recur. ``loader``: its name for the reader."""
     longest = t.format_duration(waits.by_step.max())
     return SkippedCheck(
@@ -108,7 +108,7 @@ MIN_SUMMARY_SHARE = 0.3
 """Part of the loading from which one call is named in the summary."""
 
 
-def find_loading_calls(a: Analysis, waits: Waits) -> LoadingCalls:
+def find_loading_calls(a: Analysis, waits: LoaderWaits) -> LoadingCalls:
     """The calls inside the loading that take its time, with the user's lines that make them."""
     evidence: list[Evidence] = []
     where: list[Location] = []
@@ -136,7 +136,7 @@ def find_loading_calls(a: Analysis, waits: Waits) -> LoadingCalls:
     unexplained = waits.total - int(calls["ns"].sum())
     stacks = bool((a.trace.cpu["kind"] == "python").any())
     if not stacks and not calls.is_empty() and unexplained >= MIN_LISTED_SHARE * waits.total:
-        hint = f" ({stacks_option(a)} shows what)" if of_pytorch(a) else ""
+        hint = f" ({stacks_option(a)} shows what)" if is_pytorch(a) else ""
         label = f"loading: outside operators{hint}"
         evidence.append(amount_per_step(a, label, unexplained))
     return LoadingCalls(evidence, where, summary)

@@ -30,7 +30,7 @@ class PaddingWaste(Rule):
     reads_record = True
     found_in = ("workloads/padding_waste",)
     silent_in = (*CURED_RECORDINGS, "workloads/padding_waste")
-    validated_on = "a CPU recording of batches padded to one length; silent with buckets"
+    validation_note = "a CPU recording of batches padded to one length; silent with buckets"
     references = (
         "https://huggingface.co/docs/transformers/main_classes/trainer#transformers.TrainingArguments",
         "https://pytorch.org/docs/stable/nested.html",
@@ -63,7 +63,7 @@ class PaddingWaste(Rule):
         """Average the sampled share of padding."""
         recorded = recorded_steps(a)
         padding = recorded.column("padding")
-        padding = padding[recorded.settled & ~np.isnan(padding)]
+        padding = padding[recorded.after_warmup & ~np.isnan(padding)]
         if len(padding) < self.min_samples:
             return
         mean = float(padding.mean())

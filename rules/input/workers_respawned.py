@@ -52,7 +52,7 @@ class WorkersRespawned(Rule):
         "recorded/gc_pauses.cured",
         "recorded/leak.cured",
     )
-    validated_on = (
+    validation_note = (
         "CPU recordings, torch 2.13: the workload worker_respawn, and four epochs of 60 steps with "
         "two workers; silent with persistent_workers=True"
     )

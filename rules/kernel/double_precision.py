@@ -14,7 +14,7 @@ from advisor.measure.host.optree import own_time, time_inside
 from advisor.measure.host.stacks import is_operator
 from advisor.rules.citations import CHOSEN, XPROF
 from advisor.rules.common import amount_per_step, costliest_places, of_step, scale_edit
-from advisor.rules.kernel.kernel_common import match_exactly
+from advisor.rules.kernel.kernel_common import exact_pattern
 from advisor.testing import Examples, TraceBuilder
 
 
@@ -31,7 +31,7 @@ class DoublePrecision(Rule):
 
     id = "double-precision"
     title = "The step computes in double precision (float64)"
-    validated_on = (
+    validation_note = (
         "CPU recordings, torch 2.13: two layers on a NumPy array, steps of 21 ms in float64 and "
         "8.8 ms in float32; silent in float32"
     )
@@ -95,7 +95,7 @@ class DoublePrecision(Rule):
             where=costliest_places(a, rows, products["ns"].to_numpy()),
             edits=[
                 scale_edit(
-                    Select(on="host", kind=("op",), name=match_exactly(double["name"].to_list())),
+                    Select(on="host", kind=("op",), name=exact_pattern(double["name"].to_list())),
                     self.factor,
                     self.least,
                     self.longest,

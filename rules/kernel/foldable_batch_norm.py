@@ -35,7 +35,7 @@ class FoldableBatchNorm(Rule):
     title = "Batch norm runs on its own after convolutions in inference"
     found_in = ("traces/pairs/particle_batch128",)
     silent_in = SILENT_TRACES
-    validated_on = (
+    validation_note = (
         "particle transformer at batch 128 (inference batch norm after 1x1 convolutions, 5% of "
         "kernel time: fires); ResNet training on MI210 (silent)"
     )

@@ -101,7 +101,7 @@ class Fp32Matmul(Rule):
         "a100_train_6steps two_ranks_rank0 b200_eager h100_bert_small_inference "
         "pairs/sam_3_bf16_compiled_sdpa"
     )
-    validated_on = (
+    validation_note = (
         "V100 training (all matrix products are volta_sgemm: fires); A100 and two-rank training "
         "(TF32 is on: silent); B200 and H100 in BF16 (silent)"
     )
@@ -205,7 +205,7 @@ class Fp32Matmul(Rule):
             BLIND: {"assumptions": (_REACHED_BLIND, _ANSWERS)},
         },
     }
-    elsewhere = {
+    framework_advice = {
         **in_any_language(
             "Let matrix products use the tensor cores: TF32, or 16-bit inputs with 32-bit sums.",
             cuda="cublasSetMathMode(handle, CUBLAS_TF32_TENSOR_OP_MATH), or "
@@ -229,7 +229,7 @@ class Fp32Matmul(Rule):
         """Time of FP32 matrix kernels on CUDA cores as a share of all kernel time."""
         if a.device_id is None:
             return
-        matrix = kernel_common.compute_rows(a) & kernel_common.of_family(a, *FAMILIES)
+        matrix = kernel_common.compute_rows(a) & kernel_common.family_rows(a, *FAMILIES)
         total = kernel_common.summed_duration(a, kernel_common.kernel_rows(a))
         matrix_ns = kernel_common.summed_duration(a, matrix)
         if not matrix_ns or matrix_ns < self.min_share * total:
@@ -240,7 +240,7 @@ class Fp32Matmul(Rule):
         fp32 = _fp32_rows(a)
         slow = np.zeros(len(matrix), dtype=bool)
         for family in FAMILIES:
-            kind = matrix & kernel_common.of_family(a, family)
+            kind = matrix & kernel_common.family_rows(a, family)
             if not (kind & fp32 & on_tensor).any():  # else TF32 is on and shapes decide
                 slow |= kind & fp32 & off_tensor & ~self._bandwidth_bound(a)
         share = kernel_common.summed_duration(a, slow) / total
@@ -293,8 +293,8 @@ class Fp32Matmul(Rule):
     def _finding(
         self, a: Analysis, slow: kernel_common.Mask, share: float, target: Target
     ) -> Finding:
-        families = [name for name in FAMILIES if (slow & kernel_common.of_family(a, name)).any()]
-        rows = kernel_common.compute_rows(a) & kernel_common.of_family(a, *families)
+        families = [name for name in FAMILIES if (slow & kernel_common.family_rows(a, name)).any()]
+        rows = kernel_common.compute_rows(a) & kernel_common.family_rows(a, *families)
         saved = (
             self._saved(a, slow, target, derating, blind)
             for derating, blind in (

@@ -144,7 +144,7 @@ class HandwrittenOperator(Rule):
         "a100_train_6steps v100_train_copy_heavy mi300_timesformer_inference b200_eager "
         "pairs/sam_3_bf16_compiled_sdpa"
     )
-    validated_on = (
+    validation_note = (
         "H100 inference of a 0.5B language model (RMS normalisation 49 times, rotary embedding 48 "
         "times a pass: fires); A100 and V100 training, MI300X and B200 inference (silent)"
     )
@@ -189,8 +189,8 @@ class HandwrittenOperator(Rule):
         rows = np.zeros(a.trace.gpu.height, dtype=np.bool_)
         rows[table["rows"].explode().to_numpy()] = True
         ops = a.kernels["op_name"].gather(np.flatnonzero(rows)).cast(pl.String).unique().sort()
-        under = kernel_common.match_exactly(ops.to_list())
-        selected = kernel_common.compute_rows(a) & kernel_common.launched_under(a, under)
+        under = kernel_common.exact_pattern(ops.to_list())
+        selected = kernel_common.compute_rows(a) & kernel_common.rows_launched_under(a, under)
         ideal = pl.col("bytes") / memory.rate * 1e9 + KERNEL_NS
         saved = (
             float(table.select((pl.col("dur") - slower * ideal).clip(lower_bound=0).sum()).item())

@@ -10,7 +10,7 @@ from advisor.core import labels
 from advisor.core import text as t
 from advisor.core.auxiliary_inputs import COUNTERS
 from advisor.core.finding import Finding, Location, Outcomes
-from advisor.core.rule import ANY_FRAMEWORK, Evidence, FrameworkAdvice, Rule, Source, Threshold
+from advisor.core.rule import ANY_FRAMEWORK, Citation, Evidence, FrameworkAdvice, Rule, Threshold
 from advisor.measure import Analysis
 from advisor.measure.device.kernel_profiles import (
     ONE_LAUNCH,
@@ -48,8 +48,8 @@ class CounterRule(Rule):
     Nsight Compute's is: no kernel gets faster than its busiest unit allows. Beside a trace the
     gain is replayed: what the kernels save together of a step."""
 
-    reads = (COUNTERS,)
-    references = (NCU.at,)
+    auxiliary_inputs = (COUNTERS,)
+    references = (NCU.address,)
     confidence = 0.6
     _label: ClassVar[str] = ""
     """Of the measured figure."""
@@ -61,7 +61,7 @@ class CounterRule(Rule):
 
     def __init_subclass__(cls) -> None:
         super().__init_subclass__()
-        cls.elsewhere = {
+        cls.framework_advice = {
             ANY_FRAMEWORK: FrameworkAdvice(cls.fix, cls.code)
         }  # kernels are of no framework
 
@@ -185,8 +185,10 @@ class OccupancyLimited(CounterRule):
     falsified_by = "the same time at a higher occupancy"
     found_in = ("traces/ncu/deepseek_ocr_rtx5090",)
     silent_in = ("traces/ncu/cutlass_a100_s8",)
-    sources = (Source("Nsight Compute's SpeedOfLight rule: 60%", NCU.at),)
-    validated_on = "20 kernels of a language model on an RTX 5090; silent on full and on tiny grids"
+    sources = (Citation("Nsight Compute's SpeedOfLight rule: 60%", NCU.address),)
+    validation_note = (
+        "20 kernels of a language model on an RTX 5090; silent on full and on tiny grids"
+    )
 
     def saving(self, k: ProfiledKernel) -> CounterSaving | None:
         """Up to the use of the busiest unit, as far as occupancy can rise."""
@@ -259,7 +261,7 @@ class Uncoalesced(ExcessRule):
     verify = "ncu --section MemoryWorkloadAnalysis_Tables …: sectors per request fall towards 4."
     falsified_by = "as many sectors per request with contiguous inputs"
     found_in = ("traces/ncu/cutlass_a100_s8",)
-    validated_on = "CUTLASS's reference product on an A100: 89% of its sectors, L1 97% busy"
+    validation_note = "CUTLASS's reference product on an A100: 89% of its sectors, L1 97% busy"
 
     @staticmethod
     def examples() -> Examples:
@@ -357,7 +359,7 @@ class PartialWave(CounterRule):
     falsified_by = "blocks of very different length"
     found_in = ("traces/ncu/sparse_matmul_a10g",)
     silent_in = ("traces/ncu/cutlass_a100_s8",)
-    validated_on = "a product of 1.07 waves on an A10G; silent on 12.8 waves and on tiny grids"
+    validation_note = "a product of 1.07 waves on an A10G; silent on 12.8 waves and on tiny grids"
 
     def saving(self, k: ProfiledKernel) -> CounterSaving | None:
         """What the tail costs, where no unit is busy all the same."""

@@ -20,9 +20,9 @@ from advisor.measure.device.matmuls import parse_product
 from advisor.measure.device.shapes import OpInputs, width_of
 from advisor.measure.host.names import name_matches
 from advisor.measure.host.operators import KERNEL_NS, attainable_roofs
-from advisor.replay.selection import under_names
+from advisor.replay.selection import rows_under
 from advisor.rules.citations import FLASH_2, FLASH_3
-from advisor.rules.common import in_layers, layer_fields, locate_row
+from advisor.rules.common import layer_columns, layer_fields, locate_row
 
 Mask = NDArray[np.bool_]
 
@@ -50,15 +50,15 @@ def compute_rows(a: Analysis) -> Mask:
     return kernel_rows(a) & ~communication
 
 
-def of_family(a: Analysis, *families: str) -> Mask:
+def family_rows(a: Analysis, *families: str) -> Mask:
     """Aligned with ``trace.gpu``: rows of these kernel families."""
     rows: Mask = a.kernels["family"].is_in(list(families)).fill_null(False).to_numpy()
     return rows
 
 
-def launched_under(a: Analysis, pattern: str) -> Mask:
+def rows_launched_under(a: Analysis, pattern: str) -> Mask:
     """Aligned with ``trace.gpu``: launched inside a host event whose name matches the pattern."""
-    under: Mask = under_names(a, pattern)  # its last entry stands for "no launch in the window"
+    under: Mask = rows_under(a, pattern)  # its last entry stands for "no launch in the window"
     rows: Mask = under[a.trace.gpu["launch"].fill_null(-1).to_numpy()]
     return rows
 
@@ -95,7 +95,7 @@ def report_unknown_rates(a: Analysis, families: Sequence[str], work: str) -> Ite
     yield SkippedCheck(what=f"how near {work} come to the device's rates", why=why, record=record)
 
 
-def no_shapes(a: Analysis, what: str) -> SkippedCheck:
+def skip_without_shapes(a: Analysis, what: str) -> SkippedCheck:
     """That ``what`` needs shapes: none are recorded, or not those of these kernels."""
     if a.trace.inputs.is_empty():
         why, record = "the trace has no input shapes", "record_shapes=True"
@@ -140,12 +140,12 @@ def scale_kernels(
     return Edit(op=op, select=select, factor=expected, factor_low=best, factor_high=worst)
 
 
-def kernels_named(names: Iterable[str]) -> Select:
+def select_kernels(names: Iterable[str]) -> Select:
     """Selects the kernels with exactly these names."""
-    return Select(on="gpu", kind=("kernel",), name=match_exactly(names))
+    return Select(on="gpu", kind=("kernel",), name=exact_pattern(names))
 
 
-def match_exactly(names: Iterable[str]) -> str:
+def exact_pattern(names: Iterable[str]) -> str:
     """Regular expression for exactly these names."""
     return "^(?:" + "|".join(re.escape(name) for name in names) + ")$"
 
@@ -162,7 +162,7 @@ def kernel_locations(a: Analysis, rows: Mask, limit: int = 3) -> list[Location]:
             "op": a.kernels["op_name"]
             .gather(where)
             .fill_null(a.trace.cpu["name"].gather(gpu["op"].gather(where))),
-            **in_layers(a, gpu["launch"].gather(where).fill_null(-1).to_numpy()),
+            **layer_columns(a, gpu["launch"].gather(where).fill_null(-1).to_numpy()),
         }
     )
     by_line = pl.col("layer") < 0
@@ -215,7 +215,7 @@ BACKWARD = 2.5
 """Products of the backward pass over those of the forward pass: five and two (FlashAttention 2)."""
 
 
-class Blocks(NamedTuple):
+class AttentionBlocks(NamedTuple):
     """Unfused attention's forward passes."""
 
     rows: Mask
@@ -228,7 +228,7 @@ class Blocks(NamedTuple):
     last: NDArray[np.int64]
 
 
-class Fused(NamedTuple):
+class FusedEstimate(NamedTuple):
     """The same blocks as fused kernels at the attainable rate."""
 
     half_ns: float
@@ -243,7 +243,7 @@ class Fused(NamedTuple):
 
 def is_fallback_kernel(a: Analysis) -> Mask:
     """Aligned with ``trace.gpu``: kernels of PyTorch's own fallback."""
-    return launched_under(a, MATH) & compute_rows(a)
+    return rows_launched_under(a, MATH) & compute_rows(a)
 
 
 def is_unfused_attention(a: Analysis) -> Mask:
@@ -252,7 +252,7 @@ def is_unfused_attention(a: Analysis) -> Mask:
     return find_blocks(a).rows
 
 
-def find_blocks(a: Analysis, max_between: int = MAX_BETWEEN) -> Blocks:
+def find_blocks(a: Analysis, max_between: int = MAX_BETWEEN) -> AttentionBlocks:
     """Product, softmax, product on one stream, with at most ``max_between`` kernels of scaling,
     mask, casts and dropout on each side of the softmax."""
     gpu, rows = a.trace.gpu, compute_rows(a)
@@ -260,7 +260,7 @@ def find_blocks(a: Analysis, max_between: int = MAX_BETWEEN) -> Blocks:
     index = index[np.lexsort((gpu["ts"].to_numpy()[index], gpu["stream"].to_numpy()[index]))]
     found = np.zeros(len(rows), dtype=bool)
     if not len(index):
-        return Blocks(found, found, index, index, index)
+        return AttentionBlocks(found, found, index, index, index)
     family = a.kernels["family"].gather(index)
     op = a.kernels["op_name"].gather(index)
     softmax = (family == "softmax").fill_null(False).to_numpy()
@@ -285,10 +285,12 @@ def find_blocks(a: Analysis, max_between: int = MAX_BETWEEN) -> Blocks:
     np.add.at(edge, begin, 1)
     np.add.at(edge, end + 1, -1)
     found[index[np.cumsum(edge)[:-1] > 0]] = True
-    return Blocks(found | is_fallback_kernel(a), found, index[begin], index[middle], index[end])
+    return AttentionBlocks(
+        found | is_fallback_kernel(a), found, index[begin], index[middle], index[end]
+    )
 
 
-def estimate_fused_time(a: Analysis, blocks: Blocks) -> Fused | None:
+def estimate_fused_time(a: Analysis, blocks: AttentionBlocks) -> FusedEstimate | None:
     """How long fused kernels take for the same forward passes at the attainable rate: for the FLOPs
     of whole tiles, or for the bytes of queries, keys, values and results, whichever takes longer.
     ``None``: shapes or rates are not known.
@@ -320,7 +322,7 @@ def estimate_fused_time(a: Analysis, blocks: Blocks) -> Fused | None:
     # blocks without shapes, and the rest of the fallback, are taken to be like the others
     more = len(blocks.first) / known
     more *= summed_duration(a, blocks.rows) / max(1, summed_duration(a, blocks.found))
-    return Fused(in_half * more, in_full * more, tokens, wide)
+    return FusedEstimate(in_half * more, in_full * more, tokens, wide)
 
 
 class _Size(NamedTuple):
@@ -336,7 +338,7 @@ class _Size(NamedTuple):
     """Of an element."""
 
 
-def _sizes(a: Analysis, blocks: Blocks) -> Iterator[tuple[_Size, int]]:
+def _sizes(a: Analysis, blocks: AttentionBlocks) -> Iterator[tuple[_Size, int]]:
     """The sizes of the blocks as far as they are recorded, and how many have each."""
     gpu, cpu = a.trace.gpu, a.trace.cpu
     columns: dict[str, pl.Series] = {}

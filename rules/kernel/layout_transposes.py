@@ -32,7 +32,7 @@ class LayoutTransposes(Rule):
     knobs = ("channels-last",)
     found_in = ("traces/mi210_gpu_only",)
     silent_in = SILENT_TRACES
-    validated_on = (
+    validation_note = (
         "MI210 ResNet training (MIOpen transposes, 34% of convolution time: fires); A100 ResNet "
         "at 24% busy (27% of convolution time, but the device waits for the host: silent)"
     )
@@ -87,7 +87,7 @@ class LayoutTransposes(Rule):
             return
         rows = kernel_common.compute_rows(a)
         moving = rows & name_matches(a.trace.gpu["name"], TRANSPOSES).to_numpy()
-        convolving = (rows & kernel_common.of_family(a, "convolution")) | moving
+        convolving = (rows & kernel_common.family_rows(a, "convolution")) | moving
         total = kernel_common.summed_duration(a, kernel_common.kernel_rows(a))
         conv_ns, moved_ns = (
             kernel_common.summed_duration(a, convolving),

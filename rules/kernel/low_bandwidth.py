@@ -29,7 +29,7 @@ class LowBandwidth(BelowRate):
     title = "Memory-bound operators use a third of the memory bandwidth or less"
     found_in = public_traces("pairs/particle_batch128 pairs/particle_batch64")
     silent_in = public_traces("h100_qwen_inference a100_train_6steps v100_train_copy_heavy")
-    validated_on = (
+    validation_note = (
         "A100 training of a particle transformer at batch 128 (layer norm over 128 elements at "
         "21% of the rate: fires, with no gain there, because the host is the bottleneck); A100 "
         "and H100 otherwise (50 to 127%: silent)"

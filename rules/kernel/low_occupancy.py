@@ -39,7 +39,7 @@ class LowOccupancy(Rule):
     id = "low-occupancy"
     title = "Low occupancy in memory-bound kernels"
     silent_in = SILENT_TRACES
-    validated_on = (
+    validation_note = (
         "silent where it must be: A100 and V100 training (25 and 21% of kernel time is below 40% "
         "by what the profiler writes); has never fired on a real trace"
     )
@@ -74,7 +74,7 @@ class LowOccupancy(Rule):
     confidence = 0.5
     assumptions = ("{reachable:.0%} of memory bandwidth can be reached",)
 
-    elsewhere = in_any_language(
+    framework_advice = in_any_language(
         "Let more threads be in flight: fewer registers and less shared memory per thread, or "
         "other block sizes.",
         cuda="__launch_bounds__ limits registers; cudaOccupancyMaxPotentialBlockSize gives block "
@@ -86,7 +86,7 @@ class LowOccupancy(Rule):
         """Memory-bound kernels by name with low occupancy and low bandwidth."""
         if not kernel_common.is_busy(a, self.min_busy):
             return
-        rows = kernel_common.compute_rows(a) & kernel_common.of_family(a, *MEMORY_BOUND)
+        rows = kernel_common.compute_rows(a) & kernel_common.family_rows(a, *MEMORY_BOUND)
         rows &= ~a.kernels["tensor_core"].fill_null(False).to_numpy()
         total = kernel_common.summed_duration(a, kernel_common.kernel_rows(a))
         if kernel_common.summed_duration(a, rows) < self.min_share * total:
@@ -97,7 +97,7 @@ class LowOccupancy(Rule):
         blind = low.filter(pl.col("moved").is_null())
         if blind.height == low.height:
             part = f"{blind['dur'].sum() / total:.0%}"
-            yield kernel_common.no_shapes(
+            yield kernel_common.skip_without_shapes(
                 a, f"whether {part} of kernel time at low occupancy reaches memory bandwidth"
             )
         if a.hardware is None:
@@ -107,7 +107,7 @@ class LowOccupancy(Rule):
         low = low.filter(pl.col("rate") < self.max_bandwidth)
         if low.is_empty():
             return
-        select = kernel_common.kernels_named(low["name"].cast(pl.String).to_list())
+        select = kernel_common.select_kernels(low["name"].cast(pl.String).to_list())
         chosen = rows & name_matches(a.trace.gpu["name"], select.name).to_numpy()
         worst = low.row(0, named=True)
         share = float(low["dur"].sum()) / total
@@ -192,7 +192,7 @@ class LowOccupancy(Rule):
             "a small grid": (_kernel(32, 600, blocks=16), "max_occupancy"),
             "a tensor-core kernel": (
                 example_steps(product),
-                "facts.summed_duration(a, rows) < self.min_share * total",
+                "kernel_common.summed_duration(a, rows) < self.min_share * total",
             ),
         }
 

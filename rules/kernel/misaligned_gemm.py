@@ -10,7 +10,7 @@ import numpy as np
 import polars as pl
 
 from advisor.core.finding import Finding, Outcomes, Select
-from advisor.core.rule import Evidence, Rule, Source, Threshold
+from advisor.core.rule import Citation, Evidence, Rule, Threshold
 from advisor.measure import Analysis
 from advisor.measure.device.shapes import OpInputs, Tensor
 from advisor.rules.citations import (
@@ -72,12 +72,12 @@ class MisalignedGemm(Rule):
     silent_in = public_traces(
         "v100_train_copy_heavy two_ranks_rank0 b200_eager h100_bert_small_inference"
     )
-    validated_on = (
+    validation_note = (
         "A100 training (fires: K or N of 30, 647, 9375 … ran on align1 kernels, 11% of kernel "
         "time); B200 and H100 in BF16 (73 and 25 products odd in M alone: not flagged; H100's "
         "vocabulary of 30522 is the one that ran on align2); names agree with shapes, see above"
     )
-    sources = (Source("NVIDIA's guide: multiples of 16 bytes", MATMUL_GUIDE.at),)
+    sources = (Citation("NVIDIA's guide: multiples of 16 bytes", MATMUL_GUIDE.address),)
     references = (
         "https://docs.nvidia.com/deeplearning/performance/dl-performance-matrix-multiplication/",
         "https://docs.nvidia.com/cuda/cublas/#tensor-core-usage",
@@ -119,7 +119,7 @@ class MisalignedGemm(Rule):
         "{worst_factor:.0%}), as on public A100 traces",
     )
 
-    elsewhere = in_any_language(
+    framework_advice = in_any_language(
         "Pad the dimensions of matrices to multiples of 8 (16-bit) or 16 (8-bit) elements.",
         falsified_by="a padded product that is no faster when timed alone: it is bound by "
         "something else",
@@ -129,7 +129,7 @@ class MisalignedGemm(Rule):
         """Time of misaligned products as a share of all kernel time."""
         if not kernel_common.is_busy(a, self.min_busy):
             return
-        rows = kernel_common.compute_rows(a) & kernel_common.of_family(a, "gemm")
+        rows = kernel_common.compute_rows(a) & kernel_common.family_rows(a, "gemm")
         total = kernel_common.summed_duration(a, kernel_common.kernel_rows(a))
         if kernel_common.summed_duration(a, rows) < self.min_share * total:
             return
@@ -141,7 +141,7 @@ class MisalignedGemm(Rule):
             > 0.5 * kernel_common.summed_duration(a, rows)
             and share < self.min_share
         ):
-            yield kernel_common.no_shapes(a, "alignment of matrix dimensions")
+            yield kernel_common.skip_without_shapes(a, "alignment of matrix dimensions")
             return
         if share < self.min_share:
             return

@@ -156,7 +156,7 @@ class BelowRate(Rule):
         Kernels are named: where another operator runs the same ones, its time stays."""
         rows = rows_of(a, slow) & kernel_common.compute_rows(a)
         names = a.trace.gpu["name"].gather(np.flatnonzero(rows)).cast(pl.String).unique().sort()
-        select = kernel_common.kernels_named(names.to_list())
+        select = kernel_common.select_kernels(names.to_list())
         selected = (
             kernel_common.kernel_rows(a) & name_matches(a.trace.gpu["name"], select.name).to_numpy()
         )

@@ -33,7 +33,7 @@ class SlowAttention(BelowRate):
     title = "Fused attention runs far below the GPU's rate"
     found_in = ("traces/pairs/sam_2_fp32_few_syncs", "traces/h100_qwen_inference")
     silent_in = public_traces("b200_eager h100_bert_small_inference pairs/sam_3_bf16_compiled_sdpa")
-    validated_on = (
+    validation_note = (
         "mask generation on an A100 in FP32 (heads of 16 and 80 in the memory-efficient kernel, 12 "
         "to 14% of the rate: fires; the same calls in 16 bits, measured: 163 to 42 ms, predicted "
         "116 ms less); H100 inference (FlashAttention 2 at 26%: "

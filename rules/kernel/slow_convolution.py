@@ -39,7 +39,7 @@ class SlowConvolution(BelowRate):
     found_in = ("traces/mi300x_kernels_after_steps",)
     silent_in = ("traces/pairs/sam_2_fp32_few_syncs",)
     knobs = ("cudnn-benchmark", "channels-last")
-    validated_on = (
+    validation_note = (
         "MI300X training (a gradient of a 1 x 1 convolution in FP16 on a kernel without matrix "
         "cores, 29 times 1 ms for work of microseconds: fires)"
     )
@@ -198,7 +198,7 @@ class CudnnBenchmarkOff(Rule):
         kernels = kernel_common.kernel_rows(a)
         total = kernel_common.summed_duration(a, kernels)
         share = kernel_common.summed_duration(
-            a, kernels & kernel_common.of_family(a, "convolution")
+            a, kernels & kernel_common.family_rows(a, "convolution")
         ) / max(total, 1)
         shapes = recorded.column("shapes")
         shapes = shapes[~np.isnan(shapes)]

@@ -43,7 +43,7 @@ class SlowGemm(BelowRate):
         "h100_qwen_inference pairs/sam_2_fp32_few_syncs b200_eager mi300_timesformer_inference "
         "mi300x_kernels_after_steps pairs/sam_3_bf16_compiled_sdpa"
     )
-    validated_on = (
+    validation_note = (
         "A100 training at batch 64 (1.19 rounds of tiles at 31% of the rate: fires, with no gain "
         "there, because the host is the bottleneck); silent on H100 inference (81 to 90% of the "
         "rate), an A100 in fp32, B200 inference (bound by launches), MI300X (unfused attention)"

@@ -95,7 +95,7 @@ class TensorRTReformat(EngineLayers):
     falsified_by = "an engine with fewer reformats that is as slow"
     assumptions = ("layers keep their times in the other format",)
     confidence = 0.6
-    elsewhere = in_any_language(fix, code=code)
+    framework_advice = in_any_language(fix, code=code)
 
     @staticmethod
     def examples() -> Examples:
@@ -136,7 +136,7 @@ class TensorRTPrecision(EngineLayers):
     falsified_by = "results outside of the accuracy that the application allows"
     assumptions = ("fp16 keeps the accuracy that is needed: compare results",)
     confidence = 0.8
-    elsewhere = in_any_language(fix, code=code)
+    framework_advice = in_any_language(fix, code=code)
 
     @staticmethod
     def examples() -> Examples:

@@ -6,7 +6,7 @@ from advisor.core import labels
 from advisor.core import text as t
 from advisor.core.auxiliary_inputs import TRITON_CACHE
 from advisor.core.finding import Finding, Location, Outcomes
-from advisor.core.rule import ANY_FRAMEWORK, Evidence, FrameworkAdvice, Rule, Source, Threshold
+from advisor.core.rule import ANY_FRAMEWORK, Citation, Evidence, FrameworkAdvice, Rule, Threshold
 from advisor.measure import Analysis
 from advisor.measure.device.kernel_profiles import MatchedKernel
 from advisor.rules.citations import INDUCTOR_SPILLS, OURS
@@ -32,7 +32,7 @@ class TritonSpills(Rule):
 
     id = "triton-register-spills"
     title = "Triton spills registers of a kernel"
-    reads = (TRITON_CACHE,)
+    auxiliary_inputs = (TRITON_CACHE,)
     min_spilled = Threshold(16, "registers per thread", INDUCTOR_SPILLS)
     min_spilled_amd = Threshold(32, "registers per thread on AMD GPUs", INDUCTOR_SPILLS)
     min_share = Threshold(0.05, "of kernel time, where there is a trace", OURS)
@@ -49,15 +49,15 @@ class TritonSpills(Rule):
     verify = "The compiled kernel's n_spills is 0 in the variant that is faster."
     falsified_by = "a configuration without spills that is slower"
     assumptions = ("loads and stores of spilled registers slow the kernel down",)
-    elsewhere = {ANY_FRAMEWORK: FrameworkAdvice(fix, code)}  # kernels are of no framework
+    framework_advice = {ANY_FRAMEWORK: FrameworkAdvice(fix, code)}  # kernels are of no framework
     references = (
         "https://triton-lang.org/main/python-api/generated/triton.Config.html",
         "https://docs.nvidia.com/cuda/cuda-c-programming-guide/#device-memory-accesses",
     )
     sources = (
-        Source("sin and cos: no spills", "https://github.com/triton-lang/triton/issues/1756"),
+        Citation("sin and cos: no spills", "https://github.com/triton-lang/triton/issues/1756"),
     )
-    validated_on = "kernels compiled for sm_80 and sm_90; no trace of theirs was recorded"
+    validation_note = "kernels compiled for sm_80 and sm_90; no trace of theirs was recorded"
 
     def check(self, a: Analysis) -> Outcomes:
         """The kernels that spill most, weighed by their time where there is a trace."""

@@ -53,7 +53,7 @@ class UnfusedAttention(Rule):
         *SILENT_TRACES,
         "traces/pairs/sam_3_bf16_compiled_sdpa",
     )
-    validated_on = (
+    validation_note = (
         "MI300 video inference (80% of kernel time in product, softmax, product: fires), SAM in "
         "FP32 (13%, gone where its authors used fused attention), a particle transformer (eight "
         "blocks of baddbmm, softmax, bmm); silent where flash attention "
@@ -127,7 +127,7 @@ class UnfusedAttention(Rule):
         },
     }
 
-    elsewhere = {
+    framework_advice = {
         TENSORFLOW: FrameworkAdvice(
             "Use fused attention.", "keras.config.enable_flash_attention()"
         ),
@@ -175,11 +175,13 @@ class UnfusedAttention(Rule):
         )
 
     def _healthy(self, a: Analysis, rows: kernel_common.Mask, total: int, share: float) -> Outcomes:
-        fused = kernel_common.summed_duration(a, rows & kernel_common.of_family(a, "attention"))
+        fused = kernel_common.summed_duration(a, rows & kernel_common.family_rows(a, "attention"))
         if fused >= self.praise_share * total and share < 0.01:
             yield PassedCheck(text=f"attention runs fused ({fused / total:.0%} of kernel time)")
         unknown = (
-            rows & kernel_common.of_family(a, "softmax") & a.kernels["op_name"].is_null().to_numpy()
+            rows
+            & kernel_common.family_rows(a, "softmax")
+            & a.kernels["op_name"].is_null().to_numpy()
         )
         if kernel_common.summed_duration(a, unknown) >= 0.02 * total:
             yield SkippedCheck(
@@ -197,7 +199,7 @@ class UnfusedAttention(Rule):
             return 0.0
         op = a.kernels["op_name"]
         products = rows & name_matches(op, kernel_common.FORWARD).to_numpy()
-        in_backward = kernel_common.launched_under(a, r"^autograd::engine::evaluate_function")
+        in_backward = kernel_common.rows_launched_under(a, r"^autograd::engine::evaluate_function")
         in_forward = kernel_common.summed_duration(a, products & ~in_backward)
         part = kernel_common.summed_duration(a, products & forward) / max(1, in_forward)
         gradients = rows & in_backward & name_matches(op, GRADIENT).to_numpy()
@@ -208,9 +210,9 @@ class UnfusedAttention(Rule):
         self,
         a: Analysis,
         rows: kernel_common.Mask,
-        blocks: kernel_common.Blocks,
+        blocks: kernel_common.AttentionBlocks,
         backward: float,
-        fused: kernel_common.Fused | None,
+        fused: kernel_common.FusedEstimate | None,
     ) -> Edit:
         """Merges the kernels of these blocks. Operators whose time is mostly outside the blocks
         (additions, casts) stay as they are; of the others, what is outside keeps its time."""
@@ -222,11 +224,11 @@ class UnfusedAttention(Rule):
             .agg(part=pl.col("dur").filter(pl.col("block")).sum() / pl.col("dur").sum())
         )
         own = share.filter(pl.col("part") >= MIN_PART)["op"].drop_nulls().cast(pl.String).to_list()
-        under = [rf"{kernel_common.FORWARD}|{SOFTMAX}", kernel_common.match_exactly(sorted(own))]
+        under = [rf"{kernel_common.FORWARD}|{SOFTMAX}", kernel_common.exact_pattern(sorted(own))]
         if kernel_common.is_fallback_kernel(a).any():
             under.append(kernel_common.MATH)
         select = Select(on="gpu", kind=("kernel",), under="|".join(under))
-        chosen = kernel_common.launched_under(a, select.under) & rows
+        chosen = kernel_common.rows_launched_under(a, select.under) & rows
         touched = kernel_common.summed_duration(a, blocks.rows & chosen) + backward
         left = self._fused_time(a, blocks, fused, training=backward > 0)
         saved = [max(0.0, touched - ns) for ns in left]
@@ -235,8 +237,8 @@ class UnfusedAttention(Rule):
     def _fused_time(
         self,
         a: Analysis,
-        blocks: kernel_common.Blocks,
-        fused: kernel_common.Fused | None,
+        blocks: kernel_common.AttentionBlocks,
+        fused: kernel_common.FusedEstimate | None,
         *,
         training: bool,
     ) -> tuple[float, float, float]:

@@ -54,7 +54,7 @@ class UnfusedElementwise(Rule):
     knobs = ("compile",)
     found_in = ("traces/h100_qwen_inference",)
     silent_in = SILENT_TRACES
-    validated_on = (
+    validation_note = (
         "fires on h100_qwen_inference (RMSNorm and rotary embedding written as pointwise chains, 5 "
         "kernels long); silent on A100 and V100 training and MI210 ResNet (3, 7 and 11% of kernel "
         "time in chains)"
@@ -111,7 +111,7 @@ class UnfusedElementwise(Rule):
     }
 
     inference = {"fix": fix.replace(", a fused loss", "")}
-    elsewhere = {
+    framework_advice = {
         TENSORFLOW: FrameworkAdvice(
             "Compile the step with XLA, which fuses the chains.",
             TF_COMPILE,
@@ -132,16 +132,16 @@ class UnfusedElementwise(Rule):
             return
         total = kernel_common.summed_duration(a, kernel_common.kernel_rows(a))
         rows = kernel_common.compute_rows(a)
-        fusible = rows & kernel_common.of_family(a, *FUSIBLE)
+        fusible = rows & kernel_common.family_rows(a, *FUSIBLE)
         if kernel_common.summed_duration(a, fusible) < self.min_share * total:
             return
         fusible &= ~name_matches(a.trace.gpu["name"], ALREADY).to_numpy()
-        fusible &= ~kernel_common.launched_under(a, r"^Optimizer\.step#")
+        fusible &= ~kernel_common.rows_launched_under(a, r"^Optimizer\.step#")
         in_chain, chains, known = self._chains(a, rows, fusible)
         share = kernel_common.summed_duration(a, in_chain) / total
         if share < self.min_share:
             return
-        selected = rows & kernel_common.of_family(a, *FUSIBLE)
+        selected = rows & kernel_common.family_rows(a, *FUSIBLE)
         saved = float(chains["saved"].sum())
         change = kernel_common.scale_kernels(
             a,

@@ -7,7 +7,7 @@ import polars as pl
 from numpy.typing import NDArray
 
 from advisor.core.finding import Finding, Outcomes, Select, SkippedCheck
-from advisor.core.rule import Evidence, Rule, Source, Threshold
+from advisor.core.rule import Citation, Evidence, Rule, Threshold
 from advisor.core.text import count_noun
 from advisor.measure import Analysis
 from advisor.measure.host.names import name_matches
@@ -40,11 +40,11 @@ class WaveQuantisation(Rule):
     id = "wave-quantisation"
     title = "Wave quantisation: the last wave of blocks leaves the GPU mostly empty"
     silent_in = SILENT_TRACES
-    validated_on = (
+    validation_note = (
         "the waves of SAM's kernels on an A100, by blocks, registers and multiprocessors; products "
         "of 1.48 waves that reach 98% of the attainable rate there are not counted"
     )
-    sources = (Source("arithmetic: 1.2 waves take as long as 2, the last of them 80% empty"),)
+    sources = (Citation("arithmetic: 1.2 waves take as long as 2, the last of them 80% empty"),)
     references = (
         "https://docs.nvidia.com/deeplearning/performance/dl-performance-matrix-multiplication/#wave-quant",
     )
@@ -72,7 +72,7 @@ class WaveQuantisation(Rule):
     confidence = 0.5
     assumptions = ("{part:.0%} of the tail can be won back (none to all)",)
 
-    elsewhere = in_any_language(
+    framework_advice = in_any_language(
         "Choose sizes, or tiles, so that the number of blocks is a multiple of what the device "
         "runs at once. Or let blocks fetch work themselves (persistent kernels, stream-K)."
     )
@@ -82,7 +82,7 @@ class WaveQuantisation(Rule):
         if not kernel_common.is_busy(a, self.min_busy):
             return
         total = kernel_common.summed_duration(a, kernel_common.kernel_rows(a))
-        heavy = kernel_common.compute_rows(a) & kernel_common.of_family(
+        heavy = kernel_common.compute_rows(a) & kernel_common.family_rows(
             a, "gemm", "convolution", "attention"
         )
         if kernel_common.summed_duration(a, heavy) < self.min_share * total:
@@ -101,7 +101,7 @@ class WaveQuantisation(Rule):
         table = self._wasteful(a, heavy_known, total)
         if table.is_empty():
             return
-        select = kernel_common.kernels_named(table["name"].cast(pl.String).to_list())
+        select = kernel_common.select_kernels(table["name"].cast(pl.String).to_list())
         rows = (
             kernel_common.compute_rows(a)
             & name_matches(a.trace.gpu["name"], select.name).to_numpy()
@@ -224,7 +224,7 @@ class SmallGrids(Rule):
     title = "Kernels are too small to fill the GPU"
     found_in = ("traces/dlrm_8ranks",)
     silent_in = SILENT_TRACES
-    validated_on = (
+    validation_note = (
         "silent where it must be: A100 (49% of kernel time looks small, 19% of compute time is), "
         "H100 (65%, but 7% busy), B200; fires on DLRM on V100 (84% of compute time in kernels "
         "of fewer than 80 blocks, counted from the grids)"
@@ -276,7 +276,7 @@ class SmallGrids(Rule):
         "out = torch.bmm(torch.stack(lefts), torch.stack(rights))",
         "assumptions": (_WON_BACK, "a larger batch fits into memory"),
     }
-    elsewhere = in_any_language(
+    framework_advice = in_any_language(
         "Give each launch more work: batch items, split along another dimension, or run "
         "independent kernels on several streams at once."
     )
@@ -301,7 +301,7 @@ class SmallGrids(Rule):
         empty = float((dur * (1 - blocks[small])).sum())
         empty_share = empty / float(dur.sum())
         families = sorted(set(a.kernels["family"].filter(small).drop_nulls().to_list()))
-        selected = rows & kernel_common.of_family(a, *families)
+        selected = rows & kernel_common.family_rows(a, *families)
         saved = (empty * part for part in (self.part, 1.0, self.worst_part))
         select = Select(on="gpu", kind=("kernel",), family=tuple(families))
         yield Finding(

@@ -32,7 +32,7 @@ EXPANDABLE = (
 )
 
 
-class Peaks(NamedTuple):
+class MemoryPeaks(NamedTuple):
     """Bytes on the analyzed GPU; ``None``: not measured."""
 
     reserved: int | None
@@ -43,16 +43,16 @@ class Peaks(NamedTuple):
     """Memory of the GPU."""
 
 
-def measure_peaks(a: Analysis) -> Peaks:
+def measure_peaks(a: Analysis) -> MemoryPeaks:
     """The largest values of any used step."""
     if a.device_id is None:
-        return Peaks(None, None, None)
+        return MemoryPeaks(None, None, None)
     rows = a.memory.filter(a.memory["device"] == a.device_id)
 
     def largest(name: str) -> int | None:
         return max((int(value) for value in rows[name].drop_nulls()), default=None)
 
-    return Peaks(largest("peak_reserved"), largest("peak_allocated"), largest("capacity"))
+    return MemoryPeaks(largest("peak_reserved"), largest("peak_allocated"), largest("capacity"))
 
 
 def locate_holders(post: PostMortem, count: int = 3) -> list[Location]:
@@ -119,10 +119,10 @@ def snapshot_example(
 ) -> TraceBuilder:
     """An example with the memory snapshot of ``steps`` training steps on a GPU of ``total`` bytes,
     or of those before memory runs out. ``training``: arguments of the simulated training."""
-    from advisor.testing.allocator import Allocator, DeviceFull, Training
+    from advisor.testing.allocator import DeviceFull, FakeAllocator, Training
 
     b = b or TraceBuilder()
-    allocator = Allocator(total=total, history=history)
+    allocator = FakeAllocator(total=total, history=history)
     with suppress(DeviceFull):
         program = Training(allocator, **training)
         for _ in range(steps):

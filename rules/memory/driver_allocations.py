@@ -101,7 +101,7 @@ class AllocationsInLoop(DriverAllocationRule):
     title = "The loop allocates GPU memory through the driver"
     knobs = ("expandable-segments",)
     silent_in = SILENT_TRACES
-    validated_on = (
+    validation_note = (
         "silent where it must be: A100 and V100 training (no such call in six steps), AlexNet (24 "
         "cudaMalloc at the start); has not fired on a real trace"
     )
@@ -124,7 +124,7 @@ class AllocationsInLoop(DriverAllocationRule):
     )
     confidence = 0.8
 
-    elsewhere = in_any_language(
+    framework_advice = in_any_language(
         "Allocate once, before the loop, and reuse the memory, or take it from a pool.",
         cuda="Use cudaMallocAsync from a pool with a high release threshold in place of cudaMalloc "
         "and cudaFree, which make the whole GPU wait.",
@@ -231,7 +231,7 @@ class PinnedAllocationInLoop(DriverAllocationRule):
     id = "pinned-allocation-in-loop"
     title = "The loop allocates pinned host memory"
     silent_in = SILENT_TRACES
-    validated_on = (
+    validation_note = (
         "silent on A100 and V100 training (pinned copies, no such call); has not fired on a real "
         "trace"
     )
@@ -256,7 +256,7 @@ class PinnedAllocationInLoop(DriverAllocationRule):
     verify = "Profile later steps again: no cudaHostAlloc inside them."
     confidence = 0.85
 
-    elsewhere = in_any_language(
+    framework_advice = in_any_language(
         "Pin host memory once, before the loop, and reuse it: pinning takes far longer than the "
         "copy.",
         cuda="Call cudaHostAlloc or cudaHostRegister once, not in each iteration.",

@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 from advisor.core.finding import Edit, Finding, Outcomes, Select
 from advisor.core.rule import Evidence, Rule, Threshold
 from advisor.measure import Analysis
-from advisor.replay.selection import under_names
+from advisor.replay.selection import rows_under
 from advisor.rules.citations import OURS, SILENT_TRACES
 from advisor.rules.common import amount_per_step, locate_row
 from advisor.rules.memory.device_memory import run_product
@@ -34,7 +34,7 @@ class EmptyCacheInLoop(Rule):
     title = "empty_cache() in the loop makes the allocator start over"
     knobs = ("keep-cache",)
     silent_in = SILENT_TRACES
-    validated_on = "the frame as PyTorch 2.13 records it; has not fired on a real trace"
+    validation_note = "the frame as PyTorch 2.13 records it; has not fired on a real trace"
     references = (
         "https://pytorch.org/docs/stable/generated/torch.cuda.memory.empty_cache.html",
         "https://pytorch.org/docs/stable/notes/cuda.html#cuda-memory-management",
@@ -67,7 +67,7 @@ class EmptyCacheInLoop(Rule):
         if a.device_id is None or a.allocations.is_empty():
             return
         calls = a.allocations.filter(pl.col("call").is_in(["malloc", "free"]))
-        in_empty_cache = under_names(a, FRAME)[calls["host"].to_numpy()]
+        in_empty_cache = rows_under(a, FRAME)[calls["host"].to_numpy()]
         free = (calls["call"] == "free").to_numpy()
         with_stack = bool((free & in_empty_cache).any())
         rows = free & in_empty_cache if with_stack else self._bursts(calls)

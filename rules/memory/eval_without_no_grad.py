@@ -62,7 +62,7 @@ class EvalWithoutNoGrad(Rule):
     knobs = ("no-grad-evaluation",)
     found_in: ClassVar[tuple[str, ...]] = ("workloads/eval_with_grad",)
     silent_in: ClassVar[tuple[str, ...]] = (*SILENT_TRACES, "workloads/eval_with_grad")
-    validated_on = (
+    validation_note = (
         "CPU recordings, torch 2.13: fires on validation with gradients enabled, silent on the "
         "same under inference_mode; silent on A100, V100 and NCCL trainings (0 to 3% of the "
         "operators that make nodes) and on two_ranks (34%, but 1% of the step)"
@@ -196,7 +196,9 @@ class EvaluationGraphs(EvalWithoutNoGrad):
     reads_record = True
     found_in = ("recorded/evaluation_graphs.slow",)
     silent_in = ("recorded/evaluation_graphs.cured", *CURED_RECORDINGS)
-    validated_on = "a CPU recording with a validation loop every twenty steps; silent with no_grad"
+    validation_note = (
+        "a CPU recording with a validation loop every twenty steps; silent with no_grad"
+    )
 
     min_numbers = Threshold(10, "forwards in the run: fewer may be a look at one output", OURS)
     min_step = Threshold(

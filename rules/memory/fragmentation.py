@@ -45,7 +45,7 @@ class Fragmentation(Rule):
     title = "GPU memory is fragmented"
     knobs = ("expandable-segments",)
     reads_record = True
-    reads = (SNAPSHOT,)
+    auxiliary_inputs = (SNAPSHOT,)
     references = (
         "https://pytorch.org/docs/stable/notes/cuda.html#optimizing-memory-usage-with-pytorch-cuda-alloc-conf",
     )
@@ -80,7 +80,7 @@ class Fragmentation(Rule):
         if findings or a.recorded is None:
             return
         recorded = recorded_steps(a)
-        used = recorded.settled
+        used = recorded.after_warmup
         reserved = last_known(recorded.column("reserved")[used])
         peak = last_known(recorded.column("peak")[used])
         allocated = recorded.column("allocated")[used]
@@ -131,7 +131,7 @@ class Fragmentation(Rule):
                 continue
             failed = placed is not None and placed.scattered and packed.helps
             limit = max(self.min_freed * post.reserved, self.min_split * GIB)
-            if not failed and (post.history.failed is not None or packed.freed < limit):
+            if not failed and (post.history.failed_event is not None or packed.freed < limit):
                 continue
             case = self.case("of a snapshot")
             summary = (
@@ -214,9 +214,9 @@ def _run(
 def _with_gaps(*, keep: bool, full: bool = False) -> TraceBuilder:
     """Twenty segments of 200 MiB with 4 MiB in the middle of each, then 180 MiB are asked for. Not
     kept: nothing is in them, and they are given back. Full: nothing is asked for, they are left."""
-    from advisor.testing.allocator import LOOP, MIB, Allocator, DeviceFull
+    from advisor.testing.allocator import LOOP, MIB, DeviceFull, FakeAllocator
 
-    m = Allocator(total=4000 * MIB)
+    m = FakeAllocator(total=4000 * MIB)
     with m.at(*LOOP):
         done = []
         for whole in [m.alloc(200 * MIB) for _ in range(20)]:

@@ -26,7 +26,7 @@ from advisor.rules.common import (
     scale_edit,
     sum_column,
 )
-from advisor.rules.kernel.kernel_common import launched_under, summed_duration
+from advisor.rules.kernel.kernel_common import rows_launched_under, summed_duration
 from advisor.testing import Examples, TraceBuilder
 
 CAT = r"^aten::cat$"
@@ -129,7 +129,9 @@ def _device_time(a: Analysis, calls: Rows) -> tuple[int, float]:
     parent = stacks.parent_rows(a.trace)
     inside = np.append(stacks.innermost_ancestor(parent, chosen) >= 0, False)
     own = inside[a.trace.gpu["launch"].fill_null(-1).to_numpy()] & a.in_window
-    ns, whole = (summed_duration(a, rows) for rows in (own, launched_under(a, CAT) & a.in_window))
+    ns, whole = (
+        summed_duration(a, rows) for rows in (own, rows_launched_under(a, CAT) & a.in_window)
+    )
     return ns, ns / max(whole, 1)
 
 

@@ -51,9 +51,9 @@ class HugeVocabulary(Rule):
 
     id = "huge-vocabulary"
     title = "The loss keeps several copies of the logits in memory"
-    reads = (SNAPSHOT,)
+    auxiliary_inputs = (SNAPSHOT,)
     silent_in = SILENT_TRACES
-    validated_on = (
+    validation_note = (
         "operators, shapes, arguments as PyTorch 2.13 records them; has not fired on a real trace"
     )
     references = ("https://github.com/linkedin/Liger-Kernel", "https://arxiv.org/abs/2411.09009")
@@ -104,7 +104,7 @@ class HugeVocabulary(Rule):
         if held is None or held.largest < self.min_memory * max(post.allocated, 1):
             return None
         share = held.largest / max(post.allocated, 1)
-        when = "when memory ran out" if post.history.failed is not None else "at the peak"
+        when = "when memory ran out" if post.history.failed_event is not None else "at the peak"
         return Finding(
             summary=(
                 f"{held.blocks} blocks of the loss and of the logits' size held "
@@ -133,7 +133,7 @@ class HugeVocabulary(Rule):
             return
         described = cpu["inputs"].gather(calls)
         if described.null_count() == len(calls):
-            kernels = kernel_common.launched_under(a, _FORWARD) & a.in_window
+            kernels = kernel_common.rows_launched_under(a, _FORWARD) & a.in_window
             if (a.trace.gpu["dur"].to_numpy()[kernels] >= self.worth_asking_ns).any():
                 yield SkippedCheck(
                     what="how much memory the loss over the vocabulary takes",
@@ -156,7 +156,7 @@ class HugeVocabulary(Rule):
         source = "of the peak" if allocated or reserved else "of the GPU's memory"
         tensor = OpInputs(*a.trace.inputs.row(int(described[int(taken.argmax())]))).tensor(0)
         shape = " x ".join(f"{n:,}" for n in tensor.shape) if tensor else ""
-        under = kernel_common.launched_under(a, _LOSS) & a.in_window
+        under = kernel_common.rows_launched_under(a, _LOSS) & a.in_window
         yield Finding(
             summary=(
                 f"The log-softmax of {shape} takes {t.format_bytes(largest)} "

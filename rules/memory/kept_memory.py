@@ -40,7 +40,7 @@ class KeptReferences(Rule):
 
     id = "kept-references"
     title = "The peak holds outputs of the previous step"
-    reads = (SNAPSHOT,)
+    auxiliary_inputs = (SNAPSHOT,)
     references = (
         "https://pytorch.org/docs/stable/notes/faq.html#my-model-reports-cuda-runtime-error-2-out-of-memory",
     )
@@ -137,7 +137,7 @@ class MemoryLeak(Rule):
     id = "memory-leak"
     title = "Memory grows from step to step"
     reads_record = True
-    reads = (SNAPSHOT,)
+    auxiliary_inputs = (SNAPSHOT,)
     found_in = ("recorded/leak.slow",)
     silent_in = (
         "recorded/leak.cured",
@@ -145,7 +145,7 @@ class MemoryLeak(Rule):
         "recorded/gc_pauses.cured",
         "recorded/threads.cured",
     )
-    validated_on = (
+    validation_note = (
         "a CPU recording whose loop keeps 6 MB per step, for resident memory; silent without that. "
         "GPU memory: synthetic"
     )
@@ -201,7 +201,7 @@ class MemoryLeak(Rule):
         if a.recorded is None:
             return
         recorded = recorded_steps(a)
-        used = recorded.settled
+        used = recorded.after_warmup
         if int(used.sum()) < self.min_steps:
             yield SkippedCheck(
                 what="whether memory grows from step to step",
@@ -224,7 +224,7 @@ class MemoryLeak(Rule):
         self, a: Analysis, what: str, values: np.ndarray, grown: float, total: int | None
     ) -> Finding:
         recorded = recorded_steps(a)
-        steps = int(recorded.settled.sum())
+        steps = int(recorded.after_warmup.sum())
         each = grown / steps
         now = last_known(values)
         left: int | None = None
@@ -261,7 +261,7 @@ class MemoryLeak(Rule):
             each = float(table["step_bytes"].sum())
             held = int(table["bytes"].sum())
             limit = self.min_growth
-            if post.history.failed is not None:
+            if post.history.failed_event is not None:
                 limit = min(limit, self.min_held * post.allocated)
             if held < limit:
                 continue

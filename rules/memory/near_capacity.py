@@ -51,13 +51,13 @@ class MemoryNearCapacity(Rule):
 
     id = "memory-near-capacity"
     title = "GPU memory is almost full"
-    reads = (SNAPSHOT,)
+    auxiliary_inputs = (SNAPSHOT,)
     silent_in = (
         "traces/h100_bert_small_inference",
         "traces/pairs/particle_batch128",
         "traces/serving/vllm_decode_full/capture",
     )
-    validated_on = ""
+    validation_note = ""
     references = (
         "https://pytorch.org/docs/stable/notes/cuda.html#memory-management",
         "https://pytorch.org/docs/stable/torch_cuda_memory.html",
@@ -103,7 +103,7 @@ class MemoryNearCapacity(Rule):
         reserved = allocated if reserved is None else reserved  # it is at least what tensors hold
         held: list[Location] = []
         if post is not None:
-            if post.history.failed is not None:
+            if post.history.failed_event is not None:
                 return
             in_snapshot = int(post.history.reserved.max())
             if reserved is None or in_snapshot > reserved:
@@ -187,7 +187,7 @@ class MemoryNearCapacity(Rule):
             "a snapshot of less": (_snapshot(300), "max_share"),
             "a snapshot that ends out of memory": (
                 _snapshot(1340, total=1 << 33),
-                "post.history.failed is not None",
+                "post.history.failed_event is not None",
             ),
             "a snapshot alone, of an unknown GPU": (_snapshot(1340, trace=False), "not capacity"),
         }

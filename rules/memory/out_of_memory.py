@@ -55,7 +55,7 @@ class OutOfMemory(Rule):
     id = "out-of-memory"
     title = "The run ran out of GPU memory"
     reads_record = True
-    reads = (SNAPSHOT,)
+    auxiliary_inputs = (SNAPSHOT,)
     silent_in = CURED_RECORDINGS
     references = ("https://pytorch.org/docs/stable/torch_cuda_memory.html",)
 
@@ -188,7 +188,9 @@ class OutOfMemory(Rule):
 
     def check(self, a: Analysis) -> Outcomes:
         """Read what the recorder saved when it happened."""
-        post = next((post for post in a.post_mortems if post.history.failed is not None), None)
+        post = next(
+            (post for post in a.post_mortems if post.history.failed_event is not None), None
+        )
         text = None if a.snapshot is None else a.snapshot.exception
         if text is None and post is not None and post.request is not None:
             yield self._of_snapshot(post, post.request)

@@ -9,9 +9,9 @@ from advisor.core.rule import Evidence, Rule, Threshold
 from advisor.measure import Analysis
 from advisor.measure.host.names import name_matches
 from advisor.measure.memory.trace_memory import find_recompute
-from advisor.replay.selection import under_names
+from advisor.replay.selection import rows_under
 from advisor.rules.citations import CHECKPOINT, OURS, public_traces
-from advisor.rules.common import amount_per_step, locate_row, of_each
+from advisor.rules.common import amount_per_step, locate_row, of_each_step
 from advisor.rules.kernel import kernel_common
 from advisor.rules.memory.device_memory import GIB, measure_peaks, run_product
 from advisor.testing import Examples, TraceBuilder
@@ -36,7 +36,9 @@ class RecomputeWithFreeMemory(Rule):
     id = "recompute-with-free-memory"
     title = "Activation checkpointing recomputes although memory is free"
     silent_in = public_traces("b200_eager h100_bert_small_inference pairs/particle_batch128")
-    validated_on = "frames and operator as PyTorch 2.13 records them; has not fired on a real trace"
+    validation_note = (
+        "frames and operator as PyTorch 2.13 records them; has not fired on a real trace"
+    )
     references = (
         "https://pytorch.org/docs/stable/checkpoint.html",
         "https://pytorch.org/blog/activation-checkpointing-techniques/",
@@ -100,7 +102,8 @@ class RecomputeWithFreeMemory(Rule):
         select, factor = self._select(a)
         yield Finding(
             summary=(
-                f"Recomputing activations takes {share:.0%} {of_each(a)}, while {free / GIB:.1f} "
+                f"Recomputing activations takes {share:.0%} {of_each_step(a)}, while "
+                f"{free / GIB:.1f} "
                 f"GiB ({1 - full:.0%}) of GPU memory stay free."
             ),
             evidence=[
@@ -119,10 +122,10 @@ class RecomputeWithFreeMemory(Rule):
 
     def _select(self, a: Analysis) -> tuple[Select, float | None]:
         """The recomputed kernels; and, where the op holds backward work too, what stays of it."""
-        if (kernel_common.launched_under(a, RECOMPUTE) & kernel_common.kernel_rows(a)).any():
+        if (kernel_common.rows_launched_under(a, RECOMPUTE) & kernel_common.kernel_rows(a)).any():
             return Select(on="gpu", under=RECOMPUTE), None
         total = kernel_common.summed_duration(
-            a, kernel_common.launched_under(a, REENTRANT) & a.in_window
+            a, kernel_common.rows_launched_under(a, REENTRANT) & a.in_window
         )
         table = find_recompute(a)
         again = 0 if table is None else int(table["dur"].sum())
@@ -131,10 +134,10 @@ class RecomputeWithFreeMemory(Rule):
     def _where(self, a: Analysis) -> list[Location]:
         """The user's line that calls ``checkpoint``."""
         cpu = a.trace.cpu
-        named = under_names(a, r"torch/utils/checkpoint\.py\(\d+\): checkpoint$")[:-1]
+        named = rows_under(a, r"torch/utils/checkpoint\.py\(\d+\): checkpoint$")[:-1]
         rows = np.flatnonzero(named & (cpu["kind"] == "python").to_numpy())
         if not len(rows):
-            rows = np.flatnonzero(under_names(a, REENTRANT)[:-1])
+            rows = np.flatnonzero(rows_under(a, REENTRANT)[:-1])
         if not len(rows):
             return []
         first = int(rows[0])

@@ -17,8 +17,8 @@ from advisor.rules.framework_advice import in_any_language
 from advisor.rules.kernel.kernel_common import (
     kernel_locations,
     kernel_rows,
-    kernels_named,
     scale_kernels,
+    select_kernels,
 )
 from advisor.testing import Examples, TraceBuilder
 
@@ -51,7 +51,7 @@ class UnifiedMemory(Rule):
         "https://docs.nvidia.com/cuda/cuda-c-programming-guide/index.html#unified-memory-programming",
         "https://docs.nvidia.com/nsight-systems/UserGuide/index.html",
     )
-    validated_on = (
+    validation_note = (
         "tables made by NVIDIA's published schema of Nsight Systems; no real file with migrations "
         "was at hand"
     )
@@ -84,7 +84,7 @@ class UnifiedMemory(Rule):
             "cudaMemAdvise(table, bytes, cudaMemAdviseSetReadMostly, device);",
         },
     }
-    elsewhere = in_any_language(
+    framework_advice = in_any_language(
         "Move the pages before the kernel that uses them, or use plain device memory.",
         cuda="cudaMemPrefetchAsync moves them in one go on a stream.",
         code=_PREFETCH_CODE,
@@ -143,7 +143,7 @@ class UnifiedMemory(Rule):
                     a,
                     kernels & name.is_in(names).to_numpy(),
                     (max(0.0, waits - n * link_ns) for n in (1, 0, 2)),
-                    kernels_named(names),
+                    select_kernels(names),
                 )
             ],
             **case,

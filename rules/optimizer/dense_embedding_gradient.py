@@ -14,7 +14,7 @@ from advisor.measure import Analysis
 from advisor.measure.device.shapes import OpInputs
 from advisor.measure.host import stacks
 from advisor.measure.host.names import name_matches
-from advisor.replay.selection import under_names
+from advisor.replay.selection import rows_under
 from advisor.rules.citations import CHOSEN, XPROF
 from advisor.rules.common import amount_per_step, costliest_places, of_step, scale_edit
 from advisor.testing import Examples, TraceBuilder
@@ -172,7 +172,7 @@ class _TableWork:
         self._parts: list[tuple[Select, float]] = []
         self.ns = 0.0
         for pattern in PARTS:
-            inside = under_names(a, pattern)[:-1] & window
+            inside = rows_under(a, pattern)[:-1] & window
             own, whole = self._spent(a, inside, share)
             self.ns += own
             if own:

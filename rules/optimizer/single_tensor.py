@@ -11,7 +11,7 @@ from advisor.core.finding import Finding, Location, Outcomes, PassedCheck, Selec
 from advisor.core.rule import Evidence, Rule, Threshold
 from advisor.measure import Analysis
 from advisor.measure.host.names import name_matches
-from advisor.replay.selection import under_names
+from advisor.replay.selection import rows_under
 from advisor.rules.citations import FOREACH, OURS, SILENT_TRACES
 from advisor.rules.common import example_steps, per_step, scale_edit
 from advisor.rules.kernel import kernel_common
@@ -44,7 +44,7 @@ class SingleTensorOptimizer(Rule):
     title = "The optimizer updates one parameter at a time"
     knobs = ("fused-optimizer",)
     silent_in = SILENT_TRACES
-    validated_on = (
+    validation_note = (
         "frames as PyTorch 2.13 records them; silent on Apex and foreach optimizers (A100, V100); "
         "has never fired on a real trace"
     )
@@ -98,8 +98,8 @@ class SingleTensorOptimizer(Rule):
         if a.device_id is None:
             return
         gpu = a.trace.gpu
-        under = under_names(a, STEP)
-        rows = kernel_common.compute_rows(a) & kernel_common.launched_under(a, STEP)
+        under = rows_under(a, STEP)
+        rows = kernel_common.compute_rows(a) & kernel_common.rows_launched_under(a, STEP)
         count = int(rows.sum())
         if not count:
             return

@@ -24,7 +24,7 @@ class EngineIdleBetweenSteps(Rule):
 
     id = "engine-idle-between-steps"
     title = "The GPU idles while the engine schedules the next step"
-    of_python = True
+    is_python_time = True
     silent_in = ("traces/serving/vllm_decode_full/replay", "traces/serving/sglang_prefill/replay")
 
     min_share = Threshold(0.05, "of the steps, idle between two of them", TENSORBOARD)
@@ -34,7 +34,7 @@ class EngineIdleBetweenSteps(Rule):
         "Schedule the next step while the GPU works on this one. Send tokens to the text side in "
         "groups, and give tokenization its own processes."
     )
-    engines = {
+    engine_advice = {
         "vllm": FrameworkAdvice(
             "Let vLLM schedule ahead with --async-scheduling (0.10 and later). Send tokens in "
             "groups with --stream-interval 10, and start more API servers with --api-server-count.",
@@ -56,7 +56,7 @@ class EngineIdleBetweenSteps(Rule):
     falsified_by = "the same inter-token latency with the switch on"
     assumptions = ("scheduling does not need the tokens of the step before",)
     confidence = 0.7
-    references = (VLLM_TUNING.at, SGLANG_ARGUMENTS.at)
+    references = (VLLM_TUNING.address, SGLANG_ARGUMENTS.address)
 
     def check(self, a: Analysis) -> Outcomes:
         """Sum the idle time between the engine's steps."""

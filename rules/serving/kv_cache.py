@@ -39,7 +39,7 @@ class KvCacheIn16Bits(Rule):
     factor = Threshold(0.6, "of the kernel's time, with half the bytes of the cache", CHOSEN)
 
     fix = "Keep keys and values in 8 bits, and compare the quality of the answers."
-    engines = {
+    engine_advice = {
         "vllm": FrameworkAdvice(
             "Start vLLM with --kv-cache-dtype fp8, and compare the quality of the answers.",
             "vllm serve MODEL --kv-cache-dtype fp8",
@@ -53,7 +53,7 @@ class KvCacheIn16Bits(Rule):
     falsified_by = "attention that is as slow with an FP8 cache: its backend converts first"
     assumptions = ("the attention backend reads FP8 directly", "the answers stay good enough")
     confidence = 0.6
-    references = (VLLM_KV.at, SGLANG_KV.at)
+    references = (VLLM_KV.address, SGLANG_KV.address)
 
     def check(self, a: Analysis) -> Outcomes:
         """Sum attention of decode steps that is bound by reading a cache of two bytes."""

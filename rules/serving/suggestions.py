@@ -22,11 +22,11 @@ Phases = dict[str, ServingPhase]
 Asked = Iterator[tuple[str, list[Evidence]]]
 
 
-class _Question(Rule):
+class _Suggestion(Rule):
     """A change of the engine's configuration, of which the trace shows the occasion alone."""
 
     confidence = 0.5
-    references = (VLLM_TUNING.at, SGLANG_TUNING.at, SGLANG_ARGUMENTS.at)
+    references = (VLLM_TUNING.address, SGLANG_TUNING.address, SGLANG_ARGUMENTS.address)
 
     def check(self, a: Analysis) -> Outcomes:
         """Ask it where an engine marks its steps."""
@@ -48,7 +48,7 @@ class _Question(Rule):
         raise NotImplementedError
 
 
-class PrefillStallsDecode(_Question):
+class PrefillStallsDecode(_Suggestion):
     """Steps with prompts in them take several times as long as steps that only decode. All running
     requests wait for their next token meanwhile: those are the longest gaps between tokens.
     Smaller chunks of prompts shorten them, and the first token of a new request comes later.
@@ -60,7 +60,7 @@ class PrefillStallsDecode(_Question):
     fix = (
         "Split prompts into smaller chunks, and compare p99 between tokens with time to the first."
     )
-    engines = {
+    engine_advice = {
         "vllm": FrameworkAdvice(
             "Lower --max-num-batched-tokens (2048, say): chunked prefill is on by default in V1. "
             "Compare p99 between tokens with the time to the first token.",
@@ -105,7 +105,7 @@ class PrefillStallsDecode(_Question):
         }
 
 
-class SmallDecodeBatch(_Question):
+class SmallDecodeBatch(_Suggestion):
     """A decode step reads all weights once, for however many tokens. While memory limits it, twice
     the tokens cost little more time: the same step, more tokens per second. With few requests,
     speculative decoding puts drafts in the place of the missing tokens.
@@ -116,7 +116,7 @@ class SmallDecodeBatch(_Question):
     max_batch = Threshold(16, "requests per decode step, mean", CHOSEN)
     min_share = Threshold(0.5, "of a decode step, limited by memory", CHOSEN)
     fix = "Let more requests decode together, or decode speculatively where there are none."
-    engines = {
+    engine_advice = {
         "vllm": FrameworkAdvice(
             "Raise --max-num-seqs if requests wait, or try --speculative-config where few come. "
             "Compare tokens per second and the time between tokens.",
@@ -157,7 +157,7 @@ class SmallDecodeBatch(_Question):
         }
 
 
-class PrefixCacheUnused(_Question):
+class PrefixCacheUnused(_Suggestion):
     """All prompts were computed from their first token: no request began with what another one had
     computed before. Where prompts share a beginning (a system prompt, a conversation), a prefix
     cache saves that part. Needs marks with sums (``sk``): they equal the new tokens.
@@ -167,11 +167,11 @@ class PrefixCacheUnused(_Question):
     title = "No prompt reused a cached prefix"
     found_in = ("traces/serving/sglang_prefill/replay",)
     silent_in = ("traces/serving/vllm_decode_full/replay", "traces/b200_eager")
-    validated_on = "15 prompts of SGLang on an MI300X, whose keys are all new"
+    validation_note = "15 prompts of SGLang on an MI300X, whose keys are all new"
     min_prompts = Threshold(8, "prompts in the recording", CHOSEN)
     min_share = Threshold(0.2, "of the steps' time, in steps with prompts", CHOSEN)
     fix = "If prompts share a beginning, put it first, word for word, and cache prefixes."
-    engines = {
+    engine_advice = {
         "vllm": FrameworkAdvice(
             "If prompts share a beginning, put it first, word for word. Prefix caching is on in V1 "
             "unless --no-enable-prefix-caching is set.",
@@ -216,7 +216,7 @@ class PrefixCacheUnused(_Question):
         }
 
 
-class CollectivesOfTensorParallel(_Question):
+class CollectivesOfTensorParallel(_Suggestion):
     """Tensor parallelism sums partial results over GPUs twice a layer, and in a decode step these
     sums are small: latency. Fewer GPUs per copy of the model, more copies, or another all-reduce
     may be faster.
@@ -226,7 +226,7 @@ class CollectivesOfTensorParallel(_Question):
     title = "Collectives take much of a decode step"
     min_share = Threshold(0.20, "of a step's device time, in collectives", CHOSEN)
     fix = "Try fewer GPUs per copy of the model and more copies, or another all-reduce."
-    engines = {
+    engine_advice = {
         "vllm": FrameworkAdvice(
             "Try half --tensor-parallel-size with --data-parallel-size 2, and for experts "
             "--enable-expert-parallel. Check the log for 'Custom allreduce is disabled'.",
@@ -268,7 +268,7 @@ class CollectivesOfTensorParallel(_Question):
         }
 
 
-class PiecewiseGraphs(_Question):
+class PiecewiseGraphs(_Suggestion):
     """A decode step replays several CUDA graphs, with attention launched between them (piecewise
     graphs), and the GPU waits in the step. One graph of the whole step needs an attention backend
     that can be captured.
@@ -280,7 +280,7 @@ class PiecewiseGraphs(_Question):
     min_graphs = Threshold(4, "graph launches per step", CHOSEN)
     max_busy = Threshold(0.9, "of a decode step, the GPU works at most", CHOSEN)
     fix = "Capture the whole decode step in one graph."
-    engines = {
+    engine_advice = {
         "vllm": FrameworkAdvice(
             "Try full graphs for decode: cudagraph_mode FULL_AND_PIECEWISE, the default since "
             "0.11, or FULL_DECODE_ONLY. The log names a backend that cannot be captured.",
@@ -322,7 +322,7 @@ class PiecewiseGraphs(_Question):
         }
 
 
-class SlowDecodeAttention(_Question):
+class SlowDecodeAttention(_Suggestion):
     """Attention in decode steps reads keys and values far below the memory's rate. Kernels differ
     by backend: by how they split long contexts, by page size, by the heads that share keys.
 
@@ -335,7 +335,7 @@ class SlowDecodeAttention(_Question):
     min_share = Threshold(0.25, "of a decode step's device time, in attention", CHOSEN)
     max_rate = Threshold(0.4, "of the GPU's memory bandwidth", CHOSEN)
     fix = "Try another attention backend under the same load."
-    engines = {
+    engine_advice = {
         "vllm": FrameworkAdvice(
             "Try another --attention-backend: FLASHINFER, FLASH_ATTN or TRITON_ATTN, on AMD "
             "ROCM_AITER_FA. Before 0.12 it is the variable VLLM_ATTENTION_BACKEND.",
@@ -386,7 +386,7 @@ class SlowDecodeAttention(_Question):
         }
 
 
-class UnevenExperts(_Question):
+class UnevenExperts(_Suggestion):
     """Exchanges between experts on several GPUs take very different times from one layer or step to
     the next: all GPUs wait for the one whose experts got most tokens. One rank's trace shows the
     waiting, not which experts are popular.
@@ -398,7 +398,7 @@ class UnevenExperts(_Question):
     min_ratio = Threshold(2.0, "the 90th percentile of an exchange over its median", CHOSEN)
     min_count = Threshold(20, "exchanges in the recording", CHOSEN)
     fix = "Rebalance the experts, and compare the steps of all ranks."
-    engines = {
+    engine_advice = {
         "vllm": FrameworkAdvice(
             "Copy popular experts with --enable-eplb (expert parallelism), and compare the steps "
             "of all ranks.",

@@ -109,7 +109,7 @@ class ExplicitSynchronize(BlockingRule):
     assumptions = ("no host code reads GPU results right after the call",)
     confidence = 0.85
 
-    elsewhere = {
+    framework_advice = {
         **in_any_language(
             title="A wait in the step leaves the GPU idle",
             fix="Wait only for what you need. Order the work of several streams by events, and "
@@ -274,7 +274,7 @@ class BlockingPinnedCopy(BlockingRule):
     assumptions = ("the source buffer is not reused before the copy has ended",)
     confidence = 0.9
 
-    elsewhere = in_any_language(
+    framework_advice = in_any_language(
         "Copy asynchronously on a stream: the memory is pinned already.",
         cuda="Replace cudaMemcpy with cudaMemcpyAsync, and wait with an event where the result is "
         "needed.",

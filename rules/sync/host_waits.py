@@ -18,7 +18,7 @@ from advisor.rules.common import (
     MAX_CORRELATIONS,
     costliest_places,
     int_column,
-    of_pytorch,
+    is_pytorch,
     row_numbers,
 )
 
@@ -77,7 +77,7 @@ def count_causes(a: Analysis, blocking: BlockingCalls) -> str:
     """``aten::item 12 times, aten::nonzero 3 times``, the costliest first. The runtime calls' own
     names where the program is not written with PyTorch."""
     table = blocking.table.with_columns(lost=pl.Series(blocking.idle))
-    if not of_pytorch(a):
+    if not is_pytorch(a):
         names = a.trace.cpu["name"].gather(row_numbers(table["host"])).cast(pl.String)
         table = table.with_columns(cause=names)
     by_cause = (

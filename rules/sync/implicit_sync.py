@@ -96,7 +96,7 @@ class ImplicitSync(Rule):
         "b200_eager h100_bert_small_inference nccl_collectives mi250_train "
         "mi300_timesformer_inference"
     )
-    validated_on = (
+    validation_note = (
         "A100 and V100 training copy 60 times to the host in 6 steps; that blocks the host for 75 "
         "and 312 ms, but leaves the GPU idle for 0.7 and 0.6% of the time only, so both get a "
         "note; so does one read of 0.9 ms in DLRM; silent on video inference on an MI300X, which "
@@ -143,7 +143,7 @@ class ImplicitSync(Rule):
         "fix": _KEEP_ON_GPU.format(what="results"),
         "code": "running += score.detach()         # stays on the GPU\n" + _READ_LATER,
     }
-    elsewhere = {
+    framework_advice = {
         **in_any_language(
             "Do not read GPU results in the loop. Decide on the GPU, or read the value of an "
             "earlier iteration that has arrived meanwhile. Copy asynchronously into pinned memory, "
@@ -324,7 +324,7 @@ class HostReads(Rule):
         "pairs/sam_1_fp32_many_syncs pairs/sam_2_fp32_few_syncs pairs/sam_3_bf16_compiled_sdpa"
     )
     silent_in = SILENT_TRACES
-    validated_on = (
+    validation_note = (
         "fires on sam_1_fp32_many_syncs (7,023 reads among 26,796 launches), whose authors went "
         "from 2,565 to 1,400 ms by encoding masks together instead of one by one, and on what they "
         "left (275 reads, 9%; 201 and 27% once compiled in bf16); silent on "
@@ -377,7 +377,7 @@ class HostReads(Rule):
         }
     }
 
-    elsewhere = {
+    framework_advice = {
         **in_any_language(
             "Keep data on the GPU from one piece of work to the next, and copy to the host once, "
             "at the end. Work on many items in one launch, and decide on the GPU. Where the host "

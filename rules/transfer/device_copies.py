@@ -16,7 +16,7 @@ from advisor.measure.host.stacks import innermost_ancestor, parent_rows
 from advisor.rules.citations import OURS, SILENT_TRACES, TRACELENS, public_traces
 from advisor.rules.common import (
     amount_per_step,
-    busy_during,
+    busy_intervals,
     device_places,
     int_column,
     of_step,
@@ -46,7 +46,7 @@ class DeviceCopies(Rule):
     silent_in = public_traces(
         "a100_train_6steps two_ranks_rank0 b200_eager h100_bert_small_inference"
     )
-    validated_on = (
+    validation_note = (
         "v100_train_copy_heavy: 774 copies per step, 12% of it, nearly all at the border of "
         "CUDA graphs; silent on A100 training (0.6%) and b200_eager (0.9%)"
     )
@@ -84,7 +84,7 @@ class DeviceCopies(Rule):
         }
     }
 
-    elsewhere = {
+    framework_advice = {
         **in_any_language(
             "Let kernels read their input in place, and write where the output is needed. Pass "
             "pointers, offsets and strides instead of copying to a new buffer. Swap two buffers "
@@ -101,7 +101,7 @@ class DeviceCopies(Rule):
         if a.device_id is None or a.copies.is_empty():
             return
         copies = a.copies.filter(pl.col("copy") == "DtoD")
-        exposed = intersect(busy_during(a, copies), a.breakdown.copies).total
+        exposed = intersect(busy_intervals(a, copies), a.breakdown.copies).total
         share = exposed / a.span_ns
         if share < self.min_share:
             return
@@ -189,7 +189,7 @@ class CopiesNotOverlapped(Rule):
     title = "Copies do not overlap with compute"
     knobs = ("loader-pinning",)
     silent_in = SILENT_TRACES
-    validated_on = (
+    validation_note = (
         "silent where it should be: A100 and V100 training prefetch on a separate stream and hide "
         "68 and 80% of their copies"
     )
@@ -227,7 +227,7 @@ class CopiesNotOverlapped(Rule):
     assumptions = ("the next batch is known while this step runs", "memory for one more batch")
     confidence = 0.8
 
-    elsewhere = {
+    framework_advice = {
         **in_any_language(
             "Copy the next piece while the GPU computes on this one, with two buffers in pinned "
             "host memory and a separate stream for copies. Leave on the GPU what it needs again.",
@@ -251,7 +251,7 @@ class CopiesNotOverlapped(Rule):
         copies = a.copies.filter(pl.col("copy").is_in(DIRECTIONS) & ~pageable)
         if copies.is_empty():
             return
-        busy = busy_during(a, copies)
+        busy = busy_intervals(a, copies)
         exposed = intersect(busy, a.breakdown.copies).total
         share = exposed / a.span_ns
         overlap = 1 - exposed / busy.total if busy.total else 1.0

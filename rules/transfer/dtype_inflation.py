@@ -47,7 +47,7 @@ class DtypeInflation(Rule):
     id = "dtype-inflation"
     title = "8-bit data crosses the bus as floats"
     silent_in = SILENT_TRACES
-    validated_on = (
+    validation_note = (
         "operators and types as PyTorch 2.13 records a conversion on the CPU; silent on two_ranks "
         "and b200_eager, which hold 8-bit tensors on the GPU; has not fired on a real trace"
     )

@@ -19,7 +19,7 @@ from advisor.rules.citations import (
 )
 from advisor.rules.common import (
     amount_per_step,
-    busy_during,
+    busy_intervals,
     device_places,
     of_step,
     per_step,
@@ -57,7 +57,7 @@ class PageableCopies(Rule):
         "pairs/loader_profiler_workers0 pairs/loader_profiler_workers4"
     )
     silent_in = SILENT_TRACES
-    validated_on = (
+    validation_note = (
         "training with a loader, with workers and without: 2 copies per step of 18.4 MiB that the "
         "file itself calls pageable; on the A100 and V100 all copies to the GPU are pinned, 60 "
         "pageable ones go back; b200_eager has 2 copies of 8 bytes"
@@ -99,7 +99,7 @@ class PageableCopies(Rule):
     )
     confidence = 0.8
 
-    elsewhere = {
+    framework_advice = {
         **in_any_language(
             "Copy from pinned (page-locked) host memory that you allocate once and reuse. Copy in "
             "pieces on a separate stream while kernels run. Keep on the GPU what the next kernel "
@@ -157,7 +157,7 @@ class PageableCopies(Rule):
         blocking = select_blocking_calls(
             a, (pl.col("direction") == "HtoD") & (pl.col("memory") == "Pageable").fill_null(False)
         )
-        alone = busy_during(a, slow.filter(pl.col("exposed") > 0))  # two at once count once
+        alone = busy_intervals(a, slow.filter(pl.col("exposed") > 0))  # two at once count once
         exposed = intersect(alone, a.breakdown.copies).total
         share = (exposed + blocking.total) / a.span_ns
         if share < self.min_share:

@@ -152,7 +152,7 @@ def test_a_wrong_configuration_is_one_line(tmp_path: Path, text: str, why: str) 
 
 def test_rules_of_a_folder_are_loaded_and_bad_ones_named(tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text(
-        "from advisor.core.finding import Rule\n"
+        "from advisor.core.rule import Rule\n"
         "class Mine(Rule):\n    '''Mine.'''\n    id = 'mine'\n    category = 'host'\n"
         "    def check(self, a):\n        return iter(())\n"
     )

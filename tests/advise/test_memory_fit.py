@@ -16,20 +16,20 @@ from advisor.measure.memory.memory_savings import count_needed_bytes
 from advisor.measure.memory.post_mortem import PostMortem
 from advisor.read.snapshot import read_snapshot
 from advisor.testing import TraceBuilder
-from advisor.testing.allocator import GIB, MIB, Allocator, Training
+from advisor.testing.allocator import GIB, MIB, FakeAllocator, Training
 
 NODE = "autograd::engine::evaluate_function: MmBackward0"
 
 
-def program(**how: Any) -> Allocator:
-    m = Allocator()
+def program(**how: Any) -> FakeAllocator:
+    m = FakeAllocator()
     t = Training(m, **{"layers": 10, "activation": 96 * MIB, "weights": 32 * MIB} | how)
     for _ in range(4):
         t.step()
     return m
 
 
-def measured(m: Allocator) -> PostMortem:
+def measured(m: FakeAllocator) -> PostMortem:
     return PostMortem(read_snapshot([m.pickled()], "x"), 0)
 
 
@@ -79,7 +79,7 @@ def test_the_cheapest_set_is_chosen_and_as_few_calls_as_suffice_are_checkpointed
     part = checkpointed.change.part
     assert part is not None
     fewer = [
-        way.change.of_parts(int(part.max())) if way is checkpointed else way.change
+        way.change.for_calls(int(part.max())) if way is checkpointed else way.change
         for way in found.chosen
     ]
     assert count_needed_bytes(post, fewer) * post.reserved / post.allocated > found.available
@@ -92,8 +92,8 @@ def test_offloading_costs_what_compute_does_not_hide() -> None:
         way for way in find_fit(post, a, 80 * GIB, gpu=gpu).ways
         if way.change.change == "offload activations"
     ]  # fmt: skip
-    lives = post.history.lives
-    held = int(lives.size[[r for r in way.change.rows if lives.at(post.moment)[r]]].sum())
+    lives = post.history.block_lifetimes
+    held = int(lives.size[[r for r in way.change.rows if lives.at(post.event)[r]]].sum())
     assert gpu.pcie_bandwidth is not None
     each_way = held / gpu.pcie_bandwidth * 1e9
     assert way.ns == pytest.approx(max(0, each_way - 4e6) + max(0, each_way - 8e6))
@@ -150,7 +150,7 @@ def test_what_is_missing_is_one_line(
 def test_a_snapshot_without_history_cannot_be_fitted(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    m = Allocator(history=False)
+    m = FakeAllocator(history=False)
     Training(m).step()
     assert run(["fit", str(m.write(tmp_path / "x.pickle")), "--capacity", "24GiB"]) == 2
     assert "no history" in capsys.readouterr().err

@@ -412,12 +412,12 @@ def test_a_wrong_path_of_logs_is_one_line(advisor: Callable[..., Any], tmp_path:
 
 def test_agents_and_the_python_interface_read_logs_too(tmp_path: Path) -> None:
     import advisor as package
-    from advisor.mcp.answers import Allowed
+    from advisor.mcp.answers import AllowedFolders
     from advisor.mcp.tools import Tools
 
     write(tmp_path, "break_print", "recompile_dtype")
     assert "1 graph break, 1 recompilation" in package.analyze(tmp_path).verdict
-    answer = str(Tools(Allowed([tmp_path])).analyze(str(tmp_path)))
+    answer = str(Tools(AllowedFolders([tmp_path])).analyze(str(tmp_path)))
     assert (
         "graph-breaks" in answer
         and "compile_programs.py:44" in answer

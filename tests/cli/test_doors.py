@@ -37,10 +37,10 @@ def doors(folder: Path, advisor: Run) -> dict[str, list[Any]]:
     assert entry.report is not None
     found["dashboard"] = gains(entry.report)
     pytest.importorskip("mcp", reason="the mcp extra is not installed")
-    from advisor.mcp.answers import Allowed
+    from advisor.mcp.answers import AllowedFolders
     from advisor.mcp.tools import Tools
 
-    found["agent"] = gains(Tools(Allowed([folder]))._examined(str(folder), None).report)
+    found["agent"] = gains(Tools(AllowedFolders([folder]))._examined(str(folder), None).report)
     return found
 
 

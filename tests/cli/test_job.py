@@ -170,7 +170,7 @@ def test_the_bar_tells_how_many_ranks_are_done_of_how_many() -> None:
 
 WAITING = """
 import time
-from advisor.core.finding import Rule
+from advisor.core.rule import Rule
 
 
 class Waits(Rule):

@@ -11,7 +11,8 @@ from advisor.advise.select import load_rules
 Run = Callable[..., tuple[int, str, str]]
 
 RULE = '''
-from advisor.core.finding import PassedCheck, Rule
+from advisor.core.finding import PassedCheck
+from advisor.core.rule import Rule
 
 
 class Mine(Rule):
@@ -60,7 +61,10 @@ def test_every_rule_can_be_shown(advisor: Run) -> None:
         assert "Why it matters" in shown
         assert f"[tool.advisor.rules.{rule.id}]" in shown
         assert ("Where nothing is trained" in shown) == bool(rule.inference)
-        for text in (rule.inference.get("fix"), *(told.fix for told in rule.elsewhere.values())):
+        for text in (
+            rule.inference.get("fix"),
+            *(told.fix for told in rule.framework_advice.values()),
+        ):
             assert text is None or first(text) in " ".join(shown.split())
         assert max(map(len, shown.splitlines())) <= 80
 

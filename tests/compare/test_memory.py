@@ -12,13 +12,13 @@ from advisor.compare.compare import compare
 from advisor.measure.memory.post_mortem import PostMortem, growing_lines, in_order
 from advisor.read.snapshot import read_snapshot
 from advisor.render.formats import REPORTS
-from advisor.testing.allocator import MIB, Allocator, Training
+from advisor.testing.allocator import MIB, FakeAllocator, Training
 
 FOLDER = Path(__file__).parents[1] / "corpus" / "memory"
 
 
 def after(steps: int, path: Path, **how: int) -> Path:
-    m = Allocator(max_entries=1500)
+    m = FakeAllocator(max_entries=1500)
     t = Training(m, **how)  # type: ignore[arg-type]
     for _ in range(steps):
         t.step()
@@ -69,7 +69,7 @@ def test_ranks_are_side_by_side(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("named", ["step_{}", "memory_{}"])
 def test_a_leak_over_a_run_has_its_line_and_its_rate(tmp_path: Path, named: str) -> None:
-    m = Allocator(max_entries=300)  # about one step: the history alone shows no growth
+    m = FakeAllocator(max_entries=300)  # about one step: the history alone shows no growth
     t = Training(m, leak=5 * MIB)
     for step in range(1, 101):
         t.step()

@@ -223,7 +223,7 @@ def test_the_cookie_is_signed_bound_to_the_port_and_not_the_token(
     payload, _, mark = good.rpartition(".")
     forged = [
         str(local.token), payload, f"{payload}.", f"{payload}.{mark[:-1]}", f"x{good}", "",
-        f"{payload}x.{mark}", "é.é", good.swapcase(), Access.to("127.0.0.1").pass_for(),
+        f"{payload}x.{mark}", "é.é", good.swapcase(), Access.to("127.0.0.1").make_cookie(),
     ]  # fmt: skip
     for value, expected in [(good, 200), *((value, 401) for value in forged)]:
         given = {"Host": "localhost:8050", "Cookie": f"{COOKIE}_8050={value}"}
@@ -243,7 +243,11 @@ def test_the_token_is_compared_in_constant_time(monkeypatch: pytest.MonkeyPatch)
 
     monkeypatch.setattr("advisor.dashboard.access.hmac.compare_digest", compare)
     access = Access.to("127.0.0.1", "a" * 20)
-    assert access.knows("a" * 20) and not access.knows("b" * 20) and not access.knows("\ud800é")
+    assert (
+        access.is_valid_token("a" * 20)
+        and not access.is_valid_token("b" * 20)
+        and not access.is_valid_token("\ud800é")
+    )
     assert len(compared) == 3
 
 
@@ -280,8 +284,8 @@ NOT_OURS = [
 
 @pytest.mark.parametrize("host", NOT_OURS)
 def test_no_other_host_is_taken_for_this_machine(host: str) -> None:
-    assert not Access.to("127.0.0.1").answers(host)
-    assert not Access().answers(host)
+    assert not Access.to("127.0.0.1").is_allowed_host(host)
+    assert not Access().is_allowed_host(host)
 
 
 @given(
@@ -298,7 +302,7 @@ def test_no_other_host_is_taken_for_this_machine(host: str) -> None:
 @example("[::1]:1")
 def test_what_is_answered_is_this_machine_to_who_reads_addresses(host: str) -> None:
     """Held against the standard library's reading of the address that such a header comes from."""
-    if Access().answers(host):
+    if Access().is_allowed_host(host):
         parts = urlsplit(f"http://{host}/")
         assert parts.hostname in ("localhost", "127.0.0.1", "::1")
         assert parts.username is None and parts.path == "/"

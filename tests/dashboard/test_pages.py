@@ -379,9 +379,9 @@ def test_the_memory_page_draws_a_snapshot_as_the_report_tells_it(tmp_path: Path)
     from advisor.dashboard.pages import memory as page
     from advisor.dashboard.pages import overview
     from advisor.dashboard.session import DashboardSession
-    from advisor.testing.allocator import GIB, MIB, Allocator, Training
+    from advisor.testing.allocator import GIB, MIB, FakeAllocator, Training
 
-    m = Allocator(total=4 * GIB)
+    m = FakeAllocator(total=4 * GIB)
     m.label = "<script>"
     training = Training(m, leak=4 * MIB)
     for _ in range(9):
@@ -391,7 +391,7 @@ def test_the_memory_page_draws_a_snapshot_as_the_report_tells_it(tmp_path: Path)
     assert loaded is not None, session.entries[0].why
     (post,), (told,) = loaded.main.post_mortems, loaded.report.memory
     drawn = snapshot._timeline(post, post.timeline(50))
-    at = int(post.timeline(50)["event"].index_of(post.moment) or 0)
+    at = int(post.timeline(50)["event"].index_of(post.event) or 0)
     assert drawn.layout.yaxis.title.text == "MiB"  # less than one GiB
     stacked = {line.name: line.y[at] * MIB for line in drawn.data if line.stackgroup}
     assert {name: held for name, held in stacked.items() if held} == {

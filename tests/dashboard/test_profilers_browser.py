@@ -15,7 +15,7 @@ import pytest
 pytest.importorskip("dash")
 
 from advisor.dashboard.timeline.detail_levels import ALL
-from advisor.testing.allocator import GIB, MIB, Allocator, Training
+from advisor.testing.allocator import GIB, MIB, FakeAllocator, Training
 
 
 def _load(path: str) -> ModuleType:
@@ -93,7 +93,7 @@ def _it_is_drawn(page: Any) -> None:
 
 @pytest.fixture(scope="module")
 def snapshot(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    m = Allocator(total=4 * GIB)
+    m = FakeAllocator(total=4 * GIB)
     training = Training(m, leak=4 * MIB, logits=96 * MIB)
     for _ in range(9):
         training.step()

@@ -93,7 +93,7 @@ def check(index: TimelineIndex, lanes: list[int], x0: int, x1: int, px: int, fla
                 if index.end[i] - index.start[i] >= 2 << k:
                     wide.append((i, number))
     assert list(zip(view.position.tolist(), view.lane.tolist(), strict=True)) == wide
-    assert view.seen == seen
+    assert view.slice_count == seen
     expected = brute_cells(index, lanes, k, x0, x1)
     got = cells(view, index)
     assert got.keys() == expected.keys()

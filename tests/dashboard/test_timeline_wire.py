@@ -45,7 +45,11 @@ def test_what_is_written_is_what_is_read(index, decode, data):
     view, raw = answer(index, x0, x1, px, flags)
     found = decode(raw)
     assert (found.head["x0"], found.head["x1"], found.head["k"]) == (x0, x1, view.k)
-    assert (found.head["seen"], found.head["version"], found.head["ms"]) == (view.seen, 7, 1.5)
+    assert (found.head["seen"], found.head["version"], found.head["ms"]) == (
+        view.slice_count,
+        7,
+        1.5,
+    )
     start, dur, name, at, lane, category, flag = found.slices
     assert at.tolist() == view.position.tolist()
     assert (start + x0 == index.start[at]).all()

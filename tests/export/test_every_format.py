@@ -18,7 +18,7 @@ import pytest
 
 import advisor
 from advisor import cli
-from advisor.testing.allocator import Allocator, Training
+from advisor.testing.allocator import FakeAllocator, Training
 
 SECRET = b"/home/gracehop/x/k.py"
 """A kernel of that name: as long as what it stands in the place of, so that files stay sound."""
@@ -232,7 +232,7 @@ def test_nothing_is_advised_in_pytorchs_words(
 
 @pytest.fixture
 def snapshot(tmp_path: Path) -> Path:
-    m = Allocator()
+    m = FakeAllocator()
     training = Training(m)
     for _ in range(4):
         training.step()

@@ -18,7 +18,7 @@ from mcp import Client, StdioServerParameters
 
 from advisor import cli
 from advisor.core.errors import AdvisorError
-from advisor.mcp.answers import LONGEST_NAME, MAX_TRIALS, UNTRUSTED, Allowed
+from advisor.mcp.answers import LONGEST_NAME, MAX_TRIALS, UNTRUSTED, AllowedFolders
 from advisor.mcp.programs import tried
 from advisor.mcp.tools import build
 from advisor.testing import TraceBuilder
@@ -69,7 +69,7 @@ def answers(folder: Path, *calls: tuple[str, dict[str, Any]], allow_run: bool = 
     """What a client of a server in this process gets: the answer, or the error's text."""
 
     async def ask() -> list[Any]:
-        async with Client(build(Allowed([folder]), allow_run=allow_run)) as client:
+        async with Client(build(AllowedFolders([folder]), allow_run=allow_run)) as client:
             done = [await client.call_tool(tool, given) for tool, given in calls]
         return [one.content[0].text if one.is_error else one.structured_content for one in done]
 
@@ -78,7 +78,7 @@ def answers(folder: Path, *calls: tuple[str, dict[str, Any]], allow_run: bool = 
 
 def test_the_tools_are_few_typed_and_say_what_they_do(folder: Path) -> None:
     async def listed(allow_run: bool) -> dict[str, Any]:
-        async with Client(build(Allowed([folder]), allow_run=allow_run)) as client:
+        async with Client(build(AllowedFolders([folder]), allow_run=allow_run)) as client:
             assert UNTRUSTED in (client.instructions or "")
             return {tool.name: tool for tool in (await client.list_tools()).tools}
 
@@ -219,7 +219,7 @@ def test_a_run_that_was_recorded_again_is_read_again(folder: Path) -> None:
     file = trace(folder / "t.json")
 
     async def ask() -> list[int]:
-        async with Client(build(Allowed([folder]))) as client:
+        async with Client(build(AllowedFolders([folder]))) as client:
             found = []
             for wait in (10_000, 0):
                 trace(file, wait=wait)
@@ -393,7 +393,7 @@ def test_folders_are_checked_at_the_start(
     assert cli.run(["mcp", str(tmp_path / "absent")]) == 2
     assert capsys.readouterr().err.count("\n") == 1
     with pytest.raises(AdvisorError, match="give the folders"):
-        Allowed([])
+        AllowedFolders([])
 
 
 def test_without_the_sdk_the_command_says_what_to_install(

@@ -83,8 +83,8 @@ def test_what_is_held_is_what_a_plain_replay_holds(events: list[tuple[int, int]]
             b.host(1)
     (post,) = b.analysis().memory_histories
     assert post.allocated == best == int(post.history.allocated.max())
-    lives, moment = post.history.lives, post.moment
-    then = (lives.born >= 0) & (lives.born <= moment) & (lives.ended > moment)
+    lives, moment = post.history.block_lifetimes, post.event
+    then = (lives.start_event >= 0) & (lives.start_event <= moment) & (lives.end_event > moment)
     assert lives.size[then].sum() == held_then
 
 

@@ -20,7 +20,7 @@ from advisor.testing.allocator import (
     MODEL,
     OPTIMIZER,
     TORCH,
-    Allocator,
+    FakeAllocator,
     Training,
 )
 
@@ -49,7 +49,7 @@ class Plan:
 class Program(Training):
     """As Training, with the plan's changes made."""
 
-    def __init__(self, m: Allocator, plan: Plan) -> None:
+    def __init__(self, m: FakeAllocator, plan: Plan) -> None:
         scaled = [
             round(size * plan.batch) for size in (plan.activation, plan.logits // plan.chunks)
         ]
@@ -108,9 +108,9 @@ class Program(Training):
                         m.free(address)
 
 
-def run(plan: Plan, steps: int = 9) -> tuple[Allocator, int]:
+def run(plan: Plan, steps: int = 9) -> tuple[FakeAllocator, int]:
     """The allocator after the program, and the most bytes that were in tensors at once."""
-    m = Allocator(max_entries=plan.max_entries)
+    m = FakeAllocator(max_entries=plan.max_entries)
     program = Program(m, plan)
     for _ in range(steps):
         program.step()

@@ -32,14 +32,14 @@ from advisor.testing.allocator import (
     MODEL,
     TORCH,
     TRAIN,
-    Allocator,
     DeviceFull,
+    FakeAllocator,
     Training,
     merged,
 )
 
 
-def measured(m: Allocator, device: int = 0) -> PostMortem:
+def measured(m: FakeAllocator, device: int = 0) -> PostMortem:
     return PostMortem(read_snapshot([m.pickled()], "x"), device)
 
 
@@ -51,7 +51,7 @@ def freed(post: PostMortem) -> dict[str, int]:
 
 
 def test_each_category_holds_what_the_program_put_there() -> None:
-    m = Allocator()
+    m = FakeAllocator()
     t = Training(m, layers=4, weights=24 * MIB, activation=12 * MIB, logits=64 * MIB)
     t.step()
     held = t.forward()  # the second forward pass: nothing is freed before it ends
@@ -68,7 +68,7 @@ def test_each_category_holds_what_the_program_put_there() -> None:
 
 
 def test_gradients_are_what_backward_made_and_the_optimizer_found() -> None:
-    m = Allocator()
+    m = FakeAllocator()
     t = Training(m, late_zero=True)
     for _ in range(3):
         t.step()
@@ -159,7 +159,7 @@ def test_any_program_adds_up_to_what_counting_backwards_gives(
     """Random programs, on two streams, with blocks that wait; with the whole history and with a
     ring that has lost its start."""
     chance = random.Random(seed)
-    m = Allocator(total=2 * GIB, max_entries=entries)
+    m = FakeAllocator(total=2 * GIB, max_entries=entries)
     here: list[int] = []
     waiting: list[int] = []
     with m.at(*LOOP):
@@ -192,7 +192,7 @@ def test_any_program_adds_up_to_what_counting_backwards_gives(
 
 
 def test_a_ring_that_lost_its_start_says_so_and_keeps_the_lines_of_what_is_held() -> None:
-    whole, part = Allocator(), Allocator(max_entries=60)
+    whole, part = FakeAllocator(), FakeAllocator(max_entries=60)
     for m in (whole, part):
         t = Training(m)
         for _ in range(5):
@@ -205,16 +205,16 @@ def test_a_ring_that_lost_its_start_says_so_and_keeps_the_lines_of_what_is_held(
 
 
 def test_a_snapshot_without_history_is_its_state() -> None:
-    m = Allocator(history=False)
+    m = FakeAllocator(history=False)
     Training(m).step()
     post = measured(m)
-    assert post.history.count == 0 and post.moment == -1
+    assert post.history.count == 0 and post.event == -1
     assert post.by_category == {"not attributed": 4 * 24 * MIB + 8 * 24 * MIB}
     assert post.churn_bytes is None and post.growth.is_empty()
 
 
 def test_devices_do_not_mix() -> None:
-    one, other = Allocator(), Allocator(device=1)
+    one, other = FakeAllocator(), FakeAllocator(device=1)
     Training(one).step()
     with other.at(*LOOP):
         other.alloc(5 * MIB)
@@ -229,7 +229,7 @@ def test_devices_do_not_mix() -> None:
 
 
 def test_a_leak_is_the_line_that_leaves_the_same_behind_in_each_step() -> None:
-    m = Allocator()
+    m = FakeAllocator()
     t = Training(m, leak=5 * MIB)
     for _ in range(12):
         t.step()
@@ -241,7 +241,7 @@ def test_a_leak_is_the_line_that_leaves_the_same_behind_in_each_step() -> None:
 
 
 def test_a_queue_that_is_emptied_is_no_leak() -> None:
-    m, kept = Allocator(), []
+    m, kept = FakeAllocator(), []
     t = Training(m)
     for _ in range(16):
         t.step()
@@ -254,7 +254,7 @@ def test_a_queue_that_is_emptied_is_no_leak() -> None:
 
 @pytest.mark.parametrize("source", ["annotations", "optimizer", "backward passes"])
 def test_churn_is_what_a_step_allocates(source: str) -> None:
-    m = Allocator()
+    m = FakeAllocator()
     t = Training(m)
     if source == "backward passes":
         t.update = lambda: None  # type: ignore[method-assign]
@@ -273,9 +273,9 @@ def test_churn_is_what_a_step_allocates(source: str) -> None:
 # -- what could not be placed -------------------------------------------------------------------
 
 
-def in_pieces(pieces: int, hole: int, total: int) -> Allocator:
+def in_pieces(pieces: int, hole: int, total: int) -> FakeAllocator:
     """Segments of a hole, 4 MiB in use, and a hole; then a request that no hole holds."""
-    m = Allocator(total=total)
+    m = FakeAllocator(total=total)
     with m.at(*LOOP):
         whole = []
         for address in [m.alloc(2 * hole + 4 * MIB) for _ in range(pieces)]:
@@ -301,7 +301,7 @@ def test_a_request_beside_enough_free_memory_in_pieces_is_told_as_such() -> None
     assert (placed.request, placed.usable, placed.largest) == (60 * MIB, 480 * MIB, 30 * MIB)
     assert placed.scattered and placed.driver == 0
     assert post.failed_at.line == 77
-    assert found.split == 480 * MIB and found.whole == 0
+    assert found.split == 480 * MIB and found.free_segments == 0
     # holes of neighbours lie side by side in one segment: 60 MiB is one of them
     assert packed is not None and packed.helps
     assert freed(post)["expandable segments"] == packed.freed
@@ -309,7 +309,7 @@ def test_a_request_beside_enough_free_memory_in_pieces_is_told_as_such() -> None
 
 def test_holes_below_a_page_are_not_won_by_expandable_segments() -> None:
     """Neighbours' holes are 16 MiB, less than a page of 20 and than the request of 17."""
-    m = Allocator(total=8 * 20 * MIB)
+    m = FakeAllocator(total=8 * 20 * MIB)
     with m.at(*LOOP):
         kept = [m.alloc(size * MIB) for _ in range(8) for size in (8, 4, 8)]
         for address in [a for n, a in enumerate(kept) if n % 3 != 1]:
@@ -324,7 +324,7 @@ def test_holes_below_a_page_are_not_won_by_expandable_segments() -> None:
 
 
 def test_free_memory_of_another_stream_or_pool_is_elsewhere() -> None:
-    m = Allocator(total=200 * MIB)
+    m = FakeAllocator(total=200 * MIB)
     with m.at(*LOOP):
         kept = [m.alloc(60 * MIB, stream=7), m.alloc(60 * MIB, pool=(0, 1))]
         tails = [m.alloc(2 * MIB, stream=7), m.alloc(2 * MIB, pool=(0, 1))]
@@ -335,11 +335,11 @@ def test_free_memory_of_another_stream_or_pool_is_elsewhere() -> None:
             m.alloc(190 * MIB)
     placed = explain_placement(measured(m))
     assert placed is not None and tails
-    assert placed.usable == 0 and placed.elsewhere > 0 and not placed.scattered
+    assert placed.usable == 0 and placed.free_elsewhere > 0 and not placed.scattered
 
 
 def test_a_snapshot_that_was_taken_after_things_were_let_go_of_tells_no_placement() -> None:
-    m = Allocator(total=GIB)
+    m = FakeAllocator(total=GIB)
     with m.at(*LOOP):
         first = m.alloc(900 * MIB)
         with pytest.raises(DeviceFull):
@@ -353,8 +353,8 @@ def test_a_snapshot_that_was_taken_after_things_were_let_go_of_tells_no_placemen
 # -- what a fix frees ---------------------------------------------------------------------------
 
 
-def at_the_end_of_forward(**how: Any) -> tuple[Allocator, Training]:
-    m = Allocator()
+def at_the_end_of_forward(**how: Any) -> tuple[FakeAllocator, Training]:
+    m = FakeAllocator()
     t = Training(m, **how)
     for _ in range(3):
         t.step()
@@ -390,7 +390,7 @@ def test_logits_are_what_the_loss_holds_and_its_like() -> None:
 
 
 def test_gradients_that_are_held_in_a_forward_pass_are_worth_letting_go_of() -> None:
-    m = Allocator()
+    m = FakeAllocator()
     t = Training(m, layers=8, weights=64 * MIB, logits=MIB, late_zero=True)
     for _ in range(3):
         t.step()
@@ -401,7 +401,7 @@ def test_gradients_that_are_held_in_a_forward_pass_are_worth_letting_go_of() -> 
 
 
 def test_outputs_of_the_step_before_are_worth_letting_go_of() -> None:
-    m = Allocator()
+    m = FakeAllocator()
     t = Training(m, kept_outputs=True, logits=256 * MIB)
     for _ in range(5):
         t.step()
@@ -413,7 +413,7 @@ def test_outputs_of_the_step_before_are_worth_letting_go_of() -> None:
 
 def test_memory_by_module_is_a_tree_of_the_calls_of_forward() -> None:
     """Two blocks from one line are one; a line of its own is a module of its own."""
-    m = Allocator()
+    m = FakeAllocator()
     m.alloc(7 * MIB)
     top, inner = (*CALLED, (MODEL, 20, "forward")), "/app/block.py"
     for _ in range(2):
@@ -433,7 +433,7 @@ def test_memory_by_module_is_a_tree_of_the_calls_of_forward() -> None:
 
 
 def test_without_stacks_nothing_is_a_module_s() -> None:
-    m = Allocator()
+    m = FakeAllocator()
     m.alloc(7 * MIB)
     assert held_by_module(measured(m)) == []
 
@@ -446,9 +446,9 @@ def test_memory_by_module_of_public_snapshots_is_counted_from_their_stacks(
     run = advisor.open(shared_file(f"memory/{name}.pickle"))
     post = Analysis(next(iter(run.traces.values()))).post_mortems[0]
     found = held_by_module(post)
-    lives = post.history.lives
+    lives = post.history.block_lifetimes
     by_file: Counter[str] = Counter()
-    for row in post.held_rows.tolist():
+    for row in post.allocated_rows.tolist():
         stack = int(lives.stack[row])
         frames = post.snapshot.stacks[stack] if stack >= 0 else ()
         for file in {frame.file for frame in frames if frame.name == "forward"}:

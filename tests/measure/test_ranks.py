@@ -315,7 +315,7 @@ def test_sizes_and_groups_keep_collectives_apart() -> None:
     assert (
         found.cells is not None
         and found.joined is not None
-        and found.joined.seen.tolist() == [2] * 3
+        and found.joined.rank_count.tolist() == [2] * 3
     )
     rows = set(found.cells.select("group", "bytes", "order").rows())
     assert rows == {("dp", 1 << 20, 0), ("dp", 1 << 21, 0), ("tp", 1 << 20, 0)}

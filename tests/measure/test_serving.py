@@ -19,7 +19,7 @@ from advisor.advise.options import Options
 from advisor.core.errors import AdvisorError
 from advisor.core.report import Report, Serving
 from advisor.measure import Analysis
-from advisor.measure.serving.annotations import Mark, Sums, parse_mark
+from advisor.measure.serving.annotations import StepMark, Sums, parse_mark
 from advisor.measure.serving.graphs import attach_capture, missing_records
 from advisor.measure.serving.passes import Heads, attention_cost
 from advisor.measure.serving.phases import measure_serving
@@ -93,7 +93,7 @@ def _serving(report: Report) -> Serving:
     ],
 )
 def test_marks_tell_phase_requests_and_tokens(name: str, expected: tuple[Any, ...]) -> None:
-    assert parse_mark(name) == Mark(*expected)
+    assert parse_mark(name) == StepMark(*expected)
 
 
 @pytest.mark.parametrize(
@@ -278,23 +278,23 @@ def test_a_capture_without_graphs_is_refused() -> None:
 def test_attention_by_hand() -> None:
     """Two prompts of 3 and 5 tokens: 6 + 15 pairs. 4 heads of 8, 2 of keys and values, bf16."""
     heads = Heads(queries=4, keys=2, size=8, value=8, width=2)
-    mark = Mark("vllm", "prefill", 2, 8, 2, Sums(8, 8, 9 + 25, 9 + 25))
+    mark = StepMark("vllm", "prefill", 2, 8, 2, Sums(8, 8, 9 + 25, 9 + 25))
     assert attention_cost(mark, heads, narrow=False) == (
         4 * 4 * 8 * 21,
         8 * 2 * 2 * 8 * 2 + 8 * 4 * 2 * 8 * 2,
     )
     # one new token each, after 10 and 20: every pair counts
-    decode = Mark("vllm", "decode", 2, 2, 2, None, Sums(2, 30, 2, 30))
+    decode = StepMark("vllm", "decode", 2, 2, 2, None, Sums(2, 30, 2, 30))
     work = attention_cost(decode, heads, narrow=True)
     assert work == (4 * 4 * 8 * 30, 30 * 2 * 2 * 8 + 2 * 4 * 2 * 8 * 2)
-    assert attention_cost(Mark("vllm", "decode", 2), heads, narrow=False) is None
+    assert attention_cost(StepMark("vllm", "decode", 2), heads, narrow=False) is None
 
 
 def test_latent_attention_reads_one_cache() -> None:
     """DeepSeek's: 576 elements a token, of which 512 are the values too."""
     heads = Heads(queries=16, keys=1, size=576, value=512, width=2)
     work = attention_cost(
-        Mark("sglang", "decode", 1, 1, 1, None, Sums(1, 100, 1, 100)), heads, narrow=False
+        StepMark("sglang", "decode", 1, 1, 1, None, Sums(1, 100, 1, 100)), heads, narrow=False
     )
     assert work == (2 * 16 * (576 + 512) * 100, 100 * 576 * 2 + 16 * (576 + 512) * 2)
 

@@ -61,7 +61,7 @@ def test_kernels_of_before_the_recording_are_nobodys_work(shared_trace: Shared, 
     assert len(before) > 400 and len(own) > 1000
     a = Analysis(read_trace(path))
     kernel = (a.trace.gpu["kind"] == "kernel").to_numpy()
-    assert int((a.earlier & kernel).sum()) == len(before)
+    assert int((a.launched_before & kernel).sum()) == len(before)
     assert int((a.in_window & kernel).sum()) == len(own)
     work = [
         e
@@ -97,7 +97,7 @@ def test_what_was_launched_before_a_later_start_of_the_recording_is_found(
     cut_data = {**data, "traceEvents": [e for e in data["traceEvents"] if id(e) not in early]}
     expected = sum(e["args"]["correlation"] in gone for e in kernels_of(data))
     a = Analysis(read_trace(rewriting.save(cut_data, tmp_path / "cut.json")))
-    found = a.earlier & (a.trace.gpu["kind"] == "kernel").to_numpy()
+    found = a.launched_before & (a.trace.gpu["kind"] == "kernel").to_numpy()
     assert int(found.sum()) == expected > 10
     assert not a.lost.reported
 
@@ -113,7 +113,7 @@ def test_kernels_after_the_hosts_marks_are_their_steps_work(shared_trace: Shared
     assert a.steps.used["dur"][:9].to_numpy() / 1e3 == pytest.approx(ranges, rel=0.02)
     assert a.breakdown.busy.total / a.span_ns > 0.99
     assert int(a.in_window.sum()) == 20  # two a step; nine were launched before the recording
-    assert a.trace.gpu.filter(pl.Series(a.earlier))["op"].null_count() == 9
+    assert a.trace.gpu.filter(pl.Series(a.launched_before))["op"].null_count() == 9
 
 
 def ahead(host: float, device: float, steps: int = 5) -> TraceBuilder:
@@ -294,8 +294,8 @@ def test_the_first_call_of_an_operator_is_named_and_blamed_apart():
         with b.step(), b.op("aten::convolution", host_us=50_000 if number == 0 else 100):
             b.launch("conv", 50)
     a = Analysis(b.trace())
-    assert a.one_off["name"].to_list() == ["aten::convolution"]
-    assert a.one_off["count"][0] == 6
+    assert a.one_off_costs["name"].to_list() == ["aten::convolution"]
+    assert a.one_off_costs["count"][0] == 6
     blamed = a.gaps.group_by("cause").agg(pl.col("dur").sum())
     compiling = blamed.filter(pl.col("cause") == "compile")["dur"].sum()
     others = blamed.filter(pl.col("cause") != "compile")["dur"].sum()
@@ -309,7 +309,7 @@ def test_a_first_call_that_waits_for_the_device_cost_nothing_extra():
         with b.step(), b.op("aten::item"):
             b.launch("gemm", 50_000 if number == 0 else 10)
             b.sync()
-    assert Analysis(b.trace()).one_off.is_empty()
+    assert Analysis(b.trace()).one_off_costs.is_empty()
 
 
 def _scripted(b: TraceBuilder, name: str, ms: float) -> None:
@@ -326,7 +326,7 @@ def test_a_compiled_function_that_takes_most_of_a_recording_is_named_by_its_leng
     b.run("aten::mm", "gemm", 300, times=60)
     b.sync()
     a = Analysis(b.trace())
-    assert a.one_off["name"].to_list() == ["delta_r2"] and a.one_off["usual"][0] is None
+    assert a.one_off_costs["name"].to_list() == ["delta_r2"] and a.one_off_costs["usual"][0] is None
     compiling = a.gaps.filter(pl.col("cause") == "compile")["dur"].sum()
     assert 0.6 * 297e6 < compiling <= 298e6
     said = list_limits(a, Run({(0, 0): b.trace()}))
@@ -340,7 +340,7 @@ def test_an_operator_or_a_short_function_may_come_again(name: str, ms: float):
     _scripted(b, name, ms)
     b.run("aten::mm", "gemm", 300, times=60)
     b.sync()
-    assert Analysis(b.trace()).one_off.is_empty()
+    assert Analysis(b.trace()).one_off_costs.is_empty()
 
 
 def test_what_other_steps_do_without_is_a_cost_once():
@@ -351,7 +351,7 @@ def test_what_other_steps_do_without_is_a_cost_once():
             if number == 1:
                 _scripted(b, "delta_r2", 20)
             b.sync()
-    assert Analysis(b.trace()).one_off["name"].to_list() == ["delta_r2"]
+    assert Analysis(b.trace()).one_off_costs["name"].to_list() == ["delta_r2"]
 
 
 @pytest.mark.parametrize(
@@ -426,12 +426,12 @@ def capturing(steps: int, captures: int) -> TraceBuilder:
 
 def test_the_capture_of_a_graph_is_a_one_off_cost() -> None:
     a = Analysis(capturing(6, 1).trace())
-    assert a.one_off["name"].to_list() == [CAPTURE]
-    assert a.one_off["dur"][0] == 30_010_000
+    assert a.one_off_costs["name"].to_list() == [CAPTURE]
+    assert a.one_off_costs["dur"][0] == 30_010_000
 
 
 def test_a_program_that_captures_in_each_step_does_not_do_so_once() -> None:
-    assert Analysis(capturing(6, 6).trace()).one_off.is_empty()
+    assert Analysis(capturing(6, 6).trace()).one_off_costs.is_empty()
 
 
 def test_a_capture_of_a_server_is_no_advice(shared_trace: Callable[[str], str]) -> None:

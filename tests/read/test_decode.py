@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from advisor.read import decode as pieces
 from advisor.read.columns import MISSING, NAME_LIMIT, RAW_LIMIT, Piece, float_column, int_column
 from advisor.read.decode import decode_piece
-from advisor.read.trace_events import Args, TraceEvent
+from advisor.read.trace_events import EventArgs, TraceEvent
 
 
 def op(name: str = "aten::mm", **fields: Any) -> dict[str, Any]:
@@ -140,7 +140,7 @@ json_values = st.recursive(
     ),
     max_leaves=5,
 )
-arg_names = st.sampled_from([spec.encode_name for spec in msgspec.structs.fields(Args)])
+arg_names = st.sampled_from([spec.encode_name for spec in msgspec.structs.fields(EventArgs)])
 field_names = st.sampled_from([spec.encode_name for spec in msgspec.structs.fields(TraceEvent)])
 categories = st.sampled_from(
     [

@@ -11,7 +11,7 @@ import pytest
 
 from advisor.read.reader import ReadOptions
 from advisor.read.source import ByteSource
-from advisor.read.sqlite import Keyed, NameLookup, Numbered, open_database, read_numbered
+from advisor.read.sqlite import KeyedTable, NameLookup, Numbered, open_database, read_numbered
 
 EXTREMES = [-(2**63), 2**63 - 1]
 
@@ -46,12 +46,12 @@ def test_a_stored_table_says_the_same_however_its_rows_are_kept(tmp_path: Path, 
     wanted = pl.Series([7, 8, None, 49_998, 50_000, *EXTREMES, *range(0, 20_000, 6)])
     expected = [whole.get(n) for n in wanted.to_list()]
     with open_database(ByteSource(str(path)), ReadOptions()) as db:
-        table = Keyed(db, "texts", "id", {"text": pl.String, "other": pl.Int64})
+        table = KeyedTable(db, "texts", "id", {"text": pl.String, "other": pl.Int64})
         found = table.at(wanted)
         assert found["text"].to_list() == expected
         assert found["other"].null_count() == len(wanted)
         assert NameLookup(db, "texts", "id", "text").of(wanted).to_list() == expected
-        lost = Keyed(db, "nowhere", "id", {"text": pl.String})
+        lost = KeyedTable(db, "nowhere", "id", {"text": pl.String})
         assert lost.at(wanted)["text"].null_count() == len(wanted)
         assert not db.damaged
 

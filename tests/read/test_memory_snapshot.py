@@ -28,8 +28,8 @@ from advisor.testing.allocator import (
     KIB,
     LOOP,
     MIB,
-    Allocator,
     DeviceFull,
+    FakeAllocator,
     Training,
     merged,
 )
@@ -38,8 +38,8 @@ RAN: list[str] = []
 MUTANTS = int(os.environ.get("ADVISOR_MUTATIONS", "0")) or 30
 
 
-def trained(steps: int = 8, **how: Any) -> Allocator:
-    m = Allocator(total=4 * GIB)
+def trained(steps: int = 8, **how: Any) -> FakeAllocator:
+    m = FakeAllocator(total=4 * GIB)
     training = Training(m, **how)
     for _ in range(steps):
         training.step()
@@ -292,7 +292,7 @@ def test_older_layouts_hold_the_same(version: str) -> None:
 
 
 def test_devices_labels_and_settings_are_told() -> None:
-    one, other = trained(1), Allocator(device=2)
+    one, other = trained(1), FakeAllocator(device=2)
     other.label = "tower"
     with other.at(*LOOP):
         other.alloc(3 * MIB)
@@ -341,7 +341,7 @@ def test_two_snapshots_for_one_rank_are_one_line(
 def test_a_run_that_ended_out_of_memory_shows_its_snapshot(tmp_path: Path) -> None:
     from advisor.testing.record import RecordBuilder, write_run
 
-    m = Allocator(total=GIB)
+    m = FakeAllocator(total=GIB)
     training = Training(m, activation=96 * MIB)
     with pytest.raises(DeviceFull):
         for _ in range(3):
@@ -463,7 +463,7 @@ def test_whatever_is_damaged_ends_in_a_report_or_a_line(
 
 def test_kibibytes_are_small() -> None:
     """The pools are told apart by what was asked for."""
-    m = Allocator()
+    m = FakeAllocator()
     with m.at(*LOOP):
         m.alloc(3 * KIB)
         m.alloc(3 * MIB)

@@ -39,7 +39,7 @@ class Toy(Reader):
     """A row an event: host or device, on a lane, with an id that ties a launch to its kernel."""
 
     name = "toy"
-    reads = "a toy table (.csv)"
+    description = "a toy table (.csv)"
     suffixes = (".csv",)
 
     def sniff(self, head, path):
@@ -194,7 +194,7 @@ def test_what_nobody_reads_gets_one_line_that_lists_what_is_read(toy: None) -> N
     assert said.startswith("picture.csv: unknown format; give ")
     assert "a PyTorch profiler trace (.json, .json.gz or .json.zst), " in said
     assert said.endswith(", or a toy table (.csv)")
-    assert [one.reads in said for one in registry.all_readers()].count(False) == 0
+    assert [one.description in said for one in registry.all_readers()].count(False) == 0
     with pytest.raises(AdvisorError, match=r"^x: an SQLite file .*; give .* toy table") as caught:
         read_bytes(b"SQLite format 3\0", "x")
     assert "an Nsight Systems export" in str(caught.value)

@@ -83,7 +83,7 @@ def test_a_packing_is_not_told_by_name(packing: str, tmp_path: Path) -> None:
 def test_standard_input_is_unpacked_alike(packing: str) -> None:
     code = (
         "import sys; from advisor.read.source import ByteSource; s = ByteSource('-');"
-        "n = sum(map(len, s.blocks())); m = sum(map(len, s.again().blocks())); print(n, m)"
+        "n = sum(map(len, s.blocks())); m = sum(map(len, s.reopen().blocks())); print(n, m)"
     )
     done = subprocess.run(
         [sys.executable, "-c", code], input=PACKINGS[packing], capture_output=True, check=True
@@ -324,4 +324,4 @@ def test_a_long_standard_input_is_not_kept(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(source_module, "REMEMBER", MB)
     source = ByteSource("-")
     assert sum(map(len, source.blocks())) == 3 * MB
-    assert source.again() is None
+    assert source.reopen() is None

@@ -130,9 +130,9 @@ def test_the_xplane_wins_over_what_was_made_of_it(tmp_path: Path) -> None:
 
 
 def test_a_memory_snapshot_is_read_and_not_refused(tmp_path: Path) -> None:
-    from advisor.testing.allocator import Allocator
+    from advisor.testing.allocator import FakeAllocator
 
-    allocator = Allocator()
+    allocator = FakeAllocator()
     allocator.alloc(1 << 20)
     trace = read_trace(str(allocator.write(tmp_path / "snapshot.pickle")))
     assert trace.meta.snapshot is not None

@@ -14,7 +14,7 @@ from advisor.core.run_directory import STEPS, Step, read_recording
 from advisor.recorder import writer as writing
 from advisor.recorder.clock import MAX_PHASES, PHASES
 from advisor.recorder.repeated_steps import RepeatedBlock
-from advisor.recorder.steps import FoundStep
+from advisor.recorder.steps import RecordedStep
 from advisor.recorder.writer import StepLines, Writer
 
 torch = pytest.importorskip("torch")
@@ -120,7 +120,7 @@ def test_blocks_of_steps_are_joined_as_single_ones_are(
             out="", rank=lambda: (0, 1), names=list(PHASES), describe=None, failed=failed.append
         )  # type: ignore[arg-type]
         lines = StepLines(run / "rank0" / STEPS)
-        writer._files[FoundStep] = lines
+        writer._files[RecordedStep] = lines
         for number in range(0, 2000, 50):
             begins = [1000 * (number + i) for i in range(50)]
             columns = [(3, [300 + i for i in range(50)]), (4, [700 - i for i in range(50)])]

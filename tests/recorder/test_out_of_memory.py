@@ -13,7 +13,7 @@ import torch
 
 from advisor.core.run_directory import SNAPSHOT
 from advisor.recorder.watchers import MAX_ENTRIES, OutOfMemoryHook
-from advisor.testing.allocator import MIB, Allocator
+from advisor.testing.allocator import MIB, FakeAllocator
 
 pytestmark = pytest.mark.timed
 
@@ -24,7 +24,7 @@ Calls = list[tuple[Any, ...]]
 def cuda(monkeypatch: pytest.MonkeyPatch) -> Calls:
     """A torch that looks as if it had initialised a GPU."""
     calls: Calls = []
-    m = Allocator()
+    m = FakeAllocator()
     m.alloc(3 * MIB)
 
     def note(name: str) -> Any:
@@ -99,7 +99,7 @@ def test_the_snapshot_is_the_one_of_the_failure(cuda: Calls, tmp_path: Path) -> 
     observer = next(call[1][0] for call in cuda if call[0] == "observe")
     observer(0, 1, 2, 3)
     written = (tmp_path / SNAPSHOT).stat().st_mtime_ns
-    oom.raised(torch.OutOfMemoryError("CUDA out of memory."))
+    oom.on_exception(torch.OutOfMemoryError("CUDA out of memory."))
     assert (tmp_path / SNAPSHOT).stat().st_mtime_ns == written  # not once more, after the frees
     assert told[0]["snapshot"] == SNAPSHOT and told[0]["allocated"] == 3 * MIB
     found = read_snapshot([(tmp_path / SNAPSHOT).read_bytes()], "x")

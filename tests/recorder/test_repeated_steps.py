@@ -17,7 +17,7 @@ from advisor.recorder import clock as tape
 from advisor.recorder import tape_reader as reading
 from advisor.recorder.loaders import Batch, Loaders
 from advisor.recorder.repeated_steps import RepeatedBlock
-from advisor.recorder.steps import FoundStep
+from advisor.recorder.steps import RecordedStep
 from advisor.recorder.tape_reader import TapeReader
 from advisor.recorder.writer import StepLines, Writer
 
@@ -154,15 +154,15 @@ def test_steps_written_together_are_those_written_one_by_one(tmp_path: Path) -> 
             failed=pytest.fail,
         )
         writer.resolve = lambda glance: Batch(*kinds[glance])
-        writer._files = {FoundStep: StepLines(tmp_path / name)}
+        writer._files = {RecordedStep: StepLines(tmp_path / name)}
         if together:
             writer._block(block, 512)
         else:
             steps = [writer._record(step) for step in block.steps()]
             steps[-1].rss = 512
             for step in steps:
-                writer._files[FoundStep].add(step)
-        writer._files[FoundStep].flush()
+                writer._files[RecordedStep].add(step)
+        writer._files[RecordedStep].flush()
         decoder = msgspec.json.Decoder(Step)
         return [decoder.decode(line) for line in (tmp_path / name).read_bytes().splitlines()]
 

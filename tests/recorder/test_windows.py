@@ -350,7 +350,7 @@ def test_windows_of_a_rank_are_bounded(tmp_path: Path, training: Any) -> None:
         for number in range(40):
             training.learn((torch.randn(2, 4), torch.randn(2, 1)))
             if number > 4:
-                session.want("trouble", False)
+                session.request_window("trouble", False)
                 wait_for(rec, lambda session: session.windows._export is None)
     assert len(list((tmp_path / "run" / "rank0").glob("trace_w*.json.gz"))) == 2
 
@@ -367,7 +367,7 @@ def test_no_more_windows_once_traces_are_too_large(tmp_path: Path, training: Any
             training.learn((torch.randn(2, 4), torch.randn(2, 1)))
             session.writer._wake.set()
         wait_for(rec, lambda session: session.windows._export is None)
-        session.want("please", True)
+        session.request_window("please", True)
         while session.windows.asked is not None:  # until a boundary that was read in time
             assert time.monotonic() < deadline
             training.learn((torch.randn(2, 4), torch.randn(2, 1)))

@@ -14,7 +14,7 @@ from msgspec.structs import replace
 from advisor.advise.engine import examine
 from advisor.core.finding import Finding
 from advisor.core.report import HotLine, Report
-from advisor.measure.steps.step_lanes import CELLS, build_strip
+from advisor.measure.steps.step_lanes import CELLS, build_step_lanes
 from advisor.render.formats import REPORTS
 from advisor.render.formats.html import style
 from advisor.render.html import esc
@@ -206,7 +206,7 @@ def test_the_strip_is_where_the_work_is() -> None:
                 b.launch("ampere_sgemm", 1000, stream=7)
             b.sync()
             b.host(3000)
-    shown = build_strip(b.analysis())
+    shown = build_step_lanes(b.analysis())
     assert shown is not None
     (work, idle) = shown.lanes
     assert work.label == "stream 7"
@@ -227,7 +227,7 @@ def test_a_lone_short_kernel_is_seen() -> None:
             with b.op("aten::add"):
                 b.launch("tiny", 2)
             b.host(50_000)
-    shown = build_strip(b.analysis())
+    shown = build_step_lanes(b.analysis())
     assert shown is not None
     assert sum(run.last - run.first for run in shown.lanes[0].runs) == 1
 
@@ -237,7 +237,7 @@ def test_without_device_work_there_is_no_strip(tmp_path: Path) -> None:
     for _ in range(3):
         with b.step(), b.op("aten::mm"):
             b.host(100)
-    assert build_strip(b.analysis()) is None
+    assert build_step_lanes(b.analysis()) is None
     found = examine(b.write(tmp_path / "cpu.json"))
     page = Page(REPORTS.render("html", found.report, analysis=found.main))
     assert "on the host's main thread" in page.text

@@ -15,7 +15,7 @@ import advisor
 from advisor.core import text as t
 from advisor.core.report import Report
 from advisor.render.formats import REPORTS
-from advisor.testing.allocator import MIB, Allocator, Training
+from advisor.testing.allocator import MIB, FakeAllocator, Training
 
 SCHEMA = Path(__file__).parents[1] / "data" / "sarif" / "sarif-2.1.0.json"
 HOSTILE = "/src/a|b`c<img src=x>\n::error::@team/train.py"
@@ -24,7 +24,7 @@ HOSTILE = "/src/a|b`c<img src=x>\n::error::@team/train.py"
 @pytest.fixture
 def report(tmp_path: Path) -> Report:
     """Eight steps, and 7 MiB that a line with an evil name holds."""
-    m = Allocator()
+    m = FakeAllocator()
     training = Training(m, logits=96 * MIB)
     with m.at((HOSTILE, 3, "main")):
         m.alloc(700 * MIB)

@@ -118,7 +118,7 @@ def test_a_wait_that_seems_to_end_before_its_work_is_a_wait(
             event["ts"] += ahead_us
     whatif = replay(str(b.write(tmp_path / "trace.json")))
     quality = whatif.quality
-    assert not whatif.unusable
+    assert not whatif.unusable_reason
     assert quality.step_error < 0.01
     assert quality.waits > 0.8
     assert quality.waits_explained is not None and quality.waits_explained > 0.99

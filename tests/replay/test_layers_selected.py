@@ -10,7 +10,7 @@ from advisor.core.trace import Run
 from advisor.measure.host.layers import work_nodes
 from advisor.replay.language import parse_edit
 from advisor.replay.result import what_if
-from advisor.replay.selection import find_present, selected_gpu
+from advisor.replay.selection import find_near_matches, selected_gpu
 from advisor.replay.window import WindowReplayer
 from advisor.testing import TraceBuilder
 
@@ -73,10 +73,10 @@ def test_the_word_on_accuracy_goes_with_lighter_models_only() -> None:
 
 
 def test_what_selects_nothing_is_answered_with_the_modules_there() -> None:
-    there = find_present(blocks(kernel_us=100, host_us=5), Select(on="gpu", layer="blok"))
+    there = find_near_matches(blocks(kernel_us=100, host_us=5), Select(on="gpu", layer="blok"))
     assert there.what == "modules"
     assert "Block" in there.names[:4]
     t = TraceBuilder()
     with t.step():
         t.run("aten::mm", "gemm", 100)
-    assert find_present(t.analysis(), Select(on="gpu", layer="Block")).names == ()
+    assert find_near_matches(t.analysis(), Select(on="gpu", layer="Block")).names == ()

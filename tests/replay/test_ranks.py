@@ -175,7 +175,7 @@ def test_unchanged_steps_of_every_rank_are_replayed(
         whatif = WindowReplayer(a, number, ranks)
         assert len(whatif.ranks) == 2
         assert whatif.quality.step_error <= 0.02
-        assert not whatif.quality.unusable
+        assert not whatif.quality.unusable_reason
 
 
 @pytest.mark.parametrize("comm", [900.0, 6000.0])
@@ -190,7 +190,7 @@ def test_steps_that_a_host_far_ahead_launched_begin_with_the_work_before_them(
     whatif = WindowReplayer(a)
     assert whatif.graph.time[whatif.graph.starts[-1]] < 4e3 * alone.ranks[0].period
     assert whatif.quality.step_error <= 0.01
-    assert not whatif.unusable
+    assert not whatif.unusable_reason
     fast = Cluster([scale_kernels("gemm", 0.5).change(loop(shape))], depth=4096)
     gain = whatif.gain(scale_kernels("gemm", 0.5).edits) / 1e3
     true = alone.ranks[0].period - fast.ranks[0].period

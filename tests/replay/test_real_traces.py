@@ -247,7 +247,7 @@ def test_the_critical_path_of_a_busy_device_is_the_devices(shared_trace: Find) -
     for path in sorted(Path(shared_trace("alexnet")).parent.glob("*.json.gz")):
         whatif = replayed(str(path))
         a = whatif.a
-        if a.device_id is None or a.steps.used.is_empty() or whatif.unusable:
+        if a.device_id is None or a.steps.used.is_empty() or whatif.unusable_reason:
             continue
         if a.breakdown.busy.total >= 0.9 * a.span_ns:
             parts = whatif.critical()

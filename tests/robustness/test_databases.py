@@ -24,7 +24,7 @@ from types import ModuleType
 import pytest
 
 from advisor.read import open_run, read_trace
-from advisor.testing.allocator import MIB, Allocator, Training
+from advisor.testing.allocator import MIB, FakeAllocator, Training
 
 MUTANTS = int(os.environ.get("ADVISOR_MUTATIONS", "0"))
 SAMPLE = 12
@@ -61,7 +61,7 @@ def _written(path: Path, data: bytes) -> Path:
 
 def _snapshot() -> bytes:
     """What the allocator would write after three steps that leak."""
-    m = Allocator()
+    m = FakeAllocator()
     training = Training(m, leak=MIB)
     for _ in range(3):
         training.step()

@@ -20,7 +20,8 @@ from advisor.replay import predictions
 from advisor.testing import TraceBuilder
 
 RULE = """
-from advisor.core.finding import Edit, Evidence, Finding, Impact, Location, Rule, Select
+from advisor.core.finding import Edit, Finding, Impact, Location, Select
+from advisor.core.rule import Evidence, Rule
 class Mine(Rule):
     id = {id}
     title = "mine"

@@ -110,4 +110,4 @@ def test_a_rule_is_complete(rule: Rule) -> None:
     assert rule.title and rule.__doc__ and rule.category
     assert len(rule.__doc__) > 80
     assert {type(example) is tuple for example in EXAMPLES[rule].values()} == {True, False}
-    assert rule.validated == "synthetic" or rule.validated_on
+    assert rule.validation == "synthetic" or rule.validation_note

@@ -12,7 +12,7 @@ import polars as pl
 import pytest
 
 from advisor.advise.select import load_rules
-from advisor.core.rule import Rule, Source, Threshold
+from advisor.core.rule import Citation, Rule, Threshold
 from advisor.measure import Analysis
 from advisor.read import read_trace
 from advisor.rules.common import impact_per_step
@@ -84,7 +84,7 @@ def test_a_number_that_is_neither_is_noticed() -> None:
     ]
 
 
-def sources() -> list[tuple[str, Source]]:
+def sources() -> list[tuple[str, Citation]]:
     found = [(rule.id, source) for rule in RULES for source in rule.sources]
     for rule in RULES:
         for name in rule.options():
@@ -97,9 +97,9 @@ def sources() -> list[tuple[str, Source]]:
 
 def test_every_threshold_has_a_source_that_a_reader_can_open() -> None:
     for where, source in sources():
-        if source.at.startswith("https://") or source.name.startswith("arithmetic"):
+        if source.address.startswith("https://") or source.name.startswith("arithmetic"):
             continue
-        assert (ROOT / source.at).is_file(), (where, source)
+        assert (ROOT / source.address).is_file(), (where, source)
 
 
 def test_no_rule_is_named_outside_itself() -> None:

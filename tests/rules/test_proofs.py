@@ -120,4 +120,4 @@ def test_how_far_a_rule_is_proven_follows_from_where_it_was_right() -> None:
     for rule in RULES.values():
         public = any(name.startswith("traces/") for name in rule.found_in)
         told = "real traces" if public else "recordings" if rule.found_in else "synthetic"
-        assert rule.validated == told, rule.id
+        assert rule.validation == told, rule.id

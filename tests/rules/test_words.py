@@ -68,7 +68,7 @@ def test_code_is_read_on_a_terminal_of_80_columns_as_it_is_written() -> None:
     """Beside the four columns of its place; a comment may go above its line, on one of its own."""
     long = []
     for rule in RULES:
-        told = [rule.code, *(advice.code for advice in rule.elsewhere.values())]
+        told = [rule.code, *(advice.code for advice in rule.framework_advice.values())]
         told += [str(texts.get("code", "")) for texts in rule.cases.values()]
         for line in "\n".join(told).splitlines():
             body, mark, comment = line.rpartition("  # ")
@@ -112,10 +112,10 @@ def test_the_same_finding_is_worded_for_what_the_loop_does() -> None:
     assert [rule for rule in RULES if "fix" in vars(rule)] == []  # the rule itself stays as it is
 
 
-@pytest.mark.parametrize("rule", [r for r in RULES if r.elsewhere], ids=lambda rule: rule.id)
+@pytest.mark.parametrize("rule", [r for r in RULES if r.framework_advice], ids=lambda rule: rule.id)
 def test_advice_for_other_programs_names_nothing_of_pytorch(rule: Rule) -> None:
-    assert set(rule.elsewhere) <= {ANY_FRAMEWORK, CUDA, TENSORFLOW, JAX}
-    for advice in rule.elsewhere.values():
+    assert set(rule.framework_advice) <= {ANY_FRAMEWORK, CUDA, TENSORFLOW, JAX}
+    for advice in rule.framework_advice.values():
         texts = (advice.fix, advice.code, advice.verify, advice.title, advice.falsified_by)
         assert advice.fix and not any(map(TORCH.search, texts))
         assert not any(map(TORCH.search, advice.terms.values()))
@@ -123,7 +123,7 @@ def test_advice_for_other_programs_names_nothing_of_pytorch(rule: Rule) -> None:
 
 
 @pytest.mark.parametrize("framework", [TENSORFLOW, JAX])
-@pytest.mark.parametrize("rule", [r for r in RULES if r.elsewhere], ids=lambda rule: rule.id)
+@pytest.mark.parametrize("rule", [r for r in RULES if r.framework_advice], ids=lambda rule: rule.id)
 def test_what_a_finding_says_of_them_by_itself_names_nothing_of_pytorch(
     rule: Rule, framework: str
 ) -> None:

@@ -73,7 +73,7 @@ def shown(report: Report, rules: set[str]) -> bool:
 
 def waiting(report: Report) -> set[str]:
     """Rules among the notes that would be ranked once they are validated."""
-    return {f.rule for f in report.notes if RULES[f.rule].validated == "synthetic"}
+    return {f.rule for f in report.notes if RULES[f.rule].validation == "synthetic"}
 
 
 def left(report: Report, rules: set[str]) -> bool:

@@ -13,7 +13,7 @@ import pytest
 
 from advisor.advise.engine import examine
 from advisor.advise.ranks.task import summarise_file
-from advisor.measure.ranks.summary import Packed, Summary, unpack
+from advisor.measure.ranks.summary import PackedColumns, RankSummary, unpack
 from benchmarks.simulation import kineto
 from benchmarks.simulation.engine import Played
 from benchmarks.simulation.jobs import HEALTHY
@@ -32,7 +32,7 @@ def small(seed: int, kind: str) -> Played:
 
 def plain(value: object) -> object:
     """Without packing, to be compared."""
-    if isinstance(value, Packed):
+    if isinstance(value, PackedColumns):
         return unpack(value).tolist()
     if isinstance(value, float):
         return float(f"{value:.12g}")
@@ -59,7 +59,7 @@ def test_a_file_says_what_the_summary_without_a_file_says(
         path = tmp_path / kineto.file_name(played.job, rank)
         path.write_bytes(gzip.compress(kineto.trace(played, rank), 1))
         read = summarise_file(str(path))
-        for name in Summary.__struct_fields__:
+        for name in RankSummary.__struct_fields__:
             if name not in APART:
                 told, expected = plain(getattr(fast[rank], name)), plain(getattr(read, name))
                 assert told == expected, name

@@ -48,12 +48,12 @@ def test_rounding_in_some_runs_is_the_machine_and_not_the_knob() -> None:
     off = scaled(1 + 2**-22)
     once = check_losses("exact", False, [run([*BASE])] * 2, [run(off)])
     assert not once.passed
-    assert once.again
+    assert once.needs_rerun
     both = check_losses("exact", False, [run([*BASE])] * 2, [run(off), run([*BASE])])
     assert both.passed
     assert both.text.startswith("equal in 1 of 2 runs, else ")
     assert not check_losses("exact", False, [run([*BASE])] * 2, [run(off), run(off)]).passed
-    assert not check_losses("exact", False, [run([*BASE])] * 2, [run(scaled(1.01))]).again
+    assert not check_losses("exact", False, [run([*BASE])] * 2, [run(scaled(1.01))]).needs_rerun
 
 
 def test_a_program_that_does_not_repeat_itself_is_held_to_a_band() -> None:

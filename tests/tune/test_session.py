@@ -11,13 +11,13 @@ from advisor.core.errors import AdvisorError
 from advisor.render.formats import TRIALS
 from advisor.tune.knob import KnobSetting, Machine, Result
 from advisor.tune.pipeline import asked_for
-from advisor.tune.process import Running, TrialProgram
+from advisor.tune.process import RunningTrial, TrialProgram
 from advisor.tune.report import TrialReport, write_headline
-from advisor.tune.rounds import Limits
+from advisor.tune.rounds import TrialLimits
 from advisor.tune.session import TrialSession
 
 
-class Run(Running):
+class Run(RunningTrial):
     """One that is over at once."""
 
     def __init__(self, answer: Result) -> None:
@@ -49,7 +49,7 @@ def tried(
 ) -> TrialReport:
     report = TrialReport(trials=asked_for(names, Machine(2, False), []))
     program = Made(answer)
-    TrialSession(program, report, Limits(), time.monotonic() + 3600, lambda text: None).run()
+    TrialSession(program, report, TrialLimits(), time.monotonic() + 3600, lambda text: None).run()
     assert set(program.counted) == {any(name.startswith("batch") for name in names)}
     return report
 

@@ -17,8 +17,8 @@ import pytest
 from advisor.tune import rounds as round_
 from advisor.tune.knob import KnobSetting
 from advisor.tune.measured_gain import by_turns, measure_gain
-from advisor.tune.process import Running, TrialProgram
-from advisor.tune.rounds import Limits, Rounds
+from advisor.tune.process import RunningTrial, TrialProgram
+from advisor.tune.rounds import Rounds, TrialLimits
 
 pytest.importorskip("torch")
 
@@ -54,7 +54,7 @@ def main():
         print("longest pause of a thread:", max(gaps), flush=True)
 main()
 """
-LIMITS = Limits(warmup=4, steps=16, most=16, seconds=60.0)
+LIMITS = TrialLimits(warmup=4, steps=16, max_runs=16, seconds=60.0)
 
 
 def program(folder: Path, each: str = "pass", steps: int = 10_000) -> TrialProgram:
@@ -132,7 +132,7 @@ def test_out_of_memory_beside_others_is_tried_again_alone(tmp_path: Path) -> Non
     made.environment = crowded  # type: ignore[method-assign]
     run = rounds(made)
     found = run.run([(), OTHER])
-    assert run.alone
+    assert run.one_at_a_time
     assert run.processes == 3
     assert not found[OTHER].problem
     assert not found[OTHER].blocks
@@ -145,7 +145,7 @@ def test_ranks_of_a_job_are_never_stopped(tmp_path: Path, monkeypatch: pytest.Mo
     monkeypatch.setenv("WORLD_SIZE", "2")
     run = rounds(program(tmp_path))
     found = run.run([(), OTHER])
-    assert run.alone
+    assert run.one_at_a_time
     assert [len(result.steps_ns) for result in found.values()] == [16, 16]
     assert not any(result.blocks for result in found.values())
 
@@ -158,7 +158,7 @@ def test_without_room_for_two_they_run_one_after_the_other(
     monkeypatch.setattr(round_, "_held", lambda pid: (1 << 20, 1 << 30))
     run = rounds(program(tmp_path))
     found = run.run([(), OTHER])
-    assert run.alone
+    assert run.one_at_a_time
     assert [len(result.steps_ns) for result in found.values()] == [16, 16]
 
 
@@ -167,7 +167,7 @@ def test_without_room_for_two_they_run_one_after_the_other(
 def test_when_time_is_up_what_is_known_counts(tmp_path: Path) -> None:
     run = rounds(program(tmp_path, each="time.sleep(0.4)"), seconds=0.0)
     run.longest = 0.0
-    run.affords = lambda runs=1: True  # type: ignore[method-assign]
+    run.has_budget_for = lambda runs=1: True  # type: ignore[method-assign]
     found = run.run([(), OTHER])
     assert [result.blocks for result in found.values()] == [[2, 2], [2, 2]]
     assert all(result.ended for result in found.values())
@@ -179,16 +179,16 @@ def test_ctrl_c_between_turns_keeps_the_blocks_there_are(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     made = program(tmp_path)
-    count, go = 0, Running.go
+    count, go = 0, RunningTrial.go
 
-    def interrupted(one: Running, steps: int = 0) -> bool:
+    def interrupted(one: RunningTrial, steps: int = 0) -> bool:
         nonlocal count
         count += 1
         if count == 8:  # two starts, two turns of each, and a third of the first are over
             raise KeyboardInterrupt
         return go(one, steps)
 
-    monkeypatch.setattr(Running, "go", interrupted)
+    monkeypatch.setattr(RunningTrial, "go", interrupted)
     run = rounds(made)
     found = run.run([(), OTHER])
     assert run.interrupted

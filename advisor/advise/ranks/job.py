@@ -18,7 +18,7 @@ from advisor.advise.ranks.worker_pool import iterate_results, start_processes
 from advisor.core.errors import AdvisorError
 from advisor.core.run_directory import is_run, read_recording
 from advisor.core.trace import Run
-from advisor.measure.ranks.summary import Summary, Unread, one_run
+from advisor.measure.ranks.summary import RankSummary, UnreadRank, one_run
 from advisor.read import open_run
 from advisor.read.auxiliary_files import is_named_log, logs_in, with_logs
 from advisor.read.directory import MAX_ELSEWHERE, trace_files
@@ -84,7 +84,7 @@ def summarise_apart(
     places: Sequence[str],
     options: Options,
     config: dict[str, dict[str, Any]],
-) -> tuple[list[Summary], list[Unread]]:
+) -> tuple[list[RankSummary], list[UnreadRank]]:
     """Measure each rank where its file is. ``places``: as they were given, for messages.
 
     Raises AdvisorError: no cluster, or not one rank could be read.
@@ -94,8 +94,8 @@ def summarise_apart(
     orders = [MeasureTask(source=source, wanted=wanted) for source in _unsure(sources)]
     progress = RanksDone(total=len(orders))
     report = options.on_progress or (lambda _: None)
-    summaries: list[Summary] = []
-    unread: list[Unread] = []
+    summaries: list[RankSummary] = []
+    unread: list[UnreadRank] = []
 
     def moved(size: int) -> None:
         progress.moved += size
@@ -106,7 +106,7 @@ def summarise_apart(
         for result in iterate_results(orders, workers, seconds=options.seconds, said=moved):
             if chosen is not None and result.rank >= 0 and result.rank not in chosen:
                 progress.total -= 1  # its name does not have its rank
-            elif isinstance(result, Unread):
+            elif isinstance(result, UnreadRank):
                 unread.append(result)
                 progress.unread += 1
             else:
@@ -128,7 +128,7 @@ def summarise_apart(
 
 
 def first_rank(
-    summaries: Sequence[Summary], sources: Sequence[RemoteFile], options: Options
+    summaries: Sequence[RankSummary], sources: Sequence[RemoteFile], options: Options
 ) -> Run:
     """The first rank of a job, read here: the report's figures are of it."""
     first = one_run(summaries).summaries[0]

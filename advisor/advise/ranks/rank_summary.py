@@ -28,8 +28,8 @@ from advisor.measure.ranks.summary import (
     Advice,
     Collectives,
     Kernel,
-    Packed,
-    Summary,
+    PackedColumns,
+    RankSummary,
     encode,
     pack,
     pack_findings,
@@ -48,13 +48,15 @@ MAX_STEPS = 2_000
 MAX_FINDINGS = 60
 
 
-def summarise_rank(a: Analysis, rank: int, findings: Sequence[Finding], path: str = "") -> Summary:
+def summarise_rank(
+    a: Analysis, rank: int, findings: Sequence[Finding], path: str = ""
+) -> RankSummary:
     """One rank, measured, and what the rules found on it with their gains on it alone."""
     meta, figures = a.trace.meta, {} if a.record_only else device_time(a)
     path = path or redact_url(meta.path)
     run_step, used = step_time(a), a.steps.used.head(MAX_STEPS)
     return shrink_to_limit(
-        Summary(
+        RankSummary(
             rank=rank,
             path=path,
             host=host_of(path),
@@ -131,7 +133,7 @@ def _by_digest(a: Analysis, table: pl.DataFrame) -> dict[str, Kernel]:
     return result
 
 
-def _per_step(a: Analysis) -> dict[str, Packed]:
+def _per_step(a: Analysis) -> dict[str, PackedColumns]:
     used = a.steps.used.head(MAX_STEPS)
     start, end = used["ts"].to_numpy(), used["end"].to_numpy()
     columns: dict[str, Ints]
@@ -172,7 +174,7 @@ def _damage(a: Analysis) -> str:
     return "cut off before its end" if meta.truncated else ""
 
 
-def shrink_to_limit(summary: Summary) -> Summary:
+def shrink_to_limit(summary: RankSummary) -> RankSummary:
     """The summary within MAX_BYTES: the collectives of whole steps are left out, the last first,
     then texts."""
     from msgspec.structs import replace as changed

@@ -15,12 +15,12 @@ from advisor import __version__
 from advisor.advise.options import Options
 from advisor.core.errors import AdvisorError
 from advisor.core.run_directory import is_run
-from advisor.measure.ranks.summary import MAX_DECODED, Unread, encode
+from advisor.measure.ranks.summary import MAX_DECODED, UnreadRank, encode
 from advisor.read.remote.urls import RemoteFile, location_of_url
 
 if TYPE_CHECKING:
     from advisor.core.trace import Run
-    from advisor.measure.ranks.summary import Summary
+    from advisor.measure.ranks.summary import RankSummary
 
 RETRY_PAUSES_S: Final = (0.5, 2.0)
 """Seconds before each further try of what may have been the moment's fault: a file system that
@@ -62,9 +62,9 @@ class MeasureTask(Struct, frozen=True, kw_only=True):
         """To be sent."""
         return msgspec.msgpack.encode(self, enc_hook=_plain)
 
-    def failed(self, why: str) -> Unread:
+    def failed(self, why: str) -> UnreadRank:
         """That nothing came of it."""
-        return Unread(rank=self.rank, path=self.source.url, why=one_line(why))
+        return UnreadRank(rank=self.rank, path=self.source.url, why=one_line(why))
 
 
 def _plain(value: object) -> str:
@@ -91,7 +91,7 @@ def run_task(order: bytes) -> bytes:
         wanted = msgspec.msgpack.decode(order, type=MeasureTask, dec_hook=_unplain)
     except ValueError:
         return encode(
-            Unread(
+            UnreadRank(
                 rank=-1,
                 path="",
                 why=f"advisor {__version__} does not know this task: install the same",
@@ -157,7 +157,9 @@ def _without(why: str, path: str, url: str) -> str:
     return why.removeprefix(f"{path}: ").replace(path, url)
 
 
-def summarise_file(path: str, rank: int | None = None, options: Options | None = None) -> Summary:
+def summarise_file(
+    path: str, rank: int | None = None, options: Options | None = None
+) -> RankSummary:
     """Read and measure one rank. ``rank``: the number that it is known by; ``None``: what the trace
     or its name says, -1 where neither does. A file that several ranks were merged into needs it.
 

@@ -20,7 +20,7 @@ from advisor.advise.options import RANK_TIMEOUT_SECONDS
 from advisor.advise.ranks.task import MeasureTask, one_line, run_task
 from advisor.core.errors import AdvisorError, install_command
 from advisor.core.pool import ProcessPool, Work, WorkerDied
-from advisor.measure.ranks.summary import MAX_DECODED, Summary, Unread, decode
+from advisor.measure.ranks.summary import MAX_DECODED, RankSummary, UnreadRank, decode
 
 RETRIES: Final = 2
 """Further tries of a file whose worker died of it, or of something else."""
@@ -51,7 +51,7 @@ def start_processes(count: int) -> ProcessPool:
     )
 
 
-class _Flying:
+class _PendingTask:
     """An order that is being performed."""
 
     def __init__(self, place: int, answer: Future[bytes]) -> None:
@@ -66,7 +66,7 @@ def iterate_results(
     *,
     seconds: float = RANK_TIMEOUT_SECONDS,
     said: Callable[[int], object] | None = None,
-) -> Iterator[Summary | Unread]:
+) -> Iterator[RankSummary | UnreadRank]:
     """What comes of each order, as it comes: one for each. ``seconds``: of one file. ``said`` is
     called with the bytes of each answer.
 
@@ -79,7 +79,7 @@ def iterate_results(
     deaths, why = [0] * len(orders), [""] * len(orders)
     waiting, alone = deque(range(len(orders))), deque[int]()
     blamed: set[int] = set()
-    flying: dict[int, _Flying] = {}
+    flying: dict[int, _PendingTask] = {}
     done: queue.SimpleQueue[int] = queue.SimpleQueue()
     number = 0
 
@@ -87,7 +87,7 @@ def iterate_results(
         nonlocal number
         number += 1
         own, answer = number, workers.submit(run_task, packed[place])
-        flying[own] = _Flying(place, answer)
+        flying[own] = _PendingTask(place, answer)
         answer.add_done_callback(lambda _: done.put(own))
 
     while waiting or alone or flying:
@@ -143,7 +143,7 @@ def describe_death(why: str, times: int) -> str:
     return one_line(f"{why}, {times} times: it may need more memory than a worker has")
 
 
-def _decoded(order: MeasureTask, data: bytes) -> Summary | Unread:
+def _decoded(order: MeasureTask, data: bytes) -> RankSummary | UnreadRank:
     if len(data) > MAX_DECODED:
         return order.failed("its summary is too large")
     try:

@@ -44,7 +44,7 @@ _CANONICAL = {spelling: name for name, spellings in _FORMATS.items() for spellin
 
 
 def canonical_dtype(dtype: str) -> str | None:
-    """Name a number format as `Peaks` does, whoever spelled it.
+    """Name a number format as `MemoryPeaks` does, whoever spelled it.
 
     Takes torch's spellings ("torch.bfloat16", "half"), those of Kineto's ``Input type``
     ("c10::Half", "float", "signed char") and of collectives ("BFloat16", "Float8_e4m3fn").

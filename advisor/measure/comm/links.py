@@ -148,7 +148,7 @@ def select_collectives(a: Analysis, rows: pl.DataFrame) -> tuple[Select, float]:
     return Select(on="gpu", family=("communication",), stream=tuple(streams)), share
 
 
-class Scaled(NamedTuple):
+class ScaledCollectives(NamedTuple):
     """Collectives that a faster link would shorten."""
 
     select: Select
@@ -183,7 +183,7 @@ def group_ranks(ranks: str | None) -> list[int]:
     return members
 
 
-def scale_collectives(a: Analysis, *, across: bool) -> Scaled | None:
+def scale_collectives(a: Analysis, *, across: bool) -> ScaledCollectives | None:
     """Large collectives across nodes, or inside of one, with their measured and attainable bus
     bandwidth. ``None``: there are none, no rate of their link is known, or they attain it."""
     if a.device_id is None:
@@ -210,4 +210,4 @@ def scale_collectives(a: Analysis, *, across: bool) -> Scaled | None:
     saved = sent * (1 / best - 1 / (ATTAINED_SHARE * rate))
     slow = cast(float, own["bus_gbps"].quantile(0.1))
     factor = 1 - part * saved / float(own["dur"].sum())
-    return Scaled(select, best, ATTAINED_SHARE * rate, factor, own.height, slow / best)
+    return ScaledCollectives(select, best, ATTAINED_SHARE * rate, factor, own.height, slow / best)

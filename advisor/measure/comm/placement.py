@@ -49,7 +49,7 @@ class AxisRanks(NamedTuple):
         return self.local < self.size
 
 
-class Changed(NamedTuple):
+class PlacementChange(NamedTuple):
     """Collectives that would take another time."""
 
     rows: pl.DataFrame
@@ -69,7 +69,7 @@ class Placement(NamedTuple):
     """Bus bandwidth of a GPU across nodes, GB/s; ``None``: unknown."""
     inside: float | None
     """The same inside of a node."""
-    changes: tuple[Changed, ...]
+    changes: tuple[PlacementChange, ...]
     """If tensor parallelism gets a node, and others the network; empty: a rate is unknown."""
 
 
@@ -85,7 +85,7 @@ def find_placement(a: Analysis) -> Placement | None:
     if tensor is None or tensor.size > node or node % tensor.size:
         return None
     network, inside = _rates(a, axes, machine)
-    changes: tuple[Changed, ...] = ()
+    changes: tuple[PlacementChange, ...] = ()
     if network and inside:
         changes = _with_bubble(a, axes, _changes(axes, tensor, network, inside))
     return Placement(tensor, node, network, inside, changes)
@@ -125,7 +125,7 @@ def _rates(
 
 def _changes(
     axes: Sequence[AxisRanks], tensor: AxisRanks, network: float, inside: float
-) -> tuple[Changed, ...]:
+) -> tuple[PlacementChange, ...]:
     """Ranks of the other axes leave the node, of those that send least first."""
     leave = tensor.size / tensor.local
     local: dict[int, int] = {}
@@ -150,7 +150,7 @@ def _changes(
             continue
         factors = _factors(axis.rows, rate(axis, axis.local), rate(axis, then))
         if factors is not None:
-            result.append(Changed(axis.rows, *factors))
+            result.append(PlacementChange(axis.rows, *factors))
     return tuple(result)
 
 
@@ -172,8 +172,8 @@ def _dimensions(axes: Sequence[AxisRanks]) -> list[list[AxisRanks]]:
 
 
 def _with_bubble(
-    a: Analysis, axes: Sequence[AxisRanks], changes: tuple[Changed, ...]
-) -> tuple[Changed, ...]:
+    a: Analysis, axes: Sequence[AxisRanks], changes: tuple[PlacementChange, ...]
+) -> tuple[PlacementChange, ...]:
     """A pipeline's stages wait for each other's work: the bubble changes as the rest does."""
     result = list(changes)
     for axis in axes:
@@ -195,7 +195,7 @@ def _with_bubble(
             max(0.0, old - idle * min(1.0, share) / max(time, 1.0))
             for old, share in zip(before, shares, strict=True)
         ]
-        result.append(Changed(axis.rows, *factors))
+        result.append(PlacementChange(axis.rows, *factors))
     return tuple(result)
 
 

@@ -56,8 +56,8 @@ def step_energy(recorded: StepRecords) -> StepEnergy | None:
 
 def _known(recorded: StepRecords, name: str) -> tuple[Ints, Floats] | None:
     """Times, ns, and a figure of the GPU's samples, where it was measured."""
-    times = np.array([t for t, _ in recorded.timed_gpus], dtype=np.int64)
-    values = np.array([finite_or_nan(getattr(gpu, name)) for _, gpu in recorded.timed_gpus])
+    times = np.array([t for t, _ in recorded.timed_gpu_samples], dtype=np.int64)
+    values = np.array([finite_or_nan(getattr(gpu, name)) for _, gpu in recorded.timed_gpu_samples])
     known = ~np.isnan(values) if len(values) else np.zeros(0, dtype=bool)
     times, values = times[known], values[known]
     if len(times) < MIN_SAMPLES or bool((np.diff(times) <= 0).any()):

@@ -99,7 +99,7 @@ def measure_kernels(a: Analysis) -> pl.DataFrame:
     moved = np.where(kernel, moved, _memory_operations(gpu))
     resident = measure_residency(trace)
     eligible = _eligible(
-        family, matrix, names, dtype, tensor_core, own & cost.vector[cost_of], compute
+        family, matrix, names, dtype, tensor_core, own & cost.is_vector_product[cost_of], compute
     )
     return pl.DataFrame(
         {
@@ -308,7 +308,7 @@ class Costs(NamedTuple):
     moved: Floats
     dtype: NDArray[np.int8]
     """Place in FORMATS; -1: not recorded."""
-    vector: NDArray[np.bool_]
+    is_vector_product: NDArray[np.bool_]
     """A product with a vector: too little reuse for matrix units."""
     relayout: NDArray[np.bool_]
     """A copy between equal types whose strides differ: it only changes the order of the data."""
@@ -361,7 +361,7 @@ def _cost(name: str, x: OpInputs) -> tuple[float, float, int, bool, bool, int]:
         np.nan if work is None else work,
         np.nan if traffic is None else traffic,
         NO_ROW if dtype is None else FORMATS.index(dtype),
-        matrix is not None and matrix.vector,
+        matrix is not None and matrix.is_vector_product,
         name == "aten::copy_" and _relayout(x),
         sum(conv.output_mask[:2]) if conv is not None and conv.backward else 0,
     )
@@ -373,7 +373,7 @@ def _relayout(x: OpInputs) -> bool:
         return False
     if target.dtype != source.dtype or target.shape != source.shape:
         return False
-    if source.stored != source.elements or target.elements < 2:
+    if source.stored_elements != source.elements or target.elements < 2:
         return False  # a broadcast is written out
     order = zip(target.shape, target.strides, source.strides, strict=False)
     return any(to != of for size, to, of in order if size > 1)

@@ -26,7 +26,7 @@ class MatrixProduct(NamedTuple):
     """The matrix or bias that is added (``addmm``, ``linear``)."""
 
     @property
-    def vector(self) -> bool:
+    def is_vector_product(self) -> bool:
         """One side is a vector: matrix units have nothing to reuse."""
         return min(self.m, self.n, self.k) <= 1
 

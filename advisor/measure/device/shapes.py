@@ -50,7 +50,7 @@ class Tensor(NamedTuple):
         return prod(self.shape)
 
     @property
-    def stored(self) -> int:
+    def stored_elements(self) -> int:
         """Elements that exist in memory: a broadcast dimension (stride 0) is there once."""
         if self.strides is None or len(self.strides) != len(self.shape):
             return self.elements
@@ -68,7 +68,7 @@ class Tensor(NamedTuple):
     @property
     def bytes(self) -> float | None:
         """Bytes read when each stored element is read once."""
-        return None if self.width is None else float(self.stored * self.width)
+        return None if self.width is None else float(self.stored_elements * self.width)
 
 
 class OpInputs:
@@ -219,7 +219,7 @@ def _literal(text: str) -> Any:
 # -- number formats --------------------------------------------------------------------------------
 
 FORMATS = ("fp64", "fp32", "tf32", "fp16", "bf16", "fp8", "int8")
-"""Number formats as ``hardware.Peaks`` names them."""
+"""Number formats as ``hardware.MemoryPeaks`` names them."""
 Format = pl.Enum(FORMATS)
 
 _WIDTHS = {

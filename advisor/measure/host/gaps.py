@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from advisor.core.intervals import Intervals, Ints, intersect, union
 from advisor.measure.host.stacks import nullable_rows
 from advisor.measure.steps.steps import step_of
-from advisor.measure.steps.timeline import CLASSES, CODE, LOADING, Pieces, cut_at_points
+from advisor.measure.steps.timeline import CLASSES, CODE, LOADING, HostPieces, cut_at_points
 
 if TYPE_CHECKING:
     from advisor.measure import Analysis
@@ -170,7 +170,7 @@ def _blame(a: Analysis, part: Intervals, ended_by: NDArray[np.int64]) -> _Blame:
     return joined.take(np.argsort(joined.start, kind="stable"))
 
 
-def _follow(a: Analysis, pieces: Pieces, thread: NDArray[np.int32]) -> _Blame:
+def _follow(a: Analysis, pieces: HostPieces, thread: NDArray[np.int32]) -> _Blame:
     """Causes of the pieces; where a thread did nothing that explains them, what others did."""
     blame = _Blame(
         pieces.which,
@@ -243,10 +243,10 @@ def _overhead(a: Analysis, blame: _Blame) -> _Blame:
 def _one_off(a: Analysis, blame: _Blame) -> _Blame:
     """What the host did in a first call that later ones do in a fraction of the time was done
     once: loading, searching, compiling (``oneoff.py``)."""
-    rows = a.one_off["host"].to_numpy()
-    ts = a.one_off["ts"].to_numpy()
+    rows = a.one_off_costs["host"].to_numpy()
+    ts = a.one_off_costs["ts"].to_numpy()
     over = ("launch", "dispatch", "python", "unknown")
-    return _under(blame, rows, ts, ts + a.one_off["dur"].to_numpy(), "compile", over)
+    return _under(blame, rows, ts, ts + a.one_off_costs["dur"].to_numpy(), "compile", over)
 
 
 def _under(

@@ -113,7 +113,7 @@ REPORTED_SHARE = 0.01
 without losses has none, so this only leaves room for launches that failed."""
 
 
-class Lost(NamedTuple):
+class LostRecords(NamedTuple):
     """Launches of kernels in the recording, and those whose kernel is not in it."""
 
     launches: int
@@ -130,12 +130,12 @@ class Lost(NamedTuple):
         return self.cut or self.lost > REPORTED_SHARE * self.launches
 
     @property
-    def of_replays(self) -> bool:
+    def has_lost_replays(self) -> bool:
         """Whether enough records of graph replays are lost to report it."""
         return self.reported and self.replayed > 0
 
 
-def lost_records(trace: Trace) -> Lost:
+def lost_records(trace: Trace) -> LostRecords:
     """Counts kernel launches with a correlation id that no device row has.
 
     Not counted: launches into a graph that is being captured, which run nothing; launches after
@@ -149,7 +149,7 @@ def lost_records(trace: Trace) -> Lost:
     launching = (call.is_in(["launch"]) & cpu["correlation"].is_not_null()).fill_null(False)
     rows = np.flatnonzero(launching.to_numpy())
     if not len(rows):
-        return Lost(0, 0)
+        return LostRecords(0, 0)
     parent = cpu["parent"].fill_null(-1).to_numpy()
     seen = np.zeros(cpu.height, dtype=np.bool_)
     seen[gpu["launch"].drop_nulls().to_numpy()] = True
@@ -173,7 +173,7 @@ def lost_records(trace: Trace) -> Lost:
     kernels_of = np.bincount(found[ids[found] == kernels], minlength=len(ids)) if len(ids) else ids
     there |= (launches[of_id] > 1) & (kernels_of >= launches)[of_id]
     untied = int((gpu["launch"].is_null().to_numpy() & ~launched_before_recording(trace)).sum())
-    return Lost(len(rows), max(0, int((~there).sum()) - untied))
+    return LostRecords(len(rows), max(0, int((~there).sum()) - untied))
 
 
 def _captured(trace: Trace, rows: np.ndarray) -> np.ndarray:

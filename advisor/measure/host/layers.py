@@ -20,9 +20,9 @@ from advisor.measure.device.families import MATRIX
 from advisor.measure.host.module_sources import (
     SOURCES,
     Find,
+    ModuleTree,
     Source,
     SourceName,
-    Tree,
     split_number,
 )
 from advisor.measure.host.optree import own_time, time_inside
@@ -106,9 +106,9 @@ def measure_layers(a: Analysis) -> LayerTable | None:
     the module of most of the time, the first in ``SOURCES`` that knows half of it. ``None``: no
     modules were recorded around any of it."""
     work = None
-    best: tuple[int, SourceName, Tree, Source, Rows, Rows] | None = None
+    best: tuple[int, SourceName, ModuleTree, Source, Rows, Rows] | None = None
     for name, read in SOURCES.items():
-        tree = Tree()
+        tree = ModuleTree()
         source = read(a.trace, tree)
         if source is None:
             continue
@@ -209,7 +209,7 @@ def _forward(a: Analysis, rows: Rows) -> Rows:
 
 def _sums(
     a: Analysis,
-    tree: Tree,
+    tree: ModuleTree,
     target: NDArray[np.int32],
     scopes: NDArray[np.int32],
     work: pl.DataFrame,
@@ -326,7 +326,7 @@ def _known_work(
 
 
 @dataclass(frozen=True)
-class Equals:
+class EqualLayers:
     """Modules of one kind that contain the same kinds, below the same ones."""
 
     parent: int | None
@@ -338,7 +338,7 @@ class Equals:
     """``layers.0–23``."""
 
 
-def equal_layers(layers: LayerTable) -> list[Equals]:
+def equal_layers(layers: LayerTable) -> list[EqualLayers]:
     """The tree with equal modules as one, parents before children, largest first among siblings."""
     parent, kinds = layers.nodes["parent"].to_list(), layers.nodes["kind"].to_list()
     names, ns = layers.nodes["name"].to_list(), layers.nodes["ns"].to_list()
@@ -358,12 +358,12 @@ def equal_layers(layers: LayerTable) -> list[Equals]:
             groups.setdefault(content[node], []).append(node)
         return sorted(groups.values(), key=lambda group: sum(ns[node] for node in group))
 
-    result: list[Equals] = []
+    result: list[EqualLayers] = []
     left: list[tuple[int | None, int, list[int]]] = [(None, 0, group) for group in grouped(roots)]
     while left:
         up_group, depth, group = left.pop()
         label = range_label([names[node] for node in group])
-        result.append(Equals(up_group, depth, sorted(group), label))
+        result.append(EqualLayers(up_group, depth, sorted(group), label))
         place, inside = len(result) - 1, [child for node in group for child in children[node]]
         left.extend((place, depth + 1, below) for below in grouped(inside))
     return result
@@ -390,7 +390,7 @@ class UnequalLayer:
     """A module that takes longer than its equals."""
 
     node: int
-    equals: Equals
+    equals: EqualLayers
     ns: float
     """Median over the steps."""
     usual: float
@@ -399,7 +399,7 @@ class UnequalLayer:
     """Kind of the module inside it with most of the difference; ``None``: it has none."""
 
 
-def find_outliers(layers: LayerTable, groups: list[Equals]) -> list[UnequalLayer]:
+def find_outliers(layers: LayerTable, groups: list[EqualLayers]) -> list[UnequalLayer]:
     """Modules that contain others and take longer than their equals, beyond the spread of these:
     the distance to the longest of the others is larger than their range. Per step the median is
     compared. The longest first."""
@@ -463,7 +463,7 @@ def describe_nodes(a: Analysis, nodes: list[int]) -> str | None:
 
 
 @dataclass(frozen=True)
-class Around:
+class ModulesAround:
     """The modules around some host rows, a line a row."""
 
     node: Rows
@@ -473,12 +473,12 @@ class Around:
     line is outside of the module; -1: the line says where it is."""
 
 
-def modules_around(a: Analysis, rows: Rows) -> Around:
+def modules_around(a: Analysis, rows: Rows) -> ModulesAround:
     """The modules around host rows; of the backward pass those of its forward."""
     layers = a.layers
     none = np.full(len(rows), -1, dtype=np.int64)
     if layers is None:
-        return Around(none, none)
+        return ModulesAround(none, none)
     node, start = layers.find(rows), rows
     if (node < 0).any():
         start = np.where(node < 0, _forward(a, rows), rows)
@@ -493,7 +493,7 @@ def modules_around(a: Analysis, rows: Rows) -> Around:
         key = -1 if up is None else group[up], kind
         group.append(kinds.setdefault(key, len(kinds)))
     outside = (node >= 0) & ((frame < 0) | (frame < begin))
-    return Around(node, np.where(outside, np.array(group)[np.maximum(node, 0)], -1))
+    return ModulesAround(node, np.where(outside, np.array(group)[np.maximum(node, 0)], -1))
 
 
 # -- for the report -----------------------------------------------------------

@@ -29,7 +29,7 @@ Find = Callable[[Rows], Rows]
 """Rows of ``trace.cpu`` to nodes; -1: in no module."""
 
 
-class Tree:
+class ModuleTree:
     """Names by path."""
 
     def __init__(self) -> None:
@@ -156,7 +156,7 @@ Source = tuple[Find, NDArray[np.int32]]
 
 def _nested(
     trace: Trace,
-    tree: Tree,
+    tree: ModuleTree,
     rows: Rows,
     names: Callable[[str], tuple[str, ...]],
     *,
@@ -203,7 +203,7 @@ def _nested(
     return find, node
 
 
-def _module_events(trace: Trace, tree: Tree) -> Source | None:
+def _module_events(trace: Trace, tree: ModuleTree) -> Source | None:
     """``nn.Module: Linear_0``: the class, and a number for each module of the class."""
     frames = np.flatnonzero((trace.cpu["kind"] == "python").to_numpy())
     rows = frames[name_matches(trace.cpu["name"].gather(frames), f"^{MODULE}").to_numpy()]
@@ -212,7 +212,7 @@ def _module_events(trace: Trace, tree: Tree) -> Source | None:
     return _nested(trace, tree, rows, lambda name: (name.removeprefix(MODULE),))
 
 
-def _ranges(trace: Trace, tree: Tree) -> Source | None:
+def _ranges(trace: Trace, tree: ModuleTree) -> Source | None:
     """``model.layers.0.mlp``, ``layer_3``, and the ranges of vLLM's hooks."""
     ranges = np.flatnonzero((trace.cpu["kind"] == "annotation").to_numpy())
     names = trace.cpu["name"].gather(ranges)
@@ -234,7 +234,7 @@ def _ranges(trace: Trace, tree: Tree) -> Source | None:
     return _nested(trace, tree, ranges[layer[which]], known.__getitem__)
 
 
-def _marked(trace: Trace, tree: Tree) -> Source | None:
+def _marked(trace: Trace, tree: ModuleTree) -> Source | None:
     """FSDP's ranges before and after the forward of a module: it lies between them."""
     cpu = trace.cpu
     ranges = np.flatnonzero((cpu["kind"] == "annotation").to_numpy())
@@ -277,7 +277,7 @@ def _marked(trace: Trace, tree: Tree) -> Source | None:
     return find, node
 
 
-def _op_names(trace: Trace, tree: Tree) -> Source | None:
+def _op_names(trace: Trace, tree: ModuleTree) -> Source | None:
     """Operators of XLA and TensorFlow, whose names are paths of scopes."""
     if trace.meta.framework not in (TENSORFLOW, JAX):
         return None
@@ -289,7 +289,7 @@ def _op_names(trace: Trace, tree: Tree) -> Source | None:
     return find, np.empty(0, dtype=np.int32)
 
 
-def _frames(trace: Trace, tree: Tree) -> Source | None:
+def _frames(trace: Trace, tree: ModuleTree) -> Source | None:
     """``forward`` in Python frames, called by a module."""
     cpu = trace.cpu
     frames = np.flatnonzero((cpu["kind"] == "python").to_numpy())
@@ -307,7 +307,7 @@ def _frames(trace: Trace, tree: Tree) -> Source | None:
     return _nested(trace, tree, rows, name, in_order=True)
 
 
-SOURCES: Final[dict[SourceName, Callable[[Trace, Tree], Source | None]]] = {
+SOURCES: Final[dict[SourceName, Callable[[Trace, ModuleTree], Source | None]]] = {
     "module events": _module_events,
     "ranges": _ranges,
     "operator names": _op_names,

@@ -18,14 +18,14 @@ from typing import Any, NamedTuple
 import numpy as np
 import polars as pl
 
-from advisor.measure.memory.memory_history import History, Ints
+from advisor.measure.memory.memory_history import Ints, MemoryHistory
 from advisor.measure.memory.post_mortem import PostMortem, measured_once
 
 ROUND, SMALL, SMALL_BUFFER = 512, 1 << 20, 2 << 20
 LARGE_BUFFER, MIN_LARGE, ROUND_LARGE = 20 << 20, 10 << 20, 2 << 20
 
 
-class Replayed(NamedTuple):
+class AllocatorReplay(NamedTuple):
     """Outcome of the replayed history, bytes."""
 
     reserved: Ints
@@ -34,7 +34,7 @@ class Replayed(NamedTuple):
     """In whole free segments (pages of expandable ones) after the last."""
 
     @property
-    def needed(self) -> int:
+    def needed_bytes(self) -> int:
         """Reserved after the last event, without what could be given back."""
         return int(self.reserved[-1]) - self.releasable
 
@@ -118,7 +118,7 @@ class Model:
         self._put(block)
         return block
 
-    def give(self, block: _Block) -> None:
+    def free(self, block: _Block) -> None:
         """Free a block, and merge it with its free neighbours."""
         for other in (block.before, block.after):
             if other is not None and other.free:
@@ -164,7 +164,7 @@ class Model:
             self.reserved -= block.size
             size -= block.size
 
-    def carve(self, block: _Block, address: int, size: int) -> _Block:
+    def split(self, block: _Block, address: int, size: int) -> _Block:
         """A part of a free block that is in use already."""
         block.pool.free.remove((block.size, block.address, block))
         block.free = False
@@ -211,7 +211,9 @@ def _order(entry: tuple[int, int, _Block]) -> tuple[int, int]:
     return entry[:2]
 
 
-def replay_allocator(h: History, *, expandable: bool, until: int | None = None) -> Replayed:
+def replay_allocator(
+    h: MemoryHistory, *, expandable: bool, until: int | None = None
+) -> AllocatorReplay:
     """A device's history, up to and with event ``until``, in the model.
 
     Without expandable segments it begins with the segments and blocks that the recording began
@@ -236,19 +238,19 @@ def replay_allocator(h: History, *, expandable: bool, until: int | None = None) 
         elif what == free:
             block = blocks.pop(address, None)
             if block is not None:
-                model.give(block)
+                model.free(block)
         elif what == "segment_free":
             model.release(size)
         elif what == "oom" and index == stop:
             model.take(size, stream, pool)
         reserved[index] = model.reserved
-    return Replayed(reserved, model.releasable())
+    return AllocatorReplay(reserved, model.releasable())
 
 
-def _begin(model: Model, h: History) -> dict[int, _Block]:
+def _begin(model: Model, h: MemoryHistory) -> dict[int, _Block]:
     """What was there before the first event: blocks by their recorded address."""
-    lives = h.lives
-    old = np.flatnonzero(lives.born < 0)
+    lives = h.block_lifetimes
+    old = np.flatnonzero(lives.start_event < 0)
     old = old[np.argsort(lives.address[old], kind="stable")]
     segments = _first_segments(h)
     blocks: dict[int, _Block] = {}
@@ -276,12 +278,12 @@ def _begin(model: Model, h: History) -> dict[int, _Block]:
         if not rest.free or address < rest.address:
             blocks[address] = model.take(size, stream, private)
             continue
-        blocks[address] = model.carve(rest, address, size)
+        blocks[address] = model.split(rest, address, size)
         open_[start] = blocks[address]
     return blocks
 
 
-def _first_segments(h: History) -> list[tuple[int, int, Any, Any, bool]]:
+def _first_segments(h: MemoryHistory) -> list[tuple[int, int, Any, Any, bool]]:
     """Address, bytes, stream, private pool and size class of what was reserved at the start: the
     state, with the history undone."""
     there = {
@@ -320,7 +322,7 @@ class Fragments(NamedTuple):
     """The largest free block, whatever pool and stream it is of."""
     split: int
     """Free, in segments that also hold a tensor: not to be given back to the driver."""
-    whole: int
+    free_segments: int
     """Free, in segments that hold nothing: given back before a request fails."""
     rounding: int
     """Lost to rounding inside the blocks in use."""
@@ -343,7 +345,7 @@ class Placement(NamedTuple):
     """Free in the request's own pool and stream."""
     largest: int
     """The largest free block there."""
-    elsewhere: int
+    free_elsewhere: int
     """Free in other pools or of other streams."""
     driver: int | None
     """What the driver still had; ``None``: not recorded."""
@@ -371,21 +373,21 @@ def measure_repacking(post: PostMortem) -> Repacking | None:
     h = post.history
     slack = post.reserved - post.allocated
     expandable = bool(h.segments["expandable"].fill_null(False).any())
-    lost = slack < MIN_SLACK * post.reserved and h.failed is None
+    lost = slack < MIN_SLACK * post.reserved and h.failed_event is None
     if post.snapshot.exception is not None or post.snapshot.source != "allocator":
         return None
-    if h.too_short or h.segments.is_empty() or expandable or post.contradicts or lost:
+    if h.is_too_short or h.segments.is_empty() or expandable or post.is_contradictory or lost:
         return None
-    fixed = replay_allocator(h, expandable=False, until=post.moment)
-    grown = replay_allocator(h, expandable=True, until=post.moment)
+    fixed = replay_allocator(h, expandable=False, until=post.event)
+    grown = replay_allocator(h, expandable=True, until=post.event)
     helps = False
-    if h.failed is not None and post.request is not None:
+    if h.failed_event is not None and post.request is not None:
         room = post.reserved + (post.device_free or 0)
-        helps = grown.needed <= room < fixed.needed
+        helps = grown.needed_bytes <= room < fixed.needed_bytes
     assumes = "the same requests, replayed in a model of the allocator"
     if h.began_before:
         assumes += "; what was there before the history lies side by side"
-    freed = max(0, min(slack, fixed.needed - grown.needed))
+    freed = max(0, min(slack, fixed.needed_bytes - grown.needed_bytes))
     return Repacking(slack, freed, helps, assumes)
 
 
@@ -429,7 +431,7 @@ def measure_fragments(post: PostMortem) -> Fragments | None:
         free=int(free.sum()),
         largest=int(free.max(initial=0)),
         split=int(free[busy].sum()),
-        whole=int(free[~busy].sum()),
+        free_segments=int(free[~busy].sum()),
         returnable=None
         if joined["expandable"].fill_null(False).any()
         else int(free[~busy & joined["pool"].is_null().to_numpy()].sum()),
@@ -443,13 +445,13 @@ def explain_placement(post: PostMortem) -> Placement | None:
     """Why the request that failed could not be placed; ``None``: none failed, or the snapshot was
     taken so much later that its state is another."""
     h, result = post.history, measure_fragments(post)
-    if post.request is None or result is None or h.failed is None:
+    if post.request is None or result is None or h.failed_event is None:
         return None
     now = int(h.allocated[-1])
     if abs(now - post.allocated) > MAX_STATE_DIFFERENCE * max(post.allocated, 1):
         return None
     request = -(-max(post.request, 1) // ROUNDING_BYTES) * ROUNDING_BYTES
-    event = h.events.row(h.failed, named=True)
+    event = h.events.row(h.failed_event, named=True)
     small = request <= SMALL_REQUEST
     own_part = (pl.col("large").is_null() | (pl.col("large") == (not small))) & (
         pl.col("stream").eq_missing(pl.lit(event["stream"])) | pl.col("stream").is_null()
@@ -464,7 +466,7 @@ def explain_placement(post: PostMortem) -> Placement | None:
         request=request,
         usable=usable,
         largest=largest,
-        elsewhere=result.free - usable,
+        free_elsewhere=result.free - usable,
         driver=driver,
         scattered=usable >= request > largest,
     )

@@ -31,8 +31,8 @@ class BlockLifetimes:
 
     address: Ints
     size: Ints
-    born: Ints
-    ended: Ints
+    start_event: Ints
+    end_event: Ints
     stack: Ints
     """-1: not recorded."""
     release: Ints
@@ -43,11 +43,11 @@ class BlockLifetimes:
 
     def at(self, event: int) -> Mask:
         """Those held after an event (-1: before the first)."""
-        held: Mask = (self.born <= event) & (self.ended > event)
+        held: Mask = (self.start_event <= event) & (self.end_event > event)
         return held
 
 
-class History:
+class MemoryHistory:
     """One device of a snapshot."""
 
     def __init__(self, snapshot: MemorySnapshot, device: int) -> None:
@@ -83,7 +83,7 @@ class History:
         return {name: actions == name for name in names}
 
     @cached_property
-    def lives(self) -> BlockLifetimes:
+    def block_lifetimes(self) -> BlockLifetimes:
         """Every block that was allocated or freed in the history, or is there at its end.
 
         A tensor lets go of its block at ``free_requested`` (at ``free_completed`` where the former
@@ -120,10 +120,10 @@ class History:
         return BlockLifetimes(
             address=np.concatenate([address[starts], address[orphan], here[older]]),
             size=np.concatenate([size[starts], size[orphan], state["requested"].to_numpy()[older]]),
-            born=np.concatenate(
+            start_event=np.concatenate(
                 [rows[starts], np.full(int(orphan.sum()), -1), np.full(int(older.sum()), -1)]
             ).astype(np.int64),
-            ended=ends_at,
+            end_event=ends_at,
             release=np.append(self.event_stack, -1)[ends_at],
             stack=np.concatenate(
                 [
@@ -137,13 +137,13 @@ class History:
     @cached_property
     def allocated(self) -> Ints:
         """Bytes in tensors before the first event and after each: one entry more than events."""
-        lives = self.lives
+        lives = self.block_lifetimes
         change = np.zeros(self.count + 1, dtype=np.int64)
-        change[0] = int(lives.size[lives.born < 0].sum())
-        born = lives.born >= 0
-        np.add.at(change, lives.born[born] + 1, lives.size[born])
-        ended = lives.ended < self.count
-        np.add.at(change, lives.ended[ended] + 1, -lives.size[ended])
+        change[0] = int(lives.size[lives.start_event < 0].sum())
+        born = lives.start_event >= 0
+        np.add.at(change, lives.start_event[born] + 1, lives.size[born])
+        ended = lives.end_event < self.count
+        np.add.at(change, lives.end_event[ended] + 1, -lives.size[ended])
         return np.cumsum(change)
 
     @cached_property
@@ -192,15 +192,15 @@ class History:
     def began_before(self) -> bool:
         """Blocks were there that the history does not tell the making of: it was switched on late,
         or has lost its start (``max_entries``)."""
-        return bool((self.lives.born < 0).any())
+        return bool((self.block_lifetimes.start_event < 0).any())
 
     @property
-    def too_short(self) -> bool:
+    def is_too_short(self) -> bool:
         """Too few events to be a history: the state is all there is."""
-        return self.count < MIN_EVENTS and self.failed is None
+        return self.count < MIN_EVENTS and self.failed_event is None
 
     @cached_property
-    def failed(self) -> int | None:
+    def failed_event(self) -> int | None:
         """The last event that says out of memory; ``None``: none."""
         result = np.flatnonzero(self.is_action["oom"])
         return int(result[-1]) if len(result) else None

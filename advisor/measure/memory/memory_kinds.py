@@ -7,7 +7,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from advisor.measure.memory.memory_history import PHASES, History, Ints, Mask
+from advisor.measure.memory.memory_history import PHASES, Ints, Mask, MemoryHistory
 from advisor.measure.memory.memory_origin import ROLES
 
 CATEGORIES = (
@@ -41,7 +41,7 @@ NOT_ATTRIBUTED = CATEGORIES.index("not attributed")
 
 
 class Kinds(NamedTuple):
-    """Aligned with ``History.lives``."""
+    """Aligned with ``MemoryHistory.block_lifetimes``."""
 
     category: NDArray[np.int8]
     """Place in CATEGORIES."""
@@ -49,18 +49,18 @@ class Kinds(NamedTuple):
     """Place in BASES."""
 
 
-def classify(h: History, moment: int) -> Kinds:
+def classify(h: MemoryHistory, moment: int) -> Kinds:
     """What every block of the history was for, as of a moment (an event).
 
     The call path decides where it can; then the phases of the step in which a block lives; then,
     for blocks older than the history, what frees them, and last the sizes: a set of blocks that
     repeats the gradients' sizes is a copy of the weights.
     """
-    lives = h.lives
+    lives = h.block_lifetimes
     role = np.array([ROLES.index(o.role) for o in h.origins], dtype=np.int16)[lives.stack]
     state = np.array([o.state for o in h.origins])[lives.stack]
     released = np.array([o.released for o in h.origins])[lives.release]
-    known = lives.born >= 0
+    known = lives.start_event >= 0
     kind = np.full(len(lives), NOT_ATTRIBUTED, dtype=np.int8)
     basis = np.full(len(lives), BASES.index("none"), dtype=np.int8)
 
@@ -82,12 +82,16 @@ def classify(h: History, moment: int) -> Kinds:
     leaves = _leaves_phase(h)
     sizes = np.unique(lives.size[is_("parameter")])
     engine = is_("backward") | (is_("nothing") & known & h.has_stacks)
-    stays = leaves | (np.isin(lives.size, sizes) & (lives.ended > moment))
+    stays = leaves | (np.isin(lives.size, sizes) & (lives.end_event > moment))
     put(is_("parameter"), "weights")
     put(engine & ~stays, "backward temporaries")
     put(engine & stays, "gradients", "lifetime")
     put(is_("gradient"), "gradients")
-    over = lives.ended == h.count if h.failed is None else np.zeros(len(lives), dtype=np.bool_)
+    over = (
+        lives.end_event == h.count
+        if h.failed_event is None
+        else np.zeros(len(lives), dtype=np.bool_)
+    )
     keeps = state | leaves | over | ~known
     put(is_("optimizer") & keeps, "optimizer state")
     put(is_("optimizer") & ~keeps, "optimizer temporaries")
@@ -95,9 +99,9 @@ def classify(h: History, moment: int) -> Kinds:
     put(is_("input"), "inputs")
     put(is_("cache"), "KV cache")
     put(is_("communication"), "communication buffers")
-    kept = is_("nothing") | (is_("forward", "own") & (lives.ended == h.count))
+    kept = is_("nothing") | (is_("forward", "own") & (lives.end_event == h.count))
     put(is_("workspace") | (kept & np.isin(lives.size, CUBLAS_WORKSPACES)), "workspace")
-    dies = np.append(h.phase, -1)[lives.ended]
+    dies = np.append(h.phase, -1)[lives.end_event]
     own = is_("own") & known
     put(own & (dies == PHASES.index("backward")), "activations", "lifetime")
     put(own & _spans_step(h), "inputs", "lifetime")
@@ -108,7 +112,7 @@ def classify(h: History, moment: int) -> Kinds:
     put(old & updated, "optimizer state", "lifetime")
     put(old & (released == "gradient"), "gradients", "call path")
     put(old & (kind == NOT_ATTRIBUTED) & _replaced_outputs(h, kind), "earlier steps", "lifetime")
-    _by_sizes(h, kind, basis, old & (kind == NOT_ATTRIBUTED) & (lives.ended == h.count))
+    _by_sizes(h, kind, basis, old & (kind == NOT_ATTRIBUTED) & (lives.end_event == h.count))
     cast = np.array([o.cast for o in h.origins])[lives.stack] & known
     put(_weight_copies(h, kind, cast), "autocast copies", "size pattern")
     put((released == "autocast") & is_("forward"), "autocast copies")
@@ -118,24 +122,26 @@ def classify(h: History, moment: int) -> Kinds:
     return Kinds(kind, basis)
 
 
-def _leaves_phase(h: History) -> Mask:
+def _leaves_phase(h: MemoryHistory) -> Mask:
     """Of each life: an allocation of another phase, or of the same a step later, happens in it."""
     phase = h.phase
     turns = np.concatenate([[0, 0], np.cumsum(phase[1:] != phase[:-1])])[: h.count + 1]
-    lives = h.lives
-    begin = np.clip(lives.born, 0, h.count)
-    end = np.clip(lives.ended - 1, 0, h.count)
-    left: Mask = (turns[end + (h.count > 0)] > turns[begin + (h.count > 0)]) & (lives.born >= 0)
+    lives = h.block_lifetimes
+    begin = np.clip(lives.start_event, 0, h.count)
+    end = np.clip(lives.end_event - 1, 0, h.count)
+    left: Mask = (turns[end + (h.count > 0)] > turns[begin + (h.count > 0)]) & (
+        lives.start_event >= 0
+    )
     return left if h.count else np.zeros(len(lives), dtype=np.bool_)
 
 
-def _spans_step(h: History) -> Mask:
+def _spans_step(h: MemoryHistory) -> Mask:
     """Made before a forward pass, after the last step's work, and there until the pass and its
     backward have ended."""
-    lives, phase = h.lives, h.phase
+    lives, phase = h.block_lifetimes, h.phase
     if not h.count:
         return np.zeros(len(lives), dtype=np.bool_)
-    begin = np.clip(lives.born, 0, h.count - 1)
+    begin = np.clip(lives.start_event, 0, h.count - 1)
     forward = np.flatnonzero(h.allocates("forward"))
     backward = np.flatnonzero(phase == PHASES.index("backward"))
     if not len(forward) or not len(backward):
@@ -144,49 +150,51 @@ def _spans_step(h: History) -> Mask:
     turns = np.append(backward, h.count)[np.searchsorted(backward, starts)]
     spans: Mask = (
         (phase[begin] != PHASES.index("forward"))
-        & (turns < np.minimum(lives.ended, h.count))
-        & (lives.ended < h.count)
+        & (turns < np.minimum(lives.end_event, h.count))
+        & (lives.end_event < h.count)
     )
     return spans
 
 
-def _replaced_outputs(h: History, kind: NDArray[np.int8]) -> Mask:
+def _replaced_outputs(h: MemoryHistory, kind: NDArray[np.int8]) -> Mask:
     """Blocks that are freed when a pass has made one of their size that outlives the backward."""
-    lives = h.lives
-    outputs = (kind == CATEGORIES.index("activations")) & (lives.born >= 0) & _spans_phases(h)
+    lives = h.block_lifetimes
+    outputs = (
+        (kind == CATEGORIES.index("activations")) & (lives.start_event >= 0) & _spans_phases(h)
+    )
     sizes = np.unique(lives.size[outputs])
-    replaced: Mask = np.isin(lives.size, sizes) & (lives.ended < h.count)
+    replaced: Mask = np.isin(lives.size, sizes) & (lives.end_event < h.count)
     return replaced
 
 
-def _spans_phases(h: History) -> Mask:
+def _spans_phases(h: MemoryHistory) -> Mask:
     """Lives that are there after a whole backward pass that came after them."""
-    lives = h.lives
+    lives = h.block_lifetimes
     backward = h.phase == PHASES.index("backward")
     over = np.flatnonzero(backward[:-1] & ~backward[1:]) + 1
     if len(backward) and backward[-1]:
         over = np.append(over, h.count)
-    first = np.append(over, h.count + 1)[np.searchsorted(over, np.maximum(lives.born, 0))]
-    spans: Mask = lives.ended >= first
+    first = np.append(over, h.count + 1)[np.searchsorted(over, np.maximum(lives.start_event, 0))]
+    spans: Mask = lives.end_event >= first
     return spans
 
 
-def _of_earlier_steps(h: History) -> Mask:
+def _of_earlier_steps(h: MemoryHistory) -> Mask:
     """Made in the history, and held beyond the end of its step. Steps that backward passes mark
     may be parts of one, and do not count."""
     source, marks = h.steps
-    lives = h.lives
+    lives = h.block_lifetimes
     if not source or source == "backward passes":
         return np.zeros(len(lives), dtype=np.bool_)
-    until = np.minimum(lives.ended, h.count)
-    steps = np.searchsorted(marks, [lives.born, until], side="right")
-    old: Mask = (lives.born >= 0) & (steps[1] > steps[0])
+    until = np.minimum(lives.end_event, h.count)
+    steps = np.searchsorted(marks, [lives.start_event, until], side="right")
+    old: Mask = (lives.start_event >= 0) & (steps[1] > steps[0])
     return old
 
 
-def _in_private_pools(h: History) -> Mask:
+def _in_private_pools(h: MemoryHistory) -> Mask:
     """Blocks in segments of a private pool, as those of CUDA graphs are."""
-    lives = h.lives
+    lives = h.block_lifetimes
     pools = h.segments.filter(h.segments["pool"].is_not_null()).sort("address")
     inside = np.zeros(len(lives), dtype=np.bool_)
     if len(pools):
@@ -194,15 +202,17 @@ def _in_private_pools(h: History) -> Mask:
         place = np.searchsorted(start, lives.address, side="right") - 1
         inside = (place >= 0) & (lives.address < (start + total)[np.maximum(place, 0)])
     marked = h.events["pool"].is_not_null().to_numpy()
-    inside |= (lives.born >= 0) & np.append(marked, False)[lives.born]
+    inside |= (lives.start_event >= 0) & np.append(marked, False)[lives.start_event]
     return inside
 
 
-def _by_sizes(h: History, kind: NDArray[np.int8], basis: NDArray[np.int8], rows: Mask) -> None:
+def _by_sizes(
+    h: MemoryHistory, kind: NDArray[np.int8], basis: NDArray[np.int8], rows: Mask
+) -> None:
     """Blocks older than the history that nothing frees: weights, and copies of them."""
-    lives = h.lives
+    lives = h.block_lifetimes
     # the same is left behind in the history, for no known purpose
-    left = (lives.born >= 0) & (lives.ended == h.count) & (kind == NOT_ATTRIBUTED)
+    left = (lives.start_event >= 0) & (lives.end_event == h.count) & (kind == NOT_ATTRIBUTED)
     unknown = np.flatnonzero(rows & ~np.isin(lives.size, np.unique(lives.size[left])))
     if len(unknown) < MIN_SET:
         return
@@ -265,24 +275,24 @@ def _split_gradients(
         basis[own[len(own) - int(count) :]] = BASES.index("size pattern")
 
 
-def _largest_set(h: History, rows: Mask) -> dict[int, int]:
+def _largest_set(h: MemoryHistory, rows: Mask) -> dict[int, int]:
     """How many of each size are there together when most of these lives are."""
     chosen = np.flatnonzero(rows)
-    lives = h.lives
+    lives = h.block_lifetimes
     if not len(chosen):
         return {}
     change = np.zeros(h.count + 2, dtype=np.int64)
-    np.add.at(change, lives.born[chosen] + 1, 1)
-    np.add.at(change, np.minimum(lives.ended[chosen], h.count) + 1, -1)
+    np.add.at(change, lives.start_event[chosen] + 1, 1)
+    np.add.at(change, np.minimum(lives.end_event[chosen], h.count) + 1, -1)
     at = int(np.argmax(np.cumsum(change))) - 1
-    there = chosen[(lives.born[chosen] <= at) & (lives.ended[chosen] > at)]
+    there = chosen[(lives.start_event[chosen] <= at) & (lives.end_event[chosen] > at)]
     values, counts = np.unique(lives.size[there], return_counts=True)
     return dict(zip(values.tolist(), counts.tolist(), strict=True))
 
 
-def _weight_copies(h: History, kind: NDArray[np.int8], cast: Mask) -> Mask:
+def _weight_copies(h: MemoryHistory, kind: NDArray[np.int8], cast: Mask) -> Mask:
     """Casts of half a weight's size, at most as many at once as there are such weights."""
-    lives = h.lives
+    lives = h.block_lifetimes
     weights = kind == CATEGORIES.index("weights")
     values, counts = np.unique(lives.size[weights] // 2, return_counts=True)
     room = dict(zip(values.tolist(), counts.tolist(), strict=True))
@@ -290,11 +300,11 @@ def _weight_copies(h: History, kind: NDArray[np.int8], cast: Mask) -> Mask:
     active: dict[int, list[int]] = {}
     rows = np.flatnonzero(cast & np.isin(lives.size, values))
     # one cast after the other: whether it counts depends on those before
-    for row in rows[np.argsort(lives.born[rows], kind="stable")].tolist():
-        size, born = int(lives.size[row]), int(lives.born[row])
+    for row in rows[np.argsort(lives.start_event[rows], kind="stable")].tolist():
+        size, born = int(lives.size[row]), int(lives.start_event[row])
         ends = [end for end in active.get(size, []) if end > born]
         if len(ends) < room[size]:
-            ends.append(int(lives.ended[row]))
+            ends.append(int(lives.end_event[row]))
             copies[row] = True
         active[size] = ends
     return copies

@@ -375,8 +375,8 @@ class ModuleCall(NamedTuple):
 def held_by_module(post: PostMortem) -> list[ModuleCall]:
     """A call after the one around it, the largest first among siblings. Modules that are called
     from the same line (blocks in a loop) are one. Empty: no stack contains a ``forward``."""
-    history, rows = post.history, post.held_rows
-    stack, size = history.lives.stack[rows], history.lives.size[rows]
+    history, rows = post.history, post.allocated_rows
+    stack, size = history.block_lifetimes.stack[rows], history.block_lifetimes.size[rows]
     nodes: dict[tuple[int, str, int | None], int] = {}
     parent: list[int] = []
     own: list[int] = []

@@ -31,7 +31,7 @@ class Change(NamedTuple):
 
     change: str
     rows: Ints
-    """Rows of ``History.lives``; a row may recur, with other times."""
+    """Rows of ``MemoryHistory.block_lifetimes``; a row may recur, with other times."""
     keep: float | np.ndarray
     """Of their bytes, what stays; an array: of those of each row."""
     assumes: str
@@ -46,7 +46,7 @@ class Change(NamedTuple):
     """Call of its forward pass that a row belongs to: of checkpointing, which can be done for
     some."""
 
-    def of_parts(self, count: int) -> Change:
+    def for_calls(self, count: int) -> Change:
         """The change made to the first ``count`` calls of each pass."""
         if self.part is None or self.begin is None or self.end is None:
             return self
@@ -77,7 +77,7 @@ def count_needed_bytes(post: PostMortem, made: Sequence[Change] = (), scale: flo
 
     ``scale``: of the batch, in proportion to which the blocks of ``batch_rows`` grow.
     """
-    h, lives = post.history, post.history.lives
+    h, lives = post.history, post.history.block_lifetimes
     share = np.ones(len(lives))
     for each in made:
         if each.begin is None:
@@ -86,17 +86,19 @@ def count_needed_bytes(post: PostMortem, made: Sequence[Change] = (), scale: flo
         share[batch_rows(post)] *= scale
     curve = h.allocated.astype(np.float64)
     size = lives.size * (share - 1)
-    _add(curve, np.maximum(lives.born, -1) + 1, np.minimum(lives.ended, h.count) + 1, size)
+    _add(
+        curve, np.maximum(lives.start_event, -1) + 1, np.minimum(lives.end_event, h.count) + 1, size
+    )
     for each in made:
         if each.begin is not None and each.end is not None:
             away = -lives.size[each.rows] * share[each.rows] * (1 - each.keep)
-            born = lives.born[each.rows]
+            born = lives.start_event[each.rows]
             begin = np.where(born < 0, each.begin, np.maximum(each.begin, born + 1))
-            end = np.minimum(each.end, lives.ended[each.rows])
+            end = np.minimum(each.end, lives.end_event[each.rows])
             real = end > begin
             _add(curve, begin[real] + 1, end[real] + 1, away[real])
-    if h.failed is not None and post.request is not None:
-        curve[h.failed + 1] += post.request
+    if h.failed_event is not None and post.request is not None:
+        curve[h.failed_event + 1] += post.request
     return round(float(curve.max()))
 
 
@@ -143,7 +145,7 @@ def find_changes(post: PostMortem) -> list[Change]:
 
 
 def _of(post: PostMortem, *categories: str) -> Mask:
-    mask: Mask = np.isin(post.kinds, [CATEGORIES.index(name) for name in categories])
+    mask: Mask = np.isin(post.category_codes, [CATEGORIES.index(name) for name in categories])
     return mask
 
 
@@ -158,9 +160,9 @@ def _checkpointing(post: PostMortem) -> Change | None:
     called. One that no backward pass of the history reaches stays away to the end, except the
     largest, which is whole while it is computed again.
     """
-    lives = post.history.lives
-    rows = np.flatnonzero(_of(post, "activations", "autocast copies") & (lives.born >= 0))
-    rows = rows[np.argsort(lives.born[rows], kind="stable")]
+    lives = post.history.block_lifetimes
+    rows = np.flatnonzero(_of(post, "activations", "autocast copies") & (lives.start_event >= 0))
+    rows = rows[np.argsort(lives.start_event[rows], kind="stable")]
     stacks = lives.stack[rows]
     places: dict[tuple[str, int, str], list[int]] = {}
     for stack in np.unique(stacks).tolist():
@@ -177,8 +179,8 @@ def _checkpointing(post: PostMortem) -> Change | None:
 
 
 def _checkpointed(post: PostMortem, rows: Ints, place: tuple[str, int, str]) -> Change | None:
-    h, lives = post.history, post.history.lives
-    stacks, born = lives.stack[rows], lives.born[rows]
+    h, lives = post.history, post.history.block_lifetimes
+    stacks, born = lives.stack[rows], lives.start_event[rows]
     first_stack = stacks == stacks[0]
     begins = np.flatnonzero(first_stack & np.append(True, ~first_stack[:-1]))
     if len(begins) < 2:
@@ -193,10 +195,10 @@ def _checkpointed(post: PostMortem, rows: Ints, place: tuple[str, int, str]) -> 
         number = number + 1 if turn[born[a]] == before else 0
         before = int(turn[born[a]])
         over = int(born[b - 1])
-        waits = (lives.ended[call] > over + 1) & dies[lives.ended[call]]
+        waits = (lives.end_event[call] > over + 1) & dies[lives.end_event[call]]
         kept = call[waits][:-1]  # the last one is its output
         if len(kept):
-            chosen.append((kept, over + 1, int(lives.ended[kept].min()), number))
+            chosen.append((kept, over + 1, int(lives.end_event[kept].min()), number))
     gaps: list[tuple[Ints, int, int, int]] = []
     unreached: list[tuple[Ints, int, int, int]] = []
     for index, (kept, over, first, at) in enumerate(chosen):
@@ -204,7 +206,7 @@ def _checkpointed(post: PostMortem, rows: Ints, place: tuple[str, int, str]) -> 
             unreached.append((kept, over, first, at))
             continue
         # computed again when the backward of the call after it is over
-        later = lives.ended[chosen[index + 1][0]] if index + 1 < len(chosen) else np.empty(0)
+        later = lives.end_event[chosen[index + 1][0]] if index + 1 < len(chosen) else np.empty(0)
         later = later[later < first]
         again = int(later.max()) if len(later) and chosen[index + 1][3] > at else first - 1
         gaps.append((kept, over, again, at))
@@ -248,11 +250,13 @@ def _callers(post: PostMortem, stack: int) -> list[tuple[str, int, str]]:
 
 def _offload(post: PostMortem) -> Change | None:
     """Activations that wait for the backward pass, in host memory meanwhile."""
-    h, lives = post.history, post.history.lives
-    rows = np.flatnonzero(_of(post, "activations") & (lives.born >= 0) & (lives.size >= 1 << 20))
-    phase = np.append(h.phase, PHASES.index("backward"))[lives.ended[rows]]
+    h, lives = post.history, post.history.block_lifetimes
+    rows = np.flatnonzero(
+        _of(post, "activations") & (lives.start_event >= 0) & (lives.size >= 1 << 20)
+    )
+    phase = np.append(h.phase, PHASES.index("backward"))[lives.end_event[rows]]
     rows = rows[phase == PHASES.index("backward")]
-    rows = rows[lives.ended[rows] - lives.born[rows] > 2]
+    rows = rows[lives.end_event[rows] - lives.start_event[rows] > 2]
     # the next one is fetched while one is in use
     return Change(
         "offload activations",
@@ -260,8 +264,8 @@ def _offload(post: PostMortem) -> Change | None:
         0.0,
         "activations go to pinned host memory after use, and come back just before the backward "
         "pass needs them",
-        lives.born[rows] + 2,
-        lives.ended[rows] - 2,
+        lives.start_event[rows] + 2,
+        lives.end_event[rows] - 2,
         group="activations",
     )
 
@@ -269,7 +273,7 @@ def _offload(post: PostMortem) -> Change | None:
 def batch_rows(post: PostMortem) -> Ints:
     """Blocks whose size is in proportion to the batch: activations, inputs, and the gradients of
     activations on their way. Never weights, states, copies of weights or caches."""
-    lives = post.history.lives
+    lives = post.history.block_lifetimes
     weights = np.unique(lives.size[_of(post, "weights", "gradients")])
     flow = _of(post, "backward temporaries") & ~np.isin(lives.size, weights)
     rows: Ints = np.flatnonzero(_of(post, "activations", "inputs", "earlier steps") | flow)
@@ -289,7 +293,7 @@ class Logits(NamedTuple):
     """What a loss over classes made, and what of the same size was around it: the logits."""
 
     rows: Ints
-    """Rows of ``History.lives``."""
+    """Rows of ``MemoryHistory.block_lifetimes``."""
     largest: int
     """Bytes of the loss's largest block."""
     blocks: int
@@ -307,10 +311,10 @@ class Logits(NamedTuple):
 
 def find_logits(post: PostMortem) -> Logits | None:
     """``None``: no loss held anything large at the moment."""
-    h, lives = post.history, post.history.lives
+    h, lives = post.history, post.history.block_lifetimes
     loss = np.array([o.loss for o in h.origins])[lives.stack]
     of_pass = _of(post, "activations", "earlier steps", "backward temporaries")
-    here = lives.at(post.moment)
+    here = lives.at(post.event)
     large = lives.size >= MIN_SAVING_SHARE * max(post.allocated, 1) / 4
     first = np.flatnonzero(loss & large & here & of_pass)
     if not len(first):
@@ -318,7 +322,7 @@ def find_logits(post: PostMortem) -> Logits | None:
     sizes = np.unique(lives.size[first])
     like = np.isin(lives.size, np.concatenate([sizes, sizes // 2]))  # the latter in 16 bits
     # made once where the loss is: a line that makes more of them makes something else
-    made = np.bincount(lives.stack[lives.born >= 0] + 1, minlength=len(h.origins) + 1)
+    made = np.bincount(lives.stack[lives.start_event >= 0] + 1, minlength=len(h.origins) + 1)
     often = made[lives.stack + 1] > made[lives.stack[first] + 1].max()
     flow = _of(post, "backward temporaries")
     others = np.unique(lives.size[like & often & ~loss & ~flow & of_pass])
@@ -347,7 +351,7 @@ def _logits(post: PostMortem) -> Change | None:
 def _autocast(post: PostMortem) -> Change | None:
     """Copies of weights that autocast keeps. Where nothing trains, the weights can be of that type
     themselves."""
-    lives = post.history.lives
+    lives = post.history.block_lifetimes
     rows = np.flatnonzero(_of(post, "autocast copies"))
     if not len(rows):
         return None
@@ -365,8 +369,8 @@ def _autocast(post: PostMortem) -> Change | None:
         0.0,
         "each copy is made again where it is used, and one is there at a time; what the backward "
         "pass saved of them is made again there",
-        lives.born[rows] + 2,
-        lives.ended[rows] - 2,
+        lives.start_event[rows] + 2,
+        lives.end_event[rows] - 2,
         group="autocast",
     )
 
@@ -384,12 +388,12 @@ def _trains(post: PostMortem) -> bool:
 def _references(post: PostMortem) -> Change | None:
     """What each step leaves behind, else blocks of earlier steps: away from the end of their step
     on."""
-    h, lives = post.history, post.history.lives
+    h, lives = post.history, post.history.block_lifetimes
     _, marks = h.steps
     old = _of(post, "earlier steps")
     lines = set(post.growth.select("file", "line", "function").rows())
     grows = np.array([(o.file, o.line, o.function) in lines for o in h.origins])[lives.stack]
-    grows &= lives.ended == h.count
+    grows &= lives.end_event == h.count
     rows = np.flatnonzero(old | grows)
     if not len(rows):
         return None
@@ -402,15 +406,15 @@ def _references(post: PostMortem) -> Change | None:
         if lines
         else "nothing needs the outputs and losses of the steps before any more"
     )
-    later = np.append(marks, h.count)[np.searchsorted(marks, lives.born[rows], side="right")]
-    begin = np.where(lives.born[rows] < 0, -1, later)
-    return Change("references", rows, 0.0, assumes, begin, lives.ended[rows],
+    later = np.append(marks, h.count)[np.searchsorted(marks, lives.start_event[rows], side="right")]
+    begin = np.where(lives.start_event[rows] < 0, -1, later)
+    return Change("references", rows, 0.0, assumes, begin, lives.end_event[rows],
                   None if where.file is None else where)  # fmt: skip
 
 
 def _set_to_none(post: PostMortem) -> Change | None:
     """Gradients that are there during a forward pass although the optimizer has used them."""
-    h, lives = post.history, post.history.lives
+    h, lives = post.history, post.history.block_lifetimes
     gradients = np.flatnonzero(_of(post, "gradients"))
     phase = h.phase
     used = np.flatnonzero(
@@ -421,7 +425,9 @@ def _set_to_none(post: PostMortem) -> Change | None:
     for over in used.tolist():  # a step each
         again = backward[backward >= over]
         until = int(again[0]) if len(again) else h.count
-        here = gradients[(lives.born[gradients] < over) & (lives.ended[gradients] > over)]
+        here = gradients[
+            (lives.start_event[gradients] < over) & (lives.end_event[gradients] > over)
+        ]
         rows.append(here)
         begin.append(np.full(len(here), over))
         end.append(np.full(len(here), until))
@@ -442,7 +448,7 @@ def _set_to_none(post: PostMortem) -> Change | None:
 
 def _optimizer(post: PostMortem) -> list[Change]:
     state = np.flatnonzero(_of(post, "optimizer state"))
-    large = state[post.history.lives.size[state] >= MIN_8_BIT]
+    large = state[post.history.block_lifetimes.size[state] >= MIN_8_BIT]
     return [
         Change("8-bit optimizer", large, STATE_8_BIT,
                "the state is in fp32 and all of it can be kept in 8 bits", group="state"),
@@ -459,9 +465,9 @@ def _optimizer(post: PostMortem) -> list[Change]:
 def shard_changes(post: PostMortem, ranks: int) -> list[Change]:
     """ZeRO 1 to 3 (FSDP), over so many ranks that hold the same today. Stage 3 keeps the largest
     two weights gathered."""
-    lives = post.history.lives
+    lives = post.history.block_lifetimes
     rows = [np.flatnonzero(_of(post, name)) for name in ("optimizer state", "gradients", "weights")]
-    here = lives.at(post.moment)
+    here = lives.at(post.event)
     total = int(lives.size[np.concatenate(rows)][here[np.concatenate(rows)]].sum())
     gathered = 2 * int(lives.size[rows[2]].max(initial=0))
     made = []
@@ -478,7 +484,7 @@ def shard_changes(post: PostMortem, ranks: int) -> list[Change]:
 
 def _graphs(post: PostMortem) -> Change | None:
     """Private pools beyond the largest: graphs that never run at once can share one."""
-    h, lives = post.history, post.history.lives
+    h, lives = post.history, post.history.block_lifetimes
     rows = np.flatnonzero(_of(post, "CUDA graph pools"))
     pools = h.segments.filter(h.segments["pool"].is_not_null()).sort("address")
     if not len(rows) or pools["pool"].n_unique() < 2:

@@ -19,7 +19,7 @@ import polars as pl
 from numpy.typing import NDArray
 
 from advisor.core.snapshot import MemorySnapshot
-from advisor.measure.memory.memory_history import History, Ints
+from advisor.measure.memory.memory_history import Ints, MemoryHistory
 from advisor.measure.memory.memory_kinds import BASES, CATEGORIES, Kinds, classify
 from advisor.measure.memory.memory_origin import Origin
 
@@ -65,28 +65,28 @@ class PostMortem:
     def __init__(self, snapshot: MemorySnapshot, device: int) -> None:
         self.snapshot = snapshot
         self.device = device
-        self.history = History(snapshot, device)
+        self.history = MemoryHistory(snapshot, device)
 
     # -- the moment -----------------------------------------------------------------------------
 
     @cached_property
-    def moment(self) -> int:
+    def event(self) -> int:
         """The event after which is looked; -1 before the first, or without a history."""
-        failed = self.history.failed
+        failed = self.history.failed_event
         return self.history.peak if failed is None else failed
 
     @cached_property
     def allocated(self) -> int:
         """Bytes in tensors then."""
-        return int(self.history.allocated[self.moment + 1])
+        return int(self.history.allocated[self.event + 1])
 
     @cached_property
     def reserved(self) -> int:
         """Bytes in segments then."""
-        return int(self.history.reserved[self.moment + 1])
+        return int(self.history.reserved[self.event + 1])
 
     @property
-    def contradicts(self) -> bool:
+    def is_contradictory(self) -> bool:
         """More in tensors than reserved: the file's figures cannot be true."""
         return bool(self.history.segments.height) and self.allocated > self.reserved
 
@@ -103,55 +103,59 @@ class PostMortem:
     @cached_property
     def failed_at(self) -> Origin | None:
         """Where the request that failed was made."""
-        failed = self.history.failed
+        failed = self.history.failed_event
         if failed is None:
             return None
         return self.history.origins[int(self.history.event_stack[failed])]
 
     def _of_failure(self, column: str) -> int | None:
-        failed = self.history.failed
+        failed = self.history.failed_event
         value = None if failed is None else self.history.events[column][failed]
         return None if value is None else int(value)
 
     # -- categories -----------------------------------------------------------------------------
 
     @cached_property
-    def classified(self) -> Kinds:
+    def categories(self) -> Kinds:
         """Of each life: its category, and what says so, as of the moment."""
-        return classify(self.history, self.moment)
+        return classify(self.history, self.event)
 
     @property
-    def kinds(self) -> NDArray[np.int8]:
+    def category_codes(self) -> NDArray[np.int8]:
         """Of each life: place in CATEGORIES."""
-        return self.classified.category
+        return self.categories.category
 
     @cached_property
     def bases(self) -> dict[str, int]:
         """Bytes held at the moment by what their category rests on (BASES); they add up."""
-        rows = self.held_rows
+        rows = self.allocated_rows
         sums = np.bincount(
-            self.classified.basis[rows], weights=self.history.lives.size[rows], minlength=len(BASES)
+            self.categories.basis[rows],
+            weights=self.history.block_lifetimes.size[rows],
+            minlength=len(BASES),
         )
         return {name: int(total) for name, total in zip(BASES, sums, strict=True) if total}
 
     @cached_property
-    def held_rows(self) -> Ints:
+    def allocated_rows(self) -> Ints:
         """Rows of ``lives`` that are allocated at the moment."""
-        return np.flatnonzero(self.history.lives.at(self.moment))
+        return np.flatnonzero(self.history.block_lifetimes.at(self.event))
 
     @cached_property
     def by_category(self) -> dict[str, int]:
         """Bytes held at the moment, largest first; they add up to ``allocated``."""
-        lives, rows = self.history.lives, self.held_rows
-        sums = np.bincount(self.kinds[rows], weights=lives.size[rows], minlength=len(CATEGORIES))
+        lives, rows = self.history.block_lifetimes, self.allocated_rows
+        sums = np.bincount(
+            self.category_codes[rows], weights=lives.size[rows], minlength=len(CATEGORIES)
+        )
         result = {name: int(sums[n]) for n, name in enumerate(CATEGORIES) if sums[n] > 0}
         return dict(sorted(result.items(), key=lambda item: -item[1]))
 
     @cached_property
     def lifetimes(self) -> dict[str, int]:
         """Bytes held at the moment by lifetime; they add up."""
-        lives, rows = self.history.lives, self.held_rows
-        old, kept = lives.born[rows] < 0, lives.ended[rows] == self.history.count
+        lives, rows = self.history.block_lifetimes, self.allocated_rows
+        old, kept = lives.start_event[rows] < 0, lives.end_event[rows] == self.history.count
         size = lives.size[rows]
         return {
             "allocated before the history": int(size[old].sum()),
@@ -162,19 +166,21 @@ class PostMortem:
     @cached_property
     def held(self) -> pl.DataFrame:
         """The same by category and line (HELD_SCHEMA), largest first."""
-        return self.holders(self.held_rows)
+        return self.holders(self.allocated_rows)
 
     @cached_property
-    def held_at_end(self) -> pl.DataFrame:
+    def by_line_at_end(self) -> pl.DataFrame:
         """By category and line, what was there when the snapshot was taken (HELD_SCHEMA)."""
-        return self.holders(np.flatnonzero(self.history.lives.ended == self.history.count))
+        return self.holders(
+            np.flatnonzero(self.history.block_lifetimes.end_event == self.history.count)
+        )
 
     def holders(self, rows: Ints) -> pl.DataFrame:
         """Lives by category and line (HELD_SCHEMA), largest first."""
-        lives = self.history.lives
+        lives = self.history.block_lifetimes
         return (
             self._placed(rows)
-            .with_columns(size=pl.Series(lives.size[rows]), born=pl.Series(lives.born[rows]))
+            .with_columns(size=pl.Series(lives.size[rows]), born=pl.Series(lives.start_event[rows]))
             .group_by("category", "file", "line", "function", "label")
             .agg(
                 pl.len().cast(pl.Int64).alias("blocks"),
@@ -188,11 +194,11 @@ class PostMortem:
 
     def _placed(self, rows: Ints) -> pl.DataFrame:
         """Category, line and label of lives."""
-        h, lives = self.history, self.history.lives
+        h, lives = self.history, self.history.block_lifetimes
         origins = [h.origins[stack] for stack in lives.stack[rows].tolist()]
         return pl.DataFrame(
             {
-                "category": [CATEGORIES[n] for n in self.kinds[rows]],
+                "category": [CATEGORIES[n] for n in self.category_codes[rows]],
                 "file": [o.file for o in origins],
                 "line": [o.line for o in origins],
                 "function": [o.function for o in origins],
@@ -210,7 +216,7 @@ class PostMortem:
     def _labels(self, rows: Ints) -> list[str | None]:
         """The user's metadata of lives."""
         h = self.history
-        born = h.lives.born[rows]
+        born = h.block_lifetimes.start_event[rows]
         labels = h.events["label"]
         if labels.null_count() == labels.len():
             return [None] * len(rows)
@@ -250,11 +256,11 @@ class PostMortem:
         marks = self.whole_steps
         if len(marks) < 3:
             return pl.DataFrame(schema=CHURN_SCHEMA)
-        lives = self.history.lives
+        lives = self.history.block_lifetimes
         begin, end = int(marks[1]), int(marks[-1])
-        step_of = np.searchsorted(marks, lives.born, side="right")
-        inside = (lives.born >= begin) & (lives.born < end)
-        inside &= np.searchsorted(marks, lives.ended, side="right") == step_of
+        step_of = np.searchsorted(marks, lives.start_event, side="right")
+        inside = (lives.start_event >= begin) & (lives.start_event < end)
+        inside &= np.searchsorted(marks, lives.end_event, side="right") == step_of
         rows = np.flatnonzero(inside)
         steps = max(1, len(marks) - 2)
         return (
@@ -277,14 +283,14 @@ class PostMortem:
         """Lines of which something is left behind by nearly every step, and held to the end
         (GROWTH_SCHEMA), most bytes a step first. Empty: none, or fewer than MIN_STEPS steps."""
         marks = self.whole_steps
-        lives = self.history.lives
+        lives = self.history.block_lifetimes
         blank = pl.DataFrame(schema=GROWTH_SCHEMA)
         if len(marks) < MIN_STEPS + 2:
             return blank
         # the first step makes what stays, the last two hold what any step holds
         looked = len(marks) - 3
-        step_of = np.searchsorted(marks, lives.born, side="right") - 1
-        left = (lives.ended == self.history.count) & (step_of >= 1) & (step_of <= looked)
+        step_of = np.searchsorted(marks, lives.start_event, side="right") - 1
+        left = (lives.end_event == self.history.count) & (step_of >= 1) & (step_of <= looked)
         rows = np.flatnonzero(left)
         if not len(rows):
             return blank
@@ -313,13 +319,13 @@ class PostMortem:
         """Bytes in tensors by category at up to ``points`` events, the moment among them:
         ``event``, ``time_us`` (since the first; null: not recorded), ``reserved`` and one column a
         category that is not empty."""
-        h, lives = self.history, self.history.lives
+        h, lives = self.history, self.history.block_lifetimes
         count = h.count
         index = np.unique(
             np.concatenate(
                 [
                     np.linspace(-1, count - 1, min(points, count + 1)).astype(np.int64),
-                    [self.moment, h.peak],
+                    [self.event, h.peak],
                 ]
             )
         )
@@ -331,12 +337,12 @@ class PostMortem:
             columns["time_us"] = pl.Series([None] * len(index), dtype=pl.Int64)
         columns["reserved"] = h.reserved[index + 1]
         for number, name in enumerate(CATEGORIES):
-            own = self.kinds == number
+            own = self.category_codes == number
             if not own.any():
                 continue
             change = np.zeros(count + 2, dtype=np.int64)
-            np.add.at(change, lives.born[own] + 1, lives.size[own])
-            np.add.at(change, np.minimum(lives.ended[own], count) + 1, -lives.size[own])
+            np.add.at(change, lives.start_event[own] + 1, lives.size[own])
+            np.add.at(change, np.minimum(lives.end_event[own], count) + 1, -lives.size[own])
             columns[name] = np.cumsum(change)[index + 1]
         return pl.DataFrame(columns)
 
@@ -415,7 +421,7 @@ def growing_lines(posts: Sequence[PostMortem]) -> tuple[pl.DataFrame, str]:
     span = at[-1] - at[0] if by_step else len(posts) - 1
     key = ["category", "file", "line", "function"]
     tables = [
-        post.held_at_end.group_by(key).agg(pl.col("bytes").sum(), pl.col("blocks").sum())
+        post.by_line_at_end.group_by(key).agg(pl.col("bytes").sum(), pl.col("blocks").sum())
         for post in posts
     ]
     joined = tables[-1].rename({"bytes": "last"})

@@ -37,7 +37,7 @@ class Clocks:
     reason: str
     matched: int
     """Collectives of two or more aligned ranks."""
-    broken: Bools
+    mismatched: Bools
     """By row: it cannot be one collective."""
 
 
@@ -79,7 +79,7 @@ def align_cells(
     if ranks < 2:
         return Clocks(nothing, np.zeros(ranks), None, "only one rank is here", 0, broken)
     use = usable & (seen > 1)
-    sends = _Part(rank, first, pairs & (seen == 2)) if pairs is not None else None
+    sends = _AlignmentPart(rank, first, pairs & (seen == 2)) if pairs is not None else None
     if sends is not None and not len(sends.rows):
         sends = None
     if not use.any() and sends is None:
@@ -90,8 +90,8 @@ def align_cells(
     total = int(use.sum())
     shift, drift, spread = nothing, np.zeros(ranks), nothing
     for _ in range(ROUNDS):  # each drops collectives that cannot be one; most need one round
-        part = _Part(rank, first, use)
-        shift, drift, spread = part.settle(end, ranks, sends)
+        part = _AlignmentPart(rank, first, use)
+        shift, drift, spread = part.align_ranks(end, ranks, sends)
         if not np.isfinite(spread).any() or not len(part.rows):
             break
         move = shift[part.rank] + drift[part.rank] * end[part.cells]
@@ -135,7 +135,7 @@ def _worst(spread: Floats) -> float:
     return float(known[max(0, int(np.ceil(0.99 * len(known))) - 1)])
 
 
-class _Part:
+class _AlignmentPart:
     """The cells of some of the rows."""
 
     def __init__(self, rank: Ints, first: Ints, use: Bools) -> None:
@@ -150,7 +150,9 @@ class _Part:
         self.by_rank = order
         self.bounds = np.searchsorted(self.rank[order], np.arange(int(rank.max(initial=-1)) + 2))
 
-    def settle(self, end: Floats, ranks: int, sends: _Part | None) -> tuple[Floats, Floats, Floats]:
+    def align_ranks(
+        self, end: Floats, ranks: int, sends: _AlignmentPart | None
+    ) -> tuple[Floats, Floats, Floats]:
         """Shift, drift and spread by rank; NaN: not placed."""
         ends = end[self.cells]
         counts = np.bincount(self.rank, minlength=ranks)
@@ -201,7 +203,7 @@ class _Part:
         return np.asarray(middle[self.which] - moved)
 
     def _place(
-        self, ends: Floats, ranks: int, sends: _Part | None, end: Floats
+        self, ends: Floats, ranks: int, sends: _AlignmentPart | None, end: Floats
     ) -> tuple[Floats, Floats]:
         """Offsets and drifts: of the members of each group among themselves, then group by group,
         each brought to those that it shares ranks with; what is not connected by that is then
@@ -237,12 +239,12 @@ class _Part:
             alone = np.setdiff1d(np.unique(sends.rank), np.flatnonzero(island >= 0))
             island[alone] = islands + np.arange(len(alone))
             shift[alone] = 0.0
-            sends.bridge(end[sends.cells], island, shift, drift)
+            sends.align_islands(end[sends.cells], island, shift, drift)
         largest = np.argmax(np.bincount(island[island >= 0])) if (island >= 0).any() else -1
         shift[island != largest] = np.nan
         return shift, drift
 
-    def bridge(self, ends: Floats, island: Ints, shift: Floats, drift: Floats) -> None:
+    def align_islands(self, ends: Floats, island: Ints, shift: Floats, drift: Floats) -> None:
         """Move islands of ranks to each other, by the ends of the pairs between them."""
         moved = ends + shift[self.rank] + drift[self.rank] * ends
         item, two = self.at[:-1], self.at[:-1] + 1  # the cells of each pair

@@ -71,7 +71,7 @@ def collective_table(
     """
     table = list_collectives(a)
     table = table.filter(pl.col("collective").is_in(kinds))
-    marks, stepped = a.steps.marks, a.steps.numbered
+    marks, stepped = a.steps.marks, a.steps.are_numbered
     name = pl.Series([None], dtype=pl.String).new_from_index(0, table.height)
     if stepped and marks.height:
         # by launch: which step it runs in depends on how far the device is behind
@@ -202,7 +202,7 @@ def transfer_excess(job: Job, without: frozenset[int] = frozenset()) -> list[Flo
     excess = np.full(len(waits.row), np.nan)
     group, kind = _groups(job)
     member = joined.rank[waits.cells]
-    which = np.repeat(np.arange(len(waits.row)), joined.seen[waits.row])
+    which = np.repeat(np.arange(len(waits.row)), joined.rank_count[waits.row])
     left_out = np.zeros(len(waits.row), dtype=np.bool_)
     left_out[which[np.isin(member, sorted(without))]] = True
     for item in np.unique(kind).tolist():
@@ -230,7 +230,7 @@ def _groups(job: Job) -> tuple[Ints, Ints]:
     if not len(waits.row):
         return np.zeros(0, dtype=np.int64), np.zeros(0, dtype=np.int64)
     seed = np.random.default_rng(11).integers(1, 1 << 62, len(job.summaries), dtype=np.int64)
-    sizes = joined.seen[waits.row]
+    sizes = joined.rank_count[waits.row]
     at = np.concatenate([[0], np.cumsum(sizes)[:-1]])
     group = np.add.reduceat(seed[joined.rank[waits.cells]], at)
     kinds: dict[tuple[str, int, int], int] = {}

@@ -14,7 +14,7 @@ import polars as pl
 from advisor.core.errors import AdvisorError
 from advisor.core.intervals import Bools, Floats, Ints
 from advisor.measure.ranks.align import Clocks, align_cells, group_medians
-from advisor.measure.ranks.summary import Collectives, Summary, unpack
+from advisor.measure.ranks.summary import Collectives, RankSummary, unpack
 
 COLUMNS = ("key", "order", "step", "start", "end", "exposed", "work")
 
@@ -33,7 +33,7 @@ class Key:
 
 
 @dataclass(frozen=True)
-class Joined:
+class JoinedCollectives:
     """Cells sorted by row. ``rank`` and others that say "place" index the list of summaries.
 
     ``start``, ``end`` are ns on one clock (from the earliest start of all) where the rank is
@@ -45,7 +45,7 @@ class Joined:
     rank: Ints
     row: Ints
     step: Ints
-    """Row of that rank's ``Summary.steps``."""
+    """Row of that rank's ``RankSummary.steps``."""
     start: Floats
     end: Floats
     exposed: Floats
@@ -70,7 +70,7 @@ class Joined:
         return len(self.key)
 
     @property
-    def seen(self) -> Ints:
+    def rank_count(self) -> Ints:
         """Number of ranks that have each row."""
         return np.diff(self.first)
 
@@ -80,17 +80,17 @@ class Joined:
         return np.array([key.synchronising for key in self.keys], dtype=np.bool_)[self.key]
 
     @property
-    def sent(self) -> Bools:
+    def is_send(self) -> Bools:
         """By row: a send and its receive."""
         return np.array([key.kind == "send_recv" for key in self.keys], dtype=np.bool_)[self.key]
 
     @property
-    def sizes(self) -> Ints:
+    def group_sizes(self) -> Ints:
         """By row: members of the group; 0: not known."""
         return np.array([key.size for key in self.keys], dtype=np.int64)[self.key]
 
     @property
-    def similar(self) -> Ints:
+    def group_code(self) -> Ints:
         """By row: the same number for collectives of one kind, size of group and message."""
         numbers: dict[tuple[str, int, int], int] = {}
         kinds = [numbers.setdefault((k.kind, k.size, k.message), len(numbers)) for k in self.keys]
@@ -104,7 +104,7 @@ class Joined:
             return np.zeros(0, dtype=np.bool_)
         aligned = np.isfinite(self.clocks.shift)[self.rank]
         every = np.minimum.reduceat(aligned.astype(np.int8), self.first[:-1]) > 0
-        return self.synchronising & every & (self.seen > 1) & ~self.clocks.broken
+        return self.synchronising & every & (self.rank_count > 1) & ~self.clocks.mismatched
 
 
 @dataclass(frozen=True)
@@ -112,7 +112,7 @@ class CollectiveWaits:
     """Arrivals at the matched collectives."""
 
     row: Ints
-    """Row of ``Joined``, by collective."""
+    """Row of ``JoinedCollectives``, by collective."""
     last: Ints
     """Place of the rank that arrives last; -1: all within twice the error of the clocks."""
     skew: Floats
@@ -137,7 +137,7 @@ class CollectiveWaits:
     """By place: its exposed part."""
 
 
-def join_ranks(summaries: Sequence[Summary]) -> Joined:
+def join_ranks(summaries: Sequence[RankSummary]) -> JoinedCollectives:
     """Match the collectives of all ranks and put them on one clock.
 
     Raises AdvisorError: a summary's columns do not belong together.
@@ -173,7 +173,7 @@ def join_ranks(summaries: Sequence[Summary]) -> Joined:
     )
     moved = np.where(np.isfinite(clocks.shift), clocks.shift, 0.0)[cells["rank"]]
     drift = clocks.drift[cells["rank"]]
-    return Joined(
+    return JoinedCollectives(
         keys=keys,
         rank=cells["rank"],
         row=row.astype(np.int64),
@@ -196,7 +196,7 @@ def _identity(cells: dict[str, Ints]) -> tuple[Ints, ...]:
     return cells["order"], cells["count"], cells["mark"], cells["key"]
 
 
-def _cells(summaries: Sequence[Summary]) -> tuple[list[Key], list[dict[str, Ints]]]:
+def _cells(summaries: Sequence[RankSummary]) -> tuple[list[Key], list[dict[str, Ints]]]:
     """Keys of all ranks, each once, and the cells of each rank with rows of that list."""
     numbers: dict[str, int] = {}
     marks: dict[str, int] = {}
@@ -290,7 +290,7 @@ def _split(row: Ints, cells: dict[str, Ints], keys: list[Key]) -> Ints:
 
 
 def measure_waits(
-    joined: Joined,
+    joined: JoinedCollectives,
     wanted: Bools | None = None,
     exposed_of: Callable[[Ints, Floats], Floats] | None = None,
 ) -> CollectiveWaits:
@@ -303,7 +303,7 @@ def measure_waits(
     matched = joined.matched if wanted is None else joined.matched & wanted
     rows = np.flatnonzero(matched)
     cells = np.flatnonzero(matched[joined.row]) if len(rows) else rows
-    size = joined.seen[rows]
+    size = joined.rank_count[rows]
     at = np.concatenate([[0], np.cumsum(size)]).astype(np.int64)
     which = np.repeat(np.arange(len(rows)), size)
     none = np.zeros(0)
@@ -354,7 +354,7 @@ def _summed(rank: Ints, values: Floats, ranks: int) -> Floats:
 # -- one rank's waits ------------------------------------------------------------------------------
 
 
-def collective_waits(joined: Joined, place: int) -> pl.DataFrame:
+def collective_waits(joined: JoinedCollectives, place: int) -> pl.DataFrame:
     """The collectives of the steps of one rank (``place`` in the summaries): ``collective``,
     ``group`` (its name; empty: none), ``bytes`` and ``size`` (0: unknown), ``step``, ``wait`` (ns
     until the last member arrives), ``transfer`` (ns from there to its end) and ``complete`` (all
@@ -369,11 +369,11 @@ def collective_waits(joined: Joined, place: int) -> pl.DataFrame:
     if not joined.rows:
         return pl.DataFrame(schema=schema)
     aligned = np.isfinite(joined.clocks.shift)[joined.rank]
-    size = joined.sizes
+    size = joined.group_sizes
     every = np.minimum.reduceat(aligned.astype(np.int8), joined.first[:-1]) > 0
-    complete = every & (joined.seen == size) & ~joined.clocks.broken
+    complete = every & (joined.rank_count == size) & ~joined.clocks.mismatched
     latest = np.maximum.reduceat(np.where(aligned, joined.start, -np.inf), joined.first[:-1])
-    which = np.repeat(np.arange(joined.rows), joined.seen)
+    which = np.repeat(np.arange(joined.rows), joined.rank_count)
     cells = np.flatnonzero((joined.rank == place) & (joined.step >= 0))
     row = which[cells]
     start, end = joined.start[cells], joined.end[cells]

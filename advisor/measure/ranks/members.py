@@ -13,8 +13,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from advisor.core.intervals import Floats, Ints
-from advisor.measure.ranks.join import Joined
-from advisor.measure.ranks.summary import Summary
+from advisor.measure.ranks.join import JoinedCollectives
+from advisor.measure.ranks.summary import RankSummary
 
 _OF_TENSORBOARD = re.compile(r"^(?P<host>[A-Za-z][\w.-]*?)_\d+(?:\.\d+)?\.pt\.trace\.json")
 """``<host>_<pid>.<time>.pt.trace.json``, as ``tensorboard_trace_handler`` names files."""
@@ -71,7 +71,7 @@ class Members(NamedTuple):
 class Places:
     """Which ranks are on which host, and hosts in which rack."""
 
-    def __init__(self, summaries: Sequence[Summary]) -> None:
+    def __init__(self, summaries: Sequence[RankSummary]) -> None:
         self.ranks = [s.rank for s in summaries]
         of_host: dict[str, list[int]] = defaultdict(list)
         for place, summary in enumerate(summaries):
@@ -214,24 +214,24 @@ FEW = 4
 """Collectives of all ranks in a step that do not make them one stage: a norm, a loss, a flag."""
 
 
-def find_stages(joined: Joined, ranks: int, steps: int) -> Ints:
+def find_stages(joined: JoinedCollectives, ranks: int, steps: int) -> Ints:
     """By rank (place): its stage, numbered by the first rank of each; all 0: there is no pipeline.
 
     Ranks that share collectives of part of the job are of one stage; stages exchange only sends and
     receives. Where nothing is sent, or all ranks share the step's collectives, there is one.
     """
     item = np.zeros(ranks, dtype=np.int64)
-    if not joined.rows or not joined.sent.any():
+    if not joined.rows or not joined.is_send.any():
         return item
-    pieces = np.bincount(joined.rank[joined.sent[joined.row]], minlength=ranks)
+    pieces = np.bincount(joined.rank[joined.is_send[joined.row]], minlength=ranks)
     active = np.bincount(joined.rank, minlength=ranks) > 0
     if (pieces[active] > 0).mean() < 0.5:
         return item
     sync = joined.synchronising
-    whole = joined.seen >= 0.9 * active.sum()
+    whole = joined.rank_count >= 0.9 * active.sum()
     if int((sync & whole).sum()) > FEW * max(1, steps):
         return item
-    use = (sync & ~whole & (joined.seen > 1))[joined.row]
+    use = (sync & ~whole & (joined.rank_count > 1))[joined.row]
     label = _components(joined.rank[use], joined.row[use], ranks)
     label = np.where(active, label, -1)
     names = np.unique(label[active])

@@ -15,7 +15,7 @@ from advisor.core.intervals import Floats, Ints
 from advisor.core.ranks import format_ranks
 from advisor.core.text import format_duration, format_share
 from advisor.measure.device.families import FAMILIES
-from advisor.measure.ranks.join import CollectiveWaits, Joined
+from advisor.measure.ranks.join import CollectiveWaits, JoinedCollectives
 from advisor.measure.ranks.members import (
     LATE_SHARE,
     MAX_LATE_CHANCE,
@@ -34,12 +34,12 @@ from advisor.measure.ranks.members import (
 from advisor.measure.ranks.profile import (
     MIN_KERNELS,
     OWN,
-    Profile,
+    RankProfile,
     compare_devices,
     have_other_inputs,
     longer_families,
 )
-from advisor.measure.ranks.summary import Summary
+from advisor.measure.ranks.summary import RankSummary
 
 MAX_CHANCE = 0.002
 """Of a false alarm by each of five searches: together one healthy job of a hundred."""
@@ -95,9 +95,9 @@ class Deviation:
 class Job:
     """What the searches look at."""
 
-    summaries: Sequence[Summary]
-    own: Profile
-    joined: Joined
+    summaries: Sequence[RankSummary]
+    own: RankProfile
+    joined: JoinedCollectives
     waits: CollectiveWaits
     stage: Ints
     places: Places
@@ -130,7 +130,7 @@ def find_persistent(job: Job) -> list[Deviation]:
         return []
     floor = MIN_SHARE * step
     # the middle of the steps: what a rank has in one of them is not what it always has
-    total = _middle(own.own_by_step, job.stage)
+    total = _middle(own.own_ns_by_step, job.stage)
     left = {"own": total}
     for name in ("compute", "input"):
         left[name] = _middle(own.by_step[name], job.stage)
@@ -213,7 +213,7 @@ def _classified(job: Job, deviation: Deviation, like: list[int]) -> Deviation:
     return replace(deviation, kind="imbalance", families=longer_families(slow, others))
 
 
-def _of_whole_steps(job: Job, place: int) -> Summary:
+def _of_whole_steps(job: Job, place: int) -> RankSummary:
     """What a rank spends on families of kernels; of a file that is cut off, of the steps before the
     cut, as far as their compute tells."""
     summary = job.summaries[place]
@@ -289,7 +289,7 @@ def find_long_stages(job: Job) -> list[Deviation]:
 
 def find_moving(job: Job, blamed: set[int]) -> list[Deviation]:
     """Steps that are held up by one rank each, and not by the same."""
-    own = job.own.own_by_step
+    own = job.own.own_ns_by_step
     if own.shape[1] < MIN_STEPS or job.step_ns <= 0:
         return []
     own = own.copy()
@@ -378,7 +378,7 @@ def late_chance(job: Job, place: int) -> float:
     """Bound of the probability that any of similar ranks arrives last as often as this one, or
     keeps the others waiting as long in step after step."""
     waits = job.waits
-    sizes = job.joined.seen[waits.row]
+    sizes = job.joined.rank_count[waits.row]
     similar = len(waits.taken[waits.taken > 0])
     taken, last = int(waits.taken[place]), int(waits.late[place])
     chance = min(

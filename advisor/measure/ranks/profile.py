@@ -16,7 +16,7 @@ import numpy as np
 
 from advisor.core.intervals import Floats
 from advisor.measure.device.families import MATRIX
-from advisor.measure.ranks.summary import Summary, unpack
+from advisor.measure.ranks.summary import RankSummary, unpack
 
 CLASSES = ("compute", "copies", "input", "host", "communication")
 """Of a step, exclusive; the last one is no work of the rank's own."""
@@ -28,7 +28,7 @@ _COPIES = ("copies", "memset")
 
 
 @dataclass(frozen=True)
-class Profile:
+class RankProfile:
     """A row a rank (place in the list of summaries)."""
 
     values: Floats
@@ -46,13 +46,13 @@ class Profile:
         return np.asarray(self.values[:, : len(OWN)].sum(axis=1))
 
     @property
-    def own_by_step(self) -> Floats:
+    def own_ns_by_step(self) -> Floats:
         """Own time of each rank in each step, ns."""
         total: Floats = np.sum([self.by_step[name] for name in OWN], axis=0)
         return total
 
 
-def profile_ranks(summaries: Sequence[Summary]) -> Profile:
+def profile_ranks(summaries: Sequence[RankSummary]) -> RankProfile:
     """Own time of all ranks, from what each tells of its steps."""
     values = np.full((len(summaries), len(CLASSES)), np.nan)
     counts: Counter[str] = Counter()
@@ -76,10 +76,10 @@ def profile_ranks(summaries: Sequence[Summary]) -> Profile:
         for name in OWN:
             by_step[name][place, [where[row] for row in rows]] = columns[name][rows]
     step_ns = np.array([s.step_ns for s in summaries], dtype=np.float64)
-    return Profile(values, steps, by_step, step_ns)
+    return RankProfile(values, steps, by_step, step_ns)
 
 
-def _in_order(summaries: Sequence[Summary], wanted: set[str]) -> list[str]:
+def _in_order(summaries: Sequence[RankSummary], wanted: set[str]) -> list[str]:
     """Step names in order of time, as the rank with most of them has them."""
     longest = max(summaries, key=lambda s: len({t.name for t in s.steps} & wanted), default=None)
     if longest is None:
@@ -102,7 +102,7 @@ def _whole(columns: dict[str, Floats]) -> dict[str, Floats]:
     return {name: np.where(whole, values, np.nan) for name, values in columns.items()}
 
 
-def own_columns(summary: Summary) -> dict[str, Floats] | None:
+def own_columns(summary: RankSummary) -> dict[str, Floats] | None:
     """By class (CLASSES), ns of each of the steps; ``None``: it tells nothing of its time."""
     if not summary.steps or not (summary.per_step or summary.time or summary.host_time):
         return None
@@ -149,7 +149,7 @@ MIN_COMPARED_SHARE = 0.3
 """Share of compute time in kernels that both ran, to compare them."""
 
 
-class Speed(NamedTuple):
+class DeviceSpeed(NamedTuple):
     """How fast some ranks run the kernels that others run too."""
 
     slower: bool
@@ -160,7 +160,9 @@ class Speed(NamedTuple):
     """Names of the kernels with enough instances, the longest first."""
 
 
-def compare_devices(slow: Sequence[Summary], others: Sequence[Summary]) -> Speed | None:
+def compare_devices(
+    slow: Sequence[RankSummary], others: Sequence[RankSummary]
+) -> DeviceSpeed | None:
     """Whether ranks with more compute have a slower device or more work; ``None``: not known.
 
     A slower device is slower at all matrix work: where some of it (attention) takes as long as on
@@ -189,9 +191,9 @@ def compare_devices(slow: Sequence[Summary], others: Sequence[Summary]) -> Speed
     least = MIN_FAMILY_SHARE * usual
     matrix = [ratio for name, weight, ratio in families if name in MATRIX and weight > least]
     if len(matrix) > 1:
-        return Speed(min(matrix) >= limit, middle, names)
+        return DeviceSpeed(min(matrix) >= limit, middle, names)
     slower = float(weights[ratios >= limit].sum())
-    return Speed(slower >= MIN_SLOWER_SHARE * total, middle, names)
+    return DeviceSpeed(slower >= MIN_SLOWER_SHARE * total, middle, names)
 
 
 MIN_OTHER_SHARE = 0.5
@@ -199,14 +201,14 @@ MIN_OTHER_SHARE = 0.5
 batches are what differs."""
 
 
-def have_other_inputs(slow: Sequence[Summary], others: Sequence[Summary]) -> bool:
+def have_other_inputs(slow: Sequence[RankSummary], others: Sequence[RankSummary]) -> bool:
     """Whether ranks without a device have more work because their operators get other shapes than
     those of the others."""
     mine, theirs = (set().union(*(s.operators for s in group)) for group in (slow, others))
     if not mine or not theirs:
         return False
 
-    def spent(group: Sequence[Summary], names: set[str]) -> float:
+    def spent(group: Sequence[RankSummary], names: set[str]) -> float:
         return _mean(
             [sum(op.total_ns for name, op in s.operators.items() if name in names) for s in group]
         )
@@ -217,7 +219,7 @@ def have_other_inputs(slow: Sequence[Summary], others: Sequence[Summary]) -> boo
 
 
 def _kernels(
-    slow: Sequence[Summary], others: Sequence[Summary]
+    slow: Sequence[RankSummary], others: Sequence[RankSummary]
 ) -> list[tuple[str, float, float, int]]:
     """(name, usual ns per step, how many times as long here, instances), the longest first."""
     result = []
@@ -236,7 +238,9 @@ def _kernels(
     return sorted(result, key=lambda item: (-item[1], item[0]))
 
 
-def _families(slow: Sequence[Summary], others: Sequence[Summary]) -> list[tuple[str, float, float]]:
+def _families(
+    slow: Sequence[RankSummary], others: Sequence[RankSummary]
+) -> list[tuple[str, float, float]]:
     """(name, usual ns per step, how many times as long on the slow ones)."""
     result = []
     for name in sorted(set[str]().union(*(s.families for s in others))):
@@ -249,7 +253,9 @@ def _families(slow: Sequence[Summary], others: Sequence[Summary]) -> list[tuple[
     return result
 
 
-def longer_families(slow: Sequence[Summary], others: Sequence[Summary]) -> list[tuple[str, float]]:
+def longer_families(
+    slow: Sequence[RankSummary], others: Sequence[RankSummary]
+) -> list[tuple[str, float]]:
     """Families of kernels by how much longer they take on the ``slow`` ranks, ns per step; the most
     first, only those that hold a fifth of the difference."""
     more = {}

@@ -17,8 +17,8 @@ from advisor.measure.ranks.collectives import (
     step_summaries,
     working_intervals,
 )
-from advisor.measure.ranks.join import Joined, join_ranks, measure_waits
-from advisor.measure.ranks.summary import Summary
+from advisor.measure.ranks.join import JoinedCollectives, join_ranks, measure_waits
+from advisor.measure.ranks.summary import RankSummary
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -42,7 +42,7 @@ class Alignment(NamedTuple):
     unaligned: tuple[int, ...]
     """Ranks left out: they share no collective with the others, or used no device where others
     did."""
-    joined: Joined | None = None
+    joined: JoinedCollectives | None = None
     """The collectives of the aligned ranks, in the order of ``offset_ns``; ``None``: none are."""
     cells: pl.DataFrame | None = None
     """Its cells, as ``collectives.collective_table`` has them."""
@@ -72,7 +72,7 @@ def align_ranks(ranks: Mapping[int, Analysis]) -> Alignment:
             steps = a.steps.table
             tables.append(collective_table(a, steps, SYNCHRONISING))
             summaries.append(
-                Summary(
+                RankSummary(
                     rank=number,
                     path=a.trace.meta.path,
                     clock=a.trace.meta.clock,
@@ -95,7 +95,11 @@ def align_ranks(ranks: Mapping[int, Analysis]) -> Alignment:
 
 
 def _aligned(
-    joined: Joined, cells: pl.DataFrame, begin: Ints, known: list[int], ranks: Mapping[int, object]
+    joined: JoinedCollectives,
+    cells: pl.DataFrame,
+    begin: Ints,
+    known: list[int],
+    ranks: Mapping[int, object],
 ) -> Alignment:
     clocks, end = joined.clocks, cells["end"].to_numpy()
     offset = clocks.shift.copy()
@@ -174,7 +178,7 @@ def measure_skew(ranks: Mapping[int, Analysis], alignment: Alignment) -> Skew:
     names = [set(a.steps.used["name"].to_list()) for a in analyses]
     steps = max(1, len(set.intersection(*names)))
     who = pl.Series([*numbers, None], dtype=pl.Int64)
-    seen = pl.Series(joined.seen[found.row], dtype=pl.Int64)
+    seen = pl.Series(joined.rank_count[found.row], dtype=pl.Int64)
     table = cells[joined.first[found.row]]
     collectives = table.select(
         "collective", "group", "bytes", "annotation", "label", "step"
@@ -188,7 +192,7 @@ def measure_skew(ranks: Mapping[int, Analysis], alignment: Alignment) -> Skew:
     owner = joined.rank[found.cells]
     arrivals = pl.DataFrame(
         {
-            "row": np.repeat(np.arange(len(found.row)), joined.seen[found.row]),
+            "row": np.repeat(np.arange(len(found.row)), joined.rank_count[found.row]),
             "rank": np.array(numbers)[owner],
             "wait_ns": np.rint(found.wait).astype(np.int64),
             "exposed_wait_ns": found.exposed.astype(np.int64),

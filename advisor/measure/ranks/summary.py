@@ -39,7 +39,7 @@ class StepSummary(Struct, array_like=True, frozen=True):
 
 
 class Advice(Struct, frozen=True, array_like=True):
-    """What a rule found on one rank alone, in short; ``Summary.details`` has the findings."""
+    """What a rule found on one rank alone, in short; ``RankSummary.details`` has the findings."""
 
     rule: str
     category: str = ""
@@ -58,21 +58,21 @@ class Kernel(Struct, array_like=True, frozen=True):
     """Of one."""
 
 
-class Packed(Struct, frozen=True):
+class PackedColumns(Struct, frozen=True):
     """Whole numbers of one column: differences of neighbours, zlib."""
 
     count: int
     data: bytes
 
 
-def pack(values: NDArray[np.int64]) -> Packed:
+def pack(values: NDArray[np.int64]) -> PackedColumns:
     """Any whole numbers; neighbours that are close take least."""
     column = np.ascontiguousarray(values, dtype="<i8")
     steps = np.diff(column, prepend=np.int64(0))
-    return Packed(len(column), zlib.compress(steps.astype("<i8").tobytes(), 6))
+    return PackedColumns(len(column), zlib.compress(steps.astype("<i8").tobytes(), 6))
 
 
-def unpack(packed: Packed) -> NDArray[np.int64]:
+def unpack(packed: PackedColumns) -> NDArray[np.int64]:
     """The numbers. Raises AdvisorError: it was not packed like this."""
     most = packed.count * 8
     try:
@@ -91,19 +91,19 @@ class Collectives(Struct, frozen=True, kw_only=True):
 
     keys: list[str] = field(default_factory=list)
     """What each is matched by, once each: group, members, kind, bytes, type …"""
-    key: Packed
+    key: PackedColumns
     """Row of ``keys``."""
-    order: Packed
+    order: PackedColumns
     """Its sequence number where the trace has it (``sequenced``); else the how many-th of this key
     it is: in the step that launched it where steps are marked, in the whole trace where not."""
-    step: Packed
-    """Row of ``Summary.steps``; -1: outside."""
-    start: Packed
+    step: PackedColumns
+    """Row of ``RankSummary.steps``; -1: outside."""
+    start: PackedColumns
     """ns on the trace's own clock: the rank is there."""
-    end: Packed
-    exposed: Packed
+    end: PackedColumns
+    exposed: PackedColumns
     """ns of it with no compute on this rank."""
-    work: Packed
+    work: PackedColumns
     """ns of the rank's own time before it: from the start of the collective before (or of the
     step's start) to this one's start, without communication that nothing hid. Where collectives
     are not overlapped that is from the end of the one before."""
@@ -119,14 +119,14 @@ class Collectives(Struct, frozen=True, kw_only=True):
     """By key: bytes; 0: not known."""
     sequenced: list[bool] = field(default_factory=list)
     """By key: ``order`` is a sequence number; empty: none is."""
-    amount: Packed | None = None
+    amount: PackedColumns | None = None
     """Elements that this rank gives or gets in an all-to-all, whichever are more; 0: another kind,
     or not known. ``None``: no all-to-all tells."""
     dropped: int = 0
     """Collectives that were left out to keep the summary small."""
 
 
-class Summary(Struct, frozen=True, kw_only=True):
+class RankSummary(Struct, frozen=True, kw_only=True):
     """A rank, measured. Times are ns per step unless said otherwise."""
 
     schema: str = SCHEMA
@@ -164,7 +164,7 @@ class Summary(Struct, frozen=True, kw_only=True):
     operators: dict[str, Kernel] = field(default_factory=dict)
     """Where no device works: outermost operators of ATen with most time, by name and a digest of
     name and shapes."""
-    per_step: dict[str, Packed] = field(default_factory=dict)
+    per_step: dict[str, PackedColumns] = field(default_factory=dict)
     """``time`` (with ``idle: <cause>`` for idle) of each of ``steps``, ns; where no device works
     ``host_time`` and ``communication``."""
     communication: float = 0.0
@@ -179,7 +179,7 @@ class Summary(Struct, frozen=True, kw_only=True):
     """The fullest device of its snapshot; ``null``: it has none."""
 
 
-class Unread(Struct, frozen=True, kw_only=True):
+class UnreadRank(Struct, frozen=True, kw_only=True):
     """A rank that could not be read or measured: the rest stands without it."""
 
     schema: str = SCHEMA
@@ -210,13 +210,13 @@ def _inflate(data: bytes, most: int) -> bytes:
     return result
 
 
-def encode(summary: Summary | Unread) -> bytes:
+def encode(summary: RankSummary | UnreadRank) -> bytes:
     """As msgpack."""
-    tagged = {"unread" if isinstance(summary, Unread) else "summary": summary}
+    tagged = {"unread" if isinstance(summary, UnreadRank) else "summary": summary}
     return msgspec.msgpack.encode(tagged)
 
 
-def decode(data: bytes) -> Summary | Unread:
+def decode(data: bytes) -> RankSummary | UnreadRank:
     """What a worker sent. Raises AdvisorError: damaged, or of another version."""
     try:
         if len(data) > MAX_DECODED:
@@ -226,8 +226,8 @@ def decode(data: bytes) -> Summary | Unread:
         if fields.get("schema") != SCHEMA:
             raise AdvisorError(f"a rank's summary is of another version ({fields.get('schema')!r})")
         if kind == "unread":
-            return msgspec.convert(fields, Unread)
-        return msgspec.convert(fields, Summary)
+            return msgspec.convert(fields, UnreadRank)
+        return msgspec.convert(fields, RankSummary)
     except (ValueError, AttributeError, StopIteration, TypeError, RecursionError):
         raise AdvisorError("a rank's summary is damaged") from None
 
@@ -244,21 +244,21 @@ SHOWN = 3
 class OneRun(NamedTuple):
     """The ranks of one run, and what was sorted out because it is of another."""
 
-    summaries: list[Summary]
+    summaries: list[RankSummary]
     """By rank, each once."""
-    others: list[Unread]
+    others: list[UnreadRank]
     """Of another run, with the reason."""
     notes: dict[str, str]
     """For ``Ranks.not_checked``."""
 
 
-def one_run(summaries: Sequence[Summary]) -> OneRun:
+def one_run(summaries: Sequence[RankSummary]) -> OneRun:
     """The run of which most ranks are here."""
     kept, others = _at_one_time(summaries)
     kept, apart = _of_one_size(kept)
     notes: dict[str, str] = {}
     kept = _named(kept, notes)
-    best: dict[int, Summary] = {}
+    best: dict[int, RankSummary] = {}
     again: list[int] = []
     for summary in sorted(kept, key=lambda s: (-len(s.steps), s.path)):
         if summary.rank in best:
@@ -270,7 +270,7 @@ def one_run(summaries: Sequence[Summary]) -> OneRun:
     return OneRun([best[rank] for rank in sorted(best)], [*others, *apart], notes)
 
 
-def _at_one_time(summaries: Sequence[Summary]) -> tuple[list[Summary], list[Unread]]:
+def _at_one_time(summaries: Sequence[RankSummary]) -> tuple[list[RankSummary], list[UnreadRank]]:
     """Those whose steps lie where most ranks' do: further apart than clocks ever are, it is another
     run, or another part of it."""
     timed = [s for s in summaries if s.steps and s.clock == "unix"]
@@ -284,8 +284,8 @@ def _at_one_time(summaries: Sequence[Summary]) -> tuple[list[Summary], list[Unre
         runs[-1].append(summary)
         until = max(until, summary.steps[-1].end)
     most = max(runs, key=_size)
-    kept: list[Summary] = list(summaries)
-    others: list[Unread] = []
+    kept: list[RankSummary] = list(summaries)
+    others: list[UnreadRank] = []
     for run in runs:
         if run is not most:
             kept, apart = _parted(kept, {id(s) for s in run}, _another(run, most))
@@ -293,12 +293,12 @@ def _at_one_time(summaries: Sequence[Summary]) -> tuple[list[Summary], list[Unre
     return kept, others
 
 
-def _size(run: Sequence[Summary]) -> int:
+def _size(run: Sequence[RankSummary]) -> int:
     """Its ranks."""
     return len({(s.rank, s.rank < 0 and s.path) for s in run})
 
 
-def _another(run: Sequence[Summary], most: Sequence[Summary]) -> str:
+def _another(run: Sequence[RankSummary], most: Sequence[RankSummary]) -> str:
     """Why a run is left out beside the one that is analysed, and how to analyse it."""
     ns = run[0].steps[0].start - most[0].steps[0].start
     size = "with as many ranks" if _size(run) == _size(most) else "with fewer ranks"
@@ -309,13 +309,13 @@ def _another(run: Sequence[Summary], most: Sequence[Summary]) -> str:
     return f"another run {size}, recorded {when}: {how}"
 
 
-def _folder(run: Sequence[Summary]) -> str:
+def _folder(run: Sequence[RankSummary]) -> str:
     """What the paths of its files have in common, up to a slash."""
     folders = [f"{s.path.rpartition('/')[0]}/" for s in run]  # of URLs too, which are no paths
     return os.path.commonprefix(folders).rpartition("/")[0]  # noqa: RUF071
 
 
-def _of_one_size(summaries: Sequence[Summary]) -> tuple[list[Summary], list[Unread]]:
+def _of_one_size(summaries: Sequence[RankSummary]) -> tuple[list[RankSummary], list[UnreadRank]]:
     """Those that tell the world size that most tell, and those that tell none."""
     sizes = Counter(s.world for s in summaries if s.world)
     if len(sizes) < 2:
@@ -326,13 +326,13 @@ def _of_one_size(summaries: Sequence[Summary]) -> tuple[list[Summary], list[Unre
 
 
 def _parted(
-    summaries: Sequence[Summary], out: set[int], why: str
-) -> tuple[list[Summary], list[Unread]]:
+    summaries: Sequence[RankSummary], out: set[int], why: str
+) -> tuple[list[RankSummary], list[UnreadRank]]:
     kept = [s for s in summaries if id(s) not in out]
-    return kept, [Unread(rank=s.rank, path=s.path, why=why) for s in summaries if id(s) in out]
+    return kept, [UnreadRank(rank=s.rank, path=s.path, why=why) for s in summaries if id(s) in out]
 
 
-def _named(summaries: Sequence[Summary], notes: dict[str, str]) -> list[Summary]:
+def _named(summaries: Sequence[RankSummary], notes: dict[str, str]) -> list[RankSummary]:
     """Ranks that neither file nor name tells: the one that is missing where it is one, else numbers
     that no rank of the job has."""
     unknown = sorted((s for s in summaries if s.rank < 0), key=lambda s: s.path)
@@ -368,7 +368,7 @@ LABELS = {
 
 
 def find_clusters(
-    summaries: Sequence[Summary], values: Floats, classes: Sequence[str], stage: Ints
+    summaries: Sequence[RankSummary], values: Floats, classes: Sequence[str], stage: Ints
 ) -> list[RankCluster]:
     """At most LIMIT groups, the largest first. ``values``: ns per step, ranks x ``classes``; ranks
     of two stages of a pipeline are in two groups where their times differ at all."""
@@ -398,7 +398,7 @@ def find_clusters(
     return result
 
 
-def _families(summaries: Sequence[Summary]) -> Floats:
+def _families(summaries: Sequence[RankSummary]) -> Floats:
     """ns per step of the families of kernels that take most time, ranks x families."""
     total: dict[str, float] = {}
     for summary in summaries:

@@ -38,7 +38,7 @@ class Sums(NamedTuple):
     """Products of new tokens and tokens attended to."""
 
 
-class Mark(NamedTuple):
+class StepMark(NamedTuple):
     """One step, as its engine names it."""
 
     engine: str | None
@@ -74,13 +74,13 @@ def _sums(values: tuple[str | None, ...]) -> tuple[int, Sums | None]:
     return q, None if values[5] is None else Sums(q, q, int(values[5]), int(values[5]))
 
 
-def _vllm(match: re.Match[str]) -> Mark:
+def _vllm(match: re.Match[str]) -> StepMark:
     groups = match.groups()
     prefills, decodes = int(groups[0]), int(groups[7])
     context, prefill = _sums(groups[1:7])
     generation, decode = _sums(groups[8:14])
     plain = generation in (0, decodes)  # more tokens than requests: drafts to be verified
-    return Mark(
+    return StepMark(
         VLLM,
         _phase(prefills, decodes),
         prefills + decodes,
@@ -91,9 +91,9 @@ def _vllm(match: re.Match[str]) -> Mark:
     )
 
 
-def _vllm_counts(match: re.Match[str]) -> Mark:
+def _vllm_counts(match: re.Match[str]) -> StepMark:
     new, cached = map(int, match.groups())
-    return Mark(VLLM, _phase(new, cached), new + cached, None if new else cached, new + cached)
+    return StepMark(VLLM, _phase(new, cached), new + cached, None if new else cached, new + cached)
 
 
 def _fields(text: str) -> dict[str, int]:
@@ -108,7 +108,7 @@ def _group(fields: dict[str, int], prefix: str, tokens: int | None) -> Sums | No
     return Sums(q, k, qq, qk)
 
 
-def _sglang(match: re.Match[str]) -> Mark | None:
+def _sglang(match: re.Match[str]) -> StepMark | None:
     mode, fields = match[1], _fields(match[2])
     requests = fields.get("bs")
     if mode == "IDLE":
@@ -117,49 +117,51 @@ def _sglang(match: re.Match[str]) -> Mark | None:
         context, generation = fields.get("c_sq"), fields.get("g_sq")
         tokens = None if context is None or generation is None else context + generation
         prefill, decode = _group(fields, "c_", context), _group(fields, "g_", generation)
-        return Mark(SGLANG, MIXED, requests, tokens, requests, prefill, decode)
+        return StepMark(SGLANG, MIXED, requests, tokens, requests, prefill, decode)
     if mode == "DECODE":
         tokens = fields.get("g_sq", requests)
         outputs = requests if tokens == requests else None
-        return Mark(SGLANG, DECODE, requests, tokens, outputs, None, _group(fields, "g_", tokens))
+        return StepMark(
+            SGLANG, DECODE, requests, tokens, outputs, None, _group(fields, "g_", tokens)
+        )
     if "DRAFT" in mode:
-        return Mark(SGLANG, DRAFT, requests, None, 0)
+        return StepMark(SGLANG, DRAFT, requests, None, 0)
     if "VERIFY" in mode:
-        return Mark(SGLANG, DECODE, requests)
+        return StepMark(SGLANG, DECODE, requests)
     if "EXTEND" in mode or "PREFILL" in mode:
         tokens = fields.get("toks")
-        return Mark(SGLANG, PREFILL, requests, tokens, requests, _group(fields, "c_", tokens))
-    return Mark(SGLANG, FORWARD, requests)
+        return StepMark(SGLANG, PREFILL, requests, tokens, requests, _group(fields, "c_", tokens))
+    return StepMark(SGLANG, FORWARD, requests)
 
 
-def _atom(match: re.Match[str]) -> Mark:
+def _atom(match: re.Match[str]) -> StepMark:
     fields = _fields(match[2])
     requests, tokens = fields.get("bs"), fields.get("tok")
     sums = _group(fields, "", tokens)
     if match[1] == PREFILL:
-        return Mark(ATOM, PREFILL, requests, tokens, requests, sums)
+        return StepMark(ATOM, PREFILL, requests, tokens, requests, sums)
     outputs = None if "spec" in fields else requests
     phase = MIXED if fields.get("p") else DECODE
-    return Mark(ATOM, phase, requests, tokens, outputs, None, sums if phase == DECODE else None)
+    return StepMark(ATOM, phase, requests, tokens, outputs, None, sums if phase == DECODE else None)
 
 
-def _tensorrt(match: re.Match[str]) -> Mark:
+def _tensorrt(match: re.Match[str]) -> StepMark:
     prefills, tokens, decodes = (None if text is None else int(text) for text in match.groups())
     assert prefills is not None and decodes is not None
     computed = decodes if not prefills else None if tokens is None else tokens + decodes
     requests = prefills + decodes
-    return Mark(TENSORRT_LLM, _phase(prefills, decodes), requests, computed, requests)
+    return StepMark(TENSORRT_LLM, _phase(prefills, decodes), requests, computed, requests)
 
 
-def _own(match: re.Match[str]) -> Mark:
-    return Mark(None, PREFILL if match[1].lower() in ("prefill", "extend") else DECODE)
+def _own(match: re.Match[str]) -> StepMark:
+    return StepMark(None, PREFILL if match[1].lower() in ("prefill", "extend") else DECODE)
 
 
 class MarkPattern(NamedTuple):
     """One spelling of a mark."""
 
     regex: re.Pattern[str]
-    read: Callable[[re.Match[str]], Mark | None]
+    read: Callable[[re.Match[str]], StepMark | None]
     source: str
     """Where the engine writes it."""
 
@@ -190,14 +192,14 @@ PATTERNS = (
     ),
     MarkPattern(
         re.compile(rf"^execute_diffusion_{_N}_(\d+x\d+)$"),
-        lambda match: Mark(XDIT, IMAGE, int(match[1])),
+        lambda match: StepMark(XDIT, IMAGE, int(match[1])),
         "xfuser/runner.py",
     ),
 )
 PLAIN = (
     MarkPattern(
         re.compile(r"^(?:v2_)?gpu_model_runner: forward$"),
-        lambda _: Mark(VLLM, FORWARD),
+        lambda _: StepMark(VLLM, FORWARD),
         "vllm/v1/worker/gpu_model_runner.py, VLLM_CUSTOM_SCOPES_FOR_PROFILING=1",
     ),
     MarkPattern(
@@ -209,7 +211,7 @@ PLAIN = (
 """Looked for where none of the others is there: they tell less."""
 
 
-def parse_mark(name: str, patterns: tuple[MarkPattern, ...] = PATTERNS) -> Mark | None:
+def parse_mark(name: str, patterns: tuple[MarkPattern, ...] = PATTERNS) -> StepMark | None:
     """What a name tells as a mark of an engine; ``None``: it is none."""
     for pattern in patterns:
         match = pattern.regex.search(name)
@@ -218,7 +220,7 @@ def parse_mark(name: str, patterns: tuple[MarkPattern, ...] = PATTERNS) -> Mark 
     return None
 
 
-def engine_marks(trace: Trace) -> tuple[pl.DataFrame, list[Mark]]:
+def engine_marks(trace: Trace) -> tuple[pl.DataFrame, list[StepMark]]:
     """The marks of an engine's steps on the thread that has the first of them: ``name``, ``ts``,
     ``dur`` (ns), in time's order, and what each tells. Of marks inside each other the innermost
     counts, with the sums of the one around it. Empty: there are none."""
@@ -238,13 +240,13 @@ def engine_marks(trace: Trace) -> tuple[pl.DataFrame, list[Mark]]:
     return ranges.select(pl.col("name").cast(pl.String), "ts", "dur").clear(), []
 
 
-def _innermost(rows: pl.DataFrame, marks: list[Mark]) -> tuple[pl.DataFrame, list[Mark]]:
+def _innermost(rows: pl.DataFrame, marks: list[StepMark]) -> tuple[pl.DataFrame, list[StepMark]]:
     end = (rows["ts"] + rows["dur"]).to_list()
     ts = rows["ts"].to_list()
     outer = [after < mine for after, mine in zip(ts[1:], end, strict=False)] + [False]
     kept: list[int] = []
-    result: list[Mark] = []
-    around: Mark | None = None
+    result: list[StepMark] = []
+    around: StepMark | None = None
     for index, mark in enumerate(marks):
         if outer[index]:
             around = mark

@@ -34,7 +34,7 @@ from advisor.measure.serving.annotations import (
     TRANSFORMERS,
     VLLM,
     XDIT,
-    Mark,
+    StepMark,
     Sums,
     engine_marks,
 )
@@ -62,13 +62,13 @@ Numbers = NDArray[np.int64]
 
 
 @dataclass(frozen=True)
-class Passes:
+class ForwardPasses:
     """``table``, in time's order: ``name``, ``ts``, ``end`` (ns, on the host); ``first``, ``last``
     (ns, of the device work that the pass launched; null: none), ``ahead`` (ns that its first work
     waited for others; null: none)."""
 
     table: pl.DataFrame
-    marks: list[Mark]
+    marks: list[StepMark]
     """What is known of each."""
     source: str
     """``engine``, ``module calls`` or ``vocabulary look-ups``."""
@@ -124,7 +124,7 @@ FRAMES = (
 """Engine -> frames of its code, the first that is there."""
 
 
-def find_engine(trace: Trace, passes: Passes | None) -> str | None:
+def find_engine(trace: Trace, passes: ForwardPasses | None) -> str | None:
     """By the marks, else by the frames of what does not learn."""
     if passes is None or passes.engine:
         return None if passes is None else passes.engine
@@ -133,7 +133,7 @@ def find_engine(trace: Trace, passes: Passes | None) -> str | None:
     return next((name for name, code in FRAMES if name_matches(frames, code).any()), None)
 
 
-def find_passes(trace: Trace) -> Passes | None:
+def find_passes(trace: Trace) -> ForwardPasses | None:
     """The passes; ``None``: nothing marks them, or the model learns."""
     rows, marks = engine_marks(trace)
     source = ENGINE
@@ -148,7 +148,7 @@ def find_passes(trace: Trace) -> Passes | None:
             rows, source = _between_lookups(trace), LOOKUPS
         if rows.is_empty():
             return None
-        marks = [Mark(None, FORWARD)] * rows.height
+        marks = [StepMark(None, FORWARD)] * rows.height
     if any(mark.engine is None for mark in marks):
         marks = _from_shapes(trace, rows, marks)
     return _with_work(trace, rows, marks, source)
@@ -226,7 +226,7 @@ def _between_lookups(trace: Trace) -> pl.DataFrame:
 # -- what shapes tell of a pass --------------------------------------------------------------------
 
 
-def _from_shapes(trace: Trace, rows: pl.DataFrame, marks: list[Mark]) -> list[Mark]:
+def _from_shapes(trace: Trace, rows: pl.DataFrame, marks: list[StepMark]) -> list[StepMark]:
     """Phase, requests and tokens of passes by the shapes of look-ups and of attention: a sequence
     with one new token decodes. Where none does, longer ones are prompts if attention is causal."""
     start = rows["ts"].to_numpy()
@@ -280,8 +280,8 @@ def _query(trace: Trace, row: int) -> tuple[int, int, bool] | None:
 
 
 def _described(
-    mark: Mark, looked: tuple[int, ...] | None, seen: set[tuple[int, int, bool]]
-) -> Mark:
+    mark: StepMark, looked: tuple[int, ...] | None, seen: set[tuple[int, int, bool]]
+) -> StepMark:
     if looked is None:
         return mark  # no text: an image's attention tells nothing of prompts
     new = {q for q, k, _ in seen if k >= q}
@@ -306,7 +306,9 @@ def _described(
 # -- the device work of a pass ---------------------------------------------------------------------
 
 
-def _with_work(trace: Trace, rows: pl.DataFrame, marks: list[Mark], source: str) -> Passes:
+def _with_work(
+    trace: Trace, rows: pl.DataFrame, marks: list[StepMark], source: str
+) -> ForwardPasses:
     """With the device work that each pass launched. What the host launches after a pass belongs to
     it for as long as the pass itself took: sampling, and copies of tokens to the host."""
     gpu = trace.gpu
@@ -333,7 +335,7 @@ def _with_work(trace: Trace, rows: pl.DataFrame, marks: list[Mark], source: str)
         pl.Series(name, np.where(first >= 0, values, -1)).replace(-1, None)
         for name, values in (("first", first), ("last", last), ("ahead", ahead))
     )
-    return Passes(table, marks, source, owner)
+    return ForwardPasses(table, marks, source, owner)
 
 
 WINDOWED = r"[Ss]liding|[Cc]hunked|[Ww]indow|[Ll]ocal|[Ss]parse|[Tt]opk"
@@ -383,7 +385,7 @@ def count_pairs(sums: Sums) -> float:
     return sums.qk - (sums.qq - sums.q) / 2
 
 
-def attention_cost(mark: Mark, shape: Heads, *, narrow: bool) -> tuple[float, float] | None:
+def attention_cost(mark: StepMark, shape: Heads, *, narrow: bool) -> tuple[float, float] | None:
     """FLOPs and bytes of one attention operator in a step; ``None``: the mark has no sums."""
     kinds = [sums for sums in (mark.prefill, mark.decode) if sums is not None]
     if not kinds:

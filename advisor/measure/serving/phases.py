@@ -15,12 +15,12 @@ from advisor.measure.device.families import MATRIX
 from advisor.measure.device.shapes import FORMATS
 from advisor.measure.host.names import cache_by_name, map_names
 from advisor.measure.host.operators import KERNEL_NS, attainable_roofs
-from advisor.measure.serving.annotations import FORWARD, Mark
+from advisor.measure.serving.annotations import FORWARD, StepMark
 from advisor.measure.serving.graphs import find_replays
 
 if TYPE_CHECKING:
     from advisor.measure import Analysis
-    from advisor.measure.serving.passes import Passes
+    from advisor.measure.serving.passes import ForwardPasses
 
 MIN_P90, MIN_P99 = 10, 100
 """Durations below which these percentiles say no more than the longest does."""
@@ -70,7 +70,7 @@ def measure_serving(a: Analysis) -> Serving | None:
     )
 
 
-def _label(passes: Passes, index: int) -> str:
+def _label(passes: ForwardPasses, index: int) -> str:
     phase = passes.marks[index].phase
     return str(passes.table["name"][index]) if phase == FORWARD else phase
 
@@ -92,7 +92,7 @@ def _mean(values: list[int | None]) -> float | None:
 
 
 def _phase(
-    label: str, rows: Numbers, passes: Passes, kernels: _Kernels | None, *, whole: bool
+    label: str, rows: Numbers, passes: ForwardPasses, kernels: _Kernels | None, *, whole: bool
 ) -> ServingPhase:
     """``whole``: the records of the device are complete."""
     start, end = (times[rows] for times in passes.own)
@@ -153,7 +153,7 @@ class _Sums(NamedTuple):
 class _Kernels:
     """The device work of passes: what limits each piece, and the least time it could take."""
 
-    def __init__(self, a: Analysis, passes: Passes) -> None:
+    def __init__(self, a: Analysis, passes: ForwardPasses) -> None:
         gpu, measured = a.trace.gpu, a.kernels
         self.owner = passes.owner
         self.dur = gpu["dur"].to_numpy().astype(np.float64)
@@ -212,12 +212,12 @@ class _Kernels:
         )
 
 
-def _most_reuse(mark: Mark) -> float:
+def _most_reuse(mark: StepMark) -> float:
     """Tokens that may share one read of a weight; infinite: not recorded."""
     return float(mark.tokens) if mark.tokens is not None else np.inf
 
 
-def _graphs(a: Analysis, passes: Passes, used: Numbers) -> GraphReplays | None:
+def _graphs(a: Analysis, passes: ForwardPasses, used: Numbers) -> GraphReplays | None:
     found = find_replays(a.trace)
     if not found:
         return None

@@ -35,7 +35,7 @@ class Lane(NamedTuple):
     """Share of the step in which there is anything on it."""
 
 
-class Strip(NamedTuple):
+class StepLanes(NamedTuple):
     """A representative step."""
 
     step: str
@@ -47,7 +47,7 @@ class Strip(NamedTuple):
     """Streams with work that are left out."""
 
 
-def build_strip(a: Analysis) -> Strip | None:
+def build_step_lanes(a: Analysis) -> StepLanes | None:
     """The used step that is closest to their median; ``None``: no device work in it."""
     used = a.steps.used
     if used.is_empty() or a.device_id is None:
@@ -70,7 +70,7 @@ def build_strip(a: Analysis) -> Strip | None:
         lanes.append(_lane(f"stream {number}", grid, CLASSES, begin, end))
     lanes.sort(key=lambda lane: -lane.busy)
     more = max(0, len(lanes) - MAX_STREAMS)
-    return Strip(
+    return StepLanes(
         step=str(used["name"][chosen]),
         dur_ns=end - begin,
         lanes=[*lanes[:MAX_STREAMS], *_idle(a, begin, end)],

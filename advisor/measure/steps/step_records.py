@@ -61,7 +61,7 @@ class StepRecords:
         return np.array([step.window is not None for step in self.steps], dtype=bool)
 
     @cached_property
-    def settled(self) -> Mask:
+    def after_warmup(self) -> Mask:
         """Steps after the warm-up."""
         result = np.ones(len(self.steps), dtype=bool)
         result[: min(WARM_UP, len(self.steps) // 5)] = False
@@ -75,7 +75,7 @@ class StepRecords:
         them as well, none does."""
         after = np.zeros(len(self.steps), dtype=bool)
         after[1:] = self.profiled[:-1]
-        plain = self.settled & ~self.profiled & ~after
+        plain = self.after_warmup & ~self.profiled & ~after
         exporting = np.array([step.exporting for step in self.steps], dtype=bool)
         enough = MIN_USED if len(self.steps) > 2 * MIN_USED else 1
         for some in (plain & ~exporting, plain):
@@ -147,7 +147,7 @@ class StepRecords:
         return float(np.median(inside)) if len(inside) >= MIN_PROFILED else None
 
     @cached_property
-    def around_windows(self) -> float | None:
+    def unprofiled_median(self) -> float | None:
         """Median of the unprofiled steps within 20 of a kept one, so that a run whose speed drifts
         is compared with itself; ``None``: fewer than five."""
         result = self.around(self.active)
@@ -177,12 +177,12 @@ class StepRecords:
         return result
 
     @cached_property
-    def observer(self) -> float | None:
+    def observer_effect(self) -> float | None:
         """How much longer profiled steps are, as a share of those around them; ``None``: one kind
         is missing. Negative where noise outweighs it."""
-        if self.profiled_median is None or not self.around_windows:
+        if self.profiled_median is None or not self.unprofiled_median:
             return None
-        return self.profiled_median / self.around_windows - 1
+        return self.profiled_median / self.unprofiled_median - 1
 
     @cached_property
     def phases(self) -> dict[str, Floats]:
@@ -215,9 +215,9 @@ class StepRecords:
     @cached_property
     def span(self) -> tuple[int, int]:
         """First start and last end of the steps after the warm-up; (0, 0): none."""
-        if not self.settled.any():
+        if not self.after_warmup.any():
             return 0, 0
-        ts, dur = self.ts[self.settled], self.dur[self.settled]
+        ts, dur = self.ts[self.after_warmup], self.dur[self.after_warmup]
         return int(ts[0]), int((ts + dur).max())
 
     @cached_property
@@ -268,10 +268,10 @@ class StepRecords:
     @cached_property
     def gpus(self) -> list[Gpu]:
         """Samples of the GPU that this rank uses while steps ran, without the warm-up."""
-        return [gpu for _, gpu in self.timed_gpus]
+        return [gpu for _, gpu in self.timed_gpu_samples]
 
     @cached_property
-    def timed_gpus(self) -> list[tuple[int, Gpu]]:
+    def timed_gpu_samples(self) -> list[tuple[int, Gpu]]:
         """The same with their times."""
         first, last = self.span
         wanted = self.uuid
@@ -339,7 +339,7 @@ class StepRecords:
         return float(own.mean()) / 100 if len(own) else None
 
     @cached_property
-    def others_cores(self) -> float | None:
+    def other_programs_cores(self) -> float | None:
         """Cores that other programs of the machine kept busy, where this process may use all of
         them; ``None``: not sampled."""
         rank, machine = self.record.rank, self.host("cpu")
@@ -357,9 +357,9 @@ class StepRecords:
             return None
         if len(self.host("process_cpu")) < MIN_SAMPLES:
             return None
-        return max(0.0, rank.cpus - self.used_cores - (self.others_cores or 0.0))
+        return max(0.0, rank.cpus - self.used_cores - (self.other_programs_cores or 0.0))
 
-    def computed(self, loading: float, *, on_host: bool) -> float | None:
+    def computing_share(self, loading: float, *, on_host: bool) -> float | None:
         """The largest share of the main thread's loading that can be computing, by the CPU time of
         the process; the rest was waited for (storage, a sleep). ``loading``: its share of the step.
         ``on_host``: the step computes on the CPU as well, on one core at least. ``None``: not
@@ -382,7 +382,7 @@ class StepRecords:
             busy = float(threads or 1)
         else:
             busy = max(1.0, (self.used_cores - computed * loading) / rest)
-        spare = max(0.0, cores - busy - (self.others_cores or 0.0))
+        spare = max(0.0, cores - busy - (self.other_programs_cores or 0.0))
         return max(0.0, computed - spare * rest / max(loading, 1e-9))
 
     @cached_property

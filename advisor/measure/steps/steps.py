@@ -22,7 +22,7 @@ from advisor.measure.host.launches import (
     launched_before_recording,
 )
 from advisor.measure.host.names import name_matches
-from advisor.measure.serving.passes import ENGINE, Passes, find_passes, has_training_rows
+from advisor.measure.serving.passes import ENGINE, ForwardPasses, find_passes, has_training_rows
 from advisor.measure.steps.unmarked_steps import SIMILAR_TIME, find_repeats, without_fragments
 
 if TYPE_CHECKING:
@@ -83,7 +83,7 @@ class Steps:
         return self.table.with_columns(self.launched.get_columns())
 
     @property
-    def numbered(self) -> bool:
+    def are_numbered(self) -> bool:
         """The program marked them: a step of that name is the same one on other ranks."""
         return self.source in ("ProfilerStep", "recorder", *STEP_MARKS[:2])
 
@@ -325,7 +325,7 @@ def _steps_table(
     return pl.DataFrame(columns | flags, schema_overrides=STEPS_SCHEMA)
 
 
-def _of_passes(passes: Passes, select: tuple[int | None, int | None] | None) -> Steps:
+def _of_passes(passes: ForwardPasses, select: tuple[int | None, int | None] | None) -> Steps:
     """Steps of inference, each with the time to the next one. None is an outlier: a prompt takes
     longer than a token. Other calls than those of the loop are no steps."""
     rows = np.flatnonzero(passes.in_loop)

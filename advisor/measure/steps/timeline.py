@@ -103,7 +103,7 @@ _COLLECTIVE = r"^(?:nccl|gloo|ucc|mpi|xccl):"
 LOADING = r"(?i)loading|driver compiler"
 
 
-class Classified(NamedTuple):
+class HostClasses(NamedTuple):
     """Aligned with ``trace.cpu``. ``row``: the event that says what the innermost instants of
     each row are (itself or an ancestor, -1: none); ``code``: its class, index of CLASSES."""
 
@@ -113,7 +113,7 @@ class Classified(NamedTuple):
     """Innermost annotation at or around the row, -1: none."""
 
 
-class Pieces(NamedTuple):
+class HostPieces(NamedTuple):
     """Parts of asked intervals, consecutive and complete: ``which`` of the asked ones, from
     ``start`` to ``end`` (ns), ``row`` of cpu that explains it (-1: none), ``code`` of CLASSES."""
 
@@ -153,7 +153,7 @@ class Timeline(NamedTuple):
         following = np.append(self.key[1:], self.threads * self.stride)
         return following - self.thread * self.stride + self.origin
 
-    def look(self, thread: ArrayLike, start: ArrayLike, end: ArrayLike) -> Pieces:
+    def look(self, thread: ArrayLike, start: ArrayLike, end: ArrayLike) -> HostPieces:
         """What the given threads did in the given intervals. Intervals of no length give no
         piece; a thread that is not here (-1) did nothing recorded."""
         begin = np.asarray(start, dtype=np.int64)
@@ -164,7 +164,7 @@ class Timeline(NamedTuple):
         base = owner[ask] * self.stride - self.origin
         which, index, low, high = cut_at_points(self.key, begin[ask] + base, finish[ask] + base)
         other = np.flatnonzero(~known & (finish > begin))
-        pieces = Pieces(
+        pieces = HostPieces(
             np.concatenate([ask[which], other]),
             np.concatenate([low - base[which], begin[other]]),
             np.concatenate([high - base[which], finish[other]]),
@@ -174,7 +174,7 @@ class Timeline(NamedTuple):
         if not len(other):
             return pieces
         order = np.argsort(pieces.which, kind="stable")
-        return Pieces._make(column[order] for column in pieces)
+        return HostPieces._make(column[order] for column in pieces)
 
 
 def cut_at_points(
@@ -192,7 +192,7 @@ def cut_at_points(
     return which, index, np.maximum(start[which], key[index]), np.minimum(end[which], upper[index])
 
 
-def classify(trace: Trace) -> Classified:
+def classify(trace: Trace) -> HostClasses:
     """What each host row stands for.
 
     The innermost event that tells something decides, except that everything below the
@@ -250,7 +250,7 @@ def classify(trace: Trace) -> Classified:
         top = outermost_ancestor(parent, swallows)
         row = np.where(top >= 0, top, row)
     result = np.where(row >= 0, code[np.maximum(row, 0)], CODE["unknown"]).astype(np.int8)
-    return Classified(row, result, innermost_ancestor(parent, is_annotation | (is_op & ~named)))
+    return HostClasses(row, result, innermost_ancestor(parent, is_annotation | (is_op & ~named)))
 
 
 def build_timeline(a: Analysis) -> Timeline:

@@ -55,8 +55,8 @@ class CompileLogReader(Reader):
     """The log of one process."""
 
     name = "torch-compile"
-    fills = "compilation"
-    reads = "a torch.compile log"
+    meta_field = "compilation"
+    description = "a torch.compile log"
     suffixes = ()
 
     @property

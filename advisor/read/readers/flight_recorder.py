@@ -38,8 +38,8 @@ class FlightRecorderReader(Reader):
     """The dump of one rank."""
 
     name = "flight-recorder"
-    reads = "a flight-recorder dump"
-    fills = "flight"
+    description = "a flight-recorder dump"
+    meta_field = "flight"
     suffixes = ()
 
     @property
@@ -72,7 +72,7 @@ class FlightRecorderReader(Reader):
 
 def _dump(source: ByteSource, limit: int) -> FlightDump:
     path = source.path
-    data = source.whole(limit, f"a flight-recorder dump of more than {limit >> 20} MiB")
+    data = source.read_all(limit, f"a flight-recorder dump of more than {limit >> 20} MiB")
     try:
         value = (
             read_plain([data], path).value

@@ -53,7 +53,7 @@ def trace_of(profiles: KernelProfiles, bytes_read: int) -> Trace:
 class _ProfileReader(Reader):
     """Files of kernels without a trace."""
 
-    fills = "kernel_profiles"
+    meta_field = "kernel_profiles"
 
     def merge(self, values: list[KernelProfiles]) -> KernelProfiles:
         """Times and counters of one kernel together."""
@@ -66,7 +66,7 @@ class KernelProfilerReader(_ProfileReader):
     """CSV pages and ``.ncu-rep`` of Nsight Compute, CSV tables of rocprof."""
 
     name = "kernel-profiler"
-    reads = "a report of Nsight Compute or rocprof (.ncu-rep, .csv, .db)"
+    description = "a report of Nsight Compute or rocprof (.ncu-rep, .csv, .db)"
     suffixes = (".ncu-rep",)
 
     def sniff(self, head: bytes, path: str) -> ReaderClaim:
@@ -81,7 +81,7 @@ class KernelProfilerReader(_ProfileReader):
         assert layout is not None, "sniffed"
         limit = min(MAX_BYTES, options.max_bytes)
         advice = f"larger than {limit >> 20} MiB; profile fewer kernels (ncu --launch-count)"
-        profiles = read_kernel_profiles(source.whole(limit, advice), source.path, layout)
+        profiles = read_kernel_profiles(source.read_all(limit, advice), source.path, layout)
         return trace_of(profiles, source.bytes_read)
 
 
@@ -89,7 +89,7 @@ class RocprofComputeReader(_ProfileReader):
     """Analysis databases of rocprof-compute, and kernels of rocprof version 1 (SQLite)."""
 
     name = "rocprof-compute"
-    reads = "a report of Nsight Compute or rocprof (.ncu-rep, .csv, .db)"
+    description = "a report of Nsight Compute or rocprof (.ncu-rep, .csv, .db)"
     suffixes = ()
 
     def sniff(self, head: bytes, path: str) -> ReaderClaim:

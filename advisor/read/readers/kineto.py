@@ -51,7 +51,7 @@ class Kineto(Reader):
     """Traces of PyTorch's profiler, of any age: ``{"traceEvents": […], …}``, or the bare list."""
 
     name = KINETO
-    reads = "a PyTorch profiler trace (.json, .json.gz or .json.zst)"
+    description = "a PyTorch profiler trace (.json, .json.gz or .json.zst)"
     suffixes = (".json",)
 
     def sniff(self, head: bytes, path: str) -> ReaderClaim:
@@ -68,7 +68,7 @@ class Kineto(Reader):
         began = time.thread_time()
         splitter, assembler = _collect(source, options, began, exact=False)
         if assembler.unsound or splitter.skipped:
-            again = source.again()
+            again = source.reopen()
             if again is not None:
                 other_splitter, other = _collect(again, options, began, exact=True)
                 better = _quality(other_splitter, other) > _quality(splitter, assembler)

@@ -51,7 +51,7 @@ class MemorySnapshotReader(Reader):
     """A pickle of plain values, and nothing of it is run (``plain_pickle.py``)."""
 
     name = "memory-snapshot"
-    reads = "a PyTorch memory snapshot (.pickle)"
+    description = "a PyTorch memory snapshot (.pickle)"
     suffixes = (".pickle", ".pkl")
 
     def sniff(self, head: bytes, path: str) -> ReaderClaim:
@@ -70,7 +70,7 @@ class MemoryTimelineReader(Reader):
     """Lists of numbers alone: bytes by category over time."""
 
     name = "memory-timeline"
-    reads = "a memory timeline (.raw.json.gz)"
+    description = "a memory timeline (.raw.json.gz)"
     suffixes = ()  # given by name: in a folder it stands beside the trace of the same program
 
     def sniff(self, head: bytes, path: str) -> ReaderClaim:
@@ -80,7 +80,7 @@ class MemoryTimelineReader(Reader):
     def read(self, source: ByteSource, options: ReadOptions) -> Trace:
         """A trace that holds a snapshot and nothing else."""
         most = min(MAX_TIMELINE, options.max_bytes)
-        data = source.whole(most, f"larger than {MAX_TIMELINE >> 20} MiB")
+        data = source.read_all(most, f"larger than {MAX_TIMELINE >> 20} MiB")
         return _trace(source, read_memory_timeline(data, source.path))
 
 

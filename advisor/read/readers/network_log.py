@@ -57,8 +57,8 @@ class NetworkLogReader(Reader):
     """Any text with lines of NCCL, or with a matrix of links."""
 
     name = "nccl-log"
-    reads = "an NCCL log or topology"
-    fills = "network"
+    description = "an NCCL log or topology"
+    meta_field = "network"
     suffixes = ()
 
     @property

@@ -25,7 +25,7 @@ class Nsys(Reader):
     machine's users and the process's environment."""
 
     name = "nsys"
-    reads = "an Nsight Systems export or report (.sqlite, .nsys-rep or .qdrep)"
+    description = "an Nsight Systems export or report (.sqlite, .nsys-rep or .qdrep)"
     suffixes = (".sqlite", *REPORTS)
 
     def sniff(self, head: bytes, path: str) -> ReaderClaim:

@@ -34,7 +34,7 @@ class OutOfMemoryTextReader(Reader):
     """The last such exception of a log: the figures in it, and no history."""
 
     name = "out-of-memory-text"
-    reads = "a log with an out-of-memory exception (.txt, .log)"
+    description = "a log with an out-of-memory exception (.txt, .log)"
     suffixes = ()  # given by name: a folder's logs are no traces
 
     def sniff(self, head: bytes, path: str) -> ReaderClaim:

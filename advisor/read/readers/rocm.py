@@ -20,7 +20,7 @@ class RpdReader(Reader):
     """rocmProfileData: ``runTracer.sh``, ``rpdTracerControl``."""
 
     name = "rpd"
-    reads = "an RPD profile of ROCm (.rpd)"
+    description = "an RPD profile of ROCm (.rpd)"
     suffixes = (".rpd",)
 
     def sniff(self, head: bytes, path: str) -> ReaderClaim:
@@ -46,7 +46,7 @@ class RocpdReader(Reader):
     """rocprofv3's database, of one process or of several."""
 
     name = "rocpd"
-    reads = "a profile of rocprofv3 (.db, .json)"
+    description = "a profile of rocprofv3 (.db, .json)"
     suffixes = (".db",)
 
     def sniff(self, head: bytes, path: str) -> ReaderClaim:
@@ -63,7 +63,7 @@ class RocprofJson(Reader):
     """``rocprofv3 --output-format json``."""
 
     name = "rocprofv3"
-    reads = "a profile of rocprofv3 (.db, .json)"
+    description = "a profile of rocprofv3 (.db, .json)"
     suffixes = ()
 
     def sniff(self, head: bytes, path: str) -> ReaderClaim:
@@ -80,7 +80,7 @@ class RocprofJson(Reader):
             f"more than {most / 1e9:.1f} GB of JSON, for which there is no memory; record with "
             "--output-format rocpd"
         )
-        processes, left = decode_document(source.whole(most, advice), source.path)
+        processes, left = decode_document(source.read_all(most, advice), source.path)
         rows = Rows(processes)
         meta = TraceMeta(
             path=source.path,

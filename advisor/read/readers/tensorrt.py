@@ -38,7 +38,7 @@ class TensorRT(Reader):
     """One inference, layer after layer, with the mean time of each."""
 
     name = "tensorrt"
-    reads = "TensorRT layer times (.profile.json)"
+    description = "TensorRT layer times (.profile.json)"
     suffixes = ()
 
     def sniff(self, head: bytes, path: str) -> ReaderClaim:
@@ -100,7 +100,7 @@ def _host(layers: int, ns: int) -> pl.DataFrame:
 
 def _bytes(source: ByteSource, options: ReadOptions) -> bytes:
     most = min(MAX_BYTES, options.max_bytes)
-    return source.whole(most, f"larger than {MAX_BYTES >> 20} MiB")
+    return source.read_all(most, f"larger than {MAX_BYTES >> 20} MiB")
 
 
 def _decoded(data: bytes, path: str) -> Any:

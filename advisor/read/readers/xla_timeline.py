@@ -49,7 +49,7 @@ class XlaTimeline(Reader):
     it, cut to a million. Processes are planes, threads are lines."""
 
     name = "xla-timeline"
-    reads = XPlane.reads
+    description = XPlane.description
     suffixes = (".trace.json",)
 
     def sniff(self, head: bytes, path: str) -> ReaderClaim:
@@ -61,7 +61,7 @@ class XlaTimeline(Reader):
     def read(self, source: ByteSource, options: ReadOptions) -> Trace:
         """Whole: it is bounded."""
         advice = "longer than any such timeline; give .xplane.pb"
-        events, broken = _decoded(source.whole(MAX_BYTES, advice), source)
+        events, broken = _decoded(source.read_all(MAX_BYTES, advice), source)
         return space_to_trace(_space(events, broken), source)
 
 

@@ -15,7 +15,7 @@ from advisor.core.errors import AdvisorError
 from advisor.core.gpus import known_gpus
 from advisor.core.trace import GPU_KINDS, Device, Trace, TraceMeta
 from advisor.read.build import build_trace
-from advisor.read.protobuf import PADDING, Damaged, varint
+from advisor.read.protobuf import PADDING, MalformedMessage, varint
 from advisor.read.reader import Reader, ReaderClaim, ReadOptions
 from advisor.read.source import ByteSource
 from advisor.read.trace_events import copy_parts
@@ -56,7 +56,7 @@ class XPlane(Reader):
     """An ``XSpace`` message, packed or not. Reading it takes no TensorFlow and no protobuf."""
 
     name = "xplane"
-    reads = "one of TensorFlow or JAX (.xplane.pb or .trace.json.gz)"
+    description = "one of TensorFlow or JAX (.xplane.pb or .trace.json.gz)"
     suffixes = (".xplane.pb",)
 
     def sniff(self, head: bytes, path: str) -> ReaderClaim:
@@ -105,7 +105,7 @@ def _begins_with_plane(head: bytes) -> bool:
         if index >= end or head[index] != _NAME_KEY:
             return False
         size, index = varint(head, index + 1, end)
-    except Damaged:
+    except MalformedMessage:
         return False
     return size < 200 and _PLANE_NAME.match(head[index : index + size]) is not None
 
@@ -179,7 +179,7 @@ def space_to_trace(space: Space, source: ByteSource) -> Trace:
         host=host if host.height else None,
         device=None if device is None else device.drop("hlo"),
         memory=pl.concat(memory) if memory else None,
-        thread_names=hosts.shown_threads(main),
+        thread_names=hosts.thread_names_by_id(main),
     )
 
 

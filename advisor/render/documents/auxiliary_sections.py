@@ -234,7 +234,7 @@ def _triton(report: Report) -> list[Section]:
 
 def _absence(report: Report, absent: int, count: int) -> str:
     """How many of so many kernels a trace has not; empty: there is no trace, or it has all."""
-    if report.scope.timeless or not absent:
+    if report.scope.has_no_step_time or not absent:
         return ""
     if absent == count:
         return "none is in this trace"

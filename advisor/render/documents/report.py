@@ -84,7 +84,7 @@ def build(report: Report, options: RenderOptions = DEFAULT) -> Document:
 
 def _tiles(report: Report) -> Iterator[Block]:
     """Figures of merit, for a page."""
-    if report.scope.timeless:
+    if report.scope.has_no_step_time:
         return
     known = [each for each in report_text.figures_of_merit(report) if each[1] != t.NOT_MEASURED]
     yield Tiles(report_text.figures_of_merit(report) if report.time else known)
@@ -105,9 +105,9 @@ def _timeline(report: Report, options: RenderOptions) -> Iterator[Block]:
     """One step, a lane a stream; nothing where only the report is here."""
     if options.analysis is None:
         return
-    from advisor.measure.steps.step_lanes import build_strip
+    from advisor.measure.steps.step_lanes import build_step_lanes
 
-    shown = build_strip(options.analysis)
+    shown = build_step_lanes(options.analysis)
     if shown is None:
         return
     title = "The recording"
@@ -238,7 +238,7 @@ def _rest(report: Report) -> Iterator[Block]:
         shares = [note.impact.share or 0.0 for note in report.notes if note.impact is not None]
         if (most := max(shares, default=0.0)) >= MIN_POSSIBLE:
             counted += f" of up to {t.format_share(most)}"
-        if report.scope.timeless:  # without a step nothing is ranked
+        if report.scope.has_no_step_time:  # without a step nothing is ranked
             shown = [
                 (f"{note.title}. ", Span(f"{note.summary} {note.fix}")) for note in report.notes
             ]

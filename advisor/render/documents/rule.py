@@ -14,7 +14,7 @@ import tokenize
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
-from advisor.core.rule import ANY_FRAMEWORK, Rule, Source, Threshold
+from advisor.core.rule import ANY_FRAMEWORK, Citation, Rule, Threshold
 from advisor.core.text import count_noun
 from advisor.core.trace import CUDA, JAX, TENSORFLOW
 from advisor.render.document import (
@@ -48,7 +48,8 @@ FRAMEWORKS = {
     TENSORFLOW: ("TensorFlow", "python"),
     JAX: ("JAX", "python"),
 }
-"""As ``Rule.elsewhere`` names them: what a person calls it, and the language of its snippets."""
+"""As ``Rule.framework_advice`` names them: what a person calls it, and the language of its
+snippets."""
 VALIDATION = {
     "real traces": "right on public real traces",
     "recordings": "right on recordings of programs that are slow on purpose",
@@ -63,10 +64,10 @@ class Option(NamedTuple):
     value: Any
     meaning: str
     """For a plain attribute the comment beside it."""
-    sources: tuple[Source, ...]
+    sources: tuple[Citation, ...]
 
 
-class ForeignAdvice(NamedTuple):
+class OtherFrameworkAdvice(NamedTuple):
     """What a rule advises a kind of program that is not written with PyTorch."""
 
     program: str
@@ -95,9 +96,9 @@ class RulePage(NamedTuple):
     """Case -> attribute -> what it is then."""
     inference: dict[str, Any]
     """Attribute -> what it is where nothing is trained."""
-    elsewhere: list[ForeignAdvice]
+    elsewhere: list[OtherFrameworkAdvice]
     thresholds: list[Option]
-    sources: tuple[Source, ...]
+    sources: tuple[Citation, ...]
     """Of the numbers in the paragraphs that are no thresholds."""
     validated: str
     validated_on: str
@@ -124,7 +125,7 @@ def describe(rule: Rule) -> RulePage:
         code=_opened(cls.code),
         verify=_opened(cls.verify),
         falsified_by=_opened(cls.falsified_by),
-        assumptions=rule.filled(cls.assumptions),
+        assumptions=rule.fill_thresholds(cls.assumptions),
         cases=_opened(_filled_cases(rule, cls.cases)),
         inference=_opened(_inference(rule, cls.inference)),
         elsewhere=list(_elsewhere(cls)),
@@ -133,8 +134,8 @@ def describe(rule: Rule) -> RulePage:
             for name, value in cls.options().items()
         ],
         sources=cls.sources,
-        validated=str(cls.validated),
-        validated_on=cls.validated_on,
+        validated=str(cls.validation),
+        validated_on=cls.validation_note,
         found_in=cls.found_in,
         silent_in=cls.silent_in,
         references=cls.references,
@@ -144,7 +145,10 @@ def describe(rule: Rule) -> RulePage:
 
 
 def _filled(rule: Rule, texts: Mapping[str, Any]) -> dict[str, Any]:
-    return {key: rule.filled(text) if key == "assumptions" else text for key, text in texts.items()}
+    return {
+        key: rule.fill_thresholds(text) if key == "assumptions" else text
+        for key, text in texts.items()
+    }
 
 
 def _filled_cases(rule: Rule, cases: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
@@ -170,20 +174,20 @@ def _opened(texts: Any) -> Any:
     return [_opened(text) for text in texts] if isinstance(texts, list | tuple) else texts
 
 
-def _elsewhere(cls: type[Rule]) -> Iterator[ForeignAdvice]:
-    common = cls.elsewhere.get(ANY_FRAMEWORK)
-    for framework, advice in cls.elsewhere.items():
+def _elsewhere(cls: type[Rule]) -> Iterator[OtherFrameworkAdvice]:
+    common = cls.framework_advice.get(ANY_FRAMEWORK)
+    for framework, advice in cls.framework_advice.items():
         words = " ".join(filter(None, (advice.fix, advice.verify)))
         if common is not None and advice is not common:
             if (advice.fix, advice.code) == (common.fix, common.code):
                 continue
             words = advice.fix.removeprefix(common.fix).strip()  # what is called there, alone
-        yield ForeignAdvice(*FRAMEWORKS[framework], _opened(words), _opened(advice.code))
+        yield OtherFrameworkAdvice(*FRAMEWORKS[framework], _opened(words), _opened(advice.code))
 
 
 def _meaning(
     cls: type[Rule], name: str, comments: dict[str, str]
-) -> tuple[str, tuple[Source, ...]]:
+) -> tuple[str, tuple[Citation, ...]]:
     own = getattr(cls, name)
     if isinstance(own, Threshold):
         return own.meaning, own.sources
@@ -241,9 +245,9 @@ def _remark(remarks: dict[int, tuple[str, bool]], first: int, last: int) -> str:
     return " ".join([*reversed(above), *inside])
 
 
-def format_source(source: Source) -> str:
+def format_source(source: Citation) -> str:
     """A source in one line."""
-    return f"{source.name} <{source.at}>" if source.at else source.name
+    return f"{source.name} <{source.address}>" if source.address else source.name
 
 
 def override_lines(page: RulePage) -> str:
@@ -293,7 +297,7 @@ def build(rule: Rule) -> Document:
     return Document(about.title, [lead, *(s for s in sections if s.blocks)], name="rule")
 
 
-def _elsewhere_section(advice: ForeignAdvice) -> Section:
+def _elsewhere_section(advice: OtherFrameworkAdvice) -> Section:
     code = [Code(advice.code, advice.language, "", 2)] if advice.code else []
     return Section("Without PyTorch", [Paragraph(advice.words), *code], advice.program)
 
@@ -354,7 +358,7 @@ def build_list(rules: list[Rule], *, disabled: set[str]) -> Document:
             remark = (
                 "switched off"
                 if rule.id in disabled
-                else ("not proven on real traces" if rule.validated == "synthetic" else "")
+                else ("not proven on real traces" if rule.validation == "synthetic" else "")
             )
             title: Inline = (rule.title, Span(f" ({remark})" if remark else "", "soft"))
             lines.append(Paragraph(title, mark=f" {rule.id}", indent=longest + 4))

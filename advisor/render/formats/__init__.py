@@ -30,7 +30,7 @@ class Formats:
         self.bundled = tuple(sorted(name for name in names if name not in without))
 
     @property
-    def installed(self) -> dict[str, EntryPoint]:
+    def external(self) -> dict[str, EntryPoint]:
         """Name -> entry point of those of other packages; ours come first."""
         from importlib.metadata import entry_points  # not before another package's are asked for
 
@@ -40,14 +40,14 @@ class Formats:
     def __iter__(self) -> Iterator[str]:
         """Names of all of them, ours first."""
         yield from self.bundled
-        yield from self.installed
+        yield from self.external
 
     def renderer(self, name: str) -> Renderer[Any]:
         """The renderer of a format; only its file is imported. Raises AdvisorError: none has the
         name, or the one that has it cannot be loaded."""
         if name in self.bundled:
             return _class_in(importlib.import_module(f"{__name__}.{name}"))()
-        point = self.installed.get(name)
+        point = self.external.get(name)
         if point is None:
             known = ", ".join(self)
             raise AdvisorError(f"{self.subject} cannot be written as {name}; there are {known}")
@@ -68,7 +68,7 @@ class Formats:
         Raises AdvisorError as ``renderer`` does."""
         return self.renderer(name).render(subject, RenderOptions(**options))
 
-    def of_file(self, output: Path) -> str | None:
+    def by_suffix(self, output: Path) -> str | None:
         """The format that a file's suffix means; ``None``: it means none."""
         suffix = output.suffix.lower()
         names = self if suffix else ()

@@ -59,11 +59,13 @@ def _lines(report: Report) -> list[str]:
     if parts:
         lines.append(f"time_shares: {', '.join(parts)}")
     shown = ranked[:MAX_FINDINGS]
-    if scope.timeless:  # without a step nothing is ranked
+    if scope.has_no_step_time:  # without a step nothing is ranked
         shown, rest = rest[:MAX_FINDINGS], rest[MAX_FINDINGS:]
     for key, finding in shown:
         lines += _block(key, finding)
-    savings = report.memory[0].savings[:MAX_LINES] if scope.timeless and report.memory else []
+    savings = (
+        report.memory[0].savings[:MAX_LINES] if scope.has_no_step_time and report.memory else []
+    )
     lines += [
         f"saving: {each.change} frees {each.bytes} bytes - {describe_change(each.change)[0]}"
         + (f": {labels.clean(each.file)}:{each.line}" if each.file is not None else "")
@@ -74,7 +76,7 @@ def _lines(report: Report) -> list[str]:
     skipped = [labels.clean(check.record) for check in report.not_checked if check.record]
     if skipped:
         lines.append(f"to_measure_more: {'; '.join(dict.fromkeys(skipped[:3]))}")
-    if ranked or (scope.timeless and (shown or savings)):
+    if ranked or (scope.has_no_step_time and (shown or savings)):
         what = "fix" if shown else "saving, if memory is short"
         action = f"apply one {what}, record again, then: advisor compare {labels.clean(path)} AFTER"
     elif report.profile_kernels:

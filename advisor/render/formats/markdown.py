@@ -91,7 +91,7 @@ class _Page:
     def block(self, part: d.Block, level: int) -> list[str]:
         """One of them."""
         match part:
-            case d.Section() if not part.in_lines:
+            case d.Section() if not part.has_lines:
                 return []
             case d.Section():
                 inner = self.blocks(part.blocks, level + 1)

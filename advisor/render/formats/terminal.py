@@ -62,12 +62,12 @@ class Terminal(DocumentRenderer):
 
 def _brief(document: d.Document, cards: Sequence[d.Card], options: RenderOptions) -> str:
     page = Page(options.width, colour=options.colour)
-    page.wrapped(labels.clean(document.headline), style=document.style)
+    page.wrap(labels.clean(document.headline), style=document.style)
     shown = cards[:MAX_FULL]
     for card in shown:
         _row(page, card)
     if len(cards) > len(shown):
-        page.wrapped(f"{len(cards) - len(shown)} more: without --brief.", indent=4, style="dim")
+        page.wrap(f"{len(cards) - len(shown)} more: without --brief.", indent=4, style="dim")
     return page.getvalue()
 
 
@@ -77,8 +77,8 @@ def _row(page: Page, card: d.Card) -> None:
     if len(name) > page.width - len(gain) - 6:  # a whole title before the range
         gain = _RANGE.sub("", gain, count=1)
     if len(name) > page.width - len(gain) - 6:
-        page.wrapped(name, first=f"{card.number:>2}  ", indent=4)
-        page.wrapped(gain.rjust(page.width - 4), indent=4, style="green")
+        page.wrap(name, first=f"{card.number:>2}  ", indent=4)
+        page.wrap(gain.rjust(page.width - 4), indent=4, style="green")
         return
     blanks = " " * max(2, page.width - 4 - len(name) - len(gain))
     page.line((f"{card.number:>2}  ", STYLES.get(card.tag, "")), name, (f"{blanks}{gain}", "green"))
@@ -95,12 +95,12 @@ class _Screen:
         self.rows = 0
         page = self.page
         if document.headline:
-            page.wrapped(labels.clean(document.headline), style=document.style)
-            page.blank()
+            page.wrap(labels.clean(document.headline), style=document.style)
+            page.blank_line()
         self.blocks(document.blocks)
         for note in document.notes:
-            page.blank()
-            page.wrapped(labels.clean(note), style="dim")
+            page.blank_line()
+            page.wrap(labels.clean(note), style="dim")
         self._rest(options)
         self.text = page.getvalue()
 
@@ -110,12 +110,12 @@ class _Screen:
             total = self.rows + self.first
             self.left_out.insert(0, f"{self.rows} more in detail (--top {total})")
         if self.left_out and not self.details:
-            self.page.blank()
+            self.page.blank_line()
             text = ", ".join(self.left_out)
-            self.page.wrapped(f"Not shown: {text}. --details shows them.", style="dim")
+            self.page.wrap(f"Not shown: {text}. --details shows them.", style="dim")
         elif self.left_out:
-            self.page.blank()
-            self.page.wrapped(f"{', '.join(self.left_out)}.", style="dim")
+            self.page.blank_line()
+            self.page.wrap(f"{', '.join(self.left_out)}.", style="dim")
 
     def blocks(self, blocks: Sequence[d.Block]) -> None:
         """Draw them below each other."""
@@ -130,19 +130,19 @@ class _Screen:
                     continue
                 case d.Card() if block.fix and (self.full <= 0 or self._is_brief(block)):
                     if not self.rows:
-                        self.page.blank()
+                        self.page.blank_line()
                     self.rows += 1
                     _row(self.page, block)
                 case d.Card():
                     self.full -= block.fix
                     if place or block.number:
-                        self.page.blank()
+                        self.page.blank_line()
                     self.card(block)
                 case d.Section():
                     self.section(block)
                 case _:
                     if isinstance(block, d.FieldList) and isinstance(before, d.Figure):
-                        self.page.blank()
+                        self.page.blank_line()
                     self.block(block)
             before = block
 
@@ -155,7 +155,7 @@ class _Screen:
             if section.counted:
                 self.left_out.append(labels.clean(section.counted))
             return
-        if not section.in_lines:
+        if not section.has_lines:
             return
         self.page.section(section.title, section.aside)
         self.blocks(section.blocks)
@@ -164,7 +164,7 @@ class _Screen:
         """A fix in full."""
         page = self.page
         number = f"{card.number:>2}" if card.number else " ∙"
-        page.wrapped(labels.clean(card.title), first=f"{number}  ", indent=4, style="bold")
+        page.wrap(labels.clean(card.title), first=f"{number}  ", indent=4, style="bold")
         if card.gain:
             page.flow("gain", [card.gain], style="green")
         asked, self.details = self.details, self.details or card.full
@@ -190,10 +190,10 @@ class _Screen:
         page = self.page
         match block:
             case d.Paragraph(text=""):
-                page.blank()
+                page.blank_line()
             case d.Paragraph():
                 first = f" {block.mark} ".ljust(block.indent) if block.mark else ""
-                page.wrapped(
+                page.wrap(
                     *styled_parts(block.text),
                     first=first,
                     indent=block.indent,
@@ -221,20 +221,20 @@ class _Screen:
     def items(self, block: d.Items) -> None:
         """A list, a mark before each."""
         if block.title:
-            self.page.blank()
-            self.page.wrapped(labels.clean(block.title), indent=2, style="bold")
+            self.page.blank_line()
+            self.page.wrap(labels.clean(block.title), indent=2, style="bold")
         shown = block.items if self.details else block.items[:MAX_ITEMS]
         for item in shown:
-            self.page.wrapped(*styled_parts(item), first=f" {block.mark}  ", indent=4)
+            self.page.wrap(*styled_parts(item), first=f" {block.mark}  ", indent=4)
         if len(shown) < len(block.items):
-            self.page.wrapped(f"and {len(block.items) - len(shown)} more", indent=4, style="dim")
+            self.page.wrap(f"and {len(block.items) - len(shown)} more", indent=4, style="dim")
 
     def table(self, table: d.Grid) -> None:
         """Columns; where room is short the rows that matter most."""
         rows = table.rows if table.short is None else table.short
         if table.title:
-            self.page.blank()
-            self.page.wrapped(labels.clean(table.title), indent=2, style="dim")
+            self.page.blank_line()
+            self.page.wrap(labels.clean(table.title), indent=2, style="dim")
         kept = list(range(len(table.head)))
         empty = [n for n in kept[1:] if all(d.plain_text(row[n]) == EMPTY_CELL for row in rows)]
         for column in dict.fromkeys((*empty, *table.optional)):
@@ -251,7 +251,7 @@ class _Screen:
             below=table.below,
         )
         if table.more and len(rows) < len(table.rows):
-            self.page.wrapped(labels.clean(table.more), indent=2, style="dim")
+            self.page.wrap(labels.clean(table.more), indent=2, style="dim")
 
 
 def styled_parts(text: d.Inline) -> list[str | tuple[str, str]]:
@@ -304,7 +304,7 @@ class Page:
         """The page; no line ends in blanks."""
         return "".join(f"{line.rstrip()}\n" for line in self._buffer.getvalue().splitlines())
 
-    def blank(self) -> None:
+    def blank_line(self) -> None:
         """An empty line."""
         self._buffer.write("\n")
 
@@ -315,7 +315,7 @@ class Page:
         text.rstrip()
         self._console.print(text, no_wrap=True, crop=True, overflow="ellipsis")
 
-    def wrapped(
+    def wrap(
         self, *parts: str | tuple[str, str], first: str = "", indent: int = 0, style: str = ""
     ) -> None:
         """Parts wrapped at blanks. ``first`` starts the first line, in place of the indent."""
@@ -332,14 +332,14 @@ class Page:
 
     def section(self, title: str, aside: str = "") -> None:
         """A heading with a thin line after it; an aside that does not fit beside it goes below."""
-        self.blank()
+        self.blank_line()
         note = f" · {clean(aside)}" if aside else ""
         left = self.width - cell_len(clean(title)) - cell_len(note)
         beside, below = (note, "") if left >= 0 else ("", aside)
         dashes = "─" * max(0, (left if beside else left + cell_len(note)) - 1)
         self.line((clean(title), "bold"), (beside, "dim"), (f" {dashes}", "dim"))
         if below:
-            self.wrapped(clean(below), indent=2, style="dim")
+            self.wrap(clean(below), indent=2, style="dim")
 
     def flow(
         self,
@@ -355,7 +355,7 @@ class Page:
         lines = _flowed([clean(part) for part in parts if part], room, separator)
         for number, text in enumerate(lines):
             first = f"{' ' * indent}{label}" if number == 0 else ""
-            self.wrapped(text, first=first, indent=indent + LABEL_WIDTH, style=style)
+            self.wrap(text, first=first, indent=indent + LABEL_WIDTH, style=style)
 
     def code(self, label: str, text: str, *, indent: int = 4) -> None:
         """A snippet, its lines kept as they are: beside its name where they fit, with comments

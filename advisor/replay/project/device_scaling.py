@@ -47,7 +47,7 @@ longer than the shortest. ``copy``: between host and device. ``link``: between G
 CODE = {name: code for code, name in enumerate(KINDS)}
 
 
-class Moved(NamedTuple):
+class ScaledDeviceWork(NamedTuple):
     """Aligned with ``trace.gpu``."""
 
     factor: Array
@@ -71,7 +71,7 @@ def shortest_kernel(durations: Array, vendor: str) -> float:
     return result if result <= MAX_SHORTEST_NS else SHORTEST_NS[vendor]
 
 
-def move_device_work(a: Analysis, source: GpuSpec, target: GpuSpec) -> Moved:
+def scale_device_work(a: Analysis, source: GpuSpec, target: GpuSpec) -> ScaledDeviceWork:
     """Factors of all device work of a trace that was recorded on ``source``."""
     gpu, kernels = a.trace.gpu, a.kernels
     size = gpu.height
@@ -118,7 +118,7 @@ def move_device_work(a: Analysis, source: GpuSpec, target: GpuSpec) -> Moved:
     _copies(gpu, source, target, rows.memory, (work, low, high, kind))
     _collectives(a, link, source, target, (work, low, high, kind))
     missing, instead = _formats(kernels.filter(pl.Series(matrix)), source, target)
-    return Moved(work, low, high, kind, missing, instead)
+    return ScaledDeviceWork(work, low, high, kind, missing, instead)
 
 
 def _formats(
@@ -317,7 +317,7 @@ Three = tuple[float, float, float]
 """Under the optimistic assumption, the central one, the pessimistic one."""
 
 
-class Narrow(NamedTuple):
+class MatmulFormat(NamedTuple):
     """A number format, or a sparsity, of the weights and perhaps of what they are multiplied by."""
 
     unit: str | None
@@ -348,32 +348,32 @@ SPARSE: Final = "2:4"
 MULTIPLE: Final = 16
 """Of which both dimensions of a weight must be a multiple in 8 bits and below
 (``torch._scaled_mm``, ``torch._int_mm``)."""
-FORMATS: Final[dict[str, Narrow]] = {
-    "fp8": Narrow(
+FORMATS: Final[dict[str, MatmulFormat]] = {
+    "fp8": MatmulFormat(
         "fp8", 1.0, 1.0, False, True, {"nvidia": (8, 9), "amd": (9, 4)},
         (0.9, 1.05, 1.35), (1.0, 1.1, 1.35), "FP8",
     ),
-    "mxfp8": Narrow(
+    "mxfp8": MatmulFormat(
         "fp8", 1 + 1 / 32, 1 + 1 / 32, True, True, {"nvidia": (10, 0), "amd": (9, 5)},
         (0.9, 1.05, 1.35), (1.0, 1.1, 1.35), "MXFP8",
     ),
-    "nvfp4": Narrow(
+    "nvfp4": MatmulFormat(
         "fp4", 0.5 + 1 / 16, 0.5 + 1 / 16, True, True, {"nvidia": (10, 0)},
         (0.9, 1.05, 1.35), (1.0, 1.1, 1.35), "NVFP4",
     ),
-    "int8": Narrow(
+    "int8": MatmulFormat(
         "int8", 1.0, 1.0, False, False, {"nvidia": (7, 5), "amd": (9, 0)},
         (0.9, 1.05, 1.35), (1.0, 1.1, 1.35), "INT8",
     ),
-    "int8-weights": Narrow(
+    "int8-weights": MatmulFormat(
         None, 1.0, None, False, False, {"nvidia": (8, 0), "amd": (9, 0)},
         (1.0, 1.4, 1.7), (1.0, 1.1, 1.4), "INT8 weights",
     ),
-    "int4-weights": Narrow(
+    "int4-weights": MatmulFormat(
         None, 0.5 + 4 / 128, None, False, False, {"nvidia": (8, 0), "amd": (9, 0)},
         (1.0, 1.4, 1.7), (1.0, 1.3, 1.9), "INT4 weights",
     ),
-    SPARSE: Narrow(
+    SPARSE: MatmulFormat(
         None, 0.5 + 1 / 16, None, False, False, {"nvidia": (8, 0)},
         (1.0, 1.4, 3.2), (1.0, 1.2, 1.6), "2:4 sparsity",
     ),
@@ -391,7 +391,7 @@ class Gemm(NamedTuple):
     role: Role
 
 
-class Estimate(NamedTuple):
+class ProductEstimate(NamedTuple):
     """Times of one call, ns."""
 
     kernel: Three
@@ -420,7 +420,7 @@ def missing_unit(name: str, gpu: GpuSpec, *, training: bool) -> str:
     return ""
 
 
-def estimate_product(gemm: Gemm, name: str, gpu: GpuSpec, old_ns: float) -> Estimate | None:
+def estimate_product(gemm: Gemm, name: str, gpu: GpuSpec, old_ns: float) -> ProductEstimate | None:
     """A product that took ``old_ns``, in a narrower format; ``None``: the rate of the recorded
     format is not known, or it is narrow already."""
     narrow = FORMATS[name]
@@ -450,11 +450,11 @@ def estimate_product(gemm: Gemm, name: str, gpu: GpuSpec, old_ns: float) -> Esti
 
     best, middle, worst = map(kernel, narrow.compute, narrow.memory)
     quantise, launches = _quantise(gemm, narrow, gpu, first, second)
-    return Estimate((best, middle, worst), quantise, launches)
+    return ProductEstimate((best, middle, worst), quantise, launches)
 
 
 def _quantise(
-    gemm: Gemm, narrow: Narrow, gpu: GpuSpec, first: float, second: float
+    gemm: Gemm, narrow: MatmulFormat, gpu: GpuSpec, first: float, second: float
 ) -> tuple[Three, Three]:
     """Time and number of the kernels that quantise what one call multiplies. Weights of a model
     that is not trained were quantised before. ``first`` and ``second``: elements of its inputs."""

@@ -185,7 +185,7 @@ class MeshProjector:
         """GPUs of a recorded node; ``None``: unknown."""
         self.node_there = self.node
 
-    def on_nodes_of(self, gpus: int) -> MeshProjector:
+    def with_node_size(self, gpus: int) -> MeshProjector:
         """The same recording, projected onto nodes of another size."""
         result = copy(self)
         result.node_there = gpus
@@ -202,7 +202,7 @@ class MeshProjector:
     @cached_property
     def replayed(self) -> bool:
         """Whether the replay is good enough to go by."""
-        return not self.whatif.unusable
+        return not self.whatif.unusable_reason
 
     @cached_property
     def slots(self) -> int:
@@ -434,7 +434,7 @@ class MeshProjector:
                 "elementwise kernels and norms may or may not be split: the range has both"
             )
         if not self.replayed:
-            notes.append(f"{self.whatif.unusable}: busy time is scaled and idle time kept")
+            notes.append(f"{self.whatif.unusable_reason}: busy time is scaled and idle time kept")
         if mesh.pp > 1:
             notes.append(f"a step has {self.slots} micro-batches in the recording")
         return notes

@@ -21,8 +21,8 @@ from advisor.replay.project.device_scaling import (
     FORMATS,
     MULTIPLE,
     SPARSE,
-    Estimate,
     Gemm,
+    ProductEstimate,
     Role,
     Three,
     estimate_product,
@@ -113,7 +113,7 @@ class _Call:
     """``None``: already narrow, or the format is not known."""
     fused: bool
     ns: float
-    estimate: Estimate | None = None
+    estimate: ProductEstimate | None = None
     why: str = ""
 
 
@@ -160,7 +160,7 @@ class _Conversion:
                 self._judge(call)
             self._decide(known)
             whatif = WindowReplayer(a)
-            replayed = not whatif.unusable
+            replayed = not whatif.unusable_reason
             step = self._step([c for c in known if not c.why], whatif)
             captured = self._step([c for c in known if not c.why], whatif, launching=False)[1]
             every = self._step([c for c in known if c.estimate is not None], whatif)[1]
@@ -312,13 +312,13 @@ class _Conversion:
                 factor[call.rows] = call.estimate.total[place] / max(call.ns, 1.0)
                 launches[call.rows[0]] = call.estimate.launches[place] * launching
             steps.append(self._replay(factor, launches, whatif))
-        miss = 0.0 if whatif.unusable else whatif.quality.step_error
+        miss = 0.0 if whatif.unusable_reason else whatif.quality.step_error
         best, middle, worst = steps
         return min(best, middle) * (1 - miss), middle, max(worst, middle) * (1 + miss)
 
     def _replay(self, factor: Array, launches: Array, whatif: WindowReplayer) -> float:
         a = self.a
-        if whatif.unusable:
+        if whatif.unusable_reason:
             busy = a.device_busy(a.in_window).total
             dur = self.dur * a.in_window
             return (a.span_ns - busy + busy * float((dur * factor).sum() / dur.sum())) / (
@@ -334,8 +334,8 @@ class _Conversion:
         )
         program = (graph.edge == Edge.PROGRAM) & (graph.kind[graph.dst] == Node.LAUNCH)
         weight[program] += more[graph.dst[program]] * self._launch_ns(whatif)
-        before = whatif.plan.steady()
-        return a.step_ns * whatif.plan.steady(weight, dur) / max(before, 1.0)
+        before = whatif.plan.steady_step()
+        return a.step_ns * whatif.plan.steady_step(weight, dur) / max(before, 1.0)
 
     def _launch_ns(self, whatif: WindowReplayer) -> float:
         """Host time from one launch to the next: the median of these steps."""

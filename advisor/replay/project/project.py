@@ -16,7 +16,7 @@ from advisor.core.errors import AdvisorError
 from advisor.core.gpus import known_gpus
 from advisor.replay.graph import NEVER, Array, Edge
 from advisor.replay.predictions import device_error, host_error
-from advisor.replay.project.device_scaling import CODE, KINDS, Moved, move_device_work
+from advisor.replay.project.device_scaling import CODE, KINDS, ScaledDeviceWork, scale_device_work
 from advisor.replay.window import WindowReplayer
 
 if TYPE_CHECKING:
@@ -125,11 +125,11 @@ class Projector:
     @cached_property
     def replayed(self) -> bool:
         """Whether the replay is good enough to go by."""
-        return not self.whatif.unusable
+        return not self.whatif.unusable_reason
 
     def on(self, target: GpuSpec) -> Projection:
         """Project the step on another GPU."""
-        moved = move_device_work(self.a, self.source, target)
+        moved = scale_device_work(self.a, self.source, target)
         fitting = project_memory(self.a, target)
         parts = self._parts(moved)
         if moved.missing:
@@ -181,7 +181,7 @@ class Projector:
         mean = float((dur * factor).sum() / max(dur.sum(), 1))
         return (busy * mean + (self.a.span_ns - busy) * host) / self.a.step_count
 
-    def _parts(self, moved: Moved) -> tuple[Part, ...]:
+    def _parts(self, moved: ScaledDeviceWork) -> tuple[Part, ...]:
         dur = self.a.trace.gpu["dur"].to_numpy() * self.a.in_window / self.a.step_count
         result = []
         for name, code in CODE.items():
@@ -191,7 +191,7 @@ class Projector:
                 result.append(Part(name, float(dur[own].sum()), then))
         return tuple(sorted(result, key=lambda part: -part.ns))
 
-    def _notes(self, moved: Moved, target: GpuSpec, step: float) -> list[str]:
+    def _notes(self, moved: ScaledDeviceWork, target: GpuSpec, step: float) -> list[str]:
         notes = [f"{a} is computed in {b} on {target.name}" for a, b in moved.instead]
         if self.host_step > HOST_PACE * step:
             notes.append(
@@ -200,7 +200,8 @@ class Projector:
             )
         if not self.replayed:
             notes.append(
-                f"{self.whatif.unusable}: busy time is moved and idle time kept, without a replay"
+                f"{self.whatif.unusable_reason}: busy time is moved and idle time kept, without a "
+                "replay"
             )
         if target.vendor != self.source.vendor:
             notes.append(
@@ -284,11 +285,11 @@ class Choice(NamedTuple):
     """Money for an epoch; null: its steps are not known."""
 
     @property
-    def possible(self) -> bool:
+    def is_possible(self) -> bool:
         """It has the units and, as far as is known, the memory."""
         return not self.projection.refused and self.projection.fit.verdict != "too small"
 
-    def beats(self, other: Choice) -> bool:
+    def may_be_cheaper(self, other: Choice) -> bool:
         """Whether it could cost less, by the bands of both."""
         low, high = self.low_cost, other.high_cost
         return low is not None and high is not None and low <= high
@@ -336,7 +337,7 @@ def choose_gpus(
 
     def order(c: Choice) -> tuple[bool, bool, float]:
         figure = c.projection.step_ns if c.cost is None else c.cost
-        return (not c.possible, c.cost is None, figure if not c.projection.refused else 0.0)
+        return (not c.is_possible, c.cost is None, figure if not c.projection.refused else 0.0)
 
     return tuple(sorted(result, key=order))
 
@@ -352,11 +353,11 @@ def describe_cheapest(result: tuple[Choice, ...]) -> str:
     """In words, with those that could be it as well by the bands; empty: no GPU has a price."""
     if all(c.price is None for c in result):
         return ""
-    able = [c for c in result if c.possible and c.cost is not None]
+    able = [c for c in result if c.is_possible and c.cost is not None]
     if not able:
         return "no GPU with a price can run this step"
     best = able[0]
-    also = [c for c in able[1:] if c.beats(best)]
+    also = [c for c in able[1:] if c.may_be_cheaper(best)]
     text = f"cheapest: {best.projection.gpu}"
     if also:
         names = ", ".join(c.projection.gpu for c in also[:MAX_NAMES])
@@ -365,7 +366,7 @@ def describe_cheapest(result: tuple[Choice, ...]) -> str:
     return text
 
 
-HOST_EDGES = (Edge.PROGRAM, Edge.LOADER, Edge.HANDOVER)
+HOST_EDGES = (Edge.PROGRAM, Edge.LOADER, Edge.HANDOFF)
 """What the host's speed decides: its own threads, and the loader's workers."""
 
 
@@ -382,4 +383,4 @@ def scaled_step(
     weight[np.isin(graph.edge, HOST_EDGES) & (weight > 0)] *= host
     launch = (graph.edge == Edge.LAUNCH) & (weight > NEVER)
     weight[launch] = np.maximum(weight[launch] + later, np.minimum(weight[launch], 0.0))
-    return whatif.a.step_ns * whatif.plan.steady(weight, dur) / max(whatif.steady_ns, 1.0)
+    return whatif.a.step_ns * whatif.plan.steady_step(weight, dur) / max(whatif.steady_ns, 1.0)

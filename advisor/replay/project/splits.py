@@ -106,7 +106,7 @@ def compare_splits(
     result = []
     for gpus in counts:
         if nodes is not None:
-            projector = projector.on_nodes_of(gpus // nodes)
+            projector = projector.with_node_size(gpus // nodes)
         rows = [
             _split(projector, mesh, price, steps or 1e6)
             for mesh in candidate_meshes(projector.measured, gpus, projector.node_there)
@@ -142,7 +142,7 @@ SAME = 0.01
 """Of the median work, up to which the most is the same."""
 
 
-class Pace(NamedTuple):
+class PacingRank(NamedTuple):
     """Ranks by the work of their own: device time per step without communication, ns; without a
     device the step."""
 
@@ -168,9 +168,9 @@ class Pace(NamedTuple):
         )
 
 
-def find_pace(
+def find_pacing_rank(
     run: Run, rank: int | None = None, steps: tuple[int | None, int | None] | None = None
-) -> Pace:
+) -> PacingRank:
     """Of all ranks of a run that have a trace, or of one. Raises AdvisorError: a rank has none of
     these steps."""
     work = {}
@@ -181,7 +181,7 @@ def find_pace(
     order = sorted(work, key=lambda number: (-work[number], number))
     slowest, median = order[0], order[len(order) // 2]
     same = work[slowest] <= (1 + SAME) * work[median]
-    return Pace(slowest, slowest if same else median, work)
+    return PacingRank(slowest, slowest if same else median, work)
 
 
 def read_rank(run: Run, rank: int, steps: tuple[int | None, int | None] | None) -> Analysis:
@@ -227,7 +227,7 @@ def project_ranks(
     names = {number: host_of(run.window(number).meta.path) for number in run.ranks}
     hosts = {number: host for number, host in names.items() if host}
     links = NodeLinks(node_size, network, hosts)
-    pace = find_pace(run, rank, steps)
+    pace = find_pacing_rank(run, rank, steps)
 
     def project(number: int) -> MeshResult:
         projector = MeshProjector(read_rank(run, number, steps), recorded, links)

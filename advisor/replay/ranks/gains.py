@@ -41,7 +41,7 @@ def change_without(
     if deviation.kind == "network":
         return _faster(job, replay, index)
     if deviation.kind == "pipeline":
-        return replay.scaled(_balanced(job, replay)), None
+        return replay.scaled_work(_balanced(job, replay)), None
     usual = usual_work(job, replay, set() if deviation.moves else set(index))
     if deviation.moves:
         return _no_last(replay, usual), None
@@ -81,7 +81,7 @@ def saving_change(replay: RanksReplay, saved: Floats, *, communication: bool) ->
         return JobChange(transfer=_hidden(replay, saved))
     own = np.nanmean(np.where(replay.whole[:, None], replay.own, 0.0), axis=1)
     share = np.divide(saved, own, out=np.zeros_like(own), where=own > 0)
-    return replay.scaled(_repeated(np.maximum(0.0, 1 - share), replay))
+    return replay.scaled_work(_repeated(np.maximum(0.0, 1 - share), replay))
 
 
 def without_collectives(replay: RanksReplay, edit: Edit) -> JobChange | None:
@@ -119,14 +119,14 @@ def usual_work(job: Job, replay: RanksReplay, without: set[int]) -> TypicalGain:
     code = (stage * len(replay.columns) + replay.at) * (int(place.max()) + 1) + place
     kept = np.isfinite(job.own.own)[replay.rank]
     kept &= ~np.isin(replay.rank, sorted(without))
-    kept &= replay.same_program(job.stage)
+    kept &= replay.runs_same_program(job.stage)
     work = np.full(len(code), np.nan)
     order = np.flatnonzero(kept)[np.argsort(code[kept], kind="stable")]
     if len(order):
         names, first = np.unique(code[order], return_index=True)
         middle = group_medians(replay.work[order], np.append(first, len(order)))
         where = np.minimum(np.searchsorted(names, code), len(names) - 1)
-        known = (names[where] == code) & replay.same_program(job.stage)
+        known = (names[where] == code) & replay.runs_same_program(job.stage)
         work[known] = middle[where[known]]
     tail = np.full(len(replay.tail), np.nan)
     for name in np.unique(job.stage):
@@ -154,7 +154,7 @@ def _spread(job: Job, replay: RanksReplay, change: JobChange, index: Sequence[in
     code = (stage * len(replay.columns) + replay.at) * (int(place.max()) + 1) + place
     _, of = np.unique(code, return_inverse=True)
     assert change.work is not None and change.tail is not None
-    same = replay.same_program(job.stage)
+    same = replay.runs_same_program(job.stage)
     left = np.where(same, replay.work - change.work, 0.0)
     work = change.work + np.where(same, _mean(of, left, same), 0.0)
     whole = replay.whole
@@ -265,7 +265,7 @@ def _slower(job: Job, replay: RanksReplay, index: Sequence[int]) -> tuple[Floats
     joined = job.joined
     row, rank, key = replay.row, replay.rank, replay.key
     theirs = np.isin(row, row[np.isin(rank, list(index))])
-    kind, size = joined.similar[row], joined.sizes[row]
+    kind, size = joined.group_code[row], joined.group_sizes[row]
     whole = (size == 0) | (np.bincount(row)[row] >= size)
     share, known = np.ones(len(row)), ~theirs
     took = usual = 0.0

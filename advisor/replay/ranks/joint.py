@@ -21,21 +21,21 @@ from advisor.replay.graph import NEVER, Array, Edge, Graph, Node
 from advisor.replay.graph_builder import MAX_NODES, representative_steps
 from advisor.replay.replay import (
     MIN_STEADY,
-    Carry,
+    CarriedState,
     Layout,
     ReplayedSteps,
     ReplayPlan,
     State,
     completion_times,
     replay_layout,
-    settled_period,
+    steady_period,
 )
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from advisor.measure import Analysis
-    from advisor.replay.edited_graph import Patched
+    from advisor.replay.edited_graph import EditedGraph
 
 MAX_RANKS = 4
 """Ranks that are replayed together: the analysed one, and those that are last most often. What
@@ -246,13 +246,13 @@ class JointReplay:
 
     # -- replaying ----------------------------------------------------------------------------
 
-    def run(self, ranks: Sequence[Patched]) -> list[JointReplayed]:
+    def run(self, ranks: Sequence[EditedGraph]) -> list[JointReplayed]:
         """Replay once, from the state that was measured."""
         return self._split(replay_layout(self._lay_out(ranks)), self.offset)
 
-    def steady(self, ranks: Sequence[Patched], of: int = 0) -> float:
-        """Steady-state time of one step of one rank, ns. See ``Plan.steady``: the state in which
-        all ranks ended is the one in which they begin again."""
+    def steady_step(self, ranks: Sequence[EditedGraph], of: int = 0) -> float:
+        """Steady-state time of one step of one rank, ns. See ``Plan.steady_step``: the state in
+        which all ranks ended is the one in which they begin again."""
         layout = self._lay_out(ranks)
         offset = self.offset
         done = self._split(replay_layout(layout), offset)
@@ -262,8 +262,8 @@ class JointReplay:
         if steps < MIN_STEADY or graph.starts[-1] == 0:
             return ReplayedSteps(done[of].time, complete, graph.turn).period
         carries = [
-            known if p.graph is g else Carry(p.graph)
-            for p, g, known in zip(ranks, self.graphs, self.carries, strict=True)
+            known if p.graph is g else CarriedState(p.graph)
+            for p, g, known in zip(ranks, self.graphs, self.carried_states, strict=True)
         ]
 
         def hosts() -> Array:
@@ -286,12 +286,12 @@ class JointReplay:
             done = self._split(replay_layout(begun), offset)
             return ended()
 
-        return settled_period(steps, ended(), again)
+        return steady_period(steps, ended(), again)
 
     @cached_property
-    def carries(self) -> list[Carry]:
+    def carried_states(self) -> list[CarriedState]:
         """What becomes of each rank's state at the end of the window."""
-        return [Carry(g) for g in self.graphs]
+        return [CarriedState(g) for g in self.graphs]
 
     def _placed(self, rank: int, state: State) -> State:
         slot, place = self.slot[rank], self.place[rank]
@@ -307,7 +307,7 @@ class JointReplay:
             result.append(JointReplayed(time[place] - offset[rank], time[place] - time[slot]))
         return result
 
-    def _lay_out(self, ranks: Sequence[Patched]) -> Layout:
+    def _lay_out(self, ranks: Sequence[EditedGraph]) -> Layout:
         """All ranks' edges in one list of nodes."""
         columns: list[tuple[Array, ...]] = []
         dur = np.zeros(self.size)
@@ -340,7 +340,7 @@ class JointReplay:
             plan = self._known
         return plan.lay_out(weight, dur)
 
-    def _meetings(self, rank: int, patched: Patched) -> tuple[Array, ...]:
+    def _meetings(self, rank: int, patched: EditedGraph) -> tuple[Array, ...]:
         """Arrivals of one rank at the meetings, and what they let go on."""
         there = self.node[:, rank] >= 0
         node, hub = self.node[there, rank], self.hub[there]

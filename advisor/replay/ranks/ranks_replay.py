@@ -13,9 +13,9 @@ from typing import NamedTuple
 import numpy as np
 
 from advisor.core.intervals import Bools, Floats, Ints
-from advisor.measure.ranks.join import Joined
-from advisor.measure.ranks.profile import Profile
-from advisor.measure.ranks.summary import Summary
+from advisor.measure.ranks.join import JoinedCollectives
+from advisor.measure.ranks.profile import RankProfile
+from advisor.measure.ranks.summary import RankSummary
 from advisor.replay.predictions import OTHERS, job_band
 
 MAX_CELLS = 400_000
@@ -72,7 +72,9 @@ class _Level(NamedTuple):
 class RanksReplay:
     """Some steps of all aligned ranks. Where ``reason`` says why not, nothing is replayed."""
 
-    def __init__(self, summaries: Sequence[Summary], own: Profile, joined: Joined) -> None:
+    def __init__(
+        self, summaries: Sequence[RankSummary], own: RankProfile, joined: JoinedCollectives
+    ) -> None:
         self.reason = ""
         self.error: float | None = None
         """Replayed over measured step, less 1."""
@@ -107,7 +109,9 @@ class RanksReplay:
 
     # -- what is replayed -------------------------------------------------------------------
 
-    def _build(self, summaries: Sequence[Summary], own: Profile, joined: Joined) -> None:
+    def _build(
+        self, summaries: Sequence[RankSummary], own: RankProfile, joined: JoinedCollectives
+    ) -> None:
         aligned = np.isfinite(joined.clocks.shift)
         if not aligned.any():
             self.reason = joined.clocks.reason or "the ranks are not on one clock"
@@ -116,7 +120,7 @@ class RanksReplay:
         column = _columns(summaries, own)
         of = column[joined.rank, joined.step]
         good = (of >= 0) & aligned[joined.rank] & (joined.step >= 0)
-        good &= np.isin(of, _in_common(np.isfinite(own.own_by_step) & aligned[:, None]))
+        good &= np.isin(of, _in_common(np.isfinite(own.own_ns_by_step) & aligned[:, None]))
         chosen = _chosen(of[good], len(own.steps))
         good &= np.isin(of, chosen)
         if not good.any():
@@ -125,7 +129,7 @@ class RanksReplay:
         self.columns = chosen
         place = np.full(len(own.steps) + 1, -1, dtype=np.int64)
         place[chosen] = np.arange(len(chosen))
-        self.own = own.own_by_step[:, chosen]
+        self.own = own.own_ns_by_step[:, chosen]
         length = _lengths(summaries, column, chosen)
         self.whole = aligned & np.isfinite(self.own).all(axis=1) & np.isfinite(length).all(axis=1)
         if self.whole.sum() < 2:
@@ -141,7 +145,7 @@ class RanksReplay:
             self.measured = float(length[self.whole].mean())
             self.entry = _entries(summaries, column, chosen, joined)
 
-    def _order(self, joined: Joined, cells: Ints, step: Ints, ranks: int) -> None:
+    def _order(self, joined: JoinedCollectives, cells: Ints, step: Ints, ranks: int) -> None:
         start, end = joined.start[cells], joined.end[cells]
         row = _rows(joined, cells)
         latest = np.full(int(row.max()) + 1, -np.inf)
@@ -172,7 +176,7 @@ class RanksReplay:
         self.row = joined.row[cells]
         self.amount = joined.amount[cells]
         self.exposed = joined.exposed[cells]
-        sent = joined.sent[self.row]
+        sent = joined.is_send[self.row]
         stood = _stood(rank, start, end, progress, self.flight)
         self.unwaited = sent & ~stood
         """Sends that nobody waited for: over when the receiver has come, while the work goes on."""
@@ -206,7 +210,7 @@ class RanksReplay:
         self._level(row, first)
 
     def _measured_progress(
-        self, joined: Joined, cells: Ints, rank: Ints, step: Ints
+        self, joined: JoinedCollectives, cells: Ints, rank: Ints, step: Ints
     ) -> tuple[Floats, Floats]:
         """Own time of the rank from the first step's start to each collective, and in all of the
         steps by rank."""
@@ -340,7 +344,7 @@ class RanksReplay:
         low, high = sorted((gain * min(1.0, band.low), gain * max(1.0, band.high)))
         return JobGain(gain, max(0.0, low - error), max(0.0, high + error))
 
-    def scaled(self, factor: Floats) -> JobChange:
+    def scaled_work(self, factor: Floats) -> JobChange:
         """The own work of each rank in each step times ``factor`` (ranks x steps)."""
         return JobChange(
             work=self.work * factor[self.rank, self.at], tail=self.tail * factor[:, -1]
@@ -354,7 +358,7 @@ class RanksReplay:
         result: Ints = np.arange(len(code)) - begin[np.cumsum(new) - 1]
         return result
 
-    def same_program(self, stage: Ints) -> Bools:
+    def runs_same_program(self, stage: Ints) -> Bools:
         """By collective: its rank has as many in that step as most ranks of its stage."""
         ranks, steps = len(self.tail), len(self.columns)
         counts = np.bincount(self.rank * steps + self.at, minlength=ranks * steps)
@@ -410,13 +414,13 @@ def _partners(row: Ints, rank: Ints) -> Ints:
     return result
 
 
-def _before_in_group(joined: Joined, row: Ints, rank: Ints, partner: Ints) -> Ints:
+def _before_in_group(joined: JoinedCollectives, row: Ints, rank: Ints, partner: Ints) -> Ints:
     """Of each cell the one before it of its rank and group, which run one after the other; -1:
     none. Cells are in order of their ranks. Sends are of pairs of ranks: PyTorch gives each pair of
     a group a communicator of its own, and a stream."""
     names: dict[str, int] = {}
     group = np.array([names.setdefault(key.group, len(names)) for key in joined.keys])
-    pair = np.where(joined.sent[row], partner, -2)
+    pair = np.where(joined.is_send[row], partner, -2)
     of = group[joined.key[row]] * (int(rank.max(initial=0)) + 3) + pair + 2
     order = np.lexsort((np.arange(len(row)), of, rank))
     result = np.full(len(row), -1, dtype=np.int64)
@@ -450,8 +454,8 @@ def _issued(progress: Floats, queued: Bools, row: Ints, base: Floats, own: Float
     return np.where(queued & np.isfinite(bounded), np.minimum(progress, bounded), progress)
 
 
-def _columns(summaries: Sequence[Summary], own: Profile) -> Ints:
-    """By rank and row of its steps: row of ``Profile.steps``; -1: not one of them."""
+def _columns(summaries: Sequence[RankSummary], own: RankProfile) -> Ints:
+    """By rank and row of its steps: row of ``RankProfile.steps``; -1: not one of them."""
     at = {name: column for column, name in enumerate(own.steps)}
     most = max(len(summary.steps) for summary in summaries) + 1
     result = np.full((len(summaries), most), -1, dtype=np.int64)
@@ -478,7 +482,7 @@ def _chosen(of: Ints, steps: int) -> Ints:
     return there[fits] if fits.any() else there[:1]
 
 
-def _lengths(summaries: Sequence[Summary], column: Ints, chosen: Ints) -> Floats:
+def _lengths(summaries: Sequence[RankSummary], column: Ints, chosen: Ints) -> Floats:
     place = {step: at for at, step in enumerate(chosen.tolist())}
     result = np.full((len(summaries), len(chosen)), np.nan)
     for rank, summary in enumerate(summaries):
@@ -489,7 +493,9 @@ def _lengths(summaries: Sequence[Summary], column: Ints, chosen: Ints) -> Floats
     return result
 
 
-def _entries(summaries: Sequence[Summary], column: Ints, chosen: Ints, joined: Joined) -> Floats:
+def _entries(
+    summaries: Sequence[RankSummary], column: Ints, chosen: Ints, joined: JoinedCollectives
+) -> Floats:
     """When each rank begins with the first of the steps, ns on the common clock, from the earliest;
     the median where it is not known."""
     result = np.full(len(summaries), np.nan)
@@ -503,9 +509,9 @@ def _entries(summaries: Sequence[Summary], column: Ints, chosen: Ints, joined: J
     return np.where(np.isfinite(result), result, np.nanmedian(result))
 
 
-def _rows(joined: Joined, cells: Ints) -> Ints:
+def _rows(joined: JoinedCollectives, cells: Ints) -> Ints:
     """Rows in which ranks wait for each other, numbered anew; each other cell is one of its own."""
-    together = joined.matched | joined.sent & (joined.seen == 2)
+    together = joined.matched | joined.is_send & (joined.rank_count == 2)
     row = joined.row[cells]
     alone = ~together[row]
     row = row.copy()
@@ -513,12 +519,12 @@ def _rows(joined: Joined, cells: Ints) -> Ints:
     return np.unique(row, return_inverse=True)[1].astype(np.int64)
 
 
-def _usual_transfer(joined: Joined, cells: Ints, transfer: Floats) -> Floats:
+def _usual_transfer(joined: JoinedCollectives, cells: Ints, transfer: Floats) -> Floats:
     """By cell: the middle of what complete collectives of the same kind, size and message take,
     where the cell's own lacks members; NaN: it does not, or there are none."""
     result = np.full(len(cells), np.nan)
     row = joined.row[cells]
-    of, size = joined.similar[row], joined.sizes[row]
+    of, size = joined.group_code[row], joined.group_sizes[row]
     seen = np.bincount(row)[row]  # of the ranks that are replayed
     lacking = (size > 0) & (seen < size)
     for kind in np.unique(of[lacking]).tolist():

@@ -30,7 +30,7 @@ from advisor.measure.ranks.outliers import (
     merge_outliers,
 )
 from advisor.measure.ranks.profile import CLASSES, profile_ranks
-from advisor.measure.ranks.summary import Summary, Unread, find_clusters, one_run
+from advisor.measure.ranks.summary import RankSummary, UnreadRank, find_clusters, one_run
 from advisor.replay.ranks.gains import estimate_gain, no_stragglers, no_transfers
 from advisor.replay.ranks.ranks_replay import JobGain, RanksReplay
 
@@ -113,7 +113,7 @@ class Study:
         open_wait = np.bincount(
             joined.rank[result.cells], weights=result.exposed, minlength=len(own.step_ns)
         )
-        steps = np.maximum(np.array([np.isfinite(row).sum() for row in own.own_by_step]), 1)
+        steps = np.maximum(np.array([np.isfinite(row).sum() for row in own.own_ns_by_step]), 1)
         communication = own.values[:, -1]
         waiting = np.minimum(open_wait / steps, communication)
         return np.column_stack([own.values[:, :-1], communication - waiting, waiting])
@@ -262,7 +262,9 @@ class Study:
         return result
 
 
-def study_ranks(summaries: Sequence[Summary], unread: Sequence[Unread] = ()) -> Study | None:
+def study_ranks(
+    summaries: Sequence[RankSummary], unread: Sequence[UnreadRank] = ()
+) -> Study | None:
     """What the ranks of one job say together; ``None``: there is no rank.
 
     Raises AdvisorError: a summary's columns do not belong together.
@@ -276,8 +278,8 @@ def study_ranks(summaries: Sequence[Summary], unread: Sequence[Unread] = ()) -> 
     return Study(job, RanksReplay(ordered, own, joined), _missing([*unread, *others]), notes)
 
 
-def _missing(unread: Sequence[Unread]) -> tuple[MissingRanks, ...]:
-    by_reason: dict[str, list[Unread]] = defaultdict(list)
+def _missing(unread: Sequence[UnreadRank]) -> tuple[MissingRanks, ...]:
+    by_reason: dict[str, list[UnreadRank]] = defaultdict(list)
     for each in unread:
         by_reason[each.why].append(each)
     return tuple(

@@ -137,7 +137,7 @@ RULE = """
 import os, signal, time
 from pathlib import Path
 from typing import Any
-from advisor.core.finding import Rule
+from advisor.core.rule import Rule
 
 HERE = Path(__file__).parent
 

@@ -7,7 +7,14 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from advisor.measure.ranks.summary import Advice, Collectives, Kernel, StepSummary, Summary, pack
+from advisor.measure.ranks.summary import (
+    Advice,
+    Collectives,
+    Kernel,
+    RankSummary,
+    StepSummary,
+    pack,
+)
 
 MS = 1_000_000
 BASE = 1_700_000_000 * 10**9
@@ -15,7 +22,7 @@ BASE = 1_700_000_000 * 10**9
 
 @dataclass
 class Work:
-    """Own time, ns, by class of ``Summary.per_step``."""
+    """Own time, ns, by class of ``RankSummary.per_step``."""
 
     ns: float
     name: str = "compute"
@@ -41,7 +48,7 @@ Program = Callable[[int, int], Sequence[Item]]
 class Ran:
     """What came of it."""
 
-    summaries: list[Summary]
+    summaries: list[RankSummary]
     step_ns: float
     """Mean over ranks and steps, on the true clock."""
     waited: dict[int, float] = field(default_factory=dict)
@@ -129,7 +136,7 @@ def run(
         }
         mean = {name: sum(step.get(name, 0.0) for step in spent[rank]) / steps for name in names}
         summaries.append(
-            Summary(
+            RankSummary(
                 rank=rank,
                 path=path(rank),
                 host=host(rank),

@@ -20,7 +20,15 @@ from advisor.advise.ranks.estimator import RanksEstimator
 from advisor.advise.ranks.task import summarise_file
 from advisor.core.finding import Edit, Finding, Impact, Select, SkippedCheck
 from advisor.core.ranks import Ranks, format_ranks
-from advisor.measure.ranks.summary import Advice, Kernel, StepSummary, Summary, Unread, pack, unpack
+from advisor.measure.ranks.summary import (
+    Advice,
+    Kernel,
+    RankSummary,
+    StepSummary,
+    UnreadRank,
+    pack,
+    unpack,
+)
 from advisor.replay.ranks.study import study_ranks
 from advisor.rules.distributed.straggler_rank import StragglerRank
 
@@ -56,7 +64,7 @@ def nothing(rank: int, step: int, piece: int) -> list[Item]:
     return []
 
 
-def diagnose(summaries: Sequence[Summary], unread: Sequence[Unread] = ()) -> Ranks:
+def diagnose(summaries: Sequence[RankSummary], unread: Sequence[UnreadRank] = ()) -> Ranks:
     """What is said of these ranks."""
     found = study_ranks(summaries, unread)
     assert found is not None
@@ -340,8 +348,8 @@ def test_hidden_communication_gains_no_more_than_the_rank_with_least_of_it_has()
 def test_ranks_that_are_not_there_are_told_and_the_rest_stands() -> None:
     ran = run(RANKS, STEPS, data_parallel(lambda r, s, p: [Work(0.3 * MS)] if r == 7 else []))
     left = [summary for summary in ran.summaries if summary.rank not in (4, 5, 20)]
-    lost = [Unread(rank=rank, path=f"{rank}.json", why="access denied") for rank in (4, 5)]
-    report = diagnose(left, [*lost, Unread(rank=20, path="20.json", why="cut off")])
+    lost = [UnreadRank(rank=rank, path=f"{rank}.json", why="access denied") for rank in (4, 5)]
+    report = diagnose(left, [*lost, UnreadRank(rank=20, path="20.json", why="cut off")])
     assert [(m.ranks, m.count, m.why) for m in report.missing] == [
         ("4-5", 2, "access denied"),
         ("20", 1, "cut off"),
@@ -376,7 +384,7 @@ def test_a_rank_counts_once_however_many_files_it_has() -> None:
 
 def test_no_rank_at_all_and_one_without_collectives() -> None:
     assert study_ranks([]) is None
-    lone = Summary(rank=0, path="a.json", step_ns=0.0)
+    lone = RankSummary(rank=0, path="a.json", step_ns=0.0)
     report = diagnose([lone])
     assert report.step is None
     assert report.outliers == []
@@ -416,7 +424,7 @@ def test_the_public_job_of_eight_ranks(shared_file: Callable[[str], str]) -> Non
     assert evidence["exposed in all-to-all"]
 
 
-def large(ranks: int, steps: int, per: int, slow: int) -> list[Summary]:
+def large(ranks: int, steps: int, per: int, slow: int) -> list[RankSummary]:
     """Data-parallel, whole columns at once: each collective ends when the last rank has come."""
     rng = np.random.default_rng(9)
     work = MS * rng.normal(1.0, 0.02, (ranks, steps * per))

@@ -124,7 +124,7 @@ def test_ranks_with_other_numbers_of_steps_are_matched_in_those_they_share() -> 
         collectives=replace(short.collectives, step=pack(step[rows] - 2), **columns),
     )
     joined = join_ranks([whole[0], whole[1], cut])
-    assert sorted(joined.seen.tolist()) == [2] * 8 + [3] * 12
+    assert sorted(joined.rank_count.tolist()) == [2] * 8 + [3] * 12
     assert measure_waits(joined).late.tolist() == [0, 8, 12]
 
 

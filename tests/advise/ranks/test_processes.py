@@ -19,7 +19,7 @@ from advisor.advise.ranks.task import MeasureTask, run_task
 from advisor.advise.ranks.worker_pool import start_processes
 from advisor.core.errors import AdvisorError
 from advisor.core.pool import ProcessPool, WorkerDied
-from advisor.measure.ranks.summary import Summary, decode
+from advisor.measure.ranks.summary import RankSummary, decode
 from advisor.read.remote.urls import RemoteFile
 
 
@@ -78,14 +78,15 @@ def test_no_process_is_left_behind_not_even_a_busy_one(fleet: Any) -> None:
 def test_a_process_that_is_killed_between_two_orders_is_replaced(fleet: Any) -> None:
     with start_processes(1) as crew:
         assert isinstance(
-            decode(crew.submit(run_task, packed(fleet.folder / "rank0.json")).result(60)), Summary
+            decode(crew.submit(run_task, packed(fleet.folder / "rank0.json")).result(60)),
+            RankSummary,
         )
         (pid,) = crew.pids
         os.kill(pid, signal.SIGKILL)
         with suppress(WorkerDied):  # where it was handed over before the end was seen
             crew.submit(run_task, packed(fleet.folder / "rank1.json")).result(60)
         found = crew.submit(run_task, packed(fleet.folder / "rank1.json")).result(60)
-        assert isinstance(decode(found), Summary)
+        assert isinstance(decode(found), RankSummary)
         assert pid not in crew.pids
 
 
@@ -94,7 +95,7 @@ def test_a_process_is_replaced_after_so_many_files(fleet: Any) -> None:
         seen = []
         for rank in range(4):
             answer: Future[bytes] = crew.submit(run_task, packed(fleet.folder / f"rank{rank}.json"))
-            assert isinstance(decode(answer.result(60)), Summary)
+            assert isinstance(decode(answer.result(60)), RankSummary)
             seen.append(crew.pids)
     first = seen[0][0]
     assert first not in seen[2]

@@ -89,7 +89,7 @@ def test_a_rank_made_faster_is_worth_what_the_job_run_so_says(seed: int) -> None
     factor[5] = 0.5
     again = run(12, 4, random_job(seed, factor=1.0)).step_ns
     # the last 0.3 ms of a step are halved here and not in the job
-    gain = replay.gain(replay.scaled(factor))
+    gain = replay.gain(replay.scaled_work(factor))
     assert gain.gain == pytest.approx(ran.step_ns - again, abs=0.15 * MS + 0.02 * gain.gain)
     assert gain.low <= gain.gain <= gain.high
 

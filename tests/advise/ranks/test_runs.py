@@ -4,17 +4,19 @@ from __future__ import annotations
 
 from msgspec import structs
 
-from advisor.measure.ranks.summary import StepSummary, Summary, one_run
+from advisor.measure.ranks.summary import RankSummary, StepSummary, one_run
 
 HOUR = 3_600 * 10**9
 
 
-def rank(number: int, *, at: int = 0, world: int = 4, path: str = "", steps: int = 2) -> Summary:
+def rank(
+    number: int, *, at: int = 0, world: int = 4, path: str = "", steps: int = 2
+) -> RankSummary:
     """A rank that recorded some steps of a second each."""
     marks = [
         StepSummary(f"ProfilerStep#{n}", at + n * 10**9, at + (n + 1) * 10**9) for n in range(steps)
     ]
-    return Summary(rank=number, path=path or f"{number}-{at}", world=world, steps=marks)
+    return RankSummary(rank=number, path=path or f"{number}-{at}", world=world, steps=marks)
 
 
 def test_a_file_of_yesterday_is_set_aside_and_told() -> None:

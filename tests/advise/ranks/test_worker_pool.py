@@ -14,7 +14,7 @@ import msgspec
 from advisor.advise.ranks.task import MeasureTask, run_task
 from advisor.advise.ranks.worker_pool import RETRIES, iterate_results
 from advisor.core.pool import WorkerDied
-from advisor.measure.ranks.summary import Summary, Unread, encode
+from advisor.measure.ranks.summary import RankSummary, UnreadRank, encode
 from advisor.read.remote.urls import RemoteFile
 
 Act = Callable[[int, int], bytes]
@@ -27,7 +27,7 @@ def orders(count: int) -> list[MeasureTask]:
 
 
 def answer(rank: int) -> bytes:
-    return encode(Summary(rank=rank, path=f"rank{rank}"))
+    return encode(RankSummary(rank=rank, path=f"rank{rank}"))
 
 
 class Crew:
@@ -79,7 +79,7 @@ def test_every_order_is_answered_once_and_no_more_are_out_than_there_are_slots()
     moved: list[int] = []
     found = list(iterate_results(orders(20), crew, said=moved.append))
     assert sorted(one.rank for one in found) == list(range(20))
-    assert all(isinstance(one, Summary) for one in found)
+    assert all(isinstance(one, RankSummary) for one in found)
     assert set(crew.times.values()) == {1}
     assert crew.most <= 3
     assert sum(moved) == sum(len(answer(rank)) for rank in range(20))
@@ -93,7 +93,7 @@ def test_a_worker_that_dies_once_costs_nothing_and_the_order_is_then_performed_a
 
     crew = Crew(act)
     found = list(iterate_results(orders(8), crew))
-    assert sorted(one.rank for one in found if isinstance(one, Summary)) == list(range(8))
+    assert sorted(one.rank for one in found if isinstance(one, RankSummary)) == list(range(8))
     assert crew.times[4] == 2
     assert crew.beside[4, 2] == 0
 
@@ -106,7 +106,7 @@ def test_an_order_that_kills_is_given_up_with_the_reason_and_takes_none_with_it(
 
     crew = Crew(act)
     found = list(iterate_results(orders(6), crew))
-    (lost,) = [one for one in found if isinstance(one, Unread)]
+    (lost,) = [one for one in found if isinstance(one, UnreadRank)]
     assert (lost.rank, lost.path) == (2, "rank2")
     assert "signal 9, 3 times" in lost.why
     assert crew.times[2] == 1 + RETRIES
@@ -123,7 +123,7 @@ def test_of_several_that_a_cluster_blames_only_the_guilty_one_is_given_up() -> N
 
     crew = Crew(act)
     found = list(iterate_results(orders(5), crew))
-    assert [one.rank for one in found if isinstance(one, Unread)] == [1]
+    assert [one.rank for one in found if isinstance(one, UnreadRank)] == [1]
     assert crew.times[3] == 2
 
 
@@ -135,7 +135,7 @@ def test_one_that_a_cluster_alone_blames_kills_no_more_workers() -> None:
 
     crew = Crew(act)
     found = list(iterate_results(orders(5), crew))
-    assert [one.rank for one in found if isinstance(one, Unread)] == [1]
+    assert [one.rank for one in found if isinstance(one, UnreadRank)] == [1]
     assert crew.times[1] == 1
 
 
@@ -152,7 +152,7 @@ def test_what_takes_too_long_is_given_up_and_the_others_are_not() -> None:
     found = list(iterate_results(orders(4), crew, seconds=0.5))
     assert time.monotonic() - began < 50
     over.set()
-    (lost,) = [one for one in found if isinstance(one, Unread)]
+    (lost,) = [one for one in found if isinstance(one, UnreadRank)]
     assert lost.rank == 0
     assert "not done within" in lost.why
     assert len(crew.abandoned) == 1
@@ -169,13 +169,13 @@ def test_without_any_worker_left_the_rest_is_told_as_unread() -> None:
     crew.act = act
     found = list(iterate_results(orders(9), crew))
     assert sorted(one.rank for one in found) == list(range(9))
-    assert any(isinstance(one, Unread) and "no worker is left" in one.why for one in found)
+    assert any(isinstance(one, UnreadRank) and "no worker is left" in one.why for one in found)
 
 
 def test_an_answer_that_is_no_summary_is_that_ranks_failure() -> None:
     crew = Crew(lambda rank, _: b"\xff" if rank == 1 else answer(rank))
     found = list(iterate_results(orders(3), crew))
-    assert [one.rank for one in found if isinstance(one, Unread)] == [1]
+    assert [one.rank for one in found if isinstance(one, UnreadRank)] == [1]
 
 
 def test_an_order_of_another_version_is_refused_by_the_worker() -> None:

@@ -322,7 +322,7 @@ def test_a_path_like_a_url_is_not_fetched_where_paths_are_given(
     web: Server, trace_bytes: Made, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from advisor.dashboard.session import DashboardSession
-    from advisor.mcp.answers import Allowed
+    from advisor.mcp.answers import AllowedFolders
     from advisor.mcp.tools import Tools
 
     web.state.files["/rank0.json"] = trace_bytes(0)
@@ -336,7 +336,7 @@ def test_a_path_like_a_url_is_not_fetched_where_paths_are_given(
     assert session.entries[0].state == "failed"
     for given in (url, "s3://bucket/a.json", f"zip://a.json::{url}", f"file://{tmp_path}/x.json"):
         with pytest.raises(AdvisorError):
-            Tools(Allowed([tmp_path])).analyze(given)
+            Tools(AllowedFolders([tmp_path])).analyze(given)
         with pytest.raises(AdvisorError):
-            Tools(Allowed([tmp_path])).compare(given, given)
+            Tools(AllowedFolders([tmp_path])).compare(given, given)
     assert not web.state.asked

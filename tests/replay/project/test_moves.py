@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from advisor.core.gpus import GpuSpec, find_gpu
-from advisor.replay.project.device_scaling import KINDS, Moved, move_device_work
+from advisor.replay.project.device_scaling import KINDS, ScaledDeviceWork, scale_device_work
 from advisor.testing import TraceBuilder
 
 SGEMM = "sm80_xmma_gemm_bf16bf16_bf16f32_f32_tn_n_tilesize128x128x32"
@@ -20,7 +20,7 @@ def gpu(name: str) -> GpuSpec:
     return find_gpu(name).gpu
 
 
-def moved(write: Callable[[TraceBuilder], None], target: str, on: str = "A100") -> Moved:
+def moved(write: Callable[[TraceBuilder], None], target: str, on: str = "A100") -> ScaledDeviceWork:
     """What the work of one step becomes. The recorded A100 has 80 GB and SXM4, the V100 SXM2."""
     b = TraceBuilder(on)
     for _ in range(3):
@@ -29,10 +29,10 @@ def moved(write: Callable[[TraceBuilder], None], target: str, on: str = "A100") 
             b.sync()
     a = b.analysis()
     assert a.hardware is not None
-    return move_device_work(a, a.hardware, gpu(target))
+    return scale_device_work(a, a.hardware, gpu(target))
 
 
-def kind(found: Moved) -> str:
+def kind(found: ScaledDeviceWork) -> str:
     return KINDS[int(found.kind[0])]
 
 

@@ -193,7 +193,7 @@ def test_a_gpu_without_the_format_is_refused_for_itself_alone() -> None:
     found = choose_gpus(
         projector, [(find_gpu("a100 pcie 80gb").gpu, 0.1), (find_gpu("h200 sxm").gpu, 3.0)]
     )
-    assert [c.possible for c in found] == [True, False]
+    assert [c.is_possible for c in found] == [True, False]
     assert found[0].projection.gpu == "NVIDIA H200 SXM"
     assert "fp8" in found[1].projection.refused and found[1].cost is None
 

@@ -101,7 +101,7 @@ def test_the_recorded_mesh_on_more_nodes_sends_over_the_network(analysis: Analys
     """dp=2,tp=4 of one node of 8 on two nodes of 4: its gradients cross, and nothing else does."""
     projector = MeshProjector(analysis, None, NodeLinks(8, 5.0))
     assert projector.measured == Mesh(dp=2, tp=4)
-    apart = projector.on_nodes_of(4)
+    apart = projector.with_node_size(4)
     here, there = projector.on(projector.measured), apart.on(apart.measured)
     assert here.step_ns == pytest.approx(analysis.step_ns)
     assert there.step_ns > here.step_ns

@@ -15,7 +15,7 @@ from advisor.cli.output import _ASCII
 from advisor.core import charts
 from advisor.core.charts import Segment
 from advisor.core.report import IdleCause, Report
-from advisor.dashboard import plotly_figures
+from advisor.dashboard import theme
 from advisor.measure.host.gaps import CAUSES
 from advisor.measure.steps.timeline import CLASSES
 from advisor.render.figures import share_cells
@@ -106,8 +106,8 @@ def test_a_cause_has_one_colour_wherever_it_is_shown(report: Callable[..., Repor
     for made in (one, other):
         page = REPORTS.render("html", made)
         assert 'class="c-idle-sync"' in page and 'class="c-idle-loader"' in page
-        assert f".c-idle-sync {{ fill: {plotly_figures.colour_of('idle', 'sync')};" in page
-        assert plotly_figures.colour_of("idle", "loader") in made._repr_html_()
+        assert f".c-idle-sync {{ fill: {theme.colour_of('idle', 'sync')};" in page
+        assert theme.colour_of("idle", "loader") in made._repr_html_()
         looks = {segment.key: segment.look for segment in idle_of(made)}
         assert looks["sync"] == charts.CAUSES["sync"]
 

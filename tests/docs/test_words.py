@@ -51,6 +51,8 @@ VERB = re.compile(r"`punctual[^`]*`")
 MODULES = {
     *("words", "kin", "alike", "odd", "chance", "heat", "inside", "whole", "holes", "apart"),
     *("longer", "uneven", "halves", "held", "moments", "witness", "reach", "quiet", "level"),
+    *("views", "facts", "merged", "spelling", "points", "present", "release", "measured", "saved"),
+    *("questions", "across", "profiled", "recorded", "narrower", "moves", "pace", "instants"),
 }
 """Names that say nothing of what a module is for."""
 

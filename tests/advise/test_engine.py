@@ -85,7 +85,7 @@ def test_a_rule_that_fails_is_contained_and_said() -> None:
 
     result = run_rules(-1, Analysis(trace), [Broken()])
     assert [type(n) for n in result.skipped] == [SkippedCheck]
-    assert result.skipped[0].why == f"{RULE_FAILED} (ZeroDivisionError: oops at test_engine.py:30)"
+    assert result.skipped[0].why == f"{RULE_FAILED} (ZeroDivisionError: oops at test_engine.py:31)"
 
 
 def test_findings_are_ordered_by_what_each_adds(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,7 +9,7 @@ import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, Final, Literal, TypeVar
 
 from advisor.advise.engine import AnalysisResult, Options, examine
 from advisor.advise.ranks.job import files_summarised_apart
@@ -17,11 +17,11 @@ from advisor.advise.report_text import ranked_findings
 from advisor.core.errors import AdvisorError
 from advisor.core.report import SCHEMA, Report
 from advisor.core.report_file import read_saved
-from advisor.core.run_directory import STEPS, read_recording
+from advisor.core.run_directory import STEPS
 from advisor.core.trace import Run
 from advisor.dashboard.follow import Follower
 from advisor.measure import Analysis
-from advisor.measure.steps.step_records import StepRecords
+from advisor.measure.steps.step_records import RunSummary
 from advisor.read import open_run
 
 if TYPE_CHECKING:
@@ -116,35 +116,6 @@ def split_key(key: str) -> tuple[str, int] | None:
     """The job and the row of such a key; ``None``: it is none."""
     result = _KEY.fullmatch(key)
     return (result[1], int(result[2])) if result else None
-
-
-class RunSummary(NamedTuple):
-    """What the records of a run say of it, without an analysis."""
-
-    started_unix_ns: int
-    command: str
-    commit: str
-    """Of the working directory's repository; with ``+`` where it had changes."""
-    ranks: int
-    steps: int
-    median_ns: float | None
-    """Of the first rank's steps that count; ``None``: there are none."""
-
-    @classmethod
-    def of(cls, path: str) -> RunSummary:
-        """Raises AdvisorError: the run cannot be read."""
-        recording = read_recording(path)
-        manifest = recording.manifest
-        steps = next((StepRecords(record) for record in recording.ranks.values()), None)
-        commit = (manifest.git_commit or "")[:10] + "+" * bool(manifest.git_dirty)
-        return cls(
-            manifest.started_unix_ns,
-            " ".join(manifest.command),
-            commit,
-            len(recording.ranks),
-            0 if steps is None else len(steps.steps),
-            None if steps is None else steps.median,
-        )
 
 
 @dataclass

@@ -9,8 +9,8 @@ from typing import Annotated
 import typer
 
 from advisor.core.errors import AdvisorError, install_command
+from advisor.mcp import SKILL
 
-SKILL = Path(__file__).parents[1] / "mcp" / "skill" / "SKILL.md"
 PLACES = (".claude/skills", ".agents/skills", ".codex/skills")
 """Folders of a project in which agents look for skills; the first that is there is taken."""
 

@@ -166,13 +166,9 @@ def _targets(
     from advisor.replay.project.project import hourly_prices
 
     money = hourly_prices(prices)
-    chosen = {result.gpu.name: result.gpu for result in map(find_gpu, names)}
-    notes = []
-    for name in dict.fromkeys(names):
-        result = find_gpu(name)
-        if result.others:
-            more = ", ".join(result.others[:4]) + (" …" if len(result.others) > 4 else "")
-            notes.append(f"{name} is taken for {result.gpu.name}; it could be {more}")
+    matches = {name: find_gpu(name) for name in names}
+    chosen = {match.gpu.name: match.gpu for match in matches.values()}
+    notes = [note for name, match in matches.items() if (note := match.note(name))]
     if every:
         wanted = [g for g in known_gpus() if not money or g.name in money]
         chosen |= {g.name: g for g in wanted}
@@ -221,14 +217,14 @@ def _splits(
     from advisor.measure.comm.links import NodeLinks
     from advisor.render.documents.project import build_splits
     from advisor.replay.project.mesh import MeshProjector, parse_mesh
-    from advisor.replay.project.splits import compare_splits
+    from advisor.replay.project.splits import SAME_BATCH, compare_splits
 
     network, found = options.network, a.hardware
     price = None if found is None else prices.of(found.name)
     hourly = None if price is None else price.per_hour
     if nodes is not None and any(count % nodes for count in gpus):
         raise AdvisorError(f"--nodes {nodes}: does not divide --gpus")
-    notes = [*notes, "each replica keeps its batch: the job's grows with the data-parallel ranks"]
+    notes = [*notes, SAME_BATCH]
     if machine is not None:
         name, each = machine
         if found is None or find_gpu(each.gpu).gpu.name != found.name:

@@ -1,1 +1,6 @@
 """Tools for coding agents (Model Context Protocol): what is slow, what a fix saves."""
+
+from pathlib import Path
+
+SKILL = Path(__file__).with_name("skill") / "SKILL.md"
+"""How an agent uses advisor."""

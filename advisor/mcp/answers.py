@@ -203,6 +203,71 @@ class OperatorAnswer(TypedDict):
     from_trace: dict[str, str | None]
 
 
+class GpuStep(TypedDict):
+    """A step on another GPU, ns; null: it cannot run there, refused says why. memory: fits, tight,
+    too small or not measured."""
+
+    gpu: str
+    step_ns: float | None
+    low_ns: float | None
+    high_ns: float | None
+    speedup: float | None
+    memory: str
+    refused: str
+    notes: list[str]
+
+
+class SplitStep(TypedDict):
+    """A step of the job split over so many GPUs, ns; null: refused says why. exposed_ns:
+    communication that nothing hides. speed: samples per second over the recorded ones."""
+
+    gpus: int
+    mesh: str
+    step_ns: float | None
+    low_ns: float | None
+    high_ns: float | None
+    exposed_ns: float | None
+    speed: float | None
+    refused: str
+
+
+class Projected(TypedDict):
+    """A rank's measured step elsewhere: on other GPUs, the fastest first, or with other numbers of
+    GPUs, by number and then the most samples per second first."""
+
+    path: str
+    rank: int | None
+    measured_step_ns: float
+    gpus: list[GpuStep]
+    splits: list[SplitStep]
+    more_splits: int
+    notes: list[str]
+
+
+class RecordingLine(TypedDict):
+    """Something to analyse. kind: run (a run directory), ranks (a folder with traces of several
+    ranks), or a file's format: kineto (a PyTorch trace), memory-snapshot, nsys and others.
+    time_unix_ns: the run's start, or when the file was written. null: not of a run, or not read."""
+
+    kind: str
+    bytes: int
+    time_unix_ns: int
+    ranks: int | None
+    steps: int | None
+    median_step_ns: float | None
+    from_trace: dict[str, str]
+
+
+class Recordings(TypedDict):
+    """The newest first; of those older than these, at most more_recordings. complete: false where
+    the folder has too many files to look through."""
+
+    recordings: list[RecordingLine]
+    more_recordings: int
+    complete: bool
+    untrusted: str
+
+
 class Ran(TypedDict):
     """A recorded program: its exit code (null: ended at the time limit), its last output."""
 
@@ -279,6 +344,7 @@ LONGEST_NAME, LONGEST_TEXT = 200, 1200
 """Characters of a name, and of a text with several sentences."""
 MAX_PLACES, MAX_EVIDENCE = 5, 12
 MAX_FINDINGS = 20
+MAX_RECORDINGS, MAX_PROJECTED, MAX_SPLITS = 50, 20, 50
 MAX_TRIALS = 30
 
 UNTRUSTED = (
@@ -336,7 +402,7 @@ class AllowedFolders:
         Raises AdvisorError: it is outside, is not there, or is a folder with a link that leads
         outside.
         """
-        real = self._inside(given)
+        real = self.inside(given)
         if not real.exists():
             raise AdvisorError(f"{given}: no such file below the folders that may be read")
         if real.is_dir():
@@ -345,14 +411,15 @@ class AllowedFolders:
 
     def new_path(self, given: str) -> Path:
         """A path at which there is nothing yet, in a folder that is there. Raises AdvisorError."""
-        real = self._inside(given)
+        real = self.inside(given)
         if real.exists():
             raise AdvisorError(f"{given}: there is something; give a new path")
         if not real.parent.is_dir():
             raise AdvisorError(f"{given}: its folder is not there")
         return real
 
-    def _inside(self, given: str) -> Path:
+    def inside(self, given: str) -> Path:
+        """The path with links resolved, there or not. Raises AdvisorError: it is outside."""
         if not given or len(given) > LONGEST_PATH or "\0" in given:
             raise AdvisorError("give a path below the folders that may be read")
         candidates = [folder / given for folder in self.folders]  # an absolute one stays itself
@@ -368,14 +435,14 @@ class AllowedFolders:
         return any(real == folder or folder in real.parents for folder in self.folders)
 
     def _look_through(self, folder: Path, given: str) -> None:
-        for count, entry in enumerate(_entries(folder)):
+        for count, entry in enumerate(entries(folder)):
             if count >= MAX_ENTRIES:
                 raise AdvisorError(f"{given}: more than {MAX_ENTRIES:,} files; give one run")
             if entry.is_symlink() and not self.contains(Path(os.path.realpath(entry.path))):
                 raise AdvisorError(f"{given}: a link in it leads outside what may be read")
 
 
-def _entries(folder: Path) -> Iterator[os.DirEntry[str]]:
+def entries(folder: Path) -> Iterator[os.DirEntry[str]]:
     """All below it; folders behind links are entries, and not entered."""
     waiting = [str(folder)]
     while waiting:

@@ -15,16 +15,20 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 from mcp import MCPError
 from mcp.server import MCPServer
-from mcp.server.mcpserver.exceptions import ToolError
+from mcp.server.mcpserver.exceptions import (
+    ResourceNotFoundError,
+    ToolError,
+    UnexpectedToolError,
+)
 from mcp.types import INVALID_PARAMS, ToolAnnotations
-from pydantic import Field
+from pydantic import Field, ValidationError
 
 import advisor
 from advisor.core import labels
 from advisor.core import text as t
 from advisor.core.errors import AdvisorError, describe_failure
+from advisor.mcp import SKILL, programs
 from advisor.mcp import answers as b
-from advisor.mcp import programs
 from advisor.mcp.answers import (
     AllowedFolders,
     Analysed,
@@ -34,10 +38,14 @@ from advisor.mcp.answers import (
     FindingFull,
     FindingLine,
     Gained,
+    GpuStep,
     OperatorAnswer,
     OperatorLine,
+    Projected,
     Ran,
+    Recordings,
     ReplayAnswer,
+    SplitStep,
     Tried,
 )
 
@@ -46,8 +54,10 @@ if TYPE_CHECKING:
     from advisor.compare.comparison import FindingChange
     from advisor.core.finding import Finding
     from advisor.core.report import OperatorRate
-    from advisor.core.rule import Evidence
+    from advisor.core.rule import Evidence, Rule
     from advisor.mcp.answers import AllowedFolders
+    from advisor.replay.project.project import Choice, Projection
+    from advisor.replay.project.splits import Split
 
 
 MAX_KEPT_ANALYSES = 4
@@ -101,6 +111,19 @@ class Tools:
         self.allowed = allowed
         self._kept: OrderedDict[Key, AnalysisResult] = OrderedDict()
         self._lock = Lock()
+
+    def recordings(
+        self,
+        folder: Annotated[
+            str, Field(max_length=4096, description="Below those allowed; empty: all of them.")
+        ] = "",
+        top: Annotated[int, Field(ge=1, le=b.MAX_RECORDINGS)] = 20,
+    ) -> Recordings:
+        """What there is to analyse: recorded runs, folders of ranks, traces, memory snapshots, the
+        newest first. from_trace.path is what the other tools take."""
+        from advisor.mcp.recordings import list_recordings
+
+        return list_recordings(self.allowed, folder, top)
 
     def analyze(
         self, path: Place, rank: Rank = None, top: Annotated[int, Field(ge=0, le=20)] = 10
@@ -238,6 +261,84 @@ class Tools:
             from_trace={"gpu": None if device is None else b.bound_name(device)},
         )
 
+    def project(
+        self,
+        path: Place,
+        gpus: Annotated[
+            list[Annotated[int, Field(ge=1, le=65_536)]],
+            Field(max_length=b.MAX_PROJECTED, description="Numbers of GPUs as recorded."),
+        ] = [],  # noqa: B006
+        gpu: Annotated[
+            list[Annotated[str, Field(max_length=100)]],
+            Field(max_length=b.MAX_PROJECTED, description="Other GPUs, such as 'h200'."),
+        ] = [],  # noqa: B006
+        rank: Rank = None,
+        source: Annotated[
+            str, Field(max_length=100, description="--from: the recorded GPU, if unknown.")
+        ] = "",
+        from_mesh: Annotated[
+            str, Field(max_length=100, description="The recorded mesh, as 'dp=8,tp=2', if unknown.")
+        ] = "",
+        node_size: Annotated[int | None, Field(ge=1, le=65_536, description="GPUs of a node.")] = (
+            None
+        ),
+        network: Annotated[
+            float | None, Field(gt=0, le=1e6, description="GB/s of a GPU to other nodes.")
+        ] = None,
+    ) -> Projected:
+        """What the step would take on another GPU (gpu), or with more or fewer GPUs (gpus), for
+        each split of the job; of many ranks for the one with most work."""
+        from advisor.core.gpus import find_gpu
+        from advisor.measure.comm.links import NodeLinks
+        from advisor.read import ReadOptions, open_run
+        from advisor.replay.project.mesh import MeshProjector, parse_mesh
+        from advisor.replay.project.project import Projector, choose_gpus
+        from advisor.replay.project.splits import (
+            SAME_BATCH,
+            compare_splits,
+            find_pacing_rank,
+            read_rank,
+        )
+
+        if bool(gpus) == bool(gpu):
+            raise AdvisorError("give gpus (numbers of the recorded GPU) or gpu (names of others)")
+        matches = {name: find_gpu(name) for name in gpu}
+        notes = [note for name, match in matches.items() if (note := match.note(name))]
+        targets = {match.gpu.name: match.gpu for match in matches.values()}
+        origin = find_gpu(source).gpu if source else None
+        mesh = parse_mesh(from_mesh) if from_mesh else None
+        where, read = self.allowed.path(path), ReadOptions(max_bytes=MAX_BYTES, urls=False)
+        choices: tuple[Choice, ...] = ()
+        splits: list[Split] = []
+        with self._lock:
+            run = open_run(where, read, rank=rank, window="first")
+            if not run.traces:
+                raise AdvisorError(f"{path}: no profiled window, so nothing to project")
+            pace = find_pacing_rank(run, rank)
+            a = read_rank(run, pace.slowest, None)
+            if gpus:
+                projector = MeshProjector(a, mesh, NodeLinks(node_size, network))
+                splits = compare_splits(projector, dict.fromkeys(gpus), None)
+                notes.append(SAME_BATCH)
+            else:
+                choices = choose_gpus(
+                    Projector(a, source=origin), [(each, None) for each in targets.values()]
+                )
+        if len(pace.work) > 1:
+            notes.append(pace.sentence)
+        shown, more = b.take_first(splits, b.MAX_SPLITS)
+        return Projected(
+            path=b.bound_name(path),
+            rank=None if pace.slowest < 0 else pace.slowest,
+            measured_step_ns=a.step_ns,
+            gpus=[_gpu_step(choice.projection) for choice in choices],
+            splits=[
+                b.take_fields(SplitStep, row, refused=b.bound_text(row.refused)) for row in shown
+            ],
+            more_splits=more,
+            notes=[b.bound_text(note) for note in notes],
+        )
+
     def _examined(self, given: str, rank: int | None) -> AnalysisResult:
         from advisor.advise.engine import Options, examine
         from advisor.core.prices import NO_PRICES
@@ -268,6 +369,20 @@ def _changed(path: Path) -> int:
                 except OSError:
                     continue
     return latest
+
+
+def _gpu_step(p: Projection) -> GpuStep:
+    there = not p.refused
+    return b.take_fields(
+        GpuStep,
+        p,
+        step_ns=p.step_ns if there else None,
+        low_ns=p.low_ns if there else None,
+        high_ns=p.high_ns if there else None,
+        speedup=p.speedup if there else None,
+        memory=p.fit.verdict,
+        notes=[b.bound_text(note) for note in p.notes],
+    )
 
 
 def _place(finding: Finding) -> str:
@@ -370,8 +485,9 @@ def _operator(item: OperatorRate) -> OperatorLine:
 
 
 INSTRUCTIONS = f"""Says why a GPU program's training step is slow, what to change and what the
-change saves. Call analyze on a trace or a run directory, finding for the fix with its code and
-evidence, what_if to estimate a change of your own, compare to verify what you changed. Times are
+change saves. recordings lists traces and run directories. Call analyze on one, finding for the fix
+with its code and evidence, what_if to estimate a change of your own, compare to verify what you
+changed, project for other GPUs. The resources advisor://rules explain the rules. Times are
 nanoseconds per step. Null means not measured, never zero. A finding's gain has a range (low_ns to
 high_ns). {b.UNTRUSTED}""".replace("\n", " ")
 
@@ -388,7 +504,18 @@ class _OneLine(logging.Formatter):
 
 
 class _Server(MCPServer[Any]):
-    """There are no prompts: whoever asks for one is answered in a line."""
+    """There are no prompts: whoever asks for one is answered in a line, and so are arguments that
+    fit no schema."""
+
+    async def call_tool(self, name: str, *given: Any, **named: Any) -> Any:
+        try:
+            return await super().call_tool(name, *given, **named)
+        except ToolError as error:
+            wrong = error.__cause__
+            if isinstance(error, UnexpectedToolError) or not isinstance(wrong, ValidationError):
+                raise
+            lines = [f"{'.'.join(map(str, e['loc']))}: {e['msg']}" for e in wrong.errors()]
+            raise ToolError(b.bound_text(f"{name}: {'; '.join(lines)}")) from wrong
 
     async def get_prompt(self, name: str, *_: Any, **__: Any) -> Any:
         raise MCPError(INVALID_PARAMS, f"Unknown prompt: {b.bound_name(name)}")
@@ -413,11 +540,52 @@ def build(allowed: AllowedFolders, *, allow_run: bool = False) -> MCPServer[Any]
     tools = Tools(allowed)
     reads = ToolAnnotations(read_only_hint=True, open_world_hint=False, idempotent_hint=True)
 
-    for tool in (tools.analyze, tools.finding, tools.what_if, tools.compare, tools.operators):
+    for tool in (
+        tools.recordings,
+        tools.analyze,
+        tools.finding,
+        tools.what_if,
+        tools.compare,
+        tools.operators,
+        tools.project,
+    ):
         server.tool(annotations=reads)(one_line(tool))
+    _add_resources(server)
     if allow_run:
         _add_running(server, allowed)
     return server
+
+
+def _add_resources(server: MCPServer[Any]) -> None:
+    """What a client reads without a call: the rules, and how to use all this."""
+
+    @functools.cache
+    def rules() -> dict[str, Rule]:
+        from advisor.advise.select import load_rules
+
+        return {rule.id: rule for rule in load_rules(None, config={})}
+
+    @server.resource("advisor://rules", description="All rules: id and title, a line each.")
+    def rule_list() -> str:
+        return "\n".join(f"{name}: {rule.title}" for name, rule in sorted(rules().items()))
+
+    @server.resource(
+        "advisor://rules/{id}", description="What a rule looks for, its thresholds and its fix."
+    )
+    def rule_page(id: str) -> str:  # noqa: A002
+        from advisor.render.document import RenderOptions
+        from advisor.render.documents.rule import build
+        from advisor.render.formats.terminal import Terminal
+
+        if id not in rules():
+            raise ResourceNotFoundError(f"no rule {b.bound_name(id)!r}; advisor://rules lists them")
+        return Terminal().render(build(rules()[id]), RenderOptions(width=80, details=True))
+
+    @server.resource(
+        "advisor://guide", description="How to use advisor.", mime_type="text/markdown"
+    )
+    def guide() -> str:
+        return SKILL.read_text(encoding="utf-8")
 
 
 def _add_running(server: MCPServer[Any], allowed: AllowedFolders) -> None:

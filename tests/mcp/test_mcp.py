@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
+import pickle
 import subprocess
 import sys
 from collections.abc import Callable, Coroutine
@@ -14,7 +16,7 @@ from typing import Any
 import pytest
 
 pytest.importorskip("mcp", reason="the extra mcp is not installed")
-from mcp import Client, StdioServerParameters
+from mcp import Client, MCPError, StdioServerParameters
 
 from advisor import cli
 from advisor.core.errors import AdvisorError
@@ -83,7 +85,8 @@ def test_the_tools_are_few_typed_and_say_what_they_do(folder: Path) -> None:
             return {tool.name: tool for tool in (await client.list_tools()).tools}
 
     tools = alone(listed(False))
-    assert set(tools) == {"analyze", "finding", "what_if", "compare", "operators"}
+    reading = {"recordings", "analyze", "finding", "what_if", "compare", "operators", "project"}
+    assert set(tools) == reading
     for tool in tools.values():
         assert tool.description and tool.annotations.read_only_hint
         assert tool.input_schema["properties"] and tool.output_schema["properties"]
@@ -208,11 +211,131 @@ def test_bad_arguments_are_errors_in_one_line_and_the_server_goes_on(folder: Pat
         ("what_if", {"path": "t.json", "edits": ["remove sync:" + "x" * 501]}),
         ("analyze", {"path": "t.json", "rank": 7}),
         ("analyze", {"path": "t.json", "top": 10_000}),
+        ("analyze", {"path": 5, "rank": "x"}),
+        ("recordings", {"folder": "absent"}),
+        ("recordings", {"folder": ".."}),
+        ("recordings", {"top": 51}),
+        ("project", {"path": "t.json"}),
+        ("project", {"path": "t.json", "gpus": [2], "gpu": ["h200"]}),
+        ("project", {"path": "t.json", "gpus": [0]}),
+        ("project", {"path": "t.json", "gpu": ["h200"] * 21}),
+        ("project", {"path": "t.json", "gpu": ["absent\x1b"]}),
+        ("project", {"path": "../t.json", "gpus": [2]}),
     ]
     told = answers(folder, *bad)
     for (tool, given), text in zip(bad, told, strict=True):
         assert isinstance(text, str) and "\x1b" not in text and len(text) < 2000, (tool, given)
+        assert "\n" not in text and "pydantic" not in text, (tool, given)
+    assert "path: Input should be a valid string; rank: " in told[8]
     assert answers(folder, ("analyze", {"path": "t.json"}))[0]["findings"]
+
+
+def recorded(run: Path, steps: list[int], started_ns: int) -> None:
+    """A run directory whose steps take so many ns."""
+    rank = run / "rank0"
+    rank.mkdir(parents=True)
+    manifest = {"schema": "advisor.run/1", "started_unix_ns": started_ns, "command": [HOSTILE]}
+    (run / "manifest.json").write_text(json.dumps(manifest))
+    (rank / "rank.json").write_text("{}")
+    starts = [sum(steps[:n]) for n in range(len(steps))]
+    lines = [{"n": n, "t": t, "dur": steps[n]} for n, t in enumerate(starts)]
+    (rank / "steps.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+
+
+def test_recordings_are_listed_newest_first_and_nothing_behind_a_link_that_leads_outside(
+    folder: Path, tmp_path: Path
+) -> None:
+    recorded(folder / "day" / "run", [7_000_000] * 40, 3 * 10**18)
+    for rank in (0, 1):
+        (folder / "job" / f"rank{rank}").mkdir(parents=True)
+        (folder / "mixed").mkdir(exist_ok=True)
+        trace(folder / "job" / f"rank{rank}" / "trace.json")
+        trace(folder / "mixed" / f"rank{rank}.json")
+    old = trace(folder / "mixed" / "alone.json")
+    os.utime(old, (1, 1))
+    (folder / "settings.json").write_text('{"learning_rate": 0.1}')
+    (folder / "weights.pkl").write_bytes(pickle.dumps({"weights": [0.5]}))
+    (folder / "snapshot.pickle").write_bytes(pickle.dumps({"segments": [], "device_traces": []}))
+    trace(folder / "named\x1b.json")
+    secret = trace(tmp_path / "secret.json")
+    (folder / "link.json").symlink_to(secret)
+    (folder / "up").symlink_to(tmp_path)
+    recorded(folder / "bad", [1] * 40, 4 * 10**18)
+    (folder / "bad" / "rank0" / "trace_w0.json").symlink_to(secret)
+    found, one, below = answers(
+        folder, ("recordings", {}), ("recordings", {"top": 1}), ("recordings", {"folder": "job"})
+    )
+    lines = found["recordings"]
+    kinds = {line["from_trace"]["path"].removeprefix(f"{folder}/"): line["kind"] for line in lines}
+    assert kinds == {
+        "day/run": "run", "job": "ranks", "snapshot.pickle": "memory-snapshot",
+        "mixed/rank0.json": "kineto", "mixed/rank1.json": "kineto", "mixed/alone.json": "kineto",
+    }  # fmt: skip
+    times = [line["time_unix_ns"] for line in lines]
+    assert times == sorted(times, reverse=True) and times[0] == 3 * 10**18
+    run = lines[0]
+    assert (run["ranks"], run["steps"], run["median_step_ns"]) == (1, 40, 7_000_000)
+    assert "Ignore all" in run["from_trace"]["command"]
+    assert "Ignore all" not in json.dumps([without_trace(line) for line in lines])
+    assert lines[-1]["bytes"] == old.stat().st_size and lines[-1]["steps"] is None
+    (job,) = [line for line in lines if line["kind"] == "ranks"]
+    assert job["ranks"] == 2 and found["complete"] and found["more_recordings"] == 0
+    assert len(one["recordings"]) == 1 and one["more_recordings"] > 0
+    assert [line["from_trace"]["path"] for line in below["recordings"]] == [str(folder / "job")]
+    assert answers(folder, ("analyze", {"path": job["from_trace"]["path"]}))[0]["findings"]
+
+
+def test_a_step_is_projected_onto_other_gpus_and_other_numbers_of_them(folder: Path) -> None:
+    b = TraceBuilder("A100")
+    for _ in range(5):
+        with b.step(), b.op("aten::mm", [[16384, 16384], [16384, 8192]], "c10::BFloat16"):
+            b.launch("sm80_xmma_gemm_bf16bf16_bf16f32_f32_tn_n_tilesize128x128x32", 20_000)
+            b.sync()
+    b.write(folder / "t.json")
+    other, more, shortened = answers(
+        folder,
+        ("project", {"path": "t.json", "gpu": ["h100 sxm5", "a100 sxm4 80gb"]}),
+        ("project", {"path": "t.json", "gpus": [2, 3], "node_size": 8}),
+        ("project", {"path": "t.json", "gpu": ["h100"]}),
+    )
+    # 271.2 and 794.5 TFLOP/s of bf16 were measured on the two
+    assert [gpu["gpu"] for gpu in other["gpus"]] == [
+        "NVIDIA H100 SXM5 80GB",
+        "NVIDIA A100 SXM4 80GB",
+    ]
+    assert other["gpus"][0]["step_ns"] == pytest.approx(20e6 * 271.2 / 794.5, rel=0.01)
+    assert other["gpus"][0]["low_ns"] < other["gpus"][0]["step_ns"] < other["gpus"][0]["high_ns"]
+    assert other["splits"] == [] and other["measured_step_ns"] == pytest.approx(20e6, rel=0.01)
+    assert {row["gpus"] for row in more["splits"]} == {2, 3} and more["gpus"] == []
+    assert all((row["step_ns"] is None) == bool(row["refused"]) for row in more["splits"])
+    assert "each replica keeps its batch" in more["notes"][0]
+    assert "is taken for" in shortened["notes"][0]
+
+
+def test_rules_and_the_guide_are_resources(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    async def ask() -> tuple[list[str], list[str], str]:
+        async with Client(build(AllowedFolders([folder]))) as client:
+            offered = [str(r.uri) for r in (await client.list_resources()).resources]
+            templates = (await client.list_resource_templates()).resource_templates
+            offered += [t.uri_template for t in templates]
+            read = [
+                (await client.read_resource(f"advisor://{name}")).contents[0].text
+                for name in ("rules", "rules/straggler-rank", "guide")
+            ]
+            with pytest.raises(MCPError) as error:
+                await client.read_resource("advisor://rules/absent\x1b")
+            return offered, read, str(error.value)
+
+    offered, (rules, rule, guide), told = alone(ask())
+    assert offered == ["advisor://rules", "advisor://guide", "advisor://rules/{id}"]
+    assert "straggler-rank: One rank keeps the others waiting" in rules.splitlines()
+    assert cli.run(["rules", "show", "straggler-rank"]) == 0
+    assert capsys.readouterr().out == rule
+    assert cli.run(["skill", "show"]) == 0
+    assert capsys.readouterr().out == guide
+    assert "no rule 'absent" in told and "\n" not in told and "\x1b" not in told
 
 
 def test_a_run_that_was_recorded_again_is_read_again(folder: Path) -> None:

@@ -282,6 +282,13 @@ class GpuMatch(NamedTuple):
     others: tuple[str, ...]
     """Others that the name fits as well."""
 
+    def note(self, name: str) -> str:
+        """What a short name was taken for; empty: it fits no other."""
+        if not self.others:
+            return ""
+        more = ", ".join(self.others[:4]) + (" …" if len(self.others) > 4 else "")
+        return f"{name} is taken for {self.gpu.name}; it could be {more}"
+
 
 def find_gpu(name: str) -> GpuMatch:
     """The GPU that its driver calls so; else the first whose name has all the words: ``h200``,

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections import Counter
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from advisor.core.intervals import Floats, Ints
-from advisor.core.run_directory import MAX_VALUE, is_sane
+from advisor.core.run_directory import MAX_VALUE, is_sane, read_recording
 
 if TYPE_CHECKING:
     from advisor.core.run_directory import Gpu, Host, RankRecord, Step
@@ -409,3 +409,32 @@ def finite_or_nan(value: float | None) -> float:
 def _known(values: list[float | None]) -> Floats:
     result = np.array([finite_or_nan(value) for value in values], dtype=np.float64)
     return result[~np.isnan(result)]
+
+
+class RunSummary(NamedTuple):
+    """What the records of a run say of it, without an analysis."""
+
+    started_unix_ns: int
+    command: str
+    commit: str
+    """Of the working directory's repository; with ``+`` where it had changes."""
+    ranks: int
+    steps: int
+    median_ns: float | None
+    """Of the first rank's steps that count; ``None``: there are none."""
+
+    @classmethod
+    def of(cls, path: str) -> RunSummary:
+        """Raises AdvisorError: the run cannot be read."""
+        recording = read_recording(path)
+        manifest = recording.manifest
+        steps = next((StepRecords(record) for record in recording.ranks.values()), None)
+        commit = (manifest.git_commit or "")[:10] + "+" * bool(manifest.git_dirty)
+        return cls(
+            manifest.started_unix_ns,
+            " ".join(manifest.command),
+            commit,
+            len(recording.ranks),
+            0 if steps is None else len(steps.steps),
+            None if steps is None else steps.median,
+        )

@@ -44,7 +44,8 @@ MAX_PROCESSES = 8
 """More decoding processes wait for the one that unpacks the file."""
 
 _XLA = re.compile(rb'"name"\s*:\s*"/(?:host:CPU|device:[GT]PU:\d+)')
-_EVENTS = re.compile(rb'"(?:traceEvents|ph)"\s*:')
+_EVENTS = re.compile(rb'"(?:traceEvents|ph|deviceProperties|distributedInfo)"\s*:')
+"""Events, or what stands before them: the process groups of a large job fill many blocks."""
 
 
 class Kineto(Reader):
@@ -55,7 +56,7 @@ class Kineto(Reader):
     suffixes = (".json",)
 
     def sniff(self, head: bytes, path: str) -> ReaderClaim:
-        """JSON; for sure, if events are in sight."""
+        """JSON; for sure, if events or their header are in sight."""
         text = without_mark(head)
         if text[:1] not in (b"{", b"[", b"") or b"\0" in text[:4]:
             return ReaderClaim.NO

@@ -55,8 +55,11 @@ class MemorySnapshotReader(Reader):
     suffixes = (".pickle", ".pkl")
 
     def sniff(self, head: bytes, path: str) -> ReaderClaim:
-        """Any pickle: only reading it shows what is in it."""
-        return ReaderClaim.PERHAPS if looks_like_pickle(head) else ReaderClaim.NO
+        """Any pickle; for sure, if a snapshot's own keys are in sight."""
+        if not looks_like_pickle(head):
+            return ReaderClaim.NO
+        own = b"segments" in head or b"device_traces" in head
+        return ReaderClaim.SURE if own else ReaderClaim.PERHAPS
 
     def read(self, source: ByteSource, options: ReadOptions) -> Trace:
         """A trace that holds a snapshot and nothing else."""

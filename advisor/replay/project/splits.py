@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 
 
 MAX_GPUS = 1 << 16
+SAME_BATCH = "each replica keeps its batch: the job's grows with the data-parallel ranks"
 
 
 class Instance(NamedTuple):

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 from advisor.core import text as t
 from advisor.core.finding import Finding, Outcomes
 from advisor.core.rule import Evidence, Rule, Threshold
 from advisor.measure import Analysis
 from advisor.measure.host.stacks import hook_of, hottest_line
-from advisor.rules.citations import CHOSEN, OURS, XPROF
+from advisor.rules.citations import CHOSEN, CURED_RECORDINGS, OURS, XPROF
 from advisor.rules.common import impact_per_step, recorded_steps, steps_seen
 from advisor.testing import Examples, TraceBuilder
 
@@ -26,6 +28,9 @@ class ModuleHooks(Rule):
     id = "module-hooks"
     title = "Hooks on modules or gradients take much of the step"
     reads_record = True
+    found_in: ClassVar[tuple[str, ...]] = ("recorded/hooks.slow",)
+    silent_in: ClassVar[tuple[str, ...]] = ("recorded/hooks.cured", *CURED_RECORDINGS)
+    validated_on = "a CPU recording, torch 2.13, and its cure"
     references = (
         "https://docs.pytorch.org/docs/stable/generated/torch.nn.Module.html#torch.nn.Module.register_forward_hook",
     )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
 import numpy as np
 import polars as pl
@@ -13,7 +13,7 @@ from advisor.core.rule import Rule, Threshold
 from advisor.measure import Analysis
 from advisor.measure.device.shapes import OpInputs
 from advisor.measure.host.names import name_matches
-from advisor.rules.citations import CHOSEN, XPROF
+from advisor.rules.citations import CHOSEN, CURED_RECORDINGS, XPROF
 from advisor.rules.common import (
     Rows,
     amount_per_step,
@@ -42,6 +42,9 @@ class SliceGradients(Rule):
 
     id = "slice-gradients"
     title = "Slices taken in a loop have a gradient of the whole tensor each"
+    found_in: ClassVar[tuple[str, ...]] = ("recorded/slices.slow",)
+    silent_in: ClassVar[tuple[str, ...]] = ("recorded/slices.cured", *CURED_RECORDINGS)
+    validated_on = "a CPU recording, torch 2.13, and its cure"
     references = (
         "https://docs.pytorch.org/docs/stable/generated/torch.unbind.html",
         "https://docs.pytorch.org/docs/stable/generated/torch.nn.LSTM.html",

@@ -18,7 +18,7 @@ from advisor.measure import Analysis
 from advisor.measure.device.shapes import OpInputs
 from advisor.measure.host import stacks
 from advisor.replay.selection import rows_under
-from advisor.rules.citations import CHOSEN, XPROF
+from advisor.rules.citations import CHOSEN, CURED_RECORDINGS, XPROF
 from advisor.rules.common import amount_per_step, costliest_places, of_step, scale_edit
 from advisor.rules.kernel.kernel_common import exact_pattern
 from advisor.testing import Examples, TraceBuilder
@@ -65,6 +65,9 @@ class UnbatchedCalls(Rule):
         "CPU recordings, torch 2.13: 64 calls per step, 5.2 ms instead of 0.6 with one; silent on "
         "layers of one size, a recurrent loop and rollouts"
     )
+    found_in: ClassVar[tuple[str, ...]] = ("recorded/one_by_one.slow",)
+    silent_in: ClassVar[tuple[str, ...]] = ("recorded/one_by_one.cured", *CURED_RECORDINGS)
+    validated_on = "a CPU recording, torch 2.13, and its cure"
     references: ClassVar[tuple[str, ...]] = (
         "https://docs.pytorch.org/docs/stable/generated/torch.vmap.html",
     )

@@ -12,7 +12,7 @@ from advisor.core.rule import Rule, Threshold
 from advisor.measure import Analysis
 from advisor.measure.host.optree import own_time, time_inside
 from advisor.measure.host.stacks import is_operator
-from advisor.rules.citations import CHOSEN, XPROF
+from advisor.rules.citations import CHOSEN, CURED_RECORDINGS, XPROF
 from advisor.rules.common import amount_per_step, costliest_places, of_step, scale_edit
 from advisor.rules.kernel.kernel_common import exact_pattern
 from advisor.testing import Examples, TraceBuilder
@@ -35,6 +35,9 @@ class DoublePrecision(Rule):
         "CPU recordings, torch 2.13: two layers on a NumPy array, steps of 21 ms in float64 and "
         "8.8 ms in float32; silent in float32"
     )
+    found_in: ClassVar[tuple[str, ...]] = ("recorded/float64.slow",)
+    silent_in: ClassVar[tuple[str, ...]] = ("recorded/float64.cured", *CURED_RECORDINGS)
+    validated_on = "a CPU recording, torch 2.13, and its cure"
     references: ClassVar[tuple[str, ...]] = (
         "https://docs.pytorch.org/docs/stable/generated/torch.set_default_dtype.html",
     )

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Sequence
 from itertools import pairwise
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
 import numpy as np
 
@@ -17,7 +17,7 @@ from advisor.measure import Analysis
 from advisor.measure.device.shapes import OpInputs
 from advisor.measure.host import stacks
 from advisor.measure.host.names import name_matches
-from advisor.rules.citations import CHOSEN, XPROF
+from advisor.rules.citations import CHOSEN, CURED_RECORDINGS, XPROF
 from advisor.rules.common import (
     Rows,
     amount_per_step,
@@ -47,6 +47,9 @@ class GrowingConcatenation(Rule):
 
     id = "growing-concatenation"
     title = "A tensor grows by concatenation and is copied whole each time"
+    found_in: ClassVar[tuple[str, ...]] = ("recorded/grown_cache.slow",)
+    silent_in: ClassVar[tuple[str, ...]] = ("recorded/grown_cache.cured", *CURED_RECORDINGS)
+    validated_on = "a CPU recording, torch 2.13, and its cure"
     references = (
         "https://huggingface.co/docs/transformers/kv_cache#fixed-size-cache",
         "https://docs.pytorch.org/docs/stable/generated/torch.cat.html",
@@ -80,6 +83,8 @@ class GrowingConcatenation(Rule):
         if not found:
             return
         calls = np.sort(np.concatenate([one.calls for one in found]))
+        ts = a.trace.cpu["ts"].to_numpy()[calls]
+        calls = calls[covered_length(ts, ts + 1, a.spans) > 0]
         on_gpu = a.device_id is not None
         ns, of_all = _device_time(a, calls) if on_gpu else _host_time(a, calls)
         if ns < self.min_share * a.span_ns:
@@ -160,11 +165,9 @@ class _Appends(NamedTuple):
 
 
 def _appends(a: Analysis) -> list[_Appends]:
-    """Concatenations in the analysed window whose first input grows by the second."""
+    """Concatenations in the trace whose first input grows by the second."""
     cpu = a.trace.cpu
     calls = np.flatnonzero(name_matches(cpu["name"], CAT).to_numpy())[:MAX_CALLS]
-    ts = cpu["ts"].to_numpy()[calls]
-    calls = calls[covered_length(ts, ts + 1, a.spans) > 0]
     described: dict[int, list[tuple[int, ...]]] = {}
     kinds: dict[_Kind, list[tuple[int, int]]] = defaultdict(list)
     for row, index in zip(calls.tolist(), cpu["inputs"].gather(calls).to_list(), strict=True):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
 import numpy as np
 import polars as pl
@@ -15,7 +15,7 @@ from advisor.measure.device.shapes import OpInputs
 from advisor.measure.host import stacks
 from advisor.measure.host.names import name_matches
 from advisor.replay.selection import rows_under
-from advisor.rules.citations import CHOSEN, XPROF
+from advisor.rules.citations import CHOSEN, CURED_RECORDINGS, XPROF
 from advisor.rules.common import amount_per_step, costliest_places, of_step, scale_edit
 from advisor.testing import Examples, TraceBuilder
 
@@ -43,6 +43,9 @@ class DenseEmbeddingGradient(Rule):
 
     id = "dense-embedding-gradient"
     title = "The whole embedding table is updated for a few rows"
+    found_in: ClassVar[tuple[str, ...]] = ("recorded/dense_embedding.slow",)
+    silent_in: ClassVar[tuple[str, ...]] = ("recorded/dense_embedding.cured", *CURED_RECORDINGS)
+    validated_on = "a CPU recording, torch 2.13, and its cure"
     references = (
         "https://docs.pytorch.org/docs/stable/generated/torch.nn.Embedding.html",
         "https://docs.pytorch.org/docs/stable/generated/torch.optim.SparseAdam.html",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from itertools import pairwise
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 
@@ -11,7 +11,7 @@ from advisor.core.finding import Edit, Finding, Outcomes, Select
 from advisor.core.rule import Evidence, Rule, Threshold
 from advisor.measure import Analysis
 from advisor.measure.device.shapes import OpInputs
-from advisor.rules.citations import CHOSEN
+from advisor.rules.citations import CHOSEN, CURED_RECORDINGS
 from advisor.rules.common import amount_per_step, example_steps
 from advisor.testing import Examples, TraceBuilder
 
@@ -36,12 +36,15 @@ class PrefixRecomputed(Rule):
 
     id = "prefix-recomputed"
     title = "Each new token computes the whole sequence again: no KV cache"
+    found_in: ClassVar[tuple[str, ...]] = ("recorded/no_cache.slow",)
+    silent_in: ClassVar[tuple[str, ...]] = ("recorded/no_cache.cured", *CURED_RECORDINGS)
+    validated_on = "a CPU recording, torch 2.13, and its cure"
     references = (
         "https://huggingface.co/docs/transformers/kv_cache",
         "https://huggingface.co/docs/transformers/cache_explanation",
     )
 
-    min_passes = Threshold(4, "passes in a row that grow by one token: fewer may be chance", CHOSEN)
+    min_passes = Threshold(3, "passes in a row that grow by one token: fewer may be chance", CHOSEN)
     min_tokens = Threshold(
         8, "tokens of the first of them: of fewer little is computed again", CHOSEN
     )

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 import numpy as np
 
 from advisor.core import text as t
@@ -11,7 +13,7 @@ from advisor.core.rule import Rule, Threshold
 from advisor.measure import Analysis
 from advisor.measure.host import stacks
 from advisor.measure.host.names import name_matches
-from advisor.rules.citations import CHOSEN
+from advisor.rules.citations import CHOSEN, CURED_RECORDINGS
 from advisor.rules.common import Rows, amount_per_step, costliest_places, of_step
 from advisor.testing import Examples, TraceBuilder
 
@@ -36,6 +38,9 @@ class TrainingMode(Rule):
 
     id = "training-mode"
     title = "The model runs in training mode, and nothing trains"
+    found_in: ClassVar[tuple[str, ...]] = ("recorded/training_mode.slow",)
+    silent_in: ClassVar[tuple[str, ...]] = ("recorded/training_mode.cured", *CURED_RECORDINGS)
+    validated_on = "a CPU recording, torch 2.13, and its cure"
     references = (
         "https://docs.pytorch.org/docs/stable/generated/torch.nn.Module.html#torch.nn.Module.eval",
         "https://docs.pytorch.org/docs/stable/notes/autograd.html#evaluation-mode-nn-module-eval",

@@ -1,7 +1,7 @@
 """Rules about a recorded run, on recordings: each fires on the slow one, and not on its cure.
 
 ``tests/data/recorded`` holds what `advisor record` and `advisor workloads run` wrote on two busy
-cores without a GPU (torch 2.13), without the traces; of two ranks (``gloo_…``) with one window.
+cores without a GPU (torch 2.13); of those with a trace, one window.
 """
 
 from __future__ import annotations
@@ -26,6 +26,14 @@ CASES = {
     "waiting_loop": "loop-phases",
     "evaluation_graphs": "evaluation-graphs",
     "saving": "saving-time",
+    "training_mode": "training-mode",
+    "dense_embedding": "dense-embedding-gradient",
+    "slices": "slice-gradients",
+    "grown_cache": "growing-concatenation",
+    "hooks": "module-hooks",
+    "one_by_one": "unbatched-calls",
+    "float64": "double-precision",
+    "no_cache": "prefix-recomputed",
     "gloo_metrics": "collectives-in-step",
     "gloo_accumulation": "missing-no-sync",
     "gloo_parameters": "small-collectives",

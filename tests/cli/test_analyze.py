@@ -106,6 +106,10 @@ def test_bad_input_is_one_line_and_exit_code_2(
 def test_a_folder_without_traces_is_one_line(advisor: Run, tmp_path: Path) -> None:
     code, _, err = advisor("analyze", tmp_path)
     assert code == 2
+    assert "an empty directory" in one_line(err)
+    (tmp_path / "notes.md").write_text("loss 0.3")
+    code, _, err = advisor("analyze", tmp_path)
+    assert code == 2
     assert "without traces" in one_line(err)
 
 

@@ -144,6 +144,9 @@ def _alone(options: Options) -> tuple[list[str], Options]:
     the kernel profiler's report; and the options without it."""
     read = options.read
     if read.compile_log is not None:
+        from advisor.read.readers.compile_log import log_files
+
+        log_files(Path(read.compile_log))
         return [read.compile_log], o.reading(options, compile_log=None)
     if read.memory is not None:
         return [read.memory], o.reading(options, memory=None)

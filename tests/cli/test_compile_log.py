@@ -406,9 +406,8 @@ def test_logs_beside_a_trace_are_part_of_its_report(
 
 
 def test_a_wrong_path_of_logs_is_one_line(advisor: Callable[..., Any], tmp_path: Path) -> None:
-    (tmp_path / "notes.md").write_text("loss 0.3")
     done = advisor("analyze", "--compile-log", str(tmp_path))
-    assert done.code == 2 and done.err.count("\n") == 1 and "torch_trace" in done.err
+    assert done.code == 2 and done.err.count("\n") == 1 and "TORCH_TRACE" in done.err
 
 
 def test_agents_and_the_python_interface_read_logs_too(tmp_path: Path) -> None:

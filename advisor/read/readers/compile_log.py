@@ -81,9 +81,20 @@ class CompileLogReader(Reader):
         return merge_logs(values)
 
 
+_NO_LOG = "{}: no log of torch.compile; record one with TORCH_TRACE=FOLDER"
+
+
+def log_files(path: Path) -> list[Path]:
+    """The logs in a folder, by their names; else the file. Raises AdvisorError: there is none."""
+    paths = list(islice(path.glob(NAMES), MAX_FILES)) if path.is_dir() else [path]
+    if not paths:
+        raise AdvisorError(_NO_LOG.format(path))
+    return paths
+
+
 def read_logs(path: Path, options: ReadOptions | None = None) -> CompileLog:
     """What a log, or the logs in a folder, tell. Raises AdvisorError: there is none."""
-    paths = list(islice(path.glob(NAMES), MAX_FILES)) if path.is_dir() else [path]
+    paths = log_files(path)
     logs = []
     given = options or ReadOptions()
     for file in sorted(paths):
@@ -91,7 +102,7 @@ def read_logs(path: Path, options: ReadOptions | None = None) -> CompileLog:
         if _RECORD.match(source.head()) is not None:
             logs.append(_read(source.blocks())[0])
     if not logs:
-        raise AdvisorError(f"{path}: no log of torch.compile; record one with TORCH_TRACE=FOLDER")
+        raise AdvisorError(_NO_LOG.format(path))
     return logs[0] if len(logs) == 1 else merge_logs(logs)
 
 

@@ -29,8 +29,7 @@ SETTLED = """() => new Promise(done => {
   const later = () => performance.now() - began > 20000 ? done(false) : setTimeout(look, 20);
   const look = () => {
     if (t.urlTimer || t.data.pending) { later(); }  // 250 ms after the view
-    else { t.after_warmup().then(() => t.urlTimer || t.data.pending ? later() : still(4, t.x0,
-    t.x1)); }
+    else { t.settled().then(() => t.urlTimer || t.data.pending ? later() : still(4, t.x0, t.x1)); }
   };
   // a zoom by key moves for 140 ms: the view is where it was for some frames
   const still = (frames, x0, x1) => {

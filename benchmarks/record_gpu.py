@@ -125,7 +125,7 @@ def record_all(options: argparse.Namespace) -> None:
         entry: Results = entries.setdefault(name, {})
         for variant in VARIANTS:
             done = entry.get(variant, {})
-            if done.get("recorded") and not options.reopen:
+            if done.get("recorded") and not options.again:
                 continue
             left = deadline - time.monotonic()
             if left < 20:

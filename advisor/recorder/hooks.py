@@ -75,7 +75,7 @@ class Listener:
     def on_enter(self, phase: int) -> None:
         """A phase is about to begin; called while somebody watches. Contained, as the next ones."""
 
-    def left(self, phase: int) -> None:
+    def on_leave(self, phase: int) -> None:
         """A phase has ended, this one goes on."""
 
     def on_optimizer_step(self) -> None:
@@ -295,7 +295,7 @@ def _next(on: Listener) -> Callable[[Any], Any]:
                 here[1] = before
                 put((EXHAUSTED if isinstance(raised, StopIteration) else LEAVE, now()))
                 if here[2]:
-                    on.left(before)
+                    on.on_leave(before)
                 raise
             here[1] = before
             try:
@@ -317,7 +317,7 @@ def _next(on: Listener) -> Callable[[Any], Any]:
                     here[LAST_LOADER] = number
                     put((LOADER, number))
                 if here[2]:
-                    on.left(before)
+                    on.on_leave(before)
             except Exception as error:
                 on.broken(error)
             return batch
@@ -389,7 +389,7 @@ def _timed(
                 here[1] = before
                 put((code, now()))
                 if here[2]:
-                    on.left(before)
+                    on.on_leave(before)
             if end == OPTIMIZER_END and here[3]:
                 on.read_tape()
             return result
@@ -439,7 +439,7 @@ def _forward(
                     end, evaluated = FORWARD_END_TRAINING, 0
             put((end, now()))
             if here[2]:
-                on.left(before)
+                on.on_leave(before)
             if not here[6]:
                 on.on_forward(module)
 
@@ -546,7 +546,7 @@ def _backward(on: Listener) -> Callable[[Any], Any]:
                 here[1] = before
                 put((code, now()))
                 if here[2]:
-                    on.left(before)
+                    on.on_leave(before)
             if not here[5]:
                 witness.look()
             return result
@@ -610,7 +610,7 @@ def _around_step(on: Listener, opened: Opened) -> tuple[Callable[..., None], Cal
             return
         number, here[1], _ = opened.pop()
         if here[2]:
-            on.left(here[1])
+            on.on_leave(here[1])
         put((OPTIMIZED_BY, number, OPTIMIZER_END, now()))
         here[5] = 1
         if here[3] or len(log) > MAX_TAPE:
@@ -630,7 +630,7 @@ def _left_open(on: Listener, opened: Opened) -> bool:
     opened.clear()
     on.tape.log.extend((RESET, now()))
     if here[2]:
-        on.left(OTHER)
+        on.on_leave(OTHER)
     return True
 
 

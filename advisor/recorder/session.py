@@ -319,11 +319,11 @@ class RecordingSession(Listener):
         except Exception as error:
             self.broken(error)
 
-    def left(self, phase: int) -> None:
+    def on_leave(self, phase: int) -> None:
         """A phase has ended, and this one goes on."""
         try:
             for watcher in self.tape.watched:
-                watcher.left(phase)
+                watcher.on_leave(phase)
         except Exception as error:
             self.broken(error)
 
@@ -443,7 +443,7 @@ class RecordingSession(Listener):
         tape.here[PHASE] = before
         tape.log.extend((LEAVE, time.perf_counter_ns()))
         if tape.watched:
-            self.left(before)
+            self.on_leave(before)
 
     def fetch(self, iterator: Iterator[_T]) -> _T:
         """The next item of any iterator; the wait is of phase ``data``."""

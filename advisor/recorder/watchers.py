@@ -44,7 +44,7 @@ class Ranges:
             attributes.append(self._domain.get_event_attributes(message=name))
         self._domain.push_range(attributes[phase])
 
-    def left(self, phase: int) -> None:
+    def on_leave(self, phase: int) -> None:
         """A phase has ended: close its range."""
         self._domain.pop_range()
 
@@ -78,7 +78,7 @@ class TraceRanges:
         opened.__enter__()
         self._open.append(opened)
 
-    def left(self, phase: int) -> None:
+    def on_leave(self, phase: int) -> None:
         """A phase has ended; none is open if it began before the window."""
         if self._open:
             self._close()

@@ -135,7 +135,7 @@ for every in map(int, numbers):
         max_epochs=2, accelerator="cpu", devices=1, logger=False, callbacks=callbacks,
         enable_checkpointing=False, enable_progress_bar=False,
         accumulate_grad_batches=every, enable_model_summary=False)
-    trainer.fit_to_loader(Model(), DataLoader(data, batch_size=2), DataLoader(data, batch_size=8))
+    trainer.fit(Model(), DataLoader(data, batch_size=2), DataLoader(data, batch_size=8))
     print("global_step", trainer.global_step)
 """
 )

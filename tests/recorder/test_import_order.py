@@ -131,7 +131,7 @@ def lightning(name):
     trainer = pl.Trainer(max_epochs=1, accelerator="cpu", devices=1, logger=False,
                          enable_checkpointing=False, enable_progress_bar=False,
                          enable_model_summary=False)
-    trainer.fit_to_loader(Model(), DataLoader(data(), batch_size=2))
+    trainer.fit(Model(), DataLoader(data(), batch_size=2))
     return trainer.global_step, losses
 
 

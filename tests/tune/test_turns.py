@@ -209,7 +209,7 @@ def test_nobody_is_left_stopped_when_the_one_who_lets_them_go_is_killed(tmp_path
         f"""
         import time
         from pathlib import Path
-        from advisor.tune.process import Running, TrialProgram
+        from advisor.tune.process import TrialProgram
         (Path({str(tmp_path)!r}) / "other").mkdir()
         root = (Path({str(tmp_path)!r}) / "other").resolve()
         made = TrialProgram({made.words!r}, root)

@@ -17,7 +17,7 @@ except ImportError:  # the package under its older name
 
 
 class AdvisorCallback(Callback):
-    """Records ``Trainer.fit_to_loader``. Keywords are the recorder's options."""
+    """Records ``Trainer.fit``. Keywords are the recorder's options."""
 
     def __init__(self, out: str | None = None, **options: Any) -> None:
         super().__init__()

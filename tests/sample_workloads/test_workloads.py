@@ -38,6 +38,13 @@ ATTEMPTS = 3
 ON_CPU = [name for name, workload in ALL.items() if workload.shown_on == "cpu" and workload.finds]
 ON_GPU = [name for name, workload in ALL.items() if workload.shown_on == "cuda"]
 CONTROLS = [name for name, workload in ALL.items() if not workload.finds]
+TRUE_OF_GLOO = {
+    # two processes reduce gradients through gloo, in threads of the host: the wait is measured
+    "ddp_accumulation": {"missing-no-sync", "exposed-communication"},
+    "ddp_exposed": {"exposed-communication"},
+}
+"""Findings that are right without a GPU too. The wait for gloo remains in the cured variant; what
+the cure removes does not."""
 
 
 @pytest.fixture(autouse=True)
@@ -230,4 +237,8 @@ def test_nothing_is_made_up_where_a_cpu_cannot_show_it(name: str, tmp_path: Path
         running.record(name, run, out, steps=4)
         report = analyze(open_run(str(out)))
         assert report.scope.steps_found == 4
-        assert [(f.rule, f.summary) for f in (*report.findings, *report.risks)] == []
+        allowed = TRUE_OF_GLOO.get(name, set())
+        if variant == "cured":
+            allowed = allowed & {"exposed-communication"}
+        shown = [(f.rule, f.summary) for f in (*report.findings, *report.risks)]
+        assert [finding for finding in shown if finding[0] not in allowed] == []

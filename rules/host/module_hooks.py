@@ -30,7 +30,7 @@ class ModuleHooks(Rule):
     reads_record = True
     found_in: ClassVar[tuple[str, ...]] = ("recorded/hooks.slow",)
     silent_in: ClassVar[tuple[str, ...]] = ("recorded/hooks.cured", *CURED_RECORDINGS)
-    validated_on = "a CPU recording, torch 2.13, and its cure"
+    validation_note = "a CPU recording, torch 2.13, and its cure"
     references = (
         "https://docs.pytorch.org/docs/stable/generated/torch.nn.Module.html#torch.nn.Module.register_forward_hook",
     )

@@ -44,7 +44,7 @@ class SliceGradients(Rule):
     title = "Slices taken in a loop have a gradient of the whole tensor each"
     found_in: ClassVar[tuple[str, ...]] = ("recorded/slices.slow",)
     silent_in: ClassVar[tuple[str, ...]] = ("recorded/slices.cured", *CURED_RECORDINGS)
-    validated_on = "a CPU recording, torch 2.13, and its cure"
+    validation_note = "a CPU recording, torch 2.13, and its cure"
     references = (
         "https://docs.pytorch.org/docs/stable/generated/torch.unbind.html",
         "https://docs.pytorch.org/docs/stable/generated/torch.nn.LSTM.html",

@@ -67,7 +67,6 @@ class UnbatchedCalls(Rule):
     )
     found_in: ClassVar[tuple[str, ...]] = ("recorded/one_by_one.slow",)
     silent_in: ClassVar[tuple[str, ...]] = ("recorded/one_by_one.cured", *CURED_RECORDINGS)
-    validated_on = "a CPU recording, torch 2.13, and its cure"
     references: ClassVar[tuple[str, ...]] = (
         "https://docs.pytorch.org/docs/stable/generated/torch.vmap.html",
     )

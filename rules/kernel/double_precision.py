@@ -37,7 +37,6 @@ class DoublePrecision(Rule):
     )
     found_in: ClassVar[tuple[str, ...]] = ("recorded/float64.slow",)
     silent_in: ClassVar[tuple[str, ...]] = ("recorded/float64.cured", *CURED_RECORDINGS)
-    validated_on = "a CPU recording, torch 2.13, and its cure"
     references: ClassVar[tuple[str, ...]] = (
         "https://docs.pytorch.org/docs/stable/generated/torch.set_default_dtype.html",
     )

@@ -49,7 +49,7 @@ class GrowingConcatenation(Rule):
     title = "A tensor grows by concatenation and is copied whole each time"
     found_in: ClassVar[tuple[str, ...]] = ("recorded/grown_cache.slow",)
     silent_in: ClassVar[tuple[str, ...]] = ("recorded/grown_cache.cured", *CURED_RECORDINGS)
-    validated_on = "a CPU recording, torch 2.13, and its cure"
+    validation_note = "a CPU recording, torch 2.13, and its cure"
     references = (
         "https://huggingface.co/docs/transformers/kv_cache#fixed-size-cache",
         "https://docs.pytorch.org/docs/stable/generated/torch.cat.html",

@@ -45,7 +45,7 @@ class DenseEmbeddingGradient(Rule):
     title = "The whole embedding table is updated for a few rows"
     found_in: ClassVar[tuple[str, ...]] = ("recorded/dense_embedding.slow",)
     silent_in: ClassVar[tuple[str, ...]] = ("recorded/dense_embedding.cured", *CURED_RECORDINGS)
-    validated_on = "a CPU recording, torch 2.13, and its cure"
+    validation_note = "a CPU recording, torch 2.13, and its cure"
     references = (
         "https://docs.pytorch.org/docs/stable/generated/torch.nn.Embedding.html",
         "https://docs.pytorch.org/docs/stable/generated/torch.optim.SparseAdam.html",

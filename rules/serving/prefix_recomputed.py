@@ -38,7 +38,7 @@ class PrefixRecomputed(Rule):
     title = "Each new token computes the whole sequence again: no KV cache"
     found_in: ClassVar[tuple[str, ...]] = ("recorded/no_cache.slow",)
     silent_in: ClassVar[tuple[str, ...]] = ("recorded/no_cache.cured", *CURED_RECORDINGS)
-    validated_on = "a CPU recording, torch 2.13, and its cure"
+    validation_note = "a CPU recording, torch 2.13, and its cure"
     references = (
         "https://huggingface.co/docs/transformers/kv_cache",
         "https://huggingface.co/docs/transformers/cache_explanation",

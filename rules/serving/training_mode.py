@@ -40,7 +40,7 @@ class TrainingMode(Rule):
     title = "The model runs in training mode, and nothing trains"
     found_in: ClassVar[tuple[str, ...]] = ("recorded/training_mode.slow",)
     silent_in: ClassVar[tuple[str, ...]] = ("recorded/training_mode.cured", *CURED_RECORDINGS)
-    validated_on = "a CPU recording, torch 2.13, and its cure"
+    validation_note = "a CPU recording, torch 2.13, and its cure"
     references = (
         "https://docs.pytorch.org/docs/stable/generated/torch.nn.Module.html#torch.nn.Module.eval",
         "https://docs.pytorch.org/docs/stable/notes/autograd.html#evaluation-mode-nn-module-eval",

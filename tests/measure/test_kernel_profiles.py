@@ -188,7 +188,8 @@ def test_times_alone_are_no_counters_and_counters_given_beside_them_join() -> No
 def test_counters_verdict_names_the_fix_that_saves_most() -> None:
     report = analyze(str(path_of("ncu/cutlass_a100_s8.ncu-rep.gz")))
     assert report.verdict.endswith(
-        "First: uncoalesced global memory accesses. A fix saves up to 197 µs of a launch."
+        "First: uncoalesced global memory accesses (ReferenceGemm_kernel). "
+        "A fix saves up to 197 µs per launch."
     )
 
 

@@ -256,7 +256,8 @@ def test_of_a_folder_with_a_capture_the_replay_is_analysed() -> None:
     (decode,) = _serving(both).phases
     assert decode.attainable_ns is None
     assert decode.known_share is not None
-    assert f"the work of {100 - round(100 * decode.known_share)}% of its kernel time" in text
+    unknown = 100 - round(100 * decode.known_share)
+    assert f"FLOPs and bytes of {unknown}% of its kernel time are not recorded" in text
     # counters are collected from what the engine can run without its server
     assert "-- vllm bench latency --model MODEL" in text
 

@@ -13,12 +13,19 @@ from numpy.typing import NDArray
 
 from advisor.core import text as t
 from advisor.core.finding import Edit, Impact, Location, Select
-from advisor.core.intervals import Intervals
+from advisor.core.intervals import Intervals, covered_length
 from advisor.core.rule import Evidence
 from advisor.core.run_directory import MAX_VALUE
 from advisor.core.trace import KINETO, PYTORCH
 from advisor.measure.host.layers import describe_nodes, modules_around
-from advisor.measure.host.stacks import MIN_SAMPLES, read_stacks, share_in
+from advisor.measure.host.stacks import (
+    MIN_SAMPLES,
+    is_operator,
+    outermost_ancestor,
+    parent_rows,
+    read_stacks,
+    share_in,
+)
 from advisor.testing import TraceBuilder
 
 if TYPE_CHECKING:
@@ -83,6 +90,18 @@ def row_numbers(column: pl.Series) -> Rows:
 def int_column(frame: pl.DataFrame, name: str) -> Rows:
     """A column of integers, 0 where it is null."""
     return frame[name].fill_null(0).to_numpy().astype(np.int64)
+
+
+def rows_in_steps(a: Analysis, rows: Rows) -> Rows:
+    """Of these rows of ``trace.cpu`` those that begin in the analysed steps."""
+    ts = a.trace.cpu["ts"].to_numpy()[rows]
+    return rows[covered_length(ts, ts + 1, a.spans) > 0]
+
+
+def outermost_operators(a: Analysis) -> Rows:
+    """Operators that lie in no other one: rows of ``trace.cpu``."""
+    outermost = outermost_ancestor(parent_rows(a.trace), is_operator(a.trace))
+    return np.flatnonzero(outermost == np.arange(len(outermost)))
 
 
 def layer_columns(a: Analysis, host: Rows) -> dict[str, Rows]:

@@ -47,6 +47,7 @@ from advisor.rules.common import (
     of_step,
     per_step,
     row_numbers,
+    rows_in_steps,
 )
 from advisor.rules.host.launch_gaps import REMOVE_LAUNCH_COST
 from advisor.testing import Examples, TraceBuilder
@@ -112,8 +113,7 @@ class GraphBreaks(Rule):
         if not regions or a.device_id is None:
             yield from (_not_measured(a, reasons) for _ in reasons[:1])
             return
-        ts = a.trace.cpu["ts"].to_numpy()[broken]
-        broken = broken[covered_length(ts, ts + 1, a.spans) > 0]
+        broken = rows_in_steps(a, broken)
         if not len(broken):
             yield PassedCheck(text=f"no graph breaks in {count_noun(regions, 'compiled region')}")
             return
@@ -235,8 +235,7 @@ def _lines(a: Analysis) -> list[Location]:
     named = np.flatnonzero(
         (name_matches(cpu["name"], RESUME) & (cpu["kind"] == "python")).to_numpy()
     )
-    ts = cpu["ts"].to_numpy()[named]
-    named = named[covered_length(ts, ts + 1, a.spans) > 0]
+    named = rows_in_steps(a, named)
     if not len(named):
         return []
     frames = pl.DataFrame({"row": named, "name": cpu["name"].gather(named).cast(pl.String)})
@@ -451,7 +450,7 @@ class Recompilation(Rule):
                 record="more steps, after a longer warm-up",
             )
             return
-        in_window = compilations[covered_length(ts, ts + 1, a.spans) > 0]
+        in_window = rows_in_steps(a, compilations)
         cost = cpu["dur"].to_numpy()[in_window].astype(np.int64)
         yield Finding(
             summary=(

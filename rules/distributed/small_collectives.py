@@ -16,7 +16,7 @@ from advisor.core.trace import JAX, TENSORFLOW
 from advisor.measure import Analysis
 from advisor.measure.comm.host import COLLECTIVE_WAITS
 from advisor.measure.host.names import name_matches
-from advisor.measure.host.stacks import COMMUNICATION, is_operator, outermost_ancestor, parent_rows
+from advisor.measure.host.stacks import COMMUNICATION
 from advisor.rules.citations import ENGINE_FLOOR, NCCL_TESTS, OURS, SILENT_TRACES
 from advisor.rules.common import (
     amount_per_step,
@@ -24,6 +24,7 @@ from advisor.rules.common import (
     example_steps,
     impact_without_gain,
     int_column,
+    outermost_operators,
     row_numbers,
     sum_column,
 )
@@ -163,7 +164,9 @@ class SmallCollectives(Rule):
         size_known = table["bytes"].is_not_null().to_numpy()
         small = size_known & (int_column(table, "bytes") < self.max_bytes) & (launch >= 0)
         if on_host:
-            launches = _outermost_operators(a)
+            launches = outermost_operators(a)
+            waits = name_matches(cpu["name"], COLLECTIVE_WAITS).to_numpy()
+            launches = launches[~waits[launches]]
         else:
             compute = (gpu["kind"] == "kernel").to_numpy() & ~a.kernels["communication"].to_numpy()
             launches = np.sort(row_numbers(gpu["launch"])[compute])
@@ -227,15 +230,6 @@ def _one_for_all(
     least, large = float(np.median(dur[smaller])), float(np.median(dur[size == size.max()]))
     rate = max(0.0, large - least) / max(1, int(size.max() - size[smaller].max()))
     return round(least), min(most, round(least * runs + rate * float(size.sum())))
-
-
-def _outermost_operators(a: Analysis) -> NDArray[np.int64]:
-    """Operators that lie in no other, without those that start a collective or wait for one."""
-    cpu = a.trace.cpu
-    outermost = outermost_ancestor(parent_rows(a.trace), is_operator(a.trace))
-    rows = np.flatnonzero(outermost == np.arange(cpu.height))
-    work: NDArray[np.int64] = rows[~name_matches(cpu["name"], COLLECTIVE_WAITS).to_numpy()[rows]]
-    return work
 
 
 def _on_cpus(count: int) -> TraceBuilder:

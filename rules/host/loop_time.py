@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from advisor.core import labels
 from advisor.core import text as t
 from advisor.core.finding import Finding, Outcomes, Select
-from advisor.core.intervals import covered_length, intersect, union
+from advisor.core.intervals import intersect, union
 from advisor.core.rule import Evidence, Rule, Threshold
 from advisor.measure import Analysis
 from advisor.measure.host import stacks
@@ -29,9 +29,11 @@ from advisor.rules.common import (
     impact_per_step,
     locate_row,
     of_step,
+    outermost_operators,
     own_phases,
     recorded_steps,
     row_numbers,
+    rows_in_steps,
     scale_edit,
     steps_seen,
 )
@@ -371,7 +373,8 @@ class LoopTime:
 
     def _operators(self, here: NDArray[np.bool_]) -> int:
         """Operators in the analysed steps inside these rows, those inside others not counted."""
-        rows = _outermost_operators(self._a, self._parent, self._left_out)
+        rows = rows_in_steps(self._a, outermost_operators(self._a))
+        rows = rows[~self._left_out[rows]]
         return int((stacks.climb_stack(self._parent, here, rows) >= 0).sum())
 
 
@@ -417,12 +420,15 @@ class LoopPhases(LoopCode):
         pauses = float(np.median(recorded.column("gc")[recorded.used])) if recorded.count else 0.0
         step, ns = recorded.median or 0.0, sum(spent.values()) - pauses
         ns = ns * recorded.loop_share if recorded.loop_share is not None else ns - _waits(a, step)
-        learnt = min(ns, _learnt(a) * step / max(a.step_ns, 1))
-        loss = learnt >= self.of_loss * ns
-        ns -= 0 if loss else learnt
         if not step or ns < self.min_share * step or ns < self.min_ms * 1e6:
             return
-        line, operators = recorded.hottest_line(LOOP), operators_beside_training(a)
+        rows = _operators_beside_training(a)
+        learnt = min(ns, _learnt(a, rows) * step / max(a.step_ns, 1))
+        loss = learnt >= self.of_loss * ns
+        ns -= 0 if loss else learnt
+        if ns < self.min_share * step or ns < self.min_ms * 1e6:
+            return
+        line, operators = recorded.hottest_line(LOOP), len(rows) / max(a.step_count, 1)
         many = line is not None and line.inside is None and operators >= self.many_operators
         gain = impact_per_step(a, ns, of_median=True)
         if line is not None:
@@ -484,39 +490,26 @@ class LoopPhases(LoopCode):
         }
 
 
-def _learnt(a: Analysis) -> float:
-    """Time per profiled step of operators outside modules that the backward pass goes through, such
-    as a loss that is computed by hand, ns; 0: nothing tells them apart."""
-    cpu, parent = a.trace.cpu, stacks.parent_rows(a.trace)
-    trains = name_matches(cpu["name"], _TRAINS).to_numpy()
+def _operators_beside_training(a: Analysis) -> Rows:
+    """Operators in the analysed steps on the main thread outside modules, loading, the backward
+    pass and the optimizer; none: nothing tells them apart."""
+    trains = name_matches(a.trace.cpu["name"], _TRAINS).to_numpy()
     if a.trace.main_thread is None or not trains.any():
-        return 0.0
-    left_out = stacks.innermost_ancestor(parent, trains) >= 0
-    left_out |= (cpu["thread"] != a.trace.main_thread).to_numpy()
-    outermost = stacks.outermost_ancestor(parent, stacks.is_operator(a.trace))
-    graph = np.unique(outermost[a.forward_op[a.forward_op >= 0]])
-    rows = _outermost_operators(a, parent, left_out)
-    return float(cpu["dur"].gather(rows[np.isin(rows, graph)]).sum()) / max(a.step_count, 1)
+        return np.empty(0, dtype=np.int64)
+    left_out = stacks.innermost_ancestor(stacks.parent_rows(a.trace), trains) >= 0
+    left_out |= (a.trace.cpu["thread"] != a.trace.main_thread).to_numpy()
+    rows = rows_in_steps(a, outermost_operators(a))
+    return rows[~left_out[rows]]
 
 
-def operators_beside_training(a: Analysis) -> float:
-    """Operators per step on the main thread outside modules, loading, the backward pass and the
-    optimizer; 0: nothing tells them apart."""
-    cpu, parent = a.trace.cpu, stacks.parent_rows(a.trace)
-    trains = name_matches(cpu["name"], _TRAINS).to_numpy()
-    if a.trace.main_thread is None or not trains.any():
-        return 0.0
-    left_out = stacks.innermost_ancestor(parent, trains) >= 0
-    left_out |= (cpu["thread"] != a.trace.main_thread).to_numpy()
-    return len(_outermost_operators(a, parent, left_out)) / a.step_count
-
-
-def _outermost_operators(a: Analysis, parent: Rows, left_out: NDArray[np.bool_]) -> Rows:
-    """Operators that begin in the analysed steps, without those inside others and some rows."""
-    outermost = stacks.outermost_ancestor(parent, stacks.is_operator(a.trace))
-    rows = np.flatnonzero((outermost == np.arange(len(parent))) & ~left_out)
-    ts = a.trace.cpu["ts"].to_numpy()[rows]
-    return rows[covered_length(ts, ts + 1, a.spans) > 0]
+def _learnt(a: Analysis, rows: Rows) -> float:
+    """Time per profiled step of those operators that the backward pass goes through, such as a
+    loss that is computed by hand, ns."""
+    operator = stacks.is_operator(a.trace)
+    graph = a.forward_op[a.forward_op >= 0]
+    outermost = stacks.climb_stack(stacks.parent_rows(a.trace), operator, graph, top=True)
+    learnt = rows[np.isin(rows, outermost)]
+    return float(a.trace.cpu["dur"].gather(learnt).sum()) / max(a.step_count, 1)
 
 
 def _waits(a: Analysis, step: float) -> float:

@@ -8,7 +8,7 @@ from advisor.core import text as t
 from advisor.core.finding import Finding, Outcomes
 from advisor.core.rule import Evidence, Rule, Threshold
 from advisor.measure import Analysis
-from advisor.measure.host.stacks import hook_of, hottest_line
+from advisor.measure.host.stacks import hottest_line, in_hook
 from advisor.rules.citations import CHOSEN, CURED_RECORDINGS, OURS, XPROF
 from advisor.rules.common import impact_per_step, recorded_steps, steps_seen
 from advisor.testing import Examples, TraceBuilder
@@ -59,7 +59,7 @@ class ModuleHooks(Rule):
         mean, stacks = recorded.mean, recorded.stacks
         if not a.trains_on_host or not mean:
             return
-        hooks = [stack for stack in stacks if hook_of(stack) is not None]
+        hooks = [stack for stack in stacks if in_hook(stack)]
         samples = sum(stack.samples for stack in hooks)
         share = samples / max(1, sum(stack.samples for stack in stacks))
         if not hooks or share < self.min_share or samples < self.min_samples:

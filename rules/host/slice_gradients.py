@@ -8,10 +8,8 @@ import numpy as np
 import polars as pl
 
 from advisor.core.finding import Finding, Outcomes, Select
-from advisor.core.intervals import covered_length
 from advisor.core.rule import Rule, Threshold
 from advisor.measure import Analysis
-from advisor.measure.device.shapes import OpInputs
 from advisor.measure.host.names import name_matches
 from advisor.rules.citations import CHOSEN, CURED_RECORDINGS, XPROF
 from advisor.rules.common import (
@@ -19,10 +17,15 @@ from advisor.rules.common import (
     amount_per_step,
     costliest_places,
     of_step,
+    rows_in_steps,
     scale_edit,
     sum_column,
 )
-from advisor.rules.kernel.kernel_common import rows_launched_under, summed_duration
+from advisor.rules.kernel.kernel_common import (
+    inputs_at,
+    rows_launched_under,
+    summed_duration,
+)
 from advisor.testing import Examples, TraceBuilder
 
 BACKWARD = r"^aten::(?:select|slice)_backward$"
@@ -75,14 +78,11 @@ class SliceGradients(Rule):
             return
         rows = np.sort(np.concatenate([kind.rows for kind in kinds]))
         on_gpu = a.device_id is not None
-        nodes = np.flatnonzero(name_matches(a.trace.cpu["name"], NODE).to_numpy())
-        ts = a.trace.cpu["ts"].to_numpy()[nodes]
-        nodes = nodes[covered_length(ts, ts + 1, a.spans) > 0]
-        ns = (
-            summed_duration(a, rows_launched_under(a, NODE) & a.in_window)
-            if on_gpu
-            else sum_column(a.trace.cpu["dur"].gather(nodes))
-        )
+        if on_gpu:
+            ns = summed_duration(a, rows_launched_under(a, NODE) & a.in_window)
+        else:
+            nodes = np.flatnonzero(name_matches(a.trace.cpu["name"], NODE).to_numpy())
+            ns = sum_column(a.trace.cpu["dur"].gather(rows_in_steps(a, nodes)))
         if ns < self.min_share * a.span_ns:
             return
         most = max(kinds, key=lambda kind: len(kind.rows))
@@ -128,9 +128,7 @@ class _Kind(NamedTuple):
 def _kinds(a: Analysis) -> list[_Kind]:
     """Gradients of slices in the analysed window, by the size of the whole tensor."""
     cpu = a.trace.cpu
-    rows = np.flatnonzero(name_matches(cpu["name"], BACKWARD).to_numpy())
-    ts = cpu["ts"].to_numpy()[rows]
-    rows = rows[covered_length(ts, ts + 1, a.spans) > 0]
+    rows = rows_in_steps(a, np.flatnonzero(name_matches(cpu["name"], BACKWARD).to_numpy()))
     calls = pl.DataFrame({"row": rows, "inputs": cpu["inputs"].gather(rows)}).drop_nulls()
     sizes = {index: _sizes(a, index) for index in calls["inputs"].unique().sort()}
     by_size: dict[str, list[int]] = {}
@@ -142,8 +140,7 @@ def _kinds(a: Analysis) -> list[_Kind]:
 
 def _sizes(a: Analysis, index: int) -> str:
     """The size of the whole tensor, as ``16 × 80 × 64``; empty: it was not recorded."""
-    inputs = OpInputs(*a.trace.inputs.select("dims", "types", "strides", "concrete").row(index))
-    return " × ".join(str(size) for size in inputs.integers(1) or [])
+    return " × ".join(str(size) for size in inputs_at(a, index).integers(1) or [])
 
 
 def _loop(

@@ -12,15 +12,22 @@ import polars as pl
 
 from advisor.core import labels
 from advisor.core.finding import Finding, Outcomes, Select
-from advisor.core.intervals import covered_length
 from advisor.core.rule import Rule, Threshold
 from advisor.measure import Analysis
-from advisor.measure.device.shapes import OpInputs
-from advisor.measure.host import stacks
 from advisor.replay.selection import rows_under
 from advisor.rules.citations import CHOSEN, CURED_RECORDINGS, XPROF
-from advisor.rules.common import amount_per_step, costliest_places, of_step, scale_edit
-from advisor.rules.kernel.kernel_common import exact_pattern
+from advisor.rules.common import (
+    amount_per_step,
+    costliest_places,
+    of_step,
+    outermost_operators,
+    rows_in_steps,
+    scale_edit,
+)
+from advisor.rules.kernel.kernel_common import (
+    exact_pattern,
+    inputs_at,
+)
 from advisor.testing import Examples, TraceBuilder
 
 _PRODUCTS = re.compile(r"^aten::(?:linear|addmm|mm|matmul|mv|conv[123]d|convolution)$")
@@ -234,7 +241,9 @@ class LoopedOperators(Rule):
             return
         loop = table.filter(pl.col("name").is_in(forward))
         each = round(len(loop) / len(forward) / a.step_count)
-        names = ", ".join(loop.group_by("name").agg(pl.col("ns").sum()).sort("ns")["name"][-3:])
+        names = ", ".join(
+            loop.group_by("name").agg(pl.col("ns").sum()).sort("ns", "name")["name"][-3:]
+        )
         yield Finding(
             summary=(
                 f"A loop runs {names} about {each:,} times per step and joins the results with "
@@ -276,17 +285,12 @@ def _outermost(a: Analysis) -> pl.DataFrame:
     """Operators in no other one that begin in the analysed steps: ``row``, ``name``, ``ts``,
     ``ns``, ``inputs``."""
     cpu = a.trace.cpu
-    op = stacks.is_operator(a.trace)
-    parent = stacks.parent_rows(a.trace)
-    above = np.append(stacks.innermost_ancestor(parent, op), -1)[parent]
-    ts = cpu["ts"].to_numpy()
-    rows = np.flatnonzero(op & (above < 0))
-    rows = rows[covered_length(ts[rows], ts[rows] + 1, a.spans) > 0]
+    rows = rows_in_steps(a, outermost_operators(a))
     return pl.DataFrame(
         {
             "row": rows,
             "name": cpu["name"].gather(rows).cast(pl.String),
-            "ts": ts[rows],
+            "ts": cpu["ts"].gather(rows),
             "ns": cpu["dur"].gather(rows),
             "inputs": cpu["inputs"].gather(rows),
         }
@@ -299,13 +303,9 @@ def _step_of(a: Analysis, ts: np.ndarray) -> np.ndarray:
     return step
 
 
-def _inputs(a: Analysis, index: int) -> OpInputs:
-    return OpInputs(*a.trace.inputs.select("dims", "types").row(index))
-
-
 def _one_sample(a: Analysis, index: int | None) -> bool:
     """The first input is of one sample: a vector, or a first dimension of 1."""
-    tensor = None if index is None else _inputs(a, index).tensor(0)
+    tensor = None if index is None else inputs_at(a, index).tensor(0)
     if tensor is None or tensor.elements < 2:
         return False
     return len(tensor.shape) == 1 or tensor.shape[0] == 1
@@ -313,7 +313,7 @@ def _one_sample(a: Analysis, index: int | None) -> bool:
 
 def _is_scalar(a: Analysis, index: int | None) -> bool:
     """All tensors are numbers, such as a sum of losses."""
-    tensors = [] if index is None else _inputs(a, index).tensors
+    tensors = [] if index is None else inputs_at(a, index).tensors
     return bool(tensors) and all(tensor.elements <= 1 for tensor in tensors)
 
 
@@ -325,7 +325,7 @@ def _of_batch(a: Analysis, table: pl.DataFrame, count: int, nearly: float) -> bo
         return True
     unbound = table.filter(pl.col("name").is_in(_TAKES_APART))["inputs"].drop_nulls().unique()
     for index in unbound.to_list():
-        tensor = _inputs(a, index).tensor(0)
+        tensor = inputs_at(a, index).tensor(0)
         if tensor is not None and any(each <= size <= 2 * each for size in tensor.shape):
             return True
     joined = table.filter(pl.col("name").is_in(_COLLECTS))["inputs"].drop_nulls().unique()
@@ -369,8 +369,7 @@ def _long_joins(a: Analysis, table: pl.DataFrame) -> int:
     """Calls of stack or cat with a list of more than 30 tensors: the profiler leaves out the sizes
     of longer lists."""
     joins = table.filter(pl.col("name").str.contains(_JOIN) & pl.col("inputs").is_not_null())
-    inputs = a.trace.inputs.select("dims", "types")
-    shapes = [OpInputs(*inputs.row(index)).shapes(0) for index in joins["inputs"]]
+    shapes = [inputs_at(a, index).shapes(0) for index in joins["inputs"]]
     return sum(not listed or len(listed) > MAX_LISTED for listed in shapes)
 
 

@@ -146,8 +146,8 @@ def select_kernels(names: Iterable[str]) -> Select:
 
 
 def exact_pattern(names: Iterable[str]) -> str:
-    """Regular expression for exactly these names."""
-    return "^(?:" + "|".join(re.escape(name) for name in names) + ")$"
+    """Regular expression for exactly these names, the same in whatever order they come."""
+    return "^(?:" + "|".join(re.escape(name) for name in sorted(names)) + ")$"
 
 
 def kernel_locations(a: Analysis, rows: Mask, limit: int = 3) -> list[Location]:
@@ -367,9 +367,12 @@ def _sizes(a: Analysis, blocks: AttentionBlocks) -> Iterator[tuple[_Size, int]]:
 
 
 def read_inputs(a: Analysis, row: int | None) -> OpInputs | None:
+    """A row of ``trace.inputs``, as the column ``inputs`` names it; ``None``: none is named."""
+    return None if row is None else inputs_at(a, row)
+
+
+def inputs_at(a: Analysis, row: int) -> OpInputs:
     """A row of ``trace.inputs``."""
-    if row is None:
-        return None
     given = a.trace.inputs.row(row, named=True)
     return OpInputs(*(given[name] or "" for name in ("dims", "types", "strides", "concrete")))
 

@@ -224,7 +224,7 @@ class UnfusedAttention(Rule):
             .agg(part=pl.col("dur").filter(pl.col("block")).sum() / pl.col("dur").sum())
         )
         own = share.filter(pl.col("part") >= MIN_PART)["op"].drop_nulls().cast(pl.String).to_list()
-        under = [rf"{kernel_common.FORWARD}|{SOFTMAX}", kernel_common.exact_pattern(sorted(own))]
+        under = [rf"{kernel_common.FORWARD}|{SOFTMAX}", kernel_common.exact_pattern(own)]
         if kernel_common.is_fallback_kernel(a).any():
             under.append(kernel_common.MATH)
         select = Select(on="gpu", kind=("kernel",), under="|".join(under))

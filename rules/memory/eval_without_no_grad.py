@@ -26,6 +26,7 @@ from advisor.rules.common import (
     per_step,
     recorded_steps,
     row_numbers,
+    rows_in_steps,
     steps_seen,
 )
 from advisor.testing import Examples, TraceBuilder
@@ -127,7 +128,7 @@ class EvalWithoutNoGrad(Rule):
         share = lost / max(forward_ns, 1)
         if share < self.min_share or lost < self.min_step * a.span_ns:
             return
-        here = unmatched[covered_length(ts[unmatched], ts[unmatched] + 1, a.spans) > 0]
+        here = rows_in_steps(a, unmatched)
         if not _are_layers(cpu["name"].gather(here)).any():
             return
         count = round(float(np.median(by_step)))

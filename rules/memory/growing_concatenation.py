@@ -11,10 +11,8 @@ import numpy as np
 
 from advisor.core import text as t
 from advisor.core.finding import Finding, Outcomes, Select
-from advisor.core.intervals import covered_length
 from advisor.core.rule import Rule, Threshold
 from advisor.measure import Analysis
-from advisor.measure.device.shapes import OpInputs
 from advisor.measure.host import stacks
 from advisor.measure.host.names import name_matches
 from advisor.rules.citations import CHOSEN, CURED_RECORDINGS, XPROF
@@ -23,10 +21,15 @@ from advisor.rules.common import (
     amount_per_step,
     costliest_places,
     of_step,
+    rows_in_steps,
     scale_edit,
     sum_column,
 )
-from advisor.rules.kernel.kernel_common import rows_launched_under, summed_duration
+from advisor.rules.kernel.kernel_common import (
+    inputs_at,
+    rows_launched_under,
+    summed_duration,
+)
 from advisor.testing import Examples, TraceBuilder
 
 CAT = r"^aten::cat$"
@@ -82,9 +85,7 @@ class GrowingConcatenation(Rule):
         found = [one for one in _appends(a) if len(one.lengths) >= self.min_lengths]
         if not found:
             return
-        calls = np.sort(np.concatenate([one.calls for one in found]))
-        ts = a.trace.cpu["ts"].to_numpy()[calls]
-        calls = calls[covered_length(ts, ts + 1, a.spans) > 0]
+        calls = rows_in_steps(a, np.sort(np.concatenate([one.calls for one in found])))
         on_gpu = a.device_id is not None
         ns, of_all = _device_time(a, calls) if on_gpu else _host_time(a, calls)
         if ns < self.min_share * a.span_ns:
@@ -143,9 +144,7 @@ def _device_time(a: Analysis, calls: Rows) -> tuple[int, float]:
 def _host_time(a: Analysis, calls: Rows) -> tuple[int, float]:
     """Host time of these calls, ns, and its share of all concatenations'."""
     cpu = a.trace.cpu
-    cats = np.flatnonzero(name_matches(cpu["name"], CAT).to_numpy())
-    ts = cpu["ts"].to_numpy()[cats]
-    cats = cats[covered_length(ts, ts + 1, a.spans) > 0]
+    cats = rows_in_steps(a, np.flatnonzero(name_matches(cpu["name"], CAT).to_numpy()))
     ns, whole = (sum_column(cpu["dur"].gather(rows)) for rows in (calls, cats))
     return ns, ns / max(whole, 1)
 
@@ -174,8 +173,7 @@ def _appends(a: Analysis) -> list[_Appends]:
         if index is None:
             continue
         if index not in described:
-            inputs = OpInputs(*a.trace.inputs.select("dims", "types").row(index))
-            described[index] = inputs.shapes(0)
+            described[index] = inputs_at(a, index).shapes(0)
         shapes = described[index]
         if len(shapes) != 2 or len(shapes[0]) != len(shapes[1]):
             continue

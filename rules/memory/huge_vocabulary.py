@@ -9,14 +9,18 @@ import numpy as np
 from advisor.core import text as t
 from advisor.core.auxiliary_inputs import SNAPSHOT
 from advisor.core.finding import Finding, Outcomes, SkippedCheck
-from advisor.core.intervals import covered_length
 from advisor.core.rule import Evidence, Rule, Threshold
 from advisor.measure import Analysis
 from advisor.measure.device.shapes import OpInputs
 from advisor.measure.host.names import name_matches
 from advisor.measure.memory.memory_savings import find_logits
 from advisor.rules.citations import LLAMA, OURS, PEAKS, SILENT_TRACES
-from advisor.rules.common import amount_per_step, costliest_places, impact_memory
+from advisor.rules.common import (
+    amount_per_step,
+    costliest_places,
+    impact_memory,
+    rows_in_steps,
+)
 from advisor.rules.kernel import kernel_common
 from advisor.rules.memory.device_memory import at_line, measure_peaks, snapshot_example
 from advisor.testing import Examples, TraceBuilder
@@ -126,9 +130,7 @@ class HugeVocabulary(Rule):
         cpu = a.trace.cpu
         if a.device_id is None or not name_matches(cpu["name"], _BACKWARD).any():
             return
-        calls = np.flatnonzero(name_matches(cpu["name"], _FORWARD).to_numpy())
-        ts = cpu["ts"].to_numpy()[calls]
-        calls = calls[covered_length(ts, ts + 1, a.spans) > 0]
+        calls = rows_in_steps(a, np.flatnonzero(name_matches(cpu["name"], _FORWARD).to_numpy()))
         if not len(calls):
             return
         described = cpu["inputs"].gather(calls)

@@ -11,12 +11,18 @@ from advisor.core.finding import Edit, Finding, Outcomes, Select
 from advisor.core.intervals import covered_length
 from advisor.core.rule import Evidence, Rule, Threshold
 from advisor.measure import Analysis
-from advisor.measure.device.shapes import OpInputs
 from advisor.measure.host import stacks
 from advisor.measure.host.names import name_matches
 from advisor.replay.selection import rows_under
 from advisor.rules.citations import CHOSEN, CURED_RECORDINGS, XPROF
-from advisor.rules.common import amount_per_step, costliest_places, of_step, scale_edit
+from advisor.rules.common import (
+    amount_per_step,
+    costliest_places,
+    of_step,
+    rows_in_steps,
+    scale_edit,
+)
+from advisor.rules.kernel.kernel_common import inputs_at
 from advisor.testing import Examples, TraceBuilder
 
 LOOKUP = r"^aten::embedding(?:_bag|_renorm_)?$"
@@ -129,13 +135,11 @@ class _Table(NamedTuple):
 def _tables(a: Analysis) -> list[_Table]:
     """Embedding tables that the analysed window looks rows up in, and that nothing multiplies."""
     cpu = a.trace.cpu
-    chosen = name_matches(cpu["name"], LOOKUP).to_numpy()
-    ts = cpu["ts"].to_numpy()
-    chosen &= covered_length(ts, ts + 1, a.spans) > 0
-    calls = pl.DataFrame({"inputs": cpu["inputs"].gather(np.flatnonzero(chosen)).drop_nulls()})
+    lookups = rows_in_steps(a, np.flatnonzero(name_matches(cpu["name"], LOOKUP).to_numpy()))
+    calls = pl.DataFrame({"inputs": cpu["inputs"].gather(lookups).drop_nulls()})
     used: dict[tuple[int, ...], int] = {}
     for index, count in calls.group_by("inputs").len().sort("inputs").iter_rows():
-        table, indices = (_inputs(a, index).tensor(at) for at in (0, 1))
+        table, indices = (inputs_at(a, index).tensor(at) for at in (0, 1))
         if table is not None and indices is not None and len(table.shape) == 2:
             used[table.shape] = used.get(table.shape, 0) + indices.elements * count
     multiplied = _multiplied(a)
@@ -151,12 +155,8 @@ def _multiplied(a: Analysis) -> set[tuple[int, ...]]:
     chosen = name_matches(cpu["name"], _MULTIPLIES).to_numpy()
     inputs = cpu["inputs"].filter(pl.Series(chosen)).drop_nulls().unique().sort()
     return {
-        tensor.shape for index in inputs[:MAX_DESCRIBED] for tensor in _inputs(a, index).tensors
+        tensor.shape for index in inputs[:MAX_DESCRIBED] for tensor in inputs_at(a, index).tensors
     }
-
-
-def _inputs(a: Analysis, index: int) -> OpInputs:
-    return OpInputs(*a.trace.inputs.select("dims", "types").row(index))
 
 
 class _TableWork:
@@ -187,7 +187,7 @@ class _TableWork:
         known = a.trace.cpu["inputs"].drop_nulls().unique().sort()[:MAX_DESCRIBED]
         share = np.zeros(len(a.trace.inputs) + 1)
         for index in known:
-            inputs = _inputs(a, index)
+            inputs = inputs_at(a, index)
             lists = [shape for at in range(len(inputs)) for shape in inputs.shapes(at)]
             found = [tensor.shape for tensor in inputs.tensors] + lists
             sizes = [float(np.prod(shape)) for shape in found]

@@ -8,13 +8,18 @@ import numpy as np
 
 from advisor.core import text as t
 from advisor.core.finding import Edit, Finding, Outcomes, Select
-from advisor.core.intervals import covered_length
 from advisor.core.rule import Rule, Threshold
 from advisor.measure import Analysis
 from advisor.measure.host import stacks
 from advisor.measure.host.names import name_matches
 from advisor.rules.citations import CHOSEN, CURED_RECORDINGS
-from advisor.rules.common import Rows, amount_per_step, costliest_places, of_step
+from advisor.rules.common import (
+    Rows,
+    amount_per_step,
+    costliest_places,
+    of_step,
+    rows_in_steps,
+)
 from advisor.testing import Examples, TraceBuilder
 
 DROPOUT = r"^aten::(?:feature_|alpha_|feature_alpha_)?dropout_?$"
@@ -107,10 +112,7 @@ def _active(a: Analysis) -> Rows:
     draws = np.flatnonzero(name_matches(cpu["name"], _DRAWS).to_numpy())
     above = np.append(stacks.innermost_ancestor(stacks.parent_rows(a.trace), layer), -1)
     rows = np.unique(above[stacks.parent_rows(a.trace)[draws]])
-    rows = rows[rows >= 0]
-    ts = cpu["ts"].to_numpy()[rows]
-    inside: Rows = rows[covered_length(ts, ts + 1, a.spans) > 0].astype(np.int64)
-    return inside
+    return rows_in_steps(a, rows[rows >= 0].astype(np.int64))
 
 
 def _model(

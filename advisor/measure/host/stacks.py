@@ -401,16 +401,16 @@ def share_in(stacks: Sequence[SampledStack], pattern: str) -> tuple[float, list[
     return sum(stack.samples for stack in own) / max(total, 1), own
 
 
-def hook_of(stack: SampledStack) -> str | None:
-    """The frame of a hook that the stack is in: PyTorch calls it where a module's ``forward`` ends,
-    or from the engine of the backward pass. ``None``: in none."""
+def in_hook(stack: SampledStack) -> bool:
+    """Whether the stack is in a hook: PyTorch calls it where a module's ``forward`` ends, or from
+    the engine of the backward pass."""
     for caller, frame in pairwise(stack.frames):
         called = parse_frame(frame)
         if called is None or frame.startswith("torch/") or "forward" in called.function.lower():
             continue
         if _CALLS_HOOKS.search(caller):
-            return frame
-    return None
+            return True
+    return False
 
 
 def hottest_line(stacks: Sequence[SampledStack]) -> HottestLine | None:

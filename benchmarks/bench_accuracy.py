@@ -4,7 +4,9 @@ Each experiment is recorded slow (with the profiler, for the prediction) and tim
 (without it, for the truth), alternating, in this process. On a machine without a CUDA device only
 the experiments that a CPU can show are run.
 
-    python benchmarks/bench_accuracy.py [--steps 30] [--only NAME] [--write docs/accuracy.md]
+    python benchmarks/bench_accuracy.py [--steps 30] [--only "NAME|NAME"] [--write docs/accuracy.md]
+    python benchmarks/bench_accuracy.py --record DIR     # measure and record; predict elsewhere:
+    python benchmarks/bench_accuracy.py --recorded DIR [--write docs/accuracy.md]
 """
 
 from __future__ import annotations
@@ -304,29 +306,36 @@ def record(loop: Iterator[None], path: Path, *, cuda: bool, active: int = 6) -> 
             torch.cuda.synchronize()
 
 
-def run(experiment: Experiment, steps: int, rounds: int) -> dict[str, Any]:
-    """Prediction from one recording, truth from alternating runs."""
-    import advisor
+Row = dict[str, Any]
 
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "slow.json"
-        record(experiment.loop(False), path, cuda=experiment.cuda)
-        predicted = advisor.whatif(advisor.open(path), list(experiment.edits))
+
+def timed(experiment: Experiment, steps: int, rounds: int, trace: Path) -> Row:
+    """One recording of the slow program, and the truth from alternating runs."""
+    record(experiment.loop(False), trace, cuda=experiment.cuda)
     slow, fixed = [], []
     for _ in range(rounds):
         slow.append(median_step(experiment.loop(False), steps, cuda=experiment.cuda))
         fixed.append(median_step(experiment.loop(True), steps, cuda=experiment.cuda))
     truth = statistics.median(slow), statistics.median(fixed)
-    gain = 1 - predicted.edited_step_ns / predicted.replayed_step_ns
     return {
         "experiment": experiment.name,
-        "edits": "; ".join(experiment.edits),
+        "edits": list(experiment.edits),
         "slow_ms": truth[0] * 1e3,
         "fixed_ms": truth[1] * 1e3,
         "true_gain": 1 - truth[1] / truth[0],
-        "predicted_gain": gain,
-        "profiled_ms": predicted.measured_step_ns / 1e6,
-        "replay_error": predicted.replay.step_error,
+    }
+
+
+def predicted(row: Row, trace: Path) -> Row:
+    """The same with what a replay of the recording says."""
+    import advisor
+
+    found = advisor.whatif(advisor.open(trace), row["edits"])
+    return {
+        **row,
+        "predicted_gain": 1 - found.edited_step_ns / found.replayed_step_ns,
+        "profiled_ms": found.measured_step_ns / 1e6,
+        "replay_error": found.replay.step_error,
     }
 
 
@@ -337,10 +346,10 @@ def table(rows: list[dict[str, Any]]) -> str:
         "|---|---|---|---|---|---|",
     ]
     lines += [
-        f"| {r['experiment']} (`{r['edits']}`) | {r['slow_ms']:.2f} → {r['fixed_ms']:.2f} ms "
-        f"| {r['true_gain']:.1%} | {r['predicted_gain']:.1%} "
-        f"| {abs(r['predicted_gain'] - r['true_gain']) * 100:.1f} points "
-        f"| {r['replay_error']:.2%} |"
+        f"| {r['experiment']} (`{'; '.join(r['edits'])}`) "
+        f"| {r['slow_ms']:.2f} → {r['fixed_ms']:.2f} ms | {r['true_gain']:.1%} "
+        f"| {r['predicted_gain']:.1%} | {100 * abs(r['predicted_gain'] - r['true_gain']):.1f} "
+        f"points | {r['replay_error']:.2%} |"
         for r in rows
     ]
     return "\n".join(lines)
@@ -353,24 +362,46 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--only", default="")
     parser.add_argument("--json", type=Path)
+    parser.add_argument("--record", type=Path, metavar="DIR")
+    parser.add_argument("--recorded", type=Path, metavar="DIR")
     parser.add_argument("--write", type=Path)
     args = parser.parse_args()
-    import torch
-
-    have = torch.cuda.is_available()
-    rows = []
-    for experiment in EXPERIMENTS:
-        if args.only not in experiment.name or (experiment.cuda and not have):
-            continue
-        rows.append(run(experiment, args.steps, args.rounds))
-        print(table(rows[-1:]).splitlines()[-1], file=sys.stderr)
-    where = torch.cuda.get_device_name() if have else f"CPU ({platform.machine()})"
-    text = f"PyTorch {torch.__version__}, {where}\n\n{table(rows)}\n"
+    with tempfile.TemporaryDirectory() as scratch:
+        folder = args.recorded or args.record or Path(scratch)
+        if args.recorded is None:
+            measure(folder, args.only, args.steps, args.rounds)
+        if args.record is not None:
+            return
+        found = json.loads((folder / MEASURED).read_text())
+        rows = [predicted(row, folder / row.pop("trace")) for row in found["rows"]]
+    text = f"{found['where']}\n\n{table(rows)}\n"
     print(text)
     if args.json:
         args.json.write_text(json.dumps(rows, indent=2))
     if args.write:
-        write(args.write, text, have)
+        write(args.write, text, found["cuda"])
+
+
+MEASURED = "measured.json"
+
+
+def measure(folder: Path, only: str, steps: int, rounds: int) -> None:
+    """Run and record the experiments that this machine can run."""
+    import torch
+
+    folder.mkdir(parents=True, exist_ok=True)
+    have = torch.cuda.is_available()
+    where = torch.cuda.get_device_name() if have else f"CPU ({platform.machine()})"
+    found: Row = {"where": f"PyTorch {torch.__version__}, {where}", "cuda": have, "rows": []}
+    for number, experiment in enumerate(EXPERIMENTS):
+        if any(part in experiment.name for part in only.split("|")) and (
+            have or not experiment.cuda
+        ):
+            name = f"{number:02}.json.gz"
+            row = timed(experiment, steps, rounds, folder / name)
+            found["rows"].append({**row, "trace": name})
+            print(experiment.name, f"{row['true_gain']:.1%}", file=sys.stderr, flush=True)
+            (folder / MEASURED).write_text(json.dumps(found, indent=1))
 
 
 def write(path: Path, text: str, have_cuda: bool) -> None:

@@ -3,7 +3,8 @@
 Each variant runs in a process of its own: steps are timed without a profiler (blocks of steps, the
 device synchronised at their ends only), then a few are recorded. Then every recording is analysed,
 and a table sets the measured gain beside the predicted one, misses included. What is there already
-is not run again, so an interrupted run goes on where it stopped. Nothing is downloaded.
+is not run again, so an interrupted run goes on where it stopped. Nothing is downloaded. With
+--jobs N, N processes start and compile beside each other; one at a time measures and records.
 
     python benchmarks/record_gpu.py --output tests/data/h200        # make record-h200; any GPU
     python benchmarks/record_gpu.py --output tests/data/h200 --table     # analyse, tabulate
@@ -16,6 +17,7 @@ until it fits), results.json, README.md with the table.
 from __future__ import annotations
 
 import argparse
+import fcntl
 import importlib.util
 import json
 import logging
@@ -30,6 +32,7 @@ import time
 import traceback
 import warnings
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -79,14 +82,18 @@ def run_one(name: str, variant: str, options: argparse.Namespace) -> None:
     run = Setup(variant=variant, device=options.device, scale=scale, folder=str(options.output))  # type: ignore[arg-type]
     began = time.monotonic()
     found: Results = {"scale": scale}
-    found["block_ms"] = running.measure(
-        name, run, seconds=options.seconds, blocks=12, most=options.seconds * 5
-    )
+    if options.jobs > 1 and workload.processes == 1:
+        running.drive(name, run, 2)  # what starts and compiles needs no turn
+    with turn(options.output):
+        found["block_ms"] = running.measure(
+            name, run, seconds=options.seconds, blocks=12, most=options.seconds * 5
+        )
     found["median_ms"] = statistics.median(found["block_ms"])
     left_out: list[str] = []
     for way in ladder(workload):
         shutil.rmtree(folder, ignore_errors=True)
-        files = recorder(name, run, folder, **way)
+        with turn(options.output):
+            files = recorder(name, run, folder, **way)
         largest = max(_pack(file) for file in files)
         found["recorded"] = {**way, "kb": round(largest / 1e3), "left_out": list(left_out)}
         if largest <= options.limit_kb * 1e3:
@@ -98,6 +105,14 @@ def run_one(name: str, variant: str, options: argparse.Namespace) -> None:
         found["error"] = f"no recording of at most {options.limit_kb} kB: {left_out[0]}"
     found["wall_s"] = round(time.monotonic() - began, 1)
     print("\n" + json.dumps(found), flush=True)
+
+
+@contextmanager
+def turn(folder: Path) -> Iterator[None]:
+    """The GPU for this process alone, among those of --jobs."""
+    with (folder / ".turn").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
 
 
 def _pack(file: Path) -> int:
@@ -121,20 +136,27 @@ def record_all(options: argparse.Namespace) -> None:
     for name in chosen:
         find(name)
     entries: Results = results.setdefault("workloads", {})
-    for name in chosen:
-        entry: Results = entries.setdefault(name, {})
-        for variant in VARIANTS:
-            done = entry.get(variant, {})
-            if done.get("recorded") and not options.again:
-                continue
-            left = deadline - time.monotonic()
-            if left < 20:
-                entry[variant] = {"error": "not run: the time was up"}
-                continue
-            print(f"{name}, {variant} …", end=" ", flush=True)
-            entry[variant] = spawn(name, variant, options, min(left, options.timeout))
-            print(entry[variant].get("error") or f"{entry[variant]['median_ms']:.3f} ms a step")
+    due = [
+        (name, variant)
+        for name in chosen
+        for variant in VARIANTS
+        if options.again or not entries.setdefault(name, {}).get(variant, {}).get("recorded")
+    ]
+
+    def one(name: str, variant: str) -> Results:
+        left = deadline - time.monotonic()
+        if left < 20:
+            return {"error": "not run: the time was up"}
+        return spawn(name, variant, options, min(left, options.timeout))
+
+    with ThreadPoolExecutor(options.jobs) as processes:
+        running = [(name, variant, processes.submit(one, name, variant)) for name, variant in due]
+        for name, variant, process in running:
+            found = entries.setdefault(name, {})[variant] = process.result()
+            said = found.get("error") or f"{found['median_ms']:.3f} ms a step"
+            print(f"{name}, {variant}: {said}", flush=True)
             save(options.output, results)
+    (options.output / ".turn").unlink(missing_ok=True)
     save(options.output, results)
 
 
@@ -142,7 +164,7 @@ def spawn(name: str, variant: str, options: argparse.Namespace, seconds: float) 
     """One variant in a process group of its own, which is ended when it takes too long."""
     command = [sys.executable, __file__, "--one", name, variant, "--device", options.device]
     command += ["--output", str(options.output), "--limit-kb", str(options.limit_kb)]
-    command += ["--seconds", str(options.seconds)]
+    command += ["--seconds", str(options.seconds), "--jobs", str(options.jobs)]
     if options.scale is not None:
         command += ["--scale", str(options.scale)]
     process = subprocess.Popen(
@@ -451,6 +473,7 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--seconds", type=float, default=3.0, help="to time one variant")
     parser.add_argument("--timeout", type=float, default=150.0, help="s for one variant")
     parser.add_argument("--budget", type=float, default=24.0, help="minutes for all recordings")
+    parser.add_argument("--jobs", type=int, default=1, metavar="N", help="processes at once")
     parser.add_argument("--limit-kb", type=int, default=300, help="largest trace")
     parser.add_argument("--again", action="store_true", help="also what is there already")
     parser.add_argument("--table", action="store_true", help="analyse and tabulate only")

@@ -24,6 +24,9 @@ if TYPE_CHECKING:
 
 FOLD_BELOW = 0.25
 """A finding that keeps less than this share of its own gain after those before it is a symptom."""
+LEADS_FROM = 0.5
+"""Of the gain of a finding that knows idle time by its kind alone: a finding that names the code
+behind as much of it comes first, because its fix is the smaller change."""
 
 
 @dataclass(frozen=True)
@@ -129,6 +132,8 @@ def _order(
     shown: set[int] = set()
     while waiting:
         index, gain = _best(findings, waiting, latest, chosen, estimator)
+        if by_kind_alone(findings[index]):
+            index, gain = _named_cause(findings, waiting, (index, gain), chosen, estimator)
         waiting.remove(index)
         best, alone = findings[index], _alone(findings[index])
         rival = next(
@@ -147,6 +152,40 @@ def _order(
             chosen.append(replace(ranged, priority=place, pays_after=after))
             shown.add(index)
     return chosen + folded, [f for index, f in enumerate(findings) if index not in shown]
+
+
+def by_kind_alone(finding: Finding) -> bool:
+    """It takes away idle time of some kind (launching, allocation), and names nothing behind it."""
+    return bool(finding.edits) and all(
+        edit.select.on == "gap"
+        and not (edit.select.under or edit.select.name)
+        and edit.select.at in ("", "step_start")
+        for edit in finding.edits
+    )
+
+
+def _named_cause(
+    findings: list[Finding],
+    waiting: list[int],
+    best: tuple[int, float],
+    chosen: list[Finding],
+    estimator: GainEstimator,
+) -> tuple[int, float]:
+    """The waiting finding that goes first although another one gains more, and its gain: it names
+    the code behind that idle time, and its fix takes away much of it. Else that other one."""
+    general = findings[best[0]]
+    result, most = best, LEADS_FROM * best[1]
+    for index in waiting:
+        finding = findings[index]
+        if by_kind_alone(finding) or finding.other_rank or not finding.edits:
+            continue
+        if _alone(finding) < most:
+            continue
+        own = marginal_gain(finding, chosen, estimator)
+        shared = best[1] - marginal_gain(general, [*chosen, finding], estimator)
+        if own >= most and shared >= FOLD_BELOW * own:
+            result, most = (index, own), own
+    return result
 
 
 def _alone(finding: Finding) -> float:

@@ -8,17 +8,39 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import ClassVar
 
+import numpy as np
 import polars as pl
+from numpy.typing import NDArray
 
 from advisor.core import text as t
 from advisor.core.finding import Edit, Finding, Location, Outcomes, PassedCheck, Select
 from advisor.core.rule import Evidence, Rule, Threshold
 from advisor.measure import Analysis
+from advisor.replay.selection import rows_under
 from advisor.rules.citations import CACHING_ALLOCATOR, OURS, SILENT_TRACES
 from advisor.rules.common import costliest_places, int_column, locate_row, row_numbers, sum_column
 from advisor.rules.framework_advice import in_any_language
 from advisor.rules.memory.device_memory import run_product
 from advisor.testing import Examples, TraceBuilder
+
+EMPTY_CACHE = r"\bempty_?[cC]ache\b"
+"""``torch/cuda/memory.py(…): empty_cache``, ``<built-in function _cuda_emptyCache>``."""
+DRIVER_CALLS = Select(on="host", call=("malloc", "free"))
+
+
+def frees_of_empty_cache(a: Analysis, min_burst: int = 2) -> tuple[pl.DataFrame, bool]:
+    """Frees that ``torch.cuda.empty_cache()`` makes (rows of ``Analysis.allocations``), and whether
+    Python stacks say so. Without stacks: frees outside any operator, ``min_burst`` or more in a row
+    with no allocation between. The allocator itself frees inside operators."""
+    calls = a.allocations.filter(pl.col("call").is_in(["malloc", "free"]))
+    free: NDArray[np.bool_] = (calls["call"] == "free").to_numpy()
+    named = free & rows_under(a, EMPTY_CACHE)[calls["host"].to_numpy()]
+    if named.any():
+        return calls.filter(pl.Series(named)), True
+    free = free & calls["op"].is_null().to_numpy()
+    run = np.cumsum(np.append(True, free[1:] != free[:-1])) if len(free) else np.zeros(0, int)
+    length = np.bincount(run)[run] if len(run) else run
+    return calls.filter(pl.Series(free & (length >= min_burst))), False
 
 
 class DriverAllocationRule(Rule):
@@ -41,7 +63,7 @@ class DriverAllocationRule(Rule):
     """Calls to count, as ``Analysis.allocations`` names them, and CUDA's name of each."""
     _label: ClassVar[str]
     _select: ClassVar[Select]
-    """The idle time that the calls cause."""
+    """What the fix takes away."""
 
     def _summary(self, calls: pl.DataFrame, steps: int) -> str:
         raise NotImplementedError
@@ -93,8 +115,8 @@ class AllocationsInLoop(DriverAllocationRule):
     freed and allocated again, and the caching allocator switched off. Pinned host allocations
     (``cudaHostAlloc``) have their own rule.
 
-    The gain is the GPU idle time that allocation causes, not the duration of the calls: a
-    ``cudaMalloc`` while the GPU has work queued costs nothing.
+    The gain is that of a replay without these calls: a ``cudaMalloc`` while the GPU has work queued
+    costs nothing, unless the host is late from then on.
     """
 
     id = "allocations-in-loop"
@@ -124,6 +146,10 @@ class AllocationsInLoop(DriverAllocationRule):
     )
     confidence = 0.8
 
+    most_steps = Threshold(
+        0.5, "of the steps call empty_cache(), which has a rule of its own", OURS
+    )
+
     framework_advice = in_any_language(
         "Allocate once, before the loop, and reuse the memory, or take it from a pool.",
         cuda="Use cudaMallocAsync from a pool with a high release threshold in place of cudaMalloc "
@@ -138,7 +164,15 @@ class AllocationsInLoop(DriverAllocationRule):
     _calls = {"malloc": "cudaMalloc", "free": "cudaFree"}
     _label = "allocation calls"
     terms: Mapping[str, str] = {"none": "no cudaMalloc or cudaFree"}
-    _select = Select(on="gap", cause=("allocation",))
+    _select = DRIVER_CALLS
+
+    def check(self, a: Analysis) -> Outcomes:
+        """Count the calls, unless ``empty_cache()`` in the loop is their cause."""
+        if a.device_id is None:
+            return
+        emptied = frees_of_empty_cache(a)[0]["step"].n_unique()
+        if emptied < max(self.min_steps, self.most_steps * a.step_count):
+            yield from super().check(a)
 
     def _summary(self, calls: pl.DataFrame, steps: int) -> str:
         by_call = dict(calls.group_by("call").len().iter_rows())
@@ -183,7 +217,15 @@ class AllocationsInLoop(DriverAllocationRule):
 
     @staticmethod
     def examples() -> Examples:
-        b, warm, hidden, none = (TraceBuilder() for _ in range(4))
+        b, warm, hidden, none, emptied = (TraceBuilder() for _ in range(5))
+        for _ in emptied.steps(6):
+            with emptied.op("aten::empty"):
+                emptied.call("cudaMalloc", 600)
+                emptied.call("cudaMalloc", 600)
+            run_product(emptied, 1000)
+            emptied.sync()
+            emptied.call("cudaFree", 400)
+            emptied.call("cudaFree", 400)
         for _ in b.steps(6):
             run_product(b, 1000)
             b.sync()
@@ -210,6 +252,7 @@ class AllocationsInLoop(DriverAllocationRule):
             "warm-up": (warm, "calls['step'].n_unique() < self.min_steps"),
             "the GPU has work queued": (hidden, "worth"),
             "none": (none, "calls.is_empty()"),
+            "empty_cache() in the loop": (emptied, "most_steps"),
         }
 
 

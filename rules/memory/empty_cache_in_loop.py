@@ -2,21 +2,16 @@
 
 from __future__ import annotations
 
-import numpy as np
 import polars as pl
-from numpy.typing import NDArray
 
-from advisor.core.finding import Edit, Finding, Outcomes, Select
+from advisor.core.finding import Edit, Finding, Outcomes
 from advisor.core.rule import Evidence, Rule, Threshold
 from advisor.measure import Analysis
-from advisor.replay.selection import rows_under
 from advisor.rules.citations import OURS, SILENT_TRACES
 from advisor.rules.common import amount_per_step, locate_row
 from advisor.rules.memory.device_memory import run_product
+from advisor.rules.memory.driver_allocations import DRIVER_CALLS, frees_of_empty_cache
 from advisor.testing import Examples, TraceBuilder
-
-FRAME = r"\bempty_?[cC]ache\b"
-"""``torch/cuda/memory.py(…): empty_cache``, ``<built-in function _cuda_emptyCache>``."""
 
 
 class EmptyCacheInLoop(Rule):
@@ -67,11 +62,7 @@ class EmptyCacheInLoop(Rule):
         if a.device_id is None or a.allocations.is_empty():
             return
         calls = a.allocations.filter(pl.col("call").is_in(["malloc", "free"]))
-        in_empty_cache = rows_under(a, FRAME)[calls["host"].to_numpy()]
-        free = (calls["call"] == "free").to_numpy()
-        with_stack = bool((free & in_empty_cache).any())
-        rows = free & in_empty_cache if with_stack else self._bursts(calls)
-        frees = calls.filter(pl.Series(rows))
+        frees, with_stack = frees_of_empty_cache(a, self.min_burst)
         enough = max(self.min_steps, self.min_share_of_steps * a.step_count)
         if frees["step"].n_unique() < enough:
             return
@@ -102,20 +93,12 @@ class EmptyCacheInLoop(Rule):
                     count=frees.height,
                 )
             ],
-            edits=[Edit(op="remove", select=Select(on="gap", cause=("allocation",)))],
+            edits=[Edit(op="remove", select=DRIVER_CALLS)],
             confidence_notes=[]
             if with_stack
             else ["without Python stacks: inferred from cudaFree bursts outside any operator"],
             **({} if with_stack else self.case("without stacks")),
         )
-
-    def _bursts(self, calls: pl.DataFrame) -> NDArray[np.bool_]:
-        """Frees outside any operator, at least ``min_burst`` in a row with no malloc between."""
-        free: NDArray[np.bool_] = (calls["call"] == "free").to_numpy()
-        free = free & calls["op"].is_null().to_numpy()
-        run = np.cumsum(np.append(True, free[1:] != free[:-1])) if len(free) else np.zeros(0, int)
-        length = np.bincount(run)[run] if len(run) else run
-        return free & (length >= self.min_burst)
 
     @staticmethod
     def examples() -> Examples:

@@ -6,12 +6,16 @@ from contextlib import suppress
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
+import polars as pl
 
-from advisor.core.finding import Location
+from advisor.core.finding import Location, Select
+from advisor.replay.selection import rows_under
 from advisor.rules.common import recorded_steps
 from advisor.testing import TraceBuilder
 
 if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
     from advisor.core.intervals import Floats
     from advisor.measure import Analysis
     from advisor.measure.memory.post_mortem import PostMortem
@@ -30,6 +34,25 @@ EXPANDABLE = (
     "# shell, before starting (older PyTorch: PYTORCH_CUDA_ALLOC_CONF)\n"
     "export PYTORCH_ALLOC_CONF=expandable_segments:True"
 )
+
+EMPTY_CACHE = r"\bempty_?[cC]ache\b"
+"""``torch/cuda/memory.py(…): empty_cache``, ``<built-in function _cuda_emptyCache>``."""
+DRIVER_CALLS = Select(on="host", call=("malloc", "free"))
+
+
+def frees_of_empty_cache(a: Analysis, min_burst: int = 2) -> tuple[pl.DataFrame, bool]:
+    """Frees that ``torch.cuda.empty_cache()`` makes (rows of ``Analysis.allocations``), and whether
+    Python stacks say so. Without stacks: frees outside any operator, ``min_burst`` or more in a row
+    with no allocation between. The allocator itself frees inside operators."""
+    calls = a.allocations.filter(pl.col("call").is_in(["malloc", "free"]))
+    free: NDArray[np.bool_] = (calls["call"] == "free").to_numpy()
+    named = free & rows_under(a, EMPTY_CACHE)[calls["host"].to_numpy()]
+    if named.any():
+        return calls.filter(pl.Series(named)), True
+    free = free & calls["op"].is_null().to_numpy()
+    run = np.cumsum(np.append(True, free[1:] != free[:-1])) if len(free) else np.zeros(0, int)
+    length = np.bincount(run)[run] if len(run) else run
+    return calls.filter(pl.Series(free & (length >= min_burst))), False
 
 
 class MemoryPeaks(NamedTuple):

@@ -8,39 +8,21 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import ClassVar
 
-import numpy as np
 import polars as pl
-from numpy.typing import NDArray
 
 from advisor.core import text as t
 from advisor.core.finding import Edit, Finding, Location, Outcomes, PassedCheck, Select
 from advisor.core.rule import Evidence, Rule, Threshold
 from advisor.measure import Analysis
-from advisor.replay.selection import rows_under
 from advisor.rules.citations import CACHING_ALLOCATOR, OURS, SILENT_TRACES
 from advisor.rules.common import costliest_places, int_column, locate_row, row_numbers, sum_column
 from advisor.rules.framework_advice import in_any_language
-from advisor.rules.memory.device_memory import run_product
+from advisor.rules.memory.device_memory import (
+    DRIVER_CALLS,
+    frees_of_empty_cache,
+    run_product,
+)
 from advisor.testing import Examples, TraceBuilder
-
-EMPTY_CACHE = r"\bempty_?[cC]ache\b"
-"""``torch/cuda/memory.py(…): empty_cache``, ``<built-in function _cuda_emptyCache>``."""
-DRIVER_CALLS = Select(on="host", call=("malloc", "free"))
-
-
-def frees_of_empty_cache(a: Analysis, min_burst: int = 2) -> tuple[pl.DataFrame, bool]:
-    """Frees that ``torch.cuda.empty_cache()`` makes (rows of ``Analysis.allocations``), and whether
-    Python stacks say so. Without stacks: frees outside any operator, ``min_burst`` or more in a row
-    with no allocation between. The allocator itself frees inside operators."""
-    calls = a.allocations.filter(pl.col("call").is_in(["malloc", "free"]))
-    free: NDArray[np.bool_] = (calls["call"] == "free").to_numpy()
-    named = free & rows_under(a, EMPTY_CACHE)[calls["host"].to_numpy()]
-    if named.any():
-        return calls.filter(pl.Series(named)), True
-    free = free & calls["op"].is_null().to_numpy()
-    run = np.cumsum(np.append(True, free[1:] != free[:-1])) if len(free) else np.zeros(0, int)
-    length = np.bincount(run)[run] if len(run) else run
-    return calls.filter(pl.Series(free & (length >= min_burst))), False
 
 
 class DriverAllocationRule(Rule):

@@ -9,8 +9,11 @@ from advisor.core.rule import Evidence, Rule, Threshold
 from advisor.measure import Analysis
 from advisor.rules.citations import OURS, SILENT_TRACES
 from advisor.rules.common import amount_per_step, locate_row
-from advisor.rules.memory.device_memory import run_product
-from advisor.rules.memory.driver_allocations import DRIVER_CALLS, frees_of_empty_cache
+from advisor.rules.memory.device_memory import (
+    DRIVER_CALLS,
+    frees_of_empty_cache,
+    run_product,
+)
 from advisor.testing import Examples, TraceBuilder
 
 

@@ -13,7 +13,7 @@ import pytest
 
 from advisor.read import read_trace
 from advisor.rules.kernel import kernel_common
-from advisor.rules.memory import driver_allocations, recompute
+from advisor.rules.memory import device_memory, recompute
 from advisor.rules.optimizer import single_tensor
 
 torch = pytest.importorskip("torch")
@@ -117,4 +117,4 @@ def test_a_loop_over_parameters_has_its_frame(
 
 def test_empty_cache_has_its_frame(tmp_path: Path) -> None:
     names = recorded(torch.cuda.empty_cache, tmp_path)
-    assert count(driver_allocations.EMPTY_CACHE, names) >= 1
+    assert count(device_memory.EMPTY_CACHE, names) >= 1

@@ -78,8 +78,11 @@ def sections(report: Report) -> list[Block]:
 
 
 def _largest_saving(view: MemoryView) -> list[Block]:
-    """How to make the change that frees most."""
-    most = max(view.savings, key=lambda each: each.bytes)
+    """How to make the change that frees most; where tensors are left behind by each step, the
+    change to that line: memory would run out whatever else was done."""
+    growing = {(each.file, each.line) for each in view.growth}
+    leaks = [each for each in view.savings if (each.file, each.line) in growing]
+    most = max(leaks or view.savings, key=lambda each: each.bytes)
     text, code = describe_change(most.change)
     if most.file is not None:
         text += f": {shorten(most.file)}:{most.line}"

@@ -43,6 +43,8 @@ MAX_COST = 3.0
 """Times the usual cost of an event that a measured one may be."""
 MAX_WORSE = 0.01
 """How much more of the measured steps a replay with other ranks may miss than one alone."""
+PROFILER = ("plain", "profiled", "bare")
+"""Assumptions about what is measured, not about edits."""
 MIN_LEFT = 0.3
 """No stretch of host time is taken to be more than this much profiler."""
 
@@ -52,7 +54,8 @@ def event_cost(a: Analysis) -> float:
     with and without it and the device leaves it visible, else as ``EVENT_COST_NS`` has it.
 
     Measured: what the median profiled step takes beyond the median of those around the window,
-    over the host events of a step. On a device that hardly idles the cost is hidden, and the
+    over the host events of a step on all threads that launch work: the backward pass has its own,
+    and the main thread waits for it. On a device that hardly idles the cost is hidden, and the
     difference says nothing about it. It is bounded, because steps differ for other reasons too.
     """
     usual = _mean_cost(a)
@@ -64,7 +67,10 @@ def event_cost(a: Analysis) -> float:
     if a.device_id is not None and a.breakdown.busy.total > VISIBLE * a.span_ns:
         return usual
     cpu = a.trace.cpu
-    ts = cpu["ts"].to_numpy()[(cpu["thread"] == a.trace.main_thread).to_numpy()]
+    own = (cpu["thread"] == a.trace.main_thread).to_numpy()
+    launching = cpu["thread"].gather(a.trace.gpu["launch"].drop_nulls().unique())
+    own |= cpu["thread"].is_in(launching.unique().implode()).fill_null(False).to_numpy()
+    ts = cpu["ts"].to_numpy()[own]
     begin, end = a.steps.used["ts"].to_numpy(), a.steps.used["end"].to_numpy()
     starts = np.sort(ts)
     events = (np.searchsorted(starts, end) - np.searchsorted(starts, begin)).sum()
@@ -207,10 +213,10 @@ class WindowReplayer:
         return self._plan(own.graph).run(own.weight, own.dur), own.dur, own
 
     def _patches(
-        self, edits: Sequence[Edit], assumption: str = "", *, plain: bool = False
+        self, edits: Sequence[Edit], assumption: str = "", times: float = 0.0
     ) -> list[EditedGraph]:
-        """Each rank's graph with the edits that apply to it. Correlation ids select events of one
-        trace."""
+        """Each rank's graph with the edits that apply to it, without so many times the profiler's
+        usual host time. Correlation ids select events of one trace."""
         assert self._joined is not None
         joint, members = self._joined
         result = []
@@ -220,7 +226,7 @@ class WindowReplayer:
                 for e in edits
                 if e.rank in (None, member.rank) and (member is self or not e.select.correlation)
             ]
-            real = member._real_share if plain else None
+            real = member._real_share(times)
             result.append(collect(member._selected, own, assumption, dur).made(real))
         return result
 
@@ -228,14 +234,27 @@ class WindowReplayer:
         """The edits that concern this rank when it is replayed alone."""
         return [e for e in edits if e.rank in (None, self.rank) or e.op == "remove_skew"]
 
+    @cached_property
+    def _hides_profiler(self) -> bool:
+        """The device is so busy that it sets the pace of the run's own steps. Those that a fix
+        leaves would be longer by the profiler's host time, so the gains of a recorded run, most of
+        whose steps are not profiled, are of steps without it."""
+        a = self.a
+        if a.device_id is None or a.recorded is None or a.recorded.unprofiled_median is None:
+            return False
+        step = min(a.step_ns, a.recorded.unprofiled_median)
+        return a.breakdown.busy.total > VISIBLE * step * a.step_count
+
     def period(self, edits: Sequence[Edit] = (), assumption: str = "") -> float:
         """Steady-state time of a step with edits applied. ``assumption``: ``low`` or ``high`` (a
-        small or large gain), or ``plain``: without the host time that the profiler itself takes."""
+        small or large gain); ``plain`` and ``profiled``: without and with the host time that the
+        profiler itself takes, whichever is not assumed otherwise; ``bare``: without the most that
+        it may take."""
         return self._period(edits, assumption, 0)
 
     def _period(self, edits: Sequence[Edit], assumption: str, of: int) -> float:
         """The same, of any of the ranks that are replayed together."""
-        if assumption != "plain" and all(
+        if assumption not in PROFILER and all(
             e.factor_low is None and e.factor_high is None and e.op != "parallelize" and not e.ahead
             for e in edits
         ):
@@ -246,11 +265,13 @@ class WindowReplayer:
         return self._periods[key]
 
     def _steady(self, edits: Sequence[Edit], assumption: str, of: int) -> float:
-        plain = assumption == "plain"
-        assumption = "" if plain else assumption
+        times = {"profiled": 0.0, "plain": 1.0, "bare": self._most_cost}.get(
+            assumption, float(self._hides_profiler)
+        )
+        assumption = "" if assumption in PROFILER else assumption
         if self._joined is not None:
-            return self._joined[0].steady_step(self._patches(edits, assumption, plain=plain), of)
-        real = self._real_share if plain else None
+            return self._joined[0].steady_step(self._patches(edits, assumption, times), of)
+        real = self._real_share(times)
         own = collect(self._selected, self._own(edits), assumption).made(real)
         return self._plan(own.graph).steady_step(own.weight, own.dur)
 
@@ -277,7 +298,7 @@ class WindowReplayer:
         """What edits save, no more than what they touch."""
         if not edits:
             return 0.0
-        before = self._period((), assumption if assumption == "plain" else "", of)
+        before = self._period((), assumption if assumption in PROFILER else "", of)
         saved = before - self._period(edits, assumption, of)
         return min(saved, self._most(edits, optimistic=assumption == "high"))
 
@@ -310,9 +331,10 @@ class WindowReplayer:
     ) -> tuple[float, float, Decides, Decides]:
         both = [*given, *edits]
         of = self._of(both)
+        others = ("profiled", "bare") if self._hides_profiler else ("plain",)
         gains = [
             self._saved(both, assumption, of) - self._saved(given, assumption, of)
-            for assumption in ("", "low", "high", "plain")
+            for assumption in ("", "low", "high", *others)
         ]
         error = abs(self.base.period - self.measured.period)
         least, largest = min(gains) - error, max(gains) + error
@@ -328,10 +350,26 @@ class WindowReplayer:
         return min(low, gains[0]), max(gains[0], min(high, limit)), low_by, high_by
 
     @cached_property
-    def _real_share(self) -> Array:
-        """For each edge: the share of its host time that would be there without a profiler."""
+    def _most_cost(self) -> float:
+        """Times the cost of an event that it may be: where it is hidden, it was not measured."""
+        return MAX_COST * _mean_cost(self.a) / max(event_cost(self.a), 1.0)
+
+    def _real_share(self, times: float) -> Array | None:
+        """For each edge: the share of its host time that would be there without a profiler, if that
+        takes so many times what it is taken to; ``None``: all."""
+        if not times:
+            return None
+        if times not in self._shares:
+            self._shares[times] = self._share_without(times)
+        return self._shares[times]
+
+    @cached_property
+    def _shares(self) -> dict[float, Array]:
+        return {}
+
+    def _share_without(self, times: float) -> Array:
         graph, trace = self.graph, self.a.trace
-        cost = _usual_costs(self.a) * (event_cost(self.a) / _mean_cost(self.a))
+        cost = _usual_costs(self.a) * (times * event_cost(self.a) / _mean_cost(self.a))
         share = np.ones(len(graph.weight))
         edges = np.flatnonzero((graph.edge == Edge.PROGRAM) & (graph.weight > 0))
         lane = graph.lane[graph.dst[edges]]

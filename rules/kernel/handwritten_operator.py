@@ -132,9 +132,10 @@ class HandwrittenOperator(Rule):
     The rule recognises the sequence of operators on one stream, casts in between allowed, over
     tensors of one size: ``pow mean add rsqrt mul`` is RMS normalisation, ``mean sub pow mean add
     sqrt div`` layer normalisation, ``exp sum div`` softmax, ``mul neg cat mul add`` a rotary
-    embedding, ``pow mul add mul tanh add mul`` a GELU. The factor comes from bytes: the fused
-    kernel takes one read and one write of the largest tensor at the memory rate measured for such a
-    GPU. Compiled kernels are fused already and have other names.
+    embedding, ``pow mul add mul tanh add mul`` a GELU. The kernels of their backward pass, found by
+    autograd's sequence numbers, go with them. The factor comes from bytes: the fused kernel takes
+    one read and one write of the largest tensor at the memory rate measured for such a GPU, and one
+    read more in the backward pass. Compiled kernels are fused already and have other names.
     """
 
     id = "handwritten-operator"
@@ -186,23 +187,22 @@ class HandwrittenOperator(Rule):
         memory = attainable_roofs(a.hardware).memory
         if memory is None or table["bytes"].sum() <= 0:
             return
-        rows = np.zeros(a.trace.gpu.height, dtype=np.bool_)
-        rows[table["rows"].explode().to_numpy()] = True
+        table, rows = self._with_backward(a, table)
         ops = a.kernels["op_name"].gather(np.flatnonzero(rows)).cast(pl.String).unique().sort()
         under = kernel_common.exact_pattern(ops.to_list())
         selected = kernel_common.compute_rows(a) & kernel_common.rows_launched_under(a, under)
-        ideal = pl.col("bytes") / memory.rate * 1e9 + KERNEL_NS
+        ideal = pl.col("bytes") / memory.rate * 1e9 + pl.col("kernels") * KERNEL_NS
         saved = (
             float(table.select((pl.col("dur") - slower * ideal).clip(lower_bound=0).sum()).item())
             for slower in (self.slower, self.slower_best, self.slower_worst)
         )
-        change = kernel_common.scale_kernels(
+        changes = kernel_common.fuse_kernels(
             a,
             selected,
-            saved,
             Select(on="gpu", kind=("kernel",), under=under),
-            # merging drops launches too: only where nearly all that is selected merges
-            op="merge" if int(rows.sum()) >= 0.8 * int(selected.sum()) else "scale",
+            saved,
+            int(rows.sum()),
+            int(table["kernels"].sum()),
         )
         by_pattern = (
             table.group_by("pattern")
@@ -238,8 +238,31 @@ class HandwrittenOperator(Rule):
             where=kernel_common.kernel_locations(a, rows),
             fix=" ".join([*fixes, "Compiling the model fuses such chains too."]),
             code="\n".join(self.case(pattern.name)["code"] for pattern in patterns),
-            edits=[change],
+            edits=changes,
         )
+
+    def _with_backward(
+        self, a: Analysis, table: pl.DataFrame
+    ) -> tuple[pl.DataFrame, kernel_common.Mask]:
+        """The chains with their backward passes: ``dur`` and ``bytes`` of both, ``kernels`` (fused,
+        that take their place); and the kernels of all, aligned with ``trace.gpu``. Fused, backward
+        reads the gradient besides what forward reads, and writes as much as that writes."""
+        chains = np.full(a.trace.gpu.height, -1, dtype=np.int64)
+        for number, rows in enumerate(table["rows"]):
+            chains[rows.to_numpy()] = number
+        backward = kernel_common.backward_chains(a, chains)
+        later = backward >= 0
+        spent = np.bincount(
+            backward[later], a.trace.gpu["dur"].to_numpy()[later], minlength=table.height
+        )
+        has = pl.Series(spent > 0)
+        passes = pl.Series([PATTERNS[n].passes for n in table["pattern"]])
+        table = table.with_columns(
+            dur=pl.col("dur") + pl.Series(spent),
+            bytes=pl.col("bytes") * (1 + has * (passes + 1) / passes),
+            kernels=1 + has.cast(pl.Int64),
+        )
+        return table, (chains >= 0) | later
 
     def _chains(self, a: Analysis) -> pl.DataFrame:
         """A row per chain: ``pattern`` (index in PATTERNS), ``length`` (kernels), ``dur`` (ns),

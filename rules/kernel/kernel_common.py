@@ -20,6 +20,7 @@ from advisor.measure.device.matmuls import parse_product
 from advisor.measure.device.shapes import OpInputs, width_of
 from advisor.measure.host.names import name_matches
 from advisor.measure.host.operators import KERNEL_NS, attainable_roofs
+from advisor.measure.host.stacks import innermost_ancestor, parent_rows
 from advisor.replay.selection import rows_under
 from advisor.rules.citations import FLASH_2, FLASH_3
 from advisor.rules.common import layer_columns, layer_fields, locate_row
@@ -32,6 +33,8 @@ something else, and small kernels are a symptom. TensorBoard's plugin and Nsight
 ``gpu_time_util`` call a device idle below 50%."""
 MIN_UNKNOWN_SHARE = 0.20
 """Share of kernel time with unknown rates from which a rule says so."""
+MERGED_SHARE = 0.8
+"""Share of the selected kernels that merge, from which an edit merges all neighbours."""
 UNIT = {"tf32": 4, "fp32": 4, "fp16": 8, "bf16": 8, "fp8": 16, "int8": 16}
 """Elements in 16 bytes: what one vectorised load takes."""
 PERSISTENT = r"(?i)nvjet|persistent|stream_?k|fmhaSm1|_cta_|warpspecialized"
@@ -138,6 +141,46 @@ def scale_kernels(
     total = summed_duration(a, rows)
     expected, best, worst = (min(1.0, max(0.0, 1 - ns / total)) if total else 1.0 for ns in saved)
     return Edit(op=op, select=select, factor=expected, factor_low=best, factor_high=worst)
+
+
+def backward_chains(a: Analysis, chains: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Aligned with ``trace.gpu``, as ``chains`` is (-1: in none): for kernels of the backward pass
+    the chain whose operators created their node, -1 elsewhere. They go with the chain: an operator
+    that takes its place brings its own backward pass."""
+    launch = a.trace.gpu["launch"].fill_null(-1).to_numpy()
+    # the last entry stands for "no launch in the window"
+    node = np.append(a.forward_op, -1)[launch]
+    creates = np.zeros(a.trace.cpu.height, dtype=bool)
+    creates[a.forward_op[a.forward_op >= 0]] = True
+    around = np.append(innermost_ancestor(parent_rows(a.trace), creates), -1)[launch]
+    chain_of = np.full(a.trace.cpu.height + 1, -1, dtype=np.int64)
+    forward = (chains >= 0) & (node < 0) & (around >= 0)
+    chain_of[around[forward]] = chains[forward]
+    return np.where((node >= 0) & (chains < 0) & compute_rows(a), chain_of[node], -1)
+
+
+def fuse_kernels(
+    a: Analysis,
+    selected: Mask,
+    select: Select,
+    saved: Iterable[float],
+    count: int,
+    launches: int,
+) -> list[Edit]:
+    """The Edits that fuse ``count`` of the ``selected`` kernels, which take ``saved`` (ns) less, so
+    that ``launches`` of them are left.
+
+    Where nearly all that is selected merges, neighbours merge, and their launches go. Elsewhere the
+    host saves the launched part of the operators' time."""
+    if count >= MERGED_SHARE * int(selected.sum()):
+        return [scale_kernels(a, selected, saved, select, "merge")]
+    ops = a.kernels["op_name"].gather(np.flatnonzero(selected)).drop_nulls()
+    names = exact_pattern(ops.cast(pl.String).unique().to_list())
+    left = 1 - (count - launches) / max(1, int(selected.sum()))
+    return [
+        scale_kernels(a, selected, saved, select),
+        Edit(op="scale", select=Select(on="host", kind=("op",), name=names), factor=left),
+    ]
 
 
 def select_kernels(names: Iterable[str]) -> Select:

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import numpy as np
+import polars as pl
+
 from advisor.core import text as t
 from advisor.core.finding import Edit, Finding, Outcomes, PassedCheck, Select
 from advisor.core.rule import Rule, Threshold
 from advisor.measure import Analysis
 from advisor.measure.host.names import name_matches
+from advisor.measure.host.operators import attainable_roofs
+from advisor.replay.operations import ROOFLINE_SHARE
 from advisor.rules.citations import OURS, SILENT_TRACES, SMALL_GRIDS_TRACES, TRACELENS
 from advisor.rules.common import amount_per_step, example_steps
 from advisor.rules.kernel import kernel_common
@@ -14,6 +19,11 @@ from advisor.testing import Examples, TraceBuilder
 
 TRANSPOSES = r"(?i)nchwToNhwc|nhwcToNchw|nchwToFolded|foldedNhwcToNchw|^batched_transpose_"
 """cuDNN's kernels (``cudnn::ops::nchwToNhwcKernel``) and MIOpen's (``batched_transpose_…``)."""
+NORMS = r"batch_norm_(?:collect_statistics|transform_input|backward(?:_reduce|_elemt)?)_kernel"
+"""PyTorch's own batch norm in NCHW order; in channels-last order their names say so."""
+_FORWARD, _BACKWARD = 3 / 2, 5 / 3
+"""Passes over the tensors in two kernels, over those that are counted: forward reads its input
+twice, backward its input and the gradient."""
 
 
 class LayoutTransposes(Rule):
@@ -25,6 +35,11 @@ class LayoutTransposes(Rule):
     their own included. In FP32 without TF32 the library convolves in NCHW and transposes nothing,
     and a channels-last model has no transposes either: the rule is silent on both. The first layer
     of a channels-last model may keep one (three input channels), which stays below the threshold.
+
+    PyTorch's own batch norm is slow in NCHW order, where a channel lies in as many pieces as there
+    are images. Its kernels count where their bytes are known: in channels-last order they are taken
+    to reach a share of the memory's rate. Pooling and other kernels of such a model keep their
+    time.
     """
 
     id = "layout-transposes"
@@ -50,6 +65,11 @@ class LayoutTransposes(Rule):
     min_busy = Threshold(
         kernel_common.MIN_BUSY, "share of the step the device is busy", SMALL_GRIDS_TRACES
     )
+    reach = Threshold(
+        ROOFLINE_SHARE, "of the memory's rate: batch norm in channels-last order", TRACELENS
+    )
+    best_reach = Threshold(1.0, "of the memory's rate, at best", OURS)
+    worst_reach = Threshold(0.5, "of the memory's rate, at worst", OURS)
     praise_conv = Threshold(
         0.2,
         "of kernel time in convolutions without transposes, from which the report says so",
@@ -72,7 +92,11 @@ class LayoutTransposes(Rule):
         "a model that is in channels-last order already: one op returns NCHW, and only the "
         "transposes around it can go"
     )
-    assumptions = ("every op between the convolutions keeps channels-last order",)
+    assumptions = (
+        "every op between the convolutions keeps channels-last order",
+        "batch norm reaches {reach:.0%} of the memory's rate ({worst_reach:.0%} to "
+        "{best_reach:.0%})",
+    )
     confidence = 0.85
     cases = {
         "on ROCm": {
@@ -108,6 +132,16 @@ class LayoutTransposes(Rule):
         if kernel_common.busy_share(a) < self.min_busy:
             return
         amd = a.trace.meta.vendor == "amd"
+        norms = rows & name_matches(a.trace.gpu["name"], NORMS).to_numpy()
+        norm_ns = kernel_common.summed_duration(a, norms)
+        saved = [
+            self._saved(a, norms, reach)
+            for reach in (self.reach, self.best_reach, self.worst_reach)
+        ]
+        edits = [Edit(op="remove", select=Select(on="gpu", kind=("kernel",), name=TRANSPOSES))]
+        if saved[1] > 0:
+            select = Select(on="gpu", kind=("kernel",), name=NORMS)
+            edits.append(kernel_common.scale_kernels(a, norms, saved, select))
         yield Finding(
             summary=(
                 f"Transposes between NCHW and NHWC take {share:.0%} of convolution time "
@@ -117,11 +151,25 @@ class LayoutTransposes(Rule):
                 self.compare("layout transposes, share of convolution time", share, "min_share"),
                 amount_per_step(a, "layout transposes", moved_ns),
                 amount_per_step(a, "transposes", int(moving.sum()), "count"),
+                *([amount_per_step(a, "batch norm in NCHW order", norm_ns)] if norm_ns else []),
             ],
             where=kernel_common.kernel_locations(a, moving),
-            edits=[Edit(op="remove", select=Select(on="gpu", kind=("kernel",), name=TRANSPOSES))],
+            edits=edits,
             **(self.case("on ROCm") if amd else {}),
         )
+
+    @staticmethod
+    def _saved(a: Analysis, norms: kernel_common.Mask, reach: float) -> float:
+        """What these kernels save at this share of the memory's rate, ns; 0: not known."""
+        memory = attainable_roofs(a.hardware).memory
+        if memory is None:
+            return 0.0
+        backward = name_matches(a.kernels["op_name"], "backward").to_numpy()
+        passes = np.where(backward, _BACKWARD, _FORWARD)
+        moved = a.kernels["moved"].cast(pl.Float64).fill_null(np.nan).to_numpy()
+        left = moved * passes / (reach * memory.rate) * 1e9
+        spent = a.trace.gpu["dur"].to_numpy()
+        return float(np.nan_to_num(np.clip(spent - left, 0.0, None))[norms].sum())
 
     @staticmethod
     def examples() -> Examples:

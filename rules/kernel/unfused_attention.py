@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import numpy as np
 import polars as pl
 
 from advisor.core.finding import Edit, Finding, Outcomes, PassedCheck, Select, SkippedCheck
@@ -145,8 +146,10 @@ class UnfusedAttention(Rule):
             return
         rows = kernel_common.compute_rows(a)
         blocks = kernel_common.find_blocks(a, self.max_between)
-        backward = self._backward(a, rows, blocks.rows)
-        spent = kernel_common.summed_duration(a, blocks.rows) + backward
+        attention = blocks.rows | self._backward(a, rows, blocks.rows)
+        numbered = (attention & ~blocks.rows).any()
+        unnumbered = 0.0 if numbered else self._unnumbered(a, rows, blocks.rows)
+        spent = kernel_common.summed_duration(a, attention) + unnumbered
         share = spent / total
         if share < self.min_share:
             yield from self._healthy(a, rows, total, share)
@@ -168,8 +171,8 @@ class UnfusedAttention(Rule):
                 Evidence("under the math fallback", fallback / total, "share"),
                 Evidence("tokens per sequence", fused and fused.tokens, "count"),
             ],
-            where=kernel_common.kernel_locations(a, blocks.rows),
-            edits=[self._edit(a, rows, blocks, backward, fused)],
+            where=kernel_common.kernel_locations(a, attention),
+            edits=self._edits(a, rows, blocks, attention, unnumbered, fused),
             confidence_notes=[] if fused else ["shapes, or what the GPU attains, are not known"],
             **(self.case(case) if case else {}),
         )
@@ -192,9 +195,18 @@ class UnfusedAttention(Rule):
 
     def _backward(
         self, a: Analysis, rows: kernel_common.Mask, forward: kernel_common.Mask
+    ) -> kernel_common.Mask:
+        """Kernels of attention's backward pass, aligned with ``trace.gpu``: those of the operators
+        of the forward pass, by autograd's numbers: products, softmax, scaling, mask, casts."""
+        chains = kernel_common.backward_chains(a, np.where(forward, 0, -1))
+        return rows & (chains >= 0) & ~forward
+
+    def _unnumbered(
+        self, a: Analysis, rows: kernel_common.Mask, forward: kernel_common.Mask
     ) -> float:
-        """Time of attention's backward pass, ns: softmax gradients, and of the batched products in
-        the backward pass as large a part as of those in the forward pass."""
+        """Time of attention's backward pass where no numbers are recorded, ns: softmax gradients,
+        and of the batched products in the backward pass as large a part as of those in the forward
+        pass."""
         if not forward.any():
             return 0.0
         op = a.kernels["op_name"]
@@ -206,33 +218,45 @@ class UnfusedAttention(Rule):
         spent = kernel_common.summed_duration(a, gradients & ~forward)
         return spent + part * kernel_common.summed_duration(a, products & in_backward & ~forward)
 
-    def _edit(
+    def _edits(
         self,
         a: Analysis,
         rows: kernel_common.Mask,
         blocks: kernel_common.AttentionBlocks,
-        backward: float,
+        attention: kernel_common.Mask,
+        unnumbered: float,
         fused: kernel_common.FusedEstimate | None,
-    ) -> Edit:
-        """Merges the kernels of these blocks. Operators whose time is mostly outside the blocks
-        (additions, casts) stay as they are; of the others, what is outside keeps its time."""
+    ) -> list[Edit]:
+        """Merges the kernels of ``attention``, by operator. What else the operators launch keeps
+        its time; those that are mostly elsewhere (additions, casts) are scaled, not merged."""
         op = a.kernels["op_name"]
-        share = pl.DataFrame({"op": op, "dur": a.trace.gpu["dur"], "block": blocks.rows})
+        share = pl.DataFrame({"op": op, "dur": a.trace.gpu["dur"], "own": attention})
         share = (
             share.filter(pl.Series(rows))
             .group_by("op")
-            .agg(part=pl.col("dur").filter(pl.col("block")).sum() / pl.col("dur").sum())
+            .agg(part=pl.col("dur").filter(pl.col("own")).sum() / pl.col("dur").sum())
+            .drop_nulls("op")
+            .with_columns(pl.col("op").cast(pl.String))
         )
-        own = share.filter(pl.col("part") >= MIN_PART)["op"].drop_nulls().cast(pl.String).to_list()
+        own = share.filter(pl.col("part") >= MIN_PART)["op"].to_list()
         under = [rf"{kernel_common.FORWARD}|{SOFTMAX}", kernel_common.exact_pattern(own)]
         if kernel_common.is_fallback_kernel(a).any():
             under.append(kernel_common.MATH)
         select = Select(on="gpu", kind=("kernel",), under="|".join(under))
         chosen = kernel_common.rows_launched_under(a, select.under) & rows
-        touched = kernel_common.summed_duration(a, blocks.rows & chosen) + backward
-        left = self._fused_time(a, blocks, fused, training=backward > 0)
+        touched = kernel_common.summed_duration(a, attention & chosen) + unnumbered
+        training = unnumbered > 0 or bool((attention & ~blocks.rows).any())
+        left = self._fused_time(a, blocks, fused, training=training)
         saved = [max(0.0, touched - ns) for ns in left]
-        return kernel_common.scale_kernels(a, chosen, saved, select, "merge")
+        edits = [kernel_common.scale_kernels(a, chosen, saved, select, "merge")]
+        others = attention & ~chosen
+        if others.any():
+            mixed = share.filter(pl.col("part") > 0, pl.col("part") < MIN_PART)["op"].to_list()
+            select = Select(on="gpu", kind=("kernel",), under=kernel_common.exact_pattern(mixed))
+            wider = kernel_common.rows_launched_under(a, select.under) & rows & ~chosen
+            gone = float(kernel_common.summed_duration(a, others & wider))
+            edits.append(kernel_common.scale_kernels(a, wider, [gone] * 3, select))
+        return edits
 
     def _fused_time(
         self,

@@ -27,9 +27,11 @@ from advisor.testing import Examples, TraceBuilder
 
 LOOKUP = r"^aten::embedding(?:_bag|_renorm_)?$"
 BACKWARD = r"^aten::embedding_dense_backward$"
+NODE = rf"{BACKWARD}|^autograd::engine::evaluate_function: EmbeddingBackward\d*$"
+"""On a GPU: with the sum of the gradients of several lookups in one table, each as large as it."""
 _MULTIPLIES = r"^aten::(?:mm|addmm|matmul|linear)$"
-PARTS = (BACKWARD, r"^torch::autograd::AccumulateGrad$", r"^Optimizer\.step#")
-"""What works on whole tables is in one of these."""
+PARTS = (r"^torch::autograd::AccumulateGrad$", r"^Optimizer\.step#")
+"""What else works on whole tables is in one of these."""
 MAX_DESCRIBED = 20_000
 
 
@@ -44,7 +46,8 @@ class DenseEmbeddingGradient(Rule):
     weights): its gradient is dense anyway.
 
     The gain is the time of the backward operator, and of operators of the optimizer and of gradient
-    accumulation whose input has the table's shape, less the share of rows in use.
+    accumulation whose input has the table's shape, less the share of rows in use. Several lookups
+    in one table make a gradient each, and their sum counts too.
     """
 
     id = "dense-embedding-gradient"
@@ -174,7 +177,7 @@ class _TableWork:
         self.backward = np.flatnonzero(backward & window).astype(np.int64)
         self._parts: list[tuple[Select, float]] = []
         self.ns = 0.0
-        for pattern in PARTS:
+        for pattern in (NODE if self._on_gpu else BACKWARD, *PARTS):
             inside = rows_under(a, pattern)[:-1] & window
             own, whole = self._spent(a, inside, share)
             self.ns += own

@@ -389,6 +389,26 @@ def under_load(recorded: StepRecords) -> list[Gpu]:
     ]
 
 
+def link_speed(generation: int, width: int) -> float:
+    """Relative speed of a link: every generation doubles it."""
+    return float(2.0 ** min(generation, 12) * width)
+
+
+def host_link_rate(a: Analysis) -> float | None:
+    """Peak rate of the PCIe link in one direction, GB/s, that card and slot allow; ``None``: not
+    recorded, or the GPU is unknown. An idle link runs slower, so what it runs at does not count."""
+    pcie = None if a.hardware is None else a.hardware.pcie
+    if pcie is None or a.recorded is None:
+        return None
+    possible = [
+        link_speed(gpu.pcie_gen_max, gpu.pcie_width_max)
+        for gpu in a.recorded.gpus
+        if gpu.pcie_gen_max and gpu.pcie_width_max
+    ]
+    most = link_speed(pcie.generation, pcie.lanes)
+    return pcie.gb_per_s * min(1.0, max(possible) / most) if possible else None
+
+
 def record_example(
     gpu: Gpu | Callable[[float], Gpu], b: TraceBuilder | None = None
 ) -> TraceBuilder:

@@ -13,6 +13,7 @@ from advisor.rules.citations import CHOSEN
 from advisor.rules.common import (
     impact_risk,
     impact_without_gain,
+    link_speed,
     record_example,
     recorded_steps,
     under_load,
@@ -238,7 +239,7 @@ class PcieDowngraded(Rule):
         if len(links) < self.min_samples:
             return
         speeds = [
-            _link_speed(gen, width) / _link_speed(max_gen, max_width)
+            link_speed(gen, width) / link_speed(max_gen, max_width)
             for gen, width, max_gen, max_width in links
         ]
         slower = [speed < 0.99 for speed in speeds]
@@ -278,11 +279,6 @@ class PcieDowngraded(Rule):
             "idle": (record_example(_linked(1, 16, utilisation=2)), few),
             "not recorded": (record_example(_linked(None, None)), few),
         }
-
-
-def _link_speed(generation: int, width: int) -> float:
-    """Relative speed of a link: every generation doubles it."""
-    return float(2.0 ** min(generation, 12) * width)
 
 
 def _gpu(**sensors: object) -> Gpu:

@@ -16,6 +16,8 @@ from advisor.rules.citations import ENGINE_FLOOR, SILENT_TRACES
 from advisor.rules.common import amount_per_step, of_step, per_step, sum_column
 from advisor.rules.framework_advice import NO_READS, in_any_language
 from advisor.rules.sync.host_waits import (
+    PINNED_CALLS,
+    TO_DEVICE_PINNED,
     BlockingCalls,
     count_causes,
     locate_blocking,
@@ -284,14 +286,10 @@ class BlockingPinnedCopy(BlockingRule):
         falsified_by="a run with asynchronous copies in which the GPU idles as long",
     )
 
-    _sync_selects = (
-        Select(on="host", call=("sync_stream",), under=r"^aten::(?:to|_to_copy|copy_)$"),
-        Select(on="host", call=("memcpy_blocking",)),
-    )
+    _sync_selects = PINNED_CALLS
 
     def _calls(self) -> pl.Expr:
-        to_device = (pl.col("direction") == "HtoD").fill_null(False)
-        return to_device & (pl.col("memory") == "Pinned").fill_null(False)
+        return TO_DEVICE_PINNED
 
     def _reason(self, a: Analysis, blocking: BlockingCalls) -> str:
         copies = count_noun(max(1, round(blocking.table.height / a.step_count)), "copy")

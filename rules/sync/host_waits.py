@@ -41,6 +41,17 @@ class BlockingCalls(NamedTuple):
         return max(1, round(int((self.idle > 0).sum()) / a.step_count))
 
 
+TO_DEVICE_PINNED = (pl.col("direction") == "HtoD").fill_null(False) & (
+    pl.col("memory") == "Pinned"
+).fill_null(False)
+"""Waits for copies from pinned memory to the device."""
+PINNED_CALLS = (
+    Select(on="host", call=("sync_stream",), under=r"^aten::(?:to|_to_copy|copy_)$"),
+    Select(on="host", call=("memcpy_blocking",)),
+)
+"""Candidates that select these, see :func:`make_async`."""
+
+
 def select_blocking_calls(a: Analysis, condition: pl.Expr) -> BlockingCalls:
     """The rows of ``Analysis.syncs`` that meet ``condition``, without the profiler's own.
 

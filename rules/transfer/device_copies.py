@@ -24,6 +24,12 @@ from advisor.rules.common import (
     row_numbers,
 )
 from advisor.rules.framework_advice import BATCHES_AHEAD, in_any_language
+from advisor.rules.sync.host_waits import (
+    PINNED_CALLS,
+    TO_DEVICE_PINNED,
+    make_async,
+    select_blocking_calls,
+)
 from advisor.testing import Examples, TraceBuilder
 
 _COMPILED = r"^CompiledFunction|^(?:## )?Call CompiledFxGraph|^Torch-Compiled Region"
@@ -181,6 +187,9 @@ class CopiesNotOverlapped(Rule):
     out, because they cannot run on their own (see pageable-copies), and so are copies within the
     GPU.
 
+    A prefetch copies with ``non_blocking=True``, so the GPU idle time after calls that wait for
+    such copies goes too.
+
     Where most of the copy time is hidden already, the rule is silent: a prefetch on its own stream
     works, and the rest shows where compute is missing.
     """
@@ -265,6 +274,7 @@ class CopiesNotOverlapped(Rule):
         same = copies.filter("same_stream")
         on_compute = int(same["exposed"].sum()) / max(1, int(copies["exposed"].sum()))
         moved = int(copies["bytes"].sum())
+        awaited = select_blocking_calls(a, TO_DEVICE_PINNED)
         yield Finding(
             summary=(
                 f"The GPU only copies for {of_step(a, exposed)}: "
@@ -277,11 +287,19 @@ class CopiesNotOverlapped(Rule):
                 self.compare("share", share, "min_share", per=a.per),
                 self.compare("hidden by compute", overlap, "max_overlap"),
                 Evidence("exposed on the compute stream", on_compute, "share"),
+                *(
+                    [amount_per_step(a, "GPU idle after calls that wait", awaited.total)]
+                    if awaited.total
+                    else []
+                ),
                 amount_per_step(a, "bytes", moved, "bytes"),
                 Evidence("bandwidth", moved / max(1, int(copies["dur"].sum())), "GB/s"),
             ],
             where=device_places(a, copies),
-            edits=[Edit(op="overlap", select=select) for select in _groups(copies)],
+            edits=[
+                *(Edit(op="overlap", select=select) for select in _groups(copies)),
+                *([make_async(a, awaited, *PINNED_CALLS)] if awaited.total else []),
+            ],
         )
 
     @staticmethod

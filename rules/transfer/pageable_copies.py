@@ -12,6 +12,7 @@ from advisor.core.trace import CUDA
 from advisor.measure import Analysis
 from advisor.rules.citations import (
     ENGINE_FLOOR,
+    OURS,
     PAGEABLE_64K,
     PINNED_BLOG,
     SILENT_TRACES,
@@ -21,6 +22,7 @@ from advisor.rules.common import (
     amount_per_step,
     busy_intervals,
     device_places,
+    host_link_rate,
     of_step,
     per_step,
     scale_edit,
@@ -79,10 +81,17 @@ class PageableCopies(Rule):
         2.0, "times as fast, when the trace has no pinned copy to compare with", PINNED_BLOG
     )
     worst_speedup = Threshold(1.15, "times as fast, where the host is fast", PINNED_BLOG)
+    link_share = Threshold(
+        0.85, "of the link's peak: what large pinned copies reach (55 of 63 GB/s on an H100)", OURS
+    )
+    worst_link_share = Threshold(
+        0.5, "of the link's peak, where other traffic shares it or host memory is far", OURS
+    )
 
     fix = (
         "Let the DataLoader pin its batches, and copy them with non_blocking=True. For tensors "
-        "that the main process makes, allocate one pinned buffer and refill it every step."
+        "that the main process makes, allocate one pinned buffer and refill it every step. Copied "
+        "one batch ahead on a separate stream, they cost nothing where compute takes longer."
     )
     code = (
         "loader = DataLoader(..., pin_memory=True)\n"
@@ -94,7 +103,8 @@ class PageableCopies(Rule):
     falsified_by = "copies that are pinned and take as long"
     assumptions = (
         "at best compute hides what fits under it, at worst the copy gets {worst_speedup:g} times "
-        "as fast",
+        "as fast; where the link is recorded, pinned copies reach {link_share:.0%} of its peak "
+        "({worst_link_share:.0%} at worst)",
         "the host has memory to pin",
     )
     confidence = 0.8
@@ -164,9 +174,13 @@ class PageableCopies(Rule):
             return
         speed = _speed(slow)
         pinned = _speed(copies.filter((pl.col("memory") == "pinned") & large))
-        factor = 1 / self.pinned_speedup
+        link = host_link_rate(a)
+        factor, worst = 1 / self.pinned_speedup, 1 / self.worst_speedup
         if speed and pinned:
             factor = min(1.0, speed / pinned)
+        elif speed and link:
+            factor = min(1.0, speed / (self.link_share * link))
+            worst = min(1.0, speed / (self.worst_link_share * link))
         # no more of the copy is hidden than there is other work to hide it under
         hidden = max(0, a.breakdown.busy.total - exposed) / max(1, alone.total)
         yield Finding(
@@ -181,6 +195,7 @@ class PageableCopies(Rule):
                 self.compare("share", share, "min_share", per=a.per),
                 Evidence("bandwidth of these copies", speed, "GB/s"),
                 Evidence("bandwidth of pinned copies in this trace", pinned, "GB/s"),
+                *([Evidence("peak of the PCIe link", link, "GB/s")] if link else []),
                 amount_per_step(a, "bytes", sum_column(slow["bytes"]), "bytes"),
             ],
             where=device_places(a, slow),
@@ -189,7 +204,7 @@ class PageableCopies(Rule):
                     Select(on="gpu", kind=("memcpy",), copy=tuple(directions), memory="pageable"),
                     factor,
                     max(0.0, factor - hidden),
-                    max(factor, 1 / self.worst_speedup),
+                    max(factor, worst),
                 ),
                 *([make_async(a, blocking, *_CALLS)] if blocking.total else []),
             ],

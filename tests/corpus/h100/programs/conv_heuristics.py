@@ -1,0 +1,44 @@
+"""3-D and odd convolutions with cudnn.benchmark off; cure: on."""
+import argparse, json, statistics, time
+import torch
+from torch import nn
+
+def net(width, depth, device):
+    blocks = []
+    for _ in range(depth):
+        blocks += [nn.Linear(width, width), nn.GELU()]
+    return nn.Sequential(*blocks).to(device)
+
+def main():
+    p = argparse.ArgumentParser()
+    p.add_argument("--fix", action="store_true"); p.add_argument("--tiny", action="store_true")
+    p.add_argument("--steps", type=int, default=10**9); p.add_argument("--seconds", type=float, default=2.5)
+    p.add_argument("--device", default="cuda")
+    a = p.parse_args(); dev = torch.device(a.device); torch.manual_seed(0)
+    sync = torch.cuda.synchronize if dev.type == "cuda" else (lambda: None)
+    torch.backends.cudnn.benchmark = a.fix  # FAULT
+    c = 4 if a.tiny else 96
+    model = nn.Sequential(*[m for _ in range(4) for m in (nn.Conv2d(c, c, 7, padding=3, groups=1), nn.ReLU(), nn.Conv2d(c, c, (1, 5), padding=(0, 2)), nn.ReLU())]).to(dev)
+    opt = torch.optim.SGD(model.parameters(), lr=1e-3)
+    n = 12 if a.tiny else 113
+    data = torch.randn(16 if not a.tiny else 2, c, n, n, device=dev)
+    times, done, start, block_t, block_n = [], 0, None, None, 0
+    loss = None
+    while True:
+        loss = model(data).square().mean()
+        opt.zero_grad(); loss.backward(); opt.step()
+        done += 1
+        if done == 8:
+            sync(); start = block_t = time.perf_counter(); block_n = 0
+        elif done > 8:
+            block_n += 1
+            now = time.perf_counter()
+            if now - block_t >= a.seconds / 8 or done >= a.steps:
+                sync(); times.append((time.perf_counter() - block_t) / block_n)
+                block_t, block_n = time.perf_counter(), 0
+            if done >= a.steps or now - start > a.seconds:
+                break
+    sync()
+    print(json.dumps(dict(name="conv_heuristics", fix=a.fix, step_ms=1e3 * statistics.median(times), samples=1, loss=float(loss))))
+
+main()

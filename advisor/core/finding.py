@@ -86,11 +86,12 @@ class Select(Struct, frozen=True, kw_only=True, omit_defaults=True):
     """Runtime call classes, as in the ``call`` column of ``Trace.cpu``."""
     cause: tuple[str, ...] = ()
     """Idle-gap causes, as in ``Analysis.gaps``."""
-    at: Literal["", "step_start", "graph_break", "between_steps"] = ""
-    """``gap``: only some instants (``measure/steps/instants.py``). ``step_start``: before the first
-    device work of their step. ``graph_break``: from one compiled graph to the next across a
-    break. ``between_steps``: from the end of an inference engine's step to the first work of the
-    next."""
+    at: Literal["", "step_start", "graph_break", "between_steps", "loop"] = ""
+    """``host``: ``loop``, also the thread's time from one of the events to the next, if no other
+    operator or call lies between. That is the Python of a loop. ``gap``: only some instants
+    (``measure/steps/instants.py``). ``step_start``: before the first device work of their step.
+    ``graph_break``: from one compiled graph to the next across a break. ``between_steps``: from the
+    end of an inference engine's step to the first work of the next."""
     region: tuple[str, ...] = ()
     """``graph_break``: only breaks that lead into these compiled functions, by their numbers
     (``1`` of ``Torch-Compiled Region: 1/0``)."""

@@ -31,6 +31,7 @@ from advisor.replay.graph_builder import host_end
 from advisor.replay.selection import (
     Mask,
     host_of_layer,
+    host_spans,
     selected_gaps,
     selected_gpu,
     selected_host,
@@ -38,7 +39,7 @@ from advisor.replay.selection import (
 )
 
 if TYPE_CHECKING:
-    from advisor.core.finding import Edit
+    from advisor.core.finding import Edit, Select
     from advisor.measure import Analysis
 
 MAX_LATENCY_NS = 10_000
@@ -73,7 +74,7 @@ def _touched(a: Analysis, edit: Edit, *, optimistic: bool) -> SelectedWork:
             0.0, share * float(a.gaps["dur"].filter(selected_gaps(a, select)).sum())
         )
     if select.on == "host":
-        return SelectedWork(0.0, share * _host_time(a, selected_host(a, select)).total)
+        return SelectedWork(0.0, share * _selected_time(a, select).total)
     if edit.op == "drop_launch":
         return SelectedWork(0.0, float(a.spans.total))
     mask = selected_gpu(a, select)
@@ -83,7 +84,7 @@ def _touched(a: Analysis, edit: Edit, *, optimistic: bool) -> SelectedWork:
     work = float(max(a.device_busy(mask).total, union(ts, ts + dur).total))
     mask = own if own.sum() > mask.sum() else mask
     layer = host_of_layer(select) if edit.op in ("scale", "remove") else None
-    around = float(_host_time(a, selected_host(a, layer)).total) if layer is not None else 0.0
+    around = float(_selected_time(a, layer).total) if layer is not None else 0.0
     if edit.op in ("scale", "roofline"):
         return SelectedWork(share * work, share * around)
     if edit.op == "overlap":
@@ -116,6 +117,11 @@ def _host_time(a: Analysis, mask: Mask) -> Intervals:
     cpu = a.trace.cpu
     ts = cpu["ts"].to_numpy()[mask]
     return intersect(union(ts, ts + cpu["dur"].to_numpy()[mask]), a.spans)
+
+
+def _selected_time(a: Analysis, select: Select) -> Intervals:
+    _, ts, dur = host_spans(a, select)
+    return intersect(union(ts, ts + dur), a.spans)
 
 
 def _latency(a: Analysis, mask: Mask) -> float:
@@ -171,7 +177,7 @@ def exposed_intervals(a: Analysis, edit: Edit) -> Intervals:
         layer = host_of_layer(select) if edit.op in ("scale", "remove") else None
         if layer is None:
             return result
-        return join(result, intersect(_host_time(a, selected_host(a, layer)), a.breakdown.idle))
+        return join(result, intersect(_selected_time(a, layer), a.breakdown.idle))
     if select.on == "gap":
         rows = selected_gaps(a, select)
         ts = a.gaps["ts"].to_numpy()[rows]
@@ -181,7 +187,7 @@ def exposed_intervals(a: Analysis, edit: Edit) -> Intervals:
     if edit.op == "make_async":
         return _bubbles(a, mask)
     idle = a.breakdown.idle if a.device_id is not None else a.spans
-    held = intersect(_host_time(a, mask), idle)
+    held = intersect(_selected_time(a, select), idle)
     return join(held, _bubbles(a, mask)) if edit.op == "remove" else held
 
 

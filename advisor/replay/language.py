@@ -53,10 +53,10 @@ a run with the traces of several; without it a change is made on all ranks.
 More words narrow the target down, as the findings' own edits do: ``kind:``, ``family:``, ``copy:``,
 ``memory:``, ``call:``, ``cause:``, ``stream:``, ``id:`` (correlation) take one or more values with
 commas between them, ``max:`` a duration in ns, ``bytes:`` the largest message of collectives,
-``at:`` a moment, ``region:`` the compiled functions
-that follow a graph break, ``name:`` the event that a gap is blamed on; ``ahead`` is for
-``overlap``. A factor may have a band, ``0.25..0.4..0.67``: the optimistic one, the central one,
-the pessimistic one. :func:`write_edit` writes any Edit as such a line.
+``at:`` a moment (``at:loop``, of host events: with the time between them), ``region:`` the
+compiled functions that follow a graph break, ``name:`` the event that a gap is blamed on;
+``ahead`` is for ``overlap``. A factor may have a band, ``0.25..0.4..0.67``: the optimistic one, the
+central one, the pessimistic one. :func:`write_edit` writes any Edit as such a line.
 """
 
 from __future__ import annotations
@@ -198,6 +198,8 @@ def parse_edit(line: str) -> Edit:
             raise wrong("sync:PATTERN already says what the call is under")
         select = _under(select, under[0])
     select = _narrowed(select, qualifiers, wrong)
+    if select.at == "loop" and select.on != "host":
+        raise wrong("at:loop is for host events")
     if target in NEEDS_SOMETHING and select == Select(on="host"):
         raise wrong(f"{target} needs a pattern, {target}:REGEX")
     edit = _edit(verb, select, number, wrong)
@@ -310,7 +312,7 @@ _VALUES: dict[str, tuple[str, ...]] = {
     "copy": COPIES,
     "memory": ("pageable", "pinned"),
     "call": CALLS,
-    "at": ("step_start", "graph_break", "between_steps"),
+    "at": ("step_start", "graph_break", "between_steps", "loop"),
 }
 
 

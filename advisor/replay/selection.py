@@ -125,6 +125,41 @@ def selected_host(a: Analysis, select: Select) -> Mask:
     return mask
 
 
+def host_spans(a: Analysis, select: Select) -> tuple[NDArray[np.int64], ...]:
+    """``(thread, ts, dur)`` of the selected host events, ns; with ``at="loop"`` also of the time
+    between two of them on one thread in one step with no other operator or call in between."""
+    cpu, mask = a.trace.cpu, selected_host(a, select)
+    table = cpu.select("thread", "ts", "dur").filter(pl.Series(mask))
+    if select.at == "loop":
+        table = pl.concat([table, _between(a, mask).cast(table.schema)])
+    return tuple(table[name].to_numpy() for name in ("thread", "ts", "dur"))
+
+
+def _between(a: Analysis, mask: Mask) -> pl.DataFrame:
+    outer = (
+        a.trace.cpu.select("kind", "thread", "ts", "dur", chosen=pl.Series(mask))
+        .filter(pl.col("kind").is_in(["op", "runtime"]))
+        .with_columns(end=pl.col("ts") + pl.col("dur"))
+        .sort("thread", "ts", "end", descending=[False, False, True])
+        .filter(
+            pl.col("ts") >= pl.col("end").cum_max().shift(1).over("thread").fill_null(pl.col("ts"))
+        )
+    )
+    step = np.searchsorted(a.steps.used["ts"].to_numpy(), outer["ts"].to_numpy(), side="right")
+    following = pl.col("ts", "chosen", "step").shift(-1).over("thread").name.prefix("next_")
+    return (
+        outer.with_columns(step=pl.Series(step))
+        .with_columns(following)
+        .filter(
+            pl.col("chosen")
+            & pl.col("next_chosen")
+            & (pl.col("next_step") == pl.col("step"))
+            & (pl.col("next_ts") > pl.col("end"))
+        )
+        .select("thread", ts="end", dur=pl.col("next_ts") - pl.col("end"))
+    )
+
+
 def _in_layer(a: Analysis, pattern: str, nodes: Rows) -> Mask:
     """Whether rows are of the modules that a pattern names."""
     if a.layers is None:
@@ -253,13 +288,13 @@ class Selection:
             return self.thread_intervals(main, waits.start, waits.end - waits.start)
         if select.on == "gap":
             rows = np.flatnonzero(selected_gaps(self.a, select))
-            table, thread = self.a.gaps, self.a.gaps["thread"].fill_null(-1).to_numpy()[rows]
-        else:
-            rows = np.flatnonzero(self.rows(select)[:-1])
-            table, thread = self.a.trace.cpu, self.a.trace.cpu["thread"].to_numpy()[rows]
-        return self.thread_intervals(
-            thread, table["ts"].to_numpy()[rows], table["dur"].to_numpy()[rows]
-        )
+            gaps = self.a.gaps[rows]
+            return self.thread_intervals(
+                gaps["thread"].fill_null(-1).to_numpy(),
+                gaps["ts"].to_numpy(),
+                gaps["dur"].to_numpy(),
+            )
+        return self.thread_intervals(*host_spans(self.a, select))
 
     def thread_intervals(self, thread: Array, ts: Array, dur: Array) -> dict[int, Intervals]:
         """Intervals of each thread, ns from the window's start, inside the window."""

@@ -152,7 +152,7 @@ class UnbatchedCalls(Rule):
             where=costliest_places(a, calls.to_numpy(), np.ones(len(calls), dtype=np.int64), top=1),
             edits=[
                 scale_edit(
-                    Select(on="host", kind=("op",), name=exact_pattern(chosen)),
+                    Select(on="host", kind=("op",), name=exact_pattern(chosen), at="loop"),
                     self.factor,
                     self.least,
                     self.longest,
@@ -182,8 +182,7 @@ class LoopedOperators(Rule):
     Looked for are ``torch.stack`` or ``torch.cat`` of a long list, and operators that run 64 times
     or more in the step for each of them. The rule is silent where something between reads a
     result or joins two of them, as a recurrence does: then the order matters. Joins inside a
-    DataLoader are batches. The gain is a lower bound: Python between the operators goes too, and
-    is not counted.
+    DataLoader are batches. Python between the loop's operators goes with them.
     """
 
     id = "looped-operators"
@@ -258,7 +257,7 @@ class LoopedOperators(Rule):
             known_cost=True,
             edits=[
                 scale_edit(
-                    Select(on="host", kind=("op",), name=exact_pattern(chosen)),
+                    Select(on="host", kind=("op",), name=exact_pattern(chosen), at="loop"),
                     self.factor,
                     self.factor / 2,
                     self.worst,

@@ -58,7 +58,7 @@ class Draw:
             self.work += [f"layer:{k}" for k in kinds[:4]]
         self.work += ["work", "work max:10000"] if gpu.height else []
         self.work += ["copy"] if copies else []
-        self.host = [f"op:{p}" for p in ops]
+        self.host = [f"op:{p}" for p in ops] + [f"op:{p} at:loop" for p in ops[:4]]
         self.host += [f"host:{p}" for p in most(cpu.filter(pl.col("kind") == "runtime"), 6)]
         self.host += [f"python:{p}" for p in most(cpu.filter(pl.col("kind") == "python"), 6)]
         blocking = bool(cpu["call"].is_in(list(BLOCKING)).fill_null(False).any())

@@ -57,6 +57,7 @@ HOST = st.builds(
     name=NOT_EMPTY,
     under=PATTERN,
     call=some(CALLS),
+    at=st.sampled_from(["", "loop"]),
     correlation=NUMBERS,
     max_ns=LIMIT,
 )
@@ -121,6 +122,8 @@ def test_any_edit_that_can_be_written_is_read_back(edit: Edit) -> None:
         ("roofline work 0.1..0.5..0.9", "no band"),
         ("remove work ahead", "ahead"),
         ("remove host", "needs a pattern"),
+        ("remove gap at:loop", "for host events"),
+        ("remove work at:loop", "for host events"),
     ],
 )
 def test_a_word_that_says_nothing_is_refused(line: str, words: str) -> None:

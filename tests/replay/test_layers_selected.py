@@ -80,3 +80,23 @@ def test_what_selects_nothing_is_answered_with_the_modules_there() -> None:
     with t.step():
         t.run("aten::mm", "gemm", 100)
     assert find_near_matches(t.analysis(), Select(on="gpu", layer="Block")).names == ()
+
+
+def test_a_loop_takes_its_python_with_it() -> None:
+    """Three operators of 10 µs with 20 µs between them, another one after 50, and a fourth of the
+    loop's kind behind that: 30 µs of Python are the loop's, 4 × 10 its operators'."""
+    t = TraceBuilder(gpu=None)
+    for _ in t.steps(3):
+        for op, pause in (("aten::a", 20), ("aten::a", 10), ("aten::a", 50), ("aten::b", 5)):
+            t.on_host(op, 10)
+            t.host(pause)
+        t.on_host("aten::a", 10)
+    a = t.analysis()
+    whatif = WindowReplayer(a)
+    alone = whatif.gain([parse_edit("remove op:aten::a")])
+    assert alone == pytest.approx(40_000, abs=2500)
+    assert whatif.gain([parse_edit("remove op:aten::a at:loop")]) == pytest.approx(
+        alone + 30_000, abs=500
+    )
+    everything = whatif.gain([parse_edit("remove op:aten::. at:loop")])
+    assert everything == pytest.approx(alone + 10_000 + 85_000, abs=3000)

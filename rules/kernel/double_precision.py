@@ -1,4 +1,4 @@
-"""Matrix products in double precision on the CPU."""
+"""Matrix products in double precision."""
 
 from __future__ import annotations
 
@@ -8,25 +8,35 @@ import numpy as np
 import polars as pl
 
 from advisor.core.finding import Finding, Outcomes, Select, SkippedCheck
-from advisor.core.rule import Rule, Threshold
+from advisor.core.rule import Evidence, Rule, Threshold
 from advisor.measure import Analysis
 from advisor.measure.host.optree import own_time, time_inside
 from advisor.measure.host.stacks import is_operator
 from advisor.rules.citations import CHOSEN, CURED_RECORDINGS, XPROF
 from advisor.rules.common import amount_per_step, costliest_places, of_step, scale_edit
-from advisor.rules.kernel.kernel_common import exact_pattern
+from advisor.rules.kernel.kernel_common import (
+    compute_rows,
+    exact_pattern,
+    family_rows,
+    inputs_at,
+    kernel_locations,
+    select_kernels,
+    summed_duration,
+)
 from advisor.testing import Examples, TraceBuilder
 
 
 class DoublePrecision(Rule):
-    """Where the training computes on the CPU, matrix products and convolutions take doubles
-    (float64): NumPy's arrays are doubles by default, and ``model.double()`` or
-    ``torch.set_default_dtype`` make a model of them. A vector register of the CPU holds half as
-    many doubles as floats, and memory moves twice the bytes.
+    """Matrix products and convolutions take doubles (float64): NumPy's arrays are doubles by
+    default, and ``model.double()`` or ``torch.set_default_dtype`` make a model of them. Memory
+    moves twice the bytes. A CPU computes half as many doubles as floats at once; a GPU multiplies
+    them as fast as floats (A100, H100), half as fast (V100) or far slower (GeForce).
 
-    Counted is the own time of operators of which (nearly) all calls have double inputs, once
-    products among them take enough of the step. In float32 they take about half: 0.4 to 0.75, by
-    how much of it is arithmetic, memory or overhead. On a GPU this rule is silent.
+    Counted is the own time of operators of which (nearly) all calls have double inputs, on a GPU
+    the time of kernels whose largest input is of doubles, once products among them take enough of
+    the step. In float32 they take about half: 0.4 to 0.75, by how much of it is arithmetic, memory
+    or overhead. Products on a GPU take the ratio of the peaks in float64 and float32. TF32 is
+    another fix, and is left out.
     """
 
     id = "double-precision"
@@ -51,6 +61,9 @@ class DoublePrecision(Rule):
         Threshold(0.75, "of the time in float32, where overhead is a half", CHOSEN),
     )
 
+    best_product = Threshold(0.75, "of a product's time in float32, on a GPU, at best", CHOSEN)
+    worst_product = Threshold(1.5, "of that time, at worst, but no more than in float64", CHOSEN)
+
     fix = (
         "Convert data and model to float32: NumPy's arrays are float64 by default. Keep float64 "
         "where the result needs it, such as sums over many values."
@@ -66,6 +79,9 @@ class DoublePrecision(Rule):
 
     def check(self, a: Analysis) -> Outcomes:
         """Own time of operators with double inputs, and of the products among them."""
+        if a.device_id is not None:
+            yield from self._on_gpu(a)
+            return
         if not a.trains_on_host or not a.span_ns:
             return
         if a.trace.inputs.is_empty():
@@ -105,13 +121,47 @@ class DoublePrecision(Rule):
             ],
         )
 
+    def _on_gpu(self, a: Analysis) -> Outcomes:
+        """Kernels of products of doubles, and of other operators on doubles."""
+        if not a.span_ns or a.trace.inputs.is_empty():
+            return
+        double = compute_rows(a) & _double_kernels(a)
+        products = double & family_rows(a, "gemm", "convolution")
+        ns = summed_duration(a, products)
+        if ns < self.min_share * a.span_ns:
+            return
+        gpu = a.hardware
+        peaks = (None, None) if gpu is None else (gpu.peak("fp64"), gpu.peak("fp32"))
+        ratio = min(1.0, peaks[0] / peaks[1]) if peaks[0] and peaks[1] else self.factor
+        edits = []
+        for rows, factors in (
+            (products, (ratio, self.best_product * ratio, min(1.0, self.worst_product * ratio))),
+            (double & ~products, (self.factor, self.least, self.longest)),
+        ):
+            names = a.trace.gpu["name"].gather(np.flatnonzero(rows)).cast(pl.String).unique()
+            if names.len():
+                edits.append(scale_edit(select_kernels(names.to_list()), *factors))
+        yield Finding(
+            summary=f"Matrix products and convolutions of doubles take {of_step(a, ns)}.",
+            evidence=[
+                amount_per_step(a, "products of doubles", ns),
+                self.compare("share", ns / a.span_ns, "min_share", per=a.per),
+                amount_per_step(a, "all kernels on doubles", summed_duration(a, double)),
+                Evidence("peak in FP64", peaks[0], "FLOP/s"),
+                Evidence("peak in FP32", peaks[1], "FLOP/s"),
+            ],
+            where=kernel_locations(a, double),
+            edits=edits,
+        )
+
     @staticmethod
     def examples() -> Examples:
         return {
             "a model of doubles": _products("double"),
             "a model of floats": (_products("float"), "ns < self.min_share * a.span_ns"),
             "a few doubles": (_products("double", us=100, rest=6000), "min_share"),
-            "on a GPU": (_products("double", gpu="A100"), "not a.trains_on_host"),
+            "on a GPU": _products("double", gpu="A100"),
+            "floats on a GPU": (_products("float", gpu="A100"), "ns < self.min_share * a.span_ns"),
         }
 
 
@@ -142,6 +192,20 @@ def _operators(a: Analysis) -> pl.DataFrame:
     )
 
 
+def _double_kernels(a: Analysis) -> np.ndarray:
+    """Aligned with ``trace.gpu``: kernels of operators whose largest input is of doubles."""
+    inputs = a.trace.cpu["inputs"].gather(a.kernels["op_row"])
+    double = np.zeros(a.trace.inputs.height + 1, dtype=bool)
+    # a loop over distinct input descriptions, not over events
+    for row in inputs.drop_nulls().unique().to_list():
+        tensors = inputs_at(a, row).tensors
+        if tensors:
+            largest = max(tensors, key=lambda tensor: tensor.elements)
+            double[row] = largest.elements > 1 and largest.dtype == "double"
+    result: np.ndarray = double[inputs.fill_null(-1).to_numpy()]
+    return result
+
+
 def _products(
     dtype: str, *, us: float = 3000, rest: float = 2000, gpu: str | None = None
 ) -> TraceBuilder:
@@ -149,6 +213,10 @@ def _products(
     for _ in b.steps():
         with b.op("aten::mm", [[128, 600], [600, 1200]], dtype, host_us=us):
             if gpu is not None:
-                b.launch("ampere_dgemm_128x64_nn", 300)
+                b.launch(f"ampere_{dtype[0]}gemm_128x64_nn", us)
+        if gpu is not None:
+            with b.op("aten::tanh", [[128, 1200]], dtype):
+                b.launch("void at::native::vectorized_elementwise_kernel<2>", us)
+            b.sync()
         b.on_host("aten::relu", rest)
     return b

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Mapping
+from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 import polars as pl
+from msgspec.structs import replace
 from numpy.typing import NDArray
 
 from advisor.core.finding import Finding, Outcomes, Select, SkippedCheck
@@ -14,11 +16,13 @@ from advisor.core.rule import Evidence, FrameworkAdvice, Rule, Threshold
 from advisor.core.trace import JAX, TENSORFLOW
 from advisor.measure import Analysis
 from advisor.measure.host.names import name_matches
+from advisor.measure.host.operators import attainable_roofs
 from advisor.rules.citations import (
     NCU,
     OURS,
     PEAKS,
     REAL_KERNEL,
+    SAM_PAIR,
     TF32_BLOG,
     TF32_NOTES,
     public_traces,
@@ -79,7 +83,8 @@ class Fp32Matmul(Rule):
     stale: TensorBoard's misses ``nvjet`` (all matrix time of a B200 trace) and ``wmma_tensorop``,
     and then advises mixed precision to runs that are in BF16 already.
 
-    From compute capability 8.0 the cure is TF32, one line. On Volta and Turing, which have no TF32,
+    From compute capability 8.0 the cure is TF32, one line; mixed precision, which changes more, is
+    the finding of mixed-precision-off. On Volta and Turing, which have no TF32,
     it is mixed precision in FP16; on GeForce cards, whose TF32 is as fast as their FP32, in BF16.
     Where TF32 kernels of the same kind run in the window, the switch is on already and shapes are
     the reason for the rest, which is not this rule's finding. PyTorch turns TF32 on for
@@ -93,11 +98,11 @@ class Fp32Matmul(Rule):
     id = "fp32-matmul"
     subject = "matrix products"
     title = "GEMMs or convolutions run in FP32 without tensor cores"
-    knobs = ("matmul-precision", "autocast")
-    found_in = public_traces(
+    knobs: ClassVar[tuple[str, ...]] = ("matmul-precision", "autocast")
+    found_in: ClassVar[tuple[str, ...]] = public_traces(
         "v100_train_copy_heavy pairs/sam_1_fp32_many_syncs pairs/sam_2_fp32_few_syncs"
     )
-    silent_in = public_traces(
+    silent_in: ClassVar[tuple[str, ...]] = public_traces(
         "a100_train_6steps two_ranks_rank0 b200_eager h100_bert_small_inference "
         "pairs/sam_3_bf16_compiled_sdpa"
     )
@@ -105,7 +110,8 @@ class Fp32Matmul(Rule):
         "V100 training (all matrix products are volta_sgemm: fires); A100 and two-rank training "
         "(TF32 is on: silent); B200 and H100 in BF16 (silent)"
     )
-    references = (
+    alternatives = "precision"
+    references: ClassVar[tuple[str, ...]] = (
         "https://pytorch.org/docs/stable/notes/cuda.html#tensorfloat-32-tf32-on-ampere-and-later-devices",
         "https://pytorch.org/docs/stable/amp.html",
     )
@@ -155,19 +161,16 @@ class Fp32Matmul(Rule):
     )
     praise_rate = Threshold(0.25, "of the attainable rate, to be praised", OURS)
 
-    fix = (
-        "Allow TF32 for FP32 matrix work: one line, 10 bits of mantissa instead of 23. Or train in "
-        "BF16 with autocast, which halves the bytes too."
-    )
-    code = f"{_TF32}\n# or, faster still\n{_BF16}"
+    fix = "Allow TF32 for FP32 matrix work: one line, 10 bits of mantissa instead of 23."
+    code = _TF32
     verify = f"{_VERIFY}Compare the loss curve over some hundred steps."
     falsified_by = (
         "a switch that is already set (print torch.get_float32_matmul_precision() and "
         "torch.backends.cudnn.allow_tf32), or mathematics that needs FP32"
     )
     confidence = 0.85
-    assumptions = (_REACHED, _TRAINS)
-    cases = {
+    assumptions: ClassVar[tuple[str, ...]] = (_REACHED, _TRAINS)
+    cases: ClassVar[Mapping[str, Mapping[str, Any]]] = {
         BF16: {
             "fix": "Train in BF16 with autocast. TF32 is no faster than FP32 on this GPU; 16-bit "
             "formats are.",
@@ -185,10 +188,7 @@ class Fp32Matmul(Rule):
         },
         BLIND: {"confidence": 0.7, "assumptions": (_REACHED_BLIND, _TRAINS)},
     }
-    inference = {
-        "fix": "Allow TF32 for FP32 matrix work: one line, 10 bits of mantissa instead of 23. Or "
-        "run the model in bf16, which halves the bytes too.",
-        "code": f"{_TF32}\n# or, faster still\n{_FORWARD.format('bfloat16')}",
+    inference: ClassVar[Mapping[str, Any]] = {
         "verify": f"{_VERIFY}Compare the model's outputs.",
         "assumptions": (_REACHED, _ANSWERS),
         "cases": {
@@ -385,6 +385,132 @@ class Fp32Matmul(Rule):
             "TF32 is on, an odd shape is left": (example_steps(mixed), few),
             "bound by reading the weights": (example_steps(gemv), "reachable_bandwidth"),
             "the device is mostly idle": (example_steps(idle), "min_step_share"),
+        }
+
+
+class MixedPrecisionOff(Fp32Matmul):
+    """Matrix multiplications or convolutions in full FP32, as fp32-matmul finds them, on a GPU that
+    multiplies in BF16 twice as fast as in TF32. With autocast the products take BF16, and so does
+    attention, which then runs as FlashAttention.
+
+    Products take the derated ratio of the peaks, and no less than half of their bytes need. Casts
+    of their operands come on top: about as much traffic as the products have in FP32 (0.5 to 1.5
+    times). Attention that ran in FP32 is taken to reach a share of the attainable rate, as in
+    unfused-attention. Pointwise kernels, softmax, losses and norms keep their time: autocast
+    halves the bytes of some and leaves others in FP32.
+    """
+
+    id = "mixed-precision-off"
+    title = "The step computes in FP32 without mixed precision"
+    knobs = ("autocast",)
+    found_in = public_traces("pairs/sam_1_fp32_many_syncs pairs/sam_2_fp32_few_syncs")
+    silent_in = public_traces(
+        "v100_train_copy_heavy a100_train_6steps two_ranks_rank0 b200_eager "
+        "h100_bert_small_inference pairs/sam_3_bf16_compiled_sdpa"
+    )
+    validation_note = (
+        "mask generation in FP32 on an A100, whose authors went to BF16 (fires); TF32 and BF16 "
+        "(silent)"
+    )
+    references = ("https://pytorch.org/docs/stable/amp.html",)
+
+    casts = Threshold(1.0, "of the products' bytes in FP32, for casts of operands", OURS)
+    least_casts = Threshold(0.5, "of these bytes, at best", OURS)
+    most_casts = Threshold(1.5, "of these bytes, at worst", OURS)
+    reach = kernel_common.REACH
+    best_reach = kernel_common.BEST_REACH
+    worst_reach = Threshold(0.2, "of the attainable rate, at worst: attention", SAM_PAIR)
+
+    fix = "Train in BF16 with autocast. Weights and optimizer stay in FP32; no scaler is needed."
+    code = _BF16
+    falsified_by = "mathematics that needs FP32, or an autocast region that these products leave"
+    assumptions = (
+        _REACHED,
+        "casts move {casts:.0%} of the products' bytes ({least_casts:.0%} to {most_casts:.0%})",
+        _TRAINS,
+    )
+    cases: ClassVar[Mapping[str, Mapping[str, Any]]] = {
+        BF16: {},
+        BLIND: {"confidence": 0.7, "assumptions": (_REACHED_BLIND, _TRAINS)},
+    }
+    inference: ClassVar[Mapping[str, Any]] = {
+        "fix": "Run the model in BF16, whole or with autocast.",
+        "code": _FORWARD.format("bfloat16"),
+        "verify": f"{_VERIFY}Compare the model's outputs.",
+        "assumptions": (_REACHED, assumptions[1], _ANSWERS),
+        "cases": {BLIND: {"assumptions": (_REACHED_BLIND, _ANSWERS)}},
+    }
+    framework_advice = {
+        TENSORFLOW: FrameworkAdvice(
+            "Train in mixed precision.",
+            'tf.keras.mixed_precision.set_global_policy("mixed_bfloat16")',
+        ),
+        JAX: FrameworkAdvice(
+            "Compute in bfloat16.",
+            'jax.config.update("jax_default_matmul_precision", "bfloat16")',
+        ),
+    }
+
+    def check(self, a: Analysis) -> Outcomes:
+        """The same matrix kernels; what is well or unknown, fp32-matmul says."""
+        yield from (outcome for outcome in super().check(a) if isinstance(outcome, Finding))
+
+    def _target(self, gpu: GpuSpec) -> Target | None:
+        cheaper = super()._target(gpu)
+        fp32, peak = gpu.peak("fp32"), gpu.peak("bf16")
+        if cheaper is None or cheaper.format != "tf32" or not fp32 or not peak:
+            return None  # fp32-matmul advises it
+        return Target("bf16", fp32, peak)
+
+    def _finding(
+        self, a: Analysis, slow: kernel_common.Mask, share: float, target: Target
+    ) -> Finding:
+        found = super()._finding(a, slow, share, target)
+        attention = kernel_common.compute_rows(a) & kernel_common.family_rows(a, "attention")
+        attention &= a.kernels["dtype"].is_in(["fp32", "tf32"]).fill_null(False).to_numpy()
+        edits = list(found.edits)
+        half = attainable_roofs(a.hardware).matmul.get("bf16")
+        if half is not None and attention.any():
+            flops = a.kernels["flops"].cast(pl.Float64).fill_null(np.nan).to_numpy()[attention]
+            spent = a.trace.gpu["dur"].to_numpy()[attention].astype(float)
+            saved = [
+                float(np.nan_to_num(spent - 1e9 * flops / (reach * half.rate)).clip(0.0).sum())
+                for reach in (self.reach, self.best_reach, self.worst_reach)
+            ]
+            names = a.trace.gpu["name"].gather(np.flatnonzero(attention)).cast(pl.String)
+            select = kernel_common.select_kernels(names.unique().to_list())
+            edits.append(kernel_common.scale_kernels(a, attention, saved, select))
+        return replace(
+            found,
+            title=self.title,
+            edits=edits,
+        )
+
+    def _saved(
+        self,
+        a: Analysis,
+        slow: kernel_common.Mask,
+        target: Target,
+        derating: float,
+        blind: float,
+    ) -> float:
+        casts = {self.best_derating: self.least_casts, self.worst_derating: self.most_casts}
+        moved = a.kernels["moved"].cast(pl.Float64).fill_null(0.0).to_numpy()[slow].sum()
+        memory = attainable_roofs(a.hardware).memory
+        cast_ns = 1e9 * moved * casts.get(derating, self.casts) / memory.rate if memory else 0.0
+        return max(0.0, super()._saved(a, slow, target, derating, blind) - float(cast_ns))
+
+    @staticmethod
+    def examples() -> Examples:
+        few = "share < self.min_share"
+        tf32 = "void cutlass::Kernel<cutlass_80_tensorop_s1688gemm_256x128_32x3_nn_align4>"
+        return {
+            "FP32 on an A100": _training("A100", "float", "ampere_sgemm_128x128_nn", 8000),
+            "no TF32: the other rule": (
+                _training("V100", "float", "volta_sgemm_128x128_nn", 10000),
+                "target is not None",
+            ),
+            "TF32 is on": (_training("A100", "float", tf32, 1500), few),
         }
 
 

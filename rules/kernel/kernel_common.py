@@ -174,8 +174,12 @@ def fuse_kernels(
     host saves the launched part of the operators' time."""
     if count >= MERGED_SHARE * int(selected.sum()):
         return [scale_kernels(a, selected, saved, select, "merge")]
-    ops = a.kernels["op_name"].gather(np.flatnonzero(selected)).drop_nulls()
-    names = exact_pattern(ops.cast(pl.String).unique().to_list())
+    ops = pl.DataFrame({"op": a.kernels["op_name"], "own": selected}).filter(
+        pl.Series(compute_rows(a))
+    )
+    # operators that launch other kernels too keep their time
+    ops = ops.drop_nulls("op").group_by("op").agg(pl.col("own").mean()).filter(pl.col("own") > 0.5)
+    names = exact_pattern(ops["op"].cast(pl.String).to_list())
     left = 1 - (count - launches) / max(1, int(selected.sum()))
     return [
         scale_kernels(a, selected, saved, select),

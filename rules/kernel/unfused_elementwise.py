@@ -143,13 +143,13 @@ class UnfusedElementwise(Rule):
             return
         selected = rows & kernel_common.family_rows(a, *FUSIBLE)
         saved = float(chains["saved"].sum())
-        change = kernel_common.scale_kernels(
+        changes = kernel_common.fuse_kernels(
             a,
             selected,
-            (saved * kept for kept in (self.kept, self.kept_high, self.kept_low)),
             Select(on="gpu", kind=("kernel",), family=FUSIBLE),
-            # merging drops launches too: only where nearly all that is selected merges
-            op="merge" if int(in_chain.sum()) >= 0.8 * int(selected.sum()) else "scale",
+            (saved * kept for kept in (self.kept, self.kept_high, self.kept_low)),
+            int(in_chain.sum()),
+            chains.height,
         )
         length = float(np.average(chains["count"].to_numpy(), weights=chains["dur"].to_numpy()))
         yield Finding(
@@ -166,7 +166,7 @@ class UnfusedElementwise(Rule):
                 amount_per_step(a, "saving if all links merge", saved),
             ],
             where=kernel_common.kernel_locations(a, in_chain),
-            edits=[change],
+            edits=changes,
             confidence_notes=[]
             if known >= 0.5
             else ["shapes are not recorded: bytes are estimated from the number of kernels"],

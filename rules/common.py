@@ -322,6 +322,15 @@ def local_ranks(a: Analysis) -> int:
     return int(text) if text.isdecimal() and 0 < int(text) < 1024 else 1
 
 
+def device_waits(a: Analysis) -> float | None:
+    """What a GPU waits in the mean step of the run, ns: that step without the time that the GPU
+    works in one. ``None``: the host computes the steps, or no window shows what the GPU does."""
+    mean = recorded_steps(a).mean
+    if a.trains_on_host or a.device_id is None or mean is None:
+        return None
+    return max(0.0, mean - a.breakdown.busy.total / a.step_count)
+
+
 def impact_per_step(
     a: Analysis,
     gain: float,
@@ -330,13 +339,20 @@ def impact_per_step(
     high: float | None = None,
     method: str = METHOD,
     of_median: bool = False,
+    of_host: bool = True,
+    outside: float = 0.0,
 ) -> Impact:
-    """An impact in time per step, from recorded host times, ns: of the mean step, or
-    ``of_median``. No fix saves more than that step, whatever other steps take."""
+    """An impact in time per step, from recorded times, ns: of the mean step, or ``of_median``. No
+    fix saves more than that step, whatever other steps take; one ``of_host`` time saves no more
+    than a GPU waits, in the step and ``outside`` of it."""
     recorded = recorded_steps(a)
     step = (recorded.median if of_median else recorded.mean) or 0.0
+    most = step
+    waits = device_waits(a) if of_host else None
+    if waits is not None:
+        most = min(step, waits + outside)
     if step:
-        gain, high = min(gain, step), min(gain if high is None else high, step)
+        gain, high = min(gain, most), min(gain if high is None else high, most)
     impact = impact_over_run(gain, low=min(low, gain), high=high, method=method, of=step)
     return replace(impact, currency="step_time")
 

@@ -363,7 +363,7 @@ def _match_loading(finding: Finding, a: Analysis) -> Finding:
         return finding
     most = round(share * step)
     inside = _loading_share(a)
-    if inside and share > MORE_LOADING * inside and recorded.count >= MIN_RUN_STEPS:
+    if inside and share > MORE_LOADING * inside and recorded.used.sum() >= MIN_RUN_STEPS:
         finding = _scaled(finding, share / inside)
         loading = Evidence("getting data, in the run's own steps", share * step, "ns", per="step")
         finding = replace(finding, evidence=[loading, *finding.evidence])

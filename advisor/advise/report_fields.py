@@ -33,7 +33,7 @@ from advisor.measure.device.energy import step_energy
 from advisor.measure.host.layers import report_layers
 from advisor.measure.host.operators import list_attainable_rates, rooflines
 from advisor.measure.host.optree import op_table, range_table
-from advisor.measure.steps.step_records import MIN_AROUND, MIN_PROFILED
+from advisor.measure.steps.step_records import MIN_AROUND, MIN_DEVICE_TIMED, MIN_PROFILED
 from advisor.measure.steps.steps import recorded_extent
 
 if TYPE_CHECKING:
@@ -156,7 +156,7 @@ def _recorded_scope(a: Analysis) -> Scope:
     """Of a run without a profiled window: the recorder's own steps."""
     recorded = a.recorded
     assert recorded is not None
-    dur = recorded.dur[recorded.used]
+    dur = recorded.lengths
     device = next(iter(recorded.record.rank.devices), None)
     return Scope(
         rank=a.trace.meta.rank,
@@ -240,11 +240,10 @@ def recorded_view(a: Analysis) -> RecordedSteps | None:
     recorded = a.recorded
     if recorded is None:
         return None
-    mean = recorded.mean or 0.0
     phases = [
-        Phase(name, float(values[recorded.used].mean()), float(values[recorded.used].mean()) / mean)
+        Phase(name, float(values[recorded.used].mean()), recorded.share(name) or 0.0)
         for name, values in recorded.phases.items()
-        if mean and values[recorded.used].any()
+        if values[recorded.used].any()
     ]
     end = next(reversed(recorded.record.of_kind("end")), None)
     whole = int(recorded.dur.sum()) + recorded.outside
@@ -253,7 +252,7 @@ def recorded_view(a: Analysis) -> RecordedSteps | None:
         used=recorded.count,
         median_ns=recorded.median,
         mean_ns=recorded.mean,
-        p99_ns=recorded.quantile(0.99) if recorded.count >= 100 else None,
+        p99_ns=recorded.quantile(0.99) if len(recorded.lengths) >= 100 else None,
         profiled_steps=int(recorded.profiled.sum()),
         profiled_median_ns=recorded.profiled_median,
         observer_effect=recorded.observer_effect,
@@ -274,9 +273,10 @@ def step_durations(a: Analysis) -> list[StepDurations]:
     recorded = a.recorded
     if recorded is not None:
         plain = np.array([not step.evaluation for step in recorded.steps], dtype=bool)
-        rows = np.flatnonzero(recorded.used & plain)
+        rows = np.flatnonzero(recorded.timed & plain)
         numbers = [recorded.steps[row].n for row in rows]
-        result.append(_durations("recorder", numbers, recorded.dur[rows].tolist()))
+        lengths = recorded.length[rows].astype(np.int64).tolist()
+        result.append(_durations("recorder", numbers, lengths))
     if a.steps.source != "whole trace":
         result.append(_durations("trace", _numbers(a), a.steps.used["dur"].to_list()))
     return [each for each in result if each.durations_ns]
@@ -424,7 +424,9 @@ at either end is what is not usual in a run."""
 def step_time(a: Analysis) -> StepTime | None:
     """What a step of the run takes; ``None``: a trace alone, one without steps, or too few."""
     recorded = a.recorded
-    if recorded is None or not recorded.median or recorded.count < MIN_STEPS:
+    if recorded is None or not recorded.median:
+        return None
+    if recorded.count < (MIN_DEVICE_TIMED if recorded.host_is_ahead else MIN_STEPS):
         return None
     run = recorded.median
     result = StepTime(ns=run, mean_ns=recorded.mean or run)
@@ -435,7 +437,7 @@ def step_time(a: Analysis) -> StepTime | None:
     result.window_ns = a.step_ns
     result.window_slowdown = a.step_ns / run - 1
     kept = recorded.kept(a.trace.meta.window)
-    inside, around = recorded.dur[kept], recorded.around(kept)
+    inside, around = recorded.length[kept & ~np.isnan(recorded.length)], recorded.around(kept)
     result.in_warm_up = bool(kept.any()) and not recorded.after_warmup[kept].any()
     if len(around) < MIN_AROUND:
         return result
@@ -445,7 +447,7 @@ def step_time(a: Analysis) -> StepTime | None:
     result.nearby_ns = beside
     if len(inside) >= MIN_PROFILED:
         result.profiler_overhead = float(np.median(inside)) / beside - 1
-    used = recorded.dur[recorded.used]
+    used = recorded.lengths
     result.share_beyond = float((used >= beside if beside > run else used <= beside).mean())
     result.atypical = (
         abs(beside / run - 1) >= MIN_APART_SHARE and result.share_beyond < MAX_SIMILAR_SHARE

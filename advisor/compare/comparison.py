@@ -89,7 +89,8 @@ class StepTimeChange(Struct, kw_only=True):
     """``slower`` or ``faster``: the interval of the difference excludes 0. ``no difference``: it
     includes 0. ``not measured``: see ``reason``."""
     source: str
-    """``recorder``: unprofiled steps, host time from boundary to boundary. ``trace``: the profiled
+    """``recorder``: unprofiled steps, from boundary to boundary on the host, or on the device
+    where the host runs ahead of it. ``trace``: the profiled
     steps of the window. Empty: neither."""
     before: Distribution | None = None
     """``null``: no steps."""

@@ -164,7 +164,7 @@ class StepTime(Struct, kw_only=True):
     while nothing is profiled. Gains are of it."""
 
     ns: float
-    """Median of the steps that count (``StepRecords.used``), ns."""
+    """Median of the steps that count (``StepRecords.timed``), ns."""
     mean_ns: float
     """Their mean, ns."""
     window_ns: float | None = None
@@ -414,9 +414,11 @@ class RecordedSteps(Struct, kw_only=True):
     steps: int
     """Steps that were recorded."""
     used: int
-    """Steps that count: after the warm-up, no window open, not the one after a window."""
+    """Steps that count: after the warm-up, no window open, not the one after a window.
+    Where the host runs ahead of the device, those that CUDA events timed."""
     median_ns: float | None
-    """Of the steps that count; ``null``: there are none."""
+    """Of the steps that count; ``null``: there are none, or the host runs ahead and nothing says
+    what a step takes."""
     mean_ns: float | None
     """Of the steps that count."""
     p99_ns: float | None
@@ -429,7 +431,7 @@ class RecordedSteps(Struct, kw_only=True):
     """How much longer these are than the unprofiled ones around them, as a share of those;
     ``null``: one kind is missing."""
     phases: list[Phase]
-    """Host time by phase, largest first; adds up to the mean step."""
+    """Host time by phase, largest first; adds up to the mean step on the host."""
     samples_per_second: float | None
     """Batch sizes over the time of the steps that count, this rank; ``null``: sizes unknown."""
     samples_per_step: int | None = None

@@ -124,7 +124,15 @@ class Analysis:
     @cached_property
     def recorded(self) -> StepRecords | None:
         """The recorder's steps and samples of this rank; ``None``: a trace alone."""
-        return None if self.record is None else StepRecords(self.record)
+        if self.record is None:
+            return None
+        return StepRecords(self.record, self._busy_where_the_host_is_ahead)
+
+    def _busy_where_the_host_is_ahead(self) -> float | None:
+        """Mean time that the device works in a step, ns; ``None``: the host waits for it."""
+        if self.steps.ahead_ns is None:
+            return None
+        return self.device_busy(self.in_window).total / self.step_count
 
     forward_only = cached_property(forward_only)
     """The loop does not train, as far as is recorded."""

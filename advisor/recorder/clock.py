@@ -59,7 +59,7 @@ ever seen, and whether what follows is of no use for telling a loop that does no
     MARK,  # (phase, CUDA event)
     MARKS_END,  # nothing: no more of them for a while
     APPLIED,  # time: weights or gradients were changed since the last backward
-    FORWARD_OF,  # id of the module whose forward ended just before; 0: it is no model
+    FORWARD_OF,  # id of the module whose forward ended just before; negative: it has no parameters
     GENERATE,  # time: a call of ``generate`` begins; its forwards are seen as well
     GENERATED,  # time: it has ended
 ) = range(MAX_PHASES, MAX_PHASES + 31)

@@ -3,14 +3,16 @@
 It reads the same tape as ``steps``, beside it, until something is learnt in the process (a
 backward, an optimizer's step) or the user says where steps end. Once a step is found that way, all
 that was found here was a validation before the training, and is dropped. So it is written apart
-(``inference.jsonl``), and nothing of it reaches the record of a training.
+(``inference.jsonl``), and nothing of it reaches the record of a training. Where little was learnt
+and many forwards follow, the session has it look again (``RecordingSession._look_again``).
 
 - With a loader a step goes from one fetch to the next, however many forwards are in it.
 - Without one it ends with an outermost forward, and begins where the one before ended. Where
   several modules take turns (encoder, decoder), the one that comes again ends it.
 - A call of ``generate`` is one forward, whatever it calls.
 
-Modules without parameters and submodules (transforms, losses) are not counted.
+Modules without parameters and submodules (transforms, losses) are not counted. But where no other
+is called and several of them take turns, they are a model's whose weights functions use.
 """
 
 from __future__ import annotations
@@ -20,6 +22,7 @@ from typing import Any, NamedTuple
 
 from advisor.recorder import clock as tape
 from advisor.recorder.clock import BACKWARD, DATA, FORWARD, MAX_PHASES, OPTIMIZER, Clock
+from advisor.recorder.steps import MAX_EVENTS
 
 LOOP = 3
 """Steps from which it is a loop: a model that is called once or twice is being tried."""
@@ -30,6 +33,8 @@ SINGLE = 64
 (``x = next(iter(loader))`` before it) …"""
 TIMES = 4
 """… and that many times what was in a step before."""
+MAX_CYCLE = 512
+"""Calls of modules without parameters in a cycle of them, at most."""
 AHEAD = 8
 """Batches fetched without a forward, beyond as many as there are steps: something that is not seen
 works on them, perhaps a training."""
@@ -79,14 +84,28 @@ class Inferred(NamedTuple):
     memory: Any
     graphs: int
     """Forwards, in evaluation mode, that made a graph."""
+    marks: Any = None
+    """CUDA events, with the phase that each begins; ``None``: not of the whole step."""
 
 
 class Inference:
-    """``emit`` is called with each step. ``lifted``: whether forwards cannot be seen at present."""
+    """``emit`` is called with each step. ``lifted``: whether forwards cannot be seen at present.
+    ``anew``: called where the steps so far were none of a model's; these follow."""
 
-    def __init__(self, emit: Callable[[Inferred], None], lifted: Callable[[], bool]) -> None:
+    def __init__(
+        self,
+        emit: Callable[[Inferred], None],
+        lifted: Callable[[], bool],
+        anew: Callable[[], None],
+    ) -> None:
         self._emit = emit
         self._lifted = lifted
+        self._anew = anew
+        self._plain: list[int] | None = []
+        """Modules without parameters in the order of their calls, until it is known whether they
+        count; ``None``: it is."""
+        self._only_plain = False
+        """They do: no other is called."""
         self.count = 0
         """Steps that were handed on."""
         self._clock = Clock()
@@ -110,6 +129,9 @@ class Inference:
         self._generated = False
         self._gc = self._graphs = 0
         self._memory: Any = None
+        self._marks: list[Any] = []
+        """CUDA events since the step began, where ``_marked``; else, those that were made last."""
+        self._marked = False
 
     def start(self, now: int) -> None:
         """Begin, with no phase open."""
@@ -143,9 +165,16 @@ class Inference:
             elif code == tape.BATCH:
                 if self._batches:
                     self._batches[-1] = value
+            elif code == tape.MARK:
+                self._marks.append(value)
+                if len(self._marks) > MAX_EVENTS:
+                    self._without_marks()
+            elif code == tape.MARKS_END:
+                self._without_marks()
             elif code == tape.GENERATE:
                 if not self._open:
                     self._begin(value)
+                    self._without_marks()  # the last one is older
                 self._inside += 1
             elif code == tape.GENERATED:
                 self._generate_ended(value)
@@ -178,7 +207,19 @@ class Inference:
 
     # -- inside ---------------------------------------------------------------------------------
 
+    def _without_marks(self) -> None:
+        self._marks = []
+        self._marked = False
+
+    def _cut_marks(self) -> list[Any] | None:
+        """The events of what ends here; the last of them begins what follows."""
+        made = self._marks if self._marked and len(self._marks) > 1 else None
+        self._marks = self._marks[-1:]
+        self._marked = bool(self._marks)
+        return made
+
     def _begin(self, now: int) -> None:
+        self._cut_marks()
         self._clock.cut(now)
         self._begun = now
         self._open = True
@@ -212,13 +253,31 @@ class Inference:
 
     def _forwarded(self, module: int) -> None:
         """A forward has ended, at the time of the entry before."""
-        if not module:
-            return
+        if module < 0:
+            if self._plain is not None:
+                self._plain.append(module)
+                self._only_plain = _take_turns(self._plain)
+                self._plain = None if self._only_plain else self._plain[-LOOP * MAX_CYCLE :]
+            if not self._only_plain:
+                return
+        elif self._only_plain or self._plain is not None:
+            self._found_model()
         if self._inside:
             self._inner += 1
             return
         self._generated = False
         self._piece(self._clock.last, module, 1)
+
+    def _found_model(self) -> None:
+        """A model is called for the first time: what was done so far prepared that."""
+        self._plain, self._only_plain = None, False
+        self._primary = None
+        self._known.clear()
+        self._parts.clear()
+        self._kept.clear()
+        if self.count:
+            self.count = 0
+            self._anew()
 
     def _generate_ended(self, now: int) -> None:
         self._inside = max(0, self._inside - 1)
@@ -243,6 +302,7 @@ class Inference:
             self._clock.rest()
         if len(self._parts) > MAX_PARTS:
             del self._parts[0]
+            self._without_marks()
 
     def _took_turn(self, part: InferencePart, late: bool = False) -> None:
         """Without a loader: whether the step ends here."""
@@ -289,18 +349,29 @@ class Inference:
         batches, self._batches = self._batches, []
         forwards = sum(part.forwards for part in parts)
         unaided = self._outside and not self._generated
+        marks = self._cut_marks()
         step = Inferred(
             self.count + len(self._kept), parts[0].t, end, phases, batches, forwards, late,
-            unaided, self._gc, self._memory, self._graphs,
+            unaided, self._gc, self._memory, self._graphs, None if late else marks,
         )  # fmt: skip
         self._gc, self._memory, self._graphs = 0, None, 0
         if self.count:
             self.count += 1
             self._emit(step)
             return
-        self._kept.append(step)
+        self._kept.append(step._replace(marks=None))
         if len(self._kept) >= LOOP:
             kept, self._kept = self._kept, []
             for result in kept:
                 self.count += 1
                 self._emit(result._replace(late=late or result is not kept[-1]))
+
+
+def _take_turns(modules: list[int]) -> bool:
+    """Whether the last calls are a few times the same cycle of several modules."""
+    last = modules[-1]
+    for size in range(2, min(MAX_CYCLE, len(modules) // LOOP) + 1):
+        if modules[-1 - size] == last:
+            cycle = modules[-size:]
+            return len(set(cycle)) == size and modules[-LOOP * size :] == cycle * LOOP
+    return False

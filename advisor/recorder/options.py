@@ -78,8 +78,8 @@ class RecordOptions:
     nvtx: bool = True
     """Ranges of the domain ``advisor`` for Nsight Systems, where the nvtx package is installed."""
     cuda_events: int = 4
-    """Device time by phase of every so many steps, by CUDA events that are never waited for.
-    0: none."""
+    """Device time by phase of one in so many steps, by CUDA events that are never waited for: at
+    most ten times a second where steps are short, and of every step from 50 ms on. 0: none."""
     telemetry: float = 2.0
     """Samples a second of GPU and host. 0: none."""
     stack_samples: bool = True

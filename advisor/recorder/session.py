@@ -42,6 +42,7 @@ from advisor.recorder.clock import (
     MAX_TAPE,
     MEMORY,
     ONLINE,
+    OPTIMIZED,
     OPTIMIZER,
     PHASE,
     RESET,
@@ -76,6 +77,15 @@ _T = TypeVar("_T")
 
 
 MAX_MESSAGE = 500
+MIN_FORWARDS, MOSTLY_FORWARDS = 10, 2
+"""Forwards after the last backward or update from which they may be a loop that does not train: so
+many, and so many times the backwards and updates …"""
+LITTLE_TRAINING = 10
+"""… of fewer steps, before a window …"""
+MAX_LOOKS = 3
+"""… and how often: training and rollouts that take turns are a training."""
+MAX_TICKS = 64
+"""Optimizer's steps or forwards of a step for which CUDA events are made at most."""
 IDLE_UPDATES, IDLE_SECONDS = 3, 0.3
 """Updates by a thread that is not watched, and the time they take, while the watched one does
 nothing: then it is the one that trains."""
@@ -135,9 +145,10 @@ class RecordingSession(Listener):
         self.reader = TapeReader(self.loaders, self._emit, self._emit_block)
         self.steps = self.reader.steps
         self.steps.anew = self._begin_steps_anew
-        self.inference = Inference(self._emit_inferred, lambda: self.hooks.lifted)
-        self.reader.inference = self.inference
+        self.inference = self._look_for_inference()
         self.reader.learnt = self._learnt
+        self.reader.rests = self._look_again
+        self._looked_again = 0
         self.tape.here[LEARNT] = 0
         self._generate: tuple[int, Any] | None = None
         """The call of ``generate`` that was going on when it was met first: its frame."""
@@ -157,7 +168,9 @@ class RecordingSession(Listener):
         self.hooks = Hooks(self)
         self.pauses = Pauses(self.tape, self.tell)
         self.allocator = AllocatorStats(torch)
-        self.marks = Marks(self.tape, torch, options.cuda_events) if options.cuda_events else None
+        self.marks: Marks | None = None
+        if options.cuda_events:
+            self.marks = Marks(self.tape, torch, options.cuda_events, self._count_ticks)
         self.windows = Windows(
             options,
             self.rank,
@@ -333,8 +346,8 @@ class RecordingSession(Listener):
             counters = self.allocator.sample()
             if counters is not None:
                 self.tape.log.extend((MEMORY, counters))
-            if self.marks is not None:
-                self.marks.on_optimizer_step()
+            if self.marks is not None and not self.steps.explicit:
+                self.marks.on_tick()
             if len(self.tape.log) > MAX_TAPE:
                 self.tape.log.clear()
                 raise RuntimeError("the recorder's thread does not keep up")
@@ -350,7 +363,7 @@ class RecordingSession(Listener):
             elif GENERATION in sys.modules:
                 self._meet_generate(sys._getframe(2))
             model = getattr(module, "_parameters", None) or getattr(module, "_modules", None)
-            put((FORWARD_OF, id(module) if model else 0))
+            put((FORWARD_OF, id(module) if model else -id(module)))
             self._inferred()
         except Exception as error:
             self.broken(error)
@@ -415,6 +428,8 @@ class RecordingSession(Listener):
     def on_step_end(self) -> None:
         """A step ends here."""
         self._say(BOUNDARY)
+        if self.marks is not None and self.steps.explicit:
+            self.marks.on_tick()
 
     def begin_loop(self) -> None:
         """A loop begins whose every iteration is a step."""
@@ -552,7 +567,18 @@ class RecordingSession(Listener):
             counters = self.allocator.sample()
             if counters is not None:
                 tape.log.extend((MEMORY, counters))
+            if self.marks is not None:
+                self.marks.on_tick()
             self.read_tape()
+
+    def _count_ticks(self) -> int:
+        """Optimizer's steps in a step, or forwards in one of a loop that does not train."""
+        steps = self.steps
+        if steps.explicit:
+            return 1
+        count = steps.count or self.inference.count
+        ticks = steps.seen["optimized"] if steps.count else steps.forwards
+        return min(MAX_TICKS, -(-ticks // count)) if count else 1
 
     def _meet_generate(self, frame: FrameType | None) -> None:
         """Listen to ``generate``, if it came since the last look; the first call of it may be going
@@ -574,6 +600,32 @@ class RecordingSession(Listener):
                 return
             frame = frame.f_back
         self.on_generate_start()
+
+    def _look_for_inference(self) -> Inference:
+        result = Inference(self._emit_inferred, lambda: self.hooks.lifted, self._infer_anew)
+        self.reader.inference = result
+        return result
+
+    def _look_again(self, forwards: int) -> None:
+        """So many forwards have followed what was learnt last. Where that was little, as to try the
+        model or to warm up, they may be a loop that does not train, or a validation."""
+        steps, windows = self.steps, self.windows
+        learnt = steps.seen["backwards"] + steps.seen["optimized"]
+        if forwards < max(MIN_FORWARDS, MOSTLY_FORWARDS * learnt):
+            return
+        little = steps.count < LITTLE_TRAINING and windows.first_due and not steps.explicit
+        if not little or self._looked_again >= MAX_LOOKS:
+            return
+        self._looked_again += 1
+        self.inference = self._look_for_inference()
+        self.inference.start(self.reader.clock.last)
+        self.tape.here[LEARNT] = self.tape.here[OPTIMIZED] = 0
+
+    def _infer_anew(self) -> None:
+        """What was taken for steps of a loop that does not train came before the model."""
+        self.writer.put(NO_INFERENCE)
+        if self.windows.enabled:
+            self.windows.restart("it lies before the model's forwards")
 
     def _learnt(self) -> None:
         """A backward or the like: from now on no steps of another loop are looked for."""
@@ -683,10 +735,12 @@ class RecordingSession(Listener):
         exporting = window is None and windows.exporting(step.t, step.end)
         self.writer.put(
             RecordedStep(step.n, step.t, step.end, step.phases, max(1, len(step.batches)), 0,
-            window, step.gc, step.batches, step.memory, None, trains=False, exporting=exporting,
+            window, step.gc, step.batches, step.memory, self._reading_of(step.marks), trains=False,
+            exporting=exporting,
             unused_graphs=step.graphs)
         )  # fmt: skip
         if step.n == 0:
+            self._forget_training()
             self._first(1)
             windows.fit_to_forwards(step.forwards)
         windows.unaided = step.unaided
@@ -697,6 +751,14 @@ class RecordingSession(Listener):
         else:
             windows.step(step.n + 1, slowed, duration)
             self._settle()
+
+    def _forget_training(self) -> None:
+        """A loop that does not train has begun, after little training."""
+        if self._looked_again:
+            if self.steps.count:
+                self.writer.put(NO_STEPS)
+                self.windows.restart("it lies before a loop that does not train")
+            self.steps.forget()
 
     def _emit_block(self, block: RepeatedBlock) -> None:
         """Steps that were read together, in the writer's thread."""

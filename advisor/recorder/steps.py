@@ -47,6 +47,8 @@ MAX_EARLY = 80
 """First steps that are found anew where another optimizer turns out to step less."""
 MAX_PERIOD = 32
 """Steps of another optimizer in one of that which ends steps: more are steps of their own."""
+MAX_EVENTS = 65_536
+"""CUDA events of a segment: of more, one is too long to be a step."""
 PERIODS = 4
 """Times its usual interval after which an optimizer that ended steps is taken to have gone."""
 
@@ -426,6 +428,16 @@ class StepFinder:
         self._cut(now)
         self.open = False
 
+    def forget(self) -> None:
+        """What was learnt so far was a trial of the model: no step is open, and the next one is the
+        first."""
+        self.drop_step(self.clock.last)
+        self.count = self.gap = self._micro = self._earlier_graphs = self.unused_graphs = 0
+        self._primary = self._first = self._early = None
+        self._optimizers.clear()
+        self._since.clear()
+        self._period, self._buffered = 1, False
+
     def finish(self, now: int) -> None:
         """Recording ends: a step that is complete is kept, one that is not is dropped."""
         if self.explicit:
@@ -450,6 +462,8 @@ class StepFinder:
     def add_event(self, mark: Any) -> None:
         """A CUDA event was made."""
         self.marks.append(mark)
+        if len(self.marks) > MAX_EVENTS:
+            self.without_events()
 
     def without_events(self) -> None:
         """There will be no CUDA events for a while."""

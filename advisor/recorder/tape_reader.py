@@ -15,7 +15,7 @@ from typing import Any
 from advisor.recorder import clock as tape
 from advisor.recorder.clock import DATA, FORWARD, MAX_PHASES, ONLINE, OPTIMIZER, THREAD, Clock, Tape
 from advisor.recorder.hooks import Hooks, Listener
-from advisor.recorder.inference import Inference
+from advisor.recorder.inference import LEARNING, LEARNT, Inference
 from advisor.recorder.loaders import Loaders
 from advisor.recorder.repeated_steps import RepeatedBlock, StepMatcher
 from advisor.recorder.steps import StepFinder, StepSegment
@@ -51,6 +51,9 @@ class TapeReader:
         """Looks for the steps of a loop that does not train, until something is learnt."""
         self.learnt: Callable[[], None] | None = None
         """Called when that happens."""
+        self.rests: Callable[[int], None] | None = None
+        """Called with the forwards since anything was learnt, once ``inference`` is gone."""
+        self._forwards = 0
         self.memory: Any = None
         """The allocator's counters since the last step."""
         self.paused = 0
@@ -94,6 +97,7 @@ class TapeReader:
         codes, values = taken[::2], taken[1::2]
         if self.inference is not None and not self.inference.read(codes, values):
             self.inference = None
+            self._forwards = 0
             if self.learnt is not None:
                 self.learnt()
         self._repeats.forget()
@@ -117,6 +121,10 @@ class TapeReader:
             if entry >= breath:
                 time.sleep(BREATH_SECONDS)
                 breath = entry + ENTRIES_PER_READ
+        if self.inference is None and self.rests is not None:
+            self._forwards = _forwards_since(codes, self._forwards)
+            if self._forwards:
+                self.rests(self._forwards)
 
     def _follow(self, codes: list[int], values: list[Any], entry: int, ended: int) -> int:
         """Read on as far as steps repeat; the entry that comes next."""
@@ -187,6 +195,16 @@ class TapeReader:
 
     def _memory(self, counters: Any) -> None:
         self.memory = counters
+
+
+def _forwards_since(codes: list[Any], before: int) -> int:
+    """Forwards since anything was learnt; ``before``: those before these entries."""
+    count = 0
+    for code in reversed(codes):
+        if code in LEARNING or code in LEARNT:
+            return count
+        count += code in tape.FORWARDED
+    return before + count
 
 
 def _pass(_: Any) -> None:

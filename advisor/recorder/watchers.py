@@ -108,6 +108,11 @@ def make_ranges(tape: Tape) -> Ranges | None:
 
 MEMORY_EVERY_NS = 250_000_000
 """The allocator is asked this often at most: its answer costs some 30 µs."""
+MARKS_APART_NS = 100_000_000
+"""From the begin of events for a step to the next one's: some 25 events, of 5 to 10 µs each, are
+made for a step and what is around it …"""
+LONG_STEP_NS = 50_000_000
+"""… and for each that takes so long: some 0.2% of its time."""
 MAX_POOL = 1024
 """Events kept for use again."""
 
@@ -126,19 +131,27 @@ class EventTimes:
 
 
 class Marks:
-    """CUDA events where phases begin and end, for one step in ``every``.
+    """CUDA events where phases begin and end, for one step in ``every``: for all where steps are
+    long, and for a few a second where they are short.
 
-    Events are made from one optimizer step to the next but one: whatever a step's boundary is,
-    one whole step lies between.
+    What happens in each step, an optimizer's step or a forward, is a *tick*; ``ticks`` says how
+    many a step has. Events are made for two steps' ticks: whatever a step's boundary is, one whole
+    step lies between.
     """
 
-    def __init__(self, tape: Tape, torch: Any, every: int) -> None:
+    def __init__(self, tape: Tape, torch: Any, every: int, ticks: Callable[[], int]) -> None:
         self._tape = tape
         self._torch = torch
-        self._every = max(every, 3)
+        self._pause = max(every, 3) - 2
+        self._ticks = ticks
         self._pool: deque[Any] = deque(maxlen=MAX_POOL)
         self._asked: deque[EventTimes] = deque()
         self._steps = 0
+        """Steps that events are being made for, at most; 0: none are made …"""
+        self._left = 0
+        """… and ticks until that is over or, where none are made, until some may be."""
+        self._since = 0
+        """When they began to be made, ns."""
 
     def ask(self, marks: list[tuple[int, Any]], phases: int) -> EventTimes:
         """Have the events of a step read. In any thread."""
@@ -164,18 +177,28 @@ class Marks:
             # the last one is also the next step's first
             self._pool.extend(event for _, event in reading.marks[:-1])
 
-    def on_optimizer_step(self) -> None:
-        """An optimizer has stepped."""
+    def on_tick(self) -> None:
+        """An optimizer has stepped, or a forward has ended in a loop that does not train."""
         self.answer()
-        self._steps += 1
-        place = self._steps % self._every
-        if place == 0 and is_cuda_initialised(self._torch):
-            self._tape.add_watcher(self)
-        elif place == 2:
+        self._left -= 1
+        if self._left > 0:
+            return
+        now = perf_counter_ns()
+        if self._steps and now - self._since >= self._steps * LONG_STEP_NS:
+            self._make(1, now)
+        elif self._steps:
             self.end()
+        elif now - self._since >= MARKS_APART_NS and is_cuda_initialised(self._torch):
+            self._make(2, now)
+            self._tape.add_watcher(self)
+
+    def _make(self, steps: int, now: int) -> None:
+        self._steps, self._since = steps, now
+        self._left = steps * self._ticks()
 
     def end(self) -> None:
         """No more events for now."""
+        self._left, self._steps = self._pause * self._ticks(), 0
         if self._tape.remove_watcher(self):
             self._tape.log.extend((MARKS_END, 0))
 

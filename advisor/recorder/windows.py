@@ -131,7 +131,7 @@ class Windows:
     def fit_to_loader(self, length: int | None) -> None:
         """A loader of so many batches is begun: a short loop gets an earlier window."""
         total = self.at + self._warmup + self._active
-        if not self._first_due or length is None or length >= total + 1:
+        if not self.first_due or length is None or length >= total + 1:
             return
         spare = max(0, length - self._active - 1)
         self._warmup = min(self._warmup, max(1, spare // 2))
@@ -161,7 +161,7 @@ class Windows:
         self._before.clear()
 
     @property
-    def _first_due(self) -> bool:
+    def first_due(self) -> bool:
         """No window was opened yet."""
         return self._number <= self._dropped
 
@@ -200,7 +200,7 @@ class Windows:
         """Whether steps must be reported at once when they end: a window is open or due."""
         if self._profiler is not None or self.restarts:
             return True
-        wanted = self._first_due or self.asked is not None or self.wanted is not None
+        wanted = self.first_due or self.asked is not None or self.wanted is not None
         return self.enabled and wanted
 
     def step(self, number: int, slowed: bool, dur: int) -> None:
@@ -212,7 +212,7 @@ class Windows:
                 self._ending = f"step {number - 1} ended {INSIDE}"
         else:
             self.add_step(slowed, dur)
-            first = self._first_due and number >= self.at
+            first = self.first_due and number >= self.at
             if self.enabled and (first or self.asked is not None or self.wanted is not None):
                 self._consider(number)
 
@@ -225,9 +225,9 @@ class Windows:
                 self._close("done", "the run ended first")
             else:
                 self._abandon("never", "the run ended before a step was profiled")
-        elif self._unsafe and self._first_due:
+        elif self._unsafe and self.first_due:
             self._tell_unsafe()
-        elif self.enabled and self._first_due and number:
+        elif self.enabled and self.first_due and number:
             steps = f"{number} step{'s' * (number != 1)}"
             why = f"the run has {steps}; the first window opens after {self.at}"
             if number > self.at:
@@ -318,14 +318,14 @@ class Windows:
         too often would slow a program whose every step is like this."""
         self._unsafe += 1
         self._pause = min(2 * self._pause, MAX_PAUSE)
-        if self._first_due:
+        if self.first_due:
             self.at = number + self._pause
         if self._unsafe >= MAX_UNSAFE:
             self._tell_unsafe()
             self.enabled = False
         elif asked:
             self.asked = reason
-        elif not self._first_due:
+        elif not self.first_due:
             self.wanted = reason
 
     def _tell_unsafe(self) -> None:

@@ -194,7 +194,7 @@ class Writer:
             elif record is NO_INFERENCE or record is NO_STEPS:
                 trains = record is NO_INFERENCE
                 self._waiting = deque(
-                    f for f in self._waiting if isinstance(f, RepeatedBlock) or f.trains is trains
+                    f for f in self._waiting if getattr(f, "trains", True) is trains
                 )
                 self._files[Inferred if trains else RecordedStep].remove()
                 self.slowdown = None if self.slowdown is None else SlowdownWatch()

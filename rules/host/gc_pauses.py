@@ -114,7 +114,7 @@ class GcPauses(Rule):
                     record=f"a run of {2 * self.min_steps} steps or more",
                 )
             return
-        pause, dur = recorded.column("gc")[recorded.used], recorded.dur[recorded.used]
+        pause, dur = recorded.column("gc")[recorded.timed], recorded.lengths
         beyond = np.maximum(0.0, dur - recorded.median)
         # a step that compiles makes many objects, which are collected in it: once
         usual = (beyond <= self.max_other * pause) | (beyond <= recorded.median)
@@ -180,16 +180,13 @@ class GcPauses(Rule):
 def _lost_in_each(a: Analysis, pause: float) -> Impact | None:
     """What pauses of one length in each step cost: where the host computes all of them, else no
     more than the device idles. ``pause``: ns per step. ``None``: unknown."""
-    step = recorded_steps(a).median or 0.0
     if a.trains_on_host:
         method = "pauses of the host, which computes the steps"
         return impact_per_step(a, pause, low=(1 - MIN_MARGIN) * pause, method=method)
     if a.device_id is None or device_bound(a) or not a.span_ns:
         return None
-    idle = step * (1 - a.breakdown.busy.total / a.span_ns)
-    most = min(pause, idle)
     method = "upper bound (pauses, where the GPU idles)"
-    return impact_per_step(a, most, low=0.0, high=most, method=method)
+    return impact_per_step(a, pause, low=0.0, method=method)
 
 
 def _asked_for(a: Analysis) -> list[Location]:

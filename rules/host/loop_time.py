@@ -596,13 +596,14 @@ class TimeBetweenSteps(Rule):
         recorded = recorded_steps(a)
         begin, end = recorded.span
         outside = recorded.outside
-        if recorded.count < self.min_steps or recorded.inference or end <= begin:
+        steps = int(recorded.used.sum())
+        if steps < self.min_steps or recorded.inference or end <= begin:
             return
         whole = outside + float(recorded.dur.sum())
         if outside < self.min_share * whole:
             return
         times = sum(step.evaluation > 0 for step in recorded.steps if step.n)
-        each = times >= self.each * recorded.count
+        each = times >= self.each * steps
         yield Finding(
             summary=(
                 f"{t.format_duration(outside)} of the run ({outside / whole:.0%}) lie between the "

@@ -211,7 +211,8 @@ class SavingTime(PeriodicStalls):
         usual = sum(float(np.median(times)) for times in own)
         if not mean or not median or usual >= LOOP_SHARE * median:
             return
-        loop = sum(float(times.mean()) for times in own) + recorded.outside / recorded.count
+        outside = recorded.outside / int(recorded.used.sum())
+        loop = sum(float(times.mean()) for times in own) + outside
         for cause, pattern in _CAUSES.items():
             share, saving = share_in(stacks, pattern)
             samples = sum(stack.samples for stack in saving)
@@ -237,6 +238,7 @@ class SavingTime(PeriodicStalls):
                     spent,
                     low=self.half * spent,
                     method="share of the sampled stacks, of the mean step",
+                    outside=outside,
                 ),
                 **(self.case("saving") if cause.startswith("a checkpoint") else {}),
             )

@@ -52,15 +52,15 @@ class LongSteps(NamedTuple):
 
 def find_long_steps(recorded: StepRecords) -> LongSteps:
     """The long steps of a record. Validation between two steps counts with the step after it."""
-    steps = np.flatnonzero(recorded.used)
+    steps, dur = np.flatnonzero(recorded.timed), recorded.lengths
     if not len(steps):
         return LongSteps(steps, np.zeros(0), None)
-    dur = recorded.dur[steps].astype(np.float64)
     median = float(np.median(dur))
     mad = float(np.median(np.abs(dur - median)))
     is_long = dur > max(FACTOR * median, median + MADS * mad)
     rows = steps[is_long]
-    return LongSteps(rows, dur[is_long] - median, _find_period(rows))
+    some = recorded.host_is_ahead  # of every few steps the length is known: others may be long
+    return LongSteps(rows, dur[is_long] - median, None if some else _find_period(rows))
 
 
 def _find_period(rows: Ints) -> int | None:
@@ -146,7 +146,7 @@ class RegularStalls(Rule):
         if recorded.count < self.min_steps or not recorded.median:
             return
         stalls = find_long_steps(recorded)
-        total = float(recorded.dur[recorded.used].sum())
+        total = float(recorded.lengths.sum())
         lost = float(stalls.excess.sum())
         if stalls.period is None or lost < self.min_share * total:
             return
@@ -233,8 +233,7 @@ class StepJitter(Rule):
         recorded = recorded_steps(a)
         if recorded.count < self.min_steps or not recorded.median:
             return
-        used = recorded.used
-        dur = recorded.dur[used].astype(np.float64)
+        used, dur = recorded.timed, recorded.lengths
         expected = _expect(dur, recorded.column("shapes")[used], recorded.column("samples")[used])
         ratio = float(np.quantile(dur / expected, 0.99))
         is_long = dur > self.min_ratio * expected

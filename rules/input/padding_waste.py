@@ -105,7 +105,9 @@ class PaddingWaste(Rule):
         )
         gain = mean * model
         method = "share of padding x forward and backward"
-        return [], impact_per_step(a, gain, low=0.5 * gain, method=method, of_median=True)
+        return [], impact_per_step(
+            a, gain, low=0.5 * gain, method=method, of_median=True, of_host=False
+        )
 
     @staticmethod
     def examples() -> Examples:

@@ -10,7 +10,7 @@ import pytest
 from advisor.advise.engine import Options, analyze
 from advisor.core.errors import AdvisorError
 from advisor.core.report import Report
-from advisor.core.run_directory import RankRecord
+from advisor.core.run_directory import Rank, RankRecord, RecordedDevice
 from advisor.read import open_run
 from advisor.render.formats import REPORTS
 from advisor.replay.result import what_if
@@ -187,3 +187,76 @@ def test_a_run_that_mostly_evaluates_says_so_first(tmp_path: Path) -> None:
     # 11 of 12 evaluations come after the first step: 1.1 s beside 0.6 s of steps
     assert often.startswith("65% of the run lies between the training steps: evaluation")
     assert "between the training steps" not in never
+
+
+def host_ahead(*, marks: bool, steps: int = 60) -> RankRecord:
+    """The host launches a step in 2 ms and waits for the GPU in every tenth; the GPU takes 20 ms
+    for each, as CUDA events of every fourth step say (``marks``)."""
+    r = RecordBuilder(Rank(devices=[RecordedDevice()]))
+    for number in range(steps):
+        gpu = {"forward": 8 * MS, "backward": 12 * MS} if marks and number % 4 == 0 else None
+        pause = 10.0 if number % 20 == 7 else 0.0
+        r.step(182 if number % 10 == 9 else 2 + pause, gc=pause, fields={"gpu": gpu})
+    r.event("end", steps=steps, reason="finished")
+    return r.build()
+
+
+def queued_window() -> bytes:
+    """Steps of 2 ms on the host, and of 20 ms on the GPU, which never idles."""
+    b = TraceBuilder()
+    for _ in range(6):
+        with b.step(), b.op("aten::mm"):
+            b.launch("ampere_sgemm_128x64_nn", 20_000)
+            b.host(2_000)
+    b.sync()
+    return b.json()
+
+
+def test_a_step_takes_what_the_device_takes_where_the_host_runs_ahead(tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "run", {0: host_ahead(marks=True)})
+    (folder / "rank0" / "trace_w0.json.gz").write_bytes(gzip.compress(queued_window()))
+    report = report_of(folder)
+    assert report.recorded is not None and report.step is not None
+    assert report.recorded.median_ns == report.recorded.mean_ns == 20 * MS
+    assert report.step.ns == report.step.mean_ns == 20 * MS
+    assert [set(each.durations_ns) for each in report.step_durations[:1]] == [{20 * MS}]
+    assert "unprofiled" not in report.verdict and "vary" not in report.verdict
+    said = {finding.rule for finding in (*report.findings, *report.risks, *report.notes)}
+    assert not said & {"gc-pauses", "step-jitter", "regular-stalls", "observer-effect"}
+
+
+def test_a_host_that_runs_ahead_does_not_say_what_a_step_takes(tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "run", {0: host_ahead(marks=False)})
+    (folder / "rank0" / "trace_w0.json.gz").write_bytes(gzip.compress(queued_window()))
+    report = report_of(folder)
+    assert report.recorded is not None and report.recorded.median_ns is None
+    assert report.step is None
+    assert "unprofiled" not in report.verdict and "20 ms step" in report.verdict
+
+
+def test_a_host_that_waits_in_each_step_gives_the_length_of_all_steps(tmp_path: Path) -> None:
+    r = RecordBuilder(Rank(devices=[RecordedDevice()]))
+    for number in range(60):
+        ms = 10 + number % 3
+        r.step(ms, fields={"gpu": {"forward": ms * MS} if number % 4 == 0 else None})
+    folder = write_run(tmp_path / "run", {0: r.build()})
+    recorded = report_of(folder).recorded
+    assert recorded is not None and recorded.used == 50
+
+
+def test_a_pause_of_the_host_costs_no_more_than_the_device_waits(tmp_path: Path) -> None:
+    """Steps of 20 ms, of which the device works 15 by the window; each has a pause of 8 ms."""
+    r = RecordBuilder(Rank(devices=[RecordedDevice()]))
+    r.steps(60, 20, gc=8, fields={"gpu": {"forward": 20 * MS}})
+    b = TraceBuilder()
+    for _ in range(6):
+        with b.step():
+            b.product(15_000, wait=True)
+            b.host(5_000)
+    folder = write_run(tmp_path / "run", {0: r.build()})
+    (folder / "rank0" / "trace_w0.json.gz").write_bytes(gzip.compress(b.json()))
+    report = report_of(folder)
+    pauses = [f for f in (*report.findings, *report.notes) if f.rule == "gc-pauses"]
+    assert [f.impact is not None and f.impact.gain_ns for f in pauses] == [
+        pytest.approx(5 * MS, rel=0.01)
+    ]

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from recording_checks import check_sums, only_rank
 
+from advisor.recorder import watchers
 from advisor.recorder.api import Recorder
 
 torch = pytest.importorskip("torch")
@@ -59,6 +60,7 @@ def device(monkeypatch: pytest.MonkeyPatch) -> Device:
             assert self.at is not None and end.at is not None
             return (end.at - self.at) / 1e6
 
+    monkeypatch.setattr(watchers, "MARKS_APART_NS", 0)
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     monkeypatch.setattr(torch.cuda, "Event", Event)
     monkeypatch.setattr(torch.cuda, "memory_stats", dict)
@@ -89,6 +91,70 @@ def test_device_times_of_phases_add_up_to_the_step(
         # the played device works off each event at once, so its time is the host's
         assert sum(step.gpu.values()) == pytest.approx(step.dur, rel=0.2, abs=200_000)
         assert {"forward", "backward", "optimizer"} <= set(step.gpu)
+
+
+def test_steps_that_are_short_are_timed_a_few_times_a_second(
+    training: Any, tmp_path: Path, device: Device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Events cost some microseconds each: what is spent on them a second has a bound."""
+    monkeypatch.setattr(watchers, "MARKS_APART_NS", 100_000_000)
+    begin = time.monotonic()
+    with Recorder(str(tmp_path / "run"), **QUIET):
+        while time.monotonic() < begin + 1:
+            for batch in training.loader(100):
+                training.learn(batch)
+    seconds = time.monotonic() - begin
+    timed = [step for step in only_rank(tmp_path / "run").steps if step.gpu]
+    assert 1 <= len(timed) <= 10 * seconds + 1
+    assert device.recorded <= 20 * (10 * seconds + 1)  # of two steps, each with four phases
+
+
+def test_all_steps_that_are_long_are_timed(
+    training: Any, tmp_path: Path, device: Device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(watchers, "LONG_STEP_NS", 20_000_000)
+    with Recorder(str(tmp_path / "run"), **QUIET):
+        for batch in training.loader(20):
+            training.learn(batch)
+            time.sleep(0.03)
+    steps = only_rank(tmp_path / "run").steps
+    assert sum(step.gpu is not None for step in steps) >= len(steps) - 4
+
+
+def test_steps_of_several_optimizers_are_timed(
+    training: Any, tmp_path: Path, device: Device
+) -> None:
+    """As of an embedding with an optimizer of its own: a step is two of optimizers'."""
+    first, second = (torch.nn.Linear(8, 8) for _ in range(2))
+    optimizers = [torch.optim.SGD(layer.parameters(), lr=0.1) for layer in (first, second)]
+    data = torch.utils.data.DataLoader(torch.randn(320, 8), batch_size=4)
+    with Recorder(str(tmp_path / "run"), **QUIET):
+        for batch in data:
+            second(first(batch)).sum().backward()
+            for optimizer in optimizers:
+                optimizer.step()
+                optimizer.zero_grad()
+            time.sleep(0.01)
+    steps = only_rank(tmp_path / "run").steps
+    assert len(steps) == 80
+    assert 8 <= sum(step.gpu is not None for step in steps) <= 40
+
+
+@pytest.mark.parametrize("loader", [True, False])
+def test_steps_of_inference_are_timed(tmp_path: Path, device: Device, loader: bool) -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.ReLU())
+    data: Any = torch.randn(160, 8)
+    data = torch.utils.data.DataLoader(data, batch_size=4) if loader else data.split(4)
+    with Recorder(str(tmp_path / "run"), **QUIET), torch.no_grad():
+        for batch in data:
+            model(batch)
+            time.sleep(0.02)
+    record = only_rank(tmp_path / "run")
+    assert record.inference and len(record.steps) >= 38
+    timed = [step for step in record.steps if step.gpu]
+    assert 6 <= len(timed) <= 20
+    for step in timed:
+        assert sum((step.gpu or {}).values()) == pytest.approx(step.dur, rel=0.2, abs=300_000)
 
 
 def test_events_are_touched_in_the_training_thread_alone(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -112,6 +113,117 @@ def test_each_iteration_is_a_step(loop: Any, record: Any) -> None:
     assert all(step.phases.get("forward", 0) > 0 for step in found.steps)
     assert not any(step.phases.keys() & {"backward", "optimizer"} for step in found.steps)
     assert found.of_kind("end") == [{"steps": 20, "reason": "finished"}]
+
+
+def warmed_up(t: Any) -> None:
+    """Loads the libraries' kernels, as some programs do first: backwards without an optimizer."""
+    for _ in range(5):
+        t.loss((t.x, t.y)).backward()
+
+
+def trained_a_little(t: Any) -> None:
+    for batch in t.loader(4):
+        t.learn(batch)
+    t.net.eval()
+
+
+def functions_between_activations(t: Any) -> None:
+    """A model's weights used by functions: only its activations are called."""
+    layers = [*torch.nn.Sequential(*(torch.nn.GELU() for _ in range(3)))]
+    with torch.no_grad():
+        for _ in range(60):
+            h = t.x
+            for layer in layers:
+                h = layer(torch.nn.functional.linear(h, torch.eye(4)))
+            time.sleep(0.01)
+
+
+def layers_of_no_root(t: Any) -> None:
+    with torch.no_grad():
+        for _ in range(60):
+            h = t.x
+            for layer in t.net:
+                h = layer(h)
+            time.sleep(0.01)
+
+
+def long_plain(t: Any) -> None:
+    with torch.no_grad():
+        for _ in range(3):
+            for x, _ in t.loader(20):
+                t.net(x)
+                time.sleep(0.01)
+
+
+def long_with_graphs(t: Any) -> None:
+    for _ in range(3):
+        for x, _ in t.loader(20):
+            t.net(x)
+            time.sleep(0.01)
+
+
+@pytest.mark.parametrize("before", [None, warmed_up, trained_a_little])
+@pytest.mark.parametrize(
+    "loop", [long_plain, long_with_graphs, functions_between_activations, layers_of_no_root]
+)
+def test_a_loop_that_follows_little_training_is_found(before: Any, loop: Any, record: Any) -> None:
+    def program(t: Any) -> None:
+        if before is not None:
+            before(t)
+        loop(t)
+
+    found = record(program)
+    assert found.inference
+    # after training, forwards are looked at again once there were many
+    assert (15 if before else 57) <= len(found.steps) <= 61
+    assert not any(step.phases.keys() & {"backward", "optimizer"} for step in found.steps)
+
+
+def test_a_loop_that_follows_little_training_is_profiled(record: Any) -> None:
+    def program(t: Any) -> None:
+        warmed_up(t)
+        long_plain(t)
+
+    found = record(program, active=3, shapes=False)
+    windows = [event for event in found.of_kind("window") if event["state"] == "done"]
+    assert [event["reason"] for event in windows] == ["schedule"]
+    assert sum(step.window is not None for step in found.steps) >= 3
+
+
+def test_training_that_goes_on_after_a_validation_stays_a_training(record: Any) -> None:
+    def program(t: Any) -> None:
+        trained_a_little(t)
+        long_plain(t)
+        t.net.train()
+        for batch in t.loader(20):
+            t.learn(batch)
+
+    found = record(program)
+    assert not found.inference
+    assert len(found.steps) >= 20 and all("optimizer" in step.phases for step in found.steps)
+
+
+def test_a_training_keeps_its_steps_whatever_follows(record: Any) -> None:
+    def program(t: Any) -> None:
+        for batch in t.loader(30):
+            t.learn(batch)
+        for _ in range(5):
+            long_plain(t)
+
+    found = record(program)
+    assert not found.inference and len(found.steps) == 30
+
+
+def test_transforms_before_a_model_are_no_steps(record: Any) -> None:
+    def program(t: Any) -> None:
+        scale = torch.nn.Identity()
+        batches = [scale(t.x) for _ in range(40)]
+        with torch.no_grad():
+            for x in batches[:20]:
+                t.net(x)
+
+    found = record(program)
+    assert found.inference and len(found.steps) == 20
 
 
 def test_graphs_of_a_loop_that_never_trains_are_counted(record: Any) -> None:

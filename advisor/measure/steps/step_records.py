@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable, Sequence
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -34,21 +35,76 @@ MOSTLY = 0.9
 not seen (a compiled step) may train."""
 MIN_PROFILED = 2
 """Profiled steps from which their median says something."""
+MIN_DEVICE_TIMED = 3
+"""Steps whose device time was recorded, from which these stand for the others."""
+SAME_SHARE, SAME_NS = 0.05, 100_000
+"""A step's host and device times differ by no more than this share, or by so little, where the host
+waits for the device in it …"""
+MAX_AHEAD = 0.1
+"""… which it does in all but so many of the steps, or else it runs ahead."""
+FAR_BELOW = 0.9
+"""Of what the device works in a step: a host that takes less does not wait for it."""
 
 
 class StepRecords:
     """The steps and samples of one rank. All times ns; missing is NaN in columns of floats."""
 
-    def __init__(self, record: RankRecord) -> None:
+    def __init__(
+        self, record: RankRecord, ahead_of: Callable[[], float | None] | None = None
+    ) -> None:
+        """``ahead_of``: how long the device works in the mean step of a trace of this rank in
+        which the host runs ahead of it, ns; ``None``: it does not, or there is no trace."""
         self.record = record
+        self._ahead_of = ahead_of
         self.steps: list[Step] = [step for step in record.steps if is_sane(step)]
 
     # -- which steps --------------------------------------------------------------------------
 
     @cached_property
     def dur(self) -> Ints:
-        """Length of each step."""
+        """Time of each step on the host, from its begin to its end."""
         return np.array([step.dur for step in self.steps], dtype=np.int64)
+
+    @cached_property
+    def device_dur(self) -> Floats:
+        """Time of each step on the device, between CUDA events where it begins and where the next
+        one does, idle time included; NaN: it has none."""
+        return np.array(
+            [finite_or_nan(sum(step.gpu.values())) if step.gpu else np.nan for step in self.steps]
+        )
+
+    @cached_property
+    def host_is_ahead(self) -> bool:
+        """The host launches steps before the device has run those before: the time from one step
+        to the next on the host says nothing about a step."""
+        timed = self.used & ~np.isnan(self.device_dur)
+        device, host = self.device_dur[timed], self.dur[timed]
+        if len(device):
+            apart = np.abs(device - host) > np.maximum(SAME_SHARE * device, SAME_NS)
+            return bool(apart.mean() > MAX_AHEAD)
+        busy = None if self._ahead_of is None or not self.used.any() else self._ahead_of()
+        return busy is not None and float(np.median(self.dur[self.used])) < FAR_BELOW * busy
+
+    @cached_property
+    def length(self) -> Floats:
+        """What each step takes: on the device where the host runs ahead of it, else on the host.
+        NaN: unknown."""
+        if not self.host_is_ahead:
+            return self.dur.astype(np.float64)
+        known = self.used & ~np.isnan(self.device_dur)
+        few = known.sum() < MIN_DEVICE_TIMED
+        return np.full(len(self.steps), np.nan) if few else self.device_dur
+
+    @cached_property
+    def timed(self) -> Mask:
+        """Steps that count and of which it is known what they take."""
+        result: Mask = self.used & ~np.isnan(self.length)
+        return result
+
+    @cached_property
+    def lengths(self) -> Floats:
+        """What those take, ns."""
+        return self.length[self.timed]
 
     @cached_property
     def ts(self) -> Ints:
@@ -104,23 +160,23 @@ class StepRecords:
     @cached_property
     def count(self) -> int:
         """Number of steps that the figures use."""
-        return int(self.used.sum())
+        return len(self.lengths)
 
     # -- how long -----------------------------------------------------------------------------
 
     @cached_property
     def median(self) -> float | None:
-        """Median of the steps that count; ``None``: there are none."""
-        return float(np.median(self.dur[self.used])) if self.count else None
+        """Median of the steps that count; ``None``: there are none, or it is not known."""
+        return float(np.median(self.lengths)) if len(self.lengths) else None
 
     @cached_property
     def mean(self) -> float | None:
         """Mean of the steps that count."""
-        return float(self.dur[self.used].mean()) if self.count else None
+        return float(self.lengths.mean()) if len(self.lengths) else None
 
     def quantile(self, share: float) -> float | None:
         """A quantile of the steps that count."""
-        return float(np.quantile(self.dur[self.used], share)) if self.count else None
+        return float(np.quantile(self.lengths, share)) if len(self.lengths) else None
 
     @cached_property
     def active(self) -> Mask:
@@ -131,7 +187,7 @@ class StepRecords:
         window = self.column("window")
         for event in self.record.of_kind("window"):
             which, steps = event.get("window"), event.get("steps")
-            if event.get("state") != "done" or not isinstance(which, int):
+            if event.get("state") not in ("done", "stopped") or not isinstance(which, int):
                 continue
             if not isinstance(steps, list) or len(steps) != 2:
                 continue
@@ -143,7 +199,7 @@ class StepRecords:
     @cached_property
     def profiled_median(self) -> float | None:
         """Median of the steps that windows kept; ``None``: fewer than two."""
-        inside = self.dur[self.active]
+        inside = _known(self.length[self.active])
         return float(np.median(inside)) if len(inside) >= MIN_PROFILED else None
 
     @cached_property
@@ -158,12 +214,12 @@ class StepRecords:
         result: Mask = self.active & (self.column("window") == window)
         return result
 
-    def around(self, steps: Mask) -> Ints:
-        """Lengths of the unprofiled steps within 20 of some, without the first three and the one
-        after a window."""
+    def around(self, steps: Mask) -> Floats:
+        """Lengths of the unprofiled steps within 20 of some, where they are known, without the
+        first three and the one after a window."""
         some = np.flatnonzero(steps)
         if not len(some):
-            return np.zeros(0, dtype=np.int64)
+            return np.zeros(0)
         after = np.zeros(len(self.steps), dtype=bool)
         after[1:] = self.profiled[:-1]
         plain = ~self.profiled & ~after
@@ -173,8 +229,7 @@ class StepRecords:
         right = some[np.minimum(following, len(some) - 1)]
         left = some[np.maximum(following - 1, 0)]
         near = np.minimum(np.abs(right - at), np.abs(left - at)) <= NEAR
-        result: Ints = self.dur[plain & near]
-        return result
+        return _known(self.length[plain & near])
 
     @cached_property
     def observer_effect(self) -> float | None:
@@ -197,7 +252,7 @@ class StepRecords:
     def phase(self, name: str) -> Floats | None:
         """Host time of one phase in the steps that count; ``None``: not measured."""
         result = self.phases.get(name)
-        return None if result is None or not self.count else result[self.used]
+        return None if result is None or not self.used.any() else result[self.used]
 
     def share(self, name: str) -> float | None:
         """Share of a phase in the time of the steps that count; ``None``: not measured."""
@@ -223,11 +278,11 @@ class StepRecords:
     @cached_property
     def samples_per_second(self) -> float | None:
         """Batch sizes over the time of the steps that count; ``None``: sizes not recorded."""
-        sizes = self.column("samples")[self.used]
+        sizes = self.column("samples")[self.timed]
         known = ~np.isnan(sizes)
         if not known.any() or known.mean() < 0.9:
             return None
-        time = float(self.dur[self.used][known].sum())
+        time = float(self.lengths[known].sum())
         return float(sizes[known].sum()) * 1e9 / time if time else None
 
     @cached_property
@@ -406,7 +461,7 @@ def finite_or_nan(value: float | None) -> float:
     return float(value) if value is not None and -MAX_VALUE < value < MAX_VALUE else np.nan
 
 
-def _known(values: list[float | None]) -> Floats:
+def _known(values: Sequence[float | None] | Floats) -> Floats:
     result = np.array([finite_or_nan(value) for value in values], dtype=np.float64)
     return result[~np.isnan(result)]
 

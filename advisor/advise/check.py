@@ -30,9 +30,11 @@ from advisor.advise.terms import (
 from advisor.core import text as t
 from advisor.core.errors import AdvisorError, describe_failure
 from advisor.core.finding import Finding, Location, Outcome, PassedCheck, SkippedCheck
+from advisor.core.intervals import intersect, union
 from advisor.core.rule import Evidence, Rule
 from advisor.core.run_directory import SCALENE
 from advisor.measure import Analysis
+from advisor.measure.host.stacks import line_of_share
 
 if TYPE_CHECKING:
     from advisor.core.finding import HotLine
@@ -40,6 +42,7 @@ if TYPE_CHECKING:
     from advisor.core.snapshot import MemorySnapshot
     from advisor.core.trace import Trace
     from advisor.measure.ranks.summary import RankSummary
+    from advisor.measure.steps.step_records import StepRecords
     from advisor.replay.ranks.study import Study
 
 RULE_FAILED = "the rule failed"
@@ -288,9 +291,29 @@ def _completed(outcome: Outcome, rule: Rule, a: Analysis, number: int) -> Outcom
     if rule.sampled_part and a.recorded is not None and not any(place.file for place in where):
         line = a.recorded.hottest_line(rule.sampled_part)
         where = where if line is None else [line.location, *where]
+    elif where and a.recorded is not None and not any(place.file for place in where):
+        where = [_with_sampled_line(place, a, a.recorded) for place in where]
     finding = structs.replace(finding, where=where)
     rank = None if number < 0 else number
     return structs.replace(finding, trace_rank=rank, device=a.device_id)
+
+
+def _with_sampled_line(place: Location, a: Analysis, recorded: StepRecords) -> Location:
+    """The place of an operator with the line of the user's code in which as much of the training
+    thread's time was sampled outside windows as the operator takes in them."""
+    if place.op is None or not a.span_ns or not recorded.stacks:
+        return place
+    cpu, main = a.trace.cpu, a.trace.main_thread
+    own = cpu.select("ts", "dur").filter((cpu["name"] == place.op) & (cpu["thread"] == main))
+    spans = union(own["ts"].to_numpy(), (own["ts"] + own["dur"]).to_numpy())
+    share = intersect(spans, a.spans).total / a.span_ns
+    line = line_of_share(recorded.stacks, share)
+    if line is None:
+        return place
+    found = line.location
+    return structs.replace(
+        place, file=found.file, line=found.line, function=found.function, sampled_share=line.share
+    )
 
 
 def _with_line(place: Location, a: Analysis) -> Location:

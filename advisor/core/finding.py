@@ -183,6 +183,9 @@ class Location(Struct, frozen=True, kw_only=True, omit_defaults=True):
     """Line in it."""
     function: str | None = None
     """Function around it."""
+    sampled_share: float | None = None
+    """The line is known by its share of stack samples alone, this one, which is that of the
+    operator in the step; ``null``: it was recorded."""
     layer: str | None = None
     """Modules of the model: ``48 RMSNorm in layers.0–23``."""
     around_layer: bool = False

@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import numpy as np
 import polars as pl
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from advisor.advise.engine import Options, analyze
 from advisor.measure import Analysis
 from advisor.measure.host.host_time import HOST_SCHEMA, HOT_SCHEMA, python_gaps, python_hot_spots
+from advisor.measure.host.stacks import SampledStack, line_of_share
 from advisor.measure.steps.timeline import CLASSES
 from advisor.read import read_trace
 from advisor.testing import TraceBuilder
+
+CORPUS = Path(__file__).parents[1] / "corpus"
 
 
 def classes(a: Analysis, thread: int | None = None) -> dict[str, float]:
@@ -255,3 +261,34 @@ def test_preparing_frames_is_blamed_on_what_takes_the_time(shared_trace):
     assert spots["critical_ns"].head(2).to_list() == pytest.approx([160e6, 54e6], rel=0.01)
     assert spots["count"].head(2).to_list() == [128, 1]
     assert not {"run_on_input", "run_torch_profiler"} & {*spots["function"]}
+
+
+def test_a_call_is_found_by_the_share_of_the_time_that_its_line_takes():
+    """Sixty of a hundred samples wait in the backward pass, thirty in line 12, ten in line 13 and
+    below it in a library."""
+    main = "train.py(40): main"
+    stacks = [
+        SampledStack(60, (main, "train.py(20): step", "torch/_tensor.py(631): Tensor.backward")),
+        SampledStack(30, (main, "train.py(12): step")),
+        SampledStack(10, (main, "train.py(13): step", "torch/nn/functional.py(9): relu")),
+    ]
+
+    def line(share, of=stacks):
+        found = line_of_share(of, share)
+        return None if found is None else (found.location.line, found.share)
+
+    assert line(0.33) == (12, 0.3) and line(0.7) == (20, 0.6)
+    assert line(0.2) is None  # as near to line 12 as to line 13
+    assert line(0.45) is None  # nothing takes so much
+    assert line(0.1) is None  # too little
+    assert line(0.33, [stack._replace(samples=2) for stack in stacks]) is None  # six samples
+
+
+@pytest.mark.parametrize("name", ["big_uploads", "blocking_upload"])
+def test_the_line_of_a_copy_is_the_planted_one_without_recorded_stacks(name):
+    path = CORPUS / "h100" / "programs" / f"{name}.py"
+    planted = [n for n, code in enumerate(path.read_text().splitlines(), 1) if "# FAULT" in code]
+    report = analyze(CORPUS / "h100" / name, Options(config={}))
+    place = report.findings[0].where[0]
+    assert [place.line] == planted and place.file is not None and place.file.endswith(f"{name}.py")
+    assert place.sampled_share is not None and place.op == "aten::copy_"

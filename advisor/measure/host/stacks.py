@@ -301,6 +301,10 @@ def forward_frames(a: Analysis) -> Rows:
 
 MIN_SAMPLES = 8
 """Samples of a part from which its lines are named."""
+MIN_SHARE = 0.15
+"""Of the samples: a call that takes less of the thread's time cannot be assigned to a line."""
+NEAR_SHARE = 0.1
+"""By which the share of a call in a profiled window may differ from that of its line's samples."""
 MIN_COVERED = 0.5
 """Of a part's samples hold the line that is named for it."""
 MIN_OF_LOOP = 0.8
@@ -399,6 +403,28 @@ def share_in(stacks: Sequence[SampledStack], pattern: str) -> tuple[float, list[
     ]
     total = sum(stack.samples for stack in stacks)
     return sum(stack.samples for stack in own) / max(total, 1), own
+
+
+def line_of_share(stacks: Sequence[SampledStack], share: float) -> HottestLine | None:
+    """The one line of the user's code that is in so much of the time: its samples are as large a
+    share of all as ``share``, to within ``NEAR_SHARE`` or a quarter. ``None``: too few samples, no
+    such line, or several. For a call that keeps the thread for a known share of the step."""
+    total = sum(stack.samples for stack in stacks)
+    if total < MIN_SAMPLES or share < MIN_SHARE:
+        return None
+    lines: Counter[Frame] = Counter()
+    for count, frames in stacks:
+        name = next((name for name in reversed(frames) if frame_rank(name) == 2), None)
+        frame = None if name is None else parse_frame(name)
+        if frame is not None:
+            lines[frame] += count
+    near = max(NEAR_SHARE, share / 4)
+    found = [frame for frame, count in lines.items() if abs(count / total - share) <= near]
+    if len(found) != 1:
+        return None
+    line = found[0]
+    place = Location(file=line.file, line=line.line, function=line.function)
+    return HottestLine(place, lines[line] / total, None)
 
 
 def in_hook(stack: SampledStack) -> bool:

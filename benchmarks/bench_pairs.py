@@ -483,7 +483,9 @@ def measured_here(known: Prediction) -> Outcome:
 def coverage(rows: Sequence[Row]) -> str:
     """By kind of change: how many outcomes are inside the range that all other programs give, and
     half the width of that range, the median."""
-    own_runs = [p for p in shipped_predictions() if p.source in ("experiment", "workload")]
+    own_runs = [
+        p for p in shipped_predictions() if p.source in ("experiment", "workload", "program")
+    ]
     outcomes = [*map(outcome, rows), *map(measured_here, own_runs)]
     head = "| kind of change | outcomes | programs | inside | median half-width | range from |"
     lines = [head, "|---|---|---|---|---|---|"]

@@ -1,6 +1,7 @@
 """Right or wrong over the corpus: the first advice per file against what is known of the file.
 
     python benchmarks/scoreboard.py [--hta-python VENV/bin/python] [--write]
+    python benchmarks/scoreboard.py --ledger    # programs of h100/ into the table of predictions
 
 Reads ``tests/corpus/truth.toml`` and writes ``docs/scoreboard.md`` between its marks. With an
 interpreter that has HolisticTraceAnalysis, its busy share stands beside ours, for all traces that
@@ -19,9 +20,12 @@ import tempfile
 import tomllib
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from public_traces import CORPUS, REPO
+
+if TYPE_CHECKING:
+    from advisor.replay.predictions import Prediction
 
 PAGE = REPO / "docs" / "scoreboard.md"
 BEGIN, END = "<!-- scoreboard: begin -->", "<!-- scoreboard: end -->"
@@ -60,8 +64,10 @@ class Row(NamedTuple):
 def row(name: str, truth: dict[str, Any]) -> Row:
     """Analyse one file of the corpus."""
     import advisor  # not where HTA runs
+    from advisor.replay.predictions import without_program
 
-    report = advisor.analyze(file_of(name))
+    with without_program(name):  # no range is widened by what it is held against
+        report = advisor.analyze(file_of(name))
     first = next((f for f in report.findings if not f.informational), None)
     impact = first.impact if first is not None else None
     gain = None
@@ -72,6 +78,33 @@ def row(name: str, truth: dict[str, Any]) -> Row:
     first_id = first.rule if first is not None else None
     return Row(name, truth["first"], truth["known"], truth["why"], first_id, saves, gain,
                report.busy_share)  # fmt: skip
+
+
+def entry(name: str, truth: dict[str, Any]) -> Prediction | None:
+    """A line of the table of past predictions, ms: of the first finding that is accepted; ``None``:
+    it was not found or not measured."""
+    import advisor
+    from advisor.replay.predictions import Prediction, edit_kind, without_program
+
+    with without_program(name):
+        report = advisor.analyze(file_of(name))
+    found = (
+        f
+        for f in report.findings
+        if f.rule in truth["first"] and f.edits and f.impact is not None and f.impact.gain_ns
+    )
+    finding = next(found, None)
+    if finding is None or finding.impact is None or "saves_ms" not in truth:
+        return None
+    impact, (low, high) = finding.impact, truth["saves_ms"]
+    ends = (impact.gain_ns, impact.low_ns or impact.gain_ns, impact.high_ns or impact.gain_ns)
+    point, least, most = (round((ns or 0.0) / 1e6, 2) for ns in ends)
+    return Prediction(
+        source="program", program=name, kind=edit_kind(finding.edits[0]), rule=finding.rule,
+        change=truth["why"].rpartition("; ")[2], device=report.scope.device_name or "", unit="ms",
+        predicted=point, low=least, high=most,
+        measured=round((low + high) / 2, 2), measured_low=low, measured_high=high,
+    )  # fmt: skip
 
 
 def file_of(name: str) -> str:
@@ -151,7 +184,17 @@ def main() -> None:
     parser.add_argument("--hta-python", help="interpreter that has HolisticTraceAnalysis")
     parser.add_argument("--write", action="store_true", help=f"write {PAGE.name}")
     parser.add_argument("--hta", metavar="FILE", help=argparse.SUPPRESS)
+    parser.add_argument("--ledger", action="store_true", help="write the table of predictions")
     given = parser.parse_args()
+    if given.ledger:
+        from table_of_predictions import replace
+
+        from advisor.replay.predictions import SHIPPED
+
+        ours = tomllib.loads(TRUTH.read_text()).items()
+        lines = [entry(name, truth) for name, truth in ours if name.startswith("h100/")]
+        replace(SHIPPED, "program", filter(None, lines))
+        return
     if given.hta:
         print(json.dumps(hta(given.hta)))
         return

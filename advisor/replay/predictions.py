@@ -50,12 +50,13 @@ class Prediction(Struct, kw_only=True, omit_defaults=True):
     schema: str = SCHEMA
     unix: int = 0
     """When, s since 1970."""
-    source: Literal["try", "compare", "workload", "pair", "experiment", "job", "gpus", "mesh"] = (
-        "try"
-    )
+    source: Literal[
+        "try", "compare", "workload", "pair", "experiment", "program", "job", "gpus", "mesh"
+    ] = "try"
     """What measured it. The user's: a trial, a comparison of two runs. Ours: a trial of a bundled
-    workload, a public pair of traces, an experiment of docs/accuracy.md, a simulated job, the same
-    work on two GPUs (or in traces of two), the same model on two meshes."""
+    workload, a public pair of traces, an experiment of docs/accuracy.md, a program of
+    tests/corpus with and without its fault, a simulated job, the same work on two GPUs (or in
+    traces of two), the same model on two meshes."""
     program: str = ""
     """Ours: which of them; empty: the user's."""
     group: str = ""
@@ -234,8 +235,8 @@ def all_trials() -> tuple[Prediction, ...]:
 
 
 def shipped_experiments() -> tuple[Prediction, ...]:
-    """Ours in which the kind of change is known: public pairs and experiments."""
-    wanted = ("pair", "experiment")
+    """Ours in which the kind of change is known: public pairs, experiments and programs."""
+    wanted = ("pair", "experiment", "program")
     return tuple(
         row for row in shipped_predictions() if row.source in wanted and row.kind and _counts(row)
     )

@@ -15,6 +15,7 @@ from advisor.core.finding import GUESSED_STEP_SOURCES
 from advisor.core.intervals import covered_length, intersect, union
 from advisor.core.trace import ANOTHER_TRACE, JAX
 from advisor.measure.steps.oneoff import MAX_BUSY
+from advisor.measure.steps.step_records import MIN_DEVICE_TIMED
 from advisor.measure.steps.steps import recorded_extent
 from advisor.measure.steps.unmarked_steps import range_groups
 
@@ -66,6 +67,7 @@ def list_limits(a: Analysis, run: Run) -> list[str]:
     elif not (a.trace.cpu["kind"] == "op").any():
         result.append(_no_operators(a.trace))
     result += _start_up(a)
+    result += _unknown_step(a)
     shortest, longest = _extremes(a)
     if a.step_count > 1 and longest > UNEVEN_STEP_RATIO * max(1, shortest):
         result.append(
@@ -360,6 +362,17 @@ def _extremes(a: Analysis) -> tuple[int, int]:
     return (int(dur.min()), int(dur.max())) if len(dur) else (0, 0)
 
 
+def _unknown_step(a: Analysis) -> list[str]:
+    """Where nothing says what the run's own steps take."""
+    recorded = a.recorded
+    if recorded is None or recorded.median is not None or not recorded.host_is_ahead:
+        return []
+    return [
+        "What the run's own steps take is not measured: the host runs ahead of the GPU, and fewer "
+        f"than {MIN_DEVICE_TIMED} steps have CUDA events. Figures are of the profiled steps."
+    ]
+
+
 def _record_limits(a: Analysis) -> list[str]:
     """What a record without a profiled window cannot tell."""
     recorded = a.recorded
@@ -373,7 +386,7 @@ def _record_limits(a: Analysis) -> list[str]:
         result.append("The run was killed, or is still going on: figures are up to its last step.")
     if not recorded.steps:
         result.append("No step was recorded.")
-    elif not recorded.count:
+    elif not recorded.used.any():
         result.append("No step without a profiler was recorded.")
     return result
 

@@ -48,7 +48,8 @@ class RecordOptions:
     """Most windows that a rank records by itself, the first one included. Ones that somebody asks
     for come on top, up to as many again."""
     on_trouble: bool = True
-    """Open a window when the median step slows by 25% or a step takes 3 times the median."""
+    """Open a window when the median step is 25% slower for a second, or a step takes 3 times the
+    median and loses 0.1 s."""
     shapes: bool = True
     """Input shapes of the operators, in windows."""
     stacks: bool = False

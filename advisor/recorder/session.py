@@ -177,6 +177,7 @@ class RecordingSession(Listener):
             lambda data: self.tell("window", data),
             self.hooks,
             TraceRanges(self.tape),
+            self._host_is_ahead,
         )
         self.oom = OutOfMemoryHook(lambda data: self.tell("oom", data), options.memory_history)
         self.writer = Writer(
@@ -191,6 +192,7 @@ class RecordingSession(Listener):
         self.writer.opened = self._opened
         self.writer.wanted = self.request_window
         self.writer.read = self._read_in_writer
+        self.writer.host_is_ahead = self._host_is_ahead
         self.writer.slowdown = (
             SlowdownWatch() if options.on_trouble and self.windows.enabled else None
         )
@@ -707,7 +709,7 @@ class RecordingSession(Listener):
                 paused,
                 batch,
                 memory,
-                self._reading_of(segment.marks),
+                self._reading_of(segment.marks, segment.end - segment.t),
                 exporting=exporting,
                 unused_graphs=self.steps.unused_graphs,
             )
@@ -730,21 +732,19 @@ class RecordingSession(Listener):
             self.windows.restart("steps were found to be longer")
 
     def _emit_inferred(self, step: Inferred) -> None:
-        windows = self.windows
+        windows, duration = self.windows, step.end - step.t
         window = windows.window_of(step.t, step.end)
         exporting = window is None and windows.exporting(step.t, step.end)
         self.writer.put(
             RecordedStep(step.n, step.t, step.end, step.phases, max(1, len(step.batches)), 0,
-            window, step.gc, step.batches, step.memory, self._reading_of(step.marks), trains=False,
-            exporting=exporting,
-            unused_graphs=step.graphs)
+            window, step.gc, step.batches, step.memory, self._reading_of(step.marks, duration),
+            trains=False, exporting=exporting, unused_graphs=step.graphs)
         )  # fmt: skip
         if step.n == 0:
             self._forget_training()
             self._first(1)
             windows.fit_to_forwards(step.forwards)
         windows.unaided = step.unaided
-        duration = step.end - step.t
         slowed = window is not None or exporting
         if step.late or not self.here():
             windows.add_step(slowed, duration)
@@ -774,10 +774,13 @@ class RecordingSession(Listener):
             self.writer.put(step._replace(window=window, exporting=exporting))
             windows.add_step(window is not None or exporting, step.end - step.t)
 
-    def _reading_of(self, marks: Any) -> EventTimes | None:
+    def _reading_of(self, marks: Any, host_ns: int) -> EventTimes | None:
         if self.marks is None or not marks:
             return None
-        return self.marks.ask(marks, len(self.tape.names))
+        return self.marks.ask(marks, len(self.tape.names), host_ns)
+
+    def _host_is_ahead(self) -> bool:
+        return self.marks is not None and self.marks.host_is_ahead
 
     def _first(self, micro: int) -> None:
         """The first step has ended: this process does train."""

@@ -16,11 +16,17 @@ from advisor.recorder.clock import PAUSE, THREAD, Tape
 SLOWER = 1.25
 """Recent median over the first one: a quarter more is seen by anybody who waits for it."""
 SPIKE = 3.0
-"""One step over the median."""
+"""One step over the median …"""
+SPIKE_NS = 100_000_000
+"""… which loses so much: a window would cost more than a shorter one."""
 SETTLE = 5
 """First steps, which compile and warm up, are no measure."""
-BASE = 32
-RECENT = 16
+BASE, BASE_NS = 32, 2_000_000_000
+"""Steps that the others are compared with, and the time that they take: over less, machines change
+their speed by themselves."""
+MAX_BASE = 4096
+RECENT, RECENT_NS = 16, 1_000_000_000
+"""Steps whose median counts, and how long they, and those after them, are slow."""
 APART = 100
 """Steps from one alarm to the next at least."""
 FLOOR_NS = 2_000_000
@@ -33,7 +39,11 @@ class SlowdownWatch:
     def __init__(self) -> None:
         self._seen = 0
         self._base: list[int] = []
+        self._based = 0
+        """Time of the first steps, ns."""
         self._recent: deque[int] = deque(maxlen=RECENT)
+        self._slow = 0
+        """Time in which the recent median was slow, ns."""
         self._median: float | None = None
         self._quiet_until = 0
 
@@ -43,8 +53,10 @@ class SlowdownWatch:
         if self._seen <= SETTLE:
             return None
         if self._median is None:
-            self._base.append(dur)
-            if len(self._base) >= BASE:
+            self._based += dur
+            if len(self._base) < MAX_BASE:
+                self._base.append(dur)
+            if len(self._base) >= BASE and self._based >= BASE_NS:
                 self._median = median(self._base)
             return None
         self._recent.append(dur)
@@ -52,11 +64,13 @@ class SlowdownWatch:
             return None
         if len(self._recent) == RECENT:
             now = median(self._recent)
-            if now > self._median * SLOWER and now - self._median > FLOOR_NS:
+            slow = now > self._median * SLOWER and now - self._median > FLOOR_NS
+            self._slow = (self._slow + dur if self._slow else sum(self._recent)) if slow else 0
+            if self._slow >= RECENT_NS:
                 reason = f"the median step takes {now / self._median:.2f} times what it did"
                 self._median = now
                 return self._alarm(reason)
-        if dur > self._median * SPIKE and dur - self._median > FLOOR_NS:
+        if dur > self._median * SPIKE and dur - self._median > SPIKE_NS:
             return self._alarm(f"a step took {dur / self._median:.1f} times the median")
         return None
 
@@ -68,6 +82,7 @@ class SlowdownWatch:
             limit = max(usual * min(SLOWER, SPIKE), usual + FLOOR_NS)
             if max(lengths) <= limit and max(self._recent, default=0) <= limit:
                 self._seen += len(lengths)
+                self._slow = 0
                 self._recent.extend(lengths[-RECENT:])
                 return None
         reason = None

@@ -113,6 +113,9 @@ MARKS_APART_NS = 100_000_000
 made for a step and what is around it …"""
 LONG_STEP_NS = 50_000_000
 """… and for each that takes so long: some 0.2% of its time."""
+MAX_APART = 0.25
+"""Of a step's time on the device, that on the host differs by less where it waits for the device in
+each step."""
 MAX_POOL = 1024
 """Events kept for use again."""
 
@@ -120,11 +123,13 @@ MAX_POOL = 1024
 class EventTimes:
     """Device times that somebody wants to know: the events of a step, and what they say."""
 
-    __slots__ = ("done", "marks", "phases", "times")
+    __slots__ = ("done", "host_ns", "marks", "phases", "times")
 
-    def __init__(self, marks: list[tuple[int, Any]], phases: int) -> None:
+    def __init__(self, marks: list[tuple[int, Any]], phases: int, host_ns: int) -> None:
         self.marks = marks
         self.phases = phases
+        self.host_ns = host_ns
+        """What the step took on the host."""
         self.times: list[int] | None = None
         """By phase number, ns; ``None``: not known."""
         self.done = False
@@ -142,6 +147,9 @@ class Marks:
     def __init__(self, tape: Tape, torch: Any, every: int, ticks: Callable[[], int]) -> None:
         self._tape = tape
         self._torch = torch
+        self.host_is_ahead = False
+        """The host was seen to launch a step well before the device ran it: the times between steps
+        on the host say nothing."""
         self._pause = max(every, 3) - 2
         self._ticks = ticks
         self._pool: deque[Any] = deque(maxlen=MAX_POOL)
@@ -153,9 +161,9 @@ class Marks:
         self._since = 0
         """When they began to be made, ns."""
 
-    def ask(self, marks: list[tuple[int, Any]], phases: int) -> EventTimes:
+    def ask(self, marks: list[tuple[int, Any]], phases: int, host_ns: int) -> EventTimes:
         """Have the events of a step read. In any thread."""
-        reading = EventTimes(marks, phases)
+        reading = EventTimes(marks, phases, host_ns)
         self._asked.append(reading)
         return reading
 
@@ -172,6 +180,9 @@ class Marks:
             except RuntimeError:  # the device failed: the training thread will hear of it
                 return
             reading.times = phase_times(reading.marks, reading.phases)
+            if reading.times is not None:
+                device_ns = sum(reading.times)
+                self.host_is_ahead |= abs(device_ns - reading.host_ns) > MAX_APART * device_ns
             reading.done = True
             asked.popleft()
             # the last one is also the next step's first

@@ -62,7 +62,8 @@ INSIDE = "inside a backward, a hook, compiled code or the like, where no profile
 
 
 class Windows:
-    """The windows of one rank. ``tell(data)`` writes a ``window`` event."""
+    """The windows of one rank. ``tell(data)`` writes a ``window`` event. ``host_is_ahead``: whether
+    the times between steps on the host say nothing, for a device is behind."""
 
     def __init__(
         self,
@@ -71,7 +72,9 @@ class Windows:
         tell: Callable[[dict[str, Any]], None],
         hooks: Hooks,
         ranges: TraceRanges,
+        host_is_ahead: Callable[[], bool] = lambda: False,
     ) -> None:
+        self._host_is_ahead = host_is_ahead
         self._options = options
         self._ranges = ranges
         self._stacks = options.stacks or options.deep
@@ -372,6 +375,8 @@ class Windows:
 
     def _too_slow(self) -> str | None:
         if len(self._before) < GUARD_STEPS or len(self._durations) < GUARD_STEPS:
+            return None
+        if self._host_is_ahead():
             return None
         usual, now = median(self._before), median(self._durations)
         lost = len(self._durations) * (now - usual)

@@ -101,6 +101,9 @@ class Writer:
         self.slowdown: SlowdownWatch | None = None
         self.wanted: Callable[[str, bool], None] | None = None
         """Called with the reason to open a window, and whether somebody asked for it."""
+        self.host_is_ahead: Callable[[], bool] = lambda: False
+        """Whether only device times say what a step takes."""
+        self._by_device = False
 
     def start(self) -> None:
         """Begin. Raises RuntimeError where no thread can be started."""
@@ -260,11 +263,17 @@ class Writer:
                 step.rss = resident
             self._files[RecordedStep if result.trains else Inferred].add(step)
             if result.window is None and not result.exporting:
-                self._watch([step.dur])
+                self._watch([step.dur], sum(step.gpu.values()) if step.gpu else None)
 
-    def _watch(self, lengths: list[int]) -> None:
-        """Look for trouble in steps outside of windows."""
+    def _watch(self, lengths: list[int], device: int | None = None) -> None:
+        """Look for trouble in steps outside of windows; ``device``: what one took there."""
         if self.slowdown is not None and self.wanted is not None:
+            if self.host_is_ahead():
+                if not self._by_device:
+                    self._by_device, self.slowdown = True, SlowdownWatch()
+                if device is None:
+                    return
+                lengths = [device]
             reason = self.slowdown.steps(lengths)
             if reason:
                 self.wanted(reason, False)

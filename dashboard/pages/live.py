@@ -6,13 +6,14 @@ from collections.abc import Sequence
 from typing import Any
 
 import dash
+import numpy as np
 from dash import Input, Output, State, dcc
 
 from advisor.advise import report_charts, report_text
 from advisor.core import labels
 from advisor.core import text as t
 from advisor.core.charts import Segment
-from advisor.core.run_directory import THROTTLE_BITS, Gpu, Host, RankRecord, Step
+from advisor.core.run_directory import THROTTLE_BITS, Gpu, Host, RankRecord
 from advisor.dashboard import page_view, plotly_figures, theme
 from advisor.dashboard.components import (
     card,
@@ -119,7 +120,8 @@ def body(view: PageView, rank: int | None) -> list[Any]:
         parts.append(choices("Rank", links))
     parts.append(_figures(record))
     recent = record.steps[-SHOWN_STEPS:]
-    parts.append(steps_card(recent, f"the last {len(recent)}"))
+    shown = StepRecords(RankRecord(rank=record.rank, steps=recent))
+    parts.append(steps_card(shown, f"the last {len(recent)}"))
     parts.append(_phases(record))
     parts.append(_findings(view))
     parts += telemetry_cards(record, last=SHOWN_SAMPLES)
@@ -163,15 +165,21 @@ def _figures(record: RankRecord) -> Any:
     )
 
 
-def steps_card(steps: Sequence[Step], aside: str = "") -> Any:
-    """Durations of recorded steps; profiled steps have their own colour."""
+def steps_card(recorded: StepRecords, aside: str = "") -> Any:
+    """Durations of recorded steps, where they are known; profiled steps have their own colour."""
+    known = ~np.isnan(recorded.length)
+    steps = [step for step, wanted in zip(recorded.steps, known, strict=True) if wanted]
+    durations = (recorded.length[known] / 1e6).tolist()
     numbers = [float(step.n) for step in steps]
     series = []
     for name, colour, profiled in (
         ("step", theme.ACCENT, False),
         ("while profiled", theme.CAUSES["dispatch"], True),
     ):
-        values = [s.dur / 1e6 if (s.window is not None) is profiled else None for s in steps]
+        values = [
+            ms if (step.window is not None) is profiled else None
+            for step, ms in zip(steps, durations, strict=True)
+        ]
         if not profiled or any(value is not None for value in values):
             series.append((name, *plotly_figures.downsample(numbers, values), colour))
     drawn = plotly_figures.line_chart(series, x="step", y="ms", height=220)

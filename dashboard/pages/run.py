@@ -47,7 +47,7 @@ def layout(**query: object) -> Any:
     return page(
         title,
         _figures(view),
-        steps_card(a.recorded.steps) if a.recorded is not None and a.recorded.steps else None,
+        steps_card(a.recorded) if a.recorded is not None and a.recorded.steps else None,
         _phases(view),
         *telemetry_cards(record),
         _events(record),

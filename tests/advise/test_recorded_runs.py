@@ -232,6 +232,7 @@ def test_a_host_that_runs_ahead_does_not_say_what_a_step_takes(tmp_path: Path) -
     assert report.recorded is not None and report.recorded.median_ns is None
     assert report.step is None
     assert "unprofiled" not in report.verdict and "20 ms step" in report.verdict
+    assert any("the host runs ahead of the GPU" in line for line in report.limits)
 
 
 def test_a_host_that_waits_in_each_step_gives_the_length_of_all_steps(tmp_path: Path) -> None:

@@ -27,6 +27,8 @@ class Device:
         self.capturing = False
         self.broken = False
         self.lag_ns = 3_000_000
+        self.slower = 1.0
+        """Times as long as the host that it takes between two events."""
 
     def used(self) -> None:
         assert not self.capturing, "an event was touched while a graph is captured"
@@ -58,7 +60,7 @@ def device(monkeypatch: pytest.MonkeyPatch) -> Device:
         def elapsed_time(self, end: Event) -> float:
             played.used()
             assert self.at is not None and end.at is not None
-            return (end.at - self.at) / 1e6
+            return played.slower * (end.at - self.at) / 1e6
 
     monkeypatch.setattr(watchers, "MARKS_APART_NS", 0)
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
@@ -155,6 +157,26 @@ def test_steps_of_inference_are_timed(tmp_path: Path, device: Device, loader: bo
     assert 6 <= len(timed) <= 20
     for step in timed:
         assert sum((step.gpu or {}).values()) == pytest.approx(step.dur, rel=0.2, abs=300_000)
+
+
+@pytest.mark.parametrize(("slower", "state"), [(1.0, "stopped"), (20.0, "done")])
+def test_a_host_that_runs_ahead_of_the_device_does_not_say_that_a_window_is_slow(
+    training: Any, tmp_path: Path, device: Device, slower: float, state: str
+) -> None:
+    """Where the device is behind, the host's steps differ, profiled or not, for it waits in some
+    and not in others."""
+    device.slower = slower
+    with Recorder(
+        str(tmp_path / "run"), skip=8, warmup=1, active=6, telemetry=0.0, report=False
+    ) as recorder:
+        for _ in range(30):
+            training.learn((training.x, training.y))
+            time.sleep(0.05 if torch.autograd._profiler_enabled() else 0.01)
+        session = recorder._session
+        assert session is not None and session.marks is not None
+        assert session.marks.host_is_ahead == (slower > 1)
+    windows = only_rank(tmp_path / "run").of_kind("window")
+    assert [event["state"] for event in windows] == ["open", state]
 
 
 def test_events_are_touched_in_the_training_thread_alone(

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 from recording_checks import check_sums, only_rank
 
+from advisor.recorder import slowdown
 from advisor.recorder.api import Recorder
 from advisor.recorder.options import RecordOptions
 from advisor.recorder.slowdown import SlowdownWatch
@@ -313,7 +314,11 @@ def test_a_window_opens_when_asked_by_file_and_by_signal(tmp_path: Path, trainin
     assert [w["reason"] for w in done] == ["asked for", "SIGUSR2 received"]
 
 
-def test_a_slowdown_opens_a_window(tmp_path: Path, training: Any) -> None:
+def test_a_slowdown_opens_a_window(
+    tmp_path: Path, training: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(slowdown, "BASE_NS", 0)
+    monkeypatch.setattr(slowdown, "RECENT_NS", 0)
     with Recorder(str(tmp_path / "run"), skip=9999, warmup=0, active=2, report=False) as rec:
         for number in range(75):
             training.learn((torch.randn(2, 4), torch.randn(2, 1)))
@@ -339,6 +344,12 @@ def test_trouble_is_a_slower_median_or_a_spike_and_nothing_else() -> None:
     # the median of 16 has moved once most of them are slow; told once, not for ever
     assert alarms(steady + [130] * 300) == [208]
     assert alarms([1] * 100 + [2] * 100) == []  # a millisecond is the machine's
+    # a fast step is compared with two seconds of others, and slow for one
+    assert alarms([10] * 100 + [14] * 100) == []
+    assert alarms([10] * 300 + [14] * 50) == []
+    # the median of 16 has moved at the 9th; they are slow for 1 s after 62 more at most
+    assert len(alarms([10] * 300 + [14] * 100)) == 1
+    assert alarms([10] * 300 + [50]) == []  # 40 ms once: less than a window costs
 
 
 def test_windows_of_a_rank_are_bounded(tmp_path: Path, training: Any) -> None:

@@ -30,6 +30,7 @@ from advisor.replay.trust import (
 if TYPE_CHECKING:
     from advisor.core.finding import Decides, Edit
     from advisor.measure import Analysis
+    from advisor.measure.steps.step_records import StepRecords
     from advisor.replay.ranks.joint import JointRanks, JointReplay
 
 EVENT_COST_NS = {"plain": 800.0, "shapes": 600.0, "python": 500.0}
@@ -59,12 +60,12 @@ def event_cost(a: Analysis) -> float:
     difference says nothing about it. It is bounded, because steps differ for other reasons too.
     """
     usual = _mean_cost(a)
-    recorded = a.recorded
-    if recorded is None or recorded.profiled_median is None or a.trace.main_thread is None:
-        return usual
-    if recorded.unprofiled_median is None:
+    if a.recorded is None or a.trace.main_thread is None:
         return usual
     if a.device_id is not None and a.breakdown.busy.total > VISIBLE * a.span_ns:
+        return usual
+    with_it, without = _host_medians(a.recorded)
+    if with_it is None or without is None:
         return usual
     cpu = a.trace.cpu
     own = (cpu["thread"] == a.trace.main_thread).to_numpy()
@@ -76,8 +77,17 @@ def event_cost(a: Analysis) -> float:
     events = (np.searchsorted(starts, end) - np.searchsorted(starts, begin)).sum()
     if not events:
         return usual
-    longer = max(0.0, recorded.profiled_median - recorded.unprofiled_median)
+    longer = max(0.0, with_it - without)
     return min(longer * a.step_count / float(events), MAX_COST * usual)
+
+
+def _host_medians(recorded: StepRecords) -> tuple[float | None, float | None]:
+    """Medians of profiled steps and of others, ns: of the host's own time where it runs ahead."""
+    if not recorded.host_is_ahead:
+        return recorded.profiled_median, recorded.unprofiled_median
+    parts = recorded.dur[recorded.active], recorded.dur[recorded.used]
+    with_it, without = (float(np.median(part)) if len(part) else None for part in parts)
+    return with_it, without
 
 
 def _usual_costs(a: Analysis) -> Array:
@@ -239,10 +249,14 @@ class WindowReplayer:
         """The device is so busy that it sets the pace of the run's own steps. Those that a fix
         leaves would be longer by the profiler's host time, so the gains of a recorded run, most of
         whose steps are not profiled, are of steps without it."""
-        a = self.a
-        if a.device_id is None or a.recorded is None or a.recorded.unprofiled_median is None:
+        a, recorded = self.a, self.a.recorded
+        if a.device_id is None or recorded is None:
             return False
-        step = min(a.step_ns, a.recorded.unprofiled_median)
+        if recorded.host_is_ahead:
+            return True
+        if recorded.unprofiled_median is None:
+            return False
+        step = min(a.step_ns, recorded.unprofiled_median)
         return a.breakdown.busy.total > VISIBLE * step * a.step_count
 
     def period(self, edits: Sequence[Edit] = (), assumption: str = "") -> float:

@@ -93,9 +93,10 @@ def int_column(frame: pl.DataFrame, name: str) -> Rows:
 
 
 def rows_in_steps(a: Analysis, rows: Rows) -> Rows:
-    """Of these rows of ``trace.cpu`` those that begin in the analysed steps."""
+    """Of these rows of ``trace.cpu`` those that begin in the analysed steps, as the host marks
+    them: where it runs ahead, the device runs their work later."""
     ts = a.trace.cpu["ts"].to_numpy()[rows]
-    return rows[covered_length(ts, ts + 1, a.spans) > 0]
+    return rows[covered_length(ts, ts + 1, a.steps.host_spans) > 0]
 
 
 def outermost_operators(a: Analysis) -> Rows:

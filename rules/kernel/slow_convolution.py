@@ -6,14 +6,22 @@ import re
 from typing import Any
 
 import numpy as np
+import polars as pl
+from numpy.typing import NDArray
 
 from advisor.core.finding import Finding, Outcomes
 from advisor.core.rule import Evidence, Rule, Threshold
 from advisor.measure import Analysis
 from advisor.measure.device.matmuls import parse_convolution
 from advisor.measure.device.shapes import OpInputs
+from advisor.measure.host.names import name_matches
 from advisor.rules.citations import CHOSEN, OURS, RATES
-from advisor.rules.common import example_steps, impact_without_gain, recorded_steps
+from advisor.rules.common import (
+    example_steps,
+    impact_without_gain,
+    recorded_steps,
+    rows_in_steps,
+)
 from advisor.rules.kernel import kernel_common
 from advisor.rules.kernel.rates import ON_ROCM, BelowRate, Cause
 from advisor.testing import Examples, TraceBuilder
@@ -160,6 +168,26 @@ def _network(
     return b
 
 
+MIN_BATCHES, MIN_STEPS = 10, 3
+"""From how many batches, and profiled steps, it is known whether shapes stay the same."""
+_CONVOLUTIONS = r"^aten::(?:cudnn_convolution|convolution_backward)"
+
+
+def _convolved_shapes(a: Analysis) -> NDArray[np.float64]:
+    """A number for each analysed step, the same where its convolutions have the same shapes."""
+    cpu = a.trace.cpu
+    rows = rows_in_steps(a, np.flatnonzero(name_matches(cpu["name"], _CONVOLUTIONS).to_numpy()))
+    begins = a.steps.marks["ts"].to_numpy()
+    table = pl.DataFrame(
+        {
+            "step": np.searchsorted(begins, cpu["ts"].gather(rows).to_numpy(), side="right"),
+            "dims": a.trace.inputs["dims"].gather(cpu["inputs"].gather(rows)),
+        }
+    ).drop_nulls()
+    each = table.group_by("step").agg(pl.col("dims").cast(pl.String).sort().str.join("\n"))
+    return each.select(pl.col("dims").rank("dense")).to_series().cast(pl.Float64).to_numpy()
+
+
 class CudnnBenchmarkOff(Rule):
     """With ``torch.backends.cudnn.benchmark`` off (the default) cuDNN chooses each convolution's
     algorithm by heuristics. Switched on, it times the candidates once for every new shape and keeps
@@ -167,8 +195,9 @@ class CudnnBenchmarkOff(Rule):
     every batch has another shape.
 
     The rule fires when the switch is off, convolutions take at least 20% of the kernel time of the
-    profiled window, and at least 95% of the recorded batches have one shape. Only a trial shows
-    the gain. Deterministic runs keep the switch off on purpose.
+    profiled window, and at least 95% of the recorded batches have one shape. Where the loop has no
+    DataLoader, the convolutions of the profiled steps have to be the same. Only a trial shows the
+    gain. Deterministic runs keep the switch off on purpose.
     """
 
     id = "cudnn-benchmark-off"
@@ -202,7 +231,10 @@ class CudnnBenchmarkOff(Rule):
         ) / max(total, 1)
         shapes = recorded.column("shapes")
         shapes = shapes[~np.isnan(shapes)]
-        if share < self.min_share or len(shapes) < 10:
+        of = "batches"
+        if len(shapes) < MIN_BATCHES:
+            shapes, of = _convolved_shapes(a), "profiled steps"
+        if share < self.min_share or len(shapes) < MIN_STEPS:
             return
         constant = float(np.unique(shapes, return_counts=True)[1].max() / len(shapes))
         if constant < self.min_constant:
@@ -210,13 +242,13 @@ class CudnnBenchmarkOff(Rule):
         yield Finding(
             summary=(
                 f"Convolutions take {share:.0%} of kernel time. cudnn.benchmark is off although "
-                f"{constant:.0%} of the batches have one shape."
+                f"{constant:.0%} of the {of} have one shape."
             ),
             evidence=[
                 self.compare("convolutions, share of kernel time", share, "min_share"),
-                self.compare("batches of one shape", constant, "min_constant"),
+                self.compare(f"{of} of one shape", constant, "min_constant"),
                 Evidence("cudnn.benchmark", "False"),
-                Evidence("batches", len(shapes), "count"),
+                Evidence(of, len(shapes), "count"),
             ],
             impact=impact_without_gain("only a trial shows the fastest algorithm"),
         )

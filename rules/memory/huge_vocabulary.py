@@ -33,6 +33,13 @@ _LOSS = r"^aten::(?:_log_softmax|nll_loss|cross_entropy_loss)"
 _BACKWARD = r"^aten::_log_softmax_backward_data$"
 
 
+def _recorded_peak(a: Analysis) -> int | None:
+    """The largest peak of the run's steps, bytes; ``None``: not recorded."""
+    peaks = np.zeros(0) if a.recorded is None else a.recorded.column("peak")
+    peaks = peaks[~np.isnan(peaks)]
+    return int(peaks.max()) or None if len(peaks) else None
+
+
 class HugeVocabulary(Rule):
     """A language model's cross entropy makes a log-softmax as large as the logits (tokens x
     vocabulary), keeps it for the backward pass, and makes a gradient of the same size there. With
@@ -41,9 +48,9 @@ class HugeVocabulary(Rule):
     full.
 
     Looked at is ``aten::_log_softmax`` over the last dimension in training (its backward is in the
-    trace). It counts when one call's tensor takes a tenth of the peak memory, or of the GPU's
-    memory where the peak is not recorded. The memory named is the log-softmax and one gradient; the
-    logits themselves, and an upcast to fp32 before, come on top.
+    trace). It counts when one call's tensor takes a tenth of the peak memory, of the trace or of
+    the recorded run, or of the GPU's memory where no peak is recorded. The memory named is the
+    log-softmax and one gradient; the logits themselves, and an upcast to fp32 before, come on top.
 
     Needs shapes. A loss that is computed in chunks already has small calls and is not reported.
 
@@ -152,10 +159,11 @@ class HugeVocabulary(Rule):
         if not largest:
             return
         reserved, allocated, _ = measure_peaks(a)
-        capacity = allocated or reserved or (a.device.memory_bytes if a.device else None)
+        known = allocated or reserved or _recorded_peak(a)
+        capacity = known or (a.device.memory_bytes if a.device else None)
         if not capacity or largest < self.min_memory * capacity:
             return
-        source = "of the peak" if allocated or reserved else "of the GPU's memory"
+        source = "of the peak" if known else "of the GPU's memory"
         tensor = OpInputs(*a.trace.inputs.row(int(described[int(taken.argmax())]))).tensor(0)
         shape = " x ".join(f"{n:,}" for n in tensor.shape) if tensor else ""
         under = kernel_common.rows_launched_under(a, _LOSS) & a.in_window

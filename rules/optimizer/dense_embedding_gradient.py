@@ -170,7 +170,7 @@ class _TableWork:
         cpu = a.trace.cpu
         self._on_gpu = a.device_id is not None
         ts = cpu["ts"].to_numpy()
-        window = covered_length(ts, ts + 1, a.spans) > 0
+        window = covered_length(ts, ts + 1, a.steps.host_spans) > 0
         share = self._shares(a, {(one.rows, one.size) for one in tables})
         backward = name_matches(cpu["name"], BACKWARD).to_numpy()
         share[backward] = 1.0

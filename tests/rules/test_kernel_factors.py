@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
 
 from advisor.advise.select import load_rules
 from advisor.core.finding import Edit, Finding
+from advisor.measure.host.operators import KERNEL_NS, attainable_roofs
 from advisor.testing import TraceBuilder
 
 HALF = "c10::BFloat16"
@@ -28,9 +30,9 @@ def edits(rule_id: str, b: TraceBuilder, **options: Any) -> list[Edit]:
 Work = tuple[str, list[list[int]] | None, str, str, float]
 
 
-def steps(*work: Work, **launch: Any) -> TraceBuilder:
+def steps(*work: Work, gpu: str = "A100", **launch: Any) -> TraceBuilder:
     """Four steps of kernels: operator, shapes, type, kernel, µs."""
-    b = TraceBuilder("A100")
+    b = TraceBuilder(gpu)
     for _ in range(4):
         with b.step():
             for op, shapes, dtype, kernel, us in work:
@@ -250,3 +252,79 @@ def test_memory_share_counts_the_cards_own_capacity() -> None:
     (found,) = findings("memory-near-capacity", b)
     assert found.impact is not None and found.impact.currency == "risk"
     assert "94%" in found.summary
+
+
+def test_bf16_pays_for_the_casts_of_its_operands() -> None:
+    """A100: 19.5 and 312 TFLOP/s, a sixteenth, of which 60% count; and 3 x 4096^2 floats are moved
+    once more, at the 1.6 TB/s or so that such a GPU attains."""
+    square = [[4096, 4096], [4096, 4096]]
+    b = steps(("aten::mm", square, "float", "ampere_sgemm_nn", 8000))
+    (edit,) = edits("mixed-precision-off", b)
+    memory = attainable_roofs(b.analysis().hardware).memory
+    assert memory is not None
+    casts = 3 * 4 * 4096**2 / memory.rate / 8e-3
+    assert edit.factor == pytest.approx(1 / 16 / 0.6 + casts, rel=1e-3)
+    assert edit.factor_low == pytest.approx(1 / 16 / 0.86 + 0.5 * casts, rel=1e-3)
+
+
+def test_a_fused_operator_takes_its_backward_pass_with_it() -> None:
+    """GELU by hand over 64 MiB, seven kernels of 100 µs forward and seven backward, by their
+    numbers; kernels of other nodes stay. Fused, 2 and 3 tensors are moved."""
+    chain = ["pow", "mul", "add", "mul", "tanh", "add", "mul"]
+    shape = [[32, 1024, 1024]] * 2
+    b = TraceBuilder("A100")
+    for step in range(4):
+        numbered = list(enumerate([*chain, "mm"], 8 * step))
+        with b.step():
+            for number, name in numbered:
+                with b.op(f"aten::{name}", shape, HALF, sequence=number):
+                    b.launch(POINTWISE if name != "mm" else GEMM, 100.0)
+            for number, name in reversed(numbered):
+                with b.op(
+                    f"autograd::engine::evaluate_function: {name.title()}Backward0",
+                    sequence=number,
+                ):
+                    kernel, op = (POINTWISE, "div") if name != "mm" else (GEMM, "mm")
+                    with b.op(f"aten::{op}", shape, HALF):
+                        b.launch(kernel, 100.0)
+            b.sync()
+    (found,) = findings("handwritten-operator", b)
+    memory = attainable_roofs(b.analysis().hardware).memory
+    assert memory is not None
+    ideal = 5 * 2 * 32 * 1024**2 / memory.rate * 1e9 + 2 * KERNEL_NS
+    assert found.edits[0].op == "merge"
+    assert found.edits[0].factor == pytest.approx(1.5 * ideal / 1_400_000, rel=1e-3)
+
+
+def test_doubles_take_the_ratio_of_the_peaks_in_products_and_half_elsewhere() -> None:
+    """V100: 7.8 and 15.7 TFLOP/s."""
+    square = [[2048, 2048], [2048, 2048]]
+    b = steps(
+        ("aten::mm", square, "double", "volta_dgemm_128x64_nn", 3000),
+        ("aten::tanh", square[:1], "double", "void tanh_kernel<double>", 1000),
+        ("aten::tanh", square[:1], "float", "void tanh_kernel<float>", 1000),
+        gpu="V100",
+    )
+    products, others = edits("double-precision", b)
+    assert products.factor == pytest.approx(7.8 / 15.7)
+    assert products.factor_high == pytest.approx(1.5 * 7.8 / 15.7)
+    assert others.factor == 0.5 and "float" not in others.select.name
+
+
+def test_a_loop_without_a_loader_has_the_shapes_of_its_convolutions() -> None:
+    """A host that launches four steps of 50 ms in a row, before the device has run the first."""
+
+    def run(widths: Sequence[int]) -> list[Finding]:
+        b = TraceBuilder("A100")
+        for width in widths:
+            with b.step():
+                shapes = [[32, 64, width, 56], [64, 64, 3, 3]]
+                with b.op("aten::cudnn_convolution", shapes):
+                    b.launch("cudnn_ampere_scudnn_128x64_relu_medium_nn_v1", 50_000)
+        b.record_of_run(flags={"cudnn.benchmark": False}).steps(40, 50)
+        assert b.analysis().steps.launched is not None
+        return findings("cudnn-benchmark-off", b)
+
+    (found,) = run([56] * 5)
+    assert "100% of the profiled steps" in found.summary
+    assert run([56, 48, 64, 40, 32]) == []

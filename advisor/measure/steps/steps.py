@@ -97,6 +97,12 @@ class Steps:
         """The instants that count, ns."""
         return union(self.used["ts"].to_numpy(), self.used["end"].to_numpy())
 
+    @cached_property
+    def host_spans(self) -> Intervals:
+        """The same by the times of the host, ns."""
+        used = self.marks.filter("used")
+        return union(used["ts"].to_numpy(), used["end"].to_numpy())
+
 
 def plain_step(name: str) -> str:
     """What a mark is called where it is none of PyTorch's (``TraceMeta.step_marks``)."""

@@ -13,8 +13,9 @@ from advisor.measure.host.names import name_matches
 from advisor.measure.host.operators import attainable_roofs
 from advisor.replay.operations import ROOFLINE_SHARE
 from advisor.rules.citations import OURS, SILENT_TRACES, SMALL_GRIDS_TRACES, TRACELENS
-from advisor.rules.common import amount_per_step, example_steps
+from advisor.rules.common import amount_per_step, example_steps, scale_edit
 from advisor.rules.kernel import kernel_common
+from advisor.rules.kernel.rates import saved_time
 from advisor.testing import Examples, TraceBuilder
 
 TRANSPOSES = r"(?i)nchwToNhwc|nhwcToNchw|nchwToFolded|foldedNhwcToNchw|^batched_transpose_"
@@ -38,8 +39,8 @@ class LayoutTransposes(Rule):
 
     PyTorch's own batch norm is slow in NCHW order, where a channel lies in as many pieces as there
     are images. Its kernels count where their bytes are known: in channels-last order they are taken
-    to reach a share of the memory's rate. Pooling and other kernels of such a model keep their
-    time.
+    to reach a share of the memory's rate. The library may choose other kernels for the convolutions
+    themselves, which the range allows for. Pooling and other kernels keep their time.
     """
 
     id = "layout-transposes"
@@ -70,6 +71,10 @@ class LayoutTransposes(Rule):
     )
     best_reach = Threshold(1.0, "of the memory's rate, at best", OURS)
     worst_reach = Threshold(0.5, "of the memory's rate, at worst", OURS)
+    best_convolution = Threshold(
+        0.45, "of the attainable rate, at best: convolutions that are slower now", OURS
+    )
+    best_faster = Threshold(2.0, "times faster at most, at best", OURS)
     praise_conv = Threshold(
         0.2,
         "of kernel time in convolutions without transposes, from which the report says so",
@@ -96,6 +101,7 @@ class LayoutTransposes(Rule):
         "every op between the convolutions keeps channels-last order",
         "batch norm reaches {reach:.0%} of the memory's rate ({worst_reach:.0%} to "
         "{best_reach:.0%})",
+        "at best, slow convolutions reach {best_convolution:.0%} of their rate too",
     )
     confidence = 0.85
     cases = {
@@ -142,6 +148,12 @@ class LayoutTransposes(Rule):
         if saved[1] > 0:
             select = Select(on="gpu", kind=("kernel",), name=NORMS)
             edits.append(kernel_common.scale_kernels(a, norms, saved, select))
+        table = a.rooflines.filter(pl.col("family") == "convolution")
+        if not table.is_empty():
+            part = saved_time(table, self.best_convolution, self.best_faster)
+            part /= float(table["dur"].sum())
+            select = Select(on="gpu", kind=("kernel",), family=("convolution",))
+            edits.append(scale_edit(select, 1.0, 1 - part, 1.0))
         yield Finding(
             summary=(
                 f"Transposes between NCHW and NHWC take {share:.0%} of convolution time "

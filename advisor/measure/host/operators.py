@@ -104,7 +104,7 @@ def measure_operators(a: Analysis) -> pl.DataFrame:
         .group_by("op", "inputs", "alone")
         .agg(
             *(pl.col(name).get(heaviest) for name in ("kernel", "family", "tensor_core")),
-            pl.col("dtype").drop_nulls().first(),
+            pl.col("dtype").sort_by("ns", descending=True).drop_nulls().first(),
             pl.col("call").n_unique().cast(pl.Int64).alias("calls"),
             pl.len().cast(pl.Int64).alias("kernels"),
             pl.col("ns").sum().alias("dur"),

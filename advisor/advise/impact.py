@@ -26,6 +26,7 @@ from advisor.replay.exposed import ExposedTime
 from advisor.replay.host_nodes import ready_batch_ns
 from advisor.replay.predictions import Band, widened_by_rule, worst_case
 from advisor.replay.window import WindowReplayer
+from advisor.rules.common import device_waits
 
 if TYPE_CHECKING:
     from advisor.core.finding import Decides, Severity
@@ -369,7 +370,8 @@ def _match_loading(finding: Finding, a: Analysis) -> Finding:
         finding = replace(finding, evidence=[loading, *finding.evidence])
         why = f"the run's own steps spend {share:.0%} on getting data, those of the window "
         finding = lower_confidence(finding, 1.0, f"{why}{inside:.0%}: the gain is of the run's")
-        return _bounded(finding, most, step)
+        waits = device_waits(a)
+        return _bounded(finding, most if waits is None else min(most, round(waits)), step)
     if impact.gain_ns <= most:
         return finding
     finding = _bounded(finding, most, step)

@@ -394,3 +394,38 @@ def test_programs_under_the_command(what: str, steps: int, tmp_path: Path) -> No
     check_sums(record)
     assert len(record.steps) == steps
     assert record.inference == (what != "evaluate")
+
+
+WARMED_UP = """
+import time
+import torch
+
+weights = torch.randn(8, 8, requires_grad=True)
+for _ in range(5):  # loads the kernels' libraries
+    torch.nn.functional.linear(weights, weights).square().mean().backward()
+layers = [torch.nn.Linear(8, 8), torch.nn.GELU(), torch.nn.Linear(8, 8), torch.nn.GELU()]
+with torch.no_grad():
+    for _ in range(80):
+        h = torch.randn(4, 8)
+        for layer in layers:
+            h = layer(h)
+        time.sleep(0.02)
+"""
+
+
+def test_layers_called_one_by_one_after_a_warm_up_are_profiled(tmp_path: Path) -> None:
+    (tmp_path / "infer.py").write_text(WARMED_UP)
+    subprocess.run(
+        [sys.executable, "-m", "advisor", "record", "--no-report", "-o", "run", "infer.py"],
+        cwd=tmp_path,
+        check=True,
+        capture_output=True,
+        timeout=240,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )
+    record = only_rank(tmp_path / "run")
+    assert record.inference and 65 <= len(record.steps) <= 80
+    first = next(event for event in record.of_kind("window") if event["state"] != "open")
+    assert (
+        first["state"] in ("done", "stopped") and (tmp_path / "run/rank0/trace_w0.json.gz").exists()
+    )

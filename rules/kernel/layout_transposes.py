@@ -22,9 +22,6 @@ TRANSPOSES = r"(?i)nchwToNhwc|nhwcToNchw|nchwToFolded|foldedNhwcToNchw|^batched_
 """cuDNN's kernels (``cudnn::ops::nchwToNhwcKernel``) and MIOpen's (``batched_transpose_…``)."""
 NORMS = r"batch_norm_(?:collect_statistics|transform_input|backward(?:_reduce|_elemt)?)_kernel"
 """PyTorch's own batch norm in NCHW order; in channels-last order their names say so."""
-_FORWARD, _BACKWARD = 3 / 2, 5 / 3
-"""Passes over the tensors in two kernels, over those that are counted: forward reads its input
-twice, backward its input and the gradient."""
 
 
 class LayoutTransposes(Rule):
@@ -176,10 +173,8 @@ class LayoutTransposes(Rule):
         memory = attainable_roofs(a.hardware).memory
         if memory is None:
             return 0.0
-        backward = name_matches(a.kernels["op_name"], "backward").to_numpy()
-        passes = np.where(backward, _BACKWARD, _FORWARD)
         moved = a.kernels["moved"].cast(pl.Float64).fill_null(np.nan).to_numpy()
-        left = moved * passes / (reach * memory.rate) * 1e9
+        left = moved / (reach * memory.rate) * 1e9
         spent = a.trace.gpu["dur"].to_numpy()
         return float(np.nan_to_num(np.clip(spent - left, 0.0, None))[norms].sum())
 

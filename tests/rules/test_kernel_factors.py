@@ -9,6 +9,8 @@ import pytest
 
 from advisor.advise.select import load_rules
 from advisor.core.finding import Edit, Finding
+from advisor.measure.device.shapes import OpInputs
+from advisor.measure.device.traffic import count_bytes
 from advisor.measure.host.operators import KERNEL_NS, attainable_roofs
 from advisor.testing import TraceBuilder
 
@@ -328,3 +330,22 @@ def test_a_loop_without_a_loader_has_the_shapes_of_its_convolutions() -> None:
     (found,) = run([56] * 5)
     assert "100% of the profiled steps" in found.summary
     assert run([56, 48, 64, 40, 32]) == []
+
+
+def test_batch_norm_reads_its_channels_twice_where_it_trains() -> None:
+    """64 x 256 x 56 x 56 halves, and four vectors of 256 floats: 3 passes forward (2 with given
+    statistics), 5 backward."""
+    large, small = [64, 256, 56, 56], [256]
+    types = f'["{HALF}", "float", "float", "float", "float", "Scalar"]'
+    tensor, vectors = 2 * 64 * 256 * 56 * 56, 4 * 4 * 256
+    for trains, passes in ((True, 3), (False, 2)):
+        inputs = OpInputs(
+            str([large, small, small, small, small, []]),
+            types,
+            "",
+            f'["", "", "", "", "", "{trains}"]',
+        )
+        assert count_bytes("aten::native_batch_norm", inputs) == passes * tensor + vectors
+    backward = OpInputs(str([large, large, small]), f'["{HALF}", "{HALF}", "float"]')
+    expected = 5 * tensor + 4 * 256
+    assert count_bytes("aten::cudnn_batch_norm_backward", backward) == expected

@@ -328,10 +328,14 @@ _NORM_OUTPUTS = {
 }
 """Normalisation -> how many of the tensors it reads have the size of the activations."""
 
+_TRAINS = {**_BATCH_NORM, "native_batch_norm_backward": 7}
+"""Operator -> position of the ``training`` argument; others have none, and train."""
+
 
 def _norm(name: str, x: OpInputs) -> float | None:
     """Activations in, parameters and statistics in, one activation out (both for vLLM's residual
-    form). Gradients of the parameters are as small as the parameters, and left out."""
+    form). Batch norm in training reads a whole channel before the first result, and then again.
+    Gradients of the parameters are as small as the parameters, and left out."""
     large = _NORM_OUTPUTS.get(name)
     first = x.tensors[0]
     if large is None or not first.elements:
@@ -342,6 +346,8 @@ def _norm(name: str, x: OpInputs) -> float | None:
     written = _size(first.elements, first.width)
     if name == "_C::fused_add_rms_norm":
         return _total(*read, written, written)
+    if "batch_norm" in name and x.flag(_TRAINS.get(name, len(x))) is not False:
+        read += [written] * large
     return _total(*read, written)
 
 

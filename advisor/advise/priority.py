@@ -7,6 +7,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+import numpy as np
+import polars as pl
 from msgspec.structs import replace
 
 from advisor.advise.impact import (
@@ -17,6 +19,8 @@ from advisor.advise.impact import (
     without_gain,
 )
 from advisor.measure.device.kernel_profiles import ONE_LAUNCH
+from advisor.replay.selection import selected_host
+from advisor.rules.host.launch_gaps import MAX_APART
 
 if TYPE_CHECKING:
     from advisor.core.finding import Finding
@@ -24,9 +28,12 @@ if TYPE_CHECKING:
 
 FOLD_BELOW = 0.25
 """A finding that keeps less than this share of its own gain after those before it is a symptom."""
-LEADS_FROM = 0.5
+LEADS_FROM = 1 / 3
 """Of the gain of a finding that knows idle time by its kind alone: a finding that names the code
-behind as much of it comes first, because its fix is the smaller change."""
+behind as much of it comes first. Its fix is the smaller change, and leaves less to the other."""
+WAITS_LEAD_FROM = 0.10
+"""Of the step: waits for the GPU that gain as much come before launching less, where they are so
+frequent that no graph can hold them. Launching itself is reported from the same share on."""
 
 
 @dataclass(frozen=True)
@@ -80,7 +87,7 @@ def prioritize(
             candidates.append(finding)
         else:
             unknown.append(finding)
-    ordered, dropped = _order(candidates, estimator, floor)
+    ordered, dropped = _order(candidates, estimator, floor, a)
     unknown += [finding for finding in dropped if finding.known_cost]
     dropped = [finding for finding in dropped if not finding.known_cost]
     ordered = _with_unknown(ordered, unknown)
@@ -116,7 +123,7 @@ def _share(finding: Finding) -> float:
 
 
 def _order(
-    findings: list[Finding], estimator: GainEstimator, floor: float
+    findings: list[Finding], estimator: GainEstimator, floor: float, a: Analysis
 ) -> tuple[list[Finding], list[Finding]]:
     """Findings by marginal gain x confidence, the largest first; and those that are left out.
 
@@ -133,7 +140,7 @@ def _order(
     while waiting:
         index, gain = _best(findings, waiting, latest, chosen, estimator)
         if by_kind_alone(findings[index]):
-            index, gain = _named_cause(findings, waiting, (index, gain), chosen, estimator)
+            index, gain = _named_cause(findings, waiting, (index, gain), chosen, estimator, a)
         waiting.remove(index)
         best, alone = findings[index], _alone(findings[index])
         rival = next(
@@ -167,25 +174,41 @@ def by_kind_alone(finding: Finding) -> bool:
 def _named_cause(
     findings: list[Finding],
     waiting: list[int],
-    best: tuple[int, float],
+    general: tuple[int, float],
     chosen: list[Finding],
     estimator: GainEstimator,
+    a: Analysis,
 ) -> tuple[int, float]:
-    """The waiting finding that goes first although another one gains more, and its gain: it names
-    the code behind that idle time, and its fix takes away much of it. Else that other one."""
-    general = findings[best[0]]
-    result, most = best, LEADS_FROM * best[1]
+    """The waiting finding that goes before a general one although that gains more, and its gain: it
+    names code of the host whose fix takes away much. Else the general one itself."""
+    result, most = general, 0.0
+    captures = any(edit.op == "drop_launch" for edit in findings[general[0]].edits)
     for index in waiting:
         finding = findings[index]
-        if by_kind_alone(finding) or finding.other_rank or not finding.edits:
+        of_host = any(edit.select.on != "gpu" for edit in finding.edits)
+        if not of_host or finding.other_rank or by_kind_alone(finding):
             continue
-        if _alone(finding) < most:
-            continue
-        own = marginal_gain(finding, chosen, estimator)
-        shared = best[1] - marginal_gain(general, [*chosen, finding], estimator)
-        if own >= most and shared >= FOLD_BELOW * own:
-            result, most = (index, own), own
+        least = LEADS_FROM * general[1]
+        if captures and WAITS_LEAD_FROM * a.step_ns < least and _fills_queue(finding, a):
+            least = WAITS_LEAD_FROM * a.step_ns
+        least = max(most, least)
+        if _alone(finding) >= least and marginal_gain(finding, chosen, estimator) >= least:
+            most = marginal_gain(finding, chosen, estimator)
+            result = index, most
     return result
+
+
+def _fills_queue(finding: Finding, a: Analysis) -> bool:
+    """Waits for the GPU are so frequent that the host never gets ahead, and no longer are once this
+    finding's are gone."""
+    gone = [selected_host(a, edit.select) for edit in finding.edits if edit.op == "make_async"]
+    if not gone or a.syncs.is_empty():
+        return False
+    waits = a.syncs.filter(~pl.col("profiler")).with_columns(wait=pl.coalesce("op", "host"))
+    stays = waits.filter(pl.Series(~np.logical_or.reduce(gone)[waits["host"].to_numpy()]))
+    launches = int(a.in_window.sum())
+    before, after = waits["wait"].n_unique(), stays["wait"].n_unique()
+    return MAX_APART * after <= launches < MAX_APART * before
 
 
 def _alone(finding: Finding) -> float:

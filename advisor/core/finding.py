@@ -86,12 +86,28 @@ class Select(Struct, frozen=True, kw_only=True, omit_defaults=True):
     """Runtime call classes, as in the ``call`` column of ``Trace.cpu``."""
     cause: tuple[str, ...] = ()
     """Idle-gap causes, as in ``Analysis.gaps``."""
-    at: Literal["", "step_start", "graph_break", "between_steps", "loop"] = ""
+    at: Literal[
+        "",
+        "step_start",
+        "graph_break",
+        "between_steps",
+        "read_loop",
+        "after_read",
+        "round_trip",
+        "recompute",
+        "graph_entry",
+        "loop",
+    ] = ""
     """``host``: ``loop``, also the thread's time from one of the events to the next, if no other
-    operator or call lies between. That is the Python of a loop. ``gap``: only some instants
-    (``measure/steps/instants.py``). ``step_start``: before the first device work of their step.
-    ``graph_break``: from one compiled graph to the next across a break. ``between_steps``: from the
-    end of an inference engine's step to the first work of the next."""
+    operator or call lies between. That is the Python of a loop. Else only some instants: of gaps
+    those that meet them, of host events those that begin in them, of device work what is launched
+    in them. ``step_start``: before the first device work of their step. ``graph_break``: from one
+    compiled graph to the next across a break. ``graph_entry``: in functions whose graph breaks,
+    outside the code of their graphs. ``between_steps``: from the end of an inference engine's step
+    to the first work of the next. ``read_loop``: in a loop that reads one device value after the
+    other. ``after_read``: from the end of a read of data to the next launch. ``round_trip``: from a
+    copy to the host to the end of the copy back. ``recompute``: while the backward pass recomputes
+    activations."""
     region: tuple[str, ...] = ()
     """``graph_break``: only breaks that lead into these compiled functions, by their numbers
     (``1`` of ``Torch-Compiled Region: 1/0``)."""

@@ -312,7 +312,17 @@ _VALUES: dict[str, tuple[str, ...]] = {
     "copy": COPIES,
     "memory": ("pageable", "pinned"),
     "call": CALLS,
-    "at": ("step_start", "graph_break", "between_steps", "loop"),
+    "at": (
+        "step_start",
+        "graph_break",
+        "between_steps",
+        "read_loop",
+        "after_read",
+        "round_trip",
+        "recompute",
+        "graph_entry",
+        "loop",
+    ),
 }
 
 

@@ -73,7 +73,17 @@ def selected_gpu(a: Analysis, select: Select, *, anywhere: bool = False) -> Mask
         mask &= np.where(start >= 0, under[start], False) | np.where(
             launch >= 0, under[launch], False
         )
+    if select.at:
+        launch = gpu["launch"].fill_null(-1).to_numpy()
+        mask &= np.append(_begin_in(a, select), False)[launch]
     return mask
+
+
+def _begin_in(a: Analysis, select: Select) -> Mask:
+    """Aligned with ``trace.cpu``: rows that begin in the instants that ``Select.at`` names."""
+    ts = a.trace.cpu["ts"].to_numpy()
+    result: Mask = covered_length(ts, ts + 1, select_instants(a, select)) > 0
+    return result
 
 
 def collectives_on_host(a: Analysis, select: Select) -> pl.DataFrame | None:
@@ -122,6 +132,8 @@ def selected_host(a: Analysis, select: Select) -> Mask:
         mask &= (cpu["dur"] <= select.max_ns).to_numpy()
     if select.correlation:
         mask &= cpu["correlation"].is_in(list(select.correlation)).fill_null(False).to_numpy()
+    if select.at and select.at != "loop":
+        mask &= _begin_in(a, select)
     return mask
 
 

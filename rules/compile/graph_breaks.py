@@ -9,6 +9,7 @@ from typing import Any, ClassVar
 import numpy as np
 import polars as pl
 from msgspec.structs import replace
+from numpy.typing import NDArray
 
 from advisor.core import labels
 from advisor.core import text as t
@@ -31,6 +32,7 @@ from advisor.measure.host.names import name_matches
 from advisor.measure.host.stacks import parse_frame
 from advisor.measure.steps.named_intervals import (
     GRAPH_BREAK_CAUSES,
+    REGION,
     RESUME,
     broken_regions,
     graph_breaks,
@@ -48,6 +50,7 @@ from advisor.rules.common import (
     per_step,
     row_numbers,
     rows_in_steps,
+    scale_edit,
 )
 from advisor.rules.host.launch_gaps import REMOVE_LAUNCH_COST
 from advisor.testing import Examples, TraceBuilder
@@ -67,8 +70,9 @@ class GraphBreaks(Rule):
     stacks the frame ``torch_dynamo_resume_in_…`` names the very line of the break.
 
     The figure is the device's idle time between the end of one graph and the start of the next.
-    Kernels that could have been fused across the break, and a CUDA graph that ends there, cost
-    extra and are not in it.
+    The gain also has the ways in and out of the graphs, forward and backward: one graph has them
+    once. Kernels that could have been fused across the break, and a CUDA graph that ends there,
+    cost extra and are not in it.
 
     A log of torch.compile beside the trace (``TORCH_TRACE``) has the line and the reason of each
     break; the number of the compiled function that follows connects it with the trace. A log alone
@@ -167,8 +171,18 @@ class GraphBreaks(Rule):
                 dur=end - start,
                 instance=int_column(gaps, "gap"),
             ),
-            edits=[remove_breaks()],
+            edits=[remove_breaks(), self._one_graph(a, broken)],
         )
+
+    @staticmethod
+    def _one_graph(a: Analysis, broken: NDArray[np.int64]) -> Edit:
+        """One graph is entered in place of one for each piece, forward and backward. At worst that
+        costs as much as before, and only the time at the breaks goes."""
+        regions = np.flatnonzero(name_matches(a.trace.cpu["name"], REGION).to_numpy())
+        whole = len(rows_in_steps(a, np.setdiff1d(regions, broken_regions(a))))
+        left = max(1, whole) / (max(1, whole) + len(broken))
+        entries = Select(on="gap", cause=GRAPH_BREAK_CAUSES, at="graph_entry")
+        return scale_edit(entries, left, left, 1.0)
 
     @staticmethod
     def examples() -> Examples:

@@ -18,7 +18,8 @@ from advisor.rules.framework_advice import (
     in_any_language,
 )
 from advisor.rules.host.launch_gaps import (
-    REMOVE_LAUNCH_COST,
+    can_capture,
+    capture_edits,
     find_capture_blockers,
     locate_gaps,
     measure_launch_gaps,
@@ -56,6 +57,10 @@ class CudaGraphsUnused(Rule):
     max_busy = Threshold(0.80, "of the step, the GPU is busy", GPU_IDLE)
     min_launches = Threshold(
         30, "launches per step: with fewer, launching is not the problem", OURS
+    )
+
+    min_apart = Threshold(
+        10, "launches between two waits for the GPU: fewer make every capture impossible", OURS
     )
 
     code = (
@@ -139,6 +144,8 @@ class CudaGraphsUnused(Rule):
         if not static:
             return
         waits = find_capture_blockers(a)
+        if not can_capture(gaps.launches, waits, self.min_apart):
+            return
         compiled = bool(
             a.trace.cpu["name"]
             .unique()
@@ -169,12 +176,16 @@ class CudaGraphsUnused(Rule):
                 Evidence("waits for the GPU inside a step", waits.per_step, "count"),
             ],
             where=locate_gaps(a),
-            edits=[REMOVE_LAUNCH_COST],
+            edits=capture_edits(static, waits),
         )
 
     @staticmethod
     def examples() -> Examples:
-        b, changing, graph, busy = (TraceBuilder() for _ in range(4))
+        b, changing, graph, busy, reads = (TraceBuilder() for _ in range(5))
+        for _ in reads.steps():
+            for _ in range(30):
+                _launches(reads, 2)
+                reads.item()
         for _ in b.steps():
             _launches(b, 60)
         for number in changing.steps():
@@ -189,6 +200,7 @@ class CudaGraphsUnused(Rule):
             "changing kernels": (changing, "not static"),
             "a graph": (graph, "gaps.graph_launches"),
             "busy GPU": (busy, "gaps.busy_share > self.max_busy"),
+            "a read after every second kernel": (reads, "min_apart"),
         }
 
 

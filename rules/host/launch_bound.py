@@ -16,9 +16,10 @@ from advisor.rules.framework_advice import (
     in_any_language,
 )
 from advisor.rules.host.launch_gaps import (
-    REMOVE_LAUNCH_COST,
     CaptureBlockers,
     LaunchGaps,
+    can_capture,
+    capture_edits,
     find_capture_blockers,
     locate_gaps,
     measure_launch_gaps,
@@ -178,7 +179,7 @@ class LaunchBound(Rule):
         if not gaps.at_launches:
             return  # something slow before a launch, in many calls
         static, waits = repeats_kernels(a), find_capture_blockers(a)
-        if gaps.launches < self.min_apart * waits.per_step:
+        if not can_capture(gaps.launches, waits, self.min_apart):
             return  # no graph can hold them, and the waits come first
         stacks = bool(a.trace.meta.with_stack)
         yield Finding(
@@ -201,7 +202,7 @@ class LaunchBound(Rule):
             ],
             where=locate_gaps(a),
             fix=self._fix(a, static, waits, gaps),
-            edits=[REMOVE_LAUNCH_COST],
+            edits=capture_edits(static, waits),
             confidence=0.75 if stacks else 0.85,
             confidence_notes=["recorded Python stacks lengthen host time most of all"]
             if stacks

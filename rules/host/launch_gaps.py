@@ -13,7 +13,13 @@ from advisor.core.intervals import covered_length
 from advisor.measure import Analysis
 from advisor.measure.steps.named_intervals import step_starts
 from advisor.measure.steps.steps import step_of
-from advisor.rules.common import costliest_places, int_column, ops_around, row_numbers
+from advisor.rules.common import (
+    costliest_places,
+    int_column,
+    ops_around,
+    row_numbers,
+    scale_edit,
+)
 
 CAUSES = ("dispatch", "launch", "python")
 """Causes of idle gaps that a shorter way to the launch would shorten. Unexplained time (Python
@@ -93,6 +99,32 @@ def _pieces(a: Analysis) -> pl.DataFrame:
 LAUNCHING = Select(on="gap", cause=CAUSES, max_ns=MAX_PIECE_NS)
 REMOVE_LAUNCH_COST = Edit(op="drop_launch", select=LAUNCHING, host_ns=1000)
 """Launches cost next to nothing."""
+_ANY_CODE = (*CAUSES, "unknown")
+CAPTURE_STEP = (
+    Edit(
+        op="drop_launch",
+        select=Select(on="gap", cause=_ANY_CODE, max_ns=MAX_PIECE_NS),
+        host_ns=1000,
+    ),
+    scale_edit(Select(on="gap", cause=_ANY_CODE), 1.0, 0.0, 1.0),
+)
+"""The whole step is one graph: Python between operators goes too, recorded or not, and at best all
+that keeps the GPU from going on."""
+
+
+def capture_edits(static: bool | None, waits: CaptureBlockers) -> list[Edit]:
+    """What CUDA graphs take away: all host work of steps that launch the same kernels and wait for
+    nothing, else what launching costs."""
+    return [*CAPTURE_STEP] if static and not waits.per_step else [REMOVE_LAUNCH_COST]
+
+
+MAX_APART = 30
+"""Launches between two waits for the GPU that do not fill its queue."""
+
+
+def can_capture(launches: float, waits: CaptureBlockers, min_apart: int) -> bool:
+    """Enough launches lie between two waits for the GPU to make graphs of them."""
+    return launches >= min_apart * waits.per_step
 
 
 def locate_gaps(a: Analysis) -> list[Location]:

@@ -78,6 +78,20 @@ def measure_peaks(a: Analysis) -> MemoryPeaks:
     return MemoryPeaks(largest("peak_reserved"), largest("peak_allocated"), largest("capacity"))
 
 
+def measure_held(a: Analysis) -> tuple[int | None, int | None]:
+    """What PyTorch held at most and what the GPU has, bytes: as the trace says, else the record."""
+    held, allocated, capacity = measure_peaks(a)
+    held = allocated if held is None else held
+    if held is None and a.recorded is not None:
+        for name in ("reserved", "peak"):
+            known = a.recorded.column(name)
+            known = known[~np.isnan(known)]
+            if held is None and len(known):
+                held = int(known.max())
+        capacity = capacity or gpu_capacity(a)
+    return held, capacity
+
+
 def locate_holders(post: PostMortem, count: int = 3) -> list[Location]:
     """The user's lines that held most at the moment that the snapshot is read at."""
     held = post.held.filter(post.held["file"].is_not_null()).head(count)

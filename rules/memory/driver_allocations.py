@@ -8,14 +8,27 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import ClassVar
 
+import numpy as np
 import polars as pl
 
 from advisor.core import text as t
 from advisor.core.finding import Edit, Finding, Location, Outcomes, PassedCheck, Select
+from advisor.core.intervals import covered_length, union
 from advisor.core.rule import Evidence, Rule, Threshold
 from advisor.measure import Analysis
-from advisor.rules.citations import CACHING_ALLOCATOR, OURS, SILENT_TRACES
-from advisor.rules.common import costliest_places, int_column, locate_row, row_numbers, sum_column
+from advisor.measure.host.names import name_matches
+from advisor.rules.citations import CACHING_ALLOCATOR, OURS, SILENT_TRACES, TENSORBOARD
+from advisor.rules.common import (
+    amount_per_step,
+    costliest_places,
+    int_column,
+    locate_row,
+    of_step,
+    row_numbers,
+    rows_in_steps,
+    scale_edit,
+    sum_column,
+)
 from advisor.rules.framework_advice import in_any_language
 from advisor.rules.memory.device_memory import (
     DRIVER_CALLS,
@@ -238,6 +251,9 @@ class AllocationsInLoop(DriverAllocationRule):
         }
 
 
+PIN = r"^aten::_?pin_memory$"
+
+
 class PinnedAllocationInLoop(DriverAllocationRule):
     """Pinned (page-locked) host memory is allocated in the middle of training. Each such call
     (``cudaHostAlloc``, ``cudaHostRegister``) locks pages one by one and takes milliseconds. In many
@@ -251,6 +267,11 @@ class PinnedAllocationInLoop(DriverAllocationRule):
 
     The gain is the GPU idle time that these calls cause: a call in a loader's thread, or while work
     is queued, costs nothing.
+
+    PyTorch keeps the blocks, but ``.pin_memory()`` copies the whole batch into one each time, on
+    the thread that calls it. Where the loop itself does so, and that takes a notable part of the
+    step, the operator is named instead, without any call of the driver. The low end of the range
+    leaves half of it: a batch that is new in each step is still copied, into a buffer that stays.
     """
 
     id = "pinned-allocation-in-loop"
@@ -280,6 +301,17 @@ class PinnedAllocationInLoop(DriverAllocationRule):
     )
     verify = "Profile later steps again: no cudaHostAlloc inside them."
     confidence = 0.85
+    min_share = Threshold(0.05, "of the step in pin_memory(), as for a loader", TENSORBOARD)
+    pin_left = Threshold(0.0, "of pin_memory() remains: the loader's thread pins, ahead", OURS)
+    pin_worst = Threshold(0.5, "of it remains, at worst: the copy into a buffer that stays", OURS)
+    cases = {
+        "pin_memory() in the loop": {
+            "title": "Each step pins its batch anew",
+            "verify": "Profile again: no aten::pin_memory on the thread of the loop.",
+            "falsified_by": "the same step time with one pinned batch that is used in each step",
+            "assumptions": ("the loader's thread has the time to pin the next batch",),
+        }
+    }
 
     framework_advice = in_any_language(
         "Pin host memory once, before the loop, and reuse it: pinning takes far longer than the "
@@ -300,9 +332,53 @@ class PinnedAllocationInLoop(DriverAllocationRule):
             f"{t.format_duration(sum_column(calls['dur']) / calls.height)}."
         )
 
+    def check(self, a: Analysis) -> Outcomes:
+        """Count the driver's calls; without any, pinning that the loop does itself."""
+        calls = list(super().check(a))
+        yield from calls or self._pins(a)
+
+    def _pins(self, a: Analysis) -> Outcomes:
+        if a.device_id is None or a.step_count < self.min_steps:
+            return
+        cpu = a.trace.cpu
+        pins = name_matches(cpu["name"], PIN) & (cpu["thread"] == a.trace.main_thread)
+        rows = rows_in_steps(a, np.flatnonzero(pins.fill_null(False).to_numpy()))
+        ts, dur = cpu["ts"].to_numpy()[rows], cpu["dur"].to_numpy()[rows]
+        pinning = union(ts, ts + dur)
+        used = a.steps.used
+        each = covered_length(used["ts"].to_numpy(), used["end"].to_numpy(), pinning)
+        share = pinning.total / a.span_ns
+        if (each > 0).sum() < max(self.min_steps, a.step_count / 2) or share < self.min_share:
+            return
+        yield Finding(
+            summary="pin_memory() copies a batch into pinned memory on the thread of the loop, "
+            f"for {of_step(a, pinning.total)}.",
+            evidence=[
+                amount_per_step(a, "host time in pin_memory()", pinning.total),
+                self.compare("share", share, "min_share", per=a.per),
+                self.compare("steps with such calls", int((each > 0).sum()), "min_steps", "count"),
+            ],
+            where=costliest_places(a, rows, dur, top=1),
+            edits=[
+                scale_edit(
+                    Select(on="host", kind=("op",), name=PIN),
+                    self.pin_left,
+                    self.pin_left,
+                    self.pin_worst,
+                )
+            ],
+            **self.case("pin_memory() in the loop"),
+        )
+
     @staticmethod
     def examples() -> Examples:
-        b, warm, hidden, device, rare = (TraceBuilder() for _ in range(5))
+        b, warm, hidden, device, rare, pins, small = (TraceBuilder() for _ in range(7))
+        for each, us in ((pins, 4000), (small, 100)):
+            for _ in each.steps(6):
+                with each.op("aten::pin_memory"), each.op("aten::_pin_memory"):
+                    each.on_host("aten::copy_", us)
+                each.copy("HtoD", 8 << 20)
+                each.product(1000, 4, wait=True)
         for _ in b.steps(6):
             with b.python("train.py(40): train_step"), b.op("aten::_pin_memory"):
                 b.call("cudaHostAlloc", 2500)
@@ -326,8 +402,10 @@ class PinnedAllocationInLoop(DriverAllocationRule):
             rare.product(1000, 4, wait=True)
         return {
             "a new buffer each step": b,
-            "warm-up": (warm, "calls.is_empty()"),
+            "pin_memory() each step": pins,
+            "a small batch is pinned": (small, "min_share"),
+            "warm-up": (warm, "(each > 0).sum() <"),
             "the GPU has work queued": (hidden, "worth"),
-            "GPU memory": (device, "calls.is_empty()"),
+            "GPU memory": (device, "(each > 0).sum() <"),
             "two steps only": (rare, "min_steps"),
         }

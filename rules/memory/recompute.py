@@ -5,15 +5,15 @@ from __future__ import annotations
 import numpy as np
 
 from advisor.core.finding import Edit, Finding, Location, Outcomes, Select, SkippedCheck
+from advisor.core.intervals import covered_length
 from advisor.core.rule import Evidence, Rule, Threshold
 from advisor.measure import Analysis
 from advisor.measure.host.names import name_matches
-from advisor.measure.memory.trace_memory import find_recompute
+from advisor.measure.memory.trace_memory import find_recompute, recompute_time
 from advisor.replay.selection import rows_under
 from advisor.rules.citations import CHECKPOINT, OURS, public_traces
 from advisor.rules.common import amount_per_step, locate_row, of_each_step
-from advisor.rules.kernel import kernel_common
-from advisor.rules.memory.device_memory import GIB, measure_peaks, run_product
+from advisor.rules.memory.device_memory import GIB, measure_held, run_product
 from advisor.testing import Examples, TraceBuilder
 
 RECOMPUTE = r"torch/utils/checkpoint\.py\(\d+\): (\w+\.)*recompute_fn\b"
@@ -27,8 +27,11 @@ class RecomputeWithFreeMemory(Rule):
     the memory stays free, part of that exchange gains nothing.
 
     Recomputed kernels are recognized by what launched them: a Python frame ``recompute_fn`` of
-    ``torch/utils/checkpoint.py`` (``use_reentrant=False``, needs stacks), or the op
-    ``CheckpointFunctionBackward`` outside the autograd nodes inside it (``use_reentrant=True``).
+    ``torch/utils/checkpoint.py`` (``use_reentrant=False``, with stacks), forward operators inside a
+    node of PyTorch's own derivatives, which asked for a saved tensor (the same, without stacks), or
+    the op ``CheckpointFunctionBackward`` outside the autograd nodes inside it
+    (``use_reentrant=True``). The gain is that of a replay without these kernels, and without the
+    host time that they are launched in.
     The rule shows how much memory is free, not how much the activations need: turn checkpointing
     off for some blocks, look at the peak, and go on.
     """
@@ -85,7 +88,7 @@ class RecomputeWithFreeMemory(Rule):
         share = recomputed / a.span_ns
         if share < self.min_share:
             return
-        reserved, _, capacity = measure_peaks(a)
+        reserved, capacity = measure_held(a)
         if reserved is None or not capacity:
             yield SkippedCheck(
                 what=f"whether free memory could save recomputation ({share:.0%} of the step)",
@@ -99,7 +102,6 @@ class RecomputeWithFreeMemory(Rule):
         if full >= self.max_reserved:
             return
         free = capacity - reserved
-        select, factor = self._select(a)
         yield Finding(
             summary=(
                 f"Recomputing activations takes {share:.0%} {of_each_step(a)}, while "
@@ -114,22 +116,11 @@ class RecomputeWithFreeMemory(Rule):
             ],
             where=self._where(a),
             edits=[
-                Edit(op="remove", select=select)
-                if factor is None
-                else Edit(op="scale", select=select, factor=factor)
+                Edit(op="remove", select=Select(on="gpu", at="recompute")),
+                Edit(op="remove", select=Select(on="host", at="recompute")),
+                Edit(op="remove", select=Select(on="gap", at="recompute")),
             ],
         )
-
-    def _select(self, a: Analysis) -> tuple[Select, float | None]:
-        """The recomputed kernels; and, where the op holds backward work too, what stays of it."""
-        if (kernel_common.rows_launched_under(a, RECOMPUTE) & kernel_common.kernel_rows(a)).any():
-            return Select(on="gpu", under=RECOMPUTE), None
-        total = kernel_common.summed_duration(
-            a, kernel_common.rows_launched_under(a, REENTRANT) & a.in_window
-        )
-        table = find_recompute(a)
-        again = 0 if table is None else int(table["dur"].sum())
-        return Select(on="gpu", under=REENTRANT), max(0.0, 1 - again / max(1, total))
 
     def _where(self, a: Analysis) -> list[Location]:
         """The user's line that calls ``checkpoint``."""
@@ -138,6 +129,10 @@ class RecomputeWithFreeMemory(Rule):
         rows = np.flatnonzero(named & (cpu["kind"] == "python").to_numpy())
         if not len(rows):
             rows = np.flatnonzero(rows_under(a, REENTRANT)[:-1])
+        if not len(rows):
+            ts = cpu["ts"].to_numpy()
+            inside = covered_length(ts, ts + 1, recompute_time(a)) > 0
+            rows = np.flatnonzero(inside & (cpu["kind"] == "op").to_numpy())
         if not len(rows):
             return []
         first = int(rows[0])
@@ -151,6 +146,7 @@ class RecomputeWithFreeMemory(Rule):
             "use_reentrant=True": _step(40_000_000_000, reentrant=True),
             "memory is full": (_step(78_000_000_000), "max_reserved"),
             "memory is not recorded": (_step(None), "reserved is None"),
+            "use_reentrant=False, without stacks": _without_stacks(),
             "one small block": (_step(40_000_000_000, us=100), "min_share"),
         }
 
@@ -183,5 +179,28 @@ def _step(reserved: int | None, us: float = 1000, *, reentrant: bool = False) ->
                 ):
                     run_product(b, us)
                 run_product(b, 2000)
+        b.sync()
+    return b
+
+
+def _without_stacks() -> TraceBuilder:
+    b = TraceBuilder()
+    gemm, shape = "ampere_bf16_s16816gemm_bf16_128x128_ldg8_nn", [[4096, 4096], [4096, 4096]]
+
+    def node(*, again: bool) -> None:
+        name = "AddmmBackward0"
+        with b.op(f"autograd::engine::evaluate_function: {name}"), b.op(name):
+            if again:
+                for op in ("aten::layer_norm", "aten::addmm", "aten::gelu"):
+                    b.run(op, gemm, 500, shape)
+            b.run("aten::mm", gemm, 500, shape, times=2)
+
+    for _ in b.steps():
+        b.memory(1 << 20, 39_000_000_000, 40_000_000_000)
+        run_product(b, 1000)
+        for _ in range(4):
+            node(again=True)
+            for _ in range(3):
+                node(again=False)
         b.sync()
     return b

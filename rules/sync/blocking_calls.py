@@ -3,17 +3,27 @@ the GPU idle time after it."""
 
 from __future__ import annotations
 
+import re
 from typing import ClassVar
 
+import numpy as np
 import polars as pl
 
-from advisor.core.finding import Finding, Outcomes, Select
+from advisor.core.finding import Edit, Finding, Outcomes, Select
 from advisor.core.rule import Evidence, FrameworkAdvice, Rule, Threshold
 from advisor.core.text import count_noun
 from advisor.core.trace import JAX, TENSORFLOW
 from advisor.measure import Analysis
-from advisor.rules.citations import ENGINE_FLOOR, SILENT_TRACES
-from advisor.rules.common import amount_per_step, of_step, per_step, sum_column
+from advisor.measure.host.reads import backward_nodes, outermost_aten
+from advisor.rules.citations import ENGINE_FLOOR, OURS, SILENT_TRACES
+from advisor.rules.common import (
+    amount_per_step,
+    of_step,
+    per_step,
+    row_numbers,
+    scale_edit,
+    sum_column,
+)
 from advisor.rules.framework_advice import NO_READS, in_any_language
 from advisor.rules.sync.host_waits import (
     PINNED_CALLS,
@@ -23,6 +33,7 @@ from advisor.rules.sync.host_waits import (
     locate_blocking,
     make_async,
     select_blocking_calls,
+    with_operators,
 )
 from advisor.testing import Examples, TraceBuilder
 
@@ -39,6 +50,12 @@ class BlockingRule(Rule):
         """Which rows of ``Analysis.syncs`` to count."""
         raise NotImplementedError
 
+    def _select(self, a: Analysis) -> BlockingCalls:
+        return select_blocking_calls(a, self._calls())
+
+    def _edits(self, a: Analysis, blocking: BlockingCalls) -> list[Edit]:
+        return [make_async(a, blocking, *self._sync_selects)]
+
     def _reason(self, a: Analysis, blocking: BlockingCalls) -> str:
         """The end of the summary: after which calls the GPU idles, and why."""
         raise NotImplementedError
@@ -54,7 +71,7 @@ class BlockingRule(Rule):
         """Sum the GPU idle time after these calls."""
         if a.device_id is None or a.syncs.is_empty():
             return
-        blocking = select_blocking_calls(a, self._calls())
+        blocking = self._select(a)
         share = blocking.total / a.span_ns
         if share < self.min_share:
             return
@@ -66,7 +83,7 @@ class BlockingRule(Rule):
                 *self._details(a, blocking),
             ],
             where=locate_blocking(a, blocking),
-            edits=[make_async(a, blocking, *self._sync_selects)],
+            edits=self._edits(a, blocking),
         )
 
 
@@ -175,8 +192,9 @@ class DataDependentShapes(BlockingRule):
     ``masked_select``, ``unique``, indexing with a boolean mask, ``repeat_interleave``). The host
     waits for the GPU to learn the size, and the GPU then idles until the host launches new work.
 
-    Counted are calls that really waited inside such an operator, by the GPU idle time after them,
-    as in implicit-sync. On CPU tensors, or with a known size (``repeat_interleave(output_size=…)``,
+    Counted are calls that really waited inside such an operator, by the GPU idle time in it and
+    after it, as in implicit-sync. On CPU tensors, or with a known size
+    (``repeat_interleave(output_size=…)``,
     indexing with integers), these operators do not wait and are not counted. Varying shapes also
     prevent CUDA graphs, which is not in the figure.
     """
@@ -184,6 +202,14 @@ class DataDependentShapes(BlockingRule):
     id = "data-dependent-shapes"
     title = "Data-dependent shapes leave the GPU idle"
     silent_in = SILENT_TRACES
+    waits_always = Threshold(
+        0.5, "of an operator's calls wait: else most of them index with integers", OURS
+    )
+    host_left = Threshold(0.3, "of the operators' host time remains, with fixed shapes", OURS)
+    host_best = Threshold(0.1, "of it remains, at best", OURS)
+    host_worst = Threshold(
+        0.6, "of it remains, at worst: without the search, the copy and the wait for the size", OURS
+    )
     references = (
         "https://pytorch.org/docs/stable/generated/torch.nonzero.html",
         "https://pytorch.org/docs/stable/generated/torch.repeat_interleave.html",
@@ -215,6 +241,28 @@ class DataDependentShapes(BlockingRule):
 
     def _calls(self) -> pl.Expr:
         return pl.col("cause").str.contains(self._OPERATORS)
+
+    def _select(self, a: Analysis) -> BlockingCalls:
+        return with_operators(a, super()._select(a))
+
+    def _edits(self, a: Analysis, blocking: BlockingCalls) -> list[Edit]:
+        """The waits go, and most of the host time of operators that wait each time, their backward
+        included: an operator of fixed shape takes their place."""
+        edits = super()._edits(a, blocking)
+        names = a.trace.cpu["name"].cast(pl.String)
+        host = row_numbers(blocking.table["host"])
+        always: set[str] = set()
+        for around in (outermost_aten(a), backward_nodes(a)):
+            own = np.unique(around[around >= 0])
+            waits = np.isin(own, around[host])
+            calls = pl.DataFrame({"name": names.gather(own), "waits": waits})
+            calls = calls.group_by("name").agg(pl.col("waits").mean())
+            always.update(calls.filter(pl.col("waits") >= self.waits_always)["name"])
+        named = [re.escape(name) for name in sorted(always)]
+        if named:
+            select = Select(on="host", kind=("op",), name=f"^(?:{'|'.join(named)})$")
+            edits.append(scale_edit(select, self.host_left, self.host_best, self.host_worst))
+        return edits
 
     def _reason(self, a: Analysis, blocking: BlockingCalls) -> str:
         operators = count_noun(blocking.per_step(a), "operator")

@@ -13,6 +13,7 @@ from advisor.core import text as t
 from advisor.core.finding import Edit, Location, Select
 from advisor.core.intervals import covered_length
 from advisor.measure import Analysis
+from advisor.measure.host.reads import outermost_aten
 from advisor.replay.selection import selected_host
 from advisor.rules.common import (
     MAX_CORRELATIONS,
@@ -69,6 +70,25 @@ def select_blocking_calls(a: Analysis, condition: pl.Expr) -> BlockingCalls:
     end = int_column(table, "bubble_end")
     start = np.maximum(int_column(table, "bubble_ts"), end - int_column(table, "waited"))
     return BlockingCalls(table, covered_length(start, end, a.breakdown.idle))
+
+
+def with_operators(a: Analysis, blocking: BlockingCalls) -> BlockingCalls:
+    """The same, with the GPU idle time in the operators around these calls: without the call, the
+    host does not spend that time either. Several calls of an operator share it."""
+    table, cpu = blocking.table, a.trace.cpu
+    host = row_numbers(table["host"])
+    around = outermost_aten(a)[host]
+    row = np.where(around >= 0, around, host)
+    begin = cpu["ts"].to_numpy()[row]
+    end = begin + cpu["dur"].to_numpy()[row]
+    until = int_column(table, "bubble_end")
+    since = np.maximum(int_column(table, "bubble_ts"), until - int_column(table, "waited"))
+    idle = a.breakdown.idle
+    own = covered_length(begin, end, idle)
+    both = np.maximum(begin, since), np.maximum(np.minimum(end, until), np.maximum(begin, since))
+    own -= covered_length(*both, idle)
+    _, place, calls = np.unique(row, return_inverse=True, return_counts=True)
+    return BlockingCalls(table, blocking.idle + own // calls[place])
 
 
 def locate_blocking(a: Analysis, blocking: BlockingCalls) -> list[Location]:

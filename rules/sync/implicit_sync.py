@@ -8,14 +8,18 @@ import numpy as np
 import polars as pl
 from msgspec import structs
 
+from advisor.core import text as t
 from advisor.core.finding import Edit, Finding, Outcomes, PassedCheck, Select, SkippedCheck
+from advisor.core.intervals import EMPTY, covered_length, intersect, join
 from advisor.core.rule import Evidence, Rule, Threshold
 from advisor.core.text import count_noun
 from advisor.measure import Analysis
 from advisor.measure.host.names import name_matches
+from advisor.measure.host.reads import COPY, VALUE, after_reads, read_loops
 from advisor.measure.host.stacks import innermost_ancestor, parent_rows
 from advisor.rules.citations import (
     ENGINE_FLOOR,
+    FOREACH,
     OURS,
     SAM_PAIR,
     SILENT_TRACES,
@@ -43,11 +47,10 @@ from advisor.rules.sync.host_waits import (
     make_calls_async,
     number_reads,
     select_blocking_calls,
+    with_operators,
 )
 from advisor.testing import Examples, TraceBuilder
 
-_VALUE = r"^aten::(?:item|is_nonzero|_local_scalar_dense|equal|allclose)$"
-_COPY = r"^aten::(?:to|_to_copy|copy_|_copy_from\w*)$"
 _STEP = r"^Optimizer\.|clip_grad|grad_scaler"
 
 _READ_LATER = (
@@ -85,6 +88,12 @@ class ImplicitSync(Rule):
     fetches its result, and does not count. The note is not ranked, because a trace does not
     show whether the host needs the values.
 
+    Where the host is late already, a read finds its value at once. It still costs the time of the
+    call, and what belongs to it: a loop that reads one value after the other (a norm and ``item()``
+    for every parameter), and work on data that was read (a metric in NumPy), during which nothing
+    is launched. Idle time in these counts too. Without Python stacks, what the host does after a
+    read of data is not recorded; the low end of the range leaves it out.
+
     The same wait inside the optimizer (a scaler that reads ``found_inf``, gradient clipping that
     compares the norm) is named in the evidence.
     """
@@ -110,6 +119,10 @@ class ImplicitSync(Rule):
     min_share = Threshold(
         0.02, "of the step: GPU idle after these calls; twice the noise", ENGINE_FLOOR
     )
+    loop_left = Threshold(
+        0.15, "of a loop of reads remains where one call computes and reads all values", FOREACH
+    )
+    loop_best = Threshold(0.05, "of it remains, at best", FOREACH)
     min_waited = Threshold(
         0.05,
         "of the step: the host waits, the GPU does not idle; gives a note, as for the loader",
@@ -128,6 +141,23 @@ class ImplicitSync(Rule):
             "fix": f"{fix} In the optimizer: bf16 needs no gradient scaler, fused=True keeps "
             "found_inf on the GPU, and clip_grad_norm_ does not need error_if_nonfinite."
         },
+        "in a loop": {
+            "fix": "Read all values at once: stack them on the GPU and call .tolist() a single "
+            "time, every N steps. torch._foreach_norm computes the norms of a whole list of "
+            "tensors. " + _KEEP_ON_GPU.format(what="losses and metrics"),
+            "code": "if step % 100 == 0:\n"
+            "    norms = torch._foreach_norm([p.grad for p in model.parameters()])\n"
+            "    values = torch.stack(norms).tolist()   # one read for all",
+        },
+        "the host works on what it has read": {
+            "title": "The GPU idles while the host works on values read from it",
+            "fix": "Do this work on the GPU: count, sort and compare with torch operators "
+            "(bincount for a confusion matrix), and read the result at the end. Or copy without "
+            "waiting, and work on it one step later, in another process.",
+            "code": "index = labels * classes + logits.argmax(1)\n"
+            "matrix += torch.bincount(index, minlength=classes**2)   # stays on the GPU",
+            "assumptions": ("the GPU can do the work in little time, or another process does it",),
+        },
         "the GPU has other work meanwhile": {
             "title": "The host waits for GPU values and no longer runs ahead of the GPU",
             "fix": "Read values that are only logged later. Compute sizes (splits of an "
@@ -140,6 +170,13 @@ class ImplicitSync(Rule):
     }
 
     inference = {
+        "cases": {
+            "in a loop": {
+                "fix": "Read all values at once: stack them on the GPU and call .tolist() a single "
+                "time. " + _KEEP_ON_GPU.format(what="results"),
+                "code": "values = torch.stack(scores).tolist()   # one read for all",
+            }
+        },
         "fix": _KEEP_ON_GPU.format(what="results"),
         "code": "running += score.detach()         # stays on the GPU\n" + _READ_LATER,
     }
@@ -173,15 +210,21 @@ class ImplicitSync(Rule):
         if a.syncs.filter(~pl.col("profiler")).is_empty() and a.steps.used.height > 1:
             yield PassedCheck(text="no call inside the steps makes the host wait for the GPU")
             return
-        blocking = select_blocking_calls(a, self._reads())
-        share = blocking.total / a.span_ns
+        blocking = with_operators(a, select_blocking_calls(a, self._reads()))
+        loops, work = (intersect(each(a), a.breakdown.idle) for each in (read_loops, after_reads))
+        if not len(blocking.table):
+            loops = work = EMPTY
+        start = int_column(blocking.table, "ts")
+        outside = covered_length(start, start + 1, loops) == 0
+        idle = int(blocking.idle[outside].sum()) + join(loops, work).total
+        share = idle / a.span_ns
         if share < self.min_share:
             yield from self._host_waits(a)
             return
         reads = int((blocking.idle > 0).sum())
         in_optimizer = self._in_optimizer(a, blocking)
         evidence = [
-            amount_per_step(a, "GPU idle after these calls", blocking.total),
+            amount_per_step(a, "GPU idle in and after these calls", idle),
             self.compare("share", share, "min_share", per=a.per),
             amount_per_step(a, "calls before idle time", reads, "count"),
             amount_per_step(a, "host blocked in these calls", sum_column(blocking.table["waited"])),
@@ -189,19 +232,34 @@ class ImplicitSync(Rule):
         ]
         if in_optimizer:
             evidence.append(Evidence("GPU idle after those in the optimizer", in_optimizer, "ns"))
-        copies = Select(on="host", call=("memcpy", "memcpy_blocking", "sync_stream"), under=_COPY)
+        values = Select(on="host", kind=("runtime",), under=VALUE)
+        copies = Select(on="host", call=("memcpy", "memcpy_blocking", "sync_stream"), under=COPY)
+        edits = [make_async(a, blocking, values, copies)]
+        then, case = "The host waits for the result and only then launches the next work.", ""
+        if in_optimizer:
+            case = "inside the optimizer"
+        if loops.total >= self.min_share * a.span_ns:
+            evidence.append(amount_per_step(a, "of it in loops of reads", loops.total))
+            edits += [
+                Edit(op="remove", select=values),
+                scale_edit(Select(on="gap", at="read_loop"), self.loop_left, self.loop_best, 1.0),
+            ]
+            then, case = "Most of them are made one by one in a loop.", "in a loop"
+        if work.total >= self.min_share * a.span_ns:
+            evidence.append(amount_per_step(a, "of it in work on what was read", work.total))
+            edits.append(scale_edit(Select(on="gap", at="after_read"), 0.0, 0.0, 1.0))
+            then = f"The host works on them for {t.format_duration(work.total / a.step_count)}"
+            then += f"{per_step(a)} before it launches anything."
+            case = "the host works on what it has read"
         yield Finding(
             summary=(
-                f"The GPU idles for {of_step(a, blocking.total)} after "
-                f"{count_noun(blocking.per_step(a), 'read')} of GPU values{per_step(a)}. The host "
-                "waits for the result and only then launches the next work."
+                f"The GPU idles for {of_step(a, idle)} because of "
+                f"{count_noun(blocking.per_step(a), 'read')} of GPU values{per_step(a)}. {then}"
             ),
             evidence=evidence,
             where=locate_blocking(a, blocking),
-            edits=[
-                make_async(a, blocking, Select(on="host", kind=("runtime",), under=_VALUE), copies)
-            ],
-            **(self.case("inside the optimizer") if in_optimizer else {}),
+            edits=edits,
+            **(self.case(case) if case else {}),
         )
 
     def _host_waits(self, a: Analysis) -> Iterator[Finding]:
@@ -231,8 +289,8 @@ class ImplicitSync(Rule):
     @staticmethod
     def _reads() -> pl.Expr:
         """Values, copies to the host, and syncs of the optimizer, of clipping or a scaler."""
-        to_host = pl.col("cause").str.contains(_COPY) & (pl.col("direction") == "DtoH")
-        return pl.col("cause").str.contains(f"{_VALUE}|{_STEP}") | to_host.fill_null(False)
+        to_host = pl.col("cause").str.contains(COPY) & (pl.col("direction") == "DtoH")
+        return pl.col("cause").str.contains(f"{VALUE}|{_STEP}") | to_host.fill_null(False)
 
     @staticmethod
     def _in_optimizer(a: Analysis, blocking: BlockingCalls) -> float:
@@ -245,7 +303,7 @@ class ImplicitSync(Rule):
 
     @staticmethod
     def examples() -> Examples:
-        item, cpu, host, late, own, result = (TraceBuilder() for _ in range(6))
+        item, cpu, host, late, own, result, loop, numpy = (TraceBuilder() for _ in range(8))
         for _ in item.steps():
             _work(item)
             item.item()
@@ -265,6 +323,15 @@ class ImplicitSync(Rule):
             late.host(8000)
             late.item()
             late.host(2000)
+        for _ in loop.steps():
+            for _ in range(40):
+                loop.run("aten::linalg_vector_norm", "reduce_kernel", 3, host_us=20)
+                loop.host(10)
+                loop.item()
+        for _ in numpy.steps():
+            _work(numpy)
+            numpy.to("DtoH", 1 << 20, pinned=False)
+            numpy.host(3000)
         for _ in own.steps():
             _work(own)
         own.sync()
@@ -274,6 +341,8 @@ class ImplicitSync(Rule):
         return {
             "loss.item() every step": item,
             "result.cpu() every step": cpu,
+            "a norm and item() for each parameter": loop,
+            "a metric in NumPy": numpy,
             "item of a host tensor": (host, "waited.sum() < self.min_waited"),
             "nothing left to wait for": (late, "min_waited"),
             "the result, after the last launch": (result, "waited.sum() < self.min_waited"),

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+
 import numpy as np
 import polars as pl
 
 from advisor.core import text as t
-from advisor.core.finding import Edit, Finding, Outcomes, SkippedCheck
+from advisor.core.finding import Edit, Finding, Outcomes, Select, SkippedCheck
+from advisor.core.intervals import intersect
 from advisor.core.rule import Evidence, Rule, Threshold
 from advisor.measure import Analysis
 from advisor.measure.device.shapes import OpInputs, bare_type_name
 from advisor.measure.host.names import map_names, name_matches
+from advisor.measure.host.reads import DELIBERATE, round_trips, trip_intervals
 from advisor.measure.host.stacks import climb_stack, frame_rank, parent_rows
 from advisor.measure.steps.steps import step_of
 from advisor.rules.citations import ENGINE_FLOOR, OURS, PAGEABLE_64K, SILENT_TRACES, TRACELENS
@@ -20,6 +24,7 @@ from advisor.rules.common import (
     of_step,
     per_step,
     row_numbers,
+    scale_edit,
     select_copies,
     sum_column,
 )
@@ -244,9 +249,6 @@ def _training(how: str, *, stream: int = 7, shapes: bool = True, more: int = 0) 
     return b
 
 
-_DELIBERATE = r"^Optimizer\.step#|(?i)offload|save_on_cpu|saved_tensors_hooks"
-
-
 class PingPong(Rule):
     """A tensor is copied to the host, and the same call of the same function copies as many bytes
     back. The CPU did something in between (``.cpu().numpy()``, a library without GPU support, a
@@ -260,7 +262,10 @@ class PingPong(Rule):
     offloading: copies inside the optimizer, under frames of a library, or under a name that says
     so; nor what the backward pass brings back, which runs on another thread.
 
-    Needs Python stacks. The gain leaves out the work in between: it moves to the GPU.
+    Without stacks, pairs count where the copy back is the next launch after the copy to the host,
+    and operators on the CPU take half of the time between them. The gain then has their time in it,
+    too: on the GPU they take little. Where nothing between the copies is recorded (NumPy), stacks
+    are needed, and the gain leaves that work out.
     """
 
     id = "ping-pong"
@@ -275,6 +280,9 @@ class PingPong(Rule):
     worth_asking = Threshold(
         0.01, "of the step: exposed copies below it do not ask for stacks", ENGINE_FLOOR
     )
+    work_left = Threshold(0.05, "of the time of operators on the CPU, once on the GPU", OURS)
+    work_best = Threshold(0.0, "of it, at best", OURS)
+    work_worst = Threshold(0.25, "of it, at worst", OURS)
 
     fix = (
         "Do the work between the two copies on the GPU. torch has most of NumPy (sort, unique, "
@@ -301,7 +309,9 @@ class PingPong(Rule):
         copies = copies.filter(pl.col("copy").n_unique().over("bytes") > 1)  # back, as many
         if copies.is_empty():
             return
-        if not (a.trace.cpu["kind"] == "python").any():
+        trips = self._worked_on(a, copies)
+        recurs = trips["step"].n_unique() >= self.min_steps
+        if not (recurs or (a.trace.cpu["kind"] == "python").any()):
             if sum_column(copies["exposed"]) >= self.worth_asking * a.span_ns:
                 yield SkippedCheck(
                     what="whether data makes a round trip through the host",
@@ -309,7 +319,7 @@ class PingPong(Rule):
                     record="with_stack=True",
                 )
             return
-        table = self._pairs(a, copies)
+        table = trips if recurs else self._pairs(a, copies)
         if table["step"].n_unique() < self.min_steps:
             return
         both = copies.filter(
@@ -321,13 +331,28 @@ class PingPong(Rule):
             edits.append(make_calls_async(a, row_numbers(waits["host"])))
         rate = table.height / a.step_count
         cost = sum_column(both["exposed"])
+        size = t.format_bytes(sum_column(table["bytes"]) / table.height)
+        times = f"{t.count_noun(max(1, round(rate)), 'time')}{per_step(a)}"
+        summary = (
+            f"The same function copies {size} to the host and back, {times}. The copies take "
+            f"{of_step(a, cost)}, and the host waits for the first."
+        )
+        if recurs:
+            away = intersect(trip_intervals(a), a.spans).total
+            edits.append(
+                scale_edit(
+                    Select(on="gap", at="round_trip"),
+                    self.work_left,
+                    self.work_best,
+                    self.work_worst,
+                )
+            )
+            summary = (
+                f"Operators on the CPU work on {size} of data between a copy from the GPU and the "
+                f"copy back, {times}. That takes {of_step(a, away)}."
+            )
         yield Finding(
-            summary=(
-                "The same function copies "
-                f"{t.format_bytes(sum_column(table['bytes']) / table.height)} to the host and "
-                f"back, {t.count_noun(max(1, round(rate)), 'time')}{per_step(a)}. The copies take "
-                f"{of_step(a, cost)}, and the host waits for the first."
-            ),
+            summary=summary,
             evidence=[
                 Evidence("round trips", rate, "count", per=a.per),
                 self.compare(
@@ -340,6 +365,12 @@ class PingPong(Rule):
             where=device_places(a, table, "bytes", "launch"),
             edits=edits,
         )
+
+    @staticmethod
+    def _worked_on(a: Analysis, copies: pl.DataFrame) -> pl.DataFrame:
+        """The same columns for round trips with operators on the CPU in between."""
+        own = copies.select(pl.col("gpu").cast(pl.Int64), "step", "ts", "dur")
+        return round_trips(a).join(own, on="gpu", how="inner", maintain_order="left")
 
     @staticmethod
     def _pairs(a: Analysis, copies: pl.DataFrame) -> pl.DataFrame:
@@ -356,7 +387,7 @@ class PingPong(Rule):
         # the function that called: the innermost frame that is not PyTorch's or Python's own
         frame = climb_stack(parent, python & (rank > 0), launch)
         offloaded = (
-            climb_stack(parent, name_matches(cpu["name"], _DELIBERATE).to_numpy(), launch) >= 0
+            climb_stack(parent, name_matches(cpu["name"], DELIBERATE).to_numpy(), launch) >= 0
         )
         wanted = (frame >= 0) & ~offloaded & (rank[np.maximum(frame, 0)] == 2)
         start = cpu["ts"].to_numpy()
@@ -378,7 +409,17 @@ class PingPong(Rule):
 
     @staticmethod
     def examples() -> Examples:
-        b, loop, offload, library, sizes, plain, once = (TraceBuilder() for _ in range(7))
+        b, loop, offload, library, sizes, plain, once, clamp, kept = (
+            TraceBuilder() for _ in range(9)
+        )
+        for each, place in ((clamp, ""), (kept, "Optimizer.step#CPUAdam.step")):
+            for _ in each.steps(5):
+                each.product(2000)
+                with each.range(place) if place else nullcontext():
+                    each.to("DtoH", 16 << 20, pinned=False)
+                    each.on_host("aten::clamp", 4000)
+                    each.to("HtoD", 16 << 20, pinned=False)
+                each.product(2000)
         for _ in range(5):
             with b.step(), b.python("train.py(10): train_step"):
                 b.product(2000)
@@ -418,6 +459,11 @@ class PingPong(Rule):
                     _round_trip(once)
         return {
             "sorted on the CPU": b,
+            "clamped on the CPU, without stacks": clamp,
+            "the optimizer's state is on the host, without stacks": (
+                kept,
+                "not (recurs or (a.trace.cpu['kind'] == 'python').any())",
+            ),
             "a result is read, then the next batch sent": (
                 loop,
                 "table['step'].n_unique() < self.min_steps",
@@ -428,7 +474,7 @@ class PingPong(Rule):
             ),
             "a library offloads": (library, "table['step'].n_unique() < self.min_steps"),
             "other sizes": (sizes, "copies.is_empty()"),
-            "no stacks": (plain, "not (a.trace.cpu['kind'] == 'python').any()"),
+            "no stacks": (plain, "not (recurs or (a.trace.cpu['kind'] == 'python').any())"),
             "two steps only": (once, "min_steps"),
         }
 

@@ -243,8 +243,20 @@ def test_reentrant_recomputation_needs_no_stacks() -> None:
     assert table["dur"].to_list() == [100_000, 100_000]
 
 
-def test_without_stacks_the_other_form_cannot_be_told() -> None:
-    assert find_recompute(checkpointed(reentrant=False, stacks=False).analysis()) is None
+def test_without_stacks_forward_operators_in_a_derivative_are_recomputed() -> None:
+    table = find_recompute(checkpointed(reentrant=False, stacks=False).analysis())
+    assert table is not None
+    assert table["dur"].to_list() == [100_000, 100_000]
+
+
+def test_derivatives_that_run_their_own_operators_recompute_nothing() -> None:
+    b = TraceBuilder()
+    with b.step():
+        forward(b)
+        with b.op(NODE), b.op("AddmmBackward0"), b.op("aten::mm"):
+            b.launch("gemm", 30)
+        b.sync()
+    assert find_recompute(b.analysis()) is None
 
 
 def test_a_checkpoint_whose_backward_thread_has_no_frames_cannot_be_told() -> None:

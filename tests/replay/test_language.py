@@ -67,7 +67,18 @@ GAP = st.builds(
     name=PATTERN,
     under=PATTERN,
     cause=some(("dispatch", "launch", "python")),
-    at=st.sampled_from(["", "step_start", "graph_break"]),
+    at=st.sampled_from(
+        [
+            "",
+            "step_start",
+            "graph_break",
+            "read_loop",
+            "after_read",
+            "round_trip",
+            "recompute",
+            "graph_entry",
+        ]
+    ),
     max_ns=LIMIT,
 )
 RANK = st.none() | st.integers(0, 9999)

@@ -10,7 +10,14 @@ import numpy as np
 import polars as pl
 from numpy.typing import NDArray
 
-from advisor.core.intervals import covered_length, intersect, union
+from advisor.core.intervals import (
+    EMPTY,
+    Intervals,
+    covered_length,
+    intersect,
+    subtract,
+    union,
+)
 from advisor.core.snapshot import (
     ANNOTATION_SCHEMA,
     BLOCK_SCHEMA,
@@ -67,6 +74,12 @@ _CHECKPOINT = r"torch/utils/checkpoint\.py\(\d+\): "
 _RECOMPUTE = _CHECKPOINT + r"(\w+\.)*recompute_fn\b"
 _REENTRANT = r"^CheckpointFunctionBackward$"
 _BACKWARD = r"^autograd::engine::evaluate_function"
+_DERIVATIVE = r"^\w+Backward\d+$"
+_FORWARD = (
+    r"^aten::(?:linear|addmm|layer_norm|rms_norm|group_norm|batch_norm|conv\dd|embedding|dropout"
+    r"|scaled_dot_product_attention|gelu|relu|silu|softmax|cross_entropy_loss)$"
+)
+"""Operators that modules call, and no derivative does."""
 
 
 def memory_by_step(a: Analysis) -> pl.DataFrame:
@@ -164,19 +177,19 @@ def find_recompute(a: Analysis) -> pl.DataFrame | None:
     which at least one of them runs). Work counts when the innermost of these around its launch is
     one of the first two: a Python frame ``torch/utils/checkpoint.py(…): recompute_fn``
     (``use_reentrant=False``), the op ``CheckpointFunctionBackward`` (``use_reentrant=True``), an
-    autograd node (the reentrant form runs backward inside its own node).
+    autograd node (the reentrant form runs backward inside its own node). Without frames, operators
+    count that a node of PyTorch's own derivatives runs before those of its kind do, where forward
+    ones are among them (:func:`_unpacked`).
 
-    ``None``: unknown. Without Python frames only the reentrant form leaves a trace; with
-    frames, a call of ``checkpoint`` that is seen with neither of the two was recorded on the
-    forward thread only. Recomputation that a compiler planned is inside its kernels: not seen.
+    ``None``: unknown, nothing of the kind is recorded. With frames, a call of ``checkpoint`` that
+    is seen with neither of the two was recorded on the forward thread only. Recomputation that a
+    compiler planned is inside its kernels: not seen.
     """
     trace = a.trace
     cpu = trace.cpu
     if cpu.is_empty() or a.device_id is None:
         return None
-    again = (cpu["kind"] == "python").to_numpy() & name_matches(cpu["name"], _RECOMPUTE).to_numpy()
-    op = (cpu["kind"] == "op").to_numpy()
-    again |= op & name_matches(cpu["name"], _REENTRANT).to_numpy()
+    again, op = _recomputing(a), is_operator(trace)
     if not again.any():
         stacks = bool((cpu["kind"] == "python").any())
         if not stacks or name_matches(cpu["name"], _CHECKPOINT + "checkpoint$").any():
@@ -206,6 +219,69 @@ def find_recompute(a: Analysis) -> pl.DataFrame | None:
         schema=RECOMPUTE_SCHEMA,
         orient="row",
     )
+
+
+def _recomputing(a: Analysis) -> NDArray[np.bool_]:
+    """Rows of ``trace.cpu`` that recompute, with what is in them but for autograd nodes."""
+    cpu = a.trace.cpu
+    again: NDArray[np.bool_] = (cpu["kind"] == "python").to_numpy()
+    again = again & name_matches(cpu["name"], _RECOMPUTE).to_numpy()
+    again = again | (is_operator(a.trace) & name_matches(cpu["name"], _REENTRANT).to_numpy())
+    if not again.any():
+        again[_unpacked(a)] = True
+    return again
+
+
+def _unpacked(a: Analysis) -> NDArray[np.int64]:
+    """Operators directly inside a node of PyTorch's own derivatives (``AddmmBackward0``) that run
+    there because the node asks for a saved tensor that is not there: ``use_reentrant=False``
+    recomputes it then. A derivative calls no ``aten::linear`` or ``aten::layer_norm``; the node's
+    own operators come last, as many as most nodes of its name have."""
+    cpu = a.trace.cpu
+    parent, names = parent_rows(a.trace), cpu["name"]
+    node = is_operator(a.trace) & name_matches(names, _DERIVATIVE).to_numpy()
+    child = np.flatnonzero(is_operator(a.trace) & (parent >= 0) & node[np.maximum(parent, 0)])
+    if not len(child):
+        return child
+    forward = name_matches(names, _FORWARD).to_numpy()[child]
+    order = np.lexsort((child, parent[child]))
+    child, forward = child[order], forward[order]
+    owner, first, count = np.unique(parent[child], return_index=True, return_counts=True)
+    replays = np.add.reduceat(forward.astype(np.int64), first) > 0
+    table = pl.DataFrame(
+        {"name": names.gather(owner), "count": count, "replays": replays, "first": first}
+    )
+    usual = (
+        table.filter(~pl.col("replays")).group_by("name").agg(pl.col("count").median().alias("own"))
+    )
+    table = table.filter("replays").join(usual, on="name", how="left", maintain_order="left")
+    kept = [
+        child[start : start + max(0, total - int(own or 0))]
+        for start, total, own in table.select("first", "count", "own").iter_rows()
+    ]  # a node for each block
+    return np.concatenate(kept) if kept else child[:0]
+
+
+def recompute_time(a: Analysis) -> Intervals:
+    """Host time of recomputation, without the backward pass that runs inside it."""
+    if a.trace.cpu.is_empty() or a.device_id is None:
+        return EMPTY
+    cpu, parent = a.trace.cpu, parent_rows(a.trace)
+    again = _recomputing(a)
+    rows = np.flatnonzero(again)
+    if not len(rows):
+        return EMPTY
+    ts = cpu["ts"].to_numpy()
+    end = ts + cpu["dur"].to_numpy()
+    backward = is_operator(a.trace) & name_matches(cpu["name"], _BACKWARD).to_numpy()
+    around = innermost_ancestor(parent, again)
+    nested = np.flatnonzero(backward & (around >= 0))
+    # what lies between operators of one node belongs to its recomputation
+    table = pl.DataFrame({"parent": parent[rows], "row": rows, "ts": ts[rows], "end": end[rows]})
+    key = pl.when(is_operator(a.trace)[rows] & (parent[rows] >= 0)).then("parent").otherwise("row")
+    spans = table.group_by(key.alias("key")).agg(pl.col("ts").min(), pl.col("end").max())
+    whole = union(spans["ts"].to_numpy(), spans["end"].to_numpy())
+    return intersect(subtract(whole, union(ts[nested], end[nested])), a.spans)
 
 
 # -- a trace's allocator events as a history -------------------------------------------------------

@@ -12,9 +12,10 @@ import polars as pl
 from numpy.typing import NDArray
 
 from advisor.core.finding import Edit, Select
-from advisor.core.intervals import EMPTY, Intervals, intersect, union
+from advisor.core.intervals import EMPTY, Intervals, intersect, subtract, union
 from advisor.measure.host.names import name_matches
 from advisor.measure.host.optree import own_time, time_inside
+from advisor.measure.host.reads import after_reads, read_loops, trip_intervals
 from advisor.measure.host.stacks import (
     Rows,
     frame_ranks,
@@ -23,6 +24,7 @@ from advisor.measure.host.stacks import (
     outermost_ancestor,
     parent_rows,
 )
+from advisor.measure.memory.trace_memory import recompute_time
 from advisor.measure.serving.passes import ENGINE
 
 if TYPE_CHECKING:
@@ -35,6 +37,9 @@ rewritten function calls. Where the graph breaks, what follows is a function of 
 region lies *inside* that of the first part (seen with torch 2.13)."""
 GRAPH = r"^CompiledFunction$|^(?:## )?Call CompiledFxGraph|^CompiledFxGraph"
 """Execution of one compiled graph."""
+GRAPH_CODE = r"^(?:## )?Call CompiledFxGraph|^CompiledFxGraph"
+"""The code of one compiled graph, without the way into it."""
+BACKWARD_GRAPH = r"^autograd::engine::evaluate_function: \w*CompiledFunctionBackward"
 RESUME = r"torch_dynamo_resume_in_"
 """Python frames of what follows a break; their line is where the graph broke."""
 
@@ -117,6 +122,25 @@ def graph_breaks(a: Analysis, regions: tuple[str, ...] = ()) -> Intervals:
     return intersect(union(begin, finish), a.spans)
 
 
+def graph_entries(a: Analysis) -> Intervals:
+    """Host time of functions whose graph breaks, forward and backward, outside the code of their
+    compiled graphs: guards, the ways in and out of each graph, and what runs between them."""
+    rows = broken_regions(a)
+    if not len(rows):
+        return EMPTY
+    cpu = a.trace.cpu
+    names = cpu["name"]
+    region = name_matches(names, REGION).to_numpy()
+    around = np.unique(outermost_ancestor(parent_rows(a.trace), region)[rows])
+    backward = np.flatnonzero(name_matches(names, BACKWARD_GRAPH).to_numpy())
+    graph = np.flatnonzero(name_matches(names, GRAPH_CODE).to_numpy())
+    ts = cpu["ts"].to_numpy()
+    end = ts + cpu["dur"].to_numpy()
+    whole = np.concatenate([around, backward])
+    inside = union(ts[graph], end[graph])
+    return intersect(subtract(union(ts[whole], end[whole]), inside), a.spans)
+
+
 def between_steps(a: Analysis) -> Intervals:
     """From the last device work of an engine's step to the first of the next, where the next one
     follows: an engine that waits for requests pauses for longer than half a period."""
@@ -135,7 +159,18 @@ def select_instants(a: Analysis, select: Select) -> Intervals:
     """The instants that ``Select.at`` names, as intervals."""
     if select.at == "graph_break":
         return graph_breaks(a, select.region)
-    return step_starts(a) if select.at == "step_start" else between_steps(a)
+    return _INSTANTS[select.at](a)
+
+
+_INSTANTS = {
+    "step_start": step_starts,
+    "between_steps": between_steps,
+    "read_loop": read_loops,
+    "after_read": after_reads,
+    "round_trip": trip_intervals,
+    "recompute": recompute_time,
+    "graph_entry": graph_entries,
+}
 
 
 CONTENTS_SCHEMA: dict[str, Any] = {

@@ -1,0 +1,148 @@
+"""A recurrent network that calls its cell for each element of the sequence."""
+
+from __future__ import annotations
+
+import re
+
+import numpy as np
+import polars as pl
+
+from advisor.core import text as t
+from advisor.core.finding import Finding, Outcomes, Select
+from advisor.core.rule import Rule, Threshold
+from advisor.measure import Analysis
+from advisor.rules.citations import OURS, XPROF
+from advisor.rules.common import (
+    amount_per_step,
+    costliest_places,
+    example_steps,
+    of_step,
+    outermost_operators,
+    per_step,
+    rows_in_steps,
+    scale_edit,
+)
+from advisor.testing import Examples, TraceBuilder
+
+CELL = r"^aten::(?:lstm|gru|rnn_tanh|rnn_relu)_cell$"
+CLASSES = {"lstm": "LSTM", "gru": "GRU", "rnn_tanh": "RNN", "rnn_relu": "RNN"}
+
+
+class RecurrentCells(Rule):
+    """A loop in Python calls ``nn.LSTMCell`` or ``nn.GRUCell`` for each element of the sequence.
+    Each call makes several operators and launches, in the forward pass and again in the backward
+    pass. ``nn.LSTM`` and ``nn.GRU`` run the whole sequence in one operator of cuDNN or MIOpen.
+
+    Counted are ``aten::lstm_cell`` and its relatives outside any other operator, and the operators
+    that run about as often in the step: those of the loop, and their backward, with the time from
+    one to the next.
+    """
+
+    id = "recurrent-cells"
+    title = "A Python loop calls a recurrent cell for each element of the sequence"
+    sampled_part = "forward"
+    references = (
+        "https://docs.pytorch.org/docs/stable/generated/torch.nn.LSTM.html",
+        "https://docs.pytorch.org/docs/stable/generated/torch.nn.LSTMCell.html",
+    )
+
+    min_calls = Threshold(16, "calls of a cell per step: fewer are a step of decoding", OURS)
+    min_share = Threshold(0.10, "of the step in these operators and their backward", XPROF)
+    as_often = Threshold(0.5, "of the cell's calls: an operator of the loop runs as often", OURS)
+    left = Threshold(0.1, "of the host time remains with one operator for the sequence", OURS)
+    best = Threshold(0.03, "of it remains, at best", OURS)
+    worst = Threshold(0.3, "of it remains, at worst", OURS)
+
+    fix = (
+        "Use nn.{name} for the whole sequence: one call, in which cuDNN runs all elements and "
+        "layers. Keep the cell only where its next input depends on its output."
+    )
+    code = (
+        "self.rnn = nn.{name}(features, hidden, num_layers=2, batch_first=True)\n"
+        "output, state = self.rnn(x)        # in place of the loop over nn.{name}Cell"
+    )
+    verify = "Profile again: aten::_cudnn_rnn in place of the cells, and far fewer launches."
+    falsified_by = "a next input that is computed from the output of the cell"
+    assumptions = ("the whole input sequence is known before the first element is processed",)
+    confidence = 0.7
+
+    def check(self, a: Analysis) -> Outcomes:
+        """Count cells, and what runs as often."""
+        if a.device_id is None or a.steps.source == "whole trace":
+            return
+        cpu = a.trace.cpu
+        rows = rows_in_steps(a, outermost_operators(a))
+        table = pl.DataFrame(
+            {
+                "row": rows,
+                "name": cpu["name"].gather(rows).cast(pl.String),
+                "ns": cpu["dur"].gather(rows),
+            }
+        )
+        cells = table.filter(pl.col("name").str.contains(CELL))
+        if len(cells) < self.min_calls * a.step_count:
+            return
+        often = table.filter(pl.len().over("name") >= self.as_often * len(cells))
+        ns = int(often["ns"].sum())
+        if ns < self.min_share * a.span_ns:
+            return
+        kinds = cells.group_by("name").agg(pl.col("ns").sum()).sort("ns", "name")
+        name = str(kinds["name"][-1])
+        module = CLASSES[name.removeprefix("aten::").removesuffix("_cell")]
+        each = round(len(cells) / a.step_count)
+        pattern = "|".join(re.escape(item) for item in sorted(set(often["name"])))
+        yield Finding(
+            summary=(
+                f"{name} runs {t.count_noun(each, 'time')}{per_step(a)}, once for each element of "
+                f"the sequence. With what runs as often, and their backward, this takes "
+                f"{of_step(a, ns)}."
+            ),
+            fix=self.fix.format(name=module),
+            code=self.code.format(name=module),
+            evidence=[
+                self.compare("calls of the cell", each, "min_calls", "count", per=a.per),
+                amount_per_step(a, "the loop's operators and their backward", ns),
+                self.compare("share", ns / a.span_ns, "min_share", per=a.per),
+            ],
+            where=costliest_places(
+                a, cells["row"].to_numpy().astype(np.int64), cells["ns"].to_numpy(), top=1
+            ),
+            edits=[
+                scale_edit(
+                    Select(on="host", kind=("op",), name=f"^(?:{pattern})$", at="loop"),
+                    self.left,
+                    self.best,
+                    self.worst,
+                ),
+            ],
+        )
+
+    @staticmethod
+    def examples() -> Examples:
+        return {
+            "LSTMCell": _cells("aten::lstm_cell"),
+            "GRUCell": _cells("aten::gru_cell"),
+            "a step of decoding": (_cells("aten::lstm_cell", count=4), "min_calls"),
+            "inside nn.LSTM": (
+                _cells("aten::lstm_cell", around="aten::lstm"),
+                "len(cells) < self.min_calls * a.step_count",
+            ),
+            "small beside the rest": (_cells("aten::lstm_cell", rest=200_000), "min_share"),
+        }
+
+
+def _cells(name: str, count: int = 64, around: str = "", rest: float = 500) -> TraceBuilder:
+    def step(b: TraceBuilder) -> None:
+        for _ in range(count):
+            if around:
+                with b.op(around), b.op(name):
+                    b.run("aten::mm", "gemm_kernel", 4, times=2, host_us=20)
+            else:
+                with b.op(name):
+                    b.run("aten::mm", "gemm_kernel", 4, times=2, host_us=20)
+        for _ in range(count):
+            with b.op("autograd::engine::evaluate_function: ThnnFusedLstmCellBackward0"):
+                b.run("aten::mm", "gemm_kernel", 4, times=3, host_us=20)
+        b.on_host("aten::lerp_", rest)
+
+    return example_steps(step)

@@ -298,6 +298,17 @@ class Selection:
         if (waits := waits_on_host(self.a, select)) is not None:
             main = np.full(len(waits), self.a.trace.main_thread or 0)
             return self.thread_intervals(main, waits.start, waits.end - waits.start)
+        if select.on == "gap" and select.at == "round_trip":
+            # threads that launch wait for the one that works on the data, which no event shows
+            away = select_instants(self.a, select)
+            launch = self.a.trace.gpu["launch"].drop_nulls().unique()
+            thread = self.a.trace.cpu["thread"].gather(launch).unique().to_numpy()
+            count = len(thread)
+            return self.thread_intervals(
+                np.repeat(thread, len(away)),
+                np.tile(away.start, count),
+                np.tile(away.end - away.start, count),
+            )
         if select.on == "gap":
             rows = np.flatnonzero(selected_gaps(self.a, select))
             gaps = self.a.gaps[rows]

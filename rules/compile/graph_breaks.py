@@ -81,6 +81,7 @@ class GraphBreaks(Rule):
 
     id = "graph-breaks"
     title = "Graph breaks split the compiled model"
+    found_in = ("traces/h100/compiled_breaks",)
     silent_in = SILENT_TRACES
     references = (
         "https://pytorch.org/docs/stable/torch.compiler_faq.html#graph-breaks",

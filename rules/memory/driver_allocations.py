@@ -276,10 +276,11 @@ class PinnedAllocationInLoop(DriverAllocationRule):
 
     id = "pinned-allocation-in-loop"
     title = "The loop allocates pinned host memory"
+    found_in = ("traces/h100/pin_each_step",)
     silent_in = SILENT_TRACES
     validation_note = (
-        "silent on A100 and V100 training (pinned copies, no such call); has not fired on a real "
-        "trace"
+        "silent on A100 and V100 training (pinned copies, no such call); fires on an H100 where "
+        "each step pins its batch"
     )
     references = (
         "https://pytorch.org/tutorials/intermediate/pinmem_nonblock.html",

@@ -38,9 +38,11 @@ class RecomputeWithFreeMemory(Rule):
 
     id = "recompute-with-free-memory"
     title = "Activation checkpointing recomputes although memory is free"
+    found_in = ("traces/h100/checkpointed",)
     silent_in = public_traces("b200_eager h100_bert_small_inference pairs/particle_batch128")
     validation_note = (
-        "frames and operator as PyTorch 2.13 records them; has not fired on a real trace"
+        "frames and operator as PyTorch 2.13 records them; fires without stacks on an H100, whose "
+        "step without checkpointing took 78 ms instead of 134"
     )
     references = (
         "https://pytorch.org/docs/stable/checkpoint.html",

@@ -270,6 +270,7 @@ class PingPong(Rule):
 
     id = "ping-pong"
     title = "Data makes a round trip through the host"
+    found_in = ("traces/h100/ping_pong",)
     silent_in = SILENT_TRACES
     references = (
         "https://pytorch.org/tutorials/recipes/recipes/tuning_guide.html#avoid-unnecessary-cpu-gpu-synchronization",

@@ -5,14 +5,14 @@ from __future__ import annotations
 import numpy as np
 
 from advisor.core.finding import Edit, Finding, Location, Outcomes, Select, SkippedCheck
-from advisor.core.intervals import covered_length
+from advisor.core.intervals import covered_length, intersect
 from advisor.core.rule import Evidence, Rule, Threshold
 from advisor.measure import Analysis
 from advisor.measure.host.names import name_matches
 from advisor.measure.memory.trace_memory import find_recompute, recompute_time
 from advisor.replay.selection import rows_under
 from advisor.rules.citations import CHECKPOINT, OURS, public_traces
-from advisor.rules.common import amount_per_step, locate_row, of_each_step
+from advisor.rules.common import amount_per_step, locate_row, of_each_step, scale_edit
 from advisor.rules.memory.device_memory import GIB, measure_held, run_product
 from advisor.testing import Examples, TraceBuilder
 
@@ -31,7 +31,8 @@ class RecomputeWithFreeMemory(Rule):
     node of PyTorch's own derivatives, which asked for a saved tensor (the same, without stacks), or
     the op ``CheckpointFunctionBackward`` outside the autograd nodes inside it
     (``use_reentrant=True``). The gain is that of a replay without these kernels, and without the
-    host time that they are launched in.
+    host time that they are launched in. The hooks that pack and unpack each saved tensor in Python
+    are not recorded; the high end has all idle time of Python in it.
     The rule shows how much memory is free, not how much the activations need: turn checkpointing
     off for some blocks, look at the peak, and go on.
     """
@@ -86,7 +87,8 @@ class RecomputeWithFreeMemory(Rule):
                 record="with_stack=True",
             )
             return
-        recomputed = int(table["busy"].sum())
+        launching = intersect(recompute_time(a), a.breakdown.idle).total
+        recomputed = int(table["busy"].sum()) + launching
         share = recomputed / a.span_ns
         if share < self.min_share:
             return
@@ -113,6 +115,7 @@ class RecomputeWithFreeMemory(Rule):
             evidence=[
                 self.compare("recomputation, share", share, "min_share", per=a.per),
                 amount_per_step(a, "recomputation", recomputed),
+                amount_per_step(a, "of it, the GPU idles while it is launched", launching),
                 Evidence("peak reserved", reserved, "bytes"),
                 self.compare("peak reserved, share of capacity", full, "max_reserved"),
             ],
@@ -121,6 +124,8 @@ class RecomputeWithFreeMemory(Rule):
                 Edit(op="remove", select=Select(on="gpu", at="recompute")),
                 Edit(op="remove", select=Select(on="host", at="recompute")),
                 Edit(op="remove", select=Select(on="gap", at="recompute")),
+                # at best, what Python does between operators is packing and unpacking of tensors
+                scale_edit(Select(on="gap", cause=("python", "unknown")), 1.0, 0.0, 1.0),
             ],
         )
 

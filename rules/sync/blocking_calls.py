@@ -15,7 +15,7 @@ from advisor.core.text import count_noun
 from advisor.core.trace import JAX, TENSORFLOW
 from advisor.measure import Analysis
 from advisor.measure.host.reads import backward_nodes, outermost_aten
-from advisor.rules.citations import ENGINE_FLOOR, OURS, SILENT_TRACES
+from advisor.rules.citations import ENGINE_FLOOR, OURS, SILENT_TRACES, public_traces
 from advisor.rules.common import (
     amount_per_step,
     of_step,
@@ -201,7 +201,12 @@ class DataDependentShapes(BlockingRule):
 
     id = "data-dependent-shapes"
     title = "Data-dependent shapes leave the GPU idle"
+    found_in = public_traces("pairs/sam_1_fp32_many_syncs pairs/sam_3_bf16_compiled_sdpa")
     silent_in = SILENT_TRACES
+    validation_note = (
+        "fires on segmentation by SAM, whose authors replaced indexing with masks and nonzero "
+        "because of these waits"
+    )
     waits_always = Threshold(
         0.5, "of an operator's calls wait: else most of them index with integers", OURS
     )
@@ -240,7 +245,9 @@ class DataDependentShapes(BlockingRule):
     _sync_selects = (Select(on="host", kind=("runtime",), under=_OPERATORS),)
 
     def _calls(self) -> pl.Expr:
-        return pl.col("cause").str.contains(self._OPERATORS)
+        """Not where an index of the host goes to the GPU."""
+        to_device = (pl.col("direction") == "HtoD").fill_null(False)
+        return pl.col("cause").str.contains(self._OPERATORS) & ~to_device
 
     def _select(self, a: Analysis) -> BlockingCalls:
         return with_operators(a, super()._select(a))

@@ -100,7 +100,10 @@ class ImplicitSync(Rule):
 
     id = "implicit-sync"
     title = "Reading GPU values leaves the GPU idle"
-    found_in = public_traces("a100_train_6steps dlrm_8ranks v100_train_copy_heavy h100/host_metric")
+    found_in = public_traces(
+        "a100_train_6steps dlrm_8ranks v100_train_copy_heavy h100/host_metric "
+        "pairs/sam_1_fp32_many_syncs"
+    )
     silent_in = public_traces(
         "b200_eager h100_bert_small_inference nccl_collectives mi250_train "
         "mi300_timesformer_inference"

@@ -31,6 +31,8 @@ FOLD_BELOW = 0.25
 LEADS_FROM = 1 / 3
 """Of the gain of a finding that knows idle time by its kind alone: a finding that names the code
 behind as much of it comes first. Its fix is the smaller change, and leaves less to the other."""
+MOSTLY_BUSY = 0.5
+"""Of the step: where the GPU works for as long, slow work of its own comes first likewise."""
 WAITS_LEAD_FROM = 0.10
 """Of the step: waits for the GPU that gain as much come before launching less, where they are so
 frequent that no graph can hold them. Launching itself is reported from the same share on."""
@@ -180,13 +182,15 @@ def _named_cause(
     a: Analysis,
 ) -> tuple[int, float]:
     """The waiting finding that goes before a general one although that gains more, and its gain: it
-    names code of the host whose fix takes away much. Else the general one itself."""
+    names code whose fix takes away much. Else the general one itself."""
     result, most = general, 0.0
+    idles = a.breakdown.busy.total < MOSTLY_BUSY * a.span_ns
     captures = any(edit.op == "drop_launch" for edit in findings[general[0]].edits)
     for index in waiting:
         finding = findings[index]
-        of_host = any(edit.select.on != "gpu" for edit in finding.edits)
-        if not of_host or finding.other_rank or by_kind_alone(finding):
+        if finding.other_rank or not finding.edits or by_kind_alone(finding):
+            continue
+        if idles and all(edit.select.on == "gpu" for edit in finding.edits):
             continue
         least = LEADS_FROM * general[1]
         if captures and WAITS_LEAD_FROM * a.step_ns < least and _fills_queue(finding, a):

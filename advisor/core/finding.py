@@ -99,14 +99,14 @@ class Select(Struct, frozen=True, kw_only=True, omit_defaults=True):
         "loop",
     ] = ""
     """``host``: ``loop``, also the thread's time from one of the events to the next, if no other
-    operator or call lies between. That is the Python of a loop. Else only some instants: of gaps
-    those that meet them, of host events those that begin in them, of device work what is launched
-    in them. ``step_start``: before the first device work of their step. ``graph_break``: from one
-    compiled graph to the next across a break. ``graph_entry``: in functions whose graph breaks,
-    outside the code of their graphs. ``between_steps``: from the end of an inference engine's step
-    to the first work of the next. ``read_loop``: in a loop that reads one device value after the
-    other. ``after_read``: from the end of a read of data to the next launch. ``round_trip``: from a
-    copy to the host to the end of the copy back. ``recompute``: while the backward pass recomputes
+    operator or call lies between. That is the Python of a loop. All others name instants: gaps
+    count that meet them, host events that begin in them, device work that is launched in them.
+    ``step_start``: before the first device work of their step. ``graph_break``: from one compiled
+    graph to the next across a break. ``graph_entry``: in functions whose graph breaks, outside the
+    code of their graphs. ``between_steps``: from the end of an inference engine's step to the first
+    work of the next. ``read_loop``: in a loop that reads one device value after the other.
+    ``after_read``: from the end of a read of data to the next launch. ``round_trip``: from a copy
+    to the host to the end of the copy back. ``recompute``: while the backward pass recomputes
     activations."""
     region: tuple[str, ...] = ()
     """``graph_break``: only breaks that lead into these compiled functions, by their numbers

@@ -24,7 +24,7 @@ from advisor.core.report import HardPart, Replay
 from advisor.core.rule import Evidence
 from advisor.replay.exposed import ExposedTime
 from advisor.replay.host_nodes import ready_batch_ns
-from advisor.replay.predictions import Band, widened_by_rule, worst_case
+from advisor.replay.predictions import Band, widened_by_kind, widened_by_rule, worst_case
 from advisor.replay.window import WindowReplayer
 from advisor.rules.common import device_waits
 
@@ -533,7 +533,13 @@ class BoundEstimator(GainEstimator):
         self._exposed = ExposedTime(a)
 
     def gain_range(self, edits: Sequence[Edit], given: Sequence[Edit] = ()) -> GainRange:
-        """Instants that ``given`` edits have claimed do not count again."""
-        saved, before = self._exposed.saved([*given, *edits]), self._exposed.saved(given)[0]
+        """Instants that ``given`` edits have claimed do not count again. The range is as wide as
+        predictions of such edits have been wrong."""
+        both = [*given, *edits]
+        saved, before = self._exposed.saved(both), self._exposed.saved(given)[0]
         gain, low, high = (max(0.0, value - before) for value in saved)
-        return GainRange(gain, low, high, high, "assumption", "assumption")
+        most = max(high, self._exposed.most(both, optimistic=True) - before)
+        wide = widened_by_kind(gain, low, high, edits, self._exposed.a.step_ns)
+        ends = max(0.0, wide.low), max(gain, min(wide.high, most))
+        low_by: Decides = "past" if ends[0] < low else "assumption"
+        return GainRange(gain, *ends, most, low_by, "past" if ends[1] > high else "assumption")

@@ -63,7 +63,9 @@ class SelectedWork(NamedTuple):
 
 def _touched(a: Analysis, edit: Edit, *, optimistic: bool) -> SelectedWork:
     select = edit.select
-    factor = edit.factor_low if optimistic and edit.factor_low is not None else edit.factor
+    factor = edit.factor
+    if optimistic and edit.factor_low is not None:
+        factor = 0.0  # the factor is assumed: what is sure is that no more goes than there is
     share = 1.0
     if edit.op in ("scale", "merge") and factor is not None:
         share = max(0.0, 1.0 - factor)

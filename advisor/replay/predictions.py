@@ -319,6 +319,8 @@ def edit_kind(edit: Edit) -> str:
         return "batch"
     if edit.op == "remove_skew":
         return "ranks"
+    if edit.op == "roofline":
+        return "rate"
     if edit.op == "make_async":
         return "waits"
     return "device" if edit.select.on == "gpu" and edit.op != "drop_launch" else "host"

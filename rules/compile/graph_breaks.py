@@ -176,6 +176,7 @@ class GraphBreaks(Rule):
                 dur=end - start,
                 instance=int_column(gaps, "gap"),
             ),
+            known_cost=True,  # what one graph fuses across the breaks is not in it
             edits=[remove_breaks(), self._one_graph(a, broken)],
         )
 

@@ -135,9 +135,10 @@ def test_gains_are_of_the_runs_step_with_the_windows_share(
         alone, here = before[finding.rule].impact, finding.impact
         assert alone is not None and here is not None
         assert alone.gain_ns is not None and here.gain_ns is not None
-        assert here.share == pytest.approx(alone.share)
-        assert here.gain_ns == pytest.approx(alone.gain_ns * 6 * MS / profiled, abs=1)
-        assert here.gain_ns / (6 * MS) == pytest.approx(alone.share, abs=1e-6)
+        # the run's steps have not what the profiler cost the host, where the device is the limit
+        assert here.share == pytest.approx(alone.share, rel=0.01)
+        assert here.gain_ns == pytest.approx(alone.gain_ns * 6 * MS / profiled, rel=0.01)
+        assert here.gain_ns / (6 * MS) == pytest.approx(here.share, abs=1e-6)
         # what the device does takes as long with and without a profiler: up to the time saved there
         assert here.low_ns is not None and alone.high_ns is not None
         assert here.low_ns <= here.gain_ns

@@ -146,8 +146,9 @@ def test_a_fixed_finding_gains_what_was_predicted(files: Callable[..., Compariso
     assert {f.rule for f in fixed} == {"single-process-loader", "explicit-synchronize"}
     # the matrix product counts in both steps, the waiting one and the short one
     assert c.of("new") == []
-    (product,) = c.of("remaining")
-    assert product.rule == "fp32-matmul" and not product.reason
+    assert {f.rule for f in c.of("remaining")} == {"mixed-precision-off", "fp32-matmul"}
+    (product,) = (f for f in c.of("remaining") if f.rule == "fp32-matmul")
+    assert not product.reason
     assert product.before_gain_ns == pytest.approx(product.after_gain_ns, rel=0.02)
     assert c.realised.rules
     assert c.realised.method == "replay"
@@ -170,7 +171,8 @@ def test_a_new_finding_is_told(files: Callable[..., Comparison]) -> None:
     rules = {f.rule for f in c.of("new")}
     assert rules == {"single-process-loader", "explicit-synchronize"}
     assert c.of("fixed") == []  # the matrix product is as long as before, in a longer step
-    assert [f.rule for f in c.of("remaining")] == ["fp32-matmul"]
+    remaining = {f.rule for f in c.of("remaining")}
+    assert remaining == {"mixed-precision-off", "fp32-matmul"}
     assert c.realised.predicted_ns is None
     assert c.steps.verdict == "slower"
 

@@ -52,7 +52,7 @@ def test_leaving_out_one_change_of_a_program_leaves_out_the_others() -> None:
 
 
 def test_every_kind_of_edit_has_errors_to_go_by() -> None:
-    for name in ("loader", "waits", "host", "device", "ranks", "batch"):
+    for name in ("loader", "waits", "host", "device", "rate", "ranks", "batch"):
         assert 0 < error_of([name], shipped_experiments()) < math.log(2)
 
 
@@ -65,6 +65,7 @@ def test_every_kind_of_edit_has_errors_to_go_by() -> None:
         (Edit(op="make_async", select=Select(on="host")), "waits"),
         (Edit(op="parallelize", select=Select(on="host"), workers=2), "loader"),
         (Edit(op="resize", select=WORK, factor=2), "batch"),
+        (Edit(op="roofline", select=WORK), "rate"),
     ],
 )
 def test_an_edit_is_of_the_kind_of_what_it_changes(edit: Edit, expected: str) -> None:

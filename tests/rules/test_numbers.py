@@ -139,7 +139,7 @@ def test_no_gain_from_a_record_exceeds_its_step(of_median: bool) -> None:
     step = pytest.approx(10e6 if of_median else 20e6, rel=0.05)
     impact = impact_per_step(b.analysis(), 25e6, low=22e6, high=40e6, of_median=of_median)
     assert impact.gain_ns == impact.high_ns == impact.low_ns == step
-    assert impact.share == 1.0
+    assert impact.share == pytest.approx(1.0, abs=0.006)  # the device works for 0.1 ms of each
     within = impact_per_step(b.analysis(), 8e6, low=4e6, of_median=of_median)
     assert (within.low_ns, within.gain_ns, within.high_ns) == (4e6, 8e6, 8e6)
     assert within.share == pytest.approx(0.8 if of_median else 0.4, rel=0.05)

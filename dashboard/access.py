@@ -81,7 +81,7 @@ class Access:
     """Set once somebody has come with the token."""
 
     @classmethod
-    def to(cls, host: str = "127.0.0.1", token: str | None = None) -> Access:
+    def for_host(cls, host: str = "127.0.0.1", token: str | None = None) -> Access:
         """For an address: with this token, or a new one. Other users of this machine reach
         127.0.0.1 as well, so one is asked for there too."""
         names = {host, socket.gethostname(), socket.getfqdn()} if host not in LOCAL else {host}

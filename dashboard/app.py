@@ -66,7 +66,7 @@ def create_app(session: DashboardSession, access: Access | None = None) -> dash.
     app.server.register_error_handler(Exception, _refuse)
     app.server.register_blueprint(status_routes(session))
     register_rank_choice(app)
-    protect(app, access or Access.to())
+    protect(app, access or Access.for_host())
     return app
 
 

@@ -400,10 +400,10 @@ def draw_strip(
 ) -> Any:
     """Only the bar. Read out as one picture with its figures, or link by link. Its part and the
     line of the legend light up together (assets/shell.js)."""
-    description = ", ".join(f"{part.label} {part.percent}" for part in parts)
+    description = ", ".join(f"{part.label} {part.share_text}" for part in parts)
     made = []
     for part in parts:
-        words = f"{part.name}: {part.time}, {part.percent}"
+        words = f"{part.name}: {part.time}, {part.share_text}"
         style = {
             "flex": f"{max(part.share, 0.0):.6f} 1 0",
             "backgroundColor": part.look.colour,
@@ -431,7 +431,7 @@ def bar_legend(title: str, parts: Sequence[Segment]) -> Any:
             "Tr",
             element("Th", swatch(part.look.colour), part.label, scope="row"),
             element("Td", part.time, cls="num"),
-            element("Td", part.percent, cls="num share"),
+            element("Td", part.share_text, cls="num share"),
             cls=f"part-{part.key}",
         )
         for part in parts

@@ -443,7 +443,7 @@ def find_loader(a: Analysis) -> dict[str, Any] | None:
     recorded = recorded_steps(a)
     if not recorded.loaders:
         return None
-    iterations = [e.get("id") for e in recorded.record.of_kind("loader_iter")]
+    iterations = [e.get("id") for e in recorded.record.events_of("loader_iter")]
     return max(recorded.loaders, key=lambda event: iterations.count(event.get("id")))
 
 

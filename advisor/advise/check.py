@@ -209,8 +209,8 @@ def _applies(rule: Rule, a: Analysis) -> bool:
 
 def _not_run(a: Analysis, rules: list[Rule]) -> list[SkippedCheck]:
     """One line for all the rules that a trace alone, or a record alone, gives nothing to."""
-    if a.source is not None:
-        return [a.source.skipped]
+    if a.only_input is not None:
+        return [a.only_input.skipped]
     if a.record_only:
         return [
             SkippedCheck(

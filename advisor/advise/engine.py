@@ -207,8 +207,8 @@ def _of_all_ranks(
     from advisor.advise.ranks.estimator import RanksEstimator
 
     estimator = RanksEstimator(own, study, checked.rank, checked.findings, saving)
-    findings = [*checked.findings, *estimator.others({f.rule for f in checked.findings})]
-    seen = {finding.rule: estimator.counted(finding.rule) for finding in findings}
+    findings = [*checked.findings, *estimator.other_findings({f.rule for f in checked.findings})]
+    seen = {finding.rule: estimator.ranks_with(finding.rule) for finding in findings}
     findings = count_ranks(findings, seen, len(study.numbers))
     findings = [
         structs.replace(f, evidence=[*f.evidence, *study.exposed()])
@@ -220,7 +220,7 @@ def _of_all_ranks(
     if used is estimator:
         findings = [
             with_gain(f, estimator.gain_range(f.edits), a, estimator.method, of_job=True)
-            if estimator.knows(f)
+            if estimator.is_estimated(f)
             else f
             for f in findings
         ]
@@ -238,7 +238,7 @@ def _tell_machine(analyses: dict[int, Analysis], options: Options) -> None:
 
 def _mesh(a: Analysis, rank: int, study: Study | None) -> list[MeshAxis]:
     """Communication by axis of the mesh, with the waits where other ranks are here."""
-    if a.device_id is None or a.source:
+    if a.device_id is None or a.only_input:
         return []
     waits = None
     if study is not None:

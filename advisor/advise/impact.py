@@ -66,7 +66,7 @@ def weigh_confidence(finding: Finding, rule: Rule, a: Analysis) -> Finding:
     if rule.validation == "synthetic":
         why = "not proven on real traces, on synthetic examples only"
         finding = lower_confidence(finding, UNPROVEN_CONFIDENCE, why)
-    if a.trace.meta.example or rule.reads_record or a.source:
+    if a.trace.meta.example or rule.reads_record or a.only_input:
         return finding
     marked = a.steps.source != "whole trace"
     if not marked:
@@ -469,7 +469,7 @@ class GainEstimator:
 
 def estimator_for(a: Analysis, rank: int = 0) -> GainEstimator:
     """The replay where it reproduces the measured steps, else the bound."""
-    if a.lost.reported:
+    if a.lost_records.reported:
         return BoundEstimator(a, "records of device work are lost")
     replay = ReplayEstimator(a, rank)
     why = replay.whatif.unusable_reason

@@ -48,7 +48,7 @@ def list_limits(a: Analysis, run: Run) -> list[str]:
     """What this trace cannot tell, and what was left out of it, a sentence each."""
     meta = a.trace.meta
     if a.record_only:
-        own = [] if a.source else _record_limits(a)
+        own = [] if a.only_input else _record_limits(a)
         return [*own, *memory_limits(a), *_profile_limits(a), *run.problems]
     result = []
     if meta.truncated:
@@ -111,7 +111,7 @@ def _profile_limits(a: Analysis) -> list[str]:
 def _possible_steps(trace: Trace) -> list[str]:
     """Ranges of the file that hold much of the GPU's work and come again: one may be the step."""
     groups = [g for g in range_groups(trace) if g.share >= POSSIBLE_SHARE]
-    groups.sort(key=lambda g: (not g.named, -g.share, g.marks.height))
+    groups.sort(key=lambda g: (not g.is_step_range, -g.share, g.marks.height))
     named = [
         f"{labels.shorten(labels.clean(g.name), 50)!r} ({g.marks.height:,}×, "
         f"{t.format_duration(float(g.marks['dur'].mean()))}, "  # type: ignore[arg-type]
@@ -209,15 +209,15 @@ def _window_limits(a: Analysis) -> list[str]:
             "or they pause where a graph cannot. Idle time and gains are unknown, and rules on "
             "idle time are skipped."
         )
-    elif a.lost.reported and not a.trace.gpu.is_empty():
-        share = a.lost.lost / max(a.lost.launches, 1)
+    elif a.lost_records.reported and not a.trace.gpu.is_empty():
+        share = a.lost_records.lost / max(a.lost_records.launches, 1)
         missing = (
             "GPU work may be missing anywhere: events are not written in the order of time"
-            if a.lost.cut
-            else f"The profiler lost the records of {a.lost.lost:,} of {a.lost.launches:,} "
-            f"launched kernels ({t.format_share(share)})"
+            if a.lost_records.cut
+            else f"The profiler lost the records of {a.lost_records.lost:,} of "
+            f"{a.lost_records.launches:,} launched kernels ({t.format_share(share)})"
         )
-        again = "Copy or record it again." if a.lost.cut else "Record a shorter window."
+        again = "Copy or record it again." if a.lost_records.cut else "Record a shorter window."
         result.append(
             f"{missing}: busy time is a lower bound, idle time is not known, no gain is estimated, "
             f"and rules on idle time are skipped. {again}"
@@ -381,8 +381,8 @@ def _record_limits(a: Analysis) -> list[str]:
         "No window was profiled: what the host did is known by phase, and nothing of what ran on "
         "the device. Host times of phases that only launch work say little about the device."
     ]
-    result += [line + "." for line in window_lines(recorded.record.of_kind("window"))]
-    if not recorded.record.ended:
+    result += [line + "." for line in window_lines(recorded.record.events_of("window"))]
+    if not recorded.record.has_ended:
         result.append("The run was killed, or is still going on: figures are up to its last step.")
     if not recorded.steps:
         result.append("No step was recorded.")
@@ -470,23 +470,23 @@ def window_lines(events: list[dict[str, Any]]) -> list[str]:
 
 def lost_replays(a: Analysis) -> str:
     """That records of graph replays are missing, and how to get them; empty: they are there."""
-    if not a.lost.has_lost_replays:
+    if not a.lost_records.has_lost_replays:
         return ""
     schedule = schedule_of(a.trace.meta, ", for instance ", "wait=1, warmup=3, active=3")
     return (
-        f"The profiler lost about {a.lost.replayed:,} of {a.lost.launches:,} kernels of graph "
-        f"replays: record fewer steps{schedule}."
+        f"The profiler lost about {a.lost_records.replayed:,} of {a.lost_records.launches:,} "
+        f"kernels of graph replays: record fewer steps{schedule}."
     )
 
 
 def lost_records(a: Analysis) -> str:
     """Why idle time is unknown and no gain is estimated; empty: no records are lost."""
-    if a.lost.cut:
+    if a.lost_records.cut:
         return "the file is cut off, and GPU work may be missing from it"
-    if a.lost.reported:
+    if a.lost_records.reported:
         return (
-            f"the records of {a.lost.lost:,} of {a.lost.launches:,} launched kernels are lost, "
-            "and what looks idle may be one of them"
+            f"the records of {a.lost_records.lost:,} of {a.lost_records.launches:,} launched "
+            "kernels are lost, and what looks idle may be one of them"
         )
     if a.device_id is not None and not (a.trace.gpu["kind"] == "kernel").any():
         return "the trace holds copies but no kernel, so when the device computes is not known"

@@ -106,7 +106,7 @@ def _view(post: PostMortem) -> MemoryView:
             MemoryHolder(category=row["category"], file=row["file"], line=row["line"],
                          function=row["function"], label=row["label"], blocks=row["blocks"],
                          bytes=row["bytes"])
-            for row in post.held.head(MAX_LINES).iter_rows(named=True)
+            for row in post.by_line.head(MAX_LINES).iter_rows(named=True)
         ],
         modules=[
             ModuleMemory(
@@ -140,7 +140,7 @@ def _view(post: PostMortem) -> MemoryView:
             for row in post.growth.head(MAX_LINES).iter_rows(named=True)
         ],
         savings=[
-            MemorySaving(change=each.change, bytes=each.bytes, assumes=each.assumes,
+            MemorySaving(change=each.name, bytes=each.bytes, assumes=each.assumes,
                          file=each.file, line=each.line)
             for each in find_savings(post)
         ],
@@ -148,7 +148,7 @@ def _view(post: PostMortem) -> MemoryView:
 
 
 def _blocks(post: PostMortem, category: str) -> int:
-    return int(post.held.filter(post.held["category"] == category)["blocks"].sum())
+    return int(post.by_line.filter(post.by_line["category"] == category)["blocks"].sum())
 
 
 def _pool_name(row: dict[str, object]) -> str:

@@ -167,7 +167,7 @@ def find_fit(
 
 def _cost(made: Sequence[CostedChange]) -> tuple[float, int, int]:
     known = [UNKNOWN_NS if way.ns is None else way.ns for way in made]
-    effort = sum(4 ** CHANGE_EFFORT[way.change.change] for way in made)
+    effort = sum(4 ** CHANGE_EFFORT[way.change.name] for way in made)
     return (round(sum(known), -3), effort, len(made))
 
 
@@ -307,17 +307,17 @@ def _price(
     here = each.rows[lives.at(post.event)[each.rows]]
     held = int(lives.size[np.unique(here)].sum())
     link = None if gpu is None else host_rate(gpu)
-    if each.change == "checkpointing":
+    if each.name == "checkpointing":
         if phases is None:
             return None, "the forward pass of these calls again: needs a trace"
         return phases.forward, "the forward pass again"
-    if each.change == "offload activations":
+    if each.name == "offload activations":
         if link is None or phases is None:
             return None, "copies to the host and back: needs a trace and the GPU"
         moved = held * scale / link * 1e9
         shown = max(0.0, moved - phases.forward) + max(0.0, moved - phases.backward)
         return shown, f"{t.format_bytes(held * scale)} each way, less what compute hides"
-    if each.change == "offload optimizer state":
+    if each.name == "offload optimizer state":
         moved = post.by_category.get("weights", 0) * 2
         if link is None:
             return None, "gradients to the host and weights back: needs the GPU"
@@ -325,7 +325,7 @@ def _price(
             moved / link * 1e9,
             f"{t.format_bytes(moved)} over the link; the host's update is more",
         )
-    if each.change == "half the batch":
+    if each.name == "half the batch":
         if phases is None:
             return None, "twice the launches: needs a trace"
         more = max(0.0, 2 * phases.host - max(phases.step, phases.host))
@@ -333,14 +333,14 @@ def _price(
             more += 3 * post.by_category.get("gradients", 0) / memory_rate(gpu) * 1e9
         added = ", gradients added up" if phases.backward else ""
         return more, f"two passes of half the batch: launches twice{added}"
-    if each.change == "autocast without cache":
+    if each.name == "autocast without cache":
         if gpu is None:
             return None, "each copy made once more in each pass: needs the GPU"
         return 2 * 3 * held / memory_rate(gpu) * 1e9, "each copy made once more in each pass"
-    if each.change == "ZeRO 3":
+    if each.name == "ZeRO 3":
         rate = None if gpu is None else peer_rate(gpu)
         if rate is None:
             return None, "weights gathered once more: needs the GPU"
         moved = post.by_category.get("weights", 0) * (ranks - 1) / ranks
         return moved / rate * 1e9, "weights gathered once more, if nothing hides it"
-    return 0.0, CHANGE_EXPLANATIONS.get(each.change, "no work is added")
+    return 0.0, CHANGE_EXPLANATIONS.get(each.name, "no work is added")

@@ -75,8 +75,8 @@ def list_inputs(run: Run, analyses: Mapping[int, Analysis]) -> list[Input]:
 
 def measure_fields(a: Analysis) -> dict[str, Any]:
     """The measured fields of a Report."""
-    if a.source is not None:
-        return {"scope": source_scope(a, a.source)}
+    if a.only_input is not None:
+        return {"scope": source_scope(a, a.only_input)}
     if a.record_only:
         return {"scope": _recorded_scope(a), "host": _phases(a)}
     fields: dict[str, Any] = {
@@ -245,7 +245,7 @@ def recorded_view(a: Analysis) -> RecordedSteps | None:
         for name, values in recorded.phases.items()
         if values[recorded.used].any()
     ]
-    end = next(reversed(recorded.record.of_kind("end")), None)
+    end = next(reversed(recorded.record.events_of("end")), None)
     whole = int(recorded.dur.sum()) + recorded.outside
     return RecordedSteps(
         steps=len(recorded.steps),
@@ -263,7 +263,7 @@ def recorded_view(a: Analysis) -> RecordedSteps | None:
         outside_ns=None if recorded.inference else recorded.outside,
         outside_share=None if recorded.inference or not whole else recorded.outside / whole,
         ended=None if end is None else str(end.get("reason", "finished"))[:100],
-        windows=window_lines(recorded.record.of_kind("window")),
+        windows=window_lines(recorded.record.events_of("window")),
     )
 
 
@@ -332,7 +332,7 @@ def energy_use(analyses: Mapping[int, Analysis]) -> EnergyUse | None:
 def cost_per_step(run: Run, report: Report, prices: Prices, gpus: int | None = None) -> Cost | None:
     """What a step costs; ``None``: no price is known for this GPU, or no step. ``gpus``: that are
     paid for; ``None``: one a rank."""
-    price = prices.of(report.scope.device_name)
+    price = prices.price_of(report.scope.device_name)
     if price is None or report.step_ns <= 0 or report.scope.has_no_step_time:
         return None
     count = gpus or _gpus(run, report)
@@ -383,7 +383,7 @@ FEW_RANKS = 16
 def ranks_view(analyses: Mapping[int, Analysis], study: Study | None) -> Ranks | None:
     """Ranks side by side, those too of which steps alone were recorded; ``None`` for one rank."""
     if study is None:
-        if len(analyses) < 2 or all(a.source for a in analyses.values()):
+        if len(analyses) < 2 or all(a.only_input for a in analyses.values()):
             return None
         note = "Skew between ranks is not measured: fewer than two of them were profiled."
         result = Ranks(lines=[], aligned=False, alignment_error_ns=None, note=note)

@@ -689,7 +689,7 @@ def describe_chosen_fixes(stairs: Stairs) -> str:
     if left >= step:
         return f"Without a fix: {t.format_duration(step)}."
     times = f"{step / left:.2f}× faster" if left else ""
-    after = f"{t.format_duration(step)} → {stairs.bound}{t.format_duration(left)}"
+    after = f"{t.format_duration(step)} → {stairs.bound_prefix}{t.format_duration(left)}"
     return f"With the ticked fixes: {after} ({times})."
 
 

@@ -24,7 +24,7 @@ from advisor.core.finding import Category
 from advisor.core.rule import Rule
 from advisor.core.trace import blank_trace
 from advisor.measure import Analysis
-from advisor.measure.memory.post_mortem import in_order
+from advisor.measure.memory.post_mortem import order_snapshots
 from advisor.measure.steps.steps import refuse_none
 
 if TYPE_CHECKING:
@@ -52,11 +52,11 @@ def choose_windows(
         for number, chosen in _windows(run, window).items()
     }
     for number, a in analyses.items():
-        if a.source is SNAPSHOT:
+        if a.only_input is SNAPSHOT:
             taken = [
                 run.traces[key].meta.snapshot for key in sorted(run.traces) if key[0] == number
             ]
-            a.snapshot_series = in_order([each for each in taken if each is not None])
+            a.snapshot_series = order_snapshots([each for each in taken if each is not None])
     analyses |= _untraced(run, analyses)
     for number, a in analyses.items():
         if not a.record_only:

@@ -189,8 +189,8 @@ def write_verdict(
     report: Report, a: Analysis
 ) -> tuple[Literal["bottlenecks", "healthy", "limited"], str]:
     """Status and a sentence or two; a crash comes before anything else."""
-    if a.source is not None:
-        return source_verdict(report, a.source)
+    if a.only_input is not None:
+        return source_verdict(report, a.only_input)
     status, text = _verdict(report, a)
     if (short := _shortcoming(report, a)) is not None:
         status, text = "limited", short
@@ -263,15 +263,15 @@ def _shortcoming(report: Report, a: Analysis) -> str | None:
     if report.busy_share is None:
         return None
     busy = f"{t.format_share(report.busy_share)} of {_name_step(report)}"
-    if a.lost.cut:
+    if a.lost_records.cut:
         return (
             f"The file is cut off. In what is left, the GPU is busy at least {busy}. Idle "
             "time and gains are unknown."
         )
-    if a.lost.reported:
+    if a.lost_records.reported:
         return (
-            f"The profiler lost {a.lost.lost:,} of {a.lost.launches:,} kernels: the GPU is busy at "
-            f"least {busy}. Idle time and gains are unknown."
+            f"The profiler lost {a.lost_records.lost:,} of {a.lost_records.launches:,} kernels: "
+            f"the GPU is busy at least {busy}. Idle time and gains are unknown."
         )
     if why := lost_records(a):
         return f"{why[0].upper()}{why[1:]}: GPU busy at least {busy}."

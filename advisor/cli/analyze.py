@@ -92,7 +92,7 @@ def command(
     names = RedactionNames(redact)
     examined = examine_paths(paths, options, progress, names)
     report = examined.report
-    redaction = names.of(examined.run)
+    redaction = names.collect(examined.run)
     if csv is not None:
         write_tables(csv, examined, redact=redaction)
     if by is not None:
@@ -147,16 +147,16 @@ def _alone(options: Options) -> tuple[list[str], Options]:
         from advisor.read.readers.compile_log import log_files
 
         log_files(Path(read.compile_log))
-        return [read.compile_log], o.reading(options, compile_log=None)
+        return [read.compile_log], o.read_options(options, compile_log=None)
     if read.memory is not None:
-        return [read.memory], o.reading(options, memory=None)
+        return [read.memory], o.read_options(options, memory=None)
     if read.kernels is None:
         raise AdvisorError(
             "give a trace, a folder of traces, a run, --memory FILE or --kernels FILE"
         )
     from advisor.read.directory import profile_files
 
-    return profile_files(read.kernels), o.reading(options, kernels=None)
+    return profile_files(read.kernels), o.read_options(options, kernels=None)
 
 
 def check_ranks(paths: list[str], options: Options) -> None:
@@ -187,11 +187,11 @@ class RankProgress:
             self._announced = True
             print(f"Dask's dashboard: {done.dashboard}", file=sys.stderr)
         if done.ranks == done.total:
-            self._shown.say("comparing the ranks")
+            self._shown.show("comparing the ranks")
             return
         filled = BAR * done.ranks // max(1, done.total)
         text = f"[{'#' * filled}{'.' * (BAR - filled)}] {done.ranks:,} of {done.total:,} ranks"
-        self._shown.say(f"{text}, {done.unread:,} not read" if done.unread else text)
+        self._shown.show(f"{text}, {done.unread:,} not read" if done.unread else text)
 
 
 def write_tables(folder: Path, examined: AnalysisResult, *, redact: set[str] | None) -> None:
@@ -230,7 +230,7 @@ class RedactionNames:
         """What a reader calls with all that it reads; ``None``: nothing is left out."""
         return None if self._names is None else self._names.scan
 
-    def of(self, *runs: Run) -> set[str] | None:
+    def collect(self, *runs: Run) -> set[str] | None:
         """The names that were given, also in what a run's recorder wrote; ``None``: nothing is to
         be left out."""
         if self._names is None:
@@ -248,7 +248,7 @@ def examine_paths(
     are looked for in what is read."""
     with out.Progress(progress) as shown:
         peek = None if names is None else names.peek
-        options = o.reading(options, progress=shown.reading, peek=peek)
+        options = o.read_options(options, progress=shown.report_bytes, peek=peek)
         return examine_with(paths, replace(options, on_progress=RankProgress(shown)), shown)
 
 
@@ -257,7 +257,7 @@ def examine_with(paths: list[str], options: Options, shown: Progress) -> Analysi
     from advisor.advise.engine import examine
 
     _let_interrupts_through()
-    return examine(paths, options, lambda: shown.say("measuring"))
+    return examine(paths, options, lambda: shown.show("measuring"))
 
 
 def _let_interrupts_through() -> None:

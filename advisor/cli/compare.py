@@ -91,16 +91,16 @@ def _compare(
     if any(saved) and options.prices is not None:
         raise AdvisorError(f"{o.PRICE_OPTIONS}: {o.SAVED_HAS_COST}")
     with out.Progress(progress) as shown:
-        options = o.reading(options, progress=shown.reading, peek=redaction.peek)
+        options = o.read_options(options, progress=shown.report_bytes, peek=redaction.peek)
         result = []
         for path, report in zip((before, after), saved, strict=True):
             if report is not None:
                 continue
             run = open_run(path, options.read, rank=options.rank, window=options.which)
-            shown.say("measuring")
+            shown.show("measuring")
             result.append(examine(run, options))
-        shown.say("comparing")
-        names = redaction.of(*(item.run for item in result))
+        shown.show("comparing")
+        names = redaction.collect(*(item.run for item in result))
         if not any(saved):
             return compare_examined(*result), names
         from advisor.compare.compare import compare_reports

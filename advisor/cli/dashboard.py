@@ -112,7 +112,7 @@ def command(
     session = DashboardSession(
         paths, options, live=live, perfetto=viewer, editor=sources, folder=folder
     )
-    access = Access.to(host, token)
+    access = Access.for_host(host, token)
     if no_token:
         access = replace(access, token=None)
     server = bind(create_app(session, access).server, access, port)

@@ -74,7 +74,7 @@ def _show_recording(form: str) -> None:
     home = Path(__file__).parents[1] / "sample_workloads" / "recordings"
     paths = [home / f"loader_{when}.json.gz" for when in ("before", "after")]
     with Progress() as shown:
-        shown.say("analyzing")
+        shown.show("analyzing")
         before = examine([str(paths[0])], Options())
         plain = form == "terminal"
         after = examine([str(paths[1])], Options()) if plain else None
@@ -113,7 +113,9 @@ def _record(folder: Path, device: str | None, steps: int) -> Path:
     run = Setup(device=_usable(device))
     try:
         with Progress() as shown:
-            shown.say(f"recording {t.count_noun(steps, 'step')} of a small CNN on the {run.device}")
+            shown.show(
+                f"recording {t.count_noun(steps, 'step')} of a small CNN on the {run.device}"
+            )
             return record("simple_cnn", run, folder, steps=steps, memory=False)[0]
     except OSError as error:
         raise AdvisorError(f"{folder}: cannot be written: {error.strerror or error}") from None

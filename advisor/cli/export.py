@@ -53,14 +53,14 @@ def command(
 
     redaction = RedactionNames(redact)
     with out.Progress(progress) as shown:
-        options = o.reading(options, progress=shown.reading, peek=redaction.peek)
+        options = o.read_options(options, progress=shown.report_bytes, peek=redaction.peek)
         examined = examine_with([path], options, shown)
         a, report = examined.main, examined.report
         if a.record_only:
             raise AdvisorError(f"{path}: no window was profiled, so there is no trace to export")
         source = a.trace.meta.path
         out.check(perfetto, [source])
-        names = redaction.of(examined.run)
+        names = redaction.collect(examined.run)
         clean: Callable[[str], str] = str
         if names is not None:
             from advisor.export.redact import Redactor
@@ -74,7 +74,7 @@ def command(
             redacted=redact,
             names=names or (),
             limit=options.read.max_bytes,
-            progress=lambda _, size: shown.say(f"writing: {size / 1e6:,.0f} MB read"),
+            progress=lambda _, size: shown.show(f"writing: {size / 1e6:,.0f} MB read"),
         )
     lines = [f"{perfetto}: {t.count_noun(written.events, 'event')} and {written.added:,} of ours"]
     if written.lost:

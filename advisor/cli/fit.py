@@ -96,7 +96,7 @@ def _history(
     analysis = None
     if run.traces:
         made = Analysis(run.window(number), options.steps, snapshot=snapshot)
-        analysis = None if made.source is SNAPSHOT else made
+        analysis = None if made.only_input is SNAPSHOT else made
         snapshot = made.snapshot
     if analysis is not None:
         posts = [post for post in analysis.memory_histories if post.device >= 0]
@@ -149,7 +149,7 @@ def _plain(fit: MemoryFit, scale: float) -> dict[str, Any]:
     def plain(way: CostedChange) -> dict[str, Any]:
         where = way.change.where
         return {
-            "change": way.change.change, "bytes": way.bytes, "ns_per_step": way.ns,
+            "change": way.change.name, "bytes": way.bytes, "ns_per_step": way.ns,
             "made_of": way.why, "assumes": way.change.assumes,
             "file": None if where is None else where.file,
             "line": None if where is None else where.line,

@@ -327,6 +327,6 @@ def analysis(
     )
 
 
-def reading(options: Options, **more: Any) -> Options:
+def read_options(options: Options, **more: Any) -> Options:
     """The same with further fields of :class:`~advisor.read.ReadOptions`."""
     return replace(options, read=replace(options.read, **more))

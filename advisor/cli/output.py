@@ -214,16 +214,16 @@ class Progress:
         self._thread: threading.Thread | None = None
         self._shown = False
 
-    def say(self, what: str) -> None:
+    def show(self, what: str) -> None:
         """What is being done now."""
         self._what = what
 
-    def reading(self, path: str, size: int) -> None:
+    def report_bytes(self, path: str, size: int) -> None:
         """For ``ReadOptions.progress``: a file and the uncompressed bytes read of it so far."""
         from advisor.core.text import shorten_path
 
         name = "standard input" if path == "-" else shorten_path(path, 40)
-        self.say(f"reading {name}: {size / 1e6:,.0f} MB")
+        self.show(f"reading {name}: {size / 1e6:,.0f} MB")
 
     def __enter__(self) -> Self:
         if self.enabled:
@@ -321,7 +321,7 @@ def _is_complete(run: Path) -> bool:
         ranks = read_recording(run).ranks.values()
     except AdvisorError:
         return False
-    return any(rank.ended for rank in ranks) and not (run / FILE).exists()
+    return any(rank.has_ended for rank in ranks) and not (run / FILE).exists()
 
 
 def _typed(words: list[str]) -> str:

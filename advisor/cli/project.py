@@ -220,7 +220,7 @@ def _splits(
     from advisor.replay.project.splits import SAME_BATCH, compare_splits
 
     network, found = options.network, a.hardware
-    price = None if found is None else prices.of(found.name)
+    price = None if found is None else prices.price_of(found.name)
     hourly = None if price is None else price.per_hour
     if nodes is not None and any(count % nodes for count in gpus):
         raise AdvisorError(f"--nodes {nodes}: does not divide --gpus")

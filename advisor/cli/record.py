@@ -137,7 +137,7 @@ def window(
     if not is_run(run):
         raise AdvisorError(f"{run}: not a run directory (it has no manifest.json)")
     ranks = read_recording(run).ranks.values()
-    if ranks and all(rank.ended for rank in ranks):
+    if ranks and all(rank.has_ended for rank in ranks):
         raise AdvisorError(f"{run}: the run has ended, so no window can open in it")
     try:
         (run / REQUEST).touch()

@@ -56,11 +56,11 @@ def command(
     if saved is not None and options.prices is not None:
         raise AdvisorError(f"{o.PRICE_OPTIONS}: {o.SAVED_HAS_COST}")
     if saved is not None:
-        result, names = saved, redaction.of()
+        result, names = saved, redaction.collect()
     else:
         examined = examine_paths(paths, options, progress, redaction)
         result, analysis = examined.report, examined.main
-        names = redaction.of(examined.run)
+        names = redaction.collect(examined.run)
     if html is not None:
         deliver(result, REPORTS.renderer("html"), html, analysis=analysis, redact=names)
     if html is None or output is not None or form is not None:

@@ -98,7 +98,7 @@ def command(
     # what ends us in CI, or an agent's server: a report of what is known, and no orphans
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     with Progress(progress) as shown:
-        report, run = try_program(words, recorded, wanted, shown.say)
+        report, run = try_program(words, recorded, wanted, shown.show)
     out.deliver(renderer, report, output, details=True)
     print(f"advisor: {run}: advisor dashboard {run} shows it", file=sys.stderr)
     if report.interrupted:

@@ -107,7 +107,7 @@ def run(
             seed=seed,
         )
         with Progress() as shown:
-            shown.say(
+            shown.show(
                 f"recording {t.count_noun(steps or workload.steps, 'step')} of {name}, {variant}"
             )
             written = running.record_run(name, setup, folder, steps=steps)

@@ -313,11 +313,11 @@ class Comparison(Struct, kw_only=True):
         """What a notebook shows."""
         return render(self, "COMPARISONS", "notebook")
 
-    def of(self, *changes: Change) -> list[FindingChange]:
+    def findings_with(self, *changes: Change) -> list[FindingChange]:
         """The findings that changed like this, largest gain first."""
         return [item for item in self.findings if item.change in changes]
 
-    def amount(self, name: str) -> Amount | None:
+    def find_amount(self, name: str) -> Amount | None:
         """One of the ``figures``; ``None``: measured on neither side."""
         figures = (item for item in self.amounts if item.group == "figures")
         return next((item for item in figures if item.name == name), None)

@@ -480,8 +480,14 @@ def gate_figures(c: Comparison) -> list[Amount]:
 
 def gate_findings(c: Comparison) -> list[tuple[str, list[FindingChange]]]:
     """Ranked findings that the baseline does not have, and those that the run does not have."""
-    new = [item for item in c.of("new", "unchecked before") if item.after_priority is not None]
+    new = [
+        item
+        for item in c.findings_with("new", "unchecked before")
+        if item.after_priority is not None
+    ]
     gone = [
-        item for item in c.of("fixed", "replaced", "unchecked") if item.before_priority is not None
+        item
+        for item in c.findings_with("fixed", "replaced", "unchecked")
+        if item.before_priority is not None
     ]
     return [("new", new[:MAX_GATE_FINDINGS]), ("gone", gone[:MAX_GATE_FINDINGS])]

@@ -110,7 +110,7 @@ def decide(c: Comparison, bounds: Bounds) -> Decision:
         answer = "regression"
     elif high <= bounds.slower:
         answer = "passed"
-    grown, memory = _memory(c.amount("memory peak"), bounds)
+    grown, memory = _memory(c.find_amount("memory peak"), bounds)
     return Decision(
         answer="regression" if grown else answer,
         failed=answer == "regression" or grown or (bounds.strict and answer == "not shown"),

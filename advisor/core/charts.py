@@ -52,7 +52,7 @@ class Segment(Struct, frozen=True):
         return t.format_duration(self.ns)
 
     @property
-    def percent(self) -> str:
+    def share_text(self) -> str:
         """The share in words."""
         return t.format_share(self.share)
 
@@ -94,12 +94,12 @@ class StepBar(Struct, frozen=True):
         total = self.idle_total
         if total is None or [segment.key for segment in self.idle] == ["idle"]:
             return "idle"
-        return f"idle {total.time}, {total.percent}, by cause"
+        return f"idle {total.time}, {total.share_text}, by cause"
 
     @property
-    def words(self) -> str:
+    def alt_text(self) -> str:
         """The bar for who does not see it."""
-        return ", ".join(f"{segment.label} {segment.percent}" for segment in self.segments)
+        return ", ".join(f"{segment.label} {segment.share_text}" for segment in self.segments)
 
 
 class Stair(Struct, frozen=True):
@@ -154,7 +154,7 @@ class Stairs(Struct, frozen=True):
     """The most valuable first."""
 
     @property
-    def bound(self) -> str:
+    def bound_prefix(self) -> str:
         """Before what is saved: ``up to `` where a gain is an upper bound; else empty."""
         return "up to " * self.bounded
 

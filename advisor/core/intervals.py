@@ -73,7 +73,7 @@ def intersect(a: Intervals, b: Intervals) -> Intervals:
     )
 
 
-def join(*sets: Intervals) -> Intervals:
+def union_of(*sets: Intervals) -> Intervals:
     """The instants in any of the sets."""
     return union(np.concatenate([s.start for s in sets]), np.concatenate([s.end for s in sets]))
 

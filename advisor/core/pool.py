@@ -130,7 +130,7 @@ class ProcessPool(Executor):
         self.work.put((answer, f"{fn.__module__}:{fn.__qualname__}", data))
         return answer
 
-    def abandon(self, answer: Future[bytes]) -> None:
+    def cancel(self, answer: Future[bytes]) -> None:
         """End the process that works on it."""
         with self.lock:
             children = [worker.child for worker in self._workers]

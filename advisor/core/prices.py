@@ -102,7 +102,7 @@ class Prices(NamedTuple):
     currency: str
     source: str
 
-    def of(self, device_name: str | None) -> GpuPrice | None:
+    def price_of(self, device_name: str | None) -> GpuPrice | None:
         """The price of a GPU: that of the longest name all of whose words are in this one's, so
         that ``A100`` is no ``A1000``; ``None``: the table has none.
 

@@ -232,12 +232,12 @@ class Rule:
         raise NotImplementedError
 
     @classmethod
-    def fires_on(cls) -> dict[str, Any]:
+    def positive_examples(cls) -> dict[str, Any]:
         """The examples that must produce a finding."""
         return {name: b for name, b in cls.examples().items() if not isinstance(b, tuple)}
 
     @classmethod
-    def silent_on(cls) -> dict[str, tuple[Any, str]]:
+    def negative_examples(cls) -> dict[str, tuple[Any, str]]:
         """The traps, each with its guard."""
         return {name: trap for name, trap in cls.examples().items() if isinstance(trap, tuple)}
 

@@ -327,12 +327,12 @@ class RankRecord(Struct, kw_only=True):
     inference: bool = False
     """The steps are of a loop that does not train: the recorder saw forwards and nothing learnt."""
 
-    def of_kind(self, kind: str) -> list[dict[str, Any]]:
+    def events_of(self, kind: str) -> list[dict[str, Any]]:
         """The data of all events of a kind, in order."""
         return [event.data for event in self.events if event.kind == kind]
 
     @property
-    def ended(self) -> bool:
+    def has_ended(self) -> bool:
         """Whether the run reached its end; if not it was killed, or is going on."""
         return any(event.kind == "end" for event in self.events)
 

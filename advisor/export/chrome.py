@@ -20,7 +20,7 @@ from advisor.advise import report_text
 from advisor.core import labels
 from advisor.core import text as t
 from advisor.core.finding import Edit, Finding
-from advisor.core.intervals import EMPTY, Intervals, intersect, join, union
+from advisor.core.intervals import EMPTY, Intervals, intersect, union, union_of
 from advisor.core.trace import COMMS_SCHEMA, Trace
 from advisor.export.redact import Redactor
 from advisor.export.rewrite import (
@@ -416,7 +416,7 @@ def _gaps(a: Analysis, text: Shown) -> list[Slice]:
 
 def _finding(a: Analysis, finding: Finding, text: Shown) -> list[Slice]:
     """The instants that the fix would change, each once."""
-    time = intersect(join(EMPTY, *(_touched(a, edit) for edit in finding.edits)), a.spans)
+    time = intersect(union_of(EMPTY, *(_touched(a, edit) for edit in finding.edits)), a.spans)
     start, end = _bridged(time)
     keep = _longest(end - start)
     args: dict[str, Any] = {"rule": finding.rule, "fix": text(finding.fix, 500)}

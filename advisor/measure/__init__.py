@@ -152,7 +152,7 @@ class Analysis:
         return known and self.trace.cpu.is_empty() and self.trace.gpu.is_empty()
 
     @property
-    def source(self) -> AuxiliaryInput | None:
+    def only_input(self) -> AuxiliaryInput | None:
         """What there is in place of a trace and a record, of several that with the verdict;
         ``None``: there is a trace or a record."""
         return self.sources[0] if self.record_only and self.record is None else None
@@ -253,7 +253,7 @@ class Analysis:
         return self.on_device & ~self.launched_before
 
     @cached_property
-    def lost(self) -> LostRecords:
+    def lost_records(self) -> LostRecords:
         """Launches whose device work the profiler lost (``host/launches.py``), and work of graph
         replays that is not in the recording (``serving/graphs.py``)."""
         calls, graphs = lost_records(self.trace), missing_records(self.trace)

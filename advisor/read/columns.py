@@ -78,7 +78,7 @@ class _Codes(dict[Hashable, int]):
         code = self[value] = len(self)
         return code
 
-    def of(self, values: Sequence[Hashable]) -> NDArray[np.int32]:
+    def encode(self, values: Sequence[Hashable]) -> NDArray[np.int32]:
         return np.fromiter(map(self.__getitem__, values), np.int32, len(values))
 
 
@@ -286,7 +286,7 @@ def _host(
     count = len(events)
     none = np.full(count, -1, dtype=np.int32)
     missing = np.full(count, MISSING, dtype=np.int64)
-    coded = names.of([e.name for e in events])
+    coded = names.encode([e.name for e in events])
     kinds = np.full(count, HOST_KINDS.index(kind), dtype=np.uint8)
     if kind == "op":
         ranges = [code for name, code in names.items() if is_range(str(name)[:100])]
@@ -317,10 +317,10 @@ def _host(
 def _threads(events: list[TraceEvent], codes: _Codes) -> NDArray[np.int32]:
     pids = [e.pid for e in events]
     if pids.count(pids[0]) < len(pids):
-        return codes.of([(e.pid, e.tid) for e in events])
+        return codes.encode([(e.pid, e.tid) for e in events])
     tids = _Codes()  # one process, as nearly always: fewer pairs to make
-    column = tids.of([e.tid for e in events])
-    return codes.of([(pids[0], tid) for tid in tids])[column]
+    column = tids.encode([e.tid for e in events])
+    return codes.encode([(pids[0], tid) for tid in tids])[column]
 
 
 def _inputs(args: list[EventArgs], codes: _Codes) -> NDArray[np.int32]:
@@ -372,7 +372,7 @@ def _device(kind: str, events: list[TraceEvent], names: _Codes, comms: _Codes) -
     columns: Columns = {
         **_times(events),
         "kind": np.full(count, DEVICE_KINDS.index(kind), dtype=np.uint8),
-        "name": names.of([e.name for e in events]),
+        "name": names.encode([e.name for e in events]),
         "device": _or_else(float_column([a.device for a in args]), lambda: [e.pid for e in events]),
         "stream": _or_else(float_column([a.stream for a in args]), lambda: [e.tid for e in events]),
         "correlation": int_column([a.correlation for a in args]),
@@ -405,7 +405,7 @@ def _or_else(column: NDArray[np.float64], instead: Callable[[], list[Any]]) -> N
 def _sizes(args: list[EventArgs]) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
     """Blocks of the grid and threads of the block; NaN where there is none."""
     codes = _Codes()
-    column = codes.of([_joined((a.grid, a.block)) for a in args])
+    column = codes.encode([_joined((a.grid, a.block)) for a in args])
     sizes = np.array([_grid_and_block(text) for text in codes]).reshape(-1, 2)
     return sizes[column, 0], sizes[column, 1]
 
@@ -437,7 +437,7 @@ def _occupancies(
 ) -> tuple[NDArray[np.float64], NDArray[np.int32]]:
     """Active blocks a multiprocessor and code of the limiting factors, from newer profilers."""
     codes = _Codes()
-    column = codes.of([bytes(a.occupancy_detail) for a in args])
+    column = codes.encode([bytes(a.occupancy_detail) for a in args])
     active, limits = [], []
     for text in codes:
         try:
@@ -457,7 +457,7 @@ def _sync(events: list[TraceEvent], names: _Codes) -> Columns:
     args = [e.args or NO_ARGS for e in events]
     return {
         **_times(events),
-        "name": names.of([e.name for e in events]),
+        "name": names.encode([e.name for e in events]),
         "device": float_column([a.device for a in args]),
         "stream": float_column([a.stream for a in args]),
         "correlation": int_column([a.correlation for a in args]),
@@ -511,7 +511,7 @@ def _counters(piece: bytes, names: _Codes) -> Columns:
     return {
         "ts": float_column([row[0] for row in rows]),
         "dur": float_column([row[1] for row in rows]),
-        "name": names.of([row[2] for row in rows]),
-        "range": names.of([row[3] for row in rows]),
+        "name": names.encode([row[2] for row in rows]),
+        "range": names.encode([row[3] for row in rows]),
         "value": float_column([row[4] for row in rows]),
     }

@@ -38,7 +38,7 @@ def scan_list(text: bytes) -> tuple[NDArray[np.intp], int | None, int]:
     result = [np.zeros(0, dtype=np.intp)]
     last = 0
     follower = _Follower()
-    for where, chars, depth in follower.over(text):
+    for where, chars, depth in follower.scan(text):
         closing = np.flatnonzero(depth < 0)
         upto = int(closing[0]) if len(closing) else len(depth)
         result.append(where[:upto][(chars[:upto] == ord(",")) & (depth[:upto] == 0)])
@@ -51,7 +51,7 @@ def scan_list(text: bytes) -> tuple[NDArray[np.intp], int | None, int]:
 
 def object_end(text: bytes) -> int | None:
     """Position of the brace that closes the object of which a text is the inside."""
-    for where, chars, depth in _Follower().over(text):
+    for where, chars, depth in _Follower().scan(text):
         closing = np.flatnonzero(depth < 0)
         if len(closing):
             return int(where[closing[0]]) if chars[closing[0]] == ord("}") else None
@@ -65,7 +65,7 @@ class _Follower:
         self.in_string = False
         self._depth = 0
 
-    def over(self, text: bytes) -> Iterator[tuple[NDArray[Any], NDArray[Any], NDArray[Any]]]:
+    def scan(self, text: bytes) -> Iterator[tuple[NDArray[Any], NDArray[Any], NDArray[Any]]]:
         """Yield, for brackets, braces and commas outside strings: where, which, depth after."""
         if b"\\" in text:
             text = text.replace(b"\\\\", b"__").replace(b'\\"', b"__")

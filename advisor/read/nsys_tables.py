@@ -73,7 +73,7 @@ class NsysTables:
 
     def __init__(self, db: Database) -> None:
         self._db = db
-        self._names = db.texts("StringIds", "id", "value")
+        self._names = db.read_texts("StringIds", "id", "value")
         self.processes = Processes()
         self.dropped: dict[str, int] = {}
         self.inputs: pl.DataFrame | None = None
@@ -112,7 +112,7 @@ class NsysTables:
             )
             return narrow_integers(done)
 
-        if not self._db.has(table, "start", "end"):
+        if not self._db.has_table(table, "start", "end"):
             return pl.DataFrame()
         rows = self._db.read(table, {**_TIMES, **_PLACE, **more}, each=of)
         return rows if rows.height else pl.DataFrame()
@@ -202,7 +202,7 @@ class NsysTables:
             "memKind": pl.Int64,
             "memoryOperationType": pl.Int64,
         }
-        if not self._db.has(MEMORY, "start", "bytes"):
+        if not self._db.has_table(MEMORY, "start", "bytes"):
             return None
         rows = with_all(self._db.read(MEMORY, types), types)
         known = pl.col("memKind").is_in([1, 2, 3, 5])  # Pinned; Device, Array, Device Static
@@ -268,7 +268,7 @@ class NsysTables:
 
     def _calls(self, table: str, kind: str, named: str = "nameId") -> pl.DataFrame:
         columns = {"globalTid": pl.Int64, "correlationId": pl.Int64, named: pl.Int64}
-        if not self._db.has(table, "start", "end", "globalTid"):
+        if not self._db.has_table(table, "start", "end", "globalTid"):
             return pl.DataFrame()
 
         def made(rows: pl.DataFrame) -> pl.DataFrame:
@@ -291,7 +291,7 @@ class NsysTables:
 
     def _ranges(self) -> pl.DataFrame:
         kinds = f"eventType IN {(*_PUSH_POP, *_START_END)}"
-        where = kinds if self._db.has(NVTX, "eventType") else ""
+        where = kinds if self._db.has_table(NVTX, "eventType") else ""
         domains = self._domains()
         rows = self._db.read(NVTX, _RANGE, where, lambda batch: self._of_ranges(batch, domains))
         if "ts" not in rows.columns:
@@ -337,7 +337,7 @@ class NsysTables:
 
     def _domains(self) -> dict[int, str]:
         columns = {"domainId": pl.Int64, "text": pl.String, "textId": pl.Int64}
-        if not self._db.has(NVTX, "eventType", "domainId"):
+        if not self._db.has_table(NVTX, "eventType", "domainId"):
             return {}
         rows = self._db.read(NVTX, columns, f"eventType = {_DOMAIN}")
         rows = with_all(rows, columns)
@@ -370,7 +370,7 @@ class NsysTables:
         """A row per group of faults on the GPU, and per fault on the host."""
         types = {**_TIMES, "deviceId": pl.Int64, "numberOfPageFaults": pl.Int64}
         for table, place in ((GPU_FAULTS, "GPU"), (CPU_FAULTS, "CPU")):
-            if not self._db.has(table, "start"):
+            if not self._db.has_table(table, "start"):
                 continue
             rows = with_all(self._db.read(table, types), types)
             yield rows.select(
@@ -444,7 +444,7 @@ class NsysTables:
     def mpi_rank(self) -> int | None:
         """The one rank whose name MPI's ranges give a thread; ``None``: none, or several."""
         columns = {"text": pl.String, "textId": pl.Int64}
-        if not self._db.has(NVTX, "eventType"):
+        if not self._db.has_table(NVTX, "eventType"):
             return None
         rows = with_all(self._db.read(NVTX, columns, f"eventType = {_THREAD_NAME}"), columns)
         names = rows["text"].fill_null(self._text(rows, "textId"))
@@ -474,7 +474,7 @@ class NsysTables:
 
     def _memories(self) -> dict[int, str]:
         """Kinds of memory by number: by the file's own list, where it has one."""
-        labels = self._db.texts("ENUM_CUDA_MEM_KIND", "id", "label")
+        labels = self._db.read_texts("ENUM_CUDA_MEM_KIND", "id", "label")
         return {n: text[:40] for n, text in labels.items() if text != "Unknown"} or _MEMORIES
 
     def _gpu_of(self) -> dict[int, int]:

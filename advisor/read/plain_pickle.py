@@ -291,7 +291,7 @@ class PickledFields:
         self._keys: list[Any] | None = None
         self._places: dict[str, int] = {}
 
-    def of(self, value: Any) -> dict[str, Any] | None:
+    def from_value(self, value: Any) -> dict[str, Any] | None:
         """The record; ``None``: no dict with strings as keys."""
         if type(value) is not list or len(value) > 2 * MAX_FIELDS:
             return None

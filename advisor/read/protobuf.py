@@ -59,13 +59,13 @@ class Fields(NamedTuple):
         """Some of them."""
         return Fields(*(column[chosen] for column in self))
 
-    def of(self, number: int, wire: int) -> Fields:
+    def select(self, number: int, wire: int) -> Fields:
         """Those of one number and wire type."""
         return self.take(np.flatnonzero((self.number == number) & (self.wire == wire)))
 
     def column(self, number: int, messages: int) -> Ints:
         """A number's value in each message; 0: it has none."""
-        found = self.of(number, VARINT)
+        found = self.select(number, VARINT)
         result = np.zeros(messages, dtype=np.int64)
         result[found.row] = found.value.astype(np.int64)
         return result

@@ -96,7 +96,7 @@ def _what_is_read(head: bytes) -> str:
 def refuse_unknown(first: bytes, path: str) -> None:
     """Raise AdvisorError if no reader knows a file by its first bytes, packed or not."""
     if not first.startswith(b"SQLite format 3"):  # judged by tables that may stand further behind
-        source = ByteSource(path, given=first)
+        source = ByteSource(path, data=first)
         if source.head():
             reader_of(source)
 
@@ -169,7 +169,7 @@ def read_trace(path: str, options: ReadOptions | None = None) -> Trace:
 def read_bytes(text: bytes, name: str = "<memory>", options: ReadOptions | None = None) -> Trace:
     """Read a trace that is already in memory (packed or not)."""
     options = options or ReadOptions()
-    return _read(ByteSource(name, limit=options.max_bytes, given=text), options)
+    return _read(ByteSource(name, limit=options.max_bytes, data=text), options)
 
 
 def _read(source: ByteSource, options: ReadOptions) -> Trace:

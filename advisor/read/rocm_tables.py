@@ -57,7 +57,7 @@ class Rpd:
             ("id", "pid", "tid", "start", "end", "apiName_id", "args_id"), pl.Int64
         )
         texts = self._names.rows
-        if self._db.has("rocpd_ustring", "id", "string"):
+        if self._db.has_table("rocpd_ustring", "id", "string"):
             texts = KeyedTable(self._db, "rocpd_ustring", "id", {"string": pl.String})
         rows = self._db.read(
             "rocpd_api", types, each=lambda batch: self._calls(with_all(batch, types), texts)
@@ -69,7 +69,7 @@ class Rpd:
 
     def _calls(self, rows: pl.DataFrame, arguments: KeyedTable) -> pl.DataFrame:
         """Calls, then ranges, without their texts: nearly each of PyTorch's has a number in it."""
-        name = self._names.of(rows["apiName_id"]).fill_null("call")
+        name = self._names.names_of(rows["apiName_id"]).fill_null("call")
         self._in_threads.append(
             narrow_integers(rows.select("id").filter(name.str.contains(_IN_THREADS)))
         )
@@ -129,8 +129,8 @@ class Rpd:
         return self._db.read("rocpd_op", types, each=of)
 
     def _work(self, rows: pl.DataFrame) -> pl.DataFrame:
-        kind = self._names.of(rows["opType_id"]).fill_null("")
-        what = self._names.of(rows["description_id"])
+        kind = self._names.names_of(rows["opType_id"]).fill_null("")
+        what = self._names.names_of(rows["description_id"])
         rows = rows.with_columns(type=kind, what=what.set(what == "", None))
         rows = rows.filter(~pl.col("type").str.contains(r"(?i)barrier|marker"))
         copy = pl.col("type").str.contains(r"(?i)copy")
@@ -249,7 +249,7 @@ class _Process:
 
     def _event(self, rows: pl.DataFrame) -> pl.DataFrame:
         """What events say: whose call it was, and the range that a marker's text names."""
-        category = self._names.of(rows["category_id"]).fill_null("")
+        category = self._names.names_of(rows["category_id"]).fill_null("")
         message = rows["extdata"].str.extract(r'"message"\s*:\s*"((?:[^"\\]|\\.)*)"', 1)
         ranges = parse_ranges(message).with_columns(
             pl.when(message.is_not_null()).then(pl.col("name", "kind")),
@@ -336,7 +336,7 @@ class _Process:
         HIP again, one layer below."""
 
         def of(rows: pl.DataFrame) -> pl.DataFrame:
-            name = self._names.of(rows["name_id"]).fill_null("call")
+            name = self._names.names_of(rows["name_id"]).fill_null("call")
             marker = pl.col("marks").fill_null(False) | pl.col("name").str.starts_with("roctx")
             text = pl.when(marker).then(pl.col("range").cast(pl.String))
             rows = rows.with_columns(name=name).filter(~pl.col("hsa").fill_null(False))
@@ -369,8 +369,8 @@ class _Process:
         more = ["kernel_id", "group_segment_size"]
         more += [f"{size}_{axis}" for size in sizes for axis in "xyz"]
         table = self._table("info_kernel_symbol")
-        names = self._db.texts(table, "id", "kernel_name")
-        names |= self._db.texts(table, "id", "display_name")
+        names = self._db.read_texts(table, "id", "kernel_name")
+        names |= self._db.read_texts(table, "id", "display_name")
         symbols = KeyedTable(self._db, table, "id", {"arch_vgpr_count": pl.Int64})
         group, grid = (
             pl.col(f"{size}_x") * pl.col(f"{size}_y") * pl.col(f"{size}_z") for size in sizes
@@ -401,7 +401,7 @@ class _Process:
         timed = (pl.col("size") > 0) & (pl.col("dur") > 0)
 
         def of(rows: pl.DataFrame) -> pl.DataFrame:
-            name = self._names.of(rows["name_id"]).fill_null("copy")
+            name = self._names.names_of(rows["name_id"]).fill_null("copy")
             return rows.select(
                 "ts",
                 "dur",
@@ -427,5 +427,5 @@ class _Process:
 
     def programs(self) -> list[str]:
         """What was run, without its arguments."""
-        result = self._db.texts(self._table("info_process"), "id", "command")
+        result = self._db.read_texts(self._table("info_process"), "id", "command")
         return [text.split()[0][:500] for text in result.values() if text.split()]

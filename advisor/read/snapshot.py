@@ -128,10 +128,10 @@ class _Tables:
 
     def take(self, value: Any) -> None:
         """The whole file. Raises AdvisorError: it is no snapshot."""
-        whole = PickledFields().of(value)
+        whole = PickledFields().from_value(value)
         if whole is None or "segments" not in whole:
             old = type(value) is list and (
-                not value or "blocks" in (PickledFields().of(value[0]) or {})
+                not value or "blocks" in (PickledFields().from_value(value[0]) or {})
             )
             if not old:
                 raise AdvisorError(
@@ -146,7 +146,7 @@ class _Tables:
             self._trace(device, _items(trace))
         for annotation in _items(whole.get("external_annotations")):
             self._annotation(annotation)
-        settings = PickledFields().of(whole.get("allocator_settings")) or {}
+        settings = PickledFields().from_value(whole.get("allocator_settings")) or {}
         for key, setting in settings.items():
             text = self._setting(setting)
             if text is not None:
@@ -192,7 +192,7 @@ class _Tables:
         address = _whole(fields.get("address"))
         frames, requested = fields.get("frames"), _whole(fields.get("requested_size"))
         if "frames" not in fields:
-            last = PickledFields().of(next(iter(_items(fields.get("history"))), None)) or {}
+            last = PickledFields().from_value(next(iter(_items(fields.get("history"))), None)) or {}
             frames = last.get("frames")
             requested = _whole(last.get("real_size")) if requested is None else requested
         if requested is None or requested > size:
@@ -285,7 +285,7 @@ class _Tables:
     def _frame(self, value: Any) -> SnapshotFrame | None:
         key = id(value)
         if key not in self._frames:
-            fields = PickledFields().of(value)
+            fields = PickledFields().from_value(value)
             made = None
             if fields is not None:
                 file, line, name = fields.get("filename"), fields.get("line"), fields.get("name")
@@ -315,7 +315,7 @@ class _Tables:
             self._drop("entry more than the file has room for")
             return None
         self._left -= 1
-        fields = PickledFields().of(value)
+        fields = PickledFields().from_value(value)
         if fields is None:
             self._drop(f"{what} that is no record")
         return fields

@@ -62,7 +62,7 @@ class ByteSource:
     bytes_read: int = 0
     packed_read: int = 0
     """The same before they were unpacked."""
-    given: bytes | None = field(default=None, repr=False)
+    data: bytes | None = field(default=None, repr=False)
     """The packed bytes themselves, instead of a file of that name."""
     peek: Callable[[bytes], None] | None = field(default=None, repr=False)
     """Called with each block before it is handed over."""
@@ -126,21 +126,21 @@ class ByteSource:
                 "copy it to a local disk and try again"
             ) from None
         finally:
-            if self.path != "-" or self.given is not None:
+            if self.path != "-" or self.data is not None:
                 file.close()
 
     def reopen(self) -> ByteSource | None:
         """The same bytes from their start; ``None``: standard input that was too long to keep."""
-        if self.given is not None or self.path != "-":
-            return ByteSource(self.path, limit=self.limit, given=self.given)
+        if self.data is not None or self.path != "-":
+            return ByteSource(self.path, limit=self.limit, data=self.data)
         if self._seen is None:
             return None
-        return ByteSource(self.path, limit=self.limit, given=b"".join(self._seen))
+        return ByteSource(self.path, limit=self.limit, data=b"".join(self._seen))
 
     def expected_bytes(self) -> int:
         """About how many uncompressed bytes there will be, without reading them; 0: not known."""
-        if self.given is not None:
-            return len(self.given)
+        if self.data is not None:
+            return len(self.data)
         try:
             with open_regular(self.path) as file:
                 packed = os.fstat(file.fileno()).st_size
@@ -153,8 +153,8 @@ class ByteSource:
             return 0
 
     def _open(self) -> BinaryIO:
-        if self.given is not None:
-            return BytesIO(self.given)
+        if self.data is not None:
+            return BytesIO(self.data)
         if self.path == "-":
             stdin: BinaryIO | None = getattr(sys.stdin, "buffer", None)
             if stdin is None or stdin.closed:

@@ -85,7 +85,7 @@ class Database:
         lines = [f"table {table[:60]} {why}" for table, why in sorted(self.damaged.items())]
         return "; ".join(lines[:3]) or None
 
-    def has(self, table: str, *columns: str) -> bool:
+    def has_table(self, table: str, *columns: str) -> bool:
         """Whether the table is there, with these columns."""
         return set(columns) <= set(self.tables.get(table, ())) and table in self.tables
 
@@ -128,9 +128,9 @@ class Database:
             return self.read(table, types, f"{key} BETWEEN {first:d} AND {last:d}")
         return self.read(table, types, f"{key} IN ({', '.join(map(str, numbers))})")
 
-    def texts(self, table: str, key: str, value: str) -> dict[int, str]:
+    def read_texts(self, table: str, key: str, value: str) -> dict[int, str]:
         """A table of numbered texts as a dictionary; empty: it is not there."""
-        if not self.has(table, key, value):
+        if not self.has_table(table, key, value):
             return {}
         names = [quote_identifier(each) for each in (key, value, table)]
         query = "SELECT {}, {} FROM {} LIMIT {}".format(*names, MAX_ROWS)
@@ -238,7 +238,7 @@ def open_database(source: ByteSource, options: ReadOptions) -> Iterator[Database
     """A source's tables. A plain file is read where it lies; one that is packed or piped is
     unpacked to a temporary file first. Raises AdvisorError: no database, or over the limit."""
     head = source.head()
-    if source.given is None and source.path != "-" and _is_plain(source.path):
+    if source.data is None and source.path != "-" and _is_plain(source.path):
         size = Path(source.path).stat().st_size
         if size > options.max_bytes:
             limit = options.max_bytes
@@ -420,7 +420,7 @@ class NameLookup:
         """The table itself, for texts that are nearly all distinct."""
         self._known: dict[int, str | None] = {}
 
-    def of(self, numbers: pl.Series) -> pl.Series:
+    def names_of(self, numbers: pl.Series) -> pl.Series:
         """The text of each number; null where it has none."""
         distinct = numbers.drop_nulls().unique().to_list()
         new = [number for number in distinct if number not in self._known]

@@ -113,13 +113,13 @@ def add_plane(
         return np.array([pattern.search(name) is not None for name in names])[which]
 
     given = events.number("correlation_id")
-    launch = events.has("kernel_details")
-    copy, fill = events.has("memcpy_details"), events.has("memset_details")
-    allocation, blocked = events.has("allocation_bytes"), named(_BLOCKED)
+    launch = events.has_stat("kernel_details")
+    copy, fill = events.has_stat("memcpy_details"), events.has_stat("memset_details")
+    allocation, blocked = events.has_stat("allocation_bytes"), named(_BLOCKED)
     kinds = [_kind(name, code in plane.shown) for name, code in zip(names, codes, strict=True)]
     kind = np.array([CPU_KINDS.index(item) for item in kinds], dtype=np.int8)[which]
     kind[((launch | copy | fill) & (given >= 0)) | blocked] = _RUNTIME
-    kind[events.has("hlo_op")] = _OP
+    kind[events.has_stat("hlo_op")] = _OP
     calls = [
         CALLS.index(call_class(name)) if item == "runtime" else -1
         for name, item in zip(names, kinds, strict=True)

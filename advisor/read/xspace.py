@@ -70,7 +70,7 @@ class Events:
             result[rows] = values
         return result
 
-    def has(self, name: str) -> NDArray[np.bool_]:
+    def has_stat(self, name: str) -> NDArray[np.bool_]:
         """Mask of the events that have this stat."""
         result = np.zeros(len(self.ts), dtype=bool)
         for kept in (self.numbers, self.texts):
@@ -158,11 +158,11 @@ class XSpace:
         start, end = _pair(entries)
         outer = self._fields(start, end)
         keys = outer.column(_KEY, len(start))
-        value = outer.of(_VALUE, BYTES)
+        value = outer.select(_VALUE, BYTES)
         inner = self._inside(value)
         values: list[dict[int, str]] = []
         for number in (_META_NAME, _META_DISPLAY):
-            text = inner.of(number, BYTES)
+            text = inner.select(number, BYTES)
             at = text.start.tolist()
             stop = (text.start + np.minimum(text.value.astype(np.int64), NAME_LIMIT)).tolist()
             key = keys[value.row[text.row]].tolist()
@@ -273,7 +273,7 @@ class XSpace:
         length = np.where(sane, finish - begin, -1)
         events = Events(owner[known], meta[known], begin[known], length[known])
         if ids:
-            stats = result.of(_EVENT_STATS, BYTES)
+            stats = result.select(_EVENT_STATS, BYTES)
             stats = stats.take(np.flatnonzero(known[stats.row]))
             self._event_stats(stats, place[stats.row], plane, ids, events)
         return events

@@ -183,7 +183,7 @@ class Section(Block):
     """On a page it opens on demand, in a terminal ``--details`` shows it."""
     detail: bool = False
     """In a terminal ``--details`` shows it; a page shows it always."""
-    counted: str = ""
+    summary: str = ""
     """What is said in its place in a terminal: ``3 skipped checks``."""
     short: bool = False
     """A notebook's cell shows it too."""

@@ -77,20 +77,20 @@ class Bar(Figure):
         parts = []
         for segment in bar.segments:
             width = max(0.0, min(segment.share, 1.0)) * WIDTH
-            title = tag("title", f"{segment.label} {segment.time}, {segment.percent}")
+            title = tag("title", f"{segment.label} {segment.time}, {segment.share_text}")
             place = {"x": f"{x:.1f}", "y": 0, "width": f"{width:.1f}", "height": 40}
             parts.append(tag("rect", title, cls=colour_class_of_segment(segment), **place))
             x += width
         drawn = tag(
             "svg", *parts, cls="bar", viewBox=f"0 0 {WIDTH} 40", preserveAspectRatio="none",
-            role="img", aria_label=f"The {bar.per}'s time: {bar.words}",
+            role="img", aria_label=f"The {bar.per}'s time: {bar.alt_text}",
         )  # fmt: skip
         if small:
             keys = [
                 tag(
                     "li",
                     legend_key(colour_class_of_segment(segment)),
-                    f"{segment.name} {segment.time}, {segment.percent}",
+                    f"{segment.name} {segment.time}, {segment.share_text}",
                 )
                 for segment in bar.segments
             ]
@@ -100,7 +100,7 @@ class Bar(Figure):
                 "tr",
                 tag("th", legend_key(colour_class_of_segment(segment)), segment.name, scope="row"),
                 tag("td", segment.time),
-                tag("td", segment.percent),
+                tag("td", segment.share_text),
             )
             for segment in bar.segments
         ]
@@ -140,7 +140,7 @@ class Bar(Figure):
 
 def _row(segment: Segment, label: str) -> list[str]:
     length = "█" * min(20, round(segment.share * 20))
-    return [label, segment.time, segment.percent, length]
+    return [label, segment.time, segment.share_text, length]
 
 
 def _entry(segment: Segment, room: int, wide: int) -> Parts:
@@ -148,7 +148,7 @@ def _entry(segment: Segment, room: int, wide: int) -> Parts:
     return [
         (f"  {segment.look.glyph} ", segment.look.style),
         (f"{label:<{room}}  ", ""),
-        (f"{segment.time:>{wide}}  {segment.percent:>4}", ""),
+        (f"{segment.time:>{wide}}  {segment.share_text:>4}", ""),
     ]
 
 
@@ -178,12 +178,16 @@ class Staircase(Figure):
             [f"{s.number}. {s.label}".lstrip(". "), f"{s.saved} {s.percent}".strip(), s.left]
             for s in stairs.fixes
         ]
-        return Grid(["fix", f"saves {stairs.bound}after those above", f"{stairs.per} then"], rows)
+        return Grid(
+            ["fix", f"saves {stairs.bound_prefix}after those above", f"{stairs.per} then"], rows
+        )
 
     def html(self, *, small: bool = False) -> Markup:
         """A track a fix: what is left of the step, and what this fix takes off it."""
         stairs = self.stairs
-        head = table_head(["after fix", "", stairs.per, f"saves {stairs.bound}after those above"])
+        head = table_head(
+            ["after fix", "", stairs.per, f"saves {stairs.bound_prefix}after those above"]
+        )
         rows = []
         for stair in stairs.all:
             left = min(stair.left_share * 100, 100)
@@ -215,7 +219,7 @@ class StepTimeline(Figure):
 
     strip: StepLanes
     framework: str | None
-    of: str
+    caption: str
     """``of the step``."""
 
     def table(self) -> None:
@@ -237,7 +241,7 @@ class StepTimeline(Figure):
                 "svg",
                 *(tag("path", cls=name, d=Markup(path)) for name, path in paths.items()),
                 viewBox=f"0 0 {CELLS} 20", preserveAspectRatio="none", role="img",
-                aria_label=f"{lane.label}: {busy} {self.of}",
+                aria_label=f"{lane.label}: {busy} {self.caption}",
             )  # fmt: skip
             name = tag("span", f"{lane.label} ", tag("small", busy), cls="name")
             lanes.append(tag("div", name, drawn, cls="lane"))

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 import polars as pl
 
-from advisor.core.intervals import EMPTY, Intervals, covered_length, join, subtract, union
+from advisor.core.intervals import EMPTY, Intervals, covered_length, subtract, union, union_of
 from advisor.replay.graph import NEVER, Array, Edge, Graph, Node
 from advisor.replay.host_nodes import ready_batch_ns
 from advisor.replay.overlap import move_to_streams
@@ -179,7 +179,7 @@ class GraphEdits:
                     weight,
                     launch,
                     thread,
-                    subtract(join(*(part for part, _ in time.captured)), hidden),
+                    subtract(union_of(*(part for part, _ in time.captured)), hidden),
                 )
             weight[own] = left
 

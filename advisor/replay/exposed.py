@@ -21,9 +21,9 @@ from advisor.core.intervals import (
     Intervals,
     covered_length,
     intersect,
-    join,
     subtract,
     union,
+    union_of,
 )
 from advisor.measure.host.names import WORKERS, name_matches
 from advisor.measure.steps.named_intervals import select_instants
@@ -179,7 +179,7 @@ def exposed_intervals(a: Analysis, edit: Edit) -> Intervals:
         layer = host_of_layer(select) if edit.op in ("scale", "remove") else None
         if layer is None:
             return result
-        return join(result, intersect(_selected_time(a, layer), a.breakdown.idle))
+        return union_of(result, intersect(_selected_time(a, layer), a.breakdown.idle))
     if select.on == "gap":
         rows = selected_gaps(a, select)
         ts = a.gaps["ts"].to_numpy()[rows]
@@ -190,7 +190,7 @@ def exposed_intervals(a: Analysis, edit: Edit) -> Intervals:
         return _bubbles(a, mask)
     idle = a.breakdown.idle if a.device_id is not None else a.spans
     held = intersect(_selected_time(a, select), idle)
-    return join(held, _bubbles(a, mask)) if edit.op == "remove" else held
+    return union_of(held, _bubbles(a, mask)) if edit.op == "remove" else held
 
 
 def _bubbles(a: Analysis, mask: Mask) -> Intervals:
@@ -270,5 +270,5 @@ def _largest(parts: list[tuple[float, Intervals]]) -> float:
     total, taken = 0.0, EMPTY
     for share, time in sorted(parts, key=lambda part: -part[0]):
         total += share * subtract(time, taken).total
-        taken = join(taken, time)
+        taken = union_of(taken, time)
     return total

@@ -44,7 +44,7 @@ class MeasuredGain(NamedTuple):
     """With the knob."""
 
     @property
-    def half(self) -> float:
+    def half_width(self) -> float:
         """Half the width of the interval."""
         return (self.high - self.low) / 2
 

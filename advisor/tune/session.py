@@ -144,7 +144,7 @@ class TrialSession:
             )
         return True
 
-    def measured(
+    def measure_gain(
         self, knob_settings: KnobSettings, before: KnobSettings = ()
     ) -> MeasuredGain | None:
         """From all runs so far that were made against each other."""
@@ -226,7 +226,7 @@ class TrialSession:
                 trial.outcome, trial.why = "dropped", "no DataLoader says how large a batch is"
                 return
             trial.schedule = item.schedule(before.batch, last.batch)
-        got = self.measured((trial.knob_setting,))
+        got = self.measure_gain((trial.knob_setting,))
         if got is None:
             return
         trial.gain, trial.gain_low, trial.gain_high = got.share, got.low, got.high
@@ -301,7 +301,7 @@ class TrialSession:
             for sides in ((best, more), (more, best)):
                 if len(self.round_(sides)) < 2 or any(r.problem for r in self.runs[more]):
                     break
-            got = self.measured(more, best)
+            got = self.measure_gain(more, best)
             classes = [find_knob(knob_setting.knob) for knob_setting in more]
             worst = max((c.safety for c in classes), key=["exact", "reordered", "precision"].index)
             fine = (
@@ -317,7 +317,7 @@ class TrialSession:
             self._note(best, left)
 
     def _note(self, knob_settings: tuple[KnobSetting, ...], left: list[KnobSetting]) -> None:
-        got = self.measured(knob_settings)
+        got = self.measure_gain(knob_settings)
         if got is None:
             return
         self.report.together = Together(

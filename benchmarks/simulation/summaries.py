@@ -13,12 +13,20 @@ import numpy as np
 from numpy.typing import NDArray
 
 from advisor.advise.ranks.rank_summary import MAX_KERNELS, shrink_to_limit
-from advisor.core.intervals import Intervals, covered_length, gaps, intersect, join, subtract, union
+from advisor.core.intervals import (
+    Intervals,
+    covered_length,
+    gaps,
+    intersect,
+    subtract,
+    union,
+    union_of,
+)
 from advisor.measure.host.gaps import LATENCY_NS
 from advisor.measure.ranks.collectives import short_key
 from advisor.measure.ranks.summary import (
     Collectives,
-    Kernel,
+    KernelSummary,
     RankSummary,
     StepSummary,
     UnreadRank,
@@ -98,8 +106,8 @@ def _summarise(played: Played, rank: int, mine: dict[str, Table]) -> RankSummary
     talked = intersect(union(talks["start"], talks["end"]), spans)
     copied = intersect(union(reads["start"], reads["end"]), spans)
     exposed = subtract(talked, compute)
-    copies = subtract(copied, join(compute, talked))
-    idle = gaps(join(compute, talked, copied), int(begin[0]), int(until[-1]))
+    copies = subtract(copied, union_of(compute, talked))
+    idle = gaps(union_of(compute, talked, copied), int(begin[0]), int(until[-1]))
     classes = {"compute": compute, "communication": exposed, "copies": copies}
     causes = _causes(idle, begin, until, device, _host_segments(whole, mine, None))
     per_step = {name: covered_length(begin, until, part) for name, part in classes.items()}
@@ -227,7 +235,7 @@ def _host_segments(
         "loader": union(loads["start"], loads["end"]),
         "sync": sync,
         "launch": launches,
-        "dispatch": subtract(operators, join(launches, sync)),
+        "dispatch": subtract(operators, union_of(launches, sync)),
     }
 
 
@@ -244,7 +252,7 @@ def _causes(
     upto = np.minimum(np.maximum(returned, part.start), part.end)
     on_host = union(part.start[upto > part.start], upto[upto > part.start])
     found = {cause: intersect(on_host, spans) for cause, spans in host.items()}
-    rest = subtract(on_host, join(*host.values()))
+    rest = subtract(on_host, union_of(*host.values()))
     last = union(part.start[tail], part.end[tail])
     found["end"] = intersect(rest, last)
     dark = subtract(rest, last)
@@ -258,8 +266,8 @@ def _causes(
     stream = queued & device.held[at] & elsewhere
     found["stream"] = union(upto[stream], part.end[stream])
     soon, never = queued & ~stream & ~late, queued & ~stream & late
-    found["launch"] = join(found["launch"], union(upto[soon], part.end[soon]))
-    found["unknown"] = join(dark, union(upto[never], part.end[never]))
+    found["launch"] = union_of(found["launch"], union(upto[soon], part.end[soon]))
+    found["unknown"] = union_of(dark, union(upto[never], part.end[never]))
     return found
 
 
@@ -287,7 +295,7 @@ def _host_time(
     return {name: ns for name, ns in told.items() if ns}
 
 
-def _kernels(played: Played, spec: Ints, ns: Ints, count: int) -> dict[str, Kernel]:
+def _kernels(played: Played, spec: Ints, ns: Ints, count: int) -> dict[str, KernelSummary]:
     lines: dict[tuple[str, int, int], list[Ints]] = {}
     for each in np.unique(spec).tolist():
         kernel = played.catalogue[each]
@@ -300,7 +308,9 @@ def _kernels(played: Played, spec: Ints, ns: Ints, count: int) -> dict[str, Kern
         text = "|".join(map(str, of)).encode("utf-8", "replace")
         name = f"{of[0][:40]}#{hashlib.blake2s(text, digest_size=6).hexdigest()}"
         values = joined[of]
-        found[name] = Kernel(len(values), float(values.sum()) / count, float(np.median(values)))
+        found[name] = KernelSummary(
+            len(values), float(values.sum()) / count, float(np.median(values))
+        )
     return found
 
 

@@ -86,7 +86,7 @@ def register(app: dash.Dash, session: DashboardSession) -> None:
         query = parse_query(search)
         view = page_view.view()
         record = _record(view, _number(query.get("rank")))
-        return body(view, _number(query.get("rank"))), record is not None and record.ended
+        return body(view, _number(query.get("rank"))), record is not None and record.has_ended
 
 
 def _number(rank: object) -> int | None:
@@ -138,7 +138,7 @@ def _figures(record: RankRecord) -> Any:
     recent = _recent(record)
     rate = recent.samples_per_second
     last = record.steps[-1]
-    ends = record.of_kind("end")
+    ends = record.events_of("end")
     state = "running"
     if ends:
         state = f"ended: {labels.clean(ends[-1].get('reason', ''))}"

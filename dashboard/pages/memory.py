@@ -127,7 +127,7 @@ def _recorded(a: Analysis) -> Any:
 
 def _out_of_memory(a: Analysis) -> Any:
     """The last recorded out-of-memory event."""
-    events = [] if a.record is None else a.record.of_kind("oom")
+    events = [] if a.record is None else a.record.events_of("oom")
     if not events:
         return None
     last = events[-1]

@@ -168,7 +168,7 @@ def _parts(stairs: Stairs, stair: Stair, *, kept: bool) -> dict[str, Any]:
     """A row's bar and its figures."""
     left, saved = f"{stair.left_share:.4%}", f"{stair.saved_share:.4%}"
     start = left if kept else f"{max(0.0, stair.left_share - stair.saved_share):.4%}"
-    gain = f"{stairs.bound}−{stair.saved}" if stair.saved else ""
+    gain = f"{stairs.bound_prefix}−{stair.saved}" if stair.saved else ""
     gain = gain if kept or not gain else f"({gain})"
     bar = element(
         "Span",

@@ -31,7 +31,7 @@ MAX_WARNINGS = 20
 
 def has_content(view: PageView) -> bool:
     """Whether there is a trace or a record."""
-    return view.entry.loaded is None or view.analysis.source is None
+    return view.entry.loaded is None or view.analysis.only_input is None
 
 
 def layout(**query: object) -> Any:
@@ -217,14 +217,16 @@ def _loaders(a: Analysis) -> Any:
 def _events(record: RankRecord) -> Any:
     """Warnings, errors, and the state of each profiled window."""
     lines = []
-    for data in record.of_kind("window"):
+    for data in record.events_of("window"):
         state, why = labels.clean(data.get("state", "")), labels.clean(data.get("why", "") or "")
         if state != "open":
             number = labels.clean(data.get("window", "?"))
             said = STATES.get(state, state)
             lines.append(f"profiled window {number}: {said}{f', {why}' if why else ''}")
     for kind in ("warning", "error"):
-        lines += [f"{kind}: {labels.clean(data.get('text', ''))}" for data in record.of_kind(kind)]
+        lines += [
+            f"{kind}: {labels.clean(data.get('text', ''))}" for data in record.events_of(kind)
+        ]
     if not lines:
         return None
     shown = [element("Li", line) for line in lines[:MAX_WARNINGS]]

@@ -69,7 +69,7 @@ def _text(value: Any) -> Any:
 
 
 def _links(index: TimelineIndex, table: str, kind: str, rows: list[int]) -> list[dict[str, Any]]:
-    places = index.place[table]
+    places = index.slice_of_row[table]
     positions = [int(places[row]) for row in rows if 0 <= row < len(places)]
     return [
         {"kind": kind, **locate_slice(index, position)} for position in positions if position >= 0

@@ -81,7 +81,7 @@ class TimelineIndex:
     """Distinct names, those with most time first."""
     framework: str | None = field(default=None, kw_only=True)
     """What the program is written with: some categories are called otherwise there."""
-    place: dict[str, NDArray[np.int32]]
+    slice_of_row: dict[str, NDArray[np.int32]]
     """``cpu`` and ``gpu``: aligned with the table, the slice that shows each row, -1: none."""
     longest: Ints
     """Longest duration of each BLOCK slices, ns."""
@@ -103,7 +103,7 @@ class TimelineIndex:
         """Memory of the columns and cells, bytes, without the names."""
         columns = self.start.nbytes + self.end.nbytes + self.name.nbytes + self.slot.nbytes
         columns += self.row.nbytes + self.longest.nbytes
-        columns += sum(column.nbytes for column in self.place.values())
+        columns += sum(column.nbytes for column in self.slice_of_row.values())
         cells = sum(
             level.first.nbytes + sum(column.nbytes for column in level.runs)
             for level in self.pyramid.values()
@@ -220,7 +220,7 @@ class IndexBuilder:
             lanes=tuple(self.lanes),
             groups=tuple(self.groups),
             names=names,
-            place={},
+            slice_of_row={},
             longest=_longest(end - start),
             pyramid=build_pyramid(bounds, start, end, slot, begin, finish - begin),
             begin=begin,

@@ -83,7 +83,7 @@ def build_index(a: Analysis, *, libraries: bool = True) -> TimelineIndex:
     _overhead(b, a)
     _tell_what_is_missing(b, a)
     index = b.index(counter_series(a))
-    return replace(index, place=_places(index, a), framework=a.trace.meta.framework)
+    return replace(index, slice_of_row=_places(index, a), framework=a.trace.meta.framework)
 
 
 def _places(index: TimelineIndex, a: Analysis) -> dict[str, NDArray[np.int32]]:

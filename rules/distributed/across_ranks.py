@@ -13,7 +13,7 @@ from advisor.measure.ranks.outliers import describe_reason, describe_subject
 
 if TYPE_CHECKING:
     from advisor.core.rule import Per
-    from advisor.measure.ranks.outliers import Deviation, Job
+    from advisor.measure.ranks.outliers import Deviation, JobMeasurements
     from advisor.replay.ranks.ranks_replay import JobGain
     from advisor.replay.ranks.study import Study
 
@@ -87,14 +87,14 @@ def finding_of(study: Study, deviation: Deviation, gain: JobGain | None, title: 
     )
 
 
-def dealt_out(job: Job, deviation: Deviation, ns: float) -> float:
+def dealt_out(job: JobMeasurements, deviation: Deviation, ns: float) -> float:
     """Of work that is dealt out evenly, what is left of a gain: the others get their part of it."""
     if deviation.kind not in ("imbalance", "pipeline"):
         return ns
     return ns * (1 - len(deviation.who.places) / len(job.summaries))
 
 
-def _places(job: Job, at: list[int]) -> list[Location]:
+def _places(job: JobMeasurements, at: list[int]) -> list[Location]:
     """The collectives with the longest waits for these ranks."""
     result = job.waits
     rows = np.flatnonzero(np.isin(result.last, at))

@@ -6,7 +6,7 @@ from advisor.core.finding import Edit, Finding, Outcomes, PassedCheck
 from advisor.core.rule import Evidence, Rule, Threshold
 from advisor.measure import Analysis
 from advisor.measure.comm.links import select_collectives
-from advisor.measure.comm.placement import Placement, find_placement
+from advisor.measure.comm.placement import TensorPlacement, find_placement
 from advisor.rules.citations import MEGATRON, NCCL_OVERHEAD, SILENT_TRACES, TRACELENS
 from advisor.rules.common import (
     amount_per_step,
@@ -113,7 +113,7 @@ def _bytes(gb_per_s: float | None) -> float | None:
     return None if gb_per_s is None else gb_per_s * 1e9
 
 
-def _edits(a: Analysis, placed: Placement) -> list[Edit]:
+def _edits(a: Analysis, placed: TensorPlacement) -> list[Edit]:
     """The collectives in the other order; at worst half of what is saved, at best without waits
     for ranks that come late because of the network."""
     result = []

@@ -199,7 +199,7 @@ def _asked_for(a: Analysis) -> list[Location]:
         return [locate_row(a, int(calls[0][0]), count=len(calls[0]))]
     return [
         Location(file=_text(noted, "file"), line=_line(noted), function=_text(noted, "function"))
-        for noted in recorded_steps(a).record.of_kind("collect")[:3]
+        for noted in recorded_steps(a).record.events_of("collect")[:3]
         if _text(noted, "file") is not None
     ]
 

@@ -105,15 +105,15 @@ class LoopCode(Rule):
         if ns < self.min_share * a.span_ns or ns < self.min_ms * 1e6 * a.step_count:
             return
         many = place.of_tensors and place.operators >= self.many_operators * a.step_count
-        alone = place.inside == labels.clean(name)
-        inside = None if alone else place.inside
+        alone = place.largest_part == labels.clean(name)
+        inside = None if alone else place.largest_part
         location = locate_row(a, place.row, op=inside, count=place.calls)
         runs = amount_per_step(a, "operators in it", place.operators, "count")
         yield Finding(
             summary=(
                 f"{location.function} ({location.file}:{location.line}) takes {of_step(a, ns)} on "
                 "the main thread outside loading, forward, backward and optimizer, most of it in "
-                f"{'its own Python' if alone else place.inside}."
+                f"{'its own Python' if alone else place.largest_part}."
                 + (f" It runs {round(place.operators / a.step_count):,} operators." if many else "")
             ),
             evidence=[
@@ -125,7 +125,7 @@ class LoopCode(Rule):
             edits=[
                 scale_edit(
                     Select(on="host", kind=("python",), name=exact_pattern([name])),
-                    *(1 - saved * ns / place.held for saved in (0.9, 1.0, 0.5)),
+                    *(1 - saved * ns / place.total_ns for saved in (0.9, 1.0, 0.5)),
                 )
             ],
             confidence_notes=["recording Python stacks lengthens Python time"],
@@ -218,13 +218,13 @@ class FunctionTime(NamedTuple):
     """One of them."""
     ns: int
     """Counted time."""
-    held: int
+    total_ns: int
     """All time in its frames, ns."""
     calls: int
     """How many."""
     operators: int
     """That run in it, operators inside operators not counted."""
-    inside: str
+    largest_part: str
     """The Python or operator with most of the time."""
     of_tensors: bool
     """That is an operator, a method of PyTorch, or the function itself: no other library."""
@@ -364,10 +364,10 @@ class LoopTime:
             name=name,
             row=int(rows.sort("ns")["function"][-1]) if own else int(seen[-1]),
             ns=int(ns),
-            held=max(int(held), int(ns), 1),
+            total_ns=max(int(held), int(ns), 1),
             calls=len(seen),
             operators=operators,
-            inside=labels.clean(top),
+            largest_part=labels.clean(top),
             of_tensors=top == name or not library,
         )
 

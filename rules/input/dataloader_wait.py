@@ -189,7 +189,7 @@ class DataLoaderWait(LoaderWaitRule):
                 Evidence("longest wait of a step", int(waits.by_step.max()), "ns"),
                 *calls.evidence,
             ],
-            where=[*calls.where, *costliest_places(a, waits.host, waits.each)],
+            where=[*calls.where, *costliest_places(a, waits.host, waits.exposed_ns)],
             edits=[
                 Edit(op="parallelize", select=Select(on="host", name=WORKERS), workers=self.more)
             ],
@@ -341,7 +341,7 @@ class SingleProcessLoader(LoaderWaitRule):
                 ),
                 *calls.evidence,
             ],
-            where=[*calls.where, *costliest_places(a, waits.host, waits.each)],
+            where=[*calls.where, *costliest_places(a, waits.host, waits.exposed_ns)],
             edits=[
                 Edit(
                     op="parallelize",

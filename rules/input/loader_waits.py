@@ -36,7 +36,7 @@ class LoaderWaits(NamedTuple):
     exposed: int
     """The part that delays the step: the GPU idles and its next work comes after the wait. Without
     GPU work in the trace, all of it. ns."""
-    each: NDArray[np.int64]
+    exposed_ns: NDArray[np.int64]
     """Exposed part of each row of ``host``, ns."""
     by_step: NDArray[np.int64]
     """Exposed part in each used step, ns."""

@@ -65,13 +65,15 @@ class CounterRule(Rule):
             ANY_FRAMEWORK: FrameworkAdvice(cls.fix, cls.code)
         }  # kernels are of no framework
 
-    def saving(self, k: ProfiledKernel) -> CounterSaving | None:
+    def estimate_saving(self, k: ProfiledKernel) -> CounterSaving | None:
         """What the fix could save of a kernel; ``None``: it is none of its problems."""
         raise NotImplementedError
 
     def check(self, a: Analysis) -> Outcomes:
         """The kernels that have it, by what they could save together."""
-        found = [(k, saved) for k in a.profiled_kernels if (saved := self.saving(k)) is not None]
+        found = [
+            (k, saved) for k in a.profiled_kernels if (saved := self.estimate_saving(k)) is not None
+        ]
         found.sort(key=lambda each: -_time(a, each[0]) * each[1].share)
         yield from (self._finding(a, found) for _ in found[:1])
 
@@ -190,7 +192,7 @@ class OccupancyLimited(CounterRule):
         "20 kernels of a language model on an RTX 5090; silent on full and on tiny grids"
     )
 
-    def saving(self, k: ProfiledKernel) -> CounterSaving | None:
+    def estimate_saving(self, k: ProfiledKernel) -> CounterSaving | None:
         """Up to the use of the busiest unit, as far as occupancy can rise."""
         if k.limit != "latency" or k.theoretical is None:
             return None
@@ -231,7 +233,7 @@ class ExcessRule(CounterRule):
     """The excess, and all accesses."""
     _units: ClassVar[tuple[Limit, ...]]
 
-    def saving(self, k: ProfiledKernel) -> CounterSaving | None:
+    def estimate_saving(self, k: ProfiledKernel) -> CounterSaving | None:
         """The excess accesses' part of the time."""
         excess, total = (k.profile.number(name) for name in self._counters)
         if excess is None or not total:
@@ -316,7 +318,7 @@ class Spills(CounterRule):
     verify = "ncu --section MemoryWorkloadAnalysis_Tables …: no local loads and stores."
     falsified_by = "local memory that is an array the kernel indexes, not spills"
 
-    def saving(self, k: ProfiledKernel) -> CounterSaving | None:
+    def estimate_saving(self, k: ProfiledKernel) -> CounterSaving | None:
         """Their part of L1's time."""
         parts = [k.profile.number(LOCAL.format(op)) for op in ("ld", "st")]
         total = k.profile.number(ALL_SECTORS)
@@ -361,7 +363,7 @@ class PartialWave(CounterRule):
     silent_in = ("traces/ncu/cutlass_a100_s8",)
     validation_note = "a product of 1.07 waves on an A10G; silent on 12.8 waves and on tiny grids"
 
-    def saving(self, k: ProfiledKernel) -> CounterSaving | None:
+    def estimate_saving(self, k: ProfiledKernel) -> CounterSaving | None:
         """What the tail costs, where no unit is busy all the same."""
         if k.waves is None or k.waves < 1 or _room(k) < 0.1:
             return None
@@ -395,7 +397,7 @@ class Divergence(CounterRule):
     verify = "ncu --section WarpStateStats …: active threads per warp rise towards 32."
     falsified_by = "blocks whose size is no multiple of 32"
 
-    def saving(self, k: ProfiledKernel) -> CounterSaving | None:
+    def estimate_saving(self, k: ProfiledKernel) -> CounterSaving | None:
         """The idle threads' part of arithmetic's time."""
         threads = k.profile.number(THREADS)
         if threads is None or threads > self.max_threads:
@@ -442,7 +444,7 @@ class WarpStalls(CounterRule):
     }
     """Stall, as Nsight Compute names it -> what it is and what to do."""
 
-    def saving(self, k: ProfiledKernel) -> CounterSaving | None:
+    def estimate_saving(self, k: ProfiledKernel) -> CounterSaving | None:
         """The largest stall's part, up to the use of the busiest unit."""
         if k.limit != "latency" or not k.stalls:
             return None

@@ -10,7 +10,7 @@ from advisor.core.rule import Threshold
 from advisor.measure import Analysis
 from advisor.measure.device.shapes import OpInputs
 from advisor.rules.citations import RATES, public_traces
-from advisor.rules.kernel.rates import BelowRate, Cause
+from advisor.rules.kernel.rates import BelowRate, SlowCause
 from advisor.testing import Examples, TraceBuilder
 
 
@@ -70,8 +70,10 @@ class LowBandwidth(BelowRate):
         """Nothing: the rules about matrix work ask for what is missing."""
         return iter(())
 
-    def _causes(self, a: Analysis, worst: dict[str, Any], inputs: OpInputs | None) -> list[Cause]:
-        return [Cause(_why(worst["family"], inputs))]
+    def _causes(
+        self, a: Analysis, worst: dict[str, Any], inputs: OpInputs | None
+    ) -> list[SlowCause]:
+        return [SlowCause(_why(worst["family"], inputs))]
 
     @staticmethod
     def examples() -> Examples:

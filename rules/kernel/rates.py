@@ -27,7 +27,7 @@ ON_ROCM = "on ROCm"
 """Name of the case with what ROCm's libraries need."""
 
 
-class Cause(NamedTuple):
+class SlowCause(NamedTuple):
     """What makes an operator slow."""
 
     text: str
@@ -113,7 +113,9 @@ class BelowRate(Rule):
         """Of the slow operators, those that are this rule's."""
         return slow
 
-    def _causes(self, a: Analysis, worst: dict[str, Any], inputs: OpInputs | None) -> list[Cause]:
+    def _causes(
+        self, a: Analysis, worst: dict[str, Any], inputs: OpInputs | None
+    ) -> list[SlowCause]:
         """Why the costliest operator is slow; at least one."""
         raise NotImplementedError
 

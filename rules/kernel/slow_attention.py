@@ -12,7 +12,7 @@ from advisor.measure.device.matmuls import parse_attention
 from advisor.measure.device.shapes import OpInputs
 from advisor.rules.citations import FLASH_2, FLASH_3, public_traces
 from advisor.rules.kernel.kernel_common import BEST_REACH, REACH, read_inputs
-from advisor.rules.kernel.rates import BelowRate, Cause
+from advisor.rules.kernel.rates import BelowRate, SlowCause
 from advisor.testing import Examples, TraceBuilder
 
 HOPPER = (9, 0)
@@ -107,31 +107,33 @@ class SlowAttention(BelowRate):
         ]
         return slow.filter(pl.Series(known, dtype=pl.Boolean))
 
-    def _causes(self, a: Analysis, worst: dict[str, Any], inputs: OpInputs | None) -> list[Cause]:
+    def _causes(
+        self, a: Analysis, worst: dict[str, Any], inputs: OpInputs | None
+    ) -> list[SlowCause]:
         shape = None if inputs is None else parse_attention(worst["op"], inputs)
         kernel = str(worst["kernel"])
         causes = []
         wide = worst["dtype"] in ("fp32", "tf32", "fp64")
         if wide:
             dtype = "FP64" if worst["dtype"] == "fp64" else "FP32"
-            causes.append(Cause(f"its inputs are {dtype}", "inputs of 32 or 64 bits"))
+            causes.append(SlowCause(f"its inputs are {dtype}", "inputs of 32 or 64 bits"))
         if shape is not None and shape.width % 8:
             text = f"heads of {shape.width} are no multiple of 8"
-            causes.append(Cause(text, "heads that are no multiple of 8"))
+            causes.append(SlowCause(text, "heads that are no multiple of 8"))
         elif shape is not None and shape.width < 64:
             text = f"heads of {shape.width} fill only a part of a tile of 64"
-            causes.append(Cause(text, "small heads"))
+            causes.append(SlowCause(text, "small heads"))
         if shape is not None and min(shape.queries, shape.keys) < 64:
             fewest = min(shape.queries, shape.keys)
             text = f"{fewest} queries or keys leave tiles empty"
-            causes.append(Cause(text, "few queries or keys"))
+            causes.append(SlowCause(text, "few queries or keys"))
         if not wide and a.device is not None and (a.device.compute or (0, 0)) >= HOPPER:
             if "pytorch_flash" in kernel or "flash_fwd_kernel" in kernel:
                 text = "FlashAttention 2 runs, written for the generation before"
-                causes.append(Cause(text, "FlashAttention 2 on Hopper"))
+                causes.append(SlowCause(text, "FlashAttention 2 on Hopper"))
         elif not wide and "fmha" in kernel:
             text = "the memory-efficient kernel runs instead of FlashAttention"
-            causes.append(Cause(text, "the memory-efficient kernel"))
+            causes.append(SlowCause(text, "the memory-efficient kernel"))
         return causes
 
     @staticmethod

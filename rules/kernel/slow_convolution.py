@@ -23,7 +23,7 @@ from advisor.rules.common import (
     rows_in_steps,
 )
 from advisor.rules.kernel import kernel_common
-from advisor.rules.kernel.rates import ON_ROCM, BelowRate, Cause
+from advisor.rules.kernel.rates import ON_ROCM, BelowRate, SlowCause
 from advisor.testing import Examples, TraceBuilder
 
 VECTOR = re.compile(r"_dot2_|naive_conv|implicit_convolve_sgemm|Sp3AsmConv")
@@ -91,26 +91,30 @@ class SlowConvolution(BelowRate):
         },
     }
 
-    def _causes(self, a: Analysis, worst: dict[str, Any], inputs: OpInputs | None) -> list[Cause]:
+    def _causes(
+        self, a: Analysis, worst: dict[str, Any], inputs: OpInputs | None
+    ) -> list[SlowCause]:
         shape = None if inputs is None else parse_convolution(worst["op"], inputs)
         amd = a.trace.meta.vendor == "amd"
         causes = []
         vector = worst["tensor_core"] is False or VECTOR.search(str(worst["kernel"])) is not None
         if vector and worst["dtype"] in ("fp16", "bf16", "tf32"):
             units = "matrix cores" if amd else "tensor cores"
-            causes.append(Cause(f"its {worst['dtype'].upper()} kernel does not use the {units}"))
+            causes.append(
+                SlowCause(f"its {worst['dtype'].upper()} kernel does not use the {units}")
+            )
         if shape is not None:
             channels, inner = shape.input.shape[1], shape.weight.shape[1]
             outer = shape.weight.shape[0]
             if channels > inner and outer != channels:
-                causes.append(Cause(f"{channels // max(inner, 1)} groups of {inner} channels"))
+                causes.append(SlowCause(f"{channels // max(inner, 1)} groups of {inner} channels"))
             elif channels > inner:
-                causes.append(Cause(f"depthwise over {channels} channels"))
+                causes.append(SlowCause(f"depthwise over {channels} channels"))
             elif channels % 8 or outer % 8:
                 text = f"{channels} and {outer} channels are no multiples of 8"
-                causes.append(Cause(text, "channels are no multiples of 8"))
-        causes = causes or [Cause("the library's choice of algorithm does not suit the shape")]
-        return [*causes, Cause("", ON_ROCM)] if amd else causes
+                causes.append(SlowCause(text, "channels are no multiples of 8"))
+        causes = causes or [SlowCause("the library's choice of algorithm does not suit the shape")]
+        return [*causes, SlowCause("", ON_ROCM)] if amd else causes
 
     @staticmethod
     def examples() -> Examples:

@@ -14,7 +14,7 @@ from advisor.measure.device.shapes import OpInputs
 from advisor.rules.citations import RATES, public_traces
 from advisor.rules.kernel import kernel_common
 from advisor.rules.kernel.kernel_common import read_inputs
-from advisor.rules.kernel.rates import ON_ROCM, BelowRate, Cause
+from advisor.rules.kernel.rates import ON_ROCM, BelowRate, SlowCause
 from advisor.testing import Examples, TraceBuilder
 
 TILE = 128
@@ -106,7 +106,9 @@ class SlowGemm(BelowRate):
         ]
         return slow.filter(pl.Series(aligned, dtype=pl.Boolean))
 
-    def _causes(self, a: Analysis, worst: dict[str, Any], inputs: OpInputs | None) -> list[Cause]:
+    def _causes(
+        self, a: Analysis, worst: dict[str, Any], inputs: OpInputs | None
+    ) -> list[SlowCause]:
         shape = None if inputs is None else parse_product(worst["op"], inputs)
         assert shape is not None  # of all that are suitable
         units = a.device.sms if a.device is not None else None
@@ -149,31 +151,31 @@ def _aligned(row: dict[str, Any], inputs: OpInputs | None) -> bool:
     return all(size < unit or not size % unit for size in (shape.n, shape.k))
 
 
-def causes_of(p: MatrixProduct, units: int | None, *, amd: bool) -> list[Cause]:
+def causes_of(p: MatrixProduct, units: int | None, *, amd: bool) -> list[SlowCause]:
     """Why a product is slow on a device with so many units."""
     tiles = p.batch * ceil(p.m / TILE) * ceil(p.n / TILE)
     unit = "compute units" if amd else "multiprocessors"
     size = f"{p.m} x {p.n} with a sum over {p.k}"
-    vendor = [Cause("", ON_ROCM)] if amd else []
+    vendor = [SlowCause("", ON_ROCM)] if amd else []
     if p.batch > 1 and min(p.m, p.n) < 64 and p.k < 512:
         text = f"{p.batch:,} products of {size}, each too small for a tile of {TILE}"
-        return [Cause(text, "tiny products")]
+        return [SlowCause(text, "tiny products")]
     if units is not None and tiles < units:
         text = f"{size} makes {tiles} tiles of {TILE} x {TILE} for {units} {unit}"
         if p.k >= 4 * max(p.m, p.n):
             text += ", and each works through the whole sum"
-        return [*vendor, Cause(text, "fewer tiles than units")]
+        return [*vendor, SlowCause(text, "fewer tiles than units")]
     rounds = tiles / units if units else 0.0
     if 1 < rounds < 4 and 1 - rounds / ceil(rounds) >= 0.2:
         text = (
             f"{size} makes {rounds:.2f} rounds of tiles on {units} {unit}, and the last one is "
             "nearly empty"
         )
-        return [*vendor, Cause(text, "a last round that is nearly empty")]
+        return [*vendor, SlowCause(text, "a last round that is nearly empty")]
     if min(p.m, p.n, p.k) < 64:
         text = f"one side of {size} is thin, so a tile has little to reuse"
-        return [*vendor, Cause(text, "a thin side")]
-    return [*vendor, Cause(f"{size} runs on a kernel that does not suit it")]
+        return [*vendor, SlowCause(text, "a thin side")]
+    return [*vendor, SlowCause(f"{size} runs on a kernel that does not suit it")]
 
 
 def _products(

@@ -94,7 +94,7 @@ def measure_held(a: Analysis) -> tuple[int | None, int | None]:
 
 def locate_holders(post: PostMortem, count: int = 3) -> list[Location]:
     """The user's lines that held most at the moment that the snapshot is read at."""
-    held = post.held.filter(post.held["file"].is_not_null()).head(count)
+    held = post.by_line.filter(post.by_line["file"].is_not_null()).head(count)
     return [
         Location(file=row["file"], line=row["line"], function=row["function"], count=row["blocks"])
         for row in held.iter_rows(named=True)

@@ -341,8 +341,10 @@ class PinnedAllocationInLoop(DriverAllocationRule):
     def _pins(self, a: Analysis) -> Outcomes:
         if a.device_id is None or a.step_count < self.min_steps:
             return
-        cpu = a.trace.cpu
-        pins = name_matches(cpu["name"], PIN) & (cpu["thread"] == a.trace.main_thread)
+        cpu, main = a.trace.cpu, a.trace.main_thread
+        if main is None:
+            return
+        pins = name_matches(cpu["name"], PIN) & (cpu["thread"] == main)
         rows = rows_in_steps(a, np.flatnonzero(pins.fill_null(False).to_numpy()))
         ts, dur = cpu["ts"].to_numpy()[rows], cpu["dur"].to_numpy()[rows]
         pinning = union(ts, ts + dur)

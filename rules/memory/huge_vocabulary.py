@@ -129,7 +129,9 @@ class HugeVocabulary(Rule):
                 Evidence("memory in these blocks", held.bytes, "bytes"),
             ],
             where=at_line(held.where, held.blocks),
-            impact=impact_memory(held.freed, "the snapshot's blocks, less one piece in eight"),
+            impact=impact_memory(
+                held.freed_bytes, "the snapshot's blocks, less one piece in eight"
+            ),
             **self.case("as a snapshot shows it"),
         )
 

@@ -71,7 +71,7 @@ class KeptReferences(Rule):
             if not post.growth.is_empty():
                 continue
             for saving in find_savings(post):
-                if saving.change != "references" or saving.bytes < self.least * post.allocated:
+                if saving.name != "references" or saving.bytes < self.least * post.allocated:
                     continue
                 yield Finding(
                     summary=(

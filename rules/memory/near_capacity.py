@@ -118,7 +118,7 @@ class MemoryNearCapacity(Rule):
             )
             return
         if not capacity:
-            alone = a.source is SNAPSHOT
+            alone = a.only_input is SNAPSHOT
             yield SkippedCheck(
                 what="how full GPU memory is",
                 why=f"the {'snapshot' if alone else 'trace'} does not record how much memory the "

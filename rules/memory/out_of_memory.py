@@ -202,7 +202,7 @@ class OutOfMemory(Rule):
         if text is not None and not batch:
             yield self._of_text(text)
             return
-        events = [] if recorded is None else recorded.record.of_kind("oom")
+        events = [] if recorded is None else recorded.record.events_of("oom")
         if recorded is None or not events:
             return
         event = events[-1]
@@ -253,7 +253,7 @@ class OutOfMemory(Rule):
         )
         scattered = placed is not None and placed.scattered and packed is not None and packed.helps
         if scattered:  # the fix for fragments first
-            ways.sort(key=lambda way: (way.change != "expandable segments", -way.bytes))
+            ways.sort(key=lambda way: (way.name != "expandable segments", -way.bytes))
         why = (
             f"{t.format_bytes(placed.usable)} were free, but in pieces of at most "
             f"{t.format_bytes(placed.largest)}"
@@ -280,7 +280,7 @@ class OutOfMemory(Rule):
             where=at_line(post.failed_at, op="the request that failed") + locate_holders(post),
             impact=impact_risk(f"the run stopped with {t.format_bytes(post.reserved)} held"),
             fix=self._name_ways(ways),
-            code=self.case((enough or ways)[0].change)["code"] if ways else "",
+            code=self.case((enough or ways)[0].name)["code"] if ways else "",
             confidence=0.85,
             assumptions=[f"{self._name(way)}: {way.assumes}" for way in ways[:MAX_SAVINGS]],
         )
@@ -323,7 +323,7 @@ class OutOfMemory(Rule):
         )
 
     def _name(self, saving: Saving) -> str:
-        fix = str(self.case(saving.change)["fix"])
+        fix = str(self.case(saving.name)["fix"])
         return f"{fix[0].lower()}{fix[1:]}"
 
     def _name_ways(self, ways: list[Saving]) -> str:
@@ -334,7 +334,7 @@ class OutOfMemory(Rule):
             if way.line is not None and way.file is not None:
                 place = f" ({way.file.replace(chr(92), '/').rsplit('/', 1)[-1]}:{way.line})"
             freed = t.format_bytes(way.bytes)
-            sentences.append(f"{self.case(way.change)['fix']}{place}: this frees {freed}.")
+            sentences.append(f"{self.case(way.name)['fix']}{place}: this frees {freed}.")
         if len(sentences) > 1:
             sentences.append("These savings overlap.")
         return " ".join(sentences)

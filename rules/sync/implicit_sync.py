@@ -10,7 +10,7 @@ from msgspec import structs
 
 from advisor.core import text as t
 from advisor.core.finding import Edit, Finding, Outcomes, PassedCheck, Select, SkippedCheck
-from advisor.core.intervals import EMPTY, covered_length, intersect, join
+from advisor.core.intervals import EMPTY, covered_length, intersect, union_of
 from advisor.core.rule import Evidence, Rule, Threshold
 from advisor.core.text import count_noun
 from advisor.measure import Analysis
@@ -219,7 +219,7 @@ class ImplicitSync(Rule):
             loops = work = EMPTY
         start = int_column(blocking.table, "ts")
         outside = covered_length(start, start + 1, loops) == 0
-        idle = int(blocking.idle[outside].sum()) + join(loops, work).total
+        idle = int(blocking.idle[outside].sum()) + union_of(loops, work).total
         share = idle / a.span_ns
         if share < self.min_share:
             yield from self._host_waits(a)

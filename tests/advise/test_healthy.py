@@ -76,7 +76,7 @@ def test_attention_at_a_third_of_its_rate_is_not_healthy(tmp_path: Path) -> None
 
 
 def test_hundreds_of_hidden_all_reduces_are_named(tmp_path: Path) -> None:
-    (example,) = UnbucketedGradients.fires_on().values()
+    (example,) = UnbucketedGradients.positive_examples().values()
     report = report_of(example, tmp_path)
     assert report.status != "healthy"
     assert any("150 all-reduces" in note.title for note in report.notes)

@@ -66,12 +66,12 @@ def test_a_program_that_fits_needs_no_change_and_says_how_much_more_would_fit() 
 def test_the_cheapest_set_is_chosen_and_as_few_calls_as_suffice_are_checkpointed() -> None:
     post, a = measured(program()), trace().analysis()
     whole = find_fit(post, a, 80 * GIB).reserved
-    by_name = {way.change.change: way for way in find_fit(post, a, 80 * GIB).ways}
+    by_name = {way.change.name: way for way in find_fit(post, a, 80 * GIB).ways}
     # what costs no time is taken before what does
     found = find_fit(post, a, whole + CUDA_CONTEXT_BYTES - by_name["8-bit optimizer"].bytes // 2)
     assert found.fits and [way.ns for way in found.chosen] == [0.0]
     found = find_fit(post, a, whole + CUDA_CONTEXT_BYTES - 2200 * MIB)
-    (checkpointed,) = [way for way in found.chosen if way.change.change == "checkpointing"]
+    (checkpointed,) = [way for way in found.chosen if way.change.name == "checkpointing"]
     assert found.fits and checkpointed.ns is not None and 0 < checkpointed.ns <= 4e6
     assert "calls keep their output alone" in checkpointed.change.assumes
     assert found.after <= found.available
@@ -90,7 +90,7 @@ def test_offloading_costs_what_compute_does_not_hide() -> None:
     gpu = find_gpu("a100 pcie 80gb").gpu
     (way,) = [
         way for way in find_fit(post, a, 80 * GIB, gpu=gpu).ways
-        if way.change.change == "offload activations"
+        if way.change.name == "offload activations"
     ]  # fmt: skip
     lives = post.history.block_lifetimes
     held = int(lives.size[[r for r in way.change.rows if lives.at(post.event)[r]]].sum())
@@ -103,7 +103,7 @@ def test_sharding_divides_the_states_and_gathers_weights_for_stage_3() -> None:
     post = measured(program(activation=MIB, logits=MIB))
     gpu = find_gpu("a100 sxm4 80gb").gpu
     found = find_fit(post, trace().analysis(), 80 * GIB, gpu=gpu, ranks=4)
-    ways = {way.change.change: way for way in found.ways}
+    ways = {way.change.name: way for way in found.ways}
     weights = 10 * 32 * MIB
     assert ways["ZeRO 1"].bytes == pytest.approx(2 * weights * 3 / 4, rel=0.1)
     assert ways["ZeRO 1"].bytes <= ways["ZeRO 2"].bytes <= ways["ZeRO 3"].bytes

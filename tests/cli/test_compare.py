@@ -220,7 +220,7 @@ def test_a_finding_that_only_one_saved_report_has_is_neither_fixed_nor_new(
     found = Comparison.from_json(advisor("compare", waiting, save(fast), "--format", "json")[1])
     (gone,) = [item for item in found.findings if "loader" in item.rule]
     assert gone.change == "unchecked" and "too small to report" in gone.reason
-    assert not found.of("fixed") and not found.of("new")
+    assert not found.findings_with("fixed") and not found.findings_with("new")
     back = Comparison.from_json(advisor("compare", save(fast), waiting, "--format", "json")[1])
     assert [i.change for i in back.findings if i.rule == gone.rule] == ["unchecked before"]
 

@@ -218,7 +218,7 @@ def test_no_progress_where_nobody_watches(
 ) -> None:
     monkeypatch.setattr(progress_module, "PATIENCE", 0.0)
     with Progress() as shown:
-        shown.say("reading")
+        shown.show("reading")
         time.sleep(0.3)
     assert capsys.readouterr().err == ""
 
@@ -228,12 +228,12 @@ def test_progress_waits_a_second_and_leaves_no_trace(monkeypatch: pytest.MonkeyP
     monkeypatch.setenv("TERM", "xterm")
     monkeypatch.setattr(sys, "stderr", terminal)
     with Progress() as shown:
-        shown.say("reading")
+        shown.show("reading")
     assert terminal.getvalue() == ""
     monkeypatch.setattr(progress_module, "PATIENCE", 0.01)
     monkeypatch.setattr(progress_module, "PAUSE", 0.01)
     with Progress() as shown:
-        shown.reading("/somewhere/\x1b[31mtrace.json", 120_000_000)
+        shown.report_bytes("/somewhere/\x1b[31mtrace.json", 120_000_000)
         time.sleep(0.2)
     written = terminal.getvalue()
     assert "trace.json: 120 MB" in written

@@ -141,13 +141,13 @@ def test_a_fixed_finding_gains_what_was_predicted(files: Callable[..., Compariso
     assert c.steps.verdict == "faster"
     # the wait differs by number % 3 from step to step: 5001 µs on average, and its two ranges
     assert -(c.steps.difference_ns or 0) == pytest.approx(5001e3, abs=5e3)
-    fixed = c.of("fixed")
+    fixed = c.findings_with("fixed")
     # every step waits for the device as well, and is told so under the loader
     assert {f.rule for f in fixed} == {"single-process-loader", "explicit-synchronize"}
     # the matrix product counts in both steps, the waiting one and the short one
-    assert c.of("new") == []
-    assert {f.rule for f in c.of("remaining")} == {"mixed-precision-off", "fp32-matmul"}
-    (product,) = (f for f in c.of("remaining") if f.rule == "fp32-matmul")
+    assert c.findings_with("new") == []
+    assert {f.rule for f in c.findings_with("remaining")} == {"mixed-precision-off", "fp32-matmul"}
+    (product,) = (f for f in c.findings_with("remaining") if f.rule == "fp32-matmul")
     assert not product.reason
     assert product.before_gain_ns == pytest.approx(product.after_gain_ns, rel=0.02)
     assert c.realised.rules
@@ -162,16 +162,18 @@ def test_the_gain_of_a_fix_that_was_undone_by_something_else_does_not_agree(
     files: Callable[..., Comparison],
 ) -> None:
     c = files({"wait": 5000.0}, {"gemm": 5500.0})
-    assert [f.rule for f in c.of("fixed")]
+    assert [f.rule for f in c.findings_with("fixed")]
     assert c.realised.agrees is False
 
 
 def test_a_new_finding_is_told(files: Callable[..., Comparison]) -> None:
     c = files({}, {"wait": 5000.0})
-    rules = {f.rule for f in c.of("new")}
+    rules = {f.rule for f in c.findings_with("new")}
     assert rules == {"single-process-loader", "explicit-synchronize"}
-    assert c.of("fixed") == []  # the matrix product is as long as before, in a longer step
-    remaining = {f.rule for f in c.of("remaining")}
+    assert (
+        c.findings_with("fixed") == []
+    )  # the matrix product is as long as before, in a longer step
+    remaining = {f.rule for f in c.findings_with("remaining")}
     assert remaining == {"mixed-precision-off", "fp32-matmul"}
     assert c.realised.predicted_ns is None
     assert c.steps.verdict == "slower"
@@ -222,8 +224,8 @@ def test_a_trace_without_gpu_work_fixes_nothing(tmp_path: Path, training: Make) 
         with after.step(), after.op("aten::mm", [[512, 512], [512, 512]], "float"):
             after.host(900)
     c = compare(training(wait=5000.0).write(tmp_path / "a.json"), after.write(tmp_path / "b.json"))
-    assert c.of("fixed") == []
-    assert {f.reason for f in c.of("unchecked")} == {"no GPU work in the trace"}
+    assert c.findings_with("fixed") == []
+    assert {f.reason for f in c.findings_with("unchecked")} == {"no GPU work in the trace"}
     assert amount(c, "time", "compute")[1] is None
     assert any("No GPU work in the trace after" in limit for limit in c.limits)
 
@@ -357,7 +359,7 @@ def test_what_hides_behind_something_longer_is_not_fixed(tmp_path: Path) -> None
         return b
 
     c = compare(run(50.0).write(tmp_path / "a.json"), run(2600.0).write(tmp_path / "b.json"))
-    assert "fp32-matmul" not in {f.rule for f in c.of("fixed")}
+    assert "fp32-matmul" not in {f.rule for f in c.findings_with("fixed")}
 
 
 def _waits(report: Report, rule: str, title: str) -> Report:

@@ -243,12 +243,12 @@ def test_a_name_in_the_table_fits_a_gpu_whose_words_it_has(tmp_path: Path) -> No
         ("AMD Instinct MI300X", 2.0),
         ("NVIDIA H100 80GB HBM3", 0.0),
     ):
-        found = prices.of(name)
+        found = prices.price_of(name)
         assert found is not None and (found.per_hour, found.currency) == (hour, "EUR"), name
     for name in ("NVIDIA A1000", "NVIDIA RTX A10", None):
-        assert prices.of(name) is None
+        assert prices.price_of(name) is None
     with pytest.raises(AdvisorError, match="both fit"):
-        Prices({"A100": 1.0, "80GB": 2.0}, "USD", "t").of("NVIDIA A100 80GB")
+        Prices({"A100": 1.0, "80GB": 2.0}, "USD", "t").price_of("NVIDIA A100 80GB")
 
 
 @pytest.mark.parametrize(
@@ -269,7 +269,7 @@ def test_a_bad_table_of_prices_is_one_line(tmp_path: Path, text: str) -> None:
     [("2.50/h", 2.5, "USD"), ("$2.50", 2.5, "USD"), ("€ 3 / hr", 3, "EUR"), ("4 chf/h", 4, "CHF")],
 )
 def test_prices_are_read_as_people_write_them(text: str, hour: float, currency: str) -> None:
-    found = parse_price(text).of(None)
+    found = parse_price(text).price_of(None)
     assert found is not None and found[:2] == (hour, currency)
 
 

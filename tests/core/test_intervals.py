@@ -12,9 +12,9 @@ from advisor.core.intervals import (
     covered_length,
     gaps,
     intersect,
-    join,
     subtract,
     union,
+    union_of,
 )
 
 RANGE = 40
@@ -67,7 +67,7 @@ def test_a_difference_is_what_only_the_first_covers(left, right):
 @given(pairs, pairs, pairs)
 def test_a_join_covers_what_any_set_covers(first, second, third):
     check(
-        join(made(first), made(second), made(third)),
+        union_of(made(first), made(second), made(third)),
         instants(first) | instants(second) | instants(third),
     )
 

@@ -164,7 +164,7 @@ def test_a_trace_of_the_capture_names_the_modules_of_a_replay(
     tops = [
         int(each.nodes.filter(pl.col("parent").is_null())["ns"].sum()) for each in (alone, named)
     ]
-    assert tops[0] < 0.05 * alone.total and tops[1] > 0.9 * named.total
+    assert tops[0] < 0.05 * alone.total_ns and tops[1] > 0.9 * named.total_ns
 
 
 # -- each source, by hand -------------------------------------------------------------------------
@@ -331,7 +331,7 @@ def test_untrusted_depth_and_number_are_bounded(monkeypatch: pytest.MonkeyPatch)
     layers = layers_of(b)
     assert layers.nodes.height <= 50
     assert max(len(layers.path(node)) for node in range(layers.nodes.height)) <= MAX_DEPTH
-    assert layers.total == 1000 * US
+    assert layers.total_ns == 1000 * US
 
 
 # -- equal layers ---------------------------------------------------------------------------------
@@ -375,7 +375,7 @@ def test_the_one_that_is_longer_than_its_equals_is_named_with_what_is_longer_in_
     layers = layers_of(b)
     (found,) = find_outliers(layers, equal_layers(layers))
     assert layers.nodes["name"][found.node] == "Block_3"
-    assert (found.ns, found.usual, found.part) == (200 * US, 112 * US, "Linear")
+    assert (found.ns, found.median, found.slowest_part) == (200 * US, 112 * US, "Linear")
 
 
 @pytest.mark.parametrize("linear", [[100, 110, 120, 130, 140], [50, 100, 200, 400, 900], [9, 30]])
@@ -499,7 +499,7 @@ def test_a_recorded_training_has_its_backward_in_its_modules(
     blocks, linear = groups["Sequential_0–2"], groups["Linear_0–2"]
     assert linear["calls"].sum() == blocks["calls"].sum() == (12 if checkpoint else 6)
     assert 0 < linear["backward"].sum() < linear["ns"].sum()
-    assert blocks["ns"].sum() <= groups["Net_0"]["ns"].sum() <= a.layers.total
+    assert blocks["ns"].sum() <= groups["Net_0"]["ns"].sum() <= a.layers.total_ns
 
 
 # -- memory ---------------------------------------------------------------------------------------

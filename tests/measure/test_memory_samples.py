@@ -76,7 +76,7 @@ def test_peaks_and_categories_are_the_sums_of_the_events(name: str) -> None:
         assert int(post.history.allocated.max()) == most
         most = post.allocated
     assert sum(post.by_category.values()) == sum(post.bases.values()) == most
-    assert int(post.held["bytes"].sum()) == most
+    assert int(post.by_line["bytes"].sum()) == most
     assert count_needed_bytes(post) == most + (post.request or 0)
 
 
@@ -122,7 +122,7 @@ def test_what_each_program_held_is_found_with_and_without_modules_and_stacks() -
 
 
 def test_a_remedy_frees_no_more_than_what_it_touches() -> None:
-    freed = {name: {s.change: s.bytes for s in find_savings(measured(name))} for name in NAMES}
+    freed = {name: {s.name: s.bytes for s in find_savings(measured(name))} for name in NAMES}
     for name in ("opt13b_weights", "stable_diffusion_no_history", "forward_fp32"):
         assert "half the batch" not in freed[name]
     for name, changes in freed.items():

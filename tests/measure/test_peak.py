@@ -50,7 +50,9 @@ def test_the_peak_is_tied_to_the_operators_that_allocated() -> None:
     assert memory_devices(a) == [0]
     (post,) = a.memory_histories
     assert (post.allocated, post.reserved) == (150 * MIB, 200 * MIB)
-    assert sorted(post.held.select("function", "bytes", "blocks").rows(), key=lambda r: -r[1]) == [
+    assert sorted(
+        post.by_line.select("function", "bytes", "blocks").rows(), key=lambda r: -r[1]
+    ) == [
         (None, 100 * MIB, 1),  # from before the recording
         ("aten::mm", 40 * MIB, 1),
         ("aten::cat", 10 * MIB, 1),
@@ -94,7 +96,7 @@ def test_the_peak_of_a_real_trace_is_the_highest_total_in_its_file(
     a = Analysis(read_trace(shared_trace("h100_bert_small_inference")))
     post = a.memory_histories[0]  # the host has a few bytes too
     events = a.trace.memory.filter(pl.col("device") == 0)
-    assert post.allocated == events["allocated"].max() == post.held["bytes"].sum()
+    assert post.allocated == events["allocated"].max() == post.by_line["bytes"].sum()
     thin = post.timeline(40)
     assert (
         thin.select(pl.sum_horizontal(pl.exclude("event", "time_us", "reserved"))).max().item()
@@ -143,7 +145,7 @@ def test_a_trace_with_memory_events_has_the_tables_of_a_snapshot(
     assert post.by_category["optimizer state"] == 2 * weights + 12 * 4
     assert post.by_category["activations"] >= 6 * 2 * 512 * 64 * 4
     assert post.step_source == "annotations"
-    changes = {saving.change for saving in find_savings(post)}
+    changes = {saving.name for saving in find_savings(post)}
     assert {"half the batch", "offload optimizer state"} <= changes
     assert "expandable segments" not in changes  # a trace does not show segments
     assert not a.post_mortems  # rules read snapshots

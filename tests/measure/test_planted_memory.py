@@ -156,7 +156,7 @@ def test_a_change_frees_what_the_changed_program_holds_less(seed: int) -> None:
     m, most = run(program)
     post = PostMortem(read_snapshot([m.pickled()], "x"), 0)
     assert post.allocated == most
-    said = {each.change: each.bytes for each in find_savings(post)}
+    said = {each.name: each.bytes for each in find_savings(post)}
     for change, how in CHANGED.items():
         freed = most - run(replace(program, **how))[1]  # type: ignore[arg-type]
         if change not in said:

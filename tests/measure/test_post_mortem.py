@@ -44,7 +44,7 @@ def measured(m: FakeAllocator, device: int = 0) -> PostMortem:
 
 
 def freed(post: PostMortem) -> dict[str, int]:
-    return {each.change: each.bytes for each in find_savings(post)}
+    return {each.name: each.bytes for each in find_savings(post)}
 
 
 # -- categories ---------------------------------------------------------------------------------
@@ -63,7 +63,7 @@ def test_each_category_holds_what_the_program_put_there() -> None:
         "optimizer state": 2 * 4 * 24 * MIB,
         "weights": 4 * 24 * MIB,
     }
-    assert sum(post.by_category.values()) == post.allocated == int(post.held["bytes"].sum())
+    assert sum(post.by_category.values()) == post.allocated == int(post.by_line["bytes"].sum())
     assert len(held) == 4 * 3 + 3
 
 
@@ -221,7 +221,7 @@ def test_devices_do_not_mix() -> None:
     both = read_snapshot([pickle.dumps(merged([one, other]))], "x")
     first, second = post_mortems(both)
     assert (first.device, second.device) == (0, 1)
-    assert_frame_equal(first.held, measured(one).held)
+    assert_frame_equal(first.by_line, measured(one).by_line)
     assert second.allocated == 5 * MIB
 
 
@@ -366,7 +366,7 @@ def at_the_end_of_forward(**how: Any) -> tuple[FakeAllocator, Training]:
 
 def test_checkpointing_keeps_the_last_block_of_each_call_and_one_call_whole() -> None:
     m, _ = at_the_end_of_forward(layers=30, activation=96 * MIB, logits=MIB)
-    each = next(s for s in find_savings(measured(m)) if s.change == "checkpointing")
+    each = next(s for s in find_savings(measured(m)) if s.name == "checkpointing")
     call, kept = (96 + 96 + 24) * MIB, 24 * MIB
     assert each.bytes == 30 * call - 30 * kept - (call - kept)
     assert (each.file, each.line) == (MODEL, 62)

@@ -264,7 +264,7 @@ def test_guessed_steps_are_repetitions_and_ranges_that_could_be_the_step_are_nam
     a = Analysis(trace)
     assert (a.steps.source, a.per) == ("repeating ranges", "repetition")
     (group,) = range_groups(trace)
-    assert (group.name, group.marks.height, group.named) == ("layer 0", 12, False)
+    assert (group.name, group.marks.height, group.is_step_range) == ("layer 0", 12, False)
     assert group.share == pytest.approx(1.0)
 
 

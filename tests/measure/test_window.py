@@ -99,7 +99,7 @@ def test_what_was_launched_before_a_later_start_of_the_recording_is_found(
     a = Analysis(read_trace(rewriting.save(cut_data, tmp_path / "cut.json")))
     found = a.launched_before & (a.trace.gpu["kind"] == "kernel").to_numpy()
     assert int(found.sum()) == expected > 10
-    assert not a.lost.reported
+    assert not a.lost_records.reported
 
 
 # -- hosts that run ahead -----------------------------------------------------------------------

@@ -50,7 +50,7 @@ def test_a_stored_table_says_the_same_however_its_rows_are_kept(tmp_path: Path, 
         found = table.at(wanted)
         assert found["text"].to_list() == expected
         assert found["other"].null_count() == len(wanted)
-        assert NameLookup(db, "texts", "id", "text").of(wanted).to_list() == expected
+        assert NameLookup(db, "texts", "id", "text").names_of(wanted).to_list() == expected
         lost = KeyedTable(db, "nowhere", "id", {"text": pl.String})
         assert lost.at(wanted)["text"].null_count() == len(wanted)
         assert not db.damaged

@@ -189,7 +189,7 @@ def test_a_history_that_is_named_a_million_times_is_read_once() -> None:
 def as_dicts(value: Any, like: Any) -> Any:
     """What was read, with the dicts of the original."""
     if isinstance(like, dict):
-        told = PickledFields().of(value)
+        told = PickledFields().from_value(value)
         assert told is not None
         return {key: as_dicts(told[key], like[key]) for key in like}
     if isinstance(like, list):
@@ -218,9 +218,9 @@ def test_plain_values_are_read_as_python_does_whatever_the_blocks(protocol: int,
 
 def test_dicts_of_more_than_a_batch_and_of_one_key_are_whole() -> None:
     value = {f"k{n}": n for n in range(199)}
-    assert PickledFields().of(read_plain([pickle.dumps(value)], "x").value) == value
-    assert PickledFields().of(read_plain([pickle.dumps({"a": 1})], "x").value) == {"a": 1}
-    assert PickledFields().of(["a", 1, ("b", 2)]) == {"a": 1, "b": 2}
+    assert PickledFields().from_value(read_plain([pickle.dumps(value)], "x").value) == value
+    assert PickledFields().from_value(read_plain([pickle.dumps({"a": 1})], "x").value) == {"a": 1}
+    assert PickledFields().from_value(["a", 1, ("b", 2)]) == {"a": 1, "b": 2}
 
 
 # -- the tables ---------------------------------------------------------------------------------

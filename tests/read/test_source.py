@@ -28,7 +28,7 @@ MB = 1 << 20
 
 
 def read(data: bytes, **options: Any) -> tuple[bytes, ByteSource]:
-    source = ByteSource("x", given=data, **options)
+    source = ByteSource("x", data=data, **options)
     return b"".join(source.blocks()), source
 
 
@@ -101,9 +101,9 @@ def test_members_may_end_where_blocks_do(monkeypatch: pytest.MonkeyPatch) -> Non
 
 def test_blocks_stay_small_however_much_a_byte_unpacks_to() -> None:
     data = gzip.compress(bytes(50 * MB))
-    assert max(map(len, ByteSource("x", given=data).blocks())) <= MB
+    assert max(map(len, ByteSource("x", data=data).blocks())) <= MB
     data = zstandard.compress(bytes(50 * MB))
-    assert max(map(len, ByteSource("x", given=data).blocks())) <= MB
+    assert max(map(len, ByteSource("x", data=data).blocks())) <= MB
 
 
 # -- damage -------------------------------------------------------------------------------------

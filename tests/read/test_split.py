@@ -53,7 +53,7 @@ EVENTS = [
 
 
 def split(text: bytes, **options: Any) -> tuple[list[bytes], Splitter]:
-    splitter = Splitter(ByteSource("x", given=text), **options)
+    splitter = Splitter(ByteSource("x", data=text), **options)
     return list(splitter.pieces()), splitter
 
 
@@ -219,7 +219,7 @@ def test_a_gzip_cut_at_any_byte_keeps_the_whole_events() -> None:
     packed = gzip.compress(text)
     kept = []
     for cut in range(20, len(packed)):
-        source = ByteSource("x", given=packed[:cut])
+        source = ByteSource("x", data=packed[:cut])
         splitter = Splitter(source)
         try:
             kept.append(sum(decode_piece(piece).events for piece in splitter.pieces()))
@@ -456,7 +456,7 @@ def test_blocks_may_end_anywhere(monkeypatch: pytest.MonkeyPatch) -> None:
     )
     for _ in range(30):
         for exact in (False, True):
-            splitter = Splitter(ByteSource("x", given=text), exact=exact, piece_bytes=300)
+            splitter = Splitter(ByteSource("x", data=text), exact=exact, piece_bytes=300)
             assert contents(list(splitter.pieces())) == PLAIN[:30]
             assert splitter.head == {**HEAD, **TAIL}
 
@@ -474,7 +474,7 @@ def test_of_traces_behind_each_other_the_first_is_read(between: bytes) -> None:
         assert splitter.head == split(text)[1].head
         # in pieces, the quick way notices that something is wrong, and the exact way what
         trace = Kineto().read(
-            ByteSource("x", given=twice), ReadOptions(piece_bytes=300, processes=1)
+            ByteSource("x", data=twice), ReadOptions(piece_bytes=300, processes=1)
         )
         assert trace.meta.events_read == 30
         assert ANOTHER_TRACE in trace.meta.events_dropped

@@ -64,7 +64,7 @@ def test_a_train_function_is_told_by_the_loop_in_it(
         training.learn(BATCH)
     assert train(1) == 1
     assert steps(tmp_path, recorder) == 15
-    assert only_rank(tmp_path / "run").of_kind("end")[-1] == {"steps": 15, "reason": "finished"}
+    assert only_rank(tmp_path / "run").events_of("end")[-1] == {"steps": 15, "reason": "finished"}
 
 
 @pytest.mark.parametrize("loader", [True, False])
@@ -110,8 +110,8 @@ def test_a_train_step_that_raises_may_be_called_again(
             train_step(number)
     assert steps(tmp_path, recorder) == 5
     record = only_rank(tmp_path / "run")
-    assert len(record.of_kind("oom")) == 1
-    assert record.of_kind("end")[-1]["reason"] == "finished"
+    assert len(record.events_of("oom")) == 1
+    assert record.events_of("end")[-1]["reason"] == "finished"
 
 
 def test_generators_are_recorded_while_they_run(

@@ -49,7 +49,7 @@ def test_a_full_disk_is_said_once_and_leaves_nothing(
     left = [path.name for path in (tmp_path / "run").rglob("*") if path.name.startswith(".")]
     assert left == []
     record = read_recording(tmp_path / "run").ranks[0]
-    (end,) = record.of_kind("end")
+    (end,) = record.events_of("end")
     assert end["reason"] == "disk" and "large" in end["message"]
     assert end["steps"] >= len(record.steps) > 50
     assert read_recording(tmp_path / "run").problems == []

@@ -176,7 +176,7 @@ def needs(name: str) -> Any:
 def recorded(tmp_path: Path) -> RankRecord:
     record = only_rank(tmp_path / "run")
     check_sums(record)
-    assert record.ended
+    assert record.has_ended
     return record
 
 
@@ -190,8 +190,8 @@ def test_a_plain_loop(program: Program, tmp_path: Path) -> None:
     assert all(
         step.phases.keys() >= {"data", "forward", "backward", "optimizer"} for step in record.steps
     )
-    assert record.of_kind("window")[-1]["file"] == "trace_w0.json.gz"
-    assert record.of_kind("end") == [{"steps": 40, "reason": "finished"}]
+    assert record.events_of("window")[-1]["file"] == "trace_w0.json.gz"
+    assert record.events_of("end") == [{"steps": 40, "reason": "finished"}]
 
 
 def test_the_line_at_the_end_names_the_run_and_a_finding(program: Program, tmp_path: Path) -> None:
@@ -282,7 +282,7 @@ def check_callback(program: Program, tmp_path: Path, source: str, every: dict[in
     for number, steps in every.items():
         record = only_rank(tmp_path / f"run{number}")
         check_sums(record)
-        assert record.ended
+        assert record.has_ended
         assert len(record.steps) == steps
         assert read_recording(tmp_path / f"run{number}").manifest.entry == "callback"
 

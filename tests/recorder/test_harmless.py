@@ -149,7 +149,7 @@ def test_an_exception_goes_on_untouched(training: Any, tmp_path: Path) -> None:
     record = only_rank(tmp_path / "run")
     check_sums(record)
     assert len(record.steps) == 3
-    (end,) = record.of_kind("end")
+    (end,) = record.events_of("end")
     expected = {"steps": 3, "reason": "exception", "exception": "KeyError", "message": "'mine'"}
     assert end == expected
 
@@ -177,7 +177,7 @@ def test_out_of_memory_is_told_and_goes_on(training: Any, tmp_path: Path) -> Non
     assert raised.value is error
     record = only_rank(tmp_path / "run")
     assert len(record.steps) == 4
-    (oom,) = record.of_kind("oom")
+    (oom,) = record.events_of("oom")
     assert oom["message"] == str(error)
     assert oom["snapshot"] is None  # no GPU, no allocator
 
@@ -276,7 +276,7 @@ def test_a_hook_that_fails_ends_the_recording_and_not_the_training(
     assert "ZeroDivisionError" in caplog.messages[0]
     record = only_rank(tmp_path / "run")
     assert len(record.steps) == 6
-    assert record.of_kind("error")
+    assert record.events_of("error")
 
 
 def test_switched_off_it_is_not_there(
@@ -316,7 +316,7 @@ def test_a_child_forked_in_a_window_is_not_recorded(training: Any, tmp_path: Pat
                 assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
     record = only_rank(tmp_path / "run")
     assert len(record.steps) == 20
-    assert record.of_kind("window")[-1]["state"] == "done"
+    assert record.events_of("window")[-1]["state"] == "done"
 
 
 def test_workers_of_a_loader_are_left_alone(training: Any, recorded: Any) -> None:
@@ -324,9 +324,9 @@ def test_workers_of_a_loader_are_left_alone(training: Any, recorded: Any) -> Non
         lambda: [training.learn(batch) for batch in training.loader(6, num_workers=2)]
     )
     assert len(record.steps) == 6
-    (loader,) = record.of_kind("loader")
+    (loader,) = record.events_of("loader")
     assert (loader["workers"], loader["batch_size"], loader["length"]) == (2, 2, 6)
-    (iterated,) = record.of_kind("loader_iter")
+    (iterated,) = record.events_of("loader_iter")
     assert iterated["workers_started_ns"] > 0
     assert iterated["evaluation"] is False
 
@@ -387,7 +387,7 @@ def test_killed_at_any_moment_it_can_be_read(program: Any, tmp_path: Path) -> No
         assert all("damaged line" in p or "rank.json" in p for p in recording.problems)
         for record in recording.ranks.values():
             check_sums(record)
-            assert not record.ended
+            assert not record.has_ended
             read += bool(record.steps)
     assert read >= 10
     with_trace = [run for run in runs if list(run.glob("rank0/trace_w*.json.gz"))]

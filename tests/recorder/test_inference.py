@@ -112,7 +112,7 @@ def test_each_iteration_is_a_step(loop: Any, record: Any) -> None:
     assert len(found.steps) == 20
     assert all(step.phases.get("forward", 0) > 0 for step in found.steps)
     assert not any(step.phases.keys() & {"backward", "optimizer"} for step in found.steps)
-    assert found.of_kind("end") == [{"steps": 20, "reason": "finished"}]
+    assert found.events_of("end") == [{"steps": 20, "reason": "finished"}]
 
 
 def warmed_up(t: Any) -> None:
@@ -185,7 +185,7 @@ def test_a_loop_that_follows_little_training_is_profiled(record: Any) -> None:
         long_plain(t)
 
     found = record(program, active=3, shapes=False)
-    windows = [event for event in found.of_kind("window") if event["state"] == "done"]
+    windows = [event for event in found.events_of("window") if event["state"] == "done"]
     assert [event["reason"] for event in windows] == ["schedule"]
     assert sum(step.window is not None for step in found.steps) >= 3
 
@@ -290,7 +290,7 @@ def test_a_training_is_recorded_as_if_it_had_not_been_validated(record: Any, tra
     assert [step.n for step in found.steps] == list(range(20))
     assert all(step.phases["backward"] > 0 for step in found.steps)
     assert [bool(step.evaluation) for step in found.steps] == [True, *[False] * 9] * 2
-    (window,) = [w for w in found.of_kind("window") if w["state"] == "done"]
+    (window,) = [w for w in found.events_of("window") if w["state"] == "done"]
     assert window["steps"] == [3, 4]
     traces = sorted(path.name for path in Path(found.folder).iterdir())
     assert [name for name in traces if "trace" in name] == [window["file"]]
@@ -303,7 +303,7 @@ def test_a_window_holds_whole_steps(loop: Any, options: Any, record: Any) -> Non
     """With Python stacks too, while which a forward cannot be seen."""
     found = record(loop, skip=3, warmup=1, active=3, **options)
     assert len(found.steps) == 20
-    (window,) = [w for w in found.of_kind("window") if w["state"] == "done"]
+    (window,) = [w for w in found.events_of("window") if w["state"] == "done"]
     assert window["steps"] == [4, 6]
     from advisor.read import open_run
 

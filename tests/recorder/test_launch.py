@@ -105,7 +105,7 @@ def test_an_uncaught_exception_is_the_programs(program: Program, tmp_path: Path)
     assert done.returncode == 1
     assert "LookupError: mine" in done.stderr
     record = only_rank(tmp_path / "run")
-    assert record.of_kind("end") == [
+    assert record.events_of("end") == [
         {"steps": 2, "reason": "exception", "exception": "LookupError", "message": "mine"}
     ]
 
@@ -161,7 +161,7 @@ def test_nothing_of_ours_or_of_the_profilers_is_mixed_into_the_programs_output(
         "advisor: recorded in run",
         "         More: advisor analyze run",
     ]
-    windows = only_rank(tmp_path / "run").of_kind("window")
+    windows = only_rank(tmp_path / "run").events_of("window")
     assert sum(window["state"] == "done" for window in windows) >= 3
 
 
@@ -282,7 +282,7 @@ def test_a_signal_ends_both(tmp_path: Path, number: signal.Signals) -> None:
         os.kill(child, 0)
     (record,) = read_recording(tmp_path / "run").ranks.values()
     assert len(record.steps) > 10
-    assert record.ended == (number == signal.SIGINT)
+    assert record.has_ended == (number == signal.SIGINT)
 
 
 def test_processes_that_do_not_train_leave_nothing(program: Program, tmp_path: Path) -> None:

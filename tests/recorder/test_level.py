@@ -70,7 +70,7 @@ def test_where_no_step_ends_outside_there_is_no_window_and_it_is_told(
         Trains()()
     record = only_rank(tmp_path / "run")
     assert len(record.steps) == 30
-    (never,) = record.of_kind("window")
+    (never,) = record.events_of("window")
     assert never["state"] == "never" and "every step" in never["why"]
 
 
@@ -187,5 +187,7 @@ def test_a_profiler_in_another_thread_gets_its_way(training: Any, tmp_path: Path
                 break
         thread.join()
     assert seen == [1]
-    (stopped,) = [w for w in only_rank(tmp_path / "run").of_kind("window") if w["state"] != "open"]
+    (stopped,) = [
+        w for w in only_rank(tmp_path / "run").events_of("window") if w["state"] != "open"
+    ]
     assert stopped["state"] == "stopped" and "another profiler" in stopped["why"]

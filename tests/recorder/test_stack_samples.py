@@ -73,7 +73,7 @@ def test_lines_of_loading_and_of_the_loop_are_named(tmp_path: Path) -> None:
 
 def test_it_can_be_switched_off(tmp_path: Path) -> None:
     record = recorded(tmp_path, ADVISOR_STACK_SAMPLES="0")
-    assert not record.record.of_kind("stacks") and record.hottest_line("data") is None
+    assert not record.record.events_of("stacks") and record.hottest_line("data") is None
 
 
 def busy(seconds: float) -> None:

@@ -60,7 +60,7 @@ def run(tmp_path: Path, training: Any, steps: int, **options: Any) -> Any:
 
 def test_the_first_window_is_where_it_was_asked_for(tmp_path: Path, training: Any) -> None:
     record = run(tmp_path, training, 30, skip=10, warmup=3, active=5)
-    opened, done = record.of_kind("window")
+    opened, done = record.events_of("window")
     assert (opened["state"], opened["steps"]) == ("open", [10])
     assert (done["state"], done["steps"], done["file"]) == ("done", [13, 17], "trace_w0.json.gz")
     assert steps_of(tmp_path / "run" / "rank0" / done["file"]) == [13, 14, 15, 16, 17]
@@ -81,7 +81,7 @@ def test_a_run_that_is_over_before_its_folder_is_made_has_its_trace(
 
     monkeypatch.setattr(Writer, "_make", slow)
     record = run(tmp_path, training, 20, skip=10, warmup=1, active=4)
-    assert record.of_kind("window")[-1]["state"] == "done"
+    assert record.events_of("window")[-1]["state"] == "done"
     assert steps_of(tmp_path / "run" / "rank0" / "trace_w0.json.gz") == [11, 12, 13, 14]
 
 
@@ -109,7 +109,7 @@ def test_phases_are_ranges_of_the_windows_trace(tmp_path: Path, training: Any) -
                 time.sleep(0.002)
             training.learn(batch)
     record = only_rank(tmp_path / "run")
-    first, last = record.of_kind("window")[-1]["steps"]
+    first, last = record.events_of("window")[-1]["steps"]
     kept = [step for step in record.steps if first <= step.n <= last]
     with gzip.open(tmp_path / "run" / "rank0" / "trace_w0.json.gz") as file:
         events = [e for e in json.load(file)["traceEvents"] if e.get("ph") == "X"]
@@ -159,9 +159,9 @@ def test_where_weights_are_updated_by_hand_a_window_has_the_steps_that_it_says(
                 p.grad = None
     record = only_rank(tmp_path / "run")
     assert len(record.steps) == 40
-    assert [event["state"] for event in record.of_kind("window")] == ["open", "done"]
+    assert [event["state"] for event in record.events_of("window")] == ["open", "done"]
     (trace,) = (tmp_path / "run").glob("rank0/trace_w*.json.gz")
-    said = record.of_kind("window")[-1]["steps"]
+    said = record.events_of("window")[-1]["steps"]
     numbers = steps_of(trace)
     assert [numbers[0], numbers[-1]] == said and len(numbers) == 5
     with gzip.open(trace) as file:
@@ -185,7 +185,7 @@ def test_where_ends_of_steps_are_never_seen_at_once_that_is_why_there_is_no_wind
             weight.grad = None
     record = only_rank(tmp_path / "run")
     assert len(record.steps) == 40
-    (never,) = record.of_kind("window")
+    (never,) = record.events_of("window")
     assert never["state"] == "never" and "only known later" in never["why"]
 
 
@@ -197,7 +197,7 @@ def test_an_exported_model_in_a_loop_has_a_window(tmp_path: Path, training: Any)
             model(torch.randn(2, 4))
     record = only_rank(tmp_path / "run")
     assert record.inference
-    assert [event["state"] for event in record.of_kind("window")] == ["open", "done"]
+    assert [event["state"] for event in record.events_of("window")] == ["open", "done"]
 
 
 def test_a_loop_shorter_than_the_schedule_gets_an_earlier_window(
@@ -206,7 +206,7 @@ def test_a_loop_shorter_than_the_schedule_gets_an_earlier_window(
     with Recorder(str(tmp_path / "run"), telemetry=0.0, **CALM):
         for batch in training.loader(12):
             training.learn(batch)
-    done = only_rank(tmp_path / "run").of_kind("window")[-1]
+    done = only_rank(tmp_path / "run").events_of("window")[-1]
     assert done["state"] == "done"
     first, last = done["steps"]
     assert last - first == 4
@@ -215,14 +215,14 @@ def test_a_loop_shorter_than_the_schedule_gets_an_earlier_window(
 
 def test_a_window_that_was_never_reached_is_told(tmp_path: Path, training: Any) -> None:
     record = run(tmp_path, training, 7, skip=10)
-    (never,) = record.of_kind("window")
+    (never,) = record.events_of("window")
     assert never["state"] == "never"
     assert "7 steps" in never["why"]
 
 
 def test_a_run_that_ends_in_a_window_keeps_what_there_is(tmp_path: Path, training: Any) -> None:
     record = run(tmp_path, training, 9, skip=3, warmup=2, active=50)
-    done = record.of_kind("window")[-1]
+    done = record.events_of("window")[-1]
     assert (done["state"], done["steps"]) == ("done", [5, 8])
     assert (tmp_path / "run" / "rank0" / done["file"]).is_file()
 
@@ -234,7 +234,7 @@ def test_an_exception_in_a_window_keeps_what_there_is(tmp_path: Path, training: 
             training.learn((torch.randn(2, 4), torch.randn(2, 1)))
             if number == 7:
                 raise ZeroDivisionError
-    done = only_rank(tmp_path / "run").of_kind("window")[-1]
+    done = only_rank(tmp_path / "run").events_of("window")[-1]
     assert done["state"] == "done"
     assert not torch.autograd._profiler_enabled()
 
@@ -250,7 +250,7 @@ def test_a_profiler_of_the_users_is_left_alone(tmp_path: Path, training: Any) ->
             training.learn((torch.randn(2, 4), torch.randn(2, 1)))
     theirs.export_chrome_trace(str(tmp_path / "theirs.json"))
     assert sum(e.count for e in theirs.key_averages() if e.key == "aten::addmm") == 16
-    windows = only_rank(tmp_path / "run").of_kind("window")
+    windows = only_rank(tmp_path / "run").events_of("window")
     assert [w["state"] for w in windows if "another profiler" in w["why"]] == ["never"]
     assert not list((tmp_path / "run" / "rank0").glob("trace*"))
 
@@ -270,7 +270,7 @@ def test_a_profiler_that_starts_in_a_window_ends_it(tmp_path: Path, training: An
     assert sum(e.count for e in theirs.key_averages() if e.key == "aten::addmm") == 10
     record = only_rank(tmp_path / "run")
     assert len(record.steps) == 11
-    stopped = record.of_kind("window")[-1]
+    stopped = record.events_of("window")[-1]
     assert stopped["state"] == "stopped"
     assert "another profiler" in stopped["why"]
     assert steps_of(tmp_path / "run" / "rank0" / stopped["file"])[:3] == [3, 4, 5]
@@ -284,7 +284,7 @@ def test_the_guard_stops_a_window_that_slows_training(
         for _ in range(20):
             training.learn((torch.randn(2, 4), torch.randn(2, 1)))
             time.sleep(0.05 if torch.autograd._profiler_enabled() else 0.01)
-    stopped = only_rank(tmp_path / "run").of_kind("window")[1]
+    stopped = only_rank(tmp_path / "run").events_of("window")[1]
     assert stopped["state"] == "stopped"
     assert "times as long" in stopped["why"]
     first, last = stopped["steps"]
@@ -310,7 +310,7 @@ def test_a_window_opens_when_asked_by_file_and_by_signal(tmp_path: Path, trainin
         for _ in range(4):
             training.learn((torch.randn(2, 4), torch.randn(2, 1)))
     assert signal.getsignal(signal.SIGUSR2) is before
-    done = [w for w in only_rank(tmp_path / "run").of_kind("window") if w["state"] == "done"]
+    done = [w for w in only_rank(tmp_path / "run").events_of("window") if w["state"] == "done"]
     assert [w["reason"] for w in done] == ["asked for", "SIGUSR2 received"]
 
 
@@ -325,7 +325,7 @@ def test_a_slowdown_opens_a_window(
             time.sleep(0.004 if number < 45 else 0.03)
             if number == 70:
                 wait_for(rec, lambda s: s.windows.wanted is not None or s.windows._number >= 0)
-    done = [w for w in only_rank(tmp_path / "run").of_kind("window") if w["state"] == "done"]
+    done = [w for w in only_rank(tmp_path / "run").events_of("window") if w["state"] == "done"]
     assert len(done) == 1
     assert "median" in done[0]["reason"]
 
@@ -382,7 +382,7 @@ def test_no_more_windows_once_traces_are_too_large(tmp_path: Path, training: Any
         while session.windows.asked is not None:  # until a boundary that was read in time
             assert time.monotonic() < deadline
             training.learn((torch.randn(2, 4), torch.randn(2, 1)))
-    windows = only_rank(tmp_path / "run").of_kind("window")
+    windows = only_rank(tmp_path / "run").events_of("window")
     assert [w["state"] for w in windows] == ["open", "done", "never"]
 
 

@@ -166,7 +166,7 @@ def test_every_view_draws_the_same_parts_in_the_same_words(
         for part in bar.segments:
             assert part.label in text, (form, part)
             assert part.time in text, (form, part)
-            assert part.percent in text, (form, part)
+            assert part.share_text in text, (form, part)
 
 
 def test_every_view_has_the_same_stairs_and_the_same_ranks(

@@ -127,7 +127,7 @@ def test_two_findings_at_one_place_are_two_alerts(report: Make, finding: MakeFin
 
 def test_a_rule_says_what_its_page_says(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of a report that was saved and read elsewhere too: the rules are not looked for there."""
-    (example, *_) = PageableCopies.fires_on().values()
+    (example, *_) = PageableCopies.positive_examples().values()
     saved = advisor.analyze(Run(traces={(0, 0): example.trace()})).to_json()
 
     def unused(*_: object) -> None:

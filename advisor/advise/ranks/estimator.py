@@ -41,7 +41,7 @@ class RankSavings(NamedTuple):
     """By place of a rank in the study: ns per step that it saves by itself."""
     gain: GainRange
     """Of the rank that it is shown for, alone."""
-    own: bool
+    reported_rank: bool
     """That is the analysed rank."""
     communication: bool
 
@@ -106,11 +106,11 @@ class RanksEstimator(GainEstimator):
         for edit in key:
             self._key_of.setdefault(edit, key)
 
-    def knows(self, finding: Finding) -> bool:
+    def is_estimated(self, finding: Finding) -> bool:
         """It is of single ranks, and estimated."""
         return tuple(finding.edits) in self._known and _alone(finding) is not None
 
-    def others(self, rules: set[str]) -> list[Finding]:
+    def other_findings(self, rules: set[str]) -> list[Finding]:
         """Findings of rules that found nothing on the analysed rank, each as the rank with the
         median gain has it."""
         result = []
@@ -127,7 +127,7 @@ class RanksEstimator(GainEstimator):
             result.append(replace(finding, other_rank=True))
         return result
 
-    def counted(self, rule: str) -> int:
+    def ranks_with(self, rule: str) -> int:
         """Ranks on which a rule found something."""
         return len(self._of_rule[rule, 0])
 
@@ -204,7 +204,7 @@ class RanksEstimator(GainEstimator):
                 changes.append(without)
                 continue
             share = 1.0  # what is left of it after those before
-            if known.own:
+            if known.reported_rank:
                 if given and known.gain.gain > 0:
                     share = self.own.marginal(key, given) / known.gain.gain
                 given += key

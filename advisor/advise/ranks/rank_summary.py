@@ -27,7 +27,7 @@ from advisor.measure.ranks.summary import (
     MAX_BYTES,
     Advice,
     Collectives,
-    Kernel,
+    KernelSummary,
     PackedColumns,
     RankSummary,
     encode,
@@ -87,7 +87,7 @@ def summarise_rank(
     )
 
 
-def _kernels(a: Analysis) -> dict[str, Kernel]:
+def _kernels(a: Analysis) -> dict[str, KernelSummary]:
     if a.device_id is None:
         return {}
     compute = (a.trace.gpu["kind"] == "kernel").to_numpy() & a.in_window
@@ -101,7 +101,7 @@ def _kernels(a: Analysis) -> dict[str, Kernel]:
     return _by_digest(a, table)
 
 
-def _operators(a: Analysis) -> dict[str, Kernel]:
+def _operators(a: Analysis) -> dict[str, KernelSummary]:
     """Outermost operators of ATen in the used steps, by name and shapes; empty: a device works, or
     no shapes were recorded."""
     cpu = a.trace.cpu
@@ -122,14 +122,16 @@ def _operators(a: Analysis) -> dict[str, Kernel]:
     return _by_digest(a, table)
 
 
-def _by_digest(a: Analysis, table: pl.DataFrame) -> dict[str, Kernel]:
+def _by_digest(a: Analysis, table: pl.DataFrame) -> dict[str, KernelSummary]:
     """Rows of a name, what tells it from others of the same name, and count, sum and median of its
     duration (ns, in all steps): the first ones."""
     result = {}
     for name, *more, count, total, median in table.head(MAX_KERNELS).iter_rows():
         text = "|".join(map(str, [name, *more]))
         digest = hashlib.blake2s(text.encode("utf-8", "replace"), digest_size=6).hexdigest()
-        result[f"{str(name)[:40]}#{digest}"] = Kernel(count, total / a.step_count, float(median))
+        result[f"{str(name)[:40]}#{digest}"] = KernelSummary(
+            count, total / a.step_count, float(median)
+        )
     return result
 
 

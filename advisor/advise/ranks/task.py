@@ -62,7 +62,7 @@ class MeasureTask(Struct, frozen=True, kw_only=True):
         """To be sent."""
         return msgspec.msgpack.encode(self, enc_hook=_plain)
 
-    def failed(self, why: str) -> UnreadRank:
+    def failure(self, why: str) -> UnreadRank:
         """That nothing came of it."""
         return UnreadRank(rank=self.rank, path=self.source.url, why=one_line(why))
 
@@ -99,7 +99,7 @@ def run_task(order: bytes) -> bytes:
         )
     if wanted.version != __version__:
         why = f"the worker has advisor {__version__}, this is {wanted.version}: install the same"
-        return encode(wanted.failed(why))
+        return encode(wanted.failure(why))
     for pause in (*RETRY_PAUSES_S, None):
         try:
             return _measured(wanted)
@@ -107,7 +107,7 @@ def run_task(order: bytes) -> bytes:
             raise
         except BaseException as error:  # of native code too, whose panics are no Exception
             if pause is None or not is_transient(error):
-                return encode(wanted.failed(describe_error(error)))
+                return encode(wanted.failure(describe_error(error)))
         gc.collect()
         time.sleep(pause)
     raise AssertionError("the last try returns")

@@ -30,7 +30,7 @@ POLL_SECONDS: Final = 0.5
 """Seconds between two looks at what takes too long."""
 
 
-class Workers(Protocol):
+class WorkerPool(Protocol):
     """Those who perform orders: a ``ProcessPool``, or the ``Cluster`` of this package."""
 
     def slots(self) -> int:
@@ -39,7 +39,7 @@ class Workers(Protocol):
     def submit(self, fn: Work, data: bytes, /) -> Future[bytes]:
         """Hand out an order. The answer raises WorkerDied, or anything else that went wrong."""
 
-    def abandon(self, answer: Future[bytes]) -> None:
+    def cancel(self, answer: Future[bytes]) -> None:
         """It is waited for no longer; what performs it is ended if that can be."""
 
 
@@ -62,7 +62,7 @@ class _PendingTask:
 
 def iterate_results(
     orders: Sequence[MeasureTask],
-    workers: Workers,
+    workers: WorkerPool,
     *,
     seconds: float = RANK_TIMEOUT_SECONDS,
     said: Callable[[int], object] | None = None,
@@ -94,16 +94,16 @@ def iterate_results(
         slots = workers.slots()
         if slots == 0:
             for place in (*(item.place for item in flying.values()), *waiting, *alone):
-                yield orders[place].failed("no worker is left")
+                yield orders[place].failure("no worker is left")
             for item in flying.values():
-                workers.abandon(item.answer)
+                workers.cancel(item.answer)
             return
         while waiting and len(flying) < slots:
             start(waiting.popleft())
         if alone and not waiting and not flying:
             place = alone.popleft()
             if blamed == {place}:  # nobody else can have been it
-                yield orders[place].failed(describe_death(why[place], deaths[place]))
+                yield orders[place].failure(describe_death(why[place], deaths[place]))
                 continue
             start(place)
         try:
@@ -112,8 +112,8 @@ def iterate_results(
             for own, item in list(flying.items()):
                 if time.monotonic() - item.since > seconds:
                     del flying[own]
-                    workers.abandon(item.answer)
-                    yield orders[item.place].failed(f"not done within {seconds:.0f} s")
+                    workers.cancel(item.answer)
+                    yield orders[item.place].failure(f"not done within {seconds:.0f} s")
             continue
         if came is None:
             continue  # it came after it had been given up
@@ -126,12 +126,12 @@ def iterate_results(
             if death.count > 1:
                 blamed.add(came.place)
             if deaths[came.place] > RETRIES:
-                yield order.failed(describe_death(str(death), deaths[came.place]))
+                yield order.failure(describe_death(str(death), deaths[came.place]))
             else:
                 alone.append(came.place)
             continue
         except Exception as error:
-            yield order.failed(f"{type(error).__name__}: {error}")
+            yield order.failure(f"{type(error).__name__}: {error}")
             continue
         if said is not None:
             said(len(data))
@@ -145,11 +145,11 @@ def describe_death(why: str, times: int) -> str:
 
 def _decoded(order: MeasureTask, data: bytes) -> RankSummary | UnreadRank:
     if len(data) > MAX_DECODED:
-        return order.failed("its summary is too large")
+        return order.failure("its summary is too large")
     try:
         return decode(data)
     except AdvisorError as error:
-        return order.failed(str(error))
+        return order.failure(str(error))
 
 
 SCHEDULER_TIMEOUT_S: Final = 60.0
@@ -263,7 +263,7 @@ class Cluster:
         made: Executor = self._client.get_executor(pure=False, retries=RETRIES)
         return made
 
-    def abandon(self, answer: Future[bytes]) -> None:
+    def cancel(self, answer: Future[bytes]) -> None:
         """Forget it. A thread that has begun cannot be ended from here."""
         with suppress(Exception):
             self._theirs[answer].cancel()

@@ -59,7 +59,7 @@ class PlacementChange(NamedTuple):
     """The same if there are no more waits."""
 
 
-class Placement(NamedTuple):
+class TensorPlacement(NamedTuple):
     """Tensor parallelism over several nodes that one node could hold."""
 
     tensor: AxisRanks
@@ -73,7 +73,7 @@ class Placement(NamedTuple):
     """If tensor parallelism gets a node, and others the network; empty: a rate is unknown."""
 
 
-def find_placement(a: Analysis) -> Placement | None:
+def find_placement(a: Analysis) -> TensorPlacement | None:
     """``None``: tensor parallelism is in one node, or no node holds it, or which ranks share a
     node is unknown."""
     machine = machine_of(a)
@@ -88,7 +88,7 @@ def find_placement(a: Analysis) -> Placement | None:
     changes: tuple[PlacementChange, ...] = ()
     if network and inside:
         changes = _with_bubble(a, axes, _changes(axes, tensor, network, inside))
-    return Placement(tensor, node, network, inside, changes)
+    return TensorPlacement(tensor, node, network, inside, changes)
 
 
 def _axes(a: Analysis, machine: NodeLinks) -> list[AxisRanks]:

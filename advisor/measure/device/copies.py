@@ -8,7 +8,7 @@ import numpy as np
 import polars as pl
 from numpy.typing import NDArray
 
-from advisor.core.intervals import covered_length, join, subtract
+from advisor.core.intervals import covered_length, subtract, union_of
 from advisor.core.trace import Copy, Trace
 
 if TYPE_CHECKING:
@@ -111,7 +111,7 @@ def find_copies(a: Analysis) -> pl.DataFrame:
     work = gpu[rows]
     ts, dur = work["ts"].to_numpy(), work["dur"].to_numpy()
     parts = a.breakdown
-    bare = subtract(a.spans, join(parts.compute, parts.all_communication))
+    bare = subtract(a.spans, union_of(parts.compute, parts.all_communication))
     waited = a.syncs.filter(pl.col("copy").is_not_null())
     held = held_by_copy(trace)[rows] | np.isin(rows, waited["copy"].to_numpy())
     main = compute_stream(a)

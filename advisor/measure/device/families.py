@@ -12,7 +12,15 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 import polars as pl
 
-from advisor.core.intervals import EMPTY, Intervals, covered_length, gaps, intersect, join, subtract
+from advisor.core.intervals import (
+    EMPTY,
+    Intervals,
+    covered_length,
+    gaps,
+    intersect,
+    subtract,
+    union_of,
+)
 from advisor.measure.comm.host import time_on_host
 from advisor.measure.host.names import cache_by_name
 
@@ -274,12 +282,12 @@ def break_down(a: Analysis) -> Breakdown:
     comm = a.device_busy(communication)
     copies = a.device_busy((kind == "memcpy").to_numpy() & inside & ~communication)
     memset = a.device_busy((kind == "memset").to_numpy() & inside)
-    busy = join(compute, comm, copies, memset)
+    busy = union_of(compute, comm, copies, memset)
     parts = {
         "compute": compute,
         "communication": subtract(comm, compute),
-        "copies": subtract(copies, join(compute, comm)),
-        "memset": subtract(memset, join(compute, comm, copies)),
+        "copies": subtract(copies, union_of(compute, comm)),
+        "memset": subtract(memset, union_of(compute, comm, copies)),
         "idle": _outside(busy, a.spans),
     }
     used = a.steps.used

@@ -123,7 +123,7 @@ class OpInputs:
         found = [_shape(sizes) for sizes in _listed(self._dims[at])]
         return [shape for shape in found if shape is not None]
 
-    def absent(self, at: int) -> bool:
+    def is_absent(self, at: int) -> bool:
         """Whether an optional tensor was recorded as not given."""
         return at < len(self._types) and self._types[at] == ""
 

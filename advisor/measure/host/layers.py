@@ -75,7 +75,7 @@ class LayerTable:
     (with them), ``backward`` (the part of ``ns`` in the backward pass), ``flops`` and ``moved``
     (bytes; null: known for less than ``KNOWN`` of the time that they are of). Sums over the
     window; without device work ``ns`` is own host time of operators."""
-    total: int
+    total_ns: int
     """All work inside ``spans``, ns."""
     pieces: int
     """Their number."""
@@ -393,9 +393,9 @@ class UnequalLayer:
     equals: EqualLayers
     ns: float
     """Median over the steps."""
-    usual: float
+    median: float
     """Median of the others."""
-    part: str | None
+    slowest_part: str | None
     """Kind of the module inside it with most of the difference; ``None``: it has none."""
 
 
@@ -440,7 +440,7 @@ def find_outliers(layers: LayerTable, groups: list[EqualLayers]) -> list[Unequal
     # what contains a longer module is longer itself: the innermost one is named
     named = {outlier.node for outlier in result}
     inner = {up for node in named for up in layers.path(node)[:-1]}
-    return sorted((o for o in result if o.node not in inner), key=lambda o: o.usual - o.ns)
+    return sorted((o for o in result if o.node not in inner), key=lambda o: o.median - o.ns)
 
 
 def describe_nodes(a: Analysis, nodes: list[int]) -> str | None:
@@ -535,7 +535,7 @@ def report_layers(a: Analysis) -> data.Layers | None:
                 calls=None if calls is None else calls * per_step,
                 ns=ns * per_step,
                 own_ns=int(own["own"].sum()) * per_step,
-                share=ns / max(1, layers.total),
+                share=ns / max(1, layers.total_ns),
                 backward_ns=int(own["backward"].sum()) * per_step if trained else None,
                 kernels=int(own["kernels"].sum()) * per_step,
                 flops=None if known["flops"] is None else known["flops"] * per_step,
@@ -552,20 +552,20 @@ def report_layers(a: Analysis) -> data.Layers | None:
     return data.Layers(
         source=layers.source,
         on_device=layers.on_device,
-        total_ns=layers.total * per_step,
-        outside_ns=(layers.total - int(inside["ns"].sum())) * per_step,
+        total_ns=layers.total_ns * per_step,
+        outside_ns=(layers.total_ns - int(inside["ns"].sum())) * per_step,
         outside_kernels=(layers.pieces - int(inside["kernels"].sum())) * per_step,
         layers=rows,
         more=len(groups) - len(rows),
-        kinds=_kinds(nodes, layers.total, per_step),
+        kinds=_kinds(nodes, layers.total_ns, per_step),
         outliers=[
             data.LayerOutlier(
                 name=names[each.node],
                 path=[names[node] for node in layers.path(each.node)[:-1]],
                 equals=each.equals.label,
                 ns=each.ns,
-                usual_ns=each.usual,
-                part=each.part,
+                usual_ns=each.median,
+                part=each.slowest_part,
             )
             for each in find_outliers(layers, groups)[:MAX_OUTLIERS]
         ],

@@ -14,9 +14,9 @@ from advisor.core.intervals import (
     Intervals,
     covered_length,
     intersect,
-    join,
     subtract,
     union,
+    union_of,
 )
 from advisor.core.trace import LOADER
 from advisor.measure.host.names import name_matches
@@ -180,7 +180,7 @@ def after_reads(a: Analysis) -> Intervals:
     begin, end, _ = _following(a, reads)
     loading = _loading(a)
     long = end - begin - covered_length(begin, end, loading) >= MIN_WORK_NS
-    apart = join(loading, trip_intervals(a))
+    apart = union_of(loading, trip_intervals(a))
     return intersect(subtract(union(begin[long], end[long]), apart), a.spans)
 
 

@@ -39,13 +39,13 @@ class AllocatorReplay(NamedTuple):
         return int(self.reserved[-1]) - self.releasable
 
 
-class _Block:
+class _ModelBlock:
     __slots__ = ("address", "after", "before", "free", "pool", "size")
 
-    def __init__(self, address: int, size: int, pool: _Pool, before: _Block | None) -> None:
+    def __init__(self, address: int, size: int, pool: _Pool, before: _ModelBlock | None) -> None:
         self.address, self.size, self.pool, self.free = address, size, pool, False
-        self.before: _Block | None = before
-        self.after: _Block | None = None if before is None else before.after
+        self.before: _ModelBlock | None = before
+        self.after: _ModelBlock | None = None if before is None else before.after
         if self.before is not None:
             self.before.after = self
         if self.after is not None:
@@ -59,11 +59,11 @@ class _Pool:
 
     def __init__(self, small: bool) -> None:
         self.small = small
-        self.free: list[tuple[int, int, _Block]] = []
-        self.last: _Block | None = None  # of an expandable segment
+        self.free: list[tuple[int, int, _ModelBlock]] = []
+        self.last: _ModelBlock | None = None  # of an expandable segment
 
 
-class Model:
+class AllocatorModel:
     """The allocator of one device.
 
     >>> m = Model(expandable=False)
@@ -85,7 +85,7 @@ class Model:
             self._pools[key] = _Pool(key[0])
         return self._pools[key]
 
-    def take(self, size: int, stream: Any, private: Any) -> _Block:
+    def allocate(self, size: int, stream: Any, private: Any) -> _ModelBlock:
         """Serve a request; a new segment where no free block is large enough."""
         size = max(ROUND, -(-size // ROUND) * ROUND)
         pool = self.pool(size, stream, private)
@@ -111,14 +111,14 @@ class Model:
             self._split(block, size)
         return block
 
-    def segment(self, address: int, size: int, pool: _Pool) -> _Block:
+    def segment(self, address: int, size: int, pool: _Pool) -> _ModelBlock:
         """A segment, free."""
         self.reserved += size
-        block = _Block(address, size, pool, None)
+        block = _ModelBlock(address, size, pool, None)
         self._put(block)
         return block
 
-    def free(self, block: _Block) -> None:
+    def free(self, block: _ModelBlock) -> None:
         """Free a block, and merge it with its free neighbours."""
         for other in (block.before, block.after):
             if other is not None and other.free:
@@ -137,7 +137,7 @@ class Model:
                     block.pool.last = block
         self._put(block)
 
-    def releasable(self) -> int:
+    def releasable_bytes(self) -> int:
         """Bytes that could be given back to the driver."""
         total = 0
         for pool in self._pools.values():
@@ -164,7 +164,7 @@ class Model:
             self.reserved -= block.size
             size -= block.size
 
-    def split(self, block: _Block, address: int, size: int) -> _Block:
+    def split(self, block: _ModelBlock, address: int, size: int) -> _ModelBlock:
         """A part of a free block that is in use already."""
         block.pool.free.remove((block.size, block.address, block))
         block.free = False
@@ -180,7 +180,7 @@ class Model:
             self._split(block, size)
         return block
 
-    def _grow(self, pool: _Pool, size: int) -> _Block:
+    def _grow(self, pool: _Pool, size: int) -> _ModelBlock:
         page = SMALL_BUFFER if pool.small else LARGE_BUFFER
         last = pool.last
         spare = last.size if last is not None and last.free else 0
@@ -192,22 +192,22 @@ class Model:
             return last
         address = self._next if last is None else last.address + last.size
         self._next += (1 << 44) if last is None else 0  # room for it to grow
-        pool.last = _Block(address, mapped, pool, last)
+        pool.last = _ModelBlock(address, mapped, pool, last)
         return pool.last
 
-    def _split(self, block: _Block, size: int) -> None:
-        rest = _Block(block.address + size, block.size - size, block.pool, block)
+    def _split(self, block: _ModelBlock, size: int) -> None:
+        rest = _ModelBlock(block.address + size, block.size - size, block.pool, block)
         block.size = size
         if block.pool.last is block:
             block.pool.last = rest
         self._put(rest)
 
-    def _put(self, block: _Block) -> None:
+    def _put(self, block: _ModelBlock) -> None:
         block.free = True
         insort(block.pool.free, (block.size, block.address, block), key=_order)
 
 
-def _order(entry: tuple[int, int, _Block]) -> tuple[int, int]:
+def _order(entry: tuple[int, int, _ModelBlock]) -> tuple[int, int]:
     return entry[:2]
 
 
@@ -221,7 +221,7 @@ def replay_allocator(
     blocks before the history had left between them is not known. A request that failed is taken
     to be met.
     """
-    model = Model(expandable=expandable)
+    model = AllocatorModel(expandable=expandable)
     blocks = _begin(model, h)
     stop = h.count if until is None else min(h.count, until + 1)
     reserved = np.empty(stop + 1, dtype=np.int64)
@@ -234,7 +234,7 @@ def replay_allocator(
         zip(action, *columns, strict=False), start=1
     ):
         if what == "alloc":
-            blocks[address] = model.take(size, stream, pool)
+            blocks[address] = model.allocate(size, stream, pool)
         elif what == free:
             block = blocks.pop(address, None)
             if block is not None:
@@ -242,20 +242,20 @@ def replay_allocator(
         elif what == "segment_free":
             model.release(size)
         elif what == "oom" and index == stop:
-            model.take(size, stream, pool)
+            model.allocate(size, stream, pool)
         reserved[index] = model.reserved
-    return AllocatorReplay(reserved, model.releasable())
+    return AllocatorReplay(reserved, model.releasable_bytes())
 
 
-def _begin(model: Model, h: MemoryHistory) -> dict[int, _Block]:
+def _begin(model: AllocatorModel, h: MemoryHistory) -> dict[int, _ModelBlock]:
     """What was there before the first event: blocks by their recorded address."""
     lives = h.block_lifetimes
     old = np.flatnonzero(lives.start_event < 0)
     old = old[np.argsort(lives.address[old], kind="stable")]
     segments = _first_segments(h)
-    blocks: dict[int, _Block] = {}
+    blocks: dict[int, _ModelBlock] = {}
     starts = [segment[0] for segment in segments]
-    open_: dict[int, _Block] = {}
+    open_: dict[int, _ModelBlock] = {}
     if not model.expandable:
         for address, size, stream, private, large in segments:
             pool = model.pool(SMALL + 1 if large else SMALL, stream, private)
@@ -265,18 +265,18 @@ def _begin(model: Model, h: MemoryHistory) -> dict[int, _Block]:
         address, size = int(lives.address[row]), max(1, int(lives.size[row]))
         place = bisect_left(starts, address + 1) - 1
         if place < 0 or address >= starts[place] + segments[place][1]:
-            blocks[address] = model.take(size, None, None)
+            blocks[address] = model.allocate(size, None, None)
             continue
         start, total, stream, private, large = segments[place]
         if model.expandable:
-            blocks[address] = model.take(size, stream, private)
+            blocks[address] = model.allocate(size, stream, private)
             continue
         rest = open_[start]
         while rest.after is not None:
             rest = rest.after
         size = min(-(-size // ROUND) * ROUND, start + total - address)
         if not rest.free or address < rest.address:
-            blocks[address] = model.take(size, stream, private)
+            blocks[address] = model.allocate(size, stream, private)
             continue
         blocks[address] = model.split(rest, address, size)
         open_[start] = blocks[address]

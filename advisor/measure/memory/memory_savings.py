@@ -29,7 +29,7 @@ MIN_8_BIT = 4096 * 4
 class Change(NamedTuple):
     """Blocks of which a change keeps a part, all along or for a while."""
 
-    change: str
+    name: str
     rows: Ints
     """Rows of ``MemoryHistory.block_lifetimes``; a row may recur, with other times."""
     keep: float | np.ndarray
@@ -60,7 +60,7 @@ class Change(NamedTuple):
 class Saving(NamedTuple):
     """What one change frees."""
 
-    change: str
+    name: str
     """One of those of ``find_changes``, or ``expandable segments``."""
     bytes: int
     """By which the highest point of the history falls; of expandable segments, what is reserved
@@ -129,7 +129,7 @@ def find_savings(post: PostMortem) -> list[Saving]:
 def _saving(each: Change, freed: int) -> Saving:
     where = each.where
     place = (None, None, None) if where is None else (where.file, where.line, where.function)
-    return Saving(each.change, freed, each.assumes, *place)
+    return Saving(each.name, freed, each.assumes, *place)
 
 
 @measured_once
@@ -304,7 +304,7 @@ class Logits(NamedTuple):
     """Who called the loss."""
 
     @property
-    def freed(self) -> int:
+    def freed_bytes(self) -> int:
         """Were they made in CHUNKS pieces, one at a time."""
         return self.bytes - self.bytes // LOSS_CHUNKS
 

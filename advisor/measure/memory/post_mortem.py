@@ -164,7 +164,7 @@ class PostMortem:
         }
 
     @cached_property
-    def held(self) -> pl.DataFrame:
+    def by_line(self) -> pl.DataFrame:
         """The same by category and line (HELD_SCHEMA), largest first."""
         return self.holders(self.allocated_rows)
 
@@ -389,7 +389,7 @@ MIN_GROWTH = 0.01
 _STEP = re.compile(r"(?:step|iter(?:ation)?|s)[-_]?(\d+)", re.IGNORECASE)
 
 
-def in_order(snapshots: Sequence[MemorySnapshot]) -> tuple[MemorySnapshot, ...]:
+def order_snapshots(snapshots: Sequence[MemorySnapshot]) -> tuple[MemorySnapshot, ...]:
     """By the time of the last event; where one has none, by the numbers in the file names."""
     times = [each.events["time_us"].max() for each in snapshots]
     if snapshots and all(isinstance(time, int) for time in times) and len(set(times)) == len(times):

@@ -337,7 +337,7 @@ def recorded_snapshot(a: Analysis) -> MemorySnapshot | None:
     stacks = _Stacks(a)
     thread = events["thread"].fill_null(-1).to_numpy()
     rows = find_running(a, thread, events["ts"].to_numpy())
-    events = events.with_columns(stack=pl.Series([stacks.of(row) for row in rows.tolist()]))
+    events = events.with_columns(stack=pl.Series([stacks.index_of(row) for row in rows.tolist()]))
     parts = [_of_device(device) for _, device in events.group_by("device", maintain_order=True)]
     begin = pl.col("ts").cast(pl.Int64) // 1000
     marks = a.steps.table if a.steps.source != "whole trace" else a.steps.table.clear()
@@ -414,7 +414,7 @@ class _Stacks:
         self._by_path: dict[tuple[int, SnapshotFrame | None], int] = {}
         self.made: list[Stack] = []
 
-    def of(self, row: int) -> int | None:
+    def index_of(self, row: int) -> int | None:
         """Place of a row's stack in ``made``; ``None``: it has no frame."""
         path = []
         while row not in self._by_row:  # outwards, up to what is known

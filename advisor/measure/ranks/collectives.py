@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from advisor.measure import Analysis
-    from advisor.measure.ranks.outliers import Job
+    from advisor.measure.ranks.outliers import JobMeasurements
 
 
 SYNCHRONISING = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all")
@@ -193,7 +193,7 @@ MIN_GROUPS = 3
 """Of the same kind of collective, to say that one of them is slower."""
 
 
-def transfer_excess(job: Job, without: frozenset[int] = frozenset()) -> list[Floats]:
+def transfer_excess(job: JobMeasurements, without: frozenset[int] = frozenset()) -> list[Floats]:
     """Transfer time above the middle of the same kind and size in other groups, by rank, per step:
     of all together, then of each kind by itself. NaN: nothing to compare with. Collectives of the
     ranks in ``without`` take no part."""
@@ -224,7 +224,7 @@ def transfer_excess(job: Job, without: frozenset[int] = frozenset()) -> list[Flo
     return result
 
 
-def _groups(job: Job) -> tuple[Ints, Ints]:
+def _groups(job: JobMeasurements) -> tuple[Ints, Ints]:
     """By collective: the number of its members' set, and of its kind, message and size."""
     joined, waits = job.joined, job.waits
     if not len(waits.row):
@@ -242,7 +242,7 @@ def _groups(job: Job) -> tuple[Ints, Ints]:
     return group, kind
 
 
-def slow_links(job: Job) -> list[Deviation]:
+def slow_links(job: JobMeasurements) -> list[Deviation]:
     """Hosts or racks (ranks, where hosts are not known) whose collectives take longer; one after
     the other, each without what those found before have caused."""
     deviations: list[Deviation] = []
@@ -266,7 +266,7 @@ def slow_links(job: Job) -> list[Deviation]:
     return deviations
 
 
-def _same(job: Job, who: list[Members], excess: Floats) -> Members:
+def _same(job: JobMeasurements, who: list[Members], excess: Floats) -> Members:
     """The worst; ranks that share its collectives, and so have the same figure, belong to it."""
     worst = who[0]
     if worst.unit != "rank":

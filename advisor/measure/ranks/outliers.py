@@ -92,7 +92,7 @@ class Deviation:
 
 
 @dataclass(frozen=True)
-class Job:
+class JobMeasurements:
     """What the searches look at."""
 
     summaries: Sequence[RankSummary]
@@ -109,7 +109,7 @@ class Job:
         return float(np.median(known)) if len(known) else 0.0
 
 
-def find_outliers(job: Job) -> list[Deviation]:
+def find_outliers(job: JobMeasurements) -> list[Deviation]:
     """All searches; what one explains another does not tell again."""
     result = find_persistent(job)
     blamed = {place for deviation in result for place in deviation.who.places}
@@ -123,7 +123,7 @@ def find_outliers(job: Job) -> list[Deviation]:
 # -- the same ranks in every step -------------------------------------------------------------
 
 
-def find_persistent(job: Job) -> list[Deviation]:
+def find_persistent(job: JobMeasurements) -> list[Deviation]:
     """Ranks, hosts and racks with more work of their own than those that have the same part."""
     own, step = job.own, job.step_ns
     if step <= 0:
@@ -163,7 +163,7 @@ def _add(result: list[Deviation], fresh: Deviation) -> None:
     result.append(fresh)
 
 
-def _seen(job: Job, who: Members, total: Floats) -> Deviation:
+def _seen(job: JobMeasurements, who: Members, total: Floats) -> Deviation:
     index = list(who.places)
     inside = set(index)
     like = [
@@ -185,7 +185,7 @@ def _seen(job: Job, who: Members, total: Floats) -> Deviation:
     )
 
 
-def _more(job: Job, values: Floats, like: Sequence[int] | Ints) -> dict[str, float]:
+def _more(job: JobMeasurements, values: Floats, like: Sequence[int] | Ints) -> dict[str, float]:
     """By class, ns per step that ``values`` are above the median of the ranks ``like`` theirs."""
     above = values - medians_over(job.own.values[like], axis=0)
     return dict(zip(OWN, above.tolist(), strict=False))
@@ -198,7 +198,7 @@ def _kind(more: dict[str, float]) -> str:
     return "input" if most == more["input"] else "host" if most == host else "compute"
 
 
-def _classified(job: Job, deviation: Deviation, like: list[int]) -> Deviation:
+def _classified(job: JobMeasurements, deviation: Deviation, like: list[int]) -> Deviation:
     """The same with its kind, by what it has most more of than the ranks ``like`` it."""
     if (kind := _kind(deviation.more)) != "compute":
         return replace(deviation, kind=kind)
@@ -213,7 +213,7 @@ def _classified(job: Job, deviation: Deviation, like: list[int]) -> Deviation:
     return replace(deviation, kind="imbalance", families=longer_families(slow, others))
 
 
-def _of_whole_steps(job: Job, place: int) -> RankSummary:
+def _of_whole_steps(job: JobMeasurements, place: int) -> RankSummary:
     """What a rank spends on families of kernels; of a file that is cut off, of the steps before the
     cut, as far as their compute tells."""
     summary = job.summaries[place]
@@ -227,7 +227,7 @@ def _of_whole_steps(job: Job, place: int) -> RankSummary:
     )
 
 
-def _merge_imbalances(job: Job, result: list[Deviation]) -> list[Deviation]:
+def _merge_imbalances(job: JobMeasurements, result: list[Deviation]) -> list[Deviation]:
     """Ranks that have more of the work are one imbalance."""
     uneven = [deviation for deviation in result if deviation.kind == "imbalance"]
     if len(uneven) < 2:
@@ -238,7 +238,7 @@ def _merge_imbalances(job: Job, result: list[Deviation]) -> list[Deviation]:
     ]
 
 
-def merge_outliers(job: Job, result: Sequence[Deviation]) -> Deviation:
+def merge_outliers(job: JobMeasurements, result: Sequence[Deviation]) -> Deviation:
     """Several outliers of the same kind, as one: the figures are of the largest."""
     places = tuple(sorted({place for deviation in result for place in deviation.who.places}))
     name = format_ranks([job.places.ranks[place] for place in places])
@@ -249,7 +249,7 @@ def merge_outliers(job: Job, result: Sequence[Deviation]) -> Deviation:
 # -- parts of a pipeline ----------------------------------------------------------------------
 
 
-def find_long_stages(job: Job) -> list[Deviation]:
+def find_long_stages(job: JobMeasurements) -> list[Deviation]:
     """The longest stage of a pipeline, where the others wait for it."""
     names = np.unique(job.stage)
     if len(names) < 2 or job.step_ns <= 0:
@@ -287,7 +287,7 @@ def find_long_stages(job: Job) -> list[Deviation]:
 # -- another rank from step to step -----------------------------------------------------------
 
 
-def find_moving(job: Job, blamed: set[int]) -> list[Deviation]:
+def find_moving(job: JobMeasurements, blamed: set[int]) -> list[Deviation]:
     """Steps that are held up by one rank each, and not by the same."""
     own = job.own.own_ns_by_step
     if own.shape[1] < MIN_STEPS or job.step_ns <= 0:
@@ -338,7 +338,7 @@ def find_moving(job: Job, blamed: set[int]) -> list[Deviation]:
 # -- late, and nothing of its own says why ----------------------------------------------------
 
 
-def find_late(job: Job) -> list[Deviation]:
+def find_late(job: JobMeasurements) -> list[Deviation]:
     """The rank that arrives last at most collectives, where own work in these steps does not say
     why: few ranks have no scatter to compare with, and a window of a step or two shows a delay
     that began before it."""
@@ -374,7 +374,7 @@ def find_late(job: Job) -> list[Deviation]:
     return [result] if result.who.chance < MAX_LATE_CHANCE else []
 
 
-def late_chance(job: Job, place: int) -> float:
+def late_chance(job: JobMeasurements, place: int) -> float:
     """Bound of the probability that any of similar ranks arrives last as often as this one, or
     keeps the others waiting as long in step after step."""
     waits = job.waits
@@ -387,7 +387,7 @@ def late_chance(job: Job, place: int) -> float:
     return min(1.0, similar * chance)
 
 
-def _chance_of_delay(job: Job, place: int) -> float:
+def _chance_of_delay(job: JobMeasurements, place: int) -> float:
     """Student's t of what a rank makes the others wait by step, less what others make it wait: of
     similar ranks that is as often below zero as above."""
     waits, joined = job.waits, job.joined
@@ -406,7 +406,7 @@ def _chance_of_delay(job: Job, place: int) -> float:
 # -- what would change it ---------------------------------------------------------------------
 
 
-def edits_of(job: Job, deviation: Deviation) -> list[Edit]:
+def edits_of(job: JobMeasurements, deviation: Deviation) -> list[Edit]:
     """What undoing a deviation changes on each of its ranks (the first MAX_EDITS of them)."""
     result = []
     for place in deviation.who.places[:MAX_EDITS]:
@@ -425,7 +425,7 @@ def edits_of(job: Job, deviation: Deviation) -> list[Edit]:
 _PARTS = {"compute": "compute", "input": "waiting for input", "host": "host time"}
 
 
-def describe_subject(job: Job, deviation: Deviation) -> str:
+def describe_subject(job: JobMeasurements, deviation: Deviation) -> str:
     """``rank 7``, ``host node-03 (ranks 24-31)``, ``a different rank in each step``."""
     ranks = format_ranks([job.places.ranks[place] for place in deviation.who.places])
     if deviation.moves:
@@ -435,7 +435,7 @@ def describe_subject(job: Job, deviation: Deviation) -> str:
     return f"{deviation.who.unit} {deviation.who.name} (ranks {ranks})"
 
 
-def describe_reason(job: Job, deviation: Deviation) -> str:
+def describe_reason(job: JobMeasurements, deviation: Deviation) -> str:
     """The measurement, without its subject: ``5.1 ms more own work per step than the others …``."""
     more, excess = deviation.more, format_duration(deviation.excess_ns)
     share = format_share(deviation.excess_ns / job.step_ns) if job.step_ns else ""
@@ -478,7 +478,7 @@ def describe_reason(job: Job, deviation: Deviation) -> str:
     return f"{text}; {deviation.note}" if deviation.note else text
 
 
-def describe_change(job: Job, deviation: Deviation) -> str:
+def describe_change(job: JobMeasurements, deviation: Deviation) -> str:
     """What the replay changes to estimate the gain."""
     who = describe_subject(job, deviation)
     if deviation.kind == "network":

@@ -48,7 +48,7 @@ class Advice(Struct, frozen=True, array_like=True):
     """Per step; ``null``: not estimated."""
 
 
-class Kernel(Struct, array_like=True, frozen=True):
+class KernelSummary(Struct, array_like=True, frozen=True):
     """One compute kernel of one launch size, inside the used steps."""
 
     count: int
@@ -158,10 +158,10 @@ class RankSummary(Struct, frozen=True, kw_only=True):
     """What the main thread does, by class."""
     families: dict[str, float] = field(default_factory=dict)
     """Kernels by family."""
-    kernels: dict[str, Kernel] = field(default_factory=dict)
+    kernels: dict[str, KernelSummary] = field(default_factory=dict)
     """Compute kernels with most time, by the start of their name and a digest of name and launch
     size: the same on every rank that runs the same."""
-    operators: dict[str, Kernel] = field(default_factory=dict)
+    operators: dict[str, KernelSummary] = field(default_factory=dict)
     """Where no device works: outermost operators of ATen with most time, by name and a digest of
     name and shapes."""
     per_step: dict[str, PackedColumns] = field(default_factory=dict)

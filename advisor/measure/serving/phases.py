@@ -46,7 +46,7 @@ def measure_serving(a: Analysis) -> Serving | None:
     used = np.flatnonzero(covered_length(start, start + 1, a.spans) > 0)
     if not len(used):
         return None
-    whole = not a.lost.reported
+    whole = not a.lost_records.reported
     labels = [_label(passes, index) for index in used.tolist()]
     kernels = None if a.device_id is None else _Kernels(a, passes)
     named = {label: used[[each == label for each in labels]] for label in labels}
@@ -228,7 +228,7 @@ def _graphs(a: Analysis, passes: ForwardPasses, used: Numbers) -> GraphReplays |
         kernels=len(rows),
         per_step=float(inside.sum()) / len(used),
         matched=None if a.trace.meta.capture is None else a.trace.meta.capture.matched,
-        missing=a.lost.replayed,
+        missing=a.lost_records.replayed,
     )
 
 

@@ -185,7 +185,7 @@ class StepRecords:
         result = self.profiled.copy()
         number = np.array([step.n for step in self.steps], dtype=np.int64)
         window = self.column("window")
-        for event in self.record.of_kind("window"):
+        for event in self.record.events_of("window"):
             which, steps = event.get("window"), event.get("steps")
             if event.get("state") not in ("done", "stopped") or not isinstance(which, int):
                 continue
@@ -445,13 +445,13 @@ class StepRecords:
         """The DataLoaders that fed steps, by first use. In a training, one that was only iterated
         for validation is left out."""
         if self.inference:
-            return self.record.of_kind("loader")
-        iterations = self.record.of_kind("loader_iter")
+            return self.record.events_of("loader")
+        iterations = self.record.events_of("loader_iter")
         evaluated = [e.get("id") for e in iterations if e.get("evaluation")]
         trained = [e.get("id") for e in iterations if not e.get("evaluation")]
         return [
             event
-            for event in self.record.of_kind("loader")
+            for event in self.record.events_of("loader")
             if event.get("id") in trained or event.get("id") not in evaluated
         ]
 

@@ -50,7 +50,7 @@ class RangeGroup(NamedTuple):
     """Part of the device's time that is launched in them."""
 
     @property
-    def named(self) -> bool:
+    def is_step_range(self) -> bool:
         """The program calls them steps."""
         return bool(self.marks["name"].str.contains(_NAMED).any())
 
@@ -64,12 +64,12 @@ def find_repeats(trace: Trace) -> tuple[pl.DataFrame, str] | None:
         return None if marks is None else (marks, "ranges")
     group = max(
         (g for g in range_groups(trace) if g.share >= LAUNCHED_INSIDE),
-        key=lambda g: (g.named, -int(g.marks["depth"].min()), g.marks.height),  # type: ignore[arg-type]
+        key=lambda g: (g.is_step_range, -int(g.marks["depth"].min()), g.marks.height),  # type: ignore[arg-type]
         default=None,
     )
     if group is not None:
         marks = group.marks.select("name", "ts", "dur")
-        return marks, "ranges" if group.named else GUESSED_STEP_SOURCES[1]
+        return marks, "ranges" if group.is_step_range else GUESSED_STEP_SOURCES[1]
     rows = trace.gpu.filter(pl.col("device") == device)
     marks = _sequence(rows, _called(trace, rows))
     return None if marks is None else (marks, GUESSED_STEP_SOURCES[0])

@@ -147,7 +147,7 @@ def _fields(value: Any) -> dict[str, Any]:
     """A dict, of JSON or of a plain pickle; empty: it is none."""
     if isinstance(value, dict):
         return value
-    return PickledFields().of(value) or {}
+    return PickledFields().from_value(value) or {}
 
 
 def _sizes(value: Any) -> tuple[tuple[int, ...], ...]:

@@ -102,5 +102,5 @@ class RocprofComputeReader(_ProfileReader):
         from advisor.read.kernel_profiles import read_rocprof_compute, read_rocprof_kernels
 
         with open_database(source, options) as database:
-            read = read_rocprof_kernels if database.has(_KERNELS) else read_rocprof_compute
+            read = read_rocprof_kernels if database.has_table(_KERNELS) else read_rocprof_compute
             return trace_of(read(database, source.path), source.bytes_read)

@@ -105,7 +105,7 @@ def _exported(source: ByteSource, options: ReadOptions) -> Trace:
         )
     with scratch_folder() as folder:
         report = Path(source.path)
-        if source.given is not None or not report.is_file():
+        if source.data is not None or not report.is_file():
             report = folder / "report.nsys-rep"
             with report.open("wb") as file:
                 for block in source.blocks():

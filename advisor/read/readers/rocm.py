@@ -33,7 +33,7 @@ class RpdReader(Reader):
         from advisor.read.rocm_tables import Rpd
 
         with open_database(source, options) as db:
-            if not db.has("rocpd_api") and not db.has("rocpd_op"):
+            if not db.has_table("rocpd_api") and not db.has_table("rocpd_op"):
                 return _rocpd(source, db)
             rpd = Rpd(db)
             host, device = [rpd.host()], [rpd.device()]

@@ -108,7 +108,7 @@ def _space(events: list[_Event], broken: int) -> Space:
         result = [XLine(n, threads.get((pid, tid), str(tid))) for n, tid in enumerate(lines)]
         line = np.repeat(np.arange(len(lines)), [len(item) for item in lines.values()])
         planes.append((plane, result, _events(own, line, code)))
-    return Space(planes=planes, broken=broken)
+    return Space(planes=planes, undecodable_events=broken)
 
 
 def _events(own: list[_Event], line: Ints, code: dict[str, int]) -> Events:

@@ -48,7 +48,7 @@ class Space:
 
     planes: Iterable[tuple[Plane, list[XLine], Events]]
     truncated: bool = False
-    broken: int = 0
+    undecodable_events: int = 0
     """Events that could not be decoded."""
 
 
@@ -187,7 +187,7 @@ def _dropped(space: Space, others: int) -> dict[str, int]:
     """What was left out, counted by reason."""
     counts = {
         "not used: planes of other devices": others,
-        "not decodable": space.broken,
+        "not decodable": space.undecodable_events,
     }
     return {reason: count for reason, count in counts.items() if count}
 
@@ -263,7 +263,7 @@ def _work(hosts: XlaHost, plane: Plane, events: Events, device: int, streams: An
     names = [plane.names[code] for code in codes.tolist()]
     kinds = np.array([GPU_KINDS.index(_kind(name)) for name in names], dtype=np.int8)[which]
     for nth, kind in enumerate(GPU_KINDS):
-        kinds[events.has(f"{kind}_details")] = nth
+        kinds[events.has_stat(f"{kind}_details")] = nth
     columns: dict[str, Any] = {
         "ts": events.ts,
         "dur": events.dur,

@@ -196,7 +196,7 @@ def kernel_tables(report: Report) -> list[Section]:
         count = t.count_noun(len(advice), "note") + " of the profiler"
         items = Items(advice[:MAX_ADVICE])
         blocks.append(
-            Section("The kernel profiler's own advice", [items], folded=True, counted=count)
+            Section("The kernel profiler's own advice", [items], folded=True, summary=count)
         )
     return [*blocks, *_triton(report)]
 
@@ -307,7 +307,7 @@ def _command(report: Report) -> list[Section]:
     title = "Hardware counters of the slow kernels"
     return [
         Section(
-            title, blocks, "what limits each of them", folded=True, counted="command for counters"
+            title, blocks, "what limits each of them", folded=True, summary="command for counters"
         )
     ]
 

@@ -66,14 +66,14 @@ def sections(report: Report) -> list[Block]:
         if view.source == "trace":
             counted = "" if view is not report.memory[0] else "what held the memory at its peak"
             body: list[Block] = [fields, *first, *rest]
-            blocks.append(Section(device.title, body, device.aside, folded=True, counted=counted))
+            blocks.append(Section(device.title, body, device.aside, folded=True, summary=counted))
             continue
         blocks.append(Section(device.title, [fields, *first], device.aside))
         if rest:
             more = "modules, " if view.modules else ""
             counted = f"{more}allocations per step, segments and what savings assume"
             title = f"{device.title}: details"
-            blocks.append(Section(title, rest, folded=True, counted=counted))
+            blocks.append(Section(title, rest, folded=True, summary=counted))
     return blocks
 
 

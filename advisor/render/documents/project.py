@@ -192,11 +192,11 @@ def build_fit(fit: MemoryFit, *, gpu: str, batch: str) -> Document:
     if fit.chosen:
         blocks.append(_fit_table("The cheapest changes with which it fits", fit.chosen))
         for way in fit.chosen:
-            text, code = describe_change(way.change.change)
+            text, code = describe_change(way.change.name)
             blocks += [Paragraph(f"{text}{_fit_place(way)}: {way.change.assumes}."), Code(code)]
     blocks += [_layers(way.layers) for way in fit.ways if way.layers]
-    names = {way.change.change for way in fit.chosen}
-    others = [way for way in fit.ways if way.bytes > 0 and way.change.change not in names]
+    names = {way.change.name for way in fit.chosen}
+    others = [way for way in fit.ways if way.bytes > 0 and way.change.name not in names]
     if others:
         title = "Other changes, each alone" if fit.chosen else "Changes, each alone"
         blocks.append(_fit_table(title, others))
@@ -265,7 +265,7 @@ def _phases(fit: MemoryFit) -> list[str]:
 
 def _row(way: CostedChange) -> list[str]:
     cost = "unknown" if way.ns is None else t.format_duration(way.ns) if way.ns else "nothing"
-    return [way.change.change, t.format_bytes(way.bytes), cost]
+    return [way.change.name, t.format_bytes(way.bytes), cost]
 
 
 def _fit_place(way: CostedChange) -> str:

@@ -153,7 +153,7 @@ def _findings(report: Report) -> Iterator[Block]:
     stairs = report_charts.build_stairs(report)
     if stairs is not None and len(stairs.fixes) > 1:
         title = "Step time after each fix"
-        yield Section(title, [Staircase(stairs)], detail=True, counted=title.lower())
+        yield Section(title, [Staircase(stairs)], detail=True, summary=title.lower())
     if report.risks:
         cards = [_card(report, finding, fix=not ranked) for finding in report.risks]
         yield Section("Memory and risks", cards)
@@ -246,7 +246,7 @@ def _rest(report: Report) -> Iterator[Block]:
             title = "What the counters show" if counters else "What to change"
             yield Section(title, [Items(shown)], "the largest first" if counters else "")
         else:
-            yield Section("Notes", notes, folded=True, counted=counted)
+            yield Section("Notes", notes, folded=True, summary=counted)
     if report.hot_lines:
         rows: list[Sequence[Inline]] = [
             [Span(place, "code"), share, Span(text, "code")]
@@ -255,7 +255,7 @@ def _rest(report: Report) -> Iterator[Block]:
         table = Grid(["line", "CPU time", ""], rows, align="lrl")
         counted = t.count_noun(len(rows), "hot Python line")
         aside = "from a separate run under Scalene"
-        yield Section("Hot Python lines", [table], aside, folded=True, counted=counted)
+        yield Section("Hot Python lines", [table], aside, folded=True, summary=counted)
     good = [item.text for item in report.passed]
     skipped: list[Inline] = [
         (f"{what}: ", Span(why, "soft"))
@@ -268,11 +268,11 @@ def _rest(report: Report) -> Iterator[Block]:
     ):
         if items:
             counted = t.count_noun(len(items), noun)
-            yield Section(title, [Items(items, mark)], folded=True, counted=counted)
+            yield Section(title, [Items(items, mark)], folded=True, summary=counted)
     closing = report_text.define_gains(report)
     if closing:
         paragraphs = [Paragraph(line, "soft") for line in closing]
-        yield Section("How gains are estimated", paragraphs, folded=True, counted="evidence")
+        yield Section("How gains are estimated", paragraphs, folded=True, summary="evidence")
 
 
 def _note(finding: Finding) -> Card:

@@ -49,8 +49,8 @@ class Notebook(DocumentRenderer):
                 parts.append(block(part))
             elif isinstance(part, d.Section) and part.short:
                 parts += [_small(each) for each in part.blocks]
-            elif isinstance(part, d.Section) and part.folded and part.counted:
-                left_out.append(part.counted)
+            elif isinstance(part, d.Section) and part.folded and part.summary:
+                left_out.append(part.summary)
         fixes = [card for card in d.cards(document.blocks) if card.fix]
         if fixes:
             parts.append(_index(fixes[:MAX_CARDS]))

@@ -152,8 +152,8 @@ class _Screen:
     def section(self, section: d.Section) -> None:
         """A heading and what is below it, or that it is left out."""
         if (section.folded or section.detail) and not self.details:
-            if section.counted:
-                self.left_out.append(labels.clean(section.counted))
+            if section.summary:
+                self.left_out.append(labels.clean(section.summary))
             return
         if not section.has_lines:
             return

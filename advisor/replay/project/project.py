@@ -305,7 +305,7 @@ def hourly_prices(prices: Prices) -> dict[str, float]:
     and none of them is that of a GPU that is known."""
     result = {}
     for gpu in known_gpus():
-        price = next(filter(None, map(prices.of, (gpu.name, *gpu.names))), None)
+        price = next(filter(None, map(prices.price_of, (gpu.name, *gpu.names))), None)
         if price is not None:
             result[gpu.name] = price.per_hour
     if prices.table and not result:

@@ -11,7 +11,7 @@ from advisor.core.finding import Edit
 from advisor.core.intervals import Bools, Floats, Ints
 from advisor.measure.comm.messages import kind_of
 from advisor.measure.ranks.align import group_medians
-from advisor.measure.ranks.outliers import Deviation, Job
+from advisor.measure.ranks.outliers import Deviation, JobMeasurements
 from advisor.replay.predictions import OTHERS, fault_kind
 from advisor.replay.ranks.ranks_replay import JobChange, JobGain, RanksReplay
 
@@ -21,7 +21,7 @@ ALL_OVER = 0.01
 """Of the step: where half of the ranks are as far from the median, they differ all over."""
 
 
-def estimate_gain(job: Job, replay: RanksReplay, deviation: Deviation) -> JobGain:
+def estimate_gain(job: JobMeasurements, replay: RanksReplay, deviation: Deviation) -> JobGain:
     """What the job's step gains without a deviation; where a change is not certain, the low end is
     of the part that is."""
     change, certain = change_without(job, replay, deviation)
@@ -33,7 +33,7 @@ def estimate_gain(job: Job, replay: RanksReplay, deviation: Deviation) -> JobGai
 
 
 def change_without(
-    job: Job, replay: RanksReplay, deviation: Deviation
+    job: JobMeasurements, replay: RanksReplay, deviation: Deviation
 ) -> tuple[JobChange, JobChange | None]:
     """The job without a deviation: the rank like the others, the work spread evenly, the link as
     fast. And the part of the change that is certain; ``None``: all of it."""
@@ -112,7 +112,7 @@ class TypicalGain(NamedTuple):
     """By rank."""
 
 
-def usual_work(job: Job, replay: RanksReplay, without: set[int]) -> TypicalGain:
+def usual_work(job: JobMeasurements, replay: RanksReplay, without: set[int]) -> TypicalGain:
     """The middle of the ranks of a stage that have as many collectives in the step as most of them,
     ``without`` some. Place by place: where one is slower in some of the work, only that counts."""
     stage, place = job.stage[replay.rank], replay.places()
@@ -146,7 +146,9 @@ def _like_the_others(replay: RanksReplay, usual: TypicalGain, at: Sequence[int])
     return JobChange(work=np.where(own, usual.work, replay.work), tail=tail)
 
 
-def _spread(job: Job, replay: RanksReplay, change: JobChange, index: Sequence[int]) -> JobChange:
+def _spread(
+    job: JobMeasurements, replay: RanksReplay, change: JobChange, index: Sequence[int]
+) -> JobChange:
     """What some ranks no longer do is done by all that have the same part of the work, and an
     all-to-all of theirs takes as long as when each of its ranks has the mean of its tokens: it is
     over when the rank with most of them has them."""
@@ -207,7 +209,7 @@ def _all_similar(replay: RanksReplay, usual: TypicalGain) -> JobChange:
     return JobChange(work=work, tail=tail)
 
 
-def no_stragglers(job: Job, replay: RanksReplay) -> JobGain:
+def no_stragglers(job: JobMeasurements, replay: RanksReplay) -> JobGain:
     """Every rank at the median of its part of the work."""
     return replay.gain(_all_similar(replay, usual_work(job, replay, set())))
 
@@ -234,7 +236,7 @@ def _repeated(factor: Floats, replay: RanksReplay) -> Floats:
     return np.repeat(factor[:, None], len(replay.columns), axis=1)
 
 
-def _balanced(job: Job, replay: RanksReplay) -> Floats:
+def _balanced(job: JobMeasurements, replay: RanksReplay) -> Floats:
     """The work of all stages spread over the stages."""
     own = job.own.own
     names = np.unique(job.stage)
@@ -246,7 +248,9 @@ def _balanced(job: Job, replay: RanksReplay) -> Floats:
     return _repeated(factor, replay)
 
 
-def _faster(job: Job, replay: RanksReplay, at: Sequence[int]) -> tuple[JobChange, JobChange | None]:
+def _faster(
+    job: JobMeasurements, replay: RanksReplay, at: Sequence[int]
+) -> tuple[JobChange, JobChange | None]:
     """Transfers of some ranks as fast as the same ones of groups without them.
 
     Where each group has one of them, nothing tells what its transfers would take: those are taken
@@ -259,7 +263,9 @@ def _faster(job: Job, replay: RanksReplay, at: Sequence[int]) -> tuple[JobChange
     return JobChange(transfer=took), JobChange(transfer=np.where(known, took, replay.transfer))
 
 
-def _slower(job: Job, replay: RanksReplay, index: Sequence[int]) -> tuple[Floats, Bools]:
+def _slower(
+    job: JobMeasurements, replay: RanksReplay, index: Sequence[int]
+) -> tuple[Floats, Bools]:
     """By collective (cell): usual over own transfer time where some ranks take part, else 1, and
     whether there is a group without them that says so."""
     joined = job.joined

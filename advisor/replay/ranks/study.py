@@ -23,7 +23,7 @@ from advisor.measure.ranks.join import join_ranks, measure_waits
 from advisor.measure.ranks.members import Places, find_stages
 from advisor.measure.ranks.outliers import (
     Deviation,
-    Job,
+    JobMeasurements,
     describe_change,
     describe_reason,
     find_outliers,
@@ -51,7 +51,7 @@ MAX_SIGNIFICANCE = 0.9999
 class Study:
     """A job's ranks, compared and replayable."""
 
-    job: Job
+    job: JobMeasurements
     replay: RanksReplay
     """Where its ``describe_reason`` is not empty, nothing is replayed."""
     missing: tuple[MissingRanks, ...]
@@ -274,7 +274,7 @@ def study_ranks(
         return None
     joined, own = join_ranks(ordered), profile_ranks(ordered)
     stage = find_stages(joined, len(ordered), len(own.steps))
-    job = Job(ordered, own, joined, measure_waits(joined), stage, Places(ordered))
+    job = JobMeasurements(ordered, own, joined, measure_waits(joined), stage, Places(ordered))
     return Study(job, RanksReplay(ordered, own, joined), _missing([*unread, *others]), notes)
 
 

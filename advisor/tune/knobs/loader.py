@@ -11,13 +11,13 @@ from advisor.tune.knob import LOADERS, Knob, Machine, Value, loader_arguments, w
 class _Loaders(Knob):
     """Arguments of every DataLoader that is made from now on."""
 
-    def kept(self, value: Value) -> dict[str, object]:
+    def kept_arguments(self, value: Value) -> dict[str, object]:
         """The arguments that keep it."""
         raise NotImplementedError
 
     def change(self, given: dict[str, object], value: Value) -> bool:
         """Edit the arguments of a loader; whether there was anything to change."""
-        wanted = self.kept(value)
+        wanted = self.kept_arguments(value)
         if not given.get("num_workers") or wanted.items() <= given.items():
             return False
         given.update(wanted)
@@ -33,11 +33,11 @@ class _Loaders(Knob):
         loader_arguments(change)
 
     def lines(self, value: Value) -> str:
-        kept = self.kept(value).items()
+        kept = self.kept_arguments(value).items()
         return f"DataLoader(..., {', '.join(f'{k}={v}' for k, v in kept if v is not False)})"
 
     def arguments(self, value: Value) -> tuple[frozenset[str], dict[str, object]]:
-        return LOADERS, self.kept(value)
+        return LOADERS, self.kept_arguments(value)
 
 
 class LoaderWorkersKnob(_Loaders):
@@ -57,7 +57,7 @@ class LoaderWorkersKnob(_Loaders):
             count *= 2
         return list(dict.fromkeys([*result, machine.cores]))
 
-    def kept(self, value: Value) -> dict[str, object]:
+    def kept_arguments(self, value: Value) -> dict[str, object]:
         return {"num_workers": value, "persistent_workers": bool(value)}
 
     def change(self, given: dict[str, object], value: Value) -> bool:
@@ -85,7 +85,7 @@ class LoaderPrefetch(_Loaders):
     title = "batches prepared ahead"
     settings = (4, 8)
 
-    def kept(self, value: Value) -> dict[str, object]:
+    def kept_arguments(self, value: Value) -> dict[str, object]:
         return {"prefetch_factor": value}
 
 
@@ -96,7 +96,7 @@ class LoaderPersistent(_Loaders):
     title = "workers that outlive the epoch"
     redraws = True
 
-    def kept(self, value: Value) -> dict[str, object]:
+    def kept_arguments(self, value: Value) -> dict[str, object]:
         return {"persistent_workers": True}
 
 

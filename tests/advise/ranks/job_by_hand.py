@@ -10,7 +10,7 @@ import numpy as np
 from advisor.measure.ranks.summary import (
     Advice,
     Collectives,
-    Kernel,
+    KernelSummary,
     RankSummary,
     StepSummary,
     pack,
@@ -63,7 +63,7 @@ def run(
     drift: Callable[[int], float] = lambda rank: 0.0,
     host: Callable[[int], str] = lambda rank: f"node-{rank // 8:02d}",
     path: Callable[[int], str] = lambda rank: f"rank{rank}.json",
-    kernels: Callable[[int], dict[str, Kernel]] = lambda rank: {},
+    kernels: Callable[[int], dict[str, KernelSummary]] = lambda rank: {},
     findings: Callable[[int], list[Advice]] = lambda rank: [],
     sequenced: bool = True,
 ) -> Ran:

@@ -22,7 +22,7 @@ from advisor.core.finding import Edit, Finding, Impact, Select, SkippedCheck
 from advisor.core.ranks import Ranks, format_ranks
 from advisor.measure.ranks.summary import (
     Advice,
-    Kernel,
+    KernelSummary,
     RankSummary,
     StepSummary,
     UnreadRank,
@@ -75,7 +75,7 @@ def told(
     extra: Extra,
     *,
     seed: int = 0,
-    kernels: Callable[[int], dict[str, Kernel]] = lambda rank: {},
+    kernels: Callable[[int], dict[str, KernelSummary]] = lambda rank: {},
 ) -> tuple[Ranks, float]:
     """The report, and what the step is shorter by without what is extra."""
     ran = run(RANKS, STEPS, data_parallel(extra, seed), kernels=kernels)
@@ -132,11 +132,11 @@ def test_a_host_is_told_as_a_host() -> None:
 
 
 def test_a_slow_device_is_slower_at_all_kernels_and_an_imbalance_is_not() -> None:
-    def kernels(rank: int, slow: tuple[float, float]) -> dict[str, Kernel]:
+    def kernels(rank: int, slow: tuple[float, float]) -> dict[str, KernelSummary]:
         gemm, other = slow if rank == 7 else (1.0, 1.0)
         return {
-            "gemm#1": Kernel(50, 6 * MS * gemm, 0.12 * MS * gemm),
-            "norm#2": Kernel(50, 2 * MS * other, 0.04 * MS * other),
+            "gemm#1": KernelSummary(50, 6 * MS * gemm, 0.12 * MS * gemm),
+            "norm#2": KernelSummary(50, 2 * MS * other, 0.04 * MS * other),
         }
 
     def more(rank: int, step: int, piece: int) -> list[Item]:
@@ -273,7 +273,7 @@ def test_a_gain_of_ranks_that_wait_anyway_is_worth_nothing_to_the_job() -> None:
             rule="launch-bound", summary="", category="host", edits=[SYNC], impact=own
         )
         estimator = RanksEstimator(cast("Any", SimpleNamespace(**NO_REPLAY)), found, 0, [finding])
-        assert estimator.counted("launch-bound") == len(who)
+        assert estimator.ranks_with("launch-bound") == len(who)
         return estimator.gain_range(finding.edits).gain
 
     assert gain(set(EVERYBODY) - {7}) == pytest.approx(0, abs=0.02 * MS)

@@ -70,7 +70,7 @@ class Crew:
                 self.busy -= 1
             made.set_result(data)
 
-    def abandon(self, answer: Any) -> None:
+    def cancel(self, answer: Any) -> None:
         self.abandoned.append(answer)
 
 

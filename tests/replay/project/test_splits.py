@@ -68,7 +68,7 @@ def test_what_crosses_an_unknown_network_is_refused(analysis: Analysis) -> None:
 def test_an_instance_is_read_from_the_price_file(tmp_path: Path) -> None:
     file = tmp_path / "prices.toml"
     file.write_text('h200 = 3.0\n[instances."p5en"]\ngpu = "h200"\ngpus = 8\nprice = 63.3\n')
-    assert read_prices(file).of("NVIDIA H200").per_hour == 3.0  # type: ignore[union-attr]
+    assert read_prices(file).price_of("NVIDIA H200").per_hour == 3.0  # type: ignore[union-attr]
     table = {"p5en": {"gpu": "h200", "gpus": 8, "price": 63.3, "network": 50, "cores": 192}}
     assert read_instance(table, "p5en") == Instance("h200", 8, 63.3, 50, 192)
 

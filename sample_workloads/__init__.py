@@ -100,7 +100,7 @@ class Workload:
     """Scale at which a CPU takes some ten milliseconds a step."""
     steps: int = 6
     """Steps to trace so that the finding can be seen."""
-    unprofiled_steps: int = 30
+    around: int = 30
     """Steps to run besides when a whole run is recorded, without the profiler."""
     stacks: bool = True
     """Whether to record Python stacks: not where thousands of frames would hide the rest."""

@@ -189,7 +189,7 @@ def record_run(
         "nvtx": False,
         "report": False,
     }
-    count = workload.unprofiled_steps if around is None else around
+    count = workload.around if around is None else around
     on_ranks(_record_run, name, run, (str(folder), options, count))
     traces = sorted(folder.glob("rank*/*.json.gz"))
     if len(traces) != workload.processes:

@@ -101,7 +101,7 @@ class KeptReferences(Rule):
         no_history = snapshot_example(steps=12, history=False)
         return {
             "logits of the previous step": b,
-            "nothing is kept": (snapshot_example(steps=12), "saving.change != 'references'"),
+            "nothing is kept": (snapshot_example(steps=12), "saving.name != 'references'"),
             "a leak": (snapshot_example(steps=12, leak=8 << 20), "not post.growth.is_empty()"),
             "no history": (no_history, "not post.growth.is_empty()"),
         }

@@ -175,7 +175,7 @@ def test_a_host_that_runs_ahead_of_the_device_does_not_say_that_a_window_is_slow
         session = recorder._session
         assert session is not None and session.marks is not None
         assert session.marks.host_is_ahead == (slower > 1)
-    windows = only_rank(tmp_path / "run").of_kind("window")
+    windows = only_rank(tmp_path / "run").events_of("window")
     assert [event["state"] for event in windows] == ["open", state]
 
 

@@ -425,7 +425,7 @@ def test_layers_called_one_by_one_after_a_warm_up_are_profiled(tmp_path: Path) -
     )
     record = only_rank(tmp_path / "run")
     assert record.inference and 65 <= len(record.steps) <= 80
-    first = next(event for event in record.of_kind("window") if event["state"] != "open")
+    first = next(event for event in record.events_of("window") if event["state"] != "open")
     assert (
         first["state"] in ("done", "stopped") and (tmp_path / "run/rank0/trace_w0.json.gz").exists()
     )

@@ -93,7 +93,12 @@ def colourful(stream: TextIO) -> bool:
 
 
 def columns(stream: TextIO) -> int:
-    """Width of the report on this stream: the terminal's within reason, 80 without one."""
+    """Width of the report on this stream: the terminal's within reason, 80 without one. Two less
+    where an arrow becomes two characters."""
+    try:
+        "→".encode(getattr(stream, "encoding", None) or "utf-8")
+    except (UnicodeEncodeError, LookupError):
+        return PIPED_WIDTH - 2
     if not stream.isatty():
         return PIPED_WIDTH
     return max(40, min(shutil.get_terminal_size((PIPED_WIDTH, 24)).columns, WIDEST))

@@ -158,7 +158,7 @@ def test_findings_fail_from_a_severity_on(severity: Any, level: Any, code: int) 
 
 def test_the_bar_tells_how_many_ranks_are_done_of_how_many() -> None:
     said: list[str] = []
-    shown = cast("Progress", SimpleNamespace(say=said.append))
+    shown = cast("Progress", SimpleNamespace(show=said.append))
     for read, unread in ((0, 0), (2, 1), (5, 1)):
         RankProgress(shown)(RanksDone(total=6, read=read, unread=unread))
     assert said == [

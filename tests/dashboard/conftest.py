@@ -82,7 +82,7 @@ class Shown:
 @contextmanager
 def serving(session: DashboardSession) -> Iterator[Shown]:
     """Serve a session on a free port, as ``advisor dashboard`` does."""
-    access = Access.to()
+    access = Access.for_host()
     with _answering(create_app(session, access).server, access) as address:
         try:
             yield Shown(session, address, access.token)
@@ -109,7 +109,7 @@ class Stage:
     and not for each recording.
     """
 
-    access: Access = field(default_factory=Access.to)
+    access: Access = field(default_factory=Access.for_host)
     address: str = ""
     now: Callable[..., Any] | None = None
     """The application that answers."""

@@ -136,7 +136,7 @@ def test_a_large_body_is_refused(session: DashboardSession) -> None:
 
 @pytest.fixture(scope="module")
 def local() -> Access:
-    return Access.to("127.0.0.1")
+    return Access.for_host("127.0.0.1")
 
 
 @pytest.fixture(scope="module")
@@ -152,9 +152,9 @@ def cookies(answer: Any) -> dict[str, str]:
 
 def test_a_token_is_asked_for_on_every_address_and_is_never_the_same() -> None:
     for host in ("127.0.0.1", "localhost", "::1", "0.0.0.0"):
-        assert len(Access.to(host).token or "") >= 32
-        assert Access.to(host).token != Access.to(host).token
-    shown = Access.to("127.0.0.1")
+        assert len(Access.for_host(host).token or "") >= 32
+        assert Access.for_host(host).token != Access.for_host(host).token
+    shown = Access.for_host("127.0.0.1")
     assert str(shown.token) not in repr(shown)
 
 
@@ -223,7 +223,7 @@ def test_the_cookie_is_signed_bound_to_the_port_and_not_the_token(
     payload, _, mark = good.rpartition(".")
     forged = [
         str(local.token), payload, f"{payload}.", f"{payload}.{mark[:-1]}", f"x{good}", "",
-        f"{payload}x.{mark}", "é.é", good.swapcase(), Access.to("127.0.0.1").make_cookie(),
+        f"{payload}x.{mark}", "é.é", good.swapcase(), Access.for_host("127.0.0.1").make_cookie(),
     ]  # fmt: skip
     for value, expected in [(good, 200), *((value, 401) for value in forged)]:
         given = {"Host": "localhost:8050", "Cookie": f"{COOKIE}_8050={value}"}
@@ -242,7 +242,7 @@ def test_the_token_is_compared_in_constant_time(monkeypatch: pytest.MonkeyPatch)
         return one == other
 
     monkeypatch.setattr("advisor.dashboard.access.hmac.compare_digest", compare)
-    access = Access.to("127.0.0.1", "a" * 20)
+    access = Access.for_host("127.0.0.1", "a" * 20)
     assert (
         access.is_valid_token("a" * 20)
         and not access.is_valid_token("b" * 20)
@@ -252,7 +252,7 @@ def test_the_token_is_compared_in_constant_time(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_a_name_that_points_here_is_refused_with_a_token_too(session: DashboardSession) -> None:
-    access = Access.to("0.0.0.0")
+    access = Access.for_host("0.0.0.0")
     answer = client(session, access).get(
         f"/?token={access.token}", headers={"Host": "evil.example"}
     )
@@ -261,7 +261,7 @@ def test_a_name_that_points_here_is_refused_with_a_token_too(session: DashboardS
 
 
 def test_another_machine_may_come_by_an_address(session: DashboardSession) -> None:
-    for access in (Access.to("0.0.0.0"), replace(Access.to("0.0.0.0"), token=None)):
+    for access in (Access.for_host("0.0.0.0"), replace(Access.for_host("0.0.0.0"), token=None)):
         for host in ("10.0.0.5:8050", "[2001:db8::1]:8050"):
             answer = client(session, access).get(
                 f"/run?token={access.token}", headers={"Host": host}
@@ -284,7 +284,7 @@ NOT_OURS = [
 
 @pytest.mark.parametrize("host", NOT_OURS)
 def test_no_other_host_is_taken_for_this_machine(host: str) -> None:
-    assert not Access.to("127.0.0.1").is_allowed_host(host)
+    assert not Access.for_host("127.0.0.1").is_allowed_host(host)
     assert not Access().is_allowed_host(host)
 
 

@@ -34,7 +34,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[DashboardServer
             b.launch("gemm", 900)
             b.sync()
     session = DashboardSession([str(b.write(tmp_path_factory.mktemp("entry") / "a.json"))]).load()
-    access = Access.to()
+    access = Access.for_host()
     made = bind(create_app(session, access).server, access, 0)
     threading.Thread(target=made.run, daemon=True).start()
     yield made

@@ -402,7 +402,7 @@ def test_the_memory_page_draws_a_snapshot_as_the_report_tells_it(tmp_path: Path)
         sum(p.reserved for p in told.pools)
     )
     assert all("<script>" not in words for bar in bars for (words,) in bar.customdata)
-    app = create_app(session, Access.to("127.0.0.1", "t" * 20))
+    app = create_app(session, Access.for_host("127.0.0.1", "t" * 20))
     with app.server.test_request_context("/memory"):
         assert "Left behind by each step" in str(page.layout())
         shown = [item.module for item in PAGES if has_content(item, page_view.view())]
@@ -423,7 +423,9 @@ def test_counters_and_compiled_kernels_are_tables_of_the_overview_or_beside_kern
 
     alone = path_of("ncu/sparse_matmul_a10g.ncu-rep.gz")
     session = DashboardSession([str(alone)]).load()
-    with create_app(session, Access.to("127.0.0.1", "t" * 20)).server.test_request_context("/"):
+    with create_app(session, Access.for_host("127.0.0.1", "t" * 20)).server.test_request_context(
+        "/"
+    ):
         first = str(overview.layout())
     assert "Kernels with hardware counters" in first and "smem_blocking<32>" in first
     assert "10.8 ms" in first and "GPU busy" not in first
@@ -443,7 +445,7 @@ def test_counters_and_compiled_kernels_are_tables_of_the_overview_or_beside_kern
     (cache / "matmul_kernel.ttir").write_text('#loc = loc("kernels.py":34:1)\n')
     session = DashboardSession([str(tmp_path)]).load()
     assert session.entries[0].loaded is not None, session.entries[0].why
-    app = create_app(session, Access.to("127.0.0.1", "t" * 20))
+    app = create_app(session, Access.for_host("127.0.0.1", "t" * 20))
     with app.server.test_request_context("/kernels"):
         page = str(kernels.layout())
     assert "Kernels compiled by Triton" in page and "kernels.py:34" in page

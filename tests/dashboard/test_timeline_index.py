@@ -48,10 +48,10 @@ def small() -> Analysis:
 def test_every_event_is_drawn_once_on_its_thread_or_stream(small):
     index = build_index(small)
     trace = small.trace
-    assert (index.place["gpu"] >= 0).all()
-    assert (index.place["cpu"] >= 0).all()
+    assert (index.slice_of_row["gpu"] >= 0).all()
+    assert (index.slice_of_row["cpu"] >= 0).all()
     for name, frame in (("gpu", trace.gpu), ("cpu", trace.cpu)):
-        at = index.place[name]
+        at = index.slice_of_row[name]
         assert (index.start[at] == frame["ts"].to_numpy()).all()
         assert (index.end[at] == (frame["ts"] + frame["dur"]).to_numpy()).all()
         assert [index.names[i] for i in index.name[at]] == frame["name"].cast(str).to_list()
@@ -79,8 +79,8 @@ def test_lanes_of_real_traces_are_in_order_and_do_not_overlap(shared_trace, name
         assert lane.hi > lane.lo
         assert (end >= start).all()
         assert (start[1:] >= end[:-1]).all()
-    assert (index.place["gpu"] >= 0).all()
-    shown = index.place["cpu"] >= 0
+    assert (index.slice_of_row["gpu"] >= 0).all()
+    shown = index.slice_of_row["cpu"] >= 0
     assert shown.sum() == a.trace.cpu.height
     total = a.gaps["dur"].sum()
     idle = [lane for lane in index.lanes if lane.source == "gaps"]
@@ -218,7 +218,7 @@ def test_the_slice_of_an_instant_is_device_work_before_host_work(small):
     index = build_index(small)
     row = small.trace.gpu.row(3, named=True)
     found = slice_starting(index, row["ts"], row["dur"])
-    assert found is not None and found["id"] == index.place["gpu"][3]
+    assert found is not None and found["id"] == index.slice_of_row["gpu"][3]
     assert slice_starting(index, index.finish + 5, None) is None
 
 
@@ -226,7 +226,7 @@ def test_a_kernel_is_tied_to_its_launch_and_operator(small):
     index = build_index(small)
     gpu, cpu = small.trace.gpu, small.trace.cpu
     row = int(np.flatnonzero((gpu["kind"] == "kernel").to_numpy())[2])
-    found = describe_slice(small, index, int(index.place["gpu"][row]))
+    found = describe_slice(small, index, int(index.slice_of_row["gpu"][row]))
     launch = gpu["launch"][row]
     links = {link["kind"]: link for link in found["links"]}
     assert links["launched by"]["ts"] == cpu["ts"][launch]
@@ -234,7 +234,7 @@ def test_a_kernel_is_tied_to_its_launch_and_operator(small):
     facts = {label: value for label, value, _ in found["facts"]}
     assert facts["launch to start"] == gpu["ts"][row] - cpu["ts"][launch]
     assert facts["blocks"] == 16
-    back = describe_slice(small, index, int(index.place["cpu"][launch]))
+    back = describe_slice(small, index, int(index.slice_of_row["cpu"][launch]))
     assert [x["id"] for x in back["links"] if x["kind"] == "launched"] == [found["id"]]
 
 
@@ -251,7 +251,7 @@ def test_an_operator_tells_the_device_work_of_all_that_is_below_it():
     a = Analysis(b.trace())
     index = build_index(a)
     row = a.trace.cpu["name"].cast(str).to_list().index("aten::linear")
-    found = describe_slice(a, index, int(index.place["cpu"][row]))
+    found = describe_slice(a, index, int(index.slice_of_row["cpu"][row]))
     assert [x["name"] for x in found["links"] if x["kind"] == "launched"] == ["one", "two"]
     names = {kind: [x["name"] for x in found["links"] if x["kind"] == kind] for kind in KINDS}
     assert names == {"called from": ["ProfilerStep#0"], "contains": ["aten::mm", "aten::mm"]}

@@ -26,6 +26,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from public_traces import CORPUS, REPO
 
 if TYPE_CHECKING:
+    from advisor.core.report import Report
     from advisor.replay.predictions import Prediction
 
 PAGE = REPO / "docs" / "scoreboard.md"
@@ -64,13 +65,18 @@ class Row(NamedTuple):
         return self.gain[0] <= self.saves[1] and self.saves[0] <= self.gain[2]
 
 
-def row(name: str, truth: dict[str, Any]) -> Row:
-    """Analyse one file of the corpus."""
+def analyze(name: str) -> Report:
+    """Its report, with ranges that are not widened by what they are held against."""
     import advisor  # not where HTA runs
     from advisor.replay.predictions import without_program
 
-    with without_program(name):  # no range is widened by what it is held against
-        report = advisor.analyze(file_of(name))
+    with without_program(name):
+        return advisor.analyze(file_of(name))
+
+
+def row(name: str, truth: dict[str, Any]) -> Row:
+    """Analyse one file of the corpus."""
+    report = analyze(name)
     first = next((f for f in report.findings if not f.informational), None)
     impact = first.impact if first is not None else None
     gain = None
@@ -89,11 +95,9 @@ def entry(name: str, truth: dict[str, Any]) -> Prediction | None:
     """A line of the table of past predictions, ms: of the first finding that is accepted; ``None``:
     it was not found or not measured, is a lower bound, or so wide by its own assumptions that
     its point says nothing."""
-    import advisor
-    from advisor.replay.predictions import Prediction, edit_kind, without_program
+    from advisor.replay.predictions import Prediction, edit_kind
 
-    with without_program(name):
-        report = advisor.analyze(file_of(name))
+    report = analyze(name)
     found = (
         f
         for f in report.findings

@@ -20,9 +20,7 @@ from advisor.core.trace import KINETO, PYTORCH
 from advisor.measure.host.layers import describe_nodes, modules_around
 from advisor.measure.host.stacks import (
     MIN_SAMPLES,
-    is_operator,
-    outermost_ancestor,
-    parent_rows,
+    outermost_operator,
     read_stacks,
     share_in,
 )
@@ -101,8 +99,23 @@ def rows_in_steps(a: Analysis, rows: Rows) -> Rows:
 
 def outermost_operators(a: Analysis) -> Rows:
     """Operators that lie in no other one: rows of ``trace.cpu``."""
-    outermost = outermost_ancestor(parent_rows(a.trace), is_operator(a.trace))
+    outermost = outermost_operator(a.trace)
     return np.flatnonzero(outermost == np.arange(len(outermost)))
+
+
+def outermost_in_steps(a: Analysis) -> pl.DataFrame:
+    """Those that begin in the analysed steps: ``row``, ``name``, ``ts``, ``ns``, ``inputs``."""
+    cpu = a.trace.cpu
+    rows = rows_in_steps(a, outermost_operators(a))
+    return pl.DataFrame(
+        {
+            "row": rows,
+            "name": cpu["name"].gather(rows).cast(pl.String),
+            "ts": cpu["ts"].gather(rows),
+            "ns": cpu["dur"].gather(rows),
+            "inputs": cpu["inputs"].gather(rows),
+        }
+    )
 
 
 def layer_columns(a: Analysis, host: Rows) -> dict[str, Rows]:

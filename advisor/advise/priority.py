@@ -20,7 +20,6 @@ from advisor.advise.impact import (
 )
 from advisor.measure.device.kernel_profiles import ONE_LAUNCH
 from advisor.replay.selection import selected_host
-from advisor.rules.host.launch_gaps import MAX_APART
 
 if TYPE_CHECKING:
     from advisor.core.finding import Finding
@@ -36,6 +35,9 @@ MOSTLY_BUSY = 0.5
 WAITS_LEAD_FROM = 0.10
 """Of the step: waits for the GPU that gain as much come before launching less, where they are so
 frequent that no graph can hold them. Launching itself is reported from the same share on."""
+
+MAX_APART = 30
+"""Launches between two waits for the GPU that do not fill its queue."""
 
 
 @dataclass(frozen=True)

@@ -252,7 +252,7 @@ def recorded_view(a: Analysis) -> RecordedSteps | None:
         used=recorded.count,
         median_ns=recorded.median,
         mean_ns=recorded.mean,
-        p99_ns=recorded.quantile(0.99) if len(recorded.lengths) >= 100 else None,
+        p99_ns=recorded.quantile(0.99) if recorded.count >= 100 else None,
         profiled_steps=int(recorded.profiled.sum()),
         profiled_median_ns=recorded.profiled_median,
         observer_effect=recorded.observer_effect,

@@ -38,10 +38,16 @@ from advisor.measure.host.launches import (
 )
 from advisor.measure.host.layers import measure_layers
 from advisor.measure.host.operators import measure_operators
+from advisor.measure.host.reads import after_reads, read_loops, round_trips, trip_intervals
 from advisor.measure.host.stacks import forward_frames, forward_ops, locate_row, user_frames
 from advisor.measure.host.syncs import find_syncs
 from advisor.measure.memory.post_mortem import post_mortems
-from advisor.measure.memory.trace_memory import find_allocations, memory_by_step, recorded_snapshot
+from advisor.measure.memory.trace_memory import (
+    find_allocations,
+    memory_by_step,
+    recompute_time,
+    recorded_snapshot,
+)
 from advisor.measure.serving.graphs import missing_records
 from advisor.measure.serving.passes import find_engine, find_passes, with_attention
 from advisor.measure.serving.phases import measure_serving
@@ -352,7 +358,22 @@ class Analysis:
     collectives = _IdleMeasurement(find_collectives)
     """Collectives: bytes, rates, what hid them."""
 
+    read_loops = cached_property(read_loops)
+    """Host time of loops of reads."""
+
+    after_reads = cached_property(after_reads)
+    """Host time of work on what was read."""
+
+    round_trips = cached_property(round_trips)
+    """Copies to the host that come back."""
+
+    trip_intervals = cached_property(trip_intervals)
+    """When those are under way."""
+
     # -- memory -----------------------------------------------------------------------------
+
+    recompute_time = cached_property(recompute_time)
+    """Host time of recomputation."""
 
     memory = cached_property(memory_by_step)
     """Device memory by step."""

@@ -185,12 +185,13 @@ def exposed_intervals(a: Analysis, edit: Edit) -> Intervals:
         ts = a.gaps["ts"].to_numpy()[rows]
         result = union(ts, ts + a.gaps["dur"].to_numpy()[rows])
         return intersect(result, select_instants(a, select)) if select.at else result
-    mask = selected_host(a, select)
     if edit.op == "make_async":
-        return _bubbles(a, mask)
+        return _bubbles(a, selected_host(a, select))
     idle = a.breakdown.idle if a.device_id is not None else a.spans
     held = intersect(_selected_time(a, select), idle)
-    return union_of(held, _bubbles(a, mask)) if edit.op == "remove" else held
+    if edit.op != "remove":
+        return held
+    return union_of(held, _bubbles(a, selected_host(a, select)))
 
 
 def _bubbles(a: Analysis, mask: Mask) -> Intervals:

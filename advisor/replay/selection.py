@@ -22,7 +22,13 @@ from advisor.measure.comm.comms import list_collectives
 from advisor.measure.comm.host import host_work, list_on_host, time_on_host
 from advisor.measure.host.layers import matching_nodes, modules_around, work_nodes
 from advisor.measure.host.names import name_matches
-from advisor.measure.host.stacks import Rows, climb_stack, is_operator, parent_rows
+from advisor.measure.host.stacks import (
+    Rows,
+    climb_stack,
+    is_operator,
+    outermost_ancestor,
+    parent_rows,
+)
 from advisor.measure.steps.named_intervals import select_instants
 from advisor.replay.graph import Array, Edge, Graph, Node
 
@@ -148,14 +154,13 @@ def host_spans(a: Analysis, select: Select) -> tuple[NDArray[np.int64], ...]:
 
 
 def _between(a: Analysis, mask: Mask) -> pl.DataFrame:
+    cpu = a.trace.cpu
+    called = cpu["kind"].is_in(["op", "runtime"]).to_numpy()
+    outer = outermost_ancestor(parent_rows(a.trace), called) == np.arange(cpu.height)
     outer = (
-        a.trace.cpu.select("kind", "thread", "ts", "dur", chosen=pl.Series(mask))
-        .filter(pl.col("kind").is_in(["op", "runtime"]))
-        .with_columns(end=pl.col("ts") + pl.col("dur"))
-        .sort("thread", "ts", "end", descending=[False, False, True])
-        .filter(
-            pl.col("ts") >= pl.col("end").cum_max().shift(1).over("thread").fill_null(pl.col("ts"))
-        )
+        cpu.select("thread", "ts", end=pl.col("ts") + pl.col("dur"), chosen=pl.Series(mask))
+        .filter(pl.Series(outer))
+        .sort("thread", "ts")
     )
     step = np.searchsorted(a.steps.used["ts"].to_numpy(), outer["ts"].to_numpy(), side="right")
     following = pl.col("ts", "chosen", "step").shift(-1).over("thread").name.prefix("next_")

@@ -119,6 +119,7 @@ class WindowReplayer:
         self.rank = rank
         self.others = {number: other for number, other in (others or {}).items() if number != rank}
         self._steps: tuple[int, int] | None = None
+        self._shares: dict[float, Array] = {}
         self._exposed = ExposedTime(a)
 
     @cached_property
@@ -376,10 +377,6 @@ class WindowReplayer:
         if times not in self._shares:
             self._shares[times] = self._share_without(times)
         return self._shares[times]
-
-    @cached_property
-    def _shares(self) -> dict[float, Array]:
-        return {}
 
     def _share_without(self, times: float) -> Array:
         graph, trace = self.graph, self.a.trace

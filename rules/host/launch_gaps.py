@@ -118,10 +118,6 @@ def capture_edits(static: bool | None, waits: CaptureBlockers) -> list[Edit]:
     return [*CAPTURE_STEP] if static and not waits.per_step else [REMOVE_LAUNCH_COST]
 
 
-MAX_APART = 30
-"""Launches between two waits for the GPU that do not fill its queue."""
-
-
 def can_capture(launches: float, waits: CaptureBlockers, min_apart: int) -> bool:
     """Enough launches lie between two waits for the GPU to make graphs of them."""
     return launches >= min_apart * waits.per_step

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import re
-
 import numpy as np
 import polars as pl
 
@@ -17,11 +15,11 @@ from advisor.rules.common import (
     costliest_places,
     example_steps,
     of_step,
-    outermost_operators,
+    outermost_in_steps,
     per_step,
-    rows_in_steps,
     scale_edit,
 )
+from advisor.rules.kernel.kernel_common import exact_pattern
 from advisor.testing import Examples, TraceBuilder
 
 CELL = r"^aten::(?:lstm|gru|rnn_tanh|rnn_relu)_cell$"
@@ -70,15 +68,7 @@ class RecurrentCells(Rule):
         """Count cells, and what runs as often."""
         if a.device_id is None or a.steps.source == "whole trace":
             return
-        cpu = a.trace.cpu
-        rows = rows_in_steps(a, outermost_operators(a))
-        table = pl.DataFrame(
-            {
-                "row": rows,
-                "name": cpu["name"].gather(rows).cast(pl.String),
-                "ns": cpu["dur"].gather(rows),
-            }
-        )
+        table = outermost_in_steps(a)
         cells = table.filter(pl.col("name").str.contains(CELL))
         if len(cells) < self.min_calls * a.step_count:
             return
@@ -90,7 +80,7 @@ class RecurrentCells(Rule):
         name = str(kinds["name"][-1])
         module = CLASSES[name.removeprefix("aten::").removesuffix("_cell")]
         each = round(len(cells) / a.step_count)
-        pattern = "|".join(re.escape(item) for item in sorted(set(often["name"])))
+        pattern = exact_pattern(often["name"].unique())
         yield Finding(
             summary=(
                 f"{name} runs {t.count_noun(each, 'time')}{per_step(a)}, once for each element of "
@@ -109,7 +99,7 @@ class RecurrentCells(Rule):
             ),
             edits=[
                 scale_edit(
-                    Select(on="host", kind=("op",), name=f"^(?:{pattern})$", at="loop"),
+                    Select(on="host", kind=("op",), name=pattern, at="loop"),
                     self.left,
                     self.best,
                     self.worst,

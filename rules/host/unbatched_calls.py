@@ -20,8 +20,7 @@ from advisor.rules.common import (
     amount_per_step,
     costliest_places,
     of_step,
-    outermost_operators,
-    rows_in_steps,
+    outermost_in_steps,
     scale_edit,
 )
 from advisor.rules.kernel.kernel_common import (
@@ -102,7 +101,7 @@ class UnbatchedCalls(Rule):
         """The product that comes most often with one sample, and what is around it."""
         if not a.span_ns or a.trace.inputs.is_empty() or a.steps.source == "whole trace":
             return
-        table = _outermost(a)
+        table = outermost_in_steps(a)
         products = table.filter(pl.col("name").str.contains(_PRODUCTS.pattern))
         counted = products.group_by("name", "inputs").agg(pl.len()).sort("len", "name", "inputs")
         least = self.min_calls * a.step_count
@@ -222,7 +221,7 @@ class LoopedOperators(Rule):
         """The join of most tensors, and what runs as often before it."""
         if not a.span_ns or a.trace.inputs.is_empty() or a.steps.source == "whole trace":
             return
-        table = _outermost(a)
+        table = outermost_in_steps(a)
         table = table.filter(~pl.Series(_in_loader(a, table["row"].to_numpy())))
         joins = _long_joins(a, table)
         if joins < a.step_count:
@@ -278,22 +277,6 @@ class LoopedOperators(Rule):
             "a list of some tensors": (_graph(count=40), "min_calls"),
             "small beside the rest": (_graph(rest=200_000), "min_share"),
         }
-
-
-def _outermost(a: Analysis) -> pl.DataFrame:
-    """Operators in no other one that begin in the analysed steps: ``row``, ``name``, ``ts``,
-    ``ns``, ``inputs``."""
-    cpu = a.trace.cpu
-    rows = rows_in_steps(a, outermost_operators(a))
-    return pl.DataFrame(
-        {
-            "row": rows,
-            "name": cpu["name"].gather(rows).cast(pl.String),
-            "ts": cpu["ts"].gather(rows),
-            "ns": cpu["dur"].gather(rows),
-            "inputs": cpu["inputs"].gather(rows),
-        }
-    )
 
 
 def _step_of(a: Analysis, ts: np.ndarray) -> np.ndarray:

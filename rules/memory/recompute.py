@@ -9,16 +9,14 @@ from advisor.core.intervals import covered_length, intersect
 from advisor.core.rule import Evidence, Rule, Threshold
 from advisor.measure import Analysis
 from advisor.measure.host.names import name_matches
-from advisor.measure.memory.trace_memory import find_recompute, recompute_time
+from advisor.measure.memory.trace_memory import REENTRANT, find_recompute
 from advisor.replay.selection import rows_under
 from advisor.rules.citations import CHECKPOINT, OURS, public_traces
 from advisor.rules.common import amount_per_step, locate_row, of_each_step, scale_edit
 from advisor.rules.memory.device_memory import GIB, measure_held, run_product
 from advisor.testing import Examples, TraceBuilder
 
-RECOMPUTE = r"torch/utils/checkpoint\.py\(\d+\): (\w+\.)*recompute_fn\b"
 BACKWARD = r"^autograd::engine::evaluate_function|Backward"
-REENTRANT = r"^CheckpointFunctionBackward$"
 
 
 class RecomputeWithFreeMemory(Rule):
@@ -87,7 +85,7 @@ class RecomputeWithFreeMemory(Rule):
                 record="with_stack=True",
             )
             return
-        launching = intersect(recompute_time(a), a.breakdown.idle).total
+        launching = intersect(a.recompute_time, a.breakdown.idle).total
         recomputed = int(table["busy"].sum()) + launching
         share = recomputed / a.span_ns
         if share < self.min_share:
@@ -138,7 +136,7 @@ class RecomputeWithFreeMemory(Rule):
             rows = np.flatnonzero(rows_under(a, REENTRANT)[:-1])
         if not len(rows):
             ts = cpu["ts"].to_numpy()
-            inside = covered_length(ts, ts + 1, recompute_time(a)) > 0
+            inside = covered_length(ts, ts + 1, a.recompute_time) > 0
             rows = np.flatnonzero(inside & (cpu["kind"] == "op").to_numpy())
         if not len(rows):
             return []

@@ -3,7 +3,6 @@ the GPU idle time after it."""
 
 from __future__ import annotations
 
-import re
 from typing import ClassVar
 
 import numpy as np
@@ -25,6 +24,7 @@ from advisor.rules.common import (
     sum_column,
 )
 from advisor.rules.framework_advice import NO_READS, in_any_language
+from advisor.rules.kernel.kernel_common import exact_pattern
 from advisor.rules.sync.host_waits import (
     PINNED_CALLS,
     TO_DEVICE_PINNED,
@@ -265,9 +265,8 @@ class DataDependentShapes(BlockingRule):
             calls = pl.DataFrame({"name": names.gather(own), "waits": waits})
             calls = calls.group_by("name").agg(pl.col("waits").mean())
             always.update(calls.filter(pl.col("waits") >= self.waits_always)["name"])
-        named = [re.escape(name) for name in sorted(always)]
-        if named:
-            select = Select(on="host", kind=("op",), name=f"^(?:{'|'.join(named)})$")
+        if always:
+            select = Select(on="host", kind=("op",), name=exact_pattern(always))
             edits.append(scale_edit(select, self.host_left, self.host_best, self.host_worst))
         return edits
 

@@ -15,7 +15,7 @@ from advisor.core.rule import Evidence, Rule, Threshold
 from advisor.core.text import count_noun
 from advisor.measure import Analysis
 from advisor.measure.host.names import name_matches
-from advisor.measure.host.reads import COPY, VALUE, after_reads, read_loops
+from advisor.measure.host.reads import COPY, VALUE
 from advisor.measure.host.stacks import innermost_ancestor, parent_rows
 from advisor.rules.citations import (
     ENGINE_FLOOR,
@@ -214,7 +214,7 @@ class ImplicitSync(Rule):
             yield PassedCheck(text="no call inside the steps makes the host wait for the GPU")
             return
         blocking = with_operators(a, select_blocking_calls(a, self._reads()))
-        loops, work = (intersect(each(a), a.breakdown.idle) for each in (read_loops, after_reads))
+        loops, work = (intersect(each, a.breakdown.idle) for each in (a.read_loops, a.after_reads))
         if not len(blocking.table):
             loops = work = EMPTY
         start = int_column(blocking.table, "ts")

@@ -9,12 +9,11 @@ import polars as pl
 
 from advisor.core import text as t
 from advisor.core.finding import Edit, Finding, Outcomes, Select, SkippedCheck
-from advisor.core.intervals import intersect
 from advisor.core.rule import Evidence, Rule, Threshold
 from advisor.measure import Analysis
 from advisor.measure.device.shapes import OpInputs, bare_type_name
 from advisor.measure.host.names import map_names, name_matches
-from advisor.measure.host.reads import DELIBERATE, round_trips, trip_intervals
+from advisor.measure.host.reads import DELIBERATE
 from advisor.measure.host.stacks import climb_stack, frame_rank, parent_rows
 from advisor.measure.steps.steps import step_of
 from advisor.rules.citations import ENGINE_FLOOR, OURS, PAGEABLE_64K, SILENT_TRACES, TRACELENS
@@ -343,7 +342,7 @@ class PingPong(Rule):
             f"{of_step(a, cost)}, and the host waits for the first."
         )
         if recurs:
-            away = intersect(trip_intervals(a), a.spans).total
+            away = a.trip_intervals.total
             edits.append(
                 scale_edit(
                     Select(on="gap", at="round_trip"),
@@ -375,7 +374,7 @@ class PingPong(Rule):
     def _worked_on(a: Analysis, copies: pl.DataFrame) -> pl.DataFrame:
         """The same columns for round trips with operators on the CPU in between."""
         own = copies.select(pl.col("gpu").cast(pl.Int64), "step", "ts", "dur")
-        return round_trips(a).join(own, on="gpu", how="inner", maintain_order="left")
+        return a.round_trips.join(own, on="gpu", how="inner", maintain_order="left")
 
     @staticmethod
     def _pairs(a: Analysis, copies: pl.DataFrame) -> pl.DataFrame:

@@ -11,6 +11,7 @@ from typing import Any
 import polars as pl
 import pytest
 
+from advisor.measure.memory import trace_memory
 from advisor.read import read_trace
 from advisor.rules.kernel import kernel_common
 from advisor.rules.memory import device_memory, recompute
@@ -87,8 +88,8 @@ def test_recomputation_leaves_its_frame_or_its_operator(reentrant: bool, tmp_pat
         checkpoint(layer, x, use_reentrant=reentrant).sum().backward()
 
     names = recorded(work, tmp_path)
-    assert count(recompute.RECOMPUTE, names) == (0 if reentrant else 1)
-    assert count(recompute.REENTRANT, names) == (1 if reentrant else 0)
+    assert count(trace_memory.RECOMPUTE, names) == (0 if reentrant else 1)
+    assert count(trace_memory.REENTRANT, names) == (1 if reentrant else 0)
     assert count(r"torch/utils/checkpoint\.py\(\d+\): checkpoint$", names) == 1
     assert count(recompute.BACKWARD, names) > 0
 

@@ -15,8 +15,7 @@ import polars as pl
 from advisor.advise.memory import memory_of_rank
 from advisor.advise.report_fields import device_time, host_time, step_time
 from advisor.core.intervals import Ints, covered_length, union
-from advisor.measure.host.names import name_matches
-from advisor.measure.host.stacks import outermost_ancestor, parent_rows
+from advisor.measure.host.reads import outermost_aten
 from advisor.measure.ranks.collectives import (
     collective_table,
     pack_collectives,
@@ -105,11 +104,10 @@ def _operators(a: Analysis) -> dict[str, KernelSummary]:
     """Outermost operators of ATen in the used steps, by name and shapes; empty: a device works, or
     no shapes were recorded."""
     cpu = a.trace.cpu
-    aten = ((cpu["kind"] == "op") & name_matches(cpu["name"], "^aten::")).to_numpy()
-    if a.device_id is not None or not aten.any():
+    if a.device_id is not None:
         return {}
     ts = cpu["ts"].to_numpy()
-    own = outermost_ancestor(parent_rows(a.trace), aten) == np.arange(len(ts))
+    own = outermost_aten(a) == np.arange(len(ts))
     own &= covered_length(ts, ts + 1, a.spans) > 0
     rows = cpu.filter(pl.Series(own)).filter(pl.col("inputs").is_not_null())
     table = (

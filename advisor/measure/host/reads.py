@@ -25,6 +25,7 @@ from advisor.measure.host.stacks import (
     innermost_ancestor,
     is_operator,
     outermost_ancestor,
+    outermost_operator,
     parent_rows,
 )
 
@@ -95,11 +96,6 @@ def backward_nodes(a: Analysis) -> NDArray[np.int64]:
     return innermost_ancestor(parent_rows(a.trace), node & is_operator(a.trace)).astype(np.int64)
 
 
-def _tops(a: Analysis) -> NDArray[np.int64]:
-    """Aligned with ``trace.cpu``: the outermost operator around each row, -1: none."""
-    return outermost_ancestor(parent_rows(a.trace), is_operator(a.trace)).astype(np.int64)
-
-
 def read_loops(a: Analysis) -> Intervals:
     """Host time of loops that read one device value after the other, each after the same operators:
     a norm and an ``item()`` for every parameter."""
@@ -148,7 +144,7 @@ def _following(a: Analysis, reads: _Reads) -> _Following:
     ts = cpu["ts"].to_numpy()
     launches = a.trace.gpu["launch"].drop_nulls().unique().to_numpy().astype(np.int64)
     launches = launches[np.argsort(ts[launches], kind="stable")]
-    tops = _tops(a)
+    tops = outermost_operator(a.trace)
     begin = ts[reads.top] + cpu["dur"].to_numpy()[reads.top]
     place = np.searchsorted(ts[launches], begin, side="left")
     known = place < len(launches)
@@ -180,7 +176,7 @@ def after_reads(a: Analysis) -> Intervals:
     begin, end, _ = _following(a, reads)
     loading = _loading(a)
     long = end - begin - covered_length(begin, end, loading) >= MIN_WORK_NS
-    apart = union_of(loading, trip_intervals(a))
+    apart = union_of(loading, a.trip_intervals)
     return intersect(subtract(union(begin[long], end[long]), apart), a.spans)
 
 
@@ -202,7 +198,7 @@ def round_trips(a: Analysis) -> pl.DataFrame:
     second = np.array([back.get(int(row), -1) for row in follow.launch], dtype=np.int64)
     size = gpu["bytes"].fill_null(0).to_numpy()
     good = (second >= 0) & (size[reads.copy] >= MIN_BYTES) & (size[reads.copy] == size[second])
-    tops = _tops(a)
+    tops = outermost_operator(a.trace)
     own = np.flatnonzero(tops == np.arange(len(tops)))
     ts, dur = cpu["ts"].to_numpy(), cpu["dur"].to_numpy()
     at_work = union(ts[own], ts[own] + dur[own])
@@ -228,5 +224,5 @@ def round_trips(a: Analysis) -> pl.DataFrame:
 
 def trip_intervals(a: Analysis) -> Intervals:
     """When data is on its way to the host, worked on there and on its way back."""
-    trips = round_trips(a)
+    trips = a.round_trips
     return intersect(union(trips["begin"].to_numpy(), trips["end"].to_numpy()), a.spans)

@@ -101,6 +101,11 @@ def is_operator(trace: Trace) -> Mask:
     return result
 
 
+def outermost_operator(trace: Trace) -> Rows:
+    """Aligned with ``trace.cpu``: the outermost operator around each row, -1: none."""
+    return outermost_ancestor(parent_rows(trace), is_operator(trace))
+
+
 def climb_stack(parent: Rows, wanted: Mask, rows: Rows, *, top: bool = False) -> Rows:
     """:func:`innermost_ancestor` (with ``top``: :func:`outermost_ancestor`) for a few rows only
     (-1: none): as many rounds as their stacks are deep."""

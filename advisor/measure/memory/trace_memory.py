@@ -71,8 +71,8 @@ RECOMPUTE_SCHEMA: dict[str, Any] = {
 """Columns of :func:`find_recompute`."""
 
 _CHECKPOINT = r"torch/utils/checkpoint\.py\(\d+\): "
-_RECOMPUTE = _CHECKPOINT + r"(\w+\.)*recompute_fn\b"
-_REENTRANT = r"^CheckpointFunctionBackward$"
+RECOMPUTE = _CHECKPOINT + r"(\w+\.)*recompute_fn\b"
+REENTRANT = r"^CheckpointFunctionBackward$"
 _BACKWARD = r"^autograd::engine::evaluate_function"
 _DERIVATIVE = r"^\w+Backward\d+$"
 _FORWARD = (
@@ -225,8 +225,8 @@ def _recomputing(a: Analysis) -> NDArray[np.bool_]:
     """Rows of ``trace.cpu`` that recompute, with what is in them but for autograd nodes."""
     cpu = a.trace.cpu
     again: NDArray[np.bool_] = (cpu["kind"] == "python").to_numpy()
-    again = again & name_matches(cpu["name"], _RECOMPUTE).to_numpy()
-    again = again | (is_operator(a.trace) & name_matches(cpu["name"], _REENTRANT).to_numpy())
+    again = again & name_matches(cpu["name"], RECOMPUTE).to_numpy()
+    again = again | (is_operator(a.trace) & name_matches(cpu["name"], REENTRANT).to_numpy())
     if not again.any():
         again[_unpacked(a)] = True
     return again

@@ -5,6 +5,8 @@ ranges, a loader's fetches say: the calls that take their time.
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -15,7 +17,6 @@ from advisor.core.finding import Edit, Select
 from advisor.core.intervals import EMPTY, Intervals, intersect, subtract, union
 from advisor.measure.host.names import name_matches
 from advisor.measure.host.optree import own_time, time_inside
-from advisor.measure.host.reads import after_reads, read_loops, trip_intervals
 from advisor.measure.host.stacks import (
     Rows,
     frame_ranks,
@@ -24,7 +25,6 @@ from advisor.measure.host.stacks import (
     outermost_ancestor,
     parent_rows,
 )
-from advisor.measure.memory.trace_memory import recompute_time
 from advisor.measure.serving.passes import ENGINE
 
 if TYPE_CHECKING:
@@ -162,15 +162,16 @@ def select_instants(a: Analysis, select: Select) -> Intervals:
     return _INSTANTS[select.at](a)
 
 
-_INSTANTS = {
+_INSTANTS: dict[str, Callable[[Analysis], Intervals]] = {
     "step_start": step_starts,
     "between_steps": between_steps,
-    "read_loop": read_loops,
-    "after_read": after_reads,
-    "round_trip": trip_intervals,
-    "recompute": recompute_time,
+    "read_loop": attrgetter("read_loops"),
+    "after_read": attrgetter("after_reads"),
+    "round_trip": attrgetter("trip_intervals"),
+    "recompute": attrgetter("recompute_time"),
     "graph_entry": graph_entries,
 }
+"""Those that edits of one finding ask for again and again are measured once."""
 
 
 CONTENTS_SCHEMA: dict[str, Any] = {

@@ -167,16 +167,16 @@ class StepRecords:
     @cached_property
     def median(self) -> float | None:
         """Median of the steps that count; ``None``: there are none, or it is not known."""
-        return float(np.median(self.lengths)) if len(self.lengths) else None
+        return float(np.median(self.lengths)) if self.count else None
 
     @cached_property
     def mean(self) -> float | None:
         """Mean of the steps that count."""
-        return float(self.lengths.mean()) if len(self.lengths) else None
+        return float(self.lengths.mean()) if self.count else None
 
     def quantile(self, share: float) -> float | None:
         """A quantile of the steps that count."""
-        return float(np.quantile(self.lengths, share)) if len(self.lengths) else None
+        return float(np.quantile(self.lengths, share)) if self.count else None
 
     @cached_property
     def active(self) -> Mask:

@@ -130,8 +130,8 @@ def trained_a_little(t: Any) -> None:
 
 
 def pause() -> None:
-    """As long as an iteration may take. What was seen is looked at five times a second: on a machine
-    that does something else, later, and then the loop waits for that."""
+    """As long as an iteration may take. What was seen is looked at five times a second, on a busy
+    machine later: then the loop waits for that."""
     time.sleep(0.01)
     ours = session.current_session()
     late = time.monotonic() + 5

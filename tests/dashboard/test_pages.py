@@ -72,11 +72,11 @@ def recording(
 
 RECORDINGS = (
     "a100_train_6steps",
-    "h100_bert_small_inference",
+    pytest.param("h100_bert_small_inference", marks=pytest.mark.thorough),
     "two ranks",
     "recorded on a CPU",
     pytest.param("profiled on a CPU", marks=pytest.mark.thorough),
-    "no_gpu_rank",
+    pytest.param("no_gpu_rank", marks=pytest.mark.thorough),
     "truncated",
     pytest.param("mi210_gpu_only", marks=pytest.mark.thorough),
 )

@@ -92,7 +92,5 @@ def test_hardly_any_kernel_time_of_a_real_trace_is_without_a_family(name: str) -
     rows = rows.filter(
         (pl.col("kind") == "kernel") & ~pl.col("name").cast(pl.String).str.contains("spin_kernel")
     )
-    if not rows["dur"].sum():
-        pytest.skip("no kernels in it")
     unknown = rows.filter(pl.col("family") == "other")["dur"].sum()
     assert unknown <= AT_MOST * rows["dur"].sum()

@@ -58,6 +58,6 @@ def test_what_a_report_notes_is_planned(knob: str, tmp_path: Path) -> None:
 
 
 def test_a_note_is_tried_and_its_gain_measured(tmp_path: Path) -> None:
-    (trial,) = _try(tmp_path, "debug-switches-off")
+    (trial,) = _try(tmp_path, "debug-switches-off", "--only", "debug-switches-off")
     # on a machine too busy to measure on the interval is wide; the gain is there all the same
     assert trial["outcome"] in ("gain", "unclear") and trial["gain"] > 0.1, trial

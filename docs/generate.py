@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import ast
+import re
 import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -75,8 +76,7 @@ def rule_text(page: RulePage) -> str:
     parts.append(fenced_block(rule_page.override_lines(page), "toml"))
     parts.append("## How it was tested")
     tested = rule_page.VALIDATION.get(page.validated, page.validated)
-    seen = f": {escape(page.validated_on)}" if page.validated_on else ""
-    parts.append(f"{tested.capitalize()}{seen}.")
+    parts.append(escape(_sentences(tested, page.validated_on)))
     parts.append(
         "\n".join(
             [
@@ -97,7 +97,9 @@ def _advice(page: RulePage) -> list[str]:
     """What a finding advises; ``{…}`` in it is filled in from the trace."""
     parts = _advised("What to do", page._asdict()) if page.fix else []
     for name, case in page.cases.items():
-        parts += _case(name, case, [escape(case[key]) for key in ("title", "fix") if key in case])
+        texts = (case[key] for key in ("title", "fix") if key in case)
+        words = escape(_sentences(*texts))
+        parts += _case(name, case, [words] if words else [])
     return parts
 
 
@@ -121,10 +123,18 @@ def _advised(title: str, texts: Mapping[str, Any]) -> list[str]:
     facts = {
         "How to verify": texts.get("verify", ""),
         "Proven wrong by": texts.get("falsified_by", ""),
-        "Assumptions": "; ".join(texts.get("assumptions", ())),
+        "Assumptions": _sentences(*texts.get("assumptions", ())),
     }
     listed = [f"- *{label}*: {escape(text)}" for label, text in facts.items() if text]
     return [*parts, "\n".join(listed)] if listed else parts
+
+
+def _sentences(*texts: str) -> str:
+    """Texts one after the other, each with a capital and a full stop; a name in front stays so."""
+    ended = (text if text.endswith((".", "!", "?")) else f"{text}." for text in texts if text)
+    return " ".join(
+        text if re.match(r"\w*[_.\d]\w", text) else text[0].upper() + text[1:] for text in ended
+    )
 
 
 def _case(name: str, case: Mapping[str, Any], words: list[str]) -> list[str]:

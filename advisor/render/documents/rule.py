@@ -125,7 +125,7 @@ def describe(rule: Rule) -> RulePage:
         code=_opened(cls.code),
         verify=_opened(cls.verify),
         falsified_by=_opened(cls.falsified_by),
-        assumptions=rule.fill_thresholds(cls.assumptions),
+        assumptions=_opened(rule.fill_thresholds(cls.assumptions)),
         cases=_opened(_filled_cases(rule, cls.cases)),
         inference=_opened(_inference(rule, cls.inference)),
         elsewhere=list(_elsewhere(cls)),
